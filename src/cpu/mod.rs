@@ -1,0 +1,7 @@
+//! The CPU back end: thread pool, instruction-set detection and the cores that the ops call.
+//!
+//! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
+//! and layouts before they hand them over.
+
+pub mod pool;
+pub mod simd;

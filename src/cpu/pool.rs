@@ -1,0 +1,291 @@
+//! A thread pool for chains of very short parallel steps.
+//!
+//! A decode step of a small model is about 150 dependent steps of 20 to 50 microseconds. Waking a
+//! sleeping thread costs as much as such a step, so workers spin for a short while after each job
+//! before they sleep, and a job is handed over by one atomic store.
+//!
+//! A job is a closure and a number of tasks. Whoever is free takes the next task, the calling
+//! thread included, so a worker that the operating system has taken off its core delays nothing but
+//! the task it holds. A second thread that calls [`run`] while a job is under way does its tasks
+//! itself instead of waiting.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+/// How long a worker spins for the next job before it sleeps.
+const SPIN: Duration = Duration::from_micros(100);
+
+type Task<'a> = &'a (dyn Fn(usize) + Sync);
+
+/// What the workers read of the job under way.
+struct Shared {
+    /// Job number in the upper half, next task to take in the lower half.
+    ticket: AtomicU64,
+    /// Number of tasks of the job.
+    tasks: AtomicU32,
+    /// The job's closure: a pointer to a `Task` on the caller's stack.
+    task: AtomicPtr<()>,
+    /// Tasks that have ended.
+    done: AtomicU32,
+    /// Set when a task panicked; the caller panics then.
+    panicked: AtomicBool,
+    /// Workers that sleep or are about to.
+    sleepers: AtomicUsize,
+}
+
+struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<Thread>,
+    /// Held by the thread whose job is under way.
+    caller: Mutex<()>,
+}
+
+static POOL: OnceLock<Pool> = OnceLock::new();
+static WANTED: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// Set on workers, and on a caller inside a job, so that nested calls run in place.
+    static BUSY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Sets how many threads, the caller included, [`run`] uses. It holds from the first job on, so it
+/// has to be called before any op runs; returns false when it came too late.
+pub fn set_threads(threads: usize) -> bool {
+    WANTED.store(threads.max(1), Ordering::Relaxed);
+    POOL.get().is_none_or(|p| p.workers.len() + 1 == threads.max(1))
+}
+
+/// How many threads, the caller included, work on a job: what [`set_threads`] asked for, else
+/// `CANDLE_FUSED_THREADS`, else what the affinity mask and the cgroup allow.
+pub fn threads() -> usize {
+    pool().workers.len() + 1
+}
+
+/// Calls `task(0)`, ... `task(tasks - 1)`, each once, spread over the pool, and returns when all
+/// have ended. Panics if a task panics.
+pub fn run(tasks: usize, task: impl Fn(usize) + Sync) {
+    let inline = || (0..tasks).for_each(&task);
+    if tasks <= 1 || BUSY.get() {
+        return inline();
+    }
+    let pool = pool();
+    if pool.workers.is_empty() {
+        return inline();
+    }
+    let guard = match pool.caller.try_lock() {
+        Ok(guard) => guard,
+        Err(_) => return inline(),
+    };
+    let went_well = pool.run(u32::try_from(tasks).expect("fewer than 2^32 tasks"), &task);
+    drop(guard);
+    if !went_well {
+        resume_unwind(Box::new("a task of candle-fused's thread pool panicked"));
+    }
+}
+
+/// Splits `0..len` into ranges of at least `grain` whose starts are multiples of `grain`, about
+/// four for each thread, and calls `body` on each, in parallel.
+pub fn for_ranges(len: usize, grain: usize, body: impl Fn(std::ops::Range<usize>) + Sync) {
+    if len == 0 {
+        return;
+    }
+    let grains = len.div_ceil(grain.max(1));
+    let tasks = grains.min(4 * threads());
+    run(tasks, |t| {
+        let start = t * grains / tasks * grain;
+        let end = ((t + 1) * grains / tasks * grain).min(len);
+        body(start..end);
+    });
+}
+
+fn pool() -> &'static Pool {
+    POOL.get_or_init(|| {
+        let wanted = match WANTED.load(Ordering::Relaxed) {
+            0 => std::env::var("CANDLE_FUSED_THREADS")
+                .ok()
+                .and_then(|v| v.parse().ok())
+                .filter(|n| *n > 0)
+                .unwrap_or_else(|| thread::available_parallelism().map_or(1, |n| n.get())),
+            n => n,
+        };
+        Pool::new(wanted)
+    })
+}
+
+impl Pool {
+    fn new(threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            ticket: AtomicU64::new(0),
+            tasks: AtomicU32::new(0),
+            task: AtomicPtr::new(std::ptr::null_mut()),
+            done: AtomicU32::new(0),
+            panicked: AtomicBool::new(false),
+            sleepers: AtomicUsize::new(0),
+        });
+        let workers = (1..threads)
+            .map_while(|i| {
+                let shared = shared.clone();
+                thread::Builder::new()
+                    .name(format!("candle-fused-{i}"))
+                    .spawn(move || worker(&shared))
+                    .ok()
+                    .map(|h| h.thread().clone())
+            })
+            .collect();
+        Self { shared, workers, caller: Mutex::new(()) }
+    }
+
+    /// Runs one job; false if a task panicked.
+    fn run(&self, tasks: u32, task: Task<'_>) -> bool {
+        let s = &*self.shared;
+        BUSY.set(true);
+        // The pointer stays valid until this function returns, which it does only when every task
+        // that was taken has ended (`done == tasks`), and no task of a job can be taken after that.
+        let on_stack: *const Task<'_> = &task;
+        s.task.store(on_stack as *mut (), Ordering::Relaxed);
+        s.tasks.store(tasks, Ordering::Release);
+        s.done.store(0, Ordering::Relaxed);
+        let job = (s.ticket.load(Ordering::Relaxed) >> 32).wrapping_add(1) & 0xffff_ffff;
+        // SeqCst pairs with the worker's `sleepers` increment: either it sees this job, or this
+        // thread sees the sleeper.
+        s.ticket.store(job << 32, Ordering::SeqCst);
+        if s.sleepers.load(Ordering::SeqCst) > 0 {
+            self.workers.iter().for_each(Thread::unpark);
+        }
+        s.take(job);
+        let mut spins = 0u32;
+        while s.done.load(Ordering::Acquire) != tasks {
+            spins += 1;
+            // A worker that lost its core while it held a task: let it have this one.
+            if spins > 20_000 { thread::yield_now() } else { std::hint::spin_loop() }
+        }
+        // Closed, so that a late worker cannot pair this ticket with the next job's task count.
+        s.ticket.store(job << 32 | u64::from(u32::MAX), Ordering::Release);
+        BUSY.set(false);
+        !s.panicked.swap(false, Ordering::Relaxed)
+    }
+}
+
+impl Shared {
+    /// Takes and runs tasks of `job` until none is left.
+    fn take(&self, job: u64) {
+        // Read before the ticket is taken: if taking succeeds, the job was still under way, so both
+        // belong to it.
+        let task = self.task.load(Ordering::Relaxed) as *const Task<'_>;
+        // Acquire: if this is already the next job's number, the ticket below reads as closed.
+        let tasks = self.tasks.load(Ordering::Acquire);
+        loop {
+            let ticket = self.ticket.load(Ordering::Acquire);
+            let next = ticket as u32;
+            if ticket >> 32 != job || next >= tasks {
+                return;
+            }
+            if self
+                .ticket
+                .compare_exchange_weak(ticket, ticket + 1, Ordering::AcqRel, Ordering::Relaxed)
+                .is_err()
+            {
+                continue;
+            }
+            // SAFETY: the ticket was taken from the job that is under way, whose caller keeps the
+            // closure alive until `done` counts this task.
+            let body = unsafe { *task };
+            if catch_unwind(AssertUnwindSafe(|| body(next as usize))).is_err() {
+                self.panicked.store(true, Ordering::Relaxed);
+            }
+            self.done.fetch_add(1, Ordering::Release);
+        }
+    }
+}
+
+fn worker(s: &Shared) {
+    BUSY.set(true);
+    let mut seen = 0;
+    loop {
+        let mut job = s.ticket.load(Ordering::Acquire) >> 32;
+        let mut since = None;
+        let mut spins = 0u32;
+        while job == seen {
+            std::hint::spin_loop();
+            spins += 1;
+            if spins.is_multiple_of(64) {
+                let started = *since.get_or_insert_with(Instant::now);
+                if started.elapsed() > SPIN {
+                    s.sleepers.fetch_add(1, Ordering::SeqCst);
+                    if s.ticket.load(Ordering::SeqCst) >> 32 == seen {
+                        thread::park();
+                    }
+                    s.sleepers.fetch_sub(1, Ordering::SeqCst);
+                    since = None;
+                }
+            }
+            job = s.ticket.load(Ordering::Acquire) >> 32;
+        }
+        seen = job;
+        s.take(job);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once() {
+        for tasks in [0, 1, 2, 3, 7, 64, 1000] {
+            let hits: Vec<AtomicU32> = (0..tasks).map(|_| AtomicU32::new(0)).collect();
+            for _ in 0..200 {
+                run(tasks, |i| {
+                    hits[i].fetch_add(1, Ordering::Relaxed);
+                });
+            }
+            assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 200));
+        }
+    }
+
+    #[test]
+    fn ranges_cover_everything_once_on_grain_borders() {
+        for (len, grain) in [(1, 16), (15, 16), (16, 16), (17, 16), (576, 16), (1000, 1), (49152, 64)] {
+            let hits: Vec<AtomicU32> = (0..len).map(|_| AtomicU32::new(0)).collect();
+            for_ranges(len, grain, |r| {
+                assert_eq!(r.start % grain, 0);
+                r.for_each(|i| {
+                    hits[i].fetch_add(1, Ordering::Relaxed);
+                });
+            });
+            assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1));
+        }
+    }
+
+    #[test]
+    fn nested_and_concurrent_jobs_end() {
+        let total = AtomicU32::new(0);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..100 {
+                        run(8, |_| run(4, |_| {
+                            total.fetch_add(1, Ordering::Relaxed);
+                        }));
+                    }
+                });
+            }
+        });
+        assert_eq!(total.load(Ordering::Relaxed), 4 * 100 * 8 * 4);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
+        let caught = catch_unwind(|| run(8, |i| assert_ne!(i, 5)));
+        assert!(caught.is_err());
+        let sum = AtomicUsize::new(0);
+        run(10, |i| {
+            sum.fetch_add(i, Ordering::Relaxed);
+        });
+        assert_eq!(sum.load(Ordering::Relaxed), 45);
+    }
+}

@@ -1,0 +1,4 @@
+//! Fused operations for candle.
+pub mod cpu;
+pub mod ops;
+pub mod trace;

@@ -1,0 +1,1 @@
+//! Residual additions in one pass.

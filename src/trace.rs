@@ -1,0 +1,73 @@
+//! Which fused ops ran, through which path, and how often.
+//!
+//! Off by default; while it is off an op pays one thread-local read. Recording is per thread: ops
+//! are dispatched on the thread that calls them, so two models on two threads do not mix.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! let x = Tensor::ones((2, 8), candle_core::DType::F32, &Device::Cpu)?;
+//! let (y, calls) = candle_fused::trace::capture(|| candle_fused::ops::residual_add(&x, &[&x]));
+//! y?;
+//! assert_eq!(calls.count("residual_add"), 1);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+/// One kind of call: the op and how it was carried out.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Call {
+    /// The op's stem, as in `rms_norm_linear`.
+    pub op: &'static str,
+    /// Device, instruction set or kernel, and what was fused in, as in `cpu avx2 q4_1 +swiglu`.
+    pub path: String,
+}
+
+/// The calls recorded on this thread during [`capture`].
+#[derive(Clone, Debug, Default)]
+pub struct Calls {
+    counts: BTreeMap<Call, u64>,
+}
+
+impl Calls {
+    /// How often `op` ran, over all its paths.
+    pub fn count(&self, op: &str) -> u64 {
+        self.counts.iter().filter(|(c, _)| c.op == op).map(|(_, n)| n).sum()
+    }
+
+    /// Every kind of call with its count, ordered by op and path.
+    pub fn iter(&self) -> impl Iterator<Item = (&Call, u64)> {
+        self.counts.iter().map(|(c, n)| (c, *n))
+    }
+
+    /// The count of each op, over all its paths.
+    pub fn by_op(&self) -> BTreeMap<&'static str, u64> {
+        let mut ops = BTreeMap::new();
+        for (call, n) in &self.counts {
+            *ops.entry(call.op).or_default() += n;
+        }
+        ops
+    }
+}
+
+thread_local! {
+    static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
+}
+
+/// Runs `body` and returns what it returns, with the calls that this thread made meanwhile.
+pub fn capture<T>(body: impl FnOnce() -> T) -> (T, Calls) {
+    let outer = CALLS.replace(Some(Calls::default()));
+    let result = body();
+    let calls = CALLS.replace(outer).unwrap_or_default();
+    (result, calls)
+}
+
+/// Counts a call of `op`; `path` is only built while calls are captured.
+pub(crate) fn record(op: &'static str, path: impl FnOnce() -> String) {
+    CALLS.with_borrow_mut(|calls| {
+        if let Some(calls) = calls {
+            *calls.counts.entry(Call { op, path: path() }).or_default() += 1;
+        }
+    });
+}
