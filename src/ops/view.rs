@@ -1,6 +1,6 @@
 //! Reading candle's storages: any layout, any float type, as plain slices.
 
-use candle_core::{CpuStorage, Layout, Result, WithDType, bail};
+use candle_core::{CpuStorage, Layout, Result, Storage, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
 
@@ -10,6 +10,10 @@ pub trait Float: WithDType + Copy + Send + Sync {
     fn widen(self) -> f32;
     /// The value rounded to this type, to nearest even.
     fn narrow(value: f32) -> Self;
+    /// All values widened; f32 is borrowed.
+    fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
+        Cow::Owned(values.iter().map(|v| v.widen()).collect())
+    }
 }
 
 impl Float for f32 {
@@ -18,6 +22,9 @@ impl Float for f32 {
     }
     fn narrow(value: f32) -> Self {
         value
+    }
+    fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
+        Cow::Borrowed(values)
     }
 }
 
@@ -36,6 +43,14 @@ impl Float for bf16 {
     }
     fn narrow(value: f32) -> Self {
         bf16::from_f32(value)
+    }
+}
+
+/// The CPU side of a storage; the guards of every op have checked that there is one.
+pub fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        _ => bail!("expected a tensor on the CPU"),
     }
 }
 
