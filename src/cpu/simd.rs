@@ -20,7 +20,7 @@ impl Level {
     pub fn available() -> Vec<Level> {
         [Level::Scalar, Level::Avx2, Level::Avx512]
             .into_iter()
-            .filter(|l| *l <= detect())
+            .filter(|l| *l <= best())
             .collect()
     }
 
@@ -39,7 +39,7 @@ impl Level {
 pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {
-        let best = detect();
+        let best = best();
         let Ok(asked) = std::env::var("CANDLE_FUSED_SIMD") else {
             return best;
         };
@@ -58,6 +58,12 @@ pub fn level() -> Level {
             }
         }
     })
+}
+
+/// The best level that this processor has, whatever the environment asks for.
+pub fn best() -> Level {
+    static BEST: OnceLock<Level> = OnceLock::new();
+    *BEST.get_or_init(detect)
 }
 
 #[cfg(target_arch = "x86_64")]
