@@ -3,5 +3,9 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
+pub mod dense;
+mod lanes;
 pub mod pool;
 pub mod simd;
+
+pub use lanes::Lanes;

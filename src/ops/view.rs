@@ -4,12 +4,24 @@ use candle_core::{CpuStorage, Layout, Result, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
 
+use crate::cpu::Lanes;
+
 /// A float type that the ops take: f32, f16 or bf16, computed in f32.
 pub trait Float: WithDType + Copy + Send + Sync {
     /// The value widened, which is exact.
     fn widen(self) -> f32;
     /// The value rounded to this type, to nearest even.
     fn narrow(value: f32) -> Self;
+    /// Reads and widens a vector.
+    ///
+    /// # Safety
+    /// As [`Lanes`]: `L::N` elements may be read from `p`.
+    unsafe fn load<L: Lanes>(p: *const Self) -> L;
+    /// Rounds a vector to this type, to nearest even, and writes it.
+    ///
+    /// # Safety
+    /// As [`Lanes`]: `L::N` elements may be written to `p`.
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self);
 }
 
 impl Float for f32 {
@@ -18,6 +30,16 @@ impl Float for f32 {
     }
     fn narrow(value: f32) -> Self {
         value
+    }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_f32(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_f32(p) }
     }
 }
 
@@ -28,6 +50,16 @@ impl Float for f16 {
     fn narrow(value: f32) -> Self {
         f16::from_f32(value)
     }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_f16(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_f16(p) }
+    }
 }
 
 impl Float for bf16 {
@@ -36,6 +68,16 @@ impl Float for bf16 {
     }
     fn narrow(value: f32) -> Self {
         bf16::from_f32(value)
+    }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_bf16(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_bf16(p) }
     }
 }
 
@@ -46,17 +88,29 @@ pub fn elements<'a, T: Float>(storage: &'a CpuStorage, layout: &Layout) -> Resul
     if let Some((start, end)) = layout.contiguous_offsets() {
         return match data.get(start..end) {
             Some(slice) => Ok(Cow::Borrowed(slice)),
-            None => bail!("layout {layout:?} reaches past its storage of {} elements", data.len()),
+            None => bail!(
+                "layout {layout:?} reaches past its storage of {} elements",
+                data.len()
+            ),
         };
     }
     let Some(reach) = reach(layout) else {
         return Ok(Cow::Owned(Vec::new()));
     };
     if reach >= data.len() {
-        bail!("layout {layout:?} reaches past its storage of {} elements", data.len());
+        bail!(
+            "layout {layout:?} reaches past its storage of {} elements",
+            data.len()
+        );
     }
     let mut out = Vec::with_capacity(layout.shape().elem_count());
-    gather(data, layout.dims(), layout.stride(), layout.start_offset(), &mut out);
+    gather(
+        data,
+        layout.dims(),
+        layout.stride(),
+        layout.start_offset(),
+        &mut out,
+    );
     Ok(Cow::Owned(out))
 }
 
@@ -96,7 +150,9 @@ macro_rules! dispatch_float {
                 type $t = half::bf16;
                 $body
             }
-            other => candle_core::bail!("{}: {} is {other:?}, expected f32, f16 or bf16", $op, $arg),
+            other => {
+                candle_core::bail!("{}: {} is {other:?}, expected f32, f16 or bf16", $op, $arg)
+            }
         }
     };
 }
