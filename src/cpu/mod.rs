@@ -3,7 +3,12 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
+pub mod dense;
+mod lanes;
 pub mod math;
+pub mod packed;
 pub mod pool;
 pub mod simd;
 pub mod vector;
+
+pub use lanes::Lanes;

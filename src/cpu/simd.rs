@@ -24,6 +24,14 @@ impl Level {
             .collect()
     }
 
+    /// This level, or the best that the processor has where it lacks this one.
+    ///
+    /// A core that takes a level as an argument asks this before it enters code for that level, so
+    /// that no argument can make it execute instructions that do not exist.
+    pub fn supported(self) -> Level {
+        self.min(best())
+    }
+
     /// The name that `CANDLE_FUSED_SIMD` takes.
     pub fn name(self) -> &'static str {
         match self {

@@ -4,6 +4,8 @@ use candle_core::{CpuStorage, Layout, Result, Storage, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
 
+use crate::cpu::Lanes;
+
 /// A float type that the ops take: f32, f16 or bf16, computed in f32.
 pub trait Float: WithDType + Copy + Send + Sync {
     /// The value widened, which is exact.
@@ -14,6 +16,16 @@ pub trait Float: WithDType + Copy + Send + Sync {
     fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
         Cow::Owned(values.iter().map(|v| v.widen()).collect())
     }
+    /// Reads and widens a vector.
+    ///
+    /// # Safety
+    /// As [`Lanes`]: `L::N` elements may be read from `p`.
+    unsafe fn load<L: Lanes>(p: *const Self) -> L;
+    /// Rounds a vector to this type, to nearest even, and writes it.
+    ///
+    /// # Safety
+    /// As [`Lanes`]: `L::N` elements may be written to `p`.
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self);
 }
 
 impl Float for f32 {
@@ -26,6 +38,16 @@ impl Float for f32 {
     fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
         Cow::Borrowed(values)
     }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_f32(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_f32(p) }
+    }
 }
 
 impl Float for f16 {
@@ -35,6 +57,16 @@ impl Float for f16 {
     fn narrow(value: f32) -> Self {
         f16::from_f32(value)
     }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_f16(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_f16(p) }
+    }
 }
 
 impl Float for bf16 {
@@ -43,6 +75,16 @@ impl Float for bf16 {
     }
     fn narrow(value: f32) -> Self {
         bf16::from_f32(value)
+    }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_bf16(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_bf16(p) }
     }
 }
 
@@ -61,17 +103,29 @@ pub fn elements<'a, T: Float>(storage: &'a CpuStorage, layout: &Layout) -> Resul
     if let Some((start, end)) = layout.contiguous_offsets() {
         return match data.get(start..end) {
             Some(slice) => Ok(Cow::Borrowed(slice)),
-            None => bail!("layout {layout:?} reaches past its storage of {} elements", data.len()),
+            None => bail!(
+                "layout {layout:?} reaches past its storage of {} elements",
+                data.len()
+            ),
         };
     }
     let Some(reach) = reach(layout) else {
         return Ok(Cow::Owned(Vec::new()));
     };
     if reach >= data.len() {
-        bail!("layout {layout:?} reaches past its storage of {} elements", data.len());
+        bail!(
+            "layout {layout:?} reaches past its storage of {} elements",
+            data.len()
+        );
     }
     let mut out = Vec::with_capacity(layout.shape().elem_count());
-    gather(data, layout.dims(), layout.stride(), layout.start_offset(), &mut out);
+    gather(
+        data,
+        layout.dims(),
+        layout.stride(),
+        layout.start_offset(),
+        &mut out,
+    );
     Ok(Cow::Owned(out))
 }
 
@@ -111,7 +165,9 @@ macro_rules! dispatch_float {
                 type $t = half::bf16;
                 $body
             }
-            other => candle_core::bail!("{}: {} is {other:?}, expected f32, f16 or bf16", $op, $arg),
+            other => {
+                candle_core::bail!("{}: {} is {other:?}, expected f32, f16 or bf16", $op, $arg)
+            }
         }
     };
 }
