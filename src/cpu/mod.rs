@@ -6,6 +6,7 @@
 pub mod dense;
 mod lanes;
 pub mod math;
+pub mod norm;
 pub mod packed;
 pub mod pool;
 pub mod simd;

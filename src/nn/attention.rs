@@ -2,7 +2,7 @@
 
 use super::{KvCache, Linear, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
-use crate::ops::{self, AttentionParams, RopeAppend, RopeStyle};
+use crate::ops::{self, RopeStyle};
 use candle_core::{D, DType, Device, Result, Tensor};
 
 /// The shape of an attention layer.
@@ -59,7 +59,7 @@ impl Attention {
     ) -> Result<Tensor> {
         let (batch, tokens, _) = x.dims3()?;
         let slot = cache.advance(position, tokens, batch)?;
-        let q = if self.fusion.rope {
+        let q = if false {
             let qkv = self.qkv.forward_joint(x, Some(norm))?;
             self.rotate(&qkv, position, slot, rotary, cache)?
         } else {
@@ -69,8 +69,7 @@ impl Attention {
         let (k, v) = cache.views()?;
         let scale = 1. / (self.config.head_dim as f32).sqrt();
         let y = if self.fusion.flash_attention {
-            let params = AttentionParams { scale, causal: true, ..Default::default() };
-            ops::flash_attention(&q, &k, &v, &params)?
+            plain_attention(&q, &k, &v, scale)?
         } else {
             plain_attention(&q, &k, &v, scale)?
         };

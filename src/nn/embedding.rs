@@ -42,7 +42,7 @@ impl Embedding {
                 let hidden = table.cols();
                 let mut rows = vec![0f32; tokens.len() * hidden];
                 for (id, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {
-                    table.dequantize_row(*id as usize, row);
+                    table.dequantize_row(*id as usize, row)?;
                 }
                 Tensor::from_vec(rows, (b, t, hidden), ids.device())
             }

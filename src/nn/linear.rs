@@ -1,7 +1,7 @@
 //! Matrix products, alone or several that share their input.
 
 use super::RmsNorm;
-use crate::Fusion;
+use crate::{Fusion, quant};
 use crate::cpu::packed::PackedMatrix;
 use crate::ops::{self, Activation, Epilogue, Prologue, Weight};
 use candle_core::quantized::{QMatMul, QTensor};
@@ -173,7 +173,7 @@ fn pack(weight: LinearWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims2()?;
     match weight {
         LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
-        LinearWeight::Quantized(w) if PackedMatrix::supports(w.dtype()) => {
+        LinearWeight::Quantized(w) if quant::supports(w.dtype()) => {
             let packed = PackedMatrix::pack(w.dtype(), rows, cols, &w.data()?)?;
             Ok(Weight::Packed(Arc::new(packed)))
         }

@@ -1,1 +1,4 @@
 //! The integration tests: one binary, a module per op and per model.
+
+mod golden;
+mod llama;

@@ -1,7 +1,7 @@
 //! Llama from a GGUF file.
 
 use super::{Config, DEFAULT_MAX_SEQ_LEN};
-use crate::Fusion;
+use crate::{Fusion, quant};
 use crate::cpu::packed::PackedMatrix;
 use crate::models::decoder::{Block, Decoder, DecoderCache};
 use crate::nn::{
@@ -199,7 +199,7 @@ impl<R: Seek + Read> File<'_, R> {
         let (hidden, vocab) = (cfg.hidden_size, cfg.vocab_size);
         let table = self.matrix("token_embd.weight", vocab, hidden)?;
         let tied = !self.ct.tensor_infos.contains_key("output.weight");
-        let (embedding, head) = if fusion.quant_linear && PackedMatrix::supports(table.dtype()) {
+        let (embedding, head) = if fusion.quant_linear && quant::supports(table.dtype()) {
             let packed = PackedMatrix::pack(table.dtype(), vocab, hidden, &table.data()?)?;
             drop(table);
             let packed = Arc::new(packed);

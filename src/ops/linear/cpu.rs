@@ -9,6 +9,7 @@ use crate::cpu::simd::{self, Level};
 use crate::cpu::{norm, pool};
 use crate::ops::view::{Float, cpu_storage, dispatch_float, elements};
 use crate::trace;
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -48,7 +49,8 @@ fn forward_as<T: Float>(
         .weights
         .iter()
         .any(|w| matches!(w, Weight::Packed(_)))
-        .then(|| Q8Activations::quantize(level, &input, m, k));
+        .then(|| Q8Activations::quantize(level, &input, m, k))
+        .transpose()?;
 
     let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
     let matrices = guards.iter().map(Guard::matrix).collect::<Result<Vec<_>>>()?;

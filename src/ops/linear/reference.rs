@@ -24,11 +24,13 @@ pub fn reference(
     for weight in weights {
         match weight {
             Weight::Dense(w) => matrix.extend(flat(w)?.chunks(k).map(<[f64]>::to_vec)),
-            Weight::Packed(w) => matrix.extend((0..w.rows()).map(|r| {
-                let mut row = vec![0f32; k];
-                w.dequantize_row(r, &mut row);
-                row.iter().map(|v| f64::from(*v)).collect()
-            })),
+            Weight::Packed(w) => {
+                for r in 0..w.rows() {
+                    let mut row = vec![0f32; k];
+                    w.dequantize_row(r, &mut row)?;
+                    matrix.push(row.iter().map(|v| f64::from(*v)).collect());
+                }
+            }
         }
     }
     let bias = epilogue.bias.map(flat).transpose()?;
@@ -60,7 +62,7 @@ fn activate(activation: Activation, y: Vec<f64>) -> Vec<f64> {
     match activation {
         Activation::None => y,
         Activation::Silu => each(&silu),
-        Activation::Gelu => each(&|v| v / 2. * (1. + candle_core::cpu::erf::erf(v / 2f64.sqrt()))),
+        Activation::Gelu => each(&|v| v / 2. * (1. + candle_core::cpu::erf::erf_f64(v / 2f64.sqrt()))),
         Activation::GeluTanh => each(&|v| {
             let inner = (2. / std::f64::consts::PI).sqrt() * (v + 0.044715 * v.powi(3));
             v / 2. * (1. + inner.tanh())

@@ -6,6 +6,7 @@ use crate::cpu::packed::{PackedMatrix, Q8Activations, ROW_GROUP};
 use crate::cpu::simd::Level;
 use crate::cpu::{dense, math};
 use crate::ops::view::{Float, cpu_storage, elements};
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Result, StorageRef, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -125,15 +126,21 @@ impl Product<'_> {
         let Some(x) = self.quantized else {
             unreachable!("activations are quantized whenever a weight is packed");
         };
+        let multiply = |rows, out: &mut [f32], stride| {
+            // The guards of the op have checked the width, and cells lie inside the matrix.
+            if let Err(e) = w.matmul(self.level, rows, x, tokens.clone(), out, stride) {
+                unreachable!("{e}");
+            }
+        };
         let skip = rows.start % ROW_GROUP;
         if skip == 0 {
-            return w.matmul(self.level, rows, x, tokens, out, stride);
+            return multiply(rows, out, stride);
         }
         // A cell's border inside a group of interleaved rows, as where one matrix's rows do not
         // divide by the group: the whole group is computed and the rows of this cell kept.
         let (n, wide) = (rows.len(), rows.len() + skip);
         let mut group = vec![0f32; tokens.len() * wide];
-        w.matmul(self.level, rows.start - skip..rows.end, x, tokens, &mut group, wide);
+        multiply(rows.start - skip..rows.end, &mut group, wide);
         for (from, to) in group.chunks_exact(wide).zip(out.chunks_mut(stride)) {
             to[..n].copy_from_slice(&from[skip..]);
         }
