@@ -46,17 +46,29 @@ pub fn elements<'a, T: Float>(storage: &'a CpuStorage, layout: &Layout) -> Resul
     if let Some((start, end)) = layout.contiguous_offsets() {
         return match data.get(start..end) {
             Some(slice) => Ok(Cow::Borrowed(slice)),
-            None => bail!("layout {layout:?} reaches past its storage of {} elements", data.len()),
+            None => bail!(
+                "layout {layout:?} reaches past its storage of {} elements",
+                data.len()
+            ),
         };
     }
     let Some(reach) = reach(layout) else {
         return Ok(Cow::Owned(Vec::new()));
     };
     if reach >= data.len() {
-        bail!("layout {layout:?} reaches past its storage of {} elements", data.len());
+        bail!(
+            "layout {layout:?} reaches past its storage of {} elements",
+            data.len()
+        );
     }
     let mut out = Vec::with_capacity(layout.shape().elem_count());
-    gather(data, layout.dims(), layout.stride(), layout.start_offset(), &mut out);
+    gather(
+        data,
+        layout.dims(),
+        layout.stride(),
+        layout.start_offset(),
+        &mut out,
+    );
     Ok(Cow::Owned(out))
 }
 
@@ -96,7 +108,9 @@ macro_rules! dispatch_float {
                 type $t = half::bf16;
                 $body
             }
-            other => candle_core::bail!("{}: {} is {other:?}, expected f32, f16 or bf16", $op, $arg),
+            other => {
+                candle_core::bail!("{}: {} is {other:?}, expected f32, f16 or bf16", $op, $arg)
+            }
         }
     };
 }
