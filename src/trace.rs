@@ -33,7 +33,11 @@ pub struct Calls {
 impl Calls {
     /// How often `op` ran, over all its paths.
     pub fn count(&self, op: &str) -> u64 {
-        self.counts.iter().filter(|(c, _)| c.op == op).map(|(_, n)| n).sum()
+        self.counts
+            .iter()
+            .filter(|(c, _)| c.op == op)
+            .map(|(_, n)| n)
+            .sum()
     }
 
     /// Every kind of call with its count, ordered by op and path.

@@ -56,7 +56,8 @@ thread_local! {
 /// has to be called before any op runs; returns false when it came too late.
 pub fn set_threads(threads: usize) -> bool {
     WANTED.store(threads.max(1), Ordering::Relaxed);
-    POOL.get().is_none_or(|p| p.workers.len() + 1 == threads.max(1))
+    POOL.get()
+        .is_none_or(|p| p.workers.len() + 1 == threads.max(1))
 }
 
 /// How many threads, the caller included, work on a job: what [`set_threads`] asked for, else
@@ -136,7 +137,11 @@ impl Pool {
                     .map(|h| h.thread().clone())
             })
             .collect();
-        Self { shared, workers, caller: Mutex::new(()) }
+        Self {
+            shared,
+            workers,
+            caller: Mutex::new(()),
+        }
     }
 
     /// Runs one job; false if a task panicked.
@@ -161,10 +166,15 @@ impl Pool {
         while s.done.load(Ordering::Acquire) != tasks {
             spins += 1;
             // A worker that lost its core while it held a task: let it have this one.
-            if spins > 20_000 { thread::yield_now() } else { std::hint::spin_loop() }
+            if spins > 20_000 {
+                thread::yield_now()
+            } else {
+                std::hint::spin_loop()
+            }
         }
         // Closed, so that a late worker cannot pair this ticket with the next job's task count.
-        s.ticket.store(job << 32 | u64::from(u32::MAX), Ordering::Release);
+        s.ticket
+            .store(job << 32 | u64::from(u32::MAX), Ordering::Release);
         BUSY.set(false);
         !s.panicked.swap(false, Ordering::Relaxed)
     }
@@ -249,7 +259,15 @@ mod tests {
 
     #[test]
     fn ranges_cover_everything_once_on_grain_borders() {
-        for (len, grain) in [(1, 16), (15, 16), (16, 16), (17, 16), (576, 16), (1000, 1), (49152, 64)] {
+        for (len, grain) in [
+            (1, 16),
+            (15, 16),
+            (16, 16),
+            (17, 16),
+            (576, 16),
+            (1000, 1),
+            (49152, 64),
+        ] {
             let hits: Vec<AtomicU32> = (0..len).map(|_| AtomicU32::new(0)).collect();
             for_ranges(len, grain, |r| {
                 assert_eq!(r.start % grain, 0);
@@ -268,9 +286,11 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..100 {
-                        run(8, |_| run(4, |_| {
-                            total.fetch_add(1, Ordering::Relaxed);
-                        }));
+                        run(8, |_| {
+                            run(4, |_| {
+                                total.fetch_add(1, Ordering::Relaxed);
+                            })
+                        });
                     }
                 });
             }

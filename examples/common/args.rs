@@ -1,0 +1,244 @@
+//! The command line that the examples share. Flags follow candle's own examples; every value is
+//! checked here, so that nothing is downloaded or loaded for a run that cannot succeed.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use anyhow::{Result, anyhow};
+use candle_core::{DType, Device};
+use clap::{Args as ClapArgs, Parser};
+
+/// The ops that `--fusion` can name.
+pub const FUSED_OPS: [&str; 7] = [
+    "residual_add",
+    "rms_norm",
+    "rms_norm_linear",
+    "linear",
+    "rope",
+    "flash_attention",
+    "quant_linear",
+];
+
+/// Generates text with a language model whose layers run as fused ops, or as plain candle.
+#[derive(Parser, Clone, Debug)]
+#[command(version, max_term_width = 100)]
+pub struct Args {
+    /// Text to continue; with --chat, what to say to the model. Without it the example asks a
+    /// question of its own.
+    #[arg(long, value_parser = prompt)]
+    pub prompt: Option<String>,
+
+    /// Apply the chat template of the tokenizer or GGUF file; without --prompt, talk to the model
+    /// line by line.
+    #[arg(long)]
+    pub chat: bool,
+
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+
+    /// Write a trace of the run that chrome://tracing and ui.perfetto.dev read.
+    #[arg(long)]
+    pub tracing: bool,
+
+    /// Run plain candle and the fused model on the same prompt, greedily and in turns, and compare
+    /// tokens, hidden states, speed and memory.
+    #[arg(long, conflicts_with = "stock")]
+    pub compare: bool,
+
+    /// Write what --compare finds to FILE too.
+    #[arg(long, value_name = "FILE", requires = "compare")]
+    pub json: Option<PathBuf>,
+}
+
+/// Which model, where and how it runs.
+#[derive(ClapArgs, Clone, Debug, Default)]
+#[command(next_help_heading = "Model")]
+pub struct ModelArgs {
+    /// A GGUF file, a folder with config.json, tokenizer.json and safetensors, or the id of a model
+    /// on the Hugging Face hub [default: HuggingFaceTB/SmolLM2-135M-Instruct].
+    #[arg(long)]
+    pub model: Option<String>,
+
+    /// Branch, tag or commit of the model on the hub [default: main].
+    #[arg(long, value_parser = non_empty)]
+    pub revision: Option<String>,
+
+    /// Run on the CPU even if there is a GPU.
+    #[arg(long)]
+    pub cpu: bool,
+
+    /// Compute in f32, f16 or bf16 [default: quantized weights as they are, others as stored].
+    #[arg(long, value_parser = dtype)]
+    pub dtype: Option<DType>,
+
+    /// Run plain candle.
+    #[arg(long)]
+    pub stock: bool,
+
+    /// The fused ops to use: names joined by commas, `all` or `none` [default: all].
+    #[arg(long, value_name = "LIST", value_parser = fusion, conflicts_with = "stock")]
+    pub fusion: Option<FusionList>,
+
+    /// CPU threads [default: all that this process may use].
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least_one)]
+    pub threads: Option<usize>,
+}
+
+/// How the next token is chosen, and how many.
+#[derive(ClapArgs, Clone, Debug)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// Divides the logits before sampling; 0 always takes the likeliest token.
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true, value_parser = temperature)]
+    pub temperature: f64,
+
+    /// Sample from the likeliest tokens whose probabilities add up to this.
+    #[arg(long, allow_negative_numbers = true, value_parser = top_p)]
+    pub top_p: Option<f64>,
+
+    /// Sample from this many of the likeliest tokens.
+    #[arg(long, allow_negative_numbers = true, value_parser = at_least_one)]
+    pub top_k: Option<usize>,
+
+    /// Seed of the sampling.
+    #[arg(long, default_value_t = 299792458)]
+    pub seed: u64,
+
+    /// The most tokens to generate.
+    #[arg(short = 'n', long, default_value_t = 200, allow_negative_numbers = true, value_parser = at_least_one)]
+    pub sample_len: usize,
+
+    /// Divides the logits of tokens seen lately; 1 is no penalty.
+    #[arg(long, default_value_t = 1.1, allow_negative_numbers = true, value_parser = repeat_penalty)]
+    pub repeat_penalty: f32,
+
+    /// How many of the last tokens the penalty looks at.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub repeat_last_n: usize,
+}
+
+/// Names of fused ops, each one of [`FUSED_OPS`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FusionList(pub Vec<String>);
+
+/// Reads a command line. Asked for help or the version, prints it and ends the process; anything
+/// wrong is an error of one line.
+pub fn parse<P: Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<P> {
+    P::try_parse_from(arguments).map_err(|error| {
+        if !error.use_stderr() {
+            error.exit();
+        }
+        let text = error.to_string();
+        let what = text.split("\n\n").next().unwrap_or_default();
+        let what = what.split_whitespace().collect::<Vec<_>>().join(" ");
+        anyhow!(
+            "{}; --help lists the options",
+            what.trim_start_matches("error: ").trim_end_matches('.')
+        )
+    })
+}
+
+impl ModelArgs {
+    /// The device to run on: the first GPU that this build can use unless `--cpu` is given.
+    pub fn device(&self) -> Result<Device> {
+        if self.cpu || !candle_core::utils::cuda_is_available() {
+            return Ok(Device::Cpu);
+        }
+        Device::new_cuda(0)
+            .map_err(|error| anyhow!("cannot use the GPU ({error}); --cpu does without"))
+    }
+}
+
+/// Makes fused ops and plain candle use `threads` threads. Has to come before any of them starts.
+pub fn set_threads(threads: Option<usize>) {
+    let Some(threads) = threads else { return };
+    candle_fused::cpu::pool::set_threads(threads);
+    // SAFETY: called at the start of main, when no other thread exists that could read the
+    // environment. candle takes its number of threads from this variable only.
+    unsafe { std::env::set_var("RAYON_NUM_THREADS", threads.to_string()) };
+}
+
+fn non_empty(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() {
+        Err("it is empty".into())
+    } else {
+        Ok(text.to_owned())
+    }
+}
+
+fn prompt(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        Err("the prompt is empty; give it some text".into())
+    } else {
+        Ok(text.to_owned())
+    }
+}
+
+fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "not a number".to_owned())
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    let value = number(text)?;
+    if value >= 0.0 && f64::is_finite(value) {
+        Ok(value)
+    } else {
+        Err("must be 0 or more".into())
+    }
+}
+
+fn top_p(text: &str) -> Result<f64, String> {
+    let value = number(text)?;
+    if value > 0.0 && value <= 1.0 {
+        Ok(value)
+    } else {
+        Err("must be above 0 and at most 1".into())
+    }
+}
+
+fn repeat_penalty(text: &str) -> Result<f32, String> {
+    let value = number(text)?;
+    if value > 0.0 && f32::is_finite(value) {
+        Ok(value)
+    } else {
+        Err("must be above 0 (1 is no penalty)".into())
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse::<i128>() {
+        Ok(value) if value < 1 => Err("must be at least 1".into()),
+        Ok(value) => usize::try_from(value).map_err(|_| "too large".to_owned()),
+        Err(_) => Err("not a whole number".into()),
+    }
+}
+
+fn dtype(text: &str) -> Result<DType, String> {
+    match text {
+        "f32" => Ok(DType::F32),
+        "f16" => Ok(DType::F16),
+        "bf16" => Ok(DType::BF16),
+        _ => Err("must be f32, f16 or bf16".into()),
+    }
+}
+
+fn fusion(text: &str) -> Result<FusionList, String> {
+    let names = match text.trim() {
+        "all" => FUSED_OPS.map(str::to_owned).to_vec(),
+        "none" => Vec::new(),
+        list => list.split(',').map(|name| name.trim().to_owned()).collect(),
+    };
+    match names
+        .iter()
+        .find(|name| !FUSED_OPS.contains(&name.as_str()))
+    {
+        Some(name) => Err(format!(
+            "no fused op is called '{name}'; there are {}, all, none",
+            FUSED_OPS.join(", ")
+        )),
+        None => Ok(FusionList(names)),
+    }
+}

@@ -1,0 +1,182 @@
+//! The token loop: prompt in, one token after the other out, with the time each took.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use candle_core::Tensor;
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+use candle_transformers::utils::apply_repeat_penalty;
+
+use super::args::SamplingArgs;
+use super::comparison::Round;
+
+/// A language model with its key-value cache.
+pub trait TextModel {
+    /// Reads `tokens`, the first of them at `position`; returns the logits after the last, `[vocab]`.
+    fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor>;
+    /// Empties the cache.
+    fn clear(&mut self) -> Result<()>;
+    /// Tokens have ids below this.
+    fn vocab_size(&self) -> usize;
+    /// The cache holds this many tokens.
+    fn context_length(&self) -> usize;
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The model ended its text.
+    End,
+    /// As many tokens as were asked for.
+    Length,
+    /// The context is full.
+    Context,
+}
+
+/// One generation.
+#[derive(Clone, Debug)]
+pub struct Generated {
+    /// The tokens, without one that ended the text.
+    pub tokens: Vec<u32>,
+    pub stop: Stop,
+    /// Prompt tokens that had to be read; those in the cache from earlier turns do not count.
+    pub prompt_tokens: usize,
+    pub round: Round,
+}
+
+/// A model with its way of choosing tokens.
+pub struct Generator {
+    model: Box<dyn TextModel>,
+    processor: LogitsProcessor,
+    sampling: SamplingArgs,
+    end_ids: Vec<u32>,
+    /// The tokens in the cache.
+    cached: Vec<u32>,
+}
+
+impl Generator {
+    /// `end_ids` end a text.
+    pub fn new(model: Box<dyn TextModel>, sampling: &SamplingArgs, end_ids: &[u32]) -> Self {
+        Self {
+            model,
+            processor: LogitsProcessor::from_sampling(sampling.seed, kind(sampling)),
+            sampling: sampling.clone(),
+            end_ids: end_ids.to_vec(),
+            cached: Vec::new(),
+        }
+    }
+
+    /// Continues `prompt`, handing each token to `on_token`. What the cache holds of the prompt
+    /// from earlier calls is not read again.
+    pub fn generate(
+        &mut self,
+        prompt: &[u32],
+        mut on_token: impl FnMut(u32) -> Result<()>,
+    ) -> Result<Generated> {
+        self.check(prompt)?;
+        let begun = Instant::now();
+        if !prompt.starts_with(&self.cached) || prompt.len() == self.cached.len() {
+            self.model.clear()?;
+            self.cached.clear();
+        }
+        let prompt_tokens = prompt.len() - self.cached.len();
+        let mut all = prompt.to_vec();
+        let mut next = self.step(&all)?;
+        let prefill = begun.elapsed();
+        let (mut steps, mut first) = (Vec::new(), None);
+        let stop = loop {
+            if self.end_ids.contains(&next) {
+                break Stop::End;
+            }
+            all.push(next);
+            on_token(next)?;
+            first.get_or_insert_with(|| begun.elapsed());
+            if all.len() - prompt.len() == self.sampling.sample_len {
+                break Stop::Length;
+            }
+            if all.len() == self.model.context_length() {
+                break Stop::Context;
+            }
+            let step = Instant::now();
+            next = self.step(&all)?;
+            steps.push(step.elapsed());
+        };
+        let round = Round {
+            first_token: first.unwrap_or(prefill),
+            prefill,
+            steps,
+        };
+        Ok(Generated {
+            tokens: all.split_off(prompt.len()),
+            stop,
+            prompt_tokens,
+            round,
+        })
+    }
+
+    fn check(&self, prompt: &[u32]) -> Result<()> {
+        ensure!(
+            !prompt.is_empty(),
+            "the prompt is empty; give --prompt some text"
+        );
+        let (vocab, context) = (self.model.vocab_size(), self.model.context_length());
+        if let Some(id) = prompt.iter().find(|id| **id as usize >= vocab) {
+            bail!(
+                "the tokenizer gives token {id}, and the model knows only {vocab}; they do not belong together"
+            );
+        }
+        ensure!(
+            prompt.len() < context,
+            "the text has {} tokens and the model's context holds {context}; make it shorter",
+            prompt.len()
+        );
+        Ok(())
+    }
+
+    /// Reads what the cache lacks of `tokens` and chooses the one to follow.
+    fn step(&mut self, tokens: &[u32]) -> Result<u32> {
+        let position = self.cached.len();
+        let mut logits = self.model.forward(&tokens[position..], position)?;
+        self.cached.extend_from_slice(&tokens[position..]);
+        if self.sampling.repeat_penalty != 1.0 && self.sampling.repeat_last_n > 0 {
+            let lately = tokens.len().saturating_sub(self.sampling.repeat_last_n);
+            logits =
+                apply_repeat_penalty(&logits, self.sampling.repeat_penalty, &tokens[lately..])?;
+        }
+        Ok(self.processor.sample(&logits)?)
+    }
+}
+
+fn kind(sampling: &SamplingArgs) -> Sampling {
+    let temperature = sampling.temperature;
+    if temperature < 1e-7 {
+        return Sampling::ArgMax;
+    }
+    match (sampling.top_k, sampling.top_p) {
+        (None, None) => Sampling::All { temperature },
+        (Some(k), None) => Sampling::TopK { k, temperature },
+        (None, Some(p)) => Sampling::TopP { p, temperature },
+        (Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
+    }
+}
+
+/// What several generations took together.
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    pub first_token: Option<Duration>,
+    pub prompt_tokens: usize,
+    pub prefill: Duration,
+    pub steps: usize,
+    pub decode: Duration,
+}
+
+impl Totals {
+    /// Adds a generation.
+    pub fn add(&mut self, generated: &Generated) {
+        self.first_token.get_or_insert(generated.round.first_token);
+        self.prompt_tokens += generated.prompt_tokens;
+        self.prefill += generated.round.prefill;
+        self.steps += generated.round.steps.len();
+        self.decode += generated.round.steps.iter().sum::<Duration>();
+    }
+}

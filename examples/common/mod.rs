@@ -1,0 +1,20 @@
+//! What the examples of this crate share: the command line, finding a model, tokens, chat templates,
+//! the token loop and the report at the end.
+
+pub mod args;
+pub mod chat;
+pub mod comparison;
+pub mod generate;
+pub mod gguf_vocab;
+pub mod hub;
+pub mod pip;
+pub mod progress;
+pub mod report;
+pub mod session;
+pub mod source;
+pub mod stock;
+pub mod token_stream;
+pub mod tokenizer;
+pub mod trace_file;
+pub mod validate;
+pub mod weights;

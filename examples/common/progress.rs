@@ -1,0 +1,75 @@
+//! Progress on standard error: a bar on a terminal, otherwise one line when a transfer begins.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::report::bytes;
+
+/// Downloads below this come and go too fast to be worth a bar.
+const WORTH_SHOWING: u64 = 1_000_000;
+
+/// Shows how far one transfer is. The bar goes away with it.
+pub struct Meter {
+    name: String,
+    bar: ProgressBar,
+    announced: AtomicBool,
+}
+
+impl Meter {
+    /// A transfer of yet unknown size.
+    pub fn new(name: &str) -> Self {
+        let bar = ProgressBar::no_length();
+        bar.set_style(
+            ProgressStyle::with_template("{spinner} {msg}  {bytes}")
+                .unwrap_or_else(|_| ProgressStyle::default_spinner()),
+        );
+        bar.set_message(name.to_owned());
+        Self {
+            name: name.to_owned(),
+            bar,
+            announced: AtomicBool::new(false),
+        }
+    }
+
+    /// Shows the transfer from now on, though its size is not known.
+    pub fn show(&self) {
+        self.bar.enable_steady_tick(Duration::from_millis(120));
+        self.announce(&self.name);
+    }
+
+    /// The size is known.
+    pub fn total(&self, total: u64) {
+        if total < WORTH_SHOWING {
+            return;
+        }
+        self.bar.set_style(
+            ProgressStyle::with_template(
+                "{msg}  {bar:30}  {bytes} of {total_bytes}  {bytes_per_sec}  {eta}",
+            )
+            .unwrap_or_else(|_| ProgressStyle::default_bar()),
+        );
+        self.bar.set_length(total);
+        self.announce(&format!("{} ({})", self.name, bytes(total)));
+    }
+
+    /// So many bytes are done.
+    pub fn at(&self, done: u64) {
+        if self.announced.load(Ordering::Relaxed) {
+            self.bar.set_position(done);
+        }
+    }
+
+    fn announce(&self, what: &str) {
+        if !self.announced.swap(true, Ordering::Relaxed) && self.bar.is_hidden() {
+            eprintln!("fetching {what}");
+        }
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,158 @@
+//! Plain candle: the models of candle-transformers as they are.
+
+use anyhow::{Context, Result, anyhow, ensure};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use candle_transformers::models::llama::{Cache, Config, Llama, LlamaConfig};
+use candle_transformers::models::quantized_llama::{MAX_SEQ_LEN, ModelWeights};
+use serde_json::Value;
+
+use super::generate::TextModel;
+use super::gguf_vocab;
+use super::weights::Weights;
+
+/// Loads weights into candle-transformers' own model.
+pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<Box<dyn TextModel>> {
+    let architecture = weights.architecture()?;
+    ensure!(
+        architecture == "llama",
+        "models of the architecture '{architecture}' are not run here; take a llama model"
+    );
+    let in_dtype = weights.dtype(dtype)?;
+    match weights {
+        Weights::Gguf {
+            path,
+            content,
+            mut reader,
+        } => {
+            ensure!(
+                in_dtype == DType::F32,
+                "plain candle computes GGUF models in f32; leave --dtype out"
+            );
+            let vocab_size = content
+                .tensor_infos
+                .get("token_embd.weight")
+                .and_then(|tensor| tensor.shape.dims().first().copied())
+                .with_context(|| {
+                    format!(
+                        "{} has no tensor token_embd.weight; fetch it again",
+                        path.display()
+                    )
+                })?;
+            let context =
+                gguf_vocab::number(&content, "llama.context_length").unwrap_or(MAX_SEQ_LEN as u64);
+            let model = ModelWeights::from_gguf(content, &mut reader, device)
+                .with_context(|| format!("{} cannot be loaded; fetch it again", path.display()))?;
+            let context_length = MAX_SEQ_LEN.min(usize::try_from(context).unwrap_or(MAX_SEQ_LEN));
+            Ok(Box::new(Quantized {
+                model,
+                device: device.clone(),
+                vocab_size,
+                context_length,
+            }))
+        }
+        Weights::Safetensors { files, config } => {
+            let config: LlamaConfig = serde_json::from_value(older(config)).with_context(|| {
+                format!(
+                    "{} is no usable llama configuration",
+                    files.config.display()
+                )
+            })?;
+            let config = config.into_config(false);
+            // SAFETY: the files are mapped read-only; like every memory-mapped loader this one asks
+            // that nobody truncates them while the model is in use.
+            let vb =
+                unsafe { VarBuilder::from_mmaped_safetensors(&files.weights, in_dtype, device) }
+                    .context("the weights cannot be opened; fetch them again")?;
+            let model = Llama::load(vb, &config)
+                .with_context(|| format!("the weights do not fit {}", files.config.display()))?;
+            let cache = Cache::new(true, in_dtype, &config, device)?;
+            Ok(Box::new(Plain {
+                model,
+                cache,
+                config,
+                dtype: in_dtype,
+                device: device.clone(),
+            }))
+        }
+    }
+}
+
+/// candle-transformers reads configurations of transformers 4; version 5 moved the rotary settings
+/// into one object.
+fn older(mut config: Value) -> Value {
+    let rope = config["rope_parameters"].clone();
+    if let Some(theta) = rope.get("rope_theta") {
+        config["rope_theta"] = theta.clone();
+    }
+    let scaled = |rope: &Value| {
+        rope["rope_type"]
+            .as_str()
+            .is_some_and(|kind| kind != "default")
+    };
+    if scaled(&rope) {
+        config["rope_scaling"] = rope;
+    } else if !scaled(&config["rope_scaling"]) {
+        config["rope_scaling"] = Value::Null;
+    }
+    config
+}
+
+struct Quantized {
+    model: ModelWeights,
+    device: Device,
+    vocab_size: usize,
+    context_length: usize,
+}
+
+impl TextModel for Quantized {
+    fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
+        let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
+        Ok(self.model.forward(&input, position)?.squeeze(0)?)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.model.clear_kv_cache();
+        Ok(())
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn context_length(&self) -> usize {
+        self.context_length
+    }
+}
+
+struct Plain {
+    model: Llama,
+    cache: Cache,
+    config: Config,
+    dtype: DType,
+    device: Device,
+}
+
+impl TextModel for Plain {
+    fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
+        let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
+        Ok(self
+            .model
+            .forward(&input, position, &mut self.cache)?
+            .squeeze(0)?)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.cache = Cache::new(true, self.dtype, &self.config, &self.device)
+            .map_err(|error| anyhow!(error))?;
+        Ok(())
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn context_length(&self) -> usize {
+        self.config.max_position_embeddings
+    }
+}
