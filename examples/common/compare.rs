@@ -1,9 +1,9 @@
 //! Stock candle and the fused model on the same weights and prompt, in turns.
 
 use super::comparison::{CompareReport, LayerError, Round, Side, Speedup};
-use super::model::{self, Form, Loaded, TextModel};
-use super::report;
+use super::generate::TextModel;
 use super::source::Located;
+use super::{fused, report, stock, weights};
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 use candle_fused::{Fusion, trace};
@@ -13,6 +13,15 @@ use std::time::{Duration, Instant};
 
 /// Rounds in which both sides take a turn.
 const ROUNDS: usize = 3;
+
+/// One of the two sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// candle-transformers' own model.
+    Stock,
+    /// candle-fused's, with these fusions.
+    Fused(Fusion),
+}
 
 /// What to compare.
 pub struct Comparison<'a> {
@@ -38,7 +47,7 @@ impl Comparison<'_> {
         let memory = [self.probe("stock")?, self.probe("fused")?];
         let (mut stock, _) = self.load(Form::Stock)?;
         let (mut fused, _) = self.load(Form::Fused(self.fusion))?;
-        let context = stock.context.min(fused.context);
+        let context = stock.context_length().min(fused.context_length());
         if self.prompt.len() + self.sample_len > context {
             bail!(
                 "{} prompt tokens and --sample-len {} do not fit into the {context} positions that \
@@ -51,7 +60,7 @@ impl Comparison<'_> {
         for round in 0..ROUNDS {
             eprintln!("round {} of {ROUNDS}", round + 1);
             for (model, runs) in [&mut stock, &mut fused].into_iter().zip(&mut generations) {
-                runs.push(self.generate(model.model.as_mut())?);
+                runs.push(self.generate(model.as_mut())?);
             }
         }
         let [stock_runs, fused_runs] = &generations;
@@ -70,26 +79,37 @@ impl Comparison<'_> {
         Ok(CompareReport {
             model: self.located.name.clone(),
             device: "cpu".into(),
-            dtype: fused.dtype.clone(),
+            dtype: self.dtype_name()?,
             threads: candle_fused::cpu::pool::threads(),
             prompt_tokens: self.prompt.len(),
             sample_len: self.sample_len,
             tokens_match: first_mismatch.is_none(),
             first_mismatch,
             mismatch_margin: first_mismatch.map(|at| f64::from(stock_runs[0].margins[at])),
-            max_logit_diff: self.logit_difference(&mut stock, &mut fused, &stock_runs[0])?,
-            layers: self.layers(&mut fused)?,
-            op_calls: self.calls(&mut fused)?,
+            max_logit_diff: self.logit_difference(stock.as_mut(), fused.as_mut(), &stock_runs[0])?,
+            layers: self.layers(fused.as_mut())?,
+            op_calls: self.calls(fused.as_mut())?,
             speedup: Speedup::of(&stock_side, &fused_side),
             stock: stock_side,
             fused: fused_side,
         })
     }
 
-    fn load(&self, form: Form) -> Result<(Loaded, Duration)> {
+    fn load(&self, form: Form) -> Result<(Box<dyn TextModel>, Duration)> {
+        let (weights, _) = weights::open(&self.located.files)?;
         let started = Instant::now();
-        let loaded = model::load(&self.located.files, form, self.dtype, self.device)?;
-        Ok((loaded, started.elapsed()))
+        let model = match form {
+            Form::Stock => stock::load(weights, self.dtype, self.device)?,
+            Form::Fused(fusion) => fused::load(weights, self.dtype, self.device, fusion)?,
+        };
+        Ok((model, started.elapsed()))
+    }
+
+    fn dtype_name(&self) -> Result<String> {
+        Ok(match self.dtype {
+            Some(dtype) => dtype.as_str().to_owned(),
+            None => weights::open(&self.located.files)?.0.stored_as(),
+        })
     }
 
     fn generate(&self, model: &mut dyn TextModel) -> Result<Generation> {
@@ -117,16 +137,16 @@ impl Comparison<'_> {
     /// The largest difference of a logit over the whole generation, both sides fed stock's tokens.
     fn logit_difference(
         &self,
-        stock: &mut Loaded,
-        fused: &mut Loaded,
+        stock: &mut dyn TextModel,
+        fused: &mut dyn TextModel,
         generation: &Generation,
     ) -> Result<f64> {
-        stock.model.clear()?;
-        fused.model.clear()?;
+        stock.clear()?;
+        fused.clear()?;
         let mut largest = 0f64;
         let mut step = |ids: &[u32], position| -> Result<()> {
-            let a = stock.model.forward(ids, position)?;
-            let b = fused.model.forward(ids, position)?;
+            let a = stock.forward(ids, position)?;
+            let b = fused.forward(ids, position)?;
             let difference = (a - b)?.abs()?.max(0)?.to_scalar::<f32>()?;
             largest = largest.max(f64::from(difference));
             Ok(())
@@ -140,12 +160,11 @@ impl Comparison<'_> {
 
     /// The error of each hidden state of the prompt. candle-transformers shows none, so the other
     /// side is the same model with every fusion off, which runs candle's own operations.
-    fn layers(&self, fused: &mut Loaded) -> Result<Vec<LayerError>> {
+    fn layers(&self, fused: &mut dyn TextModel) -> Result<Vec<LayerError>> {
         let (mut plain, _) = self.load(Form::Fused(Fusion::none()))?;
-        fused.model.clear()?;
         let pairs = (
-            fused.model.hidden_states(self.prompt)?,
-            plain.model.hidden_states(self.prompt)?,
+            fused.hidden_states(self.prompt)?,
+            plain.hidden_states(self.prompt)?,
         );
         let (Some(fused), Some(plain)) = pairs else {
             return Ok(Vec::new());
@@ -154,12 +173,12 @@ impl Comparison<'_> {
     }
 
     /// Calls of each fused op for one token behind the prompt.
-    fn calls(&self, fused: &mut Loaded) -> Result<std::collections::BTreeMap<String, u64>> {
-        fused.model.clear()?;
-        fused.model.forward(self.prompt, 0)?;
+    fn calls(&self, fused: &mut dyn TextModel) -> Result<std::collections::BTreeMap<String, u64>> {
+        fused.clear()?;
+        fused.forward(self.prompt, 0)?;
         let last = &self.prompt[self.prompt.len() - 1..];
         let (logits, calls) =
-            trace::capture(|| fused.model.forward(last, self.prompt.len()));
+            trace::capture(|| fused.forward(last, self.prompt.len()));
         logits?;
         Ok(calls.by_op().into_iter().map(|(op, n)| (op.to_owned(), n)).collect())
     }
@@ -184,7 +203,7 @@ impl Comparison<'_> {
     /// what that took.
     pub fn answer_probe(&self, form: Form) -> Result<()> {
         let (mut loaded, load) = self.load(form)?;
-        self.generate(loaded.model.as_mut())?;
+        self.generate(loaded.as_mut())?;
         let probe = Probe { load_s: load.as_secs_f64(), peak_rss: report::peak_memory() };
         println!("{}", serde_json::to_string(&probe)?);
         Ok(())

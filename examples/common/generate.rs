@@ -20,6 +20,11 @@ pub trait TextModel {
     fn vocab_size(&self) -> usize;
     /// The cache holds this many tokens.
     fn context_length(&self) -> usize;
+    /// What leaves the embedding and each layer for `tokens` (`[1, T, hidden]` each), if the model
+    /// shows it. Empties the cache first.
+    fn hidden_states(&mut self, _tokens: &[u32]) -> Result<Option<Vec<Tensor>>> {
+        Ok(None)
+    }
 }
 
 /// Why a generation ended.

@@ -71,6 +71,16 @@ impl ModelWeights {
         self.decoder.states_and_logits(x, index_pos, &mut self.cache)
     }
 
+    /// Rows of the embedding: token ids are below this.
+    pub fn vocab_size(&self) -> usize {
+        self.decoder.embedding.vocab_size()
+    }
+
+    /// The context length.
+    pub fn max_positions(&self) -> usize {
+        self.decoder.max_positions
+    }
+
     /// Forgets all positions.
     pub fn clear_kv_cache(&mut self) {
         self.cache.clear();
