@@ -1,4 +1,5 @@
 //! Fused operations for candle.
 pub mod cpu;
 pub mod ops;
+pub mod quant;
 pub mod trace;

@@ -3,5 +3,6 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
+pub mod packed;
 pub mod pool;
 pub mod simd;
