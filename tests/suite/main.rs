@@ -2,3 +2,7 @@
 
 mod golden;
 mod llama;
+mod gguf_file;
+mod linear;
+mod llama_gguf;
+mod support;
