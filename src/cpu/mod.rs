@@ -3,6 +3,7 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
+pub mod attention;
 pub mod math;
 pub mod pool;
 pub mod simd;

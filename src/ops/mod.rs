@@ -3,6 +3,8 @@
 
 mod view;
 
+pub mod flash_attention;
 pub mod residual_add;
 
+pub use flash_attention::{AttentionParams, flash_attention};
 pub use view::Float;
