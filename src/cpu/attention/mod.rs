@@ -107,6 +107,13 @@ pub struct Sizes {
     pub dim: usize,
 }
 
+impl Sizes {
+    /// Whether a task takes the core for few rows, as in a decode step.
+    pub fn few_rows(&self) -> bool {
+        self.queries * (self.heads / self.kv_heads) <= FEW_ROWS
+    }
+}
+
 /// What may attend to what, and how scores are formed.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule<'a> {
@@ -168,7 +175,7 @@ struct Plan {
 impl Plan {
     fn new(s: &Sizes) -> Self {
         let group = s.heads / s.kv_heads;
-        let few = s.queries * group <= FEW_ROWS;
+        let few = s.few_rows();
         let tile = if few { s.queries } else { (TILE_ROWS / group).clamp(1, s.queries) };
         let tiles = s.queries.div_ceil(tile);
         let unsplit = s.batch * s.kv_heads * tiles;

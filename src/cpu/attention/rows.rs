@@ -45,10 +45,11 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
             let n = KEYS.min(end - key);
             if whole && p.k.strides[3] == 1 {
                 let at = p.k.row(task.batch, task.kv_head, key);
-                block::dots((rows, vectors, n), q, Rows { at, row: p.k.strides[2] }, scores);
+                let keys = Rows { at, row: p.k.strides[2] };
+                block::dots::<V, T>((rows, vectors, n), q, keys, scores);
             } else {
                 task.copy_rows::<V>(&p.k, key, n, copy);
-                block::dots((rows, vectors, n), q, copied, scores);
+                block::dots::<V, f32>((rows, vectors, n), q, copied, scores);
             }
             for r in 0..rows {
                 let row = scores.at.add(r * scores.row);
