@@ -12,31 +12,27 @@ use super::vector::{Kernel, Vector, dispatch};
 /// `expf` (Moshier). Subnormal results are right too.
 #[inline(always)]
 pub fn exp_v<V: Vector>(x: V) -> V {
-    // SAFETY: `x` proves that the processor has `V`'s instructions.
-    let c = |x| unsafe { V::splat(x) };
     // Past these bounds the result is 0 or infinite. `x` comes second, so that NaN gets through.
-    let x = c(89.0).min(c(-104.0).max(x));
-    let n = x.mul(c(std::f32::consts::LOG2_E)).round();
-    let r = n.mul_add(c(-0.693_359_4), x);
-    let r = n.mul_add(c(2.121_944_4e-4), r);
-    let p = c(1.987_569_1e-4);
-    let p = p.mul_add(r, c(1.398_199_9e-3));
-    let p = p.mul_add(r, c(8.333_452e-3));
-    let p = p.mul_add(r, c(4.166_579_6e-2));
-    let p = p.mul_add(r, c(1.666_666_5e-1));
-    let p = p.mul_add(r, c(5e-1));
-    p.mul_add(r.mul(r), r).add(c(1.0)).scale(n)
+    let x = x.fill(89.0).min(x.fill(-104.0).max(x));
+    let n = x.mul(x.fill(std::f32::consts::LOG2_E)).round();
+    let r = n.mul_add(x.fill(-0.693_359_4), x);
+    let r = n.mul_add(x.fill(2.121_944_4e-4), r);
+    let p = x.fill(1.987_569_1e-4);
+    let p = p.mul_add(r, x.fill(1.398_199_9e-3));
+    let p = p.mul_add(r, x.fill(8.333_452e-3));
+    let p = p.mul_add(r, x.fill(4.166_579_6e-2));
+    let p = p.mul_add(r, x.fill(1.666_666_5e-1));
+    let p = p.mul_add(r, x.fill(5e-1));
+    p.mul_add(r.mul(r), r).add(x.fill(1.0)).scale(n)
 }
 
 /// `x / (1 + e^(-k x))` for `k > 0`, without overflow on either side.
 #[inline(always)]
 fn gated_v<V: Vector>(x: V, kx: V) -> V {
-    // SAFETY: `x` proves that the processor has `V`'s instructions.
-    let c = |x| unsafe { V::splat(x) };
-    let e = exp_v(c(0.0).sub(kx.abs()));
-    let sigmoid = kx.where_less(c(0.0), e, c(1.0)).div(e.add(c(1.0)));
+    let e = exp_v(x.fill(0.0).sub(kx.abs()));
+    let sigmoid = kx.where_less(x.fill(0.0), e, x.fill(1.0)).div(e.add(x.fill(1.0)));
     // The factor is 0 far below this bound, where -inf * 0 would be NaN.
-    c(-1e9).max(x).mul(sigmoid)
+    x.fill(-1e9).max(x).mul(sigmoid)
 }
 
 /// `x / (1 + e^-x)`
@@ -48,11 +44,9 @@ pub fn silu_v<V: Vector>(x: V) -> V {
 /// `x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`
 #[inline(always)]
 pub fn gelu_tanh_v<V: Vector>(x: V) -> V {
-    // SAFETY: `x` proves that the processor has `V`'s instructions.
-    let c = |x| unsafe { V::splat(x) };
     // (1 + tanh(u)) / 2 = 1 / (1 + e^(-2u))
     let root = 2.0 * (2.0 / std::f32::consts::PI).sqrt();
-    let inner = x.mul(x).mul_add(c(root * 0.044_715), c(root));
+    let inner = x.mul(x).mul_add(x.fill(root * 0.044_715), x.fill(root));
     gated_v(x, x.mul(inner))
 }
 
@@ -62,20 +56,18 @@ pub fn gelu_tanh_v<V: Vector>(x: V) -> V {
 /// Remez' algorithm for the least relative error (4.4e-8) over `0 <= z <= 10.2`.
 #[inline(always)]
 pub fn gelu_erf_v<V: Vector>(x: V) -> V {
-    // SAFETY: `x` proves that the processor has `V`'s instructions.
-    let c = |x| unsafe { V::splat(x) };
-    let z = x.abs().mul(c(std::f32::consts::FRAC_1_SQRT_2));
-    let t = c(1.0).div(z.mul_add(c(0.5), c(1.0)));
-    let mut p = c(ERFC[8]);
+    let z = x.abs().mul(x.fill(std::f32::consts::FRAC_1_SQRT_2));
+    let t = x.fill(1.0).div(z.mul_add(x.fill(0.5), x.fill(1.0)));
+    let mut p = x.fill(ERFC[8]);
     for k in ERFC[..8].iter().rev() {
-        p = p.mul_add(t, c(*k));
+        p = p.mul_add(t, x.fill(*k));
     }
-    let e = exp_v(c(-0.5).mul(x.mul(x)));
+    let e = exp_v(x.fill(-0.5).mul(x.mul(x)));
     // Half of erfc(|x| / sqrt(2)): the area of the tail beyond |x|.
-    let tail = c(0.5).mul(t).mul(p).mul(e);
-    let area = x.where_less(c(0.0), tail, c(1.0).sub(tail));
+    let tail = x.fill(0.5).mul(t).mul(p).mul(e);
+    let area = x.where_less(x.fill(0.0), tail, x.fill(1.0).sub(tail));
     // The area is 0 far below this bound, where -inf * 0 would be NaN.
-    c(-1e9).max(x).mul(area)
+    x.fill(-1e9).max(x).mul(area)
 }
 
 const ERFC: [f32; 9] = [
@@ -93,19 +85,17 @@ const ERFC: [f32; 9] = [
 /// `tanh(x)`: Cephes' polynomial near zero, else through the exponential.
 #[inline(always)]
 pub fn tanh_v<V: Vector>(x: V) -> V {
-    // SAFETY: `x` proves that the processor has `V`'s instructions.
-    let c = |x| unsafe { V::splat(x) };
     let z = x.mul(x);
-    let p = c(-5.704_988_7e-3);
-    let p = p.mul_add(z, c(2.063_909e-2));
-    let p = p.mul_add(z, c(-5.373_971_6e-2));
-    let p = p.mul_add(z, c(1.333_144_2e-1));
-    let p = p.mul_add(z, c(-3.333_328e-1));
+    let p = x.fill(-5.704_988_7e-3);
+    let p = p.mul_add(z, x.fill(2.063_909e-2));
+    let p = p.mul_add(z, x.fill(-5.373_971_6e-2));
+    let p = p.mul_add(z, x.fill(1.333_144_2e-1));
+    let p = p.mul_add(z, x.fill(-3.333_328e-1));
     let near = p.mul(z).mul_add(x, x);
     let size = x.abs();
-    let far = c(1.0).sub(c(2.0).div(exp_v(size.add(size)).add(c(1.0))));
-    let far = x.where_less(c(0.0), c(0.0).sub(far), far);
-    size.where_less(c(0.625), near, far)
+    let far = x.fill(1.0).sub(x.fill(2.0).div(exp_v(size.add(size)).add(x.fill(1.0))));
+    let far = x.where_less(x.fill(0.0), x.fill(0.0).sub(far), far);
+    size.where_less(x.fill(0.625), near, far)
 }
 
 /// Applies `$f` to whole vectors of a slice, the rest through a padded one.

@@ -2,7 +2,7 @@
 
 use super::{KvCache, Linear, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
-use crate::ops::{self, RopeStyle};
+use crate::ops::{self, AttentionParams, RopeStyle};
 use candle_core::{D, DType, Device, Result, Tensor};
 
 /// The shape of an attention layer.
@@ -69,7 +69,8 @@ impl Attention {
         let (k, v) = cache.views()?;
         let scale = 1. / (self.config.head_dim as f32).sqrt();
         let y = if self.fusion.flash_attention {
-            plain_attention(&q, &k, &v, scale)?
+            let params = AttentionParams { scale, causal: true, ..Default::default() };
+            ops::flash_attention(&q, &k, &v, &params)?
         } else {
             plain_attention(&q, &k, &v, scale)?
         };

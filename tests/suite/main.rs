@@ -6,3 +6,4 @@ mod gguf_file;
 mod linear;
 mod llama_gguf;
 mod support;
+mod flash_attention;

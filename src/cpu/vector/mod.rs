@@ -50,6 +50,8 @@ pub trait Vector: Copy {
     /// As for [`Vector::store`].
     unsafe fn store_bf16(self, p: *mut bf16);
 
+    /// All lanes `x`; `self` only proves that there are such lanes.
+    fn fill(self, x: f32) -> Self;
     /// `self + o`
     fn add(self, o: Self) -> Self;
     /// `self - o`

@@ -68,6 +68,10 @@ impl Vector for Lanes4 {
     }
 
     #[inline(always)]
+    fn fill(self, x: f32) -> Self {
+        Self([x; 4])
+    }
+    #[inline(always)]
     fn add(self, o: Self) -> Self {
         zip(self, o, |a, b| a + b)
     }

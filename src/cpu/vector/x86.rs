@@ -120,6 +120,12 @@ impl Vector for Avx2 {
         unsafe { _mm_storeu_si128(p.cast(), to_bf16_avx2(self.0)) }
     }
 
+    #[inline(always)]
+    fn fill(self, x: f32) -> Self {
+        // SAFETY: `self` exists only where the processor has its instructions.
+        unsafe { Self::splat(x) }
+    }
+
     methods! {
         fn add(self: Self, o: Self) -> Self { Self(_mm256_add_ps(self.0, o.0)) }
         fn sub(self: Self, o: Self) -> Self { Self(_mm256_sub_ps(self.0, o.0)) }
@@ -219,6 +225,12 @@ impl Vector for Avx512 {
             _mm_storeu_si128(p.cast(), low);
             _mm_storeu_si128(p.add(8).cast(), high);
         }
+    }
+
+    #[inline(always)]
+    fn fill(self, x: f32) -> Self {
+        // SAFETY: `self` exists only where the processor has its instructions.
+        unsafe { Self::splat(x) }
     }
 
     methods! {
