@@ -9,7 +9,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use candle_core::Device;
 
 mod common;
@@ -24,7 +24,7 @@ use common::weights::{self, Weights};
 use common::{report, stock, trace_file};
 
 /// Asked when there is no prompt: short, and within reach of a small model.
-const QUESTION: &str = "Why is the sky blue?";
+const QUESTION: &str = "Give me three tips for better sleep.";
 
 fn main() -> ExitCode {
     report::run_main(run)
@@ -33,6 +33,10 @@ fn main() -> ExitCode {
 fn run() -> Result<()> {
     let args: Args = args::parse(std::env::args_os())?;
     args::set_threads(args.model.threads);
+    ensure!(
+        args.json.is_none() || args.compare,
+        "--json writes what --compare finds; add --compare"
+    );
     let json = args.json.as_deref().map(JsonFile::create).transpose()?;
     let located = source::locate(
         args.model.model.as_deref(),
@@ -43,16 +47,16 @@ fn run() -> Result<()> {
 
     let begun = Instant::now();
     let (weights, text) = weights::open(&located.files)?;
-    eprintln!(
+    report::say(format_args!(
         "{} ({}, {})",
         located.name,
         weights.stored_as(),
         located.origin
-    );
+    ));
     let device = args.model.device()?;
     if args.compare {
         let report = compare(&args, &located.name, weights, &text, &device)?;
-        print!("{report}");
+        report::write_text(&mut std::io::stdout().lock(), &report.to_string())?;
         return json.map_or(Ok(()), |file| file.write(&report));
     }
     let model = load(&args.model, weights, &device)?;
@@ -65,12 +69,12 @@ fn run() -> Result<()> {
         (Some(question), true) => session.answer(question)?,
         (None, true) => session.converse(std::io::stdin().lock(), session::at_a_terminal())?,
         (None, false) if text.has_chat_template() => {
-            eprintln!("> {QUESTION}");
+            report::say(format_args!("> {QUESTION}"));
             session.answer(QUESTION)?;
         }
         (None, false) => session.complete(QUESTION)?,
     }
-    eprint!("\n{}", session.table(load_time));
+    report::say(format_args!("\n{}", session.table(load_time)));
     Ok(())
 }
 
