@@ -9,19 +9,19 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use candle_core::Device;
 
 mod common;
 
-use common::args::{self, Args, ModelArgs};
-use common::comparison::{CompareReport, JsonFile};
+use common::args::{self, Args, ModelArgs, Side};
+use common::compare::{Comparison, Form};
+use common::comparison::JsonFile;
 use common::generate::{Generator, TextModel};
 use common::session::{self, Session};
-use common::source::{self, SourceOptions};
-use common::tokenizer::Text;
+use common::source::{self, Located, SourceOptions};
 use common::weights::{self, Weights};
-use common::{report, stock, trace_file};
+use common::{fused, report, stock, trace_file};
 
 /// Asked when there is no prompt: short, and within reach of a small model.
 const QUESTION: &str = "Give me three tips for better sleep.";
@@ -37,13 +37,17 @@ fn run() -> Result<()> {
         args.json.is_none() || args.compare,
         "--json writes what --compare finds; add --compare"
     );
-    let json = args.json.as_deref().map(JsonFile::create).transpose()?;
+    let json = args.json.as_deref().filter(|_| args.probe.is_none()).map(JsonFile::create).transpose()?;
     let located = source::locate(
         args.model.model.as_deref(),
         args.model.revision.as_deref(),
         &SourceOptions::from_env(),
     )?;
     let _trace = trace_file::begin(args.tracing)?;
+    let device = args.model.device()?;
+    if args.compare {
+        return compare(&args, &located, &device, json);
+    }
 
     let begun = Instant::now();
     let (weights, text) = weights::open(&located.files)?;
@@ -53,12 +57,6 @@ fn run() -> Result<()> {
         weights.stored_as(),
         located.origin
     ));
-    let device = args.model.device()?;
-    if args.compare {
-        let report = compare(&args, &located.name, weights, &text, &device)?;
-        report::write_text(&mut std::io::stdout().lock(), &report.to_string())?;
-        return json.map_or(Ok(()), |file| file.write(&report));
-    }
     let model = load(&args.model, weights, &device)?;
     let load_time = begun.elapsed();
 
@@ -82,16 +80,30 @@ fn load(args: &ModelArgs, weights: Weights, device: &Device) -> Result<Box<dyn T
     if args.stock {
         return stock::load(weights, args.dtype, device);
     }
-    bail!("the fused model is not wired in yet; run it with --stock")
+    fused::load(weights, args.dtype, device, args.fusion.unwrap_or_default())
 }
 
-fn compare(
-    args: &Args,
-    name: &str,
-    weights: Weights,
-    text: &Text,
-    device: &Device,
-) -> Result<CompareReport> {
-    let _ = (args, name, weights, text, device);
-    bail!("--compare is not wired in yet")
+/// Compares on the prompt as given, or on the question in the model's chat template.
+fn compare(args: &Args, located: &Located, device: &Device, json: Option<JsonFile>) -> Result<()> {
+    let (_, text) = weights::open(&located.files)?;
+    let prompt = match &args.prompt {
+        Some(prompt) if !args.chat => text.encode_prompt(prompt)?,
+        question => text.encode_question(question.as_deref().unwrap_or(QUESTION))?,
+    };
+    let comparison = Comparison {
+        located,
+        dtype: args.model.dtype,
+        device,
+        fusion: args.model.fusion.unwrap_or_default(),
+        prompt: &prompt,
+        sample_len: args.sampling.sample_len,
+    };
+    match args.probe {
+        Some(Side::Stock) => return comparison.answer_probe(Form::Stock),
+        Some(Side::Fused) => return comparison.answer_probe(Form::Fused(comparison.fusion)),
+        None => {}
+    }
+    let report = comparison.run()?;
+    report::write_text(&mut std::io::stdout().lock(), &report.to_string())?;
+    json.map_or(Ok(()), |file| file.write(&report))
 }

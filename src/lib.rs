@@ -1,4 +1,26 @@
-//! Fused operations for candle.
+//! Fused operations that make language models on candle fast without leaving candle.
+//!
+//! A decoder layer at batch 1 is a chain of a few dependent steps; whatever touches only one row
+//! between two steps belongs inside a step. So the crate is built on three axes that combine:
+//! a prologue (a norm), a weight format (f32, f16, bf16, GGUF blocks) and an epilogue (bias,
+//! activation, gating, residual).
+//!
+//! * [`models`]: Llama with candle-transformers' names and signatures, so that changing the import
+//!   is the whole change.
+//! * [`nn`]: the layers that models are made of; they choose between fused and plain.
+//! * [`ops`]: the operations as functions on tensors, each a candle custom op.
+//! * [`cpu`]: the cores, with SIMD chosen at run time, and the thread pool.
+//! * [`quant`]: the GGUF block formats.
+//! * [`trace`]: which op ran, how, and how often.
+//!
+//! [`Fusion`] switches each fusion on or off.
+
 pub mod cpu;
+mod fusion;
+pub mod models;
+pub mod nn;
 pub mod ops;
+pub mod quant;
 pub mod trace;
+
+pub use fusion::Fusion;

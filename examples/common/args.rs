@@ -6,19 +6,9 @@ use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
+use candle_fused::Fusion;
 use candle_transformers::generation::Sampling;
-use clap::{Args as ClapArgs, Parser};
-
-/// The ops that `--fusion` can name.
-pub const FUSED_OPS: [&str; 7] = [
-    "residual_add",
-    "rms_norm",
-    "rms_norm_linear",
-    "linear",
-    "rope",
-    "flash_attention",
-    "quant_linear",
-];
+use clap::{Args as ClapArgs, Parser, ValueEnum};
 
 /// Generates text with a language model whose layers run as fused ops, or as plain candle.
 #[derive(Parser, Clone, Debug)]
@@ -49,9 +39,20 @@ pub struct Args {
     #[arg(long, conflicts_with = "stock")]
     pub compare: bool,
 
+    /// One side's share of a comparison, run in a process of its own.
+    #[arg(long, value_name = "SIDE", hide = true, requires = "compare")]
+    pub probe: Option<Side>,
+
     /// Write what --compare finds to FILE too.
-    #[arg(long, value_name = "FILE", requires = "compare")]
+    #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+/// The two sides of a comparison.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Side {
+    Stock,
+    Fused,
 }
 
 /// Which model, where and how it runs.
@@ -81,7 +82,7 @@ pub struct ModelArgs {
 
     /// The fused ops to use: names joined by commas, `all` or `none` [default: all].
     #[arg(long, value_name = "LIST", value_parser = fusion, conflicts_with = "stock")]
-    pub fusion: Option<FusionList>,
+    pub fusion: Option<Fusion>,
 
     /// CPU threads [default: all that this process may use].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least_one)]
@@ -136,10 +137,6 @@ impl SamplingArgs {
         }
     }
 }
-
-/// Names of fused ops, each one of [`FUSED_OPS`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FusionList(pub Vec<String>);
 
 /// Reads a command line. Asked for help or the version, prints it and ends the process; anything
 /// wrong is an error of one line.
@@ -242,20 +239,6 @@ fn dtype(text: &str) -> Result<DType, String> {
     }
 }
 
-fn fusion(text: &str) -> Result<FusionList, String> {
-    let names = match text.trim() {
-        "all" => FUSED_OPS.map(str::to_owned).to_vec(),
-        "none" => Vec::new(),
-        list => list.split(',').map(|name| name.trim().to_owned()).collect(),
-    };
-    match names
-        .iter()
-        .find(|name| !FUSED_OPS.contains(&name.as_str()))
-    {
-        Some(name) => Err(format!(
-            "no fused op is called '{name}'; there are {}, all, none",
-            FUSED_OPS.join(", ")
-        )),
-        None => Ok(FusionList(names)),
-    }
+fn fusion(text: &str) -> Result<Fusion, String> {
+    text.parse().map_err(|error: candle_core::Error| error.to_string())
 }

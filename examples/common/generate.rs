@@ -20,6 +20,11 @@ pub trait TextModel {
     fn vocab_size(&self) -> usize;
     /// The cache holds this many tokens.
     fn context_length(&self) -> usize;
+    /// What leaves the embedding and each layer for `tokens` (`[1, T, hidden]` each), if the model
+    /// shows it. Empties the cache first.
+    fn hidden_states(&mut self, _tokens: &[u32]) -> Result<Option<Vec<Tensor>>> {
+        Ok(None)
+    }
 }
 
 /// Why a generation ended.
@@ -36,8 +41,6 @@ pub enum Stop {
 /// One generation.
 #[derive(Clone, Debug)]
 pub struct Generated {
-    /// The tokens, without one that ended the text.
-    pub tokens: Vec<u32>,
     pub stop: Stop,
     /// Prompt tokens that had to be read; those in the cache from earlier turns do not count.
     pub prompt_tokens: usize,
@@ -106,12 +109,7 @@ impl Generator {
             prefill,
             steps,
         };
-        Ok(Generated {
-            tokens: all.split_off(prompt.len()),
-            stop,
-            prompt_tokens,
-            round,
-        })
+        Ok(Generated { stop, prompt_tokens, round })
     }
 
     fn check(&self, prompt: &[u32]) -> Result<()> {

@@ -3,7 +3,9 @@
 
 pub mod args;
 pub mod chat;
+pub mod compare;
 pub mod comparison;
+pub mod fused;
 pub mod generate;
 pub mod gguf_vocab;
 pub mod hub;

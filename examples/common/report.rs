@@ -146,8 +146,8 @@ pub fn tokens_per_second(tokens: usize, time: Duration) -> Option<f64> {
     (tokens > 0 && !time.is_zero()).then(|| tokens as f64 / time.as_secs_f64())
 }
 
-/// The most memory this process has held since it began or since [`reset_peak_memory`], in bytes.
-/// `None` where the system does not say.
+/// The most memory this process has held since it began, in bytes. `None` where the system does not
+/// say.
 pub fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -155,9 +155,4 @@ pub fn peak_memory() -> Option<u64> {
         .find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
-}
-
-/// Starts the count of [`peak_memory`] anew; false where the system cannot.
-pub fn reset_peak_memory() -> bool {
-    std::fs::write("/proc/self/clear_refs", "5").is_ok()
 }

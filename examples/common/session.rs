@@ -39,11 +39,8 @@ impl<'a, W: Write> Session<'a, W> {
 
     /// Answers one question.
     pub fn answer(&mut self, question: &str) -> Result<()> {
-        let written = self
-            .text
-            .chat_template()?
-            .render(&[Message::user(question)], true)?;
-        self.stream(&self.text.encode_chat(&written)?).map(drop)
+        self.text.chat_template()?;
+        self.stream(&self.text.encode_question(question)?).map(drop)
     }
 
     /// Answers line after line of `input` until it ends.

@@ -7,6 +7,7 @@ use candle_transformers::models::llama::{Cache, Config, Llama, LlamaConfig};
 use candle_transformers::models::quantized_llama::{MAX_SEQ_LEN, ModelWeights};
 use serde_json::Value;
 
+use super::fused;
 use super::generate::TextModel;
 use super::gguf_vocab;
 use super::weights::Weights;
@@ -20,15 +21,16 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
     );
     let in_dtype = weights.dtype(dtype)?;
     match weights {
+        Weights::Gguf { path, content, mut reader } if dtype.is_some() => {
+            let (vb, config) = fused::dequantized(&content, &mut reader, in_dtype, device)
+                .with_context(|| format!("{} cannot be loaded", path.display()))?;
+            plain(vb, own(&config), in_dtype, device)
+        }
         Weights::Gguf {
             path,
             content,
             mut reader,
         } => {
-            ensure!(
-                in_dtype == DType::F32,
-                "plain candle computes GGUF models in f32; leave --dtype out"
-            );
             let vocab_size = content
                 .tensor_infos
                 .get("token_embd.weight")
@@ -64,17 +66,40 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
             let vb =
                 unsafe { VarBuilder::from_mmaped_safetensors(&files.weights, in_dtype, device) }
                     .context("the weights cannot be opened; fetch them again")?;
-            let model = Llama::load(vb, &config)
-                .with_context(|| format!("the weights do not fit {}", files.config.display()))?;
-            let cache = Cache::new(true, in_dtype, &config, device)?;
-            Ok(Box::new(Plain {
-                model,
-                cache,
-                config,
-                dtype: in_dtype,
-                device: device.clone(),
-            }))
+            plain(vb, config, in_dtype, device)
         }
+    }
+}
+
+fn plain(
+    vb: VarBuilder,
+    config: Config,
+    dtype: DType,
+    device: &Device,
+) -> Result<Box<dyn TextModel>> {
+    let model = Llama::load(vb, &config).context("the weights do not fit the configuration")?;
+    let cache = Cache::new(true, dtype, &config, device)?;
+    Ok(Box::new(Plain { model, cache, config, dtype, device: device.clone() }))
+}
+
+/// The configuration of a GGUF file in candle-transformers' type; such files have no scaled rotary
+/// frequencies.
+fn own(config: &candle_fused::models::llama::Config) -> Config {
+    Config {
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        vocab_size: config.vocab_size,
+        num_hidden_layers: config.num_hidden_layers,
+        num_attention_heads: config.num_attention_heads,
+        num_key_value_heads: config.num_key_value_heads,
+        use_flash_attn: false,
+        rms_norm_eps: config.rms_norm_eps,
+        rope_theta: config.rope_theta,
+        bos_token_id: None,
+        eos_token_id: None,
+        rope_scaling: None,
+        max_position_embeddings: config.max_position_embeddings,
+        tie_word_embeddings: config.tie_word_embeddings,
     }
 }
 

@@ -8,7 +8,7 @@ use candle_core::quantized::gguf_file::Content;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::chat::ChatTemplate;
+use super::chat::{ChatTemplate, Message};
 use super::gguf_vocab;
 use super::source::SafetensorsFiles;
 use super::validate;
@@ -112,6 +112,14 @@ impl Text {
     /// The tokens of a text to continue, begun as the model expects texts to begin.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         self.encode(text, true)
+    }
+
+    /// The tokens of a question in the chat template, or as it is where the model has none.
+    pub fn encode_question(&self, question: &str) -> Result<Vec<u32>> {
+        if !self.has_chat_template() {
+            return self.encode_prompt(question);
+        }
+        self.encode_chat(&self.chat_template()?.render(&[Message::user(question)], true)?)
     }
 
     /// The tokens of what a chat template made, which has its own beginning.

@@ -3,5 +3,14 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
+pub mod attention;
+pub mod dense;
+mod lanes;
+pub mod math;
+pub mod norm;
+pub mod packed;
 pub mod pool;
 pub mod simd;
+pub mod vector;
+
+pub use lanes::Lanes;

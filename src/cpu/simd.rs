@@ -20,8 +20,16 @@ impl Level {
     pub fn available() -> Vec<Level> {
         [Level::Scalar, Level::Avx2, Level::Avx512]
             .into_iter()
-            .filter(|l| *l <= detect())
+            .filter(|l| *l <= best())
             .collect()
+    }
+
+    /// This level, or the best that the processor has where it lacks this one.
+    ///
+    /// A core that takes a level as an argument asks this before it enters code for that level, so
+    /// that no argument can make it execute instructions that do not exist.
+    pub fn supported(self) -> Level {
+        self.min(best())
     }
 
     /// The name that `CANDLE_FUSED_SIMD` takes.
@@ -39,7 +47,7 @@ impl Level {
 pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {
-        let best = detect();
+        let best = best();
         let Ok(asked) = std::env::var("CANDLE_FUSED_SIMD") else {
             return best;
         };
@@ -58,6 +66,12 @@ pub fn level() -> Level {
             }
         }
     })
+}
+
+/// The best level that this processor has, whatever the environment asks for.
+pub fn best() -> Level {
+    static BEST: OnceLock<Level> = OnceLock::new();
+    *BEST.get_or_init(detect)
 }
 
 #[cfg(target_arch = "x86_64")]

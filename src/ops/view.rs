@@ -1,8 +1,10 @@
 //! Reading candle's storages: any layout, any float type, as plain slices.
 
-use candle_core::{CpuStorage, Layout, Result, WithDType, bail};
+use candle_core::{CpuStorage, Layout, Result, Storage, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
+
+use crate::cpu::Lanes;
 
 /// A float type that the ops take: f32, f16 or bf16, computed in f32.
 pub trait Float: WithDType + Copy + Send + Sync {
@@ -10,6 +12,20 @@ pub trait Float: WithDType + Copy + Send + Sync {
     fn widen(self) -> f32;
     /// The value rounded to this type, to nearest even.
     fn narrow(value: f32) -> Self;
+    /// All values widened; f32 is borrowed.
+    fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
+        Cow::Owned(values.iter().map(|v| v.widen()).collect())
+    }
+    /// Reads and widens a vector.
+    ///
+    /// # Safety
+    /// As [`Lanes`]: `L::N` elements may be read from `p`.
+    unsafe fn load<L: Lanes>(p: *const Self) -> L;
+    /// Rounds a vector to this type, to nearest even, and writes it.
+    ///
+    /// # Safety
+    /// As [`Lanes`]: `L::N` elements may be written to `p`.
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self);
 }
 
 impl Float for f32 {
@@ -18,6 +34,19 @@ impl Float for f32 {
     }
     fn narrow(value: f32) -> Self {
         value
+    }
+    fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
+        Cow::Borrowed(values)
+    }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_f32(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_f32(p) }
     }
 }
 
@@ -28,6 +57,16 @@ impl Float for f16 {
     fn narrow(value: f32) -> Self {
         f16::from_f32(value)
     }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_f16(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_f16(p) }
+    }
 }
 
 impl Float for bf16 {
@@ -36,6 +75,24 @@ impl Float for bf16 {
     }
     fn narrow(value: f32) -> Self {
         bf16::from_f32(value)
+    }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const Self) -> L {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { L::load_bf16(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { vector.store_bf16(p) }
+    }
+}
+
+/// The CPU side of a storage; the guards of every op have checked that there is one.
+pub fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        _ => bail!("expected a tensor on the CPU"),
     }
 }
 

@@ -1,0 +1,139 @@
+//! Register tiles of dot products, for every instruction set.
+//!
+//! Both operands lie along k, so a tile of tokens x weight rows needs no packing: each step of k
+//! loads one vector of each row and multiplies all pairs. The lanes are summed at the end.
+
+use crate::cpu::lanes::Lanes;
+use crate::ops::Float;
+
+/// The operands of [`rows`]: `m` tokens of `k` floats, `n` weight rows of `k`, and where the results
+/// go.
+#[derive(Clone, Copy)]
+pub(super) struct Operands<T> {
+    pub x: *const f32,
+    pub m: usize,
+    pub k: usize,
+    pub w: *const T,
+    pub n: usize,
+    pub out: *mut f32,
+    pub out_stride: usize,
+}
+
+impl<T> Operands<T> {
+    /// The operands from token `i` and weight row `j` on.
+    ///
+    /// # Safety
+    /// `i <= m` and `j <= n`.
+    #[inline(always)]
+    unsafe fn at(self, i: usize, j: usize) -> Self {
+        // SAFETY: both stay within their matrices or one past the end, by the caller.
+        unsafe {
+            Self {
+                x: self.x.add(i * self.k),
+                m: self.m - i,
+                w: self.w.add(j * self.k),
+                n: self.n - j,
+                out: self.out.wrapping_add(i * self.out_stride + j),
+                ..self
+            }
+        }
+    }
+}
+
+/// All dot products of the operands, in tiles of up to four tokens by `R` weight rows; a weight row
+/// is read from memory once and meets all tokens while it is in the first-level cache.
+///
+/// # Safety
+/// The matrices of `o` are valid for their sizes, `out` for `(m - 1) * out_stride + n` floats that
+/// nothing else touches meanwhile, and the processor has the instruction set of `L`.
+#[inline(always)]
+pub(super) unsafe fn rows<L: Lanes, T: Float, const R: usize>(o: Operands<T>) {
+    let mut j = 0;
+    while j < o.n {
+        // SAFETY: j < n, and each arm covers `step` rows, which are no more than are left.
+        unsafe {
+            let step = if o.n - j >= R {
+                tokens::<L, T, R>(o.at(0, j));
+                R
+            } else {
+                tokens::<L, T, 1>(o.at(0, j));
+                1
+            };
+            j += step;
+        }
+    }
+}
+
+/// The tiles of `R` weight rows with all tokens.
+///
+/// # Safety
+/// As [`rows`]; `R <= n`.
+#[inline(always)]
+unsafe fn tokens<L: Lanes, T: Float, const R: usize>(o: Operands<T>) {
+    let mut i = 0;
+    while i < o.m {
+        // SAFETY: i < m, and each arm covers no more tokens than are left.
+        unsafe {
+            let rest = o.at(i, 0);
+            match rest.m {
+                1 => tile::<L, T, 1, R>(rest),
+                2 => tile::<L, T, 2, R>(rest),
+                3 => tile::<L, T, 3, R>(rest),
+                _ => tile::<L, T, 4, R>(rest),
+            }
+        }
+        i += 4;
+    }
+}
+
+/// One tile of `M` tokens by `R` weight rows.
+///
+/// # Safety
+/// As [`rows`]; `M <= m` and `R <= n`.
+#[inline(always)]
+unsafe fn tile<L: Lanes, T: Float, const M: usize, const R: usize>(o: Operands<T>) {
+    // SAFETY: `p + L::N <= k` in the loop, so that all loads stay within their rows; the tail is
+    // copied to buffers of `L::N`; the stores are within `out` by M <= m and R <= n.
+    unsafe {
+        let mut acc = [[L::splat(0.0); R]; M];
+        let mut p = 0;
+        while p + L::N <= o.k {
+            let w: [L; R] = std::array::from_fn(|r| T::load::<L>(o.w.add(r * o.k + p)));
+            for i in 0..M {
+                let x = L::load_f32(o.x.add(i * o.k + p));
+                for r in 0..R {
+                    acc[i][r] = x.mul_add(w[r], acc[i][r]);
+                }
+            }
+            p += L::N;
+        }
+        if p < o.k {
+            let w: [L; R] = std::array::from_fn(|r| tail(o.w.add(r * o.k + p), o.k - p));
+            for i in 0..M {
+                let x: L = tail(o.x.add(i * o.k + p), o.k - p);
+                for r in 0..R {
+                    acc[i][r] = x.mul_add(w[r], acc[i][r]);
+                }
+            }
+        }
+        for i in 0..M {
+            for r in 0..R {
+                *o.out.add(i * o.out_stride + r) = acc[i][r].sum();
+            }
+        }
+    }
+}
+
+/// A vector of the `len < L::N` elements at `p`, filled up with zeros.
+///
+/// # Safety
+/// `len` elements may be read from `p`, and the processor has the instruction set of `L`.
+#[inline(always)]
+unsafe fn tail<L: Lanes, T: Float>(p: *const T, len: usize) -> L {
+    let mut whole = [T::narrow(0.0); 16];
+    // SAFETY: len < L::N <= 16 elements are copied, and `whole` has all L::N.
+    unsafe {
+        std::ptr::copy_nonoverlapping(p, whole.as_mut_ptr(), len);
+        T::load::<L>(whole.as_ptr())
+    }
+}

@@ -1,0 +1,272 @@
+//! Activations in 8 bits: what the packed matrices are multiplied with.
+
+use crate::cpu::pool;
+use crate::cpu::simd::Level;
+use candle_core::{Result, bail};
+use std::marker::PhantomData;
+
+/// Adding it to a float below 2^22 leaves the nearest integer, ties to even, in the low bits.
+const ROUND: f32 = 12_582_912.0;
+
+/// Blocks whose largest magnitude is below this are taken as zeros: the reciprocal of their scale
+/// would overflow.
+const TINY: f32 = 1e-35;
+
+/// 32 consecutive activations of a token.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(16))]
+pub(super) struct Q8Block {
+    pub q: [i8; 32],
+    /// The scale: x = d q.
+    pub d: f32,
+    /// d times the sum of all codes, for offsets of 32 weights.
+    pub sum: f32,
+    /// d times the sums of the first and the last 16 codes.
+    pub sums: [f32; 2],
+}
+
+impl Q8Block {
+    const ZERO: Self = Self {
+        q: [0; 32],
+        d: 0.0,
+        sum: 0.0,
+        sums: [0.0; 2],
+    };
+}
+
+/// A matrix of activations, m tokens x k, quantized to 8 bits in blocks of 32 along k:
+/// d = max |x| / 127, q = round(x / d) to nearest even, with the sums of q that zero points and
+/// minima of the weights need.
+///
+/// The error of a value is at most d / 2 (and a rounding of f32). A block of zeros, or of magnitudes
+/// below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every product with
+/// that token is NaN.
+#[derive(Clone, Debug, Default)]
+pub struct Q8Activations {
+    m: usize,
+    k: usize,
+    blocks: Vec<Q8Block>,
+}
+
+impl Q8Activations {
+    /// Room for `m` tokens of width `k`, all zero, to be filled by row.
+    ///
+    /// # Errors
+    /// If `k` is not a positive multiple of 32.
+    pub fn zeros(m: usize, k: usize) -> Result<Self> {
+        let mut this = Self::default();
+        this.reset(m, k)?;
+        Ok(this)
+    }
+
+    /// Quantizes `x`, row-major m x k.
+    ///
+    /// # Errors
+    /// If `k` is not a positive multiple of 32 or `x` does not have m x k values.
+    pub fn quantize(level: Level, x: &[f32], m: usize, k: usize) -> Result<Self> {
+        let mut this = Self::default();
+        this.refill(level, x, m, k)?;
+        Ok(this)
+    }
+
+    /// As [`Self::quantize`], into this value's memory; many rows are spread over the pool.
+    ///
+    /// # Errors
+    /// As [`Self::quantize`]; this value is unchanged then.
+    pub fn refill(&mut self, level: Level, x: &[f32], m: usize, k: usize) -> Result<()> {
+        if m.checked_mul(k) != Some(x.len()) {
+            bail!("x: {} values given, expected m x k = {m} x {k}", x.len());
+        }
+        self.reset(m, k)?;
+        let level = super::runnable(level);
+        // A task should outweigh its hand-over: about 16,000 values are 2 microseconds.
+        let grain = (16_384 / k).max(1);
+        let rows = self.rows_mut();
+        pool::for_ranges(m, grain, |range| {
+            for t in range {
+                // SAFETY: the ranges are disjoint, so no other task has this row.
+                unsafe { rows.row(t) }.quantize_at(level, &x[t * k..][..k]);
+            }
+        });
+        Ok(())
+    }
+
+    /// Makes room for `m` tokens of width `k`, in the memory that is there if it suffices. What the
+    /// rows hold is unspecified until they are filled (see [`Self::rows_mut`]).
+    ///
+    /// # Errors
+    /// If `k` is not a positive multiple of 32.
+    pub fn reset(&mut self, m: usize, k: usize) -> Result<()> {
+        if k == 0 || !k.is_multiple_of(32) {
+            bail!("k: {k} is not a positive multiple of 32");
+        }
+        let Some(len) = m.checked_mul(k / 32) else {
+            bail!("m: {m} rows of {k} values are too many");
+        };
+        self.blocks.resize(len, Q8Block::ZERO);
+        (self.m, self.k) = (m, k);
+        Ok(())
+    }
+
+    /// A handle by which several threads can fill different rows at the same time.
+    pub fn rows_mut(&mut self) -> Q8Rows<'_> {
+        Q8Rows {
+            first: self.blocks.as_mut_ptr(),
+            m: self.m,
+            blocks: self.k / 32,
+            life: PhantomData,
+        }
+    }
+
+    /// Number of tokens.
+    pub fn m(&self) -> usize {
+        self.m
+    }
+
+    /// Width of a token.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// The values that the codes of token `t` stand for.
+    ///
+    /// # Errors
+    /// If there is no token `t`, or `out` does not have k values.
+    pub fn dequantize_row(&self, t: usize, out: &mut [f32]) -> Result<()> {
+        if t >= self.m {
+            bail!("t: there is no token {t} among {}", self.m);
+        }
+        if out.len() != self.k {
+            bail!("out: {} values given, expected k = {}", out.len(), self.k);
+        }
+        let blocks = &self.blocks[t * (self.k / 32)..];
+        for (block, out) in blocks.iter().zip(out.chunks_exact_mut(32)) {
+            for (q, out) in block.q.iter().zip(out) {
+                *out = block.d * f32::from(*q);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn blocks(&self) -> &[Q8Block] {
+        &self.blocks
+    }
+}
+
+/// The rows of a [`Q8Activations`], to be filled from several threads.
+pub struct Q8Rows<'a> {
+    first: *mut Q8Block,
+    m: usize,
+    blocks: usize,
+    life: PhantomData<&'a mut [Q8Block]>,
+}
+
+// SAFETY: it stands for a `&mut [Q8Block]`; shared access goes through `row`, whose caller keeps
+// rows apart.
+unsafe impl Send for Q8Rows<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Q8Rows<'_> {}
+
+impl Q8Rows<'_> {
+    /// Row `t`. Panics if there is none.
+    ///
+    /// # Safety
+    /// While the result lives, no other call may have given the same row.
+    pub unsafe fn row(&self, t: usize) -> Q8Row<'_> {
+        assert!(t < self.m, "there is no token {t} among {}", self.m);
+        // SAFETY: row t lies within the m x blocks that `first` points to, which are borrowed for
+        // this handle's life; the caller keeps rows apart.
+        let blocks =
+            unsafe { std::slice::from_raw_parts_mut(self.first.add(t * self.blocks), self.blocks) };
+        Q8Row { blocks }
+    }
+}
+
+/// One token's row of a [`Q8Activations`], to be filled.
+pub struct Q8Row<'a> {
+    blocks: &'a mut [Q8Block],
+}
+
+impl Q8Row<'_> {
+    /// Quantizes `x` into this row.
+    ///
+    /// # Errors
+    /// If `x` does not have k values.
+    pub fn quantize(&mut self, level: Level, x: &[f32]) -> Result<()> {
+        if x.len() != 32 * self.blocks.len() {
+            bail!(
+                "x: {} values given, expected k = {}",
+                x.len(),
+                32 * self.blocks.len()
+            );
+        }
+        self.quantize_at(super::runnable(level), x);
+        Ok(())
+    }
+
+    /// As `quantize`, where the processor is known to have `level`.
+    fn quantize_at(&mut self, level: Level, x: &[f32]) {
+        match level {
+            // SAFETY: the caller made sure that the processor has this level.
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => unsafe { quantize_avx512(x, self.blocks) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => unsafe { quantize_avx2(x, self.blocks) },
+            _ => quantize(x, self.blocks),
+        }
+    }
+}
+
+/// `quantize` compiled for AVX2.
+///
+/// # Safety
+/// The processor has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block]) {
+    quantize(x, blocks);
+}
+
+/// `quantize` compiled for AVX-512.
+///
+/// # Safety
+/// The processor has AVX-512 F, BW, VL and DQ.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn quantize_avx512(x: &[f32], blocks: &mut [Q8Block]) {
+    quantize(x, blocks);
+}
+
+/// Plain code that vectorizes and rounds alike at every level.
+#[inline(always)]
+fn quantize(x: &[f32], blocks: &mut [Q8Block]) {
+    for (x, block) in x.as_chunks::<32>().0.iter().zip(blocks) {
+        // Without their sign, floats order as integers do, with infinities and NaN on top.
+        let top = x
+            .iter()
+            .fold(0, |top, v| top.max(v.to_bits() & 0x7fff_ffff));
+        let amax = f32::from_bits(top);
+        if !amax.is_finite() {
+            *block = Q8Block {
+                d: f32::NAN,
+                sum: f32::NAN,
+                sums: [f32::NAN; 2],
+                ..Q8Block::ZERO
+            };
+            continue;
+        }
+        let (d, inverse) = match amax < TINY {
+            true => (0.0, 0.0),
+            false => (amax / 127.0, 127.0 / amax),
+        };
+        for (q, v) in block.q.iter_mut().zip(x) {
+            *q = ((v * inverse + ROUND).to_bits()).wrapping_sub(ROUND.to_bits()) as i8;
+        }
+        let sum = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>() as f32;
+        let (low, high) = (sum(&block.q[..16]), sum(&block.q[16..]));
+        block.d = d;
+        block.sum = d * (low + high);
+        block.sums = [d * low, d * high];
+    }
+}

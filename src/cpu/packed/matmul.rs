@@ -1,0 +1,204 @@
+//! Products of packed matrices with quantized activations.
+
+use super::activations::{Q8Activations, Q8Block};
+use super::layout::ROW_GROUP;
+use super::matrix::PackedMatrix;
+use super::{runnable, scalar};
+use crate::cpu::pool;
+use crate::cpu::simd::Level;
+use candle_core::{Result, bail};
+use std::ops::Range;
+
+/// Bytes of activations that are multiplied with one row group after another: they should stay in
+/// the second-level cache together with the group.
+const TOKEN_BYTES: usize = 192 * 1024;
+
+impl PackedMatrix {
+    /// `out[(t - tokens.start) * out_stride + (r - rows.start)]` = sum over k of W[r, k] x[t, k], for
+    /// the given rows and tokens, on the calling thread.
+    ///
+    /// The dot product of each 32 (Q6_K: 16) codes is exact; these are added up in f32 along k, so
+    /// that levels differ by roundings of f32 only. A `level` that the processor does not have gives
+    /// its best instead.
+    ///
+    /// # Errors
+    /// If `rows` does not start on a multiple of [`ROW_GROUP`] or reaches past the matrix, `tokens`
+    /// reaches past `x`, the widths differ, or `out` is too short.
+    pub fn matmul(
+        &self,
+        level: Level,
+        rows: Range<usize>,
+        x: &Q8Activations,
+        tokens: Range<usize>,
+        out: &mut [f32],
+        out_stride: usize,
+    ) -> Result<()> {
+        self.check(&rows, x, &tokens)?;
+        check_out(rows.len(), tokens.len(), out.len(), out_stride)?;
+        // SAFETY: both checks passed.
+        unsafe { self.matmul_unchecked(level, rows, x, tokens, out.as_mut_ptr(), out_stride) };
+        Ok(())
+    }
+
+    /// The whole product, m x rows into `out` (row-major, without gaps), over the pool.
+    ///
+    /// # Errors
+    /// If the widths differ, or `out` does not have m x rows values.
+    pub fn forward(&self, level: Level, x: &Q8Activations, out: &mut [f32]) -> Result<()> {
+        let (m, rows) = (x.m(), self.rows());
+        self.check(&(0..rows), x, &(0..m))?;
+        if m.checked_mul(rows) != Some(out.len()) {
+            bail!(
+                "out: {} values given, expected m x rows = {m} x {rows}",
+                out.len()
+            );
+        }
+        let out = Out(out.as_mut_ptr());
+        let work = |range: Range<usize>| {
+            // SAFETY: checked above; tasks write different columns of `out`, which is m x rows.
+            unsafe {
+                let first = out.at(range.start);
+                self.matmul_unchecked(level, range, x, 0..m, first, rows);
+            }
+        };
+        pool::for_ranges(rows, self.grain(m), work);
+        Ok(())
+    }
+
+    /// Rows for which a task is worth its hand-over (about a microsecond), in whole groups.
+    fn grain(&self, m: usize) -> usize {
+        let products = ROW_GROUP * self.cols() * m.max(1);
+        ROW_GROUP * 65_536usize.div_ceil(products)
+    }
+
+    /// As [`Self::matmul`], for callers that split an output between threads.
+    ///
+    /// # Safety
+    /// `rows`, `x` and `tokens` are as `matmul` wants them, and every place of `out` that it would
+    /// write is writable and not accessed by others meanwhile.
+    pub unsafe fn matmul_unchecked(
+        &self,
+        level: Level,
+        rows: Range<usize>,
+        x: &Q8Activations,
+        tokens: Range<usize>,
+        out: *mut f32,
+        out_stride: usize,
+    ) {
+        debug_assert!(self.check(&rows, x, &tokens).is_ok());
+        let level = runnable(level);
+        let blocks = self.blocks();
+        let some = (TOKEN_BYTES / (blocks * size_of::<Q8Block>())).max(8) / 8 * 8;
+        for start in tokens.clone().step_by(some) {
+            let end = tokens.end.min(start + some);
+            let x = &x.blocks()[start * blocks..end * blocks];
+            for first in rows.clone().step_by(ROW_GROUP) {
+                let weights = self.group(first / ROW_GROUP);
+                let count = ROW_GROUP.min(rows.end - first);
+                let put = |t: usize, products: &[f32; ROW_GROUP]| {
+                    let at = (start - tokens.start + t) * out_stride + (first - rows.start);
+                    // SAFETY: `count` values from there on belong to token and rows; by contract
+                    // they are writable.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(products.as_ptr(), out.add(at), count);
+                    }
+                };
+                self.group_products(level, weights, x, put);
+            }
+        }
+    }
+
+    /// The products of a row group with all tokens of `x`.
+    fn group_products(
+        &self,
+        level: Level,
+        weights: &[u8],
+        x: &[Q8Block],
+        mut put: impl FnMut(usize, &[f32; ROW_GROUP]),
+    ) {
+        let blocks = self.blocks();
+        #[cfg(target_arch = "x86_64")]
+        if let Some(tiles) = super::kernel::tiles(self.dtype(), level) {
+            let mut products = [[0.0; ROW_GROUP]; super::kernel::MAX_TOKENS];
+            let (mut t, m) = (0, x.len() / blocks);
+            for (count, tile) in tiles {
+                while m - t >= *count {
+                    // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` has
+                    // `count` more tokens.
+                    unsafe {
+                        tile(
+                            weights.as_ptr(),
+                            blocks,
+                            x[t * blocks..].as_ptr(),
+                            &mut products,
+                        );
+                    }
+                    for (i, products) in products[..*count].iter().enumerate() {
+                        put(t + i, products);
+                    }
+                    t += count;
+                }
+            }
+            return;
+        }
+        let _ = level;
+        scalar::group(&self.format, weights, blocks, x, put);
+    }
+
+    fn check(&self, rows: &Range<usize>, x: &Q8Activations, tokens: &Range<usize>) -> Result<()> {
+        if x.k() != self.cols() {
+            bail!(
+                "x: tokens have {} values, but the matrix has {} columns",
+                x.k(),
+                self.cols()
+            );
+        }
+        if rows.start > rows.end || rows.end > self.rows() || !rows.start.is_multiple_of(ROW_GROUP)
+        {
+            bail!(
+                "rows: {rows:?} is not a range of the matrix's {} rows that starts on a multiple \
+                 of {ROW_GROUP}",
+                self.rows()
+            );
+        }
+        if tokens.start > tokens.end || tokens.end > x.m() {
+            bail!(
+                "tokens: {tokens:?} is not a range of the {} tokens of x",
+                x.m()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Checks that `len` values hold `tokens` lines of `rows` values, `stride` apart.
+fn check_out(rows: usize, tokens: usize, len: usize, stride: usize) -> Result<()> {
+    if rows == 0 || tokens == 0 {
+        return Ok(());
+    }
+    if tokens > 1 && stride < rows {
+        bail!("out_stride: {stride} is less than the {rows} rows of a token");
+    }
+    let needed = (tokens - 1)
+        .checked_mul(stride)
+        .and_then(|n| n.checked_add(rows));
+    if needed.is_none_or(|needed| len < needed) {
+        bail!("out: {len} values given for {tokens} tokens of {rows} rows, {stride} apart");
+    }
+    Ok(())
+}
+
+/// An output that tasks share.
+struct Out(*mut f32);
+
+// SAFETY: tasks write different places.
+unsafe impl Sync for Out {}
+
+impl Out {
+    /// # Safety
+    /// The output has more than `offset` values.
+    unsafe fn at(&self, offset: usize) -> *mut f32 {
+        // SAFETY: the caller's.
+        unsafe { self.0.add(offset) }
+    }
+}

@@ -1,0 +1,37 @@
+//! Quantized weight matrices, packed once for fast products with activations in 8 bits.
+//!
+//! A [`PackedMatrix`] holds the blocks of a GGUF tensor (see [`crate::quant`]) in groups of 16 rows,
+//! interleaved so that a vector lane is a row: a product needs no horizontal sums, one activation
+//! serves 16 rows, and the same bytes serve AVX2 and AVX-512. The interleaving goes back to
+//! llama.cpp's repacked formats (`q4_0_8x8`); 16 rows, one layout for all formats and an f32 scale
+//! for every 32 activations are particular to this one. [`layout`] has the bytes.
+//!
+//! [`Q8Activations`] are made once for each step and serve every matrix that reads the same input.
+
+mod activations;
+#[cfg(target_arch = "x86_64")]
+mod codes;
+#[cfg(target_arch = "x86_64")]
+mod isa;
+#[cfg(target_arch = "x86_64")]
+mod kernel;
+mod layout;
+mod matmul;
+mod matrix;
+mod scalar;
+#[cfg(test)]
+mod tests;
+
+pub use activations::{Q8Activations, Q8Row, Q8Rows};
+pub use layout::ROW_GROUP;
+pub use matrix::{PackedBuilder, PackedMatrix};
+
+use crate::cpu::simd::Level;
+use std::sync::OnceLock;
+
+/// `level`, or the best level of this processor if it does not have that one.
+fn runnable(level: Level) -> Level {
+    static BEST: OnceLock<Level> = OnceLock::new();
+    let best = *BEST.get_or_init(|| Level::available().pop().unwrap_or(Level::Scalar));
+    level.min(best)
+}

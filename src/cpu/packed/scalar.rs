@@ -1,0 +1,88 @@
+//! The plain path, right on every architecture.
+
+use super::activations::Q8Block;
+use super::layout::{Layout, ROW_GROUP};
+use crate::quant::{BlockFormat, Scaling, SubBlock};
+
+/// Multiplies a row group with the tokens of `x` (tokens x blocks), `out(t, products)` for each.
+pub(super) fn group(
+    format: &BlockFormat,
+    weights: &[u8],
+    blocks: usize,
+    x: &[Q8Block],
+    mut out: impl FnMut(usize, &[f32; ROW_GROUP]),
+) {
+    let layout = Layout::of(format);
+    let unpacked: Vec<Unpacked> = (0..blocks)
+        .map(|block| Unpacked::read(format, &layout, weights, block))
+        .collect();
+    for (t, x) in x.chunks_exact(blocks).enumerate() {
+        let mut sums = [0.0; ROW_GROUP];
+        for (w, x) in unpacked.iter().zip(x) {
+            w.add_products(x, &mut sums);
+        }
+        out(t, &sums);
+    }
+}
+
+/// 32 columns of a row group: signed codes by k, and for each half of k the scales and offsets.
+struct Unpacked {
+    codes: [[i16; ROW_GROUP]; 32],
+    scales: [[f32; ROW_GROUP]; 2],
+    offsets: [[f32; ROW_GROUP]; 2],
+}
+
+impl Unpacked {
+    fn read(format: &BlockFormat, layout: &Layout, weights: &[u8], block: usize) -> Self {
+        let mut this = Self {
+            codes: [[0; ROW_GROUP]; 32],
+            scales: [[0.0; ROW_GROUP]; 2],
+            offsets: [[0.0; ROW_GROUP]; 2],
+        };
+        for lane in 0..ROW_GROUP {
+            let sub = layout.read(weights, block, lane);
+            for (column, code) in this.codes.iter_mut().zip(sub.codes) {
+                column[lane] = signed(format, code);
+            }
+            for half in 0..2 {
+                (this.scales[half][lane], this.offsets[half][lane]) = scale(format, &sub, half);
+            }
+        }
+        this
+    }
+
+    fn add_products(&self, x: &Q8Block, sums: &mut [f32; ROW_GROUP]) {
+        for half in 0..2 {
+            let mut dots = [0i32; ROW_GROUP];
+            let codes = &self.codes[16 * half..][..16];
+            for (column, q) in codes.iter().zip(&x.q[16 * half..]) {
+                for (dot, w) in dots.iter_mut().zip(column) {
+                    *dot += i32::from(*w) * i32::from(*q);
+                }
+            }
+            let (scales, offsets) = (&self.scales[half], &self.offsets[half]);
+            for (lane, sum) in sums.iter_mut().enumerate() {
+                *sum += dots[lane] as f32 * scales[lane] * x.d + offsets[lane] * x.sums[half];
+            }
+        }
+    }
+}
+
+fn signed(format: &BlockFormat, code: u8) -> i16 {
+    match format.scaling {
+        Scaling::Symmetric if format.bits == 8 => i16::from(code as i8),
+        Scaling::Symmetric | Scaling::SuperSymmetric => i16::from(code) - (1 << (format.bits - 1)),
+        Scaling::Affine | Scaling::Super => i16::from(code),
+    }
+}
+
+/// The scale and the offset of a half of `sub`.
+fn scale(format: &BlockFormat, sub: &SubBlock, half: usize) -> (f32, f32) {
+    let (d, m) = (sub.d.to_f32(), sub.m.to_f32());
+    match format.scaling {
+        Scaling::Symmetric => (d, 0.0),
+        Scaling::Affine => (d, m),
+        Scaling::Super => (d * f32::from(sub.scales[0]), -m * f32::from(sub.min)),
+        Scaling::SuperSymmetric => (d * f32::from(sub.scales[half] as i8), 0.0),
+    }
+}

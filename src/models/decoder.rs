@@ -1,0 +1,142 @@
+//! The decoder that pre-norm models share: embedding, layers of attention and gated MLP, final norm
+//! and head.
+
+use crate::nn::{Attention, Embedding, GatedMlp, KvCache, Linear, RmsNorm, RotaryEmbedding};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+
+/// One layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Block {
+    pub attention_norm: RmsNorm,
+    pub attention: Attention,
+    pub mlp_norm: RmsNorm,
+    pub mlp: GatedMlp,
+}
+
+impl Block {
+    /// `h = x + attention(norm(x))`, then `h + mlp(norm(h))`.
+    fn forward(
+        &self,
+        x: &Tensor,
+        position: usize,
+        rotary: &RotaryEmbedding,
+        cache: &mut KvCache,
+    ) -> Result<Tensor> {
+        let h = self.attention.forward(x, &self.attention_norm, x, position, rotary, cache)?;
+        self.mlp.forward(&h, &self.mlp_norm, &h)
+    }
+}
+
+/// Keys and values of every layer, and the rotary tables.
+#[derive(Clone, Debug)]
+pub(crate) struct DecoderCache {
+    layers: Vec<Option<KvCache>>,
+    rotary: RotaryEmbedding,
+    keep: bool,
+    dtype: DType,
+    device: Device,
+}
+
+impl DecoderCache {
+    /// `keep` false gives a cache that forgets after each call.
+    pub fn new(
+        layers: usize,
+        rotary: RotaryEmbedding,
+        keep: bool,
+        dtype: DType,
+        device: &Device,
+    ) -> Self {
+        Self { layers: vec![None; layers], rotary, keep, dtype, device: device.clone() }
+    }
+
+    /// Forgets all positions.
+    pub fn clear(&mut self) {
+        self.layers.iter_mut().for_each(|l| *l = None);
+    }
+}
+
+/// The whole model.
+#[derive(Clone, Debug)]
+pub(crate) struct Decoder {
+    pub embedding: Embedding,
+    pub blocks: Vec<Block>,
+    pub norm: RmsNorm,
+    pub head: Linear,
+    pub max_positions: usize,
+}
+
+impl Decoder {
+    /// Runs the layers over embedded tokens `[B, T, H]` at `position..position + T` and returns the
+    /// residual stream behind them; `states` collects what enters each layer.
+    pub fn layers(
+        &self,
+        embedded: &Tensor,
+        position: usize,
+        cache: &mut DecoderCache,
+        mut states: Option<&mut Vec<Tensor>>,
+    ) -> Result<Tensor> {
+        let (batch, tokens, _) = embedded.dims3()?;
+        if tokens == 0 || batch == 0 {
+            bail!("input_ids: empty, expected at least one token");
+        }
+        if cache.layers.len() != self.blocks.len() {
+            bail!(
+                "cache: made for {} layers, the model has {}",
+                cache.layers.len(),
+                self.blocks.len()
+            );
+        }
+        if position + tokens > self.max_positions {
+            bail!(
+                "input_ids: position {} is past the model's context length of {}: shorten the \
+                 prompt or generate fewer tokens",
+                position + tokens,
+                self.max_positions
+            );
+        }
+        cache.rotary.reserve(position + tokens)?;
+        let mut x = embedded.clone();
+        for (block, slot) in self.blocks.iter().zip(&mut cache.layers) {
+            if let Some(states) = states.as_deref_mut() {
+                states.push(x.clone());
+            }
+            let mut layer = match slot.take() {
+                Some(layer) if layer.batch() == batch || position > 0 => layer,
+                _ => {
+                    let start = if cache.keep { 0 } else { position };
+                    let limit = self.max_positions;
+                    block.attention.new_cache(batch, start, limit, cache.dtype, &cache.device)?
+                }
+            };
+            x = block.forward(&x, position, &cache.rotary, &mut layer)?;
+            if cache.keep {
+                *slot = Some(layer);
+            }
+        }
+        Ok(x)
+    }
+
+    /// The logits `[B, vocab]` (f32) of the last of `[B, T, H]`.
+    pub fn last_logits(&self, x: &Tensor) -> Result<Tensor> {
+        let (_, tokens, _) = x.dims3()?;
+        let last = x.narrow(1, tokens - 1, 1)?.squeeze(1)?;
+        self.head.forward_joint(&last, Some(&self.norm))?.to_dtype(DType::F32)
+    }
+
+    /// Every hidden state as transformers counts them: the embedding, what leaves each layer but the
+    /// last, and what leaves the last after the final norm; and the logits of every position.
+    pub fn states_and_logits(
+        &self,
+        ids: &Tensor,
+        position: usize,
+        cache: &mut DecoderCache,
+    ) -> Result<(Vec<Tensor>, Tensor)> {
+        let mut states = Vec::with_capacity(self.blocks.len() + 1);
+        let embedded = self.embedding.forward(ids)?;
+        let x = self.layers(&embedded, position, cache, Some(&mut states))?;
+        let normed = self.norm.forward(&x)?;
+        let logits = self.head.forward_joint(&normed, None)?.to_dtype(DType::F32)?;
+        states.push(normed);
+        Ok((states, logits))
+    }
+}

@@ -1,0 +1,331 @@
+//! Llama from a GGUF file.
+
+use super::{Config, DEFAULT_MAX_SEQ_LEN};
+use crate::{Fusion, quant};
+use crate::cpu::packed::PackedMatrix;
+use crate::models::decoder::{Block, Decoder, DecoderCache};
+use crate::nn::{
+    Attention, AttentionConfig, Embedding, GatedMlp, Linear, LinearWeight, RmsNorm, RotaryEmbedding,
+};
+use crate::ops::RopeStyle;
+use candle_core::quantized::QTensor;
+use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::collections::HashMap;
+use std::io::{Read, Seek};
+use std::sync::Arc;
+
+/// A Llama model with GGUF weights, computed with int8 activations.
+#[derive(Debug, Clone)]
+pub struct ModelWeights {
+    decoder: Decoder,
+    cache: DecoderCache,
+}
+
+impl ModelWeights {
+    /// Loads the weights with every fusion on.
+    ///
+    /// # Errors
+    /// If the architecture is not `llama`, metadata or a tensor is missing (by its name), or a
+    /// tensor does not have the shape that the metadata asks for.
+    pub fn from_gguf<R: Seek + Read>(ct: Content, reader: &mut R, device: &Device) -> Result<Self> {
+        Self::from_gguf_fused(ct, reader, device, Fusion::all())
+    }
+
+    /// Loads the weights with the fusions that are on in `fusion`.
+    ///
+    /// # Errors
+    /// As [`ModelWeights::from_gguf`].
+    pub fn from_gguf_fused<R: Seek + Read>(
+        ct: Content,
+        reader: &mut R,
+        device: &Device,
+        fusion: Fusion,
+    ) -> Result<Self> {
+        let mut file = File { ct: &ct, reader, device };
+        let cfg = file.config()?;
+        let frequencies = file.frequencies(&cfg)?;
+        let decoder = file.decoder(&cfg, fusion)?;
+        let rotary = RotaryEmbedding::new(frequencies, RopeStyle::Interleaved, device)?;
+        let layers = cfg.num_hidden_layers;
+        let cache = DecoderCache::new(layers, rotary, true, DType::F32, device);
+        Ok(Self { decoder, cache })
+    }
+
+    /// The logits `[B, vocab]` (f32) after the last of `x` `[B, T]` (u32 token ids), which stand at
+    /// positions `index_pos..index_pos + T`. Position 0 starts over.
+    ///
+    /// # Errors
+    /// If `x` is empty, an id is out of the vocabulary, or the context length is passed.
+    pub fn forward(&mut self, x: &Tensor, index_pos: usize) -> Result<Tensor> {
+        let embedded = self.decoder.embedding.forward(x)?;
+        let x = self.decoder.layers(&embedded, index_pos, &mut self.cache, None)?;
+        self.decoder.last_logits(&x)
+    }
+
+    /// Every hidden state and all logits of `x`, as [`super::Llama::hidden_states`].
+    ///
+    /// # Errors
+    /// As [`ModelWeights::forward`].
+    pub fn hidden_states(&mut self, x: &Tensor, index_pos: usize) -> Result<(Vec<Tensor>, Tensor)> {
+        self.decoder.states_and_logits(x, index_pos, &mut self.cache)
+    }
+
+    /// Rows of the embedding: token ids are below this.
+    pub fn vocab_size(&self) -> usize {
+        self.decoder.embedding.vocab_size()
+    }
+
+    /// The context length.
+    pub fn max_positions(&self) -> usize {
+        self.decoder.max_positions
+    }
+
+    /// Forgets all positions.
+    pub fn clear_kv_cache(&mut self) {
+        self.cache.clear();
+    }
+}
+
+/// The configuration of a llama GGUF file and its tensors as a dense checkpoint: dequantized to
+/// `dtype`, under Hugging Face's names and in its row order, so that `VarBuilder::from_tensors` and
+/// any Llama implementation for safetensors can load them.
+///
+/// # Errors
+/// As [`ModelWeights::from_gguf`].
+pub fn dequantize_gguf<R: Seek + Read>(
+    ct: &Content,
+    reader: &mut R,
+    dtype: DType,
+    device: &Device,
+) -> Result<(Config, HashMap<String, Tensor>)> {
+    let mut file = File { ct, reader, device };
+    let mut cfg = file.config()?;
+    cfg.tie_word_embeddings = !ct.tensor_infos.contains_key("output.weight");
+    if ct.tensor_infos.contains_key("rope_freqs.weight") {
+        bail!("gguf: scaled rotary frequencies (`rope_freqs.weight`) have no dense configuration");
+    }
+    let mut tensors = HashMap::new();
+    for name in ct.tensor_infos.keys() {
+        let Some((dense, heads)) = dense_name(name, &cfg) else {
+            bail!("gguf: tensor `{name}` is not one of a llama model's");
+        };
+        let tensor = file.any(name)?.dequantize(device)?.to_dtype(dtype)?;
+        let tensor = match heads {
+            Some(heads) => half_split_rows(&tensor, heads)?,
+            None => tensor,
+        };
+        tensors.insert(dense, tensor);
+    }
+    Ok((cfg, tensors))
+}
+
+/// Hugging Face's name of a GGUF tensor, and the heads whose rows are permuted, if they are.
+fn dense_name(name: &str, cfg: &Config) -> Option<(String, Option<usize>)> {
+    match name {
+        "token_embd.weight" => return Some(("model.embed_tokens.weight".into(), None)),
+        "output_norm.weight" => return Some(("model.norm.weight".into(), None)),
+        "output.weight" => return Some(("lm_head.weight".into(), None)),
+        _ => {}
+    }
+    let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
+    let (part, kind) = part.rsplit_once('.')?;
+    let (part, heads) = match part {
+        "attn_q" => ("self_attn.q_proj", Some(cfg.num_attention_heads)),
+        "attn_k" => ("self_attn.k_proj", Some(cfg.num_key_value_heads)),
+        "attn_v" => ("self_attn.v_proj", None),
+        "attn_output" => ("self_attn.o_proj", None),
+        "ffn_gate" => ("mlp.gate_proj", None),
+        "ffn_up" => ("mlp.up_proj", None),
+        "ffn_down" => ("mlp.down_proj", None),
+        "attn_norm" => ("input_layernorm", None),
+        "ffn_norm" => ("post_attention_layernorm", None),
+        _ => return None,
+    };
+    Some((format!("model.layers.{layer}.{part}.{kind}"), heads))
+}
+
+/// Undoes the row order of GGUF's llama files, where rotated pairs are neighbours.
+fn half_split_rows(w: &Tensor, heads: usize) -> Result<Tensor> {
+    let rows = w.dim(0)?;
+    let rest = w.elem_count() / rows;
+    w.reshape((heads, rows / heads / 2, 2, rest))?.transpose(1, 2)?.reshape(w.dims())
+}
+
+/// A file being read.
+struct File<'a, R> {
+    ct: &'a Content,
+    reader: &'a mut R,
+    device: &'a Device,
+}
+
+impl<R: Seek + Read> File<'_, R> {
+    fn config(&self) -> Result<Config> {
+        match self.ct.metadata.get("general.architecture") {
+            Some(Value::String(arch)) if arch == "llama" => {}
+            Some(Value::String(arch)) => {
+                bail!("gguf: architecture is `{arch}`, expected `llama`")
+            }
+            _ => bail!("gguf: metadata `general.architecture` is missing"),
+        }
+        if self.number("llama.expert_count").is_ok_and(|n| n > 0) {
+            bail!("gguf: mixtures of experts are not supported (`llama.expert_count`)");
+        }
+        let heads = self.number("llama.attention.head_count")?;
+        let hidden_size = self.number("llama.embedding_length")?;
+        let kv_heads = self.number("llama.attention.head_count_kv").unwrap_or(heads);
+        if heads == 0 || !hidden_size.is_multiple_of(heads) {
+            bail!("gguf: llama.embedding_length {hidden_size} does not divide by {heads} heads");
+        }
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            bail!("gguf: {heads} heads do not divide by {kv_heads} key and value heads");
+        }
+        let head_dim = hidden_size / heads;
+        let rotated = self.number("llama.rope.dimension_count").unwrap_or(head_dim);
+        if rotated != head_dim {
+            bail!("gguf: llama.rope.dimension_count is {rotated}, expected head size {head_dim}");
+        }
+        Ok(Config {
+            hidden_size,
+            intermediate_size: self.number("llama.feed_forward_length")?,
+            vocab_size: self.shape("token_embd.weight")?.first().copied().unwrap_or(0),
+            num_hidden_layers: self.number("llama.block_count")?,
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            use_flash_attn: false,
+            rms_norm_eps: f64::from(self.float("llama.attention.layer_norm_rms_epsilon")?),
+            rope_theta: self.float("llama.rope.freq_base").unwrap_or(10_000.),
+            bos_token_id: None,
+            eos_token_id: None,
+            rope_scaling: None,
+            max_position_embeddings: self
+                .number("llama.context_length")
+                .unwrap_or(DEFAULT_MAX_SEQ_LEN),
+            tie_word_embeddings: false,
+        })
+    }
+
+    fn decoder(&mut self, cfg: &Config, fusion: Fusion) -> Result<Decoder> {
+        let (hidden, vocab) = (cfg.hidden_size, cfg.vocab_size);
+        let table = self.matrix("token_embd.weight", vocab, hidden)?;
+        let tied = !self.ct.tensor_infos.contains_key("output.weight");
+        let (embedding, head) = if fusion.quant_linear && quant::supports(table.dtype()) {
+            let packed = PackedMatrix::pack(table.dtype(), vocab, hidden, &table.data()?)?;
+            drop(table);
+            let packed = Arc::new(packed);
+            let head = tied.then(|| Linear::from_packed(vec![packed.clone()], fusion));
+            (Embedding::Packed(packed), head)
+        } else {
+            let dense = table.dequantize(self.device)?;
+            let weight = LinearWeight::Quantized(Arc::new(table));
+            let head = tied.then(|| Linear::new(vec![weight], None, fusion)).transpose()?;
+            (Embedding::Dense(dense), head)
+        };
+        let head = match head {
+            Some(head) => head,
+            None => self.linear(&[("output", vocab)], hidden, fusion)?,
+        };
+        let blocks = (0..cfg.num_hidden_layers)
+            .map(|i| self.block(i, cfg, fusion))
+            .collect::<Result<_>>()?;
+        let norm = self.norm("output_norm.weight", cfg, fusion)?;
+        let max_positions = cfg.max_position_embeddings;
+        Ok(Decoder { embedding, blocks, norm, head, max_positions })
+    }
+
+    fn block(&mut self, layer: usize, cfg: &Config, fusion: Fusion) -> Result<Block> {
+        let name = |part: &str| format!("blk.{layer}.{part}");
+        let (hidden, inner) = (cfg.hidden_size, cfg.intermediate_size);
+        let (heads, kv_heads) = (cfg.num_attention_heads, cfg.num_key_value_heads);
+        let head_dim = cfg.head_dim();
+        let kv_rows = kv_heads * head_dim;
+        let (q, k, v) = (name("attn_q"), name("attn_k"), name("attn_v"));
+        let (gate, up) = (name("ffn_gate"), name("ffn_up"));
+        let qkv = self.linear(&[(&q, hidden), (&k, kv_rows), (&v, kv_rows)], hidden, fusion)?;
+        let output = self.linear(&[(&name("attn_output"), hidden)], hidden, fusion)?;
+        Ok(Block {
+            attention_norm: self.norm(&name("attn_norm.weight"), cfg, fusion)?,
+            attention: Attention::new(
+                qkv,
+                output,
+                AttentionConfig { heads, kv_heads, head_dim },
+                fusion,
+            ),
+            mlp_norm: self.norm(&name("ffn_norm.weight"), cfg, fusion)?,
+            mlp: GatedMlp::new(
+                self.linear(&[(&gate, inner), (&up, inner)], hidden, fusion)?,
+                self.linear(&[(&name("ffn_down"), hidden)], inner, fusion)?,
+            ),
+        })
+    }
+
+    fn frequencies(&mut self, cfg: &Config) -> Result<Vec<f32>> {
+        let mut frequencies = cfg.inverse_frequencies();
+        if self.ct.tensor_infos.contains_key("rope_freqs.weight") {
+            // Llama 3.1 and later: the smoothing, written out as divisors.
+            let factors = self.vector("rope_freqs.weight", frequencies.len())?.to_vec1::<f32>()?;
+            frequencies.iter_mut().zip(factors).for_each(|(f, factor)| *f /= factor);
+        }
+        Ok(frequencies)
+    }
+
+    fn linear(&mut self, names: &[(&str, usize)], cols: usize, fusion: Fusion) -> Result<Linear> {
+        let weights = names
+            .iter()
+            .map(|(name, rows)| {
+                let weight = self.matrix(&format!("{name}.weight"), *rows, cols)?;
+                Ok(LinearWeight::Quantized(Arc::new(weight)))
+            })
+            .collect::<Result<_>>()?;
+        Linear::new(weights, None, fusion)
+    }
+
+    fn norm(&mut self, name: &str, cfg: &Config, fusion: Fusion) -> Result<RmsNorm> {
+        let weight = self.vector(name, cfg.hidden_size)?;
+        Ok(RmsNorm::from_weight(weight, cfg.rms_norm_eps, fusion))
+    }
+
+    fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<QTensor> {
+        let dims = self.shape(name)?;
+        if dims != [rows, cols] {
+            bail!("gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{rows}, {cols}]");
+        }
+        self.any(name)
+    }
+
+    fn vector(&mut self, name: &str, len: usize) -> Result<Tensor> {
+        let dims = self.shape(name)?;
+        if dims != [len] {
+            bail!("gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{len}]");
+        }
+        self.any(name)?.dequantize(self.device)
+    }
+
+    fn any(&mut self, name: &str) -> Result<QTensor> {
+        match self.ct.tensor(self.reader, name, self.device) {
+            Ok(tensor) => Ok(tensor),
+            Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),
+        }
+    }
+
+    fn shape(&self, name: &str) -> Result<&[usize]> {
+        match self.ct.tensor_infos.get(name) {
+            Some(info) => Ok(info.shape.dims()),
+            None => bail!("gguf: tensor `{name}` is missing"),
+        }
+    }
+
+    fn number(&self, key: &str) -> Result<usize> {
+        match self.ct.metadata.get(key) {
+            Some(value) => Ok(value.to_u64()? as usize),
+            None => bail!("gguf: metadata `{key}` is missing"),
+        }
+    }
+
+    fn float(&self, key: &str) -> Result<f32> {
+        match self.ct.metadata.get(key) {
+            Some(value) => value.to_f32(),
+            None => bail!("gguf: metadata `{key}` is missing"),
+        }
+    }
+}

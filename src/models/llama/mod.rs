@@ -1,0 +1,110 @@
+//! Llama 2 and 3, SmolLM2 and what shares their architecture.
+//!
+//! [`Llama`] has the names and signatures of `candle_transformers::models::llama`, [`ModelWeights`]
+//! those of `candle_transformers::models::quantized_llama`: changing the import is the whole change.
+//! What the crate adds stands in methods of its own: `load_fused` and `from_gguf_fused` take a
+//! [`Fusion`], and `hidden_states` shows what every layer did.
+//!
+//! Method: LLaMA: Open and Efficient Foundation Language Models (Touvron et al. 2023); The Llama 3
+//! Herd of Models (2024) for the scaled rotary frequencies.
+
+mod config;
+mod gguf;
+mod safetensors;
+
+pub use config::{
+    Config, DEFAULT_MAX_SEQ_LEN, Llama3RopeConfig, Llama3RopeType, LlamaConfig, LlamaEosToks,
+};
+pub use gguf::{ModelWeights, dequantize_gguf};
+
+use super::decoder::{Decoder, DecoderCache};
+use crate::Fusion;
+use crate::nn::RotaryEmbedding;
+use crate::ops::RopeStyle;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
+
+/// Keys, values and rotary tables of one batch of sequences.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    inner: DecoderCache,
+}
+
+impl Cache {
+    /// An empty cache in the model's `dtype`. With `use_kv_cache` false it forgets after each call.
+    pub fn new(use_kv_cache: bool, dtype: DType, config: &Config, device: &Device) -> Result<Self> {
+        let rotary =
+            RotaryEmbedding::new(config.inverse_frequencies(), RopeStyle::HalfSplit, device)?;
+        let layers = config.num_hidden_layers;
+        Ok(Self { inner: DecoderCache::new(layers, rotary, use_kv_cache, dtype, device) })
+    }
+
+    /// Forgets all positions.
+    pub fn clear(&mut self) {
+        self.inner.clear();
+    }
+}
+
+/// A Llama model with dense weights (f32, f16 or bf16).
+#[derive(Debug, Clone)]
+pub struct Llama {
+    decoder: Decoder,
+}
+
+impl Llama {
+    /// Loads the weights with every fusion on.
+    ///
+    /// # Errors
+    /// If a tensor is missing or does not have the shape that `cfg` asks for, by its name.
+    pub fn load(vb: VarBuilder, cfg: &Config) -> Result<Self> {
+        Self::load_fused(vb, cfg, Fusion::all())
+    }
+
+    /// Loads the weights with the fusions that are on in `fusion`.
+    ///
+    /// # Errors
+    /// As [`Llama::load`].
+    pub fn load_fused(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Self> {
+        Ok(Self { decoder: safetensors::load(vb, cfg, fusion)? })
+    }
+
+    /// The embeddings of `x` `[B, T]`: `[B, T, hidden]`.
+    pub fn embed(&self, x: &Tensor) -> Result<Tensor> {
+        self.decoder.embedding.forward(x)
+    }
+
+    /// The logits `[B, vocab]` (f32) after the last of the embedded tokens `[B, T, hidden]`.
+    pub fn forward_input_embed(
+        &self,
+        input_embed: &Tensor,
+        index_pos: usize,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        let x = self.decoder.layers(input_embed, index_pos, &mut cache.inner, None)?;
+        self.decoder.last_logits(&x)
+    }
+
+    /// The logits `[B, vocab]` (f32) after the last of `x` `[B, T]` (u32 token ids), which stand at
+    /// positions `index_pos..index_pos + T` behind those in the cache.
+    ///
+    /// # Errors
+    /// If `x` is empty, an id is out of the vocabulary, or the context length is passed.
+    pub fn forward(&self, x: &Tensor, index_pos: usize, cache: &mut Cache) -> Result<Tensor> {
+        self.forward_input_embed(&self.embed(x)?, index_pos, cache)
+    }
+
+    /// Every hidden state of `x` as transformers' `output_hidden_states` counts them (the embedding,
+    /// then after each layer, the last one after the final norm; `[B, T, hidden]` each), and the
+    /// logits of every position, `[B, T, vocab]` (f32).
+    ///
+    /// # Errors
+    /// As [`Llama::forward`].
+    pub fn hidden_states(
+        &self,
+        x: &Tensor,
+        index_pos: usize,
+        cache: &mut Cache,
+    ) -> Result<(Vec<Tensor>, Tensor)> {
+        self.decoder.states_and_logits(x, index_pos, &mut cache.inner)
+    }
+}

@@ -1,0 +1,51 @@
+//! Token embeddings.
+
+use crate::cpu::packed::PackedMatrix;
+use candle_core::{DType, Result, Tensor, bail};
+use std::sync::Arc;
+
+/// A table of rows, looked up by token id.
+#[derive(Clone, Debug)]
+pub enum Embedding {
+    /// `[vocab, hidden]` in the model's dtype.
+    Dense(Tensor),
+    /// GGUF blocks, each row dequantized to f32 when it is looked up.
+    Packed(Arc<PackedMatrix>),
+}
+
+impl Embedding {
+    /// Rows of the table.
+    pub fn vocab_size(&self) -> usize {
+        match self {
+            Embedding::Dense(table) => table.dims()[0],
+            Embedding::Packed(table) => table.rows(),
+        }
+    }
+
+    /// The rows of `ids` `[B, T]` (u32): `[B, T, hidden]`.
+    ///
+    /// # Errors
+    /// If an id is not below the size of the vocabulary.
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let (b, t) = ids.dims2()?;
+        let flat = ids.flatten_all()?.to_dtype(DType::U32)?;
+        let tokens = flat.to_vec1::<u32>()?;
+        let vocab = self.vocab_size();
+        if let Some(id) = tokens.iter().find(|id| **id as usize >= vocab) {
+            bail!("input_ids: token {id} is out of the vocabulary of {vocab}");
+        }
+        match self {
+            Embedding::Dense(table) => {
+                table.index_select(&flat, 0)?.reshape((b, t, table.dim(1)?))
+            }
+            Embedding::Packed(table) => {
+                let hidden = table.cols();
+                let mut rows = vec![0f32; tokens.len() * hidden];
+                for (id, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {
+                    table.dequantize_row(*id as usize, row)?;
+                }
+                Tensor::from_vec(rows, (b, t, hidden), ids.device())
+            }
+        }
+    }
+}

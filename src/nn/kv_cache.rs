@@ -1,0 +1,102 @@
+//! The preallocated key and value cache of one layer.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// Keys and values of the positions seen so far, `[B, Hkv, capacity, D]` each.
+///
+/// Capacity grows by doubling up to the limit; steps write in place behind `len` positions, and
+/// attention reads a strided view, so nothing is concatenated or copied from token to token.
+#[derive(Clone, Debug)]
+pub struct KvCache {
+    k: Tensor,
+    v: Tensor,
+    start: usize,
+    len: usize,
+    limit: usize,
+}
+
+/// Positions of the first allocation.
+const FIRST: usize = 256;
+
+impl KvCache {
+    /// An empty cache for `batch` sequences, whose first slot is position `start` and which takes
+    /// at most `limit` positions.
+    pub fn new(
+        (batch, heads, head_dim): (usize, usize, usize),
+        start: usize,
+        limit: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let empty = Tensor::zeros((batch, heads, 0, head_dim), dtype, device)?;
+        Ok(Self { k: empty.clone(), v: empty, start, len: 0, limit })
+    }
+
+    /// Sequences.
+    pub fn batch(&self) -> usize {
+        self.k.dims()[0]
+    }
+
+    /// Positions that hold keys and values.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing has been written.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The whole buffers, `[B, Hkv, capacity, D]`, to be written in place.
+    pub fn buffers(&self) -> (&Tensor, &Tensor) {
+        (&self.k, &self.v)
+    }
+
+    /// The written part, `[B, Hkv, len, D]`, as views.
+    pub fn views(&self) -> Result<(Tensor, Tensor)> {
+        Ok((self.k.narrow(2, 0, self.len)?, self.v.narrow(2, 0, self.len)?))
+    }
+
+    /// Makes room for `tokens` positions from `position` on, counts them as written and returns the
+    /// slot of the first; what stood there or behind is given up.
+    ///
+    /// # Errors
+    /// If `position` would leave a gap, the limit is passed, or the batch is not the cache's.
+    pub fn advance(&mut self, position: usize, tokens: usize, batch: usize) -> Result<usize> {
+        let (held, heads, capacity, head_dim) = self.k.dims4()?;
+        if batch != held {
+            bail!("kv cache: the input has batch size {batch}, the cache was made for {held}");
+        }
+        let slot = match position.checked_sub(self.start) {
+            Some(slot) if slot <= self.len => slot,
+            _ => bail!(
+                "kv cache: position {position} does not follow the positions {}..{} that are held",
+                self.start,
+                self.start + self.len
+            ),
+        };
+        let end = slot + tokens;
+        if end > self.limit {
+            bail!(
+                "kv cache: {end} positions are past the context length of {}: shorten the prompt \
+                 or generate fewer tokens",
+                self.limit
+            );
+        }
+        if end > capacity {
+            let grown = end.max(2 * capacity).max(FIRST).min(self.limit);
+            let grow = |old: &Tensor| -> Result<Tensor> {
+                let new =
+                    Tensor::zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
+                if slot > 0 {
+                    new.slice_set(&old.narrow(2, 0, slot)?.contiguous()?, 2, 0)?;
+                }
+                Ok(new)
+            };
+            self.k = grow(&self.k)?;
+            self.v = grow(&self.v)?;
+        }
+        self.len = end;
+        Ok(slot)
+    }
+}

@@ -1,0 +1,190 @@
+//! Matrix products, alone or several that share their input.
+
+use super::RmsNorm;
+use crate::{Fusion, quant};
+use crate::cpu::packed::PackedMatrix;
+use crate::ops::{self, Activation, Epilogue, Prologue, Weight};
+use candle_core::quantized::{QMatMul, QTensor};
+use candle_core::{D, Device, Module, Result, Tensor, bail};
+use std::sync::Arc;
+
+/// A weight as a checkpoint holds it.
+#[derive(Clone, Debug)]
+pub enum LinearWeight {
+    /// `[N, K]`, f32, f16 or bf16.
+    Dense(Tensor),
+    /// GGUF blocks `[N, K]`.
+    Quantized(Arc<QTensor>),
+}
+
+impl LinearWeight {
+    fn dims2(&self) -> Result<(usize, usize)> {
+        match self {
+            LinearWeight::Dense(w) => w.dims2(),
+            LinearWeight::Quantized(w) => w.shape().dims2(),
+        }
+    }
+}
+
+/// One or several matrices `[N_i, K]` with the same input, as q, k and v have.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    form: Form,
+    bias: Option<Tensor>,
+    fusion: Fusion,
+}
+
+#[derive(Clone, Debug)]
+enum Form {
+    Fused(Vec<Weight>),
+    Plain(Vec<QMatMul>),
+}
+
+impl Linear {
+    /// From weights as loaded and a bias `[sum of N_i]`.
+    ///
+    /// `fusion.linear` (dense) or `fusion.quant_linear` (GGUF blocks) chooses the form; weights
+    /// that have to be repacked for it are, and the originals dropped.
+    pub fn new(weights: Vec<LinearWeight>, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
+        let quantized = weights.iter().any(|w| matches!(w, LinearWeight::Quantized(_)));
+        let fused = if quantized { fusion.quant_linear } else { fusion.linear };
+        let form = if fused {
+            Form::Fused(weights.into_iter().map(pack).collect::<Result<_>>()?)
+        } else {
+            Form::Plain(weights.into_iter().map(plain).collect::<Result<_>>()?)
+        };
+        Ok(Self { form, bias, fusion })
+    }
+
+    /// From matrices that are repacked already; shared ones are not copied.
+    pub fn from_packed(weights: Vec<Arc<PackedMatrix>>, fusion: Fusion) -> Self {
+        let weights = weights.into_iter().map(Weight::Packed).collect();
+        Self { form: Form::Fused(weights), bias: None, fusion }
+    }
+
+    /// All outputs side by side, `[.., sum of N_i]`, of `norm(x)` if a norm is given.
+    pub fn forward_joint(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
+        match &self.form {
+            Form::Fused(weights) => self.fused(weights, x, norm, Activation::None, &[]),
+            Form::Plain(_) => {
+                let parts = self.forward_parts(x, norm)?;
+                if let [only] = parts.as_slice() {
+                    return Ok(only.clone());
+                }
+                Tensor::cat(&parts, D::Minus1)
+            }
+        }
+    }
+
+    /// The output of each matrix, `[.., N_i]`.
+    pub fn forward_parts(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Vec<Tensor>> {
+        let weights = match &self.form {
+            Form::Fused(weights) => weights,
+            Form::Plain(weights) => return self.plain(weights, x, norm),
+        };
+        let joint = self.fused(weights, x, norm, Activation::None, &[])?;
+        let mut start = 0;
+        weights
+            .iter()
+            .map(|w| {
+                let part = joint.narrow(D::Minus1, start, w.rows());
+                start += w.rows();
+                part
+            })
+            .collect()
+    }
+
+    /// `silu(gate) * up` of two matrices.
+    pub fn forward_swiglu(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
+        if let (Form::Fused(weights), true) = (&self.form, self.fusion.swiglu) {
+            return self.fused(weights, x, norm, Activation::SwiGlu, &[]);
+        }
+        match self.forward_parts(x, norm)?.as_slice() {
+            [gate, up] => gate.silu()? * up,
+            parts => bail!("swiglu takes a gate and an up matrix, there are {}", parts.len()),
+        }
+    }
+
+    /// The output of one matrix plus `residual`.
+    pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        if let (Form::Fused(weights), true) = (&self.form, self.fusion.residual_add) {
+            return self.fused(weights, x, None, Activation::None, &[residual]);
+        }
+        let y = self.forward_joint(x, None)?;
+        if self.fusion.residual_add { ops::residual_add(&y, &[residual]) } else { y + residual }
+    }
+
+    fn fused(
+        &self,
+        weights: &[Weight],
+        x: &Tensor,
+        norm: Option<&RmsNorm>,
+        activation: Activation,
+        residuals: &[&Tensor],
+    ) -> Result<Tensor> {
+        let normed;
+        let (x, prologue) = match norm {
+            Some(n) if self.fusion.rms_norm_linear => {
+                (x, Prologue::RmsNorm { weight: n.weight(), eps: n.eps() })
+            }
+            Some(n) => {
+                normed = n.forward(x)?;
+                (&normed, Prologue::None)
+            }
+            None => (x, Prologue::None),
+        };
+        let name = match (weights.iter().any(|w| matches!(w, Weight::Packed(_))), prologue) {
+            (true, _) => "quant_linear",
+            (false, Prologue::RmsNorm { .. }) => "rms_norm_linear",
+            (false, Prologue::None) => "linear",
+        };
+        let epilogue = Epilogue { bias: self.bias.as_ref(), activation, residuals };
+        ops::linear::launch(name, x, prologue, weights, epilogue)
+    }
+
+    fn plain(
+        &self,
+        weights: &[QMatMul],
+        x: &Tensor,
+        norm: Option<&RmsNorm>,
+    ) -> Result<Vec<Tensor>> {
+        let x = match norm {
+            Some(norm) => norm.forward(x)?,
+            None => x.contiguous()?,
+        };
+        let mut start = 0;
+        weights
+            .iter()
+            .map(|w| {
+                let y = w.forward(&x)?;
+                let Some(bias) = &self.bias else {
+                    return Ok(y);
+                };
+                let rows = y.dim(D::Minus1)?;
+                let part = bias.narrow(0, start, rows)?;
+                start += rows;
+                y.broadcast_add(&part)
+            })
+            .collect()
+    }
+}
+
+fn pack(weight: LinearWeight) -> Result<Weight> {
+    let (rows, cols) = weight.dims2()?;
+    match weight {
+        LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
+        LinearWeight::Quantized(w) if quant::supports(w.dtype()) => {
+            let packed = PackedMatrix::pack(w.dtype(), rows, cols, &w.data()?)?;
+            Ok(Weight::Packed(Arc::new(packed)))
+        }
+        // Types without a core of their own (f32, f16 and the rare block types).
+        LinearWeight::Quantized(w) => Ok(Weight::Dense(w.dequantize(&Device::Cpu)?)),
+    }
+}
+
+fn plain(weight: LinearWeight) -> Result<QMatMul> {
+    match weight {
+        LinearWeight::Dense(w) => Ok(QMatMul::Tensor(w)),
+        LinearWeight::Quantized(w) => QMatMul::from_arc(w),
+    }
+}

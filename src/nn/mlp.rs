@@ -1,0 +1,24 @@
+//! The gated MLP of Llama and its relatives.
+
+use super::{Linear, RmsNorm};
+use candle_core::{Result, Tensor};
+
+/// `down(silu(gate(x)) * up(x))`.
+#[derive(Clone, Debug)]
+pub struct GatedMlp {
+    gate_up: Linear,
+    down: Linear,
+}
+
+impl GatedMlp {
+    /// From the gate and up matrices (in this order) as one [`Linear`], and the down matrix.
+    pub fn new(gate_up: Linear, down: Linear) -> Self {
+        Self { gate_up, down }
+    }
+
+    /// `residual + mlp(norm(x))`.
+    pub fn forward(&self, x: &Tensor, norm: &RmsNorm, residual: &Tensor) -> Result<Tensor> {
+        let hidden = self.gate_up.forward_swiglu(x, Some(norm))?;
+        self.down.forward_residual(&hidden, residual)
+    }
+}

@@ -1,0 +1,140 @@
+//! The CPU form: the prologue once for each row, then the outputs in cells spread over the pool,
+//! each with its epilogue while it is in cache.
+
+use super::launch::LinearOp;
+use super::{Activation, Prologue, Weight};
+use super::tile::{Finish, Guard, Product, Target};
+use crate::cpu::packed::{Q8Activations, ROW_GROUP};
+use crate::cpu::simd::{self, Level};
+use crate::cpu::{norm, pool};
+use crate::ops::view::{Float, cpu_storage, dispatch_float, elements};
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Rows of x above which the prologue is worth a fork of its own.
+const PARALLEL_PROLOGUE: usize = 8;
+
+/// A cell's size when there are many rows: its f32 tile (128 KB) stays in the L2 cache beside the
+/// weights it is made from.
+const CELL: (usize, usize) = (256, 128);
+
+pub(super) fn forward(
+    op: &LinearOp<'_>,
+    x: &CpuStorage,
+    layout: &Layout,
+) -> Result<(CpuStorage, Shape)> {
+    trace::record(op.name, || format!("cpu {} {}", simd::level().name(), op.path()));
+    dispatch_float!(x.dtype(), op.name, "x", T => forward_as::<T>(op, x, layout))
+}
+
+fn forward_as<T: Float>(
+    op: &LinearOp<'_>,
+    x: &CpuStorage,
+    layout: &Layout,
+) -> Result<(CpuStorage, Shape)> {
+    let level = simd::level();
+    let mut dims = layout.dims().to_vec();
+    let k = dims.pop().unwrap_or(1);
+    let m = dims.iter().product::<usize>();
+    dims.push(op.width());
+    let shape = Shape::from(dims);
+
+    let x = elements::<T>(x, layout)?;
+    let input = prologue(level, op.prologue, &x, k)?;
+    let quantized = op
+        .weights
+        .iter()
+        .any(|w| matches!(w, Weight::Packed(_)))
+        .then(|| Q8Activations::quantize(level, &input, m, k))
+        .transpose()?;
+
+    let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
+    let matrices = guards.iter().map(Guard::matrix).collect::<Result<Vec<_>>>()?;
+    let bias = op.epilogue.bias.map(widened::<T>).transpose()?;
+    let residual_guards: Vec<_> =
+        op.epilogue.residuals.iter().map(|r| r.storage_and_layout()).collect();
+    let residuals = residual_guards
+        .iter()
+        .map(|(storage, layout)| elements::<T>(cpu_storage(storage)?, layout))
+        .collect::<Result<Vec<_>>>()?;
+
+    let product = Product { level, input: &input, quantized: quantized.as_ref(), k, matrices };
+    let finish = Finish {
+        level,
+        activation: op.epilogue.activation,
+        bias: bias.as_deref(),
+        residuals: &residuals,
+        width: op.width(),
+    };
+    Ok((T::to_cpu_storage_owned(run(&product, &finish, m)), shape))
+}
+
+/// All cells of the output.
+fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec<T> {
+    let width = finish.width;
+    let mut out = Vec::with_capacity(m * width);
+    let target = Target(out.as_mut_ptr());
+    let cell = |tokens: Range<usize>, columns: Range<usize>| {
+        TILES.with_borrow_mut(|[first, second]| {
+            let (rows, cols) = (tokens.len(), columns.len());
+            first.resize(rows * cols, 0.);
+            product.cell(columns.clone(), tokens.clone(), first);
+            let gated = finish.activation == Activation::SwiGlu;
+            if gated {
+                second.resize(rows * cols, 0.);
+                let up = columns.start + width..columns.end + width;
+                product.cell(up, tokens.clone(), second);
+            }
+            for (i, token) in tokens.enumerate() {
+                let row = i * cols..(i + 1) * cols;
+                let up = if gated { Some(&mut second[row.clone()]) } else { None };
+                finish.row(&mut first[row], up, token, &columns, &target);
+            }
+        });
+    };
+    if m <= PARALLEL_PROLOGUE {
+        pool::for_ranges(width, ROW_GROUP, |columns| cell(0..m, columns));
+    } else {
+        let (high, wide) = CELL;
+        let across = width.div_ceil(wide);
+        pool::run(m.div_ceil(high) * across, |task| {
+            let (i, j) = (task / across * high, task % across * wide);
+            cell(i..(i + high).min(m), j..(j + wide).min(width));
+        });
+    }
+    // SAFETY: the cells cover all `m * width` elements, and each wrote its own through `target`.
+    unsafe { out.set_len(m * width) };
+    out
+}
+
+thread_local! {
+    /// The f32 tile of the cell in hand, and that of the gated half.
+    static TILES: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+}
+
+/// The input rows, widened and normalised.
+fn prologue<'a, T: Float>(
+    level: Level,
+    prologue: Prologue<'_>,
+    x: &'a [T],
+    k: usize,
+) -> Result<Cow<'a, [f32]>> {
+    let (weight, eps) = match prologue {
+        Prologue::None => return Ok(T::widen_slice(x)),
+        Prologue::RmsNorm { weight, eps } => (weight, eps as f32),
+    };
+    let (storage, layout) = weight.storage_and_layout();
+    let weight = elements::<T>(cpu_storage(&storage)?, layout)?;
+    let mut out = vec![0f32; x.len()];
+    norm::rms_norm_rows(level, x, k, &weight, eps, &mut out);
+    Ok(Cow::Owned(out))
+}
+
+fn widened<T: Float>(t: &Tensor) -> Result<Vec<f32>> {
+    let (storage, layout) = t.storage_and_layout();
+    Ok(elements::<T>(cpu_storage(&storage)?, layout)?.iter().map(|v| v.widen()).collect())
+}

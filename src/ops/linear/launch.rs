@@ -1,0 +1,169 @@
+//! The guards, and the CustomOp that candle hands over to the device.
+
+use super::{Activation, Epilogue, Prologue, Weight, cpu};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
+
+/// The op as candle sees it: one input tensor, everything else held by reference.
+pub(super) struct LinearOp<'a> {
+    pub name: &'static str,
+    pub prologue: Prologue<'a>,
+    pub weights: &'a [Weight],
+    pub epilogue: Epilogue<'a>,
+    /// Outputs of all weights together, before gating.
+    pub rows: usize,
+}
+
+impl LinearOp<'_> {
+    /// Outputs that are written: half the rows if one half gates the other.
+    pub fn width(&self) -> usize {
+        match self.epilogue.activation {
+            Activation::SwiGlu => self.rows / 2,
+            _ => self.rows,
+        }
+    }
+
+    /// What is fused in, for the trace.
+    pub fn path(&self) -> String {
+        let mut path = String::new();
+        for weight in self.weights {
+            let format = match weight {
+                Weight::Dense(w) => w.dtype().as_str().to_owned(),
+                Weight::Packed(w) => format!("{:?}", w.dtype()).to_lowercase(),
+            };
+            if !path.split('/').any(|f| f == format) {
+                if !path.is_empty() {
+                    path.push('/');
+                }
+                path.push_str(&format);
+            }
+        }
+        if matches!(self.prologue, Prologue::RmsNorm { .. }) {
+            path.push_str(" rms_norm+");
+        }
+        if self.epilogue.bias.is_some() {
+            path.push_str(" +bias");
+        }
+        if self.epilogue.activation != Activation::None {
+            path.push_str(&format!(" +{:?}", self.epilogue.activation).to_lowercase());
+        }
+        if !self.epilogue.residuals.is_empty() {
+            path.push_str(" +residual");
+        }
+        path
+    }
+}
+
+impl CustomOp1 for LinearOp<'_> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        cpu::forward(self, x, layout)
+    }
+}
+
+/// Checks every argument and runs the op.
+pub(crate) fn launch(
+    name: &'static str,
+    x: &Tensor,
+    prologue: Prologue<'_>,
+    weights: &[Weight],
+    epilogue: Epilogue<'_>,
+) -> Result<Tensor> {
+    let Some(&k) = x.dims().last() else {
+        bail!("{name}: x is a scalar, expected [.., K]");
+    };
+    float(name, "x", x.dtype())?;
+    let rows = check_weights(name, x.device(), k, weights)?;
+    if let Prologue::RmsNorm { weight, .. } = prologue {
+        vector(name, "norm_weight", weight, k, x)?;
+    }
+    if let Some(bias) = epilogue.bias {
+        vector(name, "bias", bias, rows, x)?;
+    }
+    if epilogue.activation == Activation::SwiGlu && !rows.is_multiple_of(2) {
+        bail!("{name}: swiglu halves the outputs, but the weights have {rows} rows");
+    }
+    let op = LinearOp { name, prologue, weights, epilogue, rows };
+    check_residuals(&op, x)?;
+    x.apply_op1_no_bwd(&op)
+}
+
+fn float(name: &str, argument: &str, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        other => bail!("{name}: {argument} is {other:?}, expected f32, f16 or bf16"),
+    }
+}
+
+fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> Result<usize> {
+    if weights.is_empty() {
+        bail!("{name}: weights is empty, expected one or more matrices");
+    }
+    let mut rows = 0;
+    for (i, weight) in weights.iter().enumerate() {
+        match weight {
+            Weight::Dense(w) => {
+                float(name, &format!("weights[{i}]"), w.dtype())?;
+                if w.rank() != 2 {
+                    bail!("{name}: weights[{i}] has shape {:?}, expected [N, {k}]", w.shape());
+                }
+                if !w.device().same_device(device) {
+                    bail!(
+                        "{name}: weights[{i}] is on {:?}, x on {device:?}",
+                        w.device().location()
+                    );
+                }
+            }
+            Weight::Packed(_) if !device.is_cpu() => {
+                bail!("{name}: weights[{i}] is packed for the CPU, x is on {device:?}");
+            }
+            Weight::Packed(_) => {}
+        }
+        if weight.cols() != k {
+            bail!(
+                "{name}: weights[{i}] is [{}, {}], but x's last dimension is {k}",
+                weight.rows(),
+                weight.cols()
+            );
+        }
+        rows += weight.rows();
+    }
+    Ok(rows)
+}
+
+fn vector(name: &str, argument: &str, t: &Tensor, len: usize, x: &Tensor) -> Result<()> {
+    if t.dims() != [len] {
+        bail!("{name}: {argument} has shape {:?}, expected [{len}]", t.shape());
+    }
+    same_kind(name, argument, t, x)
+}
+
+fn same_kind(name: &str, argument: &str, t: &Tensor, x: &Tensor) -> Result<()> {
+    if t.dtype() != x.dtype() {
+        bail!("{name}: {argument} is {:?}, x is {:?}", t.dtype(), x.dtype());
+    }
+    if !t.device().same_device(x.device()) {
+        bail!("{name}: {argument} and x are on different devices");
+    }
+    Ok(())
+}
+
+fn check_residuals(op: &LinearOp<'_>, x: &Tensor) -> Result<()> {
+    let name = op.name;
+    if op.epilogue.residuals.len() > 2 {
+        bail!("{name}: {} residuals, expected at most two", op.epilogue.residuals.len());
+    }
+    let mut dims = x.dims().to_vec();
+    if let Some(last) = dims.last_mut() {
+        *last = op.width();
+    }
+    for (i, residual) in op.epilogue.residuals.iter().enumerate() {
+        if residual.dims() != dims {
+            bail!("{name}: residuals[{i}] has shape {:?}, expected {dims:?}", residual.shape());
+        }
+        same_kind(name, &format!("residuals[{i}]"), residual, x)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,115 @@
+//! Matrix products with everything that touches one row inside: the norm before, the bias,
+//! activation, gating and residual after.
+//!
+//! `linear = prologue x weights x epilogue`: [`Prologue`], [`Weight`] and [`Epilogue`] combine
+//! freely, and one launch ([`launch`]) serves [`linear`], [`rms_norm_linear`] and [`quant_linear`].
+//!
+//! [`rms_norm_linear`]: fn@crate::ops::rms_norm_linear
+//! [`quant_linear`]: fn@crate::ops::quant_linear
+
+mod cpu;
+mod launch;
+mod reference;
+mod tile;
+
+use crate::cpu::packed::PackedMatrix;
+use candle_core::{Result, Tensor};
+use std::sync::Arc;
+
+pub(crate) use launch::launch;
+pub use reference::reference;
+
+/// A weight matrix `[N, K]`: N outputs of K inputs.
+#[derive(Clone, Debug)]
+pub enum Weight {
+    /// f32, f16 or bf16, row-major.
+    Dense(Tensor),
+    /// GGUF blocks, repacked for the CPU.
+    Packed(Arc<PackedMatrix>),
+}
+
+impl Weight {
+    /// N, the number of outputs.
+    pub fn rows(&self) -> usize {
+        match self {
+            Weight::Dense(w) => w.dims().first().copied().unwrap_or(0),
+            Weight::Packed(w) => w.rows(),
+        }
+    }
+
+    /// K, the number of inputs.
+    pub fn cols(&self) -> usize {
+        match self {
+            Weight::Dense(w) => w.dims().get(1).copied().unwrap_or(0),
+            Weight::Packed(w) => w.cols(),
+        }
+    }
+}
+
+/// What happens to each input row before the product.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Prologue<'a> {
+    /// Nothing: the row enters as it is.
+    #[default]
+    None,
+    /// `x / sqrt(mean(x^2) + eps) * weight`, rounded as [`crate::ops::rms_norm`] rounds.
+    RmsNorm {
+        /// `[K]`, in x's dtype.
+        weight: &'a Tensor,
+        /// Added to the mean of squares.
+        eps: f64,
+    },
+}
+
+/// The pointwise function after the product and bias.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activation {
+    /// `y`
+    #[default]
+    None,
+    /// `y * sigmoid(y)`
+    Silu,
+    /// `y / 2 * (1 + erf(y / sqrt(2)))`, what Hugging Face calls `gelu`.
+    Gelu,
+    /// `y / 2 * (1 + tanh(sqrt(2 / pi) * (y + 0.044715 * y^3)))`, `gelu_new` or `gelu_pytorch_tanh`.
+    GeluTanh,
+    /// `silu(y[i]) * y[i + N / 2]`: the first half of the outputs is the gate, the second half what
+    /// it gates, and N / 2 values come out (GLU Variants Improve Transformer, Shazeer 2020).
+    SwiGlu,
+}
+
+/// What happens to each output before it is written: `act(y + bias) + residuals`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Epilogue<'a> {
+    /// `[N]`, in x's dtype.
+    pub bias: Option<&'a Tensor>,
+    /// Applied after the bias.
+    pub activation: Activation,
+    /// At most two tensors of the output's shape and dtype, added last.
+    pub residuals: &'a [&'a Tensor],
+}
+
+/// `y = act(x Wᵀ + bias) + residuals` in one step.
+///
+/// * `x`: `[.., K]`, f32, f16 or bf16, any layout
+/// * `weight`: `[N, K]`, f32, f16 or bf16 (its dtype may differ from x's)
+/// * result: `[.., N]`, or `[.., N / 2]` with [`Activation::SwiGlu`], in x's dtype
+///
+/// Products are accumulated in f32 and everything in the epilogue is computed in f32; the result is
+/// rounded once.
+///
+/// # Errors
+/// If shapes or dtypes do not fit, by the name of the argument.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{self, Activation, Epilogue};
+/// let x = Tensor::ones((1, 4), DType::F32, &Device::Cpu)?;
+/// let w = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+/// let y = ops::linear(&x, &w, &Epilogue { residuals: &[&x.narrow(1, 0, 2)?], ..Default::default() })?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[5., 5.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn linear(x: &Tensor, weight: &Tensor, epilogue: &Epilogue<'_>) -> Result<Tensor> {
+    launch("linear", x, Prologue::None, &[Weight::Dense(weight.clone())], *epilogue)
+}

@@ -1,0 +1,79 @@
+//! The plain form: float64, one output at a time.
+
+use super::{Activation, Epilogue, Prologue, Weight};
+use candle_core::{DType, Result, Tensor};
+
+/// What [`linear`](fn@super::linear), `rms_norm_linear` and `quant_linear` compute, in float64 from
+/// the same (dequantized) weights and without quantizing activations: `[M, N]` with x's rows
+/// flattened. The oracle of tests and benchmarks.
+///
+/// # Errors
+/// If a tensor cannot be read as float64.
+pub fn reference(
+    x: &Tensor,
+    prologue: Prologue<'_>,
+    weights: &[Weight],
+    epilogue: &Epilogue<'_>,
+) -> Result<Vec<Vec<f64>>> {
+    let k = x.dims().last().copied().unwrap_or(1);
+    let norm = match prologue {
+        Prologue::None => None,
+        Prologue::RmsNorm { weight, eps } => Some((flat(weight)?, eps)),
+    };
+    let mut matrix: Vec<Vec<f64>> = Vec::new();
+    for weight in weights {
+        match weight {
+            Weight::Dense(w) => matrix.extend(flat(w)?.chunks(k).map(<[f64]>::to_vec)),
+            Weight::Packed(w) => {
+                for r in 0..w.rows() {
+                    let mut row = vec![0f32; k];
+                    w.dequantize_row(r, &mut row)?;
+                    matrix.push(row.iter().map(|v| f64::from(*v)).collect());
+                }
+            }
+        }
+    }
+    let bias = epilogue.bias.map(flat).transpose()?;
+    let residuals = epilogue.residuals.iter().map(|r| flat(r)).collect::<Result<Vec<_>>>()?;
+    let rows = flat(x)?.chunks(k.max(1)).map(<[f64]>::to_vec).collect::<Vec<_>>();
+    let finish = |(i, mut row): (usize, Vec<f64>)| {
+        if let Some((weight, eps)) = &norm {
+            let mean = row.iter().map(|v| v * v).sum::<f64>() / k as f64;
+            row.iter_mut().zip(weight).for_each(|(v, w)| *v *= w / (mean + eps).sqrt());
+        }
+        let mut y: Vec<f64> =
+            matrix.iter().map(|w| w.iter().zip(&row).map(|(w, v)| w * v).sum()).collect();
+        if let Some(bias) = &bias {
+            y.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+        }
+        let mut y = activate(epilogue.activation, y);
+        let width = y.len();
+        for residual in &residuals {
+            y.iter_mut().zip(&residual[i * width..]).for_each(|(y, r)| *y += r);
+        }
+        y
+    };
+    Ok(rows.into_iter().enumerate().map(finish).collect())
+}
+
+fn activate(activation: Activation, y: Vec<f64>) -> Vec<f64> {
+    let silu = |v: f64| v / (1. + (-v).exp());
+    let each = |f: &dyn Fn(f64) -> f64| y.iter().map(|v| f(*v)).collect();
+    match activation {
+        Activation::None => y,
+        Activation::Silu => each(&silu),
+        Activation::Gelu => each(&|v| v / 2. * (1. + candle_core::cpu::erf::erf_f64(v / 2f64.sqrt()))),
+        Activation::GeluTanh => each(&|v| {
+            let inner = (2. / std::f64::consts::PI).sqrt() * (v + 0.044715 * v.powi(3));
+            v / 2. * (1. + inner.tanh())
+        }),
+        Activation::SwiGlu => {
+            let (gate, up) = y.split_at(y.len() / 2);
+            gate.iter().zip(up).map(|(g, u)| silu(*g) * u).collect()
+        }
+    }
+}
+
+fn flat(t: &Tensor) -> Result<Vec<f64>> {
+    t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
+}

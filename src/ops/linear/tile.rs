@@ -1,0 +1,220 @@
+//! What a cell of the output is made of: the product of a range of tokens with a range of outputs,
+//! and the epilogue that turns a row of it into elements.
+
+use super::{Activation, Weight};
+use crate::cpu::packed::{PackedMatrix, Q8Activations, ROW_GROUP};
+use crate::cpu::simd::Level;
+use crate::cpu::{dense, math};
+use crate::ops::view::{Float, cpu_storage, elements};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Layout, Result, StorageRef, bail};
+use half::{bf16, f16};
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// Keeps a weight readable for as long as the op runs.
+pub(super) enum Guard<'a> {
+    Dense(StorageRef<'a>, &'a Layout),
+    Packed(&'a PackedMatrix),
+}
+
+impl<'a> Guard<'a> {
+    pub fn new(weight: &'a Weight) -> Self {
+        match weight {
+            Weight::Dense(w) => {
+                let (storage, layout) = w.storage_and_layout();
+                Guard::Dense(storage, layout)
+            }
+            Weight::Packed(w) => Guard::Packed(w),
+        }
+    }
+
+    pub fn matrix(&self) -> Result<Matrix<'_>> {
+        let (storage, layout): (&CpuStorage, _) = match self {
+            Guard::Packed(w) => return Ok(Matrix { rows: w.rows(), values: Values::Packed(w) }),
+            Guard::Dense(storage, layout) => (cpu_storage(storage)?, layout),
+        };
+        let values = match storage.dtype() {
+            DType::F32 => Values::F32(elements(storage, layout)?),
+            DType::F16 => Values::F16(elements(storage, layout)?),
+            DType::BF16 => Values::BF16(elements(storage, layout)?),
+            other => bail!("weights are {other:?}, expected f32, f16 or bf16"),
+        };
+        Ok(Matrix { rows: layout.dims()[0], values })
+    }
+}
+
+/// One weight as the cores read it.
+pub(super) struct Matrix<'a> {
+    rows: usize,
+    values: Values<'a>,
+}
+
+enum Values<'a> {
+    F32(Cow<'a, [f32]>),
+    F16(Cow<'a, [f16]>),
+    BF16(Cow<'a, [bf16]>),
+    Packed(&'a PackedMatrix),
+}
+
+/// The products of all rows of x with all weights, to be computed cell by cell.
+pub(super) struct Product<'a> {
+    pub level: Level,
+    /// `[m, k]`, after the prologue.
+    pub input: &'a [f32],
+    /// The same, quantized, if a weight needs it.
+    pub quantized: Option<&'a Q8Activations>,
+    pub k: usize,
+    pub matrices: Vec<Matrix<'a>>,
+}
+
+impl Product<'_> {
+    /// Computes outputs `columns` (counted over all matrices) of `tokens` into `tile`
+    /// `[tokens, columns]`.
+    pub fn cell(&self, columns: Range<usize>, tokens: Range<usize>, tile: &mut [f32]) {
+        let stride = columns.len();
+        let mut first = 0;
+        for matrix in &self.matrices {
+            let start = columns.start.max(first);
+            let end = columns.end.min(first + matrix.rows);
+            if start < end {
+                let part = &mut tile[start - columns.start..];
+                self.part(matrix, start - first..end - first, tokens.clone(), part, stride);
+            }
+            first += matrix.rows;
+        }
+    }
+
+    fn part(
+        &self,
+        matrix: &Matrix<'_>,
+        rows: Range<usize>,
+        tokens: Range<usize>,
+        out: &mut [f32],
+        stride: usize,
+    ) {
+        match &matrix.values {
+            Values::F32(w) => self.dense(w, rows, tokens, out, stride),
+            Values::F16(w) => self.dense(w, rows, tokens, out, stride),
+            Values::BF16(w) => self.dense(w, rows, tokens, out, stride),
+            Values::Packed(w) => self.packed(w, rows, tokens, out, stride),
+        }
+    }
+
+    fn dense<T: Float>(
+        &self,
+        w: &[T],
+        rows: Range<usize>,
+        tokens: Range<usize>,
+        out: &mut [f32],
+        stride: usize,
+    ) {
+        let k = self.k;
+        let x = &self.input[tokens.start * k..tokens.end * k];
+        let w = &w[rows.start * k..rows.end * k];
+        dense::matmul(self.level, x, tokens.len(), k, w, rows.len(), out, stride);
+    }
+
+    fn packed(
+        &self,
+        w: &PackedMatrix,
+        rows: Range<usize>,
+        tokens: Range<usize>,
+        out: &mut [f32],
+        stride: usize,
+    ) {
+        let Some(x) = self.quantized else {
+            unreachable!("activations are quantized whenever a weight is packed");
+        };
+        let multiply = |rows, out: &mut [f32], stride| {
+            // The guards of the op have checked the width, and cells lie inside the matrix.
+            if let Err(e) = w.matmul(self.level, rows, x, tokens.clone(), out, stride) {
+                unreachable!("{e}");
+            }
+        };
+        let skip = rows.start % ROW_GROUP;
+        if skip == 0 {
+            return multiply(rows, out, stride);
+        }
+        // A cell's border inside a group of interleaved rows, as where one matrix's rows do not
+        // divide by the group: the whole group is computed and the rows of this cell kept.
+        let (n, wide) = (rows.len(), rows.len() + skip);
+        let mut group = vec![0f32; tokens.len() * wide];
+        multiply(rows.start - skip..rows.end, &mut group, wide);
+        for (from, to) in group.chunks_exact(wide).zip(out.chunks_mut(stride)) {
+            to[..n].copy_from_slice(&from[skip..]);
+        }
+    }
+}
+
+/// The epilogue.
+pub(super) struct Finish<'a, T: Float> {
+    pub level: Level,
+    pub activation: Activation,
+    pub bias: Option<&'a [f32]>,
+    /// Each `[m, width]`.
+    pub residuals: &'a [Cow<'a, [T]>],
+    /// Outputs of one row.
+    pub width: usize,
+}
+
+impl<T: Float> Finish<'_, T> {
+    /// Finishes outputs `columns` of `token`: `row` are their products, `up` those that `row` gates.
+    pub fn row(
+        &self,
+        row: &mut [f32],
+        up: Option<&mut [f32]>,
+        token: usize,
+        columns: &Range<usize>,
+        target: &Target<T>,
+    ) {
+        if let Some(bias) = self.bias {
+            add(row, &bias[columns.clone()]);
+        }
+        match (self.activation, up) {
+            (Activation::SwiGlu, Some(up)) => {
+                if let Some(bias) = self.bias {
+                    add(up, &bias[columns.start + self.width..columns.end + self.width]);
+                }
+                math::swiglu(self.level, row, up);
+            }
+            (Activation::Silu, _) => math::silu(self.level, row),
+            (Activation::Gelu, _) => math::gelu_erf(self.level, row),
+            (Activation::GeluTanh, _) => math::gelu_tanh(self.level, row),
+            (Activation::None | Activation::SwiGlu, _) => {}
+        }
+        let start = token * self.width + columns.start;
+        for residual in self.residuals {
+            for (y, r) in row.iter_mut().zip(&residual[start..start + columns.len()]) {
+                *y += r.widen();
+            }
+        }
+        // SAFETY: `start..start + columns.len()` lies in this cell's part of the `m * width`
+        // elements that the target was allocated for.
+        unsafe { target.write(start, row) }
+    }
+}
+
+fn add(row: &mut [f32], other: &[f32]) {
+    for (y, b) in row.iter_mut().zip(other) {
+        *y += b;
+    }
+}
+
+/// Where cells write their elements.
+pub(super) struct Target<T>(pub *mut T);
+
+// SAFETY: cells are disjoint, so threads that share the pointer never write the same element.
+unsafe impl<T: Send> Sync for Target<T> {}
+
+impl<T: Float> Target<T> {
+    /// # Safety
+    /// `start..start + row.len()` must lie inside the allocation, and no other thread may write
+    /// there.
+    unsafe fn write(&self, start: usize, row: &[f32]) {
+        for (i, y) in row.iter().enumerate() {
+            // SAFETY: the caller's obligation.
+            unsafe { self.0.add(start + i).write(T::narrow(*y)) };
+        }
+    }
+}

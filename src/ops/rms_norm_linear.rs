@@ -1,0 +1,45 @@
+//! RMSNorm as the prologue of a matrix product.
+
+use super::linear::{Epilogue, Prologue, Weight, launch};
+use candle_core::{D, Result, Tensor};
+
+/// `y_i = act(rms_norm(x, norm_weight, eps) W_iᵀ + bias) + residuals`: one norm feeding one or
+/// several weight matrices, as q, k and v, or gate and up, in one step.
+///
+/// * `x`: `[.., K]`, f32, f16 or bf16, any layout
+/// * `norm_weight`: `[K]`, in x's dtype
+/// * `weights`: one or more `[N_i, K]`, f32, f16 or bf16
+/// * `epilogue`: over all outputs side by side, N = sum of N_i
+/// * result: a view `[.., N_i]` for each weight; with [`Activation::SwiGlu`] one tensor
+///   `[.., N / 2]`
+///
+/// The norm is computed in f32 and rounded as [`crate::ops::rms_norm`] does; see
+/// [`crate::ops::linear`](fn@crate::ops::linear) for the rest.
+///
+/// # Errors
+/// If shapes or dtypes do not fit, by the name of the argument.
+///
+/// [`Activation::SwiGlu`]: super::Activation::SwiGlu
+pub fn rms_norm_linear(
+    x: &Tensor,
+    norm_weight: &Tensor,
+    eps: f64,
+    weights: &[&Tensor],
+    epilogue: &Epilogue<'_>,
+) -> Result<Vec<Tensor>> {
+    let prologue = Prologue::RmsNorm { weight: norm_weight, eps };
+    let matrices: Vec<_> = weights.iter().map(|w| Weight::Dense((*w).clone())).collect();
+    let y = launch("rms_norm_linear", x, prologue, &matrices, *epilogue)?;
+    if epilogue.activation == super::Activation::SwiGlu || weights.len() == 1 {
+        return Ok(vec![y]);
+    }
+    let mut start = 0;
+    matrices
+        .iter()
+        .map(|w| {
+            let part = y.narrow(D::Minus1, start, w.rows());
+            start += w.rows();
+            part
+        })
+        .collect()
+}

@@ -1,0 +1,126 @@
+//! The quantized block formats of GGUF files: how a block is laid out and what its numbers are.
+//!
+//! Nothing here multiplies: the cores are in [`crate::cpu::packed`]. [`BlockFormat`] describes a
+//! format, [`dequantize`] is the plain way from a file's bytes to floats, which every kernel is held
+//! against.
+//!
+//! The formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). All numbers are little endian,
+//! `q` is an unsigned code unless said otherwise:
+//!
+//! | dtype | block | bytes, in order | value |
+//! |---|---|---|---|
+//! | Q4_0 | 32 | d f16, 16 nibble pairs | d (q - 8) |
+//! | Q4_1 | 32 | d f16, m f16, 16 nibble pairs | d q + m |
+//! | Q5_0 | 32 | d f16, 32 high bits, 16 nibble pairs | d (q - 16) |
+//! | Q5_1 | 32 | d f16, m f16, 32 high bits, 16 nibble pairs | d q + m |
+//! | Q8_0 | 32 | d f16, 32 i8 | d q, q signed |
+//! | Q4_K | 256 | d f16, m f16, 12 of 6-bit pairs (s, n), 128 nibble pairs | (d s) q - m n |
+//! | Q5_K | 256 | as Q4_K with 32 bytes of high bits before the nibbles | (d s) q - m n |
+//! | Q6_K | 256 | 128 nibble pairs, 64 bytes of bit pairs, 16 i8 s, d f16 | (d s) (q - 32) |
+//!
+//! In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
+//! In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
+
+mod unpack;
+
+pub(crate) use unpack::SubBlock;
+pub use unpack::dequantize;
+
+use candle_core::quantized::GgmlDType;
+use candle_core::{Result, bail};
+
+/// How codes become values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scaling {
+    /// d (q - zero), with a zero point that belongs to the format.
+    Symmetric,
+    /// d q + m.
+    Affine,
+    /// (d s) q - m n: a scale and a minimum for 256 values, and factors of both for 32.
+    Super,
+    /// (d s) (q - zero): a scale for 256 values and a factor for 16.
+    SuperSymmetric,
+}
+
+/// A quantized format of GGUF.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockFormat {
+    /// candle's name of the format.
+    pub dtype: GgmlDType,
+    /// Values in a block.
+    pub values: usize,
+    /// Bytes of a block.
+    pub bytes: usize,
+    /// Bits of a code.
+    pub bits: u32,
+    /// How codes become values.
+    pub scaling: Scaling,
+}
+
+impl BlockFormat {
+    /// The description of `dtype`.
+    ///
+    /// # Errors
+    /// If `dtype` is not one of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K.
+    pub fn of(dtype: GgmlDType) -> Result<Self> {
+        use Scaling::{Affine, Super, SuperSymmetric, Symmetric};
+        let (values, bytes, bits, scaling) = match dtype {
+            GgmlDType::Q4_0 => (32, 18, 4, Symmetric),
+            GgmlDType::Q4_1 => (32, 20, 4, Affine),
+            GgmlDType::Q5_0 => (32, 22, 5, Symmetric),
+            GgmlDType::Q5_1 => (32, 24, 5, Affine),
+            GgmlDType::Q8_0 => (32, 34, 8, Symmetric),
+            GgmlDType::Q4K => (256, 144, 4, Super),
+            GgmlDType::Q5K => (256, 176, 5, Super),
+            GgmlDType::Q6K => (256, 210, 6, SuperSymmetric),
+            other => bail!(
+                "dtype: {other:?} is not supported, expected one of \
+                 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K"
+            ),
+        };
+        Ok(Self {
+            dtype,
+            values,
+            bytes,
+            bits,
+            scaling,
+        })
+    }
+
+    /// Bytes of a row of `cols` values.
+    ///
+    /// # Errors
+    /// If `cols` is zero or not a multiple of the block's values.
+    pub fn row_bytes(&self, cols: usize) -> Result<usize> {
+        if cols == 0 || !cols.is_multiple_of(self.values) {
+            bail!(
+                "cols: {cols} is not a positive multiple of {}, the block size of {:?}",
+                self.values,
+                self.dtype
+            );
+        }
+        match (cols / self.values).checked_mul(self.bytes) {
+            Some(bytes) => Ok(bytes),
+            None => bail!("cols: {cols} is too large"),
+        }
+    }
+
+    /// Bytes of `rows` rows of `cols` values, checked against `blocks`; gives the bytes of a row.
+    pub(crate) fn check_matrix(&self, rows: usize, cols: usize, blocks: &[u8]) -> Result<usize> {
+        let row_bytes = self.row_bytes(cols)?;
+        if row_bytes.checked_mul(rows) != Some(blocks.len()) {
+            bail!(
+                "blocks: {} bytes given, but {rows} rows of {cols} values in {:?} take {row_bytes} \
+                 bytes each",
+                blocks.len(),
+                self.dtype
+            );
+        }
+        Ok(row_bytes)
+    }
+}
+
+/// Whether `dtype` is one of the formats here.
+pub fn supports(dtype: GgmlDType) -> bool {
+    BlockFormat::of(dtype).is_ok()
+}

@@ -1,0 +1,312 @@
+//! Llama against Hugging Face's float64 outputs and against candle-transformers.
+
+use crate::golden::{Golden, relative_error};
+use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig};
+use candle_fused::{Fusion, trace};
+
+const GOLDENS: [&str; 2] = ["llama_gqa_tied", "llama3_rope"];
+
+struct Model {
+    golden: Golden,
+    config: Config,
+    llama: Llama,
+    dtype: DType,
+}
+
+impl Model {
+    fn load(name: &str, dtype: DType, fusion: Fusion) -> Result<Self> {
+        let golden = Golden::open(name)?;
+        let config = golden.config::<LlamaConfig>().into_config(false);
+        let llama = Llama::load_fused(golden.weights(dtype)?, &config, fusion)?;
+        Ok(Self { golden, config, llama, dtype })
+    }
+
+    fn cache(&self) -> Result<Cache> {
+        Cache::new(true, self.dtype, &self.config, &Device::Cpu)
+    }
+
+    /// The error of every hidden state, then that of the logits.
+    fn errors(&self) -> Result<Vec<f64>> {
+        let ids = self.golden.input_ids()?;
+        let (states, logits) = self.llama.hidden_states(&ids, 0, &mut self.cache()?)?;
+        assert_eq!(states.len(), self.config.num_hidden_layers + 1);
+        let mut errors = Vec::new();
+        for (i, state) in states.iter().enumerate() {
+            errors.push(relative_error(state, &self.golden.hidden_state(i)?)?);
+        }
+        errors.push(relative_error(&logits, &self.golden.outputs["logits"])?);
+        Ok(errors)
+    }
+
+    /// Logits of the last position when the ids come in `chunks`.
+    fn in_chunks(&self, chunks: &[usize]) -> Result<Tensor> {
+        let ids = self.golden.input_ids()?;
+        let mut cache = self.cache()?;
+        let mut position = 0;
+        let mut logits = None;
+        for tokens in chunks {
+            let chunk = ids.narrow(1, position, *tokens)?;
+            logits = Some(self.llama.forward(&chunk, position, &mut cache)?);
+            position += tokens;
+        }
+        assert_eq!(position, ids.dim(1)?);
+        Ok(logits.expect("at least one chunk"))
+    }
+}
+
+#[test]
+fn f32_agrees_with_hugging_face_layer_by_layer() -> Result<()> {
+    for name in GOLDENS {
+        for fusion in [Fusion::all(), Fusion::none()] {
+            for (i, error) in Model::load(name, DType::F32, fusion)?.errors()?.iter().enumerate() {
+                assert!(*error < 1e-4, "{name}, {fusion}, state {i}: {error:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// 16-bit forms are held to twice what candle's own operations lose at the same dtype, plus a floor
+/// of half a unit of the dtype's last place.
+#[test]
+fn low_precision_stays_within_twice_the_plain_error() -> Result<()> {
+    for name in GOLDENS {
+        for (dtype, floor) in [(DType::BF16, 2e-3), (DType::F16, 2.5e-4)] {
+            let fused = Model::load(name, dtype, Fusion::all())?.errors()?;
+            let plain = Model::load(name, dtype, Fusion::none())?.errors()?;
+            for (i, (f, p)) in fused.iter().zip(&plain).enumerate() {
+                assert!(*f <= 2. * p + floor, "{name} {dtype:?} state {i}: {f:e}, plain {p:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn greedy_tokens_are_hugging_faces() -> Result<()> {
+    for name in GOLDENS {
+        let model = Model::load(name, DType::F32, Fusion::all())?;
+        let expected = model.golden.outputs["greedy"].to_vec2::<i64>()?;
+        let margins = model.golden.outputs["greedy_margin"].to_vec2::<f32>()?;
+        let ids = model.golden.input_ids()?;
+        let mut cache = model.cache()?;
+        let mut logits = model.llama.forward(&ids, 0, &mut cache)?;
+        let mut position = ids.dim(1)?;
+        for step in 0..expected[0].len() {
+            for row in 0..2 {
+                let token = logits.i(row)?.argmax(D::Minus1)?.to_scalar::<u32>()?;
+                // Nearer than this, another token is not a mistake in f32.
+                if margins[row][step] > 1e-3 {
+                    assert_eq!(i64::from(token), expected[row][step], "{name} row {row} step {step}");
+                }
+            }
+            let next: Vec<u32> = expected.iter().map(|row| row[step] as u32).collect();
+            let next = Tensor::from_vec(next, (2, 1), &Device::Cpu)?;
+            logits = model.llama.forward(&next, position, &mut cache)?;
+            position += 1;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn whole_chunked_and_single_token_prefill_agree() -> Result<()> {
+    for name in GOLDENS {
+        let model = Model::load(name, DType::F32, Fusion::all())?;
+        let tokens = model.golden.input_ids()?.dim(1)?;
+        let whole = model.in_chunks(&[tokens])?;
+        for chunks in [vec![1; tokens], vec![tokens - 3, 3], vec![5, 1, tokens - 6]] {
+            let error = relative_error(&model.in_chunks(&chunks)?, &whole)?;
+            assert!(error < 1e-5, "{name} {chunks:?}: {error:e}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_switch_alone_and_every_switch_missing_give_the_same_logits() -> Result<()> {
+    for name in GOLDENS {
+        let expected = Golden::open(name)?.outputs["logits"].clone();
+        for switch in Fusion::NAMES {
+            let others: Vec<_> = Fusion::NAMES.into_iter().filter(|n| *n != switch).collect();
+            for list in [switch.to_owned(), others.join(",")] {
+                let model = Model::load(name, DType::F32, list.parse()?)?;
+                let ids = model.golden.input_ids()?;
+                let (_, logits) = model.llama.hidden_states(&ids, 0, &mut model.cache()?)?;
+                let error = relative_error(&logits, &expected)?;
+                assert!(error < 1e-4, "{name} with {list}: {error:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Five steps a layer, and the head: nothing runs beside the fused ops, and none is left out.
+#[test]
+fn a_fused_forward_runs_the_fused_ops() -> Result<()> {
+    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+    let layers = model.config.num_hidden_layers as u64;
+    let ids = model.golden.input_ids()?;
+    let mut cache = model.cache()?;
+    let (logits, calls) = trace::capture(|| model.llama.forward(&ids, 0, &mut cache));
+    logits?;
+    assert_eq!(calls.count("rms_norm_linear"), 2 * layers + 1);
+    assert_eq!(calls.count("rope"), layers);
+    assert_eq!(calls.count("flash_attention"), layers);
+    assert_eq!(calls.count("linear"), 2 * layers);
+    assert_eq!(calls.by_op().values().sum::<u64>(), 6 * layers + 1);
+    let with = |part: &str| {
+        calls.iter().filter(|(c, _)| c.path.contains(part)).map(|(_, n)| n).sum::<u64>()
+    };
+    assert_eq!(with("+swiglu"), layers);
+    assert_eq!(with("+residual"), 2 * layers);
+
+    let alone = Model::load("llama_gqa_tied", DType::F32, "rms_norm,residual_add".parse()?)?;
+    let (states, calls) =
+        trace::capture(|| alone.llama.hidden_states(&ids, 0, &mut alone.cache()?));
+    states?;
+    assert_eq!(calls.count("rms_norm"), 2 * layers + 1);
+    assert_eq!(calls.count("residual_add"), 2 * layers);
+
+    let plain = Model::load("llama_gqa_tied", DType::F32, Fusion::none())?;
+    let (logits, calls) = trace::capture(|| plain.llama.forward(&ids, 0, &mut plain.cache()?));
+    logits?;
+    assert_eq!(calls.iter().count(), 0);
+    Ok(())
+}
+
+#[test]
+fn the_logits_are_candle_transformers() -> Result<()> {
+    use candle_transformers::models::llama as stock;
+    // candle-transformers reads transformers 4 files only, so the values are handed over.
+    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+    let c = &model.config;
+    let config = stock::Config {
+        hidden_size: c.hidden_size,
+        intermediate_size: c.intermediate_size,
+        vocab_size: c.vocab_size,
+        num_hidden_layers: c.num_hidden_layers,
+        num_attention_heads: c.num_attention_heads,
+        num_key_value_heads: c.num_key_value_heads,
+        use_flash_attn: false,
+        rms_norm_eps: c.rms_norm_eps,
+        rope_theta: c.rope_theta,
+        bos_token_id: None,
+        eos_token_id: None,
+        rope_scaling: None,
+        max_position_embeddings: c.max_position_embeddings,
+        tie_word_embeddings: c.tie_word_embeddings,
+    };
+    let reference = stock::Llama::load(model.golden.weights(DType::F32)?, &config)?;
+    let mut stock_cache = stock::Cache::new(true, DType::F32, &config, &Device::Cpu)?;
+    let mut cache = model.cache()?;
+    let ids = model.golden.input_ids()?;
+    let (first, rest) = (ids.narrow(1, 0, 6)?, ids.narrow(1, 6, 1)?);
+    for (chunk, position) in [(first, 0), (rest, 6)] {
+        let expected = reference.forward(&chunk, position, &mut stock_cache)?;
+        let logits = model.llama.forward(&chunk, position, &mut cache)?;
+        assert!(relative_error(&logits, &expected)? < 1e-5);
+    }
+    Ok(())
+}
+
+#[test]
+fn without_a_cache_each_call_stands_alone() -> Result<()> {
+    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+    let ids = model.golden.input_ids()?;
+    let mut cache = Cache::new(false, DType::F32, &model.config, &Device::Cpu)?;
+    let first = model.llama.forward(&ids, 0, &mut cache)?;
+    let second = model.llama.forward(&ids, 0, &mut cache)?;
+    assert_eq!(first.to_vec2::<f32>()?, second.to_vec2::<f32>()?);
+    // Attention depends on distances only, so shifted tokens that see each other alone agree.
+    let shifted = model.llama.forward(&ids, 9, &mut cache)?;
+    assert!(relative_error(&shifted, &first)? < 1e-4);
+    Ok(())
+}
+
+#[test]
+fn a_sequence_can_be_rewound_and_started_over() -> Result<()> {
+    let model = Model::load("llama3_rope", DType::F32, Fusion::all())?;
+    let ids = model.golden.input_ids()?;
+    let tokens = ids.dim(1)?;
+    let mut cache = model.cache()?;
+    let whole = model.llama.forward(&ids, 0, &mut cache)?.to_vec2::<f32>()?;
+    let tail = ids.narrow(1, tokens - 4, 4)?;
+    let again = model.llama.forward(&tail, tokens - 4, &mut cache)?;
+    assert!(relative_error(&again, &Tensor::new(whole.clone(), &Device::Cpu)?)? < 1e-5);
+    let one = ids.narrow(0, 0, 1)?;
+    let alone = model.llama.forward(&one, 0, &mut cache)?;
+    let first = Tensor::new(whole, &Device::Cpu)?.narrow(0, 0, 1)?;
+    assert!(relative_error(&alone, &first)? < 1e-5, "another batch size from position 0");
+    Ok(())
+}
+
+/// The message of an error that has to be there.
+fn refused<T>(result: Result<T>) -> String {
+    match result {
+        Ok(_) => panic!("accepted"),
+        Err(e) => e.to_string().lines().next().unwrap_or_default().to_owned(),
+    }
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+    let run = |ids: Vec<u32>, rows: usize, position: usize| {
+        let tokens = ids.len() / rows;
+        let ids = Tensor::from_vec(ids, (rows, tokens), &Device::Cpu)?;
+        model.llama.forward(&ids, position, &mut model.cache()?)
+    };
+    let limit = model.config.max_position_embeddings;
+    assert!(refused(run(vec![], 1, 0)).contains("empty"));
+    let vocab = model.config.vocab_size as u32;
+    assert!(refused(run(vec![1, vocab], 1, 0)).contains("out of the vocabulary"));
+    assert!(refused(run(vec![1; limit + 1], 1, 0)).contains("context length"));
+    assert!(refused(run(vec![1], 1, 3)).contains("position 3 does not follow"));
+    let mut cache = model.cache()?;
+    let two = Tensor::ones((2, 3), DType::U32, &Device::Cpu)?;
+    model.llama.forward(&two, 0, &mut cache)?;
+    let one = two.narrow(0, 0, 1)?;
+    assert!(refused(model.llama.forward(&one, 3, &mut cache)).contains("batch size"));
+    Ok(())
+}
+
+#[test]
+fn weights_that_do_not_fit_the_config_are_named() -> Result<()> {
+    let golden = Golden::open("llama_gqa_tied")?;
+    let config = golden.config::<LlamaConfig>().into_config(false);
+    let load = |config: &Config| Llama::load(golden.weights(DType::F32)?, config);
+    let deeper = Config { num_hidden_layers: 99, ..config.clone() };
+    assert!(refused(load(&deeper)).contains("model.layers."));
+    let wider = Config { intermediate_size: config.intermediate_size + 1, ..config.clone() };
+    assert!(refused(load(&wider)).contains("gate_proj"));
+    let heads = Config { num_attention_heads: 5, ..config.clone() };
+    assert!(refused(load(&heads)).contains("heads"));
+    Ok(())
+}
+
+#[test]
+fn configs_of_transformers_4_and_5_are_read() {
+    let text = |rope: &str| {
+        format!(
+            r#"{{"model_type":"llama","hidden_size":64,"intermediate_size":128,"vocab_size":256,
+            "num_hidden_layers":2,"num_attention_heads":4,"rms_norm_eps":1e-5,"hidden_act":"silu",
+            "max_position_embeddings":512,{rope}"eos_token_id":[1,2]}}"#
+        )
+    };
+    let read = |rope: &str| serde_json::from_str::<LlamaConfig>(&text(rope));
+    let old = read(r#""rope_theta":500000.0,"rope_scaling":null,"#).unwrap();
+    assert_eq!(old.rope_theta, 500_000.);
+    let new = read(r#""rope_parameters":{"rope_theta":500000.0,"rope_type":"default"},"#).unwrap();
+    assert_eq!(new.rope_theta, 500_000.);
+    assert!(new.rope_scaling.is_none());
+    let scaled = r#"{"rope_type":"llama3","rope_theta":5e5,"factor":8.0,"low_freq_factor":1.0,
+        "high_freq_factor":4.0,"original_max_position_embeddings":128}"#;
+    let scaled = read(&format!(r#""rope_parameters":{scaled},"#)).unwrap();
+    assert_eq!(scaled.rope_scaling.unwrap().factor, 8.);
+    let yarn = read(r#""rope_scaling":{"type":"yarn","factor":4.0},"#).unwrap_err().to_string();
+    assert!(yarn.contains("yarn"), "{yarn}");
+    let act = read(r#""mlp_bias":false,"head_dim":99,"#).unwrap_err().to_string();
+    assert!(act.contains("head_dim"), "{act}");
+}

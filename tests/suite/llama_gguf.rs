@@ -1,0 +1,176 @@
+//! Llama from GGUF files: against Hugging Face's outputs, candle-transformers, and damage.
+
+use crate::golden::{Golden, relative_error};
+use crate::gguf_file::{bytes, ids, load};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{DType, Device, IndexOp, Result, Tensor};
+use candle_fused::models::llama::{Cache, Llama, dequantize_gguf};
+use candle_fused::{Fusion, trace};
+use candle_nn::VarBuilder;
+use candle_transformers::models::quantized_llama;
+use proptest::prelude::*;
+use std::io::Cursor;
+
+const BLOCK_TYPES: [GgmlDType; 5] = [
+    GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
+    GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
+    GgmlDType::Q8_0,
+];
+
+/// Unquantized files show that names, row order and rotary factors are read right.
+#[test]
+fn unquantized_files_agree_with_hugging_face() -> Result<()> {
+    for name in ["llama_gqa_tied", "llama3_rope"] {
+        let golden = Golden::open(name)?;
+        for fusion in [Fusion::all(), Fusion::none()] {
+            let mut model = load(&bytes(&golden, GgmlDType::F32)?, fusion)?;
+            let (states, logits) = model.hidden_states(&golden.input_ids()?, 0)?;
+            for (i, state) in states.iter().enumerate() {
+                let error = relative_error(state, &golden.hidden_state(i)?)?;
+                assert!(error < 1e-4, "{name} {fusion} state {i}: {error:e}");
+            }
+            assert!(relative_error(&logits, &golden.outputs["logits"])? < 1e-4);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_dequantized_file_is_the_checkpoint_it_was_made_from() -> Result<()> {
+    let golden = Golden::open("llama_gqa_tied")?;
+    let bytes = bytes(&golden, GgmlDType::F32)?;
+    let mut reader = Cursor::new(&bytes);
+    let content = Content::read(&mut reader)?;
+    let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &Device::Cpu)?;
+    let original =
+        candle_core::safetensors::load(golden.folder.join("model.safetensors"), &Device::Cpu)?;
+    assert_eq!(tensors.len(), original.len());
+    for (name, tensor) in &original {
+        assert_eq!(relative_error(&tensors[name], tensor)?, 0., "{name}");
+    }
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+    let model = Llama::load(vb, &config)?;
+    let mut cache = Cache::new(true, DType::F32, &config, &Device::Cpu)?;
+    let logits = model.forward(&golden.input_ids()?, 0, &mut cache)?;
+    let last = golden.outputs["logits"].dim(1)? - 1;
+    assert!(relative_error(&logits, &golden.outputs["logits"].i((.., last))?)? < 1e-4);
+    Ok(())
+}
+
+/// The error of int8 activations, measured against the same weights in f32, is held to that of
+/// candle's own quantized products (which quantize activations too), with a tenth of slack for luck.
+#[test]
+fn every_block_type_is_as_exact_as_candles() -> Result<()> {
+    let golden = Golden::open("llama_gqa_tied")?;
+    let input = golden.input_ids()?;
+    for dtype in BLOCK_TYPES {
+        let bytes = bytes(&golden, dtype)?;
+        let mut reader = Cursor::new(&bytes);
+        let content = Content::read(&mut reader)?;
+        let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &Device::Cpu)?;
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        let mut cache = Cache::new(true, DType::F32, &config, &Device::Cpu)?;
+        let (_, exact) = Llama::load(vb, &config)?.hidden_states(&input, 0, &mut cache)?;
+        let norm = |t: &Tensor| t.sqr()?.sum_all()?.to_scalar::<f32>();
+        let error = |fusion| -> Result<f32> {
+            let (_, logits) = load(&bytes, fusion)?.hidden_states(&input, 0)?;
+            Ok((norm(&(logits - &exact)?)? / norm(&exact)?).sqrt())
+        };
+        let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
+        assert!(fused < 1.1 * plain + 1e-3, "{dtype:?}: {fused:e}, candle's {plain:e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn logits_follow_candle_transformers_token_by_token() -> Result<()> {
+    let golden = Golden::open("llama_gqa_tied")?;
+    let bytes = bytes(&golden, GgmlDType::Q8_0)?;
+    let mut reader = Cursor::new(&bytes);
+    let content = Content::read(&mut reader)?;
+    let mut stock =
+        quantized_llama::ModelWeights::from_gguf(content, &mut reader, &Device::Cpu)?;
+    let mut fused = load(&bytes, Fusion::all())?;
+    let tokens = golden.input_ids()?.i(0)?.to_vec1::<u32>()?;
+    let mut step = |chunk: &[u32], position| -> Result<()> {
+        let expected = stock.forward(&ids(chunk)?, position)?;
+        let (logits, calls) = trace::capture(|| fused.forward(&ids(chunk)?, position));
+        // Three layers of four products each, of which `down` is too narrow for blocks; the head.
+        assert_eq!(calls.count("quant_linear"), 3 * 3 + 1);
+        assert_eq!(calls.count("linear"), 3);
+        let error = relative_error(&logits?, &expected)?;
+        assert!(error < 3e-2, "position {position}: {error:e}");
+        Ok(())
+    };
+    step(&tokens[..9], 0)?;
+    for (i, token) in tokens[9..].iter().enumerate() {
+        step(&[*token], 9 + i)?;
+    }
+    // Position 0 starts over.
+    step(&tokens[..4], 0)
+}
+
+#[test]
+fn missing_and_contradicting_parts_are_named() -> Result<()> {
+    let golden = Golden::open("llama_gqa_tied")?;
+    let bytes = bytes(&golden, GgmlDType::Q8_0)?;
+    let refused = |change: &dyn Fn(&mut Content)| -> Result<String> {
+        let mut reader = Cursor::new(&bytes);
+        let mut content = Content::read(&mut reader)?;
+        change(&mut content);
+        let loaded = candle_fused::models::llama::ModelWeights::from_gguf(
+            content,
+            &mut reader,
+            &Device::Cpu,
+        );
+        Ok(loaded.err().map(|e| e.to_string()).unwrap_or_default())
+    };
+    use candle_core::quantized::gguf_file::Value;
+    let missing = refused(&|c| drop(c.tensor_infos.remove("blk.1.ffn_up.weight")))?;
+    assert!(missing.contains("blk.1.ffn_up.weight"), "{missing}");
+    let metadata = refused(&|c| drop(c.metadata.remove("llama.block_count")))?;
+    assert!(metadata.contains("llama.block_count"), "{metadata}");
+    let shape = refused(&|c| {
+        c.metadata.insert("llama.feed_forward_length".into(), Value::U32(99));
+    })?;
+    assert!(shape.contains("ffn_gate"), "{shape}");
+    let other = refused(&|c| {
+        c.metadata.insert("general.architecture".into(), Value::String("mamba".into()));
+    })?;
+    assert!(other.contains("`mamba`"), "{other}");
+    let heads = refused(&|c| {
+        c.metadata.insert("llama.attention.head_count".into(), Value::U32(0));
+    })?;
+    assert!(heads.contains("heads"), "{heads}");
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
+
+    /// A damaged file is an error or another model, never a panic.
+    #[test]
+    fn damaged_files_do_not_panic(
+        cut in any::<prop::sample::Index>(),
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+        in_header in any::<bool>(),
+        truncate in any::<bool>(),
+    ) {
+        let golden = Golden::open("llama_gqa_tied").unwrap();
+        let mut bytes = bytes(&golden, GgmlDType::Q4_0).unwrap();
+        let reach = if in_header { 2048 } else { bytes.len() };
+        for (at, value) in flips {
+            bytes[at.index(reach)] = value;
+        }
+        if truncate {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        if let Ok(mut model) = load(&bytes, Fusion::all()) {
+            // Damaged weights may give any numbers, or an error: both are fine, a panic is not.
+            let _ = model.forward(&ids(&[1, 2, 3]).unwrap(), 0);
+        }
+    }
+}
