@@ -9,7 +9,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_core::Device;
 
 mod common;
@@ -24,7 +24,7 @@ use common::weights::{self, Weights};
 use common::{fused, report, stock, trace_file};
 
 /// Asked when there is no prompt: short, and within reach of a small model.
-const QUESTION: &str = "Why is the sky blue?";
+const QUESTION: &str = "Give me three tips for better sleep.";
 
 fn main() -> ExitCode {
     report::run_main(run)
@@ -33,6 +33,11 @@ fn main() -> ExitCode {
 fn run() -> Result<()> {
     let args: Args = args::parse(std::env::args_os())?;
     args::set_threads(args.model.threads);
+    ensure!(
+        args.json.is_none() || args.compare,
+        "--json writes what --compare finds; add --compare"
+    );
+    let json = args.json.as_deref().filter(|_| args.probe.is_none()).map(JsonFile::create).transpose()?;
     let located = source::locate(
         args.model.model.as_deref(),
         args.model.revision.as_deref(),
@@ -41,17 +46,17 @@ fn run() -> Result<()> {
     let _trace = trace_file::begin(args.tracing)?;
     let device = args.model.device()?;
     if args.compare {
-        return compare(&args, &located, &device);
+        return compare(&args, &located, &device, json);
     }
 
     let begun = Instant::now();
     let (weights, text) = weights::open(&located.files)?;
-    eprintln!(
+    report::say(format_args!(
         "{} ({}, {})",
         located.name,
         weights.stored_as(),
         located.origin
-    );
+    ));
     let model = load(&args.model, weights, &device)?;
     let load_time = begun.elapsed();
 
@@ -62,12 +67,12 @@ fn run() -> Result<()> {
         (Some(question), true) => session.answer(question)?,
         (None, true) => session.converse(std::io::stdin().lock(), session::at_a_terminal())?,
         (None, false) if text.has_chat_template() => {
-            eprintln!("> {QUESTION}");
+            report::say(format_args!("> {QUESTION}"));
             session.answer(QUESTION)?;
         }
         (None, false) => session.complete(QUESTION)?,
     }
-    eprint!("\n{}", session.table(load_time));
+    report::say(format_args!("\n{}", session.table(load_time)));
     Ok(())
 }
 
@@ -79,8 +84,7 @@ fn load(args: &ModelArgs, weights: Weights, device: &Device) -> Result<Box<dyn T
 }
 
 /// Compares on the prompt as given, or on the question in the model's chat template.
-fn compare(args: &Args, located: &Located, device: &Device) -> Result<()> {
-    let json = args.json.as_deref().map(JsonFile::create).transpose()?;
+fn compare(args: &Args, located: &Located, device: &Device, json: Option<JsonFile>) -> Result<()> {
     let (_, text) = weights::open(&located.files)?;
     let prompt = match &args.prompt {
         Some(prompt) if !args.chat => text.encode_prompt(prompt)?,

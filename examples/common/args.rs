@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
 use candle_fused::Fusion;
+use candle_transformers::generation::Sampling;
 use clap::{Args as ClapArgs, Parser, ValueEnum};
 
 /// Generates text with a language model whose layers run as fused ops, or as plain candle.
@@ -43,7 +44,7 @@ pub struct Args {
     pub probe: Option<Side>,
 
     /// Write what --compare finds to FILE too.
-    #[arg(long, value_name = "FILE", requires = "compare")]
+    #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
 
@@ -92,9 +93,10 @@ pub struct ModelArgs {
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
-    /// Divides the logits before sampling; 0 always takes the likeliest token.
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true, value_parser = temperature)]
-    pub temperature: f64,
+    /// Divides the logits before sampling; 0 always takes the likeliest token [default: 0, which
+    /// serves small models best and says the same every time; with --top-p or --top-k 0.8].
+    #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
+    pub temperature: Option<f64>,
 
     /// Sample from the likeliest tokens whose probabilities add up to this.
     #[arg(long, allow_negative_numbers = true, value_parser = top_p)]
@@ -112,13 +114,28 @@ pub struct SamplingArgs {
     #[arg(short = 'n', long, default_value_t = 200, allow_negative_numbers = true, value_parser = at_least_one)]
     pub sample_len: usize,
 
-    /// Divides the logits of tokens seen lately; 1 is no penalty.
-    #[arg(long, default_value_t = 1.1, allow_negative_numbers = true, value_parser = repeat_penalty)]
+    /// Divides the logits of tokens seen lately, those of the question among them; 1 does not.
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true, value_parser = repeat_penalty)]
     pub repeat_penalty: f32,
 
     /// How many of the last tokens the penalty looks at.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub repeat_last_n: usize,
+}
+
+impl SamplingArgs {
+    /// How to sample, for candle-transformers' `LogitsProcessor`.
+    pub fn kind(&self) -> Sampling {
+        let sampled = self.top_k.is_some() || self.top_p.is_some();
+        let temperature = self.temperature.unwrap_or(if sampled { 0.8 } else { 0.0 });
+        match (self.top_k, self.top_p) {
+            _ if temperature < 1e-7 => Sampling::ArgMax,
+            (None, None) => Sampling::All { temperature },
+            (Some(k), None) => Sampling::TopK { k, temperature },
+            (None, Some(p)) => Sampling::TopP { p, temperature },
+            (Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
+        }
+    }
 }
 
 /// Reads a command line. Asked for help or the version, prints it and ends the process; anything
@@ -201,7 +218,7 @@ fn repeat_penalty(text: &str) -> Result<f32, String> {
     if value > 0.0 && f32::is_finite(value) {
         Ok(value)
     } else {
-        Err("must be above 0 (1 is no penalty)".into())
+        Err("must be above 0; 1 is no penalty".into())
     }
 }
 

@@ -58,7 +58,7 @@ impl Comparison<'_> {
         }
         let mut generations: [Vec<Generation>; 2] = [Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
-            eprintln!("round {} of {ROUNDS}", round + 1);
+            report::say(format_args!("round {} of {ROUNDS}", round + 1));
             for (model, runs) in [&mut stock, &mut fused].into_iter().zip(&mut generations) {
                 runs.push(self.generate(model.as_mut())?);
             }
@@ -185,7 +185,7 @@ impl Comparison<'_> {
 
     /// Load time and peak memory of one side alone, measured in a process of its own.
     fn probe(&self, side: &str) -> Result<Probe> {
-        eprintln!("measuring load time and memory of the {side} side");
+        report::say(format_args!("measuring load time and memory of the {side} side"));
         let this = std::env::current_exe().context("cannot find this program")?;
         let output = Command::new(this)
             .args(std::env::args_os().skip(1))
@@ -205,8 +205,7 @@ impl Comparison<'_> {
         let (mut loaded, load) = self.load(form)?;
         self.generate(loaded.as_mut())?;
         let probe = Probe { load_s: load.as_secs_f64(), peak_rss: report::peak_memory() };
-        println!("{}", serde_json::to_string(&probe)?);
-        Ok(())
+        report::write_text(&mut std::io::stdout(), &serde_json::to_string(&probe)?)
     }
 }
 

@@ -305,7 +305,11 @@ impl JsonFile {
             .parent()
             .filter(|p| !p.as_os_str().is_empty())
             .unwrap_or(Path::new("."));
-        let file = temporary_file().tempfile_in(folder).with_context(context)?;
+        let file = temporary_file()
+            .tempfile_in(folder)
+            // The kind only: the temporary name means nothing to the user.
+            .map_err(|error| std::io::Error::from(error.kind()))
+            .with_context(context)?;
         Ok(Self {
             path,
             sink: Sink::Beside(file),

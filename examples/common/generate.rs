@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
-use candle_transformers::generation::{LogitsProcessor, Sampling};
+use candle_transformers::generation::LogitsProcessor;
 use candle_transformers::utils::apply_repeat_penalty;
 
 use super::args::SamplingArgs;
@@ -41,8 +41,6 @@ pub enum Stop {
 /// One generation.
 #[derive(Clone, Debug)]
 pub struct Generated {
-    /// The tokens, without one that ended the text.
-    pub tokens: Vec<u32>,
     pub stop: Stop,
     /// Prompt tokens that had to be read; those in the cache from earlier turns do not count.
     pub prompt_tokens: usize,
@@ -64,7 +62,7 @@ impl Generator {
     pub fn new(model: Box<dyn TextModel>, sampling: &SamplingArgs, end_ids: &[u32]) -> Self {
         Self {
             model,
-            processor: LogitsProcessor::from_sampling(sampling.seed, kind(sampling)),
+            processor: LogitsProcessor::from_sampling(sampling.seed, sampling.kind()),
             sampling: sampling.clone(),
             end_ids: end_ids.to_vec(),
             cached: Vec::new(),
@@ -111,12 +109,7 @@ impl Generator {
             prefill,
             steps,
         };
-        Ok(Generated {
-            tokens: all.split_off(prompt.len()),
-            stop,
-            prompt_tokens,
-            round,
-        })
+        Ok(Generated { stop, prompt_tokens, round })
     }
 
     fn check(&self, prompt: &[u32]) -> Result<()> {
@@ -149,19 +142,6 @@ impl Generator {
                 apply_repeat_penalty(&logits, self.sampling.repeat_penalty, &tokens[lately..])?;
         }
         Ok(self.processor.sample(&logits)?)
-    }
-}
-
-fn kind(sampling: &SamplingArgs) -> Sampling {
-    let temperature = sampling.temperature;
-    if temperature < 1e-7 {
-        return Sampling::ArgMax;
-    }
-    match (sampling.top_k, sampling.top_p) {
-        (None, None) => Sampling::All { temperature },
-        (Some(k), None) => Sampling::TopK { k, temperature },
-        (None, Some(p)) => Sampling::TopP { p, temperature },
-        (Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
     }
 }
 

@@ -17,7 +17,7 @@ use hf_hub::{HFClient, HFError, RepoTypeModel};
 use tokio::runtime::Runtime;
 
 use super::progress::Meter;
-use super::report::bytes;
+use super::report::{self, bytes};
 use super::source::{ModelFiles, SafetensorsFiles};
 use super::validate;
 
@@ -199,7 +199,9 @@ impl Hub {
             match self.transfer(repo, revision, name).await {
                 Err(Failure::Broken(error)) if attempt < ATTEMPTS => {
                     attempt += 1;
-                    eprintln!("{name}: {error:#}; trying again ({attempt} of {ATTEMPTS})");
+                    report::say(format_args!(
+                        "{name}: {error:#}; trying again ({attempt} of {ATTEMPTS})"
+                    ));
                 }
                 Err(Failure::Broken(error)) => {
                     return Err(Failure::Final(error.context(format!(

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::report::bytes;
+use super::report::{self, bytes};
 
 /// Downloads below this come and go too fast to be worth a bar.
 const WORTH_SHOWING: u64 = 1_000_000;
@@ -63,7 +63,7 @@ impl Meter {
 
     fn announce(&self, what: &str) {
         if !self.announced.swap(true, Ordering::Relaxed) && self.bar.is_hidden() {
-            eprintln!("fetching {what}");
+            report::say(format_args!("fetching {what}"));
         }
     }
 }

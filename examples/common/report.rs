@@ -21,15 +21,25 @@ impl std::error::Error for OutputClosed {}
 
 /// Runs an example. An error becomes one line on standard error and exit code 1.
 pub fn run_main(body: impl FnOnce() -> Result<()>) -> ExitCode {
-    let Err(error) = body() else {
-        return ExitCode::SUCCESS;
-    };
-    if error.is::<OutputClosed>() {
-        return ExitCode::SUCCESS;
+    match body() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<OutputClosed>() => ExitCode::SUCCESS,
+        Err(error) => {
+            say(format_args!("error: {}", one_line(&error)));
+            ExitCode::FAILURE
+        }
     }
-    // Nothing is left to be done if standard error is closed as well.
-    let _ = writeln!(std::io::stderr(), "error: {}", one_line(&error));
-    ExitCode::FAILURE
+}
+
+/// Writes a line to standard error. Where nobody reads it any more, the run goes on without.
+pub fn say(line: impl fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Writes to standard error without ending the line.
+pub fn ask(text: &str) {
+    let mut out = std::io::stderr();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
 /// An error and its causes on one line, each said once.
@@ -89,9 +99,10 @@ impl fmt::Display for Table {
                 .unwrap_or(0)
         };
         let (names, values) = (width(0), width(1));
-        for [name, value, remark] in &self.rows {
+        for (index, [name, value, remark]) in self.rows.iter().enumerate() {
             let line = format!("{name:<names$}  {value:>values$}  {remark}");
-            writeln!(f, "{}", line.trim_end())?;
+            let end = if index == 0 { "" } else { "\n" };
+            write!(f, "{end}{}", line.trim_end())?;
         }
         Ok(())
     }
@@ -135,8 +146,8 @@ pub fn tokens_per_second(tokens: usize, time: Duration) -> Option<f64> {
     (tokens > 0 && !time.is_zero()).then(|| tokens as f64 / time.as_secs_f64())
 }
 
-/// The most memory this process has held since it began or since [`reset_peak_memory`], in bytes.
-/// `None` where the system does not say.
+/// The most memory this process has held since it began, in bytes. `None` where the system does not
+/// say.
 pub fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -144,9 +155,4 @@ pub fn peak_memory() -> Option<u64> {
         .find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
-}
-
-/// Starts the count of [`peak_memory`] anew; false where the system cannot.
-pub fn reset_peak_memory() -> bool {
-    std::fs::write("/proc/self/clear_refs", "5").is_ok()
 }

@@ -48,7 +48,7 @@ impl<'a, W: Write> Session<'a, W> {
         let template = self.text.chat_template()?;
         let mut conversation = Vec::new();
         if ask {
-            eprint!("> ");
+            report::ask("> ");
         }
         for line in input.lines() {
             let line = line.context("cannot read standard input")?;
@@ -59,11 +59,11 @@ impl<'a, W: Write> Session<'a, W> {
                 conversation.push(Message::assistant(answer));
             }
             if ask {
-                eprint!("> ");
+                report::ask("> ");
             }
         }
         if ask {
-            eprintln!();
+            report::say("");
         }
         Ok(())
     }
@@ -82,7 +82,7 @@ impl<'a, W: Write> Session<'a, W> {
         answer.push_str(&rest);
         report::write_text(&mut self.out, &format!("{rest}\n"))?;
         if generated.stop == Stop::Context {
-            eprintln!("the model's context is full");
+            report::say("the model's context is full");
         }
         self.totals.add(&generated);
         Ok(answer)

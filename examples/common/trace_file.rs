@@ -7,6 +7,8 @@ use anyhow::{Context, Result};
 use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
 use tracing_subscriber::prelude::*;
 
+use super::report;
+
 /// Begins a trace in the current folder if `wanted`. It is written out when the guard is dropped.
 pub fn begin(wanted: bool) -> Result<Option<FlushGuard>> {
     if !wanted {
@@ -21,6 +23,6 @@ pub fn begin(wanted: bool) -> Result<Option<FlushGuard>> {
     })?;
     let (layer, guard) = ChromeLayerBuilder::new().writer(file).build();
     tracing_subscriber::registry().with(layer).init();
-    eprintln!("writing the trace to {name}");
+    report::say(format_args!("writing the trace to {name}"));
     Ok(Some(guard))
 }
