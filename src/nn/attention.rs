@@ -2,7 +2,7 @@
 
 use super::{KvCache, Linear, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
-use crate::ops::{self, AttentionParams, RopeStyle};
+use crate::ops::{self, AttentionParams, RopeAppend, RopeStyle, Rotation};
 use candle_core::{D, DType, Device, Result, Tensor};
 
 /// The shape of an attention layer.
@@ -60,7 +60,7 @@ impl Attention {
         let _span = tracing::trace_span!("attention").entered();
         let (batch, tokens, _) = x.dims3()?;
         let slot = cache.advance(position, tokens, batch)?;
-        let q = if false {
+        let q = if self.fusion.rope {
             let qkv = self.qkv.forward_joint(x, Some(norm))?;
             self.rotate(&qkv, position, slot, rotary, cache)?
         } else {
@@ -88,7 +88,12 @@ impl Attention {
         rotary: &RotaryEmbedding,
         cache: &KvCache,
     ) -> Result<Tensor> {
-        todo!()
+        let AttentionConfig { heads, kv_heads, .. } = self.config;
+        let (cos, sin) = rotary.tables();
+        let rotation = Rotation { cos, sin, position, style: rotary.style() };
+        let (k_buffer, v_buffer) = cache.buffers();
+        let append = RopeAppend { rotation, heads, kv_heads, slot };
+        ops::rope_append(qkv, &append, k_buffer, v_buffer)
     }
 
     /// The same with candle's operations.

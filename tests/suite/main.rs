@@ -9,4 +9,5 @@ mod llama;
 mod llama_gguf;
 mod residual_add;
 mod rms_norm;
+mod rope;
 mod support;
