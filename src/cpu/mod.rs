@@ -5,7 +5,6 @@
 
 pub mod attention;
 pub mod dense;
-mod lanes;
 pub mod math;
 pub mod norm;
 pub mod packed;
@@ -13,4 +12,3 @@ pub mod pool;
 pub mod simd;
 pub mod vector;
 
-pub use lanes::Lanes;

@@ -103,6 +103,64 @@ pub fn for_ranges(len: usize, grain: usize, body: impl Fn(std::ops::Range<usize>
     });
 }
 
+/// Splits `out` into rows of `width` and calls `body` on runs of at least `grain` rows, with the index
+/// of the first, in parallel.
+///
+/// # Panics
+/// If `out` does not divide into rows.
+pub fn for_rows<T: Send>(
+    out: &mut [T],
+    width: usize,
+    grain: usize,
+    body: impl Fn(usize, &mut [T]) + Sync,
+) {
+    if out.is_empty() {
+        return;
+    }
+    assert!(out.len().is_multiple_of(width), "{} elements in rows of {width}", out.len());
+    let first = Elements(out.as_mut_ptr());
+    for_ranges(out.len() / width, grain, |rows| {
+        let len = rows.len() * width;
+        // SAFETY: the ranges are disjoint and cover the rows of `out`, which is borrowed mutably
+        // until `for_ranges` returns.
+        let part = unsafe { std::slice::from_raw_parts_mut(first.at(rows.start * width), len) };
+        body(rows.start, part);
+    });
+}
+
+/// As [`for_rows`] over two slices of the same rows.
+///
+/// # Panics
+/// If the slices differ in length or do not divide into rows.
+pub fn for_row_pairs<T: Send>(
+    first: &mut [T],
+    second: &mut [T],
+    width: usize,
+    grain: usize,
+    body: impl Fn(usize, &mut [T], &mut [T]) + Sync,
+) {
+    assert_eq!(first.len(), second.len());
+    let other = Elements(second.as_mut_ptr());
+    for_rows(first, width, grain, |row, part| {
+        // SAFETY: `for_rows` hands out disjoint rows of `first`, so these of `second` are disjoint
+        // too; `second` is as long and borrowed mutably until `for_rows` returns.
+        let rest = unsafe { std::slice::from_raw_parts_mut(other.at(row * width), part.len()) };
+        body(row, part, rest);
+    });
+}
+
+/// The first element of a slice whose parts go to different threads.
+struct Elements<T>(*mut T);
+
+// SAFETY: each thread makes a slice of its own part only, and `T` may be sent there.
+unsafe impl<T: Send> Sync for Elements<T> {}
+
+impl<T> Elements<T> {
+    fn at(&self, index: usize) -> *mut T {
+        self.0.wrapping_add(index)
+    }
+}
+
 fn pool() -> &'static Pool {
     POOL.get_or_init(|| {
         let wanted = match WANTED.load(Ordering::Relaxed) {

@@ -22,6 +22,7 @@ impl Block {
         rotary: &RotaryEmbedding,
         cache: &mut KvCache,
     ) -> Result<Tensor> {
+        let _span = tracing::trace_span!("block").entered();
         let h = self.attention.forward(x, &self.attention_norm, x, position, rotary, cache)?;
         self.mlp.forward(&h, &self.mlp_norm, &h)
     }
@@ -118,6 +119,7 @@ impl Decoder {
 
     /// The logits `[B, vocab]` (f32) of the last of `[B, T, H]`.
     pub fn last_logits(&self, x: &Tensor) -> Result<Tensor> {
+        let _span = tracing::trace_span!("head").entered();
         let (_, tokens, _) = x.dims3()?;
         let last = x.narrow(1, tokens - 1, 1)?.squeeze(1)?;
         self.head.forward_joint(&last, Some(&self.norm))?.to_dtype(DType::F32)

@@ -57,6 +57,7 @@ impl Attention {
         rotary: &RotaryEmbedding,
         cache: &mut KvCache,
     ) -> Result<Tensor> {
+        let _span = tracing::trace_span!("attention").entered();
         let (batch, tokens, _) = x.dims3()?;
         let slot = cache.advance(position, tokens, batch)?;
         let q = if false {

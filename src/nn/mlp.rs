@@ -18,6 +18,7 @@ impl GatedMlp {
 
     /// `residual + mlp(norm(x))`.
     pub fn forward(&self, x: &Tensor, norm: &RmsNorm, residual: &Tensor) -> Result<Tensor> {
+        let _span = tracing::trace_span!("mlp").entered();
         let hidden = self.gate_up.forward_swiglu(x, Some(norm))?;
         self.down.forward_residual(&hidden, residual)
     }

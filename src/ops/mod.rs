@@ -4,16 +4,20 @@
 mod view;
 
 pub mod flash_attention;
+pub mod layer_norm;
 pub mod linear;
 pub mod quant_linear;
+pub mod residual_add;
+pub mod rms_norm;
 pub mod rms_norm_linear;
 pub mod rope;
-mod stub;
-pub use stub::*;
 
 pub use flash_attention::{AttentionParams, flash_attention};
+pub use layer_norm::layer_norm;
 pub use linear::{Activation, Epilogue, Prologue, Weight, linear};
 pub use quant_linear::quant_linear;
+pub use residual_add::residual_add;
+pub use rms_norm::{rms_norm, rms_norm_residual};
 pub use rms_norm_linear::rms_norm_linear;
 pub use rope::RopeStyle;
 pub use view::Float;

@@ -1,92 +1,27 @@
 //! Reading candle's storages: any layout, any float type, as plain slices.
 
+use crate::cpu::vector::Element;
 use candle_core::{CpuStorage, Layout, Result, Storage, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
 
-use crate::cpu::Lanes;
-
 /// A float type that the ops take: f32, f16 or bf16, computed in f32.
-pub trait Float: WithDType + Copy + Send + Sync {
-    /// The value widened, which is exact.
-    fn widen(self) -> f32;
-    /// The value rounded to this type, to nearest even.
-    fn narrow(value: f32) -> Self;
+pub trait Float: WithDType + Element {
     /// All values widened; f32 is borrowed.
     fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
-        Cow::Owned(values.iter().map(|v| v.widen()).collect())
+        Cow::Owned(values.iter().map(|v| v.to_f32()).collect())
     }
-    /// Reads and widens a vector.
-    ///
-    /// # Safety
-    /// As [`Lanes`]: `L::N` elements may be read from `p`.
-    unsafe fn load<L: Lanes>(p: *const Self) -> L;
-    /// Rounds a vector to this type, to nearest even, and writes it.
-    ///
-    /// # Safety
-    /// As [`Lanes`]: `L::N` elements may be written to `p`.
-    unsafe fn store<L: Lanes>(vector: L, p: *mut Self);
 }
 
 impl Float for f32 {
-    fn widen(self) -> f32 {
-        self
-    }
-    fn narrow(value: f32) -> Self {
-        value
-    }
     fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
         Cow::Borrowed(values)
     }
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const Self) -> L {
-        // SAFETY: the caller's obligation is the same.
-        unsafe { L::load_f32(p) }
-    }
-    #[inline(always)]
-    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
-        // SAFETY: the caller's obligation is the same.
-        unsafe { vector.store_f32(p) }
-    }
 }
 
-impl Float for f16 {
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-    fn narrow(value: f32) -> Self {
-        f16::from_f32(value)
-    }
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const Self) -> L {
-        // SAFETY: the caller's obligation is the same.
-        unsafe { L::load_f16(p) }
-    }
-    #[inline(always)]
-    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
-        // SAFETY: the caller's obligation is the same.
-        unsafe { vector.store_f16(p) }
-    }
-}
+impl Float for f16 {}
 
-impl Float for bf16 {
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-    fn narrow(value: f32) -> Self {
-        bf16::from_f32(value)
-    }
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const Self) -> L {
-        // SAFETY: the caller's obligation is the same.
-        unsafe { L::load_bf16(p) }
-    }
-    #[inline(always)]
-    unsafe fn store<L: Lanes>(vector: L, p: *mut Self) {
-        // SAFETY: the caller's obligation is the same.
-        unsafe { vector.store_bf16(p) }
-    }
-}
+impl Float for bf16 {}
 
 /// The CPU side of a storage; the guards of every op have checked that there is one.
 pub fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {

@@ -1,6 +1,6 @@
 //! The linear op in all its combinations, against float64.
 
-use crate::support::randn;
+use crate::support::{randn, widest_error};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::cpu::packed::PackedMatrix;
@@ -19,16 +19,8 @@ const ACTIVATIONS: [Activation; 5] = [
     Activation::SwiGlu,
 ];
 
-/// `max |got - expected| / max |expected|`, and no NaN.
 fn error(got: &Tensor, expected: &[Vec<f64>]) -> Result<f64> {
-    let got = got.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
-    let expected: Vec<f64> = expected.iter().flatten().copied().collect();
-    assert_eq!(got.len(), expected.len());
-    let top = expected.iter().fold(1e-30f64, |m, v| m.max(v.abs()));
-    Ok(got.iter().zip(&expected).fold(0f64, |m, (g, e)| {
-        assert!(g.is_finite(), "{g}");
-        m.max((g - e).abs() / top)
-    }))
+    widest_error(got, &expected.concat())
 }
 
 /// Units in the last place of the dtype: one from rounding the result and one for the other factor of

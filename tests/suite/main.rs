@@ -1,14 +1,17 @@
 //! The integration tests: one binary, a module per op and per model.
 
-mod golden;
-mod llama;
-mod gguf_file;
-mod linear;
-mod llama_gguf;
-mod support;
-mod flash_attention;
 mod app;
+mod flash_attention;
+mod gguf_file;
+mod golden;
+mod layer_norm;
+mod linear;
+mod llama;
+mod llama_gguf;
+mod residual_add;
+mod rms_norm;
 mod smollm2;
+mod support;
 
 #[path = "../../examples/common/mod.rs"]
 #[allow(dead_code, reason = "the tests use parts of what the examples share")]

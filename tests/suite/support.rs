@@ -24,3 +24,33 @@ fn normal(rng: &mut StdRng) -> f32 {
     let radius = (-2. * (1. - rng.random::<f64>()).ln()).sqrt();
     (radius * (2. * std::f64::consts::PI * rng.random::<f64>()).cos()) as f32
 }
+
+/// `max |got - expected| / max |expected|` over row-major elements; panics at a value that is not
+/// finite.
+pub fn widest_error(got: &Tensor, expected: &[f64]) -> Result<f64> {
+    let got = got.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+    assert_eq!(got.len(), expected.len());
+    let top = expected.iter().fold(1e-30f64, |m, v| m.max(v.abs()));
+    Ok(got.iter().zip(expected).fold(0f64, |m, (g, e)| {
+        assert!(g.is_finite(), "{g}");
+        m.max((g - e).abs() / top)
+    }))
+}
+
+/// Views of every kind that candle hands over: cut on the left and right, transposed, permuted,
+/// broadcast, of one row and one column.
+pub fn layouts(dtype: DType) -> Result<Vec<Tensor>> {
+    let base = randn(&[6, 4, 43], dtype)?;
+    Ok(vec![
+        base.narrow(2, 1, 41)?,
+        base.narrow(0, 2, 3)?.narrow(1, 1, 2)?,
+        base.transpose(0, 1)?,
+        base.transpose(1, 2)?,
+        base.permute((2, 0, 1))?,
+        randn(&[40, 5], dtype)?.t()?,
+        randn(&[1, 40], dtype)?.broadcast_as((7, 40))?,
+        randn(&[7, 1], dtype)?.broadcast_as((7, 40))?,
+        base.narrow(2, 5, 1)?,
+        base.narrow(0, 0, 1)?.narrow(1, 3, 1)?,
+    ])
+}

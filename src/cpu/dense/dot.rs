@@ -3,7 +3,7 @@
 //! Both operands lie along k, so a tile of tokens x weight rows needs no packing: each step of k
 //! loads one vector of each row and multiplies all pairs. The lanes are summed at the end.
 
-use crate::cpu::lanes::Lanes;
+use crate::cpu::vector::Vector;
 use crate::ops::Float;
 
 /// The operands of [`rows`]: `m` tokens of `k` floats, `n` weight rows of `k`, and where the results
@@ -45,18 +45,18 @@ impl<T> Operands<T> {
 ///
 /// # Safety
 /// The matrices of `o` are valid for their sizes, `out` for `(m - 1) * out_stride + n` floats that
-/// nothing else touches meanwhile, and the processor has the instruction set of `L`.
+/// nothing else touches meanwhile, and the processor has the instruction set of `V`.
 #[inline(always)]
-pub(super) unsafe fn rows<L: Lanes, T: Float, const R: usize>(o: Operands<T>) {
+pub(super) unsafe fn rows<V: Vector, T: Float, const R: usize>(o: Operands<T>) {
     let mut j = 0;
     while j < o.n {
         // SAFETY: j < n, and each arm covers `step` rows, which are no more than are left.
         unsafe {
             let step = if o.n - j >= R {
-                tokens::<L, T, R>(o.at(0, j));
+                tokens::<V, T, R>(o.at(0, j));
                 R
             } else {
-                tokens::<L, T, 1>(o.at(0, j));
+                tokens::<V, T, 1>(o.at(0, j));
                 1
             };
             j += step;
@@ -69,17 +69,17 @@ pub(super) unsafe fn rows<L: Lanes, T: Float, const R: usize>(o: Operands<T>) {
 /// # Safety
 /// As [`rows`]; `R <= n`.
 #[inline(always)]
-unsafe fn tokens<L: Lanes, T: Float, const R: usize>(o: Operands<T>) {
+unsafe fn tokens<V: Vector, T: Float, const R: usize>(o: Operands<T>) {
     let mut i = 0;
     while i < o.m {
         // SAFETY: i < m, and each arm covers no more tokens than are left.
         unsafe {
             let rest = o.at(i, 0);
             match rest.m {
-                1 => tile::<L, T, 1, R>(rest),
-                2 => tile::<L, T, 2, R>(rest),
-                3 => tile::<L, T, 3, R>(rest),
-                _ => tile::<L, T, 4, R>(rest),
+                1 => tile::<V, T, 1, R>(rest),
+                2 => tile::<V, T, 2, R>(rest),
+                3 => tile::<V, T, 3, R>(rest),
+                _ => tile::<V, T, 4, R>(rest),
             }
         }
         i += 4;
@@ -91,26 +91,26 @@ unsafe fn tokens<L: Lanes, T: Float, const R: usize>(o: Operands<T>) {
 /// # Safety
 /// As [`rows`]; `M <= m` and `R <= n`.
 #[inline(always)]
-unsafe fn tile<L: Lanes, T: Float, const M: usize, const R: usize>(o: Operands<T>) {
-    // SAFETY: `p + L::N <= k` in the loop, so that all loads stay within their rows; the tail is
-    // copied to buffers of `L::N`; the stores are within `out` by M <= m and R <= n.
+unsafe fn tile<V: Vector, T: Float, const M: usize, const R: usize>(o: Operands<T>) {
+    // SAFETY: `p + V::LANES <= k` in the loop, so that all loads stay within their rows; the tail is
+    // copied to buffers of `V::LANES`; the stores are within `out` by M <= m and R <= n.
     unsafe {
-        let mut acc = [[L::splat(0.0); R]; M];
+        let mut acc = [[V::splat(0.0); R]; M];
         let mut p = 0;
-        while p + L::N <= o.k {
-            let w: [L; R] = std::array::from_fn(|r| T::load::<L>(o.w.add(r * o.k + p)));
+        while p + V::LANES <= o.k {
+            let w: [V; R] = std::array::from_fn(|r| T::load::<V>(o.w.add(r * o.k + p)));
             for i in 0..M {
-                let x = L::load_f32(o.x.add(i * o.k + p));
+                let x = V::load(o.x.add(i * o.k + p));
                 for r in 0..R {
                     acc[i][r] = x.mul_add(w[r], acc[i][r]);
                 }
             }
-            p += L::N;
+            p += V::LANES;
         }
         if p < o.k {
-            let w: [L; R] = std::array::from_fn(|r| tail(o.w.add(r * o.k + p), o.k - p));
+            let w: [V; R] = std::array::from_fn(|r| tail(o.w.add(r * o.k + p), o.k - p));
             for i in 0..M {
-                let x: L = tail(o.x.add(i * o.k + p), o.k - p);
+                let x: V = tail(o.x.add(i * o.k + p), o.k - p);
                 for r in 0..R {
                     acc[i][r] = x.mul_add(w[r], acc[i][r]);
                 }
@@ -124,16 +124,16 @@ unsafe fn tile<L: Lanes, T: Float, const M: usize, const R: usize>(o: Operands<T
     }
 }
 
-/// A vector of the `len < L::N` elements at `p`, filled up with zeros.
+/// A vector of the `len < V::LANES` elements at `p`, filled up with zeros.
 ///
 /// # Safety
-/// `len` elements may be read from `p`, and the processor has the instruction set of `L`.
+/// `len` elements may be read from `p`, and the processor has the instruction set of `V`.
 #[inline(always)]
-unsafe fn tail<L: Lanes, T: Float>(p: *const T, len: usize) -> L {
-    let mut whole = [T::narrow(0.0); 16];
-    // SAFETY: len < L::N <= 16 elements are copied, and `whole` has all L::N.
+unsafe fn tail<V: Vector, T: Float>(p: *const T, len: usize) -> V {
+    let mut whole = [T::from_f32(0.0); 16];
+    // SAFETY: len < V::LANES <= 16 elements are copied, and `whole` has all V::LANES.
     unsafe {
         std::ptr::copy_nonoverlapping(p, whole.as_mut_ptr(), len);
-        T::load::<L>(whole.as_ptr())
+        T::load::<V>(whole.as_ptr())
     }
 }

@@ -3,6 +3,7 @@
 mod dot;
 
 use crate::cpu::simd::Level;
+use crate::cpu::vector::{Kernel, Vector, dispatch};
 use crate::ops::Float;
 use dot::Operands;
 use std::ops::Range;
@@ -57,48 +58,24 @@ pub fn matmul<T: Float>(
         out: out.as_mut_ptr(),
         out_stride,
     };
-    // SAFETY: the slices were just checked against the shapes, `out` is borrowed mutably, and
-    // `supported` returns a level that the processor has.
-    unsafe {
-        match level.supported() {
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => rows_avx512(o),
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => rows_avx2(o),
-            _ => dot::rows::<crate::cpu::lanes::Plain, T, 3>(o),
-        }
-    }
+    // SAFETY: the slices were just checked against the shapes, and `out` is borrowed mutably.
+    unsafe { dispatch(level, Rows(o)) }
 }
 
-/// [`dot::rows`] with AVX2.
-///
-/// # Safety
-/// As [`dot::rows`].
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn rows_avx2<T: Float>(o: Operands<T>) {
-    // SAFETY: the caller's obligation is the same.
-    unsafe {
-        match o.m {
-            1 => dot::rows::<crate::cpu::lanes::Avx2, T, 8>(o),
-            2 => dot::rows::<crate::cpu::lanes::Avx2, T, 4>(o),
-            _ => dot::rows::<crate::cpu::lanes::Avx2, T, 3>(o),
-        }
-    }
-}
+struct Rows<T>(Operands<T>);
 
-/// [`dot::rows`] with AVX-512.
-///
-/// # Safety
-/// As [`dot::rows`].
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn rows_avx512<T: Float>(o: Operands<T>) {
-    // SAFETY: the caller's obligation is the same.
-    unsafe {
-        match o.m {
-            1 => dot::rows::<crate::cpu::lanes::Avx512, T, 8>(o),
-            _ => dot::rows::<crate::cpu::lanes::Avx512, T, 4>(o),
+impl<T: Float> Kernel for Rows<T> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        // SAFETY: the caller's obligation is the same.
+        unsafe {
+            match self.0.m {
+                1 => dot::rows::<V, T, 8>(self.0),
+                2 => dot::rows::<V, T, 4>(self.0),
+                _ => dot::rows::<V, T, 3>(self.0),
+            }
         }
     }
 }

@@ -130,11 +130,15 @@ fn prologue<'a, T: Float>(
     let (storage, layout) = weight.storage_and_layout();
     let weight = elements::<T>(cpu_storage(&storage)?, layout)?;
     let mut out = vec![0f32; x.len()];
-    norm::rms_norm_rows(level, x, k, &weight, eps, &mut out);
+    pool::for_rows(&mut out, k, PARALLEL_PROLOGUE, |first, rows| {
+        for (i, row) in rows.chunks_exact_mut(k).enumerate() {
+            norm::rms_norm(level, &x[(first + i) * k..][..k], &weight, eps, row);
+        }
+    });
     Ok(Cow::Owned(out))
 }
 
 fn widened<T: Float>(t: &Tensor) -> Result<Vec<f32>> {
     let (storage, layout) = t.storage_and_layout();
-    Ok(elements::<T>(cpu_storage(&storage)?, layout)?.iter().map(|v| v.widen()).collect())
+    Ok(elements::<T>(cpu_storage(&storage)?, layout)?.iter().map(|v| v.to_f32()).collect())
 }

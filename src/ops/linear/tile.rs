@@ -186,7 +186,7 @@ impl<T: Float> Finish<'_, T> {
         let start = token * self.width + columns.start;
         for residual in self.residuals {
             for (y, r) in row.iter_mut().zip(&residual[start..start + columns.len()]) {
-                *y += r.widen();
+                *y += r.to_f32();
             }
         }
         // SAFETY: `start..start + columns.len()` lies in this cell's part of the `m * width`
@@ -214,7 +214,7 @@ impl<T: Float> Target<T> {
     unsafe fn write(&self, start: usize, row: &[f32]) {
         for (i, y) in row.iter().enumerate() {
             // SAFETY: the caller's obligation.
-            unsafe { self.0.add(start + i).write(T::narrow(*y)) };
+            unsafe { self.0.add(start + i).write(T::from_f32(*y)) };
         }
     }
 }

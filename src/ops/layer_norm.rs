@@ -1,0 +1,111 @@
+//! LayerNorm.
+
+use super::view::{Float, cpu_storage, dispatch_float, elements};
+use crate::cpu::{norm, pool, simd};
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+
+const OP: &str = "layer_norm";
+
+/// Elements above which rows are spread over the pool: about 4 microseconds of work.
+const GRAIN: usize = 16 * 1024;
+
+/// `y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, with the
+/// variance of the whole row (divided by K).
+///
+/// * `x`: `[.., K]`, f32, f16 or bf16, any layout
+/// * `weight`, `bias`: `[K]`, in x's dtype
+/// * result: contiguous, x's shape and dtype
+///
+/// Computed in f32 and rounded once, as torch's `layer_norm` does. The mean is corrected in a second
+/// pass, so that a large common offset costs no precision.
+///
+/// Source: Layer Normalization (Ba, Kiros, Hinton 2016).
+///
+/// # Errors
+/// If shapes, dtypes or devices do not fit.
+pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    let Some(&k) = x.dims().last() else {
+        bail!("{OP}: x is a scalar, expected [.., K]");
+    };
+    if k == 0 {
+        bail!("{OP}: x has shape {:?}, expected a last dimension above 0", x.shape());
+    }
+    for (argument, t) in [("weight", Some(weight)), ("bias", bias)] {
+        let Some(t) = t else { continue };
+        if t.dims() != [k] {
+            bail!("{OP}: {argument} has shape {:?}, expected [{k}]", t.shape());
+        }
+        if t.dtype() != x.dtype() {
+            bail!("{OP}: {argument} is {:?}, x is {:?}", t.dtype(), x.dtype());
+        }
+        if !t.device().same_device(x.device()) {
+            bail!("{OP}: {argument} and x are on different devices");
+        }
+    }
+    x.apply_op1_no_bwd(&LayerNorm { weight, bias, eps: eps as f32 })
+}
+
+struct LayerNorm<'a> {
+    weight: &'a Tensor,
+    bias: Option<&'a Tensor>,
+    eps: f32,
+}
+
+impl CustomOp1 for LayerNorm<'_> {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        dispatch_float!(x.dtype(), OP, "x", T => self.forward::<T>(x, layout))
+    }
+}
+
+impl LayerNorm<'_> {
+    fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let level = simd::level();
+        trace::record(OP, || format!("cpu {} {}", level.name(), T::DTYPE.as_str()));
+        let x = elements::<T>(x, layout)?;
+        let (storage, weight_layout) = self.weight.storage_and_layout();
+        let weight = elements::<T>(cpu_storage(&storage)?, weight_layout)?;
+        let bias = self.bias.map(|b| b.storage_and_layout());
+        let bias = match &bias {
+            Some((storage, layout)) => Some(elements::<T>(cpu_storage(storage)?, layout)?),
+            None => None,
+        };
+        let k = weight.len();
+        let mut out = vec![T::from_f32(0.); x.len()];
+        pool::for_rows(&mut out, k, (GRAIN / k).max(1), |first, rows| {
+            for (row, y) in x[first * k..].chunks_exact(k).zip(rows.chunks_exact_mut(k)) {
+                norm::layer_norm(level, row, &weight, bias.as_deref(), self.eps, y);
+            }
+        });
+        Ok((T::to_cpu_storage_owned(out), layout.shape().clone()))
+    }
+}
+
+/// The plain form: float64, one row at a time, in x's row-major order.
+///
+/// # Errors
+/// If a tensor cannot be read as float64.
+pub fn reference(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Vec<f64>> {
+    let flat = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
+    let (mut y, weight) = (flat(x)?, flat(weight)?);
+    let bias = bias.map(flat).transpose()?.unwrap_or_else(|| vec![0.; weight.len()]);
+    for row in y.chunks_mut(weight.len().max(1)) {
+        let n = row.len() as f64;
+        let mean = row.iter().sum::<f64>() / n;
+        let variance = row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
+        for ((v, w), b) in row.iter_mut().zip(&weight).zip(&bias) {
+            *v = (*v - mean) / (variance + eps).sqrt() * w + b;
+        }
+    }
+    Ok(y)
+}

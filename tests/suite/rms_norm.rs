@@ -1,0 +1,127 @@
+//! RMSNorm, alone, with a residual, and its cores, against float64.
+
+use crate::support::{layouts, randn, widest_error};
+use candle_core::{D, DType, Device, Result, Tensor};
+use candle_fused::cpu::norm;
+use candle_fused::cpu::simd::Level;
+use candle_fused::ops::rms_norm::{reference, rms_norm, rms_norm_residual};
+
+const WIDTHS: [usize; 8] = [1, 7, 16, 111, 500, 576, 1024, 4096];
+
+#[test]
+fn norms_agree_with_float64() -> Result<()> {
+    for width in WIDTHS {
+        for rows in [1, 3, 70] {
+            let x = randn(&[rows, width], DType::F32)?;
+            let weight = randn(&[width], DType::F32)?;
+            let got = rms_norm(&x, &weight, 1e-5)?;
+            // Sums of squares lose the square root of K units at most, the rest a few.
+            let limit = 1.2e-7 * (4. + (width as f64).sqrt() / 4.);
+            let error = widest_error(&got, &reference(&x, &weight, 1e-5)?)?;
+            assert!(error < limit, "{rows}x{width}: {error:e}");
+        }
+    }
+    Ok(())
+}
+
+/// Held to twice the error of candle's own op at the same dtype, plus half a unit.
+#[test]
+fn low_precision_is_no_worse_than_candles() -> Result<()> {
+    for (dtype, floor) in [(DType::F16, 5e-4), (DType::BF16, 4e-3)] {
+        for width in WIDTHS {
+            let x = randn(&[5, width], dtype)?;
+            let weight = randn(&[width], dtype)?;
+            let expected = reference(&x, &weight, 1e-5)?;
+            let fused = widest_error(&rms_norm(&x, &weight, 1e-5)?, &expected)?;
+            let candle = candle_nn::ops::rms_norm(&x, &weight, 1e-5)?;
+            let plain = widest_error(&candle, &expected)?;
+            assert!(fused <= 2. * plain + floor, "{dtype:?} {width}: {fused:e}, {plain:e}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_residual_form_is_the_sum_and_its_norm() -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for dims in [&[1, 576][..], &[3, 2, 111], &[64, 1024], &[7]] {
+            let (x, residual) = (randn(dims, dtype)?, randn(dims, dtype)?);
+            let weight = randn(&dims[dims.len() - 1..], dtype)?;
+            let (sum, normed) = rms_norm_residual(&x, &residual, &weight, 1e-6)?;
+            let plain = (&x + &residual)?;
+            let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+            assert_eq!(flat(&sum)?, flat(&plain)?);
+            assert_eq!(flat(&normed)?, flat(&rms_norm(&plain, &weight, 1e-6)?)?);
+            assert_eq!((sum.dims(), normed.dims()), (dims, dims));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn any_layout_gives_what_its_copy_gives() -> Result<()> {
+    for x in layouts(DType::F32)? {
+        let weight = randn(&[x.dim(D::Minus1)?], DType::F32)?;
+        let flat = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
+        let copied = x.contiguous()?;
+        assert_eq!(flat(rms_norm(&x, &weight, 1e-5)?)?, flat(rms_norm(&copied, &weight, 1e-5)?)?);
+        let (_, a) = rms_norm_residual(&x, &x, &weight, 1e-5)?;
+        let (_, b) = rms_norm_residual(&copied, &copied, &weight, 1e-5)?;
+        assert_eq!(flat(a)?, flat(b)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn every_level_agrees() -> Result<()> {
+    for width in WIDTHS {
+        let x = randn(&[width], DType::F32)?.to_vec1::<f32>()?;
+        let weight = randn(&[width], DType::F32)?.to_vec1::<f32>()?;
+        let mut expected = vec![0f32; width];
+        norm::rms_norm(Level::Scalar, &x, &weight, 1e-5, &mut expected);
+        for level in Level::available() {
+            let mut out = vec![f32::NAN; width];
+            norm::rms_norm(level, &x, &weight, 1e-5, &mut out);
+            for (a, b) in out.iter().zip(&expected) {
+                assert!((a - b).abs() <= 1e-5 * (1. + b.abs()), "{level:?} {width}: {a} {b}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn zeros_stay_zeros_and_huge_rows_stay_finite() -> Result<()> {
+    let weight = Tensor::ones(64, DType::F32, &Device::Cpu)?;
+    let zeros = Tensor::zeros((2, 64), DType::F32, &Device::Cpu)?;
+    assert_eq!(rms_norm(&zeros, &weight, 1e-6)?.to_vec2::<f32>()?, [[0.; 64]; 2]);
+    for scale in [1e4, 1e15] {
+        let x = (randn(&[2, 64], DType::F32)? * scale)?;
+        let error = widest_error(&rms_norm(&x, &weight, 1e-6)?, &reference(&x, &weight, 1e-6)?)?;
+        assert!(error < 1e-6, "{scale:e}: {error:e}");
+    }
+    // Squares overflow f32: zeros, as documented, and as Hugging Face gives.
+    let x = (Tensor::ones((1, 64), DType::F32, &Device::Cpu)? * 1e30)?;
+    assert_eq!(rms_norm(&x, &weight, 1e-6)?.to_vec2::<f32>()?, [[0.; 64]]);
+    assert_eq!(rms_norm(&Tensor::zeros((0, 64), DType::F32, &Device::Cpu)?, &weight, 1e-6)?.dims(), [0, 64]);
+    Ok(())
+}
+
+#[test]
+fn bad_arguments_are_named() -> Result<()> {
+    let x = randn(&[2, 8], DType::F32)?;
+    let message = |x: &Tensor, w: &Tensor| rms_norm(x, w, 1e-5).expect_err("").to_string();
+    assert!(message(&x, &randn(&[7], DType::F32)?).contains("weight has shape [7]"));
+    assert!(message(&x, &randn(&[8], DType::F16)?).contains("weight is F16"));
+    assert!(message(&Tensor::new(1f32, &Device::Cpu)?, &x).contains("x is a scalar"));
+    let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu)?;
+    assert!(message(&empty, &x).contains("last dimension above 0"));
+    let whole = Tensor::ones((2, 8), DType::U32, &Device::Cpu)?;
+    let ones = Tensor::ones(8, DType::U32, &Device::Cpu)?;
+    assert!(message(&whole, &ones).contains("x is U32"));
+    let weight = randn(&[8], DType::F32)?;
+    let other = randn(&[8, 2], DType::F32)?;
+    let error = rms_norm_residual(&x, &other, &weight, 1e-5).expect_err("").to_string();
+    assert!(error.contains("residual has shape [8, 2]"), "{error}");
+    Ok(())
+}
