@@ -100,14 +100,30 @@ unsafe fn registers<V: Vector, B: Element, const FACTORS: bool, const M: usize, 
             }
         }
         for p in 0..k {
-            let mut right = [V::splat(0.0); N];
-            for j in 0..N {
-                right[j] = B::load(b.at.add(p * b.row + j * V::LANES));
-            }
-            for i in 0..M {
-                let left = V::splat(*a.at.add(i * a.row + p * a.step));
+            let left = |i: usize| *a.at.add(i * a.row + p * a.step);
+            let right = |j: usize| b.at.add(p * b.row + j * V::LANES);
+            // The shorter side stays in registers, so that the sums, it and one more fit in 16.
+            if N <= M {
+                let mut held = [V::splat(0.0); N];
                 for j in 0..N {
-                    acc[i][j] = left.mul_add(right[j], acc[i][j]);
+                    held[j] = B::load(right(j));
+                }
+                for i in 0..M {
+                    let left = V::splat(left(i));
+                    for j in 0..N {
+                        acc[i][j] = left.mul_add(held[j], acc[i][j]);
+                    }
+                }
+            } else {
+                let mut held = [V::splat(0.0); M];
+                for i in 0..M {
+                    held[i] = V::splat(left(i));
+                }
+                for j in 0..N {
+                    let right: V = B::load(right(j));
+                    for i in 0..M {
+                        acc[i][j] = held[i].mul_add(right, acc[i][j]);
+                    }
                 }
             }
         }
@@ -164,14 +180,15 @@ unsafe fn four_keys<V: Vector, T: Element, const M: usize>(
     unsafe {
         let mut acc = [[V::splat(0.0); 4]; M];
         for j in 0..vectors {
-            let mut key = [V::splat(0.0); 4];
-            for p in 0..4 {
-                key[p] = T::load(keys[p].add(j * V::LANES));
-            }
+            // The rows stay in registers, so that the sums, they and one more fit in 16.
+            let mut row = [V::splat(0.0); M];
             for i in 0..M {
-                let row = V::load(q.at.add(i * q.row + j * V::LANES));
-                for p in 0..4 {
-                    acc[i][p] = row.mul_add(key[p], acc[i][p]);
+                row[i] = V::load(q.at.add(i * q.row + j * V::LANES));
+            }
+            for p in 0..4 {
+                let key: V = T::load(keys[p].add(j * V::LANES));
+                for i in 0..M {
+                    acc[i][p] = row[i].mul_add(key, acc[i][p]);
                 }
             }
         }

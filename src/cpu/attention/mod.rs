@@ -29,7 +29,7 @@ const FEW_ROWS: usize = 16;
 const TILE_ROWS: usize = 96;
 /// Tasks that the keys are split for, if there are not as many without: enough for the cores of a
 /// large machine to share.
-const TASKS: usize = 32;
+const TASKS: usize = 16;
 /// No part of the keys is shorter than this, unless there are fewer.
 const MIN_KEYS: usize = 64;
 
