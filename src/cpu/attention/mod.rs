@@ -21,6 +21,7 @@ use super::simd::Level;
 use super::vector::{Element, Kernel, Vector, dispatch, narrow, widen};
 use half::{bf16, f16};
 use std::cell::Cell;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Up to this many rows are dotted with each key; more are multiplied in tiles.
@@ -29,7 +30,7 @@ const FEW_ROWS: usize = 16;
 const TILE_ROWS: usize = 96;
 /// Tasks that the keys are split for, if there are not as many without: enough for the cores of a
 /// large machine to share.
-const TASKS: usize = 32;
+const TASKS: usize = 16;
 /// No part of the keys is shorter than this, unless there are fewer.
 const MIN_KEYS: usize = 64;
 
@@ -83,11 +84,11 @@ pub enum AnyView<'a> {
 #[derive(Debug)]
 pub enum Output<'a> {
     /// 32 bits.
-    F32(&'a mut [f32]),
+    F32(&'a mut [MaybeUninit<f32>]),
     /// 16 bits, IEEE.
-    F16(&'a mut [f16]),
+    F16(&'a mut [MaybeUninit<f16>]),
     /// The upper 16 bits of an f32.
-    Bf16(&'a mut [bf16]),
+    Bf16(&'a mut [MaybeUninit<bf16>]),
 }
 
 /// Sizes, shared by all arguments.
@@ -382,7 +383,7 @@ impl<T: Element> Kernel for &Task<'_, T> {
 /// Attention of `q` over `k` and `v` (both `[batch, kv_heads, keys, dim]`), into `out`.
 ///
 /// The views have to be made with the dimensions that `sizes` names; `out` has to have one element
-/// for each of `[batch, queries, heads, dim]`.
+/// for each of `[batch, queries, heads, dim]`, and every one is written.
 ///
 /// # Panics
 /// If `out` has another length, or the heads are no multiple of the key/value heads.
@@ -397,9 +398,9 @@ pub fn attend<'a, T: Element>(
 ) {
     let s = &sizes;
     let (len, out) = match out {
-        Output::F32(o) => (o.len(), OutputPtr::F32(o.as_mut_ptr())),
-        Output::F16(o) => (o.len(), OutputPtr::F16(o.as_mut_ptr())),
-        Output::Bf16(o) => (o.len(), OutputPtr::Bf16(o.as_mut_ptr())),
+        Output::F32(o) => (o.len(), OutputPtr::F32(o.as_mut_ptr().cast())),
+        Output::F16(o) => (o.len(), OutputPtr::F16(o.as_mut_ptr().cast())),
+        Output::Bf16(o) => (o.len(), OutputPtr::Bf16(o.as_mut_ptr().cast())),
     };
     assert_eq!(len, s.batch * s.queries * s.heads * s.dim, "attention: length of the output");
     if len == 0 {
@@ -409,7 +410,9 @@ pub fn attend<'a, T: Element>(
     let plan = Plan::new(s);
     let groups = s.batch * s.kv_heads * plan.tiles;
     let state = state_len(plan.rows(), s.dim);
-    let mut parts = vec![0f32; if plan.splits > 1 { groups * plan.splits * state } else { 0 }];
+    let parts = if plan.splits > 1 { groups * plan.splits * state } else { 0 };
+    // Not cleared: every task clears its own part first.
+    let mut parts: Vec<f32> = Vec::with_capacity(parts);
     let ended = if plan.splits > 1 { groups } else { 0 };
     let problem = Problem {
         sizes,

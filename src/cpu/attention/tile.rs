@@ -4,10 +4,9 @@
 //! at a time wherever they lie, and softmax runs over the keys without crossing lanes.
 
 use super::block::{self, Left, Rows};
-use super::{Plan, Task, padded};
-use crate::cpu::math::{exp_v, tanh_v};
+use super::{Plan, Task, View, padded};
+use crate::cpu::math::{exp_weight_v, tanh_v};
 use crate::cpu::vector::{Element, Vector};
-use std::any::TypeId;
 
 /// Keys between two corrections of the running maximum.
 const KEYS: usize = 96;
@@ -41,10 +40,8 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
     let p = task.problem;
     let (rows, dim) = (task.rows(), p.sizes.dim);
     let (lanes, width) = (padded(rows), padded(dim));
-    let plain = TypeId::of::<T>() == TypeId::of::<f32>();
     let (first, end) = task.reach();
-    // SAFETY: the parts are as counted in `scratch`; keys stay below `end`; a pointer to `T` is
-    // only cast where `T` is f32.
+    // SAFETY: the parts are as counted in `scratch`; keys stay below `end`.
     unsafe {
         let queries = task.scratch;
         let scores = queries.add(width * lanes);
@@ -57,25 +54,37 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
         let mut key = first;
         while key < end {
             let n = KEYS.min(end - key);
-            let keys = if plain && p.k.strides[3] == 1 {
-                let at = p.k.row(task.batch, task.kv_head, key).cast();
-                Rows { at, row: p.k.strides[2] }
-            } else {
-                task.copy_rows::<V>(&p.k, key, n, parts.keys);
-                Rows { at: parts.keys.cast_const(), row: width }
-            };
-            let values = if plain && p.v.strides[3] == 1 && dim.is_multiple_of(V::LANES) {
-                let at = p.v.row(task.batch, task.kv_head, key).cast();
-                Rows { at, row: p.v.strides[2] }
-            } else {
-                task.copy_rows::<V>(&p.v, key, n, parts.values);
-                Rows { at: parts.values.cast_const(), row: width }
-            };
+            // Keys are read an element at a time, values in whole vectors.
+            let keys = rows_of::<V, T>(task, &p.k, key, n, true, parts.keys);
+            let whole = dim.is_multiple_of(V::LANES);
+            let values = rows_of::<V, T>(task, &p.v, key, n, whole, parts.values);
             score::<V, T>(task, &parts, key, n, keys);
             accumulate::<V, T>(task, &parts, key, n, values);
             key += n;
         }
     }
+}
+
+/// Keys or values `from .. from + n` as f32: where they lie, if they are f32 in one piece each and
+/// `direct` is set, else copied to `room`.
+#[inline(always)]
+unsafe fn rows_of<V: Vector, T: Element>(
+    task: &Task<'_, T>,
+    x: &View<'_, T>,
+    from: usize,
+    n: usize,
+    direct: bool,
+    room: *mut f32,
+) -> Rows<*const f32> {
+    // SAFETY: the keys exist and `room` is for `KEYS` rows; the cast is from f32 to f32.
+    unsafe {
+        if direct && x.strides[3] == 1 && block::is_f32::<T>() {
+            let at = x.row(task.batch, task.kv_head, from).cast();
+            return Rows { at, row: x.strides[2] };
+        }
+        task.copy_rows::<V>(x, from, n, room);
+    }
+    Rows { at: room, row: padded(task.problem.sizes.dim) }
 }
 
 /// Queries as columns: element `d` of row `r` at `d * padded(rows) + r`.
@@ -234,11 +243,11 @@ unsafe fn soften<V: Vector, T: Element>(
         let taken = max.where_less(V::splat(f32::MIN), V::splat(0.0), max);
         let mut sum = V::splat(0.0);
         for i in start..stop {
-            let weight = exp_v(V::load(at.add(i * column.row)).sub(taken));
+            let weight = exp_weight_v(V::load(at.add(i * column.row)).sub(taken));
             weight.store(at.add(i * column.row));
             sum = sum.add(weight);
         }
-        let factor = exp_v(before.sub(taken));
+        let factor = exp_weight_v(before.sub(taken));
         factor.store(parts.factors.add(r));
         max.store(task.state.max.add(r));
         V::load(task.state.sum.add(r)).mul_add(factor, sum).store(task.state.sum.add(r));

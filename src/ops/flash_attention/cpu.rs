@@ -67,16 +67,19 @@ impl FlashAttention<'_> {
         let (q_view, k, v) = (any_view(q.0, q.1, "q")?, view::<T>(k.0, k.1, "k")?, view(v.0, v.1, "v")?);
         let len = sizes.batch * sizes.queries * sizes.heads * sizes.dim;
         macro_rules! into {
-            ($variant:ident, $output:ident, $zero:expr) => {{
-                let mut out = vec![$zero; len];
-                attend(self.level, sizes, rule, q_view, k, v, Output::$output(&mut out));
+            ($variant:ident, $output:ident) => {{
+                let mut out = Vec::with_capacity(len);
+                let room = Output::$output(&mut out.spare_capacity_mut()[..len]);
+                attend(self.level, sizes, rule, q_view, k, v, room);
+                // SAFETY: `attend` has written every element.
+                unsafe { out.set_len(len) }
                 CpuStorage::$variant(out)
             }};
         }
         Ok(match q_view {
-            AnyView::F32(_) => into!(F32, F32, 0f32),
-            AnyView::F16(_) => into!(F16, F16, half::f16::ZERO),
-            AnyView::Bf16(_) => into!(BF16, Bf16, half::bf16::ZERO),
+            AnyView::F32(_) => into!(F32, F32),
+            AnyView::F16(_) => into!(F16, F16),
+            AnyView::Bf16(_) => into!(BF16, Bf16),
         })
     }
 }
