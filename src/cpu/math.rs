@@ -44,7 +44,9 @@ fn reduced_exp<V: Vector>(x: V) -> (V, V) {
 #[inline(always)]
 fn gated_v<V: Vector>(x: V, kx: V) -> V {
     let e = exp_v(x.fill(0.0).sub(kx.abs()));
-    let sigmoid = kx.where_less(x.fill(0.0), e, x.fill(1.0)).div(e.add(x.fill(1.0)));
+    let sigmoid = kx
+        .where_less(x.fill(0.0), e, x.fill(1.0))
+        .div(e.add(x.fill(1.0)));
     // The factor is 0 far below this bound, where -inf * 0 would be NaN.
     x.fill(-1e9).max(x).mul(sigmoid)
 }
@@ -107,7 +109,9 @@ pub fn tanh_v<V: Vector>(x: V) -> V {
     let p = p.mul_add(z, x.fill(-3.333_328e-1));
     let near = p.mul(z).mul_add(x, x);
     let size = x.abs();
-    let far = x.fill(1.0).sub(x.fill(2.0).div(exp_v(size.add(size)).add(x.fill(1.0))));
+    let far = x
+        .fill(1.0)
+        .sub(x.fill(2.0).div(exp_v(size.add(size)).add(x.fill(1.0))));
     let far = x.where_less(x.fill(0.0), x.fill(0.0).sub(far), far);
     size.where_less(x.fill(0.625), near, far)
 }
@@ -330,7 +334,10 @@ mod tests {
             exp_weight(level, &mut y);
             for (x, y) in x.iter().zip(&y) {
                 let want = if *x < -87.0 { 0.0 } else { f64::from(*x).exp() };
-                assert!((f64::from(*y) - want).abs() <= 2e-7 * want, "e^{x} = {y}, not {want}");
+                assert!(
+                    (f64::from(*y) - want).abs() <= 2e-7 * want,
+                    "e^{x} = {y}, not {want}"
+                );
             }
             let mut nan = [f32::NAN];
             exp_weight(level, &mut nan);

@@ -12,4 +12,3 @@ pub mod pool;
 pub mod rope;
 pub mod simd;
 pub mod vector;
-

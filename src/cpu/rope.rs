@@ -21,7 +21,10 @@ pub fn rotate<T: Element, O: Element>(
     let (out, rest_out) = out.split_at_mut(2 * pairs);
     let turn = |a: T, b: T, i: usize| {
         let (a, b) = (a.to_f32(), b.to_f32());
-        (O::from_f32(a * cos[i] - b * sin[i]), O::from_f32(b * cos[i] + a * sin[i]))
+        (
+            O::from_f32(a * cos[i] - b * sin[i]),
+            O::from_f32(b * cos[i] + a * sin[i]),
+        )
     };
     match style {
         RopeStyle::HalfSplit => {

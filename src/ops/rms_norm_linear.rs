@@ -27,8 +27,14 @@ pub fn rms_norm_linear(
     weights: &[&Tensor],
     epilogue: &Epilogue<'_>,
 ) -> Result<Vec<Tensor>> {
-    let prologue = Prologue::RmsNorm { weight: norm_weight, eps };
-    let matrices: Vec<_> = weights.iter().map(|w| Weight::Dense((*w).clone())).collect();
+    let prologue = Prologue::RmsNorm {
+        weight: norm_weight,
+        eps,
+    };
+    let matrices: Vec<_> = weights
+        .iter()
+        .map(|w| Weight::Dense((*w).clone()))
+        .collect();
     let y = launch("rms_norm_linear", x, prologue, &matrices, *epilogue)?;
     if epilogue.activation == super::Activation::SwiGlu || weights.len() == 1 {
         return Ok(vec![y]);

@@ -85,7 +85,10 @@ pub fn rope_append(
 ) -> Result<Tensor> {
     let (batch, tokens, width) = match *qkv.dims() {
         [batch, tokens, width] => (batch, tokens, width),
-        _ => bail!("{OP}: qkv has shape {:?}, expected [B, T, (Hq + 2 Hkv) D]", qkv.shape()),
+        _ => bail!(
+            "{OP}: qkv has shape {:?}, expected [B, T, (Hq + 2 Hkv) D]",
+            qkv.shape()
+        ),
     };
     let (_, _, _, head_dim) = four("k_cache", k_cache)?;
     if width != (append.heads + 2 * append.kv_heads) * head_dim {
@@ -118,7 +121,12 @@ pub fn rope_append(
     }
     let first_key = append.heads * head_dim;
     let first_value = first_key + append.kv_heads * head_dim;
-    let write = |first, rotation| Append { first, rotation, append, head_dim };
+    let write = |first, rotation| Append {
+        first,
+        rotation,
+        append,
+        head_dim,
+    };
     k_cache.inplace_op2(qkv, &write(first_key, Some(&append.rotation)))?;
     v_cache.inplace_op2(qkv, &write(first_value, None))?;
     let q = Queries { append, head_dim };
@@ -128,19 +136,32 @@ pub fn rope_append(
 fn four(argument: &str, t: &Tensor) -> Result<(usize, usize, usize, usize)> {
     match *t.dims() {
         [a, b, c, d] => Ok((a, b, c, d)),
-        _ => bail!("{OP}: {argument} has shape {:?}, expected four dimensions", t.shape()),
+        _ => bail!(
+            "{OP}: {argument} has shape {:?}, expected four dimensions",
+            t.shape()
+        ),
     }
 }
 
 fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) -> Result<()> {
     let [positions, pairs] = *r.cos.dims() else {
-        bail!("{OP}: cos has shape {:?}, expected [S, R / 2]", r.cos.shape());
+        bail!(
+            "{OP}: cos has shape {:?}, expected [S, R / 2]",
+            r.cos.shape()
+        );
     };
     if r.sin.dims() != r.cos.dims() {
-        bail!("{OP}: sin has shape {:?}, cos has {:?}", r.sin.shape(), r.cos.shape());
+        bail!(
+            "{OP}: sin has shape {:?}, cos has {:?}",
+            r.sin.shape(),
+            r.cos.shape()
+        );
     }
     if 2 * pairs > head_dim {
-        bail!("{OP}: cos rotates {} dimensions, a head has {head_dim}", 2 * pairs);
+        bail!(
+            "{OP}: cos rotates {} dimensions, a head has {head_dim}",
+            2 * pairs
+        );
     }
     if r.position + tokens > positions {
         bail!(
@@ -153,7 +174,10 @@ fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) ->
             bail!("{OP}: {argument} and the input are on different devices");
         }
         if !matches!(table.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-            bail!("{OP}: {argument} is {:?}, expected f32, f16 or bf16", table.dtype());
+            bail!(
+                "{OP}: {argument} is {:?}, expected f32, f16 or bf16",
+                table.dtype()
+            );
         }
     }
     Ok(())
@@ -177,7 +201,11 @@ impl Angles {
                 Ok(T::widen_slice(&values).into_owned())
             })
         };
-        Ok(Self { cos: rows(r.cos)?, sin: rows(r.sin)?, pairs: r.cos.dim(1)? })
+        Ok(Self {
+            cos: rows(r.cos)?,
+            sin: rows(r.sin)?,
+            pairs: r.cos.dim(1)?,
+        })
     }
 
     fn at(&self, token: usize) -> (&[f32], &[f32]) {
@@ -231,7 +259,9 @@ impl CustomOp1 for Queries<'_> {
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let cached = self.append.kv_heads;
-        trace::record(OP, || format!("cpu {} +append of {cached} heads", qkv.dtype().as_str()));
+        trace::record(OP, || {
+            format!("cpu {} +append of {cached} heads", qkv.dtype().as_str())
+        });
         dispatch_float!(qkv.dtype(), OP, "qkv", T => self.forward::<T>(qkv, layout))
     }
 }
@@ -248,7 +278,10 @@ impl Queries<'_> {
             for (i, out) in rows.chunks_exact_mut(heads * head_dim).enumerate() {
                 let (cos, sin) = angles.at((first + i) % tokens);
                 let row = &qkv[(first + i) * width..][..heads * head_dim];
-                for (x, y) in row.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+                for (x, y) in row
+                    .chunks_exact(head_dim)
+                    .zip(out.chunks_exact_mut(head_dim))
+                {
                     core::rotate(rotation.style, x, cos, sin, y);
                 }
             }
@@ -308,23 +341,28 @@ impl Append<'_> {
         let angles = self.rotation.map(|r| Angles::new(r, tokens)).transpose()?;
         // One plane of the cache for each sequence and head; a single token is too little to share.
         let grain = if tokens < GRAIN { usize::MAX / 2 } else { 1 };
-        pool::for_rows(&mut cache[start..end], (slots * head_dim).max(1), grain, |first, planes| {
-            for (i, plane) in planes.chunks_exact_mut(slots * head_dim).enumerate() {
-                let (b, h) = ((first + i) / heads, (first + i) % heads);
-                let written = &mut plane[self.append.slot * head_dim..];
-                for (t, out) in written.chunks_exact_mut(head_dim).take(tokens).enumerate() {
-                    let column = (b * tokens + t) * width + self.first + h * head_dim;
-                    let x = &qkv[column..column + head_dim];
-                    match (&angles, self.rotation) {
-                        (Some(angles), Some(rotation)) => {
-                            let (cos, sin) = angles.at(t);
-                            core::rotate(rotation.style, x, cos, sin, out);
+        pool::for_rows(
+            &mut cache[start..end],
+            (slots * head_dim).max(1),
+            grain,
+            |first, planes| {
+                for (i, plane) in planes.chunks_exact_mut(slots * head_dim).enumerate() {
+                    let (b, h) = ((first + i) / heads, (first + i) % heads);
+                    let written = &mut plane[self.append.slot * head_dim..];
+                    for (t, out) in written.chunks_exact_mut(head_dim).take(tokens).enumerate() {
+                        let column = (b * tokens + t) * width + self.first + h * head_dim;
+                        let x = &qkv[column..column + head_dim];
+                        match (&angles, self.rotation) {
+                            (Some(angles), Some(rotation)) => {
+                                let (cos, sin) = angles.at(t);
+                                core::rotate(rotation.style, x, cos, sin, out);
+                            }
+                            _ => core::copy(x, out),
                         }
-                        _ => core::copy(x, out),
                     }
                 }
-            }
-        });
+            },
+        );
         Ok(())
     }
 }

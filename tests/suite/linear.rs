@@ -40,7 +40,13 @@ fn tolerance(dtype: DType, k: usize, with_norm: bool) -> f64 {
 fn every_combination_agrees_with_float64() -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for weight_dtype in [DType::F32, DType::F16, DType::BF16] {
-            for (m, k, n) in [(1, 64, 48), (1, 33, 10), (3, 576, 100), (9, 111, 34), (40, 64, 260)] {
+            for (m, k, n) in [
+                (1, 64, 48),
+                (1, 33, 10),
+                (3, 576, 100),
+                (9, 111, 34),
+                (40, 64, 260),
+            ] {
                 for activation in ACTIVATIONS {
                     for with_norm in [false, true] {
                         combination(dtype, weight_dtype, (m, k, n), activation, with_norm)?;
@@ -60,19 +66,39 @@ fn combination(
     with_norm: bool,
 ) -> Result<()> {
     let x = randn(&[m, k], dtype)?;
-    let weights = [randn(&[n / 2, k], weight_dtype)?, randn(&[n - n / 2, k], weight_dtype)?];
+    let weights = [
+        randn(&[n / 2, k], weight_dtype)?,
+        randn(&[n - n / 2, k], weight_dtype)?,
+    ];
     let norm_weight = randn(&[k], dtype)?;
     let bias = randn(&[n], dtype)?;
-    let width = if activation == Activation::SwiGlu { n / 2 } else { n };
+    let width = if activation == Activation::SwiGlu {
+        n / 2
+    } else {
+        n
+    };
     let residual = randn(&[m, width], dtype)?;
     let residuals = [&residual, &residual];
-    let epilogue = Epilogue { bias: Some(&bias), activation, residuals: &residuals };
+    let epilogue = Epilogue {
+        bias: Some(&bias),
+        activation,
+        residuals: &residuals,
+    };
     let refs = [&weights[0], &weights[1]];
     let (prologue, got) = if with_norm {
         let parts = rms_norm_linear(&x, &norm_weight, 1e-5, &refs, &epilogue)?;
-        (Prologue::RmsNorm { weight: &norm_weight, eps: 1e-5 }, Tensor::cat(&parts, D::Minus1)?)
+        (
+            Prologue::RmsNorm {
+                weight: &norm_weight,
+                eps: 1e-5,
+            },
+            Tensor::cat(&parts, D::Minus1)?,
+        )
     } else {
-        (Prologue::None, linear(&x, &Tensor::cat(&refs, 0)?, &epilogue)?)
+        (
+            Prologue::None,
+            linear(&x, &Tensor::cat(&refs, 0)?, &epilogue)?,
+        )
     };
     assert_eq!((got.dims(), got.dtype()), ([m, width].as_slice(), dtype));
     let weights = weights.map(Weight::Dense);
@@ -103,7 +129,10 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
         let mut dims = x.dims().to_vec();
         *dims.last_mut().expect("a dimension") = 24;
         let residual = residual.broadcast_as(dims.as_slice())?;
-        let epilogue = Epilogue { residuals: &[&residual], ..Default::default() };
+        let epilogue = Epilogue {
+            residuals: &[&residual],
+            ..Default::default()
+        };
         let strided = linear(&x, &w, &epilogue)?;
         let copied = linear(&x.contiguous()?, &w.contiguous()?, &epilogue)?;
         assert_eq!(strided.dims(), dims);
@@ -120,7 +149,12 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
 
 fn packed(rows: usize, cols: usize, dtype: GgmlDType) -> Result<Weight> {
     let quantized = QTensor::quantize(&randn(&[rows, cols], DType::F32)?, dtype)?;
-    Ok(Weight::Packed(Arc::new(PackedMatrix::pack(dtype, rows, cols, &quantized.data()?)?)))
+    Ok(Weight::Packed(Arc::new(PackedMatrix::pack(
+        dtype,
+        rows,
+        cols,
+        &quantized.data()?,
+    )?)))
 }
 
 /// Int8 activations are off by max / 127 / sqrt(12) on average, 0.6 % of a deviation of the inputs.
@@ -144,7 +178,10 @@ fn quantized_products_stay_within_the_error_of_int8() -> Result<()> {
                 let x = randn(&[m, k], DType::F32)?;
                 let norm_weight = randn(&[k], DType::F32)?;
                 let prologue = match with_norm {
-                    true => Prologue::RmsNorm { weight: &norm_weight, eps: 1e-6 },
+                    true => Prologue::RmsNorm {
+                        weight: &norm_weight,
+                        eps: 1e-6,
+                    },
                     false => Prologue::None,
                 };
                 // Matrices whose rows do not divide by the row group, and one that is dense.
@@ -154,11 +191,17 @@ fn quantized_products_stay_within_the_error_of_int8() -> Result<()> {
                     Weight::Dense(randn(&[5, k], DType::F32)?),
                 ];
                 let residual = randn(&[m, n + 12], DType::F32)?;
-                let epilogue = Epilogue { residuals: &[&residual], ..Default::default() };
+                let epilogue = Epilogue {
+                    residuals: &[&residual],
+                    ..Default::default()
+                };
                 let got = quant_linear(&x, prologue, &weights, &epilogue)?;
                 let expected = reference(&x, prologue, &weights, &epilogue)?;
                 let error = error(&got, &expected)?;
-                assert!(error < 2.5e-2, "{dtype:?} {m}x{k}x{n} norm {with_norm}: {error:e}");
+                assert!(
+                    error < 2.5e-2,
+                    "{dtype:?} {m}x{k}x{n} norm {with_norm}: {error:e}"
+                );
             }
         }
     }
@@ -169,8 +212,14 @@ fn quantized_products_stay_within_the_error_of_int8() -> Result<()> {
 fn gating_pairs_matrices_of_any_size() -> Result<()> {
     for rows in [16, 24, 7, 160] {
         let x = randn(&[3, 64], DType::F32)?;
-        let weights = [packed(rows, 64, GgmlDType::Q8_0)?, packed(rows, 64, GgmlDType::Q4_1)?];
-        let epilogue = Epilogue { activation: Activation::SwiGlu, ..Default::default() };
+        let weights = [
+            packed(rows, 64, GgmlDType::Q8_0)?,
+            packed(rows, 64, GgmlDType::Q4_1)?,
+        ];
+        let epilogue = Epilogue {
+            activation: Activation::SwiGlu,
+            ..Default::default()
+        };
         let got = quant_linear(&x, Prologue::None, &weights, &epilogue)?;
         let expected = reference(&x, Prologue::None, &weights, &epilogue)?;
         assert!(error(&got, &expected)? < 2.5e-2, "{rows} rows");
@@ -182,14 +231,27 @@ fn gating_pairs_matrices_of_any_size() -> Result<()> {
 fn the_trace_tells_what_was_fused() -> Result<()> {
     let x = randn(&[1, 64], DType::F32)?;
     let norm = randn(&[64], DType::F32)?;
-    let prologue = Prologue::RmsNorm { weight: &norm, eps: 1e-6 };
-    let weights = [packed(16, 64, GgmlDType::Q4_1)?, packed(16, 64, GgmlDType::Q4_1)?];
-    let epilogue = Epilogue { activation: Activation::SwiGlu, ..Default::default() };
+    let prologue = Prologue::RmsNorm {
+        weight: &norm,
+        eps: 1e-6,
+    };
+    let weights = [
+        packed(16, 64, GgmlDType::Q4_1)?,
+        packed(16, 64, GgmlDType::Q4_1)?,
+    ];
+    let epilogue = Epilogue {
+        activation: Activation::SwiGlu,
+        ..Default::default()
+    };
     let (y, calls) = trace::capture(|| quant_linear(&x, prologue, &weights, &epilogue));
     y?;
     let (call, n) = calls.iter().next().expect("a call");
     assert_eq!((call.op, n), ("quant_linear", 1));
-    assert!(call.path.ends_with("q4_1 rms_norm+ +swiglu"), "{}", call.path);
+    assert!(
+        call.path.ends_with("q4_1 rms_norm+ +swiglu"),
+        "{}",
+        call.path
+    );
     Ok(())
 }
 
@@ -207,18 +269,33 @@ fn bad_arguments_are_named() -> Result<()> {
     let whole = Tensor::ones((2, 8), DType::U32, &Device::Cpu)?;
     assert!(message(linear(&whole, &w, &none)).contains("x is U32"));
     let short = randn(&[5], DType::F32)?;
-    let bias = Epilogue { bias: Some(&short), ..none };
+    let bias = Epilogue {
+        bias: Some(&short),
+        ..none
+    };
     assert!(message(linear(&x, &w, &bias)).contains("bias has shape [5]"));
     let half = randn(&[6], DType::BF16)?;
-    let bias = Epilogue { bias: Some(&half), ..none };
+    let bias = Epilogue {
+        bias: Some(&half),
+        ..none
+    };
     assert!(message(linear(&x, &w, &bias)).contains("bias is BF16"));
     let residual = randn(&[2, 5], DType::F32)?;
-    let residuals = Epilogue { residuals: &[&residual], ..none };
+    let residuals = Epilogue {
+        residuals: &[&residual],
+        ..none
+    };
     assert!(message(linear(&x, &w, &residuals)).contains("residuals[0]"));
     let three = [&x, &x, &x];
-    let residuals = Epilogue { residuals: &three, ..none };
+    let residuals = Epilogue {
+        residuals: &three,
+        ..none
+    };
     assert!(message(linear(&x, &randn(&[8, 8], DType::F32)?, &residuals)).contains("3 residuals"));
-    let odd = Epilogue { activation: Activation::SwiGlu, ..none };
+    let odd = Epilogue {
+        activation: Activation::SwiGlu,
+        ..none
+    };
     assert!(message(linear(&x, &randn(&[5, 8], DType::F32)?, &odd)).contains("swiglu"));
     let norm = randn(&[7], DType::F32)?;
     let result = rms_norm_linear(&x, &norm, 1e-5, &[&w], &none).map(|mut y| y.remove(0));
@@ -235,7 +312,10 @@ fn empty_and_huge_inputs_are_fine() -> Result<()> {
     let huge = (randn(&[4, 32], DType::F32)? * 1e18)?;
     let norm = Tensor::ones(32, DType::F32, &Device::Cpu)?;
     let weights = [packed(32, 32, GgmlDType::Q8_0)?];
-    let prologue = Prologue::RmsNorm { weight: &norm, eps: 1e-6 };
+    let prologue = Prologue::RmsNorm {
+        weight: &norm,
+        eps: 1e-6,
+    };
     let y = quant_linear(&huge, prologue, &weights, &Epilogue::default())?;
     let expected = reference(&huge, prologue, &weights, &Epilogue::default())?;
     assert!(error(&y, &expected)? < 2.5e-2);

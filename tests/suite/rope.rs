@@ -10,7 +10,10 @@ const STYLES: [RopeStyle; 2] = [RopeStyle::HalfSplit, RopeStyle::Interleaved];
 /// Tables `[positions, pairs]` of random angles.
 fn tables(positions: usize, pairs: usize, dtype: DType) -> Result<(Tensor, Tensor)> {
     let angles = randn(&[positions, pairs], DType::F32)?;
-    Ok((angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?))
+    Ok((
+        angles.cos()?.to_dtype(dtype)?,
+        angles.sin()?.to_dtype(dtype)?,
+    ))
 }
 
 /// Half a unit in the last place from rounding once, a unit of f32 from computing.
@@ -30,11 +33,19 @@ fn rotations_agree_with_float64() -> Result<()> {
             for (head_dim, pairs) in [(64, 32), (80, 10), (96, 48), (7, 2), (2, 1), (16, 0)] {
                 let x = randn(&[2, 3, 5, head_dim], dtype)?;
                 let (cos, sin) = tables(40, pairs, DType::F32)?;
-                let rotation = Rotation { cos: &cos, sin: &sin, position: 11, style };
+                let rotation = Rotation {
+                    cos: &cos,
+                    sin: &sin,
+                    position: 11,
+                    style,
+                };
                 let got = rope(&x, &rotation)?;
                 assert_eq!((got.dims(), got.dtype()), (x.dims(), dtype));
                 let error = widest_error(&got, &reference(&x, &rotation)?)?;
-                assert!(error < limit(dtype), "{dtype:?} {style:?} {head_dim}: {error:e}");
+                assert!(
+                    error < limit(dtype),
+                    "{dtype:?} {style:?} {head_dim}: {error:e}"
+                );
             }
         }
     }
@@ -50,8 +61,19 @@ fn whole_heads_are_rotated_as_candle_does() -> Result<()> {
             RopeStyle::HalfSplit => candle_nn::rotary_emb::rope(&x, &cos, &sin)?,
             RopeStyle::Interleaved => candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?,
         };
-        let got = rope(&x, &Rotation { cos: &cos, sin: &sin, position: 0, style })?;
-        let expected = expected.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        let got = rope(
+            &x,
+            &Rotation {
+                cos: &cos,
+                sin: &sin,
+                position: 0,
+                style,
+            },
+        )?;
+        let expected = expected
+            .to_dtype(DType::F64)?
+            .flatten_all()?
+            .to_vec1::<f64>()?;
         assert!(widest_error(&got, &expected)? < 2.4e-7);
     }
     Ok(())
@@ -65,9 +87,17 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
         let (_, _, tokens, head_dim) = x.dims4()?;
         let (cos, sin) = tables(tokens + 2, head_dim / 2, DType::BF16)?;
         for style in STYLES {
-            let rotation = Rotation { cos: &cos, sin: &sin, position: 2, style };
+            let rotation = Rotation {
+                cos: &cos,
+                sin: &sin,
+                position: 2,
+                style,
+            };
             let flat = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
-            assert_eq!(flat(rope(&x, &rotation)?)?, flat(rope(&x.contiguous()?, &rotation)?)?);
+            assert_eq!(
+                flat(rope(&x, &rotation)?)?,
+                flat(rope(&x.contiguous()?, &rotation)?)?
+            );
         }
     }
     Ok(())
@@ -76,9 +106,11 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
 /// The append is the rotation of its parts, at its slots and nowhere else.
 #[test]
 fn appending_rotates_and_writes_in_place() -> Result<()> {
-    for (dtype, cache_dtype) in
-        [(DType::F32, DType::F32), (DType::BF16, DType::BF16), (DType::F32, DType::F16)]
-    {
+    for (dtype, cache_dtype) in [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::BF16),
+        (DType::F32, DType::F16),
+    ] {
         for style in STYLES {
             for (batch, tokens, heads, kv_heads, head_dim) in
                 [(1, 1, 9, 3, 64), (2, 5, 4, 1, 80), (1, 40, 2, 2, 16)]
@@ -89,8 +121,18 @@ fn appending_rotates_and_writes_in_place() -> Result<()> {
                 let (k_cache, v_cache) = (cache(0)?, cache(1)?);
                 let (k_before, v_before) = (k_cache.copy()?, v_cache.copy()?);
                 let (cos, sin) = tables(100, head_dim / 4, DType::F32)?;
-                let rotation = Rotation { cos: &cos, sin: &sin, position: 30, style };
-                let append = RopeAppend { rotation, heads, kv_heads, slot: 7 };
+                let rotation = Rotation {
+                    cos: &cos,
+                    sin: &sin,
+                    position: 30,
+                    style,
+                };
+                let append = RopeAppend {
+                    rotation,
+                    heads,
+                    kv_heads,
+                    slot: 7,
+                };
                 let (q, calls) = trace::capture(|| rope_append(&qkv, &append, &k_cache, &v_cache));
                 let q = q?;
                 assert_eq!(calls.count("rope"), 1);
@@ -122,19 +164,66 @@ fn bad_arguments_are_named() -> Result<()> {
     let x = randn(&[1, 2, 5, 8], DType::F32)?;
     let (cos, sin) = tables(6, 4, DType::F32)?;
     let style = RopeStyle::HalfSplit;
-    let rotation = Rotation { cos: &cos, sin: &sin, position: 0, style };
+    let rotation = Rotation {
+        cos: &cos,
+        sin: &sin,
+        position: 0,
+        style,
+    };
     let message = |x: &Tensor, r: Rotation<'_>| rope(x, &r).expect_err("").to_string();
     assert!(message(&x.squeeze(0)?, rotation).contains("x has shape [2, 5, 8]"));
-    assert!(message(&x, Rotation { position: 2, ..rotation }).contains("cos has 6 positions"));
+    assert!(
+        message(
+            &x,
+            Rotation {
+                position: 2,
+                ..rotation
+            }
+        )
+        .contains("cos has 6 positions")
+    );
     let (wide, _) = tables(6, 5, DType::F32)?;
-    assert!(message(&x, Rotation { sin: &wide, ..rotation }).contains("sin has shape"));
-    assert!(message(&x, Rotation { cos: &wide, sin: &wide, ..rotation }).contains("a head has 8"));
+    assert!(
+        message(
+            &x,
+            Rotation {
+                sin: &wide,
+                ..rotation
+            }
+        )
+        .contains("sin has shape")
+    );
+    assert!(
+        message(
+            &x,
+            Rotation {
+                cos: &wide,
+                sin: &wide,
+                ..rotation
+            }
+        )
+        .contains("a head has 8")
+    );
     let whole = Tensor::ones((6, 4), DType::U32, &Device::Cpu)?;
-    assert!(message(&x, Rotation { cos: &whole, ..rotation }).contains("cos is U32"));
+    assert!(
+        message(
+            &x,
+            Rotation {
+                cos: &whole,
+                ..rotation
+            }
+        )
+        .contains("cos is U32")
+    );
 
     let qkv = randn(&[1, 2, 32], DType::F32)?;
     let cache = randn(&[1, 1, 4, 8], DType::F32)?;
-    let append = RopeAppend { rotation, heads: 2, kv_heads: 1, slot: 0 };
+    let append = RopeAppend {
+        rotation,
+        heads: 2,
+        kv_heads: 1,
+        slot: 0,
+    };
     let message = |a: RopeAppend<'_>, k: &Tensor, v: &Tensor| {
         rope_append(&qkv, &a, k, v).expect_err("").to_string()
     };

@@ -40,9 +40,19 @@ pub(super) unsafe fn multiply<V: Vector, B: Element, const FACTORS: bool>(
 ) {
     let mut i = 0;
     while i < m {
-        let a = Left { at: a.at.wrapping_add(i * a.row), ..a };
-        let c = Rows { at: c.at.wrapping_add(i * c.row), ..c };
-        let f = if FACTORS { factors.wrapping_add(i) } else { factors };
+        let a = Left {
+            at: a.at.wrapping_add(i * a.row),
+            ..a
+        };
+        let c = Rows {
+            at: c.at.wrapping_add(i * c.row),
+            ..c
+        };
+        let f = if FACTORS {
+            factors.wrapping_add(i)
+        } else {
+            factors
+        };
         // SAFETY: rows `i ..` of the operands, as many as are left, up to six.
         unsafe {
             match m - i {
@@ -74,20 +84,38 @@ unsafe fn columns<V: Vector, B: Element, const FACTORS: bool, const M: usize, co
     // SAFETY: `j` stays below `vectors`.
     unsafe {
         while j + N <= vectors {
-            let b = Rows { at: b.at.add(j * V::LANES), ..b };
-            let c = Rows { at: c.at.add(j * V::LANES), ..c };
+            let b = Rows {
+                at: b.at.add(j * V::LANES),
+                ..b
+            };
+            let c = Rows {
+                at: c.at.add(j * V::LANES),
+                ..c
+            };
             registers::<V, B, FACTORS, M, N>(k, a, b, c, factors);
             j += N;
         }
         while N > 2 && j + 2 <= vectors {
-            let b = Rows { at: b.at.add(j * V::LANES), ..b };
-            let c = Rows { at: c.at.add(j * V::LANES), ..c };
+            let b = Rows {
+                at: b.at.add(j * V::LANES),
+                ..b
+            };
+            let c = Rows {
+                at: c.at.add(j * V::LANES),
+                ..c
+            };
             registers::<V, B, FACTORS, M, 2>(k, a, b, c, factors);
             j += 2;
         }
         while j < vectors {
-            let b = Rows { at: b.at.add(j * V::LANES), ..b };
-            let c = Rows { at: c.at.add(j * V::LANES), ..c };
+            let b = Rows {
+                at: b.at.add(j * V::LANES),
+                ..b
+            };
+            let c = Rows {
+                at: c.at.add(j * V::LANES),
+                ..c
+            };
             registers::<V, B, FACTORS, M, 1>(k, a, b, c, factors);
             j += 1;
         }
@@ -164,8 +192,14 @@ pub(super) unsafe fn dots<V: Vector, T: Element>(
 ) {
     let mut i = 0;
     while i < m {
-        let q = Rows { at: q.at.wrapping_add(i * q.row), ..q };
-        let s = Rows { at: s.at.wrapping_add(i * s.row), ..s };
+        let q = Rows {
+            at: q.at.wrapping_add(i * q.row),
+            ..q
+        };
+        let s = Rows {
+            at: s.at.wrapping_add(i * s.row),
+            ..s
+        };
         // SAFETY: rows `i ..`, as many as are left, up to three.
         i += unsafe {
             match m - i {
@@ -195,7 +229,10 @@ unsafe fn each_key<V: Vector, T: Element, const M: usize, const P: usize>(
         for (i, at) in at.iter_mut().enumerate() {
             *at = keys.at.wrapping_add((p + i).min(n - 1) * keys.row);
         }
-        let s = Rows { at: s.at.wrapping_add(p), ..s };
+        let s = Rows {
+            at: s.at.wrapping_add(p),
+            ..s
+        };
         // SAFETY: keys that exist, and room for four scores.
         unsafe { some_keys::<V, T, M, P>(vectors, q, at, s) }
         p += P;

@@ -36,17 +36,32 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
         for r in 0..rows {
             task.load_query::<V>(r, q.add(r * width));
         }
-        let q = Rows { at: q.cast_const(), row: width };
-        let scores = Rows { at: scores, row: KEYS + 16 };
-        let out = Rows { at: task.state.out, row: width };
-        let copied = Rows { at: copy.cast_const(), row: width };
+        let q = Rows {
+            at: q.cast_const(),
+            row: width,
+        };
+        let scores = Rows {
+            at: scores,
+            row: KEYS + 16,
+        };
+        let out = Rows {
+            at: task.state.out,
+            row: width,
+        };
+        let copied = Rows {
+            at: copy.cast_const(),
+            row: width,
+        };
         let mut key = first;
         while key < end {
             let n = KEYS.min(end - key);
             let size = (rows, vectors, n);
             if whole && p.k.strides[3] == 1 {
                 let at = p.k.row(task.batch, task.kv_head, key);
-                let keys = Rows { at, row: p.k.strides[2] };
+                let keys = Rows {
+                    at,
+                    row: p.k.strides[2],
+                };
                 block::dots::<V, T>(size, q, keys, scores);
             } else {
                 task.copy_rows::<V>(&p.k, key, n, copy);
@@ -56,10 +71,17 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
                 let row = scores.at.add(r * scores.row);
                 *factors.add(r) = soften::<V, T>(task, r, key, n, row);
             }
-            let left = Left { at: scores.at, row: scores.row, step: 1 };
+            let left = Left {
+                at: scores.at,
+                row: scores.row,
+                step: 1,
+            };
             if whole && p.v.strides[3] == 1 {
                 let at = p.v.row(task.batch, task.kv_head, key);
-                let values = Rows { at, row: p.v.strides[2] };
+                let values = Rows {
+                    at,
+                    row: p.v.strides[2],
+                };
                 block::multiply::<V, T, true>(size, left, values, out, factors);
             } else {
                 task.copy_rows::<V>(&p.v, key, n, copy);

@@ -49,7 +49,15 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
         let (low, high) = (factors.add(lanes), factors.add(2 * lanes));
         let keys = factors.add(3 * lanes);
         let values = keys.add(KEYS * width);
-        let parts = Parts { queries, scores, factors, low, high, keys, values };
+        let parts = Parts {
+            queries,
+            scores,
+            factors,
+            low,
+            high,
+            keys,
+            values,
+        };
         transpose_queries::<V, T>(task, &parts, values.add(KEYS * width));
         let mut key = first;
         while key < end {
@@ -80,11 +88,17 @@ unsafe fn rows_of<V: Vector, T: Element>(
     unsafe {
         if direct && x.strides[3] == 1 && block::is_f32::<T>() {
             let at = x.row(task.batch, task.kv_head, from).cast();
-            return Rows { at, row: x.strides[2] };
+            return Rows {
+                at,
+                row: x.strides[2],
+            };
         }
         task.copy_rows::<V>(x, from, n, room);
     }
-    Rows { at: room, row: padded(task.problem.sizes.dim) }
+    Rows {
+        at: room,
+        row: padded(task.problem.sizes.dim),
+    }
 }
 
 /// Queries as columns: element `d` of row `r` at `d * padded(rows) + r`.
@@ -129,15 +143,31 @@ unsafe fn score<V: Vector, T: Element>(
         let last = (r + vectors * V::LANES).min(rows) - 1;
         // What the rows `r ..= last` see of the block, as a whole and all of them.
         let (start, stop) = (task.visible(r / group).0, task.visible(last / group).1);
-        let (start, stop) = (start.clamp(key, key + n) - key, stop.clamp(key, key + n) - key);
+        let (start, stop) = (
+            start.clamp(key, key + n) - key,
+            stop.clamp(key, key + n) - key,
+        );
         let (full_start, full_stop) = (task.visible(last / group).0, task.visible(r / group).1);
         // SAFETY: rows below `used` and keys below `n` are within the scratch.
         unsafe {
-            let column = Rows { at: parts.scores.add(r), row: lanes };
+            let column = Rows {
+                at: parts.scores.add(r),
+                row: lanes,
+            };
             if start < stop {
-                let left = Left { at: keys.at.add(start * keys.row), row: keys.row, step: 1 };
-                let right = Rows { at: parts.queries.add(r).cast_const(), row: lanes };
-                let into = Rows { at: column.at.add(start * lanes), row: lanes };
+                let left = Left {
+                    at: keys.at.add(start * keys.row),
+                    row: keys.row,
+                    step: 1,
+                };
+                let right = Rows {
+                    at: parts.queries.add(r).cast_const(),
+                    row: lanes,
+                };
+                let into = Rows {
+                    at: column.at.add(start * lanes),
+                    row: lanes,
+                };
                 let size = (stop - start, vectors, p.sizes.dim);
                 block::multiply::<V, f32, false>(size, left, right, into, parts.factors);
             }
@@ -174,7 +204,9 @@ unsafe fn cap_and_mask<V: Vector, T: Element>(
             for i in start..stop {
                 for j in (0..=last - r).step_by(V::LANES) {
                     let at = column.at.add(i * column.row + j);
-                    tanh_v(V::load(at).div(V::splat(cap))).mul(V::splat(cap)).store(at);
+                    tanh_v(V::load(at).div(V::splat(cap)))
+                        .mul(V::splat(cap))
+                        .store(at);
                 }
             }
         }
@@ -209,7 +241,10 @@ unsafe fn hide<V: Vector, T: Element>(
         }
         let hidden = V::splat(f32::NEG_INFINITY);
         for j in (0..vectors * V::LANES).step_by(V::LANES) {
-            let (low, high) = (V::load(parts.low.add(r + j)), V::load(parts.high.add(r + j)));
+            let (low, high) = (
+                V::load(parts.low.add(r + j)),
+                V::load(parts.high.add(r + j)),
+            );
             for i in start..stop {
                 let at = column.at.add(i * column.row + j);
                 let here = V::splat(i as f32);
@@ -250,7 +285,9 @@ unsafe fn soften<V: Vector, T: Element>(
         let factor = exp_weight_v(before.sub(taken));
         factor.store(parts.factors.add(r));
         max.store(task.state.max.add(r));
-        V::load(task.state.sum.add(r)).mul_add(factor, sum).store(task.state.sum.add(r));
+        V::load(task.state.sum.add(r))
+            .mul_add(factor, sum)
+            .store(task.state.sum.add(r));
     }
 }
 
@@ -274,10 +311,24 @@ unsafe fn accumulate<V: Vector, T: Element>(
         // SAFETY: rows below `rows` and keys below `n` are within state and scratch.
         unsafe {
             let at = parts.scores.add(start * lanes + r).cast_const();
-            let left = Left { at, row: 1, step: lanes };
-            let right = Rows { at: values.at.add(start * values.row), ..values };
-            let out = Rows { at: task.state.out.add(r * width), row: width };
-            let size = (m, p.sizes.dim.div_ceil(V::LANES), stop.saturating_sub(start));
+            let left = Left {
+                at,
+                row: 1,
+                step: lanes,
+            };
+            let right = Rows {
+                at: values.at.add(start * values.row),
+                ..values
+            };
+            let out = Rows {
+                at: task.state.out.add(r * width),
+                row: width,
+            };
+            let size = (
+                m,
+                p.sizes.dim.div_ceil(V::LANES),
+                stop.saturating_sub(start),
+            );
             block::multiply::<V, f32, true>(size, left, right, out, parts.factors.add(r));
         }
         r += 6;

@@ -51,8 +51,10 @@ unsafe fn sum4_avx2(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
         let cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
         let even = _mm256_shuffle_ps::<0b01_00_01_00>(ab, cd);
         let halves = _mm256_add_ps(even, _mm256_shuffle_ps::<0b11_10_11_10>(ab, cd));
-        let sums =
-            _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+        let sums = _mm_add_ps(
+            _mm256_castps256_ps128(halves),
+            _mm256_extractf128_ps::<1>(halves),
+        );
         std::mem::transmute::<__m128, [f32; 4]>(sums)
     }
 }
