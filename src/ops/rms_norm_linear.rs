@@ -1,5 +1,6 @@
 //! RMSNorm as the prologue of a matrix product.
 
+pub use super::linear::reference;
 use super::linear::{Epilogue, Prologue, Weight, launch};
 use candle_core::{D, Result, Tensor};
 

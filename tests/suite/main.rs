@@ -8,10 +8,13 @@ mod layer_norm;
 mod linear;
 mod llama;
 mod llama_gguf;
+mod quant_linear;
 mod residual_add;
 mod rms_norm;
+mod rms_norm_linear;
 mod rope;
 mod smollm2;
+mod stems;
 mod support;
 
 #[path = "../../examples/common/mod.rs"]
