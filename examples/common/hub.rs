@@ -181,7 +181,10 @@ impl Hub {
                 while let Some(next) = cause.source() {
                     cause = next;
                 }
-                anyhow!("hub not reachable ({endpoint}: {cause})")
+                anyhow!(
+                    "hub not reachable ({endpoint}: {})",
+                    clipped(&cause.to_string())
+                )
             }
             error => anyhow!(error),
         }
@@ -321,6 +324,14 @@ fn check(name: &str, path: &Path) -> Result<()> {
         validate::json(path).map(drop)
     } else {
         Ok(())
+    }
+}
+
+/// The beginning of a message; some certificates list every name of a data centre.
+fn clipped(text: &str) -> String {
+    match text.char_indices().nth(120) {
+        Some((end, _)) => format!("{} ...", &text[..end]),
+        None => text.to_owned(),
     }
 }
 

