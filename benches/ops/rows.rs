@@ -1,6 +1,6 @@
 //! The rows: an op, a shape, candle's way and the reference.
 
-use crate::timing::{Row, near};
+use crate::timing::{Row, Run, near};
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
 use candle_fused::cpu::packed::PackedMatrix;
@@ -108,8 +108,6 @@ fn limit(dtype: DType) -> f64 {
         _ => 4e-2,
     }
 }
-
-type Run = Box<dyn FnMut() -> Result<Tensor>>;
 
 fn checked(plain: Run, fused: Run, expected: Vec<f64>, limit: f64, bytes: usize) -> Row {
     let check = move |a: &Tensor, b: &Tensor| {

@@ -5,12 +5,15 @@ use candle_fused::cpu::pool;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+/// A contender.
+pub type Run = Box<dyn FnMut() -> Result<Tensor>>;
+
 /// One op on one shape.
 pub struct Row {
     /// candle's operations.
-    pub plain: Box<dyn FnMut() -> Result<Tensor>>,
+    pub plain: Run,
     /// The op.
-    pub fused: Box<dyn FnMut() -> Result<Tensor>>,
+    pub fused: Run,
     /// Fails if either result is wrong.
     pub check: Box<dyn Fn(&Tensor, &Tensor) -> Result<()>>,
     /// Bytes that a call has to move at least.
@@ -22,8 +25,8 @@ const ROUND: Duration = Duration::from_millis(60);
 
 /// Seconds of a call, the median over rounds in which both sides take a turn.
 pub fn compare(
-    plain: &mut dyn FnMut() -> Result<Tensor>,
-    fused: &mut dyn FnMut() -> Result<Tensor>,
+    plain: &mut Run,
+    fused: &mut Run,
 ) -> Result<[f64; 2]> {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
