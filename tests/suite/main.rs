@@ -1,5 +1,6 @@
 //! The integration tests: one binary, a module per op and per model.
 
+mod dense;
 mod flash_attention;
 mod gguf_file;
 mod golden;
