@@ -7,9 +7,9 @@
 //! From weights that are quantized already this gives files to measure speed with, not quality.
 
 use anyhow::{Context, Result, bail};
+use candle_core::Device;
 use candle_core::quantized::gguf_file::{self, Content};
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::Device;
 use clap::Parser;
 use std::fs::File;
 use std::io::{BufReader, BufWriter};
@@ -45,7 +45,10 @@ fn block_type(name: &str) -> Result<GgmlDType, String> {
 fn main() -> Result<()> {
     let args = Args::parse();
     if args.input.canonicalize().ok() == args.output.canonicalize().ok() && args.output.exists() {
-        bail!("{} cannot be read and written at once", args.input.display());
+        bail!(
+            "{} cannot be read and written at once",
+            args.input.display()
+        );
     }
     let device = Device::Cpu;
     let file = File::open(&args.input).with_context(|| args.input.display().to_string())?;
@@ -65,8 +68,15 @@ fn main() -> Result<()> {
         tensors.push((name.as_str(), tensor));
     }
     tensors.sort_by_key(|(name, _)| *name);
-    let metadata: Vec<_> = content.metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
-    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
+    let metadata: Vec<_> = content
+        .metadata
+        .iter()
+        .map(|(k, v)| (k.as_str(), v))
+        .collect();
+    let tensors: Vec<_> = tensors
+        .iter()
+        .map(|(name, tensor)| (*name, tensor))
+        .collect();
     let file = File::create(&args.output).with_context(|| args.output.display().to_string())?;
     let mut writer = BufWriter::new(file);
     gguf_file::write(&mut writer, &metadata, &tensors)?;

@@ -37,7 +37,12 @@ fn run() -> Result<()> {
         args.json.is_none() || args.compare,
         "--json writes what --compare finds; add --compare"
     );
-    let json = args.json.as_deref().filter(|_| args.probe.is_none()).map(JsonFile::create).transpose()?;
+    let json = args
+        .json
+        .as_deref()
+        .filter(|_| args.probe.is_none())
+        .map(JsonFile::create)
+        .transpose()?;
     let located = source::locate(
         args.model.model.as_deref(),
         args.model.revision.as_deref(),

@@ -63,8 +63,16 @@ impl Fusion {
     }
 
     fn from_flags(flags: [bool; 8]) -> Self {
-        let [residual_add, rms_norm, rms_norm_linear, linear, quant_linear, swiglu, rope, flash_attention] =
-            flags;
+        let [
+            residual_add,
+            rms_norm,
+            rms_norm_linear,
+            linear,
+            quant_linear,
+            swiglu,
+            rope,
+            flash_attention,
+        ] = flags;
         Self {
             residual_add,
             rms_norm,
@@ -126,8 +134,19 @@ impl fmt::Display for Fusion {
         if *self == Self::all() {
             return f.write_str("all");
         }
-        let on: Vec<_> =
-            Self::NAMES.iter().zip(self.flags()).filter(|(_, on)| *on).map(|(n, _)| *n).collect();
-        f.write_str(if on.is_empty() { "none".to_owned() } else { on.join(",") }.as_str())
+        let on: Vec<_> = Self::NAMES
+            .iter()
+            .zip(self.flags())
+            .filter(|(_, on)| *on)
+            .map(|(n, _)| *n)
+            .collect();
+        f.write_str(
+            if on.is_empty() {
+                "none".to_owned()
+            } else {
+                on.join(",")
+            }
+            .as_str(),
+        )
     }
 }

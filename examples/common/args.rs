@@ -240,5 +240,6 @@ fn dtype(text: &str) -> Result<DType, String> {
 }
 
 fn fusion(text: &str) -> Result<Fusion, String> {
-    text.parse().map_err(|error: candle_core::Error| error.to_string())
+    text.parse()
+        .map_err(|error: candle_core::Error| error.to_string())
 }

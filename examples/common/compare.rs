@@ -86,7 +86,11 @@ impl Comparison<'_> {
             tokens_match: first_mismatch.is_none(),
             first_mismatch,
             mismatch_margin: first_mismatch.map(|at| f64::from(stock_runs[0].margins[at])),
-            max_logit_diff: self.logit_difference(stock.as_mut(), fused.as_mut(), &stock_runs[0])?,
+            max_logit_diff: self.logit_difference(
+                stock.as_mut(),
+                fused.as_mut(),
+                &stock_runs[0],
+            )?,
             layers: self.layers(fused.as_mut())?,
             op_calls: self.calls(fused.as_mut())?,
             speedup: Speedup::of(&stock_side, &fused_side),
@@ -131,7 +135,15 @@ impl Comparison<'_> {
             tokens.push(token);
             margins.push(margin);
         }
-        Ok(Generation { tokens, margins, round: Round { first_token, prefill, steps } })
+        Ok(Generation {
+            tokens,
+            margins,
+            round: Round {
+                first_token,
+                prefill,
+                steps,
+            },
+        })
     }
 
     /// The largest difference of a logit over the whole generation, both sides fed stock's tokens.
@@ -152,7 +164,10 @@ impl Comparison<'_> {
             Ok(())
         };
         step(self.prompt, 0)?;
-        for (i, token) in generation.tokens[..generation.tokens.len() - 1].iter().enumerate() {
+        for (i, token) in generation.tokens[..generation.tokens.len() - 1]
+            .iter()
+            .enumerate()
+        {
             step(&[*token], self.prompt.len() + i)?;
         }
         Ok(largest)
@@ -169,7 +184,12 @@ impl Comparison<'_> {
         let (Some(fused), Some(plain)) = pairs else {
             return Ok(Vec::new());
         };
-        fused.iter().zip(&plain).enumerate().map(|(i, (f, p))| layer_error(i, f, p)).collect()
+        fused
+            .iter()
+            .zip(&plain)
+            .enumerate()
+            .map(|(i, (f, p))| layer_error(i, f, p))
+            .collect()
     }
 
     /// Calls of each fused op for one token behind the prompt.
@@ -177,15 +197,20 @@ impl Comparison<'_> {
         fused.clear()?;
         fused.forward(self.prompt, 0)?;
         let last = &self.prompt[self.prompt.len() - 1..];
-        let (logits, calls) =
-            trace::capture(|| fused.forward(last, self.prompt.len()));
+        let (logits, calls) = trace::capture(|| fused.forward(last, self.prompt.len()));
         logits?;
-        Ok(calls.by_op().into_iter().map(|(op, n)| (op.to_owned(), n)).collect())
+        Ok(calls
+            .by_op()
+            .into_iter()
+            .map(|(op, n)| (op.to_owned(), n))
+            .collect())
     }
 
     /// Load time and peak memory of one side alone, measured in a process of its own.
     fn probe(&self, side: &str) -> Result<Probe> {
-        report::say(format_args!("measuring load time and memory of the {side} side"));
+        report::say(format_args!(
+            "measuring load time and memory of the {side} side"
+        ));
         let this = std::env::current_exe().context("cannot find this program")?;
         let output = Command::new(this)
             .args(std::env::args_os().skip(1))
@@ -204,7 +229,10 @@ impl Comparison<'_> {
     pub fn answer_probe(&self, form: Form) -> Result<()> {
         let (mut loaded, load) = self.load(form)?;
         self.generate(loaded.as_mut())?;
-        let probe = Probe { load_s: load.as_secs_f64(), peak_rss: report::peak_memory() };
+        let probe = Probe {
+            load_s: load.as_secs_f64(),
+            peak_rss: report::peak_memory(),
+        };
         report::write_text(&mut std::io::stdout(), &serde_json::to_string(&probe)?)
     }
 }

@@ -305,9 +305,10 @@ impl JsonFile {
             .parent()
             .filter(|p| !p.as_os_str().is_empty())
             .unwrap_or(Path::new("."));
+        std::fs::metadata(folder).with_context(context)?;
+        // The kind only: the temporary file's name would mean nothing to the user.
         let file = temporary_file()
             .tempfile_in(folder)
-            // The kind only: the temporary name means nothing to the user.
             .map_err(|error| std::io::Error::from(error.kind()))
             .with_context(context)?;
         Ok(Self {

@@ -24,18 +24,30 @@ pub fn load(
     );
     let in_dtype = weights.dtype(dtype)?;
     let (vb, config) = match weights {
-        Weights::Gguf { path, content, mut reader } if dtype.is_none() => {
+        Weights::Gguf {
+            path,
+            content,
+            mut reader,
+        } if dtype.is_none() => {
             let model = ModelWeights::from_gguf_fused(content, &mut reader, device, fusion)
                 .with_context(|| format!("{} cannot be loaded", path.display()))?;
-            return Ok(Box::new(Quantized { model, device: device.clone() }));
+            return Ok(Box::new(Quantized {
+                model,
+                device: device.clone(),
+            }));
         }
-        Weights::Gguf { path, content, mut reader } => {
-            dequantized(&content, &mut reader, in_dtype, device)
-                .with_context(|| format!("{} cannot be loaded", path.display()))?
-        }
+        Weights::Gguf {
+            path,
+            content,
+            mut reader,
+        } => dequantized(&content, &mut reader, in_dtype, device)
+            .with_context(|| format!("{} cannot be loaded", path.display()))?,
         Weights::Safetensors { files, config } => {
             let config: LlamaConfig = serde_json::from_value(config).with_context(|| {
-                format!("{} is no usable llama configuration", files.config.display())
+                format!(
+                    "{} is no usable llama configuration",
+                    files.config.display()
+                )
             })?;
             // SAFETY: the files are mapped read-only; like every memory-mapped loader this one asks
             // that nobody truncates them while the model is in use.
@@ -45,10 +57,15 @@ pub fn load(
             (vb, config.into_config(false))
         }
     };
-    let model =
-        Llama::load_fused(vb, &config, fusion).context("the weights do not fit the configuration")?;
+    let model = Llama::load_fused(vb, &config, fusion)
+        .context("the weights do not fit the configuration")?;
     let cache = Cache::new(true, in_dtype, &config, device)?;
-    Ok(Box::new(Dense { model, cache, config, device: device.clone() }))
+    Ok(Box::new(Dense {
+        model,
+        cache,
+        config,
+        device: device.clone(),
+    }))
 }
 
 /// A GGUF file as a dense checkpoint.
@@ -104,7 +121,10 @@ struct Dense {
 impl TextModel for Dense {
     fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
         let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-        Ok(self.model.forward(&input, position, &mut self.cache)?.squeeze(0)?)
+        Ok(self
+            .model
+            .forward(&input, position, &mut self.cache)?
+            .squeeze(0)?)
     }
 
     fn clear(&mut self) -> Result<()> {
@@ -123,6 +143,8 @@ impl TextModel for Dense {
     fn hidden_states(&mut self, tokens: &[u32]) -> Result<Option<Vec<Tensor>>> {
         self.clear()?;
         let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-        Ok(Some(self.model.hidden_states(&input, 0, &mut self.cache)?.0))
+        Ok(Some(
+            self.model.hidden_states(&input, 0, &mut self.cache)?.0,
+        ))
     }
 }

@@ -109,10 +109,15 @@ impl Generator {
             prefill,
             steps,
         };
-        Ok(Generated { stop, prompt_tokens, round })
+        Ok(Generated {
+            stop,
+            prompt_tokens,
+            round,
+        })
     }
 
-    fn check(&self, prompt: &[u32]) -> Result<()> {
+    /// Whether [`generate`](Self::generate) can begin with this prompt.
+    pub fn check(&self, prompt: &[u32]) -> Result<()> {
         ensure!(
             !prompt.is_empty(),
             "the prompt is empty; give --prompt some text"

@@ -174,17 +174,18 @@ fn add_ends(
     if first.is_none() && last.is_none() {
         return Ok(());
     }
-    let pieces = |body: &str| -> Vec<String> {
+    let pieces = |body: &[&str]| -> Vec<String> {
         let name = |end: &Option<(String, u32)>| end.as_ref().map(|(token, _)| token.clone());
+        let body = body.iter().map(|piece| (*piece).to_owned());
         name(&first)
             .into_iter()
-            .chain([body.to_owned()])
+            .chain(body)
             .chain(name(&last))
             .collect()
     };
     let template = TemplateProcessing::builder()
-        .try_single(pieces("$A"))
-        .and_then(|builder| builder.try_pair(pieces("$B:1")))
+        .try_single(pieces(&["$A"]))
+        .and_then(|builder| builder.try_pair(pieces(&["$A", "$B:1"])))
         .map_err(|error| anyhow!("its first or last token cannot be used ({error})"))?
         .special_tokens(first.iter().chain(&last).cloned().collect::<Vec<_>>())
         .build()

@@ -181,7 +181,10 @@ impl Hub {
                 while let Some(next) = cause.source() {
                     cause = next;
                 }
-                anyhow!("hub not reachable ({endpoint}: {cause})")
+                anyhow!(
+                    "hub not reachable ({endpoint}: {})",
+                    clipped(&cause.to_string())
+                )
             }
             error => anyhow!(error),
         }
@@ -324,6 +327,14 @@ fn check(name: &str, path: &Path) -> Result<()> {
     }
 }
 
+/// The beginning of a message; some certificates list every name of a data centre.
+fn clipped(text: &str) -> String {
+    match text.char_indices().nth(120) {
+        Some((end, _)) => format!("{} ...", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
 /// Takes a damaged file out of the cache: the entry of the revision and the data it links to.
 fn forget(path: &Path) {
     if let Ok(data) = path.canonicalize() {
@@ -345,7 +356,7 @@ struct Watch {
 impl Watch {
     fn new(name: &str) -> Self {
         Self {
-            meter: Meter::new(name),
+            meter: Meter::new(&format!("fetching {name}")),
             begun: Instant::now(),
             moved: AtomicU64::new(0),
             done: AtomicU64::new(0),

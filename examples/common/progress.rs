@@ -63,7 +63,7 @@ impl Meter {
 
     fn announce(&self, what: &str) {
         if !self.announced.swap(true, Ordering::Relaxed) && self.bar.is_hidden() {
-            report::say(format_args!("fetching {what}"));
+            report::say(what);
         }
     }
 }

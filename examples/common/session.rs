@@ -33,6 +33,7 @@ impl<'a, W: Write> Session<'a, W> {
     /// Continues a text, which is repeated first.
     pub fn complete(&mut self, prompt: &str) -> Result<()> {
         let tokens = self.text.encode_prompt(prompt)?;
+        self.generator.check(&tokens)?;
         report::write_text(&mut self.out, prompt)?;
         self.stream(&tokens).map(drop)
     }

@@ -21,7 +21,11 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
     );
     let in_dtype = weights.dtype(dtype)?;
     match weights {
-        Weights::Gguf { path, content, mut reader } if dtype.is_some() => {
+        Weights::Gguf {
+            path,
+            content,
+            mut reader,
+        } if dtype.is_some() => {
             let (vb, config) = fused::dequantized(&content, &mut reader, in_dtype, device)
                 .with_context(|| format!("{} cannot be loaded", path.display()))?;
             plain(vb, own(&config), in_dtype, device)
@@ -79,7 +83,13 @@ fn plain(
 ) -> Result<Box<dyn TextModel>> {
     let model = Llama::load(vb, &config).context("the weights do not fit the configuration")?;
     let cache = Cache::new(true, dtype, &config, device)?;
-    Ok(Box::new(Plain { model, cache, config, dtype, device: device.clone() }))
+    Ok(Box::new(Plain {
+        model,
+        cache,
+        config,
+        dtype,
+        device: device.clone(),
+    }))
 }
 
 /// The configuration of a GGUF file in candle-transformers' type; such files have no scaled rotary

@@ -119,7 +119,11 @@ impl Text {
         if !self.has_chat_template() {
             return self.encode_prompt(question);
         }
-        self.encode_chat(&self.chat_template()?.render(&[Message::user(question)], true)?)
+        self.encode_chat(
+            &self
+                .chat_template()?
+                .render(&[Message::user(question)], true)?,
+        )
     }
 
     /// The tokens of what a chat template made, which has its own beginning.

@@ -14,6 +14,20 @@ use super::vector::{Kernel, Vector, dispatch};
 pub fn exp_v<V: Vector>(x: V) -> V {
     // Past these bounds the result is 0 or infinite. `x` comes second, so that NaN gets through.
     let x = x.fill(89.0).min(x.fill(-104.0).max(x));
+    let (p, n) = reduced_exp(x);
+    p.scale(n)
+}
+
+/// `e^x` for `x <= 0`, as softmax takes it: what is below `e^-87` becomes 0.
+#[inline(always)]
+pub fn exp_weight_v<V: Vector>(x: V) -> V {
+    let (p, n) = reduced_exp(x);
+    x.where_less(x.fill(-87.0), x.fill(0.0), p.scale_normal(n))
+}
+
+/// `(e^r, n)` with `x = n ln(2) + r`.
+#[inline(always)]
+fn reduced_exp<V: Vector>(x: V) -> (V, V) {
     let n = x.mul(x.fill(std::f32::consts::LOG2_E)).round();
     let r = n.mul_add(x.fill(-0.693_359_4), x);
     let r = n.mul_add(x.fill(2.121_944_4e-4), r);
@@ -23,14 +37,16 @@ pub fn exp_v<V: Vector>(x: V) -> V {
     let p = p.mul_add(r, x.fill(4.166_579_6e-2));
     let p = p.mul_add(r, x.fill(1.666_666_5e-1));
     let p = p.mul_add(r, x.fill(5e-1));
-    p.mul_add(r.mul(r), r).add(x.fill(1.0)).scale(n)
+    (p.mul_add(r.mul(r), r).add(x.fill(1.0)), n)
 }
 
 /// `x / (1 + e^(-k x))` for `k > 0`, without overflow on either side.
 #[inline(always)]
 fn gated_v<V: Vector>(x: V, kx: V) -> V {
     let e = exp_v(x.fill(0.0).sub(kx.abs()));
-    let sigmoid = kx.where_less(x.fill(0.0), e, x.fill(1.0)).div(e.add(x.fill(1.0)));
+    let sigmoid = kx
+        .where_less(x.fill(0.0), e, x.fill(1.0))
+        .div(e.add(x.fill(1.0)));
     // The factor is 0 far below this bound, where -inf * 0 would be NaN.
     x.fill(-1e9).max(x).mul(sigmoid)
 }
@@ -93,7 +109,9 @@ pub fn tanh_v<V: Vector>(x: V) -> V {
     let p = p.mul_add(z, x.fill(-3.333_328e-1));
     let near = p.mul(z).mul_add(x, x);
     let size = x.abs();
-    let far = x.fill(1.0).sub(x.fill(2.0).div(exp_v(size.add(size)).add(x.fill(1.0))));
+    let far = x
+        .fill(1.0)
+        .sub(x.fill(2.0).div(exp_v(size.add(size)).add(x.fill(1.0))));
     let far = x.where_less(x.fill(0.0), x.fill(0.0).sub(far), far);
     size.where_less(x.fill(0.625), near, far)
 }
@@ -133,6 +151,11 @@ map!(
     /// `x[i] = e^x[i]`
     exp,
     exp_v
+);
+map!(
+    /// `x[i] = e^x[i]` for `x[i] <= 0`, as softmax takes it: what is below `e^-87` becomes 0.
+    exp_weight,
+    exp_weight_v
 );
 map!(
     /// `x[i] = x[i] / (1 + e^-x[i])`
@@ -300,6 +323,26 @@ mod tests {
     #[test]
     fn exp_is_right_over_the_whole_range() {
         check("exp", exp, f64::exp, |_| 2e-7, |_| 1.5e-45);
+    }
+
+    #[test]
+    fn softmax_weights_are_exponentials_or_zero() {
+        for level in Level::available() {
+            let mut x: Vec<f32> = (0..=90_000).map(|i| i as f32 * -1e-3).collect();
+            x.extend([-1e4, f32::MIN, f32::NEG_INFINITY]);
+            let mut y = x.clone();
+            exp_weight(level, &mut y);
+            for (x, y) in x.iter().zip(&y) {
+                let want = if *x < -87.0 { 0.0 } else { f64::from(*x).exp() };
+                assert!(
+                    (f64::from(*y) - want).abs() <= 2e-7 * want,
+                    "e^{x} = {y}, not {want}"
+                );
+            }
+            let mut nan = [f32::NAN];
+            exp_weight(level, &mut nan);
+            assert!(nan[0].is_nan());
+        }
     }
 
     #[test]

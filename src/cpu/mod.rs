@@ -9,6 +9,6 @@ pub mod math;
 pub mod norm;
 pub mod packed;
 pub mod pool;
+pub mod rope;
 pub mod simd;
 pub mod vector;
-

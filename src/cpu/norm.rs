@@ -20,7 +20,17 @@ pub fn rms_norm<T: Element, O: Element>(
 ) {
     assert!(x.len() == weight.len() && x.len() == out.len());
     // SAFETY: the kernel holds slices of one length.
-    unsafe { dispatch(level, RmsNorm { x, weight, eps, out }) }
+    unsafe {
+        dispatch(
+            level,
+            RmsNorm {
+                x,
+                weight,
+                eps,
+                out,
+            },
+        )
+    }
 }
 
 /// `out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias` for one row.
@@ -41,7 +51,18 @@ pub fn layer_norm<T: Element>(
     assert!(x.len() == weight.len() && x.len() == out.len());
     assert!(bias.is_none_or(|b| b.len() == x.len()));
     // SAFETY: the kernel holds slices of one length.
-    unsafe { dispatch(level, LayerNorm { x, weight, bias, eps, out }) }
+    unsafe {
+        dispatch(
+            level,
+            LayerNorm {
+                x,
+                weight,
+                bias,
+                eps,
+                out,
+            },
+        )
+    }
 }
 
 /// `out = (x + first) + second`, each sum rounded to `T`, as two additions in candle are.
@@ -52,7 +73,17 @@ pub fn add<T: Element>(level: Level, x: &[T], first: &[T], second: Option<&[T]>,
     assert!(x.len() == first.len() && x.len() == out.len());
     assert!(second.is_none_or(|s| s.len() == x.len()));
     // SAFETY: the kernel holds slices of one length.
-    unsafe { dispatch(level, Add { x, first, second, out }) }
+    unsafe {
+        dispatch(
+            level,
+            Add {
+                x,
+                first,
+                second,
+                out,
+            },
+        )
+    }
 }
 
 struct RmsNorm<'a, T, O> {

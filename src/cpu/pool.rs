@@ -117,7 +117,11 @@ pub fn for_rows<T: Send>(
     if out.is_empty() {
         return;
     }
-    assert!(out.len().is_multiple_of(width), "{} elements in rows of {width}", out.len());
+    assert!(
+        out.len().is_multiple_of(width),
+        "{} elements in rows of {width}",
+        out.len()
+    );
     let first = Elements(out.as_mut_ptr());
     for_ranges(out.len() / width, grain, |rows| {
         let len = rows.len() * width;

@@ -23,7 +23,9 @@ impl Block {
         cache: &mut KvCache,
     ) -> Result<Tensor> {
         let _span = tracing::trace_span!("block").entered();
-        let h = self.attention.forward(x, &self.attention_norm, x, position, rotary, cache)?;
+        let h = self
+            .attention
+            .forward(x, &self.attention_norm, x, position, rotary, cache)?;
         self.mlp.forward(&h, &self.mlp_norm, &h)
     }
 }
@@ -47,7 +49,13 @@ impl DecoderCache {
         dtype: DType,
         device: &Device,
     ) -> Self {
-        Self { layers: vec![None; layers], rotary, keep, dtype, device: device.clone() }
+        Self {
+            layers: vec![None; layers],
+            rotary,
+            keep,
+            dtype,
+            device: device.clone(),
+        }
     }
 
     /// Forgets all positions.
@@ -106,7 +114,9 @@ impl Decoder {
                 _ => {
                     let start = if cache.keep { 0 } else { position };
                     let limit = self.max_positions;
-                    block.attention.new_cache(batch, start, limit, cache.dtype, &cache.device)?
+                    block
+                        .attention
+                        .new_cache(batch, start, limit, cache.dtype, &cache.device)?
                 }
             };
             x = block.forward(&x, position, &cache.rotary, &mut layer)?;
@@ -122,7 +132,9 @@ impl Decoder {
         let _span = tracing::trace_span!("head").entered();
         let (_, tokens, _) = x.dims3()?;
         let last = x.narrow(1, tokens - 1, 1)?.squeeze(1)?;
-        self.head.forward_joint(&last, Some(&self.norm))?.to_dtype(DType::F32)
+        self.head
+            .forward_joint(&last, Some(&self.norm))?
+            .to_dtype(DType::F32)
     }
 
     /// Every hidden state as transformers counts them: the embedding, what leaves each layer but the
@@ -137,7 +149,10 @@ impl Decoder {
         let embedded = self.embedding.forward(ids)?;
         let x = self.layers(&embedded, position, cache, Some(&mut states))?;
         let normed = self.norm.forward(&x)?;
-        let logits = self.head.forward_joint(&normed, None)?.to_dtype(DType::F32)?;
+        let logits = self
+            .head
+            .forward_joint(&normed, None)?
+            .to_dtype(DType::F32)?;
         states.push(normed);
         Ok((states, logits))
     }

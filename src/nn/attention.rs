@@ -2,7 +2,7 @@
 
 use super::{KvCache, Linear, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
-use crate::ops::{self, AttentionParams, RopeStyle};
+use crate::ops::{self, AttentionParams, RopeAppend, RopeStyle, Rotation};
 use candle_core::{D, DType, Device, Result, Tensor};
 
 /// The shape of an attention layer.
@@ -28,7 +28,12 @@ pub struct Attention {
 impl Attention {
     /// From the q, k and v matrices (in this order) as one [`Linear`], and the output matrix.
     pub fn new(qkv: Linear, output: Linear, config: AttentionConfig, fusion: Fusion) -> Self {
-        Self { qkv, output, config, fusion }
+        Self {
+            qkv,
+            output,
+            config,
+            fusion,
+        }
     }
 
     /// An empty cache for this layer, see [`KvCache::new`].
@@ -40,7 +45,9 @@ impl Attention {
         dtype: DType,
         device: &Device,
     ) -> Result<KvCache> {
-        let AttentionConfig { kv_heads, head_dim, .. } = self.config;
+        let AttentionConfig {
+            kv_heads, head_dim, ..
+        } = self.config;
         KvCache::new((batch, kv_heads, head_dim), start, limit, dtype, device)
     }
 
@@ -60,7 +67,7 @@ impl Attention {
         let _span = tracing::trace_span!("attention").entered();
         let (batch, tokens, _) = x.dims3()?;
         let slot = cache.advance(position, tokens, batch)?;
-        let q = if false {
+        let q = if self.fusion.rope {
             let qkv = self.qkv.forward_joint(x, Some(norm))?;
             self.rotate(&qkv, position, slot, rotary, cache)?
         } else {
@@ -70,7 +77,11 @@ impl Attention {
         let (k, v) = cache.views()?;
         let scale = 1. / (self.config.head_dim as f32).sqrt();
         let y = if self.fusion.flash_attention {
-            let params = AttentionParams { scale, causal: true, ..Default::default() };
+            let params = AttentionParams {
+                scale,
+                causal: true,
+                ..Default::default()
+            };
             ops::flash_attention(&q, &k, &v, &params)?
         } else {
             plain_attention(&q, &k, &v, scale)?
@@ -88,7 +99,24 @@ impl Attention {
         rotary: &RotaryEmbedding,
         cache: &KvCache,
     ) -> Result<Tensor> {
-        todo!()
+        let AttentionConfig {
+            heads, kv_heads, ..
+        } = self.config;
+        let (cos, sin) = rotary.tables();
+        let rotation = Rotation {
+            cos,
+            sin,
+            position,
+            style: rotary.style(),
+        };
+        let (k_buffer, v_buffer) = cache.buffers();
+        let append = RopeAppend {
+            rotation,
+            heads,
+            kv_heads,
+            slot,
+        };
+        ops::rope_append(qkv, &append, k_buffer, v_buffer)
     }
 
     /// The same with candle's operations.
@@ -105,7 +133,9 @@ impl Attention {
         };
         let (batch, tokens, _) = q.dims3()?;
         let heads = |t: &Tensor| -> Result<Tensor> {
-            t.reshape((batch, tokens, (), self.config.head_dim))?.transpose(1, 2)?.contiguous()
+            t.reshape((batch, tokens, (), self.config.head_dim))?
+                .transpose(1, 2)?
+                .contiguous()
         };
         let (cos, sin) = rotary.tables();
         let cos = cos.narrow(0, position, tokens)?.to_dtype(q.dtype())?;
@@ -131,7 +161,11 @@ fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32) -> Result<Ten
             .expand((batch, kv_heads, heads / kv_heads, keys, head_dim))?
             .reshape((batch, heads, keys, head_dim))
     };
-    let scores = (q.to_dtype(DType::F32)?.contiguous()?.matmul(&repeat(k)?.t()?)? * f64::from(scale))?;
+    let scores = (q
+        .to_dtype(DType::F32)?
+        .contiguous()?
+        .matmul(&repeat(k)?.t()?)?
+        * f64::from(scale))?;
     let scores = if tokens == 1 {
         scores
     } else {

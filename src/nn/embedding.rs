@@ -35,9 +35,7 @@ impl Embedding {
             bail!("input_ids: token {id} is out of the vocabulary of {vocab}");
         }
         match self {
-            Embedding::Dense(table) => {
-                table.index_select(&flat, 0)?.reshape((b, t, table.dim(1)?))
-            }
+            Embedding::Dense(table) => table.index_select(&flat, 0)?.reshape((b, t, table.dim(1)?)),
             Embedding::Packed(table) => {
                 let hidden = table.cols();
                 let mut rows = vec![0f32; tokens.len() * hidden];

@@ -29,7 +29,13 @@ impl KvCache {
         device: &Device,
     ) -> Result<Self> {
         let empty = Tensor::zeros((batch, heads, 0, head_dim), dtype, device)?;
-        Ok(Self { k: empty.clone(), v: empty, start, len: 0, limit })
+        Ok(Self {
+            k: empty.clone(),
+            v: empty,
+            start,
+            len: 0,
+            limit,
+        })
     }
 
     /// Sequences.
@@ -54,7 +60,10 @@ impl KvCache {
 
     /// The written part, `[B, Hkv, len, D]`, as views.
     pub fn views(&self) -> Result<(Tensor, Tensor)> {
-        Ok((self.k.narrow(2, 0, self.len)?, self.v.narrow(2, 0, self.len)?))
+        Ok((
+            self.k.narrow(2, 0, self.len)?,
+            self.v.narrow(2, 0, self.len)?,
+        ))
     }
 
     /// Makes room for `tokens` positions from `position` on, counts them as written and returns the
@@ -86,8 +95,7 @@ impl KvCache {
         if end > capacity {
             let grown = end.max(2 * capacity).max(FIRST).min(self.limit);
             let grow = |old: &Tensor| -> Result<Tensor> {
-                let new =
-                    Tensor::zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
+                let new = Tensor::zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
                 if slot > 0 {
                     new.slice_set(&old.narrow(2, 0, slot)?.contiguous()?, 2, 0)?;
                 }

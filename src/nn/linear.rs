@@ -1,9 +1,9 @@
 //! Matrix products, alone or several that share their input.
 
 use super::RmsNorm;
-use crate::{Fusion, quant};
 use crate::cpu::packed::PackedMatrix;
 use crate::ops::{self, Activation, Epilogue, Prologue, Weight};
+use crate::{Fusion, quant};
 use candle_core::quantized::{QMatMul, QTensor};
 use candle_core::{D, Device, Module, Result, Tensor, bail};
 use std::sync::Arc;
@@ -46,8 +46,14 @@ impl Linear {
     /// `fusion.linear` (dense) or `fusion.quant_linear` (GGUF blocks) chooses the form; weights
     /// that have to be repacked for it are, and the originals dropped.
     pub fn new(weights: Vec<LinearWeight>, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
-        let quantized = weights.iter().any(|w| matches!(w, LinearWeight::Quantized(_)));
-        let fused = if quantized { fusion.quant_linear } else { fusion.linear };
+        let quantized = weights
+            .iter()
+            .any(|w| matches!(w, LinearWeight::Quantized(_)));
+        let fused = if quantized {
+            fusion.quant_linear
+        } else {
+            fusion.linear
+        };
         let form = if fused {
             Form::Fused(weights.into_iter().map(pack).collect::<Result<_>>()?)
         } else {
@@ -59,7 +65,11 @@ impl Linear {
     /// From matrices that are repacked already; shared ones are not copied.
     pub fn from_packed(weights: Vec<Arc<PackedMatrix>>, fusion: Fusion) -> Self {
         let weights = weights.into_iter().map(Weight::Packed).collect();
-        Self { form: Form::Fused(weights), bias: None, fusion }
+        Self {
+            form: Form::Fused(weights),
+            bias: None,
+            fusion,
+        }
     }
 
     /// All outputs side by side, `[.., sum of N_i]`, of `norm(x)` if a norm is given.
@@ -101,7 +111,10 @@ impl Linear {
         }
         match self.forward_parts(x, norm)?.as_slice() {
             [gate, up] => gate.silu()? * up,
-            parts => bail!("swiglu takes a gate and an up matrix, there are {}", parts.len()),
+            parts => bail!(
+                "swiglu takes a gate and an up matrix, there are {}",
+                parts.len()
+            ),
         }
     }
 
@@ -111,7 +124,11 @@ impl Linear {
             return self.fused(weights, x, None, Activation::None, &[residual]);
         }
         let y = self.forward_joint(x, None)?;
-        if self.fusion.residual_add { ops::residual_add(&y, &[residual]) } else { y + residual }
+        if self.fusion.residual_add {
+            ops::residual_add(&y, &[residual])
+        } else {
+            y + residual
+        }
     }
 
     fn fused(
@@ -124,21 +141,32 @@ impl Linear {
     ) -> Result<Tensor> {
         let normed;
         let (x, prologue) = match norm {
-            Some(n) if self.fusion.rms_norm_linear => {
-                (x, Prologue::RmsNorm { weight: n.weight(), eps: n.eps() })
-            }
+            Some(n) if self.fusion.rms_norm_linear => (
+                x,
+                Prologue::RmsNorm {
+                    weight: n.weight(),
+                    eps: n.eps(),
+                },
+            ),
             Some(n) => {
                 normed = n.forward(x)?;
                 (&normed, Prologue::None)
             }
             None => (x, Prologue::None),
         };
-        let name = match (weights.iter().any(|w| matches!(w, Weight::Packed(_))), prologue) {
+        let name = match (
+            weights.iter().any(|w| matches!(w, Weight::Packed(_))),
+            prologue,
+        ) {
             (true, _) => "quant_linear",
             (false, Prologue::RmsNorm { .. }) => "rms_norm_linear",
             (false, Prologue::None) => "linear",
         };
-        let epilogue = Epilogue { bias: self.bias.as_ref(), activation, residuals };
+        let epilogue = Epilogue {
+            bias: self.bias.as_ref(),
+            activation,
+            residuals,
+        };
         ops::linear::launch(name, x, prologue, weights, epilogue)
     }
 

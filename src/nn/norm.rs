@@ -15,7 +15,11 @@ pub struct RmsNorm {
 impl RmsNorm {
     /// From a weight `[size]`; `fusion.rms_norm` chooses the form.
     pub fn from_weight(weight: Tensor, eps: f64, fusion: Fusion) -> Self {
-        Self { weight, eps, fused: fusion.rms_norm }
+        Self {
+            weight,
+            eps,
+            fused: fusion.rms_norm,
+        }
     }
 
     /// Loads `weight` `[size]`.

@@ -17,7 +17,12 @@ impl RotaryEmbedding {
     /// Tables for `frequencies`, one for each rotated pair of dimensions.
     pub fn new(frequencies: Vec<f32>, style: RopeStyle, device: &Device) -> Result<Self> {
         let (cos, sin) = tables(&frequencies, 0, device)?;
-        Ok(Self { frequencies, style, cos, sin })
+        Ok(Self {
+            frequencies,
+            style,
+            cos,
+            sin,
+        })
     }
 
     /// Which dimensions form a pair.

@@ -30,7 +30,10 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) 
         bail!("{OP}: x is a scalar, expected [.., K]");
     };
     if k == 0 {
-        bail!("{OP}: x has shape {:?}, expected a last dimension above 0", x.shape());
+        bail!(
+            "{OP}: x has shape {:?}, expected a last dimension above 0",
+            x.shape()
+        );
     }
     for (argument, t) in [("weight", Some(weight)), ("bias", bias)] {
         let Some(t) = t else { continue };
@@ -44,7 +47,11 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) 
             bail!("{OP}: {argument} and x are on different devices");
         }
     }
-    x.apply_op1_no_bwd(&LayerNorm { weight, bias, eps: eps as f32 })
+    x.apply_op1_no_bwd(&LayerNorm {
+        weight,
+        bias,
+        eps: eps as f32,
+    })
 }
 
 struct LayerNorm<'a> {
@@ -90,15 +97,13 @@ impl LayerNorm<'_> {
 ///
 /// # Errors
 /// If a tensor cannot be read as float64.
-pub fn reference(
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    eps: f64,
-) -> Result<Vec<f64>> {
+pub fn reference(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Vec<f64>> {
     let flat = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
     let (mut y, weight) = (flat(x)?, flat(weight)?);
-    let bias = bias.map(flat).transpose()?.unwrap_or_else(|| vec![0.; weight.len()]);
+    let bias = bias
+        .map(flat)
+        .transpose()?
+        .unwrap_or_else(|| vec![0.; weight.len()]);
     for row in y.chunks_mut(weight.len().max(1)) {
         let n = row.len() as f64;
         let mean = row.iter().sum::<f64>() / n;

@@ -1,5 +1,6 @@
 //! Matrix products over GGUF blocks.
 
+pub use super::linear::reference;
 use super::linear::{Epilogue, Prologue, Weight, launch};
 use candle_core::{Result, Tensor};
 

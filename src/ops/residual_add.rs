@@ -33,7 +33,10 @@ const GRAIN: usize = 16 * 1024;
 /// ```
 pub fn residual_add(x: &Tensor, residuals: &[&Tensor]) -> Result<Tensor> {
     if !(1..=2).contains(&residuals.len()) {
-        bail!("{OP}: residuals holds {} tensors, expected one or two", residuals.len());
+        bail!(
+            "{OP}: residuals holds {} tensors, expected one or two",
+            residuals.len()
+        );
     }
     for (i, residual) in residuals.iter().enumerate() {
         if residual.dims() != x.dims() {
@@ -44,7 +47,11 @@ pub fn residual_add(x: &Tensor, residuals: &[&Tensor]) -> Result<Tensor> {
             );
         }
         if residual.dtype() != x.dtype() {
-            bail!("{OP}: residuals[{i}] is {:?}, x is {:?}", residual.dtype(), x.dtype());
+            bail!(
+                "{OP}: residuals[{i}] is {:?}, x is {:?}",
+                residual.dtype(),
+                x.dtype()
+            );
         }
         if !residual.device().same_device(x.device()) {
             bail!("{OP}: residuals[{i}] and x are on different devices");
@@ -72,7 +79,11 @@ impl ResidualAdd<'_> {
         let level = simd::level();
         trace::record(OP, || format!("cpu {} {}", level.name(), T::DTYPE.as_str()));
         let x = elements::<T>(x, layout)?;
-        let guards: Vec<_> = self.residuals.iter().map(|r| r.storage_and_layout()).collect();
+        let guards: Vec<_> = self
+            .residuals
+            .iter()
+            .map(|r| r.storage_and_layout())
+            .collect();
         let residuals = guards
             .iter()
             .map(|(storage, layout)| elements::<T>(cpu_storage(storage)?, layout))

@@ -35,7 +35,11 @@ const GRAIN: usize = 16 * 1024;
 /// ```
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight)?;
-    x.apply_op1_no_bwd(&RmsNorm { weight, eps: eps as f32, residual: None })
+    x.apply_op1_no_bwd(&RmsNorm {
+        weight,
+        eps: eps as f32,
+        residual: None,
+    })
 }
 
 /// `s = x + residual` and `y = rms_norm(s)`, in one pass: `(s, y)`.
@@ -55,10 +59,18 @@ pub fn rms_norm_residual(
 ) -> Result<(Tensor, Tensor)> {
     check(x, weight)?;
     if residual.dims() != x.dims() {
-        bail!("{OP}: residual has shape {:?}, x has {:?}", residual.shape(), x.shape());
+        bail!(
+            "{OP}: residual has shape {:?}, x has {:?}",
+            residual.shape(),
+            x.shape()
+        );
     }
     same_kind("residual", residual, x)?;
-    let op = RmsNorm { weight, eps: eps as f32, residual: Some(residual) };
+    let op = RmsNorm {
+        weight,
+        eps: eps as f32,
+        residual: Some(residual),
+    };
     let both = x.apply_op1_no_bwd(&op)?;
     Ok((both.get(0)?, both.get(1)?))
 }
@@ -68,10 +80,16 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
         bail!("{OP}: x is a scalar, expected [.., K]");
     };
     if k == 0 {
-        bail!("{OP}: x has shape {:?}, expected a last dimension above 0", x.shape());
+        bail!(
+            "{OP}: x has shape {:?}, expected a last dimension above 0",
+            x.shape()
+        );
     }
     if weight.dims() != [k] {
-        bail!("{OP}: weight has shape {:?}, expected [{k}]", weight.shape());
+        bail!(
+            "{OP}: weight has shape {:?}, expected [{k}]",
+            weight.shape()
+        );
     }
     same_kind("weight", weight, x)
 }
@@ -107,7 +125,11 @@ impl RmsNorm<'_> {
     fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let level = simd::level();
         trace::record(OP, || {
-            let residual = if self.residual.is_some() { " +residual" } else { "" };
+            let residual = if self.residual.is_some() {
+                " +residual"
+            } else {
+                ""
+            };
             format!("cpu {} {}{residual}", level.name(), T::DTYPE.as_str())
         });
         let x = elements::<T>(x, layout)?;
@@ -150,7 +172,9 @@ pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Vec<f64>> {
     let (mut y, weight) = (flat(x)?, flat(weight)?);
     for row in y.chunks_mut(weight.len().max(1)) {
         let mean = row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
-        row.iter_mut().zip(&weight).for_each(|(v, w)| *v = *v / (mean + eps).sqrt() * w);
+        row.iter_mut()
+            .zip(&weight)
+            .for_each(|(v, w)| *v = *v / (mean + eps).sqrt() * w);
     }
     Ok(y)
 }

@@ -1,5 +1,6 @@
 //! RMSNorm as the prologue of a matrix product.
 
+pub use super::linear::reference;
 use super::linear::{Epilogue, Prologue, Weight, launch};
 use candle_core::{D, Result, Tensor};
 
@@ -27,8 +28,14 @@ pub fn rms_norm_linear(
     weights: &[&Tensor],
     epilogue: &Epilogue<'_>,
 ) -> Result<Vec<Tensor>> {
-    let prologue = Prologue::RmsNorm { weight: norm_weight, eps };
-    let matrices: Vec<_> = weights.iter().map(|w| Weight::Dense((*w).clone())).collect();
+    let prologue = Prologue::RmsNorm {
+        weight: norm_weight,
+        eps,
+    };
+    let matrices: Vec<_> = weights
+        .iter()
+        .map(|w| Weight::Dense((*w).clone()))
+        .collect();
     let y = launch("rms_norm_linear", x, prologue, &matrices, *epilogue)?;
     if epilogue.activation == super::Activation::SwiGlu || weights.len() == 1 {
         return Ok(vec![y]);

@@ -66,7 +66,9 @@ impl Case {
     fn tensors(&self, rng: &mut StdRng) -> (Tensor, Tensor, Tensor) {
         let (b, t, d) = (self.batch, self.queries, self.dim);
         let q = if self.q_transposed {
-            random(rng, &[b, t, self.heads, d], self.size).transpose(1, 2).unwrap()
+            random(rng, &[b, t, self.heads, d], self.size)
+                .transpose(1, 2)
+                .unwrap()
         } else {
             random(rng, &[b, self.heads, t, d], self.size)
         };
@@ -81,7 +83,9 @@ impl Case {
         match self.kv {
             Kv::Contiguous => make(&[b, h, n, d]),
             Kv::Cache => make(&[b, h, n + 3, d])?.narrow(2, 0, n),
-            Kv::TokenMajor => make(&[n + 4, b, h, d])?.narrow(0, 2, n)?.permute((1, 2, 0, 3)),
+            Kv::TokenMajor => make(&[n + 4, b, h, d])?
+                .narrow(0, 2, n)?
+                .permute((1, 2, 0, 3)),
             Kv::Transposed => make(&[b, h, d, n])?.transpose(2, 3),
             Kv::Broadcast => make(&[b, 1, n, d])?.broadcast_as((b, h, n, d)),
         }
@@ -123,17 +127,39 @@ fn check(case: &Case, params: &AttentionParams, seed: u64) {
 }
 
 fn causal(dim: usize) -> AttentionParams {
-    AttentionParams { scale: 1.0 / (dim as f32).sqrt(), causal: true, ..Default::default() }
+    AttentionParams {
+        scale: 1.0 / (dim as f32).sqrt(),
+        causal: true,
+        ..Default::default()
+    }
 }
 
 #[test]
 fn head_dims_and_lengths_to_the_edges() {
     for dim in [1, 7, 8, 16, 20, 64, 80, 96, 128, 256] {
         for (queries, keys) in [
-            (1, 1), (1, 2), (1, 63), (1, 64), (1, 65), (1, 300), (2, 2), (2, 130), (17, 17),
-            (17, 95), (64, 64), (65, 65), (65, 200), (200, 200),
+            (1, 1),
+            (1, 2),
+            (1, 63),
+            (1, 64),
+            (1, 65),
+            (1, 300),
+            (2, 2),
+            (2, 130),
+            (17, 17),
+            (17, 95),
+            (64, 64),
+            (65, 65),
+            (65, 200),
+            (200, 200),
         ] {
-            let case = Case { heads: 3, queries, keys, dim, ..Default::default() };
+            let case = Case {
+                heads: 3,
+                queries,
+                keys,
+                dim,
+                ..Default::default()
+            };
             check(&case, &causal(dim), 1);
         }
     }
@@ -143,8 +169,15 @@ fn head_dims_and_lengths_to_the_edges() {
 fn grouped_heads_and_batches() {
     for (heads, kv_heads) in [(9, 3), (7, 1), (4, 4), (1, 1), (32, 1), (130, 1), (14, 2)] {
         for (queries, keys) in [(1, 40), (1, 700), (3, 100), (33, 70)] {
-            let case =
-                Case { batch: 2, heads, kv_heads, queries, keys, dim: 24, ..Default::default() };
+            let case = Case {
+                batch: 2,
+                heads,
+                kv_heads,
+                queries,
+                keys,
+                dim: 24,
+                ..Default::default()
+            };
             check(&case, &causal(24), 2);
         }
     }
@@ -152,7 +185,13 @@ fn grouped_heads_and_batches() {
 
 #[test]
 fn layouts_are_read_where_they_lie() {
-    for kv in [Kv::Contiguous, Kv::Cache, Kv::TokenMajor, Kv::Transposed, Kv::Broadcast] {
+    for kv in [
+        Kv::Contiguous,
+        Kv::Cache,
+        Kv::TokenMajor,
+        Kv::Transposed,
+        Kv::Broadcast,
+    ] {
         for q_transposed in [false, true] {
             for (queries, keys, dim) in [(1, 70, 64), (4, 129, 40), (50, 150, 64), (50, 99, 9)] {
                 let case = Case {
@@ -175,7 +214,9 @@ fn layouts_are_read_where_they_lie() {
 #[test]
 fn the_last_dimension_of_q_may_be_strided() {
     let mut rng = StdRng::seed_from_u64(4);
-    let q = random(&mut rng, &[1, 2, 16, 3], 1.0).transpose(2, 3).unwrap();
+    let q = random(&mut rng, &[1, 2, 16, 3], 1.0)
+        .transpose(2, 3)
+        .unwrap();
     let k = random(&mut rng, &[1, 2, 9, 16], 1.0);
     let y = flash_attention(&q, &k, &k, &causal(16)).unwrap();
     let z = flash_attention(&q.contiguous().unwrap(), &k, &k, &causal(16)).unwrap();
@@ -186,13 +227,25 @@ fn the_last_dimension_of_q_may_be_strided() {
 #[test]
 fn windows_softcaps_and_no_causality() {
     for (queries, keys) in [(1, 200), (3, 90), (5, 5), (40, 40), (100, 333), (333, 333)] {
-        let case = Case { heads: 4, kv_heads: 2, queries, keys, dim: 32, ..Default::default() };
+        let case = Case {
+            heads: 4,
+            kv_heads: 2,
+            queries,
+            keys,
+            dim: 32,
+            ..Default::default()
+        };
         for window in [None, Some(1), Some(2), Some(31), Some(100), Some(5000)] {
             for causal in [false, true] {
                 for softcap in [None, Some(0.5), Some(30.0)] {
                     let scale = if softcap == Some(30.0) { 20.0 } else { 0.3 };
-                    let params =
-                        AttentionParams { scale, causal, window, softcap, mask: None };
+                    let params = AttentionParams {
+                        scale,
+                        causal,
+                        window,
+                        softcap,
+                        mask: None,
+                    };
                     check(&case, &params, 5);
                 }
             }
@@ -204,7 +257,14 @@ fn windows_softcaps_and_no_causality() {
 fn masks_broadcast_and_add() {
     let mut rng = StdRng::seed_from_u64(6);
     for (queries, keys) in [(1, 150), (3, 20), (70, 130)] {
-        let case = Case { batch: 2, heads: 4, queries, keys, dim: 16, ..Default::default() };
+        let case = Case {
+            batch: 2,
+            heads: 4,
+            queries,
+            keys,
+            dim: 16,
+            ..Default::default()
+        };
         for dims in [
             vec![queries, keys],
             vec![1, keys],
@@ -222,8 +282,12 @@ fn masks_broadcast_and_add() {
             for dtype in [DType::F32, DType::BF16] {
                 for causal in [false, true] {
                     let mask = Some(mask.to_dtype(dtype).unwrap());
-                    let params =
-                        AttentionParams { scale: 0.25, causal, mask, ..Default::default() };
+                    let params = AttentionParams {
+                        scale: 0.25,
+                        causal,
+                        mask,
+                        ..Default::default()
+                    };
                     check(&case, &params, 7);
                 }
             }
@@ -235,11 +299,28 @@ fn masks_broadcast_and_add() {
 fn rows_without_keys_are_zero() {
     // More queries than keys: the first ones stand before the first key.
     for (queries, keys) in [(4, 2), (90, 40), (3, 0), (50, 0)] {
-        let case = Case { heads: 2, queries, keys, dim: 8, kv: Kv::Contiguous, ..Default::default() };
+        let case = Case {
+            heads: 2,
+            queries,
+            keys,
+            dim: 8,
+            kv: Kv::Contiguous,
+            ..Default::default()
+        };
         check(&case, &causal(8), 8);
-        check(&case, &AttentionParams { window: Some(7), ..causal(8) }, 8);
+        check(
+            &case,
+            &AttentionParams {
+                window: Some(7),
+                ..causal(8)
+            },
+            8,
+        );
         let never = Tensor::full(f32::NEG_INFINITY, (queries, keys), &Device::Cpu).unwrap();
-        let params = AttentionParams { mask: Some(never), ..Default::default() };
+        let params = AttentionParams {
+            mask: Some(never),
+            ..Default::default()
+        };
         check(&case, &params, 8);
         let (q, k, v) = case.tensors(&mut StdRng::seed_from_u64(9));
         let y = flash_attention(&q, &k, &v, &params).unwrap();
@@ -251,10 +332,16 @@ fn rows_without_keys_are_zero() {
 #[test]
 fn empty_tensors_give_empty_results() {
     let q = Tensor::zeros((0, 2, 3, 4), DType::F32, &Device::Cpu).unwrap();
-    assert_eq!(flash_attention(&q, &q, &q, &causal(4)).unwrap().dims(), [0, 2, 3, 4]);
+    assert_eq!(
+        flash_attention(&q, &q, &q, &causal(4)).unwrap().dims(),
+        [0, 2, 3, 4]
+    );
     let k = Tensor::zeros((1, 2, 3, 4), DType::F32, &Device::Cpu).unwrap();
     let q = k.narrow(2, 0, 0).unwrap();
-    assert_eq!(flash_attention(&q, &k, &k, &causal(4)).unwrap().dims(), [1, 2, 0, 4]);
+    assert_eq!(
+        flash_attention(&q, &k, &k, &causal(4)).unwrap().dims(),
+        [1, 2, 0, 4]
+    );
 }
 
 #[test]
@@ -285,10 +372,23 @@ fn half_precision_in_any_combination() {
 #[test]
 fn huge_scores_do_not_overflow() {
     for (queries, keys) in [(1, 200), (60, 200)] {
-        let case =
-            Case { queries, keys, dim: 64, size: 40.0, q_transposed: true, ..Default::default() };
+        let case = Case {
+            queries,
+            keys,
+            dim: 64,
+            size: 40.0,
+            q_transposed: true,
+            ..Default::default()
+        };
         // Scores of up to +-1e5, so that the largest takes all.
-        check(&case, &AttentionParams { scale: 1.0, ..Default::default() }, 11);
+        check(
+            &case,
+            &AttentionParams {
+                scale: 1.0,
+                ..Default::default()
+            },
+            11,
+        );
     }
 }
 
@@ -296,7 +396,8 @@ fn huge_scores_do_not_overflow() {
 fn not_a_number_is_not_hidden() {
     for queries in [1, 40] {
         let ones = |t| Tensor::ones((1, 1, t, 16), DType::F32, &Device::Cpu).unwrap();
-        let nan = (Tensor::ones((1, 1, 1, 16), DType::F32, &Device::Cpu).unwrap() * f64::NAN).unwrap();
+        let nan =
+            (Tensor::ones((1, 1, 1, 16), DType::F32, &Device::Cpu).unwrap() * f64::NAN).unwrap();
         let k = Tensor::cat(&[&ones(20), &nan, &ones(19)], 2).unwrap();
         let (q, v) = (ones(queries), ones(40));
         for level in Level::available() {
@@ -324,7 +425,11 @@ fn calls_are_recorded_with_their_path() {
     y.unwrap();
     let (call, n) = calls.iter().next().unwrap();
     assert_eq!((call.op, n), ("flash_attention", 1));
-    assert!(call.path.contains("decode") && call.path.contains("kv f16"), "{}", call.path);
+    assert!(
+        call.path.contains("decode") && call.path.contains("kv f16"),
+        "{}",
+        call.path
+    );
 }
 
 #[test]
@@ -333,47 +438,133 @@ fn what_does_not_fit_is_named() {
     let (q, k) = (zeros(&[1, 4, 2, 8]), zeros(&[1, 2, 6, 8]));
     let ints = k.to_dtype(DType::U32).unwrap();
     let with = |params: AttentionParams| flash_attention(&q, &k, &k, &params);
-    let mask = |mask: Tensor| with(AttentionParams { mask: Some(mask), ..Default::default() });
+    let mask = |mask: Tensor| {
+        with(AttentionParams {
+            mask: Some(mask),
+            ..Default::default()
+        })
+    };
     let plain = AttentionParams::default();
     let errors = [
-        (flash_attention(&zeros(&[4, 2, 8]), &k, &k, &plain), "q is [4, 2, 8]"),
-        (flash_attention(&q, &zeros(&[1, 2, 6, 9]), &k, &plain), "k is [1, 2, 6, 9]"),
-        (flash_attention(&q, &zeros(&[2, 2, 6, 8]), &k, &plain), "k is [2, 2, 6, 8]"),
-        (flash_attention(&q, &k, &zeros(&[1, 2, 5, 8]), &plain), "v is [1, 2, 5, 8]"),
-        (flash_attention(&q, &zeros(&[1, 3, 6, 8]), &zeros(&[1, 3, 6, 8]), &plain), "4 heads"),
+        (
+            flash_attention(&zeros(&[4, 2, 8]), &k, &k, &plain),
+            "q is [4, 2, 8]",
+        ),
+        (
+            flash_attention(&q, &zeros(&[1, 2, 6, 9]), &k, &plain),
+            "k is [1, 2, 6, 9]",
+        ),
+        (
+            flash_attention(&q, &zeros(&[2, 2, 6, 8]), &k, &plain),
+            "k is [2, 2, 6, 8]",
+        ),
+        (
+            flash_attention(&q, &k, &zeros(&[1, 2, 5, 8]), &plain),
+            "v is [1, 2, 5, 8]",
+        ),
+        (
+            flash_attention(&q, &zeros(&[1, 3, 6, 8]), &zeros(&[1, 3, 6, 8]), &plain),
+            "4 heads",
+        ),
         (flash_attention(&q, &ints, &ints, &plain), "k is U32"),
-        (flash_attention(&q, &k, &k.to_dtype(DType::F16).unwrap(), &plain), "v is F16"),
-        (with(AttentionParams { scale: f32::NAN, ..Default::default() }), "scale is NaN"),
-        (with(AttentionParams { window: Some(0), ..Default::default() }), "window is 0"),
-        (with(AttentionParams { softcap: Some(0.0), ..Default::default() }), "softcap is 0"),
+        (
+            flash_attention(&q, &k, &k.to_dtype(DType::F16).unwrap(), &plain),
+            "v is F16",
+        ),
+        (
+            with(AttentionParams {
+                scale: f32::NAN,
+                ..Default::default()
+            }),
+            "scale is NaN",
+        ),
+        (
+            with(AttentionParams {
+                window: Some(0),
+                ..Default::default()
+            }),
+            "window is 0",
+        ),
+        (
+            with(AttentionParams {
+                softcap: Some(0.0),
+                ..Default::default()
+            }),
+            "softcap is 0",
+        ),
         (mask(zeros(&[2, 7])), "mask is [2, 7]"),
         (mask(zeros(&[1, 1, 1, 2, 6])), "mask is [1, 1, 1, 2, 6]"),
-        (mask(zeros(&[2, 6]).to_dtype(DType::U8).unwrap()), "mask is U8"),
+        (
+            mask(zeros(&[2, 6]).to_dtype(DType::U8).unwrap()),
+            "mask is U8",
+        ),
     ];
     for (result, expected) in errors {
         let message = result.unwrap_err().to_string();
-        assert!(message.contains("flash_attention") && message.contains(expected), "{message}");
+        assert!(
+            message.contains("flash_attention") && message.contains(expected),
+            "{message}"
+        );
     }
 }
 
 fn any_case() -> impl Strategy<Value = (Case, AttentionParams)> {
     let dtype = || prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::BF16)];
     let kv = prop_oneof![
-        Just(Kv::Contiguous), Just(Kv::Cache), Just(Kv::TokenMajor), Just(Kv::Transposed),
+        Just(Kv::Contiguous),
+        Just(Kv::Cache),
+        Just(Kv::TokenMajor),
+        Just(Kv::Transposed),
         Just(Kv::Broadcast),
     ];
-    let shape = (1usize..3, 1usize..4, 1usize..6, 1usize..80, 1usize..260, 1usize..70);
-    let rule = (any::<bool>(), proptest::option::of(1usize..300), proptest::option::of(0.1f32..40.0));
+    let shape = (
+        1usize..3,
+        1usize..4,
+        1usize..6,
+        1usize..80,
+        1usize..260,
+        1usize..70,
+    );
+    let rule = (
+        any::<bool>(),
+        proptest::option::of(1usize..300),
+        proptest::option::of(0.1f32..40.0),
+    );
     (shape, dtype(), dtype(), kv, any::<bool>(), rule).prop_map(
-        |((batch, kv_heads, group, queries, keys, dim), q_dtype, kv_dtype, kv, q_transposed, rule)| {
+        |(
+            (batch, kv_heads, group, queries, keys, dim),
+            q_dtype,
+            kv_dtype,
+            kv,
+            q_transposed,
+            rule,
+        )| {
             let heads = kv_heads * group;
             let case = Case {
-                batch, heads, kv_heads, queries, keys, dim, q_transposed, kv, q_dtype, kv_dtype,
+                batch,
+                heads,
+                kv_heads,
+                queries,
+                keys,
+                dim,
+                q_transposed,
+                kv,
+                q_dtype,
+                kv_dtype,
                 size: 2.0,
             };
             let (causal, window, softcap) = rule;
             let scale = 1.0 / (dim as f32).sqrt();
-            (case, AttentionParams { scale, causal, window, softcap, mask: None })
+            (
+                case,
+                AttentionParams {
+                    scale,
+                    causal,
+                    window,
+                    softcap,
+                    mask: None,
+                },
+            )
         },
     )
 }

@@ -23,7 +23,11 @@ pub fn bytes(golden: &Golden, dtype: GgmlDType) -> Result<Vec<u8>> {
             None => tensor.clone(),
         };
         let whole = tensor.dim(D::Minus1)?.is_multiple_of(dtype.block_size());
-        let dtype = if tensor.rank() == 2 && whole { dtype } else { GgmlDType::F32 };
+        let dtype = if tensor.rank() == 2 && whole {
+            dtype
+        } else {
+            GgmlDType::F32
+        };
         tensors.insert(name, QTensor::quantize(&tensor, dtype)?);
     }
     if let Some(scaling) = &config.rope_scaling {
@@ -51,15 +55,27 @@ fn metadata(config: &Config) -> Vec<(&'static str, Value)> {
     let head_dim = config.hidden_size / config.num_attention_heads;
     vec![
         ("general.architecture", Value::String("llama".into())),
-        ("llama.attention.head_count", count(config.num_attention_heads)),
-        ("llama.attention.head_count_kv", count(config.num_key_value_heads)),
+        (
+            "llama.attention.head_count",
+            count(config.num_attention_heads),
+        ),
+        (
+            "llama.attention.head_count_kv",
+            count(config.num_key_value_heads),
+        ),
         ("llama.block_count", count(config.num_hidden_layers)),
         ("llama.embedding_length", count(config.hidden_size)),
         ("llama.feed_forward_length", count(config.intermediate_size)),
-        ("llama.context_length", count(config.max_position_embeddings)),
+        (
+            "llama.context_length",
+            count(config.max_position_embeddings),
+        ),
         ("llama.rope.dimension_count", count(head_dim)),
         ("llama.rope.freq_base", Value::F32(config.rope_theta)),
-        ("llama.attention.layer_norm_rms_epsilon", Value::F32(config.rms_norm_eps as f32)),
+        (
+            "llama.attention.layer_norm_rms_epsilon",
+            Value::F32(config.rms_norm_eps as f32),
+        ),
     ]
 }
 
@@ -74,7 +90,9 @@ fn gguf_name(name: &str, config: &Config) -> (String, Option<usize>) {
             return (format!("{gguf}{rest}"), None);
         }
     }
-    let rest = name.strip_prefix("model.layers.").expect("a layer's tensor");
+    let rest = name
+        .strip_prefix("model.layers.")
+        .expect("a layer's tensor");
     let (layer, rest) = rest.split_once('.').expect("a layer's number");
     for (hugging_face, gguf, heads) in [
         ("self_attn.q_proj", "attn_q", Some(heads)),
@@ -97,14 +115,19 @@ fn gguf_name(name: &str, config: &Config) -> (String, Option<usize>) {
 /// The row order of llama.cpp's converter: rows `i` and `i + D / 2` of a head become neighbours.
 fn neighbouring_pairs(w: &Tensor, heads: usize) -> Result<Tensor> {
     let (rows, cols) = w.dims2()?;
-    w.reshape((heads, 2, rows / heads / 2, cols))?.transpose(1, 2)?.reshape((rows, cols))
+    w.reshape((heads, 2, rows / heads / 2, cols))?
+        .transpose(1, 2)?
+        .reshape((rows, cols))
 }
 
 /// What llama.cpp's converter writes for scaled frequencies: each one's divisor.
 fn rope_factors(config: &Config, scaling: &Llama3RopeConfig) -> Vec<f32> {
     let dim = config.hidden_size / config.num_attention_heads;
     let trained = scaling.original_max_position_embeddings as f64;
-    let (low, high) = (f64::from(scaling.low_freq_factor), f64::from(scaling.high_freq_factor));
+    let (low, high) = (
+        f64::from(scaling.low_freq_factor),
+        f64::from(scaling.high_freq_factor),
+    );
     (0..dim / 2)
         .map(|i| {
             let frequency = f64::from(config.rope_theta).powf(-2. * i as f64 / dim as f64);
@@ -117,5 +140,7 @@ fn rope_factors(config: &Config, scaling: &Llama3RopeConfig) -> Vec<f32> {
 
 /// Token ids `[1, T]`.
 pub fn ids(tokens: &[u32]) -> Result<Tensor> {
-    Tensor::new(tokens, &Device::Cpu)?.to_dtype(DType::U32)?.unsqueeze(0)
+    Tensor::new(tokens, &Device::Cpu)?
+        .to_dtype(DType::U32)?
+        .unsqueeze(0)
 }

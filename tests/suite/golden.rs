@@ -13,7 +13,9 @@ pub struct Golden {
 
 impl Golden {
     pub fn open(name: &str) -> Result<Self> {
-        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/goldens").join(name);
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/data/goldens")
+            .join(name);
         let outputs =
             candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
         Ok(Self { folder, outputs })

@@ -49,8 +49,14 @@ fn low_precision_is_no_worse_than_candles() -> Result<()> {
             let expected = reference(&x, &weight, Some(&bias), 1e-5)?;
             let fused = layer_norm(&x, &weight, Some(&bias), 1e-5)?;
             let candle = candle_nn::LayerNorm::new(weight, bias, 1e-5).forward(&x)?;
-            let (fused, plain) = (widest_error(&fused, &expected)?, widest_error(&candle, &expected)?);
-            assert!(fused <= 2. * plain + floor, "{dtype:?} {width}: {fused:e}, {plain:e}");
+            let (fused, plain) = (
+                widest_error(&fused, &expected)?,
+                widest_error(&candle, &expected)?,
+            );
+            assert!(
+                fused <= 2. * plain + floor,
+                "{dtype:?} {width}: {fused:e}, {plain:e}"
+            );
         }
     }
     Ok(())
@@ -79,7 +85,10 @@ fn every_level_agrees() -> Result<()> {
             let mut out = vec![f32::NAN; width];
             norm::layer_norm(level, &x, &weight, Some(&x), 1e-5, &mut out);
             for (a, b) in out.iter().zip(&expected) {
-                assert!((a - b).abs() <= 1e-4 * (1. + b.abs()), "{level:?} {width}: {a} {b}");
+                assert!(
+                    (a - b).abs() <= 1e-4 * (1. + b.abs()),
+                    "{level:?} {width}: {a} {b}"
+                );
             }
         }
     }

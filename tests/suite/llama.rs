@@ -19,7 +19,12 @@ impl Model {
         let golden = Golden::open(name)?;
         let config = golden.config::<LlamaConfig>().into_config(false);
         let llama = Llama::load_fused(golden.weights(dtype)?, &config, fusion)?;
-        Ok(Self { golden, config, llama, dtype })
+        Ok(Self {
+            golden,
+            config,
+            llama,
+            dtype,
+        })
     }
 
     fn cache(&self) -> Result<Cache> {
@@ -59,7 +64,11 @@ impl Model {
 fn f32_agrees_with_hugging_face_layer_by_layer() -> Result<()> {
     for name in GOLDENS {
         for fusion in [Fusion::all(), Fusion::none()] {
-            for (i, error) in Model::load(name, DType::F32, fusion)?.errors()?.iter().enumerate() {
+            for (i, error) in Model::load(name, DType::F32, fusion)?
+                .errors()?
+                .iter()
+                .enumerate()
+            {
                 assert!(*error < 1e-4, "{name}, {fusion}, state {i}: {error:e}");
             }
         }
@@ -76,7 +85,10 @@ fn low_precision_stays_within_twice_the_plain_error() -> Result<()> {
             let fused = Model::load(name, dtype, Fusion::all())?.errors()?;
             let plain = Model::load(name, dtype, Fusion::none())?.errors()?;
             for (i, (f, p)) in fused.iter().zip(&plain).enumerate() {
-                assert!(*f <= 2. * p + floor, "{name} {dtype:?} state {i}: {f:e}, plain {p:e}");
+                assert!(
+                    *f <= 2. * p + floor,
+                    "{name} {dtype:?} state {i}: {f:e}, plain {p:e}"
+                );
             }
         }
     }
@@ -98,7 +110,11 @@ fn greedy_tokens_are_hugging_faces() -> Result<()> {
                 let token = logits.i(row)?.argmax(D::Minus1)?.to_scalar::<u32>()?;
                 // Nearer than this, another token is not a mistake in f32.
                 if margins[row][step] > 1e-3 {
-                    assert_eq!(i64::from(token), expected[row][step], "{name} row {row} step {step}");
+                    assert_eq!(
+                        i64::from(token),
+                        expected[row][step],
+                        "{name} row {row} step {step}"
+                    );
                 }
             }
             let next: Vec<u32> = expected.iter().map(|row| row[step] as u32).collect();
@@ -157,12 +173,20 @@ fn a_fused_forward_runs_the_fused_ops() -> Result<()> {
     assert_eq!(calls.count("linear"), 2 * layers);
     assert_eq!(calls.by_op().values().sum::<u64>(), 6 * layers + 1);
     let with = |part: &str| {
-        calls.iter().filter(|(c, _)| c.path.contains(part)).map(|(_, n)| n).sum::<u64>()
+        calls
+            .iter()
+            .filter(|(c, _)| c.path.contains(part))
+            .map(|(_, n)| n)
+            .sum::<u64>()
     };
     assert_eq!(with("+swiglu"), layers);
     assert_eq!(with("+residual"), 2 * layers);
 
-    let alone = Model::load("llama_gqa_tied", DType::F32, "rms_norm,residual_add".parse()?)?;
+    let alone = Model::load(
+        "llama_gqa_tied",
+        DType::F32,
+        "rms_norm,residual_add".parse()?,
+    )?;
     let (states, calls) =
         trace::capture(|| alone.llama.hidden_states(&ids, 0, &mut alone.cache()?));
     states?;
@@ -238,7 +262,10 @@ fn a_sequence_can_be_rewound_and_started_over() -> Result<()> {
     let one = ids.narrow(0, 0, 1)?;
     let alone = model.llama.forward(&one, 0, &mut cache)?;
     let first = Tensor::new(whole, &Device::Cpu)?.narrow(0, 0, 1)?;
-    assert!(relative_error(&alone, &first)? < 1e-5, "another batch size from position 0");
+    assert!(
+        relative_error(&alone, &first)? < 1e-5,
+        "another batch size from position 0"
+    );
     Ok(())
 }
 
@@ -277,11 +304,20 @@ fn weights_that_do_not_fit_the_config_are_named() -> Result<()> {
     let golden = Golden::open("llama_gqa_tied")?;
     let config = golden.config::<LlamaConfig>().into_config(false);
     let load = |config: &Config| Llama::load(golden.weights(DType::F32)?, config);
-    let deeper = Config { num_hidden_layers: 99, ..config.clone() };
+    let deeper = Config {
+        num_hidden_layers: 99,
+        ..config.clone()
+    };
     assert!(refused(load(&deeper)).contains("model.layers."));
-    let wider = Config { intermediate_size: config.intermediate_size + 1, ..config.clone() };
+    let wider = Config {
+        intermediate_size: config.intermediate_size + 1,
+        ..config.clone()
+    };
     assert!(refused(load(&wider)).contains("gate_proj"));
-    let heads = Config { num_attention_heads: 5, ..config.clone() };
+    let heads = Config {
+        num_attention_heads: 5,
+        ..config.clone()
+    };
     assert!(refused(load(&heads)).contains("heads"));
     Ok(())
 }
@@ -305,8 +341,12 @@ fn configs_of_transformers_4_and_5_are_read() {
         "high_freq_factor":4.0,"original_max_position_embeddings":128}"#;
     let scaled = read(&format!(r#""rope_parameters":{scaled},"#)).unwrap();
     assert_eq!(scaled.rope_scaling.unwrap().factor, 8.);
-    let yarn = read(r#""rope_scaling":{"type":"yarn","factor":4.0},"#).unwrap_err().to_string();
+    let yarn = read(r#""rope_scaling":{"type":"yarn","factor":4.0},"#)
+        .unwrap_err()
+        .to_string();
     assert!(yarn.contains("yarn"), "{yarn}");
-    let act = read(r#""mlp_bias":false,"head_dim":99,"#).unwrap_err().to_string();
+    let act = read(r#""mlp_bias":false,"head_dim":99,"#)
+        .unwrap_err()
+        .to_string();
     assert!(act.contains("head_dim"), "{act}");
 }

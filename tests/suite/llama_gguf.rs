@@ -1,7 +1,7 @@
 //! Llama from GGUF files: against Hugging Face's outputs, candle-transformers, and damage.
 
-use crate::golden::{Golden, relative_error};
 use crate::gguf_file::{bytes, ids, load};
+use crate::golden::{Golden, relative_error};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
@@ -80,7 +80,10 @@ fn every_block_type_is_as_exact_as_candles() -> Result<()> {
             Ok((norm(&(logits - &exact)?)? / norm(&exact)?).sqrt())
         };
         let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
-        assert!(fused < 1.1 * plain + 1e-3, "{dtype:?}: {fused:e}, candle's {plain:e}");
+        assert!(
+            fused < 1.1 * plain + 1e-3,
+            "{dtype:?}: {fused:e}, candle's {plain:e}"
+        );
     }
     Ok(())
 }
@@ -91,8 +94,7 @@ fn logits_follow_candle_transformers_token_by_token() -> Result<()> {
     let bytes = bytes(&golden, GgmlDType::Q8_0)?;
     let mut reader = Cursor::new(&bytes);
     let content = Content::read(&mut reader)?;
-    let mut stock =
-        quantized_llama::ModelWeights::from_gguf(content, &mut reader, &Device::Cpu)?;
+    let mut stock = quantized_llama::ModelWeights::from_gguf(content, &mut reader, &Device::Cpu)?;
     let mut fused = load(&bytes, Fusion::all())?;
     let tokens = golden.input_ids()?.i(0)?.to_vec1::<u32>()?;
     let mut step = |chunk: &[u32], position| -> Result<()> {
@@ -134,15 +136,18 @@ fn missing_and_contradicting_parts_are_named() -> Result<()> {
     let metadata = refused(&|c| drop(c.metadata.remove("llama.block_count")))?;
     assert!(metadata.contains("llama.block_count"), "{metadata}");
     let shape = refused(&|c| {
-        c.metadata.insert("llama.feed_forward_length".into(), Value::U32(99));
+        c.metadata
+            .insert("llama.feed_forward_length".into(), Value::U32(99));
     })?;
     assert!(shape.contains("ffn_gate"), "{shape}");
     let other = refused(&|c| {
-        c.metadata.insert("general.architecture".into(), Value::String("mamba".into()));
+        c.metadata
+            .insert("general.architecture".into(), Value::String("mamba".into()));
     })?;
     assert!(other.contains("`mamba`"), "{other}");
     let heads = refused(&|c| {
-        c.metadata.insert("llama.attention.head_count".into(), Value::U32(0));
+        c.metadata
+            .insert("llama.attention.head_count".into(), Value::U32(0));
     })?;
     assert!(heads.contains("heads"), "{heads}");
     Ok(())

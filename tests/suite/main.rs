@@ -1,5 +1,6 @@
 //! The integration tests: one binary, a module per op and per model.
 
+mod app;
 mod dense;
 mod flash_attention;
 mod gguf_file;
@@ -8,6 +9,15 @@ mod layer_norm;
 mod linear;
 mod llama;
 mod llama_gguf;
+mod quant_linear;
 mod residual_add;
 mod rms_norm;
+mod rms_norm_linear;
+mod rope;
+mod smollm2;
+mod stems;
 mod support;
+
+#[path = "../../examples/common/mod.rs"]
+#[allow(dead_code, reason = "the tests use parts of what the examples share")]
+mod common;

@@ -11,8 +11,19 @@ use proptest::prelude::*;
 #[test]
 fn sums_are_candles_bit_for_bit() -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for dims in [&[1][..], &[7], &[3, 111], &[2, 5, 576], &[40, 1024], &[0, 4]] {
-            let (x, a, b) = (randn(dims, dtype)?, randn(dims, dtype)?, randn(dims, dtype)?);
+        for dims in [
+            &[1][..],
+            &[7],
+            &[3, 111],
+            &[2, 5, 576],
+            &[40, 1024],
+            &[0, 4],
+        ] {
+            let (x, a, b) = (
+                randn(dims, dtype)?,
+                randn(dims, dtype)?,
+                randn(dims, dtype)?,
+            );
             let one = residual_add(&x, &[&a])?;
             let two = residual_add(&x, &[&a, &b])?;
             let bits = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();

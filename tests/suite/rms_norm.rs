@@ -35,7 +35,10 @@ fn low_precision_is_no_worse_than_candles() -> Result<()> {
             let fused = widest_error(&rms_norm(&x, &weight, 1e-5)?, &expected)?;
             let candle = candle_nn::ops::rms_norm(&x, &weight, 1e-5)?;
             let plain = widest_error(&candle, &expected)?;
-            assert!(fused <= 2. * plain + floor, "{dtype:?} {width}: {fused:e}, {plain:e}");
+            assert!(
+                fused <= 2. * plain + floor,
+                "{dtype:?} {width}: {fused:e}, {plain:e}"
+            );
         }
     }
     Ok(())
@@ -64,7 +67,10 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
         let weight = randn(&[x.dim(D::Minus1)?], DType::F32)?;
         let flat = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
         let copied = x.contiguous()?;
-        assert_eq!(flat(rms_norm(&x, &weight, 1e-5)?)?, flat(rms_norm(&copied, &weight, 1e-5)?)?);
+        assert_eq!(
+            flat(rms_norm(&x, &weight, 1e-5)?)?,
+            flat(rms_norm(&copied, &weight, 1e-5)?)?
+        );
         let (_, a) = rms_norm_residual(&x, &x, &weight, 1e-5)?;
         let (_, b) = rms_norm_residual(&copied, &copied, &weight, 1e-5)?;
         assert_eq!(flat(a)?, flat(b)?);
@@ -83,7 +89,10 @@ fn every_level_agrees() -> Result<()> {
             let mut out = vec![f32::NAN; width];
             norm::rms_norm(level, &x, &weight, 1e-5, &mut out);
             for (a, b) in out.iter().zip(&expected) {
-                assert!((a - b).abs() <= 1e-5 * (1. + b.abs()), "{level:?} {width}: {a} {b}");
+                assert!(
+                    (a - b).abs() <= 1e-5 * (1. + b.abs()),
+                    "{level:?} {width}: {a} {b}"
+                );
             }
         }
     }
@@ -94,16 +103,30 @@ fn every_level_agrees() -> Result<()> {
 fn zeros_stay_zeros_and_huge_rows_stay_finite() -> Result<()> {
     let weight = Tensor::ones(64, DType::F32, &Device::Cpu)?;
     let zeros = Tensor::zeros((2, 64), DType::F32, &Device::Cpu)?;
-    assert_eq!(rms_norm(&zeros, &weight, 1e-6)?.to_vec2::<f32>()?, [[0.; 64]; 2]);
+    assert_eq!(
+        rms_norm(&zeros, &weight, 1e-6)?.to_vec2::<f32>()?,
+        [[0.; 64]; 2]
+    );
     for scale in [1e4, 1e15] {
         let x = (randn(&[2, 64], DType::F32)? * scale)?;
-        let error = widest_error(&rms_norm(&x, &weight, 1e-6)?, &reference(&x, &weight, 1e-6)?)?;
+        let error = widest_error(
+            &rms_norm(&x, &weight, 1e-6)?,
+            &reference(&x, &weight, 1e-6)?,
+        )?;
         assert!(error < 1e-6, "{scale:e}: {error:e}");
     }
     // Squares overflow f32: zeros, as documented, and as Hugging Face gives.
     let x = (Tensor::ones((1, 64), DType::F32, &Device::Cpu)? * 1e30)?;
     assert_eq!(rms_norm(&x, &weight, 1e-6)?.to_vec2::<f32>()?, [[0.; 64]]);
-    assert_eq!(rms_norm(&Tensor::zeros((0, 64), DType::F32, &Device::Cpu)?, &weight, 1e-6)?.dims(), [0, 64]);
+    assert_eq!(
+        rms_norm(
+            &Tensor::zeros((0, 64), DType::F32, &Device::Cpu)?,
+            &weight,
+            1e-6
+        )?
+        .dims(),
+        [0, 64]
+    );
     Ok(())
 }
 
@@ -121,7 +144,9 @@ fn bad_arguments_are_named() -> Result<()> {
     assert!(message(&whole, &ones).contains("x is U32"));
     let weight = randn(&[8], DType::F32)?;
     let other = randn(&[8, 2], DType::F32)?;
-    let error = rms_norm_residual(&x, &other, &weight, 1e-5).expect_err("").to_string();
+    let error = rms_norm_residual(&x, &other, &weight, 1e-5)
+        .expect_err("")
+        .to_string();
     assert!(error.contains("residual has shape [8, 2]"), "{error}");
     Ok(())
 }

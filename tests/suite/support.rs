@@ -12,9 +12,8 @@ thread_local! {
 
 /// Standard normal values.
 pub fn randn(dims: &[usize], dtype: DType) -> Result<Tensor> {
-    let values: Vec<f32> = RNG.with_borrow_mut(|rng| {
-        (0..dims.iter().product()).map(|_| normal(rng)).collect()
-    });
+    let values: Vec<f32> =
+        RNG.with_borrow_mut(|rng| (0..dims.iter().product()).map(|_| normal(rng)).collect());
     Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(dtype)
 }
 

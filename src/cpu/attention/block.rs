@@ -1,6 +1,13 @@
 //! Register tiles: the matrix products inside attention.
 
 use crate::cpu::vector::{Element, Vector};
+use std::any::TypeId;
+
+/// Known at compile time.
+#[inline(always)]
+pub(super) fn is_f32<T: Element>() -> bool {
+    TypeId::of::<T>() == TypeId::of::<f32>()
+}
 
 /// The left operand of [`multiply`]: element `(i, p)` lies at `at[i * row + p * step]`.
 #[derive(Clone, Copy)]
@@ -33,15 +40,27 @@ pub(super) unsafe fn multiply<V: Vector, B: Element, const FACTORS: bool>(
 ) {
     let mut i = 0;
     while i < m {
-        let a = Left { at: a.at.wrapping_add(i * a.row), ..a };
-        let c = Rows { at: c.at.wrapping_add(i * c.row), ..c };
-        let f = if FACTORS { factors.wrapping_add(i) } else { factors };
+        let a = Left {
+            at: a.at.wrapping_add(i * a.row),
+            ..a
+        };
+        let c = Rows {
+            at: c.at.wrapping_add(i * c.row),
+            ..c
+        };
+        let f = if FACTORS {
+            factors.wrapping_add(i)
+        } else {
+            factors
+        };
         // SAFETY: rows `i ..` of the operands, as many as are left, up to six.
         unsafe {
             match m - i {
                 1 => columns::<V, B, FACTORS, 1, 4>(vectors, k, a, b, c, f),
                 2 => columns::<V, B, FACTORS, 2, 4>(vectors, k, a, b, c, f),
-                3 => columns::<V, B, FACTORS, 3, 4>(vectors, k, a, b, c, f),
+                // What is widened takes registers of its own.
+                3 if is_f32::<B>() => columns::<V, B, FACTORS, 3, 4>(vectors, k, a, b, c, f),
+                3 => columns::<V, B, FACTORS, 3, 3>(vectors, k, a, b, c, f),
                 4 => columns::<V, B, FACTORS, 4, 2>(vectors, k, a, b, c, f),
                 5 => columns::<V, B, FACTORS, 5, 2>(vectors, k, a, b, c, f),
                 _ => columns::<V, B, FACTORS, 6, 2>(vectors, k, a, b, c, f),
@@ -51,7 +70,7 @@ pub(super) unsafe fn multiply<V: Vector, B: Element, const FACTORS: bool>(
     }
 }
 
-/// `M` rows: `N` vectors at a time, then one at a time.
+/// `M` rows: `N` vectors at a time, then two, then one.
 #[inline(always)]
 unsafe fn columns<V: Vector, B: Element, const FACTORS: bool, const M: usize, const N: usize>(
     vectors: usize,
@@ -65,14 +84,38 @@ unsafe fn columns<V: Vector, B: Element, const FACTORS: bool, const M: usize, co
     // SAFETY: `j` stays below `vectors`.
     unsafe {
         while j + N <= vectors {
-            let b = Rows { at: b.at.add(j * V::LANES), ..b };
-            let c = Rows { at: c.at.add(j * V::LANES), ..c };
+            let b = Rows {
+                at: b.at.add(j * V::LANES),
+                ..b
+            };
+            let c = Rows {
+                at: c.at.add(j * V::LANES),
+                ..c
+            };
             registers::<V, B, FACTORS, M, N>(k, a, b, c, factors);
             j += N;
         }
+        while N > 2 && j + 2 <= vectors {
+            let b = Rows {
+                at: b.at.add(j * V::LANES),
+                ..b
+            };
+            let c = Rows {
+                at: c.at.add(j * V::LANES),
+                ..c
+            };
+            registers::<V, B, FACTORS, M, 2>(k, a, b, c, factors);
+            j += 2;
+        }
         while j < vectors {
-            let b = Rows { at: b.at.add(j * V::LANES), ..b };
-            let c = Rows { at: c.at.add(j * V::LANES), ..c };
+            let b = Rows {
+                at: b.at.add(j * V::LANES),
+                ..b
+            };
+            let c = Rows {
+                at: c.at.add(j * V::LANES),
+                ..c
+            };
             registers::<V, B, FACTORS, M, 1>(k, a, b, c, factors);
             j += 1;
         }
@@ -100,14 +143,30 @@ unsafe fn registers<V: Vector, B: Element, const FACTORS: bool, const M: usize, 
             }
         }
         for p in 0..k {
-            let mut right = [V::splat(0.0); N];
-            for j in 0..N {
-                right[j] = B::load(b.at.add(p * b.row + j * V::LANES));
-            }
-            for i in 0..M {
-                let left = V::splat(*a.at.add(i * a.row + p * a.step));
+            let left = |i: usize| *a.at.add(i * a.row + p * a.step);
+            let right = |j: usize| b.at.add(p * b.row + j * V::LANES);
+            // The shorter side stays in registers, so that the sums, it and one more fit in 16.
+            if N <= M {
+                let mut held = [V::splat(0.0); N];
                 for j in 0..N {
-                    acc[i][j] = left.mul_add(right[j], acc[i][j]);
+                    held[j] = B::load(right(j));
+                }
+                for i in 0..M {
+                    let left = V::splat(left(i));
+                    for j in 0..N {
+                        acc[i][j] = left.mul_add(held[j], acc[i][j]);
+                    }
+                }
+            } else {
+                let mut held = [V::splat(0.0); M];
+                for i in 0..M {
+                    held[i] = V::splat(left(i));
+                }
+                for j in 0..N {
+                    let right: V = B::load(right(j));
+                    for i in 0..M {
+                        acc[i][j] = held[i].mul_add(right, acc[i][j]);
+                    }
                 }
             }
         }
@@ -131,52 +190,83 @@ pub(super) unsafe fn dots<V: Vector, T: Element>(
     keys: Rows<*const T>,
     s: Rows<*mut f32>,
 ) {
-    let mut p = 0;
-    while p < n {
-        let at = |p: usize| keys.at.wrapping_add(p.min(n - 1) * keys.row);
-        let four = [at(p), at(p + 1), at(p + 2), at(p + 3)];
-        let mut i = 0;
-        while i < m {
-            let q = Rows { at: q.at.wrapping_add(i * q.row), ..q };
-            let s = Rows { at: s.at.wrapping_add(i * s.row + p), ..s };
-            // SAFETY: rows `i ..`, as many as are left, up to three, and keys that exist.
-            unsafe {
-                match m - i {
-                    1 => four_keys::<V, T, 1>(vectors, q, four, s),
-                    2 => four_keys::<V, T, 2>(vectors, q, four, s),
-                    _ => four_keys::<V, T, 3>(vectors, q, four, s),
-                }
+    let mut i = 0;
+    while i < m {
+        let q = Rows {
+            at: q.at.wrapping_add(i * q.row),
+            ..q
+        };
+        let s = Rows {
+            at: s.at.wrapping_add(i * s.row),
+            ..s
+        };
+        // SAFETY: rows `i ..`, as many as are left, up to three.
+        i += unsafe {
+            match m - i {
+                1 => each_key::<V, T, 1, 4>(vectors, n, q, keys, s),
+                2 | 4 => each_key::<V, T, 2, 4>(vectors, n, q, keys, s),
+                // What is widened takes registers of its own.
+                _ if is_f32::<T>() => each_key::<V, T, 3, 4>(vectors, n, q, keys, s),
+                _ => each_key::<V, T, 3, 3>(vectors, n, q, keys, s),
             }
-            i += 3;
-        }
-        p += 4;
+        };
     }
 }
 
+/// `M` rows with all keys, `P` at a time; returns `M`.
 #[inline(always)]
-unsafe fn four_keys<V: Vector, T: Element, const M: usize>(
+unsafe fn each_key<V: Vector, T: Element, const M: usize, const P: usize>(
+    vectors: usize,
+    n: usize,
+    q: Rows<*const f32>,
+    keys: Rows<*const T>,
+    s: Rows<*mut f32>,
+) -> usize {
+    let mut p = 0;
+    while p < n {
+        // Past the last key, the last one again: its scores land behind the others.
+        let mut at = [keys.at; P];
+        for (i, at) in at.iter_mut().enumerate() {
+            *at = keys.at.wrapping_add((p + i).min(n - 1) * keys.row);
+        }
+        let s = Rows {
+            at: s.at.wrapping_add(p),
+            ..s
+        };
+        // SAFETY: keys that exist, and room for four scores.
+        unsafe { some_keys::<V, T, M, P>(vectors, q, at, s) }
+        p += P;
+    }
+    M
+}
+
+#[inline(always)]
+unsafe fn some_keys<V: Vector, T: Element, const M: usize, const P: usize>(
     vectors: usize,
     q: Rows<*const f32>,
-    keys: [*const T; 4],
+    keys: [*const T; P],
     s: Rows<*mut f32>,
 ) {
     // SAFETY: the caller's rows have `vectors` vectors; `s` has room for four.
     unsafe {
-        let mut acc = [[V::splat(0.0); 4]; M];
+        let mut acc = [[V::splat(0.0); P]; M];
         for j in 0..vectors {
-            let mut key = [V::splat(0.0); 4];
-            for p in 0..4 {
-                key[p] = T::load(keys[p].add(j * V::LANES));
-            }
+            // The rows stay in registers, so that the sums, they and one more fit in 16.
+            let mut row = [V::splat(0.0); M];
             for i in 0..M {
-                let row = V::load(q.at.add(i * q.row + j * V::LANES));
-                for p in 0..4 {
-                    acc[i][p] = row.mul_add(key[p], acc[i][p]);
+                row[i] = V::load(q.at.add(i * q.row + j * V::LANES));
+            }
+            for p in 0..P {
+                let key: V = T::load(keys[p].add(j * V::LANES));
+                for i in 0..M {
+                    acc[i][p] = row[i].mul_add(key, acc[i][p]);
                 }
             }
         }
         for i in 0..M {
-            s.at.add(i * s.row).cast::<[f32; 4]>().write_unaligned(V::sum4(acc[i]));
+            let of = |p: usize| acc[i][p.min(P - 1)];
+            let sums = V::sum4([of(0), of(1), of(2), of(3)]);
+            s.at.add(i * s.row).cast::<[f32; 4]>().write_unaligned(sums);
         }
     }
 }

@@ -68,7 +68,11 @@ impl<T: Element> Kernel for Merge<'_, T> {
                     let more = part(i).out.add(r * width).cast_const();
                     for j in (0..width).step_by(V::LANES) {
                         let scaled = V::load(more.add(j)).mul(V::splat(factor));
-                        let so_far = if i == 0 { V::splat(0.0) } else { V::load(row.add(j)) };
+                        let so_far = if i == 0 {
+                            V::splat(0.0)
+                        } else {
+                            V::load(row.add(j))
+                        };
                         so_far.add(scaled).store(row.add(j));
                     }
                 }

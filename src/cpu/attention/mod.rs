@@ -21,6 +21,7 @@ use super::simd::Level;
 use super::vector::{Element, Kernel, Vector, dispatch, narrow, widen};
 use half::{bf16, f16};
 use std::cell::Cell;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Up to this many rows are dotted with each key; more are multiplied in tiles.
@@ -29,7 +30,7 @@ const FEW_ROWS: usize = 16;
 const TILE_ROWS: usize = 96;
 /// Tasks that the keys are split for, if there are not as many without: enough for the cores of a
 /// large machine to share.
-const TASKS: usize = 32;
+const TASKS: usize = 16;
 /// No part of the keys is shorter than this, unless there are fewer.
 const MIN_KEYS: usize = 64;
 
@@ -53,7 +54,11 @@ impl<'a, T: Copy> View<'a, T> {
         for (dim, stride) in dims.into_iter().zip(strides) {
             last = last.checked_add(dim.saturating_sub(1).checked_mul(stride)?)?;
         }
-        (dims.contains(&0) || last < data.len()).then_some(Self { data, offset, strides })
+        (dims.contains(&0) || last < data.len()).then_some(Self {
+            data,
+            offset,
+            strides,
+        })
     }
 
     /// The first element of a row.
@@ -83,11 +88,11 @@ pub enum AnyView<'a> {
 #[derive(Debug)]
 pub enum Output<'a> {
     /// 32 bits.
-    F32(&'a mut [f32]),
+    F32(&'a mut [MaybeUninit<f32>]),
     /// 16 bits, IEEE.
-    F16(&'a mut [f16]),
+    F16(&'a mut [MaybeUninit<f16>]),
     /// The upper 16 bits of an f32.
-    Bf16(&'a mut [bf16]),
+    Bf16(&'a mut [MaybeUninit<bf16>]),
 }
 
 /// Sizes, shared by all arguments.
@@ -176,13 +181,31 @@ impl Plan {
     fn new(s: &Sizes) -> Self {
         let group = s.heads / s.kv_heads;
         let few = s.few_rows();
-        let tile = if few { s.queries } else { (TILE_ROWS / group).clamp(1, s.queries) };
+        let tile = if few {
+            s.queries
+        } else {
+            (TILE_ROWS / group).clamp(1, s.queries)
+        };
         let tiles = s.queries.div_ceil(tile);
         let unsplit = s.batch * s.kv_heads * tiles;
-        let splits = TASKS.div_ceil(unsplit).min(s.keys.div_ceil(MIN_KEYS)).max(1);
-        let chunk = s.keys.div_ceil(splits).next_multiple_of(MIN_KEYS).max(MIN_KEYS);
+        let splits = TASKS
+            .div_ceil(unsplit)
+            .min(s.keys.div_ceil(MIN_KEYS))
+            .max(1);
+        let chunk = s
+            .keys
+            .div_ceil(splits)
+            .next_multiple_of(MIN_KEYS)
+            .max(MIN_KEYS);
         let splits = s.keys.div_ceil(chunk).max(1);
-        Self { group, few, tile, tiles, chunk, splits }
+        Self {
+            group,
+            few,
+            tile,
+            tiles,
+            chunk,
+            splits,
+        }
     }
 
     fn rows(&self) -> usize {
@@ -218,7 +241,11 @@ impl State {
         // SAFETY: all three lie within `state_len`.
         unsafe {
             let max = at.add(rows * padded(dim));
-            Self { out: at, max, sum: max.add(padded(rows)) }
+            Self {
+                out: at,
+                max,
+                sum: max.add(padded(rows)),
+            }
         }
     }
 
@@ -260,8 +287,15 @@ impl<T: Element> Task<'_, T> {
         let (s, rule) = (&self.problem.sizes, &self.problem.rule);
         // Keys up to and including the query's own position.
         let reach = (s.keys + self.first + t + 1).saturating_sub(s.queries);
-        let high = if rule.causal { self.to.min(reach) } else { self.to };
-        let low = rule.window.map_or(0, |w| reach.saturating_sub(w)).clamp(self.from, self.to);
+        let high = if rule.causal {
+            self.to.min(reach)
+        } else {
+            self.to
+        };
+        let low = rule
+            .window
+            .map_or(0, |w| reach.saturating_sub(w))
+            .clamp(self.from, self.to);
         (low, high.max(low))
     }
 
@@ -320,7 +354,12 @@ impl<T: Element> Task<'_, T> {
             // SAFETY: the caller names keys that exist and room for `n` rows.
             unsafe {
                 let row = dst.add(i * width);
-                widen::<V, T>(x.row(self.batch, self.kv_head, from + i), x.strides[3], row, dim);
+                widen::<V, T>(
+                    x.row(self.batch, self.kv_head, from + i),
+                    x.strides[3],
+                    row,
+                    dim,
+                );
                 for j in dim..width {
                     *row.add(j) = 0.0;
                 }
@@ -337,7 +376,10 @@ impl<T: Element> Task<'_, T> {
         let (head, query) = self.place(r);
         // SAFETY: the indices are within `[batch, heads, queries, keys]`.
         unsafe {
-            (mask.row(self.batch, head, query).add(key * mask.strides[3]), mask.strides[3])
+            (
+                mask.row(self.batch, head, query).add(key * mask.strides[3]),
+                mask.strides[3],
+            )
         }
     }
 
@@ -382,7 +424,7 @@ impl<T: Element> Kernel for &Task<'_, T> {
 /// Attention of `q` over `k` and `v` (both `[batch, kv_heads, keys, dim]`), into `out`.
 ///
 /// The views have to be made with the dimensions that `sizes` names; `out` has to have one element
-/// for each of `[batch, queries, heads, dim]`.
+/// for each of `[batch, queries, heads, dim]`, and every one is written.
 ///
 /// # Panics
 /// If `out` has another length, or the heads are no multiple of the key/value heads.
@@ -397,19 +439,32 @@ pub fn attend<'a, T: Element>(
 ) {
     let s = &sizes;
     let (len, out) = match out {
-        Output::F32(o) => (o.len(), OutputPtr::F32(o.as_mut_ptr())),
-        Output::F16(o) => (o.len(), OutputPtr::F16(o.as_mut_ptr())),
-        Output::Bf16(o) => (o.len(), OutputPtr::Bf16(o.as_mut_ptr())),
+        Output::F32(o) => (o.len(), OutputPtr::F32(o.as_mut_ptr().cast())),
+        Output::F16(o) => (o.len(), OutputPtr::F16(o.as_mut_ptr().cast())),
+        Output::Bf16(o) => (o.len(), OutputPtr::Bf16(o.as_mut_ptr().cast())),
     };
-    assert_eq!(len, s.batch * s.queries * s.heads * s.dim, "attention: length of the output");
+    assert_eq!(
+        len,
+        s.batch * s.queries * s.heads * s.dim,
+        "attention: length of the output"
+    );
     if len == 0 {
         return;
     }
-    assert!(s.kv_heads > 0 && s.heads.is_multiple_of(s.kv_heads), "attention: heads");
+    assert!(
+        s.kv_heads > 0 && s.heads.is_multiple_of(s.kv_heads),
+        "attention: heads"
+    );
     let plan = Plan::new(s);
     let groups = s.batch * s.kv_heads * plan.tiles;
     let state = state_len(plan.rows(), s.dim);
-    let mut parts = vec![0f32; if plan.splits > 1 { groups * plan.splits * state } else { 0 }];
+    let parts = if plan.splits > 1 {
+        groups * plan.splits * state
+    } else {
+        0
+    };
+    // Not cleared: every task clears its own part first.
+    let mut parts: Vec<f32> = Vec::with_capacity(parts);
     let ended = if plan.splits > 1 { groups } else { 0 };
     let problem = Problem {
         sizes,
@@ -422,8 +477,15 @@ pub fn attend<'a, T: Element>(
         parts: parts.as_mut_ptr(),
         ended: (0..ended).map(|_| AtomicUsize::new(0)).collect(),
     };
-    let room = state + if plan.few { rows::scratch(&plan, s.dim) } else { tile::scratch(&plan, s.dim) };
-    pool::run(groups * plan.splits, |i| run_task(level, &problem, i, state, room));
+    let room = state
+        + if plan.few {
+            rows::scratch(&plan, s.dim)
+        } else {
+            tile::scratch(&plan, s.dim)
+        };
+    pool::run(groups * plan.splits, |i| {
+        run_task(level, &problem, i, state, room)
+    });
 }
 
 thread_local! {
@@ -445,8 +507,14 @@ fn run_task<T: Element>(level: Level, p: &Problem<'_, T>, i: usize, state: usize
     // SAFETY: the scratch has room for a state and the core's own after aligning, the parts for a
     // state for each task, and indices are below the plan's.
     unsafe {
-        let aligned = scratch.as_mut_ptr().add(scratch.as_ptr().align_offset(64).min(16));
-        let own = if p.plan.splits > 1 { p.parts.add(i * state) } else { aligned };
+        let aligned = scratch
+            .as_mut_ptr()
+            .add(scratch.as_ptr().align_offset(64).min(16));
+        let own = if p.plan.splits > 1 {
+            p.parts.add(i * state)
+        } else {
+            aligned
+        };
         let rows = p.plan.rows();
         let task = Task {
             problem: p,
@@ -460,11 +528,16 @@ fn run_task<T: Element>(level: Level, p: &Problem<'_, T>, i: usize, state: usize
             scratch: aligned.add(state),
         };
         dispatch(level, &task);
-        if p.plan.splits > 1
-            && p.ended[group].fetch_add(1, Ordering::AcqRel) + 1 == p.plan.splits
-        {
+        if p.plan.splits > 1 && p.ended[group].fetch_add(1, Ordering::AcqRel) + 1 == p.plan.splits {
             let first_part = p.parts.add(group * p.plan.splits * state);
-            dispatch(level, merge::Merge { task: &task, parts: first_part, len: state });
+            dispatch(
+                level,
+                merge::Merge {
+                    task: &task,
+                    parts: first_part,
+                    len: state,
+                },
+            );
         }
     }
     SCRATCH.set(scratch);

@@ -2,11 +2,11 @@
 
 use super::block::{self, Left, Rows};
 use super::{Plan, Task, padded};
-use crate::cpu::math::{exp_v, tanh_v};
+use crate::cpu::math::{exp_weight_v, tanh_v};
 use crate::cpu::vector::{Element, Vector};
 
 /// Keys between two corrections of the running maximum.
-const KEYS: usize = 128;
+const KEYS: usize = 64;
 
 /// Scratch elements that [`run`] uses.
 pub(super) fn scratch(plan: &Plan, dim: usize) -> usize {
@@ -36,30 +36,52 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
         for r in 0..rows {
             task.load_query::<V>(r, q.add(r * width));
         }
-        let q = Rows { at: q.cast_const(), row: width };
-        let scores = Rows { at: scores, row: KEYS + 16 };
-        let out = Rows { at: task.state.out, row: width };
-        let copied = Rows { at: copy.cast_const(), row: width };
+        let q = Rows {
+            at: q.cast_const(),
+            row: width,
+        };
+        let scores = Rows {
+            at: scores,
+            row: KEYS + 16,
+        };
+        let out = Rows {
+            at: task.state.out,
+            row: width,
+        };
+        let copied = Rows {
+            at: copy.cast_const(),
+            row: width,
+        };
         let mut key = first;
         while key < end {
             let n = KEYS.min(end - key);
+            let size = (rows, vectors, n);
             if whole && p.k.strides[3] == 1 {
                 let at = p.k.row(task.batch, task.kv_head, key);
-                let keys = Rows { at, row: p.k.strides[2] };
-                block::dots::<V, T>((rows, vectors, n), q, keys, scores);
+                let keys = Rows {
+                    at,
+                    row: p.k.strides[2],
+                };
+                block::dots::<V, T>(size, q, keys, scores);
             } else {
                 task.copy_rows::<V>(&p.k, key, n, copy);
-                block::dots::<V, f32>((rows, vectors, n), q, copied, scores);
+                block::dots::<V, f32>(size, q, copied, scores);
             }
             for r in 0..rows {
                 let row = scores.at.add(r * scores.row);
                 *factors.add(r) = soften::<V, T>(task, r, key, n, row);
             }
-            let left = Left { at: scores.at, row: scores.row, step: 1 };
-            let size = (rows, vectors, n);
+            let left = Left {
+                at: scores.at,
+                row: scores.row,
+                step: 1,
+            };
             if whole && p.v.strides[3] == 1 {
                 let at = p.v.row(task.batch, task.kv_head, key);
-                let values = Rows { at, row: p.v.strides[2] };
+                let values = Rows {
+                    at,
+                    row: p.v.strides[2],
+                };
                 block::multiply::<V, T, true>(size, left, values, out, factors);
             } else {
                 task.copy_rows::<V>(&p.v, key, n, copy);
@@ -113,7 +135,7 @@ unsafe fn soften<V: Vector, T: Element>(
         let taken = if max == f32::NEG_INFINITY { 0.0 } else { max };
         let mut sum = V::splat(0.0);
         for i in (0..end).step_by(V::LANES) {
-            let weight = exp_v(V::load(scores.add(i)).sub(V::splat(taken)));
+            let weight = exp_weight_v(V::load(scores.add(i)).sub(V::splat(taken)));
             weight.store(scores.add(i));
             sum = sum.add(weight);
         }

@@ -4,10 +4,9 @@
 //! at a time wherever they lie, and softmax runs over the keys without crossing lanes.
 
 use super::block::{self, Left, Rows};
-use super::{Plan, Task, padded};
-use crate::cpu::math::{exp_v, tanh_v};
+use super::{Plan, Task, View, padded};
+use crate::cpu::math::{exp_weight_v, tanh_v};
 use crate::cpu::vector::{Element, Vector};
-use std::any::TypeId;
 
 /// Keys between two corrections of the running maximum.
 const KEYS: usize = 96;
@@ -41,10 +40,8 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
     let p = task.problem;
     let (rows, dim) = (task.rows(), p.sizes.dim);
     let (lanes, width) = (padded(rows), padded(dim));
-    let plain = TypeId::of::<T>() == TypeId::of::<f32>();
     let (first, end) = task.reach();
-    // SAFETY: the parts are as counted in `scratch`; keys stay below `end`; a pointer to `T` is
-    // only cast where `T` is f32.
+    // SAFETY: the parts are as counted in `scratch`; keys stay below `end`.
     unsafe {
         let queries = task.scratch;
         let scores = queries.add(width * lanes);
@@ -52,29 +49,55 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
         let (low, high) = (factors.add(lanes), factors.add(2 * lanes));
         let keys = factors.add(3 * lanes);
         let values = keys.add(KEYS * width);
-        let parts = Parts { queries, scores, factors, low, high, keys, values };
+        let parts = Parts {
+            queries,
+            scores,
+            factors,
+            low,
+            high,
+            keys,
+            values,
+        };
         transpose_queries::<V, T>(task, &parts, values.add(KEYS * width));
         let mut key = first;
         while key < end {
             let n = KEYS.min(end - key);
-            let keys = if plain && p.k.strides[3] == 1 {
-                let at = p.k.row(task.batch, task.kv_head, key).cast();
-                Rows { at, row: p.k.strides[2] }
-            } else {
-                task.copy_rows::<V>(&p.k, key, n, parts.keys);
-                Rows { at: parts.keys.cast_const(), row: width }
-            };
-            let values = if plain && p.v.strides[3] == 1 && dim.is_multiple_of(V::LANES) {
-                let at = p.v.row(task.batch, task.kv_head, key).cast();
-                Rows { at, row: p.v.strides[2] }
-            } else {
-                task.copy_rows::<V>(&p.v, key, n, parts.values);
-                Rows { at: parts.values.cast_const(), row: width }
-            };
+            // Keys are read an element at a time, values in whole vectors.
+            let keys = rows_of::<V, T>(task, &p.k, key, n, true, parts.keys);
+            let whole = dim.is_multiple_of(V::LANES);
+            let values = rows_of::<V, T>(task, &p.v, key, n, whole, parts.values);
             score::<V, T>(task, &parts, key, n, keys);
             accumulate::<V, T>(task, &parts, key, n, values);
             key += n;
         }
+    }
+}
+
+/// Keys or values `from .. from + n` as f32: where they lie, if they are f32 in one piece each and
+/// `direct` is set, else copied to `room`.
+#[inline(always)]
+unsafe fn rows_of<V: Vector, T: Element>(
+    task: &Task<'_, T>,
+    x: &View<'_, T>,
+    from: usize,
+    n: usize,
+    direct: bool,
+    room: *mut f32,
+) -> Rows<*const f32> {
+    // SAFETY: the keys exist and `room` is for `KEYS` rows; the cast is from f32 to f32.
+    unsafe {
+        if direct && x.strides[3] == 1 && block::is_f32::<T>() {
+            let at = x.row(task.batch, task.kv_head, from).cast();
+            return Rows {
+                at,
+                row: x.strides[2],
+            };
+        }
+        task.copy_rows::<V>(x, from, n, room);
+    }
+    Rows {
+        at: room,
+        row: padded(task.problem.sizes.dim),
     }
 }
 
@@ -120,15 +143,31 @@ unsafe fn score<V: Vector, T: Element>(
         let last = (r + vectors * V::LANES).min(rows) - 1;
         // What the rows `r ..= last` see of the block, as a whole and all of them.
         let (start, stop) = (task.visible(r / group).0, task.visible(last / group).1);
-        let (start, stop) = (start.clamp(key, key + n) - key, stop.clamp(key, key + n) - key);
+        let (start, stop) = (
+            start.clamp(key, key + n) - key,
+            stop.clamp(key, key + n) - key,
+        );
         let (full_start, full_stop) = (task.visible(last / group).0, task.visible(r / group).1);
         // SAFETY: rows below `used` and keys below `n` are within the scratch.
         unsafe {
-            let column = Rows { at: parts.scores.add(r), row: lanes };
+            let column = Rows {
+                at: parts.scores.add(r),
+                row: lanes,
+            };
             if start < stop {
-                let left = Left { at: keys.at.add(start * keys.row), row: keys.row, step: 1 };
-                let right = Rows { at: parts.queries.add(r).cast_const(), row: lanes };
-                let into = Rows { at: column.at.add(start * lanes), row: lanes };
+                let left = Left {
+                    at: keys.at.add(start * keys.row),
+                    row: keys.row,
+                    step: 1,
+                };
+                let right = Rows {
+                    at: parts.queries.add(r).cast_const(),
+                    row: lanes,
+                };
+                let into = Rows {
+                    at: column.at.add(start * lanes),
+                    row: lanes,
+                };
                 let size = (stop - start, vectors, p.sizes.dim);
                 block::multiply::<V, f32, false>(size, left, right, into, parts.factors);
             }
@@ -165,7 +204,9 @@ unsafe fn cap_and_mask<V: Vector, T: Element>(
             for i in start..stop {
                 for j in (0..=last - r).step_by(V::LANES) {
                     let at = column.at.add(i * column.row + j);
-                    tanh_v(V::load(at).div(V::splat(cap))).mul(V::splat(cap)).store(at);
+                    tanh_v(V::load(at).div(V::splat(cap)))
+                        .mul(V::splat(cap))
+                        .store(at);
                 }
             }
         }
@@ -200,7 +241,10 @@ unsafe fn hide<V: Vector, T: Element>(
         }
         let hidden = V::splat(f32::NEG_INFINITY);
         for j in (0..vectors * V::LANES).step_by(V::LANES) {
-            let (low, high) = (V::load(parts.low.add(r + j)), V::load(parts.high.add(r + j)));
+            let (low, high) = (
+                V::load(parts.low.add(r + j)),
+                V::load(parts.high.add(r + j)),
+            );
             for i in start..stop {
                 let at = column.at.add(i * column.row + j);
                 let here = V::splat(i as f32);
@@ -234,14 +278,16 @@ unsafe fn soften<V: Vector, T: Element>(
         let taken = max.where_less(V::splat(f32::MIN), V::splat(0.0), max);
         let mut sum = V::splat(0.0);
         for i in start..stop {
-            let weight = exp_v(V::load(at.add(i * column.row)).sub(taken));
+            let weight = exp_weight_v(V::load(at.add(i * column.row)).sub(taken));
             weight.store(at.add(i * column.row));
             sum = sum.add(weight);
         }
-        let factor = exp_v(before.sub(taken));
+        let factor = exp_weight_v(before.sub(taken));
         factor.store(parts.factors.add(r));
         max.store(task.state.max.add(r));
-        V::load(task.state.sum.add(r)).mul_add(factor, sum).store(task.state.sum.add(r));
+        V::load(task.state.sum.add(r))
+            .mul_add(factor, sum)
+            .store(task.state.sum.add(r));
     }
 }
 
@@ -265,10 +311,24 @@ unsafe fn accumulate<V: Vector, T: Element>(
         // SAFETY: rows below `rows` and keys below `n` are within state and scratch.
         unsafe {
             let at = parts.scores.add(start * lanes + r).cast_const();
-            let left = Left { at, row: 1, step: lanes };
-            let right = Rows { at: values.at.add(start * values.row), ..values };
-            let out = Rows { at: task.state.out.add(r * width), row: width };
-            let size = (m, p.sizes.dim.div_ceil(V::LANES), stop.saturating_sub(start));
+            let left = Left {
+                at,
+                row: 1,
+                step: lanes,
+            };
+            let right = Rows {
+                at: values.at.add(start * values.row),
+                ..values
+            };
+            let out = Rows {
+                at: task.state.out.add(r * width),
+                row: width,
+            };
+            let size = (
+                m,
+                p.sizes.dim.div_ceil(V::LANES),
+                stop.saturating_sub(start),
+            );
             block::multiply::<V, f32, true>(size, left, right, out, parts.factors.add(r));
         }
         r += 6;

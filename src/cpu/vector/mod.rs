@@ -72,6 +72,8 @@ pub trait Vector: Copy {
     fn abs(self) -> Self;
     /// `self * 2^n` for whole `n` from -252 to 252, rounded once; NaN stays NaN whatever `n` is.
     fn scale(self, n: Self) -> Self;
+    /// As [`Vector::scale`] for `n` from -126 to 127 only, any other gives any number.
+    fn scale_normal(self, n: Self) -> Self;
     /// `yes` where `self < bound`, else `no`.
     fn where_less(self, bound: Self, yes: Self, no: Self) -> Self;
     /// The sum of the lanes.

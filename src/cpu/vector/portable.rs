@@ -129,6 +129,10 @@ impl Vector for Lanes4 {
         })
     }
     #[inline(always)]
+    fn scale_normal(self, n: Self) -> Self {
+        zip(self, n, |x, n| x * power_of_two(n as i32))
+    }
+    #[inline(always)]
     fn where_less(self, bound: Self, yes: Self, no: Self) -> Self {
         let f = |i: usize| {
             if self.0[i] < bound.0[i] {

@@ -106,6 +106,14 @@ impl Kernel for Scale {
                     .store(out.as_mut_ptr())
             }
             assert_eq!(out[0], (1.25 * 2f64.powi(n)) as f32, "1.25 * 2^{n}");
+            if (-126..=127).contains(&n) {
+                // SAFETY: as above.
+                unsafe {
+                    let n = V::splat(n as f32);
+                    V::splat(1.25).scale_normal(n).store(out.as_mut_ptr());
+                }
+                assert_eq!(out[0], (1.25 * 2f64.powi(n)) as f32, "1.25 * 2^{n}");
+            }
         }
     }
 }

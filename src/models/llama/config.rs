@@ -128,7 +128,10 @@ pub struct Config {
 impl Config {
     /// Llama 7B, first version.
     pub fn config_7b_v1(use_flash_attn: bool) -> Self {
-        Self { rms_norm_eps: 1e-6, ..Self::config_7b_v2(use_flash_attn) }
+        Self {
+            rms_norm_eps: 1e-6,
+            ..Self::config_7b_v2(use_flash_attn)
+        }
     }
 
     /// Llama 7B, second version.
@@ -286,7 +289,10 @@ impl TryFrom<RawConfig> for LlamaConfig {
             num_attention_heads: heads,
             num_key_value_heads: raw.num_key_value_heads,
             rms_norm_eps: raw.rms_norm_eps,
-            rope_theta: rope.and_then(|r| r.rope_theta).or(raw.rope_theta).unwrap_or(10_000.),
+            rope_theta: rope
+                .and_then(|r| r.rope_theta)
+                .or(raw.rope_theta)
+                .unwrap_or(10_000.),
             bos_token_id: raw.bos_token_id,
             eos_token_id: raw.eos_token_id,
             rope_scaling: rope.map(RawRope::scaling).transpose()?.flatten(),

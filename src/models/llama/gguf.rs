@@ -1,13 +1,13 @@
 //! Llama from a GGUF file.
 
 use super::{Config, DEFAULT_MAX_SEQ_LEN};
-use crate::{Fusion, quant};
 use crate::cpu::packed::PackedMatrix;
 use crate::models::decoder::{Block, Decoder, DecoderCache};
 use crate::nn::{
     Attention, AttentionConfig, Embedding, GatedMlp, Linear, LinearWeight, RmsNorm, RotaryEmbedding,
 };
 use crate::ops::RopeStyle;
+use crate::{Fusion, quant};
 use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -42,7 +42,11 @@ impl ModelWeights {
         device: &Device,
         fusion: Fusion,
     ) -> Result<Self> {
-        let mut file = File { ct: &ct, reader, device };
+        let mut file = File {
+            ct: &ct,
+            reader,
+            device,
+        };
         let cfg = file.config()?;
         let frequencies = file.frequencies(&cfg)?;
         let decoder = file.decoder(&cfg, fusion)?;
@@ -59,7 +63,9 @@ impl ModelWeights {
     /// If `x` is empty, an id is out of the vocabulary, or the context length is passed.
     pub fn forward(&mut self, x: &Tensor, index_pos: usize) -> Result<Tensor> {
         let embedded = self.decoder.embedding.forward(x)?;
-        let x = self.decoder.layers(&embedded, index_pos, &mut self.cache, None)?;
+        let x = self
+            .decoder
+            .layers(&embedded, index_pos, &mut self.cache, None)?;
         self.decoder.last_logits(&x)
     }
 
@@ -68,7 +74,8 @@ impl ModelWeights {
     /// # Errors
     /// As [`ModelWeights::forward`].
     pub fn hidden_states(&mut self, x: &Tensor, index_pos: usize) -> Result<(Vec<Tensor>, Tensor)> {
-        self.decoder.states_and_logits(x, index_pos, &mut self.cache)
+        self.decoder
+            .states_and_logits(x, index_pos, &mut self.cache)
     }
 
     /// Rows of the embedding: token ids are below this.
@@ -149,7 +156,9 @@ fn dense_name(name: &str, cfg: &Config) -> Option<(String, Option<usize>)> {
 fn half_split_rows(w: &Tensor, heads: usize) -> Result<Tensor> {
     let rows = w.dim(0)?;
     let rest = w.elem_count() / rows;
-    w.reshape((heads, rows / heads / 2, 2, rest))?.transpose(1, 2)?.reshape(w.dims())
+    w.reshape((heads, rows / heads / 2, 2, rest))?
+        .transpose(1, 2)?
+        .reshape(w.dims())
 }
 
 /// A file being read.
@@ -173,7 +182,9 @@ impl<R: Seek + Read> File<'_, R> {
         }
         let heads = self.number("llama.attention.head_count")?;
         let hidden_size = self.number("llama.embedding_length")?;
-        let kv_heads = self.number("llama.attention.head_count_kv").unwrap_or(heads);
+        let kv_heads = self
+            .number("llama.attention.head_count_kv")
+            .unwrap_or(heads);
         if heads == 0 || !hidden_size.is_multiple_of(heads) {
             bail!("gguf: llama.embedding_length {hidden_size} does not divide by {heads} heads");
         }
@@ -181,14 +192,20 @@ impl<R: Seek + Read> File<'_, R> {
             bail!("gguf: {heads} heads do not divide by {kv_heads} key and value heads");
         }
         let head_dim = hidden_size / heads;
-        let rotated = self.number("llama.rope.dimension_count").unwrap_or(head_dim);
+        let rotated = self
+            .number("llama.rope.dimension_count")
+            .unwrap_or(head_dim);
         if rotated != head_dim {
             bail!("gguf: llama.rope.dimension_count is {rotated}, expected head size {head_dim}");
         }
         Ok(Config {
             hidden_size,
             intermediate_size: self.number("llama.feed_forward_length")?,
-            vocab_size: self.shape("token_embd.weight")?.first().copied().unwrap_or(0),
+            vocab_size: self
+                .shape("token_embd.weight")?
+                .first()
+                .copied()
+                .unwrap_or(0),
             num_hidden_layers: self.number("llama.block_count")?,
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
@@ -218,7 +235,9 @@ impl<R: Seek + Read> File<'_, R> {
         } else {
             let dense = table.dequantize(self.device)?;
             let weight = LinearWeight::Quantized(Arc::new(table));
-            let head = tied.then(|| Linear::new(vec![weight], None, fusion)).transpose()?;
+            let head = tied
+                .then(|| Linear::new(vec![weight], None, fusion))
+                .transpose()?;
             (Embedding::Dense(dense), head)
         };
         let head = match head {
@@ -230,7 +249,13 @@ impl<R: Seek + Read> File<'_, R> {
             .collect::<Result<_>>()?;
         let norm = self.norm("output_norm.weight", cfg, fusion)?;
         let max_positions = cfg.max_position_embeddings;
-        Ok(Decoder { embedding, blocks, norm, head, max_positions })
+        Ok(Decoder {
+            embedding,
+            blocks,
+            norm,
+            head,
+            max_positions,
+        })
     }
 
     fn block(&mut self, layer: usize, cfg: &Config, fusion: Fusion) -> Result<Block> {
@@ -241,14 +266,22 @@ impl<R: Seek + Read> File<'_, R> {
         let kv_rows = kv_heads * head_dim;
         let (q, k, v) = (name("attn_q"), name("attn_k"), name("attn_v"));
         let (gate, up) = (name("ffn_gate"), name("ffn_up"));
-        let qkv = self.linear(&[(&q, hidden), (&k, kv_rows), (&v, kv_rows)], hidden, fusion)?;
+        let qkv = self.linear(
+            &[(&q, hidden), (&k, kv_rows), (&v, kv_rows)],
+            hidden,
+            fusion,
+        )?;
         let output = self.linear(&[(&name("attn_output"), hidden)], hidden, fusion)?;
         Ok(Block {
             attention_norm: self.norm(&name("attn_norm.weight"), cfg, fusion)?,
             attention: Attention::new(
                 qkv,
                 output,
-                AttentionConfig { heads, kv_heads, head_dim },
+                AttentionConfig {
+                    heads,
+                    kv_heads,
+                    head_dim,
+                },
                 fusion,
             ),
             mlp_norm: self.norm(&name("ffn_norm.weight"), cfg, fusion)?,
@@ -263,8 +296,13 @@ impl<R: Seek + Read> File<'_, R> {
         let mut frequencies = cfg.inverse_frequencies();
         if self.ct.tensor_infos.contains_key("rope_freqs.weight") {
             // Llama 3.1 and later: the smoothing, written out as divisors.
-            let factors = self.vector("rope_freqs.weight", frequencies.len())?.to_vec1::<f32>()?;
-            frequencies.iter_mut().zip(factors).for_each(|(f, factor)| *f /= factor);
+            let factors = self
+                .vector("rope_freqs.weight", frequencies.len())?
+                .to_vec1::<f32>()?;
+            frequencies
+                .iter_mut()
+                .zip(factors)
+                .for_each(|(f, factor)| *f /= factor);
         }
         Ok(frequencies)
     }
@@ -288,7 +326,9 @@ impl<R: Seek + Read> File<'_, R> {
     fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<QTensor> {
         let dims = self.shape(name)?;
         if dims != [rows, cols] {
-            bail!("gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{rows}, {cols}]");
+            bail!(
+                "gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{rows}, {cols}]"
+            );
         }
         self.any(name)
     }

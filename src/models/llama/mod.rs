@@ -36,7 +36,9 @@ impl Cache {
         let rotary =
             RotaryEmbedding::new(config.inverse_frequencies(), RopeStyle::HalfSplit, device)?;
         let layers = config.num_hidden_layers;
-        Ok(Self { inner: DecoderCache::new(layers, rotary, use_kv_cache, dtype, device) })
+        Ok(Self {
+            inner: DecoderCache::new(layers, rotary, use_kv_cache, dtype, device),
+        })
     }
 
     /// Forgets all positions.
@@ -65,7 +67,9 @@ impl Llama {
     /// # Errors
     /// As [`Llama::load`].
     pub fn load_fused(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Self> {
-        Ok(Self { decoder: safetensors::load(vb, cfg, fusion)? })
+        Ok(Self {
+            decoder: safetensors::load(vb, cfg, fusion)?,
+        })
     }
 
     /// The embeddings of `x` `[B, T]`: `[B, T, hidden]`.
@@ -80,7 +84,9 @@ impl Llama {
         index_pos: usize,
         cache: &mut Cache,
     ) -> Result<Tensor> {
-        let x = self.decoder.layers(input_embed, index_pos, &mut cache.inner, None)?;
+        let x = self
+            .decoder
+            .layers(input_embed, index_pos, &mut cache.inner, None)?;
         self.decoder.last_logits(&x)
     }
 
@@ -105,6 +111,7 @@ impl Llama {
         index_pos: usize,
         cache: &mut Cache,
     ) -> Result<(Vec<Tensor>, Tensor)> {
-        self.decoder.states_and_logits(x, index_pos, &mut cache.inner)
+        self.decoder
+            .states_and_logits(x, index_pos, &mut cache.inner)
     }
 }

@@ -24,9 +24,17 @@ fn view<'a, T: WithDType>(
     let dims = <[usize; 4]>::try_from(layout.dims());
     let strides = <[usize; 4]>::try_from(layout.stride());
     let (Ok(dims), Ok(strides)) = (dims, strides) else {
-        bail!("flash_attention: {name} is {:?}, expected four dimensions", layout.dims());
+        bail!(
+            "flash_attention: {name} is {:?}, expected four dimensions",
+            layout.dims()
+        );
     };
-    match View::new(storage.as_slice::<T>()?, layout.start_offset(), dims, strides) {
+    match View::new(
+        storage.as_slice::<T>()?,
+        layout.start_offset(),
+        dims,
+        strides,
+    ) {
         Some(view) => Ok(view),
         None => bail!("flash_attention: the layout of {name} reaches past its storage"),
     }
@@ -37,7 +45,10 @@ fn any_view<'a>(storage: &'a CpuStorage, layout: &Layout, name: &str) -> Result<
         CpuStorage::F32(_) => AnyView::F32(view(storage, layout, name)?),
         CpuStorage::F16(_) => AnyView::F16(view(storage, layout, name)?),
         CpuStorage::BF16(_) => AnyView::Bf16(view(storage, layout, name)?),
-        other => bail!("flash_attention: {name} is {:?}, expected f32, f16 or bf16", other.dtype()),
+        other => bail!(
+            "flash_attention: {name} is {:?}, expected f32, f16 or bf16",
+            other.dtype()
+        ),
     })
 }
 
@@ -64,19 +75,26 @@ impl FlashAttention<'_> {
             softcap: self.params.softcap,
             mask,
         };
-        let (q_view, k, v) = (any_view(q.0, q.1, "q")?, view::<T>(k.0, k.1, "k")?, view(v.0, v.1, "v")?);
+        let (q_view, k, v) = (
+            any_view(q.0, q.1, "q")?,
+            view::<T>(k.0, k.1, "k")?,
+            view(v.0, v.1, "v")?,
+        );
         let len = sizes.batch * sizes.queries * sizes.heads * sizes.dim;
         macro_rules! into {
-            ($variant:ident, $output:ident, $zero:expr) => {{
-                let mut out = vec![$zero; len];
-                attend(self.level, sizes, rule, q_view, k, v, Output::$output(&mut out));
+            ($variant:ident, $output:ident) => {{
+                let mut out = Vec::with_capacity(len);
+                let room = Output::$output(&mut out.spare_capacity_mut()[..len]);
+                attend(self.level, sizes, rule, q_view, k, v, room);
+                // SAFETY: `attend` has written every element.
+                unsafe { out.set_len(len) }
                 CpuStorage::$variant(out)
             }};
         }
         Ok(match q_view {
-            AnyView::F32(_) => into!(F32, F32, 0f32),
-            AnyView::F16(_) => into!(F16, F16, half::f16::ZERO),
-            AnyView::Bf16(_) => into!(BF16, Bf16, half::bf16::ZERO),
+            AnyView::F32(_) => into!(F32, F32),
+            AnyView::F16(_) => into!(F16, F16),
+            AnyView::Bf16(_) => into!(BF16, Bf16),
         })
     }
 }
@@ -97,9 +115,20 @@ impl CustomOp3 for FlashAttention<'_> {
     ) -> Result<(CpuStorage, Shape)> {
         let (batch, heads, queries, dim) = q_layout.shape().dims4()?;
         let (_, kv_heads, keys, _) = k_layout.shape().dims4()?;
-        let sizes = Sizes { batch, heads, kv_heads, queries, keys, dim };
+        let sizes = Sizes {
+            batch,
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            dim,
+        };
         crate::trace::record("flash_attention", || {
-            let step = if sizes.few_rows() { "decode" } else { "prefill" };
+            let step = if sizes.few_rows() {
+                "decode"
+            } else {
+                "prefill"
+            };
             let (q, kv) = (q.dtype().as_str(), k.dtype().as_str());
             format!("cpu {} {step} q {q} kv {kv}", self.level.name())
         });

@@ -26,7 +26,13 @@ pub struct AttentionParams {
 
 impl Default for AttentionParams {
     fn default() -> Self {
-        Self { scale: 1.0, causal: false, window: None, softcap: None, mask: None }
+        Self {
+            scale: 1.0,
+            causal: false,
+            window: None,
+            softcap: None,
+            mask: None,
+        }
     }
 }
 
@@ -90,17 +96,27 @@ pub fn flash_attention_at(
         }
         None => None,
     };
-    let op = cpu::FlashAttention { params, mask, level };
+    let op = cpu::FlashAttention {
+        params,
+        mask,
+        level,
+    };
     q.apply_op3_no_bwd(k, v, &op)?.transpose(1, 2)
 }
 
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<()> {
     for (name, x) in [("q", q), ("k", k), ("v", v)] {
         if x.rank() != 4 {
-            bail!("flash_attention: {name} is {:?}, expected [batch, heads, tokens, dim]", x.dims());
+            bail!(
+                "flash_attention: {name} is {:?}, expected [batch, heads, tokens, dim]",
+                x.dims()
+            );
         }
         if !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-            bail!("flash_attention: {name} is {:?}, expected f32, f16 or bf16", x.dtype());
+            bail!(
+                "flash_attention: {name} is {:?}, expected f32, f16 or bf16",
+                x.dtype()
+            );
         }
         if !x.device().same_device(q.device()) {
             bail!("flash_attention: {name} is on another device than q");
@@ -115,19 +131,33 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result
         );
     }
     if v.dims() != k.dims() {
-        bail!("flash_attention: v is {:?}, expected k's {:?}", v.dims(), k.dims());
+        bail!(
+            "flash_attention: v is {:?}, expected k's {:?}",
+            v.dims(),
+            k.dims()
+        );
     }
     if v.dtype() != k.dtype() {
-        bail!("flash_attention: v is {:?}, expected k's {:?}", v.dtype(), k.dtype());
+        bail!(
+            "flash_attention: v is {:?}, expected k's {:?}",
+            v.dtype(),
+            k.dtype()
+        );
     }
     if kv_heads == 0 || heads % kv_heads != 0 {
         bail!("flash_attention: q has {heads} heads, expected a multiple of k's {kv_heads}");
     }
     if dim == 0 {
-        bail!("flash_attention: q is {:?}, expected a head dimension of at least 1", q.dims());
+        bail!(
+            "flash_attention: q is {:?}, expected a head dimension of at least 1",
+            q.dims()
+        );
     }
     if !params.scale.is_finite() {
-        bail!("flash_attention: scale is {}, expected a finite number", params.scale);
+        bail!(
+            "flash_attention: scale is {}, expected a finite number",
+            params.scale
+        );
     }
     if params.window == Some(0) {
         bail!("flash_attention: window is 0, expected at least 1, the query's own position");
@@ -152,7 +182,12 @@ fn check_mask(mask: &Tensor, q: &Tensor, scores: [usize; 4]) -> Result<()> {
         bail!("flash_attention: mask is on another device than q");
     }
     let fits = mask.rank() <= 4
-        && mask.dims().iter().rev().zip(scores.iter().rev()).all(|(m, s)| *m == 1 || m == s);
+        && mask
+            .dims()
+            .iter()
+            .rev()
+            .zip(scores.iter().rev())
+            .all(|(m, s)| *m == 1 || m == s);
     if !fits {
         bail!(
             "flash_attention: mask is {:?}, expected a shape that broadcasts to {scores:?} \

@@ -2,8 +2,8 @@
 //! each with its epilogue while it is in cache.
 
 use super::launch::LinearOp;
-use super::{Activation, Prologue, Weight};
 use super::tile::{Finish, Guard, Product, Target};
+use super::{Activation, Prologue, Weight};
 use crate::cpu::packed::{Q8Activations, ROW_GROUP};
 use crate::cpu::simd::{self, Level};
 use crate::cpu::{norm, pool};
@@ -27,7 +27,9 @@ pub(super) fn forward(
     x: &CpuStorage,
     layout: &Layout,
 ) -> Result<(CpuStorage, Shape)> {
-    trace::record(op.name, || format!("cpu {} {}", simd::level().name(), op.path()));
+    trace::record(op.name, || {
+        format!("cpu {} {}", simd::level().name(), op.path())
+    });
     dispatch_float!(x.dtype(), op.name, "x", T => forward_as::<T>(op, x, layout))
 }
 
@@ -53,16 +55,29 @@ fn forward_as<T: Float>(
         .transpose()?;
 
     let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
-    let matrices = guards.iter().map(Guard::matrix).collect::<Result<Vec<_>>>()?;
+    let matrices = guards
+        .iter()
+        .map(Guard::matrix)
+        .collect::<Result<Vec<_>>>()?;
     let bias = op.epilogue.bias.map(widened::<T>).transpose()?;
-    let residual_guards: Vec<_> =
-        op.epilogue.residuals.iter().map(|r| r.storage_and_layout()).collect();
+    let residual_guards: Vec<_> = op
+        .epilogue
+        .residuals
+        .iter()
+        .map(|r| r.storage_and_layout())
+        .collect();
     let residuals = residual_guards
         .iter()
         .map(|(storage, layout)| elements::<T>(cpu_storage(storage)?, layout))
         .collect::<Result<Vec<_>>>()?;
 
-    let product = Product { level, input: &input, quantized: quantized.as_ref(), k, matrices };
+    let product = Product {
+        level,
+        input: &input,
+        quantized: quantized.as_ref(),
+        k,
+        matrices,
+    };
     let finish = Finish {
         level,
         activation: op.epilogue.activation,
@@ -91,7 +106,11 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
             }
             for (i, token) in tokens.enumerate() {
                 let row = i * cols..(i + 1) * cols;
-                let up = if gated { Some(&mut second[row.clone()]) } else { None };
+                let up = if gated {
+                    Some(&mut second[row.clone()])
+                } else {
+                    None
+                };
                 finish.row(&mut first[row], up, token, &columns, &target);
             }
         });
@@ -140,5 +159,8 @@ fn prologue<'a, T: Float>(
 
 fn widened<T: Float>(t: &Tensor) -> Result<Vec<f32>> {
     let (storage, layout) = t.storage_and_layout();
-    Ok(elements::<T>(cpu_storage(&storage)?, layout)?.iter().map(|v| v.to_f32()).collect())
+    Ok(elements::<T>(cpu_storage(&storage)?, layout)?
+        .iter()
+        .map(|v| v.to_f32())
+        .collect())
 }

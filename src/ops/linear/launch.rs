@@ -85,7 +85,13 @@ pub(crate) fn launch(
     if epilogue.activation == Activation::SwiGlu && !rows.is_multiple_of(2) {
         bail!("{name}: swiglu halves the outputs, but the weights have {rows} rows");
     }
-    let op = LinearOp { name, prologue, weights, epilogue, rows };
+    let op = LinearOp {
+        name,
+        prologue,
+        weights,
+        epilogue,
+        rows,
+    };
     check_residuals(&op, x)?;
     x.apply_op1_no_bwd(&op)
 }
@@ -107,7 +113,10 @@ fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> R
             Weight::Dense(w) => {
                 float(name, &format!("weights[{i}]"), w.dtype())?;
                 if w.rank() != 2 {
-                    bail!("{name}: weights[{i}] has shape {:?}, expected [N, {k}]", w.shape());
+                    bail!(
+                        "{name}: weights[{i}] has shape {:?}, expected [N, {k}]",
+                        w.shape()
+                    );
                 }
                 if !w.device().same_device(device) {
                     bail!(
@@ -135,14 +144,21 @@ fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> R
 
 fn vector(name: &str, argument: &str, t: &Tensor, len: usize, x: &Tensor) -> Result<()> {
     if t.dims() != [len] {
-        bail!("{name}: {argument} has shape {:?}, expected [{len}]", t.shape());
+        bail!(
+            "{name}: {argument} has shape {:?}, expected [{len}]",
+            t.shape()
+        );
     }
     same_kind(name, argument, t, x)
 }
 
 fn same_kind(name: &str, argument: &str, t: &Tensor, x: &Tensor) -> Result<()> {
     if t.dtype() != x.dtype() {
-        bail!("{name}: {argument} is {:?}, x is {:?}", t.dtype(), x.dtype());
+        bail!(
+            "{name}: {argument} is {:?}, x is {:?}",
+            t.dtype(),
+            x.dtype()
+        );
     }
     if !t.device().same_device(x.device()) {
         bail!("{name}: {argument} and x are on different devices");
@@ -153,7 +169,10 @@ fn same_kind(name: &str, argument: &str, t: &Tensor, x: &Tensor) -> Result<()> {
 fn check_residuals(op: &LinearOp<'_>, x: &Tensor) -> Result<()> {
     let name = op.name;
     if op.epilogue.residuals.len() > 2 {
-        bail!("{name}: {} residuals, expected at most two", op.epilogue.residuals.len());
+        bail!(
+            "{name}: {} residuals, expected at most two",
+            op.epilogue.residuals.len()
+        );
     }
     let mut dims = x.dims().to_vec();
     if let Some(last) = dims.last_mut() {
@@ -161,7 +180,10 @@ fn check_residuals(op: &LinearOp<'_>, x: &Tensor) -> Result<()> {
     }
     for (i, residual) in op.epilogue.residuals.iter().enumerate() {
         if residual.dims() != dims {
-            bail!("{name}: residuals[{i}] has shape {:?}, expected {dims:?}", residual.shape());
+            bail!(
+                "{name}: residuals[{i}] has shape {:?}, expected {dims:?}",
+                residual.shape()
+            );
         }
         same_kind(name, &format!("residuals[{i}]"), residual, x)?;
     }

@@ -111,5 +111,11 @@ pub struct Epilogue<'a> {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn linear(x: &Tensor, weight: &Tensor, epilogue: &Epilogue<'_>) -> Result<Tensor> {
-    launch("linear", x, Prologue::None, &[Weight::Dense(weight.clone())], *epilogue)
+    launch(
+        "linear",
+        x,
+        Prologue::None,
+        &[Weight::Dense(weight.clone())],
+        *epilogue,
+    )
 }

@@ -34,22 +34,35 @@ pub fn reference(
         }
     }
     let bias = epilogue.bias.map(flat).transpose()?;
-    let residuals = epilogue.residuals.iter().map(|r| flat(r)).collect::<Result<Vec<_>>>()?;
-    let rows = flat(x)?.chunks(k.max(1)).map(<[f64]>::to_vec).collect::<Vec<_>>();
+    let residuals = epilogue
+        .residuals
+        .iter()
+        .map(|r| flat(r))
+        .collect::<Result<Vec<_>>>()?;
+    let rows = flat(x)?
+        .chunks(k.max(1))
+        .map(<[f64]>::to_vec)
+        .collect::<Vec<_>>();
     let finish = |(i, mut row): (usize, Vec<f64>)| {
         if let Some((weight, eps)) = &norm {
             let mean = row.iter().map(|v| v * v).sum::<f64>() / k as f64;
-            row.iter_mut().zip(weight).for_each(|(v, w)| *v *= w / (mean + eps).sqrt());
+            row.iter_mut()
+                .zip(weight)
+                .for_each(|(v, w)| *v *= w / (mean + eps).sqrt());
         }
-        let mut y: Vec<f64> =
-            matrix.iter().map(|w| w.iter().zip(&row).map(|(w, v)| w * v).sum()).collect();
+        let mut y: Vec<f64> = matrix
+            .iter()
+            .map(|w| w.iter().zip(&row).map(|(w, v)| w * v).sum())
+            .collect();
         if let Some(bias) = &bias {
             y.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
         }
         let mut y = activate(epilogue.activation, y);
         let width = y.len();
         for residual in &residuals {
-            y.iter_mut().zip(&residual[i * width..]).for_each(|(y, r)| *y += r);
+            y.iter_mut()
+                .zip(&residual[i * width..])
+                .for_each(|(y, r)| *y += r);
         }
         y
     };
@@ -62,7 +75,9 @@ fn activate(activation: Activation, y: Vec<f64>) -> Vec<f64> {
     match activation {
         Activation::None => y,
         Activation::Silu => each(&silu),
-        Activation::Gelu => each(&|v| v / 2. * (1. + candle_core::cpu::erf::erf_f64(v / 2f64.sqrt()))),
+        Activation::Gelu => {
+            each(&|v| v / 2. * (1. + candle_core::cpu::erf::erf_f64(v / 2f64.sqrt())))
+        }
         Activation::GeluTanh => each(&|v| {
             let inner = (2. / std::f64::consts::PI).sqrt() * (v + 0.044715 * v.powi(3));
             v / 2. * (1. + inner.tanh())

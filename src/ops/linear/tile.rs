@@ -31,7 +31,12 @@ impl<'a> Guard<'a> {
 
     pub fn matrix(&self) -> Result<Matrix<'_>> {
         let (storage, layout): (&CpuStorage, _) = match self {
-            Guard::Packed(w) => return Ok(Matrix { rows: w.rows(), values: Values::Packed(w) }),
+            Guard::Packed(w) => {
+                return Ok(Matrix {
+                    rows: w.rows(),
+                    values: Values::Packed(w),
+                });
+            }
             Guard::Dense(storage, layout) => (cpu_storage(storage)?, layout),
         };
         let values = match storage.dtype() {
@@ -40,7 +45,10 @@ impl<'a> Guard<'a> {
             DType::BF16 => Values::BF16(elements(storage, layout)?),
             other => bail!("weights are {other:?}, expected f32, f16 or bf16"),
         };
-        Ok(Matrix { rows: layout.dims()[0], values })
+        Ok(Matrix {
+            rows: layout.dims()[0],
+            values,
+        })
     }
 }
 
@@ -79,7 +87,13 @@ impl Product<'_> {
             let end = columns.end.min(first + matrix.rows);
             if start < end {
                 let part = &mut tile[start - columns.start..];
-                self.part(matrix, start - first..end - first, tokens.clone(), part, stride);
+                self.part(
+                    matrix,
+                    start - first..end - first,
+                    tokens.clone(),
+                    part,
+                    stride,
+                );
             }
             first += matrix.rows;
         }
@@ -174,7 +188,10 @@ impl<T: Float> Finish<'_, T> {
         match (self.activation, up) {
             (Activation::SwiGlu, Some(up)) => {
                 if let Some(bias) = self.bias {
-                    add(up, &bias[columns.start + self.width..columns.end + self.width]);
+                    add(
+                        up,
+                        &bias[columns.start + self.width..columns.end + self.width],
+                    );
                 }
                 math::swiglu(self.level, row, up);
             }

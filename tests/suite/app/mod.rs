@@ -1,0 +1,18 @@
+//! What the examples share: finding models, tokens, chat templates, the command line, reports.
+
+mod args;
+mod chat;
+mod cli;
+mod comparison;
+mod generate;
+mod hub;
+mod hub_server;
+// The stand-ins for pip are shell scripts.
+#[cfg(unix)]
+mod pip;
+mod report;
+mod source;
+mod tiny;
+mod token_stream;
+mod tokenizer;
+mod validate;
