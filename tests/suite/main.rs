@@ -1,6 +1,7 @@
 //! The integration tests: one binary, a module per op and per model.
 
 mod app;
+mod dense;
 mod flash_attention;
 mod gguf_file;
 mod golden;

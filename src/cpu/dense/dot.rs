@@ -3,8 +3,8 @@
 //! Both operands lie along k, so a tile of tokens x weight rows needs no packing: each step of k
 //! loads one vector of each row and multiplies all pairs. The lanes are summed at the end.
 
-use crate::cpu::vector::Vector;
-use crate::ops::Float;
+use super::prefetch;
+use crate::cpu::vector::{Element, Vector};
 
 /// The operands of [`rows`]: `m` tokens of `k` floats, `n` weight rows of `k`, and where the results
 /// go.
@@ -47,13 +47,17 @@ impl<T> Operands<T> {
 /// The matrices of `o` are valid for their sizes, `out` for `(m - 1) * out_stride + n` floats that
 /// nothing else touches meanwhile, and the processor has the instruction set of `V`.
 #[inline(always)]
-pub(super) unsafe fn rows<V: Vector, T: Float, const R: usize>(o: Operands<T>) {
+pub(super) unsafe fn rows<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
     let mut j = 0;
     while j < o.n {
         // SAFETY: j < n, and each arm covers `step` rows, which are no more than are left.
         unsafe {
             let step = if o.n - j >= R {
-                tokens::<V, T, R>(o.at(0, j));
+                let rows = o.at(0, j);
+                for line in 0..(R * o.k * size_of::<T>()).div_ceil(64) {
+                    prefetch(rows.w.wrapping_byte_add(AHEAD + line * 64));
+                }
+                tokens::<V, T, R>(rows);
                 R
             } else {
                 tokens::<V, T, 1>(o.at(0, j));
@@ -69,7 +73,7 @@ pub(super) unsafe fn rows<V: Vector, T: Float, const R: usize>(o: Operands<T>) {
 /// # Safety
 /// As [`rows`]; `R <= n`.
 #[inline(always)]
-unsafe fn tokens<V: Vector, T: Float, const R: usize>(o: Operands<T>) {
+unsafe fn tokens<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
     let mut i = 0;
     while i < o.m {
         // SAFETY: i < m, and each arm covers no more tokens than are left.
@@ -86,12 +90,62 @@ unsafe fn tokens<V: Vector, T: Float, const R: usize>(o: Operands<T>) {
     }
 }
 
+/// How far ahead of the row in use weights are asked for: one page, since the processor's own
+/// prefetching stops at the end of a page.
+const AHEAD: usize = 4096;
+
+/// Sums of the single-token kernel, enough to hide the latency of the additions.
+const SUMS: usize = 8;
+
+/// All dot products with a single token, which is bound by memory: one stream of weights, row by
+/// row, each row's successor a page further on asked for in one burst.
+///
+/// # Safety
+/// As [`rows`], with m = 1.
+#[inline(always)]
+pub(super) unsafe fn single<V: Vector, T: Element>(o: Operands<T>) {
+    for j in 0..o.n {
+        // SAFETY: j < n; `p` stays within the row as in `tile`; a prefetch may point anywhere.
+        unsafe {
+            let w = o.w.add(j * o.k);
+            for line in 0..(o.k * size_of::<T>()).div_ceil(64) {
+                prefetch(w.wrapping_byte_add(AHEAD + line * 64));
+            }
+            let mut acc = [V::splat(0.0); SUMS];
+            let mut p = 0;
+            while p + SUMS * V::LANES <= o.k {
+                for (u, sum) in acc.iter_mut().enumerate() {
+                    let x = V::load(o.x.add(p + u * V::LANES));
+                    *sum = x.mul_add(T::load::<V>(w.add(p + u * V::LANES)), *sum);
+                }
+                p += SUMS * V::LANES;
+            }
+            while p + V::LANES <= o.k {
+                acc[0] = V::load(o.x.add(p)).mul_add(T::load::<V>(w.add(p)), acc[0]);
+                p += V::LANES;
+            }
+            if p < o.k {
+                let x: V = tail(o.x.add(p), o.k - p);
+                acc[1] = x.mul_add(tail(w.add(p), o.k - p), acc[1]);
+            }
+            let mut width = SUMS / 2;
+            while width > 0 {
+                for u in 0..width {
+                    acc[u] = acc[u].add(acc[u + width]);
+                }
+                width /= 2;
+            }
+            *o.out.add(j) = acc[0].sum();
+        }
+    }
+}
+
 /// One tile of `M` tokens by `R` weight rows.
 ///
 /// # Safety
 /// As [`rows`]; `M <= m` and `R <= n`.
 #[inline(always)]
-unsafe fn tile<V: Vector, T: Float, const M: usize, const R: usize>(o: Operands<T>) {
+unsafe fn tile<V: Vector, T: Element, const M: usize, const R: usize>(o: Operands<T>) {
     // SAFETY: `p + V::LANES <= k` in the loop, so that all loads stay within their rows; the tail is
     // copied to buffers of `V::LANES`; the stores are within `out` by M <= m and R <= n.
     unsafe {
@@ -99,26 +153,26 @@ unsafe fn tile<V: Vector, T: Float, const M: usize, const R: usize>(o: Operands<
         let mut p = 0;
         while p + V::LANES <= o.k {
             let w: [V; R] = std::array::from_fn(|r| T::load::<V>(o.w.add(r * o.k + p)));
-            for i in 0..M {
+            for (i, sums) in acc.iter_mut().enumerate() {
                 let x = V::load(o.x.add(i * o.k + p));
                 for r in 0..R {
-                    acc[i][r] = x.mul_add(w[r], acc[i][r]);
+                    sums[r] = x.mul_add(w[r], sums[r]);
                 }
             }
             p += V::LANES;
         }
         if p < o.k {
             let w: [V; R] = std::array::from_fn(|r| tail(o.w.add(r * o.k + p), o.k - p));
-            for i in 0..M {
+            for (i, sums) in acc.iter_mut().enumerate() {
                 let x: V = tail(o.x.add(i * o.k + p), o.k - p);
                 for r in 0..R {
-                    acc[i][r] = x.mul_add(w[r], acc[i][r]);
+                    sums[r] = x.mul_add(w[r], sums[r]);
                 }
             }
         }
-        for i in 0..M {
-            for r in 0..R {
-                *o.out.add(i * o.out_stride + r) = acc[i][r].sum();
+        for (i, sums) in acc.into_iter().enumerate() {
+            for (r, sum) in sums.into_iter().enumerate() {
+                *o.out.add(i * o.out_stride + r) = sum.sum();
             }
         }
     }
@@ -129,7 +183,7 @@ unsafe fn tile<V: Vector, T: Float, const M: usize, const R: usize>(o: Operands<
 /// # Safety
 /// `len` elements may be read from `p`, and the processor has the instruction set of `V`.
 #[inline(always)]
-unsafe fn tail<V: Vector, T: Float>(p: *const T, len: usize) -> V {
+unsafe fn tail<V: Vector, T: Element>(p: *const T, len: usize) -> V {
     let mut whole = [T::from_f32(0.0); 16];
     // SAFETY: len < V::LANES <= 16 elements are copied, and `whole` has all V::LANES.
     unsafe {
