@@ -24,10 +24,7 @@ const ROUNDS: usize = 7;
 const ROUND: Duration = Duration::from_millis(60);
 
 /// Seconds of a call, the median over rounds in which both sides take a turn.
-pub fn compare(
-    plain: &mut Run,
-    fused: &mut Run,
-) -> Result<[f64; 2]> {
+pub fn compare(plain: &mut Run, fused: &mut Run) -> Result<[f64; 2]> {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
         for (run, times) in [&mut *plain, &mut *fused].into_iter().zip(&mut times) {

@@ -1,4 +1,4 @@
-//! Dense products against float64: every level, dtype and path, at the edges of tiles and panels.
+//! Dense products against float64: every level, dtype and path, at the edges of tiles and of pieces.
 
 use candle_fused::cpu::dense::{matmul, task_grid};
 use candle_fused::cpu::simd::Level;
@@ -8,9 +8,9 @@ use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-/// Token counts around the single-token, few-token and panel paths and their tiles.
+/// Token counts around the single-token, few-token and many-token paths and their tiles.
 const TOKENS: [usize; 12] = [1, 2, 3, 4, 5, 9, 47, 48, 53, 96, 97, 110];
-/// (n, k): one element, odd sizes, less than a vector, edges of vectors, panels and pieces of k.
+/// (n, k): one element, odd sizes, less than a vector, edges of vectors, odd and long rows.
 const SHAPES: [(usize, usize); 10] = [
     (1, 1),
     (7, 1),

@@ -2,18 +2,18 @@
 //! tasks.
 //!
 //! A single token is bound by memory: one stream of weights, asked for a page ahead. A few tokens
-//! share each weight row while it is in the first-level cache. Many tokens are bound by arithmetic
-//! and meet packed panels of weights.
+//! share each weight row while it is in the first-level cache. Many tokens are bound by arithmetic and
+//! go to the gemm crate.
 
 mod dot;
-mod panel;
+mod many;
 
 use crate::cpu::simd::Level;
 use crate::cpu::vector::{Element, Kernel, Vector, dispatch};
 use dot::Operands;
 use std::ops::Range;
 
-/// Tokens from which packing a panel of weights pays; measured with SmolLM2's shapes on Zen 3.
+/// Tokens from which the gemm crate's packing pays; measured with SmolLM2's shapes on Zen 3.
 const MANY: usize = 48;
 
 /// `out[i * out_stride + j] = sum over p of x[i * k + p] * w[j * k + p]`, accumulated in f32.
@@ -71,13 +71,10 @@ pub fn matmul<T: Element>(
         out_stride,
     };
     // SAFETY: the slices were just checked against the shapes, and `out` is borrowed mutably.
-    unsafe { dispatch(level, Product { level, o }) }
+    unsafe { dispatch(level, Product(o)) }
 }
 
-struct Product<T> {
-    level: Level,
-    o: Operands<T>,
-}
+struct Product<T>(Operands<T>);
 
 impl<T: Element> Kernel for Product<T> {
     type Output = ();
@@ -86,12 +83,12 @@ impl<T: Element> Kernel for Product<T> {
     unsafe fn run<V: Vector>(self) {
         // SAFETY: the caller's obligation is the same.
         unsafe {
-            match self.o.m {
-                1 => dot::single::<V, T>(self.o),
-                MANY.. => panel::panels::<V, T>(self.level, self.o),
+            match self.0.m {
+                1 => dot::single::<V, T>(self.0),
+                MANY.. => many::products::<V, T>(self.0),
                 // Four tokens by four rows take sixteen sums, more than sixteen registers hold.
-                3.. if V::LANES < 16 => dot::rows::<V, T, 3>(self.o),
-                _ => dot::rows::<V, T, 4>(self.o),
+                3.. if V::LANES < 16 => dot::rows::<V, T, 3>(self.0),
+                _ => dot::rows::<V, T, 4>(self.0),
             }
         }
     }

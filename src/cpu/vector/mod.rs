@@ -82,19 +82,6 @@ pub trait Vector: Copy {
     fn max_lane(self) -> f32;
     /// The sums of four vectors.
     fn sum4(v: [Self; 4]) -> [f32; 4];
-
-    /// Rows and columns of the square that [`Vector::transpose`] moves; divides `LANES`.
-    const SQUARE: usize;
-    /// `dst[c * dst_stride + r] = src[r * stride + c]`, widened, for a square of elements.
-    ///
-    /// # Safety
-    /// The processor has the vector's instructions; the elements named may be read and written.
-    unsafe fn transpose<T: Element>(
-        src: *const T,
-        stride: usize,
-        dst: *mut f32,
-        dst_stride: usize,
-    );
 }
 
 /// An element type that a core reads and writes through vectors of f32.

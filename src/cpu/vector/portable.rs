@@ -1,6 +1,6 @@
 //! Four lanes in plain Rust, which compilers turn into SSE2 or NEON.
 
-use super::{Element, Vector};
+use super::Vector;
 use half::{bf16, f16};
 
 /// Four lanes.
@@ -154,23 +154,5 @@ impl Vector for Lanes4 {
     #[inline(always)]
     fn sum4(v: [Self; 4]) -> [f32; 4] {
         [v[0].sum(), v[1].sum(), v[2].sum(), v[3].sum()]
-    }
-
-    const SQUARE: usize = 4;
-
-    #[inline(always)]
-    unsafe fn transpose<T: Element>(
-        src: *const T,
-        stride: usize,
-        dst: *mut f32,
-        dst_stride: usize,
-    ) {
-        // SAFETY: the caller vouches for a square of four by four on both sides.
-        unsafe {
-            let rows: [Self; 4] = std::array::from_fn(|r| T::load(src.add(r * stride)));
-            for c in 0..4 {
-                Self(rows.map(|row| row.0[c])).store(dst.add(c * dst_stride));
-            }
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! The AVX2 and AVX-512 vectors.
 
-use super::{Element, Kernel, Vector};
+use super::{Kernel, Vector};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -174,46 +174,6 @@ impl Vector for Avx2 {
         }}
         fn sum4(v: [Self; 4]) -> [f32; 4] { sum4_avx2(v[0].0, v[1].0, v[2].0, v[3].0) }
     }
-
-    const SQUARE: usize = 8;
-
-    #[inline(always)]
-    unsafe fn transpose<T: Element>(
-        src: *const T,
-        stride: usize,
-        dst: *mut f32,
-        dst_stride: usize,
-    ) {
-        // SAFETY: the caller vouches for the instructions and for a square of eight by eight on
-        // both sides.
-        unsafe {
-            let upper = transposed_halves([0, 1, 2, 3].map(|r| T::load(src.add(r * stride))));
-            let lower = transposed_halves([4, 5, 6, 7].map(|r| T::load(src.add(r * stride))));
-            for c in 0..4 {
-                let left = _mm256_permute2f128_ps::<0x20>(upper[c], lower[c]);
-                let right = _mm256_permute2f128_ps::<0x31>(upper[c], lower[c]);
-                _mm256_storeu_ps(dst.add(c * dst_stride), left);
-                _mm256_storeu_ps(dst.add((c + 4) * dst_stride), right);
-            }
-        }
-    }
-}
-
-/// Four rows of eight to columns: vector `c` holds column `c` in its lower and column `4 + c` in its
-/// upper half.
-#[inline(always)]
-unsafe fn transposed_halves(r: [Avx2; 4]) -> [__m256; 4] {
-    // SAFETY: the caller's vectors prove that the processor has AVX2.
-    unsafe {
-        let low = [_mm256_unpacklo_ps(r[0].0, r[1].0), _mm256_unpacklo_ps(r[2].0, r[3].0)];
-        let high = [_mm256_unpackhi_ps(r[0].0, r[1].0), _mm256_unpackhi_ps(r[2].0, r[3].0)];
-        [
-            _mm256_shuffle_ps::<0b01_00_01_00>(low[0], low[1]),
-            _mm256_shuffle_ps::<0b11_10_11_10>(low[0], low[1]),
-            _mm256_shuffle_ps::<0b01_00_01_00>(high[0], high[1]),
-            _mm256_shuffle_ps::<0b11_10_11_10>(high[0], high[1]),
-        ]
-    }
 }
 
 /// The sum of the two halves.
@@ -308,18 +268,5 @@ impl Vector for Avx512 {
         fn sum4(v: [Self; 4]) -> [f32; 4] {
             sum4_avx2(fold(v[0].0), fold(v[1].0), fold(v[2].0), fold(v[3].0))
         }
-    }
-
-    const SQUARE: usize = 8;
-
-    #[inline(always)]
-    unsafe fn transpose<T: Element>(
-        src: *const T,
-        stride: usize,
-        dst: *mut f32,
-        dst_stride: usize,
-    ) {
-        // SAFETY: every processor with AVX-512 has AVX2; the rest is the caller's obligation.
-        unsafe { Avx2::transpose(src, stride, dst, dst_stride) }
     }
 }

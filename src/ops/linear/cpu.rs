@@ -6,7 +6,7 @@ use super::tile::{Finish, Guard, Product, Target};
 use super::{Activation, Prologue, Weight};
 use crate::cpu::packed::{Q8Activations, ROW_GROUP};
 use crate::cpu::simd::{self, Level};
-use crate::cpu::{norm, pool};
+use crate::cpu::{dense, norm, pool};
 use crate::ops::view::{Float, cpu_storage, dispatch_float, elements};
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -18,7 +18,7 @@ use std::ops::Range;
 /// Rows of x above which the prologue is worth a fork of its own.
 const PARALLEL_PROLOGUE: usize = 8;
 
-/// A cell's size when there are many rows: its f32 tile (128 KB) stays in the L2 cache beside the
+/// A cell's size when there are many rows and packed weights: its f32 tile (128 KB) stays in the L2 cache beside the
 /// weights it is made from.
 const CELL: (usize, usize) = (256, 128);
 
@@ -117,12 +117,18 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
     };
     if m <= PARALLEL_PROLOGUE {
         pool::for_ranges(width, ROW_GROUP, |columns| cell(0..m, columns));
-    } else {
+    } else if product.quantized.is_some() {
         let (high, wide) = CELL;
         let across = width.div_ceil(wide);
         pool::run(m.div_ceil(high) * across, |task| {
             let (i, j) = (task / across * high, task % across * wide);
             cell(i..(i + high).min(m), j..(j + wide).min(width));
+        });
+    } else {
+        let grid = dense::task_grid(m, width, product.k, pool::threads());
+        pool::run(grid.cells(), |task| {
+            let (tokens, columns) = grid.cell(task);
+            cell(tokens, columns);
         });
     }
     // SAFETY: the cells cover all `m * width` elements, and each wrote its own through `target`.
