@@ -103,7 +103,8 @@ fn infinities_and_nans_stay_in_their_row() {
     }
 }
 
-/// How a product is cut must not change its results: the same bits whatever the grid.
+/// How a product is cut must not change its results: the same bits whatever the grid for few tokens,
+/// and the same but for the order of the additions where the gemm crate chooses its own.
 #[test]
 fn results_do_not_depend_on_the_rows_of_a_task() {
     let (n, k) = (77, 130);
@@ -120,7 +121,12 @@ fn results_do_not_depend_on_the_rows_of_a_task() {
                     let count = rows.min(n - j);
                     matmul(level, &x, m, k, &w[j * k..], count, &mut parts[j..], n);
                 }
-                assert_eq!(parts, whole, "{level:?}, {m} tokens, {rows} rows");
+                if m < 48 {
+                    assert_eq!(parts, whole, "{level:?}, {m} tokens, {rows} rows");
+                }
+                for (a, b) in parts.iter().zip(&whole) {
+                    assert!((a - b).abs() < 2e-5, "{level:?}, {m} tokens, {rows} rows: {a} {b}");
+                }
             }
         }
     }

@@ -19,8 +19,8 @@ const MANY: usize = 48;
 /// `out[i * out_stride + j] = sum over p of x[i * k + p] * w[j * k + p]`, accumulated in f32.
 ///
 /// `x` holds `m` tokens of `k` floats and `w` `n` weight rows of `k`, both row-major without gaps.
-/// Only the `m * n` elements named above are written. The order of the additions depends on the
-/// level, `k` and whether `m` is 1, small or large, but neither on `n` nor on the other tokens.
+/// Only the `m * n` elements named above are written. For few tokens the order
+/// of the additions depends on the level, `k` and `m` only; for many it is the gemm crate's.
 ///
 /// # Panics
 /// If a slice is shorter than its shape says, or `out_stride < n` while `m > 1`.
