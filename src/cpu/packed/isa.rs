@@ -77,6 +77,24 @@ unsafe fn broadcast256(p: *const u8) -> __m256i {
     unsafe { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
 }
 
+/// Keeps the compiler from moving sums across this point: it would unpack all codes of a block
+/// first, which is more than the registers hold.
+///
+/// # Safety
+/// AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn in_order<const T: usize>(mut sums: [__m256i; T]) -> [__m256i; T] {
+    for sum in &mut sums {
+        // SAFETY: the statement is empty.
+        unsafe {
+            std::arch::asm!("/* {0} */", inout(ymm_reg) *sum,
+                options(nomem, nostack, preserves_flags));
+        }
+    }
+    sums
+}
+
 impl Isa for Avx2 {
     type Bytes = __m256i;
     type Ints = __m256i;
@@ -198,6 +216,7 @@ impl Isa for Avx2 {
                         let pairs = _mm256_maddubs_epi16(magnitude, signed);
                         sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs, ones));
                     }
+                    sums = in_order(sums);
                 }
                 return sums;
             }
@@ -210,6 +229,7 @@ impl Isa for Avx2 {
                         let product = _mm256_maddubs_epi16(w, broadcast256(x[t].add(k)));
                         pairs[t] = _mm256_add_epi16(pairs[t], product);
                     }
+                    pairs = in_order(pairs);
                 }
                 for t in 0..T {
                     sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs[t], ones));

@@ -48,7 +48,7 @@ fn tiles_of<C: Codes + 'static, S: Scales + 'static>(level: Level) -> Option<Til
         Level::Avx2 => Some(
             const {
                 &[
-                    (4, avx2_by_halves::<C, S, 4> as Tile),
+                 (4, avx2_by_halves::<C, S, 4> as Tile),
                     (2, avx2_by_halves::<C, S, 2>),
                     (1, avx2_at_once::<C, S>),
                 ]
