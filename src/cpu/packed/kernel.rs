@@ -126,12 +126,6 @@ unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: usize>(
     out: &mut Products,
 ) {
     let layout = const { Layout::new(C::BITS, S::SCALING) };
-    let zero = if C::BITS == 8 {
-        I::EIGHT_BIT_ZERO
-    } else {
-        1 << (C::BITS - 1)
-    };
-    let has_offset = zero != 0;
     let lanes: [usize; H] = std::array::from_fn(|h| lane + h * I::ROWS);
     let mut x: [*const Q8Block; T] = std::array::from_fn(|t| x.wrapping_add(t * blocks));
     // SAFETY: chunk by chunk this walks over the group and the tokens, which the caller vouches for.
@@ -140,36 +134,61 @@ unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: usize>(
         let mut left = blocks;
         while left > 0 {
             let in_chunk = left.min(layout.blocks);
-            let shared = lanes.map(|lane| S::open::<I>(weights, lane));
-            for j in 0..in_chunk {
-                let planes = weights.add(layout.head + j * layout.codes);
-                let codes = x.map(|x| (&raw const (*x).q).cast::<u8>());
-                for part in 0..C::PARTS {
-                    for h in 0..H {
-                        let scale =
-                            S::at::<I>(shared[h], weights, lanes[h], (j, part), zero as f32);
-                        let dots = I::dot::<C, T>(planes.add(4 * lanes[h]), part, codes);
-                        for t in 0..T {
-                            let dot = I::mul(I::float(dots[t]), scale.scale);
-                            sums[h][t] = I::fma(dot, I::set((*x[t]).d), sums[h][t]);
-                            if has_offset {
-                                let sum = match C::PARTS {
-                                    1 => (*x[t]).sum,
-                                    _ => (*x[t]).sums[part],
-                                };
-                                sums[h][t] = I::fma(scale.offset, I::set(sum), sums[h][t]);
-                            }
-                        }
+            if layout.blocks > 2 {
+                for h in 0..H {
+                    let shared = S::open::<I>(weights, lanes[h]);
+                    for j in 0..in_chunk {
+                        let x = x.map(|x| x.add(j));
+                        block::<I, C, S, T>(&mut sums[h], shared, weights, lanes[h], j, x);
                     }
                 }
-                x = x.map(|x| x.add(1));
+            } else {
+                for j in 0..in_chunk {
+                    let x = x.map(|x| x.add(j));
+                    for h in 0..H {
+                        let shared = S::open::<I>(weights, lanes[h]);
+                        block::<I, C, S, T>(&mut sums[h], shared, weights, lanes[h], j, x);
+                    }
+                }
             }
+            x = x.map(|x| x.add(in_chunk));
             weights = weights.add(layout.head + in_chunk * layout.codes);
             left -= in_chunk;
         }
         for h in 0..H {
             for t in 0..T {
                 I::store(out[t].as_mut_ptr().add(lanes[h]), sums[h][t]);
+            }
+        }
+    }
+}
+
+/// Adds the products of block `j` of the chunk at `chunk`.
+///
+/// # Safety
+/// See [`Tile`].
+#[inline(always)]
+unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
+    sums: &mut [I::Floats; T],
+    shared: [I::Floats; 2],
+    chunk: *const u8,
+    lane: usize,
+    j: usize,
+    x: [*const Q8Block; T],
+) {
+    let layout = const { Layout::new(C::BITS, S::SCALING) };
+    let zero = if C::BITS == 8 { I::EIGHT_BIT_ZERO } else { 1 << (C::BITS - 1) };
+    // SAFETY: the block lies within the chunk, by the caller's contract.
+    unsafe {
+        let planes = chunk.add(layout.head + j * layout.codes + 4 * lane);
+        for part in 0..C::PARTS {
+            let scale = S::at::<I>(shared, chunk, lane, (j, part), zero as f32);
+            I::accumulate::<C, T>(sums, scale.scale, planes, part, x);
+            if zero != 0 {
+                for t in 0..T {
+                    let sum = if C::PARTS == 1 { (*x[t]).sum } else { (*x[t]).sums[part] };
+                    sums[t] = I::fma(scale.offset, I::set(sum), sums[t]);
+                }
             }
         }
     }
