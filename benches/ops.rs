@@ -18,7 +18,9 @@ pub fn compare(rounds: usize, round: Duration, contenders: &mut [&mut dyn FnMut(
             let start = Instant::now();
             run();
             let once = start.elapsed().max(Duration::from_nanos(50));
-            (round.as_secs_f64() / once.as_secs_f64()).ceil().clamp(1.0, 1e6) as u32
+            (round.as_secs_f64() / once.as_secs_f64())
+                .ceil()
+                .clamp(1.0, 1e6) as u32
         })
         .collect();
     let mut times = vec![Vec::new(); contenders.len()];

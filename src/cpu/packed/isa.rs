@@ -49,6 +49,10 @@ pub(super) trait Isa: Copy {
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// a b + c
     unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// Reads ROWS f32.
+    unsafe fn load_f32(p: *const u8) -> Self::Floats;
+    /// Writes 4 x ROWS bytes.
+    unsafe fn store_bytes(p: *mut u8, a: Self::Bytes);
     /// Writes ROWS f32.
     unsafe fn store(p: *mut f32, a: Self::Floats);
 
@@ -88,8 +92,11 @@ unsafe fn in_order<const T: usize>(mut sums: [__m256i; T]) -> [__m256i; T] {
     for sum in &mut sums {
         // SAFETY: the statement is empty.
         unsafe {
-            std::arch::asm!("/* {0} */", inout(ymm_reg) *sum,
-                options(nomem, nostack, preserves_flags));
+            std::arch::asm!(
+                "/* {0} */",
+                inout(ymm_reg) * sum,
+                options(nomem, nostack, preserves_flags)
+            );
         }
     }
     sums
@@ -182,6 +189,16 @@ impl Isa for Avx2 {
         unsafe { _mm256_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    unsafe fn load_f32(p: *const u8) -> __m256 {
+        // SAFETY: 32 readable bytes, by the trait's contract.
+        unsafe { _mm256_loadu_ps(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(p: *mut u8, a: __m256i) {
+        // SAFETY: 32 writable bytes, by the trait's contract.
+        unsafe { _mm256_storeu_si256(p.cast(), a) }
+    }
+    #[inline(always)]
     unsafe fn store(p: *mut f32, a: __m256) {
         // SAFETY: 32 writable bytes, by the trait's contract.
         unsafe { _mm256_storeu_ps(p, a) }
@@ -233,7 +250,9 @@ unsafe fn avx2_few_bits<C: Codes, const T: usize>(
                     let product = _mm256_maddubs_epi16(w, broadcast256(q.add(k)));
                     pairs[t] = _mm256_add_epi16(pairs[t], product);
                 }
-                pairs = in_order(pairs);
+                if T > 1 {
+                    pairs = in_order(pairs);
+                }
             }
             for t in 0..T {
                 dots[t] = _mm256_add_epi32(dots[t], _mm256_madd_epi16(pairs[t], ones));
@@ -268,7 +287,9 @@ unsafe fn avx2_eight_bits<C: Codes, const T: usize>(
                 let pairs = _mm256_maddubs_epi16(magnitude, signed);
                 dots[t] = _mm256_add_epi32(dots[t], _mm256_madd_epi16(pairs, ones));
             }
-            dots = in_order(dots);
+            if T > 1 {
+                dots = in_order(dots);
+            }
         }
         avx2_finish(sums, scale, dots, x);
     }
@@ -385,6 +406,16 @@ impl Isa for Avx512 {
     unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: AVX-512, by the trait's contract.
         unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn load_f32(p: *const u8) -> __m512 {
+        // SAFETY: 64 readable bytes, by the trait's contract.
+        unsafe { _mm512_loadu_ps(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(p: *mut u8, a: __m512i) {
+        // SAFETY: 64 writable bytes, by the trait's contract.
+        unsafe { _mm512_storeu_si512(p.cast(), a) }
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, a: __m512) {
