@@ -33,30 +33,27 @@ const SHAPES: [(usize, usize); 6] = [
 /// Matrices together exceed this, so that none is found in a cache again.
 const COLD_BYTES: usize = 192 << 20;
 
-/// Bytes per second that all threads together read, by a plain sum over `COLD_BYTES`.
-fn read_bandwidth() -> f64 {
-    let data = vec![1u64; COLD_BYTES / 8];
-    let mut sum = || {
-        pool::for_ranges(data.len(), 1 << 16, |r| {
-            black_box(data[r].iter().fold(0u64, |a, b| a.wrapping_add(*b)));
-        });
-    };
-    COLD_BYTES as f64 / compare(9, Duration::ZERO, &mut [&mut sum])[0]
+/// Sums `data` on all threads: the floor for a product that has to read as many bytes.
+fn read(data: &[u64]) {
+    let eight = |a: [u64; 8], b: &[u64; 8]| std::array::from_fn(|i| a[i].wrapping_add(b[i]));
+    pool::for_ranges(data.len(), 1 << 12, |range| {
+        black_box(data[range].as_chunks::<8>().0.iter().fold([0; 8], eight));
+    });
 }
 
 pub fn run(filters: &[String]) {
     let wanted = |text: &str| filters.iter().all(|f| text.contains(f.as_str()));
-    let bandwidth = read_bandwidth();
     println!(
-        "quant: {} threads, {}, read bandwidth {:.1} GB/s",
+        "quant: {} threads, {}",
         pool::threads(),
-        simd::level().name(),
-        bandwidth / 1e9
+        simd::level().name()
     );
     println!(
-        "cold: weights rotate through {} MB; hot: one matrix over and over",
+        "cold: weights rotate through {} MB; read: a plain sum of as many cold bytes; hot: one \
+         matrix over and over. Times include the quantization of the activations.",
         COLD_BYTES >> 20
     );
+    let plain = vec![1u64; COLD_BYTES / 8];
     for (rows, cols) in SHAPES {
         for dtype in DTYPES
             .into_iter()
@@ -65,7 +62,7 @@ pub fn run(filters: &[String]) {
             for m in [1, 2, 4, 512] {
                 let name = format!("quant {dtype:?} {rows}x{cols} m{m}.");
                 if wanted(&name) {
-                    report(&name, Case::new(dtype, rows, cols, m), bandwidth);
+                    report(&name, Case::new(dtype, rows, cols, m), &plain);
                 }
             }
         }
@@ -99,7 +96,7 @@ impl Case {
     }
 }
 
-fn report(name: &str, case: Case, bandwidth: f64) {
+fn report(name: &str, case: Case, plain: &[u64]) {
     let Case {
         matrices,
         stock,
@@ -142,23 +139,47 @@ fn report(name: &str, case: Case, bandwidth: f64) {
         q_hot.refill(level, &values, m, cols).unwrap();
         matrices[0].forward(level, &q_hot, &mut out_hot).unwrap();
     };
+    let words = matrices[0].size_in_bytes() / 8;
+    let mut at = 0;
+    let mut floor = || {
+        at = if at + 2 * words <= plain.len() {
+            at + words
+        } else {
+            0
+        };
+        read(&plain[at..at + words]);
+    };
     let mut candle = || {
         black_box(stock.forward(&x).unwrap());
     };
     let round = Duration::from_millis(20);
-    let times = compare(7, round, &mut [&mut cold, &mut hot, &mut candle]);
+    let times = compare(
+        7,
+        round,
+        &mut [&mut cold, &mut floor, &mut hot, &mut candle],
+    );
+    let [cold, floor, hot, candle] = times[..] else {
+        unreachable!("four contenders")
+    };
     let bytes = matrices[0].size_in_bytes() as f64;
     let macs = (m * rows * cols) as f64;
+    print!(
+        "{name:32} hot {:9.1} us {:7.1} GMAC/s",
+        hot * 1e6,
+        macs / hot / 1e9
+    );
+    if m < 16 {
+        print!(
+            " cold {:9.1} us {:5.1} GB/s, {:3.0} % of a read at {:5.1} GB/s",
+            cold * 1e6,
+            bytes / cold / 1e9,
+            100.0 * floor / cold,
+            bytes / floor / 1e9
+        );
+    }
     println!(
-        "{name:32} cold {:9.1} us {:6.1} GB/s ({:3.0} %) hot {:9.1} us {:6.1} GB/s {:7.1} GMAC/s; \
-         candle (hot) {:9.1} us, {:5.2} x",
-        times[0] * 1e6,
-        bytes / times[0] / 1e9,
-        100.0 * bytes / times[0] / bandwidth,
-        times[1] * 1e6,
-        bytes / times[1] / 1e9,
-        macs / times[1] / 1e9,
-        times[2] * 1e6,
-        times[2] / times[1],
+        "; candle, hot {:9.1} us: {:6.2} x",
+        candle * 1e6,
+        candle / hot
     );
 }

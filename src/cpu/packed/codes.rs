@@ -221,6 +221,9 @@ pub(super) struct Scale<I: Isa> {
 
 /// How the head of a chunk becomes scales.
 pub(super) trait Scales {
+    /// Whether weights come from memory rather than from scratch in the cache.
+    const STREAMED: bool = true;
+
     /// The layout of chunks with codes C.
     fn layout<C: Codes>() -> Layout;
 
@@ -385,6 +388,8 @@ impl Scales for SuperSymmetric {
 pub(super) struct Ready;
 
 impl Scales for Ready {
+    const STREAMED: bool = false;
+
     #[inline(always)]
     fn layout<C: Codes>() -> Layout {
         const { Layout::unpacked(C::PARTS) }
