@@ -190,7 +190,7 @@ unsafe fn avx512<C: Codes, S: Scales, const T: usize>(
 /// # Safety
 /// See [`Tile`].
 #[inline(always)]
-unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: usize>(
+pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: usize>(
     mut weights: *const u8,
     blocks: usize,
     x: *const Q8Block,
@@ -205,9 +205,9 @@ unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: usize>(
     unsafe {
         let at = |t: usize, h: usize| out.add(t).cast::<f32>().add(lanes[h]);
         let mut sums = [[I::zero(); T]; H];
-        for h in 0..H {
-            for t in 0..T {
-                sums[h][t] = I::load_f32(at(t, h).cast());
+        for (h, sums) in sums.iter_mut().enumerate() {
+            for (t, sum) in sums.iter_mut().enumerate() {
+                *sum = I::load_f32(at(t, h).cast());
             }
         }
         let mut left = blocks;
@@ -236,9 +236,9 @@ unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: usize>(
             weights = weights.add(layout.head + in_chunk * layout.codes);
             left -= in_chunk;
         }
-        for h in 0..H {
-            for t in 0..T {
-                I::store(at(t, h), sums[h][t]);
+        for (h, sums) in sums.iter().enumerate() {
+            for (t, sum) in sums.iter().enumerate() {
+                I::store(at(t, h), *sum);
             }
         }
     }
@@ -301,7 +301,7 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
 /// # Safety
 /// See [`Unpack`].
 #[inline(always)]
-unsafe fn unpack<I: Isa, C: Codes, S: Scales>(
+pub(super) unsafe fn unpack<I: Isa, C: Codes, S: Scales>(
     weights: *const u8,
     blocks: usize,
     lane: usize,

@@ -19,7 +19,7 @@ const TOKEN_BYTES: usize = 192 * 1024;
 
 /// Tokens from which on unpacking a row group first is faster than unpacking it in every tile.
 #[cfg(target_arch = "x86_64")]
-const UNPACK_FROM: usize = 8;
+const UNPACK_FROM: usize = 16;
 
 /// Room for unpacked weights.
 #[cfg(target_arch = "x86_64")]
