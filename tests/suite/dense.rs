@@ -125,7 +125,10 @@ fn results_do_not_depend_on_the_rows_of_a_task() {
                     assert_eq!(parts, whole, "{level:?}, {m} tokens, {rows} rows");
                 }
                 for (a, b) in parts.iter().zip(&whole) {
-                    assert!((a - b).abs() < 2e-5, "{level:?}, {m} tokens, {rows} rows: {a} {b}");
+                    assert!(
+                        (a - b).abs() < 2e-5,
+                        "{level:?}, {m} tokens, {rows} rows: {a} {b}"
+                    );
                 }
             }
         }

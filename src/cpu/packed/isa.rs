@@ -1,5 +1,6 @@
 //! The few vector operations that the kernels are written in, for AVX2 and AVX-512 VNNI.
 
+use super::activations::Q8Block;
 use super::codes::Codes;
 use std::arch::x86_64::*;
 
@@ -11,8 +12,6 @@ use std::arch::x86_64::*;
 pub(super) trait Isa: Copy {
     /// Four codes of each row.
     type Bytes: Copy;
-    /// An i32 of each row.
-    type Ints: Copy;
     /// An f32 of each row.
     type Floats: Copy;
 
@@ -47,20 +46,25 @@ pub(super) trait Isa: Copy {
     unsafe fn load_u8(p: *const u8) -> Self::Floats;
     /// Reads ROWS i8.
     unsafe fn load_i8(p: *const u8) -> Self::Floats;
-    unsafe fn float(a: Self::Ints) -> Self::Floats;
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// a b + c
     unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// Reads ROWS f32.
+    unsafe fn load_f32(p: *const u8) -> Self::Floats;
+    /// Writes 4 x ROWS bytes.
+    unsafe fn store_bytes(p: *mut u8, a: Self::Bytes);
     /// Writes ROWS f32.
     unsafe fn store(p: *mut f32, a: Self::Floats);
 
-    /// The exact dot products of part `part` of a block's codes (`planes`) with T tokens' 32 codes.
-    /// Reads the block's planes and 32 bytes at each of `x`.
-    unsafe fn dot<C: Codes, const T: usize>(
+    /// Adds the products of part `part` of a block (`planes`) with T tokens' blocks to `sums`: the
+    /// exact integer dot product, times the weights' scale and the token's.
+    unsafe fn accumulate<C: Codes, const T: usize>(
+        sums: &mut [Self::Floats; T],
+        scale: Self::Floats,
         planes: *const u8,
         part: usize,
-        x: [*const u8; T],
-    ) -> [Self::Ints; T];
+        x: [*const Q8Block; T],
+    );
 }
 
 /// AVX2, FMA and F16C: 8 rows.
@@ -77,9 +81,29 @@ unsafe fn broadcast256(p: *const u8) -> __m256i {
     unsafe { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
 }
 
+/// Keeps the compiler from moving sums across this point: it would unpack all codes of a block
+/// first, which is more than the registers hold.
+///
+/// # Safety
+/// AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn in_order<const T: usize>(mut sums: [__m256i; T]) -> [__m256i; T] {
+    for sum in &mut sums {
+        // SAFETY: the statement is empty.
+        unsafe {
+            std::arch::asm!(
+                "/* {0} */",
+                inout(ymm_reg) * sum,
+                options(nomem, nostack, preserves_flags)
+            );
+        }
+    }
+    sums
+}
+
 impl Isa for Avx2 {
     type Bytes = __m256i;
-    type Ints = __m256i;
     type Floats = __m256;
 
     const ROWS: usize = 8;
@@ -155,11 +179,6 @@ impl Isa for Avx2 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
     }
     #[inline(always)]
-    unsafe fn float(a: __m256i) -> __m256 {
-        // SAFETY: AVX2, by the trait's contract.
-        unsafe { _mm256_cvtepi32_ps(a) }
-    }
-    #[inline(always)]
     unsafe fn mul(a: __m256, b: __m256) -> __m256 {
         // SAFETY: AVX2, by the trait's contract.
         unsafe { _mm256_mul_ps(a, b) }
@@ -170,52 +189,128 @@ impl Isa for Avx2 {
         unsafe { _mm256_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    unsafe fn load_f32(p: *const u8) -> __m256 {
+        // SAFETY: 32 readable bytes, by the trait's contract.
+        unsafe { _mm256_loadu_ps(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(p: *mut u8, a: __m256i) {
+        // SAFETY: 32 writable bytes, by the trait's contract.
+        unsafe { _mm256_storeu_si256(p.cast(), a) }
+    }
+    #[inline(always)]
     unsafe fn store(p: *mut f32, a: __m256) {
         // SAFETY: 32 writable bytes, by the trait's contract.
         unsafe { _mm256_storeu_ps(p, a) }
     }
 
-    /// Codes below 8 bits: pairs of products are summed in i16, and as many of those as cannot
-    /// overflow: 8 x 2 x 15 x 127, 4 x 2 x 31 x 127 and 2 x 2 x 63 x 127 are below 2^15. 8 bits:
-    /// |w| times x with w's sign, at most 2 x 128 x 127; x is never -128.
     #[inline(always)]
-    unsafe fn dot<C: Codes, const T: usize>(
+    unsafe fn accumulate<C: Codes, const T: usize>(
+        sums: &mut [__m256; T],
+        scale: __m256,
         planes: *const u8,
         part: usize,
-        x: [*const u8; T],
-    ) -> [__m256i; T] {
-        // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
+        x: [*const Q8Block; T],
+    ) {
+        // SAFETY: the caller's.
         unsafe {
-            let ones = _mm256_set1_epi16(1);
-            let mut codes = C::open::<Self>(planes, part);
-            let mut sums = [_mm256_setzero_si256(); T];
-            if C::BITS == 8 {
-                for i in 0..8 {
-                    let (w, k) = codes.next(i);
-                    let magnitude = _mm256_abs_epi8(w);
-                    for t in 0..T {
-                        let signed = _mm256_sign_epi8(broadcast256(x[t].add(k)), w);
-                        let pairs = _mm256_maddubs_epi16(magnitude, signed);
-                        sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs, ones));
-                    }
-                }
-                return sums;
+            match C::BITS {
+                8 => avx2_eight_bits::<C, T>(sums, scale, planes, x),
+                _ => avx2_few_bits::<C, T>(sums, scale, planes, part, x),
             }
-            let run = 8 >> (C::BITS - 4);
-            for start in (0..C::VECTORS).step_by(run) {
-                let mut pairs = [_mm256_setzero_si256(); T];
-                for i in start..start + run {
-                    let (w, k) = codes.next(i);
-                    for t in 0..T {
-                        let product = _mm256_maddubs_epi16(w, broadcast256(x[t].add(k)));
-                        pairs[t] = _mm256_add_epi16(pairs[t], product);
-                    }
-                }
+        }
+    }
+}
+
+/// Pairs of products are summed in i16, and as many of those as cannot overflow: 8 x 2 x 15 x 127,
+/// 4 x 2 x 31 x 127 and 2 x 2 x 63 x 127 are below 2^15.
+///
+/// # Safety
+/// See [`Isa::accumulate`].
+#[inline(always)]
+unsafe fn avx2_few_bits<C: Codes, const T: usize>(
+    sums: &mut [__m256; T],
+    scale: __m256,
+    planes: *const u8,
+    part: usize,
+    x: [*const Q8Block; T],
+) {
+    // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
+    unsafe {
+        let ones = _mm256_set1_epi16(1);
+        let mut codes = C::open::<Avx2>(planes, part);
+        let run = 8 >> (C::BITS - 4);
+        let mut dots = [_mm256_setzero_si256(); T];
+        for start in (0..C::VECTORS).step_by(run) {
+            let mut pairs = [_mm256_setzero_si256(); T];
+            for i in start..start + run {
+                let (w, k) = codes.next(i);
                 for t in 0..T {
-                    sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs[t], ones));
+                    let q = (&raw const (*x[t]).q).cast::<u8>();
+                    let product = _mm256_maddubs_epi16(w, broadcast256(q.add(k)));
+                    pairs[t] = _mm256_add_epi16(pairs[t], product);
+                }
+                if T > 1 {
+                    pairs = in_order(pairs);
                 }
             }
-            sums
+            for t in 0..T {
+                dots[t] = _mm256_add_epi32(dots[t], _mm256_madd_epi16(pairs[t], ones));
+            }
+        }
+        avx2_finish(sums, scale, dots, x);
+    }
+}
+
+/// |w| times x with w's sign: at most 2 x 128 x 127 for a pair, and x is never -128.
+///
+/// # Safety
+/// See [`Isa::accumulate`].
+#[inline(always)]
+unsafe fn avx2_eight_bits<C: Codes, const T: usize>(
+    sums: &mut [__m256; T],
+    scale: __m256,
+    planes: *const u8,
+    x: [*const Q8Block; T],
+) {
+    // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
+    unsafe {
+        let ones = _mm256_set1_epi16(1);
+        let mut codes = C::open::<Avx2>(planes, 0);
+        let mut dots = [_mm256_setzero_si256(); T];
+        for i in 0..C::VECTORS {
+            let (w, k) = codes.next(i);
+            let magnitude = _mm256_abs_epi8(w);
+            for t in 0..T {
+                let q = (&raw const (*x[t]).q).cast::<u8>();
+                let signed = _mm256_sign_epi8(broadcast256(q.add(k)), w);
+                let pairs = _mm256_maddubs_epi16(magnitude, signed);
+                dots[t] = _mm256_add_epi32(dots[t], _mm256_madd_epi16(pairs, ones));
+            }
+            if T > 1 {
+                dots = in_order(dots);
+            }
+        }
+        avx2_finish(sums, scale, dots, x);
+    }
+}
+
+/// Adds the scaled dot products to the sums.
+///
+/// # Safety
+/// See [`Isa::accumulate`].
+#[inline(always)]
+unsafe fn avx2_finish<const T: usize>(
+    sums: &mut [__m256; T],
+    scale: __m256,
+    dots: [__m256i; T],
+    x: [*const Q8Block; T],
+) {
+    for t in 0..T {
+        // SAFETY: the caller's.
+        unsafe {
+            let product = _mm256_mul_ps(_mm256_cvtepi32_ps(dots[t]), scale);
+            sums[t] = _mm256_fmadd_ps(product, _mm256_set1_ps((*x[t]).d), sums[t]);
         }
     }
 }
@@ -226,7 +321,6 @@ pub(super) struct Avx512;
 
 impl Isa for Avx512 {
     type Bytes = __m512i;
-    type Ints = __m512i;
     type Floats = __m512;
 
     const ROWS: usize = 16;
@@ -304,11 +398,6 @@ impl Isa for Avx512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
     }
     #[inline(always)]
-    unsafe fn float(a: __m512i) -> __m512 {
-        // SAFETY: AVX-512, by the trait's contract.
-        unsafe { _mm512_cvtepi32_ps(a) }
-    }
-    #[inline(always)]
     unsafe fn mul(a: __m512, b: __m512) -> __m512 {
         // SAFETY: AVX-512, by the trait's contract.
         unsafe { _mm512_mul_ps(a, b) }
@@ -319,29 +408,45 @@ impl Isa for Avx512 {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    unsafe fn load_f32(p: *const u8) -> __m512 {
+        // SAFETY: 64 readable bytes, by the trait's contract.
+        unsafe { _mm512_loadu_ps(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(p: *mut u8, a: __m512i) {
+        // SAFETY: 64 writable bytes, by the trait's contract.
+        unsafe { _mm512_storeu_si512(p.cast(), a) }
+    }
+    #[inline(always)]
     unsafe fn store(p: *mut f32, a: __m512) {
         // SAFETY: 64 writable bytes, by the trait's contract.
         unsafe { _mm512_storeu_ps(p, a) }
     }
 
     #[inline(always)]
-    unsafe fn dot<C: Codes, const T: usize>(
+    unsafe fn accumulate<C: Codes, const T: usize>(
+        sums: &mut [__m512; T],
+        scale: __m512,
         planes: *const u8,
         part: usize,
-        x: [*const u8; T],
-    ) -> [__m512i; T] {
+        x: [*const Q8Block; T],
+    ) {
         // SAFETY: VNNI and the planes and tokens readable, by the trait's contract; k < 32 - 3.
         unsafe {
             let mut codes = C::open::<Self>(planes, part);
-            let mut sums = [_mm512_setzero_si512(); T];
+            let mut dots = [_mm512_setzero_si512(); T];
             for i in 0..C::VECTORS {
                 let (w, k) = codes.next(i);
                 for t in 0..T {
-                    let x = _mm512_set1_epi32(x[t].add(k).cast::<i32>().read_unaligned());
-                    sums[t] = _mm512_dpbusd_epi32(sums[t], w, x);
+                    let q = (&raw const (*x[t]).q).cast::<u8>().add(k);
+                    let x = _mm512_set1_epi32(q.cast::<i32>().read_unaligned());
+                    dots[t] = _mm512_dpbusd_epi32(dots[t], w, x);
                 }
             }
-            sums
+            for t in 0..T {
+                let product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[t]), scale);
+                sums[t] = _mm512_fmadd_ps(product, _mm512_set1_ps((*x[t]).d), sums[t]);
+            }
         }
     }
 }

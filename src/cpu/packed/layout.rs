@@ -62,6 +62,19 @@ impl Layout {
         }
     }
 
+    /// The layout of blocks that are unpacked for many tokens: each with a scale and an offset in f32
+    /// for each row and each of `parts`, and a byte for each code.
+    #[cfg(target_arch = "x86_64")]
+    pub const fn unpacked(parts: usize) -> Self {
+        Self {
+            bits: 8,
+            scaling: Scaling::Affine,
+            blocks: 1,
+            head: 128 * parts,
+            codes: 512,
+        }
+    }
+
     pub const fn of(format: &BlockFormat) -> Self {
         Self::new(format.bits, format.scaling)
     }

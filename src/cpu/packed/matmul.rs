@@ -1,6 +1,10 @@
 //! Products of packed matrices with quantized activations.
 
 use super::activations::{Q8Activations, Q8Block};
+#[cfg(target_arch = "x86_64")]
+use super::kernel;
+#[cfg(target_arch = "x86_64")]
+use super::layout::Layout;
 use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
 use super::{runnable, scalar};
@@ -12,6 +16,15 @@ use std::ops::Range;
 /// Bytes of activations that are multiplied with one row group after another: they should stay in
 /// the second-level cache together with the group.
 const TOKEN_BYTES: usize = 192 * 1024;
+
+/// Tokens from which on unpacking a row group first is faster than unpacking it in every tile.
+#[cfg(target_arch = "x86_64")]
+const UNPACK_FROM: usize = 16;
+
+/// Room for unpacked weights.
+#[cfg(target_arch = "x86_64")]
+#[repr(align(64))]
+struct Scratch([u8; kernel::UNPACKED_BYTES]);
 
 impl PackedMatrix {
     /// `out[(t - tokens.start) * out_stride + (r - rows.start)]` = sum over k of W[r, k] x[t, k], for
@@ -89,21 +102,29 @@ impl PackedMatrix {
         let level = runnable(level);
         let blocks = self.blocks();
         let some = (TOKEN_BYTES / (blocks * size_of::<Q8Block>())).max(8) / 8 * 8;
+        let mut one = [[0.0; ROW_GROUP]; 8];
+        let mut many = Vec::new();
+        let sums = match tokens.len() {
+            0..=8 => &mut one[..],
+            m => {
+                many.resize(m.min(some), [0.0; ROW_GROUP]);
+                &mut many[..]
+            }
+        };
         for start in tokens.clone().step_by(some) {
             let end = tokens.end.min(start + some);
             let x = &x.blocks()[start * blocks..end * blocks];
             for first in rows.clone().step_by(ROW_GROUP) {
                 let weights = self.group(first / ROW_GROUP);
                 let count = ROW_GROUP.min(rows.end - first);
-                let put = |t: usize, products: &[f32; ROW_GROUP]| {
+                let sums = &mut sums[..end - start];
+                self.group_products(level, weights, x, sums);
+                for (t, sums) in sums.iter().enumerate() {
                     let at = (start - tokens.start + t) * out_stride + (first - rows.start);
                     // SAFETY: `count` values from there on belong to token and rows; by contract
                     // they are writable.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(products.as_ptr(), out.add(at), count);
-                    }
-                };
-                self.group_products(level, weights, x, put);
+                    unsafe { std::ptr::copy_nonoverlapping(sums.as_ptr(), out.add(at), count) };
+                }
             }
         }
     }
@@ -114,35 +135,62 @@ impl PackedMatrix {
         level: Level,
         weights: &[u8],
         x: &[Q8Block],
-        mut put: impl FnMut(usize, &[f32; ROW_GROUP]),
+        sums: &mut [[f32; ROW_GROUP]],
     ) {
-        let blocks = self.blocks();
         #[cfg(target_arch = "x86_64")]
-        if let Some(tiles) = super::kernel::tiles(self.dtype(), level) {
-            let mut products = [[0.0; ROW_GROUP]; super::kernel::MAX_TOKENS];
-            let (mut t, m) = (0, x.len() / blocks);
-            for (count, tile) in tiles {
-                while m - t >= *count {
-                    // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` has
-                    // `count` more tokens.
-                    unsafe {
-                        tile(
-                            weights.as_ptr(),
-                            blocks,
-                            x[t * blocks..].as_ptr(),
-                            &mut products,
-                        );
-                    }
-                    for (i, products) in products[..*count].iter().enumerate() {
-                        put(t + i, products);
-                    }
-                    t += count;
-                }
-            }
+        if let Some(kernels) = kernel::kernels(self.dtype(), level) {
+            sums.fill([0.0; ROW_GROUP]);
+            // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` and `sums`
+            // have a row for each token.
+            unsafe { self.vector_products(kernels, weights, x, sums) };
             return;
         }
         let _ = level;
-        scalar::group(&self.format, weights, blocks, x, put);
+        scalar::group(&self.format, weights, self.blocks(), x, sums);
+    }
+
+    /// [`Self::group_products`] with vector kernels, added to `sums`.
+    ///
+    /// # Safety
+    /// The processor has the kernels' level, `weights` is a group, and `x` has `sums.len()` tokens.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn vector_products(
+        &self,
+        kernels: &kernel::Kernels,
+        weights: &[u8],
+        x: &[Q8Block],
+        sums: &mut [[f32; ROW_GROUP]],
+    ) {
+        let blocks = self.blocks();
+        let run = |tiles: &[(usize, kernel::Tile)],
+                   weights: *const u8,
+                   (first, some): (usize, usize),
+                   sums: &mut [[f32; ROW_GROUP]]| {
+            let mut t = 0;
+            for (count, tile) in tiles {
+                while sums.len() - t >= *count {
+                    let x = x[t * blocks + first..].as_ptr();
+                    // SAFETY: `count` more tokens are there, of which blocks from `first` on are
+                    // multiplied with `some` blocks of weights.
+                    unsafe { tile(weights, some, x, blocks, sums[t..].as_mut_ptr()) };
+                    t += count;
+                }
+            }
+        };
+        match kernels.unpacked {
+            Some((unpack, tiles)) if sums.len() >= UNPACK_FROM => {
+                let layout = Layout::of(&self.format);
+                let mut bytes = Scratch([0; kernel::UNPACKED_BYTES]);
+                for first in (0..blocks).step_by(kernel::UNPACKED_BLOCKS) {
+                    let some = kernel::UNPACKED_BLOCKS.min(blocks - first);
+                    let weights = weights[layout.group(first)..].as_ptr();
+                    // SAFETY: the group has `some` more blocks from a chunk's border on.
+                    unsafe { unpack(weights, some, bytes.0.as_mut_ptr()) };
+                    run(tiles, bytes.0.as_ptr(), (first, some), sums);
+                }
+            }
+            _ => run(kernels.packed, weights.as_ptr(), (0, blocks), sums),
+        }
     }
 
     fn check(&self, rows: &Range<usize>, x: &Q8Activations, tokens: &Range<usize>) -> Result<()> {

@@ -4,7 +4,7 @@
 //! interleaved so that a vector lane is a row: a product needs no horizontal sums, one activation
 //! serves 16 rows, and the same bytes serve AVX2 and AVX-512. The interleaving goes back to
 //! llama.cpp's repacked formats (`q4_0_8x8`); 16 rows, one layout for all formats and an f32 scale
-//! for every 32 activations are particular to this one. [`layout`] has the bytes.
+//! for every 32 activations are particular to this one. `layout.rs` has the bytes.
 //!
 //! [`Q8Activations`] are made once for each step and serve every matrix that reads the same input.
 
@@ -21,6 +21,8 @@ mod matrix;
 mod scalar;
 #[cfg(test)]
 mod tests;
+#[cfg(all(test, target_arch = "x86_64"))]
+mod wide;
 
 pub use activations::{Q8Activations, Q8Row, Q8Rows};
 pub use layout::ROW_GROUP;

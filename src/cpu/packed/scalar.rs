@@ -4,24 +4,24 @@ use super::activations::Q8Block;
 use super::layout::{Layout, ROW_GROUP};
 use crate::quant::{BlockFormat, Scaling, SubBlock};
 
-/// Multiplies a row group with the tokens of `x` (tokens x blocks), `out(t, products)` for each.
+/// Multiplies a row group with the tokens of `x` (tokens x blocks); token `t`'s products become
+/// `out[t]`.
 pub(super) fn group(
     format: &BlockFormat,
     weights: &[u8],
     blocks: usize,
     x: &[Q8Block],
-    mut out: impl FnMut(usize, &[f32; ROW_GROUP]),
+    out: &mut [[f32; ROW_GROUP]],
 ) {
     let layout = Layout::of(format);
     let unpacked: Vec<Unpacked> = (0..blocks)
         .map(|block| Unpacked::read(format, &layout, weights, block))
         .collect();
-    for (t, x) in x.chunks_exact(blocks).enumerate() {
-        let mut sums = [0.0; ROW_GROUP];
+    for (x, sums) in x.chunks_exact(blocks).zip(out) {
+        sums.fill(0.0);
         for (w, x) in unpacked.iter().zip(x) {
-            w.add_products(x, &mut sums);
+            w.add_products(x, sums);
         }
-        out(t, &sums);
     }
 }
 

@@ -19,7 +19,7 @@ pub(super) const DTYPES: [GgmlDType; 8] = [
     GgmlDType::Q6K,
 ];
 
-fn normals(rng: &mut StdRng, n: usize) -> Vec<f32> {
+pub(super) fn normals(rng: &mut StdRng, n: usize) -> Vec<f32> {
     (0..n)
         .map(|_| {
             let (u, v): (f64, f64) = (rng.random(), rng.random());
@@ -29,7 +29,7 @@ fn normals(rng: &mut StdRng, n: usize) -> Vec<f32> {
 }
 
 /// Blocks of random normals, quantized by candle.
-fn quantized(rng: &mut StdRng, dtype: GgmlDType, rows: usize, cols: usize) -> Vec<u8> {
+pub(super) fn quantized(rng: &mut StdRng, dtype: GgmlDType, rows: usize, cols: usize) -> Vec<u8> {
     let x = Tensor::from_vec(normals(rng, rows * cols), (rows, cols), &Device::Cpu).unwrap();
     let q = QTensor::quantize(&x, dtype).unwrap();
     q.data().unwrap().into_owned()

@@ -1,0 +1,192 @@
+//! The 16-row kernels in plain Rust, so that what AVX-512 adds to the shared code (16 lanes, codes of
+//! 8 bits with an offset, parts summed at once) is tested on any x86 processor.
+
+use super::activations::{Q8Activations, Q8Block};
+use super::codes::*;
+use super::isa::Isa;
+use super::kernel::{UNPACKED_BLOCKS, UNPACKED_BYTES, tile, unpack};
+use super::layout::{Layout, ROW_GROUP};
+use super::matrix::PackedMatrix;
+use super::tests::{DTYPES, normals, quantized};
+use crate::cpu::simd::Level;
+use candle_core::quantized::GgmlDType;
+use half::f16;
+use rand::{SeedableRng, rngs::StdRng};
+use std::array::from_fn;
+
+#[derive(Clone, Copy)]
+struct Wide;
+
+/// # Safety
+/// N readable bytes at `p`.
+unsafe fn read<const N: usize>(p: *const u8) -> [u8; N] {
+    // SAFETY: the caller's.
+    unsafe { p.cast::<[u8; N]>().read() }
+}
+
+fn shift(a: [u8; 64], f: impl Fn(u16) -> u16) -> [u8; 64] {
+    let lane = |i: usize| f(u16::from_le_bytes([a[i & !1], a[i | 1]])).to_le_bytes();
+    from_fn(|i| lane(i)[i & 1])
+}
+
+impl Isa for Wide {
+    type Bytes = [u8; 64];
+    type Floats = [f32; 16];
+
+    const ROWS: usize = 16;
+    const EIGHT_BIT_ZERO: i32 = 128;
+
+    unsafe fn load(p: *const u8) -> [u8; 64] {
+        // SAFETY: by the trait's contract.
+        unsafe { read(p) }
+    }
+    unsafe fn splat(byte: u8) -> [u8; 64] {
+        [byte; 64]
+    }
+    unsafe fn and(a: [u8; 64], b: [u8; 64]) -> [u8; 64] {
+        from_fn(|i| a[i] & b[i])
+    }
+    unsafe fn or(a: [u8; 64], b: [u8; 64]) -> [u8; 64] {
+        from_fn(|i| a[i] | b[i])
+    }
+    unsafe fn double(a: [u8; 64]) -> [u8; 64] {
+        a.map(|a| a.wrapping_add(a))
+    }
+    unsafe fn shl2(a: [u8; 64]) -> [u8; 64] {
+        shift(a, |a| a << 2)
+    }
+    unsafe fn shr2(a: [u8; 64]) -> [u8; 64] {
+        shift(a, |a| a >> 2)
+    }
+    unsafe fn shr4(a: [u8; 64]) -> [u8; 64] {
+        shift(a, |a| a >> 4)
+    }
+    unsafe fn eight_bits(a: [u8; 64]) -> [u8; 64] {
+        a.map(|a| a ^ 0x80)
+    }
+    unsafe fn zero() -> [f32; 16] {
+        [0.0; 16]
+    }
+    unsafe fn set(x: f32) -> [f32; 16] {
+        [x; 16]
+    }
+    unsafe fn load_f16(p: *const u8) -> [f32; 16] {
+        // SAFETY: by the trait's contract.
+        let bytes = unsafe { read::<32>(p) };
+        from_fn(|i| f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32())
+    }
+    unsafe fn load_u8(p: *const u8) -> [f32; 16] {
+        // SAFETY: by the trait's contract.
+        unsafe { read::<16>(p) }.map(f32::from)
+    }
+    unsafe fn load_i8(p: *const u8) -> [f32; 16] {
+        // SAFETY: by the trait's contract.
+        unsafe { read::<16>(p) }.map(|b| f32::from(b as i8))
+    }
+    unsafe fn mul(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        from_fn(|i| a[i] * b[i])
+    }
+    unsafe fn fma(a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
+        from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+    unsafe fn load_f32(p: *const u8) -> [f32; 16] {
+        // SAFETY: by the trait's contract.
+        unsafe { p.cast::<[f32; 16]>().read_unaligned() }
+    }
+    unsafe fn store_bytes(p: *mut u8, a: [u8; 64]) {
+        // SAFETY: by the trait's contract.
+        unsafe { p.cast::<[u8; 64]>().write(a) }
+    }
+    unsafe fn store(p: *mut f32, a: [f32; 16]) {
+        // SAFETY: by the trait's contract.
+        unsafe { p.cast::<[f32; 16]>().write(a) }
+    }
+
+    unsafe fn accumulate<C: Codes, const T: usize>(
+        sums: &mut [[f32; 16]; T],
+        scale: [f32; 16],
+        planes: *const u8,
+        part: usize,
+        x: [*const Q8Block; T],
+    ) {
+        // SAFETY: by the trait's contract.
+        unsafe {
+            let mut codes = C::open::<Self>(planes, part);
+            let mut dots = [[0i32; 16]; T];
+            for i in 0..C::VECTORS {
+                let (w, k) = codes.next(i);
+                for (dots, x) in dots.iter_mut().zip(x) {
+                    for (b, w) in w.into_iter().enumerate() {
+                        dots[b / 4] += i32::from(w) * i32::from((*x).q[k + b % 4]);
+                    }
+                }
+            }
+            for ((sums, dots), x) in sums.iter_mut().zip(dots).zip(x) {
+                *sums = Self::fma(
+                    Self::mul(dots.map(|d| d as f32), scale),
+                    [(*x).d; 16],
+                    *sums,
+                );
+            }
+        }
+    }
+}
+
+/// Three tokens times the first row group, packed and (but for 8 bits) unpacked.
+fn products<C: Codes, S: Scales>(
+    matrix: &PackedMatrix,
+    x: &Q8Activations,
+) -> Vec<[[f32; ROW_GROUP]; 3]> {
+    let (blocks, group) = (matrix.blocks(), matrix.group(0));
+    let x = x.blocks().as_ptr();
+    let mut packed = [[0.0; ROW_GROUP]; 3];
+    // SAFETY: the group has those blocks, and x three tokens of them.
+    unsafe { tile::<Wide, C, S, 3, 1>(group.as_ptr(), blocks, x, blocks, 0, packed.as_mut_ptr()) };
+    if C::BITS == 8 {
+        return vec![packed];
+    }
+    let mut unpacked = [[0.0; ROW_GROUP]; 3];
+    let layout = Layout::of(&matrix.format);
+    let mut bytes = vec![0u8; UNPACKED_BYTES];
+    for first in (0..blocks).step_by(UNPACKED_BLOCKS) {
+        let some = UNPACKED_BLOCKS.min(blocks - first);
+        // SAFETY: as above; `bytes` has room for `some` blocks.
+        unsafe {
+            let weights = group[layout.group(first)..].as_ptr();
+            unpack::<Wide, C, S>(weights, some, 0, bytes.as_mut_ptr());
+            let (bytes, sums) = (bytes.as_ptr(), unpacked.as_mut_ptr());
+            tile::<Wide, Unpacked<C>, Ready, 3, 1>(bytes, some, x.add(first), blocks, 0, sums);
+        }
+    }
+    vec![packed, unpacked]
+}
+
+#[test]
+fn kernels_of_16_rows_agree_with_the_scalar_path() {
+    let mut rng = StdRng::seed_from_u64(8);
+    let cols = 768;
+    for dtype in DTYPES {
+        let blocks = quantized(&mut rng, dtype, 16, cols);
+        let matrix = PackedMatrix::pack(dtype, 16, cols, &blocks).unwrap();
+        let x = normals(&mut rng, 3 * cols);
+        let x = Q8Activations::quantize(Level::Scalar, &x, 3, cols).unwrap();
+        let mut plain = vec![0.0; 3 * 16];
+        matrix.forward(Level::Scalar, &x, &mut plain).unwrap();
+        let all = match dtype {
+            GgmlDType::Q4_0 => products::<Four, Symmetric>(&matrix, &x),
+            GgmlDType::Q4_1 => products::<Four, Affine>(&matrix, &x),
+            GgmlDType::Q5_0 => products::<Five, Symmetric>(&matrix, &x),
+            GgmlDType::Q5_1 => products::<Five, Affine>(&matrix, &x),
+            GgmlDType::Q8_0 => products::<Eight, Symmetric>(&matrix, &x),
+            GgmlDType::Q4K => products::<Four, Super>(&matrix, &x),
+            GgmlDType::Q5K => products::<Five, Super>(&matrix, &x),
+            _ => products::<Six, SuperSymmetric>(&matrix, &x),
+        };
+        for wide in all {
+            // Products are about sqrt(768) = 28; f32 sums of 24 blocks err by some 1e-5.
+            for (a, b) in wide.as_flattened().iter().zip(&plain) {
+                assert!((a - b).abs() < 1e-3, "{dtype:?}: {a} for {b}");
+            }
+        }
+    }
+}
