@@ -6,7 +6,7 @@
 //! argument), give the limits at both infinities, and keep NaN.
 
 use super::simd::Level;
-use super::vector::{Kernel, Vector, dispatch};
+use super::vector::{BIASED, Kernel, Vector, dispatch};
 
 /// `e^x`: reduced to `|r| <= ln(2) / 2` by whole powers of two, then the polynomial of Cephes'
 /// `expf` (Moshier). Subnormal results are right too.
@@ -14,21 +14,22 @@ use super::vector::{Kernel, Vector, dispatch};
 pub fn exp_v<V: Vector>(x: V) -> V {
     // Past these bounds the result is 0 or infinite. `x` comes second, so that NaN gets through.
     let x = x.fill(89.0).min(x.fill(-104.0).max(x));
-    let (p, n) = reduced_exp(x);
-    p.scale(n)
+    let n = x.mul(x.fill(std::f32::consts::LOG2_E)).round();
+    exp_rest(x, n).scale(n)
 }
 
 /// `e^x` for `x <= 0`, as softmax takes it: what is below `e^-87` becomes 0.
 #[inline(always)]
 pub fn exp_weight_v<V: Vector>(x: V) -> V {
-    let (p, n) = reduced_exp(x);
-    x.where_less(x.fill(-87.0), x.fill(0.0), p.scale_normal(n))
+    // Rounds, and leaves the exponent where `power_of_two` wants it.
+    let biased = x.mul_add(x.fill(std::f32::consts::LOG2_E), x.fill(BIASED));
+    let p = exp_rest(x, biased.sub(x.fill(BIASED)));
+    x.where_less(x.fill(-87.0), x.fill(0.0), p.mul(biased.power_of_two()))
 }
 
-/// `(e^r, n)` with `x = n ln(2) + r`.
+/// `e^(x - n ln(2))`, for a remainder of at most about `ln(2) / 2`.
 #[inline(always)]
-fn reduced_exp<V: Vector>(x: V) -> (V, V) {
-    let n = x.mul(x.fill(std::f32::consts::LOG2_E)).round();
+fn exp_rest<V: Vector>(x: V, n: V) -> V {
     let r = n.mul_add(x.fill(-0.693_359_4), x);
     let r = n.mul_add(x.fill(2.121_944_4e-4), r);
     let p = x.fill(1.987_569_1e-4);
@@ -37,7 +38,7 @@ fn reduced_exp<V: Vector>(x: V) -> (V, V) {
     let p = p.mul_add(r, x.fill(4.166_579_6e-2));
     let p = p.mul_add(r, x.fill(1.666_666_5e-1));
     let p = p.mul_add(r, x.fill(5e-1));
-    (p.mul_add(r.mul(r), r).add(x.fill(1.0)), n)
+    p.mul_add(r.mul(r), r).add(x.fill(1.0))
 }
 
 /// `x / (1 + e^(-k x))` for `k > 0`, without overflow on either side.

@@ -32,7 +32,7 @@ const TILE_ROWS: usize = 96;
 /// large machine to share.
 const TASKS: usize = 16;
 /// No part of the keys is shorter than this, unless there are fewer.
-const MIN_KEYS: usize = 64;
+const MIN_KEYS: usize = 128;
 
 /// A tensor of four dimensions in storage, checked to lie inside it.
 #[derive(Clone, Copy, Debug)]

@@ -6,7 +6,7 @@ use crate::cpu::math::{exp_weight_v, tanh_v};
 use crate::cpu::vector::{Element, Vector};
 
 /// Keys between two corrections of the running maximum.
-const KEYS: usize = 64;
+const KEYS: usize = 128;
 
 /// Scratch elements that [`run`] uses.
 pub(super) fn scratch(plan: &Plan, dim: usize) -> usize {

@@ -72,8 +72,9 @@ pub trait Vector: Copy {
     fn abs(self) -> Self;
     /// `self * 2^n` for whole `n` from -252 to 252, rounded once; NaN stays NaN whatever `n` is.
     fn scale(self, n: Self) -> Self;
-    /// As [`Vector::scale`] for `n` from -126 to 127 only, any other gives any number.
-    fn scale_normal(self, n: Self) -> Self;
+    /// `2^n` where `self` is [`BIASED`]` + n` and `n` is whole, from -126 to 127; anything where it is
+    /// not.
+    fn power_of_two(self) -> Self;
     /// `yes` where `self < bound`, else `no`.
     fn where_less(self, bound: Self, yes: Self, no: Self) -> Self;
     /// The sum of the lanes.
@@ -83,6 +84,10 @@ pub trait Vector: Copy {
     /// The sums of four vectors.
     fn sum4(v: [Self; 4]) -> [f32; 4];
 }
+
+/// Added to a small number, it leaves the nearest whole number, plus the exponent's bias, in the
+/// lowest bits.
+pub const BIASED: f32 = (3 << 22) as f32 + 127.0;
 
 /// An element type that a core reads and writes through vectors of f32.
 pub trait Element: Copy + Send + Sync + 'static {

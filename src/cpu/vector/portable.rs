@@ -129,8 +129,8 @@ impl Vector for Lanes4 {
         })
     }
     #[inline(always)]
-    fn scale_normal(self, n: Self) -> Self {
-        zip(self, n, |x, n| x * power_of_two(n as i32))
+    fn power_of_two(self) -> Self {
+        Self(self.0.map(|x| f32::from_bits(x.to_bits() << 23)))
     }
     #[inline(always)]
     fn where_less(self, bound: Self, yes: Self, no: Self) -> Self {

@@ -155,10 +155,9 @@ impl Vector for Avx2 {
             let x = _mm256_mul_ps(self.0, _mm256_castsi256_ps(low));
             Self(_mm256_mul_ps(x, _mm256_castsi256_ps(high)))
         }}
-        fn scale_normal(self: Self, n: Self) -> Self {{
-            let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n.0), _mm256_set1_epi32(127));
-            Self(_mm256_mul_ps(self.0, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))))
-        }}
+        fn power_of_two(self: Self) -> Self {
+            Self(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(self.0))))
+        }
         fn where_less(self: Self, bound: Self, yes: Self, no: Self) -> Self {
             Self(_mm256_blendv_ps(no.0, yes.0, _mm256_cmp_ps::<_CMP_LT_OQ>(self.0, bound.0)))
         }
@@ -254,7 +253,9 @@ impl Vector for Avx512 {
         fn round(self: Self) -> Self { Self(_mm512_roundscale_ps::<NEAREST>(self.0)) }
         fn abs(self: Self) -> Self { Self(_mm512_abs_ps(self.0)) }
         fn scale(self: Self, n: Self) -> Self { Self(_mm512_scalef_ps(self.0, n.0)) }
-        fn scale_normal(self: Self, n: Self) -> Self { Self(_mm512_scalef_ps(self.0, n.0)) }
+        fn power_of_two(self: Self) -> Self {
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(self.0))))
+        }
         fn where_less(self: Self, bound: Self, yes: Self, no: Self) -> Self {{
             let less = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, bound.0);
             Self(_mm512_mask_blend_ps(less, no.0, yes.0))
