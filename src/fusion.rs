@@ -21,9 +21,9 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fusion {
     /// The residual is added in the epilogue of the matrix product before it (or by
-    /// [`crate::ops::residual_add`] where that product is not fused).
+    /// [`residual_add`](fn@crate::ops::residual_add) where that product is not fused).
     pub residual_add: bool,
-    /// Norms that stand alone run as [`crate::ops::rms_norm`].
+    /// Norms that stand alone run as [`rms_norm`](fn@crate::ops::rms_norm).
     pub rms_norm: bool,
     /// Norms run as the prologue of the matrix product behind them.
     pub rms_norm_linear: bool,

@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 /// A contender.
 pub type Run = Box<dyn FnMut() -> Result<Tensor>>;
 
+/// Fails if a result, candle's or the op's, is wrong.
+pub type Check = Box<dyn Fn(&Tensor, &Tensor) -> Result<()>>;
+
 /// One op on one shape.
 pub struct Row {
     /// candle's operations.
@@ -15,7 +18,7 @@ pub struct Row {
     /// The op.
     pub fused: Run,
     /// Fails if either result is wrong.
-    pub check: Box<dyn Fn(&Tensor, &Tensor) -> Result<()>>,
+    pub check: Check,
     /// Bytes that a call has to move at least.
     pub bytes: usize,
 }

@@ -4,9 +4,9 @@
 //! The work is cut into tasks of one key/value head, some queries and some keys. All query heads of
 //! the group that shares the key/value head are rows of the same task, so each key and value is
 //! read once for all of them. A task with few rows (a decode step) takes dot products of the rows
-//! with each key ([`rows`]); one with many (a prompt) multiplies register tiles ([`tile`]). Where
+//! with each key (`rows`); one with many (a prompt) multiplies register tiles (`tile`). Where
 //! there are few heads and queries, the keys are split too, and the last task of a head to end
-//! merges its parts in their order ([`merge`]), so the result does not depend on timing or on the
+//! merges its parts in their order (`merge`), so the result does not depend on timing or on the
 //! number of threads.
 //!
 //! Sources: FlashAttention-2 (Dao, 2023), Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).

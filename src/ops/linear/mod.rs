@@ -2,7 +2,7 @@
 //! activation, gating and residual after.
 //!
 //! `linear = prologue x weights x epilogue`: [`Prologue`], [`Weight`] and [`Epilogue`] combine
-//! freely, and one launch ([`launch`]) serves [`linear`], [`rms_norm_linear`] and [`quant_linear`].
+//! freely, and one launch (`launch`) serves [`linear`](fn@linear), [`rms_norm_linear`] and [`quant_linear`].
 //!
 //! [`rms_norm_linear`]: fn@crate::ops::rms_norm_linear
 //! [`quant_linear`]: fn@crate::ops::quant_linear
@@ -52,7 +52,7 @@ pub enum Prologue<'a> {
     /// Nothing: the row enters as it is.
     #[default]
     None,
-    /// `x / sqrt(mean(x^2) + eps) * weight`, rounded as [`crate::ops::rms_norm`] rounds.
+    /// `x / sqrt(mean(x^2) + eps) * weight`, rounded as [`rms_norm`](fn@crate::ops::rms_norm) rounds.
     RmsNorm {
         /// `[K]`, in x's dtype.
         weight: &'a Tensor,
