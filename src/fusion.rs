@@ -8,7 +8,8 @@ use std::str::FromStr;
 ///
 /// A switch that is off means that the model runs candle's own operations at that place, so that
 /// fused and plain forms can be compared inside one model, and an op can be ruled out when hunting
-/// a bug. [`Fusion::default`] is everything on.
+/// a bug. `rms_norm_linear` and `swiglu` are parts of a fused product, so they show only together
+/// with `linear` (dense weights) or `quant_linear` (GGUF). [`Fusion::default`] is everything on.
 ///
 /// ```
 /// use candle_fused::Fusion;

@@ -24,3 +24,8 @@ pub mod quant;
 pub mod trace;
 
 pub use fusion::Fusion;
+
+/// The README's examples, compiled as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

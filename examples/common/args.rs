@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use super::report::one_line;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
 use candle_fused::Fusion;
@@ -85,7 +86,7 @@ pub struct ModelArgs {
     pub fusion: Option<Fusion>,
 
     /// CPU threads [default: all that this process may use].
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least_one)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = threads)]
     pub threads: Option<usize>,
 }
 
@@ -230,6 +231,14 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
+/// More threads than any machine has cores end in a failure to start them.
+fn threads(text: &str) -> Result<usize, String> {
+    match at_least_one(text)? {
+        value if value > 1024 => Err("must be at most 1024".into()),
+        value => Ok(value),
+    }
+}
+
 fn dtype(text: &str) -> Result<DType, String> {
     match text {
         "f32" => Ok(DType::F32),
@@ -241,5 +250,5 @@ fn dtype(text: &str) -> Result<DType, String> {
 
 fn fusion(text: &str) -> Result<Fusion, String> {
     text.parse()
-        .map_err(|error: candle_core::Error| error.to_string())
+        .map_err(|error| one_line(&anyhow::Error::new::<candle_core::Error>(error)))
 }

@@ -1,13 +1,12 @@
 //! Stock candle and the fused model on the same weights and prompt, in turns.
 
-use super::comparison::{CompareReport, LayerError, Round, Side, Speedup};
+use super::comparison::{CompareReport, LayerError, Round, Side, Speedup, median};
 use super::generate::TextModel;
 use super::source::Located;
 use super::{fused, report, stock, weights};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_fused::{Fusion, trace};
-use serde::{Deserialize, Serialize};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -38,13 +37,13 @@ struct Generation {
     tokens: Vec<u32>,
     /// The best logit minus the second best at each step.
     margins: Vec<f32>,
+    load: Duration,
     round: Round,
 }
 
 impl Comparison<'_> {
     /// Runs the rounds and gathers the report.
     pub fn run(&self) -> Result<CompareReport> {
-        let memory = [self.probe("stock")?, self.probe("fused")?];
         let (mut stock, _) = self.load(Form::Stock)?;
         let (mut fused, _) = self.load(Form::Fused(self.fusion))?;
         let context = stock.context_length().min(fused.context_length());
@@ -56,26 +55,30 @@ impl Comparison<'_> {
                 self.sample_len
             );
         }
+        let memory = [self.probe("stock")?, self.probe("fused")?];
         let mut generations: [Vec<Generation>; 2] = [Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
             report::say(format_args!("round {} of {ROUNDS}", round + 1));
-            for (model, runs) in [&mut stock, &mut fused].into_iter().zip(&mut generations) {
-                runs.push(self.generate(model.as_mut())?);
+            let sides = [
+                (Form::Stock, &mut stock),
+                (Form::Fused(self.fusion), &mut fused),
+            ];
+            for ((form, model), runs) in sides.into_iter().zip(&mut generations) {
+                let load;
+                (*model, load) = self.load(form)?;
+                runs.push(self.generate(model.as_mut(), load)?);
             }
         }
         let [stock_runs, fused_runs] = &generations;
         let first_mismatch = first_difference(&stock_runs[0].tokens, &fused_runs[0].tokens);
-        let side = |probe: &Probe, runs: &[Generation]| {
+        let side = |peak_rss, runs: &[Generation]| {
             let rounds: Vec<_> = runs.iter().map(|g| g.round.clone()).collect();
-            Side::of_rounds(
-                Duration::from_secs_f64(probe.load_s),
-                self.prompt.len(),
-                &rounds,
-                probe.peak_rss,
-            )
+            let load = median(runs.iter().map(|g| g.load.as_secs_f64()).collect());
+            let load = Duration::from_secs_f64(load);
+            Side::of_rounds(load, self.prompt.len(), &rounds, peak_rss)
         };
-        let stock_side = side(&memory[0], stock_runs);
-        let fused_side = side(&memory[1], fused_runs);
+        let stock_side = side(memory[0], stock_runs);
+        let fused_side = side(memory[1], fused_runs);
         Ok(CompareReport {
             model: self.located.name.clone(),
             device: "cpu".into(),
@@ -116,7 +119,7 @@ impl Comparison<'_> {
         })
     }
 
-    fn generate(&self, model: &mut dyn TextModel) -> Result<Generation> {
+    fn generate(&self, model: &mut dyn TextModel, load: Duration) -> Result<Generation> {
         model.clear()?;
         let (mut tokens, mut margins, mut steps) = (Vec::new(), Vec::new(), Vec::new());
         let started = Instant::now();
@@ -138,6 +141,7 @@ impl Comparison<'_> {
         Ok(Generation {
             tokens,
             margins,
+            load,
             round: Round {
                 first_token,
                 prefill,
@@ -206,47 +210,46 @@ impl Comparison<'_> {
             .collect())
     }
 
-    /// Load time and peak memory of one side alone, measured in a process of its own.
-    fn probe(&self, side: &str) -> Result<Probe> {
-        report::say(format_args!(
-            "measuring load time and memory of the {side} side"
-        ));
+    /// Peak memory in bytes of one side alone, measured in a process of its own.
+    fn probe(&self, side: &str) -> Result<Option<u64>> {
+        report::say(format_args!("measuring the memory of the {side} side"));
         let this = std::env::current_exe().context("cannot find this program")?;
         let output = Command::new(this)
             .args(std::env::args_os().skip(1))
             .args(["--probe", side])
-            .stderr(std::process::Stdio::inherit())
             .output()
             .context("cannot start this program again")?;
         if !output.status.success() {
-            bail!("the {side} side failed");
+            let said = String::from_utf8_lossy(&output.stderr);
+            let last = said
+                .lines()
+                .rfind(|line| !line.trim().is_empty())
+                .unwrap_or("no reason given");
+            bail!(
+                "the {side} side failed: {}",
+                last.trim_start_matches("error: ")
+            );
         }
         serde_json::from_slice(&output.stdout).context("the probe's answer cannot be read")
     }
 
     /// What [`Self::probe`]'s process does: loads one side, reads the prompt, generates, and prints
-    /// what that took.
+    /// its peak memory.
     pub fn answer_probe(&self, form: Form) -> Result<()> {
-        let (mut loaded, load) = self.load(form)?;
-        self.generate(loaded.as_mut())?;
-        let probe = Probe {
-            load_s: load.as_secs_f64(),
-            peak_rss: report::peak_memory(),
-        };
-        report::write_text(&mut std::io::stdout(), &serde_json::to_string(&probe)?)
+        let (mut model, load) = self.load(form)?;
+        self.generate(model.as_mut(), load)?;
+        let answer = serde_json::to_string(&report::peak_memory())?;
+        report::write_text(&mut std::io::stdout().lock(), &answer)
     }
-}
-
-/// What one side took alone.
-#[derive(Serialize, Deserialize)]
-struct Probe {
-    load_s: f64,
-    peak_rss: Option<u64>,
 }
 
 /// The likeliest token and its lead over the next.
 fn best(logits: &Tensor) -> Result<(u32, f32)> {
     let logits = logits.to_vec1::<f32>()?;
+    ensure!(
+        logits.iter().all(|l| l.is_finite()),
+        "the model's logits are not numbers: its weights are damaged, fetch them again"
+    );
     let (mut first, mut second, mut token) = (f32::NEG_INFINITY, f32::NEG_INFINITY, 0);
     for (i, logit) in logits.iter().enumerate() {
         if *logit > first {

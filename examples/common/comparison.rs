@@ -175,7 +175,10 @@ impl CompareReport {
         };
         writeln!(f, "calls per token  {calls}")?;
         if !self.layers.is_empty() {
-            writeln!(f, "\nhidden state     largest error  relative")?;
+            writeln!(
+                f,
+                "\nhidden states of the prompt, against the same model with plain candle operations\n                 largest error  relative"
+            )?;
         }
         for layer in &self.layers {
             writeln!(
@@ -283,9 +286,11 @@ impl JsonFile {
                 path.display()
             );
         }
-        if path.exists() && !path.is_file() {
+        // What stands for an open file, as /dev/stdout does, is written through and never replaced.
+        let stands_for_another = ["/dev", "/proc"].iter().any(|root| path.starts_with(root));
+        if path.exists() && (stands_for_another || !path.is_file()) {
             let file = OpenOptions::new()
-                .write(true)
+                .append(true)
                 .open(path)
                 .with_context(context)?;
             return Ok(Self {

@@ -30,7 +30,12 @@ pub fn load(
             mut reader,
         } if dtype.is_none() => {
             let model = ModelWeights::from_gguf_fused(content, &mut reader, device, fusion)
-                .with_context(|| format!("{} cannot be loaded", path.display()))?;
+                .with_context(|| {
+                    format!(
+                        "{} cannot be loaded; fetch it again or take another model",
+                        path.display()
+                    )
+                })?;
             return Ok(Box::new(Quantized {
                 model,
                 device: device.clone(),
@@ -40,8 +45,12 @@ pub fn load(
             path,
             content,
             mut reader,
-        } => dequantized(&content, &mut reader, in_dtype, device)
-            .with_context(|| format!("{} cannot be loaded", path.display()))?,
+        } => dequantized(&content, &mut reader, in_dtype, device).with_context(|| {
+            format!(
+                "{} cannot be loaded; fetch it again or take another model",
+                path.display()
+            )
+        })?,
         Weights::Safetensors { files, config } => {
             let config: LlamaConfig = serde_json::from_value(config).with_context(|| {
                 format!(
@@ -58,7 +67,7 @@ pub fn load(
         }
     };
     let model = Llama::load_fused(vb, &config, fusion)
-        .context("the weights do not fit the configuration")?;
+        .context("the weights do not fit the configuration; fetch both again")?;
     let cache = Cache::new(true, in_dtype, &config, device)?;
     Ok(Box::new(Dense {
         model,

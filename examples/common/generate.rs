@@ -141,6 +141,10 @@ impl Generator {
         let position = self.cached.len();
         let mut logits = self.model.forward(&tokens[position..], position)?;
         self.cached.extend_from_slice(&tokens[position..]);
+        ensure!(
+            logits.sum_all()?.to_scalar::<f32>()?.is_finite(),
+            "the model's logits are not numbers: its weights are damaged, fetch them again"
+        );
         if self.sampling.repeat_penalty != 1.0 && self.sampling.repeat_last_n > 0 {
             let lately = tokens.len().saturating_sub(self.sampling.repeat_last_n);
             logits =

@@ -49,6 +49,7 @@ pub fn one_line(error: &anyhow::Error) -> String {
         let text = cause.to_string();
         // candle appends a backtrace to its messages when RUST_BACKTRACE is set.
         let text = text.split("\n   0: ").next().unwrap_or_default();
+        let text = text.replace(char::is_control, " ");
         let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
         if !text.is_empty() && !line.contains(&text) {
             if !line.is_empty() {
@@ -57,8 +58,15 @@ pub fn one_line(error: &anyhow::Error) -> String {
             line.push_str(&text);
         }
     }
-    line
+    // Damaged files get quoted in messages, and a line is for reading.
+    match line.char_indices().nth(LONGEST_LINE) {
+        Some((end, _)) => format!("{}...", &line[..end]),
+        None => line,
+    }
 }
+
+/// Characters of an error line.
+const LONGEST_LINE: usize = 400;
 
 /// Writes generated text at once, so that it shows as it comes.
 pub fn write_text(out: &mut impl Write, text: &str) -> Result<()> {

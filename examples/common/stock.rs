@@ -2,10 +2,12 @@
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
+use candle_fused::models::llama::gguf_config;
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Cache, Config, Llama, LlamaConfig};
 use candle_transformers::models::quantized_llama::{MAX_SEQ_LEN, ModelWeights};
 use serde_json::Value;
+use std::panic;
 
 use super::fused;
 use super::generate::TextModel;
@@ -47,7 +49,9 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
                 })?;
             let context =
                 gguf_vocab::number(&content, "llama.context_length").unwrap_or(MAX_SEQ_LEN as u64);
-            let model = ModelWeights::from_gguf(content, &mut reader, device)
+            gguf_config(&content)
+                .with_context(|| format!("{} cannot be loaded; fetch it again", path.display()))?;
+            let model = guarded(|| Ok(ModelWeights::from_gguf(content, &mut reader, device)?))
                 .with_context(|| format!("{} cannot be loaded; fetch it again", path.display()))?;
             let context_length = MAX_SEQ_LEN.min(usize::try_from(context).unwrap_or(MAX_SEQ_LEN));
             Ok(Box::new(Quantized {
@@ -58,6 +62,14 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
             }))
         }
         Weights::Safetensors { files, config } => {
+            let checked =
+                serde_json::from_value::<candle_fused::models::llama::LlamaConfig>(config.clone());
+            checked.with_context(|| {
+                format!(
+                    "{} is no usable llama configuration",
+                    files.config.display()
+                )
+            })?;
             let config: LlamaConfig = serde_json::from_value(older(config)).with_context(|| {
                 format!(
                     "{} is no usable llama configuration",
@@ -75,13 +87,28 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
     }
 }
 
+/// candle-transformers' loaders panic where a tensor does not fit; here that is an error like others.
+fn guarded<T>(load: impl FnOnce() -> Result<T>) -> Result<T> {
+    let hook = panic::take_hook();
+    panic::set_hook(Box::new(|_| ()));
+    let loaded = panic::catch_unwind(panic::AssertUnwindSafe(load));
+    panic::set_hook(hook);
+    loaded.unwrap_or_else(|payload| {
+        let said = payload
+            .downcast_ref::<String>()
+            .map_or("no reason given", String::as_str);
+        Err(anyhow!("candle-transformers refuses it ({said})"))
+    })
+}
+
 fn plain(
     vb: VarBuilder,
     config: Config,
     dtype: DType,
     device: &Device,
 ) -> Result<Box<dyn TextModel>> {
-    let model = Llama::load(vb, &config).context("the weights do not fit the configuration")?;
+    let model = guarded(|| Ok(Llama::load(vb, &config)?))
+        .context("the weights do not fit the configuration; fetch both again")?;
     let cache = Cache::new(true, dtype, &config, device)?;
     Ok(Box::new(Plain {
         model,

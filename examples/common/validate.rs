@@ -66,6 +66,13 @@ pub fn safetensors(file: &Path) -> Result<()> {
         .with_context(|| format!("cannot read {shown}"))?;
     let header: Value = serde_json::from_slice(&header)
         .with_context(|| format!("{shown} is damaged (its header is no JSON); fetch it again"))?;
+    for (name, tensor) in header.as_object().into_iter().flatten() {
+        let dtype = tensor["dtype"].as_str().unwrap_or_default();
+        ensure!(
+            !name.ends_with(".weight") || ["F32", "F16", "BF16", "F64"].contains(&dtype),
+            "{shown}: tensor {name} is {dtype}, expected F32, F16 or BF16; take another model"
+        );
+    }
     let data = header
         .as_object()
         .with_context(|| {

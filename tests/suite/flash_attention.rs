@@ -1,10 +1,11 @@
 //! `ops::flash_attention` against float64, at every instruction-set level that runs here.
 
+mod random;
+
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::cpu::simd::Level;
 use candle_fused::ops::flash_attention::{flash_attention_at, reference};
 use candle_fused::ops::{AttentionParams, flash_attention};
-use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -505,74 +506,5 @@ fn what_does_not_fit_is_named() {
             message.contains("flash_attention") && message.contains(expected),
             "{message}"
         );
-    }
-}
-
-fn any_case() -> impl Strategy<Value = (Case, AttentionParams)> {
-    let dtype = || prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::BF16)];
-    let kv = prop_oneof![
-        Just(Kv::Contiguous),
-        Just(Kv::Cache),
-        Just(Kv::TokenMajor),
-        Just(Kv::Transposed),
-        Just(Kv::Broadcast),
-    ];
-    let shape = (
-        1usize..3,
-        1usize..4,
-        1usize..6,
-        1usize..80,
-        1usize..260,
-        1usize..70,
-    );
-    let rule = (
-        any::<bool>(),
-        proptest::option::of(1usize..300),
-        proptest::option::of(0.1f32..40.0),
-    );
-    (shape, dtype(), dtype(), kv, any::<bool>(), rule).prop_map(
-        |(
-            (batch, kv_heads, group, queries, keys, dim),
-            q_dtype,
-            kv_dtype,
-            kv,
-            q_transposed,
-            rule,
-        )| {
-            let heads = kv_heads * group;
-            let case = Case {
-                batch,
-                heads,
-                kv_heads,
-                queries,
-                keys,
-                dim,
-                q_transposed,
-                kv,
-                q_dtype,
-                kv_dtype,
-                size: 2.0,
-            };
-            let (causal, window, softcap) = rule;
-            let scale = 1.0 / (dim as f32).sqrt();
-            (
-                case,
-                AttentionParams {
-                    scale,
-                    causal,
-                    window,
-                    softcap,
-                    mask: None,
-                },
-            )
-        },
-    )
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..Default::default() })]
-    #[test]
-    fn any_shape_and_layout(case in any_case(), seed in any::<u64>()) {
-        check(&case.0, &case.1, seed);
     }
 }

@@ -13,6 +13,7 @@
 
 mod block;
 mod merge;
+mod plan;
 mod rows;
 mod tile;
 
@@ -20,19 +21,13 @@ use super::pool;
 use super::simd::Level;
 use super::vector::{Element, Kernel, Vector, dispatch, narrow, widen};
 use half::{bf16, f16};
+use plan::{Plan, State, padded, state_len};
 use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Up to this many rows are dotted with each key; more are multiplied in tiles.
 const FEW_ROWS: usize = 16;
-/// Rows that a task of the tile core aims at.
-const TILE_ROWS: usize = 96;
-/// Tasks that the keys are split for, if there are not as many without: enough for the cores of a
-/// large machine to share.
-const TASKS: usize = 16;
-/// No part of the keys is shorter than this, unless there are fewer.
-const MIN_KEYS: usize = 128;
 
 /// A tensor of four dimensions in storage, checked to lie inside it.
 #[derive(Clone, Copy, Debug)]
@@ -158,109 +153,6 @@ enum OutputPtr {
     F32(*mut f32),
     F16(*mut f16),
     Bf16(*mut bf16),
-}
-
-/// How a call is cut into tasks: by its sizes alone.
-#[derive(Clone, Copy, Debug)]
-struct Plan {
-    /// Query heads that share a key/value head.
-    group: usize,
-    /// Whether a task has few rows.
-    few: bool,
-    /// Queries of a task.
-    tile: usize,
-    /// Number of query tiles.
-    tiles: usize,
-    /// Keys of a task.
-    chunk: usize,
-    /// Number of key ranges.
-    splits: usize,
-}
-
-impl Plan {
-    fn new(s: &Sizes) -> Self {
-        let group = s.heads / s.kv_heads;
-        let few = s.few_rows();
-        let tile = if few {
-            s.queries
-        } else {
-            (TILE_ROWS / group).clamp(1, s.queries)
-        };
-        let tiles = s.queries.div_ceil(tile);
-        let unsplit = s.batch * s.kv_heads * tiles;
-        let splits = TASKS
-            .div_ceil(unsplit)
-            .min(s.keys.div_ceil(MIN_KEYS))
-            .max(1);
-        let chunk = s
-            .keys
-            .div_ceil(splits)
-            .next_multiple_of(MIN_KEYS)
-            .max(MIN_KEYS);
-        let splits = s.keys.div_ceil(chunk).max(1);
-        Self {
-            group,
-            few,
-            tile,
-            tiles,
-            chunk,
-            splits,
-        }
-    }
-
-    fn rows(&self) -> usize {
-        self.tile * self.group
-    }
-}
-
-/// Width of a row of f32 scratch: whole vectors at every level.
-fn padded(n: usize) -> usize {
-    n.next_multiple_of(16)
-}
-
-/// Elements of a task's state: `rows` unscaled outputs, then their maxima, then their sums.
-fn state_len(rows: usize, dim: usize) -> usize {
-    rows * padded(dim) + 2 * padded(rows)
-}
-
-/// A task's running result.
-#[derive(Clone, Copy)]
-struct State {
-    /// Sums of `e^(score - maximum) * value`, a row each, [`padded`] apart.
-    out: *mut f32,
-    /// The highest score so far, -inf if there is none.
-    max: *mut f32,
-    /// Sums of `e^(score - maximum)`.
-    sum: *mut f32,
-}
-
-impl State {
-    /// # Safety
-    /// `at` is valid for [`state_len`] elements.
-    unsafe fn at(at: *mut f32, rows: usize, dim: usize) -> Self {
-        // SAFETY: all three lie within `state_len`.
-        unsafe {
-            let max = at.add(rows * padded(dim));
-            Self {
-                out: at,
-                max,
-                sum: max.add(padded(rows)),
-            }
-        }
-    }
-
-    /// # Safety
-    /// As for [`State::at`].
-    unsafe fn clear(&self, rows: usize, dim: usize) {
-        // SAFETY: the three ranges are the state's own.
-        unsafe {
-            self.out.write_bytes(0, rows * padded(dim));
-            self.sum.write_bytes(0, padded(rows));
-            for r in 0..padded(rows) {
-                *self.max.add(r) = f32::NEG_INFINITY;
-            }
-        }
-    }
 }
 
 /// One task: a key/value head, queries `first .. first + count`, keys `from .. to`.

@@ -280,7 +280,25 @@ impl TryFrom<RawConfig> for LlamaConfig {
                 raw.hidden_size
             ));
         }
+        if raw.num_hidden_layers == 0 {
+            return Err("num_hidden_layers is 0".into());
+        }
+        if !(raw.rms_norm_eps >= 0. && raw.rms_norm_eps.is_finite()) {
+            return Err(format!(
+                "rms_norm_eps is {}, expected 0 or more",
+                raw.rms_norm_eps
+            ));
+        }
         let rope = raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref());
+        let rope_theta = rope
+            .and_then(|r| r.rope_theta)
+            .or(raw.rope_theta)
+            .unwrap_or(10_000.);
+        if !(rope_theta > 0. && rope_theta.is_finite()) {
+            return Err(format!(
+                "rope_theta is {rope_theta}, expected a number above 0"
+            ));
+        }
         Ok(Self {
             hidden_size: raw.hidden_size,
             intermediate_size: raw.intermediate_size,
@@ -289,10 +307,7 @@ impl TryFrom<RawConfig> for LlamaConfig {
             num_attention_heads: heads,
             num_key_value_heads: raw.num_key_value_heads,
             rms_norm_eps: raw.rms_norm_eps,
-            rope_theta: rope
-                .and_then(|r| r.rope_theta)
-                .or(raw.rope_theta)
-                .unwrap_or(10_000.),
+            rope_theta,
             bos_token_id: raw.bos_token_id,
             eos_token_id: raw.eos_token_id,
             rope_scaling: rope.map(RawRope::scaling).transpose()?.flatten(),

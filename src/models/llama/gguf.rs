@@ -161,6 +161,21 @@ fn half_split_rows(w: &Tensor, heads: usize) -> Result<Tensor> {
         .reshape(w.dims())
 }
 
+/// The configuration that a llama GGUF file's metadata gives, checked against the tensors that the
+/// file names.
+///
+/// # Errors
+/// If the architecture is not `llama`, or a value is missing, out of range or at odds with the
+/// tensors, by its name.
+pub fn gguf_config(ct: &Content) -> Result<Config> {
+    File {
+        ct,
+        reader: &mut std::io::empty(),
+        device: &Device::Cpu,
+    }
+    .config()
+}
+
 /// A file being read.
 struct File<'a, R> {
     ct: &'a Content,
@@ -168,7 +183,7 @@ struct File<'a, R> {
     device: &'a Device,
 }
 
-impl<R: Seek + Read> File<'_, R> {
+impl<R> File<'_, R> {
     fn config(&self) -> Result<Config> {
         match self.ct.metadata.get("general.architecture") {
             Some(Value::String(arch)) if arch == "llama" => {}
@@ -210,8 +225,11 @@ impl<R: Seek + Read> File<'_, R> {
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
             use_flash_attn: false,
-            rms_norm_eps: f64::from(self.float("llama.attention.layer_norm_rms_epsilon")?),
-            rope_theta: self.float("llama.rope.freq_base").unwrap_or(10_000.),
+            rms_norm_eps: f64::from(self.positive("llama.attention.layer_norm_rms_epsilon")?),
+            rope_theta: match self.ct.metadata.contains_key("llama.rope.freq_base") {
+                true => self.positive("llama.rope.freq_base")?,
+                false => 10_000.,
+            },
             bos_token_id: None,
             eos_token_id: None,
             rope_scaling: None,
@@ -221,7 +239,9 @@ impl<R: Seek + Read> File<'_, R> {
             tie_word_embeddings: false,
         })
     }
+}
 
+impl<R: Seek + Read> File<'_, R> {
     fn decoder(&mut self, cfg: &Config, fusion: Fusion) -> Result<Decoder> {
         let (hidden, vocab) = (cfg.hidden_size, cfg.vocab_size);
         let table = self.matrix("token_embd.weight", vocab, hidden)?;
@@ -347,7 +367,9 @@ impl<R: Seek + Read> File<'_, R> {
             Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),
         }
     }
+}
 
+impl<R> File<'_, R> {
     fn shape(&self, name: &str) -> Result<&[usize]> {
         match self.ct.tensor_infos.get(name) {
             Some(info) => Ok(info.shape.dims()),
@@ -362,10 +384,15 @@ impl<R: Seek + Read> File<'_, R> {
         }
     }
 
-    fn float(&self, key: &str) -> Result<f32> {
-        match self.ct.metadata.get(key) {
-            Some(value) => value.to_f32(),
+    /// A number above zero.
+    fn positive(&self, key: &str) -> Result<f32> {
+        let value = match self.ct.metadata.get(key) {
+            Some(value) => value.to_f32()?,
             None => bail!("gguf: metadata `{key}` is missing"),
+        };
+        if !(value > 0. && value.is_finite()) {
+            bail!("gguf: {key} is {value}, expected a number above 0");
         }
+        Ok(value)
     }
 }

@@ -15,7 +15,7 @@ mod safetensors;
 pub use config::{
     Config, DEFAULT_MAX_SEQ_LEN, Llama3RopeConfig, Llama3RopeType, LlamaConfig, LlamaEosToks,
 };
-pub use gguf::{ModelWeights, dequantize_gguf};
+pub use gguf::{ModelWeights, dequantize_gguf, gguf_config};
 
 use super::decoder::{Decoder, DecoderCache};
 use crate::Fusion;
