@@ -3,7 +3,7 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
-pub mod attention;
+pub(crate) mod attention;
 pub mod dense;
 pub mod math;
 pub mod norm;

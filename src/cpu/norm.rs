@@ -1,7 +1,7 @@
 //! Norms of one row: values in, statistics in f32, values out.
 
 use super::simd::Level;
-use super::vector::{Element, Kernel, Vector, dispatch};
+use super::vector::{Element, Kernel, Vector, dispatch, is_f32};
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight` for one row.
 ///
@@ -242,7 +242,7 @@ unsafe fn store<T: Element, V: Vector>(v: V, out: &mut [T], i: usize) {
 /// The processor has `V`'s instructions.
 #[inline(always)]
 unsafe fn round<T: Element, V: Vector>(v: V) -> V {
-    if std::mem::size_of::<T>() == 4 {
+    if is_f32::<T>() {
         return v;
     }
     let mut values = [T::from_f32(0.); 16];

@@ -77,11 +77,15 @@ pub fn run(tasks: usize, task: impl Fn(usize) + Sync) {
     if pool.workers.is_empty() {
         return inline();
     }
+    // One less than u32::MAX, which marks a job as closed.
+    let Some(count) = u32::try_from(tasks).ok().filter(|n| *n < u32::MAX) else {
+        return inline();
+    };
     let guard = match pool.caller.try_lock() {
         Ok(guard) => guard,
         Err(_) => return inline(),
     };
-    let went_well = pool.run(u32::try_from(tasks).expect("fewer than 2^32 tasks"), &task);
+    let went_well = pool.run(count, &task);
     drop(guard);
     if !went_well {
         resume_unwind(Box::new("a task of candle-fused's thread pool panicked"));
@@ -94,7 +98,8 @@ pub fn for_ranges(len: usize, grain: usize, body: impl Fn(std::ops::Range<usize>
     if len == 0 {
         return;
     }
-    let grains = len.div_ceil(grain.max(1));
+    let grain = grain.max(1);
+    let grains = len.div_ceil(grain);
     let tasks = grains.min(4 * threads());
     run(tasks, |t| {
         let start = t * grains / tasks * grain;
@@ -266,7 +271,9 @@ impl Shared {
             // SAFETY: the ticket was taken from the job that is under way, whose caller keeps the
             // closure alive until `done` counts this task.
             let body = unsafe { *task };
-            if catch_unwind(AssertUnwindSafe(|| body(next as usize))).is_err() {
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| body(next as usize))) {
+                // Dropping it could panic again, outside of what catches panics.
+                std::mem::forget(payload);
                 self.panicked.store(true, Ordering::Relaxed);
             }
             self.done.fetch_add(1, Ordering::Release);

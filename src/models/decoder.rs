@@ -95,15 +95,16 @@ impl Decoder {
                 self.blocks.len()
             );
         }
-        if position + tokens > self.max_positions {
+        let end = position.saturating_add(tokens);
+        if end > self.max_positions {
             bail!(
                 "input_ids: position {} is past the model's context length of {}: shorten the \
                  prompt or generate fewer tokens",
-                position + tokens,
+                end,
                 self.max_positions
             );
         }
-        cache.rotary.reserve(position + tokens)?;
+        cache.rotary.reserve(end)?;
         let mut x = embedded.clone();
         for (block, slot) in self.blocks.iter().zip(&mut cache.layers) {
             if let Some(states) = states.as_deref_mut() {
@@ -119,10 +120,12 @@ impl Decoder {
                         .new_cache(batch, start, limit, cache.dtype, &cache.device)?
                 }
             };
-            x = block.forward(&x, position, &cache.rotary, &mut layer)?;
+            let result = block.forward(&x, position, &cache.rotary, &mut layer);
+            // Kept whatever came of it: a call that is refused leaves the cache as it was.
             if cache.keep {
                 *slot = Some(layer);
             }
+            x = result?;
         }
         Ok(x)
     }

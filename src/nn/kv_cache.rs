@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 ///
 /// Capacity grows by doubling up to the limit; steps write in place behind `len` positions, and
 /// attention reads a strided view, so nothing is concatenated or copied from token to token.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct KvCache {
     k: Tensor,
     v: Tensor,
@@ -106,5 +106,21 @@ impl KvCache {
         }
         self.len = end;
         Ok(slot)
+    }
+}
+
+/// A clone has buffers of its own: steps write in place, and must not write into each other's past.
+impl Clone for KvCache {
+    fn clone(&self) -> Self {
+        let copy = |t: &Tensor| match t.copy() {
+            Ok(copy) => copy,
+            // As for a `Vec`, the only reason is that the memory is not there.
+            Err(e) => panic!("a cache of {:?} cannot be copied: {e}", t.shape()),
+        };
+        Self {
+            k: copy(&self.k),
+            v: copy(&self.v),
+            ..*self
+        }
     }
 }

@@ -107,6 +107,10 @@ impl Linear {
     /// `silu(gate) * up` of two matrices.
     pub fn forward_swiglu(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
         if let (Form::Fused(weights), true) = (&self.form, self.fusion.swiglu) {
+            match weights.as_slice() {
+                [gate, up] if gate.rows() == up.rows() => {}
+                _ => bail!("swiglu takes a gate and an up matrix with the same number of rows"),
+            }
             return self.fused(weights, x, norm, Activation::SwiGlu, &[]);
         }
         match self.forward_parts(x, norm)?.as_slice() {

@@ -1,5 +1,4 @@
-//! The fused operations: one room each, with its guards, its CPU and CUDA launch and its plain
-//! `reference()`.
+//! The fused operations: one room each, with its guards, its launch and its plain `reference()`.
 
 mod view;
 

@@ -99,6 +99,9 @@ pub fn rope_append(
         );
     }
     check_tables(&append.rotation, tokens, head_dim, qkv)?;
+    if k_cache.id() == v_cache.id() {
+        bail!("{OP}: k_cache and v_cache are the same tensor");
+    }
     for (argument, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         let (b, h, slots, d) = four(argument, cache)?;
         if (b, h, d) != (batch, append.kv_heads, head_dim) || !cache.is_contiguous() {
@@ -108,7 +111,11 @@ pub fn rope_append(
                 append.kv_heads
             );
         }
-        if append.slot + tokens > slots {
+        if append
+            .slot
+            .checked_add(tokens)
+            .is_none_or(|end| end > slots)
+        {
             bail!(
                 "{OP}: {argument} has {slots} slots, {} tokens from slot {} on do not fit",
                 tokens,
@@ -121,15 +128,22 @@ pub fn rope_append(
     }
     let first_key = append.heads * head_dim;
     let first_value = first_key + append.kv_heads * head_dim;
-    let write = |first, rotation| Append {
+    // Read before the caches are locked for writing, in case the tables share a storage with them.
+    let angles = Angles::new(&append.rotation, tokens)?;
+    let write = |first, rotated| Append {
         first,
-        rotation,
+        rotated,
         append,
+        angles: &angles,
         head_dim,
     };
-    k_cache.inplace_op2(qkv, &write(first_key, Some(&append.rotation)))?;
-    v_cache.inplace_op2(qkv, &write(first_value, None))?;
-    let q = Queries { append, head_dim };
+    k_cache.inplace_op2(qkv, &write(first_key, true))?;
+    v_cache.inplace_op2(qkv, &write(first_value, false))?;
+    let q = Queries {
+        append,
+        angles: &angles,
+        head_dim,
+    };
     qkv.apply_op1_no_bwd(&q)?.transpose(1, 2)
 }
 
@@ -163,7 +177,10 @@ fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) ->
             2 * pairs
         );
     }
-    if r.position + tokens > positions {
+    if r.position
+        .checked_add(tokens)
+        .is_none_or(|end| end > positions)
+    {
         bail!(
             "{OP}: cos has {positions} positions, {tokens} tokens from position {} on do not fit",
             r.position
@@ -249,6 +266,7 @@ impl Rope<'_> {
 /// The queries of a fused projection: `[B, T, Hq, D]`.
 struct Queries<'a> {
     append: &'a RopeAppend<'a>,
+    angles: &'a Angles,
     head_dim: usize,
 }
 
@@ -271,7 +289,7 @@ impl Queries<'_> {
         let (batch, tokens, width) = layout.shape().dims3()?;
         let (heads, head_dim) = (self.append.heads, self.head_dim);
         let rotation = &self.append.rotation;
-        let angles = Angles::new(rotation, tokens)?;
+        let angles = self.angles;
         let qkv = elements::<T>(qkv, layout)?;
         let mut out = vec![T::from_f32(0.); batch * tokens * heads * head_dim];
         pool::for_rows(&mut out, (heads * head_dim).max(1), GRAIN, |first, rows| {
@@ -295,8 +313,10 @@ impl Queries<'_> {
 struct Append<'a> {
     /// The first column of the projection.
     first: usize,
-    rotation: Option<&'a Rotation<'a>>,
+    /// Whether they are rotated.
+    rotated: bool,
     append: &'a RopeAppend<'a>,
+    angles: &'a Angles,
     head_dim: usize,
 }
 
@@ -338,7 +358,6 @@ impl Append<'_> {
         };
         let (heads, head_dim) = (self.append.kv_heads, self.head_dim);
         let slots = layout.dims()[2];
-        let angles = self.rotation.map(|r| Angles::new(r, tokens)).transpose()?;
         // One plane of the cache for each sequence and head; a single token is too little to share.
         let grain = if tokens < GRAIN { usize::MAX / 2 } else { 1 };
         pool::for_rows(
@@ -352,12 +371,11 @@ impl Append<'_> {
                     for (t, out) in written.chunks_exact_mut(head_dim).take(tokens).enumerate() {
                         let column = (b * tokens + t) * width + self.first + h * head_dim;
                         let x = &qkv[column..column + head_dim];
-                        match (&angles, self.rotation) {
-                            (Some(angles), Some(rotation)) => {
-                                let (cos, sin) = angles.at(t);
-                                core::rotate(rotation.style, x, cos, sin, out);
-                            }
-                            _ => core::copy(x, out),
+                        if self.rotated {
+                            let (cos, sin) = self.angles.at(t);
+                            core::rotate(self.append.rotation.style, x, cos, sin, out);
+                        } else {
+                            core::copy(x, out);
                         }
                     }
                 }
@@ -374,6 +392,7 @@ impl Append<'_> {
 pub fn reference(x: &Tensor, rotation: &Rotation<'_>) -> Result<Vec<f64>> {
     let flat = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
     let (_, _, tokens, head_dim) = four("x", x)?;
+    check_tables(rotation, tokens, head_dim, x)?;
     let (values, cos, sin) = (flat(x)?, flat(rotation.cos)?, flat(rotation.sin)?);
     let pairs = rotation.cos.dim(1)?;
     let mut out = values.clone();

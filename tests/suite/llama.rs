@@ -274,6 +274,43 @@ fn a_sequence_can_be_rewound_and_started_over() -> Result<()> {
     Ok(())
 }
 
+/// Steps write in place, so a clone that shared its buffers would see the other's tokens.
+#[test]
+fn clones_of_a_cache_go_their_own_ways() -> Result<()> {
+    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+    let token = |id: u32| Tensor::new(&[[id]], &Device::Cpu);
+    let prompt = Tensor::new(&[[1u32, 2, 3, 4]], &Device::Cpu)?;
+    let mut first = model.cache()?;
+    model.llama.forward(&prompt, 0, &mut first)?;
+    let mut second = first.clone();
+    model.llama.forward(&token(5)?, 4, &mut first)?;
+    model.llama.forward(&token(9)?, 4, &mut second)?;
+    let logits = model.llama.forward(&token(6)?, 5, &mut first)?;
+    let fresh = Tensor::new(&[[1u32, 2, 3, 4, 5, 6]], &Device::Cpu)?;
+    let expected = model.llama.forward(&fresh, 0, &mut model.cache()?)?;
+    assert!(relative_error(&logits, &expected)? < 1e-5);
+    Ok(())
+}
+
+#[test]
+fn a_refused_call_leaves_the_cache_as_it_was() -> Result<()> {
+    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+    let ids = model.golden.input_ids()?;
+    let mut cache = model.cache()?;
+    model.llama.forward(&ids.narrow(1, 0, 4)?, 0, &mut cache)?;
+    let next = ids.narrow(1, 4, 1)?;
+    assert!(refused(model.llama.forward(&next, 9, &mut cache)).contains("position 9"));
+    assert!(refused(model.llama.forward(&next, usize::MAX, &mut cache)).contains("context"));
+    let one = next.narrow(0, 0, 1)?;
+    assert!(refused(model.llama.forward(&one, 4, &mut cache)).contains("batch size"));
+    let logits = model.llama.forward(&next, 4, &mut cache)?;
+    let expected = model
+        .llama
+        .forward(&ids.narrow(1, 0, 5)?, 0, &mut model.cache()?)?;
+    assert!(relative_error(&logits, &expected)? < 1e-5);
+    Ok(())
+}
+
 /// The message of an error that has to be there.
 fn refused<T>(result: Result<T>) -> String {
     match result {

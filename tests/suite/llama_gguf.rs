@@ -145,6 +145,26 @@ fn missing_and_contradicting_parts_are_named() -> Result<()> {
             .insert("general.architecture".into(), Value::String("mamba".into()));
     })?;
     assert!(other.contains("`mamba`"), "{other}");
+    let scaled = refused(&|c| {
+        let kind = Value::String("linear".into());
+        c.metadata.insert("llama.rope.scaling.type".into(), kind);
+    })?;
+    assert!(scaled.contains("scaling.type is `linear`"), "{scaled}");
+    for (key, value) in [
+        ("llama.block_count", Value::U32(2)),
+        ("llama.block_count", Value::U32(0)),
+        ("llama.block_count", Value::U32(3_000_000_000)),
+        ("llama.vocab_size", Value::U32(10)),
+        (
+            "llama.attention.layer_norm_rms_epsilon",
+            Value::F32(f32::NAN),
+        ),
+        ("llama.rope.freq_base", Value::F32(-1.)),
+        ("llama.context_length", Value::String("long".into())),
+    ] {
+        let message = refused(&|c| drop(c.metadata.insert(key.into(), value.clone())))?;
+        assert!(!message.is_empty(), "{key} = {value:?} was accepted");
+    }
     let heads = refused(&|c| {
         c.metadata
             .insert("llama.attention.head_count".into(), Value::U32(0));

@@ -44,6 +44,19 @@ fn it_is_the_norm_followed_by_each_product() -> Result<()> {
 }
 
 #[test]
+fn no_rows_give_no_rows() -> Result<()> {
+    let x = Tensor::zeros((0, 8), DType::F32, &candle_core::Device::Cpu)?;
+    let w = randn(&[4, 8], DType::F32)?;
+    let norm = randn(&[8], DType::F32)?;
+    let parts = rms_norm_linear(&x, &norm, 1e-5, &[&w, &w], &Epilogue::default())?;
+    assert_eq!(
+        (parts[0].dims(), parts[1].dims()),
+        (&[0, 4][..], &[0, 4][..])
+    );
+    Ok(())
+}
+
+#[test]
 fn bad_arguments_are_named() -> Result<()> {
     let x = randn(&[2, 8], DType::F32)?;
     let w = randn(&[6, 8], DType::F32)?;

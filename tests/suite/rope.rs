@@ -235,5 +235,20 @@ fn bad_arguments_are_named() -> Result<()> {
     assert!(message(append, &cache, &other).contains("v_cache has shape"));
     let narrowed = randn(&[1, 1, 4, 9], DType::F32)?.narrow(3, 0, 8)?;
     assert!(message(append, &narrowed, &cache).contains("contiguous"));
+    assert!(message(append, &cache, &cache).contains("the same tensor"));
+    let far = RopeAppend {
+        slot: usize::MAX,
+        ..append
+    };
+    assert!(message(far, &cache, &cache.copy()?).contains("do not fit"));
+    // Tables that lie in a cache's own storage are read before it is locked.
+    let shared = cache.flatten_all()?.narrow(0, 0, 24)?.reshape((6, 4))?;
+    let rotation = Rotation {
+        cos: &shared,
+        sin: &shared,
+        ..rotation
+    };
+    let append = RopeAppend { rotation, ..append };
+    rope_append(&qkv, &append, &cache, &cache.copy()?)?;
     Ok(())
 }

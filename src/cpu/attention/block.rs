@@ -1,13 +1,6 @@
 //! Register tiles: the matrix products inside attention.
 
-use crate::cpu::vector::{Element, Vector};
-use std::any::TypeId;
-
-/// Known at compile time.
-#[inline(always)]
-pub(super) fn is_f32<T: Element>() -> bool {
-    TypeId::of::<T>() == TypeId::of::<f32>()
-}
+use crate::cpu::vector::{Element, Vector, is_f32};
 
 /// The left operand of [`multiply`]: element `(i, p)` lies at `at[i * row + p * step]`.
 #[derive(Clone, Copy)]

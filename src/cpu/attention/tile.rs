@@ -6,7 +6,7 @@
 use super::block::{self, Left, Rows};
 use super::{Plan, Task, View, padded};
 use crate::cpu::math::{exp_weight_v, tanh_v};
-use crate::cpu::vector::{Element, Vector};
+use crate::cpu::vector::{Element, Vector, is_f32};
 
 /// Keys between two corrections of the running maximum.
 const KEYS: usize = 96;
@@ -86,7 +86,7 @@ unsafe fn rows_of<V: Vector, T: Element>(
 ) -> Rows<*const f32> {
     // SAFETY: the keys exist and `room` is for `KEYS` rows; the cast is from f32 to f32.
     unsafe {
-        if direct && x.strides[3] == 1 && block::is_f32::<T>() {
+        if direct && x.strides[3] == 1 && is_f32::<T>() {
             let at = x.row(task.batch, task.kv_head, from).cast();
             return Rows {
                 at,
@@ -236,8 +236,8 @@ unsafe fn hide<V: Vector, T: Element>(
     unsafe {
         for row in r..r + vectors * V::LANES {
             let (low, high) = task.visible(row.min(rows - 1) / group);
-            *parts.low.add(row) = low.clamp(key + start, key + stop) as f32 - key as f32;
-            *parts.high.add(row) = high.clamp(key + start, key + stop) as f32 - key as f32;
+            *parts.low.add(row) = (low.clamp(key + start, key + stop) - key) as f32;
+            *parts.high.add(row) = (high.clamp(key + start, key + stop) - key) as f32;
         }
         let hidden = V::splat(f32::NEG_INFINITY);
         for j in (0..vectors * V::LANES).step_by(V::LANES) {

@@ -1,7 +1,7 @@
 //! Products with many tokens: the gemm crate's, with 16-bit weights widened piece by piece.
 
 use super::dot::Operands;
-use crate::cpu::vector::{Element, Vector, widen};
+use crate::cpu::vector::{Element, Vector, is_f32, widen};
 use gemm::Parallelism;
 use std::cell::RefCell;
 
@@ -20,8 +20,8 @@ thread_local! {
 /// As [`dot::rows`](super::dot::rows).
 #[inline(always)]
 pub(super) unsafe fn products<V: Vector, T: Element>(o: Operands<T>) {
-    if std::mem::size_of::<T>() == std::mem::size_of::<f32>() {
-        // SAFETY: f32 is the only element of four bytes; the rest is the caller's obligation.
+    if is_f32::<T>() {
+        // SAFETY: the weights are f32; the rest is the caller's obligation.
         return unsafe { multiply(&o, o.w.cast(), 0, o.n) };
     }
     let mut piece = WIDENED.take();

@@ -20,7 +20,8 @@ const MANY: usize = 48;
 ///
 /// `x` holds `m` tokens of `k` floats and `w` `n` weight rows of `k`, both row-major without gaps.
 /// Only the `m * n` elements named above are written. For few tokens the order
-/// of the additions depends on the level, `k` and `m` only; for many it is the gemm crate's.
+/// of the additions depends on the level, `k` and `m` only; for many it is the gemm crate's, which
+/// may differ in the last bits with how a product is cut, and so with the number of threads.
 ///
 /// # Panics
 /// If a slice is shorter than its shape says, or `out_stride < n` while `m > 1`.
@@ -154,7 +155,7 @@ pub fn task_grid(m: usize, n: usize, k: usize, threads: usize) -> TaskGrid {
     let threads = threads.clamp(1, (work / WORTH).max(1));
     let unit = if m < MANY { 8 } else { 32 };
     if m >= MANY && n <= unit * (threads - 1) {
-        let tokens = m.div_ceil(threads).next_multiple_of(12);
+        let tokens = m.div_ceil(threads).next_multiple_of(12).max(MANY);
         return TaskGrid {
             m,
             n,

@@ -7,6 +7,7 @@
 
 use crate::cpu::simd::{self, Level};
 use half::{bf16, f16};
+use std::any::TypeId;
 
 /// A vector of f32 lanes.
 ///
@@ -136,6 +137,12 @@ element!(
 );
 element!(f16, load_f16, store_f16, f16::to_f32, f16::from_f32);
 element!(bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
+
+/// Whether `T` is f32, so that values need no rounding.
+#[inline(always)]
+pub fn is_f32<T: Element>() -> bool {
+    TypeId::of::<T>() == TypeId::of::<f32>()
+}
 
 /// Widens `n` elements that lie `stride` apart.
 ///

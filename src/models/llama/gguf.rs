@@ -155,6 +155,9 @@ fn dense_name(name: &str, cfg: &Config) -> Option<(String, Option<usize>)> {
 /// Undoes the row order of GGUF's llama files, where rotated pairs are neighbours.
 fn half_split_rows(w: &Tensor, heads: usize) -> Result<Tensor> {
     let rows = w.dim(0)?;
+    if rows == 0 || !rows.is_multiple_of(2 * heads) {
+        bail!("gguf: {rows} rows of queries or keys do not divide into {heads} heads of pairs");
+    }
     let rest = w.elem_count() / rows;
     w.reshape((heads, rows / heads / 2, 2, rest))?
         .transpose(1, 2)?
@@ -192,14 +195,17 @@ impl<R> File<'_, R> {
             }
             _ => bail!("gguf: metadata `general.architecture` is missing"),
         }
-        if self.number("llama.expert_count").is_ok_and(|n| n > 0) {
+        if let Some(Value::String(kind)) = self.ct.metadata.get("llama.rope.scaling.type")
+            && kind != "none"
+        {
+            bail!("gguf: llama.rope.scaling.type is `{kind}`, expected `none`");
+        }
+        if self.number_or("llama.expert_count", 0)? > 0 {
             bail!("gguf: mixtures of experts are not supported (`llama.expert_count`)");
         }
         let heads = self.number("llama.attention.head_count")?;
         let hidden_size = self.number("llama.embedding_length")?;
-        let kv_heads = self
-            .number("llama.attention.head_count_kv")
-            .unwrap_or(heads);
+        let kv_heads = self.number_or("llama.attention.head_count_kv", heads)?;
         if heads == 0 || !hidden_size.is_multiple_of(heads) {
             bail!("gguf: llama.embedding_length {hidden_size} does not divide by {heads} heads");
         }
@@ -207,21 +213,28 @@ impl<R> File<'_, R> {
             bail!("gguf: {heads} heads do not divide by {kv_heads} key and value heads");
         }
         let head_dim = hidden_size / heads;
-        let rotated = self
-            .number("llama.rope.dimension_count")
-            .unwrap_or(head_dim);
+        let rotated = self.number_or("llama.rope.dimension_count", head_dim)?;
         if rotated != head_dim {
             bail!("gguf: llama.rope.dimension_count is {rotated}, expected head size {head_dim}");
+        }
+        let num_hidden_layers = self.number("llama.block_count")?;
+        let held = |layer: usize| {
+            let name = format!("blk.{layer}.attn_norm.weight");
+            self.ct.tensor_infos.contains_key(&name)
+        };
+        if !num_hidden_layers.checked_sub(1).is_some_and(held) || held(num_hidden_layers) {
+            bail!("gguf: llama.block_count is {num_hidden_layers}, the file holds other layers");
+        }
+        let table = self.shape("token_embd.weight")?;
+        let vocab_size = table.first().copied().unwrap_or(0);
+        if self.number_or("llama.vocab_size", vocab_size)? != vocab_size {
+            bail!("gguf: llama.vocab_size is not the {vocab_size} rows of `token_embd.weight`");
         }
         Ok(Config {
             hidden_size,
             intermediate_size: self.number("llama.feed_forward_length")?,
-            vocab_size: self
-                .shape("token_embd.weight")?
-                .first()
-                .copied()
-                .unwrap_or(0),
-            num_hidden_layers: self.number("llama.block_count")?,
+            vocab_size,
+            num_hidden_layers,
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
             use_flash_attn: false,
@@ -233,9 +246,7 @@ impl<R> File<'_, R> {
             bos_token_id: None,
             eos_token_id: None,
             rope_scaling: None,
-            max_position_embeddings: self
-                .number("llama.context_length")
-                .unwrap_or(DEFAULT_MAX_SEQ_LEN),
+            max_position_embeddings: self.number_or("llama.context_length", DEFAULT_MAX_SEQ_LEN)?,
             tie_word_embeddings: false,
         })
     }
@@ -335,7 +346,17 @@ impl<R: Seek + Read> File<'_, R> {
                 Ok(LinearWeight::Quantized(Arc::new(weight)))
             })
             .collect::<Result<_>>()?;
-        Linear::new(weights, None, fusion)
+        let has_bias = |name: &str| self.ct.tensor_infos.contains_key(&format!("{name}.bias"));
+        let bias = if names.iter().any(|(name, _)| has_bias(name)) {
+            let parts = names
+                .iter()
+                .map(|(name, rows)| self.vector(&format!("{name}.bias"), *rows))
+                .collect::<Result<Vec<_>>>()?;
+            Some(Tensor::cat(&parts, 0)?)
+        } else {
+            None
+        };
+        Linear::new(weights, bias, fusion)
     }
 
     fn norm(&mut self, name: &str, cfg: &Config, fusion: Fusion) -> Result<RmsNorm> {
@@ -374,6 +395,14 @@ impl<R> File<'_, R> {
         match self.ct.tensor_infos.get(name) {
             Some(info) => Ok(info.shape.dims()),
             None => bail!("gguf: tensor `{name}` is missing"),
+        }
+    }
+
+    /// A number that may be missing, but not be of another kind.
+    fn number_or(&self, key: &str, missing: usize) -> Result<usize> {
+        match self.ct.metadata.contains_key(key) {
+            true => self.number(key),
+            false => Ok(missing),
         }
     }
 

@@ -22,6 +22,10 @@ const PARALLEL_PROLOGUE: usize = 8;
 /// weights it is made from.
 const CELL: (usize, usize) = (256, 128);
 
+/// Tokens of a dense cell's tile at most: what a thread keeps for it stays small however long the
+/// prompt is, and a weight packed for as many costs little.
+const MOST_TOKENS: usize = 512;
+
 pub(super) fn forward(
     op: &LinearOp<'_>,
     x: &CpuStorage,
@@ -128,7 +132,12 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
         let grid = dense::task_grid(m, width, product.k, pool::threads());
         pool::run(grid.cells(), |task| {
             let (tokens, columns) = grid.cell(task);
-            cell(tokens, columns);
+            for start in tokens.clone().step_by(MOST_TOKENS) {
+                cell(
+                    start..(start + MOST_TOKENS).min(tokens.end),
+                    columns.clone(),
+                );
+            }
         });
     }
     // SAFETY: the cells cover all `m * width` elements, and each wrote its own through `target`.

@@ -23,7 +23,7 @@ pub fn reference(
     let mut matrix: Vec<Vec<f64>> = Vec::new();
     for weight in weights {
         match weight {
-            Weight::Dense(w) => matrix.extend(flat(w)?.chunks(k).map(<[f64]>::to_vec)),
+            Weight::Dense(w) => matrix.extend(flat(w)?.chunks(k.max(1)).map(<[f64]>::to_vec)),
             Weight::Packed(w) => {
                 for r in 0..w.rows() {
                     let mut row = vec![0f32; k];

@@ -80,6 +80,9 @@ impl Product<'_> {
     /// Computes outputs `columns` (counted over all matrices) of `tokens` into `tile`
     /// `[tokens, columns]`.
     pub fn cell(&self, columns: Range<usize>, tokens: Range<usize>, tile: &mut [f32]) {
+        if tokens.is_empty() {
+            return;
+        }
         let stride = columns.len();
         let mut first = 0;
         for matrix in &self.matrices {
