@@ -15,8 +15,9 @@ pub struct KvCache {
     limit: usize,
 }
 
-/// Positions of the first allocation.
-const FIRST: usize = 256;
+/// Positions beyond a prompt that are made room for at once, so that growing does not fall on the
+/// first tokens behind it.
+const SPARE: usize = 256;
 
 impl KvCache {
     /// An empty cache for `batch` sequences, whose first slot is position `start` and which takes
@@ -93,7 +94,7 @@ impl KvCache {
             );
         }
         if end > capacity {
-            let grown = end.max(2 * capacity).max(FIRST).min(self.limit);
+            let grown = (end + SPARE).max(2 * capacity).min(self.limit);
             let grow = |old: &Tensor| -> Result<Tensor> {
                 let new = Tensor::zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
                 if slot > 0 {
