@@ -263,3 +263,78 @@ fn fetches_from_the_hub_that_the_environment_names() {
     );
     assert_refused((output, String::new(), err), "HF_HUB_OFFLINE");
 }
+
+/// A whole comparison, with the report's keys as they are documented.
+#[test]
+fn a_comparison_reports_both_sides() {
+    let place = Place::new();
+    let line = "--model tiny.gguf --compare --prompt ab -n 4 --json report.json";
+    let (output, out, err) = place.run(line);
+    assert!(output.status.success(), "{err}");
+    assert!(out.contains("decode, tokens/s"), "{out}");
+    let text = std::fs::read_to_string(place.0.path().join("report.json")).unwrap();
+    let report: Value = serde_json::from_str(&text).unwrap();
+    for key in [
+        "model",
+        "device",
+        "dtype",
+        "threads",
+        "prompt_tokens",
+        "sample_len",
+        "tokens_match",
+        "first_mismatch",
+        "mismatch_margin",
+        "max_logit_diff",
+        "layers",
+        "op_calls",
+        "stock",
+        "fused",
+        "speedup",
+    ] {
+        assert!(report.get(key).is_some(), "no {key} in {text}");
+    }
+    assert!(
+        !report["op_calls"].as_object().unwrap().is_empty(),
+        "{text}"
+    );
+    for side in ["stock", "fused"] {
+        for key in [
+            "load_s",
+            "ttft_ms",
+            "prefill_tok_s",
+            "decode_tok_s",
+            "tpot_ms_p50",
+            "tpot_ms_p99",
+            "peak_rss_mb",
+        ] {
+            assert!(report[side].get(key).is_some(), "no {side}.{key} in {text}");
+        }
+        assert!(report[side]["decode_tok_s"].as_f64().unwrap() > 0.);
+    }
+}
+
+/// candle-transformers panics at weights that do not fit; the example does not.
+#[test]
+fn weights_that_stock_candle_panics_at_are_one_line() {
+    let place = Place::new();
+    tiny::save(place.0.path()).unwrap();
+    let config = place.0.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let mut value: Value = serde_json::from_str(&text).unwrap();
+    value["num_hidden_layers"] = 7.into();
+    std::fs::write(&config, value.to_string()).unwrap();
+    std::fs::remove_file(place.0.path().join("tiny.gguf")).unwrap();
+    for line in ["--model . --stock --prompt ab", "--model . --prompt ab"] {
+        let (output, _, err) = place.run(line);
+        assert_eq!(output.status.code(), Some(1), "{err}");
+        assert_eq!(
+            err.lines().filter(|l| l.starts_with("error: ")).count(),
+            1,
+            "{err}"
+        );
+        assert!(
+            err.contains("do not fit") && !err.contains("panicked"),
+            "{err}"
+        );
+    }
+}
