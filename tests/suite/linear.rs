@@ -4,6 +4,7 @@ use crate::support::{randn, widest_error};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::ops::linear::reference;
 use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, linear, rms_norm_linear};
+use proptest::prelude::*;
 
 const ACTIVATIONS: [Activation; 5] = [
     Activation::None,
@@ -201,4 +202,29 @@ fn no_rows_give_no_rows() -> Result<()> {
     let none = Tensor::zeros((0, 32), DType::F32, &Device::Cpu)?;
     assert_eq!(linear(&none, &w, &Epilogue::default())?.dims(), [0, 6]);
     Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
+
+    /// Any shape, any view of x and of the weight, any epilogue.
+    #[test]
+    fn random_shapes_and_views_agree_with_float64(
+        (m, k, n) in (1usize..70, 1usize..90, 1usize..60),
+        (cut, transposed, turned) in (0usize..3, any::<bool>(), any::<bool>()),
+        activation in prop::sample::select(&ACTIVATIONS[..4]),
+    ) {
+        let wide = randn(&[m, k + cut], DType::F32).unwrap();
+        let x = wide.narrow(1, cut, k).unwrap();
+        let x = if transposed { x.t().unwrap().contiguous().unwrap().t().unwrap() } else { x };
+        let w = randn(&[n, k], DType::F32).unwrap();
+        let w = if turned { w.t().unwrap().contiguous().unwrap().t().unwrap() } else { w };
+        let residual = randn(&[m, n], DType::F32).unwrap();
+        let residuals = [&residual];
+        let epilogue = Epilogue { bias: None, activation, residuals: &residuals };
+        let got = linear(&x, &w, &epilogue).unwrap();
+        let expected = reference(&x, Prologue::None, &[Weight::Dense(w)], &epilogue).unwrap();
+        let error = error(&got, &expected).unwrap();
+        prop_assert!(error < tolerance(DType::F32, k, false), "{error:e}");
+    }
 }

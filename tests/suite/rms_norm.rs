@@ -5,6 +5,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::cpu::norm;
 use candle_fused::cpu::simd::Level;
 use candle_fused::ops::rms_norm::{reference, rms_norm, rms_norm_residual};
+use proptest::prelude::*;
 
 const WIDTHS: [usize; 8] = [1, 7, 16, 111, 500, 576, 1024, 4096];
 
@@ -149,4 +150,26 @@ fn bad_arguments_are_named() -> Result<()> {
         .to_string();
     assert!(error.contains("residual has shape [8, 2]"), "{error}");
     Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(100) })]
+
+    #[test]
+    fn random_views_agree_with_float64(
+        dims in prop::collection::vec(1usize..12, 1..4),
+        (axis, start, swap) in (0usize..3, 0usize..4, any::<bool>()),
+    ) {
+        let mut x = randn(&dims, DType::F32).unwrap();
+        let axis = axis.min(dims.len() - 1);
+        let start = start.min(dims[axis] - 1);
+        x = x.narrow(axis, start, dims[axis] - start).unwrap();
+        if swap {
+            x = x.transpose(0, dims.len() - 1).unwrap();
+        }
+        let weight = randn(&[x.dim(D::Minus1).unwrap()], DType::F32).unwrap();
+        let got = rms_norm(&x, &weight, 1e-5).unwrap();
+        let expected = reference(&x, &weight, 1e-5).unwrap();
+        prop_assert!(widest_error(&got, &expected).unwrap() < 1e-6);
+    }
 }
