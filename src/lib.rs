@@ -16,6 +16,8 @@
 //! [`Fusion`] switches each fusion on or off.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod fusion;
 pub mod models;
 pub mod nn;

@@ -1,7 +1,7 @@
 //! Reading candle's storages: any layout, any float type, as plain slices.
 
 use crate::cpu::vector::Element;
-use candle_core::{CpuStorage, Layout, Result, Storage, WithDType, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
 
@@ -22,6 +22,34 @@ impl Float for f32 {
 impl Float for f16 {}
 
 impl Float for bf16 {}
+
+/// Fails unless the ops compute in `dtype`.
+pub(super) fn float(op: &str, argument: &str, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        other => bail!("{op}: {argument} is {other:?}, expected f32, f16 or bf16"),
+    }
+}
+
+/// The place of f32, f16 or bf16 among a module's kernels for each of them.
+#[cfg(feature = "cuda")]
+pub(crate) fn dtype_index(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        _ => 2,
+    }
+}
+
+/// The tensor as it is on the CPU, whose cores gather strided elements; in row-major order on a
+/// GPU, copied if need be.
+pub(super) fn dense_on_cuda(t: &Tensor) -> Result<Tensor> {
+    if t.device().is_cuda() && !t.is_contiguous() {
+        t.contiguous()
+    } else {
+        Ok(t.clone())
+    }
+}
 
 /// The CPU side of a storage; the guards of every op have checked that there is one.
 pub fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {

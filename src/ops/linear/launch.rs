@@ -1,6 +1,7 @@
 //! The guards, and the CustomOp that candle hands over to the device.
 
 use super::{Activation, Epilogue, Prologue, Weight, cpu};
+use crate::ops::view::float;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
 
 /// The op as candle sees it: one input tensor, everything else held by reference.
@@ -94,13 +95,6 @@ pub(crate) fn launch(
     };
     check_residuals(&op, x)?;
     x.apply_op1_no_bwd(&op)
-}
-
-fn float(name: &str, argument: &str, dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
-        other => bail!("{name}: {argument} is {other:?}, expected f32, f16 or bf16"),
-    }
 }
 
 fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> Result<usize> {

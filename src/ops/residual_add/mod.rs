@@ -1,8 +1,13 @@
 //! Residual additions in one pass.
 
-use super::view::{Float, cpu_storage, dispatch_float, elements};
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
@@ -57,7 +62,8 @@ pub fn residual_add(x: &Tensor, residuals: &[&Tensor]) -> Result<Tensor> {
             bail!("{OP}: residuals[{i}] and x are on different devices");
         }
     }
-    x.apply_op1_no_bwd(&ResidualAdd { residuals })
+    float(OP, "x", x.dtype())?;
+    dense_on_cuda(x)?.apply_op1_no_bwd(&ResidualAdd { residuals })
 }
 
 struct ResidualAdd<'a> {
@@ -71,6 +77,11 @@ impl CustomOp1 for ResidualAdd<'_> {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         dispatch_float!(x.dtype(), OP, "x", T => self.forward::<T>(x, layout))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda::forward(self.residuals, x, layout)
     }
 }
 

@@ -1,0 +1,109 @@
+// What every kernel shares: element types, 16-byte packs, reductions, and the two instructions of
+// programmatic dependent launch.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace fused {
+
+constexpr int WARP = 32;
+constexpr unsigned FULL = 0xffffffffu;
+
+// Elements are stored as f32, f16 or bf16 and computed in f32.
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T> __device__ __forceinline__ T from_float(float v);
+template <> __device__ __forceinline__ float from_float<float>(float v) { return v; }
+template <> __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+
+// A value as it is after being stored in T.
+template <typename T> __device__ __forceinline__ float rounded(float v) {
+  return to_float(from_float<T>(v));
+}
+
+// N consecutive elements, moved in one access where N elements fill 16 bytes.
+template <typename T, int N> struct alignas(sizeof(T) * N) Pack {
+  T v[N];
+};
+
+// Elements of a 16-byte access.
+template <typename T> constexpr int VEC = 16 / sizeof(T);
+
+template <typename T, int N> __device__ __forceinline__ Pack<T, N> load(const T* p) {
+  return *reinterpret_cast<const Pack<T, N>*>(p);
+}
+
+template <typename T, int N> __device__ __forceinline__ void store(T* p, const Pack<T, N>& v) {
+  *reinterpret_cast<Pack<T, N>*>(p) = v;
+}
+
+// 16 bytes that are read once, such as weights: they pass by the L1 cache.
+__device__ __forceinline__ uint4 load_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int offset = WARP / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(FULL, v, offset);
+  return v;
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int offset = WARP / 2; offset > 0; offset /= 2) v = fmaxf(v, __shfl_xor_sync(FULL, v, offset));
+  return v;
+}
+
+// The sum over a block of WARPS full warps, in every thread. `scratch` holds WARPS floats and may
+// be used again after the next barrier.
+template <int WARPS> __device__ __forceinline__ float block_sum(float v, float* scratch) {
+  v = warp_sum(v);
+  if constexpr (WARPS == 1) return v;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  if (lane == 0) scratch[warp] = v;
+  __syncthreads();
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) total += scratch[i];
+  return total;
+}
+
+// Programmatic dependent launch (compute capability 9.0 and up; nothing elsewhere). A kernel lets
+// the next one start early, and waits for the one before to be complete and visible. Every thread
+// that reads what an earlier kernel wrote, or writes anything global, waits first; weights, which
+// no kernel of a decode step writes, may be read before. A kernel whose blocks do not all wait
+// would let the next kernel overtake the one before.
+__device__ __forceinline__ void allow_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace fused
+
+// `NAME_f32`, `NAME_f16` and `NAME_bf16`: entry points that take one Params by value.
+#define FUSED_ENTRY(NAME, SUFFIX, TYPE, THREADS, BODY)                                              \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME##_##SUFFIX(const __grid_constant__ Params p) { \
+    BODY<TYPE>(p);                                                                                  \
+  }
+#define FUSED_ENTRIES(NAME, THREADS, BODY)           \
+  FUSED_ENTRY(NAME, f32, float, THREADS, BODY)       \
+  FUSED_ENTRY(NAME, f16, __half, THREADS, BODY)      \
+  FUSED_ENTRY(NAME, bf16, __nv_bfloat16, THREADS, BODY)

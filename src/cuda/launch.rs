@@ -1,0 +1,144 @@
+//! Launching a kernel.
+
+use super::gpu::Gpu;
+use super::module::Module;
+use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
+use candle_core::{CudaDevice, Result, bail};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Kernels launched by this process through [`Launcher::run`].
+static LAUNCHES: AtomicU64 = AtomicU64::new(0);
+
+/// The shape of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    /// Blocks along x, y and z.
+    pub blocks: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block, in bytes.
+    pub shared: u32,
+    /// Blocks along x that form a cluster; 1 without clusters.
+    pub cluster: u32,
+}
+
+impl Grid {
+    /// Blocks along x.
+    pub fn line(blocks: u32, threads: u32) -> Self {
+        Self::new([blocks, 1, 1], threads, 0)
+    }
+
+    /// Without clusters.
+    pub fn new(blocks: [u32; 3], threads: u32, shared: u32) -> Self {
+        Self {
+            blocks,
+            threads,
+            shared,
+            cluster: 1,
+        }
+    }
+}
+
+/// Where kernels go: a GPU, a stream of it, and whether each launch may begin before the one in
+/// front of it is complete.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launcher {
+    pub gpu: &'static Gpu,
+    pub stream: sys::CUstream,
+    /// Programmatic dependent launch; only where every kernel of the chain waits as
+    /// `kernels/common.cuh` asks, and none writes what a later one reads before it waits.
+    pub dependent: bool,
+}
+
+impl Launcher {
+    /// On candle's stream of `device`, in order.
+    pub fn new(device: &CudaDevice) -> Result<Self> {
+        let gpu = Gpu::of(device)?;
+        gpu.bind()?;
+        Ok(Self {
+            gpu,
+            stream: device.cuda_stream().cu_stream(),
+            dependent: false,
+        })
+    }
+
+    /// Launches kernel `index` of `module` with `params` as its one argument.
+    ///
+    /// # Safety
+    /// `P` has the layout of the kernel's parameter, and every address in it is valid for what the
+    /// kernel does there until the stream has passed the launch.
+    pub unsafe fn run<P: Copy>(
+        &self,
+        module: &Module,
+        index: usize,
+        grid: Grid,
+        params: &P,
+    ) -> Result<()> {
+        if grid.blocks.contains(&0) {
+            return Ok(());
+        }
+        if grid.blocks[1].max(grid.blocks[2]) > 65535 || grid.blocks[0] > i32::MAX as u32 {
+            bail!(
+                "cuda: a grid of {:?} blocks is past what a GPU takes",
+                grid.blocks
+            );
+        }
+        let function = module.kernel(self.gpu, index)?;
+        let mut attributes = [sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+        }; 2];
+        let mut count = 0;
+        if self.dependent && self.gpu.arch >= 90 {
+            attributes[count].id =
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attributes[count]
+                .value
+                .programmaticStreamSerializationAllowed = 1;
+            count += 1;
+        }
+        if grid.cluster > 1 {
+            attributes[count].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            attributes[count].value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+                x: grid.cluster,
+                y: 1,
+                z: 1,
+            };
+            count += 1;
+        }
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.blocks[0],
+            gridDimY: grid.blocks[1],
+            gridDimZ: grid.blocks[2],
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared,
+            hStream: self.stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: count as u32,
+        };
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
+        // SAFETY: the configuration and the argument live through the call, which copies them; the
+        // rest is the caller's.
+        let result = unsafe {
+            sys::cuLaunchKernelEx(
+                &config,
+                function,
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        LAUNCHES.fetch_add(1, Ordering::Relaxed);
+        match result {
+            sys::CUresult::CUDA_SUCCESS => Ok(()),
+            error => bail!("cuda: a kernel launch failed: {}", DriverError(error)),
+        }
+    }
+}
+
+/// Kernels launched so far by the fused ops of this process; a replayed graph counts none.
+pub fn launches() -> u64 {
+    LAUNCHES.load(Ordering::Relaxed)
+}

@@ -1,0 +1,91 @@
+//! Candle's CUDA storages as addresses.
+//!
+//! A device of candle's has one stream, on which its storages are allocated, used and freed and all
+//! our kernels run: an address taken here stays good for every launch that is made before the
+//! storage is dropped.
+
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Storage, Tensor, bail};
+
+/// An address in a GPU's memory, as kernels take it; 0 stands for no tensor.
+pub(crate) type Address = u64;
+
+/// The CUDA side of a storage; the guards of every op have checked that there is one.
+pub(crate) fn cuda_storage(storage: &Storage) -> Result<&CudaStorage> {
+    match storage {
+        Storage::Cuda(storage) => Ok(storage),
+        _ => bail!("expected a tensor on a CUDA device"),
+    }
+}
+
+/// The address of the layout's first element.
+pub(crate) fn address(storage: &CudaStorage, layout: &Layout) -> Result<Address> {
+    fn start<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> Address {
+        slice.device_ptr(stream).0
+    }
+    let stream = storage.device.cuda_stream();
+    let (base, size) = match &storage.slice {
+        CudaStorageSlice::F32(s) => (start(s, &stream), 4),
+        CudaStorageSlice::F16(s) => (start(s, &stream), 2),
+        CudaStorageSlice::BF16(s) => (start(s, &stream), 2),
+        CudaStorageSlice::U32(s) => (start(s, &stream), 4),
+        CudaStorageSlice::I64(s) => (start(s, &stream), 8),
+        CudaStorageSlice::U8(s) => (start(s, &stream), 1),
+        _ => bail!("expected a tensor of f32, f16, bf16, u32, i64 or u8"),
+    };
+    Ok(base + (layout.start_offset() * size) as u64)
+}
+
+/// The address of a tensor's first element.
+pub(crate) fn address_of(t: &Tensor) -> Result<Address> {
+    let (storage, layout) = t.storage_and_layout();
+    address(cuda_storage(&storage)?, layout)
+}
+
+/// The tensor itself if its elements lie in row-major order, or a copy in which they do.
+pub(crate) fn contiguous(t: &Tensor) -> Result<Tensor> {
+    if t.is_contiguous() {
+        Ok(t.clone())
+    } else {
+        t.contiguous()
+    }
+}
+
+/// A storage of `len` elements with whatever the memory holds: every one of them is to be written.
+pub(crate) fn alloc(
+    op: &str,
+    device: &CudaDevice,
+    dtype: DType,
+    len: usize,
+) -> Result<CudaStorage> {
+    fn take<T: DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
+        // SAFETY: the types are plain numbers, and the caller has a kernel write all of them.
+        unsafe { device.alloc::<T>(len) }
+    }
+    let slice = match dtype {
+        DType::F32 => take(device, len).map(CudaStorageSlice::F32),
+        DType::F16 => take(device, len).map(CudaStorageSlice::F16),
+        DType::BF16 => take(device, len).map(CudaStorageSlice::BF16),
+        DType::U32 => take(device, len).map(CudaStorageSlice::U32),
+        DType::U8 => take(device, len).map(CudaStorageSlice::U8),
+        other => bail!("{op}: no CUDA storage of {other:?}, expected f32, f16, bf16, u32 or u8"),
+    };
+    match slice {
+        Ok(slice) => Ok(CudaStorage {
+            slice,
+            device: device.clone(),
+        }),
+        Err(e) => {
+            let bytes = len * dtype.size_in_bytes();
+            let stream = device.cuda_stream();
+            match stream.context().mem_get_info() {
+                Ok((free, total)) => bail!(
+                    "{op}: no {bytes} bytes for the result on the GPU, where {free} of {total} are \
+                     free: {e}"
+                ),
+                Err(_) => Err(e),
+            }
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Fatbins and their kernels, loaded once per GPU.
+
+use super::gpu::{Gpu, MAX_GPUS};
+use candle_core::cuda_backend::cudarc::driver::sys::{CUfunction, CUresult};
+use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
+use candle_core::{Result, bail};
+use std::ffi::CString;
+use std::sync::OnceLock;
+
+/// The bytes of `kernels/<stem>.cu` as compiled by the build script.
+macro_rules! fatbin {
+    ($stem:literal) => {
+        include_bytes!(concat!(env!("OUT_DIR"), "/", $stem, ".fatbin"))
+    };
+}
+pub(crate) use fatbin;
+
+/// A kernel's address in the driver. The module it belongs to is never unloaded.
+#[derive(Clone, Copy, Debug)]
+struct Function(CUfunction);
+
+// SAFETY: a handle that the driver lets any thread use.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// One fatbin and the names of its kernels; a kernel is then known by its place among them.
+pub(crate) struct Module {
+    stem: &'static str,
+    fatbin: &'static [u8],
+    kernels: &'static [&'static str],
+    loaded: [OnceLock<Box<[Function]>>; MAX_GPUS],
+}
+
+impl Module {
+    /// A module to be loaded when its first kernel is asked for.
+    pub const fn new(
+        stem: &'static str,
+        fatbin: &'static [u8],
+        kernels: &'static [&'static str],
+    ) -> Self {
+        Self {
+            stem,
+            fatbin,
+            kernels,
+            loaded: [const { OnceLock::new() }; MAX_GPUS],
+        }
+    }
+
+    /// The kernel at `index` among the names.
+    ///
+    /// # Errors
+    /// If the driver does not take the fatbin, with the reason.
+    pub fn kernel(&self, gpu: &Gpu, index: usize) -> Result<CUfunction> {
+        let slot = &self.loaded[gpu.ordinal];
+        let functions = match slot.get() {
+            Some(functions) => functions,
+            None => {
+                let functions = self.load(gpu)?;
+                slot.get_or_init(|| functions)
+            }
+        };
+        Ok(functions[index].0)
+    }
+
+    /// The kernel of this name, for those who ask once and keep it.
+    ///
+    /// # Panics
+    /// If the module has no such kernel.
+    pub fn position(&self, name: &str) -> usize {
+        match self.kernels.iter().position(|k| *k == name) {
+            Some(index) => index,
+            None => panic!("kernels/{}.cu has no kernel `{name}`", self.stem),
+        }
+    }
+
+    fn load(&self, gpu: &Gpu) -> Result<Box<[Function]>> {
+        gpu.bind()?;
+        // SAFETY: the bytes are a whole fatbin, as nvcc wrote it.
+        let module = unsafe { result::module::load_data(self.fatbin.as_ptr().cast()) };
+        let module = match module {
+            Ok(module) => module,
+            Err(e) => return self.refused(gpu, e),
+        };
+        self.kernels
+            .iter()
+            .map(|name| {
+                let symbol = CString::new(*name).map_err(candle_core::Error::wrap)?;
+                // SAFETY: the module has just been loaded.
+                let function = match unsafe { result::module::get_function(module, symbol) } {
+                    Ok(function) => function,
+                    Err(e) => bail!("cuda: kernel `{name}` of kernels/{}.cu: {e}", self.stem),
+                };
+                allow_shared(gpu, function)?;
+                Ok(Function(function))
+            })
+            .collect()
+    }
+
+    /// What the driver's refusal means for the user.
+    fn refused<T>(&self, gpu: &Gpu, error: DriverError) -> Result<T> {
+        let (stem, arch) = (self.stem, gpu.arch);
+        match error.0 {
+            CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => bail!(
+                "cuda: this build has no `{stem}` kernels for compute capability {}.{}; build with \
+                 CUDA_COMPUTE_CAP={arch} or without CUDA_COMPUTE_CAP",
+                arch / 10,
+                arch % 10
+            ),
+            CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | CUresult::CUDA_ERROR_INVALID_PTX => {
+                bail!(
+                    "cuda: the driver is too old to compile the `{stem}` kernels for compute capability \
+                 {}.{}; update the driver, or build with CUDA_COMPUTE_CAP={arch}",
+                    arch / 10,
+                    arch % 10
+                )
+            }
+            CUresult::CUDA_ERROR_INVALID_IMAGE => bail!(
+                "cuda: the driver does not read the `{stem}` kernels: it is older than the CUDA \
+                 toolkit that built them; update the driver"
+            ),
+            _ => bail!("cuda: the `{stem}` kernels do not load: {error}"),
+        }
+    }
+}
+
+/// Lets a kernel have all the dynamic shared memory that its static part leaves.
+fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<()> {
+    use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as attribute;
+    // SAFETY: the function belongs to a loaded module.
+    let fixed = unsafe {
+        result::function::get_function_attribute(
+            function,
+            attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        )
+    }
+    .map_err(candle_core::Error::wrap)?;
+    let room = i32::try_from(gpu.shared).unwrap_or(i32::MAX) - fixed;
+    // SAFETY: as above; the value is within the device's limit.
+    unsafe {
+        result::function::set_function_attribute(
+            function,
+            attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            room,
+        )
+    }
+    .map_err(candle_core::Error::wrap)
+}

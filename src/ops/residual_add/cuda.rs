@@ -1,0 +1,75 @@
+//! The CUDA form: one pass, 16 bytes a thread where the addresses allow it.
+
+use super::OP;
+use crate::cuda::{
+    Address, Grid, Launcher, Module, address, address_of, alloc, contiguous, fatbin,
+};
+use crate::ops::view::dtype_index;
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
+
+static MODULE: Module = Module::new(
+    "residual_add",
+    fatbin!("residual_add"),
+    &["residual_add_f32", "residual_add_f16", "residual_add_bf16"],
+);
+
+const THREADS: u32 = 256;
+
+/// `Params` of `kernels/residual_add.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: Address,
+    a: Address,
+    b: Address,
+    y: Address,
+    count: u64,
+    vectors: i32,
+}
+
+pub(super) fn forward(
+    residuals: &[&Tensor],
+    x: &CudaStorage,
+    layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    let device = x.device();
+    let residuals = residuals
+        .iter()
+        .map(|r| contiguous(r))
+        .collect::<Result<Vec<_>>>()?;
+    let count = layout.shape().elem_count();
+    let out = alloc(OP, device, x.dtype(), count)?;
+    let addresses = [
+        address(x, layout)?,
+        address_of(&residuals[0])?,
+        residuals.get(1).map_or(Ok(0), address_of)?,
+        address(&out, &Layout::contiguous(count))?,
+    ];
+    let [x_at, a, b, y] = addresses;
+    let vectors = addresses.iter().all(|a| a.is_multiple_of(16));
+    trace::record(OP, || {
+        let width = if vectors { "vector" } else { "scalar" };
+        format!("cuda {width} {}", x.dtype().as_str())
+    });
+    let params = Params {
+        x: x_at,
+        a,
+        b,
+        y,
+        count: count as u64,
+        vectors: vectors.into(),
+    };
+    let launcher = Launcher::new(device)?;
+    let per_thread = if vectors {
+        16 / x.dtype().size_in_bytes()
+    } else {
+        1
+    };
+    let blocks = count.div_ceil(per_thread * THREADS as usize);
+    let grid = Grid::line((blocks as u32).min(16 * launcher.gpu.sms), THREADS);
+    // SAFETY: the layout is `Params` of the kernel, and every tensor has `count` elements.
+    unsafe { launcher.run(&MODULE, dtype_index(x.dtype()), grid, &params)? };
+    Ok((out, layout.shape().clone()))
+}
