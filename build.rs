@@ -188,11 +188,9 @@ fn targets(nvcc: &Path) -> Result<Vec<String>, String> {
         .output()
         .map_err(|e| format!("{} does not run: {e}", nvcc.display()))?;
     let known = String::from_utf8_lossy(&known.stdout).into_owned();
-    let is_known = |arch: &str| {
-        known
-            .lines()
-            .any(|line| line.trim() == format!("sm_{arch}"))
-    };
+    // The list has no `a`: what knows sm_90 knows sm_90a.
+    let base = |arch: &str| format!("sm_{}", arch.trim_end_matches(char::is_alphabetic));
+    let is_known = |arch: &str| known.lines().any(|line| line.trim() == base(arch));
     let mut chosen = Vec::new();
     if wanted.trim().is_empty() {
         for arch in ARCHITECTURES {

@@ -2,12 +2,16 @@
 //! is loaded once per GPU ([`Gpu`]), and is launched on candle's stream ([`Launcher`]).
 
 mod gpu;
+mod graph;
 mod launch;
 mod memory;
 mod module;
+mod pinned;
 
 pub(crate) use gpu::Gpu;
+pub(crate) use graph::Graph;
 pub use launch::launches;
 pub(crate) use launch::{Grid, Launcher};
 pub(crate) use memory::{Address, address, address_of, alloc, contiguous, cuda_storage};
 pub(crate) use module::{Module, fatbin};
+pub(crate) use pinned::Pinned;

@@ -1,0 +1,59 @@
+//! Host memory that the GPU writes to.
+
+use super::gpu::Gpu;
+use super::memory::Address;
+use candle_core::cuda_backend::cudarc::driver::{result, sys};
+use candle_core::{Result, bail};
+use std::sync::atomic::AtomicU32;
+
+/// Words of page-locked memory under the same address on the host and on the GPU, zero at first.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    words: *mut AtomicU32,
+    len: usize,
+    gpu: &'static Gpu,
+}
+
+// SAFETY: the words are only reached as atomics.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// `len` words, all zero.
+    pub fn new(gpu: &'static Gpu, len: usize) -> Result<Self> {
+        gpu.bind()?;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: the memory is filled before anybody reads it.
+        match unsafe { result::malloc_host(len * size_of::<u32>(), flags) } {
+            Ok(memory) => {
+                let words = memory.cast::<AtomicU32>();
+                // SAFETY: the driver gave room for `len` words.
+                unsafe { words.write_bytes(0, len) };
+                Ok(Self { words, len, gpu })
+            }
+            Err(e) => bail!("cuda: {len} words of page-locked memory: {e}"),
+        }
+    }
+
+    /// The words, as the host sees them.
+    pub fn words(&self) -> &[AtomicU32] {
+        // SAFETY: the memory holds `len` initialised words for as long as `self` lives, and whoever
+        // writes to them, GPU or host, does so in whole words.
+        unsafe { std::slice::from_raw_parts(self.words, self.len) }
+    }
+
+    /// The first word's address, as the GPU sees it.
+    pub fn address(&self) -> Address {
+        self.words as Address
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: allocated in `new`; the owner has waited for the GPU's last write.
+            let _ = unsafe { result::free_host(self.words.cast()) };
+        }
+    }
+}
