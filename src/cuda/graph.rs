@@ -3,7 +3,7 @@
 use super::gpu::Gpu;
 use super::launch::Launcher;
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result, sys};
-use candle_core::{Result, bail};
+use candle_core::{CudaDevice, Result, bail};
 
 /// A recorded chain of kernels, ready to be replayed.
 #[derive(Debug)]
@@ -87,6 +87,50 @@ impl Drop for Graph {
             let _ = unsafe { result::graph::exec_destroy(self.exec) };
         }
     }
+}
+
+/// Kernels that `body` launches on candle's stream of `device`, found by recording the stream
+/// instead of running it: what the body computes is not there afterwards. Copies and allocations do
+/// not count.
+///
+/// # Errors
+/// If the body fails, or does what cannot be recorded, such as reading a result.
+pub fn count_launches(device: &CudaDevice, body: impl FnOnce() -> Result<()>) -> Result<usize> {
+    Gpu::of(device)?.bind()?;
+    let stream = device.cuda_stream();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the stream is candle's, alive through this call.
+    told("begin", unsafe {
+        result::stream::begin_capture(stream.cu_stream(), mode)
+    })?;
+    let recorded = body();
+    // SAFETY: the capture begun above is ended whatever came of the body.
+    let graph = told("end", unsafe {
+        result::stream::end_capture(stream.cu_stream())
+    });
+    recorded?;
+    let graph = graph?;
+    let mut count = 0;
+    // SAFETY: the graph is valid; the first call gives the number of nodes, the second fills an
+    // array of that many.
+    let kernels = unsafe {
+        sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut count);
+        let mut nodes = vec![std::ptr::null_mut(); count];
+        sys::cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count);
+        let kernels = nodes.iter().filter(|node| is_kernel(**node)).count();
+        let _ = result::graph::destroy(graph);
+        kernels
+    };
+    Ok(kernels)
+}
+
+/// # Safety
+/// The node is one of a graph that exists.
+unsafe fn is_kernel(node: sys::CUgraphNode) -> bool {
+    let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
+    // SAFETY: the caller's.
+    let result = unsafe { sys::cuGraphNodeGetType(node, &mut kind) };
+    result == sys::CUresult::CUDA_SUCCESS && kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL
 }
 
 /// A stream to record on; candle's own may be in use.

@@ -5,8 +5,13 @@
 //! storage is dropped.
 
 use candle_core::cuda_backend::CudaStorageSlice;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Storage, Tensor, bail};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DeviceRepr, result,
+};
+use candle_core::op::BackpropOp;
+use candle_core::{
+    CudaDevice, CudaStorage, DType, Device, Error, Layout, Result, Storage, Tensor, bail,
+};
 
 /// An address in a GPU's memory, as kernels take it; 0 stands for no tensor.
 pub(crate) type Address = u64;
@@ -88,4 +93,34 @@ pub(crate) fn alloc(
             }
         }
     }
+}
+
+/// Matrices `[N_i, K]` of one dtype and device as one `[sum of N_i, K]`.
+pub(crate) fn stack_rows(parts: &[&Tensor]) -> Result<Tensor> {
+    let (dtype, cols) = (parts[0].dtype(), parts[0].dim(1)?);
+    let rows = parts.iter().map(|p| p.dims()[0]).sum::<usize>();
+    let Device::Cuda(device) = parts[0].device() else {
+        bail!("stack_rows: expected matrices on a CUDA device");
+    };
+    let out = alloc("linear", device, dtype, rows * cols)?;
+    let mut to = address(&out, &Layout::contiguous(rows * cols))?;
+    let stream = device.cuda_stream().cu_stream();
+    for part in parts {
+        if part.dtype() != dtype || part.dim(1)? != cols || !part.is_contiguous() {
+            bail!("stack_rows: expected contiguous matrices of one dtype and width");
+        }
+        let bytes = part.elem_count() * dtype.size_in_bytes();
+        // SAFETY: both ranges are allocated; the copy is ordered by the stream on which both are
+        // used and freed.
+        unsafe { result::memcpy_dtod_async(to, address_of(part)?, bytes, stream) }
+            .map_err(Error::wrap)?;
+        to += bytes as u64;
+    }
+    let shape = (rows, cols);
+    Ok(Tensor::from_storage(
+        Storage::Cuda(out),
+        shape,
+        BackpropOp::none(),
+        false,
+    ))
 }

@@ -58,6 +58,41 @@ impl DecoderCache {
         }
     }
 
+    /// A cache of this one's kind over `layers` that are there already.
+    pub fn over(&self, layers: Vec<KvCache>) -> Self {
+        Self {
+            layers: layers.into_iter().map(Some).collect(),
+            rotary: self.rotary.clone(),
+            keep: true,
+            dtype: self.dtype,
+            device: self.device.clone(),
+        }
+    }
+
+    /// What keys and values are stored in.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where keys and values are stored.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Counts `len` positions as written in every layer.
+    pub fn set_len(&mut self, len: usize) {
+        self.layers
+            .iter_mut()
+            .flatten()
+            .for_each(|l| l.set_len(len));
+    }
+
+    /// Makes the rotary tables reach `positions` and gives them.
+    pub fn rotary(&mut self, positions: usize) -> Result<&RotaryEmbedding> {
+        self.rotary.reserve(positions)?;
+        Ok(&self.rotary)
+    }
+
     /// Forgets all positions.
     pub fn clear(&mut self) {
         self.layers.iter_mut().for_each(|l| *l = None);

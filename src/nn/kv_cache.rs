@@ -39,6 +39,39 @@ impl KvCache {
         })
     }
 
+    /// A cache whose buffers reach `capacity` positions from the start and never grow, so that
+    /// their addresses can be recorded.
+    pub(crate) fn preallocated(
+        (batch, heads, head_dim): (usize, usize, usize),
+        capacity: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let zeros = || Tensor::zeros((batch, heads, capacity, head_dim), dtype, device);
+        Ok(Self {
+            k: zeros()?,
+            v: zeros()?,
+            start: 0,
+            len: 0,
+            limit: capacity,
+        })
+    }
+
+    /// Sequence `index` alone, in the same buffers.
+    pub(crate) fn sequence(&self, index: usize) -> Result<Self> {
+        Ok(Self {
+            k: self.k.narrow(0, index, 1)?,
+            v: self.v.narrow(0, index, 1)?,
+            ..*self
+        })
+    }
+
+    /// Counts `len` positions as written: what lies behind is given up, or was written by whoever
+    /// says so.
+    pub(crate) fn set_len(&mut self, len: usize) {
+        self.len = len.min(self.limit);
+    }
+
     /// Sequences.
     pub fn batch(&self) -> usize {
         self.k.dims()[0]

@@ -30,12 +30,15 @@ impl LinearWeight {
 #[derive(Clone, Debug)]
 pub struct Linear {
     form: Form,
+    /// Rows of each matrix.
+    rows: Vec<usize>,
     bias: Option<Tensor>,
     fusion: Fusion,
 }
 
 #[derive(Clone, Debug)]
 enum Form {
+    /// On a GPU dense matrices lie in one, so that one product serves them all.
     Fused(Vec<Weight>),
     Plain(Vec<QMatMul>),
 }
@@ -54,21 +57,41 @@ impl Linear {
         } else {
             fusion.linear
         };
+        let rows = weights
+            .iter()
+            .map(|w| Ok(w.dims2()?.0))
+            .collect::<Result<_>>()?;
         let form = if fused {
-            Form::Fused(weights.into_iter().map(pack).collect::<Result<_>>()?)
+            let weights = weights.into_iter().map(pack).collect::<Result<_>>()?;
+            Form::Fused(joined(weights)?)
         } else {
             Form::Plain(weights.into_iter().map(plain).collect::<Result<_>>()?)
         };
-        Ok(Self { form, bias, fusion })
+        Ok(Self {
+            form,
+            rows,
+            bias,
+            fusion,
+        })
     }
 
     /// From matrices that are repacked already; shared ones are not copied.
     pub fn from_packed(weights: Vec<Arc<PackedMatrix>>, fusion: Fusion) -> Self {
-        let weights = weights.into_iter().map(Weight::Packed).collect();
+        let weights: Vec<_> = weights.into_iter().map(Weight::Packed).collect();
         Self {
+            rows: weights.iter().map(Weight::rows).collect(),
             form: Form::Fused(weights),
             bias: None,
             fusion,
+        }
+    }
+
+    /// The matrices and the bias, if the product is fused.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn fused_parts(&self) -> Option<(&[Weight], Option<&Tensor>)> {
+        match &self.form {
+            Form::Fused(weights) => Some((weights, self.bias.as_ref())),
+            Form::Plain(_) => None,
         }
     }
 
@@ -94,11 +117,11 @@ impl Linear {
         };
         let joint = self.fused(weights, x, norm, Activation::None, &[])?;
         let mut start = 0;
-        weights
+        self.rows
             .iter()
-            .map(|w| {
-                let part = joint.narrow(D::Minus1, start, w.rows());
-                start += w.rows();
+            .map(|rows| {
+                let part = joint.narrow(D::Minus1, start, *rows);
+                start += rows;
                 part
             })
             .collect()
@@ -107,8 +130,8 @@ impl Linear {
     /// `silu(gate) * up` of two matrices.
     pub fn forward_swiglu(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
         if let (Form::Fused(weights), true) = (&self.form, self.fusion.swiglu) {
-            match weights.as_slice() {
-                [gate, up] if gate.rows() == up.rows() => {}
+            match self.rows[..] {
+                [gate, up] if gate == up => {}
                 _ => bail!("swiglu takes a gate and an up matrix with the same number of rows"),
             }
             return self.fused(weights, x, norm, Activation::SwiGlu, &[]);
@@ -212,6 +235,24 @@ fn pack(weight: LinearWeight) -> Result<Weight> {
         // Types without a core of their own (f32, f16 and the rare block types).
         LinearWeight::Quantized(w) => Ok(Weight::Dense(w.dequantize(&Device::Cpu)?)),
     }
+}
+
+/// Dense matrices of one dtype on one GPU as one matrix; others as they are.
+fn joined(weights: Vec<Weight>) -> Result<Vec<Weight>> {
+    #[cfg(feature = "cuda")]
+    if weights.len() > 1 {
+        let dense: Vec<_> = weights
+            .iter()
+            .filter_map(|weight| match weight {
+                Weight::Dense(w) if w.device().is_cuda() => Some(w),
+                _ => None,
+            })
+            .collect();
+        if dense.len() == weights.len() && dense.iter().all(|w| w.dtype() == dense[0].dtype()) {
+            return Ok(vec![Weight::Dense(crate::cuda::stack_rows(&dense)?)]);
+        }
+    }
+    Ok(weights)
 }
 
 fn plain(weight: LinearWeight) -> Result<QMatMul> {

@@ -1,0 +1,71 @@
+//! The driver's memory pool, from which candle's tensors are allocated.
+
+use super::gpu::Gpu;
+use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
+use candle_core::{CudaDevice, Result, bail};
+use sys::CUmemPool_attribute as attribute;
+
+/// Lets the pool keep freed memory across synchronisations (`true`), or give it back to the driver
+/// at each one (`false`, the driver's default). Keeping it saves candle the price of mapping memory
+/// again and again.
+///
+/// # Errors
+/// If the driver refuses.
+pub fn keep_freed_memory(device: &CudaDevice, keep: bool) -> Result<()> {
+    let threshold = if keep { u64::MAX } else { 0 };
+    set(
+        device,
+        attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+        threshold,
+    )
+}
+
+/// The most bytes that tensors of this process have held on the GPU at once since the start or the
+/// last [`reset_peak_memory`].
+///
+/// # Errors
+/// If the driver refuses.
+pub fn peak_memory(device: &CudaDevice) -> Result<u64> {
+    let mut bytes = 0u64;
+    let pool = pool(device)?;
+    // SAFETY: the attribute is a u64.
+    let result = unsafe {
+        sys::cuMemPoolGetAttribute(
+            pool,
+            attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
+            (&raw mut bytes).cast(),
+        )
+    };
+    told(result)?;
+    Ok(bytes)
+}
+
+/// Starts [`peak_memory`] anew from what is held now.
+///
+/// # Errors
+/// If the driver refuses.
+pub fn reset_peak_memory(device: &CudaDevice) -> Result<()> {
+    set(device, attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)
+}
+
+fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
+    let gpu = Gpu::of(device)?;
+    gpu.bind()?;
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: the ordinal is that of a device in use.
+    told(unsafe { sys::cuDeviceGetDefaultMemPool(&mut pool, gpu.ordinal as i32) })?;
+    Ok(pool)
+}
+
+fn set(device: &CudaDevice, which: attribute, mut value: u64) -> Result<()> {
+    let pool = pool(device)?;
+    // SAFETY: both attributes that are set here are u64.
+    told(unsafe { sys::cuMemPoolSetAttribute(pool, which, (&raw mut value).cast()) })
+}
+
+fn told(result: sys::CUresult) -> Result<()> {
+    match result {
+        sys::CUresult::CUDA_SUCCESS => Ok(()),
+        error => bail!("cuda: the memory pool: {}", DriverError(error)),
+    }
+}
