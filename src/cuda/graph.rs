@@ -30,6 +30,7 @@ impl Graph {
             gpu,
             stream: stream.0,
             dependent: true,
+            bytes: 0,
         };
         // Relaxed: what other threads do meanwhile, such as allocating, is no part of the capture
         // and does not break it.

@@ -2,6 +2,7 @@
 
 use super::gpu::Gpu;
 use super::module::Module;
+use super::profile;
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 use candle_core::{CudaDevice, Result, bail};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -48,6 +49,8 @@ pub(crate) struct Launcher {
     /// Programmatic dependent launch; only where every kernel of the chain waits as
     /// `kernels/common.cuh` asks, and none writes what a later one reads before it waits.
     pub dependent: bool,
+    /// What the next launch has to read and write at least, for the profile.
+    pub bytes: u64,
 }
 
 impl Launcher {
@@ -59,7 +62,13 @@ impl Launcher {
             gpu,
             stream: device.cuda_stream().cu_stream(),
             dependent: false,
+            bytes: 0,
         })
+    }
+
+    /// The same launcher for a launch that reads and writes `bytes` at least.
+    pub fn moving(self, bytes: u64) -> Self {
+        Self { bytes, ..self }
     }
 
     /// Launches kernel `index` of `module` with `params` as its one argument.
@@ -120,21 +129,27 @@ impl Launcher {
             numAttrs: count as u32,
         };
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
-        // SAFETY: the configuration and the argument live through the call, which copies them; the
-        // rest is the caller's.
-        let result = unsafe {
-            sys::cuLaunchKernelEx(
-                &config,
-                function,
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
         LAUNCHES.fetch_add(1, Ordering::Relaxed);
-        match result {
-            sys::CUresult::CUDA_SUCCESS => Ok(()),
-            error => bail!("cuda: a kernel launch failed: {}", DriverError(error)),
-        }
+        profile::around(self, module.names(index), || {
+            // SAFETY: the configuration and the argument live through the call, which copies them;
+            // the rest is the caller's.
+            let result = unsafe {
+                sys::cuLaunchKernelEx(
+                    &config,
+                    function,
+                    arguments.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            match result {
+                sys::CUresult::CUDA_SUCCESS => Ok(()),
+                error => bail!(
+                    "cuda: kernel `{}`: {}",
+                    module.names(index).1,
+                    DriverError(error)
+                ),
+            }
+        })
     }
 }
 

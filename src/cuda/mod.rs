@@ -8,6 +8,7 @@ mod memory;
 mod module;
 mod pinned;
 mod pool;
+pub mod profile;
 
 pub(crate) use gpu::Gpu;
 pub(crate) use graph::Graph;

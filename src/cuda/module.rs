@@ -63,6 +63,11 @@ impl Module {
         Ok(functions[index].0)
     }
 
+    /// The stem, and the name of the kernel at `index`.
+    pub fn names(&self, index: usize) -> (&'static str, &'static str) {
+        (self.stem, self.kernels[index])
+    }
+
     /// The kernel of this name, for those who ask once and keep it.
     ///
     /// # Panics

@@ -1,0 +1,161 @@
+//! What each kernel took.
+//!
+//! Off by default; while it is off a launch pays one thread-local read. While it is on, events
+//! around each launch tell its time on the GPU. An event costs about a microsecond itself, so short
+//! kernels look longer than they are in an undisturbed chain.
+
+use super::gpu::Gpu;
+use super::launch::Launcher;
+use candle_core::cuda_backend::cudarc::driver::{DriverError, result, sys};
+use candle_core::{CudaDevice, Error, Result};
+use std::cell::RefCell;
+
+/// One launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// The file under `kernels/`, or the library, as in `cublasLt`.
+    pub stem: &'static str,
+    /// The kernel's name.
+    pub kernel: &'static str,
+    /// Bytes that it has to read and write at least; 0 where nobody counted.
+    pub bytes: u64,
+    /// When it began, in seconds after the first.
+    pub start: f64,
+    /// Seconds on the GPU.
+    pub seconds: f64,
+}
+
+thread_local! {
+    static RECORDS: RefCell<Option<Vec<Record>>> = const { RefCell::new(None) };
+}
+
+/// A launch between two events.
+struct Record {
+    stem: &'static str,
+    kernel: &'static str,
+    bytes: u64,
+    events: [Event; 2],
+}
+
+/// Runs `body` and gives what it returns with the launches that this thread made meanwhile on
+/// candle's stream of `device`.
+///
+/// # Errors
+/// If the events cannot be made or read.
+pub fn capture<T>(
+    device: &CudaDevice,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<(T, Vec<Launch>)> {
+    Gpu::of(device)?.bind()?;
+    let outer = RECORDS.replace(Some(Vec::new()));
+    let value = body();
+    let records = RECORDS.replace(outer).unwrap_or_default();
+    let value = value?;
+    device.cuda_stream().synchronize().map_err(Error::wrap)?;
+    let launches = match records.first() {
+        None => Vec::new(),
+        Some(first) => records
+            .iter()
+            .map(|record| {
+                Ok(Launch {
+                    stem: record.stem,
+                    kernel: record.kernel,
+                    bytes: record.bytes,
+                    start: record.events[0].since(&first.events[0])?,
+                    seconds: record.events[1].since(&record.events[0])?,
+                })
+            })
+            .collect::<Result<_>>()?,
+    };
+    Ok((value, launches))
+}
+
+/// Launches through `launch`, between events if launches are being captured.
+pub(crate) fn around(
+    launcher: &Launcher,
+    (stem, kernel): (&'static str, &'static str),
+    launch: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    if RECORDS.with_borrow(Option::is_none) {
+        return launch();
+    }
+    let begin = Event::record(launcher.stream)?;
+    launch()?;
+    let end = Event::record(launcher.stream)?;
+    RECORDS.with_borrow_mut(|records| {
+        if let Some(records) = records {
+            records.push(Record {
+                stem,
+                kernel,
+                bytes: launcher.bytes,
+                events: [begin, end],
+            });
+        }
+    });
+    Ok(())
+}
+
+/// A point on a stream, with its time.
+pub(crate) struct Event(sys::CUevent);
+
+impl Event {
+    /// The point behind everything on `stream`.
+    pub fn record(stream: sys::CUstream) -> Result<Self> {
+        let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
+        let event = Self(result::event::create(flags).map_err(Error::wrap)?);
+        // SAFETY: the event has just been made, the stream is the launcher's.
+        unsafe { result::event::record(event.0, stream) }.map_err(Error::wrap)?;
+        Ok(event)
+    }
+
+    /// Seconds from `earlier` to this point, once both have passed.
+    pub fn since(&self, earlier: &Event) -> Result<f64> {
+        // SAFETY: both events exist.
+        let wait = unsafe { result::event::synchronize(self.0) };
+        let elapsed = wait.and_then(|()| {
+            // SAFETY: as above.
+            unsafe { result::event::elapsed(earlier.0, self.0) }
+        });
+        match elapsed {
+            Ok(milliseconds) => Ok(f64::from(milliseconds) * 1e-3),
+            Err(DriverError(e)) => candle_core::bail!("cuda: no time between two events: {e:?}"),
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: nobody has it any more.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}
+
+/// What the GPU copies from its memory to its memory: bytes read and written per second, the
+/// median of several copies of 512 MB.
+///
+/// # Errors
+/// If there is no room for two such buffers.
+pub fn copy_bandwidth(device: &CudaDevice) -> Result<f64> {
+    const BYTES: usize = 512 << 20;
+    Gpu::of(device)?.bind()?;
+    let stream = device.cuda_stream();
+    let buffers = [
+        device.alloc_zeros::<u8>(BYTES)?,
+        device.alloc_zeros::<u8>(BYTES)?,
+    ];
+    let [from, to] = [&buffers[0], &buffers[1]].map(|b| {
+        use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+        b.device_ptr(&stream).0
+    });
+    let mut times = (0..12)
+        .map(|_| {
+            let begin = Event::record(stream.cu_stream())?;
+            // SAFETY: both buffers hold that many bytes.
+            unsafe { result::memcpy_dtod_async(to, from, BYTES, stream.cu_stream()) }
+                .map_err(Error::wrap)?;
+            Event::record(stream.cu_stream())?.since(&begin)
+        })
+        .collect::<Result<Vec<f64>>>()?;
+    times.sort_by(f64::total_cmp);
+    Ok(2. * BYTES as f64 / times[times.len() / 2])
+}
