@@ -2,12 +2,14 @@
 //! otherwise.
 //!
 //! Environment: `NVCC` (the compiler), `CUDA_HOME`, `CUDA_PATH` (where its toolkit stands),
-//! `NVCC_CCBIN` (its host compiler), `CUDA_COMPUTE_CAP` (`80,90` or `native`, in place of all).
+//! `NVCC_CCBIN` (its host compiler), and the architectures: `CANDLE_FUSED_COMPUTE_CAP` or else
+//! `CUDA_COMPUTE_CAP`, each `80,90`, `native` or `all` (the default). The first is there because
+//! candle's own kernels read the second and take one number only.
 
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, exit};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
@@ -26,36 +28,38 @@ fn main() {
         "CUDA_HOME",
         "CUDA_PATH",
         "NVCC_CCBIN",
+        "CANDLE_FUSED_COMPUTE_CAP",
         "CUDA_COMPUTE_CAP",
     ] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     if let Err(message) = build() {
-        eprintln!("candle-fused: {message}");
-        exit(1);
+        // Cargo shows these lines alone, and then fails the build.
+        for line in message.lines() {
+            println!("cargo::error={line}");
+        }
     }
 }
 
 fn build() -> Result<(), String> {
-    let nvcc = nvcc()?;
+    let nvcc = Nvcc::find()?;
     let mut arguments: Vec<String> = ["-fatbin", "-O3", "-std=c++17", "-lineinfo"]
         .map(String::from)
         .to_vec();
     arguments.extend(targets(&nvcc)?);
-    if let Ok(compiler) = env::var("NVCC_CCBIN") {
+    if let Some(compiler) = variable("NVCC_CCBIN") {
         arguments.extend(["-ccbin".into(), compiler]);
     }
     let out = PathBuf::from(env::var("OUT_DIR").map_err(|e| format!("OUT_DIR: {e}"))?);
     let headers = files("cuh")?;
-    let sources = files("cu")?;
-    let stale: Vec<_> = sources
+    let stale: Vec<_> = files("cu")?
         .iter()
         .map(|source| Unit::new(source, &out, &nvcc, &arguments, &headers))
         .collect::<Result<Vec<_>, _>>()?
         .into_iter()
         .filter(|unit| !unit.is_current())
         .collect();
-    let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok());
+    let jobs = variable("NUM_JOBS").and_then(|n| n.parse().ok());
     let next = AtomicUsize::new(0);
     let worker = || -> Result<(), String> {
         while let Some(unit) = stale.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -87,13 +91,13 @@ impl Unit {
     fn new(
         source: &Path,
         out: &Path,
-        nvcc: &Path,
+        nvcc: &Nvcc,
         arguments: &[String],
         headers: &[PathBuf],
     ) -> Result<Self, String> {
         let stem = source.file_stem().unwrap_or_default();
         let fatbin = out.join(stem).with_extension("fatbin");
-        let mut made_from = format!("{}\n{}\n", nvcc.display(), arguments.join(" "));
+        let mut made_from = format!("{}\n{}\n", nvcc.version, arguments.join(" "));
         let text = read(source)?;
         let mut wanted = vec![text.clone()];
         made_from.push_str(&text);
@@ -122,24 +126,93 @@ impl Unit {
         self.fatbin.exists() && fs::read_to_string(&self.stamp).is_ok_and(|s| s == self.made_from)
     }
 
-    fn compile(&self, nvcc: &Path, arguments: &[String]) -> Result<(), String> {
-        let output = Command::new(nvcc)
+    fn compile(&self, nvcc: &Nvcc, arguments: &[String]) -> Result<(), String> {
+        // A compile that is broken off leaves no stamp beside what it wrote.
+        if self.stamp.exists() {
+            fs::remove_file(&self.stamp).map_err(|e| format!("{}: {e}", self.stamp.display()))?;
+        }
+        let mut command = Command::new(&nvcc.path);
+        command
             .args(arguments)
             .arg("-o")
-            .args([&self.fatbin, &self.source])
-            .output()
-            .map_err(|e| format!("{} does not run: {e}", nvcc.display()))?;
-        if !output.status.success() {
-            return Err(format!(
-                "nvcc failed on {}:\n{}{}",
-                self.source.display(),
-                String::from_utf8_lossy(&output.stdout),
-                String::from_utf8_lossy(&output.stderr)
-            ));
-        }
+            .args([&self.fatbin, &self.source]);
+        run(command).map_err(|e| format!("{}: {e}", self.source.display()))?;
         fs::write(&self.stamp, &self.made_from)
             .map_err(|e| format!("{}: {e}", self.stamp.display()))
     }
+}
+
+/// The CUDA compiler.
+struct Nvcc {
+    path: PathBuf,
+    /// What it says of itself.
+    version: String,
+}
+
+impl Nvcc {
+    fn find() -> Result<Self, String> {
+        let path = Self::path()?;
+        let mut command = Command::new(&path);
+        command.arg("--version");
+        Ok(Self {
+            version: run(command)?,
+            path,
+        })
+    }
+
+    fn path() -> Result<PathBuf, String> {
+        if let Some(nvcc) = variable("NVCC") {
+            return Ok(nvcc.into());
+        }
+        let homes = ["CUDA_HOME", "CUDA_PATH"]
+            .into_iter()
+            .filter_map(variable)
+            .map(|home| PathBuf::from(home).join("bin"));
+        let path = env::var_os("PATH").unwrap_or_default();
+        homes
+            .chain(env::split_paths(&path))
+            .chain([PathBuf::from("/usr/local/cuda/bin")])
+            .map(|folder| folder.join(format!("nvcc{}", env::consts::EXE_SUFFIX)))
+            .find(|nvcc| nvcc.is_file())
+            .ok_or_else(|| {
+                "the feature `cuda` needs nvcc: install the CUDA toolkit (scripts/cuda-toolkit.sh \
+                 does so without root), or set NVCC or CUDA_HOME"
+                    .into()
+            })
+    }
+
+    /// The architectures it compiles for, such as `75`; variants such as `90a` are not listed.
+    fn architectures(&self) -> Result<Vec<String>, String> {
+        let mut command = Command::new(&self.path);
+        command.arg("--list-gpu-code");
+        let listed = run(command)?;
+        Ok(listed
+            .lines()
+            .filter_map(|line| Some(line.trim().strip_prefix("sm_")?.to_owned()))
+            .collect())
+    }
+}
+
+/// What a command prints; an error has its first line in front of all that the command said.
+fn run(mut command: Command) -> Result<String, String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .map_err(|e| format!("{name} does not run: {e}"))?;
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(printed);
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(format!(
+        "{name} failed ({})\n{printed}{said}",
+        output.status
+    ))
+}
+
+/// A variable that is set to something.
+fn variable(name: &str) -> Option<String> {
+    env::var(name).ok().filter(|value| !value.trim().is_empty())
 }
 
 fn read(path: &Path) -> Result<String, String> {
@@ -157,81 +230,76 @@ fn files(extension: &str) -> Result<Vec<PathBuf>, String> {
     Ok(files)
 }
 
-fn nvcc() -> Result<PathBuf, String> {
-    if let Some(nvcc) = env::var_os("NVCC") {
-        return Ok(nvcc.into());
-    }
-    let homes = ["CUDA_HOME", "CUDA_PATH"]
-        .into_iter()
-        .filter_map(env::var_os)
-        .map(|home| PathBuf::from(home).join("bin"));
-    let path = env::var_os("PATH").unwrap_or_default();
-    homes
-        .chain(env::split_paths(&path))
-        .chain([PathBuf::from("/usr/local/cuda/bin")])
-        .map(|folder| folder.join(format!("nvcc{}", env::consts::EXE_SUFFIX)))
-        .find(|nvcc| nvcc.is_file())
-        .ok_or_else(|| {
-            "the feature `cuda` needs nvcc: install the CUDA toolkit, or set NVCC or CUDA_HOME"
-                .into()
-        })
-}
-
 /// The `-gencode` arguments: machine code for each architecture, PTX for the lowest.
-fn targets(nvcc: &Path) -> Result<Vec<String>, String> {
-    let wanted = env::var("CUDA_COMPUTE_CAP").unwrap_or_default();
-    if wanted.trim() == "native" {
-        return Ok(vec!["-arch=native".into()]);
-    }
-    let known = Command::new(nvcc)
-        .arg("--list-gpu-code")
-        .output()
-        .map_err(|e| format!("{} does not run: {e}", nvcc.display()))?;
-    let known = String::from_utf8_lossy(&known.stdout).into_owned();
-    // The list has no `a`: what knows sm_90 knows sm_90a.
-    let base = |arch: &str| format!("sm_{}", arch.trim_end_matches(char::is_alphabetic));
-    let is_known = |arch: &str| known.lines().any(|line| line.trim() == base(arch));
-    let mut chosen = Vec::new();
-    if wanted.trim().is_empty() {
-        for arch in ARCHITECTURES {
-            if is_known(arch) {
-                chosen.push(arch.to_owned());
-            } else {
-                println!(
-                    "cargo::warning={} does not know sm_{arch}: left out",
-                    nvcc.display()
-                );
-            }
-        }
-    } else {
-        for arch in wanted.split([',', ';', ' ']).filter(|a| !a.is_empty()) {
-            // `8.6` and `86` are the same; Hopper's tensor instructions need the `a`.
-            let arch = arch.trim().trim_start_matches("sm_").replace('.', "");
-            let arch = if arch == "90" { "90a".to_owned() } else { arch };
-            if !is_known(&arch) {
+fn targets(nvcc: &Nvcc) -> Result<Vec<String>, String> {
+    let known = nvcc.architectures()?;
+    let is_known = |arch: &str| known.iter().any(|k| k == base(arch));
+    let asked = ["CANDLE_FUSED_COMPUTE_CAP", "CUDA_COMPUTE_CAP"]
+        .into_iter()
+        .find_map(|name| Some((name, variable(name)?)));
+    let mut chosen: Vec<String> = match &asked {
+        Some((name, list)) if list.trim() != "all" => {
+            let list = match list.trim() {
+                "native" => native(nvcc)?,
+                list => list.to_owned(),
+            };
+            let chosen: Vec<_> = list
+                .split([',', ';', ' ', '\n'])
+                .map(str::trim)
+                .filter(|arch| !arch.is_empty())
+                .map(architecture)
+                .collect();
+            if let Some(arch) = chosen.iter().find(|arch| !is_known(arch)) {
+                let known = known.join(", ");
                 return Err(format!(
-                    "CUDA_COMPUTE_CAP: {} does not know sm_{arch}",
-                    nvcc.display()
+                    "{name}: no architecture `{arch}` in this nvcc, which has {known}"
                 ));
             }
-            chosen.push(arch);
+            chosen
         }
-    }
-    let number = |arch: &String| {
-        arch.trim_end_matches(char::is_alphabetic)
-            .parse()
-            .unwrap_or(0)
+        _ => ARCHITECTURES
+            .into_iter()
+            .filter(|arch| {
+                let known = is_known(arch);
+                if !known {
+                    println!("cargo::warning=this nvcc does not know sm_{arch}: left out");
+                }
+                known
+            })
+            .map(String::from)
+            .collect(),
     };
-    chosen.sort_by_key(number);
+    chosen.sort_by_key(|arch| base(arch).parse().unwrap_or(0));
     chosen.dedup();
-    let lowest = chosen
-        .first()
-        .ok_or("CUDA_COMPUTE_CAP names no architecture that nvcc knows")?;
-    let ptx = format!("-gencode=arch=compute_{lowest},code=compute_{lowest}");
-    let mut arguments: Vec<_> = chosen
-        .iter()
-        .map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}"))
-        .collect();
-    arguments.push(ptx);
+    // The PTX of `90a` would run on Hopper alone.
+    let ptx = base(chosen.first().ok_or("no architecture to compile for")?).to_owned();
+    let code = |arch: &String| format!("-gencode=arch=compute_{arch},code=sm_{arch}");
+    let mut arguments: Vec<_> = chosen.iter().map(code).collect();
+    arguments.push(format!("-gencode=arch=compute_{ptx},code=compute_{ptx}"));
     Ok(arguments)
+}
+
+/// `8.6`, `sm_86` and `86` are the same; Hopper's tensor instructions need the `a`.
+fn architecture(name: &str) -> String {
+    match name.trim_start_matches("sm_").replace('.', "").as_str() {
+        "90" => "90a".into(),
+        other => other.into(),
+    }
+}
+
+/// Without the letter of a variant.
+fn base(arch: &str) -> &str {
+    arch.trim_end_matches(|c: char| c.is_ascii_alphabetic())
+}
+
+/// The GPUs of this machine: as nvcc's own helper finds them, or the driver's program.
+fn native(nvcc: &Nvcc) -> Result<String, String> {
+    let helper = nvcc.path.with_file_name("__nvcc_device_query");
+    let mut smi = Command::new("nvidia-smi");
+    smi.args(["--query-gpu=compute_cap", "--format=csv,noheader"]);
+    [Command::new(helper), smi]
+        .into_iter()
+        .filter_map(|command| run(command).ok())
+        .find(|found| found.contains(|c: char| c.is_ascii_digit()))
+        .ok_or_else(|| "`native`: no GPU of this machine answers; name its architecture".into())
 }

@@ -1,6 +1,6 @@
 //! Residual additions against float64, bit for bit against candle, and in every layout.
 
-use crate::support::{layouts, randn, widest_error};
+use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::cpu::norm;
 use candle_fused::cpu::simd::Level;
@@ -10,27 +10,30 @@ use proptest::prelude::*;
 
 #[test]
 fn sums_are_candles_bit_for_bit() -> Result<()> {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for dims in [
-            &[1][..],
-            &[7],
-            &[3, 111],
-            &[2, 5, 576],
-            &[40, 1024],
-            &[0, 4],
-        ] {
-            let (x, a, b) = (
-                randn(dims, dtype)?,
-                randn(dims, dtype)?,
-                randn(dims, dtype)?,
-            );
-            let one = residual_add(&x, &[&a])?;
-            let two = residual_add(&x, &[&a, &b])?;
-            let bits = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-            assert_eq!(bits(&one)?, bits(&(&x + &a)?)?);
-            assert_eq!(bits(&two)?, bits(&((&x + &a)? + &b)?)?);
-            if x.elem_count() > 0 && dtype == DType::F32 {
-                assert!(widest_error(&two, &reference(&x, &[&a, &b])?)? < 3e-7);
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for dims in [
+                &[1][..],
+                &[7],
+                &[3, 111],
+                &[2, 5, 576],
+                &[40, 1024],
+                &[0, 4],
+            ] {
+                let (x, a, b) = (
+                    randn_on(dims, dtype, &device)?,
+                    randn_on(dims, dtype, &device)?,
+                    randn_on(dims, dtype, &device)?,
+                );
+                let one = residual_add(&x, &[&a])?;
+                let two = residual_add(&x, &[&a, &b])?;
+                let cpu = Device::Cpu;
+                let (x, a, b) = (x.to_device(&cpu)?, a.to_device(&cpu)?, b.to_device(&cpu)?);
+                assert_eq!(values(&one)?, values(&(&x + &a)?)?);
+                assert_eq!(values(&two)?, values(&((&x + &a)? + &b)?)?);
+                if x.elem_count() > 0 && dtype == DType::F32 {
+                    assert!(widest_error(&two, &reference(&x, &[&a, &b])?)? < 3e-7);
+                }
             }
         }
     }
@@ -39,14 +42,34 @@ fn sums_are_candles_bit_for_bit() -> Result<()> {
 
 #[test]
 fn any_layout_gives_what_its_copy_gives() -> Result<()> {
-    for x in layouts(DType::F32)? {
-        for residual in layouts(DType::F32)? {
-            if residual.dims() == x.dims() {
-                let got = residual_add(&x, &[&residual, &x])?;
-                let expected = residual_add(&x.contiguous()?, &[&residual.contiguous()?, &x])?;
-                let flat = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
-                assert_eq!(flat(&got)?, flat(&expected)?);
-                assert!(got.is_contiguous());
+    for device in devices() {
+        let views = layouts_on(DType::F32, &device)?;
+        for x in &views {
+            for residual in layouts_on(DType::F32, &device)? {
+                if residual.dims() == x.dims() {
+                    let got = residual_add(x, &[&residual, x])?;
+                    let expected = residual_add(&x.contiguous()?, &[&residual.contiguous()?, x])?;
+                    assert_eq!(values(&got)?, values(&expected)?);
+                    assert!(got.is_contiguous());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Views that start in the middle of 16 bytes, and are long enough for vectors.
+#[test]
+fn unaligned_views_are_summed() -> Result<()> {
+    for device in devices() {
+        for dtype in [DType::F32, DType::BF16] {
+            let base = randn_on(&[5000], dtype, &device)?;
+            for start in 0..9 {
+                let (x, a) = (base.narrow(0, start, 4097)?, base.narrow(0, 3, 4097)?);
+                let got = residual_add(&x, &[&a])?;
+                let cpu = Device::Cpu;
+                let expected = (x.to_device(&cpu)? + a.to_device(&cpu)?)?;
+                assert_eq!(values(&got)?, values(&expected)?);
             }
         }
     }
@@ -83,12 +106,14 @@ fn bad_arguments_are_named() -> Result<()> {
 
 #[test]
 fn calls_are_counted() -> Result<()> {
-    let x = randn(&[4], DType::BF16)?;
-    let (_, calls) = trace::capture(|| residual_add(&x, &[&x]));
-    assert_eq!(calls.count("residual_add"), 1);
-    residual_add(&x, &[&x])?;
-    let (_, calls) = trace::capture(|| ());
-    assert_eq!(calls.count("residual_add"), 0);
+    for device in devices() {
+        let x = randn_on(&[4], DType::BF16, &device)?;
+        let (_, calls) = trace::capture(|| residual_add(&x, &[&x]));
+        assert_eq!(calls.count("residual_add"), 1);
+        residual_add(&x, &[&x])?;
+        let (_, calls) = trace::capture(|| ());
+        assert_eq!(calls.count("residual_add"), 0);
+    }
     Ok(())
 }
 

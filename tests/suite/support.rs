@@ -1,9 +1,38 @@
-//! Random tensors that are the same in every run.
+//! The devices that tests run on, and random tensors that are the same in every run.
 
 use candle_core::{DType, Device, Result, Tensor};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::cell::RefCell;
+
+/// The CPU, and the first GPU where CUDA is built in and one is there.
+///
+/// # Panics
+/// If there is no GPU although `CANDLE_FUSED_REQUIRE_CUDA=1` asks for one.
+pub fn devices() -> Vec<Device> {
+    let gpu = gpu();
+    let required = std::env::var("CANDLE_FUSED_REQUIRE_CUDA").is_ok_and(|v| v == "1");
+    assert!(
+        gpu.is_some() || !required,
+        "CANDLE_FUSED_REQUIRE_CUDA=1, but no CUDA device opens"
+    );
+    [Device::Cpu].into_iter().chain(gpu).collect()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu() -> Option<Device> {
+    None
+}
+
+/// One device for each test's thread: candle's stream is the thread's own, and tensors of two
+/// handles on one GPU count as on different devices.
+#[cfg(feature = "cuda")]
+fn gpu() -> Option<Device> {
+    thread_local! {
+        static GPU: Option<Device> = Device::new_cuda(0).ok();
+    }
+    GPU.with(Clone::clone)
+}
 
 thread_local! {
     /// Every test runs on a thread of its own, so each draws the same numbers whatever runs beside.
@@ -17,6 +46,11 @@ pub fn randn(dims: &[usize], dtype: DType) -> Result<Tensor> {
     Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(dtype)
 }
 
+/// [`randn`] on a device: the same values on each.
+pub fn randn_on(dims: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+    randn(dims, dtype)?.to_device(device)
+}
+
 /// Box and Muller's transform.
 fn normal(rng: &mut StdRng) -> f32 {
     use rand::Rng;
@@ -24,10 +58,18 @@ fn normal(rng: &mut StdRng) -> f32 {
     (radius * (2. * std::f64::consts::PI * rng.random::<f64>()).cos()) as f32
 }
 
+/// The elements in row-major order, widened, wherever they are.
+pub fn values(t: &Tensor) -> Result<Vec<f64>> {
+    t.to_device(&Device::Cpu)?
+        .to_dtype(DType::F64)?
+        .flatten_all()?
+        .to_vec1()
+}
+
 /// `max |got - expected| / max |expected|` over row-major elements; panics at a value that is not
 /// finite.
 pub fn widest_error(got: &Tensor, expected: &[f64]) -> Result<f64> {
-    let got = got.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+    let got = values(got)?;
     assert_eq!(got.len(), expected.len());
     let top = expected.iter().fold(1e-30f64, |m, v| m.max(v.abs()));
     Ok(got.iter().zip(expected).fold(0f64, |m, (g, e)| {
@@ -39,6 +81,12 @@ pub fn widest_error(got: &Tensor, expected: &[f64]) -> Result<f64> {
 /// Views of every kind that candle hands over: cut on the left and right, transposed, permuted,
 /// broadcast, of one row and one column.
 pub fn layouts(dtype: DType) -> Result<Vec<Tensor>> {
+    layouts_on(dtype, &Device::Cpu)
+}
+
+/// [`layouts`] of tensors on a device.
+pub fn layouts_on(dtype: DType, device: &Device) -> Result<Vec<Tensor>> {
+    let randn = |dims: &[usize], dtype| randn_on(dims, dtype, device);
     let base = randn(&[6, 4, 43], dtype)?;
     Ok(vec![
         base.narrow(2, 1, 41)?,

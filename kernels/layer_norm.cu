@@ -1,0 +1,97 @@
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over rows [rows, width].
+//
+// Computed in f32 and rounded once. One warp or one block owns a row and keeps it in registers; the
+// mean is corrected and the variance taken in a second pass over them, so that a large common
+// offset costs no precision. Bytes moved are x and y once, weight and bias once per block from L2.
+#include "rows.cuh"
+
+using namespace fused;
+
+struct Params {
+  const void* x;
+  const void* weight;
+  const void* bias;  // null without
+  void* y;
+  uint32_t rows, width;
+  uint32_t warps;  // of one row
+  float eps;
+  int vectors;  // whether all addresses and the width are multiples of 16 bytes
+};
+
+template <typename T, int N> __device__ __forceinline__ void norm_row(const Params& p) {
+  constexpr int K = KEPT<T, N>;
+  __shared__ float scratch[3][MOST_WARPS];
+  const RowGroup g(p.warps);
+  const uint32_t packs = p.width / N;
+  const T* weight = static_cast<const T*>(p.weight);
+  const T* bias = static_cast<const T*>(p.bias);
+  allow_next();
+  wait_previous();
+  if (g.row >= p.rows) return;
+  const T* in = static_cast<const T*>(p.x) + g.row * p.width;
+  T* y = static_cast<T*>(p.y) + g.row * p.width;
+  Pack<T, N> x[K];
+
+  auto each_value = [&](auto take) {
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (g.thread + i * g.threads < packs) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) take(to_float(x[i].v[j]));
+      }
+    }
+    for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads) {
+      const auto v = load<T, N>(in + at * N);
+#pragma unroll
+      for (int j = 0; j < N; ++j) take(to_float(v.v[j]));
+    }
+  };
+
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    const uint32_t at = g.thread + i * g.threads;
+    if (at < packs) x[i] = load_stream<T, N>(in + at * N);
+  }
+  float sum = 0.f;
+  each_value([&](float v) { sum += v; });
+  const float rough = g.sum(sum, scratch[0]) / p.width;
+  float rest = 0.f, squares = 0.f;
+  each_value([&](float v) {
+    const float d = v - rough;
+    rest += d;
+    squares = fmaf(d, d, squares);
+  });
+  const float shift = g.sum(rest, scratch[1]) / p.width;
+  const float variance = fmaxf(g.sum(squares, scratch[2]) / p.width - shift * shift, 0.f);
+  const float mean = rough + shift;
+  const float factor = 1.f / sqrtf(variance + p.eps);
+
+  auto finish = [&](const Pack<T, N>& v, uint32_t at) {
+    const auto w = load<T, N>(weight + at * N);
+    Pack<T, N> b = {}, out;
+    if (bias) b = load<T, N>(bias + at * N);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float b_j = bias ? to_float(b.v[j]) : 0.f;
+      out.v[j] =
+          from_float<T>(fmaf((to_float(v.v[j]) - mean) * factor, to_float(w.v[j]), b_j));
+    }
+    store(y + at * N, out);
+  };
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    const uint32_t at = g.thread + i * g.threads;
+    if (at < packs) finish(x[i], at);
+  }
+  for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads)
+    finish(load<T, N>(in + at * N), at);
+}
+
+template <typename T> __device__ __forceinline__ void layer_norm(const Params& p) {
+  if (p.vectors)
+    norm_row<T, VEC<T>>(p);
+  else
+    norm_row<T, 1>(p);
+}
+
+FUSED_ENTRIES(layer_norm, MOST_WARPS * WARP, layer_norm)
