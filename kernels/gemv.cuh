@@ -13,6 +13,7 @@
 //     static Values values(const Chunk&);
 //     static Input input(const Gemv&, const float* xs, int m, uint32_t chunk);
 //     static float dot(const Values&, const Input&);
+//     // k is a multiple of VALUES; of 8, and x and the norm's vectors of 16 bytes, unless VALUES is 1.
 //     // If PREPARES: all threads, between two barriers, on rows of f32 `staged_pitch(k)` apart.
 //     template <int M> static void prepare(const Gemv&, float* xs);
 //   };
@@ -50,30 +51,33 @@ struct Gemv {
 
 constexpr int GEMV_THREADS = 256;  // at most
 
-// The sums of N values (a power of two, at most 32) over the lanes of a warp: value i ends up in
-// the lanes i * 32 / N and following.
-template <int N> __device__ __forceinline__ float spread_sums(float (&v)[N]) {
-  const int lane = threadIdx.x % WARP;
-  int offset = WARP / 2;
+// The sums of the first N of v (a power of two, at most 32) over the lanes of a warp: value i ends
+// up in the lanes i * 32 / N and following.
+template <int N, int OFFSET = WARP / 2, int SIZE>
+__device__ __forceinline__ float spread_sums(float (&v)[SIZE]) {
+  if constexpr (N > 1) {
+    const bool upper = threadIdx.x & OFFSET;
 #pragma unroll
-  for (int n = N / 2; n > 0; n /= 2, offset /= 2) {
-    const bool upper = lane & offset;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float keep = upper ? v[i + n] : v[i];
-      const float give = upper ? v[i] : v[i + n];
-      v[i] = keep + __shfl_xor_sync(FULL, give, offset);
+    for (int i = 0; i < N / 2; ++i) {
+      const float keep = upper ? v[i + N / 2] : v[i];
+      const float give = upper ? v[i] : v[i + N / 2];
+      v[i] = keep + __shfl_xor_sync(FULL, give, OFFSET);
     }
+    return spread_sums<N / 2, OFFSET / 2>(v);
+  } else if constexpr (OFFSET > 0) {
+    v[0] += __shfl_xor_sync(FULL, v[0], OFFSET);
+    return spread_sums<1, OFFSET / 2>(v);
+  } else {
+    return v[0];
   }
-#pragma unroll
-  for (int rest = WARP / 2 / N; rest > 0; rest /= 2) v[0] += __shfl_xor_sync(FULL, v[0], rest);
-  return v[0];
 }
 
 template <class Format, int M, int ROWS, int STEPS> struct FewRows {
   static constexpr int SUMS = ROWS * M;
   static_assert(SUMS <= WARP && (SUMS & (SUMS - 1)) == 0);
+  static constexpr int HALF = ROWS > 1 ? ROWS / 2 : 1;
   static constexpr int LANES = WARP / SUMS;  // that hold one sum
+  static constexpr int WIDE = Format::VALUES == 1 ? 1 : 8;  // elements that are staged at a time
   static constexpr int WARPS = GEMV_THREADS / WARP;
 
   struct Tile {
@@ -90,7 +94,7 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
     const uint32_t warp = threadIdx.x / WARP;
     chunks = p.k / Format::VALUES;
     slabs = (chunks + STEPS * WARP - 1) / (STEPS * WARP);
-    units = gates() ? (p.width + ROWS / 2 - 1) / (ROWS / 2) : (p.rows + ROWS - 1) / ROWS;
+    units = gates() ? (p.width + HALF - 1) / HALF : (p.rows + ROWS - 1) / ROWS;
     part = warp % p.split;
     place = warp / p.split;
     per_block = blockDim.x / WARP / p.split;
@@ -110,10 +114,10 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
   // Output column of row r of a unit, and the row of the weights it comes from: the first half of a
   // gating unit's rows are gates, the second half what they gate.
   __device__ uint32_t column(uint32_t unit, int r) const {
-    return gates() ? unit * (ROWS / 2) + r % (ROWS > 1 ? ROWS / 2 : 1) : unit * ROWS + r;
+    return gates() ? unit * HALF + r % HALF : unit * ROWS + r;
   }
   __device__ uint32_t weight_row(uint32_t unit, int r) const {
-    return column(unit, r) + (gates() && r >= ROWS / 2 ? p.width : 0);
+    return column(unit, r) + (gates() && r >= HALF ? p.width : 0);
   }
 
   // Where the next tile to be asked for lies.
@@ -145,12 +149,14 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
         for (int r = 0; r < ROWS; ++r) tile.chunks[r][s] = Format::load(a.rows[r], chunk);
       }
     }
+  }
+
+  __device__ void advance(Ahead& a) const {
     a.slab += p.split;
-    if (a.slab >= slabs) {
-      a.slab = part;
-      ++a.round;
-      enter(a);
-    }
+    if (a.slab < slabs) return;
+    a.slab = part;
+    ++a.round;
+    enter(a);
   }
 
   __device__ void multiply(const Tile& tile, uint32_t slab, const float* xs, float (&sums)[SUMS]) const {
@@ -213,48 +219,55 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
     allow_next();
     enter(ahead);
     ask(tiles[0], ahead);
+    advance(ahead);
     ask(tiles[1], ahead);
+    advance(ahead);
     Output out = output(0);
-    stage_norm<M>(p.prologue, p.k, xs);
+    stage_norm<M, WIDE>(p.prologue, p.k, xs);
     wait_previous();
     add_residual(out);
-    stage_rows<M>(p.prologue, p.m, p.k, xs, partial[0][0]);
+    stage_rows<M, WIDE>(p.prologue, p.m, p.k, xs, partial[0][0]);
     __syncthreads();
     if constexpr (Format::PREPARES) {
       Format::template prepare<M>(p, xs);
       __syncthreads();
     }
 
-    uint32_t round = 0, slab = part;
-    float sums[SUMS] = {};
-    auto step = [&](Tile& tile) -> bool {
-      multiply(tile, slab, xs, sums);
-      ask(tile, ahead);
-      slab += p.split;
-      if (slab < slabs) return true;
-      float y = spread_sums<SUMS>(sums);
-      if (p.split > 1) {
-        // Two sets of partial sums in turn: one barrier a round is enough.
-        float(*set)[SUMS] = partial[round % 2];
-        const uint32_t warp = threadIdx.x / WARP;
-        if (part > 0 && lane % LANES == 0) set[warp][lane / LANES] = y;
-        __syncthreads();
-        if (part == 0) {
-          for (uint32_t i = 1; i < p.split; ++i) y += set[warp + i][lane / LANES];
-        }
-      }
-      finish(out, y);
-      ++round;
-      if (!in_round(round)) return false;
-      slab = part;
+    float sums[SUMS];
+    bool second = false;  // which tile is next
+    for (uint32_t round = 0;;) {
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
+      for (uint32_t slab = part; slab < slabs; slab += p.split) {
+        if (second) {
+          multiply(tiles[1], slab, xs, sums);
+          ask(tiles[1], ahead);
+        } else {
+          multiply(tiles[0], slab, xs, sums);
+          ask(tiles[0], ahead);
+        }
+        second = !second;
+        advance(ahead);
+      }
+      finish(out, add_parts(spread_sums<SUMS>(sums), partial[round % 2]));
+      ++round;
+      if (!in_round(round)) return;
       out = output(round);
       add_residual(out);
-      return true;
-    };
-    while (step(tiles[0]) && step(tiles[1])) {
     }
+  }
+
+  // The parts of a sum that other warps have, added up in the first of them. Two sets of partial
+  // sums take turns, so that one barrier a round is enough.
+  __device__ float add_parts(float y, float (*set)[SUMS]) const {
+    if (p.split == 1) return y;
+    const uint32_t warp = threadIdx.x / WARP;
+    if (part > 0 && lane % LANES == 0) set[warp][lane / LANES] = y;
+    __syncthreads();
+    if (part == 0) {
+      for (uint32_t i = 1; i < p.split; ++i) y += set[warp + i][lane / LANES];
+    }
+    return y;
   }
 };
 

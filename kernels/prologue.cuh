@@ -15,18 +15,38 @@ struct Prologue {
   const void* bias;    // [k] or null; layer norm only
   float eps;
   int norm;
-  int dtype;    // of x and of the norm's weight and bias
-  int vectors;  // whether k is a multiple of 8 and all addresses of 16
+  int dtype;  // of x and of the norm's weight and bias
 };
 
 // Floats from one row in shared memory to the next.
 __device__ __forceinline__ int staged_pitch(int k) { return (k + 3) / 4 * 4; }
 
-// Runs `body(i)` for every W-th element i of a row that is this thread's.
-template <int W, class Body> __device__ __forceinline__ void each_own(int k, Body body) {
-#pragma unroll 2
-  for (int i = threadIdx.x * W; i < k; i += blockDim.x * W) body(i);
-}
+// Who stages a row: the whole block if there is only one, a warp if there are several, W elements a
+// thread at a time.
+template <int M> struct Team {
+  static __device__ __forceinline__ uint32_t rank() { return M == 1 ? threadIdx.x : threadIdx.x % WARP; }
+  static __device__ __forceinline__ uint32_t size() { return M == 1 ? blockDim.x : WARP; }
+  static __device__ __forceinline__ uint32_t team() { return M == 1 ? 0 : threadIdx.x / WARP; }
+  static __device__ __forceinline__ uint32_t teams() { return M == 1 ? 1 : blockDim.x / WARP; }
+
+  template <int W, class Body> static __device__ __forceinline__ void each(uint32_t k, Body body) {
+#pragma unroll 4
+    for (uint32_t i = rank() * W; i < k; i += size() * W) body(i);
+  }
+
+  // The sum over the team, in all of its threads. `scratch` holds a float for each warp of the
+  // block, and may be used again after the next barrier.
+  static __device__ __forceinline__ float sum(float v, float* scratch) {
+    v = warp_sum(v);
+    if constexpr (M == 1) {
+      if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = v;
+      __syncthreads();
+      v = 0.f;
+      for (uint32_t w = 0; w < blockDim.x / WARP; ++w) v += scratch[w];
+    }
+    return v;
+  }
+};
 
 template <int W> __device__ __forceinline__ void put(float* to, const float (&v)[W]) {
   if constexpr (W == 1) {
@@ -48,135 +68,87 @@ template <int W> __device__ __forceinline__ void get(const float* from, float (&
   }
 }
 
-template <int W>
-__device__ __forceinline__ void stage_vector(const void* from, int dtype, int k, float* to) {
-  each_own<W>(k, [&](int i) {
-    float v[W];
-    read_some<W>(from, dtype, i, v);
-    put<W>(to + i, v);
-  });
-}
-
-// Before the wait: the norm's weight and bias into the two rows behind the M of x, each element by
-// the thread that will use it.
-template <int M>
-__device__ __forceinline__ void stage_norm(const Prologue& p, int k, float* xs) {
-  if (p.norm == NORM_NONE) return;
-  const int pitch = staged_pitch(k);
-  float* weight = xs + M * pitch;
-  if (p.vectors) {
-    stage_vector<8>(p.weight, p.dtype, k, weight);
-    if (p.bias) stage_vector<8>(p.bias, p.dtype, k, weight + pitch);
-  } else {
-    stage_vector<1>(p.weight, p.dtype, k, weight);
-    if (p.bias) stage_vector<1>(p.bias, p.dtype, k, weight + pitch);
-  }
-}
-
-// The sums of M values over the block, in every thread. `scratch` holds M floats for each warp and
-// may be used again after the next barrier.
-template <int M> __device__ __forceinline__ void block_sums(float (&v)[M], float* scratch) {
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-#pragma unroll
-  for (int m = 0; m < M; ++m) v[m] = warp_sum(v[m]);
-  if (lane == 0) {
-#pragma unroll
-    for (int m = 0; m < M; ++m) scratch[warp * M + m] = v[m];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int m = 0; m < M; ++m) v[m] = 0.f;
-  for (int w = 0; w < warps; ++w) {
-#pragma unroll
-    for (int m = 0; m < M; ++m) v[m] += scratch[w * M + m];
-  }
-}
-
+// Before the wait: the norm's weight and bias into the two rows behind the M of x.
 template <int M, int W>
-__device__ __forceinline__ void stage_normed(const Prologue& p, int m, int k, float* xs,
-                                             float* scratch) {
-  const int pitch = staged_pitch(k);
-  const float* weight = xs + M * pitch;
-  const float* bias = weight + pitch;
-  float mean[M], factor[M];
-#pragma unroll
-  for (int r = 0; r < M; ++r) mean[r] = factor[r] = 0.f;
-  each_own<W>(k, [&](int i) {
-#pragma unroll
-    for (int r = 0; r < M; ++r) {
-      float v[W] = {};
-      if (r < m) read_some<W>(p.x, p.dtype, uint64_t(r) * k + i, v);
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        mean[r] += v[j];
-        factor[r] = fmaf(v[j], v[j], factor[r]);
-      }
-      put<W>(xs + r * pitch + i, v);
-    }
+__device__ __forceinline__ void stage_norm(const Prologue& p, uint32_t k, float* xs) {
+  if (p.norm == NORM_NONE) return;
+  float* weight = xs + M * staged_pitch(k);
+  float* bias = weight + staged_pitch(k);
+  Team<1>::each<W>(k, [&](uint32_t i) {
+    float v[W];
+    read_some<W>(p.weight, p.dtype, i, v);
+    put<W>(weight + i, v);
   });
+  if (!p.bias) return;
+  Team<1>::each<W>(k, [&](uint32_t i) {
+    float v[W];
+    read_some<W>(p.bias, p.dtype, i, v);
+    put<W>(bias + i, v);
+  });
+}
+
+// Normalises a staged row in place, whose sum and sum of squares this thread has its part of. The
+// norm's weight and bias are staged.
+template <int M, int W>
+__device__ __forceinline__ void normalise(const Prologue& p, uint32_t k, float* row, const float* weight,
+                                          float sum, float squares, float* scratch) {
+  float mean = 0.f;
   if (p.norm == NORM_LAYER) {
-    block_sums<M>(mean, scratch);
+    mean = Team<M>::sum(sum, scratch) / k;
+    squares = 0.f;
+    Team<M>::template each<W>(k, [&](uint32_t i) {
+      float v[W];
+      get<W>(row + i, v);
 #pragma unroll
-    for (int r = 0; r < M; ++r) mean[r] /= k, factor[r] = 0.f;
-    each_own<W>(k, [&](int i) {
-#pragma unroll
-      for (int r = 0; r < M; ++r) {
-        float v[W];
-        get<W>(xs + r * pitch + i, v);
-#pragma unroll
-        for (int j = 0; j < W; ++j) factor[r] = fmaf(v[j] - mean[r], v[j] - mean[r], factor[r]);
-      }
+      for (int j = 0; j < W; ++j) squares = fmaf(v[j] - mean, v[j] - mean, squares);
     });
-    __syncthreads();  // the scratch of the first sum has been read
+    if (M == 1) __syncthreads();  // the scratch of the first sum has been read
   }
-  block_sums<M>(factor, scratch);
-#pragma unroll
-  for (int r = 0; r < M; ++r) factor[r] = rsqrtf(factor[r] / k + p.eps);
-  each_own<W>(k, [&](int i) {
-    float w[W], b[W] = {};
+  const float factor = rsqrtf(Team<M>::sum(squares, scratch) / k + p.eps);
+  const float* bias = weight + staged_pitch(k);
+  Team<M>::template each<W>(k, [&](uint32_t i) {
+    float v[W], w[W], b[W] = {};
+    get<W>(row + i, v);
     get<W>(weight + i, w);
     if (p.bias) get<W>(bias + i, b);
 #pragma unroll
-    for (int r = 0; r < M; ++r) {
-      if (r >= m) break;
-      float v[W];
-      get<W>(xs + r * pitch + i, v);
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        if (p.norm == NORM_LAYER) {
-          v[j] = rounded_to(p.dtype, fmaf((v[j] - mean[r]) * factor[r], w[j], b[j]));
-        } else {
-          // Rounded where Hugging Face's Llama rounds: before the weight, and after it.
-          v[j] = rounded_to(p.dtype, rounded_to(p.dtype, v[j] * factor[r]) * w[j]);
-        }
+    for (int j = 0; j < W; ++j) {
+      if (p.norm == NORM_LAYER) {
+        v[j] = rounded_to(p.dtype, fmaf((v[j] - mean) * factor, w[j], b[j]));
+      } else {
+        // Rounded where Hugging Face's Llama rounds: before the weight, and after it.
+        v[j] = rounded_to(p.dtype, rounded_to(p.dtype, v[j] * factor) * w[j]);
       }
-      put<W>(xs + r * pitch + i, v);
     }
+    put<W>(row + i, v);
   });
 }
 
 // After the wait: rows 0..m of x into shared memory as f32, `staged_pitch(k)` floats apart, and
 // zeros for the rest of the M rows. A barrier must follow.
-template <int M>
-__device__ __forceinline__ void stage_rows(const Prologue& p, int m, int k, float* xs,
+template <int M, int W>
+__device__ __forceinline__ void stage_rows(const Prologue& p, uint32_t m, uint32_t k, float* xs,
                                            float* scratch) {
-  if (p.norm != NORM_NONE) {
-    if (p.vectors) {
-      stage_normed<M, 8>(p, m, k, xs, scratch);
-    } else {
-      stage_normed<M, 1>(p, m, k, xs, scratch);
-    }
-    return;
-  }
   const int pitch = staged_pitch(k);
-  if (p.vectors) {
-    stage_vector<8>(p.x, p.dtype, m * k, xs);
-  } else {
-    for (int r = 0; r < m; ++r) {
-      each_own<1>(k, [&](int i) { xs[r * pitch + i] = read(p.x, p.dtype, uint64_t(r) * k + i); });
+  // Warps read what others staged of the norm; a block's threads read their own.
+  if (M > 1 && p.norm != NORM_NONE) __syncthreads();
+  for (uint32_t r = Team<M>::team(); r < M; r += Team<M>::teams()) {
+    float* row = xs + r * pitch;
+    float sum = 0.f, squares = 0.f;
+    Team<M>::template each<W>(k, [&](uint32_t i) {
+      float v[W] = {};
+      if (r < m) read_some<W>(p.x, p.dtype, uint64_t(r) * k + i, v);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        sum += v[j];
+        squares = fmaf(v[j], v[j], squares);
+      }
+      put<W>(row + i, v);
+    });
+    if (p.norm != NORM_NONE && r < m) {
+      normalise<M, W>(p, k, row, xs + M * pitch, sum, squares, scratch);
     }
   }
-  for (int i = m * pitch + threadIdx.x; i < M * pitch; i += blockDim.x) xs[i] = 0.f;
 }
 
 }  // namespace fused
