@@ -75,7 +75,10 @@ struct Scalar {
     const void* values;
     int dtype;
   };
-  using Chunk = float;
+  struct Chunk {
+    uint32_t raw;
+    int dtype;
+  };
   using Values = float;
   using Input = float;
 
@@ -84,9 +87,11 @@ struct Scalar {
     return {static_cast<const char*>(matrix.data) + bytes, p.weight_dtype};
   }
   static __device__ __forceinline__ Chunk load(const Row& row, uint32_t chunk) {
-    return read(row.values, row.dtype, chunk);
+    return {read_raw(row.values, row.dtype, chunk), row.dtype};
   }
-  static __device__ __forceinline__ Values values(Chunk chunk) { return chunk; }
+  static __device__ __forceinline__ Values values(Chunk chunk) {
+    return widen_raw(chunk.raw, chunk.dtype);
+  }
   static __device__ __forceinline__ Input input(const Gemv& p, const float* xs, int m, uint32_t chunk) {
     return xs[m * staged_pitch(p.k) + chunk];
   }

@@ -33,17 +33,18 @@ __device__ __forceinline__ float activate(int activation, float v) {
   }
 }
 
-__device__ __forceinline__ float bias_of(const Epilogue& e, uint32_t row) {
-  return e.bias ? read(e.bias, e.dtype, row) : 0.f;
-}
+// What an output needs besides its sum, read ahead and widened when the sum is there.
+struct Addends {
+  uint32_t bias, residuals[2];
 
-// The residuals of column `column` of row `m`, summed.
-__device__ __forceinline__ float residual_of(const Epilogue& e, int m, uint32_t column) {
-  const uint64_t i = m * e.stride + column;
-  float sum = 0.f;
-  if (e.residuals[0]) sum = read(e.residuals[0], e.dtype, i);
-  if (e.residuals[1]) sum += read(e.residuals[1], e.dtype, i);
-  return sum;
-}
+  __device__ __forceinline__ void ask_bias(const Epilogue& e, uint32_t row) {
+    bias = e.bias ? read_raw(e.bias, e.dtype, row) : 0;
+  }
+  __device__ __forceinline__ void ask_residuals(const Epilogue& e, uint32_t m, uint32_t column) {
+    const uint64_t i = m * e.stride + column;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) residuals[r] = e.residuals[r] ? read_raw(e.residuals[r], e.dtype, i) : 0;
+  }
+};
 
 }  // namespace fused

@@ -24,6 +24,8 @@
 // again as soon as it has been used, across the borders of units.
 #pragma once
 
+#include <type_traits>
+
 #include "epilogue.cuh"
 #include "prologue.cuh"
 
@@ -33,7 +35,7 @@ namespace fused {
 struct Matrix {
   const void* data;
   const void* scales;  // a second plane, for formats that have one
-  uint32_t rows;
+  uint32_t first;  // its first row among all rows; past them for a weight that is not there
   uint32_t unused;
 };
 
@@ -45,11 +47,12 @@ struct Gemv {
   uint32_t k;
   uint32_t rows;    // of all weights
   uint32_t width;   // outputs: rows, or half of them if one half gates the other
-  uint32_t split;   // warps that share a unit: a power of two that divides the block's warps
+  uint32_t split;   // warps that share a unit: a power of two, at most GEMV_WARPS
   int weight_dtype; // of dense weights
 };
 
-constexpr int GEMV_THREADS = 256;  // at most
+constexpr int GEMV_THREADS = 256;
+constexpr int GEMV_WARPS = GEMV_THREADS / WARP;
 
 // The sums of the first N of v (a power of two, at most 32) over the lanes of a warp: value i ends
 // up in the lanes i * 32 / N and following.
@@ -77,8 +80,7 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
   static_assert(SUMS <= WARP && (SUMS & (SUMS - 1)) == 0);
   static constexpr int HALF = ROWS > 1 ? ROWS / 2 : 1;
   static constexpr int LANES = WARP / SUMS;  // that hold one sum
-  static constexpr int WIDE = Format::VALUES == 1 ? 1 : 8;  // elements that are staged at a time
-  static constexpr int WARPS = GEMV_THREADS / WARP;
+  using Pack = std::conditional_t<Format::VALUES == 1, ScalarPack, VectorPack>;
 
   struct Tile {
     typename Format::Chunk chunks[ROWS][STEPS];
@@ -95,9 +97,10 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
     chunks = p.k / Format::VALUES;
     slabs = (chunks + STEPS * WARP - 1) / (STEPS * WARP);
     units = gates() ? (p.width + HALF - 1) / HALF : (p.rows + ROWS - 1) / ROWS;
-    part = warp % p.split;
-    place = warp / p.split;
-    per_block = blockDim.x / WARP / p.split;
+    const int shift = __ffs(p.split) - 1;
+    part = warp & (p.split - 1);
+    place = warp >> shift;
+    per_block = GEMV_WARPS >> shift;
   }
 
   __device__ bool gates() const { return ROWS > 1 && p.epilogue.activation == ACT_SWIGLU; }
@@ -132,10 +135,9 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       // Past the last row the last is read again, and its sum not used.
-      uint32_t row = min(weight_row(unit, r), p.rows - 1);
-      int i = 0;
-      while (i < 2 && row >= p.weights[i].rows) row -= p.weights[i++].rows;
-      a.rows[r] = Format::row(p, p.weights[i], row);
+      const uint32_t row = min(weight_row(unit, r), p.rows - 1);
+      const Matrix& matrix = p.weights[(row >= p.weights[1].first) + (row >= p.weights[2].first)];
+      a.rows[r] = Format::row(p, matrix, row - matrix.first);
     }
   }
 
@@ -177,43 +179,48 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
     }
   }
 
-  // The output that this lane finishes, and what it reads for it before the sum is there.
+  // The output that this lane finishes.
   struct Output {
     uint32_t column, row, m;
-    bool valid;  // whether the lane has an output at all
-    float bias, residual;
+    bool valid;  // whether the lane has one at all
+    Addends addends;
   };
 
   __device__ Output output(uint32_t round) const {
     const uint32_t unit = unit_of(round), r = lane / LANES / M;
-    Output o = {};
+    Output o;
     o.column = column(unit, r);
     o.row = weight_row(unit, r);
     o.m = lane / LANES % M;
     o.valid = part == 0 && unit < units && o.column < p.width && o.m < p.m;
-    if (o.valid) o.bias = bias_of(p.epilogue, o.row);
+    o.addends = {};
+    if (o.valid) o.addends.ask_bias(p.epilogue, o.row);
     return o;
   }
-  __device__ void add_residual(Output& o) const {
-    o.residual = o.valid ? residual_of(p.epilogue, o.m, o.column) : 0.f;
+  __device__ void ask_residuals(Output& o) const {
+    if (o.valid) o.addends.ask_residuals(p.epilogue, o.m, o.column);
   }
 
   __device__ void finish(const Output& o, float y) const {
-    y += o.bias;
+    const Epilogue& e = p.epilogue;
+    if (e.bias) y += widen_raw(o.addends.bias, e.dtype);
     bool writes = o.valid && lane % LANES == 0;
     if constexpr (ROWS > 1) {
-      const float other = __shfl_xor_sync(FULL, y, WARP / 2);
       if (gates()) {
-        y = silu(y) * other;
+        y = silu(y) * __shfl_xor_sync(FULL, y, WARP / 2);
         writes = writes && lane < WARP / 2;
       }
     }
     if (!writes) return;
-    y = activate(p.epilogue.activation, y) + o.residual;
-    write(p.epilogue.out, p.epilogue.out_dtype, o.m * p.epilogue.stride + o.column, y);
+    y = activate(e.activation, y);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (e.residuals[r]) y += widen_raw(o.addends.residuals[r], e.dtype);
+    }
+    write(e.out, e.out_dtype, o.m * e.stride + o.column, y);
   }
 
-  __device__ void run(float* xs, float (*partial)[WARPS][SUMS]) const {
+  __device__ void run(float* xs, float (*partial)[GEMV_WARPS][SUMS]) const {
     Tile tiles[2] = {};
     Ahead ahead = {0, part, {}};
     allow_next();
@@ -222,11 +229,12 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
     advance(ahead);
     ask(tiles[1], ahead);
     advance(ahead);
+    Stage<M, GEMV_THREADS, Pack> stage(p.prologue, p.k, xs, partial[0][0]);
+    stage.ask();
     Output out = output(0);
-    stage_norm<M, WIDE>(p.prologue, p.k, xs);
     wait_previous();
-    add_residual(out);
-    stage_rows<M, WIDE>(p.prologue, p.m, p.k, xs, partial[0][0]);
+    ask_residuals(out);
+    stage.run(p.m);
     __syncthreads();
     if constexpr (Format::PREPARES) {
       Format::template prepare<M>(p, xs);
@@ -253,7 +261,7 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
       ++round;
       if (!in_round(round)) return;
       out = output(round);
-      add_residual(out);
+      ask_residuals(out);
     }
   }
 
@@ -271,12 +279,12 @@ template <class Format, int M, int ROWS, int STEPS> struct FewRows {
   }
 };
 
-// The body of a kernel; dynamic shared memory holds the staged rows and the norm's vectors.
+// The body of a kernel; dynamic shared memory holds the M staged rows.
 template <class Format, int M, int ROWS, int STEPS>
 __device__ __forceinline__ void gemv(const Gemv& p) {
   using Work = FewRows<Format, M, ROWS, STEPS>;
   extern __shared__ float4 dynamic_shared[];
-  __shared__ float partial[2][Work::WARPS][Work::SUMS];
+  __shared__ float partial[2][GEMV_WARPS][Work::SUMS];
   Work(p).run(reinterpret_cast<float*>(dynamic_shared), partial);
 }
 
