@@ -55,7 +55,7 @@ template <typename T> struct Dense {
     return w;
   }
   static __device__ __forceinline__ Input input(const Gemv& p, const float* xs, int m, uint32_t chunk) {
-    const float4* from = reinterpret_cast<const float4*>(xs + m * staged_pitch(p.k) + chunk * VALUES);
+    const float4* from = reinterpret_cast<const float4*>(xs + m * staged_pitch<float>(p.k) + chunk * VALUES);
     Input x;
 #pragma unroll
     for (int i = 0; i < VALUES / 4; ++i) {
@@ -93,7 +93,7 @@ struct Scalar {
     return widen_raw(chunk.raw, chunk.dtype);
   }
   static __device__ __forceinline__ Input input(const Gemv& p, const float* xs, int m, uint32_t chunk) {
-    return xs[m * staged_pitch(p.k) + chunk];
+    return xs[m * staged_pitch<float>(p.k) + chunk];
   }
   static __device__ __forceinline__ float dot(Values w, Input x) { return w * x; }
 };

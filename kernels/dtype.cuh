@@ -9,10 +9,11 @@ namespace fused {
 // As the host's `dtype_index` numbers them.
 constexpr int F32 = 0, F16 = 1, BF16 = 2;
 
-// An element as it is stored, to be widened later: a load that nothing waits for yet.
+// An element as it is stored, to be widened later: a load that nothing waits for yet. It passes by
+// the L1 cache, where what another kernel is about to write must not stay behind.
 __device__ __forceinline__ uint32_t read_raw(const void* p, int dtype, uint64_t i) {
-  if (dtype == F32) return static_cast<const uint32_t*>(p)[i];
-  return static_cast<const uint16_t*>(p)[i];
+  if (dtype == F32) return __ldcg(static_cast<const uint32_t*>(p) + i);
+  return __ldcg(static_cast<const uint16_t*>(p) + i);
 }
 
 template <typename T> __device__ __forceinline__ float widen_raw(uint32_t raw);

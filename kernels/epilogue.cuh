@@ -18,7 +18,7 @@ struct Epilogue {
   int out_dtype;  // f32 for logits
 };
 
-__device__ __forceinline__ float silu(float v) { return v / (1.f + __expf(-v)); }
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
 
 __device__ __forceinline__ float activate(int activation, float v) {
   switch (activation) {

@@ -18,20 +18,33 @@ struct Prologue {
   int dtype;  // of x and of the norm's weight and bias
 };
 
-// Floats from one row in shared memory to the next.
-__device__ __forceinline__ uint32_t staged_pitch(uint32_t k) { return (k + 3) / 4 * 4; }
+// Elements from one staged row to the next.
+template <typename S> __device__ __forceinline__ uint32_t staged_pitch(uint32_t k) {
+  // 16-bit rows lie 64 bytes apart modulo 128, so that lanes which read 64 bytes of each of two
+  // rows meet no bank twice.
+  return sizeof(S) == 4 ? (k + 3) / 4 * 4 : (k + 63) / 64 * 64 + 32;
+}
 
-// Who stages a row: the whole block if there is only one, a warp if there are several.
-template <int M, int THREADS> struct Team {
-  static constexpr int SIZE = M == 1 ? THREADS : WARP;
-  static constexpr int TEAMS = THREADS / SIZE;
-  static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % SIZE; }
-  static __device__ __forceinline__ uint32_t index() { return threadIdx.x / SIZE; }
+// Who stages a row: the whole block, or a warp if there are several rows.
+struct Team {
+  bool block;
 
-  // The sum over the team, in all of its threads. `scratch` may be used again after the next
-  // barrier.
-  static __device__ __forceinline__ float sum(float v, float* scratch) {
-    return block_sum<SIZE / WARP>(v, scratch);
+  __device__ __forceinline__ uint32_t rank() const { return block ? threadIdx.x : threadIdx.x % WARP; }
+  __device__ __forceinline__ uint32_t size() const { return block ? blockDim.x : WARP; }
+  __device__ __forceinline__ uint32_t index() const { return block ? 0 : threadIdx.x / WARP; }
+  __device__ __forceinline__ uint32_t teams() const { return block ? 1 : blockDim.x / WARP; }
+
+  // The sum over the team, in all of its threads. `scratch` holds 8 floats, aligned to 16 bytes,
+  // and may be used again after the next barrier.
+  __device__ __forceinline__ float sum(float v, float* scratch) const {
+    v = warp_sum(v);
+    if (!block) return v;
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = v;
+    __syncthreads();
+    v = 0.f;
+#pragma unroll
+    for (int w = 0; w < 8; ++w) v += w * WARP < blockDim.x ? scratch[w] : 0.f;
+    return v;
   }
 };
 
@@ -44,7 +57,7 @@ struct VectorPack {
     return k / (dtype == F32 ? VEC<float> : VEC<__half>);
   }
   static __device__ __forceinline__ Raw read(const void* p, int dtype, uint32_t pack) {
-    return static_cast<const uint4*>(p)[pack];
+    return __ldcg(static_cast<const uint4*>(p) + pack);
   }
   template <typename T> static __device__ __forceinline__ void widen(Raw raw, float (&v)[VALUES<T>]) {
     if constexpr (sizeof(T) == 4) {
@@ -54,16 +67,27 @@ struct VectorPack {
       unpack8<T>(raw, v);
     }
   }
-  template <int N> static __device__ __forceinline__ void put(float* to, const float (&v)[N]) {
+  template <typename S, int N> static __device__ __forceinline__ void put(S* to, const float (&v)[N]) {
+    if constexpr (sizeof(S) == 4) {
 #pragma unroll
-    for (int i = 0; i < N; i += 4)
-      *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+      for (int i = 0; i < N; i += 4)
+        *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    } else {
+      Pack<S, N> pack;
+#pragma unroll
+      for (int i = 0; i < N; ++i) pack.v[i] = from_float<S>(v[i]);
+      store(to, pack);
+    }
   }
-  template <int N> static __device__ __forceinline__ void get(const float* from, float (&v)[N]) {
+  template <typename S, int N> static __device__ __forceinline__ void get(const S* from, float (&v)[N]) {
+    if constexpr (sizeof(S) == 4) {
 #pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      const float4 part = *reinterpret_cast<const float4*>(from + i);
-      v[i] = part.x, v[i + 1] = part.y, v[i + 2] = part.z, v[i + 3] = part.w;
+      for (int i = 0; i < N; i += 4) {
+        const float4 part = *reinterpret_cast<const float4*>(from + i);
+        v[i] = part.x, v[i + 1] = part.y, v[i + 2] = part.z, v[i + 3] = part.w;
+      }
+    } else {
+      unpack8<S>(*reinterpret_cast<const uint4*>(from), v);
     }
   }
 };
@@ -86,68 +110,54 @@ struct ScalarPack {
 
 // Packs of x that a thread has on the way at once, and packs of the norm's weight that it asks for
 // before the wait.
-constexpr int BATCH = 4, AHEAD = 2;
+constexpr int BATCH = 2, AHEAD = 2;
 
-template <int M, int THREADS, class Pack> struct Stage {
-  using Ranks = Team<M, THREADS>;
+// Stages rows as elements of S.
+template <typename S, class Pack> struct Stage {
   using Raw = typename Pack::Raw;
 
   const Prologue& p;
+  Team team;
   uint32_t k, packs;
-  float* rows;     // M rows of f32, `staged_pitch(k)` apart
-  float* scratch;  // a float for each warp
+  S* rows;         // `staged_pitch<S>(k)` apart
+  float* scratch;  // 8 floats
   Raw weight[AHEAD];
 
-  __device__ Stage(const Prologue& prologue, uint32_t k, float* rows, float* scratch)
-      : p(prologue), k(k), packs(Pack::count(k, prologue.dtype)), rows(rows), scratch(scratch) {}
+  __device__ Stage(const Prologue& prologue, bool block, uint32_t k, S* rows, float* scratch)
+      : p(prologue), team{block}, k(k), packs(Pack::count(k, prologue.dtype)), rows(rows), scratch(scratch) {}
 
   template <int N>
   __device__ __forceinline__ void read(const void* from, uint32_t first, Raw (&raw)[N]) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const uint32_t pack = first + i * Ranks::SIZE;
+      const uint32_t pack = first + i * team.size();
       if (pack < packs) raw[i] = Pack::read(from, p.dtype, pack);
     }
   }
 
   // Before the wait: asks for the norm's weight.
   __device__ __forceinline__ void ask() {
-    if (p.norm != NORM_NONE) read(p.weight, Ranks::rank(), weight);
+    if (p.norm != NORM_NONE) read(p.weight, team.rank(), weight);
   }
 
-  // After the wait: rows 0..m of x, and zeros for the rest of the M rows. A barrier must follow.
-  __device__ __forceinline__ void run(uint32_t m) const {
-    if (p.dtype == BF16) {
-      run_as<__nv_bfloat16>(m);
-    } else if (p.dtype == F16) {
-      run_as<__half>(m);
-    } else {
-      run_as<float>(m);
-    }
-  }
-
-  template <typename T> __device__ __forceinline__ void run_as(uint32_t m) const {
+  // After the wait: rows 0..m of x, whose elements are T. A barrier must follow.
+  template <typename T> __device__ __forceinline__ void run(uint32_t m) const {
 #pragma unroll 1
-    for (uint32_t r = Ranks::index(); r < M; r += Ranks::TEAMS) {
-      float* row = rows + r * staged_pitch(k);
-      if (M > 1 && r >= m) {
-        for (uint32_t i = Ranks::rank(); i < k; i += Ranks::SIZE) row[i] = 0.f;
-      } else {
-        stage<T>(static_cast<const T*>(p.x) + uint64_t(r) * k, row);
-      }
+    for (uint32_t r = team.index(); r < m; r += team.teams()) {
+      stage<T>(static_cast<const T*>(p.x) + uint64_t(r) * k, rows + r * staged_pitch<S>(k));
     }
   }
 
-  template <typename T> __device__ __forceinline__ void stage(const T* x, float* row) const {
+  template <typename T> __device__ __forceinline__ void stage(const T* x, S* row) const {
     constexpr int N = Pack::template VALUES<T>;
     float mean = 0.f, squares = 0.f;
 #pragma unroll 1
-    for (uint32_t first = Ranks::rank(); first < packs; first += BATCH * Ranks::SIZE) {
+    for (uint32_t first = team.rank(); first < packs; first += BATCH * team.size()) {
       Raw raw[BATCH];
       read(x, first, raw);
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        const uint32_t pack = first + i * Ranks::SIZE;
+        const uint32_t pack = first + i * team.size();
         if (pack >= packs) break;
         float v[N];
         Pack::template widen<T>(raw[i], v);
@@ -161,38 +171,40 @@ template <int M, int THREADS, class Pack> struct Stage {
     }
     if (p.norm == NORM_NONE) return;
     if (p.norm == NORM_LAYER) {
-      mean = Ranks::sum(mean, scratch) / k;
+      mean = team.sum(mean, scratch) / k;
       squares = 0.f;
-      for (uint32_t i = Ranks::rank(); i < packs; i += Ranks::SIZE) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const float v = row[i * N + j] - mean;
-          squares = fmaf(v, v, squares);
-        }
-      }
-      if (M == 1) __syncthreads();  // the scratch is used again
-    }
-    const float factor = rsqrtf(Ranks::sum(squares, scratch) / k + p.eps);
 #pragma unroll 1
-    for (uint32_t first = Ranks::rank(); first < packs; first += AHEAD * Ranks::SIZE) {
+      for (uint32_t pack = team.rank(); pack < packs; pack += team.size()) {
+        float v[N];
+        Pack::get(row + pack * N, v);
+#pragma unroll
+        for (int j = 0; j < N; ++j) squares = fmaf(v[j] - mean, v[j] - mean, squares);
+      }
+      if (team.block) __syncthreads();  // the scratch is used again
+    } else {
+      mean = 0.f;
+    }
+    const float factor = rsqrtf(__fdividef(team.sum(squares, scratch), k) + p.eps);
+#pragma unroll 1
+    for (uint32_t first = team.rank(); first < packs; first += AHEAD * team.size()) {
       Raw later[AHEAD];
-      if (first >= AHEAD * Ranks::SIZE) read(p.weight, first, later);
+      if (first >= AHEAD * team.size()) read(p.weight, first, later);
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
-        const uint32_t pack = first + i * Ranks::SIZE;
+        const uint32_t pack = first + i * team.size();
         if (pack >= packs) break;
-        float w[N], v[N];
-        Pack::template widen<T>(first < AHEAD * Ranks::SIZE ? weight[i] : later[i], w);
+        float v[N], w[N];
         Pack::get(row + pack * N, v);
-        if (p.norm == NORM_LAYER) {
+        Pack::template widen<T>(first < AHEAD * team.size() ? weight[i] : later[i], w);
+        if (p.norm == NORM_RMS) {
+          // Rounded where Hugging Face's Llama rounds: before the weight, and after it.
+#pragma unroll
+          for (int j = 0; j < N; ++j) v[j] = rounded<T>(rounded<T>(v[j] * factor) * w[j]);
+        } else {
           float b[N] = {};
           if (p.bias) Pack::template widen<T>(Pack::read(p.bias, p.dtype, pack), b);
 #pragma unroll
           for (int j = 0; j < N; ++j) v[j] = rounded<T>(fmaf((v[j] - mean) * factor, w[j], b[j]));
-        } else {
-          // Rounded where Hugging Face's Llama rounds: before the weight, and after it.
-#pragma unroll
-          for (int j = 0; j < N; ++j) v[j] = rounded<T>(rounded<T>(v[j] * factor) * w[j]);
         }
         Pack::put(row + pack * N, v);
       }
