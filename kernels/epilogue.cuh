@@ -1,0 +1,50 @@
+// What happens to an output before it is written: act(y + bias) + residuals, computed in f32 and
+// rounded once.
+#pragma once
+
+#include "dtype.cuh"
+
+namespace fused {
+
+constexpr int ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3, ACT_SWIGLU = 4;
+
+struct Epilogue {
+  const void* bias;          // [rows] or null
+  const void* residuals[2];  // [m, width], each row `stride` elements after the one before, or null
+  void* out;                 // likewise
+  uint64_t stride;
+  int activation;
+  int dtype;      // of bias and residuals
+  int out_dtype;  // f32 for logits
+};
+
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+
+__device__ __forceinline__ float activate(int activation, float v) {
+  switch (activation) {
+    case ACT_SILU:
+      return silu(v);
+    case ACT_GELU:
+      return 0.5f * v * (1.f + erff(v * 0.70710678f));
+    case ACT_GELU_TANH:
+      return 0.5f * v * (1.f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
+    default:
+      return v;
+  }
+}
+
+// What an output needs besides its sum, read ahead and widened when the sum is there.
+struct Addends {
+  uint32_t bias, residuals[2];
+
+  __device__ __forceinline__ void ask_bias(const Epilogue& e, uint32_t row) {
+    bias = e.bias ? read_raw(e.bias, e.dtype, row) : 0;
+  }
+  __device__ __forceinline__ void ask_residuals(const Epilogue& e, uint32_t m, uint32_t column) {
+    const uint64_t i = m * e.stride + column;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) residuals[r] = e.residuals[r] ? read_raw(e.residuals[r], e.dtype, i) : 0;
+  }
+};
+
+}  // namespace fused
