@@ -107,7 +107,11 @@ impl Library {
         let aligned = |a: Address| 1 << a.trailing_zeros().min(4);
         let key = (
             product.shape,
-            [aligned(product.x), aligned(product.w), aligned(product.y | product.c)],
+            [
+                aligned(product.x),
+                aligned(product.w),
+                aligned(product.y | product.c),
+            ],
         );
         let plan = match self.plans.get(&key) {
             Some(plan) => plan,
@@ -163,12 +167,19 @@ impl Plan {
         let GemmShape { m, n, k, pitch, .. } = *shape;
         let (kind, out) = (data_type(shape.dtype)?, data_type(shape.out)?);
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let product = told("product", result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F))?;
+        let product = told(
+            "product",
+            result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F),
+        )?;
         let layout = |kind, rows: usize, cols: usize, pitch: usize| {
             let made = result::create_matrix_layout(kind, rows as u64, cols as u64, pitch as i64);
             told("layout", made)
         };
-        let (w, x, y) = (layout(kind, k, n, k)?, layout(kind, k, m, k)?, layout(out, n, m, pitch)?);
+        let (w, x, y) = (
+            layout(kind, k, n, k)?,
+            layout(kind, k, m, k)?,
+            layout(out, n, m, pitch)?,
+        );
         let transposed = cublasOperation_t::CUBLAS_OP_T;
         // SAFETY: the attribute is the size of the value handed over.
         let set = unsafe {
@@ -184,10 +195,22 @@ impl Plan {
         use sys::cublasLtMatmulPreferenceAttributes_t as attribute;
         let [x_aligned, w_aligned, y_aligned] = aligned;
         let limits = [
-            (attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, w_aligned),
-            (attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, x_aligned),
-            (attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, y_aligned),
-            (attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, y_aligned),
+            (
+                attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+                w_aligned,
+            ),
+            (
+                attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                x_aligned,
+            ),
+            (
+                attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+                y_aligned,
+            ),
+            (
+                attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+                y_aligned,
+            ),
         ];
         // SAFETY: the attributes are the sizes of the values handed over, and the descriptors exist.
         let found = unsafe {

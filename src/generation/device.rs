@@ -76,12 +76,7 @@ impl OnDevice {
     }
 
     /// Reads `ids` into sequence `index` and draws the token to follow.
-    pub fn extend(
-        &mut self,
-        sequences: &mut [Sequence],
-        index: usize,
-        ids: &[u32],
-    ) -> Result<u32> {
+    pub fn extend(&mut self, sequences: &mut [Sequence], index: usize, ids: &[u32]) -> Result<u32> {
         self.settle()?;
         let logits = sequences[index].read(&self.decoder, ids)?;
         let token = self.state.draw(&logits, index, &sequences[index].ids)?;

@@ -26,8 +26,8 @@ mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
-use crate::ops::sample::sample_as;
 pub use crate::ops::sample::SamplingParams;
+use crate::ops::sample::sample_as;
 use candle_core::{Result, Tensor, bail};
 
 /// How a [`Generation`] is set up.

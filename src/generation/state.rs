@@ -168,7 +168,10 @@ impl State {
             spins = spins.wrapping_add(1);
             if spins.is_multiple_of(1 << 16) && begun.elapsed() > PATIENCE {
                 // An error of the GPU ends the wait; a step that is merely long goes on.
-                self.device.cuda_stream().synchronize().map_err(Error::wrap)?;
+                self.device
+                    .cuda_stream()
+                    .synchronize()
+                    .map_err(Error::wrap)?;
                 if high.load(Ordering::Acquire) != wanted {
                     bail!("generation: the GPU went through a step without leaving its token");
                 }
@@ -185,7 +188,10 @@ impl State {
     /// Waits until nothing is under way.
     pub fn settle(&mut self) -> Result<()> {
         if self.in_flight() > 0 || self.current {
-            self.device.cuda_stream().synchronize().map_err(Error::wrap)?;
+            self.device
+                .cuda_stream()
+                .synchronize()
+                .map_err(Error::wrap)?;
             self.current = false;
         }
         (self.launched, self.read) = (0, 0);
