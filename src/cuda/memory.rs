@@ -6,7 +6,7 @@
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DeviceRepr, result,
+    CudaSlice, CudaStream, DevicePtr, DeviceRepr, DriverError, result, sys,
 };
 use candle_core::op::BackpropOp;
 use candle_core::{
@@ -65,8 +65,9 @@ pub(crate) fn alloc(
     len: usize,
 ) -> Result<CudaStorage> {
     fn take<T: DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
-        // SAFETY: the types are plain numbers, and the caller has a kernel write all of them.
-        unsafe { device.alloc::<T>(len) }
+        // SAFETY: the types are plain numbers, and the caller has a kernel write all of them. The
+        // driver does not allocate nothing.
+        unsafe { device.alloc::<T>(len.max(1)) }
     }
     let slice = match dtype {
         DType::F32 => take(device, len).map(CudaStorageSlice::F32),
@@ -93,6 +94,62 @@ pub(crate) fn alloc(
             }
         }
     }
+}
+
+/// Copies the first `slots` of `[.., S, D]` into the first of `[.., S', D]`: one copy by the
+/// driver, where candle would have to have two kernels compiled.
+pub(crate) fn copy_slots(from: &Tensor, to: &Tensor, slots: usize) -> Result<()> {
+    let [planes @ .., from_slots, width] = from.dims() else {
+        bail!(
+            "copy_slots: a tensor of shape {:?}, expected [.., S, D]",
+            from.shape()
+        );
+    };
+    let fits = to.dims().len() == from.dims().len()
+        && to.dims().starts_with(planes)
+        && to.dims().ends_with(&[*width])
+        && slots <= *from_slots.min(&to.dims()[planes.len()])
+        && from.dtype() == to.dtype()
+        && from.is_contiguous()
+        && to.is_contiguous();
+    if !fits {
+        bail!(
+            "copy_slots: {slots} slots of {:?} do not go into {:?}",
+            from.shape(),
+            to.shape()
+        );
+    }
+    let Device::Cuda(device) = to.device() else {
+        bail!("copy_slots: expected tensors on a CUDA device");
+    };
+    let line = width * from.dtype().size_in_bytes();
+    let copy = sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcHost: std::ptr::null(),
+        srcDevice: address_of(from)?,
+        srcArray: std::ptr::null_mut(),
+        srcPitch: from_slots * line,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: address_of(to)?,
+        dstArray: std::ptr::null_mut(),
+        dstPitch: to.dims()[planes.len()] * line,
+        WidthInBytes: slots * line,
+        Height: planes.iter().product(),
+    };
+    if copy.WidthInBytes * copy.Height == 0 {
+        return Ok(());
+    }
+    super::Gpu::of(device)?.bind()?;
+    // SAFETY: both tensors have that many planes with that many slots; the copy is ordered by the
+    // stream on which both are used and freed.
+    unsafe { sys::cuMemcpy2DAsync_v2(&copy, device.cuda_stream().cu_stream()) }
+        .result()
+        .map_err(|e: DriverError| Error::wrap(e))
 }
 
 /// Matrices `[N_i, K]` of one dtype and device as one `[sum of N_i, K]`.

@@ -9,6 +9,7 @@ mod module;
 mod pinned;
 mod pool;
 pub mod profile;
+mod rows;
 
 pub(crate) use gpu::Gpu;
 pub(crate) use graph::Graph;
@@ -16,8 +17,9 @@ pub use graph::count_launches;
 pub use launch::launches;
 pub(crate) use launch::{Grid, Launcher};
 pub(crate) use memory::{
-    Address, address, address_of, alloc, contiguous, cuda_storage, stack_rows,
+    Address, address, address_of, alloc, contiguous, copy_slots, cuda_storage, stack_rows,
 };
 pub(crate) use module::{Module, fatbin};
 pub(crate) use pinned::Pinned;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
+pub(crate) use rows::Rows;

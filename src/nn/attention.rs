@@ -115,6 +115,7 @@ impl Attention {
             heads,
             kv_heads,
             slot,
+            norms: None,
         };
         ops::rope_append(qkv, &append, k_buffer, v_buffer)
     }

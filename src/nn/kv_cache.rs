@@ -130,9 +130,7 @@ impl KvCache {
             let grown = (end + SPARE).max(2 * capacity).min(self.limit);
             let grow = |old: &Tensor| -> Result<Tensor> {
                 let new = Tensor::zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
-                if slot > 0 {
-                    new.slice_set(&old.narrow(2, 0, slot)?.contiguous()?, 2, 0)?;
-                }
+                copy_slots(old, &new, slot)?;
                 Ok(new)
             };
             self.k = grow(&self.k)?;
@@ -141,6 +139,18 @@ impl KvCache {
         self.len = end;
         Ok(slot)
     }
+}
+
+/// The first `slots` of one buffer into another.
+fn copy_slots(from: &Tensor, to: &Tensor, slots: usize) -> Result<()> {
+    if slots == 0 {
+        return Ok(());
+    }
+    #[cfg(feature = "cuda")]
+    if to.device().is_cuda() {
+        return crate::cuda::copy_slots(from, to, slots);
+    }
+    to.slice_set(&from.narrow(2, 0, slots)?.contiguous()?, 2, 0)
 }
 
 /// A clone has buffers of its own: steps write in place, and must not write into each other's past.

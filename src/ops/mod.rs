@@ -18,5 +18,5 @@ pub use quant_linear::quant_linear;
 pub use residual_add::residual_add;
 pub use rms_norm::{rms_norm, rms_norm_residual};
 pub use rms_norm_linear::rms_norm_linear;
-pub use rope::{RopeAppend, RopeStyle, Rotation, rope, rope_append};
+pub use rope::{HeadNorms, RopeAppend, RopeStyle, Rotation, rope, rope_append};
 pub use view::Float;

@@ -1,7 +1,7 @@
 //! Reading candle's storages: any layout, any float type, as plain slices.
 
 use crate::cpu::vector::Element;
-use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
 
@@ -49,6 +49,14 @@ pub(super) fn dense_on_cuda(t: &Tensor) -> Result<Tensor> {
     } else {
         Ok(t.clone())
     }
+}
+
+/// The elements in row-major order as float64, wherever they are: what the plain forms compute on.
+pub(super) fn float64(t: &Tensor) -> Result<Vec<f64>> {
+    t.to_device(&Device::Cpu)?
+        .to_dtype(DType::F64)?
+        .flatten_all()?
+        .to_vec1()
 }
 
 /// The CPU side of a storage; the guards of every op have checked that there is one.

@@ -1,6 +1,6 @@
 //! LayerNorm and its core against float64.
 
-use crate::support::{layouts, randn, widest_error};
+use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error};
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_fused::cpu::norm;
 use candle_fused::cpu::simd::Level;
@@ -8,17 +8,26 @@ use candle_fused::ops::layer_norm::{layer_norm, reference};
 
 const WIDTHS: [usize; 8] = [1, 7, 16, 111, 500, 576, 1024, 4096];
 
+/// Widths past what a GPU's registers hold, too.
+const WIDE: [usize; 4] = [8192, 16385, 33000, 65536];
+
 #[test]
 fn norms_agree_with_float64() -> Result<()> {
-    for width in WIDTHS {
-        for rows in [1, 3, 70] {
-            let x = randn(&[rows, width], DType::F32)?;
-            let (weight, bias) = (randn(&[width], DType::F32)?, randn(&[width], DType::F32)?);
-            for bias in [None, Some(&bias)] {
-                let got = layer_norm(&x, &weight, bias, 1e-5)?;
-                let error = widest_error(&got, &reference(&x, &weight, bias, 1e-5)?)?;
-                let limit = 1.2e-7 * (6. + (width as f64).sqrt() / 4.);
-                assert!(error < limit, "{rows}x{width}: {error:e}");
+    for device in devices() {
+        for width in WIDTHS.into_iter().chain(WIDE) {
+            for rows in [1, 3, 70] {
+                if rows * width > 1 << 19 {
+                    continue;
+                }
+                let randn = |dims: &[usize]| randn_on(dims, DType::F32, &device);
+                let (x, weight, bias) =
+                    (randn(&[rows, width])?, randn(&[width])?, randn(&[width])?);
+                for bias in [None, Some(&bias)] {
+                    let got = layer_norm(&x, &weight, bias, 1e-5)?;
+                    let error = widest_error(&got, &reference(&x, &weight, bias, 1e-5)?)?;
+                    let limit = 1.2e-7 * (6. + (width as f64).sqrt() / 4.);
+                    assert!(error < limit, "{device:?} {rows}x{width}: {error:e}");
+                }
             }
         }
     }
@@ -29,13 +38,16 @@ fn norms_agree_with_float64() -> Result<()> {
 /// are what the reference starts from, and nothing more may be lost.
 #[test]
 fn a_large_offset_costs_nothing() -> Result<()> {
-    for width in [17, 576, 4096] {
-        let x = (randn(&[4, width], DType::F32)? + 1e4)?;
-        let weight = Tensor::ones(width, DType::F32, &Device::Cpu)?;
-        let got = layer_norm(&x, &weight, None, 1e-5)?;
-        let error = widest_error(&got, &reference(&x, &weight, None, 1e-5)?)?;
-        // Subtracting a mean near 1e4 rounds to 5e-4, which is exact to a few in 1e4 of the spread.
-        assert!(error < 5e-4, "{width}: {error:e}");
+    for device in devices() {
+        for width in [17, 576, 4096] {
+            let x = (randn(&[4, width], DType::F32)? + 1e4)?.to_device(&device)?;
+            let weight = Tensor::ones(width, DType::F32, &Device::Cpu)?.to_device(&device)?;
+            let got = layer_norm(&x, &weight, None, 1e-5)?;
+            let error = widest_error(&got, &reference(&x, &weight, None, 1e-5)?)?;
+            // Subtracting a mean near 1e4 rounds to 5e-4, which is exact to a few in 1e4 of the
+            // spread.
+            assert!(error < 5e-4, "{device:?} {width}: {error:e}");
+        }
     }
     Ok(())
 }
@@ -47,16 +59,18 @@ fn low_precision_is_no_worse_than_candles() -> Result<()> {
             let x = randn(&[5, width], dtype)?;
             let (weight, bias) = (randn(&[width], dtype)?, randn(&[width], dtype)?);
             let expected = reference(&x, &weight, Some(&bias), 1e-5)?;
-            let fused = layer_norm(&x, &weight, Some(&bias), 1e-5)?;
-            let candle = candle_nn::LayerNorm::new(weight, bias, 1e-5).forward(&x)?;
-            let (fused, plain) = (
-                widest_error(&fused, &expected)?,
-                widest_error(&candle, &expected)?,
-            );
-            assert!(
-                fused <= 2. * plain + floor,
-                "{dtype:?} {width}: {fused:e}, {plain:e}"
-            );
+            let candle =
+                candle_nn::LayerNorm::new(weight.clone(), bias.clone(), 1e-5).forward(&x)?;
+            let plain = widest_error(&candle, &expected)?;
+            for device in devices() {
+                let on = |t: &Tensor| t.to_device(&device);
+                let fused = layer_norm(&on(&x)?, &on(&weight)?, Some(&on(&bias)?), 1e-5)?;
+                let fused = widest_error(&fused, &expected)?;
+                assert!(
+                    fused <= 2. * plain + floor,
+                    "{device:?} {dtype:?} {width}: {fused:e}, {plain:e}"
+                );
+            }
         }
     }
     Ok(())
@@ -64,12 +78,31 @@ fn low_precision_is_no_worse_than_candles() -> Result<()> {
 
 #[test]
 fn any_layout_gives_what_its_copy_gives() -> Result<()> {
-    for x in layouts(DType::F32)? {
-        let weight = randn(&[x.dim(D::Minus1)?], DType::F32)?;
-        let flat = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
-        let strided = layer_norm(&x, &weight, Some(&weight), 1e-5)?;
-        let copied = layer_norm(&x.contiguous()?, &weight, Some(&weight), 1e-5)?;
-        assert_eq!(flat(strided)?, flat(copied)?);
+    for device in devices() {
+        for x in layouts_on(DType::F32, &device)? {
+            let weight = randn_on(&[x.dim(D::Minus1)?], DType::F32, &device)?;
+            let strided = layer_norm(&x, &weight, Some(&weight), 1e-5)?;
+            let copied = layer_norm(&x.contiguous()?, &weight, Some(&weight), 1e-5)?;
+            assert_eq!(values(&strided)?, values(&copied)?);
+        }
+    }
+    Ok(())
+}
+
+/// Rows that begin in the middle of 16 bytes.
+#[test]
+fn unaligned_rows_are_normalised() -> Result<()> {
+    for device in devices() {
+        for (dtype, limit) in [(DType::F32, 1e-6), (DType::BF16, 4e-3)] {
+            let base = randn_on(&[9, 576], dtype, &device)?.flatten_all()?;
+            let weight = randn_on(&[576], dtype, &device)?;
+            for start in [1, 3, 8] {
+                let x = base.narrow(0, start, 8 * 576)?.reshape((8, 576))?;
+                let got = layer_norm(&x, &weight, None, 1e-5)?;
+                let error = widest_error(&got, &reference(&x, &weight, None, 1e-5)?)?;
+                assert!(error < limit, "{device:?} {dtype:?} {start}: {error:e}");
+            }
+        }
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! RMSNorm, alone, with a residual, and its cores, against float64.
 
-use crate::support::{layouts, randn, widest_error};
+use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::cpu::norm;
 use candle_fused::cpu::simd::Level;
@@ -9,17 +9,25 @@ use proptest::prelude::*;
 
 const WIDTHS: [usize; 8] = [1, 7, 16, 111, 500, 576, 1024, 4096];
 
+/// Widths past what a GPU's registers hold, too.
+const WIDE: [usize; 4] = [8192, 16385, 33000, 65536];
+
 #[test]
 fn norms_agree_with_float64() -> Result<()> {
-    for width in WIDTHS {
-        for rows in [1, 3, 70] {
-            let x = randn(&[rows, width], DType::F32)?;
-            let weight = randn(&[width], DType::F32)?;
-            let got = rms_norm(&x, &weight, 1e-5)?;
-            // Sums of squares lose the square root of K units at most, the rest a few.
-            let limit = 1.2e-7 * (4. + (width as f64).sqrt() / 4.);
-            let error = widest_error(&got, &reference(&x, &weight, 1e-5)?)?;
-            assert!(error < limit, "{rows}x{width}: {error:e}");
+    for device in devices() {
+        for width in WIDTHS.into_iter().chain(WIDE) {
+            for rows in [1, 3, 70] {
+                if rows * width > 1 << 19 {
+                    continue;
+                }
+                let x = randn_on(&[rows, width], DType::F32, &device)?;
+                let weight = randn_on(&[width], DType::F32, &device)?;
+                let got = rms_norm(&x, &weight, 1e-5)?;
+                // Sums of squares lose the square root of K units at most, the rest a few.
+                let limit = 1.2e-7 * (4. + (width as f64).sqrt() / 4.);
+                let error = widest_error(&got, &reference(&x, &weight, 1e-5)?)?;
+                assert!(error < limit, "{device:?} {rows}x{width}: {error:e}");
+            }
         }
     }
     Ok(())
@@ -33,13 +41,16 @@ fn low_precision_is_no_worse_than_candles() -> Result<()> {
             let x = randn(&[5, width], dtype)?;
             let weight = randn(&[width], dtype)?;
             let expected = reference(&x, &weight, 1e-5)?;
-            let fused = widest_error(&rms_norm(&x, &weight, 1e-5)?, &expected)?;
             let candle = candle_nn::ops::rms_norm(&x, &weight, 1e-5)?;
             let plain = widest_error(&candle, &expected)?;
-            assert!(
-                fused <= 2. * plain + floor,
-                "{dtype:?} {width}: {fused:e}, {plain:e}"
-            );
+            for device in devices() {
+                let (x, weight) = (x.to_device(&device)?, weight.to_device(&device)?);
+                let fused = widest_error(&rms_norm(&x, &weight, 1e-5)?, &expected)?;
+                assert!(
+                    fused <= 2. * plain + floor,
+                    "{device:?} {dtype:?} {width}: {fused:e}, {plain:e}"
+                );
+            }
         }
     }
     Ok(())
@@ -47,16 +58,20 @@ fn low_precision_is_no_worse_than_candles() -> Result<()> {
 
 #[test]
 fn the_residual_form_is_the_sum_and_its_norm() -> Result<()> {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for dims in [&[1, 576][..], &[3, 2, 111], &[64, 1024], &[7]] {
-            let (x, residual) = (randn(dims, dtype)?, randn(dims, dtype)?);
-            let weight = randn(&dims[dims.len() - 1..], dtype)?;
-            let (sum, normed) = rms_norm_residual(&x, &residual, &weight, 1e-6)?;
-            let plain = (&x + &residual)?;
-            let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-            assert_eq!(flat(&sum)?, flat(&plain)?);
-            assert_eq!(flat(&normed)?, flat(&rms_norm(&plain, &weight, 1e-6)?)?);
-            assert_eq!((sum.dims(), normed.dims()), (dims, dims));
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for dims in [&[1, 576][..], &[3, 2, 111], &[64, 1024], &[7], &[2, 33000]] {
+                let x = randn_on(dims, dtype, &device)?;
+                let residual = randn_on(dims, dtype, &device)?;
+                let weight = randn_on(&dims[dims.len() - 1..], dtype, &device)?;
+                let (sum, normed) = rms_norm_residual(&x, &residual, &weight, 1e-6)?;
+                let cpu = Device::Cpu;
+                let plain = (x.to_device(&cpu)? + residual.to_device(&cpu)?)?;
+                assert_eq!(values(&sum)?, values(&plain)?);
+                let plain = rms_norm(&plain.to_device(&device)?, &weight, 1e-6)?;
+                assert_eq!(values(&normed)?, values(&plain)?);
+                assert_eq!((sum.dims(), normed.dims()), (dims, dims));
+            }
         }
     }
     Ok(())
@@ -64,17 +79,39 @@ fn the_residual_form_is_the_sum_and_its_norm() -> Result<()> {
 
 #[test]
 fn any_layout_gives_what_its_copy_gives() -> Result<()> {
-    for x in layouts(DType::F32)? {
-        let weight = randn(&[x.dim(D::Minus1)?], DType::F32)?;
-        let flat = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
-        let copied = x.contiguous()?;
-        assert_eq!(
-            flat(rms_norm(&x, &weight, 1e-5)?)?,
-            flat(rms_norm(&copied, &weight, 1e-5)?)?
-        );
-        let (_, a) = rms_norm_residual(&x, &x, &weight, 1e-5)?;
-        let (_, b) = rms_norm_residual(&copied, &copied, &weight, 1e-5)?;
-        assert_eq!(flat(a)?, flat(b)?);
+    for device in devices() {
+        for x in layouts_on(DType::F32, &device)? {
+            let weight = randn_on(&[x.dim(D::Minus1)?], DType::F32, &device)?;
+            let copied = x.contiguous()?;
+            assert_eq!(
+                values(&rms_norm(&x, &weight, 1e-5)?)?,
+                values(&rms_norm(&copied, &weight, 1e-5)?)?
+            );
+            let (_, a) = rms_norm_residual(&x, &x, &weight, 1e-5)?;
+            let (_, b) = rms_norm_residual(&copied, &copied, &weight, 1e-5)?;
+            assert_eq!(values(&a)?, values(&b)?);
+        }
+    }
+    Ok(())
+}
+
+/// Rows that begin in the middle of 16 bytes, and a row whatever stands beside it.
+#[test]
+fn unaligned_rows_and_single_ones_are_normalised() -> Result<()> {
+    for device in devices() {
+        for dtype in [DType::F32, DType::BF16] {
+            let limit = if dtype == DType::F32 { 1e-6 } else { 8e-3 };
+            let base = randn_on(&[9, 576], dtype, &device)?.flatten_all()?;
+            let weight = randn_on(&[576], dtype, &device)?;
+            for start in [0, 1, 3, 8] {
+                let x = base.narrow(0, start, 8 * 576)?.reshape((8, 576))?;
+                let got = rms_norm(&x, &weight, 1e-5)?;
+                let error = widest_error(&got, &reference(&x, &weight, 1e-5)?)?;
+                assert!(error < limit, "{device:?} {dtype:?} {start}: {error:e}");
+                let one = rms_norm(&x.narrow(0, 5, 1)?, &weight, 1e-5)?;
+                assert_eq!(values(&one)?, values(&got.narrow(0, 5, 1)?)?);
+            }
+        }
     }
     Ok(())
 }
@@ -102,32 +139,25 @@ fn every_level_agrees() -> Result<()> {
 
 #[test]
 fn zeros_stay_zeros_and_huge_rows_stay_finite() -> Result<()> {
-    let weight = Tensor::ones(64, DType::F32, &Device::Cpu)?;
-    let zeros = Tensor::zeros((2, 64), DType::F32, &Device::Cpu)?;
-    assert_eq!(
-        rms_norm(&zeros, &weight, 1e-6)?.to_vec2::<f32>()?,
-        [[0.; 64]; 2]
-    );
-    for scale in [1e4, 1e15] {
-        let x = (randn(&[2, 64], DType::F32)? * scale)?;
-        let error = widest_error(
-            &rms_norm(&x, &weight, 1e-6)?,
-            &reference(&x, &weight, 1e-6)?,
-        )?;
-        assert!(error < 1e-6, "{scale:e}: {error:e}");
+    for device in devices() {
+        let on = |t: Tensor| t.to_device(&device);
+        let weight = on(Tensor::ones(64, DType::F32, &Device::Cpu)?)?;
+        let zeros = on(Tensor::zeros((2, 64), DType::F32, &Device::Cpu)?)?;
+        assert_eq!(values(&rms_norm(&zeros, &weight, 1e-6)?)?, [0.; 128]);
+        for scale in [1e4, 1e15] {
+            let x = on((randn(&[2, 64], DType::F32)? * scale)?)?;
+            let error = widest_error(
+                &rms_norm(&x, &weight, 1e-6)?,
+                &reference(&x, &weight, 1e-6)?,
+            )?;
+            assert!(error < 1e-6, "{device:?} {scale:e}: {error:e}");
+        }
+        // Squares overflow f32: zeros, as documented, and as Hugging Face gives.
+        let x = on((Tensor::ones((1, 64), DType::F32, &Device::Cpu)? * 1e30)?)?;
+        assert_eq!(values(&rms_norm(&x, &weight, 1e-6)?)?, [0.; 64]);
+        let empty = zeros.narrow(0, 0, 0)?;
+        assert_eq!(rms_norm(&empty, &weight, 1e-6)?.dims(), [0, 64]);
     }
-    // Squares overflow f32: zeros, as documented, and as Hugging Face gives.
-    let x = (Tensor::ones((1, 64), DType::F32, &Device::Cpu)? * 1e30)?;
-    assert_eq!(rms_norm(&x, &weight, 1e-6)?.to_vec2::<f32>()?, [[0.; 64]]);
-    assert_eq!(
-        rms_norm(
-            &Tensor::zeros((0, 64), DType::F32, &Device::Cpu)?,
-            &weight,
-            1e-6
-        )?
-        .dims(),
-        [0, 64]
-    );
     Ok(())
 }
 

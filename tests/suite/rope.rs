@@ -1,19 +1,24 @@
 //! Rotary embedding and the cache append against float64 and candle.
 
-use crate::support::{layouts, randn, widest_error};
+use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_fused::ops::rope::{RopeAppend, RopeStyle, Rotation, reference, rope, rope_append};
+use candle_fused::ops::rope::{
+    HeadNorms, RopeAppend, RopeStyle, Rotation, reference, reference_append, rope, rope_append,
+};
 use candle_fused::trace;
 
 const STYLES: [RopeStyle; 2] = [RopeStyle::HalfSplit, RopeStyle::Interleaved];
 
 /// Tables `[positions, pairs]` of random angles.
-fn tables(positions: usize, pairs: usize, dtype: DType) -> Result<(Tensor, Tensor)> {
+fn tables(
+    positions: usize,
+    pairs: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<(Tensor, Tensor)> {
     let angles = randn(&[positions, pairs], DType::F32)?;
-    Ok((
-        angles.cos()?.to_dtype(dtype)?,
-        angles.sin()?.to_dtype(dtype)?,
-    ))
+    let table = |t: Tensor| t.to_dtype(dtype)?.to_device(device);
+    Ok((table(angles.cos()?)?, table(angles.sin()?)?))
 }
 
 /// Half a unit in the last place from rounding once, a unit of f32 from computing.
@@ -27,25 +32,27 @@ fn limit(dtype: DType) -> f64 {
 
 #[test]
 fn rotations_agree_with_float64() -> Result<()> {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for style in STYLES {
-            // Whole heads, a quarter (Pythia), an odd rest, nothing at all.
-            for (head_dim, pairs) in [(64, 32), (80, 10), (96, 48), (7, 2), (2, 1), (16, 0)] {
-                let x = randn(&[2, 3, 5, head_dim], dtype)?;
-                let (cos, sin) = tables(40, pairs, DType::F32)?;
-                let rotation = Rotation {
-                    cos: &cos,
-                    sin: &sin,
-                    position: 11,
-                    style,
-                };
-                let got = rope(&x, &rotation)?;
-                assert_eq!((got.dims(), got.dtype()), (x.dims(), dtype));
-                let error = widest_error(&got, &reference(&x, &rotation)?)?;
-                assert!(
-                    error < limit(dtype),
-                    "{dtype:?} {style:?} {head_dim}: {error:e}"
-                );
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for style in STYLES {
+                // Whole heads, a quarter (Pythia), an odd rest, nothing at all.
+                for (head_dim, pairs) in [(64, 32), (80, 10), (96, 48), (7, 2), (2, 1), (16, 0)] {
+                    let x = randn_on(&[2, 3, 5, head_dim], dtype, &device)?;
+                    let (cos, sin) = tables(40, pairs, DType::F32, &device)?;
+                    let rotation = Rotation {
+                        cos: &cos,
+                        sin: &sin,
+                        position: 11,
+                        style,
+                    };
+                    let got = rope(&x, &rotation)?;
+                    assert_eq!((got.dims(), got.dtype()), (x.dims(), dtype));
+                    let error = widest_error(&got, &reference(&x, &rotation)?)?;
+                    assert!(
+                        error < limit(dtype),
+                        "{device:?} {dtype:?} {style:?} {head_dim}: {error:e}"
+                    );
+                }
             }
         }
     }
@@ -54,50 +61,50 @@ fn rotations_agree_with_float64() -> Result<()> {
 
 #[test]
 fn whole_heads_are_rotated_as_candle_does() -> Result<()> {
-    let x = randn(&[1, 4, 9, 64], DType::F32)?;
-    let (cos, sin) = tables(9, 32, DType::F32)?;
-    for style in STYLES {
-        let expected = match style {
-            RopeStyle::HalfSplit => candle_nn::rotary_emb::rope(&x, &cos, &sin)?,
-            RopeStyle::Interleaved => candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?,
-        };
-        let got = rope(
-            &x,
-            &Rotation {
-                cos: &cos,
-                sin: &sin,
-                position: 0,
-                style,
-            },
-        )?;
-        let expected = expected
-            .to_dtype(DType::F64)?
-            .flatten_all()?
-            .to_vec1::<f64>()?;
-        assert!(widest_error(&got, &expected)? < 2.4e-7);
+    for device in devices() {
+        let x = randn(&[1, 4, 9, 64], DType::F32)?;
+        let (cos, sin) = tables(9, 32, DType::F32, &Device::Cpu)?;
+        for style in STYLES {
+            let expected = match style {
+                RopeStyle::HalfSplit => candle_nn::rotary_emb::rope(&x, &cos, &sin)?,
+                RopeStyle::Interleaved => candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?,
+            };
+            let (cos, sin) = (cos.to_device(&device)?, sin.to_device(&device)?);
+            let got = rope(
+                &x.to_device(&device)?,
+                &Rotation {
+                    cos: &cos,
+                    sin: &sin,
+                    position: 0,
+                    style,
+                },
+            )?;
+            assert!(widest_error(&got, &values(&expected)?)? < 2.4e-7);
+        }
     }
     Ok(())
 }
 
 #[test]
 fn any_layout_gives_what_its_copy_gives() -> Result<()> {
-    for x in layouts(DType::F32)? {
-        let x = x.unsqueeze(0)?;
-        let x = if x.rank() == 3 { x.unsqueeze(0)? } else { x };
-        let (_, _, tokens, head_dim) = x.dims4()?;
-        let (cos, sin) = tables(tokens + 2, head_dim / 2, DType::BF16)?;
-        for style in STYLES {
-            let rotation = Rotation {
-                cos: &cos,
-                sin: &sin,
-                position: 2,
-                style,
-            };
-            let flat = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
-            assert_eq!(
-                flat(rope(&x, &rotation)?)?,
-                flat(rope(&x.contiguous()?, &rotation)?)?
-            );
+    for device in devices() {
+        for x in layouts_on(DType::F32, &device)? {
+            let x = x.unsqueeze(0)?;
+            let x = if x.rank() == 3 { x.unsqueeze(0)? } else { x };
+            let (_, _, tokens, head_dim) = x.dims4()?;
+            let (cos, sin) = tables(tokens + 2, head_dim / 2, DType::BF16, &device)?;
+            for style in STYLES {
+                let rotation = Rotation {
+                    cos: &cos,
+                    sin: &sin,
+                    position: 2,
+                    style,
+                };
+                assert_eq!(
+                    values(&rope(&x, &rotation)?)?,
+                    values(&rope(&x.contiguous()?, &rotation)?)?
+                );
+            }
         }
     }
     Ok(())
@@ -106,52 +113,120 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
 /// The append is the rotation of its parts, at its slots and nowhere else.
 #[test]
 fn appending_rotates_and_writes_in_place() -> Result<()> {
-    for (dtype, cache_dtype) in [
-        (DType::F32, DType::F32),
-        (DType::BF16, DType::BF16),
-        (DType::F32, DType::F16),
-    ] {
-        for style in STYLES {
-            for (batch, tokens, heads, kv_heads, head_dim) in
-                [(1, 1, 9, 3, 64), (2, 5, 4, 1, 80), (1, 40, 2, 2, 16)]
-            {
-                let width = (heads + 2 * kv_heads) * head_dim;
-                let qkv = randn(&[batch, tokens, width], dtype)?;
-                let cache = |_| randn(&[batch, kv_heads, 64, head_dim], cache_dtype);
-                let (k_cache, v_cache) = (cache(0)?, cache(1)?);
-                let (k_before, v_before) = (k_cache.copy()?, v_cache.copy()?);
-                let (cos, sin) = tables(100, head_dim / 4, DType::F32)?;
-                let rotation = Rotation {
-                    cos: &cos,
-                    sin: &sin,
-                    position: 30,
-                    style,
-                };
-                let append = RopeAppend {
-                    rotation,
-                    heads,
-                    kv_heads,
-                    slot: 7,
-                };
-                let (q, calls) = trace::capture(|| rope_append(&qkv, &append, &k_cache, &v_cache));
-                let q = q?;
-                assert_eq!(calls.count("rope"), 1);
-                let part = |first: usize, n: usize| {
-                    qkv.narrow(2, first * head_dim, n * head_dim)?
-                        .reshape((batch, tokens, n, head_dim))?
-                        .transpose(1, 2)
-                };
-                let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-                assert_eq!(flat(&q)?, flat(&rope(&part(0, heads)?, &rotation)?)?);
-                let k = rope(&part(heads, kv_heads)?.to_dtype(DType::F32)?, &rotation)?;
-                let v = part(heads + kv_heads, kv_heads)?;
-                for (cache, before, new) in [(&k_cache, &k_before, k), (&v_cache, &v_before, v)] {
-                    let written = cache.narrow(2, 7, tokens)?;
-                    assert_eq!(flat(&written)?, flat(&new.to_dtype(cache_dtype)?)?);
-                    let behind = |t: &Tensor| flat(&t.narrow(2, 7 + tokens, 57 - tokens)?);
-                    assert_eq!(behind(cache)?, behind(before)?);
-                    let front = |t: &Tensor| flat(&t.narrow(2, 0, 7)?);
-                    assert_eq!(front(cache)?, front(before)?);
+    for device in devices() {
+        for (dtype, cache_dtype) in [
+            (DType::F32, DType::F32),
+            (DType::BF16, DType::BF16),
+            (DType::F16, DType::F16),
+            (DType::F32, DType::F16),
+            (DType::BF16, DType::F32),
+        ] {
+            for style in STYLES {
+                for shape in [(1, 1, 9, 3, 64), (2, 5, 4, 1, 80), (1, 40, 2, 2, 16)] {
+                    let pairs = shape.4 / 4;
+                    append_in_place(&device, (dtype, cache_dtype), style, shape, pairs)?;
+                    let pairs = shape.4 / 2;
+                    append_in_place(&device, (dtype, cache_dtype), style, shape, pairs)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn append_in_place(
+    device: &Device,
+    (dtype, cache_dtype): (DType, DType),
+    style: RopeStyle,
+    (batch, tokens, heads, kv_heads, head_dim): (usize, usize, usize, usize, usize),
+    pairs: usize,
+) -> Result<()> {
+    let width = (heads + 2 * kv_heads) * head_dim;
+    let qkv = randn_on(&[batch, tokens, width], dtype, device)?;
+    let cache = |_| randn_on(&[batch, kv_heads, 64, head_dim], cache_dtype, device);
+    let (k_cache, v_cache) = (cache(0)?, cache(1)?);
+    let (k_before, v_before) = (k_cache.copy()?, v_cache.copy()?);
+    let (cos, sin) = tables(100, pairs, DType::F32, device)?;
+    let rotation = Rotation {
+        cos: &cos,
+        sin: &sin,
+        position: 30,
+        style,
+    };
+    let append = RopeAppend {
+        rotation,
+        heads,
+        kv_heads,
+        slot: 7,
+        norms: None,
+    };
+    let (q, calls) = trace::capture(|| rope_append(&qkv, &append, &k_cache, &v_cache));
+    let q = q?;
+    assert_eq!(calls.count("rope"), 1);
+    let part = |first: usize, n: usize| {
+        qkv.narrow(2, first * head_dim, n * head_dim)?
+            .reshape((batch, tokens, n, head_dim))?
+            .transpose(1, 2)
+    };
+    assert_eq!(values(&q)?, values(&rope(&part(0, heads)?, &rotation)?)?);
+    let k = rope(&part(heads, kv_heads)?.to_dtype(DType::F32)?, &rotation)?;
+    let v = part(heads + kv_heads, kv_heads)?;
+    for (cache, before, new) in [(&k_cache, &k_before, k), (&v_cache, &v_before, v)] {
+        let written = cache.narrow(2, 7, tokens)?;
+        let new = new.to_device(&Device::Cpu)?.to_dtype(cache_dtype)?;
+        assert_eq!(values(&written)?, values(&new)?);
+        let behind = |t: &Tensor| values(&t.narrow(2, 7 + tokens, 57 - tokens)?);
+        assert_eq!(behind(cache)?, behind(before)?);
+        let front = |t: &Tensor| values(&t.narrow(2, 0, 7)?);
+        assert_eq!(front(cache)?, front(before)?);
+    }
+    Ok(())
+}
+
+/// Qwen3's form: each head of q and k is normalised, then rotated. Tolerances: the norm rounds
+/// twice, the rotation once.
+#[test]
+fn heads_are_normalised_before_they_are_rotated() -> Result<()> {
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for style in STYLES {
+                for (batch, tokens, heads, kv_heads, head_dim) in
+                    [(1, 1, 16, 8, 128), (2, 20, 3, 1, 64), (1, 3, 2, 1, 10)]
+                {
+                    let width = (heads + 2 * kv_heads) * head_dim;
+                    let qkv = randn_on(&[batch, tokens, width], dtype, &device)?;
+                    let cache = |_| randn_on(&[batch, kv_heads, 32, head_dim], dtype, &device);
+                    let (k_cache, v_cache) = (cache(0)?, cache(1)?);
+                    let (q_norm, k_norm) = (
+                        randn_on(&[head_dim], dtype, &device)?,
+                        randn_on(&[head_dim], dtype, &device)?,
+                    );
+                    let (cos, sin) = tables(50, head_dim / 2, DType::F32, &device)?;
+                    let append = RopeAppend {
+                        rotation: Rotation {
+                            cos: &cos,
+                            sin: &sin,
+                            position: 4,
+                            style,
+                        },
+                        heads,
+                        kv_heads,
+                        slot: 4,
+                        norms: Some(HeadNorms {
+                            q: &q_norm,
+                            k: &k_norm,
+                            eps: 1e-6,
+                        }),
+                    };
+                    let q = rope_append(&qkv, &append, &k_cache, &v_cache)?;
+                    let expected = reference_append(&qkv, &append)?;
+                    let written = |t: &Tensor| t.narrow(2, 4, tokens);
+                    let got = [q, written(&k_cache)?, written(&v_cache)?];
+                    for (got, expected) in got.iter().zip(&expected) {
+                        let error = widest_error(got, expected)?;
+                        let limit = 3. * limit(dtype);
+                        assert!(error < limit, "{device:?} {dtype:?} {head_dim}: {error:e}");
+                    }
                 }
             }
         }
@@ -162,7 +237,7 @@ fn appending_rotates_and_writes_in_place() -> Result<()> {
 #[test]
 fn bad_arguments_are_named() -> Result<()> {
     let x = randn(&[1, 2, 5, 8], DType::F32)?;
-    let (cos, sin) = tables(6, 4, DType::F32)?;
+    let (cos, sin) = tables(6, 4, DType::F32, &Device::Cpu)?;
     let style = RopeStyle::HalfSplit;
     let rotation = Rotation {
         cos: &cos,
@@ -182,7 +257,7 @@ fn bad_arguments_are_named() -> Result<()> {
         )
         .contains("cos has 6 positions")
     );
-    let (wide, _) = tables(6, 5, DType::F32)?;
+    let (wide, _) = tables(6, 5, DType::F32, &Device::Cpu)?;
     assert!(
         message(
             &x,
@@ -223,6 +298,7 @@ fn bad_arguments_are_named() -> Result<()> {
         heads: 2,
         kv_heads: 1,
         slot: 0,
+        norms: None,
     };
     let message = |a: RopeAppend<'_>, k: &Tensor, v: &Tensor| {
         rope_append(&qkv, &a, k, v).expect_err("").to_string()
@@ -236,6 +312,16 @@ fn bad_arguments_are_named() -> Result<()> {
     let narrowed = randn(&[1, 1, 4, 9], DType::F32)?.narrow(3, 0, 8)?;
     assert!(message(append, &narrowed, &cache).contains("contiguous"));
     assert!(message(append, &cache, &cache).contains("the same tensor"));
+    let (narrow, fine) = (randn(&[7], DType::F32)?, randn(&[8], DType::F32)?);
+    let norms = Some(HeadNorms {
+        q: &fine,
+        k: &narrow,
+        eps: 1e-6,
+    });
+    let normed = RopeAppend { norms, ..append };
+    assert!(message(normed, &cache, &cache.copy()?).contains("norms.k is F32 of shape [7]"));
+    let half = cache.to_dtype(DType::F16)?;
+    assert!(message(append, &cache, &half).contains("v_cache is F16"));
     let far = RopeAppend {
         slot: usize::MAX,
         ..append

@@ -1,10 +1,15 @@
 //! LayerNorm.
 
-use super::view::{Float, cpu_storage, dispatch_float, elements};
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 const OP: &str = "layer_norm";
 
@@ -47,7 +52,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) 
             bail!("{OP}: {argument} and x are on different devices");
         }
     }
-    x.apply_op1_no_bwd(&LayerNorm {
+    dense_on_cuda(x)?.apply_op1_no_bwd(&LayerNorm {
         weight,
         bias,
         eps: eps as f32,
@@ -67,6 +72,11 @@ impl CustomOp1 for LayerNorm<'_> {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         dispatch_float!(x.dtype(), OP, "x", T => self.forward::<T>(x, layout))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda::forward(x, layout, self.weight, self.bias, self.eps)
     }
 }
 
@@ -98,10 +108,9 @@ impl LayerNorm<'_> {
 /// # Errors
 /// If a tensor cannot be read as float64.
 pub fn reference(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Vec<f64>> {
-    let flat = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
-    let (mut y, weight) = (flat(x)?, flat(weight)?);
+    let (mut y, weight) = (float64(x)?, float64(weight)?);
     let bias = bias
-        .map(flat)
+        .map(float64)
         .transpose()?
         .unwrap_or_else(|| vec![0.; weight.len()]);
     for row in y.chunks_mut(weight.len().max(1)) {

@@ -68,7 +68,8 @@ pub(super) fn forward(
         1
     };
     let blocks = count.div_ceil(per_thread * THREADS as usize);
-    let grid = Grid::line((blocks as u32).min(16 * launcher.gpu.sms), THREADS);
+    // As many blocks as there are packs: a loop in fewer blocks was 4 % slower on an H100.
+    let grid = Grid::line(blocks.min(i32::MAX as usize) as u32, THREADS);
     // SAFETY: the layout is `Params` of the kernel, and every tensor has `count` elements.
     unsafe { launcher.run(&MODULE, dtype_index(x.dtype()), grid, &params)? };
     Ok((out, layout.shape().clone()))

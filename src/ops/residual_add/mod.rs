@@ -3,13 +3,13 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float};
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float, float64};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 const OP: &str = "residual_add";
 
@@ -114,10 +114,11 @@ impl ResidualAdd<'_> {
 /// # Errors
 /// If a tensor cannot be read as float64.
 pub fn reference(x: &Tensor, residuals: &[&Tensor]) -> Result<Vec<f64>> {
-    let flat = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
-    let mut y = flat(x)?;
+    let mut y = float64(x)?;
     for residual in residuals {
-        y.iter_mut().zip(flat(residual)?).for_each(|(y, r)| *y += r);
+        y.iter_mut()
+            .zip(float64(residual)?)
+            .for_each(|(y, r)| *y += r);
     }
     Ok(y)
 }

@@ -1,10 +1,15 @@
 //! RMSNorm, alone or with the residual addition before it.
 
-use super::view::{Float, cpu_storage, dispatch_float, elements};
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 const OP: &str = "rms_norm";
 
@@ -35,7 +40,7 @@ const GRAIN: usize = 16 * 1024;
 /// ```
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight)?;
-    x.apply_op1_no_bwd(&RmsNorm {
+    dense_on_cuda(x)?.apply_op1_no_bwd(&RmsNorm {
         weight,
         eps: eps as f32,
         residual: None,
@@ -71,7 +76,7 @@ pub fn rms_norm_residual(
         eps: eps as f32,
         residual: Some(residual),
     };
-    let both = x.apply_op1_no_bwd(&op)?;
+    let both = dense_on_cuda(x)?.apply_op1_no_bwd(&op)?;
     Ok((both.get(0)?, both.get(1)?))
 }
 
@@ -118,6 +123,11 @@ impl CustomOp1 for RmsNorm<'_> {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         dispatch_float!(x.dtype(), OP, "x", T => self.forward::<T>(x, layout))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda::forward(x, layout, self.weight, self.residual, self.eps)
     }
 }
 
@@ -168,8 +178,7 @@ impl RmsNorm<'_> {
 /// # Errors
 /// If a tensor cannot be read as float64.
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Vec<f64>> {
-    let flat = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
-    let (mut y, weight) = (flat(x)?, flat(weight)?);
+    let (mut y, weight) = (float64(x)?, float64(weight)?);
     for row in y.chunks_mut(weight.len().max(1)) {
         let mean = row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
         row.iter_mut()

@@ -1,16 +1,13 @@
 //! Rotary position embedding, alone and together with the cache append.
 
-use super::view::{Float, cpu_storage, dispatch_float, elements};
-use crate::cpu::{pool, rope as core};
-use crate::trace;
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, InplaceOp2, Layout, Result, Shape, Tensor, bail};
-use std::borrow::Cow;
+mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+
+use super::view::{dense_on_cuda, float64};
+use candle_core::{D, DType, Result, Tensor, bail};
 
 const OP: &str = "rope";
-
-/// Tokens that are worth a task of their own: about 4 microseconds of work.
-const GRAIN: usize = 16;
 
 /// Which dimensions of a head form the pairs that are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +48,22 @@ pub struct Rotation<'a> {
 pub fn rope(x: &Tensor, rotation: &Rotation<'_>) -> Result<Tensor> {
     let (_, _, tokens, head_dim) = four("x", x)?;
     check_tables(rotation, tokens, head_dim, x)?;
-    x.apply_op1_no_bwd(&Rope { rotation })
+    // A kernel follows any strides but those within a head.
+    let packed = head_dim <= 1 || x.stride()[3] == 1;
+    let x = if packed { x.clone() } else { dense_on_cuda(x)? };
+    x.apply_op1_no_bwd(&cpu::Rope { rotation })
+}
+
+/// The RMSNorms of each head's queries and keys that Qwen3 has in front of the rotation: one head
+/// at a time, rounded as [`rms_norm`](fn@crate::ops::rms_norm) does.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNorms<'a> {
+    /// Weight `[D]` of the queries, in their dtype.
+    pub q: &'a Tensor,
+    /// Weight `[D]` of the keys, in their dtype.
+    pub k: &'a Tensor,
+    /// What is added to the mean of squares.
+    pub eps: f64,
 }
 
 /// The widths of a fused q, k and v projection, and where its rotated keys go.
@@ -65,14 +77,16 @@ pub struct RopeAppend<'a> {
     pub kv_heads: usize,
     /// The first slot of the caches that is written.
     pub slot: usize,
+    /// Norms of the heads, or none.
+    pub norms: Option<HeadNorms<'a>>,
 }
 
-/// Rotates the queries and keys of a fused projection, writes keys and values into their caches in
-/// place, and returns the queries.
+/// Rotates the queries and keys of a fused projection, normalised before if so asked, writes keys
+/// and values into their caches in place, and returns the queries.
 ///
 /// * `qkv`: `[B, T, (Hq + 2 Hkv) D]`, f32, f16 or bf16: queries, then keys, then values
 /// * `k_cache`, `v_cache`: `[B, Hkv, S, D]`, contiguous, f32, f16 or bf16 (their dtype may differ from
-///   qkv's); slots `slot..slot + T` are overwritten
+///   qkv's, but is the same for both); slots `slot..slot + T` are overwritten
 /// * result: `[B, Hq, T, D]` in qkv's dtype, a transposed view of `[B, T, Hq, D]` in memory
 ///
 /// # Errors
@@ -83,8 +97,8 @@ pub fn rope_append(
     k_cache: &Tensor,
     v_cache: &Tensor,
 ) -> Result<Tensor> {
-    let (batch, tokens, width) = match *qkv.dims() {
-        [batch, tokens, width] => (batch, tokens, width),
+    let (tokens, width) = match *qkv.dims() {
+        [_, tokens, width] => (tokens, width),
         _ => bail!(
             "{OP}: qkv has shape {:?}, expected [B, T, (Hq + 2 Hkv) D]",
             qkv.shape()
@@ -99,16 +113,49 @@ pub fn rope_append(
         );
     }
     check_tables(&append.rotation, tokens, head_dim, qkv)?;
+    check_caches(qkv, append, k_cache, v_cache, head_dim)?;
+    for (argument, weight) in append
+        .norms
+        .iter()
+        .flat_map(|n| [("norms.q", n.q), ("norms.k", n.k)])
+    {
+        if weight.dims() != [head_dim] || weight.dtype() != qkv.dtype() {
+            bail!(
+                "{OP}: {argument} is {:?} of shape {:?}, expected {:?} of shape [{head_dim}]",
+                weight.dtype(),
+                weight.shape(),
+                qkv.dtype()
+            );
+        }
+        if !weight.device().same_device(qkv.device()) {
+            bail!("{OP}: {argument} and qkv are on different devices");
+        }
+    }
+    #[cfg(feature = "cuda")]
+    if qkv.device().is_cuda() {
+        return cuda::append(qkv, append, [k_cache, v_cache]);
+    }
+    cpu::append(qkv, append, [k_cache, v_cache], head_dim)
+}
+
+fn check_caches(
+    qkv: &Tensor,
+    append: &RopeAppend<'_>,
+    k_cache: &Tensor,
+    v_cache: &Tensor,
+    head_dim: usize,
+) -> Result<()> {
+    let (batch, tokens) = (qkv.dims()[0], qkv.dims()[1]);
     if k_cache.id() == v_cache.id() {
         bail!("{OP}: k_cache and v_cache are the same tensor");
     }
+    let kv_heads = append.kv_heads;
     for (argument, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         let (b, h, slots, d) = four(argument, cache)?;
-        if (b, h, d) != (batch, append.kv_heads, head_dim) || !cache.is_contiguous() {
+        if (b, h, d) != (batch, kv_heads, head_dim) || !cache.is_contiguous() {
             bail!(
-                "{OP}: {argument} has shape {:?}, expected a contiguous [{batch}, {}, S, {head_dim}]",
-                cache.shape(),
-                append.kv_heads
+                "{OP}: {argument} has shape {:?}, expected a contiguous [{batch}, {kv_heads}, S, {head_dim}]",
+                cache.shape()
             );
         }
         if append
@@ -117,8 +164,7 @@ pub fn rope_append(
             .is_none_or(|end| end > slots)
         {
             bail!(
-                "{OP}: {argument} has {slots} slots, {} tokens from slot {} on do not fit",
-                tokens,
+                "{OP}: {argument} has {slots} slots, {tokens} tokens from slot {} on do not fit",
                 append.slot
             );
         }
@@ -126,25 +172,16 @@ pub fn rope_append(
             bail!("{OP}: {argument} and qkv are on different devices");
         }
     }
-    let first_key = append.heads * head_dim;
-    let first_value = first_key + append.kv_heads * head_dim;
-    // Read before the caches are locked for writing, in case the tables share a storage with them.
-    let angles = Angles::new(&append.rotation, tokens)?;
-    let write = |first, rotated| Append {
-        first,
-        rotated,
-        append,
-        angles: &angles,
-        head_dim,
-    };
-    k_cache.inplace_op2(qkv, &write(first_key, true))?;
-    v_cache.inplace_op2(qkv, &write(first_value, false))?;
-    let q = Queries {
-        append,
-        angles: &angles,
-        head_dim,
-    };
-    qkv.apply_op1_no_bwd(&q)?.transpose(1, 2)
+    if (v_cache.dtype(), v_cache.dims()) != (k_cache.dtype(), k_cache.dims()) {
+        bail!(
+            "{OP}: v_cache is {:?} of shape {:?}, k_cache is {:?} of shape {:?}",
+            v_cache.dtype(),
+            v_cache.shape(),
+            k_cache.dtype(),
+            k_cache.shape()
+        );
+    }
+    Ok(())
 }
 
 fn four(argument: &str, t: &Tensor) -> Result<(usize, usize, usize, usize)> {
@@ -200,214 +237,68 @@ fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) ->
     Ok(())
 }
 
-/// The rows of the tables that are needed, `[T, R / 2]` each.
-struct Angles {
-    cos: Vec<f32>,
-    sin: Vec<f32>,
-    pairs: usize,
-}
-
-impl Angles {
-    fn new(r: &Rotation<'_>, tokens: usize) -> Result<Self> {
-        let rows = |table: &Tensor| -> Result<Vec<f32>> {
-            let table = table.narrow(0, r.position, tokens)?;
-            let (storage, layout) = table.storage_and_layout();
-            let storage = cpu_storage(&storage)?;
-            dispatch_float!(storage.dtype(), OP, "cos", T => {
-                let values: Cow<'_, [T]> = elements(storage, layout)?;
-                Ok(T::widen_slice(&values).into_owned())
-            })
-        };
-        Ok(Self {
-            cos: rows(r.cos)?,
-            sin: rows(r.sin)?,
-            pairs: r.cos.dim(1)?,
-        })
-    }
-
-    fn at(&self, token: usize) -> (&[f32], &[f32]) {
-        let row = token * self.pairs..(token + 1) * self.pairs;
-        (&self.cos[row.clone()], &self.sin[row])
-    }
-}
-
-struct Rope<'a> {
-    rotation: &'a Rotation<'a>,
-}
-
-impl CustomOp1 for Rope<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        trace::record(OP, || format!("cpu {}", x.dtype().as_str()));
-        dispatch_float!(x.dtype(), OP, "x", T => self.forward::<T>(x, layout))
-    }
-}
-
-impl Rope<'_> {
-    fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (_, _, tokens, head_dim) = layout.shape().dims4()?;
-        let angles = Angles::new(self.rotation, tokens)?;
-        let x = elements::<T>(x, layout)?;
-        let mut out = vec![T::from_f32(0.); x.len()];
-        pool::for_rows(&mut out, head_dim.max(1), 16 * GRAIN, |first, rows| {
-            for (i, out) in rows.chunks_exact_mut(head_dim).enumerate() {
-                let (cos, sin) = angles.at((first + i) % tokens);
-                let row = &x[(first + i) * head_dim..][..head_dim];
-                core::rotate(self.rotation.style, row, cos, sin, out);
-            }
-        });
-        Ok((T::to_cpu_storage_owned(out), layout.shape().clone()))
-    }
-}
-
-/// The queries of a fused projection: `[B, T, Hq, D]`.
-struct Queries<'a> {
-    append: &'a RopeAppend<'a>,
-    angles: &'a Angles,
-    head_dim: usize,
-}
-
-impl CustomOp1 for Queries<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let cached = self.append.kv_heads;
-        trace::record(OP, || {
-            format!("cpu {} +append of {cached} heads", qkv.dtype().as_str())
-        });
-        dispatch_float!(qkv.dtype(), OP, "qkv", T => self.forward::<T>(qkv, layout))
-    }
-}
-
-impl Queries<'_> {
-    fn forward<T: Float>(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (batch, tokens, width) = layout.shape().dims3()?;
-        let (heads, head_dim) = (self.append.heads, self.head_dim);
-        let rotation = &self.append.rotation;
-        let angles = self.angles;
-        let qkv = elements::<T>(qkv, layout)?;
-        let mut out = vec![T::from_f32(0.); batch * tokens * heads * head_dim];
-        pool::for_rows(&mut out, (heads * head_dim).max(1), GRAIN, |first, rows| {
-            for (i, out) in rows.chunks_exact_mut(heads * head_dim).enumerate() {
-                let (cos, sin) = angles.at((first + i) % tokens);
-                let row = &qkv[(first + i) * width..][..heads * head_dim];
-                for (x, y) in row
-                    .chunks_exact(head_dim)
-                    .zip(out.chunks_exact_mut(head_dim))
-                {
-                    core::rotate(rotation.style, x, cos, sin, y);
-                }
-            }
-        });
-        let shape = Shape::from((batch, tokens, heads, head_dim));
-        Ok((T::to_cpu_storage_owned(out), shape))
-    }
-}
-
-/// Writes the keys (rotated) or values of a fused projection into their cache.
-struct Append<'a> {
-    /// The first column of the projection.
-    first: usize,
-    /// Whether they are rotated.
-    rotated: bool,
-    append: &'a RopeAppend<'a>,
-    angles: &'a Angles,
-    head_dim: usize,
-}
-
-impl InplaceOp2 for Append<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        cache: &mut CpuStorage,
-        cache_layout: &Layout,
-        qkv: &CpuStorage,
-        layout: &Layout,
-    ) -> Result<()> {
-        dispatch_float!(qkv.dtype(), OP, "qkv", T => {
-            let qkv = elements::<T>(qkv, layout)?;
-            let dims = layout.shape().dims3()?;
-            match cache {
-                CpuStorage::F32(cache) => self.write(cache, cache_layout, &qkv, dims),
-                CpuStorage::F16(cache) => self.write(cache, cache_layout, &qkv, dims),
-                CpuStorage::BF16(cache) => self.write(cache, cache_layout, &qkv, dims),
-                other => bail!("{OP}: the cache is {:?}, expected f32, f16 or bf16", other.dtype()),
-            }
-        })
-    }
-}
-
-impl Append<'_> {
-    fn write<T: Float, C: Float>(
-        &self,
-        cache: &mut [C],
-        layout: &Layout,
-        qkv: &[T],
-        (_, tokens, width): (usize, usize, usize),
-    ) -> Result<()> {
-        let Some((start, end)) = layout.contiguous_offsets() else {
-            bail!("{OP}: the cache is not contiguous");
-        };
-        let (heads, head_dim) = (self.append.kv_heads, self.head_dim);
-        let slots = layout.dims()[2];
-        // One plane of the cache for each sequence and head; a single token is too little to share.
-        let grain = if tokens < GRAIN { usize::MAX / 2 } else { 1 };
-        pool::for_rows(
-            &mut cache[start..end],
-            (slots * head_dim).max(1),
-            grain,
-            |first, planes| {
-                for (i, plane) in planes.chunks_exact_mut(slots * head_dim).enumerate() {
-                    let (b, h) = ((first + i) / heads, (first + i) % heads);
-                    let written = &mut plane[self.append.slot * head_dim..];
-                    for (t, out) in written.chunks_exact_mut(head_dim).take(tokens).enumerate() {
-                        let column = (b * tokens + t) * width + self.first + h * head_dim;
-                        let x = &qkv[column..column + head_dim];
-                        if self.rotated {
-                            let (cos, sin) = self.angles.at(t);
-                            core::rotate(self.append.rotation.style, x, cos, sin, out);
-                        } else {
-                            core::copy(x, out);
-                        }
-                    }
-                }
-            },
-        );
-        Ok(())
-    }
-}
-
 /// The plain form of [`rope`]: float64, one element at a time, in x's row-major order.
 ///
 /// # Errors
 /// If a tensor cannot be read as float64, or x does not have four dimensions.
 pub fn reference(x: &Tensor, rotation: &Rotation<'_>) -> Result<Vec<f64>> {
-    let flat = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
     let (_, _, tokens, head_dim) = four("x", x)?;
     check_tables(rotation, tokens, head_dim, x)?;
-    let (values, cos, sin) = (flat(x)?, flat(rotation.cos)?, flat(rotation.sin)?);
+    let mut values = float64(x)?;
+    rotate(&mut values, rotation, tokens, head_dim)?;
+    Ok(values)
+}
+
+/// Turns `[.., T, D]` in place.
+fn rotate(
+    values: &mut [f64],
+    rotation: &Rotation<'_>,
+    tokens: usize,
+    head_dim: usize,
+) -> Result<()> {
+    let (cos, sin) = (float64(rotation.cos)?, float64(rotation.sin)?);
     let pairs = rotation.cos.dim(1)?;
-    let mut out = values.clone();
-    for row in 0..values.len() / head_dim.max(1) {
+    for (row, head) in values.chunks_mut(head_dim.max(1)).enumerate() {
         let position = rotation.position + row % tokens;
         for i in 0..pairs {
             let (first, second) = match rotation.style {
                 RopeStyle::HalfSplit => (i, i + pairs),
                 RopeStyle::Interleaved => (2 * i, 2 * i + 1),
             };
-            let (first, second) = (row * head_dim + first, row * head_dim + second);
             let (c, s) = (cos[position * pairs + i], sin[position * pairs + i]);
-            out[first] = values[first] * c - values[second] * s;
-            out[second] = values[second] * c + values[first] * s;
+            let (a, b) = (head[first], head[second]);
+            head[first] = a * c - b * s;
+            head[second] = b * c + a * s;
         }
     }
-    Ok(out)
+    Ok(())
+}
+
+/// The plain form of [`rope_append`]: queries `[B, Hq, T, D]`, then the keys and the values that go
+/// into the slots, `[B, Hkv, T, D]` each, in float64.
+///
+/// # Errors
+/// If a tensor cannot be read as float64, or qkv does not divide into heads.
+pub fn reference_append(qkv: &Tensor, append: &RopeAppend<'_>) -> Result<[Vec<f64>; 3]> {
+    let (batch, tokens, width) = qkv.dims3()?;
+    let (heads, kv_heads) = (append.heads, append.kv_heads);
+    let head_dim = width / (heads + 2 * kv_heads);
+    let part = |first: usize, n: usize| {
+        qkv.narrow(D::Minus1, first * head_dim, n * head_dim)?
+            .reshape((batch, tokens, n, head_dim))?
+            .transpose(1, 2)
+    };
+    let turned = |x: &Tensor, norm: Option<&Tensor>| -> Result<Vec<f64>> {
+        let mut values = match (norm, append.norms) {
+            (Some(weight), Some(norms)) => super::rms_norm::reference(x, weight, norms.eps)?,
+            _ => float64(x)?,
+        };
+        rotate(&mut values, &append.rotation, tokens, head_dim)?;
+        Ok(values)
+    };
+    Ok([
+        turned(&part(0, heads)?, append.norms.map(|n| n.q))?,
+        turned(&part(heads, kv_heads)?, append.norms.map(|n| n.k))?,
+        float64(&part(heads + kv_heads, kv_heads)?)?,
+    ])
 }

@@ -1,0 +1,62 @@
+//! How rows are spread over threads: the host's side of `kernels/rows.cuh`.
+
+use super::{Address, Grid};
+use candle_core::{DType, Result, bail};
+
+const WARP: usize = 32;
+const MOST_WARPS: usize = 32;
+/// Warps of a block whose rows have one warp each.
+const ROWS: usize = 4;
+
+/// Rows of one width, as kernels over rows take them. The threads of a row depend on its width
+/// alone, so that a row's result does not depend on how many there are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    pub rows: u32,
+    pub width: u32,
+    /// Warps of one row.
+    pub warps: u32,
+    /// Whether 16-byte accesses fit.
+    pub vectors: bool,
+}
+
+impl Rows {
+    /// For tensors at `addresses`, all of them `[rows, width]` or `[width]`.
+    pub fn new(
+        op: &str,
+        rows: usize,
+        width: usize,
+        dtype: DType,
+        addresses: &[Address],
+    ) -> Result<Self> {
+        let size = dtype.size_in_bytes();
+        let vectors =
+            (width * size).is_multiple_of(16) && addresses.iter().all(|a| a.is_multiple_of(16));
+        // As `KEPT` of the kernels: 16-byte packs, or single elements.
+        let kept = if vectors { 4 * 16 / size } else { 8 };
+        let warps = width.div_ceil(WARP * kept).clamp(1, MOST_WARPS);
+        match (i32::try_from(rows), u32::try_from(width)) {
+            (Ok(rows), Ok(width)) => Ok(Self {
+                rows: rows as u32,
+                width,
+                warps: warps as u32,
+                vectors,
+            }),
+            _ => bail!("{op}: {rows} rows of {width} are past what the kernel takes"),
+        }
+    }
+
+    /// One warp for each row, or one block.
+    pub fn grid(&self) -> Grid {
+        if self.warps == 1 {
+            Grid::line(self.rows.div_ceil(ROWS as u32), (ROWS * WARP) as u32)
+        } else {
+            Grid::line(self.rows, self.warps * WARP as u32)
+        }
+    }
+
+    /// `vector` or `scalar`, for the trace.
+    pub fn path(&self) -> &'static str {
+        if self.vectors { "vector" } else { "scalar" }
+    }
+}

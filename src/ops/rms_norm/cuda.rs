@@ -1,0 +1,119 @@
+//! The CUDA form: each row read once, kept in registers and written once.
+
+use super::OP;
+use crate::cuda::{
+    Address, Launcher, Module, Rows, address, address_of, alloc, contiguous, fatbin,
+};
+use crate::ops::view::{dtype_index, float};
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
+
+static MODULE: Module = Module::new(
+    "rms_norm",
+    fatbin!("rms_norm"),
+    &["rms_norm_f32", "rms_norm_f16", "rms_norm_bf16"],
+);
+
+/// `Params` of `kernels/rms_norm.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: Address,
+    residual: Address,
+    weight: Address,
+    sum: Address,
+    y: Address,
+    rows: u32,
+    width: u32,
+    warps: u32,
+    eps: f32,
+    vectors: i32,
+}
+
+/// One call on raw addresses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RmsNormAt {
+    /// `[rows, width]`.
+    pub x: Address,
+    /// `[rows, width]`, or 0 without a residual.
+    pub residual: Address,
+    /// `[width]`.
+    pub weight: Address,
+    /// With a residual, where x + residual goes; may be x or the residual.
+    pub sum: Address,
+    /// `[rows, width]`.
+    pub y: Address,
+    pub rows: usize,
+    pub width: usize,
+    pub eps: f32,
+    pub dtype: DType,
+}
+
+/// Launches the norm of `at.rows` rows.
+///
+/// # Safety
+/// Each address holds as many elements of the dtype as its field says, until the stream has passed
+/// the launch.
+pub(crate) unsafe fn launch(launcher: &Launcher, at: &RmsNormAt) -> Result<()> {
+    float(OP, "x", at.dtype)?;
+    let addresses = [at.x, at.residual, at.weight, at.sum, at.y];
+    let rows = Rows::new(OP, at.rows, at.width, at.dtype, &addresses)?;
+    let residual = if at.residual == 0 { "" } else { " +residual" };
+    trace::record(OP, || {
+        format!("cuda {} {}{residual}", rows.path(), at.dtype.as_str())
+    });
+    let params = Params {
+        x: at.x,
+        residual: at.residual,
+        weight: at.weight,
+        sum: at.sum,
+        y: at.y,
+        rows: rows.rows,
+        width: rows.width,
+        warps: rows.warps,
+        eps: at.eps,
+        vectors: rows.vectors.into(),
+    };
+    // SAFETY: the layout is `Params` of the kernel, the addresses are the caller's.
+    unsafe { launcher.run(&MODULE, dtype_index(at.dtype), rows.grid(), &params) }
+}
+
+pub(super) fn forward(
+    x: &CudaStorage,
+    layout: &Layout,
+    weight: &Tensor,
+    residual: Option<&Tensor>,
+    eps: f32,
+) -> Result<(CudaStorage, Shape)> {
+    let weight = contiguous(weight)?;
+    let residual = residual.map(contiguous).transpose()?;
+    let (count, width) = (layout.shape().elem_count(), weight.elem_count());
+    let copies = if residual.is_some() { 2 } else { 1 };
+    let out = alloc(OP, x.device(), x.dtype(), copies * count)?;
+    let start = address(&out, &Layout::contiguous(copies * count))?;
+    let bytes = (count * x.dtype().size_in_bytes()) as u64;
+    let (sum, y) = match residual {
+        Some(_) => (start, start + bytes),
+        None => (0, start),
+    };
+    let at = RmsNormAt {
+        x: address(x, layout)?,
+        residual: residual.as_ref().map_or(Ok(0), address_of)?,
+        weight: address_of(&weight)?,
+        sum,
+        y,
+        rows: count / width,
+        width,
+        eps,
+        dtype: x.dtype(),
+    };
+    // SAFETY: the guards have checked the shapes; the tensors live through the call, and the
+    // stream that runs the kernel is the one that frees them.
+    unsafe { launch(&Launcher::new(x.device())?, &at)? };
+    let shape = match residual {
+        Some(_) => Shape::from([&[2], layout.dims()].concat()),
+        None => layout.shape().clone(),
+    };
+    Ok((out, shape))
+}
