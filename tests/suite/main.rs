@@ -5,6 +5,7 @@ mod dense;
 mod flash_attention;
 mod gguf_file;
 mod golden;
+mod kv_cache;
 mod layer_norm;
 mod linear;
 mod llama;

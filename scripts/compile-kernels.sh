@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Compiles kernels/ for every architecture with the build script itself, from nothing, and prints
+# how long that took and which kernels keep values in local memory (spilled registers or arrays
+# that are indexed at run time). Needs nvcc and rustc, no GPU.
+#
+#   scripts/compile-kernels.sh [SECONDS]      fails if it takes longer than that
+#
+# CANDLE_FUSED_COMPUTE_CAP and NUM_JOBS narrow what is compiled and how many at once.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+limit="${1:-}"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+rustc --edition 2024 -o "$work/build" build.rs
+
+started=$SECONDS
+env CARGO_FEATURE_CUDA=1 OUT_DIR="$work" NUM_JOBS="${NUM_JOBS:-$(nproc)}" \
+  CANDLE_FUSED_COMPUTE_CAP="${CANDLE_FUSED_COMPUTE_CAP:-all}" \
+  "$work/build" | grep -v '^cargo::rerun' | tee "$work/said" || true
+if grep -q '^cargo::error' "$work/said"; then exit 1; fi
+took=$((SECONDS - started))
+for source in kernels/*.cu; do
+  stem="$(basename "$source" .cu)"
+  [ -s "$work/$stem.fatbin" ] || {
+    echo "kernels/$stem.cu gave no fatbin"
+    exit 1
+  }
+done
+echo "kernels: $(ls kernels/*.cu | wc -l) files, $(cat "$work"/*.fatbin | wc -c) bytes, ${took}s"
+
+cuobjdump="$(command -v cuobjdump || echo "${CUDA_HOME:-}/bin/cuobjdump")"
+if [ -x "$cuobjdump" ]; then
+  for fatbin in "$work"/*.fatbin; do
+    "$cuobjdump" -res-usage "$fatbin" 2>/dev/null | awk -v file="$(basename "$fatbin" .fatbin)" '
+      /^arch =/ { arch = $3 }
+      /Function/ { sub(":", "", $2); kernel = $2 }
+      match($0, /STACK:[0-9]+/) {
+        stack = substr($0, RSTART + 6, RLENGTH - 6)
+        if (stack > 0) print "kernels: " file " " arch " " kernel ": " stack " bytes of local memory"
+      }'
+  done
+fi
+if [ -n "$limit" ] && [ "$took" -gt "$limit" ]; then
+  echo "kernels: ${took}s is more than the ${limit}s that they may take"
+  exit 1
+fi
