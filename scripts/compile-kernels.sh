@@ -16,7 +16,7 @@ rustc --edition 2024 -o "$work/build" build.rs
 started=$SECONDS
 env CARGO_FEATURE_CUDA=1 OUT_DIR="$work" NUM_JOBS="${NUM_JOBS:-$(nproc)}" \
   CANDLE_FUSED_COMPUTE_CAP="${CANDLE_FUSED_COMPUTE_CAP:-all}" \
-  "$work/build" | grep -v '^cargo::rerun' | tee "$work/said" || true
+  "$work/build" | grep -vE '^cargo::(rerun|rustc-env)' | tee "$work/said" || true
 if grep -q '^cargo::error' "$work/said"; then exit 1; fi
 took=$((SECONDS - started))
 for source in kernels/*.cu; do
