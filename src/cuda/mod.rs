@@ -1,7 +1,6 @@
 //! The way from an op to a kernel: `kernels/<stem>.cu` becomes a fatbin at build time ([`Module`]),
 //! is loaded once per GPU ([`Gpu`]), and is launched on candle's stream ([`Launcher`]).
 
-mod gemm;
 mod gpu;
 mod graph;
 mod launch;
@@ -12,7 +11,6 @@ mod pool;
 pub mod profile;
 mod rows;
 
-pub(crate) use gemm::{Gemm, GemmShape, gemm};
 pub(crate) use gpu::Gpu;
 pub(crate) use graph::Graph;
 pub use graph::count_launches;
