@@ -6,7 +6,7 @@ use super::{Activation, Epilogue, Prologue, Weight, cpu};
 use crate::ops::view::{dense_on_cuda, float};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 
 /// The op as candle sees it: one input tensor, everything else held by reference.
 pub(super) struct LinearOp<'a> {
