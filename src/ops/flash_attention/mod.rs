@@ -1,6 +1,8 @@
 //! Attention in one pass over keys and values, without a score matrix.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 mod reference;
 
 use crate::cpu::simd::{self, Level};

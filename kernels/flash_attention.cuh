@@ -1,0 +1,69 @@
+// What the forms of attention share: the parameters, the place of a row, and what a row sees.
+#pragma once
+
+#include "common.cuh"
+
+namespace fused {
+
+// The query heads of one key/value head are rows of one matrix: row r stands for query r / group
+// and head r % group of the key/value head's group, so that keys are read once for all of them.
+struct AttentionParams {
+  const void* q;
+  const void* k;
+  const void* v;
+  const float* mask;  // null without one
+  void* y;            // [batch, queries, heads, dim] in q's type
+  int64_t q_strides[4], k_strides[4], v_strides[4], mask_strides[4];  // batch, head, token, dim
+  int q_type, kv_type;  // 0: f32, 1: f16, 2: bf16
+  int heads, kv_heads, queries, keys, dim;
+  float scale;
+  float softcap;  // 0 without one
+  int causal;
+  int window;  // 0 without one
+  // How the tensor-core form divides a block: warps of 16 rows, groups of such warps that take
+  // every key_groups-th tile of keys, tiles of keys and values in flight, bytes of a group.
+  int row_warps, key_groups, stages, group_bytes;
+};
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float NEVER = -INFINITY;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Whether scores need more than a positive factor and a range of keys.
+__device__ __forceinline__ bool is_general(const AttentionParams& p) {
+  return p.mask || p.softcap > 0.f || p.scale <= 0.f;
+}
+
+// The keys that a query sees: from..to.
+struct Range {
+  int from, to;
+};
+
+__device__ __forceinline__ Range visible(const AttentionParams& p, int query) {
+  const int position = p.keys - p.queries + query;
+  Range r = {0, p.keys};
+  if (p.causal) r.to = min(r.to, position + 1);
+  if (p.window) r.from = max(r.from, position - p.window + 1);
+  return r;
+}
+
+// Scale, softcap and mask, in units of log2. `mask` stands at the row's first key.
+__device__ __forceinline__ float general_score(const AttentionParams& p, float s, const float* mask,
+                                               int key) {
+  s *= p.scale;
+  if (p.softcap > 0.f) s = p.softcap * tanhf(s / p.softcap);
+  if (mask) s += mask[key * p.mask_strides[3]];
+  return s * LOG2E;
+}
+
+__device__ __forceinline__ const float* mask_row(const AttentionParams& p, int batch, int head, int query) {
+  if (!p.mask) return nullptr;
+  return p.mask + batch * p.mask_strides[0] + head * p.mask_strides[1] + query * p.mask_strides[2];
+}
+
+}  // namespace fused
