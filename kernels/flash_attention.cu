@@ -1,7 +1,5 @@
 // Attention on tensor cores, one warp for 16 rows, with an online softmax (FlashAttention-2, Dao
 // 2023). Keys are shared out over groups of warps where there are too few rows to fill the GPU.
-#include <type_traits>
-
 #include "flash_attention.cuh"
 #include "mma.cuh"
 
@@ -38,17 +36,17 @@ template <typename T, int D, bool SPLIT> struct Rows {
   Range all, some;  // keys that all of the rows see, that any of them may see
 
   __device__ void begin(const Params& p, int batch, int kv_head, int first_row) {
-    const int lane = threadIdx.x % WARP, group = p.heads / p.kv_heads, rows = p.queries * group;
+    const int lane = threadIdx.x % WARP, rows = p.queries * p.group;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = min(first_row + lane / 4 + 8 * i, rows - 1);
-      range[i] = visible(p, row / group);
-      mask[i] = mask_row(p, batch, kv_head * group + row % group, row / group);
+      const Place at = place(p, kv_head, min(first_row + lane / 4 + 8 * i, rows - 1));
+      range[i] = visible(p, at.query);
+      mask[i] = mask_row(p, batch, at);
       top[i] = NEVER;
       sum[i] = 0.f;
     }
-    const Range first = visible(p, min(first_row, rows - 1) / group);
-    const Range last = visible(p, min(first_row + 15, rows - 1) / group);
+    const Range first = visible(p, place(p, kv_head, min(first_row, rows - 1)).query);
+    const Range last = visible(p, place(p, kv_head, min(first_row + 15, rows - 1)).query);
     all = {last.from, first.to};
     some = {first.from, first_row < rows ? last.to : 0};
 #pragma unroll
@@ -59,7 +57,7 @@ template <typename T, int D, bool SPLIT> struct Rows {
 
   // Reads the rows of q; those past the end are zero.
   __device__ void read_queries(const Params& p, int batch, int kv_head, int first_row, char* shared) {
-    const int lane = threadIdx.x % WARP, group = p.heads / p.kv_heads, rows = p.queries * group;
+    const int lane = threadIdx.x % WARP, rows = p.queries * p.group;
     using Q = typename std::conditional<SPLIT, float, T>::type;
     const Q* base[2];
     bool valid[2];
@@ -67,9 +65,9 @@ template <typename T, int D, bool SPLIT> struct Rows {
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + lane / 4 + 8 * i;
       valid[i] = row < rows;
-      const int64_t at = batch * p.q_strides[0] + (kv_head * group + row % group) * p.q_strides[1] +
-                         row / group * p.q_strides[2];
-      base[i] = static_cast<const Q*>(p.q) + (valid[i] ? at : 0) + 2 * (lane % 4);
+      const Place at = place(p, kv_head, valid[i] ? row : 0);
+      base[i] = static_cast<const Q*>(p.q) + batch * p.q_strides[0] + at.head * p.q_strides[1] +
+                at.query * p.q_strides[2] + 2 * (lane % 4);
     }
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -162,18 +160,17 @@ template <typename T, int D, bool SPLIT> struct Rows {
 
   // Scores to weights; sums and outputs so far are scaled to the new maximum.
   __device__ void softmax(const Params& p, float (&s)[KEYS / 8][4], int first_key) {
-    const int lane = threadIdx.x % WARP;
     const bool general = is_general(p);
     const float unit = general ? 1.f : p.scale * LOG2E;
-    if (general || first_key < all.from || first_key + KEYS > all.to) {
+    const int column = first_key + threadIdx.x % 4 * 2;
+    if (general) finish_scores(p, s, column);
+    if (first_key < all.from || first_key + KEYS > all.to) {
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int key = first_key + n * 8 + lane % 4 * 2 + j % 2;
-          const bool seen = key >= range[j / 2].from && key < range[j / 2].to;
-          if (general && seen) s[n][j] = general_score(p, s[n][j], mask[j / 2], key);
-          if (!seen) s[n][j] = NEVER;
+          const int key = column + n * 8 + j % 2;
+          if (key < range[j / 2].from || key >= range[j / 2].to) s[n][j] = NEVER;
         }
     }
 #pragma unroll
@@ -201,6 +198,33 @@ template <typename T, int D, bool SPLIT> struct Rows {
         o[n][2 * i] *= shrink;
         o[n][2 * i + 1] *= shrink;
       }
+    }
+  }
+
+  // Scale, softcap and mask, in units of log2.
+  __device__ void finish_scores(const Params& p, float (&s)[KEYS / 8][4], int column) const {
+    const float factor = p.softcap > 0.f ? p.scale : p.scale * LOG2E;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[n][j] *= factor;
+    if (p.softcap > 0.f) {
+      const float cap = p.softcap * LOG2E, twice_inverse = 2.f * LOG2E / p.softcap;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s[n][j] = capped(s[n][j], cap, twice_inverse);
+    }
+    if (p.mask) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int key = column + n * 8 + j % 2;
+          const bool seen = key >= range[j / 2].from && key < range[j / 2].to;
+          const float more = seen ? mask[j / 2][key * p.mask_strides[3]] : 0.f;
+          s[n][j] = fmaf(more, LOG2E, s[n][j]);
+        }
     }
   }
 
@@ -238,7 +262,7 @@ template <typename T, int D, bool SPLIT> struct Rows {
   }
 
   __device__ void write(const Params& p, int batch, int kv_head, int first_row) {
-    const int lane = threadIdx.x % WARP, group = p.heads / p.kv_heads, rows = p.queries * group;
+    const int lane = threadIdx.x % WARP, rows = p.queries * p.group;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float total = sum[i];
@@ -247,9 +271,9 @@ template <typename T, int D, bool SPLIT> struct Rows {
       const int row = first_row + lane / 4 + 8 * i;
       if (row >= rows) continue;
       const float factor = total == 0.f ? 0.f : 1.f / total;
-      const int64_t at =
-          ((int64_t(batch) * p.queries + row / group) * p.heads + kv_head * group + row % group) * D +
-          lane % 4 * 2;
+      const Place place_ = place(p, kv_head, row);
+      const int64_t at = ((int64_t(batch) * p.queries + place_.query) * p.heads + place_.head) * D +
+                         lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) {
         const float x = o[n][2 * i] * factor, y = o[n][2 * i + 1] * factor;
@@ -262,41 +286,54 @@ template <typename T, int D, bool SPLIT> struct Rows {
   }
 };
 
-// A tile of keys (or values) from global to shared memory by the threads of one group.
-template <typename T, int D>
-__device__ __forceinline__ void copy_tile(uint32_t to, const T* from, int64_t stride, int first_key,
-                                          int end, int thread, int threads) {
-  constexpr int PIECES = D / 8;
-  for (int i = thread; i < Tile<D>::KEYS * PIECES; i += threads) {
-    const int row = i / PIECES, piece = i % PIECES, key = first_key + row;
-    const bool valid = key < end;
-    copy_async(to + (row * Tile<D>::ROW + piece * 8) * 2, from + (valid ? key * stride : 0) + piece * 8,
-               valid);
+// How the threads of a group share out the 16-byte pieces of a tile: thread by thread along the
+// rows, so each goes on by the same step.
+template <typename T, int D> struct Copier {
+  static constexpr int PIECES = D / 8;
+  int row, piece, row_step, piece_step;
+
+  __device__ Copier(int thread, int threads)
+      : row(thread / PIECES), piece(thread % PIECES), row_step(threads / PIECES),
+        piece_step(threads % PIECES) {}
+
+  // A tile of keys (or values) to shared memory; rows from `count` on become zeros.
+  __device__ __forceinline__ void copy(uint32_t to, const T* from, int64_t stride, int count) const {
+    int r = row, c = piece;
+#pragma unroll 2
+    while (r < Tile<D>::KEYS) {
+      copy_async(to + (r * Tile<D>::ROW + c * 8) * 2, from + (r < count ? r * stride : 0) + c * 8,
+                 r < count);
+      r += row_step;
+      c += piece_step;
+      if (c >= PIECES) c -= PIECES, ++r;
+    }
   }
-}
+};
 
 template <typename T, int D, bool SPLIT> __device__ __forceinline__ void attend(const Params& p) {
   extern __shared__ __align__(16) char shared[];
   using Warp = Rows<T, D, SPLIT>;
   constexpr int KEYS = Tile<D>::KEYS, BYTES = Tile<D>::BYTES;
-  const int warp = threadIdx.x / WARP, row_warp = warp % p.row_warps, part = warp / p.row_warps;
-  const int threads = p.row_warps * WARP, thread = threadIdx.x % threads;
-  const int batch = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
-  const int group = p.heads / p.kv_heads, rows = p.queries * group;
+  const int warp = threadIdx.x / WARP, part = warp >> (31 - __clz(p.row_warps));
+  const int row_warp = warp & (p.row_warps - 1);  // a power of two
+  const int threads = p.row_warps * WARP, thread = threadIdx.x & (threads - 1);
+  const int kv_head = blockIdx.x, batch = blockIdx.z, rows = p.queries * p.group;
   // The last rows see the most keys: they come first.
   const int block_row = (gridDim.y - 1 - blockIdx.y) * p.row_warps * 16;
   const int first_row = block_row + row_warp * 16;
   char* own = shared + part * p.group_bytes;
   const uint32_t tiles = shared_address(own);
-  const int from = visible(p, block_row / group).from / KEYS;
   const int last_row = min(block_row + p.row_warps * 16, rows) - 1;
-  const int to = (max(visible(p, last_row / group).to, 0) + KEYS - 1) / KEYS;
+  const int from = visible(p, place(p, kv_head, block_row).query).from / KEYS;
+  const int to = (max(visible(p, place(p, kv_head, last_row).query).to, 0) + KEYS - 1) / KEYS;
   const T* k = static_cast<const T*>(p.k) + batch * p.k_strides[0] + kv_head * p.k_strides[1];
   const T* v = static_cast<const T*>(p.v) + batch * p.v_strides[0] + kv_head * p.v_strides[1];
+  const Copier<T, D> copier(thread, threads);
   const auto fetch = [&](int tile, int stage) {
     const uint32_t at = tiles + stage * 2 * BYTES;
-    copy_tile<T, D>(at, k, p.k_strides[2], tile * KEYS, p.keys, thread, threads);
-    copy_tile<T, D>(at + BYTES, v, p.v_strides[2], tile * KEYS, p.keys, thread, threads);
+    const int first_key = tile * KEYS, count = p.keys - first_key;
+    copier.copy(at, k + first_key * p.k_strides[2], p.k_strides[2], count);
+    copier.copy(at + BYTES, v + first_key * p.v_strides[2], p.v_strides[2], count);
   };
   allow_next();
   wait_previous();
@@ -333,7 +370,7 @@ template <typename T, int D, bool SPLIT> __device__ __forceinline__ void attend(
 }
 
 #define ATTENTION(D, SUFFIX, TYPE, SPLIT, FROM)                                                       \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS)                                           \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, !SPLIT && D < 128 ? 2 : 1)                \
       flash_attention_d##D##_##SUFFIX(const __grid_constant__ Params p) {                             \
     if constexpr (COMPILED_FOR >= FROM) attend<TYPE, D, SPLIT>(p);                                    \
   }

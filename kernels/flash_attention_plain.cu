@@ -47,6 +47,14 @@ __device__ __forceinline__ float half_warp_sum(float v) {
   return v;
 }
 
+// Scale, softcap and mask, in units of log2. `mask` stands at the row's first key.
+__device__ __forceinline__ float general_score(const Params& p, float s, const float* mask, int key) {
+  s *= p.scale;
+  if (p.softcap > 0.f) s = p.softcap * tanhf(s / p.softcap);
+  if (mask) s += mask[key * p.mask_strides[3]];
+  return s * LOG2E;
+}
+
 // `count` rows of a tile as f32; what lies past `dim` or `end` is zero.
 template <int D, int COUNT>
 __device__ __forceinline__ void read_tile(float* to, const void* from, int type, int64_t start,
@@ -70,20 +78,20 @@ template <int D, int ROWS_, int KEYS_> __device__ __forceinline__ void attend(co
   float* const tile = q + S::BLOCK_ROWS * S::PITCH;  // keys, then values
   float* const weights = tile + S::KEYS * S::PITCH;
   const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
-  const int batch = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
-  const int group = p.heads / p.kv_heads, rows = p.queries * group;
+  const int kv_head = blockIdx.x, batch = blockIdx.z, rows = p.queries * p.group;
   const int block_row = (gridDim.y - 1 - blockIdx.y) * S::BLOCK_ROWS;
   const int last_row = min(block_row + S::BLOCK_ROWS, rows) - 1;
-  const int from = visible(p, block_row / group).from / S::KEYS * S::KEYS;
-  const int to = visible(p, last_row / group).to;
+  const int from = visible(p, place(p, kv_head, block_row).query).from / S::KEYS * S::KEYS;
+  const int to = visible(p, place(p, kv_head, last_row).query).to;
   const bool general = is_general(p);
   const float unit = general ? 1.f : p.scale * LOG2E;
   allow_next();
   wait_previous();
   for (int i = threadIdx.x; i < S::BLOCK_ROWS * D; i += THREADS) {
     const int row = block_row + i / D, d = i % D;
-    const int64_t at = batch * p.q_strides[0] + (kv_head * group + row % group) * p.q_strides[1] +
-                       row / group * p.q_strides[2] + d * p.q_strides[3];
+    const Place from = place(p, kv_head, row);
+    const int64_t at = batch * p.q_strides[0] + from.head * p.q_strides[1] +
+                       from.query * p.q_strides[2] + d * p.q_strides[3];
     q[i / D * S::PITCH + d] = row < rows && d < p.dim ? read(p.q, p.q_type, at) : 0.f;
   }
   Range range[S::ROWS];
@@ -91,9 +99,9 @@ template <int D, int ROWS_, int KEYS_> __device__ __forceinline__ void attend(co
   float top[S::ROWS], sum[S::ROWS], o[S::ROWS][S::COLUMNS][4];
 #pragma unroll
   for (int i = 0; i < S::ROWS; ++i) {
-    const int row = min(block_row + y * S::ROWS + i, rows - 1);
-    range[i] = visible(p, row / group);
-    mask[i] = mask_row(p, batch, kv_head * group + row % group, row / group);
+    const Place at = place(p, kv_head, min(block_row + y * S::ROWS + i, rows - 1));
+    range[i] = visible(p, at.query);
+    mask[i] = mask_row(p, batch, at);
     top[i] = NEVER;
     sum[i] = 0.f;
 #pragma unroll
@@ -188,8 +196,8 @@ template <int D, int ROWS_, int KEYS_> __device__ __forceinline__ void attend(co
     const float total = half_warp_sum(sum[i]);
     const float factor = total == 0.f ? 0.f : 1.f / total;
     const int row = block_row + y * S::ROWS + i;
-    const int64_t at =
-        ((int64_t(batch) * p.queries + row / group) * p.heads + kv_head * group + row % group) * p.dim;
+    const Place to_row = place(p, kv_head, row);
+    const int64_t at = ((int64_t(batch) * p.queries + to_row.query) * p.heads + to_row.head) * p.dim;
 #pragma unroll
     for (int c = 0; c < S::COLUMNS; ++c)
 #pragma unroll

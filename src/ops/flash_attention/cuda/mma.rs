@@ -62,12 +62,11 @@ impl Form {
             (DType::F32, DType::F16) if dim + 1 < DIMS.len() => 2 * DIMS.len(),
             _ => return Ok(Err("no tensor-core form of these types")),
         };
-        if gpu.arch < 75 {
-            return Ok(Err("no tensor cores"));
-        }
         let index = first + dim;
-        if call.kv_dtype == DType::BF16 && !has_bf16(gpu, index)? {
-            return Ok(Err("no tensor cores for bf16"));
+        // A GPU that is newer than what was built for runs code for an older one.
+        let needed = if call.kv_dtype == DType::BF16 { 80 } else { 75 };
+        if MODULE.built_for(gpu, index)? < needed {
+            return Ok(Err("no tensor cores for this type"));
         }
         let whole = call.k.rows_at(16, call.kv_dtype)
             && call.v.rows_at(16, call.kv_dtype)
@@ -86,10 +85,13 @@ impl Form {
         let blocks = |row_warps: usize| {
             call.batch * call.kv_heads * call.rows().div_ceil(WARP_ROWS * row_warps)
         };
+        // Measured on an H100: key groups pay as long as there are less than three blocks to an SM.
         let (row_warps, key_groups) = if blocks(8) >= 2 * sms {
             (8, 1)
-        } else if blocks(4) >= sms {
+        } else if blocks(4) >= 3 * sms {
             (4, 1)
+        } else if 5 * blocks(4) >= 3 * sms {
+            (4, 2)
         } else if call.rows() > WARP_ROWS {
             (2, 4)
         } else {
@@ -102,11 +104,16 @@ impl Form {
             key_groups,
             stages: 2,
         };
-        while form.shared() > gpu.shared as usize && form.row_warps > 1 {
+        while form.shared() > gpu.shared as usize {
             match form {
                 Self { stages: 2, .. } => form.stages = 1,
-                Self { key_groups: 1, .. } => form.row_warps /= 2,
-                _ => (form.key_groups, form.stages) = (form.key_groups / 2, 2),
+                Self {
+                    key_groups: 2.., ..
+                } => {
+                    (form.key_groups, form.stages) = (form.key_groups / 2, 2);
+                }
+                Self { row_warps: 2.., .. } => form.row_warps /= 2,
+                _ => break,
             }
         }
         form
@@ -143,25 +150,11 @@ impl Form {
             group_bytes: self.group_bytes() as i32,
             ..call.into()
         };
-        let blocks = [
-            (call.batch * call.kv_heads) as u32,
-            call.rows().div_ceil(WARP_ROWS * self.row_warps) as u32,
-            1,
-        ];
+        let blocks = call.blocks(call.rows().div_ceil(WARP_ROWS * self.row_warps))?;
         let warps = self.row_warps * self.key_groups;
         debug_assert!(warps <= WARPS);
         let grid = Grid::new(blocks, 32 * warps as u32, self.shared() as u32);
         // SAFETY: `Params` is the kernel's parameter; the addresses are the caller's.
         unsafe { launcher.run(&MODULE, self.index, grid, &params) }
     }
-}
-
-/// Whether the code that runs on this GPU has products of bf16: a GPU newer than all that was built
-/// for runs what was built for the oldest.
-fn has_bf16(gpu: &Gpu, index: usize) -> Result<bool> {
-    Ok(match gpu.arch {
-        ..80 => false,
-        80..=90 => true,
-        _ => MODULE.built_for(gpu, index)? >= 80,
-    })
 }

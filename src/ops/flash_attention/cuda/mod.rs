@@ -2,6 +2,7 @@
 
 mod mma;
 mod plain;
+mod wgmma;
 
 use super::AttentionParams;
 use crate::cuda::{Address, Launcher, address, alloc, cuda_storage};
@@ -68,9 +69,31 @@ pub(crate) struct Call {
 }
 
 impl Call {
+    /// Query heads that read one key/value head.
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
     /// Rows of one key/value head: every query of every head that reads it.
     fn rows(&self) -> usize {
-        self.queries * (self.heads / self.kv_heads)
+        self.queries * self.group()
+    }
+
+    /// The window if it hides anything: from as many keys as there are, it does not.
+    fn narrow_window(&self) -> Option<usize> {
+        self.window.filter(|w| *w < self.keys)
+    }
+
+    /// A grid of so many blocks for each key/value head.
+    fn blocks(&self, each: usize) -> Result<[u32; 3]> {
+        if each.max(self.batch) > 65535 {
+            bail!(
+                "{OP}: {} queries of {} sequences are past what a launch takes",
+                self.queries,
+                self.batch
+            );
+        }
+        Ok([self.kv_heads as u32, each as u32, self.batch as u32])
     }
 
     /// Fails where a kernel's 32-bit counters would not do.
@@ -108,6 +131,8 @@ struct Params {
     queries: i32,
     keys: i32,
     dim: i32,
+    group: u32,
+    group_magic: u32,
     scale: f32,
     softcap: f32,
     causal: i32,
@@ -121,8 +146,7 @@ struct Params {
 impl From<&Call> for Params {
     fn from(call: &Call) -> Self {
         let index = |dtype| crate::ops::view::dtype_index(dtype) as i32;
-        // From as many keys as there are, a window hides nothing.
-        let window = call.window.filter(|w| *w < call.keys).unwrap_or(0);
+        let group = call.group() as u32;
         Self {
             q: call.q.address,
             k: call.k.address,
@@ -140,10 +164,16 @@ impl From<&Call> for Params {
             queries: call.queries as i32,
             keys: call.keys as i32,
             dim: call.dim as i32,
+            group,
+            group_magic: if group > 1 {
+                (1u64 << 32).div_ceil(group.into()) as u32
+            } else {
+                0
+            },
             scale: call.scale,
             softcap: call.softcap.unwrap_or(0.0),
             causal: call.causal.into(),
-            window: window as i32,
+            window: call.narrow_window().unwrap_or(0) as i32,
             row_warps: 0,
             key_groups: 0,
             stages: 0,
@@ -152,8 +182,9 @@ impl From<&Call> for Params {
     }
 }
 
-/// Computes attention with the fastest form that takes the call: tensor cores where keys and values
-/// are 16 bits wide and lie in whole 16-byte pieces, plain f32 arithmetic otherwise.
+/// Computes attention with the fastest form that takes the call: Hopper's asynchronous tensor cores,
+/// or any tensor cores where keys and values are 16 bits wide and lie in whole 16-byte pieces, or
+/// plain f32 arithmetic.
 ///
 /// # Errors
 /// If no form takes the call, or the launch fails.
@@ -167,17 +198,25 @@ pub(crate) unsafe fn launch(launcher: &Launcher, call: &Call) -> Result<()> {
     }
     call.check()?;
     let (q, kv) = (call.q_dtype.as_str(), call.kv_dtype.as_str());
-    // SAFETY: the caller's.
-    unsafe {
-        match mma::Form::of(launcher, call)? {
-            Ok(form) => {
-                trace::record(OP, || format!("cuda mma {form} q {q} kv {kv}"));
-                form.launch(launcher, call)
-            }
-            Err(reason) => {
-                trace::record(OP, || format!("cuda plain q {q} kv {kv}: {reason}"));
-                plain::launch(launcher, call)
-            }
+    let hopper = wgmma::Form::of(launcher, call)?;
+    if let Ok(form) = hopper {
+        trace::record(OP, || format!("cuda wgmma {form} q {q} kv {kv}"));
+        // SAFETY: the caller's.
+        return unsafe { form.launch(launcher) };
+    }
+    match mma::Form::of(launcher, call)? {
+        Ok(form) => {
+            trace::record(OP, || {
+                let reason = hopper.err().unwrap_or_default();
+                format!("cuda mma {form} q {q} kv {kv}: {reason}")
+            });
+            // SAFETY: the caller's.
+            unsafe { form.launch(launcher, call) }
+        }
+        Err(reason) => {
+            trace::record(OP, || format!("cuda plain q {q} kv {kv}: {reason}"));
+            // SAFETY: the caller's.
+            unsafe { plain::launch(launcher, call) }
         }
     }
 }

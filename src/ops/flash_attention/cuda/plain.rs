@@ -41,11 +41,7 @@ pub(super) unsafe fn launch(launcher: &Launcher, call: &Call) -> Result<()> {
             KERNELS[index - 1].0
         );
     }
-    let blocks = [
-        (call.batch * call.kv_heads) as u32,
-        call.rows().div_ceil(rows) as u32,
-        1,
-    ];
+    let blocks = call.blocks(call.rows().div_ceil(rows))?;
     let grid = Grid::new(blocks, THREADS, shared);
     // SAFETY: `Params` is the kernel's parameter; the addresses are the caller's.
     unsafe { launcher.run(&MODULE, index, grid, &Params::from(call)) }
