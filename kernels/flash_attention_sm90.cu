@@ -1,14 +1,11 @@
 // Attention on Hopper: one warpgroup fetches tiles with the bulk copy engine, the others multiply
 // them with asynchronous tensor-core products while their softmax runs (FlashAttention-3, Shah et
 // al. 2024). Takes 16-bit tensors without mask, window and softcap.
+#include "bulk_copy.cuh"
 #include "flash_attention.cuh"
 #include "wgmma.cuh"
 
 using namespace fused;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
 
 struct Params {
   // Dimensions, innermost first: a piece of a row as long as the swizzle, tokens, pieces of a row,
@@ -45,49 +42,12 @@ template <int D_, int CONSUMERS_, int KEYS_, bool SHARE_> struct Config {
   static constexpr int TILE_BYTES = KEYS * D * 2;
 };
 
-__device__ __forceinline__ void barrier_init(uint32_t at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t at) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t phase) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(at),
-      "r"(phase)
-      : "memory");
-}
-
-__device__ __forceinline__ void fetch(uint32_t to, const TensorMap& map, uint32_t barrier, int token,
-                                      int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(0), "r"(token), "r"(head), "r"(batch)
-      : "memory");
-}
-
 // What the tensor cores are told of a matrix in shared memory.
 template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t at, int between_pieces) {
   constexpr uint64_t KIND = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
   return uint64_t((at & 0x3ffff) >> 4) | uint64_t(between_pieces >> 4) << 16 |
          uint64_t(8 * SWIZZLE >> 4) << 32 | KIND << 62;
 }
-
-// A place in a ring of stages, and the parity of its barriers.
-template <int STAGES> struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
-};
 
 // The barriers of a block, 8 bytes each; `slot` is a lane's stage.
 template <int SLOTS> struct Barriers {
@@ -141,14 +101,14 @@ __device__ __forceinline__ void produce(const Params& p, Barriers<C::LANES * C::
       const int count = before + i / C::LANES, slot = i % C::LANES * C::STAGES + count % C::STAGES;
       barrier_wait(free + 8 * slot, count / C::STAGES % 2 ^ 1);
       barrier_expect(full + 8 * slot, C::TILE_BYTES);
-      fetch(to + slot * C::TILE_BYTES, map, full + 8 * slot, (work.tiles - 1 - i) * C::KEYS, kv_head,
+      bulk_copy(to + slot * C::TILE_BYTES, map, full + 8 * slot, (work.tiles - 1 - i) * C::KEYS, kv_head,
             work.batch);
     };
     const auto fetch_k = [&](int i) { fetch_tile(i, p.k, k, barriers.k_full(0), barriers.k_free(0)); };
     const auto fetch_v = [&](int i) { fetch_tile(i, p.v, v, barriers.v_full(0), barriers.v_free(0)); };
     barrier_wait(barriers.q_free(), n % 2 ^ 1);
     barrier_expect(barriers.q_full(), C::Q_BYTES);
-    fetch(q, p.q, barriers.q_full(), work.first_row, work.head, work.batch);
+    bulk_copy(q, p.q, barriers.q_full(), work.first_row, work.head, work.batch);
 #pragma unroll 1
     for (int i = 0; i < work.tiles + C::LANES; ++i) {
       if (i < work.tiles) fetch_k(i);
@@ -315,97 +275,134 @@ template <typename C> __device__ __forceinline__ void pass_turn(int consumer) {
   }
 }
 
+// A warpgroup that multiplies, and where it stands in its lane.
+template <typename T, typename C> struct Consumer {
+  static constexpr int SLOTS = C::LANES * C::STAGES;
+  const Params& p;
+  const Barriers<SLOTS> barriers;
+  const uint32_t q, k, v;
+  const int number, lane, part;  // among all; its lane; its place among the rows of the block
+  const bool elected;            // one thread of each warp
+  Ring<C::STAGES> at_k, at_v;
+  Rows<T, C> rows;
+  int all;  // from this key on some of the rows see nothing
+
+  __device__ __forceinline__ Consumer(const Params& p, Barriers<SLOTS> barriers, int number, uint32_t q,
+                                      uint32_t k, uint32_t v)
+      : p(p), barriers(barriers), q(q + (C::SHARE ? 0 : number) * 64 * C::SWIZZLE), k(k), v(v),
+        number(number), lane(C::SHARE ? number : 0), part(C::SHARE ? 0 : number),
+        elected(threadIdx.x % WARP == 0) {}
+
+  __device__ __forceinline__ int k_slot() const { return lane * C::STAGES + at_k.stage; }
+  __device__ __forceinline__ int v_slot() const { return lane * C::STAGES + at_v.stage; }
+  __device__ __forceinline__ void free_k() {
+    if (elected) barrier_arrive(barriers.k_free(k_slot()));
+    at_k.next();
+  }
+  __device__ __forceinline__ void free_v() {
+    if (elected) barrier_arrive(barriers.v_free(v_slot()));
+    at_v.next();
+  }
+  __device__ __forceinline__ void softmax(int tile, float (&shrink)[2]) {
+    if (tile * C::KEYS + C::KEYS > all) rows.hide(tile * C::KEYS);
+    rows.softmax(p.unit, shrink);
+  }
+
+  // The scores of the first tile.
+  __device__ __forceinline__ void begin(int tile) {
+    float shrink[2];
+    barrier_wait(barriers.k_full(k_slot()), at_k.phase);
+    take_turn<C>(number);
+    wgmma_fence();
+    rows.scores(q, k + k_slot() * C::TILE_BYTES);
+    wgmma_commit();
+    pass_turn<C>(number);
+    wgmma_wait<0>();
+    settle(rows.s);
+    free_k();
+    softmax(tile, shrink);
+    rows.round_weights();
+    if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase);
+  }
+
+  // A tile's scores, and beside their softmax the outputs of the tile before.
+  __device__ __forceinline__ void step(int tile, bool add) {
+    float shrink[2];
+    take_turn<C>(number);
+    wgmma_fence();
+    rows.scores(q, k + k_slot() * C::TILE_BYTES);
+    wgmma_commit();
+    barrier_wait(barriers.v_full(v_slot()), at_v.phase);
+    rows.outputs(v + v_slot() * C::TILE_BYTES, add);
+    wgmma_commit();
+    pass_turn<C>(number);
+    wgmma_wait<1>();
+    settle(rows.s);
+    free_k();
+    softmax(tile, shrink);
+    // The next keys are waited for here, at a branch that needs the sum (which is never negative):
+    // the compiler must not move the exponentials, which are to be computed while the tensor cores
+    // work, behind the wait for these.
+    const uint32_t odd = rows.sum[0] + rows.sum[1] < 0.f;
+    if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase ^ odd);
+    wgmma_wait<0>();
+    settle(rows.o);
+    free_v();
+    rows.rescale(shrink);
+    rows.round_weights();
+  }
+
+  // The outputs of the last tile.
+  __device__ __forceinline__ void end(bool add) {
+    if (elected) barrier_arrive(barriers.q_free());
+    barrier_wait(barriers.v_full(v_slot()), at_v.phase);
+    wgmma_fence();
+    rows.outputs(v + v_slot() * C::TILE_BYTES, add);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(rows.o);
+    free_v();
+  }
+};
+
 template <typename T, typename C>
 __device__ __forceinline__ void consume(const Params& p, Barriers<C::LANES * C::STAGES> barriers,
                                         uint32_t q, uint32_t k, uint32_t v, char* shared_k,
                                         char* shared_v) {
-  // The same in all lanes, as the compiler is told by the shuffle.
-  const int consumer = __shfl_sync(FULL, int(threadIdx.x) / 128 - 1, 0);
-  const int lane = C::SHARE ? consumer : 0, part = C::SHARE ? 0 : consumer;
-  const bool elected = threadIdx.x % WARP == 0;
-  const uint32_t own_q = q + part * 64 * C::SWIZZLE;
-  Ring<C::STAGES> at_k, at_v;
-  const auto k_slot = [&] { return lane * C::STAGES + at_k.stage; };
-  const auto v_slot = [&] { return lane * C::STAGES + at_v.stage; };
+  // The same in all lanes of a warp, as the compiler is told by the shuffle.
+  const int number = __shfl_sync(FULL, int(threadIdx.x) / 128 - 1, 0);
+  Consumer<T, C> self(p, barriers, number, q, k, v);
   Work<C> work;
-  Rows<T, C> rows;
   if constexpr (C::TURNS) {
     // As if the last round of turns had just been passed.
-    for (int i = 0; i < consumer; ++i)
+    for (int i = 0; i < number; ++i)
       asm volatile("bar.arrive %0, %1;" ::"r"(1 + i), "n"(128 * C::CONSUMERS) : "memory");
   }
   for (int n = 0; work.next(p); ++n) {
-    const int first_row = work.first_row + part * 64 + threadIdx.x / WARP % 4 * 16;
-    // From this key on some of the rows see nothing.
-    const int all = p.causal ? p.keys - p.queries + work.first_row + part * 64 + 1 : p.keys;
-    rows.begin(p, first_row);
+    const int part_row = work.first_row + self.part * 64;
+    const int first_row = part_row + threadIdx.x / WARP % 4 * 16;
+    self.all = p.causal ? p.keys - p.queries + part_row + 1 : p.keys;
+    self.rows.begin(p, first_row);
     barrier_wait(barriers.q_full(), n & 1);
-    int tile = work.tiles - 1 - lane;
+    int tile = work.tiles - 1 - self.lane;
     if (tile >= 0) {
-      float shrink[2];
-      barrier_wait(barriers.k_full(k_slot()), at_k.phase);
-      take_turn<C>(consumer);
-      wgmma_fence();
-      rows.scores(own_q, k + k_slot() * C::TILE_BYTES);
-      wgmma_commit();
-      pass_turn<C>(consumer);
-      wgmma_wait<0>();
-      settle(rows.s);
-      if (elected) barrier_arrive(barriers.k_free(k_slot()));
-      at_k.next();
-      if (tile * C::KEYS + C::KEYS > all) rows.hide(tile * C::KEYS);
-      rows.softmax(p.unit, shrink);
-      rows.round_weights();
       bool add = false;
-      tile -= C::LANES;
-      if (tile >= 0) barrier_wait(barriers.k_full(k_slot()), at_k.phase);
-      for (; tile >= 0; tile -= C::LANES) {
-        take_turn<C>(consumer);
-        wgmma_fence();
-        rows.scores(own_q, k + k_slot() * C::TILE_BYTES);
-        wgmma_commit();
-        barrier_wait(barriers.v_full(v_slot()), at_v.phase);
-        rows.outputs(v + v_slot() * C::TILE_BYTES, add);
-        wgmma_commit();
-        pass_turn<C>(consumer);
-        wgmma_wait<1>();
-        settle(rows.s);
-        if (elected) barrier_arrive(barriers.k_free(k_slot()));
-        at_k.next();
-        if (tile * C::KEYS + C::KEYS > all) rows.hide(tile * C::KEYS);
-        rows.softmax(p.unit, shrink);
-        // The next keys are waited for here, at a branch that needs the sum (which is never
-        // negative): the compiler must not move the exponentials, which are to be computed while
-        // the tensor cores work, behind the wait for these.
-        const uint32_t odd = rows.sum[0] + rows.sum[1] < 0.f;
-        if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase ^ odd);
-        wgmma_wait<0>();
-        settle(rows.o);
-        if (elected) barrier_arrive(barriers.v_free(v_slot()));
-        at_v.next();
-        rows.rescale(shrink);
-        rows.round_weights();
+      self.begin(tile);
+      for (tile -= C::LANES; tile >= 0; tile -= C::LANES) {
+        self.step(tile, add);
         add = true;
       }
-      if (elected) barrier_arrive(barriers.q_free());
-      barrier_wait(barriers.v_full(v_slot()), at_v.phase);
-      wgmma_fence();
-      rows.outputs(v + v_slot() * C::TILE_BYTES, add);
-      wgmma_commit();
-      wgmma_wait<0>();
-      settle(rows.o);
-      if (elected) barrier_arrive(barriers.v_free(v_slot()));
-      at_v.next();
+      self.end(add);
     }
     if constexpr (C::SHARE) {
       constexpr int LANE_BYTES = C::STAGES * C::TILE_BYTES;
-      if (lane > 0) rows.leave(shared_k + lane * LANE_BYTES, shared_v + lane * LANE_BYTES);
+      if (number > 0) self.rows.leave(shared_k + number * LANE_BYTES, shared_v + number * LANE_BYTES);
       asm volatile("bar.sync 1, %0;" ::"n"(128 * C::CONSUMERS) : "memory");
-      if (lane > 0) return;
+      if (number > 0) return;
       for (int i = 1; i < min(C::LANES, work.tiles); ++i)
-        rows.take(p.unit, shared_k + i * LANE_BYTES, shared_v + i * LANE_BYTES);
+        self.rows.take(p.unit, shared_k + i * LANE_BYTES, shared_v + i * LANE_BYTES);
     }
-    rows.write(p, work.batch, work.head, first_row);
+    self.rows.write(p, work.batch, work.head, first_row);
   }
 }
 
@@ -417,6 +414,9 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const P
   const uint32_t k = q + C::Q_BYTES, v = k + SLOTS * C::TILE_BYTES;
   const Barriers<SLOTS> barriers = {shared_address(room)};
   if (threadIdx.x == 0) {
+    prefetch(p.q);
+    prefetch(p.k);
+    prefetch(p.v);
     barrier_init(barriers.q_full(), 1);
     barrier_init(barriers.q_free(), 4 * C::CONSUMERS);
     for (int i = 0; i < SLOTS; ++i) {
