@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 /// What a build without `CUDA_COMPUTE_CAP` runs on without the driver compiling anything: Turing,
-/// Ampere (A100, RTX 30, Jetson Orin), Ada, Hopper. Newer GPUs compile the PTX of the lowest.
+/// Ampere (A100, RTX 30, Jetson Orin), Ada, Hopper. On newer GPUs the driver compiles PTX.
 const ARCHITECTURES: [&str; 6] = ["75", "80", "86", "87", "89", "90a"];
 
 fn main() {
@@ -233,7 +233,8 @@ fn files(extension: &str) -> Result<Vec<PathBuf>, String> {
     Ok(files)
 }
 
-/// The `-gencode` arguments: machine code for each architecture, PTX for the lowest.
+/// The `-gencode` arguments: machine code for each architecture, PTX for newer ones. What there is
+/// of both goes to the crate as `CANDLE_FUSED_SASS` and `CANDLE_FUSED_PTX`.
 fn targets(nvcc: &Nvcc) -> Result<Vec<String>, String> {
     let known = nvcc.architectures()?;
     let is_known = |arch: &str| known.iter().any(|k| k == base(arch));
@@ -274,14 +275,27 @@ fn targets(nvcc: &Nvcc) -> Result<Vec<String>, String> {
     };
     chosen.sort_by_key(|arch| base(arch).parse().unwrap_or(0));
     chosen.dedup();
-    let lowest = chosen.first().ok_or("no architecture to compile for")?;
-    // The PTX of `90a` would run on Hopper alone.
-    let ptx = base(&front_end(lowest)).to_owned();
+    if chosen.is_empty() {
+        return Err("no architecture to compile for".into());
+    }
+    // PTX of the lowest, and of what has been through the front end anyway; that of `90a` would
+    // run on Hopper alone.
+    let mut ptx: Vec<_> = chosen.iter().map(|arch| front_end(arch)).collect();
+    ptx.dedup();
+    ptx.retain(|front| front == base(front));
+    if ptx.is_empty() {
+        ptx.push(base(&chosen[0]).to_owned());
+    }
     let mut arguments: Vec<_> = chosen
         .iter()
         .map(|arch| format!("-gencode=arch=compute_{},code=sm_{arch}", front_end(arch)))
         .collect();
-    arguments.push(format!("-gencode=arch=compute_{ptx},code=compute_{ptx}"));
+    arguments.extend(
+        ptx.iter()
+            .map(|front| format!("-gencode=arch=compute_{front},code=compute_{front}")),
+    );
+    println!("cargo::rustc-env=CANDLE_FUSED_SASS={}", chosen.join(" "));
+    println!("cargo::rustc-env=CANDLE_FUSED_PTX={}", ptx.join(" "));
     Ok(arguments)
 }
 

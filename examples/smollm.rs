@@ -102,8 +102,10 @@ fn compare(args: &Args, located: &Located, device: &Device, json: Option<JsonFil
         fusion: args.model.fusion.unwrap_or_default(),
         prompt: &prompt,
         sample_len: args.sampling.sample_len,
+        graph: !args.model.no_graph,
     };
     match args.probe {
+        Some(Side::Settings) => return comparison.answer_probe(Form::Settings),
         Some(Side::Stock) => return comparison.answer_probe(Form::Stock),
         Some(Side::Fused) => return comparison.answer_probe(Form::Fused(comparison.fusion)),
         None => {}

@@ -16,7 +16,7 @@ rustc --edition 2024 -o "$work/build" build.rs
 started=$SECONDS
 env CARGO_FEATURE_CUDA=1 OUT_DIR="$work" NUM_JOBS="${NUM_JOBS:-$(nproc)}" \
   CANDLE_FUSED_COMPUTE_CAP="${CANDLE_FUSED_COMPUTE_CAP:-all}" \
-  "$work/build" | grep -v '^cargo::rerun' | tee "$work/said" || true
+  "$work/build" | grep -vE '^cargo::(rerun|rustc-env)' | tee "$work/said" || true
 if grep -q '^cargo::error' "$work/said"; then exit 1; fi
 took=$((SECONDS - started))
 for source in kernels/*.cu; do
@@ -31,13 +31,14 @@ echo "kernels: $(ls kernels/*.cu | wc -l) files, $(cat "$work"/*.fatbin | wc -c)
 cuobjdump="$(command -v cuobjdump || echo "${CUDA_HOME:-}/bin/cuobjdump")"
 if [ -x "$cuobjdump" ]; then
   for fatbin in "$work"/*.fatbin; do
-    "$cuobjdump" -res-usage "$fatbin" 2>/dev/null | awk -v file="$(basename "$fatbin" .fatbin)" '
+    "$cuobjdump" -res-usage "$fatbin" 2>/dev/null | awk '
       /^arch =/ { arch = $3 }
-      /Function/ { sub(":", "", $2); kernel = $2 }
+      /Function/ { kernel = $2; sub(":", "", kernel) }
       match($0, /STACK:[0-9]+/) {
         stack = substr($0, RSTART + 6, RLENGTH - 6)
-        if (stack > 0) print "kernels: " file " " arch " " kernel ": " stack " bytes of local memory"
-      }'
+        if (stack > 0) found[kernel] = found[kernel] " " arch " " stack
+      }
+      END { for (kernel in found) print "kernels: local memory, bytes: " kernel found[kernel] }' | sort
   done
 fi
 if [ -n "$limit" ] && [ "$took" -gt "$limit" ]; then

@@ -7,6 +7,7 @@
 //!
 //! * [`models`]: Llama with candle-transformers' names and signatures, so that changing the import
 //!   is the whole change.
+//! * [`generation`]: the token loop; on CUDA the whole step inside one graph.
 //! * [`nn`]: the layers that models are made of; they choose between fused and plain.
 //! * [`ops`]: the operations as functions on tensors, each a candle custom op.
 //! * [`cpu`]: the cores, with SIMD chosen at run time, and the thread pool.
@@ -19,6 +20,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod fusion;
+pub mod generation;
 pub mod models;
 pub mod nn;
 pub mod ops;

@@ -8,7 +8,7 @@ use candle_fused::ops::{self, Activation, AttentionParams, Epilogue, Prologue, W
 use std::sync::Arc;
 
 /// Each op's stem with its shapes: rows of x, the width, the dtype or block type.
-pub const ALL: [(&str, &[&str]); 8] = [
+pub const ALL: [(&str, &[&str]); 9] = [
     (
         "residual_add",
         &["1 576 f32", "512 576 f32", "512 576 bf16"],
@@ -55,6 +55,7 @@ pub const ALL: [(&str, &[&str]); 8] = [
         "flash_attention",
         &["1 64 f32", "1 512 f32", "1 2048 f32", "512 512 f32"],
     ),
+    ("sample", &["1 49152 f32"]),
 ];
 
 /// The row of an op for one of its shapes.
@@ -74,6 +75,7 @@ pub fn row(stem: &str, shape: &str) -> Result<Row> {
         "quant_linear" => quant_linear(m, k, block_type(kind)?),
         "rope" => rope(m, k),
         "flash_attention" => flash_attention(m, k),
+        "sample" => sample(m, k),
         _ => bail!("no op is called {stem}"),
     }
 }
@@ -134,6 +136,18 @@ fn residual_add(m: usize, k: usize, dtype: DType) -> Result<Row> {
     let plain = Box::new(move || (&x + &a)? + &b);
     let fused = Box::new(move || ops::residual_add(&x2, &[&a2, &b2]));
     Ok(checked(plain, fused, expected, limit(dtype), bytes))
+}
+
+/// The likeliest token.
+fn sample(m: usize, vocab: usize) -> Result<Row> {
+    let logits = randn(&[m, vocab], DType::F32)?;
+    let params = vec![ops::SamplingParams::default(); m];
+    let expected = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
+    let expected = expected.into_iter().map(f64::from).collect();
+    let held = logits.clone();
+    let plain = Box::new(move || logits.argmax(D::Minus1));
+    let fused = Box::new(move || ops::sample(&held, &params, &vec![&[][..]; m]));
+    Ok(checked(plain, fused, expected, 0., 4 * m * vocab))
 }
 
 fn rms_norm(m: usize, k: usize, dtype: DType) -> Result<Row> {

@@ -53,6 +53,7 @@ pub struct Args {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Side {
     Stock,
+    Settings,
     Fused,
 }
 
@@ -84,6 +85,10 @@ pub struct ModelArgs {
     /// The fused ops to use: names joined by commas, `all` or `none` [default: all].
     #[arg(long, value_name = "LIST", value_parser = fusion, conflicts_with = "stock")]
     pub fusion: Option<Fusion>,
+
+    /// On a GPU, launch every kernel of a step instead of replaying a recorded CUDA graph.
+    #[arg(long)]
+    pub no_graph: bool,
 
     /// CPU threads [default: all that this process may use].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = threads)]

@@ -1,11 +1,12 @@
 //! Stock candle and the fused model on the same weights and prompt, in turns.
 
-use super::comparison::{CompareReport, LayerError, Round, Side, Speedup, median};
+use super::comparison::{CompareReport, LayerError, Probe, Round, Side, Speedup, median};
 use super::generate::TextModel;
 use super::source::Located;
-use super::{fused, report, stock, weights};
+use super::{fused, gpu, report, stock, weights};
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
+use candle_fused::generation::{self, Options};
 use candle_fused::{Fusion, trace};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -18,6 +19,8 @@ const ROUNDS: usize = 3;
 pub enum Form {
     /// candle-transformers' own model.
     Stock,
+    /// The same on a GPU whose settings are changed.
+    Settings,
     /// candle-fused's, with these fusions.
     Fused(Fusion),
 }
@@ -30,6 +33,8 @@ pub struct Comparison<'a> {
     pub fusion: Fusion,
     pub prompt: &'a [u32],
     pub sample_len: usize,
+    /// Whether the fused side may record its step as a CUDA graph.
+    pub graph: bool,
 }
 
 /// A greedy generation and what it took.
@@ -55,59 +60,70 @@ impl Comparison<'_> {
                 self.sample_len
             );
         }
-        let memory = [self.probe("stock")?, self.probe("fused")?];
-        let mut generations: [Vec<Generation>; 2] = [Vec::new(), Vec::new()];
+        let probes = self
+            .forms()
+            .map(|form| form.map(|form| self.probe(form.side())).transpose());
+        let mut generations = [Vec::new(), Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
             report::say(format_args!("round {} of {ROUNDS}", round + 1));
-            let sides = [
-                (Form::Stock, &mut stock),
-                (Form::Fused(self.fusion), &mut fused),
-            ];
-            for ((form, model), runs) in sides.into_iter().zip(&mut generations) {
-                let load;
-                (*model, load) = self.load(form)?;
+            for (form, runs) in self.forms().into_iter().zip(&mut generations) {
+                let Some(form) = form else { continue };
+                let (mut model, load) = self.load(form)?;
                 runs.push(self.generate(model.as_mut(), load)?);
             }
         }
-        let [stock_runs, fused_runs] = &generations;
-        let first_mismatch = first_difference(&stock_runs[0].tokens, &fused_runs[0].tokens);
-        let side = |peak_rss, runs: &[Generation]| {
+        let side = |index: usize, probe: Option<Probe>| -> Option<Side> {
+            let runs: &[Generation] = &generations[index];
             let rounds: Vec<_> = runs.iter().map(|g| g.round.clone()).collect();
             let load = median(runs.iter().map(|g| g.load.as_secs_f64()).collect());
             let load = Duration::from_secs_f64(load);
-            Side::of_rounds(load, self.prompt.len(), &rounds, peak_rss)
+            probe.map(|probe| Side::of_rounds(load, self.prompt.len(), &rounds, probe))
         };
-        let stock_side = side(memory[0], stock_runs);
-        let fused_side = side(memory[1], fused_runs);
+        let [a, b, c] = probes;
+        let (stock_side, settings, fused_side) = (side(0, a?), side(1, b?), side(2, c?));
+        let (Some(stock_side), Some(fused_side)) = (stock_side, fused_side) else {
+            bail!("nothing was measured");
+        };
+        let (reference, fused_run) = (&generations[0][0], &generations[2][0]);
+        let first_mismatch = first_difference(&reference.tokens, &fused_run.tokens);
         Ok(CompareReport {
             model: self.located.name.clone(),
-            device: "cpu".into(),
+            device: gpu::name(self.device),
             dtype: self.dtype_name()?,
             threads: candle_fused::cpu::pool::threads(),
             prompt_tokens: self.prompt.len(),
             sample_len: self.sample_len,
             tokens_match: first_mismatch.is_none(),
             first_mismatch,
-            mismatch_margin: first_mismatch.map(|at| f64::from(stock_runs[0].margins[at])),
-            max_logit_diff: self.logit_difference(
-                stock.as_mut(),
-                fused.as_mut(),
-                &stock_runs[0],
-            )?,
+            mismatch_margin: first_mismatch.map(|at| f64::from(reference.margins[at])),
+            max_logit_diff: self.logit_difference(stock.as_mut(), fused.as_mut(), reference)?,
             layers: self.layers(fused.as_mut())?,
             op_calls: self.calls(fused.as_mut())?,
             speedup: Speedup::of(&stock_side, &fused_side),
             stock: stock_side,
+            settings,
             fused: fused_side,
         })
     }
 
+    /// Stock, stock with settings where there are any, and fused.
+    fn forms(&self) -> [Option<Form>; 3] {
+        let settings = self.device.is_cuda().then_some(Form::Settings);
+        [Some(Form::Stock), settings, Some(Form::Fused(self.fusion))]
+    }
+
     fn load(&self, form: Form) -> Result<(Box<dyn TextModel>, Duration)> {
         let (weights, _) = weights::open(&self.located.files)?;
+        // A device of its own, so that one side's settings do not reach the other.
+        let device = match self.device {
+            Device::Cpu => Device::Cpu,
+            _ => Device::new_cuda(0)?,
+        };
+        gpu::tune(&device, form != Form::Stock)?;
         let started = Instant::now();
         let model = match form {
-            Form::Stock => stock::load(weights, self.dtype, self.device)?,
-            Form::Fused(fusion) => fused::load(weights, self.dtype, self.device, fusion)?,
+            Form::Stock | Form::Settings => stock::load(weights, self.dtype, &device)?,
+            Form::Fused(fusion) => fused::load(weights, self.dtype, &device, fusion)?,
         };
         Ok((model, started.elapsed()))
     }
@@ -120,6 +136,14 @@ impl Comparison<'_> {
     }
 
     fn generate(&self, model: &mut dyn TextModel, load: Duration) -> Result<Generation> {
+        let options = Options {
+            positions: self.prompt.len() + self.sample_len,
+            graph: self.graph,
+            ..Default::default()
+        };
+        if model.chooses_tokens() {
+            return self.generate_on_device(model.generation(&options)?, load);
+        }
         model.clear()?;
         let (mut tokens, mut margins, mut steps) = (Vec::new(), Vec::new(), Vec::new());
         let started = Instant::now();
@@ -150,6 +174,36 @@ impl Comparison<'_> {
         })
     }
 
+    /// The same where the tokens are chosen on the device; the margins stay there.
+    fn generate_on_device(
+        &self,
+        mut generation: generation::Generation,
+        load: Duration,
+    ) -> Result<Generation> {
+        let started = Instant::now();
+        let mut tokens = vec![generation.extend(0, self.prompt)?];
+        let first_token = started.elapsed();
+        let mut steps = Vec::new();
+        while tokens.len() < self.sample_len {
+            let started = Instant::now();
+            tokens.extend(generation.step()?);
+            steps.push(started.elapsed());
+        }
+        if let Some(why) = generation.graph_refusal() {
+            report::say(format_args!("no CUDA graph: {why}"));
+        }
+        Ok(Generation {
+            margins: vec![f32::NAN; tokens.len()],
+            tokens,
+            load,
+            round: Round {
+                first_token,
+                prefill: first_token,
+                steps,
+            },
+        })
+    }
+
     /// The largest difference of a logit over the whole generation, both sides fed stock's tokens.
     fn logit_difference(
         &self,
@@ -161,8 +215,8 @@ impl Comparison<'_> {
         fused.clear()?;
         let mut largest = 0f64;
         let mut step = |ids: &[u32], position| -> Result<()> {
-            let a = stock.forward(ids, position)?;
-            let b = fused.forward(ids, position)?;
+            let a = stock.forward(ids, position)?.to_device(&Device::Cpu)?;
+            let b = fused.forward(ids, position)?.to_device(&Device::Cpu)?;
             let difference = (a - b)?.abs()?.max(0)?.to_scalar::<f32>()?;
             largest = largest.max(f64::from(difference));
             Ok(())
@@ -210,8 +264,8 @@ impl Comparison<'_> {
             .collect())
     }
 
-    /// Peak memory in bytes of one side alone, measured in a process of its own.
-    fn probe(&self, side: &str) -> Result<Option<u64>> {
+    /// What one side alone takes, measured in a process of its own.
+    fn probe(&self, side: &str) -> Result<Probe> {
         report::say(format_args!("measuring the memory of the {side} side"));
         let this = std::env::current_exe().context("cannot find this program")?;
         let output = Command::new(this)
@@ -234,12 +288,52 @@ impl Comparison<'_> {
     }
 
     /// What [`Self::probe`]'s process does: loads one side, reads the prompt, generates, and prints
-    /// its peak memory.
+    /// what that took.
     pub fn answer_probe(&self, form: Form) -> Result<()> {
         let (mut model, load) = self.load(form)?;
         self.generate(model.as_mut(), load)?;
-        let answer = serde_json::to_string(&report::peak_memory())?;
+        let (peak_rss, peak_gpu) = (report::peak_memory(), gpu::peak_memory(self.device));
+        let probe = Probe {
+            peak_rss,
+            peak_gpu,
+            launches: self.launches(model.as_mut())?,
+        };
+        let answer = serde_json::to_string(&probe)?;
         report::write_text(&mut std::io::stdout().lock(), &answer)
+    }
+
+    /// Kernels that the token behind the prompt takes.
+    fn launches(&self, model: &mut dyn TextModel) -> Result<Option<u64>> {
+        let options = Options {
+            positions: self.prompt.len() + 1,
+            graph: self.graph,
+            ..Default::default()
+        };
+        if model.chooses_tokens() {
+            let mut generation = model.generation(&options)?;
+            generation.extend(0, self.prompt)?;
+            return Ok(Some(generation.launches_per_step()? as u64));
+        }
+        model.clear()?;
+        model.forward(self.prompt, 0)?;
+        let last = &self.prompt[self.prompt.len() - 1..];
+        // Once for real, so that every kernel is loaded before the recording.
+        model.forward(last, self.prompt.len())?;
+        let device = model.device();
+        Ok(gpu::launches(&device, || {
+            model.forward(last, self.prompt.len() + 1).map(drop)
+        }))
+    }
+}
+
+impl Form {
+    /// Its name on the command line of a probe.
+    fn side(self) -> &'static str {
+        match self {
+            Form::Stock => "stock",
+            Form::Settings => "settings",
+            Form::Fused(_) => "fused",
+        }
     }
 }
 

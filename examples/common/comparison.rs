@@ -31,6 +31,8 @@ pub struct CompareReport {
     /// Calls of each fused op for one generated token.
     pub op_calls: BTreeMap<String, u64>,
     pub stock: Side,
+    /// Stock candle with the device's settings changed and nothing else; on a GPU only.
+    pub settings: Option<Side>,
     pub fused: Side,
     pub speedup: Speedup,
 }
@@ -56,6 +58,21 @@ pub struct Side {
     pub tpot_ms_p99: f64,
     /// `None` where the system does not tell.
     pub peak_rss_mb: Option<f64>,
+    /// The most that tensors held on the GPU at once.
+    pub gpu_memory_mb: Option<f64>,
+    /// Kernels that one generated token takes on the GPU.
+    pub launches_per_token: Option<u64>,
+}
+
+/// What a side takes when it has a process to itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Probe {
+    /// Peak memory of the process in bytes, where the system tells.
+    pub peak_rss: Option<u64>,
+    /// Peak memory of its tensors on the GPU in bytes.
+    pub peak_gpu: Option<u64>,
+    /// Kernels for one generated token.
+    pub launches: Option<u64>,
 }
 
 /// How many times faster the fused side is.
@@ -77,12 +94,8 @@ pub struct Round {
 
 impl Side {
     /// Medians over `rounds`, in each of which `prompt_tokens` were read.
-    pub fn of_rounds(
-        load: Duration,
-        prompt_tokens: usize,
-        rounds: &[Round],
-        peak_rss_bytes: Option<u64>,
-    ) -> Self {
+    pub fn of_rounds(load: Duration, prompt_tokens: usize, rounds: &[Round], probe: Probe) -> Self {
+        let megabytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64 / 1e6);
         let over = |figure: &dyn Fn(&Round) -> f64| median(rounds.iter().map(figure).collect());
         let millis = |round: &Round| -> Vec<f64> {
             round.steps.iter().map(|t| t.as_secs_f64() * 1e3).collect()
@@ -96,7 +109,9 @@ impl Side {
             }),
             tpot_ms_p50: over(&|round| percentile(millis(round), 50.0)),
             tpot_ms_p99: over(&|round| percentile(millis(round), 99.0)),
-            peak_rss_mb: peak_rss_bytes.map(|bytes| bytes as f64 / 1e6),
+            peak_rss_mb: megabytes(probe.peak_rss),
+            gpu_memory_mb: megabytes(probe.peak_gpu),
+            launches_per_token: probe.launches,
         }
     }
 }
@@ -191,58 +206,81 @@ impl CompareReport {
     }
 
     fn fmt_speed(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (stock, fused) = (&self.stock, &self.fused);
-        writeln!(f, "\n{:<28}{:>9}{:>10}{:>9}", "", "stock", "fused", "ratio")?;
-        let mut row = |name: &str, a: f64, b: f64, ratio: f64| {
-            writeln!(
-                f,
-                "{name:<28}{:>9}{:>10}{ratio:>8.2}x",
-                figure(a),
-                figure(b)
-            )
-        };
-        row(
-            "load, s",
-            stock.load_s,
-            fused.load_s,
-            stock.load_s / fused.load_s,
-        )?;
-        row(
-            "first token, ms",
-            stock.ttft_ms,
-            fused.ttft_ms,
-            self.speedup.ttft,
-        )?;
-        row(
-            "prefill, tokens/s",
-            stock.prefill_tok_s,
-            fused.prefill_tok_s,
-            self.speedup.prefill,
-        )?;
-        row(
-            "decode, tokens/s",
-            stock.decode_tok_s,
-            fused.decode_tok_s,
-            self.speedup.decode,
-        )?;
-        row(
-            "per token, p50, ms",
-            stock.tpot_ms_p50,
-            fused.tpot_ms_p50,
-            stock.tpot_ms_p50 / fused.tpot_ms_p50,
-        )?;
-        row(
-            "per token, p99, ms",
-            stock.tpot_ms_p99,
-            fused.tpot_ms_p99,
-            stock.tpot_ms_p99 / fused.tpot_ms_p99,
-        )?;
-        match (stock.peak_rss_mb, fused.peak_rss_mb) {
-            (Some(a), Some(b)) => row("peak memory, MB", a, b, a / b),
-            _ => writeln!(f, "{:<28}{:>9}{:>10}", "peak memory, MB", "n/a", "n/a"),
+        let sides: Vec<&Side> = [Some(&self.stock), self.settings.as_ref(), Some(&self.fused)]
+            .into_iter()
+            .flatten()
+            .collect();
+        write!(f, "\n{:<28}{:>9}", "", "stock")?;
+        if self.settings.is_some() {
+            write!(f, "{:>15}", "settings only")?;
         }
+        writeln!(f, "{:>10}{:>9}", "fused", "ratio")?;
+        for row in &ROWS {
+            let values: Vec<_> = sides.iter().map(|side| (row.value)(side)).collect();
+            if row.gpu_only && values.iter().all(Option::is_none) {
+                continue;
+            }
+            write!(f, "{:<28}", row.name)?;
+            for (i, value) in values.iter().enumerate() {
+                let width = [9, if values.len() == 3 { 15 } else { 10 }, 10][i];
+                let text = value.map_or_else(|| "n/a".to_owned(), figure);
+                write!(f, "{text:>width$}")?;
+            }
+            match (values[0], values[values.len() - 1]) {
+                (Some(a), Some(b)) => {
+                    let ratio = if row.more_is_better { b / a } else { a / b };
+                    writeln!(f, "{ratio:>8.2}x")?;
+                }
+                _ => writeln!(f)?,
+            }
+        }
+        Ok(())
     }
 }
+
+/// A line of the table: a figure of each side, and fused against stock.
+struct Row {
+    name: &'static str,
+    value: fn(&Side) -> Option<f64>,
+    more_is_better: bool,
+    /// Left out where no side has it.
+    gpu_only: bool,
+}
+
+const fn row(name: &'static str, value: fn(&Side) -> Option<f64>) -> Row {
+    Row {
+        name,
+        value,
+        more_is_better: false,
+        gpu_only: false,
+    }
+}
+
+const ROWS: [Row; 9] = [
+    row("load, s", |side| Some(side.load_s)),
+    row("first token, ms", |side| Some(side.ttft_ms)),
+    Row {
+        more_is_better: true,
+        ..row("prefill, tokens/s", |side| Some(side.prefill_tok_s))
+    },
+    Row {
+        more_is_better: true,
+        ..row("decode, tokens/s", |side| Some(side.decode_tok_s))
+    },
+    row("per token, p50, ms", |side| Some(side.tpot_ms_p50)),
+    row("per token, p99, ms", |side| Some(side.tpot_ms_p99)),
+    row("peak memory, MB", |side| side.peak_rss_mb),
+    Row {
+        gpu_only: true,
+        ..row("peak GPU memory, MB", |side| side.gpu_memory_mb)
+    },
+    Row {
+        gpu_only: true,
+        ..row("kernels per token", |side| {
+            side.launches_per_token.map(|n| n as f64)
+        })
+    },
+];
 
 /// Four significant digits or so, without an exponent.
 fn figure(value: f64) -> String {

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_fused::Fusion;
+use candle_fused::generation::{Generation, Options};
 use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig, ModelWeights};
 use candle_nn::VarBuilder;
 
@@ -105,6 +106,18 @@ impl TextModel for Quantized {
         Ok(())
     }
 
+    fn device(&self) -> Device {
+        self.device.clone()
+    }
+
+    fn chooses_tokens(&self) -> bool {
+        self.device.is_cuda()
+    }
+
+    fn generation(&self, options: &Options) -> Result<Generation> {
+        Ok(Generation::new(&self.model, options)?)
+    }
+
     fn vocab_size(&self) -> usize {
         self.model.vocab_size()
     }
@@ -139,6 +152,18 @@ impl TextModel for Dense {
     fn clear(&mut self) -> Result<()> {
         self.cache.clear();
         Ok(())
+    }
+
+    fn device(&self) -> Device {
+        self.device.clone()
+    }
+
+    fn chooses_tokens(&self) -> bool {
+        self.device.is_cuda()
+    }
+
+    fn generation(&self, options: &Options) -> Result<Generation> {
+        Ok(Generation::new(&self.model, options)?)
     }
 
     fn vocab_size(&self) -> usize {

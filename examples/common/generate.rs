@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
+use candle_fused::generation::{Generation, Options};
 use candle_transformers::generation::LogitsProcessor;
 use candle_transformers::utils::apply_repeat_penalty;
 
@@ -20,6 +21,18 @@ pub trait TextModel {
     fn vocab_size(&self) -> usize;
     /// The cache holds this many tokens.
     fn context_length(&self) -> usize;
+    /// Where it runs.
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+    /// Whether the model has its token loop on the device, as `generation` gives it.
+    fn chooses_tokens(&self) -> bool {
+        false
+    }
+    /// The token loop on the device.
+    fn generation(&self, _options: &Options) -> Result<Generation> {
+        bail!("this model has no token loop of its own")
+    }
     /// What leaves the embedding and each layer for `tokens` (`[1, T, hidden]` each), if the model
     /// shows it. Empties the cache first.
     fn hidden_states(&mut self, _tokens: &[u32]) -> Result<Option<Vec<Tensor>>> {
@@ -50,19 +63,48 @@ pub struct Generated {
 /// A model with its way of choosing tokens.
 pub struct Generator {
     model: Box<dyn TextModel>,
-    processor: LogitsProcessor,
+    chooser: Chooser,
     sampling: SamplingArgs,
     end_ids: Vec<u32>,
     /// The tokens in the cache.
     cached: Vec<u32>,
 }
 
+/// Where tokens are chosen.
+enum Chooser {
+    Host(Box<LogitsProcessor>),
+    Device(DeviceLoop),
+}
+
+/// The token loop on the GPU, made when it is known how long the text may become.
+struct DeviceLoop {
+    graph: bool,
+    generation: Option<Generation>,
+    /// Positions that it has room for.
+    room: usize,
+}
+
 impl Generator {
-    /// `end_ids` end a text.
-    pub fn new(model: Box<dyn TextModel>, sampling: &SamplingArgs, end_ids: &[u32]) -> Self {
+    /// `end_ids` end a text; `graph` lets a GPU record its step.
+    pub fn new(
+        model: Box<dyn TextModel>,
+        sampling: &SamplingArgs,
+        end_ids: &[u32],
+        graph: bool,
+    ) -> Self {
+        let chooser = if model.chooses_tokens() {
+            Chooser::Device(DeviceLoop {
+                graph,
+                generation: None,
+                room: 0,
+            })
+        } else {
+            let processor = LogitsProcessor::from_sampling(sampling.seed, sampling.kind());
+            Chooser::Host(Box::new(processor))
+        };
         Self {
             model,
-            processor: LogitsProcessor::from_sampling(sampling.seed, sampling.kind()),
+            chooser,
             sampling: sampling.clone(),
             end_ids: end_ids.to_vec(),
             cached: Vec::new(),
@@ -139,19 +181,80 @@ impl Generator {
     /// Reads what the cache lacks of `tokens` and chooses the one to follow.
     fn step(&mut self, tokens: &[u32]) -> Result<u32> {
         let position = self.cached.len();
-        let mut logits = self.model.forward(&tokens[position..], position)?;
-        self.cached.extend_from_slice(&tokens[position..]);
-        ensure!(
-            logits.sum_all()?.to_scalar::<f32>()?.is_finite(),
-            "the model's logits are not numbers: its weights are damaged, fetch them again"
-        );
-        if self.sampling.repeat_penalty != 1.0 && self.sampling.repeat_last_n > 0 {
-            let lately = tokens.len().saturating_sub(self.sampling.repeat_last_n);
-            logits =
-                apply_repeat_penalty(&logits, self.sampling.repeat_penalty, &tokens[lately..])?;
-        }
-        Ok(self.processor.sample(&logits)?)
+        let new = &tokens[position..];
+        let next = match &mut self.chooser {
+            Chooser::Device(device) => {
+                device.step(self.model.as_ref(), &self.sampling, tokens, position)?
+            }
+            Chooser::Host(processor) => {
+                let logits = self.model.forward(new, position)?;
+                choose(processor, &self.sampling, logits, tokens)?
+            }
+        };
+        self.cached.extend_from_slice(new);
+        Ok(next)
     }
+}
+
+impl DeviceLoop {
+    fn step(
+        &mut self,
+        model: &dyn TextModel,
+        sampling: &SamplingArgs,
+        tokens: &[u32],
+        position: usize,
+    ) -> Result<u32> {
+        if tokens.len() > self.room {
+            // A longer conversation: it is read again into more room.
+            self.room = (tokens.len() + sampling.sample_len)
+                .max(2 * self.room)
+                .min(model.context_length());
+            self.generation = None;
+        }
+        let generation = match &mut self.generation {
+            Some(generation) => generation,
+            none => {
+                let options = Options {
+                    positions: self.room,
+                    sampling: sampling.on_device(),
+                    graph: self.graph,
+                    ..Default::default()
+                };
+                let generation = none.insert(model.generation(&options)?);
+                return Ok(generation.extend(0, tokens)?);
+            }
+        };
+        let first = !generation.has_graph_refusal();
+        let next =
+            if generation.pending(0) == tokens.last().copied() && tokens.len() == position + 1 {
+                generation.step()?[0]
+            } else {
+                generation.truncate(0, position)?;
+                generation.extend(0, &tokens[position..])?
+            };
+        if let (true, Some(why)) = (first, generation.graph_refusal()) {
+            report::say(format_args!("no CUDA graph: {why}"));
+        }
+        Ok(next)
+    }
+}
+
+/// The token that follows `tokens`, drawn on the host.
+fn choose(
+    processor: &mut LogitsProcessor,
+    sampling: &SamplingArgs,
+    mut logits: Tensor,
+    tokens: &[u32],
+) -> Result<u32> {
+    ensure!(
+        logits.sum_all()?.to_scalar::<f32>()?.is_finite(),
+        "the model's logits are not numbers: its weights are damaged, fetch them again"
+    );
+    if sampling.repeat_penalty != 1.0 && sampling.repeat_last_n > 0 {
+        let lately = tokens.len().saturating_sub(sampling.repeat_last_n);
+        logits = apply_repeat_penalty(&logits, sampling.repeat_penalty, &tokens[lately..])?;
+    }
+    Ok(processor.sample(&logits)?)
 }
 
 /// What several generations took together.

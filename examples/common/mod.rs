@@ -8,6 +8,7 @@ pub mod comparison;
 pub mod fused;
 pub mod generate;
 pub mod gguf_vocab;
+pub mod gpu;
 pub mod hub;
 pub mod pip;
 pub mod progress;

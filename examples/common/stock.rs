@@ -178,6 +178,10 @@ impl TextModel for Quantized {
         Ok(())
     }
 
+    fn device(&self) -> Device {
+        self.device.clone()
+    }
+
     fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -208,6 +212,10 @@ impl TextModel for Plain {
         self.cache = Cache::new(true, self.dtype, &self.config, &self.device)
             .map_err(|error| anyhow!(error))?;
         Ok(())
+    }
+
+    fn device(&self) -> Device {
+        self.device.clone()
     }
 
     fn vocab_size(&self) -> usize {

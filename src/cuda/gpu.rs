@@ -14,6 +14,9 @@ static GPUS: [OnceLock<Gpu>; MAX_GPUS] = [const { OnceLock::new() }; MAX_GPUS];
 pub(crate) struct Gpu {
     pub ordinal: usize,
     /// Compute capability times ten, as in sm_90.
+    pub capability: u32,
+    /// What the code that runs here was compiled for: the compute capability, or less where the
+    /// driver compiles PTX. Kernels are chosen by this.
     pub arch: u32,
     /// Streaming multiprocessors.
     pub sms: u32,
@@ -45,10 +48,16 @@ impl Gpu {
             let value = context.attribute(which).map_err(candle_core::Error::wrap)?;
             Ok(u32::try_from(value).unwrap_or(0))
         };
+        let capability = 10 * get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
+            + get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         Ok(Self {
             ordinal: context.ordinal(),
-            arch: 10 * get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
-                + get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            capability,
+            arch: code_for(
+                capability,
+                env!("CANDLE_FUSED_SASS"),
+                env!("CANDLE_FUSED_PTX"),
+            ),
             sms: get(attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             shared: get(attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             context: context.clone(),
@@ -60,5 +69,50 @@ impl Gpu {
         self.context
             .bind_to_thread()
             .map_err(candle_core::Error::wrap)
+    }
+}
+
+/// The architecture of the code that a GPU of this compute capability runs, given those that there
+/// is machine code and PTX of. Machine code runs on its own and higher minor versions, that of
+/// variants (`90a`) on its own alone. What the driver makes of PTX for 9.0 has none of Hopper's
+/// tensor instructions, so it counts as 8.9.
+fn code_for(capability: u32, sass: &str, ptx: &str) -> u32 {
+    let runs = |code: &str| match code.parse::<u32>() {
+        Ok(code) => code / 10 == capability / 10 && code <= capability,
+        Err(_) => code.trim_end_matches(char::is_alphabetic) == capability.to_string(),
+    };
+    if sass.split(' ').any(runs) {
+        return capability;
+    }
+    ptx.split(' ')
+        .filter_map(|code| code.parse().ok())
+        .filter(|code| *code <= capability)
+        .max()
+        .map_or(capability, |code: u32| code.min(89))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::code_for;
+
+    #[test]
+    fn the_code_of_each_gpu() {
+        let all = ("75 80 86 87 89 90a", "75 80");
+        for (gpu, code) in [
+            (75, 75),
+            (80, 80),
+            (86, 86),
+            (88, 88),
+            (89, 89),
+            (90, 90),
+            (100, 80),
+            (120, 80),
+            (72, 72),
+        ] {
+            assert_eq!(code_for(gpu, all.0, all.1), code, "{gpu}");
+        }
+        assert_eq!(code_for(90, "75", "75"), 75);
+        assert_eq!(code_for(86, "89", "80"), 80);
+        assert_eq!(code_for(120, "90a", "90"), 89);
     }
 }

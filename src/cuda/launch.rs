@@ -71,6 +71,16 @@ impl Launcher {
         Self { bytes, ..self }
     }
 
+    /// Has a library launch what `launch` asks it for, on this stream.
+    pub fn library(
+        &self,
+        names: (&'static str, &'static str),
+        launch: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        LAUNCHES.fetch_add(1, Ordering::Relaxed);
+        profile::around(self, names, launch)
+    }
+
     /// Launches kernel `index` of `module` with `params` as its one argument.
     ///
     /// # Safety

@@ -11,7 +11,7 @@ mod pool;
 pub mod profile;
 mod rows;
 
-pub(crate) use gpu::Gpu;
+pub(crate) use gpu::{Gpu, MAX_GPUS};
 pub(crate) use graph::Graph;
 pub use graph::count_launches;
 pub use launch::launches;

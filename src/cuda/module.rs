@@ -104,7 +104,7 @@ impl Module {
 
     /// What the driver's refusal means for the user.
     fn refused<T>(&self, gpu: &Gpu, error: DriverError) -> Result<T> {
-        let (stem, arch) = (self.stem, gpu.arch);
+        let (stem, arch) = (self.stem, gpu.capability);
         match error.0 {
             CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => bail!(
                 "cuda: this build has no `{stem}` kernels for compute capability {}.{}; build with \

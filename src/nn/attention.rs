@@ -36,6 +36,11 @@ impl Attention {
         }
     }
 
+    /// The shape.
+    pub fn config(&self) -> AttentionConfig {
+        self.config
+    }
+
     /// An empty cache for this layer, see [`KvCache::new`].
     pub fn new_cache(
         &self,

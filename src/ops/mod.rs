@@ -10,6 +10,7 @@ pub mod residual_add;
 pub mod rms_norm;
 pub mod rms_norm_linear;
 pub mod rope;
+pub mod sample;
 
 pub use flash_attention::{AttentionParams, flash_attention};
 pub use layer_norm::layer_norm;
@@ -19,4 +20,5 @@ pub use residual_add::residual_add;
 pub use rms_norm::{rms_norm, rms_norm_residual};
 pub use rms_norm_linear::rms_norm_linear;
 pub use rope::{HeadNorms, RopeAppend, RopeStyle, Rotation, rope, rope_append};
+pub use sample::{SamplingParams, sample};
 pub use view::Float;

@@ -1,6 +1,7 @@
 //! GGUF files made from the tiny models.
 
 use crate::golden::Golden;
+use crate::support::device;
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -47,7 +48,7 @@ pub fn bytes(golden: &Golden, dtype: GgmlDType) -> Result<Vec<u8>> {
 pub fn load(bytes: &[u8], fusion: Fusion) -> Result<ModelWeights> {
     let mut reader = Cursor::new(bytes);
     let content = Content::read(&mut reader)?;
-    ModelWeights::from_gguf_fused(content, &mut reader, &Device::Cpu, fusion)
+    ModelWeights::from_gguf_fused(content, &mut reader, &device(), fusion)
 }
 
 fn metadata(config: &Config) -> Vec<(&'static str, Value)> {
@@ -140,7 +141,5 @@ fn rope_factors(config: &Config, scaling: &Llama3RopeConfig) -> Vec<f32> {
 
 /// Token ids `[1, T]`.
 pub fn ids(tokens: &[u32]) -> Result<Tensor> {
-    Tensor::new(tokens, &Device::Cpu)?
-        .to_dtype(DType::U32)?
-        .unsqueeze(0)
+    Tensor::new(tokens, &device())?.unsqueeze(0)
 }

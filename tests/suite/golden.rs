@@ -1,5 +1,6 @@
 //! Reference outputs of tiny models, and how far a tensor is from them.
 
+use crate::support::device;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
@@ -26,14 +27,16 @@ impl Golden {
         serde_json::from_str(&text).expect("a configuration")
     }
 
-    /// The weights in `dtype`.
+    /// The weights in `dtype`, on the device in hand.
     pub fn weights(&self, dtype: DType) -> Result<VarBuilder<'static>> {
         let file = std::fs::read(self.folder.join("model.safetensors"))?;
-        VarBuilder::from_buffered_safetensors(file, dtype, &Device::Cpu)
+        VarBuilder::from_buffered_safetensors(file, dtype, &device())
     }
 
     pub fn input_ids(&self) -> Result<Tensor> {
-        self.outputs["input_ids"].to_dtype(DType::U32)
+        self.outputs["input_ids"]
+            .to_dtype(DType::U32)?
+            .to_device(&device())
     }
 
     pub fn hidden_state(&self, layer: usize) -> Result<Tensor> {
@@ -44,7 +47,8 @@ impl Golden {
 /// `max |a - b| / max |b|`
 pub fn relative_error(a: &Tensor, b: &Tensor) -> Result<f64> {
     assert_eq!(a.dims(), b.dims());
-    let (a, b) = (a.to_dtype(DType::F64)?, b.to_dtype(DType::F64)?);
+    let wide = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
+    let (a, b) = (wide(a)?, wide(b)?);
     let top = |t: Tensor| t.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
     Ok(top((a - &b)?)? / top(b)?)
 }

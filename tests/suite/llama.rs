@@ -1,7 +1,8 @@
 //! Llama against Hugging Face's float64 outputs and against candle-transformers.
 
 use crate::golden::{Golden, relative_error};
-use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use crate::support::{device, on_every_device};
+use candle_core::{D, DType, IndexOp, Result, Tensor};
 use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig};
 use candle_fused::{Fusion, trace};
 
@@ -28,7 +29,7 @@ impl Model {
     }
 
     fn cache(&self) -> Result<Cache> {
-        Cache::new(true, self.dtype, &self.config, &Device::Cpu)
+        Cache::new(true, self.dtype, &self.config, &device())
     }
 
     /// The error of every hidden state, then that of the logits.
@@ -62,253 +63,276 @@ impl Model {
 
 #[test]
 fn f32_agrees_with_hugging_face_layer_by_layer() -> Result<()> {
-    for name in GOLDENS {
-        for fusion in [Fusion::all(), Fusion::none()] {
-            for (i, error) in Model::load(name, DType::F32, fusion)?
-                .errors()?
-                .iter()
-                .enumerate()
-            {
-                assert!(*error < 1e-4, "{name}, {fusion}, state {i}: {error:e}");
+    on_every_device(|| {
+        for name in GOLDENS {
+            for fusion in [Fusion::all(), Fusion::none()] {
+                for (i, error) in Model::load(name, DType::F32, fusion)?
+                    .errors()?
+                    .iter()
+                    .enumerate()
+                {
+                    assert!(*error < 1e-4, "{name}, {fusion}, state {i}: {error:e}");
+                }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// 16-bit forms are held to twice what candle's own operations lose at the same dtype, plus a floor
 /// of half a unit of the dtype's last place.
 #[test]
 fn low_precision_stays_within_twice_the_plain_error() -> Result<()> {
-    for name in GOLDENS {
-        for (dtype, floor) in [(DType::BF16, 2e-3), (DType::F16, 2.5e-4)] {
-            let fused = Model::load(name, dtype, Fusion::all())?.errors()?;
-            let plain = Model::load(name, dtype, Fusion::none())?.errors()?;
-            for (i, (f, p)) in fused.iter().zip(&plain).enumerate() {
-                assert!(
-                    *f <= 2. * p + floor,
-                    "{name} {dtype:?} state {i}: {f:e}, plain {p:e}"
-                );
+    on_every_device(|| {
+        for name in GOLDENS {
+            for (dtype, floor) in [(DType::BF16, 2e-3), (DType::F16, 2.5e-4)] {
+                let fused = Model::load(name, dtype, Fusion::all())?.errors()?;
+                let plain = Model::load(name, dtype, Fusion::none())?.errors()?;
+                for (i, (f, p)) in fused.iter().zip(&plain).enumerate() {
+                    assert!(
+                        *f <= 2. * p + floor,
+                        "{name} {dtype:?} state {i}: {f:e}, plain {p:e}"
+                    );
+                }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn greedy_tokens_are_hugging_faces() -> Result<()> {
-    for name in GOLDENS {
-        let model = Model::load(name, DType::F32, Fusion::all())?;
-        let expected = model.golden.outputs["greedy"].to_vec2::<i64>()?;
-        let margins = model.golden.outputs["greedy_margin"].to_vec2::<f32>()?;
-        let ids = model.golden.input_ids()?;
-        let mut cache = model.cache()?;
-        let mut logits = model.llama.forward(&ids, 0, &mut cache)?;
-        let prompt = ids.dim(1)?;
-        for step in 0..expected[0].len() {
-            for row in 0..2 {
-                let token = logits.i(row)?.argmax(D::Minus1)?.to_scalar::<u32>()?;
-                // Nearer than this, another token is not a mistake in f32.
-                if margins[row][step] > 1e-3 {
-                    assert_eq!(
-                        i64::from(token),
-                        expected[row][step],
-                        "{name} row {row} step {step}"
-                    );
+    on_every_device(|| {
+        for name in GOLDENS {
+            let model = Model::load(name, DType::F32, Fusion::all())?;
+            let expected = model.golden.outputs["greedy"].to_vec2::<i64>()?;
+            let margins = model.golden.outputs["greedy_margin"].to_vec2::<f32>()?;
+            let ids = model.golden.input_ids()?;
+            let mut cache = model.cache()?;
+            let mut logits = model.llama.forward(&ids, 0, &mut cache)?;
+            let prompt = ids.dim(1)?;
+            for step in 0..expected[0].len() {
+                for row in 0..2 {
+                    let token = logits.i(row)?.argmax(D::Minus1)?.to_scalar::<u32>()?;
+                    // Nearer than this, another token is not a mistake in f32.
+                    if margins[row][step] > 1e-3 {
+                        assert_eq!(
+                            i64::from(token),
+                            expected[row][step],
+                            "{name} row {row} step {step}"
+                        );
+                    }
                 }
+                let next: Vec<u32> = expected.iter().map(|row| row[step] as u32).collect();
+                let next = Tensor::from_vec(next, (2, 1), &device())?;
+                logits = model.llama.forward(&next, prompt + step, &mut cache)?;
             }
-            let next: Vec<u32> = expected.iter().map(|row| row[step] as u32).collect();
-            let next = Tensor::from_vec(next, (2, 1), &Device::Cpu)?;
-            logits = model.llama.forward(&next, prompt + step, &mut cache)?;
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn whole_chunked_and_single_token_prefill_agree() -> Result<()> {
-    for name in GOLDENS {
-        let model = Model::load(name, DType::F32, Fusion::all())?;
-        let tokens = model.golden.input_ids()?.dim(1)?;
-        let whole = model.in_chunks(&[tokens])?;
-        for chunks in [vec![1; tokens], vec![tokens - 3, 3], vec![5, 1, tokens - 6]] {
-            let error = relative_error(&model.in_chunks(&chunks)?, &whole)?;
-            assert!(error < 1e-5, "{name} {chunks:?}: {error:e}");
+    on_every_device(|| {
+        for name in GOLDENS {
+            let model = Model::load(name, DType::F32, Fusion::all())?;
+            let tokens = model.golden.input_ids()?.dim(1)?;
+            let whole = model.in_chunks(&[tokens])?;
+            for chunks in [vec![1; tokens], vec![tokens - 3, 3], vec![5, 1, tokens - 6]] {
+                let error = relative_error(&model.in_chunks(&chunks)?, &whole)?;
+                assert!(error < 1e-5, "{name} {chunks:?}: {error:e}");
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn every_switch_alone_and_every_switch_missing_give_the_same_logits() -> Result<()> {
-    for name in GOLDENS {
-        let expected = Golden::open(name)?.outputs["logits"].clone();
-        for switch in Fusion::NAMES {
-            let others: Vec<_> = Fusion::NAMES.into_iter().filter(|n| *n != switch).collect();
-            for list in [switch.to_owned(), others.join(",")] {
-                let model = Model::load(name, DType::F32, list.parse()?)?;
-                let ids = model.golden.input_ids()?;
-                let mut cache = model.cache()?;
-                let (states, calls) =
-                    trace::capture(|| model.llama.hidden_states(&ids, 0, &mut cache));
-                let (_, logits) = states?;
-                // Parts of a fused product show only with it, and no weight here is quantized.
-                let part = ["rms_norm_linear", "swiglu", "quant_linear"].contains(&list.as_str());
-                assert_eq!(calls.iter().count() == 0, part, "{list}");
-                let error = relative_error(&logits, &expected)?;
-                assert!(error < 1e-4, "{name} with {list}: {error:e}");
+    on_every_device(|| {
+        for name in GOLDENS {
+            let expected = Golden::open(name)?.outputs["logits"].clone();
+            for switch in Fusion::NAMES {
+                let others: Vec<_> = Fusion::NAMES.into_iter().filter(|n| *n != switch).collect();
+                for list in [switch.to_owned(), others.join(",")] {
+                    let model = Model::load(name, DType::F32, list.parse()?)?;
+                    let ids = model.golden.input_ids()?;
+                    let mut cache = model.cache()?;
+                    let (states, calls) =
+                        trace::capture(|| model.llama.hidden_states(&ids, 0, &mut cache));
+                    let (_, logits) = states?;
+                    // Parts of a fused product show only with it, and no weight here is quantized.
+                    let part =
+                        ["rms_norm_linear", "swiglu", "quant_linear"].contains(&list.as_str());
+                    assert_eq!(calls.iter().count() == 0, part, "{list}");
+                    let error = relative_error(&logits, &expected)?;
+                    assert!(error < 1e-4, "{name} with {list}: {error:e}");
+                }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Five steps a layer, and the head: nothing runs beside the fused ops, and none is left out.
 #[test]
 fn a_fused_forward_runs_the_fused_ops() -> Result<()> {
-    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
-    let layers = model.config.num_hidden_layers as u64;
-    let ids = model.golden.input_ids()?;
-    let mut cache = model.cache()?;
-    let (logits, calls) = trace::capture(|| model.llama.forward(&ids, 0, &mut cache));
-    logits?;
-    assert_eq!(calls.count("rms_norm_linear"), 2 * layers + 1);
-    assert_eq!(calls.count("rope"), layers);
-    assert_eq!(calls.count("flash_attention"), layers);
-    assert_eq!(calls.count("linear"), 2 * layers);
-    assert_eq!(calls.by_op().values().sum::<u64>(), 6 * layers + 1);
-    let with = |part: &str| {
-        calls
-            .iter()
-            .filter(|(c, _)| c.path.contains(part))
-            .map(|(_, n)| n)
-            .sum::<u64>()
-    };
-    assert_eq!(with("+swiglu"), layers);
-    assert_eq!(with("+residual"), 2 * layers);
+    on_every_device(|| {
+        let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+        let layers = model.config.num_hidden_layers as u64;
+        let ids = model.golden.input_ids()?;
+        let mut cache = model.cache()?;
+        let (logits, calls) = trace::capture(|| model.llama.forward(&ids, 0, &mut cache));
+        logits?;
+        assert_eq!(calls.count("rms_norm_linear"), 2 * layers + 1);
+        assert_eq!(calls.count("rope"), layers);
+        assert_eq!(calls.count("flash_attention"), layers);
+        assert_eq!(calls.count("linear"), 2 * layers);
+        assert_eq!(calls.by_op().values().sum::<u64>(), 6 * layers + 1);
+        let with = |part: &str| {
+            calls
+                .iter()
+                .filter(|(c, _)| c.path.contains(part))
+                .map(|(_, n)| n)
+                .sum::<u64>()
+        };
+        assert_eq!(with("+swiglu"), layers);
+        assert_eq!(with("+residual"), 2 * layers);
 
-    let alone = Model::load(
-        "llama_gqa_tied",
-        DType::F32,
-        "rms_norm,residual_add".parse()?,
-    )?;
-    let (states, calls) =
-        trace::capture(|| alone.llama.hidden_states(&ids, 0, &mut alone.cache()?));
-    states?;
-    assert_eq!(calls.count("rms_norm"), 2 * layers + 1);
-    assert_eq!(calls.count("residual_add"), 2 * layers);
+        let alone = Model::load(
+            "llama_gqa_tied",
+            DType::F32,
+            "rms_norm,residual_add".parse()?,
+        )?;
+        let (states, calls) =
+            trace::capture(|| alone.llama.hidden_states(&ids, 0, &mut alone.cache()?));
+        states?;
+        assert_eq!(calls.count("rms_norm"), 2 * layers + 1);
+        assert_eq!(calls.count("residual_add"), 2 * layers);
 
-    let plain = Model::load("llama_gqa_tied", DType::F32, Fusion::none())?;
-    let (logits, calls) = trace::capture(|| plain.llama.forward(&ids, 0, &mut plain.cache()?));
-    logits?;
-    assert_eq!(calls.iter().count(), 0);
-    Ok(())
+        let plain = Model::load("llama_gqa_tied", DType::F32, Fusion::none())?;
+        let (logits, calls) = trace::capture(|| plain.llama.forward(&ids, 0, &mut plain.cache()?));
+        logits?;
+        assert_eq!(calls.iter().count(), 0);
+        Ok(())
+    })
 }
 
 #[test]
 fn the_logits_are_candle_transformers() -> Result<()> {
-    use candle_transformers::models::llama as stock;
-    // candle-transformers reads transformers 4 files only, so the values are handed over.
-    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
-    let c = &model.config;
-    let config = stock::Config {
-        hidden_size: c.hidden_size,
-        intermediate_size: c.intermediate_size,
-        vocab_size: c.vocab_size,
-        num_hidden_layers: c.num_hidden_layers,
-        num_attention_heads: c.num_attention_heads,
-        num_key_value_heads: c.num_key_value_heads,
-        use_flash_attn: false,
-        rms_norm_eps: c.rms_norm_eps,
-        rope_theta: c.rope_theta,
-        bos_token_id: None,
-        eos_token_id: None,
-        rope_scaling: None,
-        max_position_embeddings: c.max_position_embeddings,
-        tie_word_embeddings: c.tie_word_embeddings,
-    };
-    let reference = stock::Llama::load(model.golden.weights(DType::F32)?, &config)?;
-    let mut stock_cache = stock::Cache::new(true, DType::F32, &config, &Device::Cpu)?;
-    let mut cache = model.cache()?;
-    let ids = model.golden.input_ids()?;
-    let (first, rest) = (ids.narrow(1, 0, 6)?, ids.narrow(1, 6, 1)?);
-    for (chunk, position) in [(first, 0), (rest, 6)] {
-        let expected = reference.forward(&chunk, position, &mut stock_cache)?;
-        let logits = model.llama.forward(&chunk, position, &mut cache)?;
-        assert!(relative_error(&logits, &expected)? < 1e-5);
-    }
-    Ok(())
+    on_every_device(|| {
+        use candle_transformers::models::llama as stock;
+        // candle-transformers reads transformers 4 files only, so the values are handed over.
+        let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+        let c = &model.config;
+        let config = stock::Config {
+            hidden_size: c.hidden_size,
+            intermediate_size: c.intermediate_size,
+            vocab_size: c.vocab_size,
+            num_hidden_layers: c.num_hidden_layers,
+            num_attention_heads: c.num_attention_heads,
+            num_key_value_heads: c.num_key_value_heads,
+            use_flash_attn: false,
+            rms_norm_eps: c.rms_norm_eps,
+            rope_theta: c.rope_theta,
+            bos_token_id: None,
+            eos_token_id: None,
+            rope_scaling: None,
+            max_position_embeddings: c.max_position_embeddings,
+            tie_word_embeddings: c.tie_word_embeddings,
+        };
+        let reference = stock::Llama::load(model.golden.weights(DType::F32)?, &config)?;
+        let mut stock_cache = stock::Cache::new(true, DType::F32, &config, &device())?;
+        let mut cache = model.cache()?;
+        let ids = model.golden.input_ids()?;
+        let (first, rest) = (ids.narrow(1, 0, 6)?, ids.narrow(1, 6, 1)?);
+        for (chunk, position) in [(first, 0), (rest, 6)] {
+            let expected = reference.forward(&chunk, position, &mut stock_cache)?;
+            let logits = model.llama.forward(&chunk, position, &mut cache)?;
+            assert!(relative_error(&logits, &expected)? < 1e-5);
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn without_a_cache_each_call_stands_alone() -> Result<()> {
-    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
-    let ids = model.golden.input_ids()?;
-    let mut cache = Cache::new(false, DType::F32, &model.config, &Device::Cpu)?;
-    let first = model.llama.forward(&ids, 0, &mut cache)?;
-    let second = model.llama.forward(&ids, 0, &mut cache)?;
-    assert_eq!(first.to_vec2::<f32>()?, second.to_vec2::<f32>()?);
-    // Attention depends on distances only, so shifted tokens that see each other alone agree.
-    let shifted = model.llama.forward(&ids, 9, &mut cache)?;
-    assert!(relative_error(&shifted, &first)? < 1e-4);
-    Ok(())
+    on_every_device(|| {
+        let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+        let ids = model.golden.input_ids()?;
+        let mut cache = Cache::new(false, DType::F32, &model.config, &device())?;
+        let first = model.llama.forward(&ids, 0, &mut cache)?;
+        let second = model.llama.forward(&ids, 0, &mut cache)?;
+        assert_eq!(first.to_vec2::<f32>()?, second.to_vec2::<f32>()?);
+        // Attention depends on distances only, so shifted tokens that see each other alone agree.
+        let shifted = model.llama.forward(&ids, 9, &mut cache)?;
+        assert!(relative_error(&shifted, &first)? < 1e-4);
+        Ok(())
+    })
 }
 
 #[test]
 fn a_sequence_can_be_rewound_and_started_over() -> Result<()> {
-    let model = Model::load("llama3_rope", DType::F32, Fusion::all())?;
-    let ids = model.golden.input_ids()?;
-    let tokens = ids.dim(1)?;
-    let mut cache = model.cache()?;
-    let whole = model.llama.forward(&ids, 0, &mut cache)?.to_vec2::<f32>()?;
-    let tail = ids.narrow(1, tokens - 4, 4)?;
-    let again = model.llama.forward(&tail, tokens - 4, &mut cache)?;
-    assert!(relative_error(&again, &Tensor::new(whole.clone(), &Device::Cpu)?)? < 1e-5);
-    let one = ids.narrow(0, 0, 1)?;
-    let alone = model.llama.forward(&one, 0, &mut cache)?;
-    let first = Tensor::new(whole, &Device::Cpu)?.narrow(0, 0, 1)?;
-    assert!(
-        relative_error(&alone, &first)? < 1e-5,
-        "another batch size from position 0"
-    );
-    Ok(())
+    on_every_device(|| {
+        let model = Model::load("llama3_rope", DType::F32, Fusion::all())?;
+        let ids = model.golden.input_ids()?;
+        let tokens = ids.dim(1)?;
+        let mut cache = model.cache()?;
+        let whole = model.llama.forward(&ids, 0, &mut cache)?.to_vec2::<f32>()?;
+        let tail = ids.narrow(1, tokens - 4, 4)?;
+        let again = model.llama.forward(&tail, tokens - 4, &mut cache)?;
+        assert!(relative_error(&again, &Tensor::new(whole.clone(), &device())?)? < 1e-5);
+        let one = ids.narrow(0, 0, 1)?;
+        let alone = model.llama.forward(&one, 0, &mut cache)?;
+        let first = Tensor::new(whole, &device())?.narrow(0, 0, 1)?;
+        assert!(
+            relative_error(&alone, &first)? < 1e-5,
+            "another batch size from position 0"
+        );
+        Ok(())
+    })
 }
 
 /// Steps write in place, so a clone that shared its buffers would see the other's tokens.
 #[test]
 fn clones_of_a_cache_go_their_own_ways() -> Result<()> {
-    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
-    let token = |id: u32| Tensor::new(&[[id]], &Device::Cpu);
-    let prompt = Tensor::new(&[[1u32, 2, 3, 4]], &Device::Cpu)?;
-    let mut first = model.cache()?;
-    model.llama.forward(&prompt, 0, &mut first)?;
-    let mut second = first.clone();
-    model.llama.forward(&token(5)?, 4, &mut first)?;
-    model.llama.forward(&token(9)?, 4, &mut second)?;
-    let logits = model.llama.forward(&token(6)?, 5, &mut first)?;
-    let fresh = Tensor::new(&[[1u32, 2, 3, 4, 5, 6]], &Device::Cpu)?;
-    let expected = model.llama.forward(&fresh, 0, &mut model.cache()?)?;
-    assert!(relative_error(&logits, &expected)? < 1e-5);
-    Ok(())
+    on_every_device(|| {
+        let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+        let token = |id: u32| Tensor::new(&[[id]], &device());
+        let prompt = Tensor::new(&[[1u32, 2, 3, 4]], &device())?;
+        let mut first = model.cache()?;
+        model.llama.forward(&prompt, 0, &mut first)?;
+        let mut second = first.clone();
+        model.llama.forward(&token(5)?, 4, &mut first)?;
+        model.llama.forward(&token(9)?, 4, &mut second)?;
+        let logits = model.llama.forward(&token(6)?, 5, &mut first)?;
+        let fresh = Tensor::new(&[[1u32, 2, 3, 4, 5, 6]], &device())?;
+        let expected = model.llama.forward(&fresh, 0, &mut model.cache()?)?;
+        assert!(relative_error(&logits, &expected)? < 1e-5);
+        Ok(())
+    })
 }
 
 #[test]
 fn a_refused_call_leaves_the_cache_as_it_was() -> Result<()> {
-    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
-    let ids = model.golden.input_ids()?;
-    let mut cache = model.cache()?;
-    model.llama.forward(&ids.narrow(1, 0, 4)?, 0, &mut cache)?;
-    let next = ids.narrow(1, 4, 1)?;
-    assert!(refused(model.llama.forward(&next, 9, &mut cache)).contains("position 9"));
-    assert!(refused(model.llama.forward(&next, usize::MAX, &mut cache)).contains("context"));
-    let one = next.narrow(0, 0, 1)?;
-    assert!(refused(model.llama.forward(&one, 4, &mut cache)).contains("batch size"));
-    let logits = model.llama.forward(&next, 4, &mut cache)?;
-    let expected = model
-        .llama
-        .forward(&ids.narrow(1, 0, 5)?, 0, &mut model.cache()?)?;
-    assert!(relative_error(&logits, &expected)? < 1e-5);
-    Ok(())
+    on_every_device(|| {
+        let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+        let ids = model.golden.input_ids()?;
+        let mut cache = model.cache()?;
+        model.llama.forward(&ids.narrow(1, 0, 4)?, 0, &mut cache)?;
+        let next = ids.narrow(1, 4, 1)?;
+        assert!(refused(model.llama.forward(&next, 9, &mut cache)).contains("position 9"));
+        assert!(refused(model.llama.forward(&next, usize::MAX, &mut cache)).contains("context"));
+        let one = next.narrow(0, 0, 1)?;
+        assert!(refused(model.llama.forward(&one, 4, &mut cache)).contains("batch size"));
+        let logits = model.llama.forward(&next, 4, &mut cache)?;
+        let expected = model
+            .llama
+            .forward(&ids.narrow(1, 0, 5)?, 0, &mut model.cache()?)?;
+        assert!(relative_error(&logits, &expected)? < 1e-5);
+        Ok(())
+    })
 }
 
 /// The message of an error that has to be there.
@@ -321,47 +345,51 @@ fn refused<T>(result: Result<T>) -> String {
 
 #[test]
 fn bad_input_is_named() -> Result<()> {
-    let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
-    let run = |ids: Vec<u32>, rows: usize, position: usize| {
-        let tokens = ids.len() / rows;
-        let ids = Tensor::from_vec(ids, (rows, tokens), &Device::Cpu)?;
-        model.llama.forward(&ids, position, &mut model.cache()?)
-    };
-    let limit = model.config.max_position_embeddings;
-    assert!(refused(run(vec![], 1, 0)).contains("empty"));
-    let vocab = model.config.vocab_size as u32;
-    assert!(refused(run(vec![1, vocab], 1, 0)).contains("out of the vocabulary"));
-    assert!(refused(run(vec![1; limit + 1], 1, 0)).contains("context length"));
-    assert!(refused(run(vec![1], 1, 3)).contains("position 3 does not follow"));
-    let mut cache = model.cache()?;
-    let two = Tensor::ones((2, 3), DType::U32, &Device::Cpu)?;
-    model.llama.forward(&two, 0, &mut cache)?;
-    let one = two.narrow(0, 0, 1)?;
-    assert!(refused(model.llama.forward(&one, 3, &mut cache)).contains("batch size"));
-    Ok(())
+    on_every_device(|| {
+        let model = Model::load("llama_gqa_tied", DType::F32, Fusion::all())?;
+        let run = |ids: Vec<u32>, rows: usize, position: usize| {
+            let tokens = ids.len() / rows;
+            let ids = Tensor::from_vec(ids, (rows, tokens), &device())?;
+            model.llama.forward(&ids, position, &mut model.cache()?)
+        };
+        let limit = model.config.max_position_embeddings;
+        assert!(refused(run(vec![], 1, 0)).contains("empty"));
+        let vocab = model.config.vocab_size as u32;
+        assert!(refused(run(vec![1, vocab], 1, 0)).contains("out of the vocabulary"));
+        assert!(refused(run(vec![1; limit + 1], 1, 0)).contains("context length"));
+        assert!(refused(run(vec![1], 1, 3)).contains("position 3 does not follow"));
+        let mut cache = model.cache()?;
+        let two = Tensor::ones((2, 3), DType::U32, &device())?;
+        model.llama.forward(&two, 0, &mut cache)?;
+        let one = two.narrow(0, 0, 1)?;
+        assert!(refused(model.llama.forward(&one, 3, &mut cache)).contains("batch size"));
+        Ok(())
+    })
 }
 
 #[test]
 fn weights_that_do_not_fit_the_config_are_named() -> Result<()> {
-    let golden = Golden::open("llama_gqa_tied")?;
-    let config = golden.config::<LlamaConfig>().into_config(false);
-    let load = |config: &Config| Llama::load(golden.weights(DType::F32)?, config);
-    let deeper = Config {
-        num_hidden_layers: 99,
-        ..config.clone()
-    };
-    assert!(refused(load(&deeper)).contains("model.layers."));
-    let wider = Config {
-        intermediate_size: config.intermediate_size + 1,
-        ..config.clone()
-    };
-    assert!(refused(load(&wider)).contains("gate_proj"));
-    let heads = Config {
-        num_attention_heads: 5,
-        ..config.clone()
-    };
-    assert!(refused(load(&heads)).contains("heads"));
-    Ok(())
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        let config = golden.config::<LlamaConfig>().into_config(false);
+        let load = |config: &Config| Llama::load(golden.weights(DType::F32)?, config);
+        let deeper = Config {
+            num_hidden_layers: 99,
+            ..config.clone()
+        };
+        assert!(refused(load(&deeper)).contains("model.layers."));
+        let wider = Config {
+            intermediate_size: config.intermediate_size + 1,
+            ..config.clone()
+        };
+        assert!(refused(load(&wider)).contains("gate_proj"));
+        let heads = Config {
+            num_attention_heads: 5,
+            ..config.clone()
+        };
+        assert!(refused(load(&heads)).contains("heads"));
+        Ok(())
+    })
 }
 
 #[test]

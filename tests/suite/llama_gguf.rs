@@ -2,6 +2,7 @@
 
 use crate::gguf_file::{bytes, ids, load};
 use crate::golden::{Golden, relative_error};
+use crate::support::{device, on_every_device};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
@@ -23,96 +24,104 @@ const BLOCK_TYPES: [GgmlDType; 5] = [
 /// Unquantized files show that names, row order and rotary factors are read right.
 #[test]
 fn unquantized_files_agree_with_hugging_face() -> Result<()> {
-    for name in ["llama_gqa_tied", "llama3_rope"] {
-        let golden = Golden::open(name)?;
-        for fusion in [Fusion::all(), Fusion::none()] {
-            let mut model = load(&bytes(&golden, GgmlDType::F32)?, fusion)?;
-            let (states, logits) = model.hidden_states(&golden.input_ids()?, 0)?;
-            for (i, state) in states.iter().enumerate() {
-                let error = relative_error(state, &golden.hidden_state(i)?)?;
-                assert!(error < 1e-4, "{name} {fusion} state {i}: {error:e}");
+    on_every_device(|| {
+        for name in ["llama_gqa_tied", "llama3_rope"] {
+            let golden = Golden::open(name)?;
+            for fusion in [Fusion::all(), Fusion::none()] {
+                let mut model = load(&bytes(&golden, GgmlDType::F32)?, fusion)?;
+                let (states, logits) = model.hidden_states(&golden.input_ids()?, 0)?;
+                for (i, state) in states.iter().enumerate() {
+                    let error = relative_error(state, &golden.hidden_state(i)?)?;
+                    assert!(error < 1e-4, "{name} {fusion} state {i}: {error:e}");
+                }
+                assert!(relative_error(&logits, &golden.outputs["logits"])? < 1e-4);
             }
-            assert!(relative_error(&logits, &golden.outputs["logits"])? < 1e-4);
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn a_dequantized_file_is_the_checkpoint_it_was_made_from() -> Result<()> {
-    let golden = Golden::open("llama_gqa_tied")?;
-    let bytes = bytes(&golden, GgmlDType::F32)?;
-    let mut reader = Cursor::new(&bytes);
-    let content = Content::read(&mut reader)?;
-    let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &Device::Cpu)?;
-    let original =
-        candle_core::safetensors::load(golden.folder.join("model.safetensors"), &Device::Cpu)?;
-    assert_eq!(tensors.len(), original.len());
-    for (name, tensor) in &original {
-        assert_eq!(relative_error(&tensors[name], tensor)?, 0., "{name}");
-    }
-    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
-    let model = Llama::load(vb, &config)?;
-    let mut cache = Cache::new(true, DType::F32, &config, &Device::Cpu)?;
-    let logits = model.forward(&golden.input_ids()?, 0, &mut cache)?;
-    let last = golden.outputs["logits"].dim(1)? - 1;
-    assert!(relative_error(&logits, &golden.outputs["logits"].i((.., last))?)? < 1e-4);
-    Ok(())
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        let bytes = bytes(&golden, GgmlDType::F32)?;
+        let mut reader = Cursor::new(&bytes);
+        let content = Content::read(&mut reader)?;
+        let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &device())?;
+        let original =
+            candle_core::safetensors::load(golden.folder.join("model.safetensors"), &Device::Cpu)?;
+        assert_eq!(tensors.len(), original.len());
+        for (name, tensor) in &original {
+            assert_eq!(relative_error(&tensors[name], tensor)?, 0., "{name}");
+        }
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &device());
+        let model = Llama::load(vb, &config)?;
+        let mut cache = Cache::new(true, DType::F32, &config, &device())?;
+        let logits = model.forward(&golden.input_ids()?, 0, &mut cache)?;
+        let last = golden.outputs["logits"].dim(1)? - 1;
+        assert!(relative_error(&logits, &golden.outputs["logits"].i((.., last))?)? < 1e-4);
+        Ok(())
+    })
 }
 
 /// The error of int8 activations, measured against the same weights in f32, is held to that of
 /// candle's own quantized products (which quantize activations too), with a tenth of slack for luck.
 #[test]
 fn every_block_type_is_as_exact_as_candles() -> Result<()> {
-    let golden = Golden::open("llama_gqa_tied")?;
-    let input = golden.input_ids()?;
-    for dtype in BLOCK_TYPES {
-        let bytes = bytes(&golden, dtype)?;
-        let mut reader = Cursor::new(&bytes);
-        let content = Content::read(&mut reader)?;
-        let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &Device::Cpu)?;
-        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
-        let mut cache = Cache::new(true, DType::F32, &config, &Device::Cpu)?;
-        let (_, exact) = Llama::load(vb, &config)?.hidden_states(&input, 0, &mut cache)?;
-        let norm = |t: &Tensor| t.sqr()?.sum_all()?.to_scalar::<f32>();
-        let error = |fusion| -> Result<f32> {
-            let (_, logits) = load(&bytes, fusion)?.hidden_states(&input, 0)?;
-            Ok((norm(&(logits - &exact)?)? / norm(&exact)?).sqrt())
-        };
-        let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
-        assert!(
-            fused < 1.1 * plain + 1e-3,
-            "{dtype:?}: {fused:e}, candle's {plain:e}"
-        );
-    }
-    Ok(())
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        let input = golden.input_ids()?;
+        for dtype in BLOCK_TYPES {
+            let bytes = bytes(&golden, dtype)?;
+            let mut reader = Cursor::new(&bytes);
+            let content = Content::read(&mut reader)?;
+            let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &device())?;
+            let vb = VarBuilder::from_tensors(tensors, DType::F32, &device());
+            let mut cache = Cache::new(true, DType::F32, &config, &device())?;
+            let (_, exact) = Llama::load(vb, &config)?.hidden_states(&input, 0, &mut cache)?;
+            let norm = |t: &Tensor| t.sqr()?.sum_all()?.to_scalar::<f32>();
+            let error = |fusion| -> Result<f32> {
+                let (_, logits) = load(&bytes, fusion)?.hidden_states(&input, 0)?;
+                Ok((norm(&(logits - &exact)?)? / norm(&exact)?).sqrt())
+            };
+            let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
+            assert!(
+                fused < 1.1 * plain + 1e-3,
+                "{dtype:?}: {fused:e}, candle's {plain:e}"
+            );
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn logits_follow_candle_transformers_token_by_token() -> Result<()> {
-    let golden = Golden::open("llama_gqa_tied")?;
-    let bytes = bytes(&golden, GgmlDType::Q8_0)?;
-    let mut reader = Cursor::new(&bytes);
-    let content = Content::read(&mut reader)?;
-    let mut stock = quantized_llama::ModelWeights::from_gguf(content, &mut reader, &Device::Cpu)?;
-    let mut fused = load(&bytes, Fusion::all())?;
-    let tokens = golden.input_ids()?.i(0)?.to_vec1::<u32>()?;
-    let mut step = |chunk: &[u32], position| -> Result<()> {
-        let expected = stock.forward(&ids(chunk)?, position)?;
-        let (logits, calls) = trace::capture(|| fused.forward(&ids(chunk)?, position));
-        // Three layers of four products each, of which `down` is too narrow for blocks; the head.
-        assert_eq!(calls.count("quant_linear"), 3 * 3 + 1);
-        assert_eq!(calls.count("linear"), 3);
-        let error = relative_error(&logits?, &expected)?;
-        assert!(error < 3e-2, "position {position}: {error:e}");
-        Ok(())
-    };
-    step(&tokens[..9], 0)?;
-    for (i, token) in tokens[9..].iter().enumerate() {
-        step(&[*token], 9 + i)?;
-    }
-    // Position 0 starts over.
-    step(&tokens[..4], 0)
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        let bytes = bytes(&golden, GgmlDType::Q8_0)?;
+        let mut reader = Cursor::new(&bytes);
+        let content = Content::read(&mut reader)?;
+        let mut stock = quantized_llama::ModelWeights::from_gguf(content, &mut reader, &device())?;
+        let mut fused = load(&bytes, Fusion::all())?;
+        let tokens = golden.input_ids()?.i(0)?.to_vec1::<u32>()?;
+        let mut step = |chunk: &[u32], position| -> Result<()> {
+            let expected = stock.forward(&ids(chunk)?, position)?;
+            let (logits, calls) = trace::capture(|| fused.forward(&ids(chunk)?, position));
+            // Three layers of four products each, of which `down` is too narrow for blocks; the head.
+            assert_eq!(calls.count("quant_linear"), 3 * 3 + 1);
+            assert_eq!(calls.count("linear"), 3);
+            let error = relative_error(&logits?, &expected)?;
+            assert!(error < 3e-2, "position {position}: {error:e}");
+            Ok(())
+        };
+        step(&tokens[..9], 0)?;
+        for (i, token) in tokens[9..].iter().enumerate() {
+            step(&[*token], 9 + i)?;
+        }
+        // Position 0 starts over.
+        step(&tokens[..4], 0)
+    })
 }
 
 #[test]

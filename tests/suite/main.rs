@@ -15,6 +15,7 @@ mod residual_add;
 mod rms_norm;
 mod rms_norm_linear;
 mod rope;
+mod sample;
 mod smollm2;
 mod stems;
 mod support;

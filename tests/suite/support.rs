@@ -35,6 +35,24 @@ fn gpu() -> Option<Device> {
 }
 
 thread_local! {
+    static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
+}
+
+/// The device that the test body runs for, see [`on_every_device`].
+pub fn device() -> Device {
+    DEVICE.with_borrow(Clone::clone)
+}
+
+/// Runs a test body once for each device; it asks [`device`] for the one in hand.
+pub fn on_every_device(body: impl Fn() -> Result<()>) -> Result<()> {
+    for device in devices() {
+        DEVICE.set(device);
+        body()?;
+    }
+    Ok(())
+}
+
+thread_local! {
     /// Every test runs on a thread of its own, so each draws the same numbers whatever runs beside.
     static RNG: RefCell<StdRng> = RefCell::new(StdRng::seed_from_u64(299_792_458));
 }

@@ -2,6 +2,7 @@
 
 use super::{Config, DEFAULT_MAX_SEQ_LEN};
 use crate::cpu::packed::PackedMatrix;
+use crate::generation::sealed::Parts;
 use crate::models::decoder::{Block, Decoder, DecoderCache};
 use crate::nn::{
     Attention, AttentionConfig, Embedding, GatedMlp, Linear, LinearWeight, RmsNorm, RotaryEmbedding,
@@ -20,6 +21,16 @@ use std::sync::Arc;
 pub struct ModelWeights {
     decoder: Decoder,
     cache: DecoderCache,
+}
+
+impl Parts for ModelWeights {
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    fn empty_cache(&self) -> Result<DecoderCache> {
+        Ok(self.cache.over(Vec::new()))
+    }
 }
 
 impl ModelWeights {

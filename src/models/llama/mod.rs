@@ -19,6 +19,7 @@ pub use gguf::{ModelWeights, dequantize_gguf, gguf_config};
 
 use super::decoder::{Decoder, DecoderCache};
 use crate::Fusion;
+use crate::generation::sealed::Parts;
 use crate::nn::RotaryEmbedding;
 use crate::ops::RopeStyle;
 use candle_core::{DType, Device, Result, Tensor};
@@ -51,6 +52,18 @@ impl Cache {
 #[derive(Debug, Clone)]
 pub struct Llama {
     decoder: Decoder,
+    /// An empty cache, as a generation takes it.
+    cache: DecoderCache,
+}
+
+impl Parts for Llama {
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    fn empty_cache(&self) -> Result<DecoderCache> {
+        Ok(self.cache.over(Vec::new()))
+    }
 }
 
 impl Llama {
@@ -67,8 +80,10 @@ impl Llama {
     /// # Errors
     /// As [`Llama::load`].
     pub fn load_fused(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Self> {
+        let cache = Cache::new(true, vb.dtype(), cfg, vb.device())?.inner;
         Ok(Self {
             decoder: safetensors::load(vb, cfg, fusion)?,
+            cache,
         })
     }
 

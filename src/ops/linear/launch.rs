@@ -1,8 +1,12 @@
 //! The guards, and the CustomOp that candle hands over to the device.
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Activation, Epilogue, Prologue, Weight, cpu};
-use crate::ops::view::float;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
+use crate::ops::view::{dense_on_cuda, float};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 
 /// The op as candle sees it: one input tensor, everything else held by reference.
 pub(super) struct LinearOp<'a> {
@@ -62,6 +66,11 @@ impl CustomOp1 for LinearOp<'_> {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         cpu::forward(self, x, layout)
     }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda::forward(self, x, layout)
+    }
 }
 
 /// Checks every argument and runs the op.
@@ -94,7 +103,7 @@ pub(crate) fn launch(
         rows,
     };
     check_residuals(&op, x)?;
-    x.apply_op1_no_bwd(&op)
+    dense_on_cuda(x)?.apply_op1_no_bwd(&op)
 }
 
 fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> Result<usize> {

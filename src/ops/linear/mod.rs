@@ -8,6 +8,8 @@
 //! [`quant_linear`]: fn@crate::ops::quant_linear
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 mod launch;
 mod reference;
 mod tile;

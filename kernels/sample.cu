@@ -1,0 +1,236 @@
+// The next token of each sequence: repeat penalty, temperature, top-k, top-p and a draw by the
+// Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one.
+//
+// Each block takes a slice of a sequence's logits. The last one to finish puts the slices together;
+// where the tokens to draw from depend on all logits (top-k, top-p) it selects them by radix.
+// Integer sums only, so the order of the blocks does not show.
+#include "common.cuh"
+
+using namespace fused;
+
+// How one sequence's tokens are chosen; `Settings` of src/ops/sample/mod.rs.
+struct Settings {
+  float inverse_temperature;  // 0 takes the likeliest token
+  float top_p;                // 1 keeps all
+  uint32_t top_k;             // 0 keeps all
+  float penalty;
+  uint32_t last_n;
+  uint32_t seed_low, seed_high;
+  uint32_t sequence;
+};
+
+struct Params {
+  const void* logits;        // [sequences, vocab]
+  const Settings* settings;  // [sequences]
+  uint32_t* token;           // [sequences]
+  uint32_t* position;        // [sequences], of the token before; counted up
+  uint32_t* history;         // [sequences, history_slots]: token p at p % history_slots, or null
+  uint32_t* step;            // [sequences], counted up, or null
+  unsigned long long* mailbox;  // host: [mail_slots, sequences], step + 1 above the token, or null
+  float* scores;             // [sequences, vocab], needed by top-k and top-p
+  float2* partial;           // [sequences, blocks]: the best score, and the bits of its token
+  uint32_t* arrived;         // [sequences], zero between launches
+  uint32_t vocab;
+  uint32_t slice;  // logits of a block
+  uint32_t history_slots;
+  uint32_t mail_slots;
+  int dtype;  // of the logits: 0 f32, 1 f16, 2 bf16
+};
+
+constexpr int THREADS = 1024;
+constexpr int WARPS = THREADS / WARP;
+constexpr uint32_t NONE = 0xffffffffu;  // no logit is a number
+
+__device__ __forceinline__ float logit(const Params& p, uint64_t i) {
+  switch (p.dtype) {
+    case 0: return static_cast<const float*>(p.logits)[i];
+    case 1: return to_float(static_cast<const __half*>(p.logits)[i]);
+    default: return to_float(static_cast<const __nv_bfloat16*>(p.logits)[i]);
+  }
+}
+
+// Philox 4x32-10 (Salmon et al. 2011); the first of its four words.
+__device__ uint32_t philox(uint4 counter, uint2 key) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint32_t high0 = __umulhi(0xD2511F53u, counter.x), low0 = 0xD2511F53u * counter.x;
+    const uint32_t high1 = __umulhi(0xCD9E8D57u, counter.z), low1 = 0xCD9E8D57u * counter.z;
+    counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
+    key.x += 0x9E3779B9u;
+    key.y += 0xBB67AE85u;
+  }
+  return counter.x;
+}
+
+// A standard Gumbel variate for one token of one draw: -ln(-ln(1 - v)), exact where v is small,
+// which is where the winners are.
+__device__ float gumbel(const Settings& s, uint32_t draw, uint32_t token) {
+  const uint32_t bits = philox(make_uint4(token, draw, s.sequence, 0), make_uint2(s.seed_low, s.seed_high));
+  const float v = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
+  return -logf(-log1pf(-v));
+}
+
+// Floats as integers in the same order; what is no number comes last.
+__device__ __forceinline__ uint32_t key_of(float v) {
+  if (isnan(v)) return 0;
+  const uint32_t bits = __float_as_uint(v);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+struct Best {
+  float score;
+  uint32_t token;
+};
+
+// The higher score; of equal ones the lower token. What is no number never wins.
+__device__ __forceinline__ Best better(Best a, Best b) {
+  const bool second = b.score > a.score || (b.score == a.score && b.token < a.token);
+  return second ? b : a;
+}
+
+__device__ Best block_best(Best best, Best* scratch) {
+#pragma unroll
+  for (int offset = WARP / 2; offset > 0; offset /= 2) {
+    const Best other = {__shfl_xor_sync(FULL, best.score, offset), __shfl_xor_sync(FULL, best.token, offset)};
+    best = better(best, other);
+  }
+  __syncthreads();
+  if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = best;
+  __syncthreads();
+  for (int i = 0; i < WARPS; ++i) best = better(best, scratch[i]);
+  return best;
+}
+
+// The weight of a kept token in a selection: one, or its probability in fixed point.
+__device__ __forceinline__ unsigned long long mass(float score, float top, bool count) {
+  return count ? 1ull : static_cast<unsigned long long>(expf(score - top) * 4294967296.f);
+}
+
+// The highest key t such that the weights of the keys from t on, of those not below `floor`, reach
+// the target: `amount` tokens, or the share `amount` of their probability.
+__device__ uint32_t select(const float* scores, uint32_t vocab, float top, uint32_t floor, bool count,
+                           double amount, unsigned long long* bins) {
+  __shared__ unsigned long long target;
+  __shared__ uint32_t prefix;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < 256; i += THREADS) bins[i] = 0;
+    __syncthreads();
+    const uint32_t above = shift == 24 ? 0 : prefix;
+    for (uint32_t i = threadIdx.x; i < vocab; i += THREADS) {
+      const float score = __ldcg(scores + i);
+      const uint32_t key = key_of(score);
+      const bool inside = shift == 24 || (key >> (shift + 8)) == (above >> (shift + 8));
+      if (key >= floor && key != 0 && inside) {
+        const unsigned long long m = mass(score, top, count);
+        if (m) atomicAdd(&bins[(key >> shift) & 255], m);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      if (shift == 24) {
+        unsigned long long total = 0;
+        for (int i = 0; i < 256; ++i) total += bins[i];
+        const double wanted = count ? amount : amount * double(total);
+        target = static_cast<unsigned long long>(ceil(wanted));
+        if (target < 1) target = 1;
+        if (target > total) target = total;
+      }
+      int bin = 255;
+      while (bin > 0 && bins[bin] < target) target -= bins[bin--];
+      prefix = above | (uint32_t(bin) << shift);
+    }
+    __syncthreads();
+  }
+  return prefix;
+}
+
+// The draw among the tokens that top-k and top-p keep.
+__device__ Best restricted(const Params& p, const Settings& s, uint32_t b, uint32_t draw, float top,
+                           unsigned long long* bins, Best* scratch) {
+  const float* scores = p.scores + uint64_t(b) * p.vocab;
+  uint32_t floor = 1;
+  if (s.top_k > 0 && s.top_k < p.vocab) floor = select(scores, p.vocab, top, floor, true, s.top_k, bins);
+  if (s.top_p < 1.f) floor = max(floor, select(scores, p.vocab, top, floor, false, s.top_p, bins));
+  Best best = {-INFINITY, NONE};
+  for (uint32_t i = threadIdx.x; i < p.vocab; i += THREADS) {
+    const float score = __ldcg(scores + i);
+    if (key_of(score) >= floor) best = better(best, {score + gumbel(s, draw, i), i});
+  }
+  return block_best(best, scratch);
+}
+
+// What the next step finds: the token, one position further, and the host's copy.
+__device__ void leave(const Params& p, uint32_t b, uint32_t token) {
+  p.token[b] = token;
+  const uint32_t next = p.position[b] + 1;
+  p.position[b] = next;
+  if (p.history) p.history[uint64_t(b) * p.history_slots + next % p.history_slots] = token;
+  if (p.step) {
+    const uint32_t step = p.step[b];
+    p.step[b] = step + 1;
+    if (p.mailbox) {
+      // One 8-byte store: the host sees all of it or nothing.
+      volatile unsigned long long* slot =
+          p.mailbox + uint64_t(step % p.mail_slots) * gridDim.y + b;
+      *slot = (static_cast<unsigned long long>(step + 1) << 32) | token;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Params p) {
+  extern __shared__ float slice[];
+  __shared__ Best scratch[WARPS];
+  __shared__ unsigned long long bins[256];
+  __shared__ bool last;
+  const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
+  const uint32_t end = min(begin + p.slice, p.vocab);
+  allow_next();
+  wait_previous();
+  const Settings s = p.settings[b];
+  const bool greedy = s.inverse_temperature == 0.f;
+  const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
+  const uint32_t draw = p.position[b] + 1;
+  const float scale = greedy ? 1.f : s.inverse_temperature;
+  const uint64_t row = uint64_t(b) * p.vocab;
+  for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) slice[i - begin] = logit(p, row + i) * scale;
+  __syncthreads();
+  if (p.history && s.penalty != 1.f) {
+    const uint32_t known = min(min(s.last_n, p.history_slots), draw);
+    for (uint32_t i = threadIdx.x; i < known; i += THREADS) {
+      const uint32_t t = p.history[uint64_t(b) * p.history_slots + (draw - 1 - i) % p.history_slots];
+      // From the logit itself, so that a token seen twice is penalised once.
+      if (t >= begin && t < end) {
+        const float v = logit(p, row + t);
+        slice[t - begin] = (v >= 0.f ? v / s.penalty : v * s.penalty) * scale;
+      }
+    }
+    __syncthreads();
+  }
+  Best best = {-INFINITY, NONE};
+  for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) {
+    float score = slice[i - begin];
+    if (!all) p.scores[row + i] = score;
+    if (all && !greedy) score += gumbel(s, draw, i);
+    best = better(best, {score, i});
+  }
+  best = block_best(best, scratch);
+  if (threadIdx.x == 0) p.partial[uint64_t(b) * gridDim.x + blockIdx.x] = make_float2(best.score, __uint_as_float(best.token));
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(&p.arrived[b], 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  best = {-INFINITY, NONE};
+  for (uint32_t i = threadIdx.x; i < gridDim.x; i += THREADS) {
+    const float2 one = __ldcg(&p.partial[uint64_t(b) * gridDim.x + i]);
+    best = better(best, {one.x, __float_as_uint(one.y)});
+  }
+  best = block_best(best, scratch);
+  if (!all && best.token != NONE) best = restricted(p, s, b, draw, best.score, bins, scratch);
+  if (threadIdx.x == 0) {
+    p.arrived[b] = 0;
+    leave(p, b, best.token);
+  }
+}

@@ -1,0 +1,144 @@
+//! The token loop on a GPU: every step is the same chain of kernels over the same addresses, and
+//! the host only reads what it leaves behind.
+
+use super::plan::Plan;
+use super::state::State;
+use super::{Options, Sequence};
+use crate::cuda::{Graph, Launcher};
+use crate::models::decoder::{Decoder, DecoderCache};
+use crate::nn::KvCache;
+use candle_core::{CudaDevice, Result, bail};
+
+/// Chains of kernels for one model, its caches and its sequences.
+pub(super) struct OnDevice {
+    decoder: Decoder,
+    device: CudaDevice,
+    plan: Plan,
+    state: State,
+    graph: Recorded,
+    ahead: usize,
+    positions: usize,
+}
+
+/// What has come of the recording.
+enum Recorded {
+    /// Not wanted.
+    Unwanted,
+    /// To be done before the next step.
+    Due,
+    Done(Graph),
+    /// Refused, and why.
+    Refused(String),
+}
+
+impl OnDevice {
+    /// `None` if the model's layers are not all fused: then there is no chain to write down.
+    pub fn new(
+        device: &CudaDevice,
+        decoder: &Decoder,
+        kind: &mut DecoderCache,
+        buffers: &[KvCache],
+        options: &Options,
+    ) -> Result<Option<Self>> {
+        let vocab = decoder.embedding.vocab_size();
+        let state = State::new(device, vocab, options)?;
+        let rotary = kind.rotary(options.positions)?;
+        let Some(plan) = Plan::new(device, decoder, buffers, rotary, &state)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            decoder: decoder.clone(),
+            device: device.clone(),
+            plan,
+            state,
+            graph: if options.graph {
+                Recorded::Due
+            } else {
+                Recorded::Unwanted
+            },
+            ahead: options.ahead,
+            positions: options.positions,
+        }))
+    }
+
+    pub fn refusal(&self) -> Option<&str> {
+        match &self.graph {
+            Recorded::Refused(why) => Some(why),
+            _ => None,
+        }
+    }
+
+    pub fn kernels_per_step(&self) -> usize {
+        match &self.graph {
+            Recorded::Done(graph) => graph.kernels(),
+            _ => self.plan.kernels(),
+        }
+    }
+
+    /// Reads `ids` into sequence `index` and draws the token to follow.
+    pub fn extend(&mut self, sequences: &mut [Sequence], index: usize, ids: &[u32]) -> Result<u32> {
+        self.settle()?;
+        let logits = sequences[index].read(&self.decoder, ids)?;
+        let token = self.state.draw(&logits, index, &sequences[index].ids)?;
+        sequences[index].pending = Some(token);
+        Ok(token)
+    }
+
+    /// Takes in the pending token of every sequence and gives the tokens that follow.
+    pub fn step(&mut self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
+        let longest = sequences.iter().map(|s| s.ids.len()).max().unwrap_or(0);
+        let room = self.positions - longest;
+        if room == 0 {
+            bail!(
+                "generation: the {} positions that there is room for are full",
+                self.positions
+            );
+        }
+        if !self.state.is_current() {
+            self.state.upload(sequences)?;
+        }
+        while self.state.in_flight() < room.min(1 + self.ahead) {
+            self.launch()?;
+            self.state.launched();
+        }
+        let tokens = self.state.receive()?;
+        for (sequence, token) in sequences.iter_mut().zip(&tokens) {
+            sequence.advance(*token);
+        }
+        Ok(tokens)
+    }
+
+    /// Waits for the steps that are under way and forgets what they gave.
+    pub fn settle(&mut self) -> Result<()> {
+        self.state.settle()
+    }
+
+    fn launch(&mut self) -> Result<()> {
+        let launcher = Launcher::new(&self.device)?;
+        if let Recorded::Due = self.graph {
+            // Every kernel once outside, so that nothing is loaded during the capture. What the step
+            // computes is thrown away: its state is uploaded again.
+            self.graph = match Graph::capture(launcher.gpu, |launcher| self.plan.launch(launcher)) {
+                Ok(graph) => Recorded::Done(graph),
+                Err(error) => {
+                    let why = error.to_string();
+                    tracing::warn!("decoding without a CUDA graph: {why}");
+                    Recorded::Refused(why)
+                }
+            };
+        }
+        match &mut self.graph {
+            // SAFETY: the plan owns or shares every buffer whose address was recorded, and is
+            // dropped behind the stream's work.
+            Recorded::Done(graph) => unsafe { graph.launch(launcher.stream) },
+            _ => self.plan.launch(&launcher),
+        }
+    }
+}
+
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        // The GPU still writes to the host's memory until the last step is through.
+        let _ = self.settle();
+    }
+}

@@ -1,0 +1,34 @@
+//! One sequence after the other by way of candle's tensors: on the CPU, and wherever a step cannot
+//! be written down as a chain of kernels.
+
+use super::{Sequence, sample_one};
+use crate::models::decoder::Decoder;
+use crate::ops::SamplingParams;
+use candle_core::Result;
+
+pub(super) struct Eager {
+    pub decoder: Decoder,
+    pub sampling: SamplingParams,
+}
+
+impl Eager {
+    /// Reads `ids` behind what the sequence holds and draws the token to follow.
+    pub fn extend(&self, index: usize, sequence: &mut Sequence, ids: &[u32]) -> Result<u32> {
+        let logits = sequence.read(&self.decoder, ids)?;
+        let token = sample_one(&logits, index, &self.sampling, &sequence.ids)?;
+        sequence.pending = Some(token);
+        Ok(token)
+    }
+
+    /// The next token of every sequence that has begun, `None` for the others.
+    pub fn step(&self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
+        sequences
+            .iter_mut()
+            .enumerate()
+            .map(|(index, sequence)| match sequence.pending {
+                Some(token) => self.extend(index, sequence, &[token]),
+                None => Ok(0),
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,320 @@
+//! The token loop: prompts in, one token after the other out.
+//!
+//! On the CPU a step is a forward pass and a draw. On CUDA the whole step, from token id to next
+//! token, is one chain of kernels that is recorded once as a CUDA graph and replayed: position,
+//! token and sampling state live on the device, and the host reads tokens from page-locked memory,
+//! a few steps behind.
+//!
+//! ```no_run
+//! use candle_fused::generation::{Generation, Options};
+//! # fn run(model: &candle_fused::models::llama::Llama, prompt: &[u32]) -> candle_core::Result<()> {
+//! let mut generation = Generation::new(model, &Options { positions: 1024, ..Default::default() })?;
+//! let mut tokens = vec![generation.extend(0, prompt)?];
+//! while tokens.len() < 100 {
+//!     tokens.extend(generation.step()?);
+//! }
+//! # Ok(()) }
+//! ```
+
+#[cfg(feature = "cuda")]
+mod device;
+mod eager;
+#[cfg(feature = "cuda")]
+mod plan;
+#[cfg(feature = "cuda")]
+mod state;
+
+use crate::models::decoder::{Decoder, DecoderCache};
+use crate::nn::KvCache;
+pub use crate::ops::sample::SamplingParams;
+use crate::ops::sample::sample_as;
+use candle_core::{Result, Tensor, bail};
+
+/// How a [`Generation`] is set up.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Sequences that are generated side by side, 1 to 8.
+    pub sequences: usize,
+    /// Positions that each sequence has room for, prompt included.
+    pub positions: usize,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// On CUDA, record the step as a graph.
+    pub graph: bool,
+    /// On CUDA, the steps that the GPU may be ahead of the tokens that were read.
+    pub ahead: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            sequences: 1,
+            positions: 2048,
+            sampling: SamplingParams::default(),
+            graph: true,
+            ahead: 2,
+        }
+    }
+}
+
+/// The most sequences side by side.
+const MOST_SEQUENCES: usize = 8;
+
+pub(crate) mod sealed {
+    use crate::models::decoder::{Decoder, DecoderCache};
+    use candle_core::Result;
+
+    /// What a generation needs of a model.
+    pub trait Parts {
+        /// The layers.
+        fn decoder(&self) -> &Decoder;
+        /// An empty cache of the kind that the model's own `forward` takes.
+        fn empty_cache(&self) -> Result<DecoderCache>;
+    }
+}
+
+/// A model that a [`Generation`] can run.
+pub trait Model: sealed::Parts {}
+
+impl<M: sealed::Parts> Model for M {}
+
+/// One sequence.
+struct Sequence {
+    /// The tokens whose keys and values are in the cache.
+    ids: Vec<u32>,
+    /// The token that was drawn last and is not in the cache yet.
+    pending: Option<u32>,
+    /// This sequence's part of the buffers.
+    cache: DecoderCache,
+    /// Positions that there is room for.
+    room: usize,
+}
+
+impl Sequence {
+    /// Reads `ids` and gives the logits `[1, V]` behind the last of them.
+    fn read(&mut self, decoder: &Decoder, ids: &[u32]) -> Result<Tensor> {
+        let position = self.ids.len();
+        if ids.is_empty() {
+            bail!("generation: no ids, expected at least one");
+        }
+        if position + ids.len() > self.room {
+            bail!(
+                "generation: {position} tokens and {} more are past the {} positions that there is \
+                 room for",
+                ids.len(),
+                self.room
+            );
+        }
+        self.cache.set_len(position);
+        let input = Tensor::new(ids, self.cache.device())?.unsqueeze(0)?;
+        let embedded = decoder.embedding.forward(&input)?;
+        let x = decoder.layers(&embedded, position, &mut self.cache, None)?;
+        let logits = decoder.last_logits(&x)?;
+        self.ids.extend_from_slice(ids);
+        self.pending = None;
+        Ok(logits)
+    }
+
+    /// Counts the pending token as read, and `next` as pending.
+    #[cfg(feature = "cuda")]
+    fn advance(&mut self, next: u32) {
+        if let Some(token) = self.pending.replace(next) {
+            self.ids.push(token);
+        }
+    }
+}
+
+/// Several sequences in the making, with keys and values of their own; the weights are shared with
+/// the model.
+pub struct Generation {
+    sequences: Vec<Sequence>,
+    engine: Engine,
+}
+
+enum Engine {
+    Eager(eager::Eager),
+    #[cfg(feature = "cuda")]
+    Device(Box<device::OnDevice>),
+}
+
+impl Generation {
+    /// Room for the sequences of `options`, all empty.
+    ///
+    /// # Errors
+    /// If an option is out of range, `positions` is past the model's context, or memory is short.
+    pub fn new<M: Model>(model: &M, options: &Options) -> Result<Self> {
+        let decoder = model.decoder();
+        if !(1..=MOST_SEQUENCES).contains(&options.sequences) {
+            bail!(
+                "generation: {} sequences, expected 1 to {MOST_SEQUENCES}",
+                options.sequences
+            );
+        }
+        if options.positions == 0 || options.positions > decoder.max_positions {
+            bail!(
+                "generation: {} positions, expected 1 to the model's context length of {}",
+                options.positions,
+                decoder.max_positions
+            );
+        }
+        options.sampling.check()?;
+        let mut kind = model.empty_cache()?;
+        kind.rotary(options.positions)?;
+        let buffers = buffers(decoder, &kind, options)?;
+        let sequences = (0..options.sequences)
+            .map(|index| sequence(&buffers, &kind, index, options.positions))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self {
+            sequences,
+            engine: Engine::new(decoder, &mut kind, &buffers, options)?,
+        })
+    }
+
+    /// Reads `ids` behind what sequence `index` holds, and draws the token to follow. The token that
+    /// was drawn last belongs to `ids` if it is to stay.
+    ///
+    /// # Errors
+    /// If there is no such sequence, an id is out of the vocabulary, or there is no room.
+    pub fn extend(&mut self, index: usize, ids: &[u32]) -> Result<u32> {
+        self.check(index)?;
+        match &mut self.engine {
+            Engine::Eager(eager) => eager.extend(index, &mut self.sequences[index], ids),
+            #[cfg(feature = "cuda")]
+            Engine::Device(device) => device.extend(&mut self.sequences, index, ids),
+        }
+    }
+
+    /// The next token of every sequence: each takes in the token that was drawn last. Sequences that
+    /// have not begun give 0.
+    ///
+    /// # Errors
+    /// If no sequence has begun, one is full, or the logits are no numbers.
+    pub fn step(&mut self) -> Result<Vec<u32>> {
+        if self.sequences.iter().all(|s| s.pending.is_none()) {
+            bail!("generation: no sequence has begun, `extend` one first");
+        }
+        match &mut self.engine {
+            Engine::Eager(eager) => eager.step(&mut self.sequences),
+            #[cfg(feature = "cuda")]
+            Engine::Device(device) => device.step(&mut self.sequences),
+        }
+    }
+
+    /// Forgets what sequence `index` holds from `len` on.
+    ///
+    /// # Errors
+    /// If there is no such sequence.
+    pub fn truncate(&mut self, index: usize, len: usize) -> Result<()> {
+        self.check(index)?;
+        #[cfg(feature = "cuda")]
+        if let Engine::Device(device) = &mut self.engine {
+            device.settle()?;
+        }
+        let sequence = &mut self.sequences[index];
+        sequence.ids.truncate(len);
+        sequence.pending = None;
+        Ok(())
+    }
+
+    /// The tokens of sequence `index` whose keys and values are held.
+    pub fn ids(&self, index: usize) -> &[u32] {
+        self.sequences.get(index).map_or(&[], |s| &s.ids)
+    }
+
+    /// The token of sequence `index` that was drawn last.
+    pub fn pending(&self, index: usize) -> Option<u32> {
+        self.sequences.get(index)?.pending
+    }
+
+    /// Why the step is not replayed as a graph, once it has been tried on a GPU and refused.
+    pub fn graph_refusal(&self) -> Option<&str> {
+        match &self.engine {
+            Engine::Eager(_) => None,
+            #[cfg(feature = "cuda")]
+            Engine::Device(device) => device.refusal(),
+        }
+    }
+
+    /// Kernels that a step launches on the GPU, alone or as nodes of a graph; 0 on the CPU.
+    pub fn kernels_per_step(&self) -> usize {
+        match &self.engine {
+            Engine::Eager(_) => 0,
+            #[cfg(feature = "cuda")]
+            Engine::Device(device) => device.kernels_per_step(),
+        }
+    }
+
+    fn check(&self, index: usize) -> Result<()> {
+        if index >= self.sequences.len() {
+            bail!(
+                "generation: sequence {index}, there are {}",
+                self.sequences.len()
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Engine {
+    /// The chain of kernels where the model and its device allow it.
+    fn new(
+        decoder: &Decoder,
+        kind: &mut DecoderCache,
+        buffers: &[KvCache],
+        options: &Options,
+    ) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let candle_core::Device::Cuda(device) = kind.device().clone()
+            && let Some(engine) = device::OnDevice::new(&device, decoder, kind, buffers, options)?
+        {
+            return Ok(Engine::Device(Box::new(engine)));
+        }
+        let _ = (kind, buffers);
+        Ok(Engine::Eager(eager::Eager {
+            decoder: decoder.clone(),
+            sampling: options.sampling.clone(),
+        }))
+    }
+}
+
+/// Keys and values of every layer, for all sequences.
+fn buffers(decoder: &Decoder, kind: &DecoderCache, options: &Options) -> Result<Vec<KvCache>> {
+    decoder
+        .blocks
+        .iter()
+        .map(|block| {
+            let config = block.attention.config();
+            let shape = (options.sequences, config.kv_heads, config.head_dim);
+            KvCache::preallocated(shape, options.positions, kind.dtype(), kind.device())
+        })
+        .collect()
+}
+
+fn sequence(
+    buffers: &[KvCache],
+    kind: &DecoderCache,
+    index: usize,
+    room: usize,
+) -> Result<Sequence> {
+    let layers = buffers
+        .iter()
+        .map(|b| b.sequence(index))
+        .collect::<Result<_>>()?;
+    Ok(Sequence {
+        ids: Vec::new(),
+        pending: None,
+        cache: kind.over(layers),
+        room,
+    })
+}
+
+/// The token of sequence `index` that follows `history`, from logits `[1, V]`.
+fn sample_one(
+    logits: &Tensor,
+    index: usize,
+    params: &SamplingParams,
+    history: &[u32],
+) -> Result<u32> {
+    let token = sample_as(logits, std::slice::from_ref(params), &[history], index)?;
+    token.squeeze(0)?.to_scalar()
+}

@@ -1,0 +1,200 @@
+//! What a decode step finds on the GPU and leaves there, and the mailbox through which the host
+//! reads tokens.
+
+use super::{Options, Sequence};
+use crate::cuda::{Address, Launcher, Pinned, address_of};
+use crate::ops::SamplingParams;
+use crate::ops::sample::{NONE, cuda as sample};
+use crate::ops::view::dtype_index;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, result};
+use candle_core::{CudaDevice, Error, Result, Tensor, bail};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Steps whose tokens the mailbox holds.
+const MAIL_SLOTS: usize = 64;
+
+/// How long the host spins for a token before it asks whether the GPU is well.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// Tokens, positions and everything that choosing tokens needs, for all sequences.
+pub(super) struct State {
+    device: CudaDevice,
+    /// token, position, step, arrived; then settings; then history.
+    words: CudaSlice<u32>,
+    scores: CudaSlice<f32>,
+    partial: CudaSlice<u64>,
+    mailbox: Pinned,
+    sampling: SamplingParams,
+    sequences: usize,
+    vocab: usize,
+    /// Tokens of a sequence that the GPU remembers for the repeat penalty.
+    slots: usize,
+    /// Steps launched and steps read since the last upload.
+    launched: u32,
+    read: u32,
+    /// Whether the GPU's tokens and positions are the host's.
+    current: bool,
+}
+
+impl State {
+    pub fn new(device: &CudaDevice, vocab: usize, options: &Options) -> Result<Self> {
+        let sequences = options.sequences;
+        let sampling = options.sampling.clone();
+        let slots = match sampling.repeat_penalty {
+            1. => 1,
+            _ => sampling.repeat_last_n.max(1),
+        };
+        let restricted = sampling.top_k.is_some() || sampling.top_p.is_some();
+        let gpu = Launcher::new(device)?.gpu;
+        Ok(Self {
+            words: device.alloc_zeros(sequences * (4 + 8 + slots))?,
+            scores: device.alloc_zeros(if restricted { sequences * vocab } else { 1 })?,
+            partial: device.alloc_zeros(sequences * sample::blocks(vocab))?,
+            mailbox: Pinned::new(gpu, 2 * MAIL_SLOTS * sequences)?,
+            device: device.clone(),
+            sampling,
+            sequences,
+            vocab,
+            slots,
+            launched: 0,
+            read: 0,
+            current: false,
+        })
+    }
+
+    pub fn sequences(&self) -> usize {
+        self.sequences
+    }
+
+    /// u32 `[sequences]`: the tokens that the step takes in.
+    pub fn token(&self) -> Address {
+        self.region(0)
+    }
+
+    /// u32 `[sequences]`: where they stand.
+    pub fn position(&self) -> Address {
+        self.region(self.sequences)
+    }
+
+    /// The end of a step whose `logits` f32 `[sequences, vocab]` are there.
+    pub fn sampling(&self, logits: Address) -> sample::Step {
+        let stream = self.device.cuda_stream();
+        let n = self.sequences;
+        sample::Step {
+            logits,
+            settings: self.region(4 * n),
+            token: self.token(),
+            position: self.position(),
+            history: self.region(12 * n),
+            step: self.region(2 * n),
+            mailbox: self.mailbox.address(),
+            scores: self.scores.device_ptr(&stream).0,
+            partial: self.partial.device_ptr(&stream).0,
+            arrived: self.region(3 * n),
+            vocab: self.vocab as u32,
+            history_slots: self.slots as u32,
+            mail_slots: MAIL_SLOTS as u32,
+            ..Default::default()
+        }
+    }
+
+    fn region(&self, words: usize) -> Address {
+        self.words.device_ptr(&self.device.cuda_stream()).0 + 4 * words as u64
+    }
+
+    /// Draws the first token of sequence `index`, whose `history` is read, from logits `[1, V]`.
+    pub fn draw(&mut self, logits: &Tensor, index: usize, history: &[u32]) -> Result<u32> {
+        self.current = false;
+        super::sample_one(logits, index, &self.sampling, history)
+    }
+
+    /// Whether the GPU can go on from where it is.
+    pub fn is_current(&self) -> bool {
+        self.current
+    }
+
+    /// Hands the GPU what the host knows of the sequences.
+    pub fn upload(&mut self, sequences: &[Sequence]) -> Result<()> {
+        let n = self.sequences;
+        let mut words = vec![0u32; self.words.len()];
+        for (i, sequence) in sequences.iter().enumerate() {
+            words[i] = sequence.pending.unwrap_or(0);
+            words[n + i] = sequence.ids.len() as u32;
+            let settings = self.sampling.settings(i).words();
+            words[4 * n + 8 * i..][..8].copy_from_slice(&settings);
+            let history = &mut words[12 * n + self.slots * i..][..self.slots];
+            let known = sequence.ids.iter().chain(&sequence.pending).enumerate();
+            let skipped = (sequence.ids.len() + 1).saturating_sub(self.slots);
+            for (place, token) in known.skip(skipped) {
+                history[place % self.slots] = *token;
+            }
+        }
+        for word in self.mailbox.words() {
+            word.store(0, Ordering::Relaxed);
+        }
+        self.device.memcpy_htod(&words, &mut self.words)?;
+        (self.launched, self.read) = (0, 0);
+        self.current = true;
+        Ok(())
+    }
+
+    /// Counts a step as launched.
+    pub fn launched(&mut self) {
+        self.launched += 1;
+    }
+
+    /// Steps that are launched and not read.
+    pub fn in_flight(&self) -> usize {
+        (self.launched - self.read) as usize
+    }
+
+    /// Waits for the tokens of the oldest step that is under way.
+    pub fn receive(&mut self) -> Result<Vec<u32>> {
+        let wanted = self.read + 1;
+        let slot = self.read as usize % MAIL_SLOTS;
+        let mut tokens = Vec::with_capacity(self.sequences);
+        let begun = Instant::now();
+        let mut spins = 0u32;
+        while tokens.len() < self.sequences {
+            let at = 2 * (slot * self.sequences + tokens.len());
+            let [low, high] = [at, at + 1].map(|i| &self.mailbox.words()[i]);
+            // The GPU writes both words at once; the mark in the upper one is read first.
+            if high.load(Ordering::Acquire) == wanted {
+                tokens.push(low.load(Ordering::Acquire));
+                continue;
+            }
+            std::hint::spin_loop();
+            spins = spins.wrapping_add(1);
+            if spins.is_multiple_of(1 << 16) && begun.elapsed() > PATIENCE {
+                // An error of the GPU ends the wait; a step that is merely long goes on.
+                self.device
+                    .cuda_stream()
+                    .synchronize()
+                    .map_err(Error::wrap)?;
+                if high.load(Ordering::Acquire) != wanted {
+                    bail!("generation: the GPU went through a step without leaving its token");
+                }
+            }
+        }
+        self.read = wanted;
+        if tokens.contains(&NONE) {
+            self.current = false;
+            bail!("generation: the logits are not numbers, the weights may be damaged");
+        }
+        Ok(tokens)
+    }
+
+    /// Waits until nothing is under way.
+    pub fn settle(&mut self) -> Result<()> {
+        if self.in_flight() > 0 || self.current {
+            self.device
+                .cuda_stream()
+                .synchronize()
+                .map_err(Error::wrap)?;
+            self.current = false;
+        }
+        (self.launched, self.read) = (0, 0);
+        Ok(())
+    }
+}

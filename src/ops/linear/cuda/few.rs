@@ -1,0 +1,217 @@
+//! Few rows of x: one kernel with the norm in front and the epilogue behind, which reads every
+//! weight once.
+
+use super::gemv::{Core, Gemv, Matrix, launch};
+use crate::cuda::{Address, Gpu, Launcher, Module, fatbin};
+use crate::ops::linear::Activation;
+use crate::ops::view::{dtype_index, float};
+use candle_core::{DType, Result, bail};
+
+const OP: &str = "linear";
+
+/// In the order of the constants below.
+static MODULE: Module = Module::new(
+    "linear",
+    fatbin!("linear"),
+    &[
+        "linear_small_f16",
+        "linear_small_bf16",
+        "linear_large_f16",
+        "linear_large_bf16",
+        "linear_m1_f32",
+        "linear_m1_f16",
+        "linear_m1_bf16",
+        "linear_m4_f32",
+        "linear_m4_f16",
+        "linear_m4_bf16",
+        "linear_m8_f32",
+        "linear_m8_f16",
+        "linear_m8_bf16",
+        "linear_m8_scalar",
+    ],
+);
+
+const SMALL: usize = 0;
+const LARGE: usize = 2;
+const LANES: usize = 4;
+const SCALAR: usize = 13;
+
+/// Rows of x that are few: the weights are read once and meet all of them. More go to the library's
+/// matrix product.
+pub(crate) const FEW: usize = 8;
+
+/// Bytes of weights up to which a product is small: its weights have been read ahead by the time x
+/// arrives, and what counts is how soon it is done after that.
+const SMALL_BYTES: usize = 16 << 20;
+
+/// A product of up to [`FEW`] rows on raw addresses; 0 stands for no tensor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FewRows {
+    /// `[m, k]`.
+    pub x: Address,
+    /// An RMS norm's weight `[k]` and eps.
+    pub norm: Option<(Address, f32)>,
+    /// Up to three matrices `[rows, k]`, side by side in the output; 0 rows for none.
+    pub weights: [(Address, usize); 3],
+    /// `[rows of all weights]`.
+    pub bias: Address,
+    pub activation: Activation,
+    /// `[m, width]`, each row `stride` elements after the one before.
+    pub residuals: [Address; 2],
+    /// Likewise; with `out_dtype`.
+    pub out: Address,
+    /// Elements from one row of the output to the next, at least the width.
+    pub stride: usize,
+    pub m: usize,
+    pub k: usize,
+    /// Of x, the norm, the bias and the residuals.
+    pub x_dtype: DType,
+    /// Of the weights.
+    pub w_dtype: DType,
+    /// x's dtype, or f32.
+    pub out_dtype: DType,
+}
+
+impl FewRows {
+    /// Rows of all weights.
+    pub fn rows(&self) -> usize {
+        self.weights.iter().map(|(_, rows)| rows).sum()
+    }
+
+    /// Outputs of a row of x.
+    pub fn width(&self) -> usize {
+        match self.activation {
+            Activation::SwiGlu => self.rows() / 2,
+            _ => self.rows(),
+        }
+    }
+
+    /// Whether 16-byte accesses fit x, the norm and the weights.
+    fn vectors(&self) -> bool {
+        let norm = self.norm.map_or(0, |(weight, _)| weight);
+        let fits = |dtype: DType| (self.k * dtype.size_in_bytes()).is_multiple_of(16);
+        let weights = self.weights.iter().map(|(address, _)| *address);
+        fits(self.x_dtype)
+            && fits(self.w_dtype)
+            && weights.chain([self.x, norm]).all(|a| a.is_multiple_of(16))
+    }
+
+    /// The kernel and how it works.
+    fn core(&self, gpu: &Gpu) -> Core {
+        let (index, size) = (dtype_index(self.w_dtype), self.w_dtype.size_in_bytes());
+        if !self.vectors() {
+            return Core {
+                kernel: SCALAR,
+                most: FEW,
+                unit: 2,
+                step: 32,
+                row: 4 * self.k,
+                padded: true,
+                small: false,
+            };
+        }
+        let sixteen = self.x_dtype == self.w_dtype && size == 2;
+        if sixteen && (gpu.arch >= 80 || self.w_dtype == DType::F16) {
+            let small = self.rows() * self.k * size <= SMALL_BYTES;
+            return Core {
+                kernel: if small { SMALL } else { LARGE } + index - 1,
+                most: FEW,
+                unit: 8,
+                step: 32,
+                row: 2 * (self.k.next_multiple_of(64) + 32),
+                padded: false,
+                small,
+            };
+        }
+        let lanes = |group: usize, most: usize, unit: usize| Core {
+            kernel: LANES + 3 * group + index,
+            most,
+            unit,
+            step: 32 * 16 / size,
+            row: 4 * self.k,
+            padded: true,
+            small: false,
+        };
+        let (one, four, eight) = (lanes(0, 1, 4), lanes(1, 4, 2), lanes(2, 8, 2));
+        match self.m {
+            5.. if eight.rows_at_once(gpu) > 0 => eight,
+            2.. if four.rows_at_once(gpu) > 0 => four,
+            _ => one,
+        }
+    }
+
+    /// Whether the GPU has the shared memory that one row of x takes.
+    pub fn fits(&self, launcher: &Launcher) -> bool {
+        self.core(launcher.gpu).rows_at_once(launcher.gpu) > 0
+    }
+}
+
+/// Launches the product: once, or for a part of the rows at a time where shared memory does not
+/// take them all.
+///
+/// # Safety
+/// Each address holds what its field says, until the stream has passed the launches. In a dependent
+/// chain no kernel in front writes weights, norm or bias.
+pub(crate) unsafe fn few_rows(launcher: &Launcher, at: &FewRows) -> Result<()> {
+    float(OP, "x", at.x_dtype)?;
+    float(OP, "weights", at.w_dtype)?;
+    if at.m > FEW || (at.out_dtype != at.x_dtype && at.out_dtype != DType::F32) {
+        bail!(
+            "{OP}: {} rows of {:?} to {:?}, expected at most {FEW}, and outputs of x's dtype or f32",
+            at.m,
+            at.x_dtype,
+            at.out_dtype
+        );
+    }
+    let core = at.core(launcher.gpu);
+    let once = core.rows_at_once(launcher.gpu);
+    if once == 0 {
+        bail!(
+            "{OP}: a row of {} inputs does not fit into the {} bytes of shared memory of a block",
+            at.k,
+            launcher.gpu.shared
+        );
+    }
+    let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes() as u64);
+    let mut params = params(at);
+    for first in (0..at.m).step_by(once) {
+        params.m = (at.m - first).min(once) as u32;
+        let (inputs, outputs) = ((first * at.k) as u64, (first * at.stride) as u64);
+        params.prologue.x = at.x + inputs * x_size;
+        params.epilogue.out = at.out + outputs * out_size;
+        params.epilogue.residuals = at.residuals.map(|r| match r {
+            0 => 0,
+            r => r + outputs * x_size,
+        });
+        let bytes = at.rows() * at.k * at.w_dtype.size_in_bytes();
+        // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
+        unsafe { launch(launcher, &MODULE, &core, bytes, params)? };
+    }
+    Ok(())
+}
+
+fn params(at: &FewRows) -> Gemv {
+    let mut params = Gemv::new(at.k, at.rows(), at.activation);
+    let mut first = 0;
+    for (matrix, (data, rows)) in params.weights.iter_mut().zip(at.weights) {
+        if rows > 0 {
+            *matrix = Matrix {
+                data,
+                first: first as u32,
+                ..Matrix::ABSENT
+            };
+        }
+        first += rows;
+    }
+    if let Some((weight, eps)) = at.norm {
+        params.prologue.norm = 1;
+        (params.prologue.weight, params.prologue.eps) = (weight, eps);
+    }
+    params.prologue.dtype = dtype_index(at.x_dtype) as i32;
+    params.epilogue.bias = at.bias;
+    params.epilogue.stride = at.stride as u64;
+    params.epilogue.dtype = dtype_index(at.x_dtype) as i32;
+    params.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
+    params.weight_dtype = dtype_index(at.w_dtype) as i32;
+    params
+}

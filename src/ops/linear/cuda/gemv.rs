@@ -1,0 +1,203 @@
+//! The host's side of `kernels/gemv.cuh`: its parameters, and how a product is spread over blocks and
+//! warps.
+
+use crate::cuda::{Address, Gpu, Grid, Launcher, Module};
+use crate::ops::linear::Activation;
+use candle_core::Result;
+
+const WARP: usize = 32;
+
+/// Warps of a block at most.
+const MOST_WARPS: usize = 8;
+
+/// Static shared memory of the kernels at most.
+const FIXED_SHARED: usize = 4096;
+
+/// `Matrix` of the kernels.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Matrix {
+    pub data: Address,
+    /// A second plane, for formats that have one.
+    pub scales: Address,
+    /// Its first row among those of all weights.
+    pub first: u32,
+    pub unused: u32,
+}
+
+impl Matrix {
+    /// A weight that is not there.
+    pub const ABSENT: Self = Self {
+        data: 0,
+        scales: 0,
+        first: u32::MAX,
+        unused: 0,
+    };
+}
+
+/// `Prologue` of the kernels.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct PrologueParams {
+    pub x: Address,
+    pub weight: Address,
+    pub bias: Address,
+    pub eps: f32,
+    /// 0 for none, 1 for an RMS norm, 2 for a layer norm.
+    pub norm: i32,
+    pub dtype: i32,
+    pub padding: i32,
+}
+
+/// `Epilogue` of the kernels.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct EpilogueParams {
+    pub bias: Address,
+    pub residuals: [Address; 2],
+    pub out: Address,
+    pub stride: u64,
+    pub activation: i32,
+    pub dtype: i32,
+    pub out_dtype: i32,
+    pub padding: i32,
+}
+
+/// `Gemv` of the kernels.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Gemv {
+    pub weights: [Matrix; 3],
+    pub prologue: PrologueParams,
+    pub epilogue: EpilogueParams,
+    pub m: u32,
+    pub k: u32,
+    pub rows: u32,
+    pub width: u32,
+    pub split: u32,
+    pub weight_dtype: i32,
+    pub rehearse: i32,
+    pub unused: i32,
+}
+
+impl Gemv {
+    /// A product without weights, prologue or epilogue yet.
+    pub fn new(k: usize, rows: usize, activation: Activation) -> Self {
+        let gated = activation == Activation::SwiGlu;
+        Self {
+            weights: [Matrix::ABSENT; 3],
+            prologue: PrologueParams::default(),
+            epilogue: EpilogueParams {
+                activation: activation_index(activation),
+                ..EpilogueParams::default()
+            },
+            m: 0,
+            k: k as u32,
+            rows: rows as u32,
+            width: if gated { rows / 2 } else { rows } as u32,
+            split: 1,
+            weight_dtype: 0,
+            rehearse: 0,
+            unused: 0,
+        }
+    }
+}
+
+/// As `kernels/epilogue.cuh` numbers them.
+pub(crate) fn activation_index(activation: Activation) -> i32 {
+    match activation {
+        Activation::None => 0,
+        Activation::Silu => 1,
+        Activation::Gelu => 2,
+        Activation::GeluTanh => 3,
+        Activation::SwiGlu => 4,
+    }
+}
+
+/// A kernel and how it works.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Core {
+    /// Its place in the module.
+    pub kernel: usize,
+    /// Rows of x that it takes at most.
+    pub most: usize,
+    /// Rows of weights that a warp computes together.
+    pub unit: usize,
+    /// Values of k that a warp takes at a time.
+    pub step: usize,
+    /// Shared memory of a row of x, in bytes.
+    pub row: usize,
+    /// Whether it stages `most` rows even if there are fewer.
+    pub padded: bool,
+    /// Whether its weights are read ahead of x as a whole, so that only latency counts.
+    pub small: bool,
+}
+
+impl Core {
+    /// Rows of x for which there is shared memory.
+    pub fn rows_at_once(&self, gpu: &Gpu) -> usize {
+        let room = (gpu.shared as usize).saturating_sub(FIXED_SHARED);
+        let rows = room / self.row.next_multiple_of(16).max(1);
+        if self.padded && rows < self.most {
+            // A kernel for more rows than there is room for cannot run at all.
+            return 0;
+        }
+        rows.min(self.most)
+    }
+
+    fn shared(&self, m: usize) -> usize {
+        let rows = if self.padded { self.most } else { m };
+        rows * self.row.next_multiple_of(16)
+    }
+
+    /// Warps that share a unit, warps of a block, and blocks.
+    fn shape(&self, gpu: &Gpu, units: usize, k: usize) -> (usize, usize, usize) {
+        let sms = gpu.sms as usize;
+        let steps = k.div_ceil(self.step);
+        // Enough warps for every multiprocessor, each with some steps to make.
+        let wanted = if self.small { 8 } else { 16 } * sms;
+        let mut split = 1;
+        while split < MOST_WARPS && units * split < wanted && steps >= 4 * split {
+            split *= 2;
+        }
+        let warps = if self.small { split.max(4) } else { MOST_WARPS };
+        let resident = if self.small { 4 } else { 2 };
+        let blocks = units.div_ceil(warps / split).min(resident * sms);
+        (split, warps, blocks)
+    }
+}
+
+/// Launches a kernel of the module on `params`, whose `m` is set, with the spread that fits its shape;
+/// `bytes` are those of the weights.
+///
+/// # Safety
+/// The kernel takes `Gemv`, and the addresses are valid for what it says of them until the stream
+/// has passed the launch.
+pub(crate) unsafe fn launch(
+    launcher: &Launcher,
+    module: &Module,
+    core: &Core,
+    bytes: usize,
+    mut params: Gemv,
+) -> Result<()> {
+    let outputs = if params.width < params.rows {
+        core.unit / 2
+    } else {
+        core.unit
+    };
+    let units = (params.width as usize).div_ceil(outputs);
+    let (split, warps, blocks) = core.shape(launcher.gpu, units, params.k as usize);
+    params.split = split as u32;
+    params.rehearse = (core.small && launcher.dependent).into();
+    let grid = Grid::new(
+        [blocks as u32, 1, 1],
+        (warps * WARP) as u32,
+        core.shared(params.m as usize) as u32,
+    );
+    // SAFETY: the caller's.
+    unsafe {
+        launcher
+            .moving(bytes as u64)
+            .run(module, core.kernel, grid, &params)
+    }
+}

@@ -1,0 +1,130 @@
+//! The CPU form: one sequence after the other.
+
+use super::philox::philox;
+use super::{NONE, OP, Settings};
+use crate::ops::view::{Float, dispatch_float, elements};
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, Layout, Result, Shape};
+
+pub(super) fn forward(
+    settings: &[Settings],
+    history: &[&[u32]],
+    logits: &CpuStorage,
+    layout: &Layout,
+) -> Result<(CpuStorage, Shape)> {
+    trace::record(OP, || format!("cpu {}", logits.dtype().as_str()));
+    let (sequences, vocab) = layout.shape().dims2()?;
+    let tokens = dispatch_float!(logits.dtype(), OP, "logits", T => {
+        let values = elements::<T>(logits, layout)?;
+        let values = T::widen_slice(&values);
+        let rows = values.chunks_exact(vocab);
+        rows.zip(settings.iter().zip(history)).map(|(row, (s, h))| choose(row, s, h)).collect()
+    });
+    Ok((CpuStorage::U32(tokens), Shape::from(sequences)))
+}
+
+/// The token that follows `history`.
+fn choose(logits: &[f32], settings: &Settings, history: &[u32]) -> u32 {
+    let greedy = settings.inverse_temperature == 0.;
+    let scale = if greedy {
+        1.
+    } else {
+        settings.inverse_temperature
+    };
+    let mut scores: Vec<f32> = logits.iter().map(|l| l * scale).collect();
+    if settings.penalty != 1. {
+        let known = history.len().saturating_sub(settings.last_n as usize);
+        for token in &history[known..] {
+            let token = *token as usize;
+            // From the logit itself, so that a token seen twice is penalised once.
+            if let (Some(score), Some(logit)) = (scores.get_mut(token), logits.get(token)) {
+                let penalised = if *logit >= 0. {
+                    logit / settings.penalty
+                } else {
+                    logit * settings.penalty
+                };
+                *score = penalised * scale;
+            }
+        }
+    }
+    let likeliest = best(scores.iter().copied().enumerate());
+    if greedy || likeliest == NONE {
+        return likeliest;
+    }
+    let floor = floor(&scores, settings, scores[likeliest as usize]);
+    let draw = history.len() as u32;
+    let drawn = scores
+        .iter()
+        .enumerate()
+        .filter(|(_, score)| key(**score) >= floor)
+        .map(|(token, score)| (token, score + gumbel(settings, draw, token as u32)));
+    best(drawn)
+}
+
+/// The token with the highest score; of equal ones the lowest.
+fn best(scores: impl Iterator<Item = (usize, f32)>) -> u32 {
+    let start = (NONE, f32::NEG_INFINITY);
+    let (token, _) = scores.fold(start, |(token, top), (i, score)| {
+        if score > top || (score == top && (i as u32) < token) {
+            (i as u32, score)
+        } else {
+            (token, top)
+        }
+    });
+    token
+}
+
+/// A standard Gumbel variate, `-ln(-ln(1 - v))`: exact where v is small, which is where the winners
+/// are.
+fn gumbel(settings: &Settings, draw: u32, token: u32) -> f32 {
+    let counter = [token, draw, settings.sequence, 0];
+    let bits = philox(counter, [settings.seed_low, settings.seed_high]);
+    let v = (bits as f32 + 0.5) * 2f32.powi(-32);
+    -(-(-v).ln_1p()).ln()
+}
+
+/// Floats as integers in the same order; what is no number comes last.
+fn key(v: f32) -> u32 {
+    let bits = v.to_bits();
+    match bits >> 31 {
+        _ if v.is_nan() => 0,
+        0 => bits | 1 << 31,
+        _ => !bits,
+    }
+}
+
+/// The lowest key that top-k and top-p keep.
+fn floor(scores: &[f32], settings: &Settings, top: f32) -> u32 {
+    let nucleus = settings.top_p < 1.;
+    let few = settings.top_k > 0 && (settings.top_k as usize) < scores.len();
+    if !nucleus && !few {
+        return 1;
+    }
+    let mut keyed: Vec<(u32, f32)> = scores
+        .iter()
+        .map(|s| (key(*s), *s))
+        .filter(|(k, _)| *k > 0)
+        .collect();
+    keyed.sort_unstable_by_key(|(key, _)| std::cmp::Reverse(*key));
+    let mut floor = 1;
+    if few && let Some((key, _)) = keyed.get(settings.top_k as usize - 1) {
+        floor = *key;
+        keyed.retain(|(key, _)| *key >= floor);
+    }
+    if nucleus {
+        // In fixed point, so that sums do not depend on their order.
+        let mass = |score: f32| ((score - top).exp() * 2f32.powi(32)) as u64;
+        let total = keyed.iter().map(|(_, score)| mass(*score)).sum::<u64>();
+        let target =
+            ((f64::from(settings.top_p) * total as f64).ceil() as u64).clamp(1, total.max(1));
+        let mut reached = 0;
+        for (key, score) in keyed {
+            reached += mass(score);
+            if reached >= target {
+                return floor.max(key);
+            }
+        }
+    }
+    floor
+}
