@@ -3,6 +3,7 @@
 mod app;
 mod dense;
 mod flash_attention;
+mod generation;
 mod gguf_file;
 mod golden;
 mod kv_cache;
