@@ -1,5 +1,7 @@
-// Rows of GGUF blocks, repacked as formats.cuh describes, into dense rows: up to three matrices of
-// any formats under one another, for products with many rows of x.
+// The operands of a product with many rows of x and weights in GGUF blocks, for the library: rows of
+// blocks, repacked as formats.cuh describes, as dense rows, up to three matrices of any formats under
+// one another; and rows of x, normalised if asked for, as f16 or bf16.
+#include "dtype.cuh"
 #include "formats.cuh"
 
 using namespace fused;
@@ -43,3 +45,62 @@ template <typename T> __device__ __forceinline__ void dequantize(const Params& p
 }
 
 FUSED_ENTRIES(dequantize, THREADS, dequantize)
+
+struct Narrow {
+  const void* x;       // [rows, width]
+  const void* weight;  // an RMS norm's, [width], or null
+  void* out;           // f16 or bf16
+  uint32_t width;      // a multiple of 4
+  float eps;
+  int out_dtype;
+  int vectors;  // whether 4 elements of x and of the weight are aligned
+};
+
+template <typename T> __device__ __forceinline__ Pack<T, 4> read4(const T* p, bool vectors) {
+  if (vectors) return load<T, 4>(p);
+  return {{p[0], p[1], p[2], p[3]}};
+}
+
+// A block takes a row.
+template <typename T> __device__ __forceinline__ void narrow(const Narrow& p) {
+  __shared__ float scratch[THREADS / WARP];
+  const T* x = static_cast<const T*>(p.x) + blockIdx.x * uint64_t(p.width);
+  const T* weight = static_cast<const T*>(p.weight);
+  const uint64_t row = blockIdx.x * uint64_t(p.width);
+  allow_next();
+  wait_previous();
+  float factor = 1.f;
+  if (weight) {
+    float squares = 0.f;
+    for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * THREADS) {
+      const auto v = read4(x + i, p.vectors);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) squares = fmaf(to_float(v.v[j]), to_float(v.v[j]), squares);
+    }
+    factor = rsqrtf(block_sum<THREADS / WARP>(squares, scratch) / p.width + p.eps);
+  }
+  for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * THREADS) {
+    const auto v = read4(x + i, p.vectors);
+    Pack<T, 4> w = {};
+    if (weight) w = read4(weight + i, p.vectors);
+    uint16_t out[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float y = to_float(v.v[j]);
+      if (weight) y = rounded<T>(rounded<T>(y * factor) * to_float(w.v[j]));
+      out[j] = p.out_dtype == F16 ? __half_as_ushort(from_float<__half>(y))
+                                  : __bfloat16_as_ushort(from_float<__nv_bfloat16>(y));
+    }
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + row + i) =
+        make_uint2(out[0] | uint32_t(out[1]) << 16, out[2] | uint32_t(out[3]) << 16);
+  }
+}
+
+#define NARROW(SUFFIX, TYPE)                                          \
+  extern "C" __global__ void __launch_bounds__(THREADS)               \
+      narrow_##SUFFIX(const __grid_constant__ Narrow p) {             \
+    narrow<TYPE>(p);                                                  \
+  }
+NARROW(f32, float)
+NARROW(f16, __half)
+NARROW(bf16, __nv_bfloat16)
