@@ -82,7 +82,9 @@ impl Plan {
 
     /// Launches the whole step.
     pub fn launch(&self, launcher: &Launcher) -> Result<()> {
-        self.launches.iter().try_for_each(|l| self.launch_one(launcher, l))
+        self.launches
+            .iter()
+            .try_for_each(|l| self.launch_one(launcher, l))
     }
 
     /// Launches one part of it.

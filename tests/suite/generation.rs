@@ -7,7 +7,11 @@ use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options, SamplingParams};
 use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig};
 
-const PROMPTS: [&[u32]; 3] = [&[1, 5, 9, 2, 77, 31, 4], &[8, 3], &[100, 7, 7, 7, 12, 60, 61, 62, 63]];
+const PROMPTS: [&[u32]; 3] = [
+    &[1, 5, 9, 2, 77, 31, 4],
+    &[8, 3],
+    &[100, 7, 7, 7, 12, 60, 61, 62, 63],
+];
 
 fn load(name: &str, fusion: Fusion) -> Result<(Llama, Config)> {
     let golden = Golden::open(name)?;
@@ -58,7 +62,11 @@ fn tokens_are_those_of_forward_passes() -> Result<()> {
                 let model = load(name, fusion)?;
                 for prompt in PROMPTS {
                     let expected = by_forward(&model, prompt, 40)?;
-                    assert_eq!(alone(&model.0, &options(1), prompt, 40)?, expected, "{name} {fusion}");
+                    assert_eq!(
+                        alone(&model.0, &options(1), prompt, 40)?,
+                        expected,
+                        "{name} {fusion}"
+                    );
                 }
             }
         }
@@ -83,7 +91,11 @@ fn sequences_side_by_side_do_not_see_each_other() -> Result<()> {
                 }
             }
             for (i, tokens) in tokens.iter().enumerate() {
-                assert_eq!(*tokens, by_forward(&model, prompt(i), 20)?, "{i} of {count}");
+                assert_eq!(
+                    *tokens,
+                    by_forward(&model, prompt(i), 20)?,
+                    "{i} of {count}"
+                );
             }
         }
         Ok(())
@@ -224,7 +236,9 @@ fn threads_have_models_of_their_own() -> Result<()> {
         })
     };
     let threads: Vec<_> = (0..2).map(|_| std::thread::spawn(run)).collect();
-    threads.into_iter().try_for_each(|t| t.join().expect("no panic"))
+    threads
+        .into_iter()
+        .try_for_each(|t| t.join().expect("no panic"))
 }
 
 /// Ten thousand tokens take no more memory than the first few.
