@@ -1,6 +1,8 @@
 //! The fused operations: one room each, with its guards, its launch and its plain `reference()`.
 
-mod view;
+#[cfg(feature = "cuda")]
+pub(crate) mod embedding;
+pub(crate) mod view;
 
 pub mod flash_attention;
 pub mod flash_decoding;
