@@ -71,7 +71,7 @@ impl OnDevice {
     pub fn kernels_per_step(&self) -> usize {
         match &self.graph {
             Recorded::Done(graph) => graph.kernels(),
-            _ => self.plan.kernels(),
+            _ => self.plan.len(),
         }
     }
 
