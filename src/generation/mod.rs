@@ -57,6 +57,19 @@ impl Default for Options {
     }
 }
 
+/// What a part of the model takes of a step on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct PartTime {
+    /// `qkv`, `attention`, `output`, `gate_up`, `down`, `head`, `embedding` or `sample`.
+    pub part: &'static str,
+    /// Steps of all layers together.
+    pub launches: usize,
+    /// Seconds of all layers together.
+    pub seconds: f64,
+    /// Bytes that have to be read and written at least; 0 where nobody counted.
+    pub bytes: u64,
+}
+
 /// The most sequences side by side.
 const MOST_SEQUENCES: usize = 8;
 
@@ -241,6 +254,20 @@ impl Generation {
             Engine::Eager(_) => 0,
             #[cfg(feature = "cuda")]
             Engine::Device(device) => device.kernels_per_step(),
+        }
+    }
+
+    /// What each part of a step takes on the GPU, each measured alone, where nothing runs beside it;
+    /// empty where steps are no chain of kernels. Keys and values at the next position are
+    /// overwritten, as the next step does in any case.
+    ///
+    /// # Errors
+    /// If a part cannot be recorded.
+    pub fn profile(&mut self, rounds: usize) -> Result<Vec<PartTime>> {
+        match &mut self.engine {
+            Engine::Eager(_) => Ok(Vec::new()),
+            #[cfg(feature = "cuda")]
+            Engine::Device(device) => device.profile(&self.sequences, rounds),
         }
     }
 

@@ -92,7 +92,7 @@ impl Plan {
         parts
     }
 
-    /// Launches one part of the model in all layers, and tells how many launches that was.
+    /// Launches one part of the model in all layers, and tells how many steps that was.
     pub fn launch_part(&self, launcher: &Launcher, part: &str) -> Result<usize> {
         let mut count = 0;
         for (_, work) in self.work.iter().filter(|(name, _)| *name == part) {
@@ -100,6 +100,21 @@ impl Plan {
             count += 1;
         }
         Ok(count)
+    }
+
+    /// Bytes of keys and values that a step reads when the sequences stand at `positions`.
+    pub fn cache_bytes(&self, positions: &[usize]) -> u64 {
+        let keys: usize = positions.iter().map(|p| p + 1).sum();
+        let row = |work: &Work| match work {
+            Work::Attention(Step { shape, .. }) => {
+                2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes()
+            }
+            _ => 0,
+        };
+        self.work
+            .iter()
+            .map(|(_, work)| (keys * row(work)) as u64)
+            .sum()
     }
 
     fn launch_one(&self, launcher: &Launcher, work: &Work) -> Result<()> {

@@ -163,11 +163,8 @@ impl StepShape {
         let (d, heads) = (self.head_dim, group.min(HEADS));
         // As `Shared` of the kernel: queries, the new key and value, angles and norms, what the
         // warps found.
-        let floats = (HEADS + 6) * d
-            + HEADS
-            + 2 * warps * HEADS
-            + 2
-            + warps * heads * (d + d % 2 + 2);
+        let floats =
+            (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
         let tiles = warps;
         let rows = (self.kv_heads * parts * self.sequences).max(1);
         let useful = self.slots.div_ceil(16 * sub).div_ceil(tiles);
