@@ -1,7 +1,8 @@
 //! The plain form: float64, one output at a time.
 
 use super::{Activation, Epilogue, Prologue, Weight};
-use candle_core::{DType, Result, Tensor};
+use crate::ops::view::float64;
+use candle_core::{Result, Tensor};
 
 /// What [`linear`](fn@super::linear), `rms_norm_linear` and `quant_linear` compute, in float64 from
 /// the same (dequantized) weights and without quantizing activations: `[M, N]` with x's rows
@@ -18,12 +19,12 @@ pub fn reference(
     let k = x.dims().last().copied().unwrap_or(1);
     let norm = match prologue {
         Prologue::None => None,
-        Prologue::RmsNorm { weight, eps } => Some((flat(weight)?, eps)),
+        Prologue::RmsNorm { weight, eps } => Some((float64(weight)?, eps)),
     };
     let mut matrix: Vec<Vec<f64>> = Vec::new();
     for weight in weights {
         match weight {
-            Weight::Dense(w) => matrix.extend(flat(w)?.chunks(k.max(1)).map(<[f64]>::to_vec)),
+            Weight::Dense(w) => matrix.extend(float64(w)?.chunks(k.max(1)).map(<[f64]>::to_vec)),
             Weight::Packed(w) => {
                 for r in 0..w.rows() {
                     let mut row = vec![0f32; k];
@@ -33,13 +34,13 @@ pub fn reference(
             }
         }
     }
-    let bias = epilogue.bias.map(flat).transpose()?;
+    let bias = epilogue.bias.map(float64).transpose()?;
     let residuals = epilogue
         .residuals
         .iter()
-        .map(|r| flat(r))
+        .map(|r| float64(r))
         .collect::<Result<Vec<_>>>()?;
-    let rows = flat(x)?
+    let rows = float64(x)?
         .chunks(k.max(1))
         .map(<[f64]>::to_vec)
         .collect::<Vec<_>>();
@@ -87,8 +88,4 @@ fn activate(activation: Activation, y: Vec<f64>) -> Vec<f64> {
             gate.iter().zip(up).map(|(g, u)| silu(*g) * u).collect()
         }
     }
-}
-
-fn flat(t: &Tensor) -> Result<Vec<f64>> {
-    t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }

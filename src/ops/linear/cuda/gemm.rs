@@ -138,10 +138,7 @@ impl Plan {
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,
         };
-        plan.set(
-            attribute::CUBLASLT_MATMUL_DESC_TRANSA,
-            &TRANSPOSED,
-        )?;
+        plan.set(attribute::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
         if gemm.bias != 0 {
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
             plan.set(attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
