@@ -65,7 +65,7 @@ fn run() -> Result<()> {
     let model = load(&args.model, weights, &device)?;
     let load_time = begun.elapsed();
 
-    let generator = Generator::new(model, &args.sampling, text.end_ids());
+    let generator = Generator::new(model, &args.sampling, text.end_ids(), !args.model.no_graph);
     let mut session = Session::new(&text, generator, std::io::stdout().lock());
     match (&args.prompt, args.chat) {
         (Some(prompt), false) => session.complete(prompt)?,

@@ -8,6 +8,7 @@ use super::report::one_line;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
 use candle_fused::Fusion;
+use candle_fused::ops::SamplingParams;
 use candle_transformers::generation::Sampling;
 use clap::{Args as ClapArgs, Parser, ValueEnum};
 
@@ -130,6 +131,21 @@ pub struct SamplingArgs {
 }
 
 impl SamplingArgs {
+    /// How to sample on the device.
+    pub fn on_device(&self) -> SamplingParams {
+        let sampled = self.top_k.is_some() || self.top_p.is_some();
+        let temperature = self.temperature.unwrap_or(if sampled { 0.8 } else { 0.0 });
+        SamplingParams {
+            // What candle takes for 0 as well.
+            temperature: if temperature < 1e-7 { 0. } else { temperature },
+            top_k: self.top_k,
+            top_p: self.top_p,
+            repeat_penalty: self.repeat_penalty,
+            repeat_last_n: self.repeat_last_n,
+            seed: self.seed,
+        }
+    }
+
     /// How to sample, for candle-transformers' `LogitsProcessor`.
     pub fn kind(&self) -> Sampling {
         let sampled = self.top_k.is_some() || self.top_p.is_some();

@@ -312,7 +312,7 @@ impl Comparison<'_> {
         if model.chooses_tokens() {
             let mut generation = model.generation(&options)?;
             generation.extend(0, self.prompt)?;
-            return Ok(Some(generation.launches_per_step()? as u64));
+            return Ok(Some(generation.kernels_per_step() as u64));
         }
         model.clear()?;
         model.forward(self.prompt, 0)?;

@@ -10,6 +10,7 @@ use candle_transformers::utils::apply_repeat_penalty;
 
 use super::args::SamplingArgs;
 use super::comparison::Round;
+use super::report;
 
 /// A language model with its key-value cache.
 pub trait TextModel {
@@ -224,7 +225,7 @@ impl DeviceLoop {
                 return Ok(generation.extend(0, tokens)?);
             }
         };
-        let first = !generation.has_graph_refusal();
+        let refused = generation.graph_refusal().is_some();
         let next =
             if generation.pending(0) == tokens.last().copied() && tokens.len() == position + 1 {
                 generation.step()?[0]
@@ -232,7 +233,7 @@ impl DeviceLoop {
                 generation.truncate(0, position)?;
                 generation.extend(0, &tokens[position..])?
             };
-        if let (true, Some(why)) = (first, generation.graph_refusal()) {
+        if let (false, Some(why)) = (refused, generation.graph_refusal()) {
             report::say(format_args!("no CUDA graph: {why}"));
         }
         Ok(next)

@@ -1,6 +1,7 @@
 //! The way from an op to a kernel: `kernels/<stem>.cu` becomes a fatbin at build time ([`Module`]),
 //! is loaded once per GPU ([`Gpu`]), and is launched on candle's stream ([`Launcher`]).
 
+mod blocks;
 mod gpu;
 mod graph;
 mod launch;
@@ -11,6 +12,8 @@ mod pool;
 pub mod profile;
 mod rows;
 
+pub use blocks::BlockMatrix;
+pub(crate) use blocks::{Narrow, dequantize, narrow, product_dtype};
 pub(crate) use gpu::{Gpu, MAX_GPUS};
 pub(crate) use graph::Graph;
 pub use graph::count_launches;

@@ -79,6 +79,22 @@ impl Module {
         }
     }
 
+    /// The architecture that the kernel's code for this GPU was compiled for, as in sm_90: an older
+    /// one where the GPU is newer than all that was built for.
+    pub fn built_for(&self, gpu: &Gpu, index: usize) -> Result<u32> {
+        use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as attribute;
+        let function = self.kernel(gpu, index)?;
+        // SAFETY: the function belongs to a loaded module, which is never unloaded.
+        let version = unsafe {
+            result::function::get_function_attribute(
+                function,
+                attribute::CU_FUNC_ATTRIBUTE_PTX_VERSION,
+            )
+        }
+        .map_err(candle_core::Error::wrap)?;
+        Ok(u32::try_from(version).unwrap_or(0))
+    }
+
     fn load(&self, gpu: &Gpu) -> Result<Box<[Function]>> {
         gpu.bind()?;
         // SAFETY: the bytes are a whole fatbin, as nvcc wrote it.

@@ -16,12 +16,12 @@
 //! # Ok(()) }
 //! ```
 
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cuda_graph_wip")]
 mod device;
 mod eager;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cuda_graph_wip")]
 mod plan;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cuda_graph_wip")]
 mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
@@ -116,7 +116,7 @@ impl Sequence {
     }
 
     /// Counts the pending token as read, and `next` as pending.
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "cuda_graph_wip")]
     fn advance(&mut self, next: u32) {
         if let Some(token) = self.pending.replace(next) {
             self.ids.push(token);
@@ -133,7 +133,7 @@ pub struct Generation {
 
 enum Engine {
     Eager(eager::Eager),
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "cuda_graph_wip")]
     Device(Box<device::OnDevice>),
 }
 
@@ -179,7 +179,7 @@ impl Generation {
         self.check(index)?;
         match &mut self.engine {
             Engine::Eager(eager) => eager.extend(index, &mut self.sequences[index], ids),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "cuda_graph_wip")]
             Engine::Device(device) => device.extend(&mut self.sequences, index, ids),
         }
     }
@@ -195,7 +195,7 @@ impl Generation {
         }
         match &mut self.engine {
             Engine::Eager(eager) => eager.step(&mut self.sequences),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "cuda_graph_wip")]
             Engine::Device(device) => device.step(&mut self.sequences),
         }
     }
@@ -206,7 +206,7 @@ impl Generation {
     /// If there is no such sequence.
     pub fn truncate(&mut self, index: usize, len: usize) -> Result<()> {
         self.check(index)?;
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "cuda_graph_wip")]
         if let Engine::Device(device) = &mut self.engine {
             device.settle()?;
         }
@@ -230,7 +230,7 @@ impl Generation {
     pub fn graph_refusal(&self) -> Option<&str> {
         match &self.engine {
             Engine::Eager(_) => None,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "cuda_graph_wip")]
             Engine::Device(device) => device.refusal(),
         }
     }
@@ -239,7 +239,7 @@ impl Generation {
     pub fn kernels_per_step(&self) -> usize {
         match &self.engine {
             Engine::Eager(_) => 0,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "cuda_graph_wip")]
             Engine::Device(device) => device.kernels_per_step(),
         }
     }
@@ -263,7 +263,7 @@ impl Engine {
         buffers: &[KvCache],
         options: &Options,
     ) -> Result<Self> {
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "cuda_graph_wip")]
         if let candle_core::Device::Cuda(device) = kind.device().clone()
             && let Some(engine) = device::OnDevice::new(&device, decoder, kind, buffers, options)?
         {

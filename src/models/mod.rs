@@ -1,4 +1,4 @@
 //! Language models with candle-transformers' names and signatures.
 
-mod decoder;
+pub(crate) mod decoder;
 pub mod llama;

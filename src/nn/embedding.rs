@@ -1,6 +1,10 @@
 //! Token embeddings.
 
 use crate::cpu::packed::PackedMatrix;
+#[cfg(feature = "cuda")]
+use crate::cuda::BlockMatrix;
+#[cfg(feature = "cuda")]
+use crate::ops::embedding::{Table, embedding};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -11,6 +15,9 @@ pub enum Embedding {
     Dense(Tensor),
     /// GGUF blocks, each row dequantized to f32 when it is looked up.
     Packed(Arc<PackedMatrix>),
+    /// The same on a GPU.
+    #[cfg(feature = "cuda")]
+    Blocks(Arc<BlockMatrix>),
 }
 
 impl Embedding {
@@ -19,6 +26,18 @@ impl Embedding {
         match self {
             Embedding::Dense(table) => table.dims()[0],
             Embedding::Packed(table) => table.rows(),
+            #[cfg(feature = "cuda")]
+            Embedding::Blocks(table) => table.rows(),
+        }
+    }
+
+    /// The table on a GPU, if it is there.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn table(&self) -> Option<Table<'_>> {
+        match self {
+            Embedding::Dense(table) if table.device().is_cuda() => Some(Table::Dense(table)),
+            Embedding::Blocks(table) => Some(Table::Blocks(table)),
+            _ => None,
         }
     }
 
@@ -34,6 +53,11 @@ impl Embedding {
         if let Some(id) = tokens.iter().find(|id| **id as usize >= vocab) {
             bail!("input_ids: token {id} is out of the vocabulary of {vocab}");
         }
+        #[cfg(feature = "cuda")]
+        if let Some(table) = self.table() {
+            // An id that is out of the table has been refused above.
+            return embedding(table, &flat.reshape((b, t))?);
+        }
         match self {
             Embedding::Dense(table) => table.index_select(&flat, 0)?.reshape((b, t, table.dim(1)?)),
             Embedding::Packed(table) => {
@@ -44,6 +68,8 @@ impl Embedding {
                 }
                 Tensor::from_vec(rows, (b, t, hidden), ids.device())
             }
+            #[cfg(feature = "cuda")]
+            Embedding::Blocks(_) => bail!("input_ids: expected a table on the device of the ids"),
         }
     }
 }

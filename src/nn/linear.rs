@@ -2,10 +2,12 @@
 
 use super::RmsNorm;
 use crate::cpu::packed::PackedMatrix;
+#[cfg(feature = "cuda")]
+use crate::cuda::BlockMatrix;
 use crate::ops::{self, Activation, Epilogue, Prologue, Weight};
 use crate::{Fusion, quant};
-use candle_core::quantized::{QMatMul, QTensor};
-use candle_core::{D, Device, Module, Result, Tensor, bail};
+use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
+use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
 use std::sync::Arc;
 
 /// A weight as a checkpoint holds it.
@@ -77,7 +79,11 @@ impl Linear {
 
     /// From matrices that are repacked already; shared ones are not copied.
     pub fn from_packed(weights: Vec<Arc<PackedMatrix>>, fusion: Fusion) -> Self {
-        let weights: Vec<_> = weights.into_iter().map(Weight::Packed).collect();
+        Self::from_weights(weights.into_iter().map(Weight::Packed).collect(), fusion)
+    }
+
+    /// From weights in the form that the fused product takes.
+    pub fn from_weights(weights: Vec<Weight>, fusion: Fusion) -> Self {
         Self {
             rows: weights.iter().map(Weight::rows).collect(),
             form: Form::Fused(weights),
@@ -181,10 +187,7 @@ impl Linear {
             }
             None => (x, Prologue::None),
         };
-        let name = match (
-            weights.iter().any(|w| matches!(w, Weight::Packed(_))),
-            prologue,
-        ) {
+        let name = match (weights.iter().any(Weight::is_quantized), prologue) {
             (true, _) => "quant_linear",
             (false, Prologue::RmsNorm { .. }) => "rms_norm_linear",
             (false, Prologue::None) => "linear",
@@ -228,12 +231,37 @@ fn pack(weight: LinearWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims2()?;
     match weight {
         LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
+        #[cfg(feature = "cuda")]
+        LinearWeight::Quantized(w) if quant::supports(w.dtype()) && w.device().is_cuda() => {
+            Ok(Weight::Blocks(Arc::new(BlockMatrix::from_qtensor(&w)?)))
+        }
         LinearWeight::Quantized(w) if quant::supports(w.dtype()) => {
             let packed = PackedMatrix::pack(w.dtype(), rows, cols, &w.data()?)?;
             Ok(Weight::Packed(Arc::new(packed)))
         }
         // Types without a core of their own (f32, f16 and the rare block types).
-        LinearWeight::Quantized(w) => Ok(Weight::Dense(w.dequantize(&Device::Cpu)?)),
+        LinearWeight::Quantized(w) => Ok(Weight::Dense(dense(&w)?)),
+    }
+}
+
+/// The values of a tensor of a GGUF file, on its device. On a GPU f16 and bf16 stay what they are,
+/// and none of candle's kernels runs, which the driver would have to compile first.
+pub(crate) fn dense(w: &QTensor) -> Result<Tensor> {
+    let device = w.device();
+    if device.is_cpu() {
+        return w.dequantize(&device);
+    }
+    let bytes = w.data()?;
+    match w.dtype() {
+        GgmlDType::F32 => Tensor::from_raw_buffer(&bytes, DType::F32, w.shape().dims(), &device),
+        GgmlDType::F16 => Tensor::from_raw_buffer(&bytes, DType::F16, w.shape().dims(), &device),
+        GgmlDType::BF16 => Tensor::from_raw_buffer(&bytes, DType::BF16, w.shape().dims(), &device),
+        dtype => {
+            let storage = QStorage::from_data(bytes, &Device::Cpu, dtype)?;
+            QTensor::new(storage, w.shape().clone())?
+                .dequantize(&Device::Cpu)?
+                .to_device(&device)
+        }
     }
 }
 

@@ -11,6 +11,7 @@ mod rotary;
 pub use attention::{Attention, AttentionConfig};
 pub use embedding::Embedding;
 pub use kv_cache::KvCache;
+pub(crate) use linear::dense;
 pub use linear::{Linear, LinearWeight};
 pub use mlp::GatedMlp;
 pub use norm::RmsNorm;

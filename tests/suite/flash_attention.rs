@@ -1,7 +1,11 @@
-//! `ops::flash_attention` against float64, at every instruction-set level that runs here.
+//! `ops::flash_attention` against float64, at every instruction-set level and on every device that
+//! runs here.
 
+mod errors;
+mod gpu;
 mod random;
 
+use crate::support::{devices, values};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::cpu::simd::Level;
 use candle_fused::ops::flash_attention::{flash_attention_at, reference};
@@ -13,6 +17,10 @@ fn random(rng: &mut StdRng, dims: &[usize], size: f32) -> Tensor {
     let n = dims.iter().product();
     let x: Vec<f32> = (0..n).map(|_| rng.random_range(-size..size)).collect();
     Tensor::from_vec(x, dims, &Device::Cpu).unwrap()
+}
+
+fn on(device: &Device, x: &Tensor) -> Tensor {
+    x.to_device(device).unwrap()
 }
 
 /// Shapes of a call, and how its tensors lie in memory.
@@ -64,23 +72,30 @@ impl Default for Case {
 }
 
 impl Case {
-    fn tensors(&self, rng: &mut StdRng) -> (Tensor, Tensor, Tensor) {
-        let (b, t, d) = (self.batch, self.queries, self.dim);
-        let q = if self.q_transposed {
-            random(rng, &[b, t, self.heads, d], self.size)
-                .transpose(1, 2)
-                .unwrap()
-        } else {
-            random(rng, &[b, self.heads, t, d], self.size)
-        };
-        let kv = |rng: &mut StdRng| self.keys_or_values(rng).unwrap();
-        (q.to_dtype(self.q_dtype).unwrap(), kv(rng), kv(rng))
+    /// q, k and v: the same values on every device.
+    fn tensors(&self, seed: u64, device: &Device) -> (Tensor, Tensor, Tensor) {
+        let rng = &mut StdRng::seed_from_u64(seed);
+        let q = self.query(rng, device).unwrap();
+        let kv = |rng: &mut StdRng| self.keys_or_values(rng, device).unwrap();
+        (q, kv(rng), kv(rng))
     }
 
-    fn keys_or_values(&self, rng: &mut StdRng) -> Result<Tensor> {
-        let (b, h, n, d) = (self.batch, self.kv_heads, self.keys, self.dim);
+    fn query(&self, rng: &mut StdRng, device: &Device) -> Result<Tensor> {
+        let (b, h, t, d) = (self.batch, self.heads, self.queries, self.dim);
         // The dtype is set before the view is taken, since converting makes it contiguous.
-        let mut make = |dims: &[usize]| random(rng, dims, self.size).to_dtype(self.kv_dtype);
+        let mut make =
+            |dims: &[usize]| on(device, &random(rng, dims, self.size)).to_dtype(self.q_dtype);
+        if self.q_transposed {
+            make(&[b, t, h, d])?.transpose(1, 2)
+        } else {
+            make(&[b, h, t, d])
+        }
+    }
+
+    fn keys_or_values(&self, rng: &mut StdRng, device: &Device) -> Result<Tensor> {
+        let (b, h, n, d) = (self.batch, self.kv_heads, self.keys, self.dim);
+        let mut make =
+            |dims: &[usize]| on(device, &random(rng, dims, self.size)).to_dtype(self.kv_dtype);
         match self.kv {
             Kv::Contiguous => make(&[b, h, n, d]),
             Kv::Cache => make(&[b, h, n + 3, d])?.narrow(2, 0, n),
@@ -106,25 +121,38 @@ fn tolerance(case: &Case, params: &AttentionParams) -> f64 {
 }
 
 fn check(case: &Case, params: &AttentionParams, seed: u64) {
-    let mut rng = StdRng::seed_from_u64(seed);
-    let (q, k, v) = case.tensors(&mut rng);
-    let want = reference(&q, &k, &v, params).unwrap();
-    let want: Vec<f64> = want.flatten_all().unwrap().to_vec1().unwrap();
+    let (q, k, v) = case.tensors(seed, &Device::Cpu);
+    let want = values(&reference(&q, &k, &v, params).unwrap()).unwrap();
     let tolerance = tolerance(case, params);
-    for level in Level::available() {
-        let y = flash_attention_at(level, &q, &k, &v, params).unwrap();
-        assert_eq!(y.dims(), q.dims());
-        assert_eq!(y.dtype(), q.dtype());
-        let y = y.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
-        for (i, (y, want)) in y.to_vec1::<f64>().unwrap().iter().zip(&want).enumerate() {
-            let bound = tolerance * f64::from(case.size).max(want.abs());
-            assert!(
-                (y - want).abs() <= bound,
-                "{} {case:?} {params:?}: element {i} is {y}, not {want} +- {bound}",
-                level.name()
-            );
+    for device in devices() {
+        let (q, k, v) = case.tensors(seed, &device);
+        let params = AttentionParams {
+            mask: params.mask.as_ref().map(|mask| on(&device, mask)),
+            ..params.clone()
+        };
+        for level in levels(&device) {
+            let y = flash_attention_at(level, &q, &k, &v, &params).unwrap();
+            assert_eq!(y.dims(), q.dims());
+            assert_eq!(y.dtype(), q.dtype());
+            for (i, (y, want)) in values(&y).unwrap().iter().zip(&want).enumerate() {
+                let bound = tolerance * f64::from(case.size).max(want.abs());
+                assert!(
+                    (y - want).abs() <= bound,
+                    "{device:?} {} {case:?} {params:?}: element {i} is {y}, not {want} +- {bound}",
+                    level.name()
+                );
+            }
         }
     }
+}
+
+/// The processor's levels; one of them for a GPU, to which all are the same.
+fn levels(device: &Device) -> Vec<Level> {
+    let mut levels = Level::available();
+    if !device.is_cpu() {
+        levels.truncate(1);
+    }
+    levels
 }
 
 fn causal(dim: usize) -> AttentionParams {
@@ -214,15 +242,15 @@ fn layouts_are_read_where_they_lie() {
 
 #[test]
 fn the_last_dimension_of_q_may_be_strided() {
-    let mut rng = StdRng::seed_from_u64(4);
-    let q = random(&mut rng, &[1, 2, 16, 3], 1.0)
-        .transpose(2, 3)
-        .unwrap();
-    let k = random(&mut rng, &[1, 2, 9, 16], 1.0);
-    let y = flash_attention(&q, &k, &k, &causal(16)).unwrap();
-    let z = flash_attention(&q.contiguous().unwrap(), &k, &k, &causal(16)).unwrap();
-    let values = |t: Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    assert_eq!(values(y), values(z));
+    for device in devices() {
+        let mut rng = StdRng::seed_from_u64(4);
+        let q = on(&device, &random(&mut rng, &[1, 2, 16, 3], 1.0));
+        let q = q.transpose(2, 3).unwrap();
+        let k = on(&device, &random(&mut rng, &[1, 2, 9, 16], 1.0));
+        let y = flash_attention(&q, &k, &k, &causal(16)).unwrap();
+        let z = flash_attention(&q.contiguous().unwrap(), &k, &k, &causal(16)).unwrap();
+        assert_eq!(values(&y).unwrap(), values(&z).unwrap());
+    }
 }
 
 #[test]
@@ -323,26 +351,30 @@ fn rows_without_keys_are_zero() {
             ..Default::default()
         };
         check(&case, &params, 8);
-        let (q, k, v) = case.tensors(&mut StdRng::seed_from_u64(9));
-        let y = flash_attention(&q, &k, &v, &params).unwrap();
-        let y: Vec<f32> = y.flatten_all().unwrap().to_vec1().unwrap();
-        assert!(y.iter().all(|y| *y == 0.0));
+        for device in devices() {
+            let (q, k, v) = case.tensors(9, &device);
+            let mask = params.mask.as_ref().map(|mask| on(&device, mask));
+            let params = AttentionParams {
+                mask,
+                ..params.clone()
+            };
+            let y = values(&flash_attention(&q, &k, &v, &params).unwrap()).unwrap();
+            assert!(y.iter().all(|y| *y == 0.0));
+        }
     }
 }
 
 #[test]
 fn empty_tensors_give_empty_results() {
-    let q = Tensor::zeros((0, 2, 3, 4), DType::F32, &Device::Cpu).unwrap();
-    assert_eq!(
-        flash_attention(&q, &q, &q, &causal(4)).unwrap().dims(),
-        [0, 2, 3, 4]
-    );
-    let k = Tensor::zeros((1, 2, 3, 4), DType::F32, &Device::Cpu).unwrap();
-    let q = k.narrow(2, 0, 0).unwrap();
-    assert_eq!(
-        flash_attention(&q, &k, &k, &causal(4)).unwrap().dims(),
-        [1, 2, 0, 4]
-    );
+    for device in devices() {
+        let k = Tensor::zeros((1, 2, 3, 4), DType::F32, &device).unwrap();
+        let q = k.narrow(0, 0, 0).unwrap();
+        let y = flash_attention(&q, &q, &q, &causal(4)).unwrap();
+        assert_eq!(y.dims(), [0, 2, 3, 4]);
+        let q = k.narrow(2, 0, 0).unwrap();
+        let y = flash_attention(&q, &k, &k, &causal(4)).unwrap();
+        assert_eq!(y.dims(), [1, 2, 0, 4]);
+    }
 }
 
 #[test]
@@ -395,116 +427,56 @@ fn huge_scores_do_not_overflow() {
 
 #[test]
 fn not_a_number_is_not_hidden() {
-    for queries in [1, 40] {
-        let ones = |t| Tensor::ones((1, 1, t, 16), DType::F32, &Device::Cpu).unwrap();
-        let nan =
-            (Tensor::ones((1, 1, 1, 16), DType::F32, &Device::Cpu).unwrap() * f64::NAN).unwrap();
-        let k = Tensor::cat(&[&ones(20), &nan, &ones(19)], 2).unwrap();
-        let (q, v) = (ones(queries), ones(40));
-        for level in Level::available() {
-            let y = flash_attention_at(level, &q, &k, &v, &AttentionParams::default()).unwrap();
-            let y: Vec<f32> = y.flatten_all().unwrap().to_vec1().unwrap();
-            assert!(y.iter().all(|y| y.is_nan()), "{}", level.name());
+    for device in devices() {
+        for (queries, dim, dtype) in [
+            (1, 16, DType::F32),
+            (40, 16, DType::F32),
+            (1, 64, DType::F16),
+            (40, 64, DType::F16),
+            (40, 128, DType::BF16),
+        ] {
+            let ones = |t| Tensor::ones((1, 1, t, dim), dtype, &device).unwrap();
+            let nan = (ones(1) * f64::NAN).unwrap();
+            let k = Tensor::cat(&[&ones(20), &nan, &ones(19)], 2).unwrap();
+            let (q, v) = (ones(queries), ones(40));
+            for level in levels(&device) {
+                let y = flash_attention_at(level, &q, &k, &v, &AttentionParams::default()).unwrap();
+                let y = values(&y).unwrap();
+                assert!(y.iter().all(|y| y.is_nan()), "{device:?} {}", level.name());
+            }
         }
     }
 }
 
 #[test]
 fn the_result_lies_token_by_token() {
-    let mut rng = StdRng::seed_from_u64(12);
-    let q = random(&mut rng, &[1, 9, 5, 64], 1.0);
-    let k = random(&mut rng, &[1, 3, 5, 64], 1.0);
-    let y = flash_attention(&q, &k, &k, &causal(64)).unwrap();
-    assert!(y.transpose(1, 2).unwrap().is_contiguous());
+    for device in devices() {
+        let mut rng = StdRng::seed_from_u64(12);
+        let q = on(&device, &random(&mut rng, &[1, 9, 5, 64], 1.0));
+        let k = on(&device, &random(&mut rng, &[1, 3, 5, 64], 1.0));
+        let y = flash_attention(&q, &k, &k, &causal(64)).unwrap();
+        assert!(y.transpose(1, 2).unwrap().is_contiguous());
+    }
 }
 
 #[test]
 fn calls_are_recorded_with_their_path() {
-    let q = Tensor::zeros((1, 2, 1, 8), DType::F32, &Device::Cpu).unwrap();
-    let k = q.to_dtype(DType::F16).unwrap();
-    let (y, calls) = candle_fused::trace::capture(|| flash_attention(&q, &k, &k, &causal(8)));
-    y.unwrap();
-    let (call, n) = calls.iter().next().unwrap();
-    assert_eq!((call.op, n), ("flash_attention", 1));
-    assert!(
-        call.path.contains("decode") && call.path.contains("kv f16"),
-        "{}",
-        call.path
-    );
-}
-
-#[test]
-fn what_does_not_fit_is_named() {
-    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
-    let (q, k) = (zeros(&[1, 4, 2, 8]), zeros(&[1, 2, 6, 8]));
-    let ints = k.to_dtype(DType::U32).unwrap();
-    let with = |params: AttentionParams| flash_attention(&q, &k, &k, &params);
-    let mask = |mask: Tensor| {
-        with(AttentionParams {
-            mask: Some(mask),
-            ..Default::default()
-        })
-    };
-    let plain = AttentionParams::default();
-    let errors = [
-        (
-            flash_attention(&zeros(&[4, 2, 8]), &k, &k, &plain),
-            "q is [4, 2, 8]",
-        ),
-        (
-            flash_attention(&q, &zeros(&[1, 2, 6, 9]), &k, &plain),
-            "k is [1, 2, 6, 9]",
-        ),
-        (
-            flash_attention(&q, &zeros(&[2, 2, 6, 8]), &k, &plain),
-            "k is [2, 2, 6, 8]",
-        ),
-        (
-            flash_attention(&q, &k, &zeros(&[1, 2, 5, 8]), &plain),
-            "v is [1, 2, 5, 8]",
-        ),
-        (
-            flash_attention(&q, &zeros(&[1, 3, 6, 8]), &zeros(&[1, 3, 6, 8]), &plain),
-            "4 heads",
-        ),
-        (flash_attention(&q, &ints, &ints, &plain), "k is U32"),
-        (
-            flash_attention(&q, &k, &k.to_dtype(DType::F16).unwrap(), &plain),
-            "v is F16",
-        ),
-        (
-            with(AttentionParams {
-                scale: f32::NAN,
-                ..Default::default()
-            }),
-            "scale is NaN",
-        ),
-        (
-            with(AttentionParams {
-                window: Some(0),
-                ..Default::default()
-            }),
-            "window is 0",
-        ),
-        (
-            with(AttentionParams {
-                softcap: Some(0.0),
-                ..Default::default()
-            }),
-            "softcap is 0",
-        ),
-        (mask(zeros(&[2, 7])), "mask is [2, 7]"),
-        (mask(zeros(&[1, 1, 1, 2, 6])), "mask is [1, 1, 1, 2, 6]"),
-        (
-            mask(zeros(&[2, 6]).to_dtype(DType::U8).unwrap()),
-            "mask is U8",
-        ),
-    ];
-    for (result, expected) in errors {
-        let message = result.unwrap_err().to_string();
+    for device in devices() {
+        let q = Tensor::zeros((1, 2, 1, 64), DType::F32, &device).unwrap();
+        let k = q.to_dtype(DType::F16).unwrap();
+        let (y, calls) = candle_fused::trace::capture(|| flash_attention(&q, &k, &k, &causal(64)));
+        y.unwrap();
+        let (call, n) = calls.iter().next().unwrap();
+        assert_eq!((call.op, n), ("flash_attention", 1));
+        let form = if device.is_cpu() {
+            "decode"
+        } else {
+            "cuda mma d64"
+        };
         assert!(
-            message.contains("flash_attention") && message.contains(expected),
-            "{message}"
+            call.path.contains(form) && call.path.contains("kv f16"),
+            "{}",
+            call.path
         );
     }
 }

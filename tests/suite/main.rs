@@ -3,6 +3,8 @@
 mod app;
 mod dense;
 mod flash_attention;
+mod flash_decoding;
+mod generation;
 mod gguf_file;
 mod golden;
 mod kv_cache;

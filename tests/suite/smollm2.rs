@@ -32,7 +32,7 @@ fn load(form: Form, dtype: Option<DType>) -> Result<Box<dyn TextModel>> {
     };
     let (weights, _) = weights::open(&files)?;
     match form {
-        Form::Stock => stock::load(weights, dtype, &Device::Cpu),
+        Form::Stock | Form::Settings => stock::load(weights, dtype, &Device::Cpu),
         Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion),
     }
 }

@@ -2,12 +2,15 @@
 
 use super::{Config, DEFAULT_MAX_SEQ_LEN};
 use crate::cpu::packed::PackedMatrix;
+#[cfg(feature = "cuda")]
+use crate::cuda::BlockMatrix;
 use crate::generation::sealed::Parts;
 use crate::models::decoder::{Block, Decoder, DecoderCache};
 use crate::nn::{
-    Attention, AttentionConfig, Embedding, GatedMlp, Linear, LinearWeight, RmsNorm, RotaryEmbedding,
+    Attention, AttentionConfig, Embedding, GatedMlp, Linear, LinearWeight, RmsNorm,
+    RotaryEmbedding, dense,
 };
-use crate::ops::RopeStyle;
+use crate::ops::{RopeStyle, Weight};
 use crate::{Fusion, quant};
 use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -63,7 +66,13 @@ impl ModelWeights {
         let decoder = file.decoder(&cfg, fusion)?;
         let rotary = RotaryEmbedding::new(frequencies, RopeStyle::Interleaved, device)?;
         let layers = cfg.num_hidden_layers;
-        let cache = DecoderCache::new(layers, rotary, true, DType::F32, device);
+        // Keys and values of a GPU are read by tensor cores.
+        let dtype = if device.is_cuda() {
+            DType::F16
+        } else {
+            DType::F32
+        };
+        let cache = DecoderCache::new(layers, rotary, true, dtype, device);
         Ok(Self { decoder, cache })
     }
 
@@ -128,12 +137,15 @@ pub fn dequantize_gguf<R: Seek + Read>(
         let Some((dense, heads)) = dense_name(name, &cfg) else {
             bail!("gguf: tensor `{name}` is not one of a llama model's");
         };
-        let tensor = file.any(name)?.dequantize(device)?.to_dtype(dtype)?;
+        let tensor = file
+            .any(name, &Device::Cpu)?
+            .dequantize(&Device::Cpu)?
+            .to_dtype(dtype)?;
         let tensor = match heads {
             Some(heads) => half_split_rows(&tensor, heads)?,
             None => tensor,
         };
-        tensors.insert(dense, tensor);
+        tensors.insert(dense, tensor.to_device(device)?);
     }
     Ok((cfg, tensors))
 }
@@ -188,6 +200,19 @@ pub fn gguf_config(ct: &Content) -> Result<Config> {
         device: &Device::Cpu,
     }
     .config()
+}
+
+/// A quantized table as an embedding and as the weight of a head, which share it.
+fn shared_table(table: QTensor) -> Result<(Embedding, Weight)> {
+    #[cfg(feature = "cuda")]
+    if table.device().is_cuda() {
+        let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
+        return Ok((Embedding::Blocks(blocks.clone()), Weight::Blocks(blocks)));
+    }
+    let (rows, cols) = table.shape().dims2()?;
+    let packed = PackedMatrix::pack(table.dtype(), rows, cols, &table.data()?)?;
+    let packed = Arc::new(packed);
+    Ok((Embedding::Packed(packed.clone()), Weight::Packed(packed)))
 }
 
 /// A file being read.
@@ -269,13 +294,11 @@ impl<R: Seek + Read> File<'_, R> {
         let table = self.matrix("token_embd.weight", vocab, hidden)?;
         let tied = !self.ct.tensor_infos.contains_key("output.weight");
         let (embedding, head) = if fusion.quant_linear && quant::supports(table.dtype()) {
-            let packed = PackedMatrix::pack(table.dtype(), vocab, hidden, &table.data()?)?;
-            drop(table);
-            let packed = Arc::new(packed);
-            let head = tied.then(|| Linear::from_packed(vec![packed.clone()], fusion));
-            (Embedding::Packed(packed), head)
+            let (embedding, weight) = shared_table(table)?;
+            let head = tied.then(|| Linear::from_weights(vec![weight], fusion));
+            (embedding, head)
         } else {
-            let dense = table.dequantize(self.device)?;
+            let dense = dense(&table)?;
             let weight = LinearWeight::Quantized(Arc::new(table));
             let head = tied
                 .then(|| Linear::new(vec![weight], None, fusion))
@@ -363,7 +386,7 @@ impl<R: Seek + Read> File<'_, R> {
                 .iter()
                 .map(|(name, rows)| self.vector(&format!("{name}.bias"), *rows))
                 .collect::<Result<Vec<_>>>()?;
-            Some(Tensor::cat(&parts, 0)?)
+            Some(Tensor::cat(&parts, 0)?.to_device(self.device)?)
         } else {
             None
         };
@@ -371,7 +394,7 @@ impl<R: Seek + Read> File<'_, R> {
     }
 
     fn norm(&mut self, name: &str, cfg: &Config, fusion: Fusion) -> Result<RmsNorm> {
-        let weight = self.vector(name, cfg.hidden_size)?;
+        let weight = self.vector(name, cfg.hidden_size)?.to_device(self.device)?;
         Ok(RmsNorm::from_weight(weight, cfg.rms_norm_eps, fusion))
     }
 
@@ -382,19 +405,21 @@ impl<R: Seek + Read> File<'_, R> {
                 "gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{rows}, {cols}]"
             );
         }
-        self.any(name)
+        self.any(name, self.device)
     }
 
+    /// On the CPU: what is made of it there needs no kernel of candle's, which the driver would have
+    /// to compile first.
     fn vector(&mut self, name: &str, len: usize) -> Result<Tensor> {
         let dims = self.shape(name)?;
         if dims != [len] {
             bail!("gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{len}]");
         }
-        self.any(name)?.dequantize(self.device)
+        self.any(name, &Device::Cpu)?.dequantize(&Device::Cpu)
     }
 
-    fn any(&mut self, name: &str) -> Result<QTensor> {
-        match self.ct.tensor(self.reader, name, self.device) {
+    fn any(&mut self, name: &str, device: &Device) -> Result<QTensor> {
+        match self.ct.tensor(self.reader, name, device) {
             Ok(tensor) => Ok(tensor),
             Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),
         }

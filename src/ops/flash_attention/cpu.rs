@@ -1,10 +1,12 @@
-//! The launch on the CPU.
+//! The op, and its launch on the CPU.
 
 use super::AttentionParams;
 use crate::cpu::attention::{AnyView, Output, Rule, Sizes, View, attend};
 use crate::cpu::simd::Level;
 use crate::cpu::vector::Element;
 use crate::ops::view::dispatch_float;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 
@@ -136,5 +138,19 @@ impl CustomOp3 for FlashAttention<'_> {
             self.attend::<T>(sizes, (q, q_layout), (k, k_layout), (v, v_layout))?
         });
         Ok((out, Shape::from((batch, queries, heads, dim))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (q, k, v) = ((q, q_layout), (k, k_layout), (v, v_layout));
+        super::cuda::forward(self.params, self.mask.as_ref(), q, k, v)
     }
 }

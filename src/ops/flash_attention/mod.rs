@@ -1,6 +1,8 @@
 //! Attention in one pass over keys and values, without a score matrix.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 mod reference;
 
 use crate::cpu::simd::{self, Level};
@@ -48,6 +50,11 @@ impl Default for AttentionParams {
 /// so a view into a longer cache costs nothing. Scores and sums are in f32 whatever the types are.
 /// A query that sees no key gets zeros. The result does not depend on the number of threads.
 ///
+/// On a GPU head dimensions up to 512 are taken. Keys and values of 16 bits go through the tensor
+/// cores where head dimension (64, 80, 96, 128 or 256), alignment (rows in whole 16-byte pieces) and
+/// types (q of the same type, or f32 over f16) allow it; the weights are rounded to that type before
+/// they multiply the values, except with q in f32. Everything else is computed in f32.
+///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_fused::ops::{AttentionParams, flash_attention};
@@ -60,7 +67,8 @@ impl Default for AttentionParams {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
-/// Sources: FlashAttention-2 (Dao, 2023); Flash-Decoding for few queries (Dao, Haziza, Massa,
+/// Sources: FlashAttention-2 (Dao, 2023); FlashAttention-3 (Shah, Bikshandi, Zhang, Thakkar, Ramani,
+/// Dao, 2024); Flash-Decoding for few queries (Dao, Haziza, Massa,
 /// Sizov, 2023).
 ///
 /// # Errors

@@ -34,6 +34,8 @@ impl LinearOp<'_> {
             let format = match weight {
                 Weight::Dense(w) => w.dtype().as_str().to_owned(),
                 Weight::Packed(w) => format!("{:?}", w.dtype()).to_lowercase(),
+                #[cfg(feature = "cuda")]
+                Weight::Blocks(w) => format!("{:?}", w.dtype()).to_lowercase(),
             };
             if !path.split('/').any(|f| f == format) {
                 if !path.is_empty() {
@@ -132,6 +134,16 @@ fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> R
                 bail!("{name}: weights[{i}] is packed for the CPU, x is on {device:?}");
             }
             Weight::Packed(_) => {}
+            #[cfg(feature = "cuda")]
+            Weight::Blocks(w) if !w.device().same_device(device) => {
+                bail!(
+                    "{name}: weights[{i}] holds GGUF blocks on {:?}, x is on {:?}",
+                    w.device().location(),
+                    device.location()
+                );
+            }
+            #[cfg(feature = "cuda")]
+            Weight::Blocks(_) => {}
         }
         if weight.cols() != k {
             bail!(

@@ -15,6 +15,8 @@ mod reference;
 mod tile;
 
 use crate::cpu::packed::PackedMatrix;
+#[cfg(feature = "cuda")]
+use crate::cuda::BlockMatrix;
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
@@ -28,6 +30,9 @@ pub enum Weight {
     Dense(Tensor),
     /// GGUF blocks, repacked for the CPU.
     Packed(Arc<PackedMatrix>),
+    /// GGUF blocks, repacked for a GPU.
+    #[cfg(feature = "cuda")]
+    Blocks(Arc<BlockMatrix>),
 }
 
 impl Weight {
@@ -36,6 +41,8 @@ impl Weight {
         match self {
             Weight::Dense(w) => w.dims().first().copied().unwrap_or(0),
             Weight::Packed(w) => w.rows(),
+            #[cfg(feature = "cuda")]
+            Weight::Blocks(w) => w.rows(),
         }
     }
 
@@ -44,7 +51,14 @@ impl Weight {
         match self {
             Weight::Dense(w) => w.dims().get(1).copied().unwrap_or(0),
             Weight::Packed(w) => w.cols(),
+            #[cfg(feature = "cuda")]
+            Weight::Blocks(w) => w.cols(),
         }
+    }
+
+    /// Whether the weight is in GGUF blocks.
+    pub(crate) fn is_quantized(&self) -> bool {
+        !matches!(self, Weight::Dense(_))
     }
 }
 

@@ -2,6 +2,8 @@
 
 use super::{Activation, Epilogue, Prologue, Weight};
 use crate::ops::view::float64;
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::{Result, Tensor};
 
 /// What [`linear`](fn@super::linear), `rms_norm_linear` and `quant_linear` compute, in float64 from
@@ -31,6 +33,11 @@ pub fn reference(
                     w.dequantize_row(r, &mut row)?;
                     matrix.push(row.iter().map(|v| f64::from(*v)).collect());
                 }
+            }
+            #[cfg(feature = "cuda")]
+            Weight::Blocks(w) => {
+                let values = float64(&w.dequantize(DType::F32)?)?;
+                matrix.extend(values.chunks(k.max(1)).map(<[f64]>::to_vec));
             }
         }
     }

@@ -16,6 +16,8 @@ use std::ops::Range;
 pub(super) enum Guard<'a> {
     Dense(StorageRef<'a>, &'a Layout),
     Packed(&'a PackedMatrix),
+    #[cfg(feature = "cuda")]
+    OnGpu,
 }
 
 impl<'a> Guard<'a> {
@@ -26,6 +28,8 @@ impl<'a> Guard<'a> {
                 Guard::Dense(storage, layout)
             }
             Weight::Packed(w) => Guard::Packed(w),
+            #[cfg(feature = "cuda")]
+            Weight::Blocks(_) => Guard::OnGpu,
         }
     }
 
@@ -38,6 +42,8 @@ impl<'a> Guard<'a> {
                 });
             }
             Guard::Dense(storage, layout) => (cpu_storage(storage)?, layout),
+            #[cfg(feature = "cuda")]
+            Guard::OnGpu => bail!("weights are on a GPU, expected them on the CPU"),
         };
         let values = match storage.dtype() {
             DType::F32 => Values::F32(elements(storage, layout)?),

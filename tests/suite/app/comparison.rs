@@ -4,7 +4,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::common::comparison::{
-    CompareReport, JsonFile, LayerError, Round, Side, Speedup, median, percentile,
+    CompareReport, JsonFile, LayerError, Probe, Round, Side, Speedup, median, percentile,
 };
 use crate::common::report::one_line;
 
@@ -19,7 +19,10 @@ fn side(ms: f64, memory: Option<u64>) -> Side {
         Duration::from_secs(1),
         36,
         &[round.clone(), round.clone(), round],
-        memory,
+        Probe {
+            peak_rss: memory,
+            ..Default::default()
+        },
     )
 }
 
@@ -44,6 +47,7 @@ fn report() -> CompareReport {
         op_calls: BTreeMap::from([("rope".into(), 30)]),
         speedup: Speedup::of(&stock, &fused),
         stock,
+        settings: None,
         fused,
     }
 }
@@ -81,7 +85,7 @@ fn a_side_is_the_median_of_its_rounds() {
         Duration::from_millis(500),
         90,
         &[round(100), round(1), round(10)],
-        None,
+        Probe::default(),
     );
     assert!(
         close(side.load_s, 0.5) && close(side.ttft_ms, 100.0) && close(side.prefill_tok_s, 1000.0)

@@ -52,7 +52,12 @@ fn generator(flags: &str, end_ids: &[u32]) -> (Generator, Log) {
     .unwrap();
     let log = Log::default();
     (
-        Generator::new(Box::new(Counter(Rc::clone(&log))), &args.sampling, end_ids),
+        Generator::new(
+            Box::new(Counter(Rc::clone(&log))),
+            &args.sampling,
+            end_ids,
+            true,
+        ),
         log,
     )
 }

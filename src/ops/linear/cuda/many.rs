@@ -244,7 +244,7 @@ unsafe fn product(launcher: &Launcher, device: &CudaDevice, gemm: &Gemm) -> Resu
 ///
 /// # Safety
 /// As [`many_rows`]; `sums` holds `[m, rows]`.
-unsafe fn finish(launcher: &Launcher, at: &ManyRows, sums: Address) -> Result<()> {
+pub(super) unsafe fn finish(launcher: &Launcher, at: &ManyRows, sums: Address) -> Result<()> {
     let (rows, width) = (at.rows(), at.width());
     let addresses = [at.bias, at.residuals[0], at.residuals[1], at.out, sums];
     let vectors = width.is_multiple_of(4)

@@ -1,11 +1,15 @@
 //! The CUDA form: one kernel for few rows of x, the library's matrix product for many.
 
+mod blocks;
 mod few;
 mod gemm;
 pub(crate) mod gemv;
 mod many;
+mod parts;
+mod quantized;
 
 pub(crate) use few::{FEW, FewRows, few_rows};
+pub(crate) use parts::{Few, FewAt, few};
 
 use super::launch::LinearOp;
 use super::{Prologue, Weight};
@@ -20,6 +24,9 @@ pub(super) fn forward(
     x: &CudaStorage,
     layout: &Layout,
 ) -> Result<(CudaStorage, Shape)> {
+    if op.weights.iter().any(|w| matches!(w, Weight::Blocks(_))) {
+        return quantized::forward(op, x, layout);
+    }
     let device = x.device();
     let mut dims = layout.dims().to_vec();
     let k = dims.pop().unwrap_or(1);
@@ -110,7 +117,7 @@ impl Tensors {
     fn new(op: &LinearOp<'_>) -> Result<Self> {
         let dense = |weight: &Weight| match weight {
             Weight::Dense(w) => contiguous(w),
-            Weight::Packed(_) => bail!("{}: weights are packed for the CPU", op.name),
+            _ => bail!("{}: expected dense weights", op.name),
         };
         Ok(Self {
             norm: match op.prologue {

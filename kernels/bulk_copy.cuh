@@ -1,0 +1,63 @@
+// Hopper's bulk copies from global to shared memory, and the barriers they complete on.
+#pragma once
+
+#include "common.cuh"
+
+namespace fused {
+
+// A tensor as `cuTensorMapEncodeTiled` describes it.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Barriers in shared memory that count arrivals, and bytes on their way.
+__device__ __forceinline__ void barrier_init(uint32_t at, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t at) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+// Arrives, and announces bytes.
+__device__ __forceinline__ void barrier_expect(uint32_t at, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+}
+// Until the phase of this parity is over.
+__device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(at),
+      "r"(phase)
+      : "memory");
+}
+
+// Fetches the description of a tensor ahead of its first use.
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// A tile of `map` to shared memory; the barrier is told of its bytes.
+__device__ __forceinline__ void bulk_copy(uint32_t to, const TensorMap& map, uint32_t barrier, int token,
+                                      int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(0), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
+#endif
+
+// A place in a ring of stages, and the parity of its barriers.
+template <int STAGES> struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+}  // namespace fused

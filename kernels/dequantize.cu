@@ -1,0 +1,106 @@
+// The operands of a product with many rows of x and weights in GGUF blocks, for the library: rows of
+// blocks, repacked as formats.cuh describes, as dense rows, up to three matrices of any formats under
+// one another; and rows of x, normalised if asked for, as f16 or bf16.
+#include "dtype.cuh"
+#include "formats.cuh"
+
+using namespace fused;
+
+struct Source {
+  const char* data;
+  uint64_t first;  // its first row among all rows; past them for a matrix that is not there
+  int format;
+  int unused;
+};
+
+struct Params {
+  Source sources[3];
+  void* out;               // [rows, 32 * blocks_of_row], aligned to 16 bytes
+  uint64_t total;          // blocks in all
+  uint32_t blocks_of_row;  // of 32 values
+  int unused;
+};
+
+constexpr int THREADS = 256;
+
+template <typename T> __device__ __forceinline__ void dequantize(const Params& p) {
+  const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
+  allow_next();
+  wait_previous();
+  if (i >= p.total) return;
+  const uint64_t row = i / p.blocks_of_row;
+  const uint32_t block = i % p.blocks_of_row, groups = groups_of(p.blocks_of_row * BLOCK);
+  const Source& from = p.sources[(row >= p.sources[1].first) + (row >= p.sources[2].first)];
+  T* out = static_cast<T*>(p.out) + i * BLOCK;
+  with_format(from.format, [&](auto format) {
+    using F = decltype(format);
+    const char* data = from.data + (row - from.first) * F::pitch(groups);
+    F::each_value(data, groups, block, [&](int at, float4 v) {
+      Pack<T, 4> values;
+      values.v[0] = from_float<T>(v.x), values.v[1] = from_float<T>(v.y);
+      values.v[2] = from_float<T>(v.z), values.v[3] = from_float<T>(v.w);
+      store(out + at, values);
+    });
+  });
+}
+
+FUSED_ENTRIES(dequantize, THREADS, dequantize)
+
+struct Narrow {
+  const void* x;       // [rows, width]
+  const void* weight;  // an RMS norm's, [width], or null
+  void* out;           // f16 or bf16
+  uint32_t width;      // a multiple of 4
+  float eps;
+  int out_dtype;
+  int vectors;  // whether 4 elements of x and of the weight are aligned
+};
+
+template <typename T> __device__ __forceinline__ Pack<T, 4> read4(const T* p, bool vectors) {
+  if (vectors) return load<T, 4>(p);
+  return {{p[0], p[1], p[2], p[3]}};
+}
+
+// A block takes a row.
+template <typename T> __device__ __forceinline__ void narrow(const Narrow& p) {
+  __shared__ float scratch[THREADS / WARP];
+  const T* x = static_cast<const T*>(p.x) + blockIdx.x * uint64_t(p.width);
+  const T* weight = static_cast<const T*>(p.weight);
+  const uint64_t row = blockIdx.x * uint64_t(p.width);
+  allow_next();
+  wait_previous();
+  float factor = 1.f;
+  if (weight) {
+    float squares = 0.f;
+    for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * THREADS) {
+      const auto v = read4(x + i, p.vectors);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) squares = fmaf(to_float(v.v[j]), to_float(v.v[j]), squares);
+    }
+    factor = rsqrtf(block_sum<THREADS / WARP>(squares, scratch) / p.width + p.eps);
+  }
+  for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * THREADS) {
+    const auto v = read4(x + i, p.vectors);
+    Pack<T, 4> w = {};
+    if (weight) w = read4(weight + i, p.vectors);
+    uint16_t out[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float y = to_float(v.v[j]);
+      if (weight) y = rounded<T>(rounded<T>(y * factor) * to_float(w.v[j]));
+      out[j] = p.out_dtype == F16 ? __half_as_ushort(from_float<__half>(y))
+                                  : __bfloat16_as_ushort(from_float<__nv_bfloat16>(y));
+    }
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + row + i) =
+        make_uint2(out[0] | uint32_t(out[1]) << 16, out[2] | uint32_t(out[3]) << 16);
+  }
+}
+
+#define NARROW(SUFFIX, TYPE)                                          \
+  extern "C" __global__ void __launch_bounds__(THREADS)               \
+      narrow_##SUFFIX(const __grid_constant__ Narrow p) {             \
+    narrow<TYPE>(p);                                                  \
+  }
+NARROW(f32, float)
+NARROW(f16, __half)
+NARROW(bf16, __nv_bfloat16)

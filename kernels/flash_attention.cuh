@@ -1,0 +1,96 @@
+// What the forms of attention share: the parameters, the place of a row, and what a row sees.
+#pragma once
+
+#include "common.cuh"
+
+namespace fused {
+
+// The query heads of one key/value head are rows of one matrix: row r stands for query r / group
+// and head r % group of the key/value head's group, so that keys are read once for all of them.
+struct AttentionParams {
+  const void* q;
+  const void* k;
+  const void* v;
+  const float* mask;  // null without one
+  void* y;            // [batch, queries, heads, dim] in q's type
+  int64_t q_strides[4], k_strides[4], v_strides[4], mask_strides[4];  // batch, head, token, dim
+  int q_type, kv_type;  // 0: f32, 1: f16, 2: bf16
+  int heads, kv_heads, queries, keys, dim;
+  uint32_t group, group_magic;  // heads / kv_heads, and 2^32 / group rounded up; 0 for a group of 1
+  float scale;
+  float softcap;  // 0 without one
+  int causal;
+  int window;  // 0 without one
+  // How the tensor-core form divides a block: warps of 16 rows, groups of such warps that take
+  // every key_groups-th tile of keys, tiles of keys and values in flight, bytes of a group.
+  int row_warps, key_groups, stages, group_bytes;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Two values as one register of 16-bit elements, the first in the low half.
+__device__ __forceinline__ uint32_t pack_pair(__half, float a, float b) {
+  const __half2 h = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&h);
+}
+__device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float a, float b) {
+  const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&h);
+}
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float NEVER = -INFINITY;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Whether scores need more than a positive factor and a range of keys.
+__device__ __forceinline__ bool is_general(const AttentionParams& p) {
+  return p.mask || p.softcap > 0.f || p.scale <= 0.f;
+}
+
+// The keys that a query sees: from..to.
+struct Range {
+  int from, to;
+};
+
+__device__ __forceinline__ Range visible(const AttentionParams& p, int query) {
+  const int position = p.keys - p.queries + query;
+  Range r = {0, p.keys};
+  if (p.causal) r.to = min(r.to, position + 1);
+  if (p.window) r.from = max(r.from, position - p.window + 1);
+  return r;
+}
+
+// softcap * tanh(s / softcap); off by up to a few millionths of the cap.
+__device__ __forceinline__ float capped(float s, float cap, float twice_inverse) {
+  const float e = exp2_approx(s * twice_inverse);
+  return cap - __fdividef(2.f * cap, 1.f + e);
+}
+
+// The query and the head that a row stands for.
+struct Place {
+  int query, head;
+};
+
+__device__ __forceinline__ Place place(const AttentionParams& p, int kv_head, int row) {
+  uint32_t query = row;
+  if (p.group_magic) {
+    query = __umulhi(row, p.group_magic);
+    if (query * p.group > uint32_t(row)) --query;  // the rounding of the factor may carry
+  }
+  return {int(query), int(kv_head * p.group + row - query * p.group)};
+}
+
+__device__ __forceinline__ const float* mask_row(const AttentionParams& p, int batch, Place at) {
+  if (!p.mask) return nullptr;
+  return p.mask + batch * p.mask_strides[0] + at.head * p.mask_strides[1] +
+         at.query * p.mask_strides[2];
+}
+
+}  // namespace fused

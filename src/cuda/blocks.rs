@@ -1,0 +1,402 @@
+//! GGUF blocks on a GPU.
+
+use super::{Address, Gpu, Grid, Launcher, Module, address, alloc, fatbin};
+use crate::ops::view::dtype_index;
+use crate::quant::BlockFormat;
+use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+use candle_core::op::BackpropOp;
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Storage, Tensor, bail};
+
+const OP: &str = "quant_linear";
+
+/// Values of a group, of which rows of a [`BlockMatrix`] have whole ones.
+const GROUP: usize = 128;
+
+const THREADS: usize = 256;
+
+/// In the order of [`FORMATS`].
+static REPACK: Module = Module::new(
+    "repack",
+    fatbin!("repack"),
+    &[
+        "repack_q4_0",
+        "repack_q4_1",
+        "repack_q5_0",
+        "repack_q5_1",
+        "repack_q8_0",
+        "repack_q4_k",
+        "repack_q5_k",
+        "repack_q6_k",
+    ],
+);
+
+/// As `FormatIndex` of `kernels/formats.cuh` numbers them.
+const FORMATS: [GgmlDType; 8] = [
+    GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
+    GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
+    GgmlDType::Q8_0,
+    GgmlDType::Q4K,
+    GgmlDType::Q5K,
+    GgmlDType::Q6K,
+];
+
+static DEQUANTIZE: Module = Module::new(
+    "dequantize",
+    fatbin!("dequantize"),
+    &[
+        "dequantize_f32",
+        "dequantize_f16",
+        "dequantize_bf16",
+        "narrow_f32",
+        "narrow_f16",
+        "narrow_bf16",
+    ],
+);
+
+/// The first `narrow` kernel.
+const NARROW: usize = 3;
+
+/// Matrices that one launch dequantizes.
+const MOST_SOURCES: usize = 3;
+
+/// A quantized matrix, rows x cols, in a GPU's memory: in GGUF's precision and about its size, with
+/// the codes of a row in the order in which tensor cores take them (`kernels/formats.cuh`).
+pub struct BlockMatrix {
+    format: BlockFormat,
+    rows: usize,
+    cols: usize,
+    data: CudaStorage,
+    at: Address,
+    device: Device,
+}
+
+impl std::fmt::Debug for BlockMatrix {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "BlockMatrix({:?}, {} x {})",
+            self.format.dtype, self.rows, self.cols
+        )
+    }
+}
+
+/// `Params` of `kernels/repack.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RepackParams {
+    blocks: Address,
+    out: Address,
+    rows: u64,
+    blocks_of_row: u32,
+    unused: i32,
+}
+
+/// `Source` of `kernels/dequantize.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Source {
+    data: Address,
+    first: u64,
+    format: i32,
+    unused: i32,
+}
+
+/// `Params` of `kernels/dequantize.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DequantizeParams {
+    sources: [Source; MOST_SOURCES],
+    out: Address,
+    total: u64,
+    blocks_of_row: u32,
+    unused: i32,
+}
+
+/// `Narrow` of `kernels/dequantize.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NarrowParams {
+    x: Address,
+    weight: Address,
+    out: Address,
+    width: u32,
+    eps: f32,
+    out_dtype: i32,
+    vectors: i32,
+}
+
+impl BlockMatrix {
+    /// Uploads and repacks `blocks`, the bytes of a GGUF tensor of `dtype` with `rows` rows of `cols`
+    /// values.
+    ///
+    /// # Errors
+    /// If `dtype` is not one of the formats of [`crate::quant`], `cols` is not a positive multiple of
+    /// its block size, `blocks` has not exactly the bytes of rows x cols values, `device` is no CUDA
+    /// device, or its memory does not suffice.
+    pub fn new(
+        dtype: GgmlDType,
+        rows: usize,
+        cols: usize,
+        blocks: &[u8],
+        device: &Device,
+    ) -> Result<Self> {
+        let format = BlockFormat::of(dtype)?;
+        format.check_matrix(rows, cols, blocks)?;
+        let cuda = cuda_device(device)?;
+        let raw = cuda.clone_htod(blocks)?;
+        let (at, _guard) = raw.device_ptr(raw.stream());
+        // SAFETY: the bytes are those of the matrix, and are freed in the order of the stream.
+        unsafe { Self::repack(format, rows, cols, at, device) }
+    }
+
+    /// Repacks a tensor of candle's that is on a CUDA device.
+    ///
+    /// # Errors
+    /// As [`BlockMatrix::new`], or if the tensor is not a matrix.
+    pub fn from_qtensor(tensor: &QTensor) -> Result<Self> {
+        let format = BlockFormat::of(tensor.dtype())?;
+        let (rows, cols) = tensor.shape().dims2()?;
+        format.row_bytes(cols)?;
+        let blocks = tensor.device_ptr()? as Address;
+        // SAFETY: candle's storage holds the blocks of rows x cols values; it is freed in the order of
+        // the device's stream, on which the repacking runs.
+        unsafe { Self::repack(format, rows, cols, blocks, &tensor.device()) }
+    }
+
+    /// # Safety
+    /// `blocks` is the address of rows x cols values, until the device's stream has passed this.
+    unsafe fn repack(
+        format: BlockFormat,
+        rows: usize,
+        cols: usize,
+        blocks: Address,
+        device: &Device,
+    ) -> Result<Self> {
+        let cuda = cuda_device(device)?;
+        let groups = cols.div_ceil(GROUP);
+        let (Ok(_), Some(bytes)) = (
+            u32::try_from(cols.max(rows)),
+            rows.checked_mul(pitch(&format, groups)),
+        ) else {
+            bail!("rows: {rows} rows of {cols} values are past what the kernels take");
+        };
+        let data = alloc(OP, cuda, DType::U8, bytes)?;
+        let at = address(&data, &Layout::contiguous(bytes))?;
+        let params = RepackParams {
+            blocks,
+            out: at,
+            rows: rows as u64,
+            blocks_of_row: (cols / 32) as u32,
+            unused: 0,
+        };
+        let grid = line(rows * groups * 4)?;
+        // SAFETY: the layout is `Params` of the kernel, which writes rows of this pitch.
+        unsafe { Launcher::new(cuda)?.run(&REPACK, format_index(format.dtype), grid, &params)? };
+        Ok(Self {
+            format,
+            rows,
+            cols,
+            data,
+            at,
+            device: device.clone(),
+        })
+    }
+
+    /// Number of rows: outputs of a product.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns: inputs of a product.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The weights' format.
+    pub fn dtype(&self) -> GgmlDType {
+        self.format.dtype
+    }
+
+    /// The device that holds the weights.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Bytes of the weights: what a product with one row reads.
+    pub fn size_in_bytes(&self) -> usize {
+        self.rows * pitch(&self.format, self.cols.div_ceil(GROUP))
+    }
+
+    /// Where the first row begins.
+    pub(crate) fn address(&self) -> Address {
+        self.at
+    }
+
+    /// The format as the kernels number it.
+    pub(crate) fn format_index(&self) -> usize {
+        format_index(self.format.dtype)
+    }
+
+    /// The values `[rows, cols]`, as f32 bit for bit what [`crate::quant::dequantize`] gives.
+    ///
+    /// # Errors
+    /// If `dtype` is not f32, f16 or bf16, or the device's memory does not suffice.
+    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
+        let cuda = &self.data.device;
+        let out = alloc(OP, cuda, dtype, self.rows * self.cols)?;
+        let to = address(&out, &Layout::contiguous(self.rows * self.cols))?;
+        // SAFETY: there is room for all values.
+        unsafe { dequantize(&Launcher::new(cuda)?, &[self], to, dtype)? };
+        let shape = (self.rows, self.cols);
+        let storage = Storage::Cuda(out);
+        Ok(Tensor::from_storage(
+            storage,
+            shape,
+            BackpropOp::none(),
+            false,
+        ))
+    }
+}
+
+/// The values of matrices of one width, under one another, at `out`.
+///
+/// # Safety
+/// `out` is aligned to 16 bytes and has room for all of them, until the stream has passed this.
+pub(crate) unsafe fn dequantize(
+    launcher: &Launcher,
+    matrices: &[&BlockMatrix],
+    out: Address,
+    dtype: DType,
+) -> Result<()> {
+    let mut out = out;
+    for some in matrices.chunks(MOST_SOURCES) {
+        let mut params = DequantizeParams {
+            sources: [Source {
+                data: 0,
+                first: u64::MAX,
+                format: 0,
+                unused: 0,
+            }; MOST_SOURCES],
+            out,
+            total: 0,
+            blocks_of_row: (some[0].cols / 32) as u32,
+            unused: 0,
+        };
+        let mut rows = 0;
+        for (source, matrix) in params.sources.iter_mut().zip(some) {
+            *source = Source {
+                data: matrix.at,
+                first: rows as u64,
+                format: matrix.format_index() as i32,
+                unused: 0,
+            };
+            rows += matrix.rows;
+        }
+        let values = rows * some[0].cols;
+        params.total = (values / 32) as u64;
+        let bytes = values * dtype.size_in_bytes();
+        let read: usize = some.iter().map(|m| m.size_in_bytes()).sum();
+        let grid = line(values / 32)?;
+        // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
+        unsafe {
+            launcher.moving((read + bytes) as u64).run(
+                &DEQUANTIZE,
+                dtype_index(dtype),
+                grid,
+                &params,
+            )?;
+        }
+        out += bytes as u64;
+    }
+    Ok(())
+}
+
+/// Rows that a product with many rows takes: `[rows, width]` of `dtype`, behind a norm if there is
+/// one, as f16 or bf16.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Narrow {
+    pub x: Address,
+    /// An RMS norm's weight `[width]` and eps.
+    pub norm: Option<(Address, f32)>,
+    pub out: Address,
+    pub rows: usize,
+    /// A multiple of 4.
+    pub width: usize,
+    pub dtype: DType,
+    pub out_dtype: DType,
+}
+
+/// Launches the conversion.
+///
+/// # Safety
+/// Each address holds what its field says, until the stream has passed this.
+pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
+    let (weight, eps) = at.norm.unwrap_or((0, 0.));
+    let aligned = 4 * at.dtype.size_in_bytes() as u64;
+    let params = NarrowParams {
+        x: at.x,
+        weight,
+        out: at.out,
+        width: at.width as u32,
+        eps,
+        out_dtype: dtype_index(at.out_dtype) as i32,
+        vectors: (at.x.is_multiple_of(aligned) && weight.is_multiple_of(aligned)).into(),
+    };
+    let grid = Grid::line(at.rows as u32, THREADS as u32);
+    let bytes = at.rows * at.width * (at.dtype.size_in_bytes() + 2);
+    // SAFETY: the layout is `Narrow` of the kernel; the rest is the caller's.
+    unsafe {
+        launcher.moving(bytes as u64).run(
+            &DEQUANTIZE,
+            NARROW + dtype_index(at.dtype),
+            grid,
+            &params,
+        )
+    }
+}
+
+/// What a product with many rows computes in: x's dtype if it has 16 bits, else bf16, which has the
+/// range of f32, where the GPU's tensor cores take it.
+pub(crate) fn product_dtype(gpu: &Gpu, x: DType) -> DType {
+    match x {
+        DType::F16 => DType::F16,
+        _ if gpu.arch < 80 => DType::F16,
+        _ => DType::BF16,
+    }
+}
+
+/// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats.cuh`.
+fn pitch(format: &BlockFormat, groups: usize) -> usize {
+    use crate::quant::Scaling::{Affine, Super, SuperSymmetric, Symmetric};
+    let codes = 16 * format.bits as usize;
+    let scales = match format.scaling {
+        Symmetric => 4 * 2,
+        Affine => 4 * 4,
+        // For two groups 4 or 2 bytes, and 2 bytes for each block.
+        Super => 2 + 4 * 2,
+        SuperSymmetric => 1 + 4 * 2,
+    };
+    (groups * (codes + scales)).next_multiple_of(16)
+}
+
+fn format_index(dtype: GgmlDType) -> usize {
+    // `BlockFormat::of` has refused all others.
+    FORMATS.iter().position(|f| *f == dtype).unwrap_or(0)
+}
+
+fn line(threads: usize) -> Result<Grid> {
+    match u32::try_from(threads.div_ceil(THREADS)) {
+        Ok(blocks) => Ok(Grid::line(blocks, THREADS as u32)),
+        Err(_) => bail!("{OP}: {threads} blocks are past what a GPU takes at once"),
+    }
+}
+
+fn cuda_device(device: &Device) -> Result<&CudaDevice> {
+    match device {
+        Device::Cuda(device) => Ok(device),
+        _ => bail!("device: expected a CUDA device"),
+    }
+}

@@ -1,0 +1,158 @@
+//! The kernels' host side.
+
+use super::{OP, Table};
+use crate::cuda::{Address, Grid, Launcher, Module, address, address_of, alloc, fatbin};
+use crate::ops::view::float;
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
+
+static MODULE: Module = Module::new(
+    "embedding",
+    fatbin!("embedding"),
+    &["embedding_blocks", "embedding_packs", "embedding_elements"],
+);
+
+const BLOCKS: usize = 0;
+const PACKS: usize = 1;
+const ELEMENTS: usize = 2;
+
+const THREADS: usize = 128;
+
+/// `Params` of `kernels/embedding.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    table: Address,
+    ids: Address,
+    out: Address,
+    rows: u32,
+    count: u32,
+    units: u32,
+    format: i32,
+}
+
+/// A look-up on raw addresses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lookup {
+    /// `[rows, width]` of `dtype`, or GGUF blocks.
+    table: Address,
+    rows: usize,
+    width: usize,
+    /// Of the output.
+    dtype: DType,
+    /// Of blocks, as the kernels number it.
+    format: Option<usize>,
+    /// `[count]` of u32.
+    pub ids: Address,
+    /// `[count, width]` of `dtype`.
+    pub out: Address,
+    pub count: usize,
+}
+
+impl Lookup {
+    /// Of `count` ids at `ids`, to `out`, both of which may still be 0.
+    ///
+    /// # Errors
+    /// If the table is not a contiguous matrix of f32, f16 or bf16 on a GPU.
+    pub fn new(table: Table<'_>, ids: Address, out: Address, count: usize) -> Result<Self> {
+        let (table, rows, width, dtype, format) = match table {
+            Table::Blocks(t) => (
+                t.address(),
+                t.rows(),
+                t.cols(),
+                DType::F32,
+                Some(t.format_index()),
+            ),
+            Table::Dense(t) => {
+                float(OP, "table", t.dtype())?;
+                let (rows, width) = t.dims2()?;
+                if !t.is_contiguous() {
+                    bail!("{OP}: the table is a view, expected rows one behind the other");
+                }
+                (address_of(t)?, rows, width, t.dtype(), None)
+            }
+        };
+        Ok(Self {
+            table,
+            rows,
+            width,
+            dtype,
+            format,
+            ids,
+            out,
+            count,
+        })
+    }
+
+    /// Of the output.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Columns of the output.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+}
+
+/// Launches the look-up. An id that is not below the table's rows gives a row of NaN.
+///
+/// # Safety
+/// Each address holds what its field says, until the stream has passed this; `out` is aligned to 16
+/// bytes for a table of blocks.
+pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
+    let bytes = at.width * at.dtype.size_in_bytes();
+    let packs =
+        bytes.is_multiple_of(16) && at.table.is_multiple_of(16) && at.out.is_multiple_of(16);
+    let (kernel, units) = match at.format {
+        Some(_) => (BLOCKS, at.width / 32),
+        None if packs => (PACKS, bytes / 16),
+        None => (ELEMENTS, bytes / 2),
+    };
+    let params = Params {
+        table: at.table,
+        ids: at.ids,
+        out: at.out,
+        rows: u32::try_from(at.rows).unwrap_or(u32::MAX),
+        count: u32::try_from(at.count).map_err(candle_core::Error::wrap)?,
+        units: u32::try_from(units).map_err(candle_core::Error::wrap)?,
+        format: at.format.unwrap_or(0) as i32,
+    };
+    let grid = Grid::new(
+        [
+            units.div_ceil(THREADS) as u32,
+            at.count.min(65535) as u32,
+            1,
+        ],
+        THREADS as u32,
+        0,
+    );
+    let launcher = launcher.moving((2 * at.count * bytes) as u64);
+    // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
+    unsafe { launcher.run(&MODULE, kernel, grid, &params) }
+}
+
+pub(super) fn forward(
+    table: Table<'_>,
+    ids: &CudaStorage,
+    layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    if ids.dtype() != DType::U32 {
+        bail!("{OP}: ids are {:?}, expected u32", ids.dtype());
+    }
+    let count = layout.shape().elem_count();
+    let mut at = Lookup::new(table, address(ids, layout)?, 0, count)?;
+    let device = ids.device();
+    let out = alloc(OP, device, at.dtype, count * at.width)?;
+    at.out = address(&out, &Layout::contiguous(count * at.width))?;
+    trace::record(OP, || match at.format {
+        Some(_) => "cuda blocks".to_owned(),
+        None => format!("cuda {}", at.dtype.as_str()),
+    });
+    // SAFETY: the ids are there, and the output has room for a row for each.
+    unsafe { launch(&Launcher::new(device)?, &at)? };
+    let mut dims = layout.dims().to_vec();
+    dims.push(at.width);
+    Ok((out, Shape::from(dims)))
+}

@@ -1,0 +1,164 @@
+//! Few rows of x and weights in GGUF blocks: one kernel with the norm in front and the epilogue
+//! behind, which reads the blocks as they are.
+
+use super::few::FEW;
+use super::gemv::{Core, Gemv, Matrix, launch};
+use super::parts::FewAt;
+use crate::cuda::{Address, BlockMatrix, Launcher, Module, fatbin};
+use crate::ops::linear::Activation;
+use crate::ops::view::{dtype_index, float};
+use candle_core::{DType, Result, bail};
+use std::sync::Arc;
+
+const OP: &str = "quant_linear";
+
+/// As `FormatIndex` of `kernels/formats.cuh` numbers them.
+static MODULE: Module = Module::new(
+    "quant_linear",
+    fatbin!("quant_linear"),
+    &[
+        "quant_linear_q4_0",
+        "quant_linear_q4_1",
+        "quant_linear_q5_0",
+        "quant_linear_q5_1",
+        "quant_linear_q8_0",
+        "quant_linear_q4_k",
+        "quant_linear_q5_k",
+        "quant_linear_q6_k",
+    ],
+);
+
+/// Rows of x that a launch takes.
+const MOST_ROWS: usize = 4;
+
+/// Rows of weights that a warp computes together.
+const UNIT: usize = 16;
+
+/// Values of a group of blocks.
+const GROUP: usize = 128;
+
+/// Matrices of one launch.
+const MOST_WEIGHTS: usize = 3;
+
+/// A product of up to [`FEW`] rows with weights in blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct FewBlocks {
+    /// Matrices of k columns, side by side in the output.
+    pub weights: Vec<Arc<BlockMatrix>>,
+    pub at: FewAt,
+}
+
+impl FewBlocks {
+    fn core(&self, kernel: usize) -> Core {
+        Core {
+            kernel,
+            most: MOST_ROWS,
+            unit: UNIT,
+            // A warp takes a group at a time, and that is enough for one.
+            step: GROUP / 4,
+            tile: 2,
+            // Two parts of 16 bits for each value, and a sum in f32 for each block of 32.
+            row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 16),
+            padded: false,
+        }
+    }
+
+    /// Whether one launch can gate, the 8-byte accesses fit x and the norm, and the GPU has the
+    /// shared memory that one row of x takes.
+    pub fn fits(&self, launcher: &Launcher) -> bool {
+        let at = &self.at;
+        let norm = at.norm.map_or(0, |(weight, _)| weight);
+        let gates = at.activation == Activation::SwiGlu;
+        at.m <= FEW
+            && [at.x, norm].iter().all(|a| a.is_multiple_of(16))
+            && !(gates && self.runs().count() > 1)
+            && self.core(0).rows_at_once(launcher.gpu) > 0
+    }
+
+    /// Neighbours of one format, as many as a launch takes.
+    fn runs(&self) -> impl Iterator<Item = &[Arc<BlockMatrix>]> {
+        self.weights
+            .chunk_by(|a, b| a.dtype() == b.dtype())
+            .flat_map(|run| run.chunks(MOST_WEIGHTS))
+    }
+}
+
+/// Launches the product: once for each run of weights of one format and for each four rows of x.
+///
+/// # Safety
+/// Each address holds what its field says, until the stream has passed the launches. In a dependent
+/// chain no kernel in front writes weights, norm or bias.
+pub(super) unsafe fn few_blocks(launcher: &Launcher, product: &FewBlocks) -> Result<()> {
+    let at = &product.at;
+    float(OP, "x", at.x_dtype)?;
+    if !product.fits(launcher) || (at.out_dtype != at.x_dtype && at.out_dtype != DType::F32) {
+        bail!(
+            "{OP}: {} rows of {} inputs in {:?} to {:?} are not what the kernel for few rows takes: \
+             at most {FEW}, aligned to 16 bytes, of what {} bytes of shared memory hold, and outputs \
+             of x's dtype or f32",
+            at.m,
+            at.k,
+            at.x_dtype,
+            at.out_dtype,
+            launcher.gpu.shared
+        );
+    }
+    let mut column = 0;
+    for run in product.runs() {
+        // SAFETY: the caller's.
+        unsafe { launch_run(launcher, product, run, column)? };
+        column += run.iter().map(|w| w.rows()).sum::<usize>();
+    }
+    Ok(())
+}
+
+/// One run, whose outputs begin at `column`.
+///
+/// # Safety
+/// As [`few_blocks`].
+unsafe fn launch_run(
+    launcher: &Launcher,
+    product: &FewBlocks,
+    run: &[Arc<BlockMatrix>],
+    column: usize,
+) -> Result<()> {
+    let at = &product.at;
+    let rows = run.iter().map(|w| w.rows()).sum();
+    let bytes = run.iter().map(|w| w.size_in_bytes()).sum();
+    let core = product.core(run[0].format_index());
+    let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes());
+    let behind = |base: Address, elements: usize, size: usize| match base {
+        0 => 0,
+        base => base + (elements * size) as u64,
+    };
+    let mut params = Gemv::new(at.k, rows, at.activation);
+    let mut first = 0;
+    for (matrix, weight) in params.weights.iter_mut().zip(run) {
+        *matrix = Matrix {
+            data: weight.address(),
+            first: first as u32,
+            ..Matrix::ABSENT
+        };
+        first += weight.rows();
+    }
+    if let Some((weight, eps)) = at.norm {
+        params.prologue.norm = 1;
+        (params.prologue.weight, params.prologue.eps) = (weight, eps);
+    }
+    params.prologue.dtype = dtype_index(at.x_dtype) as i32;
+    params.epilogue.bias = behind(at.bias, column, x_size);
+    params.epilogue.stride = at.stride as u64;
+    params.epilogue.dtype = dtype_index(at.x_dtype) as i32;
+    params.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
+    let once = core.rows_at_once(launcher.gpu);
+    for start in (0..at.m).step_by(once) {
+        params.m = (at.m - start).min(once) as u32;
+        params.prologue.x = behind(at.x, start * at.k, x_size);
+        let elements = start * at.stride + column;
+        params.epilogue.out = behind(at.out, elements, out_size);
+        params.epilogue.residuals = at.residuals.map(|r| behind(r, elements, x_size));
+        // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
+        unsafe { launch(launcher, &MODULE, &core, bytes, params)? };
+    }
+    Ok(())
+}

@@ -1,0 +1,272 @@
+//! The token loop: the same tokens as forward passes give, alone and side by side, on every device.
+
+use crate::golden::Golden;
+use crate::support::{device, on_every_device};
+use candle_core::{D, DType, Result, Tensor};
+use candle_fused::Fusion;
+use candle_fused::generation::{Generation, Options, SamplingParams};
+use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig};
+
+const PROMPTS: [&[u32]; 3] = [
+    &[1, 5, 9, 2, 77, 31, 4],
+    &[8, 3],
+    &[100, 7, 7, 7, 12, 60, 61, 62, 63],
+];
+
+fn load(name: &str, fusion: Fusion) -> Result<(Llama, Config)> {
+    let golden = Golden::open(name)?;
+    let config = golden.config::<LlamaConfig>().into_config(false);
+    let llama = Llama::load_fused(golden.weights(DType::F32)?, &config, fusion)?;
+    Ok((llama, config))
+}
+
+fn options(sequences: usize) -> Options {
+    Options {
+        sequences,
+        positions: 96,
+        ..Default::default()
+    }
+}
+
+/// The likeliest tokens, one forward pass after the other.
+fn by_forward((model, config): &(Llama, Config), prompt: &[u32], n: usize) -> Result<Vec<u32>> {
+    let mut cache = Cache::new(true, DType::F32, config, &device())?;
+    let mut tokens = prompt.to_vec();
+    let mut position = 0;
+    while tokens.len() < prompt.len() + n {
+        let ids = Tensor::new(&tokens[position..], &device())?.unsqueeze(0)?;
+        position = tokens.len();
+        let logits = model.forward(&ids, tokens.len() - ids.dim(1)?, &mut cache)?;
+        tokens.push(logits.argmax(D::Minus1)?.squeeze(0)?.to_scalar()?);
+    }
+    Ok(tokens.split_off(prompt.len()))
+}
+
+/// The tokens of a generation of one sequence.
+fn alone(model: &Llama, options: &Options, prompt: &[u32], n: usize) -> Result<Vec<u32>> {
+    let mut generation = Generation::new(model, options)?;
+    let mut tokens = vec![generation.extend(0, prompt)?];
+    while tokens.len() < n {
+        tokens.extend(generation.step()?);
+    }
+    assert_eq!(generation.ids(0), [prompt, &tokens[..n - 1]].concat());
+    assert_eq!(generation.pending(0), tokens.last().copied());
+    Ok(tokens)
+}
+
+#[test]
+fn tokens_are_those_of_forward_passes() -> Result<()> {
+    on_every_device(|| {
+        for name in ["llama_gqa_tied", "llama3_rope"] {
+            for fusion in [Fusion::all(), Fusion::none()] {
+                let model = load(name, fusion)?;
+                for prompt in PROMPTS {
+                    let expected = by_forward(&model, prompt, 40)?;
+                    assert_eq!(
+                        alone(&model.0, &options(1), prompt, 40)?,
+                        expected,
+                        "{name} {fusion}"
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn sequences_side_by_side_do_not_see_each_other() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama_gqa_tied", Fusion::all())?;
+        for count in [2, 3, 8] {
+            let mut generation = Generation::new(&model.0, &options(count))?;
+            let prompt = |i: usize| PROMPTS[i % PROMPTS.len()];
+            let mut tokens = Vec::new();
+            for i in 0..count {
+                tokens.push(vec![generation.extend(i, prompt(i))?]);
+            }
+            for _ in 1..20 {
+                for (all, token) in tokens.iter_mut().zip(generation.step()?) {
+                    all.push(token);
+                }
+            }
+            for (i, tokens) in tokens.iter().enumerate() {
+                assert_eq!(
+                    *tokens,
+                    by_forward(&model, prompt(i), 20)?,
+                    "{i} of {count}"
+                );
+            }
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_sequence_goes_on_from_wherever_it_is_cut() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama3_rope", Fusion::all())?;
+        let mut generation = Generation::new(&model.0, &options(1))?;
+        generation.extend(0, PROMPTS[0])?;
+        for _ in 0..10 {
+            generation.step()?;
+        }
+        generation.truncate(0, 5)?;
+        assert_eq!(generation.ids(0), &PROMPTS[0][..5]);
+        let mut tokens = vec![generation.extend(0, &PROMPTS[2][..4])?];
+        for _ in 1..12 {
+            tokens.extend(generation.step()?);
+        }
+        let text = [&PROMPTS[0][..5], &PROMPTS[2][..4]].concat();
+        assert_eq!(tokens, by_forward(&model, &text, 12)?);
+        Ok(())
+    })
+}
+
+#[test]
+fn draws_depend_on_the_seed_alone() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama_gqa_tied", Fusion::all())?.0;
+        let drawn = |seed: u64, graph: bool| {
+            let sampling = SamplingParams {
+                temperature: 1.5,
+                top_k: Some(40),
+                top_p: Some(0.95),
+                repeat_penalty: 1.1,
+                seed,
+                ..Default::default()
+            };
+            let options = Options {
+                sampling,
+                graph,
+                ..options(1)
+            };
+            alone(&model, &options, PROMPTS[0], 30)
+        };
+        let first = drawn(7, true)?;
+        assert_eq!(first, drawn(7, true)?);
+        assert_eq!(first, drawn(7, false)?, "without a graph");
+        assert_ne!(first, drawn(8, true)?);
+        Ok(())
+    })
+}
+
+#[test]
+fn what_cannot_be_done_is_said() -> Result<()> {
+    on_every_device(|| {
+        let (model, config) = load("llama_gqa_tied", Fusion::all())?;
+        let refused = |options: Options| match Generation::new(&model, &options) {
+            Ok(_) => panic!("accepted"),
+            Err(error) => error.to_string(),
+        };
+        assert!(refused(options(0)).contains("0 sequences"));
+        assert!(refused(options(9)).contains("9 sequences"));
+        let far = Options {
+            positions: config.max_position_embeddings + 1,
+            ..options(1)
+        };
+        assert!(refused(far).contains("context length"));
+        let sampling = SamplingParams {
+            temperature: -1.,
+            ..Default::default()
+        };
+        let hot = Options {
+            sampling,
+            ..options(1)
+        };
+        assert!(refused(hot).contains("temperature"));
+
+        let short = Options {
+            positions: 10,
+            ..options(2)
+        };
+        let mut generation = Generation::new(&model, &short)?;
+        let said = |result: Result<_>| result.map(drop).unwrap_err().to_string();
+        assert!(said(generation.step().map(|_| 0)).contains("no sequence has begun"));
+        assert!(said(generation.extend(2, &[1])).contains("sequence 2"));
+        assert!(said(generation.extend(0, &[])).contains("no ids"));
+        assert!(said(generation.extend(0, &[1; 11])).contains("10 positions"));
+        let vocab = config.vocab_size as u32;
+        assert!(said(generation.extend(0, &[1, vocab])).contains("out of the vocabulary"));
+        // None of that has harmed it.
+        generation.extend(0, &[1, 2, 3])?;
+        for _ in 3..10 {
+            generation.step()?;
+        }
+        assert!(said(generation.step().map(|_| 0)).contains("full"));
+        generation.truncate(0, 3)?;
+        generation.extend(0, &[4])?;
+        generation.step()?;
+        Ok(())
+    })
+}
+
+/// Weights and buffers belong to the generation too.
+#[test]
+fn a_generation_outlives_its_model() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama_gqa_tied", Fusion::all())?;
+        let expected = by_forward(&model, PROMPTS[0], 20)?;
+        let mut generation = Generation::new(&model.0, &options(1))?;
+        let mut tokens = vec![generation.extend(0, PROMPTS[0])?];
+        tokens.extend(generation.step()?);
+        drop(model);
+        let other = load("llama3_rope", Fusion::all())?;
+        let mut beside = Generation::new(&other.0, &options(1))?;
+        beside.extend(0, PROMPTS[1])?;
+        while tokens.len() < 20 {
+            tokens.extend(generation.step()?);
+            beside.step()?;
+        }
+        assert_eq!(tokens, expected);
+        Ok(())
+    })
+}
+
+#[test]
+fn threads_have_models_of_their_own() -> Result<()> {
+    let run = || -> Result<()> {
+        on_every_device(|| {
+            let model = load("llama_gqa_tied", Fusion::all())?;
+            let expected = by_forward(&model, PROMPTS[0], 30)?;
+            for _ in 0..5 {
+                assert_eq!(alone(&model.0, &options(1), PROMPTS[0], 30)?, expected);
+            }
+            Ok(())
+        })
+    };
+    let threads: Vec<_> = (0..2).map(|_| std::thread::spawn(run)).collect();
+    threads
+        .into_iter()
+        .try_for_each(|t| t.join().expect("no panic"))
+}
+
+/// Ten thousand tokens take no more memory than the first few.
+#[cfg(feature = "cuda")]
+#[test]
+fn ten_thousand_tokens_take_no_memory() -> Result<()> {
+    on_every_device(|| {
+        let candle_core::Device::Cuda(cuda) = device() else {
+            return Ok(());
+        };
+        let model = load("llama_gqa_tied", Fusion::all())?.0;
+        let mut generation = Generation::new(&model, &options(1))?;
+        let mut round = || -> Result<()> {
+            generation.truncate(0, 0)?;
+            generation.extend(0, PROMPTS[0])?;
+            for _ in PROMPTS[0].len()..96 {
+                generation.step()?;
+            }
+            Ok(())
+        };
+        round()?;
+        candle_fused::cuda::reset_peak_memory(&cuda)?;
+        round()?;
+        let before = candle_fused::cuda::peak_memory(&cuda)?;
+        for _ in 0..10_000 / 89 {
+            round()?;
+        }
+        assert_eq!(candle_fused::cuda::peak_memory(&cuda)?, before);
+        Ok(())
+    })
+}
