@@ -40,9 +40,6 @@ const GROUP: usize = 128;
 /// Matrices of one launch.
 const MOST_WEIGHTS: usize = 3;
 
-/// Bytes of weights up to which they are on their way as a whole by the time x arrives.
-const SMALL_BYTES: usize = 8 << 20;
-
 /// A product of up to [`FEW`] rows with weights in blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct FewBlocks {
@@ -52,17 +49,17 @@ pub(crate) struct FewBlocks {
 }
 
 impl FewBlocks {
-    fn core(&self, kernel: usize, bytes: usize) -> Core {
+    fn core(&self, kernel: usize) -> Core {
         Core {
             kernel,
             most: MOST_ROWS,
             unit: UNIT,
             // A warp takes a group at a time, and that is enough for one.
             step: GROUP / 4,
+            tile: 2,
             // Two parts of 16 bits for each value, and a sum in f32 for each block of 32.
             row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 16),
             padded: false,
-            small: bytes <= SMALL_BYTES,
         }
     }
 
@@ -75,7 +72,7 @@ impl FewBlocks {
         at.m <= FEW
             && [at.x, norm].iter().all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
-            && self.core(0, 0).rows_at_once(launcher.gpu) > 0
+            && self.core(0).rows_at_once(launcher.gpu) > 0
     }
 
     /// Neighbours of one format, as many as a launch takes.
@@ -128,7 +125,7 @@ unsafe fn launch_run(
     let at = &product.at;
     let rows = run.iter().map(|w| w.rows()).sum();
     let bytes = run.iter().map(|w| w.size_in_bytes()).sum();
-    let core = product.core(run[0].format_index(), bytes);
+    let core = product.core(run[0].format_index());
     let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes());
     let behind = |base: Address, elements: usize, size: usize| match base {
         0 => 0,
