@@ -1,6 +1,6 @@
 //! The linear op in all its combinations, against float64.
 
-use crate::support::{randn, widest_error};
+use crate::support::{device, devices, on_every_device, randn, randn_on, values, widest_error};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::ops::linear::reference;
 use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, linear, rms_norm_linear};
@@ -33,10 +33,12 @@ fn tolerance(dtype: DType, k: usize, with_norm: bool) -> f64 {
 }
 
 /// One row, odd widths, several cells of the output.
-const SHAPES: [(usize, usize, usize); 5] = [
+const SHAPES: [(usize, usize, usize); 7] = [
     (1, 64, 48),
     (1, 33, 10),
+    (2, 600, 36),
     (3, 576, 100),
+    (8, 264, 22),
     (9, 111, 34),
     (40, 64, 260),
 ];
@@ -50,16 +52,18 @@ fn every_combination_agrees_with_float64() -> Result<()> {
 /// norm in front.
 pub fn combinations(with_norm: bool) -> Result<()> {
     let dtypes = [DType::F32, DType::F16, DType::BF16];
-    for dtype in dtypes {
-        for weight_dtype in dtypes {
-            for shape in SHAPES {
-                for activation in ACTIVATIONS {
-                    combination(dtype, weight_dtype, shape, activation, with_norm)?;
+    on_every_device(|| {
+        for dtype in dtypes {
+            for weight_dtype in dtypes {
+                for shape in SHAPES {
+                    for activation in ACTIVATIONS {
+                        combination(dtype, weight_dtype, shape, activation, with_norm)?;
+                    }
                 }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 fn combination(
@@ -69,6 +73,7 @@ fn combination(
     activation: Activation,
     with_norm: bool,
 ) -> Result<()> {
+    let randn = |dims: &[usize], dtype| randn_on(dims, dtype, &device());
     let x = randn(&[m, k], dtype)?;
     let weights = [
         randn(&[n / 2, k], weight_dtype)?,
@@ -111,13 +116,19 @@ fn combination(
     let limit = tolerance(dtype, k, with_norm);
     assert!(
         error < limit,
-        "{dtype:?} x {weight_dtype:?}, {m}x{k}x{n}, {activation:?}, norm {with_norm}: {error:e}"
+        "{:?}: {dtype:?} x {weight_dtype:?}, {m}x{k}x{n}, {activation:?}, norm {with_norm}: {error:e}",
+        device()
     );
     Ok(())
 }
 
 #[test]
 fn any_layout_gives_what_its_copy_gives() -> Result<()> {
+    on_every_device(layouts)
+}
+
+fn layouts() -> Result<()> {
+    let randn = |dims: &[usize], dtype| randn_on(dims, dtype, &device());
     let w = randn(&[24, 40], DType::F32)?;
     let base = randn(&[6, 2, 43], DType::F32)?;
     let views = [
@@ -140,14 +151,53 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
         let strided = linear(&x, &w, &epilogue)?;
         let copied = linear(&x.contiguous()?, &w.contiguous()?, &epilogue)?;
         assert_eq!(strided.dims(), dims);
-        let (a, b) = (strided.flatten_all()?, copied.flatten_all()?);
-        assert_eq!(a.to_vec1::<f32>()?, b.to_vec1::<f32>()?);
+        assert_eq!(values(&strided)?, values(&copied)?);
     }
     let transposed = randn(&[40, 24], DType::F32)?.t()?;
     let x = randn(&[2, 40], DType::F32)?;
     let a = linear(&x, &transposed, &Epilogue::default())?;
     let b = linear(&x, &transposed.contiguous()?, &Epilogue::default())?;
-    assert_eq!(a.to_vec2::<f32>()?, b.to_vec2::<f32>()?);
+    assert_eq!(values(&a)?, values(&b)?);
+    Ok(())
+}
+
+/// Rows that begin off a multiple of 16 bytes, as after a cut, against the same rows where they are
+/// aligned: within rounding, since another path may add in another order.
+#[test]
+fn unaligned_addresses_give_what_aligned_ones_give() -> Result<()> {
+    on_every_device(|| {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for m in [1, 5, 20] {
+                let x = randn_on(&[m * 64 + 1], dtype, &device())?;
+                let w = randn_on(&[32 * 64 + 1], dtype, &device())?;
+                let cut = |t: &Tensor, rows: usize| t.narrow(0, 1, rows * 64)?.reshape((rows, 64));
+                let (x, w) = (cut(&x, m)?, cut(&w, 32)?);
+                let got = linear(&x, &w, &Epilogue::default())?;
+                let expected = reference(
+                    &x,
+                    Prologue::None,
+                    &[Weight::Dense(w)],
+                    &Epilogue::default(),
+                )?;
+                assert!(error(&got, &expected)? < tolerance(dtype, 64, false));
+            }
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn results_are_the_same_in_every_run() -> Result<()> {
+    for device in devices() {
+        for m in [1, 3, 8, 30] {
+            let x = randn_on(&[m, 1536], DType::BF16, &device)?;
+            let w = randn_on(&[576, 1536], DType::BF16, &device)?;
+            let first = values(&linear(&x, &w, &Epilogue::default())?)?;
+            for _ in 0..3 {
+                assert_eq!(values(&linear(&x, &w, &Epilogue::default())?)?, first);
+            }
+        }
+    }
     Ok(())
 }
 
@@ -198,9 +248,11 @@ fn bad_arguments_are_named() -> Result<()> {
 
 #[test]
 fn no_rows_give_no_rows() -> Result<()> {
-    let w = randn(&[6, 32], DType::F32)?;
-    let none = Tensor::zeros((0, 32), DType::F32, &Device::Cpu)?;
-    assert_eq!(linear(&none, &w, &Epilogue::default())?.dims(), [0, 6]);
+    for device in devices() {
+        let w = randn_on(&[6, 32], DType::F32, &device)?;
+        let none = Tensor::zeros((0, 32), DType::F32, &device)?;
+        assert_eq!(linear(&none, &w, &Epilogue::default())?.dims(), [0, 6]);
+    }
     Ok(())
 }
 
@@ -214,17 +266,21 @@ proptest! {
         (cut, transposed, turned) in (0usize..3, any::<bool>(), any::<bool>()),
         activation in prop::sample::select(&ACTIVATIONS[..4]),
     ) {
-        let wide = randn(&[m, k + cut], DType::F32).unwrap();
-        let x = wide.narrow(1, cut, k).unwrap();
-        let x = if transposed { x.t().unwrap().contiguous().unwrap().t().unwrap() } else { x };
-        let w = randn(&[n, k], DType::F32).unwrap();
-        let w = if turned { w.t().unwrap().contiguous().unwrap().t().unwrap() } else { w };
-        let residual = randn(&[m, n], DType::F32).unwrap();
-        let residuals = [&residual];
-        let epilogue = Epilogue { bias: None, activation, residuals: &residuals };
-        let got = linear(&x, &w, &epilogue).unwrap();
-        let expected = reference(&x, Prologue::None, &[Weight::Dense(w)], &epilogue).unwrap();
-        let error = error(&got, &expected).unwrap();
-        prop_assert!(error < tolerance(DType::F32, k, false), "{error:e}");
+        on_every_device(|| {
+            let wide = randn_on(&[m, k + cut], DType::F32, &device())?;
+            let x = wide.narrow(1, cut, k)?;
+            let x = if transposed { x.t()?.contiguous()?.t()? } else { x };
+            let w = randn_on(&[n, k], DType::F32, &device())?;
+            let w = if turned { w.t()?.contiguous()?.t()? } else { w };
+            let residual = randn_on(&[m, n], DType::F32, &device())?;
+            let residuals = [&residual];
+            let epilogue = Epilogue { bias: None, activation, residuals: &residuals };
+            let got = linear(&x, &w, &epilogue)?;
+            let expected = reference(&x, Prologue::None, &[Weight::Dense(w)], &epilogue)?;
+            let error = error(&got, &expected)?;
+            assert!(error < tolerance(DType::F32, k, false), "{:?}: {error:e}", device());
+            Ok(())
+        })
+        .unwrap();
     }
 }

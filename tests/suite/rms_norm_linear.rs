@@ -1,7 +1,7 @@
 //! The norm as a prologue: every combination against float64, and the parts that come out.
 
 use crate::linear::combinations;
-use crate::support::{layouts, randn};
+use crate::support::{devices, layouts_on, randn, randn_on, values};
 use candle_core::{D, DType, Result, Tensor};
 use candle_fused::ops::{Activation, Epilogue, linear, rms_norm, rms_norm_linear};
 use candle_fused::trace;
@@ -14,30 +14,33 @@ fn every_combination_agrees_with_float64() -> Result<()> {
 /// The norm inside is the norm outside, bit for bit, and each weight has its part.
 #[test]
 fn it_is_the_norm_followed_by_each_product() -> Result<()> {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for x in layouts(dtype)? {
-            let k = x.dim(D::Minus1)?;
-            let norm = randn(&[k], dtype)?;
-            let weights = [
-                randn(&[24, k], dtype)?,
-                randn(&[7, k], dtype)?,
-                randn(&[1, k], dtype)?,
-            ];
-            let refs = [&weights[0], &weights[1], &weights[2]];
-            let none = Epilogue::default();
-            let (parts, calls) = trace::capture(|| rms_norm_linear(&x, &norm, 1e-5, &refs, &none));
-            let parts = parts?;
-            assert_eq!((parts.len(), calls.count("rms_norm_linear")), (3, 1));
-            let normed = rms_norm(&x, &norm, 1e-5)?;
-            for (part, weight) in parts.iter().zip(refs) {
-                let expected = linear(&normed, weight, &none)?;
-                let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-                assert_eq!(part.dims(), expected.dims());
-                for (a, b) in flat(part)?.iter().zip(flat(&expected)?) {
-                    // Sums over K may be taken in another order when more rows share a tile.
-                    assert!((a - b).abs() <= 1e-2 * (1. + b.abs()), "{dtype:?}: {a} {b}");
-                }
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for x in layouts_on(dtype, &device)? {
+                norm_then_product(&x, dtype)?;
             }
+        }
+    }
+    Ok(())
+}
+
+fn norm_then_product(x: &Tensor, dtype: DType) -> Result<()> {
+    let randn = |dims: &[usize]| randn_on(dims, dtype, x.device());
+    let k = x.dim(D::Minus1)?;
+    let norm = randn(&[k])?;
+    let weights = [randn(&[24, k])?, randn(&[7, k])?, randn(&[1, k])?];
+    let refs = [&weights[0], &weights[1], &weights[2]];
+    let none = Epilogue::default();
+    let (parts, calls) = trace::capture(|| rms_norm_linear(x, &norm, 1e-5, &refs, &none));
+    let parts = parts?;
+    assert_eq!((parts.len(), calls.count("rms_norm_linear")), (3, 1));
+    let normed = rms_norm(x, &norm, 1e-5)?;
+    for (part, weight) in parts.iter().zip(refs) {
+        let expected = linear(&normed, weight, &none)?;
+        assert_eq!(part.dims(), expected.dims());
+        for (a, b) in values(part)?.iter().zip(values(&expected)?) {
+            // Sums over K may be taken in another order when more rows share a tile.
+            assert!((a - b).abs() <= 1e-2 * (1. + b.abs()), "{dtype:?}: {a} {b}");
         }
     }
     Ok(())
@@ -45,14 +48,16 @@ fn it_is_the_norm_followed_by_each_product() -> Result<()> {
 
 #[test]
 fn no_rows_give_no_rows() -> Result<()> {
-    let x = Tensor::zeros((0, 8), DType::F32, &candle_core::Device::Cpu)?;
-    let w = randn(&[4, 8], DType::F32)?;
-    let norm = randn(&[8], DType::F32)?;
-    let parts = rms_norm_linear(&x, &norm, 1e-5, &[&w, &w], &Epilogue::default())?;
-    assert_eq!(
-        (parts[0].dims(), parts[1].dims()),
-        (&[0, 4][..], &[0, 4][..])
-    );
+    for device in devices() {
+        let x = Tensor::zeros((0, 8), DType::F32, &device)?;
+        let w = randn_on(&[4, 8], DType::F32, &device)?;
+        let norm = randn_on(&[8], DType::F32, &device)?;
+        let parts = rms_norm_linear(&x, &norm, 1e-5, &[&w, &w], &Epilogue::default())?;
+        assert_eq!(
+            (parts[0].dims(), parts[1].dims()),
+            (&[0, 4][..], &[0, 4][..])
+        );
+    }
     Ok(())
 }
 
