@@ -15,6 +15,7 @@ use candle_nn::VarBuilder;
 use clap::{Parser, ValueEnum};
 use std::collections::HashMap;
 
+#[allow(dead_code, reason = "the examples share one module, and this one takes little of it")]
 mod common;
 
 use common::comparison::{median, percentile};
