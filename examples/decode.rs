@@ -15,11 +15,14 @@ use candle_nn::VarBuilder;
 use clap::{Parser, ValueEnum};
 use std::collections::HashMap;
 
-#[allow(dead_code, reason = "the examples share one module, and this one takes little of it")]
+#[allow(
+    dead_code,
+    reason = "the examples share one module, and this one takes little of it"
+)]
 mod common;
 
 use common::comparison::{median, percentile};
-use common::{gpu, report};
+use common::{gpu, profile, report};
 
 /// Decodes with random weights of a model's shape and reports the time of a token.
 #[derive(Parser, Debug)]
@@ -166,26 +169,8 @@ fn breakdown(generation: &mut Generation, device: &Device, bytes: usize, rate: f
         bandwidth / 1e12,
         100. * rate * bytes as f64 / bandwidth
     );
-    let parts = generation.profile(20)?;
-    let total: f64 = parts.iter().map(|p| p.seconds).sum();
-    println!(
-        "{:<12}{:>8}{:>10}{:>8}{:>10}{:>10}{:>8}",
-        "part", "count", "us", "share", "MB", "GB/s", "copy"
-    );
-    for part in &parts {
-        let speed = part.bytes as f64 / part.seconds;
-        println!(
-            "{:<12}{:>8}{:>10.1}{:>7.1}%{:>10.2}{:>10.0}{:>7.1}%",
-            part.part,
-            part.launches,
-            part.seconds * 1e6,
-            100. * part.seconds / total,
-            part.bytes as f64 / 1e6,
-            speed / 1e9,
-            100. * speed / bandwidth
-        );
-    }
-    println!("{:<12}{:>8}{:>10.1}", "sum", "", total * 1e6);
+    let lines = profile::lines(&generation.profile(20)?);
+    print!("{}", profile::table("decode step", &lines, bandwidth));
     Ok(())
 }
 

@@ -6,11 +6,13 @@
 //! cargo run --release --example smollm -- --prompt "Once upon a time" --temperature 0.8 --stock
 //! ```
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use candle_core::Device;
+use candle_fused::generation::Options;
 
 mod common;
 
@@ -20,8 +22,9 @@ use common::comparison::JsonFile;
 use common::generate::{Generator, TextModel};
 use common::session::{self, Session};
 use common::source::{self, Located, SourceOptions};
+use common::tokenizer::Text;
 use common::weights::{self, Weights};
-use common::{fused, report, stock, trace_file};
+use common::{fused, profile, report, stock, trace_file};
 
 /// Asked when there is no prompt: short, and within reach of a small model.
 const QUESTION: &str = "Give me three tips for better sleep.";
@@ -65,6 +68,9 @@ fn run() -> Result<()> {
     let model = load(&args.model, weights, &device)?;
     let load_time = begun.elapsed();
 
+    if args.profile {
+        return profile_run(&args, model.as_ref(), &text, &device);
+    }
     let generator = Generator::new(model, &args.sampling, text.end_ids(), !args.model.no_graph);
     let mut session = Session::new(&text, generator, std::io::stdout().lock());
     match (&args.prompt, args.chat) {
@@ -88,13 +94,39 @@ fn load(args: &ModelArgs, weights: Weights, device: &Device) -> Result<Box<dyn T
     fused::load(weights, args.dtype, device, args.fusion.unwrap_or_default())
 }
 
+/// Profiles on the prompt as given, or on the question in the model's chat template.
+fn profile_run(args: &Args, model: &dyn TextModel, text: &Text, device: &Device) -> Result<()> {
+    let prompt = prompt(args, text)?;
+    let options = Options {
+        positions: prompt.len() + 2,
+        graph: !args.model.no_graph,
+        ..Default::default()
+    };
+    ensure!(
+        model.chooses_tokens(),
+        "--profile needs a GPU and a build with --features cuda"
+    );
+    let mut generation = model.generation(&options)?;
+    profile::run(
+        &mut generation,
+        &prompt,
+        device,
+        Path::new("candle-fused-profile.json"),
+    )
+}
+
+/// The prompt as given, or the question in the model's chat template.
+fn prompt(args: &Args, text: &Text) -> Result<Vec<u32>> {
+    match &args.prompt {
+        Some(prompt) if !args.chat => text.encode_prompt(prompt),
+        question => text.encode_question(question.as_deref().unwrap_or(QUESTION)),
+    }
+}
+
 /// Compares on the prompt as given, or on the question in the model's chat template.
 fn compare(args: &Args, located: &Located, device: &Device, json: Option<JsonFile>) -> Result<()> {
     let (_, text) = weights::open(&located.files)?;
-    let prompt = match &args.prompt {
-        Some(prompt) if !args.chat => text.encode_prompt(prompt)?,
-        question => text.encode_question(question.as_deref().unwrap_or(QUESTION))?,
-    };
+    let prompt = prompt(args, &text)?;
     let comparison = Comparison {
         located,
         dtype: args.model.dtype,

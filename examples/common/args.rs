@@ -36,6 +36,11 @@ pub struct Args {
     #[arg(long)]
     pub tracing: bool,
 
+    /// On a GPU, show what each kernel of a prefill and each part of a decode step takes, and write
+    /// the timeline to candle-fused-profile.json.
+    #[arg(long, conflicts_with_all = ["stock", "compare"])]
+    pub profile: bool,
+
     /// Run plain candle and the fused model on the same prompt, greedily and in turns, and compare
     /// tokens, hidden states, speed and memory.
     #[arg(long, conflicts_with = "stock")]

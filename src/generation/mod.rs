@@ -118,9 +118,11 @@ impl Sequence {
                 self.room
             );
         }
+        // Here, where the ids are, so that nothing has to be read back from the device.
+        decoder.embedding.check(ids)?;
         self.cache.set_len(position);
         let input = Tensor::new(ids, self.cache.device())?.unsqueeze(0)?;
-        let embedded = decoder.embedding.forward(&input)?;
+        let embedded = decoder.embedding.rows(&input)?;
         let x = decoder.layers(&embedded, position, &mut self.cache, None)?;
         let logits = decoder.last_logits(&x)?;
         self.ids.extend_from_slice(ids);

@@ -46,21 +46,32 @@ impl Embedding {
     /// # Errors
     /// If an id is not below the size of the vocabulary.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let (b, t) = ids.dims2()?;
-        let flat = ids.flatten_all()?.to_dtype(DType::U32)?;
-        let tokens = flat.to_vec1::<u32>()?;
+        let ids = ids.to_dtype(DType::U32)?;
+        self.check(&ids.flatten_all()?.to_vec1::<u32>()?)?;
+        self.rows(&ids)
+    }
+
+    /// Fails if an id is not below the size of the vocabulary.
+    pub(crate) fn check(&self, ids: &[u32]) -> Result<()> {
         let vocab = self.vocab_size();
-        if let Some(id) = tokens.iter().find(|id| **id as usize >= vocab) {
-            bail!("input_ids: token {id} is out of the vocabulary of {vocab}");
+        match ids.iter().find(|id| **id as usize >= vocab) {
+            Some(id) => bail!("input_ids: token {id} is out of the vocabulary of {vocab}"),
+            None => Ok(()),
         }
+    }
+
+    /// The rows of ids `[B, T]` that have been checked.
+    pub(crate) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
+        let (b, t) = ids.dims2()?;
+        let flat = ids.flatten_all()?;
         #[cfg(feature = "cuda")]
         if let Some(table) = self.table() {
-            // An id that is out of the table has been refused above.
             return embedding(table, &flat.reshape((b, t))?);
         }
         match self {
             Embedding::Dense(table) => table.index_select(&flat, 0)?.reshape((b, t, table.dim(1)?)),
             Embedding::Packed(table) => {
+                let tokens = flat.to_vec1::<u32>()?;
                 let hidden = table.cols();
                 let mut rows = vec![0f32; tokens.len() * hidden];
                 for (id, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {

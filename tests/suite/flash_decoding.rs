@@ -39,8 +39,8 @@ impl Case {
     fn limit(&self) -> f64 {
         match (self.dtype, self.cache) {
             (DType::F32, DType::F32) => 2e-6,
-            (DType::F16, _) | (_, DType::F16) => 2e-3,
-            _ => 1.2e-2,
+            (DType::BF16, _) | (_, DType::BF16) => 1.2e-2,
+            _ => 2e-3,
         }
     }
 

@@ -112,7 +112,9 @@ fn logits_follow_candle_transformers_token_by_token() -> Result<()> {
             assert_eq!(calls.count("quant_linear"), 3 * 3 + 1);
             assert_eq!(calls.count("linear"), 3);
             let error = relative_error(&logits?, &expected)?;
-            assert!(error < 3e-2, "position {position}: {error:e}");
+            // On a GPU the weights meet whole activations, and only candle rounds them to int8.
+            let limit = if device().is_cpu() { 3e-2 } else { 5e-2 };
+            assert!(error < limit, "position {position}: {error:e}");
             Ok(())
         };
         step(&tokens[..9], 0)?;
