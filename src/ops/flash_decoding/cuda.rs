@@ -31,8 +31,10 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// Head dimensions with tensor-core kernels, and how many times 16 keys a tile has.
-const TENSOR: [(usize, usize); 5] = [(64, 2), (80, 1), (96, 1), (128, 1), (256, 1)];
+/// Head dimensions with tensor-core kernels, and the keys that a warp takes at once.
+const TENSOR: [(usize, usize); 5] = [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
+/// As many in the other kernels.
+const ANY_KEYS: usize = 16;
 const ANY_128: usize = 10;
 const ANY_256: usize = 11;
 
@@ -139,35 +141,37 @@ struct Shares {
 }
 
 impl StepShape {
-    fn shares(&self, gpu: &Gpu) -> Shares {
+    /// `aligned`: whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do.
+    fn shares(&self, gpu: &Gpu, aligned: bool) -> Shares {
         let half = match self.cache_dtype {
-            DType::F16 => Some(0),
+            DType::F16 if aligned => Some(0),
             // Turing has no bf16.
-            DType::BF16 if gpu.arch >= 80 => Some(1),
+            DType::BF16 if aligned && gpu.arch >= 80 => Some(1),
             _ => None,
         };
         let tensor = TENSOR
             .iter()
             .position(|(dim, _)| *dim == self.head_dim)
             .zip(half);
-        let (kernel, warps, sub, queries) = match tensor {
-            Some((i, half)) => {
-                let warps = if self.head_dim == 256 { 4 } else { 8 };
-                (2 * i + half, warps, TENSOR[i].1, self.head_dim / 16 * 512)
-            }
-            None if self.head_dim <= 128 => (ANY_128, 8, 1, 0),
-            None => (ANY_256, 8, 1, 0),
+        let (kernel, keys, queries) = match tensor {
+            Some((i, half)) => (2 * i + half, TENSOR[i].1, self.head_dim / 16 * 512),
+            None if self.head_dim <= 128 => (ANY_128, ANY_KEYS, 0),
+            None => (ANY_256, ANY_KEYS, 0),
         };
+        let warps = if self.head_dim > 128 { 4 } else { 8 };
         let group = self.heads / self.kv_heads;
         let parts = group.div_ceil(HEADS);
         let (d, heads) = (self.head_dim, group.min(HEADS));
-        // As `Shared` of the kernel: queries, the new key and value, angles and norms, what the
-        // warps found.
-        let floats =
-            (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
-        let tiles = warps;
+        // `Shared` of the kernel.
+        let floats = (HEADS + 6) * d
+            + HEADS
+            + 2 * warps * HEADS
+            + 2
+            + warps * heads * (d + d % 2 + 2);
+        // A second turn of the warps costs about what a second block does.
+        let tiles = 2 * warps;
         let rows = (self.kv_heads * parts * self.sequences).max(1);
-        let useful = self.slots.div_ceil(16 * sub).div_ceil(tiles);
+        let useful = self.slots.div_ceil(keys).div_ceil(tiles);
         Shares {
             kernel,
             warps,
@@ -180,13 +184,16 @@ impl StepShape {
 
     /// Bytes that the blocks of a step leave for the one that ends last.
     pub fn partial_bytes(&self, gpu: &Gpu) -> usize {
-        let shares = self.shares(gpu);
-        8 * self.rows(&shares) * shares.blocks * HEADS * self.head_dim
+        let bytes = |aligned| {
+            let shares = self.shares(gpu, aligned);
+            8 * self.rows(&shares) * shares.blocks * HEADS * self.head_dim
+        };
+        bytes(true).max(bytes(false))
     }
 
     /// u32 that count the blocks of a step that are done.
     pub fn counters(&self, gpu: &Gpu) -> usize {
-        self.rows(&self.shares(gpu))
+        self.rows(&self.shares(gpu, true))
     }
 
     fn rows(&self, shares: &Shares) -> usize {
@@ -211,9 +218,16 @@ pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
         dtype,
         cache_dtype,
     } = step.shape;
-    let shares = step.shape.shares(launcher.gpu);
+    let aligned = [step.k_cache, step.v_cache]
+        .iter()
+        .all(|cache| cache.is_multiple_of(16));
+    let shares = step.shape.shares(launcher.gpu, aligned);
     if head_dim > MOST_DIM || shares.shared > launcher.gpu.shared as usize {
         bail!("{OP}: a head dimension of {head_dim} is past what the kernel takes");
+    }
+    let projected = sequences * (heads + 2 * kv_heads) * head_dim;
+    if u32::try_from(projected).is_err() || u32::try_from(slots).is_err() {
+        bail!("{OP}: {projected} projected values and {slots} slots are past what the kernel takes");
     }
     let params = Params {
         qkv: step.qkv,
