@@ -12,7 +12,7 @@
 
 namespace fused {
 
-constexpr int HEADS = 8;  // query heads of a block: the width of an mma
+constexpr int HEADS = 8;  // query heads of a block at most: the width of an mma
 
 // A value as it is after being stored.
 __device__ __forceinline__ float rounded_to(int dtype, float v) {
@@ -84,7 +84,7 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
 // dimensions may be summed in any order, so they are numbered in the order in which they lie in
 // memory, and neither keys nor values pass through shared memory.
 template <typename C, int D, int W, int SUB> struct TensorCore {
-  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB;
+  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MOST = HEADS;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   using Operand = __half;  // Turing multiplies no bf16, and the host asks it for none
 #else
@@ -233,12 +233,16 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
   }
 };
 
-// Any head dimension up to 32 N, any type, any alignment, W warps: lane i has dimensions i, i + 32, ...
+// Any head dimension up to 8 N, any type, any alignment, W warps: 8 lanes share a key, of which lane
+// c has dimensions c, c + 8, ...; each eighth of a warp has sums of its own until the end.
 template <int N, int W> struct LaneCore {
-  static constexpr int DIM = 0, WARPS = W, LANE = N, QUERIES = 0, KEYS = 16, BATCH = 4;
+  static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = 16;
+  static constexpr int MOST = N > 16 ? 2 : 4;
+  // Turns of 4 keys whose loads are under way together.
+  static constexpr int TURNS = N > 8 ? 1 : 2;
 
-  float o[HEADS][N];
-  float m[HEADS], l[HEADS];
+  float o[MOST][N];
+  float m[MOST], l[MOST];
 
   __device__ static int dtype(int given) { return given; }
   __device__ static void put(char*, int, int, float) {}
@@ -247,7 +251,7 @@ template <int N, int W> struct LaneCore {
 
   __device__ void start() {
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
+    for (int h = 0; h < MOST; ++h) {
       m[h] = -INFINITY, l[h] = 0.f;
 #pragma unroll
       for (int e = 0; e < N; ++e) o[h][e] = 0.f;
@@ -255,69 +259,62 @@ template <int N, int W> struct LaneCore {
   }
 
   template <typename C>
-  __device__ static void rows(float (&out)[BATCH][N], const void* p, const Keys& keys, uint32_t first) {
-    const int lane = threadIdx.x % WARP;
+  __device__ static void rows(float (&k)[TURNS][N], float (&v)[TURNS][N], const Keys& keys, uint32_t key) {
+    const int c = threadIdx.x % 8;
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      const C* row = static_cast<const C*>(p) + keys.first + uint64_t(first + j) * keys.head_dim;
+    for (int j = 0; j < TURNS; ++j) {
+      const uint64_t row = keys.first + uint64_t(key + 4 * j) * keys.head_dim + c;
+      const C* k_row = static_cast<const C*>(keys.k) + row;
+      const C* v_row = static_cast<const C*>(keys.v) + row;
+      const int width = key + 4 * j < keys.end ? keys.head_dim - c : 0;
 #pragma unroll
       for (int e = 0; e < N; ++e) {
-        const int d = lane + 32 * e;
-        out[j][e] = first + j < keys.end && d < keys.head_dim ? to_float(__ldcg(row + d)) : 0.f;
+        k[j][e] = 8 * e < width ? to_float(__ldcg(k_row + 8 * e)) : 0.f;
+        v[j][e] = 8 * e < width ? to_float(__ldcg(v_row + 8 * e)) : 0.f;
       }
-    }
-  }
-
-  // The type is asked for once, so that the loads go out together.
-  __device__ static void any_rows(float (&k)[BATCH][N], float (&v)[BATCH][N], const Keys& keys,
-                                  uint32_t first) {
-    if (keys.dtype == F32) {
-      rows<float>(k, keys.k, keys, first);
-      rows<float>(v, keys.v, keys, first);
-    } else if (keys.dtype == F16) {
-      rows<__half>(k, keys.k, keys, first);
-      rows<__half>(v, keys.v, keys, first);
-    } else {
-      rows<__nv_bfloat16>(k, keys.k, keys, first);
-      rows<__nv_bfloat16>(v, keys.v, keys, first);
     }
   }
 
   __device__ void step(const Keys& keys, uint32_t start, uint32_t tile, uint32_t, uint32_t,
                        const char*, const float* q, int heads) {
-    const int lane = threadIdx.x % WARP, head_dim = keys.head_dim;
-    for (uint32_t first = start + tile * KEYS; first < start + (tile + 1) * KEYS; first += BATCH) {
-      if (first >= keys.end) break;
-      float k[BATCH][N], v[BATCH][N];
-      any_rows(k, v, keys, first);
+    const int c = threadIdx.x % 8;
+    const uint32_t last = min(start + (tile + 1) * KEYS, keys.end);
+    for (uint32_t first = start + tile * KEYS; first < last; first += 4 * TURNS) {
+      const uint32_t key = first + threadIdx.x % WARP / 8;
+      float k[TURNS][N], v[TURNS][N];
+      // The type is asked for once, so that the loads go out together.
+      if (keys.dtype == F32) rows<float>(k, v, keys, key);
+      else if (keys.dtype == F16) rows<__half>(k, v, keys, key);
+      else rows<__nv_bfloat16>(k, v, keys, key);
 #pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
+      for (int h = 0; h < MOST; ++h) {
         if (h >= heads) break;
-        float p[BATCH] = {};
+        float p[TURNS] = {}, top = m[h];
 #pragma unroll
         for (int e = 0; e < N; ++e) {
-          const int d = lane + 32 * e;
-          const float x = d < head_dim ? q[h * head_dim + d] : 0.f;
+          const float x = 8 * e < keys.head_dim - c ? q[h * keys.head_dim + c + 8 * e] : 0.f;
 #pragma unroll
-          for (int j = 0; j < BATCH; ++j) p[j] += x * k[j][e];
+          for (int j = 0; j < TURNS; ++j) p[j] += x * k[j][e];
         }
-        float top = m[h];
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-          p[j] = first + j < keys.end ? score(keys, warp_sum(p[j])) : -INFINITY;
+        for (int j = 0; j < TURNS; ++j) {
+#pragma unroll
+          for (int offset = 4; offset > 0; offset /= 2) p[j] += __shfl_xor_sync(FULL, p[j], offset);
+          p[j] = key + 4 * j < keys.end ? score(keys, p[j]) : -INFINITY;
           top = fmaxf(top, p[j]);
         }
-        const float fade = exp2_fast(m[h] - top);
+        // Without a key so far everything stays at zero.
+        const float origin = top == -INFINITY ? 0.f : top, fade = exp2_fast(m[h] - origin);
         m[h] = top;
         l[h] *= fade;
 #pragma unroll
         for (int e = 0; e < N; ++e) o[h][e] *= fade;
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-          p[j] = exp2_fast(p[j] - top);
-          l[h] += p[j];
+        for (int j = 0; j < TURNS; ++j) {
+          const float weight = exp2_fast(p[j] - origin);
+          l[h] += weight;
 #pragma unroll
-          for (int e = 0; e < N; ++e) o[h][e] += p[j] * v[j][e];
+          for (int e = 0; e < N; ++e) o[h][e] += weight * v[j][e];
         }
       }
     }
@@ -327,13 +324,24 @@ template <int N, int W> struct LaneCore {
                          int head_dim) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
+    for (int h = 0; h < MOST; ++h) {
       if (h >= heads) break;
-      if (lane == 0) tops[h] = m[h], weights[h] = l[h];
+      float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
+      top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));
+      const float share = exp2_fast(m[h] - top), weight = quarters(share * l[h]);
+      if (lane == 0) tops[h] = top, weights[h] = weight;
 #pragma unroll
-      for (int e = 0; e < N; ++e)
-        if (lane + 32 * e < head_dim) sums[h * stride + lane + 32 * e] = o[h][e];
+      for (int e = 0; e < N; ++e) {
+        const float sum = quarters(share * o[h][e]);
+        if (lane < 8 && lane + 8 * e < head_dim) sums[h * stride + lane + 8 * e] = sum;
+      }
     }
+  }
+
+  // The sum over the four parts of a warp.
+  __device__ static float quarters(float v) {
+    v += __shfl_xor_sync(FULL, v, 8);
+    return v + __shfl_xor_sync(FULL, v, 16);
   }
 };
 

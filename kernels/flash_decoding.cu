@@ -153,12 +153,13 @@ struct Place {
   uint64_t plane;     // before these heads' cache
   uint32_t row;       // of blocks
 
-  __device__ Place(const Params& p, int head_dim) {
-    const uint32_t group = p.heads / p.kv_heads, parts = (group + HEADS - 1) / HEADS;
+  // `most`: query heads that a block takes.
+  __device__ Place(const Params& p, int head_dim, uint32_t most) {
+    const uint32_t group = p.heads / p.kv_heads, parts = (group + most - 1) / most;
     const uint32_t part = blockIdx.y % parts, b = blockIdx.z;
     kv = blockIdx.y / parts;
-    head = kv * group + part * HEADS;
-    heads = min(group - part * HEADS, uint32_t(HEADS));
+    head = kv * group + part * most;
+    heads = min(group - part * most, most);
     appends = part == 0;
     qkv = b * (p.heads + 2 * p.kv_heads) * head_dim;
     plane = (uint64_t(b) * p.kv_heads + kv) * p.slots * head_dim;
@@ -309,7 +310,7 @@ template <class Core> __device__ __forceinline__ void decode(const Params& p) {
   const int head_dim = Core::DIM ? Core::DIM : int(p.head_dim), warp = threadIdx.x / WARP;
   const Shared<Core> s(reinterpret_cast<char*>(memory), head_dim);
   const uint32_t block = blockIdx.x * WARPS, first = block + warp;
-  const Place at(p, head_dim);
+  const Place at(p, head_dim, Core::MOST);
   Keys keys = {p.k_cache, p.v_cache, at.plane, 0, head_dim, p.cache_dtype,
                p.softcap > 0.f ? p.scale : p.scale * LOG2E, p.softcap};
   Core core;
@@ -382,5 +383,6 @@ DECODING_DIM(80, 8, 1, 2)
 DECODING_DIM(96, 8, 1, 2)
 DECODING_DIM(128, 8, 1, 1)
 DECODING_DIM(256, 4, 1, 2)
-DECODING(any128, 1, LaneCore<4, 8>)
-DECODING(any256, 1, LaneCore<8, 4>)
+DECODING(any64, 1, LaneCore<8, 8>)
+DECODING(any128, 1, LaneCore<16, 8>)
+DECODING(any256, 1, LaneCore<32, 4>)

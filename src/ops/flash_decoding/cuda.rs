@@ -26,6 +26,7 @@ static MODULE: Module = Module::new(
         "flash_decoding_d128_bf16",
         "flash_decoding_d256_f16",
         "flash_decoding_d256_bf16",
+        "flash_decoding_any64",
         "flash_decoding_any128",
         "flash_decoding_any256",
     ],
@@ -35,8 +36,6 @@ static MODULE: Module = Module::new(
 const TENSOR: [(usize, usize); 5] = [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
 /// As many in the other kernels.
 const ANY_KEYS: usize = 16;
-const ANY_128: usize = 10;
-const ANY_256: usize = 11;
 
 /// The widest head.
 pub(crate) const MOST_DIM: usize = 256;
@@ -153,21 +152,21 @@ impl StepShape {
             .iter()
             .position(|(dim, _)| *dim == self.head_dim)
             .zip(half);
-        let (kernel, keys, queries) = match tensor {
-            Some((i, half)) => (2 * i + half, TENSOR[i].1, self.head_dim / 16 * 512),
-            None if self.head_dim <= 128 => (ANY_128, ANY_KEYS, 0),
-            None => (ANY_256, ANY_KEYS, 0),
+        let (kernel, keys, most, queries) = match tensor {
+            Some((i, half)) => (2 * i + half, TENSOR[i].1, HEADS, self.head_dim / 16 * 512),
+            None => {
+                let fits = |any: &&(usize, usize, usize)| self.head_dim <= any.0;
+                let (_, kernel, most) = *ANY.iter().find(fits).unwrap_or(&ANY[2]);
+                (kernel, ANY_KEYS, most, 0)
+            }
         };
         let warps = if self.head_dim > 128 { 4 } else { 8 };
         let group = self.heads / self.kv_heads;
-        let parts = group.div_ceil(HEADS);
-        let (d, heads) = (self.head_dim, group.min(HEADS));
+        let parts = group.div_ceil(most);
+        let (d, heads) = (self.head_dim, group.min(most));
         // `Shared` of the kernel.
-        let floats = (HEADS + 6) * d
-            + HEADS
-            + 2 * warps * HEADS
-            + 2
-            + warps * heads * (d + d % 2 + 2);
+        let floats =
+            (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
         // A second turn of the warps costs about what a second block does.
         let tiles = 2 * warps;
         let rows = (self.kv_heads * parts * self.sequences).max(1);
@@ -193,7 +192,8 @@ impl StepShape {
 
     /// u32 that count the blocks of a step that are done.
     pub fn counters(&self, gpu: &Gpu) -> usize {
-        self.rows(&self.shares(gpu, true))
+        let rows = |aligned| self.rows(&self.shares(gpu, aligned));
+        rows(true).max(rows(false))
     }
 
     fn rows(&self, shares: &Shares) -> usize {
@@ -227,7 +227,9 @@ pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
     }
     let projected = sequences * (heads + 2 * kv_heads) * head_dim;
     if u32::try_from(projected).is_err() || u32::try_from(slots).is_err() {
-        bail!("{OP}: {projected} projected values and {slots} slots are past what the kernel takes");
+        bail!(
+            "{OP}: {projected} projected values and {slots} slots are past what the kernel takes"
+        );
     }
     let params = Params {
         qkv: step.qkv,
