@@ -11,6 +11,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 
+#[cfg(test)]
+mod tests;
+
 /// In the order of the constants below.
 static MODULE: Module = Module::new(
     "flash_decoding",
@@ -36,6 +39,9 @@ static MODULE: Module = Module::new(
 const TENSOR: [(usize, usize); 5] = [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
 /// As many in the other kernels.
 const ANY_KEYS: usize = 16;
+/// The kernels for everything else: the widest head that each takes, its place, and the query heads
+/// that share a block.
+const ANY: [(usize, usize, usize); 3] = [(64, 10, 4), (128, 11, 4), (256, 12, 2)];
 
 /// The widest head.
 pub(crate) const MOST_DIM: usize = 256;
