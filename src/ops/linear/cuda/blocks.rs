@@ -43,6 +43,9 @@ const MOST_WEIGHTS: usize = 3;
 /// Bytes of weights up to which they are on their way as a whole by the time x arrives.
 const SMALL_BYTES: usize = 8 << 20;
 
+/// Inputs from which on it pays to have all warps of a block share a row.
+const WIDE: usize = 2048;
+
 /// A product of up to [`FEW`] rows with weights in blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct FewBlocks {
@@ -59,10 +62,11 @@ impl FewBlocks {
             unit: UNIT,
             // A warp takes a group at a time, and that is enough for one.
             step: GROUP / 4,
-            // Two parts of 16 bits for each value, and a sum in f32 for each block of 32.
-            row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 16),
+            // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
+            row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 32),
             padded: false,
             small: bytes <= SMALL_BYTES,
+            shares: self.at.k >= WIDE,
         }
     }
 

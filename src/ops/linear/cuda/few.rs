@@ -108,6 +108,7 @@ impl FewRows {
                 row: 4 * self.k,
                 padded: true,
                 small: false,
+                shares: false,
             };
         }
         let sixteen = self.x_dtype == self.w_dtype && size == 2;
@@ -121,6 +122,7 @@ impl FewRows {
                 row: 2 * (self.k.next_multiple_of(64) + 32),
                 padded: false,
                 small,
+                shares: false,
             };
         }
         let lanes = |group: usize, most: usize, unit: usize| Core {
@@ -131,6 +133,7 @@ impl FewRows {
             row: 4 * self.k,
             padded: true,
             small: false,
+            shares: false,
         };
         let (one, four, eight) = (lanes(0, 1, 4), lanes(1, 4, 2), lanes(2, 8, 2));
         match self.m {

@@ -131,6 +131,8 @@ pub(crate) struct Core {
     pub padded: bool,
     /// Whether its weights are read ahead of x as a whole, so that only latency counts.
     pub small: bool,
+    /// Whether as many warps as k allows share a unit even where there are units enough.
+    pub shares: bool,
 }
 
 impl Core {
@@ -157,7 +159,8 @@ impl Core {
         // Enough warps for every multiprocessor, each with some steps to make.
         let wanted = if self.small { 8 } else { 16 } * sms;
         let mut split = 1;
-        while split < MOST_WARPS && units * split < wanted && steps >= 4 * split {
+        let more = |split: usize| self.shares || units * split < wanted;
+        while split < MOST_WARPS && more(split) && steps >= 4 * split {
             split *= 2;
         }
         let warps = if self.small { split.max(4) } else { MOST_WARPS };
