@@ -162,7 +162,6 @@ struct SplitStage {
 };
 
 template <class Format, int STEPS_> struct BlockRows {
-  static constexpr bool REHEARSES = true;
   static constexpr int UNIT = 16, STEPS = STEPS_, VALUES = 2, MAX_M = 4;
   static constexpr int SCALES = Format::SCALES;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800

@@ -34,8 +34,6 @@ struct Gemv {
   uint32_t width;     // outputs: rows, or half of them if one half gates the other
   uint32_t split;     // warps that share a unit: a power of two that divides the block's warps
   int weight_dtype;   // of dense weights
-  int rehearse;       // whether to go through everything once before the wait
-  int unused;
 };
 
 constexpr int GEMV_THREADS = 256;  // at most
@@ -138,7 +136,7 @@ template <class Core> struct FewRows {
     }
   }
 
-  __device__ void finish(const Outputs& o, float (&y)[VALUES], bool real) const {
+  __device__ void finish(const Outputs& o, float (&y)[VALUES]) const {
     const Epilogue& e = p.epilogue;
     if (e.bias) {
 #pragma unroll
@@ -157,7 +155,7 @@ template <class Core> struct FewRows {
       for (int r = 0; r < 2; ++r) {
         if (e.residuals[r]) y[i] += widen_raw(o.addends[i].residuals[r], e.dtype);
       }
-      if (real) write(e.out, e.out_dtype, o.m * e.stride + o.column[i], y[i]);
+      write(e.out, e.out_dtype, o.m * e.stride + o.column[i], y[i]);
     }
   }
 
@@ -192,39 +190,31 @@ template <class Core> struct FewRows {
     typename Core::Prepare prepare(p, xs, partial[0][0]);
     prepare.ask();
     Outputs out = outputs(0);
-    // A rehearsal goes through a round on whatever x holds and writes nothing. It brings code and
-    // constants into the caches of this multiprocessor, where a launch finds them cold, while the
-    // kernel before is still at work: half the time of a small product.
-    for (bool real = !(Core::REHEARSES && p.rehearse);; real = true) {
-      if (real) wait_previous();
-      ask_residuals(out);
-      prepare.run();
-      __syncthreads();
-      bool second = false;  // which tile is next
-      for (uint32_t round = 0;;) {
-        typename Core::Sums sums = {};
-        for (uint32_t step = begin; step < end; step += Core::STEPS) {
-          if (second) {
-            tiles[1].multiply(p, step, end, xs, sums);
-            if (real) ask(tiles[1], ahead);
-          } else {
-            tiles[0].multiply(p, step, end, xs, sums);
-            if (real) ask(tiles[0], ahead);
-          }
-          if (!real) break;
-          second = !second;
-          advance(ahead);
+    wait_previous();
+    ask_residuals(out);
+    prepare.run();
+    __syncthreads();
+    bool second = false;  // which tile is next
+    for (uint32_t round = 0;;) {
+      typename Core::Sums sums = {};
+      for (uint32_t step = begin; step < end; step += Core::STEPS) {
+        if (second) {
+          tiles[1].multiply(p, step, end, xs, sums);
+          ask(tiles[1], ahead);
+        } else {
+          tiles[0].multiply(p, step, end, xs, sums);
+          ask(tiles[0], ahead);
         }
-        float y[VALUES];
-        sums.total(y);
-        add_parts(y, partial[round % 2]);
-        finish(out, y, real);
-        if (!real) break;
-        if (!in_round(++round)) return;
-        out = outputs(round);
-        ask_residuals(out);
+        second = !second;
+        advance(ahead);
       }
-      __syncthreads();  // the rows are staged again
+      float y[VALUES];
+      sums.total(y);
+      add_parts(y, partial[round % 2]);
+      finish(out, y);
+      if (!in_round(++round)) return;
+      out = outputs(round);
+      ask_residuals(out);
     }
   }
 };
@@ -270,7 +260,6 @@ __device__ __forceinline__ float spread_sums(float (&v)[SIZE]) {
 //     template <int M> static void prepare(const Gemv&, float* xs);
 //   };
 template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
-  static constexpr bool REHEARSES = true;
   static constexpr int UNIT = ROWS, STEPS = STEPS_, VALUES = 1;
   static constexpr int SUMS = ROWS * M;
   static_assert(ROWS > 1 && SUMS <= WARP && (SUMS & (SUMS - 1)) == 0);

@@ -4,16 +4,15 @@
 
 using namespace fused;
 
-// x and weights of one 16-bit type. Small products rehearse; large ones have more on the way.
-FUSED_FEW_ROWS(linear_small_f16, 2, Tensor<__half, 4, true>)
-FUSED_FEW_ROWS(linear_small_bf16, 2, Tensor<__nv_bfloat16, 4, true>)
-FUSED_FEW_ROWS(linear_large_f16, 2, Tensor<__half, 8, false>)
-FUSED_FEW_ROWS(linear_large_bf16, 2, Tensor<__nv_bfloat16, 8, false>)
+// Several rows of x, and weights of its 16-bit type.
+FUSED_FEW_ROWS(linear_tensor_f16, 2, Tensor<__half, 8>)
+FUSED_FEW_ROWS(linear_tensor_bf16, 2, Tensor<__nv_bfloat16, 8>)
 
-// Any types.
-#define LINEAR(SUFFIX, TYPE)                              \
-  FUSED_GEMV(linear_m1_##SUFFIX, Dense<TYPE>, 1, 4, 1)    \
-  FUSED_GEMV(linear_m4_##SUFFIX, Dense<TYPE>, 4, 2, 2)    \
+// Any types. One row of x has a kernel for weights of which each warp reads a lot.
+#define LINEAR(SUFFIX, TYPE)                                  \
+  FUSED_GEMV(linear_m1_##SUFFIX, Dense<TYPE>, 1, 4, 1)        \
+  FUSED_GEMV(linear_m1_large_##SUFFIX, Dense<TYPE>, 1, 2, 4)  \
+  FUSED_GEMV(linear_m4_##SUFFIX, Dense<TYPE>, 4, 2, 2)        \
   FUSED_GEMV(linear_m8_##SUFFIX, Dense<TYPE>, 8, 2, 2)
 
 LINEAR(f32, float)

@@ -1,7 +1,5 @@
 // A core of gemv.cuh for f16 or bf16 x and weights: the tensor cores multiply 8 rows of weights with
-// up to 8 rows of x, of which one row costs as much as eight. It takes a tenth of the instructions
-// that single lanes would need, which is what small products, whose weights have long been read
-// when x arrives, spend their time on.
+// up to 8 rows of x, of which eight cost hardly more than one.
 //
 // Operand A of `mma.m16n8k16` is x, operand B the weights, and lane 4 g + t holds k values 2t, 2t + 1,
 // 2t + 8, 2t + 9 of row g of each. The order of k is of no matter as long as both agree, so a lane takes
@@ -42,8 +40,7 @@ __device__ __forceinline__ void mma(Accumulator& c, uint32_t x0, uint32_t x1, ui
 #endif
 }
 
-template <typename T, int STEPS_, bool REHEARSES_> struct Tensor {
-  static constexpr bool REHEARSES = REHEARSES_;
+template <typename T, int STEPS_> struct Tensor {
   static constexpr int UNIT = 8, STEPS = STEPS_, VALUES = 2;
   using Staged = T;
 

@@ -8,7 +8,7 @@ use candle_fused::ops::{self, Activation, AttentionParams, Epilogue, Prologue, W
 use std::sync::Arc;
 
 /// Each op's stem with its shapes: rows of x, the width, the dtype or block type.
-pub const ALL: [(&str, &[&str]); 9] = [
+pub const ALL: [(&str, &[&str]); 10] = [
     (
         "residual_add",
         &["1 576 f32", "512 576 f32", "512 576 bf16"],
@@ -55,6 +55,7 @@ pub const ALL: [(&str, &[&str]); 9] = [
         "flash_attention",
         &["1 64 f32", "1 512 f32", "1 2048 f32", "512 512 f32"],
     ),
+    ("flash_decoding", &["1 512 f32"]),
     ("sample", &["1 49152 f32"]),
 ];
 
@@ -75,6 +76,7 @@ pub fn row(stem: &str, shape: &str) -> Result<Row> {
         "quant_linear" => quant_linear(m, k, block_type(kind)?),
         "rope" => rope(m, k),
         "flash_attention" => flash_attention(m, k),
+        "flash_decoding" => flash_decoding(m, k),
         "sample" => sample(m, k),
         _ => bail!("no op is called {stem}"),
     }
@@ -136,6 +138,68 @@ fn residual_add(m: usize, k: usize, dtype: DType) -> Result<Row> {
     let plain = Box::new(move || (&x + &a)? + &b);
     let fused = Box::new(move || ops::residual_add(&x2, &[&a2, &b2]));
     Ok(checked(plain, fused, expected, limit(dtype), bytes))
+}
+
+/// SmolLM2's attention behind `keys` tokens; candle's way appends by concatenation.
+fn flash_decoding(batch: usize, keys: usize) -> Result<Row> {
+    let (heads, kv_heads, dim) = (9, 3, 64);
+    let qkv = randn(&[batch, (heads + 2 * kv_heads) * dim], DType::F32)?;
+    let cache = || randn(&[batch, kv_heads, keys + 1, dim], DType::F32);
+    let (k, v) = (cache()?, cache()?);
+    let angles = randn(&[keys + 1, dim / 2], DType::F32)?;
+    let (cos, sin) = (angles.cos()?, angles.sin()?);
+    let position = Tensor::full(keys as u32, batch, &Device::Cpu)?;
+    let scale = 1. / (dim as f32).sqrt();
+    let config = ops::FlashDecoding {
+        heads,
+        cos: &cos,
+        sin: &sin,
+        style: ops::RopeStyle::HalfSplit,
+        norms: None,
+        scale,
+        window: None,
+        softcap: None,
+    };
+    let expected = ops::flash_decoding::reference(&qkv, &k, &v, &position, &config)?;
+    let (k3, v3, qkv3, cos3, sin3) = (k.clone(), v.clone(), qkv.clone(), cos.clone(), sin.clone());
+    let plain = Box::new(move || {
+        let part = |first: usize, n: usize| {
+            qkv3.narrow(1, first * dim, n * dim)?
+                .reshape((batch, n, 1, dim))
+        };
+        let (cos, sin) = (cos3.narrow(0, keys, 1)?, sin3.narrow(0, keys, 1)?);
+        let rotate = |t: Tensor| candle_nn::rotary_emb::rope(&t.contiguous()?, &cos, &sin);
+        let (q, new_k) = (rotate(part(0, heads)?)?, rotate(part(heads, kv_heads)?)?);
+        let join = |cache: &Tensor, new: &Tensor| {
+            let all = Tensor::cat(&[&cache.narrow(2, 0, keys)?, new], 2)?;
+            all.unsqueeze(2)?
+                .expand((batch, kv_heads, heads / kv_heads, keys + 1, dim))?
+                .reshape((batch, heads, keys + 1, dim))
+        };
+        let (k, v) = (
+            join(&k3, &new_k)?,
+            join(&v3, &part(heads + kv_heads, kv_heads)?)?,
+        );
+        let scores = (q.matmul(&k.t()?)? * f64::from(scale))?;
+        candle_nn::ops::softmax(&scores, D::Minus1)?
+            .matmul(&v)?
+            .flatten_all()
+    });
+    let fused = Box::new(move || {
+        let config = ops::FlashDecoding {
+            heads,
+            cos: &cos,
+            sin: &sin,
+            style: ops::RopeStyle::HalfSplit,
+            norms: None,
+            scale,
+            window: None,
+            softcap: None,
+        };
+        ops::flash_decoding(&qkv, &k, &v, &position, &config)
+    });
+    let bytes = 2 * 4 * batch * kv_heads * keys * dim;
+    Ok(checked(plain, fused, expected, 1e-5, bytes))
 }
 
 /// The likeliest token.

@@ -5,6 +5,7 @@ pub(crate) mod embedding;
 pub(crate) mod view;
 
 pub mod flash_attention;
+pub mod flash_decoding;
 pub mod layer_norm;
 pub mod linear;
 pub mod quant_linear;
@@ -15,6 +16,7 @@ pub mod rope;
 pub mod sample;
 
 pub use flash_attention::{AttentionParams, flash_attention};
+pub use flash_decoding::{FlashDecoding, flash_decoding};
 pub use layer_norm::layer_norm;
 pub use linear::{Activation, Epilogue, Prologue, Weight, linear};
 pub use quant_linear::quant_linear;

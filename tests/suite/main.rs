@@ -3,6 +3,7 @@
 mod app;
 mod dense;
 mod flash_attention;
+mod flash_decoding;
 mod generation;
 mod gguf_file;
 mod golden;

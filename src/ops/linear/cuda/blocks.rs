@@ -40,11 +40,9 @@ const GROUP: usize = 128;
 /// Matrices of one launch.
 const MOST_WEIGHTS: usize = 3;
 
-/// Bytes of weights up to which they are on their way as a whole by the time x arrives.
-const SMALL_BYTES: usize = 8 << 20;
-
-/// Inputs from which on it pays to have all warps of a block share a row.
-const WIDE: usize = 2048;
+/// Inputs up to which a row is short, and rows from which on there are many.
+const SHORT: usize = 2048;
+const MANY: usize = 16 << 10;
 
 /// A product of up to [`FEW`] rows with weights in blocks.
 #[derive(Clone, Debug)]
@@ -55,18 +53,20 @@ pub(crate) struct FewBlocks {
 }
 
 impl FewBlocks {
-    fn core(&self, kernel: usize, bytes: usize) -> Core {
+    fn core(&self, kernel: usize) -> Core {
+        let short = self.at.k < SHORT;
+        let rows: usize = self.weights.iter().map(|w| w.rows()).sum();
         Core {
             kernel,
             most: MOST_ROWS,
             unit: UNIT,
             // A warp takes a group at a time, and that is enough for one.
             step: GROUP / 4,
+            // Warps that share a short row run out of groups: with units enough they need not.
+            tile: if short && rows >= MANY { 8 } else { 2 },
             // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
             row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 32),
             padded: false,
-            small: bytes <= SMALL_BYTES,
-            shares: self.at.k >= WIDE,
         }
     }
 
@@ -79,7 +79,7 @@ impl FewBlocks {
         at.m <= FEW
             && [at.x, norm].iter().all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
-            && self.core(0, 0).rows_at_once(launcher.gpu) > 0
+            && self.core(0).rows_at_once(launcher.gpu) > 0
     }
 
     /// Neighbours of one format, as many as a launch takes.
@@ -132,7 +132,7 @@ unsafe fn launch_run(
     let at = &product.at;
     let rows = run.iter().map(|w| w.rows()).sum();
     let bytes = run.iter().map(|w| w.size_in_bytes()).sum();
-    let core = product.core(run[0].format_index(), bytes);
+    let core = product.core(run[0].format_index());
     let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes());
     let behind = |base: Address, elements: usize, size: usize| match base {
         0 => 0,

@@ -14,13 +14,14 @@ static MODULE: Module = Module::new(
     "linear",
     fatbin!("linear"),
     &[
-        "linear_small_f16",
-        "linear_small_bf16",
-        "linear_large_f16",
-        "linear_large_bf16",
+        "linear_tensor_f16",
+        "linear_tensor_bf16",
         "linear_m1_f32",
         "linear_m1_f16",
         "linear_m1_bf16",
+        "linear_m1_large_f32",
+        "linear_m1_large_f16",
+        "linear_m1_large_bf16",
         "linear_m4_f32",
         "linear_m4_f16",
         "linear_m4_bf16",
@@ -31,18 +32,16 @@ static MODULE: Module = Module::new(
     ],
 );
 
-const SMALL: usize = 0;
-const LARGE: usize = 2;
-const LANES: usize = 4;
-const SCALAR: usize = 13;
+const TENSOR: usize = 0;
+const LANES: usize = 2;
+const SCALAR: usize = 14;
 
 /// Rows of x that are few: the weights are read once and meet all of them. More go to the library's
 /// matrix product.
 pub(crate) const FEW: usize = 8;
 
-/// Bytes of weights up to which a product is small: its weights have been read ahead by the time x
-/// arrives, and what counts is how soon it is done after that.
-const SMALL_BYTES: usize = 16 << 20;
+/// Bytes of weights from which on a warp reads so many that it has more of them on the way.
+const LARGE: usize = 24 << 20;
 
 /// A product of up to [`FEW`] rows on raw addresses; 0 stands for no tensor.
 #[derive(Clone, Copy, Debug)]
@@ -105,37 +104,38 @@ impl FewRows {
                 most: FEW,
                 unit: 2,
                 step: 32,
+                tile: 4,
                 row: 4 * self.k,
                 padded: true,
-                small: false,
-                shares: false,
             };
         }
         let sixteen = self.x_dtype == self.w_dtype && size == 2;
-        if sixteen && (gpu.arch >= 80 || self.w_dtype == DType::F16) {
-            let small = self.rows() * self.k * size <= SMALL_BYTES;
+        if self.m > 1 && sixteen && (gpu.arch >= 80 || self.w_dtype == DType::F16) {
             return Core {
-                kernel: if small { SMALL } else { LARGE } + index - 1,
+                kernel: TENSOR + index - 1,
                 most: FEW,
                 unit: 8,
                 step: 32,
+                tile: 8,
                 row: 2 * (self.k.next_multiple_of(64) + 32),
                 padded: false,
-                small,
-                shares: false,
             };
         }
-        let lanes = |group: usize, most: usize, unit: usize| Core {
+        let lanes = |group: usize, most: usize, unit: usize, tile: usize| Core {
             kernel: LANES + 3 * group + index,
             most,
             unit,
             step: 32 * 16 / size,
+            tile,
             row: 4 * self.k,
             padded: true,
-            small: false,
-            shares: false,
         };
-        let (one, four, eight) = (lanes(0, 1, 4), lanes(1, 4, 2), lanes(2, 8, 2));
+        let one = if self.rows() * self.k * size >= LARGE {
+            lanes(1, 1, 2, 4)
+        } else {
+            lanes(0, 1, 4, 1)
+        };
+        let (four, eight) = (lanes(2, 4, 2, 2), lanes(3, 8, 2, 2));
         match self.m {
             5.. if eight.rows_at_once(gpu) > 0 => eight,
             2.. if four.rows_at_once(gpu) > 0 => four,

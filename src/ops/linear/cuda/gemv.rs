@@ -7,8 +7,8 @@ use candle_core::Result;
 
 const WARP: usize = 32;
 
-/// Warps of a block at most.
-const MOST_WARPS: usize = 8;
+/// Warps of a block.
+const WARPS: usize = 8;
 
 /// Static shared memory of the kernels at most.
 const FIXED_SHARED: usize = 4096;
@@ -76,8 +76,6 @@ pub(crate) struct Gemv {
     pub width: u32,
     pub split: u32,
     pub weight_dtype: i32,
-    pub rehearse: i32,
-    pub unused: i32,
 }
 
 impl Gemv {
@@ -97,8 +95,6 @@ impl Gemv {
             width: if gated { rows / 2 } else { rows } as u32,
             split: 1,
             weight_dtype: 0,
-            rehearse: 0,
-            unused: 0,
         }
     }
 }
@@ -125,14 +121,12 @@ pub(crate) struct Core {
     pub unit: usize,
     /// Values of k that a warp takes at a time.
     pub step: usize,
+    /// Such steps that it asks for at once.
+    pub tile: usize,
     /// Shared memory of a row of x, in bytes.
     pub row: usize,
     /// Whether it stages `most` rows even if there are fewer.
     pub padded: bool,
-    /// Whether its weights are read ahead of x as a whole, so that only latency counts.
-    pub small: bool,
-    /// Whether as many warps as k allows share a unit even where there are units enough.
-    pub shares: bool,
 }
 
 impl Core {
@@ -152,21 +146,16 @@ impl Core {
         rows * self.row.next_multiple_of(16)
     }
 
-    /// Warps that share a unit, warps of a block, and blocks.
-    fn shape(&self, gpu: &Gpu, units: usize, k: usize) -> (usize, usize, usize) {
-        let sms = gpu.sms as usize;
-        let steps = k.div_ceil(self.step);
-        // Enough warps for every multiprocessor, each with some steps to make.
-        let wanted = if self.small { 8 } else { 16 } * sms;
-        let mut split = 1;
-        let more = |split: usize| self.shares || units * split < wanted;
-        while split < MOST_WARPS && more(split) && steps >= 4 * split {
+    /// Warps that share a unit, and blocks. As measured on an H100: two tiles for a warp, so that all
+    /// of its weights are on the way before x is there, more where k is long and fewer where units
+    /// are; full blocks, and two of them on a multiprocessor.
+    fn shape(&self, gpu: &Gpu, units: usize, k: usize) -> (usize, usize) {
+        let (steps, sms) = (k.div_ceil(self.step), gpu.sms as usize);
+        let mut split = (steps.next_power_of_two() / (2 * self.tile)).clamp(1, WARPS);
+        while split < WARPS && 2 * split <= steps && units * split < 4 * sms {
             split *= 2;
         }
-        let warps = if self.small { split.max(4) } else { MOST_WARPS };
-        let resident = if self.small { 4 } else { 2 };
-        let blocks = units.div_ceil(warps / split).min(resident * sms);
-        (split, warps, blocks)
+        (split, units.div_ceil(WARPS / split).min(2 * sms))
     }
 }
 
@@ -189,12 +178,11 @@ pub(crate) unsafe fn launch(
         core.unit
     };
     let units = (params.width as usize).div_ceil(outputs);
-    let (split, warps, blocks) = core.shape(launcher.gpu, units, params.k as usize);
+    let (split, blocks) = core.shape(launcher.gpu, units, params.k as usize);
     params.split = split as u32;
-    params.rehearse = (core.small && launcher.dependent).into();
     let grid = Grid::new(
         [blocks as u32, 1, 1],
-        (warps * WARP) as u32,
+        (WARPS * WARP) as u32,
         core.shared(params.m as usize) as u32,
     );
     // SAFETY: the caller's.

@@ -63,10 +63,11 @@ pub(super) fn forward(
         };
         format!("cuda {rows} {}", op.path())
     });
-    // SAFETY: the guards have checked that the tensors have these shapes and lie on the device; the
-    // stream that runs the kernels is the one that frees them.
     match few {
+        // SAFETY: the guards have checked that the tensors have these shapes and lie on the device;
+        // the stream that runs the kernels is the one that frees them.
         Some(few) => unsafe { few_rows(&launcher, &few)? },
+        // SAFETY: as above.
         None => unsafe { many_rows(&launcher, device, &many)? },
     }
     Ok((out, Shape::from(dims)))

@@ -1,0 +1,318 @@
+//! The CUDA form: one launch for a whole step of attention.
+
+use super::{OP, Op};
+use crate::cuda::{
+    Address, Gpu, Grid, Launcher, Module, address, address_of, alloc, contiguous, fatbin,
+};
+use crate::ops::RopeStyle;
+use crate::ops::view::dtype_index;
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
+
+/// In the order of the constants below.
+static MODULE: Module = Module::new(
+    "flash_decoding",
+    fatbin!("flash_decoding"),
+    &[
+        "flash_decoding_d64_f16",
+        "flash_decoding_d64_bf16",
+        "flash_decoding_d80_f16",
+        "flash_decoding_d80_bf16",
+        "flash_decoding_d96_f16",
+        "flash_decoding_d96_bf16",
+        "flash_decoding_d128_f16",
+        "flash_decoding_d128_bf16",
+        "flash_decoding_d256_f16",
+        "flash_decoding_d256_bf16",
+        "flash_decoding_any128",
+        "flash_decoding_any256",
+    ],
+);
+
+/// Head dimensions with tensor-core kernels, and how many times 16 keys a tile has.
+const TENSOR: [(usize, usize); 5] = [(64, 2), (80, 1), (96, 1), (128, 1), (256, 1)];
+const ANY_128: usize = 10;
+const ANY_256: usize = 11;
+
+/// The widest head.
+pub(crate) const MOST_DIM: usize = 256;
+
+/// Query heads that share a block, `HEADS` of `kernels/decoding_cores.cuh`.
+const HEADS: usize = 8;
+
+/// One step of attention on raw addresses; 0 stands for no tensor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    /// `[sequences, (heads + 2 kv_heads) head_dim]`
+    pub qkv: Address,
+    /// `[head_dim]`, of qkv's dtype.
+    pub q_norm: Address,
+    /// Likewise.
+    pub k_norm: Address,
+    pub eps: f32,
+    /// f32 `[positions, pairs]`
+    pub cos: Address,
+    /// Likewise.
+    pub sin: Address,
+    /// `[sequences, kv_heads, slots, head_dim]`
+    pub k_cache: Address,
+    /// Likewise.
+    pub v_cache: Address,
+    /// `[sequences, heads head_dim]`, of qkv's dtype.
+    pub out: Address,
+    /// [`partial_bytes`]
+    pub partial: Address,
+    /// [`counters`] u32, zero.
+    pub counters: Address,
+    /// u32 `[sequences]`
+    pub position: Address,
+    pub shape: StepShape,
+    pub style: RopeStyle,
+    pub scale: f32,
+    /// 0 for none.
+    pub softcap: f32,
+    /// 0 for none.
+    pub window: usize,
+}
+
+/// What the size of a step's scratch memory depends on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepShape {
+    pub sequences: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub slots: usize,
+    /// Rows of the rotary tables.
+    pub positions: usize,
+    /// Rotated pairs of a head.
+    pub pairs: usize,
+    pub dtype: DType,
+    pub cache_dtype: DType,
+}
+
+/// `Params` of `kernels/flash_decoding.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    qkv: Address,
+    q_norm: Address,
+    k_norm: Address,
+    cos: Address,
+    sin: Address,
+    k_cache: Address,
+    v_cache: Address,
+    y: Address,
+    partial: Address,
+    counters: Address,
+    position: Address,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    slots: u32,
+    positions: u32,
+    pairs: u32,
+    window: u32,
+    tiles: u32,
+    dtype: i32,
+    cache_dtype: i32,
+    interleaved: i32,
+    rehearse: i32,
+    scale: f32,
+    softcap: f32,
+    eps: f32,
+}
+
+/// How the keys are shared out.
+struct Shares {
+    kernel: usize,
+    warps: usize,
+    /// Rows of blocks: the parts of each key/value head's query heads.
+    parts: usize,
+    /// Blocks of a row.
+    blocks: usize,
+    /// Tiles of keys before another block joins.
+    tiles: usize,
+    shared: usize,
+}
+
+impl StepShape {
+    fn shares(&self, gpu: &Gpu) -> Shares {
+        let half = match self.cache_dtype {
+            DType::F16 => Some(0),
+            // Turing has no bf16.
+            DType::BF16 if gpu.arch >= 80 => Some(1),
+            _ => None,
+        };
+        let tensor = TENSOR
+            .iter()
+            .position(|(dim, _)| *dim == self.head_dim)
+            .zip(half);
+        let (kernel, warps, sub, queries) = match tensor {
+            Some((i, half)) => {
+                let warps = if self.head_dim == 256 { 4 } else { 8 };
+                (2 * i + half, warps, TENSOR[i].1, self.head_dim / 16 * 512)
+            }
+            None if self.head_dim <= 128 => (ANY_128, 8, 1, 0),
+            None => (ANY_256, 8, 1, 0),
+        };
+        let group = self.heads / self.kv_heads;
+        let parts = group.div_ceil(HEADS);
+        let (d, heads) = (self.head_dim, group.min(HEADS));
+        // As `Shared` of the kernel: queries, the new key and value, angles and norms, what the
+        // warps found.
+        let floats =
+            (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
+        let tiles = warps;
+        let rows = (self.kv_heads * parts * self.sequences).max(1);
+        let useful = self.slots.div_ceil(16 * sub).div_ceil(tiles);
+        Shares {
+            kernel,
+            warps,
+            parts,
+            blocks: (gpu.sms as usize / rows).min(useful).max(1),
+            tiles,
+            shared: queries + 4 * floats,
+        }
+    }
+
+    /// Bytes that the blocks of a step leave for the one that ends last.
+    pub fn partial_bytes(&self, gpu: &Gpu) -> usize {
+        let shares = self.shares(gpu);
+        8 * self.rows(&shares) * shares.blocks * HEADS * self.head_dim
+    }
+
+    /// u32 that count the blocks of a step that are done.
+    pub fn counters(&self, gpu: &Gpu) -> usize {
+        self.rows(&self.shares(gpu))
+    }
+
+    fn rows(&self, shares: &Shares) -> usize {
+        self.sequences * self.kv_heads * shares.parts
+    }
+}
+
+/// Launches a step.
+///
+/// # Safety
+/// Every address that is not 0 is valid for the shape given at its field until the stream has passed
+/// the launch, and the counters are zero.
+pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
+    let StepShape {
+        sequences,
+        heads,
+        kv_heads,
+        head_dim,
+        slots,
+        positions,
+        pairs,
+        dtype,
+        cache_dtype,
+    } = step.shape;
+    let shares = step.shape.shares(launcher.gpu);
+    if head_dim > MOST_DIM || shares.shared > launcher.gpu.shared as usize {
+        bail!("{OP}: a head dimension of {head_dim} is past what the kernel takes");
+    }
+    let params = Params {
+        qkv: step.qkv,
+        q_norm: step.q_norm,
+        k_norm: step.k_norm,
+        cos: step.cos,
+        sin: step.sin,
+        k_cache: step.k_cache,
+        v_cache: step.v_cache,
+        y: step.out,
+        partial: step.partial,
+        counters: step.counters,
+        position: step.position,
+        heads: heads as u32,
+        kv_heads: kv_heads as u32,
+        head_dim: head_dim as u32,
+        slots: slots as u32,
+        positions: positions as u32,
+        pairs: pairs as u32,
+        window: step.window as u32,
+        tiles: shares.tiles as u32,
+        dtype: dtype_index(dtype) as i32,
+        cache_dtype: dtype_index(cache_dtype) as i32,
+        interleaved: (step.style == RopeStyle::Interleaved).into(),
+        rehearse: launcher.dependent.into(),
+        scale: step.scale,
+        softcap: step.softcap,
+        eps: step.eps,
+    };
+    let blocks = [shares.blocks, kv_heads * shares.parts, sequences].map(|n| n as u32);
+    let grid = Grid::new(blocks, 32 * shares.warps as u32, shares.shared as u32);
+    // SAFETY: the layout is the kernel's `Params`; the addresses are the caller's.
+    unsafe { launcher.run(&MODULE, shares.kernel, grid, &params) }
+}
+
+pub(super) fn forward(
+    op: &Op<'_>,
+    qkv: &CudaStorage,
+    layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    let device = qkv.device();
+    let launcher = Launcher::new(device)?;
+    let config = op.config;
+    let (sequences, _) = layout.shape().dims2()?;
+    let [_, kv_heads, slots, head_dim] = *op.k_cache.dims() else {
+        bail!("{OP}: k_cache is {:?}", op.k_cache.shape());
+    };
+    let [cos, sin] = [config.cos, config.sin].map(contiguous);
+    let (cos, sin, position) = (cos?, sin?, contiguous(op.position)?);
+    let shape = StepShape {
+        sequences,
+        heads: config.heads,
+        kv_heads,
+        head_dim,
+        slots,
+        positions: cos.dim(0)?,
+        pairs: cos.dim(1)?,
+        dtype: qkv.dtype(),
+        cache_dtype: op.k_cache.dtype(),
+    };
+    let width = config.heads * head_dim;
+    let out = alloc(OP, device, qkv.dtype(), sequences * width)?;
+    let stream = device.cuda_stream();
+    let partial = device.alloc_zeros::<u8>(shape.partial_bytes(launcher.gpu))?;
+    let counters = device.alloc_zeros::<u32>(shape.counters(launcher.gpu))?;
+    let norms = config
+        .norms
+        .map(|n| Ok::<_, candle_core::Error>((contiguous(n.q)?, contiguous(n.k)?)));
+    let norms = norms.transpose()?;
+    let norm = |which: Option<&candle_core::Tensor>| which.map_or(Ok(0), address_of);
+    trace::record(OP, || {
+        let norms = if norms.is_some() { " +norms" } else { "" };
+        format!(
+            "cuda {} {}{norms}",
+            qkv.dtype().as_str(),
+            op.k_cache.dtype().as_str()
+        )
+    });
+    let step = Step {
+        qkv: address(qkv, layout)?,
+        q_norm: norm(norms.as_ref().map(|n| &n.0))?,
+        k_norm: norm(norms.as_ref().map(|n| &n.1))?,
+        eps: config.norms.map_or(0., |n| n.eps as f32),
+        cos: address_of(&cos)?,
+        sin: address_of(&sin)?,
+        k_cache: address_of(op.k_cache)?,
+        v_cache: address_of(op.v_cache)?,
+        out: address(&out, &Layout::contiguous(sequences * width))?,
+        partial: partial.device_ptr(&stream).0,
+        counters: counters.device_ptr(&stream).0,
+        position: address_of(&position)?,
+        shape,
+        style: config.style,
+        scale: config.scale,
+        softcap: config.softcap.unwrap_or(0.),
+        window: config.window.unwrap_or(0),
+    };
+    // SAFETY: the guards have checked the shapes; scratch memory is made above in the sizes asked
+    // for, and freed behind the launch on the same stream.
+    unsafe { launch(&launcher, &step)? };
+    Ok((out, Shape::from((sequences, width))))
+}
