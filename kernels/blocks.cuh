@@ -5,7 +5,8 @@
 // `mma.m16n8k16`. Operand B is x in two parts of bf16, the second what the first leaves over, as
 // columns 2m and 2m + 1 for row m: 16 bits of x, and no limit to its range. Products of a block are
 // summed up exactly in its own accumulator, which is scaled in f32. What is added to all values of
-// a block (m of Q4_1, minima of the K formats) meets the sum of its x instead of each.
+// a block (m of Q4_1, minima of the K formats), in two parts likewise, meets the sum of the block's
+// x instead of each.
 //
 // Lane 4 g + t loads quarter t of rows g and g + 8, and ends up with their sums for row t of x.
 #pragma once
@@ -15,161 +16,148 @@
 
 namespace fused {
 
+// The bf16 nearest to v in the lower half, and what it leaves over in the upper one.
+__device__ __forceinline__ uint32_t split(float v) {
+  const uint32_t high = __bfloat16_as_ushort(__float2bfloat16_rn(v));
+  const uint32_t low = __bfloat16_as_ushort(__float2bfloat16_rn(v - __uint_as_float(high << 16)));
+  return high | low << 16;
+}
+
 // Rows of x as the tensor cores take them: of each block 32 first parts, then 32 second ones, in the
-// order of formats.cuh: quarter t of the first half, then of the second, for each t in turn.
-// Behind all rows, the sum of each block.
+// order of formats.cuh: quarter t of the first half, then of the second, for each t in turn. Behind
+// all rows, for each row and part, the sums of its blocks, each twice.
 struct SplitRows {
   char* at;
-  uint32_t k, groups;
+  uint32_t m, groups;
 
   __device__ uint32_t pitch() const { return groups * GROUP * BLOCK * 4; }
   __device__ char* block(uint32_t row, uint32_t block) const { return at + row * pitch() + block * BLOCK * 4; }
-  __device__ float* sum(uint32_t m, uint32_t row, uint32_t block) const {
-    return reinterpret_cast<float*>(at + m * pitch()) + row * groups * GROUP + block;
+  __device__ uint32_t* sum(uint32_t row, uint32_t part, uint32_t block) const {
+    return reinterpret_cast<uint32_t*>(at + m * pitch()) + (2 * row + part) * groups * GROUP + block;
+  }
+  __device__ void put_sum(uint32_t row, uint32_t block, float v) const {
+    const uint32_t parts = split(v);
+    *sum(row, 0, block) = __byte_perm(parts, 0, 0x1010);
+    *sum(row, 1, block) = __byte_perm(parts, 0, 0x3232);
   }
 
-  // Values `first` to `first` + 4 of a row.
-  __device__ void put(uint32_t row, uint32_t first, const float (&v)[4]) const {
-    const uint32_t within = first % BLOCK;
-    char* to = block(row, first / BLOCK) + within % 16 / 4 * 16 + within / 16 * 8;
-    uint32_t parts[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t high[2], low[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float value = v[2 * i + j];
-        high[j] = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-        low[j] = __bfloat16_as_ushort(__float2bfloat16_rn(value - __uint_as_float(high[j] << 16)));
-      }
-      parts[0][i] = high[0] | high[1] << 16;
-      parts[1][i] = low[0] | low[1] << 16;
-    }
-    *reinterpret_cast<uint2*>(to) = make_uint2(parts[0][0], parts[0][1]);
-    *reinterpret_cast<uint2*>(to + 2 * BLOCK) = make_uint2(parts[1][0], parts[1][1]);
+  // Values 4 * piece and following of a row, f32 in their order until they are split.
+  __device__ float4* raw(uint32_t row, uint32_t piece) const {
+    return reinterpret_cast<float4*>(at + row * pitch()) + piece;
+  }
+  __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
+    const uint32_t within = piece % 8;
+    char* to = block(row, piece / 8) + within % 4 * 16 + within / 4 * 8;
+    const uint32_t a = split(v.x), b = split(v.y), c = split(v.z), d = split(v.w);
+    *reinterpret_cast<uint2*>(to) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
+    *reinterpret_cast<uint2*>(to + 2 * BLOCK) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
   }
 };
 
-// Reads, normalises and splits the rows of x, each thread 4 values at a time.
+__device__ __forceinline__ float rounded_to(int dtype, float v) {
+  if (dtype == BF16) return rounded<__nv_bfloat16>(v);
+  return dtype == F16 ? rounded<__half>(v) : v;
+}
+
+// Reads, normalises and splits the rows of x, each thread 4 values at a time. There is one copy of
+// everything, for all types: what runs behind the wait is to be short.
 struct SplitStage {
-  static constexpr int KEPT = 4;  // pieces of 4 values that a thread keeps from its first pass
+  static constexpr int BATCH = 4;  // pieces of 4 values that a thread has on the way at once
   const Gemv& p;
   SplitRows rows;
   float* scratch;  // 8 floats
   Team team;
-  bool sums;  // whether the sums of blocks are wanted
+  bool sums;       // whether the sums of blocks are wanted
+  uint4 weight;    // the first piece of the norm's
 
   __device__ SplitStage(const Gemv& p, SplitRows rows, float* scratch, bool sums)
-      : p(p), rows(rows), scratch(scratch), team{p.m == 1}, sums(sums) {}
+      : p(p), rows(rows), scratch(scratch), team{p.m == 1}, sums(sums), weight() {}
 
   // 4 elements as they are stored; the upper half is there for f32 only.
-  struct Raw {
-    uint2 a, b;
-  };
-  template <typename T> __device__ __forceinline__ Raw read(const void* from, uint32_t piece) const {
-    if constexpr (sizeof(T) == 4) {
-      const uint4 v = __ldcg(static_cast<const uint4*>(from) + piece);
-      return {make_uint2(v.x, v.y), make_uint2(v.z, v.w)};
-    } else {
-      return {__ldcg(static_cast<const uint2*>(from) + piece), make_uint2(0, 0)};
-    }
+  __device__ __forceinline__ uint4 read(const void* from, uint32_t piece) const {
+    if (p.prologue.dtype == F32) return __ldcg(static_cast<const uint4*>(from) + piece);
+    const uint2 v = __ldcg(static_cast<const uint2*>(from) + piece);
+    return make_uint4(v.x, v.y, 0, 0);
   }
-  // Of the norm's weight, which stays in the L1 cache after a rehearsal.
-  template <typename T> __device__ __forceinline__ Raw read_weight(uint32_t piece) const {
-    if constexpr (sizeof(T) == 4) {
-      const uint4 v = __ldg(static_cast<const uint4*>(p.prologue.weight) + piece);
-      return {make_uint2(v.x, v.y), make_uint2(v.z, v.w)};
-    } else {
-      return {__ldg(static_cast<const uint2*>(p.prologue.weight) + piece), make_uint2(0, 0)};
-    }
-  }
-  template <typename T> static __device__ __forceinline__ void widen(const Raw& raw, float (&v)[4]) {
-    if constexpr (sizeof(T) == 4) {
-      v[0] = __uint_as_float(raw.a.x), v[1] = __uint_as_float(raw.a.y);
-      v[2] = __uint_as_float(raw.b.x), v[3] = __uint_as_float(raw.b.y);
-    } else {
-      const float2 a = unpack2<T>(raw.a.x), b = unpack2<T>(raw.a.y);
-      v[0] = a.x, v[1] = a.y, v[2] = b.x, v[3] = b.y;
-    }
+  __device__ __forceinline__ float4 widen(uint4 raw) const {
+    if (p.prologue.dtype == F32)
+      return make_float4(__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
+                         __uint_as_float(raw.w));
+    const bool is_bf16 = p.prologue.dtype == BF16;
+    const float2 a = is_bf16 ? unpack2<__nv_bfloat16>(raw.x) : unpack2<__half>(raw.x);
+    const float2 b = is_bf16 ? unpack2<__nv_bfloat16>(raw.y) : unpack2<__half>(raw.y);
+    return make_float4(a.x, a.y, b.x, b.y);
   }
 
-  __device__ void run() const {
-    const int dtype = p.prologue.dtype;
-    if (dtype == BF16) {
-      run_as<__nv_bfloat16>();
-    } else if (dtype == F16) {
-      run_as<__half>();
-    } else {
-      run_as<float>();
-    }
-    // Zeros where a last group has no blocks.
-    const uint32_t blocks = rows.groups * GROUP, tail = blocks - p.k / BLOCK;
-    if (tail == 0) return;
-    for (uint32_t i = threadIdx.x; i < p.m * tail * BLOCK; i += blockDim.x) {
-      const uint32_t row = i / (tail * BLOCK), word = i % (tail * BLOCK);
-      reinterpret_cast<uint32_t*>(rows.block(row, p.k / BLOCK))[word] = 0;
-      if (word < tail) *rows.sum(p.m, row, p.k / BLOCK + word) = 0.f;
-    }
+  // Before the wait: asks for the norm's weight.
+  __device__ __forceinline__ void ask() {
+    if (p.prologue.norm != NORM_NONE && team.rank() < p.k / 4) weight = read(p.prologue.weight, team.rank());
   }
 
-  template <typename T> __device__ __forceinline__ void run_as() const {
+  __device__ __forceinline__ void run() const {
+    const uint64_t bytes = uint64_t(p.k) * (p.prologue.dtype == F32 ? 4 : 2);
 #pragma unroll 1
     for (uint32_t r = team.index(); r < p.m; r += team.teams())
-      stage<T>(static_cast<const T*>(p.prologue.x) + uint64_t(r) * p.k, r);
+      stage(static_cast<const char*>(p.prologue.x) + r * bytes, r);
+    // Zeros where a last group has no blocks.
+    const uint32_t first = p.k / BLOCK, tail = rows.groups * GROUP - first;
+    for (uint32_t i = threadIdx.x; i < p.m * tail * BLOCK; i += blockDim.x) {
+      const uint32_t row = i / (tail * BLOCK), word = i % (tail * BLOCK);
+      reinterpret_cast<uint32_t*>(rows.block(row, first))[word] = 0;
+      if (word < tail) rows.put_sum(row, first + word, 0.f);
+    }
   }
 
-  template <typename T> __device__ __forceinline__ void stage(const T* x, uint32_t row) const {
+  __device__ __forceinline__ void stage(const void* x, uint32_t row) const {
     const uint32_t pieces = p.k / 4, size = team.size();
-    Raw kept[KEPT] = {};
+    const bool norms = p.prologue.norm != NORM_NONE;
+    float squares = 0.f;
+#pragma unroll 1
+    for (uint32_t first = team.rank(); first < pieces; first += BATCH * size) {
+      uint4 raw[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (first + i * size < pieces) raw[i] = read(x, first + i * size);
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (first + i * size >= pieces) break;
+        const float4 v = widen(raw[i]);
+        squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+        *rows.raw(row, first + i * size) = v;
+      }
+    }
     float factor = 1.f;
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-      const uint32_t piece = team.rank() + i * size;
-      if (piece < pieces) kept[i] = read<T>(x, piece);
-    }
-    if (p.prologue.norm != NORM_NONE) {
-      float squares = 0.f;
-      auto add = [&](const Raw& raw) {
-        float v[4];
-        widen<T>(raw, v);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) squares = fmaf(v[j], v[j], squares);
-      };
-#pragma unroll
-      for (int i = 0; i < KEPT; ++i) add(kept[i]);
+    if (norms) factor = rsqrtf(__fdividef(team.sum(squares, scratch), p.k) + p.prologue.eps);
+    const uint32_t lane = threadIdx.x % WARP;
+    // Whole warps: a block of 32 is in the hands of 8 lanes side by side.
 #pragma unroll 1
-      for (uint32_t piece = team.rank() + KEPT * size; piece < pieces; piece += size) add(read<T>(x, piece));
-      factor = rsqrtf(__fdividef(team.sum(squares, scratch), p.k) + p.prologue.eps);
-    }
+    for (uint32_t first = team.rank() - lane; first < pieces; first += size) {
+      const uint32_t piece = first + lane;
+      const bool mine = piece < pieces;
+      float4 v = {};
+      if (mine) {
+        // What this thread itself has put there.
+        v = *rows.raw(row, piece);
+        if (norms) {
+          const uint4 raw = piece == team.rank() ? weight : read(p.prologue.weight, piece);
+          const float4 w = widen(raw);
+          const int dtype = p.prologue.dtype;
+          v.x = rounded_to(dtype, rounded_to(dtype, v.x * factor) * w.x);
+          v.y = rounded_to(dtype, rounded_to(dtype, v.y * factor) * w.y);
+          v.z = rounded_to(dtype, rounded_to(dtype, v.z * factor) * w.z);
+          v.w = rounded_to(dtype, rounded_to(dtype, v.w * factor) * w.w);
+        }
+      }
+      __syncwarp();  // the parts of a block go where its raw values are
+      if (mine) rows.put(row, piece, v);
+      if (sums) {
+        float sum = (v.x + v.y) + (v.z + v.w);
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-      const uint32_t piece = team.rank() + i * size;
-      if (piece >= pieces) return;
-      finish<T>(kept[i], piece, row, factor);
+        for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL, sum, offset);
+        if (mine && lane % 8 == 0) rows.put_sum(row, piece / 8, sum);
+      }
     }
-#pragma unroll 1
-    for (uint32_t piece = team.rank() + KEPT * size; piece < pieces; piece += size)
-      finish<T>(read<T>(x, piece), piece, row, factor);
-  }
-
-  // A block is in the hands of 8 lanes side by side, all of which are here.
-  template <typename T>
-  __device__ __forceinline__ void finish(const Raw& raw, uint32_t piece, uint32_t row, float factor) const {
-    float v[4];
-    widen<T>(raw, v);
-    if (p.prologue.norm != NORM_NONE) {
-      float w[4];
-      widen<T>(read_weight<T>(piece), w);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = rounded<T>(rounded<T>(v[j] * factor) * w[j]);
-    }
-    rows.put(row, 4 * piece, v);
-    if (!sums) return;
-    float sum = (v[0] + v[1]) + (v[2] + v[3]);
-    const unsigned lanes = 0xffu << (threadIdx.x % WARP / 8 * 8);
-#pragma unroll
-    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(lanes, sum, offset);
-    if (threadIdx.x % 8 == 0) *rows.sum(p.m, row, piece / 8) = sum;
   }
 };
 
@@ -212,18 +200,21 @@ template <class Format, int STEPS_> struct BlockRows {
 
   struct Sums {
     float whole[2];         // of this lane's row of x
-    float parts[2][MAX_M];  // of every row of x, what this lane's quarter of k gives
+    float added[4];         // what offsets give, as the tensor cores leave it
+    float parts[2][MAX_M];  // without tensor cores: of every row of x, from this lane's quarter of k
 
     __device__ void total(float (&y)[2]) const {
       const bool upper = member() & 2, odd = member() & 1;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        y[i] = whole[i];
-        if (!MMA || Format::HAS_OFFSET) {
+        if constexpr (MMA) {
+          y[i] = whole[i];
+          if constexpr (Format::HAS_OFFSET) y[i] += added[2 * i] + added[2 * i + 1];
+        } else {
           const float* v = parts[i];
           const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(FULL, upper ? v[0] : v[2], 2);
           const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(FULL, upper ? v[1] : v[3], 2);
-          y[i] += (odd ? b : a) + __shfl_xor_sync(FULL, odd ? a : b, 1);
+          y[i] = (odd ? b : a) + __shfl_xor_sync(FULL, odd ? a : b, 1);
         }
       }
     }
@@ -242,30 +233,51 @@ template <class Format, int STEPS_> struct BlockRows {
     }
 
     __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
-      const SplitRows x = {xs, p.k, groups_of(p.k)};
+      const SplitRows x = {xs, p.m, groups_of(p.k)};
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         if (step + s >= end) break;
-        float by[2][SCALES];
+        float by[2][SCALES], plus[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const auto& piece = pieces[s][i];
 #pragma unroll
           for (int h = 0; h < SCALES; ++h) by[i][h] = Format::multiplier(piece.scale, piece.factors, h);
-          if constexpr (Format::HAS_OFFSET) {
-            const float plus = Format::offset(piece.scale, piece.factors);
-#pragma unroll
-            for (int m = 0; m < MAX_M; ++m) {
-              if (m >= p.m) break;
-              sums.parts[i][m] = fmaf(plus, *x.sum(p.m, m, (step + s) * GROUP + member()), sums.parts[i][m]);
-            }
-          }
+          plus[i] = Format::offset(piece.scale, piece.factors);
         }
         if constexpr (MMA) {
+          if constexpr (Format::HAS_OFFSET) add_offsets(p, x, plus, step + s, sums);
           on_tensor_cores(p, x, pieces[s], by, step + s, sums);
         } else {
+          if constexpr (Format::HAS_OFFSET) add_offsets_on_lanes(p, x, plus, step + s, sums);
           on_lanes(p, x, pieces[s], by, step + s, sums);
         }
+      }
+    }
+
+    // The offset of block t is k values 2t and 2t + 1 of 8, in two parts, both of which meet the
+    // first part of the block's sum and then, in the next column, the second.
+    static __device__ __forceinline__ void add_offsets(const Gemv& p, const SplitRows& x, const float (&plus)[2],
+                                                       uint32_t step, Sums& sums) {
+      uint32_t sum = 0;
+      if (group() < 2 * p.m) sum = *x.sum(group() / 2, group() % 2, step * GROUP + member());
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+      float(&c)[4] = sums.added;
+      asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(split(plus[0])), "r"(split(plus[1])), "r"(sum));
+#endif
+    }
+
+    static __device__ __forceinline__ void add_offsets_on_lanes(const Gemv& p, const SplitRows& x,
+                                                                const float (&plus)[2], uint32_t step, Sums& sums) {
+#pragma unroll
+      for (int m = 0; m < MAX_M; ++m) {
+        if (m >= p.m) break;
+        const uint32_t block = step * GROUP + member();
+        const float sum = __uint_as_float(*x.sum(m, 0, block) << 16) + __uint_as_float(*x.sum(m, 1, block) << 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums.parts[i][m] = fmaf(plus[i], sum, sums.parts[i][m]);
       }
     }
 
@@ -338,8 +350,8 @@ template <class Format, int STEPS_> struct BlockRows {
     SplitStage stage;
 
     __device__ Prepare(const Gemv& p, char* xs, float* scratch)
-        : stage(p, SplitRows{xs, p.k, groups_of(p.k)}, scratch, Format::HAS_OFFSET) {}
-    __device__ void ask() {}
+        : stage(p, SplitRows{xs, p.m, groups_of(p.k)}, scratch, Format::HAS_OFFSET) {}
+    __device__ void ask() { stage.ask(); }
     __device__ void run() const { stage.run(); }
   };
 };

@@ -13,9 +13,9 @@ use candle_core::{Result, Tensor};
 /// * result: `[.., N]` with N = sum of N_i, or `[.., N / 2]` with
 ///   [`Activation::SwiGlu`](super::Activation::SwiGlu), in x's dtype
 ///
-/// On the CPU, dot products of a block are exact in integers and accumulated over blocks in f32. The int8
-/// activations are what the result differs by from a product with the dequantized weights: at most
-/// half a step of `max|x| / 127` for each input of a block. The method is that of ggml's `Q8_1`
+/// On the CPU, dot products of a block are exact in integers and accumulated over blocks in f32. The
+/// int8 activations are what the result differs by from a product with the dequantized weights: at
+/// most half a step of `max|x| / 127` for each input of a block. The method is that of ggml's `Q8_1`
 /// activations; the row-interleaved weight layout follows its repacked kernels in idea.
 ///
 /// On CUDA, up to 8 rows of x are taken as two bf16 parts each, 16 bits in all, and multiplied with

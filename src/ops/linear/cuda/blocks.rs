@@ -40,6 +40,10 @@ const GROUP: usize = 128;
 /// Matrices of one launch.
 const MOST_WEIGHTS: usize = 3;
 
+/// Inputs up to which a row is short, and rows from which on there are many.
+const SHORT: usize = 2048;
+const MANY: usize = 16 << 10;
+
 /// A product of up to [`FEW`] rows with weights in blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct FewBlocks {
@@ -50,15 +54,18 @@ pub(crate) struct FewBlocks {
 
 impl FewBlocks {
     fn core(&self, kernel: usize) -> Core {
+        let short = self.at.k < SHORT;
+        let rows: usize = self.weights.iter().map(|w| w.rows()).sum();
         Core {
             kernel,
             most: MOST_ROWS,
             unit: UNIT,
             // A warp takes a group at a time, and that is enough for one.
             step: GROUP / 4,
-            tile: 2,
-            // Two parts of 16 bits for each value, and a sum in f32 for each block of 32.
-            row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 16),
+            // Warps that share a short row run out of groups: with units enough they need not.
+            tile: if short && rows >= MANY { 8 } else { 2 },
+            // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
+            row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 32),
             padded: false,
         }
     }

@@ -35,7 +35,7 @@ pub(crate) struct FewAt {
 
 impl FewAt {
     /// The same for weights whose outputs begin at `column`.
-    fn from_column(&self, column: usize) -> Self {
+    fn at_column(&self, column: usize) -> Self {
         let behind = |base: Address, dtype: DType| match base {
             0 => 0,
             base => base + (column * dtype.size_in_bytes()) as u64,
@@ -73,7 +73,7 @@ impl Few {
         let mut column = 0;
         for run in weights.chunk_by(alike) {
             for run in run.chunks(most(&run[0])) {
-                parts.push(Part::new(run, &at.from_column(column))?);
+                parts.push(Part::new(run, &at.at_column(column))?);
                 column += run.iter().map(Weight::rows).sum::<usize>();
             }
         }

@@ -110,9 +110,11 @@ pub(super) fn forward(
     });
     // SAFETY: the guards have checked that the tensors have these shapes and lie on the device; the
     // stream that runs the kernels is the one that frees them.
-    match product {
-        Some(product) => unsafe { few(&launcher, &product)? },
-        None => unsafe { many(&launcher, device, &held.weights, op.rows, &at)? },
+    unsafe {
+        match product {
+            Some(product) => few(&launcher, &product)?,
+            None => many(&launcher, device, &held.weights, op.rows, &at)?,
+        }
     }
     Ok((out, Shape::from(dims)))
 }
