@@ -1,8 +1,14 @@
 // The dense linear family for few rows of x.
 #include "dense.cuh"
-#include "tensor.cuh"
+#include "small.cuh"
 
 using namespace fused;
+
+// Small products, with weights of x's 16-bit type and k up to 1024 or 1536.
+FUSED_SMALL(linear_small_1024_f16, __half, 4)
+FUSED_SMALL(linear_small_1024_bf16, __nv_bfloat16, 4)
+FUSED_SMALL(linear_small_1536_f16, __half, 6)
+FUSED_SMALL(linear_small_1536_bf16, __nv_bfloat16, 6)
 
 // Several rows of x, and weights of its 16-bit type.
 FUSED_FEW_ROWS(linear_tensor_f16, 2, Tensor<__half, 8>)
