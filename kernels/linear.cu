@@ -18,7 +18,6 @@ FUSED_FEW_ROWS(linear_tensor_bf16, 2, Tensor<__nv_bfloat16, 8>)
 #define LINEAR(SUFFIX, TYPE)                                  \
   FUSED_GEMV(linear_m1_##SUFFIX, Dense<TYPE>, 1, 4, 1)        \
   FUSED_GEMV(linear_m1_large_##SUFFIX, Dense<TYPE>, 1, 2, 4)  \
-  FUSED_GEMV(linear_m4_##SUFFIX, Dense<TYPE>, 4, 2, 2)        \
   FUSED_GEMV(linear_m8_##SUFFIX, Dense<TYPE>, 8, 2, 2)
 
 LINEAR(f32, float)

@@ -22,9 +22,6 @@ static MODULE: Module = Module::new(
         "linear_m1_large_f32",
         "linear_m1_large_f16",
         "linear_m1_large_bf16",
-        "linear_m4_f32",
-        "linear_m4_f16",
-        "linear_m4_bf16",
         "linear_m8_f32",
         "linear_m8_f16",
         "linear_m8_bf16",
@@ -38,8 +35,8 @@ static MODULE: Module = Module::new(
 
 const TENSOR: usize = 0;
 const LANES: usize = 2;
-const SCALAR: usize = 14;
-const SMALL: usize = 15;
+const SCALAR: usize = 11;
+const SMALL: usize = 12;
 
 /// Rows of weights that a block of a small product computes.
 const SMALL_UNIT: usize = 8;
@@ -143,11 +140,11 @@ impl FewRows {
         } else {
             lanes(0, 1, 4, 1)
         };
-        let (four, eight) = (lanes(2, 4, 2, 2), lanes(3, 8, 2, 2));
-        match self.m {
-            5.. if eight.rows_at_once(gpu) > 0 => eight,
-            2.. if four.rows_at_once(gpu) > 0 => four,
-            _ => one,
+        let eight = lanes(2, 8, 2, 2);
+        if self.m > 1 && eight.rows_at_once(gpu) > 0 {
+            eight
+        } else {
+            one
         }
     }
 
