@@ -7,27 +7,16 @@
 
 #include <type_traits>
 
-#include "common.cuh"
+#include "dtype.cuh"
+#include "mma.cuh"
 
 namespace fused {
 
 constexpr int HEADS = 8;  // query heads of a block: the width of an mma
 
-// Elements whose type is known at run time: 0 f32, 1 f16, 2 bf16.
-__device__ __forceinline__ float load_any(const void* p, uint64_t i, int dtype) {
-  if (dtype == 0) return __ldcg(static_cast<const float*>(p) + i);
-  if (dtype == 1) return to_float(__ldcg(static_cast<const __half*>(p) + i));
-  return to_float(__ldcg(static_cast<const __nv_bfloat16*>(p) + i));
-}
-
-__device__ __forceinline__ void store_any(void* p, uint64_t i, int dtype, float v) {
-  if (dtype == 0) static_cast<float*>(p)[i] = v;
-  else if (dtype == 1) static_cast<__half*>(p)[i] = from_float<__half>(v);
-  else static_cast<__nv_bfloat16*>(p)[i] = from_float<__nv_bfloat16>(v);
-}
-
+// A value as it is after being stored.
 __device__ __forceinline__ float rounded_to(int dtype, float v) {
-  return dtype == 0 ? v : dtype == 1 ? rounded<__half>(v) : rounded<__nv_bfloat16>(v);
+  return dtype == F32 ? v : dtype == F16 ? rounded<__half>(v) : rounded<__nv_bfloat16>(v);
 }
 
 // The keys and values of one head, and how a product becomes a score.
@@ -89,36 +78,6 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
   return *reinterpret_cast<uint32_t*>(&both);
 }
 
-// d += a b, 16 x 8 x 16. Turing has no bf16 form (the host does not send bf16 here) and multiplies
-// half as deep.
-template <typename C>
-__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                    uint32_t a3, uint32_t b0, uint32_t b1) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define FUSED_MMA(TYPE)                                                                       \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, "        \
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                         \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                        \
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-  if constexpr (sizeof(C) == 2 && VEC<C> == 8) {
-    if constexpr (std::is_same<C, __half>::value) FUSED_MMA("f16");
-    else FUSED_MMA("bf16");
-  }
-#undef FUSED_MMA
-#else
-  if constexpr (std::is_same<C, __half>::value) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(b0));
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a2), "r"(a3), "r"(b1));
-  }
-#endif
-}
-
 // Scores are Q K^T with the heads as rows: rows 0-7 are the queries as C stores them, rows 8-15
 // what that left out, so a product is as exact as in f32. Values are V^T P^T with the heads as
 // columns, P again in two parts. Each thread's 16 bytes of a key are the operands of two steps:
@@ -126,6 +85,11 @@ __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uin
 // memory, and neither keys nor values pass through shared memory.
 template <typename C, int D, int W, int SUB> struct TensorCore {
   static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  using Operand = __half;  // Turing multiplies no bf16, and the host asks it for none
+#else
+  using Operand = C;
+#endif
   // Elements of a head that a lane of 32 can have.
   static constexpr int LANE = (D + 31) / 32;
   // Bytes of the queries as operands.
@@ -134,7 +98,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
   uint32_t k[SUB][2][STEPS][2];
   uint32_t v[SUB][4][STEPS];
   float o[STEPS][4];
-  float m = -INFINITY, l = 0.f;
+  float m, l;
 
   // Where a lane finds dimensions 2i, 2i + 1 of its part of the values.
   __device__ static int dimension(int r) {
@@ -152,7 +116,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
     return step * WARP * 16 + (head * 4 + t) * 16 + d % 4 / 2 * 8 + d % 2 * 2;
   }
 
-  __device__ static int dtype(int) { return std::is_same<C, __half>::value ? 1 : 2; }
+  __device__ static int dtype(int) { return std::is_same<C, __half>::value ? F16 : BF16; }
 
   __device__ static void put(char* queries, int head, int d, float q) {
     const C high = from_float<C>(q);
@@ -192,6 +156,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
   }
 
   __device__ void start() {
+    m = -INFINITY, l = 0.f;
 #pragma unroll
     for (int r = 0; r < STEPS; ++r) o[r][0] = o[r][1] = o[r][2] = o[r][3] = 0.f;
   }
@@ -203,10 +168,11 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
     float s[2 * SUB][4] = {};
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-      const uint4 q = *reinterpret_cast<const uint4*>(queries + (i * WARP + lane) * 16);
+      const uint4 row = *reinterpret_cast<const uint4*>(queries + (i * WARP + lane) * 16);
+      const uint32_t q[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
       for (int j = 0; j < 2 * SUB; ++j)
-        mma<C>(s[j], q.x, q.y, q.z, q.w, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
+        mma<Operand>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
     }
     if (next < tiles) fetch_keys(keys, start + next * KEYS);
     float p[2 * SUB][2], top = m;
@@ -242,12 +208,11 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
     for (int u = 0; u < SUB; ++u) {
 #pragma unroll
       for (int r = 0; r < STEPS; ++r) {
-        const uint32_t a0 = __byte_perm(v[u][0][r], v[u][1][r], 0x5410);
-        const uint32_t a1 = __byte_perm(v[u][0][r], v[u][1][r], 0x7632);
-        const uint32_t a2 = __byte_perm(v[u][2][r], v[u][3][r], 0x5410);
-        const uint32_t a3 = __byte_perm(v[u][2][r], v[u][3][r], 0x7632);
-        mma<C>(o[r], a0, a1, a2, a3, high[2 * u], high[2 * u + 1]);
-        mma<C>(o[r], a0, a1, a2, a3, low[2 * u], low[2 * u + 1]);
+        const uint32_t a[4] = {
+            __byte_perm(v[u][0][r], v[u][1][r], 0x5410), __byte_perm(v[u][0][r], v[u][1][r], 0x7632),
+            __byte_perm(v[u][2][r], v[u][3][r], 0x5410), __byte_perm(v[u][2][r], v[u][3][r], 0x7632)};
+        mma<Operand>(o[r], a, high[2 * u], high[2 * u + 1]);
+        mma<Operand>(o[r], a, low[2 * u], low[2 * u + 1]);
       }
     }
     if (next < tiles) fetch_values(keys, start + next * KEYS);
@@ -306,10 +271,10 @@ template <int N, int W> struct LaneCore {
   // The type is asked for once, so that the loads go out together.
   __device__ static void any_rows(float (&k)[BATCH][N], float (&v)[BATCH][N], const Keys& keys,
                                   uint32_t first) {
-    if (keys.dtype == 0) {
+    if (keys.dtype == F32) {
       rows<float>(k, keys.k, keys, first);
       rows<float>(v, keys.v, keys, first);
-    } else if (keys.dtype == 1) {
+    } else if (keys.dtype == F16) {
       rows<__half>(k, keys.k, keys, first);
       rows<__half>(v, keys.v, keys, first);
     } else {

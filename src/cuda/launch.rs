@@ -10,6 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Kernels launched by this process through [`Launcher::run`].
 static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
+/// What those had to read and write at least.
+static MOVED: AtomicU64 = AtomicU64::new(0);
+
 /// The shape of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grid {
@@ -78,6 +81,7 @@ impl Launcher {
         launch: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         LAUNCHES.fetch_add(1, Ordering::Relaxed);
+        MOVED.fetch_add(self.bytes, Ordering::Relaxed);
         profile::around(self, names, launch)
     }
 
@@ -140,6 +144,7 @@ impl Launcher {
         };
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
         LAUNCHES.fetch_add(1, Ordering::Relaxed);
+        MOVED.fetch_add(self.bytes, Ordering::Relaxed);
         profile::around(self, module.names(index), || {
             // SAFETY: the configuration and the argument live through the call, which copies them;
             // the rest is the caller's.
@@ -166,4 +171,9 @@ impl Launcher {
 /// Kernels launched so far by the fused ops of this process; a replayed graph counts none.
 pub fn launches() -> u64 {
     LAUNCHES.load(Ordering::Relaxed)
+}
+
+/// Bytes that the launches so far had to read and write at least, where somebody counted.
+pub(crate) fn moved() -> u64 {
+    MOVED.load(Ordering::Relaxed)
 }

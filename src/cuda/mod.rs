@@ -18,6 +18,7 @@ pub(crate) use gpu::{Gpu, MAX_GPUS};
 pub(crate) use graph::Graph;
 pub use graph::count_launches;
 pub use launch::launches;
+pub(crate) use launch::moved;
 pub(crate) use launch::{Grid, Launcher};
 pub(crate) use memory::{
     Address, address, address_of, alloc, contiguous, copy_slots, cuda_storage, stack_rows,

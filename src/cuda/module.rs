@@ -68,17 +68,6 @@ impl Module {
         (self.stem, self.kernels[index])
     }
 
-    /// The kernel of this name, for those who ask once and keep it.
-    ///
-    /// # Panics
-    /// If the module has no such kernel.
-    pub fn position(&self, name: &str) -> usize {
-        match self.kernels.iter().position(|k| *k == name) {
-            Some(index) => index,
-            None => panic!("kernels/{}.cu has no kernel `{name}`", self.stem),
-        }
-    }
-
     /// The architecture that the kernel's code for this GPU was compiled for, as in sm_90: an older
     /// one where the GPU is newer than all that was built for.
     pub fn built_for(&self, gpu: &Gpu, index: usize) -> Result<u32> {

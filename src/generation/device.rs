@@ -3,8 +3,9 @@
 
 use super::plan::Plan;
 use super::state::State;
-use super::{Options, Sequence};
-use crate::cuda::{Graph, Launcher};
+use super::{Options, PartTime, Sequence};
+use crate::cuda::profile::Event;
+use crate::cuda::{Graph, Launcher, moved};
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
 use candle_core::{CudaDevice, Result, bail};
@@ -71,7 +72,7 @@ impl OnDevice {
     pub fn kernels_per_step(&self) -> usize {
         match &self.graph {
             Recorded::Done(graph) => graph.kernels(),
-            _ => self.plan.kernels(),
+            _ => self.plan.len(),
         }
     }
 
@@ -111,6 +112,48 @@ impl OnDevice {
     /// Waits for the steps that are under way and forgets what they gave.
     pub fn settle(&mut self) -> Result<()> {
         self.state.settle()
+    }
+
+    /// What each part of a step takes: the launches of that part in all layers as a graph of their
+    /// own, replayed in a row.
+    pub fn profile(&mut self, sequences: &[Sequence], rounds: usize) -> Result<Vec<PartTime>> {
+        /// A graph repeats its part, so that the gaps between graphs weigh little.
+        const REPEATS: usize = 4;
+        self.settle()?;
+        let launcher = Launcher::new(&self.device)?;
+        let positions: Vec<_> = sequences.iter().map(|s| s.ids.len()).collect();
+        let mut times = Vec::new();
+        for part in self.plan.parts() {
+            self.state.upload(sequences)?;
+            let (mut count, before) = (0, moved());
+            let mut graph = Graph::capture(launcher.gpu, |launcher| {
+                for _ in 0..REPEATS {
+                    count += self.plan.launch_part(launcher, part)?;
+                }
+                Ok(())
+            })?;
+            let cache = if part == "attention" {
+                self.plan.cache_bytes(&positions)
+            } else {
+                0
+            };
+            let mut replay = |times: usize| {
+                // SAFETY: as in `launch`.
+                (0..times).try_for_each(|_| unsafe { graph.launch(launcher.stream) })
+            };
+            replay(3)?;
+            let begin = Event::record(launcher.stream)?;
+            replay(rounds)?;
+            let seconds = Event::record(launcher.stream)?.since(&begin)?;
+            times.push(PartTime {
+                part,
+                launches: count / REPEATS,
+                seconds: seconds / (REPEATS * rounds) as f64,
+                bytes: (moved() - before) / REPEATS as u64 + cache,
+            });
+        }
+        self.settle()?;
+        Ok(times)
     }
 
     fn launch(&mut self) -> Result<()> {

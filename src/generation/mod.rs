@@ -16,12 +16,12 @@
 //! # Ok(()) }
 //! ```
 
-#[cfg(feature = "cuda_graph_wip")]
+#[cfg(feature = "cuda")]
 mod device;
 mod eager;
-#[cfg(feature = "cuda_graph_wip")]
+#[cfg(feature = "cuda")]
 mod plan;
-#[cfg(feature = "cuda_graph_wip")]
+#[cfg(feature = "cuda")]
 mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
@@ -55,6 +55,19 @@ impl Default for Options {
             ahead: 2,
         }
     }
+}
+
+/// What a part of the model takes of a step on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct PartTime {
+    /// `qkv`, `attention`, `output`, `gate_up`, `down`, `head`, `embedding` or `sample`.
+    pub part: &'static str,
+    /// Steps of all layers together.
+    pub launches: usize,
+    /// Seconds of all layers together.
+    pub seconds: f64,
+    /// Bytes that have to be read and written at least; 0 where nobody counted.
+    pub bytes: u64,
 }
 
 /// The most sequences side by side.
@@ -116,7 +129,7 @@ impl Sequence {
     }
 
     /// Counts the pending token as read, and `next` as pending.
-    #[cfg(feature = "cuda_graph_wip")]
+    #[cfg(feature = "cuda")]
     fn advance(&mut self, next: u32) {
         if let Some(token) = self.pending.replace(next) {
             self.ids.push(token);
@@ -133,7 +146,7 @@ pub struct Generation {
 
 enum Engine {
     Eager(eager::Eager),
-    #[cfg(feature = "cuda_graph_wip")]
+    #[cfg(feature = "cuda")]
     Device(Box<device::OnDevice>),
 }
 
@@ -179,7 +192,7 @@ impl Generation {
         self.check(index)?;
         match &mut self.engine {
             Engine::Eager(eager) => eager.extend(index, &mut self.sequences[index], ids),
-            #[cfg(feature = "cuda_graph_wip")]
+            #[cfg(feature = "cuda")]
             Engine::Device(device) => device.extend(&mut self.sequences, index, ids),
         }
     }
@@ -195,7 +208,7 @@ impl Generation {
         }
         match &mut self.engine {
             Engine::Eager(eager) => eager.step(&mut self.sequences),
-            #[cfg(feature = "cuda_graph_wip")]
+            #[cfg(feature = "cuda")]
             Engine::Device(device) => device.step(&mut self.sequences),
         }
     }
@@ -206,7 +219,7 @@ impl Generation {
     /// If there is no such sequence.
     pub fn truncate(&mut self, index: usize, len: usize) -> Result<()> {
         self.check(index)?;
-        #[cfg(feature = "cuda_graph_wip")]
+        #[cfg(feature = "cuda")]
         if let Engine::Device(device) = &mut self.engine {
             device.settle()?;
         }
@@ -230,7 +243,7 @@ impl Generation {
     pub fn graph_refusal(&self) -> Option<&str> {
         match &self.engine {
             Engine::Eager(_) => None,
-            #[cfg(feature = "cuda_graph_wip")]
+            #[cfg(feature = "cuda")]
             Engine::Device(device) => device.refusal(),
         }
     }
@@ -239,8 +252,22 @@ impl Generation {
     pub fn kernels_per_step(&self) -> usize {
         match &self.engine {
             Engine::Eager(_) => 0,
-            #[cfg(feature = "cuda_graph_wip")]
+            #[cfg(feature = "cuda")]
             Engine::Device(device) => device.kernels_per_step(),
+        }
+    }
+
+    /// What each part of a step takes on the GPU, each measured alone, where nothing runs beside it;
+    /// empty where steps are no chain of kernels. Keys and values at the next position are
+    /// overwritten, as the next step does in any case.
+    ///
+    /// # Errors
+    /// If a part cannot be recorded.
+    pub fn profile(&mut self, rounds: usize) -> Result<Vec<PartTime>> {
+        match &mut self.engine {
+            Engine::Eager(_) => Ok(Vec::new()),
+            #[cfg(feature = "cuda")]
+            Engine::Device(device) => device.profile(&self.sequences, rounds),
         }
     }
 
@@ -263,7 +290,7 @@ impl Engine {
         buffers: &[KvCache],
         options: &Options,
     ) -> Result<Self> {
-        #[cfg(feature = "cuda_graph_wip")]
+        #[cfg(feature = "cuda")]
         if let candle_core::Device::Cuda(device) = kind.device().clone()
             && let Some(engine) = device::OnDevice::new(&device, decoder, kind, buffers, options)?
         {

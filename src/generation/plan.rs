@@ -3,35 +3,31 @@
 //! output projection with the residual; gate and up behind the norm; down with the residual.
 
 use super::state::State;
-use crate::cuda::{Address, Launcher, address, address_of, alloc};
+use crate::cuda::{Address, Gpu, Launcher, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
 use crate::nn::{KvCache, Linear, RmsNorm, RotaryEmbedding};
-use crate::ops::embedding::cuda as embedding;
-use crate::ops::flash_decoding::cuda as flash_decoding;
-use crate::ops::linear::cuda::{self as linear, FewRows};
+use crate::ops::Activation;
+use crate::ops::embedding::cuda::{self as embedding, Lookup};
+use crate::ops::flash_decoding::cuda::{self as flash_decoding, Step, StepShape};
+use crate::ops::linear::cuda::{self as linear, Few, FewAt};
 use crate::ops::sample::cuda as sample;
-use crate::ops::{Activation, RopeStyle, Weight};
+use crate::ops::view::dtype_index;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Tensor};
 
-/// One launch.
-pub(super) enum Work {
-    Embedding(embedding::Lookup),
-    Linear(linear::Few),
-    Attention(flash_decoding::Step),
+/// One step of the model.
+enum Work {
+    Embedding(Lookup),
+    Linear(Few),
+    Attention(Step),
     Sample(sample::Step),
 }
 
-/// A launch with the name of its part of the model.
-pub(super) struct Launch {
-    pub part: &'static str,
-    pub work: Work,
-}
-
-/// The launches of a step, in order, and what they work on.
+/// The launches of a decode step, in order, and what they work on.
 pub(super) struct Plan {
-    pub launches: Vec<Launch>,
+    /// Each with the name of its part of the model.
+    work: Vec<(&'static str, Work)>,
     sequences: u32,
-    /// Whose addresses stand in the launches, beside those of the state.
+    /// Whose addresses stand in the work, beside the state's.
     _held: Held,
 }
 
@@ -51,29 +47,27 @@ impl Plan {
         rotary: &RotaryEmbedding,
         state: &State,
     ) -> Result<Option<Self>> {
-        let Some(dtype) = decoder.residual_dtype() else {
+        let Some(table) = decoder.embedding.table() else {
             return Ok(None);
         };
-        let mut writer = Writer::new(device, decoder, dtype, state)?;
-        writer.embed(decoder, state)?;
+        let lookup = Lookup::new(table, state.token(), 0, state.sequences())?;
+        let mut writer = Writer::new(device, lookup, state)?;
         for (block, cache) in decoder.blocks.iter().zip(caches) {
-            if writer.block(block, cache, rotary, state)?.is_none() {
+            if !writer.block(block, cache, rotary)? {
                 return Ok(None);
             }
         }
-        if writer.head(decoder, state)?.is_none() {
+        if !writer.head(&decoder.head, &decoder.norm)? {
             return Ok(None);
         }
         let tables = rotary.tables();
+        let held = |cache: &KvCache| (cache.buffers().0.clone(), cache.buffers().1.clone());
         Ok(Some(Self {
-            launches: writer.launches,
+            work: writer.work,
             sequences: state.sequences() as u32,
             _held: Held {
                 _decoder: decoder.clone(),
-                _caches: caches
-                    .iter()
-                    .map(|c| (c.buffers().0.clone(), c.buffers().1.clone()))
-                    .collect(),
+                _caches: caches.iter().map(held).collect(),
                 _tables: (tables.0.clone(), tables.1.clone()),
                 _buffers: writer.buffers,
             },
@@ -82,17 +76,53 @@ impl Plan {
 
     /// Launches the whole step.
     pub fn launch(&self, launcher: &Launcher) -> Result<()> {
-        self.launches
+        self.work
             .iter()
-            .try_for_each(|l| self.launch_one(launcher, l))
+            .try_for_each(|(_, work)| self.launch_one(launcher, work))
     }
 
-    /// Launches one part of it.
-    pub fn launch_one(&self, launcher: &Launcher, launch: &Launch) -> Result<()> {
+    /// The parts of the model that there are launches for, in the order of their first.
+    pub fn parts(&self) -> Vec<&'static str> {
+        let mut parts = Vec::new();
+        for (part, _) in &self.work {
+            if !parts.contains(part) {
+                parts.push(*part);
+            }
+        }
+        parts
+    }
+
+    /// Launches one part of the model in all layers, and tells how many steps that was.
+    pub fn launch_part(&self, launcher: &Launcher, part: &str) -> Result<usize> {
+        let mut count = 0;
+        for (_, work) in self.work.iter().filter(|(name, _)| *name == part) {
+            self.launch_one(launcher, work)?;
+            count += 1;
+        }
+        Ok(count)
+    }
+
+    /// Bytes of keys and values that a step reads when the sequences stand at `positions`.
+    pub fn cache_bytes(&self, positions: &[usize]) -> u64 {
+        let keys: usize = positions.iter().map(|p| p + 1).sum();
+        let row = |work: &Work| match work {
+            Work::Attention(Step { shape, .. }) => {
+                2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes()
+            }
+            _ => 0,
+        };
+        self.work
+            .iter()
+            .map(|(_, work)| (keys * row(work)) as u64)
+            .sum()
+    }
+
+    fn launch_one(&self, launcher: &Launcher, work: &Work) -> Result<()> {
         // SAFETY: every address stands for a buffer that `_held` or the state keeps, in the size
-        // that the step asks for; all of it is used on candle's stream alone.
+        // that the work asks for, and all of it is used on candle's stream alone. In the chain no
+        // kernel writes what a later one reads before it waits: those are weights and tables.
         unsafe {
-            match &launch.work {
+            match work {
                 Work::Embedding(lookup) => embedding::launch(launcher, lookup),
                 Work::Linear(few) => linear::few(launcher, few),
                 Work::Attention(step) => flash_decoding::launch(launcher, step),
@@ -101,25 +131,235 @@ impl Plan {
         }
     }
 
-    /// Launches of a step.
-    pub fn kernels(&self) -> usize {
-        self.launches.len()
+    /// Steps of the model; a product of several weight formats may be more than one kernel.
+    pub fn len(&self) -> usize {
+        self.work.len()
     }
 }
 
-/// Writes a plan; holds the buffers between the launches.
+/// Writes a plan, and makes the buffers between its steps.
 struct Writer<'a> {
     device: &'a CudaDevice,
-    launches: Vec<Launch>,
+    launcher: Launcher,
+    state: &'a State,
+    work: Vec<(&'static str, Work)>,
     buffers: Vec<CudaStorage>,
-    sequences: usize,
     dtype: DType,
-    hidden: usize,
-    /// The residual stream, `[sequences, hidden]`.
+    /// The residual stream, `[sequences, hidden]`: each layer adds to it in place.
     x: Address,
-    qkv: Address,
-    attended: Address,
-    gated: Address,
-    logits: Address,
-    scratch: Address,
+    /// Buffers of the widest layer so far, and their widths: q, k and v; attended; gated.
+    between: [(Address, usize); 3],
+    /// Scratch memory that all layers' attention shares: one follows the other.
+    scratch: Option<(Address, Address)>,
+}
+
+const QKV: usize = 0;
+const ATTENDED: usize = 1;
+const GATED: usize = 2;
+
+/// What a product does beside multiplying.
+struct Around<'a> {
+    norm: Option<&'a RmsNorm>,
+    activation: Activation,
+    residual: Address,
+    out: Address,
+    out_dtype: DType,
+}
+
+impl<'a> Writer<'a> {
+    fn new(device: &'a CudaDevice, mut lookup: Lookup, state: &'a State) -> Result<Self> {
+        let (dtype, hidden) = (lookup.dtype(), lookup.width());
+        let mut writer = Self {
+            device,
+            launcher: Launcher::new(device)?,
+            state,
+            work: Vec::new(),
+            buffers: Vec::new(),
+            dtype,
+            x: 0,
+            between: [(0, 0); 3],
+            scratch: None,
+        };
+        writer.x = writer.buffer(dtype, state.sequences() * hidden)?;
+        lookup.out = writer.x;
+        writer.work.push(("embedding", Work::Embedding(lookup)));
+        Ok(writer)
+    }
+
+    fn buffer(&mut self, dtype: DType, len: usize) -> Result<Address> {
+        let storage = alloc("generation", self.device, dtype, len)?;
+        let at = address(&storage, &Layout::contiguous(len))?;
+        self.buffers.push(storage);
+        Ok(at)
+    }
+
+    /// One of the buffers between steps, at least `width` wide.
+    fn between(&mut self, which: usize, width: usize) -> Result<Address> {
+        if self.between[which].1 < width {
+            let len = self.state.sequences() * width;
+            self.between[which] = (self.buffer(self.dtype, len)?, width);
+        }
+        Ok(self.between[which].0)
+    }
+
+    /// The five steps of a layer; false if one of them is not fused.
+    fn block(&mut self, block: &Block, cache: &KvCache, rotary: &RotaryEmbedding) -> Result<bool> {
+        let attention = &block.attention;
+        let config = attention.config();
+        if !attention.is_fused() {
+            return Ok(false);
+        }
+        let (qkv, output) = attention.projections();
+        let (gate_up, down) = block.mlp.projections();
+        let width = config.heads * config.head_dim;
+        let q = self.between(QKV, width + 2 * config.kv_heads * config.head_dim)?;
+        let attended = self.between(ATTENDED, width)?;
+        let gated = self.between(GATED, gate_up.rows().iter().sum::<usize>() / 2)?;
+        let plain = |norm, out| Around {
+            norm,
+            activation: Activation::None,
+            residual: 0,
+            out,
+            out_dtype: self.dtype,
+        };
+        let first = plain(Some(&block.attention_norm), q);
+        let added = |writer: &Self| Around {
+            norm: None,
+            activation: Activation::None,
+            residual: writer.x,
+            out: writer.x,
+            out_dtype: writer.dtype,
+        };
+        let swiglu = Around {
+            activation: Activation::SwiGlu,
+            ..plain(Some(&block.mlp_norm), gated)
+        };
+        Ok(self.linear("qkv", qkv, self.x, first)?
+            && self.attention(block, cache, rotary)?
+            && self.linear("output", output, attended, added(self))?
+            && self.linear("gate_up", gate_up, self.x, swiglu)?
+            && self.linear("down", down, gated, added(self))?)
+    }
+
+    fn linear(
+        &mut self,
+        part: &'static str,
+        linear: &Linear,
+        x: Address,
+        around: Around<'_>,
+    ) -> Result<bool> {
+        let Some((weights, bias)) = linear.fused_parts() else {
+            return Ok(false);
+        };
+        let rows = linear.rows().iter().sum::<usize>();
+        let norm = match around.norm {
+            Some(norm) if norm.weight().dtype() != self.dtype => return Ok(false),
+            Some(norm) => Some((address_of(norm.weight())?, norm.eps() as f32)),
+            None => None,
+        };
+        let at = FewAt {
+            x,
+            norm,
+            bias: bias.map_or(Ok(0), address_of)?,
+            activation: around.activation,
+            residuals: [around.residual, 0],
+            out: around.out,
+            stride: match around.activation {
+                Activation::SwiGlu => rows / 2,
+                _ => rows,
+            },
+            m: self.state.sequences(),
+            k: weights.first().map_or(0, |w| w.cols()),
+            x_dtype: self.dtype,
+            out_dtype: around.out_dtype,
+        };
+        let Some(few) = Few::new(&self.launcher, weights, &at)? else {
+            return Ok(false);
+        };
+        self.work.push((part, Work::Linear(few)));
+        Ok(true)
+    }
+
+    fn attention(
+        &mut self,
+        block: &Block,
+        cache: &KvCache,
+        rotary: &RotaryEmbedding,
+    ) -> Result<bool> {
+        let config = block.attention.config();
+        let (k, v) = cache.buffers();
+        let (cos, sin) = rotary.tables();
+        let shape = StepShape {
+            sequences: self.state.sequences(),
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            slots: k.dim(2)?,
+            positions: cos.dim(0)?,
+            pairs: cos.dim(1)?,
+            dtype: self.dtype,
+            cache_dtype: k.dtype(),
+        };
+        if config.head_dim > flash_decoding::MOST_DIM {
+            return Ok(false);
+        }
+        let (partial, counters) = self.scratch(&shape)?;
+        let step = Step {
+            qkv: self.between[QKV].0,
+            q_norm: 0,
+            k_norm: 0,
+            eps: 0.,
+            cos: address_of(cos)?,
+            sin: address_of(sin)?,
+            k_cache: address_of(k)?,
+            v_cache: address_of(v)?,
+            out: self.between[ATTENDED].0,
+            partial,
+            counters,
+            position: self.state.position(),
+            shape,
+            style: rotary.style(),
+            scale: 1. / (config.head_dim as f32).sqrt(),
+            softcap: 0.,
+            window: 0,
+        };
+        self.work.push(("attention", Work::Attention(step)));
+        Ok(true)
+    }
+
+    /// The layers of a model have one shape.
+    fn scratch(&mut self, shape: &StepShape) -> Result<(Address, Address)> {
+        if let Some(scratch) = self.scratch {
+            return Ok(scratch);
+        }
+        let gpu: &'static Gpu = self.launcher.gpu;
+        let partial = self.buffer(DType::U8, shape.partial_bytes(gpu))?;
+        let zeros = self.device.alloc_zeros::<u32>(shape.counters(gpu))?;
+        let zeros = CudaStorage::wrap_cuda_slice(zeros, self.device.clone());
+        let counters = address(&zeros, &Layout::contiguous(shape.counters(gpu)))?;
+        self.buffers.push(zeros);
+        Ok(*self.scratch.insert((partial, counters)))
+    }
+
+    /// The head behind the last norm, and the choice of the next tokens.
+    fn head(&mut self, head: &Linear, norm: &RmsNorm) -> Result<bool> {
+        let vocab = head.rows().iter().sum::<usize>();
+        let logits = self.buffer(DType::F32, self.state.sequences() * vocab)?;
+        let around = Around {
+            norm: Some(norm),
+            activation: Activation::None,
+            residual: 0,
+            out: logits,
+            out_dtype: DType::F32,
+        };
+        if !self.linear("head", head, self.x, around)? {
+            return Ok(false);
+        }
+        let step = sample::Step {
+            dtype: dtype_index(DType::F32) as i32,
+            ..self.state.sampling(logits)
+        };
+        self.work.push(("sample", Work::Sample(step)));
+        Ok(true)
+    }
 }

@@ -2,11 +2,10 @@
 //! reads tokens.
 
 use super::{Options, Sequence};
-use crate::cuda::{Address, Launcher, Pinned, address_of};
+use crate::cuda::{Address, Launcher, Pinned};
 use crate::ops::SamplingParams;
 use crate::ops::sample::{NONE, cuda as sample};
-use crate::ops::view::dtype_index;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, Error, Result, Tensor, bail};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

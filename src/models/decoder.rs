@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 /// One layer.
 #[derive(Clone, Debug)]
-pub(crate) struct Block {
+pub struct Block {
     pub attention_norm: RmsNorm,
     pub attention: Attention,
     pub mlp_norm: RmsNorm,
@@ -32,7 +32,7 @@ impl Block {
 
 /// Keys and values of every layer, and the rotary tables.
 #[derive(Clone, Debug)]
-pub(crate) struct DecoderCache {
+pub struct DecoderCache {
     layers: Vec<Option<KvCache>>,
     rotary: RotaryEmbedding,
     keep: bool,
@@ -101,7 +101,7 @@ impl DecoderCache {
 
 /// The whole model.
 #[derive(Clone, Debug)]
-pub(crate) struct Decoder {
+pub struct Decoder {
     pub embedding: Embedding,
     pub blocks: Vec<Block>,
     pub norm: RmsNorm,

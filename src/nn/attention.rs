@@ -41,6 +41,18 @@ impl Attention {
         self.config
     }
 
+    /// The projections to q, k and v, and back.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn projections(&self) -> (&Linear, &Linear) {
+        (&self.qkv, &self.output)
+    }
+
+    /// Whether rotation, append and attention are fused.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_fused(&self) -> bool {
+        self.fusion.rope && self.fusion.flash_attention && self.fusion.residual_add
+    }
+
     /// An empty cache for this layer, see [`KvCache::new`].
     pub fn new_cache(
         &self,

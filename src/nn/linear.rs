@@ -92,13 +92,20 @@ impl Linear {
         }
     }
 
-    /// The matrices and the bias, if the product is fused.
+    /// The matrices and the bias, if the product is fused with whatever is around it.
     #[cfg(feature = "cuda")]
     pub(crate) fn fused_parts(&self) -> Option<(&[Weight], Option<&Tensor>)> {
+        let around = self.fusion.rms_norm_linear && self.fusion.swiglu && self.fusion.residual_add;
         match &self.form {
-            Form::Fused(weights) => Some((weights, self.bias.as_ref())),
-            Form::Plain(_) => None,
+            Form::Fused(weights) if around => Some((weights, self.bias.as_ref())),
+            _ => None,
         }
+    }
+
+    /// Rows of each matrix.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn rows(&self) -> &[usize] {
+        &self.rows
     }
 
     /// All outputs side by side, `[.., sum of N_i]`, of `norm(x)` if a norm is given.

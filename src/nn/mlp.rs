@@ -16,6 +16,12 @@ impl GatedMlp {
         Self { gate_up, down }
     }
 
+    /// Gate and up, and down.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn projections(&self) -> (&Linear, &Linear) {
+        (&self.gate_up, &self.down)
+    }
+
     /// `residual + mlp(norm(x))`.
     pub fn forward(&self, x: &Tensor, norm: &RmsNorm, residual: &Tensor) -> Result<Tensor> {
         let _span = tracing::trace_span!("mlp").entered();

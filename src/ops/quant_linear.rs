@@ -5,7 +5,7 @@ use super::linear::{Epilogue, Prologue, Weight, launch};
 use candle_core::{Result, Tensor};
 
 /// `y = act(prologue(x) Wᵀ + bias) + residuals` with W in GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1,
-/// Q8_0, Q4_K, Q5_K, Q6_K) and activations quantized to int8 in blocks of 32.
+/// Q8_0, Q4_K, Q5_K, Q6_K); on the CPU activations are quantized to int8 in blocks of 32.
 ///
 /// * `x`: `[.., K]`, f32, f16 or bf16, any layout
 /// * `weights`: one or more matrices `[N_i, K]`, whose outputs stand side by side; dense ones may be
@@ -13,10 +13,14 @@ use candle_core::{Result, Tensor};
 /// * result: `[.., N]` with N = sum of N_i, or `[.., N / 2]` with
 ///   [`Activation::SwiGlu`](super::Activation::SwiGlu), in x's dtype
 ///
-/// Dot products of a block are exact in integers and accumulated over blocks in f32. The int8
+/// On the CPU, dot products of a block are exact in integers and accumulated over blocks in f32. The int8
 /// activations are what the result differs by from a product with the dequantized weights: at most
 /// half a step of `max|x| / 127` for each input of a block. The method is that of ggml's `Q8_1`
 /// activations; the row-interleaved weight layout follows its repacked kernels in idea.
+///
+/// On CUDA, up to 8 rows of x are taken as two bf16 parts each, 16 bits in all, and multiplied with
+/// the codes in f32 (2^-17 of each input); more rows and the weights are rounded to bf16 (to f16
+/// where x is f16 or the GPU has no bf16) for one product with sums in f32.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.

@@ -4,7 +4,7 @@ use crate::golden::Golden;
 use crate::support::device;
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, Device, Result, Tensor};
 use candle_fused::models::llama::{Config, LlamaConfig, ModelWeights};
 use candle_fused::{Fusion, models::llama::Llama3RopeConfig};
 use std::collections::HashMap;

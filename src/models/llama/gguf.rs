@@ -66,12 +66,7 @@ impl ModelWeights {
         let decoder = file.decoder(&cfg, fusion)?;
         let rotary = RotaryEmbedding::new(frequencies, RopeStyle::Interleaved, device)?;
         let layers = cfg.num_hidden_layers;
-        // Keys and values of a GPU are read by tensor cores.
-        let dtype = if device.is_cuda() {
-            DType::F16
-        } else {
-            DType::F32
-        };
+        let dtype = file.cache_dtype();
         let cache = DecoderCache::new(layers, rotary, true, dtype, device);
         Ok(Self { decoder, cache })
     }
@@ -355,6 +350,16 @@ impl<R: Seek + Read> File<'_, R> {
                 self.linear(&[(&name("ffn_down"), hidden)], inner, fusion)?,
             ),
         })
+    }
+
+    /// What keys and values are stored in: on a GPU a file that is quantized has them in 16 bits, as
+    /// its tensor cores take them.
+    fn cache_dtype(&self) -> DType {
+        let mut infos = self.ct.tensor_infos.values();
+        match self.device.is_cuda() && infos.any(|info| quant::supports(info.ggml_dtype)) {
+            true => DType::F16,
+            false => DType::F32,
+        }
     }
 
     fn frequencies(&mut self, cfg: &Config) -> Result<Vec<f32>> {

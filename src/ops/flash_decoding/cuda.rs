@@ -31,8 +31,8 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// Head dimensions with tensor-core kernels, and the tiles of 16 keys that a warp takes at once.
-const TENSOR: [(usize, usize); 5] = [(64, 4), (80, 2), (96, 2), (128, 2), (256, 1)];
+/// Head dimensions with tensor-core kernels, and how many times 16 keys a tile has.
+const TENSOR: [(usize, usize); 5] = [(64, 2), (80, 1), (96, 1), (128, 1), (256, 1)];
 const ANY_128: usize = 10;
 const ANY_256: usize = 11;
 
@@ -115,9 +115,7 @@ struct Params {
     positions: u32,
     pairs: u32,
     window: u32,
-    clusters: u32,
     tiles: u32,
-    single: u32,
     dtype: i32,
     cache_dtype: i32,
     interleaved: i32,
@@ -133,8 +131,8 @@ struct Shares {
     warps: usize,
     /// Rows of blocks: the parts of each key/value head's query heads.
     parts: usize,
-    /// Blocks of a row, each a cluster of its own.
-    clusters: usize,
+    /// Blocks of a row.
+    blocks: usize,
     /// Tiles of keys before another block joins.
     tiles: usize,
     shared: usize,
@@ -163,13 +161,10 @@ impl StepShape {
         let group = self.heads / self.kv_heads;
         let parts = group.div_ceil(HEADS);
         let (d, heads) = (self.head_dim, group.min(HEADS));
-        let floats = HEADS * d
-            + 2 * d
-            + HEADS
-            + 2 * warps * HEADS
-            + 16
-            + 1
-            + warps * heads * (d + d % 2 + 2);
+        // As `Shared` of the kernel: queries, the new key and value, angles and norms, what the
+        // warps found.
+        let floats =
+            (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
         let tiles = warps;
         let rows = (self.kv_heads * parts * self.sequences).max(1);
         let useful = self.slots.div_ceil(16 * sub).div_ceil(tiles);
@@ -177,7 +172,7 @@ impl StepShape {
             kernel,
             warps,
             parts,
-            clusters: (gpu.sms as usize / rows).min(useful).max(1),
+            blocks: (gpu.sms as usize / rows).min(useful).max(1),
             tiles,
             shared: queries + 4 * floats,
         }
@@ -186,7 +181,7 @@ impl StepShape {
     /// Bytes that the blocks of a step leave for the one that ends last.
     pub fn partial_bytes(&self, gpu: &Gpu) -> usize {
         let shares = self.shares(gpu);
-        8 * self.rows(&shares) * shares.clusters * HEADS * self.head_dim
+        8 * self.rows(&shares) * shares.blocks * HEADS * self.head_dim
     }
 
     /// u32 that count the blocks of a step that are done.
@@ -239,9 +234,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
         positions: positions as u32,
         pairs: pairs as u32,
         window: step.window as u32,
-        clusters: shares.clusters as u32,
         tiles: shares.tiles as u32,
-        single: shares.tiles as u32,
         dtype: dtype_index(dtype) as i32,
         cache_dtype: dtype_index(cache_dtype) as i32,
         interleaved: (step.style == RopeStyle::Interleaved).into(),
@@ -250,7 +243,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
         softcap: step.softcap,
         eps: step.eps,
     };
-    let blocks = [shares.clusters, kv_heads * shares.parts, sequences].map(|n| n as u32);
+    let blocks = [shares.blocks, kv_heads * shares.parts, sequences].map(|n| n as u32);
     let grid = Grid::new(blocks, 32 * shares.warps as u32, shares.shared as u32);
     // SAFETY: the layout is the kernel's `Params`; the addresses are the caller's.
     unsafe { launcher.run(&MODULE, shares.kernel, grid, &params) }

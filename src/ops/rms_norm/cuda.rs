@@ -50,6 +50,12 @@ pub(crate) struct RmsNormAt {
     pub dtype: DType,
 }
 
+impl RmsNormAt {
+    fn addresses(&self) -> [Address; 5] {
+        [self.x, self.residual, self.weight, self.sum, self.y]
+    }
+}
+
 /// Launches the norm of `at.rows` rows.
 ///
 /// # Safety
@@ -57,12 +63,7 @@ pub(crate) struct RmsNormAt {
 /// the launch.
 pub(crate) unsafe fn launch(launcher: &Launcher, at: &RmsNormAt) -> Result<()> {
     float(OP, "x", at.dtype)?;
-    let addresses = [at.x, at.residual, at.weight, at.sum, at.y];
-    let rows = Rows::new(OP, at.rows, at.width, at.dtype, &addresses)?;
-    let residual = if at.residual == 0 { "" } else { " +residual" };
-    trace::record(OP, || {
-        format!("cuda {} {}{residual}", rows.path(), at.dtype.as_str())
-    });
+    let rows = Rows::new(OP, at.rows, at.width, at.dtype, &at.addresses())?;
     let params = Params {
         x: at.x,
         residual: at.residual,
@@ -108,6 +109,12 @@ pub(super) fn forward(
         eps,
         dtype: x.dtype(),
     };
+    trace::record(OP, || {
+        let rows = Rows::new(OP, at.rows, width, at.dtype, &at.addresses());
+        let path = rows.map_or("", |rows| rows.path());
+        let residual = if at.residual == 0 { "" } else { " +residual" };
+        format!("cuda {path} {}{residual}", at.dtype.as_str())
+    });
     // SAFETY: the guards have checked the shapes; the tensors live through the call, and the
     // stream that runs the kernel is the one that frees them.
     unsafe { launch(&Launcher::new(x.device())?, &at)? };
