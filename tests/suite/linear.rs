@@ -33,10 +33,12 @@ fn tolerance(dtype: DType, k: usize, with_norm: bool) -> f64 {
 }
 
 /// One row, odd widths, several cells of the output.
-const SHAPES: [(usize, usize, usize); 7] = [
+const SHAPES: [(usize, usize, usize); 9] = [
     (1, 64, 48),
     (1, 33, 10),
     (2, 600, 36),
+    (1, 1432, 20),
+    (5, 2056, 28),
     (3, 576, 100),
     (8, 264, 22),
     (9, 111, 34),

@@ -2,7 +2,7 @@
 //! weight once.
 
 use super::gemv::{Core, Gemv, Matrix, launch};
-use crate::cuda::{Address, Gpu, Launcher, Module, fatbin};
+use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
 use candle_core::{DType, Result, bail};
@@ -22,19 +22,25 @@ static MODULE: Module = Module::new(
         "linear_m1_large_f32",
         "linear_m1_large_f16",
         "linear_m1_large_bf16",
-        "linear_m4_f32",
-        "linear_m4_f16",
-        "linear_m4_bf16",
         "linear_m8_f32",
         "linear_m8_f16",
         "linear_m8_bf16",
         "linear_m8_scalar",
+        "linear_small_1024_f16",
+        "linear_small_1024_bf16",
+        "linear_small_1536_f16",
+        "linear_small_1536_bf16",
     ],
 );
 
 const TENSOR: usize = 0;
 const LANES: usize = 2;
-const SCALAR: usize = 14;
+const SCALAR: usize = 11;
+const SMALL: usize = 12;
+
+/// Rows of weights that a block of a small product computes.
+const SMALL_UNIT: usize = 8;
+const SMALL_THREADS: u32 = 256;
 
 /// Rows of x that are few: the weights are read once and meet all of them. More go to the library's
 /// matrix product.
@@ -109,8 +115,7 @@ impl FewRows {
                 padded: true,
             };
         }
-        let sixteen = self.x_dtype == self.w_dtype && size == 2;
-        if self.m > 1 && sixteen && (gpu.arch >= 80 || self.w_dtype == DType::F16) {
+        if self.m > 1 && self.on_tensor_cores(gpu) {
             return Core {
                 kernel: TENSOR + index - 1,
                 most: FEW,
@@ -135,17 +140,41 @@ impl FewRows {
         } else {
             lanes(0, 1, 4, 1)
         };
-        let (four, eight) = (lanes(2, 4, 2, 2), lanes(3, 8, 2, 2));
-        match self.m {
-            5.. if eight.rows_at_once(gpu) > 0 => eight,
-            2.. if four.rows_at_once(gpu) > 0 => four,
-            _ => one,
+        let eight = lanes(2, 8, 2, 2);
+        if self.m > 1 && eight.rows_at_once(gpu) > 0 {
+            eight
+        } else {
+            one
         }
     }
 
     /// Whether the GPU has the shared memory that one row of x takes.
     pub fn fits(&self, launcher: &Launcher) -> bool {
-        self.core(launcher.gpu).rows_at_once(launcher.gpu) > 0
+        let gpu = launcher.gpu;
+        self.small(gpu).is_some() || self.core(gpu).rows_at_once(gpu) > 0
+    }
+
+    /// Whether tensor cores multiply x with the weights as they are.
+    fn on_tensor_cores(&self, gpu: &Gpu) -> bool {
+        let sixteen = self.w_dtype.size_in_bytes() == 2 && self.x_dtype == self.w_dtype;
+        sixteen && (gpu.arch >= 80 || self.w_dtype == DType::F16)
+    }
+
+    /// The kernel for small products, and its blocks, where the GPU takes them all at once.
+    fn small(&self, gpu: &Gpu) -> Option<(usize, u32)> {
+        let steps = match self.k {
+            0..=1024 => 0,
+            1025..=1536 => 1,
+            _ => return None,
+        };
+        let outputs = match self.activation {
+            Activation::SwiGlu => SMALL_UNIT / 2,
+            _ => SMALL_UNIT,
+        };
+        let blocks = self.width().div_ceil(outputs);
+        let fits = self.vectors() && self.on_tensor_cores(gpu) && blocks <= 4 * gpu.sms as usize;
+        let kernel = SMALL + 2 * steps + dtype_index(self.w_dtype).saturating_sub(1);
+        fits.then_some((kernel, blocks as u32))
     }
 }
 
@@ -166,6 +195,20 @@ pub(crate) unsafe fn few_rows(launcher: &Launcher, at: &FewRows) -> Result<()> {
             at.out_dtype
         );
     }
+    if at.m == 0 {
+        return Ok(());
+    }
+    let mut params = params(at);
+    let bytes = at.rows() * at.k * at.w_dtype.size_in_bytes();
+    if let Some((kernel, blocks)) = at.small(launcher.gpu) {
+        let grid = Grid::line(blocks, SMALL_THREADS);
+        // SAFETY: the kernel takes `Gemv`; the addresses are the caller's.
+        return unsafe {
+            launcher
+                .moving(bytes as u64)
+                .run(&MODULE, kernel, grid, &params)
+        };
+    }
     let core = at.core(launcher.gpu);
     let once = core.rows_at_once(launcher.gpu);
     if once == 0 {
@@ -176,7 +219,6 @@ pub(crate) unsafe fn few_rows(launcher: &Launcher, at: &FewRows) -> Result<()> {
         );
     }
     let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes() as u64);
-    let mut params = params(at);
     for first in (0..at.m).step_by(once) {
         params.m = (at.m - first).min(once) as u32;
         let (inputs, outputs) = ((first * at.k) as u64, (first * at.stride) as u64);
@@ -186,7 +228,6 @@ pub(crate) unsafe fn few_rows(launcher: &Launcher, at: &FewRows) -> Result<()> {
             0 => 0,
             r => r + outputs * x_size,
         });
-        let bytes = at.rows() * at.k * at.w_dtype.size_in_bytes();
         // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
         unsafe { launch(launcher, &MODULE, &core, bytes, params)? };
     }
@@ -210,8 +251,10 @@ fn params(at: &FewRows) -> Gemv {
         params.prologue.norm = 1;
         (params.prologue.weight, params.prologue.eps) = (weight, eps);
     }
+    (params.m, params.prologue.x) = (at.m as u32, at.x);
     params.prologue.dtype = dtype_index(at.x_dtype) as i32;
     params.epilogue.bias = at.bias;
+    (params.epilogue.residuals, params.epilogue.out) = (at.residuals, at.out);
     params.epilogue.stride = at.stride as u64;
     params.epilogue.dtype = dtype_index(at.x_dtype) as i32;
     params.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
