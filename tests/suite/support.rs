@@ -98,11 +98,6 @@ pub fn widest_error(got: &Tensor, expected: &[f64]) -> Result<f64> {
 
 /// Views of every kind that candle hands over: cut on the left and right, transposed, permuted,
 /// broadcast, of one row and one column.
-pub fn layouts(dtype: DType) -> Result<Vec<Tensor>> {
-    layouts_on(dtype, &Device::Cpu)
-}
-
-/// [`layouts`] of tensors on a device.
 pub fn layouts_on(dtype: DType, device: &Device) -> Result<Vec<Tensor>> {
     let randn = |dims: &[usize], dtype| randn_on(dims, dtype, device);
     let base = randn(&[6, 4, 43], dtype)?;

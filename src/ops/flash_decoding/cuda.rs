@@ -173,8 +173,8 @@ impl StepShape {
         // `Shared` of the kernel.
         let floats =
             (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
-        // A second turn of the warps costs about what a second block does.
-        let tiles = 2 * warps;
+        // Each warp has one turn before another block joins: a second turn costs a little more.
+        let tiles = warps;
         let rows = (self.kv_heads * parts * self.sequences).max(1);
         let useful = self.slots.div_ceil(keys).div_ceil(tiles);
         Shares {

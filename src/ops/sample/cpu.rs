@@ -52,12 +52,13 @@ fn choose(logits: &[f32], settings: &Settings, history: &[u32]) -> u32 {
     if greedy || likeliest == NONE {
         return likeliest;
     }
-    let floor = floor(&scores, settings, scores[likeliest as usize]);
+    let top = scores[likeliest as usize];
+    let limit = limit(&scores, settings, top);
     let draw = history.len() as u32;
     let drawn = scores
         .iter()
         .enumerate()
-        .filter(|(_, score)| key(**score) >= floor)
+        .filter(|(_, score)| distance(**score, top) <= limit)
         .map(|(token, score)| (token, score + gumbel(settings, draw, token as u32)));
     best(drawn)
 }
@@ -84,47 +85,42 @@ fn gumbel(settings: &Settings, draw: u32, token: u32) -> f32 {
     -(-(-v).ln_1p()).ln()
 }
 
-/// Floats as integers in the same order; what is no number comes last.
-fn key(v: f32) -> u32 {
-    let bits = v.to_bits();
-    match bits >> 31 {
-        _ if v.is_nan() => 0,
-        0 => bits | 1 << 31,
-        _ => !bits,
-    }
+/// How far a score is below the highest, in steps of 2^-26; ever the same for equal scores.
+fn distance(score: f32, top: f32) -> u32 {
+    ((top - score) * 2f32.powi(26)).min(4_294_967_040.) as u32
 }
 
-/// The lowest key that top-k and top-p keep.
-fn floor(scores: &[f32], settings: &Settings, top: f32) -> u32 {
+/// The distance up to which top-k and top-p keep tokens.
+fn limit(scores: &[f32], settings: &Settings, top: f32) -> u32 {
     let nucleus = settings.top_p < 1.;
     let few = settings.top_k > 0 && (settings.top_k as usize) < scores.len();
     if !nucleus && !few {
-        return 1;
+        return u32::MAX;
     }
-    let mut keyed: Vec<(u32, f32)> = scores
+    let mut kept: Vec<(u32, f32)> = scores
         .iter()
-        .map(|s| (key(*s), *s))
-        .filter(|(k, _)| *k > 0)
+        .filter(|score| !score.is_nan())
+        .map(|score| (distance(*score, top), *score))
         .collect();
-    keyed.sort_unstable_by_key(|(key, _)| std::cmp::Reverse(*key));
-    let mut floor = 1;
-    if few && let Some((key, _)) = keyed.get(settings.top_k as usize - 1) {
-        floor = *key;
-        keyed.retain(|(key, _)| *key >= floor);
+    kept.sort_unstable_by_key(|(distance, _)| *distance);
+    let mut limit = u32::MAX;
+    if few && let Some((distance, _)) = kept.get(settings.top_k as usize - 1) {
+        limit = *distance;
+        kept.retain(|(distance, _)| *distance <= limit);
     }
     if nucleus {
         // In fixed point, so that sums do not depend on their order.
-        let mass = |score: f32| ((score - top).exp() * 2f32.powi(32)) as u64;
-        let total = keyed.iter().map(|(_, score)| mass(*score)).sum::<u64>();
+        let mass = |score: f32| ((score - top).exp() * 2f32.powi(28)).round_ties_even() as u64;
+        let total = kept.iter().map(|(_, score)| mass(*score)).sum::<u64>();
         let target =
             ((f64::from(settings.top_p) * total as f64).ceil() as u64).clamp(1, total.max(1));
         let mut reached = 0;
-        for (key, score) in keyed {
+        for (distance, score) in kept {
             reached += mass(score);
             if reached >= target {
-                return floor.max(key);
+                return limit.min(distance);
             }
         }
     }
-    floor
+    limit
 }

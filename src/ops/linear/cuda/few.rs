@@ -160,7 +160,8 @@ impl FewRows {
         sixteen && (gpu.arch >= 80 || self.w_dtype == DType::F16)
     }
 
-    /// The kernel for small products, and its blocks, where the GPU takes them all at once.
+    /// The kernel for small products, and its blocks, where each multiprocessor has one at most: with
+    /// more, staging x again and again costs what the short way through the kernel saves.
     fn small(&self, gpu: &Gpu) -> Option<(usize, u32)> {
         let steps = match self.k {
             0..=1024 => 0,
@@ -172,7 +173,7 @@ impl FewRows {
             _ => SMALL_UNIT,
         };
         let blocks = self.width().div_ceil(outputs);
-        let fits = self.vectors() && self.on_tensor_cores(gpu) && blocks <= 4 * gpu.sms as usize;
+        let fits = self.vectors() && self.on_tensor_cores(gpu) && blocks <= gpu.sms as usize;
         let kernel = SMALL + 2 * steps + dtype_index(self.w_dtype).saturating_sub(1);
         fits.then_some((kernel, blocks as u32))
     }
