@@ -160,9 +160,10 @@ fn run() -> Result<()> {
 
 /// Where a step's time goes, against what the memory allows.
 fn breakdown(generation: &mut Generation, device: &Device, bytes: usize, rate: f64) -> Result<()> {
-    let Some(bandwidth) = gpu::copy_bandwidth(device) else {
+    let Device::Cuda(cuda) = device else {
         return Ok(());
     };
+    let bandwidth = candle_fused::cuda::profile::copy_bandwidth(cuda)?;
     println!(
         "weights {:.1} MB, copy bandwidth {:.2} TB/s: {:.1} % of weights / bandwidth",
         bytes as f64 / 1e6,

@@ -6,12 +6,14 @@
 //! cargo run --release --example smollm -- --prompt "Once upon a time" --temperature 0.8 --stock
 //! ```
 
+#[cfg(feature = "cuda")]
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::Device;
+#[cfg(feature = "cuda")]
 use candle_fused::generation::Options;
 
 mod common;
@@ -24,7 +26,7 @@ use common::session::{self, Session};
 use common::source::{self, Located, SourceOptions};
 use common::tokenizer::Text;
 use common::weights::{self, Weights};
-use common::{fused, profile, report, stock, trace_file};
+use common::{fused, report, stock, trace_file};
 
 /// Asked when there is no prompt: short, and within reach of a small model.
 const QUESTION: &str = "Give me three tips for better sleep.";
@@ -96,23 +98,20 @@ fn load(args: &ModelArgs, weights: Weights, device: &Device) -> Result<Box<dyn T
 
 /// Profiles on the prompt as given, or on the question in the model's chat template.
 fn profile_run(args: &Args, model: &dyn TextModel, text: &Text, device: &Device) -> Result<()> {
-    let prompt = prompt(args, text)?;
-    let options = Options {
-        positions: prompt.len() + 2,
-        graph: !args.model.no_graph,
-        ..Default::default()
-    };
-    ensure!(
-        model.chooses_tokens(),
-        "--profile needs a GPU and a build with --features cuda"
-    );
-    let mut generation = model.generation(&options)?;
-    profile::run(
-        &mut generation,
-        &prompt,
-        device,
-        Path::new("candle-fused-profile.json"),
-    )
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(cuda) = device {
+        let prompt = prompt(args, text)?;
+        let options = Options {
+            positions: prompt.len() + 2,
+            graph: !args.model.no_graph,
+            ..Default::default()
+        };
+        let mut generation = model.generation(&options)?;
+        let file = Path::new("candle-fused-profile.json");
+        return common::profile::run(&mut generation, &prompt, cuda, file);
+    }
+    let _ = (args, model, text, device);
+    bail!("--profile needs a GPU and a build with --features cuda")
 }
 
 /// The prompt as given, or the question in the model's chat template.

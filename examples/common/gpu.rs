@@ -54,13 +54,3 @@ pub fn launches(device: &Device, body: impl FnOnce() -> Result<()>) -> Option<u6
     let _ = (device, body);
     None
 }
-
-/// Bytes read and written per second by a copy within the GPU's memory.
-pub fn copy_bandwidth(device: &Device) -> Option<f64> {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(cuda) = device {
-        return candle_fused::cuda::profile::copy_bandwidth(cuda).ok();
-    }
-    let _ = device;
-    None
-}

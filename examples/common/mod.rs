@@ -11,6 +11,7 @@ pub mod gguf_vocab;
 pub mod gpu;
 pub mod hub;
 pub mod pip;
+#[cfg(feature = "cuda")]
 pub mod profile;
 pub mod progress;
 pub mod report;

@@ -5,12 +5,13 @@ use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
-use candle_core::Device;
+use anyhow::{Context, Result};
+use candle_core::CudaDevice;
+use candle_fused::cuda::profile::{self, Launch};
 use candle_fused::generation::{Generation, PartTime};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::{gpu, report};
+use super::report;
 
 /// A line of a table: launches of one kind.
 #[derive(Clone, Debug)]
@@ -70,69 +71,76 @@ pub fn lines(parts: &[PartTime]) -> Vec<Line> {
 pub fn run(
     generation: &mut Generation,
     prompt: &[u32],
-    device: &Device,
+    device: &CudaDevice,
     file: &Path,
 ) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(cuda) = device {
-        use candle_fused::cuda::profile;
-        let bandwidth = gpu::copy_bandwidth(device).context("no copy could be timed")?;
-        // Once before, so that kernels are loaded and the library has chosen its algorithms.
-        generation.extend(0, prompt)?;
-        generation.truncate(0, 0)?;
-        let (_, launches) = profile::capture(cuda, || generation.extend(0, prompt))?;
-        let mut kinds: BTreeMap<(&str, &str), Line> = BTreeMap::new();
-        for launch in &launches {
-            let line = kinds
-                .entry((launch.stem, launch.kernel))
-                .or_insert_with(|| Line {
-                    name: launch.kernel.to_owned(),
-                    launches: 0,
-                    seconds: 0.,
-                    bytes: 0,
-                });
-            line.launches += 1;
-            line.seconds += launch.seconds;
-            line.bytes += launch.bytes;
-        }
-        let mut prefill: Vec<Line> = kinds.into_values().collect();
-        prefill.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-        generation.step()?;
-        let decode = lines(&generation.profile(30)?);
-        let text = format!(
-            "copy bandwidth {:.2} TB/s\n\n{}\n{}",
-            bandwidth / 1e12,
-            table(&format!("prefill of {}", prompt.len()), &prefill, bandwidth),
-            table("decode step", &decode, bandwidth)
-        );
-        report::write_text(&mut std::io::stdout().lock(), &text)?;
-        let mut events: Vec<_> = launches
-            .iter()
-            .map(|l| event("prefill", l.kernel, l.start, l.seconds, l.bytes))
-            .collect();
-        let mut at = launches.last().map_or(0., |l| l.start + l.seconds) + 1e-4;
-        for line in &decode {
-            events.push(event(
-                "decode, by part",
-                &line.name,
-                at,
-                line.seconds,
-                line.bytes,
-            ));
-            at += line.seconds;
-        }
-        let out = File::create(file).with_context(|| format!("cannot write {}", file.display()))?;
-        serde_json::to_writer(BufWriter::new(out), &events)?;
-        report::say(format_args!("timeline in {}", file.display()));
-        return Ok(());
-    }
-    let _ = (generation, prompt, device, file);
-    bail!("--profile needs a GPU and a build with --features cuda")
+    let bandwidth = profile::copy_bandwidth(device)?;
+    // Once before, so that kernels are loaded and the library has chosen its algorithms.
+    generation.extend(0, prompt)?;
+    generation.truncate(0, 0)?;
+    let (_, launches) = profile::capture(device, || generation.extend(0, prompt))?;
+    generation.step()?;
+    let decode = lines(&generation.profile(30)?);
+    let text = format!(
+        "copy bandwidth {:.2} TB/s\n\n{}\n{}",
+        bandwidth / 1e12,
+        table(
+            &format!("prefill of {}", prompt.len()),
+            &by_kernel(&launches),
+            bandwidth
+        ),
+        table("decode step", &decode, bandwidth)
+    );
+    report::write_text(&mut std::io::stdout().lock(), &text)?;
+    let out = File::create(file).with_context(|| format!("cannot write {}", file.display()))?;
+    serde_json::to_writer(BufWriter::new(out), &timeline(&launches, &decode))?;
+    report::say(format_args!("timeline in {}", file.display()));
+    Ok(())
 }
 
-/// A complete event of the Trace Event Format, times in microseconds.
-#[cfg(feature = "cuda")]
-fn event(thread: &str, name: &str, start: f64, seconds: f64, bytes: u64) -> serde_json::Value {
+/// The launches of each kernel together, slowest first.
+fn by_kernel(launches: &[Launch]) -> Vec<Line> {
+    let mut kinds: BTreeMap<(&str, &str), Line> = BTreeMap::new();
+    for launch in launches {
+        let line = kinds
+            .entry((launch.stem, launch.kernel))
+            .or_insert_with(|| Line {
+                name: launch.kernel.to_owned(),
+                launches: 0,
+                seconds: 0.,
+                bytes: 0,
+            });
+        line.launches += 1;
+        line.seconds += launch.seconds;
+        line.bytes += launch.bytes;
+    }
+    let mut lines: Vec<Line> = kinds.into_values().collect();
+    lines.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    lines
+}
+
+/// Complete events of the Trace Event Format: the prefill as it ran, and the parts of the decode step
+/// one behind the other.
+fn timeline(launches: &[Launch], decode: &[Line]) -> Vec<Value> {
+    let mut events: Vec<_> = launches
+        .iter()
+        .map(|l| event("prefill", l.kernel, (l.start, l.seconds), l.bytes))
+        .collect();
+    let mut at = launches.last().map_or(0., |l| l.start + l.seconds) + 1e-4;
+    for line in decode {
+        events.push(event(
+            "decode, by part",
+            &line.name,
+            (at, line.seconds),
+            line.bytes,
+        ));
+        at += line.seconds;
+    }
+    events
+}
+
+/// One event; times in microseconds.
+fn event(thread: &str, name: &str, (start, seconds): (f64, f64), bytes: u64) -> Value {
     json!({
         "name": name, "cat": thread, "ph": "X", "pid": 0, "tid": thread,
         "ts": start * 1e6, "dur": seconds * 1e6, "args": { "bytes": bytes },

@@ -267,7 +267,10 @@ impl Generation {
     /// If a part cannot be recorded.
     pub fn profile(&mut self, rounds: usize) -> Result<Vec<PartTime>> {
         match &mut self.engine {
-            Engine::Eager(_) => Ok(Vec::new()),
+            Engine::Eager(_) => {
+                let _ = rounds;
+                Ok(Vec::new())
+            }
             #[cfg(feature = "cuda")]
             Engine::Device(device) => device.profile(&self.sequences, rounds),
         }
