@@ -73,11 +73,12 @@ impl Comparison<'_> {
             }
         }
         let side = |index: usize, probe: Option<Probe>| -> Option<Side> {
+            let probe = probe?;
             let runs: &[Generation] = &generations[index];
             let rounds: Vec<_> = runs.iter().map(|g| g.round.clone()).collect();
             let load = median(runs.iter().map(|g| g.load.as_secs_f64()).collect());
             let load = Duration::from_secs_f64(load);
-            probe.map(|probe| Side::of_rounds(load, self.prompt.len(), &rounds, probe))
+            Some(Side::of_rounds(load, self.prompt.len(), &rounds, probe))
         };
         let [a, b, c] = probes;
         let (stock_side, settings, fused_side) = (side(0, a?), side(1, b?), side(2, c?));

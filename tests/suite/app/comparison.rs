@@ -121,6 +121,7 @@ fn the_json_has_the_promised_names() {
         "layers",
         "op_calls",
         "stock",
+        "settings",
         "fused",
         "speedup",
     ];
@@ -134,6 +135,8 @@ fn the_json_has_the_promised_names() {
         "tpot_ms_p50",
         "tpot_ms_p99",
         "peak_rss_mb",
+        "gpu_memory_mb",
+        "launches_per_token",
     ];
     of_side.sort();
     for side in ["stock", "fused"] {
@@ -155,6 +158,17 @@ fn the_text_says_where_tokens_differ() {
         "{text}"
     );
     assert!(text.contains("rope 30") && text.contains("4.00x"), "{text}");
+    assert!(
+        !text.contains("settings only") && !text.contains("kernels per token"),
+        "{text}"
+    );
+    report.settings = Some(side(30.0, None));
+    report.fused.launches_per_token = Some(153);
+    let text = report.to_string();
+    assert!(
+        text.contains("settings only") && text.contains("kernels per token"),
+        "{text}"
+    );
     report.tokens_match = true;
     report.stock.peak_rss_mb = None;
     let text = report.to_string();
