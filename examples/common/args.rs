@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use super::gpu;
 use super::report::one_line;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
@@ -183,9 +184,10 @@ pub fn parse<P: Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result
 }
 
 impl ModelArgs {
-    /// The device to run on: the first GPU that this build can use unless `--cpu` is given.
+    /// The device to run on: the first GPU, if this build can use one and one is there, unless `--cpu`
+    /// is given.
     pub fn device(&self) -> Result<Device> {
-        if self.cpu || !candle_core::utils::cuda_is_available() {
+        if self.cpu || !gpu::is_present() {
             return Ok(Device::Cpu);
         }
         Device::new_cuda(0)

@@ -3,6 +3,17 @@
 use anyhow::Result;
 use candle_core::Device;
 
+/// Whether this build has CUDA and the driver shows a GPU.
+pub fn is_present() -> bool {
+    #[cfg(feature = "cuda")]
+    {
+        use candle_core::cuda_backend::cudarc::driver::CudaContext;
+        CudaContext::device_count().is_ok_and(|count| count > 0)
+    }
+    #[cfg(not(feature = "cuda"))]
+    false
+}
+
 /// The GPU's name, or `cpu`.
 pub fn name(device: &Device) -> String {
     #[cfg(feature = "cuda")]
