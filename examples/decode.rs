@@ -90,7 +90,10 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     let args = Args::parse();
-    let device = Device::cuda_if_available(0)?;
+    let device = match gpu::is_present() {
+        true => Device::new_cuda(0)?,
+        false => Device::Cpu,
+    };
     gpu::tune(&device, true)?;
     let config = args.shape.config();
     let tensors = weights(&config, args.dtype, &device)?;

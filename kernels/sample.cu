@@ -102,8 +102,8 @@ __device__ Best block_best(Best best, Best* scratch) {
 constexpr int DIGIT = 11;
 constexpr int BINS = 1 << DIGIT;  // two for each thread
 
-// Sums of weights below 2^28 as two halves of 14 bits, which stay below 2^32 for 2^18 tokens and are
-// added by the native atomics.
+// Sums of weights up to 2^27 as halves of 13 and 14 bits, which stay below 2^32 for 2^18 tokens and
+// are added by the native atomics.
 struct Bins {
   uint32_t low[BINS], high[BINS];
   unsigned long long warps[WARPS];
@@ -130,7 +130,7 @@ __device__ void tally(const float* scores, uint32_t vocab, float top, uint32_t l
     if (count) {
       atomicAdd(&bins.low[bin], 1);
     } else {
-      const uint32_t mass = __float2uint_rn(expf(score - top) * 268435456.f);
+      const uint32_t mass = __float2uint_rn(expf(score - top) * 134217728.f);
       atomicAdd(&bins.low[bin], mass & 16383);
       if (mass >> 14) atomicAdd(&bins.high[bin], mass >> 14);
     }
@@ -158,6 +158,7 @@ __device__ uint32_t select(const float* scores, uint32_t vocab, float top, uint3
     __syncthreads();
     for (int i = 0; i < warp; ++i) until += bins.warps[i];
     if (shift == 2 * DIGIT && threadIdx.x == THREADS - 1) {
+      bins.found = UINT32_MAX;  // stays if nothing has any weight: all are kept
       const double wanted = ceil(count ? amount : amount * double(until));
       bins.target = max(1ull, min(until, static_cast<unsigned long long>(wanted)));
     }

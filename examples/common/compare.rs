@@ -149,6 +149,7 @@ impl Comparison<'_> {
         let (mut tokens, mut margins, mut steps) = (Vec::new(), Vec::new(), Vec::new());
         let started = Instant::now();
         let logits = model.forward(self.prompt, 0)?;
+        model.device().synchronize()?;
         let prefill = started.elapsed();
         let (token, margin) = best(&logits)?;
         let first_token = started.elapsed();
@@ -306,13 +307,14 @@ impl Comparison<'_> {
     /// Kernels that the token behind the prompt takes.
     fn launches(&self, model: &mut dyn TextModel) -> Result<Option<u64>> {
         let options = Options {
-            positions: self.prompt.len() + 1,
+            positions: self.prompt.len() + 2,
             graph: self.graph,
             ..Default::default()
         };
         if model.chooses_tokens() {
             let mut generation = model.generation(&options)?;
             generation.extend(0, self.prompt)?;
+            generation.step()?;
             return Ok(Some(generation.kernels_per_step() as u64));
         }
         model.clear()?;
@@ -321,8 +323,11 @@ impl Comparison<'_> {
         // Once for real, so that every kernel is loaded before the recording.
         model.forward(last, self.prompt.len())?;
         let device = model.device();
+        let position = self.prompt.len() + 1;
         Ok(gpu::launches(&device, || {
-            model.forward(last, self.prompt.len() + 1).map(drop)
+            // A copy, so that what the step frees has been allocated within the recording.
+            let mut copy = model.fork().context("this model cannot be copied")?;
+            copy.forward(last, position).map(drop)
         }))
     }
 }

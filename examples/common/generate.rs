@@ -30,6 +30,10 @@ pub trait TextModel {
     fn chooses_tokens(&self) -> bool {
         false
     }
+    /// The same model with a cache of its own that holds the same, if it can be copied.
+    fn fork(&self) -> Option<Box<dyn TextModel>> {
+        None
+    }
     /// The token loop on the device.
     fn generation(&self, _options: &Options) -> Result<Generation> {
         bail!("this model has no token loop of its own")
@@ -207,7 +211,9 @@ impl DeviceLoop {
     ) -> Result<u32> {
         if tokens.len() > self.room {
             // A longer conversation: it is read again into more room.
-            self.room = (tokens.len() + sampling.sample_len)
+            self.room = tokens
+                .len()
+                .saturating_add(sampling.sample_len)
                 .max(2 * self.room)
                 .min(model.context_length());
             self.generation = None;
@@ -226,13 +232,15 @@ impl DeviceLoop {
             }
         };
         let refused = generation.graph_refusal().is_some();
-        let next =
-            if generation.pending(0) == tokens.last().copied() && tokens.len() == position + 1 {
-                generation.step()?[0]
-            } else {
-                generation.truncate(0, position)?;
-                generation.extend(0, &tokens[position..])?
-            };
+        let next = if generation.ids(0).len() == position
+            && generation.pending(0) == tokens.last().copied()
+            && tokens.len() == position + 1
+        {
+            generation.step()?[0]
+        } else {
+            generation.truncate(0, position)?;
+            generation.extend(0, &tokens[position..])?
+        };
         if let (false, Some(why)) = (refused, generation.graph_refusal()) {
             report::say(format_args!("no CUDA graph: {why}"));
         }

@@ -160,6 +160,7 @@ fn older(mut config: Value) -> Value {
     config
 }
 
+#[derive(Clone)]
 struct Quantized {
     model: ModelWeights,
     device: Device,
@@ -182,6 +183,10 @@ impl TextModel for Quantized {
         self.device.clone()
     }
 
+    fn fork(&self) -> Option<Box<dyn TextModel>> {
+        Some(Box::new(self.clone()))
+    }
+
     fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -191,6 +196,7 @@ impl TextModel for Quantized {
     }
 }
 
+#[derive(Clone)]
 struct Plain {
     model: Llama,
     cache: Cache,
@@ -216,6 +222,10 @@ impl TextModel for Plain {
 
     fn device(&self) -> Device {
         self.device.clone()
+    }
+
+    fn fork(&self) -> Option<Box<dyn TextModel>> {
+        Some(Box::new(self.clone()))
     }
 
     fn vocab_size(&self) -> usize {

@@ -41,12 +41,7 @@ impl Graph {
         })?;
         let recorded = body(&launcher);
         // SAFETY: the capture begun above is ended whatever came of the body.
-        let graph = unsafe { result::stream::end_capture(stream.0) };
-        recorded?;
-        let graph = told("end", graph)?;
-        if graph.is_null() {
-            bail!("cuda: the graph capture was given up by the driver");
-        }
+        let graph = ended(recorded, unsafe { result::stream::end_capture(stream.0) })?;
         let mut kernels = 0;
         // SAFETY: the graph is valid; with no array the call gives the number of nodes. The
         // executable graph is a copy, so the graph is destroyed in any case.
@@ -106,11 +101,9 @@ pub fn count_launches(device: &CudaDevice, body: impl FnOnce() -> Result<()>) ->
     })?;
     let recorded = body();
     // SAFETY: the capture begun above is ended whatever came of the body.
-    let graph = told("end", unsafe {
+    let graph = ended(recorded, unsafe {
         result::stream::end_capture(stream.cu_stream())
-    });
-    recorded?;
-    let graph = graph?;
+    })?;
     let mut count = 0;
     // SAFETY: the graph is valid; the first call gives the number of nodes, the second fills an
     // array of that many.
@@ -132,6 +125,28 @@ unsafe fn is_kernel(node: sys::CUgraphNode) -> bool {
     // SAFETY: the caller's.
     let result = unsafe { sys::cuGraphNodeGetType(node, &mut kind) };
     result == sys::CUresult::CUDA_SUCCESS && kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL
+}
+
+/// The graph of a capture, destroyed if what was recorded failed on the way.
+fn ended(
+    recorded: Result<()>,
+    graph: std::result::Result<sys::CUgraph, DriverError>,
+) -> Result<sys::CUgraph> {
+    match (recorded, graph) {
+        (Ok(()), Ok(graph)) if graph.is_null() => {
+            bail!("cuda: the graph capture was given up by the driver")
+        }
+        (Ok(()), graph) => told("end", graph),
+        (Err(error), graph) => {
+            if let Ok(graph) = graph
+                && !graph.is_null()
+            {
+                // SAFETY: nobody else has it.
+                let _ = unsafe { result::graph::destroy(graph) };
+            }
+            Err(error)
+        }
+    }
 }
 
 /// A stream to record on; candle's own may be in use.

@@ -1,8 +1,8 @@
 //! Candle's CUDA storages as addresses.
 //!
-//! A device of candle's has one stream, on which its storages are allocated, used and freed and all
-//! our kernels run: an address taken here stays good for every launch that is made before the
-//! storage is dropped.
+//! On one thread a device of candle's has one stream, on which its storages are allocated, used and
+//! freed and all our kernels run: an address taken here stays good for every launch that the thread
+//! makes before the storage is dropped.
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::cuda_backend::cudarc::driver::{

@@ -2,13 +2,15 @@
 //! the host only reads what it leaves behind.
 
 use super::plan::Plan;
-use super::state::State;
+use super::state::{MAIL_SLOTS, State};
 use super::{Options, PartTime, Sequence};
 use crate::cuda::profile::Event;
 use crate::cuda::{Graph, Launcher, moved};
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
+use crate::ops::sample::NONE;
 use candle_core::{CudaDevice, Result, bail};
+use std::marker::PhantomData;
 
 /// Chains of kernels for one model, its caches and its sequences.
 pub(super) struct OnDevice {
@@ -19,6 +21,9 @@ pub(super) struct OnDevice {
     graph: Recorded,
     ahead: usize,
     positions: usize,
+    /// Candle's default stream is that of the calling thread: on another thread nothing would wait
+    /// for the steps that are under way.
+    _thread: PhantomData<*const ()>,
 }
 
 /// What has come of the recording.
@@ -57,8 +62,9 @@ impl OnDevice {
             } else {
                 Recorded::Unwanted
             },
-            ahead: options.ahead,
+            ahead: options.ahead.min(MAIL_SLOTS - 1),
             positions: options.positions,
+            _thread: PhantomData,
         }))
     }
 
@@ -87,14 +93,9 @@ impl OnDevice {
 
     /// Takes in the pending token of every sequence and gives the tokens that follow.
     pub fn step(&mut self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
-        let longest = sequences.iter().map(|s| s.ids.len()).max().unwrap_or(0);
+        let begun = sequences.iter().filter(|s| s.pending.is_some());
+        let longest = begun.map(|s| s.ids.len()).max().unwrap_or(0);
         let room = self.positions - longest;
-        if room == 0 {
-            bail!(
-                "generation: the {} positions that there is room for are full",
-                self.positions
-            );
-        }
         if !self.state.is_current() {
             self.state.upload(sequences)?;
         }
@@ -103,10 +104,19 @@ impl OnDevice {
             self.state.launched();
         }
         let tokens = self.state.receive()?;
-        for (sequence, token) in sequences.iter_mut().zip(&tokens) {
-            sequence.advance(*token);
+        let mut begun = sequences
+            .iter()
+            .zip(&tokens)
+            .filter(|(s, _)| s.pending.is_some());
+        if begun.any(|(_, token)| *token == NONE) {
+            self.settle()?;
+            bail!("generation: the logits are not numbers, the weights may be damaged");
         }
-        Ok(tokens)
+        let advanced = sequences
+            .iter_mut()
+            .zip(tokens)
+            .map(|(s, token)| s.advance(token));
+        Ok(advanced.collect())
     }
 
     /// Waits for the steps that are under way and forgets what they gave.
@@ -159,8 +169,6 @@ impl OnDevice {
     fn launch(&mut self) -> Result<()> {
         let launcher = Launcher::new(&self.device)?;
         if let Recorded::Due = self.graph {
-            // Every kernel once outside, so that nothing is loaded during the capture. What the step
-            // computes is thrown away: its state is uploaded again.
             self.graph = match Graph::capture(launcher.gpu, |launcher| self.plan.launch(launcher)) {
                 Ok(graph) => Recorded::Done(graph),
                 Err(error) => {

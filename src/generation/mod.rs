@@ -41,7 +41,7 @@ pub struct Options {
     pub sampling: SamplingParams,
     /// On CUDA, record the step as a graph.
     pub graph: bool,
-    /// On CUDA, the steps that the GPU may be ahead of the tokens that were read.
+    /// On CUDA, the steps that the GPU may be ahead of the tokens that were read, 63 at most.
     pub ahead: usize,
 }
 
@@ -130,17 +130,22 @@ impl Sequence {
         Ok(logits)
     }
 
-    /// Counts the pending token as read, and `next` as pending.
+    /// Counts the pending token as read and `next` as pending; 0 for a sequence that has not begun.
     #[cfg(feature = "cuda")]
-    fn advance(&mut self, next: u32) {
-        if let Some(token) = self.pending.replace(next) {
-            self.ids.push(token);
+    fn advance(&mut self, next: u32) -> u32 {
+        match self.pending {
+            Some(token) => {
+                self.ids.push(token);
+                self.pending = Some(next);
+                next
+            }
+            None => 0,
         }
     }
 }
 
 /// Several sequences in the making, with keys and values of their own; the weights are shared with
-/// the model.
+/// the model. With CUDA it stays on the thread that made it: candle's stream is the thread's own.
 pub struct Generation {
     sequences: Vec<Sequence>,
     engine: Engine,
@@ -205,8 +210,19 @@ impl Generation {
     /// # Errors
     /// If no sequence has begun, one is full, or the logits are no numbers.
     pub fn step(&mut self) -> Result<Vec<u32>> {
-        if self.sequences.iter().all(|s| s.pending.is_none()) {
+        let mut begun = self
+            .sequences
+            .iter()
+            .filter(|s| s.pending.is_some())
+            .peekable();
+        if begun.peek().is_none() {
             bail!("generation: no sequence has begun, `extend` one first");
+        }
+        if let Some(full) = begun.find(|s| s.ids.len() >= s.room) {
+            bail!(
+                "generation: the {} positions that there is room for are full",
+                full.room
+            );
         }
         match &mut self.engine {
             Engine::Eager(eager) => eager.step(&mut self.sequences),
@@ -221,6 +237,9 @@ impl Generation {
     /// If there is no such sequence.
     pub fn truncate(&mut self, index: usize, len: usize) -> Result<()> {
         self.check(index)?;
+        if len > self.sequences[index].ids.len() {
+            return Ok(());
+        }
         #[cfg(feature = "cuda")]
         if let Engine::Device(device) = &mut self.engine {
             device.settle()?;
@@ -250,7 +269,8 @@ impl Generation {
         }
     }
 
-    /// Kernels that a step launches on the GPU, alone or as nodes of a graph; 0 on the CPU.
+    /// Kernels that a step launches on the GPU: the nodes of its graph once there is one, before that
+    /// the steps written down, of which a product of several weight formats is one; 0 on the CPU.
     pub fn kernels_per_step(&self) -> usize {
         match &self.engine {
             Engine::Eager(_) => 0,

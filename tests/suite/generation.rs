@@ -102,6 +102,38 @@ fn sequences_side_by_side_do_not_see_each_other() -> Result<()> {
     })
 }
 
+/// A sequence may begin late, and end while others go on.
+#[test]
+fn sequences_begin_and_end_when_they_like() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama_gqa_tied", Fusion::all())?;
+        let mut generation = Generation::new(&model.0, &options(2))?;
+        let mut first = vec![generation.extend(0, PROMPTS[0])?];
+        for _ in 0..3 {
+            let tokens = generation.step()?;
+            assert_eq!(tokens[1], 0);
+            first.push(tokens[0]);
+        }
+        assert_eq!((generation.ids(1), generation.pending(1)), (&[][..], None));
+        let mut second = vec![generation.extend(1, PROMPTS[1])?];
+        for _ in 0..5 {
+            let tokens = generation.step()?;
+            first.push(tokens[0]);
+            second.push(tokens[1]);
+        }
+        generation.truncate(0, 0)?;
+        for _ in 0..5 {
+            let tokens = generation.step()?;
+            assert_eq!(tokens[0], 0);
+            second.push(tokens[1]);
+        }
+        assert_eq!(generation.ids(0).len(), 0);
+        assert_eq!(first, by_forward(&model, PROMPTS[0], 9)?);
+        assert_eq!(second, by_forward(&model, PROMPTS[1], 11)?);
+        Ok(())
+    })
+}
+
 #[test]
 fn a_sequence_goes_on_from_wherever_it_is_cut() -> Result<()> {
     on_every_device(|| {

@@ -260,7 +260,8 @@ pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
         dtype: dtype_index(dtype) as i32,
         cache_dtype: dtype_index(cache_dtype) as i32,
         interleaved: (step.style == RopeStyle::Interleaved).into(),
-        rehearse: launcher.dependent.into(),
+        // Only where there is a wait to rehearse behind.
+        rehearse: (launcher.dependent && launcher.gpu.arch >= 90).into(),
         scale: step.scale,
         softcap: step.softcap,
         eps: step.eps,

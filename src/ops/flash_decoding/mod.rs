@@ -129,7 +129,7 @@ impl Op<'_> {
                 self.position.dims()
             );
         }
-        let [_, pairs] = *cos.dims() else {
+        let [positions, pairs] = *cos.dims() else {
             bail!(
                 "{OP}: cos has shape {:?}, expected [positions, R / 2]",
                 cos.shape()
@@ -137,6 +137,9 @@ impl Op<'_> {
         };
         if sin.dims() != cos.dims() || [cos, sin].iter().any(|t| t.dtype() != DType::F32) {
             bail!("{OP}: cos and sin have to be f32 of one shape");
+        }
+        if positions == 0 {
+            bail!("{OP}: cos has no positions, expected at least 1");
         }
         if 2 * pairs > dim {
             bail!(

@@ -110,7 +110,7 @@ fn limit(scores: &[f32], settings: &Settings, top: f32) -> u32 {
     }
     if nucleus {
         // In fixed point, so that sums do not depend on their order.
-        let mass = |score: f32| ((score - top).exp() * 2f32.powi(28)).round_ties_even() as u64;
+        let mass = |score: f32| ((score - top).exp() * 2f32.powi(27)).round_ties_even() as u64;
         let total = kept.iter().map(|(_, score)| mass(*score)).sum::<u64>();
         let target =
             ((f64::from(settings.top_p) * total as f64).ceil() as u64).clamp(1, total.max(1));

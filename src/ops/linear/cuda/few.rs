@@ -238,14 +238,14 @@ pub(crate) unsafe fn few_rows(launcher: &Launcher, at: &FewRows) -> Result<()> {
 fn params(at: &FewRows) -> Gemv {
     let mut params = Gemv::new(at.k, at.rows(), at.activation);
     let mut first = 0;
-    for (matrix, (data, rows)) in params.weights.iter_mut().zip(at.weights) {
-        if rows > 0 {
-            *matrix = Matrix {
-                data,
-                first: first as u32,
-                ..Matrix::ABSENT
-            };
-        }
+    // Absent ones come last: a kernel finds a row's matrix by where the present ones begin.
+    let present = at.weights.into_iter().filter(|(_, rows)| *rows > 0);
+    for (matrix, (data, rows)) in params.weights.iter_mut().zip(present) {
+        *matrix = Matrix {
+            data,
+            first: first as u32,
+            ..Matrix::ABSENT
+        };
         first += rows;
     }
     if let Some((weight, eps)) = at.norm {

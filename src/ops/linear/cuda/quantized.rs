@@ -146,8 +146,11 @@ unsafe fn many(
         dtype: at.x_dtype,
         out_dtype: dtype,
     };
-    // The library adds one residual on the way, and rounds once.
-    let direct = at.activation == Activation::None && at.bias == 0 && at.residuals[1] == 0;
+    // The library adds one residual on the way, and rounds once; it writes the products' type or f32.
+    let direct = at.activation == Activation::None
+        && at.bias == 0
+        && at.residuals[1] == 0
+        && (dtype == at.x_dtype || at.x_dtype == DType::F32);
     let sums = match direct {
         true => None,
         false => Some(alloc(OP, device, DType::F32, m * rows)?),
