@@ -1,5 +1,5 @@
-//! The way from an op to a kernel: `kernels/<stem>.cu` becomes a fatbin at build time ([`Module`]),
-//! is loaded once per GPU ([`Gpu`]), and is launched on candle's stream ([`Launcher`]).
+//! The way from an op to a kernel: `kernels/<stem>.cu` becomes a fatbin at build time (`Module`), is
+//! loaded once per GPU (`Gpu`), and is launched on candle's stream (`Launcher`).
 
 mod blocks;
 mod gpu;
