@@ -48,15 +48,6 @@ pub(crate) fn address_of(t: &Tensor) -> Result<Address> {
     address(cuda_storage(&storage)?, layout)
 }
 
-/// The tensor itself if its elements lie in row-major order, or a copy in which they do.
-pub(crate) fn contiguous(t: &Tensor) -> Result<Tensor> {
-    if t.is_contiguous() {
-        Ok(t.clone())
-    } else {
-        t.contiguous()
-    }
-}
-
 /// A storage of `len` elements with whatever the memory holds: every one of them is to be written.
 pub(crate) fn alloc(
     op: &str,

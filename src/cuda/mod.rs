@@ -21,7 +21,7 @@ pub use launch::launches;
 pub(crate) use launch::moved;
 pub(crate) use launch::{Grid, Launcher};
 pub(crate) use memory::{
-    Address, address, address_of, alloc, contiguous, copy_slots, cuda_storage, stack_rows,
+    Address, address, address_of, alloc, copy_slots, cuda_storage, stack_rows,
 };
 pub(crate) use module::{Module, fatbin};
 pub(crate) use pinned::Pinned;

@@ -44,7 +44,7 @@ pub(crate) fn dtype_index(dtype: DType) -> usize {
 /// The tensor as it is on the CPU, whose cores gather strided elements; in row-major order on a
 /// GPU, copied if need be.
 pub(super) fn dense_on_cuda(t: &Tensor) -> Result<Tensor> {
-    if t.device().is_cuda() && !t.is_contiguous() {
+    if t.device().is_cuda() {
         t.contiguous()
     } else {
         Ok(t.clone())

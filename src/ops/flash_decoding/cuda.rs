@@ -1,9 +1,7 @@
 //! The CUDA form: one launch for a whole step of attention.
 
 use super::{OP, Op};
-use crate::cuda::{
-    Address, Gpu, Grid, Launcher, Module, address, address_of, alloc, contiguous, fatbin,
-};
+use crate::cuda::{Address, Gpu, Grid, Launcher, Module, address, address_of, alloc, fatbin};
 use crate::ops::RopeStyle;
 use crate::ops::view::dtype_index;
 use crate::trace;
@@ -284,8 +282,8 @@ pub(super) fn forward(
     let [_, kv_heads, slots, head_dim] = *op.k_cache.dims() else {
         bail!("{OP}: k_cache is {:?}", op.k_cache.shape());
     };
-    let [cos, sin] = [config.cos, config.sin].map(contiguous);
-    let (cos, sin, position) = (cos?, sin?, contiguous(op.position)?);
+    let [cos, sin] = [config.cos, config.sin].map(candle_core::Tensor::contiguous);
+    let (cos, sin, position) = (cos?, sin?, op.position.contiguous()?);
     let shape = StepShape {
         sequences,
         heads: config.heads,
@@ -304,7 +302,7 @@ pub(super) fn forward(
     let counters = device.alloc_zeros::<u32>(shape.counters(launcher.gpu))?;
     let norms = config
         .norms
-        .map(|n| Ok::<_, candle_core::Error>((contiguous(n.q)?, contiguous(n.k)?)));
+        .map(|n| Ok::<_, candle_core::Error>((n.q.contiguous()?, n.k.contiguous()?)));
     let norms = norms.transpose()?;
     let norm = |which: Option<&candle_core::Tensor>| which.map_or(Ok(0), address_of);
     trace::record(OP, || {

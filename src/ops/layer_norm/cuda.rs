@@ -1,9 +1,7 @@
 //! The CUDA form: each row read once, kept in registers and written once.
 
 use super::OP;
-use crate::cuda::{
-    Address, Launcher, Module, Rows, address, address_of, alloc, contiguous, fatbin,
-};
+use crate::cuda::{Address, Launcher, Module, Rows, address, address_of, alloc, fatbin};
 use crate::ops::view::{dtype_index, float};
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -79,8 +77,8 @@ pub(super) fn forward(
     bias: Option<&Tensor>,
     eps: f32,
 ) -> Result<(CudaStorage, Shape)> {
-    let weight = contiguous(weight)?;
-    let bias = bias.map(contiguous).transpose()?;
+    let weight = weight.contiguous()?;
+    let bias = bias.map(Tensor::contiguous).transpose()?;
     let (count, width) = (layout.shape().elem_count(), weight.elem_count());
     let out = alloc(OP, x.device(), x.dtype(), count)?;
     let at = LayerNormAt {

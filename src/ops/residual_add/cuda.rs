@@ -1,9 +1,7 @@
 //! The CUDA form: one pass, 16 bytes a thread where the addresses allow it.
 
 use super::OP;
-use crate::cuda::{
-    Address, Grid, Launcher, Module, address, address_of, alloc, contiguous, fatbin,
-};
+use crate::cuda::{Address, Grid, Launcher, Module, address, address_of, alloc, fatbin};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -37,7 +35,7 @@ pub(super) fn forward(
     let device = x.device();
     let residuals = residuals
         .iter()
-        .map(|r| contiguous(r))
+        .map(|r| r.contiguous())
         .collect::<Result<Vec<_>>>()?;
     let count = layout.shape().elem_count();
     let out = alloc(OP, device, x.dtype(), count)?;

@@ -1,9 +1,7 @@
 //! The CUDA form: each row read once, kept in registers and written once.
 
 use super::OP;
-use crate::cuda::{
-    Address, Launcher, Module, Rows, address, address_of, alloc, contiguous, fatbin,
-};
+use crate::cuda::{Address, Launcher, Module, Rows, address, address_of, alloc, fatbin};
 use crate::ops::view::{dtype_index, float};
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -87,8 +85,8 @@ pub(super) fn forward(
     residual: Option<&Tensor>,
     eps: f32,
 ) -> Result<(CudaStorage, Shape)> {
-    let weight = contiguous(weight)?;
-    let residual = residual.map(contiguous).transpose()?;
+    let weight = weight.contiguous()?;
+    let residual = residual.map(Tensor::contiguous).transpose()?;
     let (count, width) = (layout.shape().elem_count(), weight.elem_count());
     let copies = if residual.is_some() { 2 } else { 1 };
     let out = alloc(OP, x.device(), x.dtype(), copies * count)?;

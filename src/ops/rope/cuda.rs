@@ -1,9 +1,7 @@
 //! The CUDA form: queries, keys and values of all heads in one launch.
 
 use super::{HeadNorms, OP, RopeAppend, RopeStyle, Rotation};
-use crate::cuda::{
-    Address, Grid, Launcher, Module, address, address_of, alloc, contiguous, fatbin,
-};
+use crate::cuda::{Address, Grid, Launcher, Module, address, address_of, alloc, fatbin};
 use crate::ops::view::{dtype_index, float};
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -222,7 +220,7 @@ impl RopeAt {
 
 /// Contiguous tables of one dtype.
 fn tables(rotation: &Rotation<'_>) -> Result<[Tensor; 2]> {
-    let (cos, sin) = (contiguous(rotation.cos)?, contiguous(rotation.sin)?);
+    let (cos, sin) = (rotation.cos.contiguous()?, rotation.sin.contiguous()?);
     if cos.dtype() == sin.dtype() {
         return Ok([cos, sin]);
     }
@@ -272,7 +270,7 @@ pub(super) fn append(
 ) -> Result<Tensor> {
     let tables = tables(&append.rotation)?;
     let norms = match append.norms {
-        Some(HeadNorms { q, k, .. }) => Some([contiguous(q)?, contiguous(k)?]),
+        Some(HeadNorms { q, k, .. }) => Some([q.contiguous()?, k.contiguous()?]),
         None => None,
     };
     let norm = |i: usize| norms.as_ref().map_or(Ok(0), |n| address_of(&n[i]));
@@ -295,7 +293,7 @@ pub(super) fn append(
         cache_dtype: k_cache.dtype(),
         ..RopeAt::new(&append.rotation, &tables)?
     };
-    contiguous(qkv)?
+    qkv.contiguous()?
         .apply_op1_no_bwd(&Append { at })?
         .transpose(1, 2)
 }

@@ -5,8 +5,8 @@ use crate::cuda::{Address, Grid, Launcher, Module, address, alloc, fatbin};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, bail};
+use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 
 static MODULE: Module = Module::new("sample", fatbin!("sample"), &["sample"]);
 
@@ -84,7 +84,7 @@ pub(super) fn forward(
         position.push((tokens.len() as u32).wrapping_sub(1));
     }
     let words: Vec<u32> = settings.iter().flat_map(Settings::words).collect();
-    let [settings, seen, position] = [words, seen, position].map(|w| upload(device, &w));
+    let [settings, seen, position] = [words, seen, position].map(|w| device.clone_htod(&w));
     let (settings, seen, position) = (settings?, seen?, position?);
     let arrived = device.alloc_zeros::<u32>(sequences)?;
     let scores = device.alloc_zeros::<f32>(sequences * vocab)?;
@@ -110,10 +110,6 @@ pub(super) fn forward(
     // SAFETY: the buffers are made above in the sizes that the fields ask for.
     unsafe { launch(&Launcher::new(device)?, count, step)? };
     Ok((out, Shape::from(sequences)))
-}
-
-fn upload(device: &CudaDevice, words: &[u32]) -> Result<CudaSlice<u32>> {
-    device.clone_htod(words)
 }
 
 impl Settings {

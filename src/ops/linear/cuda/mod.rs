@@ -4,6 +4,7 @@ mod blocks;
 mod few;
 mod gemm;
 pub(crate) mod gemv;
+mod held;
 mod many;
 mod parts;
 mod quantized;
@@ -11,12 +12,13 @@ mod quantized;
 pub(crate) use few::{FEW, FewRows, few_rows};
 pub(crate) use parts::{Few, FewAt, few};
 
+use super::Weight;
 use super::launch::LinearOp;
-use super::{Prologue, Weight};
-use crate::cuda::{Address, Launcher, address, address_of, alloc, contiguous};
+use crate::cuda::{Address, Launcher, address, address_of, alloc};
 use crate::trace;
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
+use held::Held;
 use many::{ManyRows, many_rows};
 
 pub(super) fn forward(
@@ -36,15 +38,14 @@ pub(super) fn forward(
     if m * op.width() == 0 {
         return Ok((out, Shape::from(dims)));
     }
-    // Copies of views live until the launches are made; the stream that runs those frees them.
-    let tensors = Tensors::new(op)?;
+    let held = Held::new(op)?;
     let many = ManyRows {
         x: address(x, layout)?,
-        norm: tensors.norm()?,
-        weights: tensors.weights()?,
-        bias: tensors.bias.as_ref().map_or(Ok(0), address_of)?,
+        norm: held.norm()?,
+        weights: dense(op, &held.weights)?,
+        bias: held.bias()?,
         activation: op.epilogue.activation,
-        residuals: tensors.residuals()?,
+        residuals: held.residuals()?,
         out: address(&out, &Layout::contiguous(m * op.width()))?,
         m,
         k,
@@ -105,51 +106,11 @@ fn few_at(many: &ManyRows) -> Option<FewRows> {
     Some(FewRows { stride, ..few })
 }
 
-/// What the op holds, in row-major order.
-struct Tensors {
-    norm: Option<(Tensor, f32)>,
-    weights: Vec<Tensor>,
-    bias: Option<Tensor>,
-    residuals: Vec<Tensor>,
-}
-
-impl Tensors {
-    fn new(op: &LinearOp<'_>) -> Result<Self> {
-        let dense = |weight: &Weight| match weight {
-            Weight::Dense(w) => contiguous(w),
-            _ => bail!("{}: expected dense weights", op.name),
-        };
-        Ok(Self {
-            norm: match op.prologue {
-                Prologue::None => None,
-                Prologue::RmsNorm { weight, eps } => Some((contiguous(weight)?, eps as f32)),
-            },
-            weights: op.weights.iter().map(dense).collect::<Result<_>>()?,
-            bias: op.epilogue.bias.map(contiguous).transpose()?,
-            residuals: op
-                .epilogue
-                .residuals
-                .iter()
-                .map(|r| contiguous(r))
-                .collect::<Result<_>>()?,
-        })
-    }
-
-    fn norm(&self) -> Result<Option<(Address, f32)>> {
-        let at = |(weight, eps): &(Tensor, f32)| Ok((address_of(weight)?, *eps));
-        self.norm.as_ref().map(at).transpose()
-    }
-
-    fn weights(&self) -> Result<Vec<(Address, usize, DType)>> {
-        let at = |w: &Tensor| Ok((address_of(w)?, w.dims()[0], w.dtype()));
-        self.weights.iter().map(at).collect()
-    }
-
-    fn residuals(&self) -> Result<[Address; 2]> {
-        let mut at = [0; 2];
-        for (at, residual) in at.iter_mut().zip(&self.residuals) {
-            *at = address_of(residual)?;
-        }
-        Ok(at)
-    }
+/// The matrices with their rows and dtypes.
+fn dense(op: &LinearOp<'_>, weights: &[Weight]) -> Result<Vec<(Address, usize, DType)>> {
+    let at = |weight: &Weight| match weight {
+        Weight::Dense(w) => Ok((address_of(w)?, w.dims()[0], w.dtype())),
+        _ => bail!("{}: expected dense weights", op.name),
+    };
+    weights.iter().map(at).collect()
 }

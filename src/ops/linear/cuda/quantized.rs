@@ -2,74 +2,19 @@
 //! operand of the library's matrix product.
 
 use super::gemm::{self, Gemm};
+use super::held::Held;
 use super::many::{ManyRows, finish};
 use super::parts::{Few, FewAt, few};
 use crate::cuda::{
-    Address, Launcher, Narrow, address, address_of, alloc, contiguous, dequantize, narrow,
-    product_dtype,
+    Address, Launcher, Narrow, address, address_of, alloc, dequantize, narrow, product_dtype,
 };
 use crate::ops::linear::launch::LinearOp;
-use crate::ops::linear::{Activation, Prologue, Weight};
+use crate::ops::linear::{Activation, Weight};
 use crate::trace;
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, bail};
 
 const OP: &str = "quant_linear";
-
-/// What the op holds, in row-major order and aligned: copies of views live until the launches are
-/// made.
-struct Held {
-    weights: Vec<Weight>,
-    norm: Option<(Tensor, f32)>,
-    bias: Option<Tensor>,
-    residuals: Vec<Tensor>,
-}
-
-impl Held {
-    fn new(op: &LinearOp<'_>) -> Result<Self> {
-        let weights = op.weights.iter().map(|w| match w {
-            Weight::Dense(w) => Ok(Weight::Dense(contiguous(w)?)),
-            other => Ok(other.clone()),
-        });
-        Ok(Self {
-            weights: weights.collect::<Result<_>>()?,
-            norm: match op.prologue {
-                Prologue::None => None,
-                Prologue::RmsNorm { weight, eps } => Some((aligned(weight)?, eps as f32)),
-            },
-            bias: op.epilogue.bias.map(contiguous).transpose()?,
-            residuals: op
-                .epilogue
-                .residuals
-                .iter()
-                .map(|r| contiguous(r))
-                .collect::<Result<_>>()?,
-        })
-    }
-
-    fn norm(&self) -> Result<Option<(Address, f32)>> {
-        let at = |(weight, eps): &(Tensor, f32)| -> Result<_> { Ok((address_of(weight)?, *eps)) };
-        self.norm.as_ref().map(at).transpose()
-    }
-
-    fn residuals(&self) -> Result<[Address; 2]> {
-        let mut at = [0; 2];
-        for (at, residual) in at.iter_mut().zip(&self.residuals) {
-            *at = address_of(residual)?;
-        }
-        Ok(at)
-    }
-}
-
-/// In row-major order, from a multiple of 16 bytes on.
-fn aligned(t: &Tensor) -> Result<Tensor> {
-    let t = contiguous(t)?;
-    if address_of(&t)?.is_multiple_of(16) {
-        Ok(t)
-    } else {
-        t.copy()
-    }
-}
 
 pub(super) fn forward(
     op: &LinearOp<'_>,
@@ -85,11 +30,11 @@ pub(super) fn forward(
     if m * op.width() == 0 {
         return Ok((out, Shape::from(dims)));
     }
-    let held = Held::new(op)?;
+    let held = Held::new(op)?.with_aligned_norm()?;
     let at = FewAt {
         x: address(x, layout)?,
         norm: held.norm()?,
-        bias: held.bias.as_ref().map_or(Ok(0), address_of)?,
+        bias: held.bias()?,
         activation: op.epilogue.activation,
         residuals: held.residuals()?,
         out: address(&out, &Layout::contiguous(m * op.width()))?,
