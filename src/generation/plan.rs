@@ -5,7 +5,7 @@
 use super::state::State;
 use crate::cuda::{Address, Gpu, Launcher, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
-use crate::nn::{KvCache, Linear, RmsNorm, RotaryEmbedding};
+use crate::nn::{KvCache, Projection, RmsNorm, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_decoding::cuda::{self as flash_decoding, Step, StepShape};
@@ -244,7 +244,7 @@ impl<'a> Writer<'a> {
     fn linear(
         &mut self,
         part: &'static str,
-        linear: &Linear,
+        linear: &Projection,
         x: Address,
         around: Around<'_>,
     ) -> Result<bool> {
@@ -342,7 +342,7 @@ impl<'a> Writer<'a> {
     }
 
     /// The head behind the last norm, and the choice of the next tokens.
-    fn head(&mut self, head: &Linear, norm: &RmsNorm) -> Result<bool> {
+    fn head(&mut self, head: &Projection, norm: &RmsNorm) -> Result<bool> {
         let vocab = head.rows().iter().sum::<usize>();
         let logits = self.buffer(DType::F32, self.state.sequences() * vocab)?;
         let around = Around {

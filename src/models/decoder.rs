@@ -1,7 +1,7 @@
 //! The decoder that pre-norm models share: embedding, layers of attention and gated MLP, final norm
 //! and head.
 
-use crate::nn::{Attention, Embedding, GatedMlp, KvCache, Linear, RmsNorm, RotaryEmbedding};
+use crate::nn::{Attention, Embedding, GatedMlp, KvCache, Projection, RmsNorm, RotaryEmbedding};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 /// One layer.
@@ -105,7 +105,7 @@ pub struct Decoder {
     pub embedding: Embedding,
     pub blocks: Vec<Block>,
     pub norm: RmsNorm,
-    pub head: Linear,
+    pub head: Projection,
     pub max_positions: usize,
 }
 

@@ -1,6 +1,6 @@
 //! Self-attention with rotary positions over a preallocated cache.
 
-use super::{KvCache, Linear, RmsNorm, RotaryEmbedding};
+use super::{KvCache, Projection, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
 use crate::ops::{self, AttentionParams, RopeAppend, RopeStyle, Rotation};
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -19,15 +19,20 @@ pub struct AttentionConfig {
 /// Projections to queries, keys and values, rotation, causal attention and the projection back.
 #[derive(Clone, Debug)]
 pub struct Attention {
-    qkv: Linear,
-    output: Linear,
+    qkv: Projection,
+    output: Projection,
     config: AttentionConfig,
     fusion: Fusion,
 }
 
 impl Attention {
-    /// From the q, k and v matrices (in this order) as one [`Linear`], and the output matrix.
-    pub fn new(qkv: Linear, output: Linear, config: AttentionConfig, fusion: Fusion) -> Self {
+    /// From the q, k and v matrices (in this order) as one [`Projection`], and the output matrix.
+    pub fn new(
+        qkv: Projection,
+        output: Projection,
+        config: AttentionConfig,
+        fusion: Fusion,
+    ) -> Self {
         Self {
             qkv,
             output,
@@ -43,7 +48,7 @@ impl Attention {
 
     /// The projections to q, k and v, and back.
     #[cfg(feature = "cuda")]
-    pub(crate) fn projections(&self) -> (&Linear, &Linear) {
+    pub(crate) fn projections(&self) -> (&Projection, &Projection) {
         (&self.qkv, &self.output)
     }
 

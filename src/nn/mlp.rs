@@ -1,24 +1,24 @@
 //! The gated MLP of Llama and its relatives.
 
-use super::{Linear, RmsNorm};
+use super::{Projection, RmsNorm};
 use candle_core::{Result, Tensor};
 
 /// `down(silu(gate(x)) * up(x))`.
 #[derive(Clone, Debug)]
 pub struct GatedMlp {
-    gate_up: Linear,
-    down: Linear,
+    gate_up: Projection,
+    down: Projection,
 }
 
 impl GatedMlp {
-    /// From the gate and up matrices (in this order) as one [`Linear`], and the down matrix.
-    pub fn new(gate_up: Linear, down: Linear) -> Self {
+    /// From the gate and up matrices (in this order) as one [`Projection`], and the down matrix.
+    pub fn new(gate_up: Projection, down: Projection) -> Self {
         Self { gate_up, down }
     }
 
     /// Gate and up, and down.
     #[cfg(feature = "cuda")]
-    pub(crate) fn projections(&self) -> (&Linear, &Linear) {
+    pub(crate) fn projections(&self) -> (&Projection, &Projection) {
         (&self.gate_up, &self.down)
     }
 

@@ -3,16 +3,16 @@
 mod attention;
 mod embedding;
 mod kv_cache;
-mod linear;
 mod mlp;
 mod norm;
+mod projection;
 mod rotary;
 
 pub use attention::{Attention, AttentionConfig};
 pub use embedding::Embedding;
 pub use kv_cache::KvCache;
-pub(crate) use linear::dense;
-pub use linear::{Linear, LinearWeight};
 pub use mlp::GatedMlp;
 pub use norm::RmsNorm;
+pub(crate) use projection::dense;
+pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;

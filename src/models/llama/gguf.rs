@@ -7,7 +7,7 @@ use crate::cuda::BlockMatrix;
 use crate::generation::sealed::Parts;
 use crate::models::decoder::{Block, Decoder, DecoderCache};
 use crate::nn::{
-    Attention, AttentionConfig, Embedding, GatedMlp, Linear, LinearWeight, RmsNorm,
+    Attention, AttentionConfig, Embedding, GatedMlp, LinearWeight, Projection, RmsNorm,
     RotaryEmbedding, dense,
 };
 use crate::ops::{RopeStyle, Weight};
@@ -290,13 +290,13 @@ impl<R: Seek + Read> File<'_, R> {
         let tied = !self.ct.tensor_infos.contains_key("output.weight");
         let (embedding, head) = if fusion.quant_linear && quant::supports(table.dtype()) {
             let (embedding, weight) = shared_table(table)?;
-            let head = tied.then(|| Linear::from_weights(vec![weight], fusion));
+            let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
             (embedding, head)
         } else {
             let dense = dense(&table)?;
             let weight = LinearWeight::Quantized(Arc::new(table));
             let head = tied
-                .then(|| Linear::new(vec![weight], None, fusion))
+                .then(|| Projection::new(vec![weight], None, fusion))
                 .transpose()?;
             (Embedding::Dense(dense), head)
         };
@@ -377,7 +377,12 @@ impl<R: Seek + Read> File<'_, R> {
         Ok(frequencies)
     }
 
-    fn linear(&mut self, names: &[(&str, usize)], cols: usize, fusion: Fusion) -> Result<Linear> {
+    fn linear(
+        &mut self,
+        names: &[(&str, usize)],
+        cols: usize,
+        fusion: Fusion,
+    ) -> Result<Projection> {
         let weights = names
             .iter()
             .map(|(name, rows)| {
@@ -395,7 +400,7 @@ impl<R: Seek + Read> File<'_, R> {
         } else {
             None
         };
-        Linear::new(weights, bias, fusion)
+        Projection::new(weights, bias, fusion)
     }
 
     fn norm(&mut self, name: &str, cfg: &Config, fusion: Fusion) -> Result<RmsNorm> {

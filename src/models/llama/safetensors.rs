@@ -3,7 +3,9 @@
 use super::Config;
 use crate::Fusion;
 use crate::models::decoder::{Block, Decoder};
-use crate::nn::{Attention, AttentionConfig, Embedding, GatedMlp, Linear, LinearWeight, RmsNorm};
+use crate::nn::{
+    Attention, AttentionConfig, Embedding, GatedMlp, LinearWeight, Projection, RmsNorm,
+};
 use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
@@ -30,7 +32,7 @@ pub(super) fn load(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Decod
             vb.pp("model.norm"),
             fusion,
         )?,
-        head: Linear::new(vec![LinearWeight::Dense(head)], None, fusion)?,
+        head: Projection::new(vec![LinearWeight::Dense(head)], None, fusion)?,
         max_positions: cfg.max_position_embeddings,
     })
 }
@@ -87,7 +89,12 @@ fn block(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Block> {
 }
 
 /// Matrices `[rows, cols]` under `names`, and their biases if the checkpoint has them.
-fn linear(vb: &VarBuilder, names: &[(&str, usize)], cols: usize, fusion: Fusion) -> Result<Linear> {
+fn linear(
+    vb: &VarBuilder,
+    names: &[(&str, usize)],
+    cols: usize,
+    fusion: Fusion,
+) -> Result<Projection> {
     let weights = names
         .iter()
         .map(|(name, rows)| {
@@ -108,5 +115,5 @@ fn linear(vb: &VarBuilder, names: &[(&str, usize)], cols: usize, fusion: Fusion)
     } else {
         None
     };
-    Linear::new(weights, bias, fusion)
+    Projection::new(weights, bias, fusion)
 }

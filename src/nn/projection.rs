@@ -30,7 +30,7 @@ impl LinearWeight {
 
 /// One or several matrices `[N_i, K]` with the same input, as q, k and v have.
 #[derive(Clone, Debug)]
-pub struct Linear {
+pub struct Projection {
     form: Form,
     /// Rows of each matrix.
     rows: Vec<usize>,
@@ -45,7 +45,7 @@ enum Form {
     Plain(Vec<QMatMul>),
 }
 
-impl Linear {
+impl Projection {
     /// From weights as loaded and a bias `[sum of N_i]`.
     ///
     /// `fusion.linear` (dense) or `fusion.quant_linear` (GGUF blocks) chooses the form; weights
