@@ -110,8 +110,8 @@ struct SplitStage {
 
   __device__ __forceinline__ void stage(const void* x, uint32_t row) const {
     const uint32_t pieces = p.k / 4, size = team.size();
-    const bool norms = p.prologue.norm != NORM_NONE;
-    float squares = 0.f;
+    const bool norms = p.prologue.norm != NORM_NONE, centres = p.prologue.norm == NORM_LAYER;
+    float mean = 0.f, squares = 0.f;
 #pragma unroll 1
     for (uint32_t first = team.rank(); first < pieces; first += BATCH * size) {
       uint4 raw[BATCH];
@@ -124,8 +124,21 @@ struct SplitStage {
         if (first + i * size >= pieces) break;
         const float4 v = widen(raw[i]);
         squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+        if (centres) mean += (v.x + v.y) + (v.z + v.w);
         *rows.raw(row, first + i * size) = v;
       }
+    }
+    if (centres) {
+      mean = team.sum(mean, scratch) / p.k;
+      squares = 0.f;
+#pragma unroll 1
+      for (uint32_t piece = team.rank(); piece < pieces; piece += size) {
+        // What this thread itself has put there.
+        const float4 v = *rows.raw(row, piece);
+        const float4 d = make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean);
+        squares = fmaf(d.x, d.x, fmaf(d.y, d.y, fmaf(d.z, d.z, fmaf(d.w, d.w, squares))));
+      }
+      if (team.block) __syncthreads();  // the scratch is used again
     }
     float factor = 1.f;
     if (norms) factor = rsqrtf(__fdividef(team.sum(squares, scratch), p.k) + p.prologue.eps);
@@ -143,10 +156,18 @@ struct SplitStage {
           const uint4 raw = piece == team.rank() ? weight : read(p.prologue.weight, piece);
           const float4 w = widen(raw);
           const int dtype = p.prologue.dtype;
-          v.x = rounded_to(dtype, rounded_to(dtype, v.x * factor) * w.x);
-          v.y = rounded_to(dtype, rounded_to(dtype, v.y * factor) * w.y);
-          v.z = rounded_to(dtype, rounded_to(dtype, v.z * factor) * w.z);
-          v.w = rounded_to(dtype, rounded_to(dtype, v.w * factor) * w.w);
+          if (centres) {
+            const float4 b = p.prologue.bias ? widen(read(p.prologue.bias, piece)) : float4{};
+            v.x = rounded_to(dtype, fmaf((v.x - mean) * factor, w.x, b.x));
+            v.y = rounded_to(dtype, fmaf((v.y - mean) * factor, w.y, b.y));
+            v.z = rounded_to(dtype, fmaf((v.z - mean) * factor, w.z, b.z));
+            v.w = rounded_to(dtype, fmaf((v.w - mean) * factor, w.w, b.w));
+          } else {
+            v.x = rounded_to(dtype, rounded_to(dtype, v.x * factor) * w.x);
+            v.y = rounded_to(dtype, rounded_to(dtype, v.y * factor) * w.y);
+            v.z = rounded_to(dtype, rounded_to(dtype, v.z * factor) * w.z);
+            v.w = rounded_to(dtype, rounded_to(dtype, v.w * factor) * w.w);
+          }
         }
       }
       __syncwarp();  // the parts of a block go where its raw values are

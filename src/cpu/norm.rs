@@ -35,18 +35,18 @@ pub fn rms_norm<T: Element, O: Element>(
 
 /// `out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias` for one row.
 ///
-/// Everything is computed in f32 and rounded once. The mean is corrected in a second pass, so that
-/// a large common offset costs no precision.
+/// Everything is computed in f32 and rounded to `T` once; `out` takes that as `T` or, exactly, as
+/// f32. The mean is corrected in a second pass, so that a large common offset costs no precision.
 ///
 /// # Panics
 /// If the slices differ in length.
-pub fn layer_norm<T: Element>(
+pub fn layer_norm<T: Element, O: Element>(
     level: Level,
     x: &[T],
     weight: &[T],
     bias: Option<&[T]>,
     eps: f32,
-    out: &mut [T],
+    out: &mut [O],
 ) {
     assert!(x.len() == weight.len() && x.len() == out.len());
     assert!(bias.is_none_or(|b| b.len() == x.len()));
@@ -122,15 +122,15 @@ impl<T: Element, O: Element> Kernel for RmsNorm<'_, T, O> {
     }
 }
 
-struct LayerNorm<'a, T> {
+struct LayerNorm<'a, T, O> {
     x: &'a [T],
     weight: &'a [T],
     bias: Option<&'a [T]>,
     eps: f32,
-    out: &'a mut [T],
+    out: &'a mut [O],
 }
 
-impl<T: Element> Kernel for LayerNorm<'_, T> {
+impl<T: Element, O: Element> Kernel for LayerNorm<'_, T, O> {
     type Output = ();
 
     #[inline(always)]
@@ -171,7 +171,7 @@ impl<T: Element> Kernel for LayerNorm<'_, T> {
                 let x: V = load(self.x, i);
                 let bias = self.bias.map_or(c(0.), |b| load(b, i));
                 let y = x.sub(mean).mul(factor).mul_add(load(self.weight, i), bias);
-                store(y, self.out, i);
+                store(round::<T, V>(y), self.out, i);
             }
         }
     }

@@ -45,6 +45,12 @@ pub(crate) struct LayerNormAt {
     pub dtype: DType,
 }
 
+impl LayerNormAt {
+    fn addresses(&self) -> [Address; 4] {
+        [self.x, self.weight, self.bias, self.y]
+    }
+}
+
 /// Launches the norm of `at.rows` rows.
 ///
 /// # Safety
@@ -52,9 +58,7 @@ pub(crate) struct LayerNormAt {
 /// the launch.
 pub(crate) unsafe fn launch(launcher: &Launcher, at: &LayerNormAt) -> Result<()> {
     float(OP, "x", at.dtype)?;
-    let addresses = [at.x, at.weight, at.bias, at.y];
-    let rows = Rows::new(OP, at.rows, at.width, at.dtype, &addresses)?;
-    trace::record(OP, || format!("cuda {} {}", rows.path(), at.dtype.as_str()));
+    let rows = Rows::new(OP, at.rows, at.width, at.dtype, &at.addresses())?;
     let params = Params {
         x: at.x,
         weight: at.weight,
@@ -91,6 +95,11 @@ pub(super) fn forward(
         eps,
         dtype: x.dtype(),
     };
+    trace::record(OP, || {
+        let rows = Rows::new(OP, at.rows, width, at.dtype, &at.addresses());
+        let path = rows.map_or("", |rows| rows.path());
+        format!("cuda {path} {}", at.dtype.as_str())
+    });
     // SAFETY: the guards have checked the shapes; the tensors live through the call, and the
     // stream that runs the kernel is the one that frees them.
     unsafe { launch(&Launcher::new(x.device())?, &at)? };

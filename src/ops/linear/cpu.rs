@@ -157,16 +157,29 @@ fn prologue<'a, T: Float>(
     x: &'a [T],
     k: usize,
 ) -> Result<Cow<'a, [f32]>> {
-    let (weight, eps) = match prologue {
+    let (weight, bias) = match prologue {
         Prologue::None => return Ok(T::widen_slice(x)),
-        Prologue::RmsNorm { weight, eps } => (weight, eps as f32),
+        Prologue::RmsNorm { weight, .. } => (weight, None),
+        Prologue::LayerNorm { weight, bias, .. } => (weight, bias),
     };
     let (storage, layout) = weight.storage_and_layout();
     let weight = elements::<T>(cpu_storage(&storage)?, layout)?;
+    let bias = bias.map(|b| b.storage_and_layout());
+    let bias = match &bias {
+        Some((storage, layout)) => Some(elements::<T>(cpu_storage(storage)?, layout)?),
+        None => None,
+    };
+    let norm = |x: &[T], row: &mut [f32]| match prologue {
+        Prologue::LayerNorm { eps, .. } => {
+            norm::layer_norm(level, x, &weight, bias.as_deref(), eps as f32, row)
+        }
+        Prologue::RmsNorm { eps, .. } => norm::rms_norm(level, x, &weight, eps as f32, row),
+        Prologue::None => {}
+    };
     let mut out = vec![0f32; x.len()];
     pool::for_rows(&mut out, k, PARALLEL_PROLOGUE, |first, rows| {
         for (i, row) in rows.chunks_exact_mut(k).enumerate() {
-            norm::rms_norm(level, &x[(first + i) * k..][..k], &weight, eps, row);
+            norm(&x[(first + i) * k..][..k], row);
         }
     });
     Ok(Cow::Owned(out))

@@ -44,9 +44,11 @@ impl LinearOp<'_> {
                 path.push_str(&format);
             }
         }
-        if matches!(self.prologue, Prologue::RmsNorm { .. }) {
-            path.push_str(" rms_norm+");
-        }
+        path.push_str(match self.prologue {
+            Prologue::None => "",
+            Prologue::RmsNorm { .. } => " rms_norm+",
+            Prologue::LayerNorm { .. } => " layer_norm+",
+        });
         if self.epilogue.bias.is_some() {
             path.push_str(" +bias");
         }
@@ -88,8 +90,14 @@ pub(crate) fn launch(
     };
     float(name, "x", x.dtype())?;
     let rows = check_weights(name, x.device(), k, weights)?;
-    if let Prologue::RmsNorm { weight, .. } = prologue {
+    if let Prologue::RmsNorm { weight, .. } | Prologue::LayerNorm { weight, .. } = prologue {
         vector(name, "norm_weight", weight, k, x)?;
+    }
+    if let Prologue::LayerNorm {
+        bias: Some(bias), ..
+    } = prologue
+    {
+        vector(name, "norm_bias", bias, k, x)?;
     }
     if let Some(bias) = epilogue.bias {
         vector(name, "bias", bias, rows, x)?;

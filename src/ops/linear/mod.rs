@@ -75,6 +75,16 @@ pub enum Prologue<'a> {
         /// Added to the mean of squares.
         eps: f64,
     },
+    /// `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, rounded as
+    /// [`layer_norm`](fn@crate::ops::layer_norm) rounds.
+    LayerNorm {
+        /// `[K]`, in x's dtype.
+        weight: &'a Tensor,
+        /// Likewise.
+        bias: Option<&'a Tensor>,
+        /// Added to the variance.
+        eps: f64,
+    },
 }
 
 /// The pointwise function after the product and bias.

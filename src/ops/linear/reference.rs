@@ -2,6 +2,7 @@
 
 use super::{Activation, Epilogue, Prologue, Weight};
 use crate::ops::view::float64;
+use crate::ops::{layer_norm, rms_norm};
 #[cfg(feature = "cuda")]
 use candle_core::DType;
 use candle_core::{Result, Tensor};
@@ -19,10 +20,6 @@ pub fn reference(
     epilogue: &Epilogue<'_>,
 ) -> Result<Vec<Vec<f64>>> {
     let k = x.dims().last().copied().unwrap_or(1);
-    let norm = match prologue {
-        Prologue::None => None,
-        Prologue::RmsNorm { weight, eps } => Some((float64(weight)?, eps)),
-    };
     let mut matrix: Vec<Vec<f64>> = Vec::new();
     for weight in weights {
         match weight {
@@ -47,17 +44,16 @@ pub fn reference(
         .iter()
         .map(|r| float64(r))
         .collect::<Result<Vec<_>>>()?;
-    let rows = float64(x)?
+    let normed = match prologue {
+        Prologue::None => float64(x)?,
+        Prologue::RmsNorm { weight, eps } => rms_norm::reference(x, weight, eps)?,
+        Prologue::LayerNorm { weight, bias, eps } => layer_norm::reference(x, weight, bias, eps)?,
+    };
+    let rows = normed
         .chunks(k.max(1))
         .map(<[f64]>::to_vec)
         .collect::<Vec<_>>();
-    let finish = |(i, mut row): (usize, Vec<f64>)| {
-        if let Some((weight, eps)) = &norm {
-            let mean = row.iter().map(|v| v * v).sum::<f64>() / k as f64;
-            row.iter_mut()
-                .zip(weight)
-                .for_each(|(v, w)| *v *= w / (mean + eps).sqrt());
-        }
+    let finish = |(i, row): (usize, Vec<f64>)| {
         let mut y: Vec<f64> = matrix
             .iter()
             .map(|w| w.iter().zip(&row).map(|(w, v)| w * v).sum())

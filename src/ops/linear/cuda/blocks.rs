@@ -74,10 +74,10 @@ impl FewBlocks {
     /// shared memory that one row of x takes.
     pub fn fits(&self, launcher: &Launcher) -> bool {
         let at = &self.at;
-        let norm = at.norm.map_or(0, |(weight, _)| weight);
+        let norm = at.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let gates = at.activation == Activation::SwiGlu;
         at.m <= FEW
-            && [at.x, norm].iter().all(|a| a.is_multiple_of(16))
+            && norm.iter().chain([&at.x]).all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
             && self.core(0).rows_at_once(launcher.gpu) > 0
     }
@@ -148,9 +148,8 @@ unsafe fn launch_run(
         };
         first += weight.rows();
     }
-    if let Some((weight, eps)) = at.norm {
-        params.prologue.norm = 1;
-        (params.prologue.weight, params.prologue.eps) = (weight, eps);
+    if let Some(norm) = at.norm {
+        params.prologue.set_norm(norm);
     }
     params.prologue.dtype = dtype_index(at.x_dtype) as i32;
     params.epilogue.bias = behind(at.bias, column, x_size);

@@ -1,7 +1,7 @@
 //! Few rows of x: one kernel with the norm in front and the epilogue behind, which reads every
 //! weight once.
 
-use super::gemv::{Core, Gemv, Matrix, launch};
+use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch};
 use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
@@ -54,8 +54,8 @@ const LARGE: usize = 24 << 20;
 pub(crate) struct FewRows {
     /// `[m, k]`.
     pub x: Address,
-    /// An RMS norm's weight `[k]` and eps.
-    pub norm: Option<(Address, f32)>,
+    /// In front of the product.
+    pub norm: Option<NormAt>,
     /// Up to three matrices `[rows, k]`, side by side in the output; 0 rows for none.
     pub weights: [(Address, usize); 3],
     /// `[rows of all weights]`.
@@ -93,12 +93,15 @@ impl FewRows {
 
     /// Whether 16-byte accesses fit x, the norm and the weights.
     fn vectors(&self) -> bool {
-        let norm = self.norm.map_or(0, |(weight, _)| weight);
+        let norm = self.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let fits = |dtype: DType| (self.k * dtype.size_in_bytes()).is_multiple_of(16);
         let weights = self.weights.iter().map(|(address, _)| *address);
         fits(self.x_dtype)
             && fits(self.w_dtype)
-            && weights.chain([self.x, norm]).all(|a| a.is_multiple_of(16))
+            && weights
+                .chain(norm)
+                .chain([self.x])
+                .all(|a| a.is_multiple_of(16))
     }
 
     /// The kernel and how it works.
@@ -161,8 +164,12 @@ impl FewRows {
     }
 
     /// The kernel for small products, and its blocks, where each multiprocessor has one at most: with
-    /// more, staging x again and again costs what the short way through the kernel saves.
+    /// more, staging x again and again costs what the short way through the kernel saves. It knows
+    /// the RMS norm only.
     fn small(&self, gpu: &Gpu) -> Option<(usize, u32)> {
+        if self.norm.is_some_and(|n| n.kind != NormKind::Rms) {
+            return None;
+        }
         let steps = match self.k {
             0..=1024 => 0,
             1025..=1536 => 1,
@@ -248,9 +255,8 @@ fn params(at: &FewRows) -> Gemv {
         };
         first += rows;
     }
-    if let Some((weight, eps)) = at.norm {
-        params.prologue.norm = 1;
-        (params.prologue.weight, params.prologue.eps) = (weight, eps);
+    if let Some(norm) = at.norm {
+        params.prologue.set_norm(norm);
     }
     (params.m, params.prologue.x) = (at.m as u32, at.x);
     params.prologue.dtype = dtype_index(at.x_dtype) as i32;

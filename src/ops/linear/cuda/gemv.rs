@@ -49,6 +49,32 @@ pub(crate) struct PrologueParams {
     pub padding: i32,
 }
 
+/// Which norm is in front of a product, as `kernels/prologue.cuh` numbers them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NormKind {
+    Rms = 1,
+    Layer = 2,
+}
+
+/// A norm on raw addresses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NormAt {
+    pub kind: NormKind,
+    /// `[k]`.
+    pub weight: Address,
+    /// Likewise, for a layer norm; 0 for none.
+    pub bias: Address,
+    pub eps: f32,
+}
+
+impl PrologueParams {
+    /// Sets the norm.
+    pub fn set_norm(&mut self, norm: NormAt) {
+        self.norm = norm.kind as i32;
+        (self.weight, self.bias, self.eps) = (norm.weight, norm.bias, norm.eps);
+    }
+}
+
 /// `Epilogue` of the kernels.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]

@@ -1,5 +1,6 @@
 //! What a linear op holds, ready for kernels.
 
+use super::gemv::{NormAt, NormKind};
 use crate::cuda::{Address, address_of};
 use crate::ops::linear::launch::LinearOp;
 use crate::ops::linear::{Prologue, Weight};
@@ -9,9 +10,16 @@ use candle_core::{Result, Tensor};
 /// that runs those frees them.
 pub(super) struct Held {
     pub weights: Vec<Weight>,
-    norm: Option<(Tensor, f32)>,
+    norm: Option<HeldNorm>,
     bias: Option<Tensor>,
     residuals: Vec<Tensor>,
+}
+
+struct HeldNorm {
+    kind: NormKind,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    eps: f32,
 }
 
 impl Held {
@@ -25,26 +33,48 @@ impl Held {
             weights: weights.collect::<Result<_>>()?,
             norm: match op.prologue {
                 Prologue::None => None,
-                Prologue::RmsNorm { weight, eps } => Some((weight.contiguous()?, eps as f32)),
+                Prologue::RmsNorm { weight, eps } => Some(HeldNorm {
+                    kind: NormKind::Rms,
+                    weight: weight.contiguous()?,
+                    bias: None,
+                    eps: eps as f32,
+                }),
+                Prologue::LayerNorm { weight, bias, eps } => Some(HeldNorm {
+                    kind: NormKind::Layer,
+                    weight: weight.contiguous()?,
+                    bias: bias.map(Tensor::contiguous).transpose()?,
+                    eps: eps as f32,
+                }),
             },
             bias: op.epilogue.bias.map(Tensor::contiguous).transpose()?,
             residuals: residuals.collect::<Result<_>>()?,
         })
     }
 
-    /// The same with a norm's weight that begins at a multiple of 16 bytes.
+    /// The same with a norm whose vectors begin at multiples of 16 bytes.
     pub fn with_aligned_norm(mut self) -> Result<Self> {
-        if let Some((weight, _)) = &mut self.norm
-            && !address_of(weight)?.is_multiple_of(16)
-        {
-            *weight = weight.copy()?;
+        if let Some(norm) = &mut self.norm {
+            for vector in [Some(&mut norm.weight), norm.bias.as_mut()] {
+                if let Some(vector) = vector
+                    && !address_of(vector)?.is_multiple_of(16)
+                {
+                    *vector = vector.copy()?;
+                }
+            }
         }
         Ok(self)
     }
 
-    /// The norm's weight and eps.
-    pub fn norm(&self) -> Result<Option<(Address, f32)>> {
-        let at = |(weight, eps): &(Tensor, f32)| Ok((address_of(weight)?, *eps));
+    /// Where the norm's vectors are.
+    pub fn norm(&self) -> Result<Option<NormAt>> {
+        let at = |norm: &HeldNorm| {
+            Ok(NormAt {
+                kind: norm.kind,
+                weight: address_of(&norm.weight)?,
+                bias: norm.bias.as_ref().map_or(Ok(0), address_of)?,
+                eps: norm.eps,
+            })
+        };
         self.norm.as_ref().map(at).transpose()
     }
 

@@ -3,8 +3,9 @@
 
 use super::few::{FEW, FewRows, few_rows};
 use super::gemm::{self, Gemm};
-use super::gemv::{EpilogueParams, activation_index};
+use super::gemv::{EpilogueParams, NormAt, NormKind, activation_index};
 use crate::cuda::{Address, Grid, Launcher, Module, address, alloc, fatbin};
+use crate::ops::layer_norm::cuda::{LayerNormAt, launch as layer_norm};
 use crate::ops::linear::Activation;
 use crate::ops::rms_norm::cuda::{RmsNormAt, launch as rms_norm};
 use crate::ops::view::dtype_index;
@@ -15,8 +16,8 @@ use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result};
 pub(super) struct ManyRows {
     /// `[m, k]`.
     pub x: Address,
-    /// An RMS norm's weight `[k]` and eps.
-    pub norm: Option<(Address, f32)>,
+    /// In front of the product.
+    pub norm: Option<NormAt>,
     /// Matrices `[rows, k]` with their rows and dtypes, side by side in the output.
     pub weights: Vec<(Address, usize, DType)>,
     /// `[rows of all weights]`.
@@ -106,9 +107,15 @@ pub(super) unsafe fn many_rows(
 ) -> Result<()> {
     let mut at = at.clone();
     // Scratch is freed when this function returns, in the order of the stream.
+    let rows = Rows {
+        x: at.x,
+        m: at.m,
+        k: at.k,
+        dtype: at.dtype,
+    };
     let normed = at.norm.take().map(|norm| {
         // SAFETY: the caller's.
-        unsafe { normalised(launcher, device, &at, norm) }
+        unsafe { normalised(launcher, device, &rows, norm) }
     });
     let normed = normed.transpose()?;
     if let Some(normed) = &normed {
@@ -280,30 +287,60 @@ pub(super) unsafe fn finish(launcher: &Launcher, at: &ManyRows, sums: Address) -
     }
 }
 
-/// The rows of x behind the norm.
+/// Rows of x, `[m, k]`.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub x: Address,
+    pub m: usize,
+    pub k: usize,
+    pub dtype: DType,
+}
+
+/// Rows behind a norm.
 ///
 /// # Safety
-/// As [`many_rows`].
-unsafe fn normalised(
+/// The addresses hold what their fields say until the stream has passed the launch.
+pub(super) unsafe fn normalised(
     launcher: &Launcher,
     device: &CudaDevice,
-    at: &ManyRows,
-    (weight, eps): (Address, f32),
+    rows: &Rows,
+    norm: NormAt,
 ) -> Result<CudaStorage> {
-    let out = alloc("linear", device, at.dtype, at.m * at.k)?;
-    let norm = RmsNormAt {
-        x: at.x,
-        residual: 0,
-        weight,
-        sum: 0,
-        y: start(&out, at.m * at.k)?,
-        rows: at.m,
-        width: at.k,
-        eps,
-        dtype: at.dtype,
-    };
+    let Rows { x, m, k, dtype } = *rows;
+    let out = alloc("linear", device, dtype, m * k)?;
+    let y = start(&out, m * k)?;
     // SAFETY: the caller's; the scratch has room for all rows.
-    unsafe { rms_norm(launcher, &norm)? };
+    unsafe {
+        match norm.kind {
+            NormKind::Rms => rms_norm(
+                launcher,
+                &RmsNormAt {
+                    x,
+                    residual: 0,
+                    weight: norm.weight,
+                    sum: 0,
+                    y,
+                    rows: m,
+                    width: k,
+                    eps: norm.eps,
+                    dtype,
+                },
+            )?,
+            NormKind::Layer => layer_norm(
+                launcher,
+                &LayerNormAt {
+                    x,
+                    weight: norm.weight,
+                    bias: norm.bias,
+                    y,
+                    rows: m,
+                    width: k,
+                    eps: norm.eps,
+                    dtype,
+                },
+            )?,
+        }
+    }
     Ok(out)
 }
 

@@ -10,6 +10,7 @@ mod parts;
 mod quantized;
 
 pub(crate) use few::{FEW, FewRows, few_rows};
+pub(crate) use gemv::{NormAt, NormKind};
 pub(crate) use parts::{Few, FewAt, few};
 
 use super::Weight;

@@ -2,6 +2,7 @@
 
 use super::blocks::{FewBlocks, few_blocks};
 use super::few::{FEW, FewRows, few_rows};
+use super::gemv::NormAt;
 use crate::cuda::{Address, Launcher, address_of};
 use crate::ops::linear::{Activation, Weight};
 use candle_core::{DType, Result};
@@ -14,8 +15,8 @@ const MOST_DENSE: usize = 3;
 pub(crate) struct FewAt {
     /// `[m, k]`.
     pub x: Address,
-    /// An RMS norm's weight `[k]` and eps.
-    pub norm: Option<(Address, f32)>,
+    /// In front of the product.
+    pub norm: Option<NormAt>,
     /// `[rows of all weights]`.
     pub bias: Address,
     pub activation: Activation,

@@ -2,8 +2,9 @@
 //! operand of the library's matrix product.
 
 use super::gemm::{self, Gemm};
+use super::gemv::NormKind;
 use super::held::Held;
-use super::many::{ManyRows, finish};
+use super::many::{ManyRows, Rows, finish, normalised};
 use super::parts::{Few, FewAt, few};
 use crate::cuda::{
     Address, Launcher, Narrow, address, address_of, alloc, dequantize, narrow, product_dtype,
@@ -82,9 +83,27 @@ unsafe fn many(
     let weight = address(&dense, &Layout::contiguous(rows * k))?;
     let operand = alloc(OP, device, dtype, m * k)?;
     let x = address(&operand, &Layout::contiguous(m * k))?;
+    // The conversion knows the RMS norm only.
+    let normed = match at.norm {
+        Some(norm) if norm.kind != NormKind::Rms => {
+            let rows = Rows {
+                x: at.x,
+                m,
+                k,
+                dtype: at.x_dtype,
+            };
+            // SAFETY: the caller's.
+            Some(unsafe { normalised(launcher, device, &rows, norm)? })
+        }
+        _ => None,
+    };
+    let (input, norm) = match &normed {
+        Some(normed) => (address(normed, &Layout::contiguous(m * k))?, None),
+        None => (at.x, at.norm.map(|n| (n.weight, n.eps))),
+    };
     let narrowed = Narrow {
-        x: at.x,
-        norm: at.norm,
+        x: input,
+        norm,
         out: x,
         rows: m,
         width: k,
