@@ -22,6 +22,8 @@ mod eager;
 #[cfg(feature = "cuda")]
 mod plan;
 #[cfg(feature = "cuda")]
+mod prefill;
+#[cfg(feature = "cuda")]
 mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
@@ -104,8 +106,14 @@ struct Sequence {
 }
 
 impl Sequence {
-    /// Reads `ids` and gives the logits `[1, V]` behind the last of them.
-    fn read(&mut self, decoder: &Decoder, ids: &[u32]) -> Result<Tensor> {
+    /// Reads `ids` through `forward`, which takes the cache and the position of the first, and gives
+    /// its logits `[1, V]` behind the last of them.
+    fn read(
+        &mut self,
+        decoder: &Decoder,
+        ids: &[u32],
+        forward: impl FnOnce(&mut DecoderCache, usize) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let position = self.ids.len();
         if ids.is_empty() {
             bail!("generation: no ids, expected at least one");
@@ -120,11 +128,7 @@ impl Sequence {
         }
         // Here, where the ids are, so that nothing has to be read back from the device.
         decoder.embedding.check(ids)?;
-        self.cache.set_len(position);
-        let input = Tensor::new(ids, self.cache.device())?.unsqueeze(0)?;
-        let embedded = decoder.embedding.rows(&input)?;
-        let x = decoder.layers(&embedded, position, &mut self.cache, None)?;
-        let logits = decoder.last_logits(&x)?;
+        let logits = forward(&mut self.cache, position)?;
         self.ids.extend_from_slice(ids);
         self.pending = None;
         Ok(logits)

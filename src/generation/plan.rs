@@ -9,7 +9,7 @@ use crate::nn::{KvCache, Projection, RmsNorm, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_decoding::cuda::{self as flash_decoding, Step, StepShape};
-use crate::ops::linear::cuda::{self as linear, Few, FewAt};
+use crate::ops::linear::cuda::{self as linear, Few, NormAt, NormKind, ProductAt};
 use crate::ops::sample::cuda as sample;
 use crate::ops::view::dtype_index;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Tensor};
@@ -254,10 +254,15 @@ impl<'a> Writer<'a> {
         let rows = linear.rows().iter().sum::<usize>();
         let norm = match around.norm {
             Some(norm) if norm.weight().dtype() != self.dtype => return Ok(false),
-            Some(norm) => Some((address_of(norm.weight())?, norm.eps() as f32)),
+            Some(norm) => Some(NormAt {
+                kind: NormKind::Rms,
+                weight: address_of(norm.weight())?,
+                bias: 0,
+                eps: norm.eps() as f32,
+            }),
             None => None,
         };
-        let at = FewAt {
+        let at = ProductAt {
             x,
             norm,
             bias: bias.map_or(Ok(0), address_of)?,

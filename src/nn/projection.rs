@@ -197,7 +197,7 @@ impl Projection {
         let name = match (weights.iter().any(Weight::is_quantized), prologue) {
             (true, _) => "quant_linear",
             (false, Prologue::RmsNorm { .. }) => "rms_norm_linear",
-            (false, Prologue::None) => "linear",
+            (false, _) => "linear",
         };
         let epilogue = Epilogue {
             bias: self.bias.as_ref(),

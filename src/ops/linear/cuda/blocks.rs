@@ -3,7 +3,7 @@
 
 use super::few::FEW;
 use super::gemv::{Core, Gemv, Matrix, NormKind, launch};
-use super::parts::FewAt;
+use super::parts::ProductAt;
 use crate::cuda::{Address, BlockMatrix, Gpu, Grid, Launcher, Module, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
@@ -79,7 +79,7 @@ const MANY: usize = 16 << 10;
 pub(crate) struct FewBlocks {
     /// Matrices of k columns, side by side in the output.
     pub weights: Vec<Arc<BlockMatrix>>,
-    pub at: FewAt,
+    pub at: ProductAt,
 }
 
 impl FewBlocks {
