@@ -183,8 +183,8 @@ impl Generation {
         }
         options.sampling.check()?;
         let mut kind = model.empty_cache()?;
-        kind.rotary(options.positions)?;
         let buffers = buffers(decoder, &kind, options)?;
+        kind.rotary(options.positions)?;
         let sequences = (0..options.sequences)
             .map(|index| sequence(&buffers, &kind, index, options.positions))
             .collect::<Result<Vec<_>>>()?;
@@ -343,7 +343,13 @@ fn buffers(decoder: &Decoder, kind: &DecoderCache, options: &Options) -> Result<
             let shape = (options.sequences, config.kv_heads, config.head_dim);
             KvCache::preallocated(shape, options.positions, kind.dtype(), kind.device())
         })
-        .collect()
+        .collect::<Result<_>>()
+        .map_err(|e| {
+            e.context(format!(
+                "generation: no memory for the keys and values of {} positions of {} sequences",
+                options.positions, options.sequences
+            ))
+        })
 }
 
 fn sequence(

@@ -173,13 +173,15 @@ impl StepShape {
             (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
         // Each warp has one turn before another block joins: a second turn costs a little more.
         let tiles = warps;
+        // Half as many warps leave room for a second block on a multiprocessor.
+        let blocks = gpu.sms as usize * (8 / warps);
         let rows = (self.kv_heads * parts * self.sequences).max(1);
         let useful = self.slots.div_ceil(keys).div_ceil(tiles);
         Shares {
             kernel,
             warps,
             parts,
-            blocks: (gpu.sms as usize / rows).min(useful).max(1),
+            blocks: (blocks / rows).min(useful).max(1),
             tiles,
             shared: queries + 4 * floats,
         }
