@@ -46,7 +46,7 @@ impl OnDevice {
         buffers: &[KvCache],
         options: &Options,
     ) -> Result<Option<Self>> {
-        let vocab = decoder.embedding.vocab_size();
+        let vocab = decoder.stack.embedding.vocab_size();
         let state = State::new(device, vocab, options)?;
         let rotary = kind.rotary(options.positions)?;
         let Some(plan) = Plan::new(device, decoder, buffers, rotary, &state)? else {

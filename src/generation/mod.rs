@@ -28,7 +28,7 @@ use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
 pub use crate::ops::sample::SamplingParams;
 use crate::ops::sample::sample_as;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 /// How a [`Generation`] is set up.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ impl Default for Options {
 /// What a part of the model takes of a step on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct PartTime {
-    /// `qkv`, `attention`, `output`, `gate_up`, `down`, `head`, `embedding` or `sample`.
+    /// `qkv`, `attention`, `output`, `gate_up` or `up`, `down`, `head`, `embedding` or `sample`.
     pub part: &'static str,
     /// Steps of all layers together.
     pub launches: usize,
@@ -119,12 +119,14 @@ impl Sequence {
             );
         }
         // Here, where the ids are, so that nothing has to be read back from the device.
-        decoder.embedding.check(ids)?;
+        decoder.stack.embedding.check(ids)?;
         self.cache.set_len(position);
         let input = Tensor::new(ids, self.cache.device())?.unsqueeze(0)?;
-        let embedded = decoder.embedding.rows(&input)?;
-        let x = decoder.layers(&embedded, position, &mut self.cache, None)?;
-        let logits = decoder.last_logits(&x)?;
+        let embedded = decoder.stack.embedding.rows(&input)?;
+        let x = decoder
+            .stack
+            .forward(&embedded, position, &mut self.cache)?;
+        let logits = decoder.last_logits(&x)?.to_dtype(DType::F32)?;
         self.ids.extend_from_slice(ids);
         self.pending = None;
         Ok(logits)
@@ -170,11 +172,11 @@ impl Generation {
                 options.sequences
             );
         }
-        if options.positions == 0 || options.positions > decoder.max_positions {
+        if options.positions == 0 || options.positions > decoder.stack.max_positions {
             bail!(
                 "generation: {} positions, expected 1 to the model's context length of {}",
                 options.positions,
-                decoder.max_positions
+                decoder.stack.max_positions
             );
         }
         options.sampling.check()?;
@@ -332,6 +334,7 @@ impl Engine {
 /// Keys and values of every layer, for all sequences.
 fn buffers(decoder: &Decoder, kind: &DecoderCache, options: &Options) -> Result<Vec<KvCache>> {
     decoder
+        .stack
         .blocks
         .iter()
         .map(|block| {

@@ -1,15 +1,16 @@
 //! A decode step written down: which kernels run over which addresses, from token ids to next
 //! tokens. Five launches a layer: q, k, v behind the norm; attention with rotation and append; the
-//! output projection with the residual; gate and up behind the norm; down with the residual.
+//! output projection with the residual; gate and up, or up alone, behind the norm; down with the
+//! residual. Where attention and MLP stand side by side, up comes before the residual.
 
 use super::state::State;
 use crate::cuda::{Address, Gpu, Launcher, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
-use crate::nn::{KvCache, Projection, RmsNorm, RotaryEmbedding};
+use crate::nn::{KvCache, Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_decoding::cuda::{self as flash_decoding, Step, StepShape};
-use crate::ops::linear::cuda::{self as linear, Few, FewAt};
+use crate::ops::linear::cuda::{self as linear, Few, FewAt, NormAt, NormKind};
 use crate::ops::sample::cuda as sample;
 use crate::ops::view::dtype_index;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Tensor};
@@ -47,17 +48,17 @@ impl Plan {
         rotary: &RotaryEmbedding,
         state: &State,
     ) -> Result<Option<Self>> {
-        let Some(table) = decoder.embedding.table() else {
+        let Some(table) = decoder.stack.embedding.table() else {
             return Ok(None);
         };
         let lookup = Lookup::new(table, state.token(), 0, state.sequences())?;
         let mut writer = Writer::new(device, lookup, state)?;
-        for (block, cache) in decoder.blocks.iter().zip(caches) {
+        for (block, cache) in decoder.stack.blocks.iter().zip(caches) {
             if !writer.block(block, cache, rotary)? {
                 return Ok(None);
             }
         }
-        if !writer.head(&decoder.head, &decoder.norm)? {
+        if !writer.head(&decoder.head, &decoder.stack.norm)? {
             return Ok(None);
         }
         let tables = rotary.tables();
@@ -147,7 +148,7 @@ struct Writer<'a> {
     dtype: DType,
     /// The residual stream, `[sequences, hidden]`: each layer adds to it in place.
     x: Address,
-    /// Buffers of the widest layer so far, and their widths: q, k and v; attended; gated.
+    /// Buffers of the widest layer so far, and their widths: q, k and v; attended; behind the activation.
     between: [(Address, usize); 3],
     /// Scratch memory that all layers' attention shares: one follows the other.
     scratch: Option<(Address, Address)>,
@@ -155,11 +156,11 @@ struct Writer<'a> {
 
 const QKV: usize = 0;
 const ATTENDED: usize = 1;
-const GATED: usize = 2;
+const HIDDEN: usize = 2;
 
 /// What a product does beside multiplying.
 struct Around<'a> {
-    norm: Option<&'a RmsNorm>,
+    norm: Option<&'a Norm>,
     activation: Activation,
     residual: Address,
     out: Address,
@@ -210,11 +211,16 @@ impl<'a> Writer<'a> {
             return Ok(false);
         }
         let (qkv, output) = attention.projections();
-        let (gate_up, down) = block.mlp.projections();
+        let (up, down) = block.mlp.projections();
+        let activation = block.mlp.activation();
         let width = config.heads * config.head_dim;
         let q = self.between(QKV, width + 2 * config.kv_heads * config.head_dim)?;
         let attended = self.between(ATTENDED, width)?;
-        let gated = self.between(GATED, gate_up.rows().iter().sum::<usize>() / 2)?;
+        let inner = match activation {
+            Activation::SwiGlu => up.rows().iter().sum::<usize>() / 2,
+            _ => up.rows().iter().sum(),
+        };
+        let hidden = self.between(HIDDEN, inner)?;
         let plain = |norm, out| Around {
             norm,
             activation: Activation::None,
@@ -230,15 +236,33 @@ impl<'a> Writer<'a> {
             out: writer.x,
             out_dtype: writer.dtype,
         };
-        let swiglu = Around {
-            activation: Activation::SwiGlu,
-            ..plain(Some(&block.mlp_norm), gated)
+        let inside = |writer: &mut Self| {
+            let around = Around {
+                activation,
+                ..plain(Some(&block.mlp_norm), hidden)
+            };
+            let part = match activation {
+                Activation::SwiGlu => "gate_up",
+                _ => "up",
+            };
+            writer.linear(part, up, writer.x, around)
         };
-        Ok(self.linear("qkv", qkv, self.x, first)?
-            && self.attention(block, cache, rotary)?
-            && self.linear("output", output, attended, added(self))?
-            && self.linear("gate_up", gate_up, self.x, swiglu)?
-            && self.linear("down", down, gated, added(self))?)
+        if !self.linear("qkv", qkv, self.x, first)? {
+            return Ok(false);
+        }
+        // Side by side, both read the stream before either adds to it.
+        if block.parallel && !inside(self)? {
+            return Ok(false);
+        }
+        if !(self.attention(block, cache, rotary)?
+            && self.linear("output", output, attended, added(self))?)
+        {
+            return Ok(false);
+        }
+        if !block.parallel && !inside(self)? {
+            return Ok(false);
+        }
+        self.linear("down", down, hidden, added(self))
     }
 
     fn linear(
@@ -253,8 +277,10 @@ impl<'a> Writer<'a> {
         };
         let rows = linear.rows().iter().sum::<usize>();
         let norm = match around.norm {
-            Some(norm) if norm.weight().dtype() != self.dtype => return Ok(false),
-            Some(norm) => Some((address_of(norm.weight())?, norm.eps() as f32)),
+            Some(norm) => match self.norm(norm)? {
+                Some(at) => Some(at),
+                None => return Ok(false),
+            },
             None => None,
         };
         let at = FewAt {
@@ -280,6 +306,23 @@ impl<'a> Writer<'a> {
         Ok(true)
     }
 
+    /// None if the norm is of another dtype than the stream.
+    fn norm(&self, norm: &Norm) -> Result<Option<NormAt>> {
+        let (kind, weight, bias, eps) = match norm {
+            Norm::Rms(n) => (NormKind::Rms, n.weight(), None, n.eps()),
+            Norm::Layer(n) => (NormKind::Layer, n.weight(), n.bias(), n.eps()),
+        };
+        if weight.dtype() != self.dtype || bias.is_some_and(|b| b.dtype() != self.dtype) {
+            return Ok(None);
+        }
+        Ok(Some(NormAt {
+            kind,
+            weight: address_of(weight)?,
+            bias: bias.map_or(Ok(0), address_of)?,
+            eps: eps as f32,
+        }))
+    }
+
     fn attention(
         &mut self,
         block: &Block,
@@ -300,15 +343,17 @@ impl<'a> Writer<'a> {
             dtype: self.dtype,
             cache_dtype: k.dtype(),
         };
-        if config.head_dim > flash_decoding::MOST_DIM {
+        let norms = block.attention.head_norms();
+        let alike = norms.is_none_or(|n| [n.q, n.k].iter().all(|w| w.dtype() == self.dtype));
+        if config.head_dim > flash_decoding::MOST_DIM || !alike {
             return Ok(false);
         }
         let (partial, counters) = self.scratch(&shape)?;
         let step = Step {
             qkv: self.between[QKV].0,
-            q_norm: 0,
-            k_norm: 0,
-            eps: 0.,
+            q_norm: norms.map_or(Ok(0), |n| address_of(n.q))?,
+            k_norm: norms.map_or(Ok(0), |n| address_of(n.k))?,
+            eps: norms.map_or(0., |n| n.eps as f32),
             cos: address_of(cos)?,
             sin: address_of(sin)?,
             k_cache: address_of(k)?,
@@ -321,7 +366,7 @@ impl<'a> Writer<'a> {
             style: rotary.style(),
             scale: 1. / (config.head_dim as f32).sqrt(),
             softcap: 0.,
-            window: 0,
+            window: config.window.unwrap_or(0),
         };
         self.work.push(("attention", Work::Attention(step)));
         Ok(true)
@@ -342,7 +387,7 @@ impl<'a> Writer<'a> {
     }
 
     /// The head behind the last norm, and the choice of the next tokens.
-    fn head(&mut self, head: &Projection, norm: &RmsNorm) -> Result<bool> {
+    fn head(&mut self, head: &Projection, norm: &Norm) -> Result<bool> {
         let vocab = head.rows().iter().sum::<usize>();
         let logits = self.buffer(DType::F32, self.state.sequences() * vocab)?;
         let around = Around {
