@@ -262,16 +262,39 @@ __device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t of) {
   return before == of - 1;
 }
 
-// Over the blocks, from what they left in memory, `step` values apart.
-__device__ __forceinline__ float merge_blocks(const float2* partial, uint32_t blocks, int step) {
-  Value r = {-INFINITY, 0.f, 0.f};
+// N values over the blocks, from what they left in memory: a block's `step` apart, those of this
+// thread `spacing` apart, of which `count` are there.
+template <int N>
+__device__ __forceinline__ void merge_blocks(const float2* partial, uint32_t blocks, int step, int spacing,
+                                             int count, float (&y)[N]) {
+  Value r[N];
+#pragma unroll
+  for (int e = 0; e < N; ++e) r[e] = {-INFINITY, 0.f, 0.f};
 #pragma unroll 4
   for (uint32_t b = 0; b < blocks; ++b) {
-    const float2 o = __ldcg(partial + b * step);
-    const float top = fmaxf(r.top, o.y), fade = exp2_fast(r.top - top), share = exp2_fast(o.y - top);
-    r = {top, r.weight * fade + share, r.sum * fade + share * o.x};
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const float2 o = e < count ? __ldcg(partial + b * step + e * spacing) : make_float2(0.f, 0.f);
+      const float top = fmaxf(r[e].top, o.y), fade = exp2_fast(r[e].top - top), share = exp2_fast(o.y - top);
+      r[e] = {top, r[e].weight * fade + share, r[e].sum * fade + share * o.x};
+    }
   }
-  return __fdividef(r.sum, r.weight);
+#pragma unroll
+  for (int e = 0; e < N; ++e) y[e] = __fdividef(r[e].sum, r[e].weight);
+}
+
+// All values of the heads, of which a thread has N on the way at a time.
+template <int N, int THREADS>
+__device__ __forceinline__ void merge_all(const Decoding& p, const float2* partial, uint32_t blocks, int step,
+                                          int total, uint32_t out) {
+  for (int i = threadIdx.x; i < total; i += N * THREADS) {
+    float y[N];
+    const int count = min(N, (total - i + THREADS - 1) / THREADS);
+    merge_blocks(partial + i, blocks, step, THREADS, count, y);
+#pragma unroll
+    for (int e = 0; e < N; ++e)
+      if (e < count) write(p.y, p.dtype, out + i + e * THREADS, y[e]);
+  }
 }
 
 // What a block takes part in.
@@ -306,9 +329,12 @@ __device__ __forceinline__ void finish(const Decoding& p, const Shared<Core>& s,
       write(p.v_cache, stored, slot + d, s.v[d]);
     }
   }
-  if (part.active > 1 && is_last(p.counters + at.row, part.active))
-    for (int i = threadIdx.x; i < total; i += THREADS)
-      write(p.y, p.dtype, at.out + i, merge_blocks(partial + i, part.active, step));
+  if (part.active > 1 && is_last(p.counters + at.row, part.active)) {
+    // Several values at once only where there are several: a step of few heads has no time for more
+    // instructions.
+    if (total <= THREADS) merge_all<1, THREADS>(p, partial, part.active, step, total, at.out);
+    else merge_all<4, THREADS>(p, partial, part.active, step, total, at.out);
+  }
 }
 
 template <class Core> __device__ __forceinline__ void decode(const Decoding& p, const Block& here) {

@@ -19,9 +19,9 @@ namespace fused {
 // One of up to three weights of the same k, side by side in the output.
 struct Matrix {
   const void* data;
-  const void* scales;  // a second plane, for formats that have one
+  const void* second;  // a second matrix, for formats that have one
   uint32_t first;      // its first row among all rows; past them for a weight that is not there
-  uint32_t unused;
+  uint32_t border;     // values of k that the second has not
 };
 
 struct Gemv {

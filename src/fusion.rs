@@ -4,99 +4,84 @@ use candle_core::{Error, Result, bail};
 use std::fmt;
 use std::str::FromStr;
 
-/// One switch per fusion, given to a model when it is loaded.
-///
-/// A switch that is off means that the model runs candle's own operations at that place, so that
-/// fused and plain forms can be compared inside one model, and an op can be ruled out when hunting
-/// a bug. `rms_norm_linear` and `swiglu` are parts of a fused product, so they show only together
-/// with `linear` (dense weights) or `quant_linear` (GGUF). [`Fusion::default`] is everything on.
-///
-/// ```
-/// use candle_fused::Fusion;
-/// let only: Fusion = "rope,flash_attention".parse()?;
-/// assert!(only.rope && !only.linear);
-/// assert_eq!(only.to_string(), "rope,flash_attention");
-/// assert_eq!("all".parse::<Fusion>()?, Fusion::all());
-/// # Ok::<(), candle_core::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fusion {
-    /// The residual is added in the epilogue of the matrix product before it (or by
-    /// [`residual_add`](fn@crate::ops::residual_add) where that product is not fused).
-    pub residual_add: bool,
-    /// Norms that stand alone run as [`rms_norm`](fn@crate::ops::rms_norm).
-    pub rms_norm: bool,
-    /// Norms run as the prologue of the matrix product behind them.
-    pub rms_norm_linear: bool,
-    /// Dense matrix products run as [`crate::ops::linear`](fn@crate::ops::linear).
-    pub linear: bool,
-    /// GGUF matrix products run as [`crate::ops::quant_linear`](fn@crate::ops::quant_linear).
-    pub quant_linear: bool,
-    /// `silu(gate) * up` runs in the epilogue of the gate and up projection.
-    pub swiglu: bool,
-    /// Rotary embedding of q and k and the cache append are one op.
-    pub rope: bool,
-    /// Attention runs as [`crate::ops::flash_attention`](fn@crate::ops::flash_attention).
-    pub flash_attention: bool,
+/// The struct of switches and what goes over all of them, from one list.
+macro_rules! switches {
+    ($(#[$doc:meta])* pub struct Fusion { $($(#[$field_doc:meta])* $name:ident,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct Fusion {
+            $($(#[$field_doc])* pub $name: bool,)*
+        }
+
+        impl Fusion {
+            /// The names that [`Fusion::from_str`] takes, besides `all` and `none`.
+            pub const NAMES: [&'static str; [$(stringify!($name)),*].len()] =
+                [$(stringify!($name)),*];
+
+            /// Everything fused.
+            pub fn all() -> Self {
+                Self { $($name: true,)* }
+            }
+
+            /// Plain candle operations only.
+            pub fn none() -> Self {
+                Self { $($name: false,)* }
+            }
+
+            /// The switches in the order of their names.
+            fn flags(&self) -> [bool; Self::NAMES.len()] {
+                [$(self.$name),*]
+            }
+
+            fn flags_mut(&mut self) -> [&mut bool; Self::NAMES.len()] {
+                [$(&mut self.$name),*]
+            }
+        }
+    };
 }
 
-impl Fusion {
-    /// The names that [`Fusion::from_str`] takes, besides `all` and `none`.
-    pub const NAMES: [&'static str; 8] = [
-        "residual_add",
-        "rms_norm",
-        "rms_norm_linear",
-        "linear",
-        "quant_linear",
-        "swiglu",
-        "rope",
-        "flash_attention",
-    ];
-
-    /// Everything fused.
-    pub fn all() -> Self {
-        Self::from_flags([true; 8])
-    }
-
-    /// Plain candle operations only.
-    pub fn none() -> Self {
-        Self::from_flags([false; 8])
-    }
-
-    fn from_flags(flags: [bool; 8]) -> Self {
-        let [
-            residual_add,
-            rms_norm,
-            rms_norm_linear,
-            linear,
-            quant_linear,
-            swiglu,
-            rope,
-            flash_attention,
-        ] = flags;
-        Self {
-            residual_add,
-            rms_norm,
-            rms_norm_linear,
-            linear,
-            quant_linear,
-            swiglu,
-            rope,
-            flash_attention,
-        }
-    }
-
-    fn flags(&self) -> [bool; 8] {
-        [
-            self.residual_add,
-            self.rms_norm,
-            self.rms_norm_linear,
-            self.linear,
-            self.quant_linear,
-            self.swiglu,
-            self.rope,
-            self.flash_attention,
-        ]
+switches! {
+    /// One switch per fusion, given to a model when it is loaded.
+    ///
+    /// A switch that is off means that the model runs candle's own operations at that place, so that
+    /// fused and plain forms can be compared inside one model, and an op can be ruled out when hunting
+    /// a bug. `rms_norm_linear`, `layer_norm_linear`, `swiglu` and `gelu` are parts of a fused product, so
+    /// they show only together with `linear` (dense weights) or `quant_linear` (GGUF).
+    /// [`Fusion::default`] is everything on.
+    ///
+    /// ```
+    /// use candle_fused::Fusion;
+    /// let only: Fusion = "rope,flash_attention".parse()?;
+    /// assert!(only.rope && !only.linear);
+    /// assert_eq!(only.to_string(), "rope,flash_attention");
+    /// assert_eq!("all".parse::<Fusion>()?, Fusion::all());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub struct Fusion {
+        /// The residual is added in the epilogue of the matrix product before it (or by
+        /// [`residual_add`](fn@crate::ops::residual_add) where that product is not fused).
+        residual_add,
+        /// RMS norms that stand alone run as [`rms_norm`](fn@crate::ops::rms_norm).
+        rms_norm,
+        /// RMS norms run as the prologue of the matrix product behind them.
+        rms_norm_linear,
+        /// Layer norms that stand alone run as [`layer_norm`](fn@crate::ops::layer_norm).
+        layer_norm,
+        /// Layer norms run as the prologue of the matrix product behind them.
+        layer_norm_linear,
+        /// Dense matrix products run as [`crate::ops::linear`](fn@crate::ops::linear).
+        linear,
+        /// GGUF matrix products run as [`crate::ops::quant_linear`](fn@crate::ops::quant_linear).
+        quant_linear,
+        /// `silu(gate) * up` runs in the epilogue of the gate and up projection.
+        swiglu,
+        /// The activation of an MLP without a gate runs in the epilogue of its first projection.
+        gelu,
+        /// Rotary embedding of q and k, their norms where a model has them, and the cache append are one
+        /// op.
+        rope,
+        /// Attention runs as [`crate::ops::flash_attention`](fn@crate::ops::flash_attention).
+        flash_attention,
     }
 }
 
@@ -116,17 +101,17 @@ impl FromStr for Fusion {
             "none" => return Ok(Self::none()),
             _ => {}
         }
-        let mut flags = [false; 8];
+        let mut fusion = Self::none();
         for name in list.split(',').map(str::trim) {
             match Self::NAMES.iter().position(|n| *n == name) {
-                Some(i) => flags[i] = true,
+                Some(i) => *fusion.flags_mut()[i] = true,
                 None => bail!(
                     "fusion: `{name}` is not one of all, none, {}",
                     Self::NAMES.join(", ")
                 ),
             }
         }
-        Ok(Self::from_flags(flags))
+        Ok(fusion)
     }
 }
 

@@ -50,7 +50,7 @@ impl OnDevice {
         buffers: &[KvCache],
         options: &Options,
     ) -> Result<Option<Self>> {
-        let vocab = decoder.embedding.vocab_size();
+        let vocab = decoder.stack.embedding.vocab_size();
         let state = State::new(device, vocab, options)?;
         let rotary = kind.rotary(options.positions)?;
         let Some(plan) = Plan::new(device, decoder, buffers, rotary, &state)? else {
@@ -153,11 +153,7 @@ impl OnDevice {
                 }
                 Ok(())
             })?;
-            let cache = if part == "attention" {
-                self.plan.cache_bytes(&positions)
-            } else {
-                0
-            };
+            let cache = self.plan.cache_bytes(part, &positions);
             let mut replay = |times: usize| {
                 // SAFETY: as in `launch`.
                 (0..times).try_for_each(|_| unsafe { graph.launch(launcher.stream) })

@@ -4,7 +4,7 @@
 use super::{Sequence, sample_one};
 use crate::models::decoder::Decoder;
 use crate::ops::SamplingParams;
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 pub(super) struct Eager {
     pub decoder: Decoder,
@@ -18,9 +18,9 @@ impl Eager {
         let logits = sequence.read(decoder, ids, |cache, position| {
             cache.set_len(position);
             let input = Tensor::new(ids, cache.device())?.unsqueeze(0)?;
-            let embedded = decoder.embedding.rows(&input)?;
-            let x = decoder.layers(&embedded, position, cache, None)?;
-            decoder.last_logits(&x)
+            let embedded = decoder.stack.embedding.rows(&input)?;
+            let x = decoder.stack.forward(&embedded, position, cache)?;
+            decoder.last_logits(&x)?.to_dtype(DType::F32)
         })?;
         let token = sample_one(&logits, index, &self.sampling, &sequence.ids)?;
         sequence.pending = Some(token);

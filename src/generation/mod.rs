@@ -62,7 +62,8 @@ impl Default for Options {
 /// What a part of the model takes of a step on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct PartTime {
-    /// `qkv`, `attention`, `output`, `gate_up`, `down`, `head`, `embedding` or `sample`.
+    /// `qkv`, `attention`, `output`, `gate_up` or `up`, `down`, `head`, `embedding` or `sample`; with a
+    /// plus between them what runs in one launch.
     pub part: &'static str,
     /// Steps of all layers together.
     pub launches: usize,
@@ -127,7 +128,7 @@ impl Sequence {
             );
         }
         // Here, where the ids are, so that nothing has to be read back from the device.
-        decoder.embedding.check(ids)?;
+        decoder.stack.embedding.check(ids)?;
         let logits = forward(&mut self.cache, position)?;
         self.ids.extend_from_slice(ids);
         self.pending = None;
@@ -174,11 +175,11 @@ impl Generation {
                 options.sequences
             );
         }
-        if options.positions == 0 || options.positions > decoder.max_positions {
+        if options.positions == 0 || options.positions > decoder.stack.max_positions {
             bail!(
                 "generation: {} positions, expected 1 to the model's context length of {}",
                 options.positions,
-                decoder.max_positions
+                decoder.stack.max_positions
             );
         }
         options.sampling.check()?;
@@ -336,6 +337,7 @@ impl Engine {
 /// Keys and values of every layer, for all sequences.
 fn buffers(decoder: &Decoder, kind: &DecoderCache, options: &Options) -> Result<Vec<KvCache>> {
     decoder
+        .stack
         .blocks
         .iter()
         .map(|block| {

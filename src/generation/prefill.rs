@@ -2,13 +2,15 @@
 //! share. Candle's tensors would cost an allocation and several locks for each of them, which for a
 //! small model takes longer than the kernels.
 
+use super::plan::norm_at;
+use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
-use crate::nn::{Projection, RmsNorm, RotaryEmbedding};
+use crate::nn::{Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_attention::cuda::{self as flash_attention, Call, Operand};
-use crate::ops::linear::cuda::{NormAt, NormKind, ProductAt, product};
+use crate::ops::linear::cuda::{NormAt, ProductAt, product};
 use crate::ops::rope::cuda::{self as rope, RopeAt};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Layout, Result, Storage, Tensor, bail};
@@ -30,7 +32,7 @@ pub(super) fn read(
     position: usize,
 ) -> Result<Tensor> {
     const OP: &str = "generation";
-    let Some(table) = decoder.embedding.table() else {
+    let Some(table) = decoder.stack.embedding.table() else {
         bail!("{OP}: the embedding is not on the GPU");
     };
     let ids = Tensor::new(ids, &Device::Cuda(device.clone()))?;
@@ -42,7 +44,8 @@ pub(super) fn read(
     lookup.out = x;
     let mut pass = Pass {
         launcher: Launcher {
-            dependent: true,
+            // An event between two launches would keep them apart anyway.
+            dependent: !profile::is_capturing(),
             ..Launcher::new(device)?
         },
         scratch: Scratch::new(device),
@@ -54,7 +57,7 @@ pub(super) fn read(
     };
     // SAFETY: x has room for all rows; the ids live until the logits are there.
     unsafe { embedding::launch(&pass.launcher, &lookup)? };
-    for (block, cache) in decoder.blocks.iter().zip(caches) {
+    for (block, cache) in decoder.stack.blocks.iter().zip(caches) {
         pass.block(block, cache, rotary)?;
         pass.scratch.reset();
     }
@@ -63,7 +66,7 @@ pub(super) fn read(
     let last = x + ((tokens - 1) * hidden * dtype.size_in_bytes()) as Address;
     let out = address(&logits, &Layout::contiguous(vocab))?;
     let head = ProductAt {
-        norm: pass.norm(&decoder.norm)?,
+        norm: pass.norm(&decoder.stack.norm)?,
         m: 1,
         out_dtype: DType::F32,
         ..pass.at(last, out, vocab)
@@ -93,18 +96,27 @@ struct Pass {
 impl Pass {
     fn block(&mut self, block: &Block, cache: &Cache, rotary: &RotaryEmbedding) -> Result<()> {
         let (qkv, output) = block.attention.projections();
-        let (gate_up, down) = block.mlp.projections();
-        let added = |at: ProductAt, x: Address| ProductAt {
-            residuals: [x, 0],
-            ..at
-        };
-        let joint = self.product_of(qkv, self.x, Some(&block.attention_norm), Activation::None)?;
+        let (up, down) = block.mlp.projections();
+        let joint = self.product_of(qkv, &block.attention_norm, Activation::None)?;
+        let inside = |pass: &mut Self| pass.product_of(up, &block.mlp_norm, block.mlp.activation());
+        // Side by side, both read the stream before either adds to it.
+        let before = block.parallel.then(|| inside(self)).transpose()?;
         let attended = self.attention(block, joint, cache, rotary)?;
-        let at = added(self.at(attended, self.x, self.hidden), self.x);
-        self.product(output, at)?;
-        let gated = self.product_of(gate_up, self.x, Some(&block.mlp_norm), Activation::SwiGlu)?;
-        let at = added(self.at(gated, self.x, self.hidden), self.x);
-        self.product(down, at)
+        self.add(output, attended)?;
+        let hidden = match before {
+            Some(hidden) => hidden,
+            None => inside(self)?,
+        };
+        self.add(down, hidden)
+    }
+
+    /// Adds a product to the stream.
+    fn add(&mut self, linear: &Projection, x: Address) -> Result<()> {
+        let at = ProductAt {
+            residuals: [self.x, 0],
+            ..self.at(x, self.x, self.hidden)
+        };
+        self.product(linear, at)
     }
 
     /// A product without norm, bias or residual of all rows.
@@ -124,28 +136,22 @@ impl Pass {
         }
     }
 
-    fn norm(&self, norm: &RmsNorm) -> Result<Option<NormAt>> {
-        if norm.weight().dtype() != self.dtype {
+    fn norm(&self, norm: &Norm) -> Result<Option<NormAt>> {
+        let at = norm_at(norm, self.dtype)?;
+        if at.is_none() {
             bail!(
-                "generation: a norm of {:?} for rows of {:?}",
-                norm.weight().dtype(),
+                "generation: a norm is not in the dtype of the rows, {:?}",
                 self.dtype
             );
         }
-        Ok(Some(NormAt {
-            kind: NormKind::Rms,
-            weight: address_of(norm.weight())?,
-            bias: 0,
-            eps: norm.eps() as f32,
-        }))
+        Ok(at)
     }
 
-    /// The product in memory of its own.
+    /// The product of the stream behind a norm, in memory of its own.
     fn product_of(
         &mut self,
         linear: &Projection,
-        x: Address,
-        norm: Option<&RmsNorm>,
+        norm: &Norm,
         activation: Activation,
     ) -> Result<Address> {
         let rows = linear.rows().iter().sum::<usize>();
@@ -157,9 +163,9 @@ impl Pass {
             .scratch
             .take("linear", self.dtype, self.tokens * width)?;
         let at = ProductAt {
-            norm: norm.map_or(Ok(None), |n| self.norm(n))?,
+            norm: self.norm(norm)?,
             activation,
-            ..self.at(x, out, width)
+            ..self.at(self.x, out, width)
         };
         self.product(linear, at)?;
         Ok(out)
@@ -189,6 +195,7 @@ impl Pass {
     ) -> Result<Address> {
         let config = block.attention.config();
         let (heads, kv_heads, dim) = (config.heads, config.kv_heads, config.head_dim);
+        let norms = block.attention.head_norms();
         let (cos, sin) = rotary.tables();
         let (tokens, position) = (self.tokens, self.position);
         let width = heads * dim;
@@ -206,9 +213,9 @@ impl Pass {
             v: address_of(v)?,
             cos: address_of(cos)?,
             sin: address_of(sin)?,
-            q_norm: 0,
-            k_norm: 0,
-            eps: 0.,
+            q_norm: norms.map_or(Ok(0), |n| address_of(n.q))?,
+            k_norm: norms.map_or(Ok(0), |n| address_of(n.k))?,
+            eps: norms.map_or(0., |n| n.eps as f32),
             at: 0,
             at_step: 0,
             position,
@@ -253,7 +260,7 @@ impl Pass {
             scale: 1. / (dim as f32).sqrt(),
             softcap: None,
             causal: true,
-            window: None,
+            window: config.window,
         };
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of
         // the stream; the caller has checked that the positions are within the cache.

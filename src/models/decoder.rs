@@ -1,32 +1,28 @@
-//! The decoder that pre-norm models share: embedding, layers of attention and gated MLP, final norm
-//! and head.
+//! The decoder that pre-norm models share: embedding, layers of attention and MLP, final norm and
+//! head.
 
-use crate::nn::{Attention, Embedding, GatedMlp, KvCache, Projection, RmsNorm, RotaryEmbedding};
+use crate::nn::{Attention, Embedding, KvCache, Mlp, Norm, Projection, RotaryEmbedding, Tokens};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 /// One layer.
 #[derive(Clone, Debug)]
 pub struct Block {
-    pub attention_norm: RmsNorm,
+    pub attention_norm: Norm,
     pub attention: Attention,
-    pub mlp_norm: RmsNorm,
-    pub mlp: GatedMlp,
+    pub mlp_norm: Norm,
+    pub mlp: Mlp,
+    /// Whether attention and MLP stand side by side.
+    pub parallel: bool,
 }
 
 impl Block {
-    /// `h = x + attention(norm(x))`, then `h + mlp(norm(h))`.
-    fn forward(
-        &self,
-        x: &Tensor,
-        position: usize,
-        rotary: &RotaryEmbedding,
-        cache: &mut KvCache,
-    ) -> Result<Tensor> {
+    /// `h = x + attention(norm(x))`, then `h + mlp(norm(h))`, or `h + mlp(norm(x))` side by side.
+    fn forward(&self, x: &Tensor, at: &Tokens<'_>, cache: &mut KvCache) -> Result<Tensor> {
         let _span = tracing::trace_span!("block").entered();
-        let h = self
-            .attention
-            .forward(x, &self.attention_norm, x, position, rotary, cache)?;
-        self.mlp.forward(&h, &self.mlp_norm, &h)
+        let norm = Some(&self.attention_norm);
+        let h = self.attention.forward(x, norm, x, at, cache)?;
+        let input = if self.parallel { x } else { &h };
+        self.mlp.forward(input, Some(&self.mlp_norm), &h)
     }
 }
 
@@ -99,23 +95,41 @@ impl DecoderCache {
     }
 }
 
-/// The whole model.
+/// The model without its head.
 #[derive(Clone, Debug)]
-pub struct Decoder {
+pub struct Stack {
     pub embedding: Embedding,
     pub blocks: Vec<Block>,
-    pub norm: RmsNorm,
-    pub head: Projection,
+    pub norm: Norm,
     pub max_positions: usize,
 }
 
-impl Decoder {
+/// The whole model.
+#[derive(Clone, Debug)]
+pub struct Decoder {
+    pub stack: Stack,
+    pub head: Projection,
+}
+
+impl Stack {
     /// Runs the layers over embedded tokens `[B, T, H]` at `position..position + T` and returns the
-    /// residual stream behind them; `states` collects what enters each layer.
-    pub fn layers(
+    /// residual stream behind them.
+    pub fn forward(
         &self,
         embedded: &Tensor,
         position: usize,
+        cache: &mut DecoderCache,
+    ) -> Result<Tensor> {
+        self.forward_with(embedded, position, None, cache, None)
+    }
+
+    /// The same with a mask in place of the causal one, as in [`Tokens`]; `states` collects what
+    /// enters each layer.
+    pub fn forward_with(
+        &self,
+        embedded: &Tensor,
+        position: usize,
+        mask: Option<&Tensor>,
         cache: &mut DecoderCache,
         mut states: Option<&mut Vec<Tensor>>,
     ) -> Result<Tensor> {
@@ -140,6 +154,11 @@ impl Decoder {
             );
         }
         cache.rotary.reserve(end)?;
+        let at = Tokens {
+            position,
+            rotary: &cache.rotary,
+            mask,
+        };
         let mut x = embedded.clone();
         for (block, slot) in self.blocks.iter().zip(&mut cache.layers) {
             if let Some(states) = states.as_deref_mut() {
@@ -155,7 +174,7 @@ impl Decoder {
                         .new_cache(batch, start, limit, cache.dtype, &cache.device)?
                 }
             };
-            let result = block.forward(&x, position, &cache.rotary, &mut layer);
+            let result = block.forward(&x, &at, &mut layer);
             // Kept whatever came of it: a call that is refused leaves the cache as it was.
             if cache.keep {
                 *slot = Some(layer);
@@ -164,15 +183,15 @@ impl Decoder {
         }
         Ok(x)
     }
+}
 
-    /// The logits `[B, vocab]` (f32) of the last of `[B, T, H]`.
+impl Decoder {
+    /// The logits `[B, vocab]`, in x's dtype, of the last of `[B, T, H]`.
     pub fn last_logits(&self, x: &Tensor) -> Result<Tensor> {
         let _span = tracing::trace_span!("head").entered();
         let (_, tokens, _) = x.dims3()?;
         let last = x.narrow(1, tokens - 1, 1)?.squeeze(1)?;
-        self.head
-            .forward_joint(&last, Some(&self.norm))?
-            .to_dtype(DType::F32)
+        self.head.forward_joint(&last, Some(&self.stack.norm))
     }
 
     /// Every hidden state as transformers counts them: the embedding, what leaves each layer but the
@@ -183,10 +202,11 @@ impl Decoder {
         position: usize,
         cache: &mut DecoderCache,
     ) -> Result<(Vec<Tensor>, Tensor)> {
-        let mut states = Vec::with_capacity(self.blocks.len() + 1);
-        let embedded = self.embedding.forward(ids)?;
-        let x = self.layers(&embedded, position, cache, Some(&mut states))?;
-        let normed = self.norm.forward(&x)?;
+        let stack = &self.stack;
+        let mut states = Vec::with_capacity(stack.blocks.len() + 1);
+        let embedded = stack.embedding.forward(ids)?;
+        let x = stack.forward_with(&embedded, position, None, cache, Some(&mut states))?;
+        let normed = stack.norm.forward(&x)?;
         let logits = self
             .head
             .forward_joint(&normed, None)?

@@ -1,4 +1,32 @@
 //! Language models with candle-transformers' names and signatures.
+//!
+//! | | safetensors | GGUF |
+//! |---|---|---|
+//! | Llama 2 and 3, SmolLM2 | [`llama::Llama`] | [`llama::ModelWeights`] |
+//! | Qwen2, Qwen2.5 | [`qwen2::ModelForCausalLM`] | [`qwen2::ModelWeights`] |
+//! | Qwen3 | [`qwen3::ModelForCausalLM`] | [`qwen3::ModelWeights`] |
+//! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
+//!
+//! All of them are one decoder of different shapes. A model that is loaded with
+//! [`Fusion::none`](crate::Fusion::none) runs candle's own operations throughout.
 
+mod causal_lm;
+mod config;
 pub(crate) mod decoder;
+mod gguf;
+pub mod gpt_neox;
 pub mod llama;
+mod qwen;
+pub mod qwen2;
+pub mod qwen3;
+mod safetensors;
+pub(crate) mod shape;
+mod weights;
+
+pub use causal_lm::{BaseModel, CausalLm};
+pub use gguf::GgufModel;
+
+/// A configuration that a model can be loaded with.
+pub trait Architecture: shape::Describe {}
+
+impl<C: shape::Describe> Architecture for C {}

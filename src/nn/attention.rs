@@ -1,9 +1,9 @@
 //! Self-attention with rotary positions over a preallocated cache.
 
-use super::{KvCache, Projection, RmsNorm, RotaryEmbedding};
+use super::{KvCache, Norm, Projection, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
-use crate::ops::{self, AttentionParams, RopeAppend, RopeStyle, Rotation};
-use candle_core::{D, DType, Device, Result, Tensor};
+use crate::ops::{self, AttentionParams, HeadNorms, RopeAppend, RopeStyle, Rotation};
+use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
 
 /// The shape of an attention layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,6 +14,28 @@ pub struct AttentionConfig {
     pub kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
+    /// Sliding window: a token sees itself and `window - 1` before it; none sees all.
+    pub window: Option<usize>,
+}
+
+impl AttentionConfig {
+    /// Outputs of the projections to queries, keys and values.
+    pub fn widths(&self) -> [usize; 3] {
+        let [q, kv] = [self.heads, self.kv_heads].map(|heads| heads * self.head_dim);
+        [q, kv, kv]
+    }
+}
+
+/// Where the tokens of a call stand, and what they see.
+#[derive(Clone, Copy, Debug)]
+pub struct Tokens<'a> {
+    /// The position of the first.
+    pub position: usize,
+    /// Tables that reach the last.
+    pub rotary: &'a RotaryEmbedding,
+    /// Added to the scores instead of the causal mask, for encoders: f32, broadcast to
+    /// `[B, heads, T, keys]`.
+    pub mask: Option<&'a Tensor>,
 }
 
 /// Projections to queries, keys and values, rotation, causal attention and the projection back.
@@ -21,12 +43,14 @@ pub struct AttentionConfig {
 pub struct Attention {
     qkv: Projection,
     output: Projection,
+    head_norms: Option<[RmsNorm; 2]>,
     config: AttentionConfig,
     fusion: Fusion,
 }
 
 impl Attention {
-    /// From the q, k and v matrices (in this order) as one [`Projection`], and the output matrix.
+    /// From the q, k and v matrices (in this order) as one [`Projection`] of three matrices or of one
+    /// that holds them all, and the output matrix.
     pub fn new(
         qkv: Projection,
         output: Projection,
@@ -36,8 +60,18 @@ impl Attention {
         Self {
             qkv,
             output,
+            head_norms: None,
             config,
             fusion,
+        }
+    }
+
+    /// The same with norms of each head's queries and keys in front of the rotation, as Qwen3 has
+    /// them.
+    pub fn with_head_norms(self, queries: RmsNorm, keys: RmsNorm) -> Self {
+        Self {
+            head_norms: Some([queries, keys]),
+            ..self
         }
     }
 
@@ -50,6 +84,15 @@ impl Attention {
     #[cfg(feature = "cuda")]
     pub(crate) fn projections(&self) -> (&Projection, &Projection) {
         (&self.qkv, &self.output)
+    }
+
+    /// The norms of queries and keys.
+    pub(crate) fn head_norms(&self) -> Option<HeadNorms<'_>> {
+        self.head_norms.as_ref().map(|[q, k]| HeadNorms {
+            q: q.weight(),
+            k: k.weight(),
+            eps: q.eps(),
+        })
     }
 
     /// Whether rotation, append and attention are fused.
@@ -80,33 +123,33 @@ impl Attention {
     pub fn forward(
         &self,
         x: &Tensor,
-        norm: &RmsNorm,
+        norm: Option<&Norm>,
         residual: &Tensor,
-        position: usize,
-        rotary: &RotaryEmbedding,
+        at: &Tokens<'_>,
         cache: &mut KvCache,
     ) -> Result<Tensor> {
         let _span = tracing::trace_span!("attention").entered();
         let (batch, tokens, _) = x.dims3()?;
-        let slot = cache.advance(position, tokens, batch)?;
+        let slot = cache.advance(at.position, tokens, batch)?;
         let q = if self.fusion.rope {
-            let qkv = self.qkv.forward_joint(x, Some(norm))?;
-            self.rotate(&qkv, position, slot, rotary, cache)?
+            let qkv = self.qkv.forward_joint(x, norm)?;
+            self.rotate(&qkv, at, slot, cache)?
         } else {
-            let qkv = self.qkv.forward_parts(x, Some(norm))?;
-            self.rotate_plain(&qkv, position, slot, rotary, cache)?
+            let qkv = self.qkv.forward_parts(x, norm)?;
+            self.rotate_plain(&qkv, at, slot, cache)?
         };
         let (k, v) = cache.views()?;
-        let scale = 1. / (self.config.head_dim as f32).sqrt();
+        let params = AttentionParams {
+            scale: 1. / (self.config.head_dim as f32).sqrt(),
+            causal: at.mask.is_none(),
+            window: self.config.window,
+            softcap: None,
+            mask: at.mask.cloned(),
+        };
         let y = if self.fusion.flash_attention {
-            let params = AttentionParams {
-                scale,
-                causal: true,
-                ..Default::default()
-            };
             ops::flash_attention(&q, &k, &v, &params)?
         } else {
-            plain_attention(&q, &k, &v, scale)?
+            plain_attention(&q, &k, &v, &params)?
         };
         let y = y.transpose(1, 2)?.reshape((batch, tokens, ()))?;
         self.output.forward_residual(&y, residual)
@@ -116,20 +159,19 @@ impl Attention {
     fn rotate(
         &self,
         qkv: &Tensor,
-        position: usize,
+        at: &Tokens<'_>,
         slot: usize,
-        rotary: &RotaryEmbedding,
         cache: &KvCache,
     ) -> Result<Tensor> {
         let AttentionConfig {
             heads, kv_heads, ..
         } = self.config;
-        let (cos, sin) = rotary.tables();
+        let (cos, sin) = at.rotary.tables();
         let rotation = Rotation {
             cos,
             sin,
-            position,
-            style: rotary.style(),
+            position: at.position,
+            style: at.rotary.style(),
         };
         let (k_buffer, v_buffer) = cache.buffers();
         let append = RopeAppend {
@@ -137,7 +179,7 @@ impl Attention {
             heads,
             kv_heads,
             slot,
-            norms: None,
+            norms: self.head_norms(),
         };
         ops::rope_append(qkv, &append, k_buffer, v_buffer)
     }
@@ -146,36 +188,60 @@ impl Attention {
     fn rotate_plain(
         &self,
         qkv: &[Tensor],
-        position: usize,
+        at: &Tokens<'_>,
         slot: usize,
-        rotary: &RotaryEmbedding,
         cache: &KvCache,
     ) -> Result<Tensor> {
-        let [q, k, v] = qkv else {
-            candle_core::bail!("attention: {} projections, expected q, k and v", qkv.len());
+        let [q, k, v] = match qkv {
+            [q, k, v] => [q.clone(), k.clone(), v.clone()],
+            [joint] => {
+                let [q, k, v] = self.config.widths();
+                let part = |start, len| joint.narrow(D::Minus1, start, len);
+                [part(0, q)?, part(q, k)?, part(q + k, v)?]
+            }
+            _ => bail!("attention: {} projections, expected q, k and v", qkv.len()),
         };
         let (batch, tokens, _) = q.dims3()?;
-        let heads = |t: &Tensor| -> Result<Tensor> {
-            t.reshape((batch, tokens, (), self.config.head_dim))?
-                .transpose(1, 2)?
-                .contiguous()
+        let heads = |t: &Tensor, norm: Option<&RmsNorm>| -> Result<Tensor> {
+            let t = t.reshape((batch, tokens, (), self.config.head_dim))?;
+            let t = match norm {
+                Some(norm) => norm.forward(&t)?,
+                None => t,
+            };
+            t.transpose(1, 2)?.contiguous()
         };
-        let (cos, sin) = rotary.tables();
-        let cos = cos.narrow(0, position, tokens)?.to_dtype(q.dtype())?;
-        let sin = sin.narrow(0, position, tokens)?.to_dtype(q.dtype())?;
-        let rotate = |t: &Tensor| match rotary.style() {
-            RopeStyle::HalfSplit => candle_nn::rotary_emb::rope(t, &cos, &sin),
-            RopeStyle::Interleaved => candle_nn::rotary_emb::rope_i(t, &cos, &sin),
+        let [q_norm, k_norm] = match &self.head_norms {
+            Some([q, k]) => [Some(q), Some(k)],
+            None => [None, None],
         };
         let (k_buffer, v_buffer) = cache.buffers();
-        k_buffer.slice_set(&rotate(&heads(k)?)?.to_dtype(k_buffer.dtype())?, 2, slot)?;
-        v_buffer.slice_set(&heads(v)?.to_dtype(v_buffer.dtype())?, 2, slot)?;
-        rotate(&heads(q)?)
+        let k = plain_rope(&heads(&k, k_norm)?, at)?;
+        k_buffer.slice_set(&k.to_dtype(k_buffer.dtype())?, 2, slot)?;
+        v_buffer.slice_set(&heads(&v, None)?.to_dtype(v_buffer.dtype())?, 2, slot)?;
+        plain_rope(&heads(&q, q_norm)?, at)
     }
 }
 
+/// Rotation of `[B, H, T, D]` with candle's operations; dimensions past the tables are kept.
+fn plain_rope(x: &Tensor, at: &Tokens<'_>) -> Result<Tensor> {
+    let (_, _, tokens, head_dim) = x.dims4()?;
+    let (cos, sin) = at.rotary.tables();
+    let cos = cos.narrow(0, at.position, tokens)?.to_dtype(x.dtype())?;
+    let sin = sin.narrow(0, at.position, tokens)?.to_dtype(x.dtype())?;
+    let rotated = 2 * cos.dim(1)?;
+    let turn = match at.rotary.style() {
+        RopeStyle::HalfSplit => candle_nn::rotary_emb::rope,
+        RopeStyle::Interleaved => candle_nn::rotary_emb::rope_i,
+    };
+    if rotated == head_dim {
+        return turn(x, &cos, &sin);
+    }
+    let first = turn(&x.narrow(3, 0, rotated)?.contiguous()?, &cos, &sin)?;
+    Tensor::cat(&[&first, &x.narrow(3, rotated, head_dim - rotated)?], 3)
+}
+
 /// Attention as candle-transformers writes it: repeated keys, materialised scores in f32.
-fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32) -> Result<Tensor> {
+fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<Tensor> {
     let (batch, heads, tokens, head_dim) = q.dims4()?;
     let (_, kv_heads, keys, _) = k.dims4()?;
     let repeat = |t: &Tensor| -> Result<Tensor> {
@@ -184,21 +250,30 @@ fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32) -> Result<Ten
             .expand((batch, kv_heads, heads / kv_heads, keys, head_dim))?
             .reshape((batch, heads, keys, head_dim))
     };
-    let scores = (q
+    let mut scores = (q
         .to_dtype(DType::F32)?
         .contiguous()?
         .matmul(&repeat(k)?.t()?)?
-        * f64::from(scale))?;
-    let scores = if tokens == 1 {
-        scores
-    } else {
+        * f64::from(params.scale))?;
+    if let Some(mask) = &params.mask {
+        scores = scores.broadcast_add(mask)?;
+    }
+    let window = params.window.unwrap_or(usize::MAX);
+    if (params.causal && tokens > 1) || window < keys {
         let first = keys - tokens;
         let hidden = (0..tokens).flat_map(|i| {
-            (0..keys).map(move |j| if j > first + i { f32::NEG_INFINITY } else { 0. })
+            let own = first + i;
+            (0..keys).map(move |j| {
+                let ahead = params.causal && j > own;
+                match ahead || own.saturating_sub(j) >= window {
+                    true => f32::NEG_INFINITY,
+                    false => 0.,
+                }
+            })
         });
         let mask = Tensor::from_iter(hidden, q.device())?.reshape((tokens, keys))?;
-        scores.broadcast_add(&mask)?
-    };
+        scores = scores.broadcast_add(&mask)?;
+    }
     let weights = candle_nn::ops::softmax(&scores, D::Minus1)?;
     weights.matmul(&repeat(v)?)?.to_dtype(q.dtype())
 }

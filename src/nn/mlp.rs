@@ -1,31 +1,47 @@
-//! The gated MLP of Llama and its relatives.
+//! The two matrices behind attention, with a gate or without.
 
-use super::{Projection, RmsNorm};
+use super::{Norm, Projection};
+use crate::ops::Activation;
 use candle_core::{Result, Tensor};
 
-/// `down(silu(gate(x)) * up(x))`.
+/// `down(silu(gate(x)) * up(x))` (Llama and its relatives) or `down(act(up(x)))` (GPT-NeoX).
 #[derive(Clone, Debug)]
-pub struct GatedMlp {
-    gate_up: Projection,
+pub struct Mlp {
+    up: Projection,
     down: Projection,
+    activation: Activation,
 }
 
-impl GatedMlp {
-    /// From the gate and up matrices (in this order) as one [`Projection`], and the down matrix.
-    pub fn new(gate_up: Projection, down: Projection) -> Self {
-        Self { gate_up, down }
+impl Mlp {
+    /// From the matrices in front of the activation as one [`Projection`] (gate and up, in this
+    /// order, for [`Activation::SwiGlu`]), and the matrix behind it.
+    pub fn new(up: Projection, down: Projection, activation: Activation) -> Self {
+        Self {
+            up,
+            down,
+            activation,
+        }
     }
 
-    /// Gate and up, and down.
+    /// What stands in front of the activation, and behind it.
     #[cfg(feature = "cuda")]
     pub(crate) fn projections(&self) -> (&Projection, &Projection) {
-        (&self.gate_up, &self.down)
+        (&self.up, &self.down)
+    }
+
+    /// What is between the matrices.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn activation(&self) -> Activation {
+        self.activation
     }
 
     /// `residual + mlp(norm(x))`.
-    pub fn forward(&self, x: &Tensor, norm: &RmsNorm, residual: &Tensor) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// If shapes do not fit.
+    pub fn forward(&self, x: &Tensor, norm: Option<&Norm>, residual: &Tensor) -> Result<Tensor> {
         let _span = tracing::trace_span!("mlp").entered();
-        let hidden = self.gate_up.forward_swiglu(x, Some(norm))?;
+        let hidden = self.up.forward_activated(x, norm, self.activation)?;
         self.down.forward_residual(&hidden, residual)
     }
 }

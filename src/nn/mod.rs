@@ -8,11 +8,11 @@ mod norm;
 mod projection;
 mod rotary;
 
-pub use attention::{Attention, AttentionConfig};
+pub use attention::{Attention, AttentionConfig, Tokens};
 pub use embedding::Embedding;
 pub use kv_cache::KvCache;
-pub use mlp::GatedMlp;
-pub use norm::RmsNorm;
+pub use mlp::Mlp;
+pub use norm::{LayerNorm, Norm, RmsNorm};
 pub(crate) use projection::dense;
 pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;

@@ -1,6 +1,6 @@
 //! Matrix products, alone or several that share their input.
 
-use super::RmsNorm;
+use super::Norm;
 use crate::cpu::packed::PackedMatrix;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
@@ -95,7 +95,9 @@ impl Projection {
     /// The matrices and the bias, if the product is fused with whatever is around it.
     #[cfg(feature = "cuda")]
     pub(crate) fn fused_parts(&self) -> Option<(&[Weight], Option<&Tensor>)> {
-        let around = self.fusion.rms_norm_linear && self.fusion.swiglu && self.fusion.residual_add;
+        let fusion = self.fusion;
+        let norms = fusion.rms_norm_linear && fusion.layer_norm_linear;
+        let around = norms && fusion.swiglu && fusion.gelu && fusion.residual_add;
         match &self.form {
             Form::Fused(weights) if around => Some((weights, self.bias.as_ref())),
             _ => None,
@@ -109,7 +111,7 @@ impl Projection {
     }
 
     /// All outputs side by side, `[.., sum of N_i]`, of `norm(x)` if a norm is given.
-    pub fn forward_joint(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
+    pub fn forward_joint(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
         match &self.form {
             Form::Fused(weights) => self.fused(weights, x, norm, Activation::None, &[]),
             Form::Plain(_) => {
@@ -123,7 +125,7 @@ impl Projection {
     }
 
     /// The output of each matrix, `[.., N_i]`.
-    pub fn forward_parts(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Vec<Tensor>> {
+    pub fn forward_parts(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Vec<Tensor>> {
         let weights = match &self.form {
             Form::Fused(weights) => weights,
             Form::Plain(weights) => return self.plain(weights, x, norm),
@@ -140,21 +142,41 @@ impl Projection {
             .collect()
     }
 
-    /// `silu(gate) * up` of two matrices.
-    pub fn forward_swiglu(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
-        if let (Form::Fused(weights), true) = (&self.form, self.fusion.swiglu) {
-            match self.rows[..] {
-                [gate, up] if gate == up => {}
-                _ => bail!("swiglu takes a gate and an up matrix with the same number of rows"),
-            }
-            return self.fused(weights, x, norm, Activation::SwiGlu, &[]);
+    /// The activation of the output: of two matrices, gate and up, for [`Activation::SwiGlu`].
+    ///
+    /// # Errors
+    /// If shapes do not fit, or there are no such two matrices.
+    pub fn forward_activated(
+        &self,
+        x: &Tensor,
+        norm: Option<&Norm>,
+        activation: Activation,
+    ) -> Result<Tensor> {
+        let gated = activation == Activation::SwiGlu;
+        if gated && !matches!(self.rows[..], [gate, up] if gate == up) {
+            bail!(
+                "swiglu: matrices of {:?} rows, expected a gate and an up matrix of as many rows",
+                self.rows
+            );
         }
-        match self.forward_parts(x, norm)?.as_slice() {
-            [gate, up] => gate.silu()? * up,
-            parts => bail!(
-                "swiglu takes a gate and an up matrix, there are {}",
-                parts.len()
-            ),
+        let inside = if gated {
+            self.fusion.swiglu
+        } else {
+            self.fusion.gelu
+        };
+        if let (Form::Fused(weights), true) = (&self.form, inside) {
+            return self.fused(weights, x, norm, activation, &[]);
+        }
+        if gated {
+            let parts = self.forward_parts(x, norm)?;
+            return &parts[0].silu()? * &parts[1];
+        }
+        let y = self.forward_joint(x, norm)?;
+        match activation {
+            Activation::Gelu => y.gelu_erf(),
+            Activation::GeluTanh => y.gelu(),
+            Activation::Silu => y.silu(),
+            Activation::None | Activation::SwiGlu => Ok(y),
         }
     }
 
@@ -175,21 +197,15 @@ impl Projection {
         &self,
         weights: &[Weight],
         x: &Tensor,
-        norm: Option<&RmsNorm>,
+        norm: Option<&Norm>,
         activation: Activation,
         residuals: &[&Tensor],
     ) -> Result<Tensor> {
         let normed;
-        let (x, prologue) = match norm {
-            Some(n) if self.fusion.rms_norm_linear => (
-                x,
-                Prologue::RmsNorm {
-                    weight: n.weight(),
-                    eps: n.eps(),
-                },
-            ),
-            Some(n) => {
-                normed = n.forward(x)?;
+        let (x, prologue) = match norm.map(|n| (n, n.prologue(self.fusion))) {
+            Some((_, Some(prologue))) => (x, prologue),
+            Some((norm, None)) => {
+                normed = norm.forward(x)?;
                 (&normed, Prologue::None)
             }
             None => (x, Prologue::None),
@@ -197,7 +213,8 @@ impl Projection {
         let name = match (weights.iter().any(Weight::is_quantized), prologue) {
             (true, _) => "quant_linear",
             (false, Prologue::RmsNorm { .. }) => "rms_norm_linear",
-            (false, _) => "linear",
+            (false, Prologue::LayerNorm { .. }) => "layer_norm_linear",
+            (false, Prologue::None) => "linear",
         };
         let epilogue = Epilogue {
             bias: self.bias.as_ref(),
@@ -207,12 +224,7 @@ impl Projection {
         ops::linear::launch(name, x, prologue, weights, epilogue)
     }
 
-    fn plain(
-        &self,
-        weights: &[QMatMul],
-        x: &Tensor,
-        norm: Option<&RmsNorm>,
-    ) -> Result<Vec<Tensor>> {
+    fn plain(&self, weights: &[QMatMul], x: &Tensor, norm: Option<&Norm>) -> Result<Vec<Tensor>> {
         let x = match norm {
             Some(norm) => norm.forward(x)?,
             None => x.contiguous()?,

@@ -339,7 +339,7 @@ fn memory_that_is_not_there_is_refused() -> Result<()> {
             "{error}"
         );
         // And the process goes on.
-        let tokens = alone(&model, &options(1), PROMPTS[0], 4)?;
+        let tokens = alone(&model, &options(1), PROMPTS[1], 4)?;
         assert_eq!(tokens, [0; 4]);
         Ok(())
     })

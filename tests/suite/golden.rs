@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 /// A model folder under tests/data/goldens.
 pub struct Golden {
+    pub name: String,
     pub folder: PathBuf,
     pub outputs: HashMap<String, Tensor>,
 }
@@ -19,12 +20,22 @@ impl Golden {
             .join(name);
         let outputs =
             candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
-        Ok(Self { folder, outputs })
+        Ok(Self {
+            name: name.to_owned(),
+            folder,
+            outputs,
+        })
     }
 
     pub fn config<C: serde::de::DeserializeOwned>(&self) -> C {
         let text = std::fs::read_to_string(self.folder.join("config.json")).expect("config.json");
         serde_json::from_str(&text).expect("a configuration")
+    }
+
+    /// `model_type` of the configuration.
+    pub fn model_type(&self) -> String {
+        let config: serde_json::Value = self.config();
+        config["model_type"].as_str().expect("a name").to_owned()
     }
 
     /// The weights in `dtype`, on the device in hand.

@@ -12,6 +12,7 @@ mod layer_norm;
 mod linear;
 mod llama;
 mod llama_gguf;
+mod models;
 mod quant_linear;
 mod residual_add;
 mod rms_norm;
@@ -20,6 +21,7 @@ mod rope;
 mod sample;
 mod smollm2;
 mod stems;
+mod subject;
 mod support;
 
 #[path = "../../examples/common/mod.rs"]

@@ -1,5 +1,7 @@
 //! Llama configurations: candle-transformers' types, read from transformers 4 and 5 `config.json`.
 
+use crate::models::config::{RawPositions, RawRope, check_type};
+use crate::models::shape::inverse_frequencies;
 use serde::Deserialize;
 
 /// The context length of models that do not name one.
@@ -159,19 +161,14 @@ impl Config {
         self.hidden_size / self.num_attention_heads.max(1)
     }
 
-    /// Rotary frequencies `theta^(-2i / head_dim)`, scaled as the configuration says.
-    ///
-    /// Computed in f32 as Hugging Face does, so that angles agree with its tables at any position.
+    /// Rotary frequencies, scaled as the configuration says.
     pub(crate) fn inverse_frequencies(&self) -> Vec<f32> {
-        let dim = self.head_dim();
-        let plain = (0..dim)
-            .step_by(2)
-            .map(|i| 1f32 / self.rope_theta.powf(i as f32 / dim as f32));
+        let plain = inverse_frequencies(self.rope_theta, self.head_dim());
         match &self.rope_scaling {
             Some(scaling) if scaling.rope_type == Llama3RopeType::Llama3 => {
-                plain.map(|f| scaling.smooth(f)).collect()
+                plain.into_iter().map(|f| scaling.smooth(f)).collect()
             }
-            _ => plain.collect(),
+            _ => plain,
         }
     }
 }
@@ -205,49 +202,35 @@ struct RawConfig {
     head_dim: Option<usize>,
     hidden_act: Option<String>,
     rms_norm_eps: f64,
-    rope_theta: Option<f32>,
-    rope_scaling: Option<RawRope>,
-    rope_parameters: Option<RawRope>,
+    #[serde(flatten)]
+    positions: RawPositions,
     bos_token_id: Option<u32>,
     eos_token_id: Option<LlamaEosToks>,
     max_position_embeddings: Option<usize>,
     tie_word_embeddings: Option<bool>,
 }
 
-/// `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
-#[derive(Deserialize)]
-struct RawRope {
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    rope_theta: Option<f32>,
-    factor: Option<f32>,
-    low_freq_factor: Option<f32>,
-    high_freq_factor: Option<f32>,
-    original_max_position_embeddings: Option<usize>,
-}
-
-impl RawRope {
-    fn scaling(&self) -> Result<Option<Llama3RopeConfig>, String> {
-        match self.rope_type.as_deref() {
-            None | Some("default") => Ok(None),
-            Some("llama3") => {
-                let missing = |name| format!("rope type llama3 needs `{name}`");
-                Ok(Some(Llama3RopeConfig {
-                    factor: self.factor.ok_or_else(|| missing("factor"))?,
-                    low_freq_factor: self
-                        .low_freq_factor
-                        .ok_or_else(|| missing("low_freq_factor"))?,
-                    high_freq_factor: self
-                        .high_freq_factor
-                        .ok_or_else(|| missing("high_freq_factor"))?,
-                    original_max_position_embeddings: self
-                        .original_max_position_embeddings
-                        .ok_or_else(|| missing("original_max_position_embeddings"))?,
-                    rope_type: Llama3RopeType::Llama3,
-                }))
-            }
-            Some(other) => Err(format!("rope type `{other}` is not one of default, llama3")),
+/// Llama 3.1's scaling, if the configuration has it.
+fn scaling(rope: &RawRope) -> Result<Option<Llama3RopeConfig>, String> {
+    match rope.rope_type.as_deref() {
+        None | Some("default") => Ok(None),
+        Some("llama3") => {
+            let missing = |name| format!("rope type llama3 needs `{name}`");
+            Ok(Some(Llama3RopeConfig {
+                factor: rope.factor.ok_or_else(|| missing("factor"))?,
+                low_freq_factor: rope
+                    .low_freq_factor
+                    .ok_or_else(|| missing("low_freq_factor"))?,
+                high_freq_factor: rope
+                    .high_freq_factor
+                    .ok_or_else(|| missing("high_freq_factor"))?,
+                original_max_position_embeddings: rope
+                    .original_max_position_embeddings
+                    .ok_or_else(|| missing("original_max_position_embeddings"))?,
+                rope_type: Llama3RopeType::Llama3,
+            }))
         }
+        Some(other) => Err(format!("rope type `{other}` is not one of default, llama3")),
     }
 }
 
@@ -255,9 +238,7 @@ impl TryFrom<RawConfig> for LlamaConfig {
     type Error = String;
 
     fn try_from(raw: RawConfig) -> Result<Self, String> {
-        if let Some(kind) = raw.model_type.as_deref().filter(|k| *k != "llama") {
-            return Err(format!("model_type is `{kind}`, expected `llama`"));
-        }
+        check_type(raw.model_type.as_deref(), "llama")?;
         if let Some(act) = raw.hidden_act.as_deref().filter(|a| *a != "silu") {
             return Err(format!("hidden_act is `{act}`, expected `silu`"));
         }
@@ -289,16 +270,7 @@ impl TryFrom<RawConfig> for LlamaConfig {
                 raw.rms_norm_eps
             ));
         }
-        let rope = raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref());
-        let rope_theta = rope
-            .and_then(|r| r.rope_theta)
-            .or(raw.rope_theta)
-            .unwrap_or(10_000.);
-        if !(rope_theta > 0. && rope_theta.is_finite()) {
-            return Err(format!(
-                "rope_theta is {rope_theta}, expected a number above 0"
-            ));
-        }
+        let rope_theta = raw.positions.theta(None)? as f32;
         Ok(Self {
             hidden_size: raw.hidden_size,
             intermediate_size: raw.intermediate_size,
@@ -310,7 +282,7 @@ impl TryFrom<RawConfig> for LlamaConfig {
             rope_theta,
             bos_token_id: raw.bos_token_id,
             eos_token_id: raw.eos_token_id,
-            rope_scaling: rope.map(RawRope::scaling).transpose()?.flatten(),
+            rope_scaling: raw.positions.rope().map(scaling).transpose()?.flatten(),
             max_position_embeddings: raw.max_position_embeddings.unwrap_or(DEFAULT_MAX_SEQ_LEN),
             tie_word_embeddings: raw.tie_word_embeddings,
         })

@@ -10,20 +10,63 @@
 
 mod config;
 mod gguf;
-mod safetensors;
 
 pub use config::{
     Config, DEFAULT_MAX_SEQ_LEN, Llama3RopeConfig, Llama3RopeType, LlamaConfig, LlamaEosToks,
 };
-pub use gguf::{ModelWeights, dequantize_gguf, gguf_config};
+pub use gguf::{dequantize_gguf, gguf_config};
 
 use super::decoder::{Decoder, DecoderCache};
+use super::shape::{self, Biases, Describe, Kind, NormKind, Shape};
+use super::weights::{GGUF, LLAMA, Loader};
 use crate::Fusion;
 use crate::generation::sealed::Parts;
-use crate::nn::RotaryEmbedding;
-use crate::ops::RopeStyle;
+use crate::nn::{AttentionConfig, RotaryEmbedding};
+use crate::ops::{Activation, RopeStyle};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
+
+static KIND: Kind = Kind {
+    gguf: "llama",
+    names: LLAMA,
+    gguf_names: GGUF,
+    gguf_style: RopeStyle::Interleaved,
+    norm: NormKind::Rms,
+    head_norms: false,
+    activation: Activation::SwiGlu,
+    biases: Biases::NONE,
+};
+
+impl Describe for Config {
+    const KIND: &'static Kind = &KIND;
+
+    fn shape(&self) -> Result<Shape> {
+        Ok(Shape {
+            kind: &KIND,
+            vocab: self.vocab_size,
+            hidden: self.hidden_size,
+            intermediate: self.intermediate_size,
+            layers: self.num_hidden_layers,
+            attention: AttentionConfig {
+                heads: self.num_attention_heads,
+                kv_heads: self.num_key_value_heads,
+                head_dim: shape::head_dim(self.hidden_size, self.num_attention_heads)?,
+                window: None,
+            },
+            sliding: None,
+            frequencies: self.inverse_frequencies(),
+            eps: self.rms_norm_eps,
+            activation: KIND.activation,
+            parallel: false,
+            biases: KIND.biases,
+            tied: self.tie_word_embeddings,
+            max_positions: self.max_position_embeddings,
+        })
+    }
+}
+
+/// A Llama model with GGUF weights.
+pub type ModelWeights = super::GgufModel<Config>;
 
 /// Keys, values and rotary tables of one batch of sequences.
 #[derive(Debug, Clone)]
@@ -81,15 +124,21 @@ impl Llama {
     /// As [`Llama::load`].
     pub fn load_fused(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Self> {
         let cache = Cache::new(true, vb.dtype(), cfg, vb.device())?.inner;
+        let loader = Loader {
+            source: vb,
+            names: &KIND.names,
+            shape: &cfg.shape()?,
+            fusion,
+        };
         Ok(Self {
-            decoder: safetensors::load(vb, cfg, fusion)?,
+            decoder: loader.decoder()?,
             cache,
         })
     }
 
     /// The embeddings of `x` `[B, T]`: `[B, T, hidden]`.
     pub fn embed(&self, x: &Tensor) -> Result<Tensor> {
-        self.decoder.embedding.forward(x)
+        self.decoder.stack.embedding.forward(x)
     }
 
     /// The logits `[B, vocab]` (f32) after the last of the embedded tokens `[B, T, hidden]`.
@@ -99,10 +148,9 @@ impl Llama {
         index_pos: usize,
         cache: &mut Cache,
     ) -> Result<Tensor> {
-        let x = self
-            .decoder
-            .layers(input_embed, index_pos, &mut cache.inner, None)?;
-        self.decoder.last_logits(&x)
+        let stack = &self.decoder.stack;
+        let x = stack.forward(input_embed, index_pos, &mut cache.inner)?;
+        self.decoder.last_logits(&x)?.to_dtype(DType::F32)
     }
 
     /// The logits `[B, vocab]` (f32) after the last of `x` `[B, T]` (u32 token ids), which stand at

@@ -253,6 +253,7 @@ unsafe fn product(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Re
             x: gemm.x + (first * gemm.k * x_size) as u64,
             norm: None,
             weights: [(gemm.weight, gemm.n), (0, 0), (0, 0)],
+            second: None,
             bias: gemm.bias,
             activation: Activation::None,
             residuals: [gemm.residual, 0].map(|r| if r == 0 { 0 } else { r + out }),

@@ -3,13 +3,16 @@
 mod blocks;
 mod few;
 mod gemm;
-pub(crate) mod gemv;
+mod gemv;
 mod held;
 mod many;
 mod parts;
 mod quantized;
+#[cfg(test)]
+mod tests;
 
-pub(crate) use gemv::{NormAt, NormKind};
+pub(crate) use few::FewRows;
+pub(crate) use gemv::{Gemv, NormAt, NormKind};
 pub(crate) use parts::{Few, ProductAt, few};
 
 use super::Weight;

@@ -89,6 +89,24 @@ impl Few {
     }
 }
 
+impl Few {
+    /// The product, if dense weights of one dtype are all there is to it.
+    pub fn dense(&self) -> Option<&FewRows> {
+        match &self.parts[..] {
+            [Part::Dense(rows)] => Some(rows),
+            _ => None,
+        }
+    }
+}
+
+impl From<FewRows> for Few {
+    fn from(rows: FewRows) -> Self {
+        Self {
+            parts: vec![Part::Dense(rows)],
+        }
+    }
+}
+
 /// Launches the product.
 ///
 /// # Safety
@@ -147,6 +165,7 @@ impl Part {
             x: at.x,
             norm: at.norm,
             weights: dense,
+            second: None,
             bias: at.bias,
             activation: at.activation,
             residuals: at.residuals,

@@ -1,0 +1,190 @@
+//! Models with dense weights that keep their own cache, as candle-transformers' newer ones do.
+
+use super::Architecture;
+use super::decoder::{Decoder, DecoderCache, Stack};
+use super::shape::Shape;
+use super::weights::Loader;
+use crate::Fusion;
+use crate::generation::sealed::Parts;
+use crate::nn::RotaryEmbedding;
+use crate::ops::RopeStyle;
+use candle_core::{Module, Result, Tensor};
+use candle_nn::VarBuilder;
+use std::marker::PhantomData;
+
+/// A language model of configuration `C` with its head: `ModelForCausalLM` of
+/// [`qwen2`](super::qwen2::ModelForCausalLM), [`qwen3`](super::qwen3::ModelForCausalLM) and
+/// [`gpt_neox`](super::gpt_neox::ModelForCausalLM).
+#[derive(Clone, Debug)]
+pub struct CausalLm<C> {
+    decoder: Decoder,
+    cache: DecoderCache,
+    config: PhantomData<C>,
+}
+
+impl<C> Parts for CausalLm<C> {
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    fn empty_cache(&self) -> Result<DecoderCache> {
+        Ok(self.cache.over(Vec::new()))
+    }
+}
+
+impl<C: Architecture> CausalLm<C> {
+    /// Loads weights (f32, f16 or bf16) under Hugging Face's names, with every fusion on.
+    ///
+    /// # Errors
+    /// If the configuration is impossible, or a tensor is missing or does not have the shape that
+    /// `cfg` asks for, by its name.
+    pub fn new(cfg: &C, vb: VarBuilder) -> Result<Self> {
+        Self::new_fused(cfg, vb, Fusion::all())
+    }
+
+    /// Loads the weights with the fusions that are on in `fusion`; [`Fusion::none`] gives the model
+    /// in candle's own operations.
+    ///
+    /// # Errors
+    /// As [`CausalLm::new`].
+    pub fn new_fused(cfg: &C, vb: VarBuilder, fusion: Fusion) -> Result<Self> {
+        let shape = cfg.shape()?;
+        let cache = cache(&shape, &vb)?;
+        let decoder = loader::<C>(&shape, vb, fusion).decoder()?;
+        Ok(Self {
+            decoder,
+            cache,
+            config: PhantomData,
+        })
+    }
+
+    /// The logits `[B, 1, vocab]`, in the model's dtype, after the last of `input_ids` `[B, T]` (u32),
+    /// which stand at positions `seqlen_offset..seqlen_offset + T`. Position 0 starts over.
+    ///
+    /// # Errors
+    /// If `input_ids` is empty, an id is out of the vocabulary, or the context length is passed.
+    pub fn forward(&mut self, input_ids: &Tensor, seqlen_offset: usize) -> Result<Tensor> {
+        let stack = &self.decoder.stack;
+        let embedded = stack.embedding.forward(input_ids)?;
+        let x = stack.forward(&embedded, seqlen_offset, &mut self.cache)?;
+        self.decoder.last_logits(&x)?.unsqueeze(1)
+    }
+
+    /// Every hidden state of `input_ids` as transformers' `output_hidden_states` counts them (the
+    /// embedding, then after each layer, the last one after the final norm; `[B, T, hidden]` each),
+    /// and the logits of every position, `[B, T, vocab]` (f32).
+    ///
+    /// # Errors
+    /// As [`CausalLm::forward`].
+    pub fn hidden_states(
+        &mut self,
+        input_ids: &Tensor,
+        seqlen_offset: usize,
+    ) -> Result<(Vec<Tensor>, Tensor)> {
+        self.decoder
+            .states_and_logits(input_ids, seqlen_offset, &mut self.cache)
+    }
+
+    /// Rows of the embedding: token ids are below this.
+    pub fn vocab_size(&self) -> usize {
+        self.decoder.stack.embedding.vocab_size()
+    }
+
+    /// The context length.
+    pub fn max_positions(&self) -> usize {
+        self.decoder.stack.max_positions
+    }
+
+    /// Forgets all positions.
+    pub fn clear_kv_cache(&mut self) {
+        self.cache.clear();
+    }
+}
+
+/// The same without its head: `Model` of [`qwen3`](super::qwen3::Model) and
+/// [`gpt_neox`](super::gpt_neox::Model).
+#[derive(Clone, Debug)]
+pub struct BaseModel<C> {
+    stack: Stack,
+    cache: DecoderCache,
+    config: PhantomData<C>,
+}
+
+impl<C: Architecture> BaseModel<C> {
+    /// As [`CausalLm::new`].
+    ///
+    /// # Errors
+    /// As [`CausalLm::new`].
+    pub fn new(cfg: &C, vb: VarBuilder) -> Result<Self> {
+        Self::new_fused(cfg, vb, Fusion::all())
+    }
+
+    /// As [`CausalLm::new_fused`].
+    ///
+    /// # Errors
+    /// As [`CausalLm::new`].
+    pub fn new_fused(cfg: &C, vb: VarBuilder, fusion: Fusion) -> Result<Self> {
+        let shape = cfg.shape()?;
+        let cache = cache(&shape, &vb)?;
+        let stack = loader::<C>(&shape, vb, fusion).stack()?;
+        Ok(Self {
+            stack,
+            cache,
+            config: PhantomData,
+        })
+    }
+
+    /// What leaves the final norm, `[B, T, hidden]`, for `input` `[B, T]` (u32 token ids) at positions
+    /// `offset..offset + T`. Position 0 starts over.
+    ///
+    /// # Errors
+    /// As [`CausalLm::forward`].
+    pub fn forward(&mut self, input: &Tensor, offset: usize) -> Result<Tensor> {
+        self.forward_masked(input, offset, None)
+    }
+
+    /// The same with what is added to the scores instead of the causal mask, `[B, 1, 1, keys]`.
+    pub(super) fn forward_masked(
+        &mut self,
+        input: &Tensor,
+        offset: usize,
+        mask: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let embedded = self.stack.embedding.forward(input)?;
+        let cache = &mut self.cache;
+        let x = self
+            .stack
+            .forward_with(&embedded, offset, mask, cache, None)?;
+        self.stack.norm.forward(&x)
+    }
+
+    /// Forgets all positions.
+    pub fn clear_kv_cache(&mut self) {
+        self.cache.clear();
+    }
+}
+
+fn loader<'a, C: Architecture>(
+    shape: &'a Shape,
+    vb: VarBuilder<'a>,
+    fusion: Fusion,
+) -> Loader<'a, VarBuilder<'a>> {
+    Loader {
+        source: vb,
+        names: &C::KIND.names,
+        shape,
+        fusion,
+    }
+}
+
+fn cache(shape: &Shape, vb: &VarBuilder) -> Result<DecoderCache> {
+    let frequencies = shape.frequencies.clone();
+    let rotary = RotaryEmbedding::new(frequencies, RopeStyle::HalfSplit, vb.device())?;
+    Ok(DecoderCache::new(
+        shape.layers,
+        rotary,
+        true,
+        vb.dtype(),
+        vb.device(),
+    ))
+}

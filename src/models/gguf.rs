@@ -1,0 +1,441 @@
+//! Models from GGUF files: metadata, tensors, and the model that is made of them.
+
+use super::Architecture;
+use super::decoder::{Decoder, DecoderCache};
+use super::shape::{Kind, NormKind, Shape, inverse_frequencies};
+use super::weights::{Loader, Source};
+use crate::cpu::packed::PackedMatrix;
+#[cfg(feature = "cuda")]
+use crate::cuda::BlockMatrix;
+use crate::generation::sealed::Parts;
+use crate::nn::{AttentionConfig, Embedding, LinearWeight, Projection, RotaryEmbedding, dense};
+use crate::ops::Weight;
+use crate::{Fusion, quant};
+use candle_core::quantized::QTensor;
+use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::io::{Read, Seek};
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+/// The context length of files that do not name one.
+const DEFAULT_POSITIONS: usize = 4096;
+
+/// A model with GGUF weights that keeps its own cache, on the CPU computed with int8 activations:
+/// `ModelWeights` of [`llama`](super::llama::ModelWeights), [`qwen2`](super::qwen2::ModelWeights),
+/// [`qwen3`](super::qwen3::ModelWeights) and [`gpt_neox`](super::gpt_neox::ModelWeights).
+#[derive(Debug, Clone)]
+pub struct GgufModel<C> {
+    decoder: Decoder,
+    cache: DecoderCache,
+    config: PhantomData<C>,
+}
+
+impl<C> Parts for GgufModel<C> {
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    fn empty_cache(&self) -> Result<DecoderCache> {
+        Ok(self.cache.over(Vec::new()))
+    }
+}
+
+impl<C: Architecture> GgufModel<C> {
+    /// Loads the weights with every fusion on.
+    ///
+    /// # Errors
+    /// If the file is of another architecture, metadata or a tensor is missing (by its name), or a
+    /// tensor does not have the shape that the metadata asks for.
+    pub fn from_gguf<R: Seek + Read>(ct: Content, reader: &mut R, device: &Device) -> Result<Self> {
+        Self::from_gguf_fused(ct, reader, device, Fusion::all())
+    }
+
+    /// Loads the weights with the fusions that are on in `fusion`.
+    ///
+    /// # Errors
+    /// As [`GgufModel::from_gguf`].
+    pub fn from_gguf_fused<R: Seek + Read>(
+        ct: Content,
+        reader: &mut R,
+        device: &Device,
+        fusion: Fusion,
+    ) -> Result<Self> {
+        let mut file = File {
+            ct: &ct,
+            reader,
+            device,
+        };
+        let mut shape = Header::read(&ct, C::KIND)?.shape(C::KIND);
+        file.scale(&mut shape.frequencies)?;
+        shape.tied = !file.has(&format!("{}.weight", C::KIND.gguf_names.head));
+        let frequencies = shape.frequencies.clone();
+        let rotary = RotaryEmbedding::new(frequencies, C::KIND.gguf_style, device)?;
+        let dtype = file.cache_dtype();
+        let loader = Loader {
+            source: file,
+            names: &C::KIND.gguf_names,
+            shape: &shape,
+            fusion,
+        };
+        Ok(Self {
+            decoder: loader.decoder()?,
+            cache: DecoderCache::new(shape.layers, rotary, true, dtype, device),
+            config: PhantomData,
+        })
+    }
+
+    /// The logits `[B, vocab]` (f32) after the last of `x` `[B, T]` (u32 token ids), which stand at
+    /// positions `index_pos..index_pos + T`. Position 0 starts over.
+    ///
+    /// # Errors
+    /// If `x` is empty, an id is out of the vocabulary, or the context length is passed.
+    pub fn forward(&mut self, x: &Tensor, index_pos: usize) -> Result<Tensor> {
+        let stack = &self.decoder.stack;
+        let embedded = stack.embedding.forward(x)?;
+        let x = stack.forward(&embedded, index_pos, &mut self.cache)?;
+        self.decoder.last_logits(&x)
+    }
+
+    /// Every hidden state of `x` as transformers' `output_hidden_states` counts them (the embedding,
+    /// then after each layer, the last one after the final norm; `[B, T, hidden]` each), and the
+    /// logits of every position, `[B, T, vocab]` (f32).
+    ///
+    /// # Errors
+    /// As [`GgufModel::forward`].
+    pub fn hidden_states(&mut self, x: &Tensor, index_pos: usize) -> Result<(Vec<Tensor>, Tensor)> {
+        self.decoder
+            .states_and_logits(x, index_pos, &mut self.cache)
+    }
+
+    /// Rows of the embedding: token ids are below this.
+    pub fn vocab_size(&self) -> usize {
+        self.decoder.stack.embedding.vocab_size()
+    }
+
+    /// The context length.
+    pub fn max_positions(&self) -> usize {
+        self.decoder.stack.max_positions
+    }
+
+    /// Forgets all positions.
+    pub fn clear_kv_cache(&mut self) {
+        self.cache.clear();
+    }
+}
+
+/// What a file's metadata says of its model, checked against the tensors that the file names.
+#[derive(Debug)]
+pub struct Header {
+    pub vocab: usize,
+    pub hidden: usize,
+    pub intermediate: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Rotated dimensions of a head.
+    pub rotated: usize,
+    pub theta: f32,
+    pub eps: f32,
+    pub max_positions: usize,
+    pub parallel: bool,
+}
+
+impl Header {
+    /// # Errors
+    /// If the architecture is not `kind`'s, or a value is missing, out of range or at odds with the
+    /// tensors, by its name.
+    pub fn read(ct: &Content, kind: &Kind) -> Result<Self> {
+        Metadata { ct, kind }.header()
+    }
+
+    /// The shape of a model of `kind`, with plain frequencies.
+    pub fn shape(&self, kind: &'static Kind) -> Shape {
+        Shape {
+            kind,
+            vocab: self.vocab,
+            hidden: self.hidden,
+            intermediate: self.intermediate,
+            layers: self.layers,
+            attention: AttentionConfig {
+                heads: self.heads,
+                kv_heads: self.kv_heads,
+                head_dim: self.head_dim,
+                window: None,
+            },
+            sliding: None,
+            frequencies: inverse_frequencies(self.theta, self.rotated),
+            eps: f64::from(self.eps),
+            activation: kind.activation,
+            parallel: self.parallel,
+            biases: kind.biases,
+            tied: false,
+            max_positions: self.max_positions,
+        }
+    }
+}
+
+/// Metadata under the architecture's prefix.
+struct Metadata<'a> {
+    ct: &'a Content,
+    kind: &'a Kind,
+}
+
+impl Metadata<'_> {
+    fn header(&self) -> Result<Header> {
+        self.check()?;
+        let heads = self.number("attention.head_count")?;
+        let hidden = self.number("embedding_length")?;
+        let kv_heads = self.number_or("attention.head_count_kv", heads)?;
+        let head_dim = match self.value("attention.key_length") {
+            Some(_) => self.number("attention.key_length")?,
+            None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
+            None => bail!(
+                "gguf: {} {hidden} does not divide by {heads} heads",
+                self.key("embedding_length")
+            ),
+        };
+        if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+            bail!("gguf: {heads} heads do not divide by {kv_heads} key and value heads");
+        }
+        if self.number_or("attention.value_length", head_dim)? != head_dim {
+            bail!(
+                "gguf: {} is not the head size {head_dim} of the keys",
+                self.key("attention.value_length")
+            );
+        }
+        let rotated = self.number_or("rope.dimension_count", head_dim)?;
+        if rotated > head_dim || !rotated.is_multiple_of(2) {
+            bail!(
+                "gguf: {} is {rotated}, expected an even number up to head size {head_dim}",
+                self.key("rope.dimension_count")
+            );
+        }
+        let vocab = shape_of(self.ct, "token_embd.weight")?.first().copied();
+        let vocab = vocab.unwrap_or(0);
+        if self.number_or("vocab_size", vocab)? != vocab {
+            bail!(
+                "gguf: {} is not the {vocab} rows of `token_embd.weight`",
+                self.key("vocab_size")
+            );
+        }
+        let eps = match self.kind.norm {
+            NormKind::Rms => "attention.layer_norm_rms_epsilon",
+            NormKind::Layer => "attention.layer_norm_epsilon",
+        };
+        Ok(Header {
+            vocab,
+            hidden,
+            intermediate: self.number("feed_forward_length")?,
+            layers: self.layers()?,
+            heads,
+            kv_heads,
+            head_dim,
+            rotated,
+            theta: match self.value("rope.freq_base") {
+                Some(_) => self.positive("rope.freq_base")?,
+                None => 10_000.,
+            },
+            eps: self.positive(eps)?,
+            max_positions: self.number_or("context_length", DEFAULT_POSITIONS)?,
+            parallel: match self.value("use_parallel_residual") {
+                Some(value) => value.to_bool()?,
+                None => false,
+            },
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.ct.metadata.get("general.architecture") {
+            Some(Value::String(arch)) if arch == self.kind.gguf => {}
+            Some(Value::String(arch)) => bail!(
+                "gguf: architecture is `{arch}`, expected `{}`",
+                self.kind.gguf
+            ),
+            _ => bail!("gguf: metadata `general.architecture` is missing"),
+        }
+        if let Some(Value::String(kind)) = self.value("rope.scaling.type")
+            && kind != "none"
+        {
+            bail!(
+                "gguf: {} is `{kind}`, expected `none`",
+                self.key("rope.scaling.type")
+            );
+        }
+        if self.number_or("expert_count", 0)? > 0 {
+            bail!(
+                "gguf: mixtures of experts are not supported (`{}`)",
+                self.key("expert_count")
+            );
+        }
+        Ok(())
+    }
+
+    fn layers(&self) -> Result<usize> {
+        let layers = self.number("block_count")?;
+        let held = |layer: usize| {
+            let name = format!("blk.{layer}.attn_norm.weight");
+            self.ct.tensor_infos.contains_key(&name)
+        };
+        if !layers.checked_sub(1).is_some_and(held) || held(layers) {
+            bail!(
+                "gguf: {} is {layers}, the file holds other layers",
+                self.key("block_count")
+            );
+        }
+        Ok(layers)
+    }
+
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.kind.gguf)
+    }
+
+    fn value(&self, name: &str) -> Option<&Value> {
+        self.ct.metadata.get(&self.key(name))
+    }
+
+    /// A number that may be missing, but not be of another kind.
+    fn number_or(&self, name: &str, missing: usize) -> Result<usize> {
+        match self.value(name) {
+            Some(value) => Ok(value.to_u64()? as usize),
+            None => Ok(missing),
+        }
+    }
+
+    fn number(&self, name: &str) -> Result<usize> {
+        match self.value(name) {
+            Some(value) => Ok(value.to_u64()? as usize),
+            None => bail!("gguf: metadata `{}` is missing", self.key(name)),
+        }
+    }
+
+    /// A number above zero.
+    fn positive(&self, name: &str) -> Result<f32> {
+        let key = self.key(name);
+        let value = match self.value(name) {
+            Some(value) => value.to_f32()?,
+            None => bail!("gguf: metadata `{key}` is missing"),
+        };
+        if !(value > 0. && value.is_finite()) {
+            bail!("gguf: {key} is {value}, expected a number above 0");
+        }
+        Ok(value)
+    }
+}
+
+/// A file being read.
+pub struct File<'a, R> {
+    pub ct: &'a Content,
+    pub reader: &'a mut R,
+    pub device: &'a Device,
+}
+
+impl<R: Seek + Read> File<'_, R> {
+    /// What keys and values are stored in: on a GPU a file that is quantized has them in 16 bits, as
+    /// its tensor cores take them.
+    fn cache_dtype(&self) -> DType {
+        let mut infos = self.ct.tensor_infos.values();
+        match self.device.is_cuda() && infos.any(|info| quant::supports(info.ggml_dtype)) {
+            true => DType::F16,
+            false => DType::F32,
+        }
+    }
+
+    /// Llama 3.1 and later: the smoothing of frequencies, written out as divisors.
+    fn scale(&mut self, frequencies: &mut [f32]) -> Result<()> {
+        if self.has("rope_freqs.weight") {
+            let factors = self.on_cpu("rope_freqs.weight", frequencies.len())?;
+            frequencies
+                .iter_mut()
+                .zip(factors.to_vec1::<f32>()?)
+                .for_each(|(f, factor)| *f /= factor);
+        }
+        Ok(())
+    }
+
+    fn blocks(&mut self, name: &str, rows: usize, cols: usize) -> Result<QTensor> {
+        let dims = shape_of(self.ct, name)?;
+        if dims != [rows, cols] {
+            bail!(
+                "gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{rows}, {cols}]"
+            );
+        }
+        self.any(name, self.device)
+    }
+
+    /// On the CPU: what is made of it there needs no kernel of candle's, which the driver would have
+    /// to compile first.
+    fn on_cpu(&mut self, name: &str, len: usize) -> Result<Tensor> {
+        let dims = shape_of(self.ct, name)?;
+        if dims != [len] {
+            bail!("gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{len}]");
+        }
+        self.any(name, &Device::Cpu)?.dequantize(&Device::Cpu)
+    }
+
+    /// A tensor as it is stored.
+    pub fn any(&mut self, name: &str, device: &Device) -> Result<QTensor> {
+        match self.ct.tensor(self.reader, name, device) {
+            Ok(tensor) => Ok(tensor),
+            Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),
+        }
+    }
+}
+
+impl<R: Seek + Read> Source for File<'_, R> {
+    fn has(&self, tensor: &str) -> bool {
+        self.ct.tensor_infos.contains_key(tensor)
+    }
+
+    fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight> {
+        let weight = self.blocks(tensor, rows, cols)?;
+        Ok(LinearWeight::Quantized(Arc::new(weight)))
+    }
+
+    fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
+        self.on_cpu(tensor, len)?.to_device(self.device)
+    }
+
+    fn table(
+        &mut self,
+        tensor: &str,
+        (rows, cols): (usize, usize),
+        tied: bool,
+        fusion: Fusion,
+    ) -> Result<(Embedding, Option<Projection>)> {
+        let table = self.blocks(tensor, rows, cols)?;
+        if fusion.quant_linear && quant::supports(table.dtype()) {
+            let (embedding, weight) = shared_table(table)?;
+            let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
+            return Ok((embedding, head));
+        }
+        let dense = dense(&table)?;
+        let weight = LinearWeight::Quantized(Arc::new(table));
+        let head = tied
+            .then(|| Projection::new(vec![weight], None, fusion))
+            .transpose()?;
+        Ok((Embedding::Dense(dense), head))
+    }
+}
+
+/// A quantized table as an embedding and as the weight of a head, which share it.
+fn shared_table(table: QTensor) -> Result<(Embedding, Weight)> {
+    #[cfg(feature = "cuda")]
+    if table.device().is_cuda() {
+        let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
+        return Ok((Embedding::Blocks(blocks.clone()), Weight::Blocks(blocks)));
+    }
+    let (rows, cols) = table.shape().dims2()?;
+    let packed = PackedMatrix::pack(table.dtype(), rows, cols, &table.data()?)?;
+    let packed = Arc::new(packed);
+    Ok((Embedding::Packed(packed.clone()), Weight::Packed(packed)))
+}
+
+/// The dimensions of a tensor that the file names.
+fn shape_of<'a>(ct: &'a Content, name: &str) -> Result<&'a [usize]> {
+    match ct.tensor_infos.get(name) {
+        Some(info) => Ok(info.shape.dims()),
+        None => bail!("gguf: tensor `{name}` is missing"),
+    }
+}

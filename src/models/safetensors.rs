@@ -1,0 +1,39 @@
+//! Tensors of a `VarBuilder`: safetensors files, one or several, or whatever else is behind it.
+
+use super::weights::Source;
+use crate::Fusion;
+use crate::nn::{Embedding, LinearWeight, Projection};
+use candle_core::{Result, Tensor};
+use candle_nn::VarBuilder;
+
+impl Source for VarBuilder<'_> {
+    fn has(&self, tensor: &str) -> bool {
+        self.contains_tensor(tensor)
+    }
+
+    fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight> {
+        Ok(LinearWeight::Dense(self.get((rows, cols), tensor)?))
+    }
+
+    fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
+        self.get(len, tensor)
+    }
+
+    fn table(
+        &mut self,
+        tensor: &str,
+        size: (usize, usize),
+        tied: bool,
+        fusion: Fusion,
+    ) -> Result<(Embedding, Option<Projection>)> {
+        let table = self.get(size, tensor)?;
+        let head = match tied {
+            true => {
+                let weight = LinearWeight::Dense(table.clone());
+                Some(Projection::new(vec![weight], None, fusion)?)
+            }
+            false => None,
+        };
+        Ok((Embedding::Dense(table), head))
+    }
+}

@@ -1,0 +1,151 @@
+//! What sets decoders of one kind of layer apart.
+
+use super::weights::Names;
+use crate::nn::AttentionConfig;
+use crate::ops::{Activation, RopeStyle};
+use candle_core::{Result, bail};
+
+/// What all models of an architecture have in common.
+#[derive(Debug)]
+pub struct Kind {
+    /// `general.architecture` of a GGUF file, and the prefix of its metadata.
+    pub gguf: &'static str,
+    /// Tensors of a safetensors checkpoint.
+    pub names: Names,
+    /// Tensors of a GGUF file.
+    pub gguf_names: Names,
+    /// How GGUF files order the rows of queries and keys.
+    pub gguf_style: RopeStyle,
+    pub norm: NormKind,
+    /// Whether queries and keys are normalised head by head.
+    pub head_norms: bool,
+    /// The activation of the MLP where nothing else is said.
+    pub activation: Activation,
+    /// Likewise, the biases that checkpoints have.
+    pub biases: Biases,
+}
+
+/// Which norm stands in front of attention and MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    Rms,
+    Layer,
+}
+
+/// A decoder's dimensions and the ways in which it may differ from others.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub kind: &'static Kind,
+    pub vocab: usize,
+    pub hidden: usize,
+    pub intermediate: usize,
+    pub layers: usize,
+    /// Without a window: that is the layer's.
+    pub attention: AttentionConfig,
+    pub sliding: Option<Sliding>,
+    /// One for each rotated pair of dimensions.
+    pub frequencies: Vec<f32>,
+    pub eps: f64,
+    pub activation: Activation,
+    /// `x + attention(norm1(x)) + mlp(norm2(x))` instead of one behind the other.
+    pub parallel: bool,
+    /// Which biases a checkpoint must have; others are used where it has them.
+    pub biases: Biases,
+    /// Whether the head is the embedding.
+    pub tied: bool,
+    pub max_positions: usize,
+}
+
+/// Layers from `from` on see the last `window` positions only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sliding {
+    pub window: usize,
+    pub from: usize,
+}
+
+/// The biases that must be there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Biases {
+    pub qkv: bool,
+    pub output: bool,
+    pub mlp: bool,
+}
+
+impl Biases {
+    pub const NONE: Self = Self {
+        qkv: false,
+        output: false,
+        mlp: false,
+    };
+}
+
+/// A configuration as a shape.
+pub trait Describe {
+    const KIND: &'static Kind;
+
+    /// # Errors
+    /// If a value is out of range, by its name.
+    fn shape(&self) -> Result<Shape>;
+}
+
+impl Shape {
+    /// The attention of a layer.
+    pub fn attention_of(&self, layer: usize) -> AttentionConfig {
+        let sliding = self.sliding.filter(|s| layer >= s.from);
+        AttentionConfig {
+            window: sliding.map(|s| s.window),
+            ..self.attention
+        }
+    }
+
+    /// Whether a model of this shape can exist.
+    pub fn check(&self) -> Result<()> {
+        let AttentionConfig {
+            heads,
+            kv_heads,
+            head_dim,
+            ..
+        } = self.attention;
+        if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+            bail!("config: {heads} heads do not divide by {kv_heads} key and value heads");
+        }
+        let rotated = 2 * self.frequencies.len();
+        if rotated == 0 || rotated > head_dim {
+            bail!("config: {rotated} rotated dimensions, expected 2 to the head size {head_dim}");
+        }
+        for (name, value) in [
+            ("hidden size", self.hidden),
+            ("intermediate size", self.intermediate),
+            ("number of layers", self.layers),
+            ("size of the vocabulary", self.vocab),
+        ] {
+            if value == 0 {
+                bail!("config: the {name} is 0");
+            }
+        }
+        if !(self.eps >= 0. && self.eps.is_finite()) {
+            bail!("config: the norms' eps is {}, expected 0 or more", self.eps);
+        }
+        if self.sliding.is_some_and(|s| s.window == 0) {
+            bail!("config: sliding_window is 0, expected at least 1, the token's own position");
+        }
+        Ok(())
+    }
+}
+
+/// The width of a head of models that do not name it.
+pub fn head_dim(hidden: usize, heads: usize) -> Result<usize> {
+    if heads == 0 || !hidden.is_multiple_of(heads) {
+        bail!("config: hidden_size {hidden} does not divide by {heads} heads");
+    }
+    Ok(hidden / heads)
+}
+
+/// Rotary frequencies `theta^(-2i / dims)`, one for each pair of `dims` dimensions.
+///
+/// Computed in f32 as Hugging Face does, so that angles agree with its tables at any position.
+pub fn inverse_frequencies(theta: f32, dims: usize) -> Vec<f32> {
+    (0..dims / 2)
+        .map(|i| 1f32 / theta.powf((2 * i) as f32 / dims as f32))
+        .collect()
+}

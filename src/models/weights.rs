@@ -1,0 +1,277 @@
+//! A decoder put together from named tensors, whatever file they are in.
+
+use super::decoder::{Block, Decoder, Stack};
+use super::shape::{NormKind, Shape};
+use crate::Fusion;
+use crate::nn::{Attention, Embedding, LayerNorm, LinearWeight, Mlp, Norm, Projection, RmsNorm};
+use crate::ops::Activation;
+use candle_core::{Result, Tensor, bail};
+
+/// Tensors by their stems: `.weight` and `.bias` follow.
+#[derive(Debug)]
+pub struct Names {
+    pub embedding: &'static str,
+    /// In front of a layer's number; the names below stand behind it.
+    pub layer: &'static str,
+    pub attention_norm: &'static str,
+    pub qkv: Qkv,
+    /// Norms of queries and keys.
+    pub head_norms: [&'static str; 2],
+    pub output: &'static str,
+    pub mlp_norm: &'static str,
+    /// Gate and up, or up alone.
+    pub up: &'static [&'static str],
+    pub down: &'static str,
+    pub norm: &'static str,
+    pub head: &'static str,
+}
+
+/// How queries, keys and values are stored.
+#[derive(Debug)]
+pub enum Qkv {
+    /// A matrix each.
+    Three([&'static str; 3]),
+    /// One matrix: queries, keys, values.
+    Joint(&'static str),
+    /// One matrix: each head's queries, keys and values in turn.
+    PerHead(&'static str),
+}
+
+/// Hugging Face's names for Llama and its relatives.
+pub const LLAMA: Names = Names {
+    embedding: "model.embed_tokens",
+    layer: "model.layers",
+    attention_norm: "input_layernorm",
+    qkv: Qkv::Three(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+    output: "self_attn.o_proj",
+    mlp_norm: "post_attention_layernorm",
+    up: &["mlp.gate_proj", "mlp.up_proj"],
+    down: "mlp.down_proj",
+    norm: "model.norm",
+    head: "lm_head",
+};
+
+/// GGUF's names for the same.
+pub const GGUF: Names = Names {
+    embedding: "token_embd",
+    layer: "blk",
+    attention_norm: "attn_norm",
+    qkv: Qkv::Three(["attn_q", "attn_k", "attn_v"]),
+    head_norms: ["attn_q_norm", "attn_k_norm"],
+    output: "attn_output",
+    mlp_norm: "ffn_norm",
+    up: &["ffn_gate", "ffn_up"],
+    down: "ffn_down",
+    norm: "output_norm",
+    head: "output",
+};
+
+/// Where tensors come from.
+pub trait Source {
+    fn has(&self, tensor: &str) -> bool;
+
+    /// `[rows, cols]`, on the model's device.
+    fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight>;
+
+    /// `[len]`, likewise.
+    fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor>;
+
+    /// The table `[rows, cols]`, and with `tied` the head that shares it.
+    fn table(
+        &mut self,
+        tensor: &str,
+        size: (usize, usize),
+        tied: bool,
+        fusion: Fusion,
+    ) -> Result<(Embedding, Option<Projection>)>;
+}
+
+/// Puts a model together.
+pub struct Loader<'a, S> {
+    pub source: S,
+    pub names: &'a Names,
+    pub shape: &'a Shape,
+    pub fusion: Fusion,
+}
+
+impl<S: Source> Loader<'_, S> {
+    /// The whole model.
+    ///
+    /// # Errors
+    /// If the shape is impossible, or a tensor is missing or has another shape, by its name.
+    pub fn decoder(mut self) -> Result<Decoder> {
+        self.shape.check()?;
+        let (embedding, tied) = self.table(self.shape.tied)?;
+        let head = match tied {
+            Some(head) => head,
+            None => {
+                let (name, rows) = (self.names.head.to_owned(), self.shape.vocab);
+                self.projection(&[(name, rows)], self.shape.hidden, false)?
+            }
+        };
+        let stack = self.layers(embedding)?;
+        Ok(Decoder { stack, head })
+    }
+
+    /// The model without its head.
+    ///
+    /// # Errors
+    /// As [`Loader::decoder`].
+    pub fn stack(mut self) -> Result<Stack> {
+        self.shape.check()?;
+        let (embedding, _) = self.table(false)?;
+        self.layers(embedding)
+    }
+
+    fn table(&mut self, tied: bool) -> Result<(Embedding, Option<Projection>)> {
+        let name = format!("{}.weight", self.names.embedding);
+        let size = (self.shape.vocab, self.shape.hidden);
+        self.source.table(&name, size, tied, self.fusion)
+    }
+
+    fn layers(&mut self, embedding: Embedding) -> Result<Stack> {
+        let blocks = (0..self.shape.layers)
+            .map(|layer| self.block(layer))
+            .collect::<Result<_>>()?;
+        Ok(Stack {
+            embedding,
+            blocks,
+            norm: self.norm(self.names.norm)?,
+            max_positions: self.shape.max_positions,
+        })
+    }
+
+    fn block(&mut self, layer: usize) -> Result<Block> {
+        let (names, shape, fusion) = (self.names, self.shape, self.fusion);
+        let within = |part: &str| format!("{}.{layer}.{part}", names.layer);
+        let [hidden, inner] = [shape.hidden, shape.intermediate];
+        let config = shape.attention_of(layer);
+        let [q, ..] = config.widths();
+        let qkv = self.qkv(layer)?;
+        let output = [(within(names.output), hidden)];
+        let output = self.projection(&output, q, shape.biases.output)?;
+        let mut attention = Attention::new(qkv, output, config, fusion);
+        if shape.kind.head_norms {
+            let [q, k] = names.head_norms.map(&within);
+            let mut norm = |name| self.rms_norm(name, config.head_dim);
+            attention = attention.with_head_norms(norm(&q)?, norm(&k)?);
+        }
+        let up: Vec<_> = names.up.iter().map(|name| (within(name), inner)).collect();
+        let mlp = Mlp::new(
+            self.projection(&up, hidden, shape.biases.mlp)?,
+            self.projection(&[(within(names.down), hidden)], inner, shape.biases.mlp)?,
+            shape.activation,
+        );
+        Ok(Block {
+            attention_norm: self.norm(&within(names.attention_norm))?,
+            attention,
+            mlp_norm: self.norm(&within(names.mlp_norm))?,
+            mlp,
+            parallel: shape.parallel,
+        })
+    }
+
+    fn qkv(&mut self, layer: usize) -> Result<Projection> {
+        let (names, shape) = (self.names, self.shape);
+        let within = |part: &str| format!("{}.{layer}.{part}", names.layer);
+        let (hidden, widths, bias) = (shape.hidden, shape.attention.widths(), shape.biases.qkv);
+        let joint = |name: &str| (within(name), widths.iter().sum());
+        match &names.qkv {
+            Qkv::Three(parts) => {
+                let parts: Vec<_> = parts.iter().map(|p| within(p)).zip(widths).collect();
+                self.projection(&parts, hidden, bias)
+            }
+            Qkv::Joint(name) => self.projection(&[joint(name)], hidden, bias),
+            Qkv::PerHead(name) => {
+                let (weights, bias) = self.tensors(&[joint(name)], hidden, bias)?;
+                let heads = shape.attention.heads;
+                let weights = weights.into_iter().map(|weight| match weight {
+                    LinearWeight::Dense(w) => Ok(LinearWeight::Dense(together(&w, heads)?)),
+                    LinearWeight::Quantized(_) => {
+                        bail!("`{}` is in blocks, expected dense rows", within(name))
+                    }
+                });
+                let weights = weights.collect::<Result<_>>()?;
+                let bias = bias.map(|b| together(&b, heads)).transpose()?;
+                Projection::new(weights, bias, self.fusion)
+            }
+        }
+    }
+
+    /// Matrices `[rows, cols]` that share their input, and their biases.
+    fn projection(
+        &mut self,
+        parts: &[(String, usize)],
+        cols: usize,
+        bias: bool,
+    ) -> Result<Projection> {
+        let (weights, bias) = self.tensors(parts, cols, bias)?;
+        Projection::new(weights, bias, self.fusion)
+    }
+
+    fn tensors(
+        &mut self,
+        parts: &[(String, usize)],
+        cols: usize,
+        bias: bool,
+    ) -> Result<(Vec<LinearWeight>, Option<Tensor>)> {
+        let source = &mut self.source;
+        let weights = parts
+            .iter()
+            .map(|(name, rows)| source.matrix(&format!("{name}.weight"), *rows, cols))
+            .collect::<Result<_>>()?;
+        let mut names = parts.iter().map(|(name, _)| format!("{name}.bias"));
+        if !bias && !names.any(|name| source.has(&name)) {
+            return Ok((weights, None));
+        }
+        let biases = parts
+            .iter()
+            .map(|(name, rows)| source.vector(&format!("{name}.bias"), *rows))
+            .collect::<Result<Vec<_>>>()?;
+        let bias = match biases.as_slice() {
+            [only] => only.clone(),
+            _ => Tensor::cat(&biases, 0)?,
+        };
+        Ok((weights, Some(bias)))
+    }
+
+    fn norm(&mut self, name: &str) -> Result<Norm> {
+        let (hidden, eps) = (self.shape.hidden, self.shape.eps);
+        match self.shape.kind.norm {
+            NormKind::Rms => Ok(Norm::Rms(self.rms_norm(name, hidden)?)),
+            NormKind::Layer => {
+                let weight = self.source.vector(&format!("{name}.weight"), hidden)?;
+                let bias = self.source.vector(&format!("{name}.bias"), hidden)?;
+                let norm = LayerNorm::from_weights(weight, Some(bias), eps, self.fusion);
+                Ok(Norm::Layer(norm))
+            }
+        }
+    }
+
+    fn rms_norm(&mut self, name: &str, len: usize) -> Result<RmsNorm> {
+        let weight = self.source.vector(&format!("{name}.weight"), len)?;
+        Ok(RmsNorm::from_weight(weight, self.shape.eps, self.fusion))
+    }
+}
+
+/// Rows `[heads, 3, head_dim]` as `[3, heads, head_dim]`: all queries, all keys, all values.
+fn together(rows: &Tensor, heads: usize) -> Result<Tensor> {
+    let count = rows.dim(0)?;
+    let rest = rows.elem_count() / count.max(1);
+    rows.reshape((heads, 3, count / 3 / heads, rest))?
+        .transpose(0, 1)?
+        .contiguous()?
+        .reshape(rows.dims())
+}
+
+/// The activation of an MLP, by candle's name.
+pub fn activation(act: candle_nn::Activation) -> Option<Activation> {
+    use candle_nn::Activation as Act;
+    match act {
+        Act::Gelu => Some(Activation::Gelu),
+        Act::NewGelu | Act::GeluPytorchTanh => Some(Activation::GeluTanh),
+        Act::Silu | Act::Swish => Some(Activation::Silu),
+        _ => None,
+    }
+}

@@ -1,0 +1,139 @@
+//! Models of every architecture behind one face.
+
+use crate::golden::Golden;
+use crate::support::device;
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{DType, Result, Tensor};
+use candle_fused::Fusion;
+use candle_fused::generation::{Generation, Options};
+use candle_fused::models::llama::{Cache, Llama, LlamaConfig};
+use candle_fused::models::{Architecture, CausalLm, GgufModel, gpt_neox, llama, qwen2, qwen3};
+use std::io::Cursor;
+
+/// All goldens.
+pub const GOLDENS: [&str; 6] = [
+    "llama_gqa_tied",
+    "llama3_rope",
+    "qwen2_bias",
+    "qwen3_qknorm",
+    "gpt_neox_parallel",
+    "gpt_neox_sequential",
+];
+
+/// A model with its cache.
+pub trait Subject {
+    /// The logits `[B, vocab]` (f32) after the last of `ids`.
+    fn forward(&mut self, ids: &Tensor, position: usize) -> Result<Tensor>;
+
+    /// Every hidden state, and the logits of every position.
+    fn hidden_states(&mut self, ids: &Tensor, position: usize) -> Result<(Vec<Tensor>, Tensor)>;
+
+    fn clear(&mut self) -> Result<()>;
+
+    fn generation(&self, options: &Options) -> Result<Generation>;
+}
+
+impl<C: Architecture> Subject for CausalLm<C> {
+    fn forward(&mut self, ids: &Tensor, position: usize) -> Result<Tensor> {
+        let logits = CausalLm::forward(self, ids, position)?;
+        assert_eq!(logits.dim(1)?, 1);
+        logits.squeeze(1)?.to_dtype(DType::F32)
+    }
+
+    fn hidden_states(&mut self, ids: &Tensor, position: usize) -> Result<(Vec<Tensor>, Tensor)> {
+        CausalLm::hidden_states(self, ids, position)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.clear_kv_cache();
+        Ok(())
+    }
+
+    fn generation(&self, options: &Options) -> Result<Generation> {
+        Generation::new(self, options)
+    }
+}
+
+impl<C: Architecture> Subject for GgufModel<C> {
+    fn forward(&mut self, ids: &Tensor, position: usize) -> Result<Tensor> {
+        GgufModel::forward(self, ids, position)
+    }
+
+    fn hidden_states(&mut self, ids: &Tensor, position: usize) -> Result<(Vec<Tensor>, Tensor)> {
+        GgufModel::hidden_states(self, ids, position)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.clear_kv_cache();
+        Ok(())
+    }
+
+    fn generation(&self, options: &Options) -> Result<Generation> {
+        Generation::new(self, options)
+    }
+}
+
+impl Subject for (Llama, Cache) {
+    fn forward(&mut self, ids: &Tensor, position: usize) -> Result<Tensor> {
+        self.0.forward(ids, position, &mut self.1)
+    }
+
+    fn hidden_states(&mut self, ids: &Tensor, position: usize) -> Result<(Vec<Tensor>, Tensor)> {
+        self.0.hidden_states(ids, position, &mut self.1)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.1.clear();
+        Ok(())
+    }
+
+    fn generation(&self, options: &Options) -> Result<Generation> {
+        Generation::new(&self.0, options)
+    }
+}
+
+/// A golden model from its safetensors, on the device in hand.
+pub fn dense(golden: &Golden, dtype: DType, fusion: Fusion) -> Result<Box<dyn Subject>> {
+    let weights = golden.weights(dtype)?;
+    Ok(match golden.model_type().as_str() {
+        "llama" => {
+            let config = golden.config::<LlamaConfig>().into_config(false);
+            let cache = Cache::new(true, dtype, &config, &device())?;
+            Box::new((Llama::load_fused(weights, &config, fusion)?, cache))
+        }
+        "qwen2" => Box::new(CausalLm::<qwen2::Config>::new_fused(
+            &golden.config(),
+            weights,
+            fusion,
+        )?),
+        "qwen3" => Box::new(CausalLm::<qwen3::Config>::new_fused(
+            &golden.config(),
+            weights,
+            fusion,
+        )?),
+        "gpt_neox" => Box::new(CausalLm::<gpt_neox::Config>::new_fused(
+            &golden.config(),
+            weights,
+            fusion,
+        )?),
+        other => panic!("no model is called {other}"),
+    })
+}
+
+/// A model of a golden's kind from the bytes of a GGUF file, on the device in hand.
+pub fn gguf(golden: &Golden, bytes: &[u8], fusion: Fusion) -> Result<Box<dyn Subject>> {
+    Ok(match golden.model_type().as_str() {
+        "llama" => Box::new(open::<llama::Config>(bytes, fusion)?),
+        "qwen2" => Box::new(open::<qwen2::Config>(bytes, fusion)?),
+        "qwen3" => Box::new(open::<qwen3::Config>(bytes, fusion)?),
+        "gpt_neox" => Box::new(open::<gpt_neox::Config>(bytes, fusion)?),
+        other => panic!("no model is called {other}"),
+    })
+}
+
+/// Reads and loads a file's bytes.
+pub fn open<C: Architecture>(bytes: &[u8], fusion: Fusion) -> Result<GgufModel<C>> {
+    let mut reader = Cursor::new(bytes);
+    let content = Content::read(&mut reader)?;
+    GgufModel::from_gguf_fused(content, &mut reader, &device(), fusion)
+}
