@@ -8,7 +8,7 @@
 //! (Biderman et al. 2023).
 
 use super::config::{RawPositions, check_type};
-use super::shape::{self, Biases, Describe, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
 use super::weights::{GGUF, Names, Qkv, activation};
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
@@ -184,7 +184,7 @@ impl Describe for Config {
                 output: self.attention_bias,
                 mlp: true,
             },
-            tied: self.tie_word_embeddings,
+            head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
         })
     }
