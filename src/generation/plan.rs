@@ -221,20 +221,18 @@ impl<'a> Writer<'a> {
             _ => up.rows().iter().sum(),
         };
         let hidden = self.between(HIDDEN, inner)?;
+        let (x, dtype) = (self.x, self.dtype);
         let plain = |norm, out| Around {
             norm,
             activation: Activation::None,
             residual: 0,
             out,
-            out_dtype: self.dtype,
+            out_dtype: dtype,
         };
         let first = plain(Some(&block.attention_norm), q);
-        let added = |writer: &Self| Around {
-            norm: None,
-            activation: Activation::None,
-            residual: writer.x,
-            out: writer.x,
-            out_dtype: writer.dtype,
+        let added = || Around {
+            residual: x,
+            ..plain(None, x)
         };
         let inside = |writer: &mut Self| {
             let around = Around {
@@ -245,9 +243,9 @@ impl<'a> Writer<'a> {
                 Activation::SwiGlu => "gate_up",
                 _ => "up",
             };
-            writer.linear(part, up, writer.x, around)
+            writer.linear(part, up, x, around)
         };
-        if !self.linear("qkv", qkv, self.x, first)? {
+        if !self.linear("qkv", qkv, x, first)? {
             return Ok(false);
         }
         // Side by side, both read the stream before either adds to it.
@@ -255,14 +253,14 @@ impl<'a> Writer<'a> {
             return Ok(false);
         }
         if !(self.attention(block, cache, rotary)?
-            && self.linear("output", output, attended, added(self))?)
+            && self.linear("output", output, attended, added())?)
         {
             return Ok(false);
         }
         if !block.parallel && !inside(self)? {
             return Ok(false);
         }
-        self.linear("down", down, hidden, added(self))
+        self.linear("down", down, hidden, added())
     }
 
     fn linear(

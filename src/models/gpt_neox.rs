@@ -155,7 +155,8 @@ impl Describe for Config {
             );
         };
         let rotated = (head_dim as f64 * self.rotary_pct) as usize;
-        if !(self.rotary_pct > 0. && self.rotary_pct <= 1.) || !rotated.is_multiple_of(2) {
+        let within = self.rotary_pct > 0. && self.rotary_pct <= 1.;
+        if !within || !rotated.is_multiple_of(2) {
             bail!(
                 "config: rotary_pct is {}, expected above 0 and at most 1, and an even number of the \
                  {head_dim} dimensions of a head",

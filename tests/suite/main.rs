@@ -10,6 +10,7 @@ mod golden;
 mod gpt_neox;
 mod kv_cache;
 mod layer_norm;
+mod layer_norm_linear;
 mod linear;
 mod llama;
 mod llama_gguf;
