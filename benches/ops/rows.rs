@@ -8,7 +8,7 @@ use candle_fused::ops::{self, Activation, AttentionParams, Epilogue, Prologue, W
 use std::sync::Arc;
 
 /// Each op's stem with its shapes: rows of x, the width, the dtype or block type.
-pub const ALL: [(&str, &[&str]); 10] = [
+pub const ALL: [(&str, &[&str]); 11] = [
     (
         "residual_add",
         &["1 576 f32", "512 576 f32", "512 576 bf16"],
@@ -28,6 +28,10 @@ pub const ALL: [(&str, &[&str]); 10] = [
     (
         "rms_norm_linear",
         &["1 576 f32", "1 576 bf16", "512 576 f32", "512 576 bf16"],
+    ),
+    (
+        "layer_norm_linear",
+        &["1 768 f32", "1 768 bf16", "512 768 f32", "512 768 bf16"],
     ),
     (
         "quant_linear",
@@ -73,6 +77,7 @@ pub fn row(stem: &str, shape: &str) -> Result<Row> {
         "layer_norm" => layer_norm(m, k, dtype(kind)?),
         "linear" => linear(m, k, dtype(kind)?),
         "rms_norm_linear" => rms_norm_linear(m, k, dtype(kind)?),
+        "layer_norm_linear" => layer_norm_linear(m, k, dtype(kind)?),
         "quant_linear" => quant_linear(m, k, block_type(kind)?),
         "rope" => rope(m, k),
         "flash_attention" => flash_attention(m, k),
@@ -293,6 +298,43 @@ fn rms_norm_linear(m: usize, k: usize, dtype: DType) -> Result<Row> {
     });
     let fused = Box::new(move || {
         let mut y = ops::rms_norm_linear(&x2, &norm2, 1e-5, &[&gate2, &up2], &epilogue)?;
+        Ok(y.remove(0))
+    });
+    Ok(checked(plain, fused, expected, limit(dtype), bytes))
+}
+
+/// Pythia-160M's first matrix of the MLP behind its norm.
+fn layer_norm_linear(m: usize, k: usize, dtype: DType) -> Result<Row> {
+    let n = 4 * k;
+    let (x, w) = (randn(&[m, k], dtype)?, randn(&[n, k], dtype)?);
+    let [norm, shift] = [randn(&[k], dtype)?, randn(&[k], dtype)?];
+    let bias = randn(&[n], dtype)?;
+    let prologue = Prologue::LayerNorm {
+        weight: &norm,
+        bias: Some(&shift),
+        eps: 1e-5,
+    };
+    let epilogue = Epilogue {
+        bias: Some(&bias),
+        activation: Activation::Gelu,
+        ..Default::default()
+    };
+    let weights = [Weight::Dense(w.clone())];
+    let expected = ops::linear::reference(&x, prologue, &weights, &epilogue)?.concat();
+    let bytes = (n * k + m * (k + n)) * dtype.size_in_bytes();
+    let plain = candle_nn::LayerNorm::new(norm.clone(), shift.clone(), 1e-5);
+    let (x2, w2, bias2) = (x.clone(), w.clone(), bias.clone());
+    let plain = Box::new(move || {
+        let y = plain.forward(&x2)?.matmul(&w2.t()?)?;
+        y.broadcast_add(&bias2)?.gelu_erf()
+    });
+    let fused = Box::new(move || {
+        let epilogue = Epilogue {
+            bias: Some(&bias),
+            activation: Activation::Gelu,
+            ..Default::default()
+        };
+        let mut y = ops::layer_norm_linear(&x, &norm, Some(&shift), 1e-5, &[&w], &epilogue)?;
         Ok(y.remove(0))
     });
     Ok(checked(plain, fused, expected, limit(dtype), bytes))

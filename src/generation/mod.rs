@@ -157,7 +157,7 @@ pub struct Generation {
 }
 
 enum Engine {
-    Eager(eager::Eager),
+    Eager(Box<eager::Eager>),
     #[cfg(feature = "cuda")]
     Device(Box<device::OnDevice>),
 }
@@ -327,10 +327,10 @@ impl Engine {
             return Ok(Engine::Device(Box::new(engine)));
         }
         let _ = (kind, buffers);
-        Ok(Engine::Eager(eager::Eager {
+        Ok(Engine::Eager(Box::new(eager::Eager {
             decoder: decoder.clone(),
             sampling: options.sampling.clone(),
-        }))
+        })))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::Architecture;
 use super::decoder::{Decoder, DecoderCache};
-use super::shape::{Kind, NormKind, Shape, inverse_frequencies};
+use super::shape::{Head, Kind, NormKind, Shape, inverse_frequencies};
 use super::weights::{Loader, Source};
 use crate::cpu::packed::PackedMatrix;
 #[cfg(feature = "cuda")]
@@ -68,7 +68,6 @@ impl<C: Architecture> GgufModel<C> {
         };
         let mut shape = Header::read(&ct, C::KIND)?.shape(C::KIND);
         file.scale(&mut shape.frequencies)?;
-        shape.tied = !file.has(&format!("{}.weight", C::KIND.gguf_names.head));
         let frequencies = shape.frequencies.clone();
         let rotary = RotaryEmbedding::new(frequencies, C::KIND.gguf_style, device)?;
         let dtype = file.cache_dtype();
@@ -170,7 +169,7 @@ impl Header {
             activation: kind.activation,
             parallel: self.parallel,
             biases: kind.biases,
-            tied: false,
+            head: Head::Either,
             max_positions: self.max_positions,
         }
     }

@@ -8,7 +8,7 @@
 //! (Biderman et al. 2023).
 
 use super::config::{RawPositions, check_type};
-use super::shape::{self, Biases, Describe, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
 use super::weights::{GGUF, Names, Qkv, activation};
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
@@ -155,7 +155,8 @@ impl Describe for Config {
             );
         };
         let rotated = (head_dim as f64 * self.rotary_pct) as usize;
-        if !(self.rotary_pct > 0. && self.rotary_pct <= 1.) || !rotated.is_multiple_of(2) {
+        let within = self.rotary_pct > 0. && self.rotary_pct <= 1.;
+        if !within || !rotated.is_multiple_of(2) {
             bail!(
                 "config: rotary_pct is {}, expected above 0 and at most 1, and an even number of the \
                  {head_dim} dimensions of a head",
@@ -184,7 +185,7 @@ impl Describe for Config {
                 output: self.attention_bias,
                 mlp: true,
             },
-            tied: self.tie_word_embeddings,
+            head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
         })
     }

@@ -9,7 +9,7 @@
 //! Method: Qwen2 Technical Report (Yang et al. 2024).
 
 use super::qwen::{self, RawConfig};
-use super::shape::{self, Biases, Describe, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
 use super::weights::{GGUF, LLAMA};
 use crate::Fusion;
 use crate::nn::AttentionConfig;
@@ -118,7 +118,11 @@ impl Describe for Config {
             activation: KIND.activation,
             parallel: false,
             biases: KIND.biases,
-            tied: self.tie_word_embeddings,
+            head: match self.tie_word_embeddings {
+                true => Head::Embedding,
+                // candle-transformers takes what the checkpoint has.
+                false => Head::Either,
+            },
             max_positions: self.max_position_embeddings,
         };
         qwen::gated(shape, self.hidden_act)

@@ -8,7 +8,7 @@
 //! Method: Qwen3 Technical Report (Yang et al. 2025).
 
 use super::qwen::{self, RawConfig};
-use super::shape::{self, Biases, Describe, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
 use super::weights::{GGUF, LLAMA};
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
@@ -118,7 +118,7 @@ impl Describe for Config {
                 output: self.attention_bias,
                 mlp: false,
             },
-            tied: self.tie_word_embeddings,
+            head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
         };
         qwen::gated(shape, self.hidden_act)

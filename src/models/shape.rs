@@ -51,9 +51,24 @@ pub struct Shape {
     pub parallel: bool,
     /// Which biases a checkpoint must have; others are used where it has them.
     pub biases: Biases,
-    /// Whether the head is the embedding.
-    pub tied: bool,
+    pub head: Head,
     pub max_positions: usize,
+}
+
+/// Where the head's weights are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Head {
+    Own,
+    Embedding,
+    /// Its own if there is one, else the embedding.
+    Either,
+}
+
+impl Head {
+    /// By a configuration's `tie_word_embeddings`.
+    pub fn tied(tied: bool) -> Self {
+        if tied { Head::Embedding } else { Head::Own }
+    }
 }
 
 /// Layers from `from` on see the last `window` positions only.

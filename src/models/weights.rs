@@ -1,7 +1,7 @@
 //! A decoder put together from named tensors, whatever file they are in.
 
 use super::decoder::{Block, Decoder, Stack};
-use super::shape::{NormKind, Shape};
+use super::shape::{Head, NormKind, Shape};
 use crate::Fusion;
 use crate::nn::{Attention, Embedding, LayerNorm, LinearWeight, Mlp, Norm, Projection, RmsNorm};
 use crate::ops::Activation;
@@ -102,7 +102,12 @@ impl<S: Source> Loader<'_, S> {
     /// If the shape is impossible, or a tensor is missing or has another shape, by its name.
     pub fn decoder(mut self) -> Result<Decoder> {
         self.shape.check()?;
-        let (embedding, tied) = self.table(self.shape.tied)?;
+        let tied = match self.shape.head {
+            Head::Own => false,
+            Head::Embedding => true,
+            Head::Either => !self.source.has(&format!("{}.weight", self.names.head)),
+        };
+        let (embedding, tied) = self.table(tied)?;
         let head = match tied {
             Some(head) => head,
             None => {

@@ -236,8 +236,9 @@ fn plain_rope(x: &Tensor, at: &Tokens<'_>) -> Result<Tensor> {
     if rotated == head_dim {
         return turn(x, &cos, &sin);
     }
-    let first = turn(&x.narrow(3, 0, rotated)?.contiguous()?, &cos, &sin)?;
-    Tensor::cat(&[&first, &x.narrow(3, rotated, head_dim - rotated)?], 3)
+    let part = |start, len| x.narrow(3, start, len)?.contiguous();
+    let first = turn(&part(0, rotated)?, &cos, &sin)?;
+    Tensor::cat(&[first, part(rotated, head_dim - rotated)?], 3)
 }
 
 /// Attention as candle-transformers writes it: repeated keys, materialised scores in f32.

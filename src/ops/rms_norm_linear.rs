@@ -32,11 +32,22 @@ pub fn rms_norm_linear(
         weight: norm_weight,
         eps,
     };
+    parts("rms_norm_linear", x, prologue, weights, epilogue)
+}
+
+/// The product of several dense weights behind a norm, a view for each.
+pub(super) fn parts(
+    name: &'static str,
+    x: &Tensor,
+    prologue: Prologue<'_>,
+    weights: &[&Tensor],
+    epilogue: &Epilogue<'_>,
+) -> Result<Vec<Tensor>> {
     let matrices: Vec<_> = weights
         .iter()
         .map(|w| Weight::Dense((*w).clone()))
         .collect();
-    let y = launch("rms_norm_linear", x, prologue, &matrices, *epilogue)?;
+    let y = launch(name, x, prologue, &matrices, *epilogue)?;
     if epilogue.activation == super::Activation::SwiGlu || weights.len() == 1 {
         return Ok(vec![y]);
     }

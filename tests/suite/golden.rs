@@ -49,10 +49,6 @@ impl Golden {
             .to_dtype(DType::U32)?
             .to_device(&device())
     }
-
-    pub fn hidden_state(&self, layer: usize) -> Result<Tensor> {
-        self.outputs["hidden_states"].get(layer)
-    }
 }
 
 /// `max |a - b| / max |b|`

@@ -3,7 +3,9 @@
 use crate::support::{device, devices, on_every_device, randn, randn_on, values, widest_error};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::ops::linear::reference;
-use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, linear, rms_norm_linear};
+use candle_fused::ops::{
+    Activation, Epilogue, Prologue, Weight, layer_norm_linear, linear, rms_norm_linear,
+};
 use proptest::prelude::*;
 
 const ACTIVATIONS: [Activation; 5] = [
@@ -22,13 +24,13 @@ pub fn error(got: &Tensor, expected: &[Vec<f64>]) -> Result<f64> {
 /// every input carries two roundings, gating multiplies two such sums, and where the few outputs of
 /// a small shape happen to be small, errors weigh more: four times as many. f32 sums of K products
 /// lose the rest.
-fn tolerance(dtype: DType, k: usize, with_norm: bool) -> f64 {
+fn tolerance(dtype: DType, k: usize, norm: Norm) -> f64 {
     let unit = match dtype {
         DType::F32 => 1.2e-7,
         DType::F16 => 9.8e-4,
         _ => 7.9e-3,
     };
-    let roundings = if with_norm { 8. } else { 2. };
+    let roundings = if norm == Norm::None { 2. } else { 8. };
     roundings * unit + 1.2e-7 * (k as f64).sqrt()
 }
 
@@ -47,19 +49,27 @@ const SHAPES: [(usize, usize, usize); 9] = [
 
 #[test]
 fn every_combination_agrees_with_float64() -> Result<()> {
-    combinations(false)
+    combinations(Norm::None)
 }
 
-/// Every dtype, weight dtype, shape and activation, with bias and two residuals, with or without a
-/// norm in front.
-pub fn combinations(with_norm: bool) -> Result<()> {
+/// What stands in front of the product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Norm {
+    None,
+    Rms,
+    Layer,
+}
+
+/// Every dtype, weight dtype, shape and activation, with bias and two residuals, behind a norm or
+/// none.
+pub fn combinations(norm: Norm) -> Result<()> {
     let dtypes = [DType::F32, DType::F16, DType::BF16];
     on_every_device(|| {
         for dtype in dtypes {
             for weight_dtype in dtypes {
                 for shape in SHAPES {
                     for activation in ACTIVATIONS {
-                        combination(dtype, weight_dtype, shape, activation, with_norm)?;
+                        combination(dtype, weight_dtype, shape, activation, norm)?;
                     }
                 }
             }
@@ -73,7 +83,7 @@ fn combination(
     weight_dtype: DType,
     (m, k, n): (usize, usize, usize),
     activation: Activation,
-    with_norm: bool,
+    norm: Norm,
 ) -> Result<()> {
     let randn = |dims: &[usize], dtype| randn_on(dims, dtype, &device());
     let x = randn(&[m, k], dtype)?;
@@ -81,7 +91,7 @@ fn combination(
         randn(&[n / 2, k], weight_dtype)?,
         randn(&[n - n / 2, k], weight_dtype)?,
     ];
-    let norm_weight = randn(&[k], dtype)?;
+    let (norm_weight, norm_bias) = (randn(&[k], dtype)?, randn(&[k], dtype)?);
     let bias = randn(&[n], dtype)?;
     let width = if activation == Activation::SwiGlu {
         n / 2
@@ -96,29 +106,31 @@ fn combination(
         residuals: &residuals,
     };
     let refs = [&weights[0], &weights[1]];
-    let (prologue, got) = if with_norm {
-        let parts = rms_norm_linear(&x, &norm_weight, 1e-5, &refs, &epilogue)?;
-        (
-            Prologue::RmsNorm {
-                weight: &norm_weight,
-                eps: 1e-5,
-            },
-            Tensor::cat(&parts, D::Minus1)?,
-        )
-    } else {
-        (
-            Prologue::None,
-            linear(&x, &Tensor::cat(&refs, 0)?, &epilogue)?,
-        )
+    let (weight, eps) = (&norm_weight, 1e-5);
+    let (prologue, parts) = match norm {
+        Norm::None => {
+            let y = linear(&x, &Tensor::cat(&refs, 0)?, &epilogue)?;
+            (Prologue::None, vec![y])
+        }
+        Norm::Rms => {
+            let parts = rms_norm_linear(&x, weight, eps, &refs, &epilogue)?;
+            (Prologue::RmsNorm { weight, eps }, parts)
+        }
+        Norm::Layer => {
+            let bias = Some(&norm_bias);
+            let parts = layer_norm_linear(&x, weight, bias, eps, &refs, &epilogue)?;
+            (Prologue::LayerNorm { weight, bias, eps }, parts)
+        }
     };
+    let got = Tensor::cat(&parts, D::Minus1)?;
     assert_eq!((got.dims(), got.dtype()), ([m, width].as_slice(), dtype));
     let weights = weights.map(Weight::Dense);
     let expected = reference(&x, prologue, &weights, &epilogue)?;
     let error = error(&got, &expected)?;
-    let limit = tolerance(dtype, k, with_norm);
+    let limit = tolerance(dtype, k, norm);
     assert!(
         error < limit,
-        "{:?}: {dtype:?} x {weight_dtype:?}, {m}x{k}x{n}, {activation:?}, norm {with_norm}: {error:e}",
+        "{:?}: {dtype:?} x {weight_dtype:?}, {m}x{k}x{n}, {activation:?}, norm {norm:?}: {error:e}",
         device()
     );
     Ok(())
@@ -181,7 +193,7 @@ fn unaligned_addresses_give_what_aligned_ones_give() -> Result<()> {
                     &[Weight::Dense(w)],
                     &Epilogue::default(),
                 )?;
-                assert!(error(&got, &expected)? < tolerance(dtype, 64, false));
+                assert!(error(&got, &expected)? < tolerance(dtype, 64, Norm::None));
             }
         }
         Ok(())
@@ -280,7 +292,7 @@ proptest! {
             let got = linear(&x, &w, &epilogue)?;
             let expected = reference(&x, Prologue::None, &[Weight::Dense(w)], &epilogue)?;
             let error = error(&got, &expected)?;
-            assert!(error < tolerance(DType::F32, k, false), "{:?}: {error:e}", device());
+            assert!(error < tolerance(DType::F32, k, Norm::None), "{:?}: {error:e}", device());
             Ok(())
         })
         .unwrap();

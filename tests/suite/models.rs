@@ -66,10 +66,14 @@ fn low_precision_stays_within_twice_the_plain_error() -> Result<()> {
     })
 }
 
-/// The tokens that each row goes on with, and by how much each is ahead of the next best.
-fn greedy(golden: &Golden) -> Result<(Vec<Vec<u32>>, Vec<Vec<f32>>)> {
-    let tokens = golden.outputs["greedy"].to_dtype(DType::U32)?.to_vec2()?;
-    Ok((tokens, golden.outputs["greedy_margin"].to_vec2()?))
+/// The tokens that each row goes on with.
+fn greedy(golden: &Golden) -> Result<Vec<Vec<u32>>> {
+    golden.outputs["greedy"].to_dtype(DType::U32)?.to_vec2()
+}
+
+/// By how much each of them is ahead of the next best.
+fn margins(golden: &Golden) -> Result<Vec<Vec<f32>>> {
+    golden.outputs["greedy_margin"].to_vec2()
 }
 
 /// Nearer than this, another token is not a mistake in f32.
@@ -78,7 +82,7 @@ const MARGIN: f32 = 1e-3;
 #[test]
 fn greedy_tokens_are_hugging_faces() -> Result<()> {
     on_every_golden(|golden| {
-        let (expected, margins) = greedy(golden)?;
+        let (expected, margins) = (greedy(golden)?, margins(golden)?);
         for fusion in [Fusion::all(), Fusion::none()] {
             let mut model = dense(golden, DType::F32, fusion)?;
             let ids = golden.input_ids()?;
@@ -103,7 +107,7 @@ fn greedy_tokens_are_hugging_faces() -> Result<()> {
 #[test]
 fn generations_give_hugging_faces_tokens() -> Result<()> {
     on_every_golden(|golden| {
-        let (expected, margins) = greedy(golden)?;
+        let (expected, margins) = (greedy(golden)?, margins(golden)?);
         let prompts = golden.input_ids()?.to_vec2::<u32>()?;
         let model = dense(golden, DType::F32, Fusion::all())?;
         let options = Options {

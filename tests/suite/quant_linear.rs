@@ -22,7 +22,7 @@ const TYPES: [GgmlDType; 8] = [
 ];
 
 /// Random blocks in the form that the device takes.
-fn blocks_on(rows: usize, cols: usize, dtype: GgmlDType, device: &Device) -> Result<Weight> {
+pub fn blocks_on(rows: usize, cols: usize, dtype: GgmlDType, device: &Device) -> Result<Weight> {
     let quantized = QTensor::quantize(&randn(&[rows, cols], DType::F32)?, dtype)?;
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
@@ -43,7 +43,7 @@ fn blocks_on(rows: usize, cols: usize, dtype: GgmlDType, device: &Device) -> Res
 /// the inputs. Errors and outputs both add up as the square root of K, so an output is off by 0.6 %
 /// of the outputs' deviation on average, and four times that is rare. On a GPU up to 8 rows keep 16
 /// bits of each input (5e-6), and more rows and the weights are rounded to bf16 (0.16 % together).
-fn tolerance(device: &Device, rows: usize) -> f64 {
+pub fn tolerance(device: &Device, rows: usize) -> f64 {
     match (device.is_cpu(), rows) {
         (true, _) => 2.5e-2,
         (false, ..=8) => 5e-5,

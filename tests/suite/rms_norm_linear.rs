@@ -1,6 +1,6 @@
 //! The norm as a prologue: every combination against float64, and the parts that come out.
 
-use crate::linear::combinations;
+use crate::linear::{Norm, combinations};
 use crate::support::{devices, layouts_on, randn, randn_on, values};
 use candle_core::{D, DType, Result, Tensor};
 use candle_fused::ops::{Activation, Epilogue, linear, rms_norm, rms_norm_linear};
@@ -8,7 +8,7 @@ use candle_fused::trace;
 
 #[test]
 fn every_combination_agrees_with_float64() -> Result<()> {
-    combinations(true)
+    combinations(Norm::Rms)
 }
 
 /// The norm inside is the norm outside, bit for bit, and each weight has its part.

@@ -17,7 +17,7 @@ pub use config::{
 pub use gguf::{dequantize_gguf, gguf_config};
 
 use super::decoder::{Decoder, DecoderCache};
-use super::shape::{self, Biases, Describe, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
 use super::weights::{GGUF, LLAMA, Loader};
 use crate::Fusion;
 use crate::generation::sealed::Parts;
@@ -59,7 +59,7 @@ impl Describe for Config {
             activation: KIND.activation,
             parallel: false,
             biases: KIND.biases,
-            tied: self.tie_word_embeddings,
+            head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
         })
     }
