@@ -1,6 +1,6 @@
-// The operands of a product with many rows of x and weights in GGUF blocks, for the library: rows of
-// blocks, repacked as formats.cuh describes, as dense rows, up to three matrices of any formats under
-// one another; and rows of x, normalised if asked for, as f16 or bf16.
+// The operands of products with many rows of x and weights in GGUF blocks, for the library: matrices of
+// blocks, repacked as formats.cuh describes, as dense ones, up to eight of any formats and widths one
+// behind the other; and rows of x, normalised if asked for, as f16 or bf16.
 #include "dtype.cuh"
 #include "formats.cuh"
 
@@ -8,17 +8,17 @@ using namespace fused;
 
 struct Source {
   const char* data;
-  uint64_t first;  // its first row among all rows; past them for a matrix that is not there
+  uint64_t first;          // its first block among all; past them for a matrix that is not there
+  uint32_t blocks_of_row;  // of 32 values
   int format;
-  int unused;
 };
 
+constexpr int SOURCES = 8;
+
 struct Params {
-  Source sources[3];
-  void* out;               // [rows, 32 * blocks_of_row], aligned to 16 bytes
-  uint64_t total;          // blocks in all
-  uint32_t blocks_of_row;  // of 32 values
-  int unused;
+  Source sources[SOURCES];
+  void* out;       // aligned to 16 bytes
+  uint64_t total;  // blocks in all
 };
 
 constexpr int THREADS = 256;
@@ -29,13 +29,16 @@ template <typename T> __device__ __forceinline__ void dequantize(const Params& p
   allow_next();
   wait_previous();
   if (i >= p.total) return;
-  const uint64_t row = i / p.blocks_of_row;
-  const uint32_t block = i % p.blocks_of_row, groups = groups_of(p.blocks_of_row * BLOCK);
-  const Source& from = p.sources[(row >= p.sources[1].first) + (row >= p.sources[2].first)];
+  int source = 0;
+#pragma unroll
+  for (int s = 1; s < SOURCES; ++s) source += i >= p.sources[s].first;
+  const Source& from = p.sources[source];
+  const uint64_t within = i - from.first, row = within / from.blocks_of_row;
+  const uint32_t block = within % from.blocks_of_row, groups = groups_of(from.blocks_of_row * BLOCK);
   T* out = static_cast<T*>(p.out) + i * BLOCK;
   with_format(from.format, [&](auto format) {
     using F = decltype(format);
-    const char* data = from.data + (row - from.first) * F::pitch(groups);
+    const char* data = from.data + row * F::pitch(groups);
     F::quarter(data, groups, block, thread % 4, [&](int at, float4 v) {
       Pack<T, 4> values;
       values.v[0] = from_float<T>(v.x), values.v[1] = from_float<T>(v.y);

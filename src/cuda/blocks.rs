@@ -60,7 +60,7 @@ static DEQUANTIZE: Module = Module::new(
 const NARROW: usize = 3;
 
 /// Matrices that one launch dequantizes.
-const MOST_SOURCES: usize = 3;
+const MOST_SOURCES: usize = 8;
 
 /// A quantized matrix, rows x cols, in a GPU's memory: in GGUF's precision and about its size, with
 /// the codes of a row in the order in which tensor cores take them (`kernels/formats.cuh`).
@@ -100,8 +100,8 @@ struct RepackParams {
 struct Source {
     data: Address,
     first: u64,
+    blocks_of_row: u32,
     format: i32,
-    unused: i32,
 }
 
 /// `Params` of `kernels/dequantize.cu`.
@@ -111,8 +111,6 @@ struct DequantizeParams {
     sources: [Source; MOST_SOURCES],
     out: Address,
     total: u64,
-    blocks_of_row: u32,
-    unused: i32,
 }
 
 /// `Narrow` of `kernels/dequantize.cu`.
@@ -261,7 +259,7 @@ impl BlockMatrix {
     }
 }
 
-/// The values of matrices of one width, under one another, at `out`.
+/// The values of matrices, one behind the other, at `out`.
 ///
 /// # Safety
 /// `out` is aligned to 16 bytes and has room for all of them, until the stream has passed this.
@@ -277,26 +275,23 @@ pub(crate) unsafe fn dequantize(
             sources: [Source {
                 data: 0,
                 first: u64::MAX,
+                blocks_of_row: 1,
                 format: 0,
-                unused: 0,
             }; MOST_SOURCES],
             out,
             total: 0,
-            blocks_of_row: (some[0].cols / 32) as u32,
-            unused: 0,
         };
-        let mut rows = 0;
         for (source, matrix) in params.sources.iter_mut().zip(some) {
+            let blocks_of_row = matrix.cols / 32;
             *source = Source {
                 data: matrix.at,
-                first: rows as u64,
+                first: params.total,
+                blocks_of_row: blocks_of_row as u32,
                 format: matrix.format_index() as i32,
-                unused: 0,
             };
-            rows += matrix.rows;
+            params.total += (matrix.rows * blocks_of_row) as u64;
         }
-        let values = rows * some[0].cols;
-        params.total = (values / 32) as u64;
+        let values = 32 * params.total as usize;
         let bytes = values * dtype.size_in_bytes();
         let read: usize = some.iter().map(|m| m.size_in_bytes()).sum();
         // Four threads for a block.

@@ -1,9 +1,10 @@
 //! One sequence after the other by way of candle's tensors: on the CPU, and wherever a step cannot
 //! be written down as a chain of kernels.
 
-use super::{Sequence, sample_one};
+use super::Sequence;
 use crate::models::decoder::Decoder;
 use crate::ops::SamplingParams;
+use crate::ops::sample::sample_as;
 use candle_core::{DType, Result, Tensor};
 
 pub(super) struct Eager {
@@ -38,4 +39,15 @@ impl Eager {
             })
             .collect()
     }
+}
+
+/// The token of sequence `index` that follows `history`, from logits `[1, V]`.
+fn sample_one(
+    logits: &Tensor,
+    index: usize,
+    params: &SamplingParams,
+    history: &[u32],
+) -> Result<u32> {
+    let token = sample_as(logits, std::slice::from_ref(params), &[history], index)?;
+    token.squeeze(0)?.to_scalar()
 }

@@ -29,7 +29,6 @@ mod state;
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
 pub use crate::ops::sample::SamplingParams;
-use crate::ops::sample::sample_as;
 use candle_core::{Result, Tensor, bail};
 
 /// How a [`Generation`] is set up.
@@ -370,15 +369,4 @@ fn sequence(
         cache: kind.over(layers),
         room,
     })
-}
-
-/// The token of sequence `index` that follows `history`, from logits `[1, V]`.
-fn sample_one(
-    logits: &Tensor,
-    index: usize,
-    params: &SamplingParams,
-    history: &[u32],
-) -> Result<u32> {
-    let token = sample_as(logits, std::slice::from_ref(params), &[history], index)?;
-    token.squeeze(0)?.to_scalar()
 }

@@ -7,11 +7,11 @@ use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
 use crate::nn::{Norm, Projection, RotaryEmbedding};
-use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_attention::cuda::{self as flash_attention, Call, Operand};
-use crate::ops::linear::cuda::{NormAt, ProductAt, product};
+use crate::ops::linear::cuda::{FEW, NormAt, ProductAt, dense_weights, product};
 use crate::ops::rope::cuda::{self as rope, RopeAt};
+use crate::ops::{Activation, Weight};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Layout, Result, Storage, Tensor, bail};
 
@@ -71,7 +71,7 @@ pub(super) fn read(
         out_dtype: DType::F32,
         ..pass.at(last, out, vocab)
     };
-    pass.product(&decoder.head, head)?;
+    pass.product(&Weights::new(&decoder.head)?, head)?;
     let logits = Storage::Cuda(logits);
     Ok(Tensor::from_storage(
         logits,
@@ -79,6 +79,28 @@ pub(super) fn read(
         BackpropOp::none(),
         false,
     ))
+}
+
+/// The weights of a product.
+#[derive(Clone, Copy, Default)]
+struct Weights<'a> {
+    held: &'a [Weight],
+    /// Where they are made dense, if they are.
+    dense: Option<Address>,
+    bias: Option<&'a Tensor>,
+}
+
+impl<'a> Weights<'a> {
+    fn new(projection: &'a Projection) -> Result<Self> {
+        match projection.fused_parts() {
+            Some((held, bias)) => Ok(Self {
+                held,
+                dense: None,
+                bias,
+            }),
+            None => bail!("generation: a product is not fused"),
+        }
+    }
 }
 
 /// The rows of a prompt on their way through the layers.
@@ -97,21 +119,23 @@ impl Pass {
     fn block(&mut self, block: &Block, cache: &Cache, rotary: &RotaryEmbedding) -> Result<()> {
         let (qkv, output) = block.attention.projections();
         let (up, down) = block.mlp.projections();
-        let joint = self.product_of(qkv, &block.attention_norm, Activation::None)?;
-        let inside = |pass: &mut Self| pass.product_of(up, &block.mlp_norm, block.mlp.activation());
+        let [qkv, output, up, down] = self.weights([qkv, output, up, down])?;
+        let joint = self.product_of(&qkv, &block.attention_norm, Activation::None)?;
+        let inside =
+            |pass: &mut Self| pass.product_of(&up, &block.mlp_norm, block.mlp.activation());
         // Side by side, both read the stream before either adds to it.
         let before = block.parallel.then(|| inside(self)).transpose()?;
         let attended = self.attention(block, joint, cache, rotary)?;
-        self.add(output, attended)?;
+        self.add(&output, attended)?;
         let hidden = match before {
             Some(hidden) => hidden,
             None => inside(self)?,
         };
-        self.add(down, hidden)
+        self.add(&down, hidden)
     }
 
     /// Adds a product to the stream.
-    fn add(&mut self, linear: &Projection, x: Address) -> Result<()> {
+    fn add(&mut self, linear: &Weights<'_>, x: Address) -> Result<()> {
         let at = ProductAt {
             residuals: [self.x, 0],
             ..self.at(x, self.x, self.hidden)
@@ -150,11 +174,11 @@ impl Pass {
     /// The product of the stream behind a norm, in memory of its own.
     fn product_of(
         &mut self,
-        linear: &Projection,
+        linear: &Weights<'_>,
         norm: &Norm,
         activation: Activation,
     ) -> Result<Address> {
-        let rows = linear.rows().iter().sum::<usize>();
+        let rows = linear.held.iter().map(Weight::rows).sum::<usize>();
         let width = match activation {
             Activation::SwiGlu => rows / 2,
             _ => rows,
@@ -171,18 +195,35 @@ impl Pass {
         Ok(out)
     }
 
-    fn product(&mut self, linear: &Projection, at: ProductAt) -> Result<()> {
-        let Some((weights, bias)) = linear.fused_parts() else {
-            bail!("generation: a product is not fused");
-        };
+    fn product(&mut self, linear: &Weights<'_>, at: ProductAt) -> Result<()> {
+        let Weights { held, dense, bias } = *linear;
         let at = ProductAt {
             bias: bias.map_or(Ok(0), address_of)?,
-            k: weights.first().map_or(0, |w| w.cols()),
+            k: held.first().map_or(0, |w| w.cols()),
             ..at
         };
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of
         // the stream; nothing writes weights, norms or biases.
-        unsafe { product(&self.launcher, &mut self.scratch, weights, &at) }.map(drop)
+        unsafe { product(&self.launcher, &mut self.scratch, held, dense, &at) }.map(drop)
+    }
+
+    /// The weights of a layer; those in blocks, if they all are, are made dense in one launch.
+    fn weights<'b, const N: usize>(&mut self, of: [&'b Projection; N]) -> Result<[Weights<'b>; N]> {
+        let mut all = [Weights::default(); N];
+        for (weights, projection) in all.iter_mut().zip(of) {
+            *weights = Weights::new(projection)?;
+        }
+        // Few rows take blocks as they are.
+        if self.tokens > FEW {
+            let groups = all.map(|weights| weights.held);
+            // SAFETY: as for `product`.
+            let dense =
+                unsafe { dense_weights(&self.launcher, &mut self.scratch, &groups, self.dtype)? };
+            for (weights, at) in all.iter_mut().zip(dense.into_iter().flatten()) {
+                weights.dense = Some(at);
+            }
+        }
+        Ok(all)
     }
 
     /// Rotation, append and attention: `[tokens, heads * D]`.

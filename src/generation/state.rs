@@ -2,8 +2,9 @@
 //! reads tokens.
 
 use super::{Options, Sequence};
-use crate::cuda::{Address, Launcher, Pinned};
+use crate::cuda::{Address, Launcher, Pinned, address_of};
 use crate::ops::SamplingParams;
+use crate::ops::sample::NONE;
 use crate::ops::sample::cuda as sample;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, Error, Result, Tensor, bail};
@@ -12,6 +13,9 @@ use std::time::{Duration, Instant};
 
 /// Steps whose tokens the mailbox holds.
 pub(super) const MAIL_SLOTS: usize = 64;
+
+/// Words of a sequence's settings.
+const SETTINGS: usize = 8;
 
 /// How long the host spins for a token before it asks whether the GPU is well.
 const PATIENCE: Duration = Duration::from_millis(200);
@@ -47,7 +51,7 @@ impl State {
         let restricted = sampling.top_k.is_some() || sampling.top_p.is_some();
         let gpu = Launcher::new(device)?.gpu;
         Ok(Self {
-            words: device.alloc_zeros(sequences * (4 + 8 + slots))?,
+            words: device.alloc_zeros(sequences * (4 + SETTINGS + slots))?,
             scores: device.alloc_zeros(if restricted { sequences * vocab } else { 1 })?,
             partial: device.alloc_zeros(sequences * sample::blocks(vocab))?,
             mailbox: Pinned::new(gpu, 2 * MAIL_SLOTS * sequences)?,
@@ -85,7 +89,7 @@ impl State {
             settings: self.region(4 * n),
             token: self.token(),
             position: self.position(),
-            history: self.region(12 * n),
+            history: self.region((4 + SETTINGS) * n),
             step: self.region(2 * n),
             mailbox: self.mailbox.address(),
             scores: self.scores.device_ptr(&stream).0,
@@ -102,10 +106,61 @@ impl State {
         self.words.device_ptr(&self.device.cuda_stream()).0 + 4 * words as u64
     }
 
-    /// Draws the first token of sequence `index`, whose `history` is read, from logits `[1, V]`.
-    pub fn draw(&mut self, logits: &Tensor, index: usize, history: &[u32]) -> Result<u32> {
+    /// Draws the token of sequence `index` that follows `ids`, from logits f32 `[1, V]`.
+    pub fn draw(&mut self, logits: &Tensor, index: usize, ids: &[u32]) -> Result<u32> {
         self.current = false;
-        super::sample_one(logits, index, &self.sampling, history)
+        let (n, slots) = (self.sequences, self.slots);
+        let mut words = vec![0u32; self.words.len()];
+        // The place of the token before, which the kernel counts up.
+        words[n + index] = (ids.len() as u32).wrapping_sub(1);
+        self.write_settings(&mut words, index);
+        let known = ids.iter().enumerate();
+        self.write_history(
+            &mut words,
+            index,
+            known.skip(ids.len().saturating_sub(slots)),
+        );
+        self.device.memcpy_htod(&words, &mut self.words)?;
+        let all = self.sampling(address_of(logits)?);
+        let behind = |base: Address, bytes: usize| base + (index * bytes) as Address;
+        let step = sample::Step {
+            settings: behind(all.settings, 4 * SETTINGS),
+            token: behind(all.token, 4),
+            position: behind(all.position, 4),
+            history: behind(all.history, 4 * slots),
+            scores: behind(all.scores, 4 * self.vocab),
+            partial: behind(all.partial, 8 * sample::blocks(self.vocab)),
+            arrived: behind(all.arrived, 4),
+            step: 0,
+            mailbox: 0,
+            ..all
+        };
+        // SAFETY: the addresses are those of one sequence in the state's own buffers.
+        unsafe { sample::launch(&Launcher::new(&self.device)?, 1, step)? };
+        let token = self
+            .device
+            .clone_dtoh(&self.words.slice(index..index + 1))?;
+        match token[..] {
+            [token] if token != NONE => Ok(token),
+            _ => bail!("generation: the logits are not numbers, the weights may be damaged"),
+        }
+    }
+
+    fn write_settings(&self, words: &mut [u32], index: usize) {
+        let settings = self.sampling.settings(index).words();
+        words[4 * self.sequences + SETTINGS * index..][..SETTINGS].copy_from_slice(&settings);
+    }
+
+    /// Tokens with their places, each of which overwrites what is too old to matter.
+    fn write_history<'a>(
+        &self,
+        words: &mut [u32],
+        index: usize,
+        tokens: impl Iterator<Item = (usize, &'a u32)>,
+    ) {
+        let first = (4 + SETTINGS) * self.sequences + self.slots * index;
+        let history = &mut words[first..][..self.slots];
+        tokens.for_each(|(place, token)| history[place % self.slots] = *token);
     }
 
     /// Whether the GPU can go on from where it is.
@@ -120,14 +175,10 @@ impl State {
         for (i, sequence) in sequences.iter().enumerate() {
             words[i] = sequence.pending.unwrap_or(0);
             words[n + i] = sequence.ids.len() as u32;
-            let settings = self.sampling.settings(i).words();
-            words[4 * n + 8 * i..][..8].copy_from_slice(&settings);
-            let history = &mut words[12 * n + self.slots * i..][..self.slots];
+            self.write_settings(&mut words, i);
             let known = sequence.ids.iter().chain(&sequence.pending).enumerate();
             let skipped = (sequence.ids.len() + 1).saturating_sub(self.slots);
-            for (place, token) in known.skip(skipped) {
-                history[place % self.slots] = *token;
-            }
+            self.write_history(&mut words, i, known.skip(skipped));
         }
         for word in self.mailbox.words() {
             word.store(0, Ordering::Relaxed);

@@ -11,19 +11,21 @@ mod quantized;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use few::FewRows;
+pub(crate) use few::{FEW, FewRows};
 pub(crate) use gemv::{Gemv, NormAt, NormKind};
 pub(crate) use parts::{Few, ProductAt, few};
 
 use super::Weight;
 use super::launch::LinearOp;
-use crate::cuda::{Launcher, Scratch, address, alloc};
+use crate::cuda::{Address, Launcher, Scratch, address, alloc};
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Shape};
 use held::Held;
 use many::{ManyRows, many_rows};
 use quantized::many_blocks;
+
+pub(crate) use quantized::dense_weights;
 
 pub(super) fn forward(
     op: &LinearOp<'_>,
@@ -56,13 +58,22 @@ pub(super) fn forward(
     let launcher = Launcher::new(device)?;
     // SAFETY: the guards have checked that the tensors have these shapes and lie on the device; the
     // stream that runs the kernels is the one that frees them.
-    let rows = unsafe { product(&launcher, &mut Scratch::new(device), &held.weights, &at)? };
+    let rows = unsafe {
+        product(
+            &launcher,
+            &mut Scratch::new(device),
+            &held.weights,
+            None,
+            &at,
+        )?
+    };
     trace::record(op.name, || format!("cuda {rows} {}", op.path()));
     Ok((out, Shape::from(dims)))
 }
 
 /// Launches a product of any number of rows, by the kernels for few rows if they take it, else by
-/// the library, and tells which of the two.
+/// the library, and tells which of the two. `dense` is where weights in blocks lie as [`dense_weights`]
+/// leaves them, if they do.
 ///
 /// # Errors
 /// If the weights are not on the GPU, or memory is short.
@@ -74,6 +85,7 @@ pub(crate) unsafe fn product(
     launcher: &Launcher,
     scratch: &mut Scratch,
     weights: &[Weight],
+    dense: Option<Address>,
     at: &ProductAt,
 ) -> Result<&'static str> {
     // SAFETY: the caller's.
@@ -83,7 +95,7 @@ pub(crate) unsafe fn product(
             return Ok("few rows");
         }
         if weights.iter().any(Weight::is_quantized) {
-            many_blocks(launcher, scratch, weights, at)?;
+            many_blocks(launcher, scratch, weights, dense, at)?;
         } else {
             many_rows(launcher, scratch, &ManyRows::new(weights, at)?)?;
         }

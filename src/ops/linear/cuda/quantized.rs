@@ -13,7 +13,8 @@ use candle_core::{DType, Result, bail};
 
 const OP: &str = "quant_linear";
 
-/// The product by the library, of 16-bit operands with sums in f32.
+/// The product by the library, of 16-bit operands with sums in f32. `dense` is where the weights are as
+/// [`dense_weights`] leaves them, if they are there already.
 ///
 /// # Safety
 /// As [`super::product`].
@@ -21,12 +22,21 @@ pub(super) unsafe fn many_blocks(
     launcher: &Launcher,
     scratch: &mut Scratch,
     weights: &[Weight],
+    dense: Option<Address>,
     at: &ProductAt,
 ) -> Result<()> {
     let dtype = product_dtype(launcher.gpu, at.x_dtype);
     let (m, k) = (at.m, at.k);
     let rows = weights.iter().map(Weight::rows).sum();
-    let weight = scratch.take(OP, dtype, rows * k)?;
+    let weight = match dense {
+        Some(weight) => weight,
+        None => {
+            let weight = scratch.take(OP, dtype, rows * k)?;
+            // SAFETY: the caller's; there is room for all weights.
+            unsafe { under_one_another(launcher, weights, weight, k, dtype)? };
+            weight
+        }
+    };
     let x = scratch.take(OP, dtype, m * k)?;
     // The conversion knows the RMS norm only.
     let (input, norm) = match at.norm {
@@ -73,9 +83,8 @@ pub(super) unsafe fn many_blocks(
         dtype,
         out_dtype: if direct { at.x_dtype } else { DType::F32 },
     };
-    // SAFETY: the caller's; the scratch has room for all weights, rows and sums.
+    // SAFETY: the caller's; the scratch has room for all rows and sums.
     unsafe {
-        dense_weights(launcher, weights, weight, k, dtype)?;
         narrow(launcher, &narrowed)?;
         if !gemm::run(launcher, scratch, &gemm)? {
             bail!(
@@ -101,11 +110,46 @@ pub(super) unsafe fn many_blocks(
     Ok(())
 }
 
-/// All weights under one another, as `dtype`.
+/// The weights of each of `groups` as the library takes them, under one another at the address that
+/// stands for the group; no addresses if none of them has blocks, or one has none.
+///
+/// # Errors
+/// If the device's memory does not suffice.
+///
+/// # Safety
+/// As [`super::product`].
+pub(crate) unsafe fn dense_weights(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    groups: &[&[Weight]],
+    x_dtype: DType,
+) -> Result<Option<Vec<Address>>> {
+    let mut blocks = Vec::new();
+    for weight in groups.iter().copied().flatten() {
+        match weight {
+            Weight::Blocks(w) => blocks.push(w.as_ref()),
+            _ => return Ok(None),
+        }
+    }
+    let dtype = product_dtype(launcher.gpu, x_dtype);
+    let count = |weights: &[Weight]| weights.iter().map(|w| w.rows() * w.cols()).sum::<usize>();
+    let all = groups.iter().map(|group| count(group)).sum();
+    let mut at = scratch.take(OP, dtype, all)?;
+    // SAFETY: the caller's; widths are multiples of 32, so each matrix begins at one of 16 bytes.
+    unsafe { dequantize(launcher, &blocks, at, dtype)? };
+    let starts = groups.iter().map(|group| {
+        let start = at;
+        at += (count(group) * dtype.size_in_bytes()) as Address;
+        start
+    });
+    Ok(Some(starts.collect()))
+}
+
+/// All weights of a product under one another, as `dtype`.
 ///
 /// # Safety
 /// `to` has room for them; the rest is as for [`super::product`].
-unsafe fn dense_weights(
+unsafe fn under_one_another(
     launcher: &Launcher,
     weights: &[Weight],
     to: Address,
