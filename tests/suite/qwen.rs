@@ -341,6 +341,7 @@ fn configs_of_transformers_4_and_5_are_read() {
 
     assert!(said(r#""rope_scaling":{"type":"yarn","factor":4.0},"#).contains("yarn"));
     assert!(said(r#""rope_theta":-1.0,"#).contains("rope_theta"));
+    assert!(said(r#""head_dim":32,"#).contains("head_dim 32"));
     let other = text("").replace("qwen2", "qwen3");
     assert!(
         serde_json::from_str::<qwen2::Config>(&other)
