@@ -24,7 +24,8 @@ struct Params {
 constexpr int THREADS = 256;
 
 template <typename T> __device__ __forceinline__ void dequantize(const Params& p) {
-  const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
+  // A quarter for each thread, so that a warp writes whole sectors.
+  const uint64_t thread = blockIdx.x * uint64_t(THREADS) + threadIdx.x, i = thread / 4;
   allow_next();
   wait_previous();
   if (i >= p.total) return;
@@ -35,7 +36,7 @@ template <typename T> __device__ __forceinline__ void dequantize(const Params& p
   with_format(from.format, [&](auto format) {
     using F = decltype(format);
     const char* data = from.data + (row - from.first) * F::pitch(groups);
-    F::each_value(data, groups, block, [&](int at, float4 v) {
+    F::quarter(data, groups, block, thread % 4, [&](int at, float4 v) {
       Pack<T, 4> values;
       values.v[0] = from_float<T>(v.x), values.v[1] = from_float<T>(v.y);
       values.v[2] = from_float<T>(v.z), values.v[3] = from_float<T>(v.w);

@@ -20,7 +20,8 @@ constexpr int THREADS = 128;
 constexpr uint32_t NOT_A_NUMBER = 0x7fff7fffu;
 
 extern "C" __global__ void __launch_bounds__(THREADS) embedding_blocks(const __grid_constant__ Params p) {
-  const uint32_t block = blockIdx.x * THREADS + threadIdx.x;
+  // A quarter of a block for each thread.
+  const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, block = thread / 4;
   allow_next();
   wait_previous();
   if (block >= p.units) return;
@@ -29,14 +30,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_blocks(const __g
     float4* out = static_cast<float4*>(p.out) + (uint64_t(i) * p.units + block) * 8;
     if (id >= p.rows) {
       const float nan = __uint_as_float(NOT_A_NUMBER);
-      for (int j = 0; j < 8; ++j) out[j] = make_float4(nan, nan, nan, nan);
+      for (int half = 0; half < 2; ++half) out[4 * half + thread % 4] = make_float4(nan, nan, nan, nan);
       continue;
     }
     with_format(p.format, [&](auto format) {
       using F = decltype(format);
       const uint32_t groups = groups_of(p.units * BLOCK);
       const char* row = static_cast<const char*>(p.table) + uint64_t(id) * F::pitch(groups);
-      F::each_value(row, groups, block, [&](int at, float4 v) { out[at / 4] = v; });
+      F::quarter(row, groups, block, thread % 4, [&](int at, float4 v) { out[at / 4] = v; });
     });
   }
 }

@@ -200,21 +200,19 @@ template <int BITS_, int SCALING_> struct Blocks {
     return v;
   }
 
-  // Calls `body` with each quarter t of both halves of a block: where its 4 values stand, and them.
+  // Calls `body` with quarter t of both halves of a block: where its 4 values stand, and them.
   template <class Body>
-  static __device__ __forceinline__ void each_value(const char* row, uint32_t groups, uint32_t block, Body body) {
+  static __device__ __forceinline__ void quarter(const char* row, uint32_t groups, uint32_t block, uint32_t t,
+                                                 Body body) {
     uint32_t scale, factors;
     load_scale(row, groups, block, scale, factors);
     const float plus = offset(scale, factors);
+    const Codes c = codes(row, groups, block, t);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const Codes c = codes(row, groups, block, t);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float by = multiplier(scale, factors, half);
-        const float2 a = exact(c, 2 * half, by, plus), b = exact(c, 2 * half + 1, by, plus);
-        body(16 * half + 4 * t, make_float4(a.x, a.y, b.x, b.y));
-      }
+    for (int half = 0; half < 2; ++half) {
+      const float by = multiplier(scale, factors, half);
+      const float2 a = exact(c, 2 * half, by, plus), b = exact(c, 2 * half + 1, by, plus);
+      body(16 * half + 4 * t, make_float4(a.x, a.y, b.x, b.y));
     }
   }
 };

@@ -19,9 +19,9 @@ namespace fused {
 // One of up to three weights of the same k, side by side in the output.
 struct Matrix {
   const void* data;
-  const void* scales;  // a second plane, for formats that have one
+  const void* second;  // a second matrix, for formats that have one
   uint32_t first;      // its first row among all rows; past them for a weight that is not there
-  uint32_t unused;
+  uint32_t border;     // values of k that the second has not
 };
 
 struct Gemv {
@@ -54,8 +54,9 @@ template <class Core> struct FewRows {
   const Gemv& p;
   uint32_t units, part, place, per_block;  // this warp's share of a unit, its unit among the block's
   uint32_t begin, end;                     // its steps of k
+  uint32_t block, blocks;                  // of those that share the product
 
-  __device__ explicit FewRows(const Gemv& params) : p(params) {
+  __device__ FewRows(const Gemv& params, uint32_t block, uint32_t blocks) : p(params), block(block), blocks(blocks) {
     const uint32_t warp = threadIdx.x / WARP;
     const int shift = __ffs(p.split) - 1;
     const uint32_t outputs = gates(p) ? Core::UNIT / 2 : Core::UNIT;
@@ -71,10 +72,10 @@ template <class Core> struct FewRows {
   // The unit of the block's round `round` that is this warp's: rounds go round the blocks, so that
   // all have as many, give or take one.
   __device__ uint32_t unit_of(uint32_t round) const {
-    return (round * per_block + place) * gridDim.x + blockIdx.x;
+    return (round * per_block + place) * blocks + block;
   }
   __device__ bool in_round(uint32_t round) const {
-    return round * per_block * gridDim.x + blockIdx.x < units;
+    return round * per_block * blocks + block < units;
   }
 
   // Output column of row r of a unit, and the row of the weights it comes from. Past the last
@@ -358,11 +359,12 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
   };
 };
 
-// The body of a kernel; dynamic shared memory holds the staged rows.
-template <class Core> __device__ __forceinline__ void gemv(const Gemv& p) {
+// The body of a kernel, or of those of its blocks that share the product; dynamic shared memory holds
+// the staged rows.
+template <class Core> __device__ __forceinline__ void gemv(const Gemv& p, uint32_t block, uint32_t blocks) {
   extern __shared__ float4 dynamic_shared[];
   __shared__ alignas(16) float partial[2][GEMV_WARPS][WARP * Core::VALUES];
-  FewRows<Core>(p).run(reinterpret_cast<typename Core::Staged*>(dynamic_shared), partial);
+  FewRows<Core>(p, block, blocks).run(reinterpret_cast<typename Core::Staged*>(dynamic_shared), partial);
 }
 
 }  // namespace fused
@@ -371,7 +373,7 @@ template <class Core> __device__ __forceinline__ void gemv(const Gemv& p) {
 #define FUSED_FEW_ROWS(NAME, BLOCKS, ...)                                   \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS) \
       NAME(const __grid_constant__ fused::Gemv p) {                         \
-    fused::gemv<__VA_ARGS__>(p);                                            \
+    fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x);                     \
   }
 // `NAME`: a kernel for this format, number of x rows, outputs of a unit and steps of a tile.
 #define FUSED_GEMV(NAME, FORMAT, M, ROWS, STEPS) FUSED_FEW_ROWS(NAME, 2, fused::Lanes<FORMAT, M, ROWS, STEPS>)

@@ -44,6 +44,8 @@ template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
 // column of which it has the gate and what is gated.
 template <typename T> struct SmallOutputs {
   static constexpr int VALUES = 2;
+  // 16-bit types are read alike.
+  static constexpr int DTYPE = sizeof(T) == 4 ? F32 : BF16;
   bool valid[VALUES];
   uint64_t at[VALUES];
   uint32_t bias[VALUES], residuals[VALUES][2];
@@ -56,7 +58,7 @@ template <typename T> struct SmallOutputs {
       const uint32_t c = column(2 * t + i);
       valid[i] = g < p.m && c < p.width && !(gates(p) && i == 1);
       at[i] = g * e.stride + c;
-      bias[i] = e.bias ? read_raw(e.bias, BF16, row(2 * t + i)) : 0;
+      bias[i] = e.bias ? read_raw(e.bias, DTYPE, row(2 * t + i)) : 0;
     }
   }
   __device__ __forceinline__ void ask(const Epilogue& e) {
@@ -64,7 +66,7 @@ template <typename T> struct SmallOutputs {
     for (int i = 0; i < VALUES; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (valid[i] && e.residuals[r]) residuals[i][r] = read_raw(e.residuals[r], BF16, at[i]);
+        if (valid[i] && e.residuals[r]) residuals[i][r] = read_raw(e.residuals[r], DTYPE, at[i]);
       }
     }
   }

@@ -3,11 +3,14 @@
 //! ```text
 //! cargo bench                      # everything
 //! cargo bench -- linear attention  # what contains one of these words
+//! cargo bench --features cuda -- gpu
 //! ```
 //! Each contender's result is checked against the op's float64 `reference()` before it is timed.
 //! Rounds of both sides alternate and medians are reported; the read bandwidth of the machine is
 //! measured in the same run. Times are of a shared CPU: only the ratios mean something.
 
+#[cfg(feature = "cuda")]
+mod gpu;
 mod rows;
 mod timing;
 
@@ -40,6 +43,8 @@ fn main() -> Result<()> {
             }
         }
     }
+    #[cfg(feature = "cuda")]
+    gpu::report(wanted)?;
     Ok(())
 }
 

@@ -299,7 +299,8 @@ pub(crate) unsafe fn dequantize(
         params.total = (values / 32) as u64;
         let bytes = values * dtype.size_in_bytes();
         let read: usize = some.iter().map(|m| m.size_in_bytes()).sum();
-        let grid = line(values / 32)?;
+        // Four threads for a block.
+        let grid = line(values / 8)?;
         // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
         unsafe {
             launcher.moving((read + bytes) as u64).run(

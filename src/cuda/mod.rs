@@ -11,6 +11,7 @@ mod pinned;
 mod pool;
 pub mod profile;
 mod rows;
+mod scratch;
 
 pub use blocks::BlockMatrix;
 pub(crate) use blocks::{Narrow, dequantize, narrow, product_dtype};
@@ -27,3 +28,4 @@ pub(crate) use module::{Module, fatbin};
 pub(crate) use pinned::Pinned;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
 pub(crate) use rows::Rows;
+pub(crate) use scratch::Scratch;

@@ -73,6 +73,11 @@ pub fn capture<T>(
     Ok((value, launches))
 }
 
+/// Whether launches of this thread are being captured.
+pub(crate) fn is_capturing() -> bool {
+    RECORDS.with_borrow(Option::is_some)
+}
+
 /// Launches through `launch`, between events if launches are being captured.
 pub(crate) fn around(
     launcher: &Launcher,
@@ -80,7 +85,7 @@ pub(crate) fn around(
     launch: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     // What is recorded into a graph does not run yet.
-    if launcher.dependent || RECORDS.with_borrow(Option::is_none) {
+    if launcher.dependent || !is_capturing() {
         return launch();
     }
     let begin = Event::record(launcher.stream)?;

@@ -2,12 +2,13 @@
 //! the host only reads what it leaves behind.
 
 use super::plan::Plan;
+use super::prefill;
 use super::state::{MAIL_SLOTS, State};
 use super::{Options, PartTime, Sequence};
 use crate::cuda::profile::Event;
 use crate::cuda::{Graph, Launcher, moved};
 use crate::models::decoder::{Decoder, DecoderCache};
-use crate::nn::KvCache;
+use crate::nn::{KvCache, RotaryEmbedding};
 use crate::ops::sample::NONE;
 use candle_core::{CudaDevice, Result, bail};
 use std::marker::PhantomData;
@@ -18,6 +19,9 @@ pub(super) struct OnDevice {
     device: CudaDevice,
     plan: Plan,
     state: State,
+    rotary: RotaryEmbedding,
+    /// For each sequence, its part of every layer.
+    caches: Vec<Vec<prefill::Cache>>,
     graph: Recorded,
     ahead: usize,
     positions: usize,
@@ -57,6 +61,10 @@ impl OnDevice {
             device: device.clone(),
             plan,
             state,
+            rotary: rotary.clone(),
+            caches: (0..options.sequences)
+                .map(|index| buffers.iter().map(|b| part(b, index)).collect())
+                .collect::<Result<_>>()?,
             graph: if options.graph {
                 Recorded::Due
             } else {
@@ -85,7 +93,10 @@ impl OnDevice {
     /// Reads `ids` into sequence `index` and draws the token to follow.
     pub fn extend(&mut self, sequences: &mut [Sequence], index: usize, ids: &[u32]) -> Result<u32> {
         self.settle()?;
-        let logits = sequences[index].read(&self.decoder, ids)?;
+        let logits = sequences[index].read(&self.decoder, ids, |_, position| {
+            let (rotary, caches) = (&self.rotary, &self.caches[index]);
+            prefill::read(&self.device, &self.decoder, rotary, caches, ids, position)
+        })?;
         let token = self.state.draw(&logits, index, &sequences[index].ids)?;
         sequences[index].pending = Some(token);
         Ok(token)
@@ -142,11 +153,7 @@ impl OnDevice {
                 }
                 Ok(())
             })?;
-            let cache = if part == "attention" {
-                self.plan.cache_bytes(&positions)
-            } else {
-                0
-            };
+            let cache = self.plan.cache_bytes(part, &positions);
             let mut replay = |times: usize| {
                 // SAFETY: as in `launch`.
                 (0..times).try_for_each(|_| unsafe { graph.launch(launcher.stream) })
@@ -185,6 +192,12 @@ impl OnDevice {
             _ => self.plan.launch(&launcher),
         }
     }
+}
+
+/// The keys and values of sequence `index` in a layer.
+fn part(cache: &KvCache, index: usize) -> Result<prefill::Cache> {
+    let (k, v) = cache.buffers();
+    Ok((k.narrow(0, index, 1)?, v.narrow(0, index, 1)?))
 }
 
 impl Drop for OnDevice {

@@ -4,7 +4,7 @@
 use super::{Sequence, sample_one};
 use crate::models::decoder::Decoder;
 use crate::ops::SamplingParams;
-use candle_core::Result;
+use candle_core::{DType, Result, Tensor};
 
 pub(super) struct Eager {
     pub decoder: Decoder,
@@ -14,7 +14,14 @@ pub(super) struct Eager {
 impl Eager {
     /// Reads `ids` behind what the sequence holds and draws the token to follow.
     pub fn extend(&self, index: usize, sequence: &mut Sequence, ids: &[u32]) -> Result<u32> {
-        let logits = sequence.read(&self.decoder, ids)?;
+        let decoder = &self.decoder;
+        let logits = sequence.read(decoder, ids, |cache, position| {
+            cache.set_len(position);
+            let input = Tensor::new(ids, cache.device())?.unsqueeze(0)?;
+            let embedded = decoder.stack.embedding.rows(&input)?;
+            let x = decoder.stack.forward(&embedded, position, cache)?;
+            decoder.last_logits(&x)?.to_dtype(DType::F32)
+        })?;
         let token = sample_one(&logits, index, &self.sampling, &sequence.ids)?;
         sequence.pending = Some(token);
         Ok(token)

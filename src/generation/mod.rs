@@ -22,13 +22,15 @@ mod eager;
 #[cfg(feature = "cuda")]
 mod plan;
 #[cfg(feature = "cuda")]
+mod prefill;
+#[cfg(feature = "cuda")]
 mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
 pub use crate::ops::sample::SamplingParams;
 use crate::ops::sample::sample_as;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 /// How a [`Generation`] is set up.
 #[derive(Clone, Debug)]
@@ -60,7 +62,8 @@ impl Default for Options {
 /// What a part of the model takes of a step on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct PartTime {
-    /// `qkv`, `attention`, `output`, `gate_up` or `up`, `down`, `head`, `embedding` or `sample`.
+    /// `qkv`, `attention`, `output`, `gate_up` or `up`, `down`, `head`, `embedding` or `sample`; with a
+    /// plus between them what runs in one launch.
     pub part: &'static str,
     /// Steps of all layers together.
     pub launches: usize,
@@ -104,8 +107,14 @@ struct Sequence {
 }
 
 impl Sequence {
-    /// Reads `ids` and gives the logits `[1, V]` behind the last of them.
-    fn read(&mut self, decoder: &Decoder, ids: &[u32]) -> Result<Tensor> {
+    /// Reads `ids` through `forward`, which takes the cache and the position of the first, and gives
+    /// its logits `[1, V]` behind the last of them.
+    fn read(
+        &mut self,
+        decoder: &Decoder,
+        ids: &[u32],
+        forward: impl FnOnce(&mut DecoderCache, usize) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let position = self.ids.len();
         if ids.is_empty() {
             bail!("generation: no ids, expected at least one");
@@ -120,13 +129,7 @@ impl Sequence {
         }
         // Here, where the ids are, so that nothing has to be read back from the device.
         decoder.stack.embedding.check(ids)?;
-        self.cache.set_len(position);
-        let input = Tensor::new(ids, self.cache.device())?.unsqueeze(0)?;
-        let embedded = decoder.stack.embedding.rows(&input)?;
-        let x = decoder
-            .stack
-            .forward(&embedded, position, &mut self.cache)?;
-        let logits = decoder.last_logits(&x)?.to_dtype(DType::F32)?;
+        let logits = forward(&mut self.cache, position)?;
         self.ids.extend_from_slice(ids);
         self.pending = None;
         Ok(logits)
@@ -181,8 +184,8 @@ impl Generation {
         }
         options.sampling.check()?;
         let mut kind = model.empty_cache()?;
-        kind.rotary(options.positions)?;
         let buffers = buffers(decoder, &kind, options)?;
+        kind.rotary(options.positions)?;
         let sequences = (0..options.sequences)
             .map(|index| sequence(&buffers, &kind, index, options.positions))
             .collect::<Result<Vec<_>>>()?;
@@ -342,7 +345,13 @@ fn buffers(decoder: &Decoder, kind: &DecoderCache, options: &Options) -> Result<
             let shape = (options.sequences, config.kv_heads, config.head_dim);
             KvCache::preallocated(shape, options.positions, kind.dtype(), kind.device())
         })
-        .collect()
+        .collect::<Result<_>>()
+        .map_err(|e| {
+            e.context(format!(
+                "generation: no memory for the keys and values of {} positions of {} sequences",
+                options.positions, options.sequences
+            ))
+        })
 }
 
 fn sequence(

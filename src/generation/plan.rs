@@ -10,7 +10,7 @@ use crate::nn::{KvCache, Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_decoding::cuda::{self as flash_decoding, Step, StepShape};
-use crate::ops::linear::cuda::{self as linear, Few, FewAt, NormAt, NormKind};
+use crate::ops::linear::cuda::{self as linear, Few, FewRows, NormAt, NormKind, ProductAt};
 use crate::ops::sample::cuda as sample;
 use crate::ops::view::dtype_index;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Tensor};
@@ -20,6 +20,7 @@ enum Work {
     Embedding(Lookup),
     Linear(Few),
     Attention(Step),
+    Beside(flash_decoding::Beside),
     Sample(sample::Step),
 }
 
@@ -103,17 +104,20 @@ impl Plan {
         Ok(count)
     }
 
-    /// Bytes of keys and values that a step reads when the sequences stand at `positions`.
-    pub fn cache_bytes(&self, positions: &[usize]) -> u64 {
+    /// Bytes of keys and values that a part of a step reads when the sequences stand at `positions`.
+    pub fn cache_bytes(&self, part: &str, positions: &[usize]) -> u64 {
         let keys: usize = positions.iter().map(|p| p + 1).sum();
         let row = |work: &Work| match work {
-            Work::Attention(Step { shape, .. }) => {
-                2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes()
-            }
+            Work::Attention(Step { shape, .. })
+            | Work::Beside(flash_decoding::Beside {
+                step: Step { shape, .. },
+                ..
+            }) => 2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes(),
             _ => 0,
         };
         self.work
             .iter()
+            .filter(|(name, _)| *name == part)
             .map(|(_, work)| (keys * row(work)) as u64)
             .sum()
     }
@@ -127,6 +131,7 @@ impl Plan {
                 Work::Embedding(lookup) => embedding::launch(launcher, lookup),
                 Work::Linear(few) => linear::few(launcher, few),
                 Work::Attention(step) => flash_decoding::launch(launcher, step),
+                Work::Beside(both) => both.launch(launcher),
                 Work::Sample(step) => sample::launch(launcher, self.sequences, *step),
             }
         }
@@ -148,23 +153,41 @@ struct Writer<'a> {
     dtype: DType,
     /// The residual stream, `[sequences, hidden]`: each layer adds to it in place.
     x: Address,
-    /// Buffers of the widest layer so far, and their widths: q, k and v; attended; behind the activation.
-    between: [(Address, usize); 3],
+    /// Buffers of the widest layer so far, and their widths: q, k and v; attended, and behind the
+    /// activation.
+    between: [(Address, usize); 2],
     /// Scratch memory that all layers' attention shares: one follows the other.
     scratch: Option<(Address, Address)>,
 }
 
 const QKV: usize = 0;
-const ATTENDED: usize = 1;
-const HIDDEN: usize = 2;
+const INNER: usize = 1;
+
+/// Parts of the model that read keys and values.
+const ATTENTION: &str = "attention";
+const BESIDE: &str = "attention+up";
 
 /// What a product does beside multiplying.
+#[derive(Clone, Copy)]
 struct Around<'a> {
     norm: Option<&'a Norm>,
     activation: Activation,
     residual: Address,
     out: Address,
     out_dtype: DType,
+}
+
+impl<'a> Around<'a> {
+    /// A norm in front.
+    fn behind(norm: &'a Norm, out: Address, out_dtype: DType) -> Self {
+        Self {
+            norm: Some(norm),
+            activation: Activation::None,
+            residual: 0,
+            out,
+            out_dtype,
+        }
+    }
 }
 
 impl<'a> Writer<'a> {
@@ -178,7 +201,7 @@ impl<'a> Writer<'a> {
             buffers: Vec::new(),
             dtype,
             x: 0,
-            between: [(0, 0); 3],
+            between: [(0, 0); 2],
             scratch: None,
         };
         writer.x = writer.buffer(dtype, state.sequences() * hidden)?;
@@ -203,85 +226,111 @@ impl<'a> Writer<'a> {
         Ok(self.between[which].0)
     }
 
-    /// The five steps of a layer; false if one of them is not fused.
+    /// The steps of a layer, five or, side by side, three; false if one of them is not fused.
     fn block(&mut self, block: &Block, cache: &KvCache, rotary: &RotaryEmbedding) -> Result<bool> {
-        let attention = &block.attention;
-        let config = attention.config();
-        if !attention.is_fused() {
+        if !block.attention.is_fused() {
             return Ok(false);
         }
-        let (qkv, output) = attention.projections();
+        let config = block.attention.config();
+        let (qkv, output) = block.attention.projections();
         let (up, down) = block.mlp.projections();
-        let activation = block.mlp.activation();
-        let width = config.heads * config.head_dim;
-        let q = self.between(QKV, width + 2 * config.kv_heads * config.head_dim)?;
-        let attended = self.between(ATTENDED, width)?;
-        let inner = match activation {
-            Activation::SwiGlu => up.rows().iter().sum::<usize>() / 2,
-            _ => up.rows().iter().sum(),
+        let [width, kv_width, _] = config.widths();
+        let rows = up.rows().iter().sum::<usize>();
+        let inner = match block.mlp.activation() {
+            Activation::SwiGlu => rows / 2,
+            _ => rows,
         };
-        let hidden = self.between(HIDDEN, inner)?;
-        let (x, dtype) = (self.x, self.dtype);
-        let plain = |norm, out| Around {
-            norm,
-            activation: Activation::None,
-            residual: 0,
-            out,
-            out_dtype: dtype,
+        let q = self.between(QKV, width + 2 * kv_width)?;
+        // One row of both lies side by side, so that one product can take them.
+        let attended = self.between(INNER, width + inner)?;
+        let size = self.dtype.size_in_bytes();
+        let hidden = attended + (self.state.sequences() * width * size) as Address;
+        let first = Around::behind(&block.attention_norm, q, self.dtype);
+        let inside = Around {
+            activation: block.mlp.activation(),
+            ..Around::behind(&block.mlp_norm, hidden, self.dtype)
         };
-        let first = plain(Some(&block.attention_norm), q);
-        let added = || Around {
-            residual: x,
-            ..plain(None, x)
+        let [Some(first), Some(inside)] =
+            [self.few(qkv, self.x, first)?, self.few(up, self.x, inside)?]
+        else {
+            return Ok(false);
         };
-        let inside = |writer: &mut Self| {
-            let around = Around {
-                activation,
-                ..plain(Some(&block.mlp_norm), hidden)
-            };
-            let part = match activation {
-                Activation::SwiGlu => "gate_up",
-                _ => "up",
-            };
-            writer.linear(part, up, x, around)
+        let add = self.added();
+        let [Some(output), Some(down)] = [
+            self.few(output, attended, add)?,
+            self.few(down, hidden, add)?,
+        ] else {
+            return Ok(false);
         };
-        if !self.linear("qkv", qkv, x, first)? {
+        let Some(step) = self.attention(block, cache, rotary, attended)? else {
             return Ok(false);
+        };
+        self.work.push(("qkv", Work::Linear(first)));
+        let inside_name = match block.mlp.activation() {
+            Activation::SwiGlu => "gate_up",
+            _ => "up",
+        };
+        if block.parallel {
+            if let Some((beside, pair)) = self.side_by_side(&step, [&inside, &output, &down]) {
+                self.work.push((BESIDE, Work::Beside(beside)));
+                self.work.push(("output+down", Work::Linear(pair)));
+                return Ok(true);
+            }
+            // Both read the stream before either adds to it.
+            self.work.push((inside_name, Work::Linear(inside)));
+            self.work.push((ATTENTION, Work::Attention(step)));
+            self.work.push(("output", Work::Linear(output)));
+        } else {
+            self.work.push((ATTENTION, Work::Attention(step)));
+            self.work.push(("output", Work::Linear(output)));
+            self.work.push((inside_name, Work::Linear(inside)));
         }
-        // Side by side, both read the stream before either adds to it.
-        if block.parallel && !inside(self)? {
-            return Ok(false);
-        }
-        if !(self.attention(block, cache, rotary)?
-            && self.linear("output", output, attended, added())?)
-        {
-            return Ok(false);
-        }
-        if !block.parallel && !inside(self)? {
-            return Ok(false);
-        }
-        self.linear("down", down, hidden, added())
+        self.work.push(("down", Work::Linear(down)));
+        Ok(true)
     }
 
-    fn linear(
-        &mut self,
-        part: &'static str,
-        linear: &Projection,
-        x: Address,
-        around: Around<'_>,
-    ) -> Result<bool> {
+    /// Attention with the first half of the MLP, and both ways back in one product.
+    fn side_by_side(
+        &self,
+        step: &Step,
+        [inside, output, down]: [&Few; 3],
+    ) -> Option<(flash_decoding::Beside, Few)> {
+        let beside = flash_decoding::Beside::new(&self.launcher, *step, *inside.dense()?)?;
+        let (output, down) = (output.dense()?, down.dense()?);
+        // The second bias is added as a residual is: there is one row.
+        let output = FewRows {
+            residuals: [output.residuals[0], down.bias],
+            ..*output
+        };
+        let pair = output.paired(down, self.launcher.gpu)?;
+        Some((beside, pair.into()))
+    }
+
+    /// A product that is added to the stream.
+    fn added(&self) -> Around<'static> {
+        Around {
+            norm: None,
+            activation: Activation::None,
+            residual: self.x,
+            out: self.x,
+            out_dtype: self.dtype,
+        }
+    }
+
+    /// None if no kernel takes the product.
+    fn few(&self, linear: &Projection, x: Address, around: Around<'_>) -> Result<Option<Few>> {
         let Some((weights, bias)) = linear.fused_parts() else {
-            return Ok(false);
+            return Ok(None);
         };
         let rows = linear.rows().iter().sum::<usize>();
         let norm = match around.norm {
-            Some(norm) => match self.norm(norm)? {
+            Some(norm) => match norm_at(norm, self.dtype)? {
                 Some(at) => Some(at),
-                None => return Ok(false),
+                None => return Ok(None),
             },
             None => None,
         };
-        let at = FewAt {
+        let at = ProductAt {
             x,
             norm,
             bias: bias.map_or(Ok(0), address_of)?,
@@ -297,28 +346,7 @@ impl<'a> Writer<'a> {
             x_dtype: self.dtype,
             out_dtype: around.out_dtype,
         };
-        let Some(few) = Few::new(&self.launcher, weights, &at)? else {
-            return Ok(false);
-        };
-        self.work.push((part, Work::Linear(few)));
-        Ok(true)
-    }
-
-    /// None if the norm is of another dtype than the stream.
-    fn norm(&self, norm: &Norm) -> Result<Option<NormAt>> {
-        let (kind, weight, bias, eps) = match norm {
-            Norm::Rms(n) => (NormKind::Rms, n.weight(), None, n.eps()),
-            Norm::Layer(n) => (NormKind::Layer, n.weight(), n.bias(), n.eps()),
-        };
-        if weight.dtype() != self.dtype || bias.is_some_and(|b| b.dtype() != self.dtype) {
-            return Ok(None);
-        }
-        Ok(Some(NormAt {
-            kind,
-            weight: address_of(weight)?,
-            bias: bias.map_or(Ok(0), address_of)?,
-            eps: eps as f32,
-        }))
+        Few::new(&self.launcher, weights, &at)
     }
 
     fn attention(
@@ -326,7 +354,8 @@ impl<'a> Writer<'a> {
         block: &Block,
         cache: &KvCache,
         rotary: &RotaryEmbedding,
-    ) -> Result<bool> {
+        out: Address,
+    ) -> Result<Option<Step>> {
         let config = block.attention.config();
         let (k, v) = cache.buffers();
         let (cos, sin) = rotary.tables();
@@ -344,10 +373,10 @@ impl<'a> Writer<'a> {
         let norms = block.attention.head_norms();
         let alike = norms.is_none_or(|n| [n.q, n.k].iter().all(|w| w.dtype() == self.dtype));
         if config.head_dim > flash_decoding::MOST_DIM || !alike {
-            return Ok(false);
+            return Ok(None);
         }
         let (partial, counters) = self.scratch(&shape)?;
-        let step = Step {
+        Ok(Some(Step {
             qkv: self.between[QKV].0,
             q_norm: norms.map_or(Ok(0), |n| address_of(n.q))?,
             k_norm: norms.map_or(Ok(0), |n| address_of(n.k))?,
@@ -356,7 +385,7 @@ impl<'a> Writer<'a> {
             sin: address_of(sin)?,
             k_cache: address_of(k)?,
             v_cache: address_of(v)?,
-            out: self.between[ATTENDED].0,
+            out,
             partial,
             counters,
             position: self.state.position(),
@@ -365,9 +394,7 @@ impl<'a> Writer<'a> {
             scale: 1. / (config.head_dim as f32).sqrt(),
             softcap: 0.,
             window: config.window.unwrap_or(0),
-        };
-        self.work.push(("attention", Work::Attention(step)));
-        Ok(true)
+        }))
     }
 
     /// The layers of a model have one shape.
@@ -388,16 +415,11 @@ impl<'a> Writer<'a> {
     fn head(&mut self, head: &Projection, norm: &Norm) -> Result<bool> {
         let vocab = head.rows().iter().sum::<usize>();
         let logits = self.buffer(DType::F32, self.state.sequences() * vocab)?;
-        let around = Around {
-            norm: Some(norm),
-            activation: Activation::None,
-            residual: 0,
-            out: logits,
-            out_dtype: DType::F32,
-        };
-        if !self.linear("head", head, self.x, around)? {
+        let around = Around::behind(norm, logits, DType::F32);
+        let Some(head) = self.few(head, self.x, around)? else {
             return Ok(false);
-        }
+        };
+        self.work.push(("head", Work::Linear(head)));
         let step = sample::Step {
             dtype: dtype_index(DType::F32) as i32,
             ..self.state.sampling(logits)
@@ -405,4 +427,21 @@ impl<'a> Writer<'a> {
         self.work.push(("sample", Work::Sample(step)));
         Ok(true)
     }
+}
+
+/// None if the norm is of another dtype than the stream.
+pub(super) fn norm_at(norm: &Norm, dtype: DType) -> Result<Option<NormAt>> {
+    let (kind, weight, bias, eps) = match norm {
+        Norm::Rms(n) => (NormKind::Rms, n.weight(), None, n.eps()),
+        Norm::Layer(n) => (NormKind::Layer, n.weight(), n.bias(), n.eps()),
+    };
+    if weight.dtype() != dtype || bias.is_some_and(|b| b.dtype() != dtype) {
+        return Ok(None);
+    }
+    Ok(Some(NormAt {
+        kind,
+        weight: address_of(weight)?,
+        bias: bias.map_or(Ok(0), address_of)?,
+        eps: eps as f32,
+    }))
 }

@@ -313,3 +313,34 @@ fn ten_thousand_tokens_take_no_memory() -> Result<()> {
         Ok(())
     })
 }
+
+/// On a GPU, where an allocation fails at once: this much the host would promise.
+#[test]
+fn memory_that_is_not_there_is_refused() -> Result<()> {
+    on_every_device(|| {
+        if device().is_cpu() {
+            return Ok(());
+        }
+        let mut config = Config::config_7b_v2(false);
+        (config.num_hidden_layers, config.vocab_size) = (1, 64);
+        config.intermediate_size = 64;
+        config.max_position_embeddings = 1 << 22;
+        let vb = candle_nn::VarBuilder::zeros(DType::F16, &device());
+        let model = Llama::load(vb, &config)?;
+        let most = Options {
+            sequences: 8,
+            positions: 1 << 22,
+            ..Default::default()
+        };
+        let error = Generation::new(&model, &most).err().map(|e| e.to_string());
+        let error = error.unwrap_or_default();
+        assert!(
+            error.contains("4194304 positions of 8 sequences"),
+            "{error}"
+        );
+        // And the process goes on.
+        let tokens = alone(&model, &options(1), PROMPTS[1], 4)?;
+        assert_eq!(tokens, [0; 4]);
+        Ok(())
+    })
+}

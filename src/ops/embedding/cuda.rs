@@ -105,10 +105,11 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
     let bytes = at.width * at.dtype.size_in_bytes();
     let packs =
         bytes.is_multiple_of(16) && at.table.is_multiple_of(16) && at.out.is_multiple_of(16);
-    let (kernel, units) = match at.format {
-        Some(_) => (BLOCKS, at.width / 32),
-        None if packs => (PACKS, bytes / 16),
-        None => (ELEMENTS, bytes / 2),
+    // Four threads for a block.
+    let (kernel, units, threads) = match at.format {
+        Some(_) => (BLOCKS, at.width / 32, at.width / 8),
+        None if packs => (PACKS, bytes / 16, bytes / 16),
+        None => (ELEMENTS, bytes / 2, bytes / 2),
     };
     let params = Params {
         table: at.table,
@@ -121,7 +122,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
     };
     let grid = Grid::new(
         [
-            units.div_ceil(THREADS) as u32,
+            threads.div_ceil(THREADS) as u32,
             at.count.min(65535) as u32,
             1,
         ],

@@ -9,8 +9,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 
+mod beside;
 #[cfg(test)]
 mod tests;
+
+pub(crate) use beside::Beside;
 
 /// In the order of the constants below.
 static MODULE: Module = Module::new(
@@ -98,7 +101,7 @@ pub(crate) struct StepShape {
     pub cache_dtype: DType,
 }
 
-/// `Params` of `kernels/flash_decoding.cu`.
+/// `Decoding` of `kernels/flash_decoding.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Params {
@@ -144,8 +147,9 @@ struct Shares {
 }
 
 impl StepShape {
-    /// `aligned`: whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do.
-    fn shares(&self, gpu: &Gpu, aligned: bool) -> Shares {
+    /// `aligned`: whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do;
+    /// `keys`: as for [`Prepared::new`].
+    fn shares(&self, gpu: &Gpu, aligned: bool, keys: Option<usize>) -> Shares {
         let half = match self.cache_dtype {
             DType::F16 if aligned => Some(0),
             // Turing has no bf16.
@@ -157,7 +161,10 @@ impl StepShape {
             .position(|(dim, _)| *dim == self.head_dim)
             .zip(half);
         let (kernel, keys, most, queries) = match tensor {
-            Some((i, half)) => (2 * i + half, TENSOR[i].1, HEADS, self.head_dim / 16 * 512),
+            Some((i, half)) => {
+                let queries = self.head_dim / 16 * 512;
+                (2 * i + half, keys.unwrap_or(TENSOR[i].1), HEADS, queries)
+            }
             None => {
                 let fits = |any: &&(usize, usize, usize)| self.head_dim <= any.0;
                 let (_, kernel, most) = *ANY.iter().find(fits).unwrap_or(&ANY[2]);
@@ -173,13 +180,15 @@ impl StepShape {
             (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
         // Each warp has one turn before another block joins: a second turn costs a little more.
         let tiles = warps;
+        // Half as many warps leave room for a second block on a multiprocessor.
+        let blocks = gpu.sms as usize * (8 / warps);
         let rows = (self.kv_heads * parts * self.sequences).max(1);
         let useful = self.slots.div_ceil(keys).div_ceil(tiles);
         Shares {
             kernel,
             warps,
             parts,
-            blocks: (gpu.sms as usize / rows).min(useful).max(1),
+            blocks: (blocks / rows).min(useful).max(1),
             tiles,
             shared: queries + 4 * floats,
         }
@@ -188,7 +197,7 @@ impl StepShape {
     /// Bytes that the blocks of a step leave for the one that ends last.
     pub fn partial_bytes(&self, gpu: &Gpu) -> usize {
         let bytes = |aligned| {
-            let shares = self.shares(gpu, aligned);
+            let shares = self.shares(gpu, aligned, Some(ANY_KEYS));
             8 * self.rows(&shares) * shares.blocks * HEADS * self.head_dim
         };
         bytes(true).max(bytes(false))
@@ -196,12 +205,90 @@ impl StepShape {
 
     /// u32 that count the blocks of a step that are done.
     pub fn counters(&self, gpu: &Gpu) -> usize {
-        let rows = |aligned| self.rows(&self.shares(gpu, aligned));
+        let rows = |aligned| self.rows(&self.shares(gpu, aligned, None));
         rows(true).max(rows(false))
     }
 
     fn rows(&self, shares: &Shares) -> usize {
         self.sequences * self.kv_heads * shares.parts
+    }
+}
+
+/// A step as a kernel takes it.
+struct Prepared {
+    shares: Shares,
+    params: Params,
+    /// The grid.
+    blocks: [u32; 3],
+}
+
+impl Prepared {
+    /// `keys`: how many a warp takes at once, if that is not the usual number.
+    fn new(launcher: &Launcher, step: &Step, keys: Option<usize>) -> Result<Self> {
+        let StepShape {
+            sequences,
+            heads,
+            kv_heads,
+            head_dim,
+            slots,
+            positions,
+            pairs,
+            dtype,
+            cache_dtype,
+        } = step.shape;
+        let shares = step.shape.shares(launcher.gpu, step.is_aligned(), keys);
+        if head_dim > MOST_DIM || shares.shared > launcher.gpu.shared as usize {
+            bail!("{OP}: a head dimension of {head_dim} is past what the kernel takes");
+        }
+        let projected = sequences * (heads + 2 * kv_heads) * head_dim;
+        if u32::try_from(projected).is_err() || u32::try_from(slots).is_err() {
+            bail!(
+                "{OP}: {projected} projected values and {slots} slots are past what the kernel takes"
+            );
+        }
+        let params = Params {
+            qkv: step.qkv,
+            q_norm: step.q_norm,
+            k_norm: step.k_norm,
+            cos: step.cos,
+            sin: step.sin,
+            k_cache: step.k_cache,
+            v_cache: step.v_cache,
+            y: step.out,
+            partial: step.partial,
+            counters: step.counters,
+            position: step.position,
+            heads: heads as u32,
+            kv_heads: kv_heads as u32,
+            head_dim: head_dim as u32,
+            slots: slots as u32,
+            positions: positions as u32,
+            pairs: pairs as u32,
+            window: step.window as u32,
+            tiles: shares.tiles as u32,
+            dtype: dtype_index(dtype) as i32,
+            cache_dtype: dtype_index(cache_dtype) as i32,
+            interleaved: (step.style == RopeStyle::Interleaved).into(),
+            // Only where there is a wait to rehearse behind.
+            rehearse: (launcher.dependent && launcher.gpu.arch >= 90).into(),
+            scale: step.scale,
+            softcap: step.softcap,
+            eps: step.eps,
+        };
+        let blocks = [shares.blocks, kv_heads * shares.parts, sequences].map(|n| n as u32);
+        Ok(Self {
+            shares,
+            params,
+            blocks,
+        })
+    }
+}
+
+impl Step {
+    /// Whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do.
+    fn is_aligned(&self) -> bool {
+        let mut caches = [self.k_cache, self.v_cache].into_iter();
+        caches.all(|cache| cache.is_multiple_of(16))
     }
 }
 
@@ -211,62 +298,13 @@ impl StepShape {
 /// Every address that is not 0 is valid for the shape given at its field until the stream has passed
 /// the launch, and the counters are zero.
 pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
-    let StepShape {
-        sequences,
-        heads,
-        kv_heads,
-        head_dim,
-        slots,
-        positions,
-        pairs,
-        dtype,
-        cache_dtype,
-    } = step.shape;
-    let aligned = [step.k_cache, step.v_cache]
-        .iter()
-        .all(|cache| cache.is_multiple_of(16));
-    let shares = step.shape.shares(launcher.gpu, aligned);
-    if head_dim > MOST_DIM || shares.shared > launcher.gpu.shared as usize {
-        bail!("{OP}: a head dimension of {head_dim} is past what the kernel takes");
-    }
-    let projected = sequences * (heads + 2 * kv_heads) * head_dim;
-    if u32::try_from(projected).is_err() || u32::try_from(slots).is_err() {
-        bail!(
-            "{OP}: {projected} projected values and {slots} slots are past what the kernel takes"
-        );
-    }
-    let params = Params {
-        qkv: step.qkv,
-        q_norm: step.q_norm,
-        k_norm: step.k_norm,
-        cos: step.cos,
-        sin: step.sin,
-        k_cache: step.k_cache,
-        v_cache: step.v_cache,
-        y: step.out,
-        partial: step.partial,
-        counters: step.counters,
-        position: step.position,
-        heads: heads as u32,
-        kv_heads: kv_heads as u32,
-        head_dim: head_dim as u32,
-        slots: slots as u32,
-        positions: positions as u32,
-        pairs: pairs as u32,
-        window: step.window as u32,
-        tiles: shares.tiles as u32,
-        dtype: dtype_index(dtype) as i32,
-        cache_dtype: dtype_index(cache_dtype) as i32,
-        interleaved: (step.style == RopeStyle::Interleaved).into(),
-        // Only where there is a wait to rehearse behind.
-        rehearse: (launcher.dependent && launcher.gpu.arch >= 90).into(),
-        scale: step.scale,
-        softcap: step.softcap,
-        eps: step.eps,
-    };
-    let blocks = [shares.blocks, kv_heads * shares.parts, sequences].map(|n| n as u32);
+    let Prepared {
+        shares,
+        params,
+        blocks,
+    } = Prepared::new(launcher, step, None)?;
     let grid = Grid::new(blocks, 32 * shares.warps as u32, shares.shared as u32);
-    // SAFETY: the layout is the kernel's `Params`; the addresses are the caller's.
+    // SAFETY: the layout is the kernel's `Decoding`; the addresses are the caller's.
     unsafe { launcher.run(&MODULE, shares.kernel, grid, &params) }
 }
 

@@ -1,9 +1,11 @@
 //! A recorded step, which rehearses before it waits, against one that is launched by itself.
 
-use super::{Step, StepShape, launch};
+use super::{Beside, Step, StepShape, launch};
 use crate::cuda::{Graph, Launcher, address_of};
-use crate::ops::RopeStyle;
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
+use crate::ops::linear;
+use crate::ops::linear::cuda::{FewRows, NormAt, NormKind};
+use crate::ops::{Activation, Epilogue, Prologue, RopeStyle, Weight};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// A layer's tensors: projection, caches, tables, positions.
@@ -77,9 +79,41 @@ fn a_recorded_step_gives_what_a_launch_gives() -> Result<()> {
             dtype,
             cache_dtype: cache,
         };
-        let out = Tensor::zeros((2, 9 * dim), dtype, &device)?;
-        let partial = Tensor::zeros(shape.partial_bytes(launcher.gpu), DType::U8, &device)?;
-        let counters = Tensor::zeros(shape.counters(launcher.gpu), DType::U32, &device)?;
+        let prepared = Prepared::new(&launcher, &layer, shape)?;
+        let step = prepared.step;
+        // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
+        let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { launch(l, &step) });
+        let mut graph = Graph::capture(launcher.gpu, record)?;
+        for _ in 0..2 {
+            // SAFETY: as above; candle's stream carries everything else, too.
+            unsafe { graph.launch(launcher.stream)? };
+        }
+        let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        assert_eq!(
+            flat(&prepared.out)?,
+            flat(&expected)?,
+            "{dim} {dtype:?} {cache:?}"
+        );
+        assert!(prepared.counters.to_vec1::<u32>()?.iter().all(|c| *c == 0));
+    }
+    Ok(())
+}
+
+/// Scratch memory of a step, and the step over it.
+struct Prepared {
+    out: Tensor,
+    _partial: Tensor,
+    counters: Tensor,
+    step: Step,
+}
+
+impl Prepared {
+    fn new(launcher: &Launcher, layer: &Layer, shape: StepShape) -> Result<Self> {
+        let (device, gpu) = (layer.qkv.device(), launcher.gpu);
+        let width = shape.heads * shape.head_dim;
+        let out = Tensor::zeros((shape.sequences, width), shape.dtype, device)?;
+        let partial = Tensor::zeros(shape.partial_bytes(gpu), DType::U8, device)?;
+        let counters = Tensor::zeros(shape.counters(gpu), DType::U32, device)?;
         let step = Step {
             qkv: address_of(&layer.qkv)?,
             q_norm: 0,
@@ -99,16 +133,126 @@ fn a_recorded_step_gives_what_a_launch_gives() -> Result<()> {
             softcap: 0.,
             window: 0,
         };
-        // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
-        let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { launch(l, &step) });
-        let mut graph = Graph::capture(launcher.gpu, record)?;
-        for _ in 0..2 {
+        Ok(Self {
+            out,
+            _partial: partial,
+            counters,
+            step,
+        })
+    }
+}
+
+/// The largest difference, and the largest value of `b`.
+fn difference(a: &Tensor, b: &Tensor) -> Result<[f32; 2]> {
+    let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+    let (a, b) = (flat(a)?, flat(b)?);
+    let differences = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
+    // NaN is larger than anything.
+    let most = |values: &mut dyn Iterator<Item = f32>| {
+        values.fold(
+            0f32,
+            |most, v| if v > most || v.is_nan() { v } else { most },
+        )
+    };
+    Ok([
+        most(&mut differences.into_iter()),
+        most(&mut b.iter().map(|b| b.abs())),
+    ])
+}
+
+#[test]
+fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
+    let Ok(device) = Device::new_cuda(0) else {
+        return Ok(());
+    };
+    let launcher = Launcher::new(device.as_cuda_device()?)?;
+    for (dim, position) in [(64, 1900u32), (80, 5), (80, 700), (96, 300), (128, 1023)] {
+        for dtype in [DType::BF16, DType::F16] {
+            let mut layer = Layer::new(&device, dim, dtype, dtype)?;
+            (layer.qkv, layer.k, layer.v) = (
+                layer.qkv.narrow(0, 0, 1)?.copy()?,
+                layer.k.narrow(0, 0, 1)?.copy()?,
+                layer.v.narrow(0, 0, 1)?.copy()?,
+            );
+            layer.position = Tensor::new(&[position], &device)?;
+            let attended = layer.eager()?;
+            let shape = StepShape {
+                sequences: 1,
+                heads: 9,
+                kv_heads: 3,
+                head_dim: dim,
+                slots: SLOTS,
+                positions: SLOTS,
+                pairs: dim / 2,
+                dtype,
+                cache_dtype: dtype,
+            };
+            let prepared = Prepared::new(&launcher, &layer, shape)?;
+            let (k, rows) = (1280, 2056);
+            let randn = |shape: &[usize], scale: f32| {
+                Tensor::randn(0f32, scale, shape, &Device::Cpu)?
+                    .to_dtype(dtype)?
+                    .to_device(&device)
+            };
+            let (x, w, bias) = (
+                randn(&[1, k], 1.)?,
+                randn(&[rows, k], 0.05)?,
+                randn(&[rows], 1.)?,
+            );
+            let (weight, shift) = (randn(&[k], 1.)?, randn(&[k], 1.)?);
+            let prologue = Prologue::LayerNorm {
+                weight: &weight,
+                bias: Some(&shift),
+                eps: 1e-5,
+            };
+            let epilogue = Epilogue {
+                bias: Some(&bias),
+                activation: Activation::Gelu,
+                residuals: &[],
+            };
+            let expected = linear::launch(
+                "linear",
+                &x,
+                prologue,
+                &[Weight::Dense(w.clone())],
+                epilogue,
+            )?;
+            let y = Tensor::zeros((1, rows), dtype, &device)?;
+            let product = FewRows {
+                x: address_of(&x)?,
+                norm: Some(NormAt {
+                    kind: NormKind::Layer,
+                    weight: address_of(&weight)?,
+                    bias: address_of(&shift)?,
+                    eps: 1e-5,
+                }),
+                weights: [(address_of(&w)?, rows), (0, 0), (0, 0)],
+                second: None,
+                bias: address_of(&bias)?,
+                activation: Activation::Gelu,
+                residuals: [0; 2],
+                out: address_of(&y)?,
+                stride: rows,
+                m: 1,
+                k,
+                x_dtype: dtype,
+                w_dtype: dtype,
+                out_dtype: dtype,
+            };
+            let both = Beside::new(&launcher, prepared.step, product);
+            let both = both.expect("a kernel for this head dimension");
+            // SAFETY: the tensors have the sizes that step and product ask for, and outlive the graph.
+            let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { both.launch(l) });
+            let mut graph = Graph::capture(launcher.gpu, record)?;
             // SAFETY: as above; candle's stream carries everything else, too.
             unsafe { graph.launch(launcher.stream)? };
+            let bound = if dtype == DType::BF16 { 1e-2 } else { 2e-3 };
+            for (ours, other) in [(&prepared.out, &attended), (&y, &expected)] {
+                let [error, most] = difference(ours, other)?;
+                assert!(error <= bound * most, "{dim} {dtype:?}: {error} of {most}");
+            }
+            assert!(prepared.counters.to_vec1::<u32>()?.iter().all(|c| *c == 0));
         }
-        let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-        assert_eq!(flat(&out)?, flat(&expected)?, "{dim} {dtype:?} {cache:?}");
-        assert!(counters.to_vec1::<u32>()?.iter().all(|c| *c == 0));
     }
     Ok(())
 }

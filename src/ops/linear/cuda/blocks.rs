@@ -2,9 +2,9 @@
 //! behind, which reads the blocks as they are.
 
 use super::few::FEW;
-use super::gemv::{Core, Gemv, Matrix, launch};
-use super::parts::FewAt;
-use crate::cuda::{Address, BlockMatrix, Launcher, Module, fatbin};
+use super::gemv::{Core, Gemv, Matrix, NormKind, launch};
+use super::parts::ProductAt;
+use crate::cuda::{Address, BlockMatrix, Gpu, Grid, Launcher, Module, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
 use candle_core::{DType, Result, bail};
@@ -28,6 +28,36 @@ static MODULE: Module = Module::new(
     ],
 );
 
+/// The same with 8 rows of weights for a block, and then with 24.
+static SMALL: Module = Module::new(
+    "quant_linear_small",
+    fatbin!("quant_linear_small"),
+    &[
+        "quant_small_q4_0",
+        "quant_small_q4_1",
+        "quant_small_q5_0",
+        "quant_small_q5_1",
+        "quant_small_q8_0",
+        "quant_small_q4_k",
+        "quant_small_q5_k",
+        "quant_small_q6_k",
+        "quant_small_wide_q4_0",
+        "quant_small_wide_q4_1",
+        "quant_small_wide_q5_0",
+        "quant_small_wide_q5_1",
+        "quant_small_wide_q8_0",
+        "quant_small_wide_q4_k",
+        "quant_small_wide_q5_k",
+        "quant_small_wide_q6_k",
+    ],
+);
+
+/// Before the first kernel for 24 rows of weights.
+const WIDE: usize = 8;
+
+/// Rows of weights of a block of a small product, and the groups of k that it has warps for.
+const SMALL_SHAPES: [(usize, usize); 2] = [(8, 16), (24, 8)];
+
 /// Rows of x that a launch takes.
 const MOST_ROWS: usize = 4;
 
@@ -49,7 +79,7 @@ const MANY: usize = 16 << 10;
 pub(crate) struct FewBlocks {
     /// Matrices of k columns, side by side in the output.
     pub weights: Vec<Arc<BlockMatrix>>,
-    pub at: FewAt,
+    pub at: ProductAt,
 }
 
 impl FewBlocks {
@@ -68,6 +98,27 @@ impl FewBlocks {
             row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 32),
             padded: false,
         }
+    }
+
+    /// The kernel for small products of one format behind an RMS norm or none, less the format, and
+    /// its grid, where each multiprocessor has one block at most.
+    fn small(&self, gpu: &Gpu) -> Option<(usize, Grid)> {
+        let at = &self.at;
+        let groups = at.k.div_ceil(GROUP);
+        let is_f32 = at.x_dtype == DType::F32 && at.out_dtype == DType::F32;
+        let centres = at.norm.is_some_and(|n| n.kind != NormKind::Rms);
+        if !is_f32 || centres || at.m > MOST_ROWS || gpu.arch < 80 || self.runs().count() > 1 {
+            return None;
+        }
+        let rows: usize = self.weights.iter().map(|w| w.rows()).sum();
+        SMALL_SHAPES
+            .iter()
+            .enumerate()
+            .map(|(wide, (unit, warps))| (wide * WIDE, rows.div_ceil(*unit), *unit / 8, *warps))
+            .find(|(_, blocks, units, warps)| {
+                *blocks <= gpu.sms as usize && (*units..=*warps).contains(&groups)
+            })
+            .map(|(kernel, blocks, ..)| (kernel, Grid::line(blocks as u32, 32 * groups as u32)))
     }
 
     /// Whether one launch can gate, the 8-byte accesses fit x and the norm, and the GPU has the
@@ -156,6 +207,18 @@ unsafe fn launch_run(
     params.epilogue.stride = at.stride as u64;
     params.epilogue.dtype = dtype_index(at.x_dtype) as i32;
     params.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
+    if let Some((small, grid)) = product.small(launcher.gpu) {
+        let kernel = small + run[0].format_index();
+        params.m = at.m as u32;
+        params.prologue.x = at.x;
+        (params.epilogue.out, params.epilogue.residuals) = (at.out, at.residuals);
+        // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
+        return unsafe {
+            launcher
+                .moving(bytes as u64)
+                .run(&SMALL, kernel, grid, &params)
+        };
+    }
     let once = core.rows_at_once(launcher.gpu);
     for start in (0..at.m).step_by(once) {
         params.m = (at.m - start).min(once) as u32;

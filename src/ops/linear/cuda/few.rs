@@ -1,7 +1,7 @@
 //! Few rows of x: one kernel with the norm in front and the epilogue behind, which reads every
 //! weight once.
 
-use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch};
+use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch, spread};
 use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
@@ -30,6 +30,8 @@ static MODULE: Module = Module::new(
         "linear_small_1024_bf16",
         "linear_small_1536_f16",
         "linear_small_1536_bf16",
+        "linear_pair_f16",
+        "linear_pair_bf16",
     ],
 );
 
@@ -37,6 +39,7 @@ const TENSOR: usize = 0;
 const LANES: usize = 2;
 const SCALAR: usize = 11;
 const SMALL: usize = 12;
+const PAIR: usize = 16;
 
 /// Rows of weights that a block of a small product computes.
 const SMALL_UNIT: usize = 8;
@@ -58,6 +61,9 @@ pub(crate) struct FewRows {
     pub norm: Option<NormAt>,
     /// Up to three matrices `[rows, k]`, side by side in the output; 0 rows for none.
     pub weights: [(Address, usize); 3],
+    /// A second matrix `[rows, k - border]` beside the only one, which is `[rows, border]` then, and
+    /// that border; see [`FewRows::paired`].
+    pub second: Option<(Address, usize)>,
     /// `[rows of all weights]`.
     pub bias: Address,
     pub activation: Activation,
@@ -91,6 +97,29 @@ impl FewRows {
         }
     }
 
+    /// The sum of this product of one row and one matrix and of `other`, in one: `other`'s x lies
+    /// behind this one's, it has as many rows and no norm, and everything behind the product is
+    /// this one's. None if there is no kernel for the two.
+    pub fn paired(&self, other: &FewRows, gpu: &Gpu) -> Option<Self> {
+        let one = |at: &Self| at.m == 1 && at.weights[1].1 == 0 && at.norm.is_none();
+        let behind = self.x + (self.k * self.x_dtype.size_in_bytes()) as Address;
+        let pair = Self {
+            second: Some((other.weights[0].0, self.k)),
+            k: self.k + other.k,
+            ..*self
+        };
+        let fits = one(self)
+            && one(other)
+            && other.x == behind
+            && self.rows() == other.rows()
+            && [self.w_dtype, other.x_dtype, other.w_dtype] == [self.x_dtype; 3]
+            && self.x_dtype != DType::F32
+            && self.vectors()
+            && other.vectors()
+            && pair.core(gpu).rows_at_once(gpu) > 0;
+        fits.then_some(pair)
+    }
+
     /// Whether 16-byte accesses fit x, the norm and the weights.
     fn vectors(&self) -> bool {
         let norm = self.norm.map_or([0; 2], |n| [n.weight, n.bias]);
@@ -106,7 +135,7 @@ impl FewRows {
 
     /// The kernel and how it works.
     fn core(&self, gpu: &Gpu) -> Core {
-        let (index, size) = (dtype_index(self.w_dtype), self.w_dtype.size_in_bytes());
+        let index = dtype_index(self.w_dtype);
         if !self.vectors() {
             return Core {
                 kernel: SCALAR,
@@ -129,25 +158,53 @@ impl FewRows {
                 padded: false,
             };
         }
-        let lanes = |group: usize, most: usize, unit: usize, tile: usize| Core {
-            kernel: LANES + 3 * group + index,
-            most,
-            unit,
-            step: 32 * 16 / size,
-            tile,
-            row: 4 * self.k,
-            padded: true,
-        };
-        let one = if self.rows() * self.k * size >= LARGE {
-            lanes(1, 1, 2, 4)
+        if self.second.is_some() {
+            return Core {
+                kernel: PAIR + index - 1,
+                ..self.lanes(1, 1, 2, 4)
+            };
+        }
+        let one = if self.bytes() >= LARGE {
+            self.lanes(1, 1, 2, 4)
         } else {
-            lanes(0, 1, 4, 1)
+            self.lanes(0, 1, 4, 1)
         };
-        let eight = lanes(2, 8, 2, 2);
+        let eight = self.lanes(2, 8, 2, 2);
         if self.m > 1 && eight.rows_at_once(gpu) > 0 {
             eight
         } else {
             one
+        }
+    }
+
+    /// The product of one row as the kernels take it that read a lot of weights, and its grid; none if
+    /// it is not of one row and one 16-bit type.
+    pub fn large(&self, gpu: &Gpu) -> Option<(Gemv, Grid)> {
+        let alike = self.x_dtype == self.w_dtype && self.x_dtype != DType::F32;
+        if self.m != 1 || !alike || self.second.is_some() || !self.vectors() {
+            return None;
+        }
+        let core = self.lanes(1, 1, 2, 4);
+        let mut params = params(self);
+        let grid = spread(gpu, &core, &mut params);
+        (core.rows_at_once(gpu) > 0).then_some((params, grid))
+    }
+
+    /// Bytes of the weights.
+    pub fn bytes(&self) -> usize {
+        self.rows() * self.k * self.w_dtype.size_in_bytes()
+    }
+
+    /// A kernel whose lanes multiply, of each three of a group for the dtypes.
+    fn lanes(&self, group: usize, most: usize, unit: usize, tile: usize) -> Core {
+        Core {
+            kernel: LANES + 3 * group + dtype_index(self.w_dtype),
+            most,
+            unit,
+            step: 32 * 16 / self.w_dtype.size_in_bytes(),
+            tile,
+            row: 4 * self.k,
+            padded: true,
         }
     }
 
@@ -167,7 +224,7 @@ impl FewRows {
     /// more, staging x again and again costs what the short way through the kernel saves. It knows
     /// the RMS norm only.
     fn small(&self, gpu: &Gpu) -> Option<(usize, u32)> {
-        if self.norm.is_some_and(|n| n.kind != NormKind::Rms) {
+        if self.norm.is_some_and(|n| n.kind != NormKind::Rms) || self.second.is_some() {
             return None;
         }
         let steps = match self.k {
@@ -207,7 +264,7 @@ pub(crate) unsafe fn few_rows(launcher: &Launcher, at: &FewRows) -> Result<()> {
         return Ok(());
     }
     let mut params = params(at);
-    let bytes = at.rows() * at.k * at.w_dtype.size_in_bytes();
+    let bytes = at.bytes();
     if let Some((kernel, blocks)) = at.small(launcher.gpu) {
         let grid = Grid::line(blocks, SMALL_THREADS);
         // SAFETY: the kernel takes `Gemv`; the addresses are the caller's.
@@ -254,6 +311,10 @@ fn params(at: &FewRows) -> Gemv {
             ..Matrix::ABSENT
         };
         first += rows;
+    }
+    if let Some((second, border)) = at.second {
+        params.weights[0].second = second;
+        params.weights[0].border = border as u32;
     }
     if let Some(norm) = at.norm {
         params.prologue.set_norm(norm);

@@ -1,10 +1,9 @@
 //! Matrix products of the library: cuBLASLt, with a plan made once for each shape and thread.
 
-use crate::cuda::{Address, Launcher, MAX_GPUS};
+use crate::cuda::{Address, Launcher, MAX_GPUS, Scratch};
 use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys;
-use candle_core::cuda_backend::cudarc::driver::DevicePtr;
-use candle_core::{CudaDevice, DType, Error, Result};
+use candle_core::{DType, Error, Result};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -79,11 +78,11 @@ impl Drop for Plan {
 }
 
 /// Runs the product on the launcher's stream, or gives false if the library has no algorithm for it.
-/// `device` gives the algorithm's workspace.
+/// `scratch` gives the algorithm's workspace.
 ///
 /// # Safety
 /// Each address holds what its field says until the stream has passed the product.
-pub(super) unsafe fn run(launcher: &Launcher, device: &CudaDevice, gemm: &Gemm) -> Result<bool> {
+pub(super) unsafe fn run(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Result<bool> {
     let handle = handle(launcher.gpu.ordinal)?;
     let addresses = [gemm.x, gemm.weight, gemm.bias, gemm.residual, gemm.out];
     let alignment = addresses.iter().fold(256u64, |all, a| all | a);
@@ -106,7 +105,7 @@ pub(super) unsafe fn run(launcher: &Launcher, device: &CudaDevice, gemm: &Gemm) 
             return Ok(false);
         };
         // SAFETY: the caller's; the plan was made for this product.
-        unsafe { plan.launch(handle, launcher, device, gemm) }.map(|()| true)
+        unsafe { plan.launch(handle, launcher, scratch, gemm) }.map(|()| true)
     })
 }
 
@@ -212,19 +211,17 @@ impl Plan {
         &self,
         handle: sys::cublasLtHandle_t,
         launcher: &Launcher,
-        device: &CudaDevice,
+        scratch: &mut Scratch,
         gemm: &Gemm,
     ) -> Result<()> {
         if gemm.bias != 0 {
             let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             self.set(which, &gemm.bias)?;
         }
-        // SAFETY: nothing reads it before the algorithm wrote it.
-        let workspace = (self.workspace > 0)
-            .then(|| unsafe { device.alloc::<u8>(self.workspace) })
-            .transpose()?;
-        let stream = device.cuda_stream();
-        let at = workspace.as_ref().map_or(0, |w| w.device_ptr(&stream).0);
+        let workspace = match self.workspace {
+            0 => 0,
+            bytes => scratch.take("linear", DType::U8, bytes)?,
+        };
         let (one, beta) = (1f32, if gemm.residual != 0 { 1f32 } else { 0. });
         let residual = if gemm.residual != 0 {
             gemm.residual
@@ -254,7 +251,7 @@ impl Plan {
                         gemm.out as *mut c_void,
                         out,
                         &self.algorithm,
-                        at as *mut c_void,
+                        workspace as *mut c_void,
                         self.workspace,
                         launcher.stream.cast(),
                     )

@@ -18,20 +18,21 @@ const FIXED_SHARED: usize = 4096;
 #[repr(C)]
 pub(crate) struct Matrix {
     pub data: Address,
-    /// A second plane, for formats that have one.
-    pub scales: Address,
+    /// A second matrix, for kernels that take one.
+    pub second: Address,
     /// Its first row among those of all weights.
     pub first: u32,
-    pub unused: u32,
+    /// Values of k that the second has not.
+    pub border: u32,
 }
 
 impl Matrix {
     /// A weight that is not there.
     pub const ABSENT: Self = Self {
         data: 0,
-        scales: 0,
+        second: 0,
         first: u32::MAX,
-        unused: 0,
+        border: 0,
     };
 }
 
@@ -185,6 +186,23 @@ impl Core {
     }
 }
 
+/// Spreads the product of `params`, whose `m` is set, over blocks and warps.
+pub(crate) fn spread(gpu: &Gpu, core: &Core, params: &mut Gemv) -> Grid {
+    let outputs = if params.width < params.rows {
+        core.unit / 2
+    } else {
+        core.unit
+    };
+    let units = (params.width as usize).div_ceil(outputs);
+    let (split, blocks) = core.shape(gpu, units, params.k as usize);
+    params.split = split as u32;
+    Grid::new(
+        [blocks as u32, 1, 1],
+        (WARPS * WARP) as u32,
+        core.shared(params.m as usize) as u32,
+    )
+}
+
 /// Launches a kernel of the module on `params`, whose `m` is set, with the spread that fits its shape;
 /// `bytes` are those of the weights.
 ///
@@ -198,19 +216,7 @@ pub(crate) unsafe fn launch(
     bytes: usize,
     mut params: Gemv,
 ) -> Result<()> {
-    let outputs = if params.width < params.rows {
-        core.unit / 2
-    } else {
-        core.unit
-    };
-    let units = (params.width as usize).div_ceil(outputs);
-    let (split, blocks) = core.shape(launcher.gpu, units, params.k as usize);
-    params.split = split as u32;
-    let grid = Grid::new(
-        [blocks as u32, 1, 1],
-        (WARPS * WARP) as u32,
-        core.shared(params.m as usize) as u32,
-    );
+    let grid = spread(launcher.gpu, core, &mut params);
     // SAFETY: the caller's.
     unsafe {
         launcher

@@ -29,40 +29,31 @@ impl Held {
             other => Ok(other.clone()),
         });
         let residuals = op.epilogue.residuals.iter().map(|r| r.contiguous());
+        // The kernels for blocks read norms 16 bytes at a time.
+        let aligned = |t: &Tensor| match address_of(t)?.is_multiple_of(16) {
+            true => t.contiguous(),
+            false => t.copy(),
+        };
         Ok(Self {
             weights: weights.collect::<Result<_>>()?,
             norm: match op.prologue {
                 Prologue::None => None,
                 Prologue::RmsNorm { weight, eps } => Some(HeldNorm {
                     kind: NormKind::Rms,
-                    weight: weight.contiguous()?,
+                    weight: aligned(weight)?,
                     bias: None,
                     eps: eps as f32,
                 }),
                 Prologue::LayerNorm { weight, bias, eps } => Some(HeldNorm {
                     kind: NormKind::Layer,
-                    weight: weight.contiguous()?,
-                    bias: bias.map(Tensor::contiguous).transpose()?,
+                    weight: aligned(weight)?,
+                    bias: bias.map(aligned).transpose()?,
                     eps: eps as f32,
                 }),
             },
             bias: op.epilogue.bias.map(Tensor::contiguous).transpose()?,
             residuals: residuals.collect::<Result<_>>()?,
         })
-    }
-
-    /// The same with a norm whose vectors begin at multiples of 16 bytes.
-    pub fn with_aligned_norm(mut self) -> Result<Self> {
-        if let Some(norm) = &mut self.norm {
-            for vector in [Some(&mut norm.weight), norm.bias.as_mut()] {
-                if let Some(vector) = vector
-                    && !address_of(vector)?.is_multiple_of(16)
-                {
-                    *vector = vector.copy()?;
-                }
-            }
-        }
-        Ok(self)
     }
 
     /// Where the norm's vectors are.

@@ -4,12 +4,13 @@
 use super::few::{FEW, FewRows, few_rows};
 use super::gemm::{self, Gemm};
 use super::gemv::{EpilogueParams, NormAt, NormKind, activation_index};
-use crate::cuda::{Address, Grid, Launcher, Module, address, alloc, fatbin};
+use super::parts::ProductAt;
+use crate::cuda::{Address, Grid, Launcher, Module, Scratch, address_of, fatbin};
 use crate::ops::layer_norm::cuda::{LayerNormAt, launch as layer_norm};
-use crate::ops::linear::Activation;
+use crate::ops::linear::{Activation, Weight};
 use crate::ops::rms_norm::cuda::{RmsNormAt, launch as rms_norm};
 use crate::ops::view::dtype_index;
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result};
+use candle_core::{DType, Result, bail};
 
 /// A product of any number of rows on raw addresses; 0 stands for no tensor.
 #[derive(Clone, Debug)]
@@ -72,6 +73,38 @@ struct WidenParams {
 }
 
 impl ManyRows {
+    /// The product of dense weights that are at `at`.
+    pub fn new(weights: &[Weight], at: &ProductAt) -> Result<Self> {
+        let weights = weights.iter().map(|weight| match weight {
+            Weight::Dense(w) => Ok((address_of(w)?, w.dims()[0], w.dtype())),
+            _ => bail!("linear: expected dense weights"),
+        });
+        let many = Self {
+            x: at.x,
+            norm: at.norm,
+            weights: weights.collect::<Result<_>>()?,
+            bias: at.bias,
+            activation: at.activation,
+            residuals: at.residuals,
+            out: at.out,
+            m: at.m,
+            k: at.k,
+            dtype: at.x_dtype,
+        };
+        if at.stride != many.width() || at.out_dtype != at.x_dtype {
+            bail!(
+                "linear: {} rows of {:?} to rows of {:?} {} elements apart, expected the same dtype \
+                 and {} elements",
+                at.m,
+                at.x_dtype,
+                at.out_dtype,
+                at.stride,
+                many.width()
+            );
+        }
+        Ok(many)
+    }
+
     fn rows(&self) -> usize {
         self.weights.iter().map(|(_, rows, _)| rows).sum()
     }
@@ -102,24 +135,19 @@ impl ManyRows {
 /// Each address holds what its field says until the stream has passed the launches.
 pub(super) unsafe fn many_rows(
     launcher: &Launcher,
-    device: &CudaDevice,
+    scratch: &mut Scratch,
     at: &ManyRows,
 ) -> Result<()> {
     let mut at = at.clone();
-    // Scratch is freed when this function returns, in the order of the stream.
     let rows = Rows {
         x: at.x,
         m: at.m,
         k: at.k,
         dtype: at.dtype,
     };
-    let normed = at.norm.take().map(|norm| {
+    if let Some(norm) = at.norm.take() {
         // SAFETY: the caller's.
-        unsafe { normalised(launcher, device, &rows, norm) }
-    });
-    let normed = normed.transpose()?;
-    if let Some(normed) = &normed {
-        at.x = start(normed, at.m * at.k)?;
+        at.x = unsafe { normalised(launcher, scratch, &rows, norm)? };
     }
     if at.is_direct() {
         let target = Target {
@@ -130,11 +158,10 @@ pub(super) unsafe fn many_rows(
             residual: at.residuals[0],
         };
         // SAFETY: the caller's.
-        return unsafe { products(launcher, device, &at, &target) };
+        return unsafe { products(launcher, scratch, &at, &target) };
     }
-    let sums = alloc("linear", device, DType::F32, at.m * at.rows())?;
     let target = Target {
-        out: start(&sums, at.m * at.rows())?,
+        out: scratch.take("linear", DType::F32, at.m * at.rows())?,
         stride: at.rows(),
         dtype: DType::F32,
         bias: 0,
@@ -142,7 +169,7 @@ pub(super) unsafe fn many_rows(
     };
     // SAFETY: the caller's; the sums have room for all products.
     unsafe {
-        products(launcher, device, &at, &target)?;
+        products(launcher, scratch, &at, &target)?;
         finish(launcher, &at, target.out)
     }
 }
@@ -163,7 +190,7 @@ struct Target {
 /// As [`many_rows`].
 unsafe fn products(
     launcher: &Launcher,
-    device: &CudaDevice,
+    scratch: &mut Scratch,
     at: &ManyRows,
     to: &Target,
 ) -> Result<()> {
@@ -193,22 +220,18 @@ unsafe fn products(
             // SAFETY: the caller's.
             unsafe {
                 if wide.is_none() && at.dtype != DType::F32 {
-                    wide = Some(widened(launcher, device, at.x, at.dtype, at.m * at.k)?);
+                    wide = Some(widened(launcher, scratch, at.x, at.dtype, at.m * at.k)?);
                 }
                 if dtype != DType::F32 {
-                    widened_weight = Some(widened(launcher, device, weight, dtype, rows * at.k)?);
+                    widened_weight = Some(widened(launcher, scratch, weight, dtype, rows * at.k)?);
                 }
             }
-            if let Some(x) = &wide {
-                gemm.x = start(x, at.m * at.k)?;
-            }
-            if let Some(weight) = &widened_weight {
-                gemm.weight = start(weight, rows * at.k)?;
-            }
+            gemm.x = wide.unwrap_or(gemm.x);
+            gemm.weight = widened_weight.unwrap_or(gemm.weight);
             gemm.dtype = DType::F32;
         }
         // SAFETY: the caller's.
-        unsafe { product(launcher, device, &gemm)? };
+        unsafe { product(launcher, scratch, &gemm)? };
         column += rows;
     }
     Ok(())
@@ -218,9 +241,9 @@ unsafe fn products(
 ///
 /// # Safety
 /// As [`gemm::run`].
-unsafe fn product(launcher: &Launcher, device: &CudaDevice, gemm: &Gemm) -> Result<()> {
+unsafe fn product(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Result<()> {
     // SAFETY: the caller's.
-    if unsafe { gemm::run(launcher, device, gemm)? } {
+    if unsafe { gemm::run(launcher, scratch, gemm)? } {
         return Ok(());
     }
     let [x_size, out_size] = [gemm.dtype, gemm.out_dtype].map(|d| d.size_in_bytes());
@@ -230,6 +253,7 @@ unsafe fn product(launcher: &Launcher, device: &CudaDevice, gemm: &Gemm) -> Resu
             x: gemm.x + (first * gemm.k * x_size) as u64,
             norm: None,
             weights: [(gemm.weight, gemm.n), (0, 0), (0, 0)],
+            second: None,
             bias: gemm.bias,
             activation: Activation::None,
             residuals: [gemm.residual, 0].map(|r| if r == 0 { 0 } else { r + out }),
@@ -302,13 +326,12 @@ pub(super) struct Rows {
 /// The addresses hold what their fields say until the stream has passed the launch.
 pub(super) unsafe fn normalised(
     launcher: &Launcher,
-    device: &CudaDevice,
+    scratch: &mut Scratch,
     rows: &Rows,
     norm: NormAt,
-) -> Result<CudaStorage> {
+) -> Result<Address> {
     let Rows { x, m, k, dtype } = *rows;
-    let out = alloc("linear", device, dtype, m * k)?;
-    let y = start(&out, m * k)?;
+    let y = scratch.take("linear", dtype, m * k)?;
     // SAFETY: the caller's; the scratch has room for all rows.
     unsafe {
         match norm.kind {
@@ -341,7 +364,7 @@ pub(super) unsafe fn normalised(
             )?,
         }
     }
-    Ok(out)
+    Ok(y)
 }
 
 /// `count` elements of a 16-bit type as f32.
@@ -350,15 +373,15 @@ pub(super) unsafe fn normalised(
 /// `from` holds them.
 unsafe fn widened(
     launcher: &Launcher,
-    device: &CudaDevice,
+    scratch: &mut Scratch,
     from: Address,
     dtype: DType,
     count: usize,
-) -> Result<CudaStorage> {
-    let out = alloc("linear", device, DType::F32, count)?;
+) -> Result<Address> {
+    let to = scratch.take("linear", DType::F32, count)?;
     let params = WidenParams {
         from,
-        to: start(&out, count)?,
+        to,
         count: count as u64,
     };
     let blocks = count
@@ -368,9 +391,5 @@ unsafe fn widened(
     let kernel = WIDEN + dtype_index(dtype);
     // SAFETY: the layout is `Widen` of the kernel, and there is room for `count` elements.
     unsafe { launcher.run(&MODULE, kernel, grid, &params)? };
-    Ok(out)
-}
-
-fn start(storage: &CudaStorage, len: usize) -> Result<Address> {
-    address(storage, &Layout::contiguous(len))
+    Ok(to)
 }

@@ -10,9 +10,9 @@ use candle_core::{DType, Result};
 /// Dense matrices of one launch.
 const MOST_DENSE: usize = 3;
 
-/// A product of up to [`FEW`] rows without its weights, on raw addresses; 0 stands for no tensor.
+/// A product without its weights, on raw addresses; 0 stands for no tensor.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FewAt {
+pub(crate) struct ProductAt {
     /// `[m, k]`.
     pub x: Address,
     /// In front of the product.
@@ -30,11 +30,11 @@ pub(crate) struct FewAt {
     pub k: usize,
     /// Of x, the norm, the bias and the residuals.
     pub x_dtype: DType,
-    /// x's dtype, or f32.
+    /// x's dtype, or, for few rows, f32.
     pub out_dtype: DType,
 }
 
-impl FewAt {
+impl ProductAt {
     /// The same for weights whose outputs begin at `column`.
     fn at_column(&self, column: usize) -> Self {
         let behind = |base: Address, dtype: DType| match base {
@@ -69,7 +69,7 @@ impl Few {
     ///
     /// # Errors
     /// If the weights are not on a GPU.
-    pub fn new(launcher: &Launcher, weights: &[Weight], at: &FewAt) -> Result<Option<Self>> {
+    pub fn new(launcher: &Launcher, weights: &[Weight], at: &ProductAt) -> Result<Option<Self>> {
         let mut parts = Vec::new();
         let mut column = 0;
         for run in weights.chunk_by(alike) {
@@ -86,6 +86,24 @@ impl Few {
                 Part::Dense(part) => part.fits(launcher),
             });
         Ok(takes.then_some(Self { parts }))
+    }
+}
+
+impl Few {
+    /// The product, if dense weights of one dtype are all there is to it.
+    pub fn dense(&self) -> Option<&FewRows> {
+        match &self.parts[..] {
+            [Part::Dense(rows)] => Some(rows),
+            _ => None,
+        }
+    }
+}
+
+impl From<FewRows> for Few {
+    fn from(rows: FewRows) -> Self {
+        Self {
+            parts: vec![Part::Dense(rows)],
+        }
     }
 }
 
@@ -123,7 +141,7 @@ fn most(weight: &Weight) -> usize {
 }
 
 impl Part {
-    fn new(run: &[Weight], at: &FewAt) -> Result<Self> {
+    fn new(run: &[Weight], at: &ProductAt) -> Result<Self> {
         let mut dense = [(0, 0); MOST_DENSE];
         let mut w_dtype = at.x_dtype;
         let mut blocks = Vec::new();
@@ -147,6 +165,7 @@ impl Part {
             x: at.x,
             norm: at.norm,
             weights: dense,
+            second: None,
             bias: at.bias,
             activation: at.activation,
             residuals: at.residuals,

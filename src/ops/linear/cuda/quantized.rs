@@ -1,90 +1,35 @@
-//! The op on weights of which some are in GGUF blocks. For many rows of x the blocks become the
-//! operand of the library's matrix product.
+//! Many rows of x and weights of which some are in GGUF blocks: they become the operand of the
+//! library's matrix product.
 
 use super::gemm::{self, Gemm};
 use super::gemv::NormKind;
-use super::held::Held;
 use super::many::{ManyRows, Rows, finish, normalised};
-use super::parts::{Few, FewAt, few};
+use super::parts::ProductAt;
 use crate::cuda::{
-    Address, Launcher, Narrow, address, address_of, alloc, dequantize, narrow, product_dtype,
+    Address, Launcher, Narrow, Scratch, address_of, dequantize, narrow, product_dtype,
 };
-use crate::ops::linear::launch::LinearOp;
 use crate::ops::linear::{Activation, Weight};
-use crate::trace;
-use candle_core::backend::BackendStorage;
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, bail};
+use candle_core::{DType, Result, bail};
 
 const OP: &str = "quant_linear";
-
-pub(super) fn forward(
-    op: &LinearOp<'_>,
-    x: &CudaStorage,
-    layout: &Layout,
-) -> Result<(CudaStorage, Shape)> {
-    let device = x.device();
-    let mut dims = layout.dims().to_vec();
-    let k = dims.pop().unwrap_or(1);
-    let m = dims.iter().product::<usize>();
-    dims.push(op.width());
-    let out = alloc(op.name, device, x.dtype(), m * op.width())?;
-    if m * op.width() == 0 {
-        return Ok((out, Shape::from(dims)));
-    }
-    let held = Held::new(op)?.with_aligned_norm()?;
-    let at = FewAt {
-        x: address(x, layout)?,
-        norm: held.norm()?,
-        bias: held.bias()?,
-        activation: op.epilogue.activation,
-        residuals: held.residuals()?,
-        out: address(&out, &Layout::contiguous(m * op.width()))?,
-        stride: op.width(),
-        m,
-        k,
-        x_dtype: x.dtype(),
-        out_dtype: x.dtype(),
-    };
-    let launcher = Launcher::new(device)?;
-    let product = Few::new(&launcher, &held.weights, &at)?;
-    trace::record(op.name, || {
-        let rows = match product {
-            Some(_) => "few rows",
-            None => "many rows",
-        };
-        format!("cuda {rows} {}", op.path())
-    });
-    // SAFETY: the guards have checked that the tensors have these shapes and lie on the device; the
-    // stream that runs the kernels is the one that frees them.
-    unsafe {
-        match product {
-            Some(product) => few(&launcher, &product)?,
-            None => many(&launcher, device, &held.weights, op.rows, &at)?,
-        }
-    }
-    Ok((out, Shape::from(dims)))
-}
 
 /// The product by the library, of 16-bit operands with sums in f32.
 ///
 /// # Safety
-/// As [`few`].
-unsafe fn many(
+/// As [`super::product`].
+pub(super) unsafe fn many_blocks(
     launcher: &Launcher,
-    device: &CudaDevice,
+    scratch: &mut Scratch,
     weights: &[Weight],
-    rows: usize,
-    at: &FewAt,
+    at: &ProductAt,
 ) -> Result<()> {
     let dtype = product_dtype(launcher.gpu, at.x_dtype);
     let (m, k) = (at.m, at.k);
-    // Scratch is freed when this function returns, in the order of the stream.
-    let dense = alloc(OP, device, dtype, rows * k)?;
-    let weight = address(&dense, &Layout::contiguous(rows * k))?;
-    let operand = alloc(OP, device, dtype, m * k)?;
-    let x = address(&operand, &Layout::contiguous(m * k))?;
+    let rows = weights.iter().map(Weight::rows).sum();
+    let weight = scratch.take(OP, dtype, rows * k)?;
+    let x = scratch.take(OP, dtype, m * k)?;
     // The conversion knows the RMS norm only.
-    let normed = match at.norm {
+    let (input, norm) = match at.norm {
         Some(norm) if norm.kind != NormKind::Rms => {
             let rows = Rows {
                 x: at.x,
@@ -93,13 +38,9 @@ unsafe fn many(
                 dtype: at.x_dtype,
             };
             // SAFETY: the caller's.
-            Some(unsafe { normalised(launcher, device, &rows, norm)? })
+            (unsafe { normalised(launcher, scratch, &rows, norm)? }, None)
         }
-        _ => None,
-    };
-    let (input, norm) = match &normed {
-        Some(normed) => (address(normed, &Layout::contiguous(m * k))?, None),
-        None => (at.x, at.norm.map(|n| (n.weight, n.eps))),
+        norm => (at.x, norm.map(|n| (n.weight, n.eps))),
     };
     let narrowed = Narrow {
         x: input,
@@ -115,13 +56,9 @@ unsafe fn many(
         && at.bias == 0
         && at.residuals[1] == 0
         && (dtype == at.x_dtype || at.x_dtype == DType::F32);
-    let sums = match direct {
-        true => None,
-        false => Some(alloc(OP, device, DType::F32, m * rows)?),
-    };
-    let to = match &sums {
-        Some(sums) => address(sums, &Layout::contiguous(m * rows))?,
-        None => at.out,
+    let to = match direct {
+        true => at.out,
+        false => scratch.take(OP, DType::F32, m * rows)?,
     };
     let gemm = Gemm {
         x,
@@ -140,7 +77,7 @@ unsafe fn many(
     unsafe {
         dense_weights(launcher, weights, weight, k, dtype)?;
         narrow(launcher, &narrowed)?;
-        if !gemm::run(launcher, device, &gemm)? {
+        if !gemm::run(launcher, scratch, &gemm)? {
             bail!(
                 "{OP}: cuBLASLt has no product of {m} rows with weights [{rows}, {k}] in {dtype:?}"
             );
@@ -167,7 +104,7 @@ unsafe fn many(
 /// All weights under one another, as `dtype`.
 ///
 /// # Safety
-/// `to` has room for them; the rest is as for [`few`].
+/// `to` has room for them; the rest is as for [`super::product`].
 unsafe fn dense_weights(
     launcher: &Launcher,
     weights: &[Weight],

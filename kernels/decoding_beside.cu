@@ -1,0 +1,38 @@
+// The attention step of decoding beside a product that does not need it, in one launch: where residuals
+// are parallel, the first half of the MLP. The product's weights keep the memory busy while attention,
+// which is short of work, takes its time.
+#include "dense.cuh"
+#include "flash_decoding.cuh"
+
+using namespace fused;
+
+struct Beside {
+  Decoding attention;
+  Gemv product;
+  uint32_t blocks[3];  // of attention: the first of the launch
+  uint32_t unused;
+};
+
+template <class Core, typename T> __device__ __forceinline__ void beside(const Beside& p) {
+  const uint32_t x = p.blocks[0], y = p.blocks[1], attend = x * y * p.blocks[2], block = blockIdx.x;
+  if (block < attend) {
+    decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});
+  } else {
+    gemv<Lanes<Dense<T>, 1, 2, 4>>(p.product, block - attend, gridDim.x - attend);
+  }
+}
+
+// Two blocks on a multiprocessor: one of each kind.
+#define BESIDE(D, SUFFIX, TYPE, SUB)                                                            \
+  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                                 \
+      decoding_beside_d##D##_##SUFFIX(const __grid_constant__ Beside p) {                       \
+    beside<TensorCore<TYPE, D, GEMV_WARPS, SUB>, TYPE>(p);                                      \
+  }
+#define BESIDE_DIM(D)               \
+  BESIDE(D, f16, __half, 1)         \
+  BESIDE(D, bf16, __nv_bfloat16, 1)
+
+BESIDE_DIM(64)
+BESIDE_DIM(80)
+BESIDE_DIM(96)
+BESIDE_DIM(128)

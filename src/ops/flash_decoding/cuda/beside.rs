@@ -1,0 +1,102 @@
+//! A step of attention beside a product that does not need it, in one launch.
+
+use super::{OP, Params, Prepared, Step};
+use crate::cuda::{Grid, Launcher, Module, fatbin};
+use crate::ops::linear::cuda::{FewRows, Gemv};
+use candle_core::{DType, Result, bail};
+
+static MODULE: Module = Module::new(
+    "decoding_beside",
+    fatbin!("decoding_beside"),
+    &[
+        "decoding_beside_d64_f16",
+        "decoding_beside_d64_bf16",
+        "decoding_beside_d80_f16",
+        "decoding_beside_d80_bf16",
+        "decoding_beside_d96_f16",
+        "decoding_beside_d96_bf16",
+        "decoding_beside_d128_f16",
+        "decoding_beside_d128_bf16",
+    ],
+);
+
+/// Head dimensions with kernels.
+const DIMS: [usize; 4] = [64, 80, 96, 128];
+
+/// Keys that a warp takes at once.
+const KEYS: usize = 16;
+
+/// `Beside` of `kernels/decoding_beside.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct BesideParams {
+    attention: Params,
+    product: Gemv,
+    blocks: [u32; 3],
+    unused: u32,
+}
+
+/// Attention of one token and a product of one row that reads nothing of it, nor writes what it reads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Beside {
+    pub step: Step,
+    pub product: FewRows,
+}
+
+impl Beside {
+    /// None if there is no kernel for the two.
+    pub fn new(launcher: &Launcher, step: Step, product: FewRows) -> Option<Self> {
+        let shape = &step.shape;
+        let sixteen = [DType::F16, DType::BF16].contains(&shape.cache_dtype);
+        let alike = product.w_dtype == shape.cache_dtype && shape.dtype == shape.cache_dtype;
+        let fits = launcher.gpu.arch >= 80
+            && sixteen
+            && alike
+            && step.is_aligned()
+            && shape.sequences == 1
+            && DIMS.contains(&shape.head_dim)
+            && product.large(launcher.gpu).is_some();
+        fits.then_some(Self { step, product })
+    }
+
+    /// Launches both.
+    ///
+    /// # Errors
+    /// If the shape is past what the kernel takes.
+    ///
+    /// # Safety
+    /// As for a step and for a product of few rows.
+    pub unsafe fn launch(&self, launcher: &Launcher) -> Result<()> {
+        let Prepared {
+            shares,
+            params,
+            blocks,
+        } = Prepared::new(launcher, &self.step, Some(KEYS))?;
+        let dim = DIMS.iter().position(|d| *d == self.step.shape.head_dim);
+        let (Some(dim), Some((product, grid))) = (dim, self.product.large(launcher.gpu)) else {
+            bail!("{OP}: no kernel for a step of this shape beside a product");
+        };
+        let bf16 = self.step.shape.cache_dtype == DType::BF16;
+        let both = BesideParams {
+            attention: params,
+            product,
+            blocks,
+            unused: 0,
+        };
+        let attending: u32 = blocks.iter().product();
+        let grid = Grid::new(
+            [attending + grid.blocks[0], 1, 1],
+            grid.threads,
+            grid.shared.max(shares.shared as u32),
+        );
+        // SAFETY: the layout is the kernel's `Beside`; the addresses are the caller's.
+        unsafe {
+            launcher.moving(self.product.bytes() as u64).run(
+                &MODULE,
+                2 * dim + usize::from(bf16),
+                grid,
+                &both,
+            )
+        }
+    }
+}
