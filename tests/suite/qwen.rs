@@ -244,7 +244,7 @@ fn shapes_of_real_models_agree_with_their_plain_form() -> Result<()> {
             (128, 16, 8, 128, true),
         ] {
             let config: qwen3::Config = serde_json::from_value(serde_json::json!({
-                "vocab_size": 100, "hidden_size": hidden, "intermediate_size": 2 * hidden + 8,
+                "vocab_size": 100, "hidden_size": hidden, "intermediate_size": 200,
                 "num_hidden_layers": 2, "num_attention_heads": heads,
                 "num_key_value_heads": kv_heads, "head_dim": head_dim,
                 "tie_word_embeddings": tied, "rope_theta": 1e6, "max_position_embeddings": 64,
