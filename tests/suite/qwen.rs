@@ -394,6 +394,14 @@ fn what_cannot_be_loaded_is_named() -> Result<()> {
     assert!(changed(&|c| c.hidden_act = candle_nn::Activation::Relu).contains("hidden_act"));
     let window = changed(&|c| (c.use_sliding_window, c.sliding_window) = (true, 0));
     assert!(window.contains("sliding_window is 0"), "{window}");
+    let golden3 = Golden::open("qwen3_qknorm")?;
+    let biased = qwen3::Config {
+        attention_bias: true,
+        ..golden3.config()
+    };
+    let vb = golden3.weights(DType::F32)?;
+    let error = qwen3::ModelForCausalLM::new(&biased, vb).expect_err("accepted");
+    assert!(error.to_string().contains("q_proj.bias"), "{error}");
     // Without a head of its own the embedding is the head, as in candle-transformers.
     let untied = qwen2::Config {
         tie_word_embeddings: false,
