@@ -5,8 +5,8 @@
 //! a prologue (a norm), a weight format (f32, f16, bf16, GGUF blocks) and an epilogue (bias,
 //! activation, gating, residual).
 //!
-//! * [`models`]: Llama with candle-transformers' names and signatures, so that changing the import
-//!   is the whole change.
+//! * [`models`]: Llama, Qwen2, Qwen3 and GPT-NeoX with candle-transformers' names and signatures, so
+//!   that changing the import is the whole change.
 //! * [`generation`]: the token loop; on CUDA the whole step inside one graph.
 //! * [`nn`]: the layers that models are made of; they choose between fused and plain.
 //! * [`ops`]: the operations as functions on tensors, each a candle custom op.

@@ -238,11 +238,17 @@ impl Metadata<'_> {
             },
             eps: self.positive(eps)?,
             max_positions: self.number_or("context_length", DEFAULT_POSITIONS)?,
-            parallel: match self.value("use_parallel_residual") {
-                Some(value) => value.to_bool()?,
-                None => false,
-            },
+            parallel: self.parallel()?,
         })
+    }
+
+    fn parallel(&self) -> Result<bool> {
+        let name = "use_parallel_residual";
+        match self.value(name) {
+            _ if !self.kind.side_by_side => Ok(false),
+            Some(value) => value.to_bool(),
+            None => bail!("gguf: metadata `{}` is missing", self.key(name)),
+        }
     }
 
     fn check(&self) -> Result<()> {

@@ -134,6 +134,7 @@ static KIND: Kind = Kind {
     gguf_style: RopeStyle::HalfSplit,
     norm: NormKind::Layer,
     head_norms: false,
+    side_by_side: true,
     activation: Activation::Gelu,
     biases: Biases {
         qkv: true,

@@ -58,6 +58,12 @@ impl TryFrom<RawConfig> for Config {
 
     fn try_from(raw: RawConfig) -> std::result::Result<Self, String> {
         let settled = raw.settle("qwen2")?;
+        let (hidden, heads) = (raw.hidden_size, raw.num_attention_heads);
+        if let Some(dim) = raw.head_dim.filter(|dim| dim * heads != hidden) {
+            return Err(format!(
+                "head_dim {dim} times num_attention_heads {heads} is not hidden_size {hidden}"
+            ));
+        }
         Ok(Self {
             vocab_size: raw.vocab_size,
             hidden_size: raw.hidden_size,
@@ -86,6 +92,7 @@ static KIND: Kind = Kind {
     gguf_style: RopeStyle::HalfSplit,
     norm: NormKind::Rms,
     head_norms: false,
+    side_by_side: false,
     activation: Activation::SwiGlu,
     biases: Biases {
         qkv: true,

@@ -87,6 +87,7 @@ static KIND: Kind = Kind {
     gguf_style: RopeStyle::HalfSplit,
     norm: NormKind::Rms,
     head_norms: true,
+    side_by_side: false,
     activation: Activation::SwiGlu,
     biases: Biases::NONE,
 };

@@ -196,7 +196,7 @@ fn rows_of_a_batch_do_not_see_each_other() -> Result<()> {
             let chunks = [[tokens - 2, 2], [3, tokens - 3]][row];
             let logits = in_chunks(model.as_mut(), &alone, &chunks)?;
             let error = relative_error(&logits, &both.narrow(0, row, 1)?)?;
-            assert!(error < 1e-5, "{} row {row}: {error:e}", golden.name);
+            assert!(error < 1e-4, "{} row {row}: {error:e}", golden.name);
         }
         Ok(())
     })

@@ -209,6 +209,9 @@ fn what_does_not_fit_is_named() -> Result<()> {
         let message = refused(name, &set(key, value))?;
         assert!(message.contains(said), "{key}: {message}");
     }
+    let unsaid = |c: &mut Content| drop(c.metadata.remove("gptneox.use_parallel_residual"));
+    let message = refused("gpt_neox_parallel", &unsaid)?;
+    assert!(message.contains("use_parallel_residual"), "{message}");
     for (name, tensor) in [
         ("qwen3_qknorm", "blk.1.attn_q_norm.weight"),
         ("gpt_neox_parallel", "blk.0.attn_qkv.bias"),

@@ -244,7 +244,7 @@ fn shapes_of_real_models_agree_with_their_plain_form() -> Result<()> {
             (128, 16, 8, 128, true),
         ] {
             let config: qwen3::Config = serde_json::from_value(serde_json::json!({
-                "vocab_size": 100, "hidden_size": hidden, "intermediate_size": 2 * hidden + 8,
+                "vocab_size": 100, "hidden_size": hidden, "intermediate_size": 200,
                 "num_hidden_layers": 2, "num_attention_heads": heads,
                 "num_key_value_heads": kv_heads, "head_dim": head_dim,
                 "tie_word_embeddings": tied, "rope_theta": 1e6, "max_position_embeddings": 64,
@@ -341,6 +341,7 @@ fn configs_of_transformers_4_and_5_are_read() {
 
     assert!(said(r#""rope_scaling":{"type":"yarn","factor":4.0},"#).contains("yarn"));
     assert!(said(r#""rope_theta":-1.0,"#).contains("rope_theta"));
+    assert!(said(r#""head_dim":32,"#).contains("head_dim 32"));
     let other = text("").replace("qwen2", "qwen3");
     assert!(
         serde_json::from_str::<qwen2::Config>(&other)
@@ -393,6 +394,14 @@ fn what_cannot_be_loaded_is_named() -> Result<()> {
     assert!(changed(&|c| c.hidden_act = candle_nn::Activation::Relu).contains("hidden_act"));
     let window = changed(&|c| (c.use_sliding_window, c.sliding_window) = (true, 0));
     assert!(window.contains("sliding_window is 0"), "{window}");
+    let golden3 = Golden::open("qwen3_qknorm")?;
+    let biased = qwen3::Config {
+        attention_bias: true,
+        ..golden3.config()
+    };
+    let vb = golden3.weights(DType::F32)?;
+    let error = qwen3::ModelForCausalLM::new(&biased, vb).expect_err("accepted");
+    assert!(error.to_string().contains("q_proj.bias"), "{error}");
     // Without a head of its own the embedding is the head, as in candle-transformers.
     let untied = qwen2::Config {
         tie_word_embeddings: false,

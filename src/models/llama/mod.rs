@@ -33,6 +33,7 @@ static KIND: Kind = Kind {
     gguf_style: RopeStyle::Interleaved,
     norm: NormKind::Rms,
     head_norms: false,
+    side_by_side: false,
     activation: Activation::SwiGlu,
     biases: Biases::NONE,
 };
