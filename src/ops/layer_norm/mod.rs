@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64};
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
@@ -83,7 +83,10 @@ impl CustomOp1 for LayerNorm<'_> {
 impl LayerNorm<'_> {
     fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let level = simd::level();
-        trace::record(OP, || format!("cpu {} {}", level.name(), T::DTYPE.as_str()));
+        trace::record(OP, || {
+            let gathered = gathered(layout);
+            format!("cpu {} {}{gathered}", level.name(), T::DTYPE.as_str())
+        });
         let x = elements::<T>(x, layout)?;
         let (storage, weight_layout) = self.weight.storage_and_layout();
         let weight = elements::<T>(cpu_storage(&storage)?, weight_layout)?;

@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64};
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
@@ -140,7 +140,12 @@ impl RmsNorm<'_> {
             } else {
                 ""
             };
-            format!("cpu {} {}{residual}", level.name(), T::DTYPE.as_str())
+            let gathered = gathered(layout);
+            format!(
+                "cpu {} {}{residual}{gathered}",
+                level.name(),
+                T::DTYPE.as_str()
+            )
         });
         let x = elements::<T>(x, layout)?;
         let (storage, weight_layout) = self.weight.storage_and_layout();

@@ -56,13 +56,20 @@ pub(super) fn forward(
     let launcher = Launcher::new(device)?;
     // SAFETY: the guards have checked that the tensors have these shapes and lie on the device; the
     // stream that runs the kernels is the one that frees them.
-    let rows = unsafe { product(&launcher, &mut Scratch::new(device), &held.weights, &at)? };
-    trace::record(op.name, || format!("cuda {rows} {}", op.path()));
+    unsafe { product(&launcher, &mut Scratch::new(device), &held.weights, &at)? };
+    trace::record(op.name, || {
+        let path = op.path();
+        match Few::new(&launcher, &held.weights, &at) {
+            Ok(Some(few)) => format!("cuda few rows {path}, {}", few.path(launcher.gpu)),
+            _ if m > FEW => format!("cuda many rows {path}"),
+            _ => format!("cuda many rows {path}: no kernel for few rows takes it"),
+        }
+    });
     Ok((out, Shape::from(dims)))
 }
 
 /// Launches a product of any number of rows, by the kernels for few rows if they take it, else by
-/// the library, and tells which of the two.
+/// the library.
 ///
 /// # Errors
 /// If the weights are not on the GPU, or memory is short.
@@ -75,18 +82,15 @@ pub(crate) unsafe fn product(
     scratch: &mut Scratch,
     weights: &[Weight],
     at: &ProductAt,
-) -> Result<&'static str> {
+) -> Result<()> {
     // SAFETY: the caller's.
     unsafe {
         if let Some(product) = Few::new(launcher, weights, at)? {
-            few(launcher, &product)?;
-            return Ok("few rows");
-        }
-        if weights.iter().any(Weight::is_quantized) {
-            many_blocks(launcher, scratch, weights, at)?;
+            few(launcher, &product)
+        } else if weights.iter().any(Weight::is_quantized) {
+            many_blocks(launcher, scratch, weights, at)
         } else {
-            many_rows(launcher, scratch, &ManyRows::new(weights, at)?)?;
+            many_rows(launcher, scratch, &ManyRows::new(weights, at)?)
         }
     }
-    Ok("many rows")
 }

@@ -90,6 +90,15 @@ impl Few {
 }
 
 impl Few {
+    /// The kernel of each part, for the trace.
+    pub fn path(&self, gpu: &Gpu) -> String {
+        let paths = self.parts.iter().map(|part| match part {
+            Part::Blocks(_) => "blocks".to_owned(),
+            Part::Dense(part) => part.path(gpu),
+        });
+        paths.collect::<Vec<_>>().join(" and ")
+    }
+
     /// The product, if dense weights of one dtype are all there is to it.
     pub fn dense(&self) -> Option<&FewRows> {
         match &self.parts[..] {
