@@ -30,6 +30,15 @@ const GRAIN: usize = 16 * 1024;
 ///
 /// # Errors
 /// If shapes, dtypes or devices do not fit.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let x = Tensor::new(&[[1f32, 3.]], &Device::Cpu)?;
+/// let (one, zero) = (Tensor::ones(2, DType::F32, &Device::Cpu)?, Tensor::zeros(2, DType::F32, &Device::Cpu)?);
+/// let y = candle_fused::ops::layer_norm(&x, &one, Some(&zero), 0.)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[-1., 1.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     let Some(&k) = x.dims().last() else {
         bail!("{OP}: x is a scalar, expected [.., K]");
