@@ -108,7 +108,8 @@ impl Args {
 /// What a greedy generation took.
 struct Run {
     prefill: Duration,
-    decode: Duration,
+    /// One for each token after the first.
+    steps: Vec<Duration>,
 }
 
 fn main() -> ExitCode {
@@ -203,8 +204,8 @@ fn compare(
         }
     }
     let decode = |runs: &[Run]| {
-        let rate = |run: &Run| (args.sample_len - 1) as f64 / run.decode.as_secs_f64();
-        median(runs.iter().map(rate).collect())
+        let steps = runs.iter().flat_map(|run| &run.steps);
+        1. / median(steps.map(Duration::as_secs_f64).collect())
     };
     let mut table = report::Table::default();
     for (i, (name, model)) in forms.iter_mut().enumerate() {
@@ -237,13 +238,14 @@ fn generate(model: &mut dyn Model, prompt: &[u32], count: usize, device: &Device
     let ids = Tensor::new(prompt, device)?.unsqueeze(0)?;
     let mut token = likeliest(&model.forward(&ids, 0)?)?;
     let prefill = begun.elapsed();
-    let begun = Instant::now();
+    let mut steps = Vec::with_capacity(count);
     for i in 1..count {
+        let begun = Instant::now();
         let ids = Tensor::new(&[[token]], device)?;
         token = likeliest(&model.forward(&ids, prompt.len() + i - 1)?)?;
+        steps.push(begun.elapsed());
     }
-    let decode = begun.elapsed();
-    Ok(Run { prefill, decode })
+    Ok(Run { prefill, steps })
 }
 
 /// How far the logits are from plain candle's in f32 when they follow the same tokens, and how many

@@ -1,9 +1,14 @@
 //! The model of `examples/adopt.rs`: its three forms give the same output, and the last is fused.
 
 use crate::adopt_example::{Config, Model, layers, likeliest, ops, plain, weights};
-use crate::support::devices;
+use crate::support::{devices, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_fused::trace;
+use candle_fused::Fusion;
+use candle_fused::nn::{
+    self, Attention, AttentionConfig, KvCache, Projection, RotaryEmbedding, Tokens,
+};
+use candle_fused::ops::RopeStyle;
+use candle_fused::trace::{self, Calls};
 
 const CONFIG: Config = Config {
     vocab: 97,
@@ -148,4 +153,83 @@ fn every_step_of_a_layer_is_fused() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Attention of one layer, as `layers.rs` has it, with the fusions asked for.
+fn attend(fusion: Fusion, device: &Device) -> Result<(Tensor, Calls)> {
+    let vb = weights(&CONFIG, DType::F32, device)?.pp("model.layers.0.self_attn");
+    let layer = |name: &str, rows| nn::linear_no_bias(CONFIG.hidden, rows, vb.pp(name));
+    let config = AttentionConfig {
+        heads: CONFIG.heads,
+        kv_heads: CONFIG.kv_heads,
+        head_dim: CONFIG.head_dim(),
+        window: None,
+    };
+    let [q, kv, _] = config.widths();
+    let qkv = vec![
+        layer("q_proj", q)?,
+        layer("k_proj", kv)?,
+        layer("v_proj", kv)?,
+    ];
+    let output = layer("o_proj", CONFIG.hidden)?;
+    let qkv = Projection::from_linears(qkv)?;
+    let attention = Attention::new(qkv, output.clone().into(), config, fusion);
+    let rotary = RotaryEmbedding::with_theta(32, 1e4, 24, RopeStyle::HalfSplit, device)?;
+    let x = layer("q_proj", q)?.weight().narrow(0, 0, 10)?;
+    let x = x.reshape((2, 5, CONFIG.hidden))?;
+    let at = Tokens {
+        position: 0,
+        rotary: &rotary,
+        mask: None,
+    };
+    let mut cache = KvCache::new(2, 8);
+    let (y, calls) = trace::capture(|| attention.forward(&x, None, &x, &at, &mut cache));
+    let y = y?;
+    assert_eq!(cache.current_seq_len(), 5);
+    // In its two halves, over a cache that has been used.
+    cache.reset();
+    let halves = output.forward_residual(&attention.attend(&x, None, &at, &mut cache)?, &x)?;
+    assert_eq!(values(&halves)?, values(&y)?);
+    Ok((y, calls))
+}
+
+#[test]
+fn an_op_can_be_ruled_out() -> Result<()> {
+    for device in devices() {
+        let (fused, calls) = attend(Fusion::all(), &device)?;
+        assert_eq!(calls.count("flash_attention"), 1, "{calls}");
+        let without = Fusion {
+            flash_attention: false,
+            ..Fusion::all()
+        };
+        for fusion in [without, Fusion::none()] {
+            let (plain, calls) = attend(fusion, &device)?;
+            assert_eq!(calls.count("flash_attention"), 0, "{calls}");
+            let error = widest_error(&fused, &values(&plain)?)?;
+            assert!(error < 1e-5, "{device:?} {fusion}: {error:e}");
+        }
+    }
+    Ok(())
+}
+
+/// What docs/adopting.md shows stands in the example, or here.
+#[test]
+fn the_page_shows_code_that_is_there() {
+    let page = include_str!("../../docs/adopting.md");
+    let squeezed = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let code = squeezed(concat!(
+        include_str!("../../examples/adopt.rs"),
+        include_str!("../../examples/adopt/plain.rs"),
+        include_str!("../../examples/adopt/ops.rs"),
+        include_str!("../../examples/adopt/layers.rs"),
+        include_str!("adopt.rs"),
+    ));
+    let mut blocks = 0;
+    for block in page.split("```rust").skip(1) {
+        let block = block.split("```").next().unwrap_or_default();
+        let (_, block) = block.split_once('\n').expect("a line behind the fence");
+        assert!(code.contains(&squeezed(block)), "{block}");
+        blocks += 1;
+    }
+    assert!(blocks > 5, "{blocks}");
 }
