@@ -182,7 +182,7 @@ impl Pass {
         };
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of
         // the stream; nothing writes weights, norms or biases.
-        unsafe { product(&self.launcher, &mut self.scratch, weights, &at) }.map(drop)
+        unsafe { product(&self.launcher, &mut self.scratch, weights, &at) }
     }
 
     /// Rotation, append and attention: `[tokens, heads * D]`.

@@ -61,7 +61,7 @@ pub(super) fn forward(
         let path = op.path();
         match Few::new(&launcher, &held.weights, &at) {
             Ok(Some(few)) => format!("cuda few rows {path}, {}", few.path(launcher.gpu)),
-            _ if m > FEW => format!("cuda many rows {path}"),
+            _ if m > few::FEW => format!("cuda many rows {path}"),
             _ => format!("cuda many rows {path}: no kernel for few rows takes it"),
         }
     });

@@ -3,7 +3,7 @@
 use super::blocks::{FewBlocks, few_blocks};
 use super::few::{FEW, FewRows, few_rows};
 use super::gemv::NormAt;
-use crate::cuda::{Address, Launcher, address_of};
+use crate::cuda::{Address, Gpu, Launcher, address_of};
 use crate::ops::linear::{Activation, Weight};
 use candle_core::{DType, Result};
 
