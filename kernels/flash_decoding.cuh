@@ -270,7 +270,7 @@ __device__ __forceinline__ void merge_blocks(const float2* partial, uint32_t blo
   Value r[N];
 #pragma unroll
   for (int e = 0; e < N; ++e) r[e] = {-INFINITY, 0.f, 0.f};
-#pragma unroll 4
+#pragma unroll(N > 1 ? 8 : 4)
   for (uint32_t b = 0; b < blocks; ++b) {
 #pragma unroll
     for (int e = 0; e < N; ++e) {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void merge_all(const Decoding& p, const float2* parti
                                           int total, uint32_t out) {
   for (int i = threadIdx.x; i < total; i += N * THREADS) {
     float y[N];
-    const int count = min(N, (total - i + THREADS - 1) / THREADS);
+    const int count = N == 1 ? 1 : min(N, (total - i + THREADS - 1) / THREADS);
     merge_blocks(partial + i, blocks, step, THREADS, count, y);
 #pragma unroll
     for (int e = 0; e < N; ++e)

@@ -8,11 +8,12 @@
 //! * [`models`]: Llama, Qwen2, Qwen3 and GPT-NeoX with candle-transformers' names and signatures, so
 //!   that changing the import is the whole change.
 //! * [`generation`]: the token loop; on CUDA the whole step inside one graph.
-//! * [`nn`]: the layers that models are made of; they choose between fused and plain.
+//! * [`nn`]: the layers that models are made of, with candle_nn's constructors for models of one's
+//!   own; they choose between fused and plain.
 //! * [`ops`]: the operations as functions on tensors, each a candle custom op.
 //! * [`cpu`]: the cores, with SIMD chosen at run time, and the thread pool.
 //! * [`quant`]: the GGUF block formats.
-//! * [`trace`]: which op ran, how, and how often.
+//! * [`trace`]: which op ran, how, how often, and why it was no faster form.
 //!
 //! [`Fusion`] switches each fusion on or off.
 

@@ -9,18 +9,26 @@
 //! let (y, calls) = candle_fused::trace::capture(|| candle_fused::ops::residual_add(&x, &[&x]));
 //! y?;
 //! assert_eq!(calls.count("residual_add"), 1);
+//! // One line for each kind of call, as `residual_add  1  cpu avx2 f32`.
+//! println!("{calls}");
 //! # Ok::<(), candle_core::Error>(())
 //! ```
+//!
+//! An op that falls back to a slower form says why behind a colon: `cuda scalar f16: rows that are no
+//! whole 16-byte pieces`. What is not in the list was not fused: candle's own operations are not
+//! recorded.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// One kind of call: the op and how it was carried out.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Call {
     /// The op's stem, as in `rms_norm_linear`.
     pub op: &'static str,
-    /// Device, instruction set or kernel, and what was fused in, as in `cpu avx2 q4_1 +swiglu`.
+    /// Device, instruction set or kernel, dtypes and what was fused in, as in `cpu avx2 q4_1 +swiglu`;
+    /// behind a colon, why it was no faster one.
     pub path: String,
 }
 
@@ -52,6 +60,23 @@ impl Calls {
             *ops.entry(call.op).or_default() += n;
         }
         ops
+    }
+}
+
+/// A line for each kind of call: op, count, path.
+impl fmt::Display for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ops = self.counts.keys().map(|call| call.op.len()).max();
+        let numbers = self.counts.values().map(|n| n.to_string().len()).max();
+        let (ops, numbers) = (ops.unwrap_or(0), numbers.unwrap_or(0));
+        if self.counts.is_empty() {
+            return f.write_str("no fused calls");
+        }
+        for (i, (call, n)) in self.counts.iter().enumerate() {
+            let end = if i == 0 { "" } else { "\n" };
+            write!(f, "{end}{:<ops$}  {n:>numbers$}  {}", call.op, call.path)?;
+        }
+        Ok(())
     }
 }
 

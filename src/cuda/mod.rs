@@ -27,5 +27,5 @@ pub(crate) use memory::{
 pub(crate) use module::{Module, fatbin};
 pub(crate) use pinned::Pinned;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
-pub(crate) use rows::Rows;
+pub(crate) use rows::{PIECES, Rows, UNALIGNED};
 pub(crate) use scratch::Scratch;

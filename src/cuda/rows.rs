@@ -8,6 +8,10 @@ const MOST_WARPS: usize = 32;
 /// Warps of a block whose rows have one warp each.
 const ROWS: usize = 4;
 
+/// Why 16-byte accesses do not fit, for the trace.
+pub(crate) const PIECES: &str = "rows that are no whole 16-byte pieces";
+pub(crate) const UNALIGNED: &str = "a tensor that does not begin at 16 bytes";
+
 /// Rows of one width, as kernels over rows take them. The threads of a row depend on its width
 /// alone, so that a row's result does not depend on how many there are.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +22,7 @@ pub(crate) struct Rows {
     pub warps: u32,
     /// Whether 16-byte accesses fit.
     pub vectors: bool,
+    dtype: DType,
 }
 
 impl Rows {
@@ -41,6 +46,7 @@ impl Rows {
                 width,
                 warps: warps as u32,
                 vectors,
+                dtype,
             }),
             _ => bail!("{op}: {rows} rows of {width} are past what the kernel takes"),
         }
@@ -55,8 +61,14 @@ impl Rows {
         }
     }
 
-    /// `vector` or `scalar`, for the trace.
-    pub fn path(&self) -> &'static str {
-        if self.vectors { "vector" } else { "scalar" }
+    /// `vector f32`, or `scalar f32` and why, for the trace.
+    pub fn path(&self) -> String {
+        let dtype = self.dtype.as_str();
+        let bytes = self.width as usize * self.dtype.size_in_bytes();
+        match self.vectors {
+            true => format!("vector {dtype}"),
+            false if !bytes.is_multiple_of(16) => format!("scalar {dtype}: {PIECES}"),
+            false => format!("scalar {dtype}: {UNALIGNED}"),
+        }
     }
 }

@@ -204,7 +204,7 @@ impl Pass {
         };
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of
         // the stream; nothing writes weights, norms or biases.
-        unsafe { product(&self.launcher, &mut self.scratch, held, dense, &at) }.map(drop)
+        unsafe { product(&self.launcher, &mut self.scratch, held, dense, &at) }
     }
 
     /// The weights of a layer; those in blocks, if they all are, are made dense in one launch.

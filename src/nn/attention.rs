@@ -75,6 +75,11 @@ impl Attention {
         }
     }
 
+    /// The projection back.
+    pub fn output(&self) -> &Projection {
+        &self.output
+    }
+
     /// The shape.
     pub fn config(&self) -> AttentionConfig {
         self.config
@@ -101,7 +106,7 @@ impl Attention {
         self.fusion.rope && self.fusion.flash_attention && self.fusion.residual_add
     }
 
-    /// An empty cache for this layer, see [`KvCache::new`].
+    /// An empty cache for this layer, see [`KvCache::with_shape`].
     pub fn new_cache(
         &self,
         batch: usize,
@@ -113,7 +118,7 @@ impl Attention {
         let AttentionConfig {
             kv_heads, head_dim, ..
         } = self.config;
-        KvCache::new((batch, kv_heads, head_dim), start, limit, dtype, device)
+        KvCache::with_shape((batch, kv_heads, head_dim), start, limit, dtype, device)
     }
 
     /// `residual + attention(norm(x))` for x `[B, T, H]` at `position..position + T`.
@@ -129,7 +134,27 @@ impl Attention {
         cache: &mut KvCache,
     ) -> Result<Tensor> {
         let _span = tracing::trace_span!("attention").entered();
+        let y = self.attend(x, norm, at, cache)?;
+        self.output.forward_residual(&y, residual)
+    }
+
+    /// What the heads gather, `[B, T, heads x head_dim]`, for models that do something else with it
+    /// than [`Attention::forward`]; [`Attention::output`] takes it from there.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    pub fn attend(
+        &self,
+        x: &Tensor,
+        norm: Option<&Norm>,
+        at: &Tokens<'_>,
+        cache: &mut KvCache,
+    ) -> Result<Tensor> {
         let (batch, tokens, _) = x.dims3()?;
+        let AttentionConfig {
+            kv_heads, head_dim, ..
+        } = self.config;
+        cache.take_shape((batch, kv_heads, head_dim), x.dtype(), x.device())?;
         let slot = cache.advance(at.position, tokens, batch)?;
         let q = if self.fusion.rope {
             let qkv = self.qkv.forward_joint(x, norm)?;
@@ -140,7 +165,7 @@ impl Attention {
         };
         let (k, v) = cache.views()?;
         let params = AttentionParams {
-            scale: 1. / (self.config.head_dim as f32).sqrt(),
+            scale: 1. / (head_dim as f32).sqrt(),
             causal: at.mask.is_none(),
             window: self.config.window,
             softcap: None,
@@ -151,8 +176,7 @@ impl Attention {
         } else {
             plain_attention(&q, &k, &v, &params)?
         };
-        let y = y.transpose(1, 2)?.reshape((batch, tokens, ()))?;
-        self.output.forward_residual(&y, residual)
+        y.transpose(1, 2)?.reshape((batch, tokens, ()))
     }
 
     /// The fused step: rotated q `[B, Hq, T, D]`; rotated k and v are in the cache.

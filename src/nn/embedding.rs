@@ -5,10 +5,20 @@ use crate::cpu::packed::PackedMatrix;
 use crate::cuda::BlockMatrix;
 #[cfg(feature = "cuda")]
 use crate::ops::embedding::{Table, embedding};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Module, Result, Tensor, bail};
 use std::sync::Arc;
 
 /// A table of rows, looked up by token id.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::nn::Embedding;
+/// let table = Tensor::new(&[[0f32, 1.], [2., 3.]], &Device::Cpu)?;
+/// let embedding = Embedding::new(table, 2);
+/// let rows = embedding.forward(&Tensor::new(&[1u32, 0], &Device::Cpu)?)?;
+/// assert_eq!(rows.to_vec2::<f32>()?, [[2., 3.], [0., 1.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub enum Embedding {
     /// `[vocab, hidden]` in the model's dtype.
@@ -21,10 +31,38 @@ pub enum Embedding {
 }
 
 impl Embedding {
+    /// From a table `[vocab, hidden_size]`, which is what counts: `hidden_size` is there for
+    /// candle_nn's signature.
+    pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
+        let _ = hidden_size;
+        Embedding::Dense(embeddings)
+    }
+
+    /// The table `[vocab, hidden]`, as a head that is tied to it takes it.
+    ///
+    /// # Errors
+    /// If the table is in GGUF blocks.
+    pub fn embeddings(&self) -> Result<&Tensor> {
+        match self {
+            Embedding::Dense(table) => Ok(table),
+            _ => bail!("embedding: the table is in GGUF blocks, expected f32, f16 or bf16"),
+        }
+    }
+
+    /// Columns of the table.
+    pub fn hidden_size(&self) -> usize {
+        match self {
+            Embedding::Dense(table) => table.dims().get(1).copied().unwrap_or(0),
+            Embedding::Packed(table) => table.cols(),
+            #[cfg(feature = "cuda")]
+            Embedding::Blocks(table) => table.cols(),
+        }
+    }
+
     /// Rows of the table.
     pub fn vocab_size(&self) -> usize {
         match self {
-            Embedding::Dense(table) => table.dims()[0],
+            Embedding::Dense(table) => table.dims().first().copied().unwrap_or(0),
             Embedding::Packed(table) => table.rows(),
             #[cfg(feature = "cuda")]
             Embedding::Blocks(table) => table.rows(),
@@ -41,12 +79,28 @@ impl Embedding {
         }
     }
 
-    /// The rows of `ids` `[B, T]` (u32): `[B, T, hidden]`.
+    /// The rows of `ids` (u8, u32 or i64, any shape): their shape and the width.
     ///
     /// # Errors
-    /// If an id is not below the size of the vocabulary.
+    /// If an id is not below the size of the vocabulary, or the ids are not whole numbers.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let ids = ids.to_dtype(DType::U32)?;
+        if let Embedding::Dense(table) = self
+            && table.rank() != 2
+        {
+            bail!(
+                "embedding: the table has shape {:?}, expected [vocab, hidden]",
+                table.shape()
+            );
+        }
+        let ids = match ids.dtype() {
+            DType::U32 | DType::U8 => ids.to_dtype(DType::U32)?,
+            DType::I64 => {
+                let wide = ids.flatten_all()?.to_vec1::<i64>()?;
+                let narrow = wide.iter().map(|id| u32::try_from(*id).unwrap_or(u32::MAX));
+                Tensor::from_iter(narrow, ids.device())?.reshape(ids.dims())?
+            }
+            other => bail!("input_ids: {other:?}, expected u32, u8 or i64"),
+        };
         self.check(&ids.flatten_all()?.to_vec1::<u32>()?)?;
         self.rows(&ids)
     }
@@ -60,27 +114,33 @@ impl Embedding {
         }
     }
 
-    /// The rows of ids `[B, T]` that have been checked.
+    /// The rows of ids that have been checked.
     pub(crate) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
-        let (b, t) = ids.dims2()?;
-        let flat = ids.flatten_all()?;
         #[cfg(feature = "cuda")]
         if let Some(table) = self.table() {
-            return embedding(table, &flat.reshape((b, t))?);
+            return embedding(table, ids);
         }
+        let hidden = self.hidden_size();
+        let shape = [ids.dims(), &[hidden]].concat();
+        let flat = ids.flatten_all()?;
         match self {
-            Embedding::Dense(table) => table.index_select(&flat, 0)?.reshape((b, t, table.dim(1)?)),
+            Embedding::Dense(table) => table.index_select(&flat, 0)?.reshape(shape),
             Embedding::Packed(table) => {
                 let tokens = flat.to_vec1::<u32>()?;
-                let hidden = table.cols();
                 let mut rows = vec![0f32; tokens.len() * hidden];
                 for (id, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {
                     table.dequantize_row(*id as usize, row)?;
                 }
-                Tensor::from_vec(rows, (b, t, hidden), ids.device())
+                Tensor::from_vec(rows, shape, ids.device())
             }
             #[cfg(feature = "cuda")]
             Embedding::Blocks(_) => bail!("input_ids: expected a table on the device of the ids"),
         }
+    }
+}
+
+impl Module for Embedding {
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        Embedding::forward(self, ids)
     }
 }

@@ -6,6 +6,17 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 ///
 /// Capacity grows by doubling up to the limit; steps write in place behind `len` positions, and
 /// attention reads a strided view, so nothing is concatenated or copied from token to token.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::nn::KvCache;
+/// // Names and signatures of candle_nn::kv_cache::KvCache.
+/// let mut cache = KvCache::new(2, 512);
+/// let k = Tensor::ones((1, 2, 5, 64), DType::F32, &Device::Cpu)?;
+/// let (keys, values) = cache.append(&k, &k)?;
+/// assert_eq!((keys.dims(), cache.current_seq_len()), (&[1, 2, 5, 64][..], 5));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct KvCache {
     k: Tensor,
@@ -13,16 +24,42 @@ pub struct KvCache {
     start: usize,
     len: usize,
     limit: usize,
+    /// The dimension of the positions, as whoever made the cache sees it.
+    dim: usize,
+    /// Made without a shape: takes that of the first keys, and grows past the limit.
+    open: bool,
 }
 
 /// Positions beyond a prompt that are made room for at once, so that growing does not fall on the
 /// first tokens behind it.
 const SPARE: usize = 256;
 
+/// The dimension of `[B, Hkv, T, D]` that grows.
+const POSITIONS: usize = 2;
+
 impl KvCache {
+    /// An empty cache that takes shape, dtype and device from the first keys and values.
+    ///
+    /// * `dim`: the dimension of the positions; keys and values are `[B, Hkv, T, D]`, so it has to
+    ///   be 2, which the first keys are refused with otherwise
+    /// * `max_seq_len`: capacity doubles up to here, and past it where more positions come
+    pub fn new(dim: usize, max_seq_len: usize) -> Self {
+        let empty = Tensor::zeros((0, 0, 0, 0), DType::F32, &Device::Cpu)
+            .expect("a tensor without elements needs no memory");
+        Self {
+            k: empty.clone(),
+            v: empty,
+            start: 0,
+            len: 0,
+            limit: max_seq_len,
+            dim,
+            open: true,
+        }
+    }
+
     /// An empty cache for `batch` sequences, whose first slot is position `start` and which takes
     /// at most `limit` positions.
-    pub fn new(
+    pub fn with_shape(
         (batch, heads, head_dim): (usize, usize, usize),
         start: usize,
         limit: usize,
@@ -36,6 +73,8 @@ impl KvCache {
             start,
             len: 0,
             limit,
+            dim: POSITIONS,
+            open: false,
         })
     }
 
@@ -54,6 +93,8 @@ impl KvCache {
             start: 0,
             len: 0,
             limit: capacity,
+            dim: POSITIONS,
+            open: false,
         })
     }
 
@@ -100,6 +141,105 @@ impl KvCache {
         ))
     }
 
+    /// Positions that hold keys and values, as [`KvCache::len`].
+    pub fn current_seq_len(&self) -> usize {
+        self.len
+    }
+
+    /// The keys so far, `[B, Hkv, len, D]`; none before the first.
+    pub fn k(&self) -> Result<Option<Tensor>> {
+        self.part(&self.k)
+    }
+
+    /// The values so far, `[B, Hkv, len, D]`; none before the first.
+    pub fn v(&self) -> Result<Option<Tensor>> {
+        self.part(&self.v)
+    }
+
+    fn part(&self, buffer: &Tensor) -> Result<Option<Tensor>> {
+        match self.len {
+            0 => Ok(None),
+            len => Ok(Some(buffer.narrow(POSITIONS, 0, len)?)),
+        }
+    }
+
+    /// Forgets all positions. The buffers stay for sequences of the same shape; one made by
+    /// [`KvCache::new`] takes on any other.
+    pub fn reset(&mut self) {
+        self.len = 0;
+    }
+
+    /// Writes keys and values `[B, Hkv, T, D]` behind those that are there, and gives views of all,
+    /// `[B, Hkv, len, D]` each.
+    ///
+    /// The views read the cache's own memory: they hold what they show until the cache is
+    /// [reset](KvCache::reset) or set back and written again.
+    ///
+    /// # Errors
+    /// If the two differ in shape, do not fit what is held, or pass the limit of
+    /// [`KvCache::with_shape`].
+    pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        let [batch, heads, tokens, head_dim] = *k.dims() else {
+            bail!(
+                "kv cache: k has shape {:?}, expected [B, Hkv, T, D]",
+                k.shape()
+            );
+        };
+        if v.dims() != k.dims() || v.dtype() != k.dtype() {
+            bail!(
+                "kv cache: v is {:?} {:?}, k is {:?} {:?}",
+                v.dtype(),
+                v.shape(),
+                k.dtype(),
+                k.shape()
+            );
+        }
+        self.take_shape((batch, heads, head_dim), k.dtype(), k.device())?;
+        let slot = self.advance(self.start + self.len, tokens, batch)?;
+        if tokens > 0 {
+            for (buffer, part) in [(&self.k, k), (&self.v, v)] {
+                let part = part.to_dtype(buffer.dtype())?.contiguous()?;
+                buffer.slice_set(&part, POSITIONS, slot)?;
+            }
+        }
+        self.views()
+    }
+
+    /// Makes sure that keys of this shape can be written; an empty cache made by [`KvCache::new`]
+    /// takes the shape on.
+    ///
+    /// # Errors
+    /// If they cannot.
+    pub(crate) fn take_shape(
+        &mut self,
+        (batch, heads, head_dim): (usize, usize, usize),
+        dtype: DType,
+        device: &Device,
+    ) -> Result<()> {
+        if self.dim != POSITIONS {
+            bail!(
+                "kv cache: dim is {}, expected 2: keys and values are [B, Hkv, T, D]",
+                self.dim
+            );
+        }
+        let (b, h, _, d) = self.k.dims4()?;
+        let fits = (h, d) == (heads, head_dim) && self.k.device().same_device(device);
+        if self.open && self.len == 0 {
+            if !(fits && b == batch && self.k.dtype() == dtype) {
+                let empty = Tensor::zeros((batch, heads, 0, head_dim), dtype, device)?;
+                (self.k, self.v) = (empty.clone(), empty);
+            }
+        } else if !fits {
+            bail!(
+                "kv cache: keys are [{batch}, {heads}, T, {head_dim}] on {:?}, the cache holds \
+                 [{b}, {h}, T, {d}] on {:?}",
+                device.location(),
+                self.k.device().location()
+            );
+        }
+        Ok(())
+    }
+
     /// Makes room for `tokens` positions from `position` on, counts them as written and returns the
     /// slot of the first; what stood there or behind is given up.
     ///
@@ -119,7 +259,7 @@ impl KvCache {
             ),
         };
         let end = slot + tokens;
-        if end > self.limit {
+        if end > self.limit && !self.open {
             bail!(
                 "kv cache: {end} positions are past the context length of {}: shorten the prompt \
                  or generate fewer tokens",
@@ -127,7 +267,12 @@ impl KvCache {
             );
         }
         if end > capacity {
-            let grown = (end + SPARE).max(2 * capacity).min(self.limit);
+            let doubled = (end + SPARE).max(2 * capacity);
+            let grown = if end <= self.limit {
+                doubled.min(self.limit)
+            } else {
+                doubled
+            };
             let grow = |old: &Tensor| -> Result<Tensor> {
                 let new = Tensor::zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
                 copy_slots(old, &new, slot)?;

@@ -92,6 +92,11 @@ impl Projection {
         }
     }
 
+    /// With this bias, `[sum of N_i]`.
+    pub(crate) fn with_bias(self, bias: Option<Tensor>) -> Self {
+        Self { bias, ..self }
+    }
+
     /// The matrices and the bias, if the product is fused with whatever is around it.
     #[cfg(feature = "cuda")]
     pub(crate) fn fused_parts(&self) -> Option<(&[Weight], Option<&Tensor>)> {

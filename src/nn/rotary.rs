@@ -1,13 +1,27 @@
 //! Rotary position tables.
 
-use crate::ops::RopeStyle;
-use candle_core::{Device, Result, Tensor};
+use crate::ops::{self, RopeStyle, Rotation};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Cosines and sines of `position * frequency`, `[positions, R / 2]` in f32 each, made as far as
 /// they are needed (RoFormer, Su et al. 2021).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::nn::RotaryEmbedding;
+/// use candle_fused::ops::RopeStyle;
+/// let rotary = RotaryEmbedding::with_theta(64, 1e4, 512, RopeStyle::HalfSplit, &Device::Cpu)?;
+/// let q = Tensor::ones((1, 8, 3, 64), DType::F32, &Device::Cpu)?;
+/// let k = Tensor::ones((1, 2, 3, 64), DType::F32, &Device::Cpu)?;
+/// // Three tokens behind 100 others.
+/// let (q, k) = rotary.apply(&q, &k, 100)?;
+/// # assert_eq!((q.dims(), k.dims()), (&[1, 8, 3, 64][..], &[1, 2, 3, 64][..]));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct RotaryEmbedding {
-    frequencies: Vec<f32>,
+    /// None where the tables were given.
+    frequencies: Option<Vec<f32>>,
     style: RopeStyle,
     cos: Tensor,
     sin: Tensor,
@@ -18,11 +32,84 @@ impl RotaryEmbedding {
     pub fn new(frequencies: Vec<f32>, style: RopeStyle, device: &Device) -> Result<Self> {
         let (cos, sin) = tables(&frequencies, 0, device)?;
         Ok(Self {
-            frequencies,
+            frequencies: Some(frequencies),
             style,
             cos,
             sin,
         })
+    }
+
+    /// Tables for `max_positions` with the frequencies `theta^(-2i / dims)`.
+    ///
+    /// * `dims`: dimensions of a head that are rotated, the first ones; all of them in most models
+    /// * `theta`: `rope_theta` of the configuration
+    ///
+    /// # Errors
+    /// If `dims` is not even, or `theta` is not a positive number.
+    pub fn with_theta(
+        dims: usize,
+        theta: f32,
+        max_positions: usize,
+        style: RopeStyle,
+        device: &Device,
+    ) -> Result<Self> {
+        if dims == 0 || !dims.is_multiple_of(2) {
+            bail!("rotary embedding: dims is {dims}, expected an even number above 0");
+        }
+        if !(theta > 0. && theta.is_finite()) {
+            bail!("rotary embedding: theta is {theta}, expected a positive number");
+        }
+        let frequencies = (0..dims)
+            .step_by(2)
+            .map(|i| 1f32 / theta.powf(i as f32 / dims as f32));
+        let mut rotary = Self::new(frequencies.collect(), style, device)?;
+        rotary.reserve(max_positions)?;
+        Ok(rotary)
+    }
+
+    /// From tables that are there already, `[positions, R / 2]` each: a column for each pair, as
+    /// `candle_nn::rotary_emb::rope` takes them. They are kept in f32 and do not grow.
+    ///
+    /// # Errors
+    /// If the tables differ in shape or device, or are not two-dimensional.
+    pub fn from_tables(cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Self> {
+        if cos.rank() != 2 || sin.dims() != cos.dims() {
+            bail!(
+                "rotary embedding: cos has shape {:?} and sin {:?}, expected [positions, R / 2] twice",
+                cos.shape(),
+                sin.shape()
+            );
+        }
+        if !sin.device().same_device(cos.device()) {
+            bail!("rotary embedding: sin and cos are on different devices");
+        }
+        let table = |t: &Tensor| t.to_dtype(DType::F32)?.contiguous();
+        Ok(Self {
+            frequencies: None,
+            style,
+            cos: table(cos)?,
+            sin: table(sin)?,
+        })
+    }
+
+    /// Queries and keys `[B, H, T, D]` rotated as the tokens at `offset..offset + T`, see
+    /// [`rope`](fn@crate::ops::rope).
+    ///
+    /// # Errors
+    /// If shapes, dtypes or devices do not fit, or the positions pass the tables.
+    pub fn apply(&self, q: &Tensor, k: &Tensor, offset: usize) -> Result<(Tensor, Tensor)> {
+        let rotation = self.rotation(offset);
+        Ok((ops::rope(q, &rotation)?, ops::rope(k, &rotation)?))
+    }
+
+    /// What the ops rotate by, for tokens from `position` on.
+    pub fn rotation(&self, position: usize) -> Rotation<'_> {
+        Rotation {
+            cos: &self.cos,
+            sin: &self.sin,
+            position,
+            style: self.style,
+        }
     }
 
     /// Which dimensions form a pair.
@@ -31,12 +118,19 @@ impl RotaryEmbedding {
     }
 
     /// Makes the tables reach `positions`, by doubling.
+    ///
+    /// # Errors
+    /// If the tables were given and end before.
     pub fn reserve(&mut self, positions: usize) -> Result<()> {
         let held = self.cos.dims()[0];
-        if positions > held {
-            let grown = positions.max(2 * held).max(256);
-            (self.cos, self.sin) = tables(&self.frequencies, grown, self.cos.device())?;
+        if positions <= held {
+            return Ok(());
         }
+        let Some(frequencies) = &self.frequencies else {
+            bail!("rotary embedding: position {positions} is past the {held} of the tables given");
+        };
+        let grown = positions.max(2 * held).max(256);
+        (self.cos, self.sin) = tables(frequencies, grown, self.cos.device())?;
         Ok(())
     }
 

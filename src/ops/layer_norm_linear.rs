@@ -21,6 +21,17 @@ use candle_core::{Result, Tensor};
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{Epilogue, layer_norm_linear};
+/// let x = Tensor::new(&[[1f32, 3.]], &Device::Cpu)?;
+/// let norm = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+/// let up = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+/// let parts = layer_norm_linear(&x, &norm, None, 0., &[&up], &Epilogue::default())?;
+/// assert_eq!(parts[0].to_vec2::<f32>()?, [[1.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// [`Activation::SwiGlu`]: super::Activation::SwiGlu
 pub fn layer_norm_linear(
     x: &Tensor,

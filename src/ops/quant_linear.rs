@@ -24,6 +24,22 @@ use candle_core::{Result, Tensor};
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.
+///
+/// ```
+/// use candle_core::quantized::{GgmlDType, QTensor};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::cpu::packed::PackedMatrix;
+/// use candle_fused::ops::{Epilogue, Prologue, Weight, quant_linear};
+/// use std::sync::Arc;
+/// let w = Tensor::ones((2, 32), DType::F32, &Device::Cpu)?;
+/// let blocks = QTensor::quantize(&w, GgmlDType::Q8_0)?;
+/// let packed = PackedMatrix::pack(GgmlDType::Q8_0, 2, 32, &blocks.data()?)?;
+/// let x = Tensor::ones((1, 32), DType::F32, &Device::Cpu)?;
+/// let weights = [Weight::Packed(Arc::new(packed))];
+/// let y = quant_linear(&x, Prologue::None, &weights, &Epilogue::default())?;
+/// assert!((y.to_vec2::<f32>()?[0][1] - 32.).abs() < 0.1);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn quant_linear(
     x: &Tensor,
     prologue: Prologue<'_>,

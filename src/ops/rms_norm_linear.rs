@@ -20,6 +20,18 @@ use candle_core::{D, Result, Tensor};
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{Epilogue, rms_norm_linear};
+/// let ones = |dims: &[usize]| Tensor::ones(dims, DType::F32, &Device::Cpu);
+/// let (x, norm) = (ones(&[1, 4])?.affine(3., 0.)?, ones(&[4])?);
+/// let (q, k) = (ones(&[2, 4])?, ones(&[1, 4])?);
+/// let parts = rms_norm_linear(&x, &norm, 0., &[&q, &k], &Epilogue::default())?;
+/// assert_eq!(parts[0].to_vec2::<f32>()?, [[4., 4.]]);
+/// assert_eq!(parts[1].to_vec2::<f32>()?, [[4.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// [`Activation::SwiGlu`]: super::Activation::SwiGlu
 pub fn rms_norm_linear(
     x: &Tensor,

@@ -109,6 +109,15 @@ fn reach(layout: &Layout) -> Option<usize> {
     Some(last)
 }
 
+/// What the trace says of an input that [`elements`] has to gather.
+pub(super) fn gathered(layout: &Layout) -> &'static str {
+    if layout.is_contiguous() {
+        ""
+    } else {
+        ": a view, gathered first"
+    }
+}
+
 fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize], offset: usize, out: &mut Vec<T>) {
     match (dims, strides) {
         ([], _) | (_, []) => out.push(data[offset]),

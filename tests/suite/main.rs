@@ -1,5 +1,6 @@
 //! The integration tests: one binary, a module per op and per model.
 
+mod adopt;
 mod app;
 mod dense;
 mod flash_attention;
@@ -16,6 +17,7 @@ mod llama;
 mod llama_gguf;
 mod models;
 mod models_gguf;
+mod nn;
 mod quant_linear;
 mod qwen;
 mod residual_add;
@@ -31,3 +33,6 @@ mod support;
 #[path = "../../examples/common/mod.rs"]
 #[allow(dead_code, reason = "the tests use parts of what the examples share")]
 mod common;
+
+#[path = "../../examples/adopt/mod.rs"]
+mod adopt_example;

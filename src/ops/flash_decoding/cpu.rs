@@ -13,7 +13,10 @@ pub(super) fn forward(
     qkv: &CpuStorage,
     layout: &Layout,
 ) -> Result<(CpuStorage, Shape)> {
-    trace::record(OP, || format!("cpu {}", qkv.dtype().as_str()));
+    trace::record(OP, || {
+        let (q, kv) = (qkv.dtype().as_str(), op.k_cache.dtype().as_str());
+        format!("cpu by rope and flash_attention q {q} kv {kv}")
+    });
     let (batch, width) = layout.shape().dims2()?;
     let qkv = rows(qkv, layout)?;
     let (slots, positions) = (op.k_cache.dims()[2], op.config.cos.dims()[0]);

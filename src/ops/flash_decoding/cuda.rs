@@ -1,7 +1,9 @@
 //! The CUDA form: one launch for a whole step of attention.
 
 use super::{OP, Op};
-use crate::cuda::{Address, Gpu, Grid, Launcher, Module, address, address_of, alloc, fatbin};
+use crate::cuda::{
+    Address, Gpu, Grid, Launcher, Module, UNALIGNED, address, address_of, alloc, fatbin,
+};
 use crate::ops::RopeStyle;
 use crate::ops::view::dtype_index;
 use crate::trace;
@@ -147,25 +149,34 @@ struct Shares {
 }
 
 impl StepShape {
+    /// The tensor-core kernel's place and that of its type, or why there is none.
+    fn tensor(
+        &self,
+        gpu: &Gpu,
+        aligned: bool,
+    ) -> std::result::Result<(usize, usize), &'static str> {
+        let half = match self.cache_dtype {
+            DType::F16 => 0,
+            // Turing has no bf16.
+            DType::BF16 if gpu.arch >= 80 => 1,
+            _ => return Err("no tensor cores for the cache's type"),
+        };
+        match TENSOR.iter().position(|(dim, _)| *dim == self.head_dim) {
+            None => Err("no tensor-core form of this head dimension"),
+            Some(_) if !aligned => Err(UNALIGNED),
+            Some(i) => Ok((i, half)),
+        }
+    }
+
     /// `aligned`: whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do;
     /// `keys`: as for [`Prepared::new`].
     fn shares(&self, gpu: &Gpu, aligned: bool, keys: Option<usize>) -> Shares {
-        let half = match self.cache_dtype {
-            DType::F16 if aligned => Some(0),
-            // Turing has no bf16.
-            DType::BF16 if aligned && gpu.arch >= 80 => Some(1),
-            _ => None,
-        };
-        let tensor = TENSOR
-            .iter()
-            .position(|(dim, _)| *dim == self.head_dim)
-            .zip(half);
-        let (kernel, keys, most, queries) = match tensor {
-            Some((i, half)) => {
+        let (kernel, keys, most, queries) = match self.tensor(gpu, aligned) {
+            Ok((i, half)) => {
                 let queries = self.head_dim / 16 * 512;
                 (2 * i + half, keys.unwrap_or(TENSOR[i].1), HEADS, queries)
             }
-            None => {
+            Err(_) => {
                 let fits = |any: &&(usize, usize, usize)| self.head_dim <= any.0;
                 let (_, kernel, most) = *ANY.iter().find(fits).unwrap_or(&ANY[2]);
                 (kernel, ANY_KEYS, most, 0)
@@ -336,21 +347,14 @@ pub(super) fn forward(
     let width = config.heads * head_dim;
     let out = alloc(OP, device, qkv.dtype(), sequences * width)?;
     let stream = device.cuda_stream();
-    let partial = device.alloc_zeros::<u8>(shape.partial_bytes(launcher.gpu))?;
+    let partial_bytes = shape.partial_bytes(launcher.gpu);
+    let partial = alloc(OP, device, DType::U8, partial_bytes)?;
     let counters = device.alloc_zeros::<u32>(shape.counters(launcher.gpu))?;
     let norms = config
         .norms
         .map(|n| Ok::<_, candle_core::Error>((n.q.contiguous()?, n.k.contiguous()?)));
     let norms = norms.transpose()?;
     let norm = |which: Option<&candle_core::Tensor>| which.map_or(Ok(0), address_of);
-    trace::record(OP, || {
-        let norms = if norms.is_some() { " +norms" } else { "" };
-        format!(
-            "cuda {} {}{norms}",
-            qkv.dtype().as_str(),
-            op.k_cache.dtype().as_str()
-        )
-    });
     let step = Step {
         qkv: address(qkv, layout)?,
         q_norm: norm(norms.as_ref().map(|n| &n.0))?,
@@ -361,7 +365,7 @@ pub(super) fn forward(
         k_cache: address_of(op.k_cache)?,
         v_cache: address_of(op.v_cache)?,
         out: address(&out, &Layout::contiguous(sequences * width))?,
-        partial: partial.device_ptr(&stream).0,
+        partial: address(&partial, &Layout::contiguous(partial_bytes))?,
         counters: counters.device_ptr(&stream).0,
         position: address_of(&position)?,
         shape,
@@ -370,6 +374,14 @@ pub(super) fn forward(
         softcap: config.softcap.unwrap_or(0.),
         window: config.window.unwrap_or(0),
     };
+    trace::record(OP, || {
+        let norms = if norms.is_some() { " +norms" } else { "" };
+        let (q, kv) = (qkv.dtype().as_str(), op.k_cache.dtype().as_str());
+        match shape.tensor(launcher.gpu, step.is_aligned()) {
+            Ok(_) => format!("cuda mma q {q} kv {kv}{norms}"),
+            Err(reason) => format!("cuda plain q {q} kv {kv}{norms}: {reason}"),
+        }
+    });
     // SAFETY: the guards have checked the shapes; scratch memory is made above in the sizes asked
     // for, and freed behind the launch on the same stream.
     unsafe { launch(&launcher, &step)? };

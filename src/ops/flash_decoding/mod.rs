@@ -57,6 +57,30 @@ pub struct FlashDecoding<'a> {
 ///
 /// # Errors
 /// If shapes, dtypes or devices do not fit, by the name of the argument.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{FlashDecoding, RopeStyle, flash_decoding};
+/// let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu);
+/// let (cos, sin) = (zeros(&[16, 4])?.cos()?, zeros(&[16, 4])?);
+/// let config = FlashDecoding {
+///     heads: 2,
+///     cos: &cos,
+///     sin: &sin,
+///     style: RopeStyle::HalfSplit,
+///     norms: None,
+///     scale: 8f32.powf(-0.5),
+///     window: None,
+///     softcap: None,
+/// };
+/// // The first token sees only itself, so its value comes out.
+/// let (k_cache, v_cache) = (zeros(&[1, 1, 16, 8])?, zeros(&[1, 1, 16, 8])?);
+/// let qkv = Tensor::ones((1, 32), DType::F32, &Device::Cpu)?;
+/// let position = Tensor::new(&[0u32], &Device::Cpu)?;
+/// let y = flash_decoding(&qkv, &k_cache, &v_cache, &position, &config)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[1.; 16]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_decoding(
     qkv: &Tensor,
     k_cache: &Tensor,

@@ -97,8 +97,10 @@ pub(super) fn forward(
     };
     trace::record(OP, || {
         let rows = Rows::new(OP, at.rows, width, at.dtype, &at.addresses());
-        let path = rows.map_or("", |rows| rows.path());
-        format!("cuda {path} {}", at.dtype.as_str())
+        format!(
+            "cuda {}",
+            rows.map_or_else(|e| e.to_string(), |rows| rows.path())
+        )
     });
     // SAFETY: the guards have checked the shapes; the tensors live through the call, and the
     // stream that runs the kernel is the one that frees them.

@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64};
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
@@ -30,6 +30,15 @@ const GRAIN: usize = 16 * 1024;
 ///
 /// # Errors
 /// If shapes, dtypes or devices do not fit.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let x = Tensor::new(&[[1f32, 3.]], &Device::Cpu)?;
+/// let (one, zero) = (Tensor::ones(2, DType::F32, &Device::Cpu)?, Tensor::zeros(2, DType::F32, &Device::Cpu)?);
+/// let y = candle_fused::ops::layer_norm(&x, &one, Some(&zero), 0.)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[-1., 1.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     let Some(&k) = x.dims().last() else {
         bail!("{OP}: x is a scalar, expected [.., K]");
@@ -83,7 +92,10 @@ impl CustomOp1 for LayerNorm<'_> {
 impl LayerNorm<'_> {
     fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let level = simd::level();
-        trace::record(OP, || format!("cpu {} {}", level.name(), T::DTYPE.as_str()));
+        trace::record(OP, || {
+            let gathered = gathered(layout);
+            format!("cpu {} {}{gathered}", level.name(), T::DTYPE.as_str())
+        });
         let x = elements::<T>(x, layout)?;
         let (storage, weight_layout) = self.weight.storage_and_layout();
         let weight = elements::<T>(cpu_storage(&storage)?, weight_layout)?;

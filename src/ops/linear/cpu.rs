@@ -7,7 +7,7 @@ use super::{Activation, Prologue, Weight};
 use crate::cpu::packed::{Q8Activations, ROW_GROUP};
 use crate::cpu::simd::{self, Level};
 use crate::cpu::{dense, norm, pool};
-use crate::ops::view::{Float, cpu_storage, dispatch_float, elements};
+use crate::ops::view::{Float, cpu_storage, dispatch_float, elements, gathered};
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
@@ -32,7 +32,8 @@ pub(super) fn forward(
     layout: &Layout,
 ) -> Result<(CpuStorage, Shape)> {
     trace::record(op.name, || {
-        format!("cpu {} {}", simd::level().name(), op.path())
+        let gathered = gathered(layout);
+        format!("cpu {} {}{gathered}", simd::level().name(), op.path())
     });
     dispatch_float!(x.dtype(), op.name, "x", T => forward_as::<T>(op, x, layout))
 }

@@ -1,7 +1,7 @@
 //! The CUDA form: one pass, 16 bytes a thread where the addresses allow it.
 
 use super::OP;
-use crate::cuda::{Address, Grid, Launcher, Module, address, address_of, alloc, fatbin};
+use crate::cuda::{Address, Grid, Launcher, Module, UNALIGNED, address, address_of, alloc, fatbin};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -48,8 +48,11 @@ pub(super) fn forward(
     let [x_at, a, b, y] = addresses;
     let vectors = addresses.iter().all(|a| a.is_multiple_of(16));
     trace::record(OP, || {
-        let width = if vectors { "vector" } else { "scalar" };
-        format!("cuda {width} {}", x.dtype().as_str())
+        let dtype = x.dtype().as_str();
+        match vectors {
+            true => format!("cuda vector {dtype}"),
+            false => format!("cuda scalar {dtype}: {UNALIGNED}"),
+        }
     });
     let params = Params {
         x: x_at,

@@ -3,7 +3,9 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float, float64};
+use super::view::{
+    Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float, float64, gathered,
+};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
@@ -88,7 +90,10 @@ impl CustomOp1 for ResidualAdd<'_> {
 impl ResidualAdd<'_> {
     fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let level = simd::level();
-        trace::record(OP, || format!("cpu {} {}", level.name(), T::DTYPE.as_str()));
+        trace::record(OP, || {
+            let gathered = gathered(layout);
+            format!("cpu {} {}{gathered}", level.name(), T::DTYPE.as_str())
+        });
         let x = elements::<T>(x, layout)?;
         let guards: Vec<_> = self
             .residuals

@@ -109,9 +109,9 @@ pub(super) fn forward(
     };
     trace::record(OP, || {
         let rows = Rows::new(OP, at.rows, width, at.dtype, &at.addresses());
-        let path = rows.map_or("", |rows| rows.path());
-        let residual = if at.residual == 0 { "" } else { " +residual" };
-        format!("cuda {path} {}{residual}", at.dtype.as_str())
+        let path = rows.map_or_else(|e| e.to_string(), |rows| rows.path());
+        let residual = if at.residual == 0 { "" } else { "+residual " };
+        format!("cuda {residual}{path}")
     });
     // SAFETY: the guards have checked the shapes; the tensors live through the call, and the
     // stream that runs the kernel is the one that frees them.

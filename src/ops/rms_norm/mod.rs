@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64};
+use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
@@ -56,6 +56,16 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 ///
 /// # Errors
 /// As [`rms_norm`], or if `residual` differs from x in shape, dtype or device.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let x = Tensor::ones((1, 4), DType::F32, &Device::Cpu)?;
+/// let weight = Tensor::ones(4, DType::F32, &Device::Cpu)?;
+/// let (sum, normed) = candle_fused::ops::rms_norm_residual(&x, &x, &weight, 0.)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[2.; 4]]);
+/// assert_eq!(normed.to_vec2::<f32>()?, [[1.; 4]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn rms_norm_residual(
     x: &Tensor,
     residual: &Tensor,
@@ -140,7 +150,12 @@ impl RmsNorm<'_> {
             } else {
                 ""
             };
-            format!("cpu {} {}{residual}", level.name(), T::DTYPE.as_str())
+            let gathered = gathered(layout);
+            format!(
+                "cpu {} {}{residual}{gathered}",
+                level.name(),
+                T::DTYPE.as_str()
+            )
         });
         let x = elements::<T>(x, layout)?;
         let (storage, weight_layout) = self.weight.storage_and_layout();

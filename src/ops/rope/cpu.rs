@@ -2,7 +2,7 @@
 
 use super::{HeadNorms, OP, RopeAppend, Rotation};
 use crate::cpu::{norm, pool, rope as core, simd};
-use crate::ops::view::{Float, cpu_storage, dispatch_float, elements};
+use crate::ops::view::{Float, cpu_storage, dispatch_float, elements, gathered};
 use crate::trace;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -127,7 +127,9 @@ impl CustomOp1 for Rope<'_> {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        trace::record(OP, || format!("cpu {}", x.dtype().as_str()));
+        trace::record(OP, || {
+            format!("cpu scalar {}{}", x.dtype().as_str(), gathered(layout))
+        });
         dispatch_float!(x.dtype(), OP, "x", T => self.forward::<T>(x, layout))
     }
 
@@ -172,7 +174,8 @@ impl CustomOp1 for Queries<'_> {
         trace::record(OP, || {
             let norm = if self.norm.is_some() { " +norm" } else { "" };
             let dtype = qkv.dtype().as_str();
-            format!("cpu {dtype}{norm} +append of {cached} heads")
+            let gathered = gathered(layout);
+            format!("cpu scalar {dtype}{norm} +append of {cached} heads{gathered}")
         });
         dispatch_float!(qkv.dtype(), OP, "qkv", T => self.forward::<T>(qkv, layout))
     }

@@ -1,7 +1,9 @@
 //! The CUDA form: queries, keys and values of all heads in one launch.
 
 use super::{HeadNorms, OP, RopeAppend, RopeStyle, Rotation};
-use crate::cuda::{Address, Grid, Launcher, Module, address, address_of, alloc, fatbin};
+use crate::cuda::{
+    Address, Grid, Launcher, Module, PIECES, UNALIGNED, address, address_of, alloc, fatbin,
+};
 use crate::ops::view::{dtype_index, float};
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -102,12 +104,13 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &RopeAt) -> Result<()> {
         Ok(value) => Ok(value),
         Err(_) => bail!("{OP}: {name} is {value}, past what the kernel takes"),
     };
-    let vectors = at.takes_vectors();
+    let refusal = at.refuses_vectors();
+    let vectors = refusal.is_none();
     let pack = if vectors { at.pack() } else { 1 };
     // Two packs for each lane: those of its pairs.
     let lanes = at.dim.div_ceil(2 * pack).next_power_of_two().min(WARP);
     let rows = at.batch * at.tokens * (at.heads + 2 * at.kv_heads);
-    at.record(vectors);
+    at.record(refusal);
     let params = Params {
         x: at.x,
         y: at.y,
@@ -149,7 +152,8 @@ impl RopeAt {
         16 / self.dtype.size_in_bytes()
     }
 
-    fn takes_vectors(&self) -> bool {
+    /// Why 16-byte accesses do not fit; none if they do.
+    fn refuses_vectors(&self) -> Option<&'static str> {
         let addresses = [
             self.x,
             self.y,
@@ -162,22 +166,36 @@ impl RopeAt {
         ];
         let counts = [self.dim, self.pairs];
         let strides = self.x_strides.iter().chain(&self.y_strides);
-        self.table_dtype == DType::F32
-            && addresses.iter().all(|a| a.is_multiple_of(16))
-            && strides
-                .chain(&counts)
-                .all(|n| n.is_multiple_of(self.pack()))
+        if self.table_dtype != DType::F32 {
+            Some("tables that are not f32")
+        } else if !addresses.iter().all(|a| a.is_multiple_of(16)) {
+            Some(UNALIGNED)
+        } else if !strides
+            .chain(&counts)
+            .all(|n| n.is_multiple_of(self.pack()))
+        {
+            Some(PIECES)
+        } else {
+            None
+        }
     }
 
-    fn record(&self, vectors: bool) {
+    fn record(&self, refusal: Option<&str>) {
         trace::record(OP, || {
-            let width = if vectors { "vector" } else { "scalar" };
+            let width = if refusal.is_none() {
+                "vector"
+            } else {
+                "scalar"
+            };
             let mut path = format!("cuda {width} {}", self.dtype.as_str());
             if self.q_norm != 0 {
                 path.push_str(" +norm");
             }
             if self.kv_heads != 0 {
                 path.push_str(&format!(" +append of {} heads", self.kv_heads));
+            }
+            if let Some(reason) = refusal {
+                path.push_str(&format!(": {reason}"));
             }
             path
         });

@@ -45,6 +45,17 @@ pub struct Rotation<'a> {
 ///
 /// # Errors
 /// If ranks, widths, dtypes or devices do not fit, or the positions pass the tables.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{RopeStyle, Rotation, rope};
+/// // Position 3 turns the only pair by a quarter: (a, b) -> (-b, a).
+/// let (cos, sin) = (Tensor::zeros((4, 1), DType::F32, &Device::Cpu)?, Tensor::ones((4, 1), DType::F32, &Device::Cpu)?);
+/// let rotation = Rotation { cos: &cos, sin: &sin, position: 3, style: RopeStyle::HalfSplit };
+/// let x = Tensor::new(&[[[[1f32, 2.]]]], &Device::Cpu)?;
+/// assert_eq!(rope(&x, &rotation)?.flatten_all()?.to_vec1::<f32>()?, [-2., 1.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn rope(x: &Tensor, rotation: &Rotation<'_>) -> Result<Tensor> {
     let (_, _, tokens, head_dim) = four("x", x)?;
     check_tables(rotation, tokens, head_dim, x)?;
@@ -91,6 +102,28 @@ pub struct RopeAppend<'a> {
 ///
 /// # Errors
 /// As [`rope`], or if the caches do not fit or end before `slot + T`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{RopeAppend, RopeStyle, Rotation, rope_append};
+/// let f32_on_cpu = (DType::F32, &Device::Cpu);
+/// let zeros = |dims: &[usize]| Tensor::zeros(dims, f32_on_cpu.0, f32_on_cpu.1);
+/// let (cos, sin) = (zeros(&[16, 4])?.cos()?, zeros(&[16, 4])?);
+/// let append = RopeAppend {
+///     rotation: Rotation { cos: &cos, sin: &sin, position: 5, style: RopeStyle::HalfSplit },
+///     heads: 2,
+///     kv_heads: 1,
+///     slot: 5,
+///     norms: None,
+/// };
+/// // Two query heads, a key head and a value head of 8, for one token behind five others.
+/// let (k_cache, v_cache) = (zeros(&[1, 1, 16, 8])?, zeros(&[1, 1, 16, 8])?);
+/// let qkv = Tensor::ones((1, 1, 32), DType::F32, &Device::Cpu)?;
+/// let q = rope_append(&qkv, &append, &k_cache, &v_cache)?;
+/// assert_eq!(q.dims(), [1, 2, 1, 8]);
+/// assert_eq!(v_cache.sum_all()?.to_scalar::<f32>()?, 8.);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn rope_append(
     qkv: &Tensor,
     append: &RopeAppend<'_>,

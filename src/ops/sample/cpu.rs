@@ -13,7 +13,7 @@ pub(super) fn forward(
     logits: &CpuStorage,
     layout: &Layout,
 ) -> Result<(CpuStorage, Shape)> {
-    trace::record(OP, || format!("cpu {}", logits.dtype().as_str()));
+    trace::record(OP, || format!("cpu scalar {}", logits.dtype().as_str()));
     let (sequences, vocab) = layout.shape().dims2()?;
     let tokens = dispatch_float!(logits.dtype(), OP, "logits", T => {
         let values = elements::<T>(logits, layout)?;

@@ -2,7 +2,7 @@
 //! weight once.
 
 use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch, spread};
-use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
+use crate::cuda::{Address, Gpu, Grid, Launcher, Module, PIECES, UNALIGNED, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
 use candle_core::{DType, Result, bail};
@@ -122,15 +122,36 @@ impl FewRows {
 
     /// Whether 16-byte accesses fit x, the norm and the weights.
     fn vectors(&self) -> bool {
+        self.refusal().is_none()
+    }
+
+    /// Why 16-byte accesses do not fit x, the norm or the weights; none if they do.
+    fn refusal(&self) -> Option<&'static str> {
         let norm = self.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let fits = |dtype: DType| (self.k * dtype.size_in_bytes()).is_multiple_of(16);
         let weights = self.weights.iter().map(|(address, _)| *address);
-        fits(self.x_dtype)
-            && fits(self.w_dtype)
-            && weights
-                .chain(norm)
-                .chain([self.x])
-                .all(|a| a.is_multiple_of(16))
+        let mut starts = weights.chain(norm).chain([self.x]);
+        if !(fits(self.x_dtype) && fits(self.w_dtype)) {
+            Some(PIECES)
+        } else if !starts.all(|a| a.is_multiple_of(16)) {
+            Some(UNALIGNED)
+        } else {
+            None
+        }
+    }
+
+    /// The kernel that takes the product, for the trace.
+    pub fn path(&self, gpu: &Gpu) -> String {
+        if let Some(reason) = self.refusal() {
+            return format!("scalar: {reason}");
+        }
+        let kernel = self.core(gpu).kernel;
+        match self.small(gpu) {
+            Some(_) => "tensor cores, small",
+            None if kernel < LANES => "tensor cores",
+            None => "vector",
+        }
+        .to_owned()
     }
 
     /// The kernel and how it works.

@@ -58,7 +58,7 @@ pub(super) fn forward(
     let launcher = Launcher::new(device)?;
     // SAFETY: the guards have checked that the tensors have these shapes and lie on the device; the
     // stream that runs the kernels is the one that frees them.
-    let rows = unsafe {
+    unsafe {
         product(
             &launcher,
             &mut Scratch::new(device),
@@ -67,13 +67,19 @@ pub(super) fn forward(
             &at,
         )?
     };
-    trace::record(op.name, || format!("cuda {rows} {}", op.path()));
+    trace::record(op.name, || {
+        let path = op.path();
+        match Few::new(&launcher, &held.weights, &at) {
+            Ok(Some(few)) => format!("cuda few rows {path}, {}", few.path(launcher.gpu)),
+            _ if m > few::FEW => format!("cuda many rows {path}"),
+            _ => format!("cuda many rows {path}: no kernel for few rows takes it"),
+        }
+    });
     Ok((out, Shape::from(dims)))
 }
 
 /// Launches a product of any number of rows, by the kernels for few rows if they take it, else by
-/// the library, and tells which of the two. `dense` is where weights in blocks lie as [`dense_weights`]
-/// leaves them, if they do.
+/// the library. `dense` is where weights in blocks lie as [`dense_weights`] leaves them, if they do.
 ///
 /// # Errors
 /// If the weights are not on the GPU, or memory is short.
@@ -87,18 +93,15 @@ pub(crate) unsafe fn product(
     weights: &[Weight],
     dense: Option<Address>,
     at: &ProductAt,
-) -> Result<&'static str> {
+) -> Result<()> {
     // SAFETY: the caller's.
     unsafe {
         if let Some(product) = Few::new(launcher, weights, at)? {
-            few(launcher, &product)?;
-            return Ok("few rows");
-        }
-        if weights.iter().any(Weight::is_quantized) {
-            many_blocks(launcher, scratch, weights, dense, at)?;
+            few(launcher, &product)
+        } else if weights.iter().any(Weight::is_quantized) {
+            many_blocks(launcher, scratch, weights, dense, at)
         } else {
-            many_rows(launcher, scratch, &ManyRows::new(weights, at)?)?;
+            many_rows(launcher, scratch, &ManyRows::new(weights, at)?)
         }
     }
-    Ok("many rows")
 }

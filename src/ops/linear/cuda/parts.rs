@@ -3,7 +3,7 @@
 use super::blocks::{FewBlocks, few_blocks};
 use super::few::{FEW, FewRows, few_rows};
 use super::gemv::NormAt;
-use crate::cuda::{Address, Launcher, address_of};
+use crate::cuda::{Address, Gpu, Launcher, address_of};
 use crate::ops::linear::{Activation, Weight};
 use candle_core::{DType, Result};
 
@@ -90,6 +90,15 @@ impl Few {
 }
 
 impl Few {
+    /// The kernel of each part, for the trace.
+    pub fn path(&self, gpu: &Gpu) -> String {
+        let paths = self.parts.iter().map(|part| match part {
+            Part::Blocks(_) => "blocks".to_owned(),
+            Part::Dense(part) => part.path(gpu),
+        });
+        paths.collect::<Vec<_>>().join(" and ")
+    }
+
     /// The product, if dense weights of one dtype are all there is to it.
     pub fn dense(&self) -> Option<&FewRows> {
         match &self.parts[..] {

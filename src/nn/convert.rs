@@ -1,0 +1,77 @@
+//! From candle_nn's layers. Weights are shared, not copied.
+
+use super::{Embedding, LayerNorm, Linear, LinearWeight, Norm, RmsNorm};
+use crate::Fusion;
+use candle_core::quantized::QMatMul;
+use candle_core::{Error, Result, Tensor, bail};
+
+impl From<candle_nn::Linear> for Linear {
+    fn from(layer: candle_nn::Linear) -> Self {
+        Self::new(layer.weight().clone(), layer.bias().cloned())
+    }
+}
+
+impl From<candle_nn::RmsNorm> for RmsNorm {
+    fn from(layer: candle_nn::RmsNorm) -> Self {
+        Self::new(layer.weight().clone(), layer.eps())
+    }
+}
+
+/// Fails for a layer that does not remove the mean, which is an [`RmsNorm`].
+impl TryFrom<candle_nn::LayerNorm> for LayerNorm {
+    type Error = Error;
+
+    fn try_from(layer: candle_nn::LayerNorm) -> Result<Self> {
+        if !layer.remove_mean() {
+            bail!("layer_norm: remove_mean is false, expected true; RmsNorm is the form without");
+        }
+        let (weight, bias) = (layer.weight().clone(), layer.bias().cloned());
+        Ok(Self::from_weights(weight, bias, layer.eps(), Fusion::all()))
+    }
+}
+
+impl From<RmsNorm> for Norm {
+    fn from(norm: RmsNorm) -> Self {
+        Norm::Rms(norm)
+    }
+}
+
+impl From<LayerNorm> for Norm {
+    fn from(norm: LayerNorm) -> Self {
+        Norm::Layer(norm)
+    }
+}
+
+impl From<candle_nn::Embedding> for Embedding {
+    fn from(layer: candle_nn::Embedding) -> Self {
+        Self::new(layer.embeddings().clone(), layer.hidden_size())
+    }
+}
+
+impl From<QMatMul> for LinearWeight {
+    fn from(matrix: QMatMul) -> Self {
+        match matrix {
+            QMatMul::QTensor(blocks) => LinearWeight::Quantized(blocks),
+            QMatMul::Tensor(dense) | QMatMul::TensorF16(dense) => LinearWeight::Dense(dense),
+        }
+    }
+}
+
+impl RmsNorm {
+    /// From a weight `[size]`, with every fusion on.
+    pub fn new(weight: Tensor, eps: f64) -> Self {
+        Self::from_weight(weight, eps, Fusion::all())
+    }
+}
+
+impl LayerNorm {
+    /// From a weight and a bias `[size]`, with every fusion on.
+    pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
+        Self::from_weights(weight, Some(bias), eps, Fusion::all())
+    }
+
+    /// From a weight `[size]`, with every fusion on.
+    pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
+        Self::from_weights(weight, None, eps, Fusion::all())
+    }
+}

@@ -1,0 +1,66 @@
+//! candle_nn's constructors: the same names, signatures, tensor names and initial values.
+
+use super::{Embedding, LayerNorm, Linear, RmsNorm};
+use candle_core::Result;
+use candle_nn::{LayerNormConfig, VarBuilder};
+
+/// A layer of `weight` `[out_dim, in_dim]` and `bias` `[out_dim]`, as `candle_nn::linear`.
+///
+/// # Errors
+/// If a tensor is missing or has another shape.
+pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    Ok(candle_nn::linear(in_dim, out_dim, vb)?.into())
+}
+
+/// A layer of `weight` `[out_dim, in_dim]`, as `candle_nn::linear_no_bias`.
+///
+/// # Errors
+/// If the tensor is missing or has another shape.
+pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    Ok(candle_nn::linear_no_bias(in_dim, out_dim, vb)?.into())
+}
+
+/// [`linear`] or [`linear_no_bias`], as `candle_nn::linear_b`.
+///
+/// # Errors
+/// If a tensor is missing or has another shape.
+pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
+    Ok(candle_nn::linear_b(in_dim, out_dim, bias, vb)?.into())
+}
+
+/// A norm of `weight` `[size]`, as `candle_nn::rms_norm`.
+///
+/// # Errors
+/// If the tensor is missing or has another shape.
+pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    Ok(candle_nn::rms_norm(size, eps, vb)?.into())
+}
+
+/// A norm of `weight` and, if `config.affine`, `bias`, `[size]` each, as `candle_nn::layer_norm`; an
+/// f64 stands for a configuration with this eps.
+///
+/// # Errors
+/// If a tensor is missing or has another shape, or `config.remove_mean` is false.
+pub fn layer_norm<C: Into<LayerNormConfig>>(
+    size: usize,
+    config: C,
+    vb: VarBuilder,
+) -> Result<LayerNorm> {
+    candle_nn::layer_norm(size, config, vb)?.try_into()
+}
+
+/// A norm of `weight` `[size]`, as `candle_nn::layer_norm_no_bias`.
+///
+/// # Errors
+/// If the tensor is missing or has another shape.
+pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
+    candle_nn::layer_norm_no_bias(size, eps, vb)?.try_into()
+}
+
+/// A table `weight` `[in_size, out_size]`, as `candle_nn::embedding`.
+///
+/// # Errors
+/// If the tensor is missing or has another shape.
+pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embedding> {
+    Ok(candle_nn::embedding(in_size, out_size, vb)?.into())
+}
