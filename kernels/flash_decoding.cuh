@@ -330,10 +330,9 @@ __device__ __forceinline__ void finish(const Decoding& p, const Shared<Core>& s,
     }
   }
   if (part.active > 1 && is_last(p.counters + at.row, part.active)) {
-    // Several values at once only where there are several: a step of few heads has no time for more
+    // Several values at once only where a thread has many: a short step has no time for more
     // instructions.
-    if (total <= THREADS) merge_all<1, THREADS>(p, partial, part.active, step, total, at.out);
-    else merge_all<4, THREADS>(p, partial, part.active, step, total, at.out);
+    merge_all<Core::DIM >= 256 ? 4 : 1, THREADS>(p, partial, part.active, step, total, at.out);
   }
 }
 
