@@ -16,6 +16,10 @@ use candle_core::Device;
 #[cfg(feature = "cuda")]
 use candle_fused::generation::Options;
 
+#[allow(
+    dead_code,
+    reason = "the examples share one module, and this one takes parts of it"
+)]
 mod common;
 
 use common::args::{self, Args, ModelArgs, Side};
@@ -60,7 +64,8 @@ fn run() -> Result<()> {
     }
 
     let begun = Instant::now();
-    let (weights, text) = weights::open(&located.files)?;
+    let weights = weights::open(&located.files)?;
+    let text = weights.text()?;
     report::say(format_args!(
         "{} ({}, {})",
         located.name,
@@ -124,7 +129,7 @@ fn prompt(args: &Args, text: &Text) -> Result<Vec<u32>> {
 
 /// Compares on the prompt as given, or on the question in the model's chat template.
 fn compare(args: &Args, located: &Located, device: &Device, json: Option<JsonFile>) -> Result<()> {
-    let (_, text) = weights::open(&located.files)?;
+    let text = weights::open(&located.files)?.text()?;
     let prompt = prompt(args, &text)?;
     let comparison = Comparison {
         located,

@@ -114,7 +114,7 @@ impl Comparison<'_> {
     }
 
     fn load(&self, form: Form) -> Result<(Box<dyn TextModel>, Duration)> {
-        let (weights, _) = weights::open(&self.located.files)?;
+        let weights = weights::open(&self.located.files)?;
         // A device of its own, so that one side's settings do not reach the other.
         let device = match self.device {
             Device::Cpu => Device::Cpu,
@@ -132,7 +132,7 @@ impl Comparison<'_> {
     fn dtype_name(&self) -> Result<String> {
         Ok(match self.dtype {
             Some(dtype) => dtype.as_str().to_owned(),
-            None => weights::open(&self.located.files)?.0.stored_as(),
+            None => weights::open(&self.located.files)?.stored_as(),
         })
     }
 
@@ -237,11 +237,9 @@ impl Comparison<'_> {
     /// side is the same model with every fusion off, which runs candle's own operations.
     fn layers(&self, fused: &mut dyn TextModel) -> Result<Vec<LayerError>> {
         let (mut plain, _) = self.load(Form::Fused(Fusion::none()))?;
-        let pairs = (
-            fused.hidden_states(self.prompt)?,
-            plain.hidden_states(self.prompt)?,
-        );
-        let (Some(fused), Some(plain)) = pairs else {
+        let ids = Tensor::new(self.prompt, &Device::Cpu)?.unsqueeze(0)?;
+        let pairs = (fused.hidden_states(&ids)?, plain.hidden_states(&ids)?);
+        let (Some((fused, _)), Some((plain, _))) = pairs else {
             return Ok(Vec::new());
         };
         fused

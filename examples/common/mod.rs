@@ -1,6 +1,7 @@
 //! What the examples of this crate share: the command line, finding a model, tokens, chat templates,
 //! the token loop and the report at the end.
 
+pub mod architecture;
 pub mod args;
 pub mod chat;
 pub mod compare;
@@ -16,6 +17,7 @@ pub mod profile;
 pub mod progress;
 pub mod report;
 pub mod session;
+pub mod shapes;
 pub mod source;
 pub mod stock;
 pub mod token_stream;

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::hub::{Hub, HubOptions};
 use super::pip::{self, Package};
 use super::report::{self, one_line};
+use super::shapes::Shape;
 use super::validate;
 
 /// The model that runs when none is named.
@@ -26,6 +27,8 @@ pub enum ModelFiles {
     },
     /// A model as transformers saves it.
     Safetensors(SafetensorsFiles),
+    /// No files: random weights.
+    Random(Shape),
 }
 
 /// The files of a model as transformers saves it.
@@ -33,7 +36,8 @@ pub enum ModelFiles {
 pub struct SafetensorsFiles {
     pub weights: Vec<PathBuf>,
     pub config: PathBuf,
-    pub tokenizer: PathBuf,
+    /// Needed for text only.
+    pub tokenizer: Option<PathBuf>,
     pub generation_config: Option<PathBuf>,
     pub tokenizer_config: Option<PathBuf>,
     pub chat_template: Option<PathBuf>,
@@ -244,6 +248,7 @@ fn local_model(path: &Path) -> Result<Located> {
     let origin = match &files {
         ModelFiles::Gguf { .. } => format!("GGUF, {}", path.display()),
         ModelFiles::Safetensors(_) => format!("safetensors, {}", path.display()),
+        ModelFiles::Random(_) => "random weights".to_owned(),
     };
     Ok(Located {
         name,
@@ -266,12 +271,6 @@ fn folder(folder: &Path) -> Result<ModelFiles> {
     if !config.is_file() {
         return only_gguf_in(folder);
     }
-    let tokenizer = folder.join("tokenizer.json");
-    ensure!(
-        tokenizer.is_file(),
-        "{} has no tokenizer.json; put the model's beside config.json",
-        folder.display()
-    );
     let index = folder.join("model.safetensors.index.json");
     let single = folder.join("model.safetensors");
     let weights = if single.is_file() {
@@ -295,7 +294,7 @@ fn folder(folder: &Path) -> Result<ModelFiles> {
     Ok(ModelFiles::Safetensors(SafetensorsFiles {
         weights,
         config,
-        tokenizer,
+        tokenizer: optional("tokenizer.json"),
         generation_config: optional("generation_config.json"),
         tokenizer_config: optional("tokenizer_config.json"),
         chat_template: optional("chat_template.jinja"),

@@ -30,7 +30,7 @@ fn load(form: Form, dtype: Option<DType>) -> Result<Box<dyn TextModel>> {
         file: gguf(),
         tokenizer: None,
     };
-    let (weights, _) = weights::open(&files)?;
+    let weights = weights::open(&files)?;
     match form {
         Form::Stock | Form::Settings => stock::load(weights, dtype, &Device::Cpu),
         Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion),
@@ -43,7 +43,7 @@ fn prompt() -> Result<Vec<u32>> {
         tokenizer: None,
     };
     weights::open(&files)?
-        .1
+        .text()?
         .encode_question("Give me three tips for better sleep.")
 }
 
