@@ -1,6 +1,7 @@
 //! What the examples of this crate share: the command line, finding a model, tokens, chat templates,
 //! the token loop and the report at the end.
 
+pub mod app;
 pub mod architecture;
 pub mod args;
 pub mod chat;
@@ -9,8 +10,10 @@ pub mod comparison;
 pub mod fused;
 pub mod generate;
 pub mod gguf_vocab;
+pub mod golden;
 pub mod gpu;
 pub mod hub;
+pub mod measure;
 pub mod pip;
 #[cfg(feature = "cuda")]
 pub mod profile;

@@ -167,6 +167,14 @@ fn random<T: WithDType>(shape: candle_core::Shape, name: &str, mean: f64) -> Res
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
+/// Token ids of a vocabulary, always the same.
+pub fn tokens(count: usize, vocab: usize) -> Vec<u32> {
+    (0..count as u64)
+        .map(|i| (0.5 * (even(0, i) + 1.) * vocab as f64) as u32)
+        .map(|id| id.min(vocab.saturating_sub(1) as u32))
+        .collect()
+}
+
 /// A value of -1 to 1: SplitMix64 (Steele et al. 2014) at its `i`th step.
 fn even(seed: u64, i: u64) -> f64 {
     let mut z = seed.wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));

@@ -59,6 +59,7 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
     if Kind::of(&weights)? == Kind::PlainCandle {
         return fused::load(weights, dtype, device, Fusion::none());
     }
+    let vocab = weights.vocab_size()?;
     match weights {
         Weights::Gguf {
             path,
@@ -66,7 +67,8 @@ pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<B
             mut reader,
             ..
         } if dtype.is_none() => {
-            let sizes = Sizes::of_gguf(&content, architecture).with_context(|| damaged(&path))?;
+            let context = context_of(&content, architecture).with_context(|| damaged(&path))?;
+            let sizes = Sizes { vocab, context };
             guarded(|| blocks(architecture, content, &mut reader, (device, sizes)))
                 .with_context(|| damaged(&path))
         }
@@ -158,19 +160,13 @@ struct Sizes {
     context: usize,
 }
 
-impl Sizes {
-    fn of_gguf(content: &Content, architecture: Architecture) -> Result<Self> {
-        let table = content.tensor_infos.get("token_embd.weight");
-        let vocab = table
-            .and_then(|tensor| tensor.shape.dims().first().copied())
-            .context("it has no tensor token_embd.weight")?;
-        let key = format!("{}.context_length", architecture.gguf());
-        let stated = gguf_vocab::number(content, &key).and_then(|n| usize::try_from(n).ok());
-        let context = match architecture {
-            Architecture::Llama => stated.map_or(MAX_SEQ_LEN, |stated| stated.min(MAX_SEQ_LEN)),
-            _ => stated.with_context(|| format!("it has no {key}"))?,
-        };
-        Ok(Self { vocab, context })
+/// The positions that candle-transformers' model of a GGUF file has.
+fn context_of(content: &Content, architecture: Architecture) -> Result<usize> {
+    let key = format!("{}.context_length", architecture.gguf());
+    let stated = gguf_vocab::number(content, &key).and_then(|n| usize::try_from(n).ok());
+    match architecture {
+        Architecture::Llama => Ok(stated.map_or(MAX_SEQ_LEN, |stated| stated.min(MAX_SEQ_LEN))),
+        _ => stated.with_context(|| format!("it has no {key}")),
     }
 }
 

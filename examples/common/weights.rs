@@ -104,9 +104,37 @@ impl Weights {
                     )
                 })?
             }
-            Self::Random(shape) => return Architecture::named(&model_type(&shape.config())),
+            Self::Random(shape) => {
+                let config = shape.config();
+                return Architecture::named(config["model_type"].as_str().unwrap_or_default());
+            }
         };
         Architecture::named(name)
+    }
+
+    /// Tokens have ids below this.
+    pub fn vocab_size(&self) -> Result<usize> {
+        match self {
+            Self::Gguf { path, content, .. } => {
+                let table = content.tensor_infos.get("token_embd.weight");
+                let rows = table.and_then(|tensor| tensor.shape.dims().first());
+                rows.copied().with_context(|| {
+                    format!(
+                        "{} has no tensor token_embd.weight; fetch it again",
+                        path.display()
+                    )
+                })
+            }
+            Self::Safetensors { files, config } => vocab_size(config).with_context(|| {
+                format!(
+                    "{} has no vocab_size; fetch it again",
+                    files.config.display()
+                )
+            }),
+            Self::Random(shape) => {
+                vocab_size(&shape.config()).context("the shape has no vocab_size")
+            }
+        }
     }
 
     /// The weights as dense tensors of `asked` or of what they are stored as.
@@ -219,8 +247,8 @@ fn config_dtype(config: &Value) -> Option<DType> {
 /// What random weights are unless another dtype is asked for, as checkpoints are published in it.
 const RANDOM: DType = DType::BF16;
 
-fn model_type(config: &Value) -> String {
-    config["model_type"].as_str().unwrap_or_default().to_owned()
+fn vocab_size(config: &Value) -> Option<usize> {
+    config["vocab_size"].as_u64()?.try_into().ok()
 }
 
 /// What to say of a GGUF file that does not load.

