@@ -30,6 +30,10 @@ pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
 
+    /// Run plain candle.
+    #[arg(long, conflicts_with = "fusion")]
+    pub stock: bool,
+
     #[command(flatten)]
     pub sampling: SamplingArgs,
 
@@ -69,7 +73,7 @@ pub enum Side {
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// A GGUF file, a folder with config.json, tokenizer.json and safetensors, or the id of a model
-    /// on the Hugging Face hub [default: HuggingFaceTB/SmolLM2-135M-Instruct].
+    /// on the Hugging Face hub.
     #[arg(long)]
     pub model: Option<String>,
 
@@ -85,12 +89,8 @@ pub struct ModelArgs {
     #[arg(long, value_parser = dtype)]
     pub dtype: Option<DType>,
 
-    /// Run plain candle.
-    #[arg(long)]
-    pub stock: bool,
-
     /// The fused ops to use: names joined by commas, `all` or `none` [default: all].
-    #[arg(long, value_name = "LIST", value_parser = fusion, conflicts_with = "stock")]
+    #[arg(long, value_name = "LIST", value_parser = fusion)]
     pub fusion: Option<Fusion>,
 
     /// On a GPU, launch every kernel of a step instead of replaying a recorded CUDA graph.
@@ -166,10 +166,19 @@ impl SamplingArgs {
     }
 }
 
-/// Reads a command line. Asked for help or the version, prints it and ends the process; anything
-/// wrong is an error of one line.
-pub fn parse<P: Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<P> {
-    P::try_parse_from(arguments).map_err(|error| {
+/// Reads a command line; `default_model` is for `--help`. Asked for help or the version, prints it
+/// and ends the process; anything wrong is an error of one line.
+pub fn parse<P: Parser>(
+    arguments: impl IntoIterator<Item = OsString>,
+    default_model: &str,
+) -> Result<P> {
+    let command = P::command().mut_arg("model", |arg| {
+        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        arg.help(format!("{help} [default: {default_model}]"))
+    });
+    let matches = command.try_get_matches_from(arguments);
+    let parsed = matches.and_then(|mut matches| P::from_arg_matches_mut(&mut matches));
+    parsed.map_err(|error| {
         if !error.use_stderr() {
             error.exit();
         }
@@ -212,7 +221,8 @@ fn non_empty(text: &str) -> Result<String, String> {
     }
 }
 
-fn prompt(text: &str) -> Result<String, String> {
+/// Text that is not empty.
+pub fn prompt(text: &str) -> Result<String, String> {
     if text.is_empty() {
         Err("the prompt is empty; give it some text".into())
     } else {
@@ -251,7 +261,8 @@ fn repeat_penalty(text: &str) -> Result<f32, String> {
     }
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+/// A whole number of 1 or more.
+pub fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse::<i128>() {
         Ok(value) if value < 1 => Err("must be at least 1".into()),
         Ok(value) => usize::try_from(value).map_err(|_| "too large".to_owned()),

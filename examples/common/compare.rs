@@ -1,6 +1,7 @@
 //! Stock candle and the fused model on the same weights and prompt, in turns.
 
-use super::comparison::{CompareReport, LayerError, Probe, Round, Side, Speedup, median};
+use super::args;
+use super::comparison::{CompareReport, JsonFile, LayerError, Probe, Round, Side, Speedup, median};
 use super::generate::TextModel;
 use super::source::Located;
 use super::{fused, gpu, report, stock, weights};
@@ -17,7 +18,7 @@ const ROUNDS: usize = 3;
 /// One of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// candle-transformers' own model.
+    /// Plain candle, as [`stock::load`] gives it.
     Stock,
     /// The same on a GPU whose settings are changed.
     Settings,
@@ -47,8 +48,21 @@ struct Generation {
 }
 
 impl Comparison<'_> {
+    /// Answers a probe, or compares, prints the report and writes it to `json`.
+    pub fn carry_out(&self, probe: Option<args::Side>, json: Option<JsonFile>) -> Result<()> {
+        match probe {
+            Some(args::Side::Settings) => return self.answer_probe(Form::Settings),
+            Some(args::Side::Stock) => return self.answer_probe(Form::Stock),
+            Some(args::Side::Fused) => return self.answer_probe(Form::Fused(self.fusion)),
+            None => {}
+        }
+        let report = self.run()?;
+        report::write_text(&mut std::io::stdout().lock(), &report.to_string())?;
+        json.map_or(Ok(()), |file| file.write(&report))
+    }
+
     /// Runs the rounds and gathers the report.
-    pub fn run(&self) -> Result<CompareReport> {
+    fn run(&self) -> Result<CompareReport> {
         let (mut stock, _) = self.load(Form::Stock)?;
         let (mut fused, _) = self.load(Form::Fused(self.fusion))?;
         let context = stock.context_length().min(fused.context_length());
@@ -89,6 +103,9 @@ impl Comparison<'_> {
         let first_mismatch = first_difference(&reference.tokens, &fused_run.tokens);
         Ok(CompareReport {
             model: self.located.name.clone(),
+            baseline: stock::Kind::of(&weights::open(&self.located.files)?)?
+                .name()
+                .to_owned(),
             device: gpu::name(self.device),
             dtype: self.dtype_name()?,
             threads: candle_fused::cpu::pool::threads(),
@@ -114,7 +131,7 @@ impl Comparison<'_> {
     }
 
     fn load(&self, form: Form) -> Result<(Box<dyn TextModel>, Duration)> {
-        let (weights, _) = weights::open(&self.located.files)?;
+        let weights = weights::open(&self.located.files)?;
         // A device of its own, so that one side's settings do not reach the other.
         let device = match self.device {
             Device::Cpu => Device::Cpu,
@@ -132,7 +149,7 @@ impl Comparison<'_> {
     fn dtype_name(&self) -> Result<String> {
         Ok(match self.dtype {
             Some(dtype) => dtype.as_str().to_owned(),
-            None => weights::open(&self.located.files)?.0.stored_as(),
+            None => weights::open(&self.located.files)?.stored_as(),
         })
     }
 
@@ -237,11 +254,9 @@ impl Comparison<'_> {
     /// side is the same model with every fusion off, which runs candle's own operations.
     fn layers(&self, fused: &mut dyn TextModel) -> Result<Vec<LayerError>> {
         let (mut plain, _) = self.load(Form::Fused(Fusion::none()))?;
-        let pairs = (
-            fused.hidden_states(self.prompt)?,
-            plain.hidden_states(self.prompt)?,
-        );
-        let (Some(fused), Some(plain)) = pairs else {
+        let ids = Tensor::new(self.prompt, &Device::Cpu)?.unsqueeze(0)?;
+        let pairs = (fused.hidden_states(&ids)?, plain.hidden_states(&ids)?);
+        let (Some((fused, _)), Some((plain, _))) = pairs else {
             return Ok(Vec::new());
         };
         fused
@@ -291,7 +306,7 @@ impl Comparison<'_> {
 
     /// What [`Self::probe`]'s process does: loads one side, reads the prompt, generates, and prints
     /// what that took.
-    pub fn answer_probe(&self, form: Form) -> Result<()> {
+    fn answer_probe(&self, form: Form) -> Result<()> {
         let (mut model, load) = self.load(form)?;
         self.generate(model.as_mut(), load)?;
         let (peak_rss, peak_gpu) = (report::peak_memory(), gpu::peak_memory(self.device));

@@ -15,6 +15,9 @@ use tempfile::NamedTempFile;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CompareReport {
     pub model: String,
+    /// What the stock side is: `stock` is candle-transformers' own model, `plain candle` ours in
+    /// candle's operations, where candle-transformers has none.
+    pub baseline: String,
     pub device: String,
     pub dtype: String,
     pub threads: usize,
@@ -165,7 +168,8 @@ impl CompareReport {
             (true, ..) => writeln!(f, "\ntokens           all equal")?,
             (false, Some(at), Some(margin)) => writeln!(
                 f,
-                "\ntokens           differ from token {at} on, where stock's best two logits are {margin:.2e} apart"
+                "\ntokens           differ from token {at} on, where {}'s best two logits are {margin:.2e} apart",
+                self.baseline
             )?,
             (false, at, _) => writeln!(
                 f,
@@ -210,7 +214,8 @@ impl CompareReport {
             .into_iter()
             .flatten()
             .collect();
-        write!(f, "\n{:<28}{:>9}", "", "stock")?;
+        let first = FIRST_COLUMN.max(self.baseline.len() + 2);
+        write!(f, "\n{:<28}{:>first$}", "", self.baseline)?;
         if self.settings.is_some() {
             write!(f, "{:>15}", "settings only")?;
         }
@@ -222,7 +227,7 @@ impl CompareReport {
             }
             write!(f, "{:<28}", row.name)?;
             for (i, value) in values.iter().enumerate() {
-                let width = [9, if values.len() == 3 { 15 } else { 10 }, 10][i];
+                let width = [first, if values.len() == 3 { 15 } else { 10 }, 10][i];
                 let text = value.map_or_else(|| "n/a".to_owned(), figure);
                 write!(f, "{text:>width$}")?;
             }
@@ -246,6 +251,9 @@ struct Row {
     /// Left out where no side has it.
     gpu_only: bool,
 }
+
+/// The width of the first column of figures, unless its name is wider.
+const FIRST_COLUMN: usize = 9;
 
 const fn row(name: &'static str, value: fn(&Side) -> Option<f64>) -> Row {
     Row {

@@ -1,17 +1,23 @@
-//! The same models with candle-fused's layers.
+//! The models with candle-fused's layers.
 
-use anyhow::{Context, Result, ensure};
+use std::io::{Read, Seek};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options};
-use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig, ModelWeights};
-use candle_nn::VarBuilder;
+use candle_fused::models::llama::{self, Cache, Llama};
+use candle_fused::models::{self, CausalLm, GgufModel, gpt_neox, qwen2, qwen3};
 
+use super::architecture::{Architecture, Config};
 use super::generate::TextModel;
-use super::weights::Weights;
+use super::weights::{Bytes, Checkpoint, Weights, damaged};
 
-/// Loads weights into the fused model, with the fusions that are on in `fusion`. A `dtype` turns the
-/// blocks of a GGUF file into dense weights.
+/// Loads weights into the fused model, with the fusions that are on in `fusion`; [`Fusion::none`] is
+/// the same model in candle's own operations. A `dtype` turns the blocks of a GGUF file into dense
+/// weights.
 pub fn load(
     weights: Weights,
     dtype: Option<DType>,
@@ -19,151 +25,138 @@ pub fn load(
     fusion: Fusion,
 ) -> Result<Box<dyn TextModel>> {
     let architecture = weights.architecture()?;
-    ensure!(
-        architecture == "llama",
-        "models of the architecture '{architecture}' are not run here; take a llama model"
-    );
-    let in_dtype = weights.dtype(dtype)?;
-    let (vb, config) = match weights {
+    let place = |bytes| Place {
+        device: device.clone(),
+        bytes,
+    };
+    match weights {
         Weights::Gguf {
             path,
             content,
             mut reader,
+            ..
         } if dtype.is_none() => {
-            let model = ModelWeights::from_gguf_fused(content, &mut reader, device, fusion)
-                .with_context(|| {
-                    format!(
-                        "{} cannot be loaded; fetch it again or take another model",
-                        path.display()
-                    )
-                })?;
-            return Ok(Box::new(Quantized {
-                model,
-                device: device.clone(),
-            }));
+            let place = place(Arc::new(Bytes::of_gguf(&content)));
+            let file = (content, &mut reader);
+            match architecture {
+                Architecture::Llama => blocks::<llama::Config>(file, place, fusion),
+                Architecture::Qwen2 => blocks::<qwen2::Config>(file, place, fusion),
+                Architecture::Qwen3 => blocks::<qwen3::Config>(file, place, fusion),
+                Architecture::GptNeox => blocks::<gpt_neox::Config>(file, place, fusion),
+            }
+            .with_context(|| damaged(&path))
         }
-        Weights::Gguf {
-            path,
-            content,
-            mut reader,
-        } => dequantized(&content, &mut reader, in_dtype, device).with_context(|| {
-            format!(
-                "{} cannot be loaded; fetch it again or take another model",
-                path.display()
-            )
-        })?,
-        Weights::Safetensors { files, config } => {
-            let config: LlamaConfig = serde_json::from_value(config).with_context(|| {
-                format!(
-                    "{} is no usable llama configuration",
-                    files.config.display()
-                )
-            })?;
-            // SAFETY: the files are mapped read-only; like every memory-mapped loader this one asks
-            // that nobody truncates them while the model is in use.
-            let vb =
-                unsafe { VarBuilder::from_mmaped_safetensors(&files.weights, in_dtype, device) }
-                    .context("the weights cannot be opened; fetch them again")?;
-            (vb, config.into_config(false))
+        weights => {
+            let checkpoint = weights.checkpoint(dtype, device)?;
+            let place = place(Arc::clone(&checkpoint.bytes));
+            dense(checkpoint, place, fusion)
+                .context("the weights do not fit the configuration; fetch both again")
+        }
+    }
+}
+
+fn blocks<C: models::Architecture + 'static>(
+    (content, reader): (Content, &mut (impl Read + Seek)),
+    place: Place,
+    fusion: Fusion,
+) -> Result<Box<dyn TextModel>> {
+    let model = GgufModel::<C>::from_gguf_fused(content, reader, &place.device, fusion)?;
+    Ok(Box::new(Placed { model, place }))
+}
+
+fn dense(checkpoint: Checkpoint, place: Place, fusion: Fusion) -> Result<Box<dyn TextModel>> {
+    let Checkpoint {
+        config, vb, dtype, ..
+    } = checkpoint;
+    Ok(match config {
+        Config::Llama(config) => {
+            let model = LlamaWithCache {
+                llama: Llama::load_fused(vb, &config, fusion)?,
+                cache: Cache::new(true, dtype, &config, &place.device)?,
+                config,
+            };
+            Box::new(Placed { model, place })
+        }
+        Config::Qwen2(config) => {
+            let model = CausalLm::new_fused(&config, vb, fusion)?;
+            Box::new(Placed { model, place })
+        }
+        Config::Qwen3(config) => {
+            let model = CausalLm::new_fused(&config, vb, fusion)?;
+            Box::new(Placed { model, place })
+        }
+        Config::GptNeox(config) => {
+            let model = CausalLm::new_fused(&config, vb, fusion)?;
+            Box::new(Placed { model, place })
+        }
+    })
+}
+
+/// What candle-fused's models have in common.
+trait Model {
+    /// The logits `[1, vocab]` or `[1, 1, vocab]` behind `input`.
+    fn logits(&mut self, input: &Tensor, position: usize) -> candle_core::Result<Tensor>;
+    fn states(&mut self, input: &Tensor) -> candle_core::Result<(Vec<Tensor>, Tensor)>;
+    fn clear(&mut self);
+    fn generation(&self, options: &Options) -> candle_core::Result<Generation>;
+    fn vocab_size(&self) -> usize;
+    fn context_length(&self) -> usize;
+}
+
+macro_rules! with_its_own_cache {
+    ($model:ident) => {
+        impl<C: models::Architecture> Model for $model<C> {
+            fn logits(&mut self, input: &Tensor, position: usize) -> candle_core::Result<Tensor> {
+                self.forward(input, position)
+            }
+
+            fn states(&mut self, input: &Tensor) -> candle_core::Result<(Vec<Tensor>, Tensor)> {
+                self.hidden_states(input, 0)
+            }
+
+            fn clear(&mut self) {
+                self.clear_kv_cache();
+            }
+
+            fn generation(&self, options: &Options) -> candle_core::Result<Generation> {
+                Generation::new(self, options)
+            }
+
+            fn vocab_size(&self) -> usize {
+                self.vocab_size()
+            }
+
+            fn context_length(&self) -> usize {
+                self.max_positions()
+            }
         }
     };
-    let model = Llama::load_fused(vb, &config, fusion)
-        .context("the weights do not fit the configuration; fetch both again")?;
-    let cache = Cache::new(true, in_dtype, &config, device)?;
-    Ok(Box::new(Dense {
-        model,
-        cache,
-        config,
-        device: device.clone(),
-    }))
 }
 
-/// A GGUF file as a dense checkpoint.
-pub fn dequantized(
-    content: &candle_core::quantized::gguf_file::Content,
-    reader: &mut (impl std::io::Read + std::io::Seek),
-    dtype: DType,
-    device: &Device,
-) -> Result<(VarBuilder<'static>, Config)> {
-    let (config, tensors) =
-        candle_fused::models::llama::dequantize_gguf(content, reader, dtype, device)?;
-    Ok((VarBuilder::from_tensors(tensors, dtype, device), config))
-}
+with_its_own_cache!(CausalLm);
+with_its_own_cache!(GgufModel);
 
-struct Quantized {
-    model: ModelWeights,
-    device: Device,
-}
-
-impl TextModel for Quantized {
-    fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
-        let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-        Ok(self.model.forward(&input, position)?.squeeze(0)?)
-    }
-
-    fn clear(&mut self) -> Result<()> {
-        self.model.clear_kv_cache();
-        Ok(())
-    }
-
-    fn device(&self) -> Device {
-        self.device.clone()
-    }
-
-    fn chooses_tokens(&self) -> bool {
-        self.device.is_cuda()
-    }
-
-    fn generation(&self, options: &Options) -> Result<Generation> {
-        Ok(Generation::new(&self.model, options)?)
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.model.vocab_size()
-    }
-
-    fn context_length(&self) -> usize {
-        self.model.max_positions()
-    }
-
-    fn hidden_states(&mut self, tokens: &[u32]) -> Result<Option<Vec<Tensor>>> {
-        self.clear()?;
-        let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-        Ok(Some(self.model.hidden_states(&input, 0)?.0))
-    }
-}
-
-struct Dense {
-    model: Llama,
+struct LlamaWithCache {
+    llama: Llama,
     cache: Cache,
-    config: Config,
-    device: Device,
+    config: llama::Config,
 }
 
-impl TextModel for Dense {
-    fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
-        let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-        Ok(self
-            .model
-            .forward(&input, position, &mut self.cache)?
-            .squeeze(0)?)
+impl Model for LlamaWithCache {
+    fn logits(&mut self, input: &Tensor, position: usize) -> candle_core::Result<Tensor> {
+        self.llama.forward(input, position, &mut self.cache)
     }
 
-    fn clear(&mut self) -> Result<()> {
+    fn states(&mut self, input: &Tensor) -> candle_core::Result<(Vec<Tensor>, Tensor)> {
+        self.llama.hidden_states(input, 0, &mut self.cache)
+    }
+
+    fn clear(&mut self) {
         self.cache.clear();
-        Ok(())
     }
 
-    fn device(&self) -> Device {
-        self.device.clone()
-    }
-
-    fn chooses_tokens(&self) -> bool {
-        self.device.is_cuda()
-    }
-
-    fn generation(&self, options: &Options) -> Result<Generation> {
-        Ok(Generation::new(&self.model, options)?)
+    fn generation(&self, options: &Options) -> candle_core::Result<Generation> {
+        Generation::new(&self.llama, options)
     }
 
     fn vocab_size(&self) -> usize {
@@ -173,12 +166,58 @@ impl TextModel for Dense {
     fn context_length(&self) -> usize {
         self.config.max_position_embeddings
     }
+}
 
-    fn hidden_states(&mut self, tokens: &[u32]) -> Result<Option<Vec<Tensor>>> {
-        self.clear()?;
-        let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-        Ok(Some(
-            self.model.hidden_states(&input, 0, &mut self.cache)?.0,
-        ))
+/// Where a model is, and how much of it.
+struct Place {
+    device: Device,
+    bytes: Arc<Bytes>,
+}
+
+struct Placed<M> {
+    model: M,
+    place: Place,
+}
+
+impl<M: Model> TextModel for Placed<M> {
+    fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
+        let input = Tensor::new(tokens, &self.place.device)?.unsqueeze(0)?;
+        let logits = self.model.logits(&input, position)?;
+        Ok(logits.flatten_all()?.to_dtype(DType::F32)?)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.model.clear();
+        Ok(())
+    }
+
+    fn device(&self) -> Device {
+        self.place.device.clone()
+    }
+
+    fn chooses_tokens(&self) -> bool {
+        self.place.device.is_cuda()
+    }
+
+    fn generation(&self, options: &Options) -> Result<Generation> {
+        Ok(self.model.generation(options)?)
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.vocab_size()
+    }
+
+    fn context_length(&self) -> usize {
+        self.model.context_length()
+    }
+
+    fn hidden_states(&mut self, ids: &Tensor) -> Result<Option<(Vec<Tensor>, Tensor)>> {
+        self.model.clear();
+        let input = ids.to_device(&self.place.device)?;
+        Ok(Some(self.model.states(&input)?))
+    }
+
+    fn bytes_per_step(&self) -> Option<u64> {
+        Some(self.place.bytes.per_step())
     }
 }

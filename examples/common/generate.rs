@@ -38,10 +38,15 @@ pub trait TextModel {
     fn generation(&self, _options: &Options) -> Result<Generation> {
         bail!("this model has no token loop of its own")
     }
-    /// What leaves the embedding and each layer for `tokens` (`[1, T, hidden]` each), if the model
-    /// shows it. Empties the cache first.
-    fn hidden_states(&mut self, _tokens: &[u32]) -> Result<Option<Vec<Tensor>>> {
+    /// What leaves the embedding and each layer for `ids` `[B, T]` (`[B, T, hidden]` each, the last
+    /// one behind the final norm) and the logits of every position, if the model shows them. Empties
+    /// the cache first.
+    fn hidden_states(&mut self, _ids: &Tensor) -> Result<Option<(Vec<Tensor>, Tensor)>> {
         Ok(None)
+    }
+    /// The bytes of weights that a decode step reads, if that is known.
+    fn bytes_per_step(&self) -> Option<u64> {
+        None
     }
 }
 

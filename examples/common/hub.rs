@@ -310,7 +310,7 @@ async fn collect(file: impl AsyncFn(&str) -> Result<PathBuf, Failure>) -> Result
     Ok(ModelFiles::Safetensors(SafetensorsFiles {
         weights,
         config,
-        tokenizer,
+        tokenizer: Some(tokenizer),
         generation_config,
         tokenizer_config,
         chat_template,

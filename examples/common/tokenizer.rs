@@ -56,7 +56,13 @@ impl Text {
 
     /// Reads tokenizer.json and the configurations around it.
     pub fn from_files(files: &SafetensorsFiles) -> Result<Self> {
-        let tokenizer = from_json(&files.tokenizer)?;
+        let path = files.tokenizer.as_deref().with_context(|| {
+            format!(
+                "there is no tokenizer.json beside {}; put the model's there",
+                files.config.display()
+            )
+        })?;
+        let tokenizer = from_json(path)?;
         let mut end_ids = Vec::new();
         for path in std::iter::once(&files.config).chain(&files.generation_config) {
             end_ids.extend(ids(&validate::json(path)?["eos_token_id"], path)?);

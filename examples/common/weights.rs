@@ -2,14 +2,22 @@
 
 use std::fs::File;
 use std::io::BufReader;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use anyhow::{Context, Result, bail};
-use candle_core::DType;
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Content;
+use candle_core::safetensors::MmapedSafetensors;
+use candle_core::{DType, Device, Tensor};
+use candle_fused::models::llama;
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
+use super::architecture::{Architecture, Config};
 use super::gguf_vocab;
+use super::shapes::{RandomWeights, Shape};
 use super::source::{ModelFiles, SafetensorsFiles};
 use super::tokenizer::Text;
 use super::validate;
@@ -20,16 +28,19 @@ pub enum Weights {
         path: PathBuf,
         content: Content,
         reader: BufReader<File>,
+        /// A tokenizer.json beside the file.
+        tokenizer: Option<PathBuf>,
     },
     Safetensors {
         files: SafetensorsFiles,
         config: Value,
     },
+    Random(Shape),
 }
 
 /// Opens a model.
-pub fn open(files: &ModelFiles) -> Result<(Weights, Text)> {
-    match files {
+pub fn open(files: &ModelFiles) -> Result<Weights> {
+    Ok(match files {
         ModelFiles::Gguf { file, tokenizer } => {
             let opened =
                 File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
@@ -37,50 +48,149 @@ pub fn open(files: &ModelFiles) -> Result<(Weights, Text)> {
             let content = Content::read(&mut reader).with_context(|| {
                 format!("{} is damaged or cut short; fetch it again", file.display())
             })?;
-            let text = Text::from_gguf(&content, file, tokenizer.as_ref())?;
-            Ok((
-                Weights::Gguf {
-                    path: file.clone(),
-                    content,
-                    reader,
-                },
-                text,
-            ))
+            Weights::Gguf {
+                path: file.clone(),
+                content,
+                reader,
+                tokenizer: tokenizer.clone(),
+            }
         }
-        ModelFiles::Safetensors(files) => {
-            let config = validate::json(&files.config)?;
-            let text = Text::from_files(files)?;
-            Ok((
-                Weights::Safetensors {
-                    files: files.clone(),
-                    config,
-                },
-                text,
-            ))
-        }
-    }
+        ModelFiles::Safetensors(files) => Weights::Safetensors {
+            config: validate::json(&files.config)?,
+            files: files.clone(),
+        },
+        ModelFiles::Random(shape) => Weights::Random(*shape),
+    })
+}
+
+/// Dense weights, which are read as a loader asks for them.
+pub struct Checkpoint {
+    pub config: Config,
+    pub vb: VarBuilder<'static>,
+    pub dtype: DType,
+    pub bytes: Arc<Bytes>,
 }
 
 impl Weights {
-    /// The model's architecture: `llama`, `qwen2` and so on.
-    pub fn architecture(&self) -> Result<&str> {
+    /// The tokenizer and chat template.
+    pub fn text(&self) -> Result<Text> {
         match self {
+            Self::Gguf {
+                path,
+                content,
+                tokenizer,
+                ..
+            } => Text::from_gguf(content, path, tokenizer.as_ref()),
+            Self::Safetensors { files, .. } => Text::from_files(files),
+            Self::Random(shape) => bail!("{} has random weights and no tokenizer", shape.name()),
+        }
+    }
+
+    /// The model's architecture.
+    pub fn architecture(&self) -> Result<Architecture> {
+        let name = match self {
             Self::Gguf { path, content, .. } => gguf_vocab::text(content, "general.architecture")
                 .with_context(|| {
-                    format!(
-                        "{} does not say its architecture; fetch it again",
-                        path.display()
-                    )
-                }),
+                format!(
+                    "{} does not say its architecture; fetch it again",
+                    path.display()
+                )
+            })?,
             Self::Safetensors { files, config } => {
                 config["model_type"].as_str().with_context(|| {
                     format!(
                         "{} has no model_type; fetch it again",
                         files.config.display()
                     )
+                })?
+            }
+            Self::Random(shape) => {
+                let config = shape.config();
+                return Architecture::named(config["model_type"].as_str().unwrap_or_default());
+            }
+        };
+        Architecture::named(name)
+    }
+
+    /// Tokens have ids below this.
+    pub fn vocab_size(&self) -> Result<usize> {
+        match self {
+            Self::Gguf { path, content, .. } => {
+                let table = content.tensor_infos.get("token_embd.weight");
+                let rows = table.and_then(|tensor| tensor.shape.dims().first());
+                rows.copied().with_context(|| {
+                    format!(
+                        "{} has no tensor token_embd.weight; fetch it again",
+                        path.display()
+                    )
                 })
             }
+            Self::Safetensors { files, config } => vocab_size(config).with_context(|| {
+                format!(
+                    "{} has no vocab_size; fetch it again",
+                    files.config.display()
+                )
+            }),
+            Self::Random(shape) => {
+                vocab_size(&shape.config()).context("the shape has no vocab_size")
+            }
         }
+    }
+
+    /// The weights as dense tensors of `asked` or of what they are stored as.
+    pub fn checkpoint(self, asked: Option<DType>, device: &Device) -> Result<Checkpoint> {
+        let architecture = self.architecture()?;
+        let dtype = self.dtype(asked)?;
+        let (config, tensors): (_, Box<dyn SimpleBackend>) = match self {
+            Self::Gguf {
+                path,
+                content,
+                mut reader,
+                ..
+            } => {
+                ensure!(
+                    architecture == Architecture::Llama,
+                    "{} is a {architecture} model, whose GGUF files run as they are; leave --dtype away",
+                    path.display()
+                );
+                let (config, tensors) =
+                    llama::dequantize_gguf(&content, &mut reader, dtype, device)
+                        .with_context(|| damaged(&path))?;
+                (Config::Llama(config), Box::new(tensors))
+            }
+            Self::Safetensors { files, config } => {
+                let config = architecture.config(config).with_context(|| {
+                    format!(
+                        "{} is no usable {architecture} configuration",
+                        files.config.display()
+                    )
+                })?;
+                // SAFETY: the files are mapped read-only; like every memory-mapped loader this one
+                // asks that nobody truncates them while the model is in use.
+                let tensors = unsafe { MmapedSafetensors::multi(&files.weights) }
+                    .context("the weights cannot be opened; fetch them again")?;
+                (config, Box::new(tensors))
+            }
+            Self::Random(shape) => {
+                let json = shape.config();
+                let own_head = json["tie_word_embeddings"] == false;
+                (
+                    architecture.config(json)?,
+                    Box::new(RandomWeights { own_head }),
+                )
+            }
+        };
+        let bytes = Arc::new(Bytes::default());
+        let counted = Counted {
+            tensors,
+            bytes: Arc::clone(&bytes),
+        };
+        Ok(Checkpoint {
+            config,
+            vb: VarBuilder::from_backend(Box::new(counted), dtype, device.clone()),
+            dtype,
+            bytes,
+        })
     }
 
     /// The kind of number most of the weights are stored as, for people.
@@ -98,6 +208,7 @@ impl Weights {
             Self::Safetensors { config, .. } => config_dtype(config)
                 .map_or("f32", |dtype| dtype.as_str())
                 .to_owned(),
+            Self::Random(_) => RANDOM.as_str().to_owned(),
         }
     }
 
@@ -106,6 +217,7 @@ impl Weights {
         match (self, asked) {
             (_, Some(dtype)) => Ok(dtype),
             (Self::Gguf { .. }, None) => Ok(DType::F32),
+            (Self::Random(_), None) => Ok(RANDOM),
             (Self::Safetensors { config, .. }, None) => match config_dtype(config) {
                 Some(dtype @ (DType::F32 | DType::F16 | DType::BF16)) => Ok(dtype),
                 Some(other) => bail!(
@@ -129,5 +241,101 @@ fn config_dtype(config: &Value) -> Option<DType> {
         "bfloat16" => Some(DType::BF16),
         "float64" => Some(DType::F64),
         _ => None,
+    }
+}
+
+/// What random weights are unless another dtype is asked for, as checkpoints are published in it.
+const RANDOM: DType = DType::BF16;
+
+fn vocab_size(config: &Value) -> Option<usize> {
+    config["vocab_size"].as_u64()?.try_into().ok()
+}
+
+/// What to say of a GGUF file that does not load.
+pub fn damaged(path: &Path) -> String {
+    format!(
+        "{} cannot be loaded; fetch it again or take another model",
+        path.display()
+    )
+}
+
+/// The bytes of the matrices that a loader has taken.
+#[derive(Debug, Default)]
+pub struct Bytes {
+    embedding: AtomicU64,
+    head: AtomicU64,
+    others: AtomicU64,
+}
+
+impl Bytes {
+    /// What a decode step reads: all but an embedding that is no head as well, of which it reads a row.
+    pub fn per_step(&self) -> u64 {
+        let [embedding, head, others] =
+            [&self.embedding, &self.head, &self.others].map(|n| n.load(Ordering::Relaxed));
+        others + if head > 0 { head } else { embedding }
+    }
+
+    /// Counts a tensor, by its name in a checkpoint or GGUF file.
+    fn add(&self, name: &str, bytes: u64) {
+        let kind = match name {
+            "model.embed_tokens.weight" | "gpt_neox.embed_in.weight" | "token_embd.weight" => {
+                &self.embedding
+            }
+            "lm_head.weight" | "embed_out.weight" | "output.weight" => &self.head,
+            _ => &self.others,
+        };
+        kind.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Those of a GGUF file.
+    pub fn of_gguf(content: &Content) -> Self {
+        let bytes = Self::default();
+        for (name, info) in &content.tensor_infos {
+            let blocks = info.shape.elem_count() / info.ggml_dtype.block_size();
+            bytes.add(name, (blocks * info.ggml_dtype.type_size()) as u64);
+        }
+        bytes
+    }
+}
+
+/// Tensors that are counted as they are taken.
+struct Counted {
+    tensors: Box<dyn SimpleBackend>,
+    bytes: Arc<Bytes>,
+}
+
+impl Counted {
+    fn count(&self, name: &str, tensor: Tensor) -> Tensor {
+        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        self.bytes.add(name, bytes as u64);
+        tensor
+    }
+}
+
+impl SimpleBackend for Counted {
+    fn get(
+        &self,
+        shape: candle_core::Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let tensor = self.tensors.get(shape, name, init, dtype, device)?;
+        Ok(self.count(name, tensor))
+    }
+
+    fn get_unchecked(
+        &self,
+        name: &str,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let tensor = self.tensors.get_unchecked(name, dtype, device)?;
+        Ok(self.count(name, tensor))
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.tensors.contains_tensor(name)
     }
 }

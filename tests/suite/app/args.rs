@@ -10,7 +10,7 @@ fn parse(line: &str) -> Result<Args, String> {
     let words = std::iter::once("smollm")
         .chain(line.split_whitespace())
         .map(OsString::from);
-    args::parse(words).map_err(|error| one_line(&error))
+    args::parse(words, "a/b").map_err(|error| one_line(&error))
 }
 
 #[test]
@@ -22,7 +22,7 @@ fn the_flags_are_those_of_candles_examples_and_our_own() {
     )
     .unwrap();
     assert_eq!(args.prompt.as_deref(), Some("hello"));
-    assert!(args.chat && args.tracing && args.compare && args.model.cpu && !args.model.stock);
+    assert!(args.chat && args.tracing && args.compare && args.model.cpu && !args.stock);
     assert_eq!(args.model.dtype, Some(DType::BF16));
     assert_eq!(
         (args.model.model.as_deref(), args.model.revision.as_deref()),
@@ -43,7 +43,7 @@ fn the_flags_are_those_of_candles_examples_and_our_own() {
         }
     );
     assert_eq!(parse("--sample-len 3").unwrap().sampling.sample_len, 3);
-    assert!(parse("--stock").unwrap().model.stock);
+    assert!(parse("--stock").unwrap().stock);
 }
 
 #[test]

@@ -30,6 +30,7 @@ fn report() -> CompareReport {
     let (stock, fused) = (side(32.0, Some(250_000_000)), side(8.0, Some(200_000_000)));
     CompareReport {
         model: "tiny".into(),
+        baseline: "stock".into(),
         device: "cpu".into(),
         dtype: "q4_1".into(),
         threads: 2,
@@ -109,6 +110,7 @@ fn the_json_has_the_promised_names() {
     all.sort();
     let mut wanted = [
         "model",
+        "baseline",
         "device",
         "dtype",
         "threads",

@@ -48,6 +48,7 @@ fn generator(flags: &str, end_ids: &[u32]) -> (Generator, Log) {
         std::iter::once("x")
             .chain(flags.split_whitespace())
             .map(OsString::from),
+        "a/b",
     )
     .unwrap();
     let log = Log::default();

@@ -61,11 +61,11 @@ const SMOLLM2_IDS: [(&str, &[u32]); 10] = [
 #[test]
 fn smollm2_tokenizes_as_transformers_does() {
     let file = smollm2::gguf();
-    let (_, text) = weights::open(&ModelFiles::Gguf {
+    let weights = weights::open(&ModelFiles::Gguf {
         file,
         tokenizer: None,
-    })
-    .unwrap();
+    });
+    let text = weights.unwrap().text().unwrap();
     for (sentence, ids) in SMOLLM2_IDS {
         assert_eq!(text.encode_prompt(sentence).unwrap(), ids, "{sentence}");
         assert_eq!(text.tokenizer().decode(ids, false).unwrap(), sentence);
@@ -214,7 +214,7 @@ fn from_folder(changes: &[(&str, String)]) -> Result<Text, String> {
     let located = locate(folder.path().to_str(), None, &SourceOptions::from_env());
     located
         .and_then(|located| weights::open(&located.files))
-        .map(|(_, text)| text)
+        .and_then(|weights| weights.text())
         .map_err(|error| one_line(&error))
 }
 
@@ -314,7 +314,7 @@ fn open(bytes: &[u8]) -> Result<Text, String> {
         file,
         tokenizer: None,
     })
-    .map(|(_, text)| text)
+    .and_then(|weights| weights.text())
     .map_err(|error| one_line(&error))
 }
 
