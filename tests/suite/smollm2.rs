@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 
 use crate::common::compare::Form;
 use crate::common::generate::TextModel;
+use crate::common::pip::Package;
 use crate::common::source::{ModelFiles, SourceOptions};
 use crate::common::{fused, pip, stock, weights};
 use anyhow::Result;

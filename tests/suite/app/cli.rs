@@ -1,93 +1,31 @@
-//! The example's program as a user runs it, on the tiny model.
+//! The smollm program as a user runs it, on the tiny model.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::sync::OnceLock;
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use tempfile::TempDir;
 
 use super::hub_server::{Answer, Hub as Server};
-use super::tiny;
+use super::place::{Outcome, assert_refused, outcome};
+use super::{place, tiny};
 
-/// The program, built as this test was. `cargo test` builds examples before it runs tests; with
-/// `--test suite` alone it does not.
-fn program() -> &'static Path {
-    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let this = std::env::current_exe().unwrap();
-        let folder = this.parent().unwrap().parent().unwrap().join("examples");
-        let program = folder.join(format!("smollm{}", std::env::consts::EXE_SUFFIX));
-        if !program.exists() {
-            let mut cargo = Command::new(env!("CARGO"));
-            cargo
-                .args(["build", "--example", "smollm"])
-                .current_dir(env!("CARGO_MANIFEST_DIR"));
-            if !cfg!(debug_assertions) {
-                cargo.arg("--release");
-            }
-            assert!(
-                cargo.status().unwrap().success(),
-                "the example does not build"
-            );
-        }
-        program
-    })
-}
-
-/// A folder with the tiny model, in which the program runs cut off from the network.
-struct Place(TempDir);
+/// A folder with the tiny model as a GGUF file.
+struct Place(place::Place);
 
 impl Place {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("tiny.gguf"), tiny::gguf().unwrap()).unwrap();
-        Self(folder)
+        let place = place::Place::new();
+        std::fs::write(place.path().join("tiny.gguf"), tiny::gguf().unwrap()).unwrap();
+        Self(place)
     }
 
     fn command(&self, line: &str) -> Command {
-        let mut command = Command::new(program());
-        command
-            .args(line.split_whitespace())
-            .current_dir(self.0.path())
-            .env("HF_HOME", self.0.path().join("hf"))
-            .env("CANDLE_FUSED_CACHE", self.0.path().join("cache"))
-            .env("HF_ENDPOINT", "http://127.0.0.1:9")
-            .env("NO_PROXY", "127.0.0.1")
-            .env_remove("HF_HUB_CACHE")
-            .env_remove("HF_TOKEN")
-            .env_remove("RUST_BACKTRACE")
-            .stdin(Stdio::null());
-        command
+        self.0.command("smollm", line)
     }
 
-    fn run(&self, line: &str) -> (Output, String, String) {
-        outcome(self.command(line).output().unwrap())
+    fn run(&self, line: &str) -> Outcome {
+        self.0.run("smollm", line)
     }
-}
-
-fn outcome(output: Output) -> (Output, String, String) {
-    let out = String::from_utf8(output.stdout.clone()).expect("valid UTF-8");
-    let err = String::from_utf8(output.stderr.clone()).expect("valid UTF-8");
-    (output, out, err)
-}
-
-/// Fails unless the program ended with one line that says `wanted`.
-fn assert_refused((output, out, err): (Output, String, String), wanted: &str) {
-    assert_eq!(output.status.code(), Some(1), "{wanted}: {err}");
-    assert_eq!(out, "", "{wanted}");
-    let errors: Vec<_> = err
-        .lines()
-        .filter(|line| line.starts_with("error: "))
-        .collect();
-    assert_eq!(errors.len(), 1, "{err}");
-    assert!(errors[0].contains(wanted), "{wanted}: {err}");
-    assert_eq!(
-        err.lines().last(),
-        Some(errors[0]),
-        "something follows the error"
-    );
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! What the examples share: finding models, tokens, chat templates, the command line, reports.
 
+mod architectures;
 mod args;
 mod chat;
 mod cli;
@@ -10,7 +11,9 @@ mod hub_server;
 // The stand-ins for pip are shell scripts.
 #[cfg(unix)]
 mod pip;
+mod place;
 mod report;
+mod shapes;
 mod source;
 mod tiny;
 mod token_stream;

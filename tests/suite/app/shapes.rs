@@ -1,0 +1,74 @@
+use candle_core::{DType, Device, Shape as Dims};
+use candle_nn::var_builder::SimpleBackend;
+use clap::ValueEnum;
+
+use crate::common::architecture::Config;
+use crate::common::shapes::{RandomWeights, Shape, tokens};
+use crate::common::source::ModelFiles;
+use crate::common::weights::{self, Weights};
+use crate::support::values;
+
+#[test]
+fn every_shape_is_a_configuration() {
+    for shape in Shape::value_variants() {
+        let weights = weights::open(&ModelFiles::Random(*shape)).unwrap();
+        let architecture = weights.architecture().unwrap();
+        let config = architecture.config(shape.config()).unwrap();
+        let vocab = match config {
+            Config::Llama(config) => config.vocab_size,
+            Config::Qwen2(config) => config.vocab_size,
+            Config::Qwen3(config) => config.vocab_size,
+            Config::GptNeox(config) => config.vocab_size,
+        };
+        assert_eq!(weights.vocab_size().unwrap(), vocab, "{shape:?}");
+        assert_eq!(Weights::Random(*shape).dtype(None).unwrap(), DType::BF16);
+        assert!(weights.text().is_err());
+    }
+}
+
+#[test]
+fn random_weights_are_the_same_at_every_call() {
+    let weights = RandomWeights { own_head: false };
+    let get = |dims: &[usize], name: &str, dtype| {
+        let init = candle_nn::Init::Const(0.);
+        weights
+            .get(Dims::from(dims), name, init, dtype, &Device::Cpu)
+            .unwrap()
+    };
+    // More than one thread's share.
+    let matrix = get(&[400, 500], "a.weight", DType::F32);
+    let all = values(&matrix).unwrap();
+    assert_eq!(
+        all,
+        values(&get(&[400, 500], "a.weight", DType::F32)).unwrap()
+    );
+    assert_ne!(
+        all,
+        values(&get(&[400, 500], "b.weight", DType::F32)).unwrap()
+    );
+    let rounded = values(&matrix.to_dtype(DType::BF16).unwrap()).unwrap();
+    assert_eq!(
+        rounded,
+        values(&get(&[400, 500], "a.weight", DType::BF16)).unwrap()
+    );
+    let mean = all.iter().sum::<f64>() / all.len() as f64;
+    let variance = all.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / all.len() as f64;
+    // Both within five standard errors.
+    assert!(mean.abs() < 5. * 0.02 / (all.len() as f64).sqrt(), "{mean}");
+    assert!((variance.sqrt() / 0.02 - 1.).abs() < 0.01, "{variance}");
+
+    let norm = values(&get(&[64], "norm.weight", DType::F32)).unwrap();
+    assert!(norm.iter().all(|v| (v - 1.).abs() < 0.04));
+    let bias = values(&get(&[64], "norm.bias", DType::F32)).unwrap();
+    assert!(bias.iter().all(|v| v.abs() < 0.04) && bias.iter().any(|v| *v != 0.));
+    assert!(!weights.contains_tensor("lm_head.weight"));
+    assert!(RandomWeights { own_head: true }.contains_tensor("lm_head.weight"));
+}
+
+#[test]
+fn random_tokens_are_in_the_vocabulary() {
+    let ids = tokens(1000, 50);
+    assert_eq!(ids, tokens(1000, 50));
+    assert!((0..50).all(|id| ids.contains(&id)) && ids.iter().all(|id| *id < 50));
+    assert_eq!(tokens(3, 1), [0, 0, 0]);
+}
