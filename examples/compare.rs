@@ -35,9 +35,6 @@ use common::{fused, gpu, report, weights};
 #[derive(Parser, Debug)]
 #[command(version, max_term_width = 100)]
 struct Args {
-    #[command(flatten)]
-    model: ModelArgs,
-
     /// Random weights of this shape instead of a model.
     #[arg(long, value_enum, conflicts_with_all = ["model", "revision", "golden"])]
     shape: Option<Shape>,
@@ -80,6 +77,9 @@ struct Args {
     /// One side's share of a comparison, run in a process of its own.
     #[arg(long, value_name = "SIDE", hide = true)]
     probe: Option<args::Side>,
+
+    #[command(flatten)]
+    model: ModelArgs,
 }
 
 /// A side to measure alone.
