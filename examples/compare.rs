@@ -35,9 +35,6 @@ use common::{fused, gpu, report, weights};
 #[derive(Parser, Debug)]
 #[command(version, max_term_width = 100)]
 struct Args {
-    #[command(flatten)]
-    model: ModelArgs,
-
     /// Random weights of this shape instead of a model.
     #[arg(long, value_enum, conflicts_with_all = ["model", "revision", "golden"])]
     shape: Option<Shape>,
@@ -47,11 +44,11 @@ struct Args {
     prompt: Option<String>,
 
     /// Continue N random tokens instead of a text [default for shapes: 128].
-    #[arg(long, value_name = "N", value_parser = args::at_least_one, conflicts_with = "prompt")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = args::at_least_one, conflicts_with = "prompt")]
     prompt_tokens: Option<usize>,
 
     /// Tokens to generate.
-    #[arg(short = 'n', long, default_value_t = 200, value_parser = args::at_least_one)]
+    #[arg(short = 'n', long, default_value_t = 200, allow_negative_numbers = true, value_parser = args::at_least_one)]
     sample_len: usize,
 
     /// Measure one side alone; on a GPU with a table of the parts of a step.
@@ -59,7 +56,7 @@ struct Args {
     only: Option<Only>,
 
     /// With --only fused, sequences side by side, 1 to 8.
-    #[arg(long, default_value_t = 1, value_parser = args::at_least_one, requires = "only")]
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = args::at_least_one, requires = "only")]
     sequences: usize,
 
     /// Write the report to FILE too.
@@ -74,12 +71,15 @@ struct Args {
 
     /// The largest error that --golden lets pass, relative to the largest reference value [default:
     /// 1e-4 in f32, 1e-2 in f16, 5e-2 in bf16].
-    #[arg(long, value_parser = tolerance, requires = "golden")]
+    #[arg(long, allow_negative_numbers = true, value_parser = tolerance, requires = "golden")]
     tol: Option<f64>,
 
     /// One side's share of a comparison, run in a process of its own.
     #[arg(long, value_name = "SIDE", hide = true)]
     probe: Option<args::Side>,
+
+    #[command(flatten)]
+    model: ModelArgs,
 }
 
 /// A side to measure alone.

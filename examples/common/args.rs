@@ -27,15 +27,9 @@ pub struct Args {
     #[arg(long)]
     pub chat: bool,
 
-    #[command(flatten)]
-    pub model: ModelArgs,
-
     /// Run plain candle.
     #[arg(long, conflicts_with = "fusion")]
     pub stock: bool,
-
-    #[command(flatten)]
-    pub sampling: SamplingArgs,
 
     /// Write a trace of the run that chrome://tracing and ui.perfetto.dev read.
     #[arg(long)]
@@ -58,6 +52,12 @@ pub struct Args {
     /// Write what --compare finds to FILE too.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
 }
 
 /// The two sides of a comparison.

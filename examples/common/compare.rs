@@ -330,7 +330,9 @@ impl Comparison<'_> {
             let mut generation = model.generation(&options)?;
             generation.extend(0, self.prompt)?;
             generation.step()?;
-            return Ok(Some(generation.kernels_per_step() as u64));
+            let kernels = generation.kernels_per_step() as u64;
+            // A step that is no chain of kernels counts none.
+            return Ok(Some(kernels).filter(|kernels| *kernels > 0));
         }
         model.clear()?;
         model.forward(self.prompt, 0)?;

@@ -27,6 +27,7 @@ pub fn load(
     let architecture = weights.architecture()?;
     let place = |bytes| Place {
         device: device.clone(),
+        plain: fusion == Fusion::none(),
         bytes,
     };
     match weights {
@@ -171,6 +172,8 @@ impl Model for LlamaWithCache {
 /// Where a model is, and how much of it.
 struct Place {
     device: Device,
+    /// Whether it stands for candle's own operations, which have no token loop on the device.
+    plain: bool,
     bytes: Arc<Bytes>,
 }
 
@@ -196,7 +199,7 @@ impl<M: Model> TextModel for Placed<M> {
     }
 
     fn chooses_tokens(&self) -> bool {
-        self.place.device.is_cuda()
+        self.place.device.is_cuda() && !self.place.plain
     }
 
     fn generation(&self, options: &Options) -> Result<Generation> {

@@ -8,7 +8,7 @@ use crate::cpu::packed::PackedMatrix;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
 use crate::generation::sealed::Parts;
-use crate::nn::{AttentionConfig, Embedding, LinearWeight, Projection, RotaryEmbedding, dense};
+use crate::nn::{AttentionConfig, Embedding, LinearWeight, Projection, RotaryEmbedding, in_f32};
 use crate::ops::Weight;
 use crate::{Fusion, quant};
 use candle_core::quantized::QTensor;
@@ -415,7 +415,8 @@ impl<R: Seek + Read> Source for File<'_, R> {
             let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
             return Ok((embedding, head));
         }
-        let dense = dense(&table)?;
+        // The residual stream of a GGUF model is f32, whatever the table is stored in.
+        let dense = in_f32(&table)?;
         let weight = LinearWeight::Quantized(Arc::new(table));
         let head = tied
             .then(|| Projection::new(vec![weight], None, fusion))

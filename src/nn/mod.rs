@@ -52,6 +52,6 @@ pub use load::{
 };
 pub use mlp::Mlp;
 pub use norm::{LayerNorm, Norm, RmsNorm};
-pub(crate) use projection::dense;
+pub(crate) use projection::in_f32;
 pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;

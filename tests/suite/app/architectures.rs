@@ -121,7 +121,6 @@ fn compare_takes_every_architecture() {
 
 #[test]
 fn compare_takes_gguf_files_of_every_architecture() {
-    // candle-transformers' Qwen2 of GGUF files keeps rotary tables for pairs of neighbours.
     for name in [
         "llama_gqa_tied",
         "qwen2_bias",

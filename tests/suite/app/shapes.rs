@@ -38,19 +38,13 @@ fn random_weights_are_the_same_at_every_call() {
     // More than one thread's share.
     let matrix = get(&[400, 500], "a.weight", DType::F32);
     let all = values(&matrix).unwrap();
-    assert_eq!(
-        all,
-        values(&get(&[400, 500], "a.weight", DType::F32)).unwrap()
-    );
-    assert_ne!(
-        all,
-        values(&get(&[400, 500], "b.weight", DType::F32)).unwrap()
-    );
-    let rounded = values(&matrix.to_dtype(DType::BF16).unwrap()).unwrap();
-    assert_eq!(
-        rounded,
-        values(&get(&[400, 500], "a.weight", DType::BF16)).unwrap()
-    );
+    // Not assert_eq, which would print them all.
+    assert!(all == values(&get(&[400, 500], "a.weight", DType::F32)).unwrap());
+    assert!(all != values(&get(&[400, 500], "b.weight", DType::F32)).unwrap());
+    let narrow = values(&get(&[400, 500], "a.weight", DType::BF16)).unwrap();
+    // Half a unit in the last of eight bits.
+    let mut pairs = all.iter().zip(&narrow);
+    assert!(pairs.all(|(a, b)| (a - b).abs() <= a.abs() / 256.));
     let mean = all.iter().sum::<f64>() / all.len() as f64;
     let variance = all.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / all.len() as f64;
     // Both within five standard errors.

@@ -30,6 +30,10 @@ static MODULE: Module = Module::new(
         "linear_small_1024_bf16",
         "linear_small_1536_f16",
         "linear_small_1536_bf16",
+        "linear_small_2048_f16",
+        "linear_small_2048_bf16",
+        "linear_small_3072_f16",
+        "linear_small_3072_bf16",
         "linear_pair_f16",
         "linear_pair_bf16",
     ],
@@ -39,7 +43,10 @@ const TENSOR: usize = 0;
 const LANES: usize = 2;
 const SCALAR: usize = 11;
 const SMALL: usize = 12;
-const PAIR: usize = 16;
+const PAIR: usize = 20;
+
+/// Inputs that the kernels for small products take at most.
+const SMALL_K: [usize; 4] = [1024, 1536, 2048, 3072];
 
 /// Rows of weights that a block of a small product computes.
 const SMALL_UNIT: usize = 8;
@@ -185,7 +192,8 @@ impl FewRows {
                 ..self.lanes(1, 1, 2, 4)
             };
         }
-        let one = if self.bytes() >= LARGE {
+        let large: usize = std::env::var("CF_LARGE").ok().and_then(|v| v.parse().ok()).unwrap_or(LARGE);
+        let one = if self.bytes() >= large {
             self.lanes(1, 1, 2, 4)
         } else {
             self.lanes(0, 1, 4, 1)
@@ -248,18 +256,15 @@ impl FewRows {
         if self.norm.is_some_and(|n| n.kind != NormKind::Rms) || self.second.is_some() {
             return None;
         }
-        let steps = match self.k {
-            0..=1024 => 0,
-            1025..=1536 => 1,
-            _ => return None,
-        };
+        let longest: usize = std::env::var("CF_SMALL").ok().and_then(|v| v.parse().ok()).unwrap_or(1536);
+        let size = SMALL_K.iter().position(|k| self.k <= *k && *k <= longest)?;
         let outputs = match self.activation {
             Activation::SwiGlu => SMALL_UNIT / 2,
             _ => SMALL_UNIT,
         };
         let blocks = self.width().div_ceil(outputs);
         let fits = self.vectors() && self.on_tensor_cores(gpu) && blocks <= gpu.sms as usize;
-        let kernel = SMALL + 2 * steps + dtype_index(self.w_dtype).saturating_sub(1);
+        let kernel = SMALL + 2 * size + dtype_index(self.w_dtype).saturating_sub(1);
         fits.then_some((kernel, blocks as u32))
     }
 }
