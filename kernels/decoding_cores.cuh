@@ -258,6 +258,13 @@ template <int N, int W> struct LaneCore {
     }
   }
 
+  // By its bits: CUDA's own load of a 16-bit float is plain asm to the compiler, which may move it past
+  // a test or a wait.
+  template <typename C> __device__ static float element(const C* p) {
+    if constexpr (sizeof(C) == 4) return __ldcg(p);
+    else return widen_raw<C>(__ldcg(reinterpret_cast<const uint16_t*>(p)));
+  }
+
   template <typename C>
   __device__ static void rows(float (&k)[TURNS][N], float (&v)[TURNS][N], const Keys& keys, uint32_t key) {
     const int c = threadIdx.x % 8;
@@ -269,8 +276,8 @@ template <int N, int W> struct LaneCore {
       const int width = key + 4 * j < keys.end ? keys.head_dim - c : 0;
 #pragma unroll
       for (int e = 0; e < N; ++e) {
-        k[j][e] = 8 * e < width ? to_float(__ldcg(k_row + 8 * e)) : 0.f;
-        v[j][e] = 8 * e < width ? to_float(__ldcg(v_row + 8 * e)) : 0.f;
+        k[j][e] = 8 * e < width ? element(k_row + 8 * e) : 0.f;
+        v[j][e] = 8 * e < width ? element(v_row + 8 * e) : 0.f;
       }
     }
   }

@@ -78,10 +78,11 @@ template <class Core> struct Shared {
   }
 };
 
+// As raw bits: CUDA's loads of 16-bit floats are plain asm to the compiler, which may hoist them past
+// the test for a null pointer.
 __device__ __forceinline__ float read_weight(const void* p, int i, int dtype) {
   if (dtype == F32) return __ldg(static_cast<const float*>(p) + i);
-  if (dtype == F16) return to_float(__ldg(static_cast<const __half*>(p) + i));
-  return to_float(__ldg(static_cast<const __nv_bfloat16*>(p) + i));
+  return widen_raw(__ldg(static_cast<const uint16_t*>(p) + i), dtype);
 }
 
 // What every head's row is multiplied with at a position.

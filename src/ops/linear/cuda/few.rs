@@ -192,7 +192,10 @@ impl FewRows {
                 ..self.lanes(1, 1, 2, 4)
             };
         }
-        let large: usize = std::env::var("CF_LARGE").ok().and_then(|v| v.parse().ok()).unwrap_or(LARGE);
+        let large: usize = std::env::var("CF_LARGE")
+            .ok()
+            .and_then(|v| v.parse().ok())
+            .unwrap_or(LARGE);
         let one = if self.bytes() >= large {
             self.lanes(1, 1, 2, 4)
         } else {
@@ -256,7 +259,10 @@ impl FewRows {
         if self.norm.is_some_and(|n| n.kind != NormKind::Rms) || self.second.is_some() {
             return None;
         }
-        let longest: usize = std::env::var("CF_SMALL").ok().and_then(|v| v.parse().ok()).unwrap_or(1536);
+        let longest: usize = std::env::var("CF_SMALL")
+            .ok()
+            .and_then(|v| v.parse().ok())
+            .unwrap_or(1536);
         let size = SMALL_K.iter().position(|k| self.k <= *k && *k <= longest)?;
         let outputs = match self.activation {
             Activation::SwiGlu => SMALL_UNIT / 2,
