@@ -4,15 +4,11 @@
 
 using namespace fused;
 
-// Small products, with weights of x's 16-bit type and k up to 1024, 1536, 2048 or 3072.
+// Small products, with weights of x's 16-bit type and k up to 1024 or 1536.
 FUSED_SMALL(linear_small_1024_f16, __half, 4)
 FUSED_SMALL(linear_small_1024_bf16, __nv_bfloat16, 4)
 FUSED_SMALL(linear_small_1536_f16, __half, 6)
 FUSED_SMALL(linear_small_1536_bf16, __nv_bfloat16, 6)
-FUSED_SMALL(linear_small_2048_f16, __half, 8)
-FUSED_SMALL(linear_small_2048_bf16, __nv_bfloat16, 8)
-FUSED_SMALL(linear_small_3072_f16, __half, 12)
-FUSED_SMALL(linear_small_3072_bf16, __nv_bfloat16, 12)
 
 // Several rows of x, and weights of its 16-bit type.
 FUSED_FEW_ROWS(linear_tensor_f16, 2, Tensor<__half, 8>)

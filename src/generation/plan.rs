@@ -272,12 +272,7 @@ impl<'a> Writer<'a> {
         };
         if block.parallel {
             if let Some((beside, pair)) = self.side_by_side(&step, [&inside, &output, &down]) {
-                if std::env::var_os("CF_BESIDE").is_some() {
-                    self.work.push((BESIDE, Work::Beside(beside)));
-                } else {
-                    self.work.push((inside_name, Work::Linear(inside)));
-                    self.work.push((ATTENTION, Work::Attention(step)));
-                }
+                self.work.push((BESIDE, Work::Beside(beside)));
                 self.work.push(("output+down", Work::Linear(pair)));
                 return Ok(true);
             }
