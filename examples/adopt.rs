@@ -24,7 +24,7 @@ mod adopt;
 mod common;
 
 use adopt::{Config, Model, layers, likeliest, ops, plain, weights};
-use common::args::{ModelArgs, set_threads};
+use common::args::{self, ModelArgs, set_threads};
 use common::comparison::median;
 use common::{gpu, report};
 
@@ -35,10 +35,10 @@ struct Args {
     #[arg(long)]
     cpu: bool,
     /// f32, f16 or bf16 [default: f32, then bf16].
-    #[arg(long)]
+    #[arg(long, value_parser = args::dtype)]
     dtype: Option<DType>,
     /// Threads on the CPU [default: all cores].
-    #[arg(long)]
+    #[arg(long, value_parser = args::threads)]
     threads: Option<usize>,
     /// Width of the model, a multiple of 64.
     #[arg(long, default_value_t = 512)]

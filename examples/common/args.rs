@@ -271,14 +271,14 @@ pub fn at_least_one(text: &str) -> Result<usize, String> {
 }
 
 /// More threads than any machine has cores end in a failure to start them.
-fn threads(text: &str) -> Result<usize, String> {
+pub fn threads(text: &str) -> Result<usize, String> {
     match at_least_one(text)? {
         value if value > 1024 => Err("must be at most 1024".into()),
         value => Ok(value),
     }
 }
 
-fn dtype(text: &str) -> Result<DType, String> {
+pub fn dtype(text: &str) -> Result<DType, String> {
     match text {
         "f32" => Ok(DType::F32),
         "f16" => Ok(DType::F16),

@@ -13,6 +13,10 @@ use crate::ops::sample::NONE;
 use candle_core::{CudaDevice, Result, bail};
 use std::marker::PhantomData;
 
+/// Tokens of a prompt that go through the layers together: what lies between the steps of a layer
+/// grows with them.
+const MOST_TOKENS: usize = 4096;
+
 /// Chains of kernels for one model, its caches and its sequences.
 pub(super) struct OnDevice {
     decoder: Decoder,
@@ -95,7 +99,17 @@ impl OnDevice {
         self.settle()?;
         let logits = sequences[index].read(&self.decoder, ids, |_, position| {
             let (rotary, caches) = (&self.rotary, &self.caches[index]);
-            prefill::read(&self.device, &self.decoder, rotary, caches, ids, position)
+            let read = |ids: &[u32], position| {
+                prefill::read(&self.device, &self.decoder, rotary, caches, ids, position)
+            };
+            let mut first = position;
+            let mut rest = ids;
+            while rest.len() > MOST_TOKENS {
+                let (some, others) = rest.split_at(MOST_TOKENS);
+                read(some, first)?;
+                (first, rest) = (first + some.len(), others);
+            }
+            read(rest, first)
         })?;
         let token = self.state.draw(&logits, index, &sequences[index].ids)?;
         sequences[index].pending = Some(token);

@@ -14,14 +14,22 @@ pub struct RawPositions {
 /// `rope_scaling` or `rope_parameters`.
 #[derive(Deserialize)]
 pub struct RawRope {
-    #[serde(alias = "type")]
-    pub rope_type: Option<String>,
+    rope_type: Option<String>,
+    /// The older name; some files have both.
+    r#type: Option<String>,
     rope_theta: Option<f64>,
     pub partial_rotary_factor: Option<f64>,
     pub factor: Option<f32>,
     pub low_freq_factor: Option<f32>,
     pub high_freq_factor: Option<f32>,
     pub original_max_position_embeddings: Option<usize>,
+}
+
+impl RawRope {
+    /// How frequencies are scaled.
+    pub fn kind(&self) -> Option<&str> {
+        self.rope_type.as_deref().or(self.r#type.as_deref())
+    }
 }
 
 impl RawPositions {
@@ -42,7 +50,7 @@ impl RawPositions {
 
     /// Refuses scaled frequencies, for models that do not have them.
     pub fn unscaled(&self) -> Result<(), String> {
-        match self.rope().and_then(|r| r.rope_type.as_deref()) {
+        match self.rope().and_then(RawRope::kind) {
             None | Some("default") => Ok(()),
             Some(other) => Err(format!("rope type `{other}` is not `default`")),
         }

@@ -175,7 +175,7 @@ impl Stack {
                 }
             };
             let result = block.forward(&x, &at, &mut layer);
-            // Kept whatever came of it: a call that is refused leaves the cache as it was.
+            // Kept whatever came of it: a call that is refused leaves the positions before it.
             if cache.keep {
                 *slot = Some(layer);
             }

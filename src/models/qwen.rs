@@ -7,6 +7,11 @@ use crate::ops::Activation;
 use candle_core::{Result, bail};
 use serde::Deserialize;
 
+/// transformers' default where a file that asks for windows does not name one; `null` is none.
+fn usual_window() -> Option<usize> {
+    Some(4096)
+}
+
 /// `config.json` as written.
 #[derive(Deserialize)]
 pub struct RawConfig {
@@ -20,6 +25,7 @@ pub struct RawConfig {
     pub head_dim: Option<usize>,
     pub attention_bias: Option<bool>,
     max_position_embeddings: Option<usize>,
+    #[serde(default = "usual_window")]
     sliding_window: Option<usize>,
     max_window_layers: Option<usize>,
     layer_types: Option<Vec<String>>,

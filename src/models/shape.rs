@@ -130,6 +130,12 @@ impl Shape {
         if rotated == 0 || rotated > head_dim {
             bail!("config: {rotated} rotated dimensions, expected 2 to the head size {head_dim}");
         }
+        if rotated + 1 == head_dim {
+            bail!("config: the head size is {head_dim}, expected an even number");
+        }
+        if let Some(f) = self.frequencies.iter().find(|f| !f.is_finite()) {
+            bail!("config: a rotary frequency is {f}, expected a number: look at rope_theta");
+        }
         for (name, value) in [
             ("hidden size", self.hidden),
             ("intermediate size", self.intermediate),

@@ -156,6 +156,24 @@ impl Attention {
         } = self.config;
         cache.take_shape((batch, kv_heads, head_dim), x.dtype(), x.device())?;
         let slot = cache.advance(at.position, tokens, batch)?;
+        let y = self.attended(x, norm, at, slot, cache);
+        if y.is_err() {
+            // Who knows what has been written of the new positions.
+            cache.set_len(slot);
+        }
+        y?.transpose(1, 2)?.reshape((batch, tokens, ()))
+    }
+
+    /// [`Attention::attend`] with slots from `slot` on: `[B, heads, T, head_dim]`.
+    fn attended(
+        &self,
+        x: &Tensor,
+        norm: Option<&Norm>,
+        at: &Tokens<'_>,
+        slot: usize,
+        cache: &KvCache,
+    ) -> Result<Tensor> {
+        let head_dim = self.config.head_dim;
         let q = if self.fusion.rope {
             let qkv = self.qkv.forward_joint(x, norm)?;
             self.rotate(&qkv, at, slot, cache)?
@@ -171,12 +189,11 @@ impl Attention {
             softcap: None,
             mask: at.mask.cloned(),
         };
-        let y = if self.fusion.flash_attention {
-            ops::flash_attention(&q, &k, &v, &params)?
+        if self.fusion.flash_attention {
+            ops::flash_attention(&q, &k, &v, &params)
         } else {
-            plain_attention(&q, &k, &v, &params)?
-        };
-        y.transpose(1, 2)?.reshape((batch, tokens, ()))
+            plain_attention(&q, &k, &v, &params)
+        }
     }
 
     /// The fused step: rotated q `[B, Hq, T, D]`; rotated k and v are in the cache.

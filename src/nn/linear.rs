@@ -140,6 +140,15 @@ impl Projection {
                 linears.len()
             ),
         };
+        for linear in &linears {
+            let rows = linear.weight.dim(0)?;
+            if let Some(bias) = linear.bias().filter(|b| b.dims() != [rows]) {
+                bail!(
+                    "projection: a bias of shape {:?}, expected [{rows}]",
+                    bias.shape()
+                );
+            }
+        }
         let weights = linears.into_iter().map(|l| LinearWeight::Dense(l.weight));
         Self::new(weights.collect(), bias, fusion)
     }

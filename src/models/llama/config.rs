@@ -212,7 +212,7 @@ struct RawConfig {
 
 /// Llama 3.1's scaling, if the configuration has it.
 fn scaling(rope: &RawRope) -> Result<Option<Llama3RopeConfig>, String> {
-    match rope.rope_type.as_deref() {
+    match rope.kind() {
         None | Some("default") => Ok(None),
         Some("llama3") => {
             let missing = |name| format!("rope type llama3 needs `{name}`");

@@ -120,6 +120,7 @@ impl FewRows {
             && one(other)
             && other.x == behind
             && self.rows() == other.rows()
+            && other.activation == Activation::None
             && [self.w_dtype, other.x_dtype, other.w_dtype] == [self.x_dtype; 3]
             && self.x_dtype != DType::F32
             && self.vectors()

@@ -247,6 +247,10 @@ unsafe fn product(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Re
         return Ok(());
     }
     let [x_size, out_size] = [gemm.dtype, gemm.out_dtype].map(|d| d.size_in_bytes());
+    let in_order = Launcher {
+        dependent: false,
+        ..*launcher
+    };
     for first in (0..gemm.m).step_by(FEW) {
         let out = (first * gemm.stride * out_size) as u64;
         let rows = FewRows {
@@ -265,8 +269,8 @@ unsafe fn product(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Re
             w_dtype: gemm.dtype,
             out_dtype: gemm.out_dtype,
         };
-        // SAFETY: the caller's.
-        unsafe { few_rows(launcher, &rows)? };
+        // SAFETY: the caller's; not dependent, since the kernel in front may have made the weight.
+        unsafe { few_rows(&in_order, &rows)? };
     }
     Ok(())
 }
