@@ -336,6 +336,11 @@ fn what_does_not_fit_is_named() -> Result<()> {
     let said = message(Projection::from_linears(vec![layer.clone(), mixed]));
     assert!(said.contains("1 of 2 linears have a bias"), "{said}");
     assert!(message(Projection::from_linears(vec![])).contains("linears is empty"));
+    let shifted = |bias: usize| {
+        Ok::<_, candle_core::Error>(Linear::new(ones(&[4, 8])?, Some(ones(&[bias])?)))
+    };
+    let said = message(Projection::from_linears(vec![shifted(3)?, shifted(5)?]));
+    assert!(said.contains("expected [4]"), "{said}");
     let plain = Linear::from_weight(ones(&[3, 4])?, None, Fusion::none())?;
     let said = message(Projection::from_linears(vec![layer, plain]));
     assert!(said.contains("different fusions"), "{said}");

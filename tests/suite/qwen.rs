@@ -338,6 +338,16 @@ fn configs_of_transformers_4_and_5_are_read() {
     // A window that nobody set is none.
     let unset = read(r#""use_sliding_window":true,"sliding_window":null,"#).unwrap();
     assert!(!unset.use_sliding_window);
+    // One that nobody names is transformers' own.
+    let usual = read(r#""use_sliding_window":true,"#).unwrap();
+    assert_eq!(
+        (usual.use_sliding_window, usual.sliding_window),
+        (true, 4096)
+    );
+    // Files that went through several versions name the rope type twice.
+    let twice = r#""rope_scaling":{"type":"default","rope_type":"default"},"#;
+    assert_eq!(read(twice).unwrap().rope_theta, 10_000.);
+    assert!(said(r#""rope_scaling":{"type":"yarn"},"#).contains("yarn"));
 
     assert!(said(r#""rope_scaling":{"type":"yarn","factor":4.0},"#).contains("yarn"));
     assert!(said(r#""rope_theta":-1.0,"#).contains("rope_theta"));
