@@ -236,10 +236,7 @@ impl<'a> Writer<'a> {
         let (up, down) = block.mlp.projections();
         let [width, kv_width, _] = config.widths();
         let rows = up.rows().iter().sum::<usize>();
-        let inner = match block.mlp.activation() {
-            Activation::SwiGlu => rows / 2,
-            _ => rows,
-        };
+        let inner = block.mlp.activation().outputs(rows);
         let q = self.between(QKV, width + 2 * kv_width)?;
         // One row of both lies side by side, so that one product can take them.
         let attended = self.between(INNER, width + inner)?;
@@ -337,10 +334,7 @@ impl<'a> Writer<'a> {
             activation: around.activation,
             residuals: [around.residual, 0],
             out: around.out,
-            stride: match around.activation {
-                Activation::SwiGlu => rows / 2,
-                _ => rows,
-            },
+            stride: around.activation.outputs(rows),
             m: self.state.sequences(),
             k: weights.first().map_or(0, |w| w.cols()),
             x_dtype: self.dtype,

@@ -179,10 +179,7 @@ impl Pass {
         activation: Activation,
     ) -> Result<Address> {
         let rows = linear.held.iter().map(Weight::rows).sum::<usize>();
-        let width = match activation {
-            Activation::SwiGlu => rows / 2,
-            _ => rows,
-        };
+        let width = activation.outputs(rows);
         let out = self
             .scratch
             .take("linear", self.dtype, self.tokens * width)?;

@@ -21,10 +21,7 @@ pub(super) struct LinearOp<'a> {
 impl LinearOp<'_> {
     /// Outputs that are written: half the rows if one half gates the other.
     pub fn width(&self) -> usize {
-        match self.epilogue.activation {
-            Activation::SwiGlu => self.rows / 2,
-            _ => self.rows,
-        }
+        self.epilogue.activation.outputs(self.rows)
     }
 
     /// What is fused in, for the trace.

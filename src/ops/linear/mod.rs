@@ -104,6 +104,16 @@ pub enum Activation {
     SwiGlu,
 }
 
+impl Activation {
+    /// Outputs of `rows` rows of weights: half of them if one half gates the other.
+    pub(crate) fn outputs(self, rows: usize) -> usize {
+        match self {
+            Activation::SwiGlu => rows / 2,
+            _ => rows,
+        }
+    }
+}
+
 /// What happens to each output before it is written: `act(y + bias) + residuals`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Epilogue<'a> {

@@ -99,10 +99,7 @@ impl FewRows {
 
     /// Outputs of a row of x.
     pub fn width(&self) -> usize {
-        match self.activation {
-            Activation::SwiGlu => self.rows() / 2,
-            _ => self.rows(),
-        }
+        self.activation.outputs(self.rows())
     }
 
     /// The sum of this product of one row and one matrix and of `other`, in one: `other`'s x lies
@@ -258,10 +255,7 @@ impl FewRows {
             return None;
         }
         let size = SMALL_K.iter().position(|k| self.k <= *k)?;
-        let outputs = match self.activation {
-            Activation::SwiGlu => SMALL_UNIT / 2,
-            _ => SMALL_UNIT,
-        };
+        let outputs = self.activation.outputs(SMALL_UNIT);
         let blocks = self.width().div_ceil(outputs);
         let fits = self.vectors() && self.on_tensor_cores(gpu) && blocks <= gpu.sms as usize;
         let kernel = SMALL + 2 * size + dtype_index(self.w_dtype).saturating_sub(1);

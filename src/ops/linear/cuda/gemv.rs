@@ -108,7 +108,6 @@ pub(crate) struct Gemv {
 impl Gemv {
     /// A product without weights, prologue or epilogue yet.
     pub fn new(k: usize, rows: usize, activation: Activation) -> Self {
-        let gated = activation == Activation::SwiGlu;
         Self {
             weights: [Matrix::ABSENT; 3],
             prologue: PrologueParams::default(),
@@ -119,7 +118,7 @@ impl Gemv {
             m: 0,
             k: k as u32,
             rows: rows as u32,
-            width: if gated { rows / 2 } else { rows } as u32,
+            width: activation.outputs(rows) as u32,
             split: 1,
             weight_dtype: 0,
         }

@@ -91,17 +91,7 @@ impl ManyRows {
             k: at.k,
             dtype: at.x_dtype,
         };
-        if at.stride != many.width() || at.out_dtype != at.x_dtype {
-            bail!(
-                "linear: {} rows of {:?} to rows of {:?} {} elements apart, expected the same dtype \
-                 and {} elements",
-                at.m,
-                at.x_dtype,
-                at.out_dtype,
-                at.stride,
-                many.width()
-            );
-        }
+        at.check_for_library("linear", many.rows())?;
         Ok(many)
     }
 
@@ -110,10 +100,7 @@ impl ManyRows {
     }
 
     fn width(&self) -> usize {
-        match self.activation {
-            Activation::SwiGlu => self.rows() / 2,
-            _ => self.rows(),
-        }
+        self.activation.outputs(self.rows())
     }
 
     /// Whether the product itself can write the output: it adds a bias and one residual, and rounds

@@ -5,7 +5,7 @@ use super::few::{FEW, FewRows, few_rows};
 use super::gemv::NormAt;
 use crate::cuda::{Address, Gpu, Launcher, address_of};
 use crate::ops::linear::{Activation, Weight};
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 /// Dense matrices of one launch.
 const MOST_DENSE: usize = 3;
@@ -35,6 +35,22 @@ pub(crate) struct ProductAt {
 }
 
 impl ProductAt {
+    /// Fails if the library's product with weights of so many rows would write its outputs otherwise.
+    pub fn check_for_library(&self, op: &str, rows: usize) -> Result<()> {
+        let width = self.activation.outputs(rows);
+        if self.stride != width || self.out_dtype != self.x_dtype {
+            bail!(
+                "{op}: {} rows of {:?} to rows of {:?} {} elements apart, expected the same dtype and \
+                 {width} elements",
+                self.m,
+                self.x_dtype,
+                self.out_dtype,
+                self.stride
+            );
+        }
+        Ok(())
+    }
+
     /// The same for weights whose outputs begin at `column`.
     fn at_column(&self, column: usize) -> Self {
         let behind = |base: Address, dtype: DType| match base {
@@ -161,7 +177,7 @@ impl Part {
                     dense[i] = (address_of(w)?, w.dims()[0]);
                     w_dtype = w.dtype();
                 }
-                Weight::Packed(_) => candle_core::bail!("weights are packed for the CPU"),
+                Weight::Packed(_) => bail!("weights are packed for the CPU"),
             }
         }
         if !blocks.is_empty() {

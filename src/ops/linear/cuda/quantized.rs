@@ -28,19 +28,7 @@ pub(super) unsafe fn many_blocks(
     let dtype = product_dtype(launcher.gpu, at.x_dtype);
     let (m, k) = (at.m, at.k);
     let rows: usize = weights.iter().map(Weight::rows).sum();
-    let width = match at.activation {
-        Activation::SwiGlu => rows / 2,
-        _ => rows,
-    };
-    if at.stride != width || at.out_dtype != at.x_dtype {
-        bail!(
-            "{OP}: {m} rows of {:?} to rows of {:?} {} elements apart, expected the same dtype and \
-             {width} elements",
-            at.x_dtype,
-            at.out_dtype,
-            at.stride
-        );
-    }
+    at.check_for_library(OP, rows)?;
     let weight = match dense {
         Some(weight) => weight,
         None => {
