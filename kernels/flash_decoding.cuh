@@ -24,7 +24,7 @@ struct Decoding {
   void* k_cache;             // [B, kv_heads, slots, head_dim]
   void* v_cache;
   void* y;                   // [B, heads head_dim]
-  float2* partial;           // of each block: [HEADS head_dim] of (mean value, log2 weight)
+  float2* partial;           // what blocks leave: see `Partials`
   uint32_t* counters;        // zero between launches
   const uint32_t* position;  // [B]
   uint32_t heads, kv_heads, head_dim, slots, positions, pairs;
@@ -263,38 +263,75 @@ __device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t of) {
   return before == of - 1;
 }
 
-// N values over the blocks, from what they left in memory: a block's `step` apart, those of this
-// thread `spacing` apart, of which `count` are there.
-template <int N>
-__device__ __forceinline__ void merge_blocks(const float2* partial, uint32_t blocks, int step, int spacing,
-                                             int count, float (&y)[N]) {
-  Value r[N];
-#pragma unroll
-  for (int e = 0; e < N; ++e) r[e] = {-INFINITY, 0.f, 0.f};
-#pragma unroll(N > 1 ? 8 : 4)
+// A value over the blocks, from what they left in memory `step` apart.
+__device__ __forceinline__ float merge_blocks(const float2* partial, uint32_t blocks, int step) {
+  Value r = {-INFINITY, 0.f, 0.f};
+#pragma unroll 4
   for (uint32_t b = 0; b < blocks; ++b) {
-#pragma unroll
-    for (int e = 0; e < N; ++e) {
-      const float2 o = e < count ? __ldcg(partial + b * step + e * spacing) : make_float2(0.f, 0.f);
-      const float top = fmaxf(r[e].top, o.y), fade = exp2_fast(r[e].top - top), share = exp2_fast(o.y - top);
-      r[e] = {top, r[e].weight * fade + share, r[e].sum * fade + share * o.x};
-    }
+    const float2 o = __ldcg(partial + b * step);
+    const float top = fmaxf(r.top, o.y), fade = exp2_fast(r.top - top), share = exp2_fast(o.y - top);
+    r = {top, r.weight * fade + share, r.sum * fade + share * o.x};
   }
-#pragma unroll
-  for (int e = 0; e < N; ++e) y[e] = __fdividef(r[e].sum, r[e].weight);
+  return __fdividef(r.sum, r.weight);
 }
 
-// All values of the heads, of which a thread has N on the way at a time.
-template <int N, int THREADS>
-__device__ __forceinline__ void merge_all(const Decoding& p, const float2* partial, uint32_t blocks, int step,
-                                          int total, uint32_t out) {
-  for (int i = threadIdx.x; i < total; i += N * THREADS) {
-    float y[N];
-    const int count = N == 1 ? 1 : min(N, (total - i + THREADS - 1) / THREADS);
-    merge_blocks(partial + i, blocks, step, THREADS, count, y);
-#pragma unroll
-    for (int e = 0; e < N; ++e)
-      if (e < count) write(p.y, p.dtype, out + i + e * THREADS, y[e]);
+// What blocks leave for the last of them.
+struct Partials {
+  float2* both;  // narrow heads: [blocks][HEADS head_dim] of (mean value, log2 weight)
+  float* means;  // wide heads: [blocks][HEADS head_dim],
+  float* tops;   // and [blocks][HEADS] of log2 weights behind them
+
+  __device__ Partials(const Decoding& p, const Block& block, uint32_t row, int head_dim) {
+    const uint64_t step = HEADS * head_dim;
+    both = p.partial + row * block.of_x * step;
+    means = reinterpret_cast<float*>(both);
+    tops = means + block.of_x * step;
+  }
+};
+
+// All values of narrow heads: few for each thread, and few blocks.
+template <class Core>
+__device__ __forceinline__ void merge_narrow(const Decoding& p, const float2* partial, uint32_t blocks, int heads,
+                                             int head_dim, uint32_t out) {
+  for (int i = threadIdx.x; i < heads * head_dim; i += Core::WARPS * WARP)
+    write(p.y, p.dtype, out + i, merge_blocks(partial + i, blocks, HEADS * head_dim));
+}
+
+// All values of wide heads. The blocks' shares of each head come first, so that what is left are
+// sums of products whose loads wait for nothing.
+template <class Core>
+__device__ __forceinline__ void merge_wide(const Decoding& p, const Shared<Core>& s, const Partials& partials,
+                                           uint32_t blocks, int heads, int head_dim, uint32_t out) {
+  const int lane = threadIdx.x % WARP;
+  float* shares = s.sums;  // [heads][blocks]
+  for (int h = threadIdx.x / WARP; h < heads; h += Core::WARPS) {
+    float top = -INFINITY, total = 0.f;
+    for (uint32_t b = lane; b < blocks; b += WARP) top = fmaxf(top, __ldcg(partials.tops + b * HEADS + h));
+    top = warp_max(top);
+    for (uint32_t b = lane; b < blocks; b += WARP) {
+      const float share = exp2_fast(__ldcg(partials.tops + b * HEADS + h) - top);
+      shares[h * blocks + b] = share;
+      total += share;
+    }
+    total = warp_sum(total);
+    if (lane == 0) s.weights[h] = __fdividef(1.f, total);
+  }
+  __syncthreads();
+  for (int i = 4 * threadIdx.x; i < heads * head_dim; i += 4 * Core::WARPS * WARP) {
+    const int h = i / head_dim;
+    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 16
+    for (uint32_t b = 0; b < blocks; ++b) {
+      const float4 mean = __ldcg(reinterpret_cast<const float4*>(partials.means + b * HEADS * head_dim + i));
+      const float share = shares[h * blocks + b];
+      y.x = fmaf(share, mean.x, y.x), y.y = fmaf(share, mean.y, y.y);
+      y.z = fmaf(share, mean.z, y.z), y.w = fmaf(share, mean.w, y.w);
+    }
+    const float by = s.weights[h];
+    write(p.y, p.dtype, out + i, y.x * by);
+    write(p.y, p.dtype, out + i + 1, y.y * by);
+    write(p.y, p.dtype, out + i + 2, y.z * by);
+    write(p.y, p.dtype, out + i + 3, y.w * by);
   }
 }
 
@@ -312,14 +349,22 @@ template <class Core>
 __device__ __forceinline__ void finish(const Decoding& p, const Shared<Core>& s, const Place& at,
                                        const Part& part, int head_dim, uint32_t position) {
   constexpr int THREADS = Core::WARPS * WARP;
+  constexpr bool WIDE = Core::DIM >= 256;
   const int total = at.heads * head_dim, step = HEADS * head_dim;
-  float2* partial = p.partial + uint64_t(at.row) * part.block.of_x * step;
+  const Partials partials(p, part.block, at.row, head_dim);
   for (int i = threadIdx.x; i < total; i += THREADS) {
     const Value v = merge_warps(s, at.heads, i / head_dim, i % head_dim, part.warps, part.leads);
     const float mean = __fdividef(v.sum, v.weight);
     if (!part.real) continue;
-    if (part.active == 1) write(p.y, p.dtype, at.out + i, mean);
-    else partial[part.block.x * step + i] = make_float2(mean, v.top + __log2f(v.weight));
+    const float top = v.top + __log2f(v.weight);
+    if (part.active == 1) {
+      write(p.y, p.dtype, at.out + i, mean);
+    } else if constexpr (WIDE) {
+      partials.means[part.block.x * step + i] = mean;
+      if (i % head_dim == 0) partials.tops[part.block.x * HEADS + i / head_dim] = top;
+    } else {
+      partials.both[part.block.x * step + i] = make_float2(mean, top);
+    }
   }
   if (!part.real) return;
   if (part.leads && at.appends) {
@@ -331,9 +376,8 @@ __device__ __forceinline__ void finish(const Decoding& p, const Shared<Core>& s,
     }
   }
   if (part.active > 1 && is_last(p.counters + at.row, part.active)) {
-    // Several values at once only where a thread has many: a short step has no time for more
-    // instructions.
-    merge_all<Core::DIM >= 256 ? 4 : 1, THREADS>(p, partial, part.active, step, total, at.out);
+    if constexpr (WIDE) merge_wide(p, s, partials, part.active, at.heads, head_dim, at.out);
+    else merge_narrow<Core>(p, partials.both, part.active, at.heads, head_dim, at.out);
   }
 }
 
