@@ -75,7 +75,7 @@ impl Codes {
     }
 
     /// What a row's codes mean: the scale and zero point of the value at `row`, `col`.
-    fn meaning(&self, row: usize, col: usize) -> (f32, i8) {
+    pub(crate) fn meaning(&self, row: usize, col: usize) -> (f32, i8) {
         let at = match self.scheme.group() {
             Some(group) => row * (self.cols / group) + col / group,
             None if self.scales.len() == 1 => 0,

@@ -11,6 +11,7 @@ use super::{Codes, Scheme, TernaryScale};
 use crate::cpu::pool;
 use candle_core::{Result, bail};
 use half::f16;
+use std::ops::Range;
 use std::sync::Mutex;
 
 /// Adding it to a float below 2^22 and taking it away again leaves the nearest integer, ties to even;
@@ -48,7 +49,7 @@ const TINY: f32 = 1e-35;
 /// (see [`Scheme::check`]), a weight is NaN or infinite (by its place), or so large that the scale of
 /// its group would not be an f16.
 pub fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Result<Codes> {
-    check(weights, rows, cols, scheme)?;
+    check(weights, &(0..rows), cols, scheme)?;
     if let Scheme::Ternary {
         scale: TernaryScale::Tensor,
     } = scheme
@@ -59,16 +60,16 @@ pub fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Re
     quantize_with(weights, rows, cols, scheme, None)
 }
 
-/// [`quantize`] of a part of the rows, `whole` being the scale of a matrix that has one only.
+/// [`quantize`] of some rows of a matrix, `whole` being the scale of a matrix that has one only.
 pub(crate) fn quantize_part(
     weights: &[f32],
-    rows: usize,
+    part: &Range<usize>,
     cols: usize,
     scheme: Scheme,
     whole: Option<f32>,
 ) -> Result<Codes> {
-    check(weights, rows, cols, scheme)?;
-    quantize_with(weights, rows, cols, scheme, whole)
+    check(weights, part, cols, scheme)?;
+    quantize_with(weights, part.len(), cols, scheme, whole)
 }
 
 /// The mean of |w|, summed in f64.
@@ -81,10 +82,11 @@ pub(crate) fn sum_of_magnitudes(weights: &[f32]) -> f64 {
     weights.iter().map(|w| f64::from(w.abs())).sum()
 }
 
-fn check(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Result<()> {
-    if rows.checked_mul(cols) != Some(weights.len()) {
+fn check(weights: &[f32], rows: &Range<usize>, cols: usize, scheme: Scheme) -> Result<()> {
+    let count = rows.len();
+    if count.checked_mul(cols) != Some(weights.len()) {
         bail!(
-            "weights: {} values given for {rows} x {cols}",
+            "weights: {} values given for {count} x {cols}",
             weights.len()
         );
     }
@@ -93,7 +95,7 @@ fn check(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Result<()
         bail!(
             "weights: {} at row {}, column {}, expected a finite number",
             weights[at],
-            at / cols,
+            rows.start + at / cols,
             at % cols
         );
     }

@@ -36,6 +36,18 @@ pub(super) trait Isa: Copy {
     unsafe fn shr4(a: Self::Bytes) -> Self::Bytes;
     /// Signed codes as `dot` takes them.
     unsafe fn eight_bits(a: Self::Bytes) -> Self::Bytes;
+    /// Of four runs of 16 bytes from `p` on, the first ROWS of each: row by row the byte of each run.
+    unsafe fn quads(p: *const u8) -> Self::Bytes {
+        let mut bytes = [0u8; 64];
+        for row in 0..Self::ROWS {
+            for t in 0..4 {
+                // SAFETY: within the four runs.
+                bytes[4 * row + t] = unsafe { p.add(16 * t + row).read() };
+            }
+        }
+        // SAFETY: ROWS is 16 at most.
+        unsafe { Self::load(bytes.as_ptr()) }
+    }
 
     unsafe fn zero() -> Self::Floats;
     /// The same number everywhere.
@@ -154,6 +166,19 @@ impl Isa for Avx2 {
         a
     }
     #[inline(always)]
+    unsafe fn quads(p: *const u8) -> __m256i {
+        // SAFETY: AVX2 and 8 readable bytes in each of four runs, by the trait's contract.
+        unsafe {
+            let run = |t: usize| _mm_loadl_epi64(p.add(16 * t).cast());
+            let first = _mm_unpacklo_epi8(run(0), run(1));
+            let second = _mm_unpacklo_epi8(run(2), run(3));
+            _mm256_set_m128i(
+                _mm_unpackhi_epi16(first, second),
+                _mm_unpacklo_epi16(first, second),
+            )
+        }
+    }
+    #[inline(always)]
     unsafe fn zero() -> __m256 {
         // SAFETY: AVX2, by the trait's contract.
         unsafe { _mm256_setzero_ps() }
@@ -239,7 +264,11 @@ unsafe fn avx2_few_bits<C: Codes, const T: usize>(
     unsafe {
         let ones = _mm256_set1_epi16(1);
         let mut codes = C::open::<Avx2>(planes, part);
-        let run = 8 >> (C::BITS - 4);
+        let run = match C::BITS {
+            2 | 4 => 8,
+            5 => 4,
+            _ => 2,
+        };
         let mut dots = [_mm256_setzero_si256(); T];
         for start in (0..C::VECTORS).step_by(run) {
             let mut pairs = [_mm256_setzero_si256(); T];
@@ -371,6 +400,17 @@ impl Isa for Avx512 {
     unsafe fn eight_bits(a: __m512i) -> __m512i {
         // SAFETY: AVX-512, by the trait's contract.
         unsafe { _mm512_xor_si512(a, _mm512_set1_epi8(-128)) }
+    }
+    /// Runs of four rows go to the lane of these rows, and within it each row's bytes together.
+    #[inline(always)]
+    unsafe fn quads(p: *const u8) -> __m512i {
+        // SAFETY: AVX-512 and 64 readable bytes, by the trait's contract.
+        unsafe {
+            let lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let gathered = _mm512_permutexvar_epi32(lanes, Self::load(p));
+            _mm512_shuffle_epi8(gathered, _mm512_broadcast_i32x4(bytes))
+        }
     }
     #[inline(always)]
     unsafe fn zero() -> __m512 {

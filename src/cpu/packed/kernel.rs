@@ -2,20 +2,22 @@
 
 use super::activations::Q8Block;
 use super::codes::{
-    Affine, Codes, Eight, Five, Four, Ready, Scales, Six, Super, SuperSymmetric, Symmetric,
-    Unpacked,
+    Affine, ByGroup, ByRow, Codes, Eight, Five, Four, Ready, Scales, Six, Super, SuperSymmetric,
+    Symmetric, Two, Unpacked,
 };
 use super::isa::{Avx2, Avx512, Isa};
 use super::layout::ROW_GROUP;
 use crate::cpu::simd::Level;
+use crate::quant::{Format, Scheme};
 use candle_core::quantized::GgmlDType;
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+use std::ops::Range;
 
 /// How far ahead of the products packed weights are fetched. The hardware's own prefetching stops at
 /// every page and starts anew, which costs a fifth of the memory's bandwidth.
 const AHEAD: usize = 3072;
 
-/// 32-wide blocks that are unpacked at a time, a whole number of chunks in every format: with their
+/// 32-wide blocks that are unpacked at a time: with their
 /// scales they take up to 12 KB, so that they stay in the first-level cache.
 pub(super) const UNPACKED_BLOCKS: usize = 16;
 
@@ -36,13 +38,13 @@ pub(super) type Tile = unsafe fn(
     sums: *mut [f32; ROW_GROUP],
 );
 
-/// Unpacks `blocks` 32-wide blocks at `weights` to bytes at `out`, which the tiles of
+/// Unpacks 32-wide blocks `blocks` of the row group at `weights` to bytes at `out`, which the tiles of
 /// [`Kernels::unpacked`] take.
 ///
 /// # Safety
-/// The processor has the instruction set, `weights` points to chunks of the kernel's format, and
-/// `out` has room for [`UNPACKED_BYTES`]; `blocks` is at most [`UNPACKED_BLOCKS`].
-pub(super) type Unpack = unsafe fn(weights: *const u8, blocks: usize, out: *mut u8);
+/// The processor has the instruction set, `weights` points to a row group of the kernel's format that
+/// has these blocks, and `out` has room for [`UNPACKED_BYTES`]; there are at most [`UNPACKED_BLOCKS`].
+pub(super) type Unpack = unsafe fn(weights: *const u8, blocks: Range<usize>, out: *mut u8);
 
 /// The kernels of a format at a level.
 pub(super) struct Kernels {
@@ -52,8 +54,12 @@ pub(super) struct Kernels {
     pub unpacked: Option<(Unpack, &'static [(usize, Tile)])>,
 }
 
-/// The kernels for `dtype` at `level`; none for the scalar level or an unsupported type.
-pub(super) fn kernels(dtype: GgmlDType, level: Level) -> Option<&'static Kernels> {
+/// The kernels for `format` at `level`; none for the scalar level or an unsupported type.
+pub(super) fn kernels(format: &Format, level: Level) -> Option<&'static Kernels> {
+    let dtype = match format {
+        Format::Block(format) => format.dtype,
+        Format::Scheme(scheme) => return kernels_of_scheme(scheme, level),
+    };
     match dtype {
         GgmlDType::Q4_0 => kernels_of::<Four, Symmetric>(level),
         GgmlDType::Q4_1 => kernels_of::<Four, Affine>(level),
@@ -64,6 +70,28 @@ pub(super) fn kernels(dtype: GgmlDType, level: Level) -> Option<&'static Kernels
         GgmlDType::Q5K => kernels_of::<Five, Super>(level),
         GgmlDType::Q6K => kernels_of::<Six, SuperSymmetric>(level),
         _ => None,
+    }
+}
+
+fn kernels_of_scheme(scheme: &Scheme, level: Level) -> Option<&'static Kernels> {
+    match (scheme.group(), scheme) {
+        (_, Scheme::Int8) => kernels_of::<Eight, ByRow>(level),
+        (None, _) => kernels_of::<Two, ByRow>(level),
+        (Some(group), Scheme::Ternary { .. }) => match group {
+            32 => kernels_of::<Two, ByGroup<1, false>>(level),
+            64 => kernels_of::<Two, ByGroup<2, false>>(level),
+            128 => kernels_of::<Two, ByGroup<4, false>>(level),
+            _ => None,
+        },
+        (Some(group), Scheme::Int4 { zero_point, .. }) => match (group, zero_point) {
+            (32, false) => kernels_of::<Four, ByGroup<1, false>>(level),
+            (64, false) => kernels_of::<Four, ByGroup<2, false>>(level),
+            (128, false) => kernels_of::<Four, ByGroup<4, false>>(level),
+            (32, true) => kernels_of::<Four, ByGroup<1, true>>(level),
+            (64, true) => kernels_of::<Four, ByGroup<2, true>>(level),
+            (128, true) => kernels_of::<Four, ByGroup<4, true>>(level),
+            _ => None,
+        },
     }
 }
 
@@ -155,17 +183,21 @@ unsafe fn avx2_by_halves<C: Codes, S: Scales, const T: usize>(
 /// # Safety
 /// See [`Unpack`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
+unsafe fn avx2_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: Range<usize>, out: *mut u8) {
     for lane in [0, Avx2::ROWS] {
         // SAFETY: the caller's.
-        unsafe { unpack::<Avx2, C, S>(weights, blocks, lane, out) }
+        unsafe { unpack::<Avx2, C, S>(weights, blocks.clone(), lane, out) }
     }
 }
 
 /// # Safety
 /// See [`Unpack`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
+unsafe fn avx512_unpack<C: Codes, S: Scales>(
+    weights: *const u8,
+    blocks: Range<usize>,
+    out: *mut u8,
+) {
     // SAFETY: the caller's.
     unsafe { unpack::<Avx512, C, S>(weights, blocks, 0, out) }
 }
@@ -213,9 +245,9 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
         let mut left = blocks;
         while left > 0 {
             let in_chunk = left.min(layout.blocks);
-            // Few blocks: all rows of a block together, as they share cache lines. Many: all blocks of
-            // some rows, as they share scales.
-            if layout.blocks > 2 {
+            // All rows of a block together, as they share cache lines, unless all blocks of some rows
+            // share their scales.
+            if S::BY_ROWS {
                 for h in 0..H {
                     let shared = S::open::<I>(weights, lanes[h]);
                     for j in 0..in_chunk {
@@ -224,11 +256,11 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
                     }
                 }
             } else {
+                let shared: [_; H] = std::array::from_fn(|h| S::open::<I>(weights, lanes[h]));
                 for j in 0..in_chunk {
                     let x = x.map(|x| x.add(j));
                     for h in 0..H {
-                        let shared = S::open::<I>(weights, lanes[h]);
-                        block::<I, C, S, T>(&mut sums[h], shared, weights, lanes[h], j, x);
+                        block::<I, C, S, T>(&mut sums[h], shared[h], weights, lanes[h], j, x);
                     }
                 }
             }
@@ -270,11 +302,11 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
     let zero = if C::BITS == 8 {
         I::EIGHT_BIT_ZERO
     } else {
-        1 << (C::BITS - 1)
+        C::ZERO
     };
     // SAFETY: the block lies within the chunk, by the caller's contract.
     unsafe {
-        let planes = chunk.add(layout.head + j * layout.codes + 4 * lane);
+        let planes = chunk.add(layout.head + j * layout.codes + C::ROW_BYTES * lane);
         if S::STREAMED && lane == 0 {
             fetch(planes, layout.codes + layout.head / layout.blocks);
         }
@@ -303,18 +335,18 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
 #[inline(always)]
 pub(super) unsafe fn unpack<I: Isa, C: Codes, S: Scales>(
     weights: *const u8,
-    blocks: usize,
+    blocks: Range<usize>,
     lane: usize,
     out: *mut u8,
 ) {
     let (from, to) = (S::layout::<C>(), Ready::layout::<Unpacked<C>>());
-    let zero = (1 << (C::BITS - 1)) as f32;
+    let zero = C::ZERO as f32;
     // SAFETY: block by block this walks over both, which the caller vouches for.
     unsafe {
-        for index in 0..blocks {
-            let (chunk, j) = (index / from.blocks, index % from.blocks);
+        for (index, block) in blocks.enumerate() {
+            let (chunk, j) = (block / from.blocks, block % from.blocks);
             let head = weights.add(chunk * from.chunk());
-            let planes = head.add(from.head + j * from.codes + 4 * lane);
+            let planes = head.add(from.head + j * from.codes + C::ROW_BYTES * lane);
             let out = out.add(index * to.chunk());
             let shared = S::open::<I>(head, lane);
             for part in 0..C::PARTS {

@@ -1,7 +1,7 @@
 //! Quantized weight matrices, packed once for fast products with activations in 8 bits.
 //!
-//! A [`PackedMatrix`] holds the blocks of a GGUF tensor (see [`crate::quant`]) in groups of 16 rows,
-//! interleaved so that a vector lane is a row: a product needs no horizontal sums, one activation
+//! A [`PackedMatrix`] holds the blocks of a GGUF tensor or the codes of a scheme (see [`crate::quant`])
+//! in groups of 16 rows, interleaved so that a vector lane is a row: a product needs no horizontal sums, one activation
 //! serves 16 rows, and the same bytes serve AVX2 and AVX-512. The interleaving goes back to
 //! llama.cpp's repacked formats (`q4_0_8x8`); 16 rows, one layout for all formats and an f32 scale
 //! for every 32 activations are particular to this one. `layout.rs` has the bytes.
@@ -19,6 +19,10 @@ mod layout;
 mod matmul;
 mod matrix;
 mod scalar;
+#[cfg(test)]
+mod scheme_tests;
+mod schemes;
+mod store;
 #[cfg(test)]
 mod tests;
 #[cfg(all(test, target_arch = "x86_64"))]
