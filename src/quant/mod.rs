@@ -21,9 +21,11 @@
 //! In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
 //! In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
 
+mod format;
 mod scheme;
 mod unpack;
 
+pub use format::Format;
 pub use scheme::{Codes, Scheme, TernaryScale};
 pub(crate) use unpack::SubBlock;
 pub use unpack::dequantize;
