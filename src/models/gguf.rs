@@ -393,7 +393,16 @@ impl<R: Seek + Read> Source for File<'_, R> {
         self.ct.tensor_infos.contains_key(tensor)
     }
 
-    fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight> {
+    fn matrix(
+        &mut self,
+        tensor: &str,
+        rows: usize,
+        cols: usize,
+        heads: Option<usize>,
+    ) -> Result<LinearWeight> {
+        if heads.is_some() {
+            bail!("`{tensor}` is in blocks, expected dense rows");
+        }
         let weight = self.blocks(tensor, rows, cols)?;
         Ok(LinearWeight::Quantized(Arc::new(weight)))
     }
@@ -406,20 +415,20 @@ impl<R: Seek + Read> Source for File<'_, R> {
         &mut self,
         tensor: &str,
         (rows, cols): (usize, usize),
-        tied: bool,
+        tied: Option<&str>,
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
         let table = self.blocks(tensor, rows, cols)?;
         if fusion.quant_linear && quant::supports(table.dtype()) {
             let (embedding, weight) = shared_table(table)?;
-            let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
+            let head = tied.map(|_| Projection::from_weights(vec![weight], fusion));
             return Ok((embedding, head));
         }
         // The residual stream of a GGUF model is f32, whatever the table is stored in.
         let dense = in_f32(&table)?;
         let weight = LinearWeight::Quantized(Arc::new(table));
         let head = tied
-            .then(|| Projection::new(vec![weight], None, fusion))
+            .map(|_| Projection::new(vec![weight], None, fusion))
             .transpose()?;
         Ok((Embedding::Dense(dense), head))
     }
@@ -435,7 +444,8 @@ fn shared_table(table: QTensor) -> Result<(Embedding, Weight)> {
     let (rows, cols) = table.shape().dims2()?;
     let packed = PackedMatrix::pack(table.dtype(), rows, cols, &table.data()?)?;
     let packed = Arc::new(packed);
-    Ok((Embedding::Packed(packed.clone()), Weight::Packed(packed)))
+    let embedding = Embedding::Packed(packed.clone(), DType::F32);
+    Ok((embedding, Weight::Packed(packed)))
 }
 
 /// The dimensions of a tensor that the file names.

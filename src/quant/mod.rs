@@ -23,18 +23,28 @@
 //! In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
 //! In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
 
+mod backend;
 mod codes;
+mod file;
 mod format;
+pub(crate) mod layer;
 mod quantize;
+mod recipe;
+mod save;
 mod scheme;
 #[cfg(test)]
 mod tests;
 mod unpack;
 
+pub use backend::Rounded;
 pub use codes::Codes;
+pub use file::QuantizedFile;
 pub use format::Format;
+pub use layer::{quantize_linear, while_loading};
 pub use quantize::quantize;
 pub(crate) use quantize::{quantize_part, sum_of_magnitudes};
+pub use recipe::{Progress, Quantization, Recipe};
+pub(crate) use save::{Saved, save};
 pub use scheme::{Scheme, TernaryScale};
 pub(crate) use unpack::SubBlock;
 pub use unpack::dequantize;

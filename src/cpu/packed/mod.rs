@@ -31,6 +31,7 @@ mod wide;
 pub use activations::{Q8Activations, Q8Row, Q8Rows};
 pub use layout::ROW_GROUP;
 pub use matrix::{PackedBuilder, PackedMatrix};
+pub(crate) use schemes::packed_bytes;
 
 use crate::cpu::simd::Level;
 use std::sync::OnceLock;
