@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use super::gpu;
+use super::quantize::QuantizeArgs;
 use super::report::one_line;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
@@ -100,6 +101,9 @@ pub struct ModelArgs {
     /// CPU threads [default: all that this process may use].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = threads)]
     pub threads: Option<usize>,
+
+    #[command(flatten)]
+    pub quantize: QuantizeArgs,
 }
 
 /// How the next token is chosen, and how many.
