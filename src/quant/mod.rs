@@ -5,6 +5,19 @@
 //! makes [`Codes`] of weights by a [`Scheme`], and [`Codes::dequantize`] floats of them. These plain
 //! ways are what every kernel is held against.
 //!
+//! # Schemes
+//! | scheme | value | bits of a weight |
+//! |---|---|---|
+//! | [`Scheme::Int8`] | s q, q in -127..=127, f32 s for each row | 8 |
+//! | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
+//! | with zero points | s (q - z), z in 0..=15 for each group | 4 + 24 / group |
+//! | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
+//!
+//! A model is quantized while it loads by a [`Recipe`] (`Llama::load_quantized`,
+//! `CausalLm::new_quantized`), or once for all by
+//! [`save_quantized`](crate::models::save_quantized) into a [`QuantizedFile`], which has the byte
+//! layout; single layers of other models by [`quantize_linear`] and [`while_loading`].
+//!
 //! # GGUF blocks
 //! The formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). All numbers are little endian,
 //! `q` is an unsigned code unless said otherwise:

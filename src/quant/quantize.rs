@@ -221,14 +221,21 @@ impl Trial {
     /// Of the codes `clamp(round(w * inverse), low, high)`.
     fn of(weights: &[f32], inverse: f32, low: f32, high: f32) -> Self {
         let (mut rr, mut rq, mut qq) = ([0f32; 16], [0f32; 16], [0f32; 16]);
-        for weights in weights.as_chunks::<16>().0 {
+        let mut add = |lane: usize, w: f32| {
+            let q = code(w, inverse, low, high);
+            let r = w * inverse - q;
+            rr[lane] += r * r;
+            rq[lane] += r * q;
+            qq[lane] += q * q;
+        };
+        let (whole, rest) = weights.as_chunks::<16>();
+        for weights in whole {
             for (lane, w) in weights.iter().enumerate() {
-                let q = code(*w, inverse, low, high);
-                let r = w * inverse - q;
-                rr[lane] += r * r;
-                rq[lane] += r * q;
-                qq[lane] += q * q;
+                add(lane, *w);
             }
+        }
+        for (lane, w) in rest.iter().enumerate() {
+            add(lane, *w);
         }
         Self {
             scale: 1. / inverse,

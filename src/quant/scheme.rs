@@ -48,9 +48,6 @@ pub enum Scheme {
 /// The groups that there are kernels for.
 const GROUPS: [usize; 3] = [32, 64, 128];
 
-/// Values along a row that belong together whatever the scheme: the width of a block of activations.
-const BLOCK: usize = 32;
-
 impl Scheme {
     /// Bits of a code.
     pub fn bits(&self) -> u32 {
@@ -100,15 +97,14 @@ impl Scheme {
     /// Checks that rows of `cols` values can be quantized so.
     ///
     /// # Errors
-    /// If the group is not 32, 64 or 128, or `cols` is not a positive multiple of the group, or of 32
-    /// where there is none.
+    /// If the group is not 32, 64 or 128, or `cols` is not a positive multiple of the group.
     pub fn check(&self, cols: usize) -> Result<()> {
         if let Some(group) = self.group()
             && !GROUPS.contains(&group)
         {
             bail!("group: {group} is not one of 32, 64 and 128");
         }
-        let unit = self.group().unwrap_or(BLOCK);
+        let unit = self.group().unwrap_or(1);
         if cols == 0 || !cols.is_multiple_of(unit) {
             let smaller: Vec<_> = GROUPS
                 .iter()
@@ -119,7 +115,7 @@ impl Scheme {
                 [] => String::new(),
                 groups => format!("; it divides by a group of {}", groups.join(" or ")),
             };
-            bail!("cols: rows of {cols} values do not divide by {unit}, as {self} needs{hint}");
+            bail!("cols: rows of {cols} values do not divide by the {unit} of {self}{hint}");
         }
         Ok(())
     }

@@ -174,7 +174,7 @@ fn bad_weights_and_shapes_are_named() {
     assert!(error.contains("group of 32"), "{error}");
     assert!(refused(&weights, 4, 96, int4(48)).contains("48"));
     assert!(refused(&weights, 3, 96, Scheme::Int8).contains("384 values"));
-    assert!(refused(&weights[..40], 1, 40, Scheme::Int8).contains("40"));
+    assert!(refused(&weights[..40], 1, 40, int4(32)).contains("40"));
     assert!(refused(&[], 1, 0, Scheme::Int8).contains("cols"));
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         weights[2 * 96 + 5] = bad;

@@ -8,6 +8,7 @@ use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options};
 use candle_fused::models::llama::{Cache, Llama, LlamaConfig};
 use candle_fused::models::{Architecture, CausalLm, GgufModel, gpt_neox, llama, qwen2, qwen3};
+use candle_nn::VarBuilder;
 use std::io::Cursor;
 
 /// All goldens.
@@ -94,7 +95,12 @@ impl Subject for (Llama, Cache) {
 
 /// A golden model from its safetensors, on the device in hand.
 pub fn dense(golden: &Golden, dtype: DType, fusion: Fusion) -> Result<Box<dyn Subject>> {
-    let weights = golden.weights(dtype)?;
+    over(golden, golden.weights(dtype)?, fusion)
+}
+
+/// The same with other weights.
+pub fn over(golden: &Golden, weights: VarBuilder, fusion: Fusion) -> Result<Box<dyn Subject>> {
+    let dtype = weights.dtype();
     Ok(match golden.model_type().as_str() {
         "llama" => {
             let config = golden.config::<LlamaConfig>().into_config(false);

@@ -278,7 +278,7 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
 
 /// Starts fetching `bytes` bytes that lie [`AHEAD`] of `p`, existing or not.
 #[inline(always)]
-fn fetch(p: *const u8, bytes: usize) {
+pub(super) fn fetch(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
         // SAFETY: a prefetch has no effect but on caches, whatever the address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(AHEAD + line).cast()) };

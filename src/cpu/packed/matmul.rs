@@ -4,10 +4,14 @@ use super::activations::{Q8Activations, Q8Block};
 #[cfg(target_arch = "x86_64")]
 use super::kernel;
 use super::layout::ROW_GROUP;
+#[cfg(target_arch = "x86_64")]
+use super::lookup;
 use super::matrix::PackedMatrix;
 use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
+#[cfg(target_arch = "x86_64")]
+use crate::quant::Format;
 use candle_core::{Result, bail};
 use std::ops::Range;
 
@@ -76,6 +80,12 @@ impl PackedMatrix {
         Ok(())
     }
 
+    /// Columns with the zeros that fill the last block of 32, where a scheme's rows do not: the width of
+    /// the activations.
+    pub fn padded_cols(&self) -> usize {
+        self.cols().next_multiple_of(32)
+    }
+
     /// Rows for which a task is worth its hand-over (about a microsecond), in whole groups.
     fn grain(&self, m: usize) -> usize {
         let products = ROW_GROUP * self.cols() * m.max(1);
@@ -98,6 +108,28 @@ impl PackedMatrix {
     ) {
         debug_assert!(self.check(&rows, x, &tokens).is_ok());
         let level = runnable(level);
+        #[cfg(target_arch = "x86_64")]
+        if let (Some(tables), Level::Avx2, 1) = (x.tables(), level, tokens.len())
+            && let Format::Scheme(scheme) = self.format
+            && let Some(look_up) = lookup::kernel(&scheme)
+        {
+            for first in rows.clone().step_by(ROW_GROUP) {
+                let weights = self.group(first / ROW_GROUP).as_ptr();
+                let mut sums = [0.0; ROW_GROUP];
+                let (blocks, x) = (self.blocks(), x.blocks().as_ptr());
+                // SAFETY: `level` is runnable; the group, the only token and its tables have as many
+                // blocks.
+                unsafe { look_up(weights, blocks, x, tables.as_ptr(), &mut sums) };
+                let count = ROW_GROUP.min(rows.end - first);
+                // SAFETY: `count` values from there on belong to the rows; by contract they are
+                // writable.
+                unsafe {
+                    let out = out.add(first - rows.start);
+                    std::ptr::copy_nonoverlapping(sums.as_ptr(), out, count);
+                }
+            }
+            return;
+        }
         let blocks = self.blocks();
         let some = (TOKEN_BYTES / (blocks * size_of::<Q8Block>())).max(8) / 8 * 8;
         let mut one = [[0.0; ROW_GROUP]; 8];
@@ -192,7 +224,7 @@ impl PackedMatrix {
     }
 
     fn check(&self, rows: &Range<usize>, x: &Q8Activations, tokens: &Range<usize>) -> Result<()> {
-        if x.k() != self.cols() {
+        if x.k() != self.padded_cols() {
             bail!(
                 "x: tokens have {} values, but the matrix has {} columns",
                 x.k(),

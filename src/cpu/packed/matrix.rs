@@ -88,20 +88,20 @@ impl PackedMatrix {
         }
         let layout = Layout::of(&self.format);
         let group = self.group(row / ROW_GROUP);
-        for (block, out) in out.chunks_exact_mut(32).enumerate() {
+        for (block, out) in out.chunks_mut(32).enumerate() {
             let lane = row % ROW_GROUP;
             let values = match &self.format {
                 Format::Block(format) => layout.read(group, block, lane).values(format),
                 Format::Scheme(_) => layout.read_scheme(group, block, lane).values(),
             };
-            out.copy_from_slice(&values);
+            out.copy_from_slice(&values[..out.len()]);
         }
         Ok(())
     }
 
-    /// 32-wide blocks along k.
+    /// 32-wide blocks along k, the last perhaps padded with zeros.
     pub(super) fn blocks(&self) -> usize {
-        self.cols / 32
+        self.cols.div_ceil(32)
     }
 
     /// The bytes of row group `index`.
@@ -125,7 +125,7 @@ pub struct PackedBuilder {
 impl PackedBuilder {
     /// Room for a matrix whose width its format has been asked about.
     pub(super) fn new(format: Format, rows: usize, cols: usize) -> Result<Self> {
-        let group = Layout::of(&format).group(cols / 32) / 64;
+        let group = Layout::of(&format).group(cols.div_ceil(32)) / 64;
         let mut lines = Vec::new();
         let count = rows.div_ceil(ROW_GROUP).checked_mul(group);
         match count.map(|count| lines.try_reserve_exact(count).map(|()| count)) {
@@ -188,7 +188,7 @@ impl PackedBuilder {
         let range = self.filled..self.filled + rows;
         self.filled = range.end;
         let layout = Layout::of(&self.format);
-        let lines = layout.group(self.cols / 32) / 64;
+        let lines = layout.group(self.cols.div_ceil(32)) / 64;
         let (first, last) = (range.start / ROW_GROUP, range.end.div_ceil(ROW_GROUP));
         let groups = Groups(self.lines[first * lines..last * lines].as_mut_ptr());
         pool::for_ranges(last - first, 1, |some| {

@@ -16,6 +16,8 @@ mod isa;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 mod layout;
+#[cfg(target_arch = "x86_64")]
+mod lookup;
 mod matmul;
 mod matrix;
 mod scalar;

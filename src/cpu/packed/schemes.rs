@@ -79,6 +79,12 @@ impl PackedMatrix {
         })
     }
 
+    /// Whether products with `tokens` tokens are faster by table look-up
+    /// ([`Q8Activations::prepare_look_ups`](super::Q8Activations::prepare_look_ups)).
+    pub fn looks_up(&self, tokens: usize) -> bool {
+        tokens == 1 && matches!(self.format, Format::Scheme(Scheme::Ternary { .. }))
+    }
+
     /// The packed bytes, row group by row group.
     pub fn bytes(&self) -> &[u8] {
         self.store.bytes()
@@ -93,7 +99,7 @@ impl PackedMatrix {
             bail!("the matrix is {}, expected a scheme", self.format);
         };
         let layout = Layout::of_scheme(&scheme);
-        let unit = scheme.group().unwrap_or(self.cols) / 32;
+        let unit = scheme.group().map_or(self.blocks(), |group| group / 32);
         let mut codes = Codes {
             scheme,
             rows: self.rows,
@@ -107,7 +113,8 @@ impl PackedMatrix {
             let group = self.group(row / ROW_GROUP);
             for block in 0..self.blocks() {
                 let read = layout.read_scheme(group, block, row % ROW_GROUP);
-                codes.codes.extend(read.codes);
+                let some = 32.min(self.cols - 32 * block);
+                codes.codes.extend(&read.codes[..some]);
                 if block % unit == 0 && codes.scales.len() < scales {
                     codes.scales.push(read.scale);
                     if scheme.has_zeros() {
@@ -127,14 +134,15 @@ impl PackedBuilder {
         debug_assert_eq!((format, cols), (codes.scheme.into(), codes.cols));
         self.push_with(codes.rows, |layout, group, row, lane| {
             let values = &codes.codes[row * cols..][..cols];
-            for (block, values) in values.as_chunks::<32>().0.iter().enumerate() {
+            for (block, values) in values.chunks(32).enumerate() {
                 let (scale, zero) = codes.meaning(row, 32 * block);
-                let block_codes = SchemeBlock {
-                    codes: *values,
+                let mut read = SchemeBlock {
+                    codes: [0; 32],
                     scale,
                     zero: zero as u8,
                 };
-                layout.write_scheme(group, block, lane, &block_codes);
+                read.codes[..values.len()].copy_from_slice(values);
+                layout.write_scheme(group, block, lane, &read);
             }
         })
     }
@@ -146,7 +154,7 @@ impl PackedBuilder {
 /// If the scheme cannot be had for rows of this width, or there are too many.
 pub(crate) fn packed_bytes(scheme: Scheme, rows: usize, cols: usize) -> Result<usize> {
     scheme.check(cols)?;
-    let group = Layout::of_scheme(&scheme).group(cols / 32);
+    let group = Layout::of_scheme(&scheme).group(cols.div_ceil(32));
     match rows.div_ceil(ROW_GROUP).checked_mul(group) {
         Some(bytes) => Ok(bytes),
         None => bail!("rows: {rows} rows of {cols} values are too many"),
