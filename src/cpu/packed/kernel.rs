@@ -5,11 +5,14 @@ use super::codes::{
     Affine, Codes, Eight, Five, Four, Ready, Scales, Six, Super, SuperSymmetric, Symmetric,
     Unpacked,
 };
-use super::isa::{Avx2, Avx512, Isa};
+use super::isa::Isa;
 use super::layout::ROW_GROUP;
-use crate::cpu::simd::Level;
+#[cfg(target_arch = "aarch64")]
+use super::neon as arch;
+#[cfg(target_arch = "x86_64")]
+use super::x86 as arch;
+use crate::cpu::simd::{Level, prefetch};
 use candle_core::quantized::GgmlDType;
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
 /// How far ahead of the products packed weights are fetched. The hardware's own prefetching stops at
 /// every page and starts anew, which costs a fifth of the memory's bandwidth.
@@ -55,133 +58,16 @@ pub(super) struct Kernels {
 /// The kernels for `dtype` at `level`; none for the scalar level or an unsupported type.
 pub(super) fn kernels(dtype: GgmlDType, level: Level) -> Option<&'static Kernels> {
     match dtype {
-        GgmlDType::Q4_0 => kernels_of::<Four, Symmetric>(level),
-        GgmlDType::Q4_1 => kernels_of::<Four, Affine>(level),
-        GgmlDType::Q5_0 => kernels_of::<Five, Symmetric>(level),
-        GgmlDType::Q5_1 => kernels_of::<Five, Affine>(level),
-        GgmlDType::Q8_0 => kernels_of::<Eight, Symmetric>(level),
-        GgmlDType::Q4K => kernels_of::<Four, Super>(level),
-        GgmlDType::Q5K => kernels_of::<Five, Super>(level),
-        GgmlDType::Q6K => kernels_of::<Six, SuperSymmetric>(level),
+        GgmlDType::Q4_0 => arch::kernels::<Four, Symmetric>(level),
+        GgmlDType::Q4_1 => arch::kernels::<Four, Affine>(level),
+        GgmlDType::Q5_0 => arch::kernels::<Five, Symmetric>(level),
+        GgmlDType::Q5_1 => arch::kernels::<Five, Affine>(level),
+        GgmlDType::Q8_0 => arch::kernels::<Eight, Symmetric>(level),
+        GgmlDType::Q4K => arch::kernels::<Four, Super>(level),
+        GgmlDType::Q5K => arch::kernels::<Five, Super>(level),
+        GgmlDType::Q6K => arch::kernels::<Six, SuperSymmetric>(level),
         _ => None,
     }
-}
-
-fn kernels_of<C: Codes + 'static, S: Scales + 'static>(level: Level) -> Option<&'static Kernels> {
-    match level {
-        Level::Scalar => None,
-        Level::Avx2 => Some(
-            const {
-                &Kernels {
-                    packed: &[
-                        (4, avx2_by_halves::<C, S, 4> as Tile),
-                        (2, avx2_by_halves::<C, S, 2>),
-                        (1, avx2_at_once::<C, S>),
-                    ],
-                    unpacked: match C::BITS {
-                        8 => None,
-                        _ => Some((
-                            avx2_unpack::<C, S> as Unpack,
-                            &[
-                                (4, avx2_by_halves::<Unpacked<C>, Ready, 4> as Tile),
-                                (2, avx2_by_halves::<Unpacked<C>, Ready, 2>),
-                                (1, avx2_by_halves::<Unpacked<C>, Ready, 1>),
-                            ],
-                        )),
-                    },
-                }
-            },
-        ),
-        Level::Avx512 => Some(
-            const {
-                &Kernels {
-                    packed: &[
-                        (8, avx512::<C, S, 8> as Tile),
-                        (4, avx512::<C, S, 4>),
-                        (2, avx512::<C, S, 2>),
-                        (1, avx512::<C, S, 1>),
-                    ],
-                    unpacked: match C::BITS {
-                        8 => None,
-                        _ => Some((
-                            avx512_unpack::<C, S> as Unpack,
-                            &[
-                                (8, avx512::<Unpacked<C>, Ready, 8> as Tile),
-                                (4, avx512::<Unpacked<C>, Ready, 4>),
-                                (1, avx512::<Unpacked<C>, Ready, 1>),
-                            ],
-                        )),
-                    },
-                }
-            },
-        ),
-    }
-}
-
-/// One token: both halves of the group in one pass, so that memory is read front to back.
-///
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_at_once<C: Codes, S: Scales>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    // SAFETY: the caller's.
-    unsafe { tile::<Avx2, C, S, 1, 2>(weights, blocks, x, stride, 0, sums) }
-}
-
-/// Several tokens: each half of the group on its own, so that sums and codes fit the registers.
-///
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_by_halves<C: Codes, S: Scales, const T: usize>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    for lane in [0, Avx2::ROWS] {
-        // SAFETY: the caller's.
-        unsafe { tile::<Avx2, C, S, T, 1>(weights, blocks, x, stride, lane, sums) }
-    }
-}
-
-/// # Safety
-/// See [`Unpack`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
-    for lane in [0, Avx2::ROWS] {
-        // SAFETY: the caller's.
-        unsafe { unpack::<Avx2, C, S>(weights, blocks, lane, out) }
-    }
-}
-
-/// # Safety
-/// See [`Unpack`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
-    // SAFETY: the caller's.
-    unsafe { unpack::<Avx512, C, S>(weights, blocks, 0, out) }
-}
-
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512<C: Codes, S: Scales, const T: usize>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    // SAFETY: the caller's.
-    unsafe { tile::<Avx512, C, S, T, 1>(weights, blocks, x, stride, 0, sums) }
 }
 
 /// T tokens times H vectors of rows, from row `lane` on: for every block the exact integer dot
@@ -248,8 +134,7 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
 #[inline(always)]
 fn fetch(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
-        // SAFETY: a prefetch has no effect but on caches, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(AHEAD + line).cast()) };
+        prefetch(p.wrapping_add(AHEAD + line));
     }
 }
 

@@ -31,7 +31,7 @@ use half::f16;
 pub const ROW_GROUP: usize = 16;
 
 /// Where the bits of plane pairs start, by `i`.
-const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
+pub(super) const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
 
 /// Sizes of the parts of a row group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +64,7 @@ impl Layout {
 
     /// The layout of blocks that are unpacked for many tokens: each with a scale and an offset in f32
     /// for each row and each of `parts`, and a byte for each code.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub const fn unpacked(parts: usize) -> Self {
         Self {
             bits: 8,
@@ -91,6 +91,7 @@ impl Layout {
     }
 
     /// Where row `lane`'s numbers of block `block` lie.
+    #[inline(always)]
     fn place(&self, block: usize, lane: usize) -> Place {
         let (chunk, j) = (block / self.blocks, block % self.blocks);
         let head = chunk * self.chunk();
@@ -118,8 +119,15 @@ impl Layout {
         }
     }
 
-    /// Writes block `block` of row `lane` into `group`.
-    pub fn write(&self, group: &mut [u8], block: usize, lane: usize, sub: &SubBlock) {
+    /// Writes the scales of block `block` of row `lane` into `group`, and gives the place of its codes.
+    #[inline(always)]
+    pub fn write_scales(
+        &self,
+        group: &mut [u8],
+        block: usize,
+        lane: usize,
+        sub: &SubBlock,
+    ) -> usize {
         let place = self.place(block, lane);
         group[place.d..][..2].copy_from_slice(&sub.d.to_le_bytes());
         if let Some(m) = place.m {
@@ -133,31 +141,7 @@ impl Layout {
         if let Some(min) = place.min {
             group[min] = sub.min;
         }
-        let planes = &mut group[place.codes..];
-        if self.bits == 8 {
-            for (i, codes) in sub.codes.chunks_exact(4).enumerate() {
-                planes[64 * i..][..4].copy_from_slice(codes);
-            }
-            return;
-        }
-        for i in 0..4 {
-            for t in 0..4 {
-                let (low, high) = (sub.codes[4 * i + t], sub.codes[16 + 4 * i + t]);
-                planes[64 * i + t] = low & 15 | high << 4;
-            }
-        }
-        for t in 0..4 {
-            let code = |half: usize, i: usize| sub.codes[16 * half + 4 * i + t] >> 4;
-            let fold = |f: &dyn Fn(usize) -> u8| (0..4).map(f).fold(0, |a, b| a | b);
-            match self.bits {
-                5 => planes[256 + t] = fold(&|i| code(0, i) << (3 - i) | code(1, i) << (7 - i)),
-                6 => {
-                    planes[256 + t] = fold(&|i| code(0, i) << PAIR_SHIFT[i]);
-                    planes[320 + t] = fold(&|i| code(1, i) << PAIR_SHIFT[i]);
-                }
-                _ => {}
-            }
-        }
+        place.codes
     }
 
     /// Reads block `block` of row `lane` back.

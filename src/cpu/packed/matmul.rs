@@ -1,16 +1,17 @@
 //! Products of packed matrices with quantized activations.
 
 use super::activations::{Q8Activations, Q8Block};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::layout::Layout;
 use super::layout::ROW_GROUP;
-use super::matrix::PackedMatrix;
+use super::matrix::{Line, PackedMatrix};
 use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// Bytes of activations that are multiplied with one row group after another: they should stay in
@@ -18,13 +19,18 @@ use std::ops::Range;
 const TOKEN_BYTES: usize = 192 * 1024;
 
 /// Tokens from which on unpacking a row group first is faster than unpacking it in every tile.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const UNPACK_FROM: usize = 16;
 
 /// Room for unpacked weights.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[repr(align(64))]
 struct Scratch([u8; kernel::UNPACKED_BYTES]);
+
+thread_local! {
+    /// The row group in hand, of a matrix that is not packed.
+    static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
 
 impl PackedMatrix {
     /// `out[(t - tokens.start) * out_stride + (r - rows.start)]` = sum over k of W[r, k] x[t, k], for
@@ -111,11 +117,12 @@ impl PackedMatrix {
                 &mut many[..]
             }
         };
+        let mut room = ROOM.take();
         for start in tokens.clone().step_by(some) {
             let end = tokens.end.min(start + some);
             let x = &x.blocks()[start * blocks..end * blocks];
             for first in rows.clone().step_by(ROW_GROUP) {
-                let weights = self.group(first / ROW_GROUP);
+                let weights = self.group(first / ROW_GROUP, &mut room);
                 let count = ROW_GROUP.min(rows.end - first);
                 let sums = &mut sums[..end - start];
                 self.group_products(level, weights, x, sums);
@@ -127,6 +134,7 @@ impl PackedMatrix {
                 }
             }
         }
+        ROOM.set(room);
     }
 
     /// The products of a row group with all tokens of `x`.
@@ -137,7 +145,7 @@ impl PackedMatrix {
         x: &[Q8Block],
         sums: &mut [[f32; ROW_GROUP]],
     ) {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if let Some(kernels) = kernel::kernels(self.dtype(), level) {
             sums.fill([0.0; ROW_GROUP]);
             // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` and `sums`
@@ -153,7 +161,7 @@ impl PackedMatrix {
     ///
     /// # Safety
     /// The processor has the kernels' level, `weights` is a group, and `x` has `sums.len()` tokens.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     unsafe fn vector_products(
         &self,
         kernels: &kernel::Kernels,

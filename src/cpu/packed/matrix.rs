@@ -1,8 +1,10 @@
 //! The packed matrix and how it is built.
 
+use super::in_place::{InPlace, SharedBytes};
 use super::layout::{Layout, ROW_GROUP};
+use super::repack;
 use crate::cpu::pool;
-use crate::quant::{BlockFormat, SubBlock};
+use crate::quant::{self, BlockFormat};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
 use std::ops::Range;
@@ -10,7 +12,16 @@ use std::ops::Range;
 /// A cache line, the alignment of packed weights.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([u8; 64]);
+pub(super) struct Line([u8; 64]);
+
+/// Where the weights are.
+#[derive(Clone)]
+enum Storage {
+    /// In row groups.
+    Groups(Vec<Line>),
+    /// In rows of blocks, which are packed a group at a time whenever they are used.
+    Rows(InPlace),
+}
 
 /// A quantized matrix, rows x cols, in GGUF's precision and about its size, in groups of 16 rows.
 #[derive(Clone)]
@@ -18,7 +29,7 @@ pub struct PackedMatrix {
     pub(super) format: BlockFormat,
     rows: usize,
     cols: usize,
-    lines: Vec<Line>,
+    storage: Storage,
 }
 
 impl std::fmt::Debug for PackedMatrix {
@@ -43,6 +54,30 @@ impl PackedMatrix {
         builder.finish()
     }
 
+    /// The same matrix without a copy: its blocks stay in `bytes`, from `start` on, and each group of
+    /// rows is packed into the cache whenever it is used. That costs time in every product, most of it
+    /// with one token, and saves the time and the memory of packing.
+    ///
+    /// # Errors
+    /// If `dtype` is not one of the formats of [`crate::quant`], `cols` is not a positive multiple of
+    /// its block size, or `bytes` ends before the matrix does.
+    pub fn in_place(
+        dtype: GgmlDType,
+        rows: usize,
+        cols: usize,
+        bytes: SharedBytes,
+        start: usize,
+    ) -> Result<Self> {
+        let format = BlockFormat::of(dtype)?;
+        let storage = Storage::Rows(InPlace::new(&format, (rows, cols), bytes, start)?);
+        Ok(Self {
+            format,
+            rows,
+            cols,
+            storage,
+        })
+    }
+
     /// Starts a matrix of `rows` rows that is put together from several tensors.
     ///
     /// # Errors
@@ -57,13 +92,13 @@ impl PackedMatrix {
             Some(Ok(count)) => lines.resize(count, Line([0; 64])),
             _ => bail!("rows: {rows} rows of {cols} values in {dtype:?} do not fit into memory"),
         }
-        let matrix = Self {
+        Ok(PackedBuilder {
             format,
             rows,
             cols,
             lines,
-        };
-        Ok(PackedBuilder { matrix, filled: 0 })
+            filled: 0,
+        })
     }
 
     /// Number of rows: outputs of a product.
@@ -81,9 +116,12 @@ impl PackedMatrix {
         self.format.dtype
     }
 
-    /// Bytes of the packed weights: what a product with one token reads.
+    /// Bytes of the weights: what a product with one token reads.
     pub fn size_in_bytes(&self) -> usize {
-        std::mem::size_of_val(self.lines.as_slice())
+        match &self.storage {
+            Storage::Groups(lines) => std::mem::size_of_val(lines.as_slice()),
+            Storage::Rows(rows) => self.rows * rows.row_bytes,
+        }
     }
 
     /// The values of row `row`, bit for bit what [`crate::quant::dequantize`] gives for its blocks.
@@ -101,8 +139,15 @@ impl PackedMatrix {
                 self.cols
             );
         }
+        if let Storage::Rows(rows) = &self.storage {
+            return match rows.rows(row).next() {
+                Some(blocks) => quant::dequantize(self.format.dtype, blocks, out),
+                None => bail!("row: there is no row {row} in the bytes of the matrix"),
+            };
+        }
         let layout = Layout::of(&self.format);
-        let group = self.group(row / ROW_GROUP);
+        let mut room = Vec::new();
+        let group = self.group(row / ROW_GROUP, &mut room);
         for (block, out) in out.chunks_exact_mut(32).enumerate() {
             let sub = layout.read(group, block, row % ROW_GROUP);
             out.copy_from_slice(&sub.values(&self.format));
@@ -115,21 +160,58 @@ impl PackedMatrix {
         self.cols / 32
     }
 
-    /// The bytes of row group `index`.
-    pub(super) fn group(&self, index: usize) -> &[u8] {
+    /// The bytes of row group `index`, packed into `room` where the weights are in rows.
+    pub(super) fn group<'a>(&'a self, index: usize, room: &'a mut Vec<Line>) -> &'a [u8] {
         let lines = Layout::of(&self.format).group(self.blocks()) / 64;
-        let group = &self.lines[index * lines..][..lines];
+        let group = match &self.storage {
+            Storage::Groups(all) => &all[index * lines..][..lines],
+            Storage::Rows(rows) => {
+                let first = index * ROW_GROUP;
+                let count = ROW_GROUP.min(self.rows - first);
+                if count < ROW_GROUP {
+                    // What the rows that are missing leave of another group.
+                    room.clear();
+                }
+                room.resize(lines, Line([0; 64]));
+                repack::rows(
+                    &self.format,
+                    rows.rows(first).take(count),
+                    0,
+                    bytes_mut(room),
+                );
+                room
+            }
+        };
         // SAFETY: a line is 64 plain bytes without padding.
         unsafe { std::slice::from_raw_parts(group.as_ptr().cast(), 64 * lines) }
     }
 }
 
+/// The bytes of lines.
+fn bytes_mut(lines: &mut [Line]) -> &mut [u8] {
+    // SAFETY: a line is 64 plain bytes without padding.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), 64 * lines.len()) }
+}
+
 /// Puts a [`PackedMatrix`] together from the rows of several tensors, such as q, k and v, without
 /// holding a joined copy.
-#[derive(Debug)]
 pub struct PackedBuilder {
-    matrix: PackedMatrix,
+    format: BlockFormat,
+    rows: usize,
+    cols: usize,
+    lines: Vec<Line>,
     filled: usize,
+}
+
+impl std::fmt::Debug for PackedBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (dtype, filled) = (self.format.dtype, self.filled);
+        write!(
+            f,
+            "PackedBuilder({dtype:?}, {filled} of {} x {})",
+            self.rows, self.cols
+        )
+    }
 }
 
 impl PackedBuilder {
@@ -138,13 +220,12 @@ impl PackedBuilder {
     /// # Errors
     /// If `blocks` has not exactly the bytes of those rows, or the matrix has fewer rows left.
     pub fn push(&mut self, rows: usize, blocks: &[u8]) -> Result<()> {
-        let matrix = &mut self.matrix;
-        let row_bytes = matrix.format.check_matrix(rows, matrix.cols, blocks)?;
-        if rows > matrix.rows - self.filled {
+        let row_bytes = self.format.check_matrix(rows, self.cols, blocks)?;
+        if rows > self.rows - self.filled {
             bail!(
                 "rows: {rows} more rows given, but {} of {} are there already",
                 self.filled,
-                matrix.rows
+                self.rows
             );
         }
         if rows == 0 {
@@ -153,14 +234,14 @@ impl PackedBuilder {
         let range = self.filled..self.filled + rows;
         self.filled = range.end;
         let source = Source {
-            format: matrix.format,
+            format: self.format,
             blocks,
             row_bytes,
             first: range.start,
         };
-        let lines = source.layout().group(matrix.cols / 32) / 64;
+        let lines = Layout::of(&self.format).group(self.cols / 32) / 64;
         let (first, last) = (range.start / ROW_GROUP, range.end.div_ceil(ROW_GROUP));
-        let groups = Groups(matrix.lines[first * lines..last * lines].as_mut_ptr());
+        let groups = Groups(self.lines[first * lines..last * lines].as_mut_ptr());
         pool::for_ranges(last - first, 1, |some| {
             for i in some {
                 // SAFETY: group i lies within the slice, and the ranges are disjoint.
@@ -178,14 +259,15 @@ impl PackedBuilder {
     /// # Errors
     /// If rows are missing.
     pub fn finish(self) -> Result<PackedMatrix> {
-        if self.filled != self.matrix.rows {
-            bail!(
-                "rows: {} of {} rows were given",
-                self.filled,
-                self.matrix.rows
-            );
+        if self.filled != self.rows {
+            bail!("rows: {} of {} rows were given", self.filled, self.rows);
         }
-        Ok(self.matrix)
+        Ok(PackedMatrix {
+            format: self.format,
+            rows: self.rows,
+            cols: self.cols,
+            storage: Storage::Groups(self.lines),
+        })
     }
 }
 
@@ -199,23 +281,12 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    fn layout(&self) -> Layout {
-        Layout::of(&self.format)
-    }
-
     /// Writes the matrix's `rows`, all of one group, into that group.
     fn pack(&self, rows: Range<usize>, group: &mut [u8]) {
-        let layout = self.layout();
-        for row in rows {
-            let bytes = &self.blocks[(row - self.first) * self.row_bytes..][..self.row_bytes];
-            let subs = self.format.values / 32;
-            for (b, block) in bytes.chunks_exact(self.format.bytes).enumerate() {
-                for index in 0..subs {
-                    let sub = SubBlock::read(&self.format, block, index);
-                    layout.write(group, b * subs + index, row % ROW_GROUP, &sub);
-                }
-            }
-        }
+        let lane = rows.start % ROW_GROUP;
+        let bytes = &self.blocks[(rows.start - self.first) * self.row_bytes..];
+        let rows = bytes.chunks_exact(self.row_bytes).take(rows.len());
+        repack::rows(&self.format, rows, lane, group);
     }
 }
 
@@ -232,7 +303,7 @@ impl Groups {
     /// The group exists, and nobody else has it while the result lives.
     #[expect(clippy::mut_from_ref, reason = "callers keep the groups apart")]
     unsafe fn get(&self, index: usize, lines: usize) -> &mut [u8] {
-        // SAFETY: the caller's; a line is 64 plain bytes without padding.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(index * lines).cast(), 64 * lines) }
+        // SAFETY: the caller's.
+        bytes_mut(unsafe { std::slice::from_raw_parts_mut(self.0.add(index * lines), lines) })
     }
 }

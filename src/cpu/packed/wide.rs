@@ -1,5 +1,5 @@
 //! The 16-row kernels in plain Rust, so that what AVX-512 adds to the shared code (16 lanes, codes of
-//! 8 bits with an offset, parts summed at once) is tested on any x86 processor.
+//! 8 bits with an offset, parts summed at once) is tested on any processor.
 
 use super::activations::{Q8Activations, Q8Block};
 use super::codes::*;
@@ -137,7 +137,8 @@ fn products<C: Codes, S: Scales>(
     matrix: &PackedMatrix,
     x: &Q8Activations,
 ) -> Vec<[[f32; ROW_GROUP]; 3]> {
-    let (blocks, group) = (matrix.blocks(), matrix.group(0));
+    let mut room = Vec::new();
+    let (blocks, group) = (matrix.blocks(), matrix.group(0, &mut room));
     let x = x.blocks().as_ptr();
     let mut packed = [[0.0; ROW_GROUP]; 3];
     // SAFETY: the group has those blocks, and x three tokens of them.
