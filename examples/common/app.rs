@@ -56,6 +56,10 @@ pub fn run(defaults: &Defaults) -> Result<()> {
             ..SourceOptions::from_env()
         },
     )?;
+    let located = match args.model.mmap {
+        true => located.mapped()?,
+        false => located,
+    };
     let _trace = trace_file::begin(args.tracing)?;
     let device = args.model.device()?;
 

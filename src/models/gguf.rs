@@ -4,7 +4,7 @@ use super::Architecture;
 use super::decoder::{Decoder, DecoderCache};
 use super::shape::{Head, Kind, NormKind, Shape, inverse_frequencies};
 use super::weights::{Loader, Source};
-use crate::cpu::packed::PackedMatrix;
+use crate::cpu::packed::{PackedMatrix, SharedBytes};
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
 use crate::generation::sealed::Parts;
@@ -14,7 +14,7 @@ use crate::{Fusion, quant};
 use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Device, Result, Tensor, bail};
-use std::io::{Read, Seek};
+use std::io::{Cursor, Read, Seek};
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -61,12 +61,36 @@ impl<C: Architecture> GgufModel<C> {
         device: &Device,
         fusion: Fusion,
     ) -> Result<Self> {
-        let mut file = File {
+        let file = File {
             ct: &ct,
             reader,
             device,
+            in_place: None,
         };
-        let mut shape = Header::read(&ct, C::KIND)?.shape(C::KIND);
+        Self::load(file, fusion)
+    }
+
+    /// Loads the weights on the CPU from a file in memory, usually a memory map (`memmap2::Mmap`),
+    /// and leaves the blocks there: the model starts at once and shares the file's memory, but a step
+    /// takes longer than with weights that are repacked, as [`PackedMatrix::in_place`] says. Without
+    /// `fusion.quant_linear`, and for types without a core of their own, tensors are copied as
+    /// elsewhere.
+    ///
+    /// # Errors
+    /// As [`GgufModel::from_gguf`].
+    pub fn from_gguf_in_place(ct: Content, file: SharedBytes, fusion: Fusion) -> Result<Self> {
+        let file = File {
+            ct: &ct,
+            reader: &mut Cursor::new((*file).as_ref()),
+            device: &Device::Cpu,
+            in_place: fusion.quant_linear.then_some(&file),
+        };
+        Self::load(file, fusion)
+    }
+
+    fn load<R: Seek + Read>(mut file: File<'_, R>, fusion: Fusion) -> Result<Self> {
+        let (ct, device) = (file.ct, file.device);
+        let mut shape = Header::read(ct, C::KIND)?.shape(C::KIND);
         file.scale(&mut shape.frequencies)?;
         let frequencies = shape.frequencies.clone();
         let rotary = RotaryEmbedding::new(frequencies, C::KIND.gguf_style, device)?;
@@ -334,6 +358,8 @@ pub struct File<'a, R> {
     pub ct: &'a Content,
     pub reader: &'a mut R,
     pub device: &'a Device,
+    /// The whole file, where blocks are to stay in it.
+    pub in_place: Option<&'a SharedBytes>,
 }
 
 impl<R: Seek + Read> File<'_, R> {
@@ -357,6 +383,22 @@ impl<R: Seek + Read> File<'_, R> {
                 .for_each(|(f, factor)| *f /= factor);
         }
         Ok(())
+    }
+
+    /// A matrix that stays in the file, if it is one that may and the file has its shape.
+    fn in_place(&self, name: &str, rows: usize, cols: usize) -> Result<Option<Arc<PackedMatrix>>> {
+        let (Some(file), Some(info)) = (self.in_place, self.ct.tensor_infos.get(name)) else {
+            return Ok(None);
+        };
+        if info.shape.dims() != [rows, cols] || !quant::supports(info.ggml_dtype) {
+            return Ok(None);
+        }
+        let start = self.ct.tensor_data_offset.saturating_add(info.offset);
+        let start = usize::try_from(start).unwrap_or(usize::MAX);
+        match PackedMatrix::in_place(info.ggml_dtype, rows, cols, Arc::clone(file), start) {
+            Ok(matrix) => Ok(Some(Arc::new(matrix))),
+            Err(e) => bail!("gguf: tensor `{name}`: {e}"),
+        }
     }
 
     fn blocks(&mut self, name: &str, rows: usize, cols: usize) -> Result<QTensor> {
@@ -394,6 +436,9 @@ impl<R: Seek + Read> Source for File<'_, R> {
     }
 
     fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight> {
+        if let Some(weight) = self.in_place(tensor, rows, cols)? {
+            return Ok(LinearWeight::Packed(weight));
+        }
         let weight = self.blocks(tensor, rows, cols)?;
         Ok(LinearWeight::Quantized(Arc::new(weight)))
     }
@@ -409,6 +454,10 @@ impl<R: Seek + Read> Source for File<'_, R> {
         tied: bool,
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
+        if let Some(table) = self.in_place(tensor, rows, cols)? {
+            let head = tied.then(|| Projection::from_packed(vec![table.clone()], fusion));
+            return Ok((Embedding::Packed(table), head));
+        }
         let table = self.blocks(tensor, rows, cols)?;
         if fusion.quant_linear && quant::supports(table.dtype()) {
             let (embedding, weight) = shared_table(table)?;

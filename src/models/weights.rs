@@ -193,7 +193,7 @@ impl<S: Source> Loader<'_, S> {
                 let heads = shape.attention.heads;
                 let weights = weights.into_iter().map(|weight| match weight {
                     LinearWeight::Dense(w) => Ok(LinearWeight::Dense(together(&w, heads)?)),
-                    LinearWeight::Quantized(_) => {
+                    LinearWeight::Quantized(_) | LinearWeight::Packed(_) => {
                         bail!("`{}` is in blocks, expected dense rows", within(name))
                     }
                 });

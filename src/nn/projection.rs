@@ -17,6 +17,8 @@ pub enum LinearWeight {
     Dense(Tensor),
     /// GGUF blocks `[N, K]`.
     Quantized(Arc<QTensor>),
+    /// GGUF blocks `[N, K]` as the fused product on the CPU takes them.
+    Packed(Arc<PackedMatrix>),
 }
 
 impl LinearWeight {
@@ -24,6 +26,7 @@ impl LinearWeight {
         match self {
             LinearWeight::Dense(w) => w.dims2(),
             LinearWeight::Quantized(w) => w.shape().dims2(),
+            LinearWeight::Packed(w) => Ok((w.rows(), w.cols())),
         }
     }
 }
@@ -50,10 +53,11 @@ impl Projection {
     ///
     /// `fusion.linear` (dense) or `fusion.quant_linear` (GGUF blocks) chooses the form; weights
     /// that have to be repacked for it are, and the originals dropped.
+    ///
+    /// # Errors
+    /// If a weight is not a matrix, or repacked already while `fusion.quant_linear` is off.
     pub fn new(weights: Vec<LinearWeight>, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
-        let quantized = weights
-            .iter()
-            .any(|w| matches!(w, LinearWeight::Quantized(_)));
+        let quantized = weights.iter().any(|w| !matches!(w, LinearWeight::Dense(_)));
         let fused = if quantized {
             fusion.quant_linear
         } else {
@@ -255,6 +259,7 @@ fn pack(weight: LinearWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims2()?;
     match weight {
         LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
+        LinearWeight::Packed(w) => Ok(Weight::Packed(w)),
         #[cfg(feature = "cuda")]
         LinearWeight::Quantized(w) if quant::supports(w.dtype()) && w.device().is_cuda() => {
             Ok(Weight::Blocks(Arc::new(BlockMatrix::from_qtensor(&w)?)))
@@ -319,5 +324,6 @@ fn plain(weight: LinearWeight) -> Result<QMatMul> {
     match weight {
         LinearWeight::Dense(w) => Ok(QMatMul::Tensor(w)),
         LinearWeight::Quantized(w) => QMatMul::from_arc(w),
+        LinearWeight::Packed(w) => bail!("fusion: {w:?} needs `quant_linear`, which is off"),
     }
 }
