@@ -24,7 +24,7 @@ use candle_core::{Module, Result, Tensor, bail};
 /// ```
 #[derive(Clone, Debug)]
 pub struct Linear {
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Option<Tensor>,
     projection: Projection,
     fusion: Fusion,
@@ -40,7 +40,19 @@ impl Linear {
         let projection = Projection::from_weights(vec![Weight::Dense(weight.clone())], fusion);
         Self {
             projection: projection.with_bias(bias.clone()),
-            weight,
+            weight: LinearWeight::Dense(weight),
+            bias,
+            fusion,
+        }
+    }
+
+    /// From a quantized weight.
+    pub(crate) fn from_quantized(weight: Weight, bias: Option<Tensor>) -> Self {
+        let fusion = Fusion::all();
+        let projection = Projection::from_weights(vec![weight.clone()], fusion);
+        Self {
+            projection: projection.with_bias(bias.clone()),
+            weight: LinearWeight::Packed(weight),
             bias,
             fusion,
         }
@@ -51,18 +63,21 @@ impl Linear {
     /// # Errors
     /// If the weight is not a matrix.
     pub fn from_weight(weight: Tensor, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
-        let held = LinearWeight::Dense(weight.clone());
+        let weight = LinearWeight::Dense(weight);
         Ok(Self {
-            projection: Projection::new(vec![held], bias.clone(), fusion)?,
+            projection: Projection::new(vec![weight.clone()], bias.clone(), fusion)?,
             weight,
             bias,
             fusion,
         })
     }
 
-    /// The weight, `[N, K]`.
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
+    /// The weight, `[N, K]`; none if it is quantized.
+    pub fn weight(&self) -> Option<&Tensor> {
+        match &self.weight {
+            LinearWeight::Dense(weight) => Some(weight),
+            _ => None,
+        }
     }
 
     /// The bias, `[N]`.
@@ -141,7 +156,7 @@ impl Projection {
             ),
         };
         for linear in &linears {
-            let rows = linear.weight.dim(0)?;
+            let (rows, _) = linear.weight.dims2()?;
             if let Some(bias) = linear.bias().filter(|b| b.dims() != [rows]) {
                 bail!(
                     "projection: a bias of shape {:?}, expected [{rows}]",
@@ -149,7 +164,7 @@ impl Projection {
                 );
             }
         }
-        let weights = linears.into_iter().map(|l| LinearWeight::Dense(l.weight));
+        let weights = linears.into_iter().map(|l| l.weight);
         Self::new(weights.collect(), bias, fusion)
     }
 }

@@ -17,12 +17,12 @@ pub enum LinearWeight {
     Dense(Tensor),
     /// GGUF blocks `[N, K]`.
     Quantized(Arc<QTensor>),
-    /// GGUF blocks `[N, K]` as the fused product on the CPU takes them.
-    Packed(Arc<PackedMatrix>),
+    /// `[N, K]` in the form that the fused product takes.
+    Packed(Weight),
 }
 
 impl LinearWeight {
-    fn dims2(&self) -> Result<(usize, usize)> {
+    pub(super) fn dims2(&self) -> Result<(usize, usize)> {
         match self {
             LinearWeight::Dense(w) => w.dims2(),
             LinearWeight::Quantized(w) => w.shape().dims2(),
@@ -51,11 +51,9 @@ enum Form {
 impl Projection {
     /// From weights as loaded and a bias `[sum of N_i]`.
     ///
-    /// `fusion.linear` (dense) or `fusion.quant_linear` (GGUF blocks) chooses the form; weights
-    /// that have to be repacked for it are, and the originals dropped.
-    ///
-    /// # Errors
-    /// If a weight is not a matrix, or repacked already while `fusion.quant_linear` is off.
+    /// `fusion.linear` (dense) or `fusion.quant_linear` (quantized) chooses the form; weights that have
+    /// to be repacked for it are, and the originals dropped. Weights that are packed already are turned
+    /// into f32 where `fusion.quant_linear` is off.
     pub fn new(weights: Vec<LinearWeight>, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
         let quantized = weights.iter().any(|w| !matches!(w, LinearWeight::Dense(_)));
         let fused = if quantized {
@@ -259,7 +257,7 @@ fn pack(weight: LinearWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims2()?;
     match weight {
         LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
-        LinearWeight::Packed(w) => Ok(Weight::Packed(w)),
+        LinearWeight::Packed(w) => Ok(w),
         #[cfg(feature = "cuda")]
         LinearWeight::Quantized(w) if quant::supports(w.dtype()) && w.device().is_cuda() => {
             Ok(Weight::Blocks(Arc::new(BlockMatrix::from_qtensor(&w)?)))
@@ -324,6 +322,6 @@ fn plain(weight: LinearWeight) -> Result<QMatMul> {
     match weight {
         LinearWeight::Dense(w) => Ok(QMatMul::Tensor(w)),
         LinearWeight::Quantized(w) => QMatMul::from_arc(w),
-        LinearWeight::Packed(w) => bail!("fusion: {w:?} needs `quant_linear`, which is off"),
+        LinearWeight::Packed(w) => Ok(QMatMul::Tensor(quant::layer::dense(&w)?)),
     }
 }

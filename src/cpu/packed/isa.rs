@@ -36,6 +36,8 @@ pub(super) trait Isa: Copy {
     unsafe fn shr4(a: Self::Bytes) -> Self::Bytes;
     /// Signed codes as `dot` takes them.
     unsafe fn eight_bits(a: Self::Bytes) -> Self::Bytes;
+    /// Of four runs of 16 bytes from `p` on, the first ROWS of each: row by row the byte of each run.
+    unsafe fn quads(p: *const u8) -> Self::Bytes;
 
     unsafe fn zero() -> Self::Floats;
     /// The same number everywhere.

@@ -3,10 +3,9 @@
 use super::activations::{Q8Activations, Q8Block};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use super::layout::Layout;
 use super::layout::ROW_GROUP;
-use super::matrix::{Line, PackedMatrix};
+use super::matrix::PackedMatrix;
+use super::store::Line;
 use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
@@ -146,7 +145,7 @@ impl PackedMatrix {
         sums: &mut [[f32; ROW_GROUP]],
     ) {
         #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        if let Some(kernels) = kernel::kernels(self.dtype(), level) {
+        if let Some(kernels) = kernel::kernels(&self.format, level) {
             sums.fill([0.0; ROW_GROUP]);
             // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` and `sums`
             // have a row for each token.
@@ -187,13 +186,13 @@ impl PackedMatrix {
         };
         match kernels.unpacked {
             Some((unpack, tiles)) if sums.len() >= UNPACK_FROM => {
-                let layout = Layout::of(&self.format);
                 let mut bytes = Scratch([0; kernel::UNPACKED_BYTES]);
                 for first in (0..blocks).step_by(kernel::UNPACKED_BLOCKS) {
                     let some = kernel::UNPACKED_BLOCKS.min(blocks - first);
-                    let weights = weights[layout.group(first)..].as_ptr();
-                    // SAFETY: the group has `some` more blocks from a chunk's border on.
-                    unsafe { unpack(weights, some, bytes.0.as_mut_ptr()) };
+                    // SAFETY: the group has these blocks.
+                    unsafe {
+                        unpack(weights.as_ptr(), first..first + some, bytes.0.as_mut_ptr());
+                    }
                     run(tiles, bytes.0.as_ptr(), (first, some), sums);
                 }
             }

@@ -1,43 +1,30 @@
 //! The packed matrix and how it is built.
 
-use super::in_place::{InPlace, SharedBytes};
 use super::layout::{Layout, ROW_GROUP};
 use super::repack;
+use super::store::{InPlace, Line, SharedBytes, Store, bytes_mut};
 use crate::cpu::pool;
-use crate::quant::{self, BlockFormat};
+use crate::quant::{self, BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
 use std::ops::Range;
 
-/// A cache line, the alignment of packed weights.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(super) struct Line([u8; 64]);
-
-/// Where the weights are.
-#[derive(Clone)]
-enum Storage {
-    /// In row groups.
-    Groups(Vec<Line>),
-    /// In rows of blocks, which are packed a group at a time whenever they are used.
-    Rows(InPlace),
-}
-
-/// A quantized matrix, rows x cols, in GGUF's precision and about its size, in groups of 16 rows.
+/// A quantized matrix, rows x cols, in its format's precision and about its size, in groups of 16
+/// rows.
 #[derive(Clone)]
 pub struct PackedMatrix {
-    pub(super) format: BlockFormat,
-    rows: usize,
-    cols: usize,
-    storage: Storage,
+    pub(super) format: Format,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) store: Store,
 }
 
 impl std::fmt::Debug for PackedMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "PackedMatrix({:?}, {} x {})",
-            self.format.dtype, self.rows, self.cols
+            "PackedMatrix({}, {} x {})",
+            self.format, self.rows, self.cols
         )
     }
 }
@@ -69,12 +56,12 @@ impl PackedMatrix {
         start: usize,
     ) -> Result<Self> {
         let format = BlockFormat::of(dtype)?;
-        let storage = Storage::Rows(InPlace::new(&format, (rows, cols), bytes, start)?);
+        let blocks = InPlace::new(&format, (rows, cols), bytes, start)?;
         Ok(Self {
-            format,
+            format: format.into(),
             rows,
             cols,
-            storage,
+            store: Store::InPlace(blocks),
         })
     }
 
@@ -85,20 +72,7 @@ impl PackedMatrix {
     pub fn builder(dtype: GgmlDType, rows: usize, cols: usize) -> Result<PackedBuilder> {
         let format = BlockFormat::of(dtype)?;
         format.row_bytes(cols)?;
-        let group = Layout::of(&format).group(cols / 32) / 64;
-        let mut lines = Vec::new();
-        let count = rows.div_ceil(ROW_GROUP).checked_mul(group);
-        match count.map(|count| lines.try_reserve_exact(count).map(|()| count)) {
-            Some(Ok(count)) => lines.resize(count, Line([0; 64])),
-            _ => bail!("rows: {rows} rows of {cols} values in {dtype:?} do not fit into memory"),
-        }
-        Ok(PackedBuilder {
-            format,
-            rows,
-            cols,
-            lines,
-            filled: 0,
-        })
+        PackedBuilder::new(format.into(), rows, cols)
     }
 
     /// Number of rows: outputs of a product.
@@ -112,19 +86,17 @@ impl PackedMatrix {
     }
 
     /// The weights' format.
-    pub fn dtype(&self) -> GgmlDType {
-        self.format.dtype
+    pub fn format(&self) -> Format {
+        self.format
     }
 
     /// Bytes of the weights: what a product with one token reads.
     pub fn size_in_bytes(&self) -> usize {
-        match &self.storage {
-            Storage::Groups(lines) => std::mem::size_of_val(lines.as_slice()),
-            Storage::Rows(rows) => self.rows * rows.row_bytes,
-        }
+        self.store.bytes().len()
     }
 
-    /// The values of row `row`, bit for bit what [`crate::quant::dequantize`] gives for its blocks.
+    /// The values of row `row`, bit for bit what [`crate::quant::dequantize`] gives for its blocks, or
+    /// [`Codes::dequantize`](crate::quant::Codes::dequantize) for its codes.
     ///
     /// # Errors
     /// If there is no row `row`, or `out` does not have cols values.
@@ -139,18 +111,19 @@ impl PackedMatrix {
                 self.cols
             );
         }
-        if let Storage::Rows(rows) = &self.storage {
-            return match rows.rows(row).next() {
-                Some(blocks) => quant::dequantize(self.format.dtype, blocks, out),
-                None => bail!("row: there is no row {row} in the bytes of the matrix"),
-            };
+        if let (Store::InPlace(blocks), Format::Block(format)) = (&self.store, &self.format) {
+            return quant::dequantize(format.dtype, blocks.row(row), out);
         }
         let layout = Layout::of(&self.format);
         let mut room = Vec::new();
         let group = self.group(row / ROW_GROUP, &mut room);
         for (block, out) in out.chunks_exact_mut(32).enumerate() {
-            let sub = layout.read(group, block, row % ROW_GROUP);
-            out.copy_from_slice(&sub.values(&self.format));
+            let lane = row % ROW_GROUP;
+            let values = match &self.format {
+                Format::Block(format) => layout.read(group, block, lane).values(format),
+                Format::Scheme(_) => layout.read_scheme(group, block, lane).values(),
+            };
+            out.copy_from_slice(&values);
         }
         Ok(())
     }
@@ -160,67 +133,84 @@ impl PackedMatrix {
         self.cols / 32
     }
 
-    /// The bytes of row group `index`, packed into `room` where the weights are in rows.
+    /// The bytes of row group `index`, packed into `room` where the blocks lie in rows.
     pub(super) fn group<'a>(&'a self, index: usize, room: &'a mut Vec<Line>) -> &'a [u8] {
-        let lines = Layout::of(&self.format).group(self.blocks()) / 64;
-        let group = match &self.storage {
-            Storage::Groups(all) => &all[index * lines..][..lines],
-            Storage::Rows(rows) => {
-                let first = index * ROW_GROUP;
-                let count = ROW_GROUP.min(self.rows - first);
-                if count < ROW_GROUP {
-                    // What the rows that are missing leave of another group.
-                    room.clear();
-                }
-                room.resize(lines, Line([0; 64]));
-                repack::rows(
-                    &self.format,
-                    rows.rows(first).take(count),
-                    0,
-                    bytes_mut(room),
-                );
-                room
-            }
+        let bytes = Layout::of(&self.format).group(self.blocks());
+        let (Store::InPlace(blocks), Format::Block(format)) = (&self.store, &self.format) else {
+            return &self.store.bytes()[index * bytes..][..bytes];
         };
-        // SAFETY: a line is 64 plain bytes without padding.
-        unsafe { std::slice::from_raw_parts(group.as_ptr().cast(), 64 * lines) }
+        let first = index * ROW_GROUP;
+        let count = ROW_GROUP.min(self.rows - first);
+        if count < ROW_GROUP {
+            // The rows that are missing would leave what another group had there.
+            room.clear();
+        }
+        room.resize(bytes / 64, Line::ZERO);
+        let rows = (first..first + count).map(|row| blocks.row(row));
+        let group = bytes_mut(room);
+        repack::rows(format, rows, 0, group);
+        group
     }
-}
-
-/// The bytes of lines.
-fn bytes_mut(lines: &mut [Line]) -> &mut [u8] {
-    // SAFETY: a line is 64 plain bytes without padding.
-    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), 64 * lines.len()) }
 }
 
 /// Puts a [`PackedMatrix`] together from the rows of several tensors, such as q, k and v, without
 /// holding a joined copy.
+#[derive(Debug)]
 pub struct PackedBuilder {
-    format: BlockFormat,
+    format: Format,
     rows: usize,
     cols: usize,
     lines: Vec<Line>,
     filled: usize,
 }
 
-impl std::fmt::Debug for PackedBuilder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (dtype, filled) = (self.format.dtype, self.filled);
-        write!(
-            f,
-            "PackedBuilder({dtype:?}, {filled} of {} x {})",
-            self.rows, self.cols
-        )
-    }
-}
-
 impl PackedBuilder {
+    /// Room for a matrix whose width its format has been asked about.
+    pub(super) fn new(format: Format, rows: usize, cols: usize) -> Result<Self> {
+        let group = Layout::of(&format).group(cols / 32) / 64;
+        let mut lines = Vec::new();
+        let count = rows.div_ceil(ROW_GROUP).checked_mul(group);
+        match count.map(|count| lines.try_reserve_exact(count).map(|()| count)) {
+            Some(Ok(count)) => lines.resize(count, Line::ZERO),
+            _ => bail!("rows: {rows} rows of {cols} values in {format} do not fit into memory"),
+        }
+        Ok(Self {
+            format,
+            rows,
+            cols,
+            lines,
+            filled: 0,
+        })
+    }
+
+    /// What is to be packed.
+    pub(super) fn format(&self) -> (Format, usize) {
+        (self.format, self.cols)
+    }
+
     /// Appends `rows` rows from `blocks`, the bytes of a tensor of the matrix's dtype and width.
     ///
     /// # Errors
-    /// If `blocks` has not exactly the bytes of those rows, or the matrix has fewer rows left.
+    /// If `blocks` has not exactly the bytes of those rows, or the matrix has fewer rows left or holds
+    /// no GGUF blocks.
     pub fn push(&mut self, rows: usize, blocks: &[u8]) -> Result<()> {
-        let row_bytes = self.format.check_matrix(rows, self.cols, blocks)?;
+        let Format::Block(format) = self.format else {
+            bail!("blocks: the matrix is {}, expected codes", self.format);
+        };
+        let row_bytes = format.check_matrix(rows, self.cols, blocks)?;
+        self.push_with(rows, |_, group, row, lane| {
+            let bytes = &blocks[row * row_bytes..][..row_bytes];
+            repack::rows(&format, std::iter::once(bytes), lane, group);
+        })
+    }
+
+    /// Appends `rows` rows: `write` is called with each row, counted from 0, its row group and its place
+    /// in there.
+    pub(super) fn push_with(
+        &mut self,
+        rows: usize,
+        write: impl Fn(&Layout, &mut [u8], usize, usize) + Sync,
+    ) -> Result<()> {
         if rows > self.rows - self.filled {
             bail!(
                 "rows: {rows} more rows given, but {} of {} are there already",
@@ -233,13 +223,8 @@ impl PackedBuilder {
         }
         let range = self.filled..self.filled + rows;
         self.filled = range.end;
-        let source = Source {
-            format: self.format,
-            blocks,
-            row_bytes,
-            first: range.start,
-        };
-        let lines = Layout::of(&self.format).group(self.cols / 32) / 64;
+        let layout = Layout::of(&self.format);
+        let lines = layout.group(self.cols / 32) / 64;
         let (first, last) = (range.start / ROW_GROUP, range.end.div_ceil(ROW_GROUP));
         let groups = Groups(self.lines[first * lines..last * lines].as_mut_ptr());
         pool::for_ranges(last - first, 1, |some| {
@@ -247,8 +232,10 @@ impl PackedBuilder {
                 // SAFETY: group i lies within the slice, and the ranges are disjoint.
                 let group = unsafe { groups.get(i, lines) };
                 let start = (first + i) * ROW_GROUP;
-                let rows = range.start.max(start)..range.end.min(start + ROW_GROUP);
-                source.pack(rows, group);
+                let rows: Range<_> = range.start.max(start)..range.end.min(start + ROW_GROUP);
+                for row in rows {
+                    write(&layout, group, row - range.start, row % ROW_GROUP);
+                }
             }
         });
         Ok(())
@@ -266,27 +253,8 @@ impl PackedBuilder {
             format: self.format,
             rows: self.rows,
             cols: self.cols,
-            storage: Storage::Groups(self.lines),
+            store: Store::own(self.lines),
         })
-    }
-}
-
-/// The rows of a tensor on their way into groups.
-struct Source<'a> {
-    format: BlockFormat,
-    blocks: &'a [u8],
-    row_bytes: usize,
-    /// The matrix's row that the tensor's first becomes.
-    first: usize,
-}
-
-impl Source<'_> {
-    /// Writes the matrix's `rows`, all of one group, into that group.
-    fn pack(&self, rows: Range<usize>, group: &mut [u8]) {
-        let lane = rows.start % ROW_GROUP;
-        let bytes = &self.blocks[(rows.start - self.first) * self.row_bytes..];
-        let rows = bytes.chunks_exact(self.row_bytes).take(rows.len());
-        repack::rows(&self.format, rows, lane, group);
     }
 }
 

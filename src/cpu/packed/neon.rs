@@ -9,6 +9,7 @@ use crate::cpu::simd::Level;
 use crate::cpu::vector::widen_f16;
 use std::arch::aarch64::*;
 use std::arch::asm;
+use std::ops::Range;
 
 /// 4 rows; a row group takes four vectors.
 #[derive(Clone, Copy)]
@@ -85,10 +86,10 @@ unsafe fn dotprod<C: Codes, S: Scales, const T: usize>(
 /// # Safety
 /// See [`Unpack`].
 #[target_feature(enable = "neon")]
-unsafe fn neon_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
+unsafe fn neon_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: Range<usize>, out: *mut u8) {
     for lane in (0..ROW_GROUP).step_by(4) {
         // SAFETY: the caller's.
-        unsafe { unpack::<Neon<false>, C, S>(weights, blocks, lane, out) }
+        unsafe { unpack::<Neon<false>, C, S>(weights, blocks.clone(), lane, out) }
     }
 }
 
@@ -142,6 +143,20 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
     #[inline(always)]
     unsafe fn eight_bits(a: uint8x16_t) -> uint8x16_t {
         a
+    }
+    #[inline(always)]
+    unsafe fn quads(p: *const u8) -> uint8x16_t {
+        // SAFETY: NEON and 4 readable bytes in each of four runs, by the trait's contract.
+        unsafe {
+            let run = |t: usize| {
+                let bytes = p.add(16 * t).cast::<u32>().read_unaligned();
+                vcreate_u8(u64::from(bytes))
+            };
+            let first = vreinterpret_u16_u8(vzip1_u8(run(0), run(1)));
+            let second = vreinterpret_u16_u8(vzip1_u8(run(2), run(3)));
+            let (low, high) = (vzip1_u16(first, second), vzip2_u16(first, second));
+            vreinterpretq_u8_u16(vcombine_u16(low, high))
+        }
     }
     #[inline(always)]
     unsafe fn zero() -> float32x4_t {

@@ -49,7 +49,7 @@ fn strips<'a>(
         scaling,
         ..*format
     };
-    let layout = Layout::of(&format);
+    let layout = Layout::of_blocks(&format);
     let subs = format.values / 32;
     let step = STRIP / format.bytes;
     let blocks = rows.clone().next().map_or(0, <[u8]>::len) / format.bytes;

@@ -92,6 +92,19 @@ impl Isa for Avx2 {
         a
     }
     #[inline(always)]
+    unsafe fn quads(p: *const u8) -> __m256i {
+        // SAFETY: AVX2 and 8 readable bytes in each of four runs, by the trait's contract.
+        unsafe {
+            let run = |t: usize| _mm_loadl_epi64(p.add(16 * t).cast());
+            let first = _mm_unpacklo_epi8(run(0), run(1));
+            let second = _mm_unpacklo_epi8(run(2), run(3));
+            _mm256_set_m128i(
+                _mm_unpackhi_epi16(first, second),
+                _mm_unpacklo_epi16(first, second),
+            )
+        }
+    }
+    #[inline(always)]
     unsafe fn zero() -> __m256 {
         // SAFETY: AVX2, by the trait's contract.
         unsafe { _mm256_setzero_ps() }
@@ -177,7 +190,11 @@ unsafe fn few_bits<C: Codes, const T: usize>(
     unsafe {
         let ones = _mm256_set1_epi16(1);
         let mut codes = C::open::<Avx2>(planes, part);
-        let run = 8 >> (C::BITS - 4);
+        let run = match C::BITS {
+            2 | 4 => 8,
+            5 => 4,
+            _ => 2,
+        };
         let mut dots = [_mm256_setzero_si256(); T];
         for start in (0..C::VECTORS).step_by(run) {
             let mut pairs = [_mm256_setzero_si256(); T];

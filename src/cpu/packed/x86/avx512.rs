@@ -62,6 +62,17 @@ impl Isa for Avx512 {
         // SAFETY: AVX-512, by the trait's contract.
         unsafe { _mm512_xor_si512(a, _mm512_set1_epi8(-128)) }
     }
+    /// Runs of four rows go to the lane of these rows, and within it each row's bytes together.
+    #[inline(always)]
+    unsafe fn quads(p: *const u8) -> __m512i {
+        // SAFETY: AVX-512 and 64 readable bytes, by the trait's contract.
+        unsafe {
+            let lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let gathered = _mm512_permutexvar_epi32(lanes, Self::load(p));
+            _mm512_shuffle_epi8(gathered, _mm512_broadcast_i32x4(bytes))
+        }
+    }
     #[inline(always)]
     unsafe fn zero() -> __m512 {
         // SAFETY: AVX-512, by the trait's contract.

@@ -11,6 +11,7 @@ use super::layout::ROW_GROUP;
 use crate::cpu::simd::Level;
 use avx2::Avx2;
 use avx512::Avx512;
+use std::ops::Range;
 
 /// The kernels for codes C with scales S; none for the scalar level.
 pub(super) fn kernels<C: Codes + 'static, S: Scales + 'static>(
@@ -103,17 +104,21 @@ unsafe fn avx2_by_halves<C: Codes, S: Scales, const T: usize>(
 /// # Safety
 /// See [`Unpack`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
+unsafe fn avx2_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: Range<usize>, out: *mut u8) {
     for lane in [0, Avx2::ROWS] {
         // SAFETY: the caller's.
-        unsafe { unpack::<Avx2, C, S>(weights, blocks, lane, out) }
+        unsafe { unpack::<Avx2, C, S>(weights, blocks.clone(), lane, out) }
     }
 }
 
 /// # Safety
 /// See [`Unpack`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
+unsafe fn avx512_unpack<C: Codes, S: Scales>(
+    weights: *const u8,
+    blocks: Range<usize>,
+    out: *mut u8,
+) {
     // SAFETY: the caller's.
     unsafe { unpack::<Avx512, C, S>(weights, blocks, 0, out) }
 }

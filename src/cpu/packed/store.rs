@@ -1,8 +1,54 @@
-//! Weights that stay where they are, such as in a memory-mapped file.
+//! The bytes of weights: memory of their own, a part of a file that is mapped, or the rows of a GGUF
+//! tensor where they are.
 
 use crate::quant::BlockFormat;
 use candle_core::{Result, bail};
+use memmap2::Mmap;
+use std::ops::Range;
 use std::sync::Arc;
+
+/// A cache line, the alignment of packed weights.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(super) struct Line([u8; 64]);
+
+impl Line {
+    pub const ZERO: Self = Self([0; 64]);
+}
+
+/// The bytes of lines.
+pub(super) fn bytes_mut(lines: &mut [Line]) -> &mut [u8] {
+    // SAFETY: a line is 64 plain bytes without padding.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), 64 * lines.len()) }
+}
+
+/// Where weights lie.
+#[derive(Clone)]
+pub(super) enum Store {
+    /// Packed.
+    Own(Vec<Line>),
+    /// Packed, in a file.
+    Mapped(Arc<Mmap>, Range<usize>),
+    /// In rows of GGUF blocks, which are packed a group at a time whenever they are used.
+    InPlace(InPlace),
+}
+
+impl Store {
+    pub fn own(lines: Vec<Line>) -> Self {
+        Store::Own(lines)
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            // SAFETY: a line is 64 plain bytes without padding.
+            Store::Own(lines) => unsafe {
+                std::slice::from_raw_parts(lines.as_ptr().cast(), 64 * lines.len())
+            },
+            Store::Mapped(map, range) => &map[range.clone()],
+            Store::InPlace(blocks) => blocks.bytes(),
+        }
+    }
+}
 
 /// Bytes that a matrix can stay in: a memory map, or anything else that keeps them.
 pub type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
@@ -10,43 +56,46 @@ pub type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 /// The rows of a GGUF tensor in memory that is shared.
 #[derive(Clone)]
 pub(super) struct InPlace {
-    bytes: SharedBytes,
-    /// Where the first row starts.
-    start: usize,
-    pub row_bytes: usize,
+    memory: SharedBytes,
+    /// Where in there the rows lie.
+    range: Range<usize>,
+    row_bytes: usize,
 }
 
 impl InPlace {
     /// # Errors
-    /// If `cols` does not fit the format, or the bytes do not reach to the end of the last row.
+    /// If `cols` does not fit the format, or the memory ends before the last row does.
     pub fn new(
         format: &BlockFormat,
         (rows, cols): (usize, usize),
-        bytes: SharedBytes,
+        memory: SharedBytes,
         start: usize,
     ) -> Result<Self> {
         let row_bytes = format.row_bytes(cols)?;
+        let len = (*memory).as_ref().len();
         let end = row_bytes
             .checked_mul(rows)
             .and_then(|size| size.checked_add(start));
-        let len = (*bytes).as_ref().len();
-        if end.is_none_or(|end| end > len) {
-            bail!(
+        match end.filter(|end| *end <= len) {
+            Some(end) => Ok(Self {
+                memory,
+                range: start..end,
+                row_bytes,
+            }),
+            None => bail!(
                 "bytes: {len} given, but {rows} rows of {row_bytes} bytes start at {start}; the \
                  file may be cut short"
-            );
+            ),
         }
-        Ok(Self {
-            bytes,
-            start,
-            row_bytes,
-        })
     }
 
-    /// The blocks from row `first` on, row by row.
-    pub fn rows(&self, first: usize) -> std::slice::ChunksExact<'_, u8> {
-        let start = self.start + first * self.row_bytes;
-        (*self.bytes).as_ref()[start..].chunks_exact(self.row_bytes)
+    fn bytes(&self) -> &[u8] {
+        &(*self.memory).as_ref()[self.range.clone()]
+    }
+
+    /// The blocks of row `row`, which exists.
+    pub fn row(&self, row: usize) -> &[u8] {
+        &self.bytes()[row * self.row_bytes..][..self.row_bytes]
     }
 }
 
