@@ -12,6 +12,7 @@ use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor};
 use candle_fused::cpu::packed::SharedBytes;
 use candle_fused::models::llama;
+use candle_fused::quant::QuantizedFile;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use memmap2::Mmap;
@@ -158,6 +159,7 @@ impl Weights {
     pub fn checkpoint(self, asked: Option<DType>, device: &Device) -> Result<Checkpoint> {
         let architecture = self.architecture()?;
         let dtype = self.dtype(asked)?;
+        let quantized = self.quantized()?;
         let (config, tensors): (_, Box<dyn SimpleBackend>) = match self {
             Self::Gguf {
                 path,
@@ -176,17 +178,17 @@ impl Weights {
                 (Config::Llama(config), Box::new(tensors))
             }
             Self::Safetensors { files, config } => {
-                let config = architecture.config(config).with_context(|| {
-                    format!(
-                        "{} is no usable {architecture} configuration",
-                        files.config.display()
-                    )
-                })?;
-                // SAFETY: the files are mapped read-only; like every memory-mapped loader this one
-                // asks that nobody truncates them while the model is in use.
-                let tensors = unsafe { MmapedSafetensors::multi(&files.weights) }
-                    .context("the weights cannot be opened; fetch them again")?;
-                (config, Box::new(tensors))
+                let config = read_config(architecture, config, &files)?;
+                let tensors: Box<dyn SimpleBackend> = match quantized {
+                    Some(file) => Box::new(file),
+                    // SAFETY: the files are mapped read-only; like every memory-mapped loader this one
+                    // asks that nobody truncates them while the model is in use.
+                    None => Box::new(
+                        unsafe { MmapedSafetensors::multi(&files.weights) }
+                            .context("the weights cannot be opened; fetch them again")?,
+                    ),
+                };
+                (config, tensors)
             }
             Self::Random(shape) => {
                 let json = shape.config();
@@ -210,6 +212,35 @@ impl Weights {
         })
     }
 
+    /// The file of a model that was quantized and saved; none for others.
+    pub fn quantized(&self) -> Result<Option<QuantizedFile>> {
+        let Self::Safetensors { files, .. } = self else {
+            return Ok(None);
+        };
+        let [file] = files.weights.as_slice() else {
+            return Ok(None);
+        };
+        if !validate::is_quantized(file)? {
+            return Ok(None);
+        }
+        // SAFETY: the file is mapped read-only; like every memory-mapped loader this one asks that
+        // nobody truncates it while the model is in use.
+        let file = unsafe { QuantizedFile::open(file) };
+        Ok(Some(file.context(
+            "the quantized weights cannot be opened; quantize them again",
+        )?))
+    }
+
+    /// The configuration of a model as transformers saves it.
+    pub fn config(&self) -> Result<Config> {
+        match self {
+            Self::Safetensors { files, config } => {
+                read_config(self.architecture()?, config.clone(), files)
+            }
+            _ => bail!("the model has no config.json"),
+        }
+    }
+
     /// The kind of number most of the weights are stored as, for people.
     pub fn stored_as(&self) -> String {
         match self {
@@ -222,9 +253,12 @@ impl Weights {
                 let most = sizes.into_iter().max_by_key(|(_, size)| *size);
                 most.map_or_else(|| "nothing".to_owned(), |(name, _)| name.to_lowercase())
             }
-            Self::Safetensors { config, .. } => config_dtype(config)
-                .map_or("f32", |dtype| dtype.as_str())
-                .to_owned(),
+            Self::Safetensors { config, .. } => match self.quantized() {
+                Ok(Some(file)) => most(file.matrices().map(|(_, scheme)| scheme.to_string())),
+                _ => config_dtype(config)
+                    .map_or("f32", |dtype| dtype.as_str())
+                    .to_owned(),
+            },
             Self::Random(_) => RANDOM.as_str().to_owned(),
         }
     }
@@ -245,6 +279,29 @@ impl Weights {
             },
         }
     }
+}
+
+fn read_config(
+    architecture: Architecture,
+    config: Value,
+    files: &SafetensorsFiles,
+) -> Result<Config> {
+    architecture.config(config).with_context(|| {
+        format!(
+            "{} is no usable {architecture} configuration",
+            files.config.display()
+        )
+    })
+}
+
+/// The name that comes up most.
+fn most(names: impl Iterator<Item = String>) -> String {
+    let mut counts = std::collections::BTreeMap::new();
+    for name in names {
+        *counts.entry(name).or_insert(0) += 1;
+    }
+    let most = counts.into_iter().max_by_key(|(_, count)| *count);
+    most.map_or_else(|| "nothing".to_owned(), |(name, _)| name)
 }
 
 /// transformers 5 calls it `dtype`, earlier ones `torch_dtype`.

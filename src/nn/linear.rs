@@ -3,7 +3,7 @@
 use super::{LinearWeight, Norm, Projection};
 use crate::Fusion;
 use crate::ops::Weight;
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 /// `x Wᵀ + bias` for x `[.., K]` of any layout, W `[N, K]` and bias `[N]`.
 ///
@@ -25,6 +25,8 @@ use candle_core::{Module, Result, Tensor, bail};
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: LinearWeight,
+    /// The weight's values, or `[0, K]` in their place.
+    values: Tensor,
     bias: Option<Tensor>,
     projection: Projection,
     fusion: Fusion,
@@ -40,22 +42,28 @@ impl Linear {
         let projection = Projection::from_weights(vec![Weight::Dense(weight.clone())], fusion);
         Self {
             projection: projection.with_bias(bias.clone()),
+            values: weight.clone(),
             weight: LinearWeight::Dense(weight),
             bias,
             fusion,
         }
     }
 
-    /// From a quantized weight.
-    pub(crate) fn from_quantized(weight: Weight, bias: Option<Tensor>) -> Self {
+    /// From a weight quantized on `device`.
+    pub(crate) fn from_quantized(
+        weight: Weight,
+        bias: Option<Tensor>,
+        device: &Device,
+    ) -> Result<Self> {
         let fusion = Fusion::all();
         let projection = Projection::from_weights(vec![weight.clone()], fusion);
-        Self {
+        Ok(Self {
+            values: Tensor::zeros((0, weight.cols()), DType::F32, device)?,
             projection: projection.with_bias(bias.clone()),
             weight: LinearWeight::Packed(weight),
             bias,
             fusion,
-        }
+        })
     }
 
     /// The same with the fusions that are on in `fusion`: without `linear` the product is candle's.
@@ -63,8 +71,10 @@ impl Linear {
     /// # Errors
     /// If the weight is not a matrix.
     pub fn from_weight(weight: Tensor, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
+        let values = weight.clone();
         let weight = LinearWeight::Dense(weight);
         Ok(Self {
+            values,
             projection: Projection::new(vec![weight.clone()], bias.clone(), fusion)?,
             weight,
             bias,
@@ -72,12 +82,14 @@ impl Linear {
         })
     }
 
-    /// The weight, `[N, K]`; none if it is quantized.
-    pub fn weight(&self) -> Option<&Tensor> {
-        match &self.weight {
-            LinearWeight::Dense(weight) => Some(weight),
-            _ => None,
-        }
+    /// The weight, `[N, K]`. A quantized one is no tensor; `[0, K]` stands for it.
+    pub fn weight(&self) -> &Tensor {
+        &self.values
+    }
+
+    /// Whether the weight is quantized.
+    pub fn is_quantized(&self) -> bool {
+        !matches!(self.weight, LinearWeight::Dense(_))
     }
 
     /// The bias, `[N]`.

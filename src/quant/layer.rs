@@ -31,7 +31,7 @@ use std::sync::Arc;
 /// or the device is neither a CPU nor a CUDA device.
 pub fn quantize_linear(layer: candle_nn::Linear, scheme: Scheme) -> Result<Linear> {
     let weight = pack(layer.weight(), scheme.into())?;
-    Ok(Linear::from_quantized(weight, layer.bias().cloned()))
+    Linear::from_quantized(weight, layer.bias().cloned(), layer.weight().device())
 }
 
 thread_local! {
@@ -55,7 +55,7 @@ thread_local! {
 ///     let layer = nn::linear(64, 32, vb.pp("layer"))?;
 ///     candle_core::Result::Ok((layer, nn::linear(32, 8, vb.pp("head"))?))
 /// })?;
-/// assert!(layer.weight().is_none() && head.weight().is_some());
+/// assert!(layer.is_quantized() && !head.is_quantized());
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn while_loading<T>(recipe: &Recipe, load: impl FnOnce() -> T) -> T {
@@ -78,7 +78,7 @@ pub(crate) fn loaded(layer: candle_nn::Linear, name: &str) -> Result<Linear> {
         None => Ok(layer.into()),
         Some(quantization) => {
             let weight = named(&name, pack(layer.weight(), quantization))?;
-            Ok(Linear::from_quantized(weight, layer.bias().cloned()))
+            Linear::from_quantized(weight, layer.bias().cloned(), layer.weight().device())
         }
     }
 }

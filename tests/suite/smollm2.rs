@@ -36,7 +36,7 @@ fn load(form: Form, dtype: Option<DType>) -> Result<Box<dyn TextModel>> {
     let weights = weights::open(&files)?;
     match form {
         Form::Stock | Form::Settings => stock::load(weights, dtype, &Device::Cpu),
-        Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion),
+        Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion, None),
     }
 }
 
