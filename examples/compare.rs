@@ -117,6 +117,10 @@ fn run() -> Result<()> {
             &SourceOptions::from_env(),
         )?,
     };
+    let located = match args.model.mmap {
+        true => located.mapped()?,
+        false => located,
+    };
     let device = args.model.device()?;
     if let Some(file) = &args.golden {
         return check(&args, &located, &device, file);

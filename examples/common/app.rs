@@ -42,6 +42,10 @@ pub fn run(defaults: &Defaults) -> Result<()> {
         "--json writes what --compare finds; add --compare"
     );
     ensure!(
+        !args.stock || !args.model.mmap,
+        "--stock runs plain candle, which copies what it reads; leave --mmap away"
+    );
+    ensure!(
         !args.stock || args.model.quantize.recipe().is_none(),
         "--stock runs plain candle, which has no such formats; leave --quantize away"
     );
@@ -60,6 +64,10 @@ pub fn run(defaults: &Defaults) -> Result<()> {
             ..SourceOptions::from_env()
         },
     )?;
+    let located = match args.model.mmap {
+        true => located.mapped()?,
+        false => located,
+    };
     let _trace = trace_file::begin(args.tracing)?;
     let device = args.model.device()?;
 

@@ -90,6 +90,11 @@ pub struct ModelArgs {
     #[arg(long, value_parser = dtype)]
     pub dtype: Option<DType>,
 
+    /// Leave the blocks of a GGUF file in memory that the file is mapped to, instead of repacking
+    /// them: starts at once and needs less memory, but generates more slowly. On the CPU only.
+    #[arg(long, conflicts_with_all = ["dtype", "quantize"])]
+    pub mmap: bool,
+
     /// The fused ops to use: names joined by commas, `all` or `none` [default: all].
     #[arg(long, value_name = "LIST", value_parser = fusion)]
     pub fusion: Option<Fusion>,

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use candle_fused::Fusion;
+use candle_fused::cpu::packed::SharedBytes;
 use candle_fused::generation::{Generation, Options};
 use candle_fused::models::llama::{self, Cache, Llama};
 use candle_fused::models::{self, CausalLm, GgufModel, gpt_neox, qwen2, qwen3};
@@ -14,6 +15,7 @@ use candle_fused::quant::{QuantizedFile, Recipe};
 
 use super::architecture::{Architecture, Config};
 use super::generate::TextModel;
+use super::progress::Watched;
 use super::weights::{Bytes, Checkpoint, Weights, damaged};
 
 /// Loads weights into the fused model, with the fusions that are on in `fusion`; [`Fusion::none`] is
@@ -45,11 +47,18 @@ pub fn load(
         Weights::Gguf {
             path,
             content,
-            mut reader,
+            reader,
+            map,
             ..
         } if dtype.is_none() && recipe.is_none() => {
-            let place = place(Some(Arc::new(Bytes::of_gguf(&content))));
-            let file = (content, &mut reader);
+            ensure!(
+                map.is_none() || device.is_cpu(),
+                "--mmap leaves weights where the CPU reads them; add --cpu"
+            );
+            let bytes = Bytes::of_gguf(&content);
+            let reader = Watched::new(reader, "loading weights", bytes.all());
+            let place = place(Some(Arc::new(bytes)));
+            let file = (content, reader, map);
             match architecture {
                 Architecture::Llama => blocks::<llama::Config>(file, place, fusion),
                 Architecture::Qwen2 => blocks::<qwen2::Config>(file, place, fusion),
@@ -73,11 +82,14 @@ pub fn load(
 }
 
 fn blocks<C: models::Architecture + 'static>(
-    (content, reader): (Content, &mut (impl Read + Seek)),
+    (content, mut reader, map): (Content, impl Read + Seek, Option<SharedBytes>),
     place: Place,
     fusion: Fusion,
 ) -> Result<Box<dyn TextModel>> {
-    let model = GgufModel::<C>::from_gguf_fused(content, reader, &place.device, fusion)?;
+    let model = match map {
+        Some(map) => GgufModel::<C>::from_gguf_in_place(content, map, fusion)?,
+        None => GgufModel::from_gguf_fused(content, &mut reader, &place.device, fusion)?,
+    };
     Ok(Box::new(Placed { model, place }))
 }
 

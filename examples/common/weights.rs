@@ -10,10 +10,12 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor};
+use candle_fused::cpu::packed::SharedBytes;
 use candle_fused::models::llama;
 use candle_fused::quant::QuantizedFile;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use memmap2::Mmap;
 use serde_json::Value;
 
 use super::architecture::{Architecture, Config};
@@ -29,6 +31,8 @@ pub enum Weights {
         path: PathBuf,
         content: Content,
         reader: BufReader<File>,
+        /// The file in memory, if its blocks are to stay there.
+        map: Option<SharedBytes>,
         /// A tokenizer.json beside the file.
         tokenizer: Option<PathBuf>,
     },
@@ -42,9 +46,15 @@ pub enum Weights {
 /// Opens a model.
 pub fn open(files: &ModelFiles) -> Result<Weights> {
     Ok(match files {
-        ModelFiles::Gguf { file, tokenizer } => {
+        ModelFiles::Gguf {
+            file,
+            tokenizer,
+            mapped,
+        } => {
             let opened =
                 File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
+            let map = mapped.then(|| map(&opened)).transpose();
+            let map = map.with_context(|| format!("cannot map {}", file.display()))?;
             let mut reader = BufReader::new(opened);
             let content = Content::read(&mut reader).with_context(|| {
                 format!("{} is damaged or cut short; fetch it again", file.display())
@@ -53,6 +63,7 @@ pub fn open(files: &ModelFiles) -> Result<Weights> {
                 path: file.clone(),
                 content,
                 reader,
+                map,
                 tokenizer: tokenizer.clone(),
             }
         }
@@ -62,6 +73,12 @@ pub fn open(files: &ModelFiles) -> Result<Weights> {
         },
         ModelFiles::Random(shape) => Weights::Random(*shape),
     })
+}
+
+fn map(file: &File) -> Result<SharedBytes> {
+    // SAFETY: the file is mapped read-only; like every memory-mapped loader this one asks that nobody
+    // changes it while the model is in use.
+    Ok(Arc::new(unsafe { Mmap::map(file) }?))
 }
 
 /// Dense weights, which are read as a loader asks for them.
@@ -330,6 +347,12 @@ impl Bytes {
         let [embedding, head, others] =
             [&self.embedding, &self.head, &self.others].map(|n| n.load(Ordering::Relaxed));
         others + if head > 0 { head } else { embedding }
+    }
+
+    /// Every tensor's.
+    pub fn all(&self) -> u64 {
+        let kinds = [&self.embedding, &self.head, &self.others];
+        kinds.iter().map(|n| n.load(Ordering::Relaxed)).sum()
     }
 
     /// Counts a tensor, by its name in a checkpoint or GGUF file.

@@ -27,6 +27,10 @@ const CLIP_STEP: f32 = 1.0 / 32.0;
 /// Ranges tried at each end with zero points.
 const ENDS: usize = 7;
 
+/// Scales tried to both sides of the best so far, in steps of this part of it.
+const NEAR: i32 = 4;
+const NEAR_STEP: f32 = 0.025;
+
 /// Values below which a scale would be no number that an f32 can divide by.
 const TINY: f32 = 1e-35;
 
@@ -277,7 +281,7 @@ impl Best {
 
     /// Takes `trial`, whose scale becomes what `store` makes of it, if it is better.
     fn consider(&mut self, trial: &Trial, zero: u8, store: impl Fn(f32) -> f32) {
-        if trial.qq == 0. {
+        if trial.qq == 0. || !trial.scale.is_finite() {
             return;
         }
         let scale = store(trial.best_scale());
@@ -347,6 +351,16 @@ fn with_zero_point(weights: &[f32], codes: &mut [i8]) -> Found {
             let zero = code(-bottom, inverse, 0., 15.);
             let trial = Trial::of(weights, inverse, -zero, 15. - zero);
             best.consider(&trial, zero as u8, rounded);
+        }
+        // The grid is coarse; look around its best.
+        let Best { scale, zero, .. } = best;
+        for zero in zero.saturating_sub(1)..=(zero + 1).min(15) {
+            for step in -NEAR..=NEAR {
+                let inverse = 1. / (scale * (1. + step as f32 * NEAR_STEP));
+                let low = -f32::from(zero);
+                let trial = Trial::of(weights, inverse, low, low + 15.);
+                best.consider(&trial, zero, rounded);
+            }
         }
     }
     let low = -f32::from(best.zero);

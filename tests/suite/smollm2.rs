@@ -31,6 +31,7 @@ fn load(form: Form, dtype: Option<DType>) -> Result<Box<dyn TextModel>> {
     let files = ModelFiles::Gguf {
         file: gguf(),
         tokenizer: None,
+        mapped: false,
     };
     let weights = weights::open(&files)?;
     match form {
@@ -43,6 +44,7 @@ fn prompt() -> Result<Vec<u32>> {
     let files = ModelFiles::Gguf {
         file: gguf(),
         tokenizer: None,
+        mapped: false,
     };
     weights::open(&files)?
         .text()?

@@ -1,7 +1,7 @@
 //! Activations in 8 bits: what the packed matrices are multiplied with.
 
 #[cfg(target_arch = "x86_64")]
-use super::lookup::{self, TableLine};
+use super::x86::lookup::{self, TableLine};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};

@@ -5,12 +5,15 @@ use super::codes::{
     Affine, ByGroup, ByRow, Codes, Eight, Five, Four, Ready, Scales, Six, Super, SuperSymmetric,
     Symmetric, Two, Unpacked,
 };
-use super::isa::{Avx2, Avx512, Isa};
+use super::isa::Isa;
 use super::layout::ROW_GROUP;
-use crate::cpu::simd::Level;
+#[cfg(target_arch = "aarch64")]
+use super::neon as arch;
+#[cfg(target_arch = "x86_64")]
+use super::x86 as arch;
+use crate::cpu::simd::{Level, prefetch};
 use crate::quant::{Format, Scheme};
 use candle_core::quantized::GgmlDType;
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::ops::Range;
 
 /// How far ahead of the products packed weights are fetched. The hardware's own prefetching stops at
@@ -61,159 +64,38 @@ pub(super) fn kernels(format: &Format, level: Level) -> Option<&'static Kernels>
         Format::Scheme(scheme) => return kernels_of_scheme(scheme, level),
     };
     match dtype {
-        GgmlDType::Q4_0 => kernels_of::<Four, Symmetric>(level),
-        GgmlDType::Q4_1 => kernels_of::<Four, Affine>(level),
-        GgmlDType::Q5_0 => kernels_of::<Five, Symmetric>(level),
-        GgmlDType::Q5_1 => kernels_of::<Five, Affine>(level),
-        GgmlDType::Q8_0 => kernels_of::<Eight, Symmetric>(level),
-        GgmlDType::Q4K => kernels_of::<Four, Super>(level),
-        GgmlDType::Q5K => kernels_of::<Five, Super>(level),
-        GgmlDType::Q6K => kernels_of::<Six, SuperSymmetric>(level),
+        GgmlDType::Q4_0 => arch::kernels::<Four, Symmetric>(level),
+        GgmlDType::Q4_1 => arch::kernels::<Four, Affine>(level),
+        GgmlDType::Q5_0 => arch::kernels::<Five, Symmetric>(level),
+        GgmlDType::Q5_1 => arch::kernels::<Five, Affine>(level),
+        GgmlDType::Q8_0 => arch::kernels::<Eight, Symmetric>(level),
+        GgmlDType::Q4K => arch::kernels::<Four, Super>(level),
+        GgmlDType::Q5K => arch::kernels::<Five, Super>(level),
+        GgmlDType::Q6K => arch::kernels::<Six, SuperSymmetric>(level),
         _ => None,
     }
 }
 
 fn kernels_of_scheme(scheme: &Scheme, level: Level) -> Option<&'static Kernels> {
     match (scheme.group(), scheme) {
-        (_, Scheme::Int8) => kernels_of::<Eight, ByRow>(level),
-        (None, _) => kernels_of::<Two, ByRow>(level),
+        (_, Scheme::Int8) => arch::kernels::<Eight, ByRow>(level),
+        (None, _) => arch::kernels::<Two, ByRow>(level),
         (Some(group), Scheme::Ternary { .. }) => match group {
-            32 => kernels_of::<Two, ByGroup<1, false>>(level),
-            64 => kernels_of::<Two, ByGroup<2, false>>(level),
-            128 => kernels_of::<Two, ByGroup<4, false>>(level),
+            32 => arch::kernels::<Two, ByGroup<1, false>>(level),
+            64 => arch::kernels::<Two, ByGroup<2, false>>(level),
+            128 => arch::kernels::<Two, ByGroup<4, false>>(level),
             _ => None,
         },
         (Some(group), Scheme::Int4 { zero_point, .. }) => match (group, zero_point) {
-            (32, false) => kernels_of::<Four, ByGroup<1, false>>(level),
-            (64, false) => kernels_of::<Four, ByGroup<2, false>>(level),
-            (128, false) => kernels_of::<Four, ByGroup<4, false>>(level),
-            (32, true) => kernels_of::<Four, ByGroup<1, true>>(level),
-            (64, true) => kernels_of::<Four, ByGroup<2, true>>(level),
-            (128, true) => kernels_of::<Four, ByGroup<4, true>>(level),
+            (32, false) => arch::kernels::<Four, ByGroup<1, false>>(level),
+            (64, false) => arch::kernels::<Four, ByGroup<2, false>>(level),
+            (128, false) => arch::kernels::<Four, ByGroup<4, false>>(level),
+            (32, true) => arch::kernels::<Four, ByGroup<1, true>>(level),
+            (64, true) => arch::kernels::<Four, ByGroup<2, true>>(level),
+            (128, true) => arch::kernels::<Four, ByGroup<4, true>>(level),
             _ => None,
         },
     }
-}
-
-fn kernels_of<C: Codes + 'static, S: Scales + 'static>(level: Level) -> Option<&'static Kernels> {
-    match level {
-        Level::Scalar => None,
-        Level::Avx2 => Some(
-            const {
-                &Kernels {
-                    packed: &[
-                        (4, avx2_by_halves::<C, S, 4> as Tile),
-                        (2, avx2_by_halves::<C, S, 2>),
-                        (1, avx2_at_once::<C, S>),
-                    ],
-                    unpacked: match C::BITS {
-                        8 => None,
-                        _ => Some((
-                            avx2_unpack::<C, S> as Unpack,
-                            &[
-                                (4, avx2_by_halves::<Unpacked<C>, Ready, 4> as Tile),
-                                (2, avx2_by_halves::<Unpacked<C>, Ready, 2>),
-                                (1, avx2_by_halves::<Unpacked<C>, Ready, 1>),
-                            ],
-                        )),
-                    },
-                }
-            },
-        ),
-        Level::Avx512 => Some(
-            const {
-                &Kernels {
-                    packed: &[
-                        (8, avx512::<C, S, 8> as Tile),
-                        (4, avx512::<C, S, 4>),
-                        (2, avx512::<C, S, 2>),
-                        (1, avx512::<C, S, 1>),
-                    ],
-                    unpacked: match C::BITS {
-                        8 => None,
-                        _ => Some((
-                            avx512_unpack::<C, S> as Unpack,
-                            &[
-                                (8, avx512::<Unpacked<C>, Ready, 8> as Tile),
-                                (4, avx512::<Unpacked<C>, Ready, 4>),
-                                (1, avx512::<Unpacked<C>, Ready, 1>),
-                            ],
-                        )),
-                    },
-                }
-            },
-        ),
-    }
-}
-
-/// One token: both halves of the group in one pass, so that memory is read front to back.
-///
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_at_once<C: Codes, S: Scales>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    // SAFETY: the caller's.
-    unsafe { tile::<Avx2, C, S, 1, 2>(weights, blocks, x, stride, 0, sums) }
-}
-
-/// Several tokens: each half of the group on its own, so that sums and codes fit the registers.
-///
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_by_halves<C: Codes, S: Scales, const T: usize>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    for lane in [0, Avx2::ROWS] {
-        // SAFETY: the caller's.
-        unsafe { tile::<Avx2, C, S, T, 1>(weights, blocks, x, stride, lane, sums) }
-    }
-}
-
-/// # Safety
-/// See [`Unpack`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: Range<usize>, out: *mut u8) {
-    for lane in [0, Avx2::ROWS] {
-        // SAFETY: the caller's.
-        unsafe { unpack::<Avx2, C, S>(weights, blocks.clone(), lane, out) }
-    }
-}
-
-/// # Safety
-/// See [`Unpack`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512_unpack<C: Codes, S: Scales>(
-    weights: *const u8,
-    blocks: Range<usize>,
-    out: *mut u8,
-) {
-    // SAFETY: the caller's.
-    unsafe { unpack::<Avx512, C, S>(weights, blocks, 0, out) }
-}
-
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512<C: Codes, S: Scales, const T: usize>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    // SAFETY: the caller's.
-    unsafe { tile::<Avx512, C, S, T, 1>(weights, blocks, x, stride, 0, sums) }
 }
 
 /// T tokens times H vectors of rows, from row `lane` on: for every block the exact integer dot
@@ -280,8 +162,7 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
 #[inline(always)]
 pub(super) fn fetch(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
-        // SAFETY: a prefetch has no effect but on caches, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(AHEAD + line).cast()) };
+        prefetch(p.wrapping_add(AHEAD + line));
     }
 }
 

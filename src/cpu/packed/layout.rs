@@ -39,7 +39,7 @@ use half::f16;
 pub const ROW_GROUP: usize = 16;
 
 /// Where the bits of plane pairs start, by `i`.
-const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
+pub(super) const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
 
 /// What stands in the heads of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +112,7 @@ impl Layout {
 
     /// The layout of blocks that are unpacked for many tokens: each with a scale and an offset in f32
     /// for each row and each of `parts`, and a byte for each code.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub const fn unpacked(parts: usize) -> Self {
         Self {
             bits: 8,
@@ -153,6 +153,7 @@ impl Layout {
     }
 
     /// Where the codes of block `block` lie, behind the head of its chunk.
+    #[inline(always)]
     fn planes(&self, block: usize) -> (usize, usize) {
         let (chunk, j) = (block / self.blocks, block % self.blocks);
         let head = chunk * self.chunk();
@@ -220,6 +221,7 @@ impl Layout {
     }
 
     /// Where row `lane`'s numbers of block `block` lie, for GGUF blocks.
+    #[inline(always)]
     fn place(&self, block: usize, lane: usize) -> Place {
         let j = block % self.blocks;
         let (head, planes) = self.planes(block);
@@ -246,8 +248,15 @@ impl Layout {
         }
     }
 
-    /// Writes block `block` of row `lane` into `group`.
-    pub fn write(&self, group: &mut [u8], block: usize, lane: usize, sub: &SubBlock) {
+    /// Writes the scales of block `block` of row `lane` into `group`, and gives the place of its codes.
+    #[inline(always)]
+    pub fn write_scales(
+        &self,
+        group: &mut [u8],
+        block: usize,
+        lane: usize,
+        sub: &SubBlock,
+    ) -> usize {
         let place = self.place(block, lane);
         group[place.d..][..2].copy_from_slice(&sub.d.to_le_bytes());
         if let Some(m) = place.m {
@@ -261,10 +270,11 @@ impl Layout {
         if let Some(min) = place.min {
             group[min] = sub.min;
         }
-        self.write_codes(&mut group[place.codes..], &sub.codes);
+        place.codes
     }
 
-    /// Writes the codes of one row; `planes` starts at its byte of the block's first plane.
+    /// Writes the codes of one row, of 8, 4 or 2 bits; `planes` starts at its byte of the block's first
+    /// plane.
     fn write_codes(&self, planes: &mut [u8], codes: &[u8; 32]) {
         if self.bits == 8 {
             for (i, codes) in codes.chunks_exact(4).enumerate() {
@@ -285,18 +295,6 @@ impl Layout {
             for t in 0..4 {
                 let (low, high) = (codes[4 * i + t], codes[16 + 4 * i + t]);
                 planes[64 * i + t] = low & 15 | high << 4;
-            }
-        }
-        for t in 0..4 {
-            let code = |half: usize, i: usize| codes[16 * half + 4 * i + t] >> 4;
-            let fold = |f: &dyn Fn(usize) -> u8| (0..4).map(f).fold(0, |a, b| a | b);
-            match self.bits {
-                5 => planes[256 + t] = fold(&|i| code(0, i) << (3 - i) | code(1, i) << (7 - i)),
-                6 => {
-                    planes[256 + t] = fold(&|i| code(0, i) << PAIR_SHIFT[i]);
-                    planes[320 + t] = fold(&|i| code(1, i) << PAIR_SHIFT[i]);
-                }
-                _ => {}
             }
         }
     }

@@ -1,18 +1,20 @@
 //! Products of packed matrices with quantized activations.
 
 use super::activations::{Q8Activations, Q8Block};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel;
 use super::layout::ROW_GROUP;
-#[cfg(target_arch = "x86_64")]
-use super::lookup;
 use super::matrix::PackedMatrix;
+use super::store::Line;
+#[cfg(target_arch = "x86_64")]
+use super::x86::lookup;
 use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 #[cfg(target_arch = "x86_64")]
 use crate::quant::Format;
 use candle_core::{Result, bail};
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// Bytes of activations that are multiplied with one row group after another: they should stay in
@@ -20,13 +22,18 @@ use std::ops::Range;
 const TOKEN_BYTES: usize = 192 * 1024;
 
 /// Tokens from which on unpacking a row group first is faster than unpacking it in every tile.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const UNPACK_FROM: usize = 16;
 
 /// Room for unpacked weights.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[repr(align(64))]
 struct Scratch([u8; kernel::UNPACKED_BYTES]);
+
+thread_local! {
+    /// The row group in hand, of a matrix that is not packed.
+    static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
 
 impl PackedMatrix {
     /// `out[(t - tokens.start) * out_stride + (r - rows.start)]` = sum over k of W[r, k] x[t, k], for
@@ -113,22 +120,10 @@ impl PackedMatrix {
             && let Format::Scheme(scheme) = self.format
             && let Some(look_up) = lookup::kernel(&scheme)
         {
-            for first in rows.clone().step_by(ROW_GROUP) {
-                let weights = self.group(first / ROW_GROUP).as_ptr();
-                let mut sums = [0.0; ROW_GROUP];
-                let (blocks, x) = (self.blocks(), x.blocks().as_ptr());
-                // SAFETY: `level` is runnable; the group, the only token and its tables have as many
-                // blocks.
-                unsafe { look_up(weights, blocks, x, tables.as_ptr(), &mut sums) };
-                let count = ROW_GROUP.min(rows.end - first);
-                // SAFETY: `count` values from there on belong to the rows; by contract they are
-                // writable.
-                unsafe {
-                    let out = out.add(first - rows.start);
-                    std::ptr::copy_nonoverlapping(sums.as_ptr(), out, count);
-                }
-            }
-            return;
+            let (x, tables) = (x.blocks().as_ptr(), tables.as_ptr());
+            // SAFETY: `level` is runnable, the tables are those of the only token, which has as many
+            // blocks as the matrix; the rest is the caller's.
+            return unsafe { self.look_up(look_up, &rows, (x, tables), out) };
         }
         let blocks = self.blocks();
         let some = (TOKEN_BYTES / (blocks * size_of::<Q8Block>())).max(8) / 8 * 8;
@@ -141,11 +136,12 @@ impl PackedMatrix {
                 &mut many[..]
             }
         };
+        let mut room = ROOM.take();
         for start in tokens.clone().step_by(some) {
             let end = tokens.end.min(start + some);
             let x = &x.blocks()[start * blocks..end * blocks];
             for first in rows.clone().step_by(ROW_GROUP) {
-                let weights = self.group(first / ROW_GROUP);
+                let weights = self.group(first / ROW_GROUP, &mut room);
                 let count = ROW_GROUP.min(rows.end - first);
                 let sums = &mut sums[..end - start];
                 self.group_products(level, weights, x, sums);
@@ -155,6 +151,35 @@ impl PackedMatrix {
                     // they are writable.
                     unsafe { std::ptr::copy_nonoverlapping(sums.as_ptr(), out.add(at), count) };
                 }
+            }
+        }
+        ROOM.set(room);
+    }
+
+    /// The products of `rows` with a single token by table look-up.
+    ///
+    /// # Safety
+    /// The processor has AVX2, the pointers are to a token of this width and its tables, and `out` has
+    /// room for the rows.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn look_up(
+        &self,
+        look_up: lookup::LookUp,
+        rows: &Range<usize>,
+        (x, tables): (*const Q8Block, *const lookup::TableLine),
+        out: *mut f32,
+    ) {
+        let mut room = Vec::new();
+        for first in rows.clone().step_by(ROW_GROUP) {
+            let weights = self.group(first / ROW_GROUP, &mut room).as_ptr();
+            let mut sums = [0.0; ROW_GROUP];
+            let count = ROW_GROUP.min(rows.end - first);
+            // SAFETY: the group is one of this format; `count` values from there on belong to the
+            // rows. The rest is the caller's.
+            unsafe {
+                look_up(weights, self.blocks(), x, tables, &mut sums);
+                let out = out.add(first - rows.start);
+                std::ptr::copy_nonoverlapping(sums.as_ptr(), out, count);
             }
         }
     }
@@ -167,7 +192,7 @@ impl PackedMatrix {
         x: &[Q8Block],
         sums: &mut [[f32; ROW_GROUP]],
     ) {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if let Some(kernels) = kernel::kernels(&self.format, level) {
             sums.fill([0.0; ROW_GROUP]);
             // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` and `sums`
@@ -183,7 +208,7 @@ impl PackedMatrix {
     ///
     /// # Safety
     /// The processor has the kernels' level, `weights` is a group, and `x` has `sums.len()` tokens.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     unsafe fn vector_products(
         &self,
         kernels: &kernel::Kernels,

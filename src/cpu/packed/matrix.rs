@@ -1,9 +1,10 @@
 //! The packed matrix and how it is built.
 
 use super::layout::{Layout, ROW_GROUP};
-use super::store::{Line, Store};
+use super::repack;
+use super::store::{InPlace, Line, SharedBytes, Store, bytes_mut};
 use crate::cpu::pool;
-use crate::quant::{BlockFormat, Format, SubBlock};
+use crate::quant::{self, BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
 use std::ops::Range;
@@ -40,6 +41,30 @@ impl PackedMatrix {
         builder.finish()
     }
 
+    /// The same matrix without a copy: its blocks stay in `bytes`, from `start` on, and each group of
+    /// rows is packed into the cache whenever it is used. That costs time in every product, most of it
+    /// with one token, and saves the time and the memory of packing.
+    ///
+    /// # Errors
+    /// If `dtype` is not one of the formats of [`crate::quant`], `cols` is not a positive multiple of
+    /// its block size, or `bytes` ends before the matrix does.
+    pub fn in_place(
+        dtype: GgmlDType,
+        rows: usize,
+        cols: usize,
+        bytes: SharedBytes,
+        start: usize,
+    ) -> Result<Self> {
+        let format = BlockFormat::of(dtype)?;
+        let blocks = InPlace::new(&format, (rows, cols), bytes, start)?;
+        Ok(Self {
+            format: format.into(),
+            rows,
+            cols,
+            store: Store::InPlace(blocks),
+        })
+    }
+
     /// Starts a matrix of `rows` rows that is put together from several tensors.
     ///
     /// # Errors
@@ -65,7 +90,7 @@ impl PackedMatrix {
         self.format
     }
 
-    /// Bytes of the packed weights: what a product with one token reads.
+    /// Bytes of the weights: what a product with one token reads.
     pub fn size_in_bytes(&self) -> usize {
         self.store.bytes().len()
     }
@@ -86,8 +111,12 @@ impl PackedMatrix {
                 self.cols
             );
         }
+        if let (Store::InPlace(blocks), Format::Block(format)) = (&self.store, &self.format) {
+            return quant::dequantize(format.dtype, blocks.row(row), out);
+        }
         let layout = Layout::of(&self.format);
-        let group = self.group(row / ROW_GROUP);
+        let mut room = Vec::new();
+        let group = self.group(row / ROW_GROUP, &mut room);
         for (block, out) in out.chunks_mut(32).enumerate() {
             let lane = row % ROW_GROUP;
             let values = match &self.format {
@@ -104,10 +133,23 @@ impl PackedMatrix {
         self.cols.div_ceil(32)
     }
 
-    /// The bytes of row group `index`.
-    pub(super) fn group(&self, index: usize) -> &[u8] {
+    /// The bytes of row group `index`, packed into `room` where the blocks lie in rows.
+    pub(super) fn group<'a>(&'a self, index: usize, room: &'a mut Vec<Line>) -> &'a [u8] {
         let bytes = Layout::of(&self.format).group(self.blocks());
-        &self.store.bytes()[index * bytes..][..bytes]
+        let (Store::InPlace(blocks), Format::Block(format)) = (&self.store, &self.format) else {
+            return &self.store.bytes()[index * bytes..][..bytes];
+        };
+        let first = index * ROW_GROUP;
+        let count = ROW_GROUP.min(self.rows - first);
+        if count < ROW_GROUP {
+            // The rows that are missing would leave what another group had there.
+            room.clear();
+        }
+        room.resize(bytes / 64, Line::ZERO);
+        let rows = (first..first + count).map(|row| blocks.row(row));
+        let group = bytes_mut(room);
+        repack::rows(format, rows, 0, group);
+        group
     }
 }
 
@@ -156,15 +198,9 @@ impl PackedBuilder {
             bail!("blocks: the matrix is {}, expected codes", self.format);
         };
         let row_bytes = format.check_matrix(rows, self.cols, blocks)?;
-        self.push_with(rows, |layout, group, row, lane| {
+        self.push_with(rows, |_, group, row, lane| {
             let bytes = &blocks[row * row_bytes..][..row_bytes];
-            let subs = format.values / 32;
-            for (b, block) in bytes.chunks_exact(format.bytes).enumerate() {
-                for index in 0..subs {
-                    let sub = SubBlock::read(&format, block, index);
-                    layout.write(group, b * subs + index, lane, &sub);
-                }
-            }
+            repack::rows(&format, std::iter::once(bytes), lane, group);
         })
     }
 
@@ -235,7 +271,7 @@ impl Groups {
     /// The group exists, and nobody else has it while the result lives.
     #[expect(clippy::mut_from_ref, reason = "callers keep the groups apart")]
     unsafe fn get(&self, index: usize, lines: usize) -> &mut [u8] {
-        // SAFETY: the caller's; a line is 64 plain bytes without padding.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(index * lines).cast(), 64 * lines) }
+        // SAFETY: the caller's.
+        bytes_mut(unsafe { std::slice::from_raw_parts_mut(self.0.add(index * lines), lines) })
     }
 }

@@ -110,7 +110,8 @@ impl PackedMatrix {
         };
         let scales = scheme.scale_count(self.rows, self.cols);
         for row in 0..self.rows {
-            let group = self.group(row / ROW_GROUP);
+            let mut room = Vec::new();
+            let group = self.group(row / ROW_GROUP, &mut room);
             for block in 0..self.blocks() {
                 let read = layout.read_scheme(group, block, row % ROW_GROUP);
                 let some = 32.min(self.cols - 32 * block);

@@ -1,5 +1,5 @@
 //! The 16-row kernels in plain Rust, so that what AVX-512 adds to the shared code (16 lanes, codes of
-//! 8 bits with an offset, parts summed at once) is tested on any x86 processor.
+//! 8 bits with an offset, parts summed at once) is tested on any processor.
 
 use super::activations::{Q8Activations, Q8Block};
 use super::codes::*;
@@ -65,6 +65,11 @@ impl Isa for Wide {
     }
     unsafe fn eight_bits(a: [u8; 64]) -> [u8; 64] {
         a.map(|a| a ^ 0x80)
+    }
+    unsafe fn quads(p: *const u8) -> [u8; 64] {
+        // SAFETY: by the trait's contract.
+        let runs = unsafe { read::<64>(p) };
+        from_fn(|i| runs[16 * (i % 4) + i / 4])
     }
     unsafe fn zero() -> [f32; 16] {
         [0.0; 16]
@@ -139,7 +144,8 @@ fn products<C: Codes, S: Scales>(
     matrix: &PackedMatrix,
     x: &Q8Activations,
 ) -> Vec<[[f32; ROW_GROUP]; 3]> {
-    let (blocks, group) = (matrix.blocks(), matrix.group(0));
+    let mut room = Vec::new();
+    let (blocks, group) = (matrix.blocks(), matrix.group(0, &mut room));
     let x = x.blocks().as_ptr();
     let mut packed = [[0.0; ROW_GROUP]; 3];
     // SAFETY: the group has those blocks, and x three tokens of them.

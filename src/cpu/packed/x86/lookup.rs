@@ -12,16 +12,17 @@
 //!
 //! Tables are made once for each activation row; 512 bytes for 32 activations.
 
-use super::activations::Q8Block;
-use super::codes::{ByGroup, ByRow, Scales, Two};
-use super::isa::{Avx2, Isa};
-use super::kernel::fetch;
-use super::layout::ROW_GROUP;
+use super::super::activations::Q8Block;
+use super::super::codes::{ByGroup, ByRow, Scales, Two};
+use super::super::isa::Isa;
+use super::super::kernel::fetch;
+use super::super::layout::ROW_GROUP;
+use super::avx2::Avx2;
 use crate::quant::Scheme;
 use std::arch::x86_64::*;
 
 /// Bytes of the tables of 32 activations.
-pub(super) const TABLE_BYTES: usize = 512;
+pub const TABLE_BYTES: usize = 512;
 
 /// What the high tables have too much in the sum of a block: 16 look-ups of 32, 16-fold.
 const EXCESS: i16 = 16 * 32 * 16;
@@ -29,14 +30,14 @@ const EXCESS: i16 = 16 * 32 * 16;
 /// A line of table bytes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
-pub(super) struct TableLine([u8; 64]);
+pub struct TableLine([u8; 64]);
 
 /// The tables of a row of activations.
 ///
 /// # Safety
 /// The processor has AVX2.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn tables(x: &[Q8Block]) -> Vec<TableLine> {
+pub unsafe fn tables(x: &[Q8Block]) -> Vec<TableLine> {
     let lines = TABLE_BYTES / 64;
     let mut tables = vec![TableLine([0; 64]); x.len() * lines];
     // The codes that an entry stands for, first and second side by side.
@@ -85,7 +86,7 @@ pub(super) unsafe fn tables(x: &[Q8Block]) -> Vec<TableLine> {
 }
 
 /// The kernel for a scheme, if it has one.
-pub(super) fn kernel(scheme: &Scheme) -> Option<LookUp> {
+pub fn kernel(scheme: &Scheme) -> Option<LookUp> {
     match (scheme, scheme.group()) {
         (Scheme::Ternary { .. }, None) => Some(group::<ByRow>),
         (Scheme::Ternary { .. }, Some(32)) => Some(group::<ByGroup<1, false>>),
@@ -96,7 +97,7 @@ pub(super) fn kernel(scheme: &Scheme) -> Option<LookUp> {
 }
 
 /// See [`group`].
-pub(super) type LookUp =
+pub type LookUp =
     unsafe fn(*const u8, usize, *const Q8Block, *const TableLine, &mut [f32; ROW_GROUP]);
 
 /// Adds the products of a row group of ternary codes with one token to `sums`.
@@ -105,7 +106,7 @@ pub(super) type LookUp =
 /// The processor has AVX2, FMA and F16C, `weights` points to a row group of `Two` with S of `blocks`
 /// blocks, `x` to as many, and `tables` to theirs.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn group<S: Scales>(
+pub unsafe fn group<S: Scales>(
     mut weights: *const u8,
     blocks: usize,
     mut x: *const Q8Block,
