@@ -260,7 +260,8 @@ fn a_saved_model_is_used_where_it_is_mapped() -> Result<()> {
             let mut plain = over(&golden, vb, Fusion::none())?;
             let plain = logits(&golden, plain.as_mut())?;
             let error = relative_error(&plain, &direct)?;
-            assert!(error < 5e-2, "{name}: {error:e}");
+            // Of int8 activations, as above; rows in another order would be off by all there is.
+            assert!(error < 0.1, "{name}: {error:e}");
         }
         Ok(())
     })
