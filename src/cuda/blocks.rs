@@ -1,8 +1,9 @@
-//! GGUF blocks on a GPU.
+//! Quantized matrices on a GPU: GGUF blocks, and codes of our own schemes.
 
+use super::codes::{CodeLayout, CodesAt, ValuesOf, values};
 use super::{Address, Gpu, Grid, Launcher, Module, address, alloc, fatbin};
 use crate::ops::view::dtype_index;
-use crate::quant::BlockFormat;
+use crate::quant::{BlockFormat, Codes, Format};
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::op::BackpropOp;
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -62,10 +63,11 @@ const NARROW: usize = 3;
 /// Matrices that one launch dequantizes.
 const MOST_SOURCES: usize = 8;
 
-/// A quantized matrix, rows x cols, in a GPU's memory: in GGUF's precision and about its size, with
-/// the codes of a row in the order in which tensor cores take them (`kernels/formats.cuh`).
+/// A quantized matrix, rows x cols, in a GPU's memory: GGUF blocks or the codes of a
+/// [`Scheme`](crate::quant::Scheme), in their precision and about their size, in the order in which
+/// tensor cores take them (`kernels/formats.cuh`, `kernels/codes.cuh`).
 pub struct BlockMatrix {
-    format: BlockFormat,
+    stored: Stored,
     rows: usize,
     cols: usize,
     data: CudaStorage,
@@ -73,12 +75,21 @@ pub struct BlockMatrix {
     device: Device,
 }
 
+/// How a matrix lies in memory.
+#[derive(Clone, Copy)]
+enum Stored {
+    Blocks(BlockFormat),
+    Codes(CodeLayout, Format),
+}
+
 impl std::fmt::Debug for BlockMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "BlockMatrix({:?}, {} x {})",
-            self.format.dtype, self.rows, self.cols
+            "BlockMatrix({}, {} x {})",
+            self.format(),
+            self.rows,
+            self.cols
         )
     }
 }
@@ -150,6 +161,27 @@ impl BlockMatrix {
         unsafe { Self::repack(format, rows, cols, at, device) }
     }
 
+    /// Uploads and packs the codes of a scheme.
+    ///
+    /// # Errors
+    /// If the codes, scales and zero points are not those of such a matrix (named, with what was
+    /// expected), the columns do not divide by 4 and by the group, the group is not 32, 64 or 128 (for
+    /// ternary a multiple of it), `device` is no CUDA device, or its memory does not suffice.
+    pub fn from_codes(codes: &Codes, device: &Device) -> Result<Self> {
+        let cuda = cuda_device(device)?;
+        let layout = CodeLayout::new(codes.scheme, codes.rows, codes.cols)?;
+        let data = layout.upload(codes, cuda)?;
+        let at = address(&data, &Layout::contiguous(layout.bytes()))?;
+        Ok(Self {
+            stored: Stored::Codes(layout, Format::Scheme(codes.scheme)),
+            rows: codes.rows,
+            cols: codes.cols,
+            data,
+            at,
+            device: device.clone(),
+        })
+    }
+
     /// Repacks a tensor of candle's that is on a CUDA device.
     ///
     /// # Errors
@@ -194,7 +226,7 @@ impl BlockMatrix {
         // SAFETY: the layout is `Params` of the kernel, which writes rows of this pitch.
         unsafe { Launcher::new(cuda)?.run(&REPACK, format_index(format.dtype), grid, &params)? };
         Ok(Self {
-            format,
+            stored: Stored::Blocks(format),
             rows,
             cols,
             data,
@@ -214,8 +246,11 @@ impl BlockMatrix {
     }
 
     /// The weights' format.
-    pub fn dtype(&self) -> GgmlDType {
-        self.format.dtype
+    pub fn format(&self) -> Format {
+        match self.stored {
+            Stored::Blocks(format) => Format::Block(format),
+            Stored::Codes(_, format) => format,
+        }
     }
 
     /// The device that holds the weights.
@@ -225,7 +260,10 @@ impl BlockMatrix {
 
     /// Bytes of the weights: what a product with one row reads.
     pub fn size_in_bytes(&self) -> usize {
-        self.rows * pitch(&self.format, self.cols.div_ceil(GROUP))
+        match self.stored {
+            Stored::Blocks(format) => self.rows * pitch(&format, self.cols.div_ceil(GROUP)),
+            Stored::Codes(layout, _) => layout.bytes(),
+        }
     }
 
     /// Where the first row begins.
@@ -233,12 +271,24 @@ impl BlockMatrix {
         self.at
     }
 
-    /// The format as the kernels number it.
+    /// The format as the kernels number it: those for blocks, or those for codes.
     pub(crate) fn format_index(&self) -> usize {
-        format_index(self.format.dtype)
+        match self.stored {
+            Stored::Blocks(format) => format_index(format.dtype),
+            Stored::Codes(layout, _) => layout.index(),
+        }
     }
 
-    /// The values `[rows, cols]`, as f32 bit for bit what [`crate::quant::dequantize`] gives.
+    /// Where everything is, of a matrix of codes.
+    pub(crate) fn codes(&self) -> Option<CodesAt> {
+        match self.stored {
+            Stored::Blocks(_) => None,
+            Stored::Codes(layout, _) => Some(layout.at(self.at)),
+        }
+    }
+
+    /// The values `[rows, cols]`, as f32 bit for bit what [`crate::quant::dequantize`] gives, or for a
+    /// scheme scale times code (less its zero point).
     ///
     /// # Errors
     /// If `dtype` is not f32, f16 or bf16, or the device's memory does not suffice.
@@ -270,44 +320,74 @@ pub(crate) unsafe fn dequantize(
     dtype: DType,
 ) -> Result<()> {
     let mut out = out;
-    for some in matrices.chunks(MOST_SOURCES) {
-        let mut params = DequantizeParams {
-            sources: [Source {
-                data: 0,
-                first: u64::MAX,
-                blocks_of_row: 1,
-                format: 0,
-            }; MOST_SOURCES],
-            out,
-            total: 0,
-        };
-        for (source, matrix) in params.sources.iter_mut().zip(some) {
-            let blocks_of_row = matrix.cols / 32;
-            *source = Source {
-                data: matrix.at,
-                first: params.total,
-                blocks_of_row: blocks_of_row as u32,
-                format: matrix.format_index() as i32,
-            };
-            params.total += (matrix.rows * blocks_of_row) as u64;
+    for alike in matrices.chunk_by(|a, b| a.codes().is_none() && b.codes().is_none()) {
+        for some in alike.chunks(MOST_SOURCES) {
+            // SAFETY: the caller's.
+            unsafe {
+                match (some, some[0].codes()) {
+                    ([matrix], Some(codes)) => values(
+                        launcher,
+                        &ValuesOf {
+                            matrix: codes,
+                            format: matrix.format_index(),
+                            rows: matrix.rows,
+                            cols: matrix.cols,
+                            ids: 0,
+                            count: matrix.rows,
+                            out,
+                            dtype,
+                        },
+                    )?,
+                    _ => dequantize_blocks(launcher, some, out, dtype)?,
+                }
+            }
+            let values: usize = some.iter().map(|m| m.rows * m.cols).sum();
+            out += (values * dtype.size_in_bytes()) as Address;
         }
-        let values = 32 * params.total as usize;
-        let bytes = values * dtype.size_in_bytes();
-        let read: usize = some.iter().map(|m| m.size_in_bytes()).sum();
-        // Four threads for a block.
-        let grid = line(values / 8)?;
-        // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
-        unsafe {
-            launcher.moving((read + bytes) as u64).run(
-                &DEQUANTIZE,
-                dtype_index(dtype),
-                grid,
-                &params,
-            )?;
-        }
-        out += bytes as u64;
     }
     Ok(())
+}
+
+/// The same for at most [`MOST_SOURCES`] matrices of blocks.
+///
+/// # Safety
+/// As [`dequantize`].
+unsafe fn dequantize_blocks(
+    launcher: &Launcher,
+    matrices: &[&BlockMatrix],
+    out: Address,
+    dtype: DType,
+) -> Result<()> {
+    let mut params = DequantizeParams {
+        sources: [Source {
+            data: 0,
+            first: u64::MAX,
+            blocks_of_row: 1,
+            format: 0,
+        }; MOST_SOURCES],
+        out,
+        total: 0,
+    };
+    for (source, matrix) in params.sources.iter_mut().zip(matrices) {
+        let blocks_of_row = matrix.cols / 32;
+        *source = Source {
+            data: matrix.at,
+            first: params.total,
+            blocks_of_row: blocks_of_row as u32,
+            format: matrix.format_index() as i32,
+        };
+        params.total += (matrix.rows * blocks_of_row) as u64;
+    }
+    let values = 32 * params.total as usize;
+    let read: usize = matrices.iter().map(|m| m.size_in_bytes()).sum();
+    // Four threads for a block.
+    let grid = line(values / 8)?;
+    // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
+    unsafe {
+        launcher
+            .moving((read + values * dtype.size_in_bytes()) as u64)
+            .run(&DEQUANTIZE, dtype_index(dtype), grid, &params)
+    }
 }
 
 /// Rows that a product with many rows takes: `[rows, width]` of `dtype`, behind a norm if there is
@@ -383,7 +463,7 @@ fn format_index(dtype: GgmlDType) -> usize {
     FORMATS.iter().position(|f| *f == dtype).unwrap_or(0)
 }
 
-fn line(threads: usize) -> Result<Grid> {
+pub(super) fn line(threads: usize) -> Result<Grid> {
     match u32::try_from(threads.div_ceil(THREADS)) {
         Ok(blocks) => Ok(Grid::line(blocks, THREADS as u32)),
         Err(_) => bail!("{OP}: {threads} blocks are past what a GPU takes at once"),

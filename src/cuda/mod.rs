@@ -2,6 +2,7 @@
 //! loaded once per GPU (`Gpu`), and is launched on candle's stream (`Launcher`).
 
 mod blocks;
+mod codes;
 mod gpu;
 mod graph;
 mod launch;
@@ -15,6 +16,7 @@ mod scratch;
 
 pub use blocks::BlockMatrix;
 pub(crate) use blocks::{Narrow, dequantize, narrow, product_dtype};
+pub(crate) use codes::{CodesAt, ValuesOf, values};
 pub(crate) use gpu::{Gpu, MAX_GPUS};
 pub(crate) use graph::Graph;
 pub use graph::count_launches;

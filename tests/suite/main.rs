@@ -19,6 +19,7 @@ mod models;
 mod models_gguf;
 mod nn;
 mod quant_linear;
+mod quant_schemes;
 mod qwen;
 mod residual_add;
 mod rms_norm;

@@ -291,7 +291,7 @@ mod gpu {
     use candle_fused::cuda::BlockMatrix;
     use candle_fused::nn::Embedding;
     use candle_fused::ops::{Epilogue, Prologue, Weight, quant_linear};
-    use candle_fused::quant::dequantize;
+    use candle_fused::quant::{BlockFormat, Format, dequantize};
     use std::sync::Arc;
 
     fn gpus() -> impl Iterator<Item = Device> {
@@ -380,7 +380,7 @@ mod gpu {
                 let there = QTensor::new(storage, (9, cols))?;
                 let matrix = BlockMatrix::from_qtensor(&there)?;
                 drop(there);
-                assert_eq!(matrix.dtype(), dtype);
+                assert_eq!(matrix.format(), Format::Block(BlockFormat::of(dtype)?));
                 let got = matrix.dequantize(DType::F32)?.flatten_all()?;
                 assert_eq!(got.to_vec1::<f32>()?, values, "{dtype:?}");
             }
@@ -398,7 +398,7 @@ mod gpu {
             let error = quant_linear(&x, Prologue::None, &weights, &Epilogue::default())
                 .expect_err("accepted")
                 .to_string();
-            assert!(error.contains("weights[0] holds GGUF blocks"), "{error}");
+            assert!(error.contains("weights[0] holds q4_0 on"), "{error}");
         }
         let cpu = BlockMatrix::new(GgmlDType::Q4_0, 1, 32, &[0; 18], &Device::Cpu);
         assert!(cpu.expect_err("accepted").to_string().contains("device"));

@@ -1,9 +1,8 @@
-//! How the planes of a block become vectors of codes, and its head scales: the two halves of a
-//! format, combined freely by the kernels. The layout is described in [`super::layout`].
+//! How the planes of a block become vectors of codes. With the scales of [`super::scales`] these are the
+//! two halves of a format, combined freely by the kernels. The layout is described in
+//! [`super::layout`].
 
 use super::isa::Isa;
-use super::layout::Layout;
-use crate::quant::Scaling;
 use std::marker::PhantomData;
 
 /// How codes are stored.
@@ -14,6 +13,10 @@ pub(super) trait Codes {
     const PARTS: usize;
     /// Vectors of codes in a part.
     const VECTORS: usize = 8 / Self::PARTS;
+    /// The code that stands for zero, where that is the format's and not stored.
+    const ZERO: i32 = 1 << (Self::BITS - 1);
+    /// Bytes from a row's first byte in a plane to the next row's.
+    const ROW_BYTES: usize = 4;
 
     /// Starts reading part `part`.
     ///
@@ -75,6 +78,32 @@ impl<I: Isa, C: Codes> Reader<I, C> {
                 0 => I::and(plane, I::splat(15)),
                 _ => I::and(I::shr4(plane), I::splat(15)),
             }
+        }
+    }
+}
+
+/// 2 bits: ternary.
+pub(super) struct Two;
+
+impl Codes for Two {
+    const BITS: u32 = 2;
+    const PARTS: usize = 1;
+    const ZERO: i32 = 1;
+    const ROW_BYTES: usize = 1;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: two planes belong to the block.
+        unsafe { Reader::new(planes, part, [I::quads(planes), I::quads(planes.add(64))]) }
+    }
+
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        // SAFETY: the caller's.
+        unsafe {
+            let left = reader.high[i / 4];
+            reader.high[i / 4] = I::shr2(left);
+            (I::and(left, I::splat(3)), 4 * i)
         }
     }
 }
@@ -209,213 +238,5 @@ impl<C: Codes> Codes for Unpacked<C> {
         let plane = reader.part * Self::VECTORS + i;
         // SAFETY: plane < 8 belongs to the block.
         (unsafe { I::load(reader.planes.add(64 * plane)) }, 4 * plane)
-    }
-}
-
-/// What a code is multiplied by and what is added: weight = scale x code + offset.
-#[derive(Clone, Copy)]
-pub(super) struct Scale<I: Isa> {
-    pub scale: I::Floats,
-    pub offset: I::Floats,
-}
-
-/// How the head of a chunk becomes scales.
-pub(super) trait Scales {
-    /// Whether weights come from memory rather than from scratch in the cache.
-    const STREAMED: bool = true;
-
-    /// The layout of chunks with codes C.
-    fn layout<C: Codes>() -> Layout;
-
-    /// What all blocks of a chunk share. `lane` is the first row wanted.
-    ///
-    /// # Safety
-    /// The processor has `I`, and `head` points to a chunk's head.
-    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2];
-
-    /// The scale of a block's part, `place` = (block of the chunk, part); `zero` is the code that stands for zero.
-    ///
-    /// # Safety
-    /// As [`Self::open`].
-    unsafe fn at<I: Isa>(
-        shared: [I::Floats; 2],
-        head: *const u8,
-        lane: usize,
-        place: (usize, usize),
-        zero: f32,
-    ) -> Scale<I>;
-}
-
-/// [`Scaling::Symmetric`].
-pub(super) struct Symmetric;
-
-impl Scales for Symmetric {
-    #[inline(always)]
-    fn layout<C: Codes>() -> Layout {
-        const { Layout::new(C::BITS, Scaling::Symmetric) }
-    }
-
-    #[inline(always)]
-    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
-        // SAFETY: the caller's.
-        [unsafe { I::zero() }; 2]
-    }
-
-    #[inline(always)]
-    unsafe fn at<I: Isa>(
-        _: [I::Floats; 2],
-        head: *const u8,
-        lane: usize,
-        (j, _): (usize, usize),
-        zero: f32,
-    ) -> Scale<I> {
-        // SAFETY: the head has the scales of two blocks.
-        unsafe {
-            let scale = I::load_f16(head.add(32 * j + 2 * lane));
-            Scale {
-                scale,
-                offset: I::mul(scale, I::set(-zero)),
-            }
-        }
-    }
-}
-
-/// [`Scaling::Affine`].
-pub(super) struct Affine;
-
-impl Scales for Affine {
-    #[inline(always)]
-    fn layout<C: Codes>() -> Layout {
-        const { Layout::new(C::BITS, Scaling::Affine) }
-    }
-
-    #[inline(always)]
-    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
-        // SAFETY: the caller's.
-        [unsafe { I::zero() }; 2]
-    }
-
-    #[inline(always)]
-    unsafe fn at<I: Isa>(
-        _: [I::Floats; 2],
-        head: *const u8,
-        lane: usize,
-        _: (usize, usize),
-        _: f32,
-    ) -> Scale<I> {
-        // SAFETY: the head has a scale and an offset for each row.
-        unsafe {
-            Scale {
-                scale: I::load_f16(head.add(2 * lane)),
-                offset: I::load_f16(head.add(32 + 2 * lane)),
-            }
-        }
-    }
-}
-
-/// [`Scaling::Super`].
-pub(super) struct Super;
-
-impl Scales for Super {
-    #[inline(always)]
-    fn layout<C: Codes>() -> Layout {
-        const { Layout::new(C::BITS, Scaling::Super) }
-    }
-
-    #[inline(always)]
-    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
-        // SAFETY: the head has both for each row.
-        unsafe {
-            let min = I::load_f16(head.add(32 + 2 * lane));
-            [I::load_f16(head.add(2 * lane)), I::mul(min, I::set(-1.0))]
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn at<I: Isa>(
-        shared: [I::Floats; 2],
-        head: *const u8,
-        lane: usize,
-        (j, _): (usize, usize),
-        _: f32,
-    ) -> Scale<I> {
-        // SAFETY: the head has both factors for each row and each of 8 blocks.
-        unsafe {
-            Scale {
-                scale: I::mul(shared[0], I::load_u8(head.add(64 + 16 * j + lane))),
-                offset: I::mul(shared[1], I::load_u8(head.add(192 + 16 * j + lane))),
-            }
-        }
-    }
-}
-
-/// [`Scaling::SuperSymmetric`].
-pub(super) struct SuperSymmetric;
-
-impl Scales for SuperSymmetric {
-    #[inline(always)]
-    fn layout<C: Codes>() -> Layout {
-        const { Layout::new(C::BITS, Scaling::SuperSymmetric) }
-    }
-
-    #[inline(always)]
-    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
-        // SAFETY: the head has a scale for each row.
-        [unsafe { I::load_f16(head.add(2 * lane)) }; 2]
-    }
-
-    #[inline(always)]
-    unsafe fn at<I: Isa>(
-        shared: [I::Floats; 2],
-        head: *const u8,
-        lane: usize,
-        (j, part): (usize, usize),
-        zero: f32,
-    ) -> Scale<I> {
-        // SAFETY: the head has a factor for each row and each of 16 half blocks.
-        unsafe {
-            let factor = I::load_i8(head.add(64 + 32 * j + 16 * part + lane));
-            let scale = I::mul(shared[0], factor);
-            Scale {
-                scale,
-                offset: I::mul(scale, I::set(-zero)),
-            }
-        }
-    }
-}
-
-/// Scales and offsets that are f32 already, 16 of each for each part.
-pub(super) struct Ready;
-
-impl Scales for Ready {
-    const STREAMED: bool = false;
-
-    #[inline(always)]
-    fn layout<C: Codes>() -> Layout {
-        const { Layout::unpacked(C::PARTS) }
-    }
-
-    #[inline(always)]
-    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
-        // SAFETY: the caller's.
-        [unsafe { I::zero() }; 2]
-    }
-
-    #[inline(always)]
-    unsafe fn at<I: Isa>(
-        _: [I::Floats; 2],
-        head: *const u8,
-        lane: usize,
-        (_, part): (usize, usize),
-        _: f32,
-    ) -> Scale<I> {
-        // SAFETY: the head has a scale and an offset for each row and part.
-        unsafe {
-            let scales = head.add(128 * part + 4 * lane);
-            Scale {
-                scale: I::load_f32(scales),
-                offset: I::load_f32(scales.add(64)),
-            }
-        }
     }
 }

@@ -1,7 +1,9 @@
 //! The kernels' host side.
 
 use super::{OP, Table};
-use crate::cuda::{Address, Grid, Launcher, Module, address, address_of, alloc, fatbin};
+use crate::cuda::{
+    Address, CodesAt, Grid, Launcher, Module, ValuesOf, address, address_of, alloc, fatbin, values,
+};
 use crate::ops::view::float;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -32,17 +34,24 @@ struct Params {
     format: i32,
 }
 
+/// The format of a quantized table, as the kernels number it.
+#[derive(Clone, Copy, Debug)]
+enum Quantized {
+    Blocks(usize),
+    Codes(CodesAt, usize),
+}
+
 /// A look-up on raw addresses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lookup {
-    /// `[rows, width]` of `dtype`, or GGUF blocks.
+    /// `[rows, width]` of `dtype`, or quantized.
     table: Address,
     rows: usize,
     width: usize,
     /// Of the output.
     dtype: DType,
-    /// Of blocks, as the kernels number it.
-    format: Option<usize>,
+    /// Of a quantized table.
+    quantized: Option<Quantized>,
     /// `[count]` of u32.
     pub ids: Address,
     /// `[count, width]` of `dtype`.
@@ -56,14 +65,15 @@ impl Lookup {
     /// # Errors
     /// If the table is not a contiguous matrix of f32, f16 or bf16 on a GPU.
     pub fn new(table: Table<'_>, ids: Address, out: Address, count: usize) -> Result<Self> {
-        let (table, rows, width, dtype, format) = match table {
-            Table::Blocks(t) => (
-                t.address(),
-                t.rows(),
-                t.cols(),
-                DType::F32,
-                Some(t.format_index()),
-            ),
+        let (table, rows, width, dtype, quantized) = match table {
+            Table::Blocks(t) => {
+                let format = t.format_index();
+                let quantized = match t.codes() {
+                    None => Quantized::Blocks(format),
+                    Some(codes) => Quantized::Codes(codes, format),
+                };
+                (t.address(), t.rows(), t.cols(), DType::F32, Some(quantized))
+            }
             Table::Dense(t) => {
                 float(OP, "table", t.dtype())?;
                 let (rows, width) = t.dims2()?;
@@ -78,7 +88,7 @@ impl Lookup {
             rows,
             width,
             dtype,
-            format,
+            quantized,
             ids,
             out,
             count,
@@ -100,13 +110,27 @@ impl Lookup {
 ///
 /// # Safety
 /// Each address holds what its field says, until the stream has passed this; `out` is aligned to 16
-/// bytes for a table of blocks.
+/// bytes for a quantized table.
 pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
+    if let Some(Quantized::Codes(matrix, format)) = at.quantized {
+        let rows = ValuesOf {
+            matrix,
+            format,
+            rows: at.rows,
+            cols: at.width,
+            ids: at.ids,
+            count: at.count,
+            out: at.out,
+            dtype: at.dtype,
+        };
+        // SAFETY: the caller's.
+        return unsafe { values(launcher, &rows) };
+    }
     let bytes = at.width * at.dtype.size_in_bytes();
     let packs =
         bytes.is_multiple_of(16) && at.table.is_multiple_of(16) && at.out.is_multiple_of(16);
     // Four threads for a block.
-    let (kernel, units, threads) = match at.format {
+    let (kernel, units, threads) = match at.quantized {
         Some(_) => (BLOCKS, at.width / 32, at.width / 8),
         None if packs => (PACKS, bytes / 16, bytes / 16),
         None => (ELEMENTS, bytes / 2, bytes / 2),
@@ -118,7 +142,10 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
         rows: u32::try_from(at.rows).unwrap_or(u32::MAX),
         count: u32::try_from(at.count).map_err(candle_core::Error::wrap)?,
         units: u32::try_from(units).map_err(candle_core::Error::wrap)?,
-        format: at.format.unwrap_or(0) as i32,
+        format: match at.quantized {
+            Some(Quantized::Blocks(format)) => format as i32,
+            _ => 0,
+        },
     };
     let grid = Grid::new(
         [
@@ -147,7 +174,7 @@ pub(super) fn forward(
     let device = ids.device();
     let out = alloc(OP, device, at.dtype, count * at.width)?;
     at.out = address(&out, &Layout::contiguous(count * at.width))?;
-    trace::record(OP, || match at.format {
+    trace::record(OP, || match at.quantized {
         Some(_) => "cuda blocks".to_owned(),
         None => format!("cuda {}", at.dtype.as_str()),
     });

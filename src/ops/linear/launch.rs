@@ -30,9 +30,9 @@ impl LinearOp<'_> {
         for weight in self.weights {
             let format = match weight {
                 Weight::Dense(w) => w.dtype().as_str().to_owned(),
-                Weight::Packed(w) => format!("{:?}", w.dtype()).to_lowercase(),
+                Weight::Packed(w) => w.format().to_string(),
                 #[cfg(feature = "cuda")]
-                Weight::Blocks(w) => format!("{:?}", w.dtype()).to_lowercase(),
+                Weight::Blocks(w) => w.format().to_string(),
             };
             if !path.split('/').any(|f| f == format) {
                 if !path.is_empty() {
@@ -142,7 +142,8 @@ fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> R
             #[cfg(feature = "cuda")]
             Weight::Blocks(w) if !w.device().same_device(device) => {
                 bail!(
-                    "{name}: weights[{i}] holds GGUF blocks on {:?}, x is on {:?}",
+                    "{name}: weights[{i}] holds {} on {:?}, x is on {:?}",
+                    w.format(),
                     w.device().location(),
                     device.location()
                 );

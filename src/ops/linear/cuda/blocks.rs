@@ -128,6 +128,7 @@ impl FewBlocks {
         let norm = at.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let gates = at.activation == Activation::SwiGlu;
         at.m <= FEW
+            && self.weights.iter().all(|w| w.codes().is_none())
             && norm.iter().chain([&at.x]).all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
             && self.core(0).rows_at_once(launcher.gpu) > 0
@@ -136,7 +137,7 @@ impl FewBlocks {
     /// Neighbours of one format, as many as a launch takes.
     fn runs(&self) -> impl Iterator<Item = &[Arc<BlockMatrix>]> {
         self.weights
-            .chunk_by(|a, b| a.dtype() == b.dtype())
+            .chunk_by(|a, b| a.format() == b.format())
             .flat_map(|run| run.chunks(MOST_WEIGHTS))
     }
 }

@@ -1,0 +1,394 @@
+//! INT8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/codes.cuh`.
+
+use super::blocks::line;
+use super::{Address, Launcher, Module, address, alloc, fatbin};
+use crate::ops::view::dtype_index;
+use crate::quant::{Codes, Scheme, TernaryScale};
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
+use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
+use half::f16;
+
+const OP: &str = "quant_linear";
+
+static MODULE: Module = Module::new(
+    "codes",
+    fatbin!("codes"),
+    &[
+        "codes_pack_int8",
+        "codes_pack_int4",
+        "codes_pack_ternary",
+        "codes_values_f32",
+        "codes_values_f16",
+        "codes_values_bf16",
+    ],
+);
+
+/// The first `values` kernel.
+const VALUES: usize = 3;
+
+/// Values of a step, rows that are taken together, and the lanes of a row.
+const STEP: usize = 128;
+const OCTET: usize = 8;
+const QUARTERS: usize = 4;
+
+/// Scales begin at a multiple of this many bytes.
+const ALIGNMENT: usize = 256;
+
+/// Bytes of plain codes on the device at a time.
+const CHUNK: usize = 32 << 20;
+
+/// `CodeMatrix` of the kernels.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct CodesAt {
+    pub codes: Address,
+    /// f32 for each row, or f16 for each group.
+    pub scales: Address,
+    /// 0 for none.
+    pub zeros: Address,
+}
+
+/// `Packing` of `kernels/codes.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PackingParams {
+    codes: Address,
+    out: Address,
+    rows: u64,
+    k: u32,
+    unused: i32,
+}
+
+/// `Params` of `kernels/codes.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ValuesParams {
+    matrix: CodesAt,
+    ids: Address,
+    out: Address,
+    count: u64,
+    rows: u32,
+    k: u32,
+    format: i32,
+    unused: i32,
+}
+
+/// How a scheme's matrix lies in memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CodeLayout {
+    scheme: Scheme,
+    rows: usize,
+    cols: usize,
+    /// Groups of a step; 0 if a row has one scale.
+    groups: usize,
+}
+
+impl CodeLayout {
+    /// Of a matrix that kernels take.
+    ///
+    /// # Errors
+    /// If the columns do not divide by 4 or by the group, the group is not supported, or the matrix is
+    /// too large.
+    pub fn new(scheme: Scheme, rows: usize, cols: usize) -> Result<Self> {
+        let group = match scheme {
+            Scheme::Int8 => None,
+            Scheme::Int4 { group, .. } if ![32, 64, 128].contains(&group) => {
+                bail!("scheme: INT4 in groups of {group}, expected 32, 64 or 128")
+            }
+            Scheme::Int4 { group, .. } => Some(group),
+            Scheme::Ternary { scale } => match scale {
+                TernaryScale::Tensor | TernaryScale::Row => None,
+                TernaryScale::Group(group) => Some(group),
+            },
+        };
+        if group.is_some_and(|g| g == 0 || !(g == 32 || g == 64 || g.is_multiple_of(STEP))) {
+            bail!(
+                "scheme: groups of {}, expected 32, 64 or a multiple of {STEP}",
+                group.unwrap_or(0)
+            );
+        }
+        let divisor = group.unwrap_or(4);
+        if cols == 0 || !cols.is_multiple_of(divisor) {
+            bail!("cols: {cols} is not a positive multiple of {divisor}");
+        }
+        let most = u32::MAX as usize;
+        if rows == 0 || rows > most - OCTET || cols > most / 4 {
+            bail!("rows: {rows} rows of {cols} values are past what the kernels take");
+        }
+        Ok(Self {
+            scheme,
+            rows,
+            cols,
+            groups: group.map_or(0, |g| (STEP / g).max(1)),
+        })
+    }
+
+    /// Rows and steps, those that fill up the last eight rows among them.
+    fn places(&self) -> usize {
+        self.rows.next_multiple_of(OCTET) * self.cols.div_ceil(STEP)
+    }
+
+    /// Threads that pack so many rows, and the bytes that each writes.
+    fn packing(&self, rows: usize) -> (usize, usize) {
+        let lanes = rows.next_multiple_of(OCTET) * self.cols.div_ceil(STEP) * QUARTERS;
+        match self.scheme {
+            Scheme::Int8 => (rows * self.cols.div_ceil(16), 16),
+            Scheme::Int4 { .. } => (lanes, 16),
+            Scheme::Ternary { .. } => (lanes, 8),
+        }
+    }
+
+    fn code_bytes(&self) -> usize {
+        let (threads, bytes) = self.packing(self.rows);
+        threads * bytes
+    }
+
+    fn scales_at(&self) -> usize {
+        self.code_bytes().next_multiple_of(ALIGNMENT)
+    }
+
+    fn zeros_at(&self) -> usize {
+        self.scales_at()
+            + match self.groups {
+                0 => 4 * self.rows,
+                groups => 2 * groups * self.places(),
+            }
+    }
+
+    fn has_zeros(&self) -> bool {
+        matches!(
+            self.scheme,
+            Scheme::Int4 {
+                zero_point: true,
+                ..
+            }
+        )
+    }
+
+    /// Bytes in all.
+    pub fn bytes(&self) -> usize {
+        let zeros = if self.has_zeros() {
+            self.groups * self.places()
+        } else {
+            0
+        };
+        self.zeros_at() + zeros
+    }
+
+    /// Where everything is in memory that begins at `start`.
+    pub fn at(&self, start: Address) -> CodesAt {
+        CodesAt {
+            codes: start,
+            scales: start + self.scales_at() as Address,
+            zeros: match self.has_zeros() {
+                true => start + self.zeros_at() as Address,
+                false => 0,
+            },
+        }
+    }
+
+    /// As `CodeFormat` of the kernels numbers formats.
+    pub fn index(&self) -> usize {
+        let of_groups = self.groups.next_power_of_two().ilog2() as usize;
+        match self.scheme {
+            Scheme::Int8 => 0,
+            Scheme::Int4 { .. } => 1 + of_groups,
+            Scheme::Ternary { .. } if self.groups == 0 => 4,
+            Scheme::Ternary { .. } => 5 + of_groups,
+        }
+    }
+
+    /// Uploads and packs the codes.
+    ///
+    /// # Errors
+    /// If the codes are not those of such a matrix, or the device's memory does not suffice.
+    pub fn upload(&self, codes: &Codes, device: &CudaDevice) -> Result<CudaStorage> {
+        let scales = self.scales(codes)?;
+        let zeros = self.zeros(codes)?;
+        self.check_codes(codes)?;
+        let data = alloc(OP, device, DType::U8, self.bytes())?;
+        let start = address(&data, &Layout::contiguous(self.bytes()))?;
+        let launcher = Launcher::new(device)?;
+        let rows_of_chunk = (CHUNK / self.cols).next_multiple_of(OCTET);
+        let mut out = start;
+        for chunk in codes.codes.chunks(rows_of_chunk * self.cols) {
+            let rows = chunk.len() / self.cols;
+            let raw = device.clone_htod(chunk)?;
+            let (from, _guard) = raw.device_ptr(raw.stream());
+            let (threads, bytes) = self.packing(rows);
+            let params = PackingParams {
+                codes: from,
+                out,
+                rows: rows as u64,
+                k: self.cols as u32,
+                unused: 0,
+            };
+            let kernel = match self.scheme {
+                Scheme::Int8 => 0,
+                Scheme::Int4 { .. } => 1,
+                Scheme::Ternary { .. } => 2,
+            };
+            // SAFETY: the layout is `Packing` of the kernel, which writes the rows' part of the codes; the
+            // plain codes are freed in the order of the stream.
+            unsafe { launcher.run(&MODULE, kernel, line(threads)?, &params)? };
+            out += (threads * bytes) as Address;
+        }
+        let parts = [(scales, self.scales_at()), (zeros, self.zeros_at())];
+        for (bytes, at) in parts.iter().filter(|(bytes, _)| !bytes.is_empty()) {
+            // SAFETY: the plane lies within the allocation, which is used and freed on this stream; the
+            // driver has read pageable memory when the call returns.
+            unsafe { result::memcpy_htod_async(start + *at as Address, bytes, launcher.stream) }
+                .map_err(Error::wrap)?;
+        }
+        Ok(data)
+    }
+
+    /// The plane of scales.
+    fn scales(&self, codes: &Codes) -> Result<Vec<u8>> {
+        let expected = match self.scheme {
+            Scheme::Ternary {
+                scale: TernaryScale::Tensor,
+            } => 1,
+            _ => self.rows * self.groups_of_row(),
+        };
+        if codes.scales.len() != expected {
+            bail!("scales: {} values, expected {expected}", codes.scales.len());
+        }
+        if let Some(i) = codes.scales.iter().position(|s| !s.is_finite()) {
+            bail!(
+                "scales[{i}] is {}, expected a finite number",
+                codes.scales[i]
+            );
+        }
+        if self.groups == 0 {
+            let of_row = |row: usize| codes.scales[row % expected];
+            return Ok((0..self.rows)
+                .flat_map(|row| of_row(row).to_le_bytes())
+                .collect());
+        }
+        let halves = codes.scales.iter().map(|s| f16::from_f32(*s));
+        let halves: Vec<_> = halves.collect();
+        let differs = |(i, s): (usize, &f32)| (halves[i].to_f32() != *s).then_some(i);
+        if let Some(i) = codes.scales.iter().enumerate().find_map(differs) {
+            bail!(
+                "scales[{i}] is {}, expected a value of f16",
+                codes.scales[i]
+            );
+        }
+        Ok(self
+            .by_place(&halves, f16::ZERO)
+            .flat_map(f16::to_le_bytes)
+            .collect())
+    }
+
+    /// The plane of zero points.
+    fn zeros(&self, codes: &Codes) -> Result<Vec<u8>> {
+        let expected = match self.has_zeros() {
+            true => self.rows * self.groups_of_row(),
+            false => 0,
+        };
+        if codes.zeros.len() != expected {
+            bail!("zeros: {} values, expected {expected}", codes.zeros.len());
+        }
+        if let Some(i) = codes.zeros.iter().position(|z| *z > 15) {
+            bail!("zeros[{i}] is {}, expected at most 15", codes.zeros[i]);
+        }
+        if expected == 0 {
+            return Ok(Vec::new());
+        }
+        Ok(self.by_place(&codes.zeros, 0).collect())
+    }
+
+    /// Scales, or zero points, of a row.
+    fn groups_of_row(&self) -> usize {
+        match self.scheme {
+            Scheme::Int4 { group, .. }
+            | Scheme::Ternary {
+                scale: TernaryScale::Group(group),
+            } => self.cols / group,
+            _ => 1,
+        }
+    }
+
+    /// What groups have, in the order of the kernels, each value as often as steps want it.
+    fn by_place<'a, T: Copy>(&'a self, of: &'a [T], absent: T) -> impl Iterator<Item = T> + 'a {
+        let (steps, count) = (self.cols.div_ceil(STEP), self.groups_of_row());
+        let group = self.cols / count;
+        (0..self.rows.div_ceil(OCTET)).flat_map(move |octet| {
+            (0..steps).flat_map(move |step| {
+                (0..OCTET * self.groups).map(move |i| {
+                    let row = octet * OCTET + i / self.groups;
+                    let value = step * STEP + i % self.groups * (STEP / self.groups);
+                    if row < self.rows && value < self.cols {
+                        of[row * count + value / group]
+                    } else {
+                        absent
+                    }
+                })
+            })
+        })
+    }
+
+    fn check_codes(&self, codes: &Codes) -> Result<()> {
+        if self.rows.checked_mul(self.cols) != Some(codes.codes.len()) {
+            bail!(
+                "codes: {} values, expected {} rows of {}",
+                codes.codes.len(),
+                self.rows,
+                self.cols
+            );
+        }
+        let range = match self.scheme {
+            Scheme::Int8 => -127..=127,
+            Scheme::Int4 { .. } => 0..=15,
+            Scheme::Ternary { .. } => -1..=1,
+        };
+        if let Some(i) = codes.codes.iter().position(|q| !range.contains(q)) {
+            bail!("codes[{i}] is {}, expected {range:?}", codes.codes[i]);
+        }
+        Ok(())
+    }
+}
+
+/// Values of a matrix: all of its rows, or those that ids name.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ValuesOf {
+    pub matrix: CodesAt,
+    /// The format as the kernels number it.
+    pub format: usize,
+    pub rows: usize,
+    pub cols: usize,
+    /// `[count]` of u32, or 0 for all rows.
+    pub ids: Address,
+    pub count: usize,
+    /// `[count, cols]`.
+    pub out: Address,
+    pub dtype: DType,
+}
+
+/// Launches the conversion. An id that is not below the matrix's rows gives a row of NaN.
+///
+/// # Safety
+/// Each address holds what its field says, until the stream has passed this; `out` is aligned to 16
+/// bytes.
+pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
+    let params = ValuesParams {
+        matrix: at.matrix,
+        ids: at.ids,
+        out: at.out,
+        count: at.count as u64,
+        rows: u32::try_from(at.rows).map_err(Error::wrap)?,
+        k: u32::try_from(at.cols).map_err(Error::wrap)?,
+        format: at.format as i32,
+        unused: 0,
+    };
+    // Eight values for a thread.
+    let grid = line(at.count * at.cols.div_ceil(8))?;
+    let bytes = at.count * at.cols * (1 + at.dtype.size_in_bytes());
+    // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
+    unsafe {
+        launcher
+            .moving(bytes as u64)
+            .run(&MODULE, VALUES + dtype_index(at.dtype), grid, &params)
+    }
+}
