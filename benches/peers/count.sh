@@ -11,9 +11,18 @@ trap 'rm -f "$profile"' EXIT
 
 # count PEER PART FILE: millions of instructions.
 count() {
-  valgrind --tool=callgrind --callgrind-out-file="$profile" --toggle-collect=counted \
-    "$program" count --threads 1 --peer "$1" --part "$2" --model "$3" >/dev/null 2>&1
-  awk '$1 == "summary:" { printf "%.1f", $2 / 1e6 }' "$profile"
+  coproc side {
+    exec valgrind --tool=callgrind --instr-atstart=no --toggle-collect=counted \
+      --callgrind-out-file="$profile" \
+      "$program" count --threads 1 --peer "$1" --part "$2" --model "$3" 2>/dev/null
+  }
+  local process="$side_PID" ready
+  read -r ready <&"${side[0]}"
+  callgrind_control --instr=on "$process" >/dev/null
+  echo >&"${side[1]}"
+  wait "$process"
+  awk '$1 == "summary:" || $1 == "totals:" { count = $2 } END { printf "%.1f", count / 1e6 }' \
+    "$profile"
 }
 
 echo "| file | part | candle-fused | llama.cpp, flash attention | llama.cpp, without | ratio to the better |"

@@ -54,7 +54,7 @@ impl Model for Llama {
             .with_n_threads(self.threads)
             .with_n_threads_batch(self.threads)
             .with_flash_attention_policy(flash);
-        Ok(Box::new(Context {
+        Ok(Box::new(InContext {
             context: self.model.new_context(&self.backend, params)?,
             batch: LlamaBatch::new(positions as usize, 1),
             len: 0,
@@ -62,14 +62,14 @@ impl Model for Llama {
     }
 }
 
-struct Context<'a> {
+struct InContext<'a> {
     context: LlamaContext<'a>,
     batch: LlamaBatch<'a>,
     /// Tokens that are held.
     len: usize,
 }
 
-impl Sequence for Context<'_> {
+impl Sequence for InContext<'_> {
     fn read(&mut self, position: usize, ids: &[u32]) -> Result<u32> {
         if position < self.len {
             let from = u32::try_from(position)?;

@@ -10,6 +10,7 @@ mod child;
 mod count;
 mod fused;
 #[path = "../../../examples/common/gguf_vocab.rs"]
+#[allow(dead_code, reason = "the examples use more of it")]
 mod gguf_vocab;
 mod llama;
 mod plan;
