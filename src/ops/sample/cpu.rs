@@ -148,3 +148,26 @@ fn limit(scores: &[f32], settings: &Settings, top: f32) -> u32 {
     }
     limit
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_highest_is_the_best_of_all() {
+        let (nan, low) = (f32::NAN, f32::NEG_INFINITY);
+        let mut rows = vec![
+            vec![],
+            vec![nan; 40],
+            vec![low; 40],
+            vec![nan, low, nan],
+            [vec![1.; 37], vec![2., nan, 2.], vec![0.; 20]].concat(),
+            [vec![nan; 16], vec![-1.; 3]].concat(),
+        ];
+        rows.extend((1..70).map(|len| (0..len).map(|i| (i * 37 % 23) as f32).collect()));
+        for row in rows {
+            let expected = best(row.iter().copied().enumerate());
+            assert_eq!(first_highest(&row), expected, "{row:?}");
+        }
+    }
+}
