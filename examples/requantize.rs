@@ -4,6 +4,10 @@
 //! cargo run --release --example requantize -- SmolLM2-135M-Instruct.Q4_1.gguf q8_0 out.gguf
 //! ```
 //! The token embedding keeps its type, and so do matrices whose width does not divide by the block.
+//! `q4_k_m` is llama.cpp's mix of the same name: Q4_K, with Q6_K for the value and down matrices of
+//! the first and last eighth of the layers and every third between them, and for the table that gives
+//! the logits. A matrix whose width does not divide by 256 is Q5_0 in place of Q4_K and Q8_0 in place
+//! of Q6_K there; in SmolLM2-135M, 576 wide, that is all of them but the down matrices.
 //! From weights that are quantized already this gives files to measure speed with, not quality.
 
 use anyhow::{Context, Result, bail};
@@ -21,15 +25,24 @@ use std::path::PathBuf;
 struct Args {
     /// The file to read.
     input: PathBuf,
-    /// q4_0, q4_1, q5_0, q5_1, q8_0, q4k, q5k or q6k.
-    #[arg(value_parser = block_type)]
-    dtype: GgmlDType,
+    /// q4_0, q4_1, q5_0, q5_1, q8_0, q4k, q5k, q6k or q4_k_m.
+    #[arg(value_parser = target)]
+    target: Target,
     /// The file to write.
     output: PathBuf,
 }
 
-fn block_type(name: &str) -> Result<GgmlDType, String> {
-    Ok(match name {
+/// What the matrices become.
+#[derive(Clone, Copy)]
+enum Target {
+    /// All of them this type.
+    One(GgmlDType),
+    /// llama.cpp's Q4_K_M.
+    Q4KM,
+}
+
+fn target(name: &str) -> Result<Target, String> {
+    Ok(Target::One(match name {
         "q4_0" => GgmlDType::Q4_0,
         "q4_1" => GgmlDType::Q4_1,
         "q5_0" => GgmlDType::Q5_0,
@@ -38,8 +51,61 @@ fn block_type(name: &str) -> Result<GgmlDType, String> {
         "q4k" => GgmlDType::Q4K,
         "q5k" => GgmlDType::Q5K,
         "q6k" => GgmlDType::Q6K,
+        "q4_k_m" => return Ok(Target::Q4KM),
         _ => return Err("not a block type that is known here".into()),
-    })
+    }))
+}
+
+impl Target {
+    /// The type of the matrix `name`, `width` wide; `None` to leave it as it is.
+    fn dtype(self, name: &str, width: usize, content: &Content) -> Option<GgmlDType> {
+        let dtype = match self {
+            Target::One(_) if name == "token_embd.weight" => return None,
+            Target::One(dtype) => dtype,
+            Target::Q4KM => mixed(name, width, content),
+        };
+        width.is_multiple_of(dtype.block_size()).then_some(dtype)
+    }
+}
+
+/// llama.cpp's choice for Q4_K_M (`llama_tensor_get_type` in its llama-quant.cpp).
+fn mixed(name: &str, width: usize, content: &Content) -> GgmlDType {
+    let tied = !content.tensor_infos.contains_key("output.weight");
+    let most = match name {
+        "output.weight" => true,
+        "token_embd.weight" => tied,
+        _ => more_bits(name, content),
+    };
+    match (most, width.is_multiple_of(256)) {
+        (true, true) => GgmlDType::Q6K,
+        (true, false) => GgmlDType::Q8_0,
+        (false, true) if name.contains("attn_qkv") => GgmlDType::Q5K,
+        (false, true) => GgmlDType::Q4K,
+        (false, false) if name.contains("attn_qkv") => GgmlDType::Q5_1,
+        (false, false) => GgmlDType::Q5_0,
+    }
+}
+
+/// Whether `name` is a value or down matrix of a layer that gets more bits.
+fn more_bits(name: &str, content: &Content) -> bool {
+    let Some((layer, part)) = name
+        .strip_prefix("blk.")
+        .and_then(|rest| rest.split_once('.'))
+    else {
+        return false;
+    };
+    let Ok(layer) = layer.parse::<usize>() else {
+        return false;
+    };
+    let layers = (0..)
+        .take_while(|i| {
+            let norm = format!("blk.{i}.attn_norm.weight");
+            content.tensor_infos.contains_key(&norm)
+        })
+        .count();
+    let eighth = layers / 8;
+    let ends = layer < eighth || layer >= 7 * layers / 8;
+    matches!(part, "attn_v.weight" | "ffn_down.weight") && (ends || (layer - eighth) % 3 == 2)
 }
 
 fn main() -> Result<()> {
@@ -58,12 +124,13 @@ fn main() -> Result<()> {
     for name in content.tensor_infos.keys() {
         let tensor = content.tensor(&mut reader, name, &device)?;
         let width = *tensor.shape().dims().last().unwrap_or(&0);
-        let matrix = tensor.rank() == 2 && name != "token_embd.weight";
-        let tensor = if matrix && width.is_multiple_of(args.dtype.block_size()) {
-            let dense = tensor.dequantize(&device)?;
-            QTensor::quantize(&dense, args.dtype)?
-        } else {
-            tensor
+        let dtype = match tensor.rank() {
+            2 => args.target.dtype(name, width, &content),
+            _ => None,
+        };
+        let tensor = match dtype {
+            Some(dtype) => QTensor::quantize(&tensor.dequantize(&device)?, dtype)?,
+            None => tensor,
         };
         tensors.push((name.as_str(), tensor));
     }

@@ -6,18 +6,22 @@
 //!
 //! A job is a closure and a number of tasks. Whoever is free takes the next task, the calling
 //! thread included, so a worker that the operating system has taken off its core delays nothing but
-//! the task it holds. A second thread that calls [`run`] while a job is under way does its tasks
-//! itself instead of waiting.
+//! the task it holds. For that one the caller spins as briefly as workers do and then sleeps, which
+//! leaves its core to the worker. A second thread that calls [`run`] while a job is under way does
+//! its tasks itself instead of waiting.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
-/// How long a worker spins for the next job before it sleeps.
+/// How long a worker spins for the next job, and a caller for the last task, before it sleeps.
 const SPIN: Duration = Duration::from_micros(100);
+
+/// Turns of a spinning loop between two looks at the clock.
+const LOOK: u32 = 64;
 
 type Task<'a> = &'a (dyn Fn(usize) + Sync);
 
@@ -35,6 +39,10 @@ struct Shared {
     panicked: AtomicBool,
     /// Workers that sleep or are about to.
     sleepers: AtomicUsize,
+    /// Whether the caller sleeps until the last task has ended, or is about to.
+    waiting: AtomicBool,
+    /// What the caller sleeps on.
+    ended: (Mutex<()>, Condvar),
 }
 
 struct Pool {
@@ -193,6 +201,8 @@ impl Pool {
             done: AtomicU32::new(0),
             panicked: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
+            waiting: AtomicBool::new(false),
+            ended: (Mutex::new(()), Condvar::new()),
         });
         let workers = (1..threads)
             .map_while(|i| {
@@ -229,16 +239,7 @@ impl Pool {
             self.workers.iter().for_each(Thread::unpark);
         }
         s.take(job);
-        let mut spins = 0u32;
-        while s.done.load(Ordering::Acquire) != tasks {
-            spins += 1;
-            // A worker that lost its core while it held a task: let it have this one.
-            if spins > 20_000 {
-                thread::yield_now()
-            } else {
-                std::hint::spin_loop()
-            }
-        }
+        s.wait(tasks);
         // Closed, so that a late worker cannot pair this ticket with the next job's task count.
         s.ticket
             .store(job << 32 | u64::from(u32::MAX), Ordering::Release);
@@ -276,8 +277,59 @@ impl Shared {
                 std::mem::forget(payload);
                 self.panicked.store(true, Ordering::Relaxed);
             }
-            self.done.fetch_add(1, Ordering::Release);
+            // SeqCst pairs with `wait`: either this thread sees that the caller sleeps, or the caller
+            // sees that this was the last task.
+            if self.done.fetch_add(1, Ordering::SeqCst) + 1 == tasks
+                && self.waiting.load(Ordering::SeqCst)
+            {
+                drop(self.lock());
+                self.ended.1.notify_all();
+            }
         }
+    }
+
+    /// Returns when all `tasks` of the job have ended.
+    fn wait(&self, tasks: u32) {
+        let mut spin = Spin::default();
+        while self.done.load(Ordering::Acquire) != tasks {
+            if spin.goes_on() {
+                continue;
+            }
+            // A worker lost its core while it held a task.
+            self.waiting.store(true, Ordering::SeqCst);
+            let mut guard = self.lock();
+            while self.done.load(Ordering::SeqCst) != tasks {
+                guard = self
+                    .ended
+                    .1
+                    .wait(guard)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+            drop(guard);
+            self.waiting.store(false, Ordering::Relaxed);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.ended.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A spinning wait with an end.
+#[derive(Default)]
+struct Spin {
+    turns: u32,
+    since: Option<Instant>,
+}
+
+impl Spin {
+    /// Spins once; false when [`SPIN`] has passed.
+    #[inline]
+    fn goes_on(&mut self) -> bool {
+        std::hint::spin_loop();
+        self.turns += 1;
+        !self.turns.is_multiple_of(LOOK)
+            || self.since.get_or_insert_with(Instant::now).elapsed() <= SPIN
     }
 }
 
@@ -286,21 +338,15 @@ fn worker(s: &Shared) {
     let mut seen = 0;
     loop {
         let mut job = s.ticket.load(Ordering::Acquire) >> 32;
-        let mut since = None;
-        let mut spins = 0u32;
+        let mut spin = Spin::default();
         while job == seen {
-            std::hint::spin_loop();
-            spins += 1;
-            if spins.is_multiple_of(64) {
-                let started = *since.get_or_insert_with(Instant::now);
-                if started.elapsed() > SPIN {
-                    s.sleepers.fetch_add(1, Ordering::SeqCst);
-                    if s.ticket.load(Ordering::SeqCst) >> 32 == seen {
-                        thread::park();
-                    }
-                    s.sleepers.fetch_sub(1, Ordering::SeqCst);
-                    since = None;
+            if !spin.goes_on() {
+                s.sleepers.fetch_add(1, Ordering::SeqCst);
+                if s.ticket.load(Ordering::SeqCst) >> 32 == seen {
+                    thread::park();
                 }
+                s.sleepers.fetch_sub(1, Ordering::SeqCst);
+                spin = Spin::default();
             }
             job = s.ticket.load(Ordering::Acquire) >> 32;
         }
@@ -365,6 +411,21 @@ mod tests {
             }
         });
         assert_eq!(total.load(Ordering::Relaxed), 4 * 100 * 8 * 4);
+    }
+
+    #[test]
+    fn a_caller_that_sleeps_is_woken() {
+        for _ in 0..20 {
+            let ended = AtomicU32::new(0);
+            // Whoever takes it, the others have nothing to do for twenty times as long as they spin.
+            run(4, |i| {
+                if i == 0 {
+                    thread::sleep(20 * SPIN);
+                }
+                ended.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(ended.load(Ordering::Relaxed), 4);
+        }
     }
 
     #[test]

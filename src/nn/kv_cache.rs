@@ -1,6 +1,8 @@
 //! The preallocated key and value cache of one layer.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
 
 /// Keys and values of the positions seen so far, `[B, Hkv, capacity, D]` each.
 ///
@@ -36,6 +38,22 @@ const SPARE: usize = 256;
 
 /// The dimension of `[B, Hkv, T, D]` that grows.
 const POSITIONS: usize = 2;
+
+/// Zeros. On the CPU they are pages that the operating system has not handed out yet, so that only
+/// positions that are used take memory and time; candle writes those of 16-bit floats.
+fn zeros(shape: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
+    let (batch, heads, positions, head_dim) = shape;
+    let bits = || vec![0u16; batch * heads * positions * head_dim];
+    match (device, dtype) {
+        (Device::Cpu, DType::F16) => {
+            Tensor::from_vec(bits().reinterpret_into::<f16>(), shape, device)
+        }
+        (Device::Cpu, DType::BF16) => {
+            Tensor::from_vec(bits().reinterpret_into::<bf16>(), shape, device)
+        }
+        _ => Tensor::zeros(shape, dtype, device),
+    }
+}
 
 impl KvCache {
     /// An empty cache that takes shape, dtype and device from the first keys and values.
@@ -86,7 +104,7 @@ impl KvCache {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let zeros = || Tensor::zeros((batch, heads, capacity, head_dim), dtype, device);
+        let zeros = || zeros((batch, heads, capacity, head_dim), dtype, device);
         Ok(Self {
             k: zeros()?,
             v: zeros()?,
@@ -274,7 +292,7 @@ impl KvCache {
                 doubled
             };
             let grow = |old: &Tensor| -> Result<Tensor> {
-                let new = Tensor::zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
+                let new = zeros((held, heads, grown, head_dim), old.dtype(), old.device())?;
                 copy_slots(old, &new, slot)?;
                 Ok(new)
             };

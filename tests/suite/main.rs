@@ -1,6 +1,7 @@
 //! The integration tests: one binary, a module per op and per model.
 
 mod adopt;
+mod allocations;
 mod app;
 mod dense;
 mod flash_attention;

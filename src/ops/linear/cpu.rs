@@ -12,7 +12,7 @@ use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
 use std::borrow::Cow;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 /// Rows of x above which the prologue is worth a fork of its own.
@@ -51,11 +51,20 @@ fn forward_as<T: Float>(
     let shape = Shape::from(dims);
 
     let x = elements::<T>(x, layout)?;
-    let input = prologue(level, op.prologue, &x, k)?;
-    let quantized = match op.weights.iter().any(|w| matches!(w, Weight::Packed(_))) {
-        true => Some(activations(op.weights, level, &input, (m, k))?),
-        false => None,
+    let kept = if m <= PARALLEL_PROLOGUE {
+        INPUT.take()
+    } else {
+        Input::default()
     };
+    let Input {
+        mut normed,
+        mut quantized,
+    } = kept;
+    let input = prologue(level, op.prologue, &x, k, &mut normed)?;
+    let packed = op.weights.iter().any(|w| matches!(w, Weight::Packed(_)));
+    if packed {
+        activations(op.weights, level, &input, (m, k), &mut quantized)?;
+    }
 
     let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
     let matrices = guards
@@ -77,7 +86,7 @@ fn forward_as<T: Float>(
     let product = Product {
         level,
         input: &input,
-        quantized: quantized.as_ref(),
+        quantized: packed.then_some(&quantized),
         k,
         matrices,
     };
@@ -88,7 +97,11 @@ fn forward_as<T: Float>(
         residuals: &residuals,
         width: op.width(),
     };
-    Ok((T::to_cpu_storage_owned(run(&product, &finish, m)), shape))
+    let out = run(&product, &finish, m);
+    if m <= PARALLEL_PROLOGUE {
+        INPUT.set(Input { normed, quantized });
+    }
+    Ok((T::to_cpu_storage_owned(out), shape))
 }
 
 /// All cells of the output.
@@ -144,17 +157,27 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
     out
 }
 
+/// The rows of x as the products read them.
+#[derive(Default)]
+struct Input {
+    normed: Vec<f32>,
+    quantized: Q8Activations,
+}
+
 thread_local! {
+    /// That of few rows, kept from step to step, so that it is not allocated each time.
+    static INPUT: Cell<Input> = Cell::default();
     /// The f32 tile of the cell in hand, and that of the gated half.
     static TILES: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
-/// The input rows, widened and normalised.
+/// The input rows, widened and normalised, in `out` where they are not x's own.
 fn prologue<'a, T: Float>(
     level: Level,
     prologue: Prologue<'_>,
     x: &'a [T],
     k: usize,
+    out: &'a mut Vec<f32>,
 ) -> Result<Cow<'a, [f32]>> {
     let (weight, bias) = match prologue {
         Prologue::None => return Ok(T::widen_slice(x)),
@@ -175,30 +198,31 @@ fn prologue<'a, T: Float>(
         Prologue::RmsNorm { eps, .. } => norm::rms_norm(level, x, &weight, eps as f32, row),
         Prologue::None => {}
     };
-    let mut out = vec![0f32; x.len()];
-    pool::for_rows(&mut out, k, PARALLEL_PROLOGUE, |first, rows| {
+    out.resize(x.len(), 0.);
+    pool::for_rows(out, k, PARALLEL_PROLOGUE, |first, rows| {
         for (i, row) in rows.chunks_exact_mut(k).enumerate() {
             norm(&x[(first + i) * k..][..k], row);
         }
     });
-    Ok(Cow::Owned(out))
+    Ok(Cow::Borrowed(out))
 }
 
-/// The input in 8 bits, with what the weights need beside it.
+/// Fills `quantized` with the input in 8 bits and what the weights need beside it.
 fn activations(
     weights: &[Weight],
     level: Level,
     input: &[f32],
     (m, k): (usize, usize),
-) -> Result<Q8Activations> {
+    quantized: &mut Q8Activations,
+) -> Result<()> {
     let wide = k.next_multiple_of(32);
     let input = padded(input, k, wide);
-    let mut quantized = Q8Activations::quantize(level, &input, m, wide)?;
+    quantized.refill(level, &input, m, wide)?;
     let looks_up = |w: &Weight| matches!(w, Weight::Packed(w) if w.looks_up(m));
     if weights.iter().any(looks_up) {
         quantized.prepare_look_ups(level);
     }
-    Ok(quantized)
+    Ok(())
 }
 
 /// Rows of `k` values with zeros behind them up to `wide`.

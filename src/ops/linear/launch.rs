@@ -7,6 +7,7 @@ use crate::ops::view::{dense_on_cuda, float};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+use std::fmt::Display;
 
 /// The op as candle sees it: one input tensor, everything else held by reference.
 pub(super) struct LinearOp<'a> {
@@ -173,7 +174,7 @@ fn vector(name: &str, argument: &str, t: &Tensor, len: usize, x: &Tensor) -> Res
     same_kind(name, argument, t, x)
 }
 
-fn same_kind(name: &str, argument: &str, t: &Tensor, x: &Tensor) -> Result<()> {
+fn same_kind(name: &str, argument: impl Display, t: &Tensor, x: &Tensor) -> Result<()> {
     if t.dtype() != x.dtype() {
         bail!(
             "{name}: {argument} is {:?}, x is {:?}",
@@ -195,18 +196,16 @@ fn check_residuals(op: &LinearOp<'_>, x: &Tensor) -> Result<()> {
             op.epilogue.residuals.len()
         );
     }
-    let mut dims = x.dims().to_vec();
-    if let Some(last) = dims.last_mut() {
-        *last = op.width();
-    }
+    let (outer, _) = x.dims().split_at(x.rank() - 1);
     for (i, residual) in op.epilogue.residuals.iter().enumerate() {
-        if residual.dims() != dims {
+        if residual.dims().split_last() != Some((&op.width(), outer)) {
             bail!(
-                "{name}: residuals[{i}] has shape {:?}, expected {dims:?}",
-                residual.shape()
+                "{name}: residuals[{i}] has shape {:?}, expected {:?}",
+                residual.shape(),
+                [outer, &[op.width()]].concat()
             );
         }
-        same_kind(name, &format!("residuals[{i}]"), residual, x)?;
+        same_kind(name, format_args!("residuals[{i}]"), residual, x)?;
     }
     Ok(())
 }
