@@ -50,8 +50,9 @@ const ANY: [(usize, usize, usize); 3] = [(64, 10, 4), (128, 11, 4), (256, 12, 2)
 
 /// The widest head whose kernel finds room beside the one in front and has time to rehearse. Wider ones
 /// take most of a multiprocessor's registers, so they begin when the queries are there, and a
-/// rehearsal would only delay them (Qwen3-0.6B's step on an H200: 0.80 ms with it, 0.73 without).
-const REHEARSED: usize = 96;
+/// rehearsal would only delay them (on an H100 Qwen3-0.6B's step takes 0.87 ms with it and 0.81 without,
+/// but SmolLM2-135M's 0.42 and 0.44).
+const REHEARSED: usize = 64;
 
 /// The widest head.
 pub(crate) const MOST_DIM: usize = 256;
