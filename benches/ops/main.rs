@@ -11,6 +11,8 @@
 
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "cuda")]
+mod quantized;
 mod rows;
 mod timing;
 

@@ -19,6 +19,8 @@ mod models;
 mod models_gguf;
 mod nn;
 mod quant_linear;
+#[cfg(feature = "cuda")]
+mod quant_schemes_cuda;
 mod qwen;
 mod residual_add;
 mod rms_norm;

@@ -1,5 +1,5 @@
-//! Few rows of x and weights in GGUF blocks: one kernel with the norm in front and the epilogue
-//! behind, which reads the blocks as they are.
+//! Few rows of x and quantized weights, GGUF blocks or codes: one kernel with the norm in front and
+//! the epilogue behind, which reads the weights as they are.
 
 use super::few::FEW;
 use super::gemv::{Core, Gemv, Matrix, NormKind, launch};
@@ -28,7 +28,39 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// The same with 8 rows of weights for a block, and then with 24.
+/// As `CodeFormat` of `kernels/codes.cuh` numbers them.
+static CODES: Module = Module::new(
+    "quant_codes",
+    fatbin!("quant_codes"),
+    &[
+        "quant_codes_int8",
+        "quant_codes_int4_g128",
+        "quant_codes_int4_g64",
+        "quant_codes_int4_g32",
+        "quant_codes_ternary",
+        "quant_codes_ternary_g128",
+        "quant_codes_ternary_g64",
+        "quant_codes_ternary_g32",
+    ],
+);
+
+/// How each of those works: steps of [`GROUP`] values that a warp asks for at once, and bytes behind a
+/// row of x in shared memory.
+const CODE_CORES: [(usize, usize); 8] = [
+    (2, 80),
+    (4, 64),
+    (4, 64),
+    (4, 64),
+    (8, 32),
+    (4, 32),
+    (4, 32),
+    (4, 32),
+];
+
+/// The first ternary format.
+const TERNARY: usize = 4;
+
+/// The kernels for GGUF blocks with 8 rows of weights for a block, and then with 24.
 static SMALL: Module = Module::new(
     "quant_linear_small",
     fatbin!("quant_linear_small"),
@@ -83,7 +115,37 @@ pub(crate) struct FewBlocks {
 }
 
 impl FewBlocks {
-    fn core(&self, kernel: usize) -> Core {
+    fn core(&self, weight: &BlockMatrix) -> (&'static Module, Core) {
+        let kernel = weight.format_index();
+        match weight.codes() {
+            None => (&MODULE, self.block_core(kernel)),
+            Some(_) => (&CODES, self.code_core(kernel)),
+        }
+    }
+
+    fn code_core(&self, kernel: usize) -> Core {
+        let (tile, padding) = CODE_CORES[kernel];
+        let steps = self.at.k.div_ceil(GROUP);
+        let row = if kernel >= TERNARY {
+            // Bytes, the values they are made from, and what they are multiplied by.
+            steps * GROUP + padding + 4 * self.at.k + 16
+        } else {
+            let parts = if self.at.x_dtype == DType::BF16 { 1 } else { 2 };
+            parts * (2 * steps * GROUP + padding)
+        };
+        Core {
+            kernel,
+            most: MOST_ROWS,
+            unit: UNIT,
+            step: GROUP,
+            tile,
+            row,
+            padded: false,
+            fills: true,
+        }
+    }
+
+    fn block_core(&self, kernel: usize) -> Core {
         let short = self.at.k < SHORT;
         let rows: usize = self.weights.iter().map(|w| w.rows()).sum();
         Core {
@@ -97,6 +159,7 @@ impl FewBlocks {
             // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
             row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 32),
             padded: false,
+            fills: false,
         }
     }
 
@@ -107,7 +170,14 @@ impl FewBlocks {
         let groups = at.k.div_ceil(GROUP);
         let is_f32 = at.x_dtype == DType::F32 && at.out_dtype == DType::F32;
         let centres = at.norm.is_some_and(|n| n.kind != NormKind::Rms);
-        if !is_f32 || centres || at.m > MOST_ROWS || gpu.arch < 80 || self.runs().count() > 1 {
+        let codes = self.weights.iter().any(|w| w.codes().is_some());
+        if codes
+            || !is_f32
+            || centres
+            || at.m > MOST_ROWS
+            || gpu.arch < 80
+            || self.runs().count() > 1
+        {
             return None;
         }
         let rows: usize = self.weights.iter().map(|w| w.rows()).sum();
@@ -128,10 +198,11 @@ impl FewBlocks {
         let norm = at.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let gates = at.activation == Activation::SwiGlu;
         at.m <= FEW
-            && self.weights.iter().all(|w| w.codes().is_none())
             && norm.iter().chain([&at.x]).all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
-            && self.core(0).rows_at_once(launcher.gpu) > 0
+            && self
+                .runs()
+                .all(|run| self.core(&run[0]).1.rows_at_once(launcher.gpu) > 0)
     }
 
     /// Neighbours of one format, as many as a launch takes.
@@ -184,7 +255,7 @@ unsafe fn launch_run(
     let at = &product.at;
     let rows = run.iter().map(|w| w.rows()).sum();
     let bytes = run.iter().map(|w| w.size_in_bytes()).sum();
-    let core = product.core(run[0].format_index());
+    let (module, core) = product.core(&run[0]);
     let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes());
     let behind = |base: Address, elements: usize, size: usize| match base {
         0 => 0,
@@ -198,6 +269,11 @@ unsafe fn launch_run(
             first: first as u32,
             ..Matrix::ABSENT
         };
+        if let Some(codes) = weight.codes() {
+            matrix.second = codes.scales;
+            // Scales of 2 bytes in front of the zero points, if there are any.
+            matrix.border = (codes.zeros.saturating_sub(codes.scales) / 2) as u32;
+        }
         first += weight.rows();
     }
     if let Some(norm) = at.norm {
@@ -228,7 +304,7 @@ unsafe fn launch_run(
         params.epilogue.out = behind(at.out, elements, out_size);
         params.epilogue.residuals = at.residuals.map(|r| behind(r, elements, x_size));
         // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
-        unsafe { launch(launcher, &MODULE, &core, bytes, params)? };
+        unsafe { launch(launcher, module, &core, bytes, params)? };
     }
     Ok(())
 }

@@ -172,6 +172,7 @@ impl FewRows {
                 tile: 4,
                 row: 4 * self.k,
                 padded: true,
+                fills: false,
             };
         }
         if self.m > 1 && self.on_tensor_cores(gpu) {
@@ -183,6 +184,7 @@ impl FewRows {
                 tile: 8,
                 row: 2 * (self.k.next_multiple_of(64) + 32),
                 padded: false,
+                fills: false,
             };
         }
         if self.second.is_some() {
@@ -232,6 +234,7 @@ impl FewRows {
             tile,
             row: 4 * self.k,
             padded: true,
+            fills: false,
         }
     }
 

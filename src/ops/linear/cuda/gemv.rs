@@ -153,6 +153,8 @@ pub(crate) struct Core {
     pub row: usize,
     /// Whether it stages `most` rows even if there are fewer.
     pub padded: bool,
+    /// Whether warps share units until there are blocks for the whole GPU.
+    pub fills: bool,
 }
 
 impl Core {
@@ -179,6 +181,9 @@ impl Core {
         let (steps, sms) = (k.div_ceil(self.step), gpu.sms as usize);
         let mut split = (steps.next_power_of_two() / (2 * self.tile)).clamp(1, WARPS);
         while split < WARPS && 2 * split <= steps && units * split < 4 * sms {
+            split *= 2;
+        }
+        while self.fills && split < WARPS && 2 * split <= steps && units * split < 2 * WARPS * sms {
             split *= 2;
         }
         (split, units.div_ceil(WARPS / split).min(2 * sms))

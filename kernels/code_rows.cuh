@@ -1,0 +1,442 @@
+// A core of gemv.cuh for weights in INT8, INT4 or ternary codes (codes.cuh): the tensor cores multiply
+// 16 rows of weights with up to 4 rows of x.
+//
+// INT8 and INT4 become whole numbers of bf16, which holds them exactly: operand A of `mma.m16n8k16`.
+// Operand B is x in bf16, as columns 2m for row m; where x is not of bf16 it comes in two parts, the
+// second what the first leaves over, in columns 2m + 1: 16 bits of x, and no limit to its range.
+// Ternary codes become bytes for `mma.m16n8k32`, and meet x in int8, a scale for each row.
+//
+// The products of a group are summed up in an accumulator of their own, which is scaled in f32.
+#pragma once
+
+#include "codes.cuh"
+#include "row_stage.cuh"
+
+namespace fused {
+
+__device__ __forceinline__ uint2 load_once8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+// BYTES (1, 2, 4 or 8) as words, asked for where it stands.
+template <int BYTES> __device__ __forceinline__ void load_small(uint32_t (&v)[(BYTES + 3) / 4], const void* p) {
+  if constexpr (BYTES == 8) {
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
+  } else if constexpr (BYTES == 4) {
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v[0]) : "l"(p));
+  } else {
+    uint16_t half;
+    if constexpr (BYTES == 2) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(half) : "l"(p));
+    if constexpr (BYTES == 1) asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(half) : "l"(p));
+    v[0] = half;
+  }
+}
+
+// Whole numbers of bf16 from 128 on, less others: exact.
+__device__ __forceinline__ uint32_t less_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+#endif
+  return out;
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+__device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                       uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+// word & mask | bits in one instruction, which takes one immediate.
+__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(word), "r"(mask), "r"(bits));
+  return v;
+}
+
+// Codes 2j and 2j + 1 of a word of INT4 as bf16, less `zero`, which is 128 more than their zero point.
+__device__ __forceinline__ uint32_t int4_numbers(uint32_t word, int j, uint32_t zero) {
+  return less_bf16x2(masked_or(word >> (4 * j), 0x000f000fu, 0x43004300u), zero);
+}
+
+// Codes 2j and 2j + 1 of a word of INT8 as bf16. A code below 128 is the low bits of the mantissa of 128;
+// the top bit of a byte, set, makes 256 of the 128 that is taken off.
+__device__ __forceinline__ uint32_t int8_numbers(uint32_t word, int j) {
+  const uint32_t v = __byte_perm(word, 0, j == 0 ? 0x4140 : 0x4342);
+  return less_bf16x2(masked_or(v, 0x007f007fu, 0x43004300u), masked_or(v, 0x00800080u, 0x43004300u));
+}
+
+// Codes 4q to 4q + 3 of block b as bytes, of the words that ternary has of a lane.
+__device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], int b, int q) {
+  // Of the selectors four count, those in the lower half.
+  const uint32_t nibbles = (words[b / 2] >> (2 * (b % 2)) & 0x33333333u) >> (16 * q);
+  uint32_t v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(0xffff0100u), "r"(0), "r"(nibbles));
+  return v;
+}
+
+// Rows of x in one or two parts of bf16, in their order, each filled up with zeros to whole steps.
+template <uint32_t PAD> struct PartRows {
+  static constexpr int BATCH = 2;
+  static constexpr bool SUMS = false, SCALES = false;
+  char* at;
+  uint32_t m, steps, parts;
+
+  __device__ PartRows(const Gemv& p, char* at)
+      : at(at), m(p.m), steps(steps_of(p.k)), parts(p.prologue.dtype == BF16 ? 1 : 2) {}
+
+  __device__ uint32_t pitch() const { return steps * (2 * STEP) + PAD; }
+  __device__ char* part(uint32_t row, uint32_t part) const { return at + (row * parts + part) * pitch(); }
+  __device__ uint2* words(uint32_t row, uint32_t of, uint32_t piece) const {
+    return reinterpret_cast<uint2*>(part(row, of)) + piece;
+  }
+
+  // The upper halves of the values are all there is to bf16.
+  __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const {
+    const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y), c = __float_as_uint(v.z), d = __float_as_uint(v.w);
+    *words(row, 0, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
+    if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
+  }
+  __device__ float4 get_raw(uint32_t row, uint32_t piece) const {
+    const uint2 high = *words(row, 0, piece);
+    uint2 low = make_uint2(0, 0);
+    if (parts == 2) low = *words(row, 1, piece);
+    return make_float4(__uint_as_float(__byte_perm(low.x, high.x, 0x5410)),
+                       __uint_as_float(__byte_perm(low.x, high.x, 0x7632)),
+                       __uint_as_float(__byte_perm(low.y, high.y, 0x5410)),
+                       __uint_as_float(__byte_perm(low.y, high.y, 0x7632)));
+  }
+  __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
+    const uint32_t a = split(v.x), b = split(v.y), c = split(v.z), d = split(v.w);
+    *words(row, 0, piece) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
+    if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
+  }
+  __device__ float put_largest(uint32_t, float) const { return 1.f; }
+  __device__ void clear_tail(uint32_t m, uint32_t k) const {
+    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    for (uint32_t i = threadIdx.x; i < m * parts * tail; i += blockDim.x)
+      *words(0, i / tail, first + i % tail) = make_uint2(0, 0);
+  }
+
+  // 8 values from `value` on as column `column` of operand B: part c % 2 of row c / 2.
+  __device__ __forceinline__ uint4 column(uint32_t column, uint32_t value) const {
+    if (column >= 2 * m || column % 2 >= parts) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(part(column / 2, column % 2) + 2 * value);
+  }
+  // Their sum with 8 weights.
+  __device__ __forceinline__ float dot(uint32_t row, uint32_t value, const float (&w)[8]) const {
+    float y = 0.f;
+    for (uint32_t part = 0; part < parts; ++part) {
+      float x[8];
+      unpack8<__nv_bfloat16>(column(2 * row + part, value), x);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) y = fmaf(w[c], x[c], y);
+    }
+    return y;
+  }
+};
+
+// Rows of x in int8, filled up with zeros to whole steps, then the rows as f32, then what each row's
+// codes are multiplied by.
+struct ByteRows {
+  static constexpr int BATCH = 2;
+  static constexpr bool SUMS = false, SCALES = true;
+  static constexpr uint32_t PAD = 32;
+  char* at;
+  uint32_t m, k, steps;
+
+  __device__ ByteRows(const Gemv& p, char* at) : at(at), m(p.m), k(p.k), steps(steps_of(p.k)) {}
+
+  __device__ uint32_t pitch() const { return steps * STEP + PAD; }
+  __device__ float4* raw() const { return reinterpret_cast<float4*>(at + m * pitch()); }
+  __device__ float* scales() const { return reinterpret_cast<float*>(raw() + m * (k / 4)); }
+
+  __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const { raw()[row * (k / 4) + piece] = v; }
+  __device__ float4 get_raw(uint32_t row, uint32_t piece) const { return raw()[row * (k / 4) + piece]; }
+  __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
+    const uint32_t a = __float2int_rn(v.x) & 255, b = __float2int_rn(v.y) & 255, c = __float2int_rn(v.z) & 255;
+    reinterpret_cast<uint32_t*>(at + row * pitch())[piece] = a | b << 8 | c << 16 | uint32_t(__float2int_rn(v.w)) << 24;
+  }
+  __device__ void put_sum(uint32_t, uint32_t, float) const {}
+  // A row of zeros has codes of zero.
+  __device__ float put_largest(uint32_t row, float largest) const {
+    scales()[row] = largest / 127.f;
+    return largest > 0.f ? 127.f / largest : 0.f;
+  }
+  __device__ void clear_tail(uint32_t m, uint32_t k) const {
+    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x)
+      reinterpret_cast<uint32_t*>(at + i / tail * pitch())[first + i % tail] = 0;
+  }
+
+  __device__ __forceinline__ uint2 eight(uint32_t row, uint32_t value) const {
+    return *reinterpret_cast<const uint2*>(at + row * pitch() + value);
+  }
+  __device__ __forceinline__ uint2 column(uint32_t column, uint32_t value) const {
+    if (column >= 2 * m || column % 2 > 0) return make_uint2(0, 0);
+    return eight(column / 2, value);
+  }
+};
+
+// A row of weights and the matrix that has it.
+struct CodeRow {
+  const Matrix* matrix;
+  uint32_t row;
+
+  __device__ __forceinline__ uint64_t place(uint32_t step, uint32_t k) const { return place_of(row, step, steps_of(k)); }
+};
+
+// What a lane has of a row and a tile of steps besides codes: lane t has the f16 scales, and the zero
+// points, of steps t, 4 + t and so on; or the scale of the row.
+template <int GROUPS, int STEPS> struct TileScales {
+  static constexpr int LOADS = STEPS / 4, WORDS = GROUPS == 4 ? 2 : 1;
+  uint32_t by[LOADS][WORDS], zeros[LOADS][1];
+
+  // `border` of a matrix with zero points is how many scales lie in front of them.
+  __device__ __forceinline__ void ask(const CodeRow& row, uint32_t k, uint32_t step, uint32_t end, uint32_t t) {
+    const char* scales = static_cast<const char*>(row.matrix->second);
+    const uint32_t border = row.matrix->border;
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+      const uint32_t s = step + 4 * l + t;
+      if (s >= end) continue;
+      const uint64_t first = row.place(s, k) * GROUPS;
+      load_small<2 * GROUPS>(by[l], scales + 2 * first);
+      zeros[l][0] = 0x08080808u;
+      if (border > 0) load_small<GROUPS>(zeros[l], scales + 2 * uint64_t(border) + first);
+    }
+  }
+  // The scale of a group of step s of the tile.
+  __device__ __forceinline__ float scale(int s, int group) const {
+    const uint32_t word = __shfl_sync(FULL, by[s / 4][group / 2], s % 4, 4);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * (group % 2)))));
+  }
+  // Its zero point, and 128 more, as two bf16.
+  __device__ __forceinline__ uint32_t zero(int s, int group) const {
+    const uint32_t bytes = __shfl_sync(FULL, zeros[s / 4][0], s % 4, 4);
+    return 0x43004300u + 0x00010001u * (bytes >> (8 * group) & 255);
+  }
+};
+template <int STEPS> struct TileScales<0, STEPS> {
+  uint32_t by[1];
+
+  __device__ __forceinline__ void ask(const CodeRow& row, uint32_t, uint32_t, uint32_t, uint32_t) {
+    load_small<4>(by, static_cast<const char*>(row.matrix->second) + 4 * uint64_t(row.row));
+  }
+  __device__ __forceinline__ float scale(int, int) const { return __uint_as_float(by[0]); }
+  __device__ __forceinline__ uint32_t zero(int, int) const { return 0; }
+};
+
+// The formats as cores take them. A piece is what a lane has of a row and a step: four times 8 values.
+// `value` says where the 8 begin within a step, for lane t.
+struct Int8Rows : Int8 {
+  static constexpr int STEPS = 2;
+  using XRows = PartRows<80>;
+  using Sum = float;
+  struct Piece {
+    uint4 words[2];
+  };
+
+  static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
+    const char* codes = static_cast<const char*>(row.matrix->data) + uint64_t(row.row) * pitch(k);
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const uint32_t at = step * STEP + 64 * q + 16 * t;
+      piece.words[q] = make_uint4(0, 0, 0, 0);
+      if (at < k) piece.words[q] = load_once(codes + at);
+    }
+  }
+  static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 64 * (e / 2) + 16 * t + 8 * (e % 2); }
+  static __device__ __forceinline__ uint32_t word(const Piece& piece, int e, int i) {
+    const uint4& v = piece.words[e / 2];
+    return e % 2 == 0 ? (i == 0 ? v.x : v.y) : (i == 0 ? v.z : v.w);
+  }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e, const uint32_t (&)[2],
+                                                  uint4 x) {
+    const uint32_t a0 = word(a, e, 0), b0 = word(b, e, 0), a1 = word(a, e, 1), b1 = word(b, e, 1);
+    mma_bf16(c, int8_numbers(a0, 0), int8_numbers(b0, 0), int8_numbers(a0, 1), int8_numbers(b0, 1), x.x, x.y);
+    mma_bf16(c, int8_numbers(a1, 0), int8_numbers(b1, 0), int8_numbers(a1, 1), int8_numbers(b1, 1), x.z, x.w);
+  }
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows& x, uint32_t m,
+                                              uint32_t value) {
+    float w[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) w[c] = static_cast<float>(static_cast<int8_t>(word(piece, e, c / 4) >> (8 * (c % 4))));
+    return x.dot(m, value, w);
+  }
+};
+
+template <int GROUPS> struct Int4Rows : Int4<GROUPS> {
+  static constexpr int STEPS = 4;
+  using XRows = PartRows<64>;
+  using Sum = float;
+  struct Piece {
+    uint32_t words[4];
+  };
+
+  static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
+    const char* codes = static_cast<const char*>(row.matrix->data);
+    const uint4 v = load_once(codes + (row.place(step, k) * QUARTERS + t) * Int4<GROUPS>::BYTES);
+    piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
+  }
+  static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e,
+                                                  const uint32_t (&zeros)[2], uint4 x) {
+    const uint32_t v = a.words[e], w = b.words[e], zv = zeros[0], zw = zeros[1];
+    mma_bf16(c, int4_numbers(v, 0, zv), int4_numbers(w, 0, zw), int4_numbers(v, 1, zv), int4_numbers(w, 1, zw), x.x, x.y);
+    mma_bf16(c, int4_numbers(v, 2, zv), int4_numbers(w, 2, zw), int4_numbers(v, 3, zv), int4_numbers(w, 3, zw), x.z, x.w);
+  }
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t zero, const XRows& x, uint32_t m,
+                                              uint32_t value) {
+    float w[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const int code = piece.words[e] >> (4 * (c / 2) + 16 * (c % 2)) & 15;
+      w[c] = static_cast<float>(code - static_cast<int>(zero & 127));
+    }
+    return x.dot(m, value, w);
+  }
+};
+
+template <int GROUPS> struct TernaryRows : Ternary<GROUPS> {
+  // Scales of groups take the registers of codes.
+  static constexpr int STEPS = GROUPS == 0 ? 8 : 4;
+  using XRows = ByteRows;
+  using Sum = int;
+  struct Piece {
+    uint32_t words[2];
+  };
+
+  static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
+    const char* codes = static_cast<const char*>(row.matrix->data);
+    const uint2 v = load_once8(codes + (row.place(step, k) * QUARTERS + t) * Ternary<GROUPS>::BYTES);
+    piece.words[0] = v.x, piece.words[1] = v.y;
+  }
+  static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
+  static __device__ __forceinline__ void multiply(int (&c)[4], const Piece& a, const Piece& b, int e, const uint32_t (&)[2],
+                                                  uint2 x) {
+    mma_s8(c, ternary_bytes(a.words, e, 0), ternary_bytes(b.words, e, 0), ternary_bytes(a.words, e, 1),
+           ternary_bytes(b.words, e, 1), x.x, x.y);
+  }
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows& x, uint32_t m,
+                                              uint32_t value) {
+    const uint2 v = x.eight(m, value);
+    const int low = __dp4a(static_cast<int>(ternary_bytes(piece.words, e, 0)), static_cast<int>(v.x), 0);
+    return static_cast<float>(__dp4a(static_cast<int>(ternary_bytes(piece.words, e, 1)), static_cast<int>(v.y), low));
+  }
+};
+
+template <class Format> struct CodeRows : SixteenRows {
+  static constexpr int STEPS = Format::STEPS, GROUPS = Format::GROUPS == 0 ? 1 : Format::GROUPS;
+  using XRows = typename Format::XRows;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  // Turing has neither bf16 nor the shape of int8: its lanes multiply by themselves.
+  static constexpr bool MMA = false;
+#else
+  static constexpr bool MMA = true;
+#endif
+
+  static __device__ uint32_t steps(const Gemv& p) { return steps_of(p.k); }
+
+  struct Rows {
+    CodeRow row[2];
+
+    template <class Find> __device__ void enter(const Gemv& p, Find find) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t r = find(group() + 8 * i);
+        const Matrix& matrix = matrix_of(p, r);
+        row[i] = {&matrix, r};
+      }
+    }
+  };
+
+  struct Sums {
+    float whole[2];         // of this lane's row of x
+    float parts[2][MAX_M];  // without tensor cores: of every row of x, from this lane's quarter of k
+
+    __device__ void total(const Gemv& p, Staged* xs, float (&y)[2]) const {
+      float by = 1.f;
+      if constexpr (XRows::SCALES) by = XRows(p, xs).scales()[min(member(), p.m - 1)];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) y[i] = by * (MMA ? whole[i] : sum_of_quarters(parts[i]));
+    }
+  };
+
+  struct Tile {
+    typename Format::Piece pieces[STEPS][2];
+    TileScales<Format::GROUPS, STEPS> scales[2];
+
+    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        if (step + s >= end) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i], p.k, step + s, member());
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales[i].ask(from.row[i], p.k, step, end, member());
+    }
+
+    __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
+      const XRows x(p, xs);
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        if (step + s >= end) break;
+        const uint32_t first = (step + s) * STEP;
+        typename Format::Sum c[4] = {};
+        uint32_t zeros[2] = {};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int group = e * GROUPS / 4;
+          if (e % (4 / GROUPS) == 0) zeros[0] = scales[0].zero(s, group), zeros[1] = scales[1].zero(s, group);
+          const uint32_t value = first + Format::value(e, member());
+          if constexpr (MMA) {
+            Format::multiply(c, pieces[s][0], pieces[s][1], e, zeros, x.column(SixteenRows::group(), value));
+            if ((e + 1) % (4 / GROUPS) > 0) continue;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float sum = static_cast<float>(c[2 * i]);
+              if constexpr (!XRows::SCALES) sum += static_cast<float>(c[2 * i + 1]);
+              sums.whole[i] = fmaf(scales[i].scale(s, group), sum, sums.whole[i]);
+              c[2 * i] = c[2 * i + 1] = 0;
+            }
+          } else {
+            const float by[2] = {scales[0].scale(s, group), scales[1].scale(s, group)};
+#pragma unroll
+            for (int m = 0; m < MAX_M; ++m) {
+              if (m >= p.m) break;
+#pragma unroll
+              for (int i = 0; i < 2; ++i)
+                sums.parts[i][m] = fmaf(by[i], Format::dot(pieces[s][i], e, zeros[i], x, m, value), sums.parts[i][m]);
+            }
+          }
+        }
+      }
+    }
+  };
+
+  struct Prepare {
+    RowStage<XRows> stage;
+
+    __device__ Prepare(const Gemv& p, char* xs, float* scratch) : stage(p, XRows(p, xs), scratch) {}
+    __device__ void ask() { stage.ask(); }
+    __device__ void run() const { stage.run(); }
+  };
+};
+
+}  // namespace fused
