@@ -14,26 +14,6 @@
 
 namespace fused {
 
-__device__ __forceinline__ uint2 load_once8(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-
-// BYTES (1, 2, 4 or 8) as words, asked for where it stands.
-template <int BYTES> __device__ __forceinline__ void load_small(uint32_t (&v)[(BYTES + 3) / 4], const void* p) {
-  if constexpr (BYTES == 8) {
-    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
-  } else if constexpr (BYTES == 4) {
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v[0]) : "l"(p));
-  } else {
-    uint16_t half;
-    if constexpr (BYTES == 2) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(half) : "l"(p));
-    if constexpr (BYTES == 1) asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(half) : "l"(p));
-    v[0] = half;
-  }
-}
-
 // Whole numbers of bf16 from 128 on, less others: exact.
 __device__ __forceinline__ uint32_t less_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out = 0;
@@ -50,6 +30,16 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #endif
+}
+
+// The numbers of 8 values of k of rows g and g + 8, as operands A of two products.
+struct Operands {
+  uint32_t v[8];
+};
+
+__device__ __forceinline__ void mma_both(float (&c)[4], const Operands& a, uint4 x) {
+  mma_bf16(c, a.v[0], a.v[1], a.v[2], a.v[3], x.x, x.y);
+  mma_bf16(c, a.v[4], a.v[5], a.v[6], a.v[7], x.z, x.w);
 }
 
 __device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -90,7 +80,8 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
 }
 
 // Rows of x in one or two parts of bf16, in their order, each filled up with zeros to whole steps.
-template <uint32_t PAD> struct PartRows {
+template <uint32_t PAD_> struct PartRows {
+  static constexpr uint32_t PAD = PAD_;
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = false;
   char* at;
@@ -200,51 +191,75 @@ struct CodeRow {
   __device__ __forceinline__ uint64_t place(uint32_t step, uint32_t k) const { return place_of(row, step, steps_of(k)); }
 };
 
+// Groups of a step: one, up to four as the kernel's parameters say, or a scale for each row.
+constexpr int ONE_GROUP = 1, SOME_GROUPS = 4, ROW_SCALES = 0;
+
 // What a lane has of a row and a tile of steps besides codes: lane t has the f16 scales, and the zero
 // points, of steps t, 4 + t and so on; or the scale of the row.
 template <int GROUPS, int STEPS> struct TileScales {
-  static constexpr int LOADS = STEPS / 4, WORDS = GROUPS == 4 ? 2 : 1;
-  uint32_t by[LOADS][WORDS], zeros[LOADS][1];
+  static constexpr int LOADS = (STEPS + 3) / 4, WORDS = GROUPS == SOME_GROUPS ? 2 : 1;
+  uint32_t by[LOADS][WORDS], zeros[LOADS];
+
+  // How many groups there are, and whether 32 values end one that began `e` times 32 values before.
+  static __device__ __forceinline__ uint32_t groups(const Gemv& p) { return GROUPS == ONE_GROUP ? 1 : p.groups; }
+  static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
+  static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
 
   // `border` of a matrix with zero points is how many scales lie in front of them.
-  __device__ __forceinline__ void ask(const CodeRow& row, uint32_t k, uint32_t step, uint32_t end, uint32_t t) {
+  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
     const char* scales = static_cast<const char*>(row.matrix->second);
-    const uint32_t border = row.matrix->border;
+    const uint32_t border = row.matrix->border, count = groups(p);
 #pragma unroll
     for (int l = 0; l < LOADS; ++l) {
       const uint32_t s = step + 4 * l + t;
-      if (s >= end) continue;
-      const uint64_t first = row.place(s, k) * GROUPS;
-      load_small<2 * GROUPS>(by[l], scales + 2 * first);
-      zeros[l][0] = 0x08080808u;
-      if (border > 0) load_small<GROUPS>(zeros[l], scales + 2 * uint64_t(border) + first);
+      if (s >= end || 4 * l + t >= STEPS) continue;
+      const uint64_t first = row.place(s, p.k) * count;
+      const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(border) + first;
+      zeros[l] = 0x08080808u;
+      if (count == 1) {
+        by[l][0] = load_u16(at);
+        if (border > 0) zeros[l] = load_u8(zero);
+      } else if (count == 2) {
+        by[l][0] = load_u32(at);
+        if (border > 0) zeros[l] = load_u16(zero);
+      } else {
+        const uint2 both = load_u64(at);
+        by[l][0] = both.x, by[l][WORDS - 1] = both.y;
+        if (border > 0) zeros[l] = load_u32(zero);
+      }
     }
   }
-  // The scale of a group of step s of the tile.
-  __device__ __forceinline__ float scale(int s, int group) const {
-    const uint32_t word = __shfl_sync(FULL, by[s / 4][group / 2], s % 4, 4);
+  // The scale of the group that has 32 values from `32 * e` on of step s of the tile.
+  __device__ __forceinline__ float scale(const Gemv& p, int s, int e) const {
+    const uint32_t group = e * groups(p) / 4;
+    uint32_t own = by[s / 4][0];
+    if (WORDS == 2 && group >= 2) own = by[s / 4][WORDS - 1];
+    const uint32_t word = __shfl_sync(FULL, own, s % 4, 4);
     return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * (group % 2)))));
   }
   // Its zero point, and 128 more, as two bf16.
-  __device__ __forceinline__ uint32_t zero(int s, int group) const {
-    const uint32_t bytes = __shfl_sync(FULL, zeros[s / 4][0], s % 4, 4);
-    return 0x43004300u + 0x00010001u * (bytes >> (8 * group) & 255);
+  __device__ __forceinline__ uint32_t zero(const Gemv& p, int s, int e) const {
+    const uint32_t bytes = __shfl_sync(FULL, zeros[s / 4], s % 4, 4);
+    return 0x43004300u + 0x00010001u * (bytes >> (8 * (e * groups(p) / 4)) & 255);
   }
 };
-template <int STEPS> struct TileScales<0, STEPS> {
-  uint32_t by[1];
+template <int STEPS> struct TileScales<ROW_SCALES, STEPS> {
+  uint32_t by;
 
-  __device__ __forceinline__ void ask(const CodeRow& row, uint32_t, uint32_t, uint32_t, uint32_t) {
-    load_small<4>(by, static_cast<const char*>(row.matrix->second) + 4 * uint64_t(row.row));
+  static __device__ __forceinline__ bool begins(const Gemv&, int e) { return e == 0; }
+  static __device__ __forceinline__ bool ends(const Gemv&, int e) { return e == 3; }
+
+  __device__ __forceinline__ void ask(const Gemv&, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
+    by = load_u32(static_cast<const char*>(row.matrix->second) + 4 * uint64_t(row.row));
   }
-  __device__ __forceinline__ float scale(int, int) const { return __uint_as_float(by[0]); }
-  __device__ __forceinline__ uint32_t zero(int, int) const { return 0; }
+  __device__ __forceinline__ float scale(const Gemv&, int, int) const { return __uint_as_float(by); }
+  __device__ __forceinline__ uint32_t zero(const Gemv&, int, int) const { return 0; }
 };
 
 // The formats as cores take them. A piece is what a lane has of a row and a step: four times 8 values.
 // `value` says where the 8 begin within a step, for lane t.
-struct Int8Rows : Int8 {
-  static constexpr int STEPS = 2;
+struct Int8Rows {
+  static constexpr int STEPS = 2, GROUPS = ROW_SCALES;
   using XRows = PartRows<80>;
   using Sum = float;
   struct Piece {
@@ -252,7 +267,7 @@ struct Int8Rows : Int8 {
   };
 
   static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
-    const char* codes = static_cast<const char*>(row.matrix->data) + uint64_t(row.row) * pitch(k);
+    const char* codes = static_cast<const char*>(row.matrix->data) + uint64_t(row.row) * Int8::pitch(k);
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const uint32_t at = step * STEP + 64 * q + 16 * t;
@@ -265,11 +280,18 @@ struct Int8Rows : Int8 {
     const uint4& v = piece.words[e / 2];
     return e % 2 == 0 ? (i == 0 ? v.x : v.y) : (i == 0 ? v.z : v.w);
   }
-  static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e, const uint32_t (&)[2],
-                                                  uint4 x) {
-    const uint32_t a0 = word(a, e, 0), b0 = word(b, e, 0), a1 = word(a, e, 1), b1 = word(b, e, 1);
-    mma_bf16(c, int8_numbers(a0, 0), int8_numbers(b0, 0), int8_numbers(a0, 1), int8_numbers(b0, 1), x.x, x.y);
-    mma_bf16(c, int8_numbers(a1, 0), int8_numbers(b1, 0), int8_numbers(a1, 1), int8_numbers(b1, 1), x.z, x.w);
+  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e, const uint32_t (&)[2]) {
+    Operands v;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      v.v[2 * j] = int8_numbers(word(a, e, j / 2), j % 2);
+      v.v[2 * j + 1] = int8_numbers(word(b, e, j / 2), j % 2);
+    }
+    return v;
+  }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e,
+                                                  const uint32_t (&zeros)[2], uint4 x) {
+    mma_both(c, operands(a, b, e, zeros), x);
   }
   static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows& x, uint32_t m,
                                               uint32_t value) {
@@ -280,8 +302,8 @@ struct Int8Rows : Int8 {
   }
 };
 
-template <int GROUPS> struct Int4Rows : Int4<GROUPS> {
-  static constexpr int STEPS = 4;
+template <int GROUPS_> struct Int4Rows {
+  static constexpr int STEPS = 4, GROUPS = GROUPS_;
   using XRows = PartRows<64>;
   using Sum = float;
   struct Piece {
@@ -290,15 +312,22 @@ template <int GROUPS> struct Int4Rows : Int4<GROUPS> {
 
   static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
     const char* codes = static_cast<const char*>(row.matrix->data);
-    const uint4 v = load_once(codes + (row.place(step, k) * QUARTERS + t) * Int4<GROUPS>::BYTES);
+    const uint4 v = load_once(codes + (row.place(step, k) * QUARTERS + t) * 16);
     piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
+  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e, const uint32_t (&zeros)[2]) {
+    Operands v;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      v.v[2 * j] = int4_numbers(a.words[e], j, zeros[0]);
+      v.v[2 * j + 1] = int4_numbers(b.words[e], j, zeros[1]);
+    }
+    return v;
+  }
   static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e,
                                                   const uint32_t (&zeros)[2], uint4 x) {
-    const uint32_t v = a.words[e], w = b.words[e], zv = zeros[0], zw = zeros[1];
-    mma_bf16(c, int4_numbers(v, 0, zv), int4_numbers(w, 0, zw), int4_numbers(v, 1, zv), int4_numbers(w, 1, zw), x.x, x.y);
-    mma_bf16(c, int4_numbers(v, 2, zv), int4_numbers(w, 2, zw), int4_numbers(v, 3, zv), int4_numbers(w, 3, zw), x.z, x.w);
+    mma_both(c, operands(a, b, e, zeros), x);
   }
   static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t zero, const XRows& x, uint32_t m,
                                               uint32_t value) {
@@ -312,9 +341,10 @@ template <int GROUPS> struct Int4Rows : Int4<GROUPS> {
   }
 };
 
-template <int GROUPS> struct TernaryRows : Ternary<GROUPS> {
+template <int GROUPS_> struct TernaryRows {
+  static constexpr int GROUPS = GROUPS_;
   // Scales of groups take the registers of codes.
-  static constexpr int STEPS = GROUPS == 0 ? 8 : 4;
+  static constexpr int STEPS = GROUPS == ROW_SCALES ? 8 : 4;
   using XRows = ByteRows;
   using Sum = int;
   struct Piece {
@@ -323,7 +353,7 @@ template <int GROUPS> struct TernaryRows : Ternary<GROUPS> {
 
   static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
     const char* codes = static_cast<const char*>(row.matrix->data);
-    const uint2 v = load_once8(codes + (row.place(step, k) * QUARTERS + t) * Ternary<GROUPS>::BYTES);
+    const uint2 v = load_u64(codes + (row.place(step, k) * QUARTERS + t) * 8);
     piece.words[0] = v.x, piece.words[1] = v.y;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
@@ -341,7 +371,8 @@ template <int GROUPS> struct TernaryRows : Ternary<GROUPS> {
 };
 
 template <class Format> struct CodeRows : SixteenRows {
-  static constexpr int STEPS = Format::STEPS, GROUPS = Format::GROUPS == 0 ? 1 : Format::GROUPS;
+  static constexpr int STEPS = Format::STEPS;
+  using Scales = TileScales<Format::GROUPS, STEPS>;
   using XRows = typename Format::XRows;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   // Turing has neither bf16 nor the shape of int8: its lanes multiply by themselves.
@@ -379,7 +410,7 @@ template <class Format> struct CodeRows : SixteenRows {
 
   struct Tile {
     typename Format::Piece pieces[STEPS][2];
-    TileScales<Format::GROUPS, STEPS> scales[2];
+    Scales scales[2];
 
     __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
 #pragma unroll
@@ -389,7 +420,7 @@ template <class Format> struct CodeRows : SixteenRows {
         for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i], p.k, step + s, member());
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[i].ask(from.row[i], p.k, step, end, member());
+      for (int i = 0; i < 2; ++i) scales[i].ask(p, from.row[i], step, end, member());
     }
 
     __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
@@ -402,21 +433,20 @@ template <class Format> struct CodeRows : SixteenRows {
         uint32_t zeros[2] = {};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int group = e * GROUPS / 4;
-          if (e % (4 / GROUPS) == 0) zeros[0] = scales[0].zero(s, group), zeros[1] = scales[1].zero(s, group);
+          if (Scales::begins(p, e)) zeros[0] = scales[0].zero(p, s, e), zeros[1] = scales[1].zero(p, s, e);
           const uint32_t value = first + Format::value(e, member());
           if constexpr (MMA) {
-            Format::multiply(c, pieces[s][0], pieces[s][1], e, zeros, x.column(SixteenRows::group(), value));
-            if ((e + 1) % (4 / GROUPS) > 0) continue;
+            Format::multiply(c, pieces[s][0], pieces[s][1], e, zeros, x.column(group(), value));
+            if (!Scales::ends(p, e)) continue;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float sum = static_cast<float>(c[2 * i]);
               if constexpr (!XRows::SCALES) sum += static_cast<float>(c[2 * i + 1]);
-              sums.whole[i] = fmaf(scales[i].scale(s, group), sum, sums.whole[i]);
+              sums.whole[i] = fmaf(scales[i].scale(p, s, e), sum, sums.whole[i]);
               c[2 * i] = c[2 * i + 1] = 0;
             }
           } else {
-            const float by[2] = {scales[0].scale(s, group), scales[1].scale(s, group)};
+            const float by[2] = {scales[0].scale(p, s, e), scales[1].scale(p, s, e)};
 #pragma unroll
             for (int m = 0; m < MAX_M; ++m) {
               if (m >= p.m) break;

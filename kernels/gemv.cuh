@@ -33,7 +33,10 @@ struct Gemv {
   uint32_t rows;      // of all weights
   uint32_t width;     // outputs: rows, or half of them if one half gates the other
   uint32_t split;     // warps that share a unit: a power of two that divides the block's warps
-  int weight_dtype;   // of dense weights
+  union {
+    int weight_dtype;  // of dense weights
+    uint32_t groups;   // of codes: scales of each 128 values of a row
+  };
 };
 
 constexpr int GEMV_THREADS = 256;  // at most

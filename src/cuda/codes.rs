@@ -37,15 +37,25 @@ const ALIGNMENT: usize = 256;
 /// Bytes of plain codes on the device at a time.
 const CHUNK: usize = 32 << 20;
 
-/// `CodeMatrix` of the kernels.
+/// Where a matrix of codes is.
 #[derive(Clone, Copy, Debug)]
-#[repr(C)]
 pub(crate) struct CodesAt {
     pub codes: Address,
     /// f32 for each row, or f16 for each group.
     pub scales: Address,
     /// 0 for none.
     pub zeros: Address,
+    /// Scales of each 128 values of a row; 0 if a row has one.
+    pub groups: usize,
+}
+
+/// `CodeMatrix` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CodeMatrix {
+    codes: Address,
+    scales: Address,
+    zeros: Address,
 }
 
 /// `Packing` of `kernels/codes.cu`.
@@ -63,7 +73,7 @@ struct PackingParams {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ValuesParams {
-    matrix: CodesAt,
+    matrix: CodeMatrix,
     ids: Address,
     out: Address,
     count: u64,
@@ -184,6 +194,7 @@ impl CodeLayout {
                 true => start + self.zeros_at() as Address,
                 false => 0,
             },
+            groups: self.groups,
         }
     }
 
@@ -373,7 +384,11 @@ pub(crate) struct ValuesOf {
 /// bytes.
 pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
     let params = ValuesParams {
-        matrix: at.matrix,
+        matrix: CodeMatrix {
+            codes: at.matrix.codes,
+            scales: at.matrix.scales,
+            zeros: at.matrix.zeros,
+        },
         ids: at.ids,
         out: at.out,
         count: at.count as u64,

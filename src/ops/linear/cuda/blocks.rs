@@ -28,37 +28,28 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// As `CodeFormat` of `kernels/codes.cuh` numbers them.
+/// Those that take groups of any size come last of their scheme.
 static CODES: Module = Module::new(
     "quant_codes",
     fatbin!("quant_codes"),
     &[
         "quant_codes_int8",
         "quant_codes_int4_g128",
-        "quant_codes_int4_g64",
-        "quant_codes_int4_g32",
+        "quant_codes_int4",
+        "quant_codes_ternary_rows",
         "quant_codes_ternary",
-        "quant_codes_ternary_g128",
-        "quant_codes_ternary_g64",
-        "quant_codes_ternary_g32",
     ],
 );
 
 /// How each of those works: steps of [`GROUP`] values that a warp asks for at once, and bytes behind a
 /// row of x in shared memory.
-const CODE_CORES: [(usize, usize); 8] = [
-    (2, 80),
-    (4, 64),
-    (4, 64),
-    (4, 64),
-    (8, 32),
-    (4, 32),
-    (4, 32),
-    (4, 32),
-];
+const CODE_CORES: [(usize, usize); 5] = [(2, 80), (4, 64), (4, 64), (8, 32), (4, 32)];
+
+/// Which of them takes a format, as `CodeFormat` of `kernels/codes.cuh` numbers those.
+const CODE_KERNELS: [usize; 8] = [0, 1, 2, 2, 3, 4, 4, 4];
 
 /// The first ternary format.
-const TERNARY: usize = 4;
+pub(super) const TERNARY: usize = 4;
 
 /// The kernels for GGUF blocks with 8 rows of weights for a block, and then with 24.
 static SMALL: Module = Module::new(
@@ -100,7 +91,7 @@ const UNIT: usize = 16;
 const GROUP: usize = 128;
 
 /// Matrices of one launch.
-const MOST_WEIGHTS: usize = 3;
+pub(super) const MOST_WEIGHTS: usize = 3;
 
 /// Inputs up to which a row is short, and rows from which on there are many.
 const SHORT: usize = 2048;
@@ -123,10 +114,11 @@ impl FewBlocks {
         }
     }
 
-    fn code_core(&self, kernel: usize) -> Core {
+    fn code_core(&self, format: usize) -> Core {
+        let kernel = CODE_KERNELS[format];
         let (tile, padding) = CODE_CORES[kernel];
         let steps = self.at.k.div_ceil(GROUP);
-        let row = if kernel >= TERNARY {
+        let row = if format >= TERNARY {
             // Bytes, the values they are made from, and what they are multiplied by.
             steps * GROUP + padding + 4 * self.at.k + 16
         } else {
@@ -197,7 +189,9 @@ impl FewBlocks {
         let at = &self.at;
         let norm = at.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let gates = at.activation == Activation::SwiGlu;
+        let matrices = || self.weights.iter().map(AsRef::as_ref);
         at.m <= FEW
+            && !super::tiles::takes(launcher.gpu, matrices(), at)
             && norm.iter().chain([&at.x]).all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
             && self
@@ -262,20 +256,7 @@ unsafe fn launch_run(
         base => base + (elements * size) as u64,
     };
     let mut params = Gemv::new(at.k, rows, at.activation);
-    let mut first = 0;
-    for (matrix, weight) in params.weights.iter_mut().zip(run) {
-        *matrix = Matrix {
-            data: weight.address(),
-            first: first as u32,
-            ..Matrix::ABSENT
-        };
-        if let Some(codes) = weight.codes() {
-            matrix.second = codes.scales;
-            // Scales of 2 bytes in front of the zero points, if there are any.
-            matrix.border = (codes.zeros.saturating_sub(codes.scales) / 2) as u32;
-        }
-        first += weight.rows();
-    }
+    matrices(&mut params, run);
     if let Some(norm) = at.norm {
         params.prologue.set_norm(norm);
     }
@@ -307,4 +288,23 @@ unsafe fn launch_run(
         unsafe { launch(launcher, module, &core, bytes, params)? };
     }
     Ok(())
+}
+
+/// Sets the matrices, which are of one format.
+pub(super) fn matrices(params: &mut Gemv, run: &[Arc<BlockMatrix>]) {
+    let mut first = 0;
+    for (matrix, weight) in params.weights.iter_mut().zip(run) {
+        *matrix = Matrix {
+            data: weight.address(),
+            first: first as u32,
+            ..Matrix::ABSENT
+        };
+        if let Some(codes) = weight.codes() {
+            params.kind = codes.groups as i32;
+            matrix.second = codes.scales;
+            // Scales of 2 bytes in front of the zero points, if there are any.
+            matrix.border = (codes.zeros.saturating_sub(codes.scales) / 2) as u32;
+        }
+        first += weight.rows();
+    }
 }

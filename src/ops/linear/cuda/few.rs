@@ -349,6 +349,6 @@ fn params(at: &FewRows) -> Gemv {
     params.epilogue.stride = at.stride as u64;
     params.epilogue.dtype = dtype_index(at.x_dtype) as i32;
     params.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
-    params.weight_dtype = dtype_index(at.w_dtype) as i32;
+    params.kind = dtype_index(at.w_dtype) as i32;
     params
 }

@@ -102,7 +102,8 @@ pub(crate) struct Gemv {
     pub rows: u32,
     pub width: u32,
     pub split: u32,
-    pub weight_dtype: i32,
+    /// The dtype of dense weights; of codes how many scales each 128 values of a row have.
+    pub kind: i32,
 }
 
 impl Gemv {
@@ -120,7 +121,7 @@ impl Gemv {
             rows: rows as u32,
             width: activation.outputs(rows) as u32,
             split: 1,
-            weight_dtype: 0,
+            kind: 0,
         }
     }
 }

@@ -10,6 +10,7 @@ mod parts;
 mod quantized;
 #[cfg(test)]
 mod tests;
+mod tiles;
 
 pub(crate) use few::{FEW, FewRows};
 pub(crate) use gemv::{Gemv, NormAt, NormKind};
@@ -17,13 +18,14 @@ pub(crate) use parts::{Few, ProductAt, few};
 
 use super::Weight;
 use super::launch::LinearOp;
-use crate::cuda::{Address, Launcher, Scratch, address, alloc};
+use crate::cuda::{Address, Gpu, Launcher, Scratch, address, alloc};
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Shape};
 use held::Held;
 use many::{ManyRows, many_rows};
 use quantized::many_blocks;
+use tiles::tiles;
 
 pub(crate) use quantized::dense_weights;
 
@@ -71,6 +73,7 @@ pub(super) fn forward(
         let path = op.path();
         match Few::new(&launcher, &held.weights, &at) {
             Ok(Some(few)) => format!("cuda few rows {path}, {}", few.path(launcher.gpu)),
+            _ if takes_tiles(launcher.gpu, &held.weights, &at) => format!("cuda tiles {path}"),
             _ if m > few::FEW => format!("cuda many rows {path}"),
             _ => format!("cuda many rows {path}: no kernel for few rows takes it"),
         }
@@ -78,8 +81,18 @@ pub(super) fn forward(
     Ok((out, Shape::from(dims)))
 }
 
-/// Launches a product of any number of rows, by the kernels for few rows if they take it, else by
-/// the library. `dense` is where weights in blocks lie as [`dense_weights`] leaves them, if they do.
+/// Whether all weights are codes for which there is a kernel of so many rows.
+fn takes_tiles(gpu: &Gpu, weights: &[Weight], at: &ProductAt) -> bool {
+    let blocks = weights.iter().map(|w| match w {
+        Weight::Blocks(w) => Some(w.as_ref()),
+        _ => None,
+    });
+    let blocks: Option<Vec<_>> = blocks.collect();
+    blocks.is_some_and(|blocks| tiles::takes(gpu, blocks, at))
+}
+
+/// Launches a product of any number of rows, by the kernels for few rows if they take it, by those for
+/// tens of rows of codes, else by the library. `dense` is where weights in blocks lie as [`dense_weights`] leaves them, if they do.
 ///
 /// # Errors
 /// If the weights are not on the GPU, or memory is short.
@@ -98,6 +111,8 @@ pub(crate) unsafe fn product(
     unsafe {
         if let Some(product) = Few::new(launcher, weights, at)? {
             few(launcher, &product)
+        } else if dense.is_none() && takes_tiles(launcher.gpu, weights, at) {
+            tiles(launcher, scratch, weights, at)
         } else if weights.iter().any(Weight::is_quantized) {
             many_blocks(launcher, scratch, weights, dense, at)
         } else {
