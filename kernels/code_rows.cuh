@@ -183,22 +183,30 @@ struct ByteRows {
   }
 };
 
-// A row of weights and the matrix that has it.
+// A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
 struct CodeRow {
-  const Matrix* matrix;
-  uint32_t row;
+  const char* codes;
+  uint32_t row, which;
 
+  template <class Format> static __device__ __forceinline__ CodeRow of(const Gemv& p, uint32_t row, uint32_t t) {
+    const uint32_t which = (row >= p.weights[1].first) + (row >= p.weights[2].first);
+    row -= p.weights[which].first;
+    const char* codes = static_cast<const char*>(p.weights[which].data);
+    return {codes + Format::begin(row, p.k) + Format::BYTES * t, row, which};
+  }
   __device__ __forceinline__ uint64_t place(uint32_t step, uint32_t k) const { return place_of(row, step, steps_of(k)); }
 };
 
-// Groups of a step: one, up to four as the kernel's parameters say, or a scale for each row.
+// Groups of a step: one without a zero point, up to four as the kernel's parameters say, or a scale for
+// each row.
 constexpr int ONE_GROUP = 1, SOME_GROUPS = 4, ROW_SCALES = 0;
 
 // What a lane has of a row and a tile of steps besides codes: lane t has the f16 scales, and the zero
 // points, of steps t, 4 + t and so on; or the scale of the row.
 template <int GROUPS, int STEPS> struct TileScales {
   static constexpr int LOADS = (STEPS + 3) / 4, WORDS = GROUPS == SOME_GROUPS ? 2 : 1;
-  uint32_t by[LOADS][WORDS], zeros[LOADS];
+  static constexpr bool ZEROS = GROUPS == SOME_GROUPS;
+  uint32_t by[LOADS][WORDS], zeros[ZEROS ? LOADS : 1];
 
   // How many groups there are, and whether 32 values end one that began `e` times 32 values before.
   static __device__ __forceinline__ uint32_t groups(const Gemv& p) { return GROUPS == ONE_GROUP ? 1 : p.groups; }
@@ -207,15 +215,15 @@ template <int GROUPS, int STEPS> struct TileScales {
 
   // `border` of a matrix with zero points is how many scales lie in front of them.
   __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
-    const char* scales = static_cast<const char*>(row.matrix->second);
-    const uint32_t border = row.matrix->border, count = groups(p);
+    const char* scales = static_cast<const char*>(p.weights[row.which].second);
+    const uint32_t border = ZEROS ? p.weights[row.which].border : 0, count = groups(p);
 #pragma unroll
     for (int l = 0; l < LOADS; ++l) {
       const uint32_t s = step + 4 * l + t;
       if (s >= end || 4 * l + t >= STEPS) continue;
       const uint64_t first = row.place(s, p.k) * count;
       const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(border) + first;
-      zeros[l] = 0x08080808u;
+      if constexpr (ZEROS) zeros[l] = 0x08080808u;
       if (count == 1) {
         by[l][0] = load_u16(at);
         if (border > 0) zeros[l] = load_u8(zero);
@@ -239,6 +247,7 @@ template <int GROUPS, int STEPS> struct TileScales {
   }
   // Its zero point, and 128 more, as two bf16.
   __device__ __forceinline__ uint32_t zero(const Gemv& p, int s, int e) const {
+    if constexpr (!ZEROS) return 0x43084308u;
     const uint32_t bytes = __shfl_sync(FULL, zeros[s / 4], s % 4, 4);
     return 0x43004300u + 0x00010001u * (bytes >> (8 * (e * groups(p) / 4)) & 255);
   }
@@ -249,8 +258,8 @@ template <int STEPS> struct TileScales<ROW_SCALES, STEPS> {
   static __device__ __forceinline__ bool begins(const Gemv&, int e) { return e == 0; }
   static __device__ __forceinline__ bool ends(const Gemv&, int e) { return e == 3; }
 
-  __device__ __forceinline__ void ask(const Gemv&, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
-    by = load_u32(static_cast<const char*>(row.matrix->second) + 4 * uint64_t(row.row));
+  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
+    by = load_u32(static_cast<const char*>(p.weights[row.which].second) + 4 * uint64_t(row.row));
   }
   __device__ __forceinline__ float scale(const Gemv&, int, int) const { return __uint_as_float(by); }
   __device__ __forceinline__ uint32_t zero(const Gemv&, int, int) const { return 0; }
@@ -266,13 +275,14 @@ struct Int8Rows {
     uint4 words[2];
   };
 
-  static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
-    const char* codes = static_cast<const char*>(row.matrix->data) + uint64_t(row.row) * Int8::pitch(k);
+  static constexpr uint32_t BYTES = 16;  // of a lane side by side
+  static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) { return uint64_t(row) * Int8::pitch(k); }
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t k, uint32_t step, uint32_t t) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const uint32_t at = step * STEP + 64 * q + 16 * t;
+      const uint32_t at = step * STEP + 64 * q;
       piece.words[q] = make_uint4(0, 0, 0, 0);
-      if (at < k) piece.words[q] = load_once(codes + at);
+      if (at + BYTES * t < k) piece.words[q] = load_once(codes + at);
     }
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 64 * (e / 2) + 16 * t + 8 * (e % 2); }
@@ -310,9 +320,12 @@ template <int GROUPS_> struct Int4Rows {
     uint32_t words[4];
   };
 
-  static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
-    const char* codes = static_cast<const char*>(row.matrix->data);
-    const uint4 v = load_once(codes + (row.place(step, k) * QUARTERS + t) * 16);
+  static constexpr uint32_t BYTES = 16;
+  static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
+    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+  }
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
+    const uint4 v = load_once(codes + step * (OCTET * QUARTERS * BYTES));
     piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
@@ -351,9 +364,12 @@ template <int GROUPS_> struct TernaryRows {
     uint32_t words[2];
   };
 
-  static __device__ __forceinline__ void load(Piece& piece, const CodeRow& row, uint32_t k, uint32_t step, uint32_t t) {
-    const char* codes = static_cast<const char*>(row.matrix->data);
-    const uint2 v = load_u64(codes + (row.place(step, k) * QUARTERS + t) * 8);
+  static constexpr uint32_t BYTES = 8;
+  static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
+    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+  }
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
+    const uint2 v = load_u64(codes + step * (OCTET * QUARTERS * BYTES));
     piece.words[0] = v.x, piece.words[1] = v.y;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
@@ -388,11 +404,7 @@ template <class Format> struct CodeRows : SixteenRows {
 
     template <class Find> __device__ void enter(const Gemv& p, Find find) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint32_t r = find(group() + 8 * i);
-        const Matrix& matrix = matrix_of(p, r);
-        row[i] = {&matrix, r};
-      }
+      for (int i = 0; i < 2; ++i) row[i] = CodeRow::of<Format>(p, find(group() + 8 * i), member());
     }
   };
 
@@ -417,7 +429,7 @@ template <class Format> struct CodeRows : SixteenRows {
       for (int s = 0; s < STEPS; ++s) {
         if (step + s >= end) break;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i], p.k, step + s, member());
+        for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i].codes, p.k, step + s, member());
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) scales[i].ask(p, from.row[i], step, end, member());

@@ -73,12 +73,10 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
     if (unit >= units) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t r = weight_row(unit, lane() / 4 + 8 * i);
-      const Matrix& matrix = matrix_of(p, r);
-      const CodeRow row = {&matrix, r};
+      const CodeRow row = CodeRow::of<Format>(p, weight_row(unit, lane() / 4 + 8 * i), lane() % 4);
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
-        if (step + d < steps) Format::load(w.pieces[d][i], row, p.k, step + d, lane() % 4);
+        if (step + d < steps) Format::load(w.pieces[d][i], row.codes, p.k, step + d, lane() % 4);
       }
       w.scales[i].ask(p, row, step, steps, lane() % 4);
     }

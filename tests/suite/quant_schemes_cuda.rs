@@ -66,10 +66,11 @@ pub fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         } => 1,
         _ => groups,
     };
-    let range = match scheme {
-        Scheme::Int8 => -127..=127,
-        Scheme::Int4 { .. } => 0..=15,
-        Scheme::Ternary { .. } => -1..=1,
+    // And what brings a code to about 0.05: products of gates are to fit f16.
+    let (range, by) = match scheme {
+        Scheme::Int8 => (-127..=127, 7e-4),
+        Scheme::Int4 { .. } => (0..=15, 1e-2),
+        Scheme::Ternary { .. } => (-1..=1, 6e-2),
     };
     let has_zeros = matches!(
         scheme,
@@ -86,7 +87,7 @@ pub fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
             .map(|_| rng.random_range(range.clone()))
             .collect(),
         scales: (0..scales)
-            .map(|_| f16::from_f32(rng.random_range(0.001f32..0.02)).to_f32())
+            .map(|_| f16::from_f32(by * rng.random_range(0.5f32..1.5)).to_f32())
             .collect(),
         zeros: match has_zeros {
             true => (0..groups).map(|_| rng.random_range(0..=15)).collect(),

@@ -107,15 +107,15 @@ pub(crate) struct FewBlocks {
 
 impl FewBlocks {
     fn core(&self, weight: &BlockMatrix) -> (&'static Module, Core) {
-        let kernel = weight.format_index();
         match weight.codes() {
-            None => (&MODULE, self.block_core(kernel)),
-            Some(_) => (&CODES, self.code_core(kernel)),
+            None => (&MODULE, self.block_core(weight.format_index())),
+            Some(_) => (&CODES, self.code_core(weight)),
         }
     }
 
-    fn code_core(&self, format: usize) -> Core {
-        let kernel = CODE_KERNELS[format];
+    fn code_core(&self, weight: &BlockMatrix) -> Core {
+        let format = weight.format_index();
+        let kernel = code_kernel(weight);
         let (tile, padding) = CODE_CORES[kernel];
         let steps = self.at.k.div_ceil(GROUP);
         let row = if format >= TERNARY {
@@ -288,6 +288,12 @@ unsafe fn launch_run(
         unsafe { launch(launcher, module, &core, bytes, params)? };
     }
     Ok(())
+}
+
+/// Which of the kernels for codes takes a matrix: those for one group know no zero points.
+pub(super) fn code_kernel(weight: &BlockMatrix) -> usize {
+    let has_zeros = weight.codes().is_some_and(|codes| codes.zeros != 0);
+    CODE_KERNELS[weight.format_index()] + usize::from(has_zeros && weight.format_index() == 1)
 }
 
 /// Sets the matrices, which are of one format.

@@ -1,6 +1,6 @@
 //! Some tens of rows of x and weights in INT8 or INT4 codes: tensor cores on the codes as they are.
 
-use super::blocks::{MOST_WEIGHTS, TERNARY, matrices};
+use super::blocks::{MOST_WEIGHTS, TERNARY, code_kernel, matrices};
 use super::gemv::Gemv;
 use super::parts::ProductAt;
 use super::quantized::narrowed;
@@ -72,11 +72,8 @@ struct Plan {
 
 /// Which kernel of the module, less the shape, and of [`PADDING`], takes the weight.
 fn kernel_of(weight: &BlockMatrix) -> (usize, usize) {
-    match weight.format_index() {
-        0 => (0, 0),
-        1 => (2, 1),
-        _ => (4, 1),
-    }
+    let kernel = code_kernel(weight);
+    (2 * kernel, kernel.min(1))
 }
 
 /// Whether the kernels take all of the weights. Inputs of f32 that are few keep their precision
