@@ -1,11 +1,12 @@
-//! Matrix products over GGUF blocks.
+//! Matrix products over GGUF blocks and over INT8, INT4 and ternary codes.
 
 pub use super::linear::reference;
 use super::linear::{Epilogue, Prologue, Weight, launch};
 use candle_core::{Result, Tensor};
 
 /// `y = act(prologue(x) Wᵀ + bias) + residuals` with W in GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1,
-/// Q8_0, Q4_K, Q5_K, Q6_K); on the CPU activations are quantized to int8 in blocks of 32.
+/// Q8_0, Q4_K, Q5_K, Q6_K) or in the codes of a [`Scheme`](crate::quant::Scheme); on the CPU activations
+/// are quantized to int8 in blocks of 32.
 ///
 /// * `x`: `[.., K]`, f32, f16 or bf16, any layout
 /// * `weights`: one or more matrices `[N_i, K]`, whose outputs stand side by side; dense ones may be
@@ -21,6 +22,14 @@ use candle_core::{Result, Tensor};
 /// On CUDA, up to 8 rows of x are taken as two bf16 parts each, 16 bits in all, and multiplied with
 /// the codes in f32 (2^-17 of each input); more rows and the weights are rounded to bf16 (to f16
 /// where x is f16 or the GPU has no bf16) for one product with sums in f32.
+///
+/// INT8 and INT4 codes are multiplied on CUDA as the whole numbers they are, with sums of a group in
+/// f32 before its scale. Up to 8 rows of x lose nothing if they are bf16, and keep 16 bits otherwise;
+/// from there on up to 128 rows of bf16 or f32 are rounded to bf16 (after the idea of Marlin, Frantar
+/// et al. 2024: codes go from memory to the tensor cores' registers); what has more rows, or is f16, takes
+/// the way of GGUF blocks. Ternary codes meet up to 64 rows of x in int8, rounded to whole numbers of
+/// each row's largest magnitude over 127 (W2A8, as BitNet b1.58, Ma et al. 2024): half a step of that for
+/// each input.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.

@@ -97,7 +97,11 @@ pub(super) const MOST_WEIGHTS: usize = 3;
 const SHORT: usize = 2048;
 const MANY: usize = 16 << 10;
 
-/// A product of up to [`FEW`] rows with weights in blocks.
+/// Rows of x up to which reading ternary weights again for every few of them costs less than making
+/// them dense.
+const MOST_TERNARY: usize = 64;
+
+/// A product of few rows with quantized weights.
 #[derive(Clone, Debug)]
 pub(crate) struct FewBlocks {
     /// Matrices of k columns, side by side in the output.
@@ -183,6 +187,15 @@ impl FewBlocks {
             .map(|(kernel, blocks, ..)| (kernel, Grid::line(blocks as u32, 32 * groups as u32)))
     }
 
+    /// Rows of x that are few.
+    fn most_rows(&self) -> usize {
+        let is_ternary = |w: &Arc<BlockMatrix>| w.codes().is_some() && w.format_index() >= TERNARY;
+        match self.weights.iter().all(is_ternary) {
+            true => MOST_TERNARY,
+            false => FEW,
+        }
+    }
+
     /// Whether one launch can gate, the 8-byte accesses fit x and the norm, and the GPU has the
     /// shared memory that one row of x takes.
     pub fn fits(&self, launcher: &Launcher) -> bool {
@@ -190,7 +203,7 @@ impl FewBlocks {
         let norm = at.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let gates = at.activation == Activation::SwiGlu;
         let matrices = || self.weights.iter().map(AsRef::as_ref);
-        at.m <= FEW
+        at.m <= self.most_rows()
             && !super::tiles::takes(launcher.gpu, matrices(), at)
             && norm.iter().chain([&at.x]).all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
@@ -218,12 +231,13 @@ pub(super) unsafe fn few_blocks(launcher: &Launcher, product: &FewBlocks) -> Res
     if !product.fits(launcher) || (at.out_dtype != at.x_dtype && at.out_dtype != DType::F32) {
         bail!(
             "{OP}: {} rows of {} inputs in {:?} to {:?} are not what the kernel for few rows takes: \
-             at most {FEW}, aligned to 16 bytes, of what {} bytes of shared memory hold, and outputs \
+             at most {}, aligned to 16 bytes, of what {} bytes of shared memory hold, and outputs \
              of x's dtype or f32",
             at.m,
             at.k,
             at.x_dtype,
             at.out_dtype,
+            product.most_rows(),
             launcher.gpu.shared
         );
     }

@@ -5,6 +5,7 @@ use super::gemm::{self, Gemm};
 use super::gemv::NormKind;
 use super::many::{ManyRows, Rows, finish, normalised};
 use super::parts::ProductAt;
+use super::tiles;
 use crate::cuda::{
     Address, Launcher, Narrow, Scratch, address_of, dequantize, narrow, product_dtype,
 };
@@ -132,7 +133,8 @@ pub(super) unsafe fn narrowed(
 }
 
 /// The weights of each of `groups` as the library takes them, under one another at the address that
-/// stands for the group; no addresses if none of them has blocks, or one has none.
+/// stands for the group; no addresses if one of them has no blocks, or all are codes of which `rows` of
+/// x are better taken as they are.
 ///
 /// # Errors
 /// If the device's memory does not suffice.
@@ -143,6 +145,7 @@ pub(crate) unsafe fn dense_weights(
     launcher: &Launcher,
     scratch: &mut Scratch,
     groups: &[&[Weight]],
+    rows: usize,
     x_dtype: DType,
 ) -> Result<Option<Vec<Address>>> {
     let mut blocks = Vec::new();
@@ -151,6 +154,9 @@ pub(crate) unsafe fn dense_weights(
             Weight::Blocks(w) => blocks.push(w.as_ref()),
             _ => return Ok(None),
         }
+    }
+    if rows <= tiles::MOST && blocks.iter().all(|w| w.codes().is_some()) {
+        return Ok(None);
     }
     let dtype = product_dtype(launcher.gpu, x_dtype);
     let count = |weights: &[Weight]| weights.iter().map(|w| w.rows() * w.cols()).sum::<usize>();

@@ -32,8 +32,8 @@ const SHAPES: [(usize, usize, [usize; 2]); 2] = [(16, 16, [1, 2]), (64, 8, [1, 1
 /// Bytes behind a row of x in shared memory, for the same two.
 const PADDING: [usize; 2] = [80, 64];
 
-/// Rows of x from which on the weights had better become dense for the library.
-const MOST: usize = 128;
+/// Rows of x past which the weights had better become dense for the library.
+pub(super) const MOST: usize = 128;
 
 /// Rows of x that the kernels for few rows take in one launch.
 const FEW_AT_ONCE: usize = 4;
