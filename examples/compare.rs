@@ -117,6 +117,10 @@ fn run() -> Result<()> {
             &SourceOptions::from_env(),
         )?,
     };
+    let located = match args.model.mmap {
+        true => located.mapped()?,
+        false => located,
+    };
     let device = args.model.device()?;
     if let Some(file) = &args.golden {
         return check(&args, &located, &device, file);
@@ -127,6 +131,7 @@ fn run() -> Result<()> {
         let measurement = Measurement {
             name: &located.name,
             dtype: args.model.dtype,
+            quantize: &args.model.quantize,
             device: &device,
             prompt: &prompt,
             sample_len: args.sample_len,
@@ -139,6 +144,7 @@ fn run() -> Result<()> {
     let comparison = Comparison {
         located: &located,
         dtype: args.model.dtype,
+        quantize: &args.model.quantize,
         device: &device,
         fusion,
         prompt: &prompt,
@@ -171,7 +177,8 @@ fn check(args: &Args, located: &Located, device: &Device, file: &Path) -> Result
         weights::Weights::Gguf { .. } => args.model.dtype,
         weights => Some(weights.dtype(args.model.dtype)?),
     };
-    let tolerance = match (args.tol, dtype) {
+    let quantized = weights.quantized()?.is_some() || args.model.quantize.recipe().is_some();
+    let tolerance = match (args.tol, dtype.filter(|_| !quantized)) {
         (Some(tolerance), _) => tolerance,
         (None, Some(DType::F32)) => 1e-4,
         (None, Some(DType::F16)) => 1e-2,
@@ -181,7 +188,9 @@ fn check(args: &Args, located: &Located, device: &Device, file: &Path) -> Result
     gpu::tune(device, true)?;
     let stored = weights.stored_as();
     let fusion = args.model.fusion.unwrap_or_default();
-    let mut model = fused::load(weights, args.model.dtype, device, fusion)?;
+    let recipe = args.model.quantize.recipe();
+    let dtype_asked = args.model.dtype;
+    let mut model = fused::load(weights, dtype_asked, device, fusion, recipe.as_ref())?;
     let report = golden.check(model.as_mut(), tolerance)?;
     let text = format!(
         "{} on {}, {}, against {}\n\n{report}",

@@ -459,9 +459,9 @@ template <class Format> struct CodeRows : SixteenRows {
             }
           } else {
             const float by[2] = {scales[0].scale(p, s, e), scales[1].scale(p, s, e)};
-#pragma unroll
-            for (int m = 0; m < MAX_M; ++m) {
-              if (m >= p.m) break;
+            // Short code before fast code: unrolled it takes minutes to compile.
+#pragma unroll 1
+            for (uint32_t m = 0; m < p.m; ++m) {
 #pragma unroll
               for (int i = 0; i < 2; ++i)
                 sums.parts[i][m] = fmaf(by[i], Format::dot(pieces[s][i], e, zeros[i], x, m, value), sums.parts[i][m]);

@@ -71,7 +71,7 @@ switches! {
         layer_norm_linear,
         /// Dense matrix products run as [`crate::ops::linear`](fn@crate::ops::linear).
         linear,
-        /// GGUF matrix products run as [`crate::ops::quant_linear`](fn@crate::ops::quant_linear).
+        /// Matrix products with quantized weights run as [`crate::ops::quant_linear`](fn@crate::ops::quant_linear).
         quant_linear,
         /// `silu(gate) * up` runs in the epilogue of the gate and up projection.
         swiglu,

@@ -41,6 +41,14 @@ pub fn run(defaults: &Defaults) -> Result<()> {
         args.json.is_none() || args.compare,
         "--json writes what --compare finds; add --compare"
     );
+    ensure!(
+        !args.stock || !args.model.mmap,
+        "--stock runs plain candle, which copies what it reads; leave --mmap away"
+    );
+    ensure!(
+        !args.stock || args.model.quantize.recipe().is_none(),
+        "--stock runs plain candle, which has no such formats; leave --quantize away"
+    );
     let json = args
         .json
         .as_deref()
@@ -56,6 +64,10 @@ pub fn run(defaults: &Defaults) -> Result<()> {
             ..SourceOptions::from_env()
         },
     )?;
+    let located = match args.model.mmap {
+        true => located.mapped()?,
+        false => located,
+    };
     let _trace = trace_file::begin(args.tracing)?;
     let device = args.model.device()?;
 
@@ -69,7 +81,10 @@ pub fn run(defaults: &Defaults) -> Result<()> {
     report::say(format_args!(
         "{} ({}, {})",
         located.name,
-        weights.stored_as(),
+        args.model
+            .quantize
+            .describe()
+            .unwrap_or_else(|| weights.stored_as()),
         located.origin
     ));
     let model = load(&args, weights, &device)?;
@@ -104,6 +119,7 @@ fn load(args: &Args, weights: Weights, device: &Device) -> Result<Box<dyn TextMo
         dtype,
         device,
         args.model.fusion.unwrap_or_default(),
+        args.model.quantize.recipe().as_ref(),
     )
 }
 
@@ -141,6 +157,7 @@ fn compare(
     let comparison = Comparison {
         located,
         dtype: args.model.dtype,
+        quantize: &args.model.quantize,
         device,
         fusion: args.model.fusion.unwrap_or_default(),
         prompt,

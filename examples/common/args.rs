@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use super::gpu;
+use super::quantize::QuantizeArgs;
 use super::report::one_line;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
@@ -89,6 +90,11 @@ pub struct ModelArgs {
     #[arg(long, value_parser = dtype)]
     pub dtype: Option<DType>,
 
+    /// Leave the blocks of a GGUF file in memory that the file is mapped to, instead of repacking
+    /// them: starts at once and needs less memory, but generates more slowly. On the CPU only.
+    #[arg(long, conflicts_with_all = ["dtype", "quantize"])]
+    pub mmap: bool,
+
     /// The fused ops to use: names joined by commas, `all` or `none` [default: all].
     #[arg(long, value_name = "LIST", value_parser = fusion)]
     pub fusion: Option<Fusion>,
@@ -100,6 +106,9 @@ pub struct ModelArgs {
     /// CPU threads [default: all that this process may use].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = threads)]
     pub threads: Option<usize>,
+
+    #[command(flatten)]
+    pub quantize: QuantizeArgs,
 }
 
 /// How the next token is chosen, and how many.

@@ -3,6 +3,7 @@
 use super::args;
 use super::comparison::{CompareReport, JsonFile, LayerError, Probe, Round, Side, Speedup, median};
 use super::generate::TextModel;
+use super::quantize::QuantizeArgs;
 use super::source::Located;
 use super::{fused, gpu, report, stock, weights};
 use anyhow::{Context, Result, bail, ensure};
@@ -30,6 +31,8 @@ pub enum Form {
 pub struct Comparison<'a> {
     pub located: &'a Located,
     pub dtype: Option<DType>,
+    /// How the fused side is quantized.
+    pub quantize: &'a QuantizeArgs,
     pub device: &'a Device,
     pub fusion: Fusion,
     pub prompt: &'a [u32],
@@ -141,15 +144,22 @@ impl Comparison<'_> {
         let started = Instant::now();
         let model = match form {
             Form::Stock | Form::Settings => stock::load(weights, self.dtype, &device)?,
-            Form::Fused(fusion) => fused::load(weights, self.dtype, &device, fusion)?,
+            Form::Fused(fusion) => {
+                let recipe = self.quantize.recipe();
+                fused::load(weights, self.dtype, &device, fusion, recipe.as_ref())?
+            }
         };
         Ok((model, started.elapsed()))
     }
 
     fn dtype_name(&self) -> Result<String> {
-        Ok(match self.dtype {
+        let stored = match self.dtype {
             Some(dtype) => dtype.as_str().to_owned(),
             None => weights::open(&self.located.files)?.stored_as(),
+        };
+        Ok(match self.quantize.describe() {
+            Some(quantized) => format!("{stored} against {quantized}"),
+            None => stored,
         })
     }
 

@@ -3,26 +3,30 @@
 use std::io::{Read, Seek};
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use candle_fused::Fusion;
+use candle_fused::cpu::packed::SharedBytes;
 use candle_fused::generation::{Generation, Options};
 use candle_fused::models::llama::{self, Cache, Llama};
 use candle_fused::models::{self, CausalLm, GgufModel, gpt_neox, qwen2, qwen3};
+use candle_fused::quant::{QuantizedFile, Recipe};
 
 use super::architecture::{Architecture, Config};
 use super::generate::TextModel;
+use super::progress::Watched;
 use super::weights::{Bytes, Checkpoint, Weights, damaged};
 
 /// Loads weights into the fused model, with the fusions that are on in `fusion`; [`Fusion::none`] is
 /// the same model in candle's own operations. A `dtype` turns the blocks of a GGUF file into dense
-/// weights.
+/// weights, and so does a `recipe`, by which they are quantized.
 pub fn load(
     weights: Weights,
     dtype: Option<DType>,
     device: &Device,
     fusion: Fusion,
+    recipe: Option<&Recipe>,
 ) -> Result<Box<dyn TextModel>> {
     let architecture = weights.architecture()?;
     let place = |bytes| Place {
@@ -30,15 +34,31 @@ pub fn load(
         plain: fusion == Fusion::none(),
         bytes,
     };
+    if let Some(file) = weights.quantized()? {
+        ensure!(
+            recipe.is_none(),
+            "the model is quantized already; leave --quantize away"
+        );
+        let dtype = weights.dtype(dtype)?;
+        let config = weights.config()?;
+        return in_place((&file, dtype), &config, place(None), fusion);
+    }
     match weights {
         Weights::Gguf {
             path,
             content,
-            mut reader,
+            reader,
+            map,
             ..
-        } if dtype.is_none() => {
-            let place = place(Arc::new(Bytes::of_gguf(&content)));
-            let file = (content, &mut reader);
+        } if dtype.is_none() && recipe.is_none() => {
+            ensure!(
+                map.is_none() || device.is_cpu(),
+                "--mmap leaves weights where the CPU reads them; add --cpu"
+            );
+            let bytes = Bytes::of_gguf(&content);
+            let reader = Watched::new(reader, "loading weights", bytes.all());
+            let place = place(Some(Arc::new(bytes)));
+            let file = (content, reader, map);
             match architecture {
                 Architecture::Llama => blocks::<llama::Config>(file, place, fusion),
                 Architecture::Qwen2 => blocks::<qwen2::Config>(file, place, fusion),
@@ -49,19 +69,27 @@ pub fn load(
         }
         weights => {
             let checkpoint = weights.checkpoint(dtype, device)?;
-            let place = place(Arc::clone(&checkpoint.bytes));
-            dense(checkpoint, place, fusion)
-                .context("the weights do not fit the configuration; fetch both again")
+            match recipe {
+                Some(recipe) => quantized(checkpoint, place(None), fusion, recipe),
+                None => {
+                    let place = place(Some(Arc::clone(&checkpoint.bytes)));
+                    dense(checkpoint, place, fusion)
+                        .context("the weights do not fit the configuration; fetch both again")
+                }
+            }
         }
     }
 }
 
 fn blocks<C: models::Architecture + 'static>(
-    (content, reader): (Content, &mut (impl Read + Seek)),
+    (content, mut reader, map): (Content, impl Read + Seek, Option<SharedBytes>),
     place: Place,
     fusion: Fusion,
 ) -> Result<Box<dyn TextModel>> {
-    let model = GgufModel::<C>::from_gguf_fused(content, reader, &place.device, fusion)?;
+    let model = match map {
+        Some(map) => GgufModel::<C>::from_gguf_in_place(content, map, fusion)?,
+        None => GgufModel::from_gguf_fused(content, &mut reader, &place.device, fusion)?,
+    };
     Ok(Box::new(Placed { model, place }))
 }
 
@@ -71,12 +99,8 @@ fn dense(checkpoint: Checkpoint, place: Place, fusion: Fusion) -> Result<Box<dyn
     } = checkpoint;
     Ok(match config {
         Config::Llama(config) => {
-            let model = LlamaWithCache {
-                llama: Llama::load_fused(vb, &config, fusion)?,
-                cache: Cache::new(true, dtype, &config, &place.device)?,
-                config,
-            };
-            Box::new(Placed { model, place })
+            let llama = Llama::load_fused(vb, &config, fusion)?;
+            llama_with_cache(llama, config, dtype, place)?
         }
         Config::Qwen2(config) => {
             let model = CausalLm::new_fused(&config, vb, fusion)?;
@@ -91,6 +115,78 @@ fn dense(checkpoint: Checkpoint, place: Place, fusion: Fusion) -> Result<Box<dyn
             Box::new(Placed { model, place })
         }
     })
+}
+
+/// Dense weights, quantized as they are read.
+fn quantized(
+    checkpoint: Checkpoint,
+    place: Place,
+    fusion: Fusion,
+    recipe: &Recipe,
+) -> Result<Box<dyn TextModel>> {
+    let Checkpoint {
+        config, vb, dtype, ..
+    } = checkpoint;
+    Ok(match config {
+        Config::Llama(config) => {
+            let llama = Llama::load_quantized(vb, &config, recipe, fusion)?;
+            llama_with_cache(llama, config, dtype, place)?
+        }
+        Config::Qwen2(config) => {
+            let model = CausalLm::new_quantized(&config, vb, recipe, fusion)?;
+            Box::new(Placed { model, place })
+        }
+        Config::Qwen3(config) => {
+            let model = CausalLm::new_quantized(&config, vb, recipe, fusion)?;
+            Box::new(Placed { model, place })
+        }
+        Config::GptNeox(config) => {
+            let model = CausalLm::new_quantized(&config, vb, recipe, fusion)?;
+            Box::new(Placed { model, place })
+        }
+    })
+}
+
+/// Weights that were quantized and saved, where the file is mapped.
+fn in_place(
+    (file, dtype): (&QuantizedFile, DType),
+    config: &Config,
+    place: Place,
+    fusion: Fusion,
+) -> Result<Box<dyn TextModel>> {
+    let device = &place.device;
+    Ok(match config {
+        Config::Llama(config) => {
+            let llama = Llama::from_quantized(file, config, dtype, device, fusion)?;
+            llama_with_cache(llama, config.clone(), dtype, place)?
+        }
+        Config::Qwen2(config) => {
+            let model = CausalLm::from_quantized(config, file, dtype, device, fusion)?;
+            Box::new(Placed { model, place })
+        }
+        Config::Qwen3(config) => {
+            let model = CausalLm::from_quantized(config, file, dtype, device, fusion)?;
+            Box::new(Placed { model, place })
+        }
+        Config::GptNeox(config) => {
+            let model = CausalLm::from_quantized(config, file, dtype, device, fusion)?;
+            Box::new(Placed { model, place })
+        }
+    })
+}
+
+fn llama_with_cache(
+    llama: Llama,
+    config: llama::Config,
+    dtype: DType,
+    place: Place,
+) -> Result<Box<dyn TextModel>> {
+    let model = LlamaWithCache {
+        llama,
+        cache: Cache::new(true, dtype, &config, &place.device)?,
+        config,
+    };
+    Ok(Box::new(Placed { model, place }))
 }
 
 /// What candle-fused's models have in common.
@@ -174,7 +270,8 @@ struct Place {
     device: Device,
     /// Whether it stands for candle's own operations, which have no token loop on the device.
     plain: bool,
-    bytes: Arc<Bytes>,
+    /// Of what a step reads, if that was counted.
+    bytes: Option<Arc<Bytes>>,
 }
 
 struct Placed<M> {
@@ -221,6 +318,6 @@ impl<M: Model> TextModel for Placed<M> {
     }
 
     fn bytes_per_step(&self) -> Option<u64> {
-        Some(self.place.bytes.per_step())
+        self.place.bytes.as_ref().map(|bytes| bytes.per_step())
     }
 }

@@ -11,6 +11,7 @@ use super::comparison::{median, percentile};
 use super::generate::TextModel;
 #[cfg(feature = "cuda")]
 use super::profile;
+use super::quantize::QuantizeArgs;
 use super::weights::Weights;
 use super::{fused, gpu, report, stock};
 
@@ -21,6 +22,7 @@ const PREFILLS: usize = 6;
 pub struct Measurement<'a> {
     pub name: &'a str,
     pub dtype: Option<candle_core::DType>,
+    pub quantize: &'a QuantizeArgs,
     pub device: &'a Device,
     pub prompt: &'a [u32],
     pub sample_len: usize,
@@ -39,11 +41,16 @@ impl Measurement<'_> {
             self.sample_len
         );
         gpu::tune(self.device, fusion.is_some())?;
-        let dtype = self
-            .dtype
-            .map_or_else(|| weights.stored_as(), |d| d.as_str().to_owned());
+        let stored = || weights.stored_as();
+        let dtype = match (self.dtype, self.quantize.describe()) {
+            (_, Some(quantized)) if fusion.is_some() => quantized,
+            (dtype, _) => dtype.map_or_else(stored, |d| d.as_str().to_owned()),
+        };
         let model = match fusion {
-            Some(fusion) => fused::load(weights, self.dtype, self.device, fusion)?,
+            Some(fusion) => {
+                let recipe = self.quantize.recipe();
+                fused::load(weights, self.dtype, self.device, fusion, recipe.as_ref())?
+            }
             None => stock::load(weights, self.dtype, self.device)?,
         };
         let bytes = model.bytes_per_step();

@@ -18,6 +18,7 @@ pub mod pip;
 #[cfg(feature = "cuda")]
 pub mod profile;
 pub mod progress;
+pub mod quantize;
 pub mod report;
 pub mod session;
 pub mod shapes;

@@ -1,7 +1,8 @@
 //! Progress on standard error: a bar on a terminal, otherwise one line when a transfer begins.
 
+use std::io::{Read, Result, Seek, SeekFrom};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -65,6 +66,49 @@ impl Meter {
         if !self.announced.swap(true, Ordering::Relaxed) && self.bar.is_hidden() {
             report::say(what);
         }
+    }
+}
+
+/// A file that shows how much of it has been read, once that has taken [`PATIENCE`].
+pub struct Watched<R> {
+    inner: R,
+    meter: Meter,
+    begun: Instant,
+    done: u64,
+    total: u64,
+}
+
+/// What is done before that needs no progress shown.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+impl<R> Watched<R> {
+    /// `total` bytes are to be read, for what is called `name`.
+    pub fn new(inner: R, name: &str, total: u64) -> Self {
+        Self {
+            inner,
+            meter: Meter::new(name),
+            begun: Instant::now(),
+            done: 0,
+            total,
+        }
+    }
+}
+
+impl<R: Read> Read for Watched<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.done += read as u64;
+        if self.begun.elapsed() > PATIENCE {
+            self.meter.total(self.total);
+            self.meter.at(self.done);
+        }
+        Ok(read)
+    }
+}
+
+impl<R: Seek> Seek for Watched<R> {
+    fn seek(&mut self, to: SeekFrom) -> Result<u64> {
+        self.inner.seek(to)
     }
 }
 

@@ -21,9 +21,11 @@ pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
 pub enum ModelFiles {
     /// Weights, configuration and vocabulary in one file. `tokenizer` is a tokenizer.json beside
     /// it, for vocabularies of a kind that cannot be read from the file itself.
+    /// `mapped` leaves the weights in the file, in memory that it is mapped to.
     Gguf {
         file: PathBuf,
         tokenizer: Option<PathBuf>,
+        mapped: bool,
     },
     /// A model as transformers saves it.
     Safetensors(SafetensorsFiles),
@@ -51,6 +53,20 @@ pub struct Located {
     /// Where it came from, in words.
     pub origin: String,
     pub files: ModelFiles,
+}
+
+impl Located {
+    /// The model with the weights left in its file, as `--mmap` asks.
+    pub fn mapped(mut self) -> Result<Self> {
+        match &mut self.files {
+            ModelFiles::Gguf { mapped, .. } => *mapped = true,
+            _ => bail!(
+                "--mmap leaves the blocks of a GGUF file where they are, and {} is no such file",
+                self.name
+            ),
+        }
+        Ok(self)
+    }
 }
 
 /// Where to look, and how long to wait.
@@ -181,6 +197,7 @@ fn default_model(package: &Package, options: &SourceOptions) -> Result<Located> 
         files: ModelFiles::Gguf {
             file,
             tokenizer: None,
+            mapped: false,
         },
     };
     if let Some(file) = pip::cached(package, &options.cache) {
@@ -275,6 +292,7 @@ fn gguf_file(file: &Path) -> Result<ModelFiles> {
     Ok(ModelFiles::Gguf {
         file: file.to_owned(),
         tokenizer,
+        mapped: false,
     })
 }
 

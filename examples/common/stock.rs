@@ -57,7 +57,7 @@ impl Kind {
 pub fn load(weights: Weights, dtype: Option<DType>, device: &Device) -> Result<Box<dyn TextModel>> {
     let architecture = weights.architecture()?;
     if Kind::of(&weights)? == Kind::PlainCandle {
-        return fused::load(weights, dtype, device, Fusion::none());
+        return fused::load(weights, dtype, device, Fusion::none(), None);
     }
     let vocab = weights.vocab_size()?;
     match weights {

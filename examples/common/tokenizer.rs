@@ -153,6 +153,15 @@ impl Text {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// What a tokenizer_config.json says of special tokens and the chat template.
+    pub fn config(&self) -> Value {
+        serde_json::json!({
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "chat_template": self.template,
+        })
+    }
+
     /// The tokenizer itself.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer

@@ -7,6 +7,7 @@ use std::io::Read;
 use std::path::{Component, Path};
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_fused::quant::QuantizedFile;
 use serde_json::Value;
 
 /// Fails unless `file` begins as a GGUF file does.
@@ -60,16 +61,19 @@ pub fn safetensors(file: &Path) -> Result<()> {
         header_len <= 100_000_000 && header_len <= size - 8,
         "{shown} is damaged or cut short (its header does not fit); fetch it again"
     );
-    let mut header = vec![0u8; header_len as usize];
+    let mut header_bytes = vec![0u8; header_len as usize];
     reader
-        .read_exact(&mut header)
+        .read_exact(&mut header_bytes)
         .with_context(|| format!("cannot read {shown}"))?;
-    let header: Value = serde_json::from_slice(&header)
+    let header: Value = serde_json::from_slice(&header_bytes)
         .with_context(|| format!("{shown} is damaged (its header is no JSON); fetch it again"))?;
+    let quantized = QuantizedFile::is_quantized(&header_bytes);
     for (name, tensor) in header.as_object().into_iter().flatten() {
         let dtype = tensor["dtype"].as_str().unwrap_or_default();
         ensure!(
-            !name.ends_with(".weight") || ["F32", "F16", "BF16", "F64"].contains(&dtype),
+            quantized
+                || !name.ends_with(".weight")
+                || ["F32", "F16", "BF16", "F64"].contains(&dtype),
             "{shown}: tensor {name} is {dtype}, expected F32, F16 or BF16; take another model"
         );
     }
@@ -89,6 +93,23 @@ pub fn safetensors(file: &Path) -> Result<()> {
         "{shown} has {size} bytes where its header asks for {need}; fetch it again"
     );
     Ok(())
+}
+
+/// Whether the header of this safetensors file says that it holds a quantized model.
+pub fn is_quantized(file: &Path) -> Result<bool> {
+    let shown = file.display();
+    let mut reader = File::open(file).with_context(|| format!("cannot open {shown}"))?;
+    let mut length = [0u8; 8];
+    let mut header = Vec::new();
+    reader
+        .read_exact(&mut length)
+        .and_then(|()| {
+            reader
+                .take(u64::from_le_bytes(length))
+                .read_to_end(&mut header)
+        })
+        .with_context(|| format!("cannot read {shown}"))?;
+    Ok(QuantizedFile::is_quantized(&header))
 }
 
 /// Fails unless `file` holds JSON.

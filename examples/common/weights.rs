@@ -10,9 +10,12 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor};
+use candle_fused::cpu::packed::SharedBytes;
 use candle_fused::models::llama;
+use candle_fused::quant::QuantizedFile;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use memmap2::Mmap;
 use serde_json::Value;
 
 use super::architecture::{Architecture, Config};
@@ -28,6 +31,8 @@ pub enum Weights {
         path: PathBuf,
         content: Content,
         reader: BufReader<File>,
+        /// The file in memory, if its blocks are to stay there.
+        map: Option<SharedBytes>,
         /// A tokenizer.json beside the file.
         tokenizer: Option<PathBuf>,
     },
@@ -41,9 +46,15 @@ pub enum Weights {
 /// Opens a model.
 pub fn open(files: &ModelFiles) -> Result<Weights> {
     Ok(match files {
-        ModelFiles::Gguf { file, tokenizer } => {
+        ModelFiles::Gguf {
+            file,
+            tokenizer,
+            mapped,
+        } => {
             let opened =
                 File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
+            let map = mapped.then(|| map(&opened)).transpose();
+            let map = map.with_context(|| format!("cannot map {}", file.display()))?;
             let mut reader = BufReader::new(opened);
             let content = Content::read(&mut reader).with_context(|| {
                 format!("{} is damaged or cut short; fetch it again", file.display())
@@ -52,6 +63,7 @@ pub fn open(files: &ModelFiles) -> Result<Weights> {
                 path: file.clone(),
                 content,
                 reader,
+                map,
                 tokenizer: tokenizer.clone(),
             }
         }
@@ -61,6 +73,12 @@ pub fn open(files: &ModelFiles) -> Result<Weights> {
         },
         ModelFiles::Random(shape) => Weights::Random(*shape),
     })
+}
+
+fn map(file: &File) -> Result<SharedBytes> {
+    // SAFETY: the file is mapped read-only; like every memory-mapped loader this one asks that nobody
+    // changes it while the model is in use.
+    Ok(Arc::new(unsafe { Mmap::map(file) }?))
 }
 
 /// Dense weights, which are read as a loader asks for them.
@@ -141,6 +159,7 @@ impl Weights {
     pub fn checkpoint(self, asked: Option<DType>, device: &Device) -> Result<Checkpoint> {
         let architecture = self.architecture()?;
         let dtype = self.dtype(asked)?;
+        let quantized = self.quantized()?;
         let (config, tensors): (_, Box<dyn SimpleBackend>) = match self {
             Self::Gguf {
                 path,
@@ -159,17 +178,17 @@ impl Weights {
                 (Config::Llama(config), Box::new(tensors))
             }
             Self::Safetensors { files, config } => {
-                let config = architecture.config(config).with_context(|| {
-                    format!(
-                        "{} is no usable {architecture} configuration",
-                        files.config.display()
-                    )
-                })?;
-                // SAFETY: the files are mapped read-only; like every memory-mapped loader this one
-                // asks that nobody truncates them while the model is in use.
-                let tensors = unsafe { MmapedSafetensors::multi(&files.weights) }
-                    .context("the weights cannot be opened; fetch them again")?;
-                (config, Box::new(tensors))
+                let config = read_config(architecture, config, &files)?;
+                let tensors: Box<dyn SimpleBackend> = match quantized {
+                    Some(file) => Box::new(file),
+                    // SAFETY: the files are mapped read-only; like every memory-mapped loader this one
+                    // asks that nobody truncates them while the model is in use.
+                    None => Box::new(
+                        unsafe { MmapedSafetensors::multi(&files.weights) }
+                            .context("the weights cannot be opened; fetch them again")?,
+                    ),
+                };
+                (config, tensors)
             }
             Self::Random(shape) => {
                 let json = shape.config();
@@ -193,6 +212,35 @@ impl Weights {
         })
     }
 
+    /// The file of a model that was quantized and saved; none for others.
+    pub fn quantized(&self) -> Result<Option<QuantizedFile>> {
+        let Self::Safetensors { files, .. } = self else {
+            return Ok(None);
+        };
+        let [file] = files.weights.as_slice() else {
+            return Ok(None);
+        };
+        if !validate::is_quantized(file)? {
+            return Ok(None);
+        }
+        // SAFETY: the file is mapped read-only; like every memory-mapped loader this one asks that
+        // nobody truncates it while the model is in use.
+        let file = unsafe { QuantizedFile::open(file) };
+        Ok(Some(file.context(
+            "the quantized weights cannot be opened; quantize them again",
+        )?))
+    }
+
+    /// The configuration of a model as transformers saves it.
+    pub fn config(&self) -> Result<Config> {
+        match self {
+            Self::Safetensors { files, config } => {
+                read_config(self.architecture()?, config.clone(), files)
+            }
+            _ => bail!("the model has no config.json"),
+        }
+    }
+
     /// The kind of number most of the weights are stored as, for people.
     pub fn stored_as(&self) -> String {
         match self {
@@ -205,9 +253,12 @@ impl Weights {
                 let most = sizes.into_iter().max_by_key(|(_, size)| *size);
                 most.map_or_else(|| "nothing".to_owned(), |(name, _)| name.to_lowercase())
             }
-            Self::Safetensors { config, .. } => config_dtype(config)
-                .map_or("f32", |dtype| dtype.as_str())
-                .to_owned(),
+            Self::Safetensors { config, .. } => match self.quantized() {
+                Ok(Some(file)) => most(file.matrices().map(|(_, scheme)| scheme.to_string())),
+                _ => config_dtype(config)
+                    .map_or("f32", |dtype| dtype.as_str())
+                    .to_owned(),
+            },
             Self::Random(_) => RANDOM.as_str().to_owned(),
         }
     }
@@ -228,6 +279,29 @@ impl Weights {
             },
         }
     }
+}
+
+fn read_config(
+    architecture: Architecture,
+    config: Value,
+    files: &SafetensorsFiles,
+) -> Result<Config> {
+    architecture.config(config).with_context(|| {
+        format!(
+            "{} is no usable {architecture} configuration",
+            files.config.display()
+        )
+    })
+}
+
+/// The name that comes up most.
+fn most(names: impl Iterator<Item = String>) -> String {
+    let mut counts = std::collections::BTreeMap::new();
+    for name in names {
+        *counts.entry(name).or_insert(0) += 1;
+    }
+    let most = counts.into_iter().max_by_key(|(_, count)| *count);
+    most.map_or_else(|| "nothing".to_owned(), |(name, _)| name)
 }
 
 /// transformers 5 calls it `dtype`, earlier ones `torch_dtype`.
@@ -273,6 +347,12 @@ impl Bytes {
         let [embedding, head, others] =
             [&self.embedding, &self.head, &self.others].map(|n| n.load(Ordering::Relaxed));
         others + if head > 0 { head } else { embedding }
+    }
+
+    /// Every tensor's.
+    pub fn all(&self) -> u64 {
+        let kinds = [&self.embedding, &self.head, &self.others];
+        kinds.iter().map(|n| n.load(Ordering::Relaxed)).sum()
     }
 
     /// Counts a tensor, by its name in a checkpoint or GGUF file.

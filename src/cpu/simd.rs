@@ -2,26 +2,44 @@
 
 use std::sync::OnceLock;
 
-/// Instruction sets that a core may have a path for, in rising order.
+/// Instruction sets of this architecture that a core may have a path for, in rising order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
     /// Plain Rust, right on every architecture.
     Scalar,
     /// AVX2, FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
     Avx2,
     /// AVX-512 F, BW, VL, DQ and VNNI.
+    #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// NEON, which every aarch64 processor has.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    /// NEON and the dot products of ARMv8.2.
+    #[cfg(target_arch = "aarch64")]
+    Dotprod,
 }
 
 impl Level {
+    const ALL: &[Level] = &[
+        Level::Scalar,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512,
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon,
+        #[cfg(target_arch = "aarch64")]
+        Level::Dotprod,
+    ];
+
     /// Every level that this processor can run, lowest first.
     ///
     /// Tests use it to run each path that can be run here; `CANDLE_FUSED_SIMD` does not narrow it.
     pub fn available() -> Vec<Level> {
-        [Level::Scalar, Level::Avx2, Level::Avx512]
-            .into_iter()
-            .filter(|l| *l <= best())
-            .collect()
+        let all = Self::ALL.iter().copied();
+        all.filter(|l| *l <= best()).collect()
     }
 
     /// This level, or the best that the processor has where it lacks this one.
@@ -36,14 +54,21 @@ impl Level {
     pub fn name(self) -> &'static str {
         match self {
             Level::Scalar => "scalar",
+            #[cfg(target_arch = "x86_64")]
             Level::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
             Level::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => "neon",
+            #[cfg(target_arch = "aarch64")]
+            Level::Dotprod => "dotprod",
         }
     }
 }
 
 /// The level in use: the best that the processor has, or less where the environment variable
-/// `CANDLE_FUSED_SIMD` (`scalar`, `avx2`, `avx512`) asks for less.
+/// `CANDLE_FUSED_SIMD` asks for less (`scalar`; `avx2`, `avx512` on x86; `neon`, `dotprod` on
+/// aarch64).
 pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {
@@ -51,15 +76,13 @@ pub fn level() -> Level {
         let Ok(asked) = std::env::var("CANDLE_FUSED_SIMD") else {
             return best;
         };
-        match [Level::Scalar, Level::Avx2, Level::Avx512]
-            .into_iter()
-            .find(|l| l.name() == asked)
-        {
-            Some(l) => l.min(best),
+        match Level::ALL.iter().find(|l| l.name() == asked) {
+            Some(l) => best.min(*l),
             None => {
+                let names: Vec<_> = Level::ALL.iter().map(|l| l.name()).collect();
                 eprintln!(
-                    "candle-fused: CANDLE_FUSED_SIMD={asked} is not one of scalar, avx2, avx512; \
-                     using {}",
+                    "candle-fused: CANDLE_FUSED_SIMD={asked} is not one of {}; using {}",
+                    names.join(", "),
                     best.name()
                 );
                 best
@@ -91,7 +114,33 @@ fn detect() -> Level {
     }
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(target_arch = "aarch64")]
+fn detect() -> Level {
+    match std::arch::is_aarch64_feature_detected!("dotprod") {
+        true => Level::Dotprod,
+        false => Level::Neon,
+    }
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn detect() -> Level {
     Level::Scalar
+}
+
+/// Asks for the cache line at `p`, which may be any address.
+#[inline(always)]
+pub(super) fn prefetch<T>(p: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch is part of the architecture's base and reads nothing that a program sees.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(p.cast());
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above; the intrinsic is not stable.
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = p;
 }

@@ -2,13 +2,15 @@
 
 use super::Architecture;
 use super::decoder::{Decoder, DecoderCache, Stack};
+use super::quantized::{Mapped, Quantizing};
 use super::shape::Shape;
 use super::weights::Loader;
 use crate::Fusion;
 use crate::generation::sealed::Parts;
 use crate::nn::RotaryEmbedding;
 use crate::ops::RopeStyle;
-use candle_core::{Module, Result, Tensor};
+use crate::quant::{QuantizedFile, Recipe};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use std::marker::PhantomData;
 
@@ -49,11 +51,55 @@ impl<C: Architecture> CausalLm<C> {
     /// As [`CausalLm::new`].
     pub fn new_fused(cfg: &C, vb: VarBuilder, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
-        let cache = cache(&shape, &vb)?;
-        let decoder = loader::<C>(&shape, vb, fusion).decoder()?;
+        let cache = cache(&shape, vb.dtype(), vb.device())?;
+        let decoder = loader::<C, _>(&shape, vb, fusion).decoder()?;
         Ok(Self {
             decoder,
             cache,
+            config: PhantomData,
+        })
+    }
+
+    /// Loads the weights and quantizes them by `recipe`, matrix by matrix, so that little more than the
+    /// quantized model is ever held.
+    ///
+    /// # Errors
+    /// As [`CausalLm::new`], or by the tensor's name if its width does not divide by the group or block
+    /// of its quantization, it holds a NaN or an infinity, or the device has no kernels for it.
+    pub fn new_quantized(cfg: &C, vb: VarBuilder, recipe: &Recipe, fusion: Fusion) -> Result<Self> {
+        let shape = cfg.shape()?;
+        let cache = cache(&shape, vb.dtype(), vb.device())?;
+        let source = Quantizing::new(vb, recipe, &shape, fusion);
+        let decoder = loader::<C, _>(&shape, source, fusion).decoder()?;
+        Ok(Self {
+            decoder,
+            cache,
+            config: PhantomData,
+        })
+    }
+
+    /// A model that [`save_quantized`](super::save_quantized) wrote; on the CPU its matrices stay where
+    /// the file is mapped. Everything else is in `dtype`.
+    ///
+    /// # Errors
+    /// As [`CausalLm::new`], or if the device has no kernels for a matrix.
+    pub fn from_quantized(
+        cfg: &C,
+        file: &QuantizedFile,
+        dtype: DType,
+        device: &Device,
+        fusion: Fusion,
+    ) -> Result<Self> {
+        let shape = cfg.shape()?;
+        let source = Mapped {
+            file,
+            dtype,
+            device,
+            fusion,
+        };
+        Ok(Self {
+            cache: cache(&shape, dtype, device)?,
+            decoder: loader::<C, _>(&shape, source, fusion).decoder()?,
             config: PhantomData,
         })
     }
@@ -125,8 +171,8 @@ impl<C: Architecture> BaseModel<C> {
     /// As [`CausalLm::new`].
     pub fn new_fused(cfg: &C, vb: VarBuilder, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
-        let cache = cache(&shape, &vb)?;
-        let stack = loader::<C>(&shape, vb, fusion).stack()?;
+        let cache = cache(&shape, vb.dtype(), vb.device())?;
+        let stack = loader::<C, _>(&shape, vb, fusion).stack()?;
         Ok(Self {
             stack,
             cache,
@@ -164,27 +210,18 @@ impl<C: Architecture> BaseModel<C> {
     }
 }
 
-fn loader<'a, C: Architecture>(
-    shape: &'a Shape,
-    vb: VarBuilder<'a>,
-    fusion: Fusion,
-) -> Loader<'a, VarBuilder<'a>> {
+fn loader<C: Architecture, S>(shape: &Shape, source: S, fusion: Fusion) -> Loader<'_, S> {
     Loader {
-        source: vb,
+        source,
         names: &C::KIND.names,
         shape,
         fusion,
     }
 }
 
-fn cache(shape: &Shape, vb: &VarBuilder) -> Result<DecoderCache> {
+fn cache(shape: &Shape, dtype: DType, device: &Device) -> Result<DecoderCache> {
     let frequencies = shape.frequencies.clone();
-    let rotary = RotaryEmbedding::new(frequencies, RopeStyle::HalfSplit, vb.device())?;
-    Ok(DecoderCache::new(
-        shape.layers,
-        rotary,
-        true,
-        vb.dtype(),
-        vb.device(),
-    ))
+    let rotary = RotaryEmbedding::new(frequencies, RopeStyle::HalfSplit, device)?;
+    let layers = shape.layers;
+    Ok(DecoderCache::new(layers, rotary, true, dtype, device))
 }

@@ -7,6 +7,9 @@
 //! | Qwen3 | [`qwen3::ModelForCausalLM`] | [`qwen3::ModelWeights`] |
 //! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
 //!
+//! Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
+//! ([`save_quantized`]), and loaded in place (`from_quantized`).
+//!
 //! All of them are one decoder of different shapes. A model that is loaded with
 //! [`Fusion::none`](crate::Fusion::none) runs candle's own operations throughout.
 
@@ -16,6 +19,7 @@ pub(crate) mod decoder;
 mod gguf;
 pub mod gpt_neox;
 pub mod llama;
+mod quantized;
 mod qwen;
 pub mod qwen2;
 pub mod qwen3;
@@ -25,6 +29,7 @@ mod weights;
 
 pub use causal_lm::{BaseModel, CausalLm};
 pub use gguf::GgufModel;
+pub use quantized::save_quantized;
 
 /// A configuration that a model can be loaded with.
 pub trait Architecture: shape::Describe {}

@@ -1,6 +1,6 @@
 //! Tensors of a `VarBuilder`: safetensors files, one or several, or whatever else is behind it.
 
-use super::weights::Source;
+use super::weights::{Source, together};
 use crate::Fusion;
 use crate::nn::{Embedding, LinearWeight, Projection};
 use candle_core::{Result, Tensor};
@@ -11,8 +11,18 @@ impl Source for VarBuilder<'_> {
         self.contains_tensor(tensor)
     }
 
-    fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight> {
-        Ok(LinearWeight::Dense(self.get((rows, cols), tensor)?))
+    fn matrix(
+        &mut self,
+        tensor: &str,
+        rows: usize,
+        cols: usize,
+        heads: Option<usize>,
+    ) -> Result<LinearWeight> {
+        let matrix = self.get((rows, cols), tensor)?;
+        Ok(LinearWeight::Dense(match heads {
+            Some(heads) => together(&matrix, heads)?,
+            None => matrix,
+        }))
     }
 
     fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
@@ -23,16 +33,16 @@ impl Source for VarBuilder<'_> {
         &mut self,
         tensor: &str,
         size: (usize, usize),
-        tied: bool,
+        tied: Option<&str>,
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
         let table = self.get(size, tensor)?;
         let head = match tied {
-            true => {
+            Some(_) => {
                 let weight = LinearWeight::Dense(table.clone());
                 Some(Projection::new(vec![weight], None, fusion)?)
             }
-            false => None,
+            None => None,
         };
         Ok((Embedding::Dense(table), head))
     }

@@ -5,7 +5,7 @@ use super::shape::{Head, NormKind, Shape};
 use crate::Fusion;
 use crate::nn::{Attention, Embedding, LayerNorm, LinearWeight, Mlp, Norm, Projection, RmsNorm};
 use crate::ops::Activation;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 /// Tensors by their stems: `.weight` and `.bias` follow.
 #[derive(Debug)]
@@ -71,18 +71,25 @@ pub const GGUF: Names = Names {
 pub trait Source {
     fn has(&self, tensor: &str) -> bool;
 
-    /// `[rows, cols]`, on the model's device.
-    fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight>;
+    /// `[rows, cols]`, on the model's device. With `heads`, the queries, keys and values that the rows
+    /// hold for each head in turn are put apart: all queries, all keys, all values.
+    fn matrix(
+        &mut self,
+        tensor: &str,
+        rows: usize,
+        cols: usize,
+        heads: Option<usize>,
+    ) -> Result<LinearWeight>;
 
     /// `[len]`, likewise.
     fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor>;
 
-    /// The table `[rows, cols]`, and with `tied` the head that shares it.
+    /// The table `[rows, cols]`, and the head of the name `tied` that shares it.
     fn table(
         &mut self,
         tensor: &str,
         size: (usize, usize),
-        tied: bool,
+        tied: Option<&str>,
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)>;
 }
@@ -132,6 +139,8 @@ impl<S: Source> Loader<'_, S> {
     fn table(&mut self, tied: bool) -> Result<(Embedding, Option<Projection>)> {
         let name = format!("{}.weight", self.names.embedding);
         let size = (self.shape.vocab, self.shape.hidden);
+        let head = format!("{}.weight", self.names.head);
+        let tied = tied.then_some(head.as_str());
         self.source.table(&name, size, tied, self.fusion)
     }
 
@@ -189,15 +198,8 @@ impl<S: Source> Loader<'_, S> {
             }
             Qkv::Joint(name) => self.projection(&[joint(name)], hidden, bias),
             Qkv::PerHead(name) => {
-                let (weights, bias) = self.tensors(&[joint(name)], hidden, bias)?;
                 let heads = shape.attention.heads;
-                let weights = weights.into_iter().map(|weight| match weight {
-                    LinearWeight::Dense(w) => Ok(LinearWeight::Dense(together(&w, heads)?)),
-                    LinearWeight::Quantized(_) => {
-                        bail!("`{}` is in blocks, expected dense rows", within(name))
-                    }
-                });
-                let weights = weights.collect::<Result<_>>()?;
+                let (weights, bias) = self.tensors(&[joint(name)], hidden, bias, Some(heads))?;
                 let bias = bias.map(|b| together(&b, heads)).transpose()?;
                 Projection::new(weights, bias, self.fusion)
             }
@@ -211,7 +213,7 @@ impl<S: Source> Loader<'_, S> {
         cols: usize,
         bias: bool,
     ) -> Result<Projection> {
-        let (weights, bias) = self.tensors(parts, cols, bias)?;
+        let (weights, bias) = self.tensors(parts, cols, bias, None)?;
         Projection::new(weights, bias, self.fusion)
     }
 
@@ -220,11 +222,12 @@ impl<S: Source> Loader<'_, S> {
         parts: &[(String, usize)],
         cols: usize,
         bias: bool,
+        heads: Option<usize>,
     ) -> Result<(Vec<LinearWeight>, Option<Tensor>)> {
         let source = &mut self.source;
         let weights = parts
             .iter()
-            .map(|(name, rows)| source.matrix(&format!("{name}.weight"), *rows, cols))
+            .map(|(name, rows)| source.matrix(&format!("{name}.weight"), *rows, cols, heads))
             .collect::<Result<_>>()?;
         let mut names = parts.iter().map(|(name, _)| format!("{name}.bias"));
         if !bias && !names.any(|name| source.has(&name)) {
@@ -261,7 +264,7 @@ impl<S: Source> Loader<'_, S> {
 }
 
 /// Rows `[heads, 3, head_dim]` as `[3, heads, head_dim]`: all queries, all keys, all values.
-fn together(rows: &Tensor, heads: usize) -> Result<Tensor> {
+pub fn together(rows: &Tensor, heads: usize) -> Result<Tensor> {
     let count = rows.dim(0)?;
     let rest = rows.elem_count() / count.max(1);
     rows.reshape((heads, 3, count / 3 / heads, rest))?

@@ -23,8 +23,8 @@ use std::sync::Arc;
 pub enum Embedding {
     /// `[vocab, hidden]` in the model's dtype.
     Dense(Tensor),
-    /// GGUF blocks, each row dequantized to f32 when it is looked up.
-    Packed(Arc<PackedMatrix>),
+    /// Quantized, each row turned into numbers of this dtype when it is looked up.
+    Packed(Arc<PackedMatrix>, DType),
     /// The same on a GPU.
     #[cfg(feature = "cuda")]
     Blocks(Arc<BlockMatrix>),
@@ -41,11 +41,11 @@ impl Embedding {
     /// The table `[vocab, hidden]`, as a head that is tied to it takes it.
     ///
     /// # Errors
-    /// If the table is in GGUF blocks.
+    /// If the table is quantized.
     pub fn embeddings(&self) -> Result<&Tensor> {
         match self {
             Embedding::Dense(table) => Ok(table),
-            _ => bail!("embedding: the table is in GGUF blocks, expected f32, f16 or bf16"),
+            _ => bail!("embedding: the table is quantized, expected f32, f16 or bf16"),
         }
     }
 
@@ -53,7 +53,7 @@ impl Embedding {
     pub fn hidden_size(&self) -> usize {
         match self {
             Embedding::Dense(table) => table.dims().get(1).copied().unwrap_or(0),
-            Embedding::Packed(table) => table.cols(),
+            Embedding::Packed(table, _) => table.cols(),
             #[cfg(feature = "cuda")]
             Embedding::Blocks(table) => table.cols(),
         }
@@ -63,7 +63,7 @@ impl Embedding {
     pub fn vocab_size(&self) -> usize {
         match self {
             Embedding::Dense(table) => table.dims().first().copied().unwrap_or(0),
-            Embedding::Packed(table) => table.rows(),
+            Embedding::Packed(table, _) => table.rows(),
             #[cfg(feature = "cuda")]
             Embedding::Blocks(table) => table.rows(),
         }
@@ -125,13 +125,13 @@ impl Embedding {
         let flat = ids.flatten_all()?;
         match self {
             Embedding::Dense(table) => table.index_select(&flat, 0)?.reshape(shape),
-            Embedding::Packed(table) => {
+            Embedding::Packed(table, dtype) => {
                 let tokens = flat.to_vec1::<u32>()?;
                 let mut rows = vec![0f32; tokens.len() * hidden];
                 for (id, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {
                     table.dequantize_row(*id as usize, row)?;
                 }
-                Tensor::from_vec(rows, shape, ids.device())
+                Tensor::from_vec(rows, shape, ids.device())?.to_dtype(*dtype)
             }
             #[cfg(feature = "cuda")]
             Embedding::Blocks(_) => bail!("input_ids: expected a table on the device of the ids"),

@@ -3,7 +3,7 @@
 use super::{LinearWeight, Norm, Projection};
 use crate::Fusion;
 use crate::ops::Weight;
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 /// `x Wᵀ + bias` for x `[.., K]` of any layout, W `[N, K]` and bias `[N]`.
 ///
@@ -24,7 +24,9 @@ use candle_core::{Module, Result, Tensor, bail};
 /// ```
 #[derive(Clone, Debug)]
 pub struct Linear {
-    weight: Tensor,
+    weight: LinearWeight,
+    /// The weight's values, or `[0, K]` in their place.
+    values: Tensor,
     bias: Option<Tensor>,
     projection: Projection,
     fusion: Fusion,
@@ -40,10 +42,28 @@ impl Linear {
         let projection = Projection::from_weights(vec![Weight::Dense(weight.clone())], fusion);
         Self {
             projection: projection.with_bias(bias.clone()),
-            weight,
+            values: weight.clone(),
+            weight: LinearWeight::Dense(weight),
             bias,
             fusion,
         }
+    }
+
+    /// From a weight quantized on `device`.
+    pub(crate) fn from_quantized(
+        weight: Weight,
+        bias: Option<Tensor>,
+        device: &Device,
+    ) -> Result<Self> {
+        let fusion = Fusion::all();
+        let projection = Projection::from_weights(vec![weight.clone()], fusion);
+        Ok(Self {
+            values: Tensor::zeros((0, weight.cols()), DType::F32, device)?,
+            projection: projection.with_bias(bias.clone()),
+            weight: LinearWeight::Packed(weight),
+            bias,
+            fusion,
+        })
     }
 
     /// The same with the fusions that are on in `fusion`: without `linear` the product is candle's.
@@ -51,18 +71,25 @@ impl Linear {
     /// # Errors
     /// If the weight is not a matrix.
     pub fn from_weight(weight: Tensor, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
-        let held = LinearWeight::Dense(weight.clone());
+        let values = weight.clone();
+        let weight = LinearWeight::Dense(weight);
         Ok(Self {
-            projection: Projection::new(vec![held], bias.clone(), fusion)?,
+            values,
+            projection: Projection::new(vec![weight.clone()], bias.clone(), fusion)?,
             weight,
             bias,
             fusion,
         })
     }
 
-    /// The weight, `[N, K]`.
+    /// The weight, `[N, K]`. A quantized one is no tensor; `[0, K]` stands for it.
     pub fn weight(&self) -> &Tensor {
-        &self.weight
+        &self.values
+    }
+
+    /// Whether the weight is quantized.
+    pub fn is_quantized(&self) -> bool {
+        !matches!(self.weight, LinearWeight::Dense(_))
     }
 
     /// The bias, `[N]`.
@@ -141,7 +168,7 @@ impl Projection {
             ),
         };
         for linear in &linears {
-            let rows = linear.weight.dim(0)?;
+            let (rows, _) = linear.weight.dims2()?;
             if let Some(bias) = linear.bias().filter(|b| b.dims() != [rows]) {
                 bail!(
                     "projection: a bias of shape {:?}, expected [{rows}]",
@@ -149,7 +176,7 @@ impl Projection {
                 );
             }
         }
-        let weights = linears.into_iter().map(|l| LinearWeight::Dense(l.weight));
+        let weights = linears.into_iter().map(|l| l.weight);
         Self::new(weights.collect(), bias, fusion)
     }
 }

@@ -1,6 +1,8 @@
-//! candle_nn's constructors: the same names, signatures, tensor names and initial values.
+//! candle_nn's constructors: the same names, signatures, tensor names and initial values. Within
+//! [`quant::while_loading`](crate::quant::while_loading) linear layers are quantized.
 
 use super::{Embedding, LayerNorm, Linear, RmsNorm};
+use crate::quant::layer::loaded;
 use candle_core::Result;
 use candle_nn::{LayerNormConfig, VarBuilder};
 
@@ -9,7 +11,8 @@ use candle_nn::{LayerNormConfig, VarBuilder};
 /// # Errors
 /// If a tensor is missing or has another shape.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
-    Ok(candle_nn::linear(in_dim, out_dim, vb)?.into())
+    let name = vb.prefix();
+    loaded(candle_nn::linear(in_dim, out_dim, vb)?, &name)
 }
 
 /// A layer of `weight` `[out_dim, in_dim]`, as `candle_nn::linear_no_bias`.
@@ -17,7 +20,8 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
 /// # Errors
 /// If the tensor is missing or has another shape.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
-    Ok(candle_nn::linear_no_bias(in_dim, out_dim, vb)?.into())
+    let name = vb.prefix();
+    loaded(candle_nn::linear_no_bias(in_dim, out_dim, vb)?, &name)
 }
 
 /// [`linear`] or [`linear_no_bias`], as `candle_nn::linear_b`.
@@ -25,7 +29,8 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
 /// # Errors
 /// If a tensor is missing or has another shape.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
-    Ok(candle_nn::linear_b(in_dim, out_dim, bias, vb)?.into())
+    let name = vb.prefix();
+    loaded(candle_nn::linear_b(in_dim, out_dim, bias, vb)?, &name)
 }
 
 /// A norm of `weight` `[size]`, as `candle_nn::rms_norm`.

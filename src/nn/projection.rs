@@ -17,13 +17,16 @@ pub enum LinearWeight {
     Dense(Tensor),
     /// GGUF blocks `[N, K]`.
     Quantized(Arc<QTensor>),
+    /// `[N, K]` in the form that the fused product takes.
+    Packed(Weight),
 }
 
 impl LinearWeight {
-    fn dims2(&self) -> Result<(usize, usize)> {
+    pub(super) fn dims2(&self) -> Result<(usize, usize)> {
         match self {
             LinearWeight::Dense(w) => w.dims2(),
             LinearWeight::Quantized(w) => w.shape().dims2(),
+            LinearWeight::Packed(w) => Ok((w.rows(), w.cols())),
         }
     }
 }
@@ -48,12 +51,11 @@ enum Form {
 impl Projection {
     /// From weights as loaded and a bias `[sum of N_i]`.
     ///
-    /// `fusion.linear` (dense) or `fusion.quant_linear` (GGUF blocks) chooses the form; weights
-    /// that have to be repacked for it are, and the originals dropped.
+    /// `fusion.linear` (dense) or `fusion.quant_linear` (quantized) chooses the form; weights that have
+    /// to be repacked for it are, and the originals dropped. Weights that are packed already are turned
+    /// into f32 where `fusion.quant_linear` is off.
     pub fn new(weights: Vec<LinearWeight>, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
-        let quantized = weights
-            .iter()
-            .any(|w| matches!(w, LinearWeight::Quantized(_)));
+        let quantized = weights.iter().any(|w| !matches!(w, LinearWeight::Dense(_)));
         let fused = if quantized {
             fusion.quant_linear
         } else {
@@ -255,6 +257,7 @@ fn pack(weight: LinearWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims2()?;
     match weight {
         LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
+        LinearWeight::Packed(w) => Ok(w),
         #[cfg(feature = "cuda")]
         LinearWeight::Quantized(w) if quant::supports(w.dtype()) && w.device().is_cuda() => {
             Ok(Weight::Blocks(Arc::new(BlockMatrix::from_qtensor(&w)?)))
@@ -319,5 +322,6 @@ fn plain(weight: LinearWeight) -> Result<QMatMul> {
     match weight {
         LinearWeight::Dense(w) => Ok(QMatMul::Tensor(w)),
         LinearWeight::Quantized(w) => QMatMul::from_arc(w),
+        LinearWeight::Packed(w) => Ok(QMatMul::Tensor(quant::layer::dense(&w)?)),
     }
 }

@@ -1,9 +1,24 @@
-//! The quantized block formats of GGUF files: how a block is laid out and what its numbers are.
+//! Quantized weights: the block formats of GGUF files, and the schemes INT8, INT4 and ternary.
 //!
 //! Nothing here multiplies: the cores are in [`crate::cpu::packed`]. [`BlockFormat`] describes a
-//! format, [`dequantize`] is the plain way from a file's bytes to floats, which every kernel is held
-//! against.
+//! format of GGUF, [`dequantize`] is the plain way from a file's bytes to floats; [`quantize`]
+//! makes [`Codes`] of weights by a [`Scheme`], and [`Codes::dequantize`] floats of them. These plain
+//! ways are what every kernel is held against.
 //!
+//! # Schemes
+//! | scheme | value | bits of a weight |
+//! |---|---|---|
+//! | [`Scheme::Int8`] | s q, q in -127..=127, f32 s for each row | 8 |
+//! | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
+//! | with zero points | s (q - z), z in 0..=15 for each group | 4 + 24 / group |
+//! | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
+//!
+//! A model is quantized while it loads by a [`Recipe`] (`Llama::load_quantized`,
+//! `CausalLm::new_quantized`), or once for all by
+//! [`save_quantized`](crate::models::save_quantized) into a [`QuantizedFile`], which has the byte
+//! layout; single layers of other models by [`quantize_linear`] and [`while_loading`].
+//!
+//! # GGUF blocks
 //! The formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). All numbers are little endian,
 //! `q` is an unsigned code unless said otherwise:
 //!
@@ -21,12 +36,29 @@
 //! In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
 //! In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
 
+mod backend;
+mod codes;
+mod file;
 mod format;
+pub(crate) mod layer;
+mod quantize;
+mod recipe;
+mod save;
 mod scheme;
+#[cfg(test)]
+mod tests;
 mod unpack;
 
+pub use backend::Rounded;
+pub use codes::Codes;
+pub use file::QuantizedFile;
 pub use format::Format;
-pub use scheme::{Codes, Scheme, TernaryScale};
+pub use layer::{quantize_linear, while_loading};
+pub use quantize::quantize;
+pub(crate) use quantize::{quantize_part, sum_of_magnitudes};
+pub use recipe::{Progress, Quantization, Recipe};
+pub(crate) use save::{Saved, save};
+pub use scheme::{Scheme, TernaryScale};
 pub(crate) use unpack::SubBlock;
 pub use unpack::dequantize;
 

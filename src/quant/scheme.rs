@@ -1,5 +1,9 @@
 //! Schemes of our own: INT8 per output channel, INT4 in groups, ternary.
 
+use candle_core::{Error, Result, bail};
+use std::fmt;
+use std::str::FromStr;
+
 /// Values that share one scale of [`Scheme::Ternary`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TernaryScale {
@@ -7,11 +11,22 @@ pub enum TernaryScale {
     Tensor,
     /// A row: an output channel.
     Row,
-    /// This many consecutive values of a row.
+    /// This many consecutive values of a row: 32, 64 or 128.
     Group(usize),
 }
 
 /// How the weights of a linear layer are quantized.
+///
+/// As text `int8`, `int4-g64` or `int4-g64-z` (with zero points), `ternary-tensor`, `ternary-row` or
+/// `ternary-g64`; `int4` stands for `int4-g128`, and `ternary` for `ternary-row`.
+///
+/// ```
+/// use candle_fused::quant::Scheme;
+/// let scheme: Scheme = "int4-g32-z".parse()?;
+/// assert_eq!(scheme, Scheme::Int4 { group: 32, zero_point: true });
+/// assert_eq!("int4".parse::<Scheme>()?.to_string(), "int4-g128");
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheme {
     /// `s[n] * q`, q in -127..=127: symmetric, a scale for each output channel.
@@ -30,20 +45,132 @@ pub enum Scheme {
     },
 }
 
-/// A quantized matrix in plain form, a byte for each code, on its way into the layout of a device.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Codes {
-    /// How codes become values.
-    pub scheme: Scheme,
-    /// Output channels.
-    pub rows: usize,
-    /// Inputs.
-    pub cols: usize,
-    /// `[rows, cols]`, in the range that the scheme names.
-    pub codes: Vec<i8>,
-    /// `[1]`, `[rows]` or `[rows, cols / group]`, each exactly an f16 for [`Scheme::Int4`] and the
-    /// groups of [`Scheme::Ternary`].
-    pub scales: Vec<f32>,
-    /// `[rows, cols / group]` where the scheme stores zero points, else empty.
-    pub zeros: Vec<u8>,
+/// The groups that there are kernels for.
+const GROUPS: [usize; 3] = [32, 64, 128];
+
+impl Scheme {
+    /// Bits of a code.
+    pub fn bits(&self) -> u32 {
+        match self {
+            Scheme::Int8 => 8,
+            Scheme::Int4 { .. } => 4,
+            Scheme::Ternary { .. } => 2,
+        }
+    }
+
+    /// Consecutive values of a row that share a scale, if that is not the whole row.
+    pub fn group(&self) -> Option<usize> {
+        match self {
+            Scheme::Int4 { group, .. } => Some(*group),
+            Scheme::Ternary {
+                scale: TernaryScale::Group(group),
+            } => Some(*group),
+            _ => None,
+        }
+    }
+
+    /// Whether zero points are stored.
+    pub fn has_zeros(&self) -> bool {
+        matches!(
+            self,
+            Scheme::Int4 {
+                zero_point: true,
+                ..
+            }
+        )
+    }
+
+    /// Scales of a matrix of `rows` rows of `cols` values.
+    pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
+        match (self, self.group()) {
+            (_, Some(group)) => rows * (cols / group),
+            (
+                Scheme::Ternary {
+                    scale: TernaryScale::Tensor,
+                },
+                _,
+            ) => 1,
+            _ => rows,
+        }
+    }
+
+    /// Checks that rows of `cols` values can be quantized so.
+    ///
+    /// # Errors
+    /// If the group is not 32, 64 or 128, or `cols` is not a positive multiple of the group.
+    pub fn check(&self, cols: usize) -> Result<()> {
+        if let Some(group) = self.group()
+            && !GROUPS.contains(&group)
+        {
+            bail!("group: {group} is not one of 32, 64 and 128");
+        }
+        let unit = self.group().unwrap_or(1);
+        if cols == 0 || !cols.is_multiple_of(unit) {
+            let smaller: Vec<_> = GROUPS
+                .iter()
+                .filter(|g| self.group().is_some() && cols > 0 && cols.is_multiple_of(**g))
+                .map(|g| g.to_string())
+                .collect();
+            let hint = match smaller.as_slice() {
+                [] => String::new(),
+                groups => format!("; it divides by a group of {}", groups.join(" or ")),
+            };
+            bail!("cols: rows of {cols} values do not divide by the {unit} of {self}{hint}");
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scheme::Int8 => f.write_str("int8"),
+            Scheme::Int4 { group, zero_point } => {
+                write!(f, "int4-g{group}{}", if *zero_point { "-z" } else { "" })
+            }
+            Scheme::Ternary { scale } => match scale {
+                TernaryScale::Tensor => f.write_str("ternary-tensor"),
+                TernaryScale::Row => f.write_str("ternary-row"),
+                TernaryScale::Group(group) => write!(f, "ternary-g{group}"),
+            },
+        }
+    }
+}
+
+impl FromStr for Scheme {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let ternary = |scale| Ok(Scheme::Ternary { scale });
+        match text {
+            "int8" => return Ok(Scheme::Int8),
+            "ternary-tensor" => return ternary(TernaryScale::Tensor),
+            "ternary" | "ternary-row" => return ternary(TernaryScale::Row),
+            _ => {}
+        }
+        let group = |text: &str| {
+            let group = text.strip_prefix("-g")?.parse().ok()?;
+            GROUPS.contains(&group).then_some(group)
+        };
+        if let Some(rest) = text.strip_prefix("int4") {
+            let (rest, zero_point) = match rest.strip_suffix("-z") {
+                Some(rest) => (rest, true),
+                None => (rest, false),
+            };
+            let group = if rest.is_empty() {
+                Some(128)
+            } else {
+                group(rest)
+            };
+            if let Some(group) = group {
+                return Ok(Scheme::Int4 { group, zero_point });
+            }
+        } else if let Some(group) = text.strip_prefix("ternary").and_then(group) {
+            return ternary(TernaryScale::Group(group));
+        }
+        bail!(
+            "scheme: `{text}` is not one of int8, int4, int4-g32, int4-g64, int4-g128 (each with -z \
+             for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64 and ternary-g128"
+        )
+    }
 }

@@ -32,6 +32,16 @@ impl SubBlock {
 
     /// Reads values `32 * index..32 * (index + 1)` of a block.
     pub fn read(format: &BlockFormat, block: &[u8], index: usize) -> Self {
+        let mut sub = Self::scales(format, block, index);
+        for (i, code) in sub.codes.iter_mut().enumerate() {
+            *code = read_code(format, block, index, i);
+        }
+        sub
+    }
+
+    /// As [`SubBlock::read`], without the codes.
+    #[inline(always)]
+    pub fn scales(format: &BlockFormat, block: &[u8], index: usize) -> Self {
         let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
         let mut sub = Self::ZERO;
         match format.scaling {
@@ -45,9 +55,6 @@ impl SubBlock {
                 sub.d = half(208);
                 sub.scales = [block[192 + 2 * index], block[193 + 2 * index]];
             }
-        }
-        for (i, code) in sub.codes.iter_mut().enumerate() {
-            *code = read_code(format, block, index, i);
         }
         sub
     }

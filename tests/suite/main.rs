@@ -19,6 +19,7 @@ mod models;
 mod models_gguf;
 mod nn;
 mod quant_linear;
+mod quant_schemes;
 #[cfg(feature = "cuda")]
 mod quant_schemes_cuda;
 mod qwen;

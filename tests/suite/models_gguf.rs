@@ -2,7 +2,7 @@
 
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
-use crate::subject::{GOLDENS, dense, gguf};
+use crate::subject::{GOLDENS, dense, gguf, gguf_in_place};
 use crate::support::{device, on_every_device};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -249,4 +249,41 @@ fn greedy_tokens_are_the_checkpoints() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// Blocks that stay in the file go through the same products as repacked ones. Without those products
+/// the tensors are copied, and the model is candle's.
+#[test]
+fn a_file_in_place_computes_what_a_repacked_one_does() -> Result<()> {
+    for name in GOLDENS {
+        let golden = Golden::open(name)?;
+        let ids = golden.input_ids()?;
+        for dtype in [GgmlDType::Q4_0, GgmlDType::Q8_0, GgmlDType::F32] {
+            let file = bytes(&golden, dtype)?;
+            for fusion in [Fusion::all(), Fusion::none()] {
+                let (_, repacked) = gguf(&golden, &file, fusion)?.hidden_states(&ids, 0)?;
+                let mut model = gguf_in_place(&golden, &file, fusion)?;
+                let (_, in_place) = model.hidden_states(&ids, 0)?;
+                assert_eq!(
+                    in_place.flatten_all()?.to_vec1::<f32>()?,
+                    repacked.flatten_all()?.to_vec1::<f32>()?,
+                    "{name} {dtype:?} {fusion}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A file that ends in the middle of a matrix is refused when it is loaded.
+#[test]
+fn a_file_in_place_that_is_cut_short_names_the_tensor() -> Result<()> {
+    let golden = Golden::open("llama_gqa_tied")?;
+    let mut file = bytes(&golden, GgmlDType::Q8_0)?;
+    file.truncate(file.len() - 100);
+    let error = gguf_in_place(&golden, &file, Fusion::all()).err();
+    let error = error.expect("an error").to_string();
+    assert!(error.contains("gguf: tensor `"), "{error}");
+    assert!(error.contains("cut short"), "{error}");
+    Ok(())
 }

@@ -31,11 +31,12 @@ fn load(form: Form, dtype: Option<DType>) -> Result<Box<dyn TextModel>> {
     let files = ModelFiles::Gguf {
         file: gguf(),
         tokenizer: None,
+        mapped: false,
     };
     let weights = weights::open(&files)?;
     match form {
         Form::Stock | Form::Settings => stock::load(weights, dtype, &Device::Cpu),
-        Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion),
+        Form::Fused(fusion) => fused::load(weights, dtype, &Device::Cpu, fusion, None),
     }
 }
 
@@ -43,6 +44,7 @@ fn prompt() -> Result<Vec<u32>> {
     let files = ModelFiles::Gguf {
         file: gguf(),
         tokenizer: None,
+        mapped: false,
     };
     weights::open(&files)?
         .text()?

@@ -8,7 +8,9 @@ use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options};
 use candle_fused::models::llama::{Cache, Llama, LlamaConfig};
 use candle_fused::models::{Architecture, CausalLm, GgufModel, gpt_neox, llama, qwen2, qwen3};
+use candle_nn::VarBuilder;
 use std::io::Cursor;
+use std::sync::Arc;
 
 /// All goldens.
 pub const GOLDENS: [&str; 6] = [
@@ -94,7 +96,12 @@ impl Subject for (Llama, Cache) {
 
 /// A golden model from its safetensors, on the device in hand.
 pub fn dense(golden: &Golden, dtype: DType, fusion: Fusion) -> Result<Box<dyn Subject>> {
-    let weights = golden.weights(dtype)?;
+    over(golden, golden.weights(dtype)?, fusion)
+}
+
+/// The same with other weights.
+pub fn over(golden: &Golden, weights: VarBuilder, fusion: Fusion) -> Result<Box<dyn Subject>> {
+    let dtype = weights.dtype();
     Ok(match golden.model_type().as_str() {
         "llama" => {
             let config = golden.config::<LlamaConfig>().into_config(false);
@@ -122,18 +129,39 @@ pub fn dense(golden: &Golden, dtype: DType, fusion: Fusion) -> Result<Box<dyn Su
 
 /// A model of a golden's kind from the bytes of a GGUF file, on the device in hand.
 pub fn gguf(golden: &Golden, bytes: &[u8], fusion: Fusion) -> Result<Box<dyn Subject>> {
+    of_kind(golden, bytes, fusion, false)
+}
+
+/// The same on the CPU, with the blocks left in the file.
+pub fn gguf_in_place(golden: &Golden, bytes: &[u8], fusion: Fusion) -> Result<Box<dyn Subject>> {
+    of_kind(golden, bytes, fusion, true)
+}
+
+fn of_kind(
+    golden: &Golden,
+    bytes: &[u8],
+    fusion: Fusion,
+    in_place: bool,
+) -> Result<Box<dyn Subject>> {
     Ok(match golden.model_type().as_str() {
-        "llama" => Box::new(open::<llama::Config>(bytes, fusion)?),
-        "qwen2" => Box::new(open::<qwen2::Config>(bytes, fusion)?),
-        "qwen3" => Box::new(open::<qwen3::Config>(bytes, fusion)?),
-        "gpt_neox" => Box::new(open::<gpt_neox::Config>(bytes, fusion)?),
+        "llama" => Box::new(open_as::<llama::Config>(bytes, fusion, in_place)?),
+        "qwen2" => Box::new(open_as::<qwen2::Config>(bytes, fusion, in_place)?),
+        "qwen3" => Box::new(open_as::<qwen3::Config>(bytes, fusion, in_place)?),
+        "gpt_neox" => Box::new(open_as::<gpt_neox::Config>(bytes, fusion, in_place)?),
         other => panic!("no model is called {other}"),
     })
 }
 
 /// Reads and loads a file's bytes.
 pub fn open<C: Architecture>(bytes: &[u8], fusion: Fusion) -> Result<GgufModel<C>> {
+    open_as(bytes, fusion, false)
+}
+
+fn open_as<C: Architecture>(bytes: &[u8], fusion: Fusion, in_place: bool) -> Result<GgufModel<C>> {
     let mut reader = Cursor::new(bytes);
     let content = Content::read(&mut reader)?;
-    GgufModel::from_gguf_fused(content, &mut reader, &device(), fusion)
+    match in_place {
+        true => GgufModel::from_gguf_in_place(content, Arc::new(bytes.to_vec()), fusion),
+        false => GgufModel::from_gguf_fused(content, &mut reader, &device(), fusion),
+    }
 }

@@ -3,7 +3,7 @@
 //! Both operands lie along k, so a tile of tokens x weight rows needs no packing: each step of k
 //! loads one vector of each row and multiplies all pairs. The lanes are summed at the end.
 
-use super::prefetch;
+use crate::cpu::simd::prefetch;
 use crate::cpu::vector::{Element, Vector};
 
 /// The operands of [`rows`]: `m` tokens of `k` floats, `n` weight rows of `k`, and where the results

@@ -88,24 +88,11 @@ impl<T: Element> Kernel for Product<T> {
                 1 => dot::single::<V, T>(self.0),
                 MANY.. => many::products::<V, T>(self.0),
                 // Four tokens by four rows take sixteen sums, more than sixteen registers hold.
-                3.. if V::LANES < 16 => dot::rows::<V, T, 3>(self.0),
+                3.. if V::REGISTERS < 32 => dot::rows::<V, T, 3>(self.0),
                 _ => dot::rows::<V, T, 4>(self.0),
             }
         }
     }
-}
-
-/// Asks for the cache line at `p`, which may be any address.
-#[inline(always)]
-fn prefetch<T>(p: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch is part of the architecture's base and reads nothing that a program sees.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(p.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
 }
 
 /// How a product of `m` tokens with `n` weight rows is cut into cells, one for each task.

@@ -14,6 +14,10 @@ pub(super) trait Codes {
     const PARTS: usize;
     /// Vectors of codes in a part.
     const VECTORS: usize = 8 / Self::PARTS;
+    /// The code that stands for zero, where that is the format's and not stored.
+    const ZERO: i32 = 1 << (Self::BITS - 1);
+    /// Bytes from a row's first byte in a plane to the next row's.
+    const ROW_BYTES: usize = 4;
 
     /// Starts reading part `part`.
     ///
@@ -75,6 +79,32 @@ impl<I: Isa, C: Codes> Reader<I, C> {
                 0 => I::and(plane, I::splat(15)),
                 _ => I::and(I::shr4(plane), I::splat(15)),
             }
+        }
+    }
+}
+
+/// 2 bits: ternary.
+pub(super) struct Two;
+
+impl Codes for Two {
+    const BITS: u32 = 2;
+    const PARTS: usize = 1;
+    const ZERO: i32 = 1;
+    const ROW_BYTES: usize = 1;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: two planes belong to the block.
+        unsafe { Reader::new(planes, part, [I::quads(planes), I::quads(planes.add(64))]) }
+    }
+
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        // SAFETY: the caller's.
+        unsafe {
+            let left = reader.high[i / 4];
+            reader.high[i / 4] = I::shr2(left);
+            (I::and(left, I::splat(3)), 4 * i)
         }
     }
 }
@@ -223,6 +253,8 @@ pub(super) struct Scale<I: Isa> {
 pub(super) trait Scales {
     /// Whether weights come from memory rather than from scratch in the cache.
     const STREAMED: bool = true;
+    /// Whether the blocks of a chunk share so much that some rows should take them all in turn.
+    const BY_ROWS: bool = false;
 
     /// The layout of chunks with codes C.
     fn layout<C: Codes>() -> Layout;
@@ -317,6 +349,8 @@ impl Scales for Affine {
 pub(super) struct Super;
 
 impl Scales for Super {
+    const BY_ROWS: bool = true;
+
     #[inline(always)]
     fn layout<C: Codes>() -> Layout {
         const { Layout::new(C::BITS, Scaling::Super) }
@@ -353,6 +387,8 @@ impl Scales for Super {
 pub(super) struct SuperSymmetric;
 
 impl Scales for SuperSymmetric {
+    const BY_ROWS: bool = true;
+
     #[inline(always)]
     fn layout<C: Codes>() -> Layout {
         const { Layout::new(C::BITS, Scaling::SuperSymmetric) }
@@ -380,6 +416,76 @@ impl Scales for SuperSymmetric {
                 scale,
                 offset: I::mul(scale, I::set(-zero)),
             }
+        }
+    }
+}
+
+/// A scale for each row.
+pub(super) struct ByRow;
+
+impl Scales for ByRow {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::by_row(C::BITS) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        // SAFETY: the head has a scale for each row.
+        [unsafe { I::load_f32(head.add(4 * lane)) }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        _: *const u8,
+        _: usize,
+        _: (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        Scale {
+            scale: shared[0],
+            // SAFETY: the caller's.
+            offset: unsafe { I::mul(shared[0], I::set(-zero)) },
+        }
+    }
+}
+
+/// A scale for each B blocks, with a zero point if Z.
+pub(super) struct ByGroup<const B: usize, const Z: bool>;
+
+impl<const B: usize, const Z: bool> Scales for ByGroup<B, Z> {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::by_group(C::BITS, B, Z) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
+        // SAFETY: the caller's.
+        [unsafe { I::zero() }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        _: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (j, _): (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        let group = j / B;
+        // SAFETY: the head has a scale for each group of the chunk and each row, and with Z a zero
+        // point behind four of them.
+        unsafe {
+            let scale = I::load_f16(head.add(32 * group + 2 * lane));
+            let offset = if Z {
+                let zero = I::load_u8(head.add(128 + 16 * group + lane));
+                I::mul(scale, I::mul(zero, I::set(-1.0)))
+            } else {
+                I::mul(scale, I::set(-zero))
+            };
+            Scale { scale, offset }
         }
     }
 }

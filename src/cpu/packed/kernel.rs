@@ -2,20 +2,25 @@
 
 use super::activations::Q8Block;
 use super::codes::{
-    Affine, Codes, Eight, Five, Four, Ready, Scales, Six, Super, SuperSymmetric, Symmetric,
-    Unpacked,
+    Affine, ByGroup, ByRow, Codes, Eight, Five, Four, Ready, Scales, Six, Super, SuperSymmetric,
+    Symmetric, Two, Unpacked,
 };
-use super::isa::{Avx2, Avx512, Isa};
+use super::isa::Isa;
 use super::layout::ROW_GROUP;
-use crate::cpu::simd::Level;
+#[cfg(target_arch = "aarch64")]
+use super::neon as arch;
+#[cfg(target_arch = "x86_64")]
+use super::x86 as arch;
+use crate::cpu::simd::{Level, prefetch};
+use crate::quant::{Format, Scheme};
 use candle_core::quantized::GgmlDType;
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+use std::ops::Range;
 
 /// How far ahead of the products packed weights are fetched. The hardware's own prefetching stops at
 /// every page and starts anew, which costs a fifth of the memory's bandwidth.
 const AHEAD: usize = 3072;
 
-/// 32-wide blocks that are unpacked at a time, a whole number of chunks in every format: with their
+/// 32-wide blocks that are unpacked at a time: with their
 /// scales they take up to 12 KB, so that they stay in the first-level cache.
 pub(super) const UNPACKED_BLOCKS: usize = 16;
 
@@ -36,13 +41,13 @@ pub(super) type Tile = unsafe fn(
     sums: *mut [f32; ROW_GROUP],
 );
 
-/// Unpacks `blocks` 32-wide blocks at `weights` to bytes at `out`, which the tiles of
+/// Unpacks 32-wide blocks `blocks` of the row group at `weights` to bytes at `out`, which the tiles of
 /// [`Kernels::unpacked`] take.
 ///
 /// # Safety
-/// The processor has the instruction set, `weights` points to chunks of the kernel's format, and
-/// `out` has room for [`UNPACKED_BYTES`]; `blocks` is at most [`UNPACKED_BLOCKS`].
-pub(super) type Unpack = unsafe fn(weights: *const u8, blocks: usize, out: *mut u8);
+/// The processor has the instruction set, `weights` points to a row group of the kernel's format that
+/// has these blocks, and `out` has room for [`UNPACKED_BYTES`]; there are at most [`UNPACKED_BLOCKS`].
+pub(super) type Unpack = unsafe fn(weights: *const u8, blocks: Range<usize>, out: *mut u8);
 
 /// The kernels of a format at a level.
 pub(super) struct Kernels {
@@ -52,136 +57,45 @@ pub(super) struct Kernels {
     pub unpacked: Option<(Unpack, &'static [(usize, Tile)])>,
 }
 
-/// The kernels for `dtype` at `level`; none for the scalar level or an unsupported type.
-pub(super) fn kernels(dtype: GgmlDType, level: Level) -> Option<&'static Kernels> {
+/// The kernels for `format` at `level`; none for the scalar level or an unsupported type.
+pub(super) fn kernels(format: &Format, level: Level) -> Option<&'static Kernels> {
+    let dtype = match format {
+        Format::Block(format) => format.dtype,
+        Format::Scheme(scheme) => return kernels_of_scheme(scheme, level),
+    };
     match dtype {
-        GgmlDType::Q4_0 => kernels_of::<Four, Symmetric>(level),
-        GgmlDType::Q4_1 => kernels_of::<Four, Affine>(level),
-        GgmlDType::Q5_0 => kernels_of::<Five, Symmetric>(level),
-        GgmlDType::Q5_1 => kernels_of::<Five, Affine>(level),
-        GgmlDType::Q8_0 => kernels_of::<Eight, Symmetric>(level),
-        GgmlDType::Q4K => kernels_of::<Four, Super>(level),
-        GgmlDType::Q5K => kernels_of::<Five, Super>(level),
-        GgmlDType::Q6K => kernels_of::<Six, SuperSymmetric>(level),
+        GgmlDType::Q4_0 => arch::kernels::<Four, Symmetric>(level),
+        GgmlDType::Q4_1 => arch::kernels::<Four, Affine>(level),
+        GgmlDType::Q5_0 => arch::kernels::<Five, Symmetric>(level),
+        GgmlDType::Q5_1 => arch::kernels::<Five, Affine>(level),
+        GgmlDType::Q8_0 => arch::kernels::<Eight, Symmetric>(level),
+        GgmlDType::Q4K => arch::kernels::<Four, Super>(level),
+        GgmlDType::Q5K => arch::kernels::<Five, Super>(level),
+        GgmlDType::Q6K => arch::kernels::<Six, SuperSymmetric>(level),
         _ => None,
     }
 }
 
-fn kernels_of<C: Codes + 'static, S: Scales + 'static>(level: Level) -> Option<&'static Kernels> {
-    match level {
-        Level::Scalar => None,
-        Level::Avx2 => Some(
-            const {
-                &Kernels {
-                    packed: &[
-                        (4, avx2_by_halves::<C, S, 4> as Tile),
-                        (2, avx2_by_halves::<C, S, 2>),
-                        (1, avx2_at_once::<C, S>),
-                    ],
-                    unpacked: match C::BITS {
-                        8 => None,
-                        _ => Some((
-                            avx2_unpack::<C, S> as Unpack,
-                            &[
-                                (4, avx2_by_halves::<Unpacked<C>, Ready, 4> as Tile),
-                                (2, avx2_by_halves::<Unpacked<C>, Ready, 2>),
-                                (1, avx2_by_halves::<Unpacked<C>, Ready, 1>),
-                            ],
-                        )),
-                    },
-                }
-            },
-        ),
-        Level::Avx512 => Some(
-            const {
-                &Kernels {
-                    packed: &[
-                        (8, avx512::<C, S, 8> as Tile),
-                        (4, avx512::<C, S, 4>),
-                        (2, avx512::<C, S, 2>),
-                        (1, avx512::<C, S, 1>),
-                    ],
-                    unpacked: match C::BITS {
-                        8 => None,
-                        _ => Some((
-                            avx512_unpack::<C, S> as Unpack,
-                            &[
-                                (8, avx512::<Unpacked<C>, Ready, 8> as Tile),
-                                (4, avx512::<Unpacked<C>, Ready, 4>),
-                                (1, avx512::<Unpacked<C>, Ready, 1>),
-                            ],
-                        )),
-                    },
-                }
-            },
-        ),
+fn kernels_of_scheme(scheme: &Scheme, level: Level) -> Option<&'static Kernels> {
+    match (scheme.group(), scheme) {
+        (_, Scheme::Int8) => arch::kernels::<Eight, ByRow>(level),
+        (None, _) => arch::kernels::<Two, ByRow>(level),
+        (Some(group), Scheme::Ternary { .. }) => match group {
+            32 => arch::kernels::<Two, ByGroup<1, false>>(level),
+            64 => arch::kernels::<Two, ByGroup<2, false>>(level),
+            128 => arch::kernels::<Two, ByGroup<4, false>>(level),
+            _ => None,
+        },
+        (Some(group), Scheme::Int4 { zero_point, .. }) => match (group, zero_point) {
+            (32, false) => arch::kernels::<Four, ByGroup<1, false>>(level),
+            (64, false) => arch::kernels::<Four, ByGroup<2, false>>(level),
+            (128, false) => arch::kernels::<Four, ByGroup<4, false>>(level),
+            (32, true) => arch::kernels::<Four, ByGroup<1, true>>(level),
+            (64, true) => arch::kernels::<Four, ByGroup<2, true>>(level),
+            (128, true) => arch::kernels::<Four, ByGroup<4, true>>(level),
+            _ => None,
+        },
     }
-}
-
-/// One token: both halves of the group in one pass, so that memory is read front to back.
-///
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_at_once<C: Codes, S: Scales>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    // SAFETY: the caller's.
-    unsafe { tile::<Avx2, C, S, 1, 2>(weights, blocks, x, stride, 0, sums) }
-}
-
-/// Several tokens: each half of the group on its own, so that sums and codes fit the registers.
-///
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_by_halves<C: Codes, S: Scales, const T: usize>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    for lane in [0, Avx2::ROWS] {
-        // SAFETY: the caller's.
-        unsafe { tile::<Avx2, C, S, T, 1>(weights, blocks, x, stride, lane, sums) }
-    }
-}
-
-/// # Safety
-/// See [`Unpack`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
-    for lane in [0, Avx2::ROWS] {
-        // SAFETY: the caller's.
-        unsafe { unpack::<Avx2, C, S>(weights, blocks, lane, out) }
-    }
-}
-
-/// # Safety
-/// See [`Unpack`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512_unpack<C: Codes, S: Scales>(weights: *const u8, blocks: usize, out: *mut u8) {
-    // SAFETY: the caller's.
-    unsafe { unpack::<Avx512, C, S>(weights, blocks, 0, out) }
-}
-
-/// # Safety
-/// See [`Tile`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn avx512<C: Codes, S: Scales, const T: usize>(
-    weights: *const u8,
-    blocks: usize,
-    x: *const Q8Block,
-    stride: usize,
-    sums: *mut [f32; ROW_GROUP],
-) {
-    // SAFETY: the caller's.
-    unsafe { tile::<Avx512, C, S, T, 1>(weights, blocks, x, stride, 0, sums) }
 }
 
 /// T tokens times H vectors of rows, from row `lane` on: for every block the exact integer dot
@@ -213,9 +127,9 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
         let mut left = blocks;
         while left > 0 {
             let in_chunk = left.min(layout.blocks);
-            // Few blocks: all rows of a block together, as they share cache lines. Many: all blocks of
-            // some rows, as they share scales.
-            if layout.blocks > 2 {
+            // All rows of a block together, as they share cache lines, unless all blocks of some rows
+            // share their scales.
+            if S::BY_ROWS {
                 for h in 0..H {
                     let shared = S::open::<I>(weights, lanes[h]);
                     for j in 0..in_chunk {
@@ -224,11 +138,11 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
                     }
                 }
             } else {
+                let shared: [_; H] = std::array::from_fn(|h| S::open::<I>(weights, lanes[h]));
                 for j in 0..in_chunk {
                     let x = x.map(|x| x.add(j));
                     for h in 0..H {
-                        let shared = S::open::<I>(weights, lanes[h]);
-                        block::<I, C, S, T>(&mut sums[h], shared, weights, lanes[h], j, x);
+                        block::<I, C, S, T>(&mut sums[h], shared[h], weights, lanes[h], j, x);
                     }
                 }
             }
@@ -246,10 +160,9 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
 
 /// Starts fetching `bytes` bytes that lie [`AHEAD`] of `p`, existing or not.
 #[inline(always)]
-fn fetch(p: *const u8, bytes: usize) {
+pub(super) fn fetch(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
-        // SAFETY: a prefetch has no effect but on caches, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(AHEAD + line).cast()) };
+        prefetch(p.wrapping_add(AHEAD + line));
     }
 }
 
@@ -270,11 +183,11 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
     let zero = if C::BITS == 8 {
         I::EIGHT_BIT_ZERO
     } else {
-        1 << (C::BITS - 1)
+        C::ZERO
     };
     // SAFETY: the block lies within the chunk, by the caller's contract.
     unsafe {
-        let planes = chunk.add(layout.head + j * layout.codes + 4 * lane);
+        let planes = chunk.add(layout.head + j * layout.codes + C::ROW_BYTES * lane);
         if S::STREAMED && lane == 0 {
             fetch(planes, layout.codes + layout.head / layout.blocks);
         }
@@ -303,18 +216,18 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
 #[inline(always)]
 pub(super) unsafe fn unpack<I: Isa, C: Codes, S: Scales>(
     weights: *const u8,
-    blocks: usize,
+    blocks: Range<usize>,
     lane: usize,
     out: *mut u8,
 ) {
     let (from, to) = (S::layout::<C>(), Ready::layout::<Unpacked<C>>());
-    let zero = (1 << (C::BITS - 1)) as f32;
+    let zero = C::ZERO as f32;
     // SAFETY: block by block this walks over both, which the caller vouches for.
     unsafe {
-        for index in 0..blocks {
-            let (chunk, j) = (index / from.blocks, index % from.blocks);
+        for (index, block) in blocks.enumerate() {
+            let (chunk, j) = (block / from.blocks, block % from.blocks);
             let head = weights.add(chunk * from.chunk());
-            let planes = head.add(from.head + j * from.codes + 4 * lane);
+            let planes = head.add(from.head + j * from.codes + C::ROW_BYTES * lane);
             let out = out.add(index * to.chunk());
             let shared = S::open::<I>(head, lane);
             for part in 0..C::PARTS {

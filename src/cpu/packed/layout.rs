@@ -9,9 +9,13 @@
 //! | Affine | 1 | 16 f16 d, 16 f16 m |
 //! | Super | 8 | 16 f16 d, 16 f16 m, for each block 16 u8 s, for each block 16 u8 n |
 //! | SuperSymmetric | 8 | 16 f16 d, 32 bytes unused, for each half block 16 i8 s |
+//! | a scale for each row | all | 16 f32 s |
+//! | groups of g | 2g / 32 | for each of two groups 16 f16 s |
+//! | groups of g with zero points | 4g / 32 | for each of four groups 16 f16 s, for each 16 u8 z |
 //!
-//! Codes lie in planes of 64 bytes: byte `4 * row + t` of plane `i` holds values of `row` only, so
-//! that a 32-bit lane is a row and one multiply-add takes four consecutive k:
+//! Codes lie in planes of 64 bytes: byte `4 * row + t` of plane `i` (of 2 bits: byte `16 * t + row`)
+//! holds values of `row` only, so that a 32-bit lane is a row and one multiply-add takes four
+//! consecutive k:
 //!
 //! - 8 bits: eight planes, plane `i` holds k = 4i + t.
 //! - 4 bits: four planes, k = 4i + t in the low nibbles, k = 16 + 4i + t in the high ones.
@@ -19,25 +23,43 @@
 //!   k = 16 + 4i + t, so that adding the byte to itself brings up one after the other.
 //! - 6 bits: those and a plane of bit pairs for each half of k; within it the pairs of i = 0, 1, 2, 3
 //!   start at bits 4, 2, 0 and 6.
+//! - 2 bits: two planes, bits 2i and 2i + 1 of plane `p` hold one more than the code of
+//!   k = 16p + 4i + t. Here the 16 rows lie side by side, as a table look-up takes them: a nibble is
+//!   two codes, and the rows of one t share their table.
 //!
 //! Heads and planes are multiples of 64 bytes, so every plane is one aligned cache line. The size is
 //! that of the GGUF blocks, but for the 6-bit factors of Q4_K and Q5_K, which take a byte here
-//! (2.8 % and 2.3 % more), and the unused 32 bytes of Q6_K (1 %).
+//! (2.8 % and 2.3 % more), and the unused 32 bytes of Q6_K (1 %). Of rows whose number is not a
+//! multiple of 16 the last group is padded with zeros.
 
-use crate::quant::{BlockFormat, Scaling, SubBlock};
+use crate::quant::{BlockFormat, Format, Scaling, Scheme, SubBlock};
 use half::f16;
 
 /// Rows that are packed together.
 pub const ROW_GROUP: usize = 16;
 
 /// Where the bits of plane pairs start, by `i`.
-const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
+pub(super) const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
+
+/// What stands in the heads of chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Heads {
+    /// The scales of GGUF blocks.
+    Block(Scaling),
+    /// A scale for each row; a chunk is the whole row.
+    Row,
+    /// Scales, and perhaps zero points, of groups of so many blocks.
+    Groups { blocks: usize, zeros: bool },
+}
+
+/// Blocks of a chunk that is as long as its row, whatever that is.
+const WHOLE_ROW: usize = 1 << 32;
 
 /// Sizes of the parts of a row group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     bits: u32,
-    scaling: Scaling,
+    heads: Heads,
     /// 32-wide blocks in a full chunk.
     pub blocks: usize,
     /// Bytes before the first block's codes.
@@ -55,8 +77,34 @@ impl Layout {
         };
         Self {
             bits,
-            scaling,
+            heads: Heads::Block(scaling),
             blocks,
+            head,
+            codes: 64 * bits as usize,
+        }
+    }
+
+    /// Codes with a scale for each row.
+    pub const fn by_row(bits: u32) -> Self {
+        Self {
+            bits,
+            heads: Heads::Row,
+            blocks: WHOLE_ROW,
+            head: 64,
+            codes: 64 * bits as usize,
+        }
+    }
+
+    /// Codes with a scale, and perhaps a zero point, for each `group` blocks.
+    pub const fn by_group(bits: u32, group: usize, zeros: bool) -> Self {
+        let (groups, head) = if zeros { (4, 192) } else { (2, 64) };
+        Self {
+            bits,
+            heads: Heads::Groups {
+                blocks: group,
+                zeros,
+            },
+            blocks: groups * group,
             head,
             codes: 64 * bits as usize,
         }
@@ -64,19 +112,33 @@ impl Layout {
 
     /// The layout of blocks that are unpacked for many tokens: each with a scale and an offset in f32
     /// for each row and each of `parts`, and a byte for each code.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub const fn unpacked(parts: usize) -> Self {
         Self {
             bits: 8,
-            scaling: Scaling::Affine,
+            heads: Heads::Block(Scaling::Affine),
             blocks: 1,
             head: 128 * parts,
             codes: 512,
         }
     }
 
-    pub const fn of(format: &BlockFormat) -> Self {
+    pub fn of(format: &Format) -> Self {
+        match format {
+            Format::Block(format) => Self::of_blocks(format),
+            Format::Scheme(scheme) => Self::of_scheme(scheme),
+        }
+    }
+
+    pub const fn of_blocks(format: &BlockFormat) -> Self {
         Self::new(format.bits, format.scaling)
+    }
+
+    pub fn of_scheme(scheme: &Scheme) -> Self {
+        match scheme.group() {
+            Some(group) => Self::by_group(scheme.bits(), group / 32, scheme.has_zeros()),
+            None => Self::by_row(scheme.bits()),
+        }
     }
 
     /// Bytes of a full chunk.
@@ -90,36 +152,111 @@ impl Layout {
         blocks.div_ceil(self.blocks) * self.head + blocks * self.codes
     }
 
-    /// Where row `lane`'s numbers of block `block` lie.
-    fn place(&self, block: usize, lane: usize) -> Place {
+    /// Where the codes of block `block` lie, behind the head of its chunk.
+    #[inline(always)]
+    fn planes(&self, block: usize) -> (usize, usize) {
         let (chunk, j) = (block / self.blocks, block % self.blocks);
         let head = chunk * self.chunk();
-        let codes = head + self.head + j * self.codes + 4 * lane;
-        let (d, m, scales, min) = match self.scaling {
-            Scaling::Symmetric => (32 * j, None, None, None),
-            Scaling::Affine => (0, Some(32), None, None),
-            Scaling::Super => (0, Some(32), Some(64 + 16 * j), Some(192 + 16 * j)),
-            Scaling::SuperSymmetric => (0, None, Some(64 + 32 * j), None),
+        (head, head + self.head + j * self.codes)
+    }
+
+    /// Where row `lane`'s scale and zero point of block `block` lie, for schemes.
+    fn scheme_place(&self, block: usize, lane: usize) -> (usize, Option<usize>) {
+        let (head, _) = self.planes(block);
+        match self.heads {
+            Heads::Groups { blocks, zeros } => {
+                let group = block % self.blocks / blocks;
+                let zero = head + 128 + 16 * group + lane;
+                (head + 32 * group + 2 * lane, zeros.then_some(zero))
+            }
+            Heads::Row | Heads::Block(_) => (head + 4 * lane, None),
+        }
+    }
+
+    /// Writes block `block` of row `lane` of a scheme's matrix into `group`.
+    pub fn write_scheme(&self, group: &mut [u8], block: usize, lane: usize, from: &SchemeBlock) {
+        let (scale, zero) = self.scheme_place(block, lane);
+        match self.heads {
+            Heads::Groups { .. } => {
+                let stored = f16::from_f32(from.scale);
+                group[scale..][..2].copy_from_slice(&stored.to_le_bytes());
+            }
+            _ => group[scale..][..4].copy_from_slice(&from.scale.to_le_bytes()),
+        }
+        if let Some(zero) = zero {
+            group[zero] = from.zero;
+        }
+        let (_, planes) = self.planes(block);
+        let offset = if self.bits == 2 { 1 } else { 0 };
+        let codes = from.codes.map(|q| (q + offset) as u8);
+        self.write_codes(&mut group[planes + self.row_bytes() * lane..], &codes);
+    }
+
+    /// Reads block `block` of row `lane` of a scheme's matrix back.
+    pub fn read_scheme(&self, group: &[u8], block: usize, lane: usize) -> SchemeBlock {
+        let (scale, zero) = self.scheme_place(block, lane);
+        let bytes = &group[scale..];
+        let scale = match self.heads {
+            Heads::Groups { .. } => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        };
+        let (_, planes) = self.planes(block);
+        let mut codes = [0; 32];
+        self.read_codes(&group[planes + self.row_bytes() * lane..], &mut codes);
+        let (offset, usual) = match self.bits {
+            2 => (1, 0),
+            4 => (0, 8),
+            _ => (0, 0),
+        };
+        SchemeBlock {
+            codes: codes.map(|q| q as i8 - offset),
+            scale,
+            zero: zero.map_or(usual, |zero| group[zero]),
+        }
+    }
+
+    /// Bytes from a row's first byte in a plane to the next row's.
+    const fn row_bytes(&self) -> usize {
+        if self.bits == 2 { 1 } else { 4 }
+    }
+
+    /// Where row `lane`'s numbers of block `block` lie, for GGUF blocks.
+    #[inline(always)]
+    fn place(&self, block: usize, lane: usize) -> Place {
+        let j = block % self.blocks;
+        let (head, planes) = self.planes(block);
+        let (d, m, scales, min) = match self.heads {
+            Heads::Block(Scaling::Affine) => (0, Some(32), None, None),
+            Heads::Block(Scaling::Super) => (0, Some(32), Some(64 + 16 * j), Some(192 + 16 * j)),
+            Heads::Block(Scaling::SuperSymmetric) => (0, None, Some(64 + 32 * j), None),
+            _ => (32 * j, None, None, None),
         };
         Place {
             d: head + d + 2 * lane,
             m: m.map(|m| head + m + 2 * lane),
             scales: scales.map(|s| head + s + lane),
             min: min.map(|m| head + m + lane),
-            codes,
+            codes: planes + self.row_bytes() * lane,
         }
     }
 
     /// How many factors of d a block has.
     fn factors(&self) -> usize {
-        match self.scaling {
-            Scaling::SuperSymmetric => 2,
+        match self.heads {
+            Heads::Block(Scaling::SuperSymmetric) => 2,
             _ => 1,
         }
     }
 
-    /// Writes block `block` of row `lane` into `group`.
-    pub fn write(&self, group: &mut [u8], block: usize, lane: usize, sub: &SubBlock) {
+    /// Writes the scales of block `block` of row `lane` into `group`, and gives the place of its codes.
+    #[inline(always)]
+    pub fn write_scales(
+        &self,
+        group: &mut [u8],
+        block: usize,
+        lane: usize,
+        sub: &SubBlock,
+    ) -> usize {
         let place = self.place(block, lane);
         group[place.d..][..2].copy_from_slice(&sub.d.to_le_bytes());
         if let Some(m) = place.m {
@@ -133,29 +270,31 @@ impl Layout {
         if let Some(min) = place.min {
             group[min] = sub.min;
         }
-        let planes = &mut group[place.codes..];
+        place.codes
+    }
+
+    /// Writes the codes of one row, of 8, 4 or 2 bits; `planes` starts at its byte of the block's first
+    /// plane.
+    fn write_codes(&self, planes: &mut [u8], codes: &[u8; 32]) {
         if self.bits == 8 {
-            for (i, codes) in sub.codes.chunks_exact(4).enumerate() {
+            for (i, codes) in codes.chunks_exact(4).enumerate() {
                 planes[64 * i..][..4].copy_from_slice(codes);
+            }
+            return;
+        }
+        if self.bits == 2 {
+            for (at, codes) in (0..).step_by(64).zip(codes.chunks_exact(16)) {
+                for t in 0..4 {
+                    let code = |i: usize| codes[4 * i + t] << (2 * i);
+                    planes[at + 16 * t] = (0..4).map(code).fold(0, |a, b| a | b);
+                }
             }
             return;
         }
         for i in 0..4 {
             for t in 0..4 {
-                let (low, high) = (sub.codes[4 * i + t], sub.codes[16 + 4 * i + t]);
+                let (low, high) = (codes[4 * i + t], codes[16 + 4 * i + t]);
                 planes[64 * i + t] = low & 15 | high << 4;
-            }
-        }
-        for t in 0..4 {
-            let code = |half: usize, i: usize| sub.codes[16 * half + 4 * i + t] >> 4;
-            let fold = |f: &dyn Fn(usize) -> u8| (0..4).map(f).fold(0, |a, b| a | b);
-            match self.bits {
-                5 => planes[256 + t] = fold(&|i| code(0, i) << (3 - i) | code(1, i) << (7 - i)),
-                6 => {
-                    planes[256 + t] = fold(&|i| code(0, i) << PAIR_SHIFT[i]);
-                    planes[320 + t] = fold(&|i| code(1, i) << PAIR_SHIFT[i]);
-                }
-                _ => {}
             }
         }
     }
@@ -185,6 +324,10 @@ impl Layout {
                 *code = planes[64 * (k / 4) + t];
                 continue;
             }
+            if self.bits == 2 {
+                *code = planes[64 * half + 16 * t] >> (2 * i) & 3;
+                continue;
+            }
             let high = match self.bits {
                 5 => planes[256 + t] >> (4 * half + 3 - i) & 1,
                 6 => planes[256 + 64 * half + t] >> PAIR_SHIFT[i] & 3,
@@ -192,6 +335,21 @@ impl Layout {
             };
             *code = planes[64 * i + t] >> (4 * half) & 15 | high << 4;
         }
+    }
+}
+
+/// 32 consecutive values of a row of a scheme's matrix: `scale * (code - zero)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct SchemeBlock {
+    pub codes: [i8; 32],
+    pub scale: f32,
+    pub zero: u8,
+}
+
+impl SchemeBlock {
+    pub fn values(&self) -> [f32; 32] {
+        self.codes
+            .map(|q| self.scale * f32::from(q.wrapping_sub(self.zero as i8)))
     }
 }
 

@@ -1,16 +1,20 @@
 //! Products of packed matrices with quantized activations.
 
 use super::activations::{Q8Activations, Q8Block};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel;
-#[cfg(target_arch = "x86_64")]
-use super::layout::Layout;
 use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
+use super::store::Line;
+#[cfg(target_arch = "x86_64")]
+use super::x86::lookup;
 use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
+#[cfg(target_arch = "x86_64")]
+use crate::quant::Format;
 use candle_core::{Result, bail};
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// Bytes of activations that are multiplied with one row group after another: they should stay in
@@ -18,13 +22,18 @@ use std::ops::Range;
 const TOKEN_BYTES: usize = 192 * 1024;
 
 /// Tokens from which on unpacking a row group first is faster than unpacking it in every tile.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const UNPACK_FROM: usize = 16;
 
 /// Room for unpacked weights.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[repr(align(64))]
 struct Scratch([u8; kernel::UNPACKED_BYTES]);
+
+thread_local! {
+    /// The row group in hand, of a matrix that is not packed.
+    static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
 
 impl PackedMatrix {
     /// `out[(t - tokens.start) * out_stride + (r - rows.start)]` = sum over k of W[r, k] x[t, k], for
@@ -78,6 +87,12 @@ impl PackedMatrix {
         Ok(())
     }
 
+    /// Columns with the zeros that fill the last block of 32, where a scheme's rows do not: the width of
+    /// the activations.
+    pub fn padded_cols(&self) -> usize {
+        self.cols().next_multiple_of(32)
+    }
+
     /// Rows for which a task is worth its hand-over (about a microsecond), in whole groups.
     fn grain(&self, m: usize) -> usize {
         let products = ROW_GROUP * self.cols() * m.max(1);
@@ -100,6 +115,16 @@ impl PackedMatrix {
     ) {
         debug_assert!(self.check(&rows, x, &tokens).is_ok());
         let level = runnable(level);
+        #[cfg(target_arch = "x86_64")]
+        if let (Some(tables), Level::Avx2, 1) = (x.tables(), level, tokens.len())
+            && let Format::Scheme(scheme) = self.format
+            && let Some(look_up) = lookup::kernel(&scheme)
+        {
+            let (x, tables) = (x.blocks().as_ptr(), tables.as_ptr());
+            // SAFETY: `level` is runnable, the tables are those of the only token, which has as many
+            // blocks as the matrix; the rest is the caller's.
+            return unsafe { self.look_up(look_up, &rows, (x, tables), out) };
+        }
         let blocks = self.blocks();
         let some = (TOKEN_BYTES / (blocks * size_of::<Q8Block>())).max(8) / 8 * 8;
         let mut one = [[0.0; ROW_GROUP]; 8];
@@ -111,11 +136,12 @@ impl PackedMatrix {
                 &mut many[..]
             }
         };
+        let mut room = ROOM.take();
         for start in tokens.clone().step_by(some) {
             let end = tokens.end.min(start + some);
             let x = &x.blocks()[start * blocks..end * blocks];
             for first in rows.clone().step_by(ROW_GROUP) {
-                let weights = self.group(first / ROW_GROUP);
+                let weights = self.group(first / ROW_GROUP, &mut room);
                 let count = ROW_GROUP.min(rows.end - first);
                 let sums = &mut sums[..end - start];
                 self.group_products(level, weights, x, sums);
@@ -125,6 +151,35 @@ impl PackedMatrix {
                     // they are writable.
                     unsafe { std::ptr::copy_nonoverlapping(sums.as_ptr(), out.add(at), count) };
                 }
+            }
+        }
+        ROOM.set(room);
+    }
+
+    /// The products of `rows` with a single token by table look-up.
+    ///
+    /// # Safety
+    /// The processor has AVX2, the pointers are to a token of this width and its tables, and `out` has
+    /// room for the rows.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn look_up(
+        &self,
+        look_up: lookup::LookUp,
+        rows: &Range<usize>,
+        (x, tables): (*const Q8Block, *const lookup::TableLine),
+        out: *mut f32,
+    ) {
+        let mut room = Vec::new();
+        for first in rows.clone().step_by(ROW_GROUP) {
+            let weights = self.group(first / ROW_GROUP, &mut room).as_ptr();
+            let mut sums = [0.0; ROW_GROUP];
+            let count = ROW_GROUP.min(rows.end - first);
+            // SAFETY: the group is one of this format; `count` values from there on belong to the
+            // rows. The rest is the caller's.
+            unsafe {
+                look_up(weights, self.blocks(), x, tables, &mut sums);
+                let out = out.add(first - rows.start);
+                std::ptr::copy_nonoverlapping(sums.as_ptr(), out, count);
             }
         }
     }
@@ -137,8 +192,8 @@ impl PackedMatrix {
         x: &[Q8Block],
         sums: &mut [[f32; ROW_GROUP]],
     ) {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(kernels) = kernel::kernels(self.dtype(), level) {
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+        if let Some(kernels) = kernel::kernels(&self.format, level) {
             sums.fill([0.0; ROW_GROUP]);
             // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` and `sums`
             // have a row for each token.
@@ -153,7 +208,7 @@ impl PackedMatrix {
     ///
     /// # Safety
     /// The processor has the kernels' level, `weights` is a group, and `x` has `sums.len()` tokens.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     unsafe fn vector_products(
         &self,
         kernels: &kernel::Kernels,
@@ -179,13 +234,13 @@ impl PackedMatrix {
         };
         match kernels.unpacked {
             Some((unpack, tiles)) if sums.len() >= UNPACK_FROM => {
-                let layout = Layout::of(&self.format);
                 let mut bytes = Scratch([0; kernel::UNPACKED_BYTES]);
                 for first in (0..blocks).step_by(kernel::UNPACKED_BLOCKS) {
                     let some = kernel::UNPACKED_BLOCKS.min(blocks - first);
-                    let weights = weights[layout.group(first)..].as_ptr();
-                    // SAFETY: the group has `some` more blocks from a chunk's border on.
-                    unsafe { unpack(weights, some, bytes.0.as_mut_ptr()) };
+                    // SAFETY: the group has these blocks.
+                    unsafe {
+                        unpack(weights.as_ptr(), first..first + some, bytes.0.as_mut_ptr());
+                    }
                     run(tiles, bytes.0.as_ptr(), (first, some), sums);
                 }
             }
@@ -194,7 +249,7 @@ impl PackedMatrix {
     }
 
     fn check(&self, rows: &Range<usize>, x: &Q8Activations, tokens: &Range<usize>) -> Result<()> {
-        if x.k() != self.cols() {
+        if x.k() != self.padded_cols() {
             bail!(
                 "x: tokens have {} values, but the matrix has {} columns",
                 x.k(),

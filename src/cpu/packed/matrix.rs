@@ -1,32 +1,30 @@
 //! The packed matrix and how it is built.
 
 use super::layout::{Layout, ROW_GROUP};
+use super::repack;
+use super::store::{InPlace, Line, SharedBytes, Store, bytes_mut};
 use crate::cpu::pool;
-use crate::quant::{BlockFormat, SubBlock};
+use crate::quant::{self, BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
 use std::ops::Range;
 
-/// A cache line, the alignment of packed weights.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-/// A quantized matrix, rows x cols, in GGUF's precision and about its size, in groups of 16 rows.
+/// A quantized matrix, rows x cols, in its format's precision and about its size, in groups of 16
+/// rows.
 #[derive(Clone)]
 pub struct PackedMatrix {
-    pub(super) format: BlockFormat,
-    rows: usize,
-    cols: usize,
-    lines: Vec<Line>,
+    pub(super) format: Format,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) store: Store,
 }
 
 impl std::fmt::Debug for PackedMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "PackedMatrix({:?}, {} x {})",
-            self.format.dtype, self.rows, self.cols
+            "PackedMatrix({}, {} x {})",
+            self.format, self.rows, self.cols
         )
     }
 }
@@ -43,6 +41,30 @@ impl PackedMatrix {
         builder.finish()
     }
 
+    /// The same matrix without a copy: its blocks stay in `bytes`, from `start` on, and each group of
+    /// rows is packed into the cache whenever it is used. That costs time in every product, most of it
+    /// with one token, and saves the time and the memory of packing.
+    ///
+    /// # Errors
+    /// If `dtype` is not one of the formats of [`crate::quant`], `cols` is not a positive multiple of
+    /// its block size, or `bytes` ends before the matrix does.
+    pub fn in_place(
+        dtype: GgmlDType,
+        rows: usize,
+        cols: usize,
+        bytes: SharedBytes,
+        start: usize,
+    ) -> Result<Self> {
+        let format = BlockFormat::of(dtype)?;
+        let blocks = InPlace::new(&format, (rows, cols), bytes, start)?;
+        Ok(Self {
+            format: format.into(),
+            rows,
+            cols,
+            store: Store::InPlace(blocks),
+        })
+    }
+
     /// Starts a matrix of `rows` rows that is put together from several tensors.
     ///
     /// # Errors
@@ -50,20 +72,7 @@ impl PackedMatrix {
     pub fn builder(dtype: GgmlDType, rows: usize, cols: usize) -> Result<PackedBuilder> {
         let format = BlockFormat::of(dtype)?;
         format.row_bytes(cols)?;
-        let group = Layout::of(&format).group(cols / 32) / 64;
-        let mut lines = Vec::new();
-        let count = rows.div_ceil(ROW_GROUP).checked_mul(group);
-        match count.map(|count| lines.try_reserve_exact(count).map(|()| count)) {
-            Some(Ok(count)) => lines.resize(count, Line([0; 64])),
-            _ => bail!("rows: {rows} rows of {cols} values in {dtype:?} do not fit into memory"),
-        }
-        let matrix = Self {
-            format,
-            rows,
-            cols,
-            lines,
-        };
-        Ok(PackedBuilder { matrix, filled: 0 })
+        PackedBuilder::new(format.into(), rows, cols)
     }
 
     /// Number of rows: outputs of a product.
@@ -77,16 +86,17 @@ impl PackedMatrix {
     }
 
     /// The weights' format.
-    pub fn dtype(&self) -> GgmlDType {
-        self.format.dtype
+    pub fn format(&self) -> Format {
+        self.format
     }
 
-    /// Bytes of the packed weights: what a product with one token reads.
+    /// Bytes of the weights: what a product with one token reads.
     pub fn size_in_bytes(&self) -> usize {
-        std::mem::size_of_val(self.lines.as_slice())
+        self.store.bytes().len()
     }
 
-    /// The values of row `row`, bit for bit what [`crate::quant::dequantize`] gives for its blocks.
+    /// The values of row `row`, bit for bit what [`crate::quant::dequantize`] gives for its blocks, or
+    /// [`Codes::dequantize`](crate::quant::Codes::dequantize) for its codes.
     ///
     /// # Errors
     /// If there is no row `row`, or `out` does not have cols values.
@@ -101,26 +111,45 @@ impl PackedMatrix {
                 self.cols
             );
         }
+        if let (Store::InPlace(blocks), Format::Block(format)) = (&self.store, &self.format) {
+            return quant::dequantize(format.dtype, blocks.row(row), out);
+        }
         let layout = Layout::of(&self.format);
-        let group = self.group(row / ROW_GROUP);
-        for (block, out) in out.chunks_exact_mut(32).enumerate() {
-            let sub = layout.read(group, block, row % ROW_GROUP);
-            out.copy_from_slice(&sub.values(&self.format));
+        let mut room = Vec::new();
+        let group = self.group(row / ROW_GROUP, &mut room);
+        for (block, out) in out.chunks_mut(32).enumerate() {
+            let lane = row % ROW_GROUP;
+            let values = match &self.format {
+                Format::Block(format) => layout.read(group, block, lane).values(format),
+                Format::Scheme(_) => layout.read_scheme(group, block, lane).values(),
+            };
+            out.copy_from_slice(&values[..out.len()]);
         }
         Ok(())
     }
 
-    /// 32-wide blocks along k.
+    /// 32-wide blocks along k, the last perhaps padded with zeros.
     pub(super) fn blocks(&self) -> usize {
-        self.cols / 32
+        self.cols.div_ceil(32)
     }
 
-    /// The bytes of row group `index`.
-    pub(super) fn group(&self, index: usize) -> &[u8] {
-        let lines = Layout::of(&self.format).group(self.blocks()) / 64;
-        let group = &self.lines[index * lines..][..lines];
-        // SAFETY: a line is 64 plain bytes without padding.
-        unsafe { std::slice::from_raw_parts(group.as_ptr().cast(), 64 * lines) }
+    /// The bytes of row group `index`, packed into `room` where the blocks lie in rows.
+    pub(super) fn group<'a>(&'a self, index: usize, room: &'a mut Vec<Line>) -> &'a [u8] {
+        let bytes = Layout::of(&self.format).group(self.blocks());
+        let (Store::InPlace(blocks), Format::Block(format)) = (&self.store, &self.format) else {
+            return &self.store.bytes()[index * bytes..][..bytes];
+        };
+        let first = index * ROW_GROUP;
+        let count = ROW_GROUP.min(self.rows - first);
+        if count < ROW_GROUP {
+            // The rows that are missing would leave what another group had there.
+            room.clear();
+        }
+        room.resize(bytes / 64, Line::ZERO);
+        let rows = (first..first + count).map(|row| blocks.row(row));
+        let group = bytes_mut(room);
+        repack::rows(format, rows, 0, group);
+        group
     }
 }
 
@@ -128,23 +157,65 @@ impl PackedMatrix {
 /// holding a joined copy.
 #[derive(Debug)]
 pub struct PackedBuilder {
-    matrix: PackedMatrix,
+    format: Format,
+    rows: usize,
+    cols: usize,
+    lines: Vec<Line>,
     filled: usize,
 }
 
 impl PackedBuilder {
+    /// Room for a matrix whose width its format has been asked about.
+    pub(super) fn new(format: Format, rows: usize, cols: usize) -> Result<Self> {
+        let group = Layout::of(&format).group(cols.div_ceil(32)) / 64;
+        let mut lines = Vec::new();
+        let count = rows.div_ceil(ROW_GROUP).checked_mul(group);
+        match count.map(|count| lines.try_reserve_exact(count).map(|()| count)) {
+            Some(Ok(count)) => lines.resize(count, Line::ZERO),
+            _ => bail!("rows: {rows} rows of {cols} values in {format} do not fit into memory"),
+        }
+        Ok(Self {
+            format,
+            rows,
+            cols,
+            lines,
+            filled: 0,
+        })
+    }
+
+    /// What is to be packed.
+    pub(super) fn format(&self) -> (Format, usize) {
+        (self.format, self.cols)
+    }
+
     /// Appends `rows` rows from `blocks`, the bytes of a tensor of the matrix's dtype and width.
     ///
     /// # Errors
-    /// If `blocks` has not exactly the bytes of those rows, or the matrix has fewer rows left.
+    /// If `blocks` has not exactly the bytes of those rows, or the matrix has fewer rows left or holds
+    /// no GGUF blocks.
     pub fn push(&mut self, rows: usize, blocks: &[u8]) -> Result<()> {
-        let matrix = &mut self.matrix;
-        let row_bytes = matrix.format.check_matrix(rows, matrix.cols, blocks)?;
-        if rows > matrix.rows - self.filled {
+        let Format::Block(format) = self.format else {
+            bail!("blocks: the matrix is {}, expected codes", self.format);
+        };
+        let row_bytes = format.check_matrix(rows, self.cols, blocks)?;
+        self.push_with(rows, |_, group, row, lane| {
+            let bytes = &blocks[row * row_bytes..][..row_bytes];
+            repack::rows(&format, std::iter::once(bytes), lane, group);
+        })
+    }
+
+    /// Appends `rows` rows: `write` is called with each row, counted from 0, its row group and its place
+    /// in there.
+    pub(super) fn push_with(
+        &mut self,
+        rows: usize,
+        write: impl Fn(&Layout, &mut [u8], usize, usize) + Sync,
+    ) -> Result<()> {
+        if rows > self.rows - self.filled {
             bail!(
                 "rows: {rows} more rows given, but {} of {} are there already",
                 self.filled,
-                matrix.rows
+                self.rows
             );
         }
         if rows == 0 {
@@ -152,22 +223,19 @@ impl PackedBuilder {
         }
         let range = self.filled..self.filled + rows;
         self.filled = range.end;
-        let source = Source {
-            format: matrix.format,
-            blocks,
-            row_bytes,
-            first: range.start,
-        };
-        let lines = source.layout().group(matrix.cols / 32) / 64;
+        let layout = Layout::of(&self.format);
+        let lines = layout.group(self.cols.div_ceil(32)) / 64;
         let (first, last) = (range.start / ROW_GROUP, range.end.div_ceil(ROW_GROUP));
-        let groups = Groups(matrix.lines[first * lines..last * lines].as_mut_ptr());
+        let groups = Groups(self.lines[first * lines..last * lines].as_mut_ptr());
         pool::for_ranges(last - first, 1, |some| {
             for i in some {
                 // SAFETY: group i lies within the slice, and the ranges are disjoint.
                 let group = unsafe { groups.get(i, lines) };
                 let start = (first + i) * ROW_GROUP;
-                let rows = range.start.max(start)..range.end.min(start + ROW_GROUP);
-                source.pack(rows, group);
+                let rows: Range<_> = range.start.max(start)..range.end.min(start + ROW_GROUP);
+                for row in rows {
+                    write(&layout, group, row - range.start, row % ROW_GROUP);
+                }
             }
         });
         Ok(())
@@ -178,44 +246,15 @@ impl PackedBuilder {
     /// # Errors
     /// If rows are missing.
     pub fn finish(self) -> Result<PackedMatrix> {
-        if self.filled != self.matrix.rows {
-            bail!(
-                "rows: {} of {} rows were given",
-                self.filled,
-                self.matrix.rows
-            );
+        if self.filled != self.rows {
+            bail!("rows: {} of {} rows were given", self.filled, self.rows);
         }
-        Ok(self.matrix)
-    }
-}
-
-/// The rows of a tensor on their way into groups.
-struct Source<'a> {
-    format: BlockFormat,
-    blocks: &'a [u8],
-    row_bytes: usize,
-    /// The matrix's row that the tensor's first becomes.
-    first: usize,
-}
-
-impl Source<'_> {
-    fn layout(&self) -> Layout {
-        Layout::of(&self.format)
-    }
-
-    /// Writes the matrix's `rows`, all of one group, into that group.
-    fn pack(&self, rows: Range<usize>, group: &mut [u8]) {
-        let layout = self.layout();
-        for row in rows {
-            let bytes = &self.blocks[(row - self.first) * self.row_bytes..][..self.row_bytes];
-            let subs = self.format.values / 32;
-            for (b, block) in bytes.chunks_exact(self.format.bytes).enumerate() {
-                for index in 0..subs {
-                    let sub = SubBlock::read(&self.format, block, index);
-                    layout.write(group, b * subs + index, row % ROW_GROUP, &sub);
-                }
-            }
-        }
+        Ok(PackedMatrix {
+            format: self.format,
+            rows: self.rows,
+            cols: self.cols,
+            store: Store::own(self.lines),
+        })
     }
 }
 
@@ -232,7 +271,7 @@ impl Groups {
     /// The group exists, and nobody else has it while the result lives.
     #[expect(clippy::mut_from_ref, reason = "callers keep the groups apart")]
     unsafe fn get(&self, index: usize, lines: usize) -> &mut [u8] {
-        // SAFETY: the caller's; a line is 64 plain bytes without padding.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(index * lines).cast(), 64 * lines) }
+        // SAFETY: the caller's.
+        bytes_mut(unsafe { std::slice::from_raw_parts_mut(self.0.add(index * lines), lines) })
     }
 }

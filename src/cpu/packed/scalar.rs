@@ -2,12 +2,12 @@
 
 use super::activations::Q8Block;
 use super::layout::{Layout, ROW_GROUP};
-use crate::quant::{BlockFormat, Scaling, SubBlock};
+use crate::quant::{BlockFormat, Format, Scaling, SubBlock};
 
 /// Multiplies a row group with the tokens of `x` (tokens x blocks); token `t`'s products become
 /// `out[t]`.
 pub(super) fn group(
-    format: &BlockFormat,
+    format: &Format,
     weights: &[u8],
     blocks: usize,
     x: &[Q8Block],
@@ -33,22 +33,46 @@ struct Unpacked {
 }
 
 impl Unpacked {
-    fn read(format: &BlockFormat, layout: &Layout, weights: &[u8], block: usize) -> Self {
+    fn read(format: &Format, layout: &Layout, weights: &[u8], block: usize) -> Self {
         let mut this = Self {
             codes: [[0; ROW_GROUP]; 32],
             scales: [[0.0; ROW_GROUP]; 2],
             offsets: [[0.0; ROW_GROUP]; 2],
         };
         for lane in 0..ROW_GROUP {
-            let sub = layout.read(weights, block, lane);
-            for (column, code) in this.codes.iter_mut().zip(sub.codes) {
-                column[lane] = signed(format, code);
-            }
-            for half in 0..2 {
-                (this.scales[half][lane], this.offsets[half][lane]) = scale(format, &sub, half);
+            match format {
+                Format::Block(format) => this.read_block(format, layout, weights, block, lane),
+                Format::Scheme(_) => this.read_scheme(layout, weights, block, lane),
             }
         }
         this
+    }
+
+    fn read_block(
+        &mut self,
+        format: &BlockFormat,
+        layout: &Layout,
+        weights: &[u8],
+        block: usize,
+        lane: usize,
+    ) {
+        let sub = layout.read(weights, block, lane);
+        for (column, code) in self.codes.iter_mut().zip(sub.codes) {
+            column[lane] = signed(format, code);
+        }
+        for half in 0..2 {
+            (self.scales[half][lane], self.offsets[half][lane]) = scale(format, &sub, half);
+        }
+    }
+
+    fn read_scheme(&mut self, layout: &Layout, weights: &[u8], block: usize, lane: usize) {
+        let read = layout.read_scheme(weights, block, lane);
+        for (column, code) in self.codes.iter_mut().zip(read.codes) {
+            column[lane] = i16::from(code) - i16::from(read.zero);
+        }
+        for half in 0..2 {
+            self.scales[half][lane] = read.scale;
+        }
     }
 
     fn add_products(&self, x: &Q8Block, sums: &mut [f32; ROW_GROUP]) {

@@ -1,14 +1,16 @@
 //! The 16-row kernels in plain Rust, so that what AVX-512 adds to the shared code (16 lanes, codes of
-//! 8 bits with an offset, parts summed at once) is tested on any x86 processor.
+//! 8 bits with an offset, parts summed at once) is tested on any processor.
 
 use super::activations::{Q8Activations, Q8Block};
 use super::codes::*;
 use super::isa::Isa;
 use super::kernel::{UNPACKED_BLOCKS, UNPACKED_BYTES, tile, unpack};
-use super::layout::{Layout, ROW_GROUP};
+use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
+use super::scheme_tests::schemes;
 use super::tests::{DTYPES, normals, quantized};
 use crate::cpu::simd::Level;
+use crate::quant::{Scheme, quantize};
 use candle_core::quantized::GgmlDType;
 use half::f16;
 use rand::{SeedableRng, rngs::StdRng};
@@ -63,6 +65,11 @@ impl Isa for Wide {
     }
     unsafe fn eight_bits(a: [u8; 64]) -> [u8; 64] {
         a.map(|a| a ^ 0x80)
+    }
+    unsafe fn quads(p: *const u8) -> [u8; 64] {
+        // SAFETY: by the trait's contract.
+        let runs = unsafe { read::<64>(p) };
+        from_fn(|i| runs[16 * (i % 4) + i / 4])
     }
     unsafe fn zero() -> [f32; 16] {
         [0.0; 16]
@@ -137,7 +144,8 @@ fn products<C: Codes, S: Scales>(
     matrix: &PackedMatrix,
     x: &Q8Activations,
 ) -> Vec<[[f32; ROW_GROUP]; 3]> {
-    let (blocks, group) = (matrix.blocks(), matrix.group(0));
+    let mut room = Vec::new();
+    let (blocks, group) = (matrix.blocks(), matrix.group(0, &mut room));
     let x = x.blocks().as_ptr();
     let mut packed = [[0.0; ROW_GROUP]; 3];
     // SAFETY: the group has those blocks, and x three tokens of them.
@@ -146,14 +154,12 @@ fn products<C: Codes, S: Scales>(
         return vec![packed];
     }
     let mut unpacked = [[0.0; ROW_GROUP]; 3];
-    let layout = Layout::of(&matrix.format);
     let mut bytes = vec![0u8; UNPACKED_BYTES];
     for first in (0..blocks).step_by(UNPACKED_BLOCKS) {
         let some = UNPACKED_BLOCKS.min(blocks - first);
         // SAFETY: as above; `bytes` has room for `some` blocks.
         unsafe {
-            let weights = group[layout.group(first)..].as_ptr();
-            unpack::<Wide, C, S>(weights, some, 0, bytes.as_mut_ptr());
+            unpack::<Wide, C, S>(group.as_ptr(), first..first + some, 0, bytes.as_mut_ptr());
             let (bytes, sums) = (bytes.as_ptr(), unpacked.as_mut_ptr());
             tile::<Wide, Unpacked<C>, Ready, 3, 1>(bytes, some, x.add(first), blocks, 0, sums);
         }
@@ -182,11 +188,44 @@ fn kernels_of_16_rows_agree_with_the_scalar_path() {
             GgmlDType::Q5K => products::<Five, Super>(&matrix, &x),
             _ => products::<Six, SuperSymmetric>(&matrix, &x),
         };
-        for wide in all {
-            // Products are about sqrt(768) = 28; f32 sums of 24 blocks err by some 1e-5.
-            for (a, b) in wide.as_flattened().iter().zip(&plain) {
-                assert!((a - b).abs() < 1e-3, "{dtype:?}: {a} for {b}");
-            }
+        agree(&all, &plain, &format!("{dtype:?}"));
+    }
+}
+
+/// Products are about sqrt(768) = 28; f32 sums of 24 blocks err by some 1e-5.
+fn agree(all: &[[[f32; ROW_GROUP]; 3]], plain: &[f32], name: &str) {
+    for wide in all {
+        for (a, b) in wide.as_flattened().iter().zip(plain) {
+            assert!((a - b).abs() < 1e-3, "{name}: {a} for {b}");
         }
+    }
+}
+
+#[test]
+fn kernels_of_16_rows_agree_with_the_scalar_path_for_schemes() {
+    let mut rng = StdRng::seed_from_u64(9);
+    let cols = 768;
+    let weights = normals(&mut rng, 16 * cols);
+    let x = normals(&mut rng, 3 * cols);
+    let x = Q8Activations::quantize(Level::Scalar, &x, 3, cols).unwrap();
+    for scheme in schemes() {
+        let codes = quantize(&weights, 16, cols, scheme).unwrap();
+        let matrix = PackedMatrix::from_codes(&codes).unwrap();
+        let mut plain = vec![0.0; 3 * 16];
+        matrix.forward(Level::Scalar, &x, &mut plain).unwrap();
+        let all = match (scheme, scheme.group()) {
+            (Scheme::Int8, _) => products::<Eight, ByRow>(&matrix, &x),
+            (Scheme::Ternary { .. }, None) => products::<Two, ByRow>(&matrix, &x),
+            (Scheme::Ternary { .. }, Some(32)) => products::<Two, ByGroup<1, false>>(&matrix, &x),
+            (Scheme::Ternary { .. }, Some(64)) => products::<Two, ByGroup<2, false>>(&matrix, &x),
+            (Scheme::Ternary { .. }, _) => products::<Two, ByGroup<4, false>>(&matrix, &x),
+            (_, Some(32)) if scheme.has_zeros() => products::<Four, ByGroup<1, true>>(&matrix, &x),
+            (_, Some(64)) if scheme.has_zeros() => products::<Four, ByGroup<2, true>>(&matrix, &x),
+            (_, _) if scheme.has_zeros() => products::<Four, ByGroup<4, true>>(&matrix, &x),
+            (_, Some(32)) => products::<Four, ByGroup<1, false>>(&matrix, &x),
+            (_, Some(64)) => products::<Four, ByGroup<2, false>>(&matrix, &x),
+            _ => products::<Four, ByGroup<4, false>>(&matrix, &x),
+        };
+        agree(&all, &plain, &scheme.to_string());
     }
 }

@@ -18,6 +18,8 @@ use std::any::TypeId;
 pub trait Vector: Copy {
     /// Number of lanes.
     const LANES: usize;
+    /// Vectors that the processor's registers hold.
+    const REGISTERS: usize;
 
     /// All lanes `x`.
     ///
@@ -214,15 +216,20 @@ pub unsafe fn dispatch<K: Kernel>(level: Level, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `best()` has detected what the function enables.
         Level::Avx512 => unsafe { x86::run_avx512(kernel) },
-        #[cfg(not(target_arch = "x86_64"))]
-        // SAFETY: the portable vector needs no instructions of its own.
-        _ => unsafe { kernel.run::<portable::Lanes4>() },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: NEON belongs to the architecture.
+        Level::Neon | Level::Dotprod => unsafe { kernel.run::<aarch64::Neon>() },
     }
 }
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+
+#[cfg(target_arch = "aarch64")]
+pub(super) use aarch64::widen_f16;
 
 #[cfg(test)]
 mod tests;

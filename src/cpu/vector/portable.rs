@@ -25,6 +25,7 @@ fn power_of_two(n: i32) -> f32 {
 
 impl Vector for Lanes4 {
     const LANES: usize = 4;
+    const REGISTERS: usize = 16;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {

@@ -79,6 +79,7 @@ unsafe fn to_bf16_avx2(v: __m256) -> __m128i {
 
 impl Vector for Avx2 {
     const LANES: usize = 8;
+    const REGISTERS: usize = 16;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -184,6 +185,7 @@ unsafe fn fold(v: __m512) -> __m256 {
 
 impl Vector for Avx512 {
     const LANES: usize = 16;
+    const REGISTERS: usize = 32;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {

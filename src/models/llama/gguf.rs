@@ -20,7 +20,12 @@ pub fn dequantize_gguf<R: Seek + Read>(
     dtype: DType,
     device: &Device,
 ) -> Result<(Config, HashMap<String, Tensor>)> {
-    let mut file = File { ct, reader, device };
+    let mut file = File {
+        ct,
+        reader,
+        device,
+        in_place: None,
+    };
     let mut cfg = gguf_config(ct)?;
     cfg.tie_word_embeddings = !ct.tensor_infos.contains_key("output.weight");
     if ct.tensor_infos.contains_key("rope_freqs.weight") {

@@ -17,12 +17,14 @@ pub use config::{
 pub use gguf::{dequantize_gguf, gguf_config};
 
 use super::decoder::{Decoder, DecoderCache};
+use super::quantized::{Mapped, Quantizing};
 use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
-use super::weights::{GGUF, LLAMA, Loader};
+use super::weights::{GGUF, LLAMA, Loader, Source};
 use crate::Fusion;
 use crate::generation::sealed::Parts;
 use crate::nn::{AttentionConfig, RotaryEmbedding};
 use crate::ops::{Activation, RopeStyle};
+use crate::quant::{QuantizedFile, Recipe};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -125,10 +127,59 @@ impl Llama {
     /// As [`Llama::load`].
     pub fn load_fused(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Self> {
         let cache = Cache::new(true, vb.dtype(), cfg, vb.device())?.inner;
+        Self::from_source(vb, cache, &cfg.shape()?, fusion)
+    }
+
+    /// Loads the weights and quantizes them by `recipe`, matrix by matrix, so that little more than the
+    /// quantized model is ever held.
+    ///
+    /// # Errors
+    /// As [`Llama::load`], or by the tensor's name if its width does not divide by the group or block of
+    /// its quantization, it holds a NaN or an infinity, or the device has no kernels for it.
+    pub fn load_quantized(
+        vb: VarBuilder,
+        cfg: &Config,
+        recipe: &Recipe,
+        fusion: Fusion,
+    ) -> Result<Self> {
+        let shape = cfg.shape()?;
+        let cache = Cache::new(true, vb.dtype(), cfg, vb.device())?.inner;
+        let source = Quantizing::new(vb, recipe, &shape, fusion);
+        Self::from_source(source, cache, &shape, fusion)
+    }
+
+    /// A model that [`save_quantized`](super::save_quantized) wrote; on the CPU its matrices stay where
+    /// the file is mapped. Everything else is in `dtype`.
+    ///
+    /// # Errors
+    /// As [`Llama::load`], or if the device has no kernels for a matrix.
+    pub fn from_quantized(
+        file: &QuantizedFile,
+        cfg: &Config,
+        dtype: DType,
+        device: &Device,
+        fusion: Fusion,
+    ) -> Result<Self> {
+        let cache = Cache::new(true, dtype, cfg, device)?.inner;
+        let source = Mapped {
+            file,
+            dtype,
+            device,
+            fusion,
+        };
+        Self::from_source(source, cache, &cfg.shape()?, fusion)
+    }
+
+    fn from_source(
+        source: impl Source,
+        cache: DecoderCache,
+        shape: &Shape,
+        fusion: Fusion,
+    ) -> Result<Self> {
         let loader = Loader {
-            source: vb,
+            source,
             names: &KIND.names,
-            shape: &cfg.shape()?,
+            shape,
             fusion,
         };
         Ok(Self {

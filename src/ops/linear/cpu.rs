@@ -52,12 +52,10 @@ fn forward_as<T: Float>(
 
     let x = elements::<T>(x, layout)?;
     let input = prologue(level, op.prologue, &x, k)?;
-    let quantized = op
-        .weights
-        .iter()
-        .any(|w| matches!(w, Weight::Packed(_)))
-        .then(|| Q8Activations::quantize(level, &input, m, k))
-        .transpose()?;
+    let quantized = match op.weights.iter().any(|w| matches!(w, Weight::Packed(_))) {
+        true => Some(activations(op.weights, level, &input, (m, k))?),
+        false => None,
+    };
 
     let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
     let matrices = guards
@@ -184,6 +182,35 @@ fn prologue<'a, T: Float>(
         }
     });
     Ok(Cow::Owned(out))
+}
+
+/// The input in 8 bits, with what the weights need beside it.
+fn activations(
+    weights: &[Weight],
+    level: Level,
+    input: &[f32],
+    (m, k): (usize, usize),
+) -> Result<Q8Activations> {
+    let wide = k.next_multiple_of(32);
+    let input = padded(input, k, wide);
+    let mut quantized = Q8Activations::quantize(level, &input, m, wide)?;
+    let looks_up = |w: &Weight| matches!(w, Weight::Packed(w) if w.looks_up(m));
+    if weights.iter().any(looks_up) {
+        quantized.prepare_look_ups(level);
+    }
+    Ok(quantized)
+}
+
+/// Rows of `k` values with zeros behind them up to `wide`.
+fn padded(rows: &[f32], k: usize, wide: usize) -> Cow<'_, [f32]> {
+    if k == wide {
+        return Cow::Borrowed(rows);
+    }
+    let mut out = vec![0f32; rows.len() / k.max(1) * wide];
+    for (row, out) in rows.chunks_exact(k).zip(out.chunks_exact_mut(wide)) {
+        out[..k].copy_from_slice(row);
+    }
+    Cow::Owned(out)
 }
 
 fn widened<T: Float>(t: &Tensor) -> Result<Vec<f32>> {

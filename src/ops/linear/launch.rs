@@ -30,7 +30,7 @@ impl LinearOp<'_> {
         for weight in self.weights {
             let format = match weight {
                 Weight::Dense(w) => w.dtype().as_str().to_owned(),
-                Weight::Packed(w) => format!("{:?}", w.dtype()).to_lowercase(),
+                Weight::Packed(w) => w.format().to_string(),
                 #[cfg(feature = "cuda")]
                 Weight::Blocks(w) => w.format().to_string(),
             };

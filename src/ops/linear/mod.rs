@@ -28,7 +28,7 @@ pub use reference::reference;
 pub enum Weight {
     /// f32, f16 or bf16, row-major.
     Dense(Tensor),
-    /// GGUF blocks, repacked for the CPU.
+    /// GGUF blocks or codes of a [`Scheme`](crate::quant::Scheme), packed for the CPU.
     Packed(Arc<PackedMatrix>),
     /// GGUF blocks or codes of a [`Scheme`](crate::quant::Scheme), packed for a GPU.
     #[cfg(feature = "cuda")]
@@ -56,7 +56,7 @@ impl Weight {
         }
     }
 
-    /// Whether the weight is in GGUF blocks.
+    /// Whether the weight is in GGUF blocks or codes.
     pub(crate) fn is_quantized(&self) -> bool {
         !matches!(self, Weight::Dense(_))
     }

@@ -102,6 +102,8 @@ fn what_cannot_be_meant_is_refused_on_one_line() {
         ("--revision=", "it is empty"),
         ("--stock --compare", "--compare"),
         ("--stock --fusion all", "--fusion"),
+        ("--mmap --dtype f32", "--dtype"),
+        ("--mmap --quantize int8", "--quantize"),
         ("--unknown", "--unknown"),
         ("stray", "stray"),
         ("--prompt", "--prompt"),

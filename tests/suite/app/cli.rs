@@ -48,6 +48,17 @@ fn generates_and_closes_with_a_table() {
 }
 
 #[test]
+fn a_model_that_stays_in_its_file_says_the_same() {
+    let place = Place::new();
+    let line = "--model tiny.gguf --cpu --prompt the -n 20";
+    let (output, repacked, err) = place.run(line);
+    assert!(output.status.success(), "{err}");
+    let (output, mapped, err) = place.run(&format!("{line} --mmap"));
+    assert!(output.status.success(), "{err}");
+    assert_eq!(mapped, repacked);
+}
+
+#[test]
 fn the_default_question_goes_through_the_chat_template() {
     let (output, _, err) = Place::new().run("--model tiny.gguf -n 3 --stock");
     assert!(output.status.success(), "{err}");

@@ -115,7 +115,8 @@ fn a_path_can_be_a_file_or_a_folder() {
         file.files,
         ModelFiles::Gguf {
             file: single.join("m.gguf"),
-            tokenizer: None
+            tokenizer: None,
+            mapped: false
         }
     );
     assert_eq!(find(&single).unwrap().files, file.files);

@@ -64,6 +64,7 @@ fn smollm2_tokenizes_as_transformers_does() {
     let weights = weights::open(&ModelFiles::Gguf {
         file,
         tokenizer: None,
+        mapped: false,
     });
     let text = weights.unwrap().text().unwrap();
     for (sentence, ids) in SMOLLM2_IDS {
@@ -313,6 +314,7 @@ fn open(bytes: &[u8]) -> Result<Text, String> {
     weights::open(&ModelFiles::Gguf {
         file,
         tokenizer: None,
+        mapped: false,
     })
     .and_then(|weights| weights.text())
     .map_err(|error| one_line(&error))

@@ -1,22 +1,21 @@
 //! Models from GGUF files: metadata, tensors, and the model that is made of them.
 
+mod file;
+
 use super::Architecture;
 use super::decoder::{Decoder, DecoderCache};
 use super::shape::{Head, Kind, NormKind, Shape, inverse_frequencies};
-use super::weights::{Loader, Source};
-use crate::cpu::packed::PackedMatrix;
-#[cfg(feature = "cuda")]
-use crate::cuda::BlockMatrix;
+use super::weights::Loader;
+use crate::Fusion;
+use crate::cpu::packed::SharedBytes;
 use crate::generation::sealed::Parts;
-use crate::nn::{AttentionConfig, Embedding, LinearWeight, Projection, RotaryEmbedding, in_f32};
-use crate::ops::Weight;
-use crate::{Fusion, quant};
-use candle_core::quantized::QTensor;
+use crate::nn::{AttentionConfig, RotaryEmbedding};
 use candle_core::quantized::gguf_file::{Content, Value};
-use candle_core::{DType, Device, Result, Tensor, bail};
-use std::io::{Read, Seek};
+use candle_core::{Device, Result, Tensor, bail};
+pub use file::File;
+use file::shape_of;
+use std::io::{Cursor, Read, Seek};
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 /// The context length of files that do not name one.
 const DEFAULT_POSITIONS: usize = 4096;
@@ -61,12 +60,36 @@ impl<C: Architecture> GgufModel<C> {
         device: &Device,
         fusion: Fusion,
     ) -> Result<Self> {
-        let mut file = File {
+        let file = File {
             ct: &ct,
             reader,
             device,
+            in_place: None,
         };
-        let mut shape = Header::read(&ct, C::KIND)?.shape(C::KIND);
+        Self::load(file, fusion)
+    }
+
+    /// Loads the weights on the CPU from a file in memory, usually a memory map (`memmap2::Mmap`),
+    /// and leaves the blocks there: the model starts at once and shares the file's memory, but a step
+    /// takes longer than with weights that are repacked, as [`PackedMatrix::in_place`](crate::cpu::packed::PackedMatrix::in_place) says. Without
+    /// `fusion.quant_linear`, and for types without a core of their own, tensors are copied as
+    /// elsewhere.
+    ///
+    /// # Errors
+    /// As [`GgufModel::from_gguf`].
+    pub fn from_gguf_in_place(ct: Content, file: SharedBytes, fusion: Fusion) -> Result<Self> {
+        let file = File {
+            ct: &ct,
+            reader: &mut Cursor::new((*file).as_ref()),
+            device: &Device::Cpu,
+            in_place: fusion.quant_linear.then_some(&file),
+        };
+        Self::load(file, fusion)
+    }
+
+    fn load<R: Seek + Read>(mut file: File<'_, R>, fusion: Fusion) -> Result<Self> {
+        let (ct, device) = (file.ct, file.device);
+        let mut shape = Header::read(ct, C::KIND)?.shape(C::KIND);
         file.scale(&mut shape.frequencies)?;
         let frequencies = shape.frequencies.clone();
         let rotary = RotaryEmbedding::new(frequencies, C::KIND.gguf_style, device)?;
@@ -326,122 +349,5 @@ impl Metadata<'_> {
             bail!("gguf: {key} is {value}, expected a number above 0");
         }
         Ok(value)
-    }
-}
-
-/// A file being read.
-pub struct File<'a, R> {
-    pub ct: &'a Content,
-    pub reader: &'a mut R,
-    pub device: &'a Device,
-}
-
-impl<R: Seek + Read> File<'_, R> {
-    /// What keys and values are stored in: on a GPU a file that is quantized has them in 16 bits, as
-    /// its tensor cores take them.
-    fn cache_dtype(&self) -> DType {
-        let mut infos = self.ct.tensor_infos.values();
-        match self.device.is_cuda() && infos.any(|info| quant::supports(info.ggml_dtype)) {
-            true => DType::F16,
-            false => DType::F32,
-        }
-    }
-
-    /// Llama 3.1 and later: the smoothing of frequencies, written out as divisors.
-    fn scale(&mut self, frequencies: &mut [f32]) -> Result<()> {
-        if self.has("rope_freqs.weight") {
-            let factors = self.on_cpu("rope_freqs.weight", frequencies.len())?;
-            frequencies
-                .iter_mut()
-                .zip(factors.to_vec1::<f32>()?)
-                .for_each(|(f, factor)| *f /= factor);
-        }
-        Ok(())
-    }
-
-    fn blocks(&mut self, name: &str, rows: usize, cols: usize) -> Result<QTensor> {
-        let dims = shape_of(self.ct, name)?;
-        if dims != [rows, cols] {
-            bail!(
-                "gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{rows}, {cols}]"
-            );
-        }
-        self.any(name, self.device)
-    }
-
-    /// On the CPU: what is made of it there needs no kernel of candle's, which the driver would have
-    /// to compile first.
-    fn on_cpu(&mut self, name: &str, len: usize) -> Result<Tensor> {
-        let dims = shape_of(self.ct, name)?;
-        if dims != [len] {
-            bail!("gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{len}]");
-        }
-        self.any(name, &Device::Cpu)?.dequantize(&Device::Cpu)
-    }
-
-    /// A tensor as it is stored.
-    pub fn any(&mut self, name: &str, device: &Device) -> Result<QTensor> {
-        match self.ct.tensor(self.reader, name, device) {
-            Ok(tensor) => Ok(tensor),
-            Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),
-        }
-    }
-}
-
-impl<R: Seek + Read> Source for File<'_, R> {
-    fn has(&self, tensor: &str) -> bool {
-        self.ct.tensor_infos.contains_key(tensor)
-    }
-
-    fn matrix(&mut self, tensor: &str, rows: usize, cols: usize) -> Result<LinearWeight> {
-        let weight = self.blocks(tensor, rows, cols)?;
-        Ok(LinearWeight::Quantized(Arc::new(weight)))
-    }
-
-    fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
-        self.on_cpu(tensor, len)?.to_device(self.device)
-    }
-
-    fn table(
-        &mut self,
-        tensor: &str,
-        (rows, cols): (usize, usize),
-        tied: bool,
-        fusion: Fusion,
-    ) -> Result<(Embedding, Option<Projection>)> {
-        let table = self.blocks(tensor, rows, cols)?;
-        if fusion.quant_linear && quant::supports(table.dtype()) {
-            let (embedding, weight) = shared_table(table)?;
-            let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
-            return Ok((embedding, head));
-        }
-        // The residual stream of a GGUF model is f32, whatever the table is stored in.
-        let dense = in_f32(&table)?;
-        let weight = LinearWeight::Quantized(Arc::new(table));
-        let head = tied
-            .then(|| Projection::new(vec![weight], None, fusion))
-            .transpose()?;
-        Ok((Embedding::Dense(dense), head))
-    }
-}
-
-/// A quantized table as an embedding and as the weight of a head, which share it.
-fn shared_table(table: QTensor) -> Result<(Embedding, Weight)> {
-    #[cfg(feature = "cuda")]
-    if table.device().is_cuda() {
-        let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
-        return Ok((Embedding::Blocks(blocks.clone()), Weight::Blocks(blocks)));
-    }
-    let (rows, cols) = table.shape().dims2()?;
-    let packed = PackedMatrix::pack(table.dtype(), rows, cols, &table.data()?)?;
-    let packed = Arc::new(packed);
-    Ok((Embedding::Packed(packed.clone()), Weight::Packed(packed)))
-}
-
-/// The dimensions of a tensor that the file names.
-fn shape_of<'a>(ct: &'a Content, name: &str) -> Result<&'a [usize]> {
-    match ct.tensor_infos.get(name) {
-        Some(info) => Ok(info.shape.dims()),
-        None => bail!("gguf: tensor `{name}` is missing"),
     }
 }

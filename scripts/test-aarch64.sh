@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Builds the tests for aarch64 and runs those of the cores, ops and models under emulation
+# (qemu-user): on a processor with dot products, on one without, and in plain Rust.
+#   scripts/test-aarch64.sh
+# Needs Linux. The Rust target, the C cross compiler and qemu are installed where they are missing,
+# the latter two with apt-get. Build products go to $CARGO_TARGET_DIR as always.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'test-aarch64: %s\n' "$*" >&2; }
+die() {
+  say "$*"
+  exit 1
+}
+
+target=aarch64-unknown-linux-gnu
+compiler=aarch64-linux-gnu-gcc
+qemu=qemu-aarch64
+sysroot=/usr/aarch64-linux-gnu
+
+has() { command -v "$1" >/dev/null; }
+if ! has $compiler || ! has $qemu || [ ! -e $sysroot/lib/libc.so.6 ]; then
+  has apt-get || die "needs $compiler with its C library in $sysroot, and $qemu"
+  root=()
+  if [ "$(id -u)" != 0 ]; then
+    has sudo || die "install gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"
+    root=(sudo)
+  fi
+  say "installing the cross compiler and qemu"
+  {
+    "${root[@]}" apt-get update -q
+    DEBIAN_FRONTEND=noninteractive "${root[@]}" apt-get install -q -y --no-install-recommends \
+      gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+  } >&2 || die "apt-get failed"
+fi
+if has rustup; then
+  rustup target list --installed | grep -qx $target || rustup target add $target
+fi
+
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$compiler
+# The tests are built once and then started by hand, each time on another processor.
+log="$(cargo test --release --locked --target $target --lib --test suite --no-run 2>&1 |
+  tee /dev/stderr)"
+[[ $log != *'warning: `candle-fused`'* ]] || die "the build has warnings"
+binaries="$(sed -n 's/^ *Executable .*(\(.*\))$/\1/p' <<<"$log")"
+[ "$(wc -w <<<"$binaries")" = 2 ] || die "expected the library's tests and the suite, got: $binaries"
+library="$(head -n 1 <<<"$binaries")"
+suite="$(tail -n 1 <<<"$binaries")"
+
+# Emulation is some twenty times slower, so that random sweeps are shorter here.
+export PROPTEST_CASES=8
+
+run() {
+  say "$1, CANDLE_FUSED_SIMD=$2"
+  CANDLE_FUSED_SIMD="$2" $qemu -L $sysroot -cpu "$1" "${@:3}" --quiet
+}
+# The library's tests go through every level that the processor has. Quantizing is plain Rust, and
+# long.
+cores=("$library" cpu:: --skip as_small_as_promised --skip in_parts_as_in_one)
+run max dotprod "${cores[@]}"
+run cortex-a72 neon "${cores[@]}"
+# Command lines, downloads and the real model know no processor.
+run max dotprod "$suite" --skip app:: --skip smollm2::
+for level in neon scalar; do
+  run cortex-a72 $level "$suite" linear dense:: norm models_gguf::
+done

@@ -1,0 +1,179 @@
+//! Every scheme at every level of this processor, against f64.
+
+use super::tests::normals;
+use super::*;
+use crate::quant::{Codes, Scheme, TernaryScale, quantize};
+use candle_core::{DType, Device, Tensor};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+/// Every scheme that there is a kernel for.
+pub(super) fn schemes() -> Vec<Scheme> {
+    let names = "int8 int4-g32 int4-g64 int4-g128 int4-g32-z int4-g64-z int4-g128-z \
+                 ternary-tensor ternary-row ternary-g32 ternary-g64 ternary-g128";
+    names
+        .split_whitespace()
+        .map(|n| n.parse().unwrap())
+        .collect()
+}
+
+/// Codes that no search finds: all of the range, and scales of any size and sign.
+fn adversarial(rng: &mut StdRng, scheme: Scheme, rows: usize, cols: usize) -> Codes {
+    let weights = normals(rng, rows * cols);
+    let mut codes = quantize(&weights, rows, cols, scheme).unwrap();
+    let (low, high) = match scheme.bits() {
+        8 => (-127, 127),
+        4 => (0, 15),
+        _ => (-1, 1),
+    };
+    for (i, q) in codes.codes.iter_mut().enumerate() {
+        *q = match i / 100 % 3 {
+            0 => low,
+            1 => high,
+            _ => rng.random_range(low..=high),
+        };
+    }
+    let scales = [0.0, -0.0, 1.0, -1.0, 65504.0, 6e-8, -0.25];
+    for s in &mut codes.scales {
+        *s = half::f16::from_f32(scales[rng.random_range(0..scales.len())]).to_f32();
+    }
+    for z in &mut codes.zeros {
+        *z = [0, 15, 8][rng.random_range(0..3)];
+    }
+    codes
+}
+
+fn check(codes: &Codes, m: usize, x: &[f32]) {
+    let (rows, cols) = (codes.rows, codes.cols);
+    let matrix = PackedMatrix::from_codes(codes).unwrap();
+    assert_eq!(matrix.to_codes().unwrap(), *codes);
+    let values = codes.dequantize();
+    let mut row = vec![0.0; cols];
+    for r in 0..rows {
+        matrix.dequantize_row(r, &mut row).unwrap();
+        assert_eq!(row, values[r * cols..][..cols], "{} row {r}", codes.scheme);
+    }
+    for level in Level::available() {
+        let wide = matrix.padded_cols();
+        let q = Q8Activations::quantize(level, x, m, wide).unwrap();
+        let mut row = vec![0.0; wide];
+        let mut out = vec![f32::NAN; m * rows];
+        matrix
+            .matmul(level, 0..rows, &q, 0..m, &mut out, rows)
+            .unwrap();
+        // By table look-up, where there is that form.
+        let mut prepared = q.clone();
+        prepared.prepare_look_ups(level);
+        if matrix.looks_up(m) {
+            let mut looked_up = vec![f32::NAN; rows];
+            matrix
+                .matmul(level, 0..rows, &prepared, 0..1, &mut looked_up, rows)
+                .unwrap();
+            assert_eq!(looked_up, out, "{} {level:?} by table", codes.scheme);
+        }
+        let mut whole = vec![f32::NAN; m * rows];
+        matrix.forward(level, &q, &mut whole).unwrap();
+        assert_eq!(whole, out, "{} {level:?}: forward differs", codes.scheme);
+        for t in 0..m {
+            q.dequantize_row(t, &mut row).unwrap();
+            for r in 0..rows {
+                let (mut want, mut magnitude) = (0f64, 0f64);
+                for (k, x) in row[..cols].iter().enumerate() {
+                    let (scale, _) = codes.meaning(r, k);
+                    want += f64::from(values[r * cols + k]) * f64::from(*x);
+                    // What a core adds up: codes with an offset of 128 or 15, and the offset.
+                    let most = f64::from(1u32 << codes.scheme.bits()) * 2.0;
+                    magnitude += f64::from(scale.abs()) * most * f64::from(x.abs());
+                }
+                // Codes of 8 bits with an offset meet what pads the rows too.
+                let pad: f32 = row[cols..].iter().map(|x| x.abs()).sum();
+                magnitude += f64::from(codes.meaning(r, 0).0.abs()) * 512.0 * f64::from(pad);
+                let roundings = (2 * 2 * wide / 32 + 6) as f64 / f64::from(1 << 24);
+                let got = f64::from(out[t * rows + r]);
+                assert!(
+                    (got - want).abs() <= roundings * magnitude + 1e-38,
+                    "{} {level:?} {rows}x{cols} token {t} row {r}: {got} for {want}",
+                    codes.scheme
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn products_agree_with_f64() {
+    let mut rng = StdRng::seed_from_u64(11);
+    for scheme in schemes() {
+        let unit = scheme.group().unwrap_or(32);
+        for (i, groups) in [1, 2, 3, 5, 9].into_iter().enumerate() {
+            // Rows that no block divides, where there are no groups.
+            let cols = match scheme.group() {
+                None => groups * unit - [0, 0, 1, 16, 31][i],
+                Some(_) => groups * unit,
+            };
+            let (rows, m) = ([1, 15, 17, 33, 100][i], [1, 5, 2, 17, 1][i]);
+            let weights = normals(&mut rng, rows * cols);
+            let codes = quantize(&weights, rows, cols, scheme).unwrap();
+            let wide = cols.next_multiple_of(32);
+            let x = normals(&mut rng, m * wide);
+            check(&codes, m, &x);
+            let codes = adversarial(&mut rng, scheme, rows, cols);
+            let ends: Vec<f32> = x.iter().map(|x| x.signum()).collect();
+            check(&codes, m, &ends);
+            check(&codes, m, &vec![-1.0; m * wide]);
+        }
+        let weights = normals(&mut rng, 64 * 1536);
+        let codes = quantize(&weights, 64, 1536, scheme).unwrap();
+        check(&codes, 19, &normals(&mut rng, 19 * 1536));
+    }
+}
+
+#[test]
+fn a_tensor_is_quantized_in_parts_as_in_one() {
+    let mut rng = StdRng::seed_from_u64(12);
+    // Several parts of a million values.
+    let (rows, cols) = (2100, 1152);
+    let weights = normals(&mut rng, rows * cols);
+    let tensor = Tensor::from_vec(weights.clone(), (rows, cols), &Device::Cpu).unwrap();
+    for scheme in ["int8", "int4-g32-z", "ternary-row"] {
+        let scheme = scheme.parse().unwrap();
+        let whole = quantize(&weights, rows, cols, scheme).unwrap();
+        let packed = PackedMatrix::quantize(&tensor, scheme).unwrap();
+        assert!(packed.to_codes().unwrap() == whole, "{scheme}");
+    }
+    let scale = TernaryScale::Tensor;
+    let whole = quantize(&weights, rows, cols, Scheme::Ternary { scale }).unwrap();
+    let packed = PackedMatrix::quantize(&tensor, Scheme::Ternary { scale }).unwrap();
+    let scales = (packed.to_codes().unwrap().scales[0], whole.scales[0]);
+    assert!((scales.0 - scales.1).abs() <= 1e-6 * scales.1);
+    let mut bad = weights;
+    bad[2000 * cols + 3] = f32::NAN;
+    let bad = Tensor::from_vec(bad, (rows, cols), &Device::Cpu).unwrap();
+    let bad = bad.to_dtype(DType::BF16).unwrap();
+    let error = PackedMatrix::quantize(&bad, Scheme::Int8).unwrap_err();
+    assert!(error.to_string().contains("row 2000, column 3"), "{error}");
+}
+
+/// The limits that formats are held to, with scales, zero points and padding, against bf16.
+#[test]
+fn packed_matrices_are_as_small_as_promised() {
+    let mut rng = StdRng::seed_from_u64(13);
+    for (scheme, most) in [
+        ("int8", 0.52),
+        ("int4-g128", 0.28),
+        ("int4-g128-z", 0.28),
+        ("int4-g64", 0.28),
+        ("ternary-tensor", 0.15),
+        ("ternary-row", 0.15),
+        ("ternary-g128", 0.15),
+        ("ternary-g64", 0.15),
+    ] {
+        let scheme = scheme.parse().unwrap();
+        let (rows, cols) = (576, 1536);
+        let weights = normals(&mut rng, rows * cols);
+        let codes = quantize(&weights, rows, cols, scheme).unwrap();
+        let size = PackedMatrix::from_codes(&codes).unwrap().size_in_bytes();
+        let bf16 = (2 * rows * cols) as f64;
+        assert!(size as f64 <= most * bf16, "{scheme}: {size}");
+        assert!(size >= codes.nominal_bytes(), "{scheme}: {size}");
+    }
+}

@@ -1,0 +1,177 @@
+//! Matrices of [`Scheme`]s: from codes and back, from dense weights, and in place from a file.
+
+use super::layout::{Layout, ROW_GROUP, SchemeBlock};
+use super::matrix::{PackedBuilder, PackedMatrix};
+use super::store::Store;
+use crate::quant::{self, Codes, Format, Scheme, TernaryScale};
+use candle_core::{DType, Result, Tensor, bail};
+use memmap2::Mmap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Values that are widened and quantized at a time.
+const PART: usize = 1 << 20;
+
+impl PackedMatrix {
+    /// Packs a matrix of codes.
+    ///
+    /// # Errors
+    /// If the codes are not what their scheme asks for (see [`Codes::check`]), or do not fit into
+    /// memory.
+    pub fn from_codes(codes: &Codes) -> Result<Self> {
+        codes.check()?;
+        let mut builder = PackedBuilder::new(codes.scheme.into(), codes.rows, codes.cols)?;
+        builder.push_codes(codes)?;
+        builder.finish()
+    }
+
+    /// Quantizes a dense matrix `[rows, cols]` (f32, f16 or bf16, on any device) by `scheme`, some rows
+    /// at a time, so that little more than the packed matrix is held beside it.
+    ///
+    /// # Errors
+    /// If `weight` is not such a matrix, or as [`quant::quantize`].
+    pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<Self> {
+        let (rows, cols) = weight.dims2()?;
+        scheme.check(cols)?;
+        let mut builder = PackedBuilder::new(scheme.into(), rows, cols)?;
+        let mean = match scheme {
+            Scheme::Ternary {
+                scale: TernaryScale::Tensor,
+            } => {
+                let mut sum = 0.;
+                for part in parts(rows, cols) {
+                    sum += quant::sum_of_magnitudes(&widened(weight, part)?);
+                }
+                Some((sum / (rows * cols).max(1) as f64) as f32)
+            }
+            _ => None,
+        };
+        for part in parts(rows, cols) {
+            let values = widened(weight, part.clone())?;
+            let codes = quant::quantize_part(&values, &part, cols, scheme, mean)?;
+            builder.push_codes(&codes)?;
+        }
+        builder.finish()
+    }
+
+    /// The matrix of `scheme` whose packed bytes are `range` of a file, used where they are.
+    ///
+    /// # Errors
+    /// If the range does not lie in the file, or has not exactly the bytes of such a matrix.
+    pub(crate) fn mapped(
+        scheme: Scheme,
+        (rows, cols): (usize, usize),
+        map: Arc<Mmap>,
+        range: Range<usize>,
+    ) -> Result<Self> {
+        let expected = packed_bytes(scheme, rows, cols)?;
+        if range.start > range.end || range.end > map.len() || range.len() != expected {
+            bail!(
+                "bytes: {} given, but {rows} rows of {cols} values in {scheme} take {expected}",
+                range.len()
+            );
+        }
+        Ok(Self {
+            format: scheme.into(),
+            rows,
+            cols,
+            store: Store::Mapped(map, range),
+        })
+    }
+
+    /// Whether products with `tokens` tokens are faster by table look-up
+    /// ([`Q8Activations::prepare_look_ups`](super::Q8Activations::prepare_look_ups)).
+    pub fn looks_up(&self, tokens: usize) -> bool {
+        tokens == 1 && matches!(self.format, Format::Scheme(Scheme::Ternary { .. }))
+    }
+
+    /// The packed bytes, row group by row group.
+    pub fn bytes(&self) -> &[u8] {
+        self.store.bytes()
+    }
+
+    /// The codes of a matrix of a [`Scheme`].
+    ///
+    /// # Errors
+    /// If the matrix holds GGUF blocks.
+    pub fn to_codes(&self) -> Result<Codes> {
+        let Format::Scheme(scheme) = self.format else {
+            bail!("the matrix is {}, expected a scheme", self.format);
+        };
+        let layout = Layout::of_scheme(&scheme);
+        let unit = scheme.group().map_or(self.blocks(), |group| group / 32);
+        let mut codes = Codes {
+            scheme,
+            rows: self.rows,
+            cols: self.cols,
+            codes: Vec::with_capacity(self.rows * self.cols),
+            scales: Vec::new(),
+            zeros: Vec::new(),
+        };
+        let scales = scheme.scale_count(self.rows, self.cols);
+        for row in 0..self.rows {
+            let mut room = Vec::new();
+            let group = self.group(row / ROW_GROUP, &mut room);
+            for block in 0..self.blocks() {
+                let read = layout.read_scheme(group, block, row % ROW_GROUP);
+                let some = 32.min(self.cols - 32 * block);
+                codes.codes.extend(&read.codes[..some]);
+                if block % unit == 0 && codes.scales.len() < scales {
+                    codes.scales.push(read.scale);
+                    if scheme.has_zeros() {
+                        codes.zeros.push(read.zero);
+                    }
+                }
+            }
+        }
+        Ok(codes)
+    }
+}
+
+impl PackedBuilder {
+    /// Appends the rows of `codes`.
+    fn push_codes(&mut self, codes: &Codes) -> Result<()> {
+        let (format, cols) = self.format();
+        debug_assert_eq!((format, cols), (codes.scheme.into(), codes.cols));
+        self.push_with(codes.rows, |layout, group, row, lane| {
+            let values = &codes.codes[row * cols..][..cols];
+            for (block, values) in values.chunks(32).enumerate() {
+                let (scale, zero) = codes.meaning(row, 32 * block);
+                let mut read = SchemeBlock {
+                    codes: [0; 32],
+                    scale,
+                    zero: zero as u8,
+                };
+                read.codes[..values.len()].copy_from_slice(values);
+                layout.write_scheme(group, block, lane, &read);
+            }
+        })
+    }
+}
+
+/// Bytes of the packed form of a matrix.
+///
+/// # Errors
+/// If the scheme cannot be had for rows of this width, or there are too many.
+pub(crate) fn packed_bytes(scheme: Scheme, rows: usize, cols: usize) -> Result<usize> {
+    scheme.check(cols)?;
+    let group = Layout::of_scheme(&scheme).group(cols.div_ceil(32));
+    match rows.div_ceil(ROW_GROUP).checked_mul(group) {
+        Some(bytes) => Ok(bytes),
+        None => bail!("rows: {rows} rows of {cols} values are too many"),
+    }
+}
+
+/// Ranges of rows of about [`PART`] values.
+fn parts(rows: usize, cols: usize) -> impl Iterator<Item = Range<usize>> {
+    let some = (PART / cols.max(1)).max(1).next_multiple_of(ROW_GROUP);
+    (0..rows)
+        .step_by(some)
+        .map(move |first| first..(first + some).min(rows))
+}
+
+/// Some rows of a matrix in f32.
+fn widened(weight: &Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
+    let part = weight.narrow(0, rows.start, rows.len())?;
+    part.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+}

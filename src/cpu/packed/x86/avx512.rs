@@ -1,0 +1,153 @@
+//! AVX-512 with VNNI.
+
+use crate::cpu::packed::activations::Q8Block;
+use crate::cpu::packed::codes::Codes;
+use crate::cpu::packed::isa::Isa;
+use std::arch::x86_64::*;
+
+/// 16 rows.
+#[derive(Clone, Copy)]
+pub struct Avx512;
+
+impl Isa for Avx512 {
+    type Bytes = __m512i;
+    type Floats = __m512;
+
+    const ROWS: usize = 16;
+    const EIGHT_BIT_ZERO: i32 = 128;
+
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> __m512i {
+        // SAFETY: 64 readable bytes, by the trait's contract.
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn splat(byte: u8) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_set1_epi8(byte as i8) }
+    }
+    #[inline(always)]
+    unsafe fn and(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_and_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn double(a: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_add_epi8(a, a) }
+    }
+    #[inline(always)]
+    unsafe fn shl2(a: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_slli_epi16::<2>(a) }
+    }
+    #[inline(always)]
+    unsafe fn shr2(a: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_srli_epi16::<2>(a) }
+    }
+    #[inline(always)]
+    unsafe fn shr4(a: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_srli_epi16::<4>(a) }
+    }
+    /// `dpbusd` takes the weights unsigned.
+    #[inline(always)]
+    unsafe fn eight_bits(a: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_xor_si512(a, _mm512_set1_epi8(-128)) }
+    }
+    /// Runs of four rows go to the lane of these rows, and within it each row's bytes together.
+    #[inline(always)]
+    unsafe fn quads(p: *const u8) -> __m512i {
+        // SAFETY: AVX-512 and 64 readable bytes, by the trait's contract.
+        unsafe {
+            let lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let gathered = _mm512_permutexvar_epi32(lanes, Self::load(p));
+            _mm512_shuffle_epi8(gathered, _mm512_broadcast_i32x4(bytes))
+        }
+    }
+    #[inline(always)]
+    unsafe fn zero() -> __m512 {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn set(x: f32) -> __m512 {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> __m512 {
+        // SAFETY: AVX-512 and 32 readable bytes, by the trait's contract.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> __m512 {
+        // SAFETY: AVX-512 and 16 readable bytes, by the trait's contract.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> __m512 {
+        // SAFETY: AVX-512 and 16 readable bytes, by the trait's contract.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn load_f32(p: *const u8) -> __m512 {
+        // SAFETY: 64 readable bytes, by the trait's contract.
+        unsafe { _mm512_loadu_ps(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(p: *mut u8, a: __m512i) {
+        // SAFETY: 64 writable bytes, by the trait's contract.
+        unsafe { _mm512_storeu_si512(p.cast(), a) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, a: __m512) {
+        // SAFETY: 64 writable bytes, by the trait's contract.
+        unsafe { _mm512_storeu_ps(p, a) }
+    }
+
+    #[inline(always)]
+    unsafe fn accumulate<C: Codes, const T: usize>(
+        sums: &mut [__m512; T],
+        scale: __m512,
+        planes: *const u8,
+        part: usize,
+        x: [*const Q8Block; T],
+    ) {
+        // SAFETY: VNNI and the planes and tokens readable, by the trait's contract; k < 32 - 3.
+        unsafe {
+            let mut codes = C::open::<Self>(planes, part);
+            let mut dots = [_mm512_setzero_si512(); T];
+            for i in 0..C::VECTORS {
+                let (w, k) = codes.next(i);
+                for t in 0..T {
+                    let q = (&raw const (*x[t]).q).cast::<u8>().add(k);
+                    let x = _mm512_set1_epi32(q.cast::<i32>().read_unaligned());
+                    dots[t] = _mm512_dpbusd_epi32(dots[t], w, x);
+                }
+            }
+            for t in 0..T {
+                let product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[t]), scale);
+                sums[t] = _mm512_fmadd_ps(product, _mm512_set1_ps((*x[t]).d), sums[t]);
+            }
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Ternary products by table look-up.
+//!
+//! Two neighbouring codes of a row are a nibble, and what they add to the product is one of nine sums of
+//! two activations: `pshufb` looks up 32 of them at once where multiplying takes a multiply-add for
+//! each 32 codes and the unpacking before it. The idea is T-MAC's (Wei et al. 2025, with tables of bits)
+//! and that of bitnet.cpp's TL1 (Wang et al. 2024). Other than there the sums stay exact: an
+//! activation x in -127..=127 is split into x = 16 h + l with l in 0..=15 and h in -8..=7, each part has
+//! a table of bytes, and four look-ups fit into a byte before they are widened:
+//!
+//! - low table: `u0 l0 + u1 l1`, at most 60, with codes u in 0..=2
+//! - high table: `u0 h0 + u1 h1 + 32`, 0 to 60
+//!
+//! Tables are made once for each activation row; 512 bytes for 32 activations.
+
+use super::super::activations::Q8Block;
+use super::super::codes::{ByGroup, ByRow, Scales, Two};
+use super::super::isa::Isa;
+use super::super::kernel::fetch;
+use super::super::layout::ROW_GROUP;
+use super::avx2::Avx2;
+use crate::quant::Scheme;
+use std::arch::x86_64::*;
+
+/// Bytes of the tables of 32 activations.
+pub const TABLE_BYTES: usize = 512;
+
+/// What the high tables have too much in the sum of a block: 16 look-ups of 32, 16-fold.
+const EXCESS: i16 = 16 * 32 * 16;
+
+/// A line of table bytes.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub struct TableLine([u8; 64]);
+
+/// The tables of a row of activations.
+///
+/// # Safety
+/// The processor has AVX2.
+#[target_feature(enable = "avx2")]
+pub unsafe fn tables(x: &[Q8Block]) -> Vec<TableLine> {
+    let lines = TABLE_BYTES / 64;
+    let mut tables = vec![TableLine([0; 64]); x.len() * lines];
+    // The codes that an entry stands for, first and second side by side.
+    let codes: [u8; 32] = std::array::from_fn(|i| {
+        let entry = (i / 2) as u8;
+        let code = if i % 2 == 0 { entry & 3 } else { entry >> 2 };
+        code.min(2)
+    });
+    // Activations k and k + 4 side by side.
+    let pairs = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    let (nibble, eight) = (_mm_set1_epi8(15), _mm_set1_epi8(8));
+    for (x, tables) in x.iter().zip(tables.chunks_exact_mut(lines)) {
+        for (plane, tables) in tables.chunks_exact_mut(4).enumerate() {
+            // SAFETY: a block has two runs of 16 activations; the rest are registers and arrays of
+            // their size.
+            unsafe {
+                let q = _mm_loadu_si128(x.q.as_ptr().add(16 * plane).cast());
+                let q = _mm_shuffle_epi8(q, pairs);
+                let low = _mm_and_si128(q, nibble);
+                let high = _mm_and_si128(_mm_srli_epi16::<4>(q), nibble);
+                let high = _mm_sub_epi8(_mm_xor_si128(high, eight), eight);
+                let (mut lows, mut highs) = ([0i16; 8], [0i16; 8]);
+                _mm_storeu_si128(lows.as_mut_ptr().cast(), low);
+                _mm_storeu_si128(highs.as_mut_ptr().cast(), high);
+                let codes = _mm256_loadu_si256(codes.as_ptr().cast());
+                // Tables of two runs, one in each lane.
+                let table = |first: i16, second: i16, more: i16| {
+                    let sums = |pair| {
+                        let sums = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(pair));
+                        _mm256_add_epi16(sums, _mm256_set1_epi16(more))
+                    };
+                    let packed = _mm256_packus_epi16(sums(first), sums(second));
+                    _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
+                };
+                for (at, line) in tables.iter_mut().enumerate() {
+                    let (half, nibble) = (at / 2, at % 2);
+                    let t = 4 * nibble + 2 * half;
+                    let out = line.0.as_mut_ptr().cast::<__m256i>();
+                    _mm256_store_si256(out, table(lows[t], lows[t + 1], 0));
+                    _mm256_store_si256(out.add(1), table(highs[t], highs[t + 1], 32));
+                }
+            }
+        }
+    }
+    tables
+}
+
+/// The kernel for a scheme, if it has one.
+pub fn kernel(scheme: &Scheme) -> Option<LookUp> {
+    match (scheme, scheme.group()) {
+        (Scheme::Ternary { .. }, None) => Some(group::<ByRow>),
+        (Scheme::Ternary { .. }, Some(32)) => Some(group::<ByGroup<1, false>>),
+        (Scheme::Ternary { .. }, Some(64)) => Some(group::<ByGroup<2, false>>),
+        (Scheme::Ternary { .. }, Some(128)) => Some(group::<ByGroup<4, false>>),
+        _ => None,
+    }
+}
+
+/// See [`group`].
+pub type LookUp =
+    unsafe fn(*const u8, usize, *const Q8Block, *const TableLine, &mut [f32; ROW_GROUP]);
+
+/// Adds the products of a row group of ternary codes with one token to `sums`.
+///
+/// # Safety
+/// The processor has AVX2, FMA and F16C, `weights` points to a row group of `Two` with S of `blocks`
+/// blocks, `x` to as many, and `tables` to theirs.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn group<S: Scales>(
+    mut weights: *const u8,
+    blocks: usize,
+    mut x: *const Q8Block,
+    mut tables: *const TableLine,
+    sums: &mut [f32; ROW_GROUP],
+) {
+    let layout = S::layout::<Two>();
+    // SAFETY: chunk by chunk this walks over the group, the token and its tables, which the caller
+    // vouches for.
+    unsafe {
+        let mut totals = [_mm256_setzero_ps(); 2];
+        let mut left = blocks;
+        while left > 0 {
+            let in_chunk = left.min(layout.blocks);
+            let shared = [S::open::<Avx2>(weights, 0), S::open::<Avx2>(weights, 8)];
+            for j in 0..in_chunk {
+                let planes = weights.add(layout.head + j * layout.codes);
+                fetch(planes, layout.codes);
+                let dots = block(planes, tables);
+                for (h, total) in totals.iter_mut().enumerate() {
+                    let scale = S::at::<Avx2>(shared[h], weights, 8 * h, (j, 0), 1.0);
+                    let product = _mm256_mul_ps(dots[h], scale.scale);
+                    *total = _mm256_fmadd_ps(product, _mm256_set1_ps((*x).d), *total);
+                    *total = _mm256_fmadd_ps(scale.offset, _mm256_set1_ps((*x).sum), *total);
+                }
+                x = x.add(1);
+                tables = tables.add(TABLE_BYTES / 64);
+            }
+            weights = weights.add(layout.head + in_chunk * layout.codes);
+            left -= in_chunk;
+        }
+        for (h, total) in totals.iter().enumerate() {
+            let at = sums.as_mut_ptr().add(Avx2::ROWS * h);
+            _mm256_storeu_ps(at, _mm256_add_ps(_mm256_loadu_ps(at), *total));
+        }
+    }
+}
+
+/// The sums of u x over a block, rows 0 to 7 and 8 to 15.
+///
+/// # Safety
+/// As [`group`]; two planes and a block's tables are readable.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn block(planes: *const u8, tables: *const TableLine) -> [__m256; 2] {
+    // SAFETY: the caller's.
+    unsafe {
+        let nibble = _mm256_set1_epi8(15);
+        let mut low = [_mm256_setzero_si256(); 2];
+        let mut high = [_mm256_setzero_si256(); 2];
+        for v in 0..4 {
+            let codes = _mm256_loadu_si256(planes.add(32 * v).cast());
+            let indices = [
+                _mm256_and_si256(codes, nibble),
+                _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble),
+            ];
+            for (n, index) in indices.into_iter().enumerate() {
+                let table = tables.add(2 * v + n).cast::<__m256i>();
+                let look_up = |table| _mm256_shuffle_epi8(_mm256_load_si256(table), index);
+                low[v / 2] = _mm256_add_epi8(low[v / 2], look_up(table));
+                high[v / 2] = _mm256_add_epi8(high[v / 2], look_up(table.add(1)));
+            }
+        }
+        // Even and odd rows, in both lanes: low + 16 high.
+        let even = |a: [__m256i; 2]| {
+            let mask = _mm256_set1_epi16(255);
+            _mm256_add_epi16(_mm256_and_si256(a[0], mask), _mm256_and_si256(a[1], mask))
+        };
+        let odd = |a: [__m256i; 2]| {
+            _mm256_add_epi16(_mm256_srli_epi16::<8>(a[0]), _mm256_srli_epi16::<8>(a[1]))
+        };
+        let both = |low: __m256i, high: __m256i| {
+            let sum = _mm256_add_epi16(low, _mm256_slli_epi16::<4>(high));
+            let lanes = _mm_add_epi16(
+                _mm256_castsi256_si128(sum),
+                _mm256_extracti128_si256::<1>(sum),
+            );
+            _mm_sub_epi16(lanes, _mm_set1_epi16(EXCESS))
+        };
+        let (even, odd) = (both(even(low), even(high)), both(odd(low), odd(high)));
+        let floats = |rows| _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(rows));
+        [
+            floats(_mm_unpacklo_epi16(even, odd)),
+            floats(_mm_unpackhi_epi16(even, odd)),
+        ]
+    }
+}

@@ -1,0 +1,166 @@
+//! The tensors of a GGUF file.
+
+use crate::cpu::packed::{PackedMatrix, SharedBytes};
+#[cfg(feature = "cuda")]
+use crate::cuda::BlockMatrix;
+use crate::models::weights::Source;
+use crate::nn::{Embedding, LinearWeight, Projection, in_f32};
+use crate::ops::Weight;
+use crate::{Fusion, quant};
+use candle_core::quantized::QTensor;
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::io::{Read, Seek};
+use std::sync::Arc;
+
+/// A file being read.
+pub struct File<'a, R> {
+    pub ct: &'a Content,
+    pub reader: &'a mut R,
+    pub device: &'a Device,
+    /// The whole file, where blocks are to stay in it.
+    pub in_place: Option<&'a SharedBytes>,
+}
+
+impl<R: Seek + Read> File<'_, R> {
+    /// What keys and values are stored in: on a GPU a file that is quantized has them in 16 bits, as
+    /// its tensor cores take them.
+    pub(super) fn cache_dtype(&self) -> DType {
+        let mut infos = self.ct.tensor_infos.values();
+        match self.device.is_cuda() && infos.any(|info| quant::supports(info.ggml_dtype)) {
+            true => DType::F16,
+            false => DType::F32,
+        }
+    }
+
+    /// Llama 3.1 and later: the smoothing of frequencies, written out as divisors.
+    pub(super) fn scale(&mut self, frequencies: &mut [f32]) -> Result<()> {
+        if self.has("rope_freqs.weight") {
+            let factors = self.on_cpu("rope_freqs.weight", frequencies.len())?;
+            frequencies
+                .iter_mut()
+                .zip(factors.to_vec1::<f32>()?)
+                .for_each(|(f, factor)| *f /= factor);
+        }
+        Ok(())
+    }
+
+    /// A matrix that stays in the file, if it is one that may and the file has its shape.
+    fn in_place(&self, name: &str, rows: usize, cols: usize) -> Result<Option<Arc<PackedMatrix>>> {
+        let (Some(file), Some(info)) = (self.in_place, self.ct.tensor_infos.get(name)) else {
+            return Ok(None);
+        };
+        if info.shape.dims() != [rows, cols] || !quant::supports(info.ggml_dtype) {
+            return Ok(None);
+        }
+        let start = self.ct.tensor_data_offset.saturating_add(info.offset);
+        let start = usize::try_from(start).unwrap_or(usize::MAX);
+        match PackedMatrix::in_place(info.ggml_dtype, rows, cols, Arc::clone(file), start) {
+            Ok(matrix) => Ok(Some(Arc::new(matrix))),
+            Err(e) => bail!("gguf: tensor `{name}`: {e}"),
+        }
+    }
+
+    fn blocks(&mut self, name: &str, rows: usize, cols: usize) -> Result<QTensor> {
+        let dims = shape_of(self.ct, name)?;
+        if dims != [rows, cols] {
+            bail!(
+                "gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{rows}, {cols}]"
+            );
+        }
+        self.any(name, self.device)
+    }
+
+    /// On the CPU: what is made of it there needs no kernel of candle's, which the driver would have
+    /// to compile first.
+    fn on_cpu(&mut self, name: &str, len: usize) -> Result<Tensor> {
+        let dims = shape_of(self.ct, name)?;
+        if dims != [len] {
+            bail!("gguf: tensor `{name}` has shape {dims:?}, the metadata asks for [{len}]");
+        }
+        self.any(name, &Device::Cpu)?.dequantize(&Device::Cpu)
+    }
+
+    /// A tensor as it is stored.
+    pub fn any(&mut self, name: &str, device: &Device) -> Result<QTensor> {
+        match self.ct.tensor(self.reader, name, device) {
+            Ok(tensor) => Ok(tensor),
+            Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),
+        }
+    }
+}
+
+impl<R: Seek + Read> Source for File<'_, R> {
+    fn has(&self, tensor: &str) -> bool {
+        self.ct.tensor_infos.contains_key(tensor)
+    }
+
+    fn matrix(
+        &mut self,
+        tensor: &str,
+        rows: usize,
+        cols: usize,
+        heads: Option<usize>,
+    ) -> Result<LinearWeight> {
+        if heads.is_some() {
+            bail!("`{tensor}` is in blocks, expected dense rows");
+        }
+        if let Some(weight) = self.in_place(tensor, rows, cols)? {
+            return Ok(LinearWeight::Packed(Weight::Packed(weight)));
+        }
+        let weight = self.blocks(tensor, rows, cols)?;
+        Ok(LinearWeight::Quantized(Arc::new(weight)))
+    }
+
+    fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
+        self.on_cpu(tensor, len)?.to_device(self.device)
+    }
+
+    fn table(
+        &mut self,
+        tensor: &str,
+        (rows, cols): (usize, usize),
+        tied: Option<&str>,
+        fusion: Fusion,
+    ) -> Result<(Embedding, Option<Projection>)> {
+        if let Some(table) = self.in_place(tensor, rows, cols)? {
+            let head = tied.map(|_| Projection::from_packed(vec![table.clone()], fusion));
+            return Ok((Embedding::Packed(table, DType::F32), head));
+        }
+        let table = self.blocks(tensor, rows, cols)?;
+        if fusion.quant_linear && quant::supports(table.dtype()) {
+            let (embedding, weight) = shared_table(table)?;
+            let head = tied.map(|_| Projection::from_weights(vec![weight], fusion));
+            return Ok((embedding, head));
+        }
+        // The residual stream of a GGUF model is f32, whatever the table is stored in.
+        let dense = in_f32(&table)?;
+        let weight = LinearWeight::Quantized(Arc::new(table));
+        let head = tied
+            .map(|_| Projection::new(vec![weight], None, fusion))
+            .transpose()?;
+        Ok((Embedding::Dense(dense), head))
+    }
+}
+
+/// A quantized table as an embedding and as the weight of a head, which share it.
+fn shared_table(table: QTensor) -> Result<(Embedding, Weight)> {
+    #[cfg(feature = "cuda")]
+    if table.device().is_cuda() {
+        let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
+        return Ok((Embedding::Blocks(blocks.clone()), Weight::Blocks(blocks)));
+    }
+    let (rows, cols) = table.shape().dims2()?;
+    let packed = PackedMatrix::pack(table.dtype(), rows, cols, &table.data()?)?;
+    let packed = Arc::new(packed);
+    let embedding = Embedding::Packed(packed.clone(), DType::F32);
+    Ok((embedding, Weight::Packed(packed)))
+}
+
+/// The dimensions of a tensor that the file names.
+pub(super) fn shape_of<'a>(ct: &'a Content, name: &str) -> Result<&'a [usize]> {
+    match ct.tensor_infos.get(name) {
+        Some(info) => Ok(info.shape.dims()),
+        None => bail!("gguf: tensor `{name}` is missing"),
+    }
+}

@@ -1,0 +1,304 @@
+//! Models whose matrices are quantized while they are loaded, and those that were saved so.
+
+use super::Architecture;
+use super::shape::Shape;
+use super::weights::{Loader, Names, Qkv, Source, together};
+use crate::Fusion;
+use crate::nn::{Embedding, LinearWeight, Projection};
+use crate::ops::Weight;
+use crate::quant::layer::{dense, named, pack};
+use crate::quant::{Progress, Quantization, QuantizedFile, Recipe, Saved, save};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+use std::path::Path;
+
+/// Quantizes a model by `recipe` and writes it to `path` in the format of
+/// [`QuantizedFile`](crate::quant::QuantizedFile), from which [`Llama`](super::llama::Llama) and
+/// [`CausalLm`](super::CausalLm) load it in place. The file ought to be called `model.safetensors` and
+/// to have the model's `config.json` beside it.
+///
+/// # Errors
+/// If `vb` is not on the CPU, the recipe asks for GGUF types, the file cannot be written, or as the
+/// model's `new_quantized`.
+pub fn save_quantized<C: Architecture>(
+    cfg: &C,
+    vb: VarBuilder,
+    recipe: &Recipe,
+    path: impl AsRef<Path>,
+) -> Result<()> {
+    if !vb.device().is_cpu() {
+        bail!("vb: on {:?}, expected the CPU", vb.device().location());
+    }
+    let shape = cfg.shape()?;
+    let mut saved = Vec::new();
+    let mut source = Quantizing::new(vb, recipe, &shape, Fusion::all());
+    source.saved = Some(&mut saved);
+    Loader {
+        source,
+        names: &C::KIND.names,
+        shape: &shape,
+        fusion: Fusion::all(),
+    }
+    .decoder()?;
+    save(path.as_ref(), saved)
+}
+
+/// Another source's matrices, quantized one by one.
+pub struct Quantizing<'a, S> {
+    source: S,
+    recipe: &'a Recipe,
+    names: &'static Names,
+    fusion: Fusion,
+    /// Matrices that are done, and all of them.
+    count: (usize, usize),
+    /// What is to be saved, if it is.
+    saved: Option<&'a mut Vec<(String, Saved)>>,
+}
+
+impl<'a, S: Source> Quantizing<'a, S> {
+    pub fn new(source: S, recipe: &'a Recipe, shape: &Shape, fusion: Fusion) -> Self {
+        let names = &shape.kind.names;
+        let qkv = match names.qkv {
+            Qkv::Three(parts) => parts.len(),
+            Qkv::Joint(_) | Qkv::PerHead(_) => 1,
+        };
+        let own_head = source.has(&format!("{}.weight", names.head));
+        let total = shape.layers * (qkv + names.up.len() + 2) + 1 + usize::from(own_head);
+        Self {
+            source,
+            recipe,
+            names,
+            fusion,
+            count: (0, total),
+            saved: None,
+        }
+    }
+
+    fn done(&mut self, tensor: &str) {
+        let (done, total) = &mut self.count;
+        *done += 1;
+        self.recipe.report(Progress {
+            tensor,
+            done: *done,
+            total: *total,
+        });
+    }
+
+    fn save(&mut self, name: &str, saved: impl FnOnce() -> Saved) {
+        if let Some(all) = &mut self.saved {
+            all.push((name.to_owned(), saved()));
+        }
+    }
+
+    /// Quantizes a matrix and notes it.
+    fn pack(
+        &mut self,
+        name: &str,
+        matrix: &Tensor,
+        quantization: Quantization,
+        heads: Option<usize>,
+    ) -> Result<Weight> {
+        let weight = named(name, pack(matrix, quantization))?;
+        if let Weight::Packed(packed) = &weight {
+            self.save(name, || Saved::Packed(packed.clone(), heads));
+        }
+        Ok(weight)
+    }
+
+    /// Numbers as they are in the checkpoint.
+    fn dense(&mut self, name: &str, (rows, cols): (usize, usize)) -> Result<Tensor> {
+        match self.source.matrix(name, rows, cols, None)? {
+            LinearWeight::Dense(matrix) => Ok(matrix),
+            _ => bail!("tensor `{name}` is quantized already, expected numbers"),
+        }
+    }
+}
+
+impl<S: Source> Source for Quantizing<'_, S> {
+    fn has(&self, tensor: &str) -> bool {
+        self.source.has(tensor)
+    }
+
+    fn matrix(
+        &mut self,
+        tensor: &str,
+        rows: usize,
+        cols: usize,
+        heads: Option<usize>,
+    ) -> Result<LinearWeight> {
+        let stored = self.dense(tensor, (rows, cols))?;
+        let is_head = tensor.strip_suffix(".weight") == Some(self.names.head);
+        let asked = match is_head {
+            true => self.recipe.of_head(tensor),
+            false => self.recipe.of(tensor),
+        };
+        let sorted = match heads {
+            Some(heads) => together(&stored, heads)?,
+            None => stored.clone(),
+        };
+        let weight = match asked {
+            Some(quantization) => {
+                let weight = self.pack(tensor, &sorted, quantization, heads)?;
+                held(weight, sorted.dtype(), self.fusion)?
+            }
+            None => {
+                self.save(tensor, || Saved::Dense(stored));
+                LinearWeight::Dense(sorted)
+            }
+        };
+        self.done(tensor);
+        Ok(weight)
+    }
+
+    fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
+        let vector = self.source.vector(tensor, len)?;
+        self.save(tensor, || Saved::Dense(vector.clone()));
+        Ok(vector)
+    }
+
+    fn table(
+        &mut self,
+        tensor: &str,
+        size: (usize, usize),
+        tied: Option<&str>,
+        fusion: Fusion,
+    ) -> Result<(Embedding, Option<Projection>)> {
+        let table = self.dense(tensor, size)?;
+        let asked = self.recipe.of_embedding(tensor);
+        let (embedding, weight) = match asked {
+            Some(quantization) => {
+                let weight = self.pack(tensor, &table, quantization, None)?;
+                (looked_up(&weight, table.dtype())?, Some(weight))
+            }
+            None => {
+                self.save(tensor, || Saved::Dense(table.clone()));
+                (Embedding::Dense(table.clone()), None)
+            }
+        };
+        self.done(tensor);
+        let Some(head) = tied else {
+            return Ok((embedding, None));
+        };
+        let weight = match (self.recipe.of_head(head), weight) {
+            // One table for both.
+            (of_head, Some(weight)) if of_head == asked => held(weight, table.dtype(), fusion)?,
+            (Some(quantization), _) => {
+                let weight = self.pack(head, &table, quantization, None)?;
+                held(weight, table.dtype(), fusion)?
+            }
+            (None, quantized) => {
+                if quantized.is_some() {
+                    self.save(head, || Saved::Dense(table.clone()));
+                }
+                LinearWeight::Dense(table)
+            }
+        };
+        let head = Projection::new(vec![weight], None, fusion)?;
+        Ok((embedding, Some(head)))
+    }
+}
+
+/// A saved model's tensors, on `device`, with numbers in `dtype`.
+pub struct Mapped<'a> {
+    pub file: &'a QuantizedFile,
+    pub dtype: DType,
+    pub device: &'a Device,
+    pub fusion: Fusion,
+}
+
+impl Source for Mapped<'_> {
+    fn has(&self, tensor: &str) -> bool {
+        self.file.contains(tensor)
+    }
+
+    fn matrix(
+        &mut self,
+        tensor: &str,
+        rows: usize,
+        cols: usize,
+        heads: Option<usize>,
+    ) -> Result<LinearWeight> {
+        if !self.file.is_matrix(tensor) {
+            let matrix = self.dense(tensor, &[rows, cols])?;
+            return Ok(LinearWeight::Dense(match heads {
+                Some(heads) => together(&matrix, heads)?,
+                None => matrix,
+            }));
+        }
+        let stored = self.file.heads(tensor)?;
+        if stored != heads {
+            bail!(
+                "tensor `{tensor}` has its rows sorted for {stored:?} heads, the configuration asks \
+                 for {heads:?}"
+            );
+        }
+        let weight = self.file.weight(tensor, rows, cols, self.device)?;
+        held(weight, self.dtype, self.fusion)
+    }
+
+    fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
+        self.dense(tensor, &[len])
+    }
+
+    fn table(
+        &mut self,
+        tensor: &str,
+        (rows, cols): (usize, usize),
+        tied: Option<&str>,
+        fusion: Fusion,
+    ) -> Result<(Embedding, Option<Projection>)> {
+        let (embedding, shared) = match self.file.is_matrix(tensor) {
+            true => {
+                let weight = self.file.weight(tensor, rows, cols, self.device)?;
+                let embedding = looked_up(&weight, self.dtype)?;
+                (embedding, held(weight, self.dtype, fusion)?)
+            }
+            false => {
+                let table = self.dense(tensor, &[rows, cols])?;
+                (Embedding::Dense(table.clone()), LinearWeight::Dense(table))
+            }
+        };
+        let head = match tied {
+            None => return Ok((embedding, None)),
+            Some(head) if self.has(head) => self.matrix(head, rows, cols, None)?,
+            Some(_) => shared,
+        };
+        let head = Projection::new(vec![head], None, fusion)?;
+        Ok((embedding, Some(head)))
+    }
+}
+
+impl Mapped<'_> {
+    fn dense(&self, name: &str, dims: &[usize]) -> Result<Tensor> {
+        let tensor = self.file.tensor(name, self.dtype, self.device)?;
+        if tensor.dims() != dims {
+            bail!(
+                "tensor `{name}` has shape {:?}, the configuration asks for {dims:?}",
+                tensor.shape()
+            );
+        }
+        Ok(tensor)
+    }
+}
+
+/// A quantized weight for a projection, or what it is worth where products are candle's.
+fn held(weight: Weight, dtype: DType, fusion: Fusion) -> Result<LinearWeight> {
+    Ok(match fusion.quant_linear {
+        true => LinearWeight::Packed(weight),
+        false => LinearWeight::Dense(dense(&weight)?.to_dtype(dtype)?),
+    })
+}
+
+/// A quantized table as the embedding of a model in `dtype`.
+fn looked_up(weight: &Weight, dtype: DType) -> Result<Embedding> {
+    match weight {
+        Weight::Packed(table) => Ok(Embedding::Packed(table.clone(), dtype)),
+        #[cfg(feature = "cuda")]
+        Weight::Blocks(table) if dtype == DType::F32 => Ok(Embedding::Blocks(table.clone())),
+        #[cfg(feature = "cuda")]
+        Weight::Blocks(_) => {
+            bail!("embedding: {dtype:?} rows of a quantized table, expected f32 on a GPU")
+        }
+        Weight::Dense(table) => Ok(Embedding::Dense(table.clone())),
+    }
+}

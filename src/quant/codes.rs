@@ -1,0 +1,114 @@
+//! A quantized matrix in plain form.
+
+use super::Scheme;
+use candle_core::{Result, bail};
+use half::f16;
+
+/// A quantized matrix in plain form, a byte for each code, on its way into the layout of a device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Codes {
+    /// How codes become values.
+    pub scheme: Scheme,
+    /// Output channels.
+    pub rows: usize,
+    /// Inputs.
+    pub cols: usize,
+    /// `[rows, cols]`, in the range that the scheme names.
+    pub codes: Vec<i8>,
+    /// `[1]`, `[rows]` or `[rows, cols / group]`, each exactly an f16 for [`Scheme::Int4`] and the
+    /// groups of [`Scheme::Ternary`].
+    pub scales: Vec<f32>,
+    /// `[rows, cols / group]` where the scheme stores zero points, else empty.
+    pub zeros: Vec<u8>,
+}
+
+impl Codes {
+    /// Checks that everything is there and in range.
+    ///
+    /// # Errors
+    /// If a length, a code, a scale or a zero point is not what the scheme asks for.
+    pub fn check(&self) -> Result<()> {
+        let Self {
+            scheme, rows, cols, ..
+        } = self;
+        scheme.check(*cols)?;
+        if rows.checked_mul(*cols) != Some(self.codes.len()) {
+            bail!("codes: {} given for {rows} x {cols}", self.codes.len());
+        }
+        let scales = scheme.scale_count(*rows, *cols);
+        if self.scales.len() != scales {
+            bail!(
+                "scales: {} given, expected {scales} for {rows} x {cols} in {scheme}",
+                self.scales.len()
+            );
+        }
+        let zeros = if scheme.has_zeros() { scales } else { 0 };
+        if self.zeros.len() != zeros {
+            bail!(
+                "zeros: {} given, expected {zeros} for {rows} x {cols} in {scheme}",
+                self.zeros.len()
+            );
+        }
+        let (low, high) = match scheme {
+            Scheme::Int8 => (-127, 127),
+            Scheme::Int4 { .. } => (0, 15),
+            Scheme::Ternary { .. } => (-1, 1),
+        };
+        if let Some(at) = self.codes.iter().position(|q| !(low..=high).contains(q)) {
+            bail!(
+                "codes: {} at row {}, column {}, expected {low} to {high}",
+                self.codes[at],
+                at / cols,
+                at % cols
+            );
+        }
+        let half = scheme.group().is_some();
+        let stored = |s: f32| s.is_finite() && (!half || f16::from_f32(s).to_f32() == s);
+        if let Some(s) = self.scales.iter().find(|s| !stored(**s)) {
+            let kind = if half { "an f16" } else { "a finite number" };
+            bail!("scales: {s} is not {kind}");
+        }
+        if let Some(z) = self.zeros.iter().find(|z| **z > 15) {
+            bail!("zeros: {z}, expected 0 to 15");
+        }
+        Ok(())
+    }
+
+    /// What a row's codes mean: the scale and zero point of the value at `row`, `col`.
+    pub(crate) fn meaning(&self, row: usize, col: usize) -> (f32, i8) {
+        let at = match self.scheme.group() {
+            Some(group) => row * (self.cols / group) + col / group,
+            None if self.scales.len() == 1 => 0,
+            None => row,
+        };
+        let zero = match self.scheme {
+            Scheme::Int4 {
+                zero_point: true, ..
+            } => self.zeros[at] as i8,
+            Scheme::Int4 { .. } => 8,
+            _ => 0,
+        };
+        (self.scales[at], zero)
+    }
+
+    /// The values, `[rows, cols]`: `s * (q - z)` rounded once to f32. The oracle of every kernel.
+    pub fn dequantize(&self) -> Vec<f32> {
+        let unit = self.scheme.group().unwrap_or(self.cols);
+        let mut values = Vec::with_capacity(self.codes.len());
+        for (row, codes) in self.codes.chunks_exact(self.cols.max(1)).enumerate() {
+            for (index, codes) in codes.chunks_exact(unit).enumerate() {
+                let (scale, zero) = self.meaning(row, index * unit);
+                values.extend(codes.iter().map(|q| scale * f32::from(q - zero)));
+            }
+        }
+        values
+    }
+
+    /// Bytes that the codes, scales and zero points take at their nominal widths, without the padding
+    /// of any layout.
+    pub fn nominal_bytes(&self) -> usize {
+        let scale = if self.scheme.group().is_some() { 2 } else { 4 };
+        let codes = (self.codes.len() * self.scheme.bits() as usize).div_ceil(8);
+        codes + scale * self.scales.len() + self.zeros.len().div_ceil(2)
+    }
+}

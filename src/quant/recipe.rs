@@ -1,0 +1,282 @@
+//! Which matrices of a model are quantized, and how.
+
+use super::{BlockFormat, Scheme, TernaryScale};
+use candle_core::quantized::GgmlDType;
+use candle_core::{Error, Result, bail};
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// How a matrix is quantized while a model is loaded.
+///
+/// As text a [`Scheme`]'s name or that of a GGUF type: `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q8_0`, `q4k`,
+/// `q5k` or `q6k`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Quantization {
+    /// [`Scheme::Int8`].
+    Int8,
+    /// [`Scheme::Int4`].
+    Int4 {
+        /// 32, 64 or 128.
+        group: usize,
+        /// Whether zero points are stored.
+        zero_point: bool,
+    },
+    /// [`Scheme::Ternary`].
+    Ternary {
+        /// What shares a scale.
+        scale: TernaryScale,
+    },
+    /// Blocks of GGUF, as candle quantizes them.
+    Gguf(GgmlDType),
+}
+
+const GGUF: [(&str, GgmlDType); 8] = [
+    ("q4_0", GgmlDType::Q4_0),
+    ("q4_1", GgmlDType::Q4_1),
+    ("q5_0", GgmlDType::Q5_0),
+    ("q5_1", GgmlDType::Q5_1),
+    ("q8_0", GgmlDType::Q8_0),
+    ("q4k", GgmlDType::Q4K),
+    ("q5k", GgmlDType::Q5K),
+    ("q6k", GgmlDType::Q6K),
+];
+
+impl Quantization {
+    /// The scheme, unless it is a GGUF type.
+    pub fn scheme(&self) -> Option<Scheme> {
+        match *self {
+            Quantization::Int8 => Some(Scheme::Int8),
+            Quantization::Int4 { group, zero_point } => Some(Scheme::Int4 { group, zero_point }),
+            Quantization::Ternary { scale } => Some(Scheme::Ternary { scale }),
+            Quantization::Gguf(_) => None,
+        }
+    }
+
+    /// Checks that rows of `cols` values can be quantized so.
+    ///
+    /// # Errors
+    /// If they do not divide by the group or block, or the GGUF type is not supported.
+    pub fn check(&self, cols: usize) -> Result<()> {
+        match (self, self.scheme()) {
+            (_, Some(scheme)) => scheme.check(cols),
+            (Quantization::Gguf(dtype), _) => BlockFormat::of(*dtype)?.row_bytes(cols).map(|_| ()),
+            (_, None) => Ok(()),
+        }
+    }
+}
+
+impl From<Scheme> for Quantization {
+    fn from(scheme: Scheme) -> Self {
+        match scheme {
+            Scheme::Int8 => Quantization::Int8,
+            Scheme::Int4 { group, zero_point } => Quantization::Int4 { group, zero_point },
+            Scheme::Ternary { scale } => Quantization::Ternary { scale },
+        }
+    }
+}
+
+impl FromStr for Quantization {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if let Some((_, dtype)) = GGUF.iter().find(|(name, _)| *name == text) {
+            return Ok(Quantization::Gguf(*dtype));
+        }
+        match text.parse::<Scheme>() {
+            Ok(scheme) => Ok(scheme.into()),
+            Err(_) => bail!(
+                "quantization: `{text}` is not one of int8, int4, int4-g32, int4-g64, int4-g128 (each \
+                 with -z for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64, \
+                 ternary-g128, {}",
+                GGUF.map(|(name, _)| name).join(", ")
+            ),
+        }
+    }
+}
+
+impl fmt::Display for Quantization {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self, self.scheme()) {
+            (_, Some(scheme)) => scheme.fmt(f),
+            (Quantization::Gguf(dtype), _) => {
+                let name = GGUF.iter().find(|(_, known)| known == dtype);
+                f.write_str(name.map_or("gguf", |(name, _)| name))
+            }
+            (_, None) => Ok(()),
+        }
+    }
+}
+
+/// A matrix that has been loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress<'a> {
+    /// Its name in the checkpoint.
+    pub tensor: &'a str,
+    /// Matrices that are done, this one included.
+    pub done: usize,
+    /// Matrices of the model.
+    pub total: usize,
+}
+
+/// What hears of the [`Progress`].
+type Listener = Arc<dyn Fn(Progress<'_>) + Send + Sync>;
+
+/// Which matrices of a model are quantized, and how.
+///
+/// The matrices of the layers follow the first pattern that matches their name, else the recipe's
+/// quantization. The head and the embedding stay as they are unless a pattern matches them or they are
+/// asked for. A head that is tied to the embedding counts under its own name (`lm_head.weight`), and
+/// quantizing it leaves the embedding as it is.
+///
+/// ```
+/// use candle_fused::quant::{Quantization, Recipe};
+/// let recipe = Recipe::new("int4-g64".parse()?)
+///     .with("model.layers.0.*", None)
+///     .with("*.down_proj.weight", Some(Quantization::Int8))
+///     .with_head(Quantization::Int8);
+/// let of = |name| recipe.of(name).map(|q| q.to_string());
+/// assert_eq!(of("model.layers.0.mlp.down_proj.weight"), None);
+/// assert_eq!(of("model.layers.1.mlp.down_proj.weight").as_deref(), Some("int8"));
+/// assert_eq!(of("model.layers.1.mlp.up_proj.weight").as_deref(), Some("int4-g64"));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Default)]
+pub struct Recipe {
+    layers: Option<Quantization>,
+    patterns: Vec<(String, Option<Quantization>)>,
+    head: Option<Quantization>,
+    embedding: Option<Quantization>,
+    listener: Option<Listener>,
+}
+
+impl Recipe {
+    /// All matrices of the layers.
+    pub fn new(layers: Quantization) -> Self {
+        Self {
+            layers: Some(layers),
+            ..Self::default()
+        }
+    }
+
+    /// Matrices whose name matches `pattern`, in which `*` stands for any characters; `None` leaves them
+    /// as they are. Patterns that were given first win.
+    pub fn with(mut self, pattern: &str, quantization: Option<Quantization>) -> Self {
+        self.patterns.push((pattern.to_owned(), quantization));
+        self
+    }
+
+    /// The head too.
+    pub fn with_head(mut self, quantization: Quantization) -> Self {
+        self.head = Some(quantization);
+        self
+    }
+
+    /// The embedding too.
+    pub fn with_embedding(mut self, quantization: Quantization) -> Self {
+        self.embedding = Some(quantization);
+        self
+    }
+
+    /// Calls `listener` after every matrix.
+    pub fn with_progress(
+        mut self,
+        listener: impl Fn(Progress<'_>) + Send + Sync + 'static,
+    ) -> Self {
+        self.listener = Some(Arc::new(listener));
+        self
+    }
+
+    /// What becomes of the layers' matrix of this name.
+    pub fn of(&self, name: &str) -> Option<Quantization> {
+        self.by_pattern(name).unwrap_or(self.layers)
+    }
+
+    /// What becomes of the head of this name.
+    pub fn of_head(&self, name: &str) -> Option<Quantization> {
+        self.by_pattern(name).unwrap_or(self.head)
+    }
+
+    /// What becomes of the embedding of this name.
+    pub fn of_embedding(&self, name: &str) -> Option<Quantization> {
+        self.by_pattern(name).unwrap_or(self.embedding)
+    }
+
+    /// Tells the listener.
+    pub(crate) fn report(&self, progress: Progress<'_>) {
+        if let Some(listener) = &self.listener {
+            listener(progress);
+        }
+    }
+
+    fn by_pattern(&self, name: &str) -> Option<Option<Quantization>> {
+        let first = self.patterns.iter().find(|(p, _)| matches(p, name));
+        first.map(|(_, quantization)| *quantization)
+    }
+}
+
+impl fmt::Debug for Recipe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recipe")
+            .field("layers", &self.layers)
+            .field("patterns", &self.patterns)
+            .field("head", &self.head)
+            .field("embedding", &self.embedding)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Whether `name` is `pattern`, in which `*` stands for any characters.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((start, rest)) = pattern.split_once('*') else {
+        return pattern == name;
+    };
+    let Some(mut name) = name.strip_prefix(start) else {
+        return false;
+    };
+    let Some((middle, end)) = rest.rsplit_once('*') else {
+        return name.ends_with(rest);
+    };
+    for part in middle.split('*') {
+        match name.find(part) {
+            Some(at) => name = &name[at + part.len()..],
+            None => return false,
+        }
+    }
+    name.ends_with(end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn stars_stand_for_anything() {
+        let name = "model.layers.10.mlp.down_proj.weight";
+        for yes in [
+            name,
+            "*",
+            "model.*",
+            "*.weight",
+            "*.10.*",
+            "model.*.down_proj.*",
+            "*mlp*proj*",
+            "**weight",
+            "model.layers.10.mlp.down_proj.weight*",
+        ] {
+            assert!(matches(yes, name), "{yes}");
+        }
+        for no in [
+            "",
+            "model",
+            "*.1.*",
+            "layers.*",
+            "*.bias",
+            "*down*mlp*",
+            "model.layers.10.mlp.down_proj.weight*t",
+            "*weight*weight",
+        ] {
+            assert!(!matches(no, name), "{no}");
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Quantizing: every scheme against what it promises.
+
+use super::*;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+fn normals(seed: u64, n: usize) -> Vec<f32> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..n)
+        .map(|_| {
+            let (u, v): (f64, f64) = (rng.random(), rng.random());
+            ((-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos() * 0.05) as f32
+        })
+        .collect()
+}
+
+fn schemes() -> Vec<Scheme> {
+    let mut all = vec![Scheme::Int8];
+    for group in [32, 64, 128] {
+        for zero_point in [false, true] {
+            all.push(Scheme::Int4 { group, zero_point });
+        }
+        let scale = TernaryScale::Group(group);
+        all.push(Scheme::Ternary { scale });
+    }
+    for scale in [TernaryScale::Tensor, TernaryScale::Row] {
+        all.push(Scheme::Ternary { scale });
+    }
+    all
+}
+
+fn squared_error(weights: &[f32], codes: &Codes) -> f64 {
+    let values = codes.dequantize();
+    let pairs = weights.iter().zip(values);
+    pairs.map(|(w, v)| f64::from(w - v).powi(2)).sum()
+}
+
+#[test]
+fn schemes_are_read_and_written_as_text() {
+    for scheme in schemes() {
+        assert_eq!(scheme.to_string().parse::<Scheme>().unwrap(), scheme);
+    }
+    for bad in [
+        "",
+        "int",
+        "int4-g48",
+        "int4-z-g32",
+        "ternary-",
+        "INT8",
+        "int8-g32",
+    ] {
+        let error = bad.parse::<Scheme>().unwrap_err().to_string();
+        assert!(error.contains(&format!("`{bad}`")), "{error}");
+    }
+}
+
+#[test]
+fn codes_are_in_range_and_near_the_weights() {
+    let (rows, cols) = (37, 384);
+    let weights = normals(1, rows * cols);
+    let power: f64 = weights.iter().map(|w| f64::from(*w).powi(2)).sum();
+    for scheme in schemes() {
+        let codes = quantize(&weights, rows, cols, scheme).unwrap();
+        codes.check().unwrap();
+        let error = squared_error(&weights, &codes) / power;
+        // What a uniform quantizer of so many levels leaves of a normal distribution; for INT8 over a
+        // row whose largest value is about 3.
+        let most = match scheme.bits() {
+            8 => 1e-4,
+            4 => 0.012,
+            _ => 0.28,
+        };
+        assert!(error < most, "{scheme}: {error}");
+    }
+}
+
+/// No scale on a fine grid around it does better by more than its own steps explain.
+#[test]
+fn the_scale_is_the_best_of_a_search() {
+    let cols = 128;
+    for seed in 0..20 {
+        let mut weights = normals(seed, cols);
+        // An outlier, which clipping should ignore or not as the error asks.
+        weights[7] *= 4.;
+        for (group, zero_point) in [(32, false), (128, false), (64, true)] {
+            let scheme = Scheme::Int4 { group, zero_point };
+            let codes = quantize(&weights, 1, cols, scheme).unwrap();
+            let found = squared_error(&weights, &codes);
+            let mut best = 0.;
+            for weights in weights.chunks(group) {
+                let amax = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+                let mut least = f64::MAX;
+                let zeros = if zero_point { 0..=15 } else { 8..=8 };
+                for zero in zeros {
+                    for step in 1..=400 {
+                        for sign in [1., -1.] {
+                            let scale = sign * amax / 4. * step as f32 / 400.;
+                            let error = weights.iter().map(|w| {
+                                let q = (w / scale).round() + zero as f32;
+                                let v = scale * (q.clamp(0., 15.) - zero as f32);
+                                f64::from(w - v).powi(2)
+                            });
+                            least = least.min(error.sum());
+                        }
+                    }
+                }
+                best += least;
+            }
+            assert!(
+                found < best * 1.1,
+                "{scheme} {seed}: {found:e} for {best:e}"
+            );
+        }
+        // INT8 against the largest magnitude alone.
+        let codes = quantize(&weights, 1, cols, Scheme::Int8).unwrap();
+        let scale = weights.iter().fold(0f32, |m, w| m.max(w.abs())) / 127.;
+        let plain = weights
+            .iter()
+            .map(|w| f64::from(w - scale * (w / scale).round()).powi(2));
+        assert!(squared_error(&weights, &codes) <= plain.sum::<f64>() * (1. + 1e-5));
+    }
+}
+
+#[test]
+fn ternary_is_the_absmean() {
+    let weights = [0.5f32, -1.5, 0.1, 2.].repeat(16);
+    let scale = TernaryScale::Tensor;
+    let codes = quantize(&weights, 2, 32, Scheme::Ternary { scale }).unwrap();
+    assert_eq!(codes.scales, [1.025]);
+    assert_eq!(codes.codes[..4], [0, -1, 0, 1]);
+    assert_eq!(codes.dequantize()[..4], [0., -1.025, 0., 1.025]);
+    let scale = TernaryScale::Row;
+    let mut weights = weights;
+    weights[32..].iter_mut().for_each(|w| *w *= 2.);
+    let codes = quantize(&weights, 2, 32, Scheme::Ternary { scale }).unwrap();
+    assert_eq!(codes.scales, [1.025, 2.05]);
+}
+
+#[test]
+fn zeros_stay_zeros() {
+    let (rows, cols) = (3, 128);
+    let mut weights = normals(2, rows * cols);
+    weights[cols..2 * cols].fill(0.);
+    weights[2 * cols..2 * cols + 32].fill(-0.);
+    for scheme in schemes() {
+        let codes = quantize(&weights, rows, cols, scheme).unwrap();
+        codes.check().unwrap();
+        let values = codes.dequantize();
+        assert!(values[cols..2 * cols].iter().all(|v| *v == 0.), "{scheme}");
+        assert!(values.iter().all(|v| v.is_finite()), "{scheme}");
+    }
+    for tiny in [1e-38f32, 1e-45, 1e-30] {
+        for scheme in schemes() {
+            let codes = quantize(&[tiny; 128], 1, 128, scheme).unwrap();
+            codes.check().unwrap();
+            assert!(codes.dequantize().iter().all(|v| v.abs() <= 2. * tiny));
+        }
+    }
+}
+
+#[test]
+fn bad_weights_and_shapes_are_named() {
+    let refused = |weights: &[f32], rows, cols, scheme| {
+        quantize(weights, rows, cols, scheme)
+            .unwrap_err()
+            .to_string()
+    };
+    let int4 = |group| Scheme::Int4 {
+        group,
+        zero_point: false,
+    };
+    let mut weights = vec![0.5f32; 4 * 96];
+    let error = refused(&weights, 4, 96, int4(128));
+    assert!(error.contains("96") && error.contains("128"), "{error}");
+    assert!(error.contains("group of 32"), "{error}");
+    assert!(refused(&weights, 4, 96, int4(48)).contains("48"));
+    assert!(refused(&weights, 3, 96, Scheme::Int8).contains("384 values"));
+    assert!(refused(&weights[..40], 1, 40, int4(32)).contains("40"));
+    assert!(refused(&[], 1, 0, Scheme::Int8).contains("cols"));
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        weights[2 * 96 + 5] = bad;
+        for scheme in [Scheme::Int8, int4(32)] {
+            let error = refused(&weights, 4, 96, scheme);
+            assert!(error.contains("row 2, column 5"), "{error}");
+        }
+    }
+    weights[2 * 96 + 5] = 3e6;
+    let error = refused(&weights, 4, 96, int4(32));
+    assert!(error.contains("row 2") && error.contains("int8"), "{error}");
+    quantize(&weights, 4, 96, Scheme::Int8).unwrap();
+    assert!(quantize(&[], 0, 96, Scheme::Int8).is_ok());
+}
+
+#[test]
+fn codes_that_do_not_fit_are_named() {
+    let good = quantize(&normals(3, 256), 2, 128, "int4-g32-z".parse().unwrap()).unwrap();
+    let refused = |change: &dyn Fn(&mut Codes)| {
+        let mut codes = good.clone();
+        change(&mut codes);
+        codes.check().unwrap_err().to_string()
+    };
+    assert!(refused(&|c| c.codes[130] = 16).contains("row 1, column 2"));
+    assert!(refused(&|c| c.codes[0] = -1).contains("0 to 15"));
+    assert!(refused(&|c| c.scales[1] = 0.1).contains("f16"));
+    assert!(refused(&|c| c.scales[1] = f32::NAN).contains("NaN"));
+    assert!(refused(&|c| c.zeros[1] = 16).contains("zeros"));
+    assert!(refused(&|c| c.rows = 3).contains("codes"));
+    assert!(refused(&|c| c.scales.truncate(1)).contains("scales"));
+    assert!(refused(&|c| c.zeros.truncate(1)).contains("zeros"));
+}
