@@ -10,6 +10,7 @@
 #pragma once
 
 #include "codes.cuh"
+#include "mma.cuh"
 #include "row_stage.cuh"
 
 namespace fused {
@@ -117,6 +118,14 @@ template <uint32_t PAD_> struct PartRows {
     if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
   }
   __device__ float put_largest(uint32_t, float) const { return 1.f; }
+  // A row of bf16 as it is, k being a multiple of 8.
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float*) const {
+    // All of it on its way at once, without registers.
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(part(row, 0)));
+    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i, true);
+    await_copies();
+    return true;
+  }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
     const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * parts * tail; i += blockDim.x)
@@ -168,6 +177,36 @@ struct ByteRows {
     scales()[row] = largest / 127.f;
     return largest > 0.f ? 127.f / largest : 0.f;
   }
+  // A row of bf16, k being a multiple of 8, if its threads can hold it.
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float* scratch) const {
+    constexpr int MOST = 4;
+    if (k / 8 > MOST * team.size()) return false;
+    uint4 held[MOST];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+      const uint32_t at = team.rank() + i * team.size();
+      held[i] = make_uint4(0, 0, 0, 0);
+      if (at < k / 8) held[i] = __ldcg(reinterpret_cast<const uint4*>(x) + at);
+    }
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+      const uint32_t words[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) largest = max(largest, max(words[w] << 16 & 0x7fffffffu, words[w] & 0x7fff0000u));
+    }
+    const float by = put_largest(row, __uint_as_float(team.max(largest, scratch)));
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+      const uint32_t at = team.rank() + i * team.size();
+      if (at >= k / 8) break;
+      float v[8];
+      unpack8<__nv_bfloat16>(held[i], v);
+      put(row, 2 * at, make_float4(v[0] * by, v[1] * by, v[2] * by, v[3] * by));
+      put(row, 2 * at + 1, make_float4(v[4] * by, v[5] * by, v[6] * by, v[7] * by));
+    }
+    return true;
+  }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
     const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x)
@@ -197,19 +236,17 @@ struct CodeRow {
   __device__ __forceinline__ uint64_t place(uint32_t step, uint32_t k) const { return place_of(row, step, steps_of(k)); }
 };
 
-// Groups of a step: one without a zero point, up to four as the kernel's parameters say, or a scale for
-// each row.
-constexpr int ONE_GROUP = 1, SOME_GROUPS = 4, ROW_SCALES = 0;
+// Groups of a step: so many, up to four as the kernel's parameters say, or a scale for each row.
+constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0;
 
 // What a lane has of a row and a tile of steps besides codes: lane t has the f16 scales, and the zero
 // points, of steps t, 4 + t and so on; or the scale of the row.
-template <int GROUPS, int STEPS> struct TileScales {
-  static constexpr int LOADS = (STEPS + 3) / 4, WORDS = GROUPS == SOME_GROUPS ? 2 : 1;
-  static constexpr bool ZEROS = GROUPS == SOME_GROUPS;
+template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
+  static constexpr int LOADS = (STEPS + 3) / 4, WORDS = GROUPS == ONE_GROUP ? 1 : 2;
   uint32_t by[LOADS][WORDS], zeros[ZEROS ? LOADS : 1];
 
   // How many groups there are, and whether 32 values end one that began `e` times 32 values before.
-  static __device__ __forceinline__ uint32_t groups(const Gemv& p) { return GROUPS == ONE_GROUP ? 1 : p.groups; }
+  static __device__ __forceinline__ uint32_t groups(const Gemv& p) { return GROUPS == SOME_GROUPS ? p.groups : GROUPS; }
   static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
   static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
 
@@ -252,7 +289,7 @@ template <int GROUPS, int STEPS> struct TileScales {
     return 0x43004300u + 0x00010001u * (bytes >> (8 * (e * groups(p) / 4)) & 255);
   }
 };
-template <int STEPS> struct TileScales<ROW_SCALES, STEPS> {
+template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
   uint32_t by;
 
   static __device__ __forceinline__ bool begins(const Gemv&, int e) { return e == 0; }
@@ -269,6 +306,7 @@ template <int STEPS> struct TileScales<ROW_SCALES, STEPS> {
 // `value` says where the 8 begin within a step, for lane t.
 struct Int8Rows {
   static constexpr int STEPS = 2, GROUPS = ROW_SCALES;
+  static constexpr bool ZEROS = false;
   using XRows = PartRows<80>;
   using Sum = float;
   struct Piece {
@@ -314,6 +352,8 @@ struct Int8Rows {
 
 template <int GROUPS_> struct Int4Rows {
   static constexpr int STEPS = 4, GROUPS = GROUPS_;
+  // Those of one group have a kernel without zero points.
+  static constexpr bool ZEROS = GROUPS != ONE_GROUP;
   using XRows = PartRows<64>;
   using Sum = float;
   struct Piece {
@@ -356,6 +396,7 @@ template <int GROUPS_> struct Int4Rows {
 
 template <int GROUPS_> struct TernaryRows {
   static constexpr int GROUPS = GROUPS_;
+  static constexpr bool ZEROS = false;
   // Scales of groups take the registers of codes.
   static constexpr int STEPS = GROUPS == ROW_SCALES ? 8 : 4;
   using XRows = ByteRows;
@@ -388,7 +429,7 @@ template <int GROUPS_> struct TernaryRows {
 
 template <class Format> struct CodeRows : SixteenRows {
   static constexpr int STEPS = Format::STEPS;
-  using Scales = TileScales<Format::GROUPS, STEPS>;
+  using Scales = TileScales<Format::GROUPS, Format::ZEROS, STEPS>;
   using XRows = typename Format::XRows;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   // Turing has neither bf16 nor the shape of int8: its lanes multiply by themselves.
@@ -475,9 +516,23 @@ template <class Format> struct CodeRows : SixteenRows {
   struct Prepare {
     RowStage<XRows> stage;
 
-    __device__ Prepare(const Gemv& p, char* xs, float* scratch) : stage(p, XRows(p, xs), scratch) {}
+    __device__ Prepare(const Gemv& p, char* xs, float* scratch) : stage(p, XRows(p, xs), scratch) {
+      // Rows are long: the whole block takes one after the other.
+      stage.team.block = true;
+    }
     __device__ void ask() { stage.ask(); }
-    __device__ void run() const { stage.run(); }
+    __device__ void run() const {
+      const Gemv& p = stage.p;
+      const bool plain = p.prologue.norm == NORM_NONE && p.prologue.dtype == BF16 && p.k % 8 == 0;
+      const uint64_t bytes = uint64_t(p.k) * (p.prologue.dtype == F32 ? 4 : 2);
+#pragma unroll 1
+      for (uint32_t r = 0; r < p.m; ++r) {
+        const char* x = static_cast<const char*>(p.prologue.x) + r * bytes;
+        if (r > 0) __syncthreads();  // the scratch is used again
+        if (!(plain && stage.rows.take(x, r, p.k, stage.team, stage.scratch))) stage.stage(x, r);
+      }
+      stage.rows.clear_tail(p.m, p.k);
+    }
   };
 };
 

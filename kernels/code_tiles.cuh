@@ -13,7 +13,6 @@
 #pragma once
 
 #include "code_rows.cuh"
-#include "mma.cuh"
 
 namespace fused {
 
@@ -28,7 +27,7 @@ struct Tiles {
 // EIGHTS times 8 rows of x at most.
 template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
   static constexpr int ROWS = 8 * EIGHTS, AHEAD = 2;  // stages
-  using Scales = TileScales<Format::GROUPS, DEPTH>;
+  using Scales = TileScales<Format::GROUPS, Format::ZEROS, DEPTH>;
 
   const Gemv& p;
   const uint32_t side, slots, stages;

@@ -28,7 +28,7 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// Those that take groups of any size come last of their scheme.
+/// One takes INT4 in groups that the others do not, and so for ternary.
 static CODES: Module = Module::new(
     "quant_codes",
     fatbin!("quant_codes"),
@@ -36,17 +36,27 @@ static CODES: Module = Module::new(
         "quant_codes_int8",
         "quant_codes_int4_g128",
         "quant_codes_int4",
+        "quant_codes_int4_g32",
         "quant_codes_ternary_rows",
+        "quant_codes_ternary_g128",
         "quant_codes_ternary",
     ],
 );
 
 /// How each of those works: steps of [`GROUP`] values that a warp asks for at once, and bytes behind a
 /// row of x in shared memory.
-const CODE_CORES: [(usize, usize); 5] = [(2, 80), (4, 64), (4, 64), (8, 32), (4, 32)];
+const CODE_CORES: [(usize, usize); 7] = [
+    (2, 80),
+    (4, 64),
+    (4, 64),
+    (4, 64),
+    (8, 32),
+    (4, 32),
+    (4, 32),
+];
 
 /// Which of them takes a format, as `CodeFormat` of `kernels/codes.cuh` numbers those.
-const CODE_KERNELS: [usize; 8] = [0, 1, 2, 2, 3, 4, 4, 4];
+const CODE_KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
 
 /// The first ternary format.
 pub(super) const TERNARY: usize = 4;

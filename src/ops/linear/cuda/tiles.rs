@@ -35,8 +35,8 @@ const PADDING: [usize; 2] = [80, 64];
 /// Rows of x past which the weights had better become dense for the library.
 pub(super) const MOST: usize = 128;
 
-/// Rows of x that the kernels for few rows take in one launch.
-const FEW_AT_ONCE: usize = 4;
+/// Rows of bf16 that the kernels for few rows are the faster for.
+const FEW: usize = 1;
 
 /// Values of a step, rows of a unit.
 const STEP: usize = 128;
@@ -47,6 +47,10 @@ const SLOTS: [usize; 2] = [3, 4];
 
 /// Bytes that a multiprocessor gets in a nanosecond, of an H100: from memory, and from L2.
 const RATES: [f64; 2] = [22., 40.];
+
+/// Nanoseconds around the barrier of a stage, and for adding up and writing the outputs of units.
+const STAGE: f64 = 120.;
+const FINISH: f64 = 600.;
 
 /// `Tiles` of `kernels/code_tiles.cuh`.
 #[derive(Clone, Copy)]
@@ -72,7 +76,8 @@ struct Plan {
 
 /// Which kernel of the module, less the shape, and of [`PADDING`], takes the weight.
 fn kernel_of(weight: &BlockMatrix) -> (usize, usize) {
-    let kernel = code_kernel(weight);
+    // INT8, INT4 in groups of 128 without zero points, other INT4.
+    let kernel = code_kernel(weight).min(2);
     (2 * kernel, kernel.min(1))
 }
 
@@ -84,7 +89,7 @@ pub(super) fn takes<'a>(
     at: &ProductAt,
 ) -> bool {
     let least = match at.x_dtype {
-        DType::BF16 => FEW_AT_ONCE,
+        DType::BF16 => FEW,
         DType::F32 => super::few::FEW,
         _ => return false,
     };
@@ -222,6 +227,8 @@ fn plan(
             let idle = warps as f64 / (side * split) as f64;
             let filled = (stages * span) as f64 / steps as f64;
             let time = time * (0.8 + 0.2 * idle) * (0.5 + 0.5 * filled);
+            // Nothing is multiplied before the first stage of x is there.
+            let time = time + slot as f64 / RATES[1] + rounds * (FINISH + stages as f64 * STAGE);
             if best.as_ref().is_none_or(|(least, _)| time < *least) {
                 let plan = Plan {
                     side,
