@@ -44,6 +44,11 @@ template <typename T, int N> __device__ __forceinline__ void store(T* p, const P
   *reinterpret_cast<Pack<T, N>*>(p) = v;
 }
 
+// An address in shared memory as instructions take it that are not C++'s.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // 16 bytes that are read once, such as weights: they pass by the L1 cache.
 __device__ __forceinline__ uint4 load_once(const void* p) {
   uint4 v;

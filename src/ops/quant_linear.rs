@@ -31,6 +31,12 @@ use candle_core::{Result, Tensor};
 /// each row's largest magnitude over 127 (W2A8, as BitNet b1.58, Ma et al. 2024): half a step of that for
 /// each input.
 ///
+/// From 64 rows on, weights that are all in INT8, at most three whose rows are multiples of 8, are
+/// multiplied by int8 tensor cores on CUDA (W8A8): each row of x, behind the norm, becomes `round(x / s)` with
+/// `s = max|x| / 127` (a scale for each token, as in LLM.int8(), Dettmers et al. 2022), sums are exact
+/// in integers, and `s` times the weight row's scale is applied behind them in f32. An input is off by
+/// at most half of its row's `s`. A row with values that are not finite gives a row of such values.
+///
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.
 ///

@@ -32,6 +32,8 @@ mod smollm2;
 mod stems;
 mod subject;
 mod support;
+#[cfg(feature = "cuda")]
+mod w8a8;
 
 #[path = "../../examples/common/mod.rs"]
 #[allow(dead_code, reason = "the tests use parts of what the examples share")]

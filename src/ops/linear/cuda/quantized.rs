@@ -6,6 +6,7 @@ use super::gemv::NormKind;
 use super::many::{ManyRows, Rows, finish, normalised};
 use super::parts::ProductAt;
 use super::tiles;
+use super::w8a8::is_in_int8;
 use crate::cuda::{
     Address, Launcher, Narrow, Scratch, address_of, dequantize, narrow, product_dtype,
 };
@@ -148,6 +149,9 @@ pub(crate) unsafe fn dense_weights(
     rows: usize,
     x_dtype: DType,
 ) -> Result<Option<Vec<Address>>> {
+    if groups.iter().all(|group| is_in_int8(group, rows)) {
+        return Ok(None);
+    }
     let mut blocks = Vec::new();
     for weight in groups.iter().copied().flatten() {
         match weight {
