@@ -12,21 +12,16 @@
 #pragma once
 
 #include "formats.cuh"
-#include "gemv.cuh"
+#include "row_stage.cuh"
 
 namespace fused {
-
-// The bf16 nearest to v in the lower half, and what it leaves over in the upper one.
-__device__ __forceinline__ uint32_t split(float v) {
-  const uint32_t high = __bfloat16_as_ushort(__float2bfloat16_rn(v));
-  const uint32_t low = __bfloat16_as_ushort(__float2bfloat16_rn(v - __uint_as_float(high << 16)));
-  return high | low << 16;
-}
 
 // Rows of x as the tensor cores take them: of each block 32 first parts, then 32 second ones, in the
 // order of formats.cuh: quarter t of the first half, then of the second, for each t in turn. Behind
 // all rows, for each row and part, the sums of its blocks, each twice.
-struct SplitRows {
+template <bool HAS_SUMS> struct SplitRows {
+  static constexpr int BATCH = 4;
+  static constexpr bool SUMS = HAS_SUMS, SCALES = false;
   char* at;
   uint32_t m, groups;
 
@@ -45,6 +40,17 @@ struct SplitRows {
   __device__ float4* raw(uint32_t row, uint32_t piece) const {
     return reinterpret_cast<float4*>(at + row * pitch()) + piece;
   }
+  __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const { *raw(row, piece) = v; }
+  __device__ float4 get_raw(uint32_t row, uint32_t piece) const { return *raw(row, piece); }
+  __device__ float put_largest(uint32_t, float) const { return 1.f; }
+  __device__ void clear_tail(uint32_t m, uint32_t k) const {
+    const uint32_t first = k / BLOCK, tail = groups * GROUP - first;
+    for (uint32_t i = threadIdx.x; i < m * tail * BLOCK; i += blockDim.x) {
+      const uint32_t row = i / (tail * BLOCK), word = i % (tail * BLOCK);
+      reinterpret_cast<uint32_t*>(block(row, first))[word] = 0;
+      if (word < tail) put_sum(row, first + word, 0.f);
+    }
+  }
   __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
     const uint32_t within = piece % 8;
     char* to = block(row, piece / 8) + within % 4 * 16 + within / 4 * 8;
@@ -54,157 +60,17 @@ struct SplitRows {
   }
 };
 
-__device__ __forceinline__ float rounded_to(int dtype, float v) {
-  if (dtype == BF16) return rounded<__nv_bfloat16>(v);
-  return dtype == F16 ? rounded<__half>(v) : v;
-}
-
-// Reads, normalises and splits the rows of x, each thread 4 values at a time. There is one copy of
-// everything, for all types: what runs behind the wait is to be short.
-struct SplitStage {
-  static constexpr int BATCH = 4;  // pieces of 4 values that a thread has on the way at once
-  const Gemv& p;
-  SplitRows rows;
-  float* scratch;  // 8 floats
-  Team team;
-  bool sums;       // whether the sums of blocks are wanted
-  uint4 weight;    // the first piece of the norm's
-
-  __device__ SplitStage(const Gemv& p, SplitRows rows, float* scratch, bool sums)
-      : p(p), rows(rows), scratch(scratch), team{p.m == 1}, sums(sums), weight() {}
-
-  // 4 elements as they are stored; the upper half is there for f32 only.
-  __device__ __forceinline__ uint4 read(const void* from, uint32_t piece) const {
-    if (p.prologue.dtype == F32) return __ldcg(static_cast<const uint4*>(from) + piece);
-    const uint2 v = __ldcg(static_cast<const uint2*>(from) + piece);
-    return make_uint4(v.x, v.y, 0, 0);
-  }
-  __device__ __forceinline__ float4 widen(uint4 raw) const {
-    if (p.prologue.dtype == F32)
-      return make_float4(__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
-                         __uint_as_float(raw.w));
-    const bool is_bf16 = p.prologue.dtype == BF16;
-    const float2 a = is_bf16 ? unpack2<__nv_bfloat16>(raw.x) : unpack2<__half>(raw.x);
-    const float2 b = is_bf16 ? unpack2<__nv_bfloat16>(raw.y) : unpack2<__half>(raw.y);
-    return make_float4(a.x, a.y, b.x, b.y);
-  }
-
-  // Before the wait: asks for the norm's weight.
-  __device__ __forceinline__ void ask() {
-    if (p.prologue.norm != NORM_NONE && team.rank() < p.k / 4) weight = read(p.prologue.weight, team.rank());
-  }
-
-  __device__ __forceinline__ void run() const {
-    const uint64_t bytes = uint64_t(p.k) * (p.prologue.dtype == F32 ? 4 : 2);
-#pragma unroll 1
-    for (uint32_t r = team.index(); r < p.m; r += team.teams())
-      stage(static_cast<const char*>(p.prologue.x) + r * bytes, r);
-    // Zeros where a last group has no blocks.
-    const uint32_t first = p.k / BLOCK, tail = rows.groups * GROUP - first;
-    for (uint32_t i = threadIdx.x; i < p.m * tail * BLOCK; i += blockDim.x) {
-      const uint32_t row = i / (tail * BLOCK), word = i % (tail * BLOCK);
-      reinterpret_cast<uint32_t*>(rows.block(row, first))[word] = 0;
-      if (word < tail) rows.put_sum(row, first + word, 0.f);
-    }
-  }
-
-  __device__ __forceinline__ void stage(const void* x, uint32_t row) const {
-    const uint32_t pieces = p.k / 4, size = team.size();
-    const bool norms = p.prologue.norm != NORM_NONE, centres = p.prologue.norm == NORM_LAYER;
-    float mean = 0.f, squares = 0.f;
-#pragma unroll 1
-    for (uint32_t first = team.rank(); first < pieces; first += BATCH * size) {
-      uint4 raw[BATCH];
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (first + i * size < pieces) raw[i] = read(x, first + i * size);
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (first + i * size >= pieces) break;
-        const float4 v = widen(raw[i]);
-        squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
-        if (centres) mean += (v.x + v.y) + (v.z + v.w);
-        *rows.raw(row, first + i * size) = v;
-      }
-    }
-    if (centres) {
-      mean = team.sum(mean, scratch) / p.k;
-      squares = 0.f;
-#pragma unroll 1
-      for (uint32_t piece = team.rank(); piece < pieces; piece += size) {
-        // What this thread itself has put there.
-        const float4 v = *rows.raw(row, piece);
-        const float4 d = make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean);
-        squares = fmaf(d.x, d.x, fmaf(d.y, d.y, fmaf(d.z, d.z, fmaf(d.w, d.w, squares))));
-      }
-      if (team.block) __syncthreads();  // the scratch is used again
-    }
-    float factor = 1.f;
-    if (norms) factor = rsqrtf(__fdividef(team.sum(squares, scratch), p.k) + p.prologue.eps);
-    const uint32_t lane = threadIdx.x % WARP;
-    // Whole warps: a block of 32 is in the hands of 8 lanes side by side.
-#pragma unroll 1
-    for (uint32_t first = team.rank() - lane; first < pieces; first += size) {
-      const uint32_t piece = first + lane;
-      const bool mine = piece < pieces;
-      float4 v = {};
-      if (mine) {
-        // What this thread itself has put there.
-        v = *rows.raw(row, piece);
-        if (norms) {
-          const uint4 raw = piece == team.rank() ? weight : read(p.prologue.weight, piece);
-          const float4 w = widen(raw);
-          const int dtype = p.prologue.dtype;
-          if (centres) {
-            const float4 b = p.prologue.bias ? widen(read(p.prologue.bias, piece)) : float4{};
-            v.x = rounded_to(dtype, fmaf((v.x - mean) * factor, w.x, b.x));
-            v.y = rounded_to(dtype, fmaf((v.y - mean) * factor, w.y, b.y));
-            v.z = rounded_to(dtype, fmaf((v.z - mean) * factor, w.z, b.z));
-            v.w = rounded_to(dtype, fmaf((v.w - mean) * factor, w.w, b.w));
-          } else {
-            v.x = rounded_to(dtype, rounded_to(dtype, v.x * factor) * w.x);
-            v.y = rounded_to(dtype, rounded_to(dtype, v.y * factor) * w.y);
-            v.z = rounded_to(dtype, rounded_to(dtype, v.z * factor) * w.z);
-            v.w = rounded_to(dtype, rounded_to(dtype, v.w * factor) * w.w);
-          }
-        }
-      }
-      __syncwarp();  // the parts of a block go where its raw values are
-      if (mine) rows.put(row, piece, v);
-      if (sums) {
-        float sum = (v.x + v.y) + (v.z + v.w);
-#pragma unroll
-        for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL, sum, offset);
-        if (mine && lane % 8 == 0) rows.put_sum(row, piece / 8, sum);
-      }
-    }
-  }
-};
-
-template <class Format, int STEPS_> struct BlockRows {
-  static constexpr int UNIT = 16, STEPS = STEPS_, VALUES = 2, MAX_M = 4;
-  static constexpr int SCALES = Format::SCALES;
+template <class Format, int STEPS_> struct BlockRows : SixteenRows {
+  static constexpr int STEPS = STEPS_, SCALES = Format::SCALES;
+  using XRows = SplitRows<Format::HAS_OFFSET>;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   // Turing has no bf16: its lanes multiply by themselves.
   static constexpr bool MMA = false;
 #else
   static constexpr bool MMA = true;
 #endif
-  using Staged = char;
 
-  static __device__ uint32_t lane() { return threadIdx.x % WARP; }
-  static __device__ uint32_t group() { return lane() / 4; }  // a row of weights, and 8 below it
-  static __device__ uint32_t member() { return lane() % 4; }
   static __device__ uint32_t steps(const Gemv& p) { return groups_of(p.k); }
-
-  // A lane has a gate and what it gates.
-  static __device__ uint32_t gated(uint32_t r) { return r % 8; }
-  static __device__ bool is_gated(uint32_t r) { return r >= 8; }
-  static __device__ uint32_t output(int i) { return group() + 8 * i; }
-  static __device__ uint32_t row_of_x() { return member(); }
-  static __device__ bool keeps() { return true; }
-  static __device__ float partner(const float (&y)[2]) { return y[1]; }
 
   struct Rows {
     const char* row[2];
@@ -224,18 +90,14 @@ template <class Format, int STEPS_> struct BlockRows {
     float added[4];         // what offsets give, as the tensor cores leave it
     float parts[2][MAX_M];  // without tensor cores: of every row of x, from this lane's quarter of k
 
-    __device__ void total(float (&y)[2]) const {
-      const bool upper = member() & 2, odd = member() & 1;
+    __device__ void total(const Gemv&, Staged*, float (&y)[2]) const {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (MMA) {
           y[i] = whole[i];
           if constexpr (Format::HAS_OFFSET) y[i] += added[2 * i] + added[2 * i + 1];
         } else {
-          const float* v = parts[i];
-          const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(FULL, upper ? v[0] : v[2], 2);
-          const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(FULL, upper ? v[1] : v[3], 2);
-          y[i] = (odd ? b : a) + __shfl_xor_sync(FULL, odd ? a : b, 1);
+          y[i] = sum_of_quarters(parts[i]);
         }
       }
     }
@@ -254,7 +116,7 @@ template <class Format, int STEPS_> struct BlockRows {
     }
 
     __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
-      const SplitRows x = {xs, p.m, groups_of(p.k)};
+      const XRows x = {xs, p.m, groups_of(p.k)};
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         if (step + s >= end) break;
@@ -278,7 +140,7 @@ template <class Format, int STEPS_> struct BlockRows {
 
     // The offset of block t is k values 2t and 2t + 1 of 8, in two parts, both of which meet the
     // first part of the block's sum and then, in the next column, the second.
-    static __device__ __forceinline__ void add_offsets(const Gemv& p, const SplitRows& x, const float (&plus)[2],
+    static __device__ __forceinline__ void add_offsets(const Gemv& p, const XRows& x, const float (&plus)[2],
                                                        uint32_t step, Sums& sums) {
       uint32_t sum = 0;
       if (group() < 2 * p.m) sum = *x.sum(group() / 2, group() % 2, step * GROUP + member());
@@ -290,7 +152,7 @@ template <class Format, int STEPS_> struct BlockRows {
 #endif
     }
 
-    static __device__ __forceinline__ void add_offsets_on_lanes(const Gemv& p, const SplitRows& x,
+    static __device__ __forceinline__ void add_offsets_on_lanes(const Gemv& p, const XRows& x,
                                                                 const float (&plus)[2], uint32_t step, Sums& sums) {
 #pragma unroll
       for (int m = 0; m < MAX_M; ++m) {
@@ -305,7 +167,7 @@ template <class Format, int STEPS_> struct BlockRows {
     // The scale of block b, which lane b of the four has.
     static __device__ __forceinline__ float of_block(float by, int b) { return __shfl_sync(FULL, by, b, 4); }
 
-    static __device__ __forceinline__ void on_tensor_cores(const Gemv& p, const SplitRows& x,
+    static __device__ __forceinline__ void on_tensor_cores(const Gemv& p, const XRows& x,
                                                            const typename Format::Piece (&pieces)[2],
                                                            const float (&by)[2][SCALES], uint32_t step, Sums& sums) {
       // The column of operand B: the first or second part of row g / 2.
@@ -338,7 +200,7 @@ template <class Format, int STEPS_> struct BlockRows {
 #endif
     }
 
-    static __device__ __forceinline__ void on_lanes(const Gemv& p, const SplitRows& x,
+    static __device__ __forceinline__ void on_lanes(const Gemv& p, const XRows& x,
                                                     const typename Format::Piece (&pieces)[2],
                                                     const float (&by)[2][SCALES], uint32_t step, Sums& sums) {
 #pragma unroll
@@ -368,10 +230,10 @@ template <class Format, int STEPS_> struct BlockRows {
   };
 
   struct Prepare {
-    SplitStage stage;
+    RowStage<XRows> stage;
 
     __device__ Prepare(const Gemv& p, char* xs, float* scratch)
-        : stage(p, SplitRows{xs, p.m, groups_of(p.k)}, scratch, Format::HAS_OFFSET) {}
+        : stage(p, XRows{xs, p.m, groups_of(p.k)}, scratch) {}
     __device__ void ask() { stage.ask(); }
     __device__ void run() const { stage.run(); }
   };

@@ -49,6 +49,16 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const TensorMap& map, uin
       : "memory");
 }
 
+// A tile of rows of `map`, as above.
+__device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map, uint32_t barrier,
+                                               int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+
 #endif
 
 // A place in a ring of stages, and the parity of its barriers.

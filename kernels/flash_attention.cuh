@@ -26,10 +26,6 @@ struct AttentionParams {
   int row_warps, key_groups, stages, group_bytes;
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // Two values as one register of 16-bit elements, the first in the low half.
 __device__ __forceinline__ uint32_t pack_pair(__half, float a, float b) {
   const __half2 h = __floats2half2_rn(a, b);

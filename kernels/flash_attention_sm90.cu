@@ -42,13 +42,6 @@ template <int D_, int CONSUMERS_, int KEYS_, bool SHARE_> struct Config {
   static constexpr int TILE_BYTES = KEYS * D * 2;
 };
 
-// What the tensor cores are told of a matrix in shared memory.
-template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t at, int between_pieces) {
-  constexpr uint64_t KIND = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
-  return uint64_t((at & 0x3ffff) >> 4) | uint64_t(between_pieces >> 4) << 16 |
-         uint64_t(8 * SWIZZLE >> 4) << 32 | KIND << 62;
-}
-
 // The barriers of a block, 8 bytes each; `slot` is a lane's stage.
 template <int SLOTS> struct Barriers {
   uint32_t base;

@@ -30,23 +30,6 @@ constexpr uint32_t BLOCK = 32, GROUP = 4;  // values of a block, blocks of a gro
 
 __host__ __device__ constexpr uint32_t groups_of(uint32_t k) { return (k + GROUP * BLOCK - 1) / (GROUP * BLOCK); }
 
-// Asked for where they stand: before a wait that they need not wait for.
-__device__ __forceinline__ uint32_t load_u16(const void* p) {
-  uint16_t v;
-  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint32_t load_u32(const void* p) {
-  uint32_t v;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint2 load_u64(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-
 __device__ __forceinline__ float half_of(uint32_t word, int i) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * i))));
 }

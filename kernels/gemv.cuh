@@ -33,7 +33,10 @@ struct Gemv {
   uint32_t rows;      // of all weights
   uint32_t width;     // outputs: rows, or half of them if one half gates the other
   uint32_t split;     // warps that share a unit: a power of two that divides the block's warps
-  int weight_dtype;   // of dense weights
+  union {
+    int weight_dtype;  // of dense weights
+    uint32_t groups;   // of codes: scales of each 128 values of a row
+  };
 };
 
 constexpr int GEMV_THREADS = 256;  // at most
@@ -210,13 +213,40 @@ template <class Core> struct FewRows {
         advance(ahead);
       }
       float y[VALUES];
-      sums.total(y);
+      sums.total(p, xs, y);
       add_parts(y, partial[round % 2]);
       finish(out, y);
       if (!in_round(++round)) return;
       out = outputs(round);
       ask_residuals(out);
     }
+  }
+};
+
+// What cores have in common whose unit is 16 rows of weights, operand A of a 16-row `mma`: lane 4 g + t
+// has a quarter of rows g and g + 8, and ends up with their sums for row t of x.
+struct SixteenRows {
+  static constexpr int UNIT = 16, VALUES = 2, MAX_M = 4;
+  using Staged = char;
+
+  static __device__ uint32_t lane() { return threadIdx.x % WARP; }
+  static __device__ uint32_t group() { return lane() / 4; }  // a row of weights, and 8 below it
+  static __device__ uint32_t member() { return lane() % 4; }
+
+  // A lane has a gate and what it gates.
+  static __device__ uint32_t gated(uint32_t r) { return r % 8; }
+  static __device__ bool is_gated(uint32_t r) { return r >= 8; }
+  static __device__ uint32_t output(int i) { return group() + 8 * i; }
+  static __device__ uint32_t row_of_x() { return member(); }
+  static __device__ bool keeps() { return true; }
+  static __device__ float partner(const float (&y)[2]) { return y[1]; }
+
+  // Of every row of x, from this lane's quarter of k: the sum of all four for the lane's row of x.
+  static __device__ float sum_of_quarters(const float (&v)[MAX_M]) {
+    const bool upper = member() & 2, odd = member() & 1;
+    const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(FULL, upper ? v[0] : v[2], 2);
+    const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(FULL, upper ? v[1] : v[3], 2);
+    return (odd ? b : a) + __shfl_xor_sync(FULL, odd ? a : b, 1);
   }
 };
 
@@ -295,7 +325,7 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
   struct Sums {
     float v[SUMS];
 
-    __device__ void total(float (&y)[1]) { y[0] = spread_sums<SUMS>(v); }
+    __device__ void total(const Gemv&, Staged*, float (&y)[1]) { y[0] = spread_sums<SUMS>(v); }
   };
 
   struct Tile {

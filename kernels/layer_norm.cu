@@ -1,8 +1,8 @@
 // y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over rows [rows, width].
 //
-// Computed in f32 and rounded once. One warp or one block owns a row and keeps it in registers; the
-// mean is corrected and the variance taken in a second pass over them, so that a large common
-// offset costs no precision. Bytes moved are x and y once, weight and bias once per block from L2.
+// Computed in f32 and rounded once. One warp or one block owns a row and keeps it in registers, over
+// which mean and variance take two passes. Bytes moved are x and y once, weight and bias once per
+// block from L2.
 #include "rows.cuh"
 
 using namespace fused;
@@ -52,19 +52,8 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Para
     const uint32_t at = g.thread + i * g.threads;
     if (at < packs) x[i] = load_stream<T, N>(in + at * N);
   }
-  float sum = 0.f;
-  each_value([&](float v) { sum += v; });
-  const float rough = g.sum(sum, scratch[0]) / p.width;
-  float rest = 0.f, squares = 0.f;
-  each_value([&](float v) {
-    const float d = v - rough;
-    rest += d;
-    squares = fmaf(d, d, squares);
-  });
-  const float shift = g.sum(rest, scratch[1]) / p.width;
-  const float variance = fmaxf(g.sum(squares, scratch[2]) / p.width - shift * shift, 0.f);
-  const float mean = rough + shift;
-  const float factor = 1.f / sqrtf(variance + p.eps);
+  const auto centred = spread(g, p.width, p.eps, each_value, scratch);
+  const float mean = centred.mean, factor = centred.factor;
 
   auto finish = [&](const Pack<T, N>& v, uint32_t at) {
     const auto w = load<T, N>(weight + at * N);

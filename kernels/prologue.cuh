@@ -46,6 +46,18 @@ struct Team {
     for (int w = 0; w < 8; ++w) v += w * WARP < blockDim.x ? scratch[w] : 0.f;
     return v;
   }
+
+  // Likewise the largest.
+  __device__ __forceinline__ uint32_t max(uint32_t v, float* scratch) const {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) v = ::max(v, __shfl_xor_sync(FULL, v, offset));
+    if (!block) return v;
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = __uint_as_float(v);
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < 8; ++w) v = ::max(v, w * WARP < blockDim.x ? __float_as_uint(scratch[w]) : 0);
+    return v;
+  }
 };
 
 // A pack is what a thread reads at once: 16 bytes as they are stored.

@@ -40,6 +40,30 @@ struct RowGroup {
   }
 };
 
+// Mean and 1 / sqrt(variance + eps) of a row.
+struct Spread {
+  float mean, factor;
+};
+
+// Of the row whose values `each_value` calls its argument with. The mean is corrected and the variance
+// taken in a second pass, so that a large common offset costs no precision.
+template <class Each>
+__device__ __forceinline__ Spread spread(const RowGroup& g, uint32_t width, float eps, Each each_value,
+                                         float (&scratch)[3][MOST_WARPS]) {
+  float sum = 0.f;
+  each_value([&](float v) { sum += v; });
+  const float rough = g.sum(sum, scratch[0]) / width;
+  float rest = 0.f, squares = 0.f;
+  each_value([&](float v) {
+    const float d = v - rough;
+    rest += d;
+    squares = fmaf(d, d, squares);
+  });
+  const float shift = g.sum(rest, scratch[1]) / width;
+  const float variance = fmaxf(g.sum(squares, scratch[2]) / width - shift * shift, 0.f);
+  return {rough + shift, 1.f / sqrtf(variance + eps)};
+}
+
 // Activations that are read once. Unlike the path for weights this one sees what kernels in front
 // of a dependent launch wrote.
 template <typename T, int N> __device__ __forceinline__ Pack<T, N> load_stream(const T* p) {

@@ -71,7 +71,7 @@ template <typename T, int STEPS_> struct Tensor {
   struct Sums {
     Accumulator parts[4];
 
-    __device__ void total(float (&y)[2]) const {
+    __device__ void total(const Gemv&, Staged*, float (&y)[2]) const {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         y[i] = (parts[0].v[i] + parts[1].v[i]) + (parts[2].v[i] + parts[3].v[i]);

@@ -1,5 +1,6 @@
 //! What ops that only move memory reach on a GPU, against its copy bandwidth in the same run.
 
+use crate::quantized;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_fused::cuda::keep_freed_memory;
 use candle_fused::cuda::profile::copy_bandwidth;
@@ -60,7 +61,7 @@ pub fn report(wanted: impl Fn(&str) -> bool) -> Result<()> {
             line(&name, CACHE, &|| step.call())?;
         }
     }
-    Ok(())
+    quantized::report(&device, bandwidth, wanted)
 }
 
 /// Seconds of a call, the median over rounds of calls in a row.

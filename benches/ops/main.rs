@@ -4,6 +4,7 @@
 //! cargo bench                      # everything
 //! cargo bench -- linear attention  # what contains one of these words
 //! cargo bench --features cuda -- gpu
+//! cargo bench --features cuda -- ternary
 //! ```
 //! Each contender's result is checked against the op's float64 `reference()` before it is timed.
 //! Rounds of both sides alternate and medians are reported; the read bandwidth of the machine is
@@ -11,7 +12,11 @@
 
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "cuda")]
+mod quantized;
 mod rows;
+#[cfg(feature = "cuda")]
+mod ternary;
 mod timing;
 
 use candle_core::Result;
@@ -45,6 +50,8 @@ fn main() -> Result<()> {
     }
     #[cfg(feature = "cuda")]
     gpu::report(wanted)?;
+    #[cfg(feature = "cuda")]
+    ternary::report(wanted)?;
     Ok(())
 }
 

@@ -164,9 +164,8 @@ impl BlockMatrix {
     /// Uploads and packs the codes of a scheme.
     ///
     /// # Errors
-    /// If the codes, scales and zero points are not those of such a matrix (named, with what was
-    /// expected), the columns do not divide by 4 and by the group, the group is not 32, 64 or 128 (for
-    /// ternary a multiple of it), `device` is no CUDA device, or its memory does not suffice.
+    /// If the codes are not what [`Codes::check`] asks for, the columns do not divide by 4, `device` is
+    /// no CUDA device, or its memory does not suffice.
     pub fn from_codes(codes: &Codes, device: &Device) -> Result<Self> {
         let cuda = cuda_device(device)?;
         let layout = CodeLayout::new(codes.scheme, codes.rows, codes.cols)?;

@@ -3,7 +3,7 @@
 use super::blocks::line;
 use super::{Address, Launcher, Module, address, alloc, fatbin};
 use crate::ops::view::dtype_index;
-use crate::quant::{Codes, Scheme, TernaryScale};
+use crate::quant::{Codes, Scheme};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
 use half::f16;
@@ -37,15 +37,25 @@ const ALIGNMENT: usize = 256;
 /// Bytes of plain codes on the device at a time.
 const CHUNK: usize = 32 << 20;
 
-/// `CodeMatrix` of the kernels.
+/// Where a matrix of codes is.
 #[derive(Clone, Copy, Debug)]
-#[repr(C)]
 pub(crate) struct CodesAt {
     pub codes: Address,
     /// f32 for each row, or f16 for each group.
     pub scales: Address,
     /// 0 for none.
     pub zeros: Address,
+    /// Scales of each 128 values of a row; 0 if a row has one.
+    pub groups: usize,
+}
+
+/// `CodeMatrix` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CodeMatrix {
+    codes: Address,
+    scales: Address,
+    zeros: Address,
 }
 
 /// `Packing` of `kernels/codes.cu`.
@@ -63,7 +73,7 @@ struct PackingParams {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ValuesParams {
-    matrix: CodesAt,
+    matrix: CodeMatrix,
     ids: Address,
     out: Address,
     count: u64,
@@ -87,29 +97,11 @@ impl CodeLayout {
     /// Of a matrix that kernels take.
     ///
     /// # Errors
-    /// If the columns do not divide by 4 or by the group, the group is not supported, or the matrix is
-    /// too large.
+    /// If the scheme has no such rows, the columns do not divide by 4, or the matrix is too large.
     pub fn new(scheme: Scheme, rows: usize, cols: usize) -> Result<Self> {
-        let group = match scheme {
-            Scheme::Int8 => None,
-            Scheme::Int4 { group, .. } if ![32, 64, 128].contains(&group) => {
-                bail!("scheme: INT4 in groups of {group}, expected 32, 64 or 128")
-            }
-            Scheme::Int4 { group, .. } => Some(group),
-            Scheme::Ternary { scale } => match scale {
-                TernaryScale::Tensor | TernaryScale::Row => None,
-                TernaryScale::Group(group) => Some(group),
-            },
-        };
-        if group.is_some_and(|g| g == 0 || !(g == 32 || g == 64 || g.is_multiple_of(STEP))) {
-            bail!(
-                "scheme: groups of {}, expected 32, 64 or a multiple of {STEP}",
-                group.unwrap_or(0)
-            );
-        }
-        let divisor = group.unwrap_or(4);
-        if cols == 0 || !cols.is_multiple_of(divisor) {
-            bail!("cols: {cols} is not a positive multiple of {divisor}");
+        scheme.check(cols)?;
+        if !cols.is_multiple_of(4) {
+            bail!("cols: {cols} is not a multiple of 4, as a GPU takes {scheme}");
         }
         let most = u32::MAX as usize;
         if rows == 0 || rows > most - OCTET || cols > most / 4 {
@@ -119,7 +111,7 @@ impl CodeLayout {
             scheme,
             rows,
             cols,
-            groups: group.map_or(0, |g| (STEP / g).max(1)),
+            groups: scheme.group().map_or(0, |group| STEP / group),
         })
     }
 
@@ -155,19 +147,9 @@ impl CodeLayout {
             }
     }
 
-    fn has_zeros(&self) -> bool {
-        matches!(
-            self.scheme,
-            Scheme::Int4 {
-                zero_point: true,
-                ..
-            }
-        )
-    }
-
     /// Bytes in all.
     pub fn bytes(&self) -> usize {
-        let zeros = if self.has_zeros() {
+        let zeros = if self.scheme.has_zeros() {
             self.groups * self.places()
         } else {
             0
@@ -180,10 +162,11 @@ impl CodeLayout {
         CodesAt {
             codes: start,
             scales: start + self.scales_at() as Address,
-            zeros: match self.has_zeros() {
+            zeros: match self.scheme.has_zeros() {
                 true => start + self.zeros_at() as Address,
                 false => 0,
             },
+            groups: self.groups,
         }
     }
 
@@ -203,9 +186,8 @@ impl CodeLayout {
     /// # Errors
     /// If the codes are not those of such a matrix, or the device's memory does not suffice.
     pub fn upload(&self, codes: &Codes, device: &CudaDevice) -> Result<CudaStorage> {
-        let scales = self.scales(codes)?;
-        let zeros = self.zeros(codes)?;
-        self.check_codes(codes)?;
+        codes.check()?;
+        let (scales, zeros) = (self.scales(codes), self.zeros(codes));
         let data = alloc(OP, device, DType::U8, self.bytes())?;
         let start = address(&data, &Layout::contiguous(self.bytes()))?;
         let launcher = Launcher::new(device)?;
@@ -244,81 +226,36 @@ impl CodeLayout {
     }
 
     /// The plane of scales.
-    fn scales(&self, codes: &Codes) -> Result<Vec<u8>> {
-        let expected = match self.scheme {
-            Scheme::Ternary {
-                scale: TernaryScale::Tensor,
-            } => 1,
-            _ => self.rows * self.groups_of_row(),
-        };
-        if codes.scales.len() != expected {
-            bail!("scales: {} values, expected {expected}", codes.scales.len());
-        }
-        if let Some(i) = codes.scales.iter().position(|s| !s.is_finite()) {
-            bail!(
-                "scales[{i}] is {}, expected a finite number",
-                codes.scales[i]
-            );
-        }
+    fn scales(&self, codes: &Codes) -> Vec<u8> {
         if self.groups == 0 {
-            let of_row = |row: usize| codes.scales[row % expected];
-            return Ok((0..self.rows)
+            let of_row = |row: usize| codes.scales[row % codes.scales.len()];
+            return (0..self.rows)
                 .flat_map(|row| of_row(row).to_le_bytes())
-                .collect());
+                .collect();
         }
-        let halves = codes.scales.iter().map(|s| f16::from_f32(*s));
-        let halves: Vec<_> = halves.collect();
-        let differs = |(i, s): (usize, &f32)| (halves[i].to_f32() != *s).then_some(i);
-        if let Some(i) = codes.scales.iter().enumerate().find_map(differs) {
-            bail!(
-                "scales[{i}] is {}, expected a value of f16",
-                codes.scales[i]
-            );
-        }
-        Ok(self
-            .by_place(&halves, f16::ZERO)
+        let halves: Vec<_> = codes.scales.iter().map(|s| f16::from_f32(*s)).collect();
+        self.by_place(&halves, f16::ZERO)
             .flat_map(f16::to_le_bytes)
-            .collect())
+            .collect()
     }
 
     /// The plane of zero points.
-    fn zeros(&self, codes: &Codes) -> Result<Vec<u8>> {
-        let expected = match self.has_zeros() {
-            true => self.rows * self.groups_of_row(),
-            false => 0,
-        };
-        if codes.zeros.len() != expected {
-            bail!("zeros: {} values, expected {expected}", codes.zeros.len());
-        }
-        if let Some(i) = codes.zeros.iter().position(|z| *z > 15) {
-            bail!("zeros[{i}] is {}, expected at most 15", codes.zeros[i]);
-        }
-        if expected == 0 {
-            return Ok(Vec::new());
-        }
-        Ok(self.by_place(&codes.zeros, 0).collect())
-    }
-
-    /// Scales, or zero points, of a row.
-    fn groups_of_row(&self) -> usize {
-        match self.scheme {
-            Scheme::Int4 { group, .. }
-            | Scheme::Ternary {
-                scale: TernaryScale::Group(group),
-            } => self.cols / group,
-            _ => 1,
+    fn zeros(&self, codes: &Codes) -> Vec<u8> {
+        match self.scheme.has_zeros() {
+            true => self.by_place(&codes.zeros, 0).collect(),
+            false => Vec::new(),
         }
     }
 
-    /// What groups have, in the order of the kernels, each value as often as steps want it.
+    /// What groups have, in the order of the kernels.
     fn by_place<'a, T: Copy>(&'a self, of: &'a [T], absent: T) -> impl Iterator<Item = T> + 'a {
-        let (steps, count) = (self.cols.div_ceil(STEP), self.groups_of_row());
-        let group = self.cols / count;
+        let (steps, group) = (self.cols.div_ceil(STEP), STEP / self.groups);
+        let count = self.cols / group;
         (0..self.rows.div_ceil(OCTET)).flat_map(move |octet| {
             (0..steps).flat_map(move |step| {
                 (0..OCTET * self.groups).map(move |i| {
                     let row = octet * OCTET + i / self.groups;
-                    let value = step * STEP + i % self.groups * (STEP / self.groups);
+                    let value = step * STEP + i % self.groups * group;
                     if row < self.rows && value < self.cols {
                         of[row * count + value / group]
                     } else {
@@ -327,26 +264,6 @@ impl CodeLayout {
                 })
             })
         })
-    }
-
-    fn check_codes(&self, codes: &Codes) -> Result<()> {
-        if self.rows.checked_mul(self.cols) != Some(codes.codes.len()) {
-            bail!(
-                "codes: {} values, expected {} rows of {}",
-                codes.codes.len(),
-                self.rows,
-                self.cols
-            );
-        }
-        let range = match self.scheme {
-            Scheme::Int8 => -127..=127,
-            Scheme::Int4 { .. } => 0..=15,
-            Scheme::Ternary { .. } => -1..=1,
-        };
-        if let Some(i) = codes.codes.iter().position(|q| !range.contains(q)) {
-            bail!("codes[{i}] is {}, expected {range:?}", codes.codes[i]);
-        }
-        Ok(())
     }
 }
 
@@ -373,7 +290,11 @@ pub(crate) struct ValuesOf {
 /// bytes.
 pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
     let params = ValuesParams {
-        matrix: at.matrix,
+        matrix: CodeMatrix {
+            codes: at.matrix.codes,
+            scales: at.matrix.scales,
+            zeros: at.matrix.zeros,
+        },
         ids: at.ids,
         out: at.out,
         count: at.count as u64,

@@ -214,8 +214,10 @@ impl Pass {
         if self.tokens > FEW {
             let groups = all.map(|weights| weights.held);
             // SAFETY: as for `product`.
-            let dense =
-                unsafe { dense_weights(&self.launcher, &mut self.scratch, &groups, self.dtype)? };
+            let dense = unsafe {
+                let (launcher, rows) = (&self.launcher, self.tokens);
+                dense_weights(launcher, &mut self.scratch, &groups, rows, self.dtype)?
+            };
             for (weights, at) in all.iter_mut().zip(dense.into_iter().flatten()) {
                 weights.dense = Some(at);
             }

@@ -23,6 +23,20 @@ use candle_core::{Result, Tensor};
 /// the codes in f32 (2^-17 of each input); more rows and the weights are rounded to bf16 (to f16
 /// where x is f16 or the GPU has no bf16) for one product with sums in f32.
 ///
+/// INT8 and INT4 codes are multiplied on CUDA as the whole numbers they are, with sums of a group in
+/// f32 before its scale. Up to 8 rows of x lose nothing if they are bf16, and keep 16 bits otherwise;
+/// from there on up to 128 rows of bf16 or f32 are rounded to bf16 (after the idea of Marlin, Frantar
+/// et al. 2024: codes go from memory to the tensor cores' registers); what has more rows, or is f16, takes
+/// the way of GGUF blocks. Ternary codes meet up to 64 rows of x in int8, rounded to whole numbers of
+/// each row's largest magnitude over 127 (W2A8, as BitNet b1.58, Ma et al. 2024): half a step of that for
+/// each input.
+///
+/// From 64 rows on, weights that are all in INT8, at most three whose rows are multiples of 8, are
+/// multiplied by int8 tensor cores on CUDA (W8A8): each row of x, behind the norm, becomes `round(x / s)` with
+/// `s = max|x| / 127` (a scale for each token, as in LLM.int8(), Dettmers et al. 2022), sums are exact
+/// in integers, and `s` times the weight row's scale is applied behind them in f32. An input is off by
+/// at most half of its row's `s`. A row with values that are not finite gives a row of such values.
+///
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.
 ///

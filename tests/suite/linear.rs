@@ -8,7 +8,8 @@ use candle_fused::ops::{
 };
 use proptest::prelude::*;
 
-const ACTIVATIONS: [Activation; 5] = [
+/// All there are.
+pub const ACTIVATIONS: [Activation; 5] = [
     Activation::None,
     Activation::Silu,
     Activation::Gelu,

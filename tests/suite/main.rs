@@ -21,6 +21,8 @@ mod models_gguf;
 mod nn;
 mod quant_linear;
 mod quant_schemes;
+#[cfg(feature = "cuda")]
+mod quant_schemes_cuda;
 mod qwen;
 mod residual_add;
 mod rms_norm;
@@ -31,6 +33,8 @@ mod smollm2;
 mod stems;
 mod subject;
 mod support;
+#[cfg(feature = "cuda")]
+mod w8a8;
 
 #[path = "../../examples/common/mod.rs"]
 #[allow(dead_code, reason = "the tests use parts of what the examples share")]

@@ -84,8 +84,13 @@ fn products_in_every_fused_form_stay_within_the_error_of_their_activations() -> 
                 let expected = reference(&x, prologue, &weights, &epilogue)?;
                 let error = error(&got?, &expected)?;
                 let unit = if dtype == DType::F32 { 1e-6 } else { 8e-3 };
+                // Ternary weights meet activations of 8 bits on a GPU too.
+                let rounding = match name.starts_with("ternary") {
+                    true => &Device::Cpu,
+                    false => &device,
+                };
                 assert!(
-                    error < 2. * tolerance(&device, m) + unit,
+                    error < 2. * tolerance(rounding, m) + unit,
                     "{device:?} {name} {m}x{k}: {error:e}"
                 );
                 assert!(calls.to_string().contains(name), "{calls}");

@@ -30,7 +30,7 @@ pub enum Weight {
     Dense(Tensor),
     /// GGUF blocks or codes of a [`Scheme`](crate::quant::Scheme), packed for the CPU.
     Packed(Arc<PackedMatrix>),
-    /// GGUF blocks, repacked for a GPU.
+    /// GGUF blocks or codes of a [`Scheme`](crate::quant::Scheme), packed for a GPU.
     #[cfg(feature = "cuda")]
     Blocks(Arc<BlockMatrix>),
 }

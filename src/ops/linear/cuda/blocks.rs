@@ -1,5 +1,5 @@
-//! Few rows of x and weights in GGUF blocks: one kernel with the norm in front and the epilogue
-//! behind, which reads the blocks as they are.
+//! Few rows of x and quantized weights, GGUF blocks or codes: one kernel with the norm in front and
+//! the epilogue behind, which reads the weights as they are.
 
 use super::few::FEW;
 use super::gemv::{Core, Gemv, Matrix, NormKind, launch};
@@ -28,7 +28,40 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// The same with 8 rows of weights for a block, and then with 24.
+/// One takes INT4 in groups that the others do not, and so for ternary.
+static CODES: Module = Module::new(
+    "quant_codes",
+    fatbin!("quant_codes"),
+    &[
+        "quant_codes_int8",
+        "quant_codes_int4_g128",
+        "quant_codes_int4",
+        "quant_codes_int4_g32",
+        "quant_codes_ternary_rows",
+        "quant_codes_ternary_g128",
+        "quant_codes_ternary",
+    ],
+);
+
+/// How each of those works: steps of [`GROUP`] values that a warp asks for at once, and bytes behind a
+/// row of x in shared memory.
+const CODE_CORES: [(usize, usize); 7] = [
+    (2, 80),
+    (4, 64),
+    (4, 64),
+    (4, 64),
+    (8, 32),
+    (4, 32),
+    (4, 32),
+];
+
+/// Which of them takes a format, as `CodeFormat` of `kernels/codes.cuh` numbers those.
+const CODE_KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
+
+/// The first ternary format.
+pub(super) const TERNARY: usize = 4;
+
+/// The kernels for GGUF blocks with 8 rows of weights for a block, and then with 24.
 static SMALL: Module = Module::new(
     "quant_linear_small",
     fatbin!("quant_linear_small"),
@@ -68,13 +101,17 @@ const UNIT: usize = 16;
 const GROUP: usize = 128;
 
 /// Matrices of one launch.
-const MOST_WEIGHTS: usize = 3;
+pub(super) const MOST_WEIGHTS: usize = 3;
 
 /// Inputs up to which a row is short, and rows from which on there are many.
 const SHORT: usize = 2048;
 const MANY: usize = 16 << 10;
 
-/// A product of up to [`FEW`] rows with weights in blocks.
+/// Rows of x up to which reading ternary weights again for every few of them costs less than making
+/// them dense.
+const MOST_TERNARY: usize = 64;
+
+/// A product of few rows with quantized weights.
 #[derive(Clone, Debug)]
 pub(crate) struct FewBlocks {
     /// Matrices of k columns, side by side in the output.
@@ -83,7 +120,38 @@ pub(crate) struct FewBlocks {
 }
 
 impl FewBlocks {
-    fn core(&self, kernel: usize) -> Core {
+    fn core(&self, weight: &BlockMatrix) -> (&'static Module, Core) {
+        match weight.codes() {
+            None => (&MODULE, self.block_core(weight.format_index())),
+            Some(_) => (&CODES, self.code_core(weight)),
+        }
+    }
+
+    fn code_core(&self, weight: &BlockMatrix) -> Core {
+        let format = weight.format_index();
+        let kernel = code_kernel(weight);
+        let (tile, padding) = CODE_CORES[kernel];
+        let steps = self.at.k.div_ceil(GROUP);
+        let row = if format >= TERNARY {
+            // Bytes, the values they are made from, and what they are multiplied by.
+            steps * GROUP + padding + 4 * self.at.k + 16
+        } else {
+            let parts = if self.at.x_dtype == DType::BF16 { 1 } else { 2 };
+            parts * (2 * steps * GROUP + padding)
+        };
+        Core {
+            kernel,
+            most: MOST_ROWS,
+            unit: UNIT,
+            step: GROUP,
+            tile,
+            row,
+            padded: false,
+            fills: true,
+        }
+    }
+
+    fn block_core(&self, kernel: usize) -> Core {
         let short = self.at.k < SHORT;
         let rows: usize = self.weights.iter().map(|w| w.rows()).sum();
         Core {
@@ -97,6 +165,7 @@ impl FewBlocks {
             // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
             row: self.at.k.div_ceil(GROUP) * (4 * GROUP + 32),
             padded: false,
+            fills: false,
         }
     }
 
@@ -107,7 +176,14 @@ impl FewBlocks {
         let groups = at.k.div_ceil(GROUP);
         let is_f32 = at.x_dtype == DType::F32 && at.out_dtype == DType::F32;
         let centres = at.norm.is_some_and(|n| n.kind != NormKind::Rms);
-        if !is_f32 || centres || at.m > MOST_ROWS || gpu.arch < 80 || self.runs().count() > 1 {
+        let codes = self.weights.iter().any(|w| w.codes().is_some());
+        if codes
+            || !is_f32
+            || centres
+            || at.m > MOST_ROWS
+            || gpu.arch < 80
+            || self.runs().count() > 1
+        {
             return None;
         }
         let rows: usize = self.weights.iter().map(|w| w.rows()).sum();
@@ -121,17 +197,29 @@ impl FewBlocks {
             .map(|(kernel, blocks, ..)| (kernel, Grid::line(blocks as u32, 32 * groups as u32)))
     }
 
+    /// Rows of x that are few.
+    fn most_rows(&self) -> usize {
+        let is_ternary = |w: &Arc<BlockMatrix>| w.codes().is_some() && w.format_index() >= TERNARY;
+        match self.weights.iter().all(is_ternary) {
+            true => MOST_TERNARY,
+            false => FEW,
+        }
+    }
+
     /// Whether one launch can gate, the 8-byte accesses fit x and the norm, and the GPU has the
     /// shared memory that one row of x takes.
     pub fn fits(&self, launcher: &Launcher) -> bool {
         let at = &self.at;
         let norm = at.norm.map_or([0; 2], |n| [n.weight, n.bias]);
         let gates = at.activation == Activation::SwiGlu;
-        at.m <= FEW
-            && self.weights.iter().all(|w| w.codes().is_none())
+        let matrices = || self.weights.iter().map(AsRef::as_ref);
+        at.m <= self.most_rows()
+            && !super::tiles::takes(launcher.gpu, matrices(), at)
             && norm.iter().chain([&at.x]).all(|a| a.is_multiple_of(16))
             && !(gates && self.runs().count() > 1)
-            && self.core(0).rows_at_once(launcher.gpu) > 0
+            && self
+                .runs()
+                .all(|run| self.core(&run[0]).1.rows_at_once(launcher.gpu) > 0)
     }
 
     /// Neighbours of one format, as many as a launch takes.
@@ -153,12 +241,13 @@ pub(super) unsafe fn few_blocks(launcher: &Launcher, product: &FewBlocks) -> Res
     if !product.fits(launcher) || (at.out_dtype != at.x_dtype && at.out_dtype != DType::F32) {
         bail!(
             "{OP}: {} rows of {} inputs in {:?} to {:?} are not what the kernel for few rows takes: \
-             at most {FEW}, aligned to 16 bytes, of what {} bytes of shared memory hold, and outputs \
+             at most {}, aligned to 16 bytes, of what {} bytes of shared memory hold, and outputs \
              of x's dtype or f32",
             at.m,
             at.k,
             at.x_dtype,
             at.out_dtype,
+            product.most_rows(),
             launcher.gpu.shared
         );
     }
@@ -184,22 +273,14 @@ unsafe fn launch_run(
     let at = &product.at;
     let rows = run.iter().map(|w| w.rows()).sum();
     let bytes = run.iter().map(|w| w.size_in_bytes()).sum();
-    let core = product.core(run[0].format_index());
+    let (module, core) = product.core(&run[0]);
     let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes());
     let behind = |base: Address, elements: usize, size: usize| match base {
         0 => 0,
         base => base + (elements * size) as u64,
     };
     let mut params = Gemv::new(at.k, rows, at.activation);
-    let mut first = 0;
-    for (matrix, weight) in params.weights.iter_mut().zip(run) {
-        *matrix = Matrix {
-            data: weight.address(),
-            first: first as u32,
-            ..Matrix::ABSENT
-        };
-        first += weight.rows();
-    }
+    matrices(&mut params, run);
     if let Some(norm) = at.norm {
         params.prologue.set_norm(norm);
     }
@@ -228,7 +309,32 @@ unsafe fn launch_run(
         params.epilogue.out = behind(at.out, elements, out_size);
         params.epilogue.residuals = at.residuals.map(|r| behind(r, elements, x_size));
         // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
-        unsafe { launch(launcher, &MODULE, &core, bytes, params)? };
+        unsafe { launch(launcher, module, &core, bytes, params)? };
     }
     Ok(())
+}
+
+/// Which of the kernels for codes takes a matrix: those for one group know no zero points.
+pub(super) fn code_kernel(weight: &BlockMatrix) -> usize {
+    let has_zeros = weight.codes().is_some_and(|codes| codes.zeros != 0);
+    CODE_KERNELS[weight.format_index()] + usize::from(has_zeros && weight.format_index() == 1)
+}
+
+/// Sets the matrices, which are of one format.
+pub(super) fn matrices(params: &mut Gemv, run: &[Arc<BlockMatrix>]) {
+    let mut first = 0;
+    for (matrix, weight) in params.weights.iter_mut().zip(run) {
+        *matrix = Matrix {
+            data: weight.address(),
+            first: first as u32,
+            ..Matrix::ABSENT
+        };
+        if let Some(codes) = weight.codes() {
+            params.kind = codes.groups as i32;
+            matrix.second = codes.scales;
+            // Scales of 2 bytes in front of the zero points, if there are any.
+            matrix.border = (codes.zeros.saturating_sub(codes.scales) / 2) as u32;
+        }
+        first += weight.rows();
+    }
 }

@@ -172,6 +172,7 @@ impl FewRows {
                 tile: 4,
                 row: 4 * self.k,
                 padded: true,
+                fills: false,
             };
         }
         if self.m > 1 && self.on_tensor_cores(gpu) {
@@ -183,6 +184,7 @@ impl FewRows {
                 tile: 8,
                 row: 2 * (self.k.next_multiple_of(64) + 32),
                 padded: false,
+                fills: false,
             };
         }
         if self.second.is_some() {
@@ -232,6 +234,7 @@ impl FewRows {
             tile,
             row: 4 * self.k,
             padded: true,
+            fills: false,
         }
     }
 
@@ -346,6 +349,6 @@ fn params(at: &FewRows) -> Gemv {
     params.epilogue.stride = at.stride as u64;
     params.epilogue.dtype = dtype_index(at.x_dtype) as i32;
     params.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
-    params.weight_dtype = dtype_index(at.w_dtype) as i32;
+    params.kind = dtype_index(at.w_dtype) as i32;
     params
 }

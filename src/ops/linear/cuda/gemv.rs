@@ -102,7 +102,8 @@ pub(crate) struct Gemv {
     pub rows: u32,
     pub width: u32,
     pub split: u32,
-    pub weight_dtype: i32,
+    /// The dtype of dense weights; of codes how many scales each 128 values of a row have.
+    pub kind: i32,
 }
 
 impl Gemv {
@@ -120,7 +121,7 @@ impl Gemv {
             rows: rows as u32,
             width: activation.outputs(rows) as u32,
             split: 1,
-            weight_dtype: 0,
+            kind: 0,
         }
     }
 }
@@ -153,6 +154,8 @@ pub(crate) struct Core {
     pub row: usize,
     /// Whether it stages `most` rows even if there are fewer.
     pub padded: bool,
+    /// Whether warps share units until there are blocks for the whole GPU.
+    pub fills: bool,
 }
 
 impl Core {
@@ -181,12 +184,16 @@ impl Core {
         while split < WARPS && 2 * split <= steps && units * split < 4 * sms {
             split *= 2;
         }
+        while self.fills && split < WARPS && 2 * split <= steps && units * split < 2 * WARPS * sms {
+            split *= 2;
+        }
         // Of one row half as many warps, if that leaves less of a tile empty (Pythia-2.8B: 8 %).
         let fill = |split| {
             let share = steps.div_ceil(split);
             share as f64 / share.next_multiple_of(self.tile) as f64
         };
-        if self.most == 1 && self.tile == 4 && split > 1 && fill(split / 2) > fill(split) {
+        let one = self.most == 1 && self.tile == 4 && !self.fills;
+        if one && split > 1 && fill(split / 2) > fill(split) {
             split /= 2;
         }
         (split, units.div_ceil(WARPS / split).min(2 * sms))

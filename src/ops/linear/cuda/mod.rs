@@ -1,4 +1,5 @@
-//! The CUDA form: one kernel for few rows of x, the library's matrix product for many.
+//! The CUDA form: one kernel for few rows of x; for many the library's matrix product, or one of
+//! integers.
 
 mod blocks;
 mod few;
@@ -10,6 +11,8 @@ mod parts;
 mod quantized;
 #[cfg(test)]
 mod tests;
+mod tiles;
+mod w8a8;
 
 pub(crate) use few::{FEW, FewRows};
 pub(crate) use gemv::{Gemv, NormAt, NormKind};
@@ -17,13 +20,15 @@ pub(crate) use parts::{Few, ProductAt, few};
 
 use super::Weight;
 use super::launch::LinearOp;
-use crate::cuda::{Address, Launcher, Scratch, address, alloc};
+use crate::cuda::{Address, Gpu, Launcher, Scratch, address, alloc};
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Shape};
 use held::Held;
 use many::{ManyRows, many_rows};
 use quantized::many_blocks;
+use tiles::tiles;
+use w8a8::{W8A8, w8a8};
 
 pub(crate) use quantized::dense_weights;
 
@@ -69,16 +74,33 @@ pub(super) fn forward(
     };
     trace::record(op.name, || {
         let path = op.path();
-        match Few::new(&launcher, &held.weights, &at) {
-            Ok(Some(few)) => format!("cuda few rows {path}, {}", few.path(launcher.gpu)),
-            _ if m > few::FEW => format!("cuda many rows {path}"),
-            _ => format!("cuda many rows {path}: no kernel for few rows takes it"),
+        if let Ok(Some(few)) = Few::new(&launcher, &held.weights, &at) {
+            return format!("cuda few rows {path}, {}", few.path(launcher.gpu));
+        }
+        if let Some(product) = W8A8::new(&held.weights, &at) {
+            return format!("cuda many rows {path}, {}", product.path(launcher.gpu));
+        }
+        match takes_tiles(launcher.gpu, &held.weights, &at) {
+            true => format!("cuda tiles {path}"),
+            false if m > few::FEW => format!("cuda many rows {path}"),
+            false => format!("cuda many rows {path}: no kernel for few rows takes it"),
         }
     });
     Ok((out, Shape::from(dims)))
 }
 
-/// Launches a product of any number of rows, by the kernels for few rows if they take it, else by
+/// Whether all weights are codes for which there is a kernel of so many rows.
+fn takes_tiles(gpu: &Gpu, weights: &[Weight], at: &ProductAt) -> bool {
+    let blocks = weights.iter().map(|w| match w {
+        Weight::Blocks(w) => Some(w.as_ref()),
+        _ => None,
+    });
+    let blocks: Option<Vec<_>> = blocks.collect();
+    blocks.is_some_and(|blocks| tiles::takes(gpu, blocks, at))
+}
+
+/// Launches a product of any number of rows: by the kernels for few rows if they take it, by integers
+/// if there are enough rows and all weights are in INT8, by those for tens of rows of codes, else by
 /// the library. `dense` is where weights in blocks lie as [`dense_weights`] leaves them, if they do.
 ///
 /// # Errors
@@ -98,6 +120,10 @@ pub(crate) unsafe fn product(
     unsafe {
         if let Some(product) = Few::new(launcher, weights, at)? {
             few(launcher, &product)
+        } else if let Some(product) = W8A8::new(weights, at) {
+            w8a8(launcher, scratch, &product)
+        } else if dense.is_none() && takes_tiles(launcher.gpu, weights, at) {
+            tiles(launcher, scratch, weights, at)
         } else if weights.iter().any(Weight::is_quantized) {
             many_blocks(launcher, scratch, weights, dense, at)
         } else {

@@ -95,11 +95,10 @@ impl Few {
             }
         }
         let gates = at.activation == Activation::SwiGlu;
-        let takes = at.m <= FEW
-            && !(gates && parts.len() > 1)
+        let takes = !(gates && parts.len() > 1)
             && parts.iter().all(|part| match part {
                 Part::Blocks(part) => part.fits(launcher),
-                Part::Dense(part) => part.fits(launcher),
+                Part::Dense(part) => at.m <= FEW && part.fits(launcher),
             });
         Ok(takes.then_some(Self { parts }))
     }

@@ -5,6 +5,8 @@ use super::gemm::{self, Gemm};
 use super::gemv::NormKind;
 use super::many::{ManyRows, Rows, finish, normalised};
 use super::parts::ProductAt;
+use super::tiles;
+use super::w8a8::is_in_int8;
 use crate::cuda::{
     Address, Launcher, Narrow, Scratch, address_of, dequantize, narrow, product_dtype,
 };
@@ -38,30 +40,8 @@ pub(super) unsafe fn many_blocks(
             weight
         }
     };
-    let x = scratch.take(OP, dtype, m * k)?;
-    // The conversion knows the RMS norm only.
-    let (input, norm) = match at.norm {
-        Some(norm) if norm.kind != NormKind::Rms => {
-            let rows = Rows {
-                x: at.x,
-                m,
-                k,
-                dtype: at.x_dtype,
-            };
-            // SAFETY: the caller's.
-            (unsafe { normalised(launcher, scratch, &rows, norm)? }, None)
-        }
-        norm => (at.x, norm.map(|n| (n.weight, n.eps))),
-    };
-    let narrowed = Narrow {
-        x: input,
-        norm,
-        out: x,
-        rows: m,
-        width: k,
-        dtype: at.x_dtype,
-        out_dtype: dtype,
-    };
+    // SAFETY: the caller's.
+    let x = unsafe { narrowed(launcher, scratch, at, dtype)? };
     // The library adds one residual on the way, and rounds once; it writes the products' type or f32.
     let direct = at.activation == Activation::None
         && at.bias == 0
@@ -84,9 +64,8 @@ pub(super) unsafe fn many_blocks(
         dtype,
         out_dtype: if direct { at.x_dtype } else { DType::F32 },
     };
-    // SAFETY: the caller's; the scratch has room for all rows and sums.
+    // SAFETY: the caller's; the scratch has room for all sums.
     unsafe {
-        narrow(launcher, &narrowed)?;
         if !gemm::run(launcher, scratch, &gemm)? {
             bail!(
                 "{OP}: cuBLASLt has no product of {m} rows with weights [{rows}, {k}] in {dtype:?}"
@@ -111,8 +90,52 @@ pub(super) unsafe fn many_blocks(
     Ok(())
 }
 
+/// The rows of x as `dtype`, f16 or bf16, behind the norm.
+///
+/// # Safety
+/// As [`super::product`].
+pub(super) unsafe fn narrowed(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    at: &ProductAt,
+    dtype: DType,
+) -> Result<Address> {
+    let (m, k) = (at.m, at.k);
+    if at.norm.is_none() && at.x_dtype == dtype && at.x.is_multiple_of(16) {
+        return Ok(at.x);
+    }
+    let out = scratch.take(OP, dtype, m * k)?;
+    // The conversion knows the RMS norm only.
+    let (x, norm) = match at.norm {
+        Some(norm) if norm.kind != NormKind::Rms => {
+            let rows = Rows {
+                x: at.x,
+                m,
+                k,
+                dtype: at.x_dtype,
+            };
+            // SAFETY: the caller's.
+            (unsafe { normalised(launcher, scratch, &rows, norm)? }, None)
+        }
+        norm => (at.x, norm.map(|n| (n.weight, n.eps))),
+    };
+    let narrowed = Narrow {
+        x,
+        norm,
+        out,
+        rows: m,
+        width: k,
+        dtype: at.x_dtype,
+        out_dtype: dtype,
+    };
+    // SAFETY: the caller's; the scratch has room for all rows.
+    unsafe { narrow(launcher, &narrowed)? };
+    Ok(out)
+}
+
 /// The weights of each of `groups` as the library takes them, under one another at the address that
-/// stands for the group; no addresses if none of them has blocks, or one has none.
+/// stands for the group; no addresses if one of them has no blocks, or all are codes of which `rows` of
+/// x are better taken as they are.
 ///
 /// # Errors
 /// If the device's memory does not suffice.
@@ -123,14 +146,21 @@ pub(crate) unsafe fn dense_weights(
     launcher: &Launcher,
     scratch: &mut Scratch,
     groups: &[&[Weight]],
+    rows: usize,
     x_dtype: DType,
 ) -> Result<Option<Vec<Address>>> {
+    if groups.iter().all(|group| is_in_int8(group, rows)) {
+        return Ok(None);
+    }
     let mut blocks = Vec::new();
     for weight in groups.iter().copied().flatten() {
         match weight {
             Weight::Blocks(w) => blocks.push(w.as_ref()),
             _ => return Ok(None),
         }
+    }
+    if rows <= tiles::MOST && blocks.iter().all(|w| w.codes().is_some()) {
+        return Ok(None);
     }
     let dtype = product_dtype(launcher.gpu, x_dtype);
     let count = |weights: &[Weight]| weights.iter().map(|w| w.rows() * w.cols()).sum::<usize>();

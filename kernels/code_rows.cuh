@@ -1,0 +1,539 @@
+// A core of gemv.cuh for weights in INT8, INT4 or ternary codes (codes.cuh): the tensor cores multiply
+// 16 rows of weights with up to 4 rows of x.
+//
+// INT8 and INT4 become whole numbers of bf16, which holds them exactly: operand A of `mma.m16n8k16`.
+// Operand B is x in bf16, as columns 2m for row m; where x is not of bf16 it comes in two parts, the
+// second what the first leaves over, in columns 2m + 1: 16 bits of x, and no limit to its range.
+// Ternary codes become bytes for `mma.m16n8k32`, and meet x in int8, a scale for each row.
+//
+// The products of a group are summed up in an accumulator of their own, which is scaled in f32.
+#pragma once
+
+#include "codes.cuh"
+#include "mma.cuh"
+#include "row_stage.cuh"
+
+namespace fused {
+
+// Whole numbers of bf16 from 128 on, less others: exact.
+__device__ __forceinline__ uint32_t less_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+#endif
+  return out;
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+// The numbers of 8 values of k of rows g and g + 8, as operands A of two products.
+struct Operands {
+  uint32_t v[8];
+};
+
+__device__ __forceinline__ void mma_both(float (&c)[4], const Operands& a, uint4 x) {
+  mma_bf16(c, a.v[0], a.v[1], a.v[2], a.v[3], x.x, x.y);
+  mma_bf16(c, a.v[4], a.v[5], a.v[6], a.v[7], x.z, x.w);
+}
+
+__device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                       uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+// word & mask | bits in one instruction, which takes one immediate.
+__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(word), "r"(mask), "r"(bits));
+  return v;
+}
+
+// Codes 2j and 2j + 1 of a word of INT4 as bf16, less `zero`, which is 128 more than their zero point.
+__device__ __forceinline__ uint32_t int4_numbers(uint32_t word, int j, uint32_t zero) {
+  return less_bf16x2(masked_or(word >> (4 * j), 0x000f000fu, 0x43004300u), zero);
+}
+
+// Codes 2j and 2j + 1 of a word of INT8 as bf16. A code below 128 is the low bits of the mantissa of 128;
+// the top bit of a byte, set, makes 256 of the 128 that is taken off.
+__device__ __forceinline__ uint32_t int8_numbers(uint32_t word, int j) {
+  const uint32_t v = __byte_perm(word, 0, j == 0 ? 0x4140 : 0x4342);
+  return less_bf16x2(masked_or(v, 0x007f007fu, 0x43004300u), masked_or(v, 0x00800080u, 0x43004300u));
+}
+
+// Codes 4q to 4q + 3 of block b as bytes, of the words that ternary has of a lane.
+__device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], int b, int q) {
+  // Of the selectors four count, those in the lower half.
+  const uint32_t nibbles = (words[b / 2] >> (2 * (b % 2)) & 0x33333333u) >> (16 * q);
+  uint32_t v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(0xffff0100u), "r"(0), "r"(nibbles));
+  return v;
+}
+
+// Rows of x in one or two parts of bf16, in their order, each filled up with zeros to whole steps.
+template <uint32_t PAD_> struct PartRows {
+  static constexpr uint32_t PAD = PAD_;
+  static constexpr int BATCH = 2;
+  static constexpr bool SUMS = false, SCALES = false;
+  char* at;
+  uint32_t m, steps, parts;
+
+  __device__ PartRows(const Gemv& p, char* at)
+      : at(at), m(p.m), steps(steps_of(p.k)), parts(p.prologue.dtype == BF16 ? 1 : 2) {}
+
+  __device__ uint32_t pitch() const { return steps * (2 * STEP) + PAD; }
+  __device__ char* part(uint32_t row, uint32_t part) const { return at + (row * parts + part) * pitch(); }
+  __device__ uint2* words(uint32_t row, uint32_t of, uint32_t piece) const {
+    return reinterpret_cast<uint2*>(part(row, of)) + piece;
+  }
+
+  // The upper halves of the values are all there is to bf16.
+  __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const {
+    const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y), c = __float_as_uint(v.z), d = __float_as_uint(v.w);
+    *words(row, 0, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
+    if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
+  }
+  __device__ float4 get_raw(uint32_t row, uint32_t piece) const {
+    const uint2 high = *words(row, 0, piece);
+    uint2 low = make_uint2(0, 0);
+    if (parts == 2) low = *words(row, 1, piece);
+    return make_float4(__uint_as_float(__byte_perm(low.x, high.x, 0x5410)),
+                       __uint_as_float(__byte_perm(low.x, high.x, 0x7632)),
+                       __uint_as_float(__byte_perm(low.y, high.y, 0x5410)),
+                       __uint_as_float(__byte_perm(low.y, high.y, 0x7632)));
+  }
+  __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
+    const uint32_t a = split(v.x), b = split(v.y), c = split(v.z), d = split(v.w);
+    *words(row, 0, piece) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
+    if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
+  }
+  __device__ float put_largest(uint32_t, float) const { return 1.f; }
+  // A row of bf16 as it is, k being a multiple of 8.
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float*) const {
+    // All of it on its way at once, without registers.
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(part(row, 0)));
+    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i, true);
+    await_copies();
+    return true;
+  }
+  __device__ void clear_tail(uint32_t m, uint32_t k) const {
+    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    for (uint32_t i = threadIdx.x; i < m * parts * tail; i += blockDim.x)
+      *words(0, i / tail, first + i % tail) = make_uint2(0, 0);
+  }
+
+  // 8 values from `value` on as column `column` of operand B: part c % 2 of row c / 2.
+  __device__ __forceinline__ uint4 column(uint32_t column, uint32_t value) const {
+    if (column >= 2 * m || column % 2 >= parts) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(part(column / 2, column % 2) + 2 * value);
+  }
+  // Their sum with 8 weights.
+  __device__ __forceinline__ float dot(uint32_t row, uint32_t value, const float (&w)[8]) const {
+    float y = 0.f;
+    for (uint32_t part = 0; part < parts; ++part) {
+      float x[8];
+      unpack8<__nv_bfloat16>(column(2 * row + part, value), x);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) y = fmaf(w[c], x[c], y);
+    }
+    return y;
+  }
+};
+
+// Rows of x in int8, filled up with zeros to whole steps, then the rows as f32, then what each row's
+// codes are multiplied by.
+struct ByteRows {
+  static constexpr int BATCH = 2;
+  static constexpr bool SUMS = false, SCALES = true;
+  static constexpr uint32_t PAD = 32;
+  char* at;
+  uint32_t m, k, steps;
+
+  __device__ ByteRows(const Gemv& p, char* at) : at(at), m(p.m), k(p.k), steps(steps_of(p.k)) {}
+
+  __device__ uint32_t pitch() const { return steps * STEP + PAD; }
+  __device__ float4* raw() const { return reinterpret_cast<float4*>(at + m * pitch()); }
+  __device__ float* scales() const { return reinterpret_cast<float*>(raw() + m * (k / 4)); }
+
+  __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const { raw()[row * (k / 4) + piece] = v; }
+  __device__ float4 get_raw(uint32_t row, uint32_t piece) const { return raw()[row * (k / 4) + piece]; }
+  __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
+    const uint32_t a = __float2int_rn(v.x) & 255, b = __float2int_rn(v.y) & 255, c = __float2int_rn(v.z) & 255;
+    reinterpret_cast<uint32_t*>(at + row * pitch())[piece] = a | b << 8 | c << 16 | uint32_t(__float2int_rn(v.w)) << 24;
+  }
+  __device__ void put_sum(uint32_t, uint32_t, float) const {}
+  // A row of zeros has codes of zero.
+  __device__ float put_largest(uint32_t row, float largest) const {
+    scales()[row] = largest / 127.f;
+    return largest > 0.f ? 127.f / largest : 0.f;
+  }
+  // A row of bf16, k being a multiple of 8, if its threads can hold it.
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float* scratch) const {
+    constexpr int MOST = 4;
+    if (k / 8 > MOST * team.size()) return false;
+    uint4 held[MOST];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+      const uint32_t at = team.rank() + i * team.size();
+      held[i] = make_uint4(0, 0, 0, 0);
+      if (at < k / 8) held[i] = __ldcg(reinterpret_cast<const uint4*>(x) + at);
+    }
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+      const uint32_t words[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) largest = max(largest, max(words[w] << 16 & 0x7fffffffu, words[w] & 0x7fff0000u));
+    }
+    const float by = put_largest(row, __uint_as_float(team.max(largest, scratch)));
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+      const uint32_t at = team.rank() + i * team.size();
+      if (at >= k / 8) break;
+      float v[8];
+      unpack8<__nv_bfloat16>(held[i], v);
+      put(row, 2 * at, make_float4(v[0] * by, v[1] * by, v[2] * by, v[3] * by));
+      put(row, 2 * at + 1, make_float4(v[4] * by, v[5] * by, v[6] * by, v[7] * by));
+    }
+    return true;
+  }
+  __device__ void clear_tail(uint32_t m, uint32_t k) const {
+    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x)
+      reinterpret_cast<uint32_t*>(at + i / tail * pitch())[first + i % tail] = 0;
+  }
+
+  __device__ __forceinline__ uint2 eight(uint32_t row, uint32_t value) const {
+    return *reinterpret_cast<const uint2*>(at + row * pitch() + value);
+  }
+  __device__ __forceinline__ uint2 column(uint32_t column, uint32_t value) const {
+    if (column >= 2 * m || column % 2 > 0) return make_uint2(0, 0);
+    return eight(column / 2, value);
+  }
+};
+
+// A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
+struct CodeRow {
+  const char* codes;
+  uint32_t row, which;
+
+  template <class Format> static __device__ __forceinline__ CodeRow of(const Gemv& p, uint32_t row, uint32_t t) {
+    const uint32_t which = (row >= p.weights[1].first) + (row >= p.weights[2].first);
+    row -= p.weights[which].first;
+    const char* codes = static_cast<const char*>(p.weights[which].data);
+    return {codes + Format::begin(row, p.k) + Format::BYTES * t, row, which};
+  }
+  __device__ __forceinline__ uint64_t place(uint32_t step, uint32_t k) const { return place_of(row, step, steps_of(k)); }
+};
+
+// Groups of a step: so many, up to four as the kernel's parameters say, or a scale for each row.
+constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0;
+
+// What a lane has of a row and a tile of steps besides codes: lane t has the f16 scales, and the zero
+// points, of steps t, 4 + t and so on; or the scale of the row.
+template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
+  static constexpr int LOADS = (STEPS + 3) / 4, WORDS = GROUPS == ONE_GROUP ? 1 : 2;
+  uint32_t by[LOADS][WORDS], zeros[ZEROS ? LOADS : 1];
+
+  // How many groups there are, and whether 32 values end one that began `e` times 32 values before.
+  static __device__ __forceinline__ uint32_t groups(const Gemv& p) { return GROUPS == SOME_GROUPS ? p.groups : GROUPS; }
+  static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
+  static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
+
+  // `border` of a matrix with zero points is how many scales lie in front of them.
+  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
+    const char* scales = static_cast<const char*>(p.weights[row.which].second);
+    const uint32_t border = ZEROS ? p.weights[row.which].border : 0, count = groups(p);
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+      const uint32_t s = step + 4 * l + t;
+      if (s >= end || 4 * l + t >= STEPS) continue;
+      const uint64_t first = row.place(s, p.k) * count;
+      const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(border) + first;
+      if constexpr (ZEROS) zeros[l] = 0x08080808u;
+      if (count == 1) {
+        by[l][0] = load_u16(at);
+        if (border > 0) zeros[l] = load_u8(zero);
+      } else if (count == 2) {
+        by[l][0] = load_u32(at);
+        if (border > 0) zeros[l] = load_u16(zero);
+      } else {
+        const uint2 both = load_u64(at);
+        by[l][0] = both.x, by[l][WORDS - 1] = both.y;
+        if (border > 0) zeros[l] = load_u32(zero);
+      }
+    }
+  }
+  // The scale of the group that has 32 values from `32 * e` on of step s of the tile.
+  __device__ __forceinline__ float scale(const Gemv& p, int s, int e) const {
+    const uint32_t group = e * groups(p) / 4;
+    uint32_t own = by[s / 4][0];
+    if (WORDS == 2 && group >= 2) own = by[s / 4][WORDS - 1];
+    const uint32_t word = __shfl_sync(FULL, own, s % 4, 4);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * (group % 2)))));
+  }
+  // Its zero point, and 128 more, as two bf16.
+  __device__ __forceinline__ uint32_t zero(const Gemv& p, int s, int e) const {
+    if constexpr (!ZEROS) return 0x43084308u;
+    const uint32_t bytes = __shfl_sync(FULL, zeros[s / 4], s % 4, 4);
+    return 0x43004300u + 0x00010001u * (bytes >> (8 * (e * groups(p) / 4)) & 255);
+  }
+};
+template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
+  uint32_t by;
+
+  static __device__ __forceinline__ bool begins(const Gemv&, int e) { return e == 0; }
+  static __device__ __forceinline__ bool ends(const Gemv&, int e) { return e == 3; }
+
+  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
+    by = load_u32(static_cast<const char*>(p.weights[row.which].second) + 4 * uint64_t(row.row));
+  }
+  __device__ __forceinline__ float scale(const Gemv&, int, int) const { return __uint_as_float(by); }
+  __device__ __forceinline__ uint32_t zero(const Gemv&, int, int) const { return 0; }
+};
+
+// The formats as cores take them. A piece is what a lane has of a row and a step: four times 8 values.
+// `value` says where the 8 begin within a step, for lane t.
+struct Int8Rows {
+  static constexpr int STEPS = 2, GROUPS = ROW_SCALES;
+  static constexpr bool ZEROS = false;
+  using XRows = PartRows<80>;
+  using Sum = float;
+  struct Piece {
+    uint4 words[2];
+  };
+
+  static constexpr uint32_t BYTES = 16;  // of a lane side by side
+  static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) { return uint64_t(row) * Int8::pitch(k); }
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t k, uint32_t step, uint32_t t) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const uint32_t at = step * STEP + 64 * q;
+      piece.words[q] = make_uint4(0, 0, 0, 0);
+      if (at + BYTES * t < k) piece.words[q] = load_once(codes + at);
+    }
+  }
+  static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 64 * (e / 2) + 16 * t + 8 * (e % 2); }
+  static __device__ __forceinline__ uint32_t word(const Piece& piece, int e, int i) {
+    const uint4& v = piece.words[e / 2];
+    return e % 2 == 0 ? (i == 0 ? v.x : v.y) : (i == 0 ? v.z : v.w);
+  }
+  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e, const uint32_t (&)[2]) {
+    Operands v;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      v.v[2 * j] = int8_numbers(word(a, e, j / 2), j % 2);
+      v.v[2 * j + 1] = int8_numbers(word(b, e, j / 2), j % 2);
+    }
+    return v;
+  }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e,
+                                                  const uint32_t (&zeros)[2], uint4 x) {
+    mma_both(c, operands(a, b, e, zeros), x);
+  }
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows& x, uint32_t m,
+                                              uint32_t value) {
+    float w[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) w[c] = static_cast<float>(static_cast<int8_t>(word(piece, e, c / 4) >> (8 * (c % 4))));
+    return x.dot(m, value, w);
+  }
+};
+
+template <int GROUPS_> struct Int4Rows {
+  static constexpr int STEPS = 4, GROUPS = GROUPS_;
+  // Those of one group have a kernel without zero points.
+  static constexpr bool ZEROS = GROUPS != ONE_GROUP;
+  using XRows = PartRows<64>;
+  using Sum = float;
+  struct Piece {
+    uint32_t words[4];
+  };
+
+  static constexpr uint32_t BYTES = 16;
+  static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
+    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+  }
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
+    const uint4 v = load_once(codes + step * (OCTET * QUARTERS * BYTES));
+    piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
+  }
+  static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
+  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e, const uint32_t (&zeros)[2]) {
+    Operands v;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      v.v[2 * j] = int4_numbers(a.words[e], j, zeros[0]);
+      v.v[2 * j + 1] = int4_numbers(b.words[e], j, zeros[1]);
+    }
+    return v;
+  }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e,
+                                                  const uint32_t (&zeros)[2], uint4 x) {
+    mma_both(c, operands(a, b, e, zeros), x);
+  }
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t zero, const XRows& x, uint32_t m,
+                                              uint32_t value) {
+    float w[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const int code = piece.words[e] >> (4 * (c / 2) + 16 * (c % 2)) & 15;
+      w[c] = static_cast<float>(code - static_cast<int>(zero & 127));
+    }
+    return x.dot(m, value, w);
+  }
+};
+
+template <int GROUPS_> struct TernaryRows {
+  static constexpr int GROUPS = GROUPS_;
+  static constexpr bool ZEROS = false;
+  // Scales of groups take the registers of codes.
+  static constexpr int STEPS = GROUPS == ROW_SCALES ? 8 : 4;
+  using XRows = ByteRows;
+  using Sum = int;
+  struct Piece {
+    uint32_t words[2];
+  };
+
+  static constexpr uint32_t BYTES = 8;
+  static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
+    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+  }
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
+    const uint2 v = load_u64(codes + step * (OCTET * QUARTERS * BYTES));
+    piece.words[0] = v.x, piece.words[1] = v.y;
+  }
+  static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
+  static __device__ __forceinline__ void multiply(int (&c)[4], const Piece& a, const Piece& b, int e, const uint32_t (&)[2],
+                                                  uint2 x) {
+    mma_s8(c, ternary_bytes(a.words, e, 0), ternary_bytes(b.words, e, 0), ternary_bytes(a.words, e, 1),
+           ternary_bytes(b.words, e, 1), x.x, x.y);
+  }
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows& x, uint32_t m,
+                                              uint32_t value) {
+    const uint2 v = x.eight(m, value);
+    const int low = __dp4a(static_cast<int>(ternary_bytes(piece.words, e, 0)), static_cast<int>(v.x), 0);
+    return static_cast<float>(__dp4a(static_cast<int>(ternary_bytes(piece.words, e, 1)), static_cast<int>(v.y), low));
+  }
+};
+
+template <class Format> struct CodeRows : SixteenRows {
+  static constexpr int STEPS = Format::STEPS;
+  using Scales = TileScales<Format::GROUPS, Format::ZEROS, STEPS>;
+  using XRows = typename Format::XRows;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  // Turing has neither bf16 nor the shape of int8: its lanes multiply by themselves.
+  static constexpr bool MMA = false;
+#else
+  static constexpr bool MMA = true;
+#endif
+
+  static __device__ uint32_t steps(const Gemv& p) { return steps_of(p.k); }
+
+  struct Rows {
+    CodeRow row[2];
+
+    template <class Find> __device__ void enter(const Gemv& p, Find find) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) row[i] = CodeRow::of<Format>(p, find(group() + 8 * i), member());
+    }
+  };
+
+  struct Sums {
+    float whole[2];         // of this lane's row of x
+    float parts[2][MAX_M];  // without tensor cores: of every row of x, from this lane's quarter of k
+
+    __device__ void total(const Gemv& p, Staged* xs, float (&y)[2]) const {
+      float by = 1.f;
+      if constexpr (XRows::SCALES) by = XRows(p, xs).scales()[min(member(), p.m - 1)];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) y[i] = by * (MMA ? whole[i] : sum_of_quarters(parts[i]));
+    }
+  };
+
+  struct Tile {
+    typename Format::Piece pieces[STEPS][2];
+    Scales scales[2];
+
+    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        if (step + s >= end) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i].codes, p.k, step + s, member());
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales[i].ask(p, from.row[i], step, end, member());
+    }
+
+    __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
+      const XRows x(p, xs);
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        if (step + s >= end) break;
+        const uint32_t first = (step + s) * STEP;
+        typename Format::Sum c[4] = {};
+        uint32_t zeros[2] = {};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (Scales::begins(p, e)) zeros[0] = scales[0].zero(p, s, e), zeros[1] = scales[1].zero(p, s, e);
+          const uint32_t value = first + Format::value(e, member());
+          if constexpr (MMA) {
+            Format::multiply(c, pieces[s][0], pieces[s][1], e, zeros, x.column(group(), value));
+            if (!Scales::ends(p, e)) continue;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float sum = static_cast<float>(c[2 * i]);
+              if constexpr (!XRows::SCALES) sum += static_cast<float>(c[2 * i + 1]);
+              sums.whole[i] = fmaf(scales[i].scale(p, s, e), sum, sums.whole[i]);
+              c[2 * i] = c[2 * i + 1] = 0;
+            }
+          } else {
+            const float by[2] = {scales[0].scale(p, s, e), scales[1].scale(p, s, e)};
+            // Short code before fast code: unrolled it takes minutes to compile.
+#pragma unroll 1
+            for (uint32_t m = 0; m < p.m; ++m) {
+#pragma unroll
+              for (int i = 0; i < 2; ++i)
+                sums.parts[i][m] = fmaf(by[i], Format::dot(pieces[s][i], e, zeros[i], x, m, value), sums.parts[i][m]);
+            }
+          }
+        }
+      }
+    }
+  };
+
+  struct Prepare {
+    RowStage<XRows> stage;
+
+    __device__ Prepare(const Gemv& p, char* xs, float* scratch) : stage(p, XRows(p, xs), scratch) {
+      // Rows are long: the whole block takes one after the other.
+      stage.team.block = true;
+    }
+    __device__ void ask() { stage.ask(); }
+    __device__ void run() const {
+      const Gemv& p = stage.p;
+      const bool plain = p.prologue.norm == NORM_NONE && p.prologue.dtype == BF16 && p.k % 8 == 0;
+      const uint64_t bytes = uint64_t(p.k) * (p.prologue.dtype == F32 ? 4 : 2);
+#pragma unroll 1
+      for (uint32_t r = 0; r < p.m; ++r) {
+        const char* x = static_cast<const char*>(p.prologue.x) + r * bytes;
+        if (r > 0) __syncthreads();  // the scratch is used again
+        if (!(plain && stage.rows.take(x, r, p.k, stage.team, stage.scratch))) stage.stage(x, r);
+      }
+      stage.rows.clear_tail(p.m, p.k);
+    }
+  };
+};
+
+}  // namespace fused

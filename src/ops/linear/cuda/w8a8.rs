@@ -1,0 +1,385 @@
+//! Many rows of x and weights in INT8: x becomes int8 too, with a scale for each row, and the tensor
+//! cores multiply integers.
+
+use super::gemv::{EpilogueParams, NormAt, PrologueParams, activation_index};
+use super::parts::ProductAt;
+use crate::cuda::{Address, CodesAt, Gpu, Grid, Launcher, Module, Rows, Scratch, fatbin};
+use crate::ops::linear::{Activation, Weight};
+use crate::ops::view::dtype_index;
+use crate::quant::{Format, Scheme};
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::{DType, Result};
+
+const OP: &str = "quant_linear";
+
+/// Rows of x from which on they become int8, where every weight is in INT8; fewer meet the weights as
+/// they are. From here on the product is faster by integers, as measured on an H100.
+const MANY: usize = 64;
+
+/// Matrices of one launch.
+const MOST_WEIGHTS: usize = 3;
+
+/// Rows of x and of W that a tile has.
+const TILE_ROWS: usize = 128;
+const TILE_COLUMNS: usize = 128;
+
+/// As in `kernels/w8a8_sm90.cu`: stages, bytes of k of each, and where the first may begin.
+const STAGES: usize = 6;
+const STAGE_K: usize = 128;
+const ALIGNMENT: usize = 1024;
+
+/// Rows and codes begin at multiples of this many bytes.
+const PIECE: usize = 16;
+
+/// Tiles of x's rows whose codes stay in the L2 cache while the weights go by.
+const SECTION: usize = 16;
+
+static QUANTIZE: Module = Module::new(
+    "quantize_rows",
+    fatbin!("quantize_rows"),
+    &[
+        "quantize_rows_f32",
+        "quantize_rows_f16",
+        "quantize_rows_bf16",
+    ],
+);
+
+static WARPS: Module = Module::new("w8a8", fatbin!("w8a8"), &["w8a8_mma"]);
+
+static HOPPER: Module = Module::new("w8a8_sm90", fatbin!("w8a8_sm90"), &["w8a8_sm90"]);
+
+/// `Params` of `kernels/quantize_rows.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct QuantizeParams {
+    prologue: PrologueParams,
+    codes: Address,
+    scales: Address,
+    rows: u32,
+    width: u32,
+    pitch: u32,
+    warps: u32,
+    vectors: i32,
+    padding: i32,
+}
+
+/// `Weights` of `kernels/w8a8.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct WeightParams {
+    codes: Address,
+    scales: Address,
+    rows: u32,
+    column: u32,
+    tile: u32,
+    padding: u32,
+}
+
+/// `Product` of `kernels/w8a8.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ProductParams {
+    x: Address,
+    x_scales: Address,
+    weights: [WeightParams; MOST_WEIGHTS],
+    epilogue: EpilogueParams,
+    m: u32,
+    k: u32,
+    width: u32,
+    m_tiles: u32,
+    n_tiles: u32,
+    section: u32,
+    gated_part: u32,
+    gated_row: u32,
+}
+
+/// `Params` of `kernels/w8a8_sm90.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct HopperParams {
+    x: sys::CUtensorMap,
+    weights: [sys::CUtensorMap; MOST_WEIGHTS],
+    product: ProductParams,
+}
+
+/// Which tensor cores multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// Those of warps, one block for each tile.
+    Warps,
+    /// Those of warpgroups, on Hopper.
+    Warpgroups,
+}
+
+impl Form {
+    fn of(gpu: &Gpu) -> Result<Self> {
+        match gpu.arch == 90 && HOPPER.built_for(gpu, 0)? == 90 {
+            true => Ok(Form::Warpgroups),
+            false => Ok(Form::Warps),
+        }
+    }
+}
+
+/// Whether so many rows become int8 before a product with `weights`.
+pub(super) fn is_in_int8(weights: &[Weight], m: usize) -> bool {
+    let is_int8 = |weight: &Weight| match weight {
+        Weight::Blocks(w) => w.format() == Format::Scheme(Scheme::Int8),
+        _ => false,
+    };
+    m >= MANY && !weights.is_empty() && weights.iter().all(is_int8)
+}
+
+/// A product of many rows by integers.
+#[derive(Clone, Debug)]
+pub(super) struct W8A8 {
+    /// Codes and rows of the matrices, side by side in the output.
+    weights: Vec<(CodesAt, usize)>,
+    at: ProductAt,
+}
+
+impl W8A8 {
+    /// The product of rows that are at `at` with `weights`; none if they are not all in INT8, the rows
+    /// are few, or no kernel takes them together.
+    pub fn new(weights: &[Weight], at: &ProductAt) -> Option<Self> {
+        if !is_in_int8(weights, at.m) {
+            return None;
+        }
+        let codes = |weight: &Weight| match weight {
+            Weight::Blocks(w) => Some((w.codes()?, w.rows())),
+            _ => None,
+        };
+        let weights: Vec<_> = weights.iter().map(codes).collect::<Option<_>>()?;
+        let product = Self { weights, at: *at };
+        product.fits().then_some(product)
+    }
+
+    /// Whether a kernel takes the matrices together, and 16-byte accesses fit eight outputs and all that
+    /// belongs to them.
+    fn fits(&self) -> bool {
+        let at = &self.at;
+        let paired = match &self.weights[..] {
+            [_] => true,
+            [(_, gate), (_, up)] => gate == up,
+            _ => false,
+        };
+        let addresses = [at.bias, at.residuals[0], at.residuals[1], at.out];
+        let rows = self.weights.iter().map(|(_, rows)| *rows);
+        let mut counts = rows.chain([at.stride, at.activation.outputs(self.rows())]);
+        self.weights.len() <= MOST_WEIGHTS
+            && (!self.gates() || paired)
+            && addresses.iter().all(|a| a.is_multiple_of(16))
+            && counts.all(|n| n.is_multiple_of(8))
+    }
+
+    /// k with the zeros behind it.
+    fn pitch(&self) -> usize {
+        self.at.k.next_multiple_of(PIECE)
+    }
+
+    fn rows(&self) -> usize {
+        self.weights.iter().map(|(_, rows)| rows).sum()
+    }
+
+    fn gates(&self) -> bool {
+        self.at.activation == Activation::SwiGlu
+    }
+
+    /// Tiles of W beside one another.
+    fn column_tiles(&self) -> usize {
+        if self.gates() {
+            return (self.rows() / 2).div_ceil(TILE_COLUMNS / 2);
+        }
+        self.weights
+            .iter()
+            .map(|(_, rows)| rows.div_ceil(TILE_COLUMNS))
+            .sum()
+    }
+
+    /// How it runs, for the trace.
+    pub fn path(&self, gpu: &Gpu) -> String {
+        match Form::of(gpu) {
+            Ok(form) => format!("w8a8 {form:?}").to_lowercase(),
+            Err(e) => format!("w8a8: {e}"),
+        }
+    }
+
+    fn params(&self, x: Address, x_scales: Address) -> ProductParams {
+        let at = &self.at;
+        let absent = WeightParams {
+            codes: 0,
+            scales: 0,
+            rows: 0,
+            column: 0,
+            tile: u32::MAX,
+            padding: 0,
+        };
+        let mut weights = [absent; MOST_WEIGHTS];
+        let (mut column, mut tile) = (0, 0);
+        for (i, (params, (codes, rows))) in weights.iter_mut().zip(&self.weights).enumerate() {
+            *params = WeightParams {
+                codes: codes.codes,
+                scales: codes.scales,
+                rows: *rows as u32,
+                column: column as u32,
+                // What gates multiply is not a tile's first piece.
+                tile: match self.gates() && i > 0 {
+                    true => u32::MAX,
+                    false => tile as u32,
+                },
+                padding: 0,
+            };
+            column += rows;
+            tile += rows.div_ceil(TILE_COLUMNS);
+        }
+        let width = at.activation.outputs(self.rows());
+        let m_tiles = at.m.div_ceil(TILE_ROWS);
+        let in_two = self.weights.len() == 2;
+        ProductParams {
+            x,
+            x_scales,
+            weights,
+            epilogue: EpilogueParams {
+                bias: at.bias,
+                residuals: at.residuals,
+                out: at.out,
+                stride: at.stride as u64,
+                activation: activation_index(at.activation),
+                dtype: dtype_index(at.x_dtype) as i32,
+                out_dtype: dtype_index(at.out_dtype) as i32,
+                padding: 0,
+            },
+            m: at.m as u32,
+            k: self.pitch() as u32,
+            width: width as u32,
+            m_tiles: m_tiles as u32,
+            n_tiles: self.column_tiles() as u32,
+            section: m_tiles.min(SECTION) as u32,
+            gated_part: in_two.into(),
+            gated_row: if in_two { 0 } else { width as u32 },
+        }
+    }
+}
+
+/// Launches the product: one kernel makes int8 of x, behind the norm, and one multiplies.
+///
+/// # Errors
+/// If memory is short, or the driver does not take the shape.
+///
+/// # Safety
+/// As [`super::product`].
+pub(super) unsafe fn w8a8(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    product: &W8A8,
+) -> Result<()> {
+    let (m, pitch) = (product.at.m, product.pitch());
+    let codes = scratch.take(OP, DType::U8, m * pitch)?;
+    let scales = scratch.take(OP, DType::F32, m)?;
+    let params = product.params(codes, scales);
+    let outputs = m * product.at.stride * product.at.out_dtype.size_in_bytes();
+    let bytes = (m + product.rows()) * pitch + outputs;
+    // The product may begin while x is still on its way to int8, for which all of its blocks wait.
+    let next = Launcher {
+        dependent: true,
+        ..*launcher
+    };
+    let next = next.moving(bytes as u64);
+    let tiles = params.m_tiles * params.n_tiles;
+    // SAFETY: the caller's; the scratch has room for the codes and scales of all rows, the layouts are
+    // those of the kernels, and weights are as `kernels/codes.cuh` says.
+    unsafe {
+        quantize(launcher, &product.at, pitch, codes, scales)?;
+        match Form::of(launcher.gpu)? {
+            Form::Warps => next.run(&WARPS, 0, Grid::line(tiles, 256), &params),
+            Form::Warpgroups => {
+                let weight = |i: usize| {
+                    let (codes, rows) = product.weights.get(i).unwrap_or(&product.weights[0]);
+                    tensor_map(codes.codes, [*rows, pitch], TILE_COLUMNS / 2)
+                };
+                let params = HopperParams {
+                    x: tensor_map(codes, [m, pitch], TILE_ROWS)?,
+                    weights: [weight(0)?, weight(1)?, weight(2)?],
+                    product: params,
+                };
+                let shared = STAGES * (TILE_ROWS + TILE_COLUMNS) * STAGE_K + ALIGNMENT;
+                let blocks = tiles.min(launcher.gpu.sms);
+                let grid = Grid::new([blocks, 1, 1], 384, shared as u32);
+                next.run(&HOPPER, 0, grid, &params)
+            }
+        }
+    }
+}
+
+/// Makes int8 of the rows at `at`, behind its norm.
+///
+/// # Safety
+/// There is room for the codes of m rows, `pitch` bytes apart, and for m scales; the rest is the
+/// caller's of [`w8a8`].
+unsafe fn quantize(
+    launcher: &Launcher,
+    at: &ProductAt,
+    pitch: usize,
+    codes: Address,
+    scales: Address,
+) -> Result<()> {
+    let norm = at.norm.map_or([0; 2], |n: NormAt| [n.weight, n.bias]);
+    let rows = Rows::new(OP, at.m, at.k, at.x_dtype, &[at.x, norm[0], norm[1]])?;
+    let mut params = QuantizeParams {
+        prologue: PrologueParams {
+            x: at.x,
+            dtype: dtype_index(at.x_dtype) as i32,
+            ..PrologueParams::default()
+        },
+        codes,
+        scales,
+        rows: rows.rows,
+        width: rows.width,
+        pitch: pitch as u32,
+        warps: rows.warps,
+        vectors: rows.vectors.into(),
+        padding: 0,
+    };
+    if let Some(norm) = at.norm {
+        params.prologue.set_norm(norm);
+    }
+    let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
+    let kernel = dtype_index(at.x_dtype);
+    // SAFETY: the layout is `Params` of the kernel; the addresses are the caller's.
+    unsafe {
+        launcher
+            .moving(bytes as u64)
+            .run(&QUANTIZE, kernel, rows.grid(), &params)
+    }
+}
+
+/// What the copy engine is told of codes `[rows, pitch]`: tiles of so many rows and of a stage's k.
+fn tensor_map(
+    start: Address,
+    [rows, pitch]: [usize; 2],
+    rows_of_tile: usize,
+) -> Result<sys::CUtensorMap> {
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    // SAFETY: the arrays have the rank of two, or one less for the strides, and outlive the call.
+    let result = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            start as *mut std::ffi::c_void,
+            [pitch as u64, rows as u64].as_ptr(),
+            [pitch as u64].as_ptr(),
+            [STAGE_K as u32, rows_of_tile as u32].as_ptr(),
+            [1u32; 2].as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    match result {
+        sys::CUresult::CUDA_SUCCESS => Ok(map),
+        error => candle_core::bail!(
+            "{OP}: the copy engine does not take [{rows}, {pitch}] codes: {error:?}"
+        ),
+    }
+}

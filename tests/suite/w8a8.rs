@@ -1,0 +1,299 @@
+//! Many rows of x and weights in INT8 on a GPU: int8 activations and integer sums, against float64 on
+//! the same codes, and against the product with x as it is.
+
+use crate::linear::{ACTIVATIONS, error};
+use crate::support::{devices, randn_on, values};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_fused::cuda::BlockMatrix;
+use candle_fused::ops::linear::reference;
+use candle_fused::ops::{
+    Activation, Epilogue, Prologue, Weight, layer_norm, quant_linear, rms_norm,
+};
+use candle_fused::quant::{Codes, Scheme};
+use candle_fused::trace;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use std::sync::Arc;
+
+const EPS: f64 = 1e-5;
+
+/// GPUs alone take int8 activations this way.
+fn gpus() -> impl Iterator<Item = Device> {
+    devices().into_iter().filter(Device::is_cuda)
+}
+
+/// A matrix in INT8, and the values that it stands for.
+struct Matrix {
+    weight: Weight,
+    values: Weight,
+}
+
+fn matrix(rows: usize, cols: usize, device: &Device) -> Result<Matrix> {
+    let mut rng = StdRng::seed_from_u64((rows * cols) as u64);
+    let codes: Vec<i8> = (0..rows * cols)
+        .map(|_| rng.random_range(-127..=127))
+        .collect();
+    let scales: Vec<f32> = (0..rows).map(|_| rng.random_range(0.001..0.003)).collect();
+    let values = codes
+        .chunks_exact(cols)
+        .zip(&scales)
+        .flat_map(|(row, scale)| row.iter().map(|q| f64::from(*q) * f64::from(*scale)));
+    let values = Tensor::from_iter(values, &Device::Cpu)?.reshape((rows, cols))?;
+    let codes = Codes {
+        scheme: Scheme::Int8,
+        rows,
+        cols,
+        codes,
+        scales,
+        zeros: Vec::new(),
+    };
+    Ok(Matrix {
+        weight: Weight::Blocks(Arc::new(BlockMatrix::from_codes(&codes, device)?)),
+        values: Weight::Dense(values),
+    })
+}
+
+/// Rows as the int8 activations have them: `round(v / s) s` with `s = max|v| / 127` in f32.
+fn quantized(rows: &Tensor) -> Result<Tensor> {
+    let (m, k) = rows.dims2()?;
+    let rows = rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+    let rows = rows.to_vec2::<f32>()?;
+    let values = rows.iter().flat_map(|row| {
+        let most = row.iter().fold(0f32, |most, v| most.max(v.abs()));
+        let (scale, inverse) = match most > 0. {
+            true => (most / 127., 127. / most),
+            false => (0., 0.),
+        };
+        row.iter().map(move |v| {
+            let code = (v * inverse).round_ties_even();
+            f64::from(code) * f64::from(scale)
+        })
+    });
+    Tensor::from_iter(values, &Device::Cpu)?.reshape((m, k))
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Norm {
+    None,
+    Rms,
+    Layer,
+}
+
+/// Rows of x, inputs, outputs of each matrix: whole tiles and parts of them, rows of codes that are no
+/// whole 16 bytes, several matrices, more than a section of tiles.
+const SHAPES: [(usize, usize, &[usize]); 10] = [
+    (64, 128, &[128]),
+    (65, 64, &[40]),
+    (128, 576, &[576, 192, 192]),
+    (129, 100, &[72]),
+    (200, 592, &[328, 8, 16]),
+    (256, 1536, &[576]),
+    (300, 132, &[144]),
+    (513, 576, &[1536, 1536]),
+    (640, 256, &[3072]),
+    (2300, 64, &[264]),
+];
+
+#[test]
+fn integer_sums_are_exact() -> Result<()> {
+    for device in gpus() {
+        for (i, (m, k, rows)) in SHAPES.into_iter().enumerate() {
+            for (j, dtype) in [DType::F32, DType::F16, DType::BF16]
+                .into_iter()
+                .enumerate()
+            {
+                for (l, norm) in [Norm::None, Norm::Rms, Norm::Layer].into_iter().enumerate() {
+                    for activation in [Activation::None, ACTIVATIONS[(i + j + l) % 5]] {
+                        product((m, k, rows), dtype, norm, activation, &device)?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn product(
+    (m, k, rows): (usize, usize, &[usize]),
+    dtype: DType,
+    norm: Norm,
+    activation: Activation,
+    device: &Device,
+) -> Result<()> {
+    let matrices = rows
+        .iter()
+        .map(|rows| matrix(*rows, k, device))
+        .collect::<Result<Vec<_>>>()?;
+    let all: usize = rows.iter().sum();
+    let gates = activation == Activation::SwiGlu;
+    if gates
+        && (!all.is_multiple_of(2) || rows.len() == 3 || (rows.len() == 2 && rows[0] != rows[1]))
+    {
+        return Ok(());
+    }
+    let width = if gates { all / 2 } else { all };
+    let x = randn_on(&[m, k], dtype, device)?;
+    let weight = randn_on(&[k], dtype, device)?;
+    let norm_bias = randn_on(&[k], dtype, device)?;
+    let bias = randn_on(&[all], dtype, device)?;
+    let residuals = [
+        randn_on(&[m, width], dtype, device)?,
+        randn_on(&[m, width], dtype, device)?,
+    ];
+    let (prologue, rows_of_x) = match norm {
+        Norm::None => (Prologue::None, x.clone()),
+        Norm::Rms => (
+            Prologue::RmsNorm {
+                weight: &weight,
+                eps: EPS,
+            },
+            rms_norm(&x, &weight, EPS)?,
+        ),
+        Norm::Layer => (
+            Prologue::LayerNorm {
+                weight: &weight,
+                bias: Some(&norm_bias),
+                eps: EPS,
+            },
+            layer_norm(&x, &weight, Some(&norm_bias), EPS)?,
+        ),
+    };
+    let epilogue = Epilogue {
+        bias: Some(&bias),
+        activation,
+        residuals: &[&residuals[0], &residuals[1]],
+    };
+    let weights: Vec<_> = matrices.iter().map(|m| m.weight.clone()).collect();
+    let values: Vec<_> = matrices.into_iter().map(|m| m.values).collect();
+    let (got, calls) = trace::capture(|| quant_linear(&x, prologue, &weights, &epilogue));
+    let path = &calls.iter().next().expect("a call").0.path;
+    assert!(path.contains("w8a8"), "{path}");
+    let expected = reference(&quantized(&rows_of_x)?, Prologue::None, &values, &epilogue)?;
+    // Rounding of the result, f32 behind the sums, twice the same where gates multiply; behind a norm
+    // a code may differ by one where a value is half way between two.
+    let unit = match dtype {
+        DType::F32 => 0.,
+        DType::F16 => 4.9e-4,
+        _ => 3.9e-3,
+    };
+    let of_norm = if norm == Norm::None { 0. } else { 1e-3 };
+    let error = error(&got?, &expected)?;
+    assert!(
+        error <= unit + of_norm + 4e-6,
+        "{m}x{k}x{rows:?} {dtype:?} {norm:?} {activation:?} {path}: {error:e}"
+    );
+    Ok(())
+}
+
+/// Each input is off by at most half a step of its row's scale.
+#[test]
+fn the_error_is_that_of_the_activations() -> Result<()> {
+    for device in gpus() {
+        let (m, k, n) = (100, 576, 200);
+        let Matrix { weight, values: w } = matrix(n, k, &device)?;
+        let x = randn_on(&[m, k], DType::F32, &device)?;
+        let none = Epilogue::default();
+        let got = values(&quant_linear(&x, Prologue::None, &[weight], &none)?)?;
+        let expected = reference(&x, Prologue::None, std::slice::from_ref(&w), &none)?.concat();
+        let Weight::Dense(w) = w else {
+            unreachable!("made dense above")
+        };
+        let magnitudes = w.abs()?.sum(1)?.to_vec1::<f64>()?;
+        let largest = x.abs()?.max(1)?.to_vec1::<f32>()?;
+        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            let half_step = f64::from(largest[i / n]) / 254.;
+            let bound = half_step * magnitudes[i % n] + 1e-5;
+            assert!((got - expected).abs() <= bound, "{i}: {got}, {expected}");
+        }
+        let top = expected.iter().fold(0f64, |most, v| most.max(v.abs()));
+        let squares = got.iter().zip(&expected).map(|(g, e)| (g - e).powi(2));
+        let error = (squares.sum::<f64>() / got.len() as f64).sqrt();
+        // Steps of 3.5 deviations / 127 are off by their 12th part's root, and so are sums.
+        assert!(error < 4e-3 * top, "{error} of {top}");
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_that_are_zero_or_not_finite_stay_by_themselves() -> Result<()> {
+    for device in gpus() {
+        for dtype in [DType::F32, DType::BF16] {
+            let (m, k, n) = (70, 64, 32);
+            let Matrix { weight, .. } = matrix(n, k, &device)?;
+            let clean = randn_on(&[m, k], DType::F32, &Device::Cpu)?;
+            let mut rows = clean.to_vec2::<f32>()?;
+            rows[3].fill(0.);
+            rows[4][5] = f32::NAN;
+            rows[5][63] = f32::INFINITY;
+            rows[6].fill(1e-40);
+            let on_device = |rows: Vec<Vec<f32>>| {
+                Tensor::new(rows, &Device::Cpu)?
+                    .to_dtype(dtype)?
+                    .to_device(&device)
+            };
+            let weights = [weight];
+            let run = |x: &Tensor| -> Result<Vec<Vec<f32>>> {
+                quant_linear(x, Prologue::None, &weights, &Epilogue::default())?
+                    .to_dtype(DType::F32)?
+                    .to_vec2()
+            };
+            let got = run(&on_device(rows)?)?;
+            let other = run(&on_device(clean.to_vec2()?)?)?;
+            for (i, (got, other)) in got.iter().zip(&other).enumerate() {
+                match i {
+                    3 | 6 => assert!(got.iter().all(|v| *v == 0.), "row {i}"),
+                    4 | 5 => assert!(got.iter().all(|v| !v.is_finite()), "row {i}"),
+                    _ => assert_eq!(got, other, "row {i}"),
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Fewer rows, more matrices, outputs that are not multiples of 8: x is taken as it is.
+#[test]
+fn what_no_kernel_takes_goes_another_way() -> Result<()> {
+    for device in gpus() {
+        for (m, rows) in [(63, &[32][..]), (64, &[77]), (64, &[8, 8, 8, 8])] {
+            let k = 128;
+            let matrices = rows
+                .iter()
+                .map(|rows| matrix(*rows, k, &device))
+                .collect::<Result<Vec<_>>>()?;
+            let weights: Vec<_> = matrices.iter().map(|m| m.weight.clone()).collect();
+            let values: Vec<_> = matrices.into_iter().map(|m| m.values).collect();
+            let x = randn_on(&[m, k], DType::BF16, &device)?;
+            let none = Epilogue::default();
+            let (got, calls) = trace::capture(|| quant_linear(&x, Prologue::None, &weights, &none));
+            let path = &calls.iter().next().expect("a call").0.path;
+            assert!(!path.contains("w8a8"), "{path}");
+            let expected = reference(&x, Prologue::None, &values, &none)?;
+            // The weights are rounded to bf16.
+            assert!(error(&got?, &expected)? < 1e-2, "{m} {rows:?} {path}");
+        }
+    }
+    Ok(())
+}
+
+/// Views begin where no 16-byte access can, and more than two axes are rows.
+#[test]
+fn views_are_taken() -> Result<()> {
+    for device in gpus() {
+        let (k, n) = (68, 24);
+        let Matrix { weight, values } = matrix(n, k, &device)?;
+        let wide = randn_on(&[4, 40, k + 3], DType::BF16, &device)?;
+        let x = wide.narrow(2, 1, k)?.narrow(1, 3, 35)?;
+        let residual = randn_on(&[4, n, 35], DType::BF16, &device)?.transpose(1, 2)?;
+        let epilogue = Epilogue {
+            residuals: &[&residual],
+            ..Default::default()
+        };
+        let got = quant_linear(&x, Prologue::None, &[weight], &epilogue)?;
+        assert_eq!(got.dims(), [4, 35, n]);
+        let rows = quantized(&x.contiguous()?.reshape((140, k))?)?;
+        let expected = reference(&rows, Prologue::None, &[values], &epilogue)?;
+        assert!(error(&got, &expected)? < 4e-3);
+    }
+    Ok(())
+}
