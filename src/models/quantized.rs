@@ -2,7 +2,7 @@
 
 use super::Architecture;
 use super::shape::Shape;
-use super::weights::{Loader, Names, Qkv, Source, together};
+use super::weights::{Loader, Names, Qkv, Source, arranged};
 use crate::Fusion;
 use crate::nn::{Embedding, LinearWeight, Projection};
 use crate::ops::Weight;
@@ -132,10 +132,7 @@ impl<S: Source> Source for Quantizing<'_, S> {
             true => self.recipe.of_head(tensor),
             false => self.recipe.of(tensor),
         };
-        let sorted = match heads {
-            Some(heads) => together(&stored, heads)?,
-            None => stored.clone(),
-        };
+        let sorted = arranged(stored.clone(), heads)?;
         let weight = match asked {
             Some(quantization) => {
                 let weight = self.pack(tensor, &sorted, quantization, heads)?;
@@ -220,10 +217,7 @@ impl Source for Mapped<'_> {
     ) -> Result<LinearWeight> {
         if !self.file.is_matrix(tensor) {
             let matrix = self.dense(tensor, &[rows, cols])?;
-            return Ok(LinearWeight::Dense(match heads {
-                Some(heads) => together(&matrix, heads)?,
-                None => matrix,
-            }));
+            return Ok(LinearWeight::Dense(arranged(matrix, heads)?));
         }
         let stored = self.file.heads(tensor)?;
         if stored != heads {

@@ -1,6 +1,6 @@
 //! Tensors of a `VarBuilder`: safetensors files, one or several, or whatever else is behind it.
 
-use super::weights::{Source, together};
+use super::weights::{Source, arranged};
 use crate::Fusion;
 use crate::nn::{Embedding, LinearWeight, Projection};
 use candle_core::{Result, Tensor};
@@ -19,10 +19,7 @@ impl Source for VarBuilder<'_> {
         heads: Option<usize>,
     ) -> Result<LinearWeight> {
         let matrix = self.get((rows, cols), tensor)?;
-        Ok(LinearWeight::Dense(match heads {
-            Some(heads) => together(&matrix, heads)?,
-            None => matrix,
-        }))
+        Ok(LinearWeight::Dense(arranged(matrix, heads)?))
     }
 
     fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {

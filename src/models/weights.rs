@@ -263,8 +263,16 @@ impl<S: Source> Loader<'_, S> {
     }
 }
 
+/// A matrix with its rows [`together`] if they belong to `heads`.
+pub fn arranged(rows: Tensor, heads: Option<usize>) -> Result<Tensor> {
+    match heads {
+        Some(heads) => together(&rows, heads),
+        None => Ok(rows),
+    }
+}
+
 /// Rows `[heads, 3, head_dim]` as `[3, heads, head_dim]`: all queries, all keys, all values.
-pub fn together(rows: &Tensor, heads: usize) -> Result<Tensor> {
+fn together(rows: &Tensor, heads: usize) -> Result<Tensor> {
     let count = rows.dim(0)?;
     let rest = rows.elem_count() / count.max(1);
     rows.reshape((heads, 3, count / 3 / heads, rest))?

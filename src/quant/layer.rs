@@ -106,14 +106,14 @@ pub(crate) fn pack(weight: &Tensor, quantization: Quantization) -> Result<Weight
             Ok(Weight::Packed(Arc::new(packed)))
         }
         #[cfg(feature = "cuda")]
-        (device @ Device::Cuda(_), Some(scheme), _) => {
+        (Device::Cuda(_), Some(scheme), _) => {
             let values = weight.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-            on_device(&quantize(&values, rows, cols, scheme)?, device)
+            on_device(&quantize(&values, rows, cols, scheme)?, weight.device())
         }
         #[cfg(feature = "cuda")]
-        (device @ Device::Cuda(_), None, Quantization::Gguf(dtype)) => {
+        (Device::Cuda(_), None, Quantization::Gguf(dtype)) => {
             let blocks = blocks(weight, dtype)?;
-            let matrix = BlockMatrix::new(dtype, rows, cols, &blocks, device)?;
+            let matrix = BlockMatrix::new(dtype, rows, cols, &blocks, weight.device())?;
             Ok(Weight::Blocks(Arc::new(matrix)))
         }
         (device, ..) => bail!(

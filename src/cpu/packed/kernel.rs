@@ -1,14 +1,12 @@
 //! The vector kernels: one row group times a few tokens, over all of k.
 
 use super::activations::Q8Block;
-use super::codes::{
-    Affine, ByGroup, ByRow, Codes, Eight, Five, Four, Ready, Scales, Six, Super, SuperSymmetric,
-    Symmetric, Two, Unpacked,
-};
+use super::codes::{Codes, Eight, Five, Four, Six, Two, Unpacked};
 use super::isa::Isa;
 use super::layout::ROW_GROUP;
 #[cfg(target_arch = "aarch64")]
 use super::neon as arch;
+use super::scales::{Affine, ByGroup, ByRow, Ready, Scales, Super, SuperSymmetric, Symmetric};
 #[cfg(target_arch = "x86_64")]
 use super::x86 as arch;
 use crate::cpu::simd::{Level, prefetch};

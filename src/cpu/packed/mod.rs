@@ -22,6 +22,8 @@ mod matrix;
 mod neon;
 mod repack;
 mod scalar;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod scales;
 #[cfg(test)]
 mod scheme_tests;
 mod schemes;

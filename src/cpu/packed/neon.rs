@@ -1,10 +1,11 @@
 //! The kernels for aarch64: NEON, with and without the dot products (`sdot`) of ARMv8.2.
 
 use super::activations::Q8Block;
-use super::codes::{Codes, Reader, Ready, Scales, Unpacked};
+use super::codes::{Codes, Reader, Unpacked};
 use super::isa::Isa;
 use super::kernel::{Kernels, Tile, Unpack, tile, unpack};
 use super::layout::ROW_GROUP;
+use super::scales::{Ready, Scales};
 use crate::cpu::simd::Level;
 use crate::cpu::vector::widen_f16;
 use std::arch::aarch64::*;

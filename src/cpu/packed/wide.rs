@@ -7,6 +7,7 @@ use super::isa::Isa;
 use super::kernel::{UNPACKED_BLOCKS, UNPACKED_BYTES, tile, unpack};
 use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
+use super::scales::*;
 use super::scheme_tests::schemes;
 use super::tests::{DTYPES, normals, quantized};
 use crate::cpu::simd::Level;

@@ -12,6 +12,7 @@ mod hub_server;
 #[cfg(unix)]
 mod pip;
 mod place;
+mod quantize;
 mod report;
 mod shapes;
 mod source;

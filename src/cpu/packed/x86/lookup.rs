@@ -13,10 +13,11 @@
 //! Tables are made once for each activation row; 512 bytes for 32 activations.
 
 use super::super::activations::Q8Block;
-use super::super::codes::{ByGroup, ByRow, Scales, Two};
+use super::super::codes::Two;
 use super::super::isa::Isa;
 use super::super::kernel::fetch;
 use super::super::layout::ROW_GROUP;
+use super::super::scales::{ByGroup, ByRow, Scales};
 use super::avx2::Avx2;
 use crate::quant::Scheme;
 use std::arch::x86_64::*;

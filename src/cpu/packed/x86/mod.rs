@@ -5,10 +5,11 @@ mod avx512;
 pub mod lookup;
 
 use super::activations::Q8Block;
-use super::codes::{Codes, Ready, Scales, Unpacked};
+use super::codes::{Codes, Unpacked};
 use super::isa::Isa;
 use super::kernel::{Kernels, Tile, Unpack, tile, unpack};
 use super::layout::ROW_GROUP;
+use super::scales::{Ready, Scales};
 use crate::cpu::simd::Level;
 use avx2::Avx2;
 use avx512::Avx512;

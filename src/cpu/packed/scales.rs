@@ -1,0 +1,290 @@
+//! How the head of a chunk becomes scales; see [`super::codes`].
+
+use super::codes::Codes;
+use super::isa::Isa;
+use super::layout::Layout;
+use crate::quant::Scaling;
+
+/// What a code is multiplied by and what is added: weight = scale x code + offset.
+#[derive(Clone, Copy)]
+pub(super) struct Scale<I: Isa> {
+    pub scale: I::Floats,
+    pub offset: I::Floats,
+}
+
+/// How the head of a chunk becomes scales.
+pub(super) trait Scales {
+    /// Whether weights come from memory rather than from scratch in the cache.
+    const STREAMED: bool = true;
+    /// Whether the blocks of a chunk share so much that some rows should take them all in turn.
+    const BY_ROWS: bool = false;
+
+    /// The layout of chunks with codes C.
+    fn layout<C: Codes>() -> Layout;
+
+    /// What all blocks of a chunk share. `lane` is the first row wanted.
+    ///
+    /// # Safety
+    /// The processor has `I`, and `head` points to a chunk's head.
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2];
+
+    /// The scale of a block's part, `place` = (block of the chunk, part); `zero` is the code that stands for zero.
+    ///
+    /// # Safety
+    /// As [`Self::open`].
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        place: (usize, usize),
+        zero: f32,
+    ) -> Scale<I>;
+}
+
+/// [`Scaling::Symmetric`].
+pub(super) struct Symmetric;
+
+impl Scales for Symmetric {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::Symmetric) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
+        // SAFETY: the caller's.
+        [unsafe { I::zero() }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        _: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (j, _): (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has the scales of two blocks.
+        unsafe {
+            let scale = I::load_f16(head.add(32 * j + 2 * lane));
+            Scale {
+                scale,
+                offset: I::mul(scale, I::set(-zero)),
+            }
+        }
+    }
+}
+
+/// [`Scaling::Affine`].
+pub(super) struct Affine;
+
+impl Scales for Affine {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::Affine) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
+        // SAFETY: the caller's.
+        [unsafe { I::zero() }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        _: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        _: (usize, usize),
+        _: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has a scale and an offset for each row.
+        unsafe {
+            Scale {
+                scale: I::load_f16(head.add(2 * lane)),
+                offset: I::load_f16(head.add(32 + 2 * lane)),
+            }
+        }
+    }
+}
+
+/// [`Scaling::Super`].
+pub(super) struct Super;
+
+impl Scales for Super {
+    const BY_ROWS: bool = true;
+
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::Super) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        // SAFETY: the head has both for each row.
+        unsafe {
+            let min = I::load_f16(head.add(32 + 2 * lane));
+            [I::load_f16(head.add(2 * lane)), I::mul(min, I::set(-1.0))]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (j, _): (usize, usize),
+        _: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has both factors for each row and each of 8 blocks.
+        unsafe {
+            Scale {
+                scale: I::mul(shared[0], I::load_u8(head.add(64 + 16 * j + lane))),
+                offset: I::mul(shared[1], I::load_u8(head.add(192 + 16 * j + lane))),
+            }
+        }
+    }
+}
+
+/// [`Scaling::SuperSymmetric`].
+pub(super) struct SuperSymmetric;
+
+impl Scales for SuperSymmetric {
+    const BY_ROWS: bool = true;
+
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::SuperSymmetric) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        // SAFETY: the head has a scale for each row.
+        [unsafe { I::load_f16(head.add(2 * lane)) }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (j, part): (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has a factor for each row and each of 16 half blocks.
+        unsafe {
+            let factor = I::load_i8(head.add(64 + 32 * j + 16 * part + lane));
+            let scale = I::mul(shared[0], factor);
+            Scale {
+                scale,
+                offset: I::mul(scale, I::set(-zero)),
+            }
+        }
+    }
+}
+
+/// A scale for each row.
+pub(super) struct ByRow;
+
+impl Scales for ByRow {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::by_row(C::BITS) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        // SAFETY: the head has a scale for each row.
+        [unsafe { I::load_f32(head.add(4 * lane)) }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        _: *const u8,
+        _: usize,
+        _: (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        Scale {
+            scale: shared[0],
+            // SAFETY: the caller's.
+            offset: unsafe { I::mul(shared[0], I::set(-zero)) },
+        }
+    }
+}
+
+/// A scale for each B blocks, with a zero point if Z.
+pub(super) struct ByGroup<const B: usize, const Z: bool>;
+
+impl<const B: usize, const Z: bool> Scales for ByGroup<B, Z> {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::by_group(C::BITS, B, Z) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
+        // SAFETY: the caller's.
+        [unsafe { I::zero() }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        _: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (j, _): (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        let group = j / B;
+        // SAFETY: the head has a scale for each group of the chunk and each row, and with Z a zero
+        // point behind four of them.
+        unsafe {
+            let scale = I::load_f16(head.add(32 * group + 2 * lane));
+            let offset = if Z {
+                let zero = I::load_u8(head.add(128 + 16 * group + lane));
+                I::mul(scale, I::mul(zero, I::set(-1.0)))
+            } else {
+                I::mul(scale, I::set(-zero))
+            };
+            Scale { scale, offset }
+        }
+    }
+}
+
+/// Scales and offsets that are f32 already, 16 of each for each part.
+pub(super) struct Ready;
+
+impl Scales for Ready {
+    const STREAMED: bool = false;
+
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::unpacked(C::PARTS) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(_: *const u8, _: usize) -> [I::Floats; 2] {
+        // SAFETY: the caller's.
+        [unsafe { I::zero() }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        _: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (_, part): (usize, usize),
+        _: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has a scale and an offset for each row and part.
+        unsafe {
+            let scales = head.add(128 * part + 4 * lane);
+            Scale {
+                scale: I::load_f32(scales),
+                offset: I::load_f32(scales.add(64)),
+            }
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! The flags that quantize, and the program that saves a quantized model, on the tiny model.
+
+use super::place::{Place, assert_refused};
+use super::tiny;
+
+fn place() -> Place {
+    let place = Place::new();
+    std::fs::write(place.path().join("tiny.gguf"), tiny::gguf().unwrap()).unwrap();
+    place
+}
+
+#[test]
+fn a_saved_model_says_what_one_quantized_at_load_says() {
+    let place = place();
+    let formats = "--quantize int4-g32-z --head int8 --matrix *.o_proj.weight=int8";
+    let (output, at_load, err) = place.run(
+        "smollm",
+        &format!("--model tiny.gguf --prompt the -n 12 {formats}"),
+    );
+    assert!(output.status.success(), "{err}");
+    assert!(
+        err.contains("int4-g32-z") && err.contains("head int8"),
+        "{err}"
+    );
+    let (output, _, err) = place.run(
+        "quantize",
+        &format!("--model tiny.gguf --out saved {formats}"),
+    );
+    assert!(output.status.success(), "{err}");
+    for file in ["model.safetensors", "config.json", "tokenizer.json"] {
+        assert!(place.path().join("saved").join(file).is_file(), "{file}");
+    }
+    let (output, in_place, err) = place.run("smollm", "--model saved --prompt the -n 12");
+    assert!(output.status.success(), "{err}");
+    assert_eq!(in_place, at_load);
+    // Plain candle takes what the codes are worth.
+    let (output, _, err) = place.run("smollm", "--model saved --prompt the -n 3 --stock");
+    assert!(output.status.success(), "{err}");
+    // What is there is not written over.
+    let again = format!("--model tiny.gguf --out saved {formats}");
+    assert_refused(place.run("quantize", &again), "is there already");
+}
+
+#[test]
+fn what_cannot_be_quantized_is_refused_in_one_line() {
+    let place = place();
+    for (line, wanted) in [
+        ("--quantize int3", "`int3` is not one of int8"),
+        ("--matrix down_proj", "PATTERN=FORMAT"),
+        ("--matrix x=int3", "int3"),
+        ("--quantize int8 --stock", "--stock"),
+        ("--quantize int4-g128", "proj.weight"),
+    ] {
+        let line = format!("--model tiny.gguf --prompt the -n 3 {line}");
+        let (output, out, err) = place.run("smollm", &line);
+        assert!(!output.status.success() && out.is_empty(), "{line}");
+        // The model's name may stand in front.
+        let last = err.lines().last().unwrap_or_default();
+        assert!(last.contains(wanted), "{line}: {err}");
+    }
+    assert_refused(
+        place.run("quantize", "--model tiny.gguf --out saved"),
+        "--quantize",
+    );
+}
