@@ -86,7 +86,7 @@ impl Beside {
         let attending: u32 = blocks.iter().product();
         // Two blocks fit a multiprocessor: more of the product's would begin when attention ends, and
         // end last.
-        let sms = launcher.gpu.sms as u32;
+        let sms = launcher.gpu.sms;
         let room = (2 * sms).saturating_sub(attending).max(sms / 2);
         let grid = Grid::new(
             [attending + grid.blocks[0].min(room), 1, 1],
