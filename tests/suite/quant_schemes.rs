@@ -187,7 +187,8 @@ fn logits(golden: &Golden, model: &mut dyn Subject) -> Result<Tensor> {
 }
 
 /// Weights and activations of 8 bits are each off by some 0.3 to 0.6 % of their deviation, and the
-/// layers of these tiny models, drawn wide, multiply that.
+/// layers of these tiny models, drawn wide, multiply that; on a GPU a whole row of activations has one
+/// scale.
 #[test]
 fn every_model_stays_near_its_golden_in_int8() -> Result<()> {
     on_every_device(|| {
@@ -198,7 +199,7 @@ fn every_model_stays_near_its_golden_in_int8() -> Result<()> {
                 let mut model = quantized(&golden, DType::F32, &recipe, fusion)?;
                 let error =
                     relative_error(&logits(&golden, model.as_mut())?, &golden.outputs["logits"])?;
-                assert!(error < 5e-2, "{name} {fusion}: {error:e}");
+                assert!(error < 7e-2, "{name} {fusion}: {error:e}");
             }
         }
         Ok(())
