@@ -39,8 +39,10 @@ fi
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$compiler
 # The tests are built once and then started by hand, each time on another processor.
-log="$(cargo test --release --locked --target $target --lib --test suite --no-run 2>&1 |
-  tee /dev/stderr)"
+log="$(cargo test --release --locked --target $target --lib --test suite --no-run 2>&1)" ||
+  built=$?
+printf '%s\n' "$log" >&2
+[ "${built:-0}" = 0 ] || die "the build failed"
 [[ $log != *'warning: `candle-fused`'* ]] || die "the build has warnings"
 binaries="$(sed -n 's/^ *Executable .*(\(.*\))$/\1/p' <<<"$log")"
 [ "$(wc -w <<<"$binaries")" = 2 ] || die "expected the library's tests and the suite, got: $binaries"
