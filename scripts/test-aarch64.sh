@@ -66,4 +66,3 @@ run cortex-a72 neon "${cores[@]}"
 skipped=(--skip app:: --skip smollm2:: --skip sums_are_candles_bit_for_bit
   --skip unaligned_views_are_summed --skip the_residual_form_is_the_sum_and_its_norm)
 run max dotprod "$suite" "${skipped[@]}"
-run cortex-a72 neon "$suite" "${skipped[@]}" linear dense:: norm models_gguf::
