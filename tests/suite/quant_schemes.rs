@@ -199,7 +199,8 @@ fn every_model_stays_near_its_golden_in_int8() -> Result<()> {
                 let mut model = quantized(&golden, DType::F32, &recipe, fusion)?;
                 let error =
                     relative_error(&logits(&golden, model.as_mut())?, &golden.outputs["logits"])?;
-                assert!(error < 7e-2, "{name} {fusion}: {error:e}");
+                let most = if device().is_cuda() { 7e-2 } else { 5e-2 };
+                assert!(error < most, "{name} {fusion}: {error:e}");
             }
         }
         Ok(())
