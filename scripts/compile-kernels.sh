@@ -3,22 +3,24 @@
 # how long that took and which kernels keep values in local memory (spilled registers or arrays
 # that are indexed at run time). Needs nvcc and rustc, no GPU.
 #
-#   scripts/compile-kernels.sh [SECONDS]      fails if it takes longer than that
+#   scripts/compile-kernels.sh
 #
 # CANDLE_FUSED_COMPUTE_CAP and NUM_JOBS narrow what is compiled and how many at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-limit="${1:-}"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 rustc --edition 2024 -o "$work/build" build.rs
 
-started=$SECONDS
-env CARGO_FEATURE_CUDA=1 OUT_DIR="$work" NUM_JOBS="${NUM_JOBS:-$(nproc)}" \
-  CANDLE_FUSED_COMPUTE_CAP="${CANDLE_FUSED_COMPUTE_CAP:-all}" \
-  "$work/build" | grep -vE '^cargo::(rerun|rustc-env)' | tee "$work/said" || true
+compile() {
+  env CARGO_FEATURE_CUDA=1 OUT_DIR="$work" NUM_JOBS="${NUM_JOBS:-$(nproc)}" \
+    CANDLE_FUSED_COMPUTE_CAP="${CANDLE_FUSED_COMPUTE_CAP:-all}" \
+    "$work/build" | grep -vE '^cargo::(rerun|rustc-env)' | tee "$work/said" || true
+}
+# What the processors did tells more than the clock where others are at work too.
+TIMEFORMAT='kernels: %Rs, of which the processors worked %Us'
+time compile
 if grep -q '^cargo::error' "$work/said"; then exit 1; fi
-took=$((SECONDS - started))
 for source in kernels/*.cu; do
   stem="$(basename "$source" .cu)"
   [ -s "$work/$stem.fatbin" ] || {
@@ -26,7 +28,7 @@ for source in kernels/*.cu; do
     exit 1
   }
 done
-echo "kernels: $(ls kernels/*.cu | wc -l) files, $(cat "$work"/*.fatbin | wc -c) bytes, ${took}s"
+echo "kernels: $(ls kernels/*.cu | wc -l) files, $(cat "$work"/*.fatbin | wc -c) bytes"
 
 cuobjdump="$(command -v cuobjdump || echo "${CUDA_HOME:-}/bin/cuobjdump")"
 if [ -x "$cuobjdump" ]; then
@@ -40,8 +42,4 @@ if [ -x "$cuobjdump" ]; then
       }
       END { for (kernel in found) print "kernels: local memory, bytes: " kernel found[kernel] }' | sort
   done
-fi
-if [ -n "$limit" ] && [ "$took" -gt "$limit" ]; then
-  echo "kernels: ${took}s is more than the ${limit}s that they may take"
-  exit 1
 fi
