@@ -19,6 +19,7 @@ mod llama_gguf;
 mod models;
 mod models_gguf;
 mod nn;
+mod pool;
 mod quant_linear;
 mod quant_schemes;
 #[cfg(feature = "cuda")]
