@@ -61,6 +61,11 @@ struct Args {
     #[arg(long, default_value_t = 512, allow_negative_numbers = true, value_parser = args::at_least_one)]
     window: usize,
 
+    /// Quantize the weights alone: products take what they are worth in f32, and activations stay in
+    /// f32.
+    #[arg(long)]
+    weights_only: bool,
+
     /// CPU threads [default: all that this process may use].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = args::threads)]
     threads: Option<usize>,
@@ -123,10 +128,14 @@ fn run() -> Result<()> {
             "seconds"
         ),
     )?;
+    let fusion = Fusion {
+        quant_linear: !args.weights_only,
+        ..Fusion::all()
+    };
     let mut reference: Option<Score> = None;
     for format in &formats {
         let began = Instant::now();
-        let (mut model, remark) = format.load(&located.files)?;
+        let (mut model, remark) = format.load(&located.files, fusion)?;
         let score = measure(model.as_mut(), &ids, args.window)?;
         let seconds = began.elapsed().as_secs();
         let line = line(&format.name, &score, reference.as_ref(), seconds, &remark);
@@ -181,10 +190,9 @@ impl Format {
 
     /// Loads the model. Where its rows do not divide by the group or block, only the MLP's last matrix,
     /// which is wider, takes this format; the remark says what the others take.
-    fn load(&self, files: &ModelFiles) -> Result<(Box<dyn TextModel>, String)> {
+    fn load(&self, files: &ModelFiles, fusion: Fusion) -> Result<(Box<dyn TextModel>, String)> {
         let load = |recipe: Option<&Recipe>| {
             let weights = weights::open(files)?;
-            let fusion = Fusion::all();
             fused::load(weights, Some(self.dtype), &Device::Cpu, fusion, recipe)
         };
         let recipe = self.quantization.map(Recipe::new);
