@@ -229,7 +229,7 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         codes: some.iter().copied().cycle().take(rows * cols).collect(),
         scales: vec![1. / 1024.; groups],
         zeros: match has_zeros {
-            true => (0..groups).map(|_| rng.random_range(5..=10)).collect(),
+            true => (0..groups).map(|_| rng.random_range(80..=160)).collect(),
             false => Vec::new(),
         },
     }

@@ -4,6 +4,13 @@ use super::Scheme;
 use candle_core::{Result, bail};
 use half::f16;
 
+/// Zero points are stored in these steps. Codes of 0 to 15 less such a zero point have no more than 8
+/// significant bits, so that bf16 holds them exactly.
+pub(crate) const ZERO_STEP: f32 = 1. / 16.;
+
+/// The zero point of codes of 0 to 15 where none is stored: 8.
+pub(crate) const MIDDLE: u8 = 8 * 16;
+
 /// A quantized matrix in plain form, a byte for each code, on its way into the layout of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Codes {
@@ -18,7 +25,7 @@ pub struct Codes {
     /// `[1]`, `[rows]` or `[rows, cols / group]`, each exactly an f16 for [`Scheme::Int4`] and the
     /// groups of [`Scheme::Ternary`].
     pub scales: Vec<f32>,
-    /// `[rows, cols / group]` where the scheme stores zero points, else empty.
+    /// `[rows, cols / group]` in sixteenths where the scheme stores zero points, else empty.
     pub zeros: Vec<u8>,
 }
 
@@ -68,14 +75,11 @@ impl Codes {
             let kind = if half { "an f16" } else { "a finite number" };
             bail!("scales: {s} is not {kind}");
         }
-        if let Some(z) = self.zeros.iter().find(|z| **z > 15) {
-            bail!("zeros: {z}, expected 0 to 15");
-        }
         Ok(())
     }
 
-    /// What a row's codes mean: the scale and zero point of the value at `row`, `col`.
-    pub(crate) fn meaning(&self, row: usize, col: usize) -> (f32, i8) {
+    /// What a row's codes mean: the scale and zero point, in sixteenths, of the value at `row`, `col`.
+    pub(crate) fn meaning(&self, row: usize, col: usize) -> (f32, u8) {
         let at = match self.scheme.group() {
             Some(group) => row * (self.cols / group) + col / group,
             None if self.scales.len() == 1 => 0,
@@ -84,8 +88,8 @@ impl Codes {
         let zero = match self.scheme {
             Scheme::Int4 {
                 zero_point: true, ..
-            } => self.zeros[at] as i8,
-            Scheme::Int4 { .. } => 8,
+            } => self.zeros[at],
+            Scheme::Int4 { .. } => MIDDLE,
             _ => 0,
         };
         (self.scales[at], zero)
@@ -98,7 +102,8 @@ impl Codes {
         for (row, codes) in self.codes.chunks_exact(self.cols.max(1)).enumerate() {
             for (index, codes) in codes.chunks_exact(unit).enumerate() {
                 let (scale, zero) = self.meaning(row, index * unit);
-                values.extend(codes.iter().map(|q| scale * f32::from(q - zero)));
+                let zero = f32::from(zero) * ZERO_STEP;
+                values.extend(codes.iter().map(|q| scale * (f32::from(*q) - zero)));
             }
         }
         values
@@ -109,6 +114,6 @@ impl Codes {
     pub fn nominal_bytes(&self) -> usize {
         let scale = if self.scheme.group().is_some() { 2 } else { 4 };
         let codes = (self.codes.len() * self.scheme.bits() as usize).div_ceil(8);
-        codes + scale * self.scales.len() + self.zeros.len().div_ceil(2)
+        codes + scale * self.scales.len() + self.zeros.len()
     }
 }

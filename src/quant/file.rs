@@ -7,7 +7,7 @@
 //!
 //! | key | value |
 //! |---|---|
-//! | `candle_fused.layout` | `1`, the version of this description |
+//! | `candle_fused.layout` | `2`, the version of this description |
 //! | `candle_fused.NAME` | `SCHEME ROWSxCOLS`, as `int4-g64-z 1536x576`; with ` heads=N` behind it if the rows of queries, keys and values stood together for each of N heads and now stand apart |
 //!
 //! A row group of `K` columns is
@@ -16,7 +16,7 @@
 //! |---|---|---|---|
 //! | int8 | the row | 16 f32 scales | 8 planes: byte `4 row + t` of plane `i` is column 4i + t |
 //! | int4-gG | 2 groups | for each group 16 f16 scales | 4 planes: byte `4 row + t` of plane `i` is column 4i + t (low nibble) and 16 + 4i + t (high) |
-//! | int4-gG-z | 4 groups | for each group 16 f16 scales; for each 16 u8 zero points | the same |
+//! | int4-gG-z | 4 groups | for each group 16 f16 scales; for each 16 u8 zero points, in sixteenths | the same |
 //! | ternary-tensor, ternary-row | the row | 16 f32 scales | 2 planes: bits 2i and 2i + 1 of byte `16 t + row` of plane `p` are column 16p + 4i + t, plus 1 |
 //! | ternary-gG | 2 groups | for each group 16 f16 scales | the same |
 //!
@@ -44,7 +44,7 @@ pub(super) const LAYOUT: &str = "candle_fused.layout";
 pub(super) const PREFIX: &str = "candle_fused.";
 
 /// The version that is written and read.
-pub(super) const VERSION: &str = "1";
+pub(super) const VERSION: &str = "2";
 
 /// A file with a quantized model, mapped into memory: on the CPU its matrices are used in place.
 ///

@@ -10,7 +10,7 @@
 //! |---|---|---|
 //! | [`Scheme::Int8`] | s q, q in -127..=127, f32 s for each row | 8 |
 //! | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
-//! | with zero points | s (q - z), z in 0..=15 for each group | 4 + 24 / group |
+//! | with zero points | s (q - z / 16), u8 z for each group | 4 + 24 / group |
 //! | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
 //!
 //! A model is quantized while it loads by a [`Recipe`] (`Llama::load_quantized`,
@@ -45,12 +45,14 @@ mod quantize;
 mod recipe;
 mod save;
 mod scheme;
+mod search;
 #[cfg(test)]
 mod tests;
 mod unpack;
 
 pub use backend::Rounded;
 pub use codes::Codes;
+pub(crate) use codes::{MIDDLE, ZERO_STEP};
 pub use file::QuantizedFile;
 pub use format::Format;
 pub use layer::{quantize_linear, while_loading};

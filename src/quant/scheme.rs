@@ -31,11 +31,11 @@ pub enum TernaryScale {
 pub enum Scheme {
     /// `s[n] * q`, q in -127..=127: symmetric, a scale for each output channel.
     Int8,
-    /// `s[n, g] * (q - z)`, q in 0..=15: a scale for each `group` consecutive values of a row.
+    /// `s[n, g] * (q - z[n, g])`, q in 0..=15: a scale for each `group` consecutive values of a row.
     Int4 {
         /// 32, 64 or 128.
         group: usize,
-        /// Whether z is stored for each group (0..=15); otherwise it is 8.
+        /// Whether z is stored for each group, in sixteenths (0 to 15 15/16); otherwise it is 8.
         zero_point: bool,
     },
     /// `s * q`, q in -1..=1 (BitNet b1.58, Ma et al. 2024).

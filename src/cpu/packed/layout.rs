@@ -11,7 +11,7 @@
 //! | SuperSymmetric | 8 | 16 f16 d, 32 bytes unused, for each half block 16 i8 s |
 //! | a scale for each row | all | 16 f32 s |
 //! | groups of g | 2g / 32 | for each of two groups 16 f16 s |
-//! | groups of g with zero points | 4g / 32 | for each of four groups 16 f16 s, for each 16 u8 z |
+//! | groups of g with zero points | 4g / 32 | for each of four groups 16 f16 s, for each 16 u8 z, in sixteenths |
 //!
 //! Codes lie in planes of 64 bytes: byte `4 * row + t` of plane `i` (of 2 bits: byte `16 * t + row`)
 //! holds values of `row` only, so that a 32-bit lane is a row and one multiply-add takes four
@@ -32,7 +32,7 @@
 //! (2.8 % and 2.3 % more), and the unused 32 bytes of Q6_K (1 %). Of rows whose number is not a
 //! multiple of 16 the last group is padded with zeros.
 
-use crate::quant::{BlockFormat, Format, Scaling, Scheme, SubBlock};
+use crate::quant::{BlockFormat, Format, MIDDLE, Scaling, Scheme, SubBlock, ZERO_STEP};
 use half::f16;
 
 /// Rows that are packed together.
@@ -205,7 +205,7 @@ impl Layout {
         self.read_codes(&group[planes + self.row_bytes() * lane..], &mut codes);
         let (offset, usual) = match self.bits {
             2 => (1, 0),
-            4 => (0, 8),
+            4 => (0, MIDDLE),
             _ => (0, 0),
         };
         SchemeBlock {
@@ -338,7 +338,7 @@ impl Layout {
     }
 }
 
-/// 32 consecutive values of a row of a scheme's matrix: `scale * (code - zero)`.
+/// 32 consecutive values of a row of a scheme's matrix: `scale * (code - zero / 16)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SchemeBlock {
     pub codes: [i8; 32],
@@ -348,8 +348,8 @@ pub(super) struct SchemeBlock {
 
 impl SchemeBlock {
     pub fn values(&self) -> [f32; 32] {
-        self.codes
-            .map(|q| self.scale * f32::from(q.wrapping_sub(self.zero as i8)))
+        let zero = f32::from(self.zero) * ZERO_STEP;
+        self.codes.map(|q| self.scale * (f32::from(q) - zero))
     }
 }
 

@@ -2,7 +2,10 @@
 
 use super::activations::Q8Block;
 use super::layout::{Layout, ROW_GROUP};
-use crate::quant::{BlockFormat, Format, Scaling, SubBlock};
+use crate::quant::{BlockFormat, Format, Scaling, SubBlock, ZERO_STEP};
+
+/// The steps of zero points that a code is: with them codes less zero points are whole numbers.
+const ZERO_STEPS: i16 = (1. / ZERO_STEP) as i16;
 
 /// Multiplies a row group with the tokens of `x` (tokens x blocks); token `t`'s products become
 /// `out[t]`.
@@ -68,10 +71,10 @@ impl Unpacked {
     fn read_scheme(&mut self, layout: &Layout, weights: &[u8], block: usize, lane: usize) {
         let read = layout.read_scheme(weights, block, lane);
         for (column, code) in self.codes.iter_mut().zip(read.codes) {
-            column[lane] = i16::from(code) - i16::from(read.zero);
+            column[lane] = i16::from(code) * ZERO_STEPS - i16::from(read.zero);
         }
         for half in 0..2 {
-            self.scales[half][lane] = read.scale;
+            self.scales[half][lane] = read.scale * ZERO_STEP;
         }
     }
 

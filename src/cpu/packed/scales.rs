@@ -3,7 +3,7 @@
 use super::codes::Codes;
 use super::isa::Isa;
 use super::layout::Layout;
-use crate::quant::Scaling;
+use crate::quant::{Scaling, ZERO_STEP};
 
 /// What a code is multiplied by and what is added: weight = scale x code + offset.
 #[derive(Clone, Copy)]
@@ -244,7 +244,7 @@ impl<const B: usize, const Z: bool> Scales for ByGroup<B, Z> {
             let scale = I::load_f16(head.add(32 * group + 2 * lane));
             let offset = if Z {
                 let zero = I::load_u8(head.add(128 + 16 * group + lane));
-                I::mul(scale, I::mul(zero, I::set(-1.0)))
+                I::mul(scale, I::mul(zero, I::set(-ZERO_STEP)))
             } else {
                 I::mul(scale, I::set(-zero))
             };

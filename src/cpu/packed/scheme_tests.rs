@@ -37,7 +37,7 @@ fn adversarial(rng: &mut StdRng, scheme: Scheme, rows: usize, cols: usize) -> Co
         *s = half::f16::from_f32(scales[rng.random_range(0..scales.len())]).to_f32();
     }
     for z in &mut codes.zeros {
-        *z = [0, 15, 8][rng.random_range(0..3)];
+        *z = [0, 240, 128, 255, rng.random()][rng.random_range(0..5)];
     }
     codes
 }

@@ -140,7 +140,7 @@ impl PackedBuilder {
                 let mut read = SchemeBlock {
                     codes: [0; 32],
                     scale,
-                    zero: zero as u8,
+                    zero,
                 };
                 read.codes[..values.len()].copy_from_slice(values);
                 layout.write_scheme(group, block, lane, &read);

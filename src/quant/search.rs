@@ -1,0 +1,331 @@
+//! The scale, and zero point, of a row or group, by search.
+//!
+//! INT8 and INT4 try a grid of ranges, from the one that reaches the largest value down to about half of
+//! it, and with zero points both ends of the range on their own. Each try rounds the weights to codes q
+//! and takes what gives these codes the least squared error, the scale `sum(w q) / sum(q^2)` or the
+//! straight line through the weights over their codes; the best try wins. Clipping a few outliers often
+//! costs less than the coarse steps that they would force on all others (OCTAV, Sakr et al. 2022).
+//! Ternary is the absmean of BitNet b1.58 (Ma et al. 2024): scale = mean |w|, round, clip.
+
+use super::codes::{MIDDLE, ZERO_STEP};
+use super::quantize::mean_magnitude;
+use super::{Scheme, TernaryScale};
+use crate::cpu::simd::Level;
+use half::f16;
+
+/// Adding it to a float below 2^22 and taking it away again leaves the nearest integer, ties to even;
+/// unlike `round_ties_even` it vectorizes on every x86 processor.
+const ROUND: f32 = 12_582_912.0;
+
+/// Clipped ranges that are tried, in steps of the full range.
+const CLIPS: usize = 16;
+
+/// The step: the last range tried is 1 - 15 / 32 of the full one.
+const CLIP_STEP: f32 = 1.0 / 32.0;
+
+/// Ranges tried at each end with zero points.
+const ENDS: usize = 7;
+
+/// Scales tried to both sides of the best so far, in steps of this part of it.
+const NEAR: i32 = 4;
+const NEAR_STEP: f32 = 0.025;
+
+/// Rounds of codes and the line through them at the end.
+const ROUNDS: usize = 4;
+
+/// Values below which a scale would be no number that an f32 can divide by.
+const TINY: f32 = 1e-35;
+
+/// What a row or group came to.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Found {
+    pub scale: f32,
+    /// In sixteenths.
+    pub zero: u8,
+}
+
+/// The codes of a row or group, and what they mean; `whole` is the scale of a matrix that has one only. A
+/// scale that f16 does not hold is infinite.
+pub(super) fn search(
+    level: Level,
+    scheme: Scheme,
+    weights: &[f32],
+    codes: &mut [i8],
+    whole: Option<f32>,
+) -> Found {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a supported level from AVX2 on has AVX2.
+        level if level.supported() >= Level::Avx2 => unsafe {
+            search_avx2(scheme, weights, codes, whole)
+        },
+        _ => search_plain(scheme, weights, codes, whole),
+    }
+}
+
+/// [`search_plain`] compiled for AVX2.
+///
+/// # Safety
+/// The processor has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn search_avx2(
+    scheme: Scheme,
+    weights: &[f32],
+    codes: &mut [i8],
+    whole: Option<f32>,
+) -> Found {
+    search_plain(scheme, weights, codes, whole)
+}
+
+/// Plain code that vectorizes and rounds alike at every level.
+#[inline(always)]
+fn search_plain(scheme: Scheme, weights: &[f32], codes: &mut [i8], whole: Option<f32>) -> Found {
+    match scheme {
+        Scheme::Int8 => symmetric(weights, codes, (-127., 127.), 0, |scale| scale),
+        Scheme::Int4 {
+            zero_point: false, ..
+        } => symmetric(weights, codes, (0., 15.), MIDDLE, rounded),
+        Scheme::Int4 { .. } => with_zero_point(weights, codes),
+        Scheme::Ternary { scale } => {
+            let mean = whole.unwrap_or_else(|| mean_magnitude(weights));
+            let scale = match scale {
+                TernaryScale::Group(_) => rounded(mean),
+                TernaryScale::Tensor | TernaryScale::Row => mean,
+            };
+            ternary(weights, codes, scale)
+        }
+    }
+}
+
+/// What f16 stores of a scale.
+fn rounded(scale: f32) -> f32 {
+    f16::from_f32(scale).to_f32()
+}
+
+/// From weights to codes: `clamp(round(w * inverse + zero), low, high)`.
+#[derive(Clone, Copy)]
+struct Rounding {
+    inverse: f32,
+    zero: f32,
+    low: f32,
+    high: f32,
+}
+
+impl Rounding {
+    #[inline(always)]
+    fn code(&self, w: f32) -> f32 {
+        // Within 2^22, so that adding ROUND rounds; far values are clipped anyway.
+        ((w * self.inverse + self.zero).clamp(self.low, self.high) + ROUND) - ROUND
+    }
+}
+
+/// How codes v (less the zero point) miss the weights, in units of their scale: r = w / scale - v.
+struct Trial {
+    scale: f32,
+    zero: f32,
+    count: f32,
+    /// Sums of r, v, r^2, r v and v^2.
+    r: f32,
+    v: f32,
+    rr: f32,
+    rv: f32,
+    vv: f32,
+}
+
+impl Trial {
+    #[inline(always)]
+    fn of(weights: &[f32], by: Rounding) -> Self {
+        let mut sums = [[0f32; 16]; 5];
+        let mut add = |lane: usize, w: f32| {
+            let v = by.code(w) - by.zero;
+            let r = w * by.inverse - v;
+            for (sum, term) in sums.iter_mut().zip([r, v, r * r, r * v, v * v]) {
+                sum[lane] += term;
+            }
+        };
+        let (whole, rest) = weights.as_chunks::<16>();
+        for weights in whole {
+            for (lane, w) in weights.iter().enumerate() {
+                add(lane, *w);
+            }
+        }
+        for (lane, w) in rest.iter().enumerate() {
+            add(lane, *w);
+        }
+        let [r, v, rr, rv, vv] = sums.map(|sum| sum.iter().sum());
+        Self {
+            scale: 1. / by.inverse,
+            zero: by.zero,
+            count: weights.len() as f32,
+            r,
+            v,
+            rr,
+            rv,
+            vv,
+        }
+    }
+
+    /// The scale with the least squared error for these codes if their zero point moves by `shift`, so
+    /// that v becomes v - shift.
+    fn best_scale(&self, shift: f32) -> f32 {
+        let moved = shift * shift * self.count;
+        let with = self.rv + shift * (self.v - self.r) - moved;
+        self.scale * (1. + with / (self.vv - 2. * shift * self.v + moved))
+    }
+
+    /// The zero point that goes with the best of all lines through the weights over these codes.
+    fn best_zero(&self) -> f32 {
+        let Self { count, r, v, .. } = *self;
+        let spread = count * self.vv - v * v;
+        if spread <= 0. {
+            // All codes are the same.
+            return self.zero;
+        }
+        let slope = (count * self.rv - r * v) / spread;
+        self.zero - (r - slope * v) / (count * (1. + slope))
+    }
+
+    /// The squared error for these codes with `scale` and the zero point moved by `shift`.
+    fn error(&self, scale: f32, shift: f32) -> f32 {
+        let d = scale / self.scale - 1.;
+        let e = -(1. + d) * shift;
+        let lines = d * d * self.vv + e * (e * self.count + 2. * (d * self.v - self.r));
+        self.scale * self.scale * (self.rr - 2. * d * self.rv + lines)
+    }
+}
+
+/// The best of the trials so far.
+#[derive(Clone, Copy)]
+struct Best {
+    found: Found,
+    error: f32,
+}
+
+impl Best {
+    /// Nothing tried: all weights are zero.
+    fn none(zero: u8) -> Self {
+        Self {
+            found: Found { scale: 0., zero },
+            error: f32::INFINITY,
+        }
+    }
+
+    /// Takes `trial`, whose scale becomes what `store` makes of it and whose zero point goes to `zero`,
+    /// in sixteenths, if it is better.
+    fn consider(&mut self, trial: &Trial, zero: u8, store: impl Fn(f32) -> f32) -> bool {
+        let shift = f32::from(zero) * ZERO_STEP - trial.zero;
+        if trial.vv == 0. || !trial.scale.is_finite() {
+            return false;
+        }
+        let scale = store(trial.best_scale(shift));
+        let error = trial.error(scale, shift);
+        let better = error < self.error || scale.is_infinite();
+        if better {
+            let found = Found { scale, zero };
+            *self = Self { found, error };
+        }
+        better
+    }
+}
+
+/// The best scale of codes `low`..=`high` with a zero point, in sixteenths, that is given. Where more
+/// codes lie below it than above, a negative scale may be best.
+#[inline(always)]
+fn symmetric(
+    weights: &[f32],
+    codes: &mut [i8],
+    (low, high): (f32, f32),
+    zero: u8,
+    store: impl Fn(f32) -> f32,
+) -> Found {
+    let amax = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+    let middle = f32::from(zero) * ZERO_STEP;
+    let (below, above) = (middle - low, high - middle);
+    let signs: &[f32] = if below > above { &[1., -1.] } else { &[1.] };
+    let by = |inverse| Rounding {
+        inverse,
+        zero: middle,
+        low,
+        high,
+    };
+    let mut best = Best::none(zero);
+    if amax >= TINY {
+        for sign in signs {
+            for clip in 0..CLIPS {
+                let inverse = sign * below / (amax * (1. - clip as f32 * CLIP_STEP));
+                best.consider(&Trial::of(weights, by(inverse)), zero, &store);
+            }
+        }
+    }
+    write(weights, codes, by(1. / best.found.scale));
+    best.found
+}
+
+/// Codes by what is stored.
+#[inline(always)]
+fn write(weights: &[f32], codes: &mut [i8], by: Rounding) {
+    if !by.inverse.is_finite() {
+        codes.fill(by.zero as i8);
+        return;
+    }
+    for (q, w) in codes.iter_mut().zip(weights) {
+        *q = by.code(*w) as i8;
+    }
+}
+
+/// The best scale and zero point of codes 0..=15.
+#[inline(always)]
+fn with_zero_point(weights: &[f32], codes: &mut [i8]) -> Found {
+    let (bottom, top) = weights
+        .iter()
+        .fold((0f32, 0f32), |(b, t), w| (b.min(*w), t.max(*w)));
+    let by = |inverse: f32, zero: f32| Rounding {
+        inverse,
+        zero,
+        low: 0.,
+        high: 15.,
+    };
+    let stored = |by: f32| (by / ZERO_STEP).round_ties_even().clamp(0., 255.) as u8;
+    let mut best = Best::none(MIDDLE);
+    // A line through the codes that a rounding gives, with its zero point as it is stored.
+    let mut attempt = |by: Rounding| {
+        let trial = Trial::of(weights, by);
+        best.consider(&trial, stored(trial.best_zero()), rounded);
+        best.found
+    };
+    if top - bottom >= TINY {
+        let mut found = Found::default();
+        for clips in 0..ENDS * ENDS {
+            let clip = |i: usize| 1. - i as f32 * 2. * CLIP_STEP;
+            let (bottom, top) = (bottom * clip(clips / ENDS), top * clip(clips % ENDS));
+            let inverse = 15. / (top - bottom);
+            found = attempt(by(inverse, -bottom * inverse));
+        }
+        // The grid is coarse; look around its best, then let codes and line settle.
+        let Found { scale, zero } = found;
+        for step in -NEAR..=NEAR {
+            let inverse = 1. / (scale * (1. + step as f32 * NEAR_STEP));
+            found = attempt(by(inverse, f32::from(zero) * ZERO_STEP));
+        }
+        for _ in 0..ROUNDS {
+            found = attempt(by(1. / found.scale, f32::from(found.zero) * ZERO_STEP));
+        }
+    }
+    let Found { scale, zero } = best.found;
+    write(weights, codes, by(1. / scale, f32::from(zero) * ZERO_STEP));
+    best.found
+}
+
+/// Ternary codes for a scale.
+#[inline(always)]
+fn ternary(weights: &[f32], codes: &mut [i8], scale: f32) -> Found {
+    let by = Rounding {
+        inverse: 1. / scale,
+        zero: 0.,
+        low: -1.,
+        high: 1.,
+    };
+    write(weights, codes, by);
+    Found { scale, zero: 0 }
+}
