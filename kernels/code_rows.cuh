@@ -1,7 +1,8 @@
 // A core of gemv.cuh for weights in INT8, INT4 or ternary codes (codes.cuh): the tensor cores multiply
 // 16 rows of weights with up to 4 rows of x.
 //
-// INT8 and INT4 become whole numbers of bf16, which holds them exactly: operand A of `mma.m16n8k16`.
+// INT8 and INT4, less their zero points, become numbers of bf16, which holds them exactly: operand A of
+// `mma.m16n8k16`.
 // Operand B is x in bf16, as columns 2m for row m; where x is not of bf16 it comes in two parts, the
 // second what the first leaves over, in columns 2m + 1: 16 bits of x, and no limit to its range.
 // Ternary codes become bytes for `mma.m16n8k32`, and meet x in int8, a scale for each row.
@@ -13,7 +14,7 @@
 
 namespace fused {
 
-// Whole numbers of bf16 from 128 on, less others: exact.
+// Numbers of bf16, less others: exact for codes and 128 more, and for codes and zero points.
 __device__ __forceinline__ uint32_t less_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -57,9 +58,11 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint
   return v;
 }
 
-// Codes 2j and 2j + 1 of a word of INT4 as bf16, less `zero`, which is 128 more than their zero point.
-__device__ __forceinline__ uint32_t int4_numbers(uint32_t word, int j, uint32_t zero) {
-  return less_bf16x2(masked_or(word >> (4 * j), 0x000f000fu, 0x43004300u), zero);
+// Codes 2j and 2j + 1 of a word of INT4 as bf16, less their zero point: 8, or `zero` if there are ZEROS.
+template <bool ZEROS> __device__ __forceinline__ uint32_t int4_numbers(uint32_t word, int j, uint32_t zero) {
+  // 128 more than the codes.
+  const uint32_t v = masked_or(word >> (4 * j), 0x000f000fu, 0x43004300u);
+  return ZEROS ? less_bf16x2(less_bf16x2(v, 0x43004300u), zero) : less_bf16x2(v, 0x43084308u);
 }
 
 // Codes 2j and 2j + 1 of a word of INT8 as bf16. A code below 128 is the low bits of the mantissa of 128;
@@ -116,7 +119,7 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
       if (s >= end || 4 * l + t >= STEPS) continue;
       const uint64_t first = row.place(s, p.k) * count;
       const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(border) + first;
-      if constexpr (ZEROS) zeros[l] = 0x08080808u;
+      if constexpr (ZEROS) zeros[l] = 0x80808080u;
       if (count == 1) {
         by[l][0] = load_u16(at);
         if (border > 0) zeros[l] = load_u8(zero);
@@ -138,11 +141,12 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
     const uint32_t word = __shfl_sync(FULL, own, s % 4, 4);
     return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * (group % 2)))));
   }
-  // Its zero point, and 128 more, as two bf16.
+  // Its zero point as two bf16: the upper half of the f32.
   __device__ __forceinline__ uint32_t zero(const Gemv& p, int s, int e) const {
-    if constexpr (!ZEROS) return 0x43084308u;
+    if constexpr (!ZEROS) return 0x41004100u;
     const uint32_t bytes = __shfl_sync(FULL, zeros[s / 4], s % 4, 4);
-    return 0x43004300u + 0x00010001u * (bytes >> (8 * (e * groups(p) / 4)) & 255);
+    const float zero = ZERO_STEP * static_cast<float>(bytes >> (8 * (e * groups(p) / 4)) & 255);
+    return __byte_perm(__float_as_uint(zero), 0, 0x3232);
   }
 };
 template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
@@ -229,8 +233,8 @@ template <int GROUPS_> struct Int4Rows {
     Operands v;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      v.v[2 * j] = int4_numbers(a.words[e], j, zeros[0]);
-      v.v[2 * j + 1] = int4_numbers(b.words[e], j, zeros[1]);
+      v.v[2 * j] = int4_numbers<ZEROS>(a.words[e], j, zeros[0]);
+      v.v[2 * j + 1] = int4_numbers<ZEROS>(b.words[e], j, zeros[1]);
     }
     return v;
   }
@@ -244,7 +248,7 @@ template <int GROUPS_> struct Int4Rows {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const int code = piece.words[e] >> (4 * (c / 2) + 16 * (c % 2)) & 15;
-      w[c] = static_cast<float>(code - static_cast<int>(zero & 127));
+      w[c] = static_cast<float>(code) - __uint_as_float(zero & 0xffff0000u);
     }
     return x.dot(m, value, w);
   }

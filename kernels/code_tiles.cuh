@@ -1,5 +1,5 @@
 // y = act(x W^T + bias) + residuals for some tens of rows of bf16 x and weights in INT8 or INT4 codes
-// (codes.cuh): the tensor cores multiply codes as whole numbers of bf16, which holds them exactly, and
+// (codes.cuh): the tensor cores multiply codes as numbers of bf16, which holds them exactly, and
 // the sums of a group are scaled in f32. In idea as Marlin (Frantar et al. 2024), codes lie in memory as
 // the tensor cores take them and go from there into registers.
 //

@@ -10,7 +10,8 @@
 //   ternary  a word for each two blocks, code c of the 8 at bits 4c and 4c + 2, two's complement
 //
 // Scales are f32, one for each row, or f16, GROUPS for each step, in the order of the codes: those of
-// a row and a step together, then other rows, steps, eights of rows. Zero points are bytes likewise.
+// a row and a step together, then other rows, steps, eights of rows. Zero points are bytes likewise, in
+// sixteenths: a code less its zero point has 8 significant bits at most, so that bf16 holds it exactly.
 #pragma once
 
 #include "common.cuh"
@@ -20,6 +21,7 @@ namespace fused {
 constexpr uint32_t STEP = 128;   // values
 constexpr uint32_t OCTET = 8;    // rows
 constexpr uint32_t QUARTERS = 4;  // lanes of a row
+constexpr float ZERO_STEP = 1.f / 16;
 
 __host__ __device__ constexpr uint32_t steps_of(uint32_t k) { return (k + STEP - 1) / STEP; }
 
@@ -64,7 +66,7 @@ struct Int8 {
 template <int GROUPS_> struct Int4 {
   static constexpr int GROUPS = GROUPS_;
   static constexpr uint32_t BYTES = 16;  // of a lane
-  static constexpr int ZERO = 8;
+  static constexpr int ZERO = 8 * 16;
 
   static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
@@ -72,11 +74,11 @@ template <int GROUPS_> struct Int4 {
     const uint64_t place = place_of(row, piece / 16, steps_of(k));
     const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * QUARTERS + piece % 4) * BYTES)[block];
     const float scale = scale_at<GROUPS>(m, row, place, block);
-    const int zero = m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO;
+    const float zero = ZERO_STEP * (m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const int code = word >> (4 * (c / 2) + 16 * (c % 2)) & 15;
-      v[c] = scale * static_cast<float>(code - zero);
+      v[c] = scale * (static_cast<float>(code) - zero);
     }
   }
 };
