@@ -33,7 +33,7 @@ use common::source::{self, DEFAULT_MODEL, ModelFiles, SourceOptions};
 use common::{args, fused, report, weights};
 
 /// Everything there is, f32 first.
-const FORMATS: &str = "f32,bf16,int8,int4-g32,int4-g64,int4-g128,int4-g32-z,int4-g64-z,int4-g128-z,\
+const FORMATS: &str = "f32,bf16,int8,int8+balance,int4-g32,int4-g64,int4-g128,int4-g32-z,int4-g64-z,int4-g128-z,\
                        ternary-row,ternary-g64,q8_0,q6k,q5_1,q5_0,q5k,q4_1,q4_0,q4k";
 
 /// Measures what quantization costs.
@@ -49,7 +49,8 @@ struct Args {
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
 
-    /// Formats to measure, joined by commas; f32 is always measured.
+    /// Formats to measure, joined by commas; f32 is always measured. With `+balance` behind it, of
+    /// matrices whose columns have been brought to like sizes.
     #[arg(long, value_name = "LIST", default_value = FORMATS)]
     formats: String,
 
@@ -76,6 +77,7 @@ struct Format {
     name: String,
     dtype: DType,
     quantization: Option<Quantization>,
+    balanced: bool,
 }
 
 /// How a model does.
@@ -170,13 +172,18 @@ impl Format {
             name: name.to_owned(),
             dtype,
             quantization: None,
+            balanced: false,
         };
         match name {
             "f32" => return Ok(dense(DType::F32)),
             "bf16" => return Ok(dense(DType::BF16)),
             _ => {}
         }
-        let quantization: Quantization = match name.parse() {
+        let (format, balanced) = match name.strip_suffix("+balance") {
+            Some(format) => (format, true),
+            None => (name, false),
+        };
+        let quantization: Quantization = match format.parse() {
             Ok(quantization) => quantization,
             Err(_) => {
                 bail!("--formats: `{name}` is not f32, bf16 or a format that --quantize takes")
@@ -184,6 +191,7 @@ impl Format {
         };
         Ok(Self {
             quantization: Some(quantization),
+            balanced,
             ..dense(DType::F32)
         })
     }
@@ -195,10 +203,14 @@ impl Format {
             let weights = weights::open(files)?;
             fused::load(weights, Some(self.dtype), &Device::Cpu, fusion, recipe)
         };
-        let recipe = self.quantization.map(Recipe::new);
+        let new = |quantization| match self.balanced {
+            true => Recipe::new(quantization).with_balance(),
+            false => Recipe::new(quantization),
+        };
+        let recipe = self.quantization.map(new);
         match (load(recipe.as_ref()), self.quantization.and_then(narrower)) {
             (Err(_), Some(other)) => {
-                let recipe = Recipe::new(other).with("*.down_proj.weight", self.quantization);
+                let recipe = new(other).with("*.down_proj.weight", self.quantization);
                 let remark = format!("  down_proj; the other matrices {other}");
                 Ok((load(Some(&recipe))?, remark))
             }

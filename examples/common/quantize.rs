@@ -22,6 +22,11 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "FORMAT", value_parser = quantization)]
     pub embedding: Option<Quantization>,
 
+    /// Bring the columns of the layers' matrices to like sizes first, which leaves what the model
+    /// computes as it is; int8 comes nearer to the model by it.
+    #[arg(long, requires = "quantize")]
+    pub balance: bool,
+
     /// Another format for matrices whose name matches, as '*.down_proj.weight=int8', or `none`; the
     /// first that matches wins.
     #[arg(long = "matrix", value_name = "PATTERN=FORMAT", value_parser = pattern)]
@@ -45,6 +50,9 @@ impl QuantizeArgs {
         if let Some(embedding) = self.embedding {
             recipe = recipe.with_embedding(embedding);
         }
+        if self.balance {
+            recipe = recipe.with_balance();
+        }
         Some(recipe.with_progress(bar()))
     }
 
@@ -62,8 +70,9 @@ impl QuantizeArgs {
         } else {
             ", some otherwise"
         };
+        let balanced = if self.balance { ", balanced" } else { "" };
         let (head, embedding) = (other("head", self.head), other("embedding", self.embedding));
-        Some(format!("{layers}{some}{head}{embedding}"))
+        Some(format!("{layers}{balanced}{some}{head}{embedding}"))
     }
 }
 

@@ -13,6 +13,7 @@
 //! All of them are one decoder of different shapes. A model that is loaded with
 //! [`Fusion::none`](crate::Fusion::none) runs candle's own operations throughout.
 
+mod balance;
 mod causal_lm;
 mod config;
 pub(crate) mod decoder;

@@ -1,6 +1,7 @@
 //! Models whose matrices are quantized while they are loaded, and those that were saved so.
 
 use super::Architecture;
+use super::balance::Balanced;
 use super::shape::Shape;
 use super::weights::{Loader, Names, Qkv, Source, arranged};
 use crate::Fusion;
@@ -45,7 +46,7 @@ pub fn save_quantized<C: Architecture>(
 
 /// Another source's matrices, quantized one by one.
 pub struct Quantizing<'a, S> {
-    source: S,
+    source: Balanced<S>,
     recipe: &'a Recipe,
     names: &'static Names,
     fusion: Fusion,
@@ -65,7 +66,7 @@ impl<'a, S: Source> Quantizing<'a, S> {
         let own_head = source.has(&format!("{}.weight", names.head));
         let total = shape.layers * (qkv + names.up.len() + 2) + 1 + usize::from(own_head);
         Self {
-            source,
+            source: Balanced::new(source, recipe.is_balanced().then(|| shape.clone())),
             recipe,
             names,
             fusion,
@@ -104,13 +105,17 @@ impl<'a, S: Source> Quantizing<'a, S> {
         }
         Ok(weight)
     }
+}
 
-    /// Numbers as they are in the checkpoint.
-    fn dense(&mut self, name: &str, (rows, cols): (usize, usize)) -> Result<Tensor> {
-        match self.source.matrix(name, rows, cols, None)? {
-            LinearWeight::Dense(matrix) => Ok(matrix),
-            _ => bail!("tensor `{name}` is quantized already, expected numbers"),
-        }
+/// The numbers of a matrix.
+pub fn numbers(
+    source: &mut impl Source,
+    name: &str,
+    (rows, cols): (usize, usize),
+) -> Result<Tensor> {
+    match source.matrix(name, rows, cols, None)? {
+        LinearWeight::Dense(matrix) => Ok(matrix),
+        _ => bail!("tensor `{name}` is quantized already, expected numbers"),
     }
 }
 
@@ -126,7 +131,7 @@ impl<S: Source> Source for Quantizing<'_, S> {
         cols: usize,
         heads: Option<usize>,
     ) -> Result<LinearWeight> {
-        let stored = self.dense(tensor, (rows, cols))?;
+        let stored = self.source.matrix(tensor, (rows, cols))?;
         let is_head = tensor.strip_suffix(".weight") == Some(self.names.head);
         let asked = match is_head {
             true => self.recipe.of_head(tensor),
@@ -160,7 +165,7 @@ impl<S: Source> Source for Quantizing<'_, S> {
         tied: Option<&str>,
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
-        let table = self.dense(tensor, size)?;
+        let table = self.source.matrix(tensor, size)?;
         let asked = self.recipe.of_embedding(tensor);
         let (embedding, weight) = match asked {
             Some(quantization) => {

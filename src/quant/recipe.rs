@@ -147,6 +147,7 @@ pub struct Recipe {
     patterns: Vec<(String, Option<Quantization>)>,
     head: Option<Quantization>,
     embedding: Option<Quantization>,
+    balanced: bool,
     listener: Option<Listener>,
 }
 
@@ -178,6 +179,22 @@ impl Recipe {
         self
     }
 
+    /// Brings the columns of the layers' matrices to like sizes before they are quantized, which
+    /// serves formats whose scales belong to whole rows, such as INT8: columns are multiplied by powers
+    /// of two, and the norm's weight (and bias) in front of them is divided by them; in a gated MLP the
+    /// last matrix's columns, and the rows of the one before it. What the model computes in f32 or bf16
+    /// without quantization stays the same to the bit (numbers of f16 below its normal ones are
+    /// rounded), but those weights and norms are no longer the checkpoint's. It looks at weights alone,
+    /// at no data.
+    ///
+    /// It takes effect where whole models are loaded or saved, not in
+    /// [`while_loading`](super::while_loading) and [`Rounded`](super::Rounded), which know single
+    /// matrices only.
+    pub fn with_balance(mut self) -> Self {
+        self.balanced = true;
+        self
+    }
+
     /// Calls `listener` after every matrix.
     pub fn with_progress(
         mut self,
@@ -202,6 +219,11 @@ impl Recipe {
         self.by_pattern(name).unwrap_or(self.embedding)
     }
 
+    /// Whether columns are balanced.
+    pub(crate) fn is_balanced(&self) -> bool {
+        self.balanced
+    }
+
     /// Tells the listener.
     pub(crate) fn report(&self, progress: Progress<'_>) {
         if let Some(listener) = &self.listener {
@@ -222,6 +244,7 @@ impl fmt::Debug for Recipe {
             .field("patterns", &self.patterns)
             .field("head", &self.head)
             .field("embedding", &self.embedding)
+            .field("balanced", &self.balanced)
             .finish_non_exhaustive()
     }
 }

@@ -207,6 +207,29 @@ fn every_model_stays_near_its_golden_in_int8() -> Result<()> {
     })
 }
 
+#[test]
+fn balancing_changes_no_number_of_a_model() -> Result<()> {
+    on_every_device(|| {
+        for name in GOLDENS {
+            let golden = Golden::open(name)?;
+            for dtype in [DType::F32, DType::BF16] {
+                let plain = logits(&golden, dense(&golden, dtype, Fusion::all())?.as_mut())?;
+                let of = |recipe| {
+                    let mut model = quantized(&golden, dtype, &recipe, Fusion::all())?;
+                    logits(&golden, model.as_mut())
+                };
+                let balanced = of(Recipe::default().with_balance())?;
+                assert_eq!(relative_error(&balanced, &plain)?, 0., "{name} {dtype:?}");
+                // Its weights are others all the same: they are rounded otherwise.
+                let recipe = Recipe::new(Quantization::Int8);
+                let int8 = of(recipe.clone())?;
+                assert!(relative_error(&of(recipe.with_balance())?, &int8)? > 0.);
+            }
+        }
+        Ok(())
+    })
+}
+
 /// With the same weights, quantized and turned back, in candle's own operations.
 #[test]
 fn quantized_models_are_what_their_weights_are_worth() -> Result<()> {
@@ -247,6 +270,7 @@ fn a_saved_model_is_used_where_it_is_mapped() -> Result<()> {
             // Widths that do not divide.
             recipe = match name {
                 "llama_gqa_tied" => Recipe::new(Quantization::Int8).with_head(format),
+                "qwen2_bias" => recipe.with_balance(),
                 _ => recipe,
             };
             let path = folder
@@ -323,7 +347,7 @@ fn wrong_files_are_named() -> Result<()> {
             .unwrap_err()
             .to_string()
     };
-    assert!(refused("layout\":\"1\"", "layout\":\"7\"").contains("layout is `7`"));
+    assert!(refused("layout\":\"2\"", "layout\":\"7\"").contains("layout is `7`"));
     let error = refused("int8 160x64", "int8 161x64");
     assert!(error.contains("tensor `model.layers."), "{error}");
     let error = refused("int8 160x64", "int9 160x64");
