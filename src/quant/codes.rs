@@ -33,7 +33,7 @@ impl Codes {
     /// Checks that everything is there and in range.
     ///
     /// # Errors
-    /// If a length, a code, a scale or a zero point is not what the scheme asks for.
+    /// If a length, a code or a scale is not what the scheme asks for.
     pub fn check(&self) -> Result<()> {
         let Self {
             scheme, rows, cols, ..

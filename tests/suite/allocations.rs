@@ -1,52 +1,67 @@
-//! What a decode step asks of the allocator.
+//! What a decode step, and loading a model, ask of the allocator.
 
 use crate::gguf_file;
 use crate::golden::Golden;
-use candle_core::Result;
 use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Result};
 use candle_fused::Fusion;
 use candle_fused::cpu::packed::{PackedMatrix, Q8Activations};
 use candle_fused::cpu::{pool, simd};
 use candle_fused::generation::{Generation, Options};
+use candle_fused::models::{CausalLm, qwen3};
+use candle_fused::quant::{Quantization, Recipe};
+use candle_nn::VarBuilder;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// The system's allocator, counting what each thread asks for.
+/// The system's allocator, counting what each thread asks for and gives back.
 struct Counting;
 
 thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(0) };
+    /// Bytes that are held, less those that other threads asked for, and the most that were.
+    static HELD: Cell<isize> = const { Cell::new(0) };
+    static MOST: Cell<isize> = const { Cell::new(0) };
 }
 
 // SAFETY: every call is handed to the system's allocator as it is; counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
+        count(layout.size() as isize);
         // SAFETY: the caller's.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        count();
+        count(layout.size() as isize);
         // SAFETY: the caller's.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        count();
+        count(size as isize - layout.size() as isize);
         // SAFETY: the caller's.
         unsafe { System.realloc(block, layout, size) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        hold(-(layout.size() as isize));
         // SAFETY: the caller's.
         unsafe { System.dealloc(block, layout) }
     }
 }
 
 /// Threads that are about to end have no counter any more.
-fn count() {
+fn count(bytes: isize) {
     let _ = COUNT.try_with(|count| count.set(count.get() + 1));
+    hold(bytes);
+}
+
+fn hold(bytes: isize) {
+    let _ = HELD.try_with(|held| {
+        held.set(held.get() + bytes);
+        let _ = MOST.try_with(|most| most.set(most.get().max(held.get())));
+    });
 }
 
 #[global_allocator]
@@ -57,6 +72,53 @@ fn allocations(body: impl FnOnce()) -> usize {
     let before = COUNT.get();
     body();
     COUNT.get() - before
+}
+
+/// What `body` gives, the bytes that it leaves behind and the most that it held at a time.
+fn held<T>(body: impl FnOnce() -> T) -> (T, usize, usize) {
+    let before = HELD.get();
+    MOST.set(before);
+    let value = body();
+    let [left, most] = [HELD.get(), MOST.get()].map(|bytes| (bytes - before).max(0) as usize);
+    (value, left, most)
+}
+
+/// A checkpoint that gives each tensor when it is asked for, as a mapped file does.
+#[test]
+fn quantizing_while_loading_holds_little_but_the_quantized_model() -> Result<()> {
+    let (hidden, inner, layers) = (256, 1024, 12);
+    let mut config: serde_json::Value = Golden::open("qwen3_qknorm")?.config();
+    for (key, value) in [
+        ("hidden_size", hidden),
+        ("intermediate_size", inner),
+        ("num_hidden_layers", layers),
+    ] {
+        config[key] = value.into();
+    }
+    let config: qwen3::Config = serde_json::from_value(config).expect("a configuration");
+    for recipe in [
+        Recipe::new(Quantization::Int8),
+        Recipe::new(Quantization::Int8).with_balance(),
+        Recipe::new("int4-g64-z".parse()?),
+        Recipe::new(Quantization::Gguf(GgmlDType::Q4_0)),
+    ] {
+        let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+        let load = || CausalLm::<qwen3::Config>::new_quantized(&config, vb, &recipe, Fusion::all());
+        let (model, left, most) = held(load);
+        drop(model?);
+        let largest = 4 * hidden * inner;
+        assert!(left > layers * hidden * inner, "{recipe:?}: {left} bytes");
+        // The largest matrix as it is read, turned into f32, and its codes.
+        assert!(
+            most <= left + 4 * largest,
+            "{recipe:?}: {most} bytes for a model of {left}"
+        );
+        assert!(
+            left <= layers * 3 * largest / 2,
+            "{recipe:?}: {left} bytes, as if it were dense"
+        );
+    }
+    Ok(())
 }
 
 #[test]
