@@ -53,14 +53,13 @@ pub(super) fn search(
     codes: &mut [i8],
     whole: Option<f32>,
 ) -> Found {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a supported level from AVX2 on has AVX2.
-        level if level.supported() >= Level::Avx2 => unsafe {
-            search_avx2(scheme, weights, codes, whole)
-        },
-        _ => search_plain(scheme, weights, codes, whole),
+    #[cfg(target_arch = "x86_64")]
+    if level.supported() >= Level::Avx2 {
+        // SAFETY: the processor has the level, and with it AVX2.
+        return unsafe { search_avx2(scheme, weights, codes, whole) };
     }
+    let _ = level;
+    search_plain(scheme, weights, codes, whole)
 }
 
 /// [`search_plain`] compiled for AVX2.
@@ -213,19 +212,17 @@ impl Best {
 
     /// Takes `trial`, whose scale becomes what `store` makes of it and whose zero point goes to `zero`,
     /// in sixteenths, if it is better.
-    fn consider(&mut self, trial: &Trial, zero: u8, store: impl Fn(f32) -> f32) -> bool {
+    fn consider(&mut self, trial: &Trial, zero: u8, store: impl Fn(f32) -> f32) {
         let shift = f32::from(zero) * ZERO_STEP - trial.zero;
         if trial.vv == 0. || !trial.scale.is_finite() {
-            return false;
+            return;
         }
         let scale = store(trial.best_scale(shift));
         let error = trial.error(scale, shift);
-        let better = error < self.error || scale.is_infinite();
-        if better {
+        if error < self.error || scale.is_infinite() {
             let found = Found { scale, zero };
             *self = Self { found, error };
         }
-        better
     }
 }
 
