@@ -9,6 +9,11 @@ use memmap2::Mmap;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Columns of ternary weights up to which a product with one token is faster by table look-up. Tables
+/// take 16 bytes for each column; behind this they and the weights no longer fit into a first-level
+/// cache of 32 KB (Zen 3: 576 columns 0 to 5 % faster than multiplying, 1536 columns 15 % slower).
+const LOOK_UP_COLS: usize = 1024;
+
 /// Values that are widened and quantized at a time.
 const PART: usize = 1 << 20;
 
@@ -82,7 +87,8 @@ impl PackedMatrix {
     /// Whether products with `tokens` tokens are faster by table look-up
     /// ([`Q8Activations::prepare_look_ups`](super::Q8Activations::prepare_look_ups)).
     pub fn looks_up(&self, tokens: usize) -> bool {
-        tokens == 1 && matches!(self.format, Format::Scheme(Scheme::Ternary { .. }))
+        let is_ternary = matches!(self.format, Format::Scheme(Scheme::Ternary { .. }));
+        tokens == 1 && is_ternary && self.cols <= LOOK_UP_COLS
     }
 
     /// The packed bytes, row group by row group.
