@@ -60,6 +60,15 @@ template <uint32_t PAD_> struct PartRows {
       *words(0, i / tail, first + i % tail) = make_uint2(0, 0);
   }
 
+  // What lanes of a column of operand B meet in a step.
+  struct Step {
+    const PartRows& x;
+    uint32_t column;
+
+    __device__ __forceinline__ uint4 block(int, uint32_t value) const { return x.column(column, value); }
+  };
+  __device__ __forceinline__ Step step(uint32_t column, uint32_t, uint32_t) const { return {*this, column}; }
+
   // 8 values from `value` on as column `column` of operand B: part c % 2 of row c / 2.
   __device__ __forceinline__ uint4 column(uint32_t column, uint32_t value) const {
     if (column >= 2 * m || column % 2 >= parts) return make_uint4(0, 0, 0, 0);
@@ -78,8 +87,12 @@ template <uint32_t PAD_> struct PartRows {
   }
 };
 
-// Rows of x in int8, filled up with zeros to whole steps, then the rows as f32, then what each row's
-// codes are multiplied by.
+// What the numbers of ternary codes are multiplied by as operands: they take the upper two bits of a byte.
+constexpr float TERNARY_UNIT = 64.f;
+
+// Rows of x in int8, filled up with zeros to whole steps, then room for the rows as they were, then what
+// each row's codes are multiplied by. What lane t meets in a step is together: for each block of 32 its
+// values 0, 2, 4 and 6 of 8, then the others.
 struct ByteRows {
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = true;
@@ -92,61 +105,86 @@ struct ByteRows {
   __device__ uint32_t pitch() const { return steps * STEP + PAD; }
   __device__ float4* raw() const { return reinterpret_cast<float4*>(at + m * pitch()); }
   __device__ float* scales() const { return reinterpret_cast<float*>(raw() + m * (k / 4)); }
+  // Where 8 values from `value` on lie.
+  __device__ __forceinline__ char* place(uint32_t row, uint32_t value) const {
+    const uint32_t block = value % STEP / 32, t = value % 32 / 8;
+    return at + row * pitch() + value / STEP * STEP + 32 * t + 8 * block;
+  }
 
   __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const { raw()[row * (k / 4) + piece] = v; }
   __device__ float4 get_raw(uint32_t row, uint32_t piece) const { return raw()[row * (k / 4) + piece]; }
+  // The nearest whole number, of up to 22 bits, in the lower bits: a sum has no others left.
+  static __device__ __forceinline__ uint32_t whole(float v) { return __float_as_uint(__fadd_rn(v, 12582912.f)); }
+  __device__ void put_bytes(uint32_t row, uint32_t piece, uint32_t even, uint32_t odd) const {
+    uint16_t* to = reinterpret_cast<uint16_t*>(place(row, piece / 2 * 8)) + piece % 2;
+    to[0] = even, to[2] = odd;
+  }
   __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
-    const uint32_t a = __float2int_rn(v.x) & 255, b = __float2int_rn(v.y) & 255, c = __float2int_rn(v.z) & 255;
-    reinterpret_cast<uint32_t*>(at + row * pitch())[piece] = a | b << 8 | c << 16 | uint32_t(__float2int_rn(v.w)) << 24;
+    put_bytes(row, piece, __byte_perm(whole(v.x), whole(v.z), 0x0040), __byte_perm(whole(v.y), whole(v.w), 0x0040));
   }
   __device__ void put_sum(uint32_t, uint32_t, float) const {}
   // A row of zeros has codes of zero.
   __device__ float put_largest(uint32_t row, float largest) const {
-    scales()[row] = largest / 127.f;
+    scales()[row] = largest / (127.f * TERNARY_UNIT);
     return largest > 0.f ? 127.f / largest : 0.f;
   }
-  // A row of bf16, k being a multiple of 8, if its threads can hold it.
+  // A row of bf16, k being a multiple of 8.
   __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float* scratch) const {
-    constexpr int MOST = 4;
-    if (k / 8 > MOST * team.size()) return false;
-    uint4 held[MOST];
-    uint32_t largest = 0;
+    // All of it on its way at once, without registers; a thread gets back what it has asked for.
+    uint4* held = reinterpret_cast<uint4*>(raw() + row * (k / 4));
+    const uint32_t to = shared_address(held);
+    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i, true);
+    await_copies();
+    uint32_t both = 0;
+#pragma unroll 2
+    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) {
+      const uint4 v = held[i];
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < MOST; ++i) {
-      const uint32_t at = team.rank() + i * team.size();
-      held[i] = make_uint4(0, 0, 0, 0);
-      if (at < k / 8) held[i] = __ldcg(reinterpret_cast<const uint4*>(x) + at);
+      for (int w = 0; w < 4; ++w) both = __vmaxu2(both, words[w] & 0x7fff7fffu);
     }
-#pragma unroll
-    for (int i = 0; i < MOST; ++i) {
-      const uint32_t words[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) largest = max(largest, max(words[w] << 16 & 0x7fffffffu, words[w] & 0x7fff0000u));
-    }
+    const uint32_t largest = max(both << 16, both & 0xffff0000u);
     const float by = put_largest(row, __uint_as_float(team.max(largest, scratch)));
+#pragma unroll 2
+    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) {
+      const uint4 v = held[i];
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      uint32_t even[4], odd[4];
 #pragma unroll
-    for (int i = 0; i < MOST; ++i) {
-      const uint32_t at = team.rank() + i * team.size();
-      if (at >= k / 8) break;
-      float v[8];
-      unpack8<__nv_bfloat16>(held[i], v);
-      put(row, 2 * at, make_float4(v[0] * by, v[1] * by, v[2] * by, v[3] * by));
-      put(row, 2 * at + 1, make_float4(v[4] * by, v[5] * by, v[6] * by, v[7] * by));
+      for (int w = 0; w < 4; ++w) {
+        even[w] = whole(__fmul_rn(__uint_as_float(words[w] << 16), by));
+        odd[w] = whole(__fmul_rn(__uint_as_float(words[w] & 0xffff0000u), by));
+      }
+      *reinterpret_cast<uint2*>(place(row, 8 * i)) = make_uint2(low_bytes(even), low_bytes(odd));
     }
     return true;
   }
+  static __device__ __forceinline__ uint32_t low_bytes(const uint32_t (&v)[4]) {
+    return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+  }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
     const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
-    for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x)
-      reinterpret_cast<uint32_t*>(at + i / tail * pitch())[first + i % tail] = 0;
+    for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x) put_bytes(i / tail, first + i % tail, 0, 0);
   }
 
+  // Those of 8 values, the even ones first.
   __device__ __forceinline__ uint2 eight(uint32_t row, uint32_t value) const {
-    return *reinterpret_cast<const uint2*>(at + row * pitch() + value);
+    return *reinterpret_cast<const uint2*>(place(row, value));
   }
-  __device__ __forceinline__ uint2 column(uint32_t column, uint32_t value) const {
-    if (column >= 2 * m || column % 2 > 0) return make_uint2(0, 0);
-    return eight(column / 2, value);
+
+  // What lane t of a column of operand B meets in a step.
+  struct Step {
+    uint4 halves[2];
+
+    __device__ __forceinline__ uint2 block(int e, uint32_t) const {
+      const uint4& v = halves[e / 2];
+      return e % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
+    }
+  };
+  // Sums of columns that are no row's go nowhere: those have any row's values.
+  __device__ __forceinline__ Step step(uint32_t column, uint32_t t, uint32_t step) const {
+    const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + step * STEP + 32 * t;
+    return {load_shared(from), load_shared(from + 16)};
   }
 };
 

@@ -72,13 +72,10 @@ __device__ __forceinline__ uint32_t int8_numbers(uint32_t word, int j) {
   return less_bf16x2(masked_or(v, 0x007f007fu, 0x43004300u), masked_or(v, 0x00800080u, 0x43004300u));
 }
 
-// Codes 4q to 4q + 3 of block b as bytes, of the words that ternary has of a lane.
-__device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], int b, int q) {
-  // Of the selectors four count, those in the lower half.
-  const uint32_t nibbles = (words[b / 2] >> (2 * (b % 2)) & 0x33333333u) >> (16 * q);
-  uint32_t v;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(0xffff0100u), "r"(0), "r"(nibbles));
-  return v;
+// TERNARY_UNIT times codes 0, 2, 4 and 6 of block b, or those behind each, as bytes, of the words that
+// ternary has of a lane.
+__device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], int b, int odd) {
+  return words[b / 2] << (6 - 2 * (b % 2) - 4 * odd) & 0xc0c0c0c0u;
 }
 
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
@@ -309,9 +306,13 @@ template <class Format> struct CodeRows : SixteenRows {
     }
   };
 
+  // Whole numbers of a row with one scale stay such to the end of k.
+  static constexpr bool CARRIES = MMA && XRows::SCALES && Format::GROUPS == ROW_SCALES;
+
   struct Sums {
     float whole[2];         // of this lane's row of x
     float parts[2][MAX_M];  // without tensor cores: of every row of x, from this lane's quarter of k
+    int carried[2][4];      // of even and of odd blocks
 
     __device__ void total(const Gemv& p, Staged* xs, float (&y)[2]) const {
       float by = 1.f;
@@ -344,12 +345,15 @@ template <class Format> struct CodeRows : SixteenRows {
         const uint32_t first = (step + s) * STEP;
         typename Format::Sum c[4] = {};
         uint32_t zeros[2] = {};
+        const auto inputs = x.step(group(), member(), step + s);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (Scales::begins(p, e)) zeros[0] = scales[0].zero(p, s, e), zeros[1] = scales[1].zero(p, s, e);
           const uint32_t value = first + Format::value(e, member());
-          if constexpr (MMA) {
-            Format::multiply(c, pieces[s][0], pieces[s][1], e, zeros, x.column(group(), value));
+          if constexpr (CARRIES) {
+            Format::multiply(sums.carried[e % 2], pieces[s][0], pieces[s][1], e, zeros, inputs.block(e, value));
+          } else if constexpr (MMA) {
+            Format::multiply(c, pieces[s][0], pieces[s][1], e, zeros, inputs.block(e, value));
             if (!Scales::ends(p, e)) continue;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -369,6 +373,11 @@ template <class Format> struct CodeRows : SixteenRows {
             }
           }
         }
+      }
+      if (CARRIES && step + STEPS >= end) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          sums.whole[i] = scales[i].scale(p, 0, 0) * static_cast<float>(sums.carried[0][2 * i] + sums.carried[1][2 * i]);
       }
     }
   };

@@ -100,12 +100,6 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
     commit_copies();
   }
 
-  __device__ __forceinline__ uint4 read_x(uint32_t at) const {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-  }
-
   __device__ __forceinline__ void multiply(const Weights& w, uint32_t at, float (&sums)[EIGHTS][4]) const {
     const uint32_t step = first_step(at % stages), g = lane() / 4, t = lane() % 4;
     const uint32_t x = slot(at) + g * pitch + part * (DEPTH * 2 * STEP);
@@ -120,7 +114,7 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
         const auto a = Format::operands(w.pieces[d][0], w.pieces[d][1], e, zeros);
 #pragma unroll
         for (int n = 0; n < EIGHTS; ++n) {
-          const uint4 v = read_x(x + n * 8 * pitch + 2 * (d * STEP + Format::value(e, t)));
+          const uint4 v = load_shared(x + n * 8 * pitch + 2 * (d * STEP + Format::value(e, t)));
           mma_both(c[n], a, v);
         }
         if (!Scales::ends(p, e)) continue;

@@ -49,6 +49,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_shared(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+
 // 16 bytes to shared memory, zeros if `valid` is false; before sm_80 the copy is done at once.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
