@@ -1,7 +1,6 @@
-//! A product of two matrices side by side against float64, and how products of codes are spread.
+//! A product of two matrices side by side against float64.
 
 use super::few::{FewRows, few_rows};
-use super::gemv::Core;
 use crate::cuda::{Launcher, address_of};
 use crate::ops::Activation;
 use candle_core::{DType, Device, Result, Tensor};
@@ -76,35 +75,4 @@ fn a_pair_of_matrices_is_the_sum_of_their_products() -> Result<()> {
         }
     }
     Ok(())
-}
-
-#[test]
-fn codes_take_the_fewest_shares_that_fill_the_gpu() {
-    let core = |tile| Core {
-        kernel: 0,
-        most: 4,
-        unit: 16,
-        step: 128,
-        tile,
-        row: 0,
-        padded: false,
-        fills: true,
-    };
-    let int8 = core(2);
-    // One round of 224 blocks, or of 256; more rounds where one cannot be.
-    for (rows, k, expected) in [
-        (14336, 4096, (2, 224)),
-        (28672, 4096, (8, 264)),
-        (4096, 14336, (8, 256)),
-        (4096, 4096, (8, 256)),
-        (128256, 4096, (8, 264)),
-        (576, 576, (4, 18)),
-        (16, 128, (1, 1)),
-    ] {
-        assert_eq!(int8.shape(132, rows / 16, k), expected, "{rows} x {k}");
-    }
-    for (tile, split) in [(4, 4), (8, 2)] {
-        assert_eq!(core(tile).shape(132, 14336 / 16, 4096), (2, 224));
-        assert_eq!(core(tile).shape(132, 128256 / 16, 4096), (split, 264));
-    }
 }
