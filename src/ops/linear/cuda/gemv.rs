@@ -179,7 +179,7 @@ impl Core {
     /// Warps that share a unit, and blocks. As measured on an H100: two tiles for a warp, so that all
     /// of its weights are on the way before x is there, more where k is long and fewer where units
     /// are; full blocks, and two of them on a multiprocessor.
-    pub(super) fn shape(&self, sms: usize, units: usize, k: usize) -> (usize, usize) {
+    fn shape(&self, sms: usize, units: usize, k: usize) -> (usize, usize) {
         let steps = k.div_ceil(self.step);
         let mut split = (steps.next_power_of_two() / (2 * self.tile)).clamp(1, WARPS);
         while split < WARPS && 2 * split <= steps && units * split < 4 * sms {
@@ -248,5 +248,41 @@ pub(crate) unsafe fn launch(
         launcher
             .moving(bytes as u64)
             .run(module, core.kernel, grid, &params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Core;
+
+    #[test]
+    fn codes_take_the_fewest_shares_that_fill_the_gpu() {
+        let core = |tile| Core {
+            kernel: 0,
+            most: 4,
+            unit: 16,
+            step: 128,
+            tile,
+            row: 0,
+            padded: false,
+            fills: true,
+        };
+        let int8 = core(2);
+        // One round of 224 blocks, or of 256; more rounds where one cannot be.
+        for (rows, k, expected) in [
+            (14336, 4096, (2, 224)),
+            (28672, 4096, (8, 264)),
+            (4096, 14336, (8, 256)),
+            (4096, 4096, (8, 256)),
+            (128256, 4096, (8, 264)),
+            (576, 576, (4, 18)),
+            (16, 128, (1, 1)),
+        ] {
+            assert_eq!(int8.shape(132, rows / 16, k), expected, "{rows} x {k}");
+        }
+        for (tile, split) in [(4, 4), (8, 2)] {
+            assert_eq!(core(tile).shape(132, 14336 / 16, 4096), (2, 224));
+            assert_eq!(core(tile).shape(132, 128256 / 16, 4096), (split, 264));
+        }
     }
 }
