@@ -1,8 +1,8 @@
 // The attention step of decoding beside a product that does not need it, in one launch: where residuals
 // are parallel, the first half of the MLP. The product's weights keep the memory busy while attention,
 // which is short of work, takes its time.
-#include "dense.cuh"
 #include "flash_decoding.cuh"
+#include "stream.cuh"
 
 using namespace fused;
 
@@ -18,7 +18,7 @@ template <class Core, typename T> __device__ __forceinline__ void beside(const B
   if (block < attend) {
     decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});
   } else {
-    gemv<Lanes<Dense<T>, 1, 2, 4>>(p.product, block - attend, gridDim.x - attend);
+    stream<T, false>(p.product, block - attend, gridDim.x - attend);
   }
 }
 

@@ -67,26 +67,6 @@ template <typename T> struct Dense {
   static __device__ __forceinline__ float dot(const Values& w, const Input& x) { return fused::dot(w.v, x); }
 };
 
-// Two matrices side by side: the second goes on where rows of the first end, at a multiple of VALUES.
-template <typename T> struct DensePair : Dense<T> {
-  using Dense<T>::VALUES;
-  struct Row {
-    const T* first;
-    const T* second;  // as if it began where the first does
-    uint32_t border;
-  };
-
-  static __device__ __forceinline__ Row row(const Gemv& p, const Matrix& matrix, uint32_t row) {
-    const uint64_t before = matrix.border, behind = p.k - matrix.border;
-    return {static_cast<const T*>(matrix.data) + row * before,
-            static_cast<const T*>(matrix.second) + row * behind - before, matrix.border};
-  }
-  static __device__ __forceinline__ uint4 load(const Row& row, uint32_t chunk) {
-    const uint32_t at = chunk * VALUES;
-    return load_once((at < row.border ? row.first : row.second) + at);
-  }
-};
-
 // Any of the three, one value at a time: what does not divide or is not aligned.
 struct Scalar {
   static constexpr int VALUES = 1;

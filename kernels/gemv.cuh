@@ -32,7 +32,10 @@ struct Gemv {
   uint32_t k;
   uint32_t rows;      // of all weights
   uint32_t width;     // outputs: rows, or half of them if one half gates the other
-  uint32_t split;     // warps that share a unit: a power of two that divides the block's warps
+  union {
+    uint32_t split;   // warps that share a unit: a power of two that divides the block's warps
+    uint32_t slots;   // of a warp's ring in stream.cuh: 4, 6, 8, 10 or 12
+  };
   union {
     int weight_dtype;  // of dense weights
     uint32_t groups;   // of codes: scales of each 128 values of a row

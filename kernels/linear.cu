@@ -24,9 +24,5 @@ LINEAR(f32, float)
 LINEAR(f16, __half)
 LINEAR(bf16, __nv_bfloat16)
 
-// One row of x and two matrices side by side, whose products are summed.
-FUSED_GEMV(linear_pair_f16, DensePair<__half>, 1, 2, 4)
-FUSED_GEMV(linear_pair_bf16, DensePair<__nv_bfloat16>, 1, 2, 4)
-
 // Any shape and alignment.
 FUSED_GEMV(linear_m8_scalar, Scalar, 8, 2, 4)

@@ -55,7 +55,7 @@ impl Beside {
             && step.is_aligned()
             && shape.sequences == 1
             && DIMS.contains(&shape.head_dim)
-            && product.large(launcher.gpu).is_some();
+            && product.stream_beside(launcher.gpu, 1).is_some();
         fits.then_some(Self { step, product })
     }
 
@@ -73,7 +73,13 @@ impl Beside {
             blocks,
         } = Prepared::new(launcher, &self.step, Some(KEYS))?;
         let dim = DIMS.iter().position(|d| *d == self.step.shape.head_dim);
-        let (Some(dim), Some((product, grid))) = (dim, self.product.large(launcher.gpu)) else {
+        let attending: u32 = blocks.iter().product();
+        // Two blocks fit a multiprocessor: more of the product's would begin when attention ends, and
+        // end last.
+        let sms = launcher.gpu.sms;
+        let room = (2 * sms).saturating_sub(attending).max(sms / 2);
+        let product = self.product.stream_beside(launcher.gpu, room as usize);
+        let (Some(dim), Some((product, grid))) = (dim, product) else {
             bail!("{OP}: no kernel for a step of this shape beside a product");
         };
         let bf16 = self.step.shape.cache_dtype == DType::BF16;
@@ -83,13 +89,8 @@ impl Beside {
             blocks,
             unused: 0,
         };
-        let attending: u32 = blocks.iter().product();
-        // Two blocks fit a multiprocessor: more of the product's would begin when attention ends, and
-        // end last.
-        let sms = launcher.gpu.sms;
-        let room = (2 * sms).saturating_sub(attending).max(sms / 2);
         let grid = Grid::new(
-            [attending + grid.blocks[0].min(room), 1, 1],
+            [attending + grid.blocks[0], 1, 1],
             grid.threads,
             grid.shared.max(shares.shared as u32),
         );

@@ -1,7 +1,8 @@
 //! Few rows of x: one kernel with the norm in front and the epilogue behind, which reads every
 //! weight once.
 
-use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch, spread};
+use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch};
+use super::stream;
 use crate::cuda::{Address, Gpu, Grid, Launcher, Module, PIECES, UNALIGNED, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
@@ -30,8 +31,6 @@ static MODULE: Module = Module::new(
         "linear_small_1024_bf16",
         "linear_small_1536_f16",
         "linear_small_1536_bf16",
-        "linear_pair_f16",
-        "linear_pair_bf16",
     ],
 );
 
@@ -39,7 +38,6 @@ const TENSOR: usize = 0;
 const LANES: usize = 2;
 const SCALAR: usize = 11;
 const SMALL: usize = 12;
-const PAIR: usize = 16;
 
 /// Inputs that the kernels for small products take at most.
 const SMALL_K: [usize; 2] = [1024, 1536];
@@ -51,14 +49,6 @@ const SMALL_THREADS: u32 = 256;
 /// Rows of x that are few: the weights are read once and meet all of them. More go to the library's
 /// matrix product.
 pub(crate) const FEW: usize = 8;
-
-/// Bytes of weights from which on a warp reads so many that it has more of them on the way.
-const LARGE: usize = 24 << 20;
-
-/// The same where rows are long, and from which on they are: in the decode step of a model (Llama-3.2-1B
-/// on an H100) worth 7 %, though not to the product alone.
-const LARGE_LONG: usize = 8 << 20;
-const LONG: usize = 2048;
 
 /// A product of up to [`FEW`] rows on raw addresses; 0 stands for no tensor.
 #[derive(Clone, Copy, Debug)]
@@ -122,12 +112,12 @@ impl FewRows {
             && self.x_dtype != DType::F32
             && self.vectors()
             && other.vectors()
-            && pair.core(gpu).rows_at_once(gpu) > 0;
+            && pair.stream(gpu).is_some();
         fits.then_some(pair)
     }
 
     /// Whether 16-byte accesses fit x, the norm and the weights.
-    fn vectors(&self) -> bool {
+    pub(super) fn vectors(&self) -> bool {
         self.refusal().is_none()
     }
 
@@ -154,6 +144,7 @@ impl FewRows {
         let kernel = self.core(gpu).kernel;
         match self.small(gpu) {
             Some(_) => "tensor cores, small",
+            None if self.stream(gpu).is_some() => "vector, streamed",
             None if kernel < LANES => "tensor cores",
             None => "vector",
         }
@@ -187,13 +178,7 @@ impl FewRows {
                 fills: false,
             };
         }
-        if self.second.is_some() {
-            return Core {
-                kernel: PAIR + index - 1,
-                ..self.lanes(1, 1, 2, 4)
-            };
-        }
-        let one = if self.bytes() >= LARGE || (self.k >= LONG && self.bytes() >= LARGE_LONG) {
+        let one = if stream::is_large(self) {
             self.lanes(1, 1, 2, 4)
         } else {
             self.lanes(0, 1, 4, 1)
@@ -206,17 +191,18 @@ impl FewRows {
         }
     }
 
-    /// The product of one row as the kernels take it that read a lot of weights, and its grid; none if
-    /// it is not of one row and one 16-bit type.
-    pub fn large(&self, gpu: &Gpu) -> Option<(Gemv, Grid)> {
-        let alike = self.x_dtype == self.w_dtype && self.x_dtype != DType::F32;
-        if self.m != 1 || !alike || self.second.is_some() || !self.vectors() {
-            return None;
-        }
-        let core = self.lanes(1, 1, 2, 4);
-        let mut params = params(self);
-        let grid = spread(gpu, &core, &mut params);
-        (core.rows_at_once(gpu) > 0).then_some((params, grid))
+    /// The product as the kernels take it whose weights stream through shared memory, and its grid; none
+    /// if they do not, or if it is too small for them.
+    fn stream(&self, gpu: &Gpu) -> Option<(Gemv, Grid)> {
+        let large = self.second.is_some() || stream::is_large(self);
+        let most = stream::blocks(gpu);
+        large.then(|| stream::spread(gpu, self, params(self), most))?
+    }
+
+    /// The same of any size, on at most so many blocks of a launch that does something else too.
+    pub fn stream_beside(&self, gpu: &Gpu, blocks: usize) -> Option<(Gemv, Grid)> {
+        let one = self.second.is_none();
+        one.then(|| stream::spread(gpu, self, params(self), blocks))?
     }
 
     /// Bytes of the weights.
@@ -241,7 +227,8 @@ impl FewRows {
     /// Whether the GPU has the shared memory that one row of x takes.
     pub fn fits(&self, launcher: &Launcher) -> bool {
         let gpu = launcher.gpu;
-        self.small(gpu).is_some() || self.core(gpu).rows_at_once(gpu) > 0
+        let streams = self.stream(gpu).is_some();
+        streams || self.small(gpu).is_some() || self.core(gpu).rows_at_once(gpu) > 0
     }
 
     /// Whether tensor cores multiply x with the weights as they are.
@@ -296,6 +283,10 @@ pub(crate) unsafe fn few_rows(launcher: &Launcher, at: &FewRows) -> Result<()> {
                 .moving(bytes as u64)
                 .run(&MODULE, kernel, grid, &params)
         };
+    }
+    if let Some(streamed) = at.stream(launcher.gpu) {
+        // SAFETY: the caller's.
+        return unsafe { stream::launch(launcher, at, streamed) };
     }
     let core = at.core(launcher.gpu);
     let once = core.rows_at_once(launcher.gpu);

@@ -101,6 +101,7 @@ pub(crate) struct Gemv {
     pub k: u32,
     pub rows: u32,
     pub width: u32,
+    /// Warps that share a unit, or slots of a ring.
     pub split: u32,
     /// The dtype of dense weights; of codes how many scales each 128 values of a row have.
     pub kind: i32,

@@ -9,6 +9,7 @@ mod held;
 mod many;
 mod parts;
 mod quantized;
+mod stream;
 #[cfg(test)]
 mod tests;
 mod tiles;

@@ -1,0 +1,284 @@
+// y = act(prologue(x) W^T + bias) + residuals for one row of x and weights of its 16-bit type that are
+// more than the multiprocessors hold: they stream through rings in shared memory, one for each warp.
+//
+// What costs such a product its bandwidth are its ends, so all that does not need x is asked for
+// before the wait, and all of x at once behind it. A block has consecutive units of two rows of weights
+// and cuts all their steps into equal shares for its warps, borders of units or not: no warp has more
+// to do than another, and sums meet once, at the end.
+#pragma once
+
+#include "gemv.cuh"
+
+namespace fused {
+
+constexpr int STREAM_STEP = 256;                  // values of a row that a warp takes at once
+constexpr int STREAM_SLOT = 2 * STREAM_STEP * 2;  // bytes of two rows
+constexpr int STREAM_PACKS = 8;                   // 16 bytes of x, that a thread stages: k up to 16384
+constexpr int STREAM_AHEAD = 2;                   // of the norm's weight, that it asks for before the wait
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wait_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+#else
+// Turing has no such copies, and the host asks it for none of these kernels.
+__device__ __forceinline__ void copy16(uint32_t, const void*) {}
+__device__ __forceinline__ void end_group() {}
+template <int N> __device__ __forceinline__ void wait_groups() {}
+#endif
+
+// Until the oldest of `slots` groups is there. The instruction takes a constant.
+__device__ __forceinline__ void wait_oldest(uint32_t slots) {
+  switch (slots) {
+    case 12:
+      return wait_groups<11>();
+    case 10:
+      return wait_groups<9>();
+    case 8:
+      return wait_groups<7>();
+    case 6:
+      return wait_groups<5>();
+    default:
+      return wait_groups<3>();
+  }
+}
+
+template <typename T> __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
+  float v[8], w[8];
+  unpack8<T>(a, v);
+  unpack8<T>(b, w);
+  float even = v[0] * w[0], odd = v[1] * w[1];
+#pragma unroll
+  for (int i = 2; i < 8; i += 2) even = fmaf(v[i], w[i], even), odd = fmaf(v[i + 1], w[i + 1], odd);
+  return even + odd;
+}
+
+// PAIR: a second matrix goes on where rows of the first end, see Matrix.
+template <typename T, bool PAIR> struct Stream {
+  const Gemv& p;
+  uint32_t outputs;       // of a unit: two, or one of which it has the gate and what is gated
+  uint32_t first, units;  // of the block
+  uint32_t steps, share;  // of a unit, of a warp
+  uint32_t begin, end;    // this warp's steps of the block's
+  char* ring;
+  T* xs;
+  float* sums;            // [units][2]: what a unit's first warp has
+  float (*rest)[2];       // [warps]: what a warp adds to a unit that another began
+
+  static __device__ uint32_t lane() { return threadIdx.x % WARP; }
+  static __device__ uint32_t warp() { return threadIdx.x / WARP; }
+
+  __device__ Stream(const Gemv& p, uint32_t block, uint32_t blocks, char* memory, float (*rest)[2])
+      : p(p), outputs(gates(p) ? 1 : 2), rest(rest) {
+    const uint32_t all = (p.width + outputs - 1) / outputs;
+    first = uint64_t(all) * block / blocks;
+    units = uint64_t(all) * (block + 1) / blocks - first;
+    steps = (p.k + STREAM_STEP - 1) / STREAM_STEP;
+    share = (units * steps + GEMV_WARPS - 1) / GEMV_WARPS;
+    begin = min(warp() * share, units * steps);
+    end = min(begin + share, units * steps);
+    ring = memory + warp() * p.slots * STREAM_SLOT;
+    xs = reinterpret_cast<T*>(memory + GEMV_WARPS * p.slots * STREAM_SLOT);
+    sums = reinterpret_cast<float*>(xs + staged_pitch<T>(p.k));
+  }
+
+  // Where the next step to be asked for lies.
+  struct Ahead {
+    uint32_t at, unit, step;
+    const char *rows[2], *others[2];  // the second matrix's, as if they began where the first's do
+  };
+
+  __device__ void enter(Ahead& a) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t unit = first + a.unit;
+      // Past the last row the last is read again and not written.
+      uint32_t row = outputs == 1 ? unit + r * p.width : min(2 * unit + r, p.width - 1);
+      const Matrix& matrix = matrix_of(p, row);
+      const uint64_t k = PAIR ? matrix.border : p.k;
+      a.rows[r] = static_cast<const char*>(matrix.data) + row * k * sizeof(T);
+      if constexpr (PAIR)
+        a.others[r] = static_cast<const char*>(matrix.second) + (row * (p.k - k) - int64_t(k)) * int64_t(sizeof(T));
+    }
+  }
+
+  // A lane copies what it will multiply itself, so nobody else has to be told.
+  __device__ void ask(Ahead& a, uint32_t slot) const {
+    if (a.at < end) {
+      const uint32_t at = (a.step * WARP + lane()) * 8;
+      if (at < p.k) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const char* row = PAIR && at >= p.weights[0].border ? a.others[r] : a.rows[r];
+          copy16(slot + r * (STREAM_SLOT / 2), row + at * sizeof(T));
+        }
+      }
+      ++a.at;
+      if (++a.step == steps) {
+        a.step = 0, ++a.unit;
+        enter(a);
+      }
+    }
+    end_group();
+  }
+
+  // Puts x where it is multiplied from, normed if asked for. Nothing is read twice.
+  __device__ void stage(const uint4 (&raw)[STREAM_PACKS], const uint4 (&ahead)[STREAM_AHEAD], float (*scratch)[GEMV_WARPS]) const {
+    const Prologue& x = p.prologue;
+    const uint32_t packs = p.k / 8;
+    float mean = 0.f, factor = 1.f;
+    if (x.norm == NORM_LAYER) mean = block_sum<GEMV_WARPS>(over<false>(raw, 0.f), scratch[0]) / p.k;
+    if (x.norm != NORM_NONE)
+      factor = rsqrtf(__fdividef(block_sum<GEMV_WARPS>(over<true>(raw, mean), scratch[1]), p.k) + x.eps);
+#pragma unroll
+    for (int i = 0; i < STREAM_PACKS; ++i) {
+      const uint32_t pack = threadIdx.x + i * GEMV_THREADS;
+      if (pack >= packs) break;
+      uint4 out = raw[i];
+      if (x.norm != NORM_NONE) {
+        const uint4 weight = i < STREAM_AHEAD ? ahead[i % STREAM_AHEAD] : VectorPack::read(x.weight, x.dtype, pack);
+        out = normed(raw[i], mean, factor, weight, x.bias ? VectorPack::read(x.bias, x.dtype, pack) : uint4{});
+      }
+      reinterpret_cast<uint4*>(xs)[pack] = out;
+    }
+    __syncthreads();
+  }
+
+  // This thread's part of the sum of x, or of the squares of its distances from the mean.
+  template <bool SQUARES>
+  __device__ float over(const uint4 (&raw)[STREAM_PACKS], float mean) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < STREAM_PACKS; ++i) {
+      if (threadIdx.x + i * GEMV_THREADS >= p.k / 8) break;
+      float v[8];
+      unpack8<T>(raw[i], v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += SQUARES ? (v[j] - mean) * (v[j] - mean) : v[j];
+    }
+    return sum;
+  }
+
+  __device__ uint4 normed(uint4 raw, float mean, float factor, uint4 weight, uint4 bias) const {
+    float v[8], w[8], b[8];
+    unpack8<T>(raw, v);
+    unpack8<T>(weight, w);
+    unpack8<T>(bias, b);
+    Pack<T, 8> out;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      // Rounded as in prologue.cuh.
+      out.v[j] = p.prologue.norm == NORM_RMS ? from_float<T>(rounded<T>(v[j] * factor) * w[j])
+                                             : from_float<T>(fmaf((v[j] - mean) * factor, w[j], b[j]));
+    }
+    return *reinterpret_cast<uint4*>(&out);
+  }
+
+  // A warp's sums of a unit.
+  __device__ void keep(uint32_t unit, float (&v)[2], bool began) const {
+    const float y = spread_sums<2>(v);
+    if (lane() % 16 == 0) (began ? sums + 2 * unit : rest[warp()])[lane() / 16] = y;
+    v[0] = v[1] = 0.f;
+  }
+
+  // The sum of a unit's row: what a warp began, and what those behind it had of the unit.
+  __device__ float total(uint32_t unit, uint32_t r) const {
+    float y = sums[2 * unit + r];
+    for (uint32_t w = unit * steps / share + 1; w < GEMV_WARPS && w * share < (unit + 1) * steps; ++w) y += rest[w][r];
+    return y;
+  }
+
+  __device__ void finish(Addends addends) const {
+    const Epilogue& e = p.epilogue;
+    for (uint32_t i = threadIdx.x; i < units * outputs; i += GEMV_THREADS) {
+      const uint32_t column = first * outputs + i;
+      if (column >= p.width) return;
+      if (i >= GEMV_THREADS) ask(addends, column);
+      float y = total(i / outputs, i % outputs) + widen_raw(addends.bias, e.dtype);
+      if (gates(p)) {
+        const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, column + p.width), e.dtype) : 0.f;
+        y = silu(y) * (total(i, 1) + bias);
+      } else {
+        y = activate(e.activation, y);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) y += widen_raw(addends.residuals[r], e.dtype);
+      write(e.out, e.out_dtype, column, y);
+    }
+  }
+  __device__ void ask(Addends& addends, uint32_t column) const {
+    addends.ask_bias(p.epilogue, column);
+    addends.ask_residuals(p.epilogue, 0, column);
+  }
+
+  // All of this warp's steps; each is asked for again as soon as its slot is free.
+  __device__ void multiply(Ahead& ahead) const {
+    const uint32_t packs = p.k / 8, mine = shared_address(ring) + lane() * 16;
+    float v[2] = {};
+    uint32_t unit = begin / steps, step = begin % steps, slot = 0;
+    bool began = step == 0;
+#pragma unroll 1
+    for (uint32_t i = begin; i < end; ++i) {
+      wait_oldest(p.slots);
+      const uint32_t pack = step * WARP + lane();
+      if (pack < packs) {
+        const char* at = ring + slot * STREAM_SLOT + lane() * 16;
+        const uint4 x = reinterpret_cast<const uint4*>(xs)[pack];
+        v[0] += dot8<T>(*reinterpret_cast<const uint4*>(at), x);
+        v[1] += dot8<T>(*reinterpret_cast<const uint4*>(at + STREAM_SLOT / 2), x);
+      }
+      ask(ahead, mine + slot * STREAM_SLOT);
+      if (++slot == p.slots) slot = 0;
+      if (++step == steps) {
+        keep(unit, v, began);
+        began = true, step = 0, ++unit;
+      }
+    }
+    if (step != 0 && begin < end) keep(unit, v, began);
+  }
+
+  __device__ void run(float (*scratch)[GEMV_WARPS]) const {
+    allow_next();
+    const uint32_t mine = shared_address(ring) + lane() * 16;
+    Ahead ahead = {begin, begin / steps, begin % steps};
+    if (begin < end) enter(ahead);
+#pragma unroll 1
+    for (uint32_t i = 0; i < p.slots; ++i) ask(ahead, mine + i * STREAM_SLOT);
+
+    const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
+    const bool finishes = threadIdx.x < units * outputs && column < p.width;
+    uint4 weight[STREAM_AHEAD], raw[STREAM_PACKS];
+    if (p.prologue.norm != NORM_NONE) read(p.prologue.weight, packs, weight);
+    Addends addends = {};
+    if (finishes) addends.ask_bias(p.epilogue, column);
+    wait_previous();
+    read(p.prologue.x, packs, raw);
+    if (finishes) addends.ask_residuals(p.epilogue, 0, column);
+    stage(raw, weight, scratch);
+
+    multiply(ahead);
+    __syncthreads();
+    finish(addends);
+  }
+
+  template <int N> __device__ static void read(const void* from, uint32_t packs, uint4 (&raw)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const uint32_t pack = threadIdx.x + i * GEMV_THREADS;
+      if (pack < packs) raw[i] = VectorPack::read(from, BF16, pack);
+    }
+  }
+};
+
+// The body of a kernel, or of those of its blocks that share the product.
+template <typename T, bool PAIR> __device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks) {
+  extern __shared__ float4 dynamic_shared[];
+  __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];
+  Stream<T, PAIR>(p, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch);
+}
+
+}  // namespace fused
