@@ -12,7 +12,8 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',')]
     pub sections: Vec<Section>,
 
-    /// Only what contains one of these in its name, as `rms_norm`, `qwen3` or `"m1 bf16"`.
+    /// Only what has one of these in its name: words of it, or parts of more than three letters, all of
+    /// them, as `flash` or `"rms_norm qwen3-0.6b m1"`.
     #[arg(long, value_delimiter = ',')]
     pub filter: Vec<String>,
 
@@ -21,7 +22,8 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     pub models: Vec<String>,
 
-    /// Formats of the table of models: dtypes, or what `--quantize` of the examples takes.
+    /// Formats of the table of models: dtypes, or what `--quantize` of the examples takes; with `+head`
+    /// the head is quantized too.
     #[arg(long, value_delimiter = ',')]
     pub formats: Vec<String>,
 
@@ -57,9 +59,9 @@ pub struct Args {
     #[arg(long, value_name = "PERCENT", num_args = 0..=1, default_missing_value = "5", requires = "baseline")]
     pub fail_on_regression: Option<f64>,
 
-    /// Measure nothing; show and plot an earlier --export.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["export", "quick", "sections"])]
-    pub from: Option<PathBuf>,
+    /// Measure nothing; show and plot earlier exports of one machine, several as one.
+    #[arg(long, value_name = "FILE", value_delimiter = ',', conflicts_with_all = ["quick", "sections"])]
+    pub from: Vec<PathBuf>,
 
     /// List the names of the cases.
     #[arg(long)]
@@ -104,7 +106,11 @@ impl Args {
     }
 
     pub fn wants(&self, name: &str) -> bool {
-        let words = &self.filter;
-        words.is_empty() || words.iter().any(|word| name.contains(word.as_str()))
+        let has = |word: &str| {
+            let whole = name.split(' ').any(|part| part == word);
+            whole || (word.len() > 3 && name.contains(word))
+        };
+        let fits = |filter: &String| filter.split_whitespace().all(has);
+        self.filter.is_empty() || self.filter.iter().any(fits)
     }
 }

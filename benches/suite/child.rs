@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 use candle_fused::Fusion;
 use candle_fused::generation::Options;
-use candle_fused::quant::Recipe;
+use candle_fused::quant::{Quantization, Recipe};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
@@ -52,7 +52,7 @@ impl Form {
 pub struct Job {
     /// The name of a shape, or of a model's file, folder or repository.
     pub model: String,
-    /// A dtype, a format that weights are quantized to, or `stored`.
+    /// A dtype, a format that the layers are quantized to (with `+head`: the head too), or `stored`.
     pub format: String,
     pub form: Form,
     pub cpu: bool,
@@ -229,8 +229,10 @@ fn load(job: &Job, device: &Device) -> Result<Box<dyn crate::common::generate::T
     let dtype = job.format.parse::<DType>().ok();
     let recipe = match (dtype, job.format.as_str()) {
         (Some(_), _) | (None, "stored") => None,
-        (None, format) => Some(Recipe::new(format.parse()?)),
+        (None, format) => Some(recipe(format)?),
     };
+    // Whose activations stay as they are.
+    let dtype = dtype.or((job.cpu && recipe.is_some()).then_some(DType::F32));
     match job.form {
         Form::Eager | Form::Graph => {
             fused::load(weights, dtype, device, Fusion::all(), recipe.as_ref())
@@ -238,6 +240,19 @@ fn load(job: &Job, device: &Device) -> Result<Box<dyn crate::common::generate::T
         _ if recipe.is_some() => bail!("plain candle does not quantize what it loads"),
         _ => stock::load(weights, dtype, device),
     }
+}
+
+fn recipe(format: &str) -> Result<Recipe> {
+    let (layers, head) = match format.strip_suffix("+head") {
+        Some(layers) => (layers.parse::<Quantization>()?, true),
+        None => (format.parse()?, false),
+    };
+    let recipe = Recipe::new(layers);
+    Ok(if head {
+        recipe.with_head(layers)
+    } else {
+        recipe
+    })
 }
 
 /// Whether a model is a named shape.

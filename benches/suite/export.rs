@@ -6,11 +6,12 @@ use crate::limits::{Bound, Limits};
 use crate::machine::Machine;
 use crate::models::ModelRun;
 use crate::nvml::Clocks;
+use crate::ops::count_floors;
 use crate::scaling::Curve;
 use crate::stats::Times;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Raised when a field changes its meaning or goes; new fields do not raise it.
 pub const SCHEMA: u32 = 1;
@@ -105,6 +106,31 @@ impl Export {
             path.display()
         );
         serde_json::from_value(value).with_context(what)
+    }
+
+    /// Runs of one machine as one.
+    pub fn join(paths: &[PathBuf]) -> Result<Self> {
+        let mut runs = paths.iter().map(|path| Self::read(path));
+        let mut all = runs.next().context("no export is named")??;
+        for run in runs {
+            let run = run?;
+            ensure!(
+                run.machine.is_like(&all.machine),
+                "{} and {} are different machines",
+                run.machine.describe(),
+                all.machine.describe()
+            );
+            all.limits = all.limits.better(&run.limits);
+            all.machine.command = format!("{}; {}", all.machine.command, run.machine.command);
+            all.clocks.extend(run.clocks);
+            all.ops.extend(run.ops);
+            all.skipped.extend(run.skipped);
+            all.models.extend(run.models);
+            all.layers.extend(run.layers);
+            all.scaling.extend(run.scaling);
+        }
+        count_floors(&mut all.ops, &all.limits);
+        Ok(all)
     }
 
     pub fn write(&self, path: &Path) -> Result<()> {

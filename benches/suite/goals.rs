@@ -232,7 +232,7 @@ fn of_cpu(export: &Export) -> Vec<Goal> {
     }
     // Files as `requantize` names them; the fused side quantizes the f32 weights of the same shape.
     let stock = |file| run(export, file, "stored", Form::Stock);
-    for (format, file, must) in [("int8", "q8_0", 2.), ("int4-g32", "q4_0", 4.)] {
+    for (format, file, must) in [("int8+head", "q8_0", 2.), ("int4-g32+head", "q4_0", 4.)] {
         let ours = run(export, "smollm2", format, Form::Eager);
         let reached = stock(file)
             .zip(ours)
@@ -244,8 +244,8 @@ fn of_cpu(export: &Export) -> Vec<Goal> {
             reached,
         ));
     }
-    let int4 = run(export, "smollm2", "int4-g32", Form::Eager);
-    let ternary = run(export, "smollm2", "ternary-row", Form::Eager);
+    let int4 = run(export, "smollm2", "int4-g32+head", Form::Eager);
+    let ternary = run(export, "smollm2", "ternary-row+head", Form::Eager);
     let reached = int4
         .zip(ternary)
         .map(|(a, b)| a.token.median / b.token.median);

@@ -83,12 +83,18 @@ impl Layer {
     }
 }
 
+/// Weights of the largest model whose layer is measured on a CPU: plain bf16 takes seconds for one.
+const MOST_ON_CPU: usize = 2_000_000_000;
+
 /// Measures and prints the layer of each model.
 pub fn run(place: &Place, args: &Args, models: &[ModelRun], budget: &Budget) -> Result<Vec<Layer>> {
     let (extent, effort) = (Extent::of(args.quick), Effort::of(place, args.quick));
     let mut layers = Vec::new();
     for shape in extent.models() {
         let dims = Dims::of(*shape)?;
+        if place.device.is_cpu() && dims.weights() > MOST_ON_CPU {
+            continue;
+        }
         for dtype in &place.dtypes {
             let format = dtype.as_str();
             if !args.wants(&format!("layer {} {format}", dims.name)) || budget.is_spent() {

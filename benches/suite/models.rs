@@ -42,22 +42,33 @@ struct Plan {
     prefill: usize,
     prompt: usize,
     steps: usize,
+    /// Of plain candle, whose steps take longer and are as many as there is time for.
+    stock_steps: usize,
     rounds: usize,
 }
 
 impl Plan {
     fn of(gpu: bool, quick: bool) -> Self {
-        let plan = |prefill, prompt, steps, rounds| Self {
+        let plan = |prefill, prompt, steps, stock_steps| Self {
             prefill,
             prompt,
             steps,
-            rounds,
+            stock_steps,
+            rounds: 3,
         };
         match (gpu, quick) {
-            (true, false) => plan(512, 128, 512, 3),
-            (true, true) => plan(512, 128, 128, 3),
-            (false, false) => plan(128, 64, 16, 3),
-            (false, true) => plan(32, 16, 6, 3),
+            (true, false) => plan(512, 128, 512, 64),
+            (true, true) => plan(512, 128, 128, 32),
+            (false, false) => plan(128, 64, 16, 16),
+            (false, true) => plan(32, 16, 6, 6),
+        }
+    }
+
+    fn steps_of(&self, form: Form) -> usize {
+        if form.is_fused() {
+            self.steps
+        } else {
+            self.stock_steps
         }
     }
 
@@ -109,7 +120,10 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>>
         };
         let jobs: Vec<_> = forms.into_iter().map(job).collect();
         let measured = measure(&jobs, &plan).with_context(|| format!("{model} in {format}"))?;
-        measured.iter().for_each(line);
+        let compared = measured.iter().map(|run| run.steps + 1).min();
+        for run in &measured {
+            line(run, compared.unwrap_or(0));
+        }
         runs.extend(measured);
     }
     Ok(runs)
@@ -157,13 +171,20 @@ fn wanted(place: &Place, args: &Args) -> Result<Vec<(String, String, Vec<Form>)>
     Ok(all)
 }
 
+/// A file or folder by its name alone.
+fn name_of(model: &str) -> String {
+    let name = std::path::Path::new(model).file_name();
+    name.map_or(model, |name| name.to_str().unwrap_or(model))
+        .to_owned()
+}
+
 /// The forms of a model, in turns where they fit side by side.
 fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
     let bytes = crate::child::weight_bytes(&jobs[0].model, &jobs[0].format)?;
-    let turn = |child: &mut Child| -> Result<(Turn, Turn)> {
+    let turn = |child: &mut Child, form: Form| -> Result<(Turn, Turn)> {
         Ok((
             child.turn(plan.prefill, 0)?,
-            child.turn(plan.prompt, plan.steps)?,
+            child.turn(plan.prompt, plan.steps_of(form))?,
         ))
     };
     let mut turns: Vec<Vec<(Turn, Turn)>> = vec![Vec::new(); jobs.len()];
@@ -172,12 +193,13 @@ fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
     for (jobs, turns) in jobs.chunks(group).zip(turns.chunks_mut(group)) {
         let mut children = jobs.iter().map(Child::start).collect::<Result<Vec<_>>>()?;
         for round in 0..=plan.rounds {
-            for (child, turns) in children.iter_mut().zip(turns.iter_mut()) {
+            let sides = children.iter_mut().zip(jobs).zip(turns.iter_mut());
+            for ((child, job), turns) in sides {
                 // The first warms up: it records graphs and loads kernels.
                 if round == 0 {
                     child.turn(plan.prefill, 2)?;
                 } else {
-                    turns.push(turn(child)?);
+                    turns.push(turn(child, job.form)?);
                 }
             }
         }
@@ -207,13 +229,13 @@ impl ModelRun {
         let joules = energies.map(|all| all.iter().map(|(joules, _)| joules).sum::<f64>());
         let tokens = &turns[0].1.tokens;
         Self {
-            model: job.model.clone(),
+            model: name_of(&job.model),
             format: job.format.clone(),
             form: job.form,
             prefill_tokens: plan.prefill,
             prefill: Times::of(&prefill),
             prompt: plan.prompt,
-            steps: plan.steps,
+            steps: plan.steps_of(job.form),
             token: Times::of(&means),
             p50: percentile(steps.clone(), 50.),
             p99: percentile(steps.clone(), 99.),
@@ -230,7 +252,8 @@ impl ModelRun {
     }
 }
 
-fn line(run: &ModelRun) {
+/// `compared` are the tokens that all forms have.
+fn line(run: &ModelRun, compared: usize) {
     let or_blank = |value: Option<String>| value.unwrap_or_default();
     let megabytes = |bytes: Option<u64>| or_blank(bytes.map(|b| format!("{:.0}", b as f64 * 1e-6)));
     println!(
@@ -249,7 +272,7 @@ fn line(run: &ModelRun) {
         megabytes(run.last.peak_gpu),
         or_blank(run.joules_per_token.map(|j| format!("{j:.3}"))),
     );
-    if run.agreed < run.steps + 1 {
+    if run.agreed < compared {
         println!(
             "{:<40}its tokens part from the first form's at the {}th",
             "", run.agreed

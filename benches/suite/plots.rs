@@ -5,6 +5,7 @@ use crate::export::{Export, OpRun};
 use crate::scaling::{Curve, Over};
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
+use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 use std::path::Path;
@@ -88,6 +89,22 @@ fn save(plot: &impl Draw, folder: &Path, name: &str) -> Result<()> {
     plot.draw(&area)?;
     area.present()
         .map_err(|e| anyhow!("cannot write {}: {e}", png.display()))
+}
+
+/// The names of a chart's series.
+fn legend<'a, B: DrawingBackend + 'a, X: Ranged, Y: Ranged>(
+    chart: &mut ChartContext<'a, B, Cartesian2d<X, Y>>,
+) -> Result<()>
+where
+    B::ErrorType: 'static,
+{
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK)
+        .draw()?;
+    Ok(())
 }
 
 /// The least and the most of some numbers, as powers of ten around them.
@@ -226,13 +243,7 @@ impl Draw for Roofline<'_> {
                 .label(name)
                 .legend(move |(x, y)| Circle::new((x + 8, y), 4, color.filled()));
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
-            .background_style(WHITE.mix(0.8))
-            .border_style(BLACK)
-            .draw()?;
-        Ok(())
+        legend(&mut chart)
     }
 }
 
@@ -316,12 +327,6 @@ impl Draw for Lines<'_> {
                     .map(|p| Circle::new(*p, 4, color.filled())),
             )?;
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
-            .background_style(WHITE.mix(0.8))
-            .border_style(BLACK)
-            .draw()?;
-        Ok(())
+        legend(&mut chart)
     }
 }

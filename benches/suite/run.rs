@@ -33,9 +33,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return list(args);
     }
     let earlier = args.baseline.as_deref().map(Export::read).transpose()?;
-    let export = match &args.from {
-        Some(path) => Export::read(path)?,
-        None => measure(args)?,
+    let export = match args.from.is_empty() {
+        false => Export::join(&args.from)?,
+        true => measure(args)?,
     };
     goals::show(&export);
     if let Some(path) = &args.export {

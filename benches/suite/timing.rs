@@ -25,7 +25,7 @@ impl Effort {
         let (round, most) = match (place.device.is_cuda(), quick) {
             (true, false) => (1, 250),
             (true, true) => (1, 60),
-            (false, false) => (12, 700),
+            (false, false) => (10, 400),
             (false, true) => (6, 120),
         };
         Self {
@@ -94,7 +94,10 @@ impl<'a> Clock<'a> {
 
     /// Calls that fill a round; finding that out warms the contender up.
     fn calls(&self, contender: &Contender, effort: Effort) -> Result<usize> {
-        self.time(contender, 1)?;
+        let (first, _) = self.time(contender, 1)?;
+        if first > effort.most.as_secs_f64() {
+            return Ok(1);
+        }
         let (seconds, _) = self.time(contender, 2)?;
         let fill = (effort.round.as_secs_f64() / seconds.max(1e-9)).ceil() as usize;
         let most = if self.place.device.is_cuda() {

@@ -3,6 +3,7 @@
 mod adopt;
 mod allocations;
 mod app;
+mod bench_stats;
 mod dense;
 mod flash_attention;
 mod flash_decoding;

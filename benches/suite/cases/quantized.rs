@@ -34,13 +34,13 @@ const QUICK: [usize; 3] = [0, 5, 8];
 const LIMIT: f64 = 4e-2;
 
 /// Rows of weights that are quantized; the others repeat them.
-const DISTINCT: usize = 256;
+const DISTINCT: usize = 64;
 
 pub fn cases(dims: &Dims, place: &Place, extent: Extent) -> Vec<Case> {
     let gpu = place.device.is_cuda();
     let rows: &[usize] = match (gpu, extent) {
         (_, Extent::Quick) => &[1, 128],
-        (false, _) => &[1, 128, 512],
+        (false, _) => &[1, 128],
         (true, _) => &[1, 8, 16, 128, 512, 2048],
     };
     let mut cases = Vec::new();
@@ -61,7 +61,7 @@ pub fn cases(dims: &Dims, place: &Place, extent: Extent) -> Vec<Case> {
             for m in rows {
                 let few = part != Part::Head || *m <= 16;
                 // The most of a layer, and the largest matrix of all.
-                let telling = extent == Extent::Full || matches!(part, Part::Up | Part::Down);
+                let telling = gpu || part != Part::Output;
                 if wanted && fits && few && telling {
                     cases.push(case(dims, &product, (*m, dtype), (format, stock)));
                 }
