@@ -67,7 +67,7 @@ fn list(args: &Args) -> Result<ExitCode> {
 }
 
 fn device(args: &Args) -> Result<Device> {
-    Ok(match gpu::is_present() && !args.cpu {
+    Ok(match !args.cpu && gpu::is_present() {
         true => Device::new_cuda(0)?,
         false => Device::Cpu,
     })
