@@ -69,14 +69,17 @@ enum Request {
         prompt: usize,
         steps: usize,
     },
+    /// Read `prompt` tokens so many times, one behind the other.
+    Prefills {
+        prompt: usize,
+        times: usize,
+    },
     End,
 }
 
 /// What a turn took.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Turn {
-    /// Seconds of the prompt, its token included.
-    pub prefill: f64,
     /// Seconds of each step.
     pub steps: Vec<f64>,
     /// Joules and seconds of all steps.
@@ -107,8 +110,22 @@ pub struct Child {
 }
 
 impl Child {
-    /// Starts this program again; it loads the model at once.
+    /// Starts this program again for each job; they load their models side by side.
+    pub fn start_all(jobs: &[Job]) -> Result<Vec<Self>> {
+        let mut children = jobs.iter().map(Self::spawn).collect::<Result<Vec<_>>>()?;
+        // A child's first line says that it has loaded.
+        children.iter_mut().try_for_each(Self::answer::<()>)?;
+        Ok(children)
+    }
+
+    /// One that has loaded its model.
     pub fn start(job: &Job) -> Result<Self> {
+        let mut child = Self::spawn(job)?;
+        child.answer::<()>()?;
+        Ok(child)
+    }
+
+    fn spawn(job: &Job) -> Result<Self> {
         let this = std::env::current_exe().context("cannot find this program")?;
         let mut process = Command::new(this)
             .args(["--child", &serde_json::to_string(job)?])
@@ -121,14 +138,18 @@ impl Child {
             bail!("the child has no standard input or output");
         };
         let from = BufReader::new(from);
-        let mut child = Self { process, to, from };
-        // Its first line says that it has loaded.
-        child.answer::<()>()?;
-        Ok(child)
+        Ok(Self { process, to, from })
     }
 
     pub fn turn(&mut self, prompt: usize, steps: usize) -> Result<Turn> {
         self.ask(&Request::Turn { prompt, steps })?;
+        self.answer()
+    }
+
+    /// Seconds of each prompt, its token included. The first finds the caches and the clocks as
+    /// another process or another prompt left them.
+    pub fn prefills(&mut self, prompt: usize, times: usize) -> Result<Vec<f64>> {
+        self.ask(&Request::Prefills { prompt, times })?;
         self.answer()
     }
 
@@ -193,6 +214,11 @@ pub fn serve(job: &str) -> Result<()> {
                 longest = longest.max(prompt);
                 let ids = shapes::tokens(prompt, vocab);
                 say(&turn(&mut runner, &ids, steps, meter.as_ref())?)?;
+            }
+            Request::Prefills { prompt, times } => {
+                let ids = shapes::tokens(prompt, vocab);
+                let seconds = (0..times).map(|_| prefill(&mut runner, &ids));
+                say(&seconds.collect::<Result<Vec<_>>>()?)?;
             }
             Request::End => break,
         }
@@ -279,10 +305,15 @@ fn located(model: &str) -> Result<Located> {
     }
 }
 
-fn turn(runner: &mut Runner, prompt: &[u32], steps: usize, meter: Option<&Meter>) -> Result<Turn> {
+/// Seconds until the host knows the token behind the prompt.
+fn prefill(runner: &mut Runner, prompt: &[u32]) -> Result<f64> {
     let started = Instant::now();
     runner.prefill(0, prompt)?;
-    let prefill = started.elapsed().as_secs_f64();
+    Ok(started.elapsed().as_secs_f64())
+}
+
+fn turn(runner: &mut Runner, prompt: &[u32], steps: usize, meter: Option<&Meter>) -> Result<Turn> {
+    prefill(runner, prompt)?;
     let mut tokens = vec![runner.token()];
     let mut times = Vec::new();
     let mut walk = || -> Result<()> {
@@ -306,7 +337,6 @@ fn turn(runner: &mut Runner, prompt: &[u32], steps: usize, meter: Option<&Meter>
         }
     };
     Ok(Turn {
-        prefill,
         steps: times,
         energy,
         tokens,

@@ -3,12 +3,13 @@
 use crate::args::Args;
 use crate::cases::{Extent, MODELS};
 use crate::child::{Child, Form, Job, Last, Turn};
-use crate::common::comparison::percentile;
+use crate::common::comparison::{median, percentile};
 use crate::place::Place;
 use crate::run::Budget;
 use crate::stats::Times;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+use std::time::Instant;
 
 /// A model in one form.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -18,8 +19,11 @@ pub struct ModelRun {
     pub form: Form,
     /// Tokens of the prompt whose time `prefill` is.
     pub prefill_tokens: usize,
-    /// Seconds of that prompt, with its token.
+    /// Seconds of that prompt, with its token, read again and again.
     pub prefill: Times,
+    /// The median of the first in each round, behind other prompts and other processes.
+    #[serde(default)]
+    pub prefill_first: Option<f64>,
     /// Tokens in front of the first step, and steps of a round.
     pub prompt: usize,
     pub steps: usize,
@@ -41,34 +45,37 @@ pub struct ModelRun {
 struct Plan {
     prefill: usize,
     prompt: usize,
+    /// Of the fastest form, and of the others: those take longer, and are given as much time as
+    /// there is.
     steps: usize,
-    /// Of plain candle, whose steps take longer and are as many as there is time for.
-    stock_steps: usize,
+    slow_steps: usize,
+    /// Prompts of a round; the first only warms up where there are more.
+    prefills: usize,
     rounds: usize,
 }
 
 impl Plan {
     fn of(gpu: bool, quick: bool) -> Self {
-        let plan = |prefill, prompt, steps, stock_steps| Self {
+        let plan = |prefill, prompt, (steps, slow_steps), prefills| Self {
             prefill,
             prompt,
             steps,
-            stock_steps,
+            slow_steps,
+            prefills,
             rounds: 3,
         };
         match (gpu, quick) {
-            (true, false) => plan(512, 128, 512, 64),
-            (true, true) => plan(512, 128, 128, 32),
-            (false, false) => plan(128, 64, 16, 16),
-            (false, true) => plan(32, 16, 6, 6),
+            (true, false) => plan(512, 128, (512, 64), 8),
+            (true, true) => plan(512, 128, (128, 32), 4),
+            (false, false) => plan(128, 64, (16, 16), 1),
+            (false, true) => plan(32, 16, (6, 6), 1),
         }
     }
 
     fn steps_of(&self, form: Form) -> usize {
-        if form.is_fused() {
-            self.steps
-        } else {
-            self.stock_steps
+        match form {
+            Form::Graph => self.steps,
+            _ => self.slow_steps,
         }
     }
 
@@ -78,22 +85,45 @@ impl Plan {
 }
 
 /// Bytes of weights above which forms are loaded one after the other, not side by side.
-const SIDE_BY_SIDE: u64 = 4 << 30;
+fn side_by_side(gpu: bool) -> u64 {
+    if gpu { 8 << 30 } else { 4 << 30 }
+}
+
+/// What a form's turns took, in the order of the rounds.
+#[derive(Clone, Default)]
+struct Turns {
+    first: Vec<f64>,
+    prefills: Vec<f64>,
+    decode: Vec<Turn>,
+}
+
+impl Turns {
+    fn take(&mut self, child: &mut Child, plan: &Plan, form: Form) -> Result<()> {
+        let seconds = child.prefills(plan.prefill, plan.prefills)?;
+        let warm = usize::from(seconds.len() > 1);
+        self.first.extend(seconds.first());
+        self.prefills.extend(&seconds[warm..]);
+        let turn = child.turn(plan.prompt, plan.steps_of(form))?;
+        self.decode.push(turn);
+        Ok(())
+    }
+}
 
 /// Measures every model that is wanted.
 pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>> {
     let gpu = place.device.is_cuda();
     let plan = Plan::of(gpu, args.quick);
     println!(
-        "\nmodels: a prompt of {}; then {} tokens behind {}",
-        plan.prefill, plan.steps, plan.prompt
+        "\nmodels: a prompt of {}; then so many steps behind {}",
+        plan.prefill, plan.prompt
     );
     println!(
-        "{:<18}{:<12}{:<10}{:>11}{:>9}{:>10}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}",
+        "{:<18}{:<12}{:<10}{:>11}{:>7}{:>9}{:>10}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}",
         "",
         "",
         "",
         "prefill ms",
+        "steps",
         "tokens/s",
         "ms/token",
         "p50",
@@ -119,11 +149,14 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>>
             positions: plan.positions(),
         };
         let jobs: Vec<_> = forms.into_iter().map(job).collect();
+        let started = Instant::now();
         let measured = measure(&jobs, &plan).with_context(|| format!("{model} in {format}"))?;
         let compared = measured.iter().map(|run| run.steps + 1).min();
         for run in &measured {
             line(run, compared.unwrap_or(0));
         }
+        let seconds = started.elapsed().as_secs_f64();
+        println!("{:<40}loaded and measured in {seconds:.0} s", "");
         runs.extend(measured);
     }
     Ok(runs)
@@ -181,17 +214,14 @@ fn name_of(model: &str) -> String {
 /// The forms of a model, in turns where they fit side by side.
 fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
     let bytes = crate::child::weight_bytes(&jobs[0].model, &jobs[0].format)?;
-    let turn = |child: &mut Child, form: Form| -> Result<(Turn, Turn)> {
-        Ok((
-            child.turn(plan.prefill, 0)?,
-            child.turn(plan.prompt, plan.steps_of(form))?,
-        ))
-    };
-    let mut turns: Vec<Vec<(Turn, Turn)>> = vec![Vec::new(); jobs.len()];
+    let mut turns = vec![Turns::default(); jobs.len()];
     let mut lasts = Vec::new();
-    let group = if bytes > SIDE_BY_SIDE { 1 } else { jobs.len() };
+    let group = match bytes > side_by_side(!jobs[0].cpu) {
+        true => 1,
+        false => jobs.len(),
+    };
     for (jobs, turns) in jobs.chunks(group).zip(turns.chunks_mut(group)) {
-        let mut children = jobs.iter().map(Child::start).collect::<Result<Vec<_>>>()?;
+        let mut children = Child::start_all(jobs)?;
         for round in 0..=plan.rounds {
             let sides = children.iter_mut().zip(jobs).zip(turns.iter_mut());
             for ((child, job), turns) in sides {
@@ -199,7 +229,7 @@ fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
                 if round == 0 {
                     child.turn(plan.prefill, 2)?;
                 } else {
-                    turns.push(turn(child, job.form)?);
+                    turns.take(child, plan, job.form)?;
                 }
             }
         }
@@ -207,7 +237,7 @@ fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
             lasts.push(child.end()?);
         }
     }
-    let first = &turns[0][0].1.tokens;
+    let first = &turns[0].decode[0].tokens;
     Ok(jobs
         .iter()
         .zip(&turns)
@@ -217,23 +247,21 @@ fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
 }
 
 impl ModelRun {
-    fn of(job: &Job, plan: &Plan, turns: &[(Turn, Turn)], first: &[u32], last: Last) -> Self {
-        let prefill: Vec<_> = turns.iter().map(|(prefill, _)| prefill.prefill).collect();
+    fn of(job: &Job, plan: &Plan, turns: &Turns, first: &[u32], last: Last) -> Self {
+        let decode = &turns.decode;
         let mean = |turn: &Turn| turn.steps.iter().sum::<f64>() / turn.steps.len() as f64;
-        let means: Vec<_> = turns.iter().map(|(_, decode)| mean(decode)).collect();
-        let steps: Vec<_> = turns
-            .iter()
-            .flat_map(|(_, decode)| decode.steps.clone())
-            .collect();
-        let energies: Option<Vec<_>> = turns.iter().map(|(_, decode)| decode.energy).collect();
+        let means: Vec<_> = decode.iter().map(mean).collect();
+        let steps: Vec<_> = decode.iter().flat_map(|turn| turn.steps.clone()).collect();
+        let energies: Option<Vec<_>> = decode.iter().map(|turn| turn.energy).collect();
         let joules = energies.map(|all| all.iter().map(|(joules, _)| joules).sum::<f64>());
-        let tokens = &turns[0].1.tokens;
+        let tokens = &decode[0].tokens;
         Self {
             model: name_of(&job.model),
             format: job.format.clone(),
             form: job.form,
             prefill_tokens: plan.prefill,
-            prefill: Times::of(&prefill),
+            prefill: Times::of(&turns.prefills),
+            prefill_first: Some(median(turns.first.clone())),
             prompt: plan.prompt,
             steps: plan.steps_of(job.form),
             token: Times::of(&means),
@@ -257,11 +285,12 @@ fn line(run: &ModelRun, compared: usize) {
     let or_blank = |value: Option<String>| value.unwrap_or_default();
     let megabytes = |bytes: Option<u64>| or_blank(bytes.map(|b| format!("{:.0}", b as f64 * 1e-6)));
     println!(
-        "{:<18}{:<12}{:<10}{:>11.2}{:>9.1}{:>10.3}{:>9.3}{:>9.3}{:>9.3}{:>9}{:>9}{:>9}{:>8}",
+        "{:<18}{:<12}{:<10}{:>11.2}{:>7}{:>9.1}{:>10.3}{:>9.3}{:>9.3}{:>9.3}{:>9}{:>9}{:>9}{:>8}",
         run.model,
         run.format,
         run.form.name(),
         run.prefill.median * 1e3,
+        run.steps,
         run.tokens_per_second(),
         run.token.median * 1e3,
         run.p50 * 1e3,
@@ -274,7 +303,7 @@ fn line(run: &ModelRun, compared: usize) {
     );
     if run.agreed < compared {
         println!(
-            "{:<40}its tokens part from the first form's at the {}th",
+            "{:<40}{} of its tokens are the first form's, then they part",
             "", run.agreed
         );
     }

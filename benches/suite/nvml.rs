@@ -12,7 +12,7 @@ pub struct Nvml(Library);
 /// How fast a GPU ran, how warm it was, and what it drew.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Clocks {
-    /// Before which part of the run.
+    /// Behind which part of the run.
     pub at: String,
     pub sm_mhz: Option<u32>,
     pub memory_mhz: Option<u32>,
@@ -50,9 +50,26 @@ impl Nvml {
     }
 }
 
+impl Clocks {
+    /// In a line; what cannot be read is `?`.
+    pub fn describe(&self) -> String {
+        let or_unknown = |n: Option<u32>| n.map_or_else(|| "?".to_owned(), |n| n.to_string());
+        let watts = self
+            .watts
+            .map_or_else(|| "?".to_owned(), |w| format!("{w:.0}"));
+        format!(
+            "behind {}: SM {} MHz, memory {} MHz, {} C, {watts} W",
+            self.at,
+            or_unknown(self.sm_mhz),
+            or_unknown(self.memory_mhz),
+            or_unknown(self.celsius),
+        )
+    }
+}
+
 /// What counts joules.
 pub enum Meter {
-    Gpu(Nvml),
+    Gpu(Box<Nvml>),
     /// Each package's counter and where it begins anew.
     Cpu(Vec<(PathBuf, f64)>),
 }
@@ -63,7 +80,7 @@ impl Meter {
         if gpu {
             let nvml = Nvml::open()?;
             nvml.device()?.total_energy_consumption().ok()?;
-            return Some(Self::Gpu(nvml));
+            return Some(Self::Gpu(Box::new(nvml)));
         }
         let mut counters = Vec::new();
         for entry in std::fs::read_dir("/sys/class/powercap").ok()?.flatten() {

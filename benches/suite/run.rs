@@ -122,10 +122,7 @@ fn measure(args: &Args) -> Result<Export> {
     crate::ternary::report(args.has(Section::Ternary), args.has(Section::TernarySweep))?;
     export.clocks = clocks;
     for c in &export.clocks {
-        println!(
-            "behind {}: SM {:?} MHz, memory {:?} MHz, {:?} C, {:?} W",
-            c.at, c.sm_mhz, c.memory_mhz, c.celsius, c.watts
-        );
+        println!("{}", c.describe());
     }
     Ok(export)
 }

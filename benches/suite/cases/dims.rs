@@ -2,7 +2,6 @@
 
 use crate::common::shapes::Shape;
 use candle_core::{Result, bail};
-use serde_json::Value;
 
 /// What a layer's shapes follow from.
 #[derive(Clone, Debug)]
@@ -42,7 +41,7 @@ impl Dims {
             head_dim,
             rotated: (head_dim as f64 * share) as usize,
             vocab: needed("vocab_size")?,
-            neox: config["model_type"] == Value::from("gpt_neox"),
+            neox: config["model_type"] == "gpt_neox",
         })
     }
 

@@ -11,6 +11,7 @@ pub use attention::Attention;
 pub use dims::Dims;
 pub use picked::Expected;
 pub use products::{Part, Product, Tensors};
+pub use quantized::GOALS as QUANT_GOALS;
 
 use crate::common::shapes::Shape;
 use crate::place::Place;
@@ -43,6 +44,17 @@ pub const MODELS: [Shape; 5] = [
 
 /// The op's own side of a case.
 pub const FUSED: &str = "fused";
+
+/// Ops and shapes that have to come near the bandwidth of a copy on a GPU.
+pub const SHARE_GOALS: [(&str, &str); 7] = [
+    ("rms_norm", "16384x4096"),
+    ("residual_add", "16384x4096"),
+    ("flash_decoding", "32 heads of 64"),
+    ("flash_decoding", "32 heads of 80"),
+    ("flash_decoding", "32 heads of 96"),
+    ("flash_decoding", "32 heads of 128"),
+    ("flash_decoding", "32 heads of 256"),
+];
 
 /// candle's own operations.
 pub const CANDLE: &str = "candle";
@@ -180,7 +192,7 @@ impl Extent {
     }
 }
 
-/// All cases, op by op.
+/// All cases, op by op; those of the goals first, since a budget may end before the others do.
 pub fn all(place: &Place, extent: Extent) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
     let mut models = extent.models().to_vec();
@@ -198,12 +210,17 @@ pub fn all(place: &Place, extent: Extent) -> Result<Vec<Case>> {
         cases.push(elementwise::sample(&dims));
         cases.extend(quantized::cases(&dims, place, extent));
     }
+    let by_op = |case: &Case| OPS.iter().position(|op| *op == case.op);
+    cases.sort_by_key(by_op);
+    let mut all = Vec::new();
     if place.device.is_cuda() && extent == Extent::Full {
-        cases.extend(elementwise::large());
-        cases.extend(attention::large()?);
+        all.extend(elementwise::large());
+        all.extend(attention::large()?);
+        all.extend(quantized::large());
     }
-    cases.sort_by_key(|case| OPS.iter().position(|op| *op == case.op));
-    Ok(cases)
+    all.sort_by_key(by_op);
+    all.extend(cases);
+    Ok(all)
 }
 
 /// How far a result may be from the reference, of its largest value: rounding to the dtype on the way,

@@ -29,6 +29,8 @@ pub enum Part {
     Up,
     Down,
     Head,
+    /// Of no model, with nothing around it.
+    Plain,
 }
 
 /// A product's shape.
@@ -47,7 +49,7 @@ impl Product {
         let width = dims.heads * dims.head_dim;
         let (outputs, k) = match part {
             Part::Qkv => (dims.qkv().to_vec(), dims.hidden),
-            Part::Output => (vec![dims.hidden], width),
+            Part::Output | Part::Plain => (vec![dims.hidden], width),
             Part::Up if dims.neox => (vec![dims.inner], dims.hidden),
             Part::Up => (vec![dims.inner; 2], dims.hidden),
             Part::Down => (vec![dims.hidden], dims.inner),
@@ -61,6 +63,16 @@ impl Product {
         }
     }
 
+    /// Of one matrix `[n, k]` alone.
+    pub fn plain(n: usize, k: usize) -> Self {
+        Self {
+            part: Part::Plain,
+            outputs: vec![n],
+            k,
+            neox: false,
+        }
+    }
+
     /// Its name in a layer.
     pub fn name(&self) -> &'static str {
         match self.part {
@@ -70,6 +82,7 @@ impl Product {
             Part::Up => "gate_up",
             Part::Down => "down",
             Part::Head => "head",
+            Part::Plain => "product",
         }
     }
 

@@ -36,13 +36,82 @@ const LIMIT: f64 = 4e-2;
 /// Rows of weights that are quantized; the others repeat them.
 const DISTINCT: usize = 64;
 
+/// Products that are to be so many times faster than the library's in bf16.
+pub struct Goal {
+    pub format: &'static str,
+    pub rows: usize,
+    pub must: f64,
+    pub shapes: &'static [(usize, usize)],
+}
+
+/// Of Llama-3-8B, those of 64 MB in bf16 and more.
+const LARGE: [(usize, usize); 3] = [(14336, 4096), (4096, 14336), (128_256, 4096)];
+
+/// All of its shapes, and the ones of SmolLM2 that a format fits.
+const ALL: [(usize, usize); 6] = [
+    (14336, 4096),
+    (4096, 14336),
+    (128_256, 4096),
+    (4096, 4096),
+    (1536, 576),
+    (576, 1536),
+];
+const IN_GROUPS: [(usize, usize); 5] = [ALL[0], ALL[1], ALL[2], ALL[3], ALL[5]];
+
+const fn goal(
+    format: &'static str,
+    rows: usize,
+    must: f64,
+    shapes: &'static [(usize, usize)],
+) -> Goal {
+    Goal {
+        format,
+        rows,
+        must,
+        shapes,
+    }
+}
+
+pub const GOALS: [Goal; 6] = [
+    goal("int8", 1, 1.75, &LARGE),
+    goal("int4-g128", 1, 3., &LARGE),
+    goal("ternary-row", 1, 5., &LARGE),
+    goal("int4-g128", 16, 2.5, &IN_GROUPS),
+    goal("int8", 512, 1.4, &ALL),
+    goal("int8", 2048, 1.4, &ALL),
+];
+
+/// The products of those.
+pub fn large() -> Vec<Case> {
+    let of = |goal: &Goal| {
+        let (format, rows) = (goal.format, goal.rows);
+        let cases = goal.shapes.iter().map(move |(n, k)| {
+            let product = Product::plain(*n, *k);
+            case(
+                &format!("{n}x{k}"),
+                &product,
+                (rows, DType::BF16),
+                (format, format),
+            )
+        });
+        cases.collect::<Vec<_>>()
+    };
+    GOALS.iter().flat_map(of).collect()
+}
+
+/// On a GPU the largest product of a layer has every number of rows, the others those between which
+/// the kernels change.
+fn rows(gpu: bool, extent: Extent, part: Part) -> &'static [usize] {
+    match (gpu, extent, part) {
+        (_, Extent::Quick, _) | (false, ..) => &[1, 128],
+        (true, _, Part::Up) => &[1, 8, 16, 128, 512, 2048],
+        (true, _, Part::Head) => &[1, 16],
+        (true, ..) => &[1, 16, 512],
+    }
+}
+
 pub fn cases(dims: &Dims, place: &Place, extent: Extent) -> Vec<Case> {
     let gpu = place.device.is_cuda();
-    let rows: &[usize] = match (gpu, extent) {
-        (_, Extent::Quick) => &[1, 128],
-        (false, _) => &[1, 128],
-        (true, _) => &[1, 8, 16, 128, 512, 2048],
-    };
     let mut cases = Vec::new();
     for (index, (format, stock)) in FORMATS.into_iter().enumerate() {
         let blocks = format == stock;
@@ -58,12 +127,12 @@ pub fn cases(dims: &Dims, place: &Place, extent: Extent) -> Vec<Case> {
                 name.parse::<Quantization>()
                     .is_ok_and(|q| q.check(product.k).is_ok())
             });
-            for m in rows {
+            for m in rows(gpu, extent, part) {
                 let few = part != Part::Head || *m <= 16;
                 // The most of a layer, and the largest matrix of all.
                 let telling = gpu || part != Part::Output;
                 if wanted && fits && few && telling {
-                    cases.push(case(dims, &product, (*m, dtype), (format, stock)));
+                    cases.push(case(&dims.name, &product, (*m, dtype), (format, stock)));
                 }
             }
         }
@@ -72,7 +141,7 @@ pub fn cases(dims: &Dims, place: &Place, extent: Extent) -> Vec<Case> {
 }
 
 fn case(
-    dims: &Dims,
+    model: &str,
     product: &Product,
     (m, dtype): (usize, DType),
     (format, stock): (&'static str, &'static str),
@@ -86,7 +155,7 @@ fn case(
     let product = product.clone();
     Case {
         op: "quant_linear",
-        model: dims.name.clone(),
+        model: model.to_owned(),
         part: product.name().to_owned(),
         rows: m,
         context: 0,
