@@ -51,6 +51,10 @@ pub struct Args {
     #[arg(long, value_name = "FOLDER")]
     pub plots: Option<PathBuf>,
 
+    /// Write the tables as Markdown into FILE; it shows the plots that lie beside it.
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
+
     /// Show what changed beyond the noise since an earlier --export.
     #[arg(long, value_name = "FILE")]
     pub baseline: Option<PathBuf>,

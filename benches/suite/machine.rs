@@ -54,6 +54,14 @@ impl Machine {
         }
     }
 
+    /// What the run measured: the GPU, or the processor.
+    pub fn name(&self) -> &str {
+        match self.device.as_str() {
+            "cpu" => &self.cpu,
+            gpu => gpu,
+        }
+    }
+
     /// Whether seconds of both mean the same.
     pub fn is_like(&self, other: &Self) -> bool {
         let what = |m: &Self| (m.device.clone(), m.cpu.clone(), m.threads, m.simd.clone());

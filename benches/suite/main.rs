@@ -5,7 +5,7 @@
 //! cargo bench --features cuda                     # on a GPU, if there is one
 //! cargo bench -- --quick                          # few shapes, under two minutes
 //! cargo bench -- --sections ops --filter rms_norm_linear,flash
-//! cargo bench -- --export run.json --plots plots
+//! cargo bench -- --export run.json --plots plots --markdown plots/README.md
 //! cargo bench -- --baseline run.json --fail-on-regression
 //! ```
 //! Each contender's result is checked against the op's float64 `reference()` before it is timed; what
@@ -28,6 +28,7 @@ mod goals;
 mod layers;
 mod limits;
 mod machine;
+mod markdown;
 mod memory;
 mod models;
 mod nvml;

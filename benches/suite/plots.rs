@@ -29,6 +29,41 @@ trait Draw {
         B::ErrorType: 'static;
 }
 
+/// Curves with the name of their plot, its title and what it is over.
+const CURVES: [(Over, &str, &str, &str); 3] = [
+    (
+        Over::Context,
+        "attention",
+        "attention of a decode step",
+        "keys",
+    ),
+    (
+        Over::Batch,
+        "batch",
+        "a layer of a decode step",
+        "sequences",
+    ),
+    (Over::Model, "models", "all layers and the head", "weights"),
+];
+
+/// The files, without their ends, that the run has figures for, and what they show.
+pub fn names(export: &Export) -> Vec<(&'static str, &'static str)> {
+    let mut names = Vec::new();
+    if !export.ops.is_empty() {
+        names.push(("speedup", "times faster than candle, op by op"));
+        names.push(("roofline", "roofline"));
+    }
+    if !curves(export, Over::Position).is_empty() {
+        names.push(("context", "tokens per second by position"));
+    }
+    for (over, name, title, _) in CURVES {
+        if !curves(export, over).is_empty() {
+            names.push((name, title));
+        }
+    }
+    names
+}
+
 /// Writes what the run has figures for.
 pub fn write(export: &Export, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder)?;
@@ -38,27 +73,12 @@ pub fn write(export: &Export, folder: &Path) -> Result<()> {
         epaint_default_fonts::HACK_REGULAR,
     )
     .map_err(|_| anyhow!("the plots' font cannot be read"))?;
-    let on = export.machine.device.as_str();
-    let on = if on == "cpu" { &export.machine.cpu } else { on };
+    let on = export.machine.name();
     if !export.ops.is_empty() {
         save(&Speedups::of(export, on), folder, "speedup")?;
         save(&Roofline { export, on }, folder, "roofline")?;
     }
-    for (over, name, title, x) in [
-        (
-            Over::Context,
-            "attention",
-            "attention of a decode step",
-            "keys",
-        ),
-        (
-            Over::Batch,
-            "batch",
-            "a layer of a decode step",
-            "sequences",
-        ),
-        (Over::Model, "models", "all layers and the head", "weights"),
-    ] {
+    for (over, name, title, x) in CURVES {
         let curves = curves(export, over);
         if !curves.is_empty() {
             let lines = curves.iter().map(|c| Line::of(c, |y| y * 1e6)).collect();

@@ -8,7 +8,7 @@ use crate::limits::Limits;
 use crate::machine::Machine;
 use crate::nvml::{Clocks, Nvml};
 use crate::place::Place;
-use crate::{baseline, cases, goals, layers, models, ops, plots, scaling};
+use crate::{baseline, cases, goals, layers, markdown, models, ops, plots, scaling};
 use anyhow::Result;
 use candle_core::Device;
 use std::process::ExitCode;
@@ -43,6 +43,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     if let Some(folder) = &args.plots {
         plots::write(&export, folder)?;
+    }
+    if let Some(path) = &args.markdown {
+        markdown::write(&export, path)?;
     }
     if let Some(earlier) = earlier {
         let slower = baseline::compare(&earlier, &export, args.fail_on_regression.unwrap_or(5.));

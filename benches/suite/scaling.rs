@@ -28,7 +28,7 @@ pub enum Over {
 }
 
 impl Over {
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Context => "attention of a step, by context",
             Self::Batch => "a layer, by sequences",
