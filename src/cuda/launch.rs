@@ -3,6 +3,7 @@
 use super::gpu::Gpu;
 use super::module::Module;
 use super::profile;
+use super::replay::recording;
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 use candle_core::{CudaDevice, Result, bail};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -57,10 +58,13 @@ pub(crate) struct Launcher {
 }
 
 impl Launcher {
-    /// On candle's stream of `device`, in order.
+    /// On candle's stream of `device`, in order, or where a recording takes them.
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let gpu = Gpu::of(device)?;
         gpu.bind()?;
+        if let Some(recording) = recording(gpu) {
+            return Ok(recording);
+        }
         Ok(Self {
             gpu,
             stream: device.cuda_stream().cu_stream(),

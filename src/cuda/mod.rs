@@ -12,6 +12,7 @@ pub(crate) mod nvtx;
 mod pinned;
 mod pool;
 pub mod profile;
+mod replay;
 mod rows;
 mod scratch;
 
@@ -30,5 +31,6 @@ pub(crate) use memory::{
 pub(crate) use module::{Module, fatbin};
 pub(crate) use pinned::Pinned;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
+pub use replay::Replay;
 pub(crate) use rows::{PIECES, Rows, UNALIGNED};
 pub(crate) use scratch::Scratch;

@@ -63,7 +63,7 @@ fn set(device: &CudaDevice, which: attribute, mut value: u64) -> Result<()> {
     told(unsafe { sys::cuMemPoolSetAttribute(pool, which, (&raw mut value).cast()) })
 }
 
-fn told(result: sys::CUresult) -> Result<()> {
+pub(super) fn told(result: sys::CUresult) -> Result<()> {
     match result {
         sys::CUresult::CUDA_SUCCESS => Ok(()),
         error => bail!("cuda: the memory pool: {}", DriverError(error)),

@@ -26,6 +26,8 @@ mod quant_schemes;
 #[cfg(feature = "cuda")]
 mod quant_schemes_cuda;
 mod qwen;
+#[cfg(feature = "cuda")]
+mod replay;
 mod residual_add;
 mod rms_norm;
 mod rms_norm_linear;

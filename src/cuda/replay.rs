@@ -1,0 +1,191 @@
+//! Calls of ops as a graph: what their kernels take without what the host adds between them.
+
+use super::gpu::Gpu;
+use super::graph::Graph;
+use super::launch::Launcher;
+use super::pool::told;
+use candle_core::cuda_backend::cudarc::cublas;
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::{CudaDevice, Error, Result, bail};
+use std::cell::Cell;
+
+thread_local! {
+    /// Where the ops of this thread launch instead of on candle's stream, while they are recorded.
+    static RECORDING: Cell<Option<Launcher>> = const { Cell::new(None) };
+}
+
+/// The launcher of a recording on this thread for `gpu`.
+pub(super) fn recording(gpu: &Gpu) -> Option<Launcher> {
+    RECORDING.get().filter(|l| std::ptr::eq(l.gpu, gpu))
+}
+
+/// What a body launched, recorded as one CUDA graph with programmatic dependent launches, as
+/// `generation` replays a step, and what the body returned.
+///
+/// This is for measuring: launched one by one, kernels of a few microseconds wait for the host and
+/// for each other, which they do not where a model decodes.
+#[derive(Debug)]
+pub struct Replay<T> {
+    graph: Graph,
+    device: CudaDevice,
+    results: T,
+    /// The last to go: the graph's tensors lie there.
+    _pool: Pool,
+}
+
+impl<T> Replay<T> {
+    /// Runs `body` once on the host and records its launches on `device` instead of making them:
+    /// those of this crate's ops, and candle's products by cuBLAS. What else the body has candle do
+    /// happens at once and is no part of the replay. Tensors that ops make have no values before
+    /// [`Replay::launch`], so the body is not to read them. Call it once before: what is done at the
+    /// first call, such as loading kernels, does not belong in a graph.
+    ///
+    /// # Errors
+    /// If the body fails, is recorded within another, or if the driver has no memory pools.
+    pub fn record(device: &CudaDevice, body: impl FnOnce() -> Result<T>) -> Result<Self> {
+        let gpu = Gpu::of(device)?;
+        gpu.bind()?;
+        if RECORDING.get().is_some() {
+            bail!("cuda: a recording within a recording");
+        }
+        // What is freed on the way stays the graph's, and goes to nobody else.
+        let pool = Pool::new(gpu)?;
+        let mut results = None;
+        let graph = {
+            let _current = pool.make_current()?;
+            Graph::capture(gpu, |launcher| {
+                let _recording = Recording::begin(device, *launcher)?;
+                results = Some(body()?);
+                Ok(())
+            })?
+        };
+        match results {
+            Some(results) => Ok(Self {
+                graph,
+                device: device.clone(),
+                results,
+                _pool: pool,
+            }),
+            None => bail!("cuda: the body was not recorded"),
+        }
+    }
+
+    /// Launches everything on candle's stream, behind what is there.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Safety
+    /// Every tensor that the body read and did not make is still alive where it was, and stays so
+    /// until the stream has passed.
+    pub unsafe fn launch(&mut self) -> Result<()> {
+        // SAFETY: what the body made lies in the pool; the rest is the caller's.
+        unsafe { self.graph.launch(self.device.cuda_stream().cu_stream()) }
+    }
+
+    /// What the body returned.
+    pub fn results(&self) -> &T {
+        &self.results
+    }
+
+    /// Launches of one replay.
+    pub fn kernels(&self) -> usize {
+        self.graph.kernels()
+    }
+}
+
+/// Sends this thread's launches to a recording, and back to candle's stream at its end.
+struct Recording<'a>(&'a CudaDevice);
+
+impl<'a> Recording<'a> {
+    fn begin(device: &'a CudaDevice, launcher: Launcher) -> Result<Self> {
+        let recording = Self(device);
+        recording.library_launches_on(launcher.stream)?;
+        RECORDING.set(Some(launcher));
+        Ok(recording)
+    }
+
+    fn library_launches_on(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: the handle is candle's, the stream exists while the library launches there.
+        unsafe { cublas::result::set_stream(*self.0.cublas_handle().handle(), stream.cast()) }
+            .map_err(Error::wrap)
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        RECORDING.set(None);
+        // A refusal shows at the next product.
+        let _ = self.library_launches_on(self.0.cuda_stream().cu_stream());
+    }
+}
+
+/// A memory pool beside the device's own.
+#[derive(Debug)]
+struct Pool {
+    pool: sys::CUmemoryPool,
+    gpu: &'static Gpu,
+}
+
+// SAFETY: the driver lets any thread use a pool.
+unsafe impl Send for Pool {}
+
+impl Pool {
+    fn new(gpu: &'static Gpu) -> Result<Self> {
+        // SAFETY: zeros are a value of every field; the driver asks for them in those not set here.
+        let mut props: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+        props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        props.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        // SAFETY: a location is its kind and then its number, which later versions call otherwise.
+        unsafe {
+            let id = (&raw mut props.location).cast::<i32>().add(1);
+            id.write(gpu.ordinal as i32);
+        }
+        let mut made = Self {
+            pool: std::ptr::null_mut(),
+            gpu,
+        };
+        // SAFETY: both live through the call.
+        told(unsafe { sys::cuMemPoolCreate(&mut made.pool, &props) })?;
+        // What was freed stays mapped: the graph writes there.
+        let mut all = u64::MAX;
+        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: the attribute is a u64.
+        told(unsafe { sys::cuMemPoolSetAttribute(made.pool, threshold, (&raw mut all).cast()) })?;
+        Ok(made)
+    }
+
+    /// Has tensors allocated here until what is returned is dropped.
+    fn make_current(&self) -> Result<Current> {
+        let device = self.gpu.ordinal as sys::CUdevice;
+        let mut before = std::ptr::null_mut();
+        // SAFETY: the device is in use, and the pool lives longer than it is the current one.
+        unsafe {
+            told(sys::cuDeviceGetMemPool(&mut before, device))?;
+            told(sys::cuDeviceSetMemPool(device, self.pool))?;
+        }
+        Ok(Current { before, device })
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if !self.pool.is_null() && self.gpu.bind().is_ok() {
+            // SAFETY: nobody allocates there any more; the driver keeps what is still allocated.
+            let _ = unsafe { sys::cuMemPoolDestroy(self.pool) };
+        }
+    }
+}
+
+/// A device whose tensors are allocated in another pool than `before`.
+struct Current {
+    before: sys::CUmemoryPool,
+    device: sys::CUdevice,
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        // SAFETY: the pool was the device's.
+        let _ = unsafe { sys::cuDeviceSetMemPool(self.device, self.before) };
+    }
+}

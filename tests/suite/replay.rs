@@ -1,0 +1,63 @@
+//! Recorded ops against the same ops launched one by one.
+
+use crate::support::{devices, randn, randn_on, values};
+use candle_core::{DType, Device, Result, bail};
+use candle_fused::cuda::Replay;
+use candle_fused::ops::{Epilogue, linear, rms_norm};
+
+#[test]
+fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        let (k, rows) = (256, 192);
+        let x = randn_on(&[1, k], DType::BF16, &gpu)?;
+        let norm = randn_on(&[k], DType::BF16, &gpu)?;
+        let w = randn_on(&[rows, k], DType::BF16, &gpu)?;
+        // The normalised row is dropped on the way.
+        let chain = || {
+            let normalised = rms_norm(&x, &norm, 1e-5)?;
+            let ours = linear(&normalised, &w, &Epilogue::default())?;
+            Ok((ours, x.matmul(&w.t()?)?))
+        };
+        chain()?;
+        let mut replay = Replay::record(gpu.as_cuda_device()?, chain)?;
+        assert!(replay.kernels() >= 3, "{}", replay.kernels());
+        for _ in 0..3 {
+            x.slice_set(&randn(&[1, k], DType::BF16)?.to_device(&gpu)?, 0, 0)?;
+            // Takes the memory of what the recording has dropped, if that is free for others.
+            let other = randn_on(&[1, k], DType::BF16, &gpu)?;
+            let before = values(&other)?;
+            // SAFETY: x, the norm's weight and w are those that were recorded.
+            unsafe { replay.launch()? };
+            let (ours, theirs) = replay.results();
+            let (expected, product) = chain()?;
+            assert_eq!(values(ours)?, values(&expected)?);
+            assert_eq!(values(theirs)?, values(&product)?);
+            assert_eq!(values(&other)?, before);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_recording_that_fails_leaves_the_device_as_it_was() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        let cuda = gpu.as_cuda_device()?;
+        let x = randn_on(&[2, 64], DType::F32, &gpu)?;
+        let norm = randn_on(&[64], DType::F32, &gpu)?;
+        let expected = values(&rms_norm(&x, &norm, 1e-5)?)?;
+        let failed = Replay::record(cuda, || {
+            rms_norm(&x, &norm, 1e-5)?;
+            if x.rank() == 2 {
+                bail!("the body's own");
+            }
+            Ok(())
+        });
+        let message = failed.expect_err("the body fails").to_string();
+        assert!(message.contains("the body's own"), "{message}");
+        let nested = Replay::record(cuda, || Replay::record(cuda, || Ok(())).map(drop));
+        let message = nested.expect_err("one within another").to_string();
+        assert!(message.contains("within a recording"), "{message}");
+        assert_eq!(values(&rms_norm(&x, &norm, 1e-5)?)?, expected);
+    }
+    Ok(())
+}
