@@ -60,6 +60,9 @@ pub struct SideRun {
     pub times: Times,
     /// Seconds of the host to queue a call, on a GPU.
     pub host: Option<f64>,
+    /// Seconds of a call in a CUDA graph.
+    #[serde(default)]
+    pub graph: Option<Times>,
     /// Bytes that a call holds beyond its inputs, the result included.
     pub memory: u64,
 }
@@ -85,6 +88,12 @@ impl OpRun {
     /// How many times faster the op is than a contender.
     pub fn speedup_over(&self, name: &str) -> Option<f64> {
         Some(self.side(name)?.times.median / self.fused())
+    }
+
+    /// The same with both in graphs of their own, as a model decodes.
+    pub fn speedup_in_graph_over(&self, name: &str) -> Option<f64> {
+        let fused = self.side(crate::cases::FUSED)?.graph?;
+        Some(self.side(name)?.graph?.median / fused.median)
     }
 
     /// How many times faster the op is than what it replaces.
@@ -130,6 +139,9 @@ impl Export {
             all.scaling.extend(run.scaling);
         }
         count_floors(&mut all.ops, &all.limits);
+        for layer in &mut all.layers {
+            layer.take_tokens(&all.models);
+        }
         Ok(all)
     }
 

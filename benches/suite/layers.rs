@@ -4,7 +4,7 @@
 use crate::args::Args;
 use crate::cases::{Attention, CANDLE, Contender, Dims, Extent, FUSED, Part, Product, Tensors};
 use crate::child::Form;
-use crate::models::ModelRun;
+use crate::models::{ModelRun, context};
 use crate::ops::checked;
 use crate::place::Place;
 use crate::run::Budget;
@@ -73,6 +73,20 @@ impl Layer {
         self.groups.iter().map(|group| group.fused.median).sum()
     }
 
+    /// Looks up what a token took, for the sides that do not have it yet.
+    pub fn take_tokens(&mut self, models: &[ModelRun]) {
+        let token = |form| {
+            let same = |run: &&ModelRun| {
+                run.model == self.model && run.format == self.format && run.form == form
+            };
+            models.iter().find(same).map(|run| run.token.median)
+        };
+        let stock = token(Form::Stock);
+        let fused = token(Form::Graph).or(token(Form::Eager));
+        self.stock_token = self.stock_token.or(stock);
+        self.fused_token = self.fused_token.or(fused);
+    }
+
     /// All layers and the head.
     pub fn stock_sum(&self) -> f64 {
         self.layers as f64 * self.stock() + self.head.stock()
@@ -100,20 +114,9 @@ pub fn run(place: &Place, args: &Args, models: &[ModelRun], budget: &Budget) -> 
             if !args.wants(&format!("layer {} {format}", dims.name)) || budget.is_spent() {
                 continue;
             }
-            let run = |fused: bool| {
-                models.iter().find(|run| {
-                    let form = match (fused, place.device.is_cuda()) {
-                        (false, _) => Form::Stock,
-                        (true, true) => Form::Graph,
-                        (true, false) => Form::Eager,
-                    };
-                    run.model == dims.name && run.format == format && run.form == form
-                })
-            };
-            let context = run(true).map_or(128, |run| run.prompt + run.steps / 2);
+            let context = context(place.device.is_cuda(), args.quick);
             let mut layer = measure(place, &dims, (1, context), *dtype, effort)?;
-            layer.stock_token = run(false).map(|run| run.token.median);
-            layer.fused_token = run(true).map(|run| run.token.median);
+            layer.take_tokens(models);
             layer.chains = chains(place, &layer, effort)?;
             print(&layer);
             layers.push(layer);

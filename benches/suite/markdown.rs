@@ -72,7 +72,7 @@ fn head(export: &Export) -> String {
     let (machine, limits) = (&export.machine, &export.limits);
     let gemm = limits.gemm.iter();
     let gemm: Vec<_> = gemm
-        .map(|(dtype, flops)| format!("{:.1} TFLOP/s in {dtype}", flops * 1e-12))
+        .map(|(dtype, flops)| format!("{:.0} GFLOP/s in {dtype}", flops * 1e-9))
         .collect();
     let mut text = format!(
         "# {}\n{}.\n\nMade from an export by `cargo bench -- --from FILE --markdown README.md --plots .`; \

@@ -84,6 +84,12 @@ impl Plan {
     }
 }
 
+/// Keys that the middle one of a model's steps sees.
+pub fn context(gpu: bool, quick: bool) -> usize {
+    let plan = Plan::of(gpu, quick);
+    plan.prompt + plan.steps / 2
+}
+
 /// Bytes of weights above which forms are loaded one after the other, not side by side.
 fn side_by_side(gpu: bool) -> u64 {
     if gpu { 8 << 30 } else { 4 << 30 }

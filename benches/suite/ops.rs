@@ -89,6 +89,7 @@ fn measure(place: &Place, limits: &Limits, case: &Case, effort: Effort) -> Resul
                 name: contender.name.clone(),
                 times: taken.times,
                 host: taken.host,
+                graph: taken.graph,
                 memory,
             })
             .collect(),
@@ -126,8 +127,20 @@ pub fn count_floors(runs: &mut [OpRun], limits: &Limits) {
 fn head(op: &str, place: &Place) {
     let library = if place.device.is_cuda() { GEMM } else { "" };
     println!(
-        "\n{op:<47}{CANDLE:>10}{library:>10}{:>10}{:>7}{:>8}{:>8}{:>9}{:>9}{:>6}  {:<8}{:>10}",
-        "fused", "+-", "faster", "GB/s", "GFLOP/s", "floor us", "of it", "bound", "saved MB"
+        "\n{op:<47}{CANDLE:>10}{library:>10}{:>10}{:>7}{:>8}{:>8}{:>9}{:>9}{:>6}  {:<8}{:>10}{}",
+        "fused",
+        "+-",
+        "faster",
+        "GB/s",
+        "GFLOP/s",
+        "floor us",
+        "of it",
+        "bound",
+        "saved MB",
+        match place.device.is_cuda() {
+            true => "  in graphs: cublas, fused, faster",
+            false => "",
+        }
     );
 }
 
@@ -141,7 +154,7 @@ fn line(run: &OpRun) {
     let faster = run.speedup().or_else(|| run.speedup_over(GEMM));
     let (name, spread) = (&run.name[run.op.len()..], run.side("fused"));
     println!(
-        "{:<47}{:>10}{:>10}{:>10}{:>6.0}%{:>8}{:>8.1}{:>9.1}{:>9.1}{:>5.0}%  {:<8}{:>10}",
+        "{:<47}{:>10}{:>10}{:>10}{:>6.0}%{:>8}{:>8.1}{:>9.1}{:>9.1}{:>5.0}%  {:<8}{:>10}{}",
         name.trim_start(),
         time(CANDLE),
         time(GEMM),
@@ -157,8 +170,20 @@ fn line(run: &OpRun) {
             Bound::Compute => "compute",
             Bound::Dispatch => "call",
         },
-        saved(run).map_or_else(String::new, |saved| format!("{:.2}", saved / 1e6))
+        saved(run).map_or_else(String::new, |saved| format!("{:.2}", saved / 1e6)),
+        in_graphs(run).unwrap_or_default()
     );
+}
+
+/// What the product takes in a graph beside the library's.
+fn in_graphs(run: &OpRun) -> Option<String> {
+    let time = |name| Some(run.side(name)?.graph?.median * 1e6);
+    Some(format!(
+        "  {:>17.1}{:>7.1}{:>7.2}x",
+        time(GEMM)?,
+        time(crate::cases::FUSED)?,
+        run.speedup_in_graph_over(GEMM)?
+    ))
 }
 
 /// Bytes that candle's operations hold beyond what the op does.

@@ -1,6 +1,8 @@
 //! Taking turns: how long calls take on the CPU, and between events on a GPU.
 
 use crate::cases::Contender;
+#[cfg(feature = "cuda")]
+use crate::common::report;
 use crate::place::Place;
 use crate::stats::Times;
 use candle_core::Result;
@@ -43,7 +45,24 @@ pub struct Taken {
     pub times: Times,
     /// What the host needs to queue a call, on a GPU.
     pub host: Option<f64>,
+    /// Of a call in a graph of many, with dependent launches where they are ours.
+    pub graph: Option<Times>,
 }
+
+/// What a contender took in each round.
+#[derive(Clone, Default)]
+struct Rounds {
+    device: Vec<f64>,
+    host: Vec<f64>,
+    graph: Vec<f64>,
+}
+
+#[cfg(feature = "cuda")]
+use cuda::Recorded as Graph;
+
+/// Only a GPU has graphs.
+#[cfg(not(feature = "cuda"))]
+enum Graph {}
 
 /// Calls of one round at most; on a GPU they are queued before the first begins.
 const MOST_CALLS: usize = 64;
@@ -55,23 +74,32 @@ pub fn race(place: &Place, contenders: &[Contender], effort: Effort) -> Result<V
     for contender in contenders {
         calls.push(clock.calls(contender, effort)?);
     }
-    let mut times = vec![(Vec::new(), Vec::new()); contenders.len()];
+    let mut graphs: Vec<_> = contenders.iter().map(|c| clock.graph(c)).collect();
+    let mut times = vec![Rounds::default(); contenders.len()];
     let started = Instant::now();
     for round in 0.. {
         if round >= effort.rounds || (round > 0 && started.elapsed() > effort.most) {
             break;
         }
-        for ((contender, calls), times) in contenders.iter().zip(&calls).zip(&mut times) {
+        let sides = contenders.iter().zip(&calls).zip(&mut graphs);
+        for (((contender, calls), graph), times) in sides.zip(&mut times) {
             let (device, host) = clock.time(contender, *calls)?;
-            times.0.push(device);
-            times.1.push(host);
+            times.device.push(device);
+            times.host.push(host);
+            if let Some(graph) = graph {
+                times.graph.push(clock.replay(graph)?);
+            }
         }
     }
     Ok(times
         .iter()
-        .map(|(device, host)| Taken {
-            times: Times::of(device),
-            host: place.device.is_cuda().then(|| Times::of(host).median),
+        .map(|rounds| Taken {
+            times: Times::of(&rounds.device),
+            host: place
+                .device
+                .is_cuda()
+                .then(|| Times::of(&rounds.host).median),
+            graph: (!rounds.graph.is_empty()).then(|| Times::of(&rounds.graph)),
         })
         .collect())
 }
@@ -108,6 +136,41 @@ impl<'a> Clock<'a> {
         Ok(fill.clamp(1, most))
     }
 
+    /// The contender's calls as a graph, where it is to have one and can be recorded.
+    #[cfg(feature = "cuda")]
+    fn graph(&self, contender: &Contender) -> Option<Graph> {
+        let events = self.events.as_ref().filter(|_| contender.in_graph)?;
+        match events.record(contender) {
+            Ok(graph) => graph,
+            Err(error) => {
+                let name = &contender.name;
+                report::say(format_args!("{name} is not timed in a graph: {error}"));
+                None
+            }
+        }
+    }
+
+    /// Only a GPU has graphs.
+    #[cfg(not(feature = "cuda"))]
+    fn graph(&self, _: &Contender) -> Option<Graph> {
+        None
+    }
+
+    /// Seconds of a call in a graph.
+    #[cfg(feature = "cuda")]
+    fn replay(&self, graph: &mut Graph) -> Result<f64> {
+        match &self.events {
+            Some(events) => events.replay(graph),
+            None => candle_core::bail!("a graph without a GPU"),
+        }
+    }
+
+    /// There is no graph.
+    #[cfg(not(feature = "cuda"))]
+    fn replay(&self, graph: &mut Graph) -> Result<f64> {
+        match *graph {}
+    }
+
     /// Seconds of a call, and of the host for it.
     fn time(&self, contender: &Contender, calls: usize) -> Result<(f64, f64)> {
         #[cfg(feature = "cuda")]
@@ -125,12 +188,19 @@ impl<'a> Clock<'a> {
 
 #[cfg(feature = "cuda")]
 mod cuda {
-    use crate::cases::Contender;
+    use crate::cases::{Contender, FUSED};
     use candle_core::cuda_backend::cudarc::driver::CudaEvent;
     use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
     use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
+    use candle_fused::cuda::Replay;
     use std::cell::Cell;
     use std::time::Instant;
+
+    /// Calls of a graph.
+    const RECORDED: usize = 32;
+
+    /// Calls of a contender as one graph.
+    pub struct Recorded(Replay<Vec<Vec<Tensor>>>);
 
     /// Seconds of a pass over what keeps the GPU busy, on the fastest GPUs.
     const PASS: f64 = 100e-6;
@@ -161,6 +231,49 @@ mod cuda {
             stream.record_event(flags).map_err(Error::wrap)
         }
 
+        fn keep_busy(&self, passes: usize) -> Result<()> {
+            for _ in 0..passes.clamp(2, 400) {
+                self.busy.affine(1., 0.)?;
+            }
+            Ok(())
+        }
+
+        /// Calls in turn as a graph, with the right results; none where a part of them would not be
+        /// in it.
+        pub fn record(&self, contender: &Contender) -> Result<Option<Recorded>> {
+            (contender.call)(0)?;
+            let all = || (0..RECORDED).map(&contender.call).collect::<Result<_>>();
+            let mut recorded = Recorded(Replay::record(self.device, all)?);
+            let kernels = recorded.0.kernels();
+            let whole = match contender.name == FUSED {
+                // Some products of ours have a kernel in front that prepares the rows.
+                true => kernels > 0 && kernels.is_multiple_of(RECORDED),
+                false => kernels == RECORDED,
+            };
+            if !whole {
+                return Ok(None);
+            }
+            self.replay(&mut recorded)?;
+            for results in recorded.0.results() {
+                for (result, expected) in results.iter().zip(&contender.expected) {
+                    expected.check(&contender.name, result)?;
+                }
+            }
+            Ok(Some(recorded))
+        }
+
+        /// Seconds of a call in a graph.
+        pub fn replay(&self, recorded: &mut Recorded) -> Result<f64> {
+            self.keep_busy(2)?;
+            let begin = self.mark()?;
+            // SAFETY: the contender holds what its calls read, and outlives their graph; the end is
+            // waited for below.
+            unsafe { recorded.0.launch()? };
+            let end = self.mark()?;
+            let milliseconds = begin.elapsed_ms(&end).map_err(Error::wrap)?;
+            Ok(f64::from(milliseconds) * 1e-3 / RECORDED as f64)
+        }
+
         /// Seconds of a call on the GPU, which is kept busy until all of them are queued, and of the
         /// host to queue it.
         pub fn time(&self, contender: &Contender, calls: usize) -> Result<(f64, f64)> {
@@ -169,9 +282,7 @@ mod cuda {
                 .synchronize()
                 .map_err(Error::wrap)?;
             let passes = (1.5 * self.host.get() * calls as f64 / PASS).ceil() as usize;
-            for _ in 0..passes.clamp(2, 400) {
-                self.busy.affine(1., 0.)?;
-            }
+            self.keep_busy(passes)?;
             let begin = self.mark()?;
             let started = Instant::now();
             for turn in 0..calls {

@@ -89,6 +89,9 @@ impl Work {
     }
 }
 
+/// Rows up to which products are timed in a graph too.
+const IN_GRAPH: usize = 16;
+
 /// A call of a contender with what has its turn.
 pub type Call = Box<dyn Fn(usize) -> Result<Vec<Tensor>>>;
 
@@ -98,6 +101,8 @@ pub struct Contender {
     pub call: Call,
     /// What each of its results has to be.
     pub expected: Vec<Expected>,
+    /// Whether it is timed in a CUDA graph too, as decoding replays it.
+    pub in_graph: bool,
 }
 
 impl Contender {
@@ -110,6 +115,15 @@ impl Contender {
             name: name.to_owned(),
             call: Box::new(call),
             expected,
+            in_graph: false,
+        }
+    }
+
+    /// The same, timed in a graph too if it has few enough rows: so many sequences decode side by side.
+    pub fn in_graph(self, rows: usize) -> Self {
+        Self {
+            in_graph: rows <= IN_GRAPH,
+            ..self
         }
     }
 }

@@ -294,6 +294,7 @@ impl Tensors {
     /// candle, fused, and on a GPU the library's product alone.
     pub fn contenders(&self, place: &Place) -> Result<Vec<Contender>> {
         let dtype = self.x.dtype();
+        let rows = self.x.dims()[0];
         let first = self.first();
         let outputs = self.outputs();
         let picked = first
@@ -304,7 +305,7 @@ impl Tensors {
         let expected = || self.expected(&picked, limit(dtype));
         let mut all = vec![
             Contender::new(CANDLE, expected()?, self.call(Fusion::none())?),
-            Contender::new(FUSED, expected()?, self.call(Fusion::all())?),
+            Contender::new(FUSED, expected()?, self.call(Fusion::all())?).in_graph(rows),
         ];
         if place.device.is_cuda() {
             all.push(self.library()?);
@@ -327,7 +328,8 @@ impl Tensors {
             values,
             limit: limit(self.x.dtype()),
         };
-        Ok(Contender::new(GEMM, vec![expected], self.gemm()?))
+        let product = Contender::new(GEMM, vec![expected], self.gemm()?);
+        Ok(product.in_graph(self.x.dims()[0]))
     }
 
     /// The outputs of each matrix that are checked.

@@ -180,7 +180,7 @@ fn contenders(
             tensors.through(quantized.projections(place, &tensors, fusion)?),
         ))
     };
-    let fused = contender(FUSED, format, Fusion::all())?;
+    let fused = contender(FUSED, format, Fusion::all())?.in_graph(m);
     // candle has no blocks for activations of 16 bits, and a GPU's yardstick is the dense product.
     let other = match place.device.is_cuda() && dtype != DType::F32 {
         true => tensors.library()?,
