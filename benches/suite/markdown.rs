@@ -6,7 +6,7 @@ use crate::export::{Export, OpRun};
 use crate::goals::Goals;
 use crate::layers::Layer;
 use crate::limits::Bound;
-use crate::models::ModelRun;
+use crate::models::{ModelRun, megabytes};
 use crate::plots;
 use anyhow::{Context, Result};
 use std::path::Path;
@@ -119,7 +119,6 @@ fn goals(export: &Export) -> String {
 
 fn models(runs: &[ModelRun]) -> String {
     let or_blank = |value: Option<String>| value.unwrap_or_default();
-    let megabytes = |bytes: Option<u64>| or_blank(bytes.map(|b| format!("{:.0}", b as f64 * 1e-6)));
     let stock = |run: &ModelRun| {
         let same = |other: &&ModelRun| (&other.model, &other.format) == (&run.model, &run.format);
         let first = runs.iter().find(same)?;

@@ -286,10 +286,14 @@ impl ModelRun {
     }
 }
 
+/// In MB, or nothing.
+pub fn megabytes(bytes: Option<u64>) -> String {
+    bytes.map_or_else(String::new, |bytes| format!("{:.0}", bytes as f64 * 1e-6))
+}
+
 /// `compared` are the tokens that all forms have.
 fn line(run: &ModelRun, compared: usize) {
     let or_blank = |value: Option<String>| value.unwrap_or_default();
-    let megabytes = |bytes: Option<u64>| or_blank(bytes.map(|b| format!("{:.0}", b as f64 * 1e-6)));
     println!(
         "{:<18}{:<12}{:<10}{:>11.2}{:>7}{:>9.1}{:>10.3}{:>9.3}{:>9.3}{:>9.3}{:>9}{:>9}{:>9}{:>8}",
         run.model,

@@ -74,7 +74,8 @@ pub fn race(place: &Place, contenders: &[Contender], effort: Effort) -> Result<V
     for contender in contenders {
         calls.push(clock.calls(contender, effort)?);
     }
-    let mut graphs: Vec<_> = contenders.iter().map(|c| clock.graph(c)).collect();
+    let graph = |contender: &Contender| contender.in_graph.then(|| clock.graph(contender))?;
+    let mut graphs: Vec<_> = contenders.iter().map(graph).collect();
     let mut times = vec![Rounds::default(); contenders.len()];
     let started = Instant::now();
     for round in 0.. {
@@ -136,11 +137,10 @@ impl<'a> Clock<'a> {
         Ok(fill.clamp(1, most))
     }
 
-    /// The contender's calls as a graph, where it is to have one and can be recorded.
+    /// The contender's calls as a graph, where they can be recorded.
     #[cfg(feature = "cuda")]
     fn graph(&self, contender: &Contender) -> Option<Graph> {
-        let events = self.events.as_ref().filter(|_| contender.in_graph)?;
-        match events.record(contender) {
+        match self.events.as_ref()?.record(contender) {
             Ok(graph) => graph,
             Err(error) => {
                 let name = &contender.name;
