@@ -201,6 +201,8 @@ fn group(
     effort: Effort,
 ) -> Result<Group> {
     fused.extend(steps);
+    // The table holds launches against launches.
+    fused.iter_mut().for_each(|step| step.in_graph = false);
     let taken = race(place, &fused, effort)?;
     let mut times = fused.iter().zip(&taken);
     let fused = times.next().map(|(_, taken)| taken.times);
