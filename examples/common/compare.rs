@@ -323,40 +323,40 @@ impl Comparison<'_> {
         let probe = Probe {
             peak_rss,
             peak_gpu,
-            launches: self.launches(model.as_mut())?,
+            launches: launches(model.as_mut(), self.prompt, self.graph)?,
         };
         let answer = serde_json::to_string(&probe)?;
         report::write_text(&mut std::io::stdout().lock(), &answer)
     }
+}
 
-    /// Kernels that the token behind the prompt takes.
-    fn launches(&self, model: &mut dyn TextModel) -> Result<Option<u64>> {
-        let options = Options {
-            positions: self.prompt.len() + 2,
-            graph: self.graph,
-            ..Default::default()
-        };
-        if model.chooses_tokens() {
-            let mut generation = model.generation(&options)?;
-            generation.extend(0, self.prompt)?;
-            generation.step()?;
-            let kernels = generation.kernels_per_step() as u64;
-            // A step that is no chain of kernels counts none.
-            return Ok(Some(kernels).filter(|kernels| *kernels > 0));
-        }
-        model.clear()?;
-        model.forward(self.prompt, 0)?;
-        let last = &self.prompt[self.prompt.len() - 1..];
-        // Once for real, so that every kernel is loaded before the recording.
-        model.forward(last, self.prompt.len())?;
-        let device = model.device();
-        let position = self.prompt.len() + 1;
-        Ok(gpu::launches(&device, || {
-            // A copy, so that what the step frees has been allocated within the recording.
-            let mut copy = model.fork().context("this model cannot be copied")?;
-            copy.forward(last, position).map(drop)
-        }))
+/// Kernels that the token behind `prompt` takes.
+pub fn launches(model: &mut dyn TextModel, prompt: &[u32], graph: bool) -> Result<Option<u64>> {
+    let options = Options {
+        positions: prompt.len() + 2,
+        graph,
+        ..Default::default()
+    };
+    if model.chooses_tokens() {
+        let mut generation = model.generation(&options)?;
+        generation.extend(0, prompt)?;
+        generation.step()?;
+        let kernels = generation.kernels_per_step() as u64;
+        // A step that is no chain of kernels counts none.
+        return Ok(Some(kernels).filter(|kernels| *kernels > 0));
     }
+    model.clear()?;
+    model.forward(prompt, 0)?;
+    let last = &prompt[prompt.len() - 1..];
+    // Once for real, so that every kernel is loaded before the recording.
+    model.forward(last, prompt.len())?;
+    let device = model.device();
+    let position = prompt.len() + 1;
+    Ok(gpu::launches(&device, || {
+        // A copy, so that what the step frees has been allocated within the recording.
+        let mut copy = model.fork().context("this model cannot be copied")?;
+        copy.forward(last, position).map(drop)
+    }))
 }
 
 impl Form {

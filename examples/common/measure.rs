@@ -110,30 +110,23 @@ impl Measurement<'_> {
             self.sample_len,
             model.context_length()
         );
-        if fused {
-            let options = Options {
-                sequences: self.sequences,
-                positions,
-                graph: self.graph,
-                ..Default::default()
-            };
-            return Ok(Runner::Fused(Box::new(model.generation(&options)?)));
-        }
         ensure!(
-            self.sequences == 1,
+            fused || self.sequences == 1,
             "--sequences {} is for the fused side; plain candle runs one",
             self.sequences
         );
-        Ok(Runner::Stock {
-            model,
-            position: 0,
-            token: 0,
-        })
+        let options = Options {
+            sequences: self.sequences,
+            positions,
+            graph: self.graph,
+            ..Default::default()
+        };
+        Runner::new(model, fused.then_some(&options))
     }
 }
 
 /// A model in its token loop.
-enum Runner {
+pub enum Runner {
     Fused(Box<Generation>),
     Stock {
         model: Box<dyn TextModel>,
@@ -143,8 +136,20 @@ enum Runner {
 }
 
 impl Runner {
+    /// In the loop of [`Generation`] with `options`, or one forward pass after the other.
+    pub fn new(model: Box<dyn TextModel>, options: Option<&Options>) -> Result<Self> {
+        Ok(match options {
+            Some(options) => Self::Fused(Box::new(model.generation(options)?)),
+            None => Self::Stock {
+                model,
+                position: 0,
+                token: 0,
+            },
+        })
+    }
+
     /// Reads the prompt of sequence `index` from its beginning.
-    fn prefill(&mut self, index: usize, prompt: &[u32]) -> Result<()> {
+    pub fn prefill(&mut self, index: usize, prompt: &[u32]) -> Result<()> {
         match self {
             Self::Fused(generation) => {
                 generation.truncate(index, 0)?;
@@ -163,7 +168,8 @@ impl Runner {
         Ok(())
     }
 
-    fn step(&mut self) -> Result<()> {
+    /// Takes one token in, and chooses the next.
+    pub fn step(&mut self) -> Result<()> {
         match self {
             Self::Fused(generation) => {
                 generation.step()?;
@@ -179,6 +185,14 @@ impl Runner {
             }
         }
         Ok(())
+    }
+
+    /// The token that was chosen last.
+    pub fn token(&self) -> u32 {
+        match self {
+            Self::Fused(generation) => generation.pending(0).unwrap_or(0),
+            Self::Stock { token, .. } => *token,
+        }
     }
 
     fn kernels(&self) -> String {

@@ -8,6 +8,7 @@ mod graph;
 mod launch;
 mod memory;
 mod module;
+pub(crate) mod nvtx;
 mod pinned;
 mod pool;
 pub mod profile;

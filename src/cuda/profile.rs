@@ -6,6 +6,7 @@
 
 use super::gpu::Gpu;
 use super::launch::Launcher;
+use super::nvtx;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DriverError, result, sys};
 use candle_core::{CudaDevice, Error, Result};
 use std::cell::RefCell;
@@ -84,6 +85,7 @@ pub(crate) fn around(
     (stem, kernel): (&'static str, &'static str),
     launch: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
+    let _named = nvtx::range(kernel);
     // What is recorded into a graph does not run yet.
     if launcher.dependent || !is_capturing() {
         return launch();

@@ -6,7 +6,7 @@ use super::prefill;
 use super::state::{MAIL_SLOTS, State};
 use super::{Options, PartTime, Sequence};
 use crate::cuda::profile::Event;
-use crate::cuda::{Graph, Launcher, moved};
+use crate::cuda::{Graph, Launcher, moved, nvtx};
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::{KvCache, RotaryEmbedding};
 use crate::ops::sample::NONE;
@@ -96,6 +96,7 @@ impl OnDevice {
 
     /// Reads `ids` into sequence `index` and draws the token to follow.
     pub fn extend(&mut self, sequences: &mut [Sequence], index: usize, ids: &[u32]) -> Result<u32> {
+        let _named = nvtx::range("prefill");
         self.settle()?;
         let logits = sequences[index].read(&self.decoder, ids, |_, position| {
             let (rotary, caches) = (&self.rotary, &self.caches[index]);
@@ -118,6 +119,7 @@ impl OnDevice {
 
     /// Takes in the pending token of every sequence and gives the tokens that follow.
     pub fn step(&mut self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
+        let _named = nvtx::range("decode step");
         let begun = sequences.iter().filter(|s| s.pending.is_some());
         let longest = begun.map(|s| s.ids.len()).max().unwrap_or(0);
         let room = self.positions - longest;

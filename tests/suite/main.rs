@@ -4,6 +4,7 @@ mod adopt;
 mod allocations;
 mod app;
 mod balance;
+mod bench_stats;
 mod dense;
 mod flash_attention;
 mod flash_decoding;

@@ -44,11 +44,11 @@ fn every_op_has_its_tests() {
 
 #[test]
 fn every_op_has_its_benchmark() {
-    let benches = read("benches/ops/rows.rs");
+    let benches = read("benches/suite/cases/mod.rs");
     for stem in stems() {
         assert!(
             benches.contains(&format!("\"{stem}\"")),
-            "benches/ops/rows.rs has no row \"{stem}\""
+            "benches/suite/cases/mod.rs has no case \"{stem}\""
         );
     }
 }

@@ -116,9 +116,9 @@ struct Params {
 // SAFETY: the layout is that of the kernels' parameter, plain numbers throughout.
 unsafe impl DeviceRepr for Params {}
 
-/// Reports if the study is wanted and there is a GPU.
-pub fn report(wanted: impl Fn(&str) -> bool) -> Result<()> {
-    if !wanted("ternary study") && !wanted("ternary sweep") {
+/// Reports the table, and the sweep, where they are wanted and there is a GPU.
+pub fn report(wants_study: bool, wants_sweep: bool) -> Result<()> {
+    if !wants_study && !wants_sweep {
         return Ok(());
     }
     let Ok(device) = Device::new_cuda(0) else {
@@ -129,10 +129,10 @@ pub fn report(wanted: impl Fn(&str) -> bool) -> Result<()> {
         .iter()
         .map(|(name, rows, k)| Projection::new(name, *rows, *k, &stream))
         .collect::<Result<Vec<_>>>()?;
-    if wanted("ternary study") {
+    if wants_study {
         study(&projections, &stream)?;
     }
-    if wanted("ternary sweep") {
+    if wants_sweep {
         for projection in &projections {
             sweep(projection, &stream)?;
         }

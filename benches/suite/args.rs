@@ -1,0 +1,120 @@
+//! The command line.
+
+use crate::child::Form;
+use clap::{Parser, ValueEnum};
+use std::path::PathBuf;
+
+/// Every op, every model and their parts against plain candle, and against what the machine can do.
+#[derive(Parser, Debug)]
+#[command(name = "cargo bench --", max_term_width = 100)]
+pub struct Args {
+    /// What to measure [default: all but ternary].
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub sections: Vec<Section>,
+
+    /// Only what has one of these in its name: words of it, or parts of more than three letters, all of
+    /// them, as `flash` or `"rms_norm qwen3-0.6b m1"`.
+    #[arg(long, value_delimiter = ',')]
+    pub filter: Vec<String>,
+
+    /// Models of the table and of the curves: shapes, or files, folders and hub ids [default: the
+    /// named shapes].
+    #[arg(long, value_delimiter = ',')]
+    pub models: Vec<String>,
+
+    /// Formats of the table of models: dtypes, or what `--quantize` of the examples takes; with `+head`
+    /// the head is quantized too.
+    #[arg(long, value_delimiter = ',')]
+    pub formats: Vec<String>,
+
+    /// Forms of the table of models [default: all that the device has].
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub forms: Vec<Form>,
+
+    /// Few shapes and rounds: under two minutes on two cores.
+    #[arg(long)]
+    pub quick: bool,
+
+    /// Measure the CPU although there is a GPU.
+    #[arg(long)]
+    pub cpu: bool,
+
+    /// Threads on the CPU.
+    #[arg(long)]
+    pub threads: Option<usize>,
+
+    /// Write all figures to FILE as JSON (benches/README.md describes it).
+    #[arg(long, value_name = "FILE")]
+    pub export: Option<PathBuf>,
+
+    /// Write plots into FOLDER as SVG and PNG.
+    #[arg(long, value_name = "FOLDER")]
+    pub plots: Option<PathBuf>,
+
+    /// Write the tables as Markdown into FILE; it shows the plots that lie beside it.
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
+
+    /// Show what changed beyond the noise since an earlier --export.
+    #[arg(long, value_name = "FILE")]
+    pub baseline: Option<PathBuf>,
+
+    /// With --baseline, exit with 1 if anything is slower beyond the noise and by more than PERCENT.
+    #[arg(long, value_name = "PERCENT", num_args = 0..=1, default_missing_value = "5", requires = "baseline")]
+    pub fail_on_regression: Option<f64>,
+
+    /// Measure nothing; show and plot earlier exports of one machine, several as one.
+    #[arg(long, value_name = "FILE", value_delimiter = ',', conflicts_with_all = ["quick", "sections"])]
+    pub from: Vec<PathBuf>,
+
+    /// List the names of the cases.
+    #[arg(long)]
+    pub list: bool,
+
+    /// Stop beginning anything new after so many seconds.
+    #[arg(long, value_name = "SECONDS")]
+    pub budget: Option<u64>,
+
+    /// A model's side in a process of its own, which takes its turns from standard input.
+    #[arg(long, value_name = "JSON", hide = true)]
+    pub child: Option<String>,
+
+    /// cargo hands it to every benchmark.
+    #[arg(long, hide = true)]
+    pub bench: bool,
+}
+
+/// A part of the suite.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Section {
+    /// Every op on the models' shapes.
+    Ops,
+    /// Whole models: stock, with settings, fused, as a graph.
+    Models,
+    /// The steps of a layer, and what they leave of a token.
+    Layers,
+    /// How cost grows with context, batch and model.
+    Scaling,
+    /// Ways of fusing a norm with a ternary product, on a GPU.
+    Ternary,
+    /// All plans of those.
+    TernarySweep,
+}
+
+impl Args {
+    pub fn has(&self, section: Section) -> bool {
+        match self.sections.is_empty() {
+            true => !matches!(section, Section::Ternary | Section::TernarySweep),
+            false => self.sections.contains(&section),
+        }
+    }
+
+    pub fn wants(&self, name: &str) -> bool {
+        let has = |word: &str| {
+            let whole = name.split(' ').any(|part| part == word);
+            whole || (word.len() > 3 && name.contains(word))
+        };
+        let fits = |filter: &String| filter.split_whitespace().all(has);
+        self.filter.is_empty() || self.filter.iter().any(fits)
+    }
+}

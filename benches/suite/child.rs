@@ -1,0 +1,344 @@
+//! A model's side in a process of its own: so its memory is its own, and sides take turns. The
+//! parent writes a line for each turn, the child answers with a line of JSON.
+
+use crate::common::compare::launches;
+use crate::common::measure::Runner;
+use crate::common::report::peak_memory;
+use crate::common::source::{self, Located, SourceOptions};
+use crate::common::{fused, gpu, shapes, stock, weights};
+use crate::nvml::Meter;
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device};
+use candle_fused::Fusion;
+use candle_fused::generation::Options;
+use candle_fused::quant::{Quantization, Recipe};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child as Process, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+/// How a model runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Form {
+    /// candle-transformers' model, or plain candle where it has none.
+    Stock,
+    /// The same, with candle's events off and the pool keeping what is freed; on a GPU.
+    Settings,
+    /// Ours, one launch after the other.
+    Eager,
+    /// Ours, a step being one CUDA graph.
+    Graph,
+}
+
+impl Form {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stock => "stock",
+            Self::Settings => "settings",
+            Self::Eager => "eager",
+            Self::Graph => "graph",
+        }
+    }
+
+    pub fn is_fused(self) -> bool {
+        matches!(self, Self::Eager | Self::Graph)
+    }
+}
+
+/// What a child is to run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Job {
+    /// The name of a shape, or of a model's file, folder or repository.
+    pub model: String,
+    /// A dtype, a format that the layers are quantized to (with `+head`: the head too), or `stored`.
+    pub format: String,
+    pub form: Form,
+    pub cpu: bool,
+    pub threads: Option<usize>,
+    /// Positions that there is room for.
+    pub positions: usize,
+}
+
+/// A line from the parent.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Request {
+    /// Read `prompt` tokens and generate as many as `steps`.
+    Turn {
+        prompt: usize,
+        steps: usize,
+    },
+    /// Read `prompt` tokens so many times, one behind the other.
+    Prefills {
+        prompt: usize,
+        times: usize,
+    },
+    End,
+}
+
+/// What a turn took.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Turn {
+    /// Seconds of each step.
+    pub steps: Vec<f64>,
+    /// Joules and seconds of all steps.
+    pub energy: Option<(f64, f64)>,
+    pub tokens: Vec<u32>,
+}
+
+/// What is known at the end.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Last {
+    pub load: f64,
+    pub peak_rss: Option<u64>,
+    pub peak_gpu: Option<u64>,
+    pub launches: Option<u64>,
+    /// Bytes of weights that a step reads.
+    pub bytes: Option<u64>,
+    /// Why there is no graph.
+    pub refusal: Option<String>,
+    /// The parts of a step in a graph: name, launches, seconds, bytes.
+    pub parts: Vec<(String, usize, f64, u64)>,
+}
+
+/// The parent's end.
+pub struct Child {
+    process: Process,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+}
+
+impl Child {
+    /// Starts this program again for each job; they load their models side by side.
+    pub fn start_all(jobs: &[Job]) -> Result<Vec<Self>> {
+        let mut children = jobs.iter().map(Self::spawn).collect::<Result<Vec<_>>>()?;
+        // A child's first line says that it has loaded.
+        children.iter_mut().try_for_each(Self::answer::<()>)?;
+        Ok(children)
+    }
+
+    /// One that has loaded its model.
+    pub fn start(job: &Job) -> Result<Self> {
+        let mut child = Self::spawn(job)?;
+        child.answer::<()>()?;
+        Ok(child)
+    }
+
+    fn spawn(job: &Job) -> Result<Self> {
+        let this = std::env::current_exe().context("cannot find this program")?;
+        let mut process = Command::new(this)
+            .args(["--child", &serde_json::to_string(job)?])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start this program again")?;
+        let (to, from) = (process.stdin.take(), process.stdout.take());
+        let (Some(to), Some(from)) = (to, from) else {
+            bail!("the child has no standard input or output");
+        };
+        let from = BufReader::new(from);
+        Ok(Self { process, to, from })
+    }
+
+    pub fn turn(&mut self, prompt: usize, steps: usize) -> Result<Turn> {
+        self.ask(&Request::Turn { prompt, steps })?;
+        self.answer()
+    }
+
+    /// Seconds of each prompt, its token included. The first finds the caches and the clocks as
+    /// another process or another prompt left them.
+    pub fn prefills(&mut self, prompt: usize, times: usize) -> Result<Vec<f64>> {
+        self.ask(&Request::Prefills { prompt, times })?;
+        self.answer()
+    }
+
+    pub fn end(mut self) -> Result<Last> {
+        self.ask(&Request::End)?;
+        let last = self.answer()?;
+        self.process.wait()?;
+        Ok(last)
+    }
+
+    fn ask(&mut self, request: &Request) -> Result<()> {
+        writeln!(self.to, "{}", serde_json::to_string(request)?)?;
+        Ok(self.to.flush()?)
+    }
+
+    fn answer<T: for<'a> Deserialize<'a>>(&mut self) -> Result<T> {
+        let mut line = String::new();
+        self.from.read_line(&mut line)?;
+        serde_json::from_str(&line).context("a model's process ended early")
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // One that has ended already cannot be killed.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// The child's end.
+pub fn serve(job: &str) -> Result<()> {
+    let job: Job = serde_json::from_str(job)?;
+    if let Some(threads) = job.threads {
+        candle_fused::cpu::pool::set_threads(threads);
+    }
+    let device = match job.cpu {
+        true => Device::Cpu,
+        false => Device::new_cuda(0)?,
+    };
+    gpu::tune(&device, job.form != Form::Stock)?;
+    let started = Instant::now();
+    let model = load(&job, &device)?;
+    let mut last = Last {
+        load: started.elapsed().as_secs_f64(),
+        bytes: model.bytes_per_step(),
+        ..Default::default()
+    };
+    let vocab = model.vocab_size();
+    let options = Options {
+        positions: job.positions,
+        graph: job.form == Form::Graph,
+        ..Default::default()
+    };
+    let mut runner = Runner::new(model, job.form.is_fused().then_some(&options))?;
+    let meter = Meter::new(device.is_cuda());
+    say(&())?;
+    let mut longest = 1;
+    for line in std::io::stdin().lock().lines() {
+        match serde_json::from_str(&line?)? {
+            Request::Turn { prompt, steps } => {
+                longest = longest.max(prompt);
+                let ids = shapes::tokens(prompt, vocab);
+                say(&turn(&mut runner, &ids, steps, meter.as_ref())?)?;
+            }
+            Request::Prefills { prompt, times } => {
+                let ids = shapes::tokens(prompt, vocab);
+                let seconds = (0..times).map(|_| prefill(&mut runner, &ids));
+                say(&seconds.collect::<Result<Vec<_>>>()?)?;
+            }
+            Request::End => break,
+        }
+    }
+    last.peak_rss = peak_memory();
+    last.peak_gpu = gpu::peak_memory(&device);
+    match &mut runner {
+        Runner::Fused(generation) => {
+            last.launches = Some(generation.kernels_per_step() as u64).filter(|n| *n > 0);
+            last.refusal = generation.graph_refusal().map(str::to_owned);
+            let parts = generation.profile(20)?;
+            let part = |p: &candle_fused::generation::PartTime| {
+                (p.part.to_owned(), p.launches, p.seconds, p.bytes)
+            };
+            last.parts = parts.iter().map(part).collect();
+        }
+        Runner::Stock { model, .. } => {
+            let ids = shapes::tokens(longest.min(16), vocab);
+            last.launches = launches(model.as_mut(), &ids, false)?;
+        }
+    }
+    say(&last)
+}
+
+fn say<T: Serialize>(value: &T) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", serde_json::to_string(value)?)?;
+    Ok(out.flush()?)
+}
+
+fn load(job: &Job, device: &Device) -> Result<Box<dyn crate::common::generate::TextModel>> {
+    let located = located(&job.model)?;
+    let weights = weights::open(&located.files)?;
+    let dtype = job.format.parse::<DType>().ok();
+    let recipe = match (dtype, job.format.as_str()) {
+        (Some(_), _) | (None, "stored") => None,
+        (None, format) => Some(recipe(format)?),
+    };
+    // Whose activations stay as they are.
+    let dtype = dtype.or((job.cpu && recipe.is_some()).then_some(DType::F32));
+    match job.form {
+        Form::Eager | Form::Graph => {
+            fused::load(weights, dtype, device, Fusion::all(), recipe.as_ref())
+        }
+        _ if recipe.is_some() => bail!("plain candle does not quantize what it loads"),
+        _ => stock::load(weights, dtype, device),
+    }
+}
+
+fn recipe(format: &str) -> Result<Recipe> {
+    let (layers, head) = match format.strip_suffix("+head") {
+        Some(layers) => (layers.parse::<Quantization>()?, true),
+        None => (format.parse()?, false),
+    };
+    let recipe = Recipe::new(layers);
+    Ok(if head {
+        recipe.with_head(layers)
+    } else {
+        recipe
+    })
+}
+
+/// Whether a model is a named shape.
+pub fn is_shape(model: &str) -> bool {
+    shapes::Shape::from_str(model, true).is_ok()
+}
+
+/// Bytes of a model's weights, about.
+pub fn weight_bytes(model: &str, format: &str) -> Result<u64> {
+    let Ok(shape) = shapes::Shape::from_str(model, true) else {
+        return Ok(0);
+    };
+    let size = format
+        .parse::<DType>()
+        .map_or(2, |dtype| dtype.size_in_bytes());
+    Ok((crate::cases::Dims::of(shape)?.weights() * size) as u64)
+}
+
+/// A shape, or a model that is found as the examples find it.
+fn located(model: &str) -> Result<Located> {
+    match shapes::Shape::from_str(model, true) {
+        Ok(shape) => Ok(shape.located()),
+        Err(_) => source::locate(Some(model), None, &SourceOptions::from_env()),
+    }
+}
+
+/// Seconds until the host knows the token behind the prompt.
+fn prefill(runner: &mut Runner, prompt: &[u32]) -> Result<f64> {
+    let started = Instant::now();
+    runner.prefill(0, prompt)?;
+    Ok(started.elapsed().as_secs_f64())
+}
+
+fn turn(runner: &mut Runner, prompt: &[u32], steps: usize, meter: Option<&Meter>) -> Result<Turn> {
+    prefill(runner, prompt)?;
+    let mut tokens = vec![runner.token()];
+    let mut times = Vec::new();
+    let mut walk = || -> Result<()> {
+        for _ in 0..steps {
+            let started = Instant::now();
+            runner.step()?;
+            times.push(started.elapsed().as_secs_f64());
+            tokens.push(runner.token());
+        }
+        Ok(())
+    };
+    let energy = match meter {
+        Some(meter) => {
+            let (walked, energy) = meter.around(walk);
+            walked?;
+            energy
+        }
+        None => {
+            walk()?;
+            None
+        }
+    };
+    Ok(Turn {
+        steps: times,
+        energy,
+        tokens,
+    })
+}

@@ -1,0 +1,323 @@
+//! The table of models: stock, with settings only, fused one launch after the other, and as a graph.
+
+use crate::args::Args;
+use crate::cases::{Extent, MODELS};
+use crate::child::{Child, Form, Job, Last, Turn};
+use crate::common::comparison::{median, percentile};
+use crate::place::Place;
+use crate::run::Budget;
+use crate::stats::Times;
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::time::Instant;
+
+/// A model in one form.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ModelRun {
+    pub model: String,
+    pub format: String,
+    pub form: Form,
+    /// Tokens of the prompt whose time `prefill` is.
+    pub prefill_tokens: usize,
+    /// Seconds of that prompt, with its token, read again and again.
+    pub prefill: Times,
+    /// The median of the first in each round, behind other prompts and other processes.
+    #[serde(default)]
+    pub prefill_first: Option<f64>,
+    /// Tokens in front of the first step, and steps of a round.
+    pub prompt: usize,
+    pub steps: usize,
+    /// Seconds of a token, over the rounds' means.
+    pub token: Times,
+    /// Seconds of single tokens over all rounds.
+    pub p50: f64,
+    pub p99: f64,
+    pub max: f64,
+    /// Leading tokens in common with the first form.
+    pub agreed: usize,
+    /// On a GPU, or where RAPL may be read.
+    pub joules_per_token: Option<f64>,
+    #[serde(flatten)]
+    pub last: Last,
+}
+
+/// How much is measured of each model.
+struct Plan {
+    prefill: usize,
+    prompt: usize,
+    /// Of the fastest form, and of the others: those take longer, and are given as much time as
+    /// there is.
+    steps: usize,
+    slow_steps: usize,
+    /// Prompts of a round; the first only warms up where there are more.
+    prefills: usize,
+    rounds: usize,
+}
+
+impl Plan {
+    fn of(gpu: bool, quick: bool) -> Self {
+        let plan = |prefill, prompt, (steps, slow_steps), prefills| Self {
+            prefill,
+            prompt,
+            steps,
+            slow_steps,
+            prefills,
+            rounds: 3,
+        };
+        match (gpu, quick) {
+            (true, false) => plan(512, 128, (512, 64), 8),
+            (true, true) => plan(512, 128, (128, 32), 4),
+            (false, false) => plan(128, 64, (16, 16), 1),
+            (false, true) => plan(32, 16, (6, 6), 1),
+        }
+    }
+
+    fn steps_of(&self, form: Form) -> usize {
+        match form {
+            Form::Graph => self.steps,
+            _ => self.slow_steps,
+        }
+    }
+
+    fn positions(&self) -> usize {
+        self.prefill.max(self.prompt + self.steps) + 4
+    }
+}
+
+/// Keys that the middle one of a model's steps sees.
+pub fn context(gpu: bool, quick: bool) -> usize {
+    let plan = Plan::of(gpu, quick);
+    plan.prompt + plan.steps / 2
+}
+
+/// Bytes of weights above which forms are loaded one after the other, not side by side.
+fn side_by_side(gpu: bool) -> u64 {
+    if gpu { 8 << 30 } else { 4 << 30 }
+}
+
+/// What a form's turns took, in the order of the rounds.
+#[derive(Clone, Default)]
+struct Turns {
+    first: Vec<f64>,
+    prefills: Vec<f64>,
+    decode: Vec<Turn>,
+}
+
+impl Turns {
+    fn take(&mut self, child: &mut Child, plan: &Plan, form: Form) -> Result<()> {
+        let seconds = child.prefills(plan.prefill, plan.prefills)?;
+        let warm = usize::from(seconds.len() > 1);
+        self.first.extend(seconds.first());
+        self.prefills.extend(&seconds[warm..]);
+        let turn = child.turn(plan.prompt, plan.steps_of(form))?;
+        self.decode.push(turn);
+        Ok(())
+    }
+}
+
+/// Measures every model that is wanted.
+pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>> {
+    let gpu = place.device.is_cuda();
+    let plan = Plan::of(gpu, args.quick);
+    println!(
+        "\nmodels: a prompt of {}; then so many steps behind {}",
+        plan.prefill, plan.prompt
+    );
+    println!(
+        "{:<18}{:<12}{:<10}{:>11}{:>7}{:>9}{:>10}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}",
+        "",
+        "",
+        "",
+        "prefill ms",
+        "steps",
+        "tokens/s",
+        "ms/token",
+        "p50",
+        "p99",
+        "max",
+        "kernels",
+        "RSS MB",
+        "GPU MB",
+        "J/token"
+    );
+    let mut runs = Vec::new();
+    for (model, format, forms) in wanted(place, args)? {
+        if budget.is_spent() {
+            println!("{model} {format}: left out, the time that --budget gives is over");
+            continue;
+        }
+        let job = |form| Job {
+            model: model.clone(),
+            format: format.clone(),
+            form,
+            cpu: !gpu,
+            threads: args.threads,
+            positions: plan.positions(),
+        };
+        let jobs: Vec<_> = forms.into_iter().map(job).collect();
+        let started = Instant::now();
+        let measured = measure(&jobs, &plan).with_context(|| format!("{model} in {format}"))?;
+        let compared = measured.iter().map(|run| run.steps + 1).min();
+        for run in &measured {
+            line(run, compared.unwrap_or(0));
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        println!("{:<40}loaded and measured in {seconds:.0} s", "");
+        runs.extend(measured);
+    }
+    Ok(runs)
+}
+
+/// Models with their formats and forms.
+fn wanted(place: &Place, args: &Args) -> Result<Vec<(String, String, Vec<Form>)>> {
+    let gpu = place.device.is_cuda();
+    let extent = Extent::of(args.quick);
+    let names: Vec<_> = match args.models.is_empty() {
+        false => args.models.clone(),
+        // Two cores take minutes for a token of the larger ones in plain bf16.
+        true if !gpu => MODELS[..2].iter().map(|shape| shape.name()).collect(),
+        true => extent.models().iter().map(|shape| shape.name()).collect(),
+    };
+    let names = if args.quick && !gpu && args.models.is_empty() {
+        &names[..1]
+    } else {
+        &names[..]
+    };
+    let mut all = Vec::new();
+    for name in names {
+        let is_shape = crate::child::is_shape(name);
+        let formats = match (args.formats.is_empty(), is_shape) {
+            (false, _) => args.formats.clone(),
+            (true, false) => vec!["stored".to_owned()],
+            (true, true) => place.dtypes.iter().map(|d| d.as_str().to_owned()).collect(),
+        };
+        for format in formats {
+            let plain = format == "stored" || format.parse::<candle_core::DType>().is_ok();
+            let forms: Vec<_> = match gpu {
+                true => vec![Form::Stock, Form::Settings, Form::Eager, Form::Graph],
+                false => vec![Form::Stock, Form::Eager],
+            };
+            let asked = |form: &Form| args.forms.is_empty() || args.forms.contains(form);
+            let forms: Vec<_> = forms
+                .into_iter()
+                .filter(|form| asked(form) && (plain || form.is_fused()))
+                .collect();
+            if args.wants(&format!("model {name} {format}")) && !forms.is_empty() {
+                all.push((name.clone(), format, forms));
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// A file or folder by its name alone.
+fn name_of(model: &str) -> String {
+    let name = std::path::Path::new(model).file_name();
+    name.map_or(model, |name| name.to_str().unwrap_or(model))
+        .to_owned()
+}
+
+/// The forms of a model, in turns where they fit side by side.
+fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
+    let bytes = crate::child::weight_bytes(&jobs[0].model, &jobs[0].format)?;
+    let mut turns = vec![Turns::default(); jobs.len()];
+    let mut lasts = Vec::new();
+    let group = match bytes > side_by_side(!jobs[0].cpu) {
+        true => 1,
+        false => jobs.len(),
+    };
+    for (jobs, turns) in jobs.chunks(group).zip(turns.chunks_mut(group)) {
+        let mut children = Child::start_all(jobs)?;
+        for round in 0..=plan.rounds {
+            let sides = children.iter_mut().zip(jobs).zip(turns.iter_mut());
+            for ((child, job), turns) in sides {
+                // The first warms up: it records graphs and loads kernels.
+                if round == 0 {
+                    child.turn(plan.prefill, 2)?;
+                } else {
+                    turns.take(child, plan, job.form)?;
+                }
+            }
+        }
+        for child in children {
+            lasts.push(child.end()?);
+        }
+    }
+    let first = &turns[0].decode[0].tokens;
+    Ok(jobs
+        .iter()
+        .zip(&turns)
+        .zip(lasts)
+        .map(|((job, turns), last)| ModelRun::of(job, plan, turns, first, last))
+        .collect())
+}
+
+impl ModelRun {
+    fn of(job: &Job, plan: &Plan, turns: &Turns, first: &[u32], last: Last) -> Self {
+        let decode = &turns.decode;
+        let mean = |turn: &Turn| turn.steps.iter().sum::<f64>() / turn.steps.len() as f64;
+        let means: Vec<_> = decode.iter().map(mean).collect();
+        let steps: Vec<_> = decode.iter().flat_map(|turn| turn.steps.clone()).collect();
+        let energies: Option<Vec<_>> = decode.iter().map(|turn| turn.energy).collect();
+        let joules = energies.map(|all| all.iter().map(|(joules, _)| joules).sum::<f64>());
+        let tokens = &decode[0].tokens;
+        Self {
+            model: name_of(&job.model),
+            format: job.format.clone(),
+            form: job.form,
+            prefill_tokens: plan.prefill,
+            prefill: Times::of(&turns.prefills),
+            prefill_first: Some(median(turns.first.clone())),
+            prompt: plan.prompt,
+            steps: plan.steps_of(job.form),
+            token: Times::of(&means),
+            p50: percentile(steps.clone(), 50.),
+            p99: percentile(steps.clone(), 99.),
+            max: percentile(steps.clone(), 100.),
+            agreed: tokens.iter().zip(first).take_while(|(a, b)| a == b).count(),
+            joules_per_token: joules.map(|joules| joules / steps.len() as f64),
+            last,
+        }
+    }
+
+    /// Steps of a second.
+    pub fn tokens_per_second(&self) -> f64 {
+        1. / self.token.median
+    }
+}
+
+/// In MB, or nothing.
+pub fn megabytes(bytes: Option<u64>) -> String {
+    bytes.map_or_else(String::new, |bytes| format!("{:.0}", bytes as f64 * 1e-6))
+}
+
+/// `compared` are the tokens that all forms have.
+fn line(run: &ModelRun, compared: usize) {
+    let or_blank = |value: Option<String>| value.unwrap_or_default();
+    println!(
+        "{:<18}{:<12}{:<10}{:>11.2}{:>7}{:>9.1}{:>10.3}{:>9.3}{:>9.3}{:>9.3}{:>9}{:>9}{:>9}{:>8}",
+        run.model,
+        run.format,
+        run.form.name(),
+        run.prefill.median * 1e3,
+        run.steps,
+        run.tokens_per_second(),
+        run.token.median * 1e3,
+        run.p50 * 1e3,
+        run.p99 * 1e3,
+        run.max * 1e3,
+        or_blank(run.last.launches.map(|n| n.to_string())),
+        megabytes(run.last.peak_rss),
+        megabytes(run.last.peak_gpu),
+        or_blank(run.joules_per_token.map(|j| format!("{j:.3}"))),
+    );
+    if run.agreed < compared {
+        println!(
+            "{:<40}{} of its tokens are the first form's, then they part",
+            "", run.agreed
+        );
+    }
+    if let Some(why) = &run.last.refusal {
+        println!("{:<40}no graph: {why}", "");
+    }
+}

@@ -1,0 +1,146 @@
+//! One run: everything that is wanted, one after the other.
+
+use crate::args::{Args, Section};
+use crate::cases::Extent;
+use crate::common::{gpu, report};
+use crate::export::{Export, SCHEMA};
+use crate::limits::Limits;
+use crate::machine::Machine;
+use crate::nvml::{Clocks, Nvml};
+use crate::place::Place;
+use crate::{baseline, cases, goals, layers, markdown, models, ops, plots, scaling};
+use anyhow::Result;
+use candle_core::Device;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// The time that there is.
+pub struct Budget(Option<Instant>);
+
+impl Budget {
+    pub fn new(seconds: Option<u64>) -> Self {
+        Self(seconds.map(|s| Instant::now() + Duration::from_secs(s)))
+    }
+
+    pub fn is_spent(&self) -> bool {
+        self.0.is_some_and(|end| Instant::now() > end)
+    }
+}
+
+/// Measures or reads, shows, writes and compares.
+pub fn run(args: &Args) -> Result<ExitCode> {
+    if args.list {
+        return list(args);
+    }
+    let earlier = args.baseline.as_deref().map(Export::read).transpose()?;
+    let export = match args.from.is_empty() {
+        false => Export::join(&args.from)?,
+        true => measure(args)?,
+    };
+    goals::show(&export);
+    if let Some(path) = &args.export {
+        export.write(path)?;
+    }
+    if let Some(folder) = &args.plots {
+        plots::write(&export, folder)?;
+    }
+    if let Some(path) = &args.markdown {
+        markdown::write(&export, path)?;
+    }
+    if let Some(earlier) = earlier {
+        let slower = baseline::compare(&earlier, &export, args.fail_on_regression.unwrap_or(5.));
+        if args.fail_on_regression.is_some() && slower > 0 {
+            return Ok(ExitCode::FAILURE);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The names of the cases.
+fn list(args: &Args) -> Result<ExitCode> {
+    let place = Place::new(device(args)?, args.quick)?;
+    let mut names = String::new();
+    for case in cases::all(&place, Extent::of(args.quick))? {
+        if args.wants(&case.name()) {
+            names += &format!("{}\n", case.name());
+        }
+    }
+    report::write_text(&mut std::io::stdout().lock(), &names)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn device(args: &Args) -> Result<Device> {
+    Ok(match !args.cpu && gpu::is_present() {
+        true => Device::new_cuda(0)?,
+        false => Device::Cpu,
+    })
+}
+
+fn measure(args: &Args) -> Result<Export> {
+    if let Some(threads) = args.threads {
+        candle_fused::cpu::pool::set_threads(threads);
+    }
+    let device = device(args)?;
+    let nvml = device.is_cuda().then(Nvml::open).flatten();
+    let place = Place::new(device, args.quick)?;
+    let budget = Budget::new(args.budget);
+    let mut clocks: Vec<Clocks> = Vec::new();
+    let mut log = |at: &str| clocks.extend(nvml.as_ref().and_then(|nvml| nvml.clocks(at)));
+    let machine = Machine::of(&place.device, nvml.as_ref());
+    println!("{}", machine.describe());
+    let limits = Limits::measure(&place, args.quick)?;
+    log("limits");
+    show(&limits);
+    let mut export = Export {
+        schema: SCHEMA,
+        machine,
+        limits,
+        clocks: Vec::new(),
+        ops: Vec::new(),
+        skipped: Vec::new(),
+        models: Vec::new(),
+        layers: Vec::new(),
+        scaling: Vec::new(),
+    };
+    if args.has(Section::Models) {
+        export.models = models::run(&place, args, &budget)?;
+        log("models");
+    }
+    if args.has(Section::Layers) {
+        export.layers = layers::run(&place, args, &export.models, &budget)?;
+        log("layers");
+    }
+    if args.has(Section::Scaling) {
+        export.scaling = scaling::run(&place, args, &export.layers, &budget)?;
+        log("scaling");
+    }
+    if args.has(Section::Ops) {
+        (export.ops, export.skipped) = ops::run(&place, &export.limits, args, &budget)?;
+        log("ops");
+    }
+    export.limits = Limits::measure(&place, args.quick)?.better(&export.limits);
+    show(&export.limits);
+    ops::count_floors(&mut export.ops, &export.limits);
+    #[cfg(feature = "cuda")]
+    crate::ternary::report(args.has(Section::Ternary), args.has(Section::TernarySweep))?;
+    export.clocks = clocks;
+    for c in &export.clocks {
+        println!("{}", c.describe());
+    }
+    Ok(export)
+}
+
+fn show(limits: &Limits) {
+    let gemm: Vec<_> = limits
+        .gemm
+        .iter()
+        .map(|(dtype, flops)| format!("{dtype} {:.0} GFLOP/s", flops * 1e-9))
+        .collect();
+    println!(
+        "limits: copy {:.1} GB/s, read {:.1} GB/s, product {}, an op without work {:.2} us",
+        limits.copy * 1e-9,
+        limits.read * 1e-9,
+        gemm.join(", "),
+        limits.dispatch * 1e6
+    );
+}
