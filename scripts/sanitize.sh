@@ -42,7 +42,10 @@ for name in "${names[@]}"; do
     case $code in
       0) ;;
       124) summary="did not end in ${seconds} s" failed=1 ;;
-      *) failed=1 ;;
+      *)
+        failed=1
+        [ -n "$summary" ] || summary="$(grep -av '^$' "$said" | tail -n 1)"
+        ;;
     esac
     echo "$tool $test: exit $code, $((SECONDS - started)) s, ${summary:-no summary}"
   done

@@ -8,6 +8,11 @@ use candle_core::cuda_backend::cudarc::cublas;
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{CudaDevice, Error, Result, bail};
 use std::cell::Cell;
+use std::sync::{Mutex, PoisonError};
+
+/// Held while a recording's pool is a device's current one: two that took turns would each put back the
+/// other's, which may be gone by then.
+static CURRENT: Mutex<()> = Mutex::new(());
 
 thread_local! {
     /// Where the ops of this thread launch instead of on candle's stream, while they are recorded.
@@ -38,7 +43,8 @@ impl<T> Replay<T> {
     /// those of this crate's ops, and candle's products by cuBLAS. What else the body has candle do
     /// happens at once and is no part of the replay. Tensors that ops make have no values before
     /// [`Replay::launch`], so the body is not to read them. Call it once before: what is done at the
-    /// first call, such as loading kernels, does not belong in a graph.
+    /// first call, such as loading kernels, does not belong in a graph. Recordings of several threads
+    /// wait for each other.
     ///
     /// # Errors
     /// If the body fails, is recorded within another, or if the driver has no memory pools.
@@ -52,6 +58,7 @@ impl<T> Replay<T> {
         let pool = Pool::new(gpu)?;
         let mut results = None;
         let graph = {
+            let _one = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
             let _current = pool.make_current()?;
             Graph::capture(gpu, |launcher| {
                 let _recording = Recording::begin(device, *launcher)?;
