@@ -30,27 +30,25 @@ struct Params {
   float eps;
   int32_t table, cache;  // element types: 0 f32, 1 f16, 2 bf16
   int32_t interleaved;   // pairs (2i, 2i + 1) instead of (i, i + pairs)
-  int32_t vectors;       // whether 16-byte accesses fit
+  int32_t vectors;       // whether 16-byte accesses fit; the tables are f32 then
 };
 
 constexpr int THREADS = 128;
 
-// In accesses of 16 bytes at most.
-template <typename T, int N>
-__device__ __forceinline__ void load_angles_of(const void* table, uint64_t at, float (&out)[N]) {
-  constexpr int STEP = N < VEC<T> ? N : VEC<T>;
-#pragma unroll
-  for (int j = 0; j < N; j += STEP) {
-    const auto v = load<T, STEP>(static_cast<const T*>(table) + at + j);
-#pragma unroll
-    for (int i = 0; i < STEP; ++i) out[j + i] = to_float(v.v[i]);
-  }
-}
 template <int N>
 __device__ __forceinline__ void load_angles(const void* table, int type, uint64_t at, float (&out)[N]) {
-  if (type == 0) return load_angles_of<float>(table, at, out);
-  if (type == 1) return load_angles_of<__half>(table, at, out);
-  load_angles_of<__nv_bfloat16>(table, at, out);
+  if constexpr (N > 1) {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+      const auto v = load<float, 4>(static_cast<const float*>(table) + at + j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[j + i] = v.v[i];
+    }
+  } else {
+    out[0] = type == 0   ? static_cast<const float*>(table)[at]
+             : type == 1 ? to_float(static_cast<const __half*>(table)[at])
+                         : to_float(static_cast<const __nv_bfloat16*>(table)[at]);
+  }
 }
 
 // One head: where it is, what normalises it, and who works on it.

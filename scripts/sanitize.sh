@@ -27,8 +27,11 @@ command -v compute-sanitizer > /dev/null || {
   exit 1
 }
 
-# Our kernels' names begin as their files are called.
-ours="$(basename -s .cu kernels/*.cu | paste -sd '|')"
+# Our kernels' names have their files' in them.
+ours=()
+for source in kernels/*.cu; do
+  ours+=(--kernel-name "kns=$(basename "$source" .cu)")
+done
 said="$(mktemp)"
 trap 'rm -f "$said"' EXIT
 failed=0
@@ -37,7 +40,7 @@ for name in "${names[@]}"; do
     started=$SECONDS
     code=0
     CANDLE_FUSED_REQUIRE_CUDA=1 timeout "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-      --kernel-regex "kernel_regex=^($ours)" "$suite" "$test" --exact --test-threads 1 > "$said" 2>&1 || code=$?
+      "${ours[@]}" "$suite" "$test" --exact --test-threads 1 > "$said" 2>&1 || code=$?
     summary="$(grep -aE '= (RACECHECK|ERROR) SUMMARY' "$said" | sed 's/^=* *//' | tail -n 1 || true)"
     case $code in
       0) ;;

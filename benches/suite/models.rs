@@ -259,7 +259,10 @@ impl ModelRun {
         let means: Vec<_> = decode.iter().map(mean).collect();
         let steps: Vec<_> = decode.iter().flat_map(|turn| turn.steps.clone()).collect();
         let energies: Option<Vec<_>> = decode.iter().map(|turn| turn.energy).collect();
-        let joules = energies.map(|all| all.iter().map(|(joules, _)| joules).sum::<f64>());
+        // The GPU's counter moves ten times a second: what it did not see is not nothing.
+        let joules = energies
+            .map(|all| all.iter().map(|(joules, _)| joules).sum::<f64>())
+            .filter(|joules| *joules > 0.);
         let tokens = &decode[0].tokens;
         Self {
             model: name_of(&job.model),

@@ -330,7 +330,8 @@ impl Draw for Lines<'_> {
             .configure_mesh()
             .x_desc(self.axes.0)
             .y_desc(self.axes.1)
-            .x_label_formatter(&|v| format!("{v:.0}"))
+            .x_labels(6)
+            .x_label_formatter(&|v| short(*v))
             .y_label_formatter(&|v| format!("{v}"))
             .draw()?;
         for line in &self.lines {
@@ -349,4 +350,15 @@ impl Draw for Lines<'_> {
         }
         legend(&mut chart)
     }
+}
+
+/// A number on an axis: 128, 4k, 1.2G.
+fn short(v: f64) -> String {
+    let (by, unit) = match v {
+        v if v >= 1e9 => (1e9, "G"),
+        v if v >= 1e6 => (1e6, "M"),
+        v if v >= 1e4 => (1e3, "k"),
+        _ => (1., ""),
+    };
+    format!("{}{unit}", (10. * v / by).round() / 10.)
 }

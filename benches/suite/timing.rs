@@ -243,7 +243,8 @@ mod cuda {
         pub fn record(&self, contender: &Contender) -> Result<Option<Recorded>> {
             (contender.call)(0)?;
             let all = || (0..RECORDED).map(&contender.call).collect::<Result<_>>();
-            let mut recorded = Recorded(Replay::record(self.device, all)?);
+            // SAFETY: the benchmark uses the GPU from one thread.
+            let mut recorded = Recorded(unsafe { Replay::record(self.device, all)? });
             let kernels = recorded.0.kernels();
             // Some products have a kernel in front that prepares the rows, or one behind that sums up.
             if kernels == 0 || !kernels.is_multiple_of(RECORDED) {

@@ -48,7 +48,12 @@ impl<T> Replay<T> {
     ///
     /// # Errors
     /// If the body fails, is recorded within another, or if the driver has no memory pools.
-    pub fn record(device: &CudaDevice, body: impl FnOnce() -> Result<T>) -> Result<Self> {
+    ///
+    /// # Safety
+    /// No other thread of the process uses the GPU meanwhile, nor before what it allocated in the
+    /// meantime is gone: the recording's memory pool is the device's for as long as the body runs, and
+    /// ends with the recording.
+    pub unsafe fn record(device: &CudaDevice, body: impl FnOnce() -> Result<T>) -> Result<Self> {
         let gpu = Gpu::of(device)?;
         gpu.bind()?;
         if RECORDING.get().is_some() {

@@ -1,4 +1,5 @@
-//! Recorded ops against the same ops launched one by one.
+//! Recorded ops against the same ops launched one by one. A recording needs the GPU for itself:
+//! `cargo test --release --features cuda -- --ignored replay:: --test-threads 1`.
 
 use crate::support::{devices, randn, randn_on, values};
 use candle_core::{DType, Device, Result, bail};
@@ -6,6 +7,7 @@ use candle_fused::cuda::Replay;
 use candle_fused::ops::{Epilogue, linear, rms_norm};
 
 #[test]
+#[ignore = "needs the GPU for itself"]
 fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
     for gpu in devices().into_iter().filter(Device::is_cuda) {
         let (k, rows) = (256, 192);
@@ -19,7 +21,8 @@ fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
             Ok((ours, x.matmul(&w.t()?)?))
         };
         chain()?;
-        let mut replay = Replay::record(gpu.as_cuda_device()?, chain)?;
+        // SAFETY: tests that are ignored by default run alone.
+        let mut replay = unsafe { Replay::record(gpu.as_cuda_device()?, chain)? };
         assert!(replay.kernels() >= 3, "{}", replay.kernels());
         for _ in 0..3 {
             x.slice_set(&randn(&[1, k], DType::BF16)?.to_device(&gpu)?, 0, 0)?;
@@ -39,22 +42,28 @@ fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
 }
 
 #[test]
+#[ignore = "needs the GPU for itself"]
 fn a_recording_that_fails_leaves_the_device_as_it_was() -> Result<()> {
     for gpu in devices().into_iter().filter(Device::is_cuda) {
         let cuda = gpu.as_cuda_device()?;
         let x = randn_on(&[2, 64], DType::F32, &gpu)?;
         let norm = randn_on(&[64], DType::F32, &gpu)?;
         let expected = values(&rms_norm(&x, &norm, 1e-5)?)?;
-        let failed = Replay::record(cuda, || {
+        let body = || {
             rms_norm(&x, &norm, 1e-5)?;
             if x.rank() == 2 {
                 bail!("the body's own");
             }
             Ok(())
-        });
+        };
+        // SAFETY: tests that are ignored by default run alone.
+        let failed = unsafe { Replay::record(cuda, body) };
         let message = failed.expect_err("the body fails").to_string();
         assert!(message.contains("the body's own"), "{message}");
-        let nested = Replay::record(cuda, || Replay::record(cuda, || Ok(())).map(drop));
+        // SAFETY: as above.
+        let inner = || unsafe { Replay::record(cuda, || Ok(())) }.map(drop);
+        // SAFETY: as above.
+        let nested = unsafe { Replay::record(cuda, inner) };
         let message = nested.expect_err("one within another").to_string();
         assert!(message.contains("within a recording"), "{message}");
         assert_eq!(values(&rms_norm(&x, &norm, 1e-5)?)?, expected);
