@@ -2,6 +2,7 @@
 
 use crate::support::{randn, widest_error};
 use candle_core::{DType, Result, Tensor};
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 use candle_fused::cpu::pool;
 use candle_fused::ops::rms_norm::{reference, rms_norm};
 use rayon::prelude::*;
