@@ -49,8 +49,8 @@ template <uint32_t PAD_> struct PartRows {
   // A row of bf16 as it is, k being a multiple of 8.
   __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float*) const {
     // All of it on its way at once, without registers.
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(part(row, 0)));
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i, true);
+    const uint32_t to = shared_address(part(row, 0));
+    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i);
     await_copies();
     return true;
   }
@@ -133,7 +133,7 @@ struct ByteRows {
     // All of it on its way at once, without registers; a thread gets back what it has asked for.
     uint4* held = reinterpret_cast<uint4*>(raw() + row * (k / 4));
     const uint32_t to = shared_address(held);
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i, true);
+    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i);
     await_copies();
     uint32_t both = 0;
 #pragma unroll 2

@@ -208,7 +208,7 @@ template <class Format, int DEPTH, int EIGHTS> __device__ __forceinline__ void c
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   const uint32_t parts = t.product.split * t.side * (EIGHTS * 4 * WARP * 4);
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
+  const uint32_t base = shared_address(dynamic_shared);
   CodeTiles<Format, DEPTH, EIGHTS>(t, base + parts).run(reinterpret_cast<float*>(dynamic_shared));
 #endif
 }

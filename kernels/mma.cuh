@@ -56,7 +56,19 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
   return v;
 }
 
-// 16 bytes to shared memory, zeros if `valid` is false; before sm_80 the copy is done at once.
+// 16 bytes to shared memory; before sm_80 the copy is done at once.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+  const uint4 value = *static_cast<const uint4*>(from);
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+#endif
+}
+
+// The same, zeros if `valid` is false.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));

@@ -30,25 +30,30 @@ struct Params {
   float eps;
   int32_t table, cache;  // element types: 0 f32, 1 f16, 2 bf16
   int32_t interleaved;   // pairs (2i, 2i + 1) instead of (i, i + pairs)
-  int32_t vectors;       // whether 16-byte accesses fit; the tables are f32 then
+  int32_t vectors;       // whether 16-byte accesses fit
 };
 
 constexpr int THREADS = 128;
 
+// N neighbours, in pieces of 16 bytes at most.
+template <typename T, int N> __device__ __forceinline__ void widen(const void* table, uint64_t at, float (&out)[N]) {
+  constexpr int PIECE = N < VEC<T> ? N : VEC<T>;
+#pragma unroll
+  for (int j = 0; j < N; j += PIECE) {
+    const auto v = load<T, PIECE>(static_cast<const T*>(table) + at + j);
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) out[j + i] = to_float(v.v[i]);
+  }
+}
+
 template <int N>
 __device__ __forceinline__ void load_angles(const void* table, int type, uint64_t at, float (&out)[N]) {
-  if constexpr (N > 1) {
-#pragma unroll
-    for (int j = 0; j < N; j += 4) {
-      const auto v = load<float, 4>(static_cast<const float*>(table) + at + j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[j + i] = v.v[i];
-    }
-  } else {
-    out[0] = type == 0   ? static_cast<const float*>(table)[at]
-             : type == 1 ? to_float(static_cast<const __half*>(table)[at])
-                         : to_float(static_cast<const __nv_bfloat16*>(table)[at]);
-  }
+  if (type == 0)
+    widen<float>(table, at, out);
+  else if (type == 1)
+    widen<__half>(table, at, out);
+  else
+    widen<__nv_bfloat16>(table, at, out);
 }
 
 // One head: where it is, what normalises it, and who works on it.

@@ -7,54 +7,30 @@
 // to do than another, and sums meet once, at the end.
 #pragma once
 
-#include "gemv.cuh"
+#include "dense.cuh"
+#include "mma.cuh"
 
 namespace fused {
 
 constexpr int STREAM_STEP = 256;                  // values of a row that a warp takes at once
 constexpr int STREAM_SLOT = 2 * STREAM_STEP * 2;  // bytes of two rows
-constexpr int STREAM_PACKS = 8;                   // 16 bytes of x, that a thread stages: k up to 16384
+constexpr int STREAM_PACKS = 8;                   // 16 bytes of x, that a thread has at once
 constexpr int STREAM_AHEAD = 2;                   // of the norm's weight, that it asks for before the wait
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wait_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-#else
-// Turing has no such copies, and the host asks it for none of these kernels.
-__device__ __forceinline__ void copy16(uint32_t, const void*) {}
-__device__ __forceinline__ void end_group() {}
-template <int N> __device__ __forceinline__ void wait_groups() {}
-#endif
 
 // Until the oldest of `slots` groups is there. The instruction takes a constant.
 __device__ __forceinline__ void wait_oldest(uint32_t slots) {
   switch (slots) {
     case 12:
-      return wait_groups<11>();
+      return await_copies_but<11>();
     case 10:
-      return wait_groups<9>();
+      return await_copies_but<9>();
     case 8:
-      return wait_groups<7>();
+      return await_copies_but<7>();
     case 6:
-      return wait_groups<5>();
+      return await_copies_but<5>();
     default:
-      return wait_groups<3>();
+      return await_copies_but<3>();
   }
-}
-
-template <typename T> __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
-  float v[8], w[8];
-  unpack8<T>(a, v);
-  unpack8<T>(b, w);
-  float even = v[0] * w[0], odd = v[1] * w[1];
-#pragma unroll
-  for (int i = 2; i < 8; i += 2) even = fmaf(v[i], w[i], even), odd = fmaf(v[i + 1], w[i + 1], odd);
-  return even + odd;
 }
 
 // PAIR: a second matrix goes on where rows of the first end, see Matrix.
@@ -114,7 +90,7 @@ template <typename T, bool PAIR> struct Stream {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const char* row = PAIR && at >= p.weights[0].border ? a.others[r] : a.rows[r];
-          copy16(slot + r * (STREAM_SLOT / 2), row + at * sizeof(T));
+          copy_async(slot + r * (STREAM_SLOT / 2), row + at * sizeof(T));
         }
       }
       ++a.at;
@@ -123,7 +99,7 @@ template <typename T, bool PAIR> struct Stream {
         enter(a);
       }
     }
-    end_group();
+    commit_copies();
   }
 
   // Puts x where it is multiplied from, normed if asked for. Nothing is read twice.
@@ -145,6 +121,9 @@ template <typename T, bool PAIR> struct Stream {
       }
       reinterpret_cast<uint4*>(xs)[pack] = out;
     }
+    // Longer rows, which the host gives no norm.
+    for (uint32_t pack = threadIdx.x + STREAM_PACKS * GEMV_THREADS; pack < packs; pack += GEMV_THREADS)
+      reinterpret_cast<uint4*>(xs)[pack] = VectorPack::read(x.x, BF16, pack);
     __syncthreads();
   }
 
@@ -227,9 +206,14 @@ template <typename T, bool PAIR> struct Stream {
       const uint32_t pack = step * WARP + lane();
       if (pack < packs) {
         const char* at = ring + slot * STREAM_SLOT + lane() * 16;
-        const uint4 x = reinterpret_cast<const uint4*>(xs)[pack];
-        v[0] += dot8<T>(*reinterpret_cast<const uint4*>(at), x);
-        v[1] += dot8<T>(*reinterpret_cast<const uint4*>(at + STREAM_SLOT / 2), x);
+        Inputs<8> x;
+        unpack8<T>(reinterpret_cast<const uint4*>(xs)[pack], x.v);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float w[8];
+          unpack8<T>(*reinterpret_cast<const uint4*>(at + r * (STREAM_SLOT / 2)), w);
+          v[r] += dot(w, x);
+        }
       }
       ask(ahead, mine + slot * STREAM_SLOT);
       if (++slot == p.slots) slot = 0;

@@ -166,9 +166,7 @@ impl RopeAt {
         ];
         let counts = [self.dim, self.pairs];
         let strides = self.x_strides.iter().chain(&self.y_strides);
-        if self.table_dtype != DType::F32 {
-            Some("tables that are not f32")
-        } else if !addresses.iter().all(|a| a.is_multiple_of(16)) {
+        if !addresses.iter().all(|a| a.is_multiple_of(16)) {
             Some(UNALIGNED)
         } else if !strides
             .chain(&counts)

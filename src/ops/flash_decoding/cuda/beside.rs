@@ -55,8 +55,18 @@ impl Beside {
             && step.is_aligned()
             && shape.sequences == 1
             && DIMS.contains(&shape.head_dim)
-            && product.stream_beside(launcher.gpu, 1).is_some();
+            && product
+                .stream_beside(launcher.gpu, Self::blocks(launcher.gpu.sms, u32::MAX))
+                .is_some();
         fits.then_some(Self { step, product })
+    }
+
+    /// Of the product, beside so many that attend. Two blocks fit a multiprocessor: more of the product's
+    /// would begin when attention ends, and end last. A few more than one on each are the fastest
+    /// (Pythia-2.8B on an H100: 160 by 2 %).
+    fn blocks(sms: u32, attending: u32) -> usize {
+        let room = (2 * sms).saturating_sub(attending);
+        room.clamp(sms / 2, sms + sms / 5) as usize
     }
 
     /// Launches both.
@@ -74,13 +84,8 @@ impl Beside {
         } = Prepared::new(launcher, &self.step, Some(KEYS))?;
         let dim = DIMS.iter().position(|d| *d == self.step.shape.head_dim);
         let attending: u32 = blocks.iter().product();
-        // Two blocks fit a multiprocessor: more of the product's would begin when attention ends, and
-        // end last. A few more than one on each are the fastest (Pythia-2.8B on an H100: 160 by 2 %).
-        let sms = launcher.gpu.sms;
-        let room = (2 * sms)
-            .saturating_sub(attending)
-            .clamp(sms / 2, sms + sms / 5);
-        let product = self.product.stream_beside(launcher.gpu, room as usize);
+        let room = Self::blocks(launcher.gpu.sms, attending);
+        let product = self.product.stream_beside(launcher.gpu, room);
         let (Some(dim), Some((product, grid))) = (dim, product) else {
             bail!("{OP}: no kernel for a step of this shape beside a product");
         };

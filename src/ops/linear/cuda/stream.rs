@@ -26,8 +26,11 @@ const PAIR: usize = 2;
 /// Threads of a block.
 const THREADS: usize = 256;
 
-/// Values of k that a block stages.
+/// Values of k behind a norm, which a block holds in registers.
 const MOST_K: usize = 8 * 8 * THREADS;
+
+/// Blocks of a multiprocessor: two, or one where shared memory is small or rows are long.
+const BLOCKS_AT_ONCE: [usize; 2] = [2, 1];
 
 /// Bytes of a slot of each of a block's rings.
 const SLOTS_BYTES: usize = THREADS / 32 * 1024;
@@ -44,19 +47,6 @@ const FIXED_SHARED: usize = 256;
 
 /// What the driver keeps of a multiprocessor's shared memory for each block.
 const RESERVED: usize = 1024;
-
-/// Bytes of weights from which on they are more than what small products make of them.
-const LARGE: usize = 24 << 20;
-
-/// The same where rows are long, and from which on they are: in the decode step of a model (Llama-3.2-1B
-/// on an H100) worth 7 %, though not to the product alone.
-const LARGE_LONG: usize = 8 << 20;
-const LONG: usize = 2048;
-
-/// Whether a product reads so many weights that a warp has more of them on the way at once.
-pub(super) fn is_large(at: &FewRows) -> bool {
-    at.bytes() >= LARGE || (at.k >= LONG && at.bytes() >= LARGE_LONG)
-}
 
 /// A launch's blocks for the product at most, and the slots of a ring at most.
 #[derive(Clone, Copy, Debug)]
@@ -82,16 +72,20 @@ impl Room {
         }
     }
 
-    /// Shared memory of a block, and the slots of its rings, with `blocks` of them for `units` pairs of
-    /// rows; none if the GPU has too little for two blocks on a multiprocessor.
-    fn shared(self, gpu: &Gpu, k: usize, units: usize, blocks: usize) -> Option<(usize, usize)> {
+    /// Blocks for so many `units` pairs of rows, the shared memory of each, and the slots of its rings; none
+    /// if the GPU has too little.
+    fn share(self, gpu: &Gpu, k: usize, units: usize) -> Option<(usize, usize, usize)> {
         let row = 2 * (k.next_multiple_of(64) + 32);
-        let sums = 8 * units.div_ceil(blocks);
-        let other = (row + sums).next_multiple_of(16);
-        let room = (gpu.shared as usize + RESERVED) / 2 - RESERVED - FIXED_SHARED;
-        let fits = |slots: &usize| *slots <= self.slots && slots * SLOTS_BYTES + other <= room;
-        let slots = SLOTS.into_iter().find(fits)?;
-        Some((slots * SLOTS_BYTES + other, slots))
+        BLOCKS_AT_ONCE.into_iter().find_map(|at_once| {
+            let most = self.blocks * at_once / BLOCKS_AT_ONCE[0];
+            let blocks = units.min(most).max(1);
+            let sums = 8 * units.div_ceil(blocks);
+            let other = (row + sums).next_multiple_of(16) + FIXED_SHARED;
+            let room = (gpu.shared as usize + RESERVED) / at_once - RESERVED;
+            let fits = |slots: &usize| *slots <= self.slots && slots * SLOTS_BYTES + other <= room;
+            let slots = SLOTS.into_iter().find(fits)?;
+            Some((blocks, slots * SLOTS_BYTES + other - FIXED_SHARED, slots))
+        })
     }
 }
 
@@ -103,13 +97,13 @@ pub(super) fn spread(
     room: Room,
 ) -> Option<(Gemv, Grid)> {
     let alike = at.x_dtype == at.w_dtype && at.x_dtype != DType::F32;
-    if at.m != 1 || !alike || gpu.arch < 80 || at.k > MOST_K || !at.vectors() {
+    let long = at.norm.is_some() && at.k > MOST_K;
+    if at.m != 1 || !alike || gpu.arch < 80 || long || !at.vectors() {
         return None;
     }
     let outputs = if at.width() < at.rows() { 1 } else { 2 };
     let units = at.width().div_ceil(outputs);
-    let blocks = units.min(room.blocks).max(1);
-    let (shared, slots) = room.shared(gpu, at.k, units, blocks)?;
+    let (blocks, shared, slots) = room.share(gpu, at.k, units)?;
     params.split = slots as u32;
     let grid = Grid::new([blocks as u32, 1, 1], THREADS as u32, shared as u32);
     Some((params, grid))

@@ -48,91 +48,131 @@ fn normed(x: &Tensor, kind: NormKind, weight: &Tensor, bias: &Tensor) -> Result<
     }
 }
 
+/// One row of x with a matrix for each of `weights`' rows, and all that belongs to them.
+struct Product {
+    x: Both,
+    norm: Option<NormKind>,
+    gain: Both,
+    shift: Both,
+    w: Both,
+    bias: Both,
+    residual: Both,
+    y: Tensor,
+    activation: Activation,
+    at: FewRows,
+}
+
+impl Product {
+    fn new(
+        device: &Device,
+        dtype: DType,
+        k: usize,
+        weights: [usize; 3],
+        activation: Activation,
+        norm: Option<NormKind>,
+    ) -> Result<Self> {
+        let randn = |shape: &[usize], scale| Both::new(device, dtype, shape, scale);
+        let rows = weights.iter().sum::<usize>();
+        let width = activation.outputs(rows);
+        let (x, gain, shift) = (randn(&[k], 1.)?, randn(&[k], 1.)?, randn(&[k], 1.)?);
+        let w = randn(&[rows, k], 1. / (k as f32).sqrt())?;
+        let (bias, residual) = (randn(&[rows], 1.)?, randn(&[width], 1.)?);
+        let y = Tensor::zeros(width, dtype, device)?;
+        let (first, size) = (address_of(&w.on)?, (k * dtype.size_in_bytes()) as u64);
+        let mut from = 0;
+        let weights = weights.map(|rows| {
+            from += rows;
+            (first + (from - rows) as u64 * size, rows)
+        });
+        let (weight, shifts) = (address_of(&gain.on)?, address_of(&shift.on)?);
+        let norm_at = |kind| NormAt {
+            kind,
+            weight,
+            bias: if kind == NormKind::Layer { shifts } else { 0 },
+            eps: 1e-5,
+        };
+        let at = FewRows {
+            x: address_of(&x.on)?,
+            norm: norm.map(norm_at),
+            weights,
+            second: None,
+            bias: address_of(&bias.on)?,
+            activation,
+            residuals: [address_of(&residual.on)?, 0],
+            out: address_of(&y)?,
+            stride: width,
+            m: 1,
+            k,
+            x_dtype: dtype,
+            w_dtype: dtype,
+            out_dtype: dtype,
+        };
+        Ok(Self {
+            x,
+            norm,
+            gain,
+            shift,
+            w,
+            bias,
+            residual,
+            y,
+            activation,
+            at,
+        })
+    }
+
+    /// What the outputs have to be, `x` being the inputs in float64.
+    fn expected(&self, x: &Tensor) -> Result<Tensor> {
+        let input = match self.norm {
+            Some(kind) => normed(x, kind, &self.gain.exact, &self.shift.exact)?,
+            None => x.clone(),
+        };
+        let sums = (product(&self.w, &input)? + &self.bias.exact)?;
+        let y = match self.activation {
+            Activation::SwiGlu => {
+                let width = self.y.elem_count();
+                let up = sums.narrow(0, width, width)?;
+                sums.narrow(0, 0, width)?.silu()?.mul(&up)?
+            }
+            Activation::Silu => sums.silu()?,
+            Activation::Gelu => sums.gelu_erf()?,
+            _ => sums,
+        };
+        y + &self.residual.exact
+    }
+}
+
+fn product(w: &Both, x: &Tensor) -> Result<Tensor> {
+    w.exact.matmul(&x.unsqueeze(1)?)?.squeeze(1)
+}
+
 #[test]
 fn streamed_products_agree_with_float64() -> Result<()> {
     let Ok(device) = Device::new_cuda(0) else {
         return Ok(());
     };
     let launcher = Launcher::new(device.as_cuda_device()?)?;
+    let (layer, rms) = (Some(NormKind::Layer), Some(NormKind::Rms));
     // Rows that units and blocks do not divide, k that steps do not, several matrices, long rows.
     for (k, weights, activation, norm) in [
         (2048, [4097, 0, 0], Activation::None, None),
-        (
-            2088,
-            [2304, 301, 298],
-            Activation::None,
-            Some(NormKind::Rms),
-        ),
-        (2560, [7680, 0, 0], Activation::None, Some(NormKind::Layer)),
-        (2056, [2805, 0, 0], Activation::Gelu, Some(NormKind::Layer)),
-        (4096, [2050, 0, 0], Activation::SwiGlu, Some(NormKind::Rms)),
-        (8192, [517, 516, 0], Activation::None, Some(NormKind::Rms)),
+        (2088, [2304, 301, 298], Activation::None, rms),
+        (2560, [7680, 0, 0], Activation::None, layer),
+        (2056, [2805, 0, 0], Activation::Gelu, layer),
+        (4096, [2050, 0, 0], Activation::SwiGlu, rms),
+        (8192, [517, 516, 0], Activation::None, rms),
         (14336, [515, 0, 0], Activation::None, None),
-        (16384, [257, 0, 0], Activation::Silu, Some(NormKind::Layer)),
+        (16384, [257, 0, 0], Activation::Silu, layer),
     ] {
         for dtype in [DType::BF16, DType::F16] {
-            let randn = |shape: &[usize], scale| Both::new(&device, dtype, shape, scale);
-            let rows = weights.iter().sum::<usize>();
-            let width = activation.outputs(rows);
-            let (x, scale) = (randn(&[k], 1.)?, 1. / (k as f32).sqrt());
-            let (gain, shift) = (randn(&[k], 1.)?, randn(&[k], 1.)?);
-            let w = randn(&[rows, k], scale)?;
-            let (bias, residual) = (randn(&[rows], 1.)?, randn(&[width], 1.)?);
-            let y = Tensor::zeros(width, dtype, &device)?;
-            let (first, size) = (address_of(&w.on)?, (k * dtype.size_in_bytes()) as u64);
-            let mut from = 0;
-            let weights = weights.map(|rows| {
-                from += rows;
-                (first + (from - rows) as u64 * size, rows)
-            });
-            let at = FewRows {
-                x: address_of(&x.on)?,
-                norm: match norm {
-                    Some(kind) => Some(NormAt {
-                        kind,
-                        weight: address_of(&gain.on)?,
-                        bias: match kind {
-                            NormKind::Layer => address_of(&shift.on)?,
-                            NormKind::Rms => 0,
-                        },
-                        eps: 1e-5,
-                    }),
-                    None => None,
-                },
-                weights,
-                second: None,
-                bias: address_of(&bias.on)?,
-                activation,
-                residuals: [address_of(&residual.on)?, 0],
-                out: address_of(&y)?,
-                stride: width,
-                m: 1,
-                k,
-                x_dtype: dtype,
-                w_dtype: dtype,
-                out_dtype: dtype,
-            };
+            let one = Product::new(&device, dtype, k, weights, activation, norm)?;
             let room = Room::whole(launcher.gpu);
-            let streamed = stream::spread(launcher.gpu, &at, params(&at), room);
+            let streamed = stream::spread(launcher.gpu, &one.at, params(&one.at), room);
             // SAFETY: the tensors have the sizes that the product asks for.
-            unsafe { stream::launch(&launcher, &at, streamed.expect("a kernel"))? };
-            let input = match norm {
-                Some(kind) => normed(&x.exact, kind, &gain.exact, &shift.exact)?,
-                None => x.exact,
-            };
-            let sums = (w.exact.matmul(&input.unsqueeze(1)?)?.squeeze(1)? + &bias.exact)?;
-            let expected = match activation {
-                Activation::SwiGlu => {
-                    let up = sums.narrow(0, width, width)?;
-                    sums.narrow(0, 0, width)?.silu()?.mul(&up)?
-                }
-                Activation::Silu => sums.silu()?,
-                Activation::Gelu => sums.gelu_erf()?,
-                _ => sums,
-            };
+            unsafe { stream::launch(&launcher, &one.at, streamed.expect("a kernel"))? };
             let bound = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
             let what = format!("{k} {weights:?} {activation:?} {dtype:?}");
-            assert_close(&y, &(expected + residual.exact)?, bound, &what)?;
+            assert_close(&one.y, &one.expected(&one.x.exact)?, bound, &what)?;
         }
     }
     Ok(())
@@ -149,54 +189,29 @@ fn a_pair_of_matrices_is_the_sum_of_their_products() -> Result<()> {
         (640, 2560, 640),
         (2560, 10240, 2561),
         (8, 8, 3),
+        // As long as those of GPT-NeoX-20B, which are more than a block's threads have at once.
+        (6144, 24576, 515),
     ] {
         for dtype in [DType::BF16, DType::F16] {
-            let randn = |shape: &[usize], scale| Both::new(&device, dtype, shape, scale);
-            let x = randn(&[border + behind], 1.)?;
-            let (w1, w2) = (randn(&[rows, border], 0.1)?, randn(&[rows, behind], 0.1)?);
-            let (bias, residual) = (randn(&[rows], 1.)?, randn(&[rows], 1.)?);
-            let y = Tensor::zeros(rows, dtype, &device)?;
+            let made = |k| Product::new(&device, dtype, k, [rows, 0, 0], Activation::None, None);
+            let (first, second) = (made(border)?, made(behind)?);
+            let x = Both::new(&device, dtype, &[border + behind], 1.)?;
             let one = FewRows {
                 x: address_of(&x.on)?,
-                norm: None,
-                weights: [(address_of(&w1.on)?, rows), (0, 0), (0, 0)],
-                second: None,
-                bias: address_of(&bias.on)?,
-                activation: Activation::None,
-                residuals: [address_of(&residual.on)?, 0],
-                out: address_of(&y)?,
-                stride: rows,
-                m: 1,
-                k: border,
-                x_dtype: dtype,
-                w_dtype: dtype,
-                out_dtype: dtype,
+                ..first.at
             };
             let two = FewRows {
                 x: one.x + 2 * border as u64,
-                weights: [(address_of(&w2.on)?, rows), (0, 0), (0, 0)],
-                k: behind,
-                ..one
+                ..second.at
             };
-            let pair = one
-                .paired(&two, launcher.gpu)
-                .expect("a kernel for two matrices");
+            let pair = one.paired(&two, launcher.gpu);
             // SAFETY: the tensors have the sizes that the product asks for.
-            unsafe { few_rows(&launcher, &pair)? };
-            let product = |w: &Both, from: usize, count: usize| {
-                w.exact
-                    .matmul(&x.exact.narrow(0, from, count)?.unsqueeze(1)?)?
-                    .squeeze(1)
-            };
-            let sum = (product(&w1, 0, border)? + product(&w2, border, behind)?)?;
-            let expected = ((sum + bias.exact)? + residual.exact)?;
+            unsafe { few_rows(&launcher, &pair.expect("a kernel for two matrices"))? };
+            let expected = first.expected(&x.exact.narrow(0, 0, border)?)?;
+            let behind = product(&second.w, &x.exact.narrow(0, border, behind)?)?;
             let bound = if dtype == DType::BF16 { 4e-3 } else { 5e-4 };
-            assert_close(
-                &y,
-                &expected,
-                bound,
-                &format!("{border} {behind} {dtype:?}"),
-            )?;
+            let what = format!("{border} {dtype:?}");
+            assert_close(&first.y, &(expected + behind)?, bound, &what)?;
             assert!(two.paired(&one, launcher.gpu).is_none());
         }
     }
