@@ -10,17 +10,6 @@ use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::trace;
 use std::sync::Arc;
 
-const TYPES: [GgmlDType; 8] = [
-    GgmlDType::Q4_0,
-    GgmlDType::Q4_1,
-    GgmlDType::Q5_0,
-    GgmlDType::Q5_1,
-    GgmlDType::Q8_0,
-    GgmlDType::Q4K,
-    GgmlDType::Q5K,
-    GgmlDType::Q6K,
-];
-
 /// Random blocks in the form that the device takes.
 pub fn blocks_on(rows: usize, cols: usize, dtype: GgmlDType, device: &Device) -> Result<Weight> {
     let quantized = QTensor::quantize(&randn(&[rows, cols], DType::F32)?, dtype)?;
@@ -51,18 +40,39 @@ pub fn tolerance(device: &Device, rows: usize) -> f64 {
     }
 }
 
-#[test]
-fn quantized_products_stay_within_the_error_of_their_activations() -> Result<()> {
+/// Products of few and many rows stay within the error of their activations.
+fn products(dtype: GgmlDType) -> Result<()> {
     for device in devices() {
-        for dtype in TYPES {
-            for shape in [(1, 256, 64), (1, 512, 21), (5, 256, 100), (70, 256, 300)] {
-                for with_norm in [false, true] {
-                    product(dtype, shape, with_norm, &device)?;
-                }
+        for shape in [(1, 256, 64), (1, 512, 21), (5, 256, 100), (70, 256, 300)] {
+            for with_norm in [false, true] {
+                product(dtype, shape, with_norm, &device)?;
             }
         }
     }
     Ok(())
+}
+
+/// A test for each format, so that each can be run alone under a sanitizer.
+macro_rules! products_of_each_format {
+    ($($name:ident: $dtype:ident,)*) => {
+        mod products_of_each_format {
+            $(#[test]
+            fn $name() -> candle_core::Result<()> {
+                super::products(candle_core::quantized::GgmlDType::$dtype)
+            })*
+        }
+    };
+}
+
+products_of_each_format! {
+    q4_0: Q4_0,
+    q4_1: Q4_1,
+    q5_0: Q5_0,
+    q5_1: Q5_1,
+    q8_0: Q8_0,
+    q4_k: Q4K,
+    q5_k: Q5K,
+    q6_k: Q6K,
 }
 
 fn product(
@@ -284,7 +294,6 @@ fn huge_inputs_are_fine() -> Result<()> {
 
 #[cfg(feature = "cuda")]
 mod gpu {
-    use super::TYPES;
     use crate::support::{devices, randn};
     use candle_core::quantized::{GgmlDType, QTensor};
     use candle_core::{DType, Device, Result, Tensor};
@@ -293,6 +302,17 @@ mod gpu {
     use candle_fused::ops::{Epilogue, Prologue, Weight, quant_linear};
     use candle_fused::quant::{BlockFormat, Format, dequantize};
     use std::sync::Arc;
+
+    const TYPES: [GgmlDType; 8] = [
+        GgmlDType::Q4_0,
+        GgmlDType::Q4_1,
+        GgmlDType::Q5_0,
+        GgmlDType::Q5_1,
+        GgmlDType::Q8_0,
+        GgmlDType::Q4K,
+        GgmlDType::Q5K,
+        GgmlDType::Q6K,
+    ];
 
     fn gpus() -> impl Iterator<Item = Device> {
         devices().into_iter().filter(Device::is_cuda)
