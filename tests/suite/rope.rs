@@ -32,13 +32,17 @@ fn limit(dtype: DType) -> f64 {
 
 #[test]
 fn rotations_agree_with_float64() -> Result<()> {
+    let types = [DType::F32, DType::F16, DType::BF16];
     for device in devices() {
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (dtype, table) in types
+            .into_iter()
+            .flat_map(|d| types.map(|table| (d, table)))
+        {
             for style in STYLES {
                 // Whole heads, a quarter (Pythia), an odd rest, nothing at all.
                 for (head_dim, pairs) in [(64, 32), (80, 10), (96, 48), (7, 2), (2, 1), (16, 0)] {
                     let x = randn_on(&[2, 3, 5, head_dim], dtype, &device)?;
-                    let (cos, sin) = tables(40, pairs, DType::F32, &device)?;
+                    let (cos, sin) = tables(40, pairs, table, &device)?;
                     let rotation = Rotation {
                         cos: &cos,
                         sin: &sin,
@@ -50,7 +54,7 @@ fn rotations_agree_with_float64() -> Result<()> {
                     let error = widest_error(&got, &reference(&x, &rotation)?)?;
                     assert!(
                         error < limit(dtype),
-                        "{device:?} {dtype:?} {style:?} {head_dim}: {error:e}"
+                        "{device:?} {dtype:?} {table:?} {style:?} {head_dim}: {error:e}"
                     );
                 }
             }
