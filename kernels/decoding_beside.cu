@@ -9,16 +9,17 @@ using namespace fused;
 struct Beside {
   Decoding attention;
   Gemv product;
-  uint32_t blocks[3];  // of attention: the first of the launch
-  uint32_t unused;
+  uint32_t blocks[3];  // of attention: the last of the launch
+  uint32_t ready;      // whether the product's x is, see stream.cuh
 };
 
 template <class Core, typename T> __device__ __forceinline__ void beside(const Beside& p) {
-  const uint32_t x = p.blocks[0], y = p.blocks[1], attend = x * y * p.blocks[2], block = blockIdx.x;
-  if (block < attend) {
-    decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});
+  const uint32_t x = p.blocks[0], y = p.blocks[1], product = gridDim.x - x * y * p.blocks[2];
+  if (blockIdx.x < product) {
+    stream<T, false>(p.product, blockIdx.x, product, p.ready);
   } else {
-    stream<T, false>(p.product, block - attend, gridDim.x - attend);
+    const uint32_t block = blockIdx.x - product;
+    decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});
   }
 }
 

@@ -6,7 +6,7 @@ using namespace fused;
 
 #define STREAM(NAME, TYPE, PAIR)                                                                          \
   extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2) NAME(const __grid_constant__ Gemv p) { \
-    stream<TYPE, PAIR>(p, blockIdx.x, gridDim.x);                                                         \
+    stream<TYPE, PAIR>(p, blockIdx.x, gridDim.x, false);                                                  \
   }
 
 STREAM(linear_stream_f16, __half, false)

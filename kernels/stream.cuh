@@ -225,8 +225,10 @@ template <typename T, bool PAIR> struct Stream {
     if (step != 0 && begin < end) keep(unit, v, began);
   }
 
-  __device__ void run(float (*scratch)[GEMV_WARPS]) const {
-    allow_next();
+  // `ready`: the kernel in front does not write x, and all before that one are complete. Then only the
+  // outputs wait.
+  __device__ void run(float (*scratch)[GEMV_WARPS], bool ready) const {
+    if (ready) allow_next();
     const uint32_t mine = shared_address(ring) + lane() * 16;
     Ahead ahead = {begin, begin / steps, begin % steps};
     if (begin < end) enter(ahead);
@@ -239,12 +241,17 @@ template <typename T, bool PAIR> struct Stream {
     if (p.prologue.norm != NORM_NONE) read(p.prologue.weight, packs, weight);
     Addends addends = {};
     if (finishes) addends.ask_bias(p.epilogue, column);
-    wait_previous();
+    if (!ready) {
+      wait_previous();
+      // Not before: so the next kernel may rely on all in front of this one. It has no room here anyway.
+      allow_next();
+    }
     read(p.prologue.x, packs, raw);
     if (finishes) addends.ask_residuals(p.epilogue, 0, column);
     stage(raw, weight, scratch);
 
     multiply(ahead);
+    if (ready) wait_previous();
     __syncthreads();
     finish(addends);
   }
@@ -259,10 +266,11 @@ template <typename T, bool PAIR> struct Stream {
 };
 
 // The body of a kernel, or of those of its blocks that share the product.
-template <typename T, bool PAIR> __device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks) {
+template <typename T, bool PAIR>
+__device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks, bool ready) {
   extern __shared__ float4 dynamic_shared[];
   __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];
-  Stream<T, PAIR>(p, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch);
+  Stream<T, PAIR>(p, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready);
 }
 
 }  // namespace fused

@@ -262,17 +262,21 @@ impl<'a> Writer<'a> {
         let Some(step) = self.attention(block, cache, rotary, attended)? else {
             return Ok(false);
         };
+        let side = match block.parallel {
+            true => self.side_by_side(&step, [&first, &inside, &output, &down]),
+            false => None,
+        };
         self.work.push(("qkv", Work::Linear(first)));
         let inside_name = match block.mlp.activation() {
             Activation::SwiGlu => "gate_up",
             _ => "up",
         };
+        if let Some((beside, pair)) = side {
+            self.work.push((BESIDE, Work::Beside(beside)));
+            self.work.push(("output+down", Work::Linear(pair)));
+            return Ok(true);
+        }
         if block.parallel {
-            if let Some((beside, pair)) = self.side_by_side(&step, [&inside, &output, &down]) {
-                self.work.push((BESIDE, Work::Beside(beside)));
-                self.work.push(("output+down", Work::Linear(pair)));
-                return Ok(true);
-            }
             // Both read the stream before either adds to it.
             self.work.push((inside_name, Work::Linear(inside)));
             self.work.push((ATTENTION, Work::Attention(step)));
@@ -290,10 +294,15 @@ impl<'a> Writer<'a> {
     fn side_by_side(
         &self,
         step: &Step,
-        [inside, output, down]: [&Few; 3],
+        [first, inside, output, down]: [&Few; 4],
     ) -> Option<(flash_decoding::Beside, Few)> {
-        let beside = flash_decoding::Beside::new(&self.launcher, *step, *inside.dense()?)?;
-        let (output, down) = (output.dense()?, down.dense()?);
+        let [first, inside, output, down] = [
+            first.dense()?,
+            inside.dense()?,
+            output.dense()?,
+            down.dense()?,
+        ];
+        let beside = flash_decoding::Beside::new(&self.launcher, *step, *inside, first)?;
         // The second bias is added as a residual is: there is one row.
         let output = FewRows {
             residuals: [output.residuals[0], down.bias],

@@ -33,7 +33,7 @@ struct BesideParams {
     attention: Params,
     product: Gemv,
     blocks: [u32; 3],
-    unused: u32,
+    ready: u32,
 }
 
 /// Attention of one token and a product of one row that reads nothing of it, nor writes what it reads.
@@ -41,11 +41,14 @@ struct BesideParams {
 pub(crate) struct Beside {
     pub step: Step,
     pub product: FewRows,
+    /// Whether the product need not wait for the kernel in front.
+    pub ready: bool,
 }
 
 impl Beside {
-    /// None if there is no kernel for the two.
-    pub fn new(launcher: &Launcher, step: Step, product: FewRows) -> Option<Self> {
+    /// None if there is no kernel for the two. `front` is the product that is launched in front; it writes
+    /// nothing that this one reads.
+    pub fn new(launcher: &Launcher, step: Step, product: FewRows, front: &FewRows) -> Option<Self> {
         let shape = &step.shape;
         let sixteen = [DType::F16, DType::BF16].contains(&shape.cache_dtype);
         let alike = product.w_dtype == shape.cache_dtype && shape.dtype == shape.cache_dtype;
@@ -58,15 +61,17 @@ impl Beside {
             && product
                 .stream_beside(launcher.gpu, Self::blocks(launcher.gpu.sms, u32::MAX))
                 .is_some();
-        fits.then_some(Self { step, product })
+        fits.then_some(Self {
+            step,
+            product,
+            ready: front.is_streamed(launcher.gpu),
+        })
     }
 
-    /// Of the product, beside so many that attend. Two blocks fit a multiprocessor: more of the product's
-    /// would begin when attention ends, and end last. A few more than one on each are the fastest
-    /// (Pythia-2.8B on an H100: 160 by 2 %).
+    /// Of the product, beside so many that attend: two fit a multiprocessor, and more of the product's would
+    /// begin when attention ends, and end last.
     fn blocks(sms: u32, attending: u32) -> usize {
-        let room = (2 * sms).saturating_sub(attending);
-        room.clamp(sms / 2, sms + sms / 5) as usize
+        (2 * sms).saturating_sub(attending).max(sms / 2) as usize
     }
 
     /// Launches both.
@@ -94,7 +99,7 @@ impl Beside {
             attention: params,
             product,
             blocks,
-            unused: 0,
+            ready: u32::from(self.ready),
         };
         let grid = Grid::new(
             [attending + grid.blocks[0], 1, 1],

@@ -204,14 +204,19 @@ impl FewRows {
     fn stream(&self, gpu: &Gpu) -> Option<(Gemv, Grid)> {
         let layer = self.norm.is_some_and(|n| n.kind == NormKind::Layer);
         let faster = self.second.is_some() || (layer && self.is_large());
-        faster.then(|| stream::spread(gpu, self, params(self), stream::Room::whole(gpu)))?
+        faster.then(|| stream::spread(gpu, self, params(self), stream::most_blocks(gpu)))?
+    }
+
+    /// Whether its weights stream. Then the next kernel of a dependent chain begins only when all in front
+    /// of this one are complete.
+    pub fn is_streamed(&self, gpu: &Gpu) -> bool {
+        self.small(gpu).is_none() && self.stream(gpu).is_some()
     }
 
     /// The same of any one matrix, on at most so many blocks of a launch that attends too.
     pub fn stream_beside(&self, gpu: &Gpu, blocks: usize) -> Option<(Gemv, Grid)> {
-        let room = stream::Room::beside(blocks);
         let one = self.second.is_none();
-        one.then(|| stream::spread(gpu, self, params(self), room))?
+        one.then(|| stream::spread(gpu, self, params(self), blocks))?
     }
 
     /// Whether a warp has more of the weights on the way at once.
