@@ -73,9 +73,8 @@ pub fn run(defaults: &Defaults) -> Result<()> {
 
     let begun = Instant::now();
     let weights = weights::open(&located.files)?;
-    let text = weights.text()?;
     if args.compare {
-        let prompt = prompt(&args, defaults, &text)?;
+        let prompt = prompt(&args, defaults, &weights.text()?)?;
         return compare(&args, &located, &device, &prompt, json);
     }
     report::say(format_args!(
@@ -87,7 +86,9 @@ pub fn run(defaults: &Defaults) -> Result<()> {
             .unwrap_or_else(|| weights.stored_as()),
         located.origin
     ));
+    let text = weights.text_meanwhile();
     let model = load(&args, weights, &device)?;
+    let text = text.wait()?;
     let load_time = begun.elapsed();
 
     if args.profile {

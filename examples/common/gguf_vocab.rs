@@ -7,6 +7,7 @@
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::quantized::gguf_file::{Content, Value};
+use std::collections::HashMap;
 use tokenizers::decoders::byte_level::ByteLevel as ByteLevelDecoder;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::unicode::NFC;
@@ -83,6 +84,18 @@ fn by_pattern(pattern: &str) -> Result<PreTokenizerWrapper> {
         ByteLevel::new(false, true, false).into(),
     ])
     .into())
+}
+
+/// Takes what a GGUF file says of its tokenizer out of its metadata, so that it can be read while the
+/// weights are.
+pub fn take(content: &mut Content) -> Content {
+    let of_tokenizer = |key: &String, _: &mut Value| key.starts_with("tokenizer.");
+    Content {
+        magic: content.magic,
+        metadata: content.metadata.extract_if(of_tokenizer).collect(),
+        tensor_infos: HashMap::new(),
+        tensor_data_offset: content.tensor_data_offset,
+    }
 }
 
 /// Builds the tokenizer that a GGUF file describes.

@@ -1,10 +1,12 @@
 //! A model's files opened: weights that a loader can take, and the tokenizer beside them.
 
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Cursor};
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Content;
@@ -29,7 +31,9 @@ use super::validate;
 pub enum Weights {
     Gguf {
         path: PathBuf,
+        /// Without what belongs to the tokenizer.
         content: Content,
+        vocabulary: Arc<Content>,
         reader: BufReader<File>,
         /// The file in memory, if its blocks are to stay there.
         map: Option<SharedBytes>,
@@ -53,17 +57,18 @@ pub fn open(files: &ModelFiles) -> Result<Weights> {
         } => {
             let opened =
                 File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
-            let map = mapped.then(|| map(&opened)).transpose();
-            let map = map.with_context(|| format!("cannot map {}", file.display()))?;
-            let mut reader = BufReader::new(opened);
-            let content = Content::read(&mut reader).with_context(|| {
-                format!("{} is damaged or cut short; fetch it again", file.display())
-            })?;
+            let map = map(&opened).with_context(|| format!("cannot map {}", file.display()))?;
+            // candle asks for the position at every string, which of a file is a system call.
+            let mut content =
+                Content::read(&mut Cursor::new((*map).as_ref())).with_context(|| {
+                    format!("{} is damaged or cut short; fetch it again", file.display())
+                })?;
             Weights::Gguf {
                 path: file.clone(),
+                vocabulary: Arc::new(gguf_vocab::take(&mut content)),
                 content,
-                reader,
-                map,
+                reader: BufReader::new(opened),
+                map: mapped.then_some(map),
                 tokenizer: tokenizer.clone(),
             }
         }
@@ -81,6 +86,20 @@ fn map(file: &File) -> Result<SharedBytes> {
     Ok(Arc::new(unsafe { Mmap::map(file) }?))
 }
 
+/// What another thread is making.
+pub struct Meanwhile<T>(JoinHandle<Result<T>>);
+
+impl<T: Send + 'static> Meanwhile<T> {
+    fn new(make: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
+        Self(std::thread::spawn(make))
+    }
+
+    /// It, once it is made.
+    pub fn wait(self) -> Result<T> {
+        self.0.join().unwrap_or_else(|panic| resume_unwind(panic))
+    }
+}
+
 /// Dense weights, which are read as a loader asks for them.
 pub struct Checkpoint {
     pub config: Config,
@@ -92,15 +111,30 @@ pub struct Checkpoint {
 impl Weights {
     /// The tokenizer and chat template.
     pub fn text(&self) -> Result<Text> {
+        self.text_meanwhile().wait()
+    }
+
+    /// The same, made by a thread of its own while the weights are loaded.
+    pub fn text_meanwhile(&self) -> Meanwhile<Text> {
         match self {
             Self::Gguf {
                 path,
-                content,
+                vocabulary,
                 tokenizer,
                 ..
-            } => Text::from_gguf(content, path, tokenizer.as_ref()),
-            Self::Safetensors { files, .. } => Text::from_files(files),
-            Self::Random(shape) => bail!("{} has random weights and no tokenizer", shape.name()),
+            } => {
+                let (path, tokenizer) = (path.clone(), tokenizer.clone());
+                let vocabulary = Arc::clone(vocabulary);
+                Meanwhile::new(move || Text::from_gguf(&vocabulary, &path, tokenizer.as_ref()))
+            }
+            Self::Safetensors { files, .. } => {
+                let files = files.clone();
+                Meanwhile::new(move || Text::from_files(&files))
+            }
+            Self::Random(shape) => {
+                let name = shape.name();
+                Meanwhile::new(move || bail!("{name} has random weights and no tokenizer"))
+            }
         }
     }
 

@@ -8,9 +8,12 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use candle_fused::cpu::pool;
 use candle_fused::generation::{self, Generation, Options};
 use candle_fused::models::{Architecture, GgufModel, gpt_neox, llama, qwen2, qwen3};
+use memmap2::Mmap;
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Cursor};
+use std::panic::resume_unwind;
 use std::path::Path;
+use std::thread;
 use tokenizers::Tokenizer;
 
 /// Loads a model with every fusion on.
@@ -19,8 +22,13 @@ pub fn load(path: &Path, threads: u32) -> Result<Box<dyn Model>> {
         pool::set_threads(threads as usize),
         "the thread pool has another size already"
     );
-    let mut reader = BufReader::new(File::open(path)?);
-    let content = Content::read(&mut reader)?;
+    let file = File::open(path)?;
+    // SAFETY: the map is read here only, and nobody changes the files that are measured.
+    let map = unsafe { Mmap::map(&file) }?;
+    // candle asks for the position at every string, which of a file is a system call.
+    let content = Content::read(&mut Cursor::new(&map))?;
+    drop(map);
+    let reader = BufReader::new(file);
     match content.metadata.get("general.architecture") {
         Some(Value::String(name)) if name == "llama" => of::<llama::Config>(content, reader),
         Some(Value::String(name)) if name == "qwen2" => of::<qwen2::Config>(content, reader),
@@ -33,11 +41,15 @@ pub fn load(path: &Path, threads: u32) -> Result<Box<dyn Model>> {
 }
 
 fn of<C: Architecture + 'static>(
-    content: Content,
+    mut content: Content,
     mut reader: BufReader<File>,
 ) -> Result<Box<dyn Model>> {
-    let tokenizer = gguf_vocab::tokenizer(&content)?;
+    let vocabulary = gguf_vocab::take(&mut content);
+    let tokenizer = thread::spawn(move || gguf_vocab::tokenizer(&vocabulary));
     let model = GgufModel::<C>::from_gguf(content, &mut reader, &Device::Cpu)?;
+    let tokenizer = tokenizer
+        .join()
+        .unwrap_or_else(|panic| resume_unwind(panic))?;
     Ok(Box::new(Fused { model, tokenizer }))
 }
 

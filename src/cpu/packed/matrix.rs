@@ -1,6 +1,7 @@
 //! The packed matrix and how it is built.
 
 use super::layout::{Layout, ROW_GROUP};
+use super::memory::Memory;
 use super::repack;
 use super::store::{InPlace, Line, SharedBytes, Store, bytes_mut};
 use crate::cpu::pool;
@@ -8,6 +9,7 @@ use crate::quant::{self, BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A quantized matrix, rows x cols, in its format's precision and about its size, in groups of 16
 /// rows.
@@ -160,25 +162,23 @@ pub struct PackedBuilder {
     format: Format,
     rows: usize,
     cols: usize,
-    lines: Vec<Line>,
+    memory: Memory,
     filled: usize,
 }
 
 impl PackedBuilder {
     /// Room for a matrix whose width its format has been asked about.
     pub(super) fn new(format: Format, rows: usize, cols: usize) -> Result<Self> {
-        let group = Layout::of(&format).group(cols.div_ceil(32)) / 64;
-        let mut lines = Vec::new();
-        let count = rows.div_ceil(ROW_GROUP).checked_mul(group);
-        match count.map(|count| lines.try_reserve_exact(count).map(|()| count)) {
-            Some(Ok(count)) => lines.resize(count, Line::ZERO),
-            _ => bail!("rows: {rows} rows of {cols} values in {format} do not fit into memory"),
-        }
+        let group = Layout::of(&format).group(cols.div_ceil(32));
+        let bytes = rows.div_ceil(ROW_GROUP).checked_mul(group);
+        let Some(Ok(memory)) = bytes.map(Memory::zeroed) else {
+            bail!("rows: {rows} rows of {cols} values in {format} do not fit into memory");
+        };
         Ok(Self {
             format,
             rows,
             cols,
-            lines,
+            memory,
             filled: 0,
         })
     }
@@ -224,13 +224,13 @@ impl PackedBuilder {
         let range = self.filled..self.filled + rows;
         self.filled = range.end;
         let layout = Layout::of(&self.format);
-        let lines = layout.group(self.cols.div_ceil(32)) / 64;
+        let bytes = layout.group(self.cols.div_ceil(32));
         let (first, last) = (range.start / ROW_GROUP, range.end.div_ceil(ROW_GROUP));
-        let groups = Groups(self.lines[first * lines..last * lines].as_mut_ptr());
+        let groups = Groups(self.memory.bytes_mut()[first * bytes..last * bytes].as_mut_ptr());
         pool::for_ranges(last - first, 1, |some| {
             for i in some {
                 // SAFETY: group i lies within the slice, and the ranges are disjoint.
-                let group = unsafe { groups.get(i, lines) };
+                let group = unsafe { groups.get(i, bytes) };
                 let start = (first + i) * ROW_GROUP;
                 let rows: Range<_> = range.start.max(start)..range.end.min(start + ROW_GROUP);
                 for row in rows {
@@ -253,25 +253,25 @@ impl PackedBuilder {
             format: self.format,
             rows: self.rows,
             cols: self.cols,
-            store: Store::own(self.lines),
+            store: Store::Own(Arc::new(self.memory)),
         })
     }
 }
 
 /// Row groups that several tasks write, each its own.
-struct Groups(*mut Line);
+struct Groups(*mut u8);
 
-// SAFETY: it stands for a `&mut [Line]`, whose parts the callers of `get` keep apart.
+// SAFETY: it stands for a `&mut [u8]`, whose parts the callers of `get` keep apart.
 unsafe impl Sync for Groups {}
 
 impl Groups {
-    /// The bytes of group `index`, of `lines` lines.
+    /// Group `index`, of `bytes` bytes.
     ///
     /// # Safety
     /// The group exists, and nobody else has it while the result lives.
     #[expect(clippy::mut_from_ref, reason = "callers keep the groups apart")]
-    unsafe fn get(&self, index: usize, lines: usize) -> &mut [u8] {
+    unsafe fn get(&self, index: usize, bytes: usize) -> &mut [u8] {
         // SAFETY: the caller's.
-        bytes_mut(unsafe { std::slice::from_raw_parts_mut(self.0.add(index * lines), lines) })
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(index * bytes), bytes) }
     }
 }

@@ -18,6 +18,7 @@ mod kernel;
 mod layout;
 mod matmul;
 mod matrix;
+mod memory;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod repack;

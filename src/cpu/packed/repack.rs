@@ -71,44 +71,63 @@ fn strips<'a>(
 /// Word `i` of `bytes`.
 #[inline(always)]
 fn word(bytes: &[u8], i: usize) -> u32 {
-    u32::from_le_bytes([0, 1, 2, 3].map(|t| bytes[4 * i + t]))
+    let (words, _) = bytes.as_chunks();
+    u32::from_le_bytes(words[i])
 }
 
 /// Writes the codes of values `32 * index..32 * (index + 1)` of a block; `out` starts at the row's
 /// word of the first plane.
 #[inline(always)]
 fn planes(format: &BlockFormat, block: &[u8], index: usize, out: &mut [u8]) {
+    // One check for all of them.
+    let out = &mut out[..64 * (format.bits as usize - 1) + 4];
     let mut write = |plane: usize, word: u32| {
         out[64 * plane..][..4].copy_from_slice(&word.to_le_bytes());
     };
     match (format.scaling, format.bits) {
         (Scaling::Symmetric | Scaling::Affine, 8) => {
-            (0..8).for_each(|i| write(i, word(&block[2..], i)));
+            let codes = &block[2..34];
+            for i in 0..8 {
+                write(i, word(codes, i));
+            }
         }
         (Scaling::Symmetric | Scaling::Affine, bits) => {
-            let nibbles = &block[format.bytes - 16..];
-            (0..4).for_each(|i| write(i, word(nibbles, i)));
+            let nibbles = &block[format.bytes - 16..format.bytes];
+            for i in 0..4 {
+                write(i, word(nibbles, i));
+            }
             if bits == 5 {
                 write(4, high_bits(word(&block[format.bytes - 20..], 0)));
             }
         }
         (Scaling::Super, bits) => {
-            let nibbles = &block[format.bytes - 128 + index / 2 * 32..];
-            (0..4).for_each(|i| write(i, pair(nibbles, i, index % 2)));
+            let nibbles = &block[format.bytes - 128 + index / 2 * 32..][..32];
+            for i in 0..4 {
+                write(i, pair(nibbles, i, index % 2));
+            }
             if bits == 5 {
-                let bit = |i: usize| word(&block[16..], i) >> index & 0x0101_0101;
-                write(4, (0..8).fold(0, |all, i| all | bit(i) << high_bit(i)));
+                let high = &block[16..48];
+                let mut all = 0;
+                for i in 0..8 {
+                    all |= (word(high, i) >> index & 0x0101_0101) << high_bit(i);
+                }
+                write(4, all);
             }
         }
         (Scaling::SuperSymmetric, _) => {
             let (half, quarter) = (index / 4, index % 4);
-            let low = &block[64 * half + quarter % 2 * 32..];
-            (0..4).for_each(|i| write(i, pair(low, i, quarter / 2)));
-            let high = &block[128 + 32 * half..];
-            let bits = |i: usize| word(high, i) >> (2 * quarter) & 0x0303_0303;
+            let low = &block[64 * half + quarter % 2 * 32..][..32];
+            for i in 0..4 {
+                write(i, pair(low, i, quarter / 2));
+            }
+            let high = &block[128 + 32 * half..][..32];
             for part in 0..2 {
-                let shifted = |i: usize| bits(4 * part + i) << PAIR_SHIFT[i];
-                write(4 + part, (0..4).fold(0, |all, i| all | shifted(i)));
+                let mut all = 0;
+                for i in 0..4 {
+                    let bits = word(high, 4 * part + i) >> (2 * quarter) & 0x0303_0303;
+                    all |= bits << PAIR_SHIFT[i];
+                }
+                write(4 + part, all);
             }
         }
     }
@@ -117,8 +136,9 @@ fn planes(format: &BlockFormat, block: &[u8], index: usize, out: &mut [u8]) {
 /// Words `i` and `i + 4` of codes in the low (`half` 0) or high nibbles of their bytes, as one.
 #[inline(always)]
 fn pair(codes: &[u8], i: usize, half: usize) -> u32 {
-    let nibbles = |i: usize| word(codes, i) >> (4 * half) & 0x0f0f_0f0f;
-    nibbles(i) | nibbles(i + 4) << 4
+    let low = word(codes, i) >> (4 * half) & 0x0f0f_0f0f;
+    let high = word(codes, i + 4) >> (4 * half) & 0x0f0f_0f0f;
+    low | high << 4
 }
 
 /// The bit of a plane of high bits that belongs to word `i` of the codes.
@@ -131,6 +151,10 @@ fn high_bit(i: usize) -> usize {
 #[inline(always)]
 fn high_bits(bits: u32) -> u32 {
     // Copies 7 bits apart: bit `t` of the nibble comes to lie at the bottom of byte `t`.
-    let spread = |i: usize| ((bits >> (4 * i) & 15) * 0x0020_4081) & 0x0101_0101;
-    (0..8).fold(0, |all, i| all | spread(i) << high_bit(i))
+    let mut all = 0;
+    for i in 0..8 {
+        let spread = ((bits >> (4 * i) & 15) * 0x0020_4081) & 0x0101_0101;
+        all |= spread << high_bit(i);
+    }
+    all
 }

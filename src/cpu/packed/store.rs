@@ -1,13 +1,14 @@
 //! The bytes of weights: memory of their own, a part of a file that is mapped, or the rows of a GGUF
 //! tensor where they are.
 
+use super::memory::Memory;
 use crate::quant::BlockFormat;
 use candle_core::{Result, bail};
 use memmap2::Mmap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A cache line, the alignment of packed weights.
+/// A cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Line([u8; 64]);
@@ -26,7 +27,7 @@ pub(super) fn bytes_mut(lines: &mut [Line]) -> &mut [u8] {
 #[derive(Clone)]
 pub(super) enum Store {
     /// Packed.
-    Own(Vec<Line>),
+    Own(Arc<Memory>),
     /// Packed, in a file.
     Mapped(Arc<Mmap>, Range<usize>),
     /// In rows of GGUF blocks, which are packed a group at a time whenever they are used.
@@ -34,16 +35,9 @@ pub(super) enum Store {
 }
 
 impl Store {
-    pub fn own(lines: Vec<Line>) -> Self {
-        Store::Own(lines)
-    }
-
     pub fn bytes(&self) -> &[u8] {
         match self {
-            // SAFETY: a line is 64 plain bytes without padding.
-            Store::Own(lines) => unsafe {
-                std::slice::from_raw_parts(lines.as_ptr().cast(), 64 * lines.len())
-            },
+            Store::Own(memory) => memory.bytes(),
             Store::Mapped(map, range) => &map[range.clone()],
             Store::InPlace(blocks) => blocks.bytes(),
         }

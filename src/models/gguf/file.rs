@@ -1,16 +1,17 @@
 //! The tensors of a GGUF file.
 
-use crate::cpu::packed::{PackedMatrix, SharedBytes};
+use crate::Fusion;
+use crate::cpu::packed::{PackedMatrix, ROW_GROUP, SharedBytes};
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
 use crate::models::weights::Source;
 use crate::nn::{Embedding, LinearWeight, Projection, in_f32};
 use crate::ops::Weight;
-use crate::{Fusion, quant};
-use candle_core::quantized::QTensor;
+use crate::quant::{self, BlockFormat};
 use candle_core::quantized::gguf_file::Content;
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
-use std::io::{Read, Seek};
+use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
 
 /// A file being read.
@@ -19,7 +20,36 @@ pub struct File<'a, R> {
     pub reader: &'a mut R,
     pub device: &'a Device,
     /// The whole file, where blocks are to stay in it.
-    pub in_place: Option<&'a SharedBytes>,
+    in_place: Option<&'a SharedBytes>,
+    /// Whether matrices are packed as they are read.
+    packs: bool,
+    /// What is read at a time.
+    part: Vec<u8>,
+}
+
+/// Bytes of a tensor that are read at a time to be packed: what the second-level cache keeps.
+const PART: usize = 256 << 10;
+
+impl<'a, R> File<'a, R> {
+    /// For a model that computes with blocks on the CPU if `packs`.
+    pub fn new(ct: &'a Content, reader: &'a mut R, device: &'a Device, packs: bool) -> Self {
+        Self {
+            ct,
+            reader,
+            device,
+            in_place: None,
+            packs: packs && device.is_cpu(),
+            part: Vec::new(),
+        }
+    }
+
+    /// With blocks that stay in `file`.
+    pub fn staying_in(self, file: &'a SharedBytes) -> Self {
+        Self {
+            in_place: Some(file),
+            ..self
+        }
+    }
 }
 
 impl<R: Seek + Read> File<'_, R> {
@@ -45,20 +75,60 @@ impl<R: Seek + Read> File<'_, R> {
         Ok(())
     }
 
-    /// A matrix that stays in the file, if it is one that may and the file has its shape.
-    fn in_place(&self, name: &str, rows: usize, cols: usize) -> Result<Option<Arc<PackedMatrix>>> {
-        let (Some(file), Some(info)) = (self.in_place, self.ct.tensor_infos.get(name)) else {
-            return Ok(None);
+    /// A matrix that is packed or stays in the file, if it is to and the file has its shape.
+    fn packed(
+        &mut self,
+        name: &str,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Option<Arc<PackedMatrix>>> {
+        let info = match self.ct.tensor_infos.get(name) {
+            Some(info) if self.packs && info.shape.dims() == [rows, cols] => info,
+            _ => return Ok(None),
         };
-        if info.shape.dims() != [rows, cols] || !quant::supports(info.ggml_dtype) {
+        if !quant::supports(info.ggml_dtype) {
             return Ok(None);
         }
         let start = self.ct.tensor_data_offset.saturating_add(info.offset);
-        let start = usize::try_from(start).unwrap_or(usize::MAX);
-        match PackedMatrix::in_place(info.ggml_dtype, rows, cols, Arc::clone(file), start) {
+        let matrix = match self.in_place {
+            Some(file) => {
+                let start = usize::try_from(start).unwrap_or(usize::MAX);
+                PackedMatrix::in_place(info.ggml_dtype, rows, cols, Arc::clone(file), start)
+            }
+            None => self.read(info.ggml_dtype, (rows, cols), start),
+        };
+        match matrix {
             Ok(matrix) => Ok(Some(Arc::new(matrix))),
             Err(e) => bail!("gguf: tensor `{name}`: {e}"),
         }
+    }
+
+    /// Packs a matrix as it is read, so that its blocks are never held as a whole.
+    fn read(
+        &mut self,
+        dtype: GgmlDType,
+        (rows, cols): (usize, usize),
+        start: u64,
+    ) -> Result<PackedMatrix> {
+        let row = BlockFormat::of(dtype)?.row_bytes(cols)?;
+        let end = self.reader.seek(SeekFrom::End(0))?;
+        let there = end.saturating_sub(start);
+        if (row as u64)
+            .checked_mul(rows as u64)
+            .is_none_or(|size| size > there)
+        {
+            bail!("{rows} rows of {row} bytes, but {there} are left; the file may be cut short");
+        }
+        let mut builder = PackedMatrix::builder(dtype, rows, cols)?;
+        let step = (PART / row).max(1).next_multiple_of(ROW_GROUP);
+        self.reader.seek(SeekFrom::Start(start))?;
+        for first in (0..rows).step_by(step) {
+            let some = step.min(rows - first);
+            self.part.resize(some * row, 0);
+            self.reader.read_exact(&mut self.part)?;
+            builder.push(some, &self.part)?;
+        }
+        builder.finish()
     }
 
     fn blocks(&mut self, name: &str, rows: usize, cols: usize) -> Result<QTensor> {
@@ -105,7 +175,7 @@ impl<R: Seek + Read> Source for File<'_, R> {
         if heads.is_some() {
             bail!("`{tensor}` is in blocks, expected dense rows");
         }
-        if let Some(weight) = self.in_place(tensor, rows, cols)? {
+        if let Some(weight) = self.packed(tensor, rows, cols)? {
             return Ok(LinearWeight::Packed(Weight::Packed(weight)));
         }
         let weight = self.blocks(tensor, rows, cols)?;
@@ -123,15 +193,17 @@ impl<R: Seek + Read> Source for File<'_, R> {
         tied: Option<&str>,
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
-        if let Some(table) = self.in_place(tensor, rows, cols)? {
+        if let Some(table) = self.packed(tensor, rows, cols)? {
             let head = tied.map(|_| Projection::from_packed(vec![table.clone()], fusion));
             return Ok((Embedding::Packed(table, DType::F32), head));
         }
         let table = self.blocks(tensor, rows, cols)?;
-        if fusion.quant_linear && quant::supports(table.dtype()) {
-            let (embedding, weight) = shared_table(table)?;
+        #[cfg(feature = "cuda")]
+        if fusion.quant_linear && quant::supports(table.dtype()) && table.device().is_cuda() {
+            let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
+            let weight = Weight::Blocks(blocks.clone());
             let head = tied.map(|_| Projection::from_weights(vec![weight], fusion));
-            return Ok((embedding, head));
+            return Ok((Embedding::Blocks(blocks), head));
         }
         // The residual stream of a GGUF model is f32, whatever the table is stored in.
         let dense = in_f32(&table)?;
@@ -141,20 +213,6 @@ impl<R: Seek + Read> Source for File<'_, R> {
             .transpose()?;
         Ok((Embedding::Dense(dense), head))
     }
-}
-
-/// A quantized table as an embedding and as the weight of a head, which share it.
-fn shared_table(table: QTensor) -> Result<(Embedding, Weight)> {
-    #[cfg(feature = "cuda")]
-    if table.device().is_cuda() {
-        let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
-        return Ok((Embedding::Blocks(blocks.clone()), Weight::Blocks(blocks)));
-    }
-    let (rows, cols) = table.shape().dims2()?;
-    let packed = PackedMatrix::pack(table.dtype(), rows, cols, &table.data()?)?;
-    let packed = Arc::new(packed);
-    let embedding = Embedding::Packed(packed.clone(), DType::F32);
-    Ok((embedding, Weight::Packed(packed)))
 }
 
 /// The dimensions of a tensor that the file names.

@@ -60,13 +60,8 @@ impl<C: Architecture> GgufModel<C> {
         device: &Device,
         fusion: Fusion,
     ) -> Result<Self> {
-        let file = File {
-            ct: &ct,
-            reader,
-            device,
-            in_place: None,
-        };
-        Self::load(file, fusion)
+        let packs = fusion.quant_linear;
+        Self::load(File::new(&ct, reader, device, packs), fusion)
     }
 
     /// Loads the weights on the CPU from a file in memory, usually a memory map (`memmap2::Mmap`),
@@ -78,13 +73,9 @@ impl<C: Architecture> GgufModel<C> {
     /// # Errors
     /// As [`GgufModel::from_gguf`].
     pub fn from_gguf_in_place(ct: Content, file: SharedBytes, fusion: Fusion) -> Result<Self> {
-        let file = File {
-            ct: &ct,
-            reader: &mut Cursor::new((*file).as_ref()),
-            device: &Device::Cpu,
-            in_place: fusion.quant_linear.then_some(&file),
-        };
-        Self::load(file, fusion)
+        let mut reader = Cursor::new((*file).as_ref());
+        let opened = File::new(&ct, &mut reader, &Device::Cpu, fusion.quant_linear);
+        Self::load(opened.staying_in(&file), fusion)
     }
 
     fn load<R: Seek + Read>(mut file: File<'_, R>, fusion: Fusion) -> Result<Self> {

@@ -20,12 +20,7 @@ pub fn dequantize_gguf<R: Seek + Read>(
     dtype: DType,
     device: &Device,
 ) -> Result<(Config, HashMap<String, Tensor>)> {
-    let mut file = File {
-        ct,
-        reader,
-        device,
-        in_place: None,
-    };
+    let mut file = File::new(ct, reader, device, false);
     let mut cfg = gguf_config(ct)?;
     cfg.tie_word_embeddings = !ct.tensor_infos.contains_key("output.weight");
     if ct.tensor_infos.contains_key("rope_freqs.weight") {
