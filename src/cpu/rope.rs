@@ -7,7 +7,7 @@ use crate::ops::RopeStyle;
 /// and copies the rest: `(a, b) -> (a cos - b sin, b cos + a sin)` for each pair.
 ///
 /// # Panics
-/// If `x` and `out` differ in length or are shorter than the rotated part.
+/// If `x` and `out` or the angles differ in length, or `x` is shorter than the rotated part.
 pub fn rotate<T: Element, O: Element>(
     style: RopeStyle,
     x: &[T],
@@ -16,27 +16,33 @@ pub fn rotate<T: Element, O: Element>(
     out: &mut [O],
 ) {
     assert_eq!(x.len(), out.len());
+    assert_eq!(cos.len(), sin.len());
     let pairs = cos.len();
     let (x, rest) = x.split_at(2 * pairs);
     let (out, rest_out) = out.split_at_mut(2 * pairs);
-    let turn = |a: T, b: T, i: usize| {
+    let turn = |a: T, b: T, cos: f32, sin: f32| {
         let (a, b) = (a.to_f32(), b.to_f32());
         (
-            O::from_f32(a * cos[i] - b * sin[i]),
-            O::from_f32(b * cos[i] + a * sin[i]),
+            O::from_f32(a * cos - b * sin),
+            O::from_f32(b * cos + a * sin),
         )
     };
+    let angles = cos.iter().zip(sin);
     match style {
         RopeStyle::HalfSplit => {
             let (first, second) = x.split_at(pairs);
             let (first_out, second_out) = out.split_at_mut(pairs);
-            for i in 0..pairs {
-                (first_out[i], second_out[i]) = turn(first[i], second[i], i);
+            let x = first.iter().zip(second);
+            let out = first_out.iter_mut().zip(second_out);
+            for (((a, b), (a_out, b_out)), (cos, sin)) in x.zip(out).zip(angles) {
+                (*a_out, *b_out) = turn(*a, *b, *cos, *sin);
             }
         }
         RopeStyle::Interleaved => {
-            for (i, (x, y)) in x.chunks_exact(2).zip(out.chunks_exact_mut(2)).enumerate() {
-                (y[0], y[1]) = turn(x[0], x[1], i);
+            let (x, _) = x.as_chunks::<2>();
+            let (out, _) = out.as_chunks_mut::<2>();
+            for (([a, b], [a_out, b_out]), (cos, sin)) in x.iter().zip(out).zip(angles) {
+                (*a_out, *b_out) = turn(*a, *b, *cos, *sin);
             }
         }
     }

@@ -1,7 +1,11 @@
 //! Rotary position tables.
 
+use crate::cpu::pool;
 use crate::ops::{self, RopeStyle, Rotation};
 use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// Rows of the tables that are worth handing to another thread.
+const ROWS: usize = 64;
 
 /// Cosines and sines of `position * frequency`, `[positions, R / 2]` in f32 each, made as far as
 /// they are needed (RoFormer, Su et al. 2021).
@@ -141,13 +145,19 @@ impl RotaryEmbedding {
 }
 
 fn tables(frequencies: &[f32], positions: usize, device: &Device) -> Result<(Tensor, Tensor)> {
-    // The angle is rounded to f32, as in Hugging Face's tables; its cosine then is exact to f32.
-    let angles = (0..positions)
-        .flat_map(|p| frequencies.iter().map(move |f| f64::from(p as f32 * f)))
-        .collect::<Vec<_>>();
-    let table = |f: fn(f64) -> f64| {
-        let values: Vec<f32> = angles.iter().map(|a| f(*a) as f32).collect();
-        Tensor::from_vec(values, (positions, frequencies.len()), device)
-    };
-    Ok((table(f64::cos)?, table(f64::sin)?))
+    let width = frequencies.len();
+    let [mut cos, mut sin] = [(); 2].map(|()| vec![0f32; positions * width]);
+    pool::for_row_pairs(&mut cos, &mut sin, width.max(1), ROWS, |first, cos, sin| {
+        let rows = cos.chunks_exact_mut(width).zip(sin.chunks_exact_mut(width));
+        for (position, (cos, sin)) in (first..).zip(rows) {
+            for (f, (cos, sin)) in frequencies.iter().zip(cos.iter_mut().zip(sin)) {
+                // The angle is rounded to f32, as in Hugging Face's tables; its cosine then is exact to
+                // f32.
+                let angle = f64::from(position as f32 * f);
+                (*cos, *sin) = (angle.cos() as f32, angle.sin() as f32);
+            }
+        }
+    });
+    let table = |values| Tensor::from_vec(values, (positions, width), device);
+    Ok((table(cos)?, table(sin)?))
 }

@@ -107,15 +107,12 @@ fn quantizing_while_loading_holds_little_but_the_quantized_model() -> Result<()>
         let (model, left, most) = held(load);
         drop(model?);
         let largest = 4 * hidden * inner;
-        assert!(left > layers * hidden * inner, "{recipe:?}: {left} bytes");
+        // The quantized matrices lie in memory that is mapped and not counted here.
+        assert!(left < largest, "{recipe:?}: {left} bytes beside them");
         // The largest matrix as it is read, turned into f32, and its codes.
         assert!(
             most <= left + 4 * largest,
-            "{recipe:?}: {most} bytes for a model of {left}"
-        );
-        assert!(
-            left <= layers * 3 * largest / 2,
-            "{recipe:?}: {left} bytes, as if it were dense"
+            "{recipe:?}: {most} bytes, of which {left} stay"
         );
     }
     Ok(())

@@ -92,8 +92,9 @@ fn logits_follow_candle_transformers_token_by_token() -> Result<()> {
             assert_eq!(calls.count("quant_linear"), 3 * 3 + 1);
             assert_eq!(calls.count("linear"), 3);
             let error = relative_error(&logits?, &expected)?;
-            // On a GPU the weights meet whole activations, and only candle rounds them to int8.
-            let limit = if device().is_cpu() { 3e-2 } else { 5e-2 };
+            // Keys and values are in 16 bits here and in 32 in candle. On a GPU the weights meet whole
+            // activations, and only candle rounds them to int8.
+            let limit = if device().is_cpu() { 4e-2 } else { 5e-2 };
             assert!(error < limit, "position {position}: {error:e}");
             Ok(())
         };

@@ -11,7 +11,6 @@ use super::x86::lookup;
 use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
-#[cfg(target_arch = "x86_64")]
 use crate::quant::Format;
 use candle_core::{Result, bail};
 use std::cell::RefCell;
@@ -33,6 +32,25 @@ struct Scratch([u8; kernel::UNPACKED_BYTES]);
 thread_local! {
     /// The row group in hand, of a matrix that is not packed.
     static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The vector kernels for a format, if there are any.
+#[derive(Clone, Copy)]
+struct Cores(
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))] Option<&'static kernel::Kernels>,
+);
+
+impl Cores {
+    /// Those of a level that this processor has.
+    fn of(format: &Format, level: Level) -> Self {
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+        return Self(kernel::kernels(format, level));
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+        {
+            let _ = (format, level);
+            Self()
+        }
+    }
 }
 
 impl PackedMatrix {
@@ -136,15 +154,16 @@ impl PackedMatrix {
                 &mut many[..]
             }
         };
-        let mut room = ROOM.take();
+        let cores = Cores::of(&self.format, level);
+        let (groups, mut room) = (self.groups(), ROOM.take());
         for start in tokens.clone().step_by(some) {
             let end = tokens.end.min(start + some);
             let x = &x.blocks()[start * blocks..end * blocks];
             for first in rows.clone().step_by(ROW_GROUP) {
-                let weights = self.group(first / ROW_GROUP, &mut room);
+                let weights = groups.get(first / ROW_GROUP, &mut room);
                 let count = ROW_GROUP.min(rows.end - first);
                 let sums = &mut sums[..end - start];
-                self.group_products(level, weights, x, sums);
+                self.group_products(cores, weights, x, sums);
                 for (t, sums) in sums.iter().enumerate() {
                     let at = (start - tokens.start + t) * out_stride + (first - rows.start);
                     // SAFETY: `count` values from there on belong to token and rows; by contract
@@ -169,15 +188,16 @@ impl PackedMatrix {
         (x, tables): (*const Q8Block, *const lookup::TableLine),
         out: *mut f32,
     ) {
-        let mut room = Vec::new();
+        let (groups, mut room) = (self.groups(), Vec::new());
+        let blocks = self.blocks();
         for first in rows.clone().step_by(ROW_GROUP) {
-            let weights = self.group(first / ROW_GROUP, &mut room).as_ptr();
+            let weights = groups.get(first / ROW_GROUP, &mut room).as_ptr();
             let mut sums = [0.0; ROW_GROUP];
             let count = ROW_GROUP.min(rows.end - first);
             // SAFETY: the group is one of this format; `count` values from there on belong to the
             // rows. The rest is the caller's.
             unsafe {
-                look_up(weights, self.blocks(), x, tables, &mut sums);
+                look_up(weights, blocks, x, tables, &mut sums);
                 let out = out.add(first - rows.start);
                 std::ptr::copy_nonoverlapping(sums.as_ptr(), out, count);
             }
@@ -187,20 +207,20 @@ impl PackedMatrix {
     /// The products of a row group with all tokens of `x`.
     fn group_products(
         &self,
-        level: Level,
+        cores: Cores,
         weights: &[u8],
         x: &[Q8Block],
         sums: &mut [[f32; ROW_GROUP]],
     ) {
         #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        if let Some(kernels) = kernel::kernels(&self.format, level) {
+        if let Some(kernels) = cores.0 {
             sums.fill([0.0; ROW_GROUP]);
-            // SAFETY: `level` is runnable, `weights` is a group of this format, and `x` and `sums`
-            // have a row for each token.
+            // SAFETY: the kernels' level is runnable, `weights` is a group of this format, and `x` and
+            // `sums` have a row for each token.
             unsafe { self.vector_products(kernels, weights, x, sums) };
             return;
         }
-        let _ = level;
+        let _ = cores;
         scalar::group(&self.format, weights, self.blocks(), x, sums);
     }
 

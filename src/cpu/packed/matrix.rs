@@ -135,11 +135,50 @@ impl PackedMatrix {
         self.cols.div_ceil(32)
     }
 
+    /// The row groups, to be asked for one by one.
+    pub(super) fn groups(&self) -> RowGroups<'_> {
+        RowGroups {
+            rows: self.rows,
+            size: Layout::of(&self.format).group(self.blocks()),
+            held: match (&self.store, &self.format) {
+                (Store::InPlace(blocks), Format::Block(format)) => Held::Rows(blocks, format),
+                _ => Held::Packed(self.store.bytes()),
+            },
+        }
+    }
+
     /// The bytes of row group `index`, packed into `room` where the blocks lie in rows.
     pub(super) fn group<'a>(&'a self, index: usize, room: &'a mut Vec<Line>) -> &'a [u8] {
-        let bytes = Layout::of(&self.format).group(self.blocks());
-        let (Store::InPlace(blocks), Format::Block(format)) = (&self.store, &self.format) else {
-            return &self.store.bytes()[index * bytes..][..bytes];
+        self.groups().get(index, room)
+    }
+}
+
+/// The row groups of a matrix.
+pub(super) struct RowGroups<'a> {
+    rows: usize,
+    /// Bytes of a group.
+    size: usize,
+    held: Held<'a>,
+}
+
+/// How row groups are held.
+enum Held<'a> {
+    /// One behind the other.
+    Packed(&'a [u8]),
+    /// In rows of blocks.
+    Rows(&'a InPlace, &'a BlockFormat),
+}
+
+impl<'a> RowGroups<'a> {
+    /// The bytes of group `index`, packed into `room` where the blocks lie in rows.
+    #[inline]
+    pub fn get<'b>(&self, index: usize, room: &'b mut Vec<Line>) -> &'b [u8]
+    where
+        'a: 'b,
+    {
+        let (blocks, format) = match self.held {
+            Held::Packed(groups) => return &groups[index * self.size..][..self.size],
+            Held::Rows(blocks, format) => (blocks, format),
         };
         let first = index * ROW_GROUP;
         let count = ROW_GROUP.min(self.rows - first);
@@ -147,7 +186,7 @@ impl PackedMatrix {
             // The rows that are missing would leave what another group had there.
             room.clear();
         }
-        room.resize(bytes / 64, Line::ZERO);
+        room.resize(self.size / 64, Line::ZERO);
         let rows = (first..first + count).map(|row| blocks.row(row));
         let group = bytes_mut(room);
         repack::rows(format, rows, 0, group);

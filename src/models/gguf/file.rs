@@ -53,11 +53,13 @@ impl<'a, R> File<'a, R> {
 }
 
 impl<R: Seek + Read> File<'_, R> {
-    /// What keys and values are stored in: on a GPU a file that is quantized has them in 16 bits, as
-    /// its tensor cores take them.
-    pub(super) fn cache_dtype(&self) -> DType {
+    /// What keys and values are stored in: of a file that is quantized in 16 bits, which the tensor cores
+    /// of a GPU take and a CPU reads in half the time. Candle's own operations on a CPU would widen all
+    /// of them in every step.
+    pub(super) fn cache_dtype(&self, fusion: Fusion) -> DType {
+        let taken = self.device.is_cuda() || fusion.flash_attention;
         let mut infos = self.ct.tensor_infos.values();
-        match self.device.is_cuda() && infos.any(|info| quant::supports(info.ggml_dtype)) {
+        match taken && infos.any(|info| quant::supports(info.ggml_dtype)) {
             true => DType::F16,
             false => DType::F32,
         }

@@ -20,7 +20,8 @@ use std::marker::PhantomData;
 /// The context length of files that do not name one.
 const DEFAULT_POSITIONS: usize = 4096;
 
-/// A model with GGUF weights that keeps its own cache, on the CPU computed with int8 activations:
+/// A model with GGUF weights that keeps its own cache, in 16 bits where weights are in blocks, on the CPU
+/// computed with int8 activations:
 /// `ModelWeights` of [`llama`](super::llama::ModelWeights), [`qwen2`](super::qwen2::ModelWeights),
 /// [`qwen3`](super::qwen3::ModelWeights) and [`gpt_neox`](super::gpt_neox::ModelWeights).
 #[derive(Debug, Clone)]
@@ -41,7 +42,10 @@ impl<C> Parts for GgufModel<C> {
 }
 
 impl<C: Architecture> GgufModel<C> {
-    /// Loads the weights with every fusion on.
+    /// Loads the weights with every fusion on. On the CPU blocks are repacked as they are read.
+    ///
+    /// `Content::read` asks its reader for the position at every string, which of a file is a system
+    /// call: read the metadata out of a memory map, or of anything else that knows where it is.
     ///
     /// # Errors
     /// If the file is of another architecture, metadata or a tensor is missing (by its name), or a
@@ -84,7 +88,7 @@ impl<C: Architecture> GgufModel<C> {
         file.scale(&mut shape.frequencies)?;
         let frequencies = shape.frequencies.clone();
         let rotary = RotaryEmbedding::new(frequencies, C::KIND.gguf_style, device)?;
-        let dtype = file.cache_dtype();
+        let dtype = file.cache_dtype(fusion);
         let loader = Loader {
             source: file,
             names: &C::KIND.gguf_names,
