@@ -1,10 +1,12 @@
 // y = act(s x_q (t W_q)^T + bias) + residuals for many rows on Hopper (w8a8.cuh): one warpgroup fetches
-// tiles of 128 bytes of k with the bulk copy engine, two multiply 64 rows of x each with 128 rows of W
+// tiles of 128 bytes of k with the bulk copy engine, two multiply 64 rows of x each with N rows of W
 // by asynchronous tensor-core products. Blocks stay for tile after tile (persistent and warp
-// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written.
+// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written. Outputs of
+// 16 bits go to shared memory, from where the copy engine takes them during the next tile.
 //
-// Tiles of 256 rows of W, and clusters of two blocks that share them, read less from the L2 cache; on
-// an H200 they were faster for the widest W and many rows of x only (14 %).
+// The tensor cores take more in a second than the L2 cache gives to tiles of 128 rows of x and of W. So
+// blocks form clusters, one tile of x above the other, each of which fetches a share of the rows of
+// W for all; and N may be 256.
 #include "bulk_copy.cuh"
 #include "mma.cuh"
 #include "w8a8.cuh"
@@ -20,129 +22,267 @@ struct Params {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, COLUMNS = 128;
-constexpr int BLOCK_K = 128, STAGES = 6;
-constexpr int THREADS = 128 * (CONSUMERS + 1);
-// Of a thread, out of the 168 that each has at the launch.
-constexpr int PRODUCER_REGISTERS = 40, REGISTERS = 232;
-constexpr int X_BYTES = ROWS * BLOCK_K, PIECE_BYTES = COLUMNS / 2 * BLOCK_K;
-constexpr int STAGE_BYTES = X_BYTES + 2 * PIECE_BYTES;
+constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, BLOCK_K = 128;
+constexpr int X_BYTES = ROWS * BLOCK_K;
 
-// The barriers of a block, 8 bytes each.
-struct Barriers {
-  uint32_t base;
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + 8 * stage; }
-  __device__ __forceinline__ uint32_t free(int stage) const { return base + 8 * (STAGES + stage); }
+// N rows of W at a time, CLUSTER blocks that share them.
+template <int N, int CLUSTER> struct Tiles {
+  static constexpr int STAGES = N == 128 ? 5 : 3;
+  static constexpr int STAGE_BYTES = X_BYTES + N * BLOCK_K;
+  static constexpr int PIECE = N / 2;
+  // Threads that the registers would do for: of the 384 each has 96 or 168 at the launch. Narrow tiles leave
+  // registers to the kernel before, at whose side their first weights are fetched.
+  static constexpr int THREADS = N == 128 ? 640 : 384;
+  // Then, of a thread.
+  static constexpr int PRODUCER = 24, CONSUMER = N == 128 ? 128 : 240;
+  // Bytes from one row of outputs to the next: words that a warp writes together meet no bank twice.
+  static constexpr int PITCH = 2 * N + 16;
+  // Copies of rows of W in a stage, each of one piece, and the rows of each.
+  static constexpr int COPIES = CLUSTER > 2 ? CLUSTER : 2, BOX = N / COPIES;
+
+  const Params& p;
+  const Product& product;
+  const uint32_t room, barriers;  // in shared memory
+
+  __device__ __forceinline__ Tiles(const Params& p, uint32_t room, uint32_t barriers)
+      : p(p), product(p.product), room(room), barriers(barriers) {}
+
+  // The barriers of a block, 8 bytes each.
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t free(int stage) const { return barriers + 8 * (STAGES + stage); }
+
+  static __device__ __forceinline__ uint32_t rank() { return CLUSTER > 1 ? rank_in_cluster() : 0; }
+  __device__ __forceinline__ uint32_t count() const { return product.m_tiles * product.n_tiles; }
+  __device__ __forceinline__ Place place(uint32_t tile) const {
+    Place place = Place::of<N>(product, tile);
+    place.m_tile = place.m_tile * CLUSTER + rank();
+    return place;
+  }
+
+  // This block's share of W, for all blocks of the cluster.
+  __device__ __forceinline__ void fetch_weights(const Place& place, int stage, uint32_t k) const {
+    constexpr int MINE = COPIES / CLUSTER;
+    barrier_expect(full(stage), STAGE_BYTES);
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+      const uint32_t copy = rank() * MINE + i, piece = copy / (COPIES / 2), row = copy % (COPIES / 2) * BOX;
+      const uint32_t to = room + stage * STAGE_BYTES + X_BYTES + copy * BOX * BLOCK_K;
+      const TensorMap& map = p.weights[piece ? place.part[1] : place.part[0]];
+      const uint32_t first = (piece ? place.row[1] : place.row[0]) + row;
+      if constexpr (CLUSTER > 1)
+        bulk_copy_rows(to, map, full(stage), k, first, (1 << CLUSTER) - 1);
+      else
+        bulk_copy_rows(to, map, full(stage), k, first);
+    }
+  }
+
+  __device__ __forceinline__ void produce() const {
+    const uint32_t begin = blockIdx.x / CLUSTER;
+    // W need not wait for x, which is on its way to int8.
+    uint32_t early = min(uint32_t(STAGES), (product.k + BLOCK_K - 1) / BLOCK_K);
+    const Place first = place(begin);
+    for (uint32_t i = 0; i < early; ++i) fetch_weights(first, i, i * BLOCK_K);
+    wait_previous();
+    Ring<STAGES> at;
+    for (uint32_t tile = begin; tile < count(); tile += gridDim.x / CLUSTER) {
+      const Place here = place(tile);
+      for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
+        if (early > 0) {
+          --early;
+        } else {
+          barrier_wait(free(at.stage), at.phase ^ 1);
+          fetch_weights(here, at.stage, k);
+        }
+        bulk_copy_rows(room + at.stage * STAGE_BYTES, p.x, full(at.stage), k, here.m_tile * ROWS);
+        at.next();
+      }
+    }
+  }
+
+  // Two times 8 columns of both pieces, in both rows of a thread.
+  static __device__ __forceinline__ int index(int step, int piece, int n, int j) {
+    return 4 * (piece * PIECE / 8 + 2 * step + n / 2) + n % 2 * 2 + j;
+  }
+  static __device__ __forceinline__ uint32_t column(int step) { return 16 * step + threadIdx.x % 4 * 2; }
+  static __device__ __forceinline__ void scale(const Columns<N>& columns, int step, const float (&x_scales)[2],
+                                               const int (&sums)[2][4][2], Pairs& y) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      columns.scale2(i / 4 * PIECE + column(step) + i / 2 % 2 * 8, x_scales[i % 2], sums[i / 4][i % 4], y[i / 4][i % 4]);
+  }
+
+  // As 16 bits to shared memory; what is no output stays there.
+  __device__ __forceinline__ void stage(uint32_t to, int step, const Pairs& y) const {
+    to += 2 * column(step);
+    const auto store = [&](auto pack) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        store_shared(to + i % 2 * 8 * PITCH + i / 4 * N + i / 2 % 2 * 16, pack(y[i / 4][i % 4][0], y[i / 4][i % 4][1]));
+    };
+    if (product.epilogue.out_dtype == BF16)
+      store([](float a, float b) { return pack2<__nv_bfloat16>(a, b); });
+    else
+      store([](float a, float b) { return pack2<__half>(a, b); });
+  }
+
+  // The outputs of a thread's rows `row` and `row + 8`, which are `at` and `at + 8` in the tile.
+  __device__ __forceinline__ void write_rows(const Place& place, const Columns<N>& columns, uint32_t row, uint32_t at,
+                                             const float (&x_scales)[2], const int (&sums)[N / 2]) const {
+    constexpr int STEPS = PIECE / 16;
+    const Epilogue& e = product.epilogue;
+    const uint32_t outputs = room + STAGES * STAGE_BYTES, to = outputs + at * PITCH;
+    const bool words = e.out_dtype != F32;
+    // The warp's rows of the tile before have left.
+    await_bulk_stores();
+    __syncwarp();
+    if (words && e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1]) {
+      // Short enough to be unrolled.
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        int picked[2][4][2];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) picked[i / 8][i / 2 % 4][i % 2] = sums[index(step, i / 8, i / 2 % 4, i % 2)];
+        Pairs y;
+        scale(columns, step, x_scales, picked, y);
+        stage(to, step, y);
+      }
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < STEPS; ++step) {
+        int picked[2][4][2];
+        pick<STEPS>(step, sums, picked, index);
+        Pairs y;
+        scale(columns, step, x_scales, picked, y);
+        activate_pairs(product, y);
+        add_residuals<N>(product, place, row, column(step), y);
+        if (words) {
+          stage(to, step, y);
+        } else {
+          each_pair<N>(product, place, row, column(step), [&](int i, uint64_t at) {
+            *reinterpret_cast<float2*>(static_cast<float*>(e.out) + at) = make_float2(y[i / 4][i % 4][0], y[i / 4][i % 4][1]);
+          });
+        }
+      }
+    }
+    if (!words) return;
+    written_for_copies();
+    __syncwarp();
+    send_rows(place, at / 16 * 16, outputs);
+  }
+
+  // 16 rows of outputs of a warp, of 16 bits, from `at` on in the tile, on their way from shared memory.
+  __device__ __forceinline__ void send_rows(const Place& place, uint32_t at, uint32_t outputs) const {
+    const uint32_t line = at + threadIdx.x % WARP, row = place.m_tile * ROWS + line;
+    if (threadIdx.x % WARP < 16 && row < product.m) {
+      const Epilogue& e = product.epilogue;
+      const uint32_t width = min(gates(product) ? PIECE : N, place.limit - place.row[0]);
+      bulk_store(static_cast<uint16_t*>(e.out) + row * e.stride + place.column[0], outputs + line * PITCH, 2 * width);
+    }
+    commit_bulk_stores();
+  }
+
+  // A warp is through with a stage, which all blocks of the cluster fill.
+  __device__ __forceinline__ void release(int stage) const {
+    const uint32_t lane = threadIdx.x % WARP;
+    if constexpr (CLUSTER > 1) {
+      if (lane < CLUSTER) barrier_arrive(free(stage), lane);
+    } else {
+      if (lane == 0) barrier_arrive(free(stage));
+    }
+  }
+
+  __device__ __forceinline__ void consume(Columns<N>* all_columns) const {
+    // The same in all lanes of a warp, as the compiler is told by the shuffle.
+    const int number = __shfl_sync(FULL, int(threadIdx.x) / 128 - 1, 0);
+    const uint32_t thread = threadIdx.x % 128, lane = threadIdx.x % WARP;
+    const uint32_t first_row = number * 64 + thread / WARP * 16 + lane / 4;
+    const uint32_t x = room + number * 64 * BLOCK_K, w = room + X_BYTES;
+    Columns<N>& columns = all_columns[number];
+    Ring<STAGES> at, before;
+    int sums[N / 2];
+    wait_previous();
+    for (uint32_t tile = blockIdx.x / CLUSTER; tile < count(); tile += gridDim.x / CLUSTER) {
+      const Place here = place(tile);
+      // What the epilogue needs comes while the tensor cores work.
+      const uint32_t row = here.m_tile * ROWS + first_row;
+      typename Columns<N>::One mine[N / 128];
+#pragma unroll
+      for (int i = 0; i < N / 128; ++i) mine[i] = Columns<N>::read(product, here, thread + 128 * i);
+      float x_scales[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) x_scales[i] = row + 8 * i < product.m ? __ldcg(product.x_scales + row + 8 * i) : 0.f;
+      for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
+        barrier_wait(full(at.stage), at.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 32; ++i)
+          wgmma(sums, descriptor<128>(x + at.stage * STAGE_BYTES + 32 * i, 0),
+                descriptor<128>(w + at.stage * STAGE_BYTES + 32 * i, 0), i > 0 || k > 0);
+        wgmma_commit();
+        if (k > 0) {
+          wgmma_wait<1>();
+          release(before.stage);
+        }
+        before = at;
+        at.next();
+      }
+      wgmma_wait<0>();
+      settle(sums);
+      release(before.stage);
+      // All warps of the group are through with the columns of the tile before.
+      barrier(1 + number, 128);
+#pragma unroll
+      for (int i = 0; i < N / 128; ++i) columns.put(thread + 128 * i, mine[i]);
+      barrier(1 + number, 128);
+      write_rows(here, columns, row, first_row, x_scales, sums);
+    }
+    await_bulk_stores();
+  }
 };
 
-__device__ __forceinline__ void produce(const Params& p, Barriers barriers, uint32_t room) {
-  const Product& product = p.product;
-  Ring<STAGES> at;
-  for (uint32_t tile = blockIdx.x; tile < product.m_tiles * product.n_tiles; tile += gridDim.x) {
-    const Place place = Place::of<COLUMNS>(product, tile);
-    for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
-      const uint32_t full = barriers.full(at.stage), to = room + at.stage * STAGE_BYTES;
-      barrier_wait(barriers.free(at.stage), at.phase ^ 1);
-      barrier_expect(full, STAGE_BYTES);
-      bulk_copy_rows(to, p.x, full, k, place.m_tile * ROWS);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        bulk_copy_rows(to + X_BYTES + i * PIECE_BYTES, p.weights[place.part[i]], full, k, place.row[i]);
-      at.next();
-    }
-  }
-}
-
-// The outputs of a thread's rows `row` and `row + 8`.
-__device__ __forceinline__ void write_rows(const Product& p, const Place& place, const Columns<COLUMNS>& columns,
-                                           uint32_t row, const float (&x_scales)[2], const int (&sums)[COLUMNS / 2]) {
-  constexpr int PIECE = COLUMNS / 2, GROUPS = PIECE / 32;
-#pragma unroll 1
-  for (int step = 0; step < 2 * GROUPS; ++step) {
-    const int half = step / GROUPS;
-    int picked[2][4][2];
-    pick<2 * GROUPS>(step, sums, picked, [](int step, int piece, int n, int j) {
-      return 4 * (piece * PIECE / 8 + step % GROUPS * 4 + n) + 2 * (step / GROUPS) + j;
-    });
-    finish(p, place, columns, row + 8 * half, half ? x_scales[1] : x_scales[0], step % GROUPS * 32, picked);
-  }
-}
-
-__device__ __forceinline__ void consume(const Params& p, Barriers barriers, uint32_t room,
-                                        Columns<COLUMNS>* all_columns) {
-  const Product& product = p.product;
-  // The same in all lanes of a warp, as the compiler is told by the shuffle.
-  const int number = __shfl_sync(FULL, int(threadIdx.x) / 128 - 1, 0);
-  const uint32_t thread = threadIdx.x % 128, lane = threadIdx.x % WARP;
-  const uint32_t first_row = number * 64 + thread / WARP * 16 + lane / 4;
-  const uint32_t x = room + number * 64 * BLOCK_K, w = room + X_BYTES;
-  Columns<COLUMNS>& columns = all_columns[number];
-  Ring<STAGES> at, before;
-  int sums[COLUMNS / 2];
-  const auto release = [&](int stage) {
-    if (lane == 0) barrier_arrive(barriers.free(stage));
-  };
-  for (uint32_t tile = blockIdx.x; tile < product.m_tiles * product.n_tiles; tile += gridDim.x) {
-    const Place place = Place::of<COLUMNS>(product, tile);
-    // What the epilogue needs comes while the tensor cores work.
-    const uint32_t row = place.m_tile * ROWS + first_row;
-    const auto mine = Columns<COLUMNS>::read(product, place, thread);
-    float x_scales[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) x_scales[i] = row + 8 * i < product.m ? __ldcg(product.x_scales + row + 8 * i) : 0.f;
-    for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
-      barrier_wait(barriers.full(at.stage), at.phase);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < BLOCK_K / 32; ++i)
-        wgmma(sums, descriptor<128>(x + at.stage * STAGE_BYTES + 32 * i, 0),
-              descriptor<128>(w + at.stage * STAGE_BYTES + 32 * i, 0), i > 0 || k > 0);
-      wgmma_commit();
-      if (k > 0) {
-        wgmma_wait<1>();
-        release(before.stage);
-      }
-      before = at;
-      at.next();
-    }
-    wgmma_wait<0>();
-    settle(sums);
-    release(before.stage);
-    // All warps of the group are through with the columns of the tile before.
-    barrier(1 + number, 128);
-    columns.put(thread, mine);
-    barrier(1 + number, 128);
-    write_rows(product, place, columns, row, x_scales, sums);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) w8a8_sm90(const __grid_constant__ Params p) {
+template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const Params& p) {
+  using Of = Tiles<N, CLUSTER>;
   extern __shared__ char shared[];
-  __shared__ __align__(8) uint64_t barrier_room[2 * STAGES];
-  __shared__ __align__(16) Columns<COLUMNS> columns[CONSUMERS];
-  const uint32_t room = (shared_address(shared) + 1023) & ~1023u;
-  const Barriers barriers = {shared_address(barrier_room)};
+  __shared__ __align__(8) uint64_t barriers[2 * Of::STAGES];
+  __shared__ __align__(16) Columns<N> columns[CONSUMERS];
+  // At the same address in all blocks of a cluster, since they are alike.
+  const Of tiles(p, (shared_address(shared) + 1023) & ~1023u, shared_address(barriers));
   if (threadIdx.x == 0) {
     prefetch(p.x);
     for (int i = 0; i < 3; ++i) prefetch(p.weights[i]);
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.free(i), 4 * CONSUMERS);
+    for (int i = 0; i < Of::STAGES; ++i) {
+      barrier_init(tiles.full(i), 1);
+      barrier_init(tiles.free(i), 4 * CONSUMERS * CLUSTER);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncthreads();
+  if constexpr (CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
   allow_next();
-  wait_previous();
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x == 0) produce(p, barriers, room);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Of::PRODUCER));
+    if (threadIdx.x == 0) tiles.produce();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-    consume(p, barriers, room, columns);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Of::CONSUMER));
+    tiles.consume(columns);
   }
+  // No block goes while others may still write to its shared memory.
+  if constexpr (CLUSTER > 1) cluster_sync();
 }
 
+#define W8A8(N, CLUSTER)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1)                            \
+      w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ Params p) {                                       \
+    w8a8<N, CLUSTER>(p);                                                                                  \
+  }
+
 #else
-extern "C" __global__ void w8a8_sm90(const __grid_constant__ Params p) {}
+#define W8A8(N, CLUSTER) \
+  extern "C" __global__ void w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ Params p) {}
 #endif
+
+W8A8(128, 1)
+W8A8(128, 2)
+W8A8(256, 2)

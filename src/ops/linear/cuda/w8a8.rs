@@ -19,12 +19,10 @@ const MANY: usize = 64;
 /// Matrices of one launch.
 const MOST_WEIGHTS: usize = 3;
 
-/// Rows of x and of W that a tile has.
+/// Rows of x of a tile, of each block.
 const TILE_ROWS: usize = 128;
-const TILE_COLUMNS: usize = 128;
 
-/// As in `kernels/w8a8_sm90.cu`: stages, bytes of k of each, and where the first may begin.
-const STAGES: usize = 6;
+/// As in `kernels/w8a8_sm90.cu`: bytes of k of a stage, and where the first may begin.
 const STAGE_K: usize = 128;
 const ALIGNMENT: usize = 1024;
 
@@ -46,7 +44,63 @@ static QUANTIZE: Module = Module::new(
 
 static WARPS: Module = Module::new("w8a8", fatbin!("w8a8"), &["w8a8_mma"]);
 
-static HOPPER: Module = Module::new("w8a8_sm90", fatbin!("w8a8_sm90"), &["w8a8_sm90"]);
+/// One for each of [`TILES`].
+static HOPPER: Module = Module::new(
+    "w8a8_sm90",
+    fatbin!("w8a8_sm90"),
+    &["w8a8_sm90_128_1", "w8a8_sm90_128_2", "w8a8_sm90_256_2"],
+);
+
+/// How a kernel cuts the product.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    /// Rows of W.
+    columns: usize,
+    /// Blocks that share them, each with rows of x of its own.
+    cluster: usize,
+    /// What a tile takes, in those of the first.
+    time: f64,
+}
+
+/// Those of `kernels/w8a8_sm90.cu`; the first is that of `kernels/w8a8.cu` too.
+const TILES: [Tile; 3] = [
+    Tile {
+        columns: 128,
+        cluster: 1,
+        time: 1.,
+    },
+    Tile {
+        columns: 128,
+        cluster: 2,
+        time: 0.95,
+    },
+    Tile {
+        columns: 256,
+        cluster: 2,
+        time: 1.7,
+    },
+];
+
+impl Tile {
+    /// Stages of k.
+    fn stages(&self) -> usize {
+        match self.columns {
+            128 => 5,
+            _ => 3,
+        }
+    }
+
+    /// Rows of W of a bulk copy.
+    fn box_rows(&self) -> usize {
+        self.columns / self.cluster.max(2)
+    }
+
+    /// Dynamic shared memory: the stages, wherever it begins, and 16-bit outputs.
+    fn shared(&self) -> usize {
+        let outputs = TILE_ROWS * (2 * self.columns + PIECE);
+        self.stages() * (TILE_ROWS + self.columns) * STAGE_K + outputs + ALIGNMENT
+    }
+}
 
 /// `Params` of `kernels/quantize_rows.cu`.
 #[derive(Clone, Copy)]
@@ -184,26 +238,45 @@ impl W8A8 {
         self.at.activation == Activation::SwiGlu
     }
 
-    /// Tiles of W beside one another.
-    fn column_tiles(&self) -> usize {
+    /// Tiles of x above one another, of all blocks of a cluster together, and of W beside one another.
+    fn tiles(&self, tile: &Tile) -> [usize; 2] {
+        let above = self.at.m.div_ceil(TILE_ROWS * tile.cluster);
         if self.gates() {
-            return (self.rows() / 2).div_ceil(TILE_COLUMNS / 2);
+            return [above, (self.rows() / 2).div_ceil(tile.columns / 2)];
         }
-        self.weights
-            .iter()
-            .map(|(_, rows)| rows.div_ceil(TILE_COLUMNS))
-            .sum()
+        let of_each = |(_, rows): &(CodesAt, usize)| rows.div_ceil(tile.columns);
+        [above, self.weights.iter().map(of_each).sum()]
+    }
+
+    /// The place among [`TILES`] of the one that takes the shortest time.
+    fn tile(&self, form: Form, sms: u32) -> usize {
+        if form == Form::Warps {
+            return 0;
+        }
+        let time = |tile: &Tile| {
+            let [above, beside] = self.tiles(tile);
+            let at_once = (sms as usize / tile.cluster).max(1);
+            (above * beside).div_ceil(at_once) as f64 * tile.time
+        };
+        let times = TILES.iter().map(time).enumerate();
+        let least = times.min_by(|a, b| a.1.total_cmp(&b.1));
+        least.map_or(0, |(index, _)| index)
     }
 
     /// How it runs, for the trace.
     pub fn path(&self, gpu: &Gpu) -> String {
         match Form::of(gpu) {
-            Ok(form) => format!("w8a8 {form:?}").to_lowercase(),
+            Ok(form) => {
+                let Tile {
+                    columns, cluster, ..
+                } = TILES[self.tile(form, gpu.sms)];
+                format!("w8a8 {form:?} {columns}x{cluster}").to_lowercase()
+            }
             Err(e) => format!("w8a8: {e}"),
         }
     }
 
-    fn params(&self, x: Address, x_scales: Address) -> ProductParams {
+    fn params(&self, x: Address, x_scales: Address, shape: &Tile) -> ProductParams {
         let at = &self.at;
         let absent = WeightParams {
             codes: 0,
@@ -229,10 +302,10 @@ impl W8A8 {
                 padding: 0,
             };
             column += rows;
-            tile += rows.div_ceil(TILE_COLUMNS);
+            tile += rows.div_ceil(shape.columns);
         }
         let width = at.activation.outputs(self.rows());
-        let m_tiles = at.m.div_ceil(TILE_ROWS);
+        let [m_tiles, n_tiles] = self.tiles(shape);
         let in_two = self.weights.len() == 2;
         ProductParams {
             x,
@@ -252,8 +325,8 @@ impl W8A8 {
             k: self.pitch() as u32,
             width: width as u32,
             m_tiles: m_tiles as u32,
-            n_tiles: self.column_tiles() as u32,
-            section: m_tiles.min(SECTION) as u32,
+            n_tiles: n_tiles as u32,
+            section: m_tiles.min(SECTION / shape.cluster) as u32,
             gated_part: in_two.into(),
             gated_row: if in_two { 0 } else { width as u32 },
         }
@@ -275,7 +348,10 @@ pub(super) unsafe fn w8a8(
     let (m, pitch) = (product.at.m, product.pitch());
     let codes = scratch.take(OP, DType::U8, m * pitch)?;
     let scales = scratch.take(OP, DType::F32, m)?;
-    let params = product.params(codes, scales);
+    let form = Form::of(launcher.gpu)?;
+    let index = product.tile(form, launcher.gpu.sms);
+    let tile = &TILES[index];
+    let params = product.params(codes, scales, tile);
     let outputs = m * product.at.stride * product.at.out_dtype.size_in_bytes();
     let bytes = (m + product.rows()) * pitch + outputs;
     // The product may begin while x is still on its way to int8, for which all of its blocks wait.
@@ -289,22 +365,28 @@ pub(super) unsafe fn w8a8(
     // those of the kernels, and weights are as `kernels/codes.cuh` says.
     unsafe {
         quantize(launcher, &product.at, pitch, codes, scales)?;
-        match Form::of(launcher.gpu)? {
+        match form {
             Form::Warps => next.run(&WARPS, 0, Grid::line(tiles, 256), &params),
             Form::Warpgroups => {
                 let weight = |i: usize| {
                     let (codes, rows) = product.weights.get(i).unwrap_or(&product.weights[0]);
-                    tensor_map(codes.codes, [*rows, pitch], TILE_COLUMNS / 2)
+                    tensor_map(codes.codes, [*rows, pitch], tile.box_rows())
                 };
                 let params = HopperParams {
                     x: tensor_map(codes, [m, pitch], TILE_ROWS)?,
                     weights: [weight(0)?, weight(1)?, weight(2)?],
                     product: params,
                 };
-                let shared = STAGES * (TILE_ROWS + TILE_COLUMNS) * STAGE_K + ALIGNMENT;
-                let blocks = tiles.min(launcher.gpu.sms);
-                let grid = Grid::new([blocks, 1, 1], 384, shared as u32);
-                next.run(&HOPPER, 0, grid, &params)
+                let clusters = tiles.min((launcher.gpu.sms / tile.cluster as u32).max(1));
+                let grid = Grid {
+                    cluster: tile.cluster as u32,
+                    ..Grid::new(
+                        [clusters * tile.cluster as u32, 1, 1],
+                        384,
+                        tile.shared() as u32,
+                    )
+                };
+                next.run(&HOPPER, index, grid, &params)
             }
         }
     }
