@@ -70,18 +70,6 @@ __device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map
       : "memory");
 }
 
-// A multiple of 16 bytes of shared memory to global memory, with what else the thread asks for up to the
-// next `commit`.
-__device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all that the thread has asked for has been read from shared memory.
-__device__ __forceinline__ void await_bulk_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// Bulk copies may read what the thread has written to shared memory.
-__device__ __forceinline__ void written_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // This block's place in its cluster.
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;

@@ -1,12 +1,12 @@
 // y = act(s x_q (t W_q)^T + bias) + residuals for many rows on Hopper (w8a8.cuh): one warpgroup fetches
 // tiles of 128 bytes of k with the bulk copy engine, two multiply 64 rows of x each with N rows of W
 // by asynchronous tensor-core products. Blocks stay for tile after tile (persistent and warp
-// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written. Outputs of
-// 16 bits go to shared memory, from where the copy engine takes them during the next tile.
+// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written, those of
+// 16 bits by way of shared memory, so that a warp writes 64 or 128 bytes of a row at a time.
 //
-// The tensor cores take more in a second than the L2 cache gives to tiles of 128 rows of x and of W. So
-// blocks form clusters, one tile of x above the other, each of which fetches a share of the rows of
-// W for all; and N may be 256.
+// For tiles of 128 rows of x and of W the tensor cores ask more of shared memory and of the L2 cache than
+// these give. So N may be 256, and blocks form clusters, one tile of x above the other, each of which
+// fetches a share of the rows of W for all.
 #include "bulk_copy.cuh"
 #include "mma.cuh"
 #include "w8a8.cuh"
@@ -27,7 +27,7 @@ constexpr int X_BYTES = ROWS * BLOCK_K;
 
 // N rows of W at a time, CLUSTER blocks that share them.
 template <int N, int CLUSTER> struct Tiles {
-  static constexpr int STAGES = N == 128 ? 5 : 3;
+  static constexpr int STAGES = N == 128 ? 6 : 4;
   static constexpr int STAGE_BYTES = X_BYTES + N * BLOCK_K;
   static constexpr int PIECE = N / 2;
   // Threads that the registers would do for: of the 384 each has 96 or 168 at the launch. Narrow tiles leave
@@ -35,8 +35,9 @@ template <int N, int CLUSTER> struct Tiles {
   static constexpr int THREADS = N == 128 ? 640 : 384;
   // Then, of a thread.
   static constexpr int PRODUCER = 24, CONSUMER = N == 128 ? 128 : 240;
-  // Bytes from one row of outputs to the next: words that a warp writes together meet no bank twice.
-  static constexpr int PITCH = 2 * N + 16;
+  // Columns whose outputs a warp stages at a time, and bytes from one row of them to the next: words that
+  // are written together meet no bank twice.
+  static constexpr int STAGED = 64, PITCH = 2 * STAGED + 16;
   // Copies of rows of W in a stage, each of one piece, and the rows of each.
   static constexpr int COPIES = CLUSTER > 2 ? CLUSTER : 2, BOX = N / COPIES;
 
@@ -99,86 +100,95 @@ template <int N, int CLUSTER> struct Tiles {
     }
   }
 
-  // Two times 8 columns of both pieces, in both rows of a thread.
+  // Where the two times 8 columns of a step are in both pieces, and in both rows of a thread.
   static __device__ __forceinline__ int index(int step, int piece, int n, int j) {
     return 4 * (piece * PIECE / 8 + 2 * step + n / 2) + n % 2 * 2 + j;
   }
-  static __device__ __forceinline__ uint32_t column(int step) { return 16 * step + threadIdx.x % 4 * 2; }
-  static __device__ __forceinline__ void scale(const Columns<N>& columns, int step, const float (&x_scales)[2],
-                                               const int (&sums)[2][4][2], Pairs& y) {
+
+  // The outputs of a warp are staged as 16 rows of four times 16 columns.
+  template <typename T>
+  static __device__ __forceinline__ void stage(uint32_t to, uint32_t first, const float (&y)[4][2]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      columns.scale2(i / 4 * PIECE + column(step) + i / 2 % 2 * 8, x_scales[i % 2], sums[i / 4][i % 4], y[i / 4][i % 4]);
+    for (int n = 0; n < 4; ++n)
+      store_shared(to + n % 2 * 8 * PITCH + 2 * (first + n / 2 * 8), pack2<T>(y[n][0], y[n][1]));
+  }
+  // And go from there to rows from `row` on, and columns of which `column` tells for each of eight times 8.
+  template <class Column>
+  __device__ __forceinline__ void send(const Place& place, uint32_t from, uint32_t row, Column column) const {
+    const uint32_t lane = threadIdx.x % WARP, c = column(lane % 8);
+    const Epilogue& e = product.epilogue;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t line = lane / 8 + 4 * i;
+      const uint4 words = load_shared(from + line * PITCH + lane % 8 * 16);
+      if (row + line < product.m && place.row[0] + c < place.limit)
+        store16(static_cast<uint16_t*>(e.out) + (row + line) * e.stride + place.column[0] + c, words);
+    }
+    __syncwarp();
   }
 
-  // As 16 bits to shared memory; what is no output stays there.
-  __device__ __forceinline__ void stage(uint32_t to, int step, const Pairs& y) const {
-    to += 2 * column(step);
-    const auto store = [&](auto pack) {
+  // Outputs of rows `row` and `row + 8` for a thread, without activation and residuals, of 16 bits: short
+  // enough to be unrolled.
+  template <typename T>
+  __device__ __forceinline__ void write_sums(const Place& place, const Columns<N>& columns, uint32_t row, uint32_t room,
+                                             const float (&x_scales)[2], const int (&sums)[N / 2]) const {
+    const uint32_t lane = threadIdx.x % WARP, to = room + lane / 4 * PITCH + lane % 4 * 4;
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        store_shared(to + i % 2 * 8 * PITCH + i / 4 * N + i / 2 % 2 * 16, pack(y[i / 4][i % 4][0], y[i / 4][i % 4][1]));
-    };
-    if (product.epilogue.out_dtype == BF16)
-      store([](float a, float b) { return pack2<__nv_bfloat16>(a, b); });
-    else
-      store([](float a, float b) { return pack2<__half>(a, b); });
+    for (int chunk = 0; chunk < N / STAGED; ++chunk) {
+#pragma unroll
+      for (int group = 0; group < STAGED / 16; ++group) {
+        const int first = STAGED * chunk + 16 * group;
+        float y[4][2];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int at = 4 * (first / 8 + n / 2) + n % 2 * 2, of[2] = {sums[at], sums[at + 1]};
+          columns.scale2(first + n / 2 * 8 + lane % 4 * 2, x_scales[n % 2], of, y[n]);
+        }
+        stage<T>(to, 16 * group, y);
+      }
+      send(place, room, row - lane / 4, [&](uint32_t q) { return STAGED * chunk + 8 * q; });
+    }
   }
 
-  // The outputs of a thread's rows `row` and `row + 8`, which are `at` and `at + 8` in the tile.
-  __device__ __forceinline__ void write_rows(const Place& place, const Columns<N>& columns, uint32_t row, uint32_t at,
+  // The outputs of rows `row` and `row + 8` for a thread.
+  __device__ __forceinline__ void write_rows(const Place& place, const Columns<N>& columns, uint32_t row, uint32_t room,
                                              const float (&x_scales)[2], const int (&sums)[N / 2]) const {
     constexpr int STEPS = PIECE / 16;
     const Epilogue& e = product.epilogue;
-    const uint32_t outputs = room + STAGES * STAGE_BYTES, to = outputs + at * PITCH;
-    const bool words = e.out_dtype != F32;
-    // The warp's rows of the tile before have left.
-    await_bulk_stores();
-    __syncwarp();
-    if (words && e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1]) {
-      // Short enough to be unrolled.
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        int picked[2][4][2];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) picked[i / 8][i / 2 % 4][i % 2] = sums[index(step, i / 8, i / 2 % 4, i % 2)];
-        Pairs y;
-        scale(columns, step, x_scales, picked, y);
-        stage(to, step, y);
-      }
-    } else {
+    const uint32_t lane = threadIdx.x % WARP, to = room + lane / 4 * PITCH + lane % 4 * 4;
 #pragma unroll 1
-      for (int step = 0; step < STEPS; ++step) {
-        int picked[2][4][2];
-        pick<STEPS>(step, sums, picked, index);
-        Pairs y;
-        scale(columns, step, x_scales, picked, y);
-        activate_pairs(product, y);
-        add_residuals<N>(product, place, row, column(step), y);
-        if (words) {
-          stage(to, step, y);
-        } else {
-          each_pair<N>(product, place, row, column(step), [&](int i, uint64_t at) {
-            *reinterpret_cast<float2*>(static_cast<float*>(e.out) + at) = make_float2(y[i / 4][i % 4][0], y[i / 4][i % 4][1]);
-          });
-        }
+    for (int step = 0; step < STEPS; ++step) {
+      const uint32_t column = 16 * step + lane % 4 * 2;
+      int picked[2][4][2];
+      pick<STEPS>(step, sums, picked, index);
+      Pairs y;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        columns.scale2(i / 4 * PIECE + column + i / 2 % 2 * 8, x_scales[i % 2], picked[i / 4][i % 4], y[i / 4][i % 4]);
+      activate_pairs(product, y);
+      add_residuals<N>(product, place, row, column, y);
+      if (e.out_dtype == F32) {
+        each_pair<N>(product, place, row, column, [&](int i, uint64_t at) {
+          *reinterpret_cast<float2*>(static_cast<float*>(e.out) + at) = make_float2(y[i / 4][i % 4][0], y[i / 4][i % 4][1]);
+        });
+        continue;
       }
+      // Two steps of one piece, then those of the other.
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        const uint32_t first = 32 * piece + step % 2 * 16;
+        if (e.out_dtype == BF16)
+          stage<__nv_bfloat16>(to, first, y[piece]);
+        else
+          stage<__half>(to, first, y[piece]);
+      }
+      if (step % 2 == 0) continue;
+      send(place, room, row - lane / 4, [&](uint32_t q) {
+        // What gates multiply is no output.
+        return gates(product) && q >= 4 ? place.limit : q / 4 * PIECE + 16 * (step - 1) + q % 4 * 8;
+      });
     }
-    if (!words) return;
-    written_for_copies();
-    __syncwarp();
-    send_rows(place, at / 16 * 16, outputs);
-  }
-
-  // 16 rows of outputs of a warp, of 16 bits, from `at` on in the tile, on their way from shared memory.
-  __device__ __forceinline__ void send_rows(const Place& place, uint32_t at, uint32_t outputs) const {
-    const uint32_t line = at + threadIdx.x % WARP, row = place.m_tile * ROWS + line;
-    if (threadIdx.x % WARP < 16 && row < product.m) {
-      const Epilogue& e = product.epilogue;
-      const uint32_t width = min(gates(product) ? PIECE : N, place.limit - place.row[0]);
-      bulk_store(static_cast<uint16_t*>(e.out) + row * e.stride + place.column[0], outputs + line * PITCH, 2 * width);
-    }
-    commit_bulk_stores();
   }
 
   // A warp is through with a stage, which all blocks of the cluster fill.
@@ -197,6 +207,7 @@ template <int N, int CLUSTER> struct Tiles {
     const uint32_t thread = threadIdx.x % 128, lane = threadIdx.x % WARP;
     const uint32_t first_row = number * 64 + thread / WARP * 16 + lane / 4;
     const uint32_t x = room + number * 64 * BLOCK_K, w = room + X_BYTES;
+    const uint32_t staged = room + STAGES * STAGE_BYTES + first_row / 16 * (16 * PITCH);
     Columns<N>& columns = all_columns[number];
     Ring<STAGES> at, before;
     int sums[N / 2];
@@ -234,9 +245,15 @@ template <int N, int CLUSTER> struct Tiles {
 #pragma unroll
       for (int i = 0; i < N / 128; ++i) columns.put(thread + 128 * i, mine[i]);
       barrier(1 + number, 128);
-      write_rows(here, columns, row, first_row, x_scales, sums);
+      const Epilogue& e = product.epilogue;
+      const bool plain = e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1];
+      if (plain && e.out_dtype == BF16)
+        write_sums<__nv_bfloat16>(here, columns, row, staged, x_scales, sums);
+      else if (plain && e.out_dtype == F16)
+        write_sums<__half>(here, columns, row, staged, x_scales, sums);
+      else
+        write_rows(here, columns, row, staged, x_scales, sums);
     }
-    await_bulk_stores();
   }
 };
 

@@ -26,12 +26,16 @@ const TILE_ROWS: usize = 128;
 const STAGE_K: usize = 128;
 const ALIGNMENT: usize = 1024;
 
+/// Bytes of a row of outputs on its way: 64 of 16 bits, and what keeps the next row off the same banks.
+const STAGED: usize = 144;
+
 /// Rows and codes begin at multiples of this many bytes.
 const PIECE: usize = 16;
 
 /// Tiles of x's rows whose codes stay in the L2 cache while the weights go by.
 const SECTION: usize = 16;
 
+/// The product's blocks fetch their first weights beside its last ones.
 static QUANTIZE: Module = Module::new(
     "quantize_rows",
     fatbin!("quantize_rows"),
@@ -40,7 +44,8 @@ static QUANTIZE: Module = Module::new(
         "quantize_rows_f16",
         "quantize_rows_bf16",
     ],
-);
+)
+.beside_the_next();
 
 static WARPS: Module = Module::new("w8a8", fatbin!("w8a8"), &["w8a8_mma"]);
 
@@ -58,8 +63,9 @@ struct Tile {
     columns: usize,
     /// Blocks that share them, each with rows of x of its own.
     cluster: usize,
-    /// What a tile takes, in those of the first.
-    time: f64,
+    /// Nanoseconds that a tile takes for a stage of k, and that all take once, of an H100.
+    stage: f64,
+    start: f64,
 }
 
 /// Those of `kernels/w8a8_sm90.cu`; the first is that of `kernels/w8a8.cu` too.
@@ -67,17 +73,20 @@ const TILES: [Tile; 3] = [
     Tile {
         columns: 128,
         cluster: 1,
-        time: 1.,
+        stage: 360.,
+        start: 0.,
     },
     Tile {
         columns: 128,
         cluster: 2,
-        time: 0.95,
+        stage: 330.,
+        start: 1500.,
     },
     Tile {
         columns: 256,
         cluster: 2,
-        time: 1.7,
+        stage: 620.,
+        start: 1500.,
     },
 ];
 
@@ -85,8 +94,8 @@ impl Tile {
     /// Stages of k.
     fn stages(&self) -> usize {
         match self.columns {
-            128 => 5,
-            _ => 3,
+            128 => 6,
+            _ => 4,
         }
     }
 
@@ -95,10 +104,9 @@ impl Tile {
         self.columns / self.cluster.max(2)
     }
 
-    /// Dynamic shared memory: the stages, wherever it begins, and 16-bit outputs.
+    /// Dynamic shared memory: the stages, wherever it begins, and outputs on their way.
     fn shared(&self) -> usize {
-        let outputs = TILE_ROWS * (2 * self.columns + PIECE);
-        self.stages() * (TILE_ROWS + self.columns) * STAGE_K + outputs + ALIGNMENT
+        self.stages() * (TILE_ROWS + self.columns) * STAGE_K + TILE_ROWS * STAGED + ALIGNMENT
     }
 }
 
@@ -253,13 +261,15 @@ impl W8A8 {
         if form == Form::Warps {
             return 0;
         }
-        let time = |tile: &Tile| {
+        let stages = self.pitch().div_ceil(STAGE_K) as f64;
+        let time = |(_, tile): &(usize, &Tile)| {
             let [above, beside] = self.tiles(tile);
             let at_once = (sms as usize / tile.cluster).max(1);
-            (above * beside).div_ceil(at_once) as f64 * tile.time
+            (above * beside).div_ceil(at_once) as f64 * stages * tile.stage + tile.start
         };
-        let times = TILES.iter().map(time).enumerate();
-        let least = times.min_by(|a, b| a.1.total_cmp(&b.1));
+        let fits = |(_, tile): &(usize, &Tile)| self.at.m > TILE_ROWS * (tile.cluster - 1);
+        let tiles = TILES.iter().enumerate().filter(fits);
+        let least = tiles.min_by(|a, b| time(a).total_cmp(&time(b)));
         least.map_or(0, |(index, _)| index)
     }
 
@@ -354,12 +364,13 @@ pub(super) unsafe fn w8a8(
     let params = product.params(codes, scales, tile);
     let outputs = m * product.at.stride * product.at.out_dtype.size_in_bytes();
     let bytes = (m + product.rows()) * pitch + outputs;
-    // The product may begin while x is still on its way to int8, for which all of its blocks wait.
-    let next = Launcher {
+    // The product may begin while x is still on its way to int8, for which all of its blocks wait, as do
+    // those that make it int8 for whatever comes before.
+    let launcher = &Launcher {
         dependent: true,
         ..*launcher
     };
-    let next = next.moving(bytes as u64);
+    let next = launcher.moving(bytes as u64);
     let tiles = params.m_tiles * params.n_tiles;
     // SAFETY: the caller's; the scratch has room for the codes and scales of all rows, the layouts are
     // those of the kernels, and weights are as `kernels/codes.cuh` says.
