@@ -236,7 +236,8 @@ __device__ __forceinline__ void activate_pairs(const Product& p, Pairs& y) {
 // Calls `take` with the number of each pair that is outputs, and with its element as it lies in outputs
 // and residuals; the first is in row m and in this column of its piece.
 template <int N, class Take>
-__device__ __forceinline__ void each_pair(const Product& p, const Place& place, uint32_t m, uint32_t column, Take take) {
+__device__ __forceinline__ void each_pair(const Product& p, const Place& place, uint32_t m, uint32_t column,
+                                          Take take) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t row = m + i % 2 * 8, c = column + i / 4 * (N / 2) + i / 2 % 2 * 8;
@@ -246,7 +247,8 @@ __device__ __forceinline__ void each_pair(const Product& p, const Place& place, 
 }
 
 template <int N>
-__device__ __forceinline__ void add_residuals(const Product& p, const Place& place, uint32_t m, uint32_t column, Pairs& y) {
+__device__ __forceinline__ void add_residuals(const Product& p, const Place& place, uint32_t m, uint32_t column,
+                                              Pairs& y) {
   const Epilogue& e = p.epilogue;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -262,7 +264,8 @@ __device__ __forceinline__ void add_residuals(const Product& p, const Place& pla
         words[i] = __ldcg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(e.residuals[r]) + at));
       });
 #pragma unroll
-      for (int i = 0; i < 8; ++i) of[i] = e.dtype == BF16 ? unpack2<__nv_bfloat16>(words[i]) : unpack2<__half>(words[i]);
+      for (int i = 0; i < 8; ++i)
+        of[i] = e.dtype == BF16 ? unpack2<__nv_bfloat16>(words[i]) : unpack2<__half>(words[i]);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i / 4][i % 4][0] += of[i].x, y[i / 4][i % 4][1] += of[i].y;

@@ -5,8 +5,8 @@
 // 16 bits by way of shared memory, so that a warp writes 64 or 128 bytes of a row at a time.
 //
 // For tiles of 128 rows of x and of W the tensor cores ask more of shared memory and of the L2 cache than
-// these give. So N may be 256, and blocks form clusters, one tile of x above the other, each of which
-// fetches a share of the rows of W for all.
+// these give. So N may be 256, and blocks form pairs, one tile of x above the other, each of which
+// fetches one of the two pieces of W for both.
 #include "bulk_copy.cuh"
 #include "mma.cuh"
 #include "w8a8.cuh"
@@ -25,7 +25,7 @@ struct Params {
 constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, BLOCK_K = 128;
 constexpr int X_BYTES = ROWS * BLOCK_K;
 
-// N rows of W at a time, CLUSTER blocks that share them.
+// N rows of W at a time, and CLUSTER blocks, one or two, that share them.
 template <int N, int CLUSTER> struct Tiles {
   static constexpr int STAGES = N == 128 ? 6 : 4;
   static constexpr int STAGE_BYTES = X_BYTES + N * BLOCK_K;
@@ -38,8 +38,6 @@ template <int N, int CLUSTER> struct Tiles {
   // Columns whose outputs a warp stages at a time, and bytes from one row of them to the next: words that
   // are written together meet no bank twice.
   static constexpr int STAGED = 64, PITCH = 2 * STAGED + 16;
-  // Copies of rows of W in a stage, each of one piece, and the rows of each.
-  static constexpr int COPIES = CLUSTER > 2 ? CLUSTER : 2, BOX = N / COPIES;
 
   const Params& p;
   const Product& product;
@@ -60,20 +58,18 @@ template <int N, int CLUSTER> struct Tiles {
     return place;
   }
 
-  // This block's share of W, for all blocks of the cluster.
+  // This block's pieces of W, for all blocks of the cluster.
   __device__ __forceinline__ void fetch_weights(const Place& place, int stage, uint32_t k) const {
-    constexpr int MINE = COPIES / CLUSTER;
     barrier_expect(full(stage), STAGE_BYTES);
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) {
-      const uint32_t copy = rank() * MINE + i, piece = copy / (COPIES / 2), row = copy % (COPIES / 2) * BOX;
-      const uint32_t to = room + stage * STAGE_BYTES + X_BYTES + copy * BOX * BLOCK_K;
+    for (int i = 0; i < 2 / CLUSTER; ++i) {
+      const uint32_t piece = CLUSTER > 1 ? rank() : i, row = piece ? place.row[1] : place.row[0];
       const TensorMap& map = p.weights[piece ? place.part[1] : place.part[0]];
-      const uint32_t first = (piece ? place.row[1] : place.row[0]) + row;
+      const uint32_t to = room + stage * STAGE_BYTES + X_BYTES + piece * PIECE * BLOCK_K;
       if constexpr (CLUSTER > 1)
-        bulk_copy_rows(to, map, full(stage), k, first, (1 << CLUSTER) - 1);
+        bulk_copy_rows(to, map, full(stage), k, row, (1 << CLUSTER) - 1);
       else
-        bulk_copy_rows(to, map, full(stage), k, first);
+        bulk_copy_rows(to, map, full(stage), k, row);
     }
   }
 
@@ -170,7 +166,8 @@ template <int N, int CLUSTER> struct Tiles {
       add_residuals<N>(product, place, row, column, y);
       if (e.out_dtype == F32) {
         each_pair<N>(product, place, row, column, [&](int i, uint64_t at) {
-          *reinterpret_cast<float2*>(static_cast<float*>(e.out) + at) = make_float2(y[i / 4][i % 4][0], y[i / 4][i % 4][1]);
+          const float(&pair)[2] = y[i / 4][i % 4];
+          *reinterpret_cast<float2*>(static_cast<float*>(e.out) + at) = make_float2(pair[0], pair[1]);
         });
         continue;
       }

@@ -99,11 +99,6 @@ impl Tile {
         }
     }
 
-    /// Rows of W of a bulk copy.
-    fn box_rows(&self) -> usize {
-        self.columns / self.cluster.max(2)
-    }
-
     /// Dynamic shared memory: the stages, wherever it begins, and outputs on their way.
     fn shared(&self) -> usize {
         self.stages() * (TILE_ROWS + self.columns) * STAGE_K + TILE_ROWS * STAGED + ALIGNMENT
@@ -381,7 +376,7 @@ pub(super) unsafe fn w8a8(
             Form::Warpgroups => {
                 let weight = |i: usize| {
                     let (codes, rows) = product.weights.get(i).unwrap_or(&product.weights[0]);
-                    tensor_map(codes.codes, [*rows, pitch], tile.box_rows())
+                    tensor_map(codes.codes, [*rows, pitch], tile.columns / 2)
                 };
                 let params = HopperParams {
                     x: tensor_map(codes, [m, pitch], TILE_ROWS)?,
