@@ -56,6 +56,10 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
   return v;
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
 // 16 bytes to shared memory; before sm_80 the copy is done at once.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 #if __CUDA_ARCH__ >= 800

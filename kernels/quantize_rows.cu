@@ -22,8 +22,49 @@ struct Params {
 // What is smaller counts as zero: MOST over it would be infinite.
 constexpr float MOST = 127.f, LEAST = 1e-36f;
 
-// The largest of magnitudes as bits, whose order is theirs with the undefined above all.
-__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(fabsf(v)); }
+// The largest of magnitudes as bits, whose order is theirs with the undefined above all. Of elements of
+// 16 bits two at a time.
+template <typename T, int N> struct Most {
+  static constexpr bool PAIRS = sizeof(T) == 2 && N > 1;
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ void take(const Pack<T, N>& v) {
+    if constexpr (PAIRS) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(v.v);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) bits = __vmaxu2(bits, words[i] & 0x7fff7fff);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) bits = max(bits, __float_as_uint(fabsf(to_float(v.v[i]))));
+    }
+  }
+  // As those of a float.
+  __device__ __forceinline__ uint32_t widened() const {
+    if constexpr (PAIRS) {
+      const uint16_t half = max(bits & 0xffff, bits >> 16);
+      return __float_as_uint(to_float(*reinterpret_cast<const T*>(&half)));
+    } else {
+      return bits;
+    }
+  }
+};
+
+// v rounded to an integer of a byte, as the low bits: those of a sum whose last place is 1.
+__device__ __forceinline__ uint32_t rounded_code(float v) { return __float_as_uint(__fadd_rn(v, 12582912.f)); }
+
+template <int N> __device__ __forceinline__ void store_codes(int8_t* to, const uint32_t (&codes)[N]) {
+  if constexpr (N % 4 == 0) {
+    Pack<uint32_t, N / 4> words;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i)
+      words.v[i] = __byte_perm(__byte_perm(codes[4 * i], codes[4 * i + 1], 0x0040),
+                               __byte_perm(codes[4 * i + 2], codes[4 * i + 3], 0x0040), 0x5410);
+    store(reinterpret_cast<uint32_t*>(to), words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = int8_t(codes[i]);
+  }
+}
 
 // The largest over the row, in each of its threads. `scratch` as for RowGroup::sum.
 __device__ __forceinline__ uint32_t row_max(const RowGroup& g, uint32_t v, uint32_t* scratch) {
@@ -50,6 +91,8 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
   const T* bias = static_cast<const T*>(p.prologue.bias);
   const int norm = p.prologue.norm;
   wait_previous();
+  // Not before: the product asks for weights without waiting.
+  allow_next();
   if (g.row >= p.rows) return;
   const T* in = static_cast<const T*>(p.prologue.x) + g.row * p.width;
   int8_t* codes = p.codes + g.row * p.pitch;
@@ -100,27 +143,24 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
                                               : fmaf((value - mean) * factor, by, to_float(b.v[j])));
     }
   };
-  uint32_t most = 0;
+  Most<T, N> most;
   each_pack([&](Pack<T, N>& v, uint32_t at, bool) {
     normalise(v, at);
-#pragma unroll
-    for (int j = 0; j < N; ++j) most = max(most, magnitude(to_float(v.v[j])));
+    most.take(v);
   });
-  const float largest = __uint_as_float(row_max(g, most, most_scratch));
+  const float largest = __uint_as_float(row_max(g, most.widened(), most_scratch));
   const bool zeros = largest < LEAST;
   const float inverse = zeros ? 0.f : MOST / largest;
   if (g.thread == 0) p.scales[g.row] = zeros ? 0.f : largest / MOST;
   each_pack([&](Pack<T, N>& v, uint32_t at, bool kept) {
     if (!kept) normalise(v, at);
-    Pack<int8_t, N> out;
+    uint32_t out[N];
+    // No further than MOST, past which only rounding gets.
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      out.v[j] = int8_t(__float2int_rn(fminf(fmaxf(to_float(v.v[j]) * inverse, -MOST), MOST)));
-    store(codes + at * N, out);
+    for (int j = 0; j < N; ++j) out[j] = rounded_code(__fmul_rn(to_float(v.v[j]), inverse));
+    store_codes(codes + at * N, out);
   });
   for (uint32_t at = p.width + g.thread; at < p.pitch; at += g.threads) codes[at] = 0;
-  // Not before: blocks of the product take whole multiprocessors, and there would be none for the rows.
-  allow_next();
 }
 
 template <typename T> __device__ __forceinline__ void quantize(const Params& p) {

@@ -167,6 +167,12 @@ template <int N> struct Columns {
     scales[column] = one.scale, biases[column] = one.bias;
   }
 
+  // Sums of 2 columns, scaled, with their bias.
+  __device__ __forceinline__ void scale2(uint32_t column, float x_scale, const int (&sums)[2], float (&y)[2]) const {
+    const float2 s = *reinterpret_cast<const float2*>(scales + column);
+    const float2 b = *reinterpret_cast<const float2*>(biases + column);
+    y[0] = fmaf(float(sums[0]), x_scale * s.x, b.x), y[1] = fmaf(float(sums[1]), x_scale * s.y, b.y);
+  }
   // Sums of 8 columns, scaled, with their bias.
   __device__ __forceinline__ void scale8(uint32_t column, float x_scale, const int (&sums)[8], float (&y)[8]) const {
 #pragma unroll
@@ -183,17 +189,87 @@ template <int N> struct Columns {
 
 // What one of STEPS steps has of a thread's sums, by branches: unrolled, an epilogue is longer than the
 // instruction caches, and fetching it takes longer than a small product.
-template <int STEPS, int S = 0, int N, class Index>
+template <int STEPS, int FIRST = 0, int N, class Index>
 __device__ __forceinline__ void pick(int step, const int (&sums)[N], int (&picked)[2][4][2], Index index) {
-  if constexpr (S + 1 < STEPS) {
-    if (step != S) return pick<STEPS, S + 1>(step, sums, picked, index);
+  if constexpr (STEPS > 1) {
+    constexpr int HALF = STEPS / 2;
+    if (step < FIRST + HALF)
+      pick<HALF, FIRST>(step, sums, picked, index);
+    else
+      pick<STEPS - HALF, FIRST + HALF>(step, sums, picked, index);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) picked[i][n][j] = sums[index(FIRST, i, n, j)];
   }
+}
+
+// Of both pieces, two times 2 columns 8 apart, each in rows m and m + 8: [piece][2 columns + row][2].
+using Pairs = float[2][4][2];
+
+template <class Apply> __device__ __forceinline__ void each(Pairs& y, Apply apply) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < 16; ++i) y[i / 8][i / 2 % 4][i % 2] = apply(y[i / 8][i / 2 % 4][i % 2]);
+}
+
+__device__ __forceinline__ void activate_pairs(const Product& p, Pairs& y) {
+  switch (p.epilogue.activation) {
+    case ACT_SWIGLU:
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+      for (int i = 0; i < 8; ++i) y[0][i / 2][i % 2] = silu(y[0][i / 2][i % 2]) * y[1][i / 2][i % 2];
+      break;
+    case ACT_SILU:
+      each(y, [](float v) { return activate(ACT_SILU, v); });
+      break;
+    case ACT_GELU:
+      each(y, [](float v) { return activate(ACT_GELU, v); });
+      break;
+    case ACT_GELU_TANH:
+      each(y, [](float v) { return activate(ACT_GELU_TANH, v); });
+      break;
+  }
+}
+
+// Calls `take` with the number of each pair that is outputs, and with its element as it lies in outputs
+// and residuals; the first is in row m and in this column of its piece.
+template <int N, class Take>
+__device__ __forceinline__ void each_pair(const Product& p, const Place& place, uint32_t m, uint32_t column,
+                                          Take take) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) picked[i][n][j] = sums[index(S, i, n, j)];
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t row = m + i % 2 * 8, c = column + i / 4 * (N / 2) + i / 2 % 2 * 8;
+    if ((i < 4 || !gates(p)) && row < p.m && place.row[0] + c < place.limit)
+      take(i, row * p.epilogue.stride + place.column[0] + c);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void add_residuals(const Product& p, const Place& place, uint32_t m, uint32_t column,
+                                              Pairs& y) {
+  const Epilogue& e = p.epilogue;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!e.residuals[r]) continue;
+    float2 of[8] = {};
+    if (e.dtype == F32) {
+      each_pair<N>(p, place, m, column, [&](int i, uint64_t at) {
+        of[i] = __ldcg(reinterpret_cast<const float2*>(static_cast<const float*>(e.residuals[r]) + at));
+      });
+    } else {
+      uint32_t words[8] = {};
+      each_pair<N>(p, place, m, column, [&](int i, uint64_t at) {
+        words[i] = __ldcg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(e.residuals[r]) + at));
+      });
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        of[i] = e.dtype == BF16 ? unpack2<__nv_bfloat16>(words[i]) : unpack2<__half>(words[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i / 4][i % 4][0] += of[i].x, y[i / 4][i % 4][1] += of[i].y;
+  }
 }
 
 // Outputs of row m in 32 columns from `offset` on in both pieces; a quad has a row.

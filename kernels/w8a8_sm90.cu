@@ -1,10 +1,12 @@
 // y = act(s x_q (t W_q)^T + bias) + residuals for many rows on Hopper (w8a8.cuh): one warpgroup fetches
-// tiles of 128 bytes of k with the bulk copy engine, two multiply 64 rows of x each with 128 rows of W
+// tiles of 128 bytes of k with the bulk copy engine, two multiply 64 rows of x each with N rows of W
 // by asynchronous tensor-core products. Blocks stay for tile after tile (persistent and warp
-// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written.
+// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written, those of
+// 16 bits by way of shared memory, so that a warp writes 64 or 128 bytes of a row at a time.
 //
-// Tiles of 256 rows of W, and clusters of two blocks that share them, read less from the L2 cache; on
-// an H200 they were faster for the widest W and many rows of x only (14 %).
+// For tiles of 128 rows of x and of W the tensor cores ask more of shared memory and of the L2 cache than
+// these give. So N may be 256, and blocks form pairs, one tile of x above the other, each of which
+// fetches one of the two pieces of W for both.
 #include "bulk_copy.cuh"
 #include "mma.cuh"
 #include "w8a8.cuh"
@@ -20,129 +22,281 @@ struct Params {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, COLUMNS = 128;
-constexpr int BLOCK_K = 128, STAGES = 6;
-constexpr int THREADS = 128 * (CONSUMERS + 1);
-// Of a thread, out of the 168 that each has at the launch.
-constexpr int PRODUCER_REGISTERS = 40, REGISTERS = 232;
-constexpr int X_BYTES = ROWS * BLOCK_K, PIECE_BYTES = COLUMNS / 2 * BLOCK_K;
-constexpr int STAGE_BYTES = X_BYTES + 2 * PIECE_BYTES;
+constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, BLOCK_K = 128;
+constexpr int X_BYTES = ROWS * BLOCK_K;
 
-// The barriers of a block, 8 bytes each.
-struct Barriers {
-  uint32_t base;
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + 8 * stage; }
-  __device__ __forceinline__ uint32_t free(int stage) const { return base + 8 * (STAGES + stage); }
+// N rows of W at a time, and CLUSTER blocks, one or two, that share them.
+template <int N, int CLUSTER> struct Tiles {
+  static constexpr int STAGES = N == 128 ? 6 : 4;
+  static constexpr int STAGE_BYTES = X_BYTES + N * BLOCK_K;
+  static constexpr int PIECE = N / 2;
+  // Threads that the registers would do for: of the 384 each has 96 or 168 at the launch. Narrow tiles leave
+  // registers to the kernel before, at whose side their first weights are fetched.
+  static constexpr int THREADS = N == 128 ? 640 : 384;
+  // Then, of a thread.
+  static constexpr int PRODUCER = 24, CONSUMER = N == 128 ? 128 : 240;
+  // Columns whose outputs a warp stages at a time, and bytes from one row of them to the next: words that
+  // are written together meet no bank twice.
+  static constexpr int STAGED = 64, PITCH = 2 * STAGED + 16;
+
+  const Params& p;
+  const Product& product;
+  const uint32_t room, barriers;  // in shared memory
+
+  __device__ __forceinline__ Tiles(const Params& p, uint32_t room, uint32_t barriers)
+      : p(p), product(p.product), room(room), barriers(barriers) {}
+
+  // The barriers of a block, 8 bytes each.
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t free(int stage) const { return barriers + 8 * (STAGES + stage); }
+
+  static __device__ __forceinline__ uint32_t rank() { return CLUSTER > 1 ? rank_in_cluster() : 0; }
+  __device__ __forceinline__ uint32_t count() const { return product.m_tiles * product.n_tiles; }
+  __device__ __forceinline__ Place place(uint32_t tile) const {
+    Place place = Place::of<N>(product, tile);
+    place.m_tile = place.m_tile * CLUSTER + rank();
+    return place;
+  }
+
+  // This block's pieces of W, for all blocks of the cluster.
+  __device__ __forceinline__ void fetch_weights(const Place& place, int stage, uint32_t k) const {
+    barrier_expect(full(stage), STAGE_BYTES);
+#pragma unroll
+    for (int i = 0; i < 2 / CLUSTER; ++i) {
+      const uint32_t piece = CLUSTER > 1 ? rank() : i, row = piece ? place.row[1] : place.row[0];
+      const TensorMap& map = p.weights[piece ? place.part[1] : place.part[0]];
+      const uint32_t to = room + stage * STAGE_BYTES + X_BYTES + piece * PIECE * BLOCK_K;
+      if constexpr (CLUSTER > 1)
+        bulk_copy_rows(to, map, full(stage), k, row, (1 << CLUSTER) - 1);
+      else
+        bulk_copy_rows(to, map, full(stage), k, row);
+    }
+  }
+
+  __device__ __forceinline__ void produce() const {
+    const uint32_t begin = blockIdx.x / CLUSTER;
+    // W need not wait for x, which is on its way to int8.
+    uint32_t early = min(uint32_t(STAGES), (product.k + BLOCK_K - 1) / BLOCK_K);
+    const Place first = place(begin);
+    for (uint32_t i = 0; i < early; ++i) fetch_weights(first, i, i * BLOCK_K);
+    wait_previous();
+    Ring<STAGES> at;
+    for (uint32_t tile = begin; tile < count(); tile += gridDim.x / CLUSTER) {
+      const Place here = place(tile);
+      for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
+        if (early > 0) {
+          --early;
+        } else {
+          barrier_wait(free(at.stage), at.phase ^ 1);
+          fetch_weights(here, at.stage, k);
+        }
+        bulk_copy_rows(room + at.stage * STAGE_BYTES, p.x, full(at.stage), k, here.m_tile * ROWS);
+        at.next();
+      }
+    }
+  }
+
+  // Where the two times 8 columns of a step are in both pieces, and in both rows of a thread.
+  static __device__ __forceinline__ int index(int step, int piece, int n, int j) {
+    return 4 * (piece * PIECE / 8 + 2 * step + n / 2) + n % 2 * 2 + j;
+  }
+
+  // The outputs of a warp are staged as 16 rows of four times 16 columns.
+  template <typename T>
+  static __device__ __forceinline__ void stage(uint32_t to, uint32_t first, const float (&y)[4][2]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      store_shared(to + n % 2 * 8 * PITCH + 2 * (first + n / 2 * 8), pack2<T>(y[n][0], y[n][1]));
+  }
+  // And go from there to rows from `row` on, and columns of which `column` tells for each of eight times 8.
+  template <class Column>
+  __device__ __forceinline__ void send(const Place& place, uint32_t from, uint32_t row, Column column) const {
+    const uint32_t lane = threadIdx.x % WARP, c = column(lane % 8);
+    const Epilogue& e = product.epilogue;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t line = lane / 8 + 4 * i;
+      const uint4 words = load_shared(from + line * PITCH + lane % 8 * 16);
+      if (row + line < product.m && place.row[0] + c < place.limit)
+        store16(static_cast<uint16_t*>(e.out) + (row + line) * e.stride + place.column[0] + c, words);
+    }
+    __syncwarp();
+  }
+
+  // Outputs of rows `row` and `row + 8` for a thread, without activation and residuals, of 16 bits: short
+  // enough to be unrolled.
+  template <typename T>
+  __device__ __forceinline__ void write_sums(const Place& place, const Columns<N>& columns, uint32_t row, uint32_t room,
+                                             const float (&x_scales)[2], const int (&sums)[N / 2]) const {
+    const uint32_t lane = threadIdx.x % WARP, to = room + lane / 4 * PITCH + lane % 4 * 4;
+#pragma unroll
+    for (int chunk = 0; chunk < N / STAGED; ++chunk) {
+#pragma unroll
+      for (int group = 0; group < STAGED / 16; ++group) {
+        const int first = STAGED * chunk + 16 * group;
+        float y[4][2];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int at = 4 * (first / 8 + n / 2) + n % 2 * 2, of[2] = {sums[at], sums[at + 1]};
+          columns.scale2(first + n / 2 * 8 + lane % 4 * 2, x_scales[n % 2], of, y[n]);
+        }
+        stage<T>(to, 16 * group, y);
+      }
+      send(place, room, row - lane / 4, [&](uint32_t q) { return STAGED * chunk + 8 * q; });
+    }
+  }
+
+  // The outputs of rows `row` and `row + 8` for a thread.
+  __device__ __forceinline__ void write_rows(const Place& place, const Columns<N>& columns, uint32_t row, uint32_t room,
+                                             const float (&x_scales)[2], const int (&sums)[N / 2]) const {
+    constexpr int STEPS = PIECE / 16;
+    const Epilogue& e = product.epilogue;
+    const uint32_t lane = threadIdx.x % WARP, to = room + lane / 4 * PITCH + lane % 4 * 4;
+#pragma unroll 1
+    for (int step = 0; step < STEPS; ++step) {
+      const uint32_t column = 16 * step + lane % 4 * 2;
+      int picked[2][4][2];
+      pick<STEPS>(step, sums, picked, index);
+      Pairs y;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        columns.scale2(i / 4 * PIECE + column + i / 2 % 2 * 8, x_scales[i % 2], picked[i / 4][i % 4], y[i / 4][i % 4]);
+      activate_pairs(product, y);
+      add_residuals<N>(product, place, row, column, y);
+      if (e.out_dtype == F32) {
+        each_pair<N>(product, place, row, column, [&](int i, uint64_t at) {
+          const float(&pair)[2] = y[i / 4][i % 4];
+          *reinterpret_cast<float2*>(static_cast<float*>(e.out) + at) = make_float2(pair[0], pair[1]);
+        });
+        continue;
+      }
+      // Two steps of one piece, then those of the other.
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        const uint32_t first = 32 * piece + step % 2 * 16;
+        if (e.out_dtype == BF16)
+          stage<__nv_bfloat16>(to, first, y[piece]);
+        else
+          stage<__half>(to, first, y[piece]);
+      }
+      if (step % 2 == 0) continue;
+      send(place, room, row - lane / 4, [&](uint32_t q) {
+        // What gates multiply is no output.
+        return gates(product) && q >= 4 ? place.limit : q / 4 * PIECE + 16 * (step - 1) + q % 4 * 8;
+      });
+    }
+  }
+
+  // A warp is through with a stage, which all blocks of the cluster fill.
+  __device__ __forceinline__ void release(int stage) const {
+    const uint32_t lane = threadIdx.x % WARP;
+    if constexpr (CLUSTER > 1) {
+      if (lane < CLUSTER) barrier_arrive(free(stage), lane);
+    } else {
+      if (lane == 0) barrier_arrive(free(stage));
+    }
+  }
+
+  __device__ __forceinline__ void consume(Columns<N>* all_columns) const {
+    // The same in all lanes of a warp, as the compiler is told by the shuffle.
+    const int number = __shfl_sync(FULL, int(threadIdx.x) / 128 - 1, 0);
+    const uint32_t thread = threadIdx.x % 128, lane = threadIdx.x % WARP;
+    const uint32_t first_row = number * 64 + thread / WARP * 16 + lane / 4;
+    const uint32_t x = room + number * 64 * BLOCK_K, w = room + X_BYTES;
+    const uint32_t staged = room + STAGES * STAGE_BYTES + first_row / 16 * (16 * PITCH);
+    Columns<N>& columns = all_columns[number];
+    Ring<STAGES> at, before;
+    int sums[N / 2];
+    wait_previous();
+    for (uint32_t tile = blockIdx.x / CLUSTER; tile < count(); tile += gridDim.x / CLUSTER) {
+      const Place here = place(tile);
+      // What the epilogue needs comes while the tensor cores work.
+      const uint32_t row = here.m_tile * ROWS + first_row;
+      typename Columns<N>::One mine[N / 128];
+#pragma unroll
+      for (int i = 0; i < N / 128; ++i) mine[i] = Columns<N>::read(product, here, thread + 128 * i);
+      float x_scales[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) x_scales[i] = row + 8 * i < product.m ? __ldcg(product.x_scales + row + 8 * i) : 0.f;
+      for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
+        barrier_wait(full(at.stage), at.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 32; ++i)
+          wgmma(sums, descriptor<128>(x + at.stage * STAGE_BYTES + 32 * i, 0),
+                descriptor<128>(w + at.stage * STAGE_BYTES + 32 * i, 0), i > 0 || k > 0);
+        wgmma_commit();
+        if (k > 0) {
+          wgmma_wait<1>();
+          release(before.stage);
+        }
+        before = at;
+        at.next();
+      }
+      wgmma_wait<0>();
+      settle(sums);
+      release(before.stage);
+      // All warps of the group are through with the columns of the tile before.
+      barrier(1 + number, 128);
+#pragma unroll
+      for (int i = 0; i < N / 128; ++i) columns.put(thread + 128 * i, mine[i]);
+      barrier(1 + number, 128);
+      const Epilogue& e = product.epilogue;
+      const bool plain = e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1];
+      if (plain && e.out_dtype == BF16)
+        write_sums<__nv_bfloat16>(here, columns, row, staged, x_scales, sums);
+      else if (plain && e.out_dtype == F16)
+        write_sums<__half>(here, columns, row, staged, x_scales, sums);
+      else
+        write_rows(here, columns, row, staged, x_scales, sums);
+    }
+  }
 };
 
-__device__ __forceinline__ void produce(const Params& p, Barriers barriers, uint32_t room) {
-  const Product& product = p.product;
-  Ring<STAGES> at;
-  for (uint32_t tile = blockIdx.x; tile < product.m_tiles * product.n_tiles; tile += gridDim.x) {
-    const Place place = Place::of<COLUMNS>(product, tile);
-    for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
-      const uint32_t full = barriers.full(at.stage), to = room + at.stage * STAGE_BYTES;
-      barrier_wait(barriers.free(at.stage), at.phase ^ 1);
-      barrier_expect(full, STAGE_BYTES);
-      bulk_copy_rows(to, p.x, full, k, place.m_tile * ROWS);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        bulk_copy_rows(to + X_BYTES + i * PIECE_BYTES, p.weights[place.part[i]], full, k, place.row[i]);
-      at.next();
-    }
-  }
-}
-
-// The outputs of a thread's rows `row` and `row + 8`.
-__device__ __forceinline__ void write_rows(const Product& p, const Place& place, const Columns<COLUMNS>& columns,
-                                           uint32_t row, const float (&x_scales)[2], const int (&sums)[COLUMNS / 2]) {
-  constexpr int PIECE = COLUMNS / 2, GROUPS = PIECE / 32;
-#pragma unroll 1
-  for (int step = 0; step < 2 * GROUPS; ++step) {
-    const int half = step / GROUPS;
-    int picked[2][4][2];
-    pick<2 * GROUPS>(step, sums, picked, [](int step, int piece, int n, int j) {
-      return 4 * (piece * PIECE / 8 + step % GROUPS * 4 + n) + 2 * (step / GROUPS) + j;
-    });
-    finish(p, place, columns, row + 8 * half, half ? x_scales[1] : x_scales[0], step % GROUPS * 32, picked);
-  }
-}
-
-__device__ __forceinline__ void consume(const Params& p, Barriers barriers, uint32_t room,
-                                        Columns<COLUMNS>* all_columns) {
-  const Product& product = p.product;
-  // The same in all lanes of a warp, as the compiler is told by the shuffle.
-  const int number = __shfl_sync(FULL, int(threadIdx.x) / 128 - 1, 0);
-  const uint32_t thread = threadIdx.x % 128, lane = threadIdx.x % WARP;
-  const uint32_t first_row = number * 64 + thread / WARP * 16 + lane / 4;
-  const uint32_t x = room + number * 64 * BLOCK_K, w = room + X_BYTES;
-  Columns<COLUMNS>& columns = all_columns[number];
-  Ring<STAGES> at, before;
-  int sums[COLUMNS / 2];
-  const auto release = [&](int stage) {
-    if (lane == 0) barrier_arrive(barriers.free(stage));
-  };
-  for (uint32_t tile = blockIdx.x; tile < product.m_tiles * product.n_tiles; tile += gridDim.x) {
-    const Place place = Place::of<COLUMNS>(product, tile);
-    // What the epilogue needs comes while the tensor cores work.
-    const uint32_t row = place.m_tile * ROWS + first_row;
-    const auto mine = Columns<COLUMNS>::read(product, place, thread);
-    float x_scales[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) x_scales[i] = row + 8 * i < product.m ? __ldcg(product.x_scales + row + 8 * i) : 0.f;
-    for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
-      barrier_wait(barriers.full(at.stage), at.phase);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < BLOCK_K / 32; ++i)
-        wgmma(sums, descriptor<128>(x + at.stage * STAGE_BYTES + 32 * i, 0),
-              descriptor<128>(w + at.stage * STAGE_BYTES + 32 * i, 0), i > 0 || k > 0);
-      wgmma_commit();
-      if (k > 0) {
-        wgmma_wait<1>();
-        release(before.stage);
-      }
-      before = at;
-      at.next();
-    }
-    wgmma_wait<0>();
-    settle(sums);
-    release(before.stage);
-    // All warps of the group are through with the columns of the tile before.
-    barrier(1 + number, 128);
-    columns.put(thread, mine);
-    barrier(1 + number, 128);
-    write_rows(product, place, columns, row, x_scales, sums);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) w8a8_sm90(const __grid_constant__ Params p) {
+template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const Params& p) {
+  using Of = Tiles<N, CLUSTER>;
   extern __shared__ char shared[];
-  __shared__ __align__(8) uint64_t barrier_room[2 * STAGES];
-  __shared__ __align__(16) Columns<COLUMNS> columns[CONSUMERS];
-  const uint32_t room = (shared_address(shared) + 1023) & ~1023u;
-  const Barriers barriers = {shared_address(barrier_room)};
+  __shared__ __align__(8) uint64_t barriers[2 * Of::STAGES];
+  __shared__ __align__(16) Columns<N> columns[CONSUMERS];
+  // At the same address in all blocks of a cluster, since they are alike.
+  const Of tiles(p, (shared_address(shared) + 1023) & ~1023u, shared_address(barriers));
   if (threadIdx.x == 0) {
     prefetch(p.x);
     for (int i = 0; i < 3; ++i) prefetch(p.weights[i]);
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.free(i), 4 * CONSUMERS);
+    for (int i = 0; i < Of::STAGES; ++i) {
+      barrier_init(tiles.full(i), 1);
+      barrier_init(tiles.free(i), 4 * CONSUMERS * CLUSTER);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncthreads();
+  if constexpr (CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
   allow_next();
-  wait_previous();
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x == 0) produce(p, barriers, room);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Of::PRODUCER));
+    if (threadIdx.x == 0) tiles.produce();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-    consume(p, barriers, room, columns);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Of::CONSUMER));
+    tiles.consume(columns);
   }
+  // No block goes while others may still write to its shared memory.
+  if constexpr (CLUSTER > 1) cluster_sync();
 }
 
+#define W8A8(N, CLUSTER)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1)                            \
+      w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ Params p) {                                       \
+    w8a8<N, CLUSTER>(p);                                                                                  \
+  }
+
 #else
-extern "C" __global__ void w8a8_sm90(const __grid_constant__ Params p) {}
+#define W8A8(N, CLUSTER) \
+  extern "C" __global__ void w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ Params p) {}
 #endif
+
+W8A8(128, 1)
+W8A8(128, 2)
+W8A8(256, 2)

@@ -115,6 +115,10 @@ __device__ __forceinline__ void wgmma(int (&d)[64], uint64_t a, uint64_t b, int 
   WGMMA_128("+r", "{.reg .pred p; setp.ne.b32 p, %66, 0;\n wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8",
     "%64, %65, p;}", "l"(a), "l"(b), "r"(add));
 }
+__device__ __forceinline__ void wgmma(int (&d)[128], uint64_t a, uint64_t b, int add) {
+  WGMMA_256("+r", "{.reg .pred p; setp.ne.b32 p, %130, 0;\n wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8",
+    "%128, %129, p;}", "l"(a), "l"(b), "r"(add));
+}
 __device__ __forceinline__ void wgmma(__half, float (&d)[32], uint64_t a, uint64_t b, int add) {
   WGMMA_64("+f", "{.reg .pred p; setp.ne.b32 p, %34, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",
     "%32, %33, p, 1, 1, 0, 0;}", "l"(a), "l"(b), "r"(add));

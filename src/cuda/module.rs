@@ -29,6 +29,7 @@ pub(crate) struct Module {
     stem: &'static str,
     fatbin: &'static [u8],
     kernels: &'static [&'static str],
+    all_shared: bool,
     loaded: [OnceLock<Box<[Function]>>; MAX_GPUS],
 }
 
@@ -43,8 +44,16 @@ impl Module {
             stem,
             fatbin,
             kernels,
+            all_shared: false,
             loaded: [const { OnceLock::new() }; MAX_GPUS],
         }
+    }
+
+    /// Lets blocks of the next kernel start beside those of this module's, however much shared memory they
+    /// take: a multiprocessor divides its cache anew only when it is idle.
+    pub const fn beside_the_next(mut self) -> Self {
+        self.all_shared = true;
+        self
     }
 
     /// The kernel at `index` among the names.
@@ -102,6 +111,9 @@ impl Module {
                     Err(e) => bail!("cuda: kernel `{name}` of kernels/{}.cu: {e}", self.stem),
                 };
                 allow_shared(gpu, function)?;
+                if self.all_shared {
+                    prefer_shared(function)?;
+                }
                 Ok(Function(function))
             })
             .collect()
@@ -152,6 +164,20 @@ fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<()> {
             function,
             attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             room,
+        )
+    }
+    .map_err(candle_core::Error::wrap)
+}
+
+/// Makes all of the cache shared memory while the kernel runs.
+fn prefer_shared(function: CUfunction) -> Result<()> {
+    use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as attribute;
+    // SAFETY: the function belongs to a loaded module; the value is a share in percent.
+    unsafe {
+        result::function::set_function_attribute(
+            function,
+            attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+            100,
         )
     }
     .map_err(candle_core::Error::wrap)

@@ -113,13 +113,34 @@ fn integer_sums_are_exact() -> Result<()> {
     Ok(())
 }
 
+/// Where Hopper's kernel takes other tiles: blocks that share rows of W, 128 or 256 of them.
+#[test]
+fn large_products_have_tiles_of_their_own() -> Result<()> {
+    let cases = [
+        ((300, 8008, &[136, 40][..]), "128x2"),
+        ((1500, 4104, &[1416]), "256x2"),
+    ];
+    for device in gpus() {
+        for (shape, tile) in cases {
+            for activation in [Activation::None, Activation::SwiGlu, Activation::Gelu] {
+                let path = product(shape, DType::BF16, Norm::None, activation, &device)?;
+                let Some(path) = path else { continue };
+                let hopper = path.contains("warpgroups");
+                assert!(!hopper || path.contains(tile), "{shape:?}: {path}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// How it was computed, if it is for these kernels.
 fn product(
     (m, k, rows): (usize, usize, &[usize]),
     dtype: DType,
     norm: Norm,
     activation: Activation,
     device: &Device,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let matrices = rows
         .iter()
         .map(|rows| matrix(*rows, k, device))
@@ -129,12 +150,12 @@ fn product(
     if gates
         && (!all.is_multiple_of(2) || rows.len() == 3 || (rows.len() == 2 && rows[0] != rows[1]))
     {
-        return Ok(());
+        return Ok(None);
     }
     let width = if gates { all / 2 } else { all };
     if !width.is_multiple_of(8) {
         // Not eight outputs at a time: the product goes another way.
-        return Ok(());
+        return Ok(None);
     }
     let x = randn_on(&[m, k], dtype, device)?;
     let weight = randn_on(&[k], dtype, device)?;
@@ -186,7 +207,7 @@ fn product(
         error <= unit + of_norm + 4e-6,
         "{m}x{k}x{rows:?} {dtype:?} {norm:?} {activation:?} {path}: {error:e}"
     );
-    Ok(())
+    Ok(Some(path.clone()))
 }
 
 /// Each input is off by at most half a step of its row's scale.

@@ -19,14 +19,15 @@ const MANY: usize = 64;
 /// Matrices of one launch.
 const MOST_WEIGHTS: usize = 3;
 
-/// Rows of x and of W that a tile has.
+/// Rows of x of a tile, of each block.
 const TILE_ROWS: usize = 128;
-const TILE_COLUMNS: usize = 128;
 
-/// As in `kernels/w8a8_sm90.cu`: stages, bytes of k of each, and where the first may begin.
-const STAGES: usize = 6;
+/// As in `kernels/w8a8_sm90.cu`: bytes of k of a stage, and where the first may begin.
 const STAGE_K: usize = 128;
 const ALIGNMENT: usize = 1024;
+
+/// Bytes of a row of outputs on its way: 64 of 16 bits, and what keeps the next row off the same banks.
+const STAGED: usize = 144;
 
 /// Rows and codes begin at multiples of this many bytes.
 const PIECE: usize = 16;
@@ -34,6 +35,7 @@ const PIECE: usize = 16;
 /// Tiles of x's rows whose codes stay in the L2 cache while the weights go by.
 const SECTION: usize = 16;
 
+/// The product's blocks fetch their first weights beside its last ones.
 static QUANTIZE: Module = Module::new(
     "quantize_rows",
     fatbin!("quantize_rows"),
@@ -42,11 +44,66 @@ static QUANTIZE: Module = Module::new(
         "quantize_rows_f16",
         "quantize_rows_bf16",
     ],
-);
+)
+.beside_the_next();
 
 static WARPS: Module = Module::new("w8a8", fatbin!("w8a8"), &["w8a8_mma"]);
 
-static HOPPER: Module = Module::new("w8a8_sm90", fatbin!("w8a8_sm90"), &["w8a8_sm90"]);
+/// One for each of [`TILES`].
+static HOPPER: Module = Module::new(
+    "w8a8_sm90",
+    fatbin!("w8a8_sm90"),
+    &["w8a8_sm90_128_1", "w8a8_sm90_128_2", "w8a8_sm90_256_2"],
+);
+
+/// How a kernel cuts the product.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    /// Rows of W.
+    columns: usize,
+    /// Blocks that share them, each with rows of x of its own.
+    cluster: usize,
+    /// Nanoseconds that a tile takes for a stage of k, and that all take once, of an H100.
+    stage: f64,
+    start: f64,
+}
+
+/// Those of `kernels/w8a8_sm90.cu`; the first is that of `kernels/w8a8.cu` too.
+const TILES: [Tile; 3] = [
+    Tile {
+        columns: 128,
+        cluster: 1,
+        stage: 360.,
+        start: 0.,
+    },
+    Tile {
+        columns: 128,
+        cluster: 2,
+        stage: 330.,
+        start: 1500.,
+    },
+    Tile {
+        columns: 256,
+        cluster: 2,
+        stage: 620.,
+        start: 1500.,
+    },
+];
+
+impl Tile {
+    /// Stages of k.
+    fn stages(&self) -> usize {
+        match self.columns {
+            128 => 6,
+            _ => 4,
+        }
+    }
+
+    /// Dynamic shared memory: the stages, wherever it begins, and outputs on their way.
+    fn shared(&self) -> usize {
+        self.stages() * (TILE_ROWS + self.columns) * STAGE_K + TILE_ROWS * STAGED + ALIGNMENT
+    }
+}
 
 /// `Params` of `kernels/quantize_rows.cu`.
 #[derive(Clone, Copy)]
@@ -184,26 +241,47 @@ impl W8A8 {
         self.at.activation == Activation::SwiGlu
     }
 
-    /// Tiles of W beside one another.
-    fn column_tiles(&self) -> usize {
+    /// Tiles of x above one another, of all blocks of a cluster together, and of W beside one another.
+    fn tiles(&self, tile: &Tile) -> [usize; 2] {
+        let above = self.at.m.div_ceil(TILE_ROWS * tile.cluster);
         if self.gates() {
-            return (self.rows() / 2).div_ceil(TILE_COLUMNS / 2);
+            return [above, (self.rows() / 2).div_ceil(tile.columns / 2)];
         }
-        self.weights
-            .iter()
-            .map(|(_, rows)| rows.div_ceil(TILE_COLUMNS))
-            .sum()
+        let of_each = |(_, rows): &(CodesAt, usize)| rows.div_ceil(tile.columns);
+        [above, self.weights.iter().map(of_each).sum()]
+    }
+
+    /// The place among [`TILES`] of the one that takes the shortest time.
+    fn tile(&self, form: Form, sms: u32) -> usize {
+        if form == Form::Warps {
+            return 0;
+        }
+        let stages = self.pitch().div_ceil(STAGE_K) as f64;
+        let time = |(_, tile): &(usize, &Tile)| {
+            let [above, beside] = self.tiles(tile);
+            let at_once = (sms as usize / tile.cluster).max(1);
+            (above * beside).div_ceil(at_once) as f64 * stages * tile.stage + tile.start
+        };
+        let fits = |(_, tile): &(usize, &Tile)| self.at.m > TILE_ROWS * (tile.cluster - 1);
+        let tiles = TILES.iter().enumerate().filter(fits);
+        let least = tiles.min_by(|a, b| time(a).total_cmp(&time(b)));
+        least.map_or(0, |(index, _)| index)
     }
 
     /// How it runs, for the trace.
     pub fn path(&self, gpu: &Gpu) -> String {
         match Form::of(gpu) {
-            Ok(form) => format!("w8a8 {form:?}").to_lowercase(),
+            Ok(form) => {
+                let Tile {
+                    columns, cluster, ..
+                } = TILES[self.tile(form, gpu.sms)];
+                format!("w8a8 {form:?} {columns}x{cluster}").to_lowercase()
+            }
             Err(e) => format!("w8a8: {e}"),
         }
     }
 
-    fn params(&self, x: Address, x_scales: Address) -> ProductParams {
+    fn params(&self, x: Address, x_scales: Address, shape: &Tile) -> ProductParams {
         let at = &self.at;
         let absent = WeightParams {
             codes: 0,
@@ -229,10 +307,10 @@ impl W8A8 {
                 padding: 0,
             };
             column += rows;
-            tile += rows.div_ceil(TILE_COLUMNS);
+            tile += rows.div_ceil(shape.columns);
         }
         let width = at.activation.outputs(self.rows());
-        let m_tiles = at.m.div_ceil(TILE_ROWS);
+        let [m_tiles, n_tiles] = self.tiles(shape);
         let in_two = self.weights.len() == 2;
         ProductParams {
             x,
@@ -252,8 +330,8 @@ impl W8A8 {
             k: self.pitch() as u32,
             width: width as u32,
             m_tiles: m_tiles as u32,
-            n_tiles: self.column_tiles() as u32,
-            section: m_tiles.min(SECTION) as u32,
+            n_tiles: n_tiles as u32,
+            section: m_tiles.min(SECTION / shape.cluster) as u32,
             gated_part: in_two.into(),
             gated_row: if in_two { 0 } else { width as u32 },
         }
@@ -275,36 +353,46 @@ pub(super) unsafe fn w8a8(
     let (m, pitch) = (product.at.m, product.pitch());
     let codes = scratch.take(OP, DType::U8, m * pitch)?;
     let scales = scratch.take(OP, DType::F32, m)?;
-    let params = product.params(codes, scales);
+    let form = Form::of(launcher.gpu)?;
+    let index = product.tile(form, launcher.gpu.sms);
+    let tile = &TILES[index];
+    let params = product.params(codes, scales, tile);
     let outputs = m * product.at.stride * product.at.out_dtype.size_in_bytes();
     let bytes = (m + product.rows()) * pitch + outputs;
-    // The product may begin while x is still on its way to int8, for which all of its blocks wait.
-    let next = Launcher {
+    // The product may begin while x is still on its way to int8, for which all of its blocks wait, as do
+    // those that make it int8 for whatever comes before.
+    let launcher = &Launcher {
         dependent: true,
         ..*launcher
     };
-    let next = next.moving(bytes as u64);
+    let next = launcher.moving(bytes as u64);
     let tiles = params.m_tiles * params.n_tiles;
     // SAFETY: the caller's; the scratch has room for the codes and scales of all rows, the layouts are
     // those of the kernels, and weights are as `kernels/codes.cuh` says.
     unsafe {
         quantize(launcher, &product.at, pitch, codes, scales)?;
-        match Form::of(launcher.gpu)? {
+        match form {
             Form::Warps => next.run(&WARPS, 0, Grid::line(tiles, 256), &params),
             Form::Warpgroups => {
                 let weight = |i: usize| {
                     let (codes, rows) = product.weights.get(i).unwrap_or(&product.weights[0]);
-                    tensor_map(codes.codes, [*rows, pitch], TILE_COLUMNS / 2)
+                    tensor_map(codes.codes, [*rows, pitch], tile.columns / 2)
                 };
                 let params = HopperParams {
                     x: tensor_map(codes, [m, pitch], TILE_ROWS)?,
                     weights: [weight(0)?, weight(1)?, weight(2)?],
                     product: params,
                 };
-                let shared = STAGES * (TILE_ROWS + TILE_COLUMNS) * STAGE_K + ALIGNMENT;
-                let blocks = tiles.min(launcher.gpu.sms);
-                let grid = Grid::new([blocks, 1, 1], 384, shared as u32);
-                next.run(&HOPPER, 0, grid, &params)
+                let clusters = tiles.min((launcher.gpu.sms / tile.cluster as u32).max(1));
+                let grid = Grid {
+                    cluster: tile.cluster as u32,
+                    ..Grid::new(
+                        [clusters * tile.cluster as u32, 1, 1],
+                        384,
+                        tile.shared() as u32,
+                    )
+                };
+                next.run(&HOPPER, index, grid, &params)
             }
         }
     }
