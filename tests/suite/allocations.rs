@@ -68,7 +68,7 @@ fn hold(bytes: isize) {
 static ALLOCATOR: Counting = Counting;
 
 /// What `body` asked for on this thread, which works on every job of the pool as the others do.
-fn allocations(body: impl FnOnce()) -> usize {
+pub fn allocations(body: impl FnOnce()) -> usize {
     let before = COUNT.get();
     body();
     COUNT.get() - before
