@@ -1,7 +1,7 @@
 //! The table of ops.
 
 use crate::args::Args;
-use crate::cases::{self, CANDLE, Case, Contender, Extent, GEMM};
+use crate::cases::{self, CANDLE, Case, Contender, Extent, FUSED, GEMM};
 use crate::export::{OpRun, SideRun, Skipped};
 use crate::limits::{Bound, Limits};
 use crate::memory::held_by;
@@ -40,14 +40,15 @@ pub fn run(
             skipped.push(Skipped { name, why });
             continue;
         }
-        let run =
+        let (run, wrong) =
             measure(place, limits, &case, effort).map_err(|e| e.context(format!("in {name}")))?;
         line(&run);
         runs.push(run);
+        skipped.extend(wrong);
     }
     if !skipped.is_empty() {
         println!(
-            "\n{} cases left out: too long here, or out of time",
+            "\n{} left out: too long here, out of time, or not ours and wrong",
             skipped.len()
         );
     }
@@ -65,17 +66,32 @@ fn longest(place: &Place, case: &Case, quick: bool) -> f64 {
     }
 }
 
-/// Checks every contender, then times them in turns.
-fn measure(place: &Place, limits: &Limits, case: &Case, effort: Effort) -> Result<OpRun> {
-    let contenders = (case.build)(place)?;
-    let memory = contenders
-        .iter()
-        .map(|contender| checked(place, contender))
-        .collect::<Result<Vec<_>>>()?;
+/// Checks every contender, then times them in turns. What is not ours and wrong is left out, and said.
+fn measure(
+    place: &Place,
+    limits: &Limits,
+    case: &Case,
+    effort: Effort,
+) -> Result<(OpRun, Vec<Skipped>)> {
+    let (mut contenders, mut memory, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
+    for contender in (case.build)(place)? {
+        match checked(place, &contender) {
+            Ok(bytes) => {
+                contenders.push(contender);
+                memory.push(bytes);
+            }
+            Err(error) if contender.name == FUSED => return Err(error),
+            Err(error) => {
+                let (name, why) = (case.name(), error.to_string());
+                println!("left out of {name}: {why}");
+                wrong.push(Skipped { name, why });
+            }
+        }
+    }
     let taken = race(place, &contenders, effort)?;
     let sides = contenders.iter().zip(taken).zip(memory);
     let (floor, bound) = limits.floor(case.work);
-    Ok(OpRun {
+    let run = OpRun {
         name: case.name(),
         op: case.op.to_owned(),
         model: case.model.clone(),
@@ -95,7 +111,8 @@ fn measure(place: &Place, limits: &Limits, case: &Case, effort: Effort) -> Resul
             .collect(),
         floor,
         bound,
-    })
+    };
+    Ok((run, wrong))
 }
 
 /// The bytes that a call holds; fails if its results are wrong.
