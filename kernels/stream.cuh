@@ -265,12 +265,15 @@ template <typename T, bool PAIR> struct Stream {
   }
 };
 
-// The body of a kernel, or of those of its blocks that share the product.
+// The body of a kernel, or of those of its blocks that share the product. Turing has no asynchronous copies,
+// and the host asks it for none of this.
 template <typename T, bool PAIR>
 __device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks, bool ready) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];
   Stream<T, PAIR>(p, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready);
+#endif
 }
 
 }  // namespace fused
