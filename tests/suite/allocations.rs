@@ -3,16 +3,17 @@
 use crate::gguf_file;
 use crate::golden::Golden;
 use candle_core::quantized::GgmlDType;
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::cpu::packed::{PackedMatrix, Q8Activations};
 use candle_fused::cpu::{pool, simd};
 use candle_fused::generation::{Generation, Options};
 use candle_fused::models::{CausalLm, qwen3};
-use candle_fused::quant::{Quantization, Recipe};
+use candle_fused::quant::{BlockFormat, Quantization, Recipe};
 use candle_nn::VarBuilder;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::fmt::Debug;
 
 /// The system's allocator, counting what each thread asks for and gives back.
 struct Counting;
@@ -83,6 +84,36 @@ fn held<T>(body: impl FnOnce() -> T) -> (T, usize, usize) {
     (value, left, most)
 }
 
+/// The bytes of each packed matrix that `Debug` finds in a model. They lie in memory that is mapped, which
+/// no allocator counts.
+fn packed(model: &impl Debug) -> Result<Vec<usize>> {
+    let text = format!("{model:?}");
+    let size = |said: &str| {
+        let (format, shape) = said.split_once(", ")?;
+        let (rows, cols) = shape.split_once(')')?.0.split_once(" x ")?;
+        let (rows, cols) = (rows.parse().ok()?, cols.parse().ok()?);
+        Some(size(format.parse().ok()?, rows, cols))
+    };
+    let said = text.split("PackedMatrix(").skip(1);
+    said.map(|said| size(said).expect("a format and a shape"))
+        .collect()
+}
+
+/// The bytes of a packed matrix.
+fn size(quantization: Quantization, rows: usize, cols: usize) -> Result<usize> {
+    let matrix = match (quantization, quantization.scheme()) {
+        (Quantization::Gguf(dtype), _) => {
+            let blocks = vec![0; rows * BlockFormat::of(dtype)?.row_bytes(cols)?];
+            PackedMatrix::pack(dtype, rows, cols, &blocks)?
+        }
+        (_, scheme) => {
+            let zeros = Tensor::zeros((rows, cols), DType::F32, &Device::Cpu)?;
+            PackedMatrix::quantize(&zeros, scheme.expect("one of ours"))?
+        }
+    };
+    Ok(matrix.size_in_bytes())
+}
+
 /// A checkpoint that gives each tensor when it is asked for, as a mapped file does.
 #[test]
 fn quantizing_while_loading_holds_little_but_the_quantized_model() -> Result<()> {
@@ -105,14 +136,24 @@ fn quantizing_while_loading_holds_little_but_the_quantized_model() -> Result<()>
         let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
         let load = || CausalLm::<qwen3::Config>::new_quantized(&config, vb, &recipe, Fusion::all());
         let (model, left, most) = held(load);
-        drop(model?);
+        let matrices = packed(&model?)?;
+        // Q, k, v and the output, gates and what they gate, and down, each of them once.
+        assert_eq!(matrices.len(), 7 * layers, "{recipe:?}");
+        let packed: usize = matrices.iter().sum();
         let largest = 4 * hidden * inner;
-        // The quantized matrices lie in memory that is mapped and not counted here.
         assert!(left < largest, "{recipe:?}: {left} bytes beside them");
+        assert!(
+            left + packed > layers * hidden * inner,
+            "{recipe:?}: {left} and {packed} bytes"
+        );
         // The largest matrix as it is read, turned into f32, and its codes.
         assert!(
             most <= left + 4 * largest,
             "{recipe:?}: {most} bytes, of which {left} stay"
+        );
+        assert!(
+            left + packed <= layers * 3 * largest / 2,
+            "{recipe:?}: {left} and {packed} bytes, as if it were dense"
         );
     }
     Ok(())
