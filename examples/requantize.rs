@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candle_core::quantized::gguf_file::{self, Content};
 use candle_core::quantized::{GgmlDType, QTensor};
+use candle_fused::quant::Quantization;
 use clap::Parser;
 use std::fs::File;
 use std::io::{BufReader, BufWriter};
@@ -42,18 +43,11 @@ enum Target {
 }
 
 fn target(name: &str) -> Result<Target, String> {
-    Ok(Target::One(match name {
-        "q4_0" => GgmlDType::Q4_0,
-        "q4_1" => GgmlDType::Q4_1,
-        "q5_0" => GgmlDType::Q5_0,
-        "q5_1" => GgmlDType::Q5_1,
-        "q8_0" => GgmlDType::Q8_0,
-        "q4k" => GgmlDType::Q4K,
-        "q5k" => GgmlDType::Q5K,
-        "q6k" => GgmlDType::Q6K,
-        "q4_k_m" => return Ok(Target::Q4KM),
-        _ => return Err("not a block type that is known here".into()),
-    }))
+    match (name, name.parse()) {
+        ("q4_k_m", _) => Ok(Target::Q4KM),
+        (_, Ok(Quantization::Gguf(dtype))) => Ok(Target::One(dtype)),
+        _ => Err("not a block type that is known here".into()),
+    }
 }
 
 impl Target {

@@ -16,7 +16,7 @@ const GROUP: usize = 128;
 
 const THREADS: usize = 256;
 
-/// In the order of [`FORMATS`].
+/// In the order of [`BlockFormat::DTYPES`], by which `FormatIndex` of `kernels/formats.cuh` goes too.
 static REPACK: Module = Module::new(
     "repack",
     fatbin!("repack"),
@@ -31,18 +31,6 @@ static REPACK: Module = Module::new(
         "repack_q6_k",
     ],
 );
-
-/// As `FormatIndex` of `kernels/formats.cuh` numbers them.
-const FORMATS: [GgmlDType; 8] = [
-    GgmlDType::Q4_0,
-    GgmlDType::Q4_1,
-    GgmlDType::Q5_0,
-    GgmlDType::Q5_1,
-    GgmlDType::Q8_0,
-    GgmlDType::Q4K,
-    GgmlDType::Q5K,
-    GgmlDType::Q6K,
-];
 
 static DEQUANTIZE: Module = Module::new(
     "dequantize",
@@ -459,7 +447,8 @@ fn pitch(format: &BlockFormat, groups: usize) -> usize {
 
 fn format_index(dtype: GgmlDType) -> usize {
     // `BlockFormat::of` has refused all others.
-    FORMATS.iter().position(|f| *f == dtype).unwrap_or(0)
+    let mut all = BlockFormat::DTYPES.iter();
+    all.position(|known| *known == dtype).unwrap_or(0)
 }
 
 pub(super) fn line(threads: usize) -> Result<Grid> {

@@ -96,10 +96,22 @@ pub struct BlockFormat {
 }
 
 impl BlockFormat {
+    /// All of them, by candle's names.
+    pub const DTYPES: [GgmlDType; 8] = [
+        GgmlDType::Q4_0,
+        GgmlDType::Q4_1,
+        GgmlDType::Q5_0,
+        GgmlDType::Q5_1,
+        GgmlDType::Q8_0,
+        GgmlDType::Q4K,
+        GgmlDType::Q5K,
+        GgmlDType::Q6K,
+    ];
+
     /// The description of `dtype`.
     ///
     /// # Errors
-    /// If `dtype` is not one of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K.
+    /// If `dtype` is not one of [`Self::DTYPES`].
     pub fn of(dtype: GgmlDType) -> Result<Self> {
         use Scaling::{Affine, Super, SuperSymmetric, Symmetric};
         let (values, bytes, bits, scaling) = match dtype {

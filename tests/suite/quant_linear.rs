@@ -302,17 +302,6 @@ mod gpu {
     use candle_fused::quant::{BlockFormat, Format, dequantize};
     use std::sync::Arc;
 
-    const TYPES: [GgmlDType; 8] = [
-        GgmlDType::Q4_0,
-        GgmlDType::Q4_1,
-        GgmlDType::Q5_0,
-        GgmlDType::Q5_1,
-        GgmlDType::Q8_0,
-        GgmlDType::Q4K,
-        GgmlDType::Q5K,
-        GgmlDType::Q6K,
-    ];
-
     fn gpus() -> impl Iterator<Item = Device> {
         devices().into_iter().filter(Device::is_cuda)
     }
@@ -329,7 +318,7 @@ mod gpu {
     #[test]
     fn repacked_blocks_hold_the_same_values() -> Result<()> {
         for device in gpus() {
-            for dtype in TYPES {
+            for dtype in BlockFormat::DTYPES {
                 for blocks in [1, 3, 4, 18] {
                     let cols = blocks * dtype.block_size();
                     let (tensor, values) = quantized(13, cols, dtype)?;
@@ -357,7 +346,7 @@ mod gpu {
         for device in gpus() {
             let ids = [3u32, 36, 0, 3, 17, 20];
             let at = Tensor::new(&ids, &device)?.reshape((2, 3))?;
-            for dtype in TYPES {
+            for dtype in BlockFormat::DTYPES {
                 let cols = 3 * dtype.block_size();
                 let (tensor, values) = quantized(37, cols, dtype)?;
                 let matrix = BlockMatrix::new(dtype, 37, cols, &tensor.data()?, &device)?;
@@ -391,7 +380,7 @@ mod gpu {
     #[test]
     fn tensors_of_candle_are_taken_over() -> Result<()> {
         for device in gpus() {
-            for dtype in TYPES {
+            for dtype in BlockFormat::DTYPES {
                 let cols = 2 * dtype.block_size();
                 let (tensor, values) = quantized(9, cols, dtype)?;
                 let storage =

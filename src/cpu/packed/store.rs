@@ -95,7 +95,7 @@ impl InPlace {
 
 #[cfg(test)]
 mod tests {
-    use crate::cpu::packed::tests::{DTYPES, normals, quantized};
+    use crate::cpu::packed::tests::{normals, quantized};
     use crate::cpu::packed::{PackedMatrix, Q8Activations};
     use crate::cpu::simd::Level;
     use crate::quant::BlockFormat;
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn a_matrix_in_place_computes_what_the_packed_one_does() {
         let mut rng = StdRng::seed_from_u64(11);
-        for dtype in DTYPES {
+        for dtype in BlockFormat::DTYPES {
             for (rows, cols, m) in [(16, 256, 1), (50, 768, 3), (7, 2048, 20)] {
                 let blocks = quantized(&mut rng, dtype, rows, cols);
                 let packed = PackedMatrix::pack(dtype, rows, cols, &blocks).unwrap();

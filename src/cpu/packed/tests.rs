@@ -8,17 +8,6 @@ use half::f16;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::borrow::Cow;
 
-pub(super) const DTYPES: [GgmlDType; 8] = [
-    GgmlDType::Q4_0,
-    GgmlDType::Q4_1,
-    GgmlDType::Q5_0,
-    GgmlDType::Q5_1,
-    GgmlDType::Q8_0,
-    GgmlDType::Q4K,
-    GgmlDType::Q5K,
-    GgmlDType::Q6K,
-];
-
 pub(super) fn normals(rng: &mut StdRng, n: usize) -> Vec<f32> {
     (0..n)
         .map(|_| {
@@ -190,7 +179,7 @@ fn dot_exact(format: &BlockFormat, row: &[u8], x: &[f32]) -> f64 {
 #[test]
 fn products_agree_with_f64() {
     let mut rng = StdRng::seed_from_u64(1);
-    for dtype in DTYPES {
+    for dtype in BlockFormat::DTYPES {
         let all_rows = [1, 15, 16, 17, 100, 33];
         for (i, cols) in columns(dtype).iter().enumerate() {
             for (j, m) in [1, 2, 3, 4, 5, 17].into_iter().enumerate() {
@@ -209,7 +198,7 @@ fn products_agree_with_f64() {
 #[test]
 fn adversarial_blocks_agree_with_f64() {
     let mut rng = StdRng::seed_from_u64(2);
-    for dtype in DTYPES {
+    for dtype in BlockFormat::DTYPES {
         for (rows, m) in [(16, 1), (40, 13)] {
             let cols = 768;
             let blocks = adversarial(&mut rng, dtype, rows, cols);
@@ -235,7 +224,7 @@ fn adversarial_blocks_agree_with_f64() {
 #[test]
 fn unpacking_agrees_with_candle_bit_for_bit() {
     let mut rng = StdRng::seed_from_u64(3);
-    for dtype in DTYPES {
+    for dtype in BlockFormat::DTYPES {
         for (rows, cols) in [(1, 256), (17, 768), (100, 1536)] {
             for blocks in [
                 quantized(&mut rng, dtype, rows, cols),
@@ -268,7 +257,7 @@ fn unpacking_agrees_with_candle_bit_for_bit() {
 #[test]
 fn a_matrix_of_pieces_is_the_matrix_of_the_whole() {
     let mut rng = StdRng::seed_from_u64(4);
-    for dtype in DTYPES {
+    for dtype in BlockFormat::DTYPES {
         let (rows, cols) = (61, 256);
         let blocks = quantized(&mut rng, dtype, rows, cols);
         let whole = PackedMatrix::pack(dtype, rows, cols, &blocks).unwrap();
@@ -298,7 +287,7 @@ fn a_matrix_of_pieces_is_the_matrix_of_the_whole() {
 fn ranges_of_rows_and_tokens_write_their_part_only() {
     let mut rng = StdRng::seed_from_u64(5);
     let (rows, cols, m, stride) = (50, 256, 11, 70);
-    for dtype in DTYPES {
+    for dtype in BlockFormat::DTYPES {
         let blocks = quantized(&mut rng, dtype, rows, cols);
         let matrix = PackedMatrix::pack(dtype, rows, cols, &blocks).unwrap();
         for level in Level::available() {
@@ -366,7 +355,7 @@ fn activations_are_alike_at_every_level() {
 #[test]
 fn values_that_are_not_finite_make_their_token_nan_and_no_other() {
     let mut rng = StdRng::seed_from_u64(7);
-    for dtype in DTYPES {
+    for dtype in BlockFormat::DTYPES {
         let (rows, cols, m) = (17, 512, 6);
         let blocks = quantized(&mut rng, dtype, rows, cols);
         let matrix = PackedMatrix::pack(dtype, rows, cols, &blocks).unwrap();

@@ -9,9 +9,9 @@ use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
 use super::scales::*;
 use super::scheme_tests::schemes;
-use super::tests::{DTYPES, normals, quantized};
+use super::tests::{normals, quantized};
 use crate::cpu::simd::Level;
-use crate::quant::{Scheme, quantize};
+use crate::quant::{BlockFormat, Scheme, quantize};
 use candle_core::quantized::GgmlDType;
 use half::f16;
 use rand::{SeedableRng, rngs::StdRng};
@@ -172,7 +172,7 @@ fn products<C: Codes, S: Scales>(
 fn kernels_of_16_rows_agree_with_the_scalar_path() {
     let mut rng = StdRng::seed_from_u64(8);
     let cols = 768;
-    for dtype in DTYPES {
+    for dtype in BlockFormat::DTYPES {
         let blocks = quantized(&mut rng, dtype, 16, cols);
         let matrix = PackedMatrix::pack(dtype, 16, cols, &blocks).unwrap();
         let x = normals(&mut rng, 3 * cols);
