@@ -352,7 +352,7 @@ impl Draw for Lines<'_> {
     }
 }
 
-/// A number on an axis: 128, 4k, 1.2G.
+/// A number on an axis: 4096, 16k, 1.2G.
 fn short(v: f64) -> String {
     let (by, unit) = match v {
         v if v >= 1e9 => (1e9, "G"),

@@ -86,16 +86,12 @@ fn map(file: &File) -> Result<SharedBytes> {
     Ok(Arc::new(unsafe { Mmap::map(file) }?))
 }
 
-/// What another thread is making.
-pub struct Meanwhile<T>(JoinHandle<Result<T>>);
+/// A tokenizer that another thread is making.
+pub struct Meanwhile(JoinHandle<Result<Text>>);
 
-impl<T: Send + 'static> Meanwhile<T> {
-    fn new(make: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
-        Self(std::thread::spawn(make))
-    }
-
+impl Meanwhile {
     /// It, once it is made.
-    pub fn wait(self) -> Result<T> {
+    pub fn wait(self) -> Result<Text> {
         self.0.join().unwrap_or_else(|panic| resume_unwind(panic))
     }
 }
@@ -111,11 +107,16 @@ pub struct Checkpoint {
 impl Weights {
     /// The tokenizer and chat template.
     pub fn text(&self) -> Result<Text> {
-        self.text_meanwhile().wait()
+        self.making_text()()
     }
 
     /// The same, made by a thread of its own while the weights are loaded.
-    pub fn text_meanwhile(&self) -> Meanwhile<Text> {
+    pub fn text_meanwhile(&self) -> Meanwhile {
+        Meanwhile(std::thread::spawn(self.making_text()))
+    }
+
+    /// What makes it, with all that this takes.
+    fn making_text(&self) -> Box<dyn FnOnce() -> Result<Text> + Send> {
         match self {
             Self::Gguf {
                 path,
@@ -125,15 +126,15 @@ impl Weights {
             } => {
                 let (path, tokenizer) = (path.clone(), tokenizer.clone());
                 let vocabulary = Arc::clone(vocabulary);
-                Meanwhile::new(move || Text::from_gguf(&vocabulary, &path, tokenizer.as_ref()))
+                Box::new(move || Text::from_gguf(&vocabulary, &path, tokenizer.as_ref()))
             }
             Self::Safetensors { files, .. } => {
                 let files = files.clone();
-                Meanwhile::new(move || Text::from_files(&files))
+                Box::new(move || Text::from_files(&files))
             }
             Self::Random(shape) => {
                 let name = shape.name();
-                Meanwhile::new(move || bail!("{name} has random weights and no tokenizer"))
+                Box::new(move || bail!("{name} has random weights and no tokenizer"))
             }
         }
     }

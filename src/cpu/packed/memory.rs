@@ -15,29 +15,22 @@ const REGION: usize = 32 << 20;
 /// Where matrices begin, a cache line.
 const ALIGNMENT: usize = 64;
 
-/// A mapping whose parts belong to different matrices, and which is given back with the last of them.
-#[derive(Debug)]
-struct Region {
-    map: MmapRaw,
-}
-
-impl Region {
-    fn new(len: usize) -> Result<Self> {
-        let map = MmapRaw::from(MmapMut::map_anon(len)?);
-        // Without huge pages it works as well.
-        #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(Self { map })
-    }
+/// A region, whose parts belong to different matrices, and which is given back with the last of them.
+fn region(len: usize) -> Result<Arc<MmapRaw>> {
+    let map = MmapRaw::from(MmapMut::map_anon(len)?);
+    // Without huge pages it works as well.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage);
+    Ok(Arc::new(map))
 }
 
 /// The region that has room left, and where that begins.
-static OPEN: Mutex<(Weak<Region>, usize)> = Mutex::new((Weak::new(), 0));
+static OPEN: Mutex<(Weak<MmapRaw>, usize)> = Mutex::new((Weak::new(), 0));
 
 /// Bytes of one matrix, zero at first.
 #[derive(Debug)]
 pub(super) struct Memory {
-    region: Arc<Region>,
+    region: Arc<MmapRaw>,
     start: usize,
     len: usize,
 }
@@ -47,14 +40,16 @@ impl Memory {
     /// If there is not so much memory.
     pub fn zeroed(len: usize) -> Result<Self> {
         if len >= REGION {
-            let region = Arc::new(Region::new(len)?);
-            let start = 0;
-            return Ok(Self { region, start, len });
+            return Ok(Self {
+                region: region(len)?,
+                start: 0,
+                len,
+            });
         }
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         let (region, start) = match open.0.upgrade() {
             Some(region) if len <= REGION - open.1 => (region, open.1),
-            _ => (Arc::new(Region::new(REGION)?), 0),
+            _ => (region(REGION)?, 0),
         };
         let end = (start + len).next_multiple_of(ALIGNMENT).min(REGION);
         *open = (Arc::downgrade(&region), end);
@@ -62,14 +57,14 @@ impl Memory {
     }
 
     pub fn bytes(&self) -> &[u8] {
-        let first = self.region.map.as_ptr().wrapping_add(self.start);
+        let first = self.region.as_ptr().wrapping_add(self.start);
         // SAFETY: the part lies within the region, which is mapped and zero or written as long as it
         // lives; nobody else has the part, and it is written only through `&mut self`.
         unsafe { std::slice::from_raw_parts(first, self.len) }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let first = self.region.map.as_mut_ptr().wrapping_add(self.start);
+        let first = self.region.as_mut_ptr().wrapping_add(self.start);
         // SAFETY: as above; `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(first, self.len) }
     }
