@@ -138,7 +138,7 @@ template <int N, int CLUSTER> struct Tiles {
         float y[4][2];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          const int at = 4 * (first / 8 + n / 2) + n % 2 * 2, of[2] = {sums[at], sums[at + 1]};
+          const int of[2] = {sums[index(first / 16, 0, n, 0)], sums[index(first / 16, 0, n, 1)]};
           columns.scale2(first + n / 2 * 8 + lane % 4 * 2, x_scales[n % 2], of, y[n]);
         }
         stage<T>(to, 16 * group, y);

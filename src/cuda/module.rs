@@ -1,7 +1,9 @@
 //! Fatbins and their kernels, loaded once per GPU.
 
 use super::gpu::{Gpu, MAX_GPUS};
-use candle_core::cuda_backend::cudarc::driver::sys::{CUfunction, CUresult};
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUfunction, CUfunction_attribute_enum as attribute, CUresult,
+};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 use candle_core::{Result, bail};
 use std::ffi::CString;
@@ -148,7 +150,6 @@ impl Module {
 
 /// Lets a kernel have all the dynamic shared memory that its static part leaves.
 fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<()> {
-    use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as attribute;
     // SAFETY: the function belongs to a loaded module.
     let fixed = unsafe {
         result::function::get_function_attribute(
@@ -158,27 +159,25 @@ fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<()> {
     }
     .map_err(candle_core::Error::wrap)?;
     let room = i32::try_from(gpu.shared).unwrap_or(i32::MAX) - fixed;
-    // SAFETY: as above; the value is within the device's limit.
-    unsafe {
-        result::function::set_function_attribute(
-            function,
-            attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            room,
-        )
-    }
-    .map_err(candle_core::Error::wrap)
+    // Within the device's limit.
+    set_attribute(
+        function,
+        attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+        room,
+    )
 }
 
-/// Makes all of the cache shared memory while the kernel runs.
+/// Makes all of the cache (100 %) shared memory while the kernel runs.
 fn prefer_shared(function: CUfunction) -> Result<()> {
-    use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as attribute;
-    // SAFETY: the function belongs to a loaded module; the value is a share in percent.
-    unsafe {
-        result::function::set_function_attribute(
-            function,
-            attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-            100,
-        )
-    }
-    .map_err(candle_core::Error::wrap)
+    set_attribute(
+        function,
+        attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+        100,
+    )
+}
+
+fn set_attribute(function: CUfunction, what: attribute, value: i32) -> Result<()> {
+    // SAFETY: the function belongs to a loaded module; the driver checks the value.
+    unsafe { result::function::set_function_attribute(function, what, value) }
+        .map_err(candle_core::Error::wrap)
 }

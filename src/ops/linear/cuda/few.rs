@@ -152,7 +152,7 @@ impl FewRows {
         let kernel = self.core(gpu).kernel;
         match self.small(gpu) {
             Some(_) => "tensor cores, small",
-            None if self.stream(gpu).is_some() => "vector, streamed",
+            None if self.is_streamed(gpu) => "vector, streamed",
             None if kernel < LANES => "tensor cores",
             None => "vector",
         }
@@ -210,7 +210,7 @@ impl FewRows {
     /// Whether its weights stream. Then the next kernel of a dependent chain begins only when all in front
     /// of this one are complete.
     pub fn is_streamed(&self, gpu: &Gpu) -> bool {
-        self.small(gpu).is_none() && self.stream(gpu).is_some()
+        self.stream(gpu).is_some()
     }
 
     /// The same of any one matrix, on at most so many blocks of a launch that attends too.
@@ -246,8 +246,7 @@ impl FewRows {
     /// Whether the GPU has the shared memory that one row of x takes.
     pub fn fits(&self, launcher: &Launcher) -> bool {
         let gpu = launcher.gpu;
-        let streams = self.stream(gpu).is_some();
-        streams || self.small(gpu).is_some() || self.core(gpu).rows_at_once(gpu) > 0
+        self.is_streamed(gpu) || self.small(gpu).is_some() || self.core(gpu).rows_at_once(gpu) > 0
     }
 
     /// Whether tensor cores multiply x with the weights as they are.
