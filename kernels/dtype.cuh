@@ -51,6 +51,17 @@ template <> __device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t wo
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
+// Two values as a word, the first in the low half.
+template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b);
+template <> __device__ __forceinline__ uint32_t pack2<__half>(float a, float b) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <> __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // The 8 values of 16 bytes.
 template <typename T> __device__ __forceinline__ void unpack8(uint4 words, float (&v)[8]) {
   const uint32_t w[4] = {words.x, words.y, words.z, words.w};

@@ -79,8 +79,8 @@ template <typename T, int D, bool SPLIT> struct Rows {
         if (!valid[j % 2]) continue;
         if constexpr (SPLIT) {
           const float2 v = *reinterpret_cast<const float2*>(from);
-          part[j] = pack_pair(T(), v.x, v.y);
-          low[j] = pack_pair(T(), v.x - rounded<T>(v.x), v.y - rounded<T>(v.y));
+          part[j] = pack2<T>(v.x, v.y);
+          low[j] = pack2<T>(v.x - rounded<T>(v.x), v.y - rounded<T>(v.y));
         } else {
           part[j] = *reinterpret_cast<const uint32_t*>(from);
         }
@@ -141,8 +141,8 @@ template <typename T, int D, bool SPLIT> struct Rows {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float *pair = &s[2 * k + j / 2][j % 2 * 2], x = pair[0], y = pair[1];
-        a[j] = pack_pair(T(), x, y);
-        if constexpr (SPLIT) low[j] = pack_pair(T(), x - rounded<T>(x), y - rounded<T>(y));
+        a[j] = pack2<T>(x, y);
+        if constexpr (SPLIT) low[j] = pack2<T>(x - rounded<T>(x), y - rounded<T>(y));
       }
 #pragma unroll
       for (int n = 0; n < D / 16; ++n) {
@@ -280,7 +280,7 @@ template <typename T, int D, bool SPLIT> struct Rows {
         if constexpr (SPLIT)
           *reinterpret_cast<float2*>(static_cast<float*>(p.y) + at + n * 8) = make_float2(x, y);
         else
-          *reinterpret_cast<uint32_t*>(static_cast<T*>(p.y) + at + n * 8) = pack_pair(T(), x, y);
+          *reinterpret_cast<uint32_t*>(static_cast<T*>(p.y) + at + n * 8) = pack2<T>(x, y);
       }
     }
   }

@@ -1,7 +1,7 @@
 // What the forms of attention share: the parameters, the place of a row, and what a row sees.
 #pragma once
 
-#include "common.cuh"
+#include "dtype.cuh"
 
 namespace fused {
 
@@ -25,16 +25,6 @@ struct AttentionParams {
   // every key_groups-th tile of keys, tiles of keys and values in flight, bytes of a group.
   int row_warps, key_groups, stages, group_bytes;
 };
-
-// Two values as one register of 16-bit elements, the first in the low half.
-__device__ __forceinline__ uint32_t pack_pair(__half, float a, float b) {
-  const __half2 h = __floats2half2_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&h);
-}
-__device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float a, float b) {
-  const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&h);
-}
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NEVER = -INFINITY;

@@ -196,7 +196,7 @@ template <typename T, typename C> struct Rows {
 
   __device__ __forceinline__ void round_weights() {
 #pragma unroll
-    for (int n = 0; n < KEYS / 4; ++n) weights[n] = pack_pair(T(), s[2 * n], s[2 * n + 1]);
+    for (int n = 0; n < KEYS / 4; ++n) weights[n] = pack2<T>(s[2 * n], s[2 * n + 1]);
   }
 
   // Leaves these rows' part of the sums for the first warpgroup to take.
@@ -248,7 +248,7 @@ template <typename T, typename C> struct Rows {
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
         *reinterpret_cast<uint32_t*>(y + n * 8) =
-            pack_pair(T(), o[4 * n + 2 * i] * factor, o[4 * n + 2 * i + 1] * factor);
+            pack2<T>(o[4 * n + 2 * i] * factor, o[4 * n + 2 * i + 1] * factor);
     }
   }
 };

@@ -25,6 +25,71 @@ struct Params {
 constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, BLOCK_K = 128;
 constexpr int X_BYTES = ROWS * BLOCK_K;
 
+// Of both pieces, two times 2 columns 8 apart, each in rows m and m + 8: [piece][2 columns + row][2].
+using Pairs = float[2][4][2];
+
+template <class Apply> __device__ __forceinline__ void each(Pairs& y, Apply apply) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) y[i / 8][i / 2 % 4][i % 2] = apply(y[i / 8][i / 2 % 4][i % 2]);
+}
+
+__device__ __forceinline__ void activate_pairs(const Product& p, Pairs& y) {
+  switch (p.epilogue.activation) {
+    case ACT_SWIGLU:
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[0][i / 2][i % 2] = silu(y[0][i / 2][i % 2]) * y[1][i / 2][i % 2];
+      break;
+    case ACT_SILU:
+      each(y, [](float v) { return activate(ACT_SILU, v); });
+      break;
+    case ACT_GELU:
+      each(y, [](float v) { return activate(ACT_GELU, v); });
+      break;
+    case ACT_GELU_TANH:
+      each(y, [](float v) { return activate(ACT_GELU_TANH, v); });
+      break;
+  }
+}
+
+// Calls `take` with the number of each pair that is outputs, and with its element as it lies in outputs
+// and residuals; the first is in row m and in this column of its piece.
+template <int N, class Take>
+__device__ __forceinline__ void each_pair(const Product& p, const Place& place, uint32_t m, uint32_t column,
+                                          Take take) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t row = m + i % 2 * 8, c = column + i / 4 * (N / 2) + i / 2 % 2 * 8;
+    if ((i < 4 || !gates(p)) && row < p.m && place.row[0] + c < place.limit)
+      take(i, row * p.epilogue.stride + place.column[0] + c);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void add_residuals(const Product& p, const Place& place, uint32_t m, uint32_t column,
+                                              Pairs& y) {
+  const Epilogue& e = p.epilogue;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!e.residuals[r]) continue;
+    float2 of[8] = {};
+    if (e.dtype == F32) {
+      each_pair<N>(p, place, m, column, [&](int i, uint64_t at) {
+        of[i] = __ldcg(reinterpret_cast<const float2*>(static_cast<const float*>(e.residuals[r]) + at));
+      });
+    } else {
+      uint32_t words[8] = {};
+      each_pair<N>(p, place, m, column, [&](int i, uint64_t at) {
+        words[i] = __ldcg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(e.residuals[r]) + at));
+      });
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        of[i] = e.dtype == BF16 ? unpack2<__nv_bfloat16>(words[i]) : unpack2<__half>(words[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i / 4][i % 4][0] += of[i].x, y[i / 4][i % 4][1] += of[i].y;
+  }
+}
+
 // N rows of W at a time, and CLUSTER blocks, one or two, that share them.
 template <int N, int CLUSTER> struct Tiles {
   static constexpr int STAGES = N == 128 ? 6 : 4;
