@@ -15,7 +15,10 @@ namespace fused {
 constexpr int STREAM_STEP = 256;                  // values of a row that a warp takes at once
 constexpr int STREAM_SLOT = 2 * STREAM_STEP * 2;  // bytes of two rows
 constexpr int STREAM_PACKS = 8;                   // 16 bytes of x, that a thread has at once
-constexpr int STREAM_AHEAD = 2;                   // of the norm's weight, that it asks for before the wait
+constexpr int STREAM_AHEAD = 2;                   // of the norm's weight and bias, before the wait
+// Slots that are asked for before the wait, where x is normed behind it: x is not to stand in line behind all
+// of them, or what they hold is waiting when the sums of x are still being taken.
+constexpr uint32_t STREAM_EARLY = 8;
 
 // Until the oldest of `slots` groups is there. The instruction takes a constant.
 __device__ __forceinline__ void wait_oldest(uint32_t slots) {
@@ -102,8 +105,26 @@ template <typename T, bool PAIR> struct Stream {
     commit_copies();
   }
 
+  // Of the norm's weight and bias what is asked for ahead: behind the wait it would stand in line behind all
+  // the weights that are on their way.
+  struct Affine {
+    uint4 weight[STREAM_AHEAD], bias[STREAM_AHEAD];
+
+    __device__ void ask(const Prologue& x, uint32_t packs) {
+      if (x.norm == NORM_NONE) return;
+      read(x.weight, packs, weight);
+      if (x.bias) read(x.bias, packs, bias);
+    }
+    // Those of the thread's pack i.
+    __device__ void get(const Prologue& x, int i, uint32_t pack, uint4& w, uint4& b) const {
+      const bool there = i < STREAM_AHEAD;
+      w = there ? weight[i % STREAM_AHEAD] : VectorPack::read(x.weight, x.dtype, pack);
+      if (x.bias) b = there ? bias[i % STREAM_AHEAD] : VectorPack::read(x.bias, x.dtype, pack);
+    }
+  };
+
   // Puts x where it is multiplied from, normed if asked for. Nothing is read twice.
-  __device__ void stage(const uint4 (&raw)[STREAM_PACKS], const uint4 (&ahead)[STREAM_AHEAD], float (*scratch)[GEMV_WARPS]) const {
+  __device__ void stage(const uint4 (&raw)[STREAM_PACKS], const Affine& affine, float (*scratch)[GEMV_WARPS]) const {
     const Prologue& x = p.prologue;
     const uint32_t packs = p.k / 8;
     float mean = 0.f, factor = 1.f;
@@ -116,8 +137,9 @@ template <typename T, bool PAIR> struct Stream {
       if (pack >= packs) break;
       uint4 out = raw[i];
       if (x.norm != NORM_NONE) {
-        const uint4 weight = i < STREAM_AHEAD ? ahead[i % STREAM_AHEAD] : VectorPack::read(x.weight, x.dtype, pack);
-        out = normed(raw[i], mean, factor, weight, x.bias ? VectorPack::read(x.bias, x.dtype, pack) : uint4{});
+        uint4 weight, bias = {};
+        affine.get(x, i, pack, weight, bias);
+        out = normed(raw[i], mean, factor, weight, bias);
       }
       reinterpret_cast<uint4*>(xs)[pack] = out;
     }
@@ -229,26 +251,31 @@ template <typename T, bool PAIR> struct Stream {
   // outputs wait.
   __device__ void run(float (*scratch)[GEMV_WARPS], bool ready) const {
     if (ready) allow_next();
+    const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
+    const bool finishes = threadIdx.x < units * outputs && column < p.width;
+    Affine affine;
+    uint4 raw[STREAM_PACKS];
+    Addends addends = {};
+    // What is short comes first, the rings' reads take long.
+    affine.ask(p.prologue, packs);
+    if (finishes) addends.ask_bias(p.epilogue, column);
+    if (ready) read(p.prologue.x, packs, raw);
     const uint32_t mine = shared_address(ring) + lane() * 16;
+    const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.slots : min(p.slots, STREAM_EARLY);
     Ahead ahead = {begin, begin / steps, begin % steps};
     if (begin < end) enter(ahead);
 #pragma unroll 1
-    for (uint32_t i = 0; i < p.slots; ++i) ask(ahead, mine + i * STREAM_SLOT);
-
-    const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
-    const bool finishes = threadIdx.x < units * outputs && column < p.width;
-    uint4 weight[STREAM_AHEAD], raw[STREAM_PACKS];
-    if (p.prologue.norm != NORM_NONE) read(p.prologue.weight, packs, weight);
-    Addends addends = {};
-    if (finishes) addends.ask_bias(p.epilogue, column);
+    for (uint32_t i = 0; i < early; ++i) ask(ahead, mine + i * STREAM_SLOT);
     if (!ready) {
       wait_previous();
       // Not before: so the next kernel may rely on all in front of this one. It has no room here anyway.
       allow_next();
+      read(p.prologue.x, packs, raw);
+#pragma unroll 1
+      for (uint32_t i = early; i < p.slots; ++i) ask(ahead, mine + i * STREAM_SLOT);
     }
-    read(p.prologue.x, packs, raw);
     if (finishes) addends.ask_residuals(p.epilogue, 0, column);
-    stage(raw, weight, scratch);
+    stage(raw, affine, scratch);
 
     multiply(ahead);
     if (ready) wait_previous();

@@ -296,19 +296,16 @@ impl<'a> Writer<'a> {
         step: &Step,
         [first, inside, output, down]: [&Few; 4],
     ) -> Option<(flash_decoding::Beside, Few)> {
-        let [first, inside, output, down] = [
-            first.dense()?,
-            inside.dense()?,
-            output.dense()?,
-            down.dense()?,
-        ];
-        let beside = flash_decoding::Beside::new(&self.launcher, *step, *inside, first)?;
+        let [inside, output, down] = [inside.dense()?, output.dense()?, down.dense()?];
+        let gpu = self.launcher.gpu;
+        let ready = first.dense().is_some_and(|first| first.is_streamed(gpu));
+        let beside = flash_decoding::Beside::new(&self.launcher, *step, *inside, ready)?;
         // The second bias is added as a residual is: there is one row.
         let output = FewRows {
             residuals: [output.residuals[0], down.bias],
             ..*output
         };
-        let pair = output.paired(down, self.launcher.gpu)?;
+        let pair = output.paired(down, gpu)?;
         Some((beside, pair.into()))
     }
 

@@ -41,14 +41,14 @@ struct BesideParams {
 pub(crate) struct Beside {
     pub step: Step,
     pub product: FewRows,
-    /// Whether the product need not wait for the kernel in front.
+    /// Whether the product need not wait for the kernel in front, which writes nothing that it reads and
+    /// begins when all in front of it are complete.
     pub ready: bool,
 }
 
 impl Beside {
-    /// None if there is no kernel for the two. `front` is the product that is launched in front; it writes
-    /// nothing that this one reads.
-    pub fn new(launcher: &Launcher, step: Step, product: FewRows, front: &FewRows) -> Option<Self> {
+    /// None if there is no kernel for the two.
+    pub fn new(launcher: &Launcher, step: Step, product: FewRows, ready: bool) -> Option<Self> {
         let shape = &step.shape;
         let sixteen = [DType::F16, DType::BF16].contains(&shape.cache_dtype);
         let alike = product.w_dtype == shape.cache_dtype && shape.dtype == shape.cache_dtype;
@@ -64,7 +64,7 @@ impl Beside {
         fits.then_some(Self {
             step,
             product,
-            ready: front.is_streamed(launcher.gpu),
+            ready,
         })
     }
 

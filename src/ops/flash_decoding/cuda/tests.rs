@@ -245,9 +245,8 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
                 w_dtype: dtype,
                 out_dtype: dtype,
             };
-            let both = Beside::new(&launcher, prepared.step, product, &product);
-            let mut both = both.expect("a kernel for this head dimension");
-            both.ready = ready;
+            let both = Beside::new(&launcher, prepared.step, product, ready);
+            let both = both.expect("a kernel for this head dimension");
             // SAFETY: the tensors have the sizes that step and product ask for, and outlive the graph.
             let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { both.launch(l) });
             let mut graph = Graph::capture(launcher.gpu, record)?;

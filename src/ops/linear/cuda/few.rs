@@ -2,7 +2,7 @@
 //! weight once.
 
 use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch};
-use super::stream;
+use super::stream::{self, Room};
 use crate::cuda::{Address, Gpu, Grid, Launcher, Module, PIECES, UNALIGNED, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
@@ -204,7 +204,7 @@ impl FewRows {
     fn stream(&self, gpu: &Gpu) -> Option<(Gemv, Grid)> {
         let layer = self.norm.is_some_and(|n| n.kind == NormKind::Layer);
         let faster = self.second.is_some() || (layer && self.is_large());
-        faster.then(|| stream::spread(gpu, self, params(self), stream::most_blocks(gpu)))?
+        faster.then(|| stream::spread(gpu, self, params(self), Room::whole(gpu)))?
     }
 
     /// Whether its weights stream. Then the next kernel of a dependent chain begins only when all in front
@@ -216,7 +216,7 @@ impl FewRows {
     /// The same of any one matrix, on at most so many blocks of a launch that attends too.
     pub fn stream_beside(&self, gpu: &Gpu, blocks: usize) -> Option<(Gemv, Grid)> {
         let one = self.second.is_none();
-        one.then(|| stream::spread(gpu, self, params(self), blocks))?
+        one.then(|| stream::spread(gpu, self, params(self), Room::beside(blocks)))?
     }
 
     /// Whether a warp has more of the weights on the way at once.

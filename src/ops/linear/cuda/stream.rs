@@ -45,32 +45,52 @@ const FIXED_SHARED: usize = 256;
 /// What the driver keeps of a multiprocessor's shared memory for each block.
 const RESERVED: usize = 1024;
 
-/// Blocks of a product that has the GPU to itself, at most.
-pub(super) fn most_blocks(gpu: &Gpu) -> usize {
-    BLOCKS_AT_ONCE[0] * gpu.sms as usize
+/// What a product may take of a GPU.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Of a launch.
+    pub blocks: usize,
+    /// Of a ring.
+    pub slots: usize,
 }
 
-/// Blocks, at most `most`, for so many `units` of rows, the shared memory of each, and the slots of its
-/// rings; none if the GPU has too little.
-fn share(gpu: &Gpu, k: usize, units: usize, most: usize) -> Option<(usize, usize, usize)> {
-    let row = 2 * (k.next_multiple_of(64) + 32);
-    BLOCKS_AT_ONCE.into_iter().find_map(|at_once| {
-        let blocks = units.min(most * at_once / BLOCKS_AT_ONCE[0]).max(1);
-        let sums = 8 * units.div_ceil(blocks);
-        let other = (row + sums).next_multiple_of(16) + FIXED_SHARED;
-        let room = (gpu.shared as usize + RESERVED) / at_once - RESERVED;
-        let fits = |slots: &usize| slots * SLOTS_BYTES + other <= room;
-        let slots = SLOTS.into_iter().find(fits)?;
-        Some((blocks, slots * SLOTS_BYTES + other - FIXED_SHARED, slots))
-    })
+impl Room {
+    /// That of a GPU which does nothing else.
+    pub fn whole(gpu: &Gpu) -> Self {
+        Self {
+            blocks: BLOCKS_AT_ONCE[0] * gpu.sms as usize,
+            slots: SLOTS[0],
+        }
+    }
+
+    /// So many blocks beside others whose reads are not to wait long in line behind those of the weights.
+    pub fn beside(blocks: usize) -> Self {
+        let slots = SLOTS[SLOTS.len() - 1];
+        Self { blocks, slots }
+    }
+
+    /// Blocks for so many `units` of rows, the dynamic shared memory of each, and the slots of its rings;
+    /// none if the GPU has too little.
+    fn share(self, gpu: &Gpu, k: usize, units: usize) -> Option<(usize, usize, usize)> {
+        let row = 2 * (k.next_multiple_of(64) + 32);
+        BLOCKS_AT_ONCE.into_iter().find_map(|at_once| {
+            let blocks = units.min(self.blocks * at_once / BLOCKS_AT_ONCE[0]).max(1);
+            let sums = 8 * units.div_ceil(blocks);
+            let other = (row + sums).next_multiple_of(16);
+            let room = (gpu.shared as usize + RESERVED) / at_once - RESERVED - FIXED_SHARED;
+            let fits = |slots: &usize| *slots <= self.slots && slots * SLOTS_BYTES + other <= room;
+            let slots = SLOTS.into_iter().find(fits)?;
+            Some((blocks, slots * SLOTS_BYTES + other, slots))
+        })
+    }
 }
 
-/// The parameters, and the grid of at most so many blocks; none if the kernels do not take the product.
+/// The parameters, and the grid in that room; none if the kernels do not take the product.
 pub(super) fn spread(
     gpu: &Gpu,
     at: &FewRows,
     mut params: Gemv,
-    most: usize,
+    room: Room,
 ) -> Option<(Gemv, Grid)> {
     let alike = at.x_dtype == at.w_dtype && at.x_dtype != DType::F32;
     let long = at.norm.is_some() && at.k > MOST_K;
@@ -79,7 +99,7 @@ pub(super) fn spread(
     }
     let outputs = if at.width() < at.rows() { 1 } else { 2 };
     let units = at.width().div_ceil(outputs);
-    let (blocks, shared, slots) = share(gpu, at.k, units, most)?;
+    let (blocks, shared, slots) = room.share(gpu, at.k, units)?;
     params.split = slots as u32;
     let grid = Grid::new([blocks as u32, 1, 1], THREADS as u32, shared as u32);
     Some((params, grid))

@@ -2,7 +2,7 @@
 
 use super::few::{FewRows, few_rows, params};
 use super::gemv::{NormAt, NormKind};
-use super::stream;
+use super::stream::{self, Room};
 use crate::cuda::{Launcher, address_of};
 use crate::ops::Activation;
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -166,8 +166,8 @@ fn streamed_products_agree_with_float64() -> Result<()> {
     ] {
         for dtype in [DType::BF16, DType::F16] {
             let one = Product::new(&device, dtype, k, weights, activation, norm)?;
-            let most = stream::most_blocks(launcher.gpu);
-            let streamed = stream::spread(launcher.gpu, &one.at, params(&one.at), most);
+            let room = Room::whole(launcher.gpu);
+            let streamed = stream::spread(launcher.gpu, &one.at, params(&one.at), room);
             // SAFETY: the tensors have the sizes that the product asks for.
             unsafe { stream::launch(&launcher, &one.at, streamed.expect("a kernel"))? };
             let bound = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
