@@ -1,6 +1,9 @@
 // Attention on Hopper: one warpgroup fetches tiles with the bulk copy engine, the others multiply
 // them with asynchronous tensor-core products while their softmax runs (FlashAttention-3, Shah et
 // al. 2024). Takes 16-bit tensors without mask, window and softcap.
+// Other architectures, which the host asks for none of this, have nothing to read here.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
 #include "bulk_copy.cuh"
 #include "flash_attention.cuh"
 #include "wgmma.cuh"
@@ -19,8 +22,6 @@ struct Params {
   int columns;  // batch * heads
   int section;  // columns whose keys and values stay in L2 together
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // How a block is made up: warpgroups that multiply, keys of a tile, and whether they share the keys
 // out. A warpgroup has 64 rows. Either all have the same rows, and each every CONSUMERS-th tile: a
@@ -437,10 +438,6 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const P
       flash_attention_sm90_##KIND##D##_##SUFFIX(const __grid_constant__ Params p) {     \
     attend<TYPE, Config<D, __VA_ARGS__>>(p);                                            \
   }
-#else
-#define ATTENTION(D, KIND, SUFFIX, TYPE, ...)                                           \
-  extern "C" __global__ void flash_attention_sm90_##KIND##D##_##SUFFIX(const __grid_constant__ Params p) {}
-#endif
 
 #define ATTENTIONS(D, KIND, ...)                        \
   ATTENTION(D, KIND, f16, __half, __VA_ARGS__)          \
@@ -454,3 +451,5 @@ ATTENTIONS(128, d, 2, 128, false)
 ATTENTIONS(256, d, 2, 80, false)
 ATTENTIONS(64, shared_d, 2, 128, true)
 ATTENTIONS(128, shared_d, 2, 64, true)
+
+#endif

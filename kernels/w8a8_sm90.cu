@@ -7,6 +7,9 @@
 // For tiles of 128 rows of x and of W the tensor cores ask more of shared memory and of the L2 cache than
 // these give. So N may be 256, and blocks form pairs, one tile of x above the other, each of which
 // fetches one of the two pieces of W for both.
+// Other architectures, which the host asks for none of this, have nothing to read here.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
 #include "bulk_copy.cuh"
 #include "mma.cuh"
 #include "w8a8.cuh"
@@ -19,8 +22,6 @@ struct Params {
   TensorMap weights[3];
   Product product;
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, BLOCK_K = 128;
 constexpr int X_BYTES = ROWS * BLOCK_K;
@@ -357,11 +358,8 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const Params&
     w8a8<N, CLUSTER>(p);                                                                                  \
   }
 
-#else
-#define W8A8(N, CLUSTER) \
-  extern "C" __global__ void w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ Params p) {}
-#endif
-
 W8A8(128, 1)
 W8A8(128, 2)
 W8A8(256, 2)
+
+#endif

@@ -103,6 +103,8 @@ pub struct Contender {
     pub expected: Vec<Expected>,
     /// Whether it is timed in a CUDA graph too, as decoding replays it.
     pub in_graph: bool,
+    /// Whether it is known to be wrong at times, and is left out then.
+    pub doubted: bool,
 }
 
 impl Contender {
@@ -116,6 +118,15 @@ impl Contender {
             call: Box::new(call),
             expected,
             in_graph: false,
+            doubted: false,
+        }
+    }
+
+    /// The same, left out where its results are wrong.
+    pub fn doubted(self) -> Self {
+        Self {
+            doubted: true,
+            ..self
         }
     }
 

@@ -184,6 +184,8 @@ fn contenders(
     // candle has no blocks for activations of 16 bits, and a GPU's yardstick is the dense product.
     let other = match place.device.is_cuda() && dtype != DType::F32 {
         true => tensors.library()?,
+        // On CUDA its product of 8 rows with Q4_0 is off by up to 6 % of the largest output.
+        false if place.device.is_cuda() => contender(CANDLE, stock, Fusion::none())?.doubted(),
         false => contender(CANDLE, stock, Fusion::none())?,
     };
     Ok(vec![other, fused])
