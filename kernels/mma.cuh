@@ -72,6 +72,23 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 #endif
 }
 
+// Likewise, with a policy for the L2 cache.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, uint64_t policy) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+               : "memory");
+#endif
+}
+// The L2 cache's policy for what is read once: it leaves first. A model's weights stream through that cache at
+// every token; all else that a step reads, down to its position, would have to come from memory each time.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 // The same, zeros if `valid` is false.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800

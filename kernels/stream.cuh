@@ -36,6 +36,26 @@ __device__ __forceinline__ void wait_oldest(uint32_t slots) {
   }
 }
 
+// Keys and values that the next kernel of a chain reads, all but those of the newest token. They are fetched
+// into the L2 cache, where they do not stand in line with the weights.
+struct Fetch {
+  const char *k, *v;         // [planes][plane]
+  const uint32_t* position;  // null: nothing is fetched
+  uint32_t planes, plane, row;  // how many, and the bytes of each and of a token
+};
+
+constexpr uint32_t FETCH_LINE = 128, FETCH_MOST = 1 << 17;  // bytes, lines
+
+__device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position, uint32_t block, uint32_t blocks) {
+  const uint32_t bytes = min(uint64_t(position) * f.row, uint64_t(f.plane));
+  const uint32_t lines = min((bytes + FETCH_LINE - 1) / FETCH_LINE, FETCH_MOST / (2 * f.planes));
+  for (uint32_t i = block * GEMV_THREADS + threadIdx.x; i < 2 * f.planes * lines; i += blocks * GEMV_THREADS) {
+    const uint32_t plane = i / lines / 2;
+    const char* from = (i / lines % 2 ? f.v : f.k) + uint64_t(plane) * f.plane + i % lines * FETCH_LINE;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  }
+}
+
 // PAIR: a second matrix goes on where rows of the first end, see Matrix.
 template <typename T, bool PAIR> struct Stream {
   const Gemv& p;
@@ -47,12 +67,13 @@ template <typename T, bool PAIR> struct Stream {
   T* xs;
   float* sums;            // [units][2]: what a unit's first warp has
   float (*rest)[2];       // [warps]: what a warp adds to a unit that another began
+  uint64_t policy;        // of the weights
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
   __device__ Stream(const Gemv& p, uint32_t block, uint32_t blocks, char* memory, float (*rest)[2])
-      : p(p), outputs(gates(p) ? 1 : 2), rest(rest) {
+      : p(p), outputs(gates(p) ? 1 : 2), rest(rest), policy(evict_first()) {
     const uint32_t all = (p.width + outputs - 1) / outputs;
     first = uint64_t(all) * block / blocks;
     units = uint64_t(all) * (block + 1) / blocks - first;
@@ -93,7 +114,7 @@ template <typename T, bool PAIR> struct Stream {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const char* row = PAIR && at >= p.weights[0].border ? a.others[r] : a.rows[r];
-          copy_async(slot + r * (STREAM_SLOT / 2), row + at * sizeof(T));
+          copy_async(slot + r * (STREAM_SLOT / 2), row + at * sizeof(T), policy);
         }
       }
       ++a.at;
@@ -249,8 +270,10 @@ template <typename T, bool PAIR> struct Stream {
 
   // `ready`: the kernel in front does not write x, and all before that one are complete. Then only the
   // outputs wait.
-  __device__ void run(float (*scratch)[GEMV_WARPS], bool ready) const {
+  __device__ void run(float (*scratch)[GEMV_WARPS], bool ready, const Fetch* fetch) const {
     if (ready) allow_next();
+    uint32_t position = 0;
+    if (fetch && fetch->position) position = read_raw(fetch->position, F32, 0);
     const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
     const bool finishes = threadIdx.x < units * outputs && column < p.width;
     Affine affine;
@@ -266,6 +289,7 @@ template <typename T, bool PAIR> struct Stream {
     if (begin < end) enter(ahead);
 #pragma unroll 1
     for (uint32_t i = 0; i < early; ++i) ask(ahead, mine + i * STREAM_SLOT);
+    if (fetch && fetch->position) fetch_lines(*fetch, position, blockIdx.x, gridDim.x);
     if (!ready) {
       wait_previous();
       // Not before: so the next kernel may rely on all in front of this one. It has no room here anyway.
@@ -295,11 +319,11 @@ template <typename T, bool PAIR> struct Stream {
 // The body of a kernel, or of those of its blocks that share the product. Turing has no asynchronous copies,
 // and the host asks it for none of this.
 template <typename T, bool PAIR>
-__device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks, bool ready) {
+__device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks, bool ready, const Fetch* fetch) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];
-  Stream<T, PAIR>(p, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready);
+  Stream<T, PAIR>(p, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready, fetch);
 #endif
 }
 

@@ -266,6 +266,13 @@ impl<'a> Writer<'a> {
             true => self.side_by_side(&step, [&first, &inside, &output, &down]),
             false => None,
         };
+        let first = match (&side, first.dense()) {
+            (Some(_), Some(first)) => Few::from(FewRows {
+                fetch: Some(step.earlier()),
+                ..*first
+            }),
+            _ => first,
+        };
         self.work.push(("qkv", Work::Linear(first)));
         let inside_name = match block.mlp.activation() {
             Activation::SwiGlu => "gate_up",

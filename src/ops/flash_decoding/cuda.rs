@@ -5,6 +5,7 @@ use crate::cuda::{
     Address, Gpu, Grid, Launcher, Module, UNALIGNED, address, address_of, alloc, fatbin,
 };
 use crate::ops::RopeStyle;
+use crate::ops::linear::cuda::Fetch;
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -313,6 +314,19 @@ impl Prepared {
 }
 
 impl Step {
+    /// The keys and values of one sequence's earlier steps.
+    pub fn earlier(&self) -> Fetch {
+        let row = self.shape.head_dim * self.shape.cache_dtype.size_in_bytes();
+        Fetch {
+            k: self.k_cache,
+            v: self.v_cache,
+            position: self.position,
+            planes: self.shape.kv_heads as u32,
+            plane: (self.shape.slots * row) as u32,
+            row: row as u32,
+        }
+    }
+
     /// Whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do.
     fn is_aligned(&self) -> bool {
         let mut caches = [self.k_cache, self.v_cache].into_iter();

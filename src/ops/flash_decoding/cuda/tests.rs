@@ -234,6 +234,7 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
                 }),
                 weights: [(address_of(&w)?, rows), (0, 0), (0, 0)],
                 second: None,
+                fetch: None,
                 bias: address_of(&bias)?,
                 activation: Activation::Gelu,
                 residuals: [0; 2],

@@ -2,7 +2,7 @@
 //! weight once.
 
 use super::gemv::{Core, Gemv, Matrix, NormAt, NormKind, launch};
-use super::stream::{self, Room};
+use super::stream::{self, Fetch, Room};
 use crate::cuda::{Address, Gpu, Grid, Launcher, Module, PIECES, UNALIGNED, fatbin};
 use crate::ops::linear::Activation;
 use crate::ops::view::{dtype_index, float};
@@ -70,6 +70,8 @@ pub(crate) struct FewRows {
     /// A second matrix `[rows, k - border]` beside the only one, which is `[rows, border]` then, and
     /// that border; see [`FewRows::paired`].
     pub second: Option<(Address, usize)>,
+    /// What a kernel that streams its weights fetches for the next one beside them.
+    pub fetch: Option<Fetch>,
     /// `[rows of all weights]`.
     pub bias: Address,
     pub activation: Activation,

@@ -245,6 +245,7 @@ unsafe fn product(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Re
             norm: None,
             weights: [(gemm.weight, gemm.n), (0, 0), (0, 0)],
             second: None,
+            fetch: None,
             bias: gemm.bias,
             activation: Activation::None,
             residuals: [gemm.residual, 0].map(|r| if r == 0 { 0 } else { r + out }),

@@ -18,6 +18,7 @@ mod w8a8;
 pub(crate) use few::{FEW, FewRows};
 pub(crate) use gemv::{Gemv, NormAt, NormKind};
 pub(crate) use parts::{Few, ProductAt, few};
+pub(crate) use stream::Fetch;
 
 use super::Weight;
 use super::launch::LinearOp;

@@ -190,6 +190,7 @@ impl Part {
             norm: at.norm,
             weights: dense,
             second: None,
+            fetch: None,
             bias: at.bias,
             activation: at.activation,
             residuals: at.residuals,

@@ -7,7 +7,7 @@
 
 use super::few::FewRows;
 use super::gemv::Gemv;
-use crate::cuda::{Gpu, Grid, Launcher, Module, fatbin};
+use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
 use candle_core::{DType, Result};
 
 static MODULE: Module = Module::new(
@@ -39,6 +39,9 @@ const SLOTS_BYTES: usize = THREADS / 32 * 1024;
 /// are for GPUs with less shared memory, or longer rows.
 const SLOTS: [usize; 5] = [12, 10, 8, 6, 4];
 
+/// Those of a product that leaves room for others' reads.
+const BESIDE: usize = 6;
+
 /// Static shared memory of the kernel at most.
 const FIXED_SHARED: usize = 256;
 
@@ -65,8 +68,10 @@ impl Room {
 
     /// So many blocks beside others whose reads are not to wait long in line behind those of the weights.
     pub fn beside(blocks: usize) -> Self {
-        let slots = SLOTS[SLOTS.len() - 1];
-        Self { blocks, slots }
+        Self {
+            blocks,
+            slots: BESIDE,
+        }
     }
 
     /// Blocks for so many `units` of rows, the dynamic shared memory of each, and the slots of its rings;
@@ -105,6 +110,28 @@ pub(super) fn spread(
     Some((params, grid))
 }
 
+/// Keys and values that the next kernel of a chain reads, to be fetched into the L2 cache: those of `planes`
+/// heads, `plane` bytes each, in front of the position, of `row` bytes each. `Fetch` of the kernels.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct Fetch {
+    pub k: Address,
+    pub v: Address,
+    /// u32; 0 for nothing to fetch.
+    pub position: Address,
+    pub planes: u32,
+    pub plane: u32,
+    pub row: u32,
+}
+
+/// `Streamed` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Streamed {
+    product: Gemv,
+    fetch: Fetch,
+}
+
 /// Launches what [`spread`] gave for the product.
 ///
 /// # Safety
@@ -116,10 +143,14 @@ pub(super) unsafe fn launch(
 ) -> Result<()> {
     let bf16 = usize::from(at.w_dtype == DType::BF16);
     let pair = if at.second.is_some() { PAIR } else { 0 };
-    // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
+    let streamed = Streamed {
+        product: params,
+        fetch: at.fetch.unwrap_or_default(),
+    };
+    // SAFETY: the kernels take `Streamed`; the addresses are the caller's.
     unsafe {
         launcher
             .moving(at.bytes() as u64)
-            .run(&MODULE, pair + bf16, grid, &params)
+            .run(&MODULE, pair + bf16, grid, &streamed)
     }
 }

@@ -96,6 +96,7 @@ impl Product {
             norm: norm.map(norm_at),
             weights,
             second: None,
+            fetch: None,
             bias: address_of(&bias.on)?,
             activation,
             residuals: [address_of(&residual.on)?, 0],
