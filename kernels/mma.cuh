@@ -72,13 +72,18 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 #endif
 }
 
-// Likewise, with a policy for the L2 cache.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, uint64_t policy) {
+// The same, zeros if `valid` is false.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+#else
+  uint4 value = make_uint4(0, 0, 0, 0);
+  if (valid) value = *static_cast<const uint4*>(from);
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w));
 #endif
 }
+
 // The L2 cache's policy for what is read once: it leaves first. A model's weights stream through that cache at
 // every token; all else that a step reads, down to its position, would have to come from memory each time.
 __device__ __forceinline__ uint64_t evict_first() {
@@ -89,15 +94,11 @@ __device__ __forceinline__ uint64_t evict_first() {
   return policy;
 }
 
-// The same, zeros if `valid` is false.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
+// 16 bytes to shared memory with such a policy; nothing before sm_80.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, uint64_t policy) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
-#else
-  uint4 value = make_uint4(0, 0, 0, 0);
-  if (valid) value = *static_cast<const uint4*>(from);
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+               : "memory");
 #endif
 }
 

@@ -2,7 +2,7 @@
 
 use super::few::{FewRows, few_rows, params};
 use super::gemv::{NormAt, NormKind};
-use super::stream::{self, Room};
+use super::stream::{self, Fetch, Room};
 use crate::cuda::{Launcher, address_of};
 use crate::ops::Activation;
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -147,6 +147,35 @@ fn product(w: &Both, x: &Tensor) -> Result<Tensor> {
     w.exact.matmul(&x.unsqueeze(1)?)?.squeeze(1)
 }
 
+/// Keys and values that are fetched beside a product, and a position.
+struct Cache {
+    kv: Both,
+    position: Tensor,
+}
+
+impl Cache {
+    /// 70 tokens of two heads, of which 69 are there.
+    fn new(device: &Device) -> Result<Self> {
+        Ok(Self {
+            kv: Both::new(device, DType::F16, &[2, 2, 70, 72], 1.)?,
+            position: Tensor::new(&[69u32], device)?,
+        })
+    }
+
+    fn fetch(&self) -> Result<Fetch> {
+        let (row, plane) = (2 * 72, 2 * 72 * 70);
+        let k = address_of(&self.kv.on)?;
+        Ok(Fetch {
+            k,
+            v: k + 2 * u64::from(plane),
+            position: address_of(&self.position)?,
+            planes: 2,
+            plane,
+            row,
+        })
+    }
+}
+
 #[test]
 fn streamed_products_agree_with_float64() -> Result<()> {
     let Ok(device) = Device::new_cuda(0) else {
@@ -154,6 +183,7 @@ fn streamed_products_agree_with_float64() -> Result<()> {
     };
     let launcher = Launcher::new(device.as_cuda_device()?)?;
     let (layer, rms) = (Some(NormKind::Layer), Some(NormKind::Rms));
+    let cache = Cache::new(&device)?;
     // Rows that units and blocks do not divide, k that steps do not, several matrices, long rows.
     for (k, weights, activation, norm) in [
         (2048, [4097, 0, 0], Activation::None, None),
@@ -167,10 +197,14 @@ fn streamed_products_agree_with_float64() -> Result<()> {
     ] {
         for dtype in [DType::BF16, DType::F16] {
             let one = Product::new(&device, dtype, k, weights, activation, norm)?;
+            let at = FewRows {
+                fetch: Some(cache.fetch()?),
+                ..one.at
+            };
             let room = Room::whole(launcher.gpu);
-            let streamed = stream::spread(launcher.gpu, &one.at, params(&one.at), room);
+            let streamed = stream::spread(launcher.gpu, &at, params(&at), room);
             // SAFETY: the tensors have the sizes that the product asks for.
-            unsafe { stream::launch(&launcher, &one.at, streamed.expect("a kernel"))? };
+            unsafe { stream::launch(&launcher, &at, streamed.expect("a kernel"))? };
             let bound = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
             let what = format!("{k} {weights:?} {activation:?} {dtype:?}");
             assert_close(&one.y, &one.expected(&one.x.exact)?, bound, &what)?;
