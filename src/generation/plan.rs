@@ -20,7 +20,7 @@ enum Work {
     Embedding(Lookup),
     Linear(Few),
     Attention(Step),
-    Beside(flash_decoding::Beside),
+    Beside(Box<flash_decoding::Beside>),
     Sample(sample::Step),
 }
 
@@ -107,12 +107,12 @@ impl Plan {
     /// Bytes of keys and values that a part of a step reads when the sequences stand at `positions`.
     pub fn cache_bytes(&self, part: &str, positions: &[usize]) -> u64 {
         let keys: usize = positions.iter().map(|p| p + 1).sum();
+        let of = |shape: &StepShape| {
+            2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes()
+        };
         let row = |work: &Work| match work {
-            Work::Attention(Step { shape, .. })
-            | Work::Beside(flash_decoding::Beside {
-                step: Step { shape, .. },
-                ..
-            }) => 2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes(),
+            Work::Attention(step) => of(&step.shape),
+            Work::Beside(both) => of(&both.step.shape),
             _ => 0,
         };
         self.work
@@ -279,7 +279,7 @@ impl<'a> Writer<'a> {
             _ => "up",
         };
         if let Some((beside, pair)) = side {
-            self.work.push((BESIDE, Work::Beside(beside)));
+            self.work.push((BESIDE, Work::Beside(Box::new(beside))));
             self.work.push(("output+down", Work::Linear(pair)));
             return Ok(true);
         }
