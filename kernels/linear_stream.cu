@@ -11,7 +11,7 @@ struct Streamed {
 
 #define STREAM(NAME, TYPE, PAIR)                                                                           \
   extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2) NAME(const __grid_constant__ Streamed p) { \
-    stream<TYPE, PAIR>(p.product, blockIdx.x, gridDim.x, false, &p.fetch);                                 \
+    stream<TYPE, PAIR>(p.product, blockIdx.x, gridDim.x, false, p.fetch);                                  \
   }
 
 STREAM(linear_stream_f16, __half, false)

@@ -46,10 +46,10 @@ struct Fetch {
 
 constexpr uint32_t FETCH_LINE = 128, FETCH_MOST = 1 << 17;  // bytes, lines
 
-__device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position, uint32_t block, uint32_t blocks) {
+__device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position) {
   const uint32_t bytes = min(uint64_t(position) * f.row, uint64_t(f.plane));
   const uint32_t lines = min((bytes + FETCH_LINE - 1) / FETCH_LINE, FETCH_MOST / (2 * f.planes));
-  for (uint32_t i = block * GEMV_THREADS + threadIdx.x; i < 2 * f.planes * lines; i += blocks * GEMV_THREADS) {
+  for (uint32_t i = blockIdx.x * GEMV_THREADS + threadIdx.x; i < 2 * f.planes * lines; i += gridDim.x * GEMV_THREADS) {
     const uint32_t plane = i / lines / 2;
     const char* from = (i / lines % 2 ? f.v : f.k) + uint64_t(plane) * f.plane + i % lines * FETCH_LINE;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
@@ -270,10 +270,10 @@ template <typename T, bool PAIR> struct Stream {
 
   // `ready`: the kernel in front does not write x, and all before that one are complete. Then only the
   // outputs wait.
-  __device__ void run(float (*scratch)[GEMV_WARPS], bool ready, const Fetch* fetch) const {
+  __device__ void run(float (*scratch)[GEMV_WARPS], bool ready, const Fetch& fetch) const {
     if (ready) allow_next();
     uint32_t position = 0;
-    if (fetch && fetch->position) position = read_raw(fetch->position, F32, 0);
+    if (fetch.position) position = read_raw(fetch.position, F32, 0);
     const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
     const bool finishes = threadIdx.x < units * outputs && column < p.width;
     Affine affine;
@@ -289,7 +289,7 @@ template <typename T, bool PAIR> struct Stream {
     if (begin < end) enter(ahead);
 #pragma unroll 1
     for (uint32_t i = 0; i < early; ++i) ask(ahead, mine + i * STREAM_SLOT);
-    if (fetch && fetch->position) fetch_lines(*fetch, position, blockIdx.x, gridDim.x);
+    if (fetch.position) fetch_lines(fetch, position);
     if (!ready) {
       wait_previous();
       // Not before: so the next kernel may rely on all in front of this one. It has no room here anyway.
@@ -319,7 +319,7 @@ template <typename T, bool PAIR> struct Stream {
 // The body of a kernel, or of those of its blocks that share the product. Turing has no asynchronous copies,
 // and the host asks it for none of this.
 template <typename T, bool PAIR>
-__device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks, bool ready, const Fetch* fetch) {
+__device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks, bool ready, const Fetch& fetch) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];

@@ -66,7 +66,7 @@ fn longest(place: &Place, case: &Case, quick: bool) -> f64 {
     }
 }
 
-/// Checks every contender, then times them in turns. What is not ours and wrong is left out, and said.
+/// Checks every contender, then times them in turns. What is doubted and wrong is left out, and said.
 fn measure(
     place: &Place,
     limits: &Limits,

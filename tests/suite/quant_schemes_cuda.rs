@@ -127,8 +127,8 @@ fn tolerance(scheme: Scheme, m: usize, normed: bool) -> f64 {
     }
 }
 
-/// Rows of x: few, tens, and so many that codes become dense first. What takes those is a library's, for
-/// whose kernels a sanitizer takes minutes.
+/// Rows of x: few, which kernels of ours take, tens, and so many that all but INT8's codes become dense for a
+/// library's product. Each is a test of its own, so that a sanitizer ends within minutes.
 const FEW: [usize; 6] = [1, 2, 3, 4, 5, 8];
 const TENS: [usize; 4] = [9, 16, 33, 128];
 const MANY: [usize; 1] = [300];

@@ -122,12 +122,9 @@ impl Contender {
         }
     }
 
-    /// The same, left out where its results are wrong.
-    pub fn doubted(self) -> Self {
-        Self {
-            doubted: true,
-            ..self
-        }
+    /// The same, left out where its results are wrong if it is `doubted`.
+    pub fn doubted(self, doubted: bool) -> Self {
+        Self { doubted, ..self }
     }
 
     /// The same, timed in a graph too if it has few enough rows: so many sequences decode side by side.
