@@ -110,8 +110,9 @@ fn pythia(hidden: usize, layers: usize, heads: usize) -> Value {
 /// rows that leave the norms keep the logits of any depth near 1.
 const DEVIATION: f64 = 0.02;
 
-/// Weights made when a loader asks for them, so that no second copy is ever held: evenly distributed,
-/// around 1 in the norms, and the same at every call for the same name.
+/// Weights made when a loader asks for them and where it wants them, so that no second copy is ever
+/// held: evenly distributed, around 1 in the norms, and the same at every call for the same name on the
+/// same kind of device.
 pub struct RandomWeights {
     /// Whether there is a head beside the embedding.
     pub own_head: bool,
@@ -128,6 +129,9 @@ impl SimpleBackend for RandomWeights {
     ) -> Result<Tensor> {
         let norm = shape.rank() == 1 && name.ends_with(".weight");
         let mean = if norm { 1. } else { 0. };
+        if device.is_cuda() {
+            return random_on_gpu(&shape, name, mean, dtype, device);
+        }
         let tensor = match dtype {
             DType::F32 => random::<f32>(shape, name, mean)?,
             DType::F16 => random::<half::f16>(shape, name, mean)?,
@@ -147,11 +151,42 @@ impl SimpleBackend for RandomWeights {
     }
 }
 
+/// FNV-1a of a name.
+fn seed_of(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
+}
+
+/// What the values lie between, around their mean.
+fn half_range() -> f64 {
+    DEVIATION * 3f64.sqrt()
+}
+
+/// Made by the GPU's generator, part after part: it makes f32 only, and a whole matrix of that would be
+/// more memory than the model takes.
+fn random_on_gpu(
+    shape: &candle_core::Shape,
+    name: &str,
+    mean: f64,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    const PART: usize = 1 << 22;
+    device.set_seed(seed_of(name))?;
+    let count = shape.elem_count();
+    let values = Tensor::zeros(count, dtype, device)?;
+    let (least, most) = (mean - half_range(), mean + half_range());
+    for at in (0..count).step_by(PART) {
+        let part = Tensor::rand(least as f32, most as f32, PART.min(count - at), device)?;
+        values.slice_set(&part.to_dtype(dtype)?, 0, at)?;
+    }
+    values.reshape(shape)
+}
+
 /// Made on the host by all its threads: value `i` depends on the name and on `i` alone.
 fn random<T: WithDType>(shape: candle_core::Shape, name: &str, mean: f64) -> Result<Tensor> {
-    let seed = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-    });
+    let seed = seed_of(name);
     let mut values = vec![T::zero(); shape.elem_count()];
     let threads = thread::available_parallelism().map_or(1, usize::from);
     let part = values.len().div_ceil(threads).max(1 << 16);
@@ -159,7 +194,7 @@ fn random<T: WithDType>(shape: candle_core::Shape, name: &str, mean: f64) -> Res
         for (at, part) in (0..).step_by(part).zip(values.chunks_mut(part)) {
             scope.spawn(move || {
                 for (i, value) in (at..).zip(part) {
-                    *value = T::from_f64(mean + DEVIATION * 3f64.sqrt() * even(seed, i));
+                    *value = T::from_f64(mean + half_range() * even(seed, i));
                 }
             });
         }

@@ -197,8 +197,11 @@ macro_rules! products_stay_near_those_of_the_codes {
 
 products_stay_near_those_of_the_codes! {
     int8: |scheme| scheme == Scheme::Int8;
-    int4: |scheme| matches!(scheme, Scheme::Int4 { .. });
-    ternary: is_ternary;
+    int4_groups_of_32: |scheme| matches!(scheme, Scheme::Int4 { group: 32, .. });
+    int4_groups_of_64: |scheme| matches!(scheme, Scheme::Int4 { group: 64, .. });
+    int4_groups_of_128: |scheme| matches!(scheme, Scheme::Int4 { group: 128, .. });
+    ternary_rows: |scheme| is_ternary(scheme) && scheme.group().is_none();
+    ternary_groups: |scheme| is_ternary(scheme) && scheme.group().is_some();
 }
 
 #[derive(Debug)]

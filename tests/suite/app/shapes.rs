@@ -1,4 +1,4 @@
-use candle_core::{DType, Device, Shape as Dims};
+use candle_core::{DType, Result, Shape as Dims};
 use candle_nn::var_builder::SimpleBackend;
 use clap::ValueEnum;
 
@@ -6,7 +6,7 @@ use crate::common::architecture::Config;
 use crate::common::shapes::{RandomWeights, Shape, tokens};
 use crate::common::source::ModelFiles;
 use crate::common::weights::{self, Weights};
-use crate::support::values;
+use crate::support::{devices, values};
 
 #[test]
 fn every_shape_is_a_configuration() {
@@ -27,36 +27,37 @@ fn every_shape_is_a_configuration() {
 }
 
 #[test]
-fn random_weights_are_the_same_at_every_call() {
+fn random_weights_are_the_same_at_every_call() -> Result<()> {
     let weights = RandomWeights { own_head: false };
-    let get = |dims: &[usize], name: &str, dtype| {
-        let init = candle_nn::Init::Const(0.);
-        weights
-            .get(Dims::from(dims), name, init, dtype, &Device::Cpu)
-            .unwrap()
-    };
-    // More than one thread's share.
-    let matrix = get(&[400, 500], "a.weight", DType::F32);
-    let all = values(&matrix).unwrap();
-    // Not assert_eq, which would print them all.
-    assert!(all == values(&get(&[400, 500], "a.weight", DType::F32)).unwrap());
-    assert!(all != values(&get(&[400, 500], "b.weight", DType::F32)).unwrap());
-    let narrow = values(&get(&[400, 500], "a.weight", DType::BF16)).unwrap();
-    // Half a unit in the last of eight bits.
-    let mut pairs = all.iter().zip(&narrow);
-    assert!(pairs.all(|(a, b)| (a - b).abs() <= a.abs() / 256.));
-    let mean = all.iter().sum::<f64>() / all.len() as f64;
-    let variance = all.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / all.len() as f64;
-    // Both within five standard errors.
-    assert!(mean.abs() < 5. * 0.02 / (all.len() as f64).sqrt(), "{mean}");
-    assert!((variance.sqrt() / 0.02 - 1.).abs() < 0.01, "{variance}");
+    for device in devices() {
+        let get = |dims: &[usize], name: &str, dtype| {
+            let init = candle_nn::Init::Const(0.);
+            values(&weights.get(Dims::from(dims), name, init, dtype, &device)?)
+        };
+        // More than one thread's share, and more than one part of a GPU's.
+        let dims = [400, if device.is_cuda() { 15_000 } else { 500 }];
+        let all = get(&dims, "a.weight", DType::F32)?;
+        // Not assert_eq, which would print them all.
+        assert!(all == get(&dims, "a.weight", DType::F32)?);
+        assert!(all != get(&dims, "b.weight", DType::F32)?);
+        let narrow = get(&dims, "a.weight", DType::BF16)?;
+        // Half a unit in the last of eight bits.
+        let mut pairs = all.iter().zip(&narrow);
+        assert!(pairs.all(|(a, b)| (a - b).abs() <= a.abs() / 256.));
+        let mean = all.iter().sum::<f64>() / all.len() as f64;
+        let variance = all.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / all.len() as f64;
+        // Both within five standard errors.
+        assert!(mean.abs() < 5. * 0.02 / (all.len() as f64).sqrt(), "{mean}");
+        assert!((variance.sqrt() / 0.02 - 1.).abs() < 0.01, "{variance}");
 
-    let norm = values(&get(&[64], "norm.weight", DType::F32)).unwrap();
-    assert!(norm.iter().all(|v| (v - 1.).abs() < 0.04));
-    let bias = values(&get(&[64], "norm.bias", DType::F32)).unwrap();
-    assert!(bias.iter().all(|v| v.abs() < 0.04) && bias.iter().any(|v| *v != 0.));
+        let norm = get(&[64], "norm.weight", DType::F32)?;
+        assert!(norm.iter().all(|v| (v - 1.).abs() < 0.04));
+        let bias = get(&[64], "norm.bias", DType::F32)?;
+        assert!(bias.iter().all(|v| v.abs() < 0.04) && bias.iter().any(|v| *v != 0.));
+    }
     assert!(!weights.contains_tensor("lm_head.weight"));
     assert!(RandomWeights { own_head: true }.contains_tensor("lm_head.weight"));
+    Ok(())
 }
 
 #[test]
