@@ -86,17 +86,22 @@ __device__ __forceinline__ Best better(Best a, Best b) {
   return second ? b : a;
 }
 
-__device__ Best block_best(Best best, Best* scratch) {
+__device__ Best warp_best(Best best) {
 #pragma unroll
   for (int offset = WARP / 2; offset > 0; offset /= 2) {
-    const Best other = {__shfl_xor_sync(FULL, best.score, offset), __shfl_xor_sync(FULL, best.token, offset)};
-    best = better(best, other);
+    best = better(best, {__shfl_xor_sync(FULL, best.score, offset), __shfl_xor_sync(FULL, best.token, offset)});
   }
-  __syncthreads();
-  if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = best;
-  __syncthreads();
-  for (int i = 0; i < WARPS; ++i) best = better(best, scratch[i]);
   return best;
+}
+
+// The best of a block, in all threads of its first warp.
+__device__ Best block_best(Best best, Best* scratch) {
+  static_assert(WARPS == WARP, "a lane for each warp");
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  best = warp_best(best);
+  if (lane == 0) scratch[warp] = best;
+  __syncthreads();
+  return warp == 0 ? warp_best(scratch[lane]) : best;
 }
 
 constexpr int DIGIT = 11;
@@ -176,7 +181,7 @@ __device__ uint32_t select(const float* scores, uint32_t vocab, float top, uint3
   return prefix;
 }
 
-// The draw among the tokens that top-k and top-p keep.
+// The draw among the tokens that top-k and top-p keep, in the first warp.
 __device__ Best restricted(const Params& p, const Settings& s, uint32_t b, uint32_t draw, float top,
                            Bins& bins, Best* scratch) {
   const float* scores = p.scores + uint64_t(b) * p.vocab;
@@ -191,22 +196,42 @@ __device__ Best restricted(const Params& p, const Settings& s, uint32_t b, uint3
   return block_best(best, scratch);
 }
 
-// What the next step finds: the token, one position further, and the host's copy.
-__device__ void leave(const Params& p, uint32_t b, uint32_t token) {
+// What the next step finds: the token at `position`, and the host's copy of it if there is a `step` to count.
+__device__ void leave(const Params& p, uint32_t b, uint32_t token, uint32_t position, uint32_t step) {
   p.token[b] = token;
-  const uint32_t next = p.position[b] + 1;
-  p.position[b] = next;
-  if (p.history) p.history[uint64_t(b) * p.history_slots + next % p.history_slots] = token;
-  if (p.step) {
-    const uint32_t step = p.step[b];
-    p.step[b] = step + 1;
-    if (p.mailbox) {
-      // One 8-byte store: the host sees all of it or nothing.
-      volatile unsigned long long* slot =
-          p.mailbox + uint64_t(step % p.mail_slots) * gridDim.y + b;
-      *slot = (static_cast<unsigned long long>(step + 1) << 32) | token;
-    }
+  p.position[b] = position;
+  if (p.history) p.history[uint64_t(b) * p.history_slots + position % p.history_slots] = token;
+  if (!p.step) return;
+  p.step[b] = step + 1;
+  if (!p.mailbox) return;
+  // One 8-byte store: the host sees all of it or nothing.
+  volatile unsigned long long* slot = p.mailbox + uint64_t(step % p.mail_slots) * gridDim.y + b;
+  *slot = (static_cast<unsigned long long>(step + 1) << 32) | token;
+}
+
+// The first warp: leaves its block's best, and whether this was the last block to do so. Then `best`
+// becomes that of all blocks.
+__device__ bool gather(const Params& p, uint32_t b, Best& best) {
+  const uint32_t lane = threadIdx.x;
+  float2* partial = p.partial + uint64_t(b) * gridDim.x;
+  bool last = false;
+  if (lane == 0) {
+    partial[blockIdx.x] = make_float2(best.score, __uint_as_float(best.token));
+    // The block's scores too: a barrier lies between them and this thread.
+    __threadfence();
+    last = atomicAdd(&p.arrived[b], 1) == gridDim.x - 1;
   }
+  last = __shfl_sync(FULL, last, 0);
+  if (!last) return false;
+  __threadfence();
+  best = {-INFINITY, NONE};
+  for (uint32_t i = lane; i < gridDim.x; i += WARP) {
+    const float2 one = __ldcg(partial + i);
+    best = better(best, {one.x, __float_as_uint(one.y)});
+  }
+  best = warp_best(best);
+  if (lane == 0) p.arrived[b] = 0;
+  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Params p) {
@@ -214,19 +239,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
   __shared__ Best scratch[WARPS];
   __shared__ Bins bins;
   __shared__ bool last;
+  __shared__ Best found;
   const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
   const uint32_t end = min(begin + p.slice, p.vocab);
   allow_next();
-  wait_previous();
   const Settings s = p.settings[b];
   const bool greedy = s.inverse_temperature == 0.f;
   const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
-  const uint32_t draw = p.position[b] + 1;
+  const bool penalised = p.history && s.penalty != 1.f;
   const float scale = greedy ? 1.f : s.inverse_temperature;
   const uint64_t row = uint64_t(b) * p.vocab;
-  for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) slice[i - begin] = logit(p, row + i) * scale;
-  __syncthreads();
-  if (p.history && s.penalty != 1.f) {
+  wait_previous();
+  const uint32_t draw = p.position[b] + 1, step = p.step ? p.step[b] : 0;
+  if (penalised) {
+    for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) slice[i - begin] = logit(p, row + i) * scale;
+    __syncthreads();
     const uint32_t known = min(min(s.last_n, p.history_slots), draw);
     for (uint32_t i = threadIdx.x; i < known; i += THREADS) {
       const uint32_t t = p.history[uint64_t(b) * p.history_slots + (draw - 1 - i) % p.history_slots];
@@ -240,28 +267,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
   }
   Best best = {-INFINITY, NONE};
   for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) {
-    float score = slice[i - begin];
+    float score = penalised ? slice[i - begin] : logit(p, row + i) * scale;
     if (!all) p.scores[row + i] = score;
     if (all && !greedy) score += gumbel(s, draw, i);
     best = better(best, {score, i});
   }
   best = block_best(best, scratch);
-  if (threadIdx.x == 0) p.partial[uint64_t(b) * gridDim.x + blockIdx.x] = make_float2(best.score, __uint_as_float(best.token));
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(&p.arrived[b], 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  best = {-INFINITY, NONE};
-  for (uint32_t i = threadIdx.x; i < gridDim.x; i += THREADS) {
-    const float2 one = __ldcg(&p.partial[uint64_t(b) * gridDim.x + i]);
-    best = better(best, {one.x, __float_as_uint(one.y)});
+  bool gathered = false;
+  if (threadIdx.x < WARP) gathered = gather(p, b, best);
+  if (!all) {
+    if (threadIdx.x == 0) last = gathered, found = best;
+    __syncthreads();
+    if (!last) return;
+    // Nothing is drawn where no logit is a number.
+    if (found.token != NONE) best = restricted(p, s, b, draw, found.score, bins, scratch);
   }
-  best = block_best(best, scratch);
-  if (!all && best.token != NONE) best = restricted(p, s, b, draw, best.score, bins, scratch);
-  if (threadIdx.x == 0) {
-    p.arrived[b] = 0;
-    leave(p, b, best.token);
-  }
+  if (gathered && threadIdx.x == 0) leave(p, b, best.token, draw, step);
 }
