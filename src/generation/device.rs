@@ -17,6 +17,10 @@ use std::marker::PhantomData;
 /// grows with them.
 const MOST_TOKENS: usize = 4096;
 
+/// Steps of a graph where the GPU may be ahead of the host by as many: between two graphs it pauses for some
+/// microseconds.
+const TOGETHER: usize = 2;
+
 /// Chains of kernels for one model, its caches and its sequences.
 pub(super) struct OnDevice {
     decoder: Decoder,
@@ -27,6 +31,8 @@ pub(super) struct OnDevice {
     /// For each sequence, its part of every layer.
     caches: Vec<Vec<prefill::Cache>>,
     graph: Recorded,
+    /// Steps that the graph has in a row.
+    together: usize,
     ahead: usize,
     positions: usize,
     /// Candle's default stream is that of the calling thread: on another thread nothing would wait
@@ -74,6 +80,11 @@ impl OnDevice {
             } else {
                 Recorded::Unwanted
             },
+            together: if options.ahead < TOGETHER {
+                1
+            } else {
+                TOGETHER
+            },
             ahead: options.ahead.min(MAIL_SLOTS - 1),
             positions: options.positions,
             _thread: PhantomData,
@@ -89,7 +100,7 @@ impl OnDevice {
 
     pub fn kernels_per_step(&self) -> usize {
         match &self.graph {
-            Recorded::Done(graph) => graph.kernels(),
+            Recorded::Done(graph) => graph.kernels() / self.together,
             _ => self.plan.len(),
         }
     }
@@ -126,9 +137,15 @@ impl OnDevice {
         if !self.state.is_current() {
             self.state.upload(sequences)?;
         }
-        while self.state.in_flight() < room.min(1 + self.ahead) {
+        let most = room.min(1 + self.ahead);
+        while self.state.in_flight() + self.together <= most {
             self.launch()?;
-            self.state.launched();
+            self.state.launched(self.together);
+        }
+        if self.state.in_flight() == 0 {
+            // There is no room for as many as the graph has.
+            self.plan.launch(&Launcher::new(&self.device)?)?;
+            self.state.launched(1);
         }
         let tokens = self.state.receive()?;
         let mut begun = sequences
@@ -189,10 +206,13 @@ impl OnDevice {
         Ok(times)
     }
 
+    /// As many steps as the graph has.
     fn launch(&mut self) -> Result<()> {
         let launcher = Launcher::new(&self.device)?;
+        let (plan, together) = (&self.plan, self.together);
+        let steps = |launcher: &Launcher| (0..together).try_for_each(|_| plan.launch(launcher));
         if let Recorded::Due = self.graph {
-            self.graph = match Graph::capture(launcher.gpu, |launcher| self.plan.launch(launcher)) {
+            self.graph = match Graph::capture(launcher.gpu, steps) {
                 Ok(graph) => Recorded::Done(graph),
                 Err(error) => {
                     let why = error.to_string();
@@ -205,7 +225,7 @@ impl OnDevice {
             // SAFETY: the plan owns or shares every buffer whose address was recorded, and is
             // dropped behind the stream's work.
             Recorded::Done(graph) => unsafe { graph.launch(launcher.stream) },
-            _ => self.plan.launch(&launcher),
+            _ => steps(&launcher),
         }
     }
 }

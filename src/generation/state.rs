@@ -189,9 +189,9 @@ impl State {
         Ok(())
     }
 
-    /// Counts a step as launched.
-    pub fn launched(&mut self) {
-        self.launched += 1;
+    /// Counts steps as launched.
+    pub fn launched(&mut self, steps: usize) {
+        self.launched += steps as u32;
     }
 
     /// Steps that are launched and not read.

@@ -133,9 +133,16 @@ const FEW: [usize; 6] = [1, 2, 3, 4, 5, 8];
 const TENS: [usize; 4] = [9, 16, 33, 128];
 const MANY: [usize; 1] = [300];
 
+/// Types of x.
+const ALL: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// Those of which tens of rows are multiplied by kernels of ours: tens of f16 go to a library's, of which a
+/// sanitizer does not come to an end.
+const OURS: [DType; 2] = [DType::F32, DType::BF16];
+
 /// A matrix of the scheme and some of another beside it, every prologue, epilogue and type of x, and widths
 /// that do not divide by a step.
-fn products(takes: impl Fn(Scheme) -> bool, rows: &[usize]) -> Result<()> {
+fn products(takes: impl Fn(Scheme) -> bool, rows: &[usize], dtypes: &[DType]) -> Result<()> {
     for device in gpus() {
         for (s, scheme) in SCHEMES.into_iter().enumerate().filter(|(_, s)| takes(*s)) {
             for (i, k) in [100usize, 96, 192, 384, 576, 1024, 4096, 14336]
@@ -154,7 +161,7 @@ fn products(takes: impl Fn(Scheme) -> bool, rows: &[usize]) -> Result<()> {
                         m,
                         k,
                         n: [24, 40, 130][(i + j) % 3],
-                        dtype: [DType::F32, DType::BF16, DType::F16][(s + i + j) % 3],
+                        dtype: ALL[(s + i + j) % 3],
                         norm: (i + j + s) % 3,
                         activation: [
                             Activation::None,
@@ -163,7 +170,9 @@ fn products(takes: impl Fn(Scheme) -> bool, rows: &[usize]) -> Result<()> {
                             Activation::Silu,
                         ][(i + 2 * j + s) % 4],
                     };
-                    case.check(&device)?;
+                    if dtypes.contains(&case.dtype) {
+                        case.check(&device)?;
+                    }
                 }
             }
         }
@@ -179,17 +188,22 @@ macro_rules! products_stay_near_those_of_the_codes {
 
             #[test]
             fn products_of_few_rows() -> Result<()> {
-                products($takes, &FEW)
+                products($takes, &FEW, &ALL)
             }
 
             #[test]
             fn products_of_tens_of_rows() -> Result<()> {
-                products($takes, &TENS)
+                products($takes, &TENS, &OURS)
+            }
+
+            #[test]
+            fn products_of_tens_of_rows_in_f16() -> Result<()> {
+                products($takes, &TENS, &[DType::F16])
             }
 
             #[test]
             fn products_of_many_rows() -> Result<()> {
-                products($takes, &MANY)
+                products($takes, &MANY, &ALL)
             }
         })*
     };
