@@ -213,8 +213,8 @@ template <class Format> struct CodeStream {
       } else if (step < steps) {
         Format::template multiply<1>(codes, scales, x, step, lane, own);
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + 8 * slot.stage);
+      // Each lane for itself: no slower than one for all, and racecheck follows it.
+      barrier_arrive(empty + 8 * slot.stage);
       slot.next(p.slots);
     }
     float y[2];
@@ -226,7 +226,7 @@ template <class Format> struct CodeStream {
     const uint32_t warp = threadIdx.x / WARP;
     if (threadIdx.x < p.slots) {
       barrier_init(full + 8 * threadIdx.x, 1);
-      barrier_init(empty + 8 * threadIdx.x, STREAM_WARPS);
+      barrier_init(empty + 8 * threadIdx.x, STREAM_THREADS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
