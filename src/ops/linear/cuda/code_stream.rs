@@ -1,8 +1,8 @@
 //! One row of x and weights in INT4 or ternary codes, on Hopper: the host's side of
 //! `kernels/code_stream.cuh`.
 //!
-//! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 48.0 us in INT4
-//! and 30.2 us in ternary; by the kernels for several rows they took 60.2 and 40.9.
+//! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 46.9 us in INT4
+//! and 29.9 us in ternary; by the kernels for several rows they take 59.7 and 40.8.
 
 use super::gemv::Gemv;
 use crate::cuda::{Gpu, Grid};
