@@ -34,9 +34,32 @@ __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t phase) {
       : "memory");
 }
 
+// Whether it is over.
+__device__ __forceinline__ bool barrier_over(uint32_t at, uint32_t phase) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(over)
+      : "r"(at), "r"(phase)
+      : "memory");
+  return over;
+}
+
 // Fetches the description of a tensor ahead of its first use.
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// `bytes`, a multiple of 16, from and to multiples of 16, with a policy of the L2 cache; the barrier is told.
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 
 // A tile of `map` to shared memory; the barrier is told of its bytes.

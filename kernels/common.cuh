@@ -106,6 +106,11 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float v, float* 
   return total;
 }
 
+// A barrier for the first `threads` of a block, which are whole warps: the others do something else.
+__device__ __forceinline__ void sync_first(uint32_t threads) {
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+
 // Programmatic dependent launch (compute capability 9.0 and up; nothing elsewhere). A kernel lets
 // the next one start early, and waits for the one before to be complete and visible. Every thread
 // that reads what an earlier kernel wrote, or writes anything global, waits first; weights, which

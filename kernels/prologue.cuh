@@ -25,12 +25,24 @@ template <typename S> __device__ __forceinline__ uint32_t staged_pitch(uint32_t 
   return sizeof(S) == 4 ? (k + 3) / 4 * 4 : (k + 63) / 64 * 64 + 32;
 }
 
-// Who stages a row: the whole block, or a warp if there are several rows.
+// Who stages a row: the whole block, or its first `threads`; or a warp if there are several rows.
 struct Team {
   bool block;
+  uint32_t threads;
+
+  explicit __device__ __forceinline__ Team(bool block) : block(block), threads(blockDim.x) {}
+  explicit __device__ __forceinline__ Team(uint32_t threads) : block(true), threads(threads) {}
 
   __device__ __forceinline__ uint32_t rank() const { return block ? threadIdx.x : threadIdx.x % WARP; }
-  __device__ __forceinline__ uint32_t size() const { return block ? blockDim.x : WARP; }
+  __device__ __forceinline__ uint32_t size() const { return block ? threads : WARP; }
+  // A barrier for the team of a block.
+  __device__ __forceinline__ void sync() const {
+    if (threads == blockDim.x) {
+      __syncthreads();
+    } else {
+      sync_first(threads);
+    }
+  }
   __device__ __forceinline__ uint32_t index() const { return block ? 0 : threadIdx.x / WARP; }
   __device__ __forceinline__ uint32_t teams() const { return block ? 1 : blockDim.x / WARP; }
 
@@ -40,10 +52,10 @@ struct Team {
     v = warp_sum(v);
     if (!block) return v;
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = v;
-    __syncthreads();
+    sync();
     v = 0.f;
 #pragma unroll
-    for (int w = 0; w < 8; ++w) v += w * WARP < blockDim.x ? scratch[w] : 0.f;
+    for (int w = 0; w < 8; ++w) v += w * WARP < threads ? scratch[w] : 0.f;
     return v;
   }
 
@@ -53,9 +65,9 @@ struct Team {
     for (int offset = WARP / 2; offset > 0; offset /= 2) v = ::max(v, __shfl_xor_sync(FULL, v, offset));
     if (!block) return v;
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = __uint_as_float(v);
-    __syncthreads();
+    sync();
 #pragma unroll
-    for (int w = 0; w < 8; ++w) v = ::max(v, w * WARP < blockDim.x ? __float_as_uint(scratch[w]) : 0);
+    for (int w = 0; w < 8; ++w) v = ::max(v, w * WARP < threads ? __float_as_uint(scratch[w]) : 0);
     return v;
   }
 };
@@ -120,6 +132,22 @@ struct ScalarPack {
   static __device__ __forceinline__ void get(const float* from, float (&v)[1]) { v[0] = from[0]; }
 };
 
+// 8 values of 16 bits, normed as Stage below does it.
+template <typename T>
+__device__ __forceinline__ uint4 normed(const Prologue& p, uint4 raw, float mean, float factor, uint4 weight, uint4 bias) {
+  float v[8], w[8], b[8];
+  unpack8<T>(raw, v);
+  unpack8<T>(weight, w);
+  unpack8<T>(bias, b);
+  Pack<T, 8> out;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    out.v[j] = p.norm == NORM_RMS ? from_float<T>(rounded<T>(v[j] * factor) * w[j])
+                                  : from_float<T>(fmaf((v[j] - mean) * factor, w[j], b[j]));
+  }
+  return *reinterpret_cast<uint4*>(&out);
+}
+
 // Packs of x that a thread has on the way at once, and packs of the norm's weight that it asks for
 // before the wait.
 constexpr int BATCH = 2, AHEAD = 2;
@@ -136,7 +164,7 @@ template <typename S, class Pack> struct Stage {
   Raw weight[AHEAD];
 
   __device__ Stage(const Prologue& prologue, bool block, uint32_t k, S* rows, float* scratch)
-      : p(prologue), team{block}, k(k), packs(Pack::count(k, prologue.dtype)), rows(rows), scratch(scratch) {}
+      : p(prologue), team(block), k(k), packs(Pack::count(k, prologue.dtype)), rows(rows), scratch(scratch) {}
 
   template <int N>
   __device__ __forceinline__ void read(const void* from, uint32_t first, Raw (&raw)[N]) const {
@@ -192,7 +220,7 @@ template <typename S, class Pack> struct Stage {
 #pragma unroll
         for (int j = 0; j < N; ++j) squares = fmaf(v[j] - mean, v[j] - mean, squares);
       }
-      if (team.block) __syncthreads();  // the scratch is used again
+      if (team.block) team.sync();  // the scratch is used again
     } else {
       mean = 0.f;
     }

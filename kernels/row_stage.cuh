@@ -44,8 +44,9 @@ template <class Rows> struct RowStage {
   Team team;
   uint4 weight;    // the first piece of the norm's
 
-  __device__ RowStage(const Gemv& p, Rows rows, float* scratch)
-      : p(p), rows(rows), scratch(scratch), team{p.m == 1}, weight() {}
+  __device__ RowStage(const Gemv& p, Rows rows, float* scratch) : RowStage(p, rows, scratch, Team(p.m == 1)) {}
+  __device__ RowStage(const Gemv& p, Rows rows, float* scratch, Team team)
+      : p(p), rows(rows), scratch(scratch), team(team), weight() {}
 
   // 4 elements as they are stored; the upper half is there for f32 only.
   __device__ __forceinline__ uint4 read(const void* from, uint32_t piece) const {
@@ -106,7 +107,7 @@ template <class Rows> struct RowStage {
         const float4 d = make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean);
         squares = fmaf(d.x, d.x, fmaf(d.y, d.y, fmaf(d.z, d.z, fmaf(d.w, d.w, squares))));
       }
-      if (team.block) __syncthreads();  // the scratch is used again
+      if (team.block) team.sync();  // the scratch is used again
     }
     float factor = 1.f;
     if (norms) factor = rsqrtf(__fdividef(team.sum(squares, scratch), p.k) + p.prologue.eps);
@@ -155,7 +156,7 @@ template <class Rows> struct RowStage {
       }
     }
     if constexpr (Rows::SCALES) {
-      if (team.block) __syncthreads();  // the scratch is used again
+      if (team.block) team.sync();  // the scratch is used again
       const float by = rows.put_largest(row, __uint_as_float(team.max(largest, scratch)));
 #pragma unroll 1
       for (uint32_t piece = team.rank(); piece < pieces; piece += size) {

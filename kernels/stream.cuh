@@ -160,7 +160,7 @@ template <typename T, bool PAIR> struct Stream {
       if (x.norm != NORM_NONE) {
         uint4 weight, bias = {};
         affine.get(x, i, pack, weight, bias);
-        out = normed(raw[i], mean, factor, weight, bias);
+        out = normed<T>(x, raw[i], mean, factor, weight, bias);
       }
       reinterpret_cast<uint4*>(xs)[pack] = out;
     }
@@ -183,21 +183,6 @@ template <typename T, bool PAIR> struct Stream {
       for (int j = 0; j < 8; ++j) sum += SQUARES ? (v[j] - mean) * (v[j] - mean) : v[j];
     }
     return sum;
-  }
-
-  __device__ uint4 normed(uint4 raw, float mean, float factor, uint4 weight, uint4 bias) const {
-    float v[8], w[8], b[8];
-    unpack8<T>(raw, v);
-    unpack8<T>(weight, w);
-    unpack8<T>(bias, b);
-    Pack<T, 8> out;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      // Rounded as in prologue.cuh.
-      out.v[j] = p.prologue.norm == NORM_RMS ? from_float<T>(rounded<T>(v[j] * factor) * w[j])
-                                             : from_float<T>(fmaf((v[j] - mean) * factor, w[j], b[j]));
-    }
-    return *reinterpret_cast<uint4*>(&out);
   }
 
   // A warp's sums of a unit.

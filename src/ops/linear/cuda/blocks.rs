@@ -1,6 +1,7 @@
 //! Few rows of x and quantized weights, GGUF blocks or codes: one kernel with the norm in front and
 //! the epilogue behind, which reads the weights as they are.
 
+use super::code_stream::{self, Streamed};
 use super::few::FEW;
 use super::gemv::{Core, Gemv, Matrix, NormKind, launch};
 use super::parts::ProductAt;
@@ -28,7 +29,7 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// One takes INT4 in groups that the others do not, and so for ternary.
+/// One takes INT4 in groups that the others do not, and so for ternary. The last two are for one row.
 static CODES: Module = Module::new(
     "quant_codes",
     fatbin!("quant_codes"),
@@ -40,11 +41,13 @@ static CODES: Module = Module::new(
         "quant_codes_ternary_rows",
         "quant_codes_ternary_g128",
         "quant_codes_ternary",
+        "quant_codes_stream_int4_g128",
+        "quant_codes_stream_ternary_rows",
     ],
 );
 
-/// How each of those works: steps of [`GROUP`] values that a warp asks for at once, and bytes behind a
-/// row of x in shared memory.
+/// How each of those for several rows works: steps of [`GROUP`] values that a warp asks for at once, and
+/// bytes behind a row of x in shared memory.
 const CODE_CORES: [(usize, usize); 7] = [
     (2, 80),
     (4, 64),
@@ -302,14 +305,28 @@ unsafe fn launch_run(
         };
     }
     let once = core.rows_at_once(launcher.gpu);
+    // All rows of a product in one way: those that are several meet ternary codes in bytes.
+    let streams = at.m == 1 && run[0].codes().is_some();
+    let streamed = streams.then(|| Streamed::of(core.kernel)).flatten();
     for start in (0..at.m).step_by(once) {
         params.m = (at.m - start).min(once) as u32;
         params.prologue.x = behind(at.x, start * at.k, x_size);
         let elements = start * at.stride + column;
         params.epilogue.out = behind(at.out, elements, out_size);
         params.epilogue.residuals = at.residuals.map(|r| behind(r, elements, x_size));
+        let streamed = streamed.and_then(|(format, kernel)| {
+            let (params, grid) = code_stream::spread(launcher.gpu, format, &params)?;
+            Some((kernel, params, grid))
+        });
         // SAFETY: the kernels take `Gemv`; the addresses are the caller's.
-        unsafe { launch(launcher, module, &core, bytes, params)? };
+        unsafe {
+            match streamed {
+                Some((kernel, params, grid)) => launcher
+                    .moving(bytes as u64)
+                    .run(module, kernel, grid, &params)?,
+                None => launch(launcher, module, &core, bytes, params)?,
+            }
+        }
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 //! integers.
 
 mod blocks;
+mod code_stream;
 mod few;
 mod gemm;
 mod gemv;
