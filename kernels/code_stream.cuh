@@ -12,7 +12,7 @@
 #pragma once
 
 #include "bulk_copy.cuh"
-#include "code_slices.cuh"
+#include "code_stream_row.cuh"
 
 namespace fused {
 
