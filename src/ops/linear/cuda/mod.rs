@@ -9,6 +9,7 @@ mod held;
 mod many;
 mod parts;
 mod quantized;
+mod slices;
 mod stream;
 #[cfg(test)]
 mod tests;
