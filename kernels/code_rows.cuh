@@ -180,6 +180,15 @@ struct Int8Rows {
       if (at + BYTES * t < k) piece.words[q] = load_once(codes + at);
     }
   }
+  // The same to shared memory, where lanes have 16 bytes each side by side.
+  static __device__ __forceinline__ void copy(uint32_t to, const char* codes, uint32_t k, uint32_t step, uint32_t t) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const uint32_t at = step * STEP + 64 * q;
+      const bool valid = at + BYTES * t < k;
+      copy_async(to + q * (WARP * BYTES), codes + (valid ? at : 0), valid);
+    }
+  }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 64 * (e / 2) + 16 * t + 8 * (e % 2); }
   static __device__ __forceinline__ uint32_t word(const Piece& piece, int e, int i) {
     const uint4& v = piece.words[e / 2];
@@ -213,7 +222,7 @@ template <int GROUPS_> struct Int4Rows {
   static constexpr bool ZEROS = GROUPS != ONE_GROUP;
   using XRows = PartRows<64>;
   using Sum = float;
-  struct Piece {
+  struct alignas(16) Piece {
     uint32_t words[4];
   };
 

@@ -10,6 +10,7 @@ mod held;
 mod many;
 mod parts;
 mod quantized;
+mod slices;
 mod stream;
 #[cfg(test)]
 mod tests;

@@ -4,32 +4,34 @@ use super::blocks::{MOST_WEIGHTS, TERNARY, code_kernel, matrices};
 use super::gemv::Gemv;
 use super::parts::ProductAt;
 use super::quantized::narrowed;
+use super::slices;
 use crate::cuda::{Address, BlockMatrix, Gpu, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::linear::{Activation, Weight};
 use crate::ops::view::dtype_index;
 use candle_core::{DType, Result, bail};
+use std::sync::Arc;
 
 const OP: &str = "quant_linear";
 
-/// INT8, INT4 in groups of 128, other INT4; each for [`SHAPES`] in turn.
+/// INT8, INT4 in groups of 128 without zero points, other INT4.
 static MODULE: Module = Module::new(
     "quant_tiles",
     fatbin!("quant_tiles"),
     &[
-        "quant_tiles_16_int8",
-        "quant_tiles_64_int8",
-        "quant_tiles_16_int4_g128",
-        "quant_tiles_64_int4_g128",
-        "quant_tiles_16_int4",
-        "quant_tiles_64_int4",
+        "quant_tiles_int8",
+        "quant_tiles_int4_g128",
+        "quant_tiles_int4",
     ],
 );
 
-/// Rows of x of a launch, warps of a block at most, and the steps that a warp takes at a time, of INT8
-/// and INT4.
-const SHAPES: [(usize, usize, [usize; 2]); 2] = [(16, 16, [1, 2]), (64, 8, [1, 1])];
+/// Rows of x of a launch, and warps of a block at most.
+const ROWS: usize = 64;
+const WARPS: usize = 8;
 
-/// Bytes behind a row of x in shared memory, for the same two.
+/// Rows of x at most that the kernels for [`slices::ROWS`] take, launch after launch.
+const FEW_AT_ONCE: usize = 2 * slices::ROWS;
+
+/// Bytes behind a row of x in shared memory, for INT8 and INT4.
 const PADDING: [usize; 2] = [80, 64];
 
 /// Rows of x past which the weights had better become dense for the library.
@@ -52,33 +54,25 @@ const RATES: [f64; 2] = [22., 40.];
 const STAGE: f64 = 120.;
 const FINISH: f64 = 600.;
 
-/// `Tiles` of `kernels/code_tiles.cuh`.
+/// `Tiles` of `kernels/code_tiles.cuh` and `Slices` of `kernels/code_slices.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct TilesParams {
+struct Params {
     product: Gemv,
-    side: u32,
-    slots: u32,
-    stages: u32,
-    unused: u32,
+    shares: [u32; 4],
 }
 
-/// How blocks and warps share a product.
-#[derive(Clone, Copy, Debug)]
-struct Plan {
-    side: usize,
-    split: usize,
-    slots: usize,
-    stages: usize,
-    blocks: usize,
-    shared: usize,
-}
-
-/// Which kernel of the module, less the shape, and of [`PADDING`], takes the weight.
-fn kernel_of(weight: &BlockMatrix) -> (usize, usize) {
-    // INT8, INT4 in groups of 128 without zero points, other INT4.
-    let kernel = code_kernel(weight).min(2);
-    (2 * kernel, kernel.min(1))
+/// How blocks and warps share a product with a run of weights.
+pub(super) struct Form {
+    pub module: &'static Module,
+    pub kernel: usize,
+    /// Rows of x of a launch.
+    pub rows: usize,
+    /// Warps that share a unit.
+    pub split: usize,
+    /// Behind the product in the parameters.
+    pub shares: [u32; 4],
+    pub grid: Grid,
 }
 
 /// Whether the kernels take all of the weights. Inputs of f32 that are few keep their precision
@@ -129,53 +123,71 @@ pub(super) unsafe fn tiles(
     }
     // SAFETY: the caller's.
     let x = unsafe { narrowed(launcher, scratch, at, DType::BF16)? };
-    let shape = usize::from(at.m > 2 * SHAPES[0].0);
-    let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes());
+    let few = at.m <= FEW_AT_ONCE;
+    let gates = at.activation == Activation::SwiGlu;
     let mut column = 0;
-    for run in blocks.chunk_by(|a, b| a.format() == b.format()) {
+    for run in
+        blocks.chunk_by(|a, b| a.format() == b.format() && (!few || gates || slices::ends_whole(a)))
+    {
         for run in run.chunks(MOST_WEIGHTS) {
-            let rows = run.iter().map(|w| w.rows()).sum::<usize>();
-            let mut product = Gemv::new(at.k, rows, at.activation);
-            matrices(&mut product, run);
-            let plan = plan(launcher.gpu, &run[0], shape, product.width as usize, at)?;
-            product.split = plan.split as u32;
-            product.prologue.dtype = dtype_index(DType::BF16) as i32;
-            product.epilogue.bias = behind(at.bias, column, x_size);
-            product.epilogue.stride = at.stride as u64;
-            product.epilogue.dtype = dtype_index(at.x_dtype) as i32;
-            product.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
-            let (most, _, _) = SHAPES[shape];
-            let grid = Grid::new(
-                [plan.blocks as u32, 1, 1],
-                (32 * plan.side * plan.split) as u32,
-                plan.shared as u32,
-            );
-            let bytes: usize = run.iter().map(|w| w.size_in_bytes()).sum();
-            for start in (0..at.m).step_by(most) {
-                product.m = (at.m - start).min(most) as u32;
-                product.prologue.x = behind(x, start * at.k, 2);
-                let elements = start * at.stride + column;
-                product.epilogue.out = behind(at.out, elements, out_size);
-                product.epilogue.residuals = at.residuals.map(|r| behind(r, elements, x_size));
-                let params = TilesParams {
-                    product,
-                    side: plan.side as u32,
-                    slots: plan.slots as u32,
-                    stages: plan.stages as u32,
-                    unused: 0,
-                };
-                let kernel = kernel_of(&run[0]).0 + shape;
-                // SAFETY: the kernels take `Tiles`; the addresses are the caller's.
-                unsafe {
-                    launcher
-                        .moving(bytes as u64)
-                        .run(&MODULE, kernel, grid, &params)?
-                };
-            }
-            column += rows;
+            // SAFETY: the caller's.
+            column += unsafe { run_of_weights(launcher, run, x, column, at)? };
         }
     }
     Ok(())
+}
+
+/// Launches what weights of one format do, whose outputs begin at `column`, and says how many rows they
+/// have; `x` in bf16.
+///
+/// # Safety
+/// As [`super::product`].
+unsafe fn run_of_weights(
+    launcher: &Launcher,
+    run: &[Arc<BlockMatrix>],
+    x: Address,
+    column: usize,
+    at: &ProductAt,
+) -> Result<usize> {
+    let [x_size, out_size] = [at.x_dtype, at.out_dtype].map(|d| d.size_in_bytes());
+    let rows = run.iter().map(|w| w.rows()).sum::<usize>();
+    let mut product = Gemv::new(at.k, rows, at.activation);
+    matrices(&mut product, run);
+    let width = product.width as usize;
+    let gates = at.activation == Activation::SwiGlu;
+    let few = match at.m <= FEW_AT_ONCE {
+        true => slices::form(launcher.gpu, run, at.k, width, gates),
+        false => None,
+    };
+    let form = match few {
+        Some(form) => form,
+        None => plan(launcher.gpu, &run[0], width, at)?.form(&run[0]),
+    };
+    product.split = form.split as u32;
+    product.prologue.dtype = dtype_index(DType::BF16) as i32;
+    product.epilogue.bias = behind(at.bias, column, x_size);
+    product.epilogue.stride = at.stride as u64;
+    product.epilogue.dtype = dtype_index(at.x_dtype) as i32;
+    product.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
+    let bytes: usize = run.iter().map(|w| w.size_in_bytes()).sum();
+    for start in (0..at.m).step_by(form.rows) {
+        product.m = (at.m - start).min(form.rows) as u32;
+        product.prologue.x = behind(x, start * at.k, 2);
+        let elements = start * at.stride + column;
+        product.epilogue.out = behind(at.out, elements, out_size);
+        product.epilogue.residuals = at.residuals.map(|r| behind(r, elements, x_size));
+        let params = Params {
+            product,
+            shares: form.shares,
+        };
+        // SAFETY: the kernels take `Tiles` and `Slices`; the addresses are the caller's.
+        unsafe {
+            launcher
+                .moving(bytes as u64)
+                .run(form.module, form.kernel, form.grid, &params)?
+        };
+    }
+    Ok(rows)
 }
 
 /// An address so many elements on; 0 stays 0.
@@ -186,17 +198,37 @@ fn behind(base: Address, elements: usize, size: usize) -> Address {
     }
 }
 
+/// How blocks and warps share a product of tens of rows.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    side: usize,
+    split: usize,
+    slots: usize,
+    stages: usize,
+    blocks: usize,
+    shared: usize,
+}
+
+impl Plan {
+    fn form(&self, weight: &BlockMatrix) -> Form {
+        Form {
+            module: &MODULE,
+            kernel: code_kernel(weight).min(2),
+            rows: ROWS,
+            split: self.split,
+            shares: [self.side, self.slots, self.stages, 0].map(|n| n as u32),
+            grid: Grid::new(
+                [self.blocks as u32, 1, 1],
+                (32 * self.side * self.split) as u32,
+                self.shared as u32,
+            ),
+        }
+    }
+}
+
 /// The plan with the shortest time of its busiest multiprocessor.
-fn plan(
-    gpu: &Gpu,
-    weight: &BlockMatrix,
-    shape: usize,
-    width: usize,
-    at: &ProductAt,
-) -> Result<Plan> {
-    let (rows, warps, depths) = SHAPES[shape];
-    let kind = kernel_of(weight).1;
-    let (depth, padding) = (depths[kind], PADDING[kind]);
+fn plan(gpu: &Gpu, weight: &BlockMatrix, width: usize, at: &ProductAt) -> Result<Plan> {
+    let padding = PADDING[code_kernel(weight).min(1)];
     let outputs = if at.activation == Activation::SwiGlu {
         UNIT / 2
     } else {
@@ -205,12 +237,11 @@ fn plan(
     let (units, steps) = (width.div_ceil(outputs), at.k.div_ceil(STEP));
     let of_unit = (weight.size_in_bytes() * UNIT).div_ceil(weight.rows()) as f64;
     let mut best: Option<(f64, Plan)> = None;
-    for side in 1..=warps.min(units) {
-        for split in 1..=(warps / side).min(steps.div_ceil(depth)) {
-            let span = split * depth;
-            let (stages, slot) = (steps.div_ceil(span), rows * (span * 2 * STEP + padding));
+    for side in 1..=WARPS.min(units) {
+        for split in 1..=(WARPS / side).min(steps) {
+            let (stages, slot) = (steps.div_ceil(split), ROWS * (split * 2 * STEP + padding));
             // f32 sums of 16 rows of weights from each warp.
-            let sums = side * split * UNIT * rows * 4;
+            let sums = side * split * UNIT * ROWS * 4;
             let room = (gpu.shared as usize).saturating_sub(sums) / slot;
             let stays = room >= stages;
             if !stays && room < SLOTS[0] {
@@ -221,11 +252,11 @@ fn plan(
             let blocks = sets.min(gpu.sms as usize);
             let rounds = sets.div_ceil(blocks) as f64;
             let codes = rounds * side as f64 * of_unit;
-            let x = 2. * (rows * at.k) as f64 * if stays { 1. } else { rounds };
+            let x = 2. * (ROWS * at.k) as f64 * if stays { 1. } else { rounds };
             let time = (codes / RATES[0]).max((codes + x) / RATES[1]);
             // Warps that are not there hide nothing, and steps that are not there are waited for.
-            let idle = warps as f64 / (side * split) as f64;
-            let filled = (stages * span) as f64 / steps as f64;
+            let idle = WARPS as f64 / (side * split) as f64;
+            let filled = (stages * split) as f64 / steps as f64;
             let time = time * (0.8 + 0.2 * idle) * (0.5 + 0.5 * filled);
             // Nothing is multiplied before the first stage of x is there.
             let time = time + slot as f64 / RATES[1] + rounds * (FINISH + stages as f64 * STAGE);

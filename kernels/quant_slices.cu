@@ -1,0 +1,8 @@
+// The linear family for up to 16 rows of bf16 x and weights in INT8 or INT4 codes, of one format in a launch.
+#include "code_slices.cuh"
+
+using namespace fused;
+
+FUSED_CODE_SLICES(quant_slices_int8, Int8Rows)
+FUSED_CODE_SLICES(quant_slices_int4_g128, Int4Rows<ONE_GROUP>)
+FUSED_CODE_SLICES(quant_slices_int4, Int4Rows<SOME_GROUPS>)

@@ -1,0 +1,113 @@
+//! Up to 16 rows of x and weights in INT8 or INT4 codes: the host's side of `kernels/code_slices.cuh`.
+
+use super::blocks::code_kernel;
+use super::tiles::Form;
+use crate::cuda::{BlockMatrix, Gpu, Grid, Module, fatbin};
+use std::sync::Arc;
+
+/// INT8, INT4 in groups of 128 without zero points, other INT4.
+static MODULE: Module = Module::new(
+    "quant_slices",
+    fatbin!("quant_slices"),
+    &[
+        "quant_slices_int8",
+        "quant_slices_int4_g128",
+        "quant_slices_int4",
+    ],
+)
+.beside_the_next();
+
+/// Rows of x of a launch.
+pub(super) const ROWS: usize = 16;
+
+/// Bytes of the ring of a warp of each kernel: codes, scales and zero points of its slots.
+const RINGS: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
+
+/// Warps of a block, and the steps whose x a warp has at a time.
+const WARPS: usize = 8;
+const DEPTH: usize = 2;
+
+/// Values of a step, and rows of weights that have their scales together.
+const STEP: usize = 128;
+const OCTET: usize = 8;
+
+/// Bytes of the sums of the four units of a batch.
+const SUMS: usize = 4 * 16 * ROWS * 4;
+
+/// Bytes for the halves of them that two blocks exchange: what comes of four batches, and what stays of one.
+const GIVEN: usize = (4 + 1) * SUMS / 2;
+
+/// Static shared memory of the kernels.
+const FIXED_SHARED: usize = 32;
+
+/// What the driver keeps of a multiprocessor's shared memory for each block.
+const RESERVED: usize = 1024;
+
+/// Units of a cluster past which multiprocessors have two blocks, for each kernel: of an H100's, 14 units of
+/// INT4 in groups of 128 are faster with one, and in others with two.
+const MANY: [usize; 3] = [16, 16, 8];
+
+/// Whether a weight may stand in front of another in one launch: rows come eight at a time from one matrix.
+pub(super) fn ends_whole(weight: &BlockMatrix) -> bool {
+    weight.rows().is_multiple_of(OCTET)
+}
+
+/// Whether all eights of rows lie within eights of a matrix; `gated` is the first row that is gated.
+fn aligned(weights: &[Arc<BlockMatrix>], gated: Option<usize>) -> bool {
+    let mut first = 0;
+    weights.iter().all(|weight| {
+        let rows = first..first + weight.rows();
+        first = rows.end;
+        let plain = gated.is_some_and(|g| rows.start >= g) || rows.start % OCTET == 0;
+        plain && gated.is_none_or(|g| rows.end <= g || rows.start % OCTET == g % OCTET)
+    })
+}
+
+/// The launches' form for weights of one format and `width` outputs; none if the kernels do not take them.
+pub(super) fn form(
+    gpu: &Gpu,
+    weights: &[Arc<BlockMatrix>],
+    k: usize,
+    width: usize,
+    gates: bool,
+) -> Option<Form> {
+    if !aligned(weights, gates.then_some(width)) {
+        return None;
+    }
+    let kernel = code_kernel(&weights[0]).min(2);
+    let units = width.div_ceil(if gates { OCTET } else { 2 * OCTET });
+    let steps = k.div_ceil(STEP);
+    // Where clusters are, and k is long enough for all their warps.
+    let slices = match gpu.arch >= 90 && steps > WARPS * DEPTH {
+        true => 2,
+        false => 1,
+    };
+    let slice = steps.div_ceil(slices);
+    // The fewest warps that have all of their steps at once, or all.
+    let split = [2, 4].into_iter().find(|s| slice.div_ceil(*s) <= DEPTH);
+    let split = split.unwrap_or(WARPS);
+    let shared = WARPS * (RINGS[kernel] + SUMS) + (slices - 1) * GIVEN;
+    if shared + FIXED_SHARED > gpu.shared as usize {
+        return None;
+    }
+    let once = (gpu.sms as usize / slices).max(1);
+    // Two blocks of a multiprocessor hide each other's waits, but read x twice and begin after the kernel in
+    // front.
+    let room = 2 * (shared + FIXED_SHARED + RESERVED) <= gpu.shared as usize + RESERVED;
+    let many = room && units > MANY[kernel] * once && slice <= split * DEPTH;
+    let clusters = (once * if many { 2 } else { 1 }).min(units);
+    let mut grid = Grid::new(
+        [(clusters * slices) as u32, 1, 1],
+        (32 * WARPS) as u32,
+        shared as u32,
+    );
+    grid.cluster = slices as u32;
+    Some(Form {
+        module: &MODULE,
+        kernel,
+        rows: ROWS,
+        split,
+        shares: [slices as u32, 0, 0, 0],
+        grid,
+    })
+}
