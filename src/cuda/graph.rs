@@ -30,6 +30,7 @@ impl Graph {
             gpu,
             stream: stream.0,
             dependent: true,
+            mixed: false,
             bytes: 0,
         };
         // Relaxed: what other threads do meanwhile, such as allocating, is no part of the capture

@@ -53,6 +53,10 @@ pub(crate) struct Launcher {
     /// Programmatic dependent launch; only where every kernel of the chain waits as
     /// `kernels/common.cuh` asks, and none writes what a later one reads before it waits.
     pub dependent: bool,
+    /// Whether kernels of other kinds are launched around. The blocks of attention leave multiprocessors one by
+    /// one, and those of the next kernel go where they find room: if that is room for two, some
+    /// multiprocessors have two and others none, and so on from kernel to kernel.
+    pub mixed: bool,
     /// What the next launch has to read and write at least, for the profile.
     pub bytes: u64,
 }
@@ -69,6 +73,7 @@ impl Launcher {
             gpu,
             stream: device.cuda_stream().cu_stream(),
             dependent: false,
+            mixed: false,
             bytes: 0,
         })
     }
@@ -76,6 +81,14 @@ impl Launcher {
     /// The same launcher for a launch that reads and writes `bytes` at least.
     pub fn moving(self, bytes: u64) -> Self {
         Self { bytes, ..self }
+    }
+
+    /// The same launcher for a launch among others' of other kinds.
+    pub fn among_others(self) -> Self {
+        Self {
+            mixed: true,
+            ..self
+        }
     }
 
     /// Has a library launch what `launch` asks it for, on this stream.

@@ -129,7 +129,7 @@ impl Plan {
         unsafe {
             match work {
                 Work::Embedding(lookup) => embedding::launch(launcher, lookup),
-                Work::Linear(few) => linear::few(launcher, few),
+                Work::Linear(few) => linear::few(&launcher.among_others(), few),
                 Work::Attention(step) => flash_decoding::launch(launcher, step),
                 Work::Beside(both) => both.launch(launcher),
                 Work::Sample(step) => sample::launch(launcher, self.sequences, *step),

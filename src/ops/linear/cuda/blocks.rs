@@ -308,6 +308,7 @@ unsafe fn launch_run(
     // All rows of a product in one way: those that are several meet ternary codes in bytes.
     let streams = at.m == 1 && run[0].codes().is_some();
     let streamed = streams.then(|| Streamed::of(core.kernel)).flatten();
+    let streamed = streamed.filter(|(format, _)| !launcher.mixed || format.stays_in_steps());
     for start in (0..at.m).step_by(once) {
         params.m = (at.m - start).min(once) as u32;
         params.prologue.x = behind(at.x, start * at.k, x_size);

@@ -2,7 +2,7 @@
 
 use super::blocks::code_kernel;
 use super::tiles::Form;
-use crate::cuda::{BlockMatrix, Gpu, Grid, Module, fatbin};
+use crate::cuda::{BlockMatrix, Grid, Launcher, Module, fatbin};
 use std::sync::Arc;
 
 /// INT8, INT4 in groups of 128 without zero points, other INT4.
@@ -65,7 +65,7 @@ fn aligned(weights: &[Arc<BlockMatrix>], gated: Option<usize>) -> bool {
 
 /// The launches' form for weights of one format and `width` outputs; none if the kernels do not take them.
 pub(super) fn form(
-    gpu: &Gpu,
+    launcher: &Launcher,
     weights: &[Arc<BlockMatrix>],
     k: usize,
     width: usize,
@@ -74,6 +74,7 @@ pub(super) fn form(
     if !aligned(weights, gates.then_some(width)) {
         return None;
     }
+    let gpu = launcher.gpu;
     let kernel = code_kernel(&weights[0]).min(2);
     let units = width.div_ceil(if gates { OCTET } else { 2 * OCTET });
     let steps = k.div_ceil(STEP);
@@ -96,6 +97,11 @@ pub(super) fn form(
     let room = 2 * (shared + FIXED_SHARED + RESERVED) <= gpu.shared as usize + RESERVED;
     let many = room && units > MANY[kernel] * once && slice <= split * DEPTH;
     let clusters = (once * if many { 2 } else { 1 }).min(units);
+    // More than half of a multiprocessor's where two blocks of it are not to meet.
+    let shared = match launcher.mixed && !many {
+        true => shared.max((gpu.shared as usize + RESERVED) / 2),
+        false => shared,
+    };
     let mut grid = Grid::new(
         [(clusters * slices) as u32, 1, 1],
         (32 * WARPS) as u32,

@@ -156,7 +156,7 @@ unsafe fn run_of_weights(
     let width = product.width as usize;
     let gates = at.activation == Activation::SwiGlu;
     let few = match at.m <= FEW_AT_ONCE {
-        true => slices::form(launcher.gpu, run, at.k, width, gates),
+        true => slices::form(launcher, run, at.k, width, gates),
         false => None,
     };
     let form = match few {
