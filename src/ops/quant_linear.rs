@@ -29,7 +29,8 @@ use candle_core::{Result, Tensor};
 /// et al. 2024: codes go from memory to the tensor cores' registers); what has more rows, or is f16, takes
 /// the way of GGUF blocks. Ternary codes meet up to 64 rows of x in int8, rounded to whole numbers of
 /// each row's largest magnitude over 127 (W2A8, as BitNet b1.58, Ma et al. 2024): half a step of that for
-/// each input.
+/// each input. A single row meets codes with a scale for each row or tensor in two such parts on Hopper,
+/// 16 bits in all.
 ///
 /// From 64 rows on, weights that are all in INT8, at most three whose rows are multiples of 8, are
 /// multiplied by int8 tensor cores on CUDA (W8A8): each row of x, behind the norm, becomes `round(x / s)` with
