@@ -92,6 +92,17 @@ struct CodeRow {
   __device__ __forceinline__ uint64_t place(uint32_t step, uint32_t k) const { return place_of(row, step, steps_of(k)); }
 };
 
+// A unit is 16 rows of weights as the tensor cores take them: its outputs, the column of its row r, and the row
+// of the weights that comes from. Rows 8 and following are what the first 8 gate, if they do. Past the last
+// column the last is computed again.
+__device__ __forceinline__ uint32_t unit_outputs(const Gemv& p) { return gates(p) ? 8 : 16; }
+__device__ __forceinline__ uint32_t unit_column(const Gemv& p, uint32_t unit, uint32_t r) {
+  return gates(p) ? 8 * unit + r % 8 : 16 * unit + r;
+}
+__device__ __forceinline__ uint32_t unit_row(const Gemv& p, uint32_t unit, uint32_t r) {
+  return min(unit_column(p, unit, r), p.width - 1) + (gates(p) && r >= 8 ? p.width : 0);
+}
+
 // Groups of a step: so many, up to four as the kernel's parameters say, or a scale for each row.
 constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0;
 

@@ -61,6 +61,7 @@ __device__ __forceinline__ void give(uint32_t to, uint32_t barrier, uint32_t ran
 template <class Format> struct CodeSlices {
   static constexpr int WARPS = 8, THREADS = WARPS * WARP, EIGHTS = 2, DEPTH = 2, BATCH = 4;
   using R = CodeRing<Format, DEPTH>;
+  using Scales = TileScales<Format::GROUPS, Format::ZEROS, R::STEPS>;
   static constexpr int SLOTS = R::SLOTS, CHUNKS = DEPTH / R::STEPS;
   static constexpr uint32_t SUMS = 16 * 8 * EIGHTS;  // of a unit
   static constexpr uint32_t RINGS = WARPS * SLOTS * R::SLOT, PARTS = WARPS * BATCH * SUMS * 4;
@@ -84,7 +85,7 @@ template <class Format> struct CodeSlices {
 
   __device__ CodeSlices(const Slices& s, char* memory, uint32_t barriers)
       : p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
-        part(warp() / side), place(warp() % side), outputs(gates(p) ? 8 : 16), barriers(barriers) {
+        part(warp() / side), place(warp() % side), outputs(unit_outputs(p)), barriers(barriers) {
     const uint32_t clusters = gridDim.x / slices, cluster = blockIdx.x / slices;
     const uint32_t all = (p.width + outputs - 1) / outputs;
     first = uint64_t(all) * cluster / clusters;
@@ -97,13 +98,6 @@ template <class Format> struct CodeSlices {
     ring = shared_address(memory) + warp() * (SLOTS * R::SLOT);
     parts = reinterpret_cast<float*>(memory + RINGS);
     given = shared_address(memory) + RINGS + PARTS;
-  }
-
-  // Output column of row r of a unit, and the row of the weights it comes from: rows 8 and following are
-  // what the first 8 gate, if they do. Past the last column the last is computed again.
-  __device__ uint32_t column(uint32_t unit, uint32_t r) const { return gates(p) ? 8 * unit + r % 8 : 16 * unit + r; }
-  __device__ uint32_t weight_row(uint32_t unit, uint32_t r) const {
-    return min(column(unit, r), p.width - 1) + (gates(p) && r >= 8 ? p.width : 0);
   }
 
   // Where what is asked for next lies.
@@ -133,7 +127,7 @@ template <class Format> struct CodeSlices {
   __device__ __forceinline__ void ask_rows(uint32_t unit, uint32_t step, uint32_t slot) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const CodeRow row = CodeRow::of<Format>(p, weight_row(unit, lane() / 4 + 8 * i), lane() % 4);
+      const CodeRow row = CodeRow::of<Format>(p, unit_row(p, unit, lane() / 4 + 8 * i), lane() % 4);
       Format::copy(slot + i * R::PIECE + 16 * lane(), row.codes, p.k, step, lane() % 4);
     }
   }
@@ -202,13 +196,6 @@ template <class Format> struct CodeSlices {
     asm volatile("{\n.reg .u8 byte;\nld.shared.u8 byte, [%1];\ncvt.u16.u8 %0, byte;\n}" : "=h"(v) : "r"(at));
     return __byte_perm(__float_as_uint(ZERO_STEP * static_cast<float>(v)), 0, 0x3232);
   }
-  __device__ __forceinline__ bool begins(int e) const {
-    return Format::GROUPS == SOME_GROUPS ? e * p.groups % 4 == 0 : e == 0;
-  }
-  __device__ __forceinline__ bool ends(int e) const {
-    return Format::GROUPS == SOME_GROUPS ? (e + 1) * p.groups % 4 == 0 : e == 3;
-  }
-
   __device__ __forceinline__ typename Format::Piece piece(uint32_t slot, int d, int i) const {
     typename Format::Piece v;
     uint4* words = reinterpret_cast<uint4*>(&v);
@@ -241,13 +228,13 @@ template <class Format> struct CodeSlices {
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int d = 0; d < R::STEPS; ++d) {
-        if (Format::ZEROS && begins(e)) zeros[d][0] = zero(slot, 0, d, e), zeros[d][1] = zero(slot, 1, d, e);
+        if (Format::ZEROS && Scales::begins(p, e)) zeros[d][0] = zero(slot, 0, d, e), zeros[d][1] = zero(slot, 1, d, e);
         const auto w = Format::operands(pieces[d][0], pieces[d][1], e, zeros[d]);
 #pragma unroll
         for (int n = 0; n < EIGHTS; ++n) mma_both(R::GROUPS > 0 ? c[d][n] : sums[n], w, x[d0 + d][e][n]);
       }
       if constexpr (R::GROUPS > 0) {
-        if (!ends(e)) continue;
+        if (!Scales::ends(p, e)) continue;
 #pragma unroll
         for (int d = 0; d < R::STEPS; ++d) {
           if (!EARLY) by[d][0] = scale(slot, 0, d, e), by[d][1] = scale(slot, 1, d, e);
@@ -331,7 +318,7 @@ template <class Format> struct CodeSlices {
     float v[2] = {sums.x, sums.y};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t row = weight_row(unit, g + 8 * i);
+      uint32_t row = unit_row(p, unit, g + 8 * i);
       const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, row), e.dtype) : 0.f;
       if constexpr (Format::GROUPS == ROW_SCALES) {
         const Matrix& matrix = matrix_of(p, row);
@@ -342,7 +329,7 @@ template <class Format> struct CodeSlices {
     if (gates(p)) v[0] = silu(v[0]) * v[1];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t c = column(unit, g + 8 * i);
+      const uint32_t c = unit_column(p, unit, g + 8 * i);
       if ((i == 1 && gates(p)) || c >= p.width) continue;
       Addends of;
       of.ask_residuals(e, m, c);

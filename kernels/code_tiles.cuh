@@ -24,9 +24,9 @@ struct Tiles {
   uint32_t unused;
 };
 
-// EIGHTS times 8 rows of x at most.
-template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
-  static constexpr int ROWS = 8 * EIGHTS, AHEAD = 2;  // stages
+template <class Format> struct CodeTiles {
+  static constexpr int DEPTH = 1, AHEAD = 2;             // steps of a warp in a stage, stages
+  static constexpr int EIGHTS = 8, ROWS = 8 * EIGHTS;    // of x at most
   using Scales = TileScales<Format::GROUPS, Format::ZEROS, DEPTH>;
 
   const Gemv& p;
@@ -41,22 +41,15 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
 
   __device__ CodeTiles(const Tiles& t, uint32_t shared)
       : p(t.product), side(t.side), slots(t.slots), stages(t.stages), part(threadIdx.x / WARP / t.side),
-        place(threadIdx.x / WARP % t.side), units((p.width + outputs(p) - 1) / outputs(p)), steps(steps_of(p.k)),
+        place(threadIdx.x / WARP % t.side), units((p.width + unit_outputs(p) - 1) / unit_outputs(p)), steps(steps_of(p.k)),
         span(p.split * DEPTH), pitch(span * (2 * STEP) + Format::XRows::PAD), total(rounds() * t.stages), shared(shared) {}
 
-  static __device__ uint32_t outputs(const Gemv& p) { return gates(p) ? 8 : 16; }
   // Units are dealt out in turns, `side` to a block.
   __device__ uint32_t rounds() const {
     const uint32_t sets = (units + side - 1) / side;
     return blockIdx.x < sets ? (sets - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
   }
   __device__ uint32_t unit_of(uint32_t round) const { return (blockIdx.x + round * gridDim.x) * side + place; }
-  // Output column of row r of a unit, and the row of the weights it comes from: rows 8 and following are
-  // what the first 8 gate, if they do. Past the last column the last is computed again.
-  __device__ uint32_t column(uint32_t unit, uint32_t r) const { return gates(p) ? 8 * unit + r % 8 : 16 * unit + r; }
-  __device__ uint32_t weight_row(uint32_t unit, uint32_t r) const {
-    return min(column(unit, r), p.width - 1) + (gates(p) && r >= 8 ? p.width : 0);
-  }
   // The warp's first step of a stage.
   __device__ uint32_t first_step(uint32_t stage) const { return stage * span + part * DEPTH; }
 
@@ -72,7 +65,7 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
     if (unit >= units) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const CodeRow row = CodeRow::of<Format>(p, weight_row(unit, lane() / 4 + 8 * i), lane() % 4);
+      const CodeRow row = CodeRow::of<Format>(p, unit_row(p, unit, lane() / 4 + 8 * i), lane() % 4);
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
         if (step + d < steps) Format::load(w.pieces[d][i], row.codes, p.k, step + d, lane() % 4);
@@ -138,7 +131,7 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
     const Epilogue& e = p.epilogue;
     float y = 0.f;
     for (uint32_t other = 0; other < p.split; ++other) y += parts[sum_at(other * side + unit, r, m)];
-    if (e.bias) y += widen_raw(read_raw(e.bias, e.dtype, weight_row(first + unit, r)), e.dtype);
+    if (e.bias) y += widen_raw(read_raw(e.bias, e.dtype, unit_row(p, first + unit, r)), e.dtype);
     return y;
   }
 
@@ -153,7 +146,7 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
     }
     __syncthreads();
     const Epilogue& e = p.epilogue;
-    const uint32_t of_unit = outputs(p), wide = side * of_unit;
+    const uint32_t of_unit = unit_outputs(p), wide = side * of_unit;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < wide * p.m; i += blockDim.x) {
       const uint32_t m = i / wide, unit = i % wide / of_unit, r = i % of_unit, c = first * of_unit + i % wide;
@@ -204,20 +197,20 @@ template <class Format, int DEPTH, int EIGHTS> struct CodeTiles {
 };
 
 // Dynamic shared memory holds the sums of the warps that share units, then the slots.
-template <class Format, int DEPTH, int EIGHTS> __device__ __forceinline__ void code_tiles(const Tiles& t) {
+template <class Format> __device__ __forceinline__ void code_tiles(const Tiles& t) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
-  const uint32_t parts = t.product.split * t.side * (EIGHTS * 4 * WARP * 4);
+  const uint32_t parts = t.product.split * t.side * (CodeTiles<Format>::EIGHTS * 4 * WARP * 4);
   const uint32_t base = shared_address(dynamic_shared);
-  CodeTiles<Format, DEPTH, EIGHTS>(t, base + parts).run(reinterpret_cast<float*>(dynamic_shared));
+  CodeTiles<Format>(t, base + parts).run(reinterpret_cast<float*>(dynamic_shared));
 #endif
 }
 
 }  // namespace fused
 
-// `NAME`: a kernel for EIGHTS times 8 rows of x and at most WARPS warps.
-#define FUSED_CODE_TILES(NAME, WARPS, FORMAT, DEPTH, EIGHTS)                                \
-  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP, 1)                      \
-      NAME(const __grid_constant__ fused::Tiles p) {                                        \
-    fused::code_tiles<FORMAT, DEPTH, EIGHTS>(p);                                            \
+// `NAME`: a kernel for 64 rows of x and at most 8 warps.
+#define FUSED_CODE_TILES(NAME, FORMAT)                             \
+  extern "C" __global__ void __launch_bounds__(8 * fused::WARP, 1) \
+      NAME(const __grid_constant__ fused::Tiles p) {               \
+    fused::code_tiles<FORMAT>(p);                                  \
   }

@@ -129,10 +129,10 @@ impl SimpleBackend for RandomWeights {
     ) -> Result<Tensor> {
         let norm = shape.rank() == 1 && name.ends_with(".weight");
         let mean = if norm { 1. } else { 0. };
-        if device.is_cuda() {
-            return random_on_gpu(&shape, name, mean, dtype, device);
-        }
         let tensor = match dtype {
+            DType::F32 | DType::F16 | DType::BF16 if device.is_cuda() => {
+                random_on_gpu(&shape, name, mean, dtype, device)?
+            }
             DType::F32 => random::<f32>(shape, name, mean)?,
             DType::F16 => random::<half::f16>(shape, name, mean)?,
             DType::BF16 => random::<half::bf16>(shape, name, mean)?,

@@ -31,8 +31,6 @@ pub(super) struct OnDevice {
     /// For each sequence, its part of every layer.
     caches: Vec<Vec<prefill::Cache>>,
     graph: Recorded,
-    /// Steps that the graph has in a row.
-    together: usize,
     ahead: usize,
     positions: usize,
     /// Candle's default stream is that of the calling thread: on another thread nothing would wait
@@ -80,11 +78,6 @@ impl OnDevice {
             } else {
                 Recorded::Unwanted
             },
-            together: if options.ahead < TOGETHER {
-                1
-            } else {
-                TOGETHER
-            },
             ahead: options.ahead.min(MAIL_SLOTS - 1),
             positions: options.positions,
             _thread: PhantomData,
@@ -98,9 +91,14 @@ impl OnDevice {
         }
     }
 
+    /// Steps that the graph has in a row.
+    fn together(&self) -> usize {
+        self.ahead.clamp(1, TOGETHER)
+    }
+
     pub fn kernels_per_step(&self) -> usize {
         match &self.graph {
-            Recorded::Done(graph) => graph.kernels() / self.together,
+            Recorded::Done(graph) => graph.kernels() / self.together(),
             _ => self.plan.len(),
         }
     }
@@ -138,9 +136,9 @@ impl OnDevice {
             self.state.upload(sequences)?;
         }
         let most = room.min(1 + self.ahead);
-        while self.state.in_flight() + self.together <= most {
+        while self.state.in_flight() + self.together() <= most {
             self.launch()?;
-            self.state.launched(self.together);
+            self.state.launched(self.together());
         }
         if self.state.in_flight() == 0 {
             // There is no room for as many as the graph has.
@@ -209,7 +207,7 @@ impl OnDevice {
     /// As many steps as the graph has.
     fn launch(&mut self) -> Result<()> {
         let launcher = Launcher::new(&self.device)?;
-        let (plan, together) = (&self.plan, self.together);
+        let (plan, together) = (&self.plan, self.together());
         let steps = |launcher: &Launcher| (0..together).try_for_each(|_| plan.launch(launcher));
         if let Recorded::Due = self.graph {
             self.graph = match Graph::capture(launcher.gpu, steps) {

@@ -43,8 +43,8 @@ fn hand_out(region: &MmapRaw, part: &Range<usize>) {
 #[cfg(not(target_os = "linux"))]
 fn hand_out(_: &MmapRaw, _: &Range<usize>) {}
 
-/// The region that has room left, where that begins, and where what has no pages yet does.
-static OPEN: Mutex<(Weak<MmapRaw>, usize, usize)> = Mutex::new((Weak::new(), 0, 0));
+/// The region that has room left, and where that begins. Whole batches in front of there have pages.
+static OPEN: Mutex<(Weak<MmapRaw>, usize)> = Mutex::new((Weak::new(), 0));
 
 /// Bytes of one matrix, zero at first.
 #[derive(Debug)]
@@ -75,16 +75,13 @@ impl Memory {
     /// Behind what others have of a region, and which part of that is to have pages now.
     fn shared(len: usize) -> Result<(Self, Range<usize>)> {
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        let (region, start, ready) = match open.0.upgrade() {
-            Some(region) if len <= REGION - open.1 => (region, open.1, open.2),
-            _ => (region(REGION)?, 0, 0),
+        let (region, start) = match open.0.upgrade() {
+            Some(region) if len <= REGION - open.1 => (region, open.1),
+            _ => (region(REGION)?, 0),
         };
         let end = (start + len).next_multiple_of(ALIGNMENT).min(REGION);
-        let new = match end > ready {
-            true => ready..end.next_multiple_of(BATCH),
-            false => 0..0,
-        };
-        *open = (Arc::downgrade(&region), end, ready.max(new.end));
+        *open = (Arc::downgrade(&region), end);
+        let new = start.next_multiple_of(BATCH)..end.next_multiple_of(BATCH);
         Ok((Self { region, start, len }, new))
     }
 
