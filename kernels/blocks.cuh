@@ -205,24 +205,34 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
                                                     const float (&by)[2][SCALES], uint32_t step, Sums& sums) {
 #pragma unroll
       for (int b = 0; b < GROUP; ++b) {
-        const auto first = Format::codes(pieces[0], b), second = Format::codes(pieces[1], b);
+        float w[2][8], scale[2][SCALES];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 w[2] = {Format::numbers(first, j), Format::numbers(second, j)};
-          float scale[2];
+        for (int i = 0; i < 2; ++i) {
+          const auto codes = Format::codes(pieces[i], b);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) scale[i] = of_block(by[i][j / 2 % SCALES], b);
+          for (int j = 0; j < 4; ++j) {
+            const float2 pair = Format::numbers(codes, j);
+            w[i][2 * j] = pair.x, w[i][2 * j + 1] = pair.y;
+          }
 #pragma unroll
-          for (int m = 0; m < MAX_M; ++m) {
-            if (m >= p.m) break;
-            const char* at = x.block(m, step * GROUP + b) + member() * 16 + j * 4;
-            const float2 high = unpack2<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(at));
-            const float2 low = unpack2<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(at + 2 * BLOCK));
+          for (int h = 0; h < SCALES; ++h) scale[i][h] = of_block(by[i][h], b);
+        }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const float y = fmaf(w[i].x, high.x + low.x, w[i].y * (high.y + low.y));
-              sums.parts[i][m] = fmaf(scale[i], y, sums.parts[i][m]);
-            }
+        for (int m = 0; m < MAX_M; ++m) {
+          if (m >= p.m) break;
+          const char* at = x.block(m, step * GROUP + b) + member() * 16;
+          float v[8], low[8];
+          unpack8<__nv_bfloat16>(*reinterpret_cast<const uint4*>(at), v);
+          unpack8<__nv_bfloat16>(*reinterpret_cast<const uint4*>(at + 2 * BLOCK), low);
+#pragma unroll
+          for (int c = 0; c < 8; ++c) v[c] += low[c];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float y[SCALES] = {};
+#pragma unroll
+            for (int c = 0; c < 8; ++c) y[c / 4 % SCALES] = fmaf(w[i][c], v[c], y[c / 4 % SCALES]);
+#pragma unroll
+            for (int h = 0; h < SCALES; ++h) sums.parts[i][m] = fmaf(scale[i][h], y[h], sums.parts[i][m]);
           }
         }
       }

@@ -74,15 +74,27 @@ template <uint32_t PAD_> struct PartRows {
     if (column >= 2 * m || column % 2 >= parts) return make_uint4(0, 0, 0, 0);
     return *reinterpret_cast<const uint4*>(part(column / 2, column % 2) + 2 * value);
   }
-  // Their sum with 8 weights.
-  __device__ __forceinline__ float dot(uint32_t row, uint32_t value, const float (&w)[8]) const {
-    float y = 0.f;
-    for (uint32_t part = 0; part < parts; ++part) {
-      float x[8];
-      unpack8<__nv_bfloat16>(column(2 * row + part, value), x);
+  // The values of row `row` from `value` on, their parts put together again.
+  struct Eight {
+    float v[8];
+  };
+  __device__ __forceinline__ Eight eight(uint32_t row, uint32_t value) const {
+    Eight x;
+    unpack8<__nv_bfloat16>(*reinterpret_cast<const uint4*>(part(row, 0) + 2 * value), x.v);
+    // Without a branch, for which the loop around it would be there twice.
+    uint4 words = *reinterpret_cast<const uint4*>(part(row, parts - 1) + 2 * value);
+    const uint32_t mask = parts == 2 ? ~0u : 0;
+    words.x &= mask, words.y &= mask, words.z &= mask, words.w &= mask;
+    float low[8];
+    unpack8<__nv_bfloat16>(words, low);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) y = fmaf(w[c], x[c], y);
-    }
+    for (int c = 0; c < 8; ++c) x.v[c] += low[c];
+    return x;
+  }
+  static __device__ __forceinline__ float dot(const float (&w)[8], const Eight& x) {
+    float y = 0.f;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) y = fmaf(w[c], x.v[c], y);
     return y;
   }
 };
@@ -168,7 +180,8 @@ struct ByteRows {
   }
 
   // Those of 8 values, the even ones first.
-  __device__ __forceinline__ uint2 eight(uint32_t row, uint32_t value) const {
+  using Eight = uint2;
+  __device__ __forceinline__ Eight eight(uint32_t row, uint32_t value) const {
     return *reinterpret_cast<const uint2*>(place(row, value));
   }
 

@@ -74,8 +74,16 @@ __device__ __forceinline__ uint32_t int8_numbers(uint32_t word, int j) {
 
 // TERNARY_UNIT times codes 0, 2, 4 and 6 of block b, or those behind each, as bytes, of the words that
 // ternary has of a lane.
+__device__ __forceinline__ uint32_t ternary_bytes(uint32_t word, int b, int odd) {
+  return word << (6 - 2 * (b % 2) - 4 * odd) & 0xc0c0c0c0u;
+}
 __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], int b, int odd) {
-  return words[b / 2] << (6 - 2 * (b % 2) - 4 * odd) & 0xc0c0c0c0u;
+  return ternary_bytes(words[b / 2], b, odd);
+}
+
+// One of four words in registers, which a loop that is not unrolled cannot index.
+__device__ __forceinline__ uint32_t pick(int i, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return i < 2 ? (i == 0 ? a : b) : (i == 2 ? c : d);
 }
 
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
@@ -218,12 +226,13 @@ struct Int8Rows {
                                                   const uint32_t (&zeros)[2], uint4 x) {
     mma_both(c, operands(a, b, e, zeros), x);
   }
-  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows& x, uint32_t m,
-                                              uint32_t value) {
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows::Eight& x) {
+    const uint4 &a = piece.words[0], &b = piece.words[1];
+    const uint32_t words[2] = {pick(e, a.x, a.z, b.x, b.z), pick(e, a.y, a.w, b.y, b.w)};
     float w[8];
 #pragma unroll
-    for (int c = 0; c < 8; ++c) w[c] = static_cast<float>(static_cast<int8_t>(word(piece, e, c / 4) >> (8 * (c % 4))));
-    return x.dot(m, value, w);
+    for (int c = 0; c < 8; ++c) w[c] = static_cast<float>(static_cast<int8_t>(words[c / 4] >> (8 * (c % 4))));
+    return XRows::dot(w, x);
   }
 };
 
@@ -259,15 +268,15 @@ template <int GROUPS_> struct Int4Rows {
                                                   const uint32_t (&zeros)[2], uint4 x) {
     mma_both(c, operands(a, b, e, zeros), x);
   }
-  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t zero, const XRows& x, uint32_t m,
-                                              uint32_t value) {
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t zero, const XRows::Eight& x) {
+    const uint32_t word = pick(e, piece.words[0], piece.words[1], piece.words[2], piece.words[3]);
     float w[8];
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const int code = piece.words[e] >> (4 * (c / 2) + 16 * (c % 2)) & 15;
+      const int code = word >> (4 * (c / 2) + 16 * (c % 2)) & 15;
       w[c] = static_cast<float>(code) - __uint_as_float(zero & 0xffff0000u);
     }
-    return x.dot(m, value, w);
+    return XRows::dot(w, x);
   }
 };
 
@@ -296,11 +305,10 @@ template <int GROUPS_> struct TernaryRows {
     mma_s8(c, ternary_bytes(a.words, e, 0), ternary_bytes(b.words, e, 0), ternary_bytes(a.words, e, 1),
            ternary_bytes(b.words, e, 1), x.x, x.y);
   }
-  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows& x, uint32_t m,
-                                              uint32_t value) {
-    const uint2 v = x.eight(m, value);
-    const int low = __dp4a(static_cast<int>(ternary_bytes(piece.words, e, 0)), static_cast<int>(v.x), 0);
-    return static_cast<float>(__dp4a(static_cast<int>(ternary_bytes(piece.words, e, 1)), static_cast<int>(v.y), low));
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t, const XRows::Eight& x) {
+    const uint32_t word = e < 2 ? piece.words[0] : piece.words[1];
+    const int low = __dp4a(static_cast<int>(ternary_bytes(word, e, 0)), static_cast<int>(x.x), 0);
+    return static_cast<float>(__dp4a(static_cast<int>(ternary_bytes(word, e, 1)), static_cast<int>(x.y), low));
   }
 };
 
@@ -362,6 +370,10 @@ template <class Format> struct CodeRows : SixteenRows {
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         if (step + s >= end) break;
+        if constexpr (!MMA) {
+          on_lanes(p, x, s, step + s, sums);
+          continue;
+        }
         const uint32_t first = (step + s) * STEP;
         typename Format::Sum c[4] = {};
         uint32_t zeros[2] = {};
@@ -372,7 +384,7 @@ template <class Format> struct CodeRows : SixteenRows {
           const uint32_t value = first + Format::value(e, member());
           if constexpr (CARRIES) {
             Format::multiply(sums.carried[e % 2], pieces[s][0], pieces[s][1], e, zeros, inputs.block(e, value));
-          } else if constexpr (MMA) {
+          } else {
             Format::multiply(c, pieces[s][0], pieces[s][1], e, zeros, inputs.block(e, value));
             if (!Scales::ends(p, e)) continue;
 #pragma unroll
@@ -382,15 +394,6 @@ template <class Format> struct CodeRows : SixteenRows {
               sums.whole[i] = fmaf(scales[i].scale(p, s, e), sum, sums.whole[i]);
               c[2 * i] = c[2 * i + 1] = 0;
             }
-          } else {
-            const float by[2] = {scales[0].scale(p, s, e), scales[1].scale(p, s, e)};
-            // Short code before fast code: unrolled it takes minutes to compile.
-#pragma unroll 1
-            for (uint32_t m = 0; m < p.m; ++m) {
-#pragma unroll
-              for (int i = 0; i < 2; ++i)
-                sums.parts[i][m] = fmaf(by[i], Format::dot(pieces[s][i], e, zeros[i], x, m, value), sums.parts[i][m]);
-            }
           }
         }
       }
@@ -398,6 +401,30 @@ template <class Format> struct CodeRows : SixteenRows {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           sums.whole[i] = scales[i].scale(p, 0, 0) * static_cast<float>(sums.carried[0][2 * i] + sums.carried[1][2 * i]);
+      }
+    }
+
+    // What tensor cores do elsewhere, with piece s, which has step `step` of k.
+    __device__ __forceinline__ void on_lanes(const Gemv& p, const XRows& x, int s, uint32_t step, Sums& sums) const {
+      uint32_t zeros[2] = {};
+      // Blocks are long: unrolled they would not fit into the instruction cache.
+#pragma unroll 1
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t value = step * STEP + Format::value(e, member());
+        float by[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          by[i] = scales[i].scale(p, s, e);
+          if (Scales::begins(p, e)) zeros[i] = scales[i].zero(p, s, e);
+        }
+#pragma unroll
+        for (int m = 0; m < MAX_M; ++m) {
+          if (m >= p.m) break;
+          const auto eight = x.eight(m, value);
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            sums.parts[i][m] = fmaf(by[i], Format::dot(pieces[s][i], e, zeros[i], eight), sums.parts[i][m]);
+        }
       }
     }
   };
