@@ -11,6 +11,14 @@ namespace fused {
 constexpr int WARP = 32;
 constexpr unsigned FULL = 0xffffffffu;
 
+// The architecture that this pass is for, as `__CUDA_ARCH__` numbers it. What the host never launches there
+// is left empty: code takes time to compile.
+#ifdef __CUDA_ARCH__
+constexpr int COMPILED_FOR = __CUDA_ARCH__;
+#else
+constexpr int COMPILED_FOR = 0;
+#endif
+
 // Elements are stored as f32, f16 or bf16 and computed in f32.
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }

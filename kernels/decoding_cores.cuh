@@ -85,11 +85,6 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
 // memory, and neither keys nor values pass through shared memory.
 template <typename C, int D, int W, int SUB> struct TensorCore {
   static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MOST = HEADS;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  using Operand = __half;  // Turing multiplies no bf16, and the host asks it for none
-#else
-  using Operand = C;
-#endif
   // Elements of a head that a lane of 32 can have.
   static constexpr int LANE = (D + 31) / 32;
   // Bytes of the queries as operands.
@@ -172,7 +167,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
       const uint32_t q[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
       for (int j = 0; j < 2 * SUB; ++j)
-        mma<Operand>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
+        mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
     }
     if (next < tiles) fetch_keys(keys, start + next * KEYS);
     float p[2 * SUB][2], top = m;
@@ -211,8 +206,8 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
         const uint32_t a[4] = {
             __byte_perm(v[u][0][r], v[u][1][r], 0x5410), __byte_perm(v[u][0][r], v[u][1][r], 0x7632),
             __byte_perm(v[u][2][r], v[u][3][r], 0x5410), __byte_perm(v[u][2][r], v[u][3][r], 0x7632)};
-        mma<Operand>(o[r], a, high[2 * u], high[2 * u + 1]);
-        mma<Operand>(o[r], a, low[2 * u], low[2 * u + 1]);
+        mma<C>(o[r], a, high[2 * u], high[2 * u + 1]);
+        mma<C>(o[r], a, low[2 * u], low[2 * u + 1]);
       }
     }
     if (next < tiles) fetch_values(keys, start + next * KEYS);

@@ -375,12 +375,6 @@ template <typename T, int D, bool SPLIT> __device__ __forceinline__ void attend(
     if constexpr (COMPILED_FOR >= FROM) attend<TYPE, D, SPLIT>(p);                                    \
   }
 
-#ifdef __CUDA_ARCH__
-constexpr int COMPILED_FOR = __CUDA_ARCH__;
-#else
-constexpr int COMPILED_FOR = 0;
-#endif
-
 // `f32` has q and y in f32 and keys and values in f16: q and the weights are taken as sums of two
 // f16, which keeps the precision of f32 at twice the tensor work.
 #define ATTENTIONS(D)                                  \

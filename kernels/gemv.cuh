@@ -402,11 +402,13 @@ template <class Core> __device__ __forceinline__ void gemv(const Gemv& p, uint32
 
 }  // namespace fused
 
-// `NAME`: a kernel of this core, with registers for BLOCKS full blocks on a multiprocessor.
-#define FUSED_FEW_ROWS(NAME, BLOCKS, ...)                                   \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS) \
-      NAME(const __grid_constant__ fused::Gemv p) {                         \
-    fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x);                     \
+// `NAME`: a kernel of this core from an architecture on, with registers for BLOCKS full blocks on a
+// multiprocessor.
+#define FUSED_FEW_ROWS_FROM(FROM, NAME, BLOCKS, ...)                                                   \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS)                            \
+      NAME(const __grid_constant__ fused::Gemv p) {                                                    \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x);     \
   }
+#define FUSED_FEW_ROWS(NAME, BLOCKS, ...) FUSED_FEW_ROWS_FROM(750, NAME, BLOCKS, __VA_ARGS__)
 // `NAME`: a kernel for this format, number of x rows, outputs of a unit and steps of a tile.
 #define FUSED_GEMV(NAME, FORMAT, M, ROWS, STEPS) FUSED_FEW_ROWS(NAME, 2, fused::Lanes<FORMAT, M, ROWS, STEPS>)

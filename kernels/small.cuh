@@ -180,9 +180,9 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
 
 }  // namespace fused
 
-// `NAME`: a kernel for elements of TYPE and up to STEPS steps of a warp.
-#define FUSED_SMALL(NAME, TYPE, STEPS)                                 \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2) \
-      NAME(const __grid_constant__ fused::Gemv p) {                    \
-    fused::small_product<TYPE, STEPS>(p);                              \
+// `NAME`: a kernel for elements of TYPE and up to STEPS steps of a warp, from an architecture on.
+#define FUSED_SMALL(NAME, FROM, TYPE, STEPS)                                                    \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
+      NAME(const __grid_constant__ fused::Gemv p) {                                             \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::small_product<TYPE, STEPS>(p);            \
   }

@@ -179,9 +179,10 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
 
 }  // namespace fused
 
-// `NAME`: a kernel for blocks of FORMAT, UNITS times 8 rows of weights, and up to WARPS groups of k.
-#define FUSED_SMALL_BLOCKS(NAME, FORMAT, UNITS, WARPS)                \
-  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)   \
-      NAME(const __grid_constant__ fused::Gemv p) {                   \
-    fused::small_blocks<FORMAT, UNITS, WARPS>(p);                     \
+// `NAME`: a kernel for blocks of FORMAT, UNITS times 8 rows of weights, and up to WARPS groups of k. Turing
+// has no bf16, and the host asks it for none of this.
+#define FUSED_SMALL_BLOCKS(NAME, FORMAT, UNITS, WARPS)                                        \
+  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                           \
+      NAME(const __grid_constant__ fused::Gemv p) {                                           \
+    if constexpr (fused::COMPILED_FOR >= 800) fused::small_blocks<FORMAT, UNITS, WARPS>(p);   \
   }

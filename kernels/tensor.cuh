@@ -28,15 +28,14 @@ __device__ __forceinline__ void mma(Accumulator& c, uint32_t x0, uint32_t x1, ui
         : "r"(x0), "r"(0), "r"(x1), "r"(w0), "r"(w1));
   }
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
-  // Turing multiplies 8 values of k at a time, and has no bf16.
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
-        : "r"(x0), "r"(0), "r"(w0));
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
-        : "r"(x1), "r"(0), "r"(w1));
-  }
+  // Turing multiplies 8 values of k at a time.
+  static_assert(std::is_same_v<T, __half>, "before sm_80 there is no mma of bf16");
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
+      : "r"(x0), "r"(0), "r"(w0));
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
+      : "r"(x1), "r"(0), "r"(w1));
 #endif
 }
 
