@@ -37,6 +37,9 @@ struct Decoding {
   float scale, softcap, eps;
 };
 
+// Only where dependent launches are.
+__device__ __forceinline__ bool rehearses(const Decoding& p) { return COMPILED_FOR >= 900 && p.rehearse; }
+
 __device__ __forceinline__ uint32_t read_position(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -395,14 +398,14 @@ template <class Core> __device__ __forceinline__ void decode(const Decoding& p, 
   Work work(p, here, 0, Core::KEYS);
   uint32_t position = UINT32_MAX;
   for (int i = threadIdx.x; i < Core::QUERIES / 16; i += WARPS * WARP) memory[i] = make_uint4(0, 0, 0, 0);
-  if (p.rehearse && threadIdx.x == 0) *s.position = read_position(p.position + here.z);
+  if (rehearses(p) && threadIdx.x == 0) *s.position = read_position(p.position + here.z);
   __syncthreads();
 
   // The rehearsal goes the same way without queries. It leaves nothing behind but the keys in
   // registers, the angles in shared memory, and the instructions in the caches: fetching those line
   // by line once the queries are there would cost as much as the work.
 #pragma unroll 1
-  for (int pass = p.rehearse ? 0 : 1; pass < 2; ++pass) {
+  for (int pass = rehearses(p) ? 0 : 1; pass < 2; ++pass) {
     const bool real = pass == 1;
     if (real) wait_previous();
     const uint32_t now = real ? read_position(p.position + here.z) : *s.position;
