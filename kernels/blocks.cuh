@@ -203,12 +203,13 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
     static __device__ __forceinline__ void on_lanes(const Gemv& p, const XRows& x,
                                                     const typename Format::Piece (&pieces)[2],
                                                     const float (&by)[2][SCALES], uint32_t step, Sums& sums) {
-#pragma unroll
+      // Blocks are long: unrolled they would not fit into the instruction cache.
+#pragma unroll 1
       for (int b = 0; b < GROUP; ++b) {
         float w[2][8], scale[2][SCALES];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const auto codes = Format::codes(pieces[i], b);
+          const auto codes = Format::codes_in_loop(pieces[i], b);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float2 pair = Format::numbers(codes, j);

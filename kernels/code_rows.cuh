@@ -81,11 +81,6 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
   return ternary_bytes(words[b / 2], b, odd);
 }
 
-// One of four words in registers, which a loop that is not unrolled cannot index.
-__device__ __forceinline__ uint32_t pick(int i, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return i < 2 ? (i == 0 ? a : b) : (i == 2 ? c : d);
-}
-
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
 struct CodeRow {
   const char* codes;

@@ -88,6 +88,11 @@ __device__ __forceinline__ uint2 load_u64(const void* p) {
   return v;
 }
 
+// One of four words in registers, which a loop that is not unrolled cannot index.
+__device__ __forceinline__ uint32_t pick(int i, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return i < 2 ? (i == 0 ? a : b) : (i == 2 ? c : d);
+}
+
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int offset = WARP / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(FULL, v, offset);

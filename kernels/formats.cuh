@@ -121,6 +121,17 @@ template <int BITS_, int SCALING_> struct Blocks {
     }
   }
 
+  // The same in a loop that is not unrolled.
+  static __device__ __forceinline__ Codes codes_in_loop(const Piece& p, int b) {
+    if constexpr (BITS == 8) {
+      return {{pick(b, p.low[0], p.low[2], p.high[0], p.high[2]), pick(b, p.low[1], p.low[3], p.high[1], p.high[3])}, 0, 0};
+    } else {
+      const uint32_t low = pick(b, p.low[0], p.low[1], p.low[2], p.low[3]);
+      if constexpr (BITS == 6) return {{low}, (b < 2 ? p.high[0] : p.high[1]) >> (8 * (b % 2)), 0};
+      else return {{low}, p.high[0] >> (4 * b), 0};
+    }
+  }
+
   // The same from memory.
   static __device__ __forceinline__ Codes codes(const char* row, uint32_t groups, uint32_t block, uint32_t t) {
     const uint32_t lane = block / GROUP * GROUP + t, b = block % GROUP;
