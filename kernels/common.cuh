@@ -2,6 +2,13 @@
 // programmatic dependent launch.
 #pragma once
 
+// Of 16-bit floats functions alone: their operators would be half a second of each source.
+#define __CUDA_NO_HALF_OPERATORS__
+#define __CUDA_NO_HALF2_OPERATORS__
+#define __CUDA_NO_HALF_CONVERSIONS__
+#define __CUDA_NO_BFLOAT16_OPERATORS__
+#define __CUDA_NO_BFLOAT162_OPERATORS__
+#define __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
