@@ -2,7 +2,7 @@
 // programmatic dependent launch.
 #pragma once
 
-// Of 16-bit floats functions alone: their operators would be half a second of each source.
+// Of 16-bit floats functions alone: nothing uses their operators, which every source would have to compile.
 #define __CUDA_NO_HALF_OPERATORS__
 #define __CUDA_NO_HALF2_OPERATORS__
 #define __CUDA_NO_HALF_CONVERSIONS__
