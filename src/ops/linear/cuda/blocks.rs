@@ -308,7 +308,6 @@ unsafe fn launch_run(
     // All rows of a product in one way: those that are several meet ternary codes in bytes.
     let streams = at.m == 1 && run[0].codes().is_some();
     let streamed = streams.then(|| Streamed::of(core.kernel)).flatten();
-    let streamed = streamed.filter(|(format, _)| !launcher.mixed || format.stays_in_steps());
     for start in (0..at.m).step_by(once) {
         params.m = (at.m - start).min(once) as u32;
         params.prologue.x = behind(at.x, start * at.k, x_size);
@@ -316,7 +315,7 @@ unsafe fn launch_run(
         params.epilogue.out = behind(at.out, elements, out_size);
         params.epilogue.residuals = at.residuals.map(|r| behind(r, elements, x_size));
         let streamed = streamed.and_then(|(format, kernel)| {
-            let (params, grid) = code_stream::spread(launcher.gpu, format, &params)?;
+            let (params, grid) = code_stream::spread(launcher, format, &params)?;
             Some((kernel, params, grid))
         });
         // SAFETY: the kernels take `Gemv`; the addresses are the caller's.

@@ -5,7 +5,7 @@
 //! and 29.9 us in ternary; by the kernels for several rows they take 59.7 and 40.8.
 
 use super::gemv::Gemv;
-use crate::cuda::{Gpu, Grid};
+use crate::cuda::{Grid, Launcher};
 use crate::ops::view::dtype_index;
 use candle_core::DType;
 
@@ -22,9 +22,6 @@ const SLOTS: [usize; 2] = [3, 16];
 
 /// Slices of a row that is normed in registers, at most.
 const HELD: usize = 8;
-
-/// Blocks of a multiprocessor: one, and one of the next kernel.
-const AT_ONCE: usize = 2;
 
 /// Static shared memory of the kernels at most, and what the driver keeps for each block.
 const FIXED_SHARED: usize = 4480;
@@ -50,11 +47,12 @@ impl Streamed {
         }
     }
 
-    /// Whether a decode step of a model has this kernel too. There, with attention between the products,
-    /// INT4's loses (Llama-3-8B on an H100: 395 tokens a second, 412 with the kernels for several rows),
-    /// although each product by itself gains. What ternary weights meet is to be the same everywhere.
-    pub fn stays_in_steps(self) -> bool {
-        self == Self::Ternary
+    /// Whether a block is to be alone on its multiprocessor among kernels of other kinds, see
+    /// [`Launcher::mixed`]: Llama-3-8B on an H100 makes 484 tokens a second in INT4 so, and 396 with half of a
+    /// multiprocessor for each. Ternary products are so short that the next one's weights had better be on
+    /// their way (Llama-3.2-1B: 1,708 and 1,885).
+    fn is_alone(self, launcher: &Launcher) -> bool {
+        launcher.mixed && self == Self::Int4
     }
 
     /// Bytes of a slot.
@@ -83,14 +81,18 @@ impl Streamed {
 }
 
 /// The parameters with the slots of a ring, and the grid; none if the kernel does not take the product.
-pub(super) fn spread(gpu: &Gpu, format: Streamed, params: &Gemv) -> Option<(Gemv, Grid)> {
+pub(super) fn spread(launcher: &Launcher, format: Streamed, params: &Gemv) -> Option<(Gemv, Grid)> {
+    let gpu = launcher.gpu;
     let gates = params.width < params.rows;
     let whole = |rows: u32| rows == u32::MAX || (rows as usize).is_multiple_of(OCTET);
     let octets = params.weights.iter().all(|w| whole(w.first)) && (!gates || whole(params.width));
     if gpu.arch < 90 || params.m != 1 || !params.k.is_multiple_of(8) || !octets {
         return None;
     }
-    let room = (gpu.shared as usize + RESERVED) / AT_ONCE - RESERVED - FIXED_SHARED;
+    let all = gpu.shared as usize + RESERVED;
+    let alone = format.is_alone(launcher);
+    let share = if alone { all / 2 + all / 16 } else { all / 2 };
+    let room = share - RESERVED - FIXED_SHARED;
     let row = format.row(params);
     let slots = (room.checked_sub(row)? / format.slot()).min(SLOTS[1]);
     if slots < SLOTS[0] {
@@ -103,7 +105,8 @@ pub(super) fn spread(gpu: &Gpu, format: Streamed, params: &Gemv) -> Option<(Gemv
     // As many blocks as multiprocessors, even if there is no work for all: none gets two of one kernel.
     // All have a ring of the same size, even if it is more than they need: where the next kernel takes more
     // shared memory, a multiprocessor has to be idle before it divides its cache anew.
-    let shared = slots * format.slot() + row;
+    let used = slots * format.slot() + row;
+    let shared = if alone { room } else { used };
     let grid = Grid::new([gpu.sms, 1, 1], THREADS, shared as u32);
     Some((params, grid))
 }
