@@ -37,8 +37,8 @@ const SUMS: usize = 4 * 16 * ROWS * 4;
 /// Bytes for the halves of them that two blocks exchange: what comes of four batches, and what stays of one.
 const GIVEN: usize = (4 + 1) * SUMS / 2;
 
-/// Static shared memory of the kernels.
-const FIXED_SHARED: usize = 32;
+/// Static shared memory of the kernels at most.
+const FIXED_SHARED: usize = 1056;
 
 /// What the driver keeps of a multiprocessor's shared memory for each block.
 const RESERVED: usize = 1024;
