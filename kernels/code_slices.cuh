@@ -213,8 +213,10 @@ template <class Format> struct CodeSlices {
     }
     __syncwarp();
   }
+  // What the sums of a group of step d begin with.
   __device__ __forceinline__ void begin_sums(float (&c)[EIGHTS][4], int d) const {
-    const float4 bias = biases[4 * d + lane() % 4];
+    float4 bias = {};
+    if (BIASED) bias = biases[4 * d + lane() % 4];
     c[0][0] = c[0][2] = bias.x, c[0][1] = c[0][3] = bias.y, c[1][0] = c[1][2] = bias.z, c[1][1] = c[1][3] = bias.w;
   }
 
@@ -259,17 +261,14 @@ template <class Format> struct CodeSlices {
       }
     }
     if (EARLY) release();
-    float c[R::STEPS][EIGHTS][4] = {};
-    if constexpr (BIASED) {
-#pragma unroll
-      for (int d = 0; d < R::STEPS; ++d) begin_sums(c[d], d);
-    }
+    float c[R::STEPS][EIGHTS][4];
     uint32_t zeros[R::STEPS][2] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int d = 0; d < R::STEPS; ++d) {
         if (Format::ZEROS && Scales::begins(p, e)) zeros[d][0] = zero(slot, 0, d, e), zeros[d][1] = zero(slot, 1, d, e);
+        if (R::GROUPS > 0 && Scales::begins(p, e)) begin_sums(c[d], d);
         Operands w;
         if constexpr (BIASED) w = Format::biased_operands(pieces[d][0], pieces[d][1], e);
         else w = Format::operands(pieces[d][0], pieces[d][1], e, zeros[d]);
@@ -285,7 +284,7 @@ template <class Format> struct CodeSlices {
           for (int i = 0; i < 4; ++i) {
             const float factor = step + d < end ? by[d][i / 2] : 0.f;
 #pragma unroll
-            for (int n = 0; n < EIGHTS; ++n) sums[n][i] = fmaf(factor, c[d][n][i], sums[n][i]), c[d][n][i] = 0.f;
+            for (int n = 0; n < EIGHTS; ++n) sums[n][i] = fmaf(factor, c[d][n][i], sums[n][i]);
           }
         }
       }
