@@ -58,10 +58,14 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint
   return v;
 }
 
-// Codes 2j and 2j + 1 of a word of INT4 as bf16, less their zero point: 8, or `zero` if there are ZEROS.
+// Codes 2j and 2j + 1 of a word of INT4 as bf16, and 128 more.
+__device__ __forceinline__ uint32_t int4_biased(uint32_t word, int j) {
+  return masked_or(word >> (4 * j), 0x000f000fu, 0x43004300u);
+}
+
+// The same less their zero point: 8, or `zero` if there are ZEROS.
 template <bool ZEROS> __device__ __forceinline__ uint32_t int4_numbers(uint32_t word, int j, uint32_t zero) {
-  // 128 more than the codes.
-  const uint32_t v = masked_or(word >> (4 * j), 0x000f000fu, 0x43004300u);
+  const uint32_t v = int4_biased(word, j);
   return ZEROS ? less_bf16x2(less_bf16x2(v, 0x43004300u), zero) : less_bf16x2(v, 0x43084308u);
 }
 
@@ -257,6 +261,13 @@ template <int GROUPS_> struct Int4Rows {
       v.v[2 * j] = int4_numbers<ZEROS>(a.words[e], j, zeros[0]);
       v.v[2 * j + 1] = int4_numbers<ZEROS>(b.words[e], j, zeros[1]);
     }
+    return v;
+  }
+  // 136 more each than their numbers, without zero points.
+  static __device__ __forceinline__ Operands biased_operands(const Piece& a, const Piece& b, int e) {
+    Operands v;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v.v[2 * j] = int4_biased(a.words[e], j), v.v[2 * j + 1] = int4_biased(b.words[e], j);
     return v;
   }
   static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e,

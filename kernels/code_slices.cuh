@@ -4,7 +4,11 @@
 // One or two blocks, a cluster, share k, and `split` warps of a block its slice: a warp has two steps of 128
 // values of all rows of x in registers while units of 16 rows of weights pass by. Its codes and their scales
 // stream through a ring in shared memory of its own, which is filled before the wait, and which leaves room for
-// the next kernel's. If a warp has more steps, the units of a batch pass again for the next two.
+// the next kernel's. If a warp has more steps, the units of a batch pass again for the next two, and it goes on
+// from its sums: warps wait for each other when a batch is done and not before.
+//
+// Codes of INT4 in groups of 128 are multiplied as they come, 136 more than their numbers: the products begin
+// with what that makes too much, from the sums of x over each step.
 //
 // After a batch of four units every thread adds up four outputs over the warps, in their order. Of two blocks
 // each gets the other's sums for every second row of x, and writes those.
@@ -69,6 +73,10 @@ template <class Format> struct CodeSlices {
   // the end of a batch and taken at the end of the next, and a block may be two batches ahead of the other.
   static constexpr uint32_t GIVEN = 8 * THREADS, TURNS = 4;
   static_assert(DEPTH % R::STEPS == 0 && BATCH * SUMS == 4 * THREADS);
+  // f32 has room for what the bias makes of a step's sums: they end 2^-18 of theirs off at most.
+  static constexpr bool BIASED = Format::GROUPS == ONE_GROUP && R::STEPS == DEPTH;
+  static constexpr float BIAS = 136.f;
+  static constexpr uint32_t ONES = 0x3f803f80u;  // two bf16
 
   const Gemv& p;
   const uint32_t slices, rank, side, part, place;
@@ -77,15 +85,17 @@ template <class Format> struct CodeSlices {
   uint32_t begin, end, passes;  // the warp's steps
   uint32_t ring;                // the warp's
   float* parts;                 // [BATCH][split][SUMS]
+  float4* biases;               // the warp's: [DEPTH][4], what products of lane t begin with
   uint32_t given;               // [TURNS] sums from the other block, then those that meet them
   uint32_t barriers;            // [TURNS]
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
-  __device__ CodeSlices(const Slices& s, char* memory, uint32_t barriers)
+  __device__ CodeSlices(const Slices& s, char* memory, float4* biases, uint32_t barriers)
       : p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
-        part(warp() / side), place(warp() % side), outputs(unit_outputs(p)), barriers(barriers) {
+        part(warp() / side), place(warp() % side), outputs(unit_outputs(p)),
+        biases(biases + warp() * (4 * DEPTH)), barriers(barriers) {
     const uint32_t clusters = gridDim.x / slices, cluster = blockIdx.x / slices;
     const uint32_t all = (p.width + outputs - 1) / outputs;
     first = uint64_t(all) * cluster / clusters;
@@ -164,21 +174,50 @@ template <class Format> struct CodeSlices {
 
   using X = uint4[DEPTH][4][EIGHTS];
 
+  // Addresses are those of a row's first values and constants, as there is nothing else to do meanwhile.
   __device__ __forceinline__ void load(X& x, uint32_t pass) const {
-    const uint32_t g = lane() / 4, t = lane() % 4;
+    const uint32_t g = lane() / 4, first = (begin + pass * DEPTH) * STEP + Format::value(0, lane() % 4);
+    const int left = static_cast<int>(min(p.k, end * STEP)) - static_cast<int>(first);
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
+    for (int n = 0; n < EIGHTS; ++n) {
+      const uint32_t m = 8 * n + g;
+      const char* row = static_cast<const char*>(p.prologue.x) + 2 * (uint64_t(m) * p.k + first);
+      const int values = m < p.m ? left : 0;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
+      for (int d = 0; d < DEPTH; ++d) {
 #pragma unroll
-        for (int n = 0; n < EIGHTS; ++n) {
-          const uint32_t step = begin + pass * DEPTH + d, value = step * STEP + Format::value(e, t), m = 8 * n + g;
-          const char* from = static_cast<const char*>(p.prologue.x) + 2 * (uint64_t(m) * p.k + value);
+        for (int e = 0; e < 4; ++e) {
+          const int at = d * STEP + Format::value(e, 0);
           x[d][e][n] = make_uint4(0, 0, 0, 0);
-          if (m < p.m && step < end && value < p.k) x[d][e][n] = __ldcg(reinterpret_cast<const uint4*>(from));
+          if (at < values) x[d][e][n] = __ldcg(reinterpret_cast<const uint4*>(row + 2 * at));
         }
       }
     }
+    if constexpr (BIASED) leave_biases(x);
+  }
+
+  // The sums of x over a step, from products with ones.
+  __device__ __forceinline__ void leave_biases(const X& x) const {
+    const Operands ones = {ONES, ONES, ONES, ONES, ONES, ONES, ONES, ONES};
+    __syncwarp();
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+      float c[EIGHTS][4] = {};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n) mma_both(c[n], ones, x[d][e][n]);
+      }
+      const float4 bias = make_float4(-BIAS * c[0][0], -BIAS * c[0][1], -BIAS * c[1][0], -BIAS * c[1][1]);
+      if (lane() < 4) biases[4 * d + lane()] = bias;
+    }
+    __syncwarp();
+  }
+  // What the sums of a group of step d begin with.
+  __device__ __forceinline__ void begin_sums(float (&c)[EIGHTS][4], int d) const {
+    float4 bias = {};
+    if (BIASED) bias = biases[4 * d + lane() % 4];
+    c[0][0] = c[0][2] = bias.x, c[0][1] = c[0][3] = bias.y, c[1][0] = c[1][2] = bias.z, c[1][1] = c[1][3] = bias.w;
   }
 
   __device__ __forceinline__ float scale(uint32_t slot, int i, int d, int e) const {
@@ -222,14 +261,17 @@ template <class Format> struct CodeSlices {
       }
     }
     if (EARLY) release();
-    float c[R::STEPS][EIGHTS][4] = {};
+    float c[R::STEPS][EIGHTS][4];
     uint32_t zeros[R::STEPS][2] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int d = 0; d < R::STEPS; ++d) {
         if (Format::ZEROS && Scales::begins(p, e)) zeros[d][0] = zero(slot, 0, d, e), zeros[d][1] = zero(slot, 1, d, e);
-        const auto w = Format::operands(pieces[d][0], pieces[d][1], e, zeros[d]);
+        if (R::GROUPS > 0 && Scales::begins(p, e)) begin_sums(c[d], d);
+        Operands w;
+        if constexpr (BIASED) w = Format::biased_operands(pieces[d][0], pieces[d][1], e);
+        else w = Format::operands(pieces[d][0], pieces[d][1], e, zeros[d]);
 #pragma unroll
         for (int n = 0; n < EIGHTS; ++n) mma_both(R::GROUPS > 0 ? c[d][n] : sums[n], w, x[d0 + d][e][n]);
       }
@@ -242,7 +284,7 @@ template <class Format> struct CodeSlices {
           for (int i = 0; i < 4; ++i) {
             const float factor = step + d < end ? by[d][i / 2] : 0.f;
 #pragma unroll
-            for (int n = 0; n < EIGHTS; ++n) sums[n][i] = fmaf(factor, c[d][n][i], sums[n][i]), c[d][n][i] = 0.f;
+            for (int n = 0; n < EIGHTS; ++n) sums[n][i] = fmaf(factor, c[d][n][i], sums[n][i]);
           }
         }
       }
@@ -250,13 +292,13 @@ template <class Format> struct CodeSlices {
     if (!EARLY) release();
   }
 
-  // A warp's sums of one of a batch's units; the first warp goes on from what former passes had.
+  // A warp's sums of one of a batch's units; it goes on from what it had of former passes.
   __device__ __forceinline__ void leave(const float (&sums)[EIGHTS][4], uint32_t unit, bool again) const {
     float4* mine = reinterpret_cast<float4*>(parts) + ((unit + place) * p.split + part) * (SUMS / 4) + lane();
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
       float4 v = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
-      if (again && part == 0) {
+      if (again) {
         const float4 old = mine[n * WARP];
         v.x += old.x, v.y += old.y, v.z += old.z, v.w += old.w;
       }
@@ -266,18 +308,20 @@ template <class Format> struct CodeSlices {
 
   // Where the first warp of those that share a unit has left what the thread adds up: four sums, as a lane of
   // `mma` has them, of rows g and g + 8 of the weights, each for rows 2t and 2t + 1 of eight rows of x.
-  __device__ __forceinline__ float4* of_thread() const {
+  __device__ __forceinline__ const float4* of_thread() const {
     const uint32_t unit = threadIdx.x / (SUMS / 4);
-    return reinterpret_cast<float4*>(parts) + unit * p.split * (SUMS / 4) + threadIdx.x % (SUMS / 4);
+    return reinterpret_cast<const float4*>(parts) + unit * p.split * (SUMS / 4) + threadIdx.x % (SUMS / 4);
   }
   __device__ __forceinline__ void add(float4& y) const {
     const float4* from = of_thread();
+    float4 v[WARPS];
 #pragma unroll
     for (int q = 0; q < WARPS; ++q) {
-      if (q >= p.split) break;
-      const float4 v = from[q * (SUMS / 4)];
-      y.x += v.x, y.y += v.y, y.z += v.z, y.w += v.w;
+      v[q] = float4{};
+      if (q < p.split) v[q] = from[q * (SUMS / 4)];
     }
+#pragma unroll
+    for (int q = 0; q < WARPS; ++q) y.x += v[q].x, y.y += v[q].y, y.z += v[q].z, y.w += v[q].w;
   }
 
   // All threads: the outputs of a batch for rows 2t + b of eights of x.
@@ -367,7 +411,6 @@ template <class Format> struct CodeSlices {
       const uint32_t to = min(from + BATCH, units);
 #pragma unroll 1
       for (uint32_t pass = 0; pass < passes; ++pass) {
-        if (passes > 1 && from + pass > 0) load(x, pass);
 #pragma unroll 1
         for (uint32_t unit = from; unit < to; unit += side) {
           float sums[EIGHTS][4] = {};
@@ -384,20 +427,19 @@ template <class Format> struct CodeSlices {
           }
           leave(sums, unit - from, pass > 0);
         }
-        __syncthreads();
-        float4 total = {};
-        add(total);
-        if (pass + 1 < passes) *of_thread() = total;
-        __syncthreads();
-        if (pass + 1 < passes) continue;
-        if (slices == 1) {
-          finish(from, 0, make_float2(total.x, total.z));
-          finish(from, 1, make_float2(total.y, total.w));
-        }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-        if (slices > 1) exchange(from, total);
-#endif
+        if (passes > 1 && (pass + 1 < passes || to < units)) load(x, (pass + 1) % passes);
       }
+      __syncthreads();
+      float4 total = {};
+      add(total);
+      __syncthreads();
+      if (slices == 1) {
+        finish(from, 0, make_float2(total.x, total.z));
+        finish(from, 1, make_float2(total.y, total.w));
+      }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      if (slices > 1) exchange(from, total);
+#endif
     }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (slices > 1) finish_given((units - 1) / BATCH * BATCH);
@@ -407,9 +449,11 @@ template <class Format> struct CodeSlices {
 
 template <class Format> __device__ __forceinline__ void code_slices(const Slices& s) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  using Core = CodeSlices<Format>;
   extern __shared__ float4 dynamic_shared[];
-  __shared__ alignas(8) uint64_t barriers[CodeSlices<Format>::TURNS];
-  CodeSlices<Format>(s, reinterpret_cast<char*>(dynamic_shared), shared_address(barriers)).run();
+  __shared__ alignas(8) uint64_t barriers[Core::TURNS];
+  __shared__ float4 biases[Core::BIASED ? Core::WARPS * Core::DEPTH * 4 : 1];
+  Core(s, reinterpret_cast<char*>(dynamic_shared), biases, shared_address(barriers)).run();
 #endif
 }
 

@@ -37,15 +37,16 @@ const SUMS: usize = 4 * 16 * ROWS * 4;
 /// Bytes for the halves of them that two blocks exchange: what comes of four batches, and what stays of one.
 const GIVEN: usize = (4 + 1) * SUMS / 2;
 
-/// Static shared memory of the kernels.
-const FIXED_SHARED: usize = 32;
+/// Static shared memory of the kernels at most.
+const FIXED_SHARED: usize = 1056;
 
 /// What the driver keeps of a multiprocessor's shared memory for each block.
 const RESERVED: usize = 1024;
 
-/// Units of a cluster past which multiprocessors have two blocks, for each kernel: of an H100's, 14 units of
-/// INT4 in groups of 128 are faster with one, and in others with two.
-const MANY: [usize; 3] = [16, 16, 8];
+/// Units of a cluster past which multiprocessors have two blocks, for each kernel: where warps have all of their
+/// steps at once, and where they do not. As measured on an H100 with 4 to 14 units; INT8 with more than 4 of the
+/// latter was not.
+const MANY: [[usize; 2]; 3] = [[16, usize::MAX], [16, 6], [5, 3]];
 
 /// Whether a weight may stand in front of another in one launch: rows come eight at a time from one matrix.
 pub(super) fn ends_whole(weight: &BlockMatrix) -> bool {
@@ -95,7 +96,8 @@ pub(super) fn form(
     // Two blocks of a multiprocessor hide each other's waits, but read x twice and begin after the kernel in
     // front.
     let room = 2 * (shared + FIXED_SHARED + RESERVED) <= gpu.shared as usize + RESERVED;
-    let many = room && units > MANY[kernel] * once && slice <= split * DEPTH;
+    let most = MANY[kernel][usize::from(slice > split * DEPTH)];
+    let many = room && units > most.saturating_mul(once);
     let clusters = (once * if many { 2 } else { 1 }).min(units);
     // More than half of a multiprocessor's where two blocks of it are not to meet.
     let shared = match launcher.mixed && !many {
