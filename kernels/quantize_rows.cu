@@ -5,6 +5,7 @@
 // One warp or one block owns a row and keeps it in registers; bytes moved are x once and a byte and
 // less for each code. A row with infinite or undefined values gets a scale that is one of these, so
 // that it spreads to all outputs of the row; a row of zeros has scale 0.
+#include "int8_rows.cuh"
 #include "prologue.cuh"
 #include "rows.cuh"
 
@@ -19,50 +20,12 @@ struct Params {
   int vectors;     // whether all addresses and the width are multiples of 16 bytes
 };
 
-// What is smaller counts as zero: MOST over it would be infinite.
-constexpr float MOST = 127.f, LEAST = 1e-36f;
-
-// The largest of magnitudes as bits, whose order is theirs with the undefined above all. Of elements of
-// 16 bits two at a time.
-template <typename T, int N> struct Most {
-  static constexpr bool PAIRS = sizeof(T) == 2 && N > 1;
-  uint32_t bits = 0;
-
-  __device__ __forceinline__ void take(const Pack<T, N>& v) {
-    if constexpr (PAIRS) {
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(v.v);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) bits = __vmaxu2(bits, words[i] & 0x7fff7fff);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) bits = max(bits, __float_as_uint(fabsf(to_float(v.v[i]))));
-    }
-  }
-  // As those of a float.
-  __device__ __forceinline__ uint32_t widened() const {
-    if constexpr (PAIRS) {
-      const uint16_t half = max(bits & 0xffff, bits >> 16);
-      return __float_as_uint(to_float(*reinterpret_cast<const T*>(&half)));
-    } else {
-      return bits;
-    }
-  }
-};
-
-// v rounded to an integer of a byte, as the low bits: those of a sum whose last place is 1.
-__device__ __forceinline__ uint32_t rounded_code(float v) { return __float_as_uint(__fadd_rn(v, 12582912.f)); }
-
-template <int N> __device__ __forceinline__ void store_codes(int8_t* to, const uint32_t (&codes)[N]) {
+template <int N> __device__ __forceinline__ void store_codes(int8_t* to, const Codes<N>& codes) {
   if constexpr (N % 4 == 0) {
-    Pack<uint32_t, N / 4> words;
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i)
-      words.v[i] = __byte_perm(__byte_perm(codes[4 * i], codes[4 * i + 1], 0x0040),
-                               __byte_perm(codes[4 * i + 2], codes[4 * i + 3], 0x0040), 0x5410);
-    store(reinterpret_cast<uint32_t*>(to), words);
+    store(reinterpret_cast<uint32_t*>(to), code_words(codes));
   } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = int8_t(codes[i]);
+    for (int i = 0; i < N; ++i) to[i] = int8_t(codes.v[i]);
   }
 }
 
@@ -148,17 +111,11 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
     normalise(v, at);
     most.take(v);
   });
-  const float largest = __uint_as_float(row_max(g, most.widened(), most_scratch));
-  const bool zeros = largest < LEAST;
-  const float inverse = zeros ? 0.f : MOST / largest;
-  if (g.thread == 0) p.scales[g.row] = zeros ? 0.f : largest / MOST;
+  const Scale scale(__uint_as_float(row_max(g, most.widened(), most_scratch)));
+  if (g.thread == 0) p.scales[g.row] = scale.scale;
   each_pack([&](Pack<T, N>& v, uint32_t at, bool kept) {
     if (!kept) normalise(v, at);
-    uint32_t out[N];
-    // No further than MOST, past which only rounding gets.
-#pragma unroll
-    for (int j = 0; j < N; ++j) out[j] = rounded_code(__fmul_rn(to_float(v.v[j]), inverse));
-    store_codes(codes + at * N, out);
+    store_codes(codes + at * N, codes_of(v, scale.inverse));
   });
   for (uint32_t at = p.width + g.thread; at < p.pitch; at += g.threads) codes[at] = 0;
 }

@@ -7,6 +7,18 @@
 
 namespace fused {
 
+#define WGMMA_48(KIND, OPERATION, ARGUMENTS, ...) \
+  asm volatile( \
+      OPERATION " {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+      "%21, %22, %23" \
+      "}, " ARGUMENTS \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),  \
+        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),  \
+        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),  \
+        KIND(d[22]), KIND(d[23]) \
+      : __VA_ARGS__)
+
 #define WGMMA_64(KIND, OPERATION, ARGUMENTS, ...) \
   asm volatile( \
       OPERATION " {" \
@@ -111,6 +123,18 @@ template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t a
 
 // The first factor in shared memory too, both with consecutive summands to a row. The result starts
 // from zero if `add` is 0.
+__device__ __forceinline__ void wgmma(int (&d)[24], uint64_t a, uint64_t b, int add) {
+  WGMMA_48("+r", "{.reg .pred p; setp.ne.b32 p, %26, 0;\n wgmma.mma_async.sync.aligned.m64n48k32.s32.s8.s8",
+    "%24, %25, p;}", "l"(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma(int (&d)[32], uint64_t a, uint64_t b, int add) {
+  WGMMA_64("+r", "{.reg .pred p; setp.ne.b32 p, %34, 0;\n wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8",
+    "%32, %33, p;}", "l"(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma(int (&d)[48], uint64_t a, uint64_t b, int add) {
+  WGMMA_96("+r", "{.reg .pred p; setp.ne.b32 p, %50, 0;\n wgmma.mma_async.sync.aligned.m64n96k32.s32.s8.s8",
+    "%48, %49, p;}", "l"(a), "l"(b), "r"(add));
+}
 __device__ __forceinline__ void wgmma(int (&d)[64], uint64_t a, uint64_t b, int add) {
   WGMMA_128("+r", "{.reg .pred p; setp.ne.b32 p, %66, 0;\n wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8",
     "%64, %65, p;}", "l"(a), "l"(b), "r"(add));

@@ -12,10 +12,12 @@ mod parts;
 mod quantized;
 mod slices;
 mod stream;
+mod tensor_map;
 #[cfg(test)]
 mod tests;
 mod tiles;
 mod w8a8;
+mod w8a8_direct;
 
 pub(crate) use few::{FEW, FewRows};
 pub(crate) use gemv::{Gemv, NormAt, NormKind};

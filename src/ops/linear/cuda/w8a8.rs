@@ -3,6 +3,8 @@
 
 use super::gemv::{EpilogueParams, NormAt, PrologueParams, activation_index};
 use super::parts::ProductAt;
+use super::tensor_map::{STAGE_K, tensor_map};
+use super::w8a8_direct::Direct;
 use crate::cuda::{Address, CodesAt, Gpu, Grid, Launcher, Module, Rows, Scratch, fatbin};
 use crate::ops::linear::{Activation, Weight};
 use crate::ops::view::dtype_index;
@@ -17,14 +19,13 @@ const OP: &str = "quant_linear";
 const MANY: usize = 64;
 
 /// Matrices of one launch.
-const MOST_WEIGHTS: usize = 3;
+pub(super) const MOST_WEIGHTS: usize = 3;
 
 /// Rows of x of a tile, of each block.
 const TILE_ROWS: usize = 128;
 
-/// As in `kernels/w8a8_sm90.cu`: bytes of k of a stage, and where the first may begin.
-const STAGE_K: usize = 128;
-const ALIGNMENT: usize = 1024;
+/// Where the first stage of k may begin, as in `kernels/w8a8_sm90.cu`.
+pub(super) const ALIGNMENT: usize = 1024;
 
 /// Bytes of a row of outputs on its way: 64 of 16 bits, and what keeps the next row off the same banks.
 const STAGED: usize = 144;
@@ -135,7 +136,7 @@ struct WeightParams {
 /// `Product` of `kernels/w8a8.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct ProductParams {
+pub(super) struct ProductParams {
     x: Address,
     x_scales: Address,
     weights: [WeightParams; MOST_WEIGHTS],
@@ -190,8 +191,8 @@ pub(super) fn is_in_int8(weights: &[Weight], m: usize) -> bool {
 #[derive(Clone, Debug)]
 pub(super) struct W8A8 {
     /// Codes and rows of the matrices, side by side in the output.
-    weights: Vec<(CodesAt, usize)>,
-    at: ProductAt,
+    pub weights: Vec<(CodesAt, usize)>,
+    pub at: ProductAt,
 }
 
 impl W8A8 {
@@ -233,7 +234,7 @@ impl W8A8 {
         self.at.k.next_multiple_of(PIECE)
     }
 
-    fn rows(&self) -> usize {
+    pub fn rows(&self) -> usize {
         self.weights.iter().map(|(_, rows)| rows).sum()
     }
 
@@ -243,12 +244,19 @@ impl W8A8 {
 
     /// Tiles of x above one another, of all blocks of a cluster together, and of W beside one another.
     fn tiles(&self, tile: &Tile) -> [usize; 2] {
-        let above = self.at.m.div_ceil(TILE_ROWS * tile.cluster);
+        [
+            self.at.m.div_ceil(TILE_ROWS * tile.cluster),
+            self.beside(tile.columns),
+        ]
+    }
+
+    /// Tiles of so many rows of W beside one another.
+    pub fn beside(&self, columns: usize) -> usize {
         if self.gates() {
-            return [above, (self.rows() / 2).div_ceil(tile.columns / 2)];
+            return (self.rows() / 2).div_ceil(columns / 2);
         }
-        let of_each = |(_, rows): &(CodesAt, usize)| rows.div_ceil(tile.columns);
-        [above, self.weights.iter().map(of_each).sum()]
+        let of_each = |(_, rows): &(CodesAt, usize)| rows.div_ceil(columns);
+        self.weights.iter().map(of_each).sum()
     }
 
     /// The place among [`TILES`] of the one that takes the shortest time.
@@ -268,10 +276,21 @@ impl W8A8 {
         least.map_or(0, |(index, _)| index)
     }
 
+    /// How one launch takes it, if that is faster than two.
+    fn direct(&self, gpu: &Gpu, form: Form) -> Option<Direct> {
+        match form {
+            Form::Warps => None,
+            Form::Warpgroups => Direct::of(gpu, self),
+        }
+    }
+
     /// How it runs, for the trace.
     pub fn path(&self, gpu: &Gpu) -> String {
         match Form::of(gpu) {
             Ok(form) => {
+                if let Some(direct) = self.direct(gpu, form) {
+                    return format!("w8a8 {}", direct.path());
+                }
                 let Tile {
                     columns, cluster, ..
                 } = TILES[self.tile(form, gpu.sms)];
@@ -281,7 +300,24 @@ impl W8A8 {
         }
     }
 
-    fn params(&self, x: Address, x_scales: Address, shape: &Tile) -> ProductParams {
+    /// What the copy engine is told of the weights, the first in place of those that are not there.
+    pub fn tensor_maps(&self, rows_of_tile: usize) -> Result<[sys::CUtensorMap; MOST_WEIGHTS]> {
+        let weight = |i: usize| {
+            let (codes, rows) = self.weights.get(i).unwrap_or(&self.weights[0]);
+            tensor_map(codes.codes, [*rows, self.pitch()], rows_of_tile)
+        };
+        Ok([weight(0)?, weight(1)?, weight(2)?])
+    }
+
+    /// For tiles of so many rows of W, `[above, beside]` one another, of which those of `section` rows of
+    /// tiles are taken together.
+    pub fn params(
+        &self,
+        [x, x_scales]: [Address; 2],
+        columns: usize,
+        [m_tiles, n_tiles]: [usize; 2],
+        section: usize,
+    ) -> ProductParams {
         let at = &self.at;
         let absent = WeightParams {
             codes: 0,
@@ -307,10 +343,9 @@ impl W8A8 {
                 padding: 0,
             };
             column += rows;
-            tile += rows.div_ceil(shape.columns);
+            tile += rows.div_ceil(columns);
         }
         let width = at.activation.outputs(self.rows());
-        let [m_tiles, n_tiles] = self.tiles(shape);
         let in_two = self.weights.len() == 2;
         ProductParams {
             x,
@@ -331,14 +366,14 @@ impl W8A8 {
             width: width as u32,
             m_tiles: m_tiles as u32,
             n_tiles: n_tiles as u32,
-            section: m_tiles.min(SECTION / shape.cluster) as u32,
+            section: section as u32,
             gated_part: in_two.into(),
             gated_row: if in_two { 0 } else { width as u32 },
         }
     }
 }
 
-/// Launches the product: one kernel makes int8 of x, behind the norm, and one multiplies.
+/// Launches the product: one kernel makes int8 of x, behind the norm, and one multiplies, or one does both.
 ///
 /// # Errors
 /// If memory is short, or the driver does not take the shape.
@@ -351,12 +386,18 @@ pub(super) unsafe fn w8a8(
     product: &W8A8,
 ) -> Result<()> {
     let (m, pitch) = (product.at.m, product.pitch());
+    let form = Form::of(launcher.gpu)?;
+    if let Some(direct) = product.direct(launcher.gpu, form) {
+        // SAFETY: the caller's.
+        return unsafe { direct.run(launcher, product) };
+    }
     let codes = scratch.take(OP, DType::U8, m * pitch)?;
     let scales = scratch.take(OP, DType::F32, m)?;
-    let form = Form::of(launcher.gpu)?;
     let index = product.tile(form, launcher.gpu.sms);
     let tile = &TILES[index];
-    let params = product.params(codes, scales, tile);
+    let [above, beside] = product.tiles(tile);
+    let section = above.min(SECTION / tile.cluster);
+    let params = product.params([codes, scales], tile.columns, [above, beside], section);
     let outputs = m * product.at.stride * product.at.out_dtype.size_in_bytes();
     let bytes = (m + product.rows()) * pitch + outputs;
     // The product may begin while x is still on its way to int8, for which all of its blocks wait, as do
@@ -374,13 +415,9 @@ pub(super) unsafe fn w8a8(
         match form {
             Form::Warps => next.run(&WARPS, 0, Grid::line(tiles, 256), &params),
             Form::Warpgroups => {
-                let weight = |i: usize| {
-                    let (codes, rows) = product.weights.get(i).unwrap_or(&product.weights[0]);
-                    tensor_map(codes.codes, [*rows, pitch], tile.columns / 2)
-                };
                 let params = HopperParams {
                     x: tensor_map(codes, [m, pitch], TILE_ROWS)?,
-                    weights: [weight(0)?, weight(1)?, weight(2)?],
+                    weights: product.tensor_maps(tile.columns / 2)?,
                     product: params,
                 };
                 let clusters = tiles.min((launcher.gpu.sms / tile.cluster as u32).max(1));
@@ -437,37 +474,5 @@ unsafe fn quantize(
         launcher
             .moving(bytes as u64)
             .run(&QUANTIZE, kernel, rows.grid(), &params)
-    }
-}
-
-/// What the copy engine is told of codes `[rows, pitch]`: tiles of so many rows and of a stage's k.
-fn tensor_map(
-    start: Address,
-    [rows, pitch]: [usize; 2],
-    rows_of_tile: usize,
-) -> Result<sys::CUtensorMap> {
-    let mut map = sys::CUtensorMap { opaque: [0; 16] };
-    // SAFETY: the arrays have the rank of two, or one less for the strides, and outlive the call.
-    let result = unsafe {
-        sys::cuTensorMapEncodeTiled(
-            &mut map,
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2,
-            start as *mut std::ffi::c_void,
-            [pitch as u64, rows as u64].as_ptr(),
-            [pitch as u64].as_ptr(),
-            [STAGE_K as u32, rows_of_tile as u32].as_ptr(),
-            [1u32; 2].as_ptr(),
-            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    };
-    match result {
-        sys::CUresult::CUDA_SUCCESS => Ok(map),
-        error => candle_core::bail!(
-            "{OP}: the copy engine does not take [{rows}, {pitch}] codes: {error:?}"
-        ),
     }
 }

@@ -1,0 +1,42 @@
+//! What Hopper's copy engine is told of int8 codes.
+
+use crate::cuda::Address;
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::sys;
+
+const OP: &str = "quant_linear";
+
+/// Bytes of k of a stage, as in `kernels/w8a8_sm90.cu`.
+pub(super) const STAGE_K: usize = 128;
+
+/// Of codes `[rows, pitch]`: tiles of so many rows and of a stage's k.
+pub(super) fn tensor_map(
+    start: Address,
+    [rows, pitch]: [usize; 2],
+    rows_of_tile: usize,
+) -> Result<sys::CUtensorMap> {
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    // SAFETY: the arrays have the rank of two, or one less for the strides, and outlive the call.
+    let result = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            start as *mut std::ffi::c_void,
+            [pitch as u64, rows as u64].as_ptr(),
+            [pitch as u64].as_ptr(),
+            [STAGE_K as u32, rows_of_tile as u32].as_ptr(),
+            [1u32; 2].as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    match result {
+        sys::CUresult::CUDA_SUCCESS => Ok(map),
+        error => candle_core::bail!(
+            "{OP}: the copy engine does not take [{rows}, {pitch}] codes: {error:?}"
+        ),
+    }
+}

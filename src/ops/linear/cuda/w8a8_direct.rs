@@ -1,0 +1,215 @@
+//! Small products by integers on Hopper in one launch: its blocks make int8 of x themselves, which a kernel
+//! of its own takes as long for as the product.
+
+use super::tensor_map::STAGE_K;
+use super::w8a8::{ALIGNMENT, MOST_WEIGHTS, ProductParams, W8A8};
+use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::{DType, Result};
+
+/// One for each of [`FORMS`].
+static DIRECT: Module = Module::new(
+    "w8a8_direct_sm90",
+    fatbin!("w8a8_direct_sm90"),
+    &[
+        "w8a8_direct_64x128_4",
+        "w8a8_direct_64x48_4",
+        "w8a8_direct_64x192_3",
+    ],
+)
+.beside_the_next();
+
+/// Stages of W in shared memory at most, as in `kernels/w8a8_direct_sm90.cu`.
+const MOST_STAGES: usize = 12;
+
+/// Bytes of shared memory that a block has beside codes, and more.
+const FIXED: usize = 4096;
+
+/// How blocks cut the product.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    /// Rows of x, and of W.
+    rows: usize,
+    columns: usize,
+    /// Groups of four warps beside one another in `columns`, and those that quantize alone.
+    beside: usize,
+    helpers: usize,
+    /// Blocks that share rows of x.
+    cluster: usize,
+    /// Values of k at most.
+    most_k: usize,
+    /// Of the multiprocessors those that have a block, at least, as measured on an H100.
+    least_filled: f64,
+}
+
+/// Of the ones that take a product the first is the fastest.
+const FORMS: [Form; 3] = [
+    Form {
+        rows: 64,
+        columns: 128,
+        beside: 2,
+        helpers: 0,
+        cluster: 4,
+        most_k: 768,
+        least_filled: 0.,
+    },
+    Form {
+        rows: 64,
+        columns: 48,
+        beside: 1,
+        helpers: 1,
+        cluster: 4,
+        most_k: 1536,
+        least_filled: 0.,
+    },
+    // Its blocks take as long for fewer rows, of which two launches make less.
+    Form {
+        rows: 64,
+        columns: 192,
+        beside: 2,
+        helpers: 1,
+        cluster: 3,
+        most_k: 1536,
+        least_filled: 0.65,
+    },
+];
+
+/// Of the multiprocessors those that clusters of four surely find free together.
+const MOST_FILLED: f64 = 0.75;
+
+/// `Params` of `kernels/w8a8_direct_sm90.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DirectParams {
+    weights: [sys::CUtensorMap; MOST_WEIGHTS],
+    product: ProductParams,
+    x: Address,
+    stages: u32,
+    early: i32,
+}
+
+/// The place among [`FORMS`] of the one that takes a product.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Direct(usize);
+
+impl Form {
+    fn groups(&self) -> usize {
+        self.rows / 64 * self.beside
+    }
+
+    /// Rows of W of each group.
+    fn columns_of_group(&self) -> usize {
+        self.columns / self.beside
+    }
+
+    /// Bytes of the codes of x.
+    fn x(&self, k: usize) -> usize {
+        k.next_multiple_of(STAGE_K) * self.rows
+    }
+
+    /// Stages of W that fit beside x.
+    fn stages(&self, gpu: &Gpu, k: usize) -> usize {
+        let room = (gpu.shared as usize).saturating_sub(FIXED + ALIGNMENT + self.x(k));
+        let fitting = room / (self.columns * STAGE_K);
+        fitting.min(k.div_ceil(STAGE_K)).min(MOST_STAGES)
+    }
+
+    /// Dynamic shared memory: sums take the place of W in the end.
+    fn shared(&self, gpu: &Gpu, k: usize) -> usize {
+        let weights = self.stages(gpu, k) * self.columns * STAGE_K;
+        let sums = self.groups() * 64 * (4 * self.columns_of_group() + 32);
+        self.x(k) + weights.max(sums) + ALIGNMENT
+    }
+
+    /// Blocks above and beside one another, if clusters have no more than there are.
+    fn blocks(&self, product: &W8A8) -> Option<[usize; 2]> {
+        let groups = product.beside(self.columns_of_group());
+        let beside = groups / self.beside;
+        let whole = groups.is_multiple_of(self.beside) && beside.is_multiple_of(self.cluster);
+        whole.then_some([product.at.m.div_ceil(self.rows), beside])
+    }
+
+    /// Whether it takes the product, and each block finds a multiprocessor for itself.
+    fn takes(&self, gpu: &Gpu, product: &W8A8) -> bool {
+        let k = product.at.k;
+        let filled = |[above, beside]: [usize; 2]| {
+            (self.least_filled..=MOST_FILLED)
+                .contains(&((above * beside) as f64 / f64::from(gpu.sms)))
+        };
+        k <= self.most_k
+            && self.blocks(product).is_some_and(filled)
+            && self.stages(gpu, k) >= 2
+            && self.shared(gpu, k) + FIXED <= gpu.shared as usize
+    }
+}
+
+impl Direct {
+    /// The form that takes a product faster than two launches do, if there is one.
+    pub fn of(gpu: &Gpu, product: &W8A8) -> Option<Self> {
+        let at = &product.at;
+        let whole = at.k.is_multiple_of(16) && at.x.is_multiple_of(16);
+        if at.norm.is_some() || !whole || at.x_dtype == DType::F32 {
+            return None;
+        }
+        FORMS
+            .iter()
+            .position(|form| form.takes(gpu, product))
+            .map(Self)
+    }
+
+    /// How it runs, for the trace.
+    pub fn path(self) -> String {
+        let Form {
+            rows,
+            columns,
+            cluster,
+            ..
+        } = FORMS[self.0];
+        format!("direct {rows}x{columns}x{cluster}")
+    }
+
+    /// Launches the product.
+    ///
+    /// # Errors
+    /// If the driver does not take the shape.
+    ///
+    /// # Safety
+    /// As [`super::product`]; the form takes the product.
+    pub unsafe fn run(self, launcher: &Launcher, product: &W8A8) -> Result<()> {
+        let (form, at) = (FORMS[self.0], &product.at);
+        let columns = form.columns_of_group();
+        let above = at.m.div_ceil(form.rows);
+        let beside = product.beside(columns);
+        let params = DirectParams {
+            weights: product.tensor_maps(columns / 2)?,
+            product: product.params([0; 2], columns, [above, beside], 1),
+            x: at.x,
+            stages: form.stages(launcher.gpu, at.k) as u32,
+            // Elsewhere the kernel in front may be one that writes weights.
+            early: launcher.dependent.into(),
+        };
+        let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
+        let bytes = at.m * at.k * at.x_dtype.size_in_bytes() + product.rows() * at.k + outputs;
+        let blocks = above * beside / form.beside;
+        let threads = 128 * (form.groups() + form.helpers) + 32;
+        let grid = Grid {
+            cluster: form.cluster as u32,
+            ..Grid::new(
+                [blocks as u32, 1, 1],
+                threads as u32,
+                form.shared(launcher.gpu, at.k) as u32,
+            )
+        };
+        // It waits for whatever is in front.
+        let launcher = Launcher {
+            dependent: true,
+            ..*launcher
+        };
+        // SAFETY: the caller's; the layouts are those of the kernel.
+        unsafe {
+            launcher
+                .moving(bytes as u64)
+                .run(&DIRECT, self.0, grid, &params)
+        }
+    }
+}
