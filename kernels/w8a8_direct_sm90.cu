@@ -48,13 +48,12 @@ __device__ __forceinline__ void send(uint32_t to, float v, uint32_t barrier) {
 // Between what threads have written to shared memory, or waited for, and what the tensor cores read there.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ABOVE x BESIDE groups of four warps, with 64 rows of x and N rows of W each, and HELPERS that only quantize;
-// lanes have PACKS packs of a row of x at most; CLUSTER blocks share rows of x.
-template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> struct Direct {
-  static constexpr int GROUPS = ABOVE * BESIDE, CONSUMERS = 128 * GROUPS, WARPS = 4 * (GROUPS + HELPERS);
+// GROUPS of four warps beside one another, with N rows of W each, and HELPERS that only quantize; lanes have
+// PACKS packs of a row of x at most; CLUSTER blocks share rows of x.
+template <int GROUPS, int HELPERS, int N, int CLUSTER, int PACKS> struct Direct {
+  static constexpr int CONSUMERS = 128 * GROUPS, WARPS = 4 * (GROUPS + HELPERS);
   static constexpr int THREADS = WARP * (WARPS + 1);
-  static constexpr int ROWS = 64 * ABOVE, COLUMNS = N * BESIDE;
-  static constexpr bool IN_CLUSTER = CLUSTER > 1;
+  static constexpr int ROWS = 64, COLUMNS = N * GROUPS;
   static constexpr int PIECE = N / 2, STAGE = COLUMNS * BLOCK_K;
   static constexpr int SHARE = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);  // rows of a warp
   // Bytes from one row of sums, or of outputs, to the next: what lanes write together meets no bank twice.
@@ -62,7 +61,7 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
 
   struct Fixed {
     alignas(8) uint64_t full[MOST_STAGES], free[MOST_STAGES], quantized;
-    alignas(16) Columns<N> columns[BESIDE];
+    alignas(16) Columns<N> columns[GROUPS];
     float x_scales[ROWS];
   };
 
@@ -73,13 +72,13 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
 
   __device__ __forceinline__ Direct(const Params& p, Fixed& fixed, uint32_t room)
       : p(p), product(p.product), fixed(fixed), room(room), steps((p.product.k + BLOCK_K - 1) / BLOCK_K),
-        rank(IN_CLUSTER ? rank_in_cluster() : 0) {}
+        rank(rank_in_cluster()) {}
 
   __device__ __forceinline__ uint32_t full(uint32_t stage) const { return shared_address(fixed.full + stage); }
   __device__ __forceinline__ uint32_t free(uint32_t stage) const { return shared_address(fixed.free + stage); }
   __device__ __forceinline__ uint32_t weights(uint32_t stage) const { return room + steps * ROWS * BLOCK_K + stage * STAGE; }
-  __device__ __forceinline__ Place place(uint32_t beside) const {
-    return Place::of<N>(product, blockIdx.x * BESIDE + beside);
+  __device__ __forceinline__ Place place(uint32_t group) const {
+    return Place::of<N>(product, blockIdx.x * GROUPS + group);
   }
 
   __device__ __forceinline__ void prepare() const {
@@ -102,10 +101,10 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
     __syncwarp();
   }
 
-  __device__ __forceinline__ void fetch(const Place (&places)[BESIDE], uint32_t stage, uint32_t k) const {
+  __device__ __forceinline__ void fetch(const Place (&places)[GROUPS], uint32_t stage, uint32_t k) const {
     barrier_expect(full(stage), STAGE);
 #pragma unroll
-    for (int i = 0; i < 2 * BESIDE; ++i) {
+    for (int i = 0; i < 2 * GROUPS; ++i) {
       const Place& place = places[i / 2];
       const uint32_t row = i % 2 ? place.row[1] : place.row[0];
       const TensorMap& map = p.weights[i % 2 ? place.part[1] : place.part[0]];
@@ -115,9 +114,9 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
 
   // One thread asks for all of W.
   __device__ __forceinline__ void produce() const {
-    Place places[BESIDE];
+    Place places[GROUPS];
 #pragma unroll
-    for (int i = 0; i < BESIDE; ++i) places[i] = place(i);
+    for (int i = 0; i < GROUPS; ++i) places[i] = place(i);
     if (!p.early) wait_previous();
     uint32_t stage = 0, phase = 0;
 #pragma unroll 1
@@ -155,7 +154,7 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
     // Lane r has row r's.
     const Scale mine(__uint_as_float(largest));
     // All blocks of the cluster have begun, and may be written to.
-    if (IN_CLUSTER) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     const uint32_t barrier = shared_address(&fixed.quantized);
     uint32_t away[CLUSTER], barriers[CLUSTER];
 #pragma unroll
@@ -190,13 +189,13 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
     if (lane == 0) barrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void multiply(uint32_t above, uint32_t beside, int (&sums)[N / 2]) const {
+  __device__ __forceinline__ void multiply(uint32_t group, int (&sums)[N / 2]) const {
     const uint32_t lane = threadIdx.x % WARP;
-    uint32_t stage = 0, phase = 0, before = 0, x = room + above * 64 * BLOCK_K;
+    uint32_t stage = 0, phase = 0, before = 0, x = room;
 #pragma unroll 1
     for (uint32_t step = 0; step < steps; ++step) {
       barrier_wait(full(stage), phase);
-      const uint32_t w = weights(stage) + beside * N * BLOCK_K;
+      const uint32_t w = weights(stage) + group * N * BLOCK_K;
       const uint64_t a = descriptor<128>(x, 0), b = descriptor<128>(w, 0);
       wgmma_fence();
       // There are zeros behind W's k: what lies behind that of x does not matter.
@@ -220,10 +219,10 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
 
   // Sums of 16 rows and N columns, scaled, by way of shared memory, so that a warp writes whole pieces of rows.
   template <typename T>
-  __device__ __forceinline__ void write_sums(const Place& here, uint32_t beside, uint32_t first, const int (&sums)[N / 2]) const {
+  __device__ __forceinline__ void write_sums(const Place& here, uint32_t group, uint32_t first, const int (&sums)[N / 2]) const {
     const uint32_t lane = threadIdx.x % WARP, staged = room + threadIdx.x / WARP * (16 * OUTPUTS);
     const uint32_t to = staged + lane / 4 * OUTPUTS + lane % 4 * 4;
-    const Columns<N>& columns = fixed.columns[beside];
+    const Columns<N>& columns = fixed.columns[group];
     const float x_scales[2] = {fixed.x_scales[first + lane / 4], fixed.x_scales[first + lane / 4 + 8]};
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)
@@ -247,7 +246,7 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
   }
 
   // The same with all that may be behind the sums.
-  __device__ __forceinline__ void write_rows(const Place& here, uint32_t beside, uint32_t first, const int (&sums)[N / 2]) const {
+  __device__ __forceinline__ void write_rows(const Place& here, uint32_t group, uint32_t first, const int (&sums)[N / 2]) const {
     const uint32_t lane = threadIdx.x % WARP, staged = room + threadIdx.x / WARP * (16 * SUMS);
     const uint32_t to = staged + lane / 4 * SUMS + lane % 4 * 8;
 #pragma unroll
@@ -269,7 +268,7 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
         int sums[8], gated[8];
         read_sums(from, sums);
         if (gates(product)) read_sums(from + 4 * PIECE, gated);
-        finish8(product, here, fixed.columns[beside], m, fixed.x_scales[first + row], column, sums, gated);
+        finish8(product, here, fixed.columns[group], m, fixed.x_scales[first + row], column, sums, gated);
       }
   }
 
@@ -281,9 +280,8 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
 
   __device__ __forceinline__ void consume() const {
     const int group = __shfl_sync(FULL, int(threadIdx.x) / 128, 0);
-    const uint32_t above = group % ABOVE, beside = group / ABOVE;
     // Those of helpers are not used.
-    const Place here = place(min(beside, BESIDE - 1));
+    const Place here = place(min(group, GROUPS - 1));
     asm volatile("" ::"r"(here.m_tile), "r"(here.row[0]), "r"(here.row[1]), "r"(here.limit) : "memory");
     wait_previous();
     allow_next();
@@ -294,25 +292,25 @@ template <int ABOVE, int BESIDE, int HELPERS, int N, int CLUSTER, int PACKS> str
     if (group >= GROUPS) return;
     // What the epilogue needs comes while the tensor cores work.
     const uint32_t thread = threadIdx.x % 128;
-    const bool reads = above == 0 && thread < N;
+    const bool reads = thread < N;
     typename Columns<N>::One column = {};
     if (reads) column = Columns<N>::read(product, here, thread);
     barrier_wait(shared_address(&fixed.quantized), 0);
     fence_async();
     int sums[N / 2];
-    multiply(above, beside, sums);
-    if (reads) fixed.columns[beside].put(thread, column);
+    multiply(group, sums);
+    if (reads) fixed.columns[group].put(thread, column);
     // All are through with x and W, in whose place sums go.
     barrier(1, CONSUMERS);
     const Epilogue& e = product.epilogue;
-    const uint32_t first = above * 64 + threadIdx.x / WARP % 4 * 16;
+    const uint32_t first = threadIdx.x / WARP % 4 * 16;
     const bool plain = e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1];
     if (plain && e.out_dtype == BF16)
-      write_sums<__nv_bfloat16>(here, beside, first, sums);
+      write_sums<__nv_bfloat16>(here, group, first, sums);
     else if (plain && e.out_dtype == F16)
-      write_sums<__half>(here, beside, first, sums);
+      write_sums<__half>(here, group, first, sums);
     else
-      write_rows(here, beside, first, sums);
+      write_rows(here, group, first, sums);
   }
 };
 
@@ -323,16 +321,13 @@ template <class Of> __device__ __forceinline__ void direct(const Params& p) {
   const Of blocks(p, fixed, (shared_address(shared) + 1023) & ~1023u);
   const bool produces = threadIdx.x >= WARP * Of::WARPS;
   if (produces) blocks.prepare();
-  if (Of::IN_CLUSTER)
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  else
-    __syncthreads();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   if (!produces) {
     blocks.consume();
   } else {
     if (threadIdx.x == WARP * Of::WARPS) blocks.produce();
     __syncwarp();
-    if (Of::IN_CLUSTER) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   }
 }
 
@@ -342,8 +337,8 @@ template <class Of> __device__ __forceinline__ void direct(const Params& p) {
     direct<Direct<__VA_ARGS__>>(p);                                               \
   }
 
-DIRECT(64x128_4, 1, 2, 0, 64, 4, 3)
-DIRECT(64x48_4, 1, 1, 1, 48, 4, 6)
-DIRECT(64x192_3, 1, 2, 1, 96, 3, 6)
+DIRECT(64x128_4, 2, 0, 64, 4, 3)
+DIRECT(64x48_4, 1, 1, 48, 4, 6)
+DIRECT(64x192_3, 2, 1, 96, 3, 6)
 
 #endif

@@ -9,6 +9,9 @@ pub(crate) const MAX_GPUS: usize = 64;
 
 static GPUS: [OnceLock<Gpu>; MAX_GPUS] = [const { OnceLock::new() }; MAX_GPUS];
 
+/// What the driver keeps of a multiprocessor's shared memory for each block.
+const RESERVED: usize = 1024;
+
 /// A GPU's properties.
 #[derive(Debug)]
 pub(crate) struct Gpu {
@@ -62,6 +65,11 @@ impl Gpu {
             shared: get(attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             context: context.clone(),
         })
+    }
+
+    /// Shared memory that each of so many blocks of one multiprocessor can have, in bytes.
+    pub fn share(&self, blocks: usize) -> usize {
+        (self.shared as usize + RESERVED) / blocks - RESERVED
     }
 
     /// Makes the GPU's context the calling thread's.

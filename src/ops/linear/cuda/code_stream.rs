@@ -23,9 +23,8 @@ const SLOTS: [usize; 2] = [3, 16];
 /// Slices of a row that is normed in registers, at most.
 const HELD: usize = 8;
 
-/// Static shared memory of the kernels at most, and what the driver keeps for each block.
+/// Static shared memory of the kernels at most.
 const FIXED_SHARED: usize = 4480;
-const RESERVED: usize = 1024;
 
 /// A format that there is a kernel for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,10 +88,9 @@ pub(super) fn spread(launcher: &Launcher, format: Streamed, params: &Gemv) -> Op
     if gpu.arch < 90 || params.m != 1 || !params.k.is_multiple_of(8) || !octets {
         return None;
     }
-    let all = gpu.shared as usize + RESERVED;
     let alone = format.is_alone(launcher);
-    let share = if alone { all / 2 + all / 16 } else { all / 2 };
-    let room = share - RESERVED - FIXED_SHARED;
+    let more = if alone { gpu.shared as usize / 16 } else { 0 };
+    let room = gpu.share(2) + more - FIXED_SHARED;
     let row = format.row(params);
     let slots = (room.checked_sub(row)? / format.slot()).min(SLOTS[1]);
     if slots < SLOTS[0] {

@@ -40,9 +40,6 @@ const GIVEN: usize = (4 + 1) * SUMS / 2;
 /// Static shared memory of the kernels at most.
 const FIXED_SHARED: usize = 1056;
 
-/// What the driver keeps of a multiprocessor's shared memory for each block.
-const RESERVED: usize = 1024;
-
 /// Units of a cluster past which multiprocessors have two blocks, for each kernel: where warps have all of their
 /// steps at once, and where they do not. As measured on an H100 with 4 to 14 units; INT8 with more than 4 of the
 /// latter was not.
@@ -95,13 +92,13 @@ pub(super) fn form(
     let once = (gpu.sms as usize / slices).max(1);
     // Two blocks of a multiprocessor hide each other's waits, but read x twice and begin after the kernel in
     // front.
-    let room = 2 * (shared + FIXED_SHARED + RESERVED) <= gpu.shared as usize + RESERVED;
+    let room = shared + FIXED_SHARED <= gpu.share(2);
     let most = MANY[kernel][usize::from(slice > split * DEPTH)];
     let many = room && units > most.saturating_mul(once);
     let clusters = (once * if many { 2 } else { 1 }).min(units);
-    // More than half of a multiprocessor's where two blocks of it are not to meet.
+    // More than half of a multiprocessor's, with what is static, where two blocks of it are not to meet.
     let shared = match launcher.mixed && !many {
-        true => shared.max((gpu.shared as usize + RESERVED) / 2),
+        true => shared.max(gpu.share(2)),
         false => shared,
     };
     let mut grid = Grid::new(

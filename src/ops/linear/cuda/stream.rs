@@ -45,9 +45,6 @@ const BESIDE: usize = 6;
 /// Static shared memory of the kernel at most.
 const FIXED_SHARED: usize = 256;
 
-/// What the driver keeps of a multiprocessor's shared memory for each block.
-const RESERVED: usize = 1024;
-
 /// What a product may take of a GPU.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room {
@@ -82,7 +79,7 @@ impl Room {
             let blocks = units.min(self.blocks * at_once / BLOCKS_AT_ONCE[0]).max(1);
             let sums = 8 * units.div_ceil(blocks);
             let other = (row + sums).next_multiple_of(16);
-            let room = (gpu.shared as usize + RESERVED) / at_once - RESERVED - FIXED_SHARED;
+            let room = gpu.share(at_once) - FIXED_SHARED;
             let fits = |slots: &usize| *slots <= self.slots && slots * SLOTS_BYTES + other <= room;
             let slots = SLOTS.into_iter().find(fits)?;
             Some((blocks, slots * SLOTS_BYTES + other, slots))

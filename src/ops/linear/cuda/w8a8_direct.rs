@@ -22,17 +22,19 @@ static DIRECT: Module = Module::new(
 /// Stages of W in shared memory at most, as in `kernels/w8a8_direct_sm90.cu`.
 const MOST_STAGES: usize = 12;
 
+/// Rows of x of a block.
+const ROWS: usize = 64;
+
 /// Bytes of shared memory that a block has beside codes, and more.
 const FIXED: usize = 4096;
 
 /// How blocks cut the product.
 #[derive(Clone, Copy, Debug)]
 struct Form {
-    /// Rows of x, and of W.
-    rows: usize,
+    /// Rows of W of a block.
     columns: usize,
     /// Groups of four warps beside one another in `columns`, and those that quantize alone.
-    beside: usize,
+    groups: usize,
     helpers: usize,
     /// Blocks that share rows of x.
     cluster: usize,
@@ -45,18 +47,16 @@ struct Form {
 /// Of the ones that take a product the first is the fastest.
 const FORMS: [Form; 3] = [
     Form {
-        rows: 64,
         columns: 128,
-        beside: 2,
+        groups: 2,
         helpers: 0,
         cluster: 4,
         most_k: 768,
         least_filled: 0.,
     },
     Form {
-        rows: 64,
         columns: 48,
-        beside: 1,
+        groups: 1,
         helpers: 1,
         cluster: 4,
         most_k: 1536,
@@ -64,9 +64,8 @@ const FORMS: [Form; 3] = [
     },
     // Its blocks take as long for fewer rows, of which two launches make less.
     Form {
-        rows: 64,
         columns: 192,
-        beside: 2,
+        groups: 2,
         helpers: 1,
         cluster: 3,
         most_k: 1536,
@@ -93,23 +92,19 @@ struct DirectParams {
 pub(super) struct Direct(usize);
 
 impl Form {
-    fn groups(&self) -> usize {
-        self.rows / 64 * self.beside
-    }
-
     /// Rows of W of each group.
     fn columns_of_group(&self) -> usize {
-        self.columns / self.beside
+        self.columns / self.groups
     }
 
     /// Bytes of the codes of x.
-    fn x(&self, k: usize) -> usize {
-        k.next_multiple_of(STAGE_K) * self.rows
+    fn x(k: usize) -> usize {
+        k.next_multiple_of(STAGE_K) * ROWS
     }
 
     /// Stages of W that fit beside x.
     fn stages(&self, gpu: &Gpu, k: usize) -> usize {
-        let room = (gpu.shared as usize).saturating_sub(FIXED + ALIGNMENT + self.x(k));
+        let room = (gpu.shared as usize).saturating_sub(FIXED + ALIGNMENT + Self::x(k));
         let fitting = room / (self.columns * STAGE_K);
         fitting.min(k.div_ceil(STAGE_K)).min(MOST_STAGES)
     }
@@ -117,16 +112,16 @@ impl Form {
     /// Dynamic shared memory: sums take the place of W in the end.
     fn shared(&self, gpu: &Gpu, k: usize) -> usize {
         let weights = self.stages(gpu, k) * self.columns * STAGE_K;
-        let sums = self.groups() * 64 * (4 * self.columns_of_group() + 32);
-        self.x(k) + weights.max(sums) + ALIGNMENT
+        let sums = self.groups * ROWS * (4 * self.columns_of_group() + 32);
+        Self::x(k) + weights.max(sums) + ALIGNMENT
     }
 
     /// Blocks above and beside one another, if clusters have no more than there are.
     fn blocks(&self, product: &W8A8) -> Option<[usize; 2]> {
         let groups = product.beside(self.columns_of_group());
-        let beside = groups / self.beside;
-        let whole = groups.is_multiple_of(self.beside) && beside.is_multiple_of(self.cluster);
-        whole.then_some([product.at.m.div_ceil(self.rows), beside])
+        let beside = groups / self.groups;
+        let whole = groups.is_multiple_of(self.groups) && beside.is_multiple_of(self.cluster);
+        whole.then_some([product.at.m.div_ceil(ROWS), beside])
     }
 
     /// Whether it takes the product, and each block finds a multiprocessor for itself.
@@ -160,12 +155,9 @@ impl Direct {
     /// How it runs, for the trace.
     pub fn path(self) -> String {
         let Form {
-            rows,
-            columns,
-            cluster,
-            ..
+            columns, cluster, ..
         } = FORMS[self.0];
-        format!("direct {rows}x{columns}x{cluster}")
+        format!("direct {ROWS}x{columns}x{cluster}")
     }
 
     /// Launches the product.
@@ -178,7 +170,7 @@ impl Direct {
     pub unsafe fn run(self, launcher: &Launcher, product: &W8A8) -> Result<()> {
         let (form, at) = (FORMS[self.0], &product.at);
         let columns = form.columns_of_group();
-        let above = at.m.div_ceil(form.rows);
+        let above = at.m.div_ceil(ROWS);
         let beside = product.beside(columns);
         let params = DirectParams {
             weights: product.tensor_maps(columns / 2)?,
@@ -190,8 +182,8 @@ impl Direct {
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = at.m * at.k * at.x_dtype.size_in_bytes() + product.rows() * at.k + outputs;
-        let blocks = above * beside / form.beside;
-        let threads = 128 * (form.groups() + form.helpers) + 32;
+        let blocks = above * beside / form.groups;
+        let threads = 128 * (form.groups + form.helpers) + 32;
         let grid = Grid {
             cluster: form.cluster as u32,
             ..Grid::new(
