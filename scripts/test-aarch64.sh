@@ -2,7 +2,7 @@
 # Builds the tests for aarch64 and runs those of the cores, ops and models under emulation
 # (qemu-user): on a processor with dot products, on one without, and in plain Rust.
 #   scripts/test-aarch64.sh
-# Needs Linux. The Rust target, the C and C++ cross compilers and qemu are installed where they are missing,
+# Needs Linux. The Rust target, the C cross compiler and qemu are installed where they are missing,
 # the latter two with apt-get. Build products go to $CARGO_TARGET_DIR as always.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,23 +15,22 @@ die() {
 
 target=aarch64-unknown-linux-gnu
 compiler=aarch64-linux-gnu-gcc
-cxx=aarch64-linux-gnu-g++ # for a dependency of tokenizers
 qemu=qemu-aarch64
 sysroot=/usr/aarch64-linux-gnu
 
 has() { command -v "$1" >/dev/null; }
-if ! has $compiler || ! has $cxx || ! has $qemu || [ ! -e $sysroot/lib/libc.so.6 ]; then
-  has apt-get || die "needs $compiler with its C library in $sysroot, $cxx and $qemu"
+if ! has $compiler || ! has $qemu || [ ! -e $sysroot/lib/libc.so.6 ]; then
+  has apt-get || die "needs $compiler with its C library in $sysroot, and $qemu"
   root=()
   if [ "$(id -u)" != 0 ]; then
-    has sudo || die "install g++-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"
+    has sudo || die "install gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"
     root=(sudo)
   fi
   say "installing the cross compiler and qemu"
   {
     "${root[@]}" apt-get update -q
     DEBIAN_FRONTEND=noninteractive "${root[@]}" apt-get install -q -y --no-install-recommends \
-      g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+      gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
   } >&2 || die "apt-get failed"
 fi
 if has rustup; then
