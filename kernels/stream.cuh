@@ -19,6 +19,10 @@ constexpr int STREAM_AHEAD = 2;                   // of the norm's weight and bi
 // Slots that are asked for before the wait, where x is normed behind it: x is not to stand in line behind all
 // of them, or what they hold is waiting when the sums of x are still being taken.
 constexpr uint32_t STREAM_EARLY = 8;
+// Slots of a warp that are on their way before the wait. All of a ring at once, in all blocks, would keep the
+// memory from the last reads of the kernel in front for as long as it takes to answer, and those are what all
+// wait for.
+constexpr int STREAM_PACE = 2;
 
 // Until the oldest of `slots` groups is there. The instruction takes a constant.
 __device__ __forceinline__ void wait_oldest(uint32_t slots) {
@@ -272,9 +276,12 @@ template <typename T, bool PAIR> struct Stream {
     const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.slots : min(p.slots, STREAM_EARLY);
     Ahead ahead = {begin, begin / steps, begin % steps};
     if (begin < end) enter(ahead);
-#pragma unroll 1
-    for (uint32_t i = 0; i < early; ++i) ask(ahead, mine + i * STREAM_SLOT);
     if (fetch.position) fetch_lines(fetch, position);
+#pragma unroll 1
+    for (uint32_t i = 0; i < early; ++i) {
+      ask(ahead, mine + i * STREAM_SLOT);
+      if (!ready) await_copies_but<STREAM_PACE>();
+    }
     if (!ready) {
       wait_previous();
       // Not before: so the next kernel may rely on all in front of this one. It has no room here anyway.

@@ -40,7 +40,7 @@ const SLOTS_BYTES: usize = THREADS / 32 * 1024;
 const SLOTS: [usize; 5] = [12, 10, 8, 6, 4];
 
 /// Those of a product that leaves room for others' reads.
-const BESIDE: usize = 6;
+const BESIDE: usize = 4;
 
 /// Static shared memory of the kernel at most.
 const FIXED_SHARED: usize = 256;
