@@ -93,27 +93,6 @@ __device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map
       : "memory");
 }
 
-// This block's place in its cluster.
-__device__ __forceinline__ uint32_t rank_in_cluster() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// Arrives at the barrier that stands at the same address in another block of the cluster. This orders
-// no accesses to memory: what the block has read must be complete.
-__device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(at),
-      "r"(rank)
-      : "memory");
-}
-// All threads of all blocks of the cluster, which need not be together. It orders no accesses either.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
-
 #endif
 
 // A place in a ring of stages, and the parity of its barriers.

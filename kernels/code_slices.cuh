@@ -5,7 +5,8 @@
 // values of all rows of x in registers while units of 16 rows of weights pass by. Its codes and their scales
 // stream through a ring in shared memory of its own, which is filled before the wait, and which leaves room for
 // the next kernel's. If a warp has more steps, the units of a batch pass again for the next two, and it goes on
-// from its sums: warps wait for each other when a batch is done and not before.
+// from its sums: warps wait for each other when a batch is done and not before. The next two steps of x come to
+// shared memory meanwhile, where there is room for them.
 //
 // Codes of INT4 in groups of 128 are multiplied as they come, 136 more than their numbers: the products begin
 // with what that makes too much, from the sums of x over each step.
@@ -15,6 +16,7 @@
 #pragma once
 
 #include "bulk_copy.cuh"
+#include "clusters.cuh"
 #include "code_rows.cuh"
 
 namespace fused {
@@ -22,7 +24,8 @@ namespace fused {
 struct Slices {
   Gemv product;     // without a norm; x is bf16
   uint32_t slices;  // blocks of a cluster: 1 or 2
-  uint32_t unused[3];
+  uint32_t staged;  // whether there is room for the next pass's x of all warps
+  uint32_t unused[2];
 };
 
 // Of what a warp asks for at once: its steps, and how many such its ring has room for.
@@ -44,24 +47,6 @@ __device__ __forceinline__ void copy_async_8(uint32_t to, const void* from) {
 #endif
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// Barriers in shared memory as they were made, for all blocks of the cluster.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Two values to an address in another block of the cluster, and their bytes to a barrier there.
-__device__ __forceinline__ void give(uint32_t to, uint32_t barrier, uint32_t rank, float2 v) {
-  asm volatile(
-      "{\n.reg .b32 there, done;\n"
-      "mapa.shared::cluster.u32 there, %0, %2;\n"
-      "mapa.shared::cluster.u32 done, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [done];\n}" ::"r"(to),
-      "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y)
-      : "memory");
-}
-#endif
-
 template <class Format> struct CodeSlices {
   static constexpr int WARPS = 8, THREADS = WARPS * WARP, EIGHTS = 2, DEPTH = 2, BATCH = 4;
   using R = CodeRing<Format, DEPTH>;
@@ -76,8 +61,10 @@ template <class Format> struct CodeSlices {
   // f32 has room for what the bias makes of a step's sums: they end 2^-18 of theirs off at most.
   static constexpr bool BIASED = Format::GROUPS == ONE_GROUP && R::STEPS == DEPTH;
   static constexpr float BIAS = 136.f;
+  static constexpr uint32_t VECTORS = DEPTH * 4 * EIGHTS;  // of 16 bytes, that a lane has of x
   static constexpr uint32_t ONES = 0x3f803f80u;  // two bf16
 
+  const Slices& s;
   const Gemv& p;
   const uint32_t slices, rank, side, part, place;
   const uint32_t outputs;       // of a unit
@@ -93,7 +80,7 @@ template <class Format> struct CodeSlices {
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
   __device__ CodeSlices(const Slices& s, char* memory, float4* biases, uint32_t barriers)
-      : p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
+      : s(s), p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
         part(warp() / side), place(warp() % side), outputs(unit_outputs(p)),
         biases(biases + warp() * (4 * DEPTH)), barriers(barriers) {
     const uint32_t clusters = gridDim.x / slices, cluster = blockIdx.x / slices;
@@ -174,8 +161,9 @@ template <class Format> struct CodeSlices {
 
   using X = uint4[DEPTH][4][EIGHTS];
 
-  // Addresses are those of a row's first values and constants, as there is nothing else to do meanwhile.
-  __device__ __forceinline__ void load(X& x, uint32_t pass) const {
+  // What a lane has of x in a pass: `take(d, e, n, from, there)`. Addresses are those of a row's first values and
+  // constants.
+  template <class Take> __device__ __forceinline__ void each_of_x(uint32_t pass, Take take) const {
     const uint32_t g = lane() / 4, first = (begin + pass * DEPTH) * STEP + Format::value(0, lane() % 4);
     const int left = static_cast<int>(min(p.k, end * STEP)) - static_cast<int>(first);
 #pragma unroll
@@ -188,9 +176,40 @@ template <class Format> struct CodeSlices {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int at = d * STEP + Format::value(e, 0);
-          x[d][e][n] = make_uint4(0, 0, 0, 0);
-          if (at < values) x[d][e][n] = __ldcg(reinterpret_cast<const uint4*>(row + 2 * at));
+          take(d, e, n, row + 2 * at, at < values);
         }
+      }
+    }
+  }
+  __device__ __forceinline__ void load(X& x, uint32_t pass) const {
+    each_of_x(pass, [&](int d, int e, int n, const char* from, bool there) {
+      x[d][e][n] = make_uint4(0, 0, 0, 0);
+      if (there) x[d][e][n] = __ldcg(reinterpret_cast<const uint4*>(from));
+    });
+    if constexpr (BIASED) leave_biases(x);
+  }
+  // The lane's part of x for the next pass, and where one of its vectors is there.
+  __device__ __forceinline__ uint32_t staged() const {
+    return given + (slices - 1) * (TURNS + 1) * GIVEN + (warp() * VECTORS * WARP + lane()) * 16;
+  }
+  static __device__ __forceinline__ uint32_t place_of(int d, int e, int n) {
+    return ((d * 4 + e) * EIGHTS + n) * (16 * WARP);
+  }
+  // To shared memory, with the group of copies that is committed next.
+  __device__ __forceinline__ void stage(uint32_t pass) const {
+    const uint32_t next = staged();
+    each_of_x(pass, [&](int d, int e, int n, const char* from, bool there) {
+      copy_async(next + place_of(d, e, n), there ? static_cast<const void*>(from) : p.prologue.x, there);
+    });
+  }
+  __device__ __forceinline__ void load_staged(X& x) const {
+    const uint32_t next = staged();
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n) x[d][e][n] = load_shared(next + place_of(d, e, n));
       }
     }
     if constexpr (BIASED) leave_biases(x);
@@ -335,7 +354,8 @@ template <class Format> struct CodeSlices {
   // has of the other's rows, and keeps what it has of its own.
   __device__ __forceinline__ void exchange(uint32_t from, float4 y) const {
     const uint32_t turn = from / BATCH % TURNS, at = given + turn * GIVEN + 8 * threadIdx.x;
-    give(at, barriers + 8 * turn, rank ^ 1, rank ? make_float2(y.x, y.z) : make_float2(y.y, y.w));
+    const uint32_t other = rank ^ 1;
+    send(in_block(at, other), rank ? make_float2(y.x, y.z) : make_float2(y.y, y.w), in_block(barriers + 8 * turn, other));
     if (from > 0) finish_given(from - BATCH);
     const float2 own = rank ? make_float2(y.y, y.w) : make_float2(y.x, y.z);
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(given + TURNS * GIVEN + 8 * threadIdx.x), "f"(own.x), "f"(own.y)
@@ -411,6 +431,8 @@ template <class Format> struct CodeSlices {
       const uint32_t to = min(from + BATCH, units);
 #pragma unroll 1
       for (uint32_t pass = 0; pass < passes; ++pass) {
+        const bool again = passes > 1 && (pass + 1 < passes || to < units);
+        if (again && s.staged) stage((pass + 1) % passes);
 #pragma unroll 1
         for (uint32_t unit = from; unit < to; unit += side) {
           float sums[EIGHTS][4] = {};
@@ -427,7 +449,15 @@ template <class Format> struct CodeSlices {
           }
           leave(sums, unit - from, pass > 0);
         }
-        if (passes > 1 && (pass + 1 < passes || to < units)) load(x, (pass + 1) % passes);
+        if (!again) continue;
+        if (s.staged) {
+          // It came with the codes that were asked for first in this pass.
+          if (CHUNKS * (to - from) > (SLOTS - 1) * side) await_copies_but<SLOTS - 1>();
+          else await_copies();
+          load_staged(x);
+        } else {
+          load(x, (pass + 1) % passes);
+        }
       }
       __syncthreads();
       float4 total = {};

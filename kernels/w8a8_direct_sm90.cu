@@ -9,6 +9,7 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "bulk_copy.cuh"
+#include "clusters.cuh"
 #include "int8_rows.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
@@ -28,23 +29,6 @@ struct Params {
 constexpr int BLOCK_K = 128, MOST_STAGES = 12;
 constexpr int PACK = 8;  // values of x that a lane reads at once
 
-// Where `at` is in the shared memory of another block of the cluster.
-__device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  return there;
-}
-// To another block, whose barrier is told of the bytes.
-__device__ __forceinline__ void send(uint32_t to, const Pack<uint32_t, 2>& v, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
-               "r"(v.v[0]), "r"(v.v[1]), "r"(barrier)
-               : "memory");
-}
-__device__ __forceinline__ void send(uint32_t to, float v, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-               "r"(__float_as_uint(v)), "r"(barrier)
-               : "memory");
-}
 // Between what threads have written to shared memory, or waited for, and what the tensor cores read there.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -154,7 +138,7 @@ template <int GROUPS, int HELPERS, int N, int CLUSTER, int PACKS> struct Direct 
     // Lane r has row r's.
     const Scale mine(__uint_as_float(largest));
     // All blocks of the cluster have begun, and may be written to.
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    cluster_wait();
     const uint32_t barrier = shared_address(&fixed.quantized);
     uint32_t away[CLUSTER], barriers[CLUSTER];
 #pragma unroll
@@ -327,7 +311,7 @@ template <class Of> __device__ __forceinline__ void direct(const Params& p) {
   } else {
     if (threadIdx.x == WARP * Of::WARPS) blocks.produce();
     __syncwarp();
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    cluster_wait();
   }
 }
 

@@ -11,6 +11,7 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "bulk_copy.cuh"
+#include "clusters.cuh"
 #include "mma.cuh"
 #include "w8a8.cuh"
 #include "wgmma.cuh"
