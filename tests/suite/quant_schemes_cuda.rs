@@ -218,7 +218,8 @@ products_stay_near_those_of_the_codes! {
     ternary_groups: |scheme| is_ternary(scheme) && scheme.group().is_some();
 }
 
-/// So many that every block of a kernel goes round more than once, and widths that blocks share.
+/// So many that every block of a kernel goes round more than once, and widths that blocks share, in one pass over
+/// their part of them or in several.
 #[test]
 fn many_outputs() -> Result<()> {
     let schemes = [
@@ -228,7 +229,7 @@ fn many_outputs() -> Result<()> {
         ternary(TernaryScale::Row),
     ];
     for device in gpus() {
-        for (n, k) in [(20_008, 256), (5_000, 2304)] {
+        for (n, k) in [(20_008, 256), (5_000, 2304), (3_000, 6144), (1_400, 6144)] {
             for (s, scheme) in schemes.into_iter().enumerate() {
                 for m in [1, 16] {
                     let case = Case {
