@@ -5,8 +5,7 @@
 // values of all rows of x in registers while units of 16 rows of weights pass by. Its codes and their scales
 // stream through a ring in shared memory of its own, which is filled before the wait, and which leaves room for
 // the next kernel's. If a warp has more steps, the units of a batch pass again for the next two, and it goes on
-// from its sums: warps wait for each other when a batch is done and not before. The next two steps of x come to
-// shared memory meanwhile, where there is room for them.
+// from its sums: warps wait for each other when a batch is done and not before.
 //
 // Codes of INT4 in groups of 128 are multiplied as they come, 136 more than their numbers: the products begin
 // with what that makes too much, from the sums of x over each step.
@@ -24,8 +23,7 @@ namespace fused {
 struct Slices {
   Gemv product;     // without a norm; x is bf16
   uint32_t slices;  // blocks of a cluster: 1 or 2
-  uint32_t staged;  // whether there is room for the next pass's x of all warps
-  uint32_t unused[2];
+  uint32_t unused[3];
 };
 
 // Of what a warp asks for at once: its steps, and how many such its ring has room for.
@@ -61,10 +59,8 @@ template <class Format> struct CodeSlices {
   // f32 has room for what the bias makes of a step's sums: they end 2^-18 of theirs off at most.
   static constexpr bool BIASED = Format::GROUPS == ONE_GROUP && R::STEPS == DEPTH;
   static constexpr float BIAS = 136.f;
-  static constexpr uint32_t VECTORS = DEPTH * 4 * EIGHTS;  // of 16 bytes, that a lane has of x
   static constexpr uint32_t ONES = 0x3f803f80u;  // two bf16
 
-  const Slices& s;
   const Gemv& p;
   const uint32_t slices, rank, side, part, place;
   const uint32_t outputs;       // of a unit
@@ -80,7 +76,7 @@ template <class Format> struct CodeSlices {
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
   __device__ CodeSlices(const Slices& s, char* memory, float4* biases, uint32_t barriers)
-      : s(s), p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
+      : p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
         part(warp() / side), place(warp() % side), outputs(unit_outputs(p)),
         biases(biases + warp() * (4 * DEPTH)), barriers(barriers) {
     const uint32_t clusters = gridDim.x / slices, cluster = blockIdx.x / slices;
@@ -161,9 +157,8 @@ template <class Format> struct CodeSlices {
 
   using X = uint4[DEPTH][4][EIGHTS];
 
-  // What a lane has of x in a pass: `take(d, e, n, from, there)`. Addresses are those of a row's first values and
-  // constants.
-  template <class Take> __device__ __forceinline__ void each_of_x(uint32_t pass, Take take) const {
+  // Addresses are those of a row's first values and constants, as there is nothing else to do meanwhile.
+  __device__ __forceinline__ void load(X& x, uint32_t pass) const {
     const uint32_t g = lane() / 4, first = (begin + pass * DEPTH) * STEP + Format::value(0, lane() % 4);
     const int left = static_cast<int>(min(p.k, end * STEP)) - static_cast<int>(first);
 #pragma unroll
@@ -176,40 +171,9 @@ template <class Format> struct CodeSlices {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int at = d * STEP + Format::value(e, 0);
-          take(d, e, n, row + 2 * at, at < values);
+          x[d][e][n] = make_uint4(0, 0, 0, 0);
+          if (at < values) x[d][e][n] = __ldcg(reinterpret_cast<const uint4*>(row + 2 * at));
         }
-      }
-    }
-  }
-  __device__ __forceinline__ void load(X& x, uint32_t pass) const {
-    each_of_x(pass, [&](int d, int e, int n, const char* from, bool there) {
-      x[d][e][n] = make_uint4(0, 0, 0, 0);
-      if (there) x[d][e][n] = __ldcg(reinterpret_cast<const uint4*>(from));
-    });
-    if constexpr (BIASED) leave_biases(x);
-  }
-  // The lane's part of x for the next pass, and where one of its vectors is there.
-  __device__ __forceinline__ uint32_t staged() const {
-    return given + (slices - 1) * (TURNS + 1) * GIVEN + (warp() * VECTORS * WARP + lane()) * 16;
-  }
-  static __device__ __forceinline__ uint32_t place_of(int d, int e, int n) {
-    return ((d * 4 + e) * EIGHTS + n) * (16 * WARP);
-  }
-  // To shared memory, with the group of copies that is committed next.
-  __device__ __forceinline__ void stage(uint32_t pass) const {
-    const uint32_t next = staged();
-    each_of_x(pass, [&](int d, int e, int n, const char* from, bool there) {
-      copy_async(next + place_of(d, e, n), there ? static_cast<const void*>(from) : p.prologue.x, there);
-    });
-  }
-  __device__ __forceinline__ void load_staged(X& x) const {
-    const uint32_t next = staged();
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-#pragma unroll
-        for (int n = 0; n < EIGHTS; ++n) x[d][e][n] = load_shared(next + place_of(d, e, n));
       }
     }
     if constexpr (BIASED) leave_biases(x);
@@ -263,12 +227,11 @@ template <class Format> struct CodeSlices {
     return v;
   }
 
-  // The steps of a slot, which `release` may fill again; they meet those of x from the d0-th on. Steps that are
-  // not there meet zeros, and their scales may be anything.
-  template <class Release>
-  __device__ __forceinline__ void multiply(uint32_t slot, uint32_t step, const X& x, int d0, float (&sums)[EIGHTS][4],
-                                           Release release) const {
-    constexpr bool EARLY = R::GROUPS <= 1;  // all that there is can be held
+  // The steps of a slot; they meet those of x from the d0-th on. Steps that are not there meet zeros, and their
+  // scales may be anything.
+  __device__ __forceinline__ void multiply(uint32_t slot, uint32_t step, const X& x, int d0,
+                                           float (&sums)[EIGHTS][4]) const {
+    constexpr bool EARLY = R::GROUPS == 1;  // there is room for all scales
     typename Format::Piece pieces[R::STEPS][2];
     float by[R::STEPS][2];
 #pragma unroll
@@ -276,10 +239,9 @@ template <class Format> struct CodeSlices {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pieces[d][i] = piece(slot, d, i);
-        if (EARLY && R::GROUPS > 0) by[d][i] = scale(slot, i, d, 0);
+        if (EARLY) by[d][i] = scale(slot, i, d, 0);
       }
     }
-    if (EARLY) release();
     float c[R::STEPS][EIGHTS][4];
     uint32_t zeros[R::STEPS][2] = {};
 #pragma unroll
@@ -308,7 +270,6 @@ template <class Format> struct CodeSlices {
         }
       }
     }
-    if (!EARLY) release();
   }
 
   // A warp's sums of one of a batch's units; it goes on from what it had of former passes.
@@ -353,9 +314,9 @@ template <class Format> struct CodeSlices {
   // All threads of two blocks: the first writes the even rows of x, the other the odd ones. Each gives what it
   // has of the other's rows, and keeps what it has of its own.
   __device__ __forceinline__ void exchange(uint32_t from, float4 y) const {
-    const uint32_t turn = from / BATCH % TURNS, at = given + turn * GIVEN + 8 * threadIdx.x;
-    const uint32_t other = rank ^ 1;
-    send(in_block(at, other), rank ? make_float2(y.x, y.z) : make_float2(y.y, y.w), in_block(barriers + 8 * turn, other));
+    const uint32_t turn = from / BATCH % TURNS, at = given + turn * GIVEN + 8 * threadIdx.x, other = rank ^ 1;
+    const float2 others = rank ? make_float2(y.x, y.z) : make_float2(y.y, y.w);
+    send(in_block(at, other), others, in_block(barriers + 8 * turn, other));
     if (from > 0) finish_given(from - BATCH);
     const float2 own = rank ? make_float2(y.y, y.w) : make_float2(y.x, y.z);
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(given + TURNS * GIVEN + 8 * threadIdx.x), "f"(own.x), "f"(own.y)
@@ -380,6 +341,14 @@ template <class Format> struct CodeSlices {
   __device__ __forceinline__ void write_outputs(uint32_t unit, uint32_t g, uint32_t m, float2 sums) const {
     const Epilogue& e = p.epilogue;
     float v[2] = {sums.x, sums.y};
+    // All that there may be behind the sums takes a tenth of a product's time.
+    if (Format::GROUPS != ROW_SCALES && is_plain(e) && e.out_dtype == BF16) {
+      const uint32_t c = 16 * unit + g;
+      auto* out = static_cast<__nv_bfloat16*>(e.out) + m * e.stride + c;
+      if (c < p.width) out[0] = from_float<__nv_bfloat16>(v[0]);
+      if (c + 8 < p.width) out[8] = from_float<__nv_bfloat16>(v[1]);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t row = unit_row(p, unit, g + 8 * i);
@@ -431,8 +400,6 @@ template <class Format> struct CodeSlices {
       const uint32_t to = min(from + BATCH, units);
 #pragma unroll 1
       for (uint32_t pass = 0; pass < passes; ++pass) {
-        const bool again = passes > 1 && (pass + 1 < passes || to < units);
-        if (again && s.staged) stage((pass + 1) % passes);
 #pragma unroll 1
         for (uint32_t unit = from; unit < to; unit += side) {
           float sums[EIGHTS][4] = {};
@@ -441,23 +408,14 @@ template <class Format> struct CodeSlices {
             await_copies_but<SLOTS - 1>();
             __syncwarp();  // scales are copied by other lanes
             const uint32_t at = ring + slot * R::SLOT;
-            multiply(at, begin + pass * DEPTH + chunk * R::STEPS, x, chunk * R::STEPS, sums, [&] {
-              __syncwarp();
-              ask(asked, at);
-            });
+            multiply(at, begin + pass * DEPTH + chunk * R::STEPS, x, chunk * R::STEPS, sums);
+            __syncwarp();
+            ask(asked, at);
             if (++slot == SLOTS) slot = 0;
           }
           leave(sums, unit - from, pass > 0);
         }
-        if (!again) continue;
-        if (s.staged) {
-          // It came with the codes that were asked for first in this pass.
-          if (CHUNKS * (to - from) > (SLOTS - 1) * side) await_copies_but<SLOTS - 1>();
-          else await_copies();
-          load_staged(x);
-        } else {
-          load(x, (pass + 1) % passes);
-        }
+        if (passes > 1 && (pass + 1 < passes || to < units)) load(x, (pass + 1) % passes);
       }
       __syncthreads();
       float4 total = {};

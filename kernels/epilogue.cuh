@@ -18,6 +18,11 @@ struct Epilogue {
   int out_dtype;  // f32 for logits
 };
 
+// Whether outputs are the sums.
+__device__ __forceinline__ bool is_plain(const Epilogue& e) {
+  return e.activation == ACT_NONE && !e.bias && !e.residuals[0] && !e.residuals[1];
+}
+
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
 
 __device__ __forceinline__ float activate(int activation, float v) {

@@ -31,9 +31,6 @@ const DEPTH: usize = 2;
 const STEP: usize = 128;
 const OCTET: usize = 8;
 
-/// Bytes of a warp's part of x in a pass.
-const STAGED: usize = DEPTH * STEP * ROWS * 2;
-
 /// Bytes of the sums of the four units of a batch.
 const SUMS: usize = 4 * 16 * ROWS * 4;
 
@@ -99,11 +96,6 @@ pub(super) fn form(
     let most = MANY[kernel][usize::from(slice > split * DEPTH)];
     let many = room && units > most.saturating_mul(once);
     let clusters = (once * if many { 2 } else { 1 }).min(units);
-    // Where warps have more than one pass, the next one's x comes to shared memory meanwhile.
-    let with_x = shared + WARPS * STAGED;
-    let fits = with_x + FIXED_SHARED <= gpu.shared as usize;
-    let staged = slice > split * DEPTH && !many && fits;
-    let shared = if staged { with_x } else { shared };
     // More than half of a multiprocessor's, with what is static, where two blocks of it are not to meet.
     let shared = match launcher.mixed && !many {
         true => shared.max(gpu.share(2)),
@@ -120,7 +112,7 @@ pub(super) fn form(
         kernel,
         rows: ROWS,
         split,
-        shares: [slices as u32, staged.into(), 0, 0],
+        shares: [slices as u32, 0, 0, 0],
         grid,
     })
 }
