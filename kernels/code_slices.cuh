@@ -231,7 +231,7 @@ template <class Format> struct CodeSlices {
   // scales may be anything.
   __device__ __forceinline__ void multiply(uint32_t slot, uint32_t step, const X& x, int d0,
                                            float (&sums)[EIGHTS][4]) const {
-    constexpr bool EARLY = R::GROUPS == 1;  // there is room for all scales
+    constexpr bool HOLDS_SCALES = R::GROUPS == 1;  // there are registers for all
     typename Format::Piece pieces[R::STEPS][2];
     float by[R::STEPS][2];
 #pragma unroll
@@ -239,7 +239,7 @@ template <class Format> struct CodeSlices {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pieces[d][i] = piece(slot, d, i);
-        if (EARLY) by[d][i] = scale(slot, i, d, 0);
+        if (HOLDS_SCALES) by[d][i] = scale(slot, i, d, 0);
       }
     }
     float c[R::STEPS][EIGHTS][4];
@@ -260,7 +260,7 @@ template <class Format> struct CodeSlices {
         if (!Scales::ends(p, e)) continue;
 #pragma unroll
         for (int d = 0; d < R::STEPS; ++d) {
-          if (!EARLY) by[d][0] = scale(slot, 0, d, e), by[d][1] = scale(slot, 1, d, e);
+          if (!HOLDS_SCALES) by[d][0] = scale(slot, 0, d, e), by[d][1] = scale(slot, 1, d, e);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float factor = step + d < end ? by[d][i / 2] : 0.f;
@@ -341,7 +341,7 @@ template <class Format> struct CodeSlices {
   __device__ __forceinline__ void write_outputs(uint32_t unit, uint32_t g, uint32_t m, float2 sums) const {
     const Epilogue& e = p.epilogue;
     float v[2] = {sums.x, sums.y};
-    // All that there may be behind the sums takes a tenth of a product's time.
+    // Sums in bf16. All that may be behind them, below, takes up to a tenth of a product's time.
     if (Format::GROUPS != ROW_SCALES && is_plain(e) && e.out_dtype == BF16) {
       const uint32_t c = 16 * unit + g;
       auto* out = static_cast<__nv_bfloat16*>(e.out) + m * e.stride + c;

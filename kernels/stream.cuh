@@ -1,8 +1,8 @@
 // y = act(prologue(x) W^T + bias) + residuals for one row of x and weights of its 16-bit type that are
 // more than the multiprocessors hold: they stream through rings in shared memory, one for each warp.
 //
-// What costs such a product its bandwidth are its ends, so all that does not need x is asked for
-// before the wait, and all of x at once behind it. A block has consecutive units of two rows of weights
+// What costs such a product its bandwidth are its ends, so what does not need x is asked for before the
+// wait, little by little, and all of x at once behind it. A block has consecutive units of two rows of weights
 // and cuts all their steps into equal shares for its warps, borders of units or not: no warp has more
 // to do than another, and sums meet once, at the end.
 #pragma once
@@ -276,6 +276,7 @@ template <typename T, bool PAIR> struct Stream {
     const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.slots : min(p.slots, STREAM_EARLY);
     Ahead ahead = {begin, begin / steps, begin % steps};
     if (begin < end) enter(ahead);
+    // In front of the ring, which is long on its way: so they are there when x is asked for.
     if (fetch.position) fetch_lines(fetch, position);
 #pragma unroll 1
     for (uint32_t i = 0; i < early; ++i) {

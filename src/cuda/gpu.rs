@@ -67,7 +67,7 @@ impl Gpu {
         })
     }
 
-    /// Shared memory that each of so many blocks of one multiprocessor can have, in bytes.
+    /// Shared memory, static and dynamic, that each of so many blocks of one multiprocessor can have, in bytes.
     pub fn share(&self, blocks: usize) -> usize {
         (self.shared as usize + RESERVED) / blocks - RESERVED
     }

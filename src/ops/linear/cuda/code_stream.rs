@@ -89,6 +89,7 @@ pub(super) fn spread(launcher: &Launcher, format: Streamed, params: &Gemv) -> Op
         return None;
     }
     let alone = format.is_alone(launcher);
+    // Anything past half will do; what is left stays the first level's cache.
     let more = if alone { gpu.shared as usize / 16 } else { 0 };
     let room = gpu.share(2) + more - FIXED_SHARED;
     let row = format.row(params);

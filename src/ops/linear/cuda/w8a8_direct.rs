@@ -118,9 +118,9 @@ impl Form {
 
     /// Blocks above and beside one another, if clusters have no more than there are.
     fn blocks(&self, product: &W8A8) -> Option<[usize; 2]> {
-        let groups = product.beside(self.columns_of_group());
-        let beside = groups / self.groups;
-        let whole = groups.is_multiple_of(self.groups) && beside.is_multiple_of(self.cluster);
+        let all = product.beside(self.columns_of_group());
+        let beside = all / self.groups;
+        let whole = all.is_multiple_of(self.groups) && beside.is_multiple_of(self.cluster);
         whole.then_some([product.at.m.div_ceil(ROWS), beside])
     }
 
