@@ -14,15 +14,16 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// Where `at` is in the shared memory of another block of the cluster.
+__device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  return there;
+}
 // Arrives at the barrier that stands at the same address in another block of the cluster. This orders
 // no accesses to memory: what the block has read must be complete.
 __device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(at),
-      "r"(rank)
-      : "memory");
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(at, rank)) : "memory");
 }
 // All threads of all blocks of the cluster, which need not be together. It orders no accesses either.
 __device__ __forceinline__ void cluster_sync() {
@@ -35,12 +36,6 @@ __device__ __forceinline__ void cluster_arrive() {
 // Until all threads of all blocks of the cluster have arrived: they have begun, and see the barriers.
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Where `at` is in the shared memory of another block of the cluster.
-__device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  return there;
-}
 // To another block, whose barrier is told of the bytes; both as `in_block` gives them.
 __device__ __forceinline__ void send(uint32_t to, const Pack<uint32_t, 2>& v, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
