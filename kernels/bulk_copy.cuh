@@ -16,6 +16,8 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
+// Behind it bulk copies and other blocks of a cluster find the barriers that the thread has made.
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(uint32_t at) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }

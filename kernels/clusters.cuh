@@ -29,11 +29,11 @@ __device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
-// Barriers in shared memory as they were made, for all blocks of the cluster.
+// All threads of all blocks of the cluster, which tell the others so and go on.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Until all threads of all blocks of the cluster have arrived: they have begun, and see the barriers.
+// Until all of them have arrived: they have begun, and the barriers are there that they made before.
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // To another block, whose barrier is told of the bytes; both as `in_block` gives them.

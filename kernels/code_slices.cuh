@@ -319,8 +319,7 @@ template <class Format> struct CodeSlices {
     send(in_block(at, other), others, in_block(barriers + 8 * turn, other));
     if (from > 0) finish_given(from - BATCH);
     const float2 own = rank ? make_float2(y.y, y.w) : make_float2(y.x, y.z);
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(given + TURNS * GIVEN + 8 * threadIdx.x), "f"(own.x), "f"(own.y)
-                 : "memory");
+    store_shared(given + TURNS * GIVEN + 8 * threadIdx.x, __float_as_uint(own.x), __float_as_uint(own.y));
   }
   __device__ __forceinline__ void finish_given(uint32_t from) const {
     const uint32_t batch = from / BATCH, turn = batch % TURNS, barrier = barriers + 8 * turn;
@@ -382,6 +381,7 @@ template <class Format> struct CodeSlices {
       if (threadIdx.x == 0) {
         for (int i = 0; i < TURNS; ++i) barrier_init(barriers + 8 * i, 1), barrier_expect(barriers + 8 * i, GIVEN);
       }
+      barriers_made();
       cluster_arrive();
     }
 #endif

@@ -228,7 +228,7 @@ template <class Format> struct CodeStream {
       barrier_init(full + 8 * threadIdx.x, 1);
       barrier_init(empty + 8 * threadIdx.x, STREAM_THREADS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
     __syncthreads();
     allow_next();
     if (warp == STREAM_WARPS) {

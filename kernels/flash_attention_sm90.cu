@@ -419,7 +419,7 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const P
       barrier_init(barriers.k_free(i), ARRIVALS);
       barrier_init(barriers.v_free(i), ARRIVALS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
   }
   __syncthreads();
   allow_next();

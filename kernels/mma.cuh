@@ -60,6 +60,10 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t first, uint32_t second) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second) : "memory");
+}
+
 // 16 bytes to shared memory; before sm_80 the copy is done at once.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 #if __CUDA_ARCH__ >= 800

@@ -76,7 +76,7 @@ template <int GROUPS, int HELPERS, int N, int CLUSTER, int PACKS> struct Direct 
       barrier_init(quantized, 1 + WARPS);
       prefetch(p.weights[0]);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
     // Codes and scales that the other blocks send.
     if (lane == 0) {
       const int own = SHARE * WARPS, others = ROWS - max(0, min(own, ROWS - int(rank) * own));
@@ -164,7 +164,7 @@ template <int GROUPS, int HELPERS, int N, int CLUSTER, int PACKS> struct Direct 
         if (lane + i * WARP >= packs) break;
         const auto words = code_words(codes_of(x[r][i], inverse));
         const uint32_t here = at + i * (2 * ROWS * BLOCK_K);
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(room + here), "r"(words.v[0]), "r"(words.v[1]) : "memory");
+        store_shared(room + here, words.v[0], words.v[1]);
 #pragma unroll
         for (int b = 1; b < CLUSTER; ++b) send(away[b] + here, words, barriers[b]);
       }
@@ -237,9 +237,7 @@ template <int GROUPS, int HELPERS, int N, int CLUSTER, int PACKS> struct Direct 
     for (int n = 0; n < N / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + i * 8 * SUMS + 32 * n), "r"(sums[4 * n + 2 * i]),
-                     "r"(sums[4 * n + 2 * i + 1])
-                     : "memory");
+        store_shared(to + i * 8 * SUMS + 32 * n, sums[4 * n + 2 * i], sums[4 * n + 2 * i + 1]);
     __syncwarp();
     const uint32_t across = gates(product) ? PIECE : N;
 #pragma unroll 1
@@ -305,7 +303,7 @@ template <class Of> __device__ __forceinline__ void direct(const Params& p) {
   const Of blocks(p, fixed, (shared_address(shared) + 1023) & ~1023u);
   const bool produces = threadIdx.x >= WARP * Of::WARPS;
   if (produces) blocks.prepare();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_arrive();
   if (!produces) {
     blocks.consume();
   } else {

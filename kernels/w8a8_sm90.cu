@@ -335,7 +335,7 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const Params&
       barrier_init(tiles.full(i), 1);
       barrier_init(tiles.free(i), 4 * CONSUMERS * CLUSTER);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
   }
   if constexpr (CLUSTER > 1)
     cluster_sync();
