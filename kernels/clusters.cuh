@@ -29,11 +29,12 @@ __device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
-// All threads of all blocks of the cluster, which tell the others so and go on.
+// Tells all blocks of the cluster that this thread has come so far, and goes on. It orders nothing but what
+// `barriers_made` does in front of it.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Until all of them have arrived: they have begun, and the barriers are there that they made before.
+// Until all threads of all blocks of the cluster have arrived: they have begun, and their barriers are there.
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // To another block, whose barrier is told of the bytes; both as `in_block` gives them.
