@@ -95,6 +95,15 @@ __device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map
       : "memory");
 }
 
+// A tile of chunks of rows of `map`, from chunk `chunk` of all rows on.
+__device__ __forceinline__ void bulk_copy_chunks(uint32_t to, const TensorMap& map, uint32_t barrier, int chunk) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %3, %4}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(0), "r"(chunk)
+      : "memory");
+}
+
 #endif
 
 // A place in a ring of stages, and the parity of its barriers.

@@ -127,19 +127,31 @@ fn detect() -> Level {
     Level::Scalar
 }
 
-/// Asks for the cache line at `p`, which may be any address.
+/// Asks for the cache line at `p`, which may be any address, in the cache of level `LEVEL`: 1, or 2, where more
+/// requests may be under way than the first level has room for.
 #[inline(always)]
-pub(super) fn prefetch<T>(p: *const T) {
+pub(super) fn prefetch<const LEVEL: usize, T>(p: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch is part of the architecture's base and reads nothing that a program sees.
     unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(p.cast());
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        match LEVEL {
+            1 => _mm_prefetch::<_MM_HINT_T0>(p.cast()),
+            _ => _mm_prefetch::<_MM_HINT_T1>(p.cast()),
+        }
     }
     #[cfg(target_arch = "aarch64")]
     // SAFETY: as above; the intrinsic is not stable.
     unsafe {
-        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags));
+        use std::arch::asm;
+        match LEVEL {
+            1 => {
+                asm!("prfm pldl1keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags))
+            }
+            _ => {
+                asm!("prfm pldl2keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags))
+            }
+        }
     }
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = p;

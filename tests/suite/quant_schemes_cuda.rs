@@ -220,7 +220,7 @@ products_stay_near_those_of_the_codes! {
 }
 
 /// So many that every block of a kernel goes round more than once, and widths that blocks share, in one pass over
-/// their part of them or in several.
+/// their part of them or in several, the last of which may be half a pass.
 #[test]
 fn many_outputs() -> Result<()> {
     let schemes = [
@@ -230,7 +230,15 @@ fn many_outputs() -> Result<()> {
         ternary(TernaryScale::Row),
     ];
     for device in gpus() {
-        for (n, k) in [(20_008, 256), (5_000, 2304), (3_000, 6144), (1_400, 6144)] {
+        for (n, k) in [
+            (20_008, 256),
+            (5_000, 2304),
+            (3_000, 6144),
+            (1_400, 6144),
+            (900, 4224),
+            (500, 1024),
+            (1_000, 2048),
+        ] {
             for (s, scheme) in schemes.into_iter().enumerate() {
                 for m in [1, 16] {
                     let case = Case {

@@ -55,7 +55,7 @@ pub(super) unsafe fn rows<V: Vector, T: Element, const R: usize>(o: Operands<T>)
             let step = if o.n - j >= R {
                 let rows = o.at(0, j);
                 for line in 0..(R * o.k * size_of::<T>()).div_ceil(64) {
-                    prefetch(rows.w.wrapping_byte_add(AHEAD + line * 64));
+                    prefetch::<1, _>(rows.w.wrapping_byte_add(AHEAD + line * 64));
                 }
                 tokens::<V, T, R>(rows);
                 R
@@ -98,7 +98,8 @@ const AHEAD: usize = 4096;
 const SUMS: usize = 8;
 
 /// All dot products with a single token, which is bound by memory: one stream of weights, row by
-/// row, each row's successor a page further on asked for in one burst.
+/// row, each line asked for a page ahead of its use. Only the second-level cache takes as many requests as
+/// keep memory busy: on Zen 4 this reads a fifth more than asking the first level for a row at once.
 ///
 /// # Safety
 /// As [`rows`], with m = 1.
@@ -108,12 +109,12 @@ pub(super) unsafe fn single<V: Vector, T: Element>(o: Operands<T>) {
         // SAFETY: j < n; `p` stays within the row as in `tile`; a prefetch may point anywhere.
         unsafe {
             let w = o.w.add(j * o.k);
-            for line in 0..(o.k * size_of::<T>()).div_ceil(64) {
-                prefetch(w.wrapping_byte_add(AHEAD + line * 64));
-            }
             let mut acc = [V::splat(0.0); SUMS];
             let mut p = 0;
             while p + SUMS * V::LANES <= o.k {
+                for line in 0..(SUMS * V::LANES * size_of::<T>()).div_ceil(64) {
+                    prefetch::<2, _>(w.add(p).wrapping_byte_add(AHEAD + line * 64));
+                }
                 for (u, sum) in acc.iter_mut().enumerate() {
                     let x = V::load(o.x.add(p + u * V::LANES));
                     *sum = x.mul_add(T::load::<V>(w.add(p + u * V::LANES)), *sum);

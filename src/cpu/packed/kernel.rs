@@ -160,7 +160,7 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
 #[inline(always)]
 pub(super) fn fetch(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
-        prefetch(p.wrapping_add(AHEAD + line));
+        prefetch::<1, _>(p.wrapping_add(AHEAD + line));
     }
 }
 

@@ -1,11 +1,12 @@
-//! Up to 16 rows of x and weights in INT8 or INT4 codes: the host's side of `kernels/code_slices.cuh`.
+//! Up to 16 rows of x and weights in INT8 or INT4 codes: the host's side of `kernels/code_slices.cuh`,
+//! `kernels/code_long.cuh` and `kernels/code_short.cuh`.
 
 use super::blocks::code_kernel;
 use super::tiles::Form;
-use crate::cuda::{BlockMatrix, Grid, Launcher, Module, fatbin};
+use crate::cuda::{BlockMatrix, Gpu, Grid, Launcher, Module, fatbin};
 use std::sync::Arc;
 
-/// INT8, INT4 in groups of 128 without zero points, other INT4.
+/// INT8, INT4 in groups of 128 without zero points, other INT4; [`LONG`] and [`SHORT`].
 static MODULE: Module = Module::new(
     "quant_slices",
     fatbin!("quant_slices"),
@@ -13,6 +14,10 @@ static MODULE: Module = Module::new(
         "quant_slices_int8",
         "quant_slices_int4_g128",
         "quant_slices_int4",
+        "quant_slices_int4_g128_long",
+        "quant_slices_int4_g128_short_1",
+        "quant_slices_int4_g128_short_2",
+        "quant_slices_int4_g128_short_3",
     ],
 )
 .beside_the_next();
@@ -26,6 +31,22 @@ const RINGS: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
 /// Warps of a block, and the steps whose x a warp has at a time.
 const WARPS: usize = 8;
 const DEPTH: usize = 2;
+
+/// INT4 in groups of 128, which is kernel [`ONE_GROUP`] elsewhere, where k is so long that warps would read x anew
+/// for every two steps; and what its blocks have in shared memory: three stages of x, three slots of each warp's
+/// ring, sums, those of another block of two batches, and what it may take to begin at a multiple of 1,024.
+const LONG: usize = 3;
+const ONE_GROUP: usize = 1;
+const LONG_SHARED: usize =
+    3 * 2 * DEPTH * STEP * ROWS * 2 + WARPS * 3 * (2048 + 64) + WARPS * SUMS / 4 + SUMS + 1024;
+
+/// Units that a block of it multiplies at a time.
+const LONG_UNITS: usize = 4;
+
+/// The first of three for INT4 in groups of 128, where there are few units and steps: without clusters, and in
+/// clusters of two and three; and how many of the latter there may be.
+const SHORT: usize = 4;
+const SHORT_STEPS: usize = 16;
 
 /// Values of a step, and rows of weights that have their scales together.
 const STEP: usize = 128;
@@ -82,6 +103,15 @@ pub(super) fn form(
         false => 1,
     };
     let slice = steps.div_ceil(slices);
+    if kernel == ONE_GROUP
+        && !gates
+        && let Some(form) = short(gpu, units, steps)
+    {
+        return Some(form);
+    }
+    if kernel == ONE_GROUP && slices > 1 && slice > WARPS * DEPTH {
+        return Some(long(launcher, units));
+    }
     // The fewest warps that have all of their steps at once, or all.
     let split = [2, 4].into_iter().find(|s| slice.div_ceil(*s) <= DEPTH);
     let split = split.unwrap_or(WARPS);
@@ -113,6 +143,60 @@ pub(super) fn form(
         rows: ROWS,
         split,
         shares: [slices as u32, 0, 0, 0],
+        maps_x: false,
         grid,
     })
+}
+
+/// The form for few units and steps, if all blocks run at once: in clusters of up to three, which do not find room
+/// on all multiprocessors, for so few steps. With one block on each, as [`long`].
+fn short(gpu: &Gpu, units: usize, steps: usize) -> Option<Form> {
+    let sms = gpu.sms as usize;
+    let fits = |slices: usize| match slices {
+        3 => 3 * units <= sms * 7 / 8,
+        slices => slices * units <= sms,
+    };
+    let slices = [3, 2, 1].into_iter().find(|slices| fits(*slices))?;
+    if gpu.arch < 90 || steps > SHORT_STEPS {
+        return None;
+    }
+    // One for each output: a block without a cluster has two eights of rows of weights, others have one.
+    let threads = ROWS * OCTET * if slices == 1 { 2 } else { 1 };
+    let mut grid = Grid::new(
+        [(slices * units) as u32, 1, 1],
+        (32 * steps.div_ceil(slices)).max(threads) as u32,
+        gpu.share(2) as u32,
+    );
+    grid.cluster = slices as u32;
+    Some(Form {
+        module: &MODULE,
+        kernel: SHORT + slices - 1,
+        rows: ROWS,
+        split: 1,
+        shares: [slices as u32, 0, 0, 0],
+        maps_x: false,
+        grid,
+    })
+}
+
+/// The form for long k, in clusters of two. Blocks have more than half of a multiprocessor's shared memory: those of
+/// the next launch begin early, and would come to stand two and two.
+fn long(launcher: &Launcher, units: usize) -> Form {
+    let gpu = launcher.gpu;
+    let clusters = units.div_ceil(LONG_UNITS).min(gpu.sms as usize / 2).max(1);
+    let mut grid = Grid::new(
+        [2 * clusters as u32, 1, 1],
+        (32 * WARPS) as u32,
+        LONG_SHARED.max(gpu.share(2)) as u32,
+    );
+    grid.cluster = 2;
+    Form {
+        module: &MODULE,
+        kernel: LONG,
+        rows: ROWS,
+        split: WARPS / LONG_UNITS,
+        shares: [2, 0, 0, 0],
+        maps_x: true,
+        grid,
+    }
 }

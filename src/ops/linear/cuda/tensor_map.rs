@@ -1,4 +1,4 @@
-//! What Hopper's copy engine is told of int8 codes.
+//! What Hopper's copy engine is told of int8 codes, and of x.
 
 use crate::cuda::Address;
 use candle_core::Result;
@@ -8,6 +8,30 @@ const OP: &str = "quant_linear";
 
 /// Bytes of k of a stage, as in `kernels/w8a8_sm90.cu`.
 pub(super) const STAGE_K: usize = 128;
+
+/// Of x `[m, k]` in bf16, k a multiple of 64: boxes of four times 64 values of 16 rows, as in
+/// `kernels/code_long.cuh`. Rows and values that are not there come as zeros.
+pub(super) fn rows_map(x: Address, [m, k]: [usize; 2]) -> Result<sys::CUtensorMap> {
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    // SAFETY: the arrays have the rank of three, or one less for the strides, and outlive the call.
+    let result = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            3,
+            x as *mut std::ffi::c_void,
+            [64, m as u64, k as u64 / 64].as_ptr(),
+            [2 * k as u64, 128].as_ptr(),
+            [64u32, 16, 4].as_ptr(),
+            [1u32; 3].as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    taken(result, map, || format!("x of [{m}, {k}]"))
+}
 
 /// Of codes `[rows, pitch]`: tiles of so many rows and of a stage's k.
 pub(super) fn tensor_map(
@@ -33,10 +57,20 @@ pub(super) fn tensor_map(
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     };
+    taken(result, map, || format!("[{rows}, {pitch}] codes"))
+}
+
+/// The map, if the driver has made it of what `what` names.
+fn taken(
+    result: sys::CUresult,
+    map: sys::CUtensorMap,
+    what: impl Fn() -> String,
+) -> Result<sys::CUtensorMap> {
     match result {
         sys::CUresult::CUDA_SUCCESS => Ok(map),
-        error => candle_core::bail!(
-            "{OP}: the copy engine does not take [{rows}, {pitch}] codes: {error:?}"
-        ),
+        error => {
+            let what = what();
+            candle_core::bail!("{OP}: the copy engine does not take {what}: {error:?}")
+        }
     }
 }

@@ -5,9 +5,11 @@ use super::gemv::Gemv;
 use super::parts::ProductAt;
 use super::quantized::narrowed;
 use super::slices;
+use super::tensor_map::rows_map;
 use crate::cuda::{Address, BlockMatrix, Gpu, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::linear::{Activation, Weight};
 use crate::ops::view::dtype_index;
+use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{DType, Result, bail};
 use std::sync::Arc;
 
@@ -62,6 +64,14 @@ struct Params {
     shares: [u32; 4],
 }
 
+/// `LongSlices` of `kernels/code_long.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MappedParams {
+    x: sys::CUtensorMap,
+    params: Params,
+}
+
 /// How blocks and warps share a product with a run of weights.
 pub(super) struct Form {
     pub module: &'static Module,
@@ -72,6 +82,8 @@ pub(super) struct Form {
     pub split: usize,
     /// Behind the product in the parameters.
     pub shares: [u32; 4],
+    /// Whether the copy engine is told of x, in front of the product in the parameters.
+    pub maps_x: bool,
     pub grid: Grid,
 }
 
@@ -180,11 +192,16 @@ unsafe fn run_of_weights(
             product,
             shares: form.shares,
         };
-        // SAFETY: the kernels take `Tiles` and `Slices`; the addresses are the caller's.
+        let launcher = launcher.moving(bytes as u64);
+        // SAFETY: the kernels take `Tiles`, `Slices` and `LongSlices`; the addresses are the caller's.
         unsafe {
-            launcher
-                .moving(bytes as u64)
-                .run(form.module, form.kernel, form.grid, &params)?
+            if form.maps_x {
+                let x = rows_map(product.prologue.x, [product.m as usize, at.k])?;
+                let params = MappedParams { x, params };
+                launcher.run(form.module, form.kernel, form.grid, &params)?
+            } else {
+                launcher.run(form.module, form.kernel, form.grid, &params)?
+            }
         };
     }
     Ok(rows)
@@ -217,6 +234,7 @@ impl Plan {
             rows: ROWS,
             split: self.split,
             shares: [self.side, self.slots, self.stages, 0].map(|n| n as u32),
+            maps_x: false,
             grid: Grid::new(
                 [self.blocks as u32, 1, 1],
                 (32 * self.side * self.split) as u32,
