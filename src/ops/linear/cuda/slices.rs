@@ -58,7 +58,7 @@ const SUMS: usize = 4 * 16 * ROWS * 4;
 /// Bytes for the halves of them that two blocks exchange: what comes of four batches, and what stays of one.
 const GIVEN: usize = (4 + 1) * SUMS / 2;
 
-/// Static shared memory of the kernels at most.
+/// Static shared memory at most of the kernels that need as much as that: all but [`SHORT`].
 const FIXED_SHARED: usize = 1056;
 
 /// Units of a cluster past which multiprocessors have two blocks, for each kernel: where warps have all of their
@@ -109,7 +109,8 @@ pub(super) fn form(
     {
         return Some(form);
     }
-    if kernel == ONE_GROUP && slices > 1 && slice > WARPS * DEPTH {
+    let fits = LONG_SHARED + FIXED_SHARED <= gpu.shared as usize;
+    if kernel == ONE_GROUP && slices > 1 && slice > WARPS * DEPTH && fits {
         return Some(long(launcher, units));
     }
     // The fewest warps that have all of their steps at once, or all.
