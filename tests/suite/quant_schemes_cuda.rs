@@ -236,11 +236,15 @@ fn many_outputs() -> Result<()> {
             (3_000, 6144),
             (1_400, 6144),
             (900, 4224),
+            (500, 512),
             (500, 1024),
+            (330, 1536),
+            (560, 1536),
+            (1_200, 1536),
             (1_000, 2048),
         ] {
             for (s, scheme) in schemes.into_iter().enumerate() {
-                for m in [1, 16] {
+                for m in [1, 11, 16] {
                     let case = Case {
                         scheme,
                         m,

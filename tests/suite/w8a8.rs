@@ -153,7 +153,8 @@ fn in_one_launch(shape: (usize, usize, &[usize]), form: &str) -> Result<()> {
 // Each form by itself: racecheck takes more than a minute and a half for the largest.
 #[test]
 fn small_products_of_short_rows_are_one_launch() -> Result<()> {
-    in_one_launch((200, 576, &[1536]), "64x128x4")
+    in_one_launch((200, 576, &[1536]), "64x64x4")?;
+    in_one_launch((500, 576, &[1536]), "64x128x4")
 }
 
 #[test]

@@ -18,6 +18,7 @@ static MODULE: Module = Module::new(
         "quant_slices_int4_g128_short_1",
         "quant_slices_int4_g128_short_2",
         "quant_slices_int4_g128_short_3",
+        "quant_slices_int4_g128_short_4",
     ],
 )
 .beside_the_next();
@@ -43,8 +44,8 @@ const LONG_SHARED: usize =
 /// Units that a block of it multiplies at a time.
 const LONG_UNITS: usize = 4;
 
-/// The first of three for INT4 in groups of 128, where there are few units and steps: without clusters, and in
-/// clusters of two and three; and how many of the latter there may be.
+/// The first of four for INT4 in groups of 128, where there are few units and steps: without clusters, and in
+/// clusters of two to four; and how many of the latter there may be.
 const SHORT: usize = 4;
 const SHORT_STEPS: usize = 16;
 
@@ -149,24 +150,18 @@ pub(super) fn form(
     })
 }
 
-/// The form for few units and steps, if all blocks run at once: in clusters of up to three, which do not find room
-/// on all multiprocessors, for so few steps. With one block on each, as [`long`].
+/// The form for few units and steps.
 fn short(gpu: &Gpu, units: usize, steps: usize) -> Option<Form> {
-    let sms = gpu.sms as usize;
-    let fits = |slices: usize| match slices {
-        3 => 3 * units <= sms * 7 / 8,
-        slices => slices * units <= sms,
-    };
-    let slices = [3, 2, 1].into_iter().find(|slices| fits(*slices))?;
     if gpu.arch < 90 || steps > SHORT_STEPS {
         return None;
     }
+    let (slices, share) = short_slices(gpu.sms as usize, units, steps)?;
     // One for each output: a block without a cluster has two eights of rows of weights, others have one.
     let threads = ROWS * OCTET * if slices == 1 { 2 } else { 1 };
     let mut grid = Grid::new(
         [(slices * units) as u32, 1, 1],
         (32 * steps.div_ceil(slices)).max(threads) as u32,
-        gpu.share(2) as u32,
+        gpu.share(share) as u32,
     );
     grid.cluster = slices as u32;
     Some(Form {
@@ -178,6 +173,28 @@ fn short(gpu: &Gpu, units: usize, steps: usize) -> Option<Form> {
         maps_x: false,
         grid,
     })
+}
+
+/// Blocks of a cluster, none of which has fewer than three steps if there are others, and of which share of a
+/// multiprocessor's shared memory they take more, as measured on an H100 with 8 to 128 units and 4 to 16 steps.
+fn short_slices(sms: usize, units: usize, steps: usize) -> Option<(usize, usize)> {
+    let most = (steps / 3).max(1);
+    let first = |sides: &[(usize, usize)]| {
+        let mut sides = sides.iter().filter(|(slices, _)| *slices <= most);
+        let side = sides.find(|(slices, quarters)| 4 * slices * units <= quarters * sms);
+        side.map(|(slices, _)| *slices)
+    };
+    // So few that those of the next launch, which read their weights meanwhile, have multiprocessors of their own.
+    if let Some(slices) = first(&[(3, 2), (2, 2), (1, 2)])
+        && steps.div_ceil(slices) <= 8
+    {
+        return Some((slices, 2));
+    }
+    // Or else beside them, two on one; larger clusters do not find room everywhere.
+    match first(&[(4, 5), (3, 6), (2, 8)]) {
+        Some(slices) => Some((slices, 3)),
+        None => (units <= sms).then_some((1, 2)),
+    }
 }
 
 /// The form for long k, in clusters of two. Blocks have more than half of a multiprocessor's shared memory: those of

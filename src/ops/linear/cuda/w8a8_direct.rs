@@ -12,6 +12,7 @@ static DIRECT: Module = Module::new(
     "w8a8_direct_sm90",
     fatbin!("w8a8_direct_sm90"),
     &[
+        "w8a8_direct_64x64_4",
         "w8a8_direct_64x128_4",
         "w8a8_direct_64x48_4",
         "w8a8_direct_64x192_3",
@@ -33,43 +34,50 @@ const FIXED: usize = 4096;
 struct Form {
     /// Rows of W of a block.
     columns: usize,
-    /// Groups of four warps beside one another in `columns`, and those that quantize alone.
+    /// Groups of four warps beside one another in `columns`, and those that quantize.
     groups: usize,
-    helpers: usize,
+    quantizers: usize,
     /// Blocks that share rows of x.
     cluster: usize,
     /// Values of k at most.
     most_k: usize,
-    /// Of the multiprocessors those that have a block, at least, as measured on an H100.
-    least_filled: f64,
+    /// Whether all of W is in shared memory.
+    whole: bool,
 }
 
-/// Of the ones that take a product the first is the fastest.
-const FORMS: [Form; 3] = [
+/// Of the ones that take a product the first is the fastest, as measured on an H100.
+const FORMS: [Form; 4] = [
+    Form {
+        columns: 64,
+        groups: 1,
+        quantizers: 2,
+        cluster: 4,
+        most_k: 768,
+        whole: true,
+    },
     Form {
         columns: 128,
         groups: 2,
-        helpers: 0,
+        quantizers: 2,
         cluster: 4,
         most_k: 768,
-        least_filled: 0.,
+        whole: false,
     },
     Form {
         columns: 48,
         groups: 1,
-        helpers: 1,
+        quantizers: 2,
         cluster: 4,
         most_k: 1536,
-        least_filled: 0.,
+        whole: true,
     },
-    // Its blocks take as long for fewer rows, of which two launches make less.
     Form {
         columns: 192,
         groups: 2,
-        helpers: 1,
+        quantizers: 3,
         cluster: 3,
         most_k: 1536,
-        least_filled: 0.65,
+        whole: false,
     },
 ];
 
@@ -84,7 +92,7 @@ struct DirectParams {
     product: ProductParams,
     x: Address,
     stages: u32,
-    early: i32,
+    padding: u32,
 }
 
 /// The place among [`FORMS`] of the one that takes a product.
@@ -102,11 +110,18 @@ impl Form {
         k.next_multiple_of(STAGE_K) * ROWS
     }
 
-    /// Stages of W that fit beside x.
+    /// Stages of W that fit beside x: where four do, in half of a multiprocessor, on which the next launch's block
+    /// then begins meanwhile.
     fn stages(&self, gpu: &Gpu, k: usize) -> usize {
-        let room = (gpu.shared as usize).saturating_sub(FIXED + ALIGNMENT + Self::x(k));
-        let fitting = room / (self.columns * STAGE_K);
-        fitting.min(k.div_ceil(STAGE_K)).min(MOST_STAGES)
+        let fitting = |shared: usize| {
+            let room = shared.saturating_sub(FIXED + ALIGNMENT + Self::x(k));
+            room / (self.columns * STAGE_K)
+        };
+        let all = k.div_ceil(STAGE_K).min(MOST_STAGES);
+        match fitting(gpu.share(2)) {
+            stages @ 4.. if !self.whole => stages.min(all),
+            _ => fitting(gpu.shared as usize).min(all),
+        }
     }
 
     /// Dynamic shared memory: sums take the place of W in the end.
@@ -128,12 +143,12 @@ impl Form {
     fn takes(&self, gpu: &Gpu, product: &W8A8) -> bool {
         let k = product.at.k;
         let filled = |[above, beside]: [usize; 2]| {
-            (self.least_filled..=MOST_FILLED)
-                .contains(&((above * beside) as f64 / f64::from(gpu.sms)))
+            (above * beside) as f64 <= MOST_FILLED * f64::from(gpu.sms)
         };
+        let least = if self.whole { k.div_ceil(STAGE_K) } else { 2 };
         k <= self.most_k
             && self.blocks(product).is_some_and(filled)
-            && self.stages(gpu, k) >= 2
+            && self.stages(gpu, k) >= least
             && self.shared(gpu, k) + FIXED <= gpu.shared as usize
     }
 }
@@ -177,13 +192,12 @@ impl Direct {
             product: product.params([0; 2], columns, [above, beside], 1),
             x: at.x,
             stages: form.stages(launcher.gpu, at.k) as u32,
-            // Elsewhere the kernel in front may be one that writes weights.
-            early: launcher.dependent.into(),
+            padding: 0,
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = at.m * at.k * at.x_dtype.size_in_bytes() + product.rows() * at.k + outputs;
         let blocks = above * beside / form.groups;
-        let threads = 128 * (form.groups + form.helpers) + 32;
+        let threads = 128 * (form.groups + form.quantizers) + 32;
         let grid = Grid {
             cluster: form.cluster as u32,
             ..Grid::new(
