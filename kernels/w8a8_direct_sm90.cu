@@ -33,10 +33,10 @@ constexpr int PACK = 8;  // values of x that a lane reads at once
 // Between what threads have written to shared memory, or waited for, and what the tensor cores read there.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// GROUPS of four warps beside one another, with N rows of W each, and QUANTIZERS that make int8 of x; lanes have
-// PACKS packs of a row of x at most; CLUSTER blocks share rows of x. WHOLE: there is a stage for each step.
-template <int GROUPS, int QUANTIZERS, int N, int CLUSTER, int PACKS, bool WHOLE> struct Direct {
-  static constexpr int CONSUMERS = 128 * GROUPS, WARPS = 4 * QUANTIZERS;  // threads that multiply, warps that do not
+// GROUPS of four warps beside one another, with N rows of W each, and WARPS that make int8 of x; lanes have PACKS
+// packs of a row of x at most; CLUSTER blocks share rows of x. WHOLE: there is a stage for each step.
+template <int GROUPS, int WARPS, int N, int CLUSTER, int PACKS, bool WHOLE> struct Direct {
+  static constexpr int CONSUMERS = 128 * GROUPS;  // threads that multiply
   static constexpr int ALL = CONSUMERS + WARP * WARPS, THREADS = ALL + WARP;
   static constexpr int ROWS = 64, COLUMNS = N * GROUPS;
   static constexpr int PIECE = N / 2, STAGE = COLUMNS * BLOCK_K;
@@ -359,9 +359,9 @@ template <class Of> __device__ __forceinline__ void direct(const Params& p) {
     direct<Direct<__VA_ARGS__>>(p);                                               \
   }
 
-DIRECT(64x64_4, 1, 2, 64, 4, 3, true)
-DIRECT(64x128_4, 2, 2, 64, 4, 3, false)
-DIRECT(64x48_4, 1, 2, 48, 4, 6, true)
-DIRECT(64x192_3, 2, 3, 96, 3, 6, false)
+DIRECT(64x64_4, 1, 8, 64, 4, 3, true)
+DIRECT(64x128_4, 2, 8, 64, 4, 3, false)
+DIRECT(64x48_4, 1, 8, 48, 4, 6, true)
+DIRECT(64x192_3, 2, 11, 96, 3, 6, false)
 
 #endif

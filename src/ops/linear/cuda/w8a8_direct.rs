@@ -34,9 +34,9 @@ const FIXED: usize = 4096;
 struct Form {
     /// Rows of W of a block.
     columns: usize,
-    /// Groups of four warps beside one another in `columns`, and those that quantize.
+    /// Groups of four warps beside one another in `columns`, and warps that quantize.
     groups: usize,
-    quantizers: usize,
+    warps: usize,
     /// Blocks that share rows of x.
     cluster: usize,
     /// Values of k at most.
@@ -50,7 +50,7 @@ const FORMS: [Form; 4] = [
     Form {
         columns: 64,
         groups: 1,
-        quantizers: 2,
+        warps: 8,
         cluster: 4,
         most_k: 768,
         whole: true,
@@ -58,7 +58,7 @@ const FORMS: [Form; 4] = [
     Form {
         columns: 128,
         groups: 2,
-        quantizers: 2,
+        warps: 8,
         cluster: 4,
         most_k: 768,
         whole: false,
@@ -66,7 +66,7 @@ const FORMS: [Form; 4] = [
     Form {
         columns: 48,
         groups: 1,
-        quantizers: 2,
+        warps: 8,
         cluster: 4,
         most_k: 1536,
         whole: true,
@@ -74,7 +74,7 @@ const FORMS: [Form; 4] = [
     Form {
         columns: 192,
         groups: 2,
-        quantizers: 3,
+        warps: 11,
         cluster: 3,
         most_k: 1536,
         whole: false,
@@ -197,7 +197,7 @@ impl Direct {
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = at.m * at.k * at.x_dtype.size_in_bytes() + product.rows() * at.k + outputs;
         let blocks = above * beside / form.groups;
-        let threads = 128 * (form.groups + form.quantizers) + 32;
+        let threads = 128 * form.groups + 32 * (form.warps + 1);
         let grid = Grid {
             cluster: form.cluster as u32,
             ..Grid::new(
