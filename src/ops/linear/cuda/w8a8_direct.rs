@@ -110,8 +110,8 @@ impl Form {
         k.next_multiple_of(STAGE_K) * ROWS
     }
 
-    /// Stages of W that fit beside x: where four do, in half of a multiprocessor, on which the next launch's block
-    /// then begins meanwhile.
+    /// Stages of W that fit beside x; of a ring no more than find room in half of a multiprocessor, if those are
+    /// four, which is a little faster (4.12 us instead of 4.20 for 512 rows of 1536x576 on an H100).
     fn stages(&self, gpu: &Gpu, k: usize) -> usize {
         let fitting = |shared: usize| {
             let room = shared.saturating_sub(FIXED + ALIGNMENT + Self::x(k));
