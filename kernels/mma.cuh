@@ -21,11 +21,16 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t addre
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// The way back, on Hopper: lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
-               : "memory");
+// The way back, on Hopper: lane l gives the address of row l % 8 of matrix l / 8, or of its column if ACROSS.
+template <bool ACROSS> __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+  if constexpr (ACROSS)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 #endif
 

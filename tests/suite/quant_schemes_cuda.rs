@@ -238,6 +238,9 @@ fn many_outputs() -> Result<()> {
             (900, 4224),
             (500, 512),
             (500, 1024),
+            (168, 1280),
+            (288, 1536),
+            (288, 1664),
             (330, 1536),
             (560, 1536),
             (1_200, 1536),
@@ -258,6 +261,27 @@ fn many_outputs() -> Result<()> {
                     case.check(&device)?;
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// Where INT4 in groups of 128 goes through long rows of x, by blocks of which each has several parts of W.
+#[test]
+fn many_outputs_of_long_rows() -> Result<()> {
+    for device in gpus() {
+        for (m, activation) in [(16, Activation::None), (11, Activation::SwiGlu)] {
+            let case = Case {
+                scheme: int4(128, false),
+                m,
+                k: 4224,
+                n: 8_600,
+                dtype: DType::BF16,
+                norm: 0,
+                activation,
+                bare: false,
+            };
+            case.check(&device)?;
         }
     }
     Ok(())

@@ -159,13 +159,16 @@ fn small_products_of_short_rows_are_one_launch() -> Result<()> {
 
 #[test]
 fn small_products_of_long_rows_are_one_launch() -> Result<()> {
-    in_one_launch((70, 1536, &[576]), "64x48x4")?;
-    in_one_launch((500, 1536, &[576]), "64x48x4")
+    in_one_launch((70, 1536, &[576]), "48x64x3")?;
+    in_one_launch((500, 1536, &[576]), "48x64x3")?;
+    in_one_launch((100, 704, &[960]), "48x64x3")
 }
 
 #[test]
 fn small_products_of_many_rows_are_one_launch() -> Result<()> {
-    in_one_launch((2000, 1536, &[576]), "64x192x3")
+    in_one_launch((2000, 1536, &[576]), "64x192x3")?;
+    in_one_launch((1400, 576, &[1536]), "128x192x2")?;
+    in_one_launch((1200, 640, &[1920]), "128x192x2")
 }
 
 /// How it was computed, if it is for these kernels.

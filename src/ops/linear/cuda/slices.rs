@@ -175,7 +175,7 @@ fn short(gpu: &Gpu, units: usize, steps: usize) -> Option<Form> {
     })
 }
 
-/// Blocks of a cluster, none of which has fewer than three steps if there are others, and of which share of a
+/// Blocks of a cluster, which have three steps or more on the average if there are several, and of which share of a
 /// multiprocessor's shared memory they take more, as measured on an H100 with 8 to 128 units and 4 to 16 steps.
 fn short_slices(sms: usize, units: usize, steps: usize) -> Option<(usize, usize)> {
     let most = (steps / 3).max(1);

@@ -14,17 +14,15 @@ static DIRECT: Module = Module::new(
     &[
         "w8a8_direct_64x64_4",
         "w8a8_direct_64x128_4",
-        "w8a8_direct_64x48_4",
+        "w8a8_direct_128x192_2",
+        "w8a8_direct_48x64_3",
         "w8a8_direct_64x192_3",
     ],
 )
 .beside_the_next();
 
-/// Stages of W in shared memory at most, as in `kernels/w8a8_direct_sm90.cu`.
+/// Stages of W in shared memory at most, as in `kernels/w8a8_direct.cuh`.
 const MOST_STAGES: usize = 12;
-
-/// Rows of x of a block.
-const ROWS: usize = 64;
 
 /// Bytes of shared memory that a block has beside codes, and more.
 const FIXED: usize = 4096;
@@ -32,59 +30,85 @@ const FIXED: usize = 4096;
 /// How blocks cut the product.
 #[derive(Clone, Copy, Debug)]
 struct Form {
-    /// Rows of W of a block.
+    /// Rows of x, and of W, of a block.
+    rows: usize,
     columns: usize,
-    /// Groups of four warps beside one another in `columns`, and warps that quantize.
-    groups: usize,
-    warps: usize,
+    /// Teams of four warps beside one another in `columns`.
+    beside: usize,
+    /// All threads of a block.
+    threads: usize,
     /// Blocks that share rows of x.
     cluster: usize,
     /// Values of k at most.
     most_k: usize,
     /// Whether all of W is in shared memory.
     whole: bool,
+    /// Blocks, as shares of the multiprocessors: with fewer two launches are as fast, and with more some of
+    /// their clusters would not find multiprocessors free together.
+    least: f64,
+    most: f64,
 }
 
 /// Of the ones that take a product the first is the fastest, as measured on an H100.
-const FORMS: [Form; 4] = [
+const FORMS: [Form; 5] = [
     Form {
+        rows: 64,
         columns: 64,
-        groups: 1,
-        warps: 8,
+        beside: 1,
+        threads: 416,
         cluster: 4,
         most_k: 768,
         whole: true,
+        least: 0.,
+        most: 0.75,
     },
     Form {
+        rows: 64,
         columns: 128,
-        groups: 2,
-        warps: 8,
+        beside: 2,
+        threads: 544,
         cluster: 4,
         most_k: 768,
         whole: false,
+        least: 0.,
+        most: 0.75,
     },
     Form {
-        columns: 48,
-        groups: 1,
-        warps: 8,
-        cluster: 4,
+        rows: 128,
+        columns: 192,
+        beside: 1,
+        threads: 512,
+        cluster: 2,
+        most_k: 640,
+        whole: true,
+        least: 0.6,
+        most: 1.,
+    },
+    Form {
+        rows: 48,
+        columns: 64,
+        beside: 1,
+        threads: 416,
+        cluster: 3,
         most_k: 1536,
         whole: true,
+        least: 0.,
+        most: 0.75,
     },
     Form {
+        rows: 64,
         columns: 192,
-        groups: 2,
-        warps: 11,
+        beside: 2,
+        threads: 640,
         cluster: 3,
         most_k: 1536,
         whole: false,
+        least: 0.,
+        most: 0.75,
     },
 ];
 
-/// Of the multiprocessors those that clusters of four surely find free together.
-const MOST_FILLED: f64 = 0.75;
-
-/// `Params` of `kernels/w8a8_direct_sm90.cu`.
+/// `DirectParams` of `kernels/w8a8_direct.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct DirectParams {
@@ -100,21 +124,21 @@ struct DirectParams {
 pub(super) struct Direct(usize);
 
 impl Form {
-    /// Rows of W of each group.
-    fn columns_of_group(&self) -> usize {
-        self.columns / self.groups
+    /// Rows of W of each team.
+    fn columns_of_team(&self) -> usize {
+        self.columns / self.beside
     }
 
     /// Bytes of the codes of x.
-    fn x(k: usize) -> usize {
-        k.next_multiple_of(STAGE_K) * ROWS
+    fn x(&self, k: usize) -> usize {
+        k.next_multiple_of(STAGE_K) * self.rows
     }
 
     /// Stages of W that fit beside x; of a ring no more than find room in half of a multiprocessor, if those are
     /// four, which is a little faster (4.12 us instead of 4.20 for 512 rows of 1536x576 on an H100).
     fn stages(&self, gpu: &Gpu, k: usize) -> usize {
         let fitting = |shared: usize| {
-            let room = shared.saturating_sub(FIXED + ALIGNMENT + Self::x(k));
+            let room = shared.saturating_sub(FIXED + ALIGNMENT + self.x(k));
             room / (self.columns * STAGE_K)
         };
         let all = k.div_ceil(STAGE_K).min(MOST_STAGES);
@@ -127,23 +151,24 @@ impl Form {
     /// Dynamic shared memory: sums take the place of W in the end.
     fn shared(&self, gpu: &Gpu, k: usize) -> usize {
         let weights = self.stages(gpu, k) * self.columns * STAGE_K;
-        let sums = self.groups * ROWS * (4 * self.columns_of_group() + 32);
-        Self::x(k) + weights.max(sums) + ALIGNMENT
+        let sums = self.rows * (4 * self.columns + 32 * self.beside);
+        self.x(k) + weights.max(sums) + ALIGNMENT
     }
 
     /// Blocks above and beside one another, if clusters have no more than there are.
     fn blocks(&self, product: &W8A8) -> Option<[usize; 2]> {
-        let all = product.beside(self.columns_of_group());
-        let beside = all / self.groups;
-        let whole = all.is_multiple_of(self.groups) && beside.is_multiple_of(self.cluster);
-        whole.then_some([product.at.m.div_ceil(ROWS), beside])
+        let all = product.beside(self.columns_of_team());
+        let beside = all / self.beside;
+        let whole = all.is_multiple_of(self.beside) && beside.is_multiple_of(self.cluster);
+        whole.then_some([product.at.m.div_ceil(self.rows), beside])
     }
 
     /// Whether it takes the product, and each block finds a multiprocessor for itself.
     fn takes(&self, gpu: &Gpu, product: &W8A8) -> bool {
         let k = product.at.k;
         let filled = |[above, beside]: [usize; 2]| {
-            (above * beside) as f64 <= MOST_FILLED * f64::from(gpu.sms)
+            let share = (above * beside) as f64 / f64::from(gpu.sms);
+            self.least <= share && share <= self.most
         };
         let least = if self.whole { k.div_ceil(STAGE_K) } else { 2 };
         k <= self.most_k
@@ -170,9 +195,12 @@ impl Direct {
     /// How it runs, for the trace.
     pub fn path(self) -> String {
         let Form {
-            columns, cluster, ..
+            rows,
+            columns,
+            cluster,
+            ..
         } = FORMS[self.0];
-        format!("direct {ROWS}x{columns}x{cluster}")
+        format!("direct {rows}x{columns}x{cluster}")
     }
 
     /// Launches the product.
@@ -184,8 +212,8 @@ impl Direct {
     /// As [`super::product`]; the form takes the product.
     pub unsafe fn run(self, launcher: &Launcher, product: &W8A8) -> Result<()> {
         let (form, at) = (FORMS[self.0], &product.at);
-        let columns = form.columns_of_group();
-        let above = at.m.div_ceil(ROWS);
+        let columns = form.columns_of_team();
+        let above = at.m.div_ceil(form.rows);
         let beside = product.beside(columns);
         let params = DirectParams {
             weights: product.tensor_maps(columns / 2)?,
@@ -196,13 +224,12 @@ impl Direct {
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = at.m * at.k * at.x_dtype.size_in_bytes() + product.rows() * at.k + outputs;
-        let blocks = above * beside / form.groups;
-        let threads = 128 * form.groups + 32 * (form.warps + 1);
+        let blocks = above * beside / form.beside;
         let grid = Grid {
             cluster: form.cluster as u32,
             ..Grid::new(
                 [blocks as u32, 1, 1],
-                threads as u32,
+                form.threads as u32,
                 form.shared(launcher.gpu, at.k) as u32,
             )
         };
