@@ -69,6 +69,7 @@ template <class F> struct Operands {
     alignas(16) Scales columns[F::BESIDE];
     float x_scales[F::ROWS];
   };
+  static_assert(sizeof(Fixed) <= 4096);  // FIXED of w8a8_direct.rs
 
   const DirectParams& p;
   const Product& product;

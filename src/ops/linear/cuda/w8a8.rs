@@ -5,6 +5,7 @@ use super::gemv::{EpilogueParams, NormAt, PrologueParams, activation_index};
 use super::parts::ProductAt;
 use super::tensor_map::{STAGE_K, tensor_map};
 use super::w8a8_direct::Direct;
+use crate::cuda::profile;
 use crate::cuda::{Address, CodesAt, Gpu, Grid, Launcher, Module, Rows, Scratch, fatbin};
 use crate::ops::linear::{Activation, Weight};
 use crate::ops::view::dtype_index;
@@ -401,9 +402,9 @@ pub(super) unsafe fn w8a8(
     let outputs = m * product.at.stride * product.at.out_dtype.size_in_bytes();
     let bytes = (m + product.rows()) * pitch + outputs;
     // The product may begin while x is still on its way to int8, for which all of its blocks wait, as do
-    // those that make it int8 for whatever comes before.
+    // those that make it int8 for whatever comes before; launches that are timed one by one are apart.
     let launcher = &Launcher {
-        dependent: true,
+        dependent: launcher.dependent || !profile::is_capturing(),
         ..*launcher
     };
     let next = launcher.moving(bytes as u64);

@@ -3,6 +3,7 @@
 
 use super::tensor_map::STAGE_K;
 use super::w8a8::{ALIGNMENT, MOST_WEIGHTS, ProductParams, W8A8};
+use crate::cuda::profile;
 use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{DType, Result};
@@ -171,7 +172,7 @@ impl Form {
             self.least <= share && share <= self.most
         };
         let least = if self.whole { k.div_ceil(STAGE_K) } else { 2 };
-        k <= self.most_k
+        (1..=self.most_k).contains(&k)
             && self.blocks(product).is_some_and(filled)
             && self.stages(gpu, k) >= least
             && self.shared(gpu, k) + FIXED <= gpu.shared as usize
@@ -233,9 +234,9 @@ impl Direct {
                 form.shared(launcher.gpu, at.k) as u32,
             )
         };
-        // It waits for whatever is in front.
+        // It waits for whatever is in front; launches that are timed one by one are apart.
         let launcher = Launcher {
-            dependent: true,
+            dependent: launcher.dependent || !profile::is_capturing(),
             ..*launcher
         };
         // SAFETY: the caller's; the layouts are those of the kernel.
