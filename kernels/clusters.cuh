@@ -46,11 +46,14 @@ __device__ __forceinline__ void send(uint32_t to, const Pack<uint32_t, 2>& v, ui
 __device__ __forceinline__ void send(uint32_t to, float2 v, uint32_t barrier) {
   send(to, Pack<uint32_t, 2>{{__float_as_uint(v.x), __float_as_uint(v.y)}}, barrier);
 }
-__device__ __forceinline__ void send(uint32_t to, float4 v, uint32_t barrier) {
+__device__ __forceinline__ void send(uint32_t to, const Pack<uint32_t, 4>& v, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-               "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
-               "r"(barrier)
+               "r"(v.v[0]), "r"(v.v[1]), "r"(v.v[2]), "r"(v.v[3]), "r"(barrier)
                : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, float4 v, uint32_t barrier) {
+  const uint32_t x = __float_as_uint(v.x), y = __float_as_uint(v.y), z = __float_as_uint(v.z);
+  send(to, Pack<uint32_t, 4>{{x, y, z, __float_as_uint(v.w)}}, barrier);
 }
 __device__ __forceinline__ void send(uint32_t to, float v, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),

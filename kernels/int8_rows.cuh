@@ -1,12 +1,28 @@
 // How a row becomes int8: codes = round(v / scale), scale = max |v| / 127.
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 
 namespace fused {
 
 // What is smaller counts as zero: MOST over it would be infinite.
 constexpr float MOST = 127.f, LEAST = 1e-36f;
+
+// Of two pairs, element by element, the larger of the first's magnitude and the second, undefined if one is.
+template <typename T> __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t most;
+  if constexpr (std::is_same<T, __half>::value)
+    asm("{.reg .b32 m; abs.f16x2 m, %1; max.NaN.f16x2 %0, m, %2;}" : "=r"(most) : "r"(a), "r"(b));
+  else
+    asm("{.reg .b32 m; abs.bf16x2 m, %1; max.NaN.bf16x2 %0, m, %2;}" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+#else
+  return __vmaxu2(a & 0x7fff7fff, b);
+#endif
+}
 
 // The largest of magnitudes as bits, whose order is theirs with the undefined above all. Of elements of
 // 16 bits two at a time.
@@ -18,7 +34,7 @@ template <typename T, int N> struct Most {
     if constexpr (PAIRS) {
       const uint32_t* words = reinterpret_cast<const uint32_t*>(v.v);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) bits = __vmaxu2(bits, words[i] & 0x7fff7fff);
+      for (int i = 0; i < N / 2; ++i) bits = larger<T>(words[i], bits);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) bits = max(bits, __float_as_uint(fabsf(to_float(v.v[i]))));
@@ -51,13 +67,13 @@ struct Scale {
   }
 };
 
-// v rounded to multiples of the scale whose inverse this is: the low bits of a sum whose last place is 1. No
-// further than MOST, past which only rounding gets.
+// v rounded, once, to multiples of the scale whose inverse this is: the low bits of a sum whose last place is 1.
+// No further than MOST, past which only rounding gets.
 template <typename T, int N> __device__ __forceinline__ Codes<N> codes_of(const Pack<T, N>& v, float inverse) {
   Codes<N> codes;
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    codes.v[i] = __float_as_uint(__fadd_rn(__fmul_rn(to_float(v.v[i]), inverse), 12582912.f));
+    codes.v[i] = __float_as_uint(__fmaf_rn(to_float(v.v[i]), inverse, 12582912.f));
   return codes;
 }
 

@@ -78,6 +78,11 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint32_t first, uint32
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, const Pack<uint32_t, 4>& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.v[0]), "r"(v.v[1]), "r"(v.v[2]), "r"(v.v[3])
+               : "memory");
+}
+
 // 16 bytes to shared memory; before sm_80 the copy is done at once.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 #if __CUDA_ARCH__ >= 800

@@ -18,8 +18,9 @@
 namespace fused {
 
 constexpr int BLOCK_K = 128, MOST_STAGES = 12;
-constexpr int PACK = 8;            // values of x that a lane reads at once
-constexpr int PART = WARP * PACK;  // values of a row of x that are counted together: two steps
+// Values of x of which a lane makes codes at once: stores to other blocks take as long for 8 bytes as for 16.
+constexpr int PACK = 16;
+constexpr int PART = 2 * BLOCK_K;  // values of a row of x that are counted together
 
 struct DirectParams {
   TensorMap weights[3];  // tiles of half a team's rows
@@ -40,24 +41,31 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
 // A block: TEAMS of four warps multiply, BESIDE of them with N rows of W each beside one another; they meet ROWS rows
 // of x. MAKERS are warps that make int8 of x, LANES for a row, with PACKS packs of it each at most. CLUSTER blocks
 // share rows of x. WHOLE: there is a stage for each step. W is asked for by a warp of its own, behind x, or, where
-// it is so much that the way would be empty meanwhile, by the last of MAKERS as soon as this has its own rows (ASKS).
+// it is so much that the way would be empty meanwhile, by the last of MAKERS as soon as this has asked for its own
+// rows (ASKS).
+//
+// Teams that have rows of their own begin one after the other (HALVES): int8 of the rows of the second is made while
+// the first multiplies, and the second multiplies while the first writes. Each lane has as many rows of each.
 template <int ROWS_, int TEAMS, int BESIDE_, int N_, int MAKERS_, bool ASKS_, int CLUSTER_, int LANES_, int PACKS_,
           bool WHOLE_>
 struct Form {
   static constexpr int ROWS = ROWS_, BESIDE = BESIDE_, N = N_, MAKERS = MAKERS_, CLUSTER = CLUSTER_;
   static constexpr int LANES = LANES_, PACKS = PACKS_;
   static constexpr bool ASKS = ASKS_, WHOLE = WHOLE_;
+  static constexpr int HALVES = TEAMS / BESIDE;
   static constexpr int CONSUMERS = 128 * TEAMS;  // threads that multiply
   static constexpr int MADE = CONSUMERS + WARP * MAKERS, THREADS = MADE + (ASKS ? 0 : WARP);
   static constexpr int COLUMNS = N * BESIDE, PIECE = N / 2, STAGE = COLUMNS * BLOCK_K;
   static constexpr int AT_ONCE = WARP / LANES;  // rows of x that a warp has beside one another
   static constexpr int SHARE = (ROWS + CLUSTER * MAKERS * AT_ONCE - 1) / (CLUSTER * MAKERS * AT_ONCE);  // of a lane
   static constexpr int OF_BLOCK = SHARE * MAKERS * AT_ONCE;  // rows of x
-  static constexpr int PARTS = (PACKS + AT_ONCE - 1) / AT_ONCE;
+  static constexpr int PARTS = (PACKS * LANES * PACK + PART - 1) / PART;
   static_assert(COLUMNS <= WARP * MAKERS);
   static_assert(WHOLE || !ASKS);  // who makes int8 must not wait for room
-  static constexpr int BETWEEN = LANES == 8 ? 8 : AT_ONCE;  // one row of a lane and the next
-  static_assert(LANES >= 16 || (LANES == 8 && MAKERS % 2 == 0));
+  // One row of a lane and the next.
+  static constexpr int BETWEEN = HALVES > 1 ? ROWS / HALVES : AT_ONCE;
+  static_assert(LANES >= 8);  // which so write 128 bytes of a row together
+  static_assert(HALVES == 1 || (SHARE == HALVES && OF_BLOCK * CLUSTER == ROWS && ROWS == 64 * HALVES));
 };
 
 template <class F> struct Operands {
@@ -65,7 +73,7 @@ template <class F> struct Operands {
   using Scales = Columns<N>;
 
   struct Fixed {
-    alignas(8) uint64_t full[MOST_STAGES], free[MOST_STAGES], quantized[F::PARTS], loaded;
+    alignas(8) uint64_t full[MOST_STAGES], free[MOST_STAGES], quantized[F::HALVES * F::PARTS], loaded;
     alignas(16) Scales columns[F::BESIDE];
     float x_scales[F::ROWS];
   };
@@ -82,7 +90,9 @@ template <class F> struct Operands {
 
   __device__ __forceinline__ uint32_t full(uint32_t stage) const { return shared_address(fixed.full + stage); }
   __device__ __forceinline__ uint32_t free(uint32_t stage) const { return shared_address(fixed.free + stage); }
-  __device__ __forceinline__ uint32_t quantized(uint32_t part) const { return shared_address(fixed.quantized + part); }
+  __device__ __forceinline__ uint32_t quantized(uint32_t half, uint32_t part) const {
+    return shared_address(fixed.quantized + half * F::PARTS + part);
+  }
   __device__ __forceinline__ uint32_t loaded() const { return shared_address(&fixed.loaded); }
   __device__ __forceinline__ uint32_t weights(uint32_t stage) const {
     return room + steps * F::ROWS * BLOCK_K + stage * F::STAGE;
@@ -98,14 +108,15 @@ template <class F> struct Operands {
       barrier_init(full(lane), 1);
       barrier_init(free(lane), F::CONSUMERS / WARP);
     }
-    if (lane < F::PARTS) barrier_init(quantized(lane), 1 + F::MAKERS);
+    if (lane < F::HALVES * F::PARTS) barrier_init(quantized(0, lane), 1 + F::MAKERS);
     if (lane == 0) barrier_init(loaded(), F::MAKERS), prefetch(p.weights[0]);
     barriers_made();
     // Codes that the other blocks send of each part, and scales.
-    if (lane < F::PARTS) {
+    if (lane < F::HALVES * F::PARTS) {
+      const int part = lane % F::PARTS;
       const int others = F::ROWS - max(0, min(F::OF_BLOCK, F::ROWS - int(rank) * F::OF_BLOCK));
-      const int codes = max(0, min(PART, int(product.k) - int(lane) * PART));
-      barrier_expect(quantized(lane), others * (codes + (lane == 0 ? 4 : 0)));
+      const int codes = max(0, min(PART, int(product.k) - part * PART));
+      barrier_expect(quantized(0, lane), others / F::HALVES * (codes + (part == 0 ? 4 : 0)));
     }
     __syncwarp();
   }
@@ -140,13 +151,11 @@ template <class F> struct Operands {
     }
   }
 
-  // The first of this lane's rows among those of the blocks, and where its first pack is. Where eight lanes share a
-  // row, a warp has rows r and r + 4 at once, so that lanes meet no bank twice.
+  // The first of this lane's rows among those of the blocks, and where its first pack is.
   __device__ __forceinline__ uint32_t first_row() const {
     const uint32_t warp = rank * F::MAKERS + (threadIdx.x - F::CONSUMERS) / WARP;
     const uint32_t beside = threadIdx.x % WARP / F::LANES;
-    if constexpr (F::LANES == 8) return warp / 2 * (8 * F::SHARE) + warp % 2 * 2 + beside % 2 * 4 + beside / 2;
-    return warp * (F::SHARE * F::AT_ONCE) + beside;
+    return warp * (F::SHARE / F::HALVES * F::AT_ONCE) + beside;
   }
   __device__ __forceinline__ const char* first_pack(uint32_t m_tile) const {
     const uint64_t m = m_tile * F::ROWS + first_row();
@@ -164,6 +173,15 @@ template <class F> struct Operands {
     }
   }
 
+  // In two accesses, of which the second finds in the L1 cache what the first has brought there with its own half.
+  template <typename T> static __device__ __forceinline__ Pack<T, PACK> read(const T* x) {
+    const Pack<T, PACK / 2> halves[2] = {load<T, PACK / 2>(x), load<T, PACK / 2>(x + PACK / 2)};
+    Pack<T, PACK> pack;
+#pragma unroll
+    for (int i = 0; i < PACK; ++i) pack.v[i] = halves[i / (PACK / 2)].v[i % (PACK / 2)];
+    return pack;
+  }
+
   // This lane's packs of x, the first row of which is row m, in int8 to all blocks of the cluster, a part after the
   // other. What the epilogue needs of the thread's column, if it has one, is put down while x comes.
   template <typename T>
@@ -179,56 +197,60 @@ template <class F> struct Operands {
       for (int i = 0; i < F::PACKS; ++i) {
         const bool there = lane + i * F::LANES < packs && first + row < F::ROWS && m + row < product.m;
         x[r][i] = {};
-        if (there) x[r][i] = load_stream<T, PACK>(from + i * F::LANES * PACK);
+        if (there) x[r][i] = read(from + i * F::LANES * PACK);
       }
     }
+    if (F::ASKS && threadIdx.x == F::THREADS - WARP) produce();
     if (column) put(*column);
-    uint32_t largest = 0;
-#pragma unroll
-    for (int r = 0; r < F::SHARE; ++r) {
-      Most<T, PACK> most;
-#pragma unroll
-      for (int i = 0; i < F::PACKS; ++i) most.take(x[r][i]);
-      const uint32_t over_row = over_lanes(most.widened());
-      if (lane == r) largest = over_row;
-    }
-    if (leads) barrier_arrive(loaded());
-    if constexpr (F::ASKS) {
-      if (threadIdx.x == F::THREADS - WARP) produce();
-      __syncwarp();
-    }
-    // Lane r of those that share rows has the r-th.
-    const Scale mine(__uint_as_float(largest));
     uint32_t away[CLUSTER];
 #pragma unroll
     for (int b = 1; b < CLUSTER; ++b) away[b] = in_block(room, (rank + b) % CLUSTER) - room;
-    if (const uint32_t row = first + lane * F::BETWEEN; lane < F::SHARE && row < F::ROWS) {
-      fixed.x_scales[row] = mine.scale;
-      const uint32_t at = shared_address(fixed.x_scales + row);
+    constexpr int OF_HALF = F::SHARE / F::HALVES;
 #pragma unroll
-      for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, mine.scale, away[b] + quantized(0));
-    }
-    float inverse[F::SHARE];
+    for (int half = 0; half < F::HALVES; ++half) {
+      const uint32_t from = first + half * OF_HALF * F::BETWEEN;
+      uint32_t largest = 0;
 #pragma unroll
-    for (int r = 0; r < F::SHARE; ++r) inverse[r] = __shfl_sync(FULL, mine.inverse, r, F::LANES);
+      for (int r = 0; r < OF_HALF; ++r) {
+        Most<T, PACK> most;
 #pragma unroll
-    for (int i = 0; i < F::PACKS; ++i) {
-      const uint32_t part = i / F::AT_ONCE;
-#pragma unroll
-      for (int r = 0; r < F::SHARE; ++r) {
-        const uint32_t row = first + r * F::BETWEEN, pack = lane + i * F::LANES;
-        if (row >= F::ROWS || pack >= packs) break;
-        // As a bulk copy swizzles rows of 128 bytes.
-        const uint32_t chunk = room + (pack / 16 * F::ROWS + row) * BLOCK_K;
-        const uint32_t at = chunk + (pack % 16 / 2 ^ row % 8) * 16 + pack % 2 * 8;
-        const auto words = code_words(codes_of(x[r][i], inverse[r]));
-        store_shared(at, words.v[0], words.v[1]);
-#pragma unroll
-        for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, words, away[b] + quantized(part));
+        for (int i = 0; i < F::PACKS; ++i) most.take(x[half * OF_HALF + r][i]);
+        const uint32_t over_row = over_lanes(most.widened());
+        if (lane == r) largest = over_row;
       }
-      if (i % F::AT_ONCE == F::AT_ONCE - 1 || i == F::PACKS - 1) {
-        __syncwarp();
-        if (leads) barrier_arrive(quantized(part));
+      if (leads && half == F::HALVES - 1) barrier_arrive(loaded());
+      // Lane r of those that share rows has the r-th.
+      const Scale mine(__uint_as_float(largest));
+      if (const uint32_t row = from + lane * F::BETWEEN; lane < OF_HALF && row < F::ROWS) {
+        fixed.x_scales[row] = mine.scale;
+        const uint32_t at = shared_address(fixed.x_scales + row);
+#pragma unroll
+        for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, mine.scale, away[b] + quantized(half, 0));
+      }
+      float inverse[OF_HALF];
+#pragma unroll
+      for (int r = 0; r < OF_HALF; ++r) inverse[r] = __shfl_sync(FULL, mine.inverse, r, F::LANES);
+#pragma unroll
+      for (int i = 0; i < F::PACKS; ++i) {
+#pragma unroll
+        for (int r = 0; r < OF_HALF; ++r) {
+          const uint32_t row = from + r * F::BETWEEN, pack = lane + i * F::LANES;
+          if (row >= F::ROWS || pack >= packs) break;
+          // As a bulk copy swizzles rows of 128 bytes.
+          const uint32_t chunk = room + (pack / 8 * F::ROWS + row) * BLOCK_K;
+          const uint32_t at = chunk + (pack % 8 ^ row % 8) * 16, part = pack * PACK / PART;
+          const auto words = code_words(codes_of(x[half * OF_HALF + r][i], inverse[r]));
+          store_shared(at, words);
+#pragma unroll
+          for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, words, away[b] + quantized(half, part));
+        }
+        // The parts that are through.
+        constexpr int AT_ONCE = F::LANES * PACK;
+        const int before = i * AT_ONCE / PART, after = i == F::PACKS - 1 ? F::PARTS : (i + 1) * AT_ONCE / PART;
+        if (after > before) __syncwarp();
+#pragma unroll
+        for (int part = before; part < after; ++part)
+          if (leads) barrier_arrive(quantized(half, part));
       }
     }
   }
@@ -262,9 +284,9 @@ template <class F> struct Operands {
   // A team's product: of 64 rows of x at `x_at` and the N rows of W that are `w_at` bytes into each stage, or, if W is
   // the first factor, of N rows of W, which are 64, and all rows of x.
   template <bool W_FIRST, int SUMS>
-  __device__ __forceinline__ void multiply(uint32_t x_at, uint32_t w_at, int (&sums)[SUMS]) const {
+  __device__ __forceinline__ void multiply(uint32_t rows_half, uint32_t x_at, uint32_t w_at, int (&sums)[SUMS]) const {
     const uint32_t lane = threadIdx.x % WARP, halves = (product.k + BLOCK_K / 2 - 1) / (BLOCK_K / 2);
-    const uint32_t quantized_at = kept(quantized(0)), full_at = kept(full(0)), free_at = kept(free(0));
+    const uint32_t quantized_at = kept(quantized(rows_half, 0)), full_at = kept(full(0)), free_at = kept(free(0));
     const uint64_t w = descriptor<128>(weights(0) + w_at, 0);
     uint64_t x = descriptor<128>(x_at, 0);
     const auto part_comes = [&](uint32_t part) {

@@ -27,8 +27,16 @@ template <class F> struct RowsFirst : Operands<F> {
   static constexpr int SUMS = 4 * N + 32, OUTPUTS = 2 * N + 16;
 
   __device__ __forceinline__ void multiply(uint32_t team, Sums& sums) const {
-    const uint32_t x_at = room + team / F::BESIDE * (64 * BLOCK_K);
-    Operands<F>::template multiply<false>(x_at, team % F::BESIDE * N * BLOCK_K, sums);
+    const uint32_t half = team / F::BESIDE, x_at = room + half * (64 * BLOCK_K);
+    Operands<F>::template multiply<false>(half, x_at, team % F::BESIDE * N * BLOCK_K, sums);
+  }
+
+  // Of its rows of x, in whose place outputs go while other teams still multiply, a warp has those of another step.
+  static constexpr bool APART = F::HALVES > 1;
+  static_assert(!APART || 16 * OUTPUTS <= 64 * BLOCK_K);
+  __device__ __forceinline__ uint32_t room_of_outputs(uint32_t team) const {
+    if (APART) return room + (threadIdx.x / WARP % 4 * F::ROWS + team / F::BESIDE * 64) * BLOCK_K;
+    return room + threadIdx.x / WARP * (16 * OUTPUTS);
   }
 
   // Outputs of the chunk of columns from FROM on, by way of shared memory, so that a warp writes whole pieces of rows.
@@ -36,7 +44,7 @@ template <class F> struct RowsFirst : Operands<F> {
   __device__ __forceinline__ void write_sums(const Place& here, uint32_t team, const Sums& sums) const {
     constexpr int UNITS = CHUNK / 8;
     const uint32_t lane = threadIdx.x % WARP, first = team / F::BESIDE * 64 + threadIdx.x / WARP % 4 * 16;
-    const uint32_t staged = room + threadIdx.x / WARP * (16 * OUTPUTS) + 2 * FROM;
+    const uint32_t staged = room_of_outputs(team) + 2 * FROM;
     const Columns<N>& columns = fixed.columns[team % F::BESIDE];
     const float x_scales[2] = {fixed.x_scales[first + lane / 4], fixed.x_scales[first + lane / 4 + 8]};
     uint32_t outputs[CHUNK / 16][4];
@@ -104,13 +112,14 @@ template <class F> struct WeightsFirst : Operands<F> {
   using Operands<F>::product, Operands<F>::fixed, Operands<F>::room;
   using Operands<F>::Operands;
   static constexpr int N = F::N;
-  static_assert(N == 64 && F::ROWS % 16 == 0 && F::CONSUMERS == 128 * F::BESIDE);
+  static_assert(N == 64 && F::ROWS % 16 == 0 && F::HALVES == 1);
+  static constexpr bool APART = false;
   using Sums = int[F::ROWS / 2];
   // As above, but that lanes write down columns.
   static constexpr int SUMS = 4 * N + 16, OUTPUTS = 2 * N + 16;
 
   __device__ __forceinline__ void multiply(uint32_t team, Sums& sums) const {
-    Operands<F>::template multiply<true>(room, team * N * BLOCK_K, sums);
+    Operands<F>::template multiply<true>(0, room, team * N * BLOCK_K, sums);
   }
 
   template <typename T>
@@ -179,10 +188,13 @@ template <class F, class Of> __device__ __forceinline__ void consume(const Of& b
   allow_next();
   typename Of::Sums sums;
   blocks.multiply(team, sums);
-  // All are through with x and W, in whose place sums go.
-  barrier(1, F::CONSUMERS);
   const Epilogue& e = blocks.product.epilogue;
   const bool plain = e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1];
+  // Those whose x and W sums take the place of are through with them.
+  if (Of::APART && plain)
+    barrier(2 + team, 128);
+  else
+    barrier(1, F::CONSUMERS);
   if (plain && e.out_dtype == BF16)
     blocks.template write_sums<__nv_bfloat16>(here, team, sums);
   else if (plain && e.out_dtype == F16)
@@ -215,10 +227,11 @@ template <class F, class Of> __device__ __forceinline__ void direct(const Direct
     direct<Form<__VA_ARGS__>, OF<Form<__VA_ARGS__>>>(p);                                                           \
   }
 
-DIRECT(64x64_4, RowsFirst, 64, 1, 1, 64, 8, false, 4, 32, 3, true)
-DIRECT(64x128_4, RowsFirst, 64, 2, 2, 64, 8, false, 4, 32, 3, false)
-DIRECT(128x192_2, RowsFirst, 128, 2, 1, 192, 8, true, 2, 8, 10, true)
-DIRECT(48x64_3, WeightsFirst, 48, 1, 1, 64, 8, false, 3, 32, 6, true)
-DIRECT(64x192_3, RowsFirst, 64, 2, 2, 96, 11, false, 3, 32, 6, false)
+DIRECT(64x64_4, RowsFirst, 64, 1, 1, 64, 8, false, 4, 16, 3, true)
+DIRECT(64x128_4, RowsFirst, 64, 2, 2, 64, 8, false, 4, 16, 3, false)
+DIRECT(128x192_2, RowsFirst, 128, 2, 1, 192, 8, true, 2, 8, 5, true)
+DIRECT(48x64_3, WeightsFirst, 48, 1, 1, 64, 8, false, 3, 32, 3, true)
+DIRECT(64x144_2, RowsFirst, 64, 1, 1, 144, 11, false, 2, 32, 3, false)
+DIRECT(64x192_3, RowsFirst, 64, 2, 2, 96, 11, false, 3, 32, 3, false)
 
 #endif

@@ -81,6 +81,29 @@ namespace fused {
         KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]), KIND(d[61]), KIND(d[62]), KIND(d[63]) \
       : __VA_ARGS__)
 
+#define WGMMA_144(KIND, OPERATION, ARGUMENTS, ...) \
+  asm volatile( \
+      OPERATION " {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, " \
+      "%70, %71" \
+      "}, " ARGUMENTS \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]),  \
+        KIND(d[7]), KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]),  \
+        KIND(d[13]), KIND(d[14]), KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]),  \
+        KIND(d[19]), KIND(d[20]), KIND(d[21]), KIND(d[22]), KIND(d[23]), KIND(d[24]),  \
+        KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]), KIND(d[29]), KIND(d[30]),  \
+        KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]), KIND(d[36]),  \
+        KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),  \
+        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]),  \
+        KIND(d[49]), KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]),  \
+        KIND(d[55]), KIND(d[56]), KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]),  \
+        KIND(d[61]), KIND(d[62]), KIND(d[63]), KIND(d[64]), KIND(d[65]), KIND(d[66]),  \
+        KIND(d[67]), KIND(d[68]), KIND(d[69]), KIND(d[70]), KIND(d[71]) \
+      : __VA_ARGS__)
+
 #define WGMMA_192(KIND, OPERATION, ARGUMENTS, ...) \
   asm volatile( \
       OPERATION " {" \
@@ -166,6 +189,10 @@ __device__ __forceinline__ void wgmma(int (&d)[48], uint64_t a, uint64_t b, int 
 __device__ __forceinline__ void wgmma(int (&d)[64], uint64_t a, uint64_t b, int add) {
   WGMMA_128("+r", "{.reg .pred p; setp.ne.b32 p, %66, 0;\n wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8",
     "%64, %65, p;}", "l"(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma(int (&d)[72], uint64_t a, uint64_t b, int add) {
+  WGMMA_144("+r", "{.reg .pred p; setp.ne.b32 p, %74, 0;\n wgmma.mma_async.sync.aligned.m64n144k32.s32.s8.s8",
+    "%72, %73, p;}", "l"(a), "l"(b), "r"(add));
 }
 __device__ __forceinline__ void wgmma(int (&d)[96], uint64_t a, uint64_t b, int add) {
   WGMMA_192("+r", "{.reg .pred p; setp.ne.b32 p, %98, 0;\n wgmma.mma_async.sync.aligned.m64n192k32.s32.s8.s8",

@@ -17,6 +17,7 @@ static DIRECT: Module = Module::new(
         "w8a8_direct_64x128_4",
         "w8a8_direct_128x192_2",
         "w8a8_direct_48x64_3",
+        "w8a8_direct_64x144_2",
         "w8a8_direct_64x192_3",
     ],
 )
@@ -40,7 +41,8 @@ struct Form {
     threads: usize,
     /// Blocks that share rows of x.
     cluster: usize,
-    /// Values of k at most.
+    /// Values of k: at least, where teams write while others multiply, and at most.
+    least_k: usize,
     most_k: usize,
     /// Whether all of W is in shared memory.
     whole: bool,
@@ -51,13 +53,14 @@ struct Form {
 }
 
 /// Of the ones that take a product the first is the fastest, as measured on an H100.
-const FORMS: [Form; 5] = [
+const FORMS: [Form; 6] = [
     Form {
         rows: 64,
         columns: 64,
         beside: 1,
         threads: 416,
         cluster: 4,
+        least_k: 1,
         most_k: 768,
         whole: true,
         least: 0.,
@@ -69,6 +72,7 @@ const FORMS: [Form; 5] = [
         beside: 2,
         threads: 544,
         cluster: 4,
+        least_k: 1,
         most_k: 768,
         whole: false,
         least: 0.,
@@ -80,6 +84,7 @@ const FORMS: [Form; 5] = [
         beside: 1,
         threads: 512,
         cluster: 2,
+        least_k: 3 * STAGE_K + 1,
         most_k: 640,
         whole: true,
         least: 0.6,
@@ -91,6 +96,7 @@ const FORMS: [Form; 5] = [
         beside: 1,
         threads: 416,
         cluster: 3,
+        least_k: 1,
         most_k: 1536,
         whole: true,
         least: 0.,
@@ -98,10 +104,23 @@ const FORMS: [Form; 5] = [
     },
     Form {
         rows: 64,
+        columns: 144,
+        beside: 1,
+        threads: 512,
+        cluster: 2,
+        least_k: 1,
+        most_k: 1536,
+        whole: false,
+        least: 0.6,
+        most: 1.,
+    },
+    Form {
+        rows: 64,
         columns: 192,
         beside: 2,
         threads: 640,
         cluster: 3,
+        least_k: 1,
         most_k: 1536,
         whole: false,
         least: 0.,
@@ -172,7 +191,7 @@ impl Form {
             self.least <= share && share <= self.most
         };
         let least = if self.whole { k.div_ceil(STAGE_K) } else { 2 };
-        (1..=self.most_k).contains(&k)
+        (self.least_k..=self.most_k).contains(&k)
             && self.blocks(product).is_some_and(filled)
             && self.stages(gpu, k) >= least
             && self.shared(gpu, k) + FIXED <= gpu.shared as usize
