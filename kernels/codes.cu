@@ -17,7 +17,6 @@ struct Packing {
 
 // A thread writes 16 codes of a row.
 extern "C" __global__ void __launch_bounds__(THREADS) codes_pack_int8(const __grid_constant__ Packing p) {
-  allow_next();
   wait_previous();
   const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
   const uint32_t pieces = Int8::pitch(p.k) / 16, piece = i % pieces;
@@ -35,7 +34,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) codes_pack_int8(const __gr
 // A thread writes what a lane has of a row and a step. `put` adds a code of a block to the words.
 template <class Format, class Put> __device__ __forceinline__ void pack(const Packing& p, Put put) {
   constexpr int WORDS = Format::BYTES / 4;
-  allow_next();
   wait_previous();
   const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
   const uint32_t t = i % QUARTERS, steps = steps_of(p.k);
@@ -84,7 +82,6 @@ struct Params {
 
 // A thread has 8 values.
 template <typename T> __device__ __forceinline__ void values(const Params& p) {
-  allow_next();
   wait_previous();
   const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
   const uint32_t pieces = (p.k + 7) / 8, piece = i % pieces;

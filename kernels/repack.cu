@@ -63,7 +63,6 @@ template <int BITS, int SCALING> struct Source {
 template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Params& p) {
   using To = Blocks<BITS, SCALING>;
   using From = Source<BITS, SCALING>;
-  allow_next();
   wait_previous();
   const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
   const uint32_t groups = groups_of(p.blocks_of_row * BLOCK);

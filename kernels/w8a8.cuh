@@ -100,9 +100,11 @@ template <int N> struct Columns {
   }
 
   // Sums of 2 columns, scaled, with their bias.
+  template <bool BIASED = true>
   __device__ __forceinline__ void scale2(uint32_t column, float x_scale, const int (&sums)[2], float (&y)[2]) const {
     const float2 s = *reinterpret_cast<const float2*>(scales + column);
-    const float2 b = *reinterpret_cast<const float2*>(biases + column);
+    float2 b = {0.f, 0.f};
+    if (BIASED) b = *reinterpret_cast<const float2*>(biases + column);
     y[0] = fmaf(float(sums[0]), x_scale * s.x, b.x), y[1] = fmaf(float(sums[1]), x_scale * s.y, b.y);
   }
   // Sums of 8 columns, scaled, with their bias.

@@ -18,6 +18,7 @@
 namespace fused {
 
 constexpr int BLOCK_K = 128, MOST_STAGES = 12;
+constexpr int ASKED = 4;  // a barrier; behind those of w8a8_direct_sm90.cu
 // Values of x of which a lane makes codes at once: stores to other blocks take as long for 8 bytes as for 16.
 constexpr int PACK = 16;
 constexpr int PART = 2 * BLOCK_K;  // values of a row of x that are counted together
@@ -44,28 +45,28 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
 // it is so much that the way would be empty meanwhile, by the last of MAKERS as soon as this has asked for its own
 // rows (ASKS).
 //
-// Teams that have rows of their own begin one after the other (HALVES): int8 of the rows of the second is made while
-// the first multiplies, and the second multiplies while the first writes. Each lane has as many rows of each.
+// Where two teams have rows of their own (HALVES), they make int8 of those of the first themselves before they
+// multiply, and MAKERS that of the second's.
 template <int ROWS_, int TEAMS, int BESIDE_, int N_, int MAKERS_, bool ASKS_, int CLUSTER_, int LANES_, int PACKS_,
-          bool WHOLE_>
+          bool WHOLE_, int EARLY_ = 0>
 struct Form {
   static constexpr int ROWS = ROWS_, BESIDE = BESIDE_, N = N_, MAKERS = MAKERS_, CLUSTER = CLUSTER_;
   static constexpr int LANES = LANES_, PACKS = PACKS_;
   static constexpr bool ASKS = ASKS_, WHOLE = WHOLE_;
+  static constexpr uint32_t EARLY = EARLY_;
   static constexpr int HALVES = TEAMS / BESIDE;
   static constexpr int CONSUMERS = 128 * TEAMS;  // threads that multiply
   static constexpr int MADE = CONSUMERS + WARP * MAKERS, THREADS = MADE + (ASKS ? 0 : WARP);
   static constexpr int COLUMNS = N * BESIDE, PIECE = N / 2, STAGE = COLUMNS * BLOCK_K;
   static constexpr int AT_ONCE = WARP / LANES;  // rows of x that a warp has beside one another
-  static constexpr int SHARE = (ROWS + CLUSTER * MAKERS * AT_ONCE - 1) / (CLUSTER * MAKERS * AT_ONCE);  // of a lane
-  static constexpr int OF_BLOCK = SHARE * MAKERS * AT_ONCE;  // rows of x
+  static constexpr int HALF = ROWS / HALVES;
+  static constexpr int SHARE = (HALF + CLUSTER * MAKERS * AT_ONCE - 1) / (CLUSTER * MAKERS * AT_ONCE);  // of a lane
+  static constexpr int OF_BLOCK = SHARE * MAKERS * AT_ONCE;  // rows of each half
   static constexpr int PARTS = (PACKS * LANES * PACK + PART - 1) / PART;
   static_assert(COLUMNS <= WARP * MAKERS);
   static_assert(WHOLE || !ASKS);  // who makes int8 must not wait for room
-  // One row of a lane and the next.
-  static constexpr int BETWEEN = HALVES > 1 ? ROWS / HALVES : AT_ONCE;
   static_assert(LANES >= 8);  // which so write 128 bytes of a row together
-  static_assert(HALVES == 1 || (SHARE == HALVES && OF_BLOCK * CLUSTER == ROWS && ROWS == 64 * HALVES));
+  static_assert(HALVES == 1 || (CONSUMERS == WARP * MAKERS && OF_BLOCK * CLUSTER == HALF && HALF == 64));
 };
 
 template <class F> struct Operands {
@@ -114,9 +115,9 @@ template <class F> struct Operands {
     // Codes that the other blocks send of each part, and scales.
     if (lane < F::HALVES * F::PARTS) {
       const int part = lane % F::PARTS;
-      const int others = F::ROWS - max(0, min(F::OF_BLOCK, F::ROWS - int(rank) * F::OF_BLOCK));
+      const int others = F::HALF - max(0, min(F::OF_BLOCK, F::HALF - int(rank) * F::OF_BLOCK));
       const int codes = max(0, min(PART, int(product.k) - part * PART));
-      barrier_expect(quantized(0, lane), others / F::HALVES * (codes + (part == 0 ? 4 : 0)));
+      barrier_expect(quantized(0, lane), others * (codes + (part == 0 ? 4 : 0)));
     }
     __syncwarp();
   }
@@ -137,29 +138,28 @@ template <class F> struct Operands {
     Place places[F::BESIDE];
 #pragma unroll
     for (int i = 0; i < F::BESIDE; ++i) places[i] = place(i);
+    uint32_t step = 0, stage = 0, phase = 0;
+    const auto up_to = [&](uint32_t end) {
+#pragma unroll 1
+      for (; step < end; ++step) {
+        if (!F::WHOLE && step >= p.stages) barrier_wait(free(stage), phase ^ 1);
+        fetch(places, stage, step * BLOCK_K);
+        if (++stage == p.stages) stage = 0, phase ^= 1;
+      }
+    };
+    if (F::EARLY > 0) up_to(min(F::EARLY, steps));
     if (!F::ASKS) {
       // x would have to share the way with it.
       wait_previous();
       barrier_wait(loaded(), 0);
     }
-    uint32_t stage = 0, phase = 0;
-#pragma unroll 1
-    for (uint32_t step = 0; step < steps; ++step) {
-      if (!F::WHOLE && step >= p.stages) barrier_wait(free(stage), phase ^ 1);
-      fetch(places, stage, step * BLOCK_K);
-      if (++stage == p.stages) stage = 0, phase ^= 1;
-    }
+    up_to(steps);
   }
 
-  // The first of this lane's rows among those of the blocks, and where its first pack is.
-  __device__ __forceinline__ uint32_t first_row() const {
-    const uint32_t warp = rank * F::MAKERS + (threadIdx.x - F::CONSUMERS) / WARP;
-    const uint32_t beside = threadIdx.x % WARP / F::LANES;
-    return warp * (F::SHARE / F::HALVES * F::AT_ONCE) + beside;
-  }
-  __device__ __forceinline__ const char* first_pack(uint32_t m_tile) const {
-    const uint64_t m = m_tile * F::ROWS + first_row();
-    return static_cast<const char*>(p.x) + 2 * (m * product.k + threadIdx.x % F::LANES * PACK);
+  // The first of this lane's rows among those of the blocks.
+  template <int HALF> __device__ __forceinline__ uint32_t first_row() const {
+    const uint32_t maker = rank * F::MAKERS + (threadIdx.x - (F::HALVES > HALF + 1 ? 0 : F::CONSUMERS)) / WARP;
+    return HALF * F::HALF + maker * (F::SHARE * F::AT_ONCE) + threadIdx.x % WARP / F::LANES;
   }
 
   // The largest magnitude over the lanes that share a row.
@@ -184,14 +184,16 @@ template <class F> struct Operands {
 
   // This lane's packs of x, the first row of which is row m, in int8 to all blocks of the cluster, a part after the
   // other. What the epilogue needs of the thread's column, if it has one, is put down while x comes.
-  template <typename T>
+  template <typename T, int HALF>
   __device__ __forceinline__ void quantize(const char* x_at, uint32_t m, const typename Scales::One* column) const {
-    const uint32_t lane = threadIdx.x % F::LANES, packs = product.k / PACK, first = first_row();
+    const uint32_t lane = threadIdx.x % F::LANES, packs = product.k / PACK, first = first_row<HALF>();
     const bool leads = threadIdx.x % WARP == 0;
     Pack<T, PACK> x[F::SHARE][F::PACKS];
+    // The half that is multiplied first comes first.
+    if (HALF > 0) barrier(ASKED, F::MADE);
 #pragma unroll
     for (int r = 0; r < F::SHARE; ++r) {
-      const uint32_t row = r * F::BETWEEN;
+      const uint32_t row = r * F::AT_ONCE;
       const T* from = reinterpret_cast<const T*>(x_at) + row * product.k;
 #pragma unroll
       for (int i = 0; i < F::PACKS; ++i) {
@@ -200,58 +202,54 @@ template <class F> struct Operands {
         if (there) x[r][i] = read(from + i * F::LANES * PACK);
       }
     }
+    if (F::HALVES > HALF + 1) barrier_pass(ASKED, F::MADE);
     if (F::ASKS && threadIdx.x == F::THREADS - WARP) produce();
     if (column) put(*column);
     uint32_t away[CLUSTER];
 #pragma unroll
     for (int b = 1; b < CLUSTER; ++b) away[b] = in_block(room, (rank + b) % CLUSTER) - room;
-    constexpr int OF_HALF = F::SHARE / F::HALVES;
+    uint32_t largest = 0;
 #pragma unroll
-    for (int half = 0; half < F::HALVES; ++half) {
-      const uint32_t from = first + half * OF_HALF * F::BETWEEN;
-      uint32_t largest = 0;
+    for (int r = 0; r < F::SHARE; ++r) {
+      Most<T, PACK> most;
 #pragma unroll
-      for (int r = 0; r < OF_HALF; ++r) {
-        Most<T, PACK> most;
+      for (int i = 0; i < F::PACKS; ++i) most.take(x[r][i]);
+      const uint32_t over_row = over_lanes(most.widened());
+      if (lane == r) largest = over_row;
+    }
+    if (!F::ASKS && leads) barrier_arrive(loaded());
+    // Lane r of those that share rows has the r-th.
+    const Scale mine(__uint_as_float(largest));
+    if (const uint32_t row = first + lane * F::AT_ONCE; lane < F::SHARE && row < F::ROWS) {
+      fixed.x_scales[row] = mine.scale;
+      const uint32_t at = shared_address(fixed.x_scales + row);
 #pragma unroll
-        for (int i = 0; i < F::PACKS; ++i) most.take(x[half * OF_HALF + r][i]);
-        const uint32_t over_row = over_lanes(most.widened());
-        if (lane == r) largest = over_row;
+      for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, mine.scale, away[b] + quantized(HALF, 0));
+    }
+    float inverse[F::SHARE];
+#pragma unroll
+    for (int r = 0; r < F::SHARE; ++r) inverse[r] = __shfl_sync(FULL, mine.inverse, r, F::LANES);
+#pragma unroll
+    for (int i = 0; i < F::PACKS; ++i) {
+#pragma unroll
+      for (int r = 0; r < F::SHARE; ++r) {
+        const uint32_t row = first + r * F::AT_ONCE, pack = lane + i * F::LANES;
+        if (row >= F::ROWS || pack >= packs) break;
+        // As a bulk copy swizzles rows of 128 bytes.
+        const uint32_t chunk = room + (pack / 8 * F::ROWS + row) * BLOCK_K;
+        const uint32_t at = chunk + (pack % 8 ^ row % 8) * 16, part = pack * PACK / PART;
+        const auto words = code_words(codes_of(x[r][i], inverse[r]));
+        store_shared(at, words);
+#pragma unroll
+        for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, words, away[b] + quantized(HALF, part));
       }
-      if (leads && half == F::HALVES - 1) barrier_arrive(loaded());
-      // Lane r of those that share rows has the r-th.
-      const Scale mine(__uint_as_float(largest));
-      if (const uint32_t row = from + lane * F::BETWEEN; lane < OF_HALF && row < F::ROWS) {
-        fixed.x_scales[row] = mine.scale;
-        const uint32_t at = shared_address(fixed.x_scales + row);
+      // The parts that are through.
+      constexpr int AT_ONCE = F::LANES * PACK;
+      const int before = i * AT_ONCE / PART, after = i == F::PACKS - 1 ? F::PARTS : (i + 1) * AT_ONCE / PART;
+      if (after > before) __syncwarp();
 #pragma unroll
-        for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, mine.scale, away[b] + quantized(half, 0));
-      }
-      float inverse[OF_HALF];
-#pragma unroll
-      for (int r = 0; r < OF_HALF; ++r) inverse[r] = __shfl_sync(FULL, mine.inverse, r, F::LANES);
-#pragma unroll
-      for (int i = 0; i < F::PACKS; ++i) {
-#pragma unroll
-        for (int r = 0; r < OF_HALF; ++r) {
-          const uint32_t row = from + r * F::BETWEEN, pack = lane + i * F::LANES;
-          if (row >= F::ROWS || pack >= packs) break;
-          // As a bulk copy swizzles rows of 128 bytes.
-          const uint32_t chunk = room + (pack / 8 * F::ROWS + row) * BLOCK_K;
-          const uint32_t at = chunk + (pack % 8 ^ row % 8) * 16, part = pack * PACK / PART;
-          const auto words = code_words(codes_of(x[half * OF_HALF + r][i], inverse[r]));
-          store_shared(at, words);
-#pragma unroll
-          for (int b = 1; b < CLUSTER; ++b) send(away[b] + at, words, away[b] + quantized(half, part));
-        }
-        // The parts that are through.
-        constexpr int AT_ONCE = F::LANES * PACK;
-        const int before = i * AT_ONCE / PART, after = i == F::PACKS - 1 ? F::PARTS : (i + 1) * AT_ONCE / PART;
-        if (after > before) __syncwarp();
-#pragma unroll
-        for (int part = before; part < after; ++part)
-          if (leads) barrier_arrive(quantized(half, part));
-      }
+      for (int part = before; part < after; ++part)
+        if (leads) barrier_arrive(quantized(HALF, part));
     }
   }
 
@@ -261,24 +259,22 @@ template <class F> struct Operands {
     if (column < F::COLUMNS) fixed.columns[column / N].put(column % N, one);
   }
 
-  // Of the warps that make int8 of x.
-  __device__ __forceinline__ void make() const {
-    const uint32_t column = threadIdx.x - F::CONSUMERS;
-    const Place here = place(min(column / N, F::BESIDE - 1u));
-    const char* x = first_pack(here.m_tile);
+  // Of warps that make int8 of a half of x, and if they are to `put` it down what the epilogue needs of a column.
+  template <int HALF> __device__ __forceinline__ void make(const Place& here, bool puts) const {
+    const uint32_t column = threadIdx.x - F::CONSUMERS, m = here.m_tile * F::ROWS + first_row<HALF>();
+    const char* x = static_cast<const char*>(p.x) + 2 * (uint64_t(m) * product.k + threadIdx.x % F::LANES * PACK);
     cluster_wait();
     wait_previous();
     allow_next();
     typename Scales::One one = {};
-    if (column < F::COLUMNS) one = Scales::read(product, here, column % N);
+    if (puts && column < F::COLUMNS) one = Scales::read(product, here, column % N);
     // Where rows of x are long it is faster to ask for them behind the columns (by 6 % on an H100), elsewhere beside.
-    if (F::PARTS > 3) put(one);
-    const auto* to_put = F::PARTS > 3 ? nullptr : &one;
-    const uint32_t m = here.m_tile * F::ROWS + first_row();
+    if (puts && F::PARTS > 3) put(one);
+    const auto* to_put = !puts || F::PARTS > 3 ? nullptr : &one;
     if (product.epilogue.dtype == BF16)
-      quantize<__nv_bfloat16>(x, m, to_put);
+      quantize<__nv_bfloat16, HALF>(x, m, to_put);
     else
-      quantize<__half>(x, m, to_put);
+      quantize<__half, HALF>(x, m, to_put);
   }
 
   // A team's product: of 64 rows of x at `x_at` and the N rows of W that are `w_at` bytes into each stage, or, if W is

@@ -39,9 +39,17 @@ template <class F> struct RowsFirst : Operands<F> {
     return room + threadIdx.x / WARP * (16 * OUTPUTS);
   }
 
-  // Outputs of the chunk of columns from FROM on, by way of shared memory, so that a warp writes whole pieces of rows.
-  template <typename T, int FROM = 0>
+  template <typename T>
   __device__ __forceinline__ void write_sums(const Place& here, uint32_t team, const Sums& sums) const {
+    if (product.epilogue.bias)
+      write_chunks<T, true>(here, team, sums);
+    else
+      write_chunks<T, false>(here, team, sums);
+  }
+
+  // Outputs of the chunk of columns from FROM on, by way of shared memory, so that a warp writes whole pieces of rows.
+  template <typename T, bool BIASED, int FROM = 0>
+  __device__ __forceinline__ void write_chunks(const Place& here, uint32_t team, const Sums& sums) const {
     constexpr int UNITS = CHUNK / 8;
     const uint32_t lane = threadIdx.x % WARP, first = team / F::BESIDE * 64 + threadIdx.x / WARP % 4 * 16;
     const uint32_t staged = room_of_outputs(team) + 2 * FROM;
@@ -54,7 +62,7 @@ template <class F> struct RowsFirst : Operands<F> {
       for (int i = 0; i < 2; ++i) {
         const int at = FROM / 2 + 4 * n + 2 * i, of[2] = {sums[at], sums[at + 1]};
         float y[2];
-        columns.scale2(FROM + 8 * n + lane % 4 * 2, x_scales[i], of, y);
+        columns.template scale2<BIASED>(FROM + 8 * n + lane % 4 * 2, x_scales[i], of, y);
         outputs[n / 2][n % 2 * 2 + i] = pack2<T>(y[0], y[1]);
       }
     const uint32_t to = staged + lane % 16 * OUTPUTS + lane / 16 * 16;
@@ -75,7 +83,7 @@ template <class F> struct RowsFirst : Operands<F> {
       if (m < product.m && here.row[0] + column < here.limit)
         store16(static_cast<uint16_t*>(e.out) + m * e.stride + here.column[0] + column, words[i]);
     }
-    if constexpr (FROM + CHUNK < N) write_sums<T, FROM + CHUNK>(here, team, sums);
+    if constexpr (FROM + CHUNK < N) write_chunks<T, BIASED, FROM + CHUNK>(here, team, sums);
   }
 
   // The same with all that may be behind the sums.
@@ -183,9 +191,13 @@ template <class F> struct WeightsFirst : Operands<F> {
 template <class F, class Of> __device__ __forceinline__ void consume(const Of& blocks) {
   const int team = __shfl_sync(FULL, int(threadIdx.x) / 128, 0);
   const Place here = blocks.place(team % F::BESIDE);
-  cluster_wait();
-  wait_previous();
-  allow_next();
+  if constexpr (F::HALVES > 1) {
+    blocks.template make<0>(here, false);
+  } else {
+    cluster_wait();
+    wait_previous();
+    allow_next();
+  }
   typename Of::Sums sums;
   blocks.multiply(team, sums);
   const Epilogue& e = blocks.product.epilogue;
@@ -213,7 +225,8 @@ template <class F, class Of> __device__ __forceinline__ void direct(const Direct
   if (threadIdx.x < F::CONSUMERS) {
     consume<F>(blocks);
   } else if (threadIdx.x < F::MADE) {
-    blocks.make();
+    const uint32_t beside = min((threadIdx.x - F::CONSUMERS) / F::N, F::BESIDE - 1u);
+    blocks.template make<F::HALVES - 1>(blocks.place(beside), true);
   } else {
     if (threadIdx.x == F::MADE) blocks.produce();
     __syncwarp();
@@ -228,7 +241,7 @@ template <class F, class Of> __device__ __forceinline__ void direct(const Direct
   }
 
 DIRECT(64x64_4, RowsFirst, 64, 1, 1, 64, 8, false, 4, 16, 3, true)
-DIRECT(64x128_4, RowsFirst, 64, 2, 2, 64, 8, false, 4, 16, 3, false)
+DIRECT(64x128_4, RowsFirst, 64, 2, 2, 64, 8, false, 4, 16, 3, false, 2)
 DIRECT(128x192_2, RowsFirst, 128, 2, 1, 192, 8, true, 2, 8, 5, true)
 DIRECT(48x64_3, WeightsFirst, 48, 1, 1, 64, 8, false, 3, 32, 3, true)
 DIRECT(64x144_2, RowsFirst, 64, 1, 1, 144, 11, false, 2, 32, 3, false)

@@ -104,8 +104,15 @@ fn integer_sums_are_exact() -> Result<()> {
                 .enumerate()
             {
                 for (l, norm) in [Norm::None, Norm::Rms, Norm::Layer].into_iter().enumerate() {
-                    for activation in [Activation::None, ACTIVATIONS[(i + j + l) % 5]] {
-                        product((m, k, rows), dtype, norm, activation, &device)?;
+                    let none = Activation::None;
+                    let activation = ACTIVATIONS[(i + j + l) % 5];
+                    for behind in [
+                        (none, NOTHING),
+                        (none, BIAS),
+                        (none, ALL),
+                        (activation, ALL),
+                    ] {
+                        product((m, k, rows), dtype, norm, behind, &device)?;
                     }
                 }
             }
@@ -124,7 +131,7 @@ fn large_products_have_tiles_of_their_own() -> Result<()> {
     for device in gpus() {
         for (shape, tile) in cases {
             for activation in [Activation::None, Activation::SwiGlu, Activation::Gelu] {
-                let path = product(shape, DType::BF16, Norm::None, activation, &device)?;
+                let path = product(shape, DType::BF16, Norm::None, (activation, ALL), &device)?;
                 let Some(path) = path else { continue };
                 let hopper = path.contains("warpgroups");
                 assert!(!hopper || path.contains(tile), "{shape:?}: {path}");
@@ -138,11 +145,17 @@ fn large_products_have_tiles_of_their_own() -> Result<()> {
 fn in_one_launch(shape: (usize, usize, &[usize]), form: &str) -> Result<()> {
     for device in gpus() {
         for dtype in [DType::F16, DType::BF16] {
-            for activation in [Activation::None, Activation::SwiGlu, Activation::Gelu] {
-                let path = product(shape, dtype, Norm::None, activation, &device)?;
+            for behind in [
+                (Activation::None, NOTHING),
+                (Activation::None, BIAS),
+                (Activation::None, ALL),
+                (Activation::SwiGlu, ALL),
+                (Activation::Gelu, ALL),
+            ] {
+                let path = product(shape, dtype, Norm::None, behind, &device)?;
                 let Some(path) = path else { continue };
                 // Half as many outputs are too few for it.
-                let gates = activation == Activation::SwiGlu && form == "64x192x3";
+                let gates = behind.0 == Activation::SwiGlu && form == "64x192x3";
                 let other = gates || path.contains("warps ");
                 assert!(other || path.contains(form), "{shape:?}: {path}");
             }
@@ -175,12 +188,32 @@ fn small_products_of_many_rows_are_one_launch() -> Result<()> {
     in_one_launch((1400, 400, &[1536]), "128x192x2")
 }
 
+/// What is added to a product, beside its activation.
+#[derive(Clone, Copy, Debug)]
+struct Added {
+    bias: bool,
+    residuals: bool,
+}
+
+const NOTHING: Added = Added {
+    bias: false,
+    residuals: false,
+};
+const BIAS: Added = Added {
+    bias: true,
+    residuals: false,
+};
+const ALL: Added = Added {
+    bias: true,
+    residuals: true,
+};
+
 /// How it was computed, if it is for these kernels.
 fn product(
     (m, k, rows): (usize, usize, &[usize]),
     dtype: DType,
     norm: Norm,
-    activation: Activation,
+    (activation, added): (Activation, Added),
     device: &Device,
 ) -> Result<Option<String>> {
     let matrices = rows
@@ -226,9 +259,13 @@ fn product(
         ),
     };
     let epilogue = Epilogue {
-        bias: Some(&bias),
+        bias: added.bias.then_some(&bias),
         activation,
-        residuals: &[&residuals[0], &residuals[1]],
+        residuals: if added.residuals {
+            &[&residuals[0], &residuals[1]]
+        } else {
+            &[]
+        },
     };
     let weights: Vec<_> = matrices.iter().map(|m| m.weight.clone()).collect();
     let values: Vec<_> = matrices.into_iter().map(|m| m.values).collect();
@@ -247,7 +284,7 @@ fn product(
     let error = error(&got?, &expected)?;
     assert!(
         error <= unit + of_norm + 4e-6,
-        "{m}x{k}x{rows:?} {dtype:?} {norm:?} {activation:?} {path}: {error:e}"
+        "{m}x{k}x{rows:?} {dtype:?} {norm:?} {activation:?} {added:?} {path}: {error:e}"
     );
     Ok(Some(path.clone()))
 }
