@@ -45,13 +45,16 @@ pub struct ModelRun {
 struct Plan {
     prefill: usize,
     prompt: usize,
-    /// Of the fastest form, and of the others: those take longer, and are given as much time as
-    /// there is.
+    /// Of the fastest form (on a CPU of ours), and of the others: those take longer, and are given as
+    /// much time as there is.
     steps: usize,
     slow_steps: usize,
     /// Prompts of a round; the first only warms up where there are more.
     prefills: usize,
+    /// Rounds, and where all forms are ours on a CPU, whose other users come and go.
     rounds: usize,
+    rounds_of_ours: usize,
+    fastest: fn(Form) -> bool,
 }
 
 impl Plan {
@@ -63,19 +66,32 @@ impl Plan {
             slow_steps,
             prefills,
             rounds: 3,
+            rounds_of_ours: if gpu || quick { 3 } else { 9 },
+            fastest: if gpu {
+                |form| form == Form::Graph
+            } else {
+                Form::is_fused
+            },
         };
         match (gpu, quick) {
             (true, false) => plan(512, 128, (512, 64), 8),
             (true, true) => plan(512, 128, (128, 32), 4),
-            (false, false) => plan(128, 64, (16, 16), 1),
+            (false, false) => plan(128, 64, (64, 16), 1),
             (false, true) => plan(32, 16, (6, 6), 1),
         }
     }
 
     fn steps_of(&self, form: Form) -> usize {
-        match form {
-            Form::Graph => self.steps,
-            _ => self.slow_steps,
+        match (self.fastest)(form) {
+            true => self.steps,
+            false => self.slow_steps,
+        }
+    }
+
+    fn rounds_of(&self, jobs: &[Job]) -> usize {
+        match jobs.iter().all(|job| job.form.is_fused()) {
+            true => self.rounds_of_ours,
+            false => self.rounds,
         }
     }
 
@@ -141,12 +157,15 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>>
         "J/token"
     );
     let mut runs = Vec::new();
-    for (model, format, forms) in wanted(place, args)? {
+    let wanted = wanted(place, args)?;
+    for group in beside_one_another(&wanted, gpu)? {
+        let formats: Vec<_> = group.iter().map(|(_, format, _)| format.as_str()).collect();
+        let (model, formats) = (&group[0].0, formats.join(", "));
         if budget.is_spent() {
-            println!("{model} {format}: left out, the time that --budget gives is over");
+            println!("{model} {formats}: left out, the time that --budget gives is over");
             continue;
         }
-        let job = |form| Job {
+        let job = |(model, format, form): (&String, &String, Form)| Job {
             model: model.clone(),
             format: format.clone(),
             form,
@@ -154,9 +173,12 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>>
             threads: args.threads,
             positions: plan.positions(),
         };
-        let jobs: Vec<_> = forms.into_iter().map(job).collect();
+        let forms = group.iter().flat_map(|(model, format, forms)| {
+            forms.iter().map(move |form| (model, format, *form))
+        });
+        let jobs: Vec<_> = forms.map(job).collect();
         let started = Instant::now();
-        let measured = measure(&jobs, &plan).with_context(|| format!("{model} in {format}"))?;
+        let measured = measure(&jobs, &plan).with_context(|| format!("{model} in {formats}"))?;
         let compared = measured.iter().map(|run| run.steps + 1).min();
         for run in &measured {
             line(run, compared.unwrap_or(0));
@@ -168,8 +190,28 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>>
     Ok(runs)
 }
 
+/// A model's name, a format, and the forms in it.
+type Wanted = (String, String, Vec<Form>);
+
+/// Whose rounds take turns: the forms of a format, on a CPU those of all formats of a model if they fit
+/// side by side, so that what else the machine does meets all formats alike.
+fn beside_one_another(wanted: &[Wanted], gpu: bool) -> Result<Vec<&[Wanted]>> {
+    let mut groups = Vec::new();
+    for formats in wanted.chunk_by(|a, b| a.0 == b.0) {
+        let mut bytes = 0;
+        for (model, format, forms) in formats {
+            bytes += crate::child::weight_bytes(model, format)? * forms.len() as u64;
+        }
+        match !gpu && bytes <= side_by_side(gpu) {
+            true => groups.push(formats),
+            false => groups.extend(formats.chunks(1)),
+        }
+    }
+    Ok(groups)
+}
+
 /// Models with their formats and forms.
-fn wanted(place: &Place, args: &Args) -> Result<Vec<(String, String, Vec<Form>)>> {
+fn wanted(place: &Place, args: &Args) -> Result<Vec<Wanted>> {
     let gpu = place.device.is_cuda();
     let extent = Extent::of(args.quick);
     let names: Vec<_> = match args.models.is_empty() {
@@ -217,7 +259,7 @@ fn name_of(model: &str) -> String {
         .to_owned()
 }
 
-/// The forms of a model, in turns where they fit side by side.
+/// The forms of a model's formats, in turns where they fit side by side.
 fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
     let bytes = crate::child::weight_bytes(&jobs[0].model, &jobs[0].format)?;
     let mut turns = vec![Turns::default(); jobs.len()];
@@ -228,7 +270,7 @@ fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
     };
     for (jobs, turns) in jobs.chunks(group).zip(turns.chunks_mut(group)) {
         let mut children = Child::start_all(jobs)?;
-        for round in 0..=plan.rounds {
+        for round in 0..=plan.rounds_of(jobs) {
             let sides = children.iter_mut().zip(jobs).zip(turns.iter_mut());
             for ((child, job), turns) in sides {
                 // The first warms up: it records graphs and loads kernels.
@@ -243,13 +285,16 @@ fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
             lasts.push(child.end()?);
         }
     }
-    let first = &turns[0].decode[0].tokens;
-    Ok(jobs
-        .iter()
-        .zip(&turns)
-        .zip(lasts)
-        .map(|((job, turns), last)| ModelRun::of(job, plan, turns, first, last))
-        .collect())
+    let mut runs = Vec::new();
+    for ((job, own), last) in jobs.iter().zip(&turns).zip(lasts) {
+        let first = jobs
+            .iter()
+            .zip(&turns)
+            .find(|(j, _)| j.format == job.format);
+        let first = first.map_or(own, |(_, turns)| turns);
+        runs.push(ModelRun::of(job, plan, own, &first.decode[0].tokens, last));
+    }
+    Ok(runs)
 }
 
 impl ModelRun {
