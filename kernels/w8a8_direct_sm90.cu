@@ -200,6 +200,8 @@ template <class F, class Of> __device__ __forceinline__ void consume(const Of& b
   }
   typename Of::Sums sums;
   blocks.multiply(team, sums);
+  // What the epilogue needs of columns was put down by warps of which a team with rows of its own has not heard yet.
+  if (F::HALVES > 1) barrier_wait(blocks.quantized(F::HALVES - 1, 0), 0);
   const Epilogue& e = blocks.product.epilogue;
   const bool plain = e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1];
   // Those whose x and W sums take the place of are through with them.
