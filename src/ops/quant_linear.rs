@@ -6,7 +6,8 @@ use candle_core::{Result, Tensor};
 
 /// `y = act(prologue(x) Wᵀ + bias) + residuals` with W in GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1,
 /// Q8_0, Q4_K, Q5_K, Q6_K) or by a [`Scheme`](crate::quant::Scheme) (INT8, INT4, ternary); on the CPU
-/// activations are quantized to int8 in blocks of 32.
+/// activations are quantized to int8 in blocks of 32, or of 128 where all weights are ternary with scales
+/// of tensors, rows or groups of 128.
 ///
 /// * `x`: `[.., K]`, f32, f16 or bf16, any layout
 /// * `weights`: one or more matrices `[N_i, K]`, whose outputs stand side by side; dense ones may be

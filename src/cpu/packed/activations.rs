@@ -14,6 +14,9 @@ const ROUND: f32 = 12_582_912.0;
 /// would overflow.
 const TINY: f32 = 1e-35;
 
+/// Blocks that share a scale in [`Q8Activations::refill_wide`].
+pub(super) const TOGETHER: usize = 4;
+
 /// 32 consecutive activations of a token.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]
@@ -42,15 +45,17 @@ impl Q8Block {
 ///
 /// The error of a value is at most d / 2 (and a rounding of f32). A block of zeros, or of magnitudes
 /// below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every product with
-/// that token is NaN.
+/// that token is NaN. [`Self::refill_wide`] takes d over 128 values instead of 32.
 #[derive(Clone, Debug, Default)]
 pub struct Q8Activations {
     m: usize,
     k: usize,
     blocks: Vec<Q8Block>,
-    /// Tables of sums of a single token, if they have been made.
+    /// Whether each four blocks of a token have one scale.
+    wide: bool,
+    /// Tables of sums of a single token, and whether they have been made.
     #[cfg(target_arch = "x86_64")]
-    tables: Vec<TableLine>,
+    tables: (Vec<TableLine>, bool),
 }
 
 impl Q8Activations {
@@ -62,7 +67,8 @@ impl Q8Activations {
         #[cfg(target_arch = "x86_64")]
         if self.m == 1 && super::runnable(level) == Level::Avx2 {
             // SAFETY: the processor has this level.
-            self.tables = unsafe { lookup::tables(&self.blocks) };
+            unsafe { lookup::tables(&self.blocks, &mut self.tables.0) };
+            self.tables.1 = true;
         }
         let _ = level;
     }
@@ -70,7 +76,12 @@ impl Q8Activations {
     /// The tables of the only token, if they have been made.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn tables(&self) -> Option<&[TableLine]> {
-        (!self.tables.is_empty()).then_some(self.tables.as_slice())
+        self.tables.1.then_some(self.tables.0.as_slice())
+    }
+
+    /// Whether each four blocks of a token, from its first on, have one scale.
+    pub(super) fn wide(&self) -> bool {
+        self.wide
     }
 
     /// Room for `m` tokens of width `k`, all zero, to be filled by row.
@@ -98,6 +109,26 @@ impl Q8Activations {
     /// # Errors
     /// As [`Self::quantize`]; this value is unchanged then.
     pub fn refill(&mut self, level: Level, x: &[f32], m: usize, k: usize) -> Result<()> {
+        self.refill_by(level, x, (m, k), false)
+    }
+
+    /// As [`Self::refill`], with a scale for each 128 values along k (the last of a token may have
+    /// fewer), so that products with ternary weights are exact integers over as many
+    /// ([`PackedMatrix::takes_wide`](super::PackedMatrix::takes_wide)). Every matrix takes them.
+    ///
+    /// # Errors
+    /// As [`Self::quantize`]; this value is unchanged then.
+    pub fn refill_wide(&mut self, level: Level, x: &[f32], m: usize, k: usize) -> Result<()> {
+        self.refill_by(level, x, (m, k), true)
+    }
+
+    fn refill_by(
+        &mut self,
+        level: Level,
+        x: &[f32],
+        (m, k): (usize, usize),
+        wide: bool,
+    ) -> Result<()> {
         if m.checked_mul(k) != Some(x.len()) {
             bail!("x: {} values given, expected m x k = {m} x {k}", x.len());
         }
@@ -109,9 +140,10 @@ impl Q8Activations {
         pool::for_ranges(m, grain, |range| {
             for t in range {
                 // SAFETY: the ranges are disjoint, so no other task has this row.
-                unsafe { rows.row(t) }.quantize_at(level, &x[t * k..][..k]);
+                unsafe { rows.row(t) }.quantize_at(level, &x[t * k..][..k], wide);
             }
         });
+        self.wide = wide;
         Ok(())
     }
 
@@ -128,16 +160,18 @@ impl Q8Activations {
             bail!("m: {m} rows of {k} values are too many");
         };
         self.blocks.resize(len, Q8Block::ZERO);
-        #[cfg(target_arch = "x86_64")]
-        self.tables.clear();
         (self.m, self.k) = (m, k);
+        self.rows_mut();
         Ok(())
     }
 
     /// A handle by which several threads can fill different rows at the same time.
     pub fn rows_mut(&mut self) -> Q8Rows<'_> {
+        self.wide = false;
         #[cfg(target_arch = "x86_64")]
-        self.tables.clear();
+        {
+            self.tables.1 = false;
+        }
         Q8Rows {
             first: self.blocks.as_mut_ptr(),
             m: self.m,
@@ -228,20 +262,20 @@ impl Q8Row<'_> {
                 32 * self.blocks.len()
             );
         }
-        self.quantize_at(super::runnable(level), x);
+        self.quantize_at(super::runnable(level), x, false);
         Ok(())
     }
 
     /// As `quantize`, where the processor is known to have `level`.
-    fn quantize_at(&mut self, level: Level, x: &[f32]) {
+    fn quantize_at(&mut self, level: Level, x: &[f32], wide: bool) {
         match level {
             // SAFETY: the caller made sure that the processor has this level.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => unsafe { quantize_avx512(x, self.blocks) },
+            Level::Avx512 => unsafe { quantize_avx512(x, self.blocks, wide) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => unsafe { quantize_avx2(x, self.blocks) },
-            _ => quantize(x, self.blocks),
+            Level::Avx2 => unsafe { quantize_avx2(x, self.blocks, wide) },
+            _ => quantize(x, self.blocks, wide),
         }
     }
 }
@@ -252,8 +286,8 @@ impl Q8Row<'_> {
 /// The processor has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block]) {
-    quantize(x, blocks);
+unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
+    quantize(x, blocks, wide);
 }
 
 /// `quantize` compiled for AVX-512.
@@ -262,39 +296,52 @@ unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block]) {
 /// The processor has AVX-512 F, BW, VL and DQ.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn quantize_avx512(x: &[f32], blocks: &mut [Q8Block]) {
-    quantize(x, blocks);
+unsafe fn quantize_avx512(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
+    quantize(x, blocks, wide);
 }
 
 /// Plain code that vectorizes and rounds alike at every level.
 #[inline(always)]
-fn quantize(x: &[f32], blocks: &mut [Q8Block]) {
-    for (x, block) in x.as_chunks::<32>().0.iter().zip(blocks) {
+fn quantize(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
+    let together = if wide { TOGETHER } else { 1 };
+    for (x, blocks) in x.chunks(32 * together).zip(blocks.chunks_mut(together)) {
+        let x = x.as_chunks::<32>().0;
         // Without their sign, floats order as integers do, with infinities and NaN on top.
-        let top = x
-            .iter()
-            .fold(0, |top, v| top.max(v.to_bits() & 0x7fff_ffff));
+        let mut top = 0;
+        for x in x {
+            top = x
+                .iter()
+                .fold(top, |top, v| top.max(v.to_bits() & 0x7fff_ffff));
+        }
         let amax = f32::from_bits(top);
-        if !amax.is_finite() {
-            *block = Q8Block {
-                d: f32::NAN,
-                sum: f32::NAN,
-                sums: [f32::NAN; 2],
-                ..Q8Block::ZERO
-            };
-            continue;
+        for (x, block) in x.iter().zip(blocks) {
+            *block = quantized(x, amax);
         }
-        let (d, inverse) = match amax < TINY {
-            true => (0.0, 0.0),
-            false => (amax / 127.0, 127.0 / amax),
-        };
-        for (q, v) in block.q.iter_mut().zip(x) {
-            *q = ((v * inverse + ROUND).to_bits()).wrapping_sub(ROUND.to_bits()) as i8;
-        }
-        let sum = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>() as f32;
-        let (low, high) = (sum(&block.q[..16]), sum(&block.q[16..]));
-        block.d = d;
-        block.sum = d * (low + high);
-        block.sums = [d * low, d * high];
     }
+}
+
+/// A block of values of magnitudes up to `amax`.
+#[inline(always)]
+fn quantized(x: &[f32; 32], amax: f32) -> Q8Block {
+    if !amax.is_finite() {
+        return Q8Block {
+            d: f32::NAN,
+            sum: f32::NAN,
+            sums: [f32::NAN; 2],
+            ..Q8Block::ZERO
+        };
+    }
+    let (d, inverse) = match amax < TINY {
+        true => (0.0, 0.0),
+        false => (amax / 127.0, 127.0 / amax),
+    };
+    let mut block = Q8Block { d, ..Q8Block::ZERO };
+    for (q, v) in block.q.iter_mut().zip(x) {
+        *q = ((v * inverse + ROUND).to_bits()).wrapping_sub(ROUND.to_bits()) as i8;
+    }
+    let sum = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>() as f32;
+    let (low, high) = (sum(&block.q[..16]), sum(&block.q[16..]));
+    block.sum = d * (low + high);
+    block.sums = [d * low, d * high];
+    block
 }

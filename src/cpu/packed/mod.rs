@@ -4,7 +4,7 @@
 //! in groups of 16 rows, interleaved so that a vector lane is a row: a product needs no horizontal sums,
 //! one activation serves 16 rows, and the same bytes serve AVX2, AVX-512 and NEON. The interleaving goes back to
 //! llama.cpp's repacked formats (`q4_0_8x8`); 16 rows, one layout for all formats and an f32 scale
-//! for every 32 activations are particular to this one. `layout.rs` has the bytes.
+//! for every 32 activations (128 for ternary weights) are particular to this one. `layout.rs` has the bytes.
 //!
 //! [`Q8Activations`] are made once for each step and serve every matrix that reads the same input.
 

@@ -52,51 +52,66 @@ fn check(codes: &Codes, m: usize, x: &[f32]) {
         matrix.dequantize_row(r, &mut row).unwrap();
         assert_eq!(row, values[r * cols..][..cols], "{} row {r}", codes.scheme);
     }
+    let wide = matrix.padded_cols();
     for level in Level::available() {
-        let wide = matrix.padded_cols();
         let q = Q8Activations::quantize(level, x, m, wide).unwrap();
-        let mut row = vec![0.0; wide];
-        let mut out = vec![f32::NAN; m * rows];
-        matrix
-            .matmul(level, 0..rows, &q, 0..m, &mut out, rows)
-            .unwrap();
-        // By table look-up, where there is that form.
-        let mut prepared = q.clone();
-        prepared.prepare_look_ups(level);
-        if m == 1 {
-            let mut looked_up = vec![f32::NAN; rows];
-            matrix
-                .matmul(level, 0..rows, &prepared, 0..1, &mut looked_up, rows)
-                .unwrap();
-            assert_eq!(looked_up, out, "{} {level:?} by table", codes.scheme);
-        }
+        let out = check_products(&matrix, &values, level, &q, codes);
         let mut whole = vec![f32::NAN; m * rows];
         matrix.forward(level, &q, &mut whole).unwrap();
         assert_eq!(whole, out, "{} {level:?}: forward differs", codes.scheme);
-        for t in 0..m {
-            q.dequantize_row(t, &mut row).unwrap();
-            for r in 0..rows {
-                let (mut want, mut magnitude) = (0f64, 0f64);
-                for (k, x) in row[..cols].iter().enumerate() {
-                    let (scale, _) = codes.meaning(r, k);
-                    want += f64::from(values[r * cols + k]) * f64::from(*x);
-                    // What a core adds up: codes with an offset of 128 or 15, and the offset.
-                    let most = f64::from(1u32 << codes.scheme.bits()) * 2.0;
-                    magnitude += f64::from(scale.abs()) * most * f64::from(x.abs());
-                }
-                // Codes of 8 bits with an offset meet what pads the rows too.
-                let pad: f32 = row[cols..].iter().map(|x| x.abs()).sum();
-                magnitude += f64::from(codes.meaning(r, 0).0.abs()) * 512.0 * f64::from(pad);
-                let roundings = (2 * 2 * wide / 32 + 6) as f64 / f64::from(1 << 24);
-                let got = f64::from(out[t * rows + r]);
-                assert!(
-                    (got - want).abs() <= roundings * magnitude + 1e-38,
-                    "{} {level:?} {rows}x{cols} token {t} row {r}: {got} for {want}",
-                    codes.scheme
-                );
-            }
+        let mut together = q.clone();
+        together.refill_wide(level, x, m, wide).unwrap();
+        check_products(&matrix, &values, level, &together, codes);
+        if m == 1 {
+            // By table look-up, where there is that form.
+            let mut prepared = q;
+            prepared.prepare_look_ups(level);
+            let looked_up = check_products(&matrix, &values, level, &prepared, codes);
+            assert_eq!(looked_up, out, "{} {level:?} by table", codes.scheme);
+            together.prepare_look_ups(level);
+            check_products(&matrix, &values, level, &together, codes);
         }
     }
+}
+
+/// The products of all tokens of `q`, which are held against those of its values in f64.
+fn check_products(
+    matrix: &PackedMatrix,
+    values: &[f32],
+    level: Level,
+    q: &Q8Activations,
+    codes: &Codes,
+) -> Vec<f32> {
+    let (m, rows, cols) = (q.m(), codes.rows, codes.cols);
+    let mut row = vec![0.0; q.k()];
+    let mut out = vec![f32::NAN; m * rows];
+    matrix
+        .matmul(level, 0..rows, q, 0..m, &mut out, rows)
+        .unwrap();
+    for t in 0..m {
+        q.dequantize_row(t, &mut row).unwrap();
+        for r in 0..rows {
+            let (mut want, mut magnitude) = (0f64, 0f64);
+            for (k, x) in row[..cols].iter().enumerate() {
+                let (scale, _) = codes.meaning(r, k);
+                want += f64::from(values[r * cols + k]) * f64::from(*x);
+                // What a core adds up: codes with an offset of 128 or 15, and the offset.
+                let most = f64::from(1u32 << codes.scheme.bits()) * 2.0;
+                magnitude += f64::from(scale.abs()) * most * f64::from(x.abs());
+            }
+            // Codes of 8 bits with an offset meet what pads the rows too.
+            let pad: f32 = row[cols..].iter().map(|x| x.abs()).sum();
+            magnitude += f64::from(codes.meaning(r, 0).0.abs()) * 512.0 * f64::from(pad);
+            let roundings = (2 * 2 * q.k() / 32 + 6) as f64 / f64::from(1 << 24);
+            let got = f64::from(out[t * rows + r]);
+            assert!(
+                (got - want).abs() <= roundings * magnitude + 1e-38,
+                "{} {level:?} {rows}x{cols} token {t} row {r}: {got} for {want}",
+                codes.scheme
+            );
+        }
+    }
+    out
 }
 
 #[test]

@@ -327,26 +327,34 @@ fn activations_are_alike_at_every_level() {
     x[40] = 1e38;
     x[100..132].iter_mut().for_each(|v| *v *= 1e-36);
     x[160..192].fill(f32::MIN_POSITIVE / 4.0);
-    let plain = Q8Activations::quantize(Level::Scalar, &x, m, k).unwrap();
+    let mut plain = Q8Activations::quantize(Level::Scalar, &x, m, k).unwrap();
     let mut again = Q8Activations::zeros(100, 32).unwrap();
-    for level in Level::available() {
-        again.refill(level, &x, m, k).unwrap();
-        for (a, b) in plain.blocks().iter().zip(again.blocks()) {
-            assert_eq!(
-                (a.q, a.d, a.sum, a.sums),
-                (b.q, b.d, b.sum, b.sums),
-                "{level:?}"
-            );
+    for sharing in [32, 128] {
+        let fill = |q: &mut Q8Activations, level| match sharing {
+            32 => q.refill(level, &x, m, k).unwrap(),
+            _ => q.refill_wide(level, &x, m, k).unwrap(),
+        };
+        fill(&mut plain, Level::Scalar);
+        for level in Level::available() {
+            fill(&mut again, level);
+            for (a, b) in plain.blocks().iter().zip(again.blocks()) {
+                assert_eq!(
+                    (a.q, a.d, a.sum, a.sums),
+                    (b.q, b.d, b.sum, b.sums),
+                    "{level:?}"
+                );
+            }
         }
-    }
-    let mut row = vec![0.0; k];
-    for t in 0..m {
-        plain.dequantize_row(t, &mut row).unwrap();
-        for (exact, got) in x[t * k..][..k].chunks_exact(32).zip(row.chunks_exact(32)) {
-            let amax = exact.iter().fold(0f32, |a, v| a.max(v.abs()));
-            for (x, y) in exact.iter().zip(got) {
-                let error = (f64::from(*x) - f64::from(*y)).abs();
-                assert!(error <= f64::from(amax) * (0.5 + 1e-4) / 127.0 + 1e-35);
+        let mut row = vec![0.0; k];
+        for t in 0..m {
+            plain.dequantize_row(t, &mut row).unwrap();
+            // The last of a token is half of 128.
+            for (exact, got) in x[t * k..][..k].chunks(sharing).zip(row.chunks(sharing)) {
+                let amax = exact.iter().fold(0f32, |a, v| a.max(v.abs()));
+                for (x, y) in exact.iter().zip(got) {
+                    let error = (f64::from(*x) - f64::from(*y)).abs();
+                    assert!(error <= f64::from(amax) * (0.5 + 1e-4) / 127.0 + 1e-35);
+                }
             }
         }
     }

@@ -217,7 +217,13 @@ fn activations(
 ) -> Result<()> {
     let wide = k.next_multiple_of(32);
     let input = padded(input, k, wide);
-    quantized.refill(level, &input, m, wide)?;
+    match weights
+        .iter()
+        .all(|w| matches!(w, Weight::Packed(w) if w.takes_wide()))
+    {
+        true => quantized.refill_wide(level, &input, m, wide)?,
+        false => quantized.refill(level, &input, m, wide)?,
+    }
     let looks_up = |w: &Weight| matches!(w, Weight::Packed(w) if w.looks_up(m));
     if weights.iter().any(looks_up) {
         quantized.prepare_look_ups(level);

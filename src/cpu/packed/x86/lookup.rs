@@ -10,9 +10,10 @@
 //! - low table: `u0 l0 + u1 l1`, at most 60, with codes u in 0..=2
 //! - high table: `u0 h0 + u1 h1 + 32`, 0 to 60
 //!
-//! Tables are made once for each activation row; 512 bytes for 32 activations.
+//! Tables are made once for each activation row; 512 bytes for 32 activations. Where four blocks of activations
+//! have one scale, and weights too, their products are one exact sum.
 
-use super::super::activations::Q8Block;
+use super::super::activations::{Q8Block, TOGETHER};
 use super::super::codes::Two;
 use super::super::isa::Isa;
 use super::super::kernel::fetch;
@@ -25,22 +26,25 @@ use std::arch::x86_64::*;
 /// Bytes of the tables of 32 activations.
 pub const TABLE_BYTES: usize = 512;
 
+/// Bytes of the codes of a block.
+const PLANES: usize = 128;
+
 /// What the high tables have too much in the sum of a block: 16 look-ups of 32, 16-fold.
-const EXCESS: i16 = 16 * 32 * 16;
+const EXCESS: usize = 16 * 32 * 16;
 
 /// A line of table bytes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub struct TableLine([u8; 64]);
 
-/// The tables of a row of activations.
+/// The tables of a row of activations, in place of what was in `tables`.
 ///
 /// # Safety
 /// The processor has AVX2.
 #[target_feature(enable = "avx2")]
-pub unsafe fn tables(x: &[Q8Block]) -> Vec<TableLine> {
+pub unsafe fn tables(x: &[Q8Block], tables: &mut Vec<TableLine>) {
     let lines = TABLE_BYTES / 64;
-    let mut tables = vec![TableLine([0; 64]); x.len() * lines];
+    tables.resize(x.len() * lines, TableLine([0; 64]));
     // The codes that an entry stands for, first and second side by side.
     let codes: [u8; 32] = std::array::from_fn(|i| {
         let entry = (i / 2) as u8;
@@ -83,16 +87,17 @@ pub unsafe fn tables(x: &[Q8Block]) -> Vec<TableLine> {
             }
         }
     }
-    tables
 }
 
-/// The kernel for a scheme, if it has one.
-pub fn kernel(scheme: &Scheme) -> Option<LookUp> {
-    match (scheme, scheme.group()) {
-        (Scheme::Ternary { .. }, None) => Some(group::<ByRow>),
-        (Scheme::Ternary { .. }, Some(32)) => Some(group::<ByGroup<1, false>>),
-        (Scheme::Ternary { .. }, Some(64)) => Some(group::<ByGroup<2, false>>),
-        (Scheme::Ternary { .. }, Some(128)) => Some(group::<ByGroup<4, false>>),
+/// The kernel for a scheme, if it has one; `wide` activations have one scale for [`TOGETHER`] blocks.
+pub fn kernel(scheme: &Scheme, wide: bool) -> Option<LookUp> {
+    match (scheme, scheme.group(), wide) {
+        (Scheme::Ternary { .. }, None, true) => Some(group::<ByRow, TOGETHER>),
+        (Scheme::Ternary { .. }, None, false) => Some(group::<ByRow, 1>),
+        (Scheme::Ternary { .. }, Some(32), _) => Some(group::<ByGroup<1, false>, 1>),
+        (Scheme::Ternary { .. }, Some(64), _) => Some(group::<ByGroup<2, false>, 1>),
+        (Scheme::Ternary { .. }, Some(128), true) => Some(group::<ByGroup<4, false>, TOGETHER>),
+        (Scheme::Ternary { .. }, Some(128), false) => Some(group::<ByGroup<4, false>, 1>),
         _ => None,
     }
 }
@@ -101,13 +106,14 @@ pub fn kernel(scheme: &Scheme) -> Option<LookUp> {
 pub type LookUp =
     unsafe fn(*const u8, usize, *const Q8Block, *const TableLine, &mut [f32; ROW_GROUP]);
 
-/// Adds the products of a row group of ternary codes with one token to `sums`.
+/// Adds the products of a row group of ternary codes with one token to `sums`, of whose blocks each RUN have one
+/// scale, as the weights' have.
 ///
 /// # Safety
 /// The processor has AVX2, FMA and F16C, `weights` points to a row group of `Two` with S of `blocks`
 /// blocks, `x` to as many, and `tables` to theirs.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn group<S: Scales>(
+pub unsafe fn group<S: Scales, const RUN: usize>(
     mut weights: *const u8,
     blocks: usize,
     mut x: *const Q8Block,
@@ -123,18 +129,25 @@ pub unsafe fn group<S: Scales>(
         while left > 0 {
             let in_chunk = left.min(layout.blocks);
             let shared = [S::open::<Avx2>(weights, 0), S::open::<Avx2>(weights, 8)];
-            for j in 0..in_chunk {
+            let mut j = 0;
+            while j < in_chunk {
                 let planes = weights.add(layout.head + j * layout.codes);
-                fetch(planes, layout.codes);
-                let dots = block(planes, tables);
+                // What is left of a run goes block by block.
+                let (some, dots, sum) = if in_chunk - j >= RUN {
+                    let sum: f32 = (0..RUN).map(|i| (*x.add(i)).sum).sum();
+                    (RUN, run::<RUN>(planes, tables), sum)
+                } else {
+                    (1, run::<1>(planes, tables), (*x).sum)
+                };
                 for (h, total) in totals.iter_mut().enumerate() {
                     let scale = S::at::<Avx2>(shared[h], weights, 8 * h, (j, 0), 1.0);
                     let product = _mm256_mul_ps(dots[h], scale.scale);
                     *total = _mm256_fmadd_ps(product, _mm256_set1_ps((*x).d), *total);
-                    *total = _mm256_fmadd_ps(scale.offset, _mm256_set1_ps((*x).sum), *total);
+                    *total = _mm256_fmadd_ps(scale.offset, _mm256_set1_ps(sum), *total);
                 }
-                x = x.add(1);
-                tables = tables.add(TABLE_BYTES / 64);
+                j += some;
+                x = x.add(some);
+                tables = tables.add(some * (TABLE_BYTES / 64));
             }
             weights = weights.add(layout.head + in_chunk * layout.codes);
             left -= in_chunk;
@@ -146,18 +159,63 @@ pub unsafe fn group<S: Scales>(
     }
 }
 
-/// The sums of u x over a block, rows 0 to 7 and 8 to 15.
+/// The sums of u x over up to [`TOGETHER`] blocks, rows 0 to 7 and 8 to 15.
 ///
 /// # Safety
-/// As [`group`]; two planes and a block's tables are readable.
+/// As [`group`]; the blocks' planes and tables are readable.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn block(planes: *const u8, tables: *const TableLine) -> [__m256; 2] {
+unsafe fn run<const BLOCKS: usize>(planes: *const u8, tables: *const TableLine) -> [__m256; 2] {
+    // Bytes of two neighbouring rows are summed as one number of 16 bits, what is in its upper half once more by
+    // itself: modulo 2^16, which holds a sum over 128 activations.
+    let (mut pairs, mut odd) = ([_mm256_setzero_si256(); 2], [_mm256_setzero_si256(); 2]);
     // SAFETY: the caller's.
     unsafe {
-        let nibble = _mm256_set1_epi8(15);
-        let mut low = [_mm256_setzero_si256(); 2];
-        let mut high = [_mm256_setzero_si256(); 2];
+        for b in 0..BLOCKS {
+            let planes = planes.add(b * PLANES);
+            fetch(planes, PLANES);
+            for (part, bytes) in block(planes, tables.add(b * (TABLE_BYTES / 64)))
+                .into_iter()
+                .enumerate()
+            {
+                for bytes in bytes {
+                    pairs[part] = _mm256_add_epi16(pairs[part], bytes);
+                    odd[part] = _mm256_add_epi16(odd[part], _mm256_srli_epi16::<8>(bytes));
+                }
+            }
+        }
+    }
+    // Both lanes: low + 16 high.
+    let whole = |[low, high]: [__m256i; 2]| {
+        let sum = _mm256_add_epi16(low, _mm256_slli_epi16::<4>(high));
+        _mm_add_epi16(
+            _mm256_castsi256_si128(sum),
+            _mm256_extracti128_si256::<1>(sum),
+        )
+    };
+    let (pairs, odd) = (whole(pairs), whole(odd));
+    let even = _mm_sub_epi16(pairs, _mm_slli_epi16::<8>(odd));
+    let excess = _mm_set1_epi16((BLOCKS * EXCESS) as i16);
+    let (even, odd) = (_mm_sub_epi16(even, excess), _mm_sub_epi16(odd, excess));
+    let floats = |rows| _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(rows));
+    [
+        floats(_mm_unpacklo_epi16(even, odd)),
+        floats(_mm_unpackhi_epi16(even, odd)),
+    ]
+}
+
+/// What is looked up for a block in the low and in the high tables, row by row in bytes; the sum of two each.
+///
+/// # Safety
+/// As [`run`].
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn block(planes: *const u8, tables: *const TableLine) -> [[__m256i; 2]; 2] {
+    let nibble = _mm256_set1_epi8(15);
+    let mut low = [_mm256_setzero_si256(); 2];
+    let mut high = [_mm256_setzero_si256(); 2];
+    // SAFETY: the caller's.
+    unsafe {
         for v in 0..4 {
             let codes = _mm256_loadu_si256(planes.add(32 * v).cast());
             let indices = [
@@ -171,27 +229,6 @@ unsafe fn block(planes: *const u8, tables: *const TableLine) -> [__m256; 2] {
                 high[v / 2] = _mm256_add_epi8(high[v / 2], look_up(table.add(1)));
             }
         }
-        // Even and odd rows, in both lanes: low + 16 high.
-        let even = |a: [__m256i; 2]| {
-            let mask = _mm256_set1_epi16(255);
-            _mm256_add_epi16(_mm256_and_si256(a[0], mask), _mm256_and_si256(a[1], mask))
-        };
-        let odd = |a: [__m256i; 2]| {
-            _mm256_add_epi16(_mm256_srli_epi16::<8>(a[0]), _mm256_srli_epi16::<8>(a[1]))
-        };
-        let both = |low: __m256i, high: __m256i| {
-            let sum = _mm256_add_epi16(low, _mm256_slli_epi16::<4>(high));
-            let lanes = _mm_add_epi16(
-                _mm256_castsi256_si128(sum),
-                _mm256_extracti128_si256::<1>(sum),
-            );
-            _mm_sub_epi16(lanes, _mm_set1_epi16(EXCESS))
-        };
-        let (even, odd) = (both(even(low), even(high)), both(odd(low), odd(high)));
-        let floats = |rows| _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(rows));
-        [
-            floats(_mm_unpacklo_epi16(even, odd)),
-            floats(_mm_unpackhi_epi16(even, odd)),
-        ]
     }
+    [low, high]
 }
