@@ -79,11 +79,6 @@ impl Q8Activations {
         self.tables.1.then_some(self.tables.0.as_slice())
     }
 
-    /// Whether each four blocks of a token, from its first on, have one scale.
-    pub(super) fn wide(&self) -> bool {
-        self.wide
-    }
-
     /// Room for `m` tokens of width `k`, all zero, to be filled by row.
     ///
     /// # Errors
@@ -161,17 +156,22 @@ impl Q8Activations {
         };
         self.blocks.resize(len, Q8Block::ZERO);
         (self.m, self.k) = (m, k);
-        self.rows_mut();
+        self.forget();
         Ok(())
     }
 
-    /// A handle by which several threads can fill different rows at the same time.
-    pub fn rows_mut(&mut self) -> Q8Rows<'_> {
+    /// What is known of the rows no longer holds.
+    fn forget(&mut self) {
         self.wide = false;
         #[cfg(target_arch = "x86_64")]
         {
             self.tables.1 = false;
         }
+    }
+
+    /// A handle by which several threads can fill different rows at the same time.
+    pub fn rows_mut(&mut self) -> Q8Rows<'_> {
+        self.forget();
         Q8Rows {
             first: self.blocks.as_mut_ptr(),
             m: self.m,
@@ -188,6 +188,11 @@ impl Q8Activations {
     /// Width of a token.
     pub fn k(&self) -> usize {
         self.k
+    }
+
+    /// Whether each 128 values of a token have one scale ([`Self::refill_wide`]), and not each 32.
+    pub fn is_wide(&self) -> bool {
+        self.wide
     }
 
     /// The values that the codes of token `t` stand for.

@@ -136,7 +136,7 @@ impl PackedMatrix {
         #[cfg(target_arch = "x86_64")]
         if let (Some(tables), Level::Avx2, 1) = (x.tables(), level, tokens.len())
             && let Format::Scheme(scheme) = self.format
-            && let Some(look_up) = lookup::kernel(&scheme, x.wide())
+            && let Some(look_up) = lookup::kernel(&scheme, x.is_wide())
         {
             let (x, tables) = (x.blocks().as_ptr(), tables.as_ptr());
             // SAFETY: `level` is runnable, the tables are those of the only token, which has as many
