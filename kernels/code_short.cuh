@@ -16,6 +16,8 @@ namespace fused {
 template <int BLOCKS> struct CodeShort {
   static constexpr int MOST = 16, OCTETS = 2, SUMS = 16 * OCTET;  // steps; of a cluster; of a warp and an octet
   static constexpr int WRITTEN = BLOCKS == 1 ? OCTETS : 1;        // octets of a block, if it writes any
+  // Whether the next launch starts when x has been asked for: beside many small blocks it would be in their way.
+  static constexpr bool LATE = BLOCKS == 4;
 
   const Gemv& p;
   const uint32_t rank, first;            // first row of the cluster
@@ -104,7 +106,7 @@ template <int BLOCKS> struct CodeShort {
   }
 
   __device__ __forceinline__ void run() const {
-    allow_next();
+    if (!LATE) allow_next();
     uint4 codes[OCTETS];
     __half scales[OCTETS];
 #pragma unroll
@@ -141,6 +143,7 @@ template <int BLOCKS> struct CodeShort {
 #pragma unroll
       for (int e = 0; e < 4; ++e) w[e] = operands(codes, e);
     }
+    if (LATE) allow_next();
     if (writes) of.ask_residuals(p.epilogue, m, column);
     if (step < steps) {
       multiply(w, x, scales, y);

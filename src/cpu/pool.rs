@@ -25,16 +25,26 @@ const LOOK: u32 = 64;
 
 type Task<'a> = &'a (dyn Fn(usize) + Sync);
 
-/// What the workers read of the job under way.
-struct Shared {
+/// What has cache lines of its own, two of them, as processors fetch them in pairs.
+#[repr(align(128))]
+struct Lines<T>(T);
+
+/// The job under way.
+struct Job {
     /// Job number in the upper half, next task to take in the lower half.
     ticket: AtomicU64,
     /// Number of tasks of the job.
     tasks: AtomicU32,
     /// The job's closure: a pointer to a `Task` on the caller's stack.
     task: AtomicPtr<()>,
-    /// Tasks that have ended.
-    done: AtomicU32,
+}
+
+struct Shared {
+    /// What a worker reads before its first task, at once.
+    job: Lines<Job>,
+    /// Tasks that have ended, added up by each thread when it finds no other. The caller waits for them all while
+    /// others take theirs.
+    done: Lines<AtomicU32>,
     /// Set when a task panicked; the caller panics then.
     panicked: AtomicBool,
     /// Workers that sleep or are about to.
@@ -195,10 +205,12 @@ fn pool() -> &'static Pool {
 impl Pool {
     fn new(threads: usize) -> Self {
         let shared = Arc::new(Shared {
-            ticket: AtomicU64::new(0),
-            tasks: AtomicU32::new(0),
-            task: AtomicPtr::new(std::ptr::null_mut()),
-            done: AtomicU32::new(0),
+            job: Lines(Job {
+                ticket: AtomicU64::new(0),
+                tasks: AtomicU32::new(0),
+                task: AtomicPtr::new(std::ptr::null_mut()),
+            }),
+            done: Lines(AtomicU32::new(0)),
             panicked: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
             waiting: AtomicBool::new(false),
@@ -224,25 +236,25 @@ impl Pool {
     /// Runs one job; false if a task panicked.
     fn run(&self, tasks: u32, task: Task<'_>) -> bool {
         let s = &*self.shared;
+        let Job { ticket, .. } = &s.job.0;
         BUSY.set(true);
         // The pointer stays valid until this function returns, which it does only when every task
         // that was taken has ended (`done == tasks`), and no task of a job can be taken after that.
         let on_stack: *const Task<'_> = &task;
-        s.task.store(on_stack as *mut (), Ordering::Relaxed);
-        s.tasks.store(tasks, Ordering::Release);
-        s.done.store(0, Ordering::Relaxed);
-        let job = (s.ticket.load(Ordering::Relaxed) >> 32).wrapping_add(1) & 0xffff_ffff;
+        s.job.0.task.store(on_stack as *mut (), Ordering::Relaxed);
+        s.job.0.tasks.store(tasks, Ordering::Release);
+        s.done.0.store(0, Ordering::Relaxed);
+        let job = (ticket.load(Ordering::Relaxed) >> 32).wrapping_add(1) & 0xffff_ffff;
         // SeqCst pairs with the worker's `sleepers` increment: either it sees this job, or this
         // thread sees the sleeper.
-        s.ticket.store(job << 32, Ordering::SeqCst);
+        ticket.store(job << 32, Ordering::SeqCst);
         if s.sleepers.load(Ordering::SeqCst) > 0 {
             self.workers.iter().for_each(Thread::unpark);
         }
         s.take(job);
         s.wait(tasks);
         // Closed, so that a late worker cannot pair this ticket with the next job's task count.
-        s.ticket
-            .store(job << 32 | u64::from(u32::MAX), Ordering::Release);
+        ticket.store(job << 32 | u64::from(u32::MAX), Ordering::Release);
         BUSY.set(false);
         !s.panicked.swap(false, Ordering::Relaxed)
     }
@@ -253,52 +265,62 @@ impl Shared {
     fn take(&self, job: u64) {
         // Read before the ticket is taken: if taking succeeds, the job was still under way, so both
         // belong to it.
-        let task = self.task.load(Ordering::Relaxed) as *const Task<'_>;
+        let Job {
+            task,
+            tasks,
+            ticket,
+        } = &self.job.0;
+        let task = task.load(Ordering::Relaxed) as *const Task<'_>;
         // Acquire: if this is already the next job's number, the ticket below reads as closed.
-        let tasks = self.tasks.load(Ordering::Acquire);
+        let tasks = tasks.load(Ordering::Acquire);
+        let mut ended = 0;
         loop {
-            let ticket = self.ticket.load(Ordering::Acquire);
-            let next = ticket as u32;
-            if ticket >> 32 != job || next >= tasks {
-                return;
+            let seen = ticket.load(Ordering::Acquire);
+            let next = seen as u32;
+            if seen >> 32 != job || next >= tasks {
+                break;
             }
-            if self
-                .ticket
-                .compare_exchange_weak(ticket, ticket + 1, Ordering::AcqRel, Ordering::Relaxed)
+            if ticket
+                .compare_exchange_weak(seen, seen + 1, Ordering::AcqRel, Ordering::Relaxed)
                 .is_err()
             {
                 continue;
             }
             // SAFETY: the ticket was taken from the job that is under way, whose caller keeps the
-            // closure alive until `done` counts this task.
+            // closure alive until `done` counts this task, which this thread has yet to add.
             let body = unsafe { *task };
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| body(next as usize))) {
                 // Dropping it could panic again, outside of what catches panics.
                 std::mem::forget(payload);
                 self.panicked.store(true, Ordering::Relaxed);
             }
-            // SeqCst pairs with `wait`: either this thread sees that the caller sleeps, or the caller
-            // sees that this was the last task.
-            if self.done.fetch_add(1, Ordering::SeqCst) + 1 == tasks
-                && self.waiting.load(Ordering::SeqCst)
-            {
-                drop(self.lock());
-                self.ended.1.notify_all();
+            ended += 1;
+            if next + 1 == tasks {
+                break;
             }
+        }
+        // SeqCst pairs with `wait`: either this thread sees that the caller sleeps, or the caller
+        // sees that these were the last tasks.
+        if ended > 0
+            && self.done.0.fetch_add(ended, Ordering::SeqCst) + ended == tasks
+            && self.waiting.load(Ordering::SeqCst)
+        {
+            drop(self.lock());
+            self.ended.1.notify_all();
         }
     }
 
     /// Returns when all `tasks` of the job have ended.
     fn wait(&self, tasks: u32) {
         let mut spin = Spin::default();
-        while self.done.load(Ordering::Acquire) != tasks {
+        while self.done.0.load(Ordering::Acquire) != tasks {
             if spin.goes_on() {
                 continue;
             }
             // A worker lost its core while it held a task.
             self.waiting.store(true, Ordering::SeqCst);
             let mut guard = self.lock();
-            while self.done.load(Ordering::SeqCst) != tasks {
+            while self.done.0.load(Ordering::SeqCst) != tasks {
                 guard = self
                     .ended
                     .1
@@ -337,18 +359,18 @@ fn worker(s: &Shared) {
     BUSY.set(true);
     let mut seen = 0;
     loop {
-        let mut job = s.ticket.load(Ordering::Acquire) >> 32;
+        let mut job = s.job.0.ticket.load(Ordering::Acquire) >> 32;
         let mut spin = Spin::default();
         while job == seen {
             if !spin.goes_on() {
                 s.sleepers.fetch_add(1, Ordering::SeqCst);
-                if s.ticket.load(Ordering::SeqCst) >> 32 == seen {
+                if s.job.0.ticket.load(Ordering::SeqCst) >> 32 == seen {
                     thread::park();
                 }
                 s.sleepers.fetch_sub(1, Ordering::SeqCst);
                 spin = Spin::default();
             }
-            job = s.ticket.load(Ordering::Acquire) >> 32;
+            job = s.job.0.ticket.load(Ordering::Acquire) >> 32;
         }
         seen = job;
         s.take(job);

@@ -7,7 +7,7 @@ use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
 use super::store::Line;
 #[cfg(target_arch = "x86_64")]
-use super::x86::lookup;
+use super::x86::ternary;
 use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
@@ -134,14 +134,13 @@ impl PackedMatrix {
         debug_assert!(self.check(&rows, x, &tokens).is_ok());
         let level = runnable(level);
         #[cfg(target_arch = "x86_64")]
-        if let (Some(tables), Level::Avx2, 1) = (x.tables(), level, tokens.len())
-            && let Format::Scheme(scheme) = self.format
-            && let Some(look_up) = lookup::kernel(&scheme, x.is_wide())
+        if let Format::Scheme(scheme) = self.format
+            && tokens.len() == 1
+            && let Some(one_token) = ternary::kernel(&scheme, level, x)
         {
-            let (x, tables) = (x.blocks().as_ptr(), tables.as_ptr());
-            // SAFETY: `level` is runnable, the tables are those of the only token, which has as many
-            // blocks as the matrix; the rest is the caller's.
-            return unsafe { self.look_up(look_up, &rows, (x, tables), out) };
+            // SAFETY: `level` is runnable, and the only token, of which the kernel knows, has as many blocks as the
+            // matrix; the rest is the caller's.
+            return unsafe { self.one_token(one_token, &rows, x, out) };
         }
         let blocks = self.blocks();
         let some = (TOKEN_BYTES / (blocks * size_of::<Q8Block>())).max(8) / 8 * 8;
@@ -175,21 +174,24 @@ impl PackedMatrix {
         ROOM.set(room);
     }
 
-    /// The products of `rows` with a single token by table look-up.
+    /// The products of `rows` with the only token of `x`.
     ///
     /// # Safety
-    /// The processor has AVX2, the pointers are to a token of this width and its tables, and `out` has
-    /// room for the rows.
+    /// The kernel is for this format, a level that the processor has, and `x`, which is of this width; `out` has room
+    /// for the rows.
     #[cfg(target_arch = "x86_64")]
-    unsafe fn look_up(
+    unsafe fn one_token(
         &self,
-        look_up: lookup::LookUp,
+        kernel: ternary::OneToken,
         rows: &Range<usize>,
-        (x, tables): (*const Q8Block, *const lookup::TableLine),
+        x: &Q8Activations,
         out: *mut f32,
     ) {
         let (groups, mut room) = (self.groups(), Vec::new());
-        let blocks = self.blocks();
+        let tables = x
+            .tables()
+            .map_or(std::ptr::null(), |tables| tables.as_ptr());
+        let token = (x.blocks().as_ptr(), tables);
         for first in rows.clone().step_by(ROW_GROUP) {
             let weights = groups.get(first / ROW_GROUP, &mut room).as_ptr();
             let mut sums = [0.0; ROW_GROUP];
@@ -197,7 +199,7 @@ impl PackedMatrix {
             // SAFETY: the group is one of this format; `count` values from there on belong to the
             // rows. The rest is the caller's.
             unsafe {
-                look_up(weights, blocks, x, tables, &mut sums);
+                kernel(weights, self.blocks(), token, &mut sums);
                 let out = out.add(first - rows.start);
                 std::ptr::copy_nonoverlapping(sums.as_ptr(), out, count);
             }

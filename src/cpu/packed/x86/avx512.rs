@@ -158,7 +158,7 @@ impl Isa for Avx512 {
 /// it each row's bytes together.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn transposed(runs: __m512i) -> __m512i {
+pub(super) fn transposed(runs: __m512i) -> __m512i {
     let mut lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     // The compiler would take both shuffles for one of bytes across lanes, which without VBMI is nine
     // instructions instead of two. SAFETY: no instruction at all.

@@ -13,21 +13,14 @@
 //! Tables are made once for each activation row; 512 bytes for 32 activations. Where four blocks of activations
 //! have one scale, and weights too, their products are one exact sum.
 
-use super::super::activations::{Q8Block, TOGETHER};
-use super::super::codes::Two;
-use super::super::isa::Isa;
+use super::super::activations::Q8Block;
 use super::super::kernel::fetch;
-use super::super::layout::ROW_GROUP;
-use super::super::scales::{ByGroup, ByRow, Scales};
 use super::avx2::Avx2;
-use crate::quant::Scheme;
+use super::ternary::{Dots, PLANES};
 use std::arch::x86_64::*;
 
 /// Bytes of the tables of 32 activations.
 pub const TABLE_BYTES: usize = 512;
-
-/// Bytes of the codes of a block.
-const PLANES: usize = 128;
 
 /// What the high tables have too much in the sum of a block: 16 look-ups of 32, 16-fold.
 const EXCESS: usize = 16 * 32 * 16;
@@ -89,77 +82,19 @@ pub unsafe fn tables(x: &[Q8Block], tables: &mut Vec<TableLine>) {
     }
 }
 
-/// The kernel for a scheme, if it has one; `wide` activations have one scale for [`TOGETHER`] blocks.
-pub fn kernel(scheme: &Scheme, wide: bool) -> Option<LookUp> {
-    match (scheme, scheme.group(), wide) {
-        (Scheme::Ternary { .. }, None, true) => Some(group::<ByRow, TOGETHER>),
-        (Scheme::Ternary { .. }, None, false) => Some(group::<ByRow, 1>),
-        (Scheme::Ternary { .. }, Some(32), _) => Some(group::<ByGroup<1, false>, 1>),
-        (Scheme::Ternary { .. }, Some(64), _) => Some(group::<ByGroup<2, false>, 1>),
-        (Scheme::Ternary { .. }, Some(128), true) => Some(group::<ByGroup<4, false>, TOGETHER>),
-        (Scheme::Ternary { .. }, Some(128), false) => Some(group::<ByGroup<4, false>, 1>),
-        _ => None,
+/// Sums that are looked up in the tables of a token.
+#[derive(Clone, Copy)]
+pub(super) struct LookUp(pub *const TableLine);
+
+impl Dots<Avx2, 2> for LookUp {
+    #[inline(always)]
+    unsafe fn dots<const BLOCKS: usize>(self, planes: *const u8, first: usize) -> [__m256; 2] {
+        // SAFETY: the caller's.
+        unsafe { run::<BLOCKS>(planes, self.0.add(first * (TABLE_BYTES / 64))) }
     }
 }
 
-/// See [`group`].
-pub type LookUp =
-    unsafe fn(*const u8, usize, *const Q8Block, *const TableLine, &mut [f32; ROW_GROUP]);
-
-/// Adds the products of a row group of ternary codes with one token to `sums`, of whose blocks each RUN have one
-/// scale, as the weights' have.
-///
-/// # Safety
-/// The processor has AVX2, FMA and F16C, `weights` points to a row group of `Two` with S of `blocks`
-/// blocks, `x` to as many, and `tables` to theirs.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn group<S: Scales, const RUN: usize>(
-    mut weights: *const u8,
-    blocks: usize,
-    mut x: *const Q8Block,
-    mut tables: *const TableLine,
-    sums: &mut [f32; ROW_GROUP],
-) {
-    let layout = S::layout::<Two>();
-    // SAFETY: chunk by chunk this walks over the group, the token and its tables, which the caller
-    // vouches for.
-    unsafe {
-        let mut totals = [_mm256_setzero_ps(); 2];
-        let mut left = blocks;
-        while left > 0 {
-            let in_chunk = left.min(layout.blocks);
-            let shared = [S::open::<Avx2>(weights, 0), S::open::<Avx2>(weights, 8)];
-            let mut j = 0;
-            while j < in_chunk {
-                let planes = weights.add(layout.head + j * layout.codes);
-                // What is left of a run goes block by block.
-                let (some, dots, sum) = if in_chunk - j >= RUN {
-                    let sum: f32 = (0..RUN).map(|i| (*x.add(i)).sum).sum();
-                    (RUN, run::<RUN>(planes, tables), sum)
-                } else {
-                    (1, run::<1>(planes, tables), (*x).sum)
-                };
-                for (h, total) in totals.iter_mut().enumerate() {
-                    let scale = S::at::<Avx2>(shared[h], weights, 8 * h, (j, 0), 1.0);
-                    let product = _mm256_mul_ps(dots[h], scale.scale);
-                    *total = _mm256_fmadd_ps(product, _mm256_set1_ps((*x).d), *total);
-                    *total = _mm256_fmadd_ps(scale.offset, _mm256_set1_ps(sum), *total);
-                }
-                j += some;
-                x = x.add(some);
-                tables = tables.add(some * (TABLE_BYTES / 64));
-            }
-            weights = weights.add(layout.head + in_chunk * layout.codes);
-            left -= in_chunk;
-        }
-        for (h, total) in totals.iter().enumerate() {
-            let at = sums.as_mut_ptr().add(Avx2::ROWS * h);
-            _mm256_storeu_ps(at, _mm256_add_ps(_mm256_loadu_ps(at), *total));
-        }
-    }
-}
-
-/// The sums of u x over up to [`TOGETHER`] blocks, rows 0 to 7 and 8 to 15.
+/// The sums of u q over up to four blocks, rows 0 to 7 and 8 to 15.
 ///
 /// # Safety
 /// As [`group`]; the blocks' planes and tables are readable.

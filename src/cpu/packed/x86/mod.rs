@@ -3,6 +3,7 @@
 mod avx2;
 mod avx512;
 pub mod lookup;
+pub(super) mod ternary;
 
 use super::activations::Q8Block;
 use super::codes::{Codes, Unpacked};

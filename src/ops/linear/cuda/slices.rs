@@ -190,9 +190,10 @@ fn short_slices(sms: usize, units: usize, steps: usize) -> Option<(usize, usize)
     {
         return Some((slices, 2));
     }
-    // Or else beside them, two on one; larger clusters do not find room everywhere.
+    // Or else beside them, two on one; three of clusters of four, which the next launch's do not disturb. Larger
+    // clusters do not find room everywhere.
     match first(&[(4, 5), (3, 6), (2, 8)]) {
-        Some(slices) => Some((slices, 3)),
+        Some(slices) => Some((slices, slices.max(3))),
         None => (units <= sms).then_some((1, 2)),
     }
 }
