@@ -1,7 +1,7 @@
 //! Quantized matrices on a GPU: GGUF blocks, and codes of our own schemes.
 
-use super::codes::{CodeLayout, CodesAt, ValuesOf, values};
-use super::{Address, Gpu, Grid, Launcher, Module, address, alloc, fatbin};
+use super::codes::{self, CodeLayout, CodesAt, ValuesOf, values};
+use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, fatbin};
 use crate::ops::view::dtype_index;
 use crate::quant::{BlockFormat, Codes, Format};
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
@@ -247,10 +247,7 @@ impl BlockMatrix {
 
     /// Bytes of the weights: what a product with one row reads.
     pub fn size_in_bytes(&self) -> usize {
-        match self.stored {
-            Stored::Blocks(format) => self.rows * pitch(&format, self.cols.div_ceil(GROUP)),
-            Stored::Codes(layout, _) => layout.bytes(),
-        }
+        stored_bytes(self.format(), self.rows, self.cols)
     }
 
     /// Where the first row begins.
@@ -260,10 +257,7 @@ impl BlockMatrix {
 
     /// The format as the kernels number it: those for blocks, or those for codes.
     pub(crate) fn format_index(&self) -> usize {
-        match self.stored {
-            Stored::Blocks(format) => format_index(format.dtype),
-            Stored::Codes(layout, _) => layout.index(),
-        }
+        kernel_index(self.format())
     }
 
     /// Where everything is, of a matrix of codes.
@@ -423,7 +417,7 @@ pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
 
 /// What a product with many rows computes in: x's dtype if it has 16 bits, else bf16, which has the
 /// range of f32, where the GPU's tensor cores take it.
-pub(crate) fn product_dtype(gpu: &Gpu, x: DType) -> DType {
+pub(crate) fn product_dtype(gpu: &GpuSpec, x: DType) -> DType {
     match x {
         DType::F16 => DType::F16,
         _ if gpu.arch < 80 => DType::F16,
@@ -443,6 +437,22 @@ fn pitch(format: &BlockFormat, groups: usize) -> usize {
         SuperSymmetric => 1 + 4 * 2,
     };
     (groups * (codes + scales)).next_multiple_of(16)
+}
+
+/// Bytes that a matrix of rows x cols takes in a GPU's memory.
+pub(crate) fn stored_bytes(format: Format, rows: usize, cols: usize) -> usize {
+    match format {
+        Format::Block(format) => rows * pitch(&format, cols.div_ceil(GROUP)),
+        Format::Scheme(scheme) => CodeLayout::of(scheme, rows, cols).bytes(),
+    }
+}
+
+/// A format as the kernels number it: those for blocks, or those for codes.
+pub(crate) fn kernel_index(format: Format) -> usize {
+    match format {
+        Format::Block(format) => format_index(format.dtype),
+        Format::Scheme(scheme) => codes::index(scheme),
+    }
 }
 
 fn format_index(dtype: GgmlDType) -> usize {

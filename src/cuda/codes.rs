@@ -107,12 +107,17 @@ impl CodeLayout {
         if rows == 0 || rows > most - OCTET || cols > most / 4 {
             bail!("rows: {rows} rows of {cols} values are past what the kernels take");
         }
-        Ok(Self {
+        Ok(Self::of(scheme, rows, cols))
+    }
+
+    /// The same of a matrix that has been checked.
+    pub fn of(scheme: Scheme, rows: usize, cols: usize) -> Self {
+        Self {
             scheme,
             rows,
             cols,
             groups: scheme.group().map_or(0, |group| STEP / group),
-        })
+        }
     }
 
     /// Rows and steps, those that fill up the last eight rows among them.
@@ -167,17 +172,6 @@ impl CodeLayout {
                 false => 0,
             },
             groups: self.groups,
-        }
-    }
-
-    /// As `CodeFormat` of the kernels numbers formats.
-    pub fn index(&self) -> usize {
-        let of_groups = self.groups.next_power_of_two().ilog2() as usize;
-        match self.scheme {
-            Scheme::Int8 => 0,
-            Scheme::Int4 { .. } => 1 + of_groups,
-            Scheme::Ternary { .. } if self.groups == 0 => 4,
-            Scheme::Ternary { .. } => 5 + of_groups,
         }
     }
 
@@ -264,6 +258,17 @@ impl CodeLayout {
                 })
             })
         })
+    }
+}
+
+/// A scheme's format as `CodeFormat` of the kernels numbers it.
+pub(super) fn index(scheme: Scheme) -> usize {
+    let of_groups = |group: usize| (STEP / group).next_power_of_two().ilog2() as usize;
+    match (scheme, scheme.group()) {
+        (Scheme::Int8, _) => 0,
+        (Scheme::Int4 { .. }, group) => 1 + group.map_or(0, of_groups),
+        (Scheme::Ternary { .. }, None) => 4,
+        (Scheme::Ternary { .. }, Some(group)) => 5 + of_groups(group),
     }
 }
 

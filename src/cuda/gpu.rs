@@ -2,6 +2,7 @@
 
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, sys};
 use candle_core::{CudaDevice, Result, bail};
+use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 /// GPUs of one machine that the tables have room for.
@@ -12,10 +13,9 @@ static GPUS: [OnceLock<Gpu>; MAX_GPUS] = [const { OnceLock::new() }; MAX_GPUS];
 /// What the driver keeps of a multiprocessor's shared memory for each block.
 const RESERVED: usize = 1024;
 
-/// A GPU's properties.
-#[derive(Debug)]
-pub(crate) struct Gpu {
-    pub ordinal: usize,
+/// What the choice of kernels and their grids depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct GpuSpec {
     /// Compute capability times ten, as in sm_90.
     pub capability: u32,
     /// What the code that runs here was compiled for: the compute capability, or less where the
@@ -25,8 +25,30 @@ pub(crate) struct Gpu {
     pub sms: u32,
     /// Shared memory that one block can have, in bytes.
     pub shared: u32,
+}
+
+impl GpuSpec {
+    /// Shared memory, static and dynamic, that each of so many blocks of one multiprocessor can have, in bytes.
+    pub fn share(&self, blocks: usize) -> usize {
+        (self.shared as usize + RESERVED) / blocks - RESERVED
+    }
+}
+
+/// A GPU of this machine.
+#[derive(Debug)]
+pub(crate) struct Gpu {
+    pub ordinal: usize,
+    pub spec: GpuSpec,
     /// Keeps the primary context, and with it the loaded modules, for as long as the process runs.
     context: Arc<CudaContext>,
+}
+
+impl Deref for Gpu {
+    type Target = GpuSpec;
+
+    fn deref(&self) -> &GpuSpec {
+        &self.spec
+    }
 }
 
 impl Gpu {
@@ -55,21 +77,18 @@ impl Gpu {
             + get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         Ok(Self {
             ordinal: context.ordinal(),
-            capability,
-            arch: code_for(
+            spec: GpuSpec {
                 capability,
-                env!("CANDLE_FUSED_SASS"),
-                env!("CANDLE_FUSED_PTX"),
-            ),
-            sms: get(attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            shared: get(attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+                arch: code_for(
+                    capability,
+                    env!("CANDLE_FUSED_SASS"),
+                    env!("CANDLE_FUSED_PTX"),
+                ),
+                sms: get(attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+                shared: get(attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            },
             context: context.clone(),
         })
-    }
-
-    /// Shared memory, static and dynamic, that each of so many blocks of one multiprocessor can have, in bytes.
-    pub fn share(&self, blocks: usize) -> usize {
-        (self.shared as usize + RESERVED) / blocks - RESERVED
     }
 
     /// Makes the GPU's context the calling thread's.

@@ -3,6 +3,7 @@
 
 mod blocks;
 mod codes;
+mod force;
 mod gpu;
 mod graph;
 mod launch;
@@ -17,9 +18,11 @@ mod rows;
 mod scratch;
 
 pub use blocks::BlockMatrix;
-pub(crate) use blocks::{Narrow, dequantize, narrow, product_dtype};
+pub(crate) use blocks::{Narrow, dequantize, kernel_index, narrow, product_dtype, stored_bytes};
 pub(crate) use codes::{CodesAt, ValuesOf, values};
-pub(crate) use gpu::{Gpu, MAX_GPUS};
+pub(crate) use force::forced;
+pub use force::with_kernel;
+pub(crate) use gpu::{Gpu, GpuSpec, MAX_GPUS};
 pub(crate) use graph::Graph;
 pub use graph::count_launches;
 pub use launch::launches;

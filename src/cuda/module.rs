@@ -35,6 +35,13 @@ pub(crate) struct Module {
     loaded: [OnceLock<Box<[Function]>>; MAX_GPUS],
 }
 
+/// The stem.
+impl std::fmt::Debug for Module {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.stem)
+    }
+}
+
 impl Module {
     /// A module to be loaded when its first kernel is asked for.
     pub const fn new(

@@ -1,7 +1,7 @@
 //! Memory of a GPU for what lies between kernels.
 
 use super::memory::{Address, address, alloc};
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result};
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, bail};
 
 /// Pieces start at multiples of this many bytes.
 const ALIGNMENT: usize = 256;
@@ -16,6 +16,8 @@ pub(crate) struct Scratch {
     /// Bytes taken of all since the last reset, and at most between two of them.
     taken: usize,
     most: usize,
+    /// Whether there is no more than what there is.
+    fixed: bool,
 }
 
 struct Block {
@@ -32,6 +34,36 @@ impl Scratch {
             used: 0,
             taken: 0,
             most: 0,
+            fixed: false,
+        }
+    }
+
+    /// Memory of `bytes` and no more, which stays where it is: what a CUDA graph can have.
+    ///
+    /// # Errors
+    /// If the device's memory does not suffice.
+    pub fn fixed(op: &str, device: &CudaDevice, bytes: usize) -> Result<Self> {
+        let mut scratch = Self::new(device);
+        if bytes > 0 {
+            scratch.take(op, DType::U8, bytes)?;
+            scratch.reset();
+        }
+        scratch.fixed = true;
+        Ok(scratch)
+    }
+
+    /// Bytes that `len` elements take.
+    pub const fn room(dtype: DType, len: usize) -> usize {
+        let size = match dtype {
+            DType::U8 => 1,
+            DType::F16 | DType::BF16 => 2,
+            _ => 4,
+        };
+        let bytes = len * size;
+        if bytes == 0 {
+            ALIGNMENT
+        } else {
+            bytes.next_multiple_of(ALIGNMENT)
         }
     }
 
@@ -40,14 +72,15 @@ impl Scratch {
     /// # Errors
     /// If the device's memory does not suffice.
     pub fn take(&mut self, op: &str, dtype: DType, len: usize) -> Result<Address> {
-        let bytes = (len * dtype.size_in_bytes())
-            .max(1)
-            .next_multiple_of(ALIGNMENT);
+        let bytes = Self::room(dtype, len);
         if self
             .blocks
             .last()
             .is_none_or(|b| b.size - self.used < bytes)
         {
+            if self.fixed {
+                bail!("{op}: {bytes} bytes of scratch memory are past what was planned");
+            }
             // After a reset one block is to do for all.
             let size = bytes.max(if self.blocks.is_empty() { self.most } else { 0 });
             let storage = alloc(op, &self.device, DType::U8, size)?;
@@ -55,7 +88,7 @@ impl Scratch {
             self.used = 0;
         }
         let Some(block) = self.blocks.last() else {
-            candle_core::bail!("{op}: no memory was taken");
+            bail!("{op}: no memory was taken");
         };
         let at = address(
             &block.storage,

@@ -1,24 +1,27 @@
 //! A decode step written down: which kernels run over which addresses, from token ids to next
-//! tokens. Five launches a layer: q, k, v behind the norm; attention with rotation and append; the
+//! tokens. Five steps a layer: q, k, v behind the norm; attention with rotation and append; the
 //! output projection with the residual; gate and up, or up alone, behind the norm; down with the
 //! residual. Where attention and MLP stand side by side, up comes before the residual.
 
 use super::state::State;
-use crate::cuda::{Address, Gpu, Launcher, address, address_of, alloc};
+use crate::cuda::{Address, Gpu, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
 use crate::nn::{KvCache, Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_decoding::cuda::{self as flash_decoding, Step, StepShape};
-use crate::ops::linear::cuda::{self as linear, Few, FewRows, NormAt, NormKind, ProductAt};
+use crate::ops::linear::cuda::{
+    NormAt, NormKind, Operands, Product, ProductAt, gemv_dense_pipelined as pipelined,
+};
 use crate::ops::sample::cuda as sample;
 use crate::ops::view::dtype_index;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Tensor};
+use std::cell::RefCell;
 
 /// One step of the model.
 enum Work {
     Embedding(Lookup),
-    Linear(Few),
+    Linear(Product),
     Attention(Step),
     Beside(Box<flash_decoding::Beside>),
     Sample(sample::Step),
@@ -29,6 +32,8 @@ pub(super) struct Plan {
     /// Each with the name of its part of the model.
     work: Vec<(&'static str, Work)>,
     sequences: u32,
+    /// What products need between their launches; the steps of a chain take turns.
+    scratch: RefCell<Scratch>,
     /// Whose addresses stand in the work, beside the state's.
     _held: Held,
 }
@@ -62,11 +67,17 @@ impl Plan {
         if !writer.head(&decoder.head, &decoder.stack.norm)? {
             return Ok(None);
         }
+        let products = writer.work.iter().map(|(_, work)| match work {
+            Work::Linear(product) => product.scratch(),
+            _ => 0,
+        });
+        let scratch = Scratch::fixed("generation", device, products.max().unwrap_or(0))?;
         let tables = rotary.tables();
         let held = |cache: &KvCache| (cache.buffers().0.clone(), cache.buffers().1.clone());
         Ok(Some(Self {
             work: writer.work,
             sequences: state.sequences() as u32,
+            scratch: RefCell::new(scratch),
             _held: Held {
                 _decoder: decoder.clone(),
                 _caches: caches.iter().map(held).collect(),
@@ -129,7 +140,11 @@ impl Plan {
         unsafe {
             match work {
                 Work::Embedding(lookup) => embedding::launch(launcher, lookup),
-                Work::Linear(few) => linear::few(&launcher.among_others(), few),
+                Work::Linear(product) => {
+                    let mut scratch = self.scratch.borrow_mut();
+                    scratch.reset();
+                    product.run(&launcher.among_others(), &mut scratch)
+                }
                 Work::Attention(step) => flash_decoding::launch(launcher, step),
                 Work::Beside(both) => both.launch(launcher),
                 Work::Sample(step) => sample::launch(launcher, self.sequences, *step),
@@ -247,15 +262,16 @@ impl<'a> Writer<'a> {
             activation: block.mlp.activation(),
             ..Around::behind(&block.mlp_norm, hidden, self.dtype)
         };
-        let [Some(first), Some(inside)] =
-            [self.few(qkv, self.x, first)?, self.few(up, self.x, inside)?]
-        else {
+        let [Some(first), Some(inside)] = [
+            self.product(qkv, self.x, first)?,
+            self.product(up, self.x, inside)?,
+        ] else {
             return Ok(false);
         };
         let add = self.added();
         let [Some(output), Some(down)] = [
-            self.few(output, attended, add)?,
-            self.few(down, hidden, add)?,
+            self.product(output, attended, add)?,
+            self.product(down, hidden, add)?,
         ] else {
             return Ok(false);
         };
@@ -266,11 +282,14 @@ impl<'a> Writer<'a> {
             true => self.side_by_side(&step, [&first, &inside, &output, &down]),
             false => None,
         };
-        let first = match (&side, first.dense()) {
-            (Some(_), Some(first)) => Few::from(FewRows {
-                fetch: Some(step.earlier()),
-                ..*first
-            }),
+        let first = match (&side, first.single()) {
+            (Some(_), Some((_, operands))) => {
+                let operands = Operands {
+                    fetch: Some(step.earlier()),
+                    ..operands.clone()
+                };
+                Product::of(&self.launcher.among_others(), operands)?
+            }
             _ => first,
         };
         self.work.push(("qkv", Work::Linear(first)));
@@ -301,19 +320,21 @@ impl<'a> Writer<'a> {
     fn side_by_side(
         &self,
         step: &Step,
-        [first, inside, output, down]: [&Few; 4],
-    ) -> Option<(flash_decoding::Beside, Few)> {
-        let [inside, output, down] = [inside.dense()?, output.dense()?, down.dense()?];
-        let gpu = self.launcher.gpu;
-        let ready = first.dense().is_some_and(|first| first.is_streamed(gpu));
-        let beside = flash_decoding::Beside::new(&self.launcher, *step, *inside, ready)?;
+        [first, inside, output, down]: [&Product; 4],
+    ) -> Option<(flash_decoding::Beside, Product)> {
+        let [(first, _), (_, inside), (_, output), (_, down)] = [
+            first.single()?,
+            inside.single()?,
+            output.single()?,
+            down.single()?,
+        ];
+        let ready = first.kernel == pipelined::NAME;
+        let beside = flash_decoding::Beside::new(&self.launcher, *step, inside.clone(), ready)?;
+        let mut pair = pipelined::pair(output, down)?;
         // The second bias is added as a residual is: there is one row.
-        let output = FewRows {
-            residuals: [output.residuals[0], down.bias],
-            ..*output
-        };
-        let pair = output.paired(down, gpu)?;
-        Some((beside, pair.into()))
+        pair.at.residuals[1] = down.at.bias;
+        let pair = Product::of(&self.launcher.among_others(), pair).ok()?;
+        Some((beside, pair))
     }
 
     /// A product that is added to the stream.
@@ -327,8 +348,13 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// None if no kernel takes the product.
-    fn few(&self, linear: &Projection, x: Address, around: Around<'_>) -> Result<Option<Few>> {
+    /// None if the product or its norm is not fused.
+    fn product(
+        &self,
+        linear: &Projection,
+        x: Address,
+        around: Around<'_>,
+    ) -> Result<Option<Product>> {
         let Some((weights, bias)) = linear.fused_parts() else {
             return Ok(None);
         };
@@ -353,7 +379,7 @@ impl<'a> Writer<'a> {
             x_dtype: self.dtype,
             out_dtype: around.out_dtype,
         };
-        Few::new(&self.launcher, weights, &at)
+        Product::new(&self.launcher.among_others(), weights, &at).map(Some)
     }
 
     fn attention(
@@ -423,7 +449,7 @@ impl<'a> Writer<'a> {
         let vocab = head.rows().iter().sum::<usize>();
         let logits = self.buffer(DType::F32, self.state.sequences() * vocab)?;
         let around = Around::behind(norm, logits, DType::F32);
-        let Some(head) = self.few(head, self.x, around)? else {
+        let Some(head) = self.product(head, self.x, around)? else {
             return Ok(false);
         };
         self.work.push(("head", Work::Linear(head)));

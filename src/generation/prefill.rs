@@ -7,11 +7,11 @@ use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
 use crate::nn::{Norm, Projection, RotaryEmbedding};
+use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_attention::cuda::{self as flash_attention, Call, Operand};
-use crate::ops::linear::cuda::{FEW, NormAt, ProductAt, dense_weights, product};
+use crate::ops::linear::cuda::{NormAt, Product, ProductAt, dequantize_together};
 use crate::ops::rope::cuda::{self as rope, RopeAt};
-use crate::ops::{Activation, Weight};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Layout, Result, Storage, Tensor, bail};
 
@@ -72,7 +72,8 @@ pub(super) fn read(
         out_dtype: DType::F32,
         ..pass.at(last, out, vocab)
     };
-    pass.product(&Weights::new(&decoder.head)?, head)?;
+    let head = pass.product(&decoder.head, head)?;
+    pass.run(&head)?;
     let logits = Storage::Cuda(logits);
     Ok(Tensor::from_storage(
         logits,
@@ -80,28 +81,6 @@ pub(super) fn read(
         BackpropOp::none(),
         false,
     ))
-}
-
-/// The weights of a product.
-#[derive(Clone, Copy, Default)]
-struct Weights<'a> {
-    held: &'a [Weight],
-    /// Where they are made dense, if they are.
-    dense: Option<Address>,
-    bias: Option<&'a Tensor>,
-}
-
-impl<'a> Weights<'a> {
-    fn new(projection: &'a Projection) -> Result<Self> {
-        match projection.fused_parts() {
-            Some((held, bias)) => Ok(Self {
-                held,
-                dense: None,
-                bias,
-            }),
-            None => bail!("generation: a product is not fused"),
-        }
-    }
 }
 
 /// The rows of a prompt on their way through the layers.
@@ -120,26 +99,61 @@ impl Pass {
     fn block(&mut self, block: &Block, cache: &Cache, rotary: &RotaryEmbedding) -> Result<()> {
         let (qkv, output) = block.attention.projections();
         let (up, down) = block.mlp.projections();
-        let [qkv, output, up, down] = self.weights([qkv, output, up, down])?;
-        let joint = self.product_of(&qkv, &block.attention_norm, Activation::None)?;
-        let inside =
-            |pass: &mut Self| pass.product_of(&up, &block.mlp_norm, block.mlp.activation());
+        let activation = block.mlp.activation();
+        let [width, kv_width, _] = block.attention.config().widths();
+        let inner = activation.outputs(up.rows().iter().sum());
+        let joint = self.buffer(width + 2 * kv_width)?;
+        let attended = self.buffer(width)?;
+        let hidden = self.buffer(inner)?;
+        let mut products = [
+            self.behind(qkv, &block.attention_norm, Activation::None, joint)?,
+            self.added(output, attended)?,
+            self.behind(up, &block.mlp_norm, activation, hidden)?,
+            self.added(down, hidden)?,
+        ];
+        self.dequantize(&mut products)?;
+        let [qkv, output, up, down] = &products;
+        self.run(qkv)?;
         // Side by side, both read the stream before either adds to it.
-        let before = block.parallel.then(|| inside(self)).transpose()?;
-        let attended = self.attention(block, joint, cache, rotary)?;
-        self.add(&output, attended)?;
-        let hidden = match before {
-            Some(hidden) => hidden,
-            None => inside(self)?,
-        };
-        self.add(&down, hidden)
+        if block.parallel {
+            self.run(up)?;
+        }
+        self.attention(block, [joint, attended], cache, rotary)?;
+        self.run(output)?;
+        if !block.parallel {
+            self.run(up)?;
+        }
+        self.run(down)
     }
 
-    /// Adds a product to the stream.
-    fn add(&mut self, linear: &Weights<'_>, x: Address) -> Result<()> {
+    /// Memory of its own for rows of so many values.
+    fn buffer(&mut self, width: usize) -> Result<Address> {
+        let len = self.tokens * width;
+        self.scratch.take("generation", self.dtype, len)
+    }
+
+    /// A product that is added to the stream.
+    fn added(&self, linear: &Projection, x: Address) -> Result<Product> {
         let at = ProductAt {
             residuals: [self.x, 0],
             ..self.at(x, self.x, self.hidden)
+        };
+        self.product(linear, at)
+    }
+
+    /// A product of the stream behind a norm.
+    fn behind(
+        &self,
+        linear: &Projection,
+        norm: &Norm,
+        activation: Activation,
+        out: Address,
+    ) -> Result<Product> {
+        let width = activation.outputs(linear.rows().iter().sum());
+        let at = ProductAt {
+            norm: self.norm(norm)?,
+            activation,
+            ..self.at(self.x, out, width)
         };
         self.product(linear, at)
     }
@@ -172,68 +186,44 @@ impl Pass {
         Ok(at)
     }
 
-    /// The product of the stream behind a norm, in memory of its own.
-    fn product_of(
-        &mut self,
-        linear: &Weights<'_>,
-        norm: &Norm,
-        activation: Activation,
-    ) -> Result<Address> {
-        let rows = linear.held.iter().map(Weight::rows).sum::<usize>();
-        let width = activation.outputs(rows);
-        let out = self
-            .scratch
-            .take("linear", self.dtype, self.tokens * width)?;
-        let at = ProductAt {
-            norm: self.norm(norm)?,
-            activation,
-            ..self.at(self.x, out, width)
+    fn product(&self, linear: &Projection, at: ProductAt) -> Result<Product> {
+        let Some((weights, bias)) = linear.fused_parts() else {
+            bail!("generation: a product is not fused");
         };
-        self.product(linear, at)?;
-        Ok(out)
-    }
-
-    fn product(&mut self, linear: &Weights<'_>, at: ProductAt) -> Result<()> {
-        let Weights { held, dense, bias } = *linear;
         let at = ProductAt {
             bias: bias.map_or(Ok(0), address_of)?,
-            k: held.first().map_or(0, |w| w.cols()),
+            k: weights.first().map_or(0, |w| w.cols()),
             ..at
         };
+        Product::new(&self.launcher, weights, &at)
+    }
+
+    fn run(&mut self, product: &Product) -> Result<()> {
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of
         // the stream; nothing writes weights, norms or biases.
-        unsafe { product(&self.launcher, &mut self.scratch, held, dense, &at) }
+        unsafe { product.run(&self.launcher, &mut self.scratch) }
     }
 
-    /// The weights of a layer; those in blocks, if they all are, are made dense in one launch.
-    fn weights<'b, const N: usize>(&mut self, of: [&'b Projection; N]) -> Result<[Weights<'b>; N]> {
-        let mut all = [Weights::default(); N];
-        for (weights, projection) in all.iter_mut().zip(of) {
-            *weights = Weights::new(projection)?;
+    /// Dequantizes the weights of a layer that the library is to multiply, in one launch.
+    fn dequantize(&mut self, products: &mut [Product]) -> Result<()> {
+        let wanted: Vec<_> = products.iter().filter_map(Product::to_dequantize).collect();
+        // SAFETY: as for `run`.
+        let starts = unsafe { dequantize_together(&self.launcher, &mut self.scratch, &wanted)? };
+        let wanting = products.iter_mut().filter(|p| p.to_dequantize().is_some());
+        for (product, start) in wanting.zip(starts) {
+            product.set_dequantized(start);
         }
-        // Few rows take blocks as they are.
-        if self.tokens > FEW {
-            let groups = all.map(|weights| weights.held);
-            // SAFETY: as for `product`.
-            let dense = unsafe {
-                let (launcher, rows) = (&self.launcher, self.tokens);
-                dense_weights(launcher, &mut self.scratch, &groups, rows, self.dtype)?
-            };
-            for (weights, at) in all.iter_mut().zip(dense.into_iter().flatten()) {
-                weights.dense = Some(at);
-            }
-        }
-        Ok(all)
+        Ok(())
     }
 
-    /// Rotation, append and attention: `[tokens, heads * D]`.
+    /// Rotation, append and attention, from `[tokens, (heads + 2 kv_heads) D]` to `[tokens, heads D]`.
     fn attention(
         &mut self,
         block: &Block,
-        qkv: Address,
+        [qkv, y]: [Address; 2],
         (k, v): &Cache,
         rotary: &RotaryEmbedding,
-    ) -> Result<Address> {
+    ) -> Result<()> {
         let config = block.attention.config();
         let (heads, kv_heads, dim) = (config.heads, config.kv_heads, config.head_dim);
         let norms = block.attention.head_norms();
@@ -242,9 +232,6 @@ impl Pass {
         let width = heads * dim;
         let joint = width + 2 * kv_heads * dim;
         let q = self.scratch.take("rope", self.dtype, tokens * width)?;
-        let y = self
-            .scratch
-            .take("flash_attention", self.dtype, tokens * width)?;
         let rope = RopeAt {
             x: qkv,
             x_strides: [tokens * joint, joint, dim],
@@ -309,6 +296,6 @@ impl Pass {
             rope::launch(&self.launcher, &rope)?;
             flash_attention::launch(&self.launcher, &call)?;
         }
-        Ok(y)
+        Ok(())
     }
 }

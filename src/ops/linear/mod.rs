@@ -20,6 +20,8 @@ use crate::cuda::BlockMatrix;
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+pub use cuda::{KernelInfo, kernel_table};
 pub(crate) use launch::launch;
 pub use reference::reference;
 
@@ -88,7 +90,7 @@ pub enum Prologue<'a> {
 }
 
 /// The pointwise function after the product and bias.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// `y`
     #[default]

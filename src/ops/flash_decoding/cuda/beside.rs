@@ -2,7 +2,7 @@
 
 use super::{OP, Params, Prepared, Step};
 use crate::cuda::{Grid, Launcher, Module, fatbin};
-use crate::ops::linear::cuda::{FewRows, Gemv};
+use crate::ops::linear::cuda::{Case, Gemv, Operands, gemv_dense_pipelined};
 use candle_core::{DType, Result, bail};
 
 static MODULE: Module = Module::new(
@@ -37,10 +37,11 @@ struct BesideParams {
 }
 
 /// Attention of one token and a product of one row that reads nothing of it, nor writes what it reads.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Beside {
     pub step: Step,
-    pub product: FewRows,
+    product: Operands,
+    case: Case,
     /// Whether the product need not wait for the kernel in front, which writes nothing that it reads and
     /// begins when all in front of it are complete.
     pub ready: bool,
@@ -48,24 +49,34 @@ pub(crate) struct Beside {
 
 impl Beside {
     /// None if there is no kernel for the two.
-    pub fn new(launcher: &Launcher, step: Step, product: FewRows, ready: bool) -> Option<Self> {
+    pub fn new(launcher: &Launcher, step: Step, product: Operands, ready: bool) -> Option<Self> {
         let shape = &step.shape;
+        let case = product.case(launcher);
         let sixteen = [DType::F16, DType::BF16].contains(&shape.cache_dtype);
-        let alike = product.w_dtype == shape.cache_dtype && shape.dtype == shape.cache_dtype;
+        let alike = case.dense() == Some(shape.cache_dtype) && shape.dtype == shape.cache_dtype;
+        let both = Self {
+            step,
+            product,
+            case,
+            ready,
+        };
         let fits = launcher.gpu.arch >= 80
             && sixteen
             && alike
             && step.is_aligned()
             && shape.sequences == 1
             && DIMS.contains(&shape.head_dim)
-            && product
-                .stream_beside(launcher.gpu, Self::blocks(launcher.gpu.sms, u32::MAX))
+            && both
+                .spread(Self::blocks(launcher.gpu.sms, u32::MAX))
                 .is_some();
-        fits.then_some(Self {
-            step,
-            product,
-            ready,
-        })
+        fits.then_some(both)
+    }
+
+    /// The product on at most so many blocks: the launch's grid and the stages of its pipelines.
+    fn spread(&self, blocks: usize) -> Option<(Grid, usize)> {
+        let one = self.product.second.is_none();
+        let room = gemv_dense_pipelined::Room::beside(blocks);
+        one.then(|| gemv_dense_pipelined::spread(&self.case, room).ok())?
     }
 
     /// Of the product, beside so many that attend: two fit a multiprocessor, and more of the product's would
@@ -90,10 +101,11 @@ impl Beside {
         let dim = DIMS.iter().position(|d| *d == self.step.shape.head_dim);
         let attending: u32 = blocks.iter().product();
         let room = Self::blocks(launcher.gpu.sms, attending);
-        let product = self.product.stream_beside(launcher.gpu, room);
-        let (Some(dim), Some((product, grid))) = (dim, product) else {
+        let (Some(dim), Some((grid, stages))) = (dim, self.spread(room)) else {
             bail!("{OP}: no kernel for a step of this shape beside a product");
         };
+        let mut product = Gemv::of(&self.product)?;
+        product.split = stages as u32;
         let bf16 = self.step.shape.cache_dtype == DType::BF16;
         let both = BesideParams {
             attention: params,
@@ -108,7 +120,7 @@ impl Beside {
         );
         // SAFETY: the layout is the kernel's `Beside`; the addresses are the caller's.
         unsafe {
-            launcher.moving(self.product.bytes() as u64).run(
+            launcher.moving(self.product.weight_bytes() as u64).run(
                 &MODULE,
                 2 * dim + usize::from(bf16),
                 grid,

@@ -4,7 +4,7 @@ use super::{Beside, Step, StepShape, launch};
 use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
 use crate::ops::linear;
-use crate::ops::linear::cuda::{FewRows, NormAt, NormKind};
+use crate::ops::linear::cuda::{NormAt, NormKind, Operands, ProductAt};
 use crate::ops::{Activation, Epilogue, Prologue, RopeStyle, Weight};
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -224,7 +224,7 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
                 epilogue,
             )?;
             let y = Tensor::zeros((1, rows), dtype, &device)?;
-            let product = FewRows {
+            let at = ProductAt {
                 x: address_of(&x)?,
                 norm: Some(NormAt {
                     kind: NormKind::Layer,
@@ -232,9 +232,6 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
                     bias: address_of(&shift)?,
                     eps: 1e-5,
                 }),
-                weights: [(address_of(&w)?, rows), (0, 0), (0, 0)],
-                second: None,
-                fetch: None,
                 bias: address_of(&bias)?,
                 activation: Activation::Gelu,
                 residuals: [0; 2],
@@ -243,9 +240,9 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
                 m: 1,
                 k,
                 x_dtype: dtype,
-                w_dtype: dtype,
                 out_dtype: dtype,
             };
+            let product = Operands::new(&[Weight::Dense(w.clone())], &at)?;
             let both = Beside::new(&launcher, prepared.step, product, ready);
             let both = both.expect("a kernel for this head dimension");
             // SAFETY: the tensors have the sizes that step and product ask for, and outlive the graph.

@@ -1,254 +1,288 @@
-//! Products whose weights stream through shared memory, against float64.
+//! The table of kernels without a GPU: what it chooses over a grid of cases, and its page in the documentation.
 
-use super::few::{FewRows, few_rows, params};
-use super::gemv::{NormAt, NormKind};
-use super::stream::{self, Fetch, Room};
-use crate::cuda::{Launcher, address_of};
-use crate::ops::Activation;
-use candle_core::{D, DType, Device, Result, Tensor};
+use super::dispatch::{RULES, select};
+use super::problem::{Alignment, Case, MAX_MATRICES, WeightFormat};
+use crate::cuda::{GpuSpec, with_kernel};
+use crate::ops::linear::Activation;
+use crate::quant::{BlockFormat, Format};
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Result};
+use std::fmt::Write as _;
+use std::path::Path;
 
-/// Random values on the device, and the same in float64.
-struct Both {
-    on: Tensor,
-    exact: Tensor,
-}
+/// Set to write the files anew that the tests compare with.
+const UPDATE: &str = "CANDLE_FUSED_UPDATE";
 
-impl Both {
-    fn new(device: &Device, dtype: DType, shape: &[usize], scale: f32) -> Result<Self> {
-        let t = Tensor::randn(0f32, scale, shape, &Device::Cpu)?.to_dtype(dtype)?;
-        Ok(Self {
-            on: t.to_device(device)?,
-            exact: t.to_dtype(DType::F64)?,
-        })
+/// Name, compute capability, multiprocessors, shared memory of a block.
+const GPUS: [(&str, u32, u32, u32); 7] = [
+    ("T4", 75, 40, 64 << 10),
+    ("A100", 80, 108, 163 << 10),
+    ("RTX 3090", 86, 82, 99 << 10),
+    ("Orin", 87, 16, 163 << 10),
+    ("L4", 89, 58, 99 << 10),
+    ("H100", 90, 132, 227 << 10),
+    ("H200", 90, 132, 227 << 10),
+];
+
+/// N and K of the products of SmolLM2-135M, Qwen3-0.6B, Llama-3.2-1B, Pythia-2.8B and Llama-3-8B, and of gated ones.
+const SHAPES: [(usize, usize, bool); 17] = [
+    (960, 576, false),
+    (576, 576, false),
+    (3072, 576, true),
+    (576, 1536, false),
+    (49152, 576, false),
+    (4096, 1024, false),
+    (1024, 2048, false),
+    (6144, 1024, true),
+    (16384, 2048, true),
+    (2048, 8192, false),
+    (128256, 2048, false),
+    (7680, 2560, false),
+    (6144, 4096, false),
+    (4096, 4096, false),
+    (28672, 4096, true),
+    (4096, 14336, false),
+    (128256, 4096, false),
+];
+
+const FORMATS: [&str; 13] = [
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q8_0",
+    "q4k",
+    "q5k",
+    "q6k",
+    "int8",
+    "int4-g128",
+    "int4-g32-z",
+    "ternary-row",
+    "ternary-g64",
+];
+
+fn gpu(capability: u32, sms: u32, shared: u32) -> GpuSpec {
+    GpuSpec {
+        capability,
+        arch: capability,
+        sms,
+        shared,
     }
 }
 
-fn assert_close(ours: &Tensor, expected: &Tensor, bound: f64, what: &str) -> Result<()> {
-    let expected = expected.to_vec1::<f64>()?;
-    let most = expected.iter().fold(1f64, |most, v| most.max(v.abs()));
-    let ours = ours.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-    for (ours, expected) in ours.iter().zip(&expected) {
-        let error = (f64::from(*ours) - expected).abs();
-        assert!(error <= bound * most, "{what}: {error} of {most}");
+fn formats() -> Result<Vec<WeightFormat>> {
+    let mut formats: Vec<_> = [DType::F32, DType::F16, DType::BF16]
+        .map(WeightFormat::Dense)
+        .into();
+    for name in FORMATS {
+        let block = BlockFormat::DTYPES
+            .into_iter()
+            .find(|dtype: &GgmlDType| format!("{dtype:?}").to_lowercase() == name);
+        formats.push(WeightFormat::Quantized(match block {
+            Some(dtype) => Format::Block(BlockFormat::of(dtype)?),
+            None => Format::Scheme(name.parse()?),
+        }));
     }
-    Ok(())
+    Ok(formats)
 }
 
-/// x behind the norm, in float64 but rounded where the kernel rounds.
-fn normed(x: &Tensor, kind: NormKind, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let centred = match kind {
-        NormKind::Rms => x.clone(),
-        NormKind::Layer => x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?,
-    };
-    let squares = (centred.sqr()?.mean_keepdim(D::Minus1)? + 1e-5)?;
-    let scaled = centred.broadcast_div(&squares.sqrt()?)?.mul(weight)?;
-    match kind {
-        NormKind::Rms => Ok(scaled),
-        NormKind::Layer => scaled + bias,
+/// A product as models have it: without a norm or, where it is gated, behind an RMS norm.
+fn case(
+    gpu: GpuSpec,
+    weight: WeightFormat,
+    x: DType,
+    m: usize,
+    shape: (usize, usize, bool),
+) -> Case {
+    let (n, k, gated) = shape;
+    let mut rows = [0; MAX_MATRICES];
+    rows[0] = n;
+    if gated {
+        (rows[0], rows[1]) = (n / 2, n / 2);
+    }
+    Case {
+        gpu,
+        weight,
+        x,
+        out: x,
+        m,
+        k,
+        rows,
+        border: None,
+        norm: gated.then_some(super::NormKind::Rms),
+        activation: match gated {
+            true => Activation::SwiGlu,
+            false => Activation::None,
+        },
+        bias: false,
+        residuals: 0,
+        in_chain: false,
+        alignment: Alignment::ALL,
     }
 }
 
-/// One row of x with a matrix for each of `weights`' rows, and all that belongs to them.
-struct Product {
-    x: Both,
-    norm: Option<NormKind>,
-    gain: Both,
-    shift: Both,
-    w: Both,
-    bias: Both,
-    residual: Both,
-    y: Tensor,
-    activation: Activation,
-    at: FewRows,
+/// All M to 130, and then powers of two.
+fn rows_of_x() -> impl Iterator<Item = usize> {
+    (1..=130).chain((8..=12).map(|power| 1 << power))
 }
 
-impl Product {
-    fn new(
-        device: &Device,
-        dtype: DType,
-        k: usize,
-        weights: [usize; 3],
-        activation: Activation,
-        norm: Option<NormKind>,
-    ) -> Result<Self> {
-        let randn = |shape: &[usize], scale| Both::new(device, dtype, shape, scale);
-        let rows = weights.iter().sum::<usize>();
-        let width = activation.outputs(rows);
-        let (x, gain, shift) = (randn(&[k], 1.)?, randn(&[k], 1.)?, randn(&[k], 1.)?);
-        let w = randn(&[rows, k], 1. / (k as f32).sqrt())?;
-        let (bias, residual) = (randn(&[rows], 1.)?, randn(&[width], 1.)?);
-        let y = Tensor::zeros(width, dtype, device)?;
-        let (first, size) = (address_of(&w.on)?, (k * dtype.size_in_bytes()) as u64);
-        let mut from = 0;
-        let weights = weights.map(|rows| {
-            from += rows;
-            (first + (from - rows) as u64 * size, rows)
+/// As in `1 gemv_dense, 2-8 gemv_dense_mma, 9-4096 gemm_dense_cublaslt`.
+fn choices(of: impl Fn(usize) -> Case) -> Result<String> {
+    let mut runs: Vec<(usize, usize, &str)> = Vec::new();
+    for m in rows_of_x() {
+        let kernel = select(&of(m))?.kernel;
+        match runs.last_mut() {
+            Some((_, last, same)) if *same == kernel => *last = m,
+            _ => runs.push((m, m, kernel)),
+        }
+    }
+    let texts = runs
+        .iter()
+        .map(|(first, last, kernel)| match first == last {
+            true => format!("{first} {kernel}"),
+            false => format!("{first}-{last} {kernel}"),
         });
-        let (weight, shifts) = (address_of(&gain.on)?, address_of(&shift.on)?);
-        let norm_at = |kind| NormAt {
-            kind,
-            weight,
-            bias: if kind == NormKind::Layer { shifts } else { 0 },
-            eps: 1e-5,
-        };
-        let at = FewRows {
-            x: address_of(&x.on)?,
-            norm: norm.map(norm_at),
-            weights,
-            second: None,
-            fetch: None,
-            bias: address_of(&bias.on)?,
-            activation,
-            residuals: [address_of(&residual.on)?, 0],
-            out: address_of(&y)?,
-            stride: width,
-            m: 1,
-            k,
-            x_dtype: dtype,
-            w_dtype: dtype,
-            out_dtype: dtype,
-        };
-        Ok(Self {
-            x,
-            norm,
-            gain,
-            shift,
-            w,
-            bias,
-            residual,
-            y,
-            activation,
-            at,
-        })
-    }
+    Ok(texts.collect::<Vec<_>>().join(", "))
+}
 
-    /// What the outputs have to be, `x` being the inputs in float64.
-    fn expected(&self, x: &Tensor) -> Result<Tensor> {
-        let input = match self.norm {
-            Some(kind) => normed(x, kind, &self.gain.exact, &self.shift.exact)?,
-            None => x.clone(),
-        };
-        let sums = (product(&self.w, &input)? + &self.bias.exact)?;
-        let y = match self.activation {
-            Activation::SwiGlu => {
-                let width = self.y.elem_count();
-                let up = sums.narrow(0, width, width)?;
-                sums.narrow(0, 0, width)?.silu()?.mul(&up)?
-            }
-            Activation::Silu => sums.silu()?,
-            Activation::Gelu => sums.gelu_erf()?,
-            _ => sums,
-        };
-        y + &self.residual.exact
+/// Adds `name` to the line of the same text, or a line.
+fn gather(lines: &mut Vec<(Vec<String>, String)>, name: String, text: String) {
+    match lines.iter_mut().find(|(_, same)| *same == text) {
+        Some((names, _)) => names.push(name),
+        None => lines.push((vec![name], text)),
     }
 }
 
-fn product(w: &Both, x: &Tensor) -> Result<Tensor> {
-    w.exact.matmul(&x.unsqueeze(1)?)?.squeeze(1)
-}
-
-/// Keys and values that are fetched beside a product, and a position.
-struct Cache {
-    kv: Both,
-    position: Tensor,
-}
-
-impl Cache {
-    /// 70 tokens of two heads, of which 69 are there.
-    fn new(device: &Device) -> Result<Self> {
-        Ok(Self {
-            kv: Both::new(device, DType::F16, &[2, 2, 70, 72], 1.)?,
-            position: Tensor::new(&[69u32], device)?,
-        })
+/// What `text` is held to, below the package's root.
+fn assert_current(path: &str, text: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    if std::env::var_os(UPDATE).is_some() {
+        std::fs::write(&path, text).expect("the file can be written");
     }
-
-    fn fetch(&self) -> Result<Fetch> {
-        let (row, plane) = (2 * 72, 2 * 72 * 70);
-        let k = address_of(&self.kv.on)?;
-        Ok(Fetch {
-            k,
-            v: k + 2 * u64::from(plane),
-            position: address_of(&self.position)?,
-            planes: 2,
-            plane,
-            row,
-        })
-    }
+    let held = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        held == text,
+        "{} is not what the table of kernels gives; if the change is meant, run this test with {UPDATE}=1",
+        path.display()
+    );
 }
 
 #[test]
-fn streamed_products_agree_with_float64() -> Result<()> {
-    let Ok(device) = Device::new_cuda(0) else {
-        return Ok(());
-    };
-    let launcher = Launcher::new(device.as_cuda_device()?)?;
-    let (layer, rms) = (Some(NormKind::Layer), Some(NormKind::Rms));
-    let cache = Cache::new(&device)?;
-    // Rows that units and blocks do not divide, k that steps do not, several matrices, long rows.
-    for (k, weights, activation, norm) in [
-        (2048, [4097, 0, 0], Activation::None, None),
-        (2088, [2304, 301, 298], Activation::None, rms),
-        (2560, [7680, 0, 0], Activation::None, layer),
-        (2056, [2805, 0, 0], Activation::Gelu, layer),
-        (4096, [2050, 0, 0], Activation::SwiGlu, rms),
-        (8192, [517, 516, 0], Activation::None, rms),
-        (14336, [515, 0, 0], Activation::None, None),
-        (16384, [257, 0, 0], Activation::Silu, layer),
-    ] {
-        for dtype in [DType::BF16, DType::F16] {
-            let one = Product::new(&device, dtype, k, weights, activation, norm)?;
-            let at = FewRows {
-                fetch: Some(cache.fetch()?),
-                ..one.at
-            };
-            let room = Room::whole(launcher.gpu);
-            let streamed = stream::spread(launcher.gpu, &at, params(&at), room);
-            // SAFETY: the tensors have the sizes that the product asks for.
-            unsafe { stream::launch(&launcher, &at, streamed.expect("a kernel"))? };
-            let bound = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
-            let what = format!("{k} {weights:?} {activation:?} {dtype:?}");
-            assert_close(&one.y, &one.expected(&one.x.exact)?, bound, &what)?;
+fn choices_are_the_committed_ones() -> Result<()> {
+    let mut text = String::from(
+        "# Which kernel takes a product, by weight format, dtype of x and GPU: M and kernel for each N x K (+ where \
+         half of N gates the other).\n# Written by the test `choices_are_the_committed_ones`.\n",
+    );
+    for weight in formats()? {
+        for x in [DType::F32, DType::F16, DType::BF16] {
+            let mut of_gpus = Vec::new();
+            for (name, capability, sms, shared) in GPUS {
+                let mut of_shapes = Vec::new();
+                for shape in SHAPES {
+                    let gpu = gpu(capability, sms, shared);
+                    let (n, k, gated) = shape;
+                    let name = format!("{n}x{k}{}", if gated { "+" } else { "" });
+                    let text = choices(|m| case(gpu, weight, x, m, shape))?;
+                    gather(&mut of_shapes, name, text);
+                }
+                let lines = of_shapes
+                    .iter()
+                    .map(|(shapes, text)| format!("  {}: {text}\n", shapes.join(" ")));
+                gather(&mut of_gpus, name.to_owned(), lines.collect());
+            }
+            for (gpus, lines) in of_gpus {
+                let x = x.as_str();
+                write!(text, "\n{weight}, x {x}, {}\n{lines}", gpus.join(", ")).expect("a string");
+            }
         }
+    }
+    assert_current("tests/data/dispatch/linear.txt", &text);
+    Ok(())
+}
+
+#[test]
+fn the_page_of_kernels_is_current() {
+    let mut text = String::from(
+        "# Kernels of `linear` and its relatives on CUDA\n\nWhich kernel takes a product. The first row of the table \
+         that fits is taken; `CANDLE_FUSED_KERNEL=name` forces one, and `candle_fused::trace::capture` tells which ran. \
+         M are the rows of x (tokens), N the output channels, K the inputs. The table is \
+         [dispatch.rs](../src/ops/linear/cuda/dispatch.rs); a test writes this page from it.\n\n\
+         | kernel | weights | x: M | K | compute capability | norm in front | SwiGLU | source | |\n\
+         |---|---|---|---|---|---|---|---|---|\n",
+    );
+    let range = |[least, most]: [usize; 2]| match most {
+        usize::MAX => format!("{least} or more"),
+        most if most == least => most.to_string(),
+        most => format!("{least} to {most}"),
+    };
+    for rule in RULES {
+        let x = rule.x.iter();
+        let x: Vec<_> = x
+            .map(|(dtype, m)| format!("{}: {}", dtype.as_str(), range(*m)))
+            .collect();
+        let k = match rule.max_k {
+            usize::MAX => "any".to_owned(),
+            k => format!("up to {k}"),
+        };
+        let arch = match rule.arch {
+            [0, u32::MAX] => "any".to_owned(),
+            [least, u32::MAX] => format!("{}.{} or newer", least / 10, least % 10),
+            [_, most] => format!("{}.{}", most / 10, most % 10),
+        };
+        writeln!(
+            text,
+            "| `{}` | {} | {} | {k} | {arch} | {} | {} | {} | {} |",
+            rule.kernel,
+            rule.formats,
+            x.join("; "),
+            format!("{:?}", rule.norms).to_lowercase(),
+            if rule.gates { "yes" } else { "no" },
+            rule.source,
+            rule.note,
+        )
+        .expect("a string");
+    }
+    assert_current("docs/kernels.md", &text);
+}
+
+#[test]
+fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
+    let h100 = gpu(90, 132, 227 << 10);
+    let int4 = WeightFormat::Quantized(Format::Scheme("int4-g128".parse()?));
+    let case = |m| case(h100, int4, DType::BF16, m, (4096, 4096, false));
+    let kernel = |name, m| with_kernel(Some(name), || select(&case(m)));
+    assert_eq!(kernel("gemm_wna16_m64", 16)?.kernel, "gemm_wna16_m64");
+    // Kernels for other formats leave these alone.
+    assert_eq!(
+        kernel("gemv_dense_mma", 16)?.kernel,
+        select(&case(16))?.kernel
+    );
+    for (name, m, expected) in [
+        ("gemm_wna16_m64", 512, "M is out of its range"),
+        ("gemm_wna16_m16_tma", 16, "K is too short"),
+        ("no_such", 16, "there is no kernel no_such"),
+    ] {
+        let error = kernel(name, m).expect_err(name).to_string();
+        assert!(error.contains(expected), "{name}: {error}");
     }
     Ok(())
 }
 
 #[test]
-fn a_pair_of_matrices_is_the_sum_of_their_products() -> Result<()> {
-    let Ok(device) = Device::new_cuda(0) else {
-        return Ok(());
-    };
-    let launcher = Launcher::new(device.as_cuda_device()?)?;
-    for (border, behind, rows) in [
-        (64, 256, 64),
-        (640, 2560, 640),
-        (2560, 10240, 2561),
-        (8, 8, 3),
-        // As long as those of GPT-NeoX-20B, which are more than a block's threads have at once.
-        (6144, 24576, 515),
-    ] {
-        for dtype in [DType::BF16, DType::F16] {
-            let made = |k| Product::new(&device, dtype, k, [rows, 0, 0], Activation::None, None);
-            let (first, second) = (made(border)?, made(behind)?);
-            let x = Both::new(&device, dtype, &[border + behind], 1.)?;
-            let one = FewRows {
-                x: address_of(&x.on)?,
-                ..first.at
-            };
-            let two = FewRows {
-                x: one.x + 2 * border as u64,
-                ..second.at
-            };
-            let pair = one.paired(&two, launcher.gpu);
-            // SAFETY: the tensors have the sizes that the product asks for.
-            unsafe { few_rows(&launcher, &pair.expect("a kernel for two matrices"))? };
-            let expected = first.expected(&x.exact.narrow(0, 0, border)?)?;
-            let behind = product(&second.w, &x.exact.narrow(0, border, behind)?)?;
-            let bound = if dtype == DType::BF16 { 4e-3 } else { 5e-4 };
-            let what = format!("{border} {dtype:?}");
-            assert_close(&first.y, &(expected + behind)?, bound, &what)?;
-            assert!(two.paired(&one, launcher.gpu).is_none());
-        }
-    }
+fn a_plan_says_what_it_launches() -> Result<()> {
+    let h100 = gpu(90, 132, 227 << 10);
+    let plan = select(&case(
+        h100,
+        WeightFormat::Dense(DType::BF16),
+        DType::BF16,
+        8,
+        (4096, 4096, false),
+    ))?;
+    let text = plan.to_string();
+    assert!(
+        text.starts_with("gemv_dense_mma (linear_tensor_bf16, "),
+        "{text}"
+    );
+    assert!(text.contains(" B shared, split "), "{text}");
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! What a linear op holds, ready for kernels.
 
-use super::gemv::{NormAt, NormKind};
+use super::problem::{NormAt, NormKind};
 use crate::cuda::{Address, address_of};
 use crate::ops::linear::launch::LinearOp;
 use crate::ops::linear::{Prologue, Weight};
@@ -8,28 +8,28 @@ use candle_core::{Result, Tensor};
 
 /// The op's tensors in row-major order: copies of views live until the launches are made; the stream
 /// that runs those frees them.
-pub(super) struct Held {
+pub(super) struct Owned {
     pub weights: Vec<Weight>,
-    norm: Option<HeldNorm>,
+    norm: Option<OwnedNorm>,
     bias: Option<Tensor>,
     residuals: Vec<Tensor>,
 }
 
-struct HeldNorm {
+struct OwnedNorm {
     kind: NormKind,
     weight: Tensor,
     bias: Option<Tensor>,
     eps: f32,
 }
 
-impl Held {
+impl Owned {
     pub fn new(op: &LinearOp<'_>) -> Result<Self> {
         let weights = op.weights.iter().map(|w| match w {
             Weight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
             other => Ok(other.clone()),
         });
         let residuals = op.epilogue.residuals.iter().map(|r| r.contiguous());
-        // The kernels for blocks read norms 16 bytes at a time.
+        // The kernels for quantized weights read norms 16 bytes at a time.
         let aligned = |t: &Tensor| match address_of(t)?.is_multiple_of(16) {
             true => t.contiguous(),
             false => t.copy(),
@@ -38,13 +38,13 @@ impl Held {
             weights: weights.collect::<Result<_>>()?,
             norm: match op.prologue {
                 Prologue::None => None,
-                Prologue::RmsNorm { weight, eps } => Some(HeldNorm {
+                Prologue::RmsNorm { weight, eps } => Some(OwnedNorm {
                     kind: NormKind::Rms,
                     weight: aligned(weight)?,
                     bias: None,
                     eps: eps as f32,
                 }),
-                Prologue::LayerNorm { weight, bias, eps } => Some(HeldNorm {
+                Prologue::LayerNorm { weight, bias, eps } => Some(OwnedNorm {
                     kind: NormKind::Layer,
                     weight: aligned(weight)?,
                     bias: bias.map(aligned).transpose()?,
@@ -58,7 +58,7 @@ impl Held {
 
     /// Where the norm's vectors are.
     pub fn norm(&self) -> Result<Option<NormAt>> {
-        let at = |norm: &HeldNorm| {
+        let at = |norm: &OwnedNorm| {
             Ok(NormAt {
                 kind: norm.kind,
                 weight: address_of(&norm.weight)?,

@@ -1,12 +1,17 @@
 //! Small products by integers on Hopper in one launch: its blocks make int8 of x themselves, which a kernel
 //! of its own takes as long for as the product.
 
+use super::super::plan::{Kernel, Planned};
+use super::super::problem::{Case, MAX_MATRICES, Operands};
 use super::tensor_map::STAGE_K;
-use super::w8a8::{ALIGNMENT, MOST_WEIGHTS, ProductParams, W8A8};
+use super::w8a8_params::{
+    ALIGNMENT, ProductParams, check, product_params, tensor_maps, tiles_of_w,
+};
 use crate::cuda::profile;
-use crate::cuda::{Address, Gpu, Grid, Launcher, Module, fatbin};
+use crate::cuda::{Address, GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
+use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
-use candle_core::{DType, Result};
+use std::sync::Arc;
 
 /// One for each of [`FORMS`].
 static DIRECT: Module = Module::new(
@@ -132,16 +137,12 @@ const FORMS: [Form; 6] = [
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct DirectParams {
-    weights: [sys::CUtensorMap; MOST_WEIGHTS],
+    weights: [sys::CUtensorMap; MAX_MATRICES],
     product: ProductParams,
     x: Address,
     stages: u32,
     padding: u32,
 }
-
-/// The place among [`FORMS`] of the one that takes a product.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Direct(usize);
 
 impl Form {
     /// Rows of W of each team.
@@ -156,7 +157,7 @@ impl Form {
 
     /// Stages of W that fit beside x; of a ring no more than find room in half of a multiprocessor, if those are
     /// four, which is a little faster (4.12 us instead of 4.20 for 512 rows of 1536x576 on an H100).
-    fn stages(&self, gpu: &Gpu, k: usize) -> usize {
+    fn stages(&self, gpu: &GpuSpec, k: usize) -> usize {
         let fitting = |shared: usize| {
             let room = shared.saturating_sub(FIXED + ALIGNMENT + self.x(k));
             room / (self.columns * STAGE_K)
@@ -169,90 +170,100 @@ impl Form {
     }
 
     /// Dynamic shared memory: sums take the place of W in the end.
-    fn shared(&self, gpu: &Gpu, k: usize) -> usize {
+    fn shared(&self, gpu: &GpuSpec, k: usize) -> usize {
         let weights = self.stages(gpu, k) * self.columns * STAGE_K;
         let sums = self.rows * (4 * self.columns + 32 * self.beside);
         self.x(k) + weights.max(sums) + ALIGNMENT
     }
 
     /// Blocks above and beside one another, if clusters have no more than there are.
-    fn blocks(&self, product: &W8A8) -> Option<[usize; 2]> {
-        let all = product.beside(self.columns_of_team());
+    fn blocks(&self, case: &Case) -> Option<[usize; 2]> {
+        let all = tiles_of_w(case.matrices(), case.gates(), self.columns_of_team());
         let beside = all / self.beside;
         let whole = all.is_multiple_of(self.beside) && beside.is_multiple_of(self.cluster);
-        whole.then_some([product.at.m.div_ceil(self.rows), beside])
+        whole.then_some([case.m.div_ceil(self.rows), beside])
     }
 
     /// Whether it takes the product, and each block finds a multiprocessor for itself.
-    fn takes(&self, gpu: &Gpu, product: &W8A8) -> bool {
-        let k = product.at.k;
+    fn takes(&self, case: &Case) -> bool {
+        let (gpu, k) = (&case.gpu, case.k);
         let filled = |[above, beside]: [usize; 2]| {
             let share = (above * beside) as f64 / f64::from(gpu.sms);
             self.least <= share && share <= self.most
         };
         let least = if self.whole { k.div_ceil(STAGE_K) } else { 2 };
         (self.least_k..=self.most_k).contains(&k)
-            && self.blocks(product).is_some_and(filled)
+            && self.blocks(case).is_some_and(filled)
             && self.stages(gpu, k) >= least
             && self.shared(gpu, k) + FIXED <= gpu.shared as usize
     }
 }
 
-impl Direct {
-    /// The form that takes a product faster than two launches do, if there is one.
-    pub fn of(gpu: &Gpu, product: &W8A8) -> Option<Self> {
-        let at = &product.at;
-        let whole = at.k.is_multiple_of(16) && at.x.is_multiple_of(16);
-        if at.norm.is_some() || !whole || at.x_dtype == DType::F32 {
-            return None;
-        }
-        FORMS
-            .iter()
-            .position(|form| form.takes(gpu, product))
-            .map(Self)
-    }
+/// How one launch carries out a product.
+#[derive(Debug)]
+struct OneLaunch {
+    /// The place among [`FORMS`].
+    index: usize,
+    /// Tiles above and beside one another, and stages of W.
+    tiles: [usize; 2],
+    stages: usize,
+    grid: Grid,
+}
 
-    /// How it runs, for the trace.
-    pub fn path(self) -> String {
-        let Form {
-            rows,
-            columns,
-            cluster,
-            ..
-        } = FORMS[self.0];
-        format!("direct {rows}x{columns}x{cluster}")
+/// The form that takes a product faster than two launches do, if there is one.
+pub(crate) fn plan(case: &Case) -> Planned {
+    check(case)?;
+    if !case.k.is_multiple_of(16) || !case.alignment.x {
+        return Err("rows of x are not whole pieces of 16 aligned bytes");
     }
-
-    /// Launches the product.
-    ///
-    /// # Errors
-    /// If the driver does not take the shape.
-    ///
-    /// # Safety
-    /// As [`super::product`]; the form takes the product.
-    pub unsafe fn run(self, launcher: &Launcher, product: &W8A8) -> Result<()> {
-        let (form, at) = (FORMS[self.0], &product.at);
-        let columns = form.columns_of_team();
-        let above = at.m.div_ceil(form.rows);
-        let beside = product.beside(columns);
-        let params = DirectParams {
-            weights: product.tensor_maps(columns / 2)?,
-            product: product.params([0; 2], columns, [above, beside], 1),
-            x: at.x,
-            stages: form.stages(launcher.gpu, at.k) as u32,
-            padding: 0,
-        };
-        let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
-        let bytes = at.m * at.k * at.x_dtype.size_in_bytes() + product.rows() * at.k + outputs;
-        let blocks = above * beside / form.beside;
-        let grid = Grid {
+    let index = FORMS.iter().position(|form| form.takes(case));
+    let index = index.ok_or("none of its tiles fills the GPU with one block a multiprocessor")?;
+    let form = &FORMS[index];
+    let beside = tiles_of_w(case.matrices(), case.gates(), form.columns_of_team());
+    let tiles = [case.m.div_ceil(form.rows), beside];
+    let blocks = tiles[0] * beside / form.beside;
+    Ok(Arc::new(OneLaunch {
+        index,
+        tiles,
+        stages: form.stages(&case.gpu, case.k),
+        grid: Grid {
             cluster: form.cluster as u32,
             ..Grid::new(
                 [blocks as u32, 1, 1],
                 form.threads as u32,
-                form.shared(launcher.gpu, at.k) as u32,
+                form.shared(&case.gpu, case.k) as u32,
             )
+        },
+    }))
+}
+
+impl Kernel for OneLaunch {
+    fn entry(&self) -> &'static str {
+        DIRECT.names(self.index).1
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        Some(self.grid)
+    }
+
+    fn details(&self) -> String {
+        let Form { rows, columns, .. } = FORMS[self.index];
+        format!("tiles of {rows}x{columns}, {} stages", self.stages)
+    }
+
+    unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
+        let (form, at) = (&FORMS[self.index], &operands.at);
+        let columns = form.columns_of_team();
+        let params = DirectParams {
+            weights: tensor_maps(operands, columns / 2)?,
+            product: product_params(operands, [0; 2], columns, self.tiles, 1)?,
+            x: at.x,
+            stages: self.stages as u32,
+            padding: 0,
         };
+        let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
+        let x = at.m * at.k * at.x_dtype.size_in_bytes();
+        let bytes = x + operands.rows() * at.k + outputs;
         // It waits for whatever is in front; launches that are timed one by one are apart.
         let launcher = Launcher {
             dependent: launcher.dependent || !profile::is_capturing(),
@@ -262,7 +273,7 @@ impl Direct {
         unsafe {
             launcher
                 .moving(bytes as u64)
-                .run(&DIRECT, self.0, grid, &params)
+                .run(&DIRECT, self.index, self.grid, &params)
         }
     }
 }

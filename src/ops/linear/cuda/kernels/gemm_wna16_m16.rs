@@ -1,9 +1,10 @@
-//! Up to 16 rows of x and weights in INT8 or INT4 codes: the host's side of `kernels/code_slices.cuh`,
-//! `kernels/code_long.cuh` and `kernels/code_short.cuh`.
+//! INT8 or INT4 weights and 16 rows of x a launch (`kernels/code_slices.cuh`, `kernels/code_long.cuh` and
+//! `kernels/code_short.cuh`).
 
-use super::blocks::code_kernel;
-use super::tiles::Form;
-use crate::cuda::{BlockMatrix, Gpu, Grid, Launcher, Module, fatbin};
+use super::super::plan::Planned;
+use super::super::problem::Case;
+use super::gemm_wna16::{Tensor, scheme_kernel};
+use crate::cuda::{GpuSpec, Grid, Module, fatbin};
 use std::sync::Arc;
 
 /// INT8, INT4 in groups of 128 without zero points, other INT4; [`LONG`] and [`SHORT`].
@@ -33,11 +34,10 @@ const RINGS: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
 const WARPS: usize = 8;
 const DEPTH: usize = 2;
 
-/// INT4 in groups of 128, which is kernel [`ONE_GROUP`] elsewhere, where k is so long that warps would read x anew
+/// INT4 in groups of 128 where k is so long that warps would read x anew
 /// for every two steps; and what its blocks have in shared memory: three stages of x, three slots of each warp's
 /// ring, sums, those of another block of two batches, and what it may take to begin at a multiple of 1,024.
 const LONG: usize = 3;
-const ONE_GROUP: usize = 1;
 const LONG_SHARED: usize =
     3 * 2 * DEPTH * STEP * ROWS * 2 + WARPS * 3 * (2048 + 64) + WARPS * SUMS / 4 + SUMS + 1024;
 
@@ -67,69 +67,64 @@ const FIXED_SHARED: usize = 1056;
 /// latter was not.
 const MANY: [[usize; 2]; 3] = [[16, usize::MAX], [16, 6], [5, 3]];
 
-/// Whether a weight may stand in front of another in one launch: rows come eight at a time from one matrix.
-pub(super) fn ends_whole(weight: &BlockMatrix) -> bool {
-    weight.rows().is_multiple_of(OCTET)
+/// What a product looks like to the kernels.
+struct Shape {
+    kernel: usize,
+    /// 16 output channels each, or 8 and the 8 that they gate.
+    units: usize,
+    /// Of k.
+    steps: usize,
 }
 
-/// Whether all eights of rows lie within eights of a matrix; `gated` is the first row that is gated.
-fn aligned(weights: &[Arc<BlockMatrix>], gated: Option<usize>) -> bool {
+/// # Errors
+/// If not all groups of 8 output channels lie within those of one matrix: their scales lie together.
+fn shape(case: &Case) -> Result<Shape, &'static str> {
+    let kernel = scheme_kernel(case)?;
+    let gated = case.gates().then_some(case.width());
     let mut first = 0;
-    weights.iter().all(|weight| {
-        let rows = first..first + weight.rows();
-        first = rows.end;
-        let plain = gated.is_some_and(|g| rows.start >= g) || rows.start % OCTET == 0;
-        plain && gated.is_none_or(|g| rows.end <= g || rows.start % OCTET == g % OCTET)
+    let aligned = case.matrices().all(|rows| {
+        let channels = first..first + rows;
+        first = channels.end;
+        let plain = gated.is_some_and(|g| channels.start >= g) || channels.start % OCTET == 0;
+        plain && gated.is_none_or(|g| channels.end <= g || channels.start % OCTET == g % OCTET)
+    });
+    if !aligned {
+        return Err("matrices do not begin at whole 8 output channels");
+    }
+    let of_unit = if case.gates() { OCTET } else { 2 * OCTET };
+    Ok(Shape {
+        kernel,
+        units: case.width().div_ceil(of_unit),
+        steps: case.k.div_ceil(STEP),
     })
 }
 
-/// The launches' form for weights of one format and `width` outputs; none if the kernels do not take them.
-pub(super) fn form(
-    launcher: &Launcher,
-    weights: &[Arc<BlockMatrix>],
-    k: usize,
-    width: usize,
-    gates: bool,
-) -> Option<Form> {
-    if !aligned(weights, gates.then_some(width)) {
-        return None;
-    }
-    let gpu = launcher.gpu;
-    let kernel = code_kernel(&weights[0]).min(2);
-    let units = width.div_ceil(if gates { OCTET } else { 2 * OCTET });
-    let steps = k.div_ceil(STEP);
-    // Where clusters are, and k is long enough for all their warps.
-    let slices = match gpu.arch >= 90 && steps > WARPS * DEPTH {
-        true => 2,
-        false => 1,
-    };
+/// In clusters that split k where there are clusters and k is long enough for all their warps.
+pub(crate) fn plan(case: &Case) -> Planned {
+    let Shape {
+        kernel,
+        units,
+        steps,
+    } = shape(case)?;
+    let gpu = &case.gpu;
+    let slices = slices_of_cluster(gpu, steps);
     let slice = steps.div_ceil(slices);
-    if kernel == ONE_GROUP
-        && !gates
-        && let Some(form) = short(gpu, units, steps)
-    {
-        return Some(form);
-    }
-    let fits = LONG_SHARED + FIXED_SHARED <= gpu.shared as usize;
-    if kernel == ONE_GROUP && slices > 1 && slice > WARPS * DEPTH && fits {
-        return Some(long(launcher, units));
-    }
     // The fewest warps that have all of their steps at once, or all.
     let split = [2, 4].into_iter().find(|s| slice.div_ceil(*s) <= DEPTH);
     let split = split.unwrap_or(WARPS);
     let shared = WARPS * (RINGS[kernel] + SUMS) + (slices - 1) * GIVEN;
     if shared + FIXED_SHARED > gpu.shared as usize {
-        return None;
+        return Err("the pipelines do not fit into shared memory");
     }
     let once = (gpu.sms as usize / slices).max(1);
-    // Two blocks of a multiprocessor hide each other's waits, but read x twice and begin after the kernel in
-    // front.
+    // Two blocks of a multiprocessor hide each other's waits, but read x twice and begin after the preceding
+    // kernel.
     let room = shared + FIXED_SHARED <= gpu.share(2);
     let most = MANY[kernel][usize::from(slice > split * DEPTH)];
     let many = room && units > most.saturating_mul(once);
     let clusters = (once * if many { 2 } else { 1 }).min(units);
     // More than half of a multiprocessor's, with what is static, where two blocks of it are not to meet.
-    let shared = match launcher.mixed && !many {
+    let shared = match case.in_chain && !many {
         true => shared.max(gpu.share(2)),
         false => shared,
     };
@@ -139,23 +134,34 @@ pub(super) fn form(
         shared as u32,
     );
     grid.cluster = slices as u32;
-    Some(Form {
+    Ok(Arc::new(Tensor {
         module: &MODULE,
-        kernel,
+        index: kernel,
         rows: ROWS,
         split,
         shares: [slices as u32, 0, 0, 0],
         maps_x: false,
         grid,
-    })
+    }))
 }
 
-/// The form for few units and steps.
-fn short(gpu: &Gpu, units: usize, steps: usize) -> Option<Form> {
-    if gpu.arch < 90 || steps > SHORT_STEPS {
-        return None;
+/// Blocks of a cluster that share k.
+fn slices_of_cluster(gpu: &GpuSpec, steps: usize) -> usize {
+    match gpu.arch >= 90 && steps > WARPS * DEPTH {
+        true => 2,
+        false => 1,
     }
-    let (slices, share) = short_slices(gpu.sms as usize, units, steps)?;
+}
+
+/// INT4 in groups of 128 with few output channels and short k, which clusters share.
+pub(crate) fn cluster(case: &Case) -> Planned {
+    let Shape { units, steps, .. } = shape(case)?;
+    let gpu = &case.gpu;
+    if steps > SHORT_STEPS {
+        return Err("K is too long");
+    }
+    let shares = short_slices(gpu.sms as usize, units, steps);
+    let (slices, share) = shares.ok_or("there are more blocks than multiprocessors")?;
     // One for each output: a block without a cluster has two eights of rows of weights, others have one.
     let threads = ROWS * OCTET * if slices == 1 { 2 } else { 1 };
     let mut grid = Grid::new(
@@ -164,15 +170,44 @@ fn short(gpu: &Gpu, units: usize, steps: usize) -> Option<Form> {
         gpu.share(share) as u32,
     );
     grid.cluster = slices as u32;
-    Some(Form {
+    Ok(Arc::new(Tensor {
         module: &MODULE,
-        kernel: SHORT + slices - 1,
+        index: SHORT + slices - 1,
         rows: ROWS,
         split: 1,
         shares: [slices as u32, 0, 0, 0],
         maps_x: false,
         grid,
-    })
+    }))
+}
+
+/// INT4 in groups of 128 and long k, x by TMA, in clusters of two. Blocks have more than half of a multiprocessor's
+/// shared memory: those of the next launch begin early, and would come to stand two and two.
+pub(crate) fn tma(case: &Case) -> Planned {
+    let Shape { units, steps, .. } = shape(case)?;
+    let gpu = &case.gpu;
+    if steps.div_ceil(slices_of_cluster(gpu, steps)) <= WARPS * DEPTH {
+        return Err("K is too short");
+    }
+    if LONG_SHARED + FIXED_SHARED > gpu.shared as usize {
+        return Err("the pipelines do not fit into shared memory");
+    }
+    let clusters = units.div_ceil(LONG_UNITS).min(gpu.sms as usize / 2).max(1);
+    let mut grid = Grid::new(
+        [2 * clusters as u32, 1, 1],
+        (32 * WARPS) as u32,
+        LONG_SHARED.max(gpu.share(2)) as u32,
+    );
+    grid.cluster = 2;
+    Ok(Arc::new(Tensor {
+        module: &MODULE,
+        index: LONG,
+        rows: ROWS,
+        split: WARPS / LONG_UNITS,
+        shares: [2, 0, 0, 0],
+        maps_x: true,
+        grid,
+    }))
 }
 
 /// Blocks of a cluster, which have three steps or more on the average if there are several, and of which share of a
@@ -195,27 +230,5 @@ fn short_slices(sms: usize, units: usize, steps: usize) -> Option<(usize, usize)
     match first(&[(4, 5), (3, 6), (2, 8)]) {
         Some(slices) => Some((slices, slices.max(3))),
         None => (units <= sms).then_some((1, 2)),
-    }
-}
-
-/// The form for long k, in clusters of two. Blocks have more than half of a multiprocessor's shared memory: those of
-/// the next launch begin early, and would come to stand two and two.
-fn long(launcher: &Launcher, units: usize) -> Form {
-    let gpu = launcher.gpu;
-    let clusters = units.div_ceil(LONG_UNITS).min(gpu.sms as usize / 2).max(1);
-    let mut grid = Grid::new(
-        [2 * clusters as u32, 1, 1],
-        (32 * WARPS) as u32,
-        LONG_SHARED.max(gpu.share(2)) as u32,
-    );
-    grid.cluster = 2;
-    Form {
-        module: &MODULE,
-        kernel: LONG,
-        rows: ROWS,
-        split: WARPS / LONG_UNITS,
-        shares: [2, 0, 0, 0],
-        maps_x: true,
-        grid,
     }
 }

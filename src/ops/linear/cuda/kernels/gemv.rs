@@ -1,9 +1,13 @@
-//! The host's side of `kernels/gemv.cuh`: its parameters, and how a product is spread over blocks and
-//! warps.
+//! What the GEMV kernels share: their parameters, how a product is spread over blocks and warps, and its
+//! launches.
 
-use crate::cuda::{Address, Gpu, Grid, Launcher, Module};
+use super::super::plan::{Kernel, Planned};
+use super::super::problem::{Case, NormAt, Operand, Operands};
+use crate::cuda::{Address, BlockMatrix, GpuSpec, Grid, Launcher, Module, Scratch};
 use crate::ops::linear::Activation;
-use candle_core::Result;
+use crate::ops::view::dtype_index;
+use candle_core::{DType, Result, bail};
+use std::sync::Arc;
 
 const WARP: usize = 32;
 
@@ -48,24 +52,6 @@ pub(crate) struct PrologueParams {
     pub norm: i32,
     pub dtype: i32,
     pub padding: i32,
-}
-
-/// Which norm is in front of a product, as `kernels/prologue.cuh` numbers them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NormKind {
-    Rms = 1,
-    Layer = 2,
-}
-
-/// A norm on raw addresses.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct NormAt {
-    pub kind: NormKind,
-    /// `[k]`.
-    pub weight: Address,
-    /// Likewise, for a layer norm; 0 for none.
-    pub bias: Address,
-    pub eps: f32,
 }
 
 impl PrologueParams {
@@ -161,7 +147,7 @@ pub(crate) struct Core {
 
 impl Core {
     /// Rows of x for which there is shared memory.
-    pub fn rows_at_once(&self, gpu: &Gpu) -> usize {
+    pub fn rows_at_once(&self, gpu: &GpuSpec) -> usize {
         let room = (gpu.shared as usize).saturating_sub(FIXED_SHARED);
         let rows = room / self.row.next_multiple_of(16).max(1);
         if self.padded && rows < self.most {
@@ -212,43 +198,163 @@ impl Core {
     }
 }
 
-/// Spreads the product of `params`, whose `m` is set, over blocks and warps.
-pub(crate) fn spread(gpu: &Gpu, core: &Core, params: &mut Gemv) -> Grid {
-    let outputs = if params.width < params.rows {
-        core.unit / 2
-    } else {
-        core.unit
-    };
-    let units = (params.width as usize).div_ceil(outputs);
-    let (split, blocks) = core.shape(gpu.sms as usize, units, params.k as usize);
-    params.split = split as u32;
-    Grid::new(
-        [blocks as u32, 1, 1],
-        (WARPS * WARP) as u32,
-        core.shared(params.m as usize) as u32,
-    )
+/// How GEMV kernels carry out a product: one launch for each so many rows of x.
+#[derive(Debug)]
+pub(super) struct GemvPlan {
+    pub module: &'static Module,
+    /// The kernel's place in the module.
+    pub index: usize,
+    /// Of a launch of as many rows as it takes.
+    pub grid: Grid,
+    /// Warps that share an output, or stages of a pipeline.
+    pub split: usize,
+    /// Rows of x of a launch.
+    pub once: usize,
+    /// Dynamic shared memory of a row of x, where a launch of fewer rows takes less.
+    pub row: Option<usize>,
 }
 
-/// Launches a kernel of the module on `params`, whose `m` is set, with the spread that fits its shape;
-/// `bytes` are those of the weights.
-///
-/// # Safety
-/// The kernel takes `Gemv`, and the addresses are valid for what it says of them until the stream
-/// has passed the launch.
-pub(crate) unsafe fn launch(
-    launcher: &Launcher,
-    module: &Module,
-    core: &Core,
-    bytes: usize,
-    mut params: Gemv,
-) -> Result<()> {
-    let grid = spread(launcher.gpu, core, &mut params);
-    // SAFETY: the caller's.
-    unsafe {
-        launcher
-            .moving(bytes as u64)
-            .run(module, core.kernel, grid, &params)
+impl GemvPlan {
+    /// The product of `case` by a kernel that works as `core` says.
+    ///
+    /// # Errors
+    /// If not even one row of x fits into shared memory.
+    pub fn of_core(case: &Case, module: &'static Module, core: &Core) -> Planned {
+        let once = core.rows_at_once(&case.gpu).min(case.m);
+        if once == 0 {
+            return Err("a row of x does not fit into shared memory");
+        }
+        let outputs = if case.gates() {
+            core.unit / 2
+        } else {
+            core.unit
+        };
+        let units = case.width().div_ceil(outputs);
+        let (split, blocks) = core.shape(case.gpu.sms as usize, units, case.k);
+        Ok(Arc::new(Self {
+            module,
+            index: core.kernel,
+            grid: Grid::new(
+                [blocks as u32, 1, 1],
+                (WARPS * WARP) as u32,
+                core.shared(once) as u32,
+            ),
+            split,
+            once,
+            row: (!core.padded).then(|| core.shared(1)),
+        }))
     }
+}
+
+impl Kernel for GemvPlan {
+    fn entry(&self) -> &'static str {
+        self.module.names(self.index).1
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        Some(self.grid)
+    }
+
+    fn details(&self) -> String {
+        format!("split {}, {} rows a launch", self.split, self.once)
+    }
+
+    unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
+        let bytes = operands.weight_bytes() as u64;
+        let mut params = Gemv::of(operands)?;
+        params.split = self.split as u32;
+        let mut grid = self.grid;
+        for first in (0..operands.at.m).step_by(self.once) {
+            let rows = (operands.at.m - first).min(self.once);
+            params.set_rows(operands, first, rows);
+            grid.shared = self.row.map_or(grid.shared, |row| (rows * row) as u32);
+            // SAFETY: the kernel takes `Gemv`; the addresses are the caller's.
+            unsafe {
+                launcher
+                    .moving(bytes)
+                    .run(self.module, self.index, grid, &params)?
+            };
+        }
+        Ok(())
+    }
+}
+
+impl Gemv {
+    /// What the kernels take of the product, for all of its rows, but for how it is spread.
+    ///
+    /// # Errors
+    /// If there are more matrices than the kernels take.
+    pub fn of(operands: &Operands) -> Result<Self> {
+        let at = &operands.at;
+        let mut params = Self::new(at.k, operands.rows(), at.activation);
+        params.set_matrices(&operands.weights)?;
+        if let Some((second, border)) = operands.second {
+            params.weights[0].second = second;
+            params.weights[0].border = border as u32;
+        }
+        if let Some(norm) = at.norm {
+            params.prologue.set_norm(norm);
+        }
+        params.prologue.dtype = dtype_index(at.x_dtype) as i32;
+        params.epilogue.bias = at.bias;
+        params.epilogue.stride = at.stride as u64;
+        params.epilogue.dtype = dtype_index(at.x_dtype) as i32;
+        params.epilogue.out_dtype = dtype_index(at.out_dtype) as i32;
+        params.set_rows(operands, 0, at.m);
+        Ok(params)
+    }
+
+    /// Sets `count` rows of x from row `first` on.
+    pub fn set_rows(&mut self, operands: &Operands, first: usize, count: usize) {
+        let at = operands.at.at_rows(first, count);
+        (self.m, self.prologue.x) = (count as u32, at.x);
+        (self.epilogue.out, self.epilogue.residuals) = (at.out, at.residuals);
+    }
+
+    /// Sets the matrices, which are of one format. Absent ones come last: a kernel finds an output's matrix by
+    /// where the present ones begin.
+    fn set_matrices(&mut self, weights: &[Operand]) -> Result<()> {
+        let present = weights.iter().filter(|w| w.rows() > 0);
+        if present.clone().count() > self.weights.len() {
+            bail!(
+                "linear: {} matrices, a launch takes {}",
+                weights.len(),
+                self.weights.len()
+            );
+        }
+        let mut first = 0;
+        for (matrix, weight) in self.weights.iter_mut().zip(present) {
+            matrix.first = first as u32;
+            match weight {
+                Operand::Dense { address, dtype, .. } => {
+                    matrix.data = *address;
+                    self.kind = dtype_index(*dtype) as i32;
+                }
+                Operand::Quantized(weight) => self.kind = matrix.set_quantized(weight),
+            }
+            first += weight.rows();
+        }
+        Ok(())
+    }
+}
+
+impl Matrix {
+    /// Sets where a quantized matrix lies, and gives how many scales each 128 values of a row have.
+    fn set_quantized(&mut self, weight: &BlockMatrix) -> i32 {
+        self.data = weight.address();
+        let Some(quantized) = weight.codes() else {
+            return 0;
+        };
+        self.second = quantized.scales;
+        // Scales of 2 bytes in front of the zero points, if there are any.
+        self.border = (quantized.zeros.saturating_sub(quantized.scales) / 2) as u32;
+        quantized.groups as i32
+    }
+}
+
+/// The place of a 16-bit dtype in a pair of kernels for f16 and bf16.
+pub(super) fn is_bf16(dtype: DType) -> usize {
+    usize::from(dtype == DType::BF16)
 }
 
 #[cfg(test)]

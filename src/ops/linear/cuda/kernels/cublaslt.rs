@@ -11,13 +11,13 @@ use std::ptr::from_ref;
 use std::sync::OnceLock;
 
 /// Memory that an algorithm may ask for, in bytes.
-const WORKSPACE: usize = 32 << 20;
+pub(super) const WORKSPACE: usize = 32 << 20;
 
 /// `CUBLAS_OP_T`, which the bindings of cuBLASLt leave out.
 const TRANSPOSED: i32 = 1;
 
 /// Plans that a thread keeps: prompts come in many lengths.
-const MOST_PLANS: usize = 1024;
+const MAX_PLANS: usize = 1024;
 
 /// `out = x weight^T + bias + residual` in f32, rounded once to the dtype of `out`.
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +96,7 @@ pub(super) unsafe fn run(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm
     };
     PLANS.with_borrow_mut(|plans| {
         if !plans.contains_key(&key) {
-            if plans.len() >= MOST_PLANS {
+            if plans.len() >= MAX_PLANS {
                 plans.clear();
             }
             plans.insert(key, Plan::new(handle, gemm, key.alignment)?);

@@ -1,13 +1,17 @@
-//! One row of x and weights in INT4 or ternary codes, on Hopper: the host's side of
-//! `kernels/code_stream.cuh`.
+//! One row of x and INT4 or ternary weights on Hopper, which come through a pipeline in shared memory
+//! (`kernels/code_stream.cuh`).
 //!
 //! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 46.9 us in INT4
 //! and 29.9 us in ternary; by the kernels for several rows they take 59.7 and 40.8.
 
-use super::gemv::Gemv;
-use crate::cuda::{Grid, Launcher};
-use crate::ops::view::dtype_index;
+use super::super::plan::Planned;
+use super::super::problem::Case;
+use super::gemv::GemvPlan;
+use super::gemv_wna16::{MODULE, STREAM_INT4, STREAM_TERNARY};
+use crate::cuda::Grid;
+use crate::quant::{Scheme, TernaryScale};
 use candle_core::DType;
+use std::sync::Arc;
 
 /// Values of a step, rows of weights that are together, steps of a slot.
 const STEP: usize = 128;
@@ -36,22 +40,34 @@ pub(super) enum Streamed {
 }
 
 impl Streamed {
-    /// That of the kernel which takes its weights where rows are several, as `CODES` has them in
-    /// `blocks.rs`, with its own place there.
-    pub fn of(kernel: usize) -> Option<(Self, usize)> {
-        match kernel {
-            1 => Some((Self::Int4, 7)),
-            4 => Some((Self::Ternary, 8)),
+    /// That of a scheme, if it has one.
+    fn of(scheme: Option<Scheme>) -> Option<Self> {
+        match scheme? {
+            Scheme::Int4 {
+                group: STEP,
+                zero_point: false,
+            } => Some(Self::Int4),
+            Scheme::Ternary {
+                scale: TernaryScale::Row | TernaryScale::Tensor,
+            } => Some(Self::Ternary),
             _ => None,
         }
     }
 
+    /// The kernel's place in its module.
+    fn index(self) -> usize {
+        match self {
+            Self::Int4 => STREAM_INT4,
+            Self::Ternary => STREAM_TERNARY,
+        }
+    }
+
     /// Whether a block is to be alone on its multiprocessor among kernels of other kinds, see
-    /// [`Launcher::mixed`]: Llama-3-8B on an H100 makes 484 tokens a second in INT4 so, and 396 with half of a
+    /// [`Case::in_chain`]: Llama-3-8B on an H100 makes 484 tokens a second in INT4 so, and 396 with half of a
     /// multiprocessor for each. Ternary products are so short that the next one's weights had better be on
     /// their way (Llama-3.2-1B: 1,708 and 1,885).
-    fn is_alone(self, launcher: &Launcher) -> bool {
-        launcher.mixed && self == Self::Int4
+    fn is_alone(self, case: &Case) -> bool {
+        case.in_chain && self == Self::Int4
     }
 
     /// Bytes of a slot.
@@ -65,11 +81,11 @@ impl Streamed {
     }
 
     /// Shared memory that x takes.
-    fn row(self, params: &Gemv) -> usize {
-        let k = params.k as usize;
+    fn row(self, case: &Case) -> usize {
+        let k = case.k;
         let values = k.next_multiple_of(STEP);
-        let is_bf16 = params.prologue.dtype == dtype_index(DType::BF16) as i32;
-        let holds = is_bf16 && (params.prologue.norm == 0 || k.div_ceil(STEP * SLICE) <= HELD);
+        let is_bf16 = case.x == DType::BF16;
+        let holds = is_bf16 && (case.norm.is_none() || k.div_ceil(STEP * SLICE) <= HELD);
         match self {
             Self::Int4 => (2 * values + 64) * if is_bf16 { 1 } else { 2 },
             Self::Ternary if holds => 2 * (values + 16),
@@ -79,33 +95,42 @@ impl Streamed {
     }
 }
 
-/// The parameters with the slots of a ring, and the grid; none if the kernel does not take the product.
-pub(super) fn spread(launcher: &Launcher, format: Streamed, params: &Gemv) -> Option<(Gemv, Grid)> {
-    let gpu = launcher.gpu;
-    let gates = params.width < params.rows;
-    let whole = |rows: u32| rows == u32::MAX || (rows as usize).is_multiple_of(OCTET);
-    let octets = params.weights.iter().all(|w| whole(w.first)) && (!gates || whole(params.width));
-    if gpu.arch < 90 || params.m != 1 || !params.k.is_multiple_of(8) || !octets {
-        return None;
+/// One row of INT4 in groups of 128, or of ternary weights with a scale for each row.
+pub(crate) fn plan(case: &Case) -> Planned {
+    let format = Streamed::of(case.scheme()).ok_or("there is no kernel of this group or scale")?;
+    if !case.alignment.x || !case.alignment.norm {
+        return Err("x or the norm does not begin at 16 bytes");
     }
-    let alone = format.is_alone(launcher);
+    let mut first = 0;
+    let octets = case.matrices().all(|rows| {
+        first += rows;
+        first == case.n() || first.is_multiple_of(OCTET)
+    });
+    if !octets || !case.k.is_multiple_of(8) || (case.gates() && !case.width().is_multiple_of(OCTET))
+    {
+        return Err("matrices do not end with whole 8 rows, or K is no multiple of 8");
+    }
+    let gpu = &case.gpu;
+    let alone = format.is_alone(case);
     // Anything past half will do; what is left stays the first level's cache.
     let more = if alone { gpu.shared as usize / 16 } else { 0 };
     let room = gpu.share(2) + more - FIXED_SHARED;
-    let row = format.row(params);
-    let slots = (room.checked_sub(row)? / format.slot()).min(SLOTS[1]);
+    let row = format.row(case);
+    let slots = (room.saturating_sub(row) / format.slot()).min(SLOTS[1]);
     if slots < SLOTS[0] {
-        return None;
+        return Err("a row of x leaves too little shared memory for a pipeline");
     }
-    let params = Gemv {
-        split: slots as u32,
-        ..*params
-    };
     // As many blocks as multiprocessors, even if there is no work for all: none gets two of one kernel.
     // All have a ring of the same size, even if it is more than they need: where the next kernel takes more
     // shared memory, a multiprocessor has to be idle before it divides its cache anew.
     let used = slots * format.slot() + row;
     let shared = if alone { room } else { used };
-    let grid = Grid::new([gpu.sms, 1, 1], THREADS, shared as u32);
-    Some((params, grid))
+    Ok(Arc::new(GemvPlan {
+        module: &MODULE,
+        index: format.index(),
+        grid: Grid::new([gpu.sms, 1, 1], THREADS, shared as u32),
+        split: slots,
+        once: 1,
+        row: None,
+    }))
 }

@@ -1,0 +1,203 @@
+//! Quantized weights and many rows of x: they are dequantized and become an operand of cuBLASLt.
+
+use super::super::plan::{Kernel, Planned};
+use super::super::problem::{Case, NormKind, Operand, Operands, ProductAt};
+use super::cublaslt::WORKSPACE;
+use super::gemm_dense::{Gemms, Rows, check, normalised};
+use crate::cuda::{Address, Grid, Launcher, Narrow, Scratch, dequantize, narrow, product_dtype};
+use candle_core::{DType, Result};
+use std::sync::Arc;
+
+const OP: &str = "quant_linear";
+
+/// Of any number of matrices and formats, dense ones among them.
+pub(crate) fn plan(case: &Case) -> Planned {
+    check(case)?;
+    Ok(Arc::new(Dequantized))
+}
+
+/// The library chooses how.
+#[derive(Debug)]
+struct Dequantized;
+
+impl Kernel for Dequantized {
+    fn entry(&self) -> &'static str {
+        "cublasLtMatmul"
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        None
+    }
+
+    fn details(&self) -> String {
+        "weights dequantized".into()
+    }
+
+    fn scratch(&self, operands: &Operands) -> usize {
+        let ProductAt { m, k, x_dtype, .. } = operands.at;
+        let rows = operands.rows();
+        // Weights, normed and narrowed rows, sums, and the library's own.
+        Scratch::room(DType::BF16, rows * k)
+            + Scratch::room(x_dtype, m * k)
+            + Scratch::room(DType::BF16, m * k)
+            + Scratch::room(DType::F32, m * rows)
+            + WORKSPACE
+    }
+
+    /// By 16-bit operands with sums in f32.
+    unsafe fn run(
+        &self,
+        launcher: &Launcher,
+        scratch: &mut Scratch,
+        operands: &Operands,
+    ) -> Result<()> {
+        let at = &operands.at;
+        let dtype = product_dtype(launcher.gpu, at.x_dtype);
+        let rows = operands.rows();
+        let weight = match operands.dequantized {
+            Some(weight) => weight,
+            None => {
+                let weight = scratch.take(OP, dtype, rows * at.k)?;
+                // SAFETY: the caller's; there is room for all weights.
+                unsafe { under_one_another(launcher, &operands.weights, weight, at.k, dtype)? };
+                weight
+            }
+        };
+        // SAFETY: the caller's.
+        unsafe {
+            let gemms = Gemms {
+                x: narrowed(launcher, scratch, at, dtype)?,
+                dtype,
+                weights: vec![(weight, rows, dtype)],
+                at,
+            };
+            gemms.run(launcher, scratch)
+        }
+    }
+}
+
+/// The rows of x as `dtype`, f16 or bf16, behind the norm.
+///
+/// # Safety
+/// As [`Kernel::run`].
+pub(super) unsafe fn narrowed(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    at: &ProductAt,
+    dtype: DType,
+) -> Result<Address> {
+    let (m, k) = (at.m, at.k);
+    if at.norm.is_none() && at.x_dtype == dtype && at.x.is_multiple_of(16) {
+        return Ok(at.x);
+    }
+    let out = scratch.take(OP, dtype, m * k)?;
+    // The conversion knows the RMS norm only.
+    let (x, norm) = match at.norm {
+        Some(norm) if norm.kind != NormKind::Rms => {
+            let rows = Rows {
+                x: at.x,
+                m,
+                k,
+                dtype: at.x_dtype,
+            };
+            // SAFETY: the caller's.
+            (unsafe { normalised(launcher, scratch, &rows, norm)? }, None)
+        }
+        norm => (at.x, norm.map(|n| (n.weight, n.eps))),
+    };
+    let narrowed = Narrow {
+        x,
+        norm,
+        out,
+        rows: m,
+        width: k,
+        dtype: at.x_dtype,
+        out_dtype: dtype,
+    };
+    // SAFETY: the caller's; the scratch has room for all rows.
+    unsafe { narrow(launcher, &narrowed)? };
+    Ok(out)
+}
+
+/// Dequantizes the weights of several products in one go, and gives where those of each lie: launches that a prompt
+/// through a small model would wait for.
+///
+/// # Errors
+/// If the device's memory does not suffice.
+///
+/// # Safety
+/// The weights live until the stream has passed this.
+pub(crate) unsafe fn dequantize_together(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    products: &[&Operands],
+) -> Result<Vec<Address>> {
+    let Some(first) = products.first() else {
+        return Ok(Vec::new());
+    };
+    let dtype = product_dtype(launcher.gpu, first.at.x_dtype);
+    let count = |operands: &Operands| operands.rows() * operands.at.k;
+    let all = products.iter().map(|p| count(p)).sum();
+    let mut at = scratch.take(OP, dtype, all)?;
+    let matrices: Vec<_> = products
+        .iter()
+        .flat_map(|p| p.quantized())
+        .map(AsRef::as_ref)
+        .collect();
+    // SAFETY: the caller's; widths are multiples of 32, so each matrix begins at one of 16 bytes.
+    unsafe { dequantize(launcher, &matrices, at, dtype)? };
+    let starts = products.iter().map(|product| {
+        let start = at;
+        at += (count(product) * dtype.size_in_bytes()) as Address;
+        start
+    });
+    Ok(starts.collect())
+}
+
+/// All weights of a product under one another, as `dtype`.
+///
+/// # Safety
+/// `to` has room for them; the rest is as for [`Kernel::run`].
+unsafe fn under_one_another(
+    launcher: &Launcher,
+    weights: &[Operand],
+    to: Address,
+    k: usize,
+    dtype: DType,
+) -> Result<()> {
+    let mut to = to;
+    let quantized = |w: &Operand| match w {
+        Operand::Quantized(w) => Some(w.clone()),
+        Operand::Dense { .. } => None,
+    };
+    for run in weights.chunk_by(|a, b| quantized(a).is_some() && quantized(b).is_some()) {
+        let rows: usize = run.iter().map(Operand::rows).sum();
+        if let [
+            Operand::Dense {
+                address,
+                dtype: from,
+                ..
+            },
+        ] = run
+        {
+            let narrowed = Narrow {
+                x: *address,
+                norm: None,
+                out: to,
+                rows,
+                width: k,
+                dtype: *from,
+                out_dtype: dtype,
+            };
+            // SAFETY: the caller's.
+            unsafe { narrow(launcher, &narrowed)? };
+        } else {
+            let matrices: Vec<_> = run.iter().filter_map(quantized).collect();
+            let matrices: Vec<_> = matrices.iter().map(AsRef::as_ref).collect();
+            // SAFETY: the caller's; k is a multiple of 32, so each matrix begins at one of 16 bytes.
+            unsafe { dequantize(launcher, &matrices, to, dtype)? };
+        }
+        to += (rows * k * dtype.size_in_bytes()) as u64;
+    }
+    Ok(())
+}

@@ -1,0 +1,286 @@
+//! INT8 weights and many rows of x: x becomes int8 too, with a scale for each row, and the tensor cores multiply
+//! integers. One kernel quantizes x, one multiplies.
+
+use super::super::plan::{Kernel, Planned};
+use super::super::problem::{Case, MAX_MATRICES, NormAt, Operands, ProductAt};
+use super::gemv::PrologueParams;
+use super::tensor_map::{STAGE_K, tensor_map};
+use super::w8a8_params::{
+    ALIGNMENT, ProductParams, check, pitch, product_params, tensor_maps, tiles_of_w,
+};
+use crate::cuda::profile;
+use crate::cuda::{Address, Grid, Launcher, Module, Rows, Scratch, fatbin};
+use crate::ops::view::dtype_index;
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::{DType, Result};
+use std::sync::Arc;
+
+const OP: &str = "quant_linear";
+
+/// Rows of x of a tile, of each block.
+const TILE_ROWS: usize = 128;
+
+/// Bytes of a row of outputs on its way: 64 of 16 bits, and what keeps the next row off the same banks.
+const STAGED: usize = 144;
+
+/// Tiles of x's rows whose codes stay in the L2 cache while the weights go by.
+const SECTION: usize = 16;
+
+/// The product's blocks fetch their first weights beside its last ones.
+static QUANTIZE: Module = Module::new(
+    "quantize_rows",
+    fatbin!("quantize_rows"),
+    &[
+        "quantize_rows_f32",
+        "quantize_rows_f16",
+        "quantize_rows_bf16",
+    ],
+)
+.beside_the_next();
+
+static WARPS: Module = Module::new("w8a8", fatbin!("w8a8"), &["w8a8_mma"]);
+
+/// One for each of [`TILES`].
+static HOPPER: Module = Module::new(
+    "w8a8_sm90",
+    fatbin!("w8a8_sm90"),
+    &["w8a8_sm90_128_1", "w8a8_sm90_128_2", "w8a8_sm90_256_2"],
+);
+
+/// How a kernel cuts the product.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    /// Rows of W.
+    columns: usize,
+    /// Blocks that share them, each with rows of x of its own.
+    cluster: usize,
+    /// Nanoseconds that a tile takes for a stage of k, and that all take once, of an H100.
+    stage: f64,
+    start: f64,
+}
+
+/// Those of `kernels/w8a8_sm90.cu`; the first is that of `kernels/w8a8.cu` too.
+const TILES: [Tile; 3] = [
+    Tile {
+        columns: 128,
+        cluster: 1,
+        stage: 360.,
+        start: 0.,
+    },
+    Tile {
+        columns: 128,
+        cluster: 2,
+        stage: 330.,
+        start: 1500.,
+    },
+    Tile {
+        columns: 256,
+        cluster: 2,
+        stage: 620.,
+        start: 1500.,
+    },
+];
+
+impl Tile {
+    /// Stages of k.
+    fn stages(&self) -> usize {
+        match self.columns {
+            128 => 6,
+            _ => 4,
+        }
+    }
+
+    /// Dynamic shared memory: the stages, wherever it begins, and outputs on their way.
+    fn shared(&self) -> usize {
+        self.stages() * (TILE_ROWS + self.columns) * STAGE_K + TILE_ROWS * STAGED + ALIGNMENT
+    }
+}
+
+/// `Params` of `kernels/quantize_rows.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct QuantizeParams {
+    prologue: PrologueParams,
+    codes: Address,
+    scales: Address,
+    rows: u32,
+    width: u32,
+    pitch: u32,
+    warps: u32,
+    vectors: i32,
+    padding: i32,
+}
+
+/// `Params` of `kernels/w8a8_sm90.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct HopperParams {
+    x: sys::CUtensorMap,
+    weights: [sys::CUtensorMap; MAX_MATRICES],
+    product: ProductParams,
+}
+
+/// How two launches carry out a product.
+#[derive(Debug)]
+struct TwoLaunches {
+    tile: Tile,
+    /// The kernel's place among Hopper's; `None` for that of warps.
+    hopper: Option<usize>,
+    /// Tiles of x above one another, of all blocks of a cluster together, and of W beside one another.
+    tiles: [usize; 2],
+    grid: Grid,
+}
+
+/// By the tensor cores of warps, one block for each tile.
+pub(crate) fn mma(case: &Case) -> Planned {
+    check(case)?;
+    let tile = TILES[0];
+    let tiles = tiles(case, &tile);
+    Ok(Arc::new(TwoLaunches {
+        tile,
+        hopper: None,
+        tiles,
+        grid: Grid::line((tiles[0] * tiles[1]) as u32, 256),
+    }))
+}
+
+/// By those of warpgroups, with the tile that takes the shortest time.
+pub(crate) fn sm90(case: &Case) -> Planned {
+    check(case)?;
+    let sms = case.gpu.sms as usize;
+    let stages = pitch(case.k).div_ceil(STAGE_K) as f64;
+    let time = |(_, tile): &(usize, &Tile)| {
+        let [above, beside] = tiles(case, tile);
+        let at_once = (sms / tile.cluster).max(1);
+        (above * beside).div_ceil(at_once) as f64 * stages * tile.stage + tile.start
+    };
+    let fits = |(_, tile): &(usize, &Tile)| case.m > TILE_ROWS * (tile.cluster - 1);
+    let fitting = TILES.iter().enumerate().filter(fits);
+    let least = fitting.min_by(|a, b| time(a).total_cmp(&time(b)));
+    let (index, tile) = least.ok_or("there is no tile of so few rows")?;
+    let tiles = tiles(case, tile);
+    let clusters = (tiles[0] * tiles[1]).min((sms / tile.cluster).max(1));
+    Ok(Arc::new(TwoLaunches {
+        tile: *tile,
+        hopper: Some(index),
+        tiles,
+        grid: Grid {
+            cluster: tile.cluster as u32,
+            ..Grid::new(
+                [(clusters * tile.cluster) as u32, 1, 1],
+                384,
+                tile.shared() as u32,
+            )
+        },
+    }))
+}
+
+fn tiles(case: &Case, tile: &Tile) -> [usize; 2] {
+    [
+        case.m.div_ceil(TILE_ROWS * tile.cluster),
+        tiles_of_w(case.matrices(), case.gates(), tile.columns),
+    ]
+}
+
+impl Kernel for TwoLaunches {
+    fn entry(&self) -> &'static str {
+        match self.hopper {
+            Some(index) => HOPPER.names(index).1,
+            None => WARPS.names(0).1,
+        }
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        Some(self.grid)
+    }
+
+    fn details(&self) -> String {
+        format!("tiles of {TILE_ROWS}x{}", self.tile.columns)
+    }
+
+    fn scratch(&self, operands: &Operands) -> usize {
+        let ProductAt { m, k, .. } = operands.at;
+        Scratch::room(DType::U8, m * pitch(k)) + Scratch::room(DType::F32, m)
+    }
+
+    unsafe fn run(
+        &self,
+        launcher: &Launcher,
+        scratch: &mut Scratch,
+        operands: &Operands,
+    ) -> Result<()> {
+        let at = &operands.at;
+        let (m, pitch, tile) = (at.m, pitch(at.k), &self.tile);
+        let x = scratch.take(OP, DType::U8, m * pitch)?;
+        let scales = scratch.take(OP, DType::F32, m)?;
+        let section = self.tiles[0].min(SECTION / tile.cluster);
+        let params = product_params(operands, [x, scales], tile.columns, self.tiles, section)?;
+        let outputs = m * at.stride * at.out_dtype.size_in_bytes();
+        let bytes = (m + operands.rows()) * pitch + outputs;
+        // The product may begin while x is still on its way to int8, for which all of its blocks wait, as do
+        // those that make it int8 for whatever comes before; launches that are timed one by one are apart.
+        let launcher = &Launcher {
+            dependent: launcher.dependent || !profile::is_capturing(),
+            ..*launcher
+        };
+        let next = launcher.moving(bytes as u64);
+        // SAFETY: the caller's; the scratch has room for the values and scales of all rows, the layouts are
+        // those of the kernels, and weights are as `kernels/codes.cuh` says.
+        unsafe {
+            quantize(launcher, at, pitch, x, scales)?;
+            match self.hopper {
+                None => next.run(&WARPS, 0, self.grid, &params),
+                Some(index) => {
+                    let params = HopperParams {
+                        x: tensor_map(x, [m, pitch], TILE_ROWS)?,
+                        weights: tensor_maps(operands, tile.columns / 2)?,
+                        product: params,
+                    };
+                    next.run(&HOPPER, index, self.grid, &params)
+                }
+            }
+        }
+    }
+}
+
+/// Makes int8 of the rows at `at`, behind its norm.
+///
+/// # Safety
+/// There is room for the codes of m rows, `pitch` bytes apart, and for m scales; the rest is the
+/// caller's of [`Kernel::run`].
+unsafe fn quantize(
+    launcher: &Launcher,
+    at: &ProductAt,
+    pitch: usize,
+    codes: Address,
+    scales: Address,
+) -> Result<()> {
+    let norm = at.norm.map_or([0; 2], |n: NormAt| [n.weight, n.bias]);
+    let rows = Rows::new(OP, at.m, at.k, at.x_dtype, &[at.x, norm[0], norm[1]])?;
+    let mut params = QuantizeParams {
+        prologue: PrologueParams {
+            x: at.x,
+            dtype: dtype_index(at.x_dtype) as i32,
+            ..PrologueParams::default()
+        },
+        codes,
+        scales,
+        rows: rows.rows,
+        width: rows.width,
+        pitch: pitch as u32,
+        warps: rows.warps,
+        vectors: rows.vectors.into(),
+        padding: 0,
+    };
+    if let Some(norm) = at.norm {
+        params.prologue.set_norm(norm);
+    }
+    let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
+    let kernel = dtype_index(at.x_dtype);
+    // SAFETY: the layout is `Params` of the kernel; the addresses are the caller's.
+    unsafe {
+        launcher
+            .moving(bytes as u64)
+            .run(&QUANTIZE, kernel, rows.grid(), &params)
+    }
+}

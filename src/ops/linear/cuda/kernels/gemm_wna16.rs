@@ -1,0 +1,117 @@
+//! What the tensor-core kernels for INT8 and INT4 weights share: bf16 rows of x, and launches of so many of them.
+
+use super::super::plan::Kernel;
+use super::super::problem::{Case, Operands};
+use super::gemm_dequantized::narrowed;
+use super::gemv::Gemv;
+use super::gemv_wna16::kernel_of;
+use super::tensor_map::rows_map;
+use crate::cuda::{Grid, Launcher, Module, Scratch};
+use crate::ops::view::dtype_index;
+use crate::quant::Scheme;
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::{DType, Result};
+
+/// The last of a module's kernels for INT8, INT4 in groups of 128 without zero points, and other INT4.
+const LAST_KERNEL: usize = 2;
+
+/// The place of a scheme's kernel among those three.
+///
+/// # Errors
+/// If there is none, or 16-byte loads do not fit rows of x.
+pub(super) fn scheme_kernel(case: &Case) -> std::result::Result<usize, &'static str> {
+    match case.scheme() {
+        Some(scheme @ (Scheme::Int8 | Scheme::Int4 { .. })) if case.k.is_multiple_of(8) => {
+            Ok(kernel_of(scheme).min(LAST_KERNEL))
+        }
+        Some(Scheme::Int8 | Scheme::Int4 { .. }) => Err("K is no multiple of 8"),
+        _ => Err("the weights are not INT8 or INT4"),
+    }
+}
+
+/// `Tiles` of `kernels/code_tiles.cuh` and `Slices` of `kernels/code_slices.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    product: Gemv,
+    shares: [u32; 4],
+}
+
+/// `LongSlices` of `kernels/code_long.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MappedParams {
+    x: sys::CUtensorMap,
+    params: Params,
+}
+
+/// How blocks and warps share a product.
+#[derive(Debug)]
+pub(super) struct Tensor {
+    pub module: &'static Module,
+    /// The kernel's place in the module.
+    pub index: usize,
+    /// Rows of x of a launch.
+    pub rows: usize,
+    /// Warps that share an output.
+    pub split: usize,
+    /// Behind the product in the parameters.
+    pub shares: [u32; 4],
+    /// Whether x comes by TMA: its map stands in front of the product in the parameters.
+    pub maps_x: bool,
+    pub grid: Grid,
+}
+
+impl Kernel for Tensor {
+    fn entry(&self) -> &'static str {
+        self.module.names(self.index).1
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        Some(self.grid)
+    }
+
+    fn details(&self) -> String {
+        format!("split {}, {} rows a launch", self.split, self.rows)
+    }
+
+    fn scratch(&self, operands: &Operands) -> usize {
+        Scratch::room(DType::BF16, operands.at.m * operands.at.k)
+            + Scratch::room(operands.at.x_dtype, operands.at.m * operands.at.k)
+    }
+
+    unsafe fn run(
+        &self,
+        launcher: &Launcher,
+        scratch: &mut Scratch,
+        operands: &Operands,
+    ) -> Result<()> {
+        let at = &operands.at;
+        let mut product = Gemv::of(operands)?;
+        // SAFETY: the caller's.
+        let x = unsafe { narrowed(launcher, scratch, at, DType::BF16)? };
+        product.prologue.norm = 0;
+        product.prologue.dtype = dtype_index(DType::BF16) as i32;
+        product.split = self.split as u32;
+        for first in (0..at.m).step_by(self.rows) {
+            product.set_rows(operands, first, (at.m - first).min(self.rows));
+            product.prologue.x = x + (2 * first * at.k) as u64;
+            let params = Params {
+                product,
+                shares: self.shares,
+            };
+            let launcher = launcher.moving(operands.weight_bytes() as u64);
+            // SAFETY: the kernels take `Tiles`, `Slices` and `LongSlices`; the addresses are the caller's.
+            unsafe {
+                if self.maps_x {
+                    let x = rows_map(product.prologue.x, [product.m as usize, at.k])?;
+                    let params = MappedParams { x, params };
+                    launcher.run(self.module, self.index, self.grid, &params)?
+                } else {
+                    launcher.run(self.module, self.index, self.grid, &params)?
+                }
+            };
+        }
+        Ok(())
+    }
+}

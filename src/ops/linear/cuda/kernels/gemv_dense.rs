@@ -1,0 +1,190 @@
+//! Dense weights and up to 8 rows of x: each weight is read once and meets all of them.
+
+use super::super::plan::Planned;
+use super::super::problem::Case;
+use super::gemv::{Core, GemvPlan, is_bf16};
+use crate::cuda::{Grid, Module, fatbin};
+use crate::ops::view::dtype_index;
+use candle_core::DType;
+use std::sync::Arc;
+
+/// In the order of the constants below.
+static MODULE: Module = Module::new(
+    "linear",
+    fatbin!("linear"),
+    &[
+        "linear_tensor_f16",
+        "linear_tensor_bf16",
+        "linear_m1_f32",
+        "linear_m1_f16",
+        "linear_m1_bf16",
+        "linear_m1_large_f32",
+        "linear_m1_large_f16",
+        "linear_m1_large_bf16",
+        "linear_m8_f32",
+        "linear_m8_f16",
+        "linear_m8_bf16",
+        "linear_m8_scalar",
+        "linear_small_1024_f16",
+        "linear_small_1024_bf16",
+        "linear_small_1536_f16",
+        "linear_small_1536_bf16",
+    ],
+);
+
+const MMA: usize = 0;
+const M1: usize = 2;
+const M1_LARGE: usize = 5;
+const M8: usize = 8;
+const SCALAR: usize = 11;
+const LATENCY: usize = 12;
+
+/// Rows of x that the kernels take.
+pub(super) const MAX_M: usize = 8;
+
+/// Inputs that the kernels for small products take at most.
+const LATENCY_K: [usize; 2] = [1024, 1536];
+
+/// The longer of the two.
+pub(crate) const MAX_LATENCY_K: usize = LATENCY_K[1];
+
+/// Output channels that a block of a small product computes.
+const LATENCY_UNIT: usize = 8;
+const LATENCY_THREADS: u32 = 256;
+
+/// Bytes of weights from which on a warp reads so many that it prefetches more of them.
+const LARGE: usize = 24 << 20;
+
+/// The same where rows are long, and from which on they are: in the decode step of a model (Llama-3.2-1B
+/// on an H100) worth 7 %, though not to the product alone.
+const LARGE_LONG: usize = 8 << 20;
+const LONG: usize = 2048;
+
+/// Whether a warp prefetches more of the weights at once.
+pub(super) fn is_large(case: &Case) -> bool {
+    let bytes = case.n() * case.k * case.dense().map_or(0, |d| d.size_in_bytes());
+    bytes >= LARGE || (case.k >= LONG && bytes >= LARGE_LONG)
+}
+
+/// Why 16-byte accesses do not fit x, the norm or the weights.
+pub(super) fn check_vectors(case: &Case, dtype: DType) -> Result<(), &'static str> {
+    let whole = |dtype: DType| (case.k * dtype.size_in_bytes()).is_multiple_of(16);
+    let a = &case.alignment;
+    match whole(case.x) && whole(dtype) && a.x && a.norm && a.weights {
+        true => Ok(()),
+        false => Err("rows of x or weights are not whole pieces of 16 aligned bytes"),
+    }
+}
+
+/// The dtype of weights that 16-byte accesses fit.
+fn vectors(case: &Case) -> Result<DType, &'static str> {
+    let dtype = case.dense().ok_or("the weights are not dense")?;
+    check_vectors(case, dtype)?;
+    Ok(dtype)
+}
+
+/// The dtype of weights that tensor cores multiply with x as they are.
+fn on_tensor_cores(case: &Case) -> Result<DType, &'static str> {
+    let dtype = vectors(case)?;
+    match case.x == dtype && (case.gpu.arch >= 80 || dtype == DType::F16) {
+        true => Ok(dtype),
+        false => Err("tensor cores do not take these types"),
+    }
+}
+
+/// Small products, a block for each multiprocessor at most: with more, staging x again and again costs what the
+/// short way through the kernel saves.
+pub(crate) fn latency(case: &Case) -> Planned {
+    let dtype = on_tensor_cores(case)?;
+    let size = LATENCY_K.iter().position(|k| case.k <= *k);
+    let size = size.ok_or("K is too long")?;
+    let outputs = case.activation.outputs(LATENCY_UNIT);
+    let blocks = case.width().div_ceil(outputs);
+    if blocks > case.gpu.sms as usize {
+        return Err("there are more blocks than multiprocessors");
+    }
+    Ok(Arc::new(GemvPlan {
+        module: &MODULE,
+        index: LATENCY + 2 * size + is_bf16(dtype),
+        grid: Grid::line(blocks as u32, LATENCY_THREADS),
+        split: 1,
+        once: case.m,
+        row: None,
+    }))
+}
+
+/// Several rows of x in 16 bits, by `mma`.
+pub(crate) fn mma(case: &Case) -> Planned {
+    let dtype = on_tensor_cores(case)?;
+    let core = Core {
+        kernel: MMA + is_bf16(dtype),
+        most: MAX_M,
+        unit: 8,
+        step: 32,
+        tile: 8,
+        row: 2 * (case.k.next_multiple_of(64) + 32),
+        padded: false,
+        fills: false,
+    };
+    GemvPlan::of_core(case, &MODULE, &core)
+}
+
+/// Several rows of x by multiply-adds.
+pub(crate) fn m8(case: &Case) -> Planned {
+    let core = lanes(case, M8, MAX_M, 2, 2)?;
+    GemvPlan::of_core(case, &MODULE, &core)
+}
+
+/// One row of x a launch by multiply-adds.
+pub(crate) fn m1(case: &Case) -> Planned {
+    let core = match is_large(case) {
+        true => lanes(case, M1_LARGE, 1, 2, 4)?,
+        false => lanes(case, M1, 1, 4, 1)?,
+    };
+    GemvPlan::of_core(case, &MODULE, &core)
+}
+
+/// Of three kernels for f32, f16 and bf16 whose lanes multiply.
+fn lanes(
+    case: &Case,
+    first: usize,
+    most: usize,
+    unit: usize,
+    tile: usize,
+) -> Result<Core, &'static str> {
+    let dtype = vectors(case)?;
+    Ok(Core {
+        kernel: first + dtype_index(dtype),
+        most,
+        unit,
+        step: 32 * 16 / dtype.size_in_bytes(),
+        tile,
+        row: 4 * case.k,
+        padded: true,
+        fills: false,
+    })
+}
+
+/// Any alignment, value by value.
+pub(crate) fn scalar(case: &Case) -> Planned {
+    let core = Core {
+        kernel: SCALAR,
+        most: MAX_M,
+        unit: 2,
+        step: 32,
+        tile: 4,
+        row: 4 * case.k,
+        padded: true,
+        fills: false,
+    };
+    GemvPlan::of_core(case, &MODULE, &core)
+}
+
+/// The fastest of those that take several rows or one.
+pub(super) fn any(case: &Case) -> Planned {
+    let several = match case.m > 1 {
+        true => mma(case).or_else(|_| m8(case)),
+        false => Err("there is one row"),
+    };
+    several.or_else(|_| m1(case)).or_else(|_| scalar(case))
+}

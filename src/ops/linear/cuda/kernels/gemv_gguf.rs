@@ -1,0 +1,123 @@
+//! GGUF blocks and up to 8 rows of x: the weights are read as they are.
+
+use super::super::plan::Planned;
+use super::super::problem::{Case, WeightFormat};
+use super::gemv::{Core, GemvPlan};
+use crate::cuda::{Grid, Module, fatbin, kernel_index};
+use candle_core::DType;
+use std::sync::Arc;
+
+/// As `FormatIndex` of `kernels/formats.cuh` numbers them.
+static MODULE: Module = Module::new(
+    "quant_linear",
+    fatbin!("quant_linear"),
+    &[
+        "quant_linear_q4_0",
+        "quant_linear_q4_1",
+        "quant_linear_q5_0",
+        "quant_linear_q5_1",
+        "quant_linear_q8_0",
+        "quant_linear_q4_k",
+        "quant_linear_q5_k",
+        "quant_linear_q6_k",
+    ],
+);
+
+/// The kernels with 8 output channels for a block, and then with 24.
+static LATENCY: Module = Module::new(
+    "quant_linear_small",
+    fatbin!("quant_linear_small"),
+    &[
+        "quant_small_q4_0",
+        "quant_small_q4_1",
+        "quant_small_q5_0",
+        "quant_small_q5_1",
+        "quant_small_q8_0",
+        "quant_small_q4_k",
+        "quant_small_q5_k",
+        "quant_small_q6_k",
+        "quant_small_wide_q4_0",
+        "quant_small_wide_q4_1",
+        "quant_small_wide_q5_0",
+        "quant_small_wide_q5_1",
+        "quant_small_wide_q8_0",
+        "quant_small_wide_q4_k",
+        "quant_small_wide_q5_k",
+        "quant_small_wide_q6_k",
+    ],
+);
+
+/// Before the first kernel for 24 output channels.
+const WIDE: usize = 8;
+
+/// Output channels of a block of a small product, and the groups of k that it has warps for.
+const LATENCY_SHAPES: [(usize, usize); 2] = [(8, 16), (24, 8)];
+
+/// Rows of x that a launch takes.
+const ROWS_OF_LAUNCH: usize = 4;
+
+/// Output channels that a warp computes together.
+const UNIT: usize = 16;
+
+/// Values of a group of blocks.
+const GROUP: usize = 128;
+
+/// Inputs up to which a row is short, and output channels from which on there are many.
+const SHORT: usize = 2048;
+const MANY: usize = 16 << 10;
+
+/// The format's place among the kernels.
+fn format(case: &Case) -> Result<usize, &'static str> {
+    if !case.alignment.x || !case.alignment.norm {
+        return Err("x or the norm does not begin at 16 bytes");
+    }
+    match case.weight {
+        WeightFormat::Quantized(format) => Ok(kernel_index(format)),
+        _ => Err("the weights are not in GGUF blocks"),
+    }
+}
+
+/// Small products, a block for each multiprocessor at most.
+pub(crate) fn latency(case: &Case) -> Planned {
+    let format = format(case)?;
+    if case.x != DType::F32 || case.out != DType::F32 {
+        return Err("it takes f32 only");
+    }
+    let groups = case.k.div_ceil(GROUP);
+    let shapes = LATENCY_SHAPES.iter().enumerate();
+    let mut fitting = shapes
+        .map(|(wide, (unit, warps))| (wide, case.n().div_ceil(*unit), *unit / 8, *warps))
+        .filter(|(_, blocks, units, warps)| {
+            *blocks <= case.gpu.sms as usize && (*units..=*warps).contains(&groups)
+        });
+    let (wide, blocks, ..) = fitting
+        .next()
+        .ok_or("there are more blocks than multiprocessors, or K is too long")?;
+    Ok(Arc::new(GemvPlan {
+        module: &LATENCY,
+        index: wide * WIDE + format,
+        grid: Grid::line(blocks as u32, 32 * groups as u32),
+        split: 1,
+        once: case.m,
+        row: None,
+    }))
+}
+
+/// Four rows a launch.
+pub(crate) fn plan(case: &Case) -> Planned {
+    let short = case.k < SHORT;
+    let core = Core {
+        kernel: format(case)?,
+        most: ROWS_OF_LAUNCH,
+        unit: UNIT,
+        // A warp takes a group at a time, and that is enough for one.
+        step: GROUP / 4,
+        // Warps that share a short row run out of groups: with units enough they need not.
+        tile: if short && case.n() >= MANY { 8 } else { 2 },
+        // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
+        row: case.k.div_ceil(GROUP) * (4 * GROUP + 32),
+        padded: false,
+        fills: false,
+    };
+    GemvPlan::of_core(case, &MODULE, &core)
+}

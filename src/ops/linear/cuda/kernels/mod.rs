@@ -1,0 +1,21 @@
+//! A file for each family of kernels: each plans its own launches for a case, or says why it does not take it, and
+//! knows no other family's.
+
+mod cublaslt;
+pub(super) mod gemm_dense;
+pub(super) mod gemm_dequantized;
+pub(super) mod gemm_w8a8;
+pub(super) mod gemm_w8a8_cluster;
+mod gemm_wna16;
+pub(super) mod gemm_wna16_m16;
+pub(super) mod gemm_wna16_m64;
+pub(super) mod gemv;
+pub(super) mod gemv_dense;
+pub(crate) mod gemv_dense_pipelined;
+#[cfg(test)]
+mod gemv_dense_tests;
+pub(super) mod gemv_gguf;
+pub(super) mod gemv_wna16;
+pub(super) mod gemv_wna16_sm90;
+mod tensor_map;
+mod w8a8_params;
