@@ -20,7 +20,7 @@ pub(crate) mod decoder;
 mod gguf;
 pub mod gpt_neox;
 pub mod llama;
-mod quantized;
+pub(crate) mod quantized;
 mod qwen;
 pub mod qwen2;
 pub mod qwen3;

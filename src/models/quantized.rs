@@ -1,16 +1,22 @@
 //! Models whose matrices are quantized while they are loaded, and those that were saved so.
 
+mod file;
+mod save;
+
+pub use file::QuantizedFile;
+
 use super::Architecture;
 use super::balance::Balanced;
 use super::shape::Shape;
 use super::weights::{Loader, Names, Qkv, Source, arranged};
 use crate::Fusion;
+use crate::nn::pack::{dense, named, pack};
+use crate::nn::recipe::{Progress, Quantization, Recipe};
 use crate::nn::{Embedding, LinearWeight, Projection};
 use crate::ops::Weight;
-use crate::quant::layer::{dense, named, pack};
-use crate::quant::{Progress, Quantization, QuantizedFile, Recipe, Saved, save};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
+use save::{Saved, save};
 use std::path::Path;
 
 /// Quantizes a model by `recipe` and writes it to `path` in the format of
