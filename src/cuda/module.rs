@@ -148,6 +148,15 @@ impl Module {
     }
 }
 
+/// The place of f32, f16 or bf16 among a module's kernels for each of them.
+pub(crate) fn dtype_index(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        _ => 2,
+    }
+}
+
 /// Lets a kernel have all the dynamic shared memory that its static part leaves.
 fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<()> {
     // SAFETY: the function belongs to a loaded module.

@@ -2,11 +2,11 @@
 
 use super::Architecture;
 use super::decoder::{Decoder, DecoderCache, Stack};
+use super::parts::Parts;
 use super::quantized::{Mapped, QuantizedFile, Quantizing};
 use super::shape::Shape;
 use super::weights::Loader;
 use crate::Fusion;
-use crate::generation::sealed::Parts;
 use crate::nn::RotaryEmbedding;
 use crate::nn::recipe::Recipe;
 use crate::ops::RopeStyle;

@@ -20,6 +20,8 @@ pub(crate) mod decoder;
 mod gguf;
 pub mod gpt_neox;
 pub mod llama;
+mod names;
+pub(crate) mod parts;
 pub(crate) mod quantized;
 mod qwen;
 pub mod qwen2;

@@ -7,8 +7,9 @@ pub use file::QuantizedFile;
 
 use super::Architecture;
 use super::balance::Balanced;
+use super::names::{Names, Qkv};
 use super::shape::Shape;
-use super::weights::{Loader, Names, Qkv, Source, arranged};
+use super::weights::{Loader, Source, arranged};
 use crate::Fusion;
 use crate::nn::pack::{dense, named, pack};
 use crate::nn::recipe::{Progress, Quantization, Recipe};
@@ -110,18 +111,6 @@ impl<'a, S: Source> Quantizing<'a, S> {
             self.save(name, || Saved::Packed(packed.clone(), heads));
         }
         Ok(weight)
-    }
-}
-
-/// The numbers of a matrix.
-pub fn numbers(
-    source: &mut impl Source,
-    name: &str,
-    (rows, cols): (usize, usize),
-) -> Result<Tensor> {
-    match source.matrix(name, rows, cols, None)? {
-        LinearWeight::Dense(matrix) => Ok(matrix),
-        _ => bail!("tensor `{name}` is quantized already, expected numbers"),
     }
 }
 

@@ -17,11 +17,12 @@ pub use config::{
 pub use gguf::{dequantize_gguf, gguf_config};
 
 use super::decoder::{Decoder, DecoderCache};
+use super::names::{GGUF, LLAMA};
+use super::parts::Parts;
 use super::quantized::{Mapped, QuantizedFile, Quantizing};
 use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
-use super::weights::{GGUF, LLAMA, Loader, Source};
+use super::weights::{Loader, Source};
 use crate::Fusion;
-use crate::generation::sealed::Parts;
 use crate::nn::recipe::Recipe;
 use crate::nn::{AttentionConfig, RotaryEmbedding};
 use crate::ops::{Activation, RopeStyle};

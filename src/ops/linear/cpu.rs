@@ -1,7 +1,7 @@
 //! The CPU form: the prologue once for each row, then the outputs in cells spread over the pool,
 //! each with its epilogue while it is in cache.
 
-use super::launch::LinearOp;
+use super::op::LinearOp;
 use super::tile::{Finish, Guard, Product, Target};
 use super::{Activation, Prologue, Weight};
 use crate::cpu::packed::{Q8Activations, ROW_GROUP};
