@@ -1,8 +1,8 @@
 //! Matrices of [`Scheme`]s: from codes and back, from dense weights, and in place from a file.
 
-use super::activations::TOGETHER;
 use super::layout::{Layout, ROW_GROUP, SchemeBlock};
 use super::matrix::{PackedBuilder, PackedMatrix};
+use super::q8::TOGETHER;
 use super::store::Store;
 use crate::cpu::quantize::{quantize_part, sum_of_magnitudes};
 use crate::quant::{Codes, Format, Scheme, TernaryScale};
