@@ -15,7 +15,7 @@ struct Module {
     folder: PathBuf,
     parent: usize,
     children: BTreeMap<String, usize>,
-    /// What it defines itself.
+    /// What it defines itself, other than in macros.
     items: BTreeSet<String>,
     /// What it imports, by the name it has here.
     imports: BTreeMap<String, Names>,
@@ -158,7 +158,7 @@ impl Crate {
     }
 
     fn read_tokens(&mut self, m: usize, tokens: &[Token]) {
-        let (mut at, mut public) = (0, false);
+        let (mut at, mut depth, mut public) = (0, 0, false);
         while at < tokens.len() {
             let word = tokens[at].text.as_str();
             let next = tokens.get(at + 1).map_or("", |token| &token.text);
@@ -197,7 +197,11 @@ impl Crate {
                     step = len.expect("a use that ends") + 1;
                     self.import(m, &tokens[at + 1..at + step - 1], public);
                 }
-                "fn" | "struct" | "enum" | "union" | "trait" | "type" | "const" | "static" => {
+                "(" | "[" | "{" => depth += 1,
+                ")" | "]" | "}" => depth -= 1,
+                "fn" | "struct" | "enum" | "union" | "trait" | "type" | "const" | "static"
+                    if depth == 0 =>
+                {
                     self.0[m].items.insert(next.to_owned());
                 }
                 "macro_rules" => {
