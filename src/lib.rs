@@ -26,10 +26,44 @@ pub mod generation;
 pub mod models;
 pub mod nn;
 pub mod ops;
-pub mod quant;
 pub mod trace;
 
 pub use fusion::Fusion;
+
+pub mod quant {
+    //! Quantized weights: the block formats of GGUF files, and the schemes INT8, INT4 and ternary.
+    //!
+    //! [`BlockFormat`] describes a format of GGUF, [`dequantize`] is the plain way from a file's bytes to
+    //! floats; [`quantize`] makes [`Codes`] of weights by a [`Scheme`], and [`Codes::dequantize`] floats
+    //! of them. These plain ways are what every kernel is held against; the products themselves are in
+    //! [`ops`](crate::ops).
+    //!
+    //! A model is quantized while it loads by a [`Recipe`] (`Llama::load_quantized`,
+    //! `CausalLm::new_quantized`), or once for all by
+    //! [`save_quantized`](crate::models::save_quantized) into a [`QuantizedFile`], which has the byte
+    //! layout; single layers of other models by [`quantize_linear`] and [`while_loading`].
+
+    mod block;
+    mod codes;
+    mod format;
+    mod scheme;
+    mod unpack;
+
+    pub use block::{BlockFormat, Scaling, supports};
+    pub use codes::Codes;
+    pub(crate) use codes::{MIDDLE, ZERO_STEP};
+    pub use format::Format;
+    pub use scheme::{Scheme, TernaryScale};
+    pub(crate) use unpack::SubBlock;
+    pub use unpack::dequantize;
+
+    // What works with formats lives in rooms above them; users find it here.
+    pub use crate::cpu::quantize::quantize;
+    pub use crate::models::quantized::QuantizedFile;
+    pub use crate::nn::quantize::{quantize_linear, while_loading};
+    pub use crate::nn::recipe::{Progress, Quantization, Recipe};
+    pub use crate::nn::rounded::Rounded;
+}
 
 /// The README's examples, compiled as tests.
 #[cfg(doctest)]

@@ -9,6 +9,7 @@ pub mod math;
 pub mod norm;
 pub mod packed;
 pub mod pool;
+pub(crate) mod quantize;
 pub mod rope;
 pub mod simd;
 pub mod vector;

@@ -1,7 +1,15 @@
 //! The rotation of one head's row.
 
 use super::vector::Element;
-use crate::ops::RopeStyle;
+
+/// Which dimensions of a head form the pairs that are rotated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeStyle {
+    /// `i` and `i + R / 2`: Hugging Face's weights (GPT-NeoX's form).
+    HalfSplit,
+    /// `2i` and `2i + 1`: GGUF files of the llama architecture (RoFormer's form).
+    Interleaved,
+}
 
 /// Rotates the first `2 * cos.len()` values of `x` by the angles whose cosines and sines are given
 /// and copies the rest: `(a, b) -> (a cos - b sin, b cos + a sin)` for each pair.

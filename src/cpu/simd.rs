@@ -22,7 +22,8 @@ pub enum Level {
 }
 
 impl Level {
-    const ALL: &[Level] = &[
+    /// Every level of this architecture.
+    pub(super) const ALL: &[Level] = &[
         Level::Scalar,
         #[cfg(target_arch = "x86_64")]
         Level::Avx2,

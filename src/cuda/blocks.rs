@@ -1,8 +1,7 @@
 //! Quantized matrices on a GPU: GGUF blocks, and codes of our own schemes.
 
-use super::codes::{self, CodeLayout, CodesAt, ValuesOf, values};
-use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, fatbin};
-use crate::ops::view::dtype_index;
+use super::codes::{self, CodeLayout, CodesAt, THREADS, ValuesOf, line, values};
+use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
 use crate::quant::{BlockFormat, Codes, Format};
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::op::BackpropOp;
@@ -13,8 +12,6 @@ const OP: &str = "quant_linear";
 
 /// Values of a group, of which rows of a [`BlockMatrix`] have whole ones.
 const GROUP: usize = 128;
-
-const THREADS: usize = 256;
 
 /// In the order of [`BlockFormat::DTYPES`], by which `FormatIndex` of `kernels/formats.cuh` goes too.
 static REPACK: Module = Module::new(
@@ -459,13 +456,6 @@ fn format_index(dtype: GgmlDType) -> usize {
     // `BlockFormat::of` has refused all others.
     let mut all = BlockFormat::DTYPES.iter();
     all.position(|known| *known == dtype).unwrap_or(0)
-}
-
-pub(super) fn line(threads: usize) -> Result<Grid> {
-    match u32::try_from(threads.div_ceil(THREADS)) {
-        Ok(blocks) => Ok(Grid::line(blocks, THREADS as u32)),
-        Err(_) => bail!("{OP}: {threads} blocks are past what a GPU takes at once"),
-    }
 }
 
 fn cuda_device(device: &Device) -> Result<&CudaDevice> {

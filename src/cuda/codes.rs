@@ -1,14 +1,15 @@
 //! INT8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/codes.cuh`.
 
-use super::blocks::line;
-use super::{Address, Launcher, Module, address, alloc, fatbin};
-use crate::ops::view::dtype_index;
+use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
 use crate::quant::{Codes, Scheme};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
 use half::f16;
 
 const OP: &str = "quant_linear";
+
+/// Threads of a block that packs or converts.
+pub(super) const THREADS: usize = 256;
 
 static MODULE: Module = Module::new(
     "codes",
@@ -316,5 +317,13 @@ pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
         launcher
             .moving(bytes as u64)
             .run(&MODULE, VALUES + dtype_index(at.dtype), grid, &params)
+    }
+}
+
+/// Blocks along x for so many threads.
+pub(super) fn line(threads: usize) -> Result<Grid> {
+    match u32::try_from(threads.div_ceil(THREADS)) {
+        Ok(blocks) => Ok(Grid::line(blocks, THREADS as u32)),
+        Err(_) => bail!("{OP}: {threads} blocks are past what a GPU takes at once"),
     }
 }

@@ -2,10 +2,10 @@
 
 use super::gpu::Gpu;
 use super::module::Module;
-use super::profile;
-use super::replay::recording;
+use super::{nvtx, profile};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 use candle_core::{CudaDevice, Result, bail};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Kernels launched by this process through [`Launcher::run`].
@@ -13,6 +13,21 @@ static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
 /// What those had to read and write at least.
 static MOVED: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// Where the ops of this thread launch instead of on candle's stream, while they are recorded.
+    static RECORDING: Cell<Option<Launcher>> = const { Cell::new(None) };
+}
+
+/// Whether this thread's launches are being recorded.
+pub(super) fn is_recording() -> bool {
+    RECORDING.get().is_some()
+}
+
+/// Has the ops of this thread launch through `launcher`, or on candle's stream again.
+pub(super) fn record_with(launcher: Option<Launcher>) {
+    RECORDING.set(launcher);
+}
 
 /// The shape of a launch.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +81,8 @@ impl Launcher {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let gpu = Gpu::of(device)?;
         gpu.bind()?;
-        if let Some(recording) = recording(gpu) {
+        let recording = RECORDING.get().filter(|l| std::ptr::eq(l.gpu, gpu));
+        if let Some(recording) = recording {
             return Ok(recording);
         }
         Ok(Self {
@@ -99,7 +115,21 @@ impl Launcher {
     ) -> Result<()> {
         LAUNCHES.fetch_add(1, Ordering::Relaxed);
         MOVED.fetch_add(self.bytes, Ordering::Relaxed);
-        profile::around(self, names, launch)
+        self.profiled(names, launch)
+    }
+
+    /// Launches through `launch`, between events if launches are being captured.
+    fn profiled(
+        &self,
+        names: (&'static str, &'static str),
+        launch: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let _named = nvtx::range(names.1);
+        // What is recorded into a graph does not run yet.
+        if self.dependent || !profile::is_capturing() {
+            return launch();
+        }
+        profile::between_events(self.stream, names, self.bytes, launch)
     }
 
     /// Launches kernel `index` of `module` with `params` as its one argument.
@@ -162,7 +192,7 @@ impl Launcher {
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
         LAUNCHES.fetch_add(1, Ordering::Relaxed);
         MOVED.fetch_add(self.bytes, Ordering::Relaxed);
-        profile::around(self, module.names(index), || {
+        self.profiled(module.names(index), || {
             // SAFETY: the configuration and the argument live through the call, which copies them;
             // the rest is the caller's.
             let result = unsafe {

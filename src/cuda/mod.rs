@@ -31,7 +31,7 @@ pub(crate) use launch::{Grid, Launcher};
 pub(crate) use memory::{
     Address, address, address_of, alloc, copy_slots, cuda_storage, stack_rows,
 };
-pub(crate) use module::{Module, fatbin};
+pub(crate) use module::{Module, dtype_index, fatbin};
 pub(crate) use pinned::Pinned;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
 pub use replay::Replay;

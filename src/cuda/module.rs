@@ -5,7 +5,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
     CUfunction, CUfunction_attribute_enum as attribute, CUresult,
 };
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
-use candle_core::{Result, bail};
+use candle_core::{DType, Result, bail};
 use std::ffi::CString;
 use std::sync::OnceLock;
 
@@ -152,6 +152,15 @@ impl Module {
             ),
             _ => bail!("cuda: the `{stem}` kernels do not load: {error}"),
         }
+    }
+}
+
+/// The place of f32, f16 or bf16 among a module's kernels for each of them.
+pub(crate) fn dtype_index(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        _ => 2,
     }
 }
 

@@ -5,8 +5,6 @@
 //! kernels look longer than they are in an undisturbed chain.
 
 use super::gpu::Gpu;
-use super::launch::Launcher;
-use super::nvtx;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DriverError, result, sys};
 use candle_core::{CudaDevice, Error, Result};
 use std::cell::RefCell;
@@ -79,26 +77,22 @@ pub(crate) fn is_capturing() -> bool {
     RECORDS.with_borrow(Option::is_some)
 }
 
-/// Launches through `launch`, between events if launches are being captured.
-pub(crate) fn around(
-    launcher: &Launcher,
+/// Launches on `stream` through `launch`, between events that the capture keeps.
+pub(super) fn between_events(
+    stream: sys::CUstream,
     (stem, kernel): (&'static str, &'static str),
+    bytes: u64,
     launch: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    let _named = nvtx::range(kernel);
-    // What is recorded into a graph does not run yet.
-    if launcher.dependent || !is_capturing() {
-        return launch();
-    }
-    let begin = Event::record(launcher.stream)?;
+    let begin = Event::record(stream)?;
     launch()?;
-    let end = Event::record(launcher.stream)?;
+    let end = Event::record(stream)?;
     RECORDS.with_borrow_mut(|records| {
         if let Some(records) = records {
             records.push(Record {
                 stem,
                 kernel,
-                bytes: launcher.bytes,
+                bytes,
                 events: [begin, end],
             });
         }

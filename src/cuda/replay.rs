@@ -2,27 +2,16 @@
 
 use super::gpu::Gpu;
 use super::graph::Graph;
-use super::launch::Launcher;
+use super::launch::{Launcher, is_recording, record_with};
 use super::pool::told;
 use candle_core::cuda_backend::cudarc::cublas;
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{CudaDevice, Error, Result, bail};
-use std::cell::Cell;
 use std::sync::{Mutex, PoisonError};
 
 /// Held while a recording's pool is a device's current one: two that took turns would each put back the
 /// other's, which may be gone by then.
 static CURRENT: Mutex<()> = Mutex::new(());
-
-thread_local! {
-    /// Where the ops of this thread launch instead of on candle's stream, while they are recorded.
-    static RECORDING: Cell<Option<Launcher>> = const { Cell::new(None) };
-}
-
-/// The launcher of a recording on this thread for `gpu`.
-pub(super) fn recording(gpu: &Gpu) -> Option<Launcher> {
-    RECORDING.get().filter(|l| std::ptr::eq(l.gpu, gpu))
-}
 
 /// What a body launched, recorded as one CUDA graph with programmatic dependent launches, as
 /// `generation` replays a step, and what the body returned.
@@ -56,7 +45,7 @@ impl<T> Replay<T> {
     pub unsafe fn record(device: &CudaDevice, body: impl FnOnce() -> Result<T>) -> Result<Self> {
         let gpu = Gpu::of(device)?;
         gpu.bind()?;
-        if RECORDING.get().is_some() {
+        if is_recording() {
             bail!("cuda: a recording within a recording");
         }
         // What is freed on the way stays the graph's, and goes to nobody else.
@@ -113,7 +102,7 @@ impl<'a> Recording<'a> {
     fn begin(device: &'a CudaDevice, launcher: Launcher) -> Result<Self> {
         let recording = Self(device);
         recording.library_launches_on(launcher.stream)?;
-        RECORDING.set(Some(launcher));
+        record_with(Some(launcher));
         Ok(recording)
     }
 
@@ -126,7 +115,7 @@ impl<'a> Recording<'a> {
 
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
-        RECORDING.set(None);
+        record_with(None);
         // A refusal shows at the next product.
         let _ = self.library_launches_on(self.0.cuda_stream().cu_stream());
     }

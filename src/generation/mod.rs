@@ -27,6 +27,7 @@ mod prefill;
 mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
+use crate::models::parts::Parts;
 use crate::nn::KvCache;
 pub use crate::ops::sample::SamplingParams;
 use candle_core::{Result, Tensor, bail};
@@ -75,23 +76,10 @@ pub struct PartTime {
 /// The most sequences side by side.
 const MOST_SEQUENCES: usize = 8;
 
-pub(crate) mod sealed {
-    use crate::models::decoder::{Decoder, DecoderCache};
-    use candle_core::Result;
-
-    /// What a generation needs of a model.
-    pub trait Parts {
-        /// The layers.
-        fn decoder(&self) -> &Decoder;
-        /// An empty cache of the kind that the model's own `forward` takes.
-        fn empty_cache(&self) -> Result<DecoderCache>;
-    }
-}
-
 /// A model that a [`Generation`] can run.
-pub trait Model: sealed::Parts {}
+pub trait Model: Parts {}
 
-impl<M: sealed::Parts> Model for M {}
+impl<M: Parts> Model for M {}
 
 /// One sequence.
 struct Sequence {

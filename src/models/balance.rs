@@ -12,11 +12,12 @@
 //! magnitude. The norm's weight stands in for the inputs themselves, which nothing is known of. Factors
 //! are powers of two, so that every product stays the same number in f32 and bf16.
 
-use super::quantized::numbers;
+use super::names::Qkv;
 use super::shape::Shape;
-use super::weights::{Qkv, Source};
+use super::weights::Source;
+use crate::nn::LinearWeight;
 use crate::ops::Activation;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 use std::collections::HashMap;
 
 /// Factors lie within 2 to the power of this and its reciprocal: f16 has room for them too.
@@ -176,6 +177,14 @@ impl<S: Source> Balanced<S> {
         let factors = balancing(&inputs, &squares.roots());
         self.factors.insert((layer, site), factors.clone());
         Ok(factors)
+    }
+}
+
+/// The numbers of a matrix.
+fn numbers(source: &mut impl Source, name: &str, (rows, cols): (usize, usize)) -> Result<Tensor> {
+    match source.matrix(name, rows, cols, None)? {
+        LinearWeight::Dense(matrix) => Ok(matrix),
+        _ => bail!("tensor `{name}` is quantized already, expected numbers"),
     }
 }
 

@@ -2,14 +2,14 @@
 
 use super::Architecture;
 use super::decoder::{Decoder, DecoderCache, Stack};
-use super::quantized::{Mapped, Quantizing};
+use super::parts::Parts;
+use super::quantized::{Mapped, QuantizedFile, Quantizing};
 use super::shape::Shape;
 use super::weights::Loader;
 use crate::Fusion;
-use crate::generation::sealed::Parts;
 use crate::nn::RotaryEmbedding;
+use crate::nn::recipe::Recipe;
 use crate::ops::RopeStyle;
-use crate::quant::{QuantizedFile, Recipe};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use std::marker::PhantomData;

@@ -8,8 +8,9 @@
 //! (Biderman et al. 2023).
 
 use super::config::{RawPositions, check_type};
+use super::names::{GGUF, Names, Qkv};
 use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
-use super::weights::{GGUF, Names, Qkv, activation};
+use super::weights::activation;
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
 use candle_core::{Result, bail};

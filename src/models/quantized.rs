@@ -1,16 +1,23 @@
 //! Models whose matrices are quantized while they are loaded, and those that were saved so.
 
+mod file;
+mod save;
+
+pub use file::QuantizedFile;
+
 use super::Architecture;
 use super::balance::Balanced;
+use super::names::{Names, Qkv};
 use super::shape::Shape;
-use super::weights::{Loader, Names, Qkv, Source, arranged};
+use super::weights::{Loader, Source, arranged};
 use crate::Fusion;
+use crate::nn::pack::{dense, named, pack};
+use crate::nn::recipe::{Progress, Quantization, Recipe};
 use crate::nn::{Embedding, LinearWeight, Projection};
 use crate::ops::Weight;
-use crate::quant::layer::{dense, named, pack};
-use crate::quant::{Progress, Quantization, QuantizedFile, Recipe, Saved, save};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
+use save::{Saved, save};
 use std::path::Path;
 
 /// Quantizes a model by `recipe` and writes it to `path` in the format of
@@ -104,18 +111,6 @@ impl<'a, S: Source> Quantizing<'a, S> {
             self.save(name, || Saved::Packed(packed.clone(), heads));
         }
         Ok(weight)
-    }
-}
-
-/// The numbers of a matrix.
-pub fn numbers(
-    source: &mut impl Source,
-    name: &str,
-    (rows, cols): (usize, usize),
-) -> Result<Tensor> {
-    match source.matrix(name, rows, cols, None)? {
-        LinearWeight::Dense(matrix) => Ok(matrix),
-        _ => bail!("tensor `{name}` is quantized already, expected numbers"),
     }
 }
 

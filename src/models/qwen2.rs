@@ -8,9 +8,9 @@
 //!
 //! Method: Qwen2 Technical Report (Yang et al. 2024).
 
+use super::names::{GGUF, LLAMA};
 use super::qwen::{self, RawConfig};
 use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
-use super::weights::{GGUF, LLAMA};
 use crate::Fusion;
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};

@@ -7,9 +7,9 @@
 //!
 //! Method: Qwen3 Technical Report (Yang et al. 2025).
 
+use super::names::{GGUF, LLAMA};
 use super::qwen::{self, RawConfig};
 use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
-use super::weights::{GGUF, LLAMA};
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
 use candle_core::Result;

@@ -1,6 +1,6 @@
 //! What sets decoders of one kind of layer apart.
 
-use super::weights::Names;
+use super::names::Names;
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
 use candle_core::{Result, bail};

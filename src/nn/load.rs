@@ -1,8 +1,8 @@
 //! candle_nn's constructors: the same names, signatures, tensor names and initial values. Within
 //! [`quant::while_loading`](crate::quant::while_loading) linear layers are quantized.
 
+use super::quantize::loaded;
 use super::{Embedding, LayerNorm, Linear, RmsNorm};
-use crate::quant::layer::loaded;
 use candle_core::Result;
 use candle_nn::{LayerNormConfig, VarBuilder};
 

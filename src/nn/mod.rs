@@ -40,8 +40,12 @@ mod linear;
 mod load;
 mod mlp;
 mod norm;
+pub(crate) mod pack;
 mod projection;
+pub(crate) mod quantize;
+pub(crate) mod recipe;
 mod rotary;
+pub(crate) mod rounded;
 
 pub use attention::{Attention, AttentionConfig, Tokens};
 pub use embedding::Embedding;

@@ -1,6 +1,6 @@
 //! Matrix products, alone or several that share their input.
 
-use super::Norm;
+use super::{Norm, pack};
 use crate::cpu::packed::PackedMatrix;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
@@ -322,6 +322,6 @@ fn plain(weight: LinearWeight) -> Result<QMatMul> {
     match weight {
         LinearWeight::Dense(w) => Ok(QMatMul::Tensor(w)),
         LinearWeight::Quantized(w) => QMatMul::from_arc(w),
-        LinearWeight::Packed(w) => Ok(QMatMul::Tensor(quant::layer::dense(&w)?)),
+        LinearWeight::Packed(w) => Ok(QMatMul::Tensor(pack::dense(&w)?)),
     }
 }

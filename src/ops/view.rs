@@ -1,6 +1,8 @@
 //! Reading candle's storages: any layout, any float type, as plain slices.
 
 use crate::cpu::vector::Element;
+#[cfg(feature = "cuda")]
+pub(crate) use crate::cuda::dtype_index;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -28,16 +30,6 @@ pub(super) fn float(op: &str, argument: &str, dtype: DType) -> Result<()> {
     match dtype {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
         other => bail!("{op}: {argument} is {other:?}, expected f32, f16 or bf16"),
-    }
-}
-
-/// The place of f32, f16 or bf16 among a module's kernels for each of them.
-#[cfg(feature = "cuda")]
-pub(crate) fn dtype_index(dtype: DType) -> usize {
-    match dtype {
-        DType::F32 => 0,
-        DType::F16 => 1,
-        _ => 2,
     }
 }
 

@@ -17,6 +17,13 @@ pub enum TernaryScale {
 
 /// How the weights of a linear layer are quantized.
 ///
+/// | scheme | value | bits of a weight |
+/// |---|---|---|
+/// | [`Scheme::Int8`] | s q, q in -127..=127, f32 s for each row | 8 |
+/// | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
+/// | with zero points | s (q - z / 16), u8 z for each group | 4 + 24 / group |
+/// | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
+///
 /// As text `int8`, `int4-g64` or `int4-g64-z` (with zero points), `ternary-tensor`, `ternary-row` or
 /// `ternary-g64`; `int4` stands for `int4-g128`, and `ternary` for `ternary-row`.
 ///

@@ -36,6 +36,7 @@ mod rope;
 mod sample;
 mod smollm2;
 mod stems;
+mod structure;
 mod subject;
 mod support;
 #[cfg(feature = "cuda")]

@@ -5,6 +5,7 @@ use crate::support::{devices, randn, randn_on};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::cpu::packed::PackedMatrix;
+use candle_fused::cpu::simd::{self, Level};
 use candle_fused::ops::linear::reference;
 use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::trace;
@@ -256,6 +257,24 @@ fn traced(device: &Device) -> Result<()> {
         "{}",
         call.path
     );
+    Ok(())
+}
+
+#[test]
+fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
+    let weights = [blocks_on(16, 64, GgmlDType::Q4_0, &Device::Cpu)?];
+    for (m, form) in [(1, "_tiles"), (15, "_tiles"), (16, "_unpacked_tiles")] {
+        let x = randn(&[m, 64], DType::F32)?;
+        let run = || quant_linear(&x, Prologue::None, &weights, &Epilogue::default());
+        let (y, calls) = trace::capture(run);
+        y?;
+        let kernel = match simd::level() {
+            Level::Scalar => "scalar".to_owned(),
+            level => format!("{}{form}", level.name()),
+        };
+        let (call, _) = calls.iter().next().expect("a call");
+        assert_eq!(call.path, format!("cpu {kernel} q4_0"));
+    }
     Ok(())
 }
 

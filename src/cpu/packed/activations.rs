@@ -1,7 +1,8 @@
 //! Activations in 8 bits: what the packed matrices are multiplied with.
 
+use super::q8::{Q8Block, TOGETHER};
 #[cfg(target_arch = "x86_64")]
-use super::x86::lookup::{self, TableLine};
+use super::x86::{ternary::TableLine, ternary_avx2};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
@@ -13,31 +14,6 @@ const ROUND: f32 = 12_582_912.0;
 /// Blocks whose largest magnitude is below this are taken as zeros: the reciprocal of their scale
 /// would overflow.
 const TINY: f32 = 1e-35;
-
-/// Blocks that share a scale in [`Q8Activations::refill_wide`].
-pub(super) const TOGETHER: usize = 4;
-
-/// 32 consecutive activations of a token.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(16))]
-pub(super) struct Q8Block {
-    pub q: [i8; 32],
-    /// The scale: x = d q.
-    pub d: f32,
-    /// d times the sum of all codes, for offsets of 32 weights.
-    pub sum: f32,
-    /// d times the sums of the first and the last 16 codes.
-    pub sums: [f32; 2],
-}
-
-impl Q8Block {
-    const ZERO: Self = Self {
-        q: [0; 32],
-        d: 0.0,
-        sum: 0.0,
-        sums: [0.0; 2],
-    };
-}
 
 /// A matrix of activations, m tokens x k, quantized to 8 bits in blocks of 32 along k:
 /// d = max |x| / 127, q = round(x / d) to nearest even, with the sums of q that zero points and
@@ -65,9 +41,9 @@ impl Q8Activations {
     /// roundings of f32; nothing happens where there is no such form.
     pub fn prepare_look_ups(&mut self, level: Level) {
         #[cfg(target_arch = "x86_64")]
-        if self.m == 1 && super::runnable(level) == Level::Avx2 {
+        if self.m == 1 && level.supported() == Level::Avx2 {
             // SAFETY: the processor has this level.
-            unsafe { lookup::tables(&self.blocks, &mut self.tables.0) };
+            unsafe { ternary_avx2::tables(&self.blocks, &mut self.tables.0) };
             self.tables.1 = true;
         }
         let _ = level;
@@ -128,7 +104,7 @@ impl Q8Activations {
             bail!("x: {} values given, expected m x k = {m} x {k}", x.len());
         }
         self.reset(m, k)?;
-        let level = super::runnable(level);
+        let level = level.supported();
         // A task should outweigh its hand-over: about 16,000 values are 2 microseconds.
         let grain = (16_384 / k).max(1);
         let rows = self.rows_mut();
@@ -267,7 +243,7 @@ impl Q8Row<'_> {
                 32 * self.blocks.len()
             );
         }
-        self.quantize_at(super::runnable(level), x, false);
+        self.quantize_at(level.supported(), x, false);
         Ok(())
     }
 

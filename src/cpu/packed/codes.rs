@@ -1,86 +1,9 @@
-//! How the planes of a block become vectors of codes. With the scales of [`super::scales`] these are the
+//! How the planes of a block become vectors of codes. With the scales of `scales.rs` these are the
 //! two halves of a format, combined freely by the kernels. The layout is described in
-//! [`super::layout`].
+//! `layout.rs`.
 
-use super::isa::Isa;
+use super::kernel::{Codes, Isa, Reader};
 use std::marker::PhantomData;
-
-/// How codes are stored.
-pub(super) trait Codes {
-    /// Bits of a code.
-    const BITS: u32;
-    /// Parts of a block that have their own scale.
-    const PARTS: usize;
-    /// Vectors of codes in a part.
-    const VECTORS: usize = 8 / Self::PARTS;
-    /// The code that stands for zero, where that is the format's and not stored.
-    const ZERO: i32 = 1 << (Self::BITS - 1);
-    /// Bytes from a row's first byte in a plane to the next row's.
-    const ROW_BYTES: usize = 4;
-
-    /// Starts reading part `part`.
-    ///
-    /// # Safety
-    /// The processor has `I`, and `planes` points to a block's planes, at the first row wanted.
-    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self>
-    where
-        Self: Sized;
-
-    /// Vector `i`, to be asked for in order from 0 to VECTORS, and the k of its first code.
-    ///
-    /// # Safety
-    /// As [`Self::open`].
-    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize)
-    where
-        Self: Sized;
-}
-
-/// A block's planes on their way to vectors.
-pub(super) struct Reader<I: Isa, C: ?Sized> {
-    planes: *const u8,
-    part: usize,
-    /// High bits of codes still to come, if any.
-    high: [I::Bytes; 2],
-    codes: PhantomData<C>,
-}
-
-impl<I: Isa, C: Codes> Reader<I, C> {
-    #[inline(always)]
-    fn new(planes: *const u8, part: usize, high: [I::Bytes; 2]) -> Self {
-        Self {
-            planes,
-            part,
-            high,
-            codes: PhantomData,
-        }
-    }
-
-    /// [`Codes::next`].
-    ///
-    /// # Safety
-    /// As there.
-    #[inline(always)]
-    pub unsafe fn next(&mut self, i: usize) -> (I::Bytes, usize) {
-        // SAFETY: the caller's.
-        unsafe { C::next(self, i) }
-    }
-
-    /// The low (`half` 0) or high nibbles of plane `i`.
-    ///
-    /// # Safety
-    /// As [`Codes::next`], for codes that have nibble planes.
-    #[inline(always)]
-    unsafe fn nibbles(&self, i: usize, half: usize) -> I::Bytes {
-        // SAFETY: plane i < 4 belongs to the block.
-        unsafe {
-            let plane = I::load(self.planes.add(64 * i));
-            match half {
-                0 => I::and(plane, I::splat(15)),
-                _ => I::and(I::shr4(plane), I::splat(15)),
-            }
-        }
-    }
-}
 
 /// 2 bits: ternary.
 pub(super) struct Two;

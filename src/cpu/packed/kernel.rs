@@ -1,17 +1,10 @@
-//! The vector kernels: one row group times a few tokens, over all of k.
+//! The vector kernels: one row group times a few tokens, over all of k. They are written once, over an
+//! instruction set ([`Isa`]), the codes of a format ([`Codes`]) and its scales ([`Scales`]).
 
-use super::activations::Q8Block;
-use super::codes::{Codes, Eight, Five, Four, Six, Two, Unpacked};
-use super::isa::Isa;
-use super::layout::ROW_GROUP;
-#[cfg(target_arch = "aarch64")]
-use super::neon as arch;
-use super::scales::{Affine, ByGroup, ByRow, Ready, Scales, Super, SuperSymmetric, Symmetric};
-#[cfg(target_arch = "x86_64")]
-use super::x86 as arch;
-use crate::cpu::simd::{Level, prefetch};
-use crate::quant::{Format, Scheme};
-use candle_core::quantized::GgmlDType;
+use super::layout::{Layout, ROW_GROUP};
+use super::q8::Q8Block;
+use crate::cpu::simd::prefetch;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// How far ahead of the products packed weights are fetched. The hardware's own prefetching stops at
@@ -39,6 +32,9 @@ pub(super) type Tile = unsafe fn(
     sums: *mut [f32; ROW_GROUP],
 );
 
+/// Tiles with the tokens that each takes.
+pub(super) type Tiles = &'static [(usize, Tile)];
+
 /// Unpacks 32-wide blocks `blocks` of the row group at `weights` to bytes at `out`, which the tiles of
 /// [`Kernels::unpacked`] take.
 ///
@@ -47,53 +43,192 @@ pub(super) type Tile = unsafe fn(
 /// has these blocks, and `out` has room for [`UNPACKED_BYTES`]; there are at most [`UNPACKED_BLOCKS`].
 pub(super) type Unpack = unsafe fn(weights: *const u8, blocks: Range<usize>, out: *mut u8);
 
-/// The kernels of a format at a level.
+/// The kernels for codes with scales at a level.
 pub(super) struct Kernels {
+    /// The names of the packed and of the unpacked form.
+    pub names: [&'static str; 2],
     /// By the tokens they take, most first; the last takes one.
-    pub packed: &'static [(usize, Tile)],
+    pub packed: Tiles,
     /// For many tokens: unpack once, then these.
-    pub unpacked: Option<(Unpack, &'static [(usize, Tile)])>,
+    pub unpacked: Option<(Unpack, Tiles)>,
 }
 
-/// The kernels for `format` at `level`; none for the scalar level or an unsupported type.
-pub(super) fn kernels(format: &Format, level: Level) -> Option<&'static Kernels> {
-    let dtype = match format {
-        Format::Block(format) => format.dtype,
-        Format::Scheme(scheme) => return kernels_of_scheme(scheme, level),
-    };
-    match dtype {
-        GgmlDType::Q4_0 => arch::kernels::<Four, Symmetric>(level),
-        GgmlDType::Q4_1 => arch::kernels::<Four, Affine>(level),
-        GgmlDType::Q5_0 => arch::kernels::<Five, Symmetric>(level),
-        GgmlDType::Q5_1 => arch::kernels::<Five, Affine>(level),
-        GgmlDType::Q8_0 => arch::kernels::<Eight, Symmetric>(level),
-        GgmlDType::Q4K => arch::kernels::<Four, Super>(level),
-        GgmlDType::Q5K => arch::kernels::<Five, Super>(level),
-        GgmlDType::Q6K => arch::kernels::<Six, SuperSymmetric>(level),
-        _ => None,
+/// An instruction set: vectors whose 32-bit lanes are `ROWS` rows.
+///
+/// # Safety
+/// Every function requires a processor with the instruction set, and pointers that are good for the
+/// reads that its description names. They must be inlined into a function compiled for the set.
+pub(super) trait Isa: Copy {
+    /// Four codes of each row.
+    type Bytes: Copy;
+    /// An f32 of each row.
+    type Floats: Copy;
+
+    /// Rows of a vector.
+    const ROWS: usize;
+    /// What [`Self::eight_bits`] adds to a signed code.
+    const EIGHT_BIT_ZERO: i32;
+
+    /// Reads 4 x ROWS bytes.
+    unsafe fn load(p: *const u8) -> Self::Bytes;
+    /// The same byte everywhere.
+    unsafe fn splat(byte: u8) -> Self::Bytes;
+    unsafe fn and(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    unsafe fn or(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// Each byte shifted left by one.
+    unsafe fn double(a: Self::Bytes) -> Self::Bytes;
+    /// Each byte shifted left by 2; its low 2 bits are anything.
+    unsafe fn shl2(a: Self::Bytes) -> Self::Bytes;
+    /// Each byte shifted right by 2; its high 2 bits are anything.
+    unsafe fn shr2(a: Self::Bytes) -> Self::Bytes;
+    /// Each byte shifted right by 4; its high 4 bits are anything.
+    unsafe fn shr4(a: Self::Bytes) -> Self::Bytes;
+    /// Signed codes as `dot` takes them.
+    unsafe fn eight_bits(a: Self::Bytes) -> Self::Bytes;
+    /// Of four runs of 16 bytes from `p` on, the first ROWS of each: row by row the byte of each run.
+    unsafe fn quads(p: *const u8) -> Self::Bytes;
+
+    unsafe fn zero() -> Self::Floats;
+    /// The same number everywhere.
+    unsafe fn set(x: f32) -> Self::Floats;
+    /// Reads ROWS f16.
+    unsafe fn load_f16(p: *const u8) -> Self::Floats;
+    /// Reads ROWS u8.
+    unsafe fn load_u8(p: *const u8) -> Self::Floats;
+    /// Reads ROWS i8.
+    unsafe fn load_i8(p: *const u8) -> Self::Floats;
+    unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// a b + c
+    unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// Reads ROWS f32.
+    unsafe fn load_f32(p: *const u8) -> Self::Floats;
+    /// Writes 4 x ROWS bytes.
+    unsafe fn store_bytes(p: *mut u8, a: Self::Bytes);
+    /// Writes ROWS f32.
+    unsafe fn store(p: *mut f32, a: Self::Floats);
+
+    /// Adds the products of part `part` of a block (`planes`) with T tokens' blocks to `sums`: the
+    /// exact integer dot product, times the weights' scale and the token's.
+    unsafe fn accumulate<C: Codes, const T: usize>(
+        sums: &mut [Self::Floats; T],
+        scale: Self::Floats,
+        planes: *const u8,
+        part: usize,
+        x: [*const Q8Block; T],
+    );
+}
+
+/// How codes are stored.
+pub(super) trait Codes {
+    /// Bits of a code.
+    const BITS: u32;
+    /// Parts of a block that have their own scale.
+    const PARTS: usize;
+    /// Vectors of codes in a part.
+    const VECTORS: usize = 8 / Self::PARTS;
+    /// The code that stands for zero, where that is the format's and not stored.
+    const ZERO: i32 = 1 << (Self::BITS - 1);
+    /// Bytes from a row's first byte in a plane to the next row's.
+    const ROW_BYTES: usize = 4;
+
+    /// Starts reading part `part`.
+    ///
+    /// # Safety
+    /// The processor has `I`, and `planes` points to a block's planes, at the first row wanted.
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self>
+    where
+        Self: Sized;
+
+    /// Vector `i`, to be asked for in order from 0 to VECTORS, and the k of its first code.
+    ///
+    /// # Safety
+    /// As [`Self::open`].
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize)
+    where
+        Self: Sized;
+}
+
+/// A block's planes on their way to vectors.
+pub(super) struct Reader<I: Isa, C: ?Sized> {
+    pub planes: *const u8,
+    pub part: usize,
+    /// High bits of codes still to come, if any.
+    pub high: [I::Bytes; 2],
+    codes: PhantomData<C>,
+}
+
+impl<I: Isa, C: Codes> Reader<I, C> {
+    #[inline(always)]
+    pub fn new(planes: *const u8, part: usize, high: [I::Bytes; 2]) -> Self {
+        Self {
+            planes,
+            part,
+            high,
+            codes: PhantomData,
+        }
+    }
+
+    /// [`Codes::next`].
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    pub unsafe fn next(&mut self, i: usize) -> (I::Bytes, usize) {
+        // SAFETY: the caller's.
+        unsafe { C::next(self, i) }
+    }
+
+    /// The low (`half` 0) or high nibbles of plane `i`.
+    ///
+    /// # Safety
+    /// As [`Codes::next`], for codes that have nibble planes.
+    #[inline(always)]
+    pub unsafe fn nibbles(&self, i: usize, half: usize) -> I::Bytes {
+        // SAFETY: plane i < 4 belongs to the block.
+        unsafe {
+            let plane = I::load(self.planes.add(64 * i));
+            match half {
+                0 => I::and(plane, I::splat(15)),
+                _ => I::and(I::shr4(plane), I::splat(15)),
+            }
+        }
     }
 }
 
-fn kernels_of_scheme(scheme: &Scheme, level: Level) -> Option<&'static Kernels> {
-    match (scheme.group(), scheme) {
-        (_, Scheme::Int8) => arch::kernels::<Eight, ByRow>(level),
-        (None, _) => arch::kernels::<Two, ByRow>(level),
-        (Some(group), Scheme::Ternary { .. }) => match group {
-            32 => arch::kernels::<Two, ByGroup<1, false>>(level),
-            64 => arch::kernels::<Two, ByGroup<2, false>>(level),
-            128 => arch::kernels::<Two, ByGroup<4, false>>(level),
-            _ => None,
-        },
-        (Some(group), Scheme::Int4 { zero_point, .. }) => match (group, zero_point) {
-            (32, false) => arch::kernels::<Four, ByGroup<1, false>>(level),
-            (64, false) => arch::kernels::<Four, ByGroup<2, false>>(level),
-            (128, false) => arch::kernels::<Four, ByGroup<4, false>>(level),
-            (32, true) => arch::kernels::<Four, ByGroup<1, true>>(level),
-            (64, true) => arch::kernels::<Four, ByGroup<2, true>>(level),
-            (128, true) => arch::kernels::<Four, ByGroup<4, true>>(level),
-            _ => None,
-        },
-    }
+/// What a code is multiplied by and what is added: weight = scale x code + offset.
+#[derive(Clone, Copy)]
+pub(super) struct Scale<I: Isa> {
+    pub scale: I::Floats,
+    pub offset: I::Floats,
+}
+
+/// How the head of a chunk becomes scales.
+pub(super) trait Scales {
+    /// Whether weights come from memory rather than from scratch in the cache.
+    const STREAMED: bool = true;
+    /// Whether the blocks of a chunk share so much that some rows should take them all in turn.
+    const BY_ROWS: bool = false;
+
+    /// The layout of chunks with codes C.
+    fn layout<C: Codes>() -> Layout;
+
+    /// What all blocks of a chunk share. `lane` is the first row wanted.
+    ///
+    /// # Safety
+    /// The processor has `I`, and `head` points to a chunk's head.
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2];
+
+    /// The scale of a block's part, `place` = (block of the chunk, part); `zero` is the code that stands for zero.
+    ///
+    /// # Safety
+    /// As [`Self::open`].
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        place: (usize, usize),
+        zero: f32,
+    ) -> Scale<I>;
 }
 
 /// T tokens times H vectors of rows, from row `lane` on: for every block the exact integer dot
@@ -218,7 +353,7 @@ pub(super) unsafe fn unpack<I: Isa, C: Codes, S: Scales>(
     lane: usize,
     out: *mut u8,
 ) {
-    let (from, to) = (S::layout::<C>(), Ready::layout::<Unpacked<C>>());
+    let (from, to) = (S::layout::<C>(), Layout::unpacked(C::PARTS));
     let zero = C::ZERO as f32;
     // SAFETY: block by block this walks over both, which the caller vouches for.
     unsafe {

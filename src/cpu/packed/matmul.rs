@@ -1,17 +1,16 @@
 //! Products of packed matrices with quantized activations.
 
-use super::activations::{Q8Activations, Q8Block};
+use super::activations::Q8Activations;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use super::kernel;
+use super::kernel::{Tiles, UNPACKED_BLOCKS, UNPACKED_BYTES};
 use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
+use super::q8::Q8Block;
+use super::registry::{self, Kernel, Run, Tokens};
+use super::scalar;
 use super::store::Line;
-#[cfg(target_arch = "x86_64")]
-use super::x86::ternary;
-use super::{runnable, scalar};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
-use crate::quant::Format;
 use candle_core::{Result, bail};
 use std::cell::RefCell;
 use std::ops::Range;
@@ -20,37 +19,14 @@ use std::ops::Range;
 /// the second-level cache together with the group.
 const TOKEN_BYTES: usize = 192 * 1024;
 
-/// Tokens from which on unpacking a row group first is faster than unpacking it in every tile.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-const UNPACK_FROM: usize = 16;
-
 /// Room for unpacked weights.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[repr(align(64))]
-struct Scratch([u8; kernel::UNPACKED_BYTES]);
+struct Scratch([u8; UNPACKED_BYTES]);
 
 thread_local! {
     /// The row group in hand, of a matrix that is not packed.
     static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-}
-
-/// The vector kernels for a format, if there are any.
-#[derive(Clone, Copy)]
-struct Cores(
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))] Option<&'static kernel::Kernels>,
-);
-
-impl Cores {
-    /// Those of a level that this processor has.
-    fn of(format: &Format, level: Level) -> Self {
-        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        return Self(kernel::kernels(format, level));
-        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-        {
-            let _ = (format, level);
-            Self()
-        }
-    }
 }
 
 impl PackedMatrix {
@@ -132,18 +108,8 @@ impl PackedMatrix {
         out_stride: usize,
     ) {
         debug_assert!(self.check(&rows, x, &tokens).is_ok());
-        let level = runnable(level);
-        #[cfg(target_arch = "x86_64")]
-        if let Format::Scheme(scheme) = self.format
-            && tokens.len() == 1
-            && let Some(one_token) = ternary::kernel(&scheme, level, x)
-        {
-            // SAFETY: `level` is runnable, and the only token, of which the kernel knows, has as many blocks as the
-            // matrix; the rest is the caller's.
-            return unsafe { self.one_token(one_token, &rows, x, out) };
-        }
-        let blocks = self.blocks();
-        let some = (TOKEN_BYTES / (blocks * size_of::<Q8Block>())).max(8) / 8 * 8;
+        let level = level.supported();
+        let some = self.tokens_at_a_time();
         let mut one = [[0.0; ROW_GROUP]; 8];
         let mut many = Vec::new();
         let sums = match tokens.len() {
@@ -153,16 +119,15 @@ impl PackedMatrix {
                 &mut many[..]
             }
         };
-        let cores = Cores::of(&self.format, level);
         let (groups, mut room) = (self.groups(), ROOM.take());
         for start in tokens.clone().step_by(some) {
             let end = tokens.end.min(start + some);
-            let x = &x.blocks()[start * blocks..end * blocks];
+            let kernel = self.kernel(level, x, end - start);
             for first in rows.clone().step_by(ROW_GROUP) {
                 let weights = groups.get(first / ROW_GROUP, &mut room);
                 let count = ROW_GROUP.min(rows.end - first);
                 let sums = &mut sums[..end - start];
-                self.group_products(cores, weights, x, sums);
+                self.group_products(kernel.run, weights, x, start, sums);
                 for (t, sums) in sums.iter().enumerate() {
                     let at = (start - tokens.start + t) * out_stride + (first - rows.start);
                     // SAFETY: `count` values from there on belong to token and rows; by contract
@@ -174,99 +139,70 @@ impl PackedMatrix {
         ROOM.set(room);
     }
 
-    /// The products of `rows` with the only token of `x`.
-    ///
-    /// # Safety
-    /// The kernel is for this format, a level that the processor has, and `x`, which is of this width; `out` has room
-    /// for the rows.
-    #[cfg(target_arch = "x86_64")]
-    unsafe fn one_token(
-        &self,
-        kernel: ternary::OneToken,
-        rows: &Range<usize>,
-        x: &Q8Activations,
-        out: *mut f32,
-    ) {
-        let (groups, mut room) = (self.groups(), Vec::new());
-        let tables = x
-            .tables()
-            .map_or(std::ptr::null(), |tables| tables.as_ptr());
-        let token = (x.blocks().as_ptr(), tables);
-        for first in rows.clone().step_by(ROW_GROUP) {
-            let weights = groups.get(first / ROW_GROUP, &mut room).as_ptr();
-            let mut sums = [0.0; ROW_GROUP];
-            let count = ROW_GROUP.min(rows.end - first);
-            // SAFETY: the group is one of this format; `count` values from there on belong to the
-            // rows. The rest is the caller's.
-            unsafe {
-                kernel(weights, self.blocks(), token, &mut sums);
-                let out = out.add(first - rows.start);
-                std::ptr::copy_nonoverlapping(sums.as_ptr(), out, count);
-            }
-        }
+    /// Tokens that are multiplied with one row group after another.
+    fn tokens_at_a_time(&self) -> usize {
+        (TOKEN_BYTES / (self.blocks() * size_of::<Q8Block>())).max(8) / 8 * 8
     }
 
-    /// The products of a row group with all tokens of `x`.
+    fn kernel(&self, level: Level, x: &Q8Activations, count: usize) -> Kernel {
+        let tokens = Tokens {
+            count,
+            only: count == 1 && x.m() == 1,
+            #[cfg(target_arch = "x86_64")]
+            tables: x.tables().is_some(),
+            #[cfg(not(target_arch = "x86_64"))]
+            tables: false,
+            wide: x.is_wide(),
+        };
+        registry::select(&self.format, level, tokens)
+    }
+
+    /// The kernel that [`Self::matmul`] runs for `tokens` tokens of `x`, as in `avx2_tiles`.
+    pub fn kernel_name(&self, level: Level, x: &Q8Activations, tokens: usize) -> &'static str {
+        let count = tokens.min(self.tokens_at_a_time());
+        self.kernel(level.supported(), x, count).name
+    }
+
+    /// The products of a row group with tokens `first..first + sums.len()` of `x`, by the kernel that was selected for
+    /// them.
     fn group_products(
         &self,
-        cores: Cores,
+        run: Run,
         weights: &[u8],
-        x: &[Q8Block],
-        sums: &mut [[f32; ROW_GROUP]],
-    ) {
-        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        if let Some(kernels) = cores.0 {
-            sums.fill([0.0; ROW_GROUP]);
-            // SAFETY: the kernels' level is runnable, `weights` is a group of this format, and `x` and
-            // `sums` have a row for each token.
-            unsafe { self.vector_products(kernels, weights, x, sums) };
-            return;
-        }
-        let _ = cores;
-        scalar::group(&self.format, weights, self.blocks(), x, sums);
-    }
-
-    /// [`Self::group_products`] with vector kernels, added to `sums`.
-    ///
-    /// # Safety
-    /// The processor has the kernels' level, `weights` is a group, and `x` has `sums.len()` tokens.
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    unsafe fn vector_products(
-        &self,
-        kernels: &kernel::Kernels,
-        weights: &[u8],
-        x: &[Q8Block],
+        x: &Q8Activations,
+        first: usize,
         sums: &mut [[f32; ROW_GROUP]],
     ) {
         let blocks = self.blocks();
-        let run = |tiles: &[(usize, kernel::Tile)],
-                   weights: *const u8,
-                   (first, some): (usize, usize),
-                   sums: &mut [[f32; ROW_GROUP]]| {
-            let mut t = 0;
-            for (count, tile) in tiles {
-                while sums.len() - t >= *count {
-                    let x = x[t * blocks + first..].as_ptr();
-                    // SAFETY: `count` more tokens are there, of which blocks from `first` on are
-                    // multiplied with `some` blocks of weights.
-                    unsafe { tile(weights, some, x, blocks, sums[t..].as_mut_ptr()) };
-                    t += count;
-                }
-            }
-        };
-        match kernels.unpacked {
-            Some((unpack, tiles)) if sums.len() >= UNPACK_FROM => {
-                let mut bytes = Scratch([0; kernel::UNPACKED_BYTES]);
-                for first in (0..blocks).step_by(kernel::UNPACKED_BLOCKS) {
-                    let some = kernel::UNPACKED_BLOCKS.min(blocks - first);
-                    // SAFETY: the group has these blocks.
+        #[cfg(target_arch = "x86_64")]
+        let tables = x.tables().map_or(std::ptr::null(), <[_]>::as_ptr);
+        let x = &x.blocks()[first * blocks..][..sums.len() * blocks];
+        sums.fill([0.0; ROW_GROUP]);
+        match run {
+            Run::Scalar => scalar::group(&self.format, weights, blocks, x, sums),
+            // SAFETY: the processor has the kernel's level, `weights` is a group of this format, and `x` and
+            // `sums` have a row for each token.
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+            Run::Tiles(tiles) => unsafe {
+                tile_products(tiles, weights.as_ptr(), x, (blocks, 0..blocks), sums);
+            },
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+            Run::Unpacked(unpack, tiles) => {
+                let mut bytes = Scratch([0; UNPACKED_BYTES]);
+                for start in (0..blocks).step_by(UNPACKED_BLOCKS) {
+                    let part = start..blocks.min(start + UNPACKED_BLOCKS);
+                    // SAFETY: as above; the group has these blocks, for which there is room.
                     unsafe {
-                        unpack(weights.as_ptr(), first..first + some, bytes.0.as_mut_ptr());
+                        unpack(weights.as_ptr(), part.clone(), bytes.0.as_mut_ptr());
+                        tile_products(tiles, bytes.0.as_ptr(), x, (blocks, part), sums);
                     }
-                    run(tiles, bytes.0.as_ptr(), (first, some), sums);
                 }
             }
-            _ => run(kernels.packed, weights.as_ptr(), (0, blocks), sums),
+            // SAFETY: as above; this is the only token, of which the kernel knows whether it has tables.
+            #[cfg(target_arch = "x86_64")]
+            Run::OneToken(kernel) => unsafe {
+                kernel(weights.as_ptr(), blocks, (x.as_ptr(), tables), &mut sums[0]);
+            },
         }
     }
 
@@ -293,6 +229,30 @@ impl PackedMatrix {
             );
         }
         Ok(())
+    }
+}
+
+/// Adds the products of weights with `part` of the `blocks` blocks that each token in `x` has to `sums`.
+///
+/// # Safety
+/// The processor has the tiles' level, `weights` are these blocks of a row group as the tiles take them, and `x`
+/// has `sums.len()` tokens.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+unsafe fn tile_products(
+    tiles: Tiles,
+    weights: *const u8,
+    x: &[Q8Block],
+    (blocks, part): (usize, Range<usize>),
+    sums: &mut [[f32; ROW_GROUP]],
+) {
+    let mut t = 0;
+    for (count, tile) in tiles {
+        while sums.len() - t >= *count {
+            let x = x[t * blocks + part.start..].as_ptr();
+            // SAFETY: `count` more tokens are there, of which these blocks are multiplied with those of weights.
+            unsafe { tile(weights, part.len(), x, blocks, sums[t..].as_mut_ptr()) };
+            t += count;
+        }
     }
 }
 

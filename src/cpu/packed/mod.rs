@@ -12,8 +12,6 @@ mod activations;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod codes;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod isa;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod kernel;
 mod layout;
 mod matmul;
@@ -21,6 +19,8 @@ mod matrix;
 mod memory;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod q8;
+mod registry;
 mod repack;
 mod scalar;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -41,13 +41,3 @@ pub use layout::ROW_GROUP;
 pub use matrix::{PackedBuilder, PackedMatrix};
 pub(crate) use schemes::packed_bytes;
 pub use store::SharedBytes;
-
-use crate::cpu::simd::Level;
-use std::sync::OnceLock;
-
-/// `level`, or the best level of this processor if it does not have that one.
-fn runnable(level: Level) -> Level {
-    static BEST: OnceLock<Level> = OnceLock::new();
-    let best = *BEST.get_or_init(|| Level::available().pop().unwrap_or(Level::Scalar));
-    level.min(best)
-}

@@ -1,12 +1,10 @@
 //! The kernels for aarch64: NEON, with and without the dot products (`sdot`) of ARMv8.2.
 
-use super::activations::Q8Block;
-use super::codes::{Codes, Reader, Unpacked};
-use super::isa::Isa;
-use super::kernel::{Kernels, Tile, Unpack, tile, unpack};
+use super::codes::Unpacked;
+use super::kernel::{Codes, Isa, Kernels, Reader, Scales, Tile, Unpack, tile, unpack};
 use super::layout::ROW_GROUP;
-use super::scales::{Ready, Scales};
-use crate::cpu::simd::Level;
+use super::q8::Q8Block;
+use super::scales::Ready;
 use crate::cpu::vector::widen_f16;
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -19,42 +17,42 @@ struct Neon<const DOTPROD: bool>;
 /// Vectors of a row group.
 const VECTORS: usize = ROW_GROUP / 4;
 
-/// A table of kernels around a function for tiles.
-macro_rules! table {
-    ($tile:ident) => {
-        const {
-            &Kernels {
-                packed: &[
-                    (4, $tile::<C, S, 4> as Tile),
-                    (2, $tile::<C, S, 2>),
-                    (1, $tile::<C, S, 1>),
-                ],
-                unpacked: match C::BITS {
-                    8 => None,
-                    _ => Some((
-                        neon_unpack::<C, S> as Unpack,
-                        &[
-                            (4, $tile::<Unpacked<C>, Ready, 4> as Tile),
-                            (2, $tile::<Unpacked<C>, Ready, 2>),
-                            (1, $tile::<Unpacked<C>, Ready, 1>),
-                        ],
-                    )),
-                },
+/// The kernels for codes C with scales S around a function for tiles.
+macro_rules! kernels {
+    ($kernels:ident, $tile:ident, $names:expr) => {
+        /// The kernels for codes C with scales S.
+        pub(super) fn $kernels<C: Codes + 'static, S: Scales + 'static>() -> &'static Kernels {
+            const {
+                &Kernels {
+                    names: $names,
+                    packed: &[
+                        (4, $tile::<C, S, 4> as Tile),
+                        (2, $tile::<C, S, 2>),
+                        (1, $tile::<C, S, 1>),
+                    ],
+                    unpacked: match C::BITS {
+                        8 => None,
+                        _ => Some((
+                            neon_unpack::<C, S> as Unpack,
+                            &[
+                                (4, $tile::<Unpacked<C>, Ready, 4> as Tile),
+                                (2, $tile::<Unpacked<C>, Ready, 2>),
+                                (1, $tile::<Unpacked<C>, Ready, 1>),
+                            ],
+                        )),
+                    },
+                }
             }
         }
     };
 }
 
-/// The kernels for codes C with scales S; none for the scalar level.
-pub(super) fn kernels<C: Codes + 'static, S: Scales + 'static>(
-    level: Level,
-) -> Option<&'static Kernels> {
-    match level {
-        Level::Scalar => None,
-        Level::Neon => Some(table!(neon)),
-        Level::Dotprod => Some(table!(dotprod)),
-    }
-}
+kernels!(neon_kernels, neon, ["neon_tiles", "neon_unpacked_tiles"]);
+kernels!(
+    dotprod_kernels,
+    dotprod,
+    ["dotprod_tiles", "dotprod_unpacked_tiles"]
+);
 
 /// # Safety
 /// See [`Tile`].

@@ -1,7 +1,7 @@
 //! The plain path, right on every architecture.
 
-use super::activations::Q8Block;
 use super::layout::{Layout, ROW_GROUP};
+use super::q8::Q8Block;
 use crate::quant::{BlockFormat, Format, Scaling, SubBlock, ZERO_STEP};
 
 /// The steps of zero points that a code is: with them codes less zero points are whole numbers.

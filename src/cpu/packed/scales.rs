@@ -1,45 +1,8 @@
-//! How the head of a chunk becomes scales; see [`super::codes`].
+//! How the head of a chunk becomes scales; see `codes.rs`.
 
-use super::codes::Codes;
-use super::isa::Isa;
+use super::kernel::{Codes, Isa, Scale, Scales};
 use super::layout::Layout;
 use crate::quant::{Scaling, ZERO_STEP};
-
-/// What a code is multiplied by and what is added: weight = scale x code + offset.
-#[derive(Clone, Copy)]
-pub(super) struct Scale<I: Isa> {
-    pub scale: I::Floats,
-    pub offset: I::Floats,
-}
-
-/// How the head of a chunk becomes scales.
-pub(super) trait Scales {
-    /// Whether weights come from memory rather than from scratch in the cache.
-    const STREAMED: bool = true;
-    /// Whether the blocks of a chunk share so much that some rows should take them all in turn.
-    const BY_ROWS: bool = false;
-
-    /// The layout of chunks with codes C.
-    fn layout<C: Codes>() -> Layout;
-
-    /// What all blocks of a chunk share. `lane` is the first row wanted.
-    ///
-    /// # Safety
-    /// The processor has `I`, and `head` points to a chunk's head.
-    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2];
-
-    /// The scale of a block's part, `place` = (block of the chunk, part); `zero` is the code that stands for zero.
-    ///
-    /// # Safety
-    /// As [`Self::open`].
-    unsafe fn at<I: Isa>(
-        shared: [I::Floats; 2],
-        head: *const u8,
-        lane: usize,
-        place: (usize, usize),
-        zero: f32,
-    ) -> Scale<I>;
-}
 
 /// [`Scaling::Symmetric`].
 pub(super) struct Symmetric;

@@ -2,6 +2,7 @@
 
 use super::tests::normals;
 use super::*;
+use crate::cpu::simd::Level;
 use crate::quant::{Codes, Scheme, TernaryScale, quantize};
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng, rngs::StdRng};

@@ -1,10 +1,11 @@
 //! Matrices of [`Scheme`]s: from codes and back, from dense weights, and in place from a file.
 
-use super::activations::TOGETHER;
 use super::layout::{Layout, ROW_GROUP, SchemeBlock};
 use super::matrix::{PackedBuilder, PackedMatrix};
+use super::q8::TOGETHER;
 use super::store::Store;
-use crate::quant::{self, Codes, Format, Scheme, TernaryScale};
+use crate::cpu::quantize::{quantize_part, sum_of_magnitudes};
+use crate::quant::{Codes, Format, Scheme, TernaryScale};
 use candle_core::{DType, Result, Tensor, bail};
 use memmap2::Mmap;
 use std::ops::Range;
@@ -30,7 +31,7 @@ impl PackedMatrix {
     /// at a time, so that little more than the packed matrix is held beside it.
     ///
     /// # Errors
-    /// If `weight` is not such a matrix, or as [`quant::quantize`].
+    /// If `weight` is not such a matrix, or as [`quantize`](crate::quant::quantize).
     pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<Self> {
         let (rows, cols) = weight.dims2()?;
         scheme.check(cols)?;
@@ -41,7 +42,7 @@ impl PackedMatrix {
             } => {
                 let mut sum = 0.;
                 for part in parts(rows, cols) {
-                    sum += quant::sum_of_magnitudes(&widened(weight, part)?);
+                    sum += sum_of_magnitudes(&widened(weight, part)?);
                 }
                 Some((sum / (rows * cols).max(1) as f64) as f32)
             }
@@ -49,7 +50,7 @@ impl PackedMatrix {
         };
         for part in parts(rows, cols) {
             let values = widened(weight, part.clone())?;
-            let codes = quant::quantize_part(&values, &part, cols, scheme, mean)?;
+            let codes = quantize_part(&values, &part, cols, scheme, mean)?;
             builder.push_codes(&codes)?;
         }
         builder.finish()

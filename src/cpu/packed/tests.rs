@@ -1,6 +1,7 @@
 //! Every format at every level of this processor, against f64.
 
 use super::*;
+use crate::cpu::simd::Level;
 use crate::quant::{BlockFormat, Scaling, SubBlock, dequantize};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{Device, Tensor};

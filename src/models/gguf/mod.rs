@@ -4,11 +4,11 @@ mod file;
 
 use super::Architecture;
 use super::decoder::{Decoder, DecoderCache};
+use super::parts::Parts;
 use super::shape::{Head, Kind, NormKind, Shape, inverse_frequencies};
 use super::weights::Loader;
 use crate::Fusion;
 use crate::cpu::packed::SharedBytes;
-use crate::generation::sealed::Parts;
 use crate::nn::{AttentionConfig, RotaryEmbedding};
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{Device, Result, Tensor, bail};

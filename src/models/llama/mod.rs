@@ -17,14 +17,15 @@ pub use config::{
 pub use gguf::{dequantize_gguf, gguf_config};
 
 use super::decoder::{Decoder, DecoderCache};
-use super::quantized::{Mapped, Quantizing};
+use super::names::{GGUF, LLAMA};
+use super::parts::Parts;
+use super::quantized::{Mapped, QuantizedFile, Quantizing};
 use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
-use super::weights::{GGUF, LLAMA, Loader, Source};
+use super::weights::{Loader, Source};
 use crate::Fusion;
-use crate::generation::sealed::Parts;
+use crate::nn::recipe::Recipe;
 use crate::nn::{AttentionConfig, RotaryEmbedding};
 use crate::ops::{Activation, RopeStyle};
-use crate::quant::{QuantizedFile, Recipe};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 

@@ -1,7 +1,7 @@
 //! The CPU form: the prologue once for each row, then the outputs in cells spread over the pool,
 //! each with its epilogue while it is in cache.
 
-use super::launch::LinearOp;
+use super::op::LinearOp;
 use super::tile::{Finish, Guard, Product, Target};
 use super::{Activation, Prologue, Weight};
 use crate::cpu::packed::{Q8Activations, ROW_GROUP};
@@ -31,10 +31,6 @@ pub(super) fn forward(
     x: &CpuStorage,
     layout: &Layout,
 ) -> Result<(CpuStorage, Shape)> {
-    trace::record(op.name, || {
-        let gathered = gathered(layout);
-        format!("cpu {} {}{gathered}", simd::level().name(), op.path())
-    });
     dispatch_float!(x.dtype(), op.name, "x", T => forward_as::<T>(op, x, layout))
 }
 
@@ -65,6 +61,10 @@ fn forward_as<T: Float>(
     if packed {
         activations(op.weights, level, &input, (m, k), &mut quantized)?;
     }
+    trace::record(op.name, || {
+        let kernels = kernels(op.weights, level, &quantized, m);
+        format!("cpu {kernels} {}{}", op.path(), gathered(layout))
+    });
 
     let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
     let matrices = guards
@@ -229,6 +229,20 @@ fn activations(
         quantized.prepare_look_ups(level);
     }
     Ok(())
+}
+
+/// What the products run on, for the trace: the kernels of packed weights, the level for dense ones.
+fn kernels(weights: &[Weight], level: Level, quantized: &Q8Activations, m: usize) -> String {
+    let mut names: Vec<_> = weights
+        .iter()
+        .map(|weight| match weight {
+            Weight::Packed(w) => w.kernel_name(level, quantized, m.min(CELL.0)),
+            _ => level.name(),
+        })
+        .collect();
+    names.sort_unstable();
+    names.dedup();
+    names.join("/")
 }
 
 /// Rows of `k` values with zeros behind them up to `wide`.

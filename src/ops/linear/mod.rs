@@ -11,6 +11,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod launch;
+mod op;
 mod reference;
 mod tile;
 

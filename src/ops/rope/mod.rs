@@ -4,19 +4,12 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
+pub use crate::cpu::rope::RopeStyle;
+
 use super::view::{dense_on_cuda, float64};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 const OP: &str = "rope";
-
-/// Which dimensions of a head form the pairs that are rotated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RopeStyle {
-    /// `i` and `i + R / 2`: Hugging Face's weights (GPT-NeoX's form).
-    HalfSplit,
-    /// `2i` and `2i + 1`: GGUF files of the llama architecture (RoFormer's form).
-    Interleaved,
-}
 
 /// What `rope` and `rope_append` rotate by.
 #[derive(Clone, Copy, Debug)]

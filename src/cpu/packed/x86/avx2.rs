@@ -1,13 +1,89 @@
 //! AVX2, FMA and F16C.
 
-use crate::cpu::packed::activations::Q8Block;
-use crate::cpu::packed::codes::Codes;
-use crate::cpu::packed::isa::Isa;
+use super::super::codes::Unpacked;
+use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Unpack, tile, unpack};
+use super::super::layout::ROW_GROUP;
+use super::super::q8::Q8Block;
+use super::super::scales::Ready;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 /// 8 rows.
 #[derive(Clone, Copy)]
 pub struct Avx2;
+
+/// The kernels for codes C with scales S.
+pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'static Kernels {
+    const {
+        &Kernels {
+            names: ["avx2_tiles", "avx2_unpacked_tiles"],
+            packed: &[
+                (4, by_halves::<C, S, 4> as Tile),
+                (2, by_halves::<C, S, 2>),
+                (1, at_once::<C, S>),
+            ],
+            unpacked: match C::BITS {
+                8 => None,
+                _ => Some((
+                    unpack_group::<C, S> as Unpack,
+                    &[
+                        (4, by_halves::<Unpacked<C>, Ready, 4> as Tile),
+                        (2, by_halves::<Unpacked<C>, Ready, 2>),
+                        (1, by_halves::<Unpacked<C>, Ready, 1>),
+                    ],
+                )),
+            },
+        }
+    }
+}
+
+/// One token: both halves of the group in one pass, so that memory is read front to back.
+///
+/// # Safety
+/// See [`Tile`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn at_once<C: Codes, S: Scales>(
+    weights: *const u8,
+    blocks: usize,
+    x: *const Q8Block,
+    stride: usize,
+    sums: *mut [f32; ROW_GROUP],
+) {
+    // SAFETY: the caller's.
+    unsafe { tile::<Avx2, C, S, 1, 2>(weights, blocks, x, stride, 0, sums) }
+}
+
+/// Several tokens: each half of the group on its own, so that sums and codes fit the registers.
+///
+/// # Safety
+/// See [`Tile`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn by_halves<C: Codes, S: Scales, const T: usize>(
+    weights: *const u8,
+    blocks: usize,
+    x: *const Q8Block,
+    stride: usize,
+    sums: *mut [f32; ROW_GROUP],
+) {
+    for lane in [0, Avx2::ROWS] {
+        // SAFETY: the caller's.
+        unsafe { tile::<Avx2, C, S, T, 1>(weights, blocks, x, stride, lane, sums) }
+    }
+}
+
+/// # Safety
+/// See [`Unpack`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn unpack_group<C: Codes, S: Scales>(
+    weights: *const u8,
+    blocks: Range<usize>,
+    out: *mut u8,
+) {
+    for lane in [0, Avx2::ROWS] {
+        // SAFETY: the caller's.
+        unsafe { unpack::<Avx2, C, S>(weights, blocks.clone(), lane, out) }
+    }
+}
 
 /// Four bytes, repeated.
 ///

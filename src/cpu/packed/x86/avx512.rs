@@ -1,14 +1,69 @@
 //! AVX-512 with VNNI.
 
-use crate::cpu::packed::activations::Q8Block;
-use crate::cpu::packed::codes::Codes;
-use crate::cpu::packed::isa::Isa;
+use super::super::codes::Unpacked;
+use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Unpack, tile, unpack};
+use super::super::layout::ROW_GROUP;
+use super::super::q8::Q8Block;
+use super::super::scales::Ready;
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 /// 16 rows.
 #[derive(Clone, Copy)]
 pub struct Avx512;
+
+/// The kernels for codes C with scales S.
+pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'static Kernels {
+    const {
+        &Kernels {
+            names: ["avx512_tiles", "avx512_unpacked_tiles"],
+            packed: &[
+                (8, group::<C, S, 8> as Tile),
+                (4, group::<C, S, 4>),
+                (2, group::<C, S, 2>),
+                (1, group::<C, S, 1>),
+            ],
+            unpacked: match C::BITS {
+                8 => None,
+                _ => Some((
+                    unpack_group::<C, S> as Unpack,
+                    &[
+                        (8, group::<Unpacked<C>, Ready, 8> as Tile),
+                        (4, group::<Unpacked<C>, Ready, 4>),
+                        (1, group::<Unpacked<C>, Ready, 1>),
+                    ],
+                )),
+            },
+        }
+    }
+}
+
+/// # Safety
+/// See [`Unpack`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+unsafe fn unpack_group<C: Codes, S: Scales>(
+    weights: *const u8,
+    blocks: Range<usize>,
+    out: *mut u8,
+) {
+    // SAFETY: the caller's.
+    unsafe { unpack::<Avx512, C, S>(weights, blocks, 0, out) }
+}
+
+/// # Safety
+/// See [`Tile`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+unsafe fn group<C: Codes, S: Scales, const T: usize>(
+    weights: *const u8,
+    blocks: usize,
+    x: *const Q8Block,
+    stride: usize,
+    sums: *mut [f32; ROW_GROUP],
+) {
+    // SAFETY: the caller's.
+    unsafe { tile::<Avx512, C, S, T, 1>(weights, blocks, x, stride, 0, sums) }
+}
 
 impl Isa for Avx512 {
     type Bytes = __m512i;

@@ -1,6 +1,7 @@
 //! Quantizing: every scheme against what it promises.
 
-use super::*;
+use super::quantize;
+use crate::quant::{Codes, Scheme, TernaryScale};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 fn normals(seed: u64, n: usize) -> Vec<f32> {

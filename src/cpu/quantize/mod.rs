@@ -1,9 +1,14 @@
 //! From weights to codes, row by row or group by group.
 
-use super::search::{Found, search};
-use super::{Codes, Scheme, TernaryScale};
+mod search;
+#[cfg(test)]
+mod tests;
+
 use crate::cpu::{pool, simd};
+use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::{Result, bail};
+pub(crate) use search::sum_of_magnitudes;
+use search::{Found, mean_magnitude, search};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -47,16 +52,6 @@ pub(crate) fn quantize_part(
 ) -> Result<Codes> {
     check(weights, part, cols, scheme)?;
     quantize_with(weights, part.len(), cols, scheme, whole)
-}
-
-/// The mean of |w|, summed in f64.
-pub(super) fn mean_magnitude(weights: &[f32]) -> f32 {
-    (sum_of_magnitudes(weights) / weights.len().max(1) as f64) as f32
-}
-
-/// The sum of |w|.
-pub(crate) fn sum_of_magnitudes(weights: &[f32]) -> f64 {
-    weights.iter().map(|w| f64::from(w.abs())).sum()
 }
 
 fn check(weights: &[f32], rows: &Range<usize>, cols: usize, scheme: Scheme) -> Result<()> {

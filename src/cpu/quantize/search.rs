@@ -7,10 +7,8 @@
 //! costs less than the coarse steps that they would force on all others (OCTAV, Sakr et al. 2022).
 //! Ternary is the absmean of BitNet b1.58 (Ma et al. 2024): scale = mean |w|, round, clip.
 
-use super::codes::{MIDDLE, ZERO_STEP};
-use super::quantize::mean_magnitude;
-use super::{Scheme, TernaryScale};
 use crate::cpu::simd::Level;
+use crate::quant::{MIDDLE, Scheme, TernaryScale, ZERO_STEP};
 use half::f16;
 
 /// Adding it to a float below 2^22 and taking it away again leaves the nearest integer, ties to even;
@@ -42,6 +40,16 @@ pub(super) struct Found {
     pub scale: f32,
     /// In sixteenths.
     pub zero: u8,
+}
+
+/// The mean of |w|, summed in f64.
+pub(super) fn mean_magnitude(weights: &[f32]) -> f32 {
+    (sum_of_magnitudes(weights) / weights.len().max(1) as f64) as f32
+}
+
+/// The sum of |w|.
+pub(crate) fn sum_of_magnitudes(weights: &[f32]) -> f64 {
+    weights.iter().map(|w| f64::from(w.abs())).sum()
 }
 
 /// The codes of a row or group, and what they mean; `whole` is the scale of a matrix that has one only. A

@@ -1,68 +1,4 @@
-//! Quantized weights: the block formats of GGUF files, and the schemes INT8, INT4 and ternary.
-//!
-//! Nothing here multiplies: the cores are in [`crate::cpu::packed`]. [`BlockFormat`] describes a
-//! format of GGUF, [`dequantize`] is the plain way from a file's bytes to floats; [`quantize`]
-//! makes [`Codes`] of weights by a [`Scheme`], and [`Codes::dequantize`] floats of them. These plain
-//! ways are what every kernel is held against.
-//!
-//! # Schemes
-//! | scheme | value | bits of a weight |
-//! |---|---|---|
-//! | [`Scheme::Int8`] | s q, q in -127..=127, f32 s for each row | 8 |
-//! | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
-//! | with zero points | s (q - z / 16), u8 z for each group | 4 + 24 / group |
-//! | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
-//!
-//! A model is quantized while it loads by a [`Recipe`] (`Llama::load_quantized`,
-//! `CausalLm::new_quantized`), or once for all by
-//! [`save_quantized`](crate::models::save_quantized) into a [`QuantizedFile`], which has the byte
-//! layout; single layers of other models by [`quantize_linear`] and [`while_loading`].
-//!
-//! # GGUF blocks
-//! The formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). All numbers are little endian,
-//! `q` is an unsigned code unless said otherwise:
-//!
-//! | dtype | block | bytes, in order | value |
-//! |---|---|---|---|
-//! | Q4_0 | 32 | d f16, 16 nibble pairs | d (q - 8) |
-//! | Q4_1 | 32 | d f16, m f16, 16 nibble pairs | d q + m |
-//! | Q5_0 | 32 | d f16, 32 high bits, 16 nibble pairs | d (q - 16) |
-//! | Q5_1 | 32 | d f16, m f16, 32 high bits, 16 nibble pairs | d q + m |
-//! | Q8_0 | 32 | d f16, 32 i8 | d q, q signed |
-//! | Q4_K | 256 | d f16, m f16, 12 of 6-bit pairs (s, n), 128 nibble pairs | (d s) q - m n |
-//! | Q5_K | 256 | as Q4_K with 32 bytes of high bits before the nibbles | (d s) q - m n |
-//! | Q6_K | 256 | 128 nibble pairs, 64 bytes of bit pairs, 16 i8 s, d f16 | (d s) (q - 32) |
-//!
-//! In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
-//! In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
-
-mod backend;
-mod codes;
-mod file;
-mod format;
-pub(crate) mod layer;
-mod quantize;
-mod recipe;
-mod save;
-mod scheme;
-mod search;
-#[cfg(test)]
-mod tests;
-mod unpack;
-
-pub use backend::Rounded;
-pub use codes::Codes;
-pub(crate) use codes::{MIDDLE, ZERO_STEP};
-pub use file::QuantizedFile;
-pub use format::Format;
-pub use layer::{quantize_linear, while_loading};
-pub use quantize::quantize;
-pub(crate) use quantize::{quantize_part, sum_of_magnitudes};
-pub use recipe::{Progress, Quantization, Recipe};
-pub(crate) use save::{Saved, save};
-pub use scheme::{Scheme, TernaryScale};
-pub(crate) use unpack::SubBlock;
-pub use unpack::dequantize;
+//! The block formats of GGUF files.
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
@@ -81,6 +17,23 @@ pub enum Scaling {
 }
 
 /// A quantized format of GGUF.
+///
+/// The formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). All numbers are little endian,
+/// `q` is an unsigned code unless said otherwise:
+///
+/// | dtype | block | bytes, in order | value |
+/// |---|---|---|---|
+/// | Q4_0 | 32 | d f16, 16 nibble pairs | d (q - 8) |
+/// | Q4_1 | 32 | d f16, m f16, 16 nibble pairs | d q + m |
+/// | Q5_0 | 32 | d f16, 32 high bits, 16 nibble pairs | d (q - 16) |
+/// | Q5_1 | 32 | d f16, m f16, 32 high bits, 16 nibble pairs | d q + m |
+/// | Q8_0 | 32 | d f16, 32 i8 | d q, q signed |
+/// | Q4_K | 256 | d f16, m f16, 12 of 6-bit pairs (s, n), 128 nibble pairs | (d s) q - m n |
+/// | Q5_K | 256 | as Q4_K with 32 bytes of high bits before the nibbles | (d s) q - m n |
+/// | Q6_K | 256 | 128 nibble pairs, 64 bytes of bit pairs, 16 i8 s, d f16 | (d s) (q - 32) |
+///
+/// In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
+/// In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockFormat {
     /// candle's name of the format.

@@ -13,10 +13,11 @@
 //! Tables are made once for each activation row; 512 bytes for 32 activations. Where four blocks of activations
 //! have one scale, and weights too, their products are one exact sum.
 
-use super::super::activations::Q8Block;
-use super::super::kernel::fetch;
+use super::super::kernel::{Scales, fetch};
+use super::super::layout::ROW_GROUP;
+use super::super::q8::Q8Block;
 use super::avx2::Avx2;
-use super::ternary::{Dots, PLANES};
+use super::ternary::{Dots, PLANES, TableLine, group};
 use std::arch::x86_64::*;
 
 /// Bytes of the tables of 32 activations.
@@ -25,10 +26,20 @@ pub const TABLE_BYTES: usize = 512;
 /// What the high tables have too much in the sum of a block: 16 look-ups of 32, 16-fold.
 const EXCESS: usize = 16 * 32 * 16;
 
-/// A line of table bytes.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
-pub struct TableLine([u8; 64]);
+/// By table look-up; each RUN blocks of the token have one scale, and the weights' too.
+///
+/// # Safety
+/// See [`OneToken`](super::ternary::OneToken).
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(in super::super) unsafe fn one_token<S: Scales, const RUN: usize>(
+    weights: *const u8,
+    blocks: usize,
+    (x, tables): (*const Q8Block, *const TableLine),
+    sums: &mut [f32; ROW_GROUP],
+) {
+    // SAFETY: the caller's.
+    unsafe { group::<Avx2, S, LookUp, 2, RUN>(weights, blocks, x, LookUp(tables), sums) }
+}
 
 /// The tables of a row of activations, in place of what was in `tables`.
 ///
@@ -84,7 +95,7 @@ pub unsafe fn tables(x: &[Q8Block], tables: &mut Vec<TableLine>) {
 
 /// Sums that are looked up in the tables of a token.
 #[derive(Clone, Copy)]
-pub(super) struct LookUp(pub *const TableLine);
+struct LookUp(*const TableLine);
 
 impl Dots<Avx2, 2> for LookUp {
     #[inline(always)]
@@ -97,7 +108,7 @@ impl Dots<Avx2, 2> for LookUp {
 /// The sums of u q over up to four blocks, rows 0 to 7 and 8 to 15.
 ///
 /// # Safety
-/// As [`group`]; the blocks' planes and tables are readable.
+/// As [`group`]: the blocks' planes and tables are readable.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn run<const BLOCKS: usize>(planes: *const u8, tables: *const TableLine) -> [__m256; 2] {

@@ -1,7 +1,8 @@
-//! Writing quantized models; [`super::file`] has the format.
+//! Writing quantized models; `file.rs` has the format.
 
 use super::file::{LAYOUT, Matrix, PREFIX, VERSION};
 use crate::cpu::packed::PackedMatrix;
+use crate::quant::Format;
 use candle_core::{DType, Result, Tensor, bail};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -84,7 +85,7 @@ fn header(tensors: &[(String, Saved)]) -> Result<Vec<u8>> {
         let (dtype, shape) = match tensor {
             Saved::Dense(t) => (dense_dtype(name, t)?, t.dims().to_vec()),
             Saved::Packed(matrix, heads) => {
-                let crate::quant::Format::Scheme(scheme) = matrix.format() else {
+                let Format::Scheme(scheme) = matrix.format() else {
                     bail!(
                         "tensor `{name}` is {}, expected a scheme: GGUF types are saved in GGUF files",
                         matrix.format()

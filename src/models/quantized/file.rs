@@ -23,10 +23,10 @@
 //! A last chunk that is not full has the whole head and the planes of the columns that there are. Rows
 //! that the last row group lacks are zeros.
 
-use super::Scheme;
-use super::layer::{named, on_device};
 use crate::cpu::packed::PackedMatrix;
+use crate::nn::pack::{dense, named, on_device};
 use crate::ops::Weight;
+use crate::quant::Scheme;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
@@ -269,19 +269,19 @@ impl QuantizedFile {
     fn values(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let (_, matrix) = self.quantized(name)?;
         let packed = Arc::new(self.matrix(name, matrix.rows, matrix.cols)?);
-        let dense = super::layer::dense(&Weight::Packed(packed))?;
-        let dense = match matrix.heads {
+        let values = dense(&Weight::Packed(packed))?;
+        let values = match matrix.heads {
             Some(heads) => {
                 let size = matrix.rows / 3 / heads;
-                dense
+                values
                     .reshape((3, heads, size * matrix.cols))?
                     .transpose(0, 1)?
                     .contiguous()?
                     .reshape((matrix.rows, matrix.cols))?
             }
-            None => dense,
+            None => values,
         };
-        dense.to_dtype(dtype)?.to_device(device)
+        values.to_dtype(dtype)?.to_device(device)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which matrices of a model are quantized, and how.
 
-use super::{BlockFormat, Scheme, TernaryScale};
+use crate::quant::{BlockFormat, Scheme, TernaryScale};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Error, Result, bail};
 use std::fmt;
@@ -188,7 +188,7 @@ impl Recipe {
     /// at no data.
     ///
     /// It takes effect where whole models are loaded or saved, not in
-    /// [`while_loading`](super::while_loading) and [`Rounded`](super::Rounded), which know single
+    /// [`while_loading`](crate::quant::while_loading) and [`Rounded`](crate::quant::Rounded), which know single
     /// matrices only.
     pub fn with_balance(mut self) -> Self {
         self.balanced = true;

@@ -1,7 +1,7 @@
 //! Quantized weights for candle's own layers.
 
-use super::Recipe;
-use super::layer::{named, rounded};
+use super::pack::{named, rounded};
+use super::recipe::Recipe;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
@@ -11,8 +11,8 @@ use candle_nn::var_builder::SimpleBackend;
 ///
 /// So a foreign model shows the quality of a quantization without a change. Its size and speed are
 /// those of dense weights: `candle_nn::Linear` holds a `Tensor`, and a `Tensor` holds none of these
-/// formats. For those see [`while_loading`](super::while_loading) and
-/// [`quantize_linear`](super::quantize_linear).
+/// formats. For those see [`while_loading`](crate::quant::while_loading) and
+/// [`quantize_linear`](crate::quant::quantize_linear).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -1,0 +1,61 @@
+//! What the tensors of a model are called.
+
+/// Tensors by their stems: `.weight` and `.bias` follow.
+#[derive(Debug)]
+pub struct Names {
+    pub embedding: &'static str,
+    /// In front of a layer's number; the names below stand behind it.
+    pub layer: &'static str,
+    pub attention_norm: &'static str,
+    pub qkv: Qkv,
+    /// Norms of queries and keys.
+    pub head_norms: [&'static str; 2],
+    pub output: &'static str,
+    pub mlp_norm: &'static str,
+    /// Gate and up, or up alone.
+    pub up: &'static [&'static str],
+    pub down: &'static str,
+    pub norm: &'static str,
+    pub head: &'static str,
+}
+
+/// How queries, keys and values are stored.
+#[derive(Debug)]
+pub enum Qkv {
+    /// A matrix each.
+    Three([&'static str; 3]),
+    /// One matrix: queries, keys, values.
+    Joint(&'static str),
+    /// One matrix: each head's queries, keys and values in turn.
+    PerHead(&'static str),
+}
+
+/// Hugging Face's names for Llama and its relatives.
+pub const LLAMA: Names = Names {
+    embedding: "model.embed_tokens",
+    layer: "model.layers",
+    attention_norm: "input_layernorm",
+    qkv: Qkv::Three(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+    output: "self_attn.o_proj",
+    mlp_norm: "post_attention_layernorm",
+    up: &["mlp.gate_proj", "mlp.up_proj"],
+    down: "mlp.down_proj",
+    norm: "model.norm",
+    head: "lm_head",
+};
+
+/// GGUF's names for the same.
+pub const GGUF: Names = Names {
+    embedding: "token_embd",
+    layer: "blk",
+    attention_norm: "attn_norm",
+    qkv: Qkv::Three(["attn_q", "attn_k", "attn_v"]),
+    head_norms: ["attn_q_norm", "attn_k_norm"],
+    output: "attn_output",
+    mlp_norm: "ffn_norm",
+    up: &["ffn_gate", "ffn_up"],
+    down: "ffn_down",
+    norm: "output_norm",
+    head: "output",
+};

@@ -1,0 +1,128 @@
+//! The structure of the source: which file names which, and how long they are.
+
+mod lengths;
+mod modules;
+mod source;
+
+use modules::{Arrows, Crate};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The rooms of src from the ground up; those of one floor do not name each other.
+const FLOORS: &[&[&str]] = &[
+    &["quant", "trace", "fusion"],
+    &["cpu", "cuda"],
+    &["ops"],
+    &["nn"],
+    &["models"],
+    &["generation"],
+];
+
+/// What is still to be put in order.
+const EXEMPT: &str = "src/ops/linear/cuda";
+
+fn is_exempt(path: &Path) -> bool {
+    path.starts_with(EXEMPT)
+}
+
+/// The room of a file: `src/cpu/packed/mod.rs` is in `cpu`, `src/trace.rs` in `trace`.
+fn room(path: &Path) -> &str {
+    let name = path.components().nth(1).expect("a file below src");
+    let name = Path::new(name.as_os_str()).file_stem().expect("a name");
+    name.to_str().expect("a name in UTF-8")
+}
+
+fn floor(room: &str) -> Option<usize> {
+    FLOORS.iter().position(|rooms| rooms.contains(&room))
+}
+
+#[test]
+fn arrows_are_found() {
+    let sources = Crate::read();
+    let (files, arrows) = (sources.files(), sources.arrows());
+    for path in source::files("src", &[".rs"]) {
+        let name = path.to_string_lossy();
+        let is_test = name.ends_with("tests.rs") || name.ends_with("src/cpu/packed/wide.rs");
+        assert!(files.contains(&*path) != is_test, "{name}");
+    }
+    for (from, to) in [
+        // By an import, an alias of a module, a re-export, and the face that lib.rs gives to quant.
+        ("src/cpu/packed/matmul.rs", "src/cpu/packed/registry.rs"),
+        ("src/ops/linear/tile.rs", "src/cpu/dense/mod.rs"),
+        ("src/nn/projection.rs", "src/ops/linear/mod.rs"),
+        ("src/models/quantized/file.rs", "src/quant/scheme.rs"),
+    ] {
+        let found = arrows
+            .get(Path::new(from))
+            .is_some_and(|targets| targets.contains(Path::new(to)));
+        assert!(found, "{from} -> {to}");
+    }
+}
+
+#[test]
+fn rooms_name_only_rooms_below() {
+    let mut upward = Vec::new();
+    for (from, targets) in Crate::read().arrows() {
+        for to in targets {
+            let (a, b) = (room(&from), room(&to));
+            if a == "lib" || a == b {
+                continue;
+            }
+            assert!(floor(a).is_some(), "FLOORS lacks src/{a}");
+            if floor(b).is_none_or(|b| floor(a) <= Some(b)) {
+                upward.push(format!("{} -> {}", from.display(), to.display()));
+            }
+        }
+    }
+    assert!(upward.is_empty(), "upward:\n{}", upward.join("\n"));
+}
+
+/// Whether `file` is a part of the module `module`. A module and what it declares are one thing: its parts
+/// use what stands beside their declarations, as an op's CUDA side uses the op's struct.
+fn is_part(file: &Path, module: &Path) -> bool {
+    match module.file_name().and_then(|name| name.to_str()) {
+        Some("mod.rs") => file.starts_with(module.parent().expect("a folder")),
+        _ => file.starts_with(module.with_extension("")),
+    }
+}
+
+/// Files of its room that can be reached from `start` by arrows, other than from a part to its module.
+fn reached(arrows: &Arrows, start: &Path) -> BTreeSet<PathBuf> {
+    let (mut found, mut open) = (BTreeSet::new(), vec![start.to_owned()]);
+    while let Some(from) = open.pop() {
+        for to in arrows.get(&from).into_iter().flatten() {
+            let counts = room(to) == room(start) && !is_exempt(to) && !is_part(&from, to);
+            if counts && found.insert(to.clone()) {
+                open.push(to.clone());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn no_files_of_a_room_name_each_other_in_a_circle() {
+    let sources = Crate::read();
+    let arrows = sources.arrows();
+    let mut circles = BTreeSet::new();
+    for file in sources.files() {
+        if is_exempt(file) {
+            continue;
+        }
+        let mut circle = reached(&arrows, file);
+        if circle.contains(file) {
+            circle.retain(|other| reached(&arrows, other).contains(file));
+            circles.insert(circle);
+        }
+    }
+    let mut lines = String::new();
+    for circle in &circles {
+        lines += "\ncircle\n";
+        for file in circle {
+            for to in arrows[file].intersection(circle) {
+                lines += &format!("  {} -> {}\n", file.display(), to.display());
+            }
+        }
+    }
+    assert!(circles.is_empty(), "{lines}");
+}
