@@ -71,6 +71,10 @@ pub fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
 /// where it is strided or broadcast.
 pub fn elements<'a, T: Float>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [T]>> {
     let data = storage.as_slice::<T>()?;
+    // An empty view may begin behind the end of an empty storage.
+    let Some(reach) = reach(layout) else {
+        return Ok(Cow::Borrowed(&[]));
+    };
     if let Some((start, end)) = layout.contiguous_offsets() {
         return match data.get(start..end) {
             Some(slice) => Ok(Cow::Borrowed(slice)),
@@ -80,9 +84,6 @@ pub fn elements<'a, T: Float>(storage: &'a CpuStorage, layout: &Layout) -> Resul
             ),
         };
     }
-    let Some(reach) = reach(layout) else {
-        return Ok(Cow::Owned(Vec::new()));
-    };
     if reach >= data.len() {
         bail!(
             "layout {layout:?} reaches past its storage of {} elements",

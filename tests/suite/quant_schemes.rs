@@ -26,7 +26,7 @@ const SCHEMES: [&str; 6] = [
 ];
 
 /// A random matrix in a scheme, in the form that the device takes.
-fn weight_on(rows: usize, cols: usize, scheme: Scheme, device: &Device) -> Result<Weight> {
+pub fn weight_on(rows: usize, cols: usize, scheme: Scheme, device: &Device) -> Result<Weight> {
     let values = randn(&[rows, cols], DType::F32)?.flatten_all()?.to_vec1()?;
     let codes = quant::quantize(&values, rows, cols, scheme)?;
     #[cfg(feature = "cuda")]
