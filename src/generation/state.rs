@@ -233,14 +233,13 @@ impl State {
 
     /// Waits until nothing is under way.
     pub fn settle(&mut self) -> Result<()> {
-        if self.in_flight() > 0 || self.current {
-            self.device
-                .cuda_stream()
-                .synchronize()
-                .map_err(Error::wrap)?;
-            self.current = false;
+        let under_way = self.in_flight() > 0 || self.current;
+        // Also where waiting fails: what the GPU holds is of no use then.
+        (self.launched, self.read, self.current) = (0, 0, false);
+        if under_way {
+            let stream = self.device.cuda_stream();
+            stream.synchronize().map_err(Error::wrap)?;
         }
-        (self.launched, self.read) = (0, 0);
         Ok(())
     }
 }
