@@ -53,7 +53,7 @@ impl State {
         Ok(Self {
             words: device.alloc_zeros(sequences * (4 + SETTINGS + slots))?,
             scores: device.alloc_zeros(if restricted { sequences * vocab } else { 1 })?,
-            partial: device.alloc_zeros(sequences * sample::blocks(vocab))?,
+            partial: device.alloc_zeros(sequences * sample::partial_words(vocab))?,
             mailbox: Pinned::new(gpu, 2 * MAIL_SLOTS * sequences)?,
             device: device.clone(),
             sampling,
@@ -129,7 +129,7 @@ impl State {
             position: behind(all.position, 4),
             history: behind(all.history, 4 * slots),
             scores: behind(all.scores, 4 * self.vocab),
-            partial: behind(all.partial, 8 * sample::blocks(self.vocab)),
+            partial: behind(all.partial, 8 * sample::partial_words(self.vocab)),
             arrived: behind(all.arrived, 4),
             step: 0,
             mailbox: 0,
