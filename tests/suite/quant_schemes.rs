@@ -357,6 +357,34 @@ fn wrong_files_are_named() -> Result<()> {
     Ok(())
 }
 
+/// Sizes whose bytes come out right only where the arithmetic wraps.
+#[test]
+fn sizes_that_wrap_are_refused() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    for (described, len) in [
+        ("int8 16x1152921504573292544", 0),
+        ("int8 18446744073709551615x32", 0),
+        ("int4-g128 1152921504606846976x1152921504606846976", 0),
+        ("int8 48x32 heads=6148914691236517206", 3 * (64 + 512)),
+    ] {
+        let header = serde_json::json!({
+            "__metadata__": { "candle_fused.layout": "2", "candle_fused.w": described },
+            "w": { "dtype": "U8", "shape": [len], "data_offsets": [0, len] },
+        });
+        let header = header.to_string();
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.bytes().chain(std::iter::repeat_n(0, len)));
+        std::fs::write(&path, bytes)?;
+        // SAFETY: nobody else knows the file.
+        let Err(error) = (unsafe { QuantizedFile::open(&path) }) else {
+            panic!("{described}: opened");
+        };
+        assert!(error.to_string().contains("tensor `w`"), "{error}");
+    }
+    Ok(())
+}
+
 #[test]
 fn tensors_that_cannot_be_quantized_are_named() -> Result<()> {
     let golden = Golden::open("qwen3_qknorm")?;
