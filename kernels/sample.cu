@@ -4,6 +4,9 @@
 // Each block takes a slice of a sequence's logits. The last one to finish puts the slices together;
 // where the tokens to draw from depend on all logits (top-k, top-p) it selects them digit by digit
 // of their distance from the best. Integer sums only, so no order shows.
+//
+// The highest logit is subtracted before the division by the temperature, which then cannot overflow:
+// that of its slice in a block, and what that one lacks to the highest of all where slices meet.
 #include "common.cuh"
 
 using namespace fused;
@@ -27,8 +30,8 @@ struct Params {
   uint32_t* history;         // [sequences, history_slots]: token p at p % history_slots, or null
   uint32_t* step;            // [sequences], counted up, or null
   unsigned long long* mailbox;  // host: [mail_slots, sequences], step + 1 above the token, or null
-  float* scores;             // [sequences, vocab], needed by top-k and top-p
-  float2* partial;           // [sequences, blocks]: the best score, and the bits of its token
+  float* scores;             // [sequences, vocab], logits behind the penalty, needed by top-k and top-p
+  float4* partial;           // [sequences, blocks]: the highest logit, the best score, the bits of its token
   uint32_t* arrived;         // [sequences], zero between launches
   uint32_t vocab;
   uint32_t slice;  // logits of a block
@@ -70,9 +73,15 @@ __device__ float gumbel(const Settings& s, uint32_t draw, uint32_t token) {
   return -logf(-log1pf(-v));
 }
 
-// How far a score is below the highest, in steps of 2^-26; ever the same for equal scores.
-__device__ __forceinline__ uint32_t distance(float score, float top) {
-  return static_cast<uint32_t>(fminf((top - score) * 67108864.f, 4294967040.f));
+// How far a logit is below the highest, over the temperature: at most 0. Equal ones have no distance,
+// infinite ones neither.
+__device__ __forceinline__ float below(float logit, float top, float inverse_temperature) {
+  return logit == top ? 0.f : (logit - top) * inverse_temperature;
+}
+
+// How far a score is below the highest, which is 0, in steps of 2^-26; ever the same for equal scores.
+__device__ __forceinline__ uint32_t distance(float score) {
+  return static_cast<uint32_t>(fminf(-score * 67108864.f, 4294967040.f));
 }
 
 struct Best {
@@ -120,22 +129,32 @@ struct Bins {
   }
 };
 
+// The logits of a sequence, behind the penalty, as scores: what is drawn from.
+struct Scores {
+  const float* logits;
+  uint32_t vocab;
+  float top, inverse_temperature;
+
+  __device__ __forceinline__ float operator[](uint32_t i) const {
+    return below(__ldcg(logits + i), top, inverse_temperature);
+  }
+};
+
 // Counts the weights of the tokens whose distance is at most `limit` and begins with `prefix`, by
 // the digit of their distance at `shift`: one each, or their probability in fixed point.
-__device__ void tally(const float* scores, uint32_t vocab, float top, uint32_t limit, bool count,
-                      uint32_t prefix, int shift, Bins& bins) {
+__device__ void tally(const Scores& scores, uint32_t limit, bool count, uint32_t prefix, int shift, Bins& bins) {
   for (int i = threadIdx.x; i < BINS; i += THREADS) bins.low[i] = bins.high[i] = 0;
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < vocab; i += THREADS) {
-    const float score = __ldcg(scores + i);
-    const uint32_t d = distance(score, top);
+  for (uint32_t i = threadIdx.x; i < scores.vocab; i += THREADS) {
+    const float score = scores[i];
+    const uint32_t d = distance(score);
     const bool inside = shift + DIGIT >= 32 || (d >> (shift + DIGIT)) == (prefix >> (shift + DIGIT));
     if (isnan(score) || d > limit || !inside) continue;
     const uint32_t bin = (d >> shift) & (BINS - 1);
     if (count) {
       atomicAdd(&bins.low[bin], 1);
     } else {
-      const uint32_t mass = __float2uint_rn(expf(score - top) * 134217728.f);
+      const uint32_t mass = __float2uint_rn(expf(score) * 134217728.f);
       atomicAdd(&bins.low[bin], mass & 16383);
       if (mass >> 14) atomicAdd(&bins.high[bin], mass >> 14);
     }
@@ -145,13 +164,12 @@ __device__ void tally(const float* scores, uint32_t vocab, float top, uint32_t l
 
 // The least distance t such that the weights of the tokens up to t, of those within `limit`, reach
 // the target: `amount` tokens, or the share `amount` of their probability.
-__device__ uint32_t select(const float* scores, uint32_t vocab, float top, uint32_t limit, bool count,
-                           double amount, Bins& bins) {
+__device__ uint32_t select(const Scores& scores, uint32_t limit, bool count, double amount, Bins& bins) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   uint32_t prefix = 0;
   // 22 is a multiple of the digit's width; the highest digit has ten bits that can be set.
   for (int shift = 2 * DIGIT; shift >= 0; shift -= DIGIT) {
-    tally(scores, vocab, top, limit, count, prefix, shift, bins);
+    tally(scores, limit, count, prefix, shift, bins);
     const unsigned long long first = bins.sum(2 * threadIdx.x), second = bins.sum(2 * threadIdx.x + 1);
     unsigned long long until = first + second;  // of all bins up to this thread's
 #pragma unroll
@@ -184,14 +202,14 @@ __device__ uint32_t select(const float* scores, uint32_t vocab, float top, uint3
 // The draw among the tokens that top-k and top-p keep, in the first warp.
 __device__ Best restricted(const Params& p, const Settings& s, uint32_t b, uint32_t draw, float top,
                            Bins& bins, Best* scratch) {
-  const float* scores = p.scores + uint64_t(b) * p.vocab;
+  const Scores scores = {p.scores + uint64_t(b) * p.vocab, p.vocab, top, s.inverse_temperature};
   uint32_t limit = UINT32_MAX;
-  if (s.top_k > 0 && s.top_k < p.vocab) limit = select(scores, p.vocab, top, limit, true, s.top_k, bins);
-  if (s.top_p < 1.f) limit = min(limit, select(scores, p.vocab, top, limit, false, s.top_p, bins));
+  if (s.top_k > 0 && s.top_k < p.vocab) limit = select(scores, limit, true, s.top_k, bins);
+  if (s.top_p < 1.f) limit = min(limit, select(scores, limit, false, s.top_p, bins));
   Best best = {-INFINITY, NONE};
   for (uint32_t i = threadIdx.x; i < p.vocab; i += THREADS) {
-    const float score = __ldcg(scores + i);
-    if (distance(score, top) <= limit) best = better(best, {score + gumbel(s, draw, i), i});
+    const float score = scores[i];
+    if (distance(score) <= limit) best = better(best, {score + gumbel(s, draw, i), i});
   }
   return block_best(best, scratch);
 }
@@ -209,14 +227,15 @@ __device__ void leave(const Params& p, uint32_t b, uint32_t token, uint32_t posi
   *slot = (static_cast<unsigned long long>(step + 1) << 32) | token;
 }
 
-// The first warp: leaves its block's best, and whether this was the last block to do so. Then `best`
-// becomes that of all blocks.
-__device__ bool gather(const Params& p, uint32_t b, Best& best) {
+// The first warp: leaves its block's best and the highest logit that its score is measured from, and
+// whether this was the last block to do so. Then `best` becomes that of all blocks, measured from the
+// highest logit of all where there is a temperature.
+__device__ bool gather(const Params& p, uint32_t b, float top, float inverse_temperature, Best& best) {
   const uint32_t lane = threadIdx.x;
-  float2* partial = p.partial + uint64_t(b) * gridDim.x;
+  float4* partial = p.partial + uint64_t(b) * gridDim.x;
   bool last = false;
   if (lane == 0) {
-    partial[blockIdx.x] = make_float2(best.score, __uint_as_float(best.token));
+    partial[blockIdx.x] = make_float4(top, best.score, __uint_as_float(best.token), 0.f);
     // The block's scores too: a barrier lies between them and this thread.
     __threadfence();
     last = atomicAdd(&p.arrived[b], 1) == gridDim.x - 1;
@@ -224,10 +243,16 @@ __device__ bool gather(const Params& p, uint32_t b, Best& best) {
   last = __shfl_sync(FULL, last, 0);
   if (!last) return false;
   __threadfence();
+  if (inverse_temperature != 0.f) {
+    top = -INFINITY;
+    for (uint32_t i = lane; i < gridDim.x; i += WARP) top = fmaxf(top, __ldcg(partial + i).x);
+    top = warp_max(top);
+  }
   best = {-INFINITY, NONE};
   for (uint32_t i = lane; i < gridDim.x; i += WARP) {
-    const float2 one = __ldcg(partial + i);
-    best = better(best, {one.x, __float_as_uint(one.y)});
+    const float4 one = __ldcg(partial + i);
+    const float lacking = inverse_temperature != 0.f ? below(one.x, top, inverse_temperature) : 0.f;
+    best = better(best, {one.y + lacking, __float_as_uint(one.z)});
   }
   best = warp_best(best);
   if (lane == 0) p.arrived[b] = 0;
@@ -247,34 +272,46 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
   const bool greedy = s.inverse_temperature == 0.f;
   const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
   const bool penalised = p.history && s.penalty != 1.f;
-  const float scale = greedy ? 1.f : s.inverse_temperature;
+  const bool drawn = all && !greedy;
   const uint64_t row = uint64_t(b) * p.vocab;
   wait_previous();
   const uint32_t draw = p.position[b] + 1, step = p.step ? p.step[b] : 0;
-  if (penalised) {
-    for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) slice[i - begin] = logit(p, row + i) * scale;
+  if (penalised || drawn) {
+    for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) slice[i - begin] = logit(p, row + i);
     __syncthreads();
+  }
+  if (penalised) {
     const uint32_t known = min(min(s.last_n, p.history_slots), draw);
     for (uint32_t i = threadIdx.x; i < known; i += THREADS) {
       const uint32_t t = p.history[uint64_t(b) * p.history_slots + (draw - 1 - i) % p.history_slots];
       // From the logit itself, so that a token seen twice is penalised once.
       if (t >= begin && t < end) {
         const float v = logit(p, row + t);
-        slice[t - begin] = (v >= 0.f ? v / s.penalty : v * s.penalty) * scale;
+        slice[t - begin] = v >= 0.f ? v / s.penalty : v * s.penalty;
       }
     }
     __syncthreads();
   }
   Best best = {-INFINITY, NONE};
   for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) {
-    float score = penalised ? slice[i - begin] : logit(p, row + i) * scale;
+    const float score = penalised || drawn ? slice[i - begin] : logit(p, row + i);
     if (!all) p.scores[row + i] = score;
-    if (all && !greedy) score += gumbel(s, draw, i);
     best = better(best, {score, i});
   }
   best = block_best(best, scratch);
+  float top = 0.f;
+  if (drawn) {
+    if (threadIdx.x == 0) found = best;
+    __syncthreads();
+    top = found.score;
+    best = {-INFINITY, NONE};
+    for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) {
+      best = better(best, {below(slice[i - begin], top, s.inverse_temperature) + gumbel(s, draw, i), i});
+    }
+    best = block_best(best, scratch);
+  }
   bool gathered = false;
-  if (threadIdx.x < WARP) gathered = gather(p, b, best);
+  if (threadIdx.x < WARP) gathered = gather(p, b, top, drawn ? s.inverse_temperature : 0.f, best);
   if (!all) {
     if (threadIdx.x == 0) last = gathered, found = best;
     __syncthreads();

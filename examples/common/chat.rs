@@ -2,12 +2,17 @@
 //! comes with the tokenizer, rendered as transformers renders it.
 
 use std::fmt::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use anyhow::{Context, Result, anyhow};
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+/// Steps that a template may take: hundreds for each message are usual. A template comes with a model,
+/// and one that goes round in circles ends here.
+const STEPS: u64 = 2_000_000;
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -46,6 +51,7 @@ impl ChatTemplate {
     /// Takes a template's source and the tokens that it may name.
     pub fn new(source: &str, bos_token: Option<&str>, eos_token: Option<&str>) -> Result<Self> {
         let mut environment = Environment::new();
+        environment.set_fuel(Some(STEPS));
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment
@@ -78,8 +84,11 @@ impl ChatTemplate {
             bos_token => self.bos_token.as_deref().unwrap_or_default(),
             eos_token => self.eos_token.as_deref().unwrap_or_default(),
         };
-        self.environment
-            .render_str(&self.source, context)
+        // minijinja 2.24 panics at `[][::-1]`.
+        let render = || self.environment.render_str(&self.source, context);
+        catch_unwind(AssertUnwindSafe(render))
+            .map_err(|_| anyhow!("the template engine failed"))
+            .context("the model's chat template cannot be used; run it without --chat")?
             .map_err(|error| {
                 anyhow!(
                     error

@@ -29,6 +29,15 @@ const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 /// The same with digits one by one.
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+/// What llama.cpp does with files that name no way, or `default`: each pattern splits what those before
+/// it left. Punctuation, GPT-2's words, numbers apart from their blanks, digits three at a time.
+const DEFAULT: [&str; 4] = [
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+];
+
 /// How text is split before byte-pair encoding.
 struct Splitting {
     pre_tokenizer: PreTokenizerWrapper,
@@ -50,7 +59,8 @@ impl Splitting {
         };
         let gpt2 = ByteLevel::new(false, true, true);
         Ok(match name {
-            "gpt-2" | "gpt2" | "default" | "mpt" | "phi-2" | "jina-es" | "jina-de" | "granite" => {
+            "default" => plain(by_patterns(&DEFAULT)?),
+            "gpt-2" | "gpt2" | "mpt" | "phi-2" | "jina-es" | "jina-de" | "granite" => {
                 plain(gpt2.into())
             }
             "olmo" | "gptneox" | "gpt-neox" => Self {
@@ -63,27 +73,28 @@ impl Splitting {
             "llama-bpe" | "llama3" | "llama-v3" | "falcon3" => Self {
                 whole_words: true,
                 begins: true,
-                ..plain(by_pattern(LLAMA3)?)
+                ..plain(by_patterns(&[LLAMA3])?)
             },
-            "smaug-bpe" | "dbrx" => plain(by_pattern(LLAMA3)?),
+            "smaug-bpe" | "dbrx" => plain(by_patterns(&[LLAMA3])?),
             "qwen2" | "deepseek-r1-qwen" | "stablelm2" => Self {
                 composed: true,
-                ..plain(by_pattern(QWEN2)?)
+                ..plain(by_patterns(&[QWEN2])?)
             },
             other => bail!("its way of splitting text ('{other}') is not known"),
         })
     }
 }
 
-fn by_pattern(pattern: &str) -> Result<PreTokenizerWrapper> {
-    let pattern = SplitPattern::Regex(pattern.to_owned());
-    let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
-        .map_err(|error| anyhow!(error))?;
-    Ok(Sequence::new(vec![
-        split.into(),
-        ByteLevel::new(false, true, false).into(),
-    ])
-    .into())
+/// Splits at the matches of each pattern in turn.
+fn by_patterns(patterns: &[&str]) -> Result<PreTokenizerWrapper> {
+    let mut steps = Vec::with_capacity(patterns.len() + 1);
+    for pattern in patterns {
+        let pattern = SplitPattern::Regex((*pattern).to_owned());
+        let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false);
+        steps.push(split.map_err(|error| anyhow!(error))?.into());
+    }
+    steps.push(ByteLevel::new(false, true, false).into());
+    Ok(Sequence::new(steps).into())
 }
 
 /// Takes what a GGUF file says of its tokenizer out of its metadata, so that it can be read while the
@@ -106,7 +117,7 @@ pub fn tokenizer(content: &Content) -> Result<Tokenizer> {
         "its vocabulary is of the kind '{model}', and only byte-level BPE ('gpt2') is read"
     );
     let tokens = texts(content, "tokenizer.ggml.tokens")?;
-    let splitting = Splitting::named(text(content, "tokenizer.ggml.pre").unwrap_or("gpt-2"))?;
+    let splitting = Splitting::named(text(content, "tokenizer.ggml.pre").unwrap_or("default"))?;
     let vocab: Vocab = tokens
         .iter()
         .enumerate()

@@ -129,6 +129,24 @@ impl OnDevice {
     /// Takes in the pending token of every sequence and gives the tokens that follow.
     pub fn step(&mut self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
         let _named = nvtx::range("decode step");
+        let tokens = match self.next(sequences) {
+            Ok(tokens) => tokens,
+            Err(e) => {
+                // The GPU may be a part of a step ahead: the next one begins from what the host knows.
+                // Of two errors the first is the one to tell.
+                let _ = self.settle();
+                return Err(e);
+            }
+        };
+        let advanced = sequences
+            .iter_mut()
+            .zip(tokens)
+            .map(|(s, token)| s.advance(token));
+        Ok(advanced.collect())
+    }
+
+    /// The tokens of the next step, one for each sequence; nothing of the host's changes.
+    fn next(&mut self, sequences: &[Sequence]) -> Result<Vec<u32>> {
         let begun = sequences.iter().filter(|s| s.pending.is_some());
         let longest = begun.map(|s| s.ids.len()).max().unwrap_or(0);
         let room = self.positions - longest;
@@ -151,14 +169,9 @@ impl OnDevice {
             .zip(&tokens)
             .filter(|(s, _)| s.pending.is_some());
         if begun.any(|(_, token)| *token == NONE) {
-            self.settle()?;
             bail!("generation: the logits are not numbers, the weights may be damaged");
         }
-        let advanced = sequences
-            .iter_mut()
-            .zip(tokens)
-            .map(|(s, token)| s.advance(token));
-        Ok(advanced.collect())
+        Ok(tokens)
     }
 
     /// Waits for the steps that are under way and forgets what they gave.

@@ -93,6 +93,12 @@ struct Sequence {
     room: usize,
 }
 
+/// How far a sequence is.
+struct Mark {
+    len: usize,
+    pending: Option<u32>,
+}
+
 impl Sequence {
     /// Reads `ids` through `forward`, which takes the cache and the position of the first, and gives
     /// its logits `[1, V]` behind the last of them.
@@ -120,6 +126,19 @@ impl Sequence {
         self.ids.extend_from_slice(ids);
         self.pending = None;
         Ok(logits)
+    }
+
+    /// What a call that fails comes back to. Keys and values behind it are written over.
+    fn mark(&self) -> Mark {
+        Mark {
+            len: self.ids.len(),
+            pending: self.pending,
+        }
+    }
+
+    fn restore(&mut self, mark: Mark) {
+        self.ids.truncate(mark.len);
+        self.pending = mark.pending;
     }
 
     /// Counts the pending token as read and `next` as pending; 0 for a sequence that has not begun.
@@ -186,21 +205,28 @@ impl Generation {
     /// was drawn last belongs to `ids` if it is to stay.
     ///
     /// # Errors
-    /// If there is no such sequence, an id is out of the vocabulary, or there is no room.
+    /// If there is no such sequence, an id is out of the vocabulary, there is no room, or the logits are
+    /// no numbers. The sequence then is as it was.
     pub fn extend(&mut self, index: usize, ids: &[u32]) -> Result<u32> {
         self.check(index)?;
-        match &mut self.engine {
+        let mark = self.sequences[index].mark();
+        let token = match &mut self.engine {
             Engine::Eager(eager) => eager.extend(index, &mut self.sequences[index], ids),
             #[cfg(feature = "cuda")]
             Engine::Device(device) => device.extend(&mut self.sequences, index, ids),
+        };
+        if token.is_err() {
+            self.sequences[index].restore(mark);
         }
+        token
     }
 
     /// The next token of every sequence: each takes in the token that was drawn last. Sequences that
     /// have not begun give 0.
     ///
     /// # Errors
-    /// If no sequence has begun, one is full, or the logits are no numbers.
+    /// If no sequence has begun, one is full, or the logits of one are no numbers. All sequences then
+    /// are as they were.
     pub fn step(&mut self) -> Result<Vec<u32>> {
         let mut begun = self
             .sequences
@@ -216,11 +242,17 @@ impl Generation {
                 full.room
             );
         }
-        match &mut self.engine {
+        let marks: Vec<_> = self.sequences.iter().map(Sequence::mark).collect();
+        let tokens = match &mut self.engine {
             Engine::Eager(eager) => eager.step(&mut self.sequences),
             #[cfg(feature = "cuda")]
             Engine::Device(device) => device.step(&mut self.sequences),
+        };
+        if tokens.is_err() {
+            let all = self.sequences.iter_mut().zip(marks);
+            all.for_each(|(sequence, mark)| sequence.restore(mark));
         }
+        tokens
     }
 
     /// Forgets what sequence `index` holds from `len` on.

@@ -53,7 +53,7 @@ impl State {
         Ok(Self {
             words: device.alloc_zeros(sequences * (4 + SETTINGS + slots))?,
             scores: device.alloc_zeros(if restricted { sequences * vocab } else { 1 })?,
-            partial: device.alloc_zeros(sequences * sample::blocks(vocab))?,
+            partial: device.alloc_zeros(sequences * sample::partial_words(vocab))?,
             mailbox: Pinned::new(gpu, 2 * MAIL_SLOTS * sequences)?,
             device: device.clone(),
             sampling,
@@ -129,7 +129,7 @@ impl State {
             position: behind(all.position, 4),
             history: behind(all.history, 4 * slots),
             scores: behind(all.scores, 4 * self.vocab),
-            partial: behind(all.partial, 8 * sample::blocks(self.vocab)),
+            partial: behind(all.partial, 8 * sample::partial_words(self.vocab)),
             arrived: behind(all.arrived, 4),
             step: 0,
             mailbox: 0,
@@ -233,14 +233,13 @@ impl State {
 
     /// Waits until nothing is under way.
     pub fn settle(&mut self) -> Result<()> {
-        if self.in_flight() > 0 || self.current {
-            self.device
-                .cuda_stream()
-                .synchronize()
-                .map_err(Error::wrap)?;
-            self.current = false;
+        let under_way = self.in_flight() > 0 || self.current;
+        // Also where waiting fails: what the GPU holds is of no use then.
+        (self.launched, self.read, self.current) = (0, 0, false);
+        if under_way {
+            let stream = self.device.cuda_stream();
+            stream.synchronize().map_err(Error::wrap)?;
         }
-        (self.launched, self.read) = (0, 0);
         Ok(())
     }
 }

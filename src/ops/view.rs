@@ -6,6 +6,7 @@ pub(crate) use crate::cuda::dtype_index;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
+use std::ops::Range;
 
 /// A float type that the ops take: f32, f16 or bf16, computed in f32.
 pub trait Float: WithDType + Element {
@@ -51,6 +52,66 @@ pub(super) fn float64(t: &Tensor) -> Result<Vec<f64>> {
         .to_vec1()
 }
 
+/// The addresses of a tensor's elements, from the first byte to the one behind the last.
+fn span(op: &str, name: &str, t: &Tensor) -> Result<Range<usize>> {
+    let (storage, layout) = t.storage_and_layout();
+    let start = match &*storage {
+        Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr().addr(),
+        Storage::Cpu(CpuStorage::F16(v)) => v.as_ptr().addr(),
+        Storage::Cpu(CpuStorage::BF16(v)) => v.as_ptr().addr(),
+        Storage::Cpu(CpuStorage::U32(v)) => v.as_ptr().addr(),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => {
+            let whole = Layout::contiguous(layout.shape());
+            crate::cuda::address(storage, &whole)? as usize
+        }
+        _ => bail!("{op}: {name} is {:?}, expected f32, f16 or bf16", t.dtype()),
+    };
+    let size = t.dtype().size_in_bytes();
+    Ok(match reach(layout) {
+        Some(last) => start + layout.start_offset() * size..start + (last + 1) * size,
+        None => start..start,
+    })
+}
+
+/// Fails if a tensor that is to be written in place overlaps another one of `written` or of `read` in
+/// memory, whichever tensors they are views of.
+pub(super) fn check_apart(
+    op: &str,
+    written: &[(&str, &Tensor)],
+    read: &[(&str, &Tensor)],
+) -> Result<()> {
+    for (i, (name, tensor)) in written.iter().enumerate() {
+        let own = span(op, name, tensor)?;
+        for (other_name, other) in written[..i].iter().chain(read) {
+            let other = span(op, other_name, other)?;
+            if own.start < other.end && other.start < own.end {
+                bail!(
+                    "{op}: {name} and {other_name} overlap in memory, {name} is written in place"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Fails if a tensor on the CPU that is read while `written` are written in place has a storage with one
+/// of them: a storage is locked as a whole.
+pub(super) fn check_storages(
+    op: &str,
+    written: &[(&str, &Tensor)],
+    (name, read): (&str, &Tensor),
+) -> Result<()> {
+    let place = |t: &Tensor| std::ptr::from_ref(&*t.storage_and_layout().0).addr();
+    let own = place(read);
+    for (other, tensor) in written {
+        if read.device().is_cpu() && place(tensor) == own {
+            bail!("{op}: {name} and {other} are views of one storage, {other} is written in place");
+        }
+    }
+    Ok(())
+}
+
 /// The CPU side of a storage; the guards of every op have checked that there is one.
 pub fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
@@ -63,6 +124,10 @@ pub fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
 /// where it is strided or broadcast.
 pub fn elements<'a, T: Float>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [T]>> {
     let data = storage.as_slice::<T>()?;
+    // An empty view may begin behind the end of an empty storage.
+    let Some(reach) = reach(layout) else {
+        return Ok(Cow::Borrowed(&[]));
+    };
     if let Some((start, end)) = layout.contiguous_offsets() {
         return match data.get(start..end) {
             Some(slice) => Ok(Cow::Borrowed(slice)),
@@ -72,9 +137,6 @@ pub fn elements<'a, T: Float>(storage: &'a CpuStorage, layout: &Layout) -> Resul
             ),
         };
     }
-    let Some(reach) = reach(layout) else {
-        return Ok(Cow::Owned(Vec::new()));
-    };
     if reach >= data.len() {
         bail!(
             "layout {layout:?} reaches past its storage of {} elements",

@@ -76,7 +76,7 @@ pub fn allocations(body: impl FnOnce()) -> usize {
 }
 
 /// What `body` gives, the bytes that it leaves behind and the most that it held at a time.
-fn held<T>(body: impl FnOnce() -> T) -> (T, usize, usize) {
+pub fn held<T>(body: impl FnOnce() -> T) -> (T, usize, usize) {
     let before = HELD.get();
     MOST.set(before);
     let value = body();

@@ -210,6 +210,14 @@ fn norms_partial_rotation_window_and_softcap() -> Result<()> {
                     softcap: Some(3.),
                     ..case
                 },
+                Case {
+                    window: Some((1 << 32) + 1),
+                    ..case
+                },
+                Case {
+                    window: Some(usize::MAX),
+                    ..case
+                },
             ];
             for case in cases {
                 case.check(&device, &[0, 99, 100, 101, 650])?;
@@ -234,6 +242,47 @@ fn a_long_context() -> Result<()> {
             };
             case.check(&device, &[8999])?;
         }
+    }
+    Ok(())
+}
+
+/// By where they lie in memory, whatever tensors they are views of.
+#[test]
+fn what_overlaps_the_caches_is_refused() -> Result<()> {
+    for device in devices() {
+        let all = randn_on(&[5 * 256], DType::F32, &device)?;
+        let view = |first: usize, dims: &[usize]| {
+            all.narrow(0, first, dims.iter().product())?.reshape(dims)
+        };
+        let table = Tensor::ones((8, 8), DType::F32, &device)?;
+        let qkv = randn_on(&[1, 8 * 16], DType::F32, &device)?;
+        let position = Tensor::new(&[3u32], &device)?;
+        let run = |qkv: &Tensor, table: &Tensor, k: &Tensor, v: &Tensor| {
+            let config = FlashDecoding {
+                heads: 4,
+                cos: table,
+                sin: table,
+                style: RopeStyle::HalfSplit,
+                norms: None,
+                scale: 0.25,
+                window: None,
+                softcap: None,
+            };
+            let result = flash_decoding(qkv, k, v, &position, &config);
+            result.err().map(|e| e.to_string()).unwrap_or_default()
+        };
+        let cache = |first| view(first, &[1, 2, 8, 16]);
+        let (k, v) = (cache(0)?, cache(256)?);
+        let said = run(&qkv, &table, &k, &cache(255)?);
+        assert!(said.contains("v_cache and k_cache overlap"), "{said}");
+        let said = run(&view(200, &[1, 128])?, &table, &k, &v);
+        assert!(said.contains("qkv and k_cache"), "{said}");
+        let said = run(&qkv, &view(480, &[8, 8])?, &k, &v);
+        assert!(said.contains("v_cache and cos overlap"), "{said}");
+        assert_eq!(run(&qkv, &view(512, &[8, 8])?, &k, &v), "");
+        // The CPU locks a storage as a whole: an error, not a deadlock.
+        let said = run(&view(1024, &[1, 128])?, &table, &k, &v);
+        assert_eq!(said.contains("one storage"), device.is_cpu(), "{said}");
     }
     Ok(())
 }
@@ -267,7 +316,7 @@ fn bad_input_is_named() -> Result<()> {
                 .to_string()
         };
     flash_decoding(&qkv, &k, &v, &position, &config)?;
-    assert!(said(&qkv, &k, &k, &position, &config).contains("same tensor"));
+    assert!(said(&qkv, &k, &k, &position, &config).contains("k_cache overlap"));
     assert!(
         said(
             &qkv,

@@ -314,6 +314,63 @@ fn ten_thousand_tokens_take_no_memory() -> Result<()> {
     })
 }
 
+/// A llama whose embedding of `token` is no number; its head has weights of its own.
+fn spoilt(token: Option<u32>) -> Result<Llama> {
+    let golden = Golden::open("llama_gqa_tied")?;
+    let path = golden.folder.join("model.safetensors");
+    let mut weights = candle_core::safetensors::load(path, &device())?;
+    let name = "model.embed_tokens.weight";
+    let table = weights[name].to_dtype(DType::F32)?;
+    weights.insert("lm_head.weight".into(), table.clone());
+    let mut rows = table.to_vec2::<f32>()?;
+    if let Some(token) = token {
+        rows[token as usize].fill(f32::NAN);
+    }
+    weights.insert(name.into(), Tensor::new(rows, &device())?);
+    let vb = candle_nn::VarBuilder::from_tensors(weights, DType::F32, &device());
+    let mut config = golden.config::<LlamaConfig>().into_config(false);
+    config.tie_word_embeddings = false;
+    Llama::load(vb, &config)
+}
+
+/// A call that fails for one sequence leaves all as they were.
+#[test]
+fn a_step_that_fails_changes_nothing() -> Result<()> {
+    on_every_device(|| {
+        let (first, second) = (PROMPTS[0], PROMPTS[1]);
+        let sound = spoilt(None)?;
+        let mut generation = Generation::new(&sound, &options(2))?;
+        let drawn = [generation.extend(0, first)?, generation.extend(1, second)?];
+        let next = generation.step()?;
+        // What only the second sequence takes in.
+        let bad = drawn[1];
+        assert!(drawn[0] != bad && next[0] != bad);
+        assert!(!first.contains(&bad) && !second.contains(&bad));
+
+        let model = spoilt(Some(bad))?;
+        let mut generation = Generation::new(&model, &options(2))?;
+        assert_eq!(generation.extend(0, first)?, drawn[0]);
+        assert_eq!(generation.extend(1, second)?, drawn[1]);
+        let unchanged = |generation: &Generation| {
+            assert_eq!((generation.ids(0), generation.ids(1)), (first, second));
+            let pending = [0, 1].map(|i| generation.pending(i));
+            assert_eq!(pending, drawn.map(Some));
+        };
+        for _ in 0..2 {
+            let error = generation.step().unwrap_err().to_string();
+            assert!(error.contains("number"), "{error}");
+            unchanged(&generation);
+        }
+        generation.extend(0, &[drawn[0], bad]).unwrap_err();
+        unchanged(&generation);
+        // With another second sequence the first one goes on where it was.
+        generation.truncate(1, 0)?;
+        generation.extend(1, PROMPTS[2])?;
+        assert_eq!(generation.step()?[0], next[0]);
+        Ok(())
+    })
+}
+
 /// On a GPU, where an allocation fails at once: this much the host would promise.
 #[test]
 fn memory_that_is_not_there_is_refused() -> Result<()> {

@@ -26,7 +26,7 @@ const SCHEMES: [&str; 6] = [
 ];
 
 /// A random matrix in a scheme, in the form that the device takes.
-fn weight_on(rows: usize, cols: usize, scheme: Scheme, device: &Device) -> Result<Weight> {
+pub fn weight_on(rows: usize, cols: usize, scheme: Scheme, device: &Device) -> Result<Weight> {
     let values = randn(&[rows, cols], DType::F32)?.flatten_all()?.to_vec1()?;
     let codes = quant::quantize(&values, rows, cols, scheme)?;
     #[cfg(feature = "cuda")]
@@ -354,6 +354,34 @@ fn wrong_files_are_named() -> Result<()> {
     let recipe = Recipe::new(Quantization::Gguf(candle_core::quantized::GgmlDType::Q8_0));
     let error = save(&golden, &recipe, &path).unwrap_err().to_string();
     assert!(error.contains("GGUF"), "{error}");
+    Ok(())
+}
+
+/// Sizes whose bytes come out right only where the arithmetic wraps.
+#[test]
+fn sizes_that_wrap_are_refused() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    for (described, len) in [
+        ("int8 16x1152921504573292544", 0),
+        ("int8 18446744073709551615x32", 0),
+        ("int4-g128 1152921504606846976x1152921504606846976", 0),
+        ("int8 48x32 heads=6148914691236517206", 3 * (64 + 512)),
+    ] {
+        let header = serde_json::json!({
+            "__metadata__": { "candle_fused.layout": "2", "candle_fused.w": described },
+            "w": { "dtype": "U8", "shape": [len], "data_offsets": [0, len] },
+        });
+        let header = header.to_string();
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.bytes().chain(std::iter::repeat_n(0, len)));
+        std::fs::write(&path, bytes)?;
+        // SAFETY: nobody else knows the file.
+        let Err(error) = (unsafe { QuantizedFile::open(&path) }) else {
+            panic!("{described}: opened");
+        };
+        assert!(error.to_string().contains("tensor `w`"), "{error}");
+    }
     Ok(())
 }
 

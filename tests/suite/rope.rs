@@ -315,7 +315,7 @@ fn bad_arguments_are_named() -> Result<()> {
     assert!(message(append, &cache, &other).contains("v_cache has shape"));
     let narrowed = randn(&[1, 1, 4, 9], DType::F32)?.narrow(3, 0, 8)?;
     assert!(message(append, &narrowed, &cache).contains("contiguous"));
-    assert!(message(append, &cache, &cache).contains("the same tensor"));
+    assert!(message(append, &cache, &cache).contains("v_cache and k_cache overlap"));
     let (narrow, fine) = (randn(&[7], DType::F32)?, randn(&[8], DType::F32)?);
     let norms = Some(HeadNorms {
         q: &fine,
@@ -331,14 +331,49 @@ fn bad_arguments_are_named() -> Result<()> {
         ..append
     };
     assert!(message(far, &cache, &cache.copy()?).contains("do not fit"));
-    // Tables that lie in a cache's own storage are read before it is locked.
-    let shared = cache.flatten_all()?.narrow(0, 0, 24)?.reshape((6, 4))?;
-    let rotation = Rotation {
-        cos: &shared,
-        sin: &shared,
-        ..rotation
-    };
-    let append = RopeAppend { rotation, ..append };
-    rope_append(&qkv, &append, &cache, &cache.copy()?)?;
+    Ok(())
+}
+
+/// By where they lie in memory, whatever tensors they are views of.
+#[test]
+fn what_overlaps_the_caches_is_refused() -> Result<()> {
+    for device in devices() {
+        let all = randn(&[4 * 32], DType::F32)?.to_device(&device)?;
+        let view = |first: usize, dims: &[usize]| {
+            all.narrow(0, first, dims.iter().product())?.reshape(dims)
+        };
+        let table = Tensor::ones((6, 4), DType::F32, &device)?;
+        let qkv = Tensor::ones((1, 2, 32), DType::F32, &device)?;
+        let run = |qkv: &Tensor, table: &Tensor, k: &Tensor, v: &Tensor| {
+            let rotation = Rotation {
+                cos: table,
+                sin: table,
+                position: 1,
+                style: RopeStyle::HalfSplit,
+            };
+            let append = RopeAppend {
+                rotation,
+                heads: 2,
+                kv_heads: 1,
+                slot: 0,
+                norms: None,
+            };
+            let result = rope_append(qkv, &append, k, v);
+            Ok::<_, candle_core::Error>(result.err().map(|e| e.to_string()).unwrap_or_default())
+        };
+        let cache = |first| view(first, &[1, 1, 4, 8]);
+        let (k, v) = (cache(0)?, cache(32)?);
+        let said = run(&qkv, &table, &k, &cache(31)?)?;
+        assert!(said.contains("v_cache and k_cache overlap"), "{said}");
+        let said = run(&qkv, &table, &k, &cache(0)?)?;
+        assert!(said.contains("v_cache and k_cache overlap"), "{said}");
+        let said = run(&view(10, &[1, 2, 32])?, &table, &k, &v)?;
+        assert!(said.contains("qkv and k_cache"), "{said}");
+        let said = run(&qkv, &view(40, &[6, 4])?, &k, &v)?;
+        assert!(said.contains("v_cache and cos overlap"), "{said}");
+        // In one storage, but apart, tables too.
+        assert_eq!(run(&qkv, &view(64, &[6, 4])?, &k, &v)?, "");
+        assert_eq!(values(&v.narrow(2, 0, 2)?)?, [1.; 16]);
+    }
     Ok(())
 }

@@ -122,6 +122,39 @@ fn draws_follow_the_distribution() -> Result<()> {
     Ok(())
 }
 
+/// Logits over a temperature that overflow: the highest is drawn, and of equally high ones each.
+#[test]
+fn logits_over_a_tiny_temperature_do_not_overflow() -> Result<()> {
+    let penalised = |params| SamplingParams {
+        repeat_penalty: 1.5,
+        ..params
+    };
+    for device in devices() {
+        for temperature in [1e-38, 1e-37, 1e-30] {
+            for (top_k, top_p) in [(None, None), (Some(2), None), (None, Some(0.5))] {
+                let kind = params(temperature, top_k, top_p);
+                for kind in [kind.clone(), penalised(kind)] {
+                    let few = Tensor::new(&[40f32, 50., f32::NAN, -50.], &device)?;
+                    assert_eq!(draws(&few, &kind, &[3], 4)?, [1; 4], "{kind:?}");
+                    let vast = Tensor::new(&[-3e38f32, 3e38, 2.9e38, f32::NEG_INFINITY], &device)?;
+                    assert_eq!(draws(&vast, &kind, &[3], 4)?, [1; 4], "{kind:?}");
+                    // In slices of several blocks.
+                    let mut many: Vec<f32> = (0..5000).map(|i| (i % 97) as f32).collect();
+                    many[4321] = 97.;
+                    let many = Tensor::new(many, &device)?;
+                    assert_eq!(draws(&many, &kind, &[3], 4)?, [4321; 4], "{kind:?}");
+                }
+            }
+            let pair = Tensor::new(&[50f32, 40., 50.], &device)?;
+            let mut drawn = draws(&pair, &params(temperature, None, None), &[], 64)?;
+            drawn.sort_unstable();
+            drawn.dedup();
+            assert_eq!(drawn, [0, 2]);
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn the_same_draw_is_made_on_every_device() -> Result<()> {
     let logits = (randn(&[64, 3000], DType::F32)? * 2.)?;
@@ -157,6 +190,7 @@ fn parameters_out_of_range_are_named() -> Result<()> {
         (params(-1., None, None), "temperature"),
         (params(f64::NAN, None, None), "temperature"),
         (params(1e-300, None, None), "temperature"),
+        (params(1e300, None, None), "temperature"),
         (params(1., Some(0), None), "top_k"),
         (params(1., None, Some(0.)), "top_p"),
         (params(1., None, Some(1.5)), "top_p"),

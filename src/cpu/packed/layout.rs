@@ -152,6 +152,15 @@ impl Layout {
         blocks.div_ceil(self.blocks) * self.head + blocks * self.codes
     }
 
+    /// Bytes of the row groups of a matrix; none if they, or its values, are more than can be counted.
+    pub fn matrix(&self, rows: usize, cols: usize) -> Option<usize> {
+        rows.checked_mul(cols)?;
+        let blocks = cols.div_ceil(32);
+        let heads = blocks.div_ceil(self.blocks).checked_mul(self.head)?;
+        let group = blocks.checked_mul(self.codes)?.checked_add(heads)?;
+        rows.div_ceil(ROW_GROUP).checked_mul(group)
+    }
+
     /// Where the codes of block `block` lie, behind the head of its chunk.
     #[inline(always)]
     fn planes(&self, block: usize) -> (usize, usize) {

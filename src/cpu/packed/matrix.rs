@@ -208,8 +208,7 @@ pub struct PackedBuilder {
 impl PackedBuilder {
     /// Room for a matrix whose width its format has been asked about.
     pub(super) fn new(format: Format, rows: usize, cols: usize) -> Result<Self> {
-        let group = Layout::of(&format).group(cols.div_ceil(32));
-        let bytes = rows.div_ceil(ROW_GROUP).checked_mul(group);
+        let bytes = Layout::of(&format).matrix(rows, cols);
         let Some(Ok(memory)) = bytes.map(Memory::zeroed) else {
             bail!("rows: {rows} rows of {cols} values in {format} do not fit into memory");
         };

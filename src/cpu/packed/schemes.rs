@@ -168,8 +168,7 @@ impl PackedBuilder {
 /// If the scheme cannot be had for rows of this width, or there are too many.
 pub(crate) fn packed_bytes(scheme: Scheme, rows: usize, cols: usize) -> Result<usize> {
     scheme.check(cols)?;
-    let group = Layout::of_scheme(&scheme).group(cols.div_ceil(32));
-    match rows.div_ceil(ROW_GROUP).checked_mul(group) {
+    match Layout::of_scheme(&scheme).matrix(rows, cols) {
         Some(bytes) => Ok(bytes),
         None => bail!("rows: {rows} rows of {cols} values are too many"),
     }

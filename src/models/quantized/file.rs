@@ -144,7 +144,7 @@ impl QuantizedFile {
 
     fn read(map: Arc<Mmap>) -> Result<Self> {
         let (length, header) = SafeTensors::read_metadata(&map)?;
-        let start = 8 + length;
+        let start = length.saturating_add(8);
         let none = HashMap::new();
         let metadata = header.metadata().as_ref().unwrap_or(&none);
         match metadata.get(LAYOUT).map(String::as_str) {
@@ -156,8 +156,9 @@ impl QuantizedFile {
         }
         let mut tensors = HashMap::new();
         for (name, info) in header.tensors() {
-            let range = start + info.data_offsets.0..start + info.data_offsets.1;
-            if range.end > map.len() {
+            let (first, end) = info.data_offsets;
+            let range = start.saturating_add(first)..start.saturating_add(end);
+            if range.start > range.end || range.end > map.len() {
                 bail!("tensor `{name}` ends behind the file, which is cut short");
             }
             let kind = match metadata.get(&format!("{PREFIX}{name}")) {
@@ -294,7 +295,7 @@ fn quantized(text: &str, (dtype, shape): (Dtype, &[usize])) -> Result<Matrix> {
         bail!("{dtype:?} {shape:?}, but `{text}` takes U8 [{expected}]");
     }
     if let Some(heads) = matrix.heads
-        && (heads == 0 || !rows.is_multiple_of(3 * heads))
+        && (heads == 0 || !rows.is_multiple_of(3) || !(rows / 3).is_multiple_of(heads))
     {
         bail!("metadata: {rows} rows are not queries, keys and values of {heads} heads");
     }

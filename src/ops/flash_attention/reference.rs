@@ -23,11 +23,12 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -
         let kv_head = head / heads * kv_heads + head % heads / (heads / kv_heads);
         // The query's own position; before the first key if there are more queries than keys.
         let position = (keys + query) as i64 - queries as i64;
+        let window = params.window.map(|w| i64::try_from(w).unwrap_or(i64::MAX));
         let mut scores = Vec::with_capacity(keys);
         for key in 0..keys {
             let at = key as i64;
             let ahead = params.causal && at > position;
-            let behind = params.window.is_some_and(|w| at <= position - w as i64);
+            let behind = window.is_some_and(|w| at <= position.saturating_sub(w));
             if ahead || behind {
                 scores.push(f64::NEG_INFINITY);
                 continue;

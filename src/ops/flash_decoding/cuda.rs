@@ -292,7 +292,8 @@ impl Prepared {
             slots: slots as u32,
             positions: positions as u32,
             pairs: pairs as u32,
-            window: step.window as u32,
+            // One that no position passes hides nothing.
+            window: u32::try_from(step.window).unwrap_or(0),
             tiles: shares.tiles as u32,
             dtype: dtype_index(dtype) as i32,
             cache_dtype: dtype_index(cache_dtype) as i32,

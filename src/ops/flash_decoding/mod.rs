@@ -6,7 +6,7 @@ mod cpu;
 pub(crate) mod cuda;
 mod reference;
 
-use super::view::float;
+use super::view::{check_apart, check_storages, float};
 use super::{HeadNorms, RopeStyle};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -130,9 +130,6 @@ impl Op<'_> {
                 self.k_cache.dims()
             );
         }
-        if self.k_cache.id() == self.v_cache.id() {
-            bail!("{OP}: k_cache and v_cache are the same tensor");
-        }
         if !self.k_cache.is_contiguous() || !self.v_cache.is_contiguous() {
             bail!("{OP}: k_cache and v_cache have to be contiguous, they are written in place");
         }
@@ -213,6 +210,19 @@ impl Op<'_> {
                     qkv.device().location()
                 );
             }
+        }
+        let caches = [("k_cache", self.k_cache), ("v_cache", self.v_cache)];
+        check_storages(OP, &caches, ("qkv", qkv))?;
+        let FlashDecoding { cos, sin, .. } = *config;
+        let read = [
+            ("qkv", qkv),
+            ("position", self.position),
+            ("cos", cos),
+            ("sin", sin),
+        ];
+        check_apart(OP, &caches, &read)?;
+        if let Some(HeadNorms { q, k, .. }) = config.norms {
+            check_apart(OP, &caches, &[("norms.q", q), ("norms.k", k)])?;
         }
         Ok(())
     }

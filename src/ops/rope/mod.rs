@@ -6,7 +6,7 @@ pub(crate) mod cuda;
 
 pub use crate::cpu::rope::RopeStyle;
 
-use super::view::{dense_on_cuda, float64};
+use super::view::{check_apart, check_storages, dense_on_cuda, float64};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 const OP: &str = "rope";
@@ -157,6 +157,13 @@ pub fn rope_append(
             bail!("{OP}: {argument} and qkv are on different devices");
         }
     }
+    let caches = [("k_cache", k_cache), ("v_cache", v_cache)];
+    check_storages(OP, &caches, ("qkv", qkv))?;
+    let Rotation { cos, sin, .. } = append.rotation;
+    check_apart(OP, &caches, &[("qkv", qkv), ("cos", cos), ("sin", sin)])?;
+    if let Some(HeadNorms { q, k, .. }) = append.norms {
+        check_apart(OP, &caches, &[("norms.q", q), ("norms.k", k)])?;
+    }
     #[cfg(feature = "cuda")]
     if qkv.device().is_cuda() {
         return cuda::append(qkv, append, [k_cache, v_cache]);
@@ -172,9 +179,6 @@ fn check_caches(
     head_dim: usize,
 ) -> Result<()> {
     let (batch, tokens) = (qkv.dims()[0], qkv.dims()[1]);
-    if k_cache.id() == v_cache.id() {
-        bail!("{OP}: k_cache and v_cache are the same tensor");
-    }
     let kv_heads = append.kv_heads;
     for (argument, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         let (b, h, slots, d) = four(argument, cache)?;

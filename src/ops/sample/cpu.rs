@@ -30,24 +30,18 @@ fn choose(logits: &[f32], settings: &Settings, history: &[u32]) -> u32 {
     if greedy && settings.penalty == 1. {
         return first_highest(logits);
     }
-    let scale = if greedy {
-        1.
-    } else {
-        settings.inverse_temperature
-    };
-    let mut scores: Vec<f32> = logits.iter().map(|l| l * scale).collect();
+    let mut scores = logits.to_vec();
     if settings.penalty != 1. {
         let known = history.len().saturating_sub(settings.last_n as usize);
         for token in &history[known..] {
             let token = *token as usize;
             // From the logit itself, so that a token seen twice is penalised once.
             if let (Some(score), Some(logit)) = (scores.get_mut(token), logits.get(token)) {
-                let penalised = if *logit >= 0. {
+                *score = if *logit >= 0. {
                     logit / settings.penalty
                 } else {
                     logit * settings.penalty
                 };
-                *score = penalised * scale;
             }
         }
     }
@@ -56,14 +50,26 @@ fn choose(logits: &[f32], settings: &Settings, history: &[u32]) -> u32 {
         return likeliest;
     }
     let top = scores[likeliest as usize];
-    let limit = limit(&scores, settings, top);
+    for score in &mut scores {
+        *score = below(*score, top, settings.inverse_temperature);
+    }
+    let limit = limit(&scores, settings);
     let draw = history.len() as u32;
     let drawn = scores
         .iter()
         .enumerate()
-        .filter(|(_, score)| distance(**score, top) <= limit)
+        .filter(|(_, score)| distance(**score) <= limit)
         .map(|(token, score)| (token, score + gumbel(settings, draw, token as u32)));
     best(drawn)
+}
+
+/// How far a logit is below the highest, over the temperature: at most 0, so that it cannot overflow to
+/// where two logits are the same. Equal ones have no distance, infinite ones neither.
+fn below(logit: f32, top: f32, inverse_temperature: f32) -> f32 {
+    match logit == top {
+        true => 0.,
+        false => (logit - top) * inverse_temperature,
+    }
 }
 
 /// As [`best`] of all tokens, in loops that vectorize.
@@ -109,13 +115,13 @@ fn gumbel(settings: &Settings, draw: u32, token: u32) -> f32 {
     -(-(-v).ln_1p()).ln()
 }
 
-/// How far a score is below the highest, in steps of 2^-26; ever the same for equal scores.
-fn distance(score: f32, top: f32) -> u32 {
-    ((top - score) * 2f32.powi(26)).min(4_294_967_040.) as u32
+/// How far a score is below the highest, which is 0, in steps of 2^-26; ever the same for equal scores.
+fn distance(score: f32) -> u32 {
+    (-score * 2f32.powi(26)).min(4_294_967_040.) as u32
 }
 
 /// The distance up to which top-k and top-p keep tokens.
-fn limit(scores: &[f32], settings: &Settings, top: f32) -> u32 {
+fn limit(scores: &[f32], settings: &Settings) -> u32 {
     let nucleus = settings.top_p < 1.;
     let few = settings.top_k > 0 && (settings.top_k as usize) < scores.len();
     if !nucleus && !few {
@@ -124,7 +130,7 @@ fn limit(scores: &[f32], settings: &Settings, top: f32) -> u32 {
     let mut kept: Vec<(u32, f32)> = scores
         .iter()
         .filter(|score| !score.is_nan())
-        .map(|score| (distance(*score, top), *score))
+        .map(|score| (distance(*score), *score))
         .collect();
     kept.sort_unstable_by_key(|(distance, _)| *distance);
     let mut limit = u32::MAX;
@@ -134,7 +140,7 @@ fn limit(scores: &[f32], settings: &Settings, top: f32) -> u32 {
     }
     if nucleus {
         // In fixed point, so that sums do not depend on their order.
-        let mass = |score: f32| ((score - top).exp() * 2f32.powi(27)).round_ties_even() as u64;
+        let mass = |score: f32| (score.exp() * 2f32.powi(27)).round_ties_even() as u64;
         let total = kept.iter().map(|(_, score)| mass(*score)).sum::<u64>();
         let target =
             ((f64::from(settings.top_p) * total as f64).ceil() as u64).clamp(1, total.max(1));

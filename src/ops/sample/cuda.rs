@@ -35,7 +35,7 @@ pub(crate) struct Step {
     pub mailbox: Address,
     /// f32 `[sequences, vocab]`
     pub scores: Address,
-    /// 8 bytes for each of [`blocks`] of each sequence.
+    /// u64 `[sequences, partial_words]`, at a multiple of 16 bytes.
     pub partial: Address,
     /// u32 `[sequences]`, zero.
     pub arrived: Address,
@@ -51,6 +51,11 @@ pub(crate) struct Step {
 /// Blocks that share the logits of one sequence.
 pub(crate) fn blocks(vocab: usize) -> usize {
     vocab.div_ceil(THREADS as usize).min(MOST_BLOCKS)
+}
+
+/// 8-byte words of `partial` for each sequence.
+pub(crate) fn partial_words(vocab: usize) -> usize {
+    2 * blocks(vocab)
 }
 
 /// Chooses a token for each of `sequences`.
@@ -88,7 +93,7 @@ pub(super) fn forward(
     let (settings, seen, position) = (settings?, seen?, position?);
     let arrived = device.alloc_zeros::<u32>(sequences)?;
     let scores = device.alloc_zeros::<f32>(sequences * vocab)?;
-    let partial = device.alloc_zeros::<u64>(sequences * blocks(vocab))?;
+    let partial = device.alloc_zeros::<u64>(sequences * partial_words(vocab))?;
     let stream = device.cuda_stream();
     let step = Step {
         logits: address(logits, layout)?,

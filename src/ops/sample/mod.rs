@@ -64,9 +64,11 @@ impl SamplingParams {
                 self.temperature
             );
         }
-        if self.temperature > 0. && !(1. / self.temperature as f32).is_finite() {
+        // Kernels multiply by the reciprocal in f32.
+        if self.temperature > 0. && !self.inverse_temperature().is_normal() {
             bail!(
-                "{OP}: temperature is {}, too small; 0 takes the likeliest token",
+                "{OP}: temperature is {}, expected 1e-38 to 1e37, or 0, which takes the likeliest \
+                 token",
                 self.temperature
             );
         }
@@ -92,13 +94,17 @@ impl SamplingParams {
         Ok(())
     }
 
+    /// 0 for a temperature of 0.
+    fn inverse_temperature(&self) -> f32 {
+        match self.temperature > 0. {
+            true => (1. / self.temperature) as f32,
+            false => 0.,
+        }
+    }
+
     pub(crate) fn settings(&self, sequence: usize) -> Settings {
         Settings {
-            inverse_temperature: if self.temperature > 0. {
-                (1. / self.temperature) as f32
-            } else {
-                0.
-            },
+            inverse_temperature: self.inverse_temperature(),
             top_p: self.top_p.unwrap_or(1.) as f32,
             top_k: u32::try_from(self.top_k.unwrap_or(0)).unwrap_or(0),
             penalty: self.repeat_penalty,
@@ -135,8 +141,8 @@ pub(crate) struct Settings {
 /// * result: `[B]`, u32
 ///
 /// Draws are made with the Gumbel-max trick: the token with the highest
-/// `logit / temperature - ln(-ln(1 - v))` is a draw from the softmax, where v comes from Philox
-/// 4x32-10 with the seed as its key and token, draw and sequence as its counter. So a draw depends on
+/// `(logit - highest logit) / temperature - ln(-ln(1 - v))` is a draw from the softmax, where v comes
+/// from Philox 4x32-10 with the seed as its key and token, draw and sequence as its counter. So a draw depends on
 /// nothing but these, on whatever device it is made. Of equally good tokens the lowest is taken; a
 /// logit that is no number never is.
 ///

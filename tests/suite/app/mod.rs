@@ -16,7 +16,7 @@ mod quantize;
 mod report;
 mod shapes;
 mod source;
-mod tiny;
+pub mod tiny;
 mod token_stream;
 mod tokenizer;
 mod validate;

@@ -86,7 +86,7 @@ fn smollm2_tokenizes_as_transformers_does() {
 
 /// The words that a way of splitting makes of a text, told by a vocabulary that has every byte and
 /// joins nothing but what it may.
-fn digits(pre: &str, number: &str) -> Vec<u32> {
+fn digits(pre: Option<&str>, number: &str) -> Vec<u32> {
     let tokens = ["0", "1", "2", "3", "12", "123", "1230"]
         .map(|token| Value::String(token.into()))
         .to_vec();
@@ -94,7 +94,7 @@ fn digits(pre: &str, number: &str) -> Vec<u32> {
         .map(|merge| Value::String(merge.into()))
         .to_vec();
     let content = content(&[
-        ("tokenizer.ggml.pre", text(pre)),
+        ("tokenizer.ggml.pre", pre.and_then(text)),
         ("tokenizer.ggml.tokens", Some(Value::Array(tokens))),
         ("tokenizer.ggml.merges", Some(Value::Array(merges))),
         ("tokenizer.ggml.token_type", None),
@@ -105,15 +105,40 @@ fn digits(pre: &str, number: &str) -> Vec<u32> {
 
 #[test]
 fn each_way_of_splitting_groups_digits_its_own_way() {
-    for pre in ["gpt-2", "olmo", "default"] {
-        assert_eq!(digits(pre, "1230"), [6], "{pre}");
+    for pre in ["gpt-2", "olmo"] {
+        assert_eq!(digits(Some(pre), "1230"), [6], "{pre}");
     }
     for pre in ["smollm", "starcoder", "qwen2"] {
-        assert_eq!(digits(pre, "1230"), [1, 2, 3, 0], "{pre}");
+        assert_eq!(digits(Some(pre), "1230"), [1, 2, 3, 0], "{pre}");
     }
-    for pre in ["llama-bpe", "smaug-bpe"] {
-        assert_eq!(digits(pre, "1230"), [5, 0], "{pre}");
+    for pre in [Some("llama-bpe"), Some("smaug-bpe"), Some("default"), None] {
+        assert_eq!(digits(pre, "1230"), [5, 0], "{pre:?}");
     }
+}
+
+/// The words that llama.cpp makes where a file names no way of splitting, by its four patterns.
+#[test]
+fn a_file_that_names_no_way_is_split_as_llama_cpp_does() {
+    let text = from_gguf(&content(&[("tokenizer.ggml.pre", None)])).unwrap();
+    let splitter = text.tokenizer().get_pre_tokenizer().unwrap();
+    let words = |sentence: &str| -> Vec<String> {
+        use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
+        let mut split = PreTokenizedString::from(sentence);
+        splitter.pre_tokenize(&mut split).unwrap();
+        let parts = split.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        let words = parts
+            .into_iter()
+            .map(|(_, (from, to), _)| &sentence[from..to]);
+        words.map(str::to_owned).collect()
+    };
+    assert_eq!(
+        words("It costs 12345$!"),
+        ["It", " costs", " ", "123", "45", "$!"]
+    );
+    // The apostrophe is punctuation before it is a contraction.
+    assert_eq!(words("don't"), ["don", "'", "t"]);
+    assert_eq!(words("a  b\n\n c"), ["a", " ", " b", "\n\n", " c"]);
+    assert_eq!(words("x<=y ²½"), ["x", "<=", "y", " ", "²½"]);
 }
 
 #[test]

@@ -10,49 +10,47 @@
 //! leaves its core to the worker. A second thread that calls [`run`] while a job is under way does
 //! its tasks itself instead of waiting.
 
+mod protocol;
+
+use protocol::{Shared, Task};
 use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, Thread};
-use std::time::{Duration, Instant};
 
-/// How long a worker spins for the next job, and a caller for the last task, before it sleeps.
-const SPIN: Duration = Duration::from_micros(100);
+/// What the protocol is made of; a model of it takes others.
+mod sync {
+    pub use std::sync::atomic::{
+        AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+    };
+    pub use std::sync::{Condvar, Mutex, MutexGuard};
+    pub use std::thread::park;
+    use std::time::{Duration, Instant};
 
-/// Turns of a spinning loop between two looks at the clock.
-const LOOK: u32 = 64;
+    /// How long a worker spins for the next job, and a caller for the last task, before it sleeps.
+    pub const SPIN: Duration = Duration::from_micros(100);
 
-type Task<'a> = &'a (dyn Fn(usize) + Sync);
+    /// Turns of a spinning loop between two looks at the clock.
+    const LOOK: u32 = 64;
 
-/// What has cache lines of its own, two of them, as processors fetch them in pairs.
-#[repr(align(128))]
-struct Lines<T>(T);
+    /// A spinning wait with an end.
+    #[derive(Default)]
+    pub struct Spin {
+        turns: u32,
+        since: Option<Instant>,
+    }
 
-/// The job under way.
-struct Job {
-    /// Job number in the upper half, next task to take in the lower half.
-    ticket: AtomicU64,
-    /// Number of tasks of the job.
-    tasks: AtomicU32,
-    /// The job's closure: a pointer to a `Task` on the caller's stack.
-    task: AtomicPtr<()>,
-}
-
-struct Shared {
-    /// What a worker reads before its first task, at once.
-    job: Lines<Job>,
-    /// Tasks that have ended, added up by each thread when it finds no other. The caller waits for them all while
-    /// others take theirs.
-    done: Lines<AtomicU32>,
-    /// Set when a task panicked; the caller panics then.
-    panicked: AtomicBool,
-    /// Workers that sleep or are about to.
-    sleepers: AtomicUsize,
-    /// Whether the caller sleeps until the last task has ended, or is about to.
-    waiting: AtomicBool,
-    /// What the caller sleeps on.
-    ended: (Mutex<()>, Condvar),
+    impl Spin {
+        /// Spins once; false when [`SPIN`] has passed.
+        #[inline]
+        pub fn goes_on(&mut self) -> bool {
+            std::hint::spin_loop();
+            self.turns += 1;
+            !self.turns.is_multiple_of(LOOK)
+                || self.since.get_or_insert_with(Instant::now).elapsed() <= SPIN
+        }
+    }
 }
 
 struct Pool {
@@ -204,18 +202,7 @@ fn pool() -> &'static Pool {
 
 impl Pool {
     fn new(threads: usize) -> Self {
-        let shared = Arc::new(Shared {
-            job: Lines(Job {
-                ticket: AtomicU64::new(0),
-                tasks: AtomicU32::new(0),
-                task: AtomicPtr::new(std::ptr::null_mut()),
-            }),
-            done: Lines(AtomicU32::new(0)),
-            panicked: AtomicBool::new(false),
-            sleepers: AtomicUsize::new(0),
-            waiting: AtomicBool::new(false),
-            ended: (Mutex::new(()), Condvar::new()),
-        });
+        let shared = Arc::new(Shared::new());
         let workers = (1..threads)
             .map_while(|i| {
                 let shared = shared.clone();
@@ -235,151 +222,30 @@ impl Pool {
 
     /// Runs one job; false if a task panicked.
     fn run(&self, tasks: u32, task: Task<'_>) -> bool {
-        let s = &*self.shared;
-        let Job { ticket, .. } = &s.job.0;
         BUSY.set(true);
-        // The pointer stays valid until this function returns, which it does only when every task
-        // that was taken has ended (`done == tasks`), and no task of a job can be taken after that.
-        let on_stack: *const Task<'_> = &task;
-        s.job.0.task.store(on_stack as *mut (), Ordering::Relaxed);
-        s.job.0.tasks.store(tasks, Ordering::Release);
-        s.done.0.store(0, Ordering::Relaxed);
-        let job = (ticket.load(Ordering::Relaxed) >> 32).wrapping_add(1) & 0xffff_ffff;
-        // SeqCst pairs with the worker's `sleepers` increment: either it sees this job, or this
-        // thread sees the sleeper.
-        ticket.store(job << 32, Ordering::SeqCst);
-        if s.sleepers.load(Ordering::SeqCst) > 0 {
-            self.workers.iter().for_each(Thread::unpark);
-        }
-        s.take(job);
-        s.wait(tasks);
-        // Closed, so that a late worker cannot pair this ticket with the next job's task count.
-        ticket.store(job << 32 | u64::from(u32::MAX), Ordering::Release);
+        let wake = || self.workers.iter().for_each(Thread::unpark);
+        // SAFETY: whoever calls this holds `caller`, or the pool for itself alone.
+        let went_well = unsafe { self.shared.run(tasks, task, wake) };
         BUSY.set(false);
-        !s.panicked.swap(false, Ordering::Relaxed)
+        went_well
     }
 }
 
-impl Shared {
-    /// Takes and runs tasks of `job` until none is left.
-    fn take(&self, job: u64) {
-        // Read before the ticket is taken: if taking succeeds, the job was still under way, so both
-        // belong to it.
-        let Job {
-            task,
-            tasks,
-            ticket,
-        } = &self.job.0;
-        let task = task.load(Ordering::Relaxed) as *const Task<'_>;
-        // Acquire: if this is already the next job's number, the ticket below reads as closed.
-        let tasks = tasks.load(Ordering::Acquire);
-        let mut ended = 0;
-        loop {
-            let seen = ticket.load(Ordering::Acquire);
-            let next = seen as u32;
-            if seen >> 32 != job || next >= tasks {
-                break;
-            }
-            if ticket
-                .compare_exchange_weak(seen, seen + 1, Ordering::AcqRel, Ordering::Relaxed)
-                .is_err()
-            {
-                continue;
-            }
-            // SAFETY: the ticket was taken from the job that is under way, whose caller keeps the
-            // closure alive until `done` counts this task, which this thread has yet to add.
-            let body = unsafe { *task };
-            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| body(next as usize))) {
-                // Dropping it could panic again, outside of what catches panics.
-                std::mem::forget(payload);
-                self.panicked.store(true, Ordering::Relaxed);
-            }
-            ended += 1;
-            if next + 1 == tasks {
-                break;
-            }
-        }
-        // SeqCst pairs with `wait`: either this thread sees that the caller sleeps, or the caller
-        // sees that these were the last tasks.
-        if ended > 0
-            && self.done.0.fetch_add(ended, Ordering::SeqCst) + ended == tasks
-            && self.waiting.load(Ordering::SeqCst)
-        {
-            drop(self.lock());
-            self.ended.1.notify_all();
-        }
-    }
-
-    /// Returns when all `tasks` of the job have ended.
-    fn wait(&self, tasks: u32) {
-        let mut spin = Spin::default();
-        while self.done.0.load(Ordering::Acquire) != tasks {
-            if spin.goes_on() {
-                continue;
-            }
-            // A worker lost its core while it held a task.
-            self.waiting.store(true, Ordering::SeqCst);
-            let mut guard = self.lock();
-            while self.done.0.load(Ordering::SeqCst) != tasks {
-                guard = self
-                    .ended
-                    .1
-                    .wait(guard)
-                    .unwrap_or_else(PoisonError::into_inner);
-            }
-            drop(guard);
-            self.waiting.store(false, Ordering::Relaxed);
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ()> {
-        self.ended.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A spinning wait with an end.
-#[derive(Default)]
-struct Spin {
-    turns: u32,
-    since: Option<Instant>,
-}
-
-impl Spin {
-    /// Spins once; false when [`SPIN`] has passed.
-    #[inline]
-    fn goes_on(&mut self) -> bool {
-        std::hint::spin_loop();
-        self.turns += 1;
-        !self.turns.is_multiple_of(LOOK)
-            || self.since.get_or_insert_with(Instant::now).elapsed() <= SPIN
-    }
-}
-
-fn worker(s: &Shared) {
+fn worker(shared: &Shared) {
     BUSY.set(true);
-    let mut seen = 0;
+    let mut job = 0;
     loop {
-        let mut job = s.job.0.ticket.load(Ordering::Acquire) >> 32;
-        let mut spin = Spin::default();
-        while job == seen {
-            if !spin.goes_on() {
-                s.sleepers.fetch_add(1, Ordering::SeqCst);
-                if s.job.0.ticket.load(Ordering::SeqCst) >> 32 == seen {
-                    thread::park();
-                }
-                s.sleepers.fetch_sub(1, Ordering::SeqCst);
-                spin = Spin::default();
-            }
-            job = s.job.0.ticket.load(Ordering::Acquire) >> 32;
-        }
-        seen = job;
-        s.take(job);
+        job = shared.next(job);
+        shared.take(job);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::sync::SPIN;
     use super::*;
+    use std::panic::catch_unwind;
+    use std::sync::atomic::AtomicU32;
 
     #[test]
     fn every_task_runs_once() {

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# What takes longer than a change may: run it now and then, and note what it found in docs/notes.
+#   scripts/long-run.sh fuzz [SECONDS] [TARGET...]   each target for SECONDS (900)
+#   scripts/long-run.sh properties [CASES]           each property with CASES (10,000)
+#   scripts/long-run.sh soak [SECONDS]               prompts, stops and restarts for SECONDS (3,600)
+#   scripts/long-run.sh sanitize                     the tests under AddressSanitizer
+#   scripts/long-run.sh emulated                     the tests on further architectures
+# Output goes to $CANDLE_FUSED_LONG_RUN (default: target/long-run), a file for each part.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out="${CANDLE_FUSED_LONG_RUN:-$PWD/target/long-run}"
+mkdir -p "$out"
+say() { printf 'long-run: %s\n' "$*" >&2; }
+
+targets=(arguments chat_template config gguf gguf_tensors quantized_file vocabulary)
+
+# A finding is a crash, more than five seconds, or an allocation of more than 64 MB; inputs are small, so
+# that four times their size is no matter. minijinja lets a template repeat a text up to 100 MB.
+fuzz() {
+  local seconds="${1:-900}" target failed=0 megabytes
+  shift $(($# < 1 ? $# : 1))
+  [ $# -gt 0 ] || set -- "${targets[@]}"
+  command -v cargo-fuzz >/dev/null || cargo install cargo-fuzz --locked
+  (cd fuzz && cargo +nightly fuzz build)
+  for target in "$@"; do
+    megabytes=64
+    [ "$target" != chat_template ] || megabytes=128
+    mkdir -p "$out/corpus/$target" "$out/artifacts/$target"
+    # The first folder takes what is new.
+    (cd fuzz && RAYON_NUM_THREADS=1 nice -n 19 cargo +nightly fuzz run "$target" \
+      "$out/corpus/$target" "../tests/data/fuzz/$target" -- \
+      -max_total_time="$seconds" -timeout=5 -malloc_limit_mb=$megabytes -rss_limit_mb=2048 \
+      -max_len=65536 -print_final_stats=1 -artifact_prefix="$out/artifacts/$target/") \
+      >"$out/fuzz-$target.txt" 2>&1 || failed=1
+    say "$target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$out/fuzz-$target.txt") executions," \
+      "$(find "$out/artifacts/$target" -type f | wc -l) findings"
+  done
+  return $failed
+}
+
+properties() {
+  PROPTEST_CASES="${1:-10000}" cargo test --release --locked --test suite -- properties:: \
+    2>&1 | tee "$out/properties.txt"
+}
+
+soak() {
+  SOAK_SECONDS="${1:-3600}" cargo test --release --locked --test suite -- \
+    --ignored --exact --nocapture soak::memory_stays_flat_and_tokens_the_same 2>&1 | tee "$out/soak.txt"
+}
+
+# Leaks are not looked for: the pool's threads and candle's statics live as long as the process.
+sanitize() {
+  ASAN_OPTIONS=detect_leaks=0 RUSTFLAGS="-Zsanitizer=address" PROPTEST_CASES="${PROPTEST_CASES:-20}" \
+    cargo +nightly test --release --locked --target x86_64-unknown-linux-gnu --lib --test suite -- \
+    --skip allocations:: --skip fuzz_replay:: 2>&1 | tee "$out/sanitize.txt"
+}
+
+emulated() {
+  scripts/test-aarch64.sh 2>&1 | tee "$out/aarch64.txt"
+}
+
+part="${1:-}"
+case "$part" in
+  fuzz | properties | soak | sanitize | emulated) shift && "$part" "$@" ;;
+  *)
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,26 @@
+//! What untrusted input goes through, as functions of any bytes: none of them may make one panic, abort,
+//! run for seconds or ask for much more memory than the input has.
+//!
+//! `fuzz/` includes this module and drives the functions with libFuzzer; `fuzz_replay.rs` calls them with
+//! the files of `tests/data/fuzz`, a folder for each name of [`TARGETS`].
+
+mod arguments;
+mod chat_template;
+mod config;
+mod gguf;
+mod gguf_tensors;
+mod quantized_file;
+mod vocabulary;
+
+pub use quantized_file::CONFIG;
+
+/// Each target by its name.
+pub const TARGETS: [(&str, fn(&[u8])); 7] = [
+    ("arguments", arguments::run),
+    ("chat_template", chat_template::run),
+    ("config", config::run),
+    ("gguf", gguf::run),
+    ("gguf_tensors", gguf_tensors::run),
+    ("quantized_file", quantized_file::run),
+    ("vocabulary", vocabulary::run),
+];
