@@ -261,13 +261,6 @@ impl Pass {
             table_dtype: cos.dtype(),
             cache_dtype: k.dtype(),
         };
-        let cached = |t: &Tensor| -> Result<Operand> {
-            let strides = [0, 1, 2, 3].map(|i| t.stride()[i] as i64);
-            Ok(Operand {
-                address: address_of(t)?,
-                strides,
-            })
-        };
         let call = Call {
             q: Operand {
                 address: q,
@@ -298,4 +291,13 @@ impl Pass {
         }
         Ok(())
     }
+}
+
+/// Keys or values as attention takes them.
+fn cached(t: &Tensor) -> Result<Operand> {
+    let strides = [0, 1, 2, 3].map(|i| t.stride()[i] as i64);
+    Ok(Operand {
+        address: address_of(t)?,
+        strides,
+    })
 }

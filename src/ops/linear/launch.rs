@@ -3,7 +3,6 @@
 use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
-pub(super) use super::op::LinearOp;
 use super::{Activation, Epilogue, Prologue, Weight};
 use crate::ops::view::{dense_on_cuda, float};
 #[cfg(feature = "cuda")]

@@ -18,13 +18,6 @@ const FLOORS: &[&[&str]] = &[
     &["generation"],
 ];
 
-/// What is still to be put in order.
-const EXEMPT: &str = "src/ops/linear/cuda";
-
-fn is_exempt(path: &Path) -> bool {
-    path.starts_with(EXEMPT)
-}
-
 /// The room of a file: `src/cpu/packed/mod.rs` is in `cpu`, `src/trace.rs` in `trace`.
 fn room(path: &Path) -> &str {
     let name = path.components().nth(1).expect("a file below src");
@@ -91,7 +84,7 @@ fn reached(arrows: &Arrows, start: &Path) -> BTreeSet<PathBuf> {
     let (mut found, mut open) = (BTreeSet::new(), vec![start.to_owned()]);
     while let Some(from) = open.pop() {
         for to in arrows.get(&from).into_iter().flatten() {
-            let counts = room(to) == room(start) && !is_exempt(to) && !is_part(&from, to);
+            let counts = room(to) == room(start) && !is_part(&from, to);
             if counts && found.insert(to.clone()) {
                 open.push(to.clone());
             }
@@ -106,9 +99,6 @@ fn no_files_of_a_room_name_each_other_in_a_circle() {
     let arrows = sources.arrows();
     let mut circles = BTreeSet::new();
     for file in sources.files() {
-        if is_exempt(file) {
-            continue;
-        }
         let mut circle = reached(&arrows, file);
         if circle.contains(file) {
             circle.retain(|other| reached(&arrows, other).contains(file));

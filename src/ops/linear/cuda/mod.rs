@@ -10,7 +10,7 @@ mod product;
 #[cfg(test)]
 mod tests;
 
-use super::launch::LinearOp;
+use super::op::LinearOp;
 use crate::cuda::{Launcher, Scratch, address, alloc};
 use crate::trace;
 use candle_core::backend::BackendStorage;

@@ -2,7 +2,7 @@
 
 use super::problem::{NormAt, NormKind};
 use crate::cuda::{Address, address_of};
-use crate::ops::linear::launch::LinearOp;
+use crate::ops::linear::op::LinearOp;
 use crate::ops::linear::{Prologue, Weight};
 use candle_core::{Result, Tensor};
 
