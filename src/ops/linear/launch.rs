@@ -3,6 +3,7 @@
 use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
+use super::op::LinearOp;
 use super::{Activation, Epilogue, Prologue, Weight};
 use crate::ops::view::{dense_on_cuda, float};
 #[cfg(feature = "cuda")]
