@@ -12,7 +12,7 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 /// Steps that a template may take: hundreds for each message are usual. A template comes with a model,
 /// and one that goes round in circles ends here.
-const STEPS: u64 = 2_000_000;
+const STEPS: u64 = 500_000;
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
