@@ -1,5 +1,8 @@
 //! Plots of a run, each as SVG and PNG.
 
+mod sweep;
+mod tokens;
+
 use crate::cases::{CANDLE, FUSED, OPS};
 use crate::export::{Export, OpRun};
 use crate::scaling::{Curve, Over};
@@ -9,17 +12,20 @@ use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 use std::path::Path;
+use tokens::Tokens;
 
 const SIZE: (u32, u32) = (960, 600);
 
 /// Blue for ours, grey for candle's; others where there are more.
-const COLORS: [RGBColor; 6] = [
+const COLORS: [RGBColor; 8] = [
     RGBColor(0x1f, 0x6f, 0xb4),
     RGBColor(0x8a, 0x8a, 0x8a),
     RGBColor(0xd9, 0x7a, 0x1c),
     RGBColor(0x3a, 0x92, 0x4f),
     RGBColor(0x9c, 0x4f, 0xa8),
     RGBColor(0xb8, 0x3a, 0x3a),
+    RGBColor(0x6b, 0x4a, 0x2f),
+    RGBColor(0x1a, 0xa6, 0xa6),
 ];
 
 /// A plot on either kind of canvas.
@@ -49,6 +55,12 @@ const CURVES: [(Over, &str, &str, &str); 3] = [
 /// The files, without their ends, that the run has figures for, and what they show.
 pub fn names(export: &Export) -> Vec<(&'static str, &'static str)> {
     let mut names = Vec::new();
+    if Tokens::of(export).is_some() {
+        names.push(("tokens", "tokens per second of the models"));
+    }
+    if !export.sweep.is_empty() {
+        names.push(("sweep", "time of a product over the rows of x"));
+    }
     if !export.ops.is_empty() {
         names.push(("speedup", "times faster than candle, op by op"));
         names.push(("roofline", "roofline"));
@@ -74,6 +86,12 @@ pub fn write(export: &Export, folder: &Path) -> Result<()> {
     )
     .map_err(|_| anyhow!("the plots' font cannot be read"))?;
     let on = export.machine.name();
+    if let Some(tokens) = Tokens::of(export) {
+        save(&tokens, folder, "tokens")?;
+    }
+    if let Some(lines) = sweep::plot(export) {
+        save(&lines, folder, "sweep")?;
+    }
     if !export.ops.is_empty() {
         save(&Speedups::of(export, on), folder, "speedup")?;
         save(&Roofline { export, on }, folder, "roofline")?;
@@ -114,13 +132,14 @@ fn save(plot: &impl Draw, folder: &Path, name: &str) -> Result<()> {
 /// The names of a chart's series.
 fn legend<'a, B: DrawingBackend + 'a, X: Ranged, Y: Ranged>(
     chart: &mut ChartContext<'a, B, Cartesian2d<X, Y>>,
+    position: SeriesLabelPosition,
 ) -> Result<()>
 where
     B::ErrorType: 'static,
 {
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
+        .position(position)
         .background_style(WHITE.mix(0.8))
         .border_style(BLACK)
         .draw()?;
@@ -263,7 +282,7 @@ impl Draw for Roofline<'_> {
                 .label(name)
                 .legend(move |(x, y)| Circle::new((x + 8, y), 4, color.filled()));
         }
-        legend(&mut chart)
+        legend(&mut chart, SeriesLabelPosition::UpperLeft)
     }
 }
 
@@ -272,19 +291,34 @@ struct Line {
     name: String,
     points: Vec<(f64, f64)>,
     color: RGBColor,
+    dashed: bool,
 }
 
 impl Line {
+    fn solid(name: &str, color: RGBColor, points: Vec<(f64, f64)>) -> Self {
+        Self {
+            name: name.to_owned(),
+            points,
+            color,
+            dashed: false,
+        }
+    }
+
+    fn dashed(name: &str, color: RGBColor, points: Vec<(f64, f64)>) -> Self {
+        Self {
+            dashed: true,
+            ..Self::solid(name, color, points)
+        }
+    }
+
     fn of(curve: &Curve, y: impl Fn(f64) -> f64) -> Self {
         let law = curve
             .law
             .map_or_else(String::new, |law| format!(", size^{:.2}", law.exponent));
         let name = format!("{} {} {}{law}", curve.model, curve.format, curve.side);
-        Self {
-            name: name.trim_start().to_owned(),
-            points: curve.points.iter().map(|(x, t)| (*x, y(*t))).collect(),
-            color: COLORS[usize::from(curve.side != FUSED)],
-        }
+        let points = curve.points.iter().map(|(x, t)| (*x, y(*t))).collect();
+        let color = COLORS[usize::from(curve.side != FUSED)];
+        Self::solid(name.trim_start(), color, points)
     }
 }
 
@@ -336,19 +370,21 @@ impl Draw for Lines<'_> {
             .draw()?;
         for line in &self.lines {
             let color = line.color;
-            chart
-                .draw_series(LineSeries::new(line.points.clone(), color.stroke_width(2)))?
-                .label(&line.name)
-                .legend(move |(x, y)| {
-                    PathElement::new([(x, y), (x + 16, y)], color.stroke_width(2))
-                });
+            let (points, style) = (line.points.clone(), color.stroke_width(2));
+            let series = match line.dashed {
+                true => chart.draw_series(DashedLineSeries::new(points, 6, 4, style))?,
+                false => chart.draw_series(LineSeries::new(points, style))?,
+            };
+            series.label(&line.name).legend(move |(x, y)| {
+                PathElement::new([(x, y), (x + 16, y)], color.stroke_width(2))
+            });
             chart.draw_series(
                 line.points
                     .iter()
                     .map(|p| Circle::new(*p, 4, color.filled())),
             )?;
         }
-        legend(&mut chart)
+        legend(&mut chart, SeriesLabelPosition::UpperLeft)
     }
 }
 
