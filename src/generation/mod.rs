@@ -28,6 +28,7 @@ mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
+#[doc(inline)]
 pub use crate::ops::sample::SamplingParams;
 use candle_core::{Result, Tensor, bail};
 
