@@ -17,11 +17,6 @@ use clap::Parser;
 
 #[path = "adopt/mod.rs"]
 mod adopt;
-#[allow(
-    dead_code,
-    reason = "the examples share one module, and this one takes little of it"
-)]
-mod common;
 
 use adopt::{Config, Model, layers, likeliest, ops, plain, weights};
 use common::args::{self, ModelArgs, set_threads};

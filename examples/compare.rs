@@ -15,12 +15,6 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 use clap::{Parser, ValueEnum};
 
-#[allow(
-    dead_code,
-    reason = "the examples share one module, and this one takes parts of it"
-)]
-mod common;
-
 use common::app::QUESTION;
 use common::args::{self, ModelArgs};
 use common::compare::Comparison;

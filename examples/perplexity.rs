@@ -22,12 +22,6 @@ use candle_fused::cpu::pool;
 use candle_fused::quant::{Quantization, Recipe, TernaryScale};
 use clap::Parser;
 
-#[allow(
-    dead_code,
-    reason = "the examples share one module, and this one takes parts of it"
-)]
-mod common;
-
 use common::generate::TextModel;
 use common::source::{self, DEFAULT_MODEL, ModelFiles, SourceOptions};
 use common::{args, fused, report, weights};
@@ -102,7 +96,7 @@ fn run() -> Result<()> {
     }
     let located = source::locate(args.model.as_deref(), None, &SourceOptions::from_env())?;
     let path = args.text.clone().unwrap_or_else(|| {
-        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("benches/text/around-the-world.txt")
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../benches/text/around-the-world.txt")
     });
     let text = std::fs::read_to_string(&path)
         .with_context(|| format!("cannot read {}", path.display()))?;

@@ -9,12 +9,6 @@
 
 use std::process::ExitCode;
 
-#[allow(
-    dead_code,
-    reason = "the examples share one module, and this one takes parts of it"
-)]
-mod common;
-
 use common::app::{self, Defaults};
 use common::report;
 

@@ -17,12 +17,6 @@ use candle_fused::models::{llama, save_quantized};
 use clap::Parser;
 use serde_json::{Value, json};
 
-#[allow(
-    dead_code,
-    reason = "the examples share one module, and this one takes parts of it"
-)]
-mod common;
-
 use common::architecture::Config;
 use common::args;
 use common::quantize::QuantizeArgs;

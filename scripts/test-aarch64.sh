@@ -39,7 +39,7 @@ fi
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$compiler
 # The tests are built once and then started by hand, each time on another processor.
-log="$(cargo test --release --locked --target $target --lib --test suite --no-run 2>&1)" ||
+log="$(cargo test --release --locked --target $target -p candle-fused --lib --test suite --no-run 2>&1)" ||
   built=$?
 printf '%s\n' "$log" >&2
 [ "${built:-0}" = 0 ] || die "the build failed"

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 #[derive(Parser, Debug)]
 #[command(name = "cargo bench --", max_term_width = 100)]
 pub struct Args {
-    /// What to measure [default: all but ternary].
+    /// What to measure [default: ops, models, layers and scaling].
     #[arg(long, value_enum, value_delimiter = ',')]
     pub sections: Vec<Section>,
 
@@ -95,6 +95,8 @@ pub enum Section {
     Layers,
     /// How cost grows with context, batch and model.
     Scaling,
+    /// One product over the number of rows, format by format.
+    Sweep,
     /// Ways of fusing a norm with a ternary product, on a GPU.
     Ternary,
     /// All plans of those.
@@ -104,7 +106,10 @@ pub enum Section {
 impl Args {
     pub fn has(&self, section: Section) -> bool {
         match self.sections.is_empty() {
-            true => !matches!(section, Section::Ternary | Section::TernarySweep),
+            true => matches!(
+                section,
+                Section::Ops | Section::Models | Section::Layers | Section::Scaling
+            ),
             false => self.sections.contains(&section),
         }
     }

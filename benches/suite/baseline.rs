@@ -60,8 +60,9 @@ pub fn compare(before: &Export, after: &Export, percent: f64) -> usize {
 /// The fused side of what both runs have.
 fn changes(before: &Export, after: &Export) -> Vec<Change> {
     let mut changes = Vec::new();
-    for run in &after.ops {
-        let earlier = before.ops.iter().find(|other| other.name == run.name);
+    let earlier = || before.ops.iter().chain(&before.sweep);
+    for run in after.ops.iter().chain(&after.sweep) {
+        let earlier = earlier().find(|other| other.name == run.name);
         if let Some((a, b)) = earlier.and_then(|e| e.side(FUSED)).zip(run.side(FUSED)) {
             changes.push(Change {
                 name: run.name.clone(),

@@ -26,9 +26,12 @@ pub enum Form {
     Stock,
     /// The same, with candle's events off and the pool keeping what is freed; on a GPU.
     Settings,
-    /// Ours, one launch after the other.
+    /// Ours, through the `forward` that takes the place of candle-transformers' own, with nothing else
+    /// changed.
+    Import,
+    /// Ours in `Generation`, one launch after the other.
     Eager,
-    /// Ours, a step being one CUDA graph.
+    /// Ours in `Generation`, a step being one CUDA graph.
     Graph,
 }
 
@@ -37,13 +40,24 @@ impl Form {
         match self {
             Self::Stock => "stock",
             Self::Settings => "settings",
+            Self::Import => "import",
             Self::Eager => "eager",
             Self::Graph => "graph",
         }
     }
 
     pub fn is_fused(self) -> bool {
+        matches!(self, Self::Import) || self.has_generation()
+    }
+
+    /// Whether `Generation` runs the token loop.
+    fn has_generation(self) -> bool {
         matches!(self, Self::Eager | Self::Graph)
+    }
+
+    /// Whether candle's settings are as a user finds them.
+    fn leaves_settings(self) -> bool {
+        matches!(self, Self::Stock | Self::Import)
     }
 }
 
@@ -190,7 +204,7 @@ pub fn serve(job: &str) -> Result<()> {
         true => Device::Cpu,
         false => Device::new_cuda(0)?,
     };
-    gpu::tune(&device, job.form != Form::Stock)?;
+    gpu::tune(&device, !job.form.leaves_settings())?;
     let started = Instant::now();
     let model = load(&job, &device)?;
     let mut last = Last {
@@ -204,7 +218,7 @@ pub fn serve(job: &str) -> Result<()> {
         graph: job.form == Form::Graph,
         ..Default::default()
     };
-    let mut runner = Runner::new(model, job.form.is_fused().then_some(&options))?;
+    let mut runner = Runner::new(model, job.form.has_generation().then_some(&options))?;
     let meter = Meter::new(device.is_cuda());
     say(&())?;
     let mut longest = 1;
@@ -260,7 +274,7 @@ fn load(job: &Job, device: &Device) -> Result<Box<dyn crate::common::generate::T
     // Whose activations stay as they are.
     let dtype = dtype.or((job.cpu && recipe.is_some()).then_some(DType::F32));
     match job.form {
-        Form::Eager | Form::Graph => {
+        form if form.is_fused() => {
             fused::load(weights, dtype, device, Fusion::all(), recipe.as_ref())
         }
         _ if recipe.is_some() => bail!("plain candle does not quantize what it loads"),

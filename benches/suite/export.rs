@@ -33,6 +33,8 @@ pub struct Export {
     pub layers: Vec<Layer>,
     #[serde(default)]
     pub scaling: Vec<Curve>,
+    #[serde(default)]
+    pub sweep: Vec<OpRun>,
 }
 
 /// An op on one shape.
@@ -96,6 +98,12 @@ impl OpRun {
         Some(self.side(name)?.graph?.median / fused.median)
     }
 
+    /// Seconds of a contender as a model decodes: in a graph where there is one.
+    pub fn seconds(&self, name: &str) -> Option<f64> {
+        let side = self.side(name)?;
+        Some(side.graph.unwrap_or(side.times).median)
+    }
+
     /// How many times faster the op is than what it replaces.
     pub fn speedup(&self) -> Option<f64> {
         self.speedup_over(crate::cases::CANDLE)
@@ -137,8 +145,10 @@ impl Export {
             all.models.extend(run.models);
             all.layers.extend(run.layers);
             all.scaling.extend(run.scaling);
+            all.sweep.extend(run.sweep);
         }
         count_floors(&mut all.ops, &all.limits);
+        count_floors(&mut all.sweep, &all.limits);
         for layer in &mut all.layers {
             layer.take_tokens(&all.models);
         }

@@ -12,12 +12,7 @@
 //! the memory and the library's products deliver is measured in the same run. docs/performance.md
 //! says how to read the tables, benches/README.md what the export holds.
 
-#[allow(
-    dead_code,
-    reason = "the examples share one module, and this takes parts of it"
-)]
-#[path = "../../examples/common/mod.rs"]
-mod common;
+use ::common;
 
 mod args;
 mod baseline;

@@ -8,6 +8,7 @@ use crate::place::Place;
 use crate::run::Budget;
 use crate::stats::Times;
 use anyhow::{Context, Result};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
@@ -236,7 +237,7 @@ fn wanted(place: &Place, args: &Args) -> Result<Vec<Wanted>> {
         for format in formats {
             let plain = format == "stored" || format.parse::<candle_core::DType>().is_ok();
             let forms: Vec<_> = match gpu {
-                true => vec![Form::Stock, Form::Settings, Form::Eager, Form::Graph],
+                true => Form::value_variants().to_vec(),
                 false => vec![Form::Stock, Form::Eager],
             };
             let asked = |form: &Form| args.forms.is_empty() || args.forms.contains(form);

@@ -1,7 +1,7 @@
 //! The table of ops.
 
 use crate::args::Args;
-use crate::cases::{self, CANDLE, Case, Contender, Extent, FUSED, GEMM};
+use crate::cases::{CANDLE, Case, Contender, FUSED, GEMM};
 use crate::export::{OpRun, SideRun, Skipped};
 use crate::limits::{Bound, Limits};
 use crate::memory::held_by;
@@ -10,17 +10,18 @@ use crate::run::Budget;
 use crate::timing::{Effort, race};
 use candle_core::Result;
 
-/// Measures every case that is wanted and prints it.
+/// Measures every one of the `cases` that is wanted and prints it.
 pub fn run(
     place: &Place,
+    cases: Vec<Case>,
     limits: &Limits,
     args: &Args,
     budget: &Budget,
 ) -> Result<(Vec<OpRun>, Vec<Skipped>)> {
-    let (extent, effort) = (Extent::of(args.quick), Effort::of(place, args.quick));
+    let effort = Effort::of(place, args.quick);
     let (mut runs, mut skipped) = (Vec::new(), Vec::new());
     let mut op = "";
-    for case in cases::all(place, extent)? {
+    for case in cases {
         let name = case.name();
         if !args.wants(&name) {
             continue;

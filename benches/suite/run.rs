@@ -60,7 +60,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 fn list(args: &Args) -> Result<ExitCode> {
     let place = Place::new(device(args)?, args.quick)?;
     let mut names = String::new();
-    for case in cases::all(&place, Extent::of(args.quick))? {
+    let extent = Extent::of(args.quick);
+    let mut cases = Vec::new();
+    if args.has(Section::Ops) {
+        cases.extend(cases::all(&place, extent)?);
+    }
+    if args.has(Section::Sweep) {
+        cases.extend(cases::sweep(&place, extent));
+    }
+    for case in cases {
         if args.wants(&case.name()) {
             names += &format!("{}\n", case.name());
         }
@@ -101,6 +109,7 @@ fn measure(args: &Args) -> Result<Export> {
         models: Vec::new(),
         layers: Vec::new(),
         scaling: Vec::new(),
+        sweep: Vec::new(),
     };
     if args.has(Section::Models) {
         export.models = models::run(&place, args, &budget)?;
@@ -115,12 +124,21 @@ fn measure(args: &Args) -> Result<Export> {
         log("scaling");
     }
     if args.has(Section::Ops) {
-        (export.ops, export.skipped) = ops::run(&place, &export.limits, args, &budget)?;
+        let cases = cases::all(&place, Extent::of(args.quick))?;
+        (export.ops, export.skipped) = ops::run(&place, cases, &export.limits, args, &budget)?;
         log("ops");
+    }
+    if args.has(Section::Sweep) {
+        let cases = cases::sweep(&place, Extent::of(args.quick));
+        let (runs, skipped) = ops::run(&place, cases, &export.limits, args, &budget)?;
+        export.sweep = runs;
+        export.skipped.extend(skipped);
+        log("sweep");
     }
     export.limits = Limits::measure(&place, args.quick)?.better(&export.limits);
     show(&export.limits);
     ops::count_floors(&mut export.ops, &export.limits);
+    ops::count_floors(&mut export.sweep, &export.limits);
     #[cfg(feature = "cuda")]
     crate::ternary::report(args.has(Section::Ternary), args.has(Section::TernarySweep))?;
     export.clocks = clocks;

@@ -1,28 +1,30 @@
 //! Models from the Hugging Face hub, through hf-hub and its cache.
 //!
-//! hf-hub has no time limits of its own and stores what a server sends without looking at it. So a
-//! first small request finds out whether the hub answers at all, a transfer that stands still is
-//! given up, and every file is checked before it is used.
+//! hf-hub has no time limits of its own. So whatever is asked of the hub is asked in a thread, which
+//! is left to itself when no answer comes or a transfer stands still, and every file is checked
+//! before it is used.
 
-use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
-use hf_hub::repository::HFRepository;
-use hf_hub::{HFClient, HFError, RepoTypeModel};
-use tokio::runtime::Runtime;
+use hf_hub::api::RepoInfo;
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
+use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use ureq::http::Uri;
 
 use super::progress::Meter;
 use super::report::{self, bytes};
 use super::source::{ModelFiles, SafetensorsFiles};
+use super::transfer::{Reports, Watch, Worker};
 use super::validate;
 
 /// How often a file that broke off or arrived damaged is asked for.
 const ATTEMPTS: usize = 3;
+
+/// How often the meter of a transfer is drawn.
+const REDRAW: Duration = Duration::from_millis(100);
 
 /// How to reach the hub.
 #[derive(Clone, Debug)]
@@ -39,9 +41,10 @@ pub struct HubOptions {
 
 /// A connection to the hub and its cache on disk.
 pub struct Hub {
-    client: HFClient,
+    api: Api,
+    cache: Cache,
+    endpoint: String,
     options: HubOptions,
-    runtime: Option<Runtime>,
 }
 
 /// Why a file did not come.
@@ -57,149 +60,122 @@ enum Failure {
 impl Hub {
     /// Prepares a client; nothing is sent yet.
     pub fn new(options: &HubOptions) -> Result<Self> {
-        let http = reqwest::Client::builder()
-            .user_agent(concat!("candle-fused/", env!("CARGO_PKG_VERSION")))
-            .connect_timeout(options.answer_within)
-            .read_timeout(options.stalled_after)
+        let endpoint = options
+            .endpoint
+            .clone()
+            .or_else(|| env("HF_ENDPOINT"))
+            .unwrap_or_else(|| "https://huggingface.co".to_owned());
+        let endpoint = endpoint.trim_end_matches('/').to_owned();
+        let url = endpoint.parse::<Uri>().ok();
+        ensure!(
+            url.is_some_and(|url| matches!(url.scheme_str(), Some("http" | "https"))),
+            "HF_ENDPOINT is no URL ({endpoint}); unset it or correct it"
+        );
+        let cache = Cache::new(options.cache.clone().unwrap_or_else(cache_folder));
+        let api = ApiBuilder::from_cache(cache.clone())
+            .with_endpoint(endpoint.clone())
+            .with_token(token())
+            .with_progress(false)
+            .with_user_agent("candle-fused", env!("CARGO_PKG_VERSION"))
             .build()
             .context("cannot set up HTTPS")?;
-        // Retries are this module's: only it knows whether the first request or the tenth failed.
-        let mut builder = HFClient::builder().client(http).retry_max_attempts(0);
-        if let Some(endpoint) = &options.endpoint {
-            builder = builder.endpoint(endpoint);
-        }
-        if let Some(cache) = &options.cache {
-            builder = builder.cache_dir(cache);
-        }
-        let client = builder.build().map_err(|error| match error {
-            HFError::Url(error) => {
-                anyhow!("HF_ENDPOINT is no URL ({error}); unset it or correct it")
-            }
-            error => anyhow!(error),
-        })?;
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .context("cannot start the download runtime")?;
         Ok(Self {
-            client,
+            api,
+            cache,
+            endpoint,
             options: options.clone(),
-            runtime: Some(runtime),
         })
     }
 
     /// The files of a model if the cache has all of them, undamaged.
     pub fn cached(&self, id: &str, revision: Option<&str>) -> Option<ModelFiles> {
-        let repo = self.repo(id);
-        self.block_on(collect(async |name| {
+        let repo = self.cache.repo(repo(id, revision));
+        collect(|name| {
+            // A revision may also be the commit itself, which has a folder and no name.
             let path = repo
-                .download_file()
-                .filename(name)
-                .maybe_revision(revision)
-                .local_files_only(true)
-                .send()
-                .await
-                .map_err(|_| Failure::Missing)?;
+                .get(name)
+                .or_else(|| Some(repo.pointer_path(revision?).join(name)))
+                .filter(|path| path.exists())
+                .ok_or(Failure::Missing)?;
             check(name, &path).map_err(Failure::Final)?;
             Ok(path)
-        }))
+        })
         .ok()
     }
 
     /// Downloads what the cache lacks of a model.
     pub fn fetch(&self, id: &str, revision: Option<&str>) -> Result<ModelFiles> {
-        let repo = self.repo(id);
-        self.block_on(async {
-            self.ask(&repo, revision).await?;
-            collect(async |name| self.file(&repo, revision, name).await).await
+        let listing = self.ask(id, revision)?;
+        let repo = repo(id, revision);
+        collect(|name| {
+            let known = listing.siblings.iter().any(|file| file.rfilename == name);
+            if !known {
+                return Err(Failure::Missing);
+            }
+            self.file(&repo, &listing.sha, name)
         })
     }
 
-    fn repo(&self, id: &str) -> HFRepository<RepoTypeModel> {
-        let (owner, name) = hf_hub::split_id(id);
-        self.client.model(owner, name)
-    }
-
-    fn block_on<F: Future>(&self, future: F) -> F::Output {
-        self.runtime
-            .as_ref()
-            .expect("held until drop")
-            .block_on(future)
-    }
-
-    /// Finds out within the time limit whether the hub answers and has the model.
-    async fn ask(&self, repo: &HFRepository<RepoTypeModel>, revision: Option<&str>) -> Result<()> {
-        let request = repo
-            .download_file_to_bytes()
-            .filename("config.json")
-            .maybe_revision(revision)
-            .send();
-        let id = repo.repo_path();
-        match tokio::time::timeout(self.options.answer_within, request).await {
-            Ok(Ok(_)) => Ok(()),
-            Ok(Err(HFError::EntryNotFound { context, .. })) => {
-                let code = context.and_then(|context| context.error_code);
-                Err(match (code.as_deref(), revision) {
-                    (Some("RevisionNotFound"), Some(revision)) => {
-                        anyhow!("{id} has no revision {revision}")
-                    }
-                    (Some("EntryNotFound"), _) => {
-                        anyhow!("{id} has no config.json, so it is no transformers model")
-                    }
-                    _ => anyhow!("the hub has no model {id}"),
-                })
-            }
-            Ok(Err(error)) => Err(self.explain(error)),
-            Err(_) => Err(anyhow!(
+    /// What a repository holds, if the hub says so within the time limit.
+    fn ask(&self, id: &str, revision: Option<&str>) -> Result<RepoInfo> {
+        let info = |revision| {
+            let repo = self.api.repo(repo(id, revision));
+            Worker::start(move || repo.info())?.within(self.options.answer_within)
+        };
+        match info(revision)? {
+            Some(Ok(listing)) => Ok(listing),
+            Some(Err(error)) if status(&error) == Some(404) => Err(match revision {
+                Some(revision) if matches!(info(None)?, Some(Ok(_))) => {
+                    anyhow!("{id} has no revision {revision}")
+                }
+                _ => anyhow!("the hub has no model {id}"),
+            }),
+            Some(Err(error)) => Err(self.explain(error)),
+            None => Err(anyhow!(
                 "hub not reachable ({} did not answer within {} s)",
-                self.client.endpoint(),
+                self.endpoint,
                 self.options.answer_within.as_secs_f32()
             )),
         }
     }
 
     /// Says in one clause why the hub failed.
-    fn explain(&self, error: HFError) -> anyhow::Error {
-        let endpoint = self.client.endpoint();
-        match error {
-            HFError::Http { context } => {
-                anyhow!("hub not reachable ({endpoint} answered {})", context.status)
-            }
-            HFError::AuthRequired { .. } => {
+    fn explain(&self, error: ApiError) -> anyhow::Error {
+        let endpoint = &self.endpoint;
+        match (status(&error), error) {
+            (Some(401), _) => {
                 anyhow!("the hub has no such model, or it is private: log in or set HF_TOKEN")
             }
-            HFError::Forbidden { .. } => {
-                anyhow!(
-                    "the hub refuses access: accept the model's terms on its page and set HF_TOKEN"
-                )
-            }
-            HFError::RateLimited { .. } => {
-                anyhow!("hub not reachable ({endpoint} asks to come back later)")
-            }
-            HFError::Request { source, .. } => {
-                let mut cause: &dyn std::error::Error = &source;
-                while let Some(next) = cause.source() {
-                    cause = next;
-                }
-                anyhow!(
-                    "hub not reachable ({endpoint}: {})",
-                    clipped(&cause.to_string())
-                )
-            }
-            error => anyhow!(error),
+            (Some(403), _) => anyhow!(
+                "the hub refuses access: accept the model's terms on its page and set HF_TOKEN"
+            ),
+            (Some(429), _) => anyhow!("hub not reachable ({endpoint} asks to come back later)"),
+            (Some(code), _) => anyhow!("hub not reachable ({endpoint} answered {code})"),
+            (None, ApiError::RequestError(error)) => anyhow!(
+                "hub not reachable ({endpoint}: {})",
+                clipped(&error.to_string())
+            ),
+            (None, error) => anyhow!(
+                "{endpoint} does not answer as the hub does ({})",
+                clipped(&error.to_string())
+            ),
         }
     }
 
-    /// One file, checked. A transfer that breaks off is begun again.
-    async fn file(
-        &self,
-        repo: &HFRepository<RepoTypeModel>,
-        revision: Option<&str>,
-        name: &str,
-    ) -> Result<PathBuf, Failure> {
+    /// One file of a commit, checked: out of the cache, or downloaded. A transfer that breaks off is
+    /// taken up again.
+    fn file(&self, repo: &Repo, commit: &str, name: &str) -> Result<PathBuf, Failure> {
+        let cache = self.cache.repo(repo.clone());
+        let path = cache.pointer_path(commit).join(name);
+        if path.exists() {
+            match check(name, &path) {
+                Ok(()) if cache.create_ref(commit).is_ok() => return Ok(path),
+                _ => forget(&path),
+            }
+        }
         let mut attempt = 1;
         loop {
-            match self.transfer(repo, revision, name).await {
+            match self.transfer(repo, name) {
                 Err(Failure::Broken(error)) if attempt < ATTEMPTS => {
                     attempt += 1;
                     report::say(format_args!(
@@ -216,49 +192,34 @@ impl Hub {
         }
     }
 
-    async fn transfer(
-        &self,
-        repo: &HFRepository<RepoTypeModel>,
-        revision: Option<&str>,
-        name: &str,
-    ) -> Result<PathBuf, Failure> {
-        let watch = Arc::new(Watch::new(name));
-        let request = repo
-            .download_file()
-            .filename(name)
-            .maybe_revision(revision)
-            .progress(Arc::clone(&watch))
-            .send();
-        let path = match watch.guard(request, self.options.stalled_after).await {
-            Some(Ok(path)) => path,
-            Some(Err(HFError::EntryNotFound { .. })) => return Err(Failure::Missing),
-            Some(Err(HFError::Request { source, .. }))
-                if source.is_body() || source.is_decode() =>
-            {
-                return Err(Failure::Broken(anyhow!(
-                    "the connection broke off after {}",
-                    bytes(watch.done())
-                )));
-            }
-            Some(Err(
-                error @ (HFError::Request { .. } | HFError::Http { .. } | HFError::Xet { .. }),
-            )) => {
-                return Err(Failure::Broken(self.explain(error)));
-            }
-            Some(Err(HFError::CacheLockTimeout { .. })) => {
+    fn transfer(&self, repo: &Repo, name: &str) -> Result<PathBuf, Failure> {
+        let watch = Arc::new(Watch::new());
+        let (files, wanted, reports) = (
+            self.api.repo(repo.clone()),
+            name.to_owned(),
+            Reports(Arc::clone(&watch)),
+        );
+        let worker = Worker::start(move || files.download_with_progress(&wanted, reports))
+            .map_err(Failure::Final)?;
+        let meter = Meter::new(&format!("fetching {name}"));
+        let outcome = loop {
+            let still_for = watch.still_for();
+            if still_for >= self.options.stalled_after {
+                // The thread still holds the file's lock, so that asking again is of no use. What has
+                // come is kept: the next start takes the transfer up there.
                 return Err(Failure::Final(anyhow!(
-                    "another process is fetching {name}; wait for it and try again"
-                )));
-            }
-            Some(Err(error)) => return Err(Failure::Final(self.explain(error))),
-            None => {
-                return Err(Failure::Broken(anyhow!(
-                    "nothing came for {} s after {}",
+                    "{name} did not arrive whole: nothing came for {} s after {}; try again later",
                     self.options.stalled_after.as_secs_f32(),
                     bytes(watch.done())
                 )));
             }
+            let wait = REDRAW.min(self.options.stalled_after - still_for);
+            if let Some(outcome) = worker.within(wait).map_err(Failure::Final)? {
+                break outcome;
+            }
+            watch.draw(&meter);
         };
+        let path = outcome.map_err(|error| self.failed(repo, name, error, &watch))?;
         let checked = watch.check_size(&path).and_then(|()| check(name, &path));
         checked.map_err(|error| {
             forget(&path);
@@ -266,43 +227,129 @@ impl Hub {
         })?;
         Ok(path)
     }
-}
 
-impl Drop for Hub {
-    fn drop(&mut self) {
-        // A name look-up that hangs would hold up an orderly shutdown.
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
+    /// What the failure of a transfer means.
+    fn failed(&self, repo: &Repo, name: &str, error: ApiError, watch: &Watch) -> Failure {
+        use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem, StorageFull};
+        match (status(&error), error) {
+            (Some(401 | 403), error) => Failure::Final(self.explain(error)),
+            (Some(404), _) => Failure::Missing,
+            // What an earlier transfer left cannot be continued.
+            (Some(416), error) | (None, error @ ApiError::InvalidResume) => {
+                match self.discard_part(repo, name) {
+                    Ok(()) => {
+                        Failure::Broken(anyhow!("the part that had come is not of this file"))
+                    }
+                    Err(_) => Failure::Final(self.explain(error)),
+                }
+            }
+            (None, ApiError::LockAcquisition(_)) => Failure::Final(anyhow!(
+                "another process is fetching {name}; wait for it and try again"
+            )),
+            (None, ApiError::IoError(error))
+                if matches!(
+                    error.kind(),
+                    PermissionDenied | ReadOnlyFilesystem | StorageFull
+                ) =>
+            {
+                Failure::Final(anyhow!(
+                    "cannot write to the cache ({}): {error}",
+                    self.cache.path().display()
+                ))
+            }
+            (None, ApiError::IoError(_)) => Failure::Broken(anyhow!(
+                "the connection broke off after {}",
+                bytes(watch.done())
+            )),
+            (_, error @ ApiError::RequestError(_)) => Failure::Broken(self.explain(error)),
+            (_, error) => Failure::Final(self.explain(error)),
         }
+    }
+
+    /// Removes what an unfinished transfer of a file has left.
+    fn discard_part(&self, repo: &Repo, name: &str) -> Result<()> {
+        let files = self.api.repo(repo.clone());
+        let (api, url) = (self.api.clone(), files.url(name));
+        let metadata = Worker::start(move || api.metadata(&url))?
+            .within(self.options.answer_within)?
+            .context("no answer")??;
+        let cache: CacheRepo = self.cache.repo(repo.clone());
+        let part = cache.blob_path(metadata.etag()).with_extension("part");
+        Ok(std::fs::remove_file(part)?)
     }
 }
 
+fn repo(id: &str, revision: Option<&str>) -> Repo {
+    let revision = revision.unwrap_or("main").to_owned();
+    Repo::with_revision(id.to_owned(), RepoType::Model, revision)
+}
+
+/// The HTTP status that a request failed with.
+fn status(error: &ApiError) -> Option<u16> {
+    match error {
+        ApiError::RequestError(error) => match **error {
+            ureq::Error::StatusCode(code) => Some(code),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+fn env(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// Where huggingface_hub keeps its cache and the user's token.
+fn home_folder() -> PathBuf {
+    let cache = || {
+        let home = std::env::home_dir().unwrap_or_else(std::env::temp_dir);
+        env("XDG_CACHE_HOME").map_or_else(|| home.join(".cache"), PathBuf::from)
+    };
+    env("HF_HOME").map_or_else(|| cache().join("huggingface"), PathBuf::from)
+}
+
+fn cache_folder() -> PathBuf {
+    let named = env("HF_HUB_CACHE").or_else(|| env("HUGGINGFACE_HUB_CACHE"));
+    named.map_or_else(|| home_folder().join("hub"), PathBuf::from)
+}
+
+/// The token that huggingface_hub would send.
+fn token() -> Option<String> {
+    let unwanted = env("HF_HUB_DISABLE_IMPLICIT_TOKEN");
+    if unwanted.is_some_and(|v| matches!(v.to_lowercase().as_str(), "1" | "true" | "yes" | "on")) {
+        return None;
+    }
+    let file = env("HF_TOKEN_PATH").map_or_else(|| home_folder().join("token"), PathBuf::from);
+    env("HF_TOKEN")
+        .or_else(|| std::fs::read_to_string(file).ok())
+        .map(|token| token.trim().to_owned())
+        .filter(|token| !token.is_empty())
+}
+
 /// Puts a model's files together with whatever fetches one of them.
-async fn collect(file: impl AsyncFn(&str) -> Result<PathBuf, Failure>) -> Result<ModelFiles> {
-    let optional = async |name: &str| match file(name).await {
+fn collect(file: impl Fn(&str) -> Result<PathBuf, Failure>) -> Result<ModelFiles> {
+    let optional = |name: &str| match file(name) {
         Ok(path) => Ok(Some(path)),
         Err(Failure::Missing) => Ok(None),
         Err(Failure::Final(error) | Failure::Broken(error)) => Err(error),
     };
-    let required = async |name: &str| {
-        optional(name)
-            .await?
-            .with_context(|| format!("the model has no {name} in its repository"))
+    let required = |name: &str| {
+        optional(name)?.with_context(|| format!("the model has no {name} in its repository"))
     };
-    let config = required("config.json").await?;
-    let tokenizer = required("tokenizer.json").await?;
-    let generation_config = optional("generation_config.json").await?;
-    let tokenizer_config = optional("tokenizer_config.json").await?;
-    let chat_template = optional("chat_template.jinja").await?;
-    let weights = match optional("model.safetensors").await? {
+    let config = required("config.json")?;
+    let tokenizer = required("tokenizer.json")?;
+    let generation_config = optional("generation_config.json")?;
+    let tokenizer_config = optional("tokenizer_config.json")?;
+    let chat_template = optional("chat_template.jinja")?;
+    let weights = match optional("model.safetensors")? {
         Some(single) => vec![single],
         None => {
-            let index = optional("model.safetensors.index.json").await?.context(
+            let index = optional("model.safetensors.index.json")?.context(
                 "the model has no safetensors weights; weights of other kinds are not read",
             )?;
             let mut weights = Vec::new();
             for shard in validate::shards(&index)? {
-                weights.push(required(&shard).await?);
+                weights.push(required(&shard)?);
             }
             weights
         }
@@ -341,93 +388,4 @@ fn forget(path: &Path) {
         let _ = std::fs::remove_file(data);
     }
     let _ = std::fs::remove_file(path);
-}
-
-/// Follows one transfer: draws its progress and knows when it last moved.
-struct Watch {
-    meter: Meter,
-    begun: Instant,
-    /// Milliseconds after `begun` at which bytes last came.
-    moved: AtomicU64,
-    done: AtomicU64,
-    total: AtomicU64,
-}
-
-impl Watch {
-    fn new(name: &str) -> Self {
-        Self {
-            meter: Meter::new(&format!("fetching {name}")),
-            begun: Instant::now(),
-            moved: AtomicU64::new(0),
-            done: AtomicU64::new(0),
-            total: AtomicU64::new(0),
-        }
-    }
-
-    fn done(&self) -> u64 {
-        self.done.load(Ordering::Relaxed)
-    }
-
-    fn still_for(&self) -> Duration {
-        self.begun
-            .elapsed()
-            .saturating_sub(Duration::from_millis(self.moved.load(Ordering::Relaxed)))
-    }
-
-    fn at(&self, done: u64) {
-        if self.done.swap(done, Ordering::Relaxed) != done {
-            self.moved
-                .store(self.begun.elapsed().as_millis() as u64, Ordering::Relaxed);
-            self.meter.at(done);
-        }
-    }
-
-    /// Awaits `transfer`, but gives it up when it has not moved for `limit`.
-    async fn guard<F: Future>(&self, transfer: F, limit: Duration) -> Option<F::Output> {
-        let mut transfer = std::pin::pin!(transfer);
-        loop {
-            let wait = limit.saturating_sub(self.still_for());
-            match tokio::time::timeout(wait, transfer.as_mut()).await {
-                Ok(output) => return Some(output),
-                Err(_) if self.still_for() >= limit => return None,
-                Err(_) => {}
-            }
-        }
-    }
-
-    /// hf-hub also stores the body of an error page; its size gives it away.
-    fn check_size(&self, path: &Path) -> Result<()> {
-        let total = self.total.load(Ordering::Relaxed);
-        let size = std::fs::metadata(path)
-            .with_context(|| format!("cannot read {}", path.display()))?
-            .len();
-        ensure!(
-            total == 0 || size == total,
-            "{size} bytes came where the hub announced {total}"
-        );
-        Ok(())
-    }
-}
-
-impl ProgressHandler for Watch {
-    fn on_progress(&self, event: &ProgressEvent) {
-        let ProgressEvent::Download(event) = event else {
-            return;
-        };
-        match event {
-            DownloadEvent::Start { total_bytes, .. } => {
-                self.total.store(*total_bytes, Ordering::Relaxed);
-                self.meter.total(*total_bytes);
-                self.moved
-                    .store(self.begun.elapsed().as_millis() as u64, Ordering::Relaxed);
-            }
-            DownloadEvent::Progress { files } => {
-                files.iter().for_each(|file| self.at(file.bytes_completed))
-            }
-            DownloadEvent::AggregateProgress {
-                bytes_completed, ..
-            } => self.at(*bytes_completed),
-            DownloadEvent::Complete => {}
-        }
-    }
 }

@@ -27,5 +27,6 @@ pub mod stock;
 pub mod token_stream;
 pub mod tokenizer;
 pub mod trace_file;
+pub mod transfer;
 pub mod validate;
 pub mod weights;

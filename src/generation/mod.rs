@@ -31,6 +31,7 @@ mod state;
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::models::parts::Parts;
 use crate::nn::KvCache;
+#[doc(inline)]
 pub use crate::ops::sample::SamplingParams;
 use candle_core::{Result, Tensor, bail};
 

@@ -1,4 +1,20 @@
-//! The fused operations: one room each, with its guards, its launch and its plain `reference()`.
+//! The fused operations as functions on tensors.
+//!
+//! Each takes tensors on the CPU or on a CUDA device, in f32, f16 or bf16, with any strides, and gives
+//! new tensors; what writes in place says so. Sums are in f32. There is no backward pass. A wrong shape
+//! or dtype is an error that names the argument. The module of an op has its formula, and a plain float64
+//! `reference()` to compare with.
+//!
+//! | op | replaces |
+//! |---|---|
+//! | [`residual_add()`] | `x + y`, `x + y + z` |
+//! | [`rms_norm()`], [`rms_norm_residual`], [`layer_norm()`] | `candle_nn::ops::rms_norm`, `layer_norm`, with the addition before it |
+//! | [`linear()`] | a `Linear` with the activation or residual after it |
+//! | [`rms_norm_linear()`], [`layer_norm_linear()`] | a norm and the matrices that share its output |
+//! | [`quant_linear()`] | `QMatMul`, with the norm before and the activation after it |
+//! | [`rope()`], [`rope_append`] | rotary embedding, and the append to a cache |
+//! | [`flash_attention()`], [`flash_decoding()`] | `softmax(q kᵀ) v` |
+//! | [`sample()`] | the choice of a token from logits |
 
 #[cfg(feature = "cuda")]
 pub(crate) mod embedding;
@@ -16,15 +32,26 @@ pub mod rms_norm_linear;
 pub mod rope;
 pub mod sample;
 
+#[doc(inline)]
 pub use flash_attention::{AttentionParams, flash_attention};
+#[doc(inline)]
 pub use flash_decoding::{FlashDecoding, flash_decoding};
+#[doc(inline)]
 pub use layer_norm::layer_norm;
+#[doc(inline)]
 pub use layer_norm_linear::layer_norm_linear;
+#[doc(inline)]
 pub use linear::{Activation, Epilogue, Prologue, Weight, linear};
+#[doc(inline)]
 pub use quant_linear::quant_linear;
+#[doc(inline)]
 pub use residual_add::residual_add;
+#[doc(inline)]
 pub use rms_norm::{rms_norm, rms_norm_residual};
+#[doc(inline)]
 pub use rms_norm_linear::rms_norm_linear;
+#[doc(inline)]
 pub use rope::{HeadNorms, RopeAppend, RopeStyle, Rotation, rope, rope_append};
+#[doc(inline)]
 pub use sample::{SamplingParams, sample};
 pub use view::Float;

@@ -48,9 +48,7 @@ mod support;
 #[cfg(feature = "cuda")]
 mod w8a8;
 
-#[path = "../../examples/common/mod.rs"]
-#[allow(dead_code, reason = "the tests use parts of what the examples share")]
-mod common;
+use ::common;
 
 #[path = "../../examples/adopt/mod.rs"]
 mod adopt_example;

@@ -6,12 +6,14 @@ mod elementwise;
 mod picked;
 mod products;
 mod quantized;
+mod sweep;
 
 pub use attention::Attention;
 pub use dims::Dims;
 pub use picked::Expected;
 pub use products::{Part, Product, Tensors};
 pub use quantized::GOALS as QUANT_GOALS;
+pub use sweep::cases as sweep;
 
 use crate::common::shapes::Shape;
 use crate::place::Place;

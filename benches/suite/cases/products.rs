@@ -138,18 +138,18 @@ pub fn cases(dims: &Dims, dtype: DType, extent: Extent) -> Vec<Case> {
         for part in [Part::Qkv, Part::Output, Part::Up, Part::Down, Part::Head] {
             // Only the last token of a prompt reaches the head.
             if part != Part::Head || *m <= 8 {
-                cases.push(case(dims, Product::of(dims, part), *m, dtype));
+                cases.push(case(&dims.name, Product::of(dims, part), *m, dtype));
             }
         }
     }
     cases
 }
 
-fn case(dims: &Dims, product: Product, m: usize, dtype: DType) -> Case {
+pub fn case(model: &str, product: Product, m: usize, dtype: DType) -> Case {
     let bytes = product.n() * product.k * dtype.size_in_bytes();
     Case {
         op: product.op(),
-        model: dims.name.clone(),
+        model: model.to_owned(),
         part: product.name().to_owned(),
         rows: m,
         context: 0,

@@ -140,7 +140,7 @@ pub fn cases(dims: &Dims, place: &Place, extent: Extent) -> Vec<Case> {
     cases
 }
 
-fn case(
+pub fn case(
     model: &str,
     product: &Product,
     (m, dtype): (usize, DType),

@@ -1,7 +1,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::hub_server::{Answer, COMMIT, Hub as Server};
+use super::hub_server::{Answer, COMMIT, Hub as Server, LISTING};
 use super::tiny;
 use crate::common::hub::{Hub, HubOptions};
 use crate::common::report::one_line;
@@ -121,7 +121,7 @@ fn an_index_cannot_lead_out_of_the_repository() {
 }
 
 #[test]
-fn an_interrupted_download_is_begun_again() {
+fn an_interrupted_download_is_taken_up_again() {
     let cache = tempfile::tempdir().unwrap();
     let server = serve();
     let bytes = bytes_of("model.safetensors");
@@ -165,6 +165,32 @@ fn a_download_that_always_breaks_off_is_an_error_and_leaves_no_model() {
         Answer::File(bytes_of("model.safetensors")),
     );
     assert_whole(hub.fetch(ID, None).unwrap());
+}
+
+#[test]
+fn what_an_earlier_download_left_is_discarded_where_it_cannot_be_continued() {
+    let bytes = bytes_of("model.safetensors");
+    // More than the file has, and just as much: then there is nothing left to ask for.
+    for left in [bytes.len() + 1, bytes.len()] {
+        let cache = tempfile::tempdir().unwrap();
+        let server = serve();
+        let cut = Answer::Cut {
+            bytes: bytes.clone(),
+            after: 1000,
+            times: 3,
+        };
+        server.set("model.safetensors", cut);
+        let hub = Hub::new(&options(server.endpoint(), cache.path())).unwrap();
+        error(&hub, None);
+        let part = std::fs::read_dir(cache.path().join("models--tests--tiny/blobs"))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .find(|path| path.extension().is_some_and(|end| end == "part"))
+            .unwrap();
+        assert_eq!(std::fs::read(&part).unwrap(), bytes[..1000]);
+        std::fs::write(&part, vec![0; left]).unwrap();
+        assert_whole(hub.fetch(ID, None).unwrap());
+    }
 }
 
 #[test]
@@ -267,11 +293,11 @@ fn a_hub_out_of_reach_is_noticed_soon() {
         );
     };
     check(&format!("http://{refused}"));
-    server.set("config.json", Answer::Silence);
+    server.set(LISTING, Answer::Silence);
     check(server.endpoint());
-    server.set("config.json", Answer::Status(503, "Maintenance"));
+    server.set(LISTING, Answer::Status(503, "Maintenance"));
     check(server.endpoint());
-    server.set("config.json", Answer::Status(429, "RateLimited"));
+    server.set(LISTING, Answer::Status(429, "RateLimited"));
     check(server.endpoint());
     // A name that no server has, by the rules of the domain name system.
     check("http://hub.invalid");

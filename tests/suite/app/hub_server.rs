@@ -1,6 +1,6 @@
-//! A stand-in for the Hugging Face hub on the loopback interface. It answers as the hub does: file
-//! requests with ETag and X-Repo-Commit, large files by a redirect to another address. It can also
-//! fail in the ways that servers and networks fail.
+//! A stand-in for the Hugging Face hub on the loopback interface. It answers as the hub does: with a
+//! list of a repository's files, file requests with ETag, X-Repo-Commit and ranges, large files by a
+//! redirect to another address. It can also fail in the ways that servers and networks fail.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,6 +11,9 @@ use std::thread;
 /// The commit that every file is of.
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
+/// The list of the repository's files, as if it were one of them.
+pub const LISTING: &str = "listing";
+
 /// What the server does about one file.
 #[derive(Clone)]
 pub enum Answer {
@@ -18,13 +21,13 @@ pub enum Answer {
     File(Vec<u8>),
     /// Sends it by a redirect, as the hub does for large files.
     Elsewhere(Vec<u8>),
-    /// Announces it, but ends the connection after so many bytes of the body, as often as given.
+    /// Announces it, but ends the connection after so many bytes of the file, as often as given.
     Cut {
         bytes: Vec<u8>,
         after: usize,
         times: usize,
     },
-    /// Announces it, but stands still after so many bytes of the body.
+    /// Announces it, but stands still after so many bytes of the file.
     Stall { bytes: Vec<u8>, after: usize },
     /// Announces it, but answers the request for the body with an error page.
     ErrorPage(Vec<u8>),
@@ -94,7 +97,8 @@ impl Hub {
             .insert(name.to_owned(), answer);
     }
 
-    /// How many requests of this method were made for a file.
+    /// How many requests of this method were made for a file. Those for one byte, which ask what a
+    /// file is, count as `HEAD`.
     pub fn requests(&self, method: &str, name: &str) -> usize {
         let seen = self.state.seen.lock().expect("not poisoned");
         seen.iter()
@@ -117,29 +121,41 @@ impl Drop for Hub {
     }
 }
 
+/// What a client asks for.
+struct Request {
+    /// `HEAD` also where one byte is asked for.
+    method: String,
+    path: String,
+    /// The bytes of the file that are wanted; the last may be open.
+    range: Option<(usize, Option<usize>)>,
+}
+
 impl State {
     fn answer(&self, mut stream: TcpStream) -> std::io::Result<()> {
-        let (method, path) = self.read_request(&stream)?;
-        let (name, redirected) = match path.split_once("/resolve/") {
+        let request = self.read_request(&stream)?;
+        if let Some(rest) = request.path.strip_prefix("/api/models/") {
+            return self.list(&mut stream, rest);
+        }
+        let (name, redirected) = match request.path.split_once("/resolve/") {
             Some((repo, rest)) if repo.trim_start_matches('/') == self.repo => {
                 let (revision, name) = rest.split_once('/').unwrap_or((rest, ""));
-                if revision != "main" && revision != COMMIT {
+                if !known(revision) {
                     return status(&mut stream, 404, "RevisionNotFound");
                 }
                 (name.to_owned(), false)
             }
             Some(_) => return status(&mut stream, 404, "RepoNotFound"),
-            None => (path.trim_start_matches("/storage/").to_owned(), true),
+            None => (
+                request.path.trim_start_matches("/storage/").to_owned(),
+                true,
+            ),
         };
-        let answer = self.take_answer(&name, &method);
-        let head = method == "HEAD";
+        let answer = self.take_answer(&name, &request.method);
+        let head = request.method == "HEAD";
         match answer {
             None => status(&mut stream, 404, "EntryNotFound"),
             Some(Answer::Status(code, error)) => status(&mut stream, code, error),
-            Some(Answer::Silence) => {
-                // Holds the connection until the client gives up.
-                stream.read_to_end(&mut Vec::new()).map(drop)
-            }
+            Some(Answer::Silence) => silence(stream),
             Some(Answer::Elsewhere(bytes)) if !redirected => {
                 write!(
                     stream,
@@ -153,13 +169,11 @@ impl State {
             }
             Some(Answer::ErrorPage(_)) if !head => status(&mut stream, 500, "Internal"),
             Some(Answer::Cut { bytes, after, .. }) if !head => {
-                headers(&mut stream, &name, &bytes)?;
-                stream.write_all(&bytes[..after])
+                send(&mut stream, &request, &name, &bytes, after)
             }
             Some(Answer::Stall { bytes, after }) if !head => {
-                headers(&mut stream, &name, &bytes)?;
-                stream.write_all(&bytes[..after])?;
-                stream.read_to_end(&mut Vec::new()).map(drop)
+                send(&mut stream, &request, &name, &bytes, after)?;
+                silence(stream)
             }
             Some(
                 Answer::File(bytes)
@@ -167,38 +181,72 @@ impl State {
                 | Answer::Cut { bytes, .. }
                 | Answer::Stall { bytes, .. }
                 | Answer::ErrorPage(bytes),
-            ) => {
-                headers(&mut stream, &name, &bytes)?;
-                if head {
-                    Ok(())
-                } else {
-                    stream.write_all(&bytes)
-                }
-            }
+            ) => send(&mut stream, &request, &name, &bytes, bytes.len()),
         }
     }
 
-    fn read_request(&self, stream: &TcpStream) -> std::io::Result<(String, String)> {
+    /// What `rest`, a repository and its revision, holds.
+    fn list(&self, stream: &mut TcpStream, rest: &str) -> std::io::Result<()> {
+        let (repo, revision) = rest.split_once("/revision/").unwrap_or((rest, "main"));
+        if repo != self.repo || !known(revision) {
+            return status(stream, 404, "NotFound");
+        }
+        match self.take_answer(LISTING, "GET") {
+            Some(Answer::Status(code, error)) => return status(stream, code, error),
+            Some(Answer::Silence) => return silence(stream.try_clone()?),
+            _ => {}
+        }
+        let answers = self.answers.lock().expect("not poisoned");
+        let files: Vec<_> = answers
+            .iter()
+            .filter(|(_, answer)| !matches!(answer, Answer::Status(404, _)))
+            .map(|(name, _)| serde_json::json!({ "rfilename": name }))
+            .collect();
+        let body = serde_json::json!({ "sha": COMMIT, "siblings": files }).to_string();
+        write!(
+            stream,
+            "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\
+             Connection: close\r\n\r\n{body}",
+            body.len()
+        )
+    }
+
+    fn read_request(&self, stream: &TcpStream) -> std::io::Result<Request> {
         let mut reader = BufReader::new(stream);
         let mut line = String::new();
         reader.read_line(&mut line)?;
         let mut words = line.split_whitespace();
-        let method = words.next().unwrap_or_default().to_owned();
+        let mut method = words.next().unwrap_or_default().to_owned();
         let path = words.next().unwrap_or_default().to_owned();
-        let mut seen = vec![format!("{method} {path}")];
+        let mut seen = Vec::new();
+        let mut range = None;
         loop {
             let mut header = String::new();
             if reader.read_line(&mut header)? <= 2 {
                 break;
             }
-            if let Some((name, value)) = header.split_once(':')
-                && name.eq_ignore_ascii_case("authorization")
-            {
-                seen.push(value.trim().to_owned());
+            match header.split_once(':') {
+                Some((name, value)) if name.eq_ignore_ascii_case("authorization") => {
+                    seen.push(value.trim().to_owned());
+                }
+                Some((name, value)) if name.eq_ignore_ascii_case("range") => {
+                    let bytes = value.trim().strip_prefix("bytes=").expect("a range");
+                    let (first, last) = bytes.split_once('-').expect("a range");
+                    range = Some((first.parse().expect("a number"), last.parse().ok()));
+                }
+                _ => {}
             }
         }
+        if range == Some((0, Some(0))) {
+            method = "HEAD".to_owned();
+        }
+        seen.push(format!("{method} {path}"));
         self.seen.lock().expect("not poisoned").extend(seen);
-        Ok((method, path))
+        Ok(Request {
+            method,
+            path,
+            range,
+        })
     }
 
     /// What to do now; a connection that is cut only so often is whole afterwards.
@@ -218,14 +266,38 @@ impl State {
     }
 }
 
-fn headers(stream: &mut TcpStream, name: &str, bytes: &[u8]) -> std::io::Result<()> {
+/// Announces the wanted part of a file and sends what of it lies before `until`.
+fn send(
+    stream: &mut TcpStream,
+    request: &Request,
+    name: &str,
+    bytes: &[u8],
+    until: usize,
+) -> std::io::Result<()> {
+    let (first, last) = request.range.unwrap_or((0, None));
+    let end = last.map_or(bytes.len(), |last| bytes.len().min(last + 1));
+    if first >= end {
+        return status(stream, 416, "RangeNotSatisfiable");
+    }
     write!(
         stream,
-        "HTTP/1.1 200 OK\r\nETag: \"{}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Length: {}\r\n\
-         Connection: close\r\n\r\n",
+        "HTTP/1.1 206 Partial Content\r\nETag: \"{}\"\r\nX-Repo-Commit: {COMMIT}\r\n\
+         Content-Length: {}\r\nContent-Range: bytes {first}-{}/{}\r\nConnection: close\r\n\r\n",
         etag(name, bytes),
+        end - first,
+        end - 1,
         bytes.len()
-    )
+    )?;
+    stream.write_all(&bytes[first..until.clamp(first, end)])
+}
+
+/// Holds the connection until the client gives up.
+fn silence(mut stream: TcpStream) -> std::io::Result<()> {
+    stream.read_to_end(&mut Vec::new()).map(drop)
+}
+
+fn known(revision: &str) -> bool {
+    revision == "main" || revision == COMMIT
 }
 
 fn status(stream: &mut TcpStream, code: u16, error: &str) -> std::io::Result<()> {
