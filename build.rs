@@ -1,10 +1,13 @@
-//! Compiles `kernels/*.cu` into one fatbin each when the feature `cuda` is on; does nothing
-//! otherwise.
+//! Compiles `kernels/*.cu` into one fatbin each when the feature `cuda` is on, with the headers that are
+//! written from `src/cuda/abi`; does nothing otherwise.
 //!
 //! Environment: `NVCC` (the compiler), `CUDA_HOME`, `CUDA_PATH` (where its toolkit stands),
 //! `NVCC_CCBIN` (its host compiler), and the architectures: `CANDLE_FUSED_COMPUTE_CAP` or else
 //! `CUDA_COMPUTE_CAP`, each `80,90`, `native` or `all` (the default). The first is there because
 //! candle's own kernels read the second and take one number only.
+
+#[path = "src/cuda/abi/header.rs"]
+mod abi;
 
 use std::env;
 use std::fs;
@@ -23,6 +26,7 @@ fn main() {
         return;
     }
     println!("cargo::rerun-if-changed=kernels");
+    println!("cargo::rerun-if-changed=src/cuda/abi");
     for variable in [
         "NVCC",
         "CUDA_HOME",
@@ -54,8 +58,9 @@ fn build() -> Result<(), String> {
         arguments.extend(["-ccbin".into(), compiler]);
     }
     let out = PathBuf::from(env::var("OUT_DIR").map_err(|e| format!("OUT_DIR: {e}"))?);
-    let headers = files("cuh")?;
-    let stale: Vec<_> = files("cu")?
+    abi::write(&out)?;
+    let headers = headers(&out)?;
+    let stale: Vec<_> = files(Path::new("kernels"), "cu")?
         .iter()
         .map(|source| Unit::new(source, &out, &nvcc, &arguments, &headers))
         .collect::<Result<Vec<_>, _>>()?
@@ -96,7 +101,7 @@ impl Unit {
         out: &Path,
         nvcc: &Nvcc,
         arguments: &[String],
-        headers: &[PathBuf],
+        headers: &[(String, PathBuf)],
     ) -> Result<Self, String> {
         let stem = source.file_stem().unwrap_or_default();
         let fatbin = out.join(stem).with_extension("fatbin");
@@ -107,8 +112,7 @@ impl Unit {
         // Only the headers that are reached: a change in one kernel's own header is its own matter.
         let mut seen = vec![false; headers.len()];
         while let Some(text) = wanted.pop() {
-            for (header, seen) in headers.iter().zip(&mut seen) {
-                let name = header.file_name().unwrap_or_default().to_string_lossy();
+            for ((name, header), seen) in headers.iter().zip(&mut seen) {
                 if !*seen && text.contains(&format!("\"{name}\"")) {
                     *seen = true;
                     let text = read(header)?;
@@ -137,6 +141,8 @@ impl Unit {
         let mut command = Command::new(&nvcc.path);
         command
             .args(arguments)
+            .arg("-I")
+            .arg(self.fatbin.parent().unwrap_or(Path::new(".")))
             .arg("-o")
             .args([&self.fatbin, &self.source]);
         run(command).map_err(|e| format!("{}: {e}", self.source.display()))?;
@@ -222,9 +228,23 @@ fn read(path: &Path) -> Result<String, String> {
     fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// The files of `kernels/` with this extension, by name.
-fn files(extension: &str) -> Result<Vec<PathBuf>, String> {
-    let entries = fs::read_dir("kernels").map_err(|e| format!("kernels/: {e}"))?;
+/// Headers, and the names that they are included by.
+fn headers(out: &Path) -> Result<Vec<(String, PathBuf)>, String> {
+    let name = |prefix: &str, path: &Path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        format!("{prefix}{name}")
+    };
+    let ours = files(Path::new("kernels"), "cuh")?.into_iter();
+    let written = files(&out.join("abi"), "cuh")?.into_iter();
+    Ok(ours
+        .map(|path| (name("", &path), path))
+        .chain(written.map(|path| (name("abi/", &path), path)))
+        .collect())
+}
+
+/// The files of a folder with this extension, by name.
+fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>, String> {
+    let entries = fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut files: Vec<_> = entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|e| e == extension))

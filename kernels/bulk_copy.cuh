@@ -5,11 +5,6 @@
 
 namespace fused {
 
-// A tensor as `cuTensorMapEncodeTiled` describes it.
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // Barriers in shared memory that count arrivals, and bytes on their way.

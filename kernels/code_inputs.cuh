@@ -108,7 +108,7 @@ constexpr float TERNARY_UNIT = 64.f;
 struct ByteRows {
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = true;
-  static constexpr uint32_t PAD = 32;
+  static constexpr uint32_t PAD = TERNARY_PADDING;
   char* at;
   uint32_t m, k, steps;
 

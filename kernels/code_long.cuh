@@ -11,11 +11,6 @@
 
 namespace fused {
 
-struct LongSlices {
-  TensorMap x;  // [k / 64][m][64], of which a box is [4][16][64]
-  Slices slices;
-};
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
@@ -33,7 +28,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
   uint32_t full, empty;   // [STAGES] barriers
 
   // `memory` begins at a multiple of what the copy engine's pattern repeats after.
-  __device__ CodeLong(const LongSlices& s, char* memory, uint32_t given_barriers, uint32_t stage_barriers)
+  __device__ CodeLong(const LongSlicesParams& s, char* memory, uint32_t given_barriers, uint32_t stage_barriers)
       : CodeSlices(s.slices, memory, nullptr, given_barriers), x(s.x),
         rounds(((steps_of(p.k) + 1) / 2 + SPLIT * DEPTH - 1) / (SPLIT * DEPTH)), full(stage_barriers),
         empty(stage_barriers + 8 * STAGES) {
@@ -64,7 +59,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
       of.codes[i] = static_cast<const char*>(matrix.data) + place * R::PIECE + 16 * lane();
       // Lanes 0 and 1 copy the scales of the first eight rows, 2 and 3 those of the others.
       if (lane() / DEPTH == i)
-        of.scales = static_cast<const char*>(matrix.second) + (place + lane() % DEPTH) * (2 * OCTET);
+        of.scales = static_cast<const char*>(matrix.scales) + (place + lane() % DEPTH) * (2 * OCTET);
     }
   }
   __device__ __forceinline__ void ask_next(Stream& of, uint32_t slot) const {
@@ -211,7 +206,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
 
 #endif
 
-__device__ __forceinline__ void code_long(const LongSlices& s) {
+__device__ __forceinline__ void code_long(const LongSlicesParams& s) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ float4 dynamic_shared[];
   __shared__ alignas(8) uint64_t barriers[2 + 2 * CodeLong::STAGES];
@@ -225,6 +220,6 @@ __device__ __forceinline__ void code_long(const LongSlices& s) {
 
 // `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on a multiprocessor.
 #define FUSED_CODE_LONG(NAME)                                                                                \
-  extern "C" __global__ void __launch_bounds__(256, 2) NAME(const __grid_constant__ fused::LongSlices p) { \
+  extern "C" __global__ void __launch_bounds__(256, 2) NAME(const __grid_constant__ fused::LongSlicesParams p) { \
     fused::code_long(p);                                                                                     \
   }

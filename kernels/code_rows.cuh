@@ -124,27 +124,26 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
   static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
   static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
 
-  // `border` of a matrix with zero points is how many scales lie in front of them.
   __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
-    const char* scales = static_cast<const char*>(p.weights[row.which].second);
-    const uint32_t border = ZEROS ? p.weights[row.which].border : 0, count = groups(p);
+    const char* scales = static_cast<const char*>(p.weights[row.which].scales);
+    const uint32_t zeros_at = ZEROS ? p.weights[row.which].zeros : 0, count = groups(p);
 #pragma unroll
     for (int l = 0; l < LOADS; ++l) {
       const uint32_t s = step + 4 * l + t;
       if (s >= end || 4 * l + t >= STEPS) continue;
       const uint64_t first = row.place(s, p.k) * count;
-      const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(border) + first;
+      const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(zeros_at) + first;
       if constexpr (ZEROS) zeros[l] = 0x80808080u;
       if (count == 1) {
         by[l][0] = load_u16(at);
-        if (border > 0) zeros[l] = load_u8(zero);
+        if (zeros_at > 0) zeros[l] = load_u8(zero);
       } else if (count == 2) {
         by[l][0] = load_u32(at);
-        if (border > 0) zeros[l] = load_u16(zero);
+        if (zeros_at > 0) zeros[l] = load_u16(zero);
       } else {
         const uint2 both = load_u64(at);
         by[l][0] = both.x, by[l][WORDS - 1] = both.y;
-        if (border > 0) zeros[l] = load_u32(zero);
+        if (zeros_at > 0) zeros[l] = load_u32(zero);
       }
     }
   }
@@ -171,7 +170,7 @@ template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
   static __device__ __forceinline__ bool ends(const Gemv&, int e) { return e == 3; }
 
   __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
-    by = load_u32(static_cast<const char*>(p.weights[row.which].second) + 4 * uint64_t(row.row));
+    by = load_u32(static_cast<const char*>(p.weights[row.which].scales) + 4 * uint64_t(row.row));
   }
   __device__ __forceinline__ float scale(const Gemv&, int, int) const { return __uint_as_float(by); }
   __device__ __forceinline__ uint32_t zero(const Gemv&, int, int) const { return 0; }
@@ -182,7 +181,7 @@ template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
 struct Int8Rows {
   static constexpr int STEPS = 2, GROUPS = ROW_SCALES;
   static constexpr bool ZEROS = false;
-  using XRows = PartRows<80>;
+  using XRows = PartRows<INT8_PADDING>;
   using Sum = float;
   struct Piece {
     uint4 words[2];
@@ -239,7 +238,7 @@ template <int GROUPS_> struct Int4Rows {
   static constexpr int STEPS = 4, GROUPS = GROUPS_;
   // Those of one group have a kernel without zero points.
   static constexpr bool ZEROS = GROUPS != ONE_GROUP;
-  using XRows = PartRows<64>;
+  using XRows = PartRows<INT4_PADDING>;
   using Sum = float;
   struct alignas(16) Piece {
     uint32_t words[4];

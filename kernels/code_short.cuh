@@ -28,7 +28,7 @@ template <int BLOCKS> struct CodeShort {
   float4* const sums;                    // [WRITTEN][MOST][WARP]
   const uint32_t barrier;
 
-  __device__ CodeShort(const Slices& s, float4* sums, uint32_t barrier)
+  __device__ CodeShort(const SlicesParams& s, float4* sums, uint32_t barrier)
       : p(s.product), rank(rank_in_cluster()), first(blockIdx.x / BLOCKS * (OCTETS * OCTET)),
         steps(steps_of(p.k)), share((steps + BLOCKS - 1) / BLOCKS),
         step(threadIdx.x / WARP < share ? share * rank + threadIdx.x / WARP : steps),
@@ -116,7 +116,7 @@ template <int BLOCKS> struct CodeShort {
       const Matrix& matrix = matrix_of(p, row);
       const uint64_t place = uint64_t(row / OCTET) * steps + step;
       codes[o] = load_once(static_cast<const char*>(matrix.data) + place * (WARP * 16) + 16 * lane);
-      scales[o] = static_cast<const __half*>(matrix.second)[place * OCTET + g];
+      scales[o] = static_cast<const __half*>(matrix.scales)[place * OCTET + g];
     }
     if (threadIdx.x == 0) {
       const uint32_t own = min(steps, share * (rank + 1)) - min(steps, share * rank);
@@ -159,7 +159,7 @@ template <int BLOCKS> struct CodeShort {
 
 #endif
 
-template <int BLOCKS> __device__ __forceinline__ void code_short(const Slices& s) {
+template <int BLOCKS> __device__ __forceinline__ void code_short(const SlicesParams& s) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Core = CodeShort<BLOCKS>;
   __shared__ float4 sums[Core::WRITTEN * Core::MOST * WARP];
@@ -171,7 +171,7 @@ template <int BLOCKS> __device__ __forceinline__ void code_short(const Slices& s
 }  // namespace fused
 
 // `NAME`: a kernel for up to 16 rows of x and as many steps of k, in clusters of so many blocks.
-#define FUSED_CODE_SHORT(NAME, BLOCKS)                                                                 \
-  extern "C" __global__ void __launch_bounds__(512) NAME(const __grid_constant__ fused::Slices p) { \
-    fused::code_short<BLOCKS>(p);                                                                      \
+#define FUSED_CODE_SHORT(NAME, BLOCKS)                                                                    \
+  extern "C" __global__ void __launch_bounds__(512) NAME(const __grid_constant__ fused::SlicesParams p) { \
+    fused::code_short<BLOCKS>(p);                                                                         \
   }

@@ -20,12 +20,6 @@
 
 namespace fused {
 
-struct Slices {
-  Gemv product;     // without a norm; x is bf16
-  uint32_t slices;  // blocks of a cluster: 1 or 2
-  uint32_t unused[3];
-};
-
 // Of what a warp asks for at once: its steps, and how many such its ring has room for.
 template <class Format, int DEPTH> struct CodeRing {
   static constexpr int STEPS = Format::GROUPS == ONE_GROUP ? DEPTH : 1;
@@ -46,7 +40,8 @@ __device__ __forceinline__ void copy_async_8(uint32_t to, const void* from) {
 }
 
 template <class Format> struct CodeSlices {
-  static constexpr int WARPS = 8, THREADS = WARPS * WARP, EIGHTS = 2, DEPTH = 2, BATCH = 4;
+  static constexpr int WARPS = SLICES_WARPS, THREADS = WARPS * WARP, EIGHTS = SLICES_ROWS / 8;
+  static constexpr int DEPTH = SLICES_DEPTH, BATCH = SLICES_BATCH;
   using R = CodeRing<Format, DEPTH>;
   using Scales = TileScales<Format::GROUPS, Format::ZEROS, R::STEPS>;
   static constexpr int SLOTS = R::SLOTS, CHUNKS = DEPTH / R::STEPS;
@@ -75,7 +70,7 @@ template <class Format> struct CodeSlices {
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
-  __device__ CodeSlices(const Slices& s, char* memory, float4* biases, uint32_t barriers)
+  __device__ CodeSlices(const SlicesParams& s, char* memory, float4* biases, uint32_t barriers)
       : p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
         part(warp() / side), place(warp() % side), outputs(unit_outputs(p)),
         biases(biases + warp() * (4 * DEPTH)), barriers(barriers) {
@@ -144,13 +139,13 @@ template <class Format> struct CodeSlices {
     const uint32_t side = R::STEPS * groups, i = lane() % 16 / side, c = lane() % side;
     if (i < 2 && step + c / groups < end) {
       const Matrix& matrix = p.weights[i ? of[1] : of[0]];
-      const char* scales = static_cast<const char*>(matrix.second);
+      const char* scales = static_cast<const char*>(matrix.scales);
       const uint32_t at = (i ? places[1] : places[0]) * groups + c, to = slot + R::CODES, n = i * side + c;
       if (lane() < 16) copy_async(to + 16 * n, scales + 16 * uint64_t(at));
       if constexpr (Format::ZEROS) {
         const uint32_t zeros = to + R::SCALES + 8 * n;
-        if (lane() >= 16 && matrix.border > 0) copy_async_8(zeros, scales + 2 * uint64_t(matrix.border) + 8 * uint64_t(at));
-        if (lane() >= 16 && matrix.border == 0) store_shared(zeros, 0x80808080u), store_shared(zeros + 4, 0x80808080u);
+        if (lane() >= 16 && matrix.zeros > 0) copy_async_8(zeros, scales + 2 * uint64_t(matrix.zeros) + 8 * uint64_t(at));
+        if (lane() >= 16 && matrix.zeros == 0) store_shared(zeros, 0x80808080u), store_shared(zeros + 4, 0x80808080u);
       }
     }
   }
@@ -354,7 +349,7 @@ template <class Format> struct CodeSlices {
       const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, row), e.dtype) : 0.f;
       if constexpr (Format::GROUPS == ROW_SCALES) {
         const Matrix& matrix = matrix_of(p, row);
-        v[i] *= static_cast<const float*>(matrix.second)[row];
+        v[i] *= static_cast<const float*>(matrix.scales)[row];
       }
       v[i] += bias;
     }
@@ -435,7 +430,7 @@ template <class Format> struct CodeSlices {
   }
 };
 
-template <class Format> __device__ __forceinline__ void code_slices(const Slices& s) {
+template <class Format> __device__ __forceinline__ void code_slices(const SlicesParams& s) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   using Core = CodeSlices<Format>;
   extern __shared__ float4 dynamic_shared[];
@@ -448,8 +443,8 @@ template <class Format> __device__ __forceinline__ void code_slices(const Slices
 }  // namespace fused
 
 // `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on a multiprocessor.
-#define FUSED_CODE_SLICES(NAME, FORMAT)                                              \
+#define FUSED_CODE_SLICES(NAME, FORMAT)                                               \
   extern "C" __global__ void __launch_bounds__(fused::CodeSlices<FORMAT>::THREADS, 2) \
-      NAME(const __grid_constant__ fused::Slices p) {                                 \
+      NAME(const __grid_constant__ fused::SlicesParams p) {                           \
     fused::code_slices<FORMAT>(p);                                                    \
   }

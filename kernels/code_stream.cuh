@@ -19,7 +19,8 @@ namespace fused {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 constexpr uint32_t SLICE = CHUNK * STREAM_WARPS;  // steps of a slot
-constexpr uint32_t MOST_SLOTS = 16;
+static_assert(SLICE == CODE_STREAM_SLICE);
+constexpr uint32_t MOST_SLOTS = CODE_STREAM_MAX_SLOTS;
 constexpr int ROUND = 8;  // units whose sums meet at once
 constexpr int GAINS = 2;  // slices of a norm's weight that a warp asks for before the wait
 
@@ -73,7 +74,7 @@ template <class Format> struct CodeStream {
         const Matrix& matrix = matrix_of(p, row);
         const uint64_t place = uint64_t(row / OCTET) * steps;
         codes[o] = static_cast<const char*>(matrix.data) + place * Format::CODES;
-        scales[o] = static_cast<const char*>(matrix.second) + place * SCALES;
+        scales[o] = static_cast<const char*>(matrix.scales) + place * SCALES;
       }
 #pragma unroll 1
       for (uint32_t step = 0; step < steps; step += SLICE, ++i) {
@@ -110,7 +111,7 @@ template <class Format> struct CodeStream {
   __device__ float scale_of(uint32_t row) const {
     if (Format::GROUPS != ROW_SCALES) return 1.f;
     const Matrix& matrix = matrix_of(p, row);
-    return __uint_as_float(load_u32(static_cast<const uint32_t*>(matrix.second) + row));
+    return __uint_as_float(load_u32(static_cast<const uint32_t*>(matrix.scales) + row));
   }
   __device__ void ask(Ahead& a, uint32_t i, uint32_t r) const {
     a = {};

@@ -14,7 +14,7 @@ struct Int4Stream;
 constexpr uint32_t CHUNK = 2;                  // steps that a warp takes at once; one may be left over
 constexpr uint32_t STREAM_WARPS = GEMV_WARPS;  // that multiply
 constexpr uint32_t STREAM_THREADS = STREAM_WARPS * WARP;
-constexpr int HELD = 8;  // slices of a row of x that a warp has in registers
+constexpr int HELD = CODE_STREAM_HELD;
 
 // Where the 8 values of a row begin that a lane has of its warp's part of a slice, over 8.
 __device__ __forceinline__ uint32_t pack_of(uint32_t slice) { return slice * STREAM_THREADS + threadIdx.x; }
@@ -115,10 +115,10 @@ struct TwoByteRow {
 };
 
 // One row of x in one or two parts of bf16.
-struct PartRow : PartRows<64> {
+struct PartRow : PartRows<INT4_PADDING> {
   uint32_t pieces;
 
-  __device__ PartRow(const Gemv& p, char* at) : PartRows<64>(p, at), pieces(p.k / 4) {}
+  __device__ PartRow(const Gemv& p, char* at) : PartRows<INT4_PADDING>(p, at), pieces(p.k / 4) {}
 
   // As above, with nothing to multiply by.
   __device__ float take(const Prologue& p, const uint4 (&held)[HELD], uint32_t slices) const {

@@ -16,17 +16,9 @@
 
 namespace fused {
 
-struct Tiles {
-  Gemv product;     // without a norm; x is bf16
-  uint32_t side;    // units of a block
-  uint32_t slots;   // stages of x that there is room for: all, or at least 3
-  uint32_t stages;  // of a unit
-  uint32_t unused;
-};
-
 template <class Format> struct CodeTiles {
   static constexpr int DEPTH = 1, AHEAD = 2;             // steps of a warp in a stage, stages
-  static constexpr int EIGHTS = 8, ROWS = 8 * EIGHTS;    // of x at most
+  static constexpr int ROWS = TILES_ROWS, EIGHTS = ROWS / 8;  // of x at most
   using Scales = TileScales<Format::GROUPS, Format::ZEROS, DEPTH>;
 
   const Gemv& p;
@@ -39,7 +31,7 @@ template <class Format> struct CodeTiles {
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
 
-  __device__ CodeTiles(const Tiles& t, uint32_t shared)
+  __device__ CodeTiles(const TilesParams& t, uint32_t shared)
       : p(t.product), side(t.side), slots(t.slots), stages(t.stages), part(threadIdx.x / WARP / t.side),
         place(threadIdx.x / WARP % t.side), units((p.width + unit_outputs(p) - 1) / unit_outputs(p)), steps(steps_of(p.k)),
         span(p.split * DEPTH), pitch(span * (2 * STEP) + Format::XRows::PAD), total(rounds() * t.stages), shared(shared) {}
@@ -197,7 +189,7 @@ template <class Format> struct CodeTiles {
 };
 
 // Dynamic shared memory holds the sums of the warps that share units, then the slots.
-template <class Format> __device__ __forceinline__ void code_tiles(const Tiles& t) {
+template <class Format> __device__ __forceinline__ void code_tiles(const TilesParams& t) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   const uint32_t parts = t.product.split * t.side * (CodeTiles<Format>::EIGHTS * 4 * WARP * 4);
@@ -211,6 +203,6 @@ template <class Format> __device__ __forceinline__ void code_tiles(const Tiles& 
 // `NAME`: a kernel for 64 rows of x and at most 8 warps.
 #define FUSED_CODE_TILES(NAME, FORMAT)                             \
   extern "C" __global__ void __launch_bounds__(8 * fused::WARP, 1) \
-      NAME(const __grid_constant__ fused::Tiles p) {               \
+      NAME(const __grid_constant__ fused::TilesParams p) {         \
     fused::code_tiles<FORMAT>(p);                                  \
   }

@@ -5,20 +5,11 @@
 
 using namespace fused;
 
-constexpr int THREADS = 256;
-
-struct Packing {
-  const int8_t* codes;  // [rows, k]
-  char* out;            // where row 0 goes; that is the first of eight
-  uint64_t rows;
-  uint32_t k;
-  int unused;
-};
-
 // A thread writes 16 codes of a row.
-extern "C" __global__ void __launch_bounds__(THREADS) codes_pack_int8(const __grid_constant__ Packing p) {
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    codes_pack_int8(const __grid_constant__ PackCodesParams p) {
   wait_previous();
-  const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
+  const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = Int8::pitch(p.k) / 16, piece = i % pieces;
   const uint64_t row = i / pieces;
   if (row >= p.rows) return;
@@ -32,10 +23,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) codes_pack_int8(const __gr
 }
 
 // A thread writes what a lane has of a row and a step. `put` adds a code of a block to the words.
-template <class Format, class Put> __device__ __forceinline__ void pack(const Packing& p, Put put) {
+template <class Format, class Put> __device__ __forceinline__ void pack(const PackCodesParams& p, Put put) {
   constexpr int WORDS = Format::BYTES / 4;
   wait_previous();
-  const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
+  const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t t = i % QUARTERS, steps = steps_of(p.k);
   const uint64_t place = i / QUARTERS;
   const uint32_t step = place / OCTET % steps;
@@ -57,33 +48,24 @@ template <class Format, class Put> __device__ __forceinline__ void pack(const Pa
   for (int w = 0; w < WORDS; ++w) out[w] = words[w];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) codes_pack_int4(const __grid_constant__ Packing p) {
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    codes_pack_int4(const __grid_constant__ PackCodesParams p) {
   pack<Int4<1>>(p, [](uint32_t* words, uint32_t b, uint32_t c, uint32_t code) {
     words[b] |= (code & 15) << (4 * (c / 2) + 16 * (c % 2));
   });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) codes_pack_ternary(const __grid_constant__ Packing p) {
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    codes_pack_ternary(const __grid_constant__ PackCodesParams p) {
   pack<Ternary<0>>(p, [](uint32_t* words, uint32_t b, uint32_t c, uint32_t code) {
     words[b / 2] |= (code & 3) << (4 * c + 2 * (b % 2));
   });
 }
 
-struct Params {
-  CodeMatrix matrix;
-  const uint32_t* ids;  // [count], or null for all rows
-  void* out;            // [count, k], aligned to 16 bytes
-  uint64_t count;
-  uint32_t rows;        // of the matrix
-  uint32_t k;           // a multiple of 4
-  int format;
-  int unused;
-};
-
 // A thread has 8 values.
-template <typename T> __device__ __forceinline__ void values(const Params& p) {
+template <typename T> __device__ __forceinline__ void values(const CodeValuesParams& p) {
   wait_previous();
-  const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
+  const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = (p.k + 7) / 8, piece = i % pieces;
   const uint64_t at = i / pieces;
   if (at >= p.count) return;
@@ -106,4 +88,4 @@ template <typename T> __device__ __forceinline__ void values(const Params& p) {
   }
 }
 
-FUSED_ENTRIES(codes_values, THREADS, values)
+FUSED_ENTRIES(codes_values, FORMAT_THREADS, CodeValuesParams, values)

@@ -14,23 +14,14 @@
 // sixteenths: a code less its zero point has 8 significant bits at most, so that bf16 holds it exactly.
 #pragma once
 
+#include "abi/formats.cuh"
 #include "common.cuh"
 
 namespace fused {
 
-constexpr uint32_t STEP = 128;   // values
-constexpr uint32_t OCTET = 8;    // rows
-constexpr uint32_t QUARTERS = 4;  // lanes of a row
 constexpr float ZERO_STEP = 1.f / 16;
 
 __host__ __device__ constexpr uint32_t steps_of(uint32_t k) { return (k + STEP - 1) / STEP; }
-
-// A matrix on the device.
-struct CodeMatrix {
-  const char* codes;
-  const void* scales;
-  const uint8_t* zeros;  // or null
-};
 
 // The place of a row and a step among the rows and steps of a matrix.
 __device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t step, uint32_t steps) {

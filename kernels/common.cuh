@@ -13,9 +13,10 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "abi/common.cuh"
+
 namespace fused {
 
-constexpr int WARP = 32;
 constexpr unsigned FULL = 0xffffffffu;
 
 // The architecture that this pass is for, as `__CUDA_ARCH__` numbers it. What the host never launches there
@@ -150,12 +151,13 @@ __device__ __forceinline__ void wait_previous() {
 
 }  // namespace fused
 
-// `NAME_f32`, `NAME_f16` and `NAME_bf16`: entry points that take one Params by value.
-#define FUSED_ENTRY(NAME, SUFFIX, TYPE, THREADS, BODY)                                              \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME##_##SUFFIX(const __grid_constant__ Params p) { \
-    BODY<TYPE>(p);                                                                                  \
+// `NAME_f32`, `NAME_f16` and `NAME_bf16`: entry points that take one PARAMS by value.
+#define FUSED_ENTRY(NAME, SUFFIX, TYPE, THREADS, PARAMS, BODY) \
+  extern "C" __global__ void __launch_bounds__(THREADS)        \
+      NAME##_##SUFFIX(const __grid_constant__ PARAMS p) {      \
+    BODY<TYPE>(p);                                             \
   }
-#define FUSED_ENTRIES(NAME, THREADS, BODY)           \
-  FUSED_ENTRY(NAME, f32, float, THREADS, BODY)       \
-  FUSED_ENTRY(NAME, f16, __half, THREADS, BODY)      \
-  FUSED_ENTRY(NAME, bf16, __nv_bfloat16, THREADS, BODY)
+#define FUSED_ENTRIES(NAME, THREADS, PARAMS, BODY)      \
+  FUSED_ENTRY(NAME, f32, float, THREADS, PARAMS, BODY)  \
+  FUSED_ENTRY(NAME, f16, __half, THREADS, PARAMS, BODY) \
+  FUSED_ENTRY(NAME, bf16, __nv_bfloat16, THREADS, PARAMS, BODY)

@@ -6,18 +6,11 @@
 
 using namespace fused;
 
-struct Beside {
-  Decoding attention;
-  Gemv product;
-  uint32_t blocks[3];  // of attention: the last of the launch
-  uint32_t ready;      // whether the product's x is, see stream.cuh
-};
-
-template <class Core, typename T> __device__ __forceinline__ void beside(const Beside& p) {
+template <class Core, typename T> __device__ __forceinline__ void beside(const DecodingBesideParams& p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   const uint32_t x = p.blocks[0], y = p.blocks[1], product = gridDim.x - x * y * p.blocks[2];
   if (blockIdx.x < product) {
-    stream<T, false>(p.product, blockIdx.x, product, p.ready, Fetch{});
+    stream<T, false>(p.product, Second{}, blockIdx.x, product, p.ready, Fetch{});
   } else {
     const uint32_t block = blockIdx.x - product;
     decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});
@@ -26,16 +19,13 @@ template <class Core, typename T> __device__ __forceinline__ void beside(const B
 }
 
 // Two blocks on a multiprocessor: one of each kind.
-#define BESIDE(D, SUFFIX, TYPE, SUB)                                                            \
-  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                                 \
-      decoding_beside_d##D##_##SUFFIX(const __grid_constant__ Beside p) {                       \
-    beside<TensorCore<TYPE, D, GEMV_WARPS, SUB>, TYPE>(p);                                      \
+#define BESIDE(D, SUFFIX, TYPE)                                                         \
+  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                         \
+      decoding_beside_d##D##_##SUFFIX(const __grid_constant__ DecodingBesideParams p) { \
+    beside<TensorCore<TYPE, D, GEMV_WARPS, DECODING_BESIDE_KEYS / 16>, TYPE>(p);        \
   }
-#define BESIDE_DIM(D)               \
-  BESIDE(D, f16, __half, 1)         \
-  BESIDE(D, bf16, __nv_bfloat16, 1)
+#define BESIDE_DIM(D)    \
+  BESIDE(D, f16, __half) \
+  BESIDE(D, bf16, __nv_bfloat16)
 
-BESIDE_DIM(64)
-BESIDE_DIM(80)
-BESIDE_DIM(96)
-BESIDE_DIM(128)
+FUSED_DECODING_BESIDE(BESIDE_DIM)

@@ -1,18 +1,17 @@
 // How one warp of flash_decoding.cu works through its keys: on tensor cores, or lane by lane.
 //
-// Keys are taken in tiles of KEYS. A core keeps, for up to HEADS query heads that share the
+// Keys are taken in tiles of KEYS. A core keeps, for up to MAX_HEADS query heads that share the
 // keys, the highest score so far (in units of log 2), the sum of the weights, and the weighted sum
 // of the values.
 #pragma once
 
 #include <type_traits>
 
+#include "abi/attention.cuh"
 #include "dtype.cuh"
 #include "mma.cuh"
 
 namespace fused {
-
-constexpr int HEADS = 8;  // query heads of a block at most: the width of an mma
 
 // A value as it is after being stored.
 __device__ __forceinline__ float rounded_to(int dtype, float v) {
@@ -84,7 +83,7 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
 // dimensions may be summed in any order, so they are numbered in the order in which they lie in
 // memory, and neither keys nor values pass through shared memory.
 template <typename C, int D, int W, int SUB> struct TensorCore {
-  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MOST = HEADS;
+  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MOST = MAX_HEADS;
   // Elements of a head that a lane of 32 can have.
   static constexpr int LANE = (D + 31) / 32;
   // Bytes of the queries as operands.
@@ -231,7 +230,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
 // Any head dimension up to 8 N, any type, any alignment, W warps: 8 lanes share a key, of which lane
 // c has dimensions c, c + 8, ...; each eighth of a warp has sums of its own until the end.
 template <int N, int W> struct LaneCore {
-  static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = 16;
+  static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = DECODING_LANES_KEYS;
   static constexpr int MOST = N > 16 ? 2 : 4;
   // Turns of 4 keys whose loads are under way together.
   static constexpr int TURNS = N > 8 ? 1 : 2;

@@ -6,33 +6,16 @@
 
 using namespace fused;
 
-struct Source {
-  const char* data;
-  uint64_t first;          // its first block among all; past them for a matrix that is not there
-  uint32_t blocks_of_row;  // of 32 values
-  int format;
-};
-
-constexpr int SOURCES = 8;
-
-struct Params {
-  Source sources[SOURCES];
-  void* out;       // aligned to 16 bytes
-  uint64_t total;  // blocks in all
-};
-
-constexpr int THREADS = 256;
-
-template <typename T> __device__ __forceinline__ void dequantize(const Params& p) {
+template <typename T> __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
   // A quarter for each thread, so that a warp writes whole sectors.
-  const uint64_t thread = blockIdx.x * uint64_t(THREADS) + threadIdx.x, i = thread / 4;
+  const uint64_t thread = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x, i = thread / 4;
   allow_next();
   wait_previous();
   if (i >= p.total) return;
   int source = 0;
 #pragma unroll
-  for (int s = 1; s < SOURCES; ++s) source += i >= p.sources[s].first;
-  const Source& from = p.sources[source];
+  for (int s = 1; s < MAX_SOURCES; ++s) source += i >= p.sources[s].first;
+  const DequantizeSource& from = p.sources[source];
   const uint64_t within = i - from.first, row = within / from.blocks_of_row;
   const uint32_t block = within % from.blocks_of_row, groups = groups_of(from.blocks_of_row * BLOCK);
   T* out = static_cast<T*>(p.out) + i * BLOCK;
@@ -48,17 +31,7 @@ template <typename T> __device__ __forceinline__ void dequantize(const Params& p
   });
 }
 
-FUSED_ENTRIES(dequantize, THREADS, dequantize)
-
-struct Narrow {
-  const void* x;       // [rows, width]
-  const void* weight;  // an RMS norm's, [width], or null
-  void* out;           // f16 or bf16
-  uint32_t width;      // a multiple of 4
-  float eps;
-  int out_dtype;
-  int vectors;  // whether 4 elements of x and of the weight are aligned
-};
+FUSED_ENTRIES(dequantize, FORMAT_THREADS, DequantizeParams, dequantize)
 
 template <typename T> __device__ __forceinline__ Pack<T, 4> read4(const T* p, bool vectors) {
   if (vectors) return load<T, 4>(p);
@@ -66,8 +39,8 @@ template <typename T> __device__ __forceinline__ Pack<T, 4> read4(const T* p, bo
 }
 
 // A block takes a row.
-template <typename T> __device__ __forceinline__ void narrow(const Narrow& p) {
-  __shared__ float scratch[THREADS / WARP];
+template <typename T> __device__ __forceinline__ void narrow(const NarrowParams& p) {
+  __shared__ float scratch[FORMAT_THREADS / WARP];
   const T* x = static_cast<const T*>(p.x) + blockIdx.x * uint64_t(p.width);
   const T* weight = static_cast<const T*>(p.weight);
   const uint64_t row = blockIdx.x * uint64_t(p.width);
@@ -76,14 +49,14 @@ template <typename T> __device__ __forceinline__ void narrow(const Narrow& p) {
   float factor = 1.f;
   if (weight) {
     float squares = 0.f;
-    for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * THREADS) {
+    for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * FORMAT_THREADS) {
       const auto v = read4(x + i, p.vectors);
 #pragma unroll
       for (int j = 0; j < 4; ++j) squares = fmaf(to_float(v.v[j]), to_float(v.v[j]), squares);
     }
-    factor = rsqrtf(block_sum<THREADS / WARP>(squares, scratch) / p.width + p.eps);
+    factor = rsqrtf(block_sum<FORMAT_THREADS / WARP>(squares, scratch) / p.width + p.eps);
   }
-  for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * THREADS) {
+  for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * FORMAT_THREADS) {
     const auto v = read4(x + i, p.vectors);
     Pack<T, 4> w = {};
     if (weight) w = read4(weight + i, p.vectors);
@@ -101,8 +74,8 @@ template <typename T> __device__ __forceinline__ void narrow(const Narrow& p) {
 }
 
 #define NARROW(SUFFIX, TYPE)                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS)               \
-      narrow_##SUFFIX(const __grid_constant__ Narrow p) {             \
+  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)               \
+      narrow_##SUFFIX(const __grid_constant__ NarrowParams p) {             \
     narrow<TYPE>(p);                                                  \
   }
 NARROW(f32, float)

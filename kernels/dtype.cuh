@@ -6,9 +6,6 @@
 
 namespace fused {
 
-// As the host's `dtype_index` numbers them.
-constexpr int F32 = 0, F16 = 1, BF16 = 2;
-
 // An element as it is stored, to be widened later: a load that nothing waits for yet. It passes by
 // the L1 cache, where what another kernel is about to write must not stay behind.
 __device__ __forceinline__ uint32_t read_raw(const void* p, int dtype, uint64_t i) {

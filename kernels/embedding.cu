@@ -1,27 +1,17 @@
 // The rows of a table that token ids name: of GGUF blocks (formats.cuh) as f32, or of f32, f16 or
 // bf16 as they are. An id past the table gives a row of NaN: a step inside a graph cannot say more.
+#include "abi/pointwise.cuh"
 #include "formats.cuh"
 
 using namespace fused;
 
-struct Params {
-  const void* table;
-  const uint32_t* ids;
-  void* out;
-  uint32_t rows;   // of the table
-  uint32_t count;  // ids
-  uint32_t units;  // of a row: blocks of 32 values, packs of 16 bytes, or elements of 2
-  int format;      // of blocks
-};
-
-constexpr int THREADS = 128;
-
 // A NaN as f32, and twice as f16 or bf16.
 constexpr uint32_t NOT_A_NUMBER = 0x7fff7fffu;
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_blocks(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_blocks(const __grid_constant__ EmbeddingParams p) {
   // A quarter of a block for each thread.
-  const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, block = thread / 4;
+  const uint32_t thread = blockIdx.x * EMBEDDING_THREADS + threadIdx.x, block = thread / 4;
   allow_next();
   wait_previous();
   if (block >= p.units) return;
@@ -42,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_blocks(const __g
   }
 }
 
-template <typename Unit> __device__ __forceinline__ void gather(const Params& p, Unit nan) {
-  const uint32_t unit = blockIdx.x * THREADS + threadIdx.x;
+template <typename Unit> __device__ __forceinline__ void gather(const EmbeddingParams& p, Unit nan) {
+  const uint32_t unit = blockIdx.x * EMBEDDING_THREADS + threadIdx.x;
   allow_next();
   wait_previous();
   if (unit >= p.units) return;
@@ -55,10 +45,12 @@ template <typename Unit> __device__ __forceinline__ void gather(const Params& p,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_packs(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_packs(const __grid_constant__ EmbeddingParams p) {
   gather<uint4>(p, make_uint4(NOT_A_NUMBER, NOT_A_NUMBER, NOT_A_NUMBER, NOT_A_NUMBER));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_elements(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_elements(const __grid_constant__ EmbeddingParams p) {
   gather<uint16_t>(p, static_cast<uint16_t>(NOT_A_NUMBER));
 }

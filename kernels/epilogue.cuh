@@ -2,21 +2,10 @@
 // rounded once.
 #pragma once
 
+#include "abi/linear.cuh"
 #include "dtype.cuh"
 
 namespace fused {
-
-constexpr int ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3, ACT_SWIGLU = 4;
-
-struct Epilogue {
-  const void* bias;          // [rows] or null
-  const void* residuals[2];  // [m, width], each row `stride` elements after the one before, or null
-  void* out;                 // likewise
-  uint64_t stride;
-  int activation;
-  int dtype;      // of bias and residuals
-  int out_dtype;  // f32 for logits
-};
 
 // Whether outputs are the sums.
 __device__ __forceinline__ bool is_plain(const Epilogue& e) {

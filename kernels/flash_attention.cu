@@ -6,7 +6,7 @@
 using namespace fused;
 using Params = AttentionParams;
 
-constexpr int MAX_THREADS = 256;
+constexpr int MAX_THREADS = ATTENTION_MMA_MAX_WARPS * WARP;
 
 // Sizes for head dimension D. A row of keys in shared memory is 16 bytes longer than D elements, so
 // that the 8 rows of a matrix lie in different banks.
@@ -369,23 +369,21 @@ template <typename T, int D, bool SPLIT> __device__ __forceinline__ void attend(
   state.write(p, batch, kv_head, first_row);
 }
 
-#define ATTENTION(D, SUFFIX, TYPE, SPLIT, FROM)                                                       \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS, !SPLIT && D < 128 ? 2 : 1)                \
-      flash_attention_d##D##_##SUFFIX(const __grid_constant__ Params p) {                             \
-    if constexpr (COMPILED_FOR >= FROM) attend<TYPE, D, SPLIT>(p);                                    \
+#define ATTENTION(D, SUFFIX, TYPE, SPLIT, FROM)                                        \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, !SPLIT && D < 128 ? 2 : 1) \
+      flash_attention_d##D##_##SUFFIX(const __grid_constant__ Params p) {              \
+    if constexpr (COMPILED_FOR >= FROM) attend<TYPE, D, SPLIT>(p);                     \
   }
 
 // `f32` has q and y in f32 and keys and values in f16: q and the weights are taken as sums of two
 // f16, which keeps the precision of f32 at twice the tensor work.
-#define ATTENTIONS(D)                                  \
-  ATTENTION(D, f16, __half, false, 750)                \
+#define ATTENTIONS(D, TILE_KEYS)             \
+  static_assert(Tile<D>::KEYS == TILE_KEYS); \
+  ATTENTION(D, f16, __half, false, 750)      \
   ATTENTION(D, bf16, __nv_bfloat16, false, 800)
 
-ATTENTIONS(64)
-ATTENTIONS(80)
-ATTENTIONS(96)
-ATTENTIONS(128)
-ATTENTIONS(256)
+static_assert(ATTENTION_MMA_ROWS == 16);
+FUSED_ATTENTION_MMA(ATTENTIONS)
 ATTENTION(64, f32, __half, true, 750)
 ATTENTION(80, f32, __half, true, 750)
 ATTENTION(96, f32, __half, true, 750)

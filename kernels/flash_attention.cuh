@@ -1,30 +1,10 @@
 // What the forms of attention share: the parameters, the place of a row, and what a row sees.
 #pragma once
 
+#include "abi/attention.cuh"
 #include "dtype.cuh"
 
 namespace fused {
-
-// The query heads of one key/value head are rows of one matrix: row r stands for query r / group
-// and head r % group of the key/value head's group, so that keys are read once for all of them.
-struct AttentionParams {
-  const void* q;
-  const void* k;
-  const void* v;
-  const float* mask;  // null without one
-  void* y;            // [batch, queries, heads, dim] in q's type
-  int64_t q_strides[4], k_strides[4], v_strides[4], mask_strides[4];  // batch, head, token, dim
-  int q_type, kv_type;  // 0: f32, 1: f16, 2: bf16
-  int heads, kv_heads, queries, keys, dim;
-  uint32_t group, group_magic;  // heads / kv_heads, and 2^32 / group rounded up; 0 for a group of 1
-  float scale;
-  float softcap;  // 0 without one
-  int causal;
-  int window;  // 0 without one
-  // How the tensor-core form divides a block: warps of 16 rows, groups of such warps that take
-  // every key_groups-th tile of keys, tiles of keys and values in flight, bytes of a group.
-  int row_warps, key_groups, stages, group_bytes;
-};
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NEVER = -INFINITY;

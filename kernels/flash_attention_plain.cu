@@ -5,7 +5,7 @@
 using namespace fused;
 using Params = AttentionParams;
 
-constexpr int THREADS = 256;
+constexpr int THREADS = ATTENTION_PLAIN_THREADS;
 constexpr int SIDE = 16;  // the block is SIDE x SIDE threads
 
 // Thread (x, y) holds ROWS rows from y * ROWS; of a tile's scores, the keys x, x + 16, ...; of the
@@ -237,13 +237,10 @@ template <typename S> __device__ __forceinline__ void attend(const Params& p) {
   state.finish(p, batch, kv_head, block_row);
 }
 
-#define PLAIN(D, ROWS, KEYS)                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS)               \
-      flash_attention_plain_##D(const __grid_constant__ Params p) {   \
-    attend<Shape<D, ROWS, KEYS>>(p);                                        \
+#define PLAIN(D, ROWS, KEYS)                                        \
+  extern "C" __global__ void __launch_bounds__(THREADS)             \
+      flash_attention_plain_##D(const __grid_constant__ Params p) { \
+    attend<Shape<D, ROWS / SIDE, KEYS>>(p);                         \
   }
 
-PLAIN(64, 4, 64)
-PLAIN(128, 4, 32)
-PLAIN(256, 2, 16)
-PLAIN(512, 1, 16)
+FUSED_ATTENTION_PLAIN(PLAIN)

@@ -10,19 +10,6 @@
 
 using namespace fused;
 
-struct Params {
-  // Dimensions, innermost first: a piece of a row as long as the swizzle, tokens, pieces of a row,
-  // heads, batch.
-  TensorMap q, k, v;
-  void* y;  // [batch, queries, heads, dim]
-  int heads, kv_heads, queries, keys;
-  float unit;  // positive; scores times this are in units of log2
-  int causal;
-  int tiles;    // of queries
-  int columns;  // batch * heads
-  int section;  // columns whose keys and values stay in L2 together
-};
-
 // How a block is made up: warpgroups that multiply, keys of a tile, and whether they share the keys
 // out. A warpgroup has 64 rows. Either all have the same rows, and each every CONSUMERS-th tile: a
 // lane to itself. Or each has its own rows, and all go along one lane, taking turns. STAGES tiles of
@@ -61,7 +48,7 @@ template <typename C> struct Work {
   int turn = 0;  // of this block
   int batch, head, first_row, tiles;
 
-  __device__ __forceinline__ bool next(const Params& p) {
+  __device__ __forceinline__ bool next(const AttentionSm90Params& p) {
     const int grid = gridDim.x, rounds = (p.section * p.tiles + grid - 1) / grid;
     for (;; ++turn) {
       const int start = turn / rounds * p.section, columns = min(p.section, p.columns - start);
@@ -83,7 +70,7 @@ template <typename C> struct Work {
 };
 
 template <typename C>
-__device__ __forceinline__ void produce(const Params& p, Barriers<C::LANES * C::STAGES> barriers,
+__device__ __forceinline__ void produce(const AttentionSm90Params& p, Barriers<C::LANES * C::STAGES> barriers,
                                         uint32_t q, uint32_t k, uint32_t v) {
   Work<C> work;
   const int group = p.heads / p.kv_heads;
@@ -121,7 +108,7 @@ template <typename T, typename C> struct Rows {
   float top[2], sum[2];
   int visible[2];  // keys
 
-  __device__ __forceinline__ void begin(const Params& p, int first_row) {
+  __device__ __forceinline__ void begin(const AttentionSm90Params& p, int first_row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + threadIdx.x % WARP / 4 + 8 * i;
@@ -234,7 +221,7 @@ template <typename T, typename C> struct Rows {
     }
   }
 
-  __device__ __forceinline__ void write(const Params& p, int batch, int head, int first_row) const {
+  __device__ __forceinline__ void write(const AttentionSm90Params& p, int batch, int head, int first_row) const {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -272,7 +259,7 @@ template <typename C> __device__ __forceinline__ void pass_turn(int consumer) {
 // A warpgroup that multiplies, and where it stands in its lane.
 template <typename T, typename C> struct Consumer {
   static constexpr int SLOTS = C::LANES * C::STAGES;
-  const Params& p;
+  const AttentionSm90Params& p;
   const Barriers<SLOTS> barriers;
   const uint32_t q, k, v;
   const int number, lane, part;  // among all; its lane; its place among the rows of the block
@@ -281,7 +268,7 @@ template <typename T, typename C> struct Consumer {
   Rows<T, C> rows;
   int all;  // from this key on some of the rows see nothing
 
-  __device__ __forceinline__ Consumer(const Params& p, Barriers<SLOTS> barriers, int number, uint32_t q,
+  __device__ __forceinline__ Consumer(const AttentionSm90Params& p, Barriers<SLOTS> barriers, int number, uint32_t q,
                                       uint32_t k, uint32_t v)
       : p(p), barriers(barriers), q(q + (C::SHARE ? 0 : number) * 64 * C::SWIZZLE), k(k), v(v),
         number(number), lane(C::SHARE ? number : 0), part(C::SHARE ? 0 : number),
@@ -360,7 +347,7 @@ template <typename T, typename C> struct Consumer {
 };
 
 template <typename T, typename C>
-__device__ __forceinline__ void consume(const Params& p, Barriers<C::LANES * C::STAGES> barriers,
+__device__ __forceinline__ void consume(const AttentionSm90Params& p, Barriers<C::LANES * C::STAGES> barriers,
                                         uint32_t q, uint32_t k, uint32_t v, char* shared_k,
                                         char* shared_v) {
   // The same in all lanes of a warp, as the compiler is told by the shuffle.
@@ -400,7 +387,7 @@ __device__ __forceinline__ void consume(const Params& p, Barriers<C::LANES * C::
   }
 }
 
-template <typename T, typename C> __device__ __forceinline__ void attend(const Params& p) {
+template <typename T, typename C> __device__ __forceinline__ void attend(const AttentionSm90Params& p) {
   constexpr int SLOTS = C::LANES * C::STAGES, ARRIVALS = 4 * C::CONSUMERS / C::LANES;
   extern __shared__ char shared[];
   __shared__ __align__(8) uint64_t room[2 + 4 * SLOTS];
@@ -433,23 +420,20 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const P
   }
 }
 
-#define ATTENTION(D, KIND, SUFFIX, TYPE, ...)                                           \
-  extern "C" __global__ void __launch_bounds__(Config<D, __VA_ARGS__>::THREADS, 1)      \
-      flash_attention_sm90_##KIND##D##_##SUFFIX(const __grid_constant__ Params p) {     \
-    attend<TYPE, Config<D, __VA_ARGS__>>(p);                                            \
+#define ATTENTION(D, KIND, SUFFIX, TYPE, ...)                                                    \
+  extern "C" __global__ void __launch_bounds__(Config<D, __VA_ARGS__>::THREADS, 1)               \
+      flash_attention_sm90_##KIND##D##_##SUFFIX(const __grid_constant__ AttentionSm90Params p) { \
+    attend<TYPE, Config<D, __VA_ARGS__>>(p);                                                     \
   }
 
-#define ATTENTIONS(D, KIND, ...)                        \
-  ATTENTION(D, KIND, f16, __half, __VA_ARGS__)          \
-  ATTENTION(D, KIND, bf16, __nv_bfloat16, __VA_ARGS__)
+#define ATTENTIONS_false(D, ...)            \
+  ATTENTION(D, d, f16, __half, __VA_ARGS__) \
+  ATTENTION(D, d, bf16, __nv_bfloat16, __VA_ARGS__)
+#define ATTENTIONS_true(D, ...)                    \
+  ATTENTION(D, shared_d, f16, __half, __VA_ARGS__) \
+  ATTENTION(D, shared_d, bf16, __nv_bfloat16, __VA_ARGS__)
+#define ATTENTIONS(D, CONSUMERS, KEYS, SHARE) ATTENTIONS_##SHARE(D, CONSUMERS, KEYS, SHARE)
 
-// The sizes stand in src/ops/flash_attention/cuda/wgmma.rs too.
-ATTENTIONS(64, d, 3, 128, false)
-ATTENTIONS(80, d, 2, 128, false)
-ATTENTIONS(96, d, 2, 128, false)
-ATTENTIONS(128, d, 2, 128, false)
-ATTENTIONS(256, d, 2, 80, false)
-ATTENTIONS(64, shared_d, 2, 128, true)
-ATTENTIONS(128, shared_d, 2, 64, true)
+FUSED_ATTENTION_SM90(ATTENTIONS)
 
 #endif

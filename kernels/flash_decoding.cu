@@ -4,22 +4,22 @@
 using namespace fused;
 
 // From an architecture on.
-#define DECODING(NAME, FROM, BLOCKS, ...)                                                  \
-  extern "C" __global__ void __launch_bounds__(__VA_ARGS__::WARPS* WARP, BLOCKS)           \
-      flash_decoding_##NAME(const __grid_constant__ fused::Decoding p) {                   \
-    if constexpr (COMPILED_FOR >= FROM)                                                    \
-      decode<__VA_ARGS__>(p, {blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x, gridDim.y});  \
+#define DECODING(NAME, FROM, BLOCKS, ...)                                                 \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__::WARPS* WARP, BLOCKS)          \
+      flash_decoding_##NAME(const __grid_constant__ fused::DecodingParams p) {            \
+    if constexpr (COMPILED_FOR >= FROM)                                                   \
+      decode<__VA_ARGS__>(p, {blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x, gridDim.y}); \
   }
 
-#define DECODING_DIM(D, W, SUB, BLOCKS)                                      \
-  DECODING(d##D##_f16, 750, BLOCKS, TensorCore<__half, D, W, SUB>)           \
-  DECODING(d##D##_bf16, 800, BLOCKS, TensorCore<__nv_bfloat16, D, W, SUB>)
+// Blocks of a multiprocessor by head dimension, as far as registers are spared for them.
+constexpr int blocks_of(int d) { return d == 80 || d == 96 ? 2 : 1; }
 
-DECODING_DIM(64, 8, 2, 1)
-DECODING_DIM(80, 8, 1, 2)
-DECODING_DIM(96, 8, 1, 2)
-DECODING_DIM(128, 8, 1, 1)
-DECODING_DIM(256, 8, 1, 1)
-DECODING(any64, 750, 1, LaneCore<8, 8>)
-DECODING(any128, 750, 1, LaneCore<16, 8>)
-DECODING(any256, 750, 1, LaneCore<32, 4>)
+#define DECODING_DIM(D, KEYS)                                                                   \
+  DECODING(d##D##_f16, 750, blocks_of(D), TensorCore<__half, D, DECODING_MMA_WARPS, KEYS / 16>) \
+  DECODING(d##D##_bf16, 800, blocks_of(D), TensorCore<__nv_bfloat16, D, DECODING_MMA_WARPS, KEYS / 16>)
+#define DECODING_ANY(D, HEADS, WARPS)                   \
+  static_assert(LaneCore<D / 8, WARPS>::MOST == HEADS); \
+  DECODING(any##D, 750, 1, LaneCore<D / 8, WARPS>)
+
+FUSED_DECODING_MMA(DECODING_DIM)
+FUSED_DECODING_LANES(DECODING_ANY)

@@ -1,7 +1,7 @@
 // The attention step of decoding in one launch: from a row of the fused projection per sequence,
 // q and k norm, rotation, cache append, attention over all keys so far.
 //
-// A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to HEADS
+// A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to MAX_HEADS
 // of its query heads. How many of the blocks work follows from the position, which is read here.
 // Each leaves its result in `partial`; the last one to count itself puts them together and sets the
 // counter back. One block alone, which is enough for a few hundred keys, writes y at once.
@@ -15,30 +15,8 @@
 
 namespace fused {
 
-struct Decoding {
-  const void* qkv;           // [B, (heads + 2 kv_heads) head_dim]
-  const void* q_norm;        // [head_dim], or null
-  const void* k_norm;
-  const float* cos;          // [positions, pairs]
-  const float* sin;
-  void* k_cache;             // [B, kv_heads, slots, head_dim]
-  void* v_cache;
-  void* y;                   // [B, heads head_dim]
-  float2* partial;           // what blocks leave: see `Partials`
-  uint32_t* counters;        // zero between launches
-  const uint32_t* position;  // [B]
-  uint32_t heads, kv_heads, head_dim, slots, positions, pairs;
-  uint32_t window;           // 0: none
-  uint32_t tiles;            // of keys, that a block takes before another joins; at least its warps
-  int32_t dtype;             // of qkv, the norms and y
-  int32_t cache_dtype;
-  int32_t interleaved;
-  int32_t rehearse;          // whether there is time before the kernel in front is complete
-  float scale, softcap, eps;
-};
-
 // Only where dependent launches are.
-__device__ __forceinline__ bool rehearses(const Decoding& p) { return COMPILED_FOR >= 900 && p.rehearse; }
+__device__ __forceinline__ bool rehearses(const DecodingParams& p) { return COMPILED_FOR >= 900 && p.rehearse; }
 
 __device__ __forceinline__ uint32_t read_position(const uint32_t* p) {
   uint32_t v;
@@ -49,7 +27,7 @@ __device__ __forceinline__ uint32_t read_position(const uint32_t* p) {
 // A block's shared memory. `stride`: from head to head, in floats.
 template <class Core> struct Shared {
   char* queries;       // operands of the tensor cores
-  float* q;            // [HEADS][head_dim]
+  float* q;            // [MAX_HEADS][head_dim]
   float* k;            // the new key and value, as the cache holds them
   float* v;
   float* cos;          // of each element; 1 and 0 where it is not rotated
@@ -66,17 +44,17 @@ template <class Core> struct Shared {
   __device__ Shared(char* memory, int head_dim) {
     queries = memory;
     q = reinterpret_cast<float*>(memory + Core::QUERIES);
-    k = q + HEADS * head_dim;
+    k = q + MAX_HEADS * head_dim;
     v = k + head_dim;
     cos = v + head_dim;
     sin = cos + head_dim;
     q_norm = sin + head_dim;
     k_norm = q_norm + head_dim;
     fresh = k_norm + head_dim;
-    tops = fresh + HEADS;
-    weights = tops + Core::WARPS * HEADS;
-    position = reinterpret_cast<uint32_t*>(weights + Core::WARPS * HEADS);
-    sums = weights + Core::WARPS * HEADS + 2;
+    tops = fresh + MAX_HEADS;
+    weights = tops + Core::WARPS * MAX_HEADS;
+    position = reinterpret_cast<uint32_t*>(weights + Core::WARPS * MAX_HEADS);
+    sums = weights + Core::WARPS * MAX_HEADS + 2;
     stride = head_dim + head_dim % 2 + 2;
   }
 };
@@ -90,7 +68,7 @@ __device__ __forceinline__ float read_weight(const void* p, int i, int dtype) {
 
 // What every head's row is multiplied with at a position.
 template <class Core>
-__device__ __forceinline__ void read_angles(const Decoding& p, const Shared<Core>& s, uint32_t position,
+__device__ __forceinline__ void read_angles(const DecodingParams& p, const Shared<Core>& s, uint32_t position,
                                             int head_dim) {
   const int pairs = p.pairs;
   const uint64_t row = uint64_t(min(position, p.positions - 1)) * pairs;
@@ -107,7 +85,7 @@ __device__ __forceinline__ void read_angles(const Decoding& p, const Shared<Core
 // One head's row, of which a lane has elements lane, lane + 32, ...: normed and rotated. `scratch`
 // holds head_dim floats.
 template <class Core, int N>
-__device__ __forceinline__ void turn(const Decoding& p, const Shared<Core>& s, const float* norm,
+__device__ __forceinline__ void turn(const DecodingParams& p, const Shared<Core>& s, const float* norm,
                                      int head_dim, float (&x)[N], float* scratch) {
   const int lane = threadIdx.x % WARP, pairs = p.pairs;
   if (p.q_norm) {
@@ -147,7 +125,7 @@ struct Work {
   uint32_t tiles;
   uint32_t active;      // blocks that take part
 
-  __device__ Work(const Decoding& p, const Block& block, uint32_t position, uint32_t keys) {
+  __device__ Work(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys) {
     end = min(position, p.slots);
     start = p.window && position + 1 > p.window ? min(position + 1 - p.window, end) : 0;
     tiles = (end - start + keys - 1) / keys;
@@ -165,7 +143,7 @@ struct Place {
   uint32_t row;       // of blocks
 
   // `most`: query heads that a block takes.
-  __device__ Place(const Decoding& p, const Block& block, int head_dim, uint32_t most) {
+  __device__ Place(const DecodingParams& p, const Block& block, int head_dim, uint32_t most) {
     const uint32_t group = p.heads / p.kv_heads, parts = (group + most - 1) / most;
     const uint32_t part = block.y % parts, b = block.z;
     kv = block.y / parts;
@@ -181,7 +159,7 @@ struct Place {
 
 // A lane's part of row `job`: the queries in turn, the new key, the new value.
 template <int N>
-__device__ __forceinline__ void read_row(const Decoding& p, const Place& at, int head_dim, int job,
+__device__ __forceinline__ void read_row(const DecodingParams& p, const Place& at, int head_dim, int job,
                                          float (&x)[N]) {
   const int lane = threadIdx.x % WARP;
   const uint32_t from =
@@ -196,7 +174,7 @@ __device__ __forceinline__ void read_row(const Decoding& p, const Place& at, int
 
 // Leaves the row where it is needed, rotated if it is a query or the key.
 template <class Core, int N>
-__device__ __forceinline__ void place_row(const Decoding& p, const Shared<Core>& s, const Place& at,
+__device__ __forceinline__ void place_row(const DecodingParams& p, const Shared<Core>& s, const Place& at,
                                           int head_dim, int job, float (&x)[N]) {
   float* out = job < at.heads ? s.q + job * head_dim : job == at.heads ? s.k : s.v;
   if (job <= at.heads) turn(p, s, job < at.heads ? s.q_norm : s.k_norm, head_dim, x, out);
@@ -236,7 +214,7 @@ __device__ __forceinline__ Value merge_warps(const Shared<Core>& s, int heads, i
   const float fresh = r.top;
 #pragma unroll
   for (int w = 0; w < Core::WARPS; ++w) {
-    tops[w] = w < warps ? s.tops[w * HEADS + h] : -INFINITY;
+    tops[w] = w < warps ? s.tops[w * MAX_HEADS + h] : -INFINITY;
     r.top = fmaxf(r.top, tops[w]);
   }
   if (leads) {
@@ -246,7 +224,7 @@ __device__ __forceinline__ Value merge_warps(const Shared<Core>& s, int heads, i
 #pragma unroll
   for (int w = 0; w < Core::WARPS; ++w) {
     const float share = w < warps ? exp2_fast(tops[w] - r.top) : 0.f;
-    r.weight += share * (w < warps ? s.weights[w * HEADS + h] : 0.f);
+    r.weight += share * (w < warps ? s.weights[w * MAX_HEADS + h] : 0.f);
     r.sum += share * (w < warps ? s.sums[(w * heads + h) * s.stride + d] : 0.f);
   }
   return r;
@@ -280,12 +258,12 @@ __device__ __forceinline__ float merge_blocks(const float2* partial, uint32_t bl
 
 // What blocks leave for the last of them.
 struct Partials {
-  float2* both;  // narrow heads: [blocks][HEADS head_dim] of (mean value, log2 weight)
-  float* means;  // wide heads: [blocks][HEADS head_dim],
-  float* tops;   // and [blocks][HEADS] of log2 weights behind them
+  float2* both;  // narrow heads: [blocks][MAX_HEADS head_dim] of (mean value, log2 weight)
+  float* means;  // wide heads: [blocks][MAX_HEADS head_dim],
+  float* tops;   // and [blocks][MAX_HEADS] of log2 weights behind them
 
-  __device__ Partials(const Decoding& p, const Block& block, uint32_t row, int head_dim) {
-    const uint64_t step = HEADS * head_dim;
+  __device__ Partials(const DecodingParams& p, const Block& block, uint32_t row, int head_dim) {
+    const uint64_t step = MAX_HEADS * head_dim;
     both = p.partial + row * block.of_x * step;
     means = reinterpret_cast<float*>(both);
     tops = means + block.of_x * step;
@@ -294,25 +272,25 @@ struct Partials {
 
 // All values of narrow heads: few for each thread, and few blocks.
 template <class Core>
-__device__ __forceinline__ void merge_narrow(const Decoding& p, const float2* partial, uint32_t blocks, int heads,
+__device__ __forceinline__ void merge_narrow(const DecodingParams& p, const float2* partial, uint32_t blocks, int heads,
                                              int head_dim, uint32_t out) {
   for (int i = threadIdx.x; i < heads * head_dim; i += Core::WARPS * WARP)
-    write(p.y, p.dtype, out + i, merge_blocks(partial + i, blocks, HEADS * head_dim));
+    write(p.y, p.dtype, out + i, merge_blocks(partial + i, blocks, MAX_HEADS * head_dim));
 }
 
 // All values of wide heads. The blocks' shares of each head come first, so that what is left are
 // sums of products whose loads wait for nothing.
 template <class Core>
-__device__ __forceinline__ void merge_wide(const Decoding& p, const Shared<Core>& s, const Partials& partials,
+__device__ __forceinline__ void merge_wide(const DecodingParams& p, const Shared<Core>& s, const Partials& partials,
                                            uint32_t blocks, int heads, int head_dim, uint32_t out) {
   const int lane = threadIdx.x % WARP;
   float* shares = s.sums;  // [heads][blocks]
   for (int h = threadIdx.x / WARP; h < heads; h += Core::WARPS) {
     float top = -INFINITY, total = 0.f;
-    for (uint32_t b = lane; b < blocks; b += WARP) top = fmaxf(top, __ldcg(partials.tops + b * HEADS + h));
+    for (uint32_t b = lane; b < blocks; b += WARP) top = fmaxf(top, __ldcg(partials.tops + b * MAX_HEADS + h));
     top = warp_max(top);
     for (uint32_t b = lane; b < blocks; b += WARP) {
-      const float share = exp2_fast(__ldcg(partials.tops + b * HEADS + h) - top);
+      const float share = exp2_fast(__ldcg(partials.tops + b * MAX_HEADS + h) - top);
       shares[h * blocks + b] = share;
       total += share;
     }
@@ -325,7 +303,7 @@ __device__ __forceinline__ void merge_wide(const Decoding& p, const Shared<Core>
     float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 16
     for (uint32_t b = 0; b < blocks; ++b) {
-      const float4 mean = __ldcg(reinterpret_cast<const float4*>(partials.means + b * HEADS * head_dim + i));
+      const float4 mean = __ldcg(reinterpret_cast<const float4*>(partials.means + b * MAX_HEADS * head_dim + i));
       const float share = shares[h * blocks + b];
       y.x = fmaf(share, mean.x, y.x), y.y = fmaf(share, mean.y, y.y);
       y.z = fmaf(share, mean.z, y.z), y.w = fmaf(share, mean.w, y.w);
@@ -349,11 +327,11 @@ struct Part {
 
 // Brings the block's warps together, then the blocks, and writes the caches and y.
 template <class Core>
-__device__ __forceinline__ void finish(const Decoding& p, const Shared<Core>& s, const Place& at,
+__device__ __forceinline__ void finish(const DecodingParams& p, const Shared<Core>& s, const Place& at,
                                        const Part& part, int head_dim, uint32_t position) {
   constexpr int THREADS = Core::WARPS * WARP;
   constexpr bool WIDE = Core::DIM >= 256;
-  const int total = at.heads * head_dim, step = HEADS * head_dim;
+  const int total = at.heads * head_dim, step = MAX_HEADS * head_dim;
   const Partials partials(p, part.block, at.row, head_dim);
   for (int i = threadIdx.x; i < total; i += THREADS) {
     const Value v = merge_warps(s, at.heads, i / head_dim, i % head_dim, part.warps, part.leads);
@@ -364,7 +342,7 @@ __device__ __forceinline__ void finish(const Decoding& p, const Shared<Core>& s,
       write(p.y, p.dtype, at.out + i, mean);
     } else if constexpr (WIDE) {
       partials.means[part.block.x * step + i] = mean;
-      if (i % head_dim == 0) partials.tops[part.block.x * HEADS + i / head_dim] = top;
+      if (i % head_dim == 0) partials.tops[part.block.x * MAX_HEADS + i / head_dim] = top;
     } else {
       partials.both[part.block.x * step + i] = make_float2(mean, top);
     }
@@ -384,7 +362,7 @@ __device__ __forceinline__ void finish(const Decoding& p, const Shared<Core>& s,
   }
 }
 
-template <class Core> __device__ __forceinline__ void decode(const Decoding& p, const Block& here) {
+template <class Core> __device__ __forceinline__ void decode(const DecodingParams& p, const Block& here) {
   constexpr int N = Core::LANE, WARPS = Core::WARPS;
   extern __shared__ uint4 memory[];
   allow_next();
@@ -410,7 +388,7 @@ template <class Core> __device__ __forceinline__ void decode(const Decoding& p, 
     if (real) wait_previous();
     const uint32_t now = real ? read_position(p.position + here.z) : *s.position;
     float x[N];
-    read_row(p, at, head_dim, real ? warp : HEADS + 2, x);
+    read_row(p, at, head_dim, real ? warp : MAX_HEADS + 2, x);
     if (now != position) {
       position = now;
       work = Work(p, here, position, Core::KEYS);
@@ -432,7 +410,7 @@ template <class Core> __device__ __forceinline__ void decode(const Decoding& p, 
     part.leads = here.x == work.active - 1;
     part.block = here;
     for (int job = warp; job < at.heads + (part.leads ? 2 : 0); job += WARPS) {
-      if (job != warp) read_row(p, at, head_dim, real ? job : HEADS + 2, x);
+      if (job != warp) read_row(p, at, head_dim, real ? job : MAX_HEADS + 2, x);
       place_row(p, s, at, head_dim, job, x);
     }
     __syncthreads();
@@ -442,8 +420,8 @@ template <class Core> __device__ __forceinline__ void decode(const Decoding& p, 
     for (uint32_t tile = first; tile < tiles; tile += stride)
       core.step(keys, work.start, tile, tile + stride, tiles, s.queries, s.q, at.heads);
     if (first < tiles)
-      core.finish(s.sums + warp * at.heads * s.stride, s.stride, s.tops + warp * HEADS,
-                  s.weights + warp * HEADS, at.heads, head_dim);
+      core.finish(s.sums + warp * at.heads * s.stride, s.stride, s.tops + warp * MAX_HEADS,
+                  s.weights + warp * MAX_HEADS, at.heads, head_dim);
     __syncthreads();
     finish(p, s, at, part, head_dim, position);
     if (!real) __syncthreads();

@@ -19,14 +19,13 @@
 //   8 bits   bytes j % 2 and 2 + j % 2 of word j / 2 of the block, two's complement
 #pragma once
 
+#include "abi/formats.cuh"
 #include "common.cuh"
 
 namespace fused {
 
 // As the host numbers them.
 constexpr int SYMMETRIC = 0, AFFINE = 1, SUPER = 2, SUPER_SYMMETRIC = 3;
-
-constexpr uint32_t BLOCK = 32, GROUP = 4;  // values of a block, blocks of a group
 
 __host__ __device__ constexpr uint32_t groups_of(uint32_t k) { return (k + GROUP * BLOCK - 1) / (GROUP * BLOCK); }
 

@@ -16,35 +16,6 @@
 
 namespace fused {
 
-// One of up to three weights of the same k, side by side in the output.
-struct Matrix {
-  const void* data;
-  const void* second;  // a second matrix, for formats that have one
-  uint32_t first;      // its first row among all rows; past them for a weight that is not there
-  uint32_t border;     // values of k that the second has not
-};
-
-struct Gemv {
-  Matrix weights[3];
-  Prologue prologue;
-  Epilogue epilogue;
-  uint32_t m;         // rows of x, at most the kernel's M
-  uint32_t k;
-  uint32_t rows;      // of all weights
-  uint32_t width;     // outputs: rows, or half of them if one half gates the other
-  union {
-    uint32_t split;   // warps that share a unit: a power of two that divides the block's warps
-    uint32_t slots;   // of a warp's ring in stream.cuh: 4, 6, 8, 10 or 12
-  };
-  union {
-    int weight_dtype;  // of dense weights
-    uint32_t groups;   // of codes: scales of each 128 values of a row
-  };
-};
-
-constexpr int GEMV_THREADS = 256;  // at most
-constexpr int GEMV_WARPS = GEMV_THREADS / WARP;
-
 __device__ __forceinline__ bool gates(const Gemv& p) { return p.epilogue.activation == ACT_SWIGLU; }
 
 // The matrix that has a row, which becomes the row's place in it.
@@ -229,7 +200,7 @@ template <class Core> struct FewRows {
 // What cores have in common whose unit is 16 rows of weights, operand A of a 16-row `mma`: lane 4 g + t
 // has a quarter of rows g and g + 8, and ends up with their sums for row t of x.
 struct SixteenRows {
-  static constexpr int UNIT = 16, VALUES = 2, MAX_M = 4;
+  static constexpr int UNIT = fused::UNIT, VALUES = 2, MAX_M = UNIT_MAX_M;
   using Staged = char;
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }

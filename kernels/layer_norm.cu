@@ -7,20 +7,9 @@
 
 using namespace fused;
 
-struct Params {
-  const void* x;
-  const void* weight;
-  const void* bias;  // null without
-  void* y;
-  uint32_t rows, width;
-  uint32_t warps;  // of one row
-  float eps;
-  int vectors;  // whether all addresses and the width are multiples of 16 bytes
-};
-
-template <typename T, int N> __device__ __forceinline__ void norm_row(const Params& p) {
+template <typename T, int N> __device__ __forceinline__ void norm_row(const LayerNormParams& p) {
   constexpr int K = KEPT<T, N>;
-  __shared__ float scratch[3][MOST_WARPS];
+  __shared__ float scratch[3][MAX_WARPS];
   const RowGroup g(p.warps);
   const uint32_t packs = p.width / N;
   const T* weight = static_cast<const T*>(p.weight);
@@ -76,11 +65,11 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Para
     finish(load<T, N>(in + at * N), at);
 }
 
-template <typename T> __device__ __forceinline__ void layer_norm(const Params& p) {
+template <typename T> __device__ __forceinline__ void layer_norm(const LayerNormParams& p) {
   if (p.vectors)
     norm_row<T, VEC<T>>(p);
   else
     norm_row<T, 1>(p);
 }
 
-FUSED_ENTRIES(layer_norm, MOST_WARPS * WARP, layer_norm)
+FUSED_ENTRIES(layer_norm, MAX_WARPS * WARP, LayerNormParams, layer_norm)

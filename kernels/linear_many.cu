@@ -4,17 +4,6 @@
 
 using namespace fused;
 
-struct Params {
-  const float* sums;  // [m, rows]
-  Epilogue epilogue;
-  uint32_t m;
-  uint32_t rows;
-  uint32_t width;     // rows, or half of them if one half gates the other
-  int vectors;        // whether width is a multiple of 4 and all addresses fit 4 elements
-};
-
-constexpr int THREADS = 256;
-
 template <int N> __device__ __forceinline__ void read_sums(const float* from, float (&v)[N]) {
   if constexpr (N == 4) {
     const float4 part = *reinterpret_cast<const float4*>(from);
@@ -30,7 +19,7 @@ template <typename T, int N> __device__ __forceinline__ void add(const void* fro
   for (int j = 0; j < N; ++j) v[j] += to_float(other.v[j]);
 }
 
-template <typename T, int N> __device__ __forceinline__ void finish_some(const Params& p, uint32_t m, uint32_t column) {
+template <typename T, int N> __device__ __forceinline__ void finish_some(const FinishParams& p, uint32_t m, uint32_t column) {
   const Epilogue& e = p.epilogue;
   const float* sums = p.sums + uint64_t(m) * p.rows + column;
   float y[N];
@@ -57,11 +46,11 @@ template <typename T, int N> __device__ __forceinline__ void finish_some(const P
   store(static_cast<T*>(e.out) + at, out);
 }
 
-template <typename T> __device__ __forceinline__ void finish(const Params& p) {
+template <typename T> __device__ __forceinline__ void finish(const FinishParams& p) {
   allow_next();
   wait_previous();
   const uint32_t step = p.vectors ? 4 : 1;
-  const uint32_t column = (blockIdx.x * THREADS + threadIdx.x) * step;
+  const uint32_t column = (blockIdx.x * FINISH_THREADS + threadIdx.x) * step;
   if (column >= p.width) return;
   for (uint32_t m = blockIdx.y; m < p.m; m += gridDim.y) {
     if (p.vectors) {
@@ -72,25 +61,19 @@ template <typename T> __device__ __forceinline__ void finish(const Params& p) {
   }
 }
 
-FUSED_ENTRIES(linear_finish, THREADS, finish)
+FUSED_ENTRIES(linear_finish, FINISH_THREADS, FinishParams, finish)
 
-struct Widen {
-  const void* from;
-  float* to;
-  uint64_t count;
-};
-
-template <typename T> __device__ __forceinline__ void widen(const Widen& p) {
+template <typename T> __device__ __forceinline__ void widen(const WidenParams& p) {
   allow_next();
   wait_previous();
-  const uint64_t step = gridDim.x * uint64_t(THREADS);
-  for (uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x; i < p.count; i += step)
+  const uint64_t step = gridDim.x * uint64_t(FINISH_THREADS);
+  for (uint64_t i = blockIdx.x * uint64_t(FINISH_THREADS) + threadIdx.x; i < p.count; i += step)
     p.to[i] = to_float(static_cast<const T*>(p.from)[i]);
 }
 
-#define WIDEN(SUFFIX, TYPE)                                                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS) linear_widen_##SUFFIX(const __grid_constant__ Widen p) { \
-    widen<TYPE>(p);                                                                                  \
+#define WIDEN(SUFFIX, TYPE)                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(FINISH_THREADS) linear_widen_##SUFFIX(const __grid_constant__ WidenParams p) { \
+    widen<TYPE>(p);                                                                                                           \
   }
 WIDEN(f16, __half)
 WIDEN(bf16, __nv_bfloat16)

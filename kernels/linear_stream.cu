@@ -4,14 +4,9 @@
 
 using namespace fused;
 
-struct Streamed {
-  Gemv product;
-  Fetch fetch;
-};
-
-#define STREAM(NAME, TYPE, PAIR)                                                                           \
-  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2) NAME(const __grid_constant__ Streamed p) { \
-    stream<TYPE, PAIR>(p.product, blockIdx.x, gridDim.x, false, p.fetch);                                  \
+#define STREAM(NAME, TYPE, PAIR)                                                                               \
+  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2) NAME(const __grid_constant__ StreamParams p) { \
+    stream<TYPE, PAIR>(p.product, p.second, blockIdx.x, gridDim.x, false, p.fetch);                            \
   }
 
 STREAM(linear_stream_f16, __half, false)

@@ -3,20 +3,10 @@
 // are the ones it has to read anyway.
 #pragma once
 
+#include "abi/linear.cuh"
 #include "dtype.cuh"
 
 namespace fused {
-
-constexpr int NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2;
-
-struct Prologue {
-  const void* x;       // [m, k]
-  const void* weight;  // [k], null without a norm
-  const void* bias;    // [k] or null; layer norm only
-  float eps;
-  int norm;
-  int dtype;  // of x and of the norm's weight and bias
-};
 
 // Elements from one staged row to the next.
 template <typename S> __device__ __forceinline__ uint32_t staged_pitch(uint32_t k) {

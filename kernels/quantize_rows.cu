@@ -11,15 +11,6 @@
 
 using namespace fused;
 
-struct Params {
-  Prologue prologue;
-  int8_t* codes;  // [rows, pitch], with zeros past the width
-  float* scales;  // [rows]
-  uint32_t rows, width, pitch;
-  uint32_t warps;  // of one row
-  int vectors;     // whether all addresses and the width are multiples of 16 bytes
-};
-
 template <int N> __device__ __forceinline__ void store_codes(int8_t* to, const Codes<N>& codes) {
   if constexpr (N % 4 == 0) {
     store(reinterpret_cast<uint32_t*>(to), code_words(codes));
@@ -44,10 +35,10 @@ __device__ __forceinline__ uint32_t row_max(const RowGroup& g, uint32_t v, uint3
   return over_warp(lane < g.threads / WARP ? scratch[lane] : 0);
 }
 
-template <typename T, int N> __device__ __forceinline__ void quantize_row(const Params& p) {
+template <typename T, int N> __device__ __forceinline__ void quantize_row(const QuantizeRowsParams& p) {
   constexpr int K = KEPT<T, N>;
-  __shared__ float scratch[3][MOST_WARPS];
-  __shared__ uint32_t most_scratch[MOST_WARPS];
+  __shared__ float scratch[3][MAX_WARPS];
+  __shared__ uint32_t most_scratch[MAX_WARPS];
   const RowGroup g(p.warps);
   const uint32_t packs = p.width / N;
   const T* weight = static_cast<const T*>(p.prologue.weight);
@@ -120,11 +111,11 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
   for (uint32_t at = p.width + g.thread; at < p.pitch; at += g.threads) codes[at] = 0;
 }
 
-template <typename T> __device__ __forceinline__ void quantize(const Params& p) {
+template <typename T> __device__ __forceinline__ void quantize(const QuantizeRowsParams& p) {
   if (p.vectors)
     quantize_row<T, VEC<T>>(p);
   else
     quantize_row<T, 1>(p);
 }
 
-FUSED_ENTRIES(quantize_rows, MOST_WARPS * WARP, quantize)
+FUSED_ENTRIES(quantize_rows, MAX_WARPS * WARP, QuantizeRowsParams, quantize)

@@ -3,16 +3,6 @@
 
 using namespace fused;
 
-struct Params {
-  const uint8_t* blocks;
-  char* out;
-  uint64_t rows;
-  uint32_t blocks_of_row;  // of 32 values
-  int unused;
-};
-
-constexpr int THREADS = 256;
-
 __device__ __forceinline__ uint32_t word16(const uint8_t* p) { return p[0] | uint32_t(p[1]) << 8; }
 
 __device__ __forceinline__ uint32_t nibble(uint32_t byte, bool high) { return high ? byte >> 4 : byte & 15; }
@@ -60,11 +50,11 @@ template <int BITS, int SCALING> struct Source {
 };
 
 // A thread writes what a lane has of a group.
-template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Params& p) {
+template <int BITS, int SCALING> __device__ __forceinline__ void repack(const RepackParams& p) {
   using To = Blocks<BITS, SCALING>;
   using From = Source<BITS, SCALING>;
   wait_previous();
-  const uint64_t i = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
+  const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t groups = groups_of(p.blocks_of_row * BLOCK);
   const uint64_t row = i / (GROUP * groups);
   if (row >= p.rows) return;
@@ -115,8 +105,8 @@ template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Pa
 }
 
 #define REPACK(NAME, BITS, SCALING)                                            \
-  extern "C" __global__ void __launch_bounds__(THREADS)                        \
-      repack_##NAME(const __grid_constant__ Params p) {                        \
+  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)                        \
+      repack_##NAME(const __grid_constant__ RepackParams p) {                        \
     repack<BITS, SCALING>(p);                                                  \
   }
 

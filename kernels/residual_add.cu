@@ -1,32 +1,22 @@
 // y = x + a, or (x + a) + b, each sum rounded to the element type.
+#include "abi/pointwise.cuh"
 #include "common.cuh"
 
 using namespace fused;
-
-struct Params {
-  const void* x;
-  const void* a;
-  const void* b;  // null without a second residual
-  void* y;
-  uint64_t count;
-  int vectors;  // whether all addresses are multiples of 16
-};
-
-constexpr int THREADS = 256;
 
 template <typename T> __device__ __forceinline__ T sum(T x, T a, T b, bool second) {
   const T first = from_float<T>(to_float(x) + to_float(a));
   return second ? from_float<T>(to_float(first) + to_float(b)) : first;
 }
 
-template <typename T> __device__ __forceinline__ void residual_add(const Params& p) {
+template <typename T> __device__ __forceinline__ void residual_add(const ResidualAddParams& p) {
   constexpr int N = VEC<T>;
   const T* x = static_cast<const T*>(p.x);
   const T* a = static_cast<const T*>(p.a);
   const T* b = static_cast<const T*>(p.b);
   T* y = static_cast<T*>(p.y);
-  const uint64_t first = blockIdx.x * uint64_t(THREADS) + threadIdx.x;
-  const uint64_t step = gridDim.x * uint64_t(THREADS);
+  const uint64_t first = blockIdx.x * uint64_t(RESIDUAL_ADD_THREADS) + threadIdx.x;
+  const uint64_t step = gridDim.x * uint64_t(RESIDUAL_ADD_THREADS);
   const uint64_t packs = p.vectors ? p.count / N : 0;
   allow_next();
   wait_previous();
@@ -44,4 +34,4 @@ template <typename T> __device__ __forceinline__ void residual_add(const Params&
     y[i] = sum(x[i], a[i], b ? b[i] : x[i], b != nullptr);
 }
 
-FUSED_ENTRIES(residual_add, THREADS, residual_add)
+FUSED_ENTRIES(residual_add, RESIDUAL_ADD_THREADS, ResidualAddParams, residual_add)

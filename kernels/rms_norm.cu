@@ -8,21 +8,9 @@
 
 using namespace fused;
 
-struct Params {
-  const void* x;
-  const void* residual;  // null without
-  const void* weight;
-  void* sum;  // with a residual; may be x or the residual itself
-  void* y;
-  uint32_t rows, width;
-  uint32_t warps;  // of one row
-  float eps;
-  int vectors;  // whether all addresses and the width are multiples of 16 bytes
-};
-
-template <typename T, int N> __device__ __forceinline__ void norm_row(const Params& p) {
+template <typename T, int N> __device__ __forceinline__ void norm_row(const RmsNormParams& p) {
   constexpr int K = KEPT<T, N>;
-  __shared__ float scratch[MOST_WARPS];
+  __shared__ float scratch[MAX_WARPS];
   const RowGroup g(p.warps);
   const uint32_t packs = p.width / N;
   const T* weight = static_cast<const T*>(p.weight);
@@ -87,11 +75,11 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Para
     finish(load<T, N>(again + at * N), at);
 }
 
-template <typename T> __device__ __forceinline__ void rms_norm(const Params& p) {
+template <typename T> __device__ __forceinline__ void rms_norm(const RmsNormParams& p) {
   if (p.vectors)
     norm_row<T, VEC<T>>(p);
   else
     norm_row<T, 1>(p);
 }
 
-FUSED_ENTRIES(rms_norm, MOST_WARPS * WARP, rms_norm)
+FUSED_ENTRIES(rms_norm, MAX_WARPS * WARP, RmsNormParams, rms_norm)

@@ -6,34 +6,10 @@
 // (a, b) -> (a cos - b sin, b cos + a sin) in f32, rounded once; a norm's result is rounded to the
 // element type first, as rms_norm's is. A few lanes own a head: each turns packs of pairs whose
 // cosines lie side by side. Bytes moved: x once, y, k and v once.
+#include "abi/pointwise.cuh"
 #include "common.cuh"
 
 using namespace fused;
-
-struct Params {
-  const void* x;
-  void* y;
-  void* k;
-  void* v;
-  const void* cos;  // [positions, pairs]
-  const void* sin;
-  const void* q_norm;  // [D] each, or null
-  const void* k_norm;
-  const uint32_t* at;  // added to position and slot; null for nothing
-  uint64_t x_batch, x_token, x_head;  // strides in elements
-  uint64_t y_batch, y_token, y_head;
-  uint32_t position, positions, slot, slots;
-  uint32_t rows;  // heads of all tokens: B T (heads + 2 kv_heads)
-  uint32_t tokens, heads, kv_heads, dim, pairs;
-  uint32_t at_step;  // between sequences: 0 if one position holds for all
-  uint32_t lanes;    // of one head, a power of two
-  float eps;
-  int32_t table, cache;  // element types: 0 f32, 1 f16, 2 bf16
-  int32_t interleaved;   // pairs (2i, 2i + 1) instead of (i, i + pairs)
-  int32_t vectors;       // whether 16-byte accesses fit
-};
-
-constexpr int THREADS = 128;
 
 // N neighbours, in pieces of 16 bytes at most.
 template <typename T, int N> __device__ __forceinline__ void widen(const void* table, uint64_t at, float (&out)[N]) {
@@ -98,7 +74,7 @@ template <typename O, int N> __device__ __forceinline__ void write(O* y, const f
 
 // Turns the first `pairs` pairs of the head and copies the rest.
 template <int N, typename T, typename O>
-__device__ __forceinline__ void turn(const Params& p, const Head<T>& head, uint32_t position,
+__device__ __forceinline__ void turn(const RopeParams& p, const Head<T>& head, uint32_t position,
                                      uint32_t pairs, O* y) {
   const uint32_t turns = pairs / N, all = turns + (p.dim - 2 * pairs) / N;
   for (uint32_t u = head.lane; u < all; u += head.lanes) {
@@ -140,17 +116,17 @@ __device__ __forceinline__ void turn(const Params& p, const Head<T>& head, uint3
 
 // Keys or values of one head into their slot, in the cache's type.
 template <bool VECTORS, typename T, typename C>
-__device__ __forceinline__ void append(const Params& p, Head<T> head, uint32_t position,
+__device__ __forceinline__ void append(const RopeParams& p, Head<T> head, uint32_t position,
                                        uint32_t pairs, uint64_t at, void* cache) {
   constexpr int N = !VECTORS ? 1 : VEC<T> < VEC<C> ? VEC<T> : VEC<C>;
   if (head.weight) head.template normalise<N>(p.dim, p.eps);
   turn<N>(p, head, position, pairs, static_cast<C*>(cache) + at);
 }
 
-template <typename T, bool VECTORS> __device__ __forceinline__ void rope_head(const Params& p) {
+template <typename T, bool VECTORS> __device__ __forceinline__ void rope_head(const RopeParams& p) {
   allow_next();
   wait_previous();
-  const uint32_t row = blockIdx.x * (THREADS / p.lanes) + threadIdx.x / p.lanes;
+  const uint32_t row = blockIdx.x * (ROPE_THREADS / p.lanes) + threadIdx.x / p.lanes;
   if (row >= p.rows) return;
   const uint32_t heads = p.heads + 2 * p.kv_heads;
   const uint32_t h = row % heads, token = row / heads % p.tokens, batch = row / heads / p.tokens;
@@ -184,11 +160,11 @@ template <typename T, bool VECTORS> __device__ __forceinline__ void rope_head(co
     append<VECTORS, T, __nv_bfloat16>(p, head, position, pairs, at, cache);
 }
 
-template <typename T> __device__ __forceinline__ void rope(const Params& p) {
+template <typename T> __device__ __forceinline__ void rope(const RopeParams& p) {
   if (p.vectors)
     rope_head<T, true>(p);
   else
     rope_head<T, false>(p);
 }
 
-FUSED_ENTRIES(rope, THREADS, rope)
+FUSED_ENTRIES(rope, ROPE_THREADS, RopeParams, rope)

@@ -5,16 +5,13 @@
 // likely from the L2 cache.
 #pragma once
 
+#include "abi/pointwise.cuh"
 #include "common.cuh"
 
 namespace fused {
 
-// Warps of a block whose rows have one warp each.
-constexpr int ROWS = 4;
-constexpr int MOST_WARPS = 32;
-
 // Packs of N elements that a thread keeps: 64 bytes in 16-byte packs, fewer one by one.
-template <typename T, int N> constexpr int KEPT = N > 1 ? 4 : 8;
+template <typename T, int N> constexpr int KEPT = N > 1 ? KEPT_PACKS : KEPT_ELEMENTS;
 
 // The threads of one row.
 struct RowGroup {
@@ -23,12 +20,12 @@ struct RowGroup {
 
   __device__ __forceinline__ explicit RowGroup(uint32_t warps) {
     const bool single = warps == 1;
-    row = single ? blockIdx.x * uint64_t(ROWS) + threadIdx.x / WARP : blockIdx.x;
+    row = single ? blockIdx.x * uint64_t(ROWS_OF_BLOCK) + threadIdx.x / WARP : blockIdx.x;
     thread = single ? threadIdx.x % WARP : threadIdx.x;
     threads = warps * WARP;
   }
 
-  // The sum over the row, in each of its threads. `scratch` has MOST_WARPS floats that no other
+  // The sum over the row, in each of its threads. `scratch` has MAX_WARPS floats that no other
   // sum of the kernel uses.
   __device__ __forceinline__ float sum(float v, float* scratch) const {
     v = warp_sum(v);
@@ -49,7 +46,7 @@ struct Spread {
 // taken in a second pass, so that a large common offset costs no precision.
 template <class Each>
 __device__ __forceinline__ Spread spread(const RowGroup& g, uint32_t width, float eps, Each each_value,
-                                         float (&scratch)[3][MOST_WARPS]) {
+                                         float (&scratch)[3][MAX_WARPS]) {
   float sum = 0.f;
   each_value([&](float v) { sum += v; });
   const float rough = g.sum(sum, scratch[0]) / width;

@@ -7,44 +7,14 @@
 //
 // The highest logit is subtracted before the division by the temperature, which then cannot overflow:
 // that of its slice in a block, and what that one lacks to the highest of all where slices meet.
+#include "abi/pointwise.cuh"
 #include "common.cuh"
 
 using namespace fused;
 
-// How one sequence's tokens are chosen; `Settings` of src/ops/sample/mod.rs.
-struct Settings {
-  float inverse_temperature;  // 0 takes the likeliest token
-  float top_p;                // 1 keeps all
-  uint32_t top_k;             // 0 keeps all
-  float penalty;
-  uint32_t last_n;
-  uint32_t seed_low, seed_high;
-  uint32_t sequence;
-};
+constexpr int WARPS = SAMPLE_THREADS / WARP;
 
-struct Params {
-  const void* logits;        // [sequences, vocab]
-  const Settings* settings;  // [sequences]
-  uint32_t* token;           // [sequences]
-  uint32_t* position;        // [sequences], of the token before; counted up
-  uint32_t* history;         // [sequences, history_slots]: token p at p % history_slots, or null
-  uint32_t* step;            // [sequences], counted up, or null
-  unsigned long long* mailbox;  // host: [mail_slots, sequences], step + 1 above the token, or null
-  float* scores;             // [sequences, vocab], logits behind the penalty, needed by top-k and top-p
-  float4* partial;           // [sequences, blocks]: the highest logit, the best score, the bits of its token
-  uint32_t* arrived;         // [sequences], zero between launches
-  uint32_t vocab;
-  uint32_t slice;  // logits of a block
-  uint32_t history_slots;
-  uint32_t mail_slots;
-  int dtype;  // of the logits: 0 f32, 1 f16, 2 bf16
-};
-
-constexpr int THREADS = 1024;
-constexpr int WARPS = THREADS / WARP;
-constexpr uint32_t NONE = 0xffffffffu;  // no logit is a number
-
-__device__ __forceinline__ float logit(const Params& p, uint64_t i) {
+__device__ __forceinline__ float logit(const SampleParams& p, uint64_t i) {
   switch (p.dtype) {
     case 0: return static_cast<const float*>(p.logits)[i];
     case 1: return to_float(static_cast<const __half*>(p.logits)[i]);
@@ -67,7 +37,7 @@ __device__ uint32_t philox(uint4 counter, uint2 key) {
 
 // A standard Gumbel variate for one token of one draw: -ln(-ln(1 - v)), exact where v is small,
 // which is where the winners are.
-__device__ float gumbel(const Settings& s, uint32_t draw, uint32_t token) {
+__device__ float gumbel(const SampleSettings& s, uint32_t draw, uint32_t token) {
   const uint32_t bits = philox(make_uint4(token, draw, s.sequence, 0), make_uint2(s.seed_low, s.seed_high));
   const float v = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
   return -logf(-log1pf(-v));
@@ -143,9 +113,9 @@ struct Scores {
 // Counts the weights of the tokens whose distance is at most `limit` and begins with `prefix`, by
 // the digit of their distance at `shift`: one each, or their probability in fixed point.
 __device__ void tally(const Scores& scores, uint32_t limit, bool count, uint32_t prefix, int shift, Bins& bins) {
-  for (int i = threadIdx.x; i < BINS; i += THREADS) bins.low[i] = bins.high[i] = 0;
+  for (int i = threadIdx.x; i < BINS; i += SAMPLE_THREADS) bins.low[i] = bins.high[i] = 0;
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < scores.vocab; i += THREADS) {
+  for (uint32_t i = threadIdx.x; i < scores.vocab; i += SAMPLE_THREADS) {
     const float score = scores[i];
     const uint32_t d = distance(score);
     const bool inside = shift + DIGIT >= 32 || (d >> (shift + DIGIT)) == (prefix >> (shift + DIGIT));
@@ -180,7 +150,7 @@ __device__ uint32_t select(const Scores& scores, uint32_t limit, bool count, dou
     if (lane == WARP - 1) bins.warps[warp] = until;
     __syncthreads();
     for (int i = 0; i < warp; ++i) until += bins.warps[i];
-    if (shift == 2 * DIGIT && threadIdx.x == THREADS - 1) {
+    if (shift == 2 * DIGIT && threadIdx.x == SAMPLE_THREADS - 1) {
       bins.found = UINT32_MAX;  // stays if nothing has any weight: all are kept
       const double wanted = ceil(count ? amount : amount * double(until));
       bins.target = max(1ull, min(until, static_cast<unsigned long long>(wanted)));
@@ -200,14 +170,14 @@ __device__ uint32_t select(const Scores& scores, uint32_t limit, bool count, dou
 }
 
 // The draw among the tokens that top-k and top-p keep, in the first warp.
-__device__ Best restricted(const Params& p, const Settings& s, uint32_t b, uint32_t draw, float top,
+__device__ Best restricted(const SampleParams& p, const SampleSettings& s, uint32_t b, uint32_t draw, float top,
                            Bins& bins, Best* scratch) {
   const Scores scores = {p.scores + uint64_t(b) * p.vocab, p.vocab, top, s.inverse_temperature};
   uint32_t limit = UINT32_MAX;
   if (s.top_k > 0 && s.top_k < p.vocab) limit = select(scores, limit, true, s.top_k, bins);
   if (s.top_p < 1.f) limit = min(limit, select(scores, limit, false, s.top_p, bins));
-  Best best = {-INFINITY, NONE};
-  for (uint32_t i = threadIdx.x; i < p.vocab; i += THREADS) {
+  Best best = {-INFINITY, NO_TOKEN};
+  for (uint32_t i = threadIdx.x; i < p.vocab; i += SAMPLE_THREADS) {
     const float score = scores[i];
     if (distance(score) <= limit) best = better(best, {score + gumbel(s, draw, i), i});
   }
@@ -215,7 +185,7 @@ __device__ Best restricted(const Params& p, const Settings& s, uint32_t b, uint3
 }
 
 // What the next step finds: the token at `position`, and the host's copy of it if there is a `step` to count.
-__device__ void leave(const Params& p, uint32_t b, uint32_t token, uint32_t position, uint32_t step) {
+__device__ void leave(const SampleParams& p, uint32_t b, uint32_t token, uint32_t position, uint32_t step) {
   p.token[b] = token;
   p.position[b] = position;
   if (p.history) p.history[uint64_t(b) * p.history_slots + position % p.history_slots] = token;
@@ -230,7 +200,7 @@ __device__ void leave(const Params& p, uint32_t b, uint32_t token, uint32_t posi
 // The first warp: leaves its block's best and the highest logit that its score is measured from, and
 // whether this was the last block to do so. Then `best` becomes that of all blocks, measured from the
 // highest logit of all where there is a temperature.
-__device__ bool gather(const Params& p, uint32_t b, float top, float inverse_temperature, Best& best) {
+__device__ bool gather(const SampleParams& p, uint32_t b, float top, float inverse_temperature, Best& best) {
   const uint32_t lane = threadIdx.x;
   float4* partial = p.partial + uint64_t(b) * gridDim.x;
   bool last = false;
@@ -248,7 +218,7 @@ __device__ bool gather(const Params& p, uint32_t b, float top, float inverse_tem
     for (uint32_t i = lane; i < gridDim.x; i += WARP) top = fmaxf(top, __ldcg(partial + i).x);
     top = warp_max(top);
   }
-  best = {-INFINITY, NONE};
+  best = {-INFINITY, NO_TOKEN};
   for (uint32_t i = lane; i < gridDim.x; i += WARP) {
     const float4 one = __ldcg(partial + i);
     const float lacking = inverse_temperature != 0.f ? below(one.x, top, inverse_temperature) : 0.f;
@@ -259,7 +229,7 @@ __device__ bool gather(const Params& p, uint32_t b, float top, float inverse_tem
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid_constant__ SampleParams p) {
   extern __shared__ float slice[];
   __shared__ Best scratch[WARPS];
   __shared__ Bins bins;
@@ -268,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
   const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
   const uint32_t end = min(begin + p.slice, p.vocab);
   allow_next();
-  const Settings s = p.settings[b];
+  const SampleSettings s = p.settings[b];
   const bool greedy = s.inverse_temperature == 0.f;
   const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
   const bool penalised = p.history && s.penalty != 1.f;
@@ -277,12 +247,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
   wait_previous();
   const uint32_t draw = p.position[b] + 1, step = p.step ? p.step[b] : 0;
   if (penalised || drawn) {
-    for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) slice[i - begin] = logit(p, row + i);
+    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) slice[i - begin] = logit(p, row + i);
     __syncthreads();
   }
   if (penalised) {
     const uint32_t known = min(min(s.last_n, p.history_slots), draw);
-    for (uint32_t i = threadIdx.x; i < known; i += THREADS) {
+    for (uint32_t i = threadIdx.x; i < known; i += SAMPLE_THREADS) {
       const uint32_t t = p.history[uint64_t(b) * p.history_slots + (draw - 1 - i) % p.history_slots];
       // From the logit itself, so that a token seen twice is penalised once.
       if (t >= begin && t < end) {
@@ -292,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
     }
     __syncthreads();
   }
-  Best best = {-INFINITY, NONE};
-  for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) {
+  Best best = {-INFINITY, NO_TOKEN};
+  for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) {
     const float score = penalised || drawn ? slice[i - begin] : logit(p, row + i);
     if (!all) p.scores[row + i] = score;
     best = better(best, {score, i});
@@ -304,8 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
     if (threadIdx.x == 0) found = best;
     __syncthreads();
     top = found.score;
-    best = {-INFINITY, NONE};
-    for (uint32_t i = begin + threadIdx.x; i < end; i += THREADS) {
+    best = {-INFINITY, NO_TOKEN};
+    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) {
       best = better(best, {below(slice[i - begin], top, s.inverse_temperature) + gumbel(s, draw, i), i});
     }
     best = block_best(best, scratch);
@@ -317,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
     __syncthreads();
     if (!last) return;
     // Nothing is drawn where no logit is a number.
-    if (found.token != NONE) best = restricted(p, s, b, draw, found.score, bins, scratch);
+    if (found.token != NO_TOKEN) best = restricted(p, s, b, draw, found.score, bins, scratch);
   }
   if (gathered && threadIdx.x == 0) leave(p, b, best.token, draw, step);
 }

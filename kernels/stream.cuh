@@ -12,9 +12,6 @@
 
 namespace fused {
 
-constexpr int STREAM_STEP = 256;                  // values of a row that a warp takes at once
-constexpr int STREAM_SLOT = 2 * STREAM_STEP * 2;  // bytes of two rows
-constexpr int STREAM_PACKS = 8;                   // 16 bytes of x, that a thread has at once
 constexpr int STREAM_AHEAD = 2;                   // of the norm's weight and bias, before the wait
 // Slots that are asked for before the wait, where x is normed behind it: x is not to stand in line behind all
 // of them, or what they hold is waiting when the sums of x are still being taken.
@@ -40,14 +37,7 @@ __device__ __forceinline__ void wait_oldest(uint32_t slots) {
   }
 }
 
-// Keys and values that the next kernel of a chain reads, all but those of the newest token. They are fetched
-// into the L2 cache, where they do not stand in line with the weights.
-struct Fetch {
-  const char *k, *v;         // [planes][plane]
-  const uint32_t* position;  // null: nothing is fetched
-  uint32_t planes, plane, row;  // how many, and the bytes of each and of a token
-};
-
+// What is fetched does not stand in line with the weights.
 constexpr uint32_t FETCH_LINE = 128, FETCH_MOST = 1 << 17;  // bytes, lines
 
 __device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position) {
@@ -60,9 +50,10 @@ __device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position) {
   }
 }
 
-// PAIR: a second matrix goes on where rows of the first end, see Matrix.
+// PAIR: a second matrix goes on where rows of the first end.
 template <typename T, bool PAIR> struct Stream {
   const Gemv& p;
+  const Second& second;
   uint32_t outputs;       // of a unit: two, or one of which it has the gate and what is gated
   uint32_t first, units;  // of the block
   uint32_t steps, share;  // of a unit, of a warp
@@ -76,8 +67,9 @@ template <typename T, bool PAIR> struct Stream {
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
-  __device__ Stream(const Gemv& p, uint32_t block, uint32_t blocks, char* memory, float (*rest)[2])
-      : p(p), outputs(gates(p) ? 1 : 2), rest(rest), policy(evict_first()) {
+  __device__ Stream(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, char* memory,
+                    float (*rest)[2])
+      : p(p), second(second), outputs(gates(p) ? 1 : 2), rest(rest), policy(evict_first()) {
     const uint32_t all = (p.width + outputs - 1) / outputs;
     first = uint64_t(all) * block / blocks;
     units = uint64_t(all) * (block + 1) / blocks - first;
@@ -103,10 +95,10 @@ template <typename T, bool PAIR> struct Stream {
       // Past the last row the last is read again and not written.
       uint32_t row = outputs == 1 ? unit + r * p.width : min(2 * unit + r, p.width - 1);
       const Matrix& matrix = matrix_of(p, row);
-      const uint64_t k = PAIR ? matrix.border : p.k;
+      const uint64_t k = PAIR ? second.border : p.k;
       a.rows[r] = static_cast<const char*>(matrix.data) + row * k * sizeof(T);
       if constexpr (PAIR)
-        a.others[r] = static_cast<const char*>(matrix.second) + (row * (p.k - k) - int64_t(k)) * int64_t(sizeof(T));
+        a.others[r] = static_cast<const char*>(second.data) + (row * (p.k - k) - int64_t(k)) * int64_t(sizeof(T));
     }
   }
 
@@ -117,7 +109,7 @@ template <typename T, bool PAIR> struct Stream {
       if (at < p.k) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const char* row = PAIR && at >= p.weights[0].border ? a.others[r] : a.rows[r];
+          const char* row = PAIR && at >= second.border ? a.others[r] : a.rows[r];
           copy_async(slot + r * (STREAM_SLOT / 2), row + at * sizeof(T), policy);
         }
       }
@@ -312,11 +304,12 @@ template <typename T, bool PAIR> struct Stream {
 // The body of a kernel, or of those of its blocks that share the product. Turing has no asynchronous copies,
 // and the host asks it for none of this.
 template <typename T, bool PAIR>
-__device__ __forceinline__ void stream(const Gemv& p, uint32_t block, uint32_t blocks, bool ready, const Fetch& fetch) {
+__device__ __forceinline__ void stream(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, bool ready,
+                                       const Fetch& fetch) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];
-  Stream<T, PAIR>(p, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready, fetch);
+  Stream<T, PAIR>(p, second, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready, fetch);
 #endif
 }
 

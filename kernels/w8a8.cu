@@ -7,11 +7,7 @@
 
 using namespace fused;
 
-struct Params {
-  Product product;
-};
-
-constexpr int ROWS = 128, COLUMNS = 128, BLOCK_K = 64;
+constexpr int ROWS = W8A8_ROWS, COLUMNS = 128, BLOCK_K = 64;
 constexpr int THREADS = 256;
 constexpr int STAGES = 3;
 constexpr int TILE_BYTES = ROWS * BLOCK_K, STAGE_BYTES = 2 * TILE_BYTES;
@@ -44,12 +40,12 @@ struct Loader {
   bool has_x[2], has_w[2];
   uint32_t to[2], k, limit;
 
-  __device__ __forceinline__ Loader(const Product& p, const Place& place) : k(threadIdx.x % 4 * 16), limit(p.k) {
+  __device__ __forceinline__ Loader(const W8A8Product& p, const Place& place) : k(threadIdx.x % 4 * 16), limit(p.k) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // 64 rows of x, and the `i`-th piece of W.
       const uint32_t line = threadIdx.x / 4, m = place.m_tile * ROWS + 64 * i + line;
-      const Weights& weights = p.weights[place.part[i]];
+      const W8A8Weights& weights = p.weights[place.part[i]];
       const uint32_t row = place.row[i] + line;
       has_x[i] = m < p.m, has_w[i] = row < weights.rows;
       x[i] = p.x + uint64_t(has_x[i] ? m : 0) * p.k + k;
@@ -120,7 +116,7 @@ __device__ __forceinline__ void trade(const int (&from)[4][2], int (&to)[8]) {
 
 // Outputs of row m in 32 columns from `offset` on in both pieces; a quad has a row.
 template <int N>
-__device__ __forceinline__ void finish(const Product& p, const Place& place, const Columns<N>& columns, uint32_t m,
+__device__ __forceinline__ void finish(const W8A8Product& p, const Place& place, const Columns<N>& columns, uint32_t m,
                                        float x_scale, uint32_t offset, const int (&picked)[2][4][2]) {
   int first[8], second[8];
   trade(picked[0], first);
@@ -139,9 +135,8 @@ __device__ __forceinline__ void finish(const Product& p, const Place& place, con
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) w8a8_mma(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) w8a8_mma(const __grid_constant__ W8A8Product p) {
   __shared__ __align__(128) char shared[STAGES * STAGE_BYTES];
-  const Product& p = params.product;
   allow_next();
   wait_previous();
   const Place place = Place::of<COLUMNS>(p, blockIdx.x);

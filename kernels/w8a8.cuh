@@ -11,31 +11,7 @@
 
 namespace fused {
 
-// One of up to three weights of the same k, side by side in the output.
-struct Weights {
-  const int8_t* codes;  // [rows, k], as Int8 of codes.cuh lays them out
-  const float* scales;  // [rows]
-  uint32_t rows;
-  uint32_t column;      // its first among the outputs
-  uint32_t tile;        // its first; past them for a weight that is not there
-};
-
-// Rows of all weights, and the epilogue's rows, are multiples of 8 and begin at 16 bytes.
-struct Product {
-  const int8_t* x;        // [m, k]
-  const float* x_scales;  // [m]
-  Weights weights[3];
-  Epilogue epilogue;
-  uint32_t m;
-  uint32_t k;             // a multiple of 16: zeros have been added
-  uint32_t width;         // outputs
-  uint32_t m_tiles, n_tiles;
-  uint32_t section;       // tiles of m that are taken together
-  uint32_t gated_part;    // where gates multiply: whose rows those are, and the first of them
-  uint32_t gated_row;
-};
-
-__device__ __forceinline__ bool gates(const Product& p) { return p.epilogue.activation == ACT_SWIGLU; }
+__device__ __forceinline__ bool gates(const W8A8Product& p) { return p.epilogue.activation == ACT_SWIGLU; }
 
 // A tile of outputs: N rows of W meet ROWS rows of x.
 struct Place {
@@ -46,7 +22,7 @@ struct Place {
 
   // The `index`-th: sections one after the other, in each all tiles of m for one of n, so that the
   // weights are read once and x stays in the L2 cache.
-  template <int N> __device__ __forceinline__ static Place of(const Product& p, uint32_t index) {
+  template <int N> __device__ __forceinline__ static Place of(const W8A8Product& p, uint32_t index) {
     Place place;
     const uint32_t first = index / (p.section * p.n_tiles) * p.section;
     const uint32_t height = min(p.section, p.m_tiles - first);
@@ -54,7 +30,7 @@ struct Place {
     place.m_tile = first + index % height;
     const uint32_t tile = index / height;
     const uint32_t part = (tile >= p.weights[1].tile) + (tile >= p.weights[2].tile);
-    const Weights& w = p.weights[part];
+    const W8A8Weights& w = p.weights[part];
     const uint32_t row = (tile - w.tile) * (gates(p) ? N / 2 : N);
     place.part[0] = part, place.row[0] = row, place.column[0] = w.column + row;
     if (gates(p)) {
@@ -83,7 +59,7 @@ template <int N> struct Columns {
   };
 
   // Read long before it is wanted.
-  static __device__ __forceinline__ One read(const Product& p, const Place& place, uint32_t column) {
+  static __device__ __forceinline__ One read(const W8A8Product& p, const Place& place, uint32_t column) {
     const uint32_t piece = column / (N / 2), offset = column % (N / 2);
     One one = {0.f, 0.f};
     if (place.row[0] + (gates(p) ? offset : column) >= place.limit) return one;

@@ -17,18 +17,11 @@
 
 namespace fused {
 
-constexpr int BLOCK_K = 128, MOST_STAGES = 12;
+constexpr int BLOCK_K = W8A8_BLOCK_K, MOST_STAGES = W8A8_DIRECT_MAX_STAGES;
 constexpr int ASKED = 4;  // a barrier; behind those of w8a8_direct_sm90.cu
 // Values of x of which a lane makes codes at once: stores to other blocks take as long for 8 bytes as for 16.
 constexpr int PACK = 16;
 constexpr int PART = 2 * BLOCK_K;  // values of a row of x that are counted together
-
-struct DirectParams {
-  TensorMap weights[3];  // tiles of half a team's rows
-  Product product;       // without x and its scales
-  const void* x;         // [m, k] of f16 or bf16
-  uint32_t stages;       // of W in shared memory
-};
 
 // Between what threads have written to shared memory, or waited for, and what the tensor cores read there.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -48,7 +41,7 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
 // Where two teams have rows of their own (HALVES), they make int8 of those of the first themselves before they
 // multiply, and MAKERS that of the second's.
 template <int ROWS_, int TEAMS, int BESIDE_, int N_, int MAKERS_, bool ASKS_, int CLUSTER_, int LANES_, int PACKS_,
-          bool WHOLE_, int EARLY_ = 0>
+          bool WHOLE_, int EARLY_>
 struct Form {
   static constexpr int ROWS = ROWS_, BESIDE = BESIDE_, N = N_, MAKERS = MAKERS_, CLUSTER = CLUSTER_;
   static constexpr int LANES = LANES_, PACKS = PACKS_;
@@ -80,12 +73,12 @@ template <class F> struct Operands {
   };
   static_assert(sizeof(Fixed) <= 4096);  // FIXED of w8a8_direct.rs
 
-  const DirectParams& p;
-  const Product& product;
+  const W8A8DirectParams& p;
+  const W8A8Product& product;
   Fixed& fixed;
   const uint32_t room, steps, rank;
 
-  __device__ __forceinline__ Operands(const DirectParams& p, Fixed& fixed, uint32_t room)
+  __device__ __forceinline__ Operands(const W8A8DirectParams& p, Fixed& fixed, uint32_t room)
       : p(p), product(p.product), fixed(fixed), room(room), steps((p.product.k + BLOCK_K - 1) / BLOCK_K),
         rank(rank_in_cluster()) {}
 

@@ -217,7 +217,7 @@ template <class F, class Of> __device__ __forceinline__ void consume(const Of& b
     blocks.write_rows(here, team, sums);
 }
 
-template <class F, class Of> __device__ __forceinline__ void direct(const DirectParams& p) {
+template <class F, class Of> __device__ __forceinline__ void direct(const W8A8DirectParams& p) {
   extern __shared__ char shared[];
   __shared__ typename Of::Fixed fixed;
   // At the same address in all blocks of a cluster, since they are alike.
@@ -236,17 +236,17 @@ template <class F, class Of> __device__ __forceinline__ void direct(const Direct
   }
 }
 
-#define DIRECT(NAME, OF, ...)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(Form<__VA_ARGS__>::THREADS, 1)                                      \
-      w8a8_direct_##NAME(const __grid_constant__ DirectParams p) {                                                 \
-    direct<Form<__VA_ARGS__>, OF<Form<__VA_ARGS__>>>(p);                                                           \
+// Rows of x that are no whole warpgroup's are the second operand.
+#define DIRECT(ROWS, COLUMNS, TEAMS, BESIDE, MAKERS, ASKS, CLUSTER, LANES, PACKS, WHOLE, EARLY) \
+  DIRECT_FORM(ROWS##x##COLUMNS##_##CLUSTER, ROWS % 64,                                          \
+              Form<ROWS, TEAMS, BESIDE, COLUMNS / BESIDE, MAKERS, ASKS, CLUSTER, LANES, PACKS, WHOLE, EARLY>)
+#define DIRECT_FORM(NAME, REST, ...)                                                             \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__::THREADS, 1)                          \
+      w8a8_direct_##NAME(const __grid_constant__ W8A8DirectParams p) {                           \
+    using Of = std::conditional_t<REST == 0, RowsFirst<__VA_ARGS__>, WeightsFirst<__VA_ARGS__>>; \
+    direct<__VA_ARGS__, Of>(p);                                                                  \
   }
 
-DIRECT(64x64_4, RowsFirst, 64, 1, 1, 64, 8, false, 4, 16, 3, true)
-DIRECT(64x128_4, RowsFirst, 64, 2, 2, 64, 8, false, 4, 16, 3, false, 2)
-DIRECT(128x192_2, RowsFirst, 128, 2, 1, 192, 8, true, 2, 8, 5, true)
-DIRECT(48x64_3, WeightsFirst, 48, 1, 1, 64, 8, false, 3, 32, 3, true)
-DIRECT(64x144_2, RowsFirst, 64, 1, 1, 144, 11, false, 2, 32, 3, false)
-DIRECT(64x192_3, RowsFirst, 64, 2, 2, 96, 11, false, 3, 32, 3, false)
+FUSED_W8A8_DIRECT(DIRECT)
 
 #endif

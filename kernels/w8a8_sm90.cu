@@ -18,13 +18,7 @@
 
 using namespace fused;
 
-struct Params {
-  TensorMap x;
-  TensorMap weights[3];
-  Product product;
-};
-
-constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, BLOCK_K = 128;
+constexpr int ROWS = W8A8_ROWS, CONSUMERS = ROWS / 64, BLOCK_K = W8A8_BLOCK_K;
 constexpr int X_BYTES = ROWS * BLOCK_K;
 
 // Of both pieces, two times 2 columns 8 apart, each in rows m and m + 8: [piece][2 columns + row][2].
@@ -35,7 +29,7 @@ template <class Apply> __device__ __forceinline__ void each(Pairs& y, Apply appl
   for (int i = 0; i < 16; ++i) y[i / 8][i / 2 % 4][i % 2] = apply(y[i / 8][i / 2 % 4][i % 2]);
 }
 
-__device__ __forceinline__ void activate_pairs(const Product& p, Pairs& y) {
+__device__ __forceinline__ void activate_pairs(const W8A8Product& p, Pairs& y) {
   switch (p.epilogue.activation) {
     case ACT_SWIGLU:
 #pragma unroll
@@ -56,7 +50,7 @@ __device__ __forceinline__ void activate_pairs(const Product& p, Pairs& y) {
 // Calls `take` with the number of each pair that is outputs, and with its element as it lies in outputs
 // and residuals; the first is in row m and in this column of its piece.
 template <int N, class Take>
-__device__ __forceinline__ void each_pair(const Product& p, const Place& place, uint32_t m, uint32_t column,
+__device__ __forceinline__ void each_pair(const W8A8Product& p, const Place& place, uint32_t m, uint32_t column,
                                           Take take) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -67,7 +61,7 @@ __device__ __forceinline__ void each_pair(const Product& p, const Place& place, 
 }
 
 template <int N>
-__device__ __forceinline__ void add_residuals(const Product& p, const Place& place, uint32_t m, uint32_t column,
+__device__ __forceinline__ void add_residuals(const W8A8Product& p, const Place& place, uint32_t m, uint32_t column,
                                               Pairs& y) {
   const Epilogue& e = p.epilogue;
 #pragma unroll
@@ -102,15 +96,13 @@ template <int N, int CLUSTER> struct Tiles {
   static constexpr int THREADS = N == 128 ? 640 : 384;
   // Then, of a thread.
   static constexpr int PRODUCER = 24, CONSUMER = N == 128 ? 128 : 240;
-  // Columns whose outputs a warp stages at a time, and bytes from one row of them to the next: words that
-  // are written together meet no bank twice.
-  static constexpr int STAGED = 64, PITCH = 2 * STAGED + 16;
+  static constexpr int STAGED = W8A8_STAGED, PITCH = W8A8_STAGED_PITCH;
 
-  const Params& p;
-  const Product& product;
+  const W8A8Sm90Params& p;
+  const W8A8Product& product;
   const uint32_t room, barriers;  // in shared memory
 
-  __device__ __forceinline__ Tiles(const Params& p, uint32_t room, uint32_t barriers)
+  __device__ __forceinline__ Tiles(const W8A8Sm90Params& p, uint32_t room, uint32_t barriers)
       : p(p), product(p.product), room(room), barriers(barriers) {}
 
   // The barriers of a block, 8 bytes each.
@@ -321,7 +313,7 @@ template <int N, int CLUSTER> struct Tiles {
   }
 };
 
-template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const Params& p) {
+template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const W8A8Sm90Params& p) {
   using Of = Tiles<N, CLUSTER>;
   extern __shared__ char shared[];
   __shared__ __align__(8) uint64_t barriers[2 * Of::STAGES];
@@ -353,14 +345,13 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const Params&
   if constexpr (CLUSTER > 1) cluster_sync();
 }
 
-#define W8A8(N, CLUSTER)                                                                                  \
-  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1)                            \
-      w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ Params p) {                                       \
-    w8a8<N, CLUSTER>(p);                                                                                  \
+#define W8A8(N, CLUSTER, IN_FLIGHT)                                           \
+  static_assert(Tiles<N, CLUSTER>::STAGES == IN_FLIGHT);                      \
+  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1) \
+      w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ W8A8Sm90Params p) {   \
+    w8a8<N, CLUSTER>(p);                                                      \
   }
 
-W8A8(128, 1)
-W8A8(128, 2)
-W8A8(256, 2)
+FUSED_W8A8_SM90(W8A8)
 
 #endif

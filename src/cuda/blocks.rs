@@ -1,6 +1,10 @@
 //! Quantized matrices on a GPU: GGUF blocks, and codes of our own schemes.
 
-use super::codes::{self, CodeLayout, CodesAt, THREADS, ValuesOf, line, values};
+use super::abi::{
+    BLOCK, DequantizeParams, DequantizeSource, FORMAT_THREADS, GROUP, MAX_SOURCES, NarrowParams,
+    RepackParams,
+};
+use super::codes::{self, CodeLayout, CodesAt, ValuesOf, line, values};
 use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
 use crate::quant::{BlockFormat, Codes, Format};
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
@@ -11,7 +15,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Storag
 const OP: &str = "quant_linear";
 
 /// Values of a group, of which rows of a [`BlockMatrix`] have whole ones.
-const GROUP: usize = 128;
+const GROUP_VALUES: usize = GROUP * BLOCK;
 
 /// In the order of [`BlockFormat::DTYPES`], by which `FormatIndex` of `kernels/formats.cuh` goes too.
 static REPACK: Module = Module::new(
@@ -45,9 +49,6 @@ static DEQUANTIZE: Module = Module::new(
 /// The first `narrow` kernel.
 const NARROW: usize = 3;
 
-/// Matrices that one launch dequantizes.
-const MOST_SOURCES: usize = 8;
-
 /// A quantized matrix, rows x cols, in a GPU's memory: GGUF blocks or the codes of a
 /// [`Scheme`](crate::quant::Scheme), in their precision and about their size, in the order in which
 /// tensor cores take them (`kernels/formats.cuh`, `kernels/codes.cuh`).
@@ -77,49 +78,6 @@ impl std::fmt::Debug for BlockMatrix {
             self.cols
         )
     }
-}
-
-/// `Params` of `kernels/repack.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RepackParams {
-    blocks: Address,
-    out: Address,
-    rows: u64,
-    blocks_of_row: u32,
-    unused: i32,
-}
-
-/// `Source` of `kernels/dequantize.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Source {
-    data: Address,
-    first: u64,
-    blocks_of_row: u32,
-    format: i32,
-}
-
-/// `Params` of `kernels/dequantize.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DequantizeParams {
-    sources: [Source; MOST_SOURCES],
-    out: Address,
-    total: u64,
-}
-
-/// `Narrow` of `kernels/dequantize.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct NarrowParams {
-    x: Address,
-    weight: Address,
-    out: Address,
-    width: u32,
-    eps: f32,
-    out_dtype: i32,
-    vectors: i32,
 }
 
 impl BlockMatrix {
@@ -190,7 +148,7 @@ impl BlockMatrix {
         device: &Device,
     ) -> Result<Self> {
         let cuda = cuda_device(device)?;
-        let groups = cols.div_ceil(GROUP);
+        let groups = cols.div_ceil(GROUP_VALUES);
         let (Ok(_), Some(bytes)) = (
             u32::try_from(cols.max(rows)),
             rows.checked_mul(pitch(&format, groups)),
@@ -203,11 +161,10 @@ impl BlockMatrix {
             blocks,
             out: at,
             rows: rows as u64,
-            blocks_of_row: (cols / 32) as u32,
-            unused: 0,
+            blocks_of_row: (cols / BLOCK) as u32,
         };
         let grid = line(rows * groups * 4)?;
-        // SAFETY: the layout is `Params` of the kernel, which writes rows of this pitch.
+        // SAFETY: the kernel takes `RepackParams` and writes rows of this pitch.
         unsafe { Launcher::new(cuda)?.run(&REPACK, format_index(format.dtype), grid, &params)? };
         Ok(Self {
             stored: Stored::Blocks(format),
@@ -299,7 +256,7 @@ pub(crate) unsafe fn dequantize(
 ) -> Result<()> {
     let mut out = out;
     for alike in matrices.chunk_by(|a, b| a.codes().is_none() && b.codes().is_none()) {
-        for some in alike.chunks(MOST_SOURCES) {
+        for some in alike.chunks(MAX_SOURCES) {
             // SAFETY: the caller's.
             unsafe {
                 match (some, some[0].codes()) {
@@ -326,7 +283,7 @@ pub(crate) unsafe fn dequantize(
     Ok(())
 }
 
-/// The same for at most [`MOST_SOURCES`] matrices of blocks.
+/// The same for at most [`MAX_SOURCES`] matrices of blocks.
 ///
 /// # Safety
 /// As [`dequantize`].
@@ -337,18 +294,18 @@ unsafe fn dequantize_blocks(
     dtype: DType,
 ) -> Result<()> {
     let mut params = DequantizeParams {
-        sources: [Source {
+        sources: [DequantizeSource {
             data: 0,
             first: u64::MAX,
             blocks_of_row: 1,
             format: 0,
-        }; MOST_SOURCES],
+        }; MAX_SOURCES],
         out,
         total: 0,
     };
     for (source, matrix) in params.sources.iter_mut().zip(matrices) {
-        let blocks_of_row = matrix.cols / 32;
-        *source = Source {
+        let blocks_of_row = matrix.cols / BLOCK;
+        *source = DequantizeSource {
             data: matrix.at,
             first: params.total,
             blocks_of_row: blocks_of_row as u32,
@@ -356,11 +313,11 @@ unsafe fn dequantize_blocks(
         };
         params.total += (matrix.rows * blocks_of_row) as u64;
     }
-    let values = 32 * params.total as usize;
+    let values = BLOCK * params.total as usize;
     let read: usize = matrices.iter().map(|m| m.size_in_bytes()).sum();
     // Four threads for a block.
     let grid = line(values / 8)?;
-    // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
+    // SAFETY: the kernel takes `DequantizeParams`; the rest is the caller's.
     unsafe {
         launcher
             .moving((read + values * dtype.size_in_bytes()) as u64)
@@ -399,9 +356,9 @@ pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
         out_dtype: dtype_index(at.out_dtype) as i32,
         vectors: (at.x.is_multiple_of(aligned) && weight.is_multiple_of(aligned)).into(),
     };
-    let grid = Grid::line(at.rows as u32, THREADS as u32);
+    let grid = Grid::line(at.rows as u32, FORMAT_THREADS as u32);
     let bytes = at.rows * at.width * (at.dtype.size_in_bytes() + 2);
-    // SAFETY: the layout is `Narrow` of the kernel; the rest is the caller's.
+    // SAFETY: the kernel takes `NarrowParams`; the rest is the caller's.
     unsafe {
         launcher.moving(bytes as u64).run(
             &DEQUANTIZE,
@@ -439,7 +396,7 @@ fn pitch(format: &BlockFormat, groups: usize) -> usize {
 /// Bytes that a matrix of rows x cols takes in a GPU's memory.
 pub(crate) fn stored_bytes(format: Format, rows: usize, cols: usize) -> usize {
     match format {
-        Format::Block(format) => rows * pitch(&format, cols.div_ceil(GROUP)),
+        Format::Block(format) => rows * pitch(&format, cols.div_ceil(GROUP_VALUES)),
         Format::Scheme(scheme) => CodeLayout::of(scheme, rows, cols).bytes(),
     }
 }

@@ -1,5 +1,8 @@
 //! INT8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/codes.cuh`.
 
+use super::abi::{
+    CodeMatrix, CodeValuesParams, FORMAT_THREADS, OCTET, PackCodesParams, QUARTERS, STEP,
+};
 use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
 use crate::quant::{Codes, Scheme};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
@@ -7,9 +10,6 @@ use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
 use half::f16;
 
 const OP: &str = "quant_linear";
-
-/// Threads of a block that packs or converts.
-pub(super) const THREADS: usize = 256;
 
 static MODULE: Module = Module::new(
     "codes",
@@ -27,11 +27,6 @@ static MODULE: Module = Module::new(
 /// The first `values` kernel.
 const VALUES: usize = 3;
 
-/// Values of a step, rows that are taken together, and the lanes of a row.
-const STEP: usize = 128;
-const OCTET: usize = 8;
-const QUARTERS: usize = 4;
-
 /// Scales begin at a multiple of this many bytes.
 const ALIGNMENT: usize = 256;
 
@@ -48,40 +43,6 @@ pub(crate) struct CodesAt {
     pub zeros: Address,
     /// Scales of each 128 values of a row; 0 if a row has one.
     pub groups: usize,
-}
-
-/// `CodeMatrix` of the kernels.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CodeMatrix {
-    codes: Address,
-    scales: Address,
-    zeros: Address,
-}
-
-/// `Packing` of `kernels/codes.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct PackingParams {
-    codes: Address,
-    out: Address,
-    rows: u64,
-    k: u32,
-    unused: i32,
-}
-
-/// `Params` of `kernels/codes.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ValuesParams {
-    matrix: CodeMatrix,
-    ids: Address,
-    out: Address,
-    count: u64,
-    rows: u32,
-    k: u32,
-    format: i32,
-    unused: i32,
 }
 
 /// How a scheme's matrix lies in memory.
@@ -193,19 +154,18 @@ impl CodeLayout {
             let raw = device.clone_htod(chunk)?;
             let (from, _guard) = raw.device_ptr(raw.stream());
             let (threads, bytes) = self.packing(rows);
-            let params = PackingParams {
+            let params = PackCodesParams {
                 codes: from,
                 out,
                 rows: rows as u64,
                 k: self.cols as u32,
-                unused: 0,
             };
             let kernel = match self.scheme {
                 Scheme::Int8 => 0,
                 Scheme::Int4 { .. } => 1,
                 Scheme::Ternary { .. } => 2,
             };
-            // SAFETY: the layout is `Packing` of the kernel, which writes the rows' part of the codes; the
+            // SAFETY: the kernel takes `PackCodesParams` and writes the rows' part of the codes; the
             // plain codes are freed in the order of the stream.
             unsafe { launcher.run(&MODULE, kernel, line(threads)?, &params)? };
             out += (threads * bytes) as Address;
@@ -295,7 +255,7 @@ pub(crate) struct ValuesOf {
 /// Each address holds what its field says, until the stream has passed this; `out` is aligned to 16
 /// bytes.
 pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
-    let params = ValuesParams {
+    let params = CodeValuesParams {
         matrix: CodeMatrix {
             codes: at.matrix.codes,
             scales: at.matrix.scales,
@@ -307,12 +267,11 @@ pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
         rows: u32::try_from(at.rows).map_err(Error::wrap)?,
         k: u32::try_from(at.cols).map_err(Error::wrap)?,
         format: at.format as i32,
-        unused: 0,
     };
     // Eight values for a thread.
     let grid = line(at.count * at.cols.div_ceil(8))?;
     let bytes = at.count * at.cols * (1 + at.dtype.size_in_bytes());
-    // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
+    // SAFETY: the kernel takes `CodeValuesParams`; the rest is the caller's.
     unsafe {
         launcher
             .moving(bytes as u64)
@@ -322,8 +281,8 @@ pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
 
 /// Blocks along x for so many threads.
 pub(super) fn line(threads: usize) -> Result<Grid> {
-    match u32::try_from(threads.div_ceil(THREADS)) {
-        Ok(blocks) => Ok(Grid::line(blocks, THREADS as u32)),
+    match u32::try_from(threads.div_ceil(FORMAT_THREADS)) {
+        Ok(blocks) => Ok(Grid::line(blocks, FORMAT_THREADS as u32)),
         Err(_) => bail!("{OP}: {threads} blocks are past what a GPU takes at once"),
     }
 }

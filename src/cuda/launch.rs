@@ -154,6 +154,17 @@ impl Launcher {
             );
         }
         let function = module.kernel(self.gpu, index)?;
+        let shared = u64::from(function.static_shared) + u64::from(grid.shared);
+        if shared > self.gpu.shared.into() {
+            bail!(
+                "cuda: kernel `{}` with {} bytes of static and {} of dynamic shared memory, expected at \
+                 most {} in all on this GPU",
+                module.names(index).1,
+                function.static_shared,
+                grid.shared,
+                self.gpu.shared
+            );
+        }
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
             pad: [0; 4],
@@ -198,7 +209,7 @@ impl Launcher {
             let result = unsafe {
                 sys::cuLaunchKernelEx(
                     &config,
-                    function,
+                    function.handle,
                     arguments.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )

@@ -1,5 +1,6 @@
 //! Fatbins and their kernels, loaded once per GPU.
 
+use super::abi;
 use super::gpu::{Gpu, MAX_GPUS};
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUfunction, CUfunction_attribute_enum as attribute, CUresult,
@@ -17,9 +18,13 @@ macro_rules! fatbin {
 }
 pub(crate) use fatbin;
 
-/// A kernel's address in the driver. The module it belongs to is never unloaded.
+/// A kernel in the driver. The module it belongs to is never unloaded.
 #[derive(Clone, Copy, Debug)]
-struct Function(CUfunction);
+pub(crate) struct Function {
+    pub handle: CUfunction,
+    /// Bytes of shared memory that a block has besides what a launch gives it.
+    pub static_shared: u32,
+}
 
 // SAFETY: a handle that the driver lets any thread use.
 unsafe impl Send for Function {}
@@ -69,7 +74,7 @@ impl Module {
     ///
     /// # Errors
     /// If the driver does not take the fatbin, with the reason.
-    pub fn kernel(&self, gpu: &Gpu, index: usize) -> Result<CUfunction> {
+    pub fn kernel(&self, gpu: &Gpu, index: usize) -> Result<Function> {
         let slot = &self.loaded[gpu.ordinal];
         let functions = match slot.get() {
             Some(functions) => functions,
@@ -78,7 +83,7 @@ impl Module {
                 slot.get_or_init(|| functions)
             }
         };
-        Ok(functions[index].0)
+        Ok(functions[index])
     }
 
     /// The stem, and the name of the kernel at `index`.
@@ -90,7 +95,7 @@ impl Module {
     /// one where the GPU is newer than all that was built for.
     pub fn built_for(&self, gpu: &Gpu, index: usize) -> Result<u32> {
         use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as attribute;
-        let function = self.kernel(gpu, index)?;
+        let function = self.kernel(gpu, index)?.handle;
         // SAFETY: the function belongs to a loaded module, which is never unloaded.
         let version = unsafe {
             result::function::get_function_attribute(
@@ -100,6 +105,13 @@ impl Module {
         }
         .map_err(candle_core::Error::wrap)?;
         Ok(u32::try_from(version).unwrap_or(0))
+    }
+
+    /// The names of all kernels, and the bytes of static shared memory that a block of each has.
+    #[cfg(test)]
+    pub fn static_shared(&self, gpu: &Gpu) -> Result<Vec<(&'static str, u32)>> {
+        let of = |index| Ok((self.kernels[index], self.kernel(gpu, index)?.static_shared));
+        (0..self.kernels.len()).map(of).collect()
     }
 
     fn load(&self, gpu: &Gpu) -> Result<Box<[Function]>> {
@@ -119,11 +131,14 @@ impl Module {
                     Ok(function) => function,
                     Err(e) => bail!("cuda: kernel `{name}` of kernels/{}.cu: {e}", self.stem),
                 };
-                allow_shared(gpu, function)?;
+                let static_shared = allow_shared(gpu, function)?;
                 if self.all_shared {
                     prefer_shared(function)?;
                 }
-                Ok(Function(function))
+                Ok(Function {
+                    handle: function,
+                    static_shared,
+                })
             })
             .collect()
     }
@@ -158,14 +173,14 @@ impl Module {
 /// The place of f32, f16 or bf16 among a module's kernels for each of them.
 pub(crate) fn dtype_index(dtype: DType) -> usize {
     match dtype {
-        DType::F32 => 0,
-        DType::F16 => 1,
-        _ => 2,
+        DType::F32 => abi::F32,
+        DType::F16 => abi::F16,
+        _ => abi::BF16,
     }
 }
 
-/// Lets a kernel have all the dynamic shared memory that its static part leaves.
-fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<()> {
+/// Lets a kernel have all the dynamic shared memory that its static part leaves; gives the bytes of that.
+fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<u32> {
     // SAFETY: the function belongs to a loaded module.
     let fixed = unsafe {
         result::function::get_function_attribute(
@@ -180,7 +195,8 @@ fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<()> {
         function,
         attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
         room,
-    )
+    )?;
+    Ok(u32::try_from(fixed).unwrap_or(0))
 }
 
 /// Makes all of the cache (100 %) shared memory while the kernel runs.

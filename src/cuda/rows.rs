@@ -1,12 +1,8 @@
 //! How rows are spread over threads: the host's side of `kernels/rows.cuh`.
 
+use super::abi::{KEPT_ELEMENTS, KEPT_PACKS, MAX_WARPS, ROWS_OF_BLOCK, WARP};
 use super::{Address, Grid};
 use candle_core::{DType, Result, bail};
-
-const WARP: usize = 32;
-const MOST_WARPS: usize = 32;
-/// Warps of a block whose rows have one warp each.
-const ROWS: usize = 4;
 
 /// Why 16-byte accesses do not fit, for the trace.
 pub(crate) const PIECES: &str = "rows that are no whole 16-byte pieces";
@@ -37,9 +33,12 @@ impl Rows {
         let size = dtype.size_in_bytes();
         let vectors =
             (width * size).is_multiple_of(16) && addresses.iter().all(|a| a.is_multiple_of(16));
-        // As `KEPT` of the kernels: 16-byte packs, or single elements.
-        let kept = if vectors { 4 * 16 / size } else { 8 };
-        let warps = width.div_ceil(WARP * kept).clamp(1, MOST_WARPS);
+        let kept = if vectors {
+            KEPT_PACKS * 16 / size
+        } else {
+            KEPT_ELEMENTS
+        };
+        let warps = width.div_ceil(WARP * kept).clamp(1, MAX_WARPS);
         match (i32::try_from(rows), u32::try_from(width)) {
             (Ok(rows), Ok(width)) => Ok(Self {
                 rows: rows as u32,
@@ -55,7 +54,10 @@ impl Rows {
     /// One warp for each row, or one block.
     pub fn grid(&self) -> Grid {
         if self.warps == 1 {
-            Grid::line(self.rows.div_ceil(ROWS as u32), (ROWS * WARP) as u32)
+            Grid::line(
+                self.rows.div_ceil(ROWS_OF_BLOCK as u32),
+                (ROWS_OF_BLOCK * WARP) as u32,
+            )
         } else {
             Grid::line(self.rows, self.warps * WARP as u32)
         }

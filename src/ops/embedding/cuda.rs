@@ -1,6 +1,7 @@
 //! The kernels' host side.
 
 use super::{OP, Table};
+use crate::cuda::abi::{BLOCK, EMBEDDING_THREADS, EmbeddingParams};
 use crate::cuda::{
     Address, CodesAt, Grid, Launcher, Module, ValuesOf, address, address_of, alloc, fatbin, values,
 };
@@ -18,21 +19,6 @@ static MODULE: Module = Module::new(
 const BLOCKS: usize = 0;
 const PACKS: usize = 1;
 const ELEMENTS: usize = 2;
-
-const THREADS: usize = 128;
-
-/// `Params` of `kernels/embedding.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    table: Address,
-    ids: Address,
-    out: Address,
-    rows: u32,
-    count: u32,
-    units: u32,
-    format: i32,
-}
 
 /// The format of a quantized table, as the kernels number it.
 #[derive(Clone, Copy, Debug)]
@@ -131,11 +117,11 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
         bytes.is_multiple_of(16) && at.table.is_multiple_of(16) && at.out.is_multiple_of(16);
     // Four threads for a block.
     let (kernel, units, threads) = match at.quantized {
-        Some(_) => (BLOCKS, at.width / 32, at.width / 8),
+        Some(_) => (BLOCKS, at.width / BLOCK, at.width / 8),
         None if packs => (PACKS, bytes / 16, bytes / 16),
         None => (ELEMENTS, bytes / 2, bytes / 2),
     };
-    let params = Params {
+    let params = EmbeddingParams {
         table: at.table,
         ids: at.ids,
         out: at.out,
@@ -149,15 +135,15 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
     };
     let grid = Grid::new(
         [
-            threads.div_ceil(THREADS) as u32,
+            threads.div_ceil(EMBEDDING_THREADS) as u32,
             at.count.min(65535) as u32,
             1,
         ],
-        THREADS as u32,
+        EMBEDDING_THREADS as u32,
         0,
     );
     let launcher = launcher.moving((2 * at.count * bytes) as u64);
-    // SAFETY: the layout is `Params` of the kernel; the rest is the caller's.
+    // SAFETY: the kernel takes `EmbeddingParams`; the rest is the caller's.
     unsafe { launcher.run(&MODULE, kernel, grid, &params) }
 }
 

@@ -1,6 +1,10 @@
 //! The CUDA form: one launch for a whole step of attention.
 
 use super::{OP, Op};
+use crate::cuda::abi::{
+    DECODING_LANES, DECODING_LANES_KEYS, DECODING_MMA, DECODING_MMA_WARPS, DecodingParams,
+    MAX_HEADS, WARP,
+};
 use crate::cuda::{
     Address, Gpu, Grid, Launcher, Module, UNALIGNED, address, address_of, alloc, fatbin,
 };
@@ -39,16 +43,6 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// Head dimensions with tensor-core kernels, and the keys that a warp takes at once.
-const TENSOR: [(usize, usize); 5] = [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
-/// As many in the other kernels.
-const ANY_KEYS: usize = 16;
-/// Warps of a block with tensor cores.
-const TENSOR_WARPS: usize = 8;
-/// The kernels for everything else: the widest head that each takes, its place, and the query heads
-/// that share a block.
-const ANY: [(usize, usize, usize); 3] = [(64, 10, 4), (128, 11, 4), (256, 12, 2)];
-
 /// The widest head whose kernel finds room beside the one in front and has time to rehearse. Wider ones
 /// take most of a multiprocessor's registers, so they begin when the queries are there, and a
 /// rehearsal would only delay them (on an H100 Qwen3-0.6B's step takes 0.87 ms with it and 0.81 without,
@@ -57,9 +51,6 @@ const REHEARSED: usize = 64;
 
 /// The widest head.
 pub(crate) const MOST_DIM: usize = 256;
-
-/// Query heads that share a block, `HEADS` of `kernels/decoding_cores.cuh`.
-const HEADS: usize = 8;
 
 /// One step of attention on raw addresses; 0 stands for no tensor.
 #[derive(Clone, Copy, Debug)]
@@ -112,38 +103,6 @@ pub(crate) struct StepShape {
     pub cache_dtype: DType,
 }
 
-/// `Decoding` of `kernels/flash_decoding.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    qkv: Address,
-    q_norm: Address,
-    k_norm: Address,
-    cos: Address,
-    sin: Address,
-    k_cache: Address,
-    v_cache: Address,
-    y: Address,
-    partial: Address,
-    counters: Address,
-    position: Address,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    slots: u32,
-    positions: u32,
-    pairs: u32,
-    window: u32,
-    tiles: u32,
-    dtype: i32,
-    cache_dtype: i32,
-    interleaved: i32,
-    rehearse: i32,
-    scale: f32,
-    softcap: f32,
-    eps: f32,
-}
-
 /// How the keys are shared out.
 struct Shares {
     kernel: usize,
@@ -170,10 +129,13 @@ impl StepShape {
             DType::BF16 if gpu.arch >= 80 => 1,
             _ => return Err("no tensor cores for the cache's type"),
         };
-        match TENSOR.iter().position(|(dim, _)| *dim == self.head_dim) {
+        match DECODING_MMA
+            .iter()
+            .position(|form| form.dim == self.head_dim)
+        {
             None => Err("no tensor-core form of this head dimension"),
             Some(_) if !aligned => Err(UNALIGNED),
-            Some(_) if self.shared(TENSOR_WARPS, HEADS, true) > gpu.shared as usize => {
+            Some(_) if self.shared(DECODING_MMA_WARPS, MAX_HEADS, true) > gpu.shared as usize => {
                 Err("too little shared memory for tensor cores")
             }
             Some(i) => Ok((i, half)),
@@ -183,8 +145,11 @@ impl StepShape {
     /// Bytes of shared memory of a block that has up to `most` query heads: `Shared` of the kernel.
     fn shared(&self, warps: usize, most: usize, tensor: bool) -> usize {
         let (d, heads) = (self.head_dim, (self.heads / self.kv_heads).min(most));
-        let floats =
-            (HEADS + 6) * d + HEADS + 2 * warps * HEADS + 2 + warps * heads * (d + d % 2 + 2);
+        let floats = (MAX_HEADS + 6) * d
+            + MAX_HEADS
+            + 2 * warps * MAX_HEADS
+            + 2
+            + warps * heads * (d + d % 2 + 2);
         let queries = if tensor { d / 16 * 512 } else { 0 };
         queries + 4 * floats
     }
@@ -195,13 +160,17 @@ impl StepShape {
         let tensor = self.tensor(gpu, aligned);
         let (kernel, keys, most, warps) = match tensor {
             Ok((i, half)) => {
-                let keys = keys.unwrap_or(TENSOR[i].1);
-                (2 * i + half, keys, HEADS, TENSOR_WARPS)
+                let keys = keys.unwrap_or(DECODING_MMA[i].keys);
+                (2 * i + half, keys, MAX_HEADS, DECODING_MMA_WARPS)
             }
             Err(_) => {
-                let fits = |any: &&(usize, usize, usize)| self.head_dim <= any.0;
-                let (dim, kernel, most) = *ANY.iter().find(fits).unwrap_or(&ANY[2]);
-                (kernel, ANY_KEYS, most, if dim > 128 { 4 } else { 8 })
+                let widest = DECODING_LANES.len() - 1;
+                let mut forms = DECODING_LANES.iter();
+                let place = forms.position(|form| self.head_dim <= form.dim);
+                let place = place.unwrap_or(widest);
+                let form = DECODING_LANES[place];
+                let kernel = 2 * DECODING_MMA.len() + place;
+                (kernel, DECODING_LANES_KEYS, form.heads, form.warps)
             }
         };
         let group = self.heads / self.kv_heads;
@@ -225,8 +194,8 @@ impl StepShape {
     /// Bytes that the blocks of a step leave for the one that ends last.
     pub fn partial_bytes(&self, gpu: &Gpu) -> usize {
         let bytes = |aligned| {
-            let shares = self.shares(gpu, aligned, Some(ANY_KEYS));
-            8 * self.rows(&shares) * shares.blocks * HEADS * self.head_dim
+            let shares = self.shares(gpu, aligned, Some(DECODING_LANES_KEYS));
+            8 * self.rows(&shares) * shares.blocks * MAX_HEADS * self.head_dim
         };
         bytes(true).max(bytes(false))
     }
@@ -245,7 +214,7 @@ impl StepShape {
 /// A step as a kernel takes it.
 struct Prepared {
     shares: Shares,
-    params: Params,
+    params: DecodingParams,
     /// The grid.
     blocks: [u32; 3],
 }
@@ -274,7 +243,7 @@ impl Prepared {
                 "{OP}: {projected} projected values and {slots} slots are past what the kernel takes"
             );
         }
-        let params = Params {
+        let params = DecodingParams {
             qkv: step.qkv,
             q_norm: step.q_norm,
             k_norm: step.k_norm,
@@ -346,8 +315,8 @@ pub(crate) unsafe fn launch(launcher: &Launcher, step: &Step) -> Result<()> {
         params,
         blocks,
     } = Prepared::new(launcher, step, None)?;
-    let grid = Grid::new(blocks, 32 * shares.warps as u32, shares.shared as u32);
-    // SAFETY: the layout is the kernel's `Decoding`; the addresses are the caller's.
+    let grid = Grid::new(blocks, (WARP * shares.warps) as u32, shares.shared as u32);
+    // SAFETY: the kernel takes `DecodingParams`; the addresses are the caller's.
     unsafe { launcher.run(&MODULE, shares.kernel, grid, &params) }
 }
 

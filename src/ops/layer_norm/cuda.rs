@@ -1,6 +1,7 @@
 //! The CUDA form: each row read once, kept in registers and written once.
 
 use super::OP;
+use crate::cuda::abi::LayerNormParams;
 use crate::cuda::{Address, Launcher, Module, Rows, address, address_of, alloc, fatbin};
 use crate::ops::view::{dtype_index, float};
 use crate::trace;
@@ -12,21 +13,6 @@ static MODULE: Module = Module::new(
     fatbin!("layer_norm"),
     &["layer_norm_f32", "layer_norm_f16", "layer_norm_bf16"],
 );
-
-/// `Params` of `kernels/layer_norm.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: Address,
-    weight: Address,
-    bias: Address,
-    y: Address,
-    rows: u32,
-    width: u32,
-    warps: u32,
-    eps: f32,
-    vectors: i32,
-}
 
 /// One call on raw addresses.
 #[derive(Clone, Copy, Debug)]
@@ -59,7 +45,7 @@ impl LayerNormAt {
 pub(crate) unsafe fn launch(launcher: &Launcher, at: &LayerNormAt) -> Result<()> {
     float(OP, "x", at.dtype)?;
     let rows = Rows::new(OP, at.rows, at.width, at.dtype, &at.addresses())?;
-    let params = Params {
+    let params = LayerNormParams {
         x: at.x,
         weight: at.weight,
         bias: at.bias,
@@ -70,7 +56,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &LayerNormAt) -> Result<()>
         eps: at.eps,
         vectors: rows.vectors.into(),
     };
-    // SAFETY: the layout is `Params` of the kernel, the addresses are the caller's.
+    // SAFETY: the kernel takes `LayerNormParams`, the addresses are the caller's.
     unsafe { launcher.run(&MODULE, dtype_index(at.dtype), rows.grid(), &params) }
 }
 

@@ -1,7 +1,8 @@
 //! The CUDA form: one pass, 16 bytes a thread where the addresses allow it.
 
 use super::OP;
-use crate::cuda::{Address, Grid, Launcher, Module, UNALIGNED, address, address_of, alloc, fatbin};
+use crate::cuda::abi::{RESIDUAL_ADD_THREADS, ResidualAddParams};
+use crate::cuda::{Grid, Launcher, Module, UNALIGNED, address, address_of, alloc, fatbin};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -12,20 +13,6 @@ static MODULE: Module = Module::new(
     fatbin!("residual_add"),
     &["residual_add_f32", "residual_add_f16", "residual_add_bf16"],
 );
-
-const THREADS: u32 = 256;
-
-/// `Params` of `kernels/residual_add.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: Address,
-    a: Address,
-    b: Address,
-    y: Address,
-    count: u64,
-    vectors: i32,
-}
 
 pub(super) fn forward(
     residuals: &[&Tensor],
@@ -54,7 +41,7 @@ pub(super) fn forward(
             false => format!("cuda scalar {dtype}: {UNALIGNED}"),
         }
     });
-    let params = Params {
+    let params = ResidualAddParams {
         x: x_at,
         a,
         b,
@@ -68,10 +55,13 @@ pub(super) fn forward(
     } else {
         1
     };
-    let blocks = count.div_ceil(per_thread * THREADS as usize);
+    let blocks = count.div_ceil(per_thread * RESIDUAL_ADD_THREADS);
     // As many blocks as there are packs: a loop in fewer blocks was 4 % slower on an H100.
-    let grid = Grid::line(blocks.min(i32::MAX as usize) as u32, THREADS);
-    // SAFETY: the layout is `Params` of the kernel, and every tensor has `count` elements.
+    let grid = Grid::line(
+        blocks.min(i32::MAX as usize) as u32,
+        RESIDUAL_ADD_THREADS as u32,
+    );
+    // SAFETY: the kernel takes `ResidualAddParams`, and every tensor has `count` elements.
     unsafe { launcher.run(&MODULE, dtype_index(x.dtype()), grid, &params)? };
     Ok((out, layout.shape().clone()))
 }

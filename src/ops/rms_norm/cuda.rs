@@ -1,6 +1,7 @@
 //! The CUDA form: each row read once, kept in registers and written once.
 
 use super::OP;
+use crate::cuda::abi::RmsNormParams;
 use crate::cuda::{Address, Launcher, Module, Rows, address, address_of, alloc, fatbin};
 use crate::ops::view::{dtype_index, float};
 use crate::trace;
@@ -12,22 +13,6 @@ static MODULE: Module = Module::new(
     fatbin!("rms_norm"),
     &["rms_norm_f32", "rms_norm_f16", "rms_norm_bf16"],
 );
-
-/// `Params` of `kernels/rms_norm.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: Address,
-    residual: Address,
-    weight: Address,
-    sum: Address,
-    y: Address,
-    rows: u32,
-    width: u32,
-    warps: u32,
-    eps: f32,
-    vectors: i32,
-}
 
 /// One call on raw addresses.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +47,7 @@ impl RmsNormAt {
 pub(crate) unsafe fn launch(launcher: &Launcher, at: &RmsNormAt) -> Result<()> {
     float(OP, "x", at.dtype)?;
     let rows = Rows::new(OP, at.rows, at.width, at.dtype, &at.addresses())?;
-    let params = Params {
+    let params = RmsNormParams {
         x: at.x,
         residual: at.residual,
         weight: at.weight,
@@ -74,7 +59,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &RmsNormAt) -> Result<()> {
         eps: at.eps,
         vectors: rows.vectors.into(),
     };
-    // SAFETY: the layout is `Params` of the kernel, the addresses are the caller's.
+    // SAFETY: the kernel takes `RmsNormParams`, the addresses are the caller's.
     unsafe { launcher.run(&MODULE, dtype_index(at.dtype), rows.grid(), &params) }
 }
 

@@ -1,6 +1,7 @@
 //! The CUDA form: queries, keys and values of all heads in one launch.
 
 use super::{HeadNorms, OP, RopeAppend, RopeStyle, Rotation};
+use crate::cuda::abi::{ROPE_THREADS, RopeParams, WARP};
 use crate::cuda::{
     Address, Grid, Launcher, Module, PIECES, UNALIGNED, address, address_of, alloc, fatbin,
 };
@@ -14,43 +15,6 @@ static MODULE: Module = Module::new(
     fatbin!("rope"),
     &["rope_f32", "rope_f16", "rope_bf16"],
 );
-
-const THREADS: u32 = 128;
-const WARP: usize = 32;
-
-/// `Params` of `kernels/rope.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: Address,
-    y: Address,
-    k: Address,
-    v: Address,
-    cos: Address,
-    sin: Address,
-    q_norm: Address,
-    k_norm: Address,
-    at: Address,
-    x_strides: [u64; 3],
-    y_strides: [u64; 3],
-    position: u32,
-    positions: u32,
-    slot: u32,
-    slots: u32,
-    rows: u32,
-    tokens: u32,
-    heads: u32,
-    kv_heads: u32,
-    dim: u32,
-    pairs: u32,
-    at_step: u32,
-    lanes: u32,
-    eps: f32,
-    table: i32,
-    cache: i32,
-    interleaved: i32,
-    vectors: i32,
-}
 
 /// One call on raw addresses; 0 stands for what is not there. Offsets and strides are in elements.
 #[derive(Clone, Copy, Debug)]
@@ -111,7 +75,9 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &RopeAt) -> Result<()> {
     let lanes = at.dim.div_ceil(2 * pack).next_power_of_two().min(WARP);
     let rows = at.batch * at.tokens * (at.heads + 2 * at.kv_heads);
     at.record(refusal);
-    let params = Params {
+    let [x_batch, x_token, x_head] = at.x_strides.map(|s| s as u64);
+    let [y_batch, y_token, y_head] = at.y_strides.map(|s| s as u64);
+    let params = RopeParams {
         x: at.x,
         y: at.y,
         k: at.k,
@@ -121,8 +87,12 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &RopeAt) -> Result<()> {
         q_norm: at.q_norm,
         k_norm: at.k_norm,
         at: at.at,
-        x_strides: at.x_strides.map(|s| s as u64),
-        y_strides: at.y_strides.map(|s| s as u64),
+        x_batch,
+        x_token,
+        x_head,
+        y_batch,
+        y_token,
+        y_head,
         position: u32_of("position", at.position)?,
         positions: u32_of("the number of positions", at.positions)?,
         slot: u32_of("slot", at.slot)?,
@@ -141,8 +111,9 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &RopeAt) -> Result<()> {
         interleaved: (at.style == RopeStyle::Interleaved).into(),
         vectors: vectors.into(),
     };
-    let grid = Grid::line(params.rows.div_ceil(THREADS / lanes as u32), THREADS);
-    // SAFETY: the layout is `Params` of the kernel, the addresses are the caller's.
+    let heads = (ROPE_THREADS / lanes) as u32;
+    let grid = Grid::line(params.rows.div_ceil(heads), ROPE_THREADS as u32);
+    // SAFETY: the kernel takes `RopeParams`, the addresses are the caller's.
     unsafe { launcher.run(&MODULE, dtype_index(at.dtype), grid, &params) }
 }
 

@@ -1,7 +1,9 @@
 //! The CUDA form: slices of the logits side by side, put together by the block that ends last.
 
-use super::{OP, Settings};
-use crate::cuda::{Address, Grid, Launcher, Module, address, alloc, fatbin};
+use super::{NONE, OP, Settings};
+pub(crate) use crate::cuda::abi::SampleParams as Step;
+use crate::cuda::abi::{NO_TOKEN, SAMPLE_THREADS, SampleSettings};
+use crate::cuda::{Grid, Launcher, Module, address, alloc, fatbin};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -10,47 +12,14 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 
 static MODULE: Module = Module::new("sample", fatbin!("sample"), &["sample"]);
 
-const THREADS: u32 = 1024;
+const _: () = assert!(NONE == NO_TOKEN);
 
 /// Blocks that share a sequence's logits at most: the last one gathers from all.
 const MOST_BLOCKS: usize = 128;
 
-/// `Params` of `kernels/sample.cu`: where a step finds its logits and leaves its token.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub(crate) struct Step {
-    /// `[sequences, vocab]`
-    pub logits: Address,
-    /// [`Settings`] of each sequence.
-    pub settings: Address,
-    /// u32 `[sequences]`
-    pub token: Address,
-    /// u32 `[sequences]`: the place of the token before, counted up.
-    pub position: Address,
-    /// u32 `[sequences, history_slots]`: token p at `p % history_slots`; may be 0.
-    pub history: Address,
-    /// u32 `[sequences]`, counted up; may be 0.
-    pub step: Address,
-    /// On the host, u64 `[mail_slots, sequences]`: step + 1 above the token; may be 0.
-    pub mailbox: Address,
-    /// f32 `[sequences, vocab]`
-    pub scores: Address,
-    /// u64 `[sequences, partial_words]`, at a multiple of 16 bytes.
-    pub partial: Address,
-    /// u32 `[sequences]`, zero.
-    pub arrived: Address,
-    pub vocab: u32,
-    /// Set by [`launch`].
-    pub slice: u32,
-    pub history_slots: u32,
-    pub mail_slots: u32,
-    /// 0 for f32, 1 for f16, 2 for bf16.
-    pub dtype: i32,
-}
-
 /// Blocks that share the logits of one sequence.
 pub(crate) fn blocks(vocab: usize) -> usize {
-    vocab.div_ceil(THREADS as usize).min(MOST_BLOCKS)
+    vocab.div_ceil(SAMPLE_THREADS).min(MOST_BLOCKS)
 }
 
 /// 8-byte words of `partial` for each sequence.
@@ -65,9 +34,9 @@ pub(crate) fn partial_words(vocab: usize) -> usize {
 pub(crate) unsafe fn launch(launcher: &Launcher, sequences: u32, step: Step) -> Result<()> {
     let blocks = blocks(step.vocab as usize) as u32;
     let slice = step.vocab.div_ceil(blocks);
-    let grid = Grid::new([blocks, sequences, 1], THREADS, slice * 4);
+    let grid = Grid::new([blocks, sequences, 1], SAMPLE_THREADS as u32, slice * 4);
     let params = Step { slice, ..step };
-    // SAFETY: the layout is the kernel's `Params`; the addresses are the caller's.
+    // SAFETY: the kernel takes `SampleParams`; the addresses are the caller's.
     unsafe { launcher.run(&MODULE, 0, grid, &params) }
 }
 
@@ -118,17 +87,19 @@ pub(super) fn forward(
 }
 
 impl Settings {
-    /// The struct as the words of which it is made.
+    /// The words of [`SampleSettings`].
     pub(crate) fn words(&self) -> [u32; 8] {
-        [
-            self.inverse_temperature.to_bits(),
-            self.top_p.to_bits(),
-            self.top_k,
-            self.penalty.to_bits(),
-            self.last_n,
-            self.seed_low,
-            self.seed_high,
-            self.sequence,
-        ]
+        let settings = SampleSettings {
+            inverse_temperature: self.inverse_temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            penalty: self.penalty,
+            last_n: self.last_n,
+            seed_low: self.seed_low,
+            seed_high: self.seed_high,
+            sequence: self.sequence,
+        };
+        // SAFETY: eight fields of 4 bytes and nothing between them; any bits are a u32.
+        unsafe { std::mem::transmute(settings) }
     }
 }

@@ -116,9 +116,8 @@ impl SamplingParams {
     }
 }
 
-/// The same as kernels take it, `Settings` of `kernels/sample.cu`.
+/// The same as it is computed with.
 #[derive(Clone, Copy, Debug)]
-#[repr(C)]
 pub(crate) struct Settings {
     /// 0 takes the likeliest token.
     inverse_temperature: f32,

@@ -1,6 +1,9 @@
 //! `kernels/flash_attention.cu`: tensor cores by `mma.sync`, from sm_75 on.
 
 use super::{Call, Params};
+use crate::cuda::abi::{
+    ATTENTION_MMA, ATTENTION_MMA_MAX_WARPS, ATTENTION_MMA_ROWS, AttentionMma, WARP,
+};
 use crate::cuda::{Gpu, Grid, Launcher, Module, fatbin};
 use candle_core::{DType, Result};
 use std::fmt;
@@ -26,18 +29,11 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// Head dimensions in the order of the kernels' names; the last one not with q in f32.
-const DIMS: [usize; 5] = [64, 80, 96, 128, 256];
-
-/// Rows of a warp, and warps of a block at most.
-const WARP_ROWS: usize = 16;
-const WARPS: usize = 8;
-
 /// The kernel for a call and how it divides the work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Form {
     index: usize,
-    dim: usize,
+    tile: AttentionMma,
     row_warps: usize,
     key_groups: usize,
     stages: usize,
@@ -45,7 +41,11 @@ pub(super) struct Form {
 
 impl fmt::Display for Form {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "d{} {}x{}", self.dim, self.row_warps, self.key_groups)
+        write!(
+            f,
+            "d{} {}x{}",
+            self.tile.dim, self.row_warps, self.key_groups
+        )
     }
 }
 
@@ -53,16 +53,18 @@ impl Form {
     /// The form for the call, or why there is none.
     pub fn of(launcher: &Launcher, call: &Call) -> Result<std::result::Result<Self, &'static str>> {
         let gpu = launcher.gpu;
-        let Some(dim) = DIMS.iter().position(|d| *d == call.dim) else {
+        let forms = ATTENTION_MMA;
+        let Some(place) = forms.iter().position(|form| form.dim == call.dim) else {
             return Ok(Err("no tensor-core form of this head dimension"));
         };
         let first = match (call.q_dtype, call.kv_dtype) {
             (DType::F16, DType::F16) => 0,
-            (DType::BF16, DType::BF16) => DIMS.len(),
-            (DType::F32, DType::F16) if dim + 1 < DIMS.len() => 2 * DIMS.len(),
+            (DType::BF16, DType::BF16) => forms.len(),
+            // The last one is not there with q in f32.
+            (DType::F32, DType::F16) if place + 1 < forms.len() => 2 * forms.len(),
             _ => return Ok(Err("no tensor-core form of these types")),
         };
-        let index = first + dim;
+        let index = first + place;
         // A GPU that is newer than what was built for runs code for an older one.
         let needed = if call.kv_dtype == DType::BF16 { 80 } else { 75 };
         if MODULE.built_for(gpu, index)? < needed {
@@ -75,15 +77,15 @@ impl Form {
         if !whole {
             return Ok(Err("rows that are no whole 16-byte pieces"));
         }
-        Ok(Ok(Self::divided(gpu, call, index)))
+        Ok(Ok(Self::divided(gpu, call, forms[place], index)))
     }
 
     /// Enough blocks to fill the GPU; where there are too few rows for that, small blocks whose
     /// warps share the keys out among them.
-    fn divided(gpu: &Gpu, call: &Call, index: usize) -> Self {
+    fn divided(gpu: &Gpu, call: &Call, tile: AttentionMma, index: usize) -> Self {
         let sms = gpu.sms as usize;
         let blocks = |row_warps: usize| {
-            call.batch * call.kv_heads * call.rows().div_ceil(WARP_ROWS * row_warps)
+            call.batch * call.kv_heads * call.rows().div_ceil(ATTENTION_MMA_ROWS * row_warps)
         };
         // Measured on an H100: key groups pay as long as there are less than three blocks to an SM.
         let (row_warps, key_groups) = if blocks(8) >= 2 * sms {
@@ -92,14 +94,14 @@ impl Form {
             (4, 1)
         } else if 5 * blocks(4) >= 3 * sms {
             (4, 2)
-        } else if call.rows() > WARP_ROWS {
+        } else if call.rows() > ATTENTION_MMA_ROWS {
             (2, 4)
         } else {
             (1, 4)
         };
         let mut form = Self {
             index,
-            dim: call.dim,
+            tile,
             row_warps,
             key_groups,
             stages: 2,
@@ -121,9 +123,9 @@ impl Form {
 
     /// Bytes of one group: its tiles of keys and values, and later what it leaves for the first.
     fn group_bytes(&self) -> usize {
-        let keys = if self.dim <= 128 { 64 } else { 32 };
-        let tiles = self.stages * 2 * keys * (self.dim + 8) * 2;
-        let left = self.row_warps * (self.dim / 8 + 1) * 512;
+        let AttentionMma { dim, keys } = self.tile;
+        let tiles = self.stages * 2 * keys * (dim + 8) * 2;
+        let left = self.row_warps * (dim / 8 + 1) * 512;
         if self.key_groups > 1 {
             tiles.max(left)
         } else {
@@ -132,8 +134,8 @@ impl Form {
     }
 
     fn shared(&self) -> usize {
-        let queries = if self.dim > 128 {
-            WARP_ROWS * (self.dim + 8) * 2
+        let queries = if self.tile.dim > 128 {
+            ATTENTION_MMA_ROWS * (self.tile.dim + 8) * 2
         } else {
             0
         };
@@ -150,11 +152,11 @@ impl Form {
             group_bytes: self.group_bytes() as i32,
             ..call.into()
         };
-        let blocks = call.blocks(call.rows().div_ceil(WARP_ROWS * self.row_warps))?;
+        let blocks = call.blocks(call.rows().div_ceil(ATTENTION_MMA_ROWS * self.row_warps))?;
         let warps = self.row_warps * self.key_groups;
-        debug_assert!(warps <= WARPS);
-        let grid = Grid::new(blocks, 32 * warps as u32, self.shared() as u32);
-        // SAFETY: `Params` is the kernel's parameter; the addresses are the caller's.
+        debug_assert!(warps <= ATTENTION_MMA_MAX_WARPS);
+        let grid = Grid::new(blocks, (WARP * warps) as u32, self.shared() as u32);
+        // SAFETY: the kernel takes `Params`; the addresses are the caller's.
         unsafe { launcher.run(&MODULE, self.index, grid, &params) }
     }
 }

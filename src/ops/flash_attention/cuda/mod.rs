@@ -5,6 +5,7 @@ mod plain;
 mod wgmma;
 
 use super::AttentionParams;
+use crate::cuda::abi::AttentionParams as Params;
 use crate::cuda::{Address, Launcher, address, alloc, cuda_storage};
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -109,38 +110,6 @@ impl Call {
         }
         Ok(())
     }
-}
-
-/// `AttentionParams` of `kernels/flash_attention.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    q: Address,
-    k: Address,
-    v: Address,
-    mask: Address,
-    y: Address,
-    q_strides: [i64; 4],
-    k_strides: [i64; 4],
-    v_strides: [i64; 4],
-    mask_strides: [i64; 4],
-    q_type: i32,
-    kv_type: i32,
-    heads: i32,
-    kv_heads: i32,
-    queries: i32,
-    keys: i32,
-    dim: i32,
-    group: u32,
-    group_magic: u32,
-    scale: f32,
-    softcap: f32,
-    causal: i32,
-    window: i32,
-    row_warps: i32,
-    key_groups: i32,
-    stages: i32,
-    group_bytes: i32,
 }
 
 impl From<&Call> for Params {

@@ -1,7 +1,8 @@
 //! `kernels/flash_attention_sm90.cu`: Hopper's asynchronous tensor cores and bulk copies.
 
 use super::{Call, Operand};
-use crate::cuda::{Address, Grid, Launcher, Module, fatbin};
+use crate::cuda::abi::{ATTENTION_SM90, AttentionSm90, AttentionSm90Params, TensorMap};
+use crate::cuda::{Grid, Launcher, Module, fatbin};
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{DType, Result};
 use std::fmt;
@@ -27,28 +28,7 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// What a kernel is made for, two kernels each, in the order of their names: `Config` in the source.
-#[derive(Clone, Copy, Debug)]
-struct Config {
-    dim: usize,
-    /// Warpgroups of 64 rows.
-    consumers: usize,
-    /// Keys of a tile.
-    keys: usize,
-    /// The warpgroups have the same rows and share the keys out.
-    share: bool,
-}
-
-impl Config {
-    const fn new(dim: usize, consumers: usize, keys: usize, share: bool) -> Self {
-        Self {
-            dim,
-            consumers,
-            keys,
-            share,
-        }
-    }
-
+impl AttentionSm90 {
     fn rows(&self) -> usize {
         64 * if self.share { 1 } else { self.consumers }
     }
@@ -68,48 +48,19 @@ impl Config {
     }
 }
 
-const CONFIGS: [Config; 7] = [
-    Config::new(64, 3, 128, false),
-    Config::new(80, 2, 128, false),
-    Config::new(96, 2, 128, false),
-    Config::new(128, 2, 128, false),
-    Config::new(256, 2, 80, false),
-    Config::new(64, 2, 128, true),
-    Config::new(128, 2, 64, true),
-];
-
 /// Fewer queries than this leave most of a warpgroup's rows empty.
 const MIN_QUERIES: usize = 32;
 
 /// Keys and values that stay in L2 while the rows of their heads go through: half of an H100's.
 const SECTION_BYTES: usize = 24 << 20;
 
-/// `Params` of the kernel.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct Params {
-    q: sys::CUtensorMap,
-    k: sys::CUtensorMap,
-    v: sys::CUtensorMap,
-    y: Address,
-    heads: i32,
-    kv_heads: i32,
-    queries: i32,
-    keys: i32,
-    unit: f32,
-    causal: i32,
-    tiles: i32,
-    columns: i32,
-    section: i32,
-}
-
 /// The kernel for a call, with all it is told.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Form {
     index: usize,
-    config: Config,
+    config: AttentionSm90,
     blocks: usize,
-    params: Params,
+    params: AttentionSm90Params,
 }
 
 impl fmt::Display for Form {
@@ -130,19 +81,19 @@ impl Form {
         }
         let columns = call.batch * call.heads;
         let sms = launcher.gpu.sms as usize;
-        let tiles = |config: &Config| call.queries.div_ceil(config.rows());
+        let tiles = |config: &AttentionSm90| call.queries.div_ceil(config.rows());
         let fits = |share: bool| {
-            let fits = |config: &Config| config.dim == call.dim && config.share == share;
-            CONFIGS.iter().position(fits)
+            let fits = |config: &AttentionSm90| config.dim == call.dim && config.share == share;
+            ATTENTION_SM90.iter().position(fits)
         };
         let Some(mut place) = fits(false) else {
             return Ok(Err("no form of this head dimension for Hopper"));
         };
-        if tiles(&CONFIGS[place]) * columns < sms {
+        if tiles(&ATTENTION_SM90[place]) * columns < sms {
             place = fits(true).unwrap_or(place);
         }
         let (config, index) = (
-            CONFIGS[place],
+            ATTENTION_SM90[place],
             2 * place + usize::from(call.q_dtype == DType::BF16),
         );
         if MODULE.built_for(launcher.gpu, index)? != 90 {
@@ -164,7 +115,7 @@ impl Form {
         let (Some(q), Some(k), Some(v)) = maps else {
             return Ok(Err("strides that the copy engine does not take"));
         };
-        let params = Params {
+        let params = AttentionSm90Params {
             q,
             k,
             v,
@@ -195,7 +146,7 @@ impl Form {
             128 * (self.config.consumers as u32 + 1),
             self.config.shared() as u32,
         );
-        // SAFETY: `Params` is the kernel's parameter; the addresses are the caller's.
+        // SAFETY: the kernel takes `AttentionSm90Params`; the addresses are the caller's.
         unsafe { launcher.run(&MODULE, self.index, grid, &self.params) }
     }
 }
@@ -242,7 +193,7 @@ fn tensor_map(
     [tokens, heads]: [usize; 2],
     rows: usize,
     piece: usize,
-) -> Option<sys::CUtensorMap> {
+) -> Option<TensorMap> {
     let size = call.q_dtype.size_in_bytes();
     let data_type = match call.q_dtype {
         DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -289,5 +240,5 @@ fn tensor_map(
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     };
-    (result == sys::CUresult::CUDA_SUCCESS).then_some(map)
+    (result == sys::CUresult::CUDA_SUCCESS).then_some(TensorMap { opaque: map.opaque })
 }

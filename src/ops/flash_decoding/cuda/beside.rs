@@ -1,6 +1,7 @@
 //! A step of attention beside a product that does not need it, in one launch.
 
-use super::{OP, Params, Prepared, Step};
+use super::{OP, Prepared, Step};
+use crate::cuda::abi::{DECODING_BESIDE, DECODING_BESIDE_KEYS, DecodingBesideParams};
 use crate::cuda::{Grid, Launcher, Module, fatbin};
 use crate::ops::linear::cuda::{Case, Gemv, Operands, gemv_dense_pipelined};
 use candle_core::{DType, Result, bail};
@@ -19,22 +20,6 @@ static MODULE: Module = Module::new(
         "decoding_beside_d128_bf16",
     ],
 );
-
-/// Head dimensions with kernels.
-const DIMS: [usize; 4] = [64, 80, 96, 128];
-
-/// Keys that a warp takes at once.
-const KEYS: usize = 16;
-
-/// `Beside` of `kernels/decoding_beside.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct BesideParams {
-    attention: Params,
-    product: Gemv,
-    blocks: [u32; 3],
-    ready: u32,
-}
 
 /// Attention of one token and a product of one row that reads nothing of it, nor writes what it reads.
 #[derive(Clone, Debug)]
@@ -65,7 +50,9 @@ impl Beside {
             && alike
             && step.is_aligned()
             && shape.sequences == 1
-            && DIMS.contains(&shape.head_dim)
+            && DECODING_BESIDE
+                .iter()
+                .any(|form| form.dim == shape.head_dim)
             && both
                 .spread(Self::blocks(launcher.gpu.sms, u32::MAX))
                 .is_some();
@@ -97,17 +84,19 @@ impl Beside {
             shares,
             params,
             blocks,
-        } = Prepared::new(launcher, &self.step, Some(KEYS))?;
-        let dim = DIMS.iter().position(|d| *d == self.step.shape.head_dim);
+        } = Prepared::new(launcher, &self.step, Some(DECODING_BESIDE_KEYS))?;
+        let dim = DECODING_BESIDE
+            .iter()
+            .position(|form| form.dim == self.step.shape.head_dim);
         let attending: u32 = blocks.iter().product();
         let room = Self::blocks(launcher.gpu.sms, attending);
         let (Some(dim), Some((grid, stages))) = (dim, self.spread(room)) else {
             bail!("{OP}: no kernel for a step of this shape beside a product");
         };
         let mut product = Gemv::of(&self.product)?;
-        product.split = stages as u32;
+        product.slots = stages as u32;
         let bf16 = self.step.shape.cache_dtype == DType::BF16;
-        let both = BesideParams {
+        let both = DecodingBesideParams {
             attention: params,
             product,
             blocks,
@@ -118,7 +107,7 @@ impl Beside {
             grid.threads,
             grid.shared.max(shares.shared as u32),
         );
-        // SAFETY: the layout is the kernel's `Beside`; the addresses are the caller's.
+        // SAFETY: the kernel takes `DecodingBesideParams`; the addresses are the caller's.
         unsafe {
             launcher.moving(self.product.weight_bytes() as u64).run(
                 &MODULE,

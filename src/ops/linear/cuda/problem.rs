@@ -1,5 +1,7 @@
 //! What is asked of a product: its operands by address, and the [`Case`] that a kernel is chosen by.
 
+use crate::cuda::abi;
+pub(crate) use crate::cuda::abi::{Fetch, MAX_WEIGHTS as MAX_MATRICES};
 use crate::cuda::{Address, BlockMatrix, GpuSpec, Launcher, address_of};
 use crate::ops::linear::{Activation, Weight};
 use crate::quant::{Format, Scheme};
@@ -7,14 +9,11 @@ use candle_core::{DType, Result, bail};
 use std::fmt;
 use std::sync::Arc;
 
-/// Matrices that one launch takes side by side.
-pub(crate) const MAX_MATRICES: usize = 3;
-
-/// Which norm is in front of a product, as `kernels/prologue.cuh` numbers them.
+/// Which norm is in front of a product, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum NormKind {
-    Rms = 1,
-    Layer = 2,
+    Rms = abi::NORM_RMS as isize,
+    Layer = abi::NORM_LAYER as isize,
 }
 
 /// A norm on raw addresses.
@@ -26,20 +25,6 @@ pub(crate) struct NormAt {
     /// Likewise, for a layer norm; 0 for none.
     pub bias: Address,
     pub eps: f32,
-}
-
-/// Keys and values that the next kernel of a chain reads, to be fetched into the L2 cache: those of `planes`
-/// heads, `plane` bytes each, in front of the position, of `row` bytes each. `Fetch` of the kernels.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub(crate) struct Fetch {
-    pub k: Address,
-    pub v: Address,
-    /// u32; 0 for nothing to fetch.
-    pub position: Address,
-    pub planes: u32,
-    pub plane: u32,
-    pub row: u32,
 }
 
 /// A product without its weights, on raw addresses; 0 stands for no tensor.

@@ -6,6 +6,7 @@ use super::super::problem::{Case, NormAt, NormKind, Operand, Operands, ProductAt
 use super::cublaslt::{self, Gemm, WORKSPACE};
 use super::gemv::{EpilogueParams, activation_index};
 use super::gemv_dense;
+use crate::cuda::abi::{FINISH_THREADS, FinishParams, WidenParams};
 use crate::cuda::{Address, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::layer_norm::cuda::{LayerNormAt, launch as layer_norm};
 use crate::ops::linear::Activation;
@@ -29,28 +30,7 @@ static MODULE: Module = Module::new(
 /// Before `linear_widen_f16`, so that the index of a dtype follows.
 const WIDEN: usize = 2;
 
-const THREADS: u32 = 256;
-
-/// `Params` of `kernels/linear_many.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct FinishParams {
-    sums: Address,
-    epilogue: EpilogueParams,
-    m: u32,
-    rows: u32,
-    width: u32,
-    vectors: i32,
-}
-
-/// `Widen` of `kernels/linear_many.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct WidenParams {
-    from: Address,
-    to: Address,
-    count: u64,
-}
+const THREADS: u32 = FINISH_THREADS as u32;
 
 /// Products by the library with what comes behind them.
 #[derive(Clone, Debug)]
@@ -345,7 +325,7 @@ unsafe fn finish(launcher: &Launcher, at: &ProductAt, rows: usize, sums: Address
         0,
     );
     let bytes = at.m * (4 * rows + at.x_dtype.size_in_bytes() * width);
-    // SAFETY: the layout is `Params` of the kernel; the addresses are the caller's.
+    // SAFETY: the kernel takes `FinishParams`; the addresses are the caller's.
     unsafe {
         launcher
             .moving(bytes as u64)

@@ -2,26 +2,21 @@
 //! integers. One kernel quantizes x, one multiplies.
 
 use super::super::plan::{Kernel, Planned};
-use super::super::problem::{Case, MAX_MATRICES, NormAt, Operands, ProductAt};
+use super::super::problem::{Case, NormAt, Operands, ProductAt};
 use super::gemv::PrologueParams;
 use super::tensor_map::{STAGE_K, tensor_map};
-use super::w8a8_params::{
-    ALIGNMENT, ProductParams, check, pitch, product_params, tensor_maps, tiles_of_w,
+use super::w8a8_params::{ALIGNMENT, check, pitch, product_params, tensor_maps, tiles_of_w};
+use crate::cuda::abi::{
+    QuantizeRowsParams, W8A8_ROWS as TILE_ROWS, W8A8_SM90, W8A8_SM90_THREADS, W8A8_STAGED_PITCH,
+    W8A8Sm90, W8A8Sm90Params,
 };
 use crate::cuda::profile;
 use crate::cuda::{Address, Grid, Launcher, Module, Rows, Scratch, fatbin};
 use crate::ops::view::dtype_index;
-use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{DType, Result};
 use std::sync::Arc;
 
 const OP: &str = "quant_linear";
-
-/// Rows of x of a tile, of each block.
-const TILE_ROWS: usize = 128;
-
-/// Bytes of a row of outputs on its way: 64 of 16 bits, and what keeps the next row off the same banks.
-const STAGED: usize = 144;
 
 /// Tiles of x's rows whose codes stay in the L2 cache while the weights go by.
 const SECTION: usize = 16;
@@ -50,74 +45,39 @@ static HOPPER: Module = Module::new(
 /// How a kernel cuts the product.
 #[derive(Clone, Copy, Debug)]
 struct Tile {
-    /// Rows of W.
-    columns: usize,
-    /// Blocks that share them, each with rows of x of its own.
-    cluster: usize,
+    form: W8A8Sm90,
     /// Nanoseconds that a tile takes for a stage of k, and that all take once, of an H100.
     stage: f64,
     start: f64,
 }
 
-/// Those of `kernels/w8a8_sm90.cu`; the first is that of `kernels/w8a8.cu` too.
+/// Those of [`W8A8_SM90`]; the first is that of `kernels/w8a8.cu` too.
 const TILES: [Tile; 3] = [
     Tile {
-        columns: 128,
-        cluster: 1,
+        form: W8A8_SM90[0],
         stage: 360.,
         start: 0.,
     },
     Tile {
-        columns: 128,
-        cluster: 2,
+        form: W8A8_SM90[1],
         stage: 330.,
         start: 1500.,
     },
     Tile {
-        columns: 256,
-        cluster: 2,
+        form: W8A8_SM90[2],
         stage: 620.,
         start: 1500.,
     },
 ];
 
 impl Tile {
-    /// Stages of k.
-    fn stages(&self) -> usize {
-        match self.columns {
-            128 => 6,
-            _ => 4,
-        }
-    }
-
     /// Dynamic shared memory: the stages, wherever it begins, and outputs on their way.
     fn shared(&self) -> usize {
-        self.stages() * (TILE_ROWS + self.columns) * STAGE_K + TILE_ROWS * STAGED + ALIGNMENT
+        let W8A8Sm90 {
+            columns, stages, ..
+        } = self.form;
+        stages * (TILE_ROWS + columns) * STAGE_K + TILE_ROWS * W8A8_STAGED_PITCH + ALIGNMENT
     }
-}
-
-/// `Params` of `kernels/quantize_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct QuantizeParams {
-    prologue: PrologueParams,
-    codes: Address,
-    scales: Address,
-    rows: u32,
-    width: u32,
-    pitch: u32,
-    warps: u32,
-    vectors: i32,
-    padding: i32,
-}
-
-/// `Params` of `kernels/w8a8_sm90.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct HopperParams {
-    x: sys::CUtensorMap,
-    weights: [sys::CUtensorMap; MAX_MATRICES],
-    product: ProductParams,
 }
 
 /// How two launches carry out a product.
@@ -151,24 +111,24 @@ pub(crate) fn sm90(case: &Case) -> Planned {
     let stages = pitch(case.k).div_ceil(STAGE_K) as f64;
     let time = |(_, tile): &(usize, &Tile)| {
         let [above, beside] = tiles(case, tile);
-        let at_once = (sms / tile.cluster).max(1);
+        let at_once = (sms / tile.form.cluster).max(1);
         (above * beside).div_ceil(at_once) as f64 * stages * tile.stage + tile.start
     };
-    let fits = |(_, tile): &(usize, &Tile)| case.m > TILE_ROWS * (tile.cluster - 1);
+    let fits = |(_, tile): &(usize, &Tile)| case.m > TILE_ROWS * (tile.form.cluster - 1);
     let fitting = TILES.iter().enumerate().filter(fits);
     let least = fitting.min_by(|a, b| time(a).total_cmp(&time(b)));
     let (index, tile) = least.ok_or("there is no tile of so few rows")?;
     let tiles = tiles(case, tile);
-    let clusters = (tiles[0] * tiles[1]).min((sms / tile.cluster).max(1));
+    let clusters = (tiles[0] * tiles[1]).min((sms / tile.form.cluster).max(1));
     Ok(Arc::new(TwoLaunches {
         tile: *tile,
         hopper: Some(index),
         tiles,
         grid: Grid {
-            cluster: tile.cluster as u32,
+            cluster: tile.form.cluster as u32,
             ..Grid::new(
-                [(clusters * tile.cluster) as u32, 1, 1],
-                384,
+                [(clusters * tile.form.cluster) as u32, 1, 1],
+                W8A8_SM90_THREADS as u32,
                 tile.shared() as u32,
             )
         },
@@ -177,8 +137,8 @@ pub(crate) fn sm90(case: &Case) -> Planned {
 
 fn tiles(case: &Case, tile: &Tile) -> [usize; 2] {
     [
-        case.m.div_ceil(TILE_ROWS * tile.cluster),
-        tiles_of_w(case.matrices(), case.gates(), tile.columns),
+        case.m.div_ceil(TILE_ROWS * tile.form.cluster),
+        tiles_of_w(case.matrices(), case.gates(), tile.form.columns),
     ]
 }
 
@@ -195,7 +155,7 @@ impl Kernel for TwoLaunches {
     }
 
     fn details(&self) -> String {
-        format!("tiles of {TILE_ROWS}x{}", self.tile.columns)
+        format!("tiles of {TILE_ROWS}x{}", self.tile.form.columns)
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
@@ -213,8 +173,14 @@ impl Kernel for TwoLaunches {
         let (m, pitch, tile) = (at.m, pitch(at.k), &self.tile);
         let x = scratch.take(OP, DType::U8, m * pitch)?;
         let scales = scratch.take(OP, DType::F32, m)?;
-        let section = self.tiles[0].min(SECTION / tile.cluster);
-        let params = product_params(operands, [x, scales], tile.columns, self.tiles, section)?;
+        let section = self.tiles[0].min(SECTION / tile.form.cluster);
+        let params = product_params(
+            operands,
+            [x, scales],
+            tile.form.columns,
+            self.tiles,
+            section,
+        )?;
         let outputs = m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = (m + operands.rows()) * pitch + outputs;
         // The product may begin while x is still on its way to int8, for which all of its blocks wait, as do
@@ -224,16 +190,16 @@ impl Kernel for TwoLaunches {
             ..*launcher
         };
         let next = launcher.moving(bytes as u64);
-        // SAFETY: the caller's; the scratch has room for the values and scales of all rows, the layouts are
+        // SAFETY: the caller's; the scratch has room for the values and scales of all rows, the structs are
         // those of the kernels, and weights are as `kernels/codes.cuh` says.
         unsafe {
             quantize(launcher, at, pitch, x, scales)?;
             match self.hopper {
                 None => next.run(&WARPS, 0, self.grid, &params),
                 Some(index) => {
-                    let params = HopperParams {
+                    let params = W8A8Sm90Params {
                         x: tensor_map(x, [m, pitch], TILE_ROWS)?,
-                        weights: tensor_maps(operands, tile.columns / 2)?,
+                        weights: tensor_maps(operands, tile.form.columns / 2)?,
                         product: params,
                     };
                     next.run(&HOPPER, index, self.grid, &params)
@@ -257,7 +223,7 @@ unsafe fn quantize(
 ) -> Result<()> {
     let norm = at.norm.map_or([0; 2], |n: NormAt| [n.weight, n.bias]);
     let rows = Rows::new(OP, at.m, at.k, at.x_dtype, &[at.x, norm[0], norm[1]])?;
-    let mut params = QuantizeParams {
+    let mut params = QuantizeRowsParams {
         prologue: PrologueParams {
             x: at.x,
             dtype: dtype_index(at.x_dtype) as i32,
@@ -270,14 +236,13 @@ unsafe fn quantize(
         pitch: pitch as u32,
         warps: rows.warps,
         vectors: rows.vectors.into(),
-        padding: 0,
     };
     if let Some(norm) = at.norm {
         params.prologue.set_norm(norm);
     }
     let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
     let kernel = dtype_index(at.x_dtype);
-    // SAFETY: the layout is `Params` of the kernel; the addresses are the caller's.
+    // SAFETY: the kernel takes `QuantizeRowsParams`; the addresses are the caller's.
     unsafe {
         launcher
             .moving(bytes as u64)

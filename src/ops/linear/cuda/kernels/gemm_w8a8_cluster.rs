@@ -2,19 +2,19 @@
 //! of its own takes as long for as the product.
 
 use super::super::plan::{Kernel, Planned};
-use super::super::problem::{Case, MAX_MATRICES, Operands};
+use super::super::problem::{Case, Operands};
 use super::tensor_map::STAGE_K;
-use super::w8a8_params::{
-    ALIGNMENT, ProductParams, check, product_params, tensor_maps, tiles_of_w,
+use super::w8a8_params::{ALIGNMENT, check, product_params, tensor_maps, tiles_of_w};
+use crate::cuda::abi::{
+    W8A8_DIRECT, W8A8_DIRECT_MAX_STAGES as MOST_STAGES, W8A8Direct, W8A8DirectParams, WARP,
 };
 use crate::cuda::profile;
-use crate::cuda::{Address, GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
+use crate::cuda::{GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::sys;
 use std::sync::Arc;
 
 /// One for each of [`FORMS`].
-static DIRECT: Module = Module::new(
+pub(super) static DIRECT: Module = Module::new(
     "w8a8_direct_sm90",
     fatbin!("w8a8_direct_sm90"),
     &[
@@ -28,29 +28,15 @@ static DIRECT: Module = Module::new(
 )
 .beside_the_next();
 
-/// Stages of W in shared memory at most, as in `kernels/w8a8_direct.cuh`.
-const MOST_STAGES: usize = 12;
-
 /// Bytes of shared memory that a block has beside codes, and more.
-const FIXED: usize = 4096;
+pub(super) const FIXED: usize = 4096;
 
 /// How blocks cut the product.
 #[derive(Clone, Copy, Debug)]
 struct Form {
-    /// Rows of x, and of W, of a block.
-    rows: usize,
-    columns: usize,
-    /// Teams of four warps beside one another in `columns`.
-    beside: usize,
-    /// All threads of a block.
-    threads: usize,
-    /// Blocks that share rows of x.
-    cluster: usize,
-    /// Values of k: at least, where teams write while others multiply, and at most.
+    shape: W8A8Direct,
+    /// Values of k at least, where teams write while others multiply.
     least_k: usize,
-    most_k: usize,
-    /// Whether all of W is in shared memory.
-    whole: bool,
     /// Blocks, as shares of the multiprocessors: with fewer two launches are as fast, and with more some of
     /// their clusters would not find multiprocessors free together.
     least: f64,
@@ -60,99 +46,68 @@ struct Form {
 /// Of the ones that take a product the first is the fastest, as measured on an H100.
 const FORMS: [Form; 6] = [
     Form {
-        rows: 64,
-        columns: 64,
-        beside: 1,
-        threads: 416,
-        cluster: 4,
+        shape: W8A8_DIRECT[0],
         least_k: 1,
-        most_k: 768,
-        whole: true,
         least: 0.,
         most: 0.75,
     },
     Form {
-        rows: 64,
-        columns: 128,
-        beside: 2,
-        threads: 544,
-        cluster: 4,
+        shape: W8A8_DIRECT[1],
         least_k: 1,
-        most_k: 768,
-        whole: false,
         least: 0.,
         most: 0.75,
     },
     Form {
-        rows: 128,
-        columns: 192,
-        beside: 1,
-        threads: 512,
-        cluster: 2,
+        shape: W8A8_DIRECT[2],
         least_k: 3 * STAGE_K + 1,
-        most_k: 640,
-        whole: true,
         least: 0.6,
         most: 1.,
     },
     Form {
-        rows: 48,
-        columns: 64,
-        beside: 1,
-        threads: 416,
-        cluster: 3,
+        shape: W8A8_DIRECT[3],
         least_k: 1,
-        most_k: 1536,
-        whole: true,
         least: 0.,
         most: 0.75,
     },
     Form {
-        rows: 64,
-        columns: 144,
-        beside: 1,
-        threads: 512,
-        cluster: 2,
+        shape: W8A8_DIRECT[4],
         least_k: 1,
-        most_k: 1536,
-        whole: false,
         least: 0.6,
         most: 1.,
     },
     Form {
-        rows: 64,
-        columns: 192,
-        beside: 2,
-        threads: 640,
-        cluster: 3,
+        shape: W8A8_DIRECT[5],
         least_k: 1,
-        most_k: 1536,
-        whole: false,
         least: 0.,
         most: 0.75,
     },
 ];
 
-/// `DirectParams` of `kernels/w8a8_direct.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DirectParams {
-    weights: [sys::CUtensorMap; MAX_MATRICES],
-    product: ProductParams,
-    x: Address,
-    stages: u32,
-    padding: u32,
-}
-
 impl Form {
     /// Rows of W of each team.
     fn columns_of_team(&self) -> usize {
-        self.columns / self.beside
+        self.shape.columns / self.shape.beside
+    }
+
+    /// Values of k at most.
+    fn most_k(&self) -> usize {
+        self.shape.packs * self.shape.lanes * 16
+    }
+
+    /// Threads of a block.
+    fn threads(&self) -> usize {
+        let W8A8Direct {
+            teams,
+            makers,
+            asks,
+            ..
+        } = self.shape;
+        WARP * (4 * teams + makers + usize::from(!asks))
     }
 
     /// Bytes of the codes of x.
     fn x(&self, k: usize) -> usize {
-        k.next_multiple_of(STAGE_K) * self.rows
+        k.next_multiple_of(STAGE_K) * self.shape.rows
     }
 
     /// Stages of W that fit beside x; of a ring no more than find room in half of a multiprocessor, if those are
@@ -160,28 +115,29 @@ impl Form {
     fn stages(&self, gpu: &GpuSpec, k: usize) -> usize {
         let fitting = |shared: usize| {
             let room = shared.saturating_sub(FIXED + ALIGNMENT + self.x(k));
-            room / (self.columns * STAGE_K)
+            room / (self.shape.columns * STAGE_K)
         };
         let all = k.div_ceil(STAGE_K).min(MOST_STAGES);
         match fitting(gpu.share(2)) {
-            stages @ 4.. if !self.whole => stages.min(all),
+            stages @ 4.. if !self.shape.whole => stages.min(all),
             _ => fitting(gpu.shared as usize).min(all),
         }
     }
 
     /// Dynamic shared memory: sums take the place of W in the end.
     fn shared(&self, gpu: &GpuSpec, k: usize) -> usize {
-        let weights = self.stages(gpu, k) * self.columns * STAGE_K;
-        let sums = self.rows * (4 * self.columns + 32 * self.beside);
+        let weights = self.stages(gpu, k) * self.shape.columns * STAGE_K;
+        let sums = self.shape.rows * (4 * self.shape.columns + 32 * self.shape.beside);
         self.x(k) + weights.max(sums) + ALIGNMENT
     }
 
     /// Blocks above and beside one another, if clusters have no more than there are.
     fn blocks(&self, case: &Case) -> Option<[usize; 2]> {
         let all = tiles_of_w(case.matrices(), case.gates(), self.columns_of_team());
-        let beside = all / self.beside;
-        let whole = all.is_multiple_of(self.beside) && beside.is_multiple_of(self.cluster);
-        whole.then_some([case.m.div_ceil(self.rows), beside])
+        let beside = all / self.shape.beside;
+        let whole =
+            all.is_multiple_of(self.shape.beside) && beside.is_multiple_of(self.shape.cluster);
+        whole.then_some([case.m.div_ceil(self.shape.rows), beside])
     }
 
     /// Whether it takes the product, and each block finds a multiprocessor for itself.
@@ -191,8 +147,12 @@ impl Form {
             let share = (above * beside) as f64 / f64::from(gpu.sms);
             self.least <= share && share <= self.most
         };
-        let least = if self.whole { k.div_ceil(STAGE_K) } else { 2 };
-        (self.least_k..=self.most_k).contains(&k)
+        let least = if self.shape.whole {
+            k.div_ceil(STAGE_K)
+        } else {
+            2
+        };
+        (self.least_k..=self.most_k()).contains(&k)
             && self.blocks(case).is_some_and(filled)
             && self.stages(gpu, k) >= least
             && self.shared(gpu, k) + FIXED <= gpu.shared as usize
@@ -220,17 +180,17 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let index = index.ok_or("none of its tiles fills the GPU with one block a multiprocessor")?;
     let form = &FORMS[index];
     let beside = tiles_of_w(case.matrices(), case.gates(), form.columns_of_team());
-    let tiles = [case.m.div_ceil(form.rows), beside];
-    let blocks = tiles[0] * beside / form.beside;
+    let tiles = [case.m.div_ceil(form.shape.rows), beside];
+    let blocks = tiles[0] * beside / form.shape.beside;
     Ok(Arc::new(OneLaunch {
         index,
         tiles,
         stages: form.stages(&case.gpu, case.k),
         grid: Grid {
-            cluster: form.cluster as u32,
+            cluster: form.shape.cluster as u32,
             ..Grid::new(
                 [blocks as u32, 1, 1],
-                form.threads as u32,
+                form.threads() as u32,
                 form.shared(&case.gpu, case.k) as u32,
             )
         },
@@ -247,19 +207,18 @@ impl Kernel for OneLaunch {
     }
 
     fn details(&self) -> String {
-        let Form { rows, columns, .. } = FORMS[self.index];
+        let W8A8Direct { rows, columns, .. } = FORMS[self.index].shape;
         format!("tiles of {rows}x{columns}, {} stages", self.stages)
     }
 
     unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
         let (form, at) = (&FORMS[self.index], &operands.at);
         let columns = form.columns_of_team();
-        let params = DirectParams {
+        let params = W8A8DirectParams {
             weights: tensor_maps(operands, columns / 2)?,
             product: product_params(operands, [0; 2], columns, self.tiles, 1)?,
             x: at.x,
             stages: self.stages as u32,
-            padding: 0,
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let x = at.m * at.k * at.x_dtype.size_in_bytes();

@@ -6,10 +6,10 @@ use super::gemm_dequantized::narrowed;
 use super::gemv::Gemv;
 use super::gemv_wna16::kernel_of;
 use super::tensor_map::rows_map;
+use crate::cuda::abi::{LongSlicesParams, NORM_NONE, SlicesParams, TilesParams};
 use crate::cuda::{Grid, Launcher, Module, Scratch};
 use crate::ops::view::dtype_index;
 use crate::quant::Scheme;
-use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{DType, Result};
 
 /// The last of a module's kernels for INT8, INT4 in groups of 128 without zero points, and other INT4.
@@ -29,22 +29,6 @@ pub(super) fn scheme_kernel(case: &Case) -> std::result::Result<usize, &'static 
     }
 }
 
-/// `Tiles` of `kernels/code_tiles.cuh` and `Slices` of `kernels/code_slices.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    product: Gemv,
-    shares: [u32; 4],
-}
-
-/// `LongSlices` of `kernels/code_long.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct MappedParams {
-    x: sys::CUtensorMap,
-    params: Params,
-}
-
 /// How blocks and warps share a product.
 #[derive(Debug)]
 pub(super) struct Tensor {
@@ -55,11 +39,63 @@ pub(super) struct Tensor {
     pub rows: usize,
     /// Warps that share an output.
     pub split: usize,
-    /// Behind the product in the parameters.
-    pub shares: [u32; 4],
-    /// Whether x comes by TMA: its map stands in front of the product in the parameters.
-    pub maps_x: bool,
+    pub shares: Shares,
     pub grid: Grid,
+}
+
+/// What a kernel is told beside the product.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Shares {
+    /// Units of a block, stages of x that there is room for, and stages of a unit.
+    Tiles {
+        side: usize,
+        slots: usize,
+        stages: usize,
+    },
+    /// Blocks of a cluster.
+    Slices(usize),
+    /// Likewise, where x comes by TMA.
+    LongSlices(usize),
+}
+
+impl Tensor {
+    /// # Safety
+    /// As [`Kernel::run`].
+    unsafe fn launch(&self, launcher: &Launcher, product: Gemv) -> Result<()> {
+        let of = |slices: usize| SlicesParams {
+            product,
+            slices: slices as u32,
+        };
+        // SAFETY: the kernels take these structs; the addresses are the caller's.
+        unsafe {
+            match self.shares {
+                Shares::Tiles {
+                    side,
+                    slots,
+                    stages,
+                } => {
+                    let params = TilesParams {
+                        product,
+                        side: side as u32,
+                        slots: slots as u32,
+                        stages: stages as u32,
+                    };
+                    launcher.run(self.module, self.index, self.grid, &params)
+                }
+                Shares::Slices(slices) => {
+                    launcher.run(self.module, self.index, self.grid, &of(slices))
+                }
+                Shares::LongSlices(slices) => {
+                    let shape = [product.m, product.k].map(|n| n as usize);
+                    let params = LongSlicesParams {
+                        x: rows_map(product.prologue.x, shape)?,
+                        slices: of(slices),
+                    };
+                    launcher.run(self.module, self.index, self.grid, &params)
+                }
+            }
+        }
+    }
 }
 
 impl Kernel for Tensor {
@@ -90,27 +126,15 @@ impl Kernel for Tensor {
         let mut product = Gemv::of(operands)?;
         // SAFETY: the caller's.
         let x = unsafe { narrowed(launcher, scratch, at, DType::BF16)? };
-        product.prologue.norm = 0;
+        product.prologue.norm = NORM_NONE as i32;
         product.prologue.dtype = dtype_index(DType::BF16) as i32;
         product.split = self.split as u32;
         for first in (0..at.m).step_by(self.rows) {
             product.set_rows(operands, first, (at.m - first).min(self.rows));
             product.prologue.x = x + (2 * first * at.k) as u64;
-            let params = Params {
-                product,
-                shares: self.shares,
-            };
             let launcher = launcher.moving(operands.weight_bytes() as u64);
-            // SAFETY: the kernels take `Tiles`, `Slices` and `LongSlices`; the addresses are the caller's.
-            unsafe {
-                if self.maps_x {
-                    let x = rows_map(product.prologue.x, [product.m as usize, at.k])?;
-                    let params = MappedParams { x, params };
-                    launcher.run(self.module, self.index, self.grid, &params)?
-                } else {
-                    launcher.run(self.module, self.index, self.grid, &params)?
-                }
-            };
+            // SAFETY: the caller's.
+            unsafe { self.launch(&launcher, product)? };
         }
         Ok(())
     }

@@ -3,12 +3,16 @@
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
-use super::gemm_wna16::{Tensor, scheme_kernel};
+use super::gemm_wna16::{Shares, Tensor, scheme_kernel};
+use crate::cuda::abi::{
+    OCTET, SLICES_BATCH, SLICES_DEPTH as DEPTH, SLICES_ROWS as ROWS, SLICES_WARPS as WARPS, STEP,
+    UNIT, WARP,
+};
 use crate::cuda::{GpuSpec, Grid, Module, fatbin};
 use std::sync::Arc;
 
 /// INT8, INT4 in groups of 128 without zero points, other INT4; [`LONG`] and [`SHORT`].
-static MODULE: Module = Module::new(
+pub(super) static MODULE: Module = Module::new(
     "quant_slices",
     fatbin!("quant_slices"),
     &[
@@ -24,15 +28,8 @@ static MODULE: Module = Module::new(
 )
 .beside_the_next();
 
-/// Rows of x of a launch.
-pub(super) const ROWS: usize = 16;
-
 /// Bytes of the ring of a warp of each kernel: codes, scales and zero points of its slots.
 const RINGS: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
-
-/// Warps of a block, and the steps whose x a warp has at a time.
-const WARPS: usize = 8;
-const DEPTH: usize = 2;
 
 /// INT4 in groups of 128 where k is so long that warps would read x anew
 /// for every two steps; and what its blocks have in shared memory: three stages of x, three slots of each warp's
@@ -46,21 +43,17 @@ const LONG_UNITS: usize = 4;
 
 /// The first of four for INT4 in groups of 128, where there are few units and steps: without clusters, and in
 /// clusters of two to four; and how many of the latter there may be.
-const SHORT: usize = 4;
+pub(super) const SHORT: usize = 4;
 const SHORT_STEPS: usize = 16;
 
-/// Values of a step, and rows of weights that have their scales together.
-const STEP: usize = 128;
-const OCTET: usize = 8;
-
 /// Bytes of the sums of the four units of a batch.
-const SUMS: usize = 4 * 16 * ROWS * 4;
+const SUMS: usize = SLICES_BATCH * UNIT * ROWS * 4;
 
 /// Bytes for the halves of them that two blocks exchange: what comes of four batches, and what stays of one.
 const GIVEN: usize = (4 + 1) * SUMS / 2;
 
 /// Static shared memory at most of the kernels that need as much as that: all but [`SHORT`].
-const FIXED_SHARED: usize = 1056;
+pub(super) const FIXED_SHARED: usize = 1056;
 
 /// Units of a cluster past which multiprocessors have two blocks, for each kernel: where warps have all of their
 /// steps at once, and where they do not. As measured on an H100 with 4 to 14 units; INT8 with more than 4 of the
@@ -130,7 +123,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     };
     let mut grid = Grid::new(
         [(clusters * slices) as u32, 1, 1],
-        (32 * WARPS) as u32,
+        (WARP * WARPS) as u32,
         shared as u32,
     );
     grid.cluster = slices as u32;
@@ -139,8 +132,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
         index: kernel,
         rows: ROWS,
         split,
-        shares: [slices as u32, 0, 0, 0],
-        maps_x: false,
+        shares: Shares::Slices(slices),
         grid,
     }))
 }
@@ -166,7 +158,7 @@ pub(crate) fn cluster(case: &Case) -> Planned {
     let threads = ROWS * OCTET * if slices == 1 { 2 } else { 1 };
     let mut grid = Grid::new(
         [(slices * units) as u32, 1, 1],
-        (32 * steps.div_ceil(slices)).max(threads) as u32,
+        (WARP * steps.div_ceil(slices)).max(threads) as u32,
         gpu.share(share) as u32,
     );
     grid.cluster = slices as u32;
@@ -175,8 +167,7 @@ pub(crate) fn cluster(case: &Case) -> Planned {
         index: SHORT + slices - 1,
         rows: ROWS,
         split: 1,
-        shares: [slices as u32, 0, 0, 0],
-        maps_x: false,
+        shares: Shares::Slices(slices),
         grid,
     }))
 }
@@ -195,7 +186,7 @@ pub(crate) fn tma(case: &Case) -> Planned {
     let clusters = units.div_ceil(LONG_UNITS).min(gpu.sms as usize / 2).max(1);
     let mut grid = Grid::new(
         [2 * clusters as u32, 1, 1],
-        (32 * WARPS) as u32,
+        (WARP * WARPS) as u32,
         LONG_SHARED.max(gpu.share(2)) as u32,
     );
     grid.cluster = 2;
@@ -204,8 +195,7 @@ pub(crate) fn tma(case: &Case) -> Planned {
         index: LONG,
         rows: ROWS,
         split: WARPS / LONG_UNITS,
-        shares: [2, 0, 0, 0],
-        maps_x: true,
+        shares: Shares::LongSlices(2),
         grid,
     }))
 }

@@ -2,7 +2,10 @@
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
-use super::gemm_wna16::{Tensor, scheme_kernel};
+use super::gemm_wna16::{Shares, Tensor, scheme_kernel};
+use crate::cuda::abi::{
+    INT4_PADDING, INT8_PADDING, STEP, TILES_MAX_WARPS as WARPS, TILES_ROWS as ROWS, UNIT, WARP,
+};
 use crate::cuda::{Grid, Module, fatbin, stored_bytes};
 use crate::quant::Format;
 use std::sync::Arc;
@@ -18,16 +21,8 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// Rows of x of a launch, and warps of a block at most.
-const ROWS: usize = 64;
-const WARPS: usize = 8;
-
 /// Bytes behind a row of x in shared memory, for INT8 and INT4.
-const PADDING: [usize; 2] = [80, 64];
-
-/// Values of a step, output channels of a unit.
-const STEP: usize = 128;
-const UNIT: usize = 16;
+const PADDING: [usize; 2] = [INT8_PADDING, INT4_PADDING];
 
 /// Stages of x that have to fit into shared memory, if not all of them do, and that are worth it.
 const SLOTS: [usize; 2] = [3, 4];
@@ -70,11 +65,14 @@ pub(crate) fn plan(case: &Case) -> Planned {
         index: kernel,
         rows: ROWS,
         split: shape.split,
-        shares: [shape.side, shape.slots, shape.stages, 0].map(|n| n as u32),
-        maps_x: false,
+        shares: Shares::Tiles {
+            side: shape.side,
+            slots: shape.slots,
+            stages: shape.stages,
+        },
         grid: Grid::new(
             [shape.blocks as u32, 1, 1],
-            (32 * shape.side * shape.split) as u32,
+            (WARP * shape.side * shape.split) as u32,
             shape.shared as u32,
         ),
     }))

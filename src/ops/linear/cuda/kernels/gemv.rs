@@ -3,55 +3,28 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormAt, Operand, Operands};
-use crate::cuda::{Address, BlockMatrix, GpuSpec, Grid, Launcher, Module, Scratch};
+use crate::cuda::abi;
+pub(crate) use crate::cuda::abi::{
+    Epilogue as EpilogueParams, Gemv, Matrix, Prologue as PrologueParams,
+};
+use crate::cuda::abi::{GEMV_WARPS as WARPS, WARP};
+use crate::cuda::{BlockMatrix, GpuSpec, Grid, Launcher, Module, Scratch};
 use crate::ops::linear::Activation;
 use crate::ops::view::dtype_index;
 use candle_core::{DType, Result, bail};
 use std::sync::Arc;
 
-const WARP: usize = 32;
-
-/// Warps of a block.
-const WARPS: usize = 8;
-
 /// Static shared memory of the kernels at most.
-const FIXED_SHARED: usize = 4096;
-
-/// `Matrix` of the kernels.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct Matrix {
-    pub data: Address,
-    /// A second matrix, for kernels that take one.
-    pub second: Address,
-    /// Its first row among those of all weights.
-    pub first: u32,
-    /// Values of k that the second has not.
-    pub border: u32,
-}
+pub(super) const FIXED_SHARED: usize = 4096;
 
 impl Matrix {
     /// A weight that is not there.
     pub const ABSENT: Self = Self {
         data: 0,
-        second: 0,
+        scales: 0,
         first: u32::MAX,
-        border: 0,
+        zeros: 0,
     };
-}
-
-/// `Prologue` of the kernels.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub(crate) struct PrologueParams {
-    pub x: Address,
-    pub weight: Address,
-    pub bias: Address,
-    pub eps: f32,
-    /// 0 for none, 1 for an RMS norm, 2 for a layer norm.
-    pub norm: i32,
-    pub dtype: i32,
-    pub padding: i32,
 }
 
 impl PrologueParams {
@@ -60,37 +33,6 @@ impl PrologueParams {
         self.norm = norm.kind as i32;
         (self.weight, self.bias, self.eps) = (norm.weight, norm.bias, norm.eps);
     }
-}
-
-/// `Epilogue` of the kernels.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub(crate) struct EpilogueParams {
-    pub bias: Address,
-    pub residuals: [Address; 2],
-    pub out: Address,
-    pub stride: u64,
-    pub activation: i32,
-    pub dtype: i32,
-    pub out_dtype: i32,
-    pub padding: i32,
-}
-
-/// `Gemv` of the kernels.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct Gemv {
-    pub weights: [Matrix; 3],
-    pub prologue: PrologueParams,
-    pub epilogue: EpilogueParams,
-    pub m: u32,
-    pub k: u32,
-    pub rows: u32,
-    pub width: u32,
-    /// Warps that share a unit, or slots of a ring.
-    pub split: u32,
-    /// The dtype of dense weights; of codes how many scales each 128 values of a row have.
-    pub kind: i32,
 }
 
 impl Gemv {
@@ -108,20 +50,23 @@ impl Gemv {
             rows: rows as u32,
             width: activation.outputs(rows) as u32,
             split: 1,
-            kind: 0,
+            groups: 0,
+            weight_dtype: 0,
+            slots: 0,
         }
     }
 }
 
-/// As `kernels/epilogue.cuh` numbers them.
+/// As the kernels number them.
 pub(crate) fn activation_index(activation: Activation) -> i32 {
-    match activation {
-        Activation::None => 0,
-        Activation::Silu => 1,
-        Activation::Gelu => 2,
-        Activation::GeluTanh => 3,
-        Activation::SwiGlu => 4,
-    }
+    let index = match activation {
+        Activation::None => abi::ACT_NONE,
+        Activation::Silu => abi::ACT_SILU,
+        Activation::Gelu => abi::ACT_GELU,
+        Activation::GeluTanh => abi::ACT_GELU_TANH,
+        Activation::SwiGlu => abi::ACT_SWIGLU,
+    };
+    index as i32
 }
 
 /// A kernel and how it works.
@@ -206,8 +151,10 @@ pub(super) struct GemvPlan {
     pub index: usize,
     /// Of a launch of as many rows as it takes.
     pub grid: Grid,
-    /// Warps that share an output, or stages of a pipeline.
+    /// Warps that share an output.
     pub split: usize,
+    /// Stages of a pipeline, in the kernels that have one.
+    pub stages: usize,
     /// Rows of x of a launch.
     pub once: usize,
     /// Dynamic shared memory of a row of x, where a launch of fewer rows takes less.
@@ -240,6 +187,7 @@ impl GemvPlan {
                 core.shared(once) as u32,
             ),
             split,
+            stages: 0,
             once,
             row: (!core.padded).then(|| core.shared(1)),
         }))
@@ -256,13 +204,17 @@ impl Kernel for GemvPlan {
     }
 
     fn details(&self) -> String {
-        format!("split {}, {} rows a launch", self.split, self.once)
+        let (split, stages, once) = (self.split, self.stages, self.once);
+        match stages {
+            0 => format!("split {split}, {once} rows a launch"),
+            stages => format!("{stages} stages, {once} rows a launch"),
+        }
     }
 
     unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
         let bytes = operands.weight_bytes() as u64;
         let mut params = Gemv::of(operands)?;
-        params.split = self.split as u32;
+        (params.split, params.slots) = (self.split as u32, self.stages as u32);
         let mut grid = self.grid;
         for first in (0..operands.at.m).step_by(self.once) {
             let rows = (operands.at.m - first).min(self.once);
@@ -288,10 +240,6 @@ impl Gemv {
         let at = &operands.at;
         let mut params = Self::new(at.k, operands.rows(), at.activation);
         params.set_matrices(&operands.weights)?;
-        if let Some((second, border)) = operands.second {
-            params.weights[0].second = second;
-            params.weights[0].border = border as u32;
-        }
         if let Some(norm) = at.norm {
             params.prologue.set_norm(norm);
         }
@@ -328,9 +276,9 @@ impl Gemv {
             match weight {
                 Operand::Dense { address, dtype, .. } => {
                     matrix.data = *address;
-                    self.kind = dtype_index(*dtype) as i32;
+                    self.weight_dtype = dtype_index(*dtype) as i32;
                 }
-                Operand::Quantized(weight) => self.kind = matrix.set_quantized(weight),
+                Operand::Quantized(weight) => self.groups = matrix.set_quantized(weight),
             }
             first += weight.rows();
         }
@@ -340,15 +288,15 @@ impl Gemv {
 
 impl Matrix {
     /// Sets where a quantized matrix lies, and gives how many scales each 128 values of a row have.
-    fn set_quantized(&mut self, weight: &BlockMatrix) -> i32 {
+    fn set_quantized(&mut self, weight: &BlockMatrix) -> u32 {
         self.data = weight.address();
         let Some(quantized) = weight.codes() else {
             return 0;
         };
-        self.second = quantized.scales;
+        self.scales = quantized.scales;
         // Scales of 2 bytes in front of the zero points, if there are any.
-        self.border = (quantized.zeros.saturating_sub(quantized.scales) / 2) as u32;
-        quantized.groups as i32
+        self.zeros = (quantized.zeros.saturating_sub(quantized.scales) / 2) as u32;
+        quantized.groups as u32
     }
 }
 

@@ -9,7 +9,7 @@ use candle_core::DType;
 use std::sync::Arc;
 
 /// In the order of the constants below.
-static MODULE: Module = Module::new(
+pub(super) static MODULE: Module = Module::new(
     "linear",
     fatbin!("linear"),
     &[
@@ -108,6 +108,7 @@ pub(crate) fn latency(case: &Case) -> Planned {
         index: LATENCY + 2 * size + is_bf16(dtype),
         grid: Grid::line(blocks as u32, LATENCY_THREADS),
         split: 1,
+        stages: 0,
         once: case.m,
         row: None,
     }))

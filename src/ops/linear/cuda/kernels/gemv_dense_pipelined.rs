@@ -7,9 +7,12 @@
 //! room to begin beside it.
 
 use super::super::plan::{Kernel, Planned};
-use super::super::problem::{Case, Fetch, NormKind, Operand, Operands};
+use super::super::problem::{Case, NormKind, Operand, Operands};
 use super::gemv::{Gemv, is_bf16};
 use super::gemv_dense::{check_vectors, is_large};
+use crate::cuda::abi::{
+    GEMV_THREADS as THREADS, GEMV_WARPS, STREAM_PACKS, STREAM_SLOT, Second, StreamParams,
+};
 use crate::cuda::{Address, GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::linear::Activation;
 use candle_core::{DType, Result};
@@ -18,7 +21,7 @@ use std::sync::Arc;
 /// The rule's name.
 pub(crate) const NAME: &str = "gemv_dense_pipelined";
 
-static MODULE: Module = Module::new(
+pub(super) static MODULE: Module = Module::new(
     "linear_stream",
     fatbin!("linear_stream"),
     &[
@@ -31,17 +34,14 @@ static MODULE: Module = Module::new(
 
 const PAIR: usize = 2;
 
-/// Threads of a block.
-const THREADS: usize = 256;
-
 /// Values of k behind a norm, which a block holds in registers.
-const MOST_K: usize = 8 * 8 * THREADS;
+const MOST_K: usize = 8 * STREAM_PACKS * THREADS;
 
 /// Blocks of a multiprocessor: two, or one where shared memory is small or rows are long.
 const BLOCKS_AT_ONCE: [usize; 2] = [2, 1];
 
 /// Bytes of a slot of each of a block's rings.
-const SLOTS_BYTES: usize = THREADS / 32 * 1024;
+const SLOTS_BYTES: usize = GEMV_WARPS * STREAM_SLOT;
 
 /// Slots that a ring can have. On an H100 12 of them, in two blocks, are what keeps its memory busy; fewer
 /// are for GPUs with less shared memory, or longer rows.
@@ -54,7 +54,7 @@ const BESIDE: usize = 4;
 const EVEN: usize = 16;
 
 /// Static shared memory of the kernel at most.
-const FIXED_SHARED: usize = 256;
+pub(super) const FIXED_SHARED: usize = 256;
 
 /// What a product may take of a GPU.
 #[derive(Clone, Copy, Debug)]
@@ -173,14 +173,6 @@ pub(crate) fn pair(first: &Operands, second: &Operands) -> Option<Operands> {
     (fits && first.weights[0].format() == second.weights[0].format()).then_some(both)
 }
 
-/// `Streamed` of the kernels.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Streamed {
-    product: Gemv,
-    fetch: Fetch,
-}
-
 /// How the kernels carry out a product.
 #[derive(Debug)]
 pub(super) struct Pipelined {
@@ -204,12 +196,17 @@ impl Kernel for Pipelined {
 
     unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
         let mut product = Gemv::of(operands)?;
-        product.split = self.stages as u32;
-        let streamed = Streamed {
+        product.slots = self.stages as u32;
+        let second = |(data, border): (_, usize)| Second {
+            data,
+            border: border as u32,
+        };
+        let streamed = StreamParams {
             product,
+            second: operands.second.map(second).unwrap_or_default(),
             fetch: operands.fetch.unwrap_or_default(),
         };
-        // SAFETY: the kernels take `Streamed`; the addresses are the caller's.
+        // SAFETY: the kernels take `StreamParams`; the addresses are the caller's.
         unsafe {
             launcher
                 .moving(operands.weight_bytes() as u64)

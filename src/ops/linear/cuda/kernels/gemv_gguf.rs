@@ -8,7 +8,7 @@ use candle_core::DType;
 use std::sync::Arc;
 
 /// As `FormatIndex` of `kernels/formats.cuh` numbers them.
-static MODULE: Module = Module::new(
+pub(super) static MODULE: Module = Module::new(
     "quant_linear",
     fatbin!("quant_linear"),
     &[
@@ -98,6 +98,7 @@ pub(crate) fn latency(case: &Case) -> Planned {
         index: wide * WIDE + format,
         grid: Grid::line(blocks as u32, 32 * groups as u32),
         split: 1,
+        stages: 0,
         once: case.m,
         row: None,
     }))

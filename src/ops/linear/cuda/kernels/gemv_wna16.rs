@@ -3,6 +3,9 @@
 use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::{Core, GemvPlan};
+use crate::cuda::abi::{
+    INT4_PADDING, INT8_PADDING, STEP as GROUP, TERNARY_PADDING, UNIT, UNIT_MAX_M as ROWS_OF_LAUNCH,
+};
 use crate::cuda::{Module, fatbin, kernel_index};
 use crate::quant::{Format, Scheme};
 use candle_core::DType;
@@ -31,13 +34,13 @@ pub(super) const STREAM_TERNARY: usize = 8;
 /// How each of those for several rows works: steps of [`GROUP`] values that a warp prefetches at once, and
 /// bytes behind a row of x in shared memory.
 const CORES: [(usize, usize); 7] = [
-    (2, 80),
-    (4, 64),
-    (4, 64),
-    (4, 64),
-    (8, 32),
-    (4, 32),
-    (4, 32),
+    (2, INT8_PADDING),
+    (4, INT4_PADDING),
+    (4, INT4_PADDING),
+    (4, INT4_PADDING),
+    (8, TERNARY_PADDING),
+    (4, TERNARY_PADDING),
+    (4, TERNARY_PADDING),
 ];
 
 /// Which of them takes a format, as `CodeFormat` of `kernels/codes.cuh` numbers those.
@@ -45,11 +48,6 @@ const KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
 
 /// INT4 in groups of 128.
 const G128: usize = 1;
-
-/// Rows of x that a launch takes, output channels that a warp computes together, values of a step.
-const ROWS_OF_LAUNCH: usize = 4;
-const UNIT: usize = 16;
-const GROUP: usize = 128;
 
 /// Which of the kernels for several rows takes a scheme: those for one group know no zero points.
 pub(super) fn kernel_of(scheme: Scheme) -> usize {

@@ -9,26 +9,22 @@ use super::super::problem::Case;
 use super::gemv::GemvPlan;
 use super::gemv_wna16::{MODULE, STREAM_INT4, STREAM_TERNARY};
 use crate::cuda::Grid;
+use crate::cuda::abi::{
+    CODE_STREAM_HELD as HELD, CODE_STREAM_MAX_SLOTS, CODE_STREAM_SLICE as SLICE, GEMV_THREADS,
+    INT4_PADDING, OCTET, STEP, WARP,
+};
 use crate::quant::{Scheme, TernaryScale};
 use candle_core::DType;
 use std::sync::Arc;
 
-/// Values of a step, rows of weights that are together, steps of a slot.
-const STEP: usize = 128;
-const OCTET: usize = 8;
-const SLICE: usize = 16;
-
 /// Threads of a block: those that multiply, and a warp that asks for weights.
-const THREADS: u32 = 288;
+const THREADS: usize = GEMV_THREADS + WARP;
 
 /// Slots of a ring, at least and at most.
-const SLOTS: [usize; 2] = [3, 16];
-
-/// Slices of a row that is normed in registers, at most.
-const HELD: usize = 8;
+const SLOTS: [usize; 2] = [3, CODE_STREAM_MAX_SLOTS];
 
 /// Static shared memory of the kernels at most.
-const FIXED_SHARED: usize = 4480;
+pub(super) const FIXED_SHARED: usize = 4480;
 
 /// A format that there is a kernel for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +83,7 @@ impl Streamed {
         let is_bf16 = case.x == DType::BF16;
         let holds = is_bf16 && (case.norm.is_none() || k.div_ceil(STEP * SLICE) <= HELD);
         match self {
-            Self::Int4 => (2 * values + 64) * if is_bf16 { 1 } else { 2 },
+            Self::Int4 => (2 * values + INT4_PADDING) * if is_bf16 { 1 } else { 2 },
             Self::Ternary if holds => 2 * (values + 16),
             // Two parts, the values they are made from, and what they are multiplied by.
             Self::Ternary => 2 * (values + 16) + 4 * k + 16,
@@ -128,8 +124,9 @@ pub(crate) fn plan(case: &Case) -> Planned {
     Ok(Arc::new(GemvPlan {
         module: &MODULE,
         index: format.index(),
-        grid: Grid::new([gpu.sms, 1, 1], THREADS, shared as u32),
-        split: slots,
+        grid: Grid::new([gpu.sms, 1, 1], THREADS as u32, shared as u32),
+        split: 1,
+        stages: slots,
         once: 1,
         row: None,
     }))

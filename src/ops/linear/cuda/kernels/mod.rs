@@ -17,5 +17,7 @@ mod gemv_dense_tests;
 pub(super) mod gemv_gguf;
 pub(super) mod gemv_wna16;
 pub(super) mod gemv_wna16_sm90;
+#[cfg(test)]
+mod static_shared_tests;
 mod tensor_map;
 mod w8a8_params;

@@ -1,17 +1,16 @@
 //! What Hopper's copy engine is told of int8 codes, and of x.
 
 use crate::cuda::Address;
+use crate::cuda::abi::TensorMap;
+pub(super) use crate::cuda::abi::W8A8_BLOCK_K as STAGE_K;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
 const OP: &str = "quant_linear";
 
-/// Bytes of k of a stage, as in `kernels/w8a8_sm90.cu`.
-pub(super) const STAGE_K: usize = 128;
-
 /// Of x `[m, k]` in bf16, k a multiple of 64: boxes of four times 64 values of 16 rows, as in
 /// `kernels/code_long.cuh`. Rows and values that are not there come as zeros.
-pub(super) fn rows_map(x: Address, [m, k]: [usize; 2]) -> Result<sys::CUtensorMap> {
+pub(super) fn rows_map(x: Address, [m, k]: [usize; 2]) -> Result<TensorMap> {
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     // SAFETY: the arrays have the rank of three, or one less for the strides, and outlive the call.
     let result = unsafe {
@@ -38,7 +37,7 @@ pub(super) fn tensor_map(
     start: Address,
     [rows, pitch]: [usize; 2],
     rows_of_tile: usize,
-) -> Result<sys::CUtensorMap> {
+) -> Result<TensorMap> {
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     // SAFETY: the arrays have the rank of two, or one less for the strides, and outlive the call.
     let result = unsafe {
@@ -65,9 +64,9 @@ fn taken(
     result: sys::CUresult,
     map: sys::CUtensorMap,
     what: impl Fn() -> String,
-) -> Result<sys::CUtensorMap> {
+) -> Result<TensorMap> {
     match result {
-        sys::CUresult::CUDA_SUCCESS => Ok(map),
+        sys::CUresult::CUDA_SUCCESS => Ok(TensorMap { opaque: map.opaque }),
         error => {
             let what = what();
             candle_core::bail!("{OP}: the copy engine does not take {what}: {error:?}")

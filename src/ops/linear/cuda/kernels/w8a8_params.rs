@@ -3,47 +3,15 @@
 use super::super::problem::{Case, MAX_MATRICES, Operand, Operands};
 use super::gemv::{EpilogueParams, activation_index};
 use super::tensor_map::tensor_map;
+use crate::cuda::abi::{TensorMap, W8A8Weights};
+pub(super) use crate::cuda::abi::{W8A8_ALIGNMENT as ALIGNMENT, W8A8Product as ProductParams};
 use crate::cuda::{Address, CodesAt};
 use crate::ops::linear::Activation;
 use crate::ops::view::dtype_index;
-use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{Result, bail};
-
-/// Where the first stage of k may begin, as in `kernels/w8a8_sm90.cu`.
-pub(super) const ALIGNMENT: usize = 1024;
 
 /// Rows begin at multiples of this many bytes.
 const PIECE: usize = 16;
-
-/// `Weights` of `kernels/w8a8.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct WeightParams {
-    codes: Address,
-    scales: Address,
-    rows: u32,
-    column: u32,
-    tile: u32,
-    padding: u32,
-}
-
-/// `Product` of `kernels/w8a8.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct ProductParams {
-    x: Address,
-    x_scales: Address,
-    weights: [WeightParams; MAX_MATRICES],
-    epilogue: EpilogueParams,
-    m: u32,
-    k: u32,
-    width: u32,
-    m_tiles: u32,
-    n_tiles: u32,
-    section: u32,
-    gated_part: u32,
-    gated_row: u32,
-}
 
 /// Whether a kernel takes the matrices together, and 16-byte accesses fit eight outputs and all that belongs to them.
 pub(super) fn check(case: &Case) -> std::result::Result<(), &'static str> {
@@ -92,7 +60,7 @@ fn matrices(operands: &Operands) -> Result<Vec<(CodesAt, usize)>> {
 pub(super) fn tensor_maps(
     operands: &Operands,
     rows_of_tile: usize,
-) -> Result<[sys::CUtensorMap; MAX_MATRICES]> {
+) -> Result<[TensorMap; MAX_MATRICES]> {
     let matrices = matrices(operands)?;
     let map = |i: usize| {
         let (at, rows) = matrices.get(i).unwrap_or(&matrices[0]);
@@ -112,19 +80,18 @@ pub(super) fn product_params(
 ) -> Result<ProductParams> {
     let at = &operands.at;
     let gates = at.activation == Activation::SwiGlu;
-    let absent = WeightParams {
+    let absent = W8A8Weights {
         codes: 0,
         scales: 0,
         rows: 0,
         column: 0,
         tile: u32::MAX,
-        padding: 0,
     };
     let mut weights = [absent; MAX_MATRICES];
     let matrices = matrices(operands)?;
     let (mut column, mut tile) = (0, 0);
     for (i, (params, (codes, rows))) in weights.iter_mut().zip(&matrices).enumerate() {
-        *params = WeightParams {
+        *params = W8A8Weights {
             codes: codes.codes,
             scales: codes.scales,
             rows: *rows as u32,
@@ -134,7 +101,6 @@ pub(super) fn product_params(
                 true => u32::MAX,
                 false => tile as u32,
             },
-            padding: 0,
         };
         column += rows;
         tile += rows.div_ceil(columns);
@@ -153,7 +119,6 @@ pub(super) fn product_params(
             activation: activation_index(at.activation),
             dtype: dtype_index(at.x_dtype) as i32,
             out_dtype: dtype_index(at.out_dtype) as i32,
-            padding: 0,
         },
         m: at.m as u32,
         k: pitch(at.k) as u32,

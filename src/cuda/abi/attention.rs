@@ -1,0 +1,166 @@
+//! Attention over many queries, and the attention step of decoding.
+
+use super::{Const, Count, Float2, Gemv, Mut, TensorMap, Void};
+
+abi! {
+    /// The query heads of one key/value head are rows of one matrix: row r stands for query r / group
+    /// and head r % group of the key/value head's group, so that keys are read once for all of them.
+    struct AttentionParams {
+        q: Const<Void>,
+        k: Const<Void>,
+        v: Const<Void>,
+        /// Null without one.
+        mask: Const<f32>,
+        /// `[batch, queries, heads, dim]` in q's type.
+        y: Mut<Void>,
+        /// Batch, head, token, dim.
+        q_strides: [i64; 4],
+        k_strides: [i64; 4],
+        v_strides: [i64; 4],
+        mask_strides: [i64; 4],
+        q_type: i32,
+        kv_type: i32,
+        heads: i32,
+        kv_heads: i32,
+        queries: i32,
+        keys: i32,
+        dim: i32,
+        /// heads / kv_heads
+        group: u32,
+        /// 2^32 / group rounded up; 0 for a group of 1.
+        group_magic: u32,
+        scale: f32,
+        /// 0 without one.
+        softcap: f32,
+        causal: i32,
+        /// 0 without one.
+        window: i32,
+        /// How the tensor-core form divides a block: warps of 16 rows,
+        row_warps: i32,
+        /// groups of such warps that take every key_groups-th tile of keys,
+        key_groups: i32,
+        /// tiles of keys and values in flight,
+        stages: i32,
+        /// and bytes of a group.
+        group_bytes: i32,
+    }
+
+    /// The forms for tensor cores: head dimension, keys of a tile.
+    table ATTENTION_MMA of AttentionMma (dim: usize, keys: usize) =
+        [(64, 64), (80, 64), (96, 64), (128, 64), (256, 32)];
+    /// Rows of a warp of these.
+    const ATTENTION_MMA_ROWS: Count<i32> = 16;
+    const ATTENTION_MMA_MAX_WARPS: Count<i32> = 8;
+
+    /// The forms in f32: the head dimension that there is room for, rows of a block, keys of a tile.
+    table ATTENTION_PLAIN of AttentionPlain (dim: usize, rows: usize, keys: usize) =
+        [(64, 64, 64), (128, 64, 32), (256, 32, 16), (512, 16, 16)];
+    const ATTENTION_PLAIN_THREADS: Count<i32> = 256;
+
+    /// Without mask, window and softcap, on Hopper.
+    struct AttentionSm90Params {
+        /// Dimensions, innermost first: a piece of a row as long as the swizzle, tokens, pieces of a row,
+        /// heads, batch.
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        /// `[batch, queries, heads, dim]`
+        y: Mut<Void>,
+        heads: i32,
+        kv_heads: i32,
+        queries: i32,
+        keys: i32,
+        /// Positive; scores times this are in units of log2.
+        unit: f32,
+        causal: i32,
+        /// Of queries.
+        tiles: i32,
+        /// batch * heads
+        columns: i32,
+        /// Columns whose keys and values stay in L2 together.
+        section: i32,
+    }
+
+    /// The forms for Hopper: head dimension, consumer warpgroups of 64 rows, keys of a tile, and whether
+    /// the warpgroups have the same rows and share the keys out.
+    table ATTENTION_SM90 of AttentionSm90 (dim: usize, consumers: usize, keys: usize, share: bool) = [
+        (64, 3, 128, false),
+        (80, 2, 128, false),
+        (96, 2, 128, false),
+        (128, 2, 128, false),
+        (256, 2, 80, false),
+        (64, 2, 128, true),
+        (128, 2, 64, true)
+    ];
+
+    /// The attention step of decoding.
+    struct DecodingParams {
+        /// `[B, (heads + 2 kv_heads) head_dim]`
+        qkv: Const<Void>,
+        /// `[head_dim]`, or null.
+        q_norm: Const<Void>,
+        k_norm: Const<Void>,
+        /// `[positions, pairs]`
+        cos: Const<f32>,
+        sin: Const<f32>,
+        /// `[B, kv_heads, slots, head_dim]`
+        k_cache: Mut<Void>,
+        v_cache: Mut<Void>,
+        /// `[B, heads head_dim]`
+        y: Mut<Void>,
+        /// What blocks leave: see `Partials`.
+        partial: Mut<Float2>,
+        /// Zero between launches.
+        counters: Mut<u32>,
+        /// `[B]`
+        position: Const<u32>,
+        heads: u32,
+        kv_heads: u32,
+        head_dim: u32,
+        slots: u32,
+        positions: u32,
+        pairs: u32,
+        /// 0 for none.
+        window: u32,
+        /// Of keys, that a block takes before another joins; at least its warps.
+        tiles: u32,
+        /// Of qkv, the norms and y.
+        dtype: i32,
+        cache_dtype: i32,
+        interleaved: i32,
+        /// Whether there is time before the kernel in front is complete.
+        rehearse: i32,
+        scale: f32,
+        softcap: f32,
+        eps: f32,
+    }
+
+    /// Query heads of a block at most: the width of an mma.
+    const MAX_HEADS: Count<i32> = 8;
+
+    /// The forms for tensor cores: head dimension, keys that a warp takes at once.
+    table DECODING_MMA of DecodingMma (dim: usize, keys: usize) =
+        [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
+    const DECODING_MMA_WARPS: Count<i32> = 8;
+
+    /// The forms for everything else: the widest head, the query heads that share a block, warps.
+    table DECODING_LANES of DecodingLanes (dim: usize, heads: usize, warps: usize) =
+        [(64, 4, 8), (128, 4, 8), (256, 2, 4)];
+    /// Keys that a warp of these takes at once.
+    const DECODING_LANES_KEYS: Count<i32> = 16;
+
+    /// The attention step of decoding, and a product that does not need it.
+    struct DecodingBesideParams {
+        attention: DecodingParams,
+        product: Gemv,
+        /// Of attention: the last of the launch.
+        blocks: [u32; 3],
+        /// Whether the product's x is there, see stream.cuh.
+        ready: u32,
+    }
+
+    /// The forms beside a product: head dimension.
+    table DECODING_BESIDE of DecodingBeside (dim: usize) = [(64), (80), (96), (128)];
+    /// Keys that a warp of these takes at once.
+    const DECODING_BESIDE_KEYS: Count<i32> = 16;
+}

@@ -1,0 +1,95 @@
+//! Quantized matrices: packing, repacking, and their values.
+
+use super::{Char, Const, Count, Mut, Void};
+
+abi! {
+    /// Values of a K block of codes.
+    const STEP: Count<u32> = 128;
+    /// Rows of codes that are taken together.
+    const OCTET: Count<u32> = 8;
+    /// Lanes of a row of codes.
+    const QUARTERS: Count<u32> = 4;
+
+    /// Values of a GGUF block, and blocks of a group.
+    const BLOCK: Count<u32> = 32;
+    const GROUP: Count<u32> = 4;
+
+    /// Threads of a block of the kernels that pack, repack or dequantize.
+    const FORMAT_THREADS: Count<i32> = 256;
+
+    /// A matrix of codes on the device.
+    struct CodeMatrix {
+        codes: Const<Char>,
+        /// f32 for each row, or f16 for each group.
+        scales: Const<Void>,
+        /// Null for none.
+        zeros: Const<u8>,
+    }
+
+    struct PackCodesParams {
+        /// `[rows, k]`
+        codes: Const<i8>,
+        /// Where row 0 goes; that is the first of eight.
+        out: Mut<Char>,
+        rows: u64,
+        k: u32,
+    }
+
+    struct CodeValuesParams {
+        matrix: CodeMatrix,
+        /// `[count]`, or null for all rows.
+        ids: Const<u32>,
+        /// `[count, k]`, aligned to 16 bytes.
+        out: Mut<Void>,
+        count: u64,
+        /// Of the matrix.
+        rows: u32,
+        /// A multiple of 4.
+        k: u32,
+        format: i32,
+    }
+
+    struct RepackParams {
+        blocks: Const<u8>,
+        out: Mut<Char>,
+        rows: u64,
+        /// Of 32 values.
+        blocks_of_row: u32,
+    }
+
+    /// A matrix of GGUF blocks among those that are dequantized by one launch.
+    struct DequantizeSource {
+        data: Const<Char>,
+        /// Its first block among all; past them for a matrix that is not there.
+        first: u64,
+        /// Of 32 values.
+        blocks_of_row: u32,
+        format: i32,
+    }
+
+    /// Matrices that one launch dequantizes.
+    const MAX_SOURCES: Count<i32> = 8;
+
+    struct DequantizeParams {
+        sources: [DequantizeSource; MAX_SOURCES],
+        /// Aligned to 16 bytes.
+        out: Mut<Void>,
+        /// Blocks in all.
+        total: u64,
+    }
+
+    struct NarrowParams {
+        /// `[rows, width]`
+        x: Const<Void>,
+        /// An RMS norm's, `[width]`, or null.
+        weight: Const<Void>,
+        /// f16 or bf16.
+        out: Mut<Void>,
+        /// A multiple of 4.
+        width: u32,
+        eps: f32,
+        out_dtype: i32,
+        /// Whether 4 elements of x and of the weight are aligned.
+        vectors: i32,
+    }
+}

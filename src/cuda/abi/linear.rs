@@ -1,0 +1,308 @@
+//! Products: few rows of x with weights of any format, many rows in int8.
+
+use super::{Char, Const, Count, Mut, TensorMap, Void, WARP};
+
+abi! {
+    /// Numbers of norms.
+    const NORM_NONE: Count<i32> = 0;
+    const NORM_RMS: Count<i32> = 1;
+    const NORM_LAYER: Count<i32> = 2;
+
+    /// Numbers of activations.
+    const ACT_NONE: Count<i32> = 0;
+    const ACT_SILU: Count<i32> = 1;
+    const ACT_GELU: Count<i32> = 2;
+    const ACT_GELU_TANH: Count<i32> = 3;
+    const ACT_SWIGLU: Count<i32> = 4;
+
+    /// Matrices of a launch.
+    const MAX_WEIGHTS: Count<i32> = 3;
+
+    /// Threads of a block of few rows of x, at most.
+    const GEMV_WARPS: Count<i32> = 8;
+    const GEMV_THREADS: Count<i32> = GEMV_WARPS * WARP;
+
+    /// Rows of quantized weights that a warp computes together, and rows of x that meet them.
+    const UNIT: Count<i32> = 16;
+    const UNIT_MAX_M: Count<i32> = 4;
+
+    /// Bytes behind a row of x in shared memory, by the codes that it meets, so that lanes which read several
+    /// rows meet no bank twice.
+    const INT8_PADDING: Count<u32> = 80;
+    const INT4_PADDING: Count<u32> = 64;
+    const TERNARY_PADDING: Count<u32> = 32;
+
+    /// One of up to three weights of the same k, side by side in the output.
+    struct Matrix {
+        /// Values, GGUF blocks or codes.
+        data: Const<Void>,
+        /// Of codes: f32 for each row, or f16 for each group.
+        scales: Const<Void>,
+        /// Its first row among all rows; past them for a weight that is not there.
+        first: u32,
+        /// Of codes: how many scales of 2 bytes lie in front of the zero points; 0 without zero points.
+        zeros: u32,
+    }
+
+    /// What happens to the rows of x before a product.
+    #[derive(Default)]
+    struct Prologue {
+        /// `[m, k]`
+        x: Const<Void>,
+        /// `[k]`, null without a norm.
+        weight: Const<Void>,
+        /// `[k]` or null; layer norm only.
+        bias: Const<Void>,
+        eps: f32,
+        norm: i32,
+        /// Of x and of the norm's weight and bias.
+        dtype: i32,
+    }
+
+    /// What happens to an output before it is written: act(y + bias) + residuals.
+    #[derive(Default)]
+    struct Epilogue {
+        /// `[rows]` or null.
+        bias: Const<Void>,
+        /// `[m, width]`, each row `stride` elements after the one before, or null.
+        residuals: [Const<Void>; 2],
+        /// Likewise.
+        out: Mut<Void>,
+        stride: u64,
+        activation: i32,
+        /// Of bias and residuals.
+        dtype: i32,
+        /// f32 for logits.
+        out_dtype: i32,
+    }
+
+    /// A product of few rows of x.
+    struct Gemv {
+        weights: [Matrix; MAX_WEIGHTS],
+        prologue: Prologue,
+        epilogue: Epilogue,
+        /// Rows of x, at most the kernel's M.
+        m: u32,
+        k: u32,
+        /// Of all weights.
+        rows: u32,
+        /// Outputs: rows, or half of them if one half gates the other.
+        width: u32,
+        /// Warps that share a unit: a power of two that divides the block's warps.
+        split: u32,
+        /// Of codes: scales of each 128 values of a row; 0 if a row has one.
+        groups: u32,
+        /// Of dense weights.
+        weight_dtype: i32,
+        /// Of a ring, in the kernels that have one.
+        slots: u32,
+    }
+
+    /// Values of a row that a warp takes at once, where dense weights stream, bytes of two rows of those, and
+    /// packs of 16 bytes of x that a thread has at once.
+    const STREAM_STEP: Count<i32> = 256;
+    const STREAM_SLOT: Count<i32> = 2 * STREAM_STEP * 2;
+    const STREAM_PACKS: Count<i32> = 8;
+
+    /// Keys and values that the next kernel of a chain reads, to be fetched into the L2 cache: those of
+    /// `planes` heads, in front of the position.
+    #[derive(Default)]
+    struct Fetch {
+        /// `[planes][plane]`
+        k: Const<Char>,
+        v: Const<Char>,
+        /// Null: nothing is fetched.
+        position: Const<u32>,
+        planes: u32,
+        /// Bytes.
+        plane: u32,
+        /// Bytes of a token.
+        row: u32,
+    }
+
+    /// A dense matrix `[rows, k - border]` beside the only one, which is `[rows, border]` then.
+    #[derive(Default)]
+    struct Second {
+        data: Const<Void>,
+        border: u32,
+    }
+
+    /// A product whose dense weights stream through rings.
+    struct StreamParams {
+        product: Gemv,
+        /// Of the kernels for two matrices side by side.
+        second: Second,
+        fetch: Fetch,
+    }
+
+    /// K blocks of codes of a ring's slot, where codes stream, slots at most, and such slices of a row of x
+    /// that a warp has in registers.
+    const CODE_STREAM_SLICE: Count<u32> = 16;
+    const CODE_STREAM_MAX_SLOTS: Count<u32> = 16;
+    const CODE_STREAM_HELD: Count<i32> = 8;
+
+    /// Rows of x of a launch for some tens of them, and warps of a block at most.
+    const TILES_ROWS: Count<i32> = 64;
+    const TILES_MAX_WARPS: Count<i32> = 8;
+
+    /// Some tens of rows of x.
+    struct TilesParams {
+        /// Without a norm; x is bf16.
+        product: Gemv,
+        /// Units of a block.
+        side: u32,
+        /// Stages of x that there is room for: all, or at least 3.
+        slots: u32,
+        /// Of a unit.
+        stages: u32,
+    }
+
+    /// Rows of x of a launch for up to 16 of them, warps of a block, steps whose x a warp has at a time, and
+    /// units of a batch.
+    const SLICES_ROWS: Count<i32> = 16;
+    const SLICES_WARPS: Count<i32> = 8;
+    const SLICES_DEPTH: Count<i32> = 2;
+    const SLICES_BATCH: Count<i32> = 4;
+
+    /// Up to 16 rows of x.
+    struct SlicesParams {
+        /// Without a norm; x is bf16.
+        product: Gemv,
+        /// Blocks of a cluster.
+        slices: u32,
+    }
+
+    /// The same where k is long.
+    struct LongSlicesParams {
+        /// `[k / 64][m][64]`, of which a box is `[4][16][64]`.
+        x: TensorMap,
+        slices: SlicesParams,
+    }
+
+    const FINISH_THREADS: Count<i32> = 256;
+
+    /// What the library leaves to do behind a product of many rows.
+    struct FinishParams {
+        /// `[m, rows]`
+        sums: Const<f32>,
+        epilogue: Epilogue,
+        m: u32,
+        rows: u32,
+        /// Rows, or half of them if one half gates the other.
+        width: u32,
+        /// Whether width is a multiple of 4 and all addresses fit 4 elements.
+        vectors: i32,
+    }
+
+    struct WidenParams {
+        from: Const<Void>,
+        to: Mut<f32>,
+        count: u64,
+    }
+
+    /// Rows of x to int8, with a scale for each.
+    struct QuantizeRowsParams {
+        prologue: Prologue,
+        /// `[rows, pitch]`, with zeros past the width.
+        codes: Mut<i8>,
+        /// `[rows]`
+        scales: Mut<f32>,
+        rows: u32,
+        width: u32,
+        pitch: u32,
+        /// Of one row.
+        warps: u32,
+        /// Whether all addresses and the width are multiples of 16 bytes.
+        vectors: i32,
+    }
+
+    /// K block of int8 operands on Hopper, in values.
+    const W8A8_BLOCK_K: Count<i32> = 128;
+    /// Where the first stage begins.
+    const W8A8_ALIGNMENT: Count<u32> = 1024;
+    /// Rows of x of a tile.
+    const W8A8_ROWS: Count<i32> = 128;
+    /// Columns whose outputs a warp stages at a time, and bytes from one row of them to the next: words that
+    /// are written together meet no bank twice.
+    const W8A8_STAGED: Count<i32> = 64;
+    const W8A8_STAGED_PITCH: Count<i32> = 2 * W8A8_STAGED + 16;
+
+    /// One of up to three weights in int8 of the same k, side by side in the output.
+    struct W8A8Weights {
+        /// `[rows, k]`, as `Int8` of codes.cuh lays them out.
+        codes: Const<i8>,
+        /// `[rows]`
+        scales: Const<f32>,
+        rows: u32,
+        /// Its first among the outputs.
+        column: u32,
+        /// Its first; past them for a weight that is not there.
+        tile: u32,
+    }
+
+    /// A product by integers. Rows of all weights, and the epilogue's rows, are multiples of 8 and begin at
+    /// 16 bytes.
+    struct W8A8Product {
+        /// `[m, k]`
+        x: Const<i8>,
+        /// `[m]`
+        x_scales: Const<f32>,
+        weights: [W8A8Weights; MAX_WEIGHTS],
+        epilogue: Epilogue,
+        m: u32,
+        /// A multiple of 16: zeros have been added.
+        k: u32,
+        /// Outputs.
+        width: u32,
+        m_tiles: u32,
+        n_tiles: u32,
+        /// Tiles of m that are taken together.
+        section: u32,
+        /// Where gates multiply: whose rows those are,
+        gated_part: u32,
+        /// and the first of them.
+        gated_row: u32,
+    }
+
+    /// The forms for Hopper: rows of W of a tile, blocks that share them, stages.
+    table W8A8_SM90 of W8A8Sm90 (columns: usize, cluster: usize, stages: usize) =
+        [(128, 1, 6), (128, 2, 6), (256, 2, 4)];
+    const W8A8_SM90_THREADS: Count<i32> = 384;
+
+    struct W8A8Sm90Params {
+        x: TensorMap,
+        weights: [TensorMap; MAX_WEIGHTS],
+        product: W8A8Product,
+    }
+
+    /// Stages of W at most, where a launch makes int8 of x itself.
+    const W8A8_DIRECT_MAX_STAGES: Count<i32> = 12;
+
+    /// The forms that make int8 of x themselves: rows of x and of W of a block, teams of four warps that
+    /// multiply, those of them that lie beside one another in W's rows, warps that make int8 of x, whether the last
+    /// of them asks for W instead of a warp of its own, blocks that share rows of x, lanes for a row of it, packs
+    /// of 16 values for each lane at most, whether all of W is in shared memory, and stages of W that are
+    /// asked for in front of x.
+    table W8A8_DIRECT of W8A8Direct (
+        rows: usize, columns: usize, teams: usize, beside: usize, makers: usize, asks: bool, cluster: usize,
+        lanes: usize, packs: usize, whole: bool, early: usize
+    ) = [
+        (64, 64, 1, 1, 8, false, 4, 16, 3, true, 0),
+        (64, 128, 2, 2, 8, false, 4, 16, 3, false, 2),
+        (128, 192, 2, 1, 8, true, 2, 8, 5, true, 0),
+        (48, 64, 1, 1, 8, false, 3, 32, 3, true, 0),
+        (64, 144, 1, 1, 11, false, 2, 32, 3, false, 0),
+        (64, 192, 2, 2, 11, false, 3, 32, 3, false, 0)
+    ];
+
+    struct W8A8DirectParams {
+        /// Tiles of half a team's rows.
+        weights: [TensorMap; MAX_WEIGHTS],
+        /// Without x and its scales.
+        product: W8A8Product,
+        /// `[m, k]` of f16 or bf16.
+        x: Const<Void>,
+        /// Of W in shared memory.
+        stages: u32,
+    }
+}
