@@ -39,6 +39,7 @@ mod rms_norm;
 mod rms_norm_linear;
 mod rope;
 mod sample;
+mod sizes;
 mod smollm2;
 mod soak;
 mod stems;
