@@ -6,10 +6,13 @@ use super::shape::{Head, NormKind, Shape};
 use crate::Fusion;
 use crate::nn::{Attention, Embedding, LayerNorm, LinearWeight, Mlp, Norm, Projection, RmsNorm};
 use crate::ops::Activation;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 /// Where tensors come from.
 pub trait Source {
+    /// Where the model's tensors are to be.
+    fn device(&self) -> &Device;
+
     fn has(&self, tensor: &str) -> bool;
 
     /// `[rows, cols]`, on the model's device. With `heads`, the queries, keys and values that the rows
@@ -108,10 +111,14 @@ impl<S: Source> Loader<'_, S> {
         let blocks = (0..self.shape.layers)
             .map(|layer| self.block(layer))
             .collect::<Result<_>>()?;
+        let norm = self.norm(self.names.norm)?;
+        // On a GPU copies and packing are under way on the stream of this thread, which another thread's
+        // stream does not wait for.
+        self.source.device().synchronize()?;
         Ok(Stack {
             embedding,
             blocks,
-            norm: self.norm(self.names.norm)?,
+            norm,
             max_positions: self.shape.max_positions,
         })
     }

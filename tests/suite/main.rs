@@ -46,6 +46,7 @@ mod stems;
 mod structure;
 mod subject;
 mod support;
+mod threads;
 #[cfg(feature = "cuda")]
 mod w8a8;
 

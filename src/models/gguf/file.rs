@@ -169,6 +169,10 @@ impl<R: Seek + Read> File<'_, R> {
 }
 
 impl<R: Seek + Read> Source for File<'_, R> {
+    fn device(&self) -> &Device {
+        self.device
+    }
+
     fn has(&self, tensor: &str) -> bool {
         self.ct.tensor_infos.contains_key(tensor)
     }
