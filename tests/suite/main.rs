@@ -15,6 +15,7 @@ mod generation;
 mod gguf_file;
 mod golden;
 mod gpt_neox;
+mod inference_only;
 mod kv_cache;
 mod layer_norm;
 mod layer_norm_linear;
