@@ -14,6 +14,7 @@ use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_fused::trace;
 use clap::Parser;
+use common::distance::Distance;
 
 #[path = "adopt/mod.rs"]
 mod adopt;
@@ -252,14 +253,13 @@ fn deviation(
     device: &Device,
 ) -> Result<String> {
     model.clear();
-    let (mut largest, mut same) = (0f32, 0);
+    let (mut largest, mut same) = (0f64, 0);
     let mut ids = Tensor::new(prompt, device)?.unsqueeze(0)?;
     let mut position = 0;
     for (token, logits) in expected.tokens.iter().zip(&expected.logits) {
         let got = model.forward(&ids, position)?;
         position += ids.dim(1)?;
-        let difference = (&got - logits)?.abs()?.flatten_all()?.max(0)?;
-        largest = largest.max(difference.to_scalar()?);
+        largest = largest.max(Distance::between(&got, logits)?.largest);
         same += usize::from(likeliest(&got)? == *token);
         ids = Tensor::new(&[[*token]], device)?;
     }

@@ -6,6 +6,7 @@
 //! weights of their own, as a decoding step would; medians over graphs in turn, with the quartiles'
 //! distance as spread.
 
+use crate::common::distance::Distance;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaGraph, CudaModule, CudaSlice, CudaStream, DevicePtr, DeviceRepr,
     LaunchConfig, PushKernelArg, sys,
@@ -326,13 +327,13 @@ impl Projection {
         for (layer, expected) in self.expected.iter().enumerate().take(3) {
             launch(stream, &kernels, self.params(layer, stream))?;
             let got = stream.clone_dtoh(&self.y).map_err(Error::wrap)?;
-            let top = expected.iter().fold(0f64, |m, v| m.max(v.abs()));
-            for (got, expected) in got.iter().zip(expected) {
-                let error = (f64::from(*got) - expected).abs();
-                if error.is_nan() || error > 1e-5 * top {
-                    let plan = plan.name();
-                    bail!("ternary {}, {plan}: {got}, expected {expected}", self.name);
-                }
+            let Distance { largest, top, .. } = Distance::of(&got, expected)?;
+            if largest > 1e-5 * top {
+                let plan = plan.name();
+                bail!(
+                    "ternary {}, {plan}: {largest} away from values up to {top}",
+                    self.name
+                );
             }
         }
         Ok(())

@@ -2,6 +2,7 @@
 
 use super::args;
 use super::comparison::{CompareReport, JsonFile, LayerError, Probe, Round, Side, Speedup, median};
+use super::distance::Distance;
 use super::generate::TextModel;
 use super::quantize::QuantizeArgs;
 use super::source::Located;
@@ -244,10 +245,9 @@ impl Comparison<'_> {
         fused.clear()?;
         let mut largest = 0f64;
         let mut step = |ids: &[u32], position| -> Result<()> {
-            let a = stock.forward(ids, position)?.to_device(&Device::Cpu)?;
-            let b = fused.forward(ids, position)?.to_device(&Device::Cpu)?;
-            let difference = (a - b)?.abs()?.max(0)?.to_scalar::<f32>()?;
-            largest = largest.max(f64::from(difference));
+            let expected = stock.forward(ids, position)?;
+            let distance = Distance::between(&fused.forward(ids, position)?, &expected)?;
+            largest = largest.max(distance.largest);
             Ok(())
         };
         step(self.prompt, 0)?;
@@ -393,12 +393,10 @@ fn first_difference(a: &[u32], b: &[u32]) -> Option<usize> {
 }
 
 fn layer_error(layer: usize, fused: &Tensor, plain: &Tensor) -> Result<LayerError> {
-    let plain = plain.to_dtype(DType::F64)?;
-    let difference = (fused.to_dtype(DType::F64)? - &plain)?;
-    let norm = |t: &Tensor| -> Result<f64> { Ok(t.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt()) };
+    let distance = Distance::between(fused, plain)?;
     Ok(LayerError {
         layer,
-        max_abs: difference.abs()?.flatten_all()?.max(0)?.to_scalar()?,
-        rel: norm(&difference)? / norm(&plain)?,
+        max_abs: distance.largest,
+        rel: distance.relative_norm(),
     })
 }

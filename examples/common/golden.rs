@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_fused::generation::Options;
 
 use super::comparison::LayerError;
+use super::distance::Distance;
 use super::generate::TextModel;
 
 /// What another implementation computed.
@@ -182,27 +183,13 @@ fn error(layer: usize, got: &Tensor, expected: &Tensor, name: &str) -> Result<La
         expected.shape(),
         got.shape()
     );
-    let (max_abs, largest) = largest_error(&got, expected)?;
+    let distance =
+        Distance::between(&got, expected).with_context(|| format!("--golden: {name}"))?;
     Ok(LayerError {
         layer,
-        max_abs,
-        rel: max_abs / largest.max(f64::MIN_POSITIVE),
+        max_abs: distance.largest,
+        rel: distance.relative(),
     })
-}
-
-/// The largest error, infinite where there is no number, and the largest value of `expected`.
-fn largest_error(got: &Tensor, expected: &Tensor) -> Result<(f64, f64)> {
-    let wide = |t: &Tensor| -> Result<Vec<f64>> {
-        let t = t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
-        Ok(t.flatten_all()?.to_vec1()?)
-    };
-    let (got, expected) = (wide(got)?, wide(expected)?);
-    let pairs = got.iter().zip(&expected);
-    let error = pairs.fold(0f64, |largest, (got, expected)| match got - expected {
-        difference if difference.is_nan() => f64::INFINITY,
-        difference => largest.max(difference.abs()),
-    });
-    Ok((error, expected.iter().fold(0f64, |l, v| l.max(v.abs()))))
 }
 
 /// A greedy token that is not the reference's.

@@ -7,6 +7,7 @@ pub mod args;
 pub mod chat;
 pub mod compare;
 pub mod comparison;
+pub mod distance;
 pub mod fused;
 pub mod generate;
 pub mod gguf_vocab;

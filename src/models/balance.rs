@@ -17,7 +17,7 @@ use super::shape::Shape;
 use super::weights::Source;
 use crate::nn::LinearWeight;
 use crate::ops::Activation;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::HashMap;
 
 /// Factors lie within 2 to the power of this and its reciprocal: f16 has room for them too.
@@ -63,6 +63,10 @@ impl<S: Source> Balanced<S> {
             shape,
             factors: HashMap::new(),
         }
+    }
+
+    pub fn device(&self) -> &Device {
+        self.source.device()
     }
 
     pub fn has(&self, tensor: &str) -> bool {

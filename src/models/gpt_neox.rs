@@ -165,7 +165,7 @@ impl Describe for Config {
                 self.rotary_pct
             );
         }
-        Ok(Shape {
+        let shape = Shape {
             kind: &KIND,
             vocab: self.vocab_size,
             hidden: self.hidden_size,
@@ -178,7 +178,7 @@ impl Describe for Config {
                 window: None,
             },
             sliding: None,
-            frequencies: shape::inverse_frequencies(self.rotary_emb_base as f32, rotated),
+            frequencies: Vec::new(),
             eps: self.layer_norm_eps,
             activation,
             parallel: self.use_parallel_residual,
@@ -189,7 +189,8 @@ impl Describe for Config {
             },
             head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
-        })
+        };
+        shape.rotated_by(|| shape::inverse_frequencies(self.rotary_emb_base as f32, rotated))
     }
 }
 

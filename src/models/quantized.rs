@@ -115,6 +115,10 @@ impl<'a, S: Source> Quantizing<'a, S> {
 }
 
 impl<S: Source> Source for Quantizing<'_, S> {
+    fn device(&self) -> &Device {
+        self.source.device()
+    }
+
     fn has(&self, tensor: &str) -> bool {
         self.source.has(tensor)
     }
@@ -204,6 +208,10 @@ pub struct Mapped<'a> {
 }
 
 impl Source for Mapped<'_> {
+    fn device(&self) -> &Device {
+        self.device
+    }
+
     fn has(&self, tensor: &str) -> bool {
         self.file.contains(tensor)
     }

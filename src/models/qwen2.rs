@@ -59,7 +59,10 @@ impl TryFrom<RawConfig> for Config {
     fn try_from(raw: RawConfig) -> std::result::Result<Self, String> {
         let settled = raw.settle("qwen2")?;
         let (hidden, heads) = (raw.hidden_size, raw.num_attention_heads);
-        if let Some(dim) = raw.head_dim.filter(|dim| dim * heads != hidden) {
+        if let Some(dim) = raw
+            .head_dim
+            .filter(|dim| dim.checked_mul(heads) != Some(hidden))
+        {
             return Err(format!(
                 "head_dim {dim} times num_attention_heads {heads} is not hidden_size {hidden}"
             ));
@@ -120,7 +123,7 @@ impl Describe for Config {
                 window: None,
             },
             sliding: qwen::sliding(self.use_sliding_window, window, self.max_window_layers),
-            frequencies: shape::inverse_frequencies(self.rope_theta as f32, head_dim),
+            frequencies: Vec::new(),
             eps: self.rms_norm_eps,
             activation: KIND.activation,
             parallel: false,
@@ -132,7 +135,8 @@ impl Describe for Config {
             },
             max_positions: self.max_position_embeddings,
         };
-        qwen::gated(shape, self.hidden_act)
+        qwen::gated(shape, self.hidden_act)?
+            .rotated_by(|| shape::inverse_frequencies(self.rope_theta as f32, head_dim))
     }
 }
 

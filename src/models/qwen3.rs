@@ -110,7 +110,7 @@ impl Describe for Config {
                 window: None,
             },
             sliding: qwen::sliding(used, self.sliding_window, self.max_window_layers),
-            frequencies: shape::inverse_frequencies(self.rope_theta as f32, self.head_dim),
+            frequencies: Vec::new(),
             eps: self.rms_norm_eps,
             activation: KIND.activation,
             parallel: false,
@@ -122,7 +122,8 @@ impl Describe for Config {
             head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
         };
-        qwen::gated(shape, self.hidden_act)
+        qwen::gated(shape, self.hidden_act)?
+            .rotated_by(|| shape::inverse_frequencies(self.rope_theta as f32, self.head_dim))
     }
 }
 

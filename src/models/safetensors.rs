@@ -3,10 +3,14 @@
 use super::weights::{Source, arranged};
 use crate::Fusion;
 use crate::nn::{Embedding, LinearWeight, Projection};
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 impl Source for VarBuilder<'_> {
+    fn device(&self) -> &Device {
+        VarBuilder::device(self)
+    }
+
     fn has(&self, tensor: &str) -> bool {
         self.contains_tensor(tensor)
     }

@@ -105,7 +105,72 @@ pub trait Describe {
     fn shape(&self) -> Result<Shape>;
 }
 
+/// What a `config.json` calls the sizes that [`check_sizes`] takes.
+pub const CONFIG_SIZES: [&str; 8] = [
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim (hidden_size / num_attention_heads where it is not given)",
+    "max_position_embeddings",
+];
+
+/// What a GGUF file calls them, behind its architecture.
+pub const GGUF_SIZES: [&str; 8] = [
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "block_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "context_length",
+];
+
+/// The largest sizes that are taken: far above any model's, and so small that the bytes of a matrix fit
+/// 64 bits and what is computed from them alone, without a tensor, takes no time.
+const MOST_SIZES: [usize; 8] = [
+    1 << 28,
+    1 << 28,
+    1 << 28,
+    1 << 16,
+    1 << 16,
+    1 << 16,
+    1 << 16,
+    1 << 31,
+];
+
+/// Fails by the name of a size that no model has, before anything of that size is made.
+pub fn check_sizes(place: &str, names: [&str; 8], sizes: [usize; 8]) -> Result<()> {
+    for ((name, size), most) in names.into_iter().zip(sizes).zip(MOST_SIZES) {
+        if size > most {
+            bail!("{place}{name} is {size}, expected at most {most}");
+        }
+    }
+    Ok(())
+}
+
 impl Shape {
+    /// A configuration's shape with the frequencies that `frequencies` gives, which is called only if
+    /// the sizes are a model's.
+    pub fn rotated_by(mut self, frequencies: impl FnOnce() -> Vec<f32>) -> Result<Self> {
+        let sizes = [
+            self.hidden,
+            self.intermediate,
+            self.vocab,
+            self.layers,
+            self.attention.heads,
+            self.attention.kv_heads,
+            self.attention.head_dim,
+            self.max_positions,
+        ];
+        check_sizes("config: ", CONFIG_SIZES, sizes)?;
+        self.frequencies = frequencies();
+        Ok(self)
+    }
+
     /// The attention of a layer.
     pub fn attention_of(&self, layer: usize) -> AttentionConfig {
         let sliding = self.sliding.filter(|s| layer >= s.from);
@@ -159,7 +224,9 @@ impl Shape {
 /// The width of a head of models that do not name it.
 pub fn head_dim(hidden: usize, heads: usize) -> Result<usize> {
     if heads == 0 || !hidden.is_multiple_of(heads) {
-        bail!("config: hidden_size {hidden} does not divide by {heads} heads");
+        bail!(
+            "config: hidden_size {hidden} does not divide by the {heads} heads of num_attention_heads"
+        );
     }
     Ok(hidden / heads)
 }

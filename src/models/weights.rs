@@ -6,10 +6,13 @@ use super::shape::{Head, NormKind, Shape};
 use crate::Fusion;
 use crate::nn::{Attention, Embedding, LayerNorm, LinearWeight, Mlp, Norm, Projection, RmsNorm};
 use crate::ops::Activation;
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor, bail};
 
 /// Where tensors come from.
 pub trait Source {
+    /// Where the model's tensors are to be.
+    fn device(&self) -> &Device;
+
     fn has(&self, tensor: &str) -> bool;
 
     /// `[rows, cols]`, on the model's device. With `heads`, the queries, keys and values that the rows
@@ -49,7 +52,7 @@ impl<S: Source> Loader<'_, S> {
     /// # Errors
     /// If the shape is impossible, or a tensor is missing or has another shape, by its name.
     pub fn decoder(mut self) -> Result<Decoder> {
-        self.shape.check()?;
+        self.check()?;
         let tied = match self.shape.head {
             Head::Own => false,
             Head::Embedding => true,
@@ -72,9 +75,28 @@ impl<S: Source> Loader<'_, S> {
     /// # Errors
     /// As [`Loader::decoder`].
     pub fn stack(mut self) -> Result<Stack> {
-        self.shape.check()?;
+        self.check()?;
         let (embedding, _) = self.table(false)?;
         self.layers(embedding)
+    }
+
+    /// That the shape is possible, and the last layer there, before anything is read.
+    fn check(&self) -> Result<()> {
+        self.shape.check()?;
+        let norm = |layer: usize| {
+            let Names {
+                layer: stem,
+                attention_norm,
+                ..
+            } = self.names;
+            format!("{stem}.{layer}.{attention_norm}.weight")
+        };
+        let (layers, last) = (self.shape.layers, norm(self.shape.layers - 1));
+        // A source that makes tensors as they are asked for has none of them.
+        if self.source.has(&norm(0)) && !self.source.has(&last) {
+            bail!("config: num_hidden_layers is {layers}, tensor `{last}` is missing");
+        }
+        Ok(())
     }
 
     fn table(&mut self, tied: bool) -> Result<(Embedding, Option<Projection>)> {
@@ -89,10 +111,14 @@ impl<S: Source> Loader<'_, S> {
         let blocks = (0..self.shape.layers)
             .map(|layer| self.block(layer))
             .collect::<Result<_>>()?;
+        let norm = self.norm(self.names.norm)?;
+        // On a GPU copies and packing are under way on the stream of this thread, which another thread's
+        // stream does not wait for.
+        self.source.device().synchronize()?;
         Ok(Stack {
             embedding,
             blocks,
-            norm: self.norm(self.names.norm)?,
+            norm,
             max_positions: self.shape.max_positions,
         })
     }

@@ -2,6 +2,7 @@
 
 use super::{KvCache, Norm, Projection, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
+use crate::ops::view::inference_only;
 use crate::ops::{self, AttentionParams, HeadNorms, RopeAppend, RopeStyle, Rotation};
 use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
 
@@ -242,6 +243,8 @@ impl Attention {
             }
             _ => bail!("attention: {} projections, expected q, k and v", qkv.len()),
         };
+        // Into the cache they are copied without a trace.
+        inference_only("attention", [("k", &k), ("v", &v)])?;
         let (batch, tokens, _) = q.dims3()?;
         let heads = |t: &Tensor, norm: Option<&RmsNorm>| -> Result<Tensor> {
             let t = t.reshape((batch, tokens, (), self.config.head_dim))?;

@@ -134,8 +134,8 @@ impl Projection {
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_fused::nn::{self, Projection};
     /// use candle_fused::ops::Activation;
-    /// use candle_nn::{VarBuilder, VarMap};
-    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// use candle_nn::VarBuilder;
+    /// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
     /// let gate = nn::linear_no_bias(64, 128, vb.pp("gate_proj"))?;
     /// let up = nn::linear_no_bias(64, 128, vb.pp("up_proj"))?;
     /// let norm = nn::rms_norm(64, 1e-6, vb.pp("norm"))?.into();

@@ -8,8 +8,15 @@
 //! use candle_core::{DType, Device, Module, Tensor};
 //! use candle_fused::nn::{self, Mlp, Norm, Projection};
 //! use candle_fused::ops::Activation;
-//! use candle_nn::{VarBuilder, VarMap};
-//! let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+//! use candle_nn::VarBuilder;
+//! # let randn = |shape: &[usize]| Tensor::randn(0f32, 0.1, shape, &Device::Cpu);
+//! # let tensors = std::collections::HashMap::from([
+//! #     ("norm.weight".to_owned(), randn(&[64])?),
+//! #     ("gate_proj.weight".to_owned(), randn(&[96, 64])?),
+//! #     ("up_proj.weight".to_owned(), randn(&[96, 64])?),
+//! #     ("down_proj.weight".to_owned(), randn(&[64, 96])?),
+//! # ]);
+//! let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
 //! let norm = nn::rms_norm(64, 1e-6, vb.pp("norm"))?;
 //! let [gate, up] = ["gate_proj", "up_proj"].map(|name| nn::linear_no_bias(64, 96, vb.pp(name)));
 //! let (gate, up) = (gate?, up?);
@@ -29,6 +36,10 @@
 //! # assert!(error < 1e-4, "{error}");
 //! # Ok::<(), candle_core::Error>(())
 //! ```
+//!
+//! The fused forms have no gradients: they refuse variables and what is computed from them, and so does
+//! attention in any form, since a cache has none. Other layers have them with
+//! [`Fusion::none`](crate::Fusion::none), which gives candle's own operations.
 //!
 //! [`Module`]: candle_core::Module
 

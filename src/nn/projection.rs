@@ -312,6 +312,8 @@ fn joined(weights: Vec<Weight>) -> Result<Vec<Weight>> {
             })
             .collect();
         if dense.len() == weights.len() && dense.iter().all(|w| w.dtype() == dense[0].dtype()) {
+            let tracked = dense.iter().map(|w| ("weights", *w));
+            crate::ops::view::inference_only("projection", tracked)?;
             return Ok(vec![Weight::Dense(crate::cuda::stack_rows(&dense)?)]);
         }
     }

@@ -42,8 +42,8 @@ thread_local! {
 /// use candle_core::{DType, Device};
 /// use candle_fused::quant::{self, Quantization, Recipe};
 /// use candle_fused::nn;
-/// use candle_nn::{VarBuilder, VarMap};
-/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// use candle_nn::VarBuilder;
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
 /// let recipe = Recipe::new(Quantization::Int8).with("head.*", None);
 /// let (layer, head) = quant::while_loading(&recipe, || {
 ///     let layer = nn::linear(64, 32, vb.pp("layer"))?;

@@ -34,6 +34,21 @@ pub(super) fn float(op: &str, argument: &str, dtype: DType) -> Result<()> {
     }
 }
 
+/// Fails if a tensor is a variable or was computed from one: the ops have no gradients, and training
+/// would go on without them unseen.
+pub(crate) fn inference_only<'a>(
+    op: &str,
+    tensors: impl IntoIterator<Item = (&'static str, &'a Tensor)>,
+) -> Result<()> {
+    match tensors.into_iter().find(|(_, t)| t.track_op()) {
+        Some((name, _)) => bail!(
+            "{op}: {name} is tracked for gradients, which would stop here: it is for inference only, \
+             detach() the tensor"
+        ),
+        None => Ok(()),
+    }
+}
+
 /// The tensor as it is on the CPU, whose cores gather strided elements; in row-major order on a
 /// GPU, copied if need be.
 pub(super) fn dense_on_cuda(t: &Tensor) -> Result<Tensor> {

@@ -1,5 +1,6 @@
 //! Dense products against float64: every level, dtype and path, at the edges of tiles and of pieces.
 
+use crate::common::distance::pairs;
 use candle_fused::cpu::dense::{matmul, task_grid};
 use candle_fused::cpu::simd::Level;
 use candle_fused::cpu::vector::Element;
@@ -43,7 +44,7 @@ fn check<T: Element>(level: Level, m: usize, n: usize, k: usize, gap: usize, see
         for j in 0..n {
             let terms = (0..k).map(|p| f64::from(x[i * k + p]) * f64::from(w[j * k + p].to_f32()));
             let (sum, size) = terms.fold((0., 0.), |(s, a), t| (s + t, a + t.abs()));
-            let got = f64::from(out[i * stride + j]);
+            let (got, sum) = pairs(&[out[i * stride + j]], &[sum]).unwrap()[0];
             // Rounding errors of a sum in lanes grow with the root of its length, at most.
             let limit = f64::from(f32::EPSILON) * (k as f64).sqrt().max(2.) * size;
             assert!(
@@ -124,7 +125,7 @@ fn results_do_not_depend_on_the_rows_of_a_task() {
                 if m < 48 {
                     assert_eq!(parts, whole, "{level:?}, {m} tokens, {rows} rows");
                 }
-                for (a, b) in parts.iter().zip(&whole) {
+                for (a, b) in pairs(&parts, &whole).unwrap() {
                     assert!(
                         (a - b).abs() < 2e-5,
                         "{level:?}, {m} tokens, {rows} rows: {a} {b}"

@@ -1,5 +1,6 @@
 //! Reference outputs of tiny models, and how far a tensor is from them.
 
+use crate::common::distance::Distance;
 use crate::support::device;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -51,11 +52,26 @@ impl Golden {
     }
 }
 
-/// `max |a - b| / max |b|`
+/// `max |a - b| / max |b|`; an error if one of them is not finite.
 pub fn relative_error(a: &Tensor, b: &Tensor) -> Result<f64> {
-    assert_eq!(a.dims(), b.dims());
-    let wide = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
-    let (a, b) = (wide(a)?, wide(b)?);
-    let top = |t: Tensor| t.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
-    Ok(top((a - &b)?)? / top(b)?)
+    Ok(Distance::between(a, b)?.relative())
+}
+
+/// A NaN or an infinity is seen wherever it stands, on either side.
+#[test]
+fn values_that_are_not_finite_are_no_agreement() -> Result<()> {
+    let good = Tensor::new(&[1f32, 2., 3.], &Device::Cpu)?;
+    assert_eq!(relative_error(&good, &good)?, 0.);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for at in 0..3 {
+            let mut values = [1f32, 2., 3.];
+            values[at] = bad;
+            let bad = Tensor::new(&values, &Device::Cpu)?;
+            for (a, b) in [(&good, &bad), (&bad, &good), (&bad, &bad)] {
+                let error = relative_error(a, b).unwrap_err().to_string();
+                assert!(error.contains("finite"), "{error}");
+            }
+        }
+    }
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! LayerNorm and its core against float64.
 
+use crate::common::distance::pairs;
 use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error};
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_fused::cpu::norm;
@@ -117,7 +118,7 @@ fn every_level_agrees() -> Result<()> {
         for level in Level::available() {
             let mut out = vec![f32::NAN; width];
             norm::layer_norm(level, &x, &weight, Some(&x), 1e-5, &mut out);
-            for (a, b) in out.iter().zip(&expected) {
+            for (a, b) in pairs(&out, &expected)? {
                 assert!(
                     (a - b).abs() <= 1e-4 * (1. + b.abs()),
                     "{level:?} {width}: {a} {b}"

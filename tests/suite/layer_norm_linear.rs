@@ -1,5 +1,6 @@
 //! The layer norm as a prologue: every combination against float64, and the parts that come out.
 
+use crate::common::distance::pairs;
 use crate::linear::{Norm, combinations, error};
 use crate::quant_linear::{blocks_on, tolerance};
 use crate::support::{devices, layouts_on, randn, randn_on, values};
@@ -46,7 +47,7 @@ fn norm_then_product(x: &Tensor, dtype: DType) -> Result<()> {
         for (part, weight) in parts.iter().zip(refs) {
             let expected = linear(&normed, weight, &none)?;
             assert_eq!(part.dims(), expected.dims());
-            for (a, b) in values(part)?.iter().zip(values(&expected)?) {
+            for (a, b) in pairs(&values(part)?, &values(&expected)?)? {
                 // Sums over K may be taken in another order when more rows share a tile, and a mean
                 // that differs in its last place may round a normalised value up instead of down.
                 assert!((a - b).abs() <= 2e-2 * (1. + b.abs()), "{dtype:?}: {a} {b}");

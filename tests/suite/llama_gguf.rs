@@ -1,11 +1,12 @@
 //! Llama from GGUF files: against Hugging Face's outputs, candle-transformers, and damage.
 
+use crate::common::distance::Distance;
 use crate::gguf_file::{bytes, ids, load};
 use crate::golden::{Golden, relative_error};
 use crate::support::{device, on_every_device};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
-use candle_core::{DType, Device, IndexOp, Result, Tensor};
+use candle_core::{DType, Device, IndexOp, Result};
 use candle_fused::models::llama::{Cache, Llama, dequantize_gguf};
 use candle_fused::{Fusion, trace};
 use candle_nn::VarBuilder;
@@ -60,10 +61,9 @@ fn every_block_type_is_as_exact_as_candles() -> Result<()> {
             let vb = VarBuilder::from_tensors(tensors, DType::F32, &device());
             let mut cache = Cache::new(true, DType::F32, &config, &device())?;
             let (_, exact) = Llama::load(vb, &config)?.hidden_states(&input, 0, &mut cache)?;
-            let norm = |t: &Tensor| t.sqr()?.sum_all()?.to_scalar::<f32>();
-            let error = |fusion| -> Result<f32> {
+            let error = |fusion| -> Result<f64> {
                 let (_, logits) = load(&bytes, fusion)?.hidden_states(&input, 0)?;
-                Ok((norm(&(logits - &exact)?)? / norm(&exact)?).sqrt())
+                Ok(Distance::between(&logits, &exact)?.relative_norm())
             };
             let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
             assert!(

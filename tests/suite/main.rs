@@ -15,6 +15,7 @@ mod generation;
 mod gguf_file;
 mod golden;
 mod gpt_neox;
+mod inference_only;
 mod kv_cache;
 mod layer_norm;
 mod layer_norm_linear;
@@ -39,12 +40,14 @@ mod rms_norm;
 mod rms_norm_linear;
 mod rope;
 mod sample;
+mod sizes;
 mod smollm2;
 mod soak;
 mod stems;
 mod structure;
 mod subject;
 mod support;
+mod threads;
 #[cfg(feature = "cuda")]
 mod w8a8;
 

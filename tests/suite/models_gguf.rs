@@ -1,5 +1,6 @@
 //! Every model from GGUF files.
 
+use crate::common::distance::Distance;
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
 use crate::subject::{GOLDENS, dense, gguf, gguf_in_place};
@@ -35,16 +36,14 @@ fn unquantized_files_agree_with_hugging_face() -> Result<()> {
 }
 
 /// `|a - b| / |b|` over all elements.
-fn distance(a: &Tensor, b: &Tensor) -> Result<f32> {
-    let norm = |t: &Tensor| t.sqr()?.sum_all()?.to_scalar::<f32>();
-    let (a, b) = (a.to_device(&Device::Cpu)?, b.to_device(&Device::Cpu)?);
-    Ok((norm(&(a - &b)?)? / norm(&b)?).sqrt())
+fn distance(a: &Tensor, b: &Tensor) -> Result<f64> {
+    Ok(Distance::between(a, b)?.relative_norm())
 }
 
 /// Holds a file's logits to the error of candle's own quantized products, which round activations to
 /// int8 too, with a tenth of slack for luck.
 fn as_close_as_candle(golden: &Golden, file: &[u8]) -> Result<()> {
-    let error = |fusion| -> Result<f32> {
+    let error = |fusion| -> Result<f64> {
         let mut model = gguf(golden, file, fusion)?;
         let (_, logits) = model.hidden_states(&golden.input_ids()?, 0)?;
         distance(&logits, &golden.outputs["logits"])
@@ -104,7 +103,7 @@ fn a_missing_head_is_the_embedding() -> Result<()> {
 }
 
 /// Two ways of rounding activations to int8.
-const ROUNDING: f32 = 3e-2;
+const ROUNDING: f64 = 3e-2;
 
 #[test]
 fn logits_follow_candle_transformers() -> Result<()> {

@@ -1,5 +1,6 @@
 //! RMSNorm, alone, with a residual, and its cores, against float64.
 
+use crate::common::distance::pairs;
 use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::cpu::norm;
@@ -126,7 +127,7 @@ fn every_level_agrees() -> Result<()> {
         for level in Level::available() {
             let mut out = vec![f32::NAN; width];
             norm::rms_norm(level, &x, &weight, 1e-5, &mut out);
-            for (a, b) in out.iter().zip(&expected) {
+            for (a, b) in pairs(&out, &expected)? {
                 assert!(
                     (a - b).abs() <= 1e-5 * (1. + b.abs()),
                     "{level:?} {width}: {a} {b}"

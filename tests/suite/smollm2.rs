@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use crate::common::compare::Form;
+use crate::common::distance::Distance;
 use crate::common::generate::TextModel;
 use crate::common::pip::Package;
 use crate::common::source::{ModelFiles, SourceOptions};
@@ -105,13 +106,12 @@ fn blocks_are_as_exact_as_candles() -> Result<()> {
         prompts.clone().map(|ids| model.forward(ids, 0)).collect()
     };
     let exact = all(Form::Fused(Fusion::none()), Some(DType::F32))?;
-    let error = |form| -> Result<f32> {
+    let error = |form| -> Result<f64> {
         let mut sum = 0.;
         for (logits, exact) in all(form, None)?.iter().zip(&exact) {
-            let square = (logits - exact)?.sqr()?.mean_all()?;
-            sum += square.sqrt()?.to_scalar::<f32>()?;
+            sum += Distance::between(logits, exact)?.rms();
         }
-        Ok(sum / exact.len() as f32)
+        Ok(sum / exact.len() as f64)
     };
     let (fused, stock) = (error(Form::Fused(Fusion::all()))?, error(Form::Stock)?);
     assert!(fused < 1.1 * stock, "{fused} away from f32, candle {stock}");

@@ -1,5 +1,6 @@
 //! The devices that tests run on, and random tensors that are the same in every run.
 
+use crate::common::distance::Distance;
 use candle_core::{DType, Device, Result, Tensor};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -84,16 +85,10 @@ pub fn values(t: &Tensor) -> Result<Vec<f64>> {
         .to_vec1()
 }
 
-/// `max |got - expected| / max |expected|` over row-major elements; panics at a value that is not
+/// `max |got - expected| / max |expected|` over row-major elements; an error if one of them is not
 /// finite.
 pub fn widest_error(got: &Tensor, expected: &[f64]) -> Result<f64> {
-    let got = values(got)?;
-    assert_eq!(got.len(), expected.len());
-    let top = expected.iter().fold(1e-30f64, |m, v| m.max(v.abs()));
-    Ok(got.iter().zip(expected).fold(0f64, |m, (g, e)| {
-        assert!(g.is_finite(), "{g}");
-        m.max((g - e).abs() / top)
-    }))
+    Ok(Distance::of(&values(got)?, expected)?.relative())
 }
 
 /// Views of every kind that candle hands over: cut on the left and right, transposed, permuted,

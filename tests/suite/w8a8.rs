@@ -1,6 +1,7 @@
 //! Many rows of x and weights in INT8 on a GPU: int8 activations and integer sums, against float64 on
 //! the same codes, and against the product with x as it is.
 
+use crate::common::distance::{Distance, pairs};
 use crate::linear::{ACTIVATIONS, error};
 use crate::support::{devices, randn_on, values};
 use candle_core::{DType, Device, Result, Tensor};
@@ -304,16 +305,15 @@ fn the_error_is_that_of_the_activations() -> Result<()> {
         };
         let magnitudes = w.abs()?.sum(1)?.to_vec1::<f64>()?;
         let largest = x.abs()?.max(1)?.to_vec1::<f32>()?;
-        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+        let pairs = pairs(&got, &expected)?;
+        for (i, (got, expected)) in pairs.into_iter().enumerate() {
             let half_step = f64::from(largest[i / n]) / 254.;
             let bound = half_step * magnitudes[i % n] + 1e-5;
             assert!((got - expected).abs() <= bound, "{i}: {got}, {expected}");
         }
-        let top = expected.iter().fold(0f64, |most, v| most.max(v.abs()));
-        let squares = got.iter().zip(&expected).map(|(g, e)| (g - e).powi(2));
-        let error = (squares.sum::<f64>() / got.len() as f64).sqrt();
+        let distance = Distance::of(&got, &expected)?;
         // Steps of 3.5 deviations / 127 are off by their 12th part's root, and so are sums.
-        assert!(error < 4e-3 * top, "{error} of {top}");
+        assert!(distance.rms() < 4e-3 * distance.top, "{distance:?}");
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Right results at places spread over a whole result: a float64 reference of all of it would take
 //! longer than everything that is measured.
 
+use crate::common::distance::Distance;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Values of a result `[rows, width]` at some rows and columns.
@@ -58,15 +59,14 @@ impl Expected {
         let got = rows_of(&got, &self.rows)?
             .to_dtype(DType::F64)?
             .to_vec2::<f64>()?;
-        let top = self.values.iter().fold(1e-30f64, |m, v| m.max(v.abs()));
-        let picked = got
+        let picked: Vec<f64> = got
             .iter()
-            .flat_map(|row| self.cols.iter().map(|col| row[*col]));
-        for (got, expected) in picked.zip(&self.values) {
-            let error = (got - expected).abs();
-            if error.is_nan() || error > self.limit * top {
-                bail!("{who}: {got} where the reference has {expected} (values up to {top})");
-            }
+            .flat_map(|row| self.cols.iter().map(|col| row[*col]))
+            .collect();
+        let Distance { largest, top, .. } =
+            Distance::of(&picked, &self.values).map_err(|e| e.context(who.to_owned()))?;
+        if largest > self.limit * top.max(1e-30) {
+            bail!("{who}: {largest} away from the reference (values up to {top})");
         }
         Ok(())
     }

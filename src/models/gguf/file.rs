@@ -155,6 +155,12 @@ impl<R: Seek + Read> File<'_, R> {
 
     /// A tensor as it is stored.
     pub fn any(&mut self, name: &str, device: &Device) -> Result<QTensor> {
+        let dims = shape_of(self.ct, name)?;
+        // In f32, the widest that it is ever held in.
+        let size = dims.iter().try_fold(4usize, |n, dim| n.checked_mul(*dim));
+        if size.is_none() {
+            bail!("gguf: tensor `{name}` has shape {dims:?}, more than there can be");
+        }
         match self.ct.tensor(self.reader, name, device) {
             Ok(tensor) => Ok(tensor),
             Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),
@@ -163,6 +169,10 @@ impl<R: Seek + Read> File<'_, R> {
 }
 
 impl<R: Seek + Read> Source for File<'_, R> {
+    fn device(&self) -> &Device {
+        self.device
+    }
+
     fn has(&self, tensor: &str) -> bool {
         self.ct.tensor_infos.contains_key(tensor)
     }

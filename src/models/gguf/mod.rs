@@ -5,7 +5,7 @@ mod file;
 use super::Architecture;
 use super::decoder::{Decoder, DecoderCache};
 use super::parts::Parts;
-use super::shape::{Head, Kind, NormKind, Shape, inverse_frequencies};
+use super::shape::{GGUF_SIZES, Head, Kind, NormKind, Shape, check_sizes, inverse_frequencies};
 use super::weights::Loader;
 use crate::Fusion;
 use crate::cpu::packed::SharedBytes;
@@ -164,7 +164,19 @@ impl Header {
     /// If the architecture is not `kind`'s, or a value is missing, out of range or at odds with the
     /// tensors, by its name.
     pub fn read(ct: &Content, kind: &Kind) -> Result<Self> {
-        Metadata { ct, kind }.header()
+        let header = Metadata { ct, kind }.header()?;
+        let sizes = [
+            header.hidden,
+            header.intermediate,
+            header.vocab,
+            header.layers,
+            header.heads,
+            header.kv_heads,
+            header.head_dim,
+            header.max_positions,
+        ];
+        check_sizes(&format!("gguf: {}.", kind.gguf), GGUF_SIZES, sizes)?;
+        Ok(header)
     }
 
     /// The shape of a model of `kind`, with plain frequencies.
@@ -209,17 +221,23 @@ impl Metadata<'_> {
             Some(_) => self.number("attention.key_length")?,
             None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
             None => bail!(
-                "gguf: {} {hidden} does not divide by {heads} heads",
-                self.key("embedding_length")
+                "gguf: {} {hidden} does not divide by the {heads} heads of {}",
+                self.key("embedding_length"),
+                self.key("attention.head_count")
             ),
         };
         if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
-            bail!("gguf: {heads} heads do not divide by {kv_heads} key and value heads");
+            bail!(
+                "gguf: {heads} heads ({}) do not divide by {kv_heads} key and value heads ({})",
+                self.key("attention.head_count"),
+                self.key("attention.head_count_kv")
+            );
         }
         if self.number_or("attention.value_length", head_dim)? != head_dim {
             bail!(
-                "gguf: {} is not the head size {head_dim} of the keys",
-                self.key("attention.value_length")
+                "gguf: {} is not the {head_dim} of {}",
+                self.key("attention.value_length"),
+                self.key("attention.key_length")
             );
         }
         let rotated = self.number_or("rope.dimension_count", head_dim)?;
@@ -229,11 +247,19 @@ impl Metadata<'_> {
                 self.key("rope.dimension_count")
             );
         }
-        let vocab = shape_of(self.ct, "token_embd.weight")?.first().copied();
-        let vocab = vocab.unwrap_or(0);
-        if self.number_or("vocab_size", vocab)? != vocab {
+        let [vocab, width] = *shape_of(self.ct, "token_embd.weight")? else {
+            bail!("gguf: `token_embd.weight` is no matrix");
+        };
+        if width != hidden {
             bail!(
-                "gguf: {} is not the {vocab} rows of `token_embd.weight`",
+                "gguf: {} is {hidden}, the rows of `token_embd.weight` are {width} wide",
+                self.key("embedding_length")
+            );
+        }
+        let stated = self.number_or("vocab_size", vocab)?;
+        if stated != vocab {
+            bail!(
+                "gguf: {} is {stated}, `token_embd.weight` has {vocab} rows",
                 self.key("vocab_size")
             );
         }
@@ -321,15 +347,22 @@ impl Metadata<'_> {
     /// A number that may be missing, but not be of another kind.
     fn number_or(&self, name: &str, missing: usize) -> Result<usize> {
         match self.value(name) {
-            Some(value) => Ok(value.to_u64()? as usize),
+            Some(_) => self.number(name),
             None => Ok(missing),
         }
     }
 
     fn number(&self, name: &str) -> Result<usize> {
+        let key = self.key(name);
         match self.value(name) {
-            Some(value) => Ok(value.to_u64()? as usize),
-            None => bail!("gguf: metadata `{}` is missing", self.key(name)),
+            Some(Value::Array(all)) => {
+                bail!("gguf: {key} is a list of {}, expected a number", all.len())
+            }
+            Some(value) => match value.to_u64().map(usize::try_from) {
+                Ok(Ok(number)) => Ok(number),
+                _ => bail!("gguf: {key} is {value:?}, expected a whole number from 0 on"),
+            },
+            None => bail!("gguf: metadata `{key}` is missing"),
         }
     }
 

@@ -255,7 +255,10 @@ impl TryFrom<RawConfig> for LlamaConfig {
                 "num_attention_heads {heads} does not divide by num_key_value_heads {kv_heads}"
             ));
         }
-        if let Some(dim) = raw.head_dim.filter(|d| d * heads != raw.hidden_size) {
+        if let Some(dim) = raw
+            .head_dim
+            .filter(|d| d.checked_mul(heads) != Some(raw.hidden_size))
+        {
             return Err(format!(
                 "head_dim {dim} times num_attention_heads {heads} is not hidden_size {}",
                 raw.hidden_size

@@ -45,7 +45,7 @@ impl Describe for Config {
     const KIND: &'static Kind = &KIND;
 
     fn shape(&self) -> Result<Shape> {
-        Ok(Shape {
+        let shape = Shape {
             kind: &KIND,
             vocab: self.vocab_size,
             hidden: self.hidden_size,
@@ -58,14 +58,15 @@ impl Describe for Config {
                 window: None,
             },
             sliding: None,
-            frequencies: self.inverse_frequencies(),
+            frequencies: Vec::new(),
             eps: self.rms_norm_eps,
             activation: KIND.activation,
             parallel: false,
             biases: KIND.biases,
             head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
-        })
+        };
+        shape.rotated_by(|| self.inverse_frequencies())
     }
 }
 
@@ -81,11 +82,14 @@ pub struct Cache {
 impl Cache {
     /// An empty cache in the model's `dtype`. With `use_kv_cache` false it forgets after each call.
     pub fn new(use_kv_cache: bool, dtype: DType, config: &Config, device: &Device) -> Result<Self> {
-        let rotary =
-            RotaryEmbedding::new(config.inverse_frequencies(), RopeStyle::HalfSplit, device)?;
-        let layers = config.num_hidden_layers;
+        Self::of(&config.shape()?, use_kv_cache, dtype, device)
+    }
+
+    fn of(shape: &Shape, use_kv_cache: bool, dtype: DType, device: &Device) -> Result<Self> {
+        let frequencies = shape.frequencies.clone();
+        let rotary = RotaryEmbedding::new(frequencies, RopeStyle::HalfSplit, device)?;
         Ok(Self {
-            inner: DecoderCache::new(layers, rotary, use_kv_cache, dtype, device),
+            inner: DecoderCache::new(shape.layers, rotary, use_kv_cache, dtype, device),
         })
     }
 
@@ -127,8 +131,9 @@ impl Llama {
     /// # Errors
     /// As [`Llama::load`].
     pub fn load_fused(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Self> {
-        let cache = Cache::new(true, vb.dtype(), cfg, vb.device())?.inner;
-        Self::from_source(vb, cache, &cfg.shape()?, fusion)
+        let shape = cfg.shape()?;
+        let cache = Cache::of(&shape, true, vb.dtype(), vb.device())?.inner;
+        Self::from_source(vb, cache, &shape, fusion)
     }
 
     /// Loads the weights and quantizes them by `recipe`, matrix by matrix, so that little more than the
@@ -144,7 +149,7 @@ impl Llama {
         fusion: Fusion,
     ) -> Result<Self> {
         let shape = cfg.shape()?;
-        let cache = Cache::new(true, vb.dtype(), cfg, vb.device())?.inner;
+        let cache = Cache::of(&shape, true, vb.dtype(), vb.device())?.inner;
         let source = Quantizing::new(vb, recipe, &shape, fusion);
         Self::from_source(source, cache, &shape, fusion)
     }
@@ -161,14 +166,15 @@ impl Llama {
         device: &Device,
         fusion: Fusion,
     ) -> Result<Self> {
-        let cache = Cache::new(true, dtype, cfg, device)?.inner;
+        let shape = cfg.shape()?;
+        let cache = Cache::of(&shape, true, dtype, device)?.inner;
         let source = Mapped {
             file,
             dtype,
             device,
             fusion,
         };
-        Self::from_source(source, cache, &cfg.shape()?, fusion)
+        Self::from_source(source, cache, &shape, fusion)
     }
 
     fn from_source(

@@ -2,6 +2,7 @@
 
 pub(crate) mod cuda;
 
+use super::view::inference_only;
 use crate::cuda::BlockMatrix;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
@@ -32,6 +33,9 @@ pub(crate) fn embedding(table: Table<'_>, ids: &Tensor) -> Result<Tensor> {
             ids.device().location(),
             device.location()
         );
+    }
+    if let Table::Dense(table) = table {
+        inference_only(OP, [("the table", table)])?;
     }
     ids.contiguous()?.apply_op1_no_bwd(&Embedding { table })
 }

@@ -5,6 +5,7 @@ mod cpu;
 pub(crate) mod cuda;
 mod reference;
 
+use super::view::inference_only;
 use crate::cpu::simd::{self, Level};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -95,6 +96,11 @@ pub fn flash_attention_at(
     params: &AttentionParams,
 ) -> Result<Tensor> {
     check(q, k, v, params)?;
+    let mask_given = params.mask.iter().map(|mask| ("mask", mask));
+    inference_only(
+        "flash_attention",
+        mask_given.chain([("q", q), ("k", k), ("v", v)]),
+    )?;
     let (batch, heads, queries, _) = q.dims4()?;
     let keys = k.dims()[2];
     let mask = match &params.mask {

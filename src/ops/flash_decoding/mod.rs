@@ -6,7 +6,7 @@ mod cpu;
 pub(crate) mod cuda;
 mod reference;
 
-use super::view::{check_apart, check_storages, float};
+use super::view::{check_apart, check_storages, float, inference_only};
 use super::{HeadNorms, RopeStyle};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -95,6 +95,9 @@ pub fn flash_decoding(
         config,
     };
     op.check(qkv)?;
+    let norms = config.norms.map(|n| [("norms.q", n.q), ("norms.k", n.k)]);
+    let caches = [("k_cache", k_cache), ("v_cache", v_cache), ("qkv", qkv)];
+    inference_only(OP, caches.into_iter().chain(norms.into_iter().flatten()))?;
     qkv.contiguous()?.apply_op1_no_bwd(&op)
 }
 

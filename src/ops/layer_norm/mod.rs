@@ -3,7 +3,9 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered};
+use super::view::{
+    Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered, inference_only,
+};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
@@ -61,6 +63,11 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) 
             bail!("{OP}: {argument} and x are on different devices");
         }
     }
+    let bias_given = bias.map(|bias| ("bias", bias));
+    inference_only(
+        OP,
+        [("x", x), ("weight", weight)].into_iter().chain(bias_given),
+    )?;
     dense_on_cuda(x)?.apply_op1_no_bwd(&LayerNorm {
         weight,
         bias,

@@ -5,7 +5,7 @@ use super::cpu;
 use super::cuda;
 use super::op::LinearOp;
 use super::{Activation, Epilogue, Prologue, Weight};
-use crate::ops::view::{dense_on_cuda, float};
+use crate::ops::view::{dense_on_cuda, float, inference_only};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
@@ -62,7 +62,25 @@ pub(crate) fn launch(
         rows,
     };
     check_residuals(&op, x)?;
+    check_untracked(&op, x)?;
     dense_on_cuda(x)?.apply_op1_no_bwd(&op)
+}
+
+fn check_untracked(op: &LinearOp<'_>, x: &Tensor) -> Result<()> {
+    let weights = op.weights.iter().filter_map(|weight| match weight {
+        Weight::Dense(w) => Some(("weights", w)),
+        _ => None,
+    });
+    let norm = match op.prologue {
+        Prologue::None => [None, None],
+        Prologue::RmsNorm { weight, .. } => [Some(weight), None],
+        Prologue::LayerNorm { weight, bias, .. } => [Some(weight), bias],
+    };
+    let norm = norm.into_iter().flatten().map(|t| ("the norm", t));
+    let residuals = op.epilogue.residuals.iter().map(|r| ("residuals", *r));
+    let bias = op.epilogue.bias.map(|b| ("bias", b));
+    let rest = norm.chain(residuals).chain(bias).chain([("x", x)]);
+    inference_only(op.name, weights.chain(rest))
 }
 
 fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> Result<usize> {

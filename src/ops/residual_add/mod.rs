@@ -5,6 +5,7 @@ mod cuda;
 
 use super::view::{
     Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float, float64, gathered,
+    inference_only,
 };
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
@@ -65,6 +66,8 @@ pub fn residual_add(x: &Tensor, residuals: &[&Tensor]) -> Result<Tensor> {
         }
     }
     float(OP, "x", x.dtype())?;
+    let residual = residuals.iter().map(|r| ("a residual", *r));
+    inference_only(OP, residual.chain([("x", x)]))?;
     dense_on_cuda(x)?.apply_op1_no_bwd(&ResidualAdd { residuals })
 }
 

@@ -3,7 +3,9 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use super::view::{Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered};
+use super::view::{
+    Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered, inference_only,
+};
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
 #[cfg(feature = "cuda")]
@@ -81,6 +83,7 @@ pub fn rms_norm_residual(
         );
     }
     same_kind("residual", residual, x)?;
+    inference_only(OP, [("residual", residual)])?;
     let op = RmsNorm {
         weight,
         eps: eps as f32,
@@ -91,6 +94,7 @@ pub fn rms_norm_residual(
 }
 
 fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
+    inference_only(OP, [("x", x), ("weight", weight)])?;
     let Some(&k) = x.dims().last() else {
         bail!("{OP}: x is a scalar, expected [.., K]");
     };

@@ -6,7 +6,7 @@ pub(crate) mod cuda;
 
 pub use crate::cpu::rope::RopeStyle;
 
-use super::view::{check_apart, check_storages, dense_on_cuda, float64};
+use super::view::{check_apart, check_storages, dense_on_cuda, float64, inference_only};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 const OP: &str = "rope";
@@ -52,6 +52,7 @@ pub struct Rotation<'a> {
 pub fn rope(x: &Tensor, rotation: &Rotation<'_>) -> Result<Tensor> {
     let (_, _, tokens, head_dim) = four("x", x)?;
     check_tables(rotation, tokens, head_dim, x)?;
+    inference_only(OP, [("x", x)])?;
     // A kernel follows any strides but those within a head.
     let packed = head_dim <= 1 || x.stride()[3] == 1;
     let x = if packed { x.clone() } else { dense_on_cuda(x)? };
@@ -140,6 +141,10 @@ pub fn rope_append(
     }
     check_tables(&append.rotation, tokens, head_dim, qkv)?;
     check_caches(qkv, append, k_cache, v_cache, head_dim)?;
+    inference_only(
+        OP,
+        [("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)],
+    )?;
     for (argument, weight) in append
         .norms
         .iter()
@@ -156,6 +161,7 @@ pub fn rope_append(
         if !weight.device().same_device(qkv.device()) {
             bail!("{OP}: {argument} and qkv are on different devices");
         }
+        inference_only(OP, [(argument, weight)])?;
     }
     let caches = [("k_cache", k_cache), ("v_cache", v_cache)];
     check_storages(OP, &caches, ("qkv", qkv))?;
@@ -253,6 +259,7 @@ fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) ->
             r.position
         );
     }
+    inference_only(OP, [("cos", r.cos), ("sin", r.sin)])?;
     for (argument, table) in [("cos", r.cos), ("sin", r.sin)] {
         if !table.device().same_device(x.device()) {
             bail!("{OP}: {argument} and the input are on different devices");
