@@ -11,7 +11,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 /// Set to write the files anew that the tests compare with.
-const UPDATE: &str = "CANDLE_FUSED_UPDATE";
+const UPDATE: &str = "CANDLE_FUSED_WRITE_TABLES";
 
 /// Name, compute capability, multiprocessors, shared memory of a block.
 const GPUS: [(&str, u32, u32, u32); 7] = [
