@@ -6,6 +6,7 @@ use candle_core::{D, DType, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options, SamplingParams};
 use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig};
+use candle_fused::quant::Recipe;
 
 const PROMPTS: [&[u32]; 3] = [
     &[1, 5, 9, 2, 77, 31, 4],
@@ -398,6 +399,51 @@ fn memory_that_is_not_there_is_refused() -> Result<()> {
         // And the process goes on.
         let tokens = alone(&model, &options(1), PROMPTS[1], 4)?;
         assert_eq!(tokens, [0; 4]);
+        Ok(())
+    })
+}
+
+/// Every weight format of one to eight sequences is a chain of kernels on a GPU, and what is none says why.
+#[test]
+fn steps_of_every_format_are_one_graph() -> Result<()> {
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        let config = golden.config::<LlamaConfig>().into_config(false);
+        for format in [
+            "int8",
+            "int4-g32",
+            "int4-g32-z",
+            "ternary-row",
+            "q4_0",
+            "q8_0",
+        ] {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let recipe = Recipe::new(format.parse()?).with_head(format.parse()?);
+                let weights = golden.weights(dtype)?;
+                let model = Llama::load_quantized(weights, &config, &recipe, Fusion::all())?;
+                for sequences in [1, 2, 5, 8] {
+                    let mut generation = Generation::new(&model, &options(sequences))?;
+                    for index in 0..sequences {
+                        generation.extend(index, PROMPTS[index % PROMPTS.len()])?;
+                    }
+                    let what = format!("{format} {dtype:?} {sequences}");
+                    for _ in 0..3 {
+                        let tokens = generation.step()?;
+                        let known = |token: &u32| (*token as usize) < config.vocab_size;
+                        assert!(tokens.iter().all(known), "{what}: {tokens:?}");
+                    }
+                    assert_eq!(generation.graph_refusal(), None, "{what}");
+                    if device().is_cuda() {
+                        assert!(generation.kernels_per_step() > 0, "{what}");
+                    }
+                }
+            }
+        }
+        let (plain, _) = load("llama_gqa_tied", Fusion::none())?;
+        let generation = Generation::new(&plain, &options(2))?;
+        let refusal = generation.graph_refusal().map(str::to_owned);
+        let told = refusal.is_some_and(|why| why.contains("switched off"));
+        assert_eq!(told, device().is_cuda());
         Ok(())
     })
 }
