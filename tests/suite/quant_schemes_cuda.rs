@@ -1,5 +1,6 @@
 //! Products with INT8, INT4 and ternary weights on a GPU, against float64 of the same codes.
 
+mod chosen;
 mod matrices;
 
 use crate::support::{devices, randn, randn_on, widest_error};
@@ -431,7 +432,7 @@ fn the_trace_names_the_scheme() -> Result<()> {
             trace::capture(|| quant_linear(&x, Prologue::None, &weights, &Epilogue::default()));
         y?;
         let (call, _) = calls.iter().next().expect("a call");
-        assert!(call.path.contains("few rows int4"), "{}", call.path);
+        assert!(call.path.contains("cuda int4-g128 gemv_wna16"), "{}", call.path);
     }
     Ok(())
 }
