@@ -432,7 +432,11 @@ fn the_trace_names_the_scheme() -> Result<()> {
             trace::capture(|| quant_linear(&x, Prologue::None, &weights, &Epilogue::default()));
         y?;
         let (call, _) = calls.iter().next().expect("a call");
-        assert!(call.path.contains("cuda int4-g128 gemv_wna16"), "{}", call.path);
+        assert!(
+            call.path.contains("cuda int4-g128 gemv_wna16"),
+            "{}",
+            call.path
+        );
     }
     Ok(())
 }
