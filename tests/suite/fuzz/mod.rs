@@ -14,8 +14,11 @@ mod vocabulary;
 
 pub use quantized_file::CONFIG;
 
+/// What a target does with an input.
+type Target = fn(&[u8]);
+
 /// Each target by its name.
-pub const TARGETS: [(&str, fn(&[u8])); 7] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("arguments", arguments::run),
     ("chat_template", chat_template::run),
     ("config", config::run),

@@ -60,6 +60,9 @@ fn case() -> impl Strategy<Value = Case> {
     )
 }
 
+/// A form of the op on qkv, the caches, positions and everything else.
+type Op<'a> = &'a dyn Fn(&Tensor, &[Tensor; 2], &Tensor, &FlashDecoding<'_>) -> Result<Vec<f64>>;
+
 impl Case {
     fn dim(&self) -> usize {
         2 * self.half
@@ -110,14 +113,7 @@ impl Case {
         );
         let caches = [self.cache(self.seed ^ 3)?, self.cache(self.seed ^ 4)?];
         let position = Tensor::new(&self.positions[..], &Device::Cpu)?;
-        let run = |device: &Device,
-                   lie: Lie,
-                   op: &dyn Fn(
-            &Tensor,
-            &[Tensor; 2],
-            &Tensor,
-            &FlashDecoding<'_>,
-        ) -> Result<Vec<f64>>| {
+        let run = |device: &Device, lie: Lie, op: Op<'_>| {
             let there = |t: &Tensor| t.copy()?.to_device(device);
             let (cos, sin, q, k) = (there(&cos)?, there(&sin)?, there(&q)?, there(&k)?);
             let config = FlashDecoding {

@@ -14,6 +14,7 @@ mod quantized;
 mod rotary;
 mod sampling;
 
+use crate::support::devices;
 use candle_core::{D, DType, Device, Result, Tensor};
 use proptest::prelude::*;
 use rand::rngs::StdRng;
@@ -96,6 +97,12 @@ impl Lie {
             Lie::Broadcast(_) => Ok(t),
         }
     }
+}
+
+/// The devices that take tensors of so many elements: candle copies none to a GPU.
+pub fn devices_for(elements: usize) -> impl Iterator<Item = Device> {
+    let all = devices().into_iter();
+    all.filter(move |device| elements > 0 || device.is_cpu())
 }
 
 pub fn float() -> impl Strategy<Value = DType> {

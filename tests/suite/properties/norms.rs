@@ -1,6 +1,8 @@
 //! `rms_norm`, `layer_norm` and `residual_add`.
 
-use super::{Lie, cases, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit};
+use super::{
+    Lie, cases, devices_for, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit,
+};
 use crate::support::{devices, values};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::{layer_norm, residual_add, rms_norm};
@@ -70,7 +72,7 @@ proptest! {
         let rng = &mut seeded(seed);
         let x = ok(draw(rng, &dims, size(dtype, exponent), dtype))?;
         let affine = ok([1., 1.].map(|s| draw(rng, &[width], s, dtype)).into_iter().collect::<Result<Vec<_>>>())?;
-        for device in devices() {
+        for device in devices_for(x.elem_count()) {
             let x = ok(lies[0].place(&x, &device))?;
             let weight = ok(lies[1].place(&affine[0], &device))?;
             let bias = ok(lies[2].place(&affine[1], &device))?;
@@ -119,7 +121,7 @@ proptest! {
         if elements > 0 {
             parts[0] = ok(poison.put(&parts[0], at.index(elements)))?;
         }
-        for device in devices() {
+        for device in devices_for(elements) {
             sums(&parts, &lies, if two { 2 } else { 1 }, &device)?;
         }
     }

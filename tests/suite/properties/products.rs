@@ -1,6 +1,8 @@
 //! `linear`, `rms_norm_linear` and `layer_norm_linear`.
 
-use super::{Lie, cases, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit};
+use super::{
+    Lie, cases, devices_for, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit,
+};
 use crate::linear::ACTIVATIONS;
 use crate::support::{devices, values};
 use candle_core::{DType, Device, Result, Tensor};
@@ -147,7 +149,7 @@ proptest! {
         let n = 2 * half;
         let outputs = if activation == Activation::SwiGlu { half } else { n };
         let operands = ok(Operands::draw((m, k, n), outputs, dtypes, exponent, seed))?;
-        for device in devices() {
+        for device in devices_for(m) {
             let operands = ok(operands.placed(&lies, &device))?;
             let [got, expected] = ok(operands.both(before, activation))?;
             let sums = ok(operands.sums(before, &ok(values(&operands.weight))?))?;

@@ -1,7 +1,9 @@
 //! `quant_linear` over GGUF blocks and over our own schemes.
 
 use super::products::{Before, Operands, before, behind};
-use super::{cases, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit};
+use super::{
+    cases, devices_for, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit,
+};
 use crate::linear::ACTIVATIONS;
 use crate::quant_linear::blocks_on;
 use crate::quant_schemes::weight_on;
@@ -118,7 +120,7 @@ proptest! {
         activation in prop::sample::select(&ACTIVATIONS[..]),
         (dtype, lie, exponent, seed) in (float(), lie(), -20i32..20, any::<u64>()),
     ) {
-        for device in devices() {
+        for device in devices_for(m) {
             let weight = ok(weight(format, 2 * half, blocks, &device))?;
             let mut operands = ok(operands(&weight, m, dtype, exponent, seed, &device))?;
             operands.x = ok(lie.place(&operands.x, &device))?;

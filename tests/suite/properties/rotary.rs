@@ -1,6 +1,8 @@
 //! `rope` and `rope_append`.
 
-use super::{cases, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit};
+use super::{
+    cases, devices_for, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit,
+};
 use crate::support::{devices, values};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::rope::{
@@ -121,7 +123,7 @@ proptest! {
     ) {
         let dims = [batch, heads, tokens, dim];
         let x = ok(draw(&mut seeded(seed), &dims, size(dtypes[0], exponent), dtypes[0]))?;
-        for device in devices() {
+        for device in devices_for(x.elem_count() * pairs) {
             let x = ok(lies[0].place(&x, &device))?;
             let [cos, sin] = ok(tables(seed, &[position + tokens + 1, pairs.min(dim / 2)], dtypes[1], &device))?;
             let (cos, sin) = (ok(lies[1].place(&cos, &device))?, ok(lies[1].place(&sin, &device))?);
