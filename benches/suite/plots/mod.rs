@@ -327,6 +327,7 @@ struct Lines<'a> {
     title: String,
     axes: (&'a str, &'a str),
     lines: Vec<Line>,
+    legend: SeriesLabelPosition,
 }
 
 impl<'a> Lines<'a> {
@@ -335,6 +336,15 @@ impl<'a> Lines<'a> {
             title: format!("{title}, {on}"),
             axes,
             lines,
+            legend: SeriesLabelPosition::UpperLeft,
+        }
+    }
+
+    /// The same for lines that rise, which leave room below them on the right.
+    fn rising(self) -> Self {
+        Self {
+            legend: SeriesLabelPosition::LowerRight,
+            ..self
         }
     }
 }
@@ -370,13 +380,14 @@ impl Draw for Lines<'_> {
             .draw()?;
         for line in &self.lines {
             let color = line.color;
+            let length = if line.dashed { 6 } else { 16 };
             let (points, style) = (line.points.clone(), color.stroke_width(2));
             let series = match line.dashed {
                 true => chart.draw_series(DashedLineSeries::new(points, 6, 4, style))?,
                 false => chart.draw_series(LineSeries::new(points, style))?,
             };
             series.label(&line.name).legend(move |(x, y)| {
-                PathElement::new([(x, y), (x + 16, y)], color.stroke_width(2))
+                PathElement::new([(x, y), (x + length, y)], color.stroke_width(2))
             });
             chart.draw_series(
                 line.points
@@ -384,7 +395,7 @@ impl Draw for Lines<'_> {
                     .map(|p| Circle::new(*p, 4, color.filled())),
             )?;
         }
-        legend(&mut chart, SeriesLabelPosition::UpperLeft)
+        legend(&mut chart, self.legend.clone())
     }
 }
 

@@ -16,8 +16,11 @@ const FORMATS: [(&str, plotters::style::RGBColor); 8] = [
     ("ternary-row", COLORS[7]),
 ];
 
+/// Formats that candle multiplies too.
+const CANDLES: [&str; 5] = ["bf16", "f32", "q8_0", "q4_0", "q4k"];
+
 /// The plot; nothing where the run has no sweep. On a GPU the dashed line is cuBLAS in bf16, on the
-/// CPU each format has a dashed line: candle's product of about the same size.
+/// CPU dashed lines are candle's products of the same formats.
 pub(super) fn plot(export: &Export) -> Option<Lines<'static>> {
     let runs = &export.sweep;
     let shape = &runs.first()?.model;
@@ -26,6 +29,7 @@ pub(super) fn plot(export: &Export) -> Option<Lines<'static>> {
         of.filter_map(|run: &OpRun| Some((run.rows as f64, run.seconds(side)? * 1e6)))
             .collect()
     };
+    let library = points("bf16", GEMM);
     let mut lines = Vec::new();
     for (format, color) in FORMATS {
         let ours = points(format, FUSED);
@@ -34,15 +38,14 @@ pub(super) fn plot(export: &Export) -> Option<Lines<'static>> {
         }
         let candle = points(format, CANDLE);
         // On a GPU candle's dense product is the library's.
-        if !candle.is_empty() && points("bf16", GEMM).is_empty() {
+        if CANDLES.contains(&format) && !candle.is_empty() && library.is_empty() {
             lines.push(Line::dashed(&format!("candle, {format}"), color, candle));
         }
     }
-    let library = points("bf16", GEMM);
     if !library.is_empty() {
         lines.push(Line::dashed("cuBLAS, bf16", COLORS[1], library));
     }
     let title = format!("a product of {shape} over the rows of x");
     let axes = ("rows of x (M)", "us");
-    Some(Lines::new(&title, export.machine.name(), axes, lines))
+    Some(Lines::new(&title, export.machine.name(), axes, lines).rising())
 }

@@ -9,7 +9,7 @@ use plotters::prelude::*;
 
 /// The forms that are shown, with what a user calls them.
 const FORMS: [(Form, &str, RGBColor); 4] = [
-    (Form::Stock, "candle-transformers", COLORS[1]),
+    (Form::Stock, "stock candle", COLORS[1]),
     (Form::Import, "drop-in import", COLORS[2]),
     (Form::Eager, "Generation, launch by launch", COLORS[3]),
     (Form::Graph, "Generation, CUDA graph", COLORS[0]),
