@@ -132,6 +132,25 @@ impl Launcher {
         profile::between_events(self.stream, names, self.bytes, launch)
     }
 
+    /// Fails if the GPU has no such grid, or no so much shared memory.
+    fn check(&self, kernel: &str, static_shared: u32, grid: &Grid) -> Result<()> {
+        if grid.blocks[1].max(grid.blocks[2]) > 65535 || grid.blocks[0] > i32::MAX as u32 {
+            bail!(
+                "cuda: a grid of {:?} blocks is past what a GPU takes",
+                grid.blocks
+            );
+        }
+        if u64::from(static_shared) + u64::from(grid.shared) > self.gpu.shared.into() {
+            bail!(
+                "cuda: kernel `{kernel}` with {static_shared} bytes of static and {} of dynamic shared memory, \
+                 expected at most {} in all on this GPU",
+                grid.shared,
+                self.gpu.shared
+            );
+        }
+        Ok(())
+    }
+
     /// Launches kernel `index` of `module` with `params` as its one argument.
     ///
     /// # Safety
@@ -147,24 +166,8 @@ impl Launcher {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
-        if grid.blocks[1].max(grid.blocks[2]) > 65535 || grid.blocks[0] > i32::MAX as u32 {
-            bail!(
-                "cuda: a grid of {:?} blocks is past what a GPU takes",
-                grid.blocks
-            );
-        }
         let function = module.kernel(self.gpu, index)?;
-        let shared = u64::from(function.static_shared) + u64::from(grid.shared);
-        if shared > self.gpu.shared.into() {
-            bail!(
-                "cuda: kernel `{}` with {} bytes of static and {} of dynamic shared memory, expected at \
-                 most {} in all on this GPU",
-                module.names(index).1,
-                function.static_shared,
-                grid.shared,
-                self.gpu.shared
-            );
-        }
+        self.check(module.names(index).1, function.static_shared, &grid)?;
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
             pad: [0; 4],

@@ -3,6 +3,7 @@
 
 use super::plan::Plan;
 use super::prefill;
+use super::refusal::Refusal;
 use super::state::{MAIL_SLOTS, State};
 use super::{Options, PartTime, Sequence};
 use crate::cuda::profile::Event;
@@ -50,21 +51,20 @@ enum Recorded {
 }
 
 impl OnDevice {
-    /// `None` if the model's layers are not all fused: then there is no chain to write down.
+    /// # Errors
+    /// If the model's layers are not all fused, so that there is no chain to write down, or memory is short.
     pub fn new(
         device: &CudaDevice,
         decoder: &Decoder,
         kind: &mut DecoderCache,
         buffers: &[KvCache],
         options: &Options,
-    ) -> Result<Option<Self>> {
+    ) -> std::result::Result<Self, Refusal> {
         let vocab = decoder.stack.embedding.vocab_size();
         let state = State::new(device, vocab, options)?;
         let rotary = kind.rotary(options.positions)?;
-        let Some(plan) = Plan::new(device, decoder, buffers, rotary, &state)? else {
-            return Ok(None);
-        };
-        Ok(Some(Self {
+        let plan = Plan::new(device, decoder, buffers, rotary, &state)?;
+        Ok(Self {
             decoder: decoder.clone(),
             device: device.clone(),
             plan,
@@ -81,7 +81,7 @@ impl OnDevice {
             ahead: options.ahead.min(MAIL_SLOTS - 1),
             positions: options.positions,
             _thread: PhantomData,
-        }))
+        })
     }
 
     pub fn refusal(&self) -> Option<&str> {

@@ -10,6 +10,8 @@ use candle_core::{DType, Result, Tensor};
 pub(super) struct Eager {
     pub decoder: Decoder,
     pub sampling: SamplingParams,
+    /// Why a GPU does not run steps as a chain of kernels.
+    pub refusal: Option<String>,
 }
 
 impl Eager {

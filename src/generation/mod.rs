@@ -24,6 +24,8 @@ mod plan;
 #[cfg(feature = "cuda")]
 mod prefill;
 #[cfg(feature = "cuda")]
+mod refusal;
+#[cfg(feature = "cuda")]
 mod state;
 
 use crate::models::decoder::{Decoder, DecoderCache};
@@ -285,10 +287,11 @@ impl Generation {
         self.sequences.get(index)?.pending
     }
 
-    /// Why the step is not replayed as a graph, once it has been tried on a GPU and refused.
+    /// Why the step is not replayed as a graph on a GPU: a part of the model that is not fused, which is known at
+    /// once, or what the driver said when it was tried.
     pub fn graph_refusal(&self) -> Option<&str> {
         match &self.engine {
-            Engine::Eager(_) => None,
+            Engine::Eager(eager) => eager.refusal.as_deref(),
             #[cfg(feature = "cuda")]
             Engine::Device(device) => device.refusal(),
         }
@@ -341,15 +344,25 @@ impl Engine {
         options: &Options,
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        if let candle_core::Device::Cuda(device) = kind.device().clone()
-            && let Some(engine) = device::OnDevice::new(&device, decoder, kind, buffers, options)?
-        {
-            return Ok(Engine::Device(Box::new(engine)));
-        }
+        let refusal = if let candle_core::Device::Cuda(device) = kind.device().clone() {
+            match device::OnDevice::new(&device, decoder, kind, buffers, options) {
+                Ok(engine) => return Ok(Engine::Device(Box::new(engine))),
+                Err(refusal::Refusal::Failed(error)) => return Err(error),
+                Err(refusal::Refusal::Unfused(why)) => {
+                    tracing::warn!("decoding one sequence after the other: {why}");
+                    Some(why)
+                }
+            }
+        } else {
+            None
+        };
+        #[cfg(not(feature = "cuda"))]
+        let refusal = None;
         let _ = (kind, buffers);
         Ok(Engine::Eager(Box::new(eager::Eager {
             decoder: decoder.clone(),
             sampling: options.sampling.clone(),
+            refusal,
         })))
     }
 }

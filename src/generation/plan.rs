@@ -3,6 +3,7 @@
 //! output projection with the residual; gate and up, or up alone, behind the norm; down with the
 //! residual. Where attention and MLP stand side by side, up comes before the residual.
 
+use super::refusal::{Refusal, unfused};
 use super::state::State;
 use crate::cuda::{Address, Gpu, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
@@ -46,27 +47,26 @@ struct Held {
 }
 
 impl Plan {
-    /// `None` if a layer is not fused throughout, so that there is no such chain.
+    /// # Errors
+    /// If a part of the model is not fused, so that there is no such chain, or memory is short.
     pub fn new(
         device: &CudaDevice,
         decoder: &Decoder,
         caches: &[KvCache],
         rotary: &RotaryEmbedding,
         state: &State,
-    ) -> Result<Option<Self>> {
+    ) -> std::result::Result<Self, Refusal> {
         let Some(table) = decoder.stack.embedding.table() else {
-            return Ok(None);
+            return unfused("the embedding is not in the GPU's memory");
         };
         let lookup = Lookup::new(table, state.token(), 0, state.sequences())?;
         let mut writer = Writer::new(device, lookup, state)?;
-        for (block, cache) in decoder.stack.blocks.iter().zip(caches) {
-            if !writer.block(block, cache, rotary)? {
-                return Ok(None);
-            }
+        for (i, (block, cache)) in decoder.stack.blocks.iter().zip(caches).enumerate() {
+            let written = writer.block(block, cache, rotary);
+            written.map_err(|refusal| refusal.within(format_args!("layer {i}")))?;
         }
-        if !writer.head(&decoder.head, &decoder.stack.norm)? {
-            return Ok(None);
-        }
+        let written = writer.head(&decoder.head, &decoder.stack.norm);
+        written.map_err(|refusal| refusal.within(format_args!("head")))?;
         let products = writer.work.iter().map(|(_, work)| match work {
             Work::Linear(product) => product.scratch(),
             _ => 0,
@@ -74,7 +74,7 @@ impl Plan {
         let scratch = Scratch::fixed("generation", device, products.max().unwrap_or(0))?;
         let tables = rotary.tables();
         let held = |cache: &KvCache| (cache.buffers().0.clone(), cache.buffers().1.clone());
-        Ok(Some(Self {
+        Ok(Self {
             work: writer.work,
             sequences: state.sequences() as u32,
             scratch: RefCell::new(scratch),
@@ -84,7 +84,7 @@ impl Plan {
                 _tables: (tables.0.clone(), tables.1.clone()),
                 _buffers: writer.buffers,
             },
-        }))
+        })
     }
 
     /// Launches the whole step.
@@ -241,10 +241,15 @@ impl<'a> Writer<'a> {
         Ok(self.between[which].0)
     }
 
-    /// The steps of a layer, five or, side by side, three; false if one of them is not fused.
-    fn block(&mut self, block: &Block, cache: &KvCache, rotary: &RotaryEmbedding) -> Result<bool> {
+    /// The steps of a layer, five or, side by side, three.
+    fn block(
+        &mut self,
+        block: &Block,
+        cache: &KvCache,
+        rotary: &RotaryEmbedding,
+    ) -> std::result::Result<(), Refusal> {
         if !block.attention.is_fused() {
-            return Ok(false);
+            return unfused("attention is switched off");
         }
         let config = block.attention.config();
         let (qkv, output) = block.attention.projections();
@@ -262,22 +267,12 @@ impl<'a> Writer<'a> {
             activation: block.mlp.activation(),
             ..Around::behind(&block.mlp_norm, hidden, self.dtype)
         };
-        let [Some(first), Some(inside)] = [
-            self.product(qkv, self.x, first)?,
-            self.product(up, self.x, inside)?,
-        ] else {
-            return Ok(false);
-        };
+        let first = self.product(qkv, self.x, first)?;
+        let inside = self.product(up, self.x, inside)?;
         let add = self.added();
-        let [Some(output), Some(down)] = [
-            self.product(output, attended, add)?,
-            self.product(down, hidden, add)?,
-        ] else {
-            return Ok(false);
-        };
-        let Some(step) = self.attention(block, cache, rotary, attended)? else {
-            return Ok(false);
-        };
+        let output = self.product(output, attended, add)?;
+        let down = self.product(down, hidden, add)?;
+        let step = self.attention(block, cache, rotary, attended)?;
         let side = match block.parallel {
             true => self.side_by_side(&step, [&first, &inside, &output, &down]),
             false => None,
@@ -300,7 +295,7 @@ impl<'a> Writer<'a> {
         if let Some((beside, pair)) = side {
             self.work.push((BESIDE, Work::Beside(Box::new(beside))));
             self.work.push(("output+down", Work::Linear(pair)));
-            return Ok(true);
+            return Ok(());
         }
         if block.parallel {
             // Both read the stream before either adds to it.
@@ -313,7 +308,7 @@ impl<'a> Writer<'a> {
             self.work.push((inside_name, Work::Linear(inside)));
         }
         self.work.push(("down", Work::Linear(down)));
-        Ok(true)
+        Ok(())
     }
 
     /// Attention with the first half of the MLP, and both ways back in one product.
@@ -348,21 +343,20 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// None if the product or its norm is not fused.
     fn product(
         &self,
         linear: &Projection,
         x: Address,
         around: Around<'_>,
-    ) -> Result<Option<Product>> {
+    ) -> std::result::Result<Product, Refusal> {
         let Some((weights, bias)) = linear.fused_parts() else {
-            return Ok(None);
+            return unfused("a product is switched off, or its weights are not on the GPU");
         };
         let rows = linear.rows().iter().sum::<usize>();
         let norm = match around.norm {
             Some(norm) => match norm_at(norm, self.dtype)? {
                 Some(at) => Some(at),
-                None => return Ok(None),
+                None => return unfused("a norm is of another dtype than the stream"),
             },
             None => None,
         };
@@ -379,7 +373,8 @@ impl<'a> Writer<'a> {
             x_dtype: self.dtype,
             out_dtype: around.out_dtype,
         };
-        Product::new(&self.launcher.among_others(), weights, &at).map(Some)
+        let product = Product::new(&self.launcher.among_others(), weights, &at);
+        product.map_err(|e| Refusal::Unfused(e.to_string()))
     }
 
     fn attention(
@@ -388,7 +383,7 @@ impl<'a> Writer<'a> {
         cache: &KvCache,
         rotary: &RotaryEmbedding,
         out: Address,
-    ) -> Result<Option<Step>> {
+    ) -> std::result::Result<Step, Refusal> {
         let config = block.attention.config();
         let (k, v) = cache.buffers();
         let (cos, sin) = rotary.tables();
@@ -405,11 +400,14 @@ impl<'a> Writer<'a> {
         };
         let norms = block.attention.head_norms();
         let alike = norms.is_none_or(|n| [n.q, n.k].iter().all(|w| w.dtype() == self.dtype));
-        if config.head_dim > flash_decoding::MOST_DIM || !alike {
-            return Ok(None);
+        if config.head_dim > flash_decoding::MOST_DIM {
+            return unfused("heads are too wide for a step of attention in one launch");
+        }
+        if !alike {
+            return unfused("norms of the heads are of another dtype than the stream");
         }
         let (partial, counters) = self.scratch(&shape)?;
-        Ok(Some(Step {
+        Ok(Step {
             qkv: self.between[QKV].0,
             q_norm: norms.map_or(Ok(0), |n| address_of(n.q))?,
             k_norm: norms.map_or(Ok(0), |n| address_of(n.k))?,
@@ -427,7 +425,7 @@ impl<'a> Writer<'a> {
             scale: 1. / (config.head_dim as f32).sqrt(),
             softcap: 0.,
             window: config.window.unwrap_or(0),
-        }))
+        })
     }
 
     /// The layers of a model have one shape.
@@ -445,20 +443,18 @@ impl<'a> Writer<'a> {
     }
 
     /// The head behind the last norm, and the choice of the next tokens.
-    fn head(&mut self, head: &Projection, norm: &Norm) -> Result<bool> {
+    fn head(&mut self, head: &Projection, norm: &Norm) -> std::result::Result<(), Refusal> {
         let vocab = head.rows().iter().sum::<usize>();
         let logits = self.buffer(DType::F32, self.state.sequences() * vocab)?;
         let around = Around::behind(norm, logits, DType::F32);
-        let Some(head) = self.product(head, self.x, around)? else {
-            return Ok(false);
-        };
+        let head = self.product(head, self.x, around)?;
         self.work.push(("head", Work::Linear(head)));
         let step = sample::Step {
             dtype: dtype_index(DType::F32) as i32,
             ..self.state.sampling(logits)
         };
         self.work.push(("sample", Work::Sample(step)));
-        Ok(true)
+        Ok(())
     }
 }
 

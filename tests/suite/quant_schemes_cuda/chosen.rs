@@ -60,7 +60,8 @@ fn is_measured(device: &Device) -> Result<bool> {
 
 /// The product, and the trace's line of it.
 fn product(x: &Tensor, weight: &Weight) -> Result<(Tensor, String)> {
-    let run = || quant_linear(x, Prologue::None, &[weight.clone()], &Epilogue::default());
+    let weights = std::slice::from_ref(weight);
+    let run = || quant_linear(x, Prologue::None, weights, &Epilogue::default());
     let (y, calls) = trace::capture(run);
     let path = calls.iter().map(|(call, _)| call.path.clone()).collect();
     Ok((y?.to_dtype(DType::F32)?, path))

@@ -115,7 +115,7 @@ impl Crate {
                 let glob = |glob: &Names| {
                     let (target, _) = self.follow(at, glob, depth + 1)?;
                     let whole: Names = [&["self".to_owned()], rest].concat();
-                    self.knows(target, name)
+                    self.gives(target, name)
                         .then(|| self.follow(target, &whole, depth + 1))?
                 };
                 return module.globs.iter().find_map(glob).or(Some((at, true)));
@@ -129,6 +129,15 @@ impl Crate {
         module.children.contains_key(name)
             || module.items.contains(name)
             || module.imports.contains_key(name)
+    }
+
+    /// Whether a glob import of the module has the name: what it only imports for itself, it has not.
+    fn gives(&self, m: usize, name: &str) -> bool {
+        let module = &self.0[m];
+        let mut exports = module.exports.iter();
+        module.children.contains_key(name)
+            || module.items.contains(name)
+            || exports.any(|path| path.last().is_some_and(|last| last == name))
     }
 
     fn read_file(&mut self, m: usize) {
