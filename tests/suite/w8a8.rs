@@ -355,7 +355,27 @@ fn rows_that_are_zero_or_not_finite_stay_by_themselves() -> Result<()> {
     Ok(())
 }
 
-/// Fewer rows, more matrices, outputs that are not multiples of 8: x is taken as it is.
+/// A launch takes three matrices: a fourth has one of its own.
+#[test]
+fn four_matrices_are_two_products() -> Result<()> {
+    for device in gpus() {
+        let matrices = (0..4).map(|_| matrix(8, 128, &device));
+        let matrices = matrices.collect::<Result<Vec<_>>>()?;
+        let weights: Vec<_> = matrices.iter().map(|m| m.weight.clone()).collect();
+        let values: Vec<_> = matrices.into_iter().map(|m| m.values).collect();
+        let x = randn_on(&[64, 128], DType::BF16, &device)?;
+        let none = Epilogue::default();
+        let (got, calls) = trace::capture(|| quant_linear(&x, Prologue::None, &weights, &none));
+        let path = &calls.iter().next().expect("a call").0.path;
+        assert_eq!(path.matches("gemm_w8a8").count(), 2, "{path}");
+        let expected = reference(&x, Prologue::None, &values, &none)?;
+        // Activations are int8, as in the other products.
+        assert!(error(&got?, &expected)? < 2.5e-2, "{path}");
+    }
+    Ok(())
+}
+
+/// Fewer rows, outputs that are not multiples of 8: x is taken as it is.
 #[test]
 fn what_no_kernel_takes_goes_another_way() -> Result<()> {
     for device in gpus() {

@@ -179,7 +179,7 @@ pub(super) static RULES: &[Rule] = &[
         arch: [80, NEWEST],
         pairs: true,
         plan: gemv_dense_pipelined::plan,
-        note: "behind a layer norm from 8 MB of weights on, and two matrices along K",
+        note: "with a layer norm as the prologue, from 8 MB of weights on, and two matrices along K",
         ..RULE
     },
     Rule {
@@ -220,7 +220,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "linear_many.cu",
         formats: Formats::DENSE.or(Formats::MIXED_DENSE),
         plan: gemm_dense::plan,
-        note: "the norm in a kernel of its own in front, activation and second residual in one behind",
+        note: "the norm in a preceding kernel, activation and second residual in a following one",
         ..RULE
     },
     Rule {
@@ -280,7 +280,7 @@ pub(super) static RULES: &[Rule] = &[
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
         plan: gemm_w8a8::sm90,
-        note: "a kernel in front quantizes x",
+        note: "a preceding kernel quantizes x",
         ..RULE
     },
     Rule {
@@ -343,11 +343,11 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
-        kernel: "gemm_dequantized_cublaslt",
+        kernel: gemm_dequantized::NAME,
         source: "dequantize.cu",
         formats: Formats::QUANTIZED.or(Formats::MIXED),
         plan: gemm_dequantized::plan,
-        note: "an RMS norm as part of narrowing x, a layer norm in front of it; activation and second residual behind",
+        note: "a preceding kernel applies an RMS norm and narrows x, a layer norm has a kernel of its own; activation and second residual in a following one",
         ..RULE
     },
 ];
@@ -402,7 +402,7 @@ pub(super) fn takes_mixed(kernel: &str) -> bool {
 
 /// Whether the kernel is the library's with dequantized weights.
 pub(super) fn dequantizes(kernel: &str) -> bool {
-    kernel == "gemm_dequantized_cublaslt"
+    kernel == gemm_dequantized::NAME
 }
 
 thread_local! {

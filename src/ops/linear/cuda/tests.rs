@@ -207,7 +207,7 @@ fn the_page_of_kernels_is_current() {
          that fits is taken; `CANDLE_FUSED_KERNEL=name` forces one, and `candle_fused::trace::capture` tells which ran. \
          M are the rows of x (tokens), N the output channels, K the inputs. The table is \
          [dispatch.rs](../src/ops/linear/cuda/dispatch.rs); a test writes this page from it.\n\n\
-         | kernel | weights | x: M | K | compute capability | norm in front | SwiGLU | source | |\n\
+         | kernel | weights | x: M | K | compute capability | norm as the prologue | SwiGLU | source | |\n\
          |---|---|---|---|---|---|---|---|---|\n",
     );
     let range = |[least, most]: [usize; 2]| match most {

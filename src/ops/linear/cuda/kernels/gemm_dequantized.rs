@@ -8,6 +8,9 @@ use crate::cuda::{Address, Grid, Launcher, Narrow, Scratch, dequantize, narrow, 
 use candle_core::{DType, Result};
 use std::sync::Arc;
 
+/// The rule's name.
+pub(crate) const NAME: &str = "gemm_dequantized_cublaslt";
+
 const OP: &str = "quant_linear";
 
 /// Of any number of matrices and formats, dense ones among them.
