@@ -17,7 +17,7 @@ const OP: &str = "quant_linear";
 /// Values of a group, of which rows of a [`BlockMatrix`] have whole ones.
 const GROUP_VALUES: usize = GROUP * BLOCK;
 
-/// In the order of [`BlockFormat::DTYPES`], by which `FormatIndex` of `kernels/formats.cuh` goes too.
+/// In the order of [`BlockFormat::DTYPES`], by which `FormatIndex` of `kernels/formats/gguf.cuh` goes too.
 static REPACK: Module = Module::new(
     "repack",
     fatbin!("repack"),
@@ -51,7 +51,7 @@ const NARROW: usize = 3;
 
 /// A quantized matrix, rows x cols, in a GPU's memory: GGUF blocks or the codes of a
 /// [`Scheme`](crate::quant::Scheme), in their precision and about their size, in the order in which
-/// tensor cores take them (`kernels/formats.cuh`, `kernels/codes.cuh`).
+/// tensor cores take them (`kernels/formats/gguf.cuh`, `kernels/formats/packed.cuh`).
 pub struct BlockMatrix {
     stored: Stored,
     rows: usize,
@@ -379,7 +379,7 @@ pub(crate) fn product_dtype(gpu: &GpuSpec, x: DType) -> DType {
     }
 }
 
-/// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats.cuh`.
+/// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats/gguf.cuh`.
 fn pitch(format: &BlockFormat, groups: usize) -> usize {
     use crate::quant::Scaling::{Affine, Super, SuperSymmetric, Symmetric};
     let codes = 16 * format.bits as usize;

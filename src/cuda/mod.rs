@@ -1,4 +1,4 @@
-//! The way from an op to a kernel: `kernels/<stem>.cu` becomes a fatbin at build time (`Module`), is
+//! The way from an op to a kernel: `kernels/<folder>/<stem>.cu` becomes a fatbin at build time (`Module`), is
 //! loaded once per GPU (`Gpu`), and is launched on candle's stream (`Launcher`).
 
 pub(crate) mod abi;

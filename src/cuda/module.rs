@@ -10,7 +10,7 @@ use candle_core::{DType, Result, bail};
 use std::ffi::CString;
 use std::sync::OnceLock;
 
-/// The bytes of `kernels/<stem>.cu` as compiled by the build script.
+/// The bytes of `kernels/<folder>/<stem>.cu` as compiled by the build script.
 macro_rules! fatbin {
     ($stem:literal) => {
         include_bytes!(concat!(env!("OUT_DIR"), "/", $stem, ".fatbin"))
@@ -129,7 +129,7 @@ impl Module {
                 // SAFETY: the module has just been loaded.
                 let function = match unsafe { result::module::get_function(module, symbol) } {
                     Ok(function) => function,
-                    Err(e) => bail!("cuda: kernel `{name}` of kernels/{}.cu: {e}", self.stem),
+                    Err(e) => bail!("cuda: kernel `{name}` of {}.cu: {e}", self.stem),
                 };
                 let static_shared = allow_shared(gpu, function)?;
                 if self.all_shared {

@@ -229,7 +229,7 @@ abi! {
 
     /// One of up to three weights in int8 of the same k, side by side in the output.
     struct W8A8Weights {
-        /// `[rows, k]`, as `Int8` of codes.cuh lays them out.
+        /// `[rows, k]`, as `Int8` of formats/packed.cuh lays them out.
         codes: Const<i8>,
         /// `[rows]`
         scales: Const<f32>,

@@ -24,8 +24,8 @@ pub(crate) use beside::Beside;
 
 /// In the order of the constants below.
 static MODULE: Module = Module::new(
-    "flash_decoding",
-    fatbin!("flash_decoding"),
+    "decode",
+    fatbin!("decode"),
     &[
         "flash_decoding_d64_f16",
         "flash_decoding_d64_bf16",

@@ -10,8 +10,8 @@ const FOLDERS: [&str; 5] = ["src", "kernels", "tests", "benches", "examples"];
 const LONG: [(&str, &str); 6] = [
     ("benches/suite/goals.rs", "of_gpu"),
     ("examples/common/validate.rs", "gguf"),
-    ("kernels/row_stage.cuh", "stage"),
-    ("kernels/small_blocks.cuh", "small_blocks"),
+    ("kernels/linear/stage_x.cuh", "stage"),
+    ("kernels/linear/gemv_gguf_latency.cuh", "small_blocks"),
     (
         "src/ops/flash_decoding/cuda/tests.rs",
         "attention_beside_a_product_gives_what_both_give_alone",

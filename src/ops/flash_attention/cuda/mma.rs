@@ -1,4 +1,4 @@
-//! `kernels/flash_attention.cu`: tensor cores by `mma.sync`, from sm_75 on.
+//! `kernels/attention/prefill.cu`: tensor cores by `mma.sync`, from sm_75 on.
 
 use super::{Call, Params};
 use crate::cuda::abi::{
@@ -9,8 +9,8 @@ use candle_core::{DType, Result};
 use std::fmt;
 
 static MODULE: Module = Module::new(
-    "flash_attention",
-    fatbin!("flash_attention"),
+    "prefill",
+    fatbin!("prefill"),
     &[
         "flash_attention_d64_f16",
         "flash_attention_d80_f16",

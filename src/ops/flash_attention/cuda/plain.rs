@@ -1,4 +1,4 @@
-//! `kernels/flash_attention_plain.cu`: f32 arithmetic, any layout and types.
+//! `kernels/attention/prefill_plain.cu`: f32 arithmetic, any layout and types.
 
 use super::{Call, OP, Params};
 use crate::cuda::abi::{ATTENTION_PLAIN, ATTENTION_PLAIN_THREADS, AttentionPlain};
@@ -6,8 +6,8 @@ use crate::cuda::{Grid, Launcher, Module, fatbin};
 use candle_core::{Result, bail};
 
 static MODULE: Module = Module::new(
-    "flash_attention_plain",
-    fatbin!("flash_attention_plain"),
+    "prefill_plain",
+    fatbin!("prefill_plain"),
     &[
         "flash_attention_plain_64",
         "flash_attention_plain_128",

@@ -1,4 +1,4 @@
-//! `kernels/flash_attention_sm90.cu`: Hopper's asynchronous tensor cores and bulk copies.
+//! `kernels/attention/prefill_sm90.cu`: Hopper's asynchronous tensor cores and bulk copies.
 
 use super::{Call, Operand};
 use crate::cuda::abi::{ATTENTION_SM90, AttentionSm90, AttentionSm90Params, TensorMap};
@@ -8,8 +8,8 @@ use candle_core::{DType, Result};
 use std::fmt;
 
 static MODULE: Module = Module::new(
-    "flash_attention_sm90",
-    fatbin!("flash_attention_sm90"),
+    "prefill_sm90",
+    fatbin!("prefill_sm90"),
     &[
         "flash_attention_sm90_d64_f16",
         "flash_attention_sm90_d64_bf16",

@@ -7,8 +7,8 @@ use crate::ops::linear::cuda::{Case, Gemv, Operands, gemv_dense_pipelined};
 use candle_core::{DType, Result, bail};
 
 static MODULE: Module = Module::new(
-    "decoding_beside",
-    fatbin!("decoding_beside"),
+    "decode_with_gemv",
+    fatbin!("decode_with_gemv"),
     &[
         "decoding_beside_d64_f16",
         "decoding_beside_d64_bf16",

@@ -162,7 +162,7 @@ const GEMV_OF_HALVES: &[Rows] = &[(F16, GEMV), (BF16, GEMV)];
 pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_dense_latency",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         formats: Formats::HALF,
         x: GEMV_OF_HALVES,
         max_k: gemv_dense::MAX_LATENCY_K,
@@ -173,7 +173,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: gemv_dense_pipelined::NAME,
-        source: "linear_stream.cu",
+        source: "linear/gemv_dense_pipelined.cu",
         formats: Formats::HALF,
         x: &[(F16, [1, 1]), (BF16, [1, 1])],
         arch: [80, NEWEST],
@@ -184,7 +184,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense_mma",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         formats: Formats::HALF,
         x: &[(F16, SEVERAL), (BF16, SEVERAL)],
         plan: gemv_dense::mma,
@@ -193,7 +193,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense_m8",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         x: &[(F32, SEVERAL), (F16, SEVERAL), (BF16, SEVERAL)],
         plan: gemv_dense::m8,
         note: "multiply-adds in f32",
@@ -201,7 +201,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         x: GEMV_OF_EACH,
         plan: gemv_dense::m1,
         note: "a launch for each row",
@@ -209,7 +209,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense_scalar",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         x: GEMV_OF_EACH,
         plan: gemv_dense::scalar,
         note: "rows that are no whole pieces of 16 aligned bytes",
@@ -217,7 +217,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_dense_cublaslt",
-        source: "linear_many.cu",
+        source: "linear/gemm_dense.cu",
         formats: Formats::DENSE.or(Formats::MIXED_DENSE),
         plan: gemm_dense::plan,
         note: "the norm in a preceding kernel, activation and second residual in a following one",
@@ -225,7 +225,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_gguf_latency",
-        source: "quant_linear_small.cu",
+        source: "linear/gemv_gguf_latency.cu",
         formats: Formats::GGUF,
         x: &[(F32, [1, 4])],
         arch: [80, NEWEST],
@@ -236,7 +236,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_gguf",
-        source: "quant_linear.cu",
+        source: "linear/gemv_gguf.cu",
         formats: Formats::GGUF,
         x: GEMV_OF_EACH,
         plan: gemv_gguf::plan,
@@ -245,7 +245,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_wna16_sm90",
-        source: "quant_codes.cu",
+        source: "linear/gemv_wna16.cu",
         formats: Formats::INT4_G128.or(Formats::TERNARY),
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
@@ -255,7 +255,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_ternary",
-        source: "quant_codes.cu",
+        source: "linear/gemv_wna16.cu",
         formats: Formats::TERNARY,
         x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
         plan: gemv_wna16::plan,
@@ -264,7 +264,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_w8a8_cluster",
-        source: "w8a8_direct_sm90.cu",
+        source: "linear/gemm_w8a8_cluster.cu",
         formats: Formats::INT8,
         x: &[(F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
@@ -275,7 +275,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_w8a8_sm90",
-        source: "w8a8_sm90.cu",
+        source: "linear/gemm_w8a8_sm90.cu",
         formats: Formats::INT8,
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
@@ -285,7 +285,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_w8a8_mma",
-        source: "w8a8.cu",
+        source: "linear/gemm_w8a8.cu",
         formats: Formats::INT8,
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         plan: gemm_w8a8::mma,
@@ -294,7 +294,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_cluster",
-        source: "quant_slices.cu",
+        source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT4_G128,
         x: WNA16_M16,
         arch: [90, NEWEST],
@@ -305,7 +305,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_tma",
-        source: "quant_slices.cu",
+        source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT4_G128,
         x: WNA16_M16,
         arch: [90, NEWEST],
@@ -315,7 +315,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16",
-        source: "quant_slices.cu",
+        source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT8.or(Formats::INT4),
         x: WNA16_M16,
         arch: [80, NEWEST],
@@ -325,7 +325,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m64",
-        source: "quant_tiles.cu",
+        source: "linear/gemm_wna16_m64.cu",
         formats: Formats::INT8.or(Formats::INT4),
         x: WNA16_M64,
         arch: [80, NEWEST],
@@ -335,7 +335,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_wna16",
-        source: "quant_codes.cu",
+        source: "linear/gemv_wna16.cu",
         formats: Formats::INT8.or(Formats::INT4),
         x: GEMV_OF_EACH,
         plan: gemv_wna16::plan,
@@ -344,7 +344,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: gemm_dequantized::NAME,
-        source: "dequantize.cu",
+        source: "formats/dequantize.cu",
         formats: Formats::QUANTIZED.or(Formats::MIXED),
         plan: gemm_dequantized::plan,
         note: "a preceding kernel applies an RMS norm and narrows x, a layer norm has a kernel of its own; activation and second residual in a following one",

@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::sys;
 const OP: &str = "quant_linear";
 
 /// Of x `[m, k]` in bf16, k a multiple of 64: boxes of four times 64 values of 16 rows, as in
-/// `kernels/code_long.cuh`. Rows and values that are not there come as zeros.
+/// `kernels/linear/gemm_wna16_m16_tma.cuh`. Rows and values that are not there come as zeros.
 pub(super) fn rows_map(x: Address, [m, k]: [usize; 2]) -> Result<TensorMap> {
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     // SAFETY: the arrays have the rank of three, or one less for the strides, and outlive the call.
