@@ -7,6 +7,19 @@
 
 namespace fused {
 
+#define WGMMA_8(KIND, OPERATION, ARGUMENTS, ...) \
+  asm volatile( \
+      OPERATION " {%0, %1, %2, %3}, " ARGUMENTS \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]) : __VA_ARGS__)
+#define WGMMA_16(KIND, OPERATION, ARGUMENTS, ...) \
+  asm volatile( \
+      OPERATION " {%0, %1, %2, %3, %4, %5, %6, %7}, " ARGUMENTS \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]) : __VA_ARGS__)
+#define WGMMA_32(KIND, OPERATION, ARGUMENTS, ...) \
+  asm volatile( \
+      OPERATION " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, " ARGUMENTS \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]), KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]), KIND(d[15]) : __VA_ARGS__)
+
 #define WGMMA_48(KIND, OPERATION, ARGUMENTS, ...) \
   asm volatile( \
       OPERATION " {" \
@@ -277,6 +290,32 @@ __device__ __forceinline__ void wgmma(__nv_bfloat16, float (&d)[128], const uint
   WGMMA_256("+f", "{.reg .pred p; setp.ne.b32 p, %133, 0;\n wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
     "{%128, %129, %130, %131}, %132, p, 1, 1, 1;}",
     "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+// The first factor in registers, the second with consecutive summands to a row.
+__device__ __forceinline__ void wgmma_k_major(float (&d)[8], const uint32_t* a, uint64_t b, int add) {
+  WGMMA_16("+f", "{.reg .pred p; setp.ne.b32 p, %13, 0;\n wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",
+    "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma_k_major(float (&d)[16], const uint32_t* a, uint64_t b, int add) {
+  WGMMA_32("+f", "{.reg .pred p; setp.ne.b32 p, %21, 0;\n wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16",
+    "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma_k_major(float (&d)[32], const uint32_t* a, uint64_t b, int add) {
+  WGMMA_64("+f", "{.reg .pred p; setp.ne.b32 p, %37, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+    "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma_k_major(float (&d)[64], const uint32_t* a, uint64_t b, int add) {
+  WGMMA_128("+f", "{.reg .pred p; setp.ne.b32 p, %69, 0;\n wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
+    "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma_k_major(float (&d)[128], const uint32_t* a, uint64_t b, int add) {
+  WGMMA_256("+f", "{.reg .pred p; setp.ne.b32 p, %133, 0;\n wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
+    "{%128, %129, %130, %131}, %132, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void wgmma_k_major(float (&d)[4], const uint32_t* a, uint64_t b, int add) {
+  WGMMA_8("+f", "{.reg .pred p; setp.ne.b32 p, %9, 0;\n wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16",
+    "{%4, %5, %6, %7}, %8, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

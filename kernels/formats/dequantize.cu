@@ -38,12 +38,40 @@ template <typename T> __device__ __forceinline__ Pack<T, 4> read4(const T* p, bo
   return {{p[0], p[1], p[2], p[3]}};
 }
 
+// Where value `i` of a row goes.
+__device__ __forceinline__ uint32_t place(const NarrowParams& p, uint32_t i) {
+  uint32_t to = i & ~63u;
+#pragma unroll
+  for (int bit = 0; bit < 6; ++bit) to |= (i >> bit & 1) << (p.order >> (4 * bit) & 15);
+  return to;
+}
+
+// Four values from `i` on of part `part` of the block's row.
+__device__ __forceinline__ void put(const NarrowParams& p, uint32_t part, uint32_t i, const uint16_t (&v)[4]) {
+  uint16_t* row = static_cast<uint16_t*>(p.out) + (uint64_t(blockIdx.x) * p.parts + part) * p.pitch;
+  if (p.order == IN_ORDER) {
+    *reinterpret_cast<uint2*>(row + i) = make_uint2(v[0] | uint32_t(v[1]) << 16, v[2] | uint32_t(v[3]) << 16);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) row[place(p, i + j)] = v[j];
+  }
+}
+
+// Adds up four values of each of 8 lanes, which have 32 side by side.
+__device__ __forceinline__ void put_sum(const NarrowParams& p, uint32_t part, uint32_t i, const uint16_t (&v)[4]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) sum += __uint_as_float(uint32_t(v[j]) << 16);
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL, sum, offset);
+  if (threadIdx.x % 8 == 0 && i < p.pitch) p.sums[uint64_t(i / 32) * p.sums_pitch + blockIdx.x * p.parts + part] = sum;
+}
+
 // A block takes a row.
 template <typename T> __device__ __forceinline__ void narrow(const NarrowParams& p) {
   __shared__ float scratch[FORMAT_THREADS / WARP];
   const T* x = static_cast<const T*>(p.x) + blockIdx.x * uint64_t(p.width);
   const T* weight = static_cast<const T*>(p.weight);
-  const uint64_t row = blockIdx.x * uint64_t(p.width);
   allow_next();
   wait_previous();
   float factor = 1.f;
@@ -56,20 +84,31 @@ template <typename T> __device__ __forceinline__ void narrow(const NarrowParams&
     }
     factor = rsqrtf(block_sum<FORMAT_THREADS / WARP>(squares, scratch) / p.width + p.eps);
   }
-  for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * FORMAT_THREADS) {
-    const auto v = read4(x + i, p.vectors);
-    Pack<T, 4> w = {};
-    if (weight) w = read4(weight + i, p.vectors);
-    uint16_t out[4];
+  // Whole warps come round, for their sums.
+  for (uint32_t first = 0; first < p.pitch; first += 4 * FORMAT_THREADS) {
+    const uint32_t i = first + 4 * threadIdx.x;
+    Pack<T, 4> v = {}, w = {};
+    if (i < p.width) v = read4(x + i, p.vectors);
+    if (weight && i < p.width) w = read4(weight + i, p.vectors);
+    uint16_t out[4], rest[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float y = to_float(v.v[j]);
       if (weight) y = rounded<T>(rounded<T>(y * factor) * to_float(w.v[j]));
-      out[j] = p.out_dtype == F16 ? __half_as_ushort(from_float<__half>(y))
-                                  : __bfloat16_as_ushort(from_float<__nv_bfloat16>(y));
+      if (p.out_dtype == F16) {
+        out[j] = __half_as_ushort(from_float<__half>(y)), rest[j] = 0;
+      } else {
+        const __nv_bfloat16 high = from_float<__nv_bfloat16>(y);
+        out[j] = __bfloat16_as_ushort(high);
+        rest[j] = __bfloat16_as_ushort(from_float<__nv_bfloat16>(y - to_float(high)));
+      }
     }
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + row + i) =
-        make_uint2(out[0] | uint32_t(out[1]) << 16, out[2] | uint32_t(out[3]) << 16);
+    if (i < p.pitch) put(p, 0, i, out);
+    if (i < p.pitch && p.parts == 2) put(p, 1, i, rest);
+    if (p.sums) {
+      put_sum(p, 0, i, out);
+      if (p.parts == 2) put_sum(p, 1, i, rest);
+    }
   }
 }
 

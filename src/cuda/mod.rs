@@ -19,7 +19,9 @@ mod rows;
 mod scratch;
 
 pub use blocks::BlockMatrix;
-pub(crate) use blocks::{Narrow, dequantize, kernel_index, narrow, product_dtype, stored_bytes};
+pub(crate) use blocks::{
+    Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype, stored_bytes,
+};
 pub(crate) use codes::{CodesAt, ValuesOf, values};
 pub(crate) use force::forced;
 pub use force::with_kernel;

@@ -2,7 +2,7 @@
 
 use super::kernels::{
     gemm_dense, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_m64,
-    gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+    gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
 };
 use super::plan::{Plan, Planned};
 use super::problem::{Case, NormKind, WeightFormat};
@@ -135,6 +135,8 @@ const SEVERAL: [usize; 2] = [2, GEMV[1]];
 /// M of the tensor-core kernels for INT8 and INT4 weights, which multiply in bf16. Few f32 rows keep 16 bits as two
 /// parts in GEMVs; more are rounded to bf16, as for the library.
 const WNA16_M16: &[Rows] = &[(BF16, [2, 32]), (F32, [GEMV[1] + 1, 32])];
+/// The same on Hopper, where another kernel takes more.
+const WNA16_M16_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
 const WNA16_M64: &[Rows] = &[(BF16, [2, 128]), (F32, [GEMV[1] + 1, 128])];
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
@@ -155,10 +157,15 @@ const RULE: Rule = Rule {
     note: "",
 };
 
+/// M from which on, on Hopper, weights in tensor cores' registers beat those that are dequantized for the library.
+const WNA16_SM90: [usize; 2] = [2, 1024];
+/// Twice as many rows of operand B keep the bits of f16.
+const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F16, [2, 64])];
+
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 const GEMV_OF_HALVES: &[Rows] = &[(F16, GEMV), (BF16, GEMV)];
 
-/// The table. First match wins.
+/// The table. First match wins; a kernel may have several rules.
 pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_dense_latency",
@@ -235,15 +242,6 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
-        kernel: "gemv_gguf",
-        source: "linear/gemv_gguf.cu",
-        formats: Formats::GGUF,
-        x: GEMV_OF_EACH,
-        plan: gemv_gguf::plan,
-        note: "four rows a launch",
-        ..RULE
-    },
-    Rule {
         kernel: "gemv_wna16_sm90",
         source: "linear/gemv_wna16.cu",
         formats: Formats::INT4_G128.or(Formats::TERNARY),
@@ -251,15 +249,6 @@ pub(super) static RULES: &[Rule] = &[
         arch: [90, NEWEST],
         plan: gemv_wna16_sm90::plan,
         note: "of ternary weights those with one scale for a row or the matrix",
-        ..RULE
-    },
-    Rule {
-        kernel: "gemv_ternary",
-        source: "linear/gemv_wna16.cu",
-        formats: Formats::TERNARY,
-        x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
-        plan: gemv_wna16::plan,
-        note: "four rows a launch",
         ..RULE
     },
     Rule {
@@ -296,7 +285,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_m16_cluster",
         source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT4_G128,
-        x: WNA16_M16,
+        x: WNA16_M16_SM90,
         arch: [90, NEWEST],
         gates: false,
         plan: gemm_wna16_m16::cluster,
@@ -307,10 +296,48 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_m16_tma",
         source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT4_G128,
-        x: WNA16_M16,
+        x: WNA16_M16_SM90,
         arch: [90, NEWEST],
         plan: gemm_wna16_m16::tma,
         note: "K past 4,096; 16 rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_m16",
+        source: "linear/gemm_wna16_m16.cu",
+        formats: Formats::INT4_G128,
+        x: WNA16_M16_SM90,
+        arch: [90, NEWEST],
+        plan: gemm_wna16_m16::plan,
+        note: "16 rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_sm90",
+        source: "linear/gemm_wna16_sm90.cu",
+        formats: Formats::QUANTIZED,
+        x: WNA16_SM90_OF_EACH,
+        arch: [90, 90],
+        plan: gemm_wna16_sm90::plan,
+        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_gguf",
+        source: "linear/gemv_gguf.cu",
+        formats: Formats::GGUF,
+        x: GEMV_OF_EACH,
+        plan: gemv_gguf::plan,
+        note: "four rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_ternary",
+        source: "linear/gemv_wna16.cu",
+        formats: Formats::TERNARY,
+        x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
+        plan: gemv_wna16::plan,
+        note: "four rows a launch",
         ..RULE
     },
     Rule {
@@ -415,15 +442,23 @@ thread_local! {
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan> {
     if let Some(name) = forced() {
-        let Some(rule) = RULES.iter().find(|rule| *rule.kernel == *name) else {
+        let mut named = RULES.iter().filter(|rule| *rule.kernel == *name).peekable();
+        if named.peek().is_none() {
             let names = kernels().map(|k| k.name).collect::<Vec<_>>().join(", ");
             bail!("linear: there is no kernel {name}, expected one of {names}");
-        };
-        if rule.formats.contains(Formats::of(case.weight)) {
-            return match rule.chosen(case) {
-                Ok(plan) => Ok(plan),
-                Err(reason) => bail!("linear: kernel {name} cannot take {case}: {reason}"),
-            };
+        }
+        let format = Formats::of(case.weight);
+        let plans: Vec<_> = named
+            .filter(|rule| rule.formats.contains(format))
+            .map(|rule| rule.chosen(case))
+            .collect();
+        if let Some(Err(reason)) = plans.last()
+            && plans.iter().all(|plan| plan.is_err())
+        {
+            bail!("linear: kernel {name} cannot take {case}: {reason}");
+        }
+        if let Some(plan) = plans.into_iter().flatten().next() {
+            return Ok(plan);
         }
     }
     if let Some(plan) = PLANS.with_borrow(|plans| plans.get(case).cloned()) {
