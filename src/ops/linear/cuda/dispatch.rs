@@ -6,7 +6,7 @@ use super::kernels::{
 };
 use super::plan::{Plan, Planned};
 use super::problem::{Case, NormKind, WeightFormat};
-use crate::cuda::forced;
+use crate::cuda::{KernelInfo, forced};
 use crate::quant::{Format, Scheme};
 use candle_core::{DType, Result, bail};
 use std::cell::RefCell;
@@ -414,15 +414,15 @@ thread_local! {
 /// # Errors
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan> {
-    if let Some(name) = forced() {
-        let Some(rule) = RULES.iter().find(|rule| *rule.kernel == *name) else {
-            let names = kernels().map(|k| k.name).collect::<Vec<_>>().join(", ");
-            bail!("linear: there is no kernel {name}, expected one of {names}");
-        };
+    if let Some(place) = forced("linear", kernels(), crate::ops::all_kernels())? {
+        let rule = &RULES[place];
         if rule.formats.contains(Formats::of(case.weight)) {
             return match rule.chosen(case) {
                 Ok(plan) => Ok(plan),
-                Err(reason) => bail!("linear: kernel {name} cannot take {case}: {reason}"),
+                Err(reason) => bail!(
+                    "linear: kernel {} cannot take {case}: {reason}",
+                    rule.kernel
+                ),
             };
         }
     }
@@ -444,17 +444,6 @@ pub(super) fn select(case: &Case) -> Result<Plan> {
         plans.insert(*case, plan.clone());
     });
     Ok(plan)
-}
-
-/// A kernel of the table.
-#[derive(Clone, Copy, Debug)]
-pub struct KernelInfo {
-    /// Its name, as [`with_kernel`](crate::cuda::with_kernel) takes it.
-    pub name: &'static str,
-    /// The file below `kernels/`; for a library's product that of what is done around it.
-    pub source: &'static str,
-    /// When it is chosen, where weight format, dtype, M and GPU do not say so.
-    pub note: &'static str,
 }
 
 /// The kernels in the order in which they are tried.
