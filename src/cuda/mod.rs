@@ -17,6 +17,9 @@ pub mod profile;
 mod replay;
 mod rows;
 mod scratch;
+mod table;
+#[cfg(test)]
+pub(crate) mod table_tests;
 
 pub use blocks::BlockMatrix;
 pub(crate) use blocks::{
@@ -40,3 +43,5 @@ pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
 pub use replay::Replay;
 pub(crate) use rows::{PIECES, Rows, UNALIGNED};
 pub(crate) use scratch::Scratch;
+pub use table::KernelInfo;
+pub(crate) use table::describe;

@@ -6,7 +6,7 @@ use super::kernels::{
 };
 use super::plan::{Plan, Planned};
 use super::problem::{Case, NormKind, WeightFormat};
-use crate::cuda::forced;
+use crate::cuda::{KernelInfo, forced};
 use crate::quant::{Format, Scheme};
 use candle_core::{DType, Result, bail};
 use std::cell::RefCell;
@@ -441,24 +441,20 @@ thread_local! {
 /// # Errors
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan> {
-    if let Some(name) = forced() {
-        let mut named = RULES.iter().filter(|rule| *rule.kernel == *name).peekable();
-        if named.peek().is_none() {
-            let names = kernels().map(|k| k.name).collect::<Vec<_>>().join(", ");
-            bail!("linear: there is no kernel {name}, expected one of {names}");
+    if let Some(place) = forced("linear", kernels(), crate::ops::all_kernels())? {
+        let (name, format) = (RULES[place].kernel, Formats::of(case.weight));
+        let rules = RULES.iter().filter(|rule| rule.kernel == name);
+        let rules = rules.filter(|rule| rule.formats.contains(format));
+        let (mut known, mut refusal) = (false, "");
+        for rule in rules {
+            known = true;
+            match rule.chosen(case) {
+                Ok(plan) => return Ok(plan),
+                Err(reason) => refusal = reason,
+            }
         }
-        let format = Formats::of(case.weight);
-        let plans: Vec<_> = named
-            .filter(|rule| rule.formats.contains(format))
-            .map(|rule| rule.chosen(case))
-            .collect();
-        if let Some(Err(reason)) = plans.last()
-            && plans.iter().all(|plan| plan.is_err())
-        {
-            bail!("linear: kernel {name} cannot take {case}: {reason}");
-        }
-        if let Some(plan) = plans.into_iter().flatten().next() {
-            return Ok(plan);
+        if known {
+            bail!("linear: kernel {name} cannot take {case}: {refusal}");
         }
     }
     if let Some(plan) = PLANS.with_borrow(|plans| plans.get(case).cloned()) {
@@ -479,17 +475,6 @@ pub(super) fn select(case: &Case) -> Result<Plan> {
         plans.insert(*case, plan.clone());
     });
     Ok(plan)
-}
-
-/// A kernel of the table.
-#[derive(Clone, Copy, Debug)]
-pub struct KernelInfo {
-    /// Its name, as [`with_kernel`](crate::cuda::with_kernel) takes it.
-    pub name: &'static str,
-    /// The file below `kernels/`; for a library's product that of what is done around it.
-    pub source: &'static str,
-    /// When it is chosen, where weight format, dtype, M and GPU do not say so.
-    pub note: &'static str,
 }
 
 /// The kernels in the order in which they are tried.
