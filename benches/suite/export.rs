@@ -35,6 +35,8 @@ pub struct Export {
     pub scaling: Vec<Curve>,
     #[serde(default)]
     pub sweep: Vec<OpRun>,
+    #[serde(default)]
+    pub tune: Vec<Tuned>,
 }
 
 /// An op on one shape.
@@ -67,6 +69,39 @@ pub struct SideRun {
     pub graph: Option<Times>,
     /// Bytes that a call holds beyond its inputs, the result included.
     pub memory: u64,
+}
+
+/// The kernels of the table of `linear` on CUDA, on one product.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Tuned {
+    pub name: String,
+    pub model: String,
+    pub part: String,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub format: String,
+    /// The dtype of x.
+    pub x: String,
+    pub work: Work,
+    /// The kernel that the table chooses.
+    pub chosen: String,
+    /// Seconds of the host to queue a call of that.
+    pub host: Option<f64>,
+    pub kernels: Vec<KernelRun>,
+}
+
+/// A kernel of that table: its times, or why it does not take the product.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct KernelRun {
+    pub name: String,
+    /// Entry, grid and parameters.
+    pub plan: Option<String>,
+    /// Seconds of a call.
+    pub times: Option<Times>,
+    /// Seconds of a call in a CUDA graph.
+    pub graph: Option<Times>,
+    pub refusal: Option<String>,
 }
 
 /// What was left out, and why.
@@ -146,6 +181,7 @@ impl Export {
             all.layers.extend(run.layers);
             all.scaling.extend(run.scaling);
             all.sweep.extend(run.sweep);
+            all.tune.extend(run.tune);
         }
         count_floors(&mut all.ops, &all.limits);
         count_floors(&mut all.sweep, &all.limits);

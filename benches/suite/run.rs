@@ -1,7 +1,8 @@
 //! One run: everything that is wanted, one after the other.
 
 use crate::args::{Args, Section};
-use crate::cases::Extent;
+use crate::cases::{Extent, Grid, KernelCase};
+use crate::common::shapes::Shape;
 use crate::common::{gpu, report};
 use crate::export::{Export, SCHEMA};
 use crate::limits::Limits;
@@ -9,8 +10,9 @@ use crate::machine::Machine;
 use crate::nvml::{Clocks, Nvml};
 use crate::place::Place;
 use crate::{baseline, cases, goals, layers, markdown, models, ops, plots, scaling};
-use anyhow::Result;
+use anyhow::{Result, anyhow, ensure};
 use candle_core::Device;
+use clap::ValueEnum;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -61,6 +63,11 @@ fn list(args: &Args) -> Result<ExitCode> {
     let place = Place::new(device(args)?, args.quick)?;
     let mut names = String::new();
     let extent = Extent::of(args.quick);
+    if args.times_kernels() {
+        let wanted = kernel_cases(args)?.into_iter().map(|case| case.name());
+        let wanted = wanted.filter(|name| args.wants(name));
+        names.extend(wanted.map(|name| name + "\n"));
+    }
     let mut cases = Vec::new();
     if args.has(Section::Ops) {
         cases.extend(cases::all(&place, extent)?);
@@ -77,6 +84,21 @@ fn list(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What --kernel and --tune time.
+fn kernel_cases(args: &Args) -> Result<Vec<KernelCase>> {
+    let shape = |name: &String| {
+        Shape::from_str(name, true).map_err(|_| anyhow!("--models: {name} is no named shape"))
+    };
+    let grid = Grid {
+        shapes: args.shapes.iter().map(|s| (s.m, s.n, s.k)).collect(),
+        formats: &args.formats,
+        dtypes: &args.dtypes,
+        models: args.models.iter().map(shape).collect::<Result<_>>()?,
+        extent: Extent::of(args.quick),
+    };
+    Ok(grid.cases()?)
+}
+
 fn device(args: &Args) -> Result<Device> {
     Ok(match !args.cpu && gpu::is_present() {
         true => Device::new_cuda(0)?,
@@ -89,6 +111,10 @@ fn measure(args: &Args) -> Result<Export> {
         candle_fused::cpu::pool::set_threads(threads);
     }
     let device = device(args)?;
+    ensure!(
+        device.is_cuda() || !args.times_kernels(),
+        "--kernel and --tune time CUDA kernels: they need a GPU, and `cargo bench --features cuda`"
+    );
     let nvml = device.is_cuda().then(Nvml::open).flatten();
     let place = Place::new(device, args.quick)?;
     let budget = Budget::new(args.budget);
@@ -110,7 +136,13 @@ fn measure(args: &Args) -> Result<Export> {
         layers: Vec::new(),
         scaling: Vec::new(),
         sweep: Vec::new(),
+        tune: Vec::new(),
     };
+    #[cfg(feature = "cuda")]
+    if args.times_kernels() {
+        export.tune = crate::tune::run(&place, kernel_cases(args)?, args, &budget)?;
+        log("kernels");
+    }
     if args.has(Section::Models) {
         export.models = models::run(&place, args, &budget)?;
         log("models");

@@ -3,6 +3,7 @@
 mod attention;
 mod dims;
 mod elementwise;
+mod kernels;
 mod picked;
 mod products;
 mod quantized;
@@ -10,6 +11,7 @@ mod sweep;
 
 pub use attention::Attention;
 pub use dims::Dims;
+pub use kernels::{Grid, KernelCase};
 pub use picked::Expected;
 pub use products::{Part, Product, Tensors};
 pub use quantized::GOALS as QUANT_GOALS;

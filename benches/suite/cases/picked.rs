@@ -5,6 +5,7 @@ use crate::common::distance::Distance;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Values of a result `[rows, width]` at some rows and columns.
+#[derive(Clone)]
 pub struct Expected {
     pub rows: Vec<usize>,
     pub cols: Vec<usize>,
