@@ -1,6 +1,6 @@
 //! The command line.
 
-use crate::child::Form;
+use crate::form::Form;
 use candle_core::DType;
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;

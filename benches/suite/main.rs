@@ -13,13 +13,14 @@
 //! the memory and the library's products deliver is measured in the same run. docs/performance.md
 //! says how to read the tables, benches/README.md what the export holds.
 
-use ::common;
-
 mod args;
 mod baseline;
+mod budget;
 mod cases;
 mod child;
 mod export;
+mod figures;
+mod form;
 mod goals;
 mod layers;
 mod limits;

@@ -1,33 +1,20 @@
 //! One run: everything that is wanted, one after the other.
 
 use crate::args::{Args, Section};
+use crate::budget::Budget;
 use crate::cases::{Extent, Grid, KernelCase};
-use crate::common::shapes::Shape;
-use crate::common::{gpu, report};
 use crate::export::{Export, SCHEMA};
-use crate::limits::Limits;
+use crate::figures::{Limits, count_floors};
 use crate::machine::Machine;
 use crate::nvml::{Clocks, Nvml};
 use crate::place::Place;
-use crate::{baseline, cases, goals, layers, markdown, models, ops, plots, scaling};
+use crate::{baseline, cases, goals, layers, limits, markdown, models, ops, plots, scaling};
 use anyhow::{Result, anyhow, ensure};
 use candle_core::Device;
 use clap::ValueEnum;
+use common::shapes::Shape;
+use common::{gpu, report};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
-
-/// The time that there is.
-pub struct Budget(Option<Instant>);
-
-impl Budget {
-    pub fn new(seconds: Option<u64>) -> Self {
-        Self(seconds.map(|s| Instant::now() + Duration::from_secs(s)))
-    }
-
-    pub fn is_spent(&self) -> bool {
-        self.0.is_some_and(|end| Instant::now() > end)
-    }
-}
 
 /// Measures or reads, shows, writes and compares.
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -122,7 +109,7 @@ fn measure(args: &Args) -> Result<Export> {
     let mut log = |at: &str| clocks.extend(nvml.as_ref().and_then(|nvml| nvml.clocks(at)));
     let machine = Machine::of(&place.device, nvml.as_ref());
     println!("{}", machine.describe());
-    let limits = Limits::measure(&place, args.quick)?;
+    let limits = limits::measure(&place, args.quick)?;
     log("limits");
     show(&limits);
     let mut export = Export {
@@ -167,10 +154,10 @@ fn measure(args: &Args) -> Result<Export> {
         export.skipped.extend(skipped);
         log("sweep");
     }
-    export.limits = Limits::measure(&place, args.quick)?.better(&export.limits);
+    export.limits = limits::measure(&place, args.quick)?.better(&export.limits);
     show(&export.limits);
-    ops::count_floors(&mut export.ops, &export.limits);
-    ops::count_floors(&mut export.sweep, &export.limits);
+    count_floors(&mut export.ops, &export.limits);
+    count_floors(&mut export.sweep, &export.limits);
     #[cfg(feature = "cuda")]
     crate::ternary::report(args.has(Section::Ternary), args.has(Section::TernarySweep))?;
     export.clocks = clocks;

@@ -2,11 +2,12 @@
 //! the table chooses the fastest, and why a kernel does not take the product.
 
 use crate::args::Args;
+use crate::budget::Budget;
 use crate::cases::{Call, Contender, KernelCase};
-use crate::export::{KernelRun, Tuned};
+use crate::figures::{KernelRun, Tuned};
 use crate::ops::checked;
 use crate::place::Place;
-use crate::run::Budget;
+use crate::stats::Times;
 use crate::timing::{Effort, race};
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
@@ -177,7 +178,7 @@ impl Launched {
 }
 
 /// Seconds of those that took the product: in graphs, as a model decodes, if all could be recorded.
-fn seconds(tuned: &Tuned) -> Vec<(&KernelRun, crate::stats::Times)> {
+fn seconds(tuned: &Tuned) -> Vec<(&KernelRun, Times)> {
     let timed = || tuned.kernels.iter().filter(|run| run.times.is_some());
     let graphs = timed().all(|run| run.graph.is_some());
     let of = |run: &KernelRun| if graphs { run.graph } else { run.times };

@@ -2,14 +2,10 @@
 
 use super::products::{Part, Product};
 use super::{Dims, Extent, quantized};
-use crate::common::shapes::Shape;
 use candle_core::{DType, Result};
+use common::shapes::Shape;
 #[cfg(feature = "cuda")]
-use {
-    super::products::Tensors,
-    super::{Contender, Work},
-    crate::place::Place,
-};
+use {super::Contender, super::products::Tensors, crate::figures::Work, crate::place::Place};
 
 /// Weight formats of the grid.
 const FORMATS: [&str; 7] = [

@@ -2,7 +2,8 @@
 //! residual behind.
 
 use super::picked::{rows_of, spread};
-use super::{CANDLE, Call, Case, Contender, Dims, Expected, Extent, FUSED, GEMM, Work, limit};
+use super::{Call, Case, Contender, Dims, Expected, Extent, limit};
+use crate::figures::{CANDLE, FUSED, GEMM, Work};
 use crate::place::Place;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_fused::Fusion;

@@ -3,7 +3,8 @@
 
 use super::picked::rows_of;
 use super::products::{Part, Product, Tensors};
-use super::{CANDLE, Case, Contender, Dims, Extent, FUSED};
+use super::{Case, Contender, Dims, Extent};
+use crate::figures::{CANDLE, FUSED};
 use crate::place::Place;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
