@@ -1,8 +1,10 @@
 //! The command line.
 
-use crate::child::Form;
+use crate::form::Form;
+use candle_core::DType;
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// Every op, every model and their parts against plain candle, and against what the machine can do.
 #[derive(Parser, Debug)]
@@ -23,13 +25,30 @@ pub struct Args {
     pub models: Vec<String>,
 
     /// Formats of the table of models: dtypes, or what `--quantize` of the examples takes; with `+head`
-    /// the head is quantized too.
-    #[arg(long, value_delimiter = ',')]
+    /// the head is quantized too. With --kernel and --tune the formats of the weights.
+    #[arg(long, alias = "format", value_delimiter = ',')]
     pub formats: Vec<String>,
 
     /// Forms of the table of models [default: all that the device has].
     #[arg(long, value_enum, value_delimiter = ',')]
     pub forms: Vec<Form>,
+
+    /// Time these kernels of the table of `linear` on CUDA, on the products of --shape and --format.
+    #[arg(long, value_name = "NAME", value_delimiter = ',', requires_all = ["shapes", "formats"])]
+    pub kernel: Vec<String>,
+
+    /// Time every kernel of that table that takes a product, and say where the table chooses a slower
+    /// one [default products: those of the models, in several formats and for several M].
+    #[arg(long, conflicts_with = "kernel")]
+    pub tune: bool,
+
+    /// Products for --kernel and --tune.
+    #[arg(long = "shape", value_name = "MxNxK", value_delimiter = ',')]
+    pub shapes: Vec<Mnk>,
+
+    /// Dtypes of x for --kernel and --tune [default: bf16].
+    #[arg(long = "dtype", value_name = "DTYPE", value_delimiter = ',')]
+    pub dtypes: Vec<DType>,
 
     /// Few shapes and rounds: under two minutes on two cores.
     #[arg(long)]
@@ -103,9 +122,35 @@ pub enum Section {
     TernarySweep,
 }
 
+/// The sizes of a product, as `16x14336x4096`: M rows of x, N output channels, K inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mnk {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+}
+
+impl FromStr for Mnk {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let sizes: Result<Vec<usize>, _> = text.split('x').map(str::parse).collect();
+        match sizes.as_deref() {
+            Ok(&[m, n, k]) if m > 0 && n > 0 && k > 0 => Ok(Self { m, n, k }),
+            _ => Err("expected M, N and K, as 16x14336x4096".to_owned()),
+        }
+    }
+}
+
 impl Args {
+    /// Whether single kernels are timed; nothing else is then, unless it is named.
+    pub fn times_kernels(&self) -> bool {
+        self.tune || !self.kernel.is_empty()
+    }
+
     pub fn has(&self, section: Section) -> bool {
         match self.sections.is_empty() {
+            true if self.times_kernels() => false,
             true => matches!(
                 section,
                 Section::Ops | Section::Models | Section::Layers | Section::Scaling

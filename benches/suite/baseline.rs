@@ -1,7 +1,7 @@
 //! What changed since an earlier run.
 
-use crate::cases::FUSED;
 use crate::export::Export;
+use crate::figures::{FUSED, ModelRun};
 use crate::stats::Times;
 
 /// A figure of both runs.
@@ -72,7 +72,7 @@ fn changes(before: &Export, after: &Export) -> Vec<Change> {
         }
     }
     for run in &after.models {
-        let same = |other: &&crate::models::ModelRun| {
+        let same = |other: &&ModelRun| {
             (&other.model, &other.format, other.form) == (&run.model, &run.format, run.form)
         };
         if let Some(earlier) = before.models.iter().find(same) {

@@ -1,11 +1,8 @@
 //! A model's side in a process of its own: so its memory is its own, and sides take turns. The
 //! parent writes a line for each turn, the child answers with a line of JSON.
 
-use crate::common::compare::launches;
-use crate::common::measure::Runner;
-use crate::common::report::peak_memory;
-use crate::common::source::{self, Located, SourceOptions};
-use crate::common::{fused, gpu, shapes, stock, weights};
+use crate::figures::Last;
+use crate::form::Form;
 use crate::nvml::Meter;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
@@ -13,53 +10,15 @@ use candle_fused::Fusion;
 use candle_fused::generation::Options;
 use candle_fused::quant::{Quantization, Recipe};
 use clap::ValueEnum;
+use common::compare::launches;
+use common::measure::Runner;
+use common::report::peak_memory;
+use common::source::{self, Located, SourceOptions};
+use common::{fused, gpu, shapes, stock, weights};
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child as Process, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Instant;
-
-/// How a model runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Form {
-    /// candle-transformers' model, or plain candle where it has none.
-    Stock,
-    /// The same, with candle's events off and the pool keeping what is freed; on a GPU.
-    Settings,
-    /// Ours, through the `forward` that takes the place of candle-transformers' own, with nothing else
-    /// changed.
-    Import,
-    /// Ours in `Generation`, one launch after the other.
-    Eager,
-    /// Ours in `Generation`, a step being one CUDA graph.
-    Graph,
-}
-
-impl Form {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Stock => "stock",
-            Self::Settings => "settings",
-            Self::Import => "import",
-            Self::Eager => "eager",
-            Self::Graph => "graph",
-        }
-    }
-
-    pub fn is_fused(self) -> bool {
-        matches!(self, Self::Import) || self.has_generation()
-    }
-
-    /// Whether `Generation` runs the token loop.
-    fn has_generation(self) -> bool {
-        matches!(self, Self::Eager | Self::Graph)
-    }
-
-    /// Whether candle's settings are as a user finds them.
-    fn leaves_settings(self) -> bool {
-        matches!(self, Self::Stock | Self::Import)
-    }
-}
 
 /// What a child is to run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -99,21 +58,6 @@ pub struct Turn {
     /// Joules and seconds of all steps.
     pub energy: Option<(f64, f64)>,
     pub tokens: Vec<u32>,
-}
-
-/// What is known at the end.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Last {
-    pub load: f64,
-    pub peak_rss: Option<u64>,
-    pub peak_gpu: Option<u64>,
-    pub launches: Option<u64>,
-    /// Bytes of weights that a step reads.
-    pub bytes: Option<u64>,
-    /// Why there is no graph.
-    pub refusal: Option<String>,
-    /// The parts of a step in a graph: name, launches, seconds, bytes.
-    pub parts: Vec<(String, usize, f64, u64)>,
 }
 
 /// The parent's end.
@@ -263,7 +207,7 @@ fn say<T: Serialize>(value: &T) -> Result<()> {
     Ok(out.flush()?)
 }
 
-fn load(job: &Job, device: &Device) -> Result<Box<dyn crate::common::generate::TextModel>> {
+fn load(job: &Job, device: &Device) -> Result<Box<dyn common::generate::TextModel>> {
     let located = located(&job.model)?;
     let weights = weights::open(&located.files)?;
     let dtype = job.format.parse::<DType>().ok();

@@ -1,14 +1,8 @@
 //! All figures of a run, as `--export` writes them. `benches/README.md` describes the fields.
 
-use crate::cases::Work;
-use crate::layers::Layer;
-use crate::limits::{Bound, Limits};
+use crate::figures::{Curve, Layer, Limits, ModelRun, OpRun, Skipped, Tuned, count_floors};
 use crate::machine::Machine;
-use crate::models::ModelRun;
 use crate::nvml::Clocks;
-use crate::ops::count_floors;
-use crate::scaling::Curve;
-use crate::stats::Times;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -35,79 +29,8 @@ pub struct Export {
     pub scaling: Vec<Curve>,
     #[serde(default)]
     pub sweep: Vec<OpRun>,
-}
-
-/// An op on one shape.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct OpRun {
-    pub name: String,
-    pub op: String,
-    pub model: String,
-    pub part: String,
-    pub rows: usize,
-    pub context: usize,
-    pub format: String,
-    pub work: Work,
-    pub sides: Vec<SideRun>,
-    /// The least seconds that the machine could take, and why.
-    pub floor: f64,
-    pub bound: Bound,
-}
-
-/// One contender of an op.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct SideRun {
-    pub name: String,
-    /// Seconds of a call.
-    pub times: Times,
-    /// Seconds of the host to queue a call, on a GPU.
-    pub host: Option<f64>,
-    /// Seconds of a call in a CUDA graph.
     #[serde(default)]
-    pub graph: Option<Times>,
-    /// Bytes that a call holds beyond its inputs, the result included.
-    pub memory: u64,
-}
-
-/// What was left out, and why.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Skipped {
-    pub name: String,
-    pub why: String,
-}
-
-impl OpRun {
-    pub fn side(&self, name: &str) -> Option<&SideRun> {
-        self.sides.iter().find(|side| side.name == name)
-    }
-
-    /// The op's own time.
-    pub fn fused(&self) -> f64 {
-        let fused = self.side(crate::cases::FUSED);
-        fused.map_or(f64::NAN, |side| side.times.median)
-    }
-
-    /// How many times faster the op is than a contender.
-    pub fn speedup_over(&self, name: &str) -> Option<f64> {
-        Some(self.side(name)?.times.median / self.fused())
-    }
-
-    /// The same with both in graphs of their own, as a model decodes.
-    pub fn speedup_in_graph_over(&self, name: &str) -> Option<f64> {
-        let fused = self.side(crate::cases::FUSED)?.graph?;
-        Some(self.side(name)?.graph?.median / fused.median)
-    }
-
-    /// Seconds of a contender as a model decodes: in a graph where there is one.
-    pub fn seconds(&self, name: &str) -> Option<f64> {
-        let side = self.side(name)?;
-        Some(side.graph.unwrap_or(side.times).median)
-    }
-
-    /// How many times faster the op is than what it replaces.
-    pub fn speedup(&self) -> Option<f64> {
-        self.speedup_over(crate::cases::CANDLE)
-    }
+    pub tune: Vec<Tuned>,
 }
 
 impl Export {
@@ -146,6 +69,7 @@ impl Export {
             all.layers.extend(run.layers);
             all.scaling.extend(run.scaling);
             all.sweep.extend(run.sweep);
+            all.tune.extend(run.tune);
         }
         count_floors(&mut all.ops, &all.limits);
         count_floors(&mut all.sweep, &all.limits);

@@ -1,10 +1,10 @@
 //! What was to be reached, held against the figures of a run. docs/performance.md has the same list
 //! with the figures of earlier runs, and of those that another program has to be run beside for.
 
-use crate::cases::{CANDLE, GEMM, QUANT_GOALS, SHARE_GOALS};
-use crate::child::Form;
-use crate::export::{Export, OpRun};
-use crate::models::ModelRun;
+use crate::cases::{QUANT_GOALS, SHARE_GOALS};
+use crate::export::Export;
+use crate::figures::{CANDLE, GEMM, ModelRun, OpRun};
+use crate::form::Form;
 
 /// A figure that is to be at least, or at most, so large.
 pub struct Goal {

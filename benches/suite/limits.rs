@@ -1,107 +1,46 @@
 //! What the machine can do at best, measured in the same run.
 
-use crate::cases::{Contender, Work};
+use crate::cases::Contender;
+use crate::figures::{Limits, Work};
 use crate::place::Place;
-use crate::timing::Effort;
-use crate::timing::race;
+use crate::timing::{Effort, race};
 use candle_core::{DType, Result, Tensor};
 use candle_fused::cpu::pool;
 use candle_fused::ops;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::time::Instant;
 
-/// The limits that floors are counted from.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Limits {
-    /// Bytes per second read and written by a copy.
-    pub copy: f64,
-    /// Bytes per second that are only read; on a GPU that of a copy.
-    pub read: f64,
-    /// Floating-point operations per second of the library's product of large square matrices, by
-    /// dtype.
-    pub gemm: BTreeMap<String, f64>,
-    /// Seconds of an op on a row of 32 values: what a call costs that has nothing to do.
-    pub dispatch: f64,
-}
-
-/// What a case is bounded by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Bound {
-    Memory,
-    Compute,
-    /// The call itself.
-    Dispatch,
-}
-
-impl Limits {
-    pub fn measure(place: &Place, quick: bool) -> Result<Self> {
-        let (copy, read) = bandwidths(place)?;
-        let mut gemm = BTreeMap::new();
-        let mut dtypes = place.dtypes.clone();
-        // candle's product of bf16 on the CPU is one of f32 behind a conversion.
-        dtypes.retain(|dtype| place.device.is_cuda() || *dtype == DType::F32);
-        for dtype in dtypes {
-            let size = match (place.device.is_cuda(), quick) {
-                (true, _) => 8192,
-                (false, true) => 1024,
-                (false, false) => 2048,
-            };
-            let square = |_| place.random(&[size, size], 1., dtype);
-            let (a, b) = (square(0)?, square(1)?);
-            let product = Contender::new("gemm", Vec::new(), move |_| Ok(vec![a.matmul(&b)?]));
-            let flops = Work::product((size, size, size), 0, 0).flops;
-            let best = flops / fastest(place, product)?;
-            gemm.insert(dtype.as_str().to_owned(), best);
-        }
-        let x = place.x(&[1, 32], place.dtypes[0])?;
-        let least = Contender::new("least", Vec::new(), move |_| {
-            Ok(vec![ops::residual_add(&x, &[&x])?])
-        });
-        Ok(Self {
-            copy,
-            read,
-            gemm,
-            dispatch: fastest(place, least)?,
-        })
-    }
-
-    /// The better of two measurements of the same: whatever disturbed one only made it worse.
-    pub fn better(mut self, other: &Self) -> Self {
-        for (dtype, flops) in &other.gemm {
-            let best = self.gemm.entry(dtype.clone()).or_insert(*flops);
-            *best = best.max(*flops);
-        }
-        Self {
-            copy: self.copy.max(other.copy),
-            read: self.read.max(other.read),
-            gemm: self.gemm,
-            dispatch: self.dispatch.min(other.dispatch),
-        }
-    }
-
-    /// The most operations per second, of any dtype.
-    pub fn peak(&self) -> f64 {
-        self.gemm.values().copied().fold(f64::NAN, f64::max)
-    }
-
-    /// The least seconds that `work` can take, and why. int8 instructions may pass the peak of
-    /// floating-point products.
-    pub fn floor(&self, work: Work) -> (f64, Bound) {
-        let memory = work.bytes / self.read.max(self.copy);
-        let compute = work.flops / self.peak();
-        let (seconds, bound) = if compute > memory {
-            (compute, Bound::Compute)
-        } else {
-            (memory, Bound::Memory)
+/// Of this run.
+pub fn measure(place: &Place, quick: bool) -> Result<Limits> {
+    let (copy, read) = bandwidths(place)?;
+    let mut gemm = BTreeMap::new();
+    let mut dtypes = place.dtypes.clone();
+    // candle's product of bf16 on the CPU is one of f32 behind a conversion.
+    dtypes.retain(|dtype| place.device.is_cuda() || *dtype == DType::F32);
+    for dtype in dtypes {
+        let size = match (place.device.is_cuda(), quick) {
+            (true, _) => 8192,
+            (false, true) => 1024,
+            (false, false) => 2048,
         };
-        match seconds < self.dispatch {
-            true => (self.dispatch, Bound::Dispatch),
-            false => (seconds, bound),
-        }
+        let square = |_| place.random(&[size, size], 1., dtype);
+        let (a, b) = (square(0)?, square(1)?);
+        let product = Contender::new("gemm", Vec::new(), move |_| Ok(vec![a.matmul(&b)?]));
+        let flops = Work::product((size, size, size), 0, 0).flops;
+        let best = flops / fastest(place, product)?;
+        gemm.insert(dtype.as_str().to_owned(), best);
     }
+    let x = place.x(&[1, 32], place.dtypes[0])?;
+    let least = Contender::new("least", Vec::new(), move |_| {
+        Ok(vec![ops::residual_add(&x, &[&x])?])
+    });
+    Ok(Limits {
+        copy,
+        read,
+        gemm,
+        dispatch: fastest(place, least)?,
+    })
 }
 
 fn fastest(place: &Place, contender: Contender) -> Result<f64> {

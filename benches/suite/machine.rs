@@ -1,8 +1,8 @@
 //! What a run was made with.
 
-use crate::common::gpu;
 use crate::nvml::Nvml;
 use candle_core::Device;
+use common::gpu;
 use serde::{Deserialize, Serialize};
 use std::process::Command;
 

@@ -7,18 +7,20 @@
 //! cargo bench -- --sections ops --filter rms_norm_linear,flash
 //! cargo bench -- --export run.json --plots plots --markdown plots/README.md
 //! cargo bench -- --baseline run.json --fail-on-regression
+//! cargo bench --features cuda -- --tune           # is the table of kernels right?
 //! ```
 //! Each contender's result is checked against the op's float64 `reference()` before it is timed; what
 //! the memory and the library's products deliver is measured in the same run. docs/performance.md
 //! says how to read the tables, benches/README.md what the export holds.
 
-use ::common;
-
 mod args;
 mod baseline;
+mod budget;
 mod cases;
 mod child;
 mod export;
+mod figures;
+mod form;
 mod goals;
 mod layers;
 mod limits;
@@ -36,6 +38,8 @@ mod stats;
 #[cfg(feature = "cuda")]
 mod ternary;
 mod timing;
+#[cfg(feature = "cuda")]
+mod tune;
 
 use args::Args;
 use clap::Parser;

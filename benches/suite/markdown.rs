@@ -1,14 +1,13 @@
 //! The tables of a run for docs/results.
 
-use crate::cases::{CANDLE, GEMM, OPS};
-use crate::common::comparison::median;
-use crate::export::{Export, OpRun};
-use crate::goals::Goals;
-use crate::layers::Layer;
-use crate::limits::Bound;
-use crate::models::{ModelRun, megabytes};
+use crate::cases::OPS;
+use crate::export::Export;
+use crate::figures::{Bound, CANDLE, Curve, GEMM, Layer, ModelRun, OpRun};
+use crate::goals::{Goal, Goals};
+use crate::models::megabytes;
 use crate::plots;
 use anyhow::{Context, Result};
+use common::comparison::median;
 use std::path::Path;
 
 /// Cases of a list.
@@ -101,7 +100,7 @@ fn goals(export: &Export) -> String {
     let mut text = String::new();
     for kind in Goals::of(export) {
         let known = kind.goals.iter().filter(|goal| !goal.reached().is_empty());
-        let row = |goal: &crate::goals::Goal| {
+        let row = |goal: &Goal| {
             vec![
                 goal.what.clone(),
                 goal.must(),
@@ -319,7 +318,7 @@ fn layer(layer: &Layer) -> String {
 }
 
 fn growth(export: &Export) -> String {
-    let row = |curve: &crate::scaling::Curve| {
+    let row = |curve: &Curve| {
         let ends = [curve.points.first(), curve.points.last()];
         let [first, last] = ends.map(|end| {
             end.map_or_else(String::new, |(x, y)| {

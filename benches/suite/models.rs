@@ -1,46 +1,17 @@
 //! The table of models: stock, with settings only, fused one launch after the other, and as a graph.
 
 use crate::args::Args;
+use crate::budget::Budget;
 use crate::cases::{Extent, MODELS};
-use crate::child::{Child, Form, Job, Last, Turn};
-use crate::common::comparison::{median, percentile};
+use crate::child::{Child, Job, Turn};
+use crate::figures::{Last, ModelRun};
+use crate::form::Form;
 use crate::place::Place;
-use crate::run::Budget;
 use crate::stats::Times;
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
+use common::comparison::{median, percentile};
 use std::time::Instant;
-
-/// A model in one form.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct ModelRun {
-    pub model: String,
-    pub format: String,
-    pub form: Form,
-    /// Tokens of the prompt whose time `prefill` is.
-    pub prefill_tokens: usize,
-    /// Seconds of that prompt, with its token, read again and again.
-    pub prefill: Times,
-    /// The median of the first in each round, behind other prompts and other processes.
-    #[serde(default)]
-    pub prefill_first: Option<f64>,
-    /// Tokens in front of the first step, and steps of a round.
-    pub prompt: usize,
-    pub steps: usize,
-    /// Seconds of a token, over the rounds' means.
-    pub token: Times,
-    /// Seconds of single tokens over all rounds.
-    pub p50: f64,
-    pub p99: f64,
-    pub max: f64,
-    /// Leading tokens in common with the first form.
-    pub agreed: usize,
-    /// On a GPU, or where RAPL may be read.
-    pub joules_per_token: Option<f64>,
-    #[serde(flatten)]
-    pub last: Last,
-}
 
 /// How much is measured of each model.
 struct Plan {
@@ -293,45 +264,39 @@ fn measure(jobs: &[Job], plan: &Plan) -> Result<Vec<ModelRun>> {
             .zip(&turns)
             .find(|(j, _)| j.format == job.format);
         let first = first.map_or(own, |(_, turns)| turns);
-        runs.push(ModelRun::of(job, plan, own, &first.decode[0].tokens, last));
+        runs.push(summary(job, plan, own, &first.decode[0].tokens, last));
     }
     Ok(runs)
 }
 
-impl ModelRun {
-    fn of(job: &Job, plan: &Plan, turns: &Turns, first: &[u32], last: Last) -> Self {
-        let decode = &turns.decode;
-        let mean = |turn: &Turn| turn.steps.iter().sum::<f64>() / turn.steps.len() as f64;
-        let means: Vec<_> = decode.iter().map(mean).collect();
-        let steps: Vec<_> = decode.iter().flat_map(|turn| turn.steps.clone()).collect();
-        let energies: Option<Vec<_>> = decode.iter().map(|turn| turn.energy).collect();
-        // The GPU's counter moves ten times a second: what it did not see is not nothing.
-        let joules = energies
-            .map(|all| all.iter().map(|(joules, _)| joules).sum::<f64>())
-            .filter(|joules| *joules > 0.);
-        let tokens = &decode[0].tokens;
-        Self {
-            model: name_of(&job.model),
-            format: job.format.clone(),
-            form: job.form,
-            prefill_tokens: plan.prefill,
-            prefill: Times::of(&turns.prefills),
-            prefill_first: Some(median(turns.first.clone())),
-            prompt: plan.prompt,
-            steps: plan.steps_of(job.form),
-            token: Times::of(&means),
-            p50: percentile(steps.clone(), 50.),
-            p99: percentile(steps.clone(), 99.),
-            max: percentile(steps.clone(), 100.),
-            agreed: tokens.iter().zip(first).take_while(|(a, b)| a == b).count(),
-            joules_per_token: joules.map(|joules| joules / steps.len() as f64),
-            last,
-        }
-    }
-
-    /// Steps of a second.
-    pub fn tokens_per_second(&self) -> f64 {
-        1. / self.token.median
+/// What a form's turns come to.
+fn summary(job: &Job, plan: &Plan, turns: &Turns, first: &[u32], last: Last) -> ModelRun {
+    let decode = &turns.decode;
+    let mean = |turn: &Turn| turn.steps.iter().sum::<f64>() / turn.steps.len() as f64;
+    let means: Vec<_> = decode.iter().map(mean).collect();
+    let steps: Vec<_> = decode.iter().flat_map(|turn| turn.steps.clone()).collect();
+    let energies: Option<Vec<_>> = decode.iter().map(|turn| turn.energy).collect();
+    // The GPU's counter moves ten times a second: what it did not see is not nothing.
+    let joules = energies
+        .map(|all| all.iter().map(|(joules, _)| joules).sum::<f64>())
+        .filter(|joules| *joules > 0.);
+    let tokens = &decode[0].tokens;
+    ModelRun {
+        model: name_of(&job.model),
+        format: job.format.clone(),
+        form: job.form,
+        prefill_tokens: plan.prefill,
+        prefill: Times::of(&turns.prefills),
+        prefill_first: Some(median(turns.first.clone())),
+        prompt: plan.prompt,
+        steps: plan.steps_of(job.form),
+        token: Times::of(&means),
+        p50: percentile(steps.clone(), 50.),
+        p99: percentile(steps.clone(), 99.),
+        max: percentile(steps.clone(), 100.),
+        agreed: tokens.iter().zip(first).take_while(|(a, b)| a == b).count(),
+        joules_per_token: joules.map(|joules| joules / steps.len() as f64),
+        last,
     }
 }
 

@@ -1,12 +1,11 @@
 //! The table of ops.
 
 use crate::args::Args;
-use crate::cases::{CANDLE, Case, Contender, FUSED, GEMM};
-use crate::export::{OpRun, SideRun, Skipped};
-use crate::limits::{Bound, Limits};
+use crate::budget::Budget;
+use crate::cases::{Case, Contender};
+use crate::figures::{Bound, CANDLE, FUSED, GEMM, Limits, OpRun, SideRun, Skipped};
 use crate::memory::held_by;
 use crate::place::Place;
-use crate::run::Budget;
 use crate::timing::{Effort, race};
 use candle_core::Result;
 
@@ -133,13 +132,6 @@ pub fn checked(place: &Place, contender: &Contender) -> Result<u64> {
         expected.check(&contender.name, result)?;
     }
     Ok(bytes)
-}
-
-/// Counts floors from limits that have become known since.
-pub fn count_floors(runs: &mut [OpRun], limits: &Limits) {
-    for run in runs {
-        (run.floor, run.bound) = limits.floor(run.work);
-    }
 }
 
 fn head(op: &str, place: &Place) {

@@ -1,7 +1,7 @@
 //! Where the ops run, and the random tensors that they run on.
 
-use crate::common::gpu;
 use candle_core::{DType, Device, Result, Tensor};
+use common::gpu;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 

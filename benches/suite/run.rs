@@ -1,31 +1,20 @@
 //! One run: everything that is wanted, one after the other.
 
 use crate::args::{Args, Section};
-use crate::cases::Extent;
-use crate::common::{gpu, report};
+use crate::budget::Budget;
+use crate::cases::{Extent, Grid, KernelCase};
 use crate::export::{Export, SCHEMA};
-use crate::limits::Limits;
+use crate::figures::{Limits, count_floors};
 use crate::machine::Machine;
 use crate::nvml::{Clocks, Nvml};
 use crate::place::Place;
-use crate::{baseline, cases, goals, layers, markdown, models, ops, plots, scaling};
-use anyhow::Result;
+use crate::{baseline, cases, goals, layers, limits, markdown, models, ops, plots, scaling};
+use anyhow::{Result, anyhow, ensure};
 use candle_core::Device;
+use clap::ValueEnum;
+use common::shapes::Shape;
+use common::{gpu, report};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
-
-/// The time that there is.
-pub struct Budget(Option<Instant>);
-
-impl Budget {
-    pub fn new(seconds: Option<u64>) -> Self {
-        Self(seconds.map(|s| Instant::now() + Duration::from_secs(s)))
-    }
-
-    pub fn is_spent(&self) -> bool {
-        self.0.is_some_and(|end| Instant::now() > end)
-    }
-}
 
 /// Measures or reads, shows, writes and compares.
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -61,6 +50,11 @@ fn list(args: &Args) -> Result<ExitCode> {
     let place = Place::new(device(args)?, args.quick)?;
     let mut names = String::new();
     let extent = Extent::of(args.quick);
+    if args.times_kernels() {
+        let wanted = kernel_cases(args)?.into_iter().map(|case| case.name());
+        let wanted = wanted.filter(|name| args.wants(name));
+        names.extend(wanted.map(|name| name + "\n"));
+    }
     let mut cases = Vec::new();
     if args.has(Section::Ops) {
         cases.extend(cases::all(&place, extent)?);
@@ -77,6 +71,21 @@ fn list(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What --kernel and --tune time.
+fn kernel_cases(args: &Args) -> Result<Vec<KernelCase>> {
+    let shape = |name: &String| {
+        Shape::from_str(name, true).map_err(|_| anyhow!("--models: {name} is no named shape"))
+    };
+    let grid = Grid {
+        shapes: args.shapes.iter().map(|s| (s.m, s.n, s.k)).collect(),
+        formats: &args.formats,
+        dtypes: &args.dtypes,
+        models: args.models.iter().map(shape).collect::<Result<_>>()?,
+        extent: Extent::of(args.quick),
+    };
+    Ok(grid.cases()?)
+}
+
 fn device(args: &Args) -> Result<Device> {
     Ok(match !args.cpu && gpu::is_present() {
         true => Device::new_cuda(0)?,
@@ -89,6 +98,10 @@ fn measure(args: &Args) -> Result<Export> {
         candle_fused::cpu::pool::set_threads(threads);
     }
     let device = device(args)?;
+    ensure!(
+        device.is_cuda() || !args.times_kernels(),
+        "--kernel and --tune time CUDA kernels: they need a GPU, and `cargo bench --features cuda`"
+    );
     let nvml = device.is_cuda().then(Nvml::open).flatten();
     let place = Place::new(device, args.quick)?;
     let budget = Budget::new(args.budget);
@@ -96,7 +109,7 @@ fn measure(args: &Args) -> Result<Export> {
     let mut log = |at: &str| clocks.extend(nvml.as_ref().and_then(|nvml| nvml.clocks(at)));
     let machine = Machine::of(&place.device, nvml.as_ref());
     println!("{}", machine.describe());
-    let limits = Limits::measure(&place, args.quick)?;
+    let limits = limits::measure(&place, args.quick)?;
     log("limits");
     show(&limits);
     let mut export = Export {
@@ -110,7 +123,13 @@ fn measure(args: &Args) -> Result<Export> {
         layers: Vec::new(),
         scaling: Vec::new(),
         sweep: Vec::new(),
+        tune: Vec::new(),
     };
+    #[cfg(feature = "cuda")]
+    if args.times_kernels() {
+        export.tune = crate::tune::run(&place, kernel_cases(args)?, args, &budget)?;
+        log("kernels");
+    }
     if args.has(Section::Models) {
         export.models = models::run(&place, args, &budget)?;
         log("models");
@@ -135,10 +154,10 @@ fn measure(args: &Args) -> Result<Export> {
         export.skipped.extend(skipped);
         log("sweep");
     }
-    export.limits = Limits::measure(&place, args.quick)?.better(&export.limits);
+    export.limits = limits::measure(&place, args.quick)?.better(&export.limits);
     show(&export.limits);
-    ops::count_floors(&mut export.ops, &export.limits);
-    ops::count_floors(&mut export.sweep, &export.limits);
+    count_floors(&mut export.ops, &export.limits);
+    count_floors(&mut export.sweep, &export.limits);
     #[cfg(feature = "cuda")]
     crate::ternary::report(args.has(Section::Ternary), args.has(Section::TernarySweep))?;
     export.clocks = clocks;

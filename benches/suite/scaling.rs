@@ -2,86 +2,47 @@
 //! through the points by least squares of the logarithms.
 
 use crate::args::Args;
-use crate::cases::{CANDLE, Dims, Extent, FUSED};
-use crate::child::{Child, Form, Job};
-use crate::common::comparison::median;
-use crate::layers::{self, Layer};
+use crate::budget::Budget;
+use crate::cases::{Dims, Extent};
+use crate::child::{Child, Job};
+use crate::figures::{CANDLE, Curve, FUSED, Layer, Over};
+use crate::form::Form;
+use crate::layers;
 use crate::place::Place;
-use crate::run::Budget;
 use crate::stats::PowerLaw;
 use crate::timing::Effort;
 use anyhow::Result;
-use serde::{Deserialize, Serialize};
+use common::comparison::median;
 
-/// What is changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Over {
-    /// Attention of a step over so many keys.
-    Context,
-    /// A layer for so many sequences.
-    Batch,
-    /// All layers and the head of models with so many weights.
-    Model,
-    /// A token of a whole model behind so many others.
-    Position,
+/// The curve through `points`, printed.
+fn curve(over: Over, (model, format): (&str, &str), side: &str, points: Vec<(f64, f64)>) -> Curve {
+    let curve = Curve {
+        over,
+        model: model.to_owned(),
+        format: format.to_owned(),
+        side: side.to_owned(),
+        law: PowerLaw::fit(&points),
+        points,
+    };
+    print(&curve);
+    curve
 }
 
-impl Over {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Context => "attention of a step, by context",
-            Self::Batch => "a layer, by sequences",
-            Self::Model => "all layers and the head, by weights",
-            Self::Position => "a token of the model, by position",
-        }
-    }
-}
-
-/// The cost of one side.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Curve {
-    pub over: Over,
-    /// Empty where models are what is changed.
-    pub model: String,
-    pub format: String,
-    pub side: String,
-    /// Sizes and seconds.
-    pub points: Vec<(f64, f64)>,
-    pub law: Option<PowerLaw>,
-}
-
-impl Curve {
-    fn new(over: Over, (model, format): (&str, &str), side: &str, points: Vec<(f64, f64)>) -> Self {
-        let curve = Self {
-            over,
-            model: model.to_owned(),
-            format: format.to_owned(),
-            side: side.to_owned(),
-            law: PowerLaw::fit(&points),
-            points,
-        };
-        curve.print();
-        curve
-    }
-
-    fn print(&self) {
-        let points: Vec<_> = self
-            .points
-            .iter()
-            .map(|(x, y)| format!("{x:.0}: {:.1}", y * 1e6))
-            .collect();
-        let law = self.law.map_or_else(String::new, |law| {
-            format!("size^{:.2} (R2 {:.3})", law.exponent, law.r2)
-        });
-        println!(
-            "{:<36}{:<16}{:<8}{law:<24}us: {}",
-            self.over.name(),
-            self.model,
-            self.side,
-            points.join(", ")
-        );
-    }
+fn print(curve: &Curve) {
+    let points = curve.points.iter();
+    let points: Vec<_> = points
+        .map(|(x, y)| format!("{x:.0}: {:.1}", y * 1e6))
+        .collect();
+    let law = curve.law.map_or_else(String::new, |law| {
+        format!("size^{:.2} (R2 {:.3})", law.exponent, law.r2)
+    });
+    println!(
+        "{:<36}{:<16}{:<8}{law:<24}us: {}",
+        curve.over.name(),
+        curve.model,
+        curve.side,
+        points.join(", ")
+    );
 }
 
 /// Sizes that are measured.
@@ -140,8 +101,8 @@ pub fn run(place: &Place, args: &Args, done: &[Layer], budget: &Budget) -> Resul
             points.iter().map(|p| (p.0, pick(p))).collect()
         };
         if points.len() > 1 {
-            curves.push(Curve::new(over, what, CANDLE, side(|p| p.1)));
-            curves.push(Curve::new(over, what, FUSED, side(|p| p.2)));
+            curves.push(curve(over, what, CANDLE, side(|p| p.1)));
+            curves.push(curve(over, what, FUSED, side(|p| p.2)));
         }
     };
     let first = Dims::of(extent.models()[0])?;
@@ -216,7 +177,7 @@ fn positions(place: &Place, args: &Args, sizes: &Sizes, budget: &Budget) -> Resu
         }
         child.end()?;
         let side = if form.is_fused() { FUSED } else { CANDLE };
-        curves.push(Curve::new(Over::Position, (&model, format), side, points));
+        curves.push(curve(Over::Position, (&model, format), side, points));
     }
     Ok(curves)
 }

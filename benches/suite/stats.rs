@@ -1,6 +1,6 @@
 //! Medians, spreads, and how a cost grows.
 
-use crate::common::comparison::{median, percentile};
+use common::comparison::{median, percentile};
 use serde::{Deserialize, Serialize};
 
 /// Repeated measurements of one thing, in seconds.

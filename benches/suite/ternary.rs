@@ -6,13 +6,13 @@
 //! weights of their own, as a decoding step would; medians over graphs in turn, with the quartiles'
 //! distance as spread.
 
-use crate::common::distance::Distance;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaGraph, CudaModule, CudaSlice, CudaStream, DevicePtr, DeviceRepr,
     LaunchConfig, PushKernelArg, sys,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 use candle_core::{Device, Error, Result, bail};
+use common::distance::Distance;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::sync::Arc;

@@ -1,11 +1,11 @@
 //! Taking turns: how long calls take on the CPU, and between events on a GPU.
 
 use crate::cases::Contender;
-#[cfg(feature = "cuda")]
-use crate::common::report;
 use crate::place::Place;
 use crate::stats::Times;
 use candle_core::Result;
+#[cfg(feature = "cuda")]
+use common::report;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 

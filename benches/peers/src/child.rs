@@ -1,6 +1,6 @@
 //! The other end of [`serve`](crate::serve).
 
-use crate::Peer;
+use crate::peer::Peer;
 use crate::serve::{Reply, Request};
 use anyhow::{Context, Result, ensure};
 use std::io::{BufRead, BufReader, Write};

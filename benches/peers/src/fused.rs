@@ -1,7 +1,7 @@
 //! candle-fused's side.
 
 use crate::gguf_vocab;
-use crate::serve::{Model, Sequence};
+use crate::model::{Model, Sequence};
 use anyhow::{Result, anyhow, bail, ensure};
 use candle_core::Device;
 use candle_core::quantized::gguf_file::{Content, Value};

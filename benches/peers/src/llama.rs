@@ -1,6 +1,6 @@
 //! llama.cpp's side, with the defaults of its own programs.
 
-use crate::serve::{Model, Sequence};
+use crate::model::{Model, Sequence};
 use anyhow::{Context, Result};
 use llama_cpp_2::context::LlamaContext;
 use llama_cpp_2::context::params::LlamaContextParams;

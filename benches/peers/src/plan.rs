@@ -1,8 +1,9 @@
 //! What is asked of the sides, in which order.
 
+use crate::args::Measure;
 use crate::child::Side;
+use crate::peer::Peer;
 use crate::serve::Request;
-use crate::{Measure, Peer};
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use std::path::Path;

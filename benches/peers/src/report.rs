@@ -1,7 +1,8 @@
 //! Medians and their spread, as a table and as JSON.
 
+use crate::args::{Args, Measure};
+use crate::peer::Peer;
 use crate::plan::{Results, Series};
-use crate::{Args, Measure, Peer};
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::fmt::Write;

@@ -1,6 +1,8 @@
 //! One side in a process of its own: requests come as lines of JSON, and each is answered by one.
 
-use crate::{Peer, fused, llama};
+use crate::model::{Model, Sequence};
+use crate::peer::Peer;
+use crate::{fused, llama};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, Write};
@@ -47,21 +49,6 @@ pub struct Reply {
     pub seconds: f64,
     pub tokens: Vec<u32>,
     pub bytes: u64,
-}
-
-/// A model that is loaded.
-pub trait Model {
-    /// The tokens of a text.
-    fn tokens(&self, text: &str) -> Result<Vec<u32>>;
-    /// An empty sequence with room for as many tokens.
-    fn open(&self, positions: usize) -> Result<Box<dyn Sequence + '_>>;
-}
-
-/// Tokens whose keys and values are held.
-pub trait Sequence {
-    /// Reads `ids` behind the first `position` tokens, whatever stood there before, and gives the
-    /// likeliest token to follow.
-    fn read(&mut self, position: usize, ids: &[u32]) -> Result<u32>;
 }
 
 impl Side {

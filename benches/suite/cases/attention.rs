@@ -1,7 +1,8 @@
 //! Attention: a prompt over itself, and a step over what is cached.
 
 use super::picked::spread;
-use super::{CANDLE, Case, Contender, Dims, Expected, Extent, FUSED, Work, limit};
+use super::{Case, Contender, Dims, Expected, Extent, limit};
+use crate::figures::{CANDLE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::ops::{

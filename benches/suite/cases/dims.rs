@@ -1,7 +1,7 @@
 //! A model's sizes.
 
-use crate::common::shapes::Shape;
 use candle_core::{Result, bail};
+use common::shapes::Shape;
 
 /// What a layer's shapes follow from.
 #[derive(Clone, Debug)]

@@ -1,7 +1,8 @@
 //! What stands between the products: residual additions, norms, rotation, drawing a token.
 
 use super::picked::{rows_of, spread};
-use super::{CANDLE, Case, Contender, Dims, Expected, Extent, FUSED, Work, limit};
+use super::{Case, Contender, Dims, Expected, Extent, limit};
+use crate::figures::{CANDLE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{D, DType, Result, Tensor};
 use candle_fused::ops;

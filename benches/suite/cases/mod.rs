@@ -3,6 +3,7 @@
 mod attention;
 mod dims;
 mod elementwise;
+mod kernels;
 mod picked;
 mod products;
 mod quantized;
@@ -10,15 +11,16 @@ mod sweep;
 
 pub use attention::Attention;
 pub use dims::Dims;
+pub use kernels::{Grid, KernelCase};
 pub use picked::Expected;
 pub use products::{Part, Product, Tensors};
 pub use quantized::GOALS as QUANT_GOALS;
 pub use sweep::cases as sweep;
 
-use crate::common::shapes::Shape;
+use crate::figures::Work;
 use crate::place::Place;
 use candle_core::{DType, Result, Tensor};
-use serde::{Deserialize, Serialize};
+use common::shapes::Shape;
 
 /// The stem of every op, in the order of the table.
 pub const OPS: [&str; 11] = [
@@ -44,9 +46,6 @@ pub const MODELS: [Shape; 5] = [
     Shape::Llama8b,
 ];
 
-/// The op's own side of a case.
-pub const FUSED: &str = "fused";
-
 /// Ops and shapes that have to come near the bandwidth of a copy on a GPU.
 pub const SHARE_GOALS: [(&str, &str); 7] = [
     ("rms_norm", "16384x4096"),
@@ -57,39 +56,6 @@ pub const SHARE_GOALS: [(&str, &str); 7] = [
     ("flash_decoding", "32 heads of 128"),
     ("flash_decoding", "32 heads of 256"),
 ];
-
-/// candle's own operations.
-pub const CANDLE: &str = "candle";
-
-/// The product alone by candle's matmul, which is cuBLAS there, in the dtype of the activations.
-pub const GEMM: &str = "cublas";
-
-/// What an op has to move and to compute at least.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Work {
-    /// Each input read once and each output written once.
-    pub bytes: f64,
-    /// Additions and multiplications.
-    pub flops: f64,
-}
-
-impl Work {
-    /// Of tensors that are read or written once, in elements of `dtype`.
-    pub fn moving(elements: usize, dtype: DType) -> Self {
-        Self {
-            bytes: (elements * dtype.size_in_bytes()) as f64,
-            flops: 0.,
-        }
-    }
-
-    /// A product `[m, k]` by `[n, k]` whose weights are `bytes` large.
-    pub fn product((m, n, k): (usize, usize, usize), bytes: usize, around: usize) -> Self {
-        Self {
-            bytes: (bytes + around) as f64,
-            flops: 2. * (m * n) as f64 * k as f64,
-        }
-    }
-}
 
 /// Rows up to which products are timed in a graph too.
 const IN_GRAPH: usize = 16;

@@ -1,10 +1,11 @@
 //! Right results at places spread over a whole result: a float64 reference of all of it would take
 //! longer than everything that is measured.
 
-use crate::common::distance::Distance;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use common::distance::Distance;
 
 /// Values of a result `[rows, width]` at some rows and columns.
+#[derive(Clone)]
 pub struct Expected {
     pub rows: Vec<usize>,
     pub cols: Vec<usize>,

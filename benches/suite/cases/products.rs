@@ -2,7 +2,8 @@
 //! residual behind.
 
 use super::picked::{rows_of, spread};
-use super::{CANDLE, Call, Case, Contender, Dims, Expected, Extent, FUSED, GEMM, Work, limit};
+use super::{Call, Case, Contender, Dims, Expected, Extent, limit};
+use crate::figures::{CANDLE, FUSED, GEMM, Work};
 use crate::place::Place;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_fused::Fusion;
@@ -173,13 +174,23 @@ pub struct Tensors {
 
 impl Tensors {
     pub fn new(place: &Place, product: &Product, m: usize, dtype: DType) -> Result<Self> {
+        Self::with_weights(place, product, (m, dtype), dtype)
+    }
+
+    /// The same with weights in a dtype of their own.
+    pub fn with_weights(
+        place: &Place,
+        product: &Product,
+        (m, dtype): (usize, DType),
+        weights: DType,
+    ) -> Result<Self> {
         let k = product.k;
         let first = product
             .outputs
             .iter()
-            .map(|n| place.random(&[*n, k], deviation(k), dtype))
+            .map(|n| place.random(&[*n, k], deviation(k), weights))
             .collect::<Result<Vec<_>>>()?;
-        let bytes = product.n() * k * dtype.size_in_bytes();
+        let bytes = product.n() * k * weights.size_in_bytes();
         let biases = product.neox && product.part != Part::Head;
         let norm_bias = product.neox.then(|| place.x(&[k], dtype)).transpose()?;
         Ok(Self {
@@ -293,24 +304,30 @@ impl Tensors {
 
     /// candle, fused, and on a GPU the library's product alone.
     pub fn contenders(&self, place: &Place) -> Result<Vec<Contender>> {
-        let dtype = self.x.dtype();
         let rows = self.x.dims()[0];
-        let first = self.first();
-        let outputs = self.outputs();
-        let picked = first
-            .iter()
-            .zip(&outputs)
-            .map(|(w, places)| rows_of(w, places))
-            .collect::<Result<Vec<_>>>()?;
-        let expected = || self.expected(&picked, limit(dtype));
+        let fused = self.fused()?;
+        let expected = fused.expected.clone();
         let mut all = vec![
-            Contender::new(CANDLE, expected()?, self.call(Fusion::none())?),
-            Contender::new(FUSED, expected()?, self.call(Fusion::all())?).in_graph(rows),
+            Contender::new(CANDLE, expected, self.call(Fusion::none())?),
+            fused.in_graph(rows),
         ];
         if place.device.is_cuda() {
             all.push(self.library()?);
         }
         Ok(all)
+    }
+
+    /// The fused product alone.
+    pub fn fused(&self) -> Result<Contender> {
+        let first = self.first();
+        let picked = first.iter().zip(self.outputs());
+        let picked: Vec<_> = picked
+            .map(|(w, places)| rows_of(w, &places))
+            .collect::<Result<_>>()?;
+        // The rounding of the coarser of both.
+        let limit = limit(self.x.dtype()).max(limit(first[0].dtype()));
+        let expected = self.expected(&picked, limit)?;
+        Ok(Contender::new(FUSED, expected, self.call(Fusion::all())?))
     }
 
     /// The library's product alone.

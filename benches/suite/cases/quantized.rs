@@ -3,7 +3,8 @@
 
 use super::picked::rows_of;
 use super::products::{Part, Product, Tensors};
-use super::{CANDLE, Case, Contender, Dims, Extent, FUSED};
+use super::{Case, Contender, Dims, Extent};
+use crate::figures::{CANDLE, FUSED};
 use crate::place::Place;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -123,10 +124,9 @@ pub fn cases(dims: &Dims, place: &Place, extent: Extent) -> Vec<Case> {
         let wanted = extent == Extent::Full || QUICK.contains(&index);
         for part in [Part::Output, Part::Up, Part::Down, Part::Head] {
             let product = Product::of(dims, part);
-            let fits = [format, stock].into_iter().all(|name| {
-                name.parse::<Quantization>()
-                    .is_ok_and(|q| q.check(product.k).is_ok())
-            });
+            let fits = [format, stock]
+                .into_iter()
+                .all(|name| fits(name, product.k));
             for m in rows(gpu, extent, part) {
                 let few = part != Part::Head || *m <= 16;
                 // The most of a layer, and the largest matrix of all.
@@ -146,12 +146,7 @@ pub fn case(
     (m, dtype): (usize, DType),
     (format, stock): (&'static str, &'static str),
 ) -> Case {
-    let bits = match format.parse::<Quantization>() {
-        Ok(Quantization::Gguf(block)) => 8. * block.type_size() as f64 / block.block_size() as f64,
-        Ok(other) => other.scheme().map_or(16., |s| f64::from(s.bits())),
-        Err(_) => 16.,
-    };
-    let bytes = (product.n() * product.k) as f64 * bits / 8.;
+    let bytes = weight_bytes(product, format);
     let product = product.clone();
     Case {
         op: "quant_linear",
@@ -160,9 +155,46 @@ pub fn case(
         rows: m,
         context: 0,
         format: format.to_owned(),
-        work: product.work(m, bytes as usize, dtype),
+        work: product.work(m, bytes, dtype),
         build: Box::new(move |place| contenders(place, &product, (m, dtype), (format, stock))),
     }
+}
+
+/// Bytes of a product's weights in a format.
+pub fn weight_bytes(product: &Product, format: &str) -> usize {
+    let bits = match format.parse::<Quantization>() {
+        Ok(Quantization::Gguf(block)) => 8. * block.type_size() as f64 / block.block_size() as f64,
+        Ok(other) => other.scheme().map_or(16., |s| f64::from(s.bits())),
+        Err(_) => 16.,
+    };
+    ((product.n() * product.k) as f64 * bits / 8.) as usize
+}
+
+/// Whether rows of K values can be in a format.
+pub fn fits(format: &str, k: usize) -> bool {
+    format
+        .parse::<Quantization>()
+        .is_ok_and(|q| q.check(k).is_ok())
+}
+
+/// The fused product alone.
+pub fn fused(tensors: &Tensors, place: &Place, format: &str) -> Result<Contender> {
+    contender(tensors, place, FUSED, format, Fusion::all())
+}
+
+fn contender(
+    tensors: &Tensors,
+    place: &Place,
+    name: &str,
+    format: &str,
+    fusion: Fusion,
+) -> Result<Contender> {
+    let quantized = Quantized::new(tensors, format.parse()?)?;
+    Ok(Contender::new(
+        name,
+        tensors.expected(&quantized.picked, LIMIT)?,
+        tensors.through(quantized.projections(place, tensors, fusion)?),
+    ))
 }
 
 fn contenders(
@@ -172,20 +204,13 @@ fn contenders(
     (format, stock): (&str, &str),
 ) -> Result<Vec<Contender>> {
     let tensors = Tensors::new(place, product, m, dtype)?;
-    let contender = |name: &str, format: &str, fusion| {
-        let quantized = Quantized::new(product, &tensors, format.parse()?)?;
-        Ok::<_, candle_core::Error>(Contender::new(
-            name,
-            tensors.expected(&quantized.picked, LIMIT)?,
-            tensors.through(quantized.projections(place, &tensors, fusion)?),
-        ))
-    };
-    let fused = contender(FUSED, format, Fusion::all())?.in_graph(m);
+    let fused = fused(&tensors, place, format)?.in_graph(m);
     // candle has no blocks for activations of 16 bits, and a GPU's yardstick is the dense product.
     let other = match place.device.is_cuda() && dtype != DType::F32 {
         true => tensors.library()?,
         // On CUDA its products of 8 and 16 rows with Q4_0 and Q4_1 are off by up to 6 % of the largest output.
-        false => contender(CANDLE, stock, Fusion::none())?.doubted(place.device.is_cuda()),
+        false => contender(&tensors, place, CANDLE, stock, Fusion::none())?
+            .doubted(place.device.is_cuda()),
     };
     Ok(vec![other, fused])
 }
@@ -231,10 +256,10 @@ struct Quantized {
 }
 
 impl Quantized {
-    fn new(product: &Product, tensors: &Tensors, format: Quantization) -> Result<Self> {
+    fn new(tensors: &Tensors, format: Quantization) -> Result<Self> {
         let (mut matrices, mut picked) = (Vec::new(), Vec::new());
         for (dense, places) in tensors.first().iter().zip(tensors.outputs()) {
-            let (rows, cols) = (dense.dims()[0], product.k);
+            let (rows, cols) = dense.dims2()?;
             let few = dense.narrow(0, 0, DISTINCT.min(rows))?;
             let few = few.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
             let (source, values) = quantized(&few, rows, format)?;

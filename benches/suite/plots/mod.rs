@@ -3,9 +3,9 @@
 mod sweep;
 mod tokens;
 
-use crate::cases::{CANDLE, FUSED, OPS};
-use crate::export::{Export, OpRun};
-use crate::scaling::{Curve, Over};
+use crate::cases::OPS;
+use crate::export::Export;
+use crate::figures::{CANDLE, Curve, FUSED, OpRun, Over};
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
 use plotters::coord::ranged1d::Ranged;
@@ -205,7 +205,7 @@ impl Draw for Speedups {
         ))?;
         for (i, (op, ratios)) in self.rows.iter().enumerate() {
             let y = rows - i as f64 - 0.5;
-            let middle = crate::common::comparison::median(ratios.clone());
+            let middle = common::comparison::median(ratios.clone());
             let dots = ratios
                 .iter()
                 .map(|r| Circle::new((*r, y), 3, COLORS[0].mix(0.45).filled()));

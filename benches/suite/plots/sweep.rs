@@ -1,8 +1,8 @@
 //! The time of a product over the number of rows of x, a line for each weight format.
 
 use super::{COLORS, Line, Lines};
-use crate::cases::{CANDLE, FUSED, GEMM};
-use crate::export::{Export, OpRun};
+use crate::export::Export;
+use crate::figures::{CANDLE, FUSED, GEMM, OpRun};
 
 /// The lines' colors, by format.
 const FORMATS: [(&str, plotters::style::RGBColor); 8] = [

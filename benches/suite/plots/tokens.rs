@@ -1,8 +1,8 @@
 //! Tokens per second of whole models, a bar for each form.
 
 use super::{COLORS, Draw, legend};
-use crate::child::Form;
 use crate::export::Export;
+use crate::form::Form;
 use anyhow::Result;
 use plotters::coord::Shift;
 use plotters::prelude::*;

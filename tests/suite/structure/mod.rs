@@ -9,6 +9,14 @@ use modules::{Arrows, Crate};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+/// The root of the library, and those of all crates whose files have to be free of circles.
+const LIBRARY: &str = "src/lib.rs";
+const ROOTS: [&str; 3] = [
+    LIBRARY,
+    "benches/suite/main.rs",
+    "benches/peers/src/main.rs",
+];
+
 /// The rooms of src from the ground up; those of one floor do not name each other.
 const FLOORS: &[&[&str]] = &[
     &["quant", "trace", "fusion"],
@@ -19,9 +27,10 @@ const FLOORS: &[&[&str]] = &[
     &["generation"],
 ];
 
-/// The room of a file: `src/cpu/packed/mod.rs` is in `cpu`, `src/trace.rs` in `trace`.
+/// The room of a file: `src/cpu/packed/mod.rs` is in `cpu`, `src/trace.rs` in `trace`. The benchmarks are
+/// one room: `benches/suite/plots/mod.rs` is in `suite`.
 fn room(path: &Path) -> &str {
-    let name = path.components().nth(1).expect("a file below src");
+    let name = path.components().nth(1).expect("a file in a folder");
     let name = Path::new(name.as_os_str()).file_stem().expect("a name");
     name.to_str().expect("a name in UTF-8")
 }
@@ -30,16 +39,25 @@ fn floor(room: &str) -> Option<usize> {
     FLOORS.iter().position(|rooms| rooms.contains(&room))
 }
 
+/// Files that are no module of their crate.
+fn is_outside(name: &str) -> bool {
+    let is_test = name.ends_with("tests.rs") || name.ends_with("src/cpu/packed/wide.rs");
+    // The build script's own.
+    is_test || name.ends_with("src/cuda/abi/header.rs")
+}
+
 #[test]
 fn arrows_are_found() {
-    let sources = Crate::read();
-    let (files, arrows) = (sources.files(), sources.arrows());
-    for path in source::files("src", &[".rs"]) {
-        let name = path.to_string_lossy();
-        let is_test = name.ends_with("tests.rs") || name.ends_with("src/cpu/packed/wide.rs");
-        // The build script's own.
-        let is_outside = name.ends_with("src/cuda/abi/header.rs");
-        assert!(files.contains(&*path) != (is_test || is_outside), "{name}");
+    let mut arrows = Arrows::new();
+    for root in ROOTS {
+        let sources = Crate::read(root);
+        let (files, folder) = (sources.files(), Path::new(root).parent());
+        let folder = folder.and_then(Path::to_str).expect("a folder");
+        for path in source::files(folder, &[".rs"]) {
+            let name = path.to_string_lossy();
+            assert!(files.contains(&*path) != is_outside(&name), "{name}");
+        }
+        arrows.extend(sources.arrows());
     }
     for (from, to) in [
         // By an import, an alias of a module, a re-export, and the face that lib.rs gives to quant.
@@ -47,6 +65,9 @@ fn arrows_are_found() {
         ("src/ops/linear/tile.rs", "src/cpu/dense/mod.rs"),
         ("src/nn/projection.rs", "src/ops/linear/mod.rs"),
         ("src/models/quantized/file.rs", "src/quant/scheme.rs"),
+        ("benches/suite/export.rs", "benches/suite/figures/op.rs"),
+        ("benches/suite/ops.rs", "benches/suite/timing.rs"),
+        ("benches/peers/src/serve.rs", "benches/peers/src/llama.rs"),
     ] {
         let found = arrows
             .get(Path::new(from))
@@ -58,7 +79,7 @@ fn arrows_are_found() {
 #[test]
 fn rooms_name_only_rooms_below() {
     let mut upward = Vec::new();
-    for (from, targets) in Crate::read().arrows() {
+    for (from, targets) in Crate::read(LIBRARY).arrows() {
         for to in targets {
             let (a, b) = (room(&from), room(&to));
             if a == "lib" || a == b {
@@ -96,9 +117,8 @@ fn reached(arrows: &Arrows, start: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-#[test]
-fn no_files_of_a_room_name_each_other_in_a_circle() {
-    let sources = Crate::read();
+/// The circles of a crate, with the arrows that close them.
+fn circles(sources: &Crate) -> String {
     let arrows = sources.arrows();
     let mut circles = BTreeSet::new();
     for file in sources.files() {
@@ -117,5 +137,11 @@ fn no_files_of_a_room_name_each_other_in_a_circle() {
             }
         }
     }
-    assert!(circles.is_empty(), "{lines}");
+    lines
+}
+
+#[test]
+fn no_files_of_a_room_name_each_other_in_a_circle() {
+    let circles: String = ROOTS.map(|root| circles(&Crate::read(root))).concat();
+    assert!(circles.is_empty(), "{circles}");
 }

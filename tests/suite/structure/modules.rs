@@ -1,4 +1,4 @@
-//! The modules of src: what each file declares and imports, and which files it names.
+//! The modules of a crate: what each file declares and imports, and which files it names.
 
 use super::source::{Token, closing, read, root, tokens};
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,6 +15,8 @@ struct Module {
     folder: PathBuf,
     parent: usize,
     children: BTreeMap<String, usize>,
+    /// Modules whose file is in another crate's folder.
+    outside: BTreeSet<String>,
     /// What it defines itself, other than in macros.
     items: BTreeSet<String>,
     /// What it imports, by the name it has here.
@@ -33,11 +35,12 @@ pub struct Crate(Vec<Module>);
 pub type Arrows = BTreeMap<PathBuf, BTreeSet<PathBuf>>;
 
 impl Crate {
-    /// Reads src/lib.rs and what it declares, without tests.
-    pub fn read() -> Self {
+    /// Reads the file `root` and what it declares, without tests.
+    pub fn read(root: &str) -> Self {
+        let folder = Path::new(root).parent().expect("a folder");
         let mut modules = Self(vec![Module {
-            file: "src/lib.rs".into(),
-            folder: "src".into(),
+            file: root.into(),
+            folder: folder.into(),
             ..Module::default()
         }]);
         modules.read_file(0);
@@ -104,6 +107,8 @@ impl Crate {
             let module = &self.0[at];
             if name == "super" {
                 (at, rest) = (module.parent, behind);
+            } else if module.outside.contains(name) {
+                return None;
             } else if let Some(child) = module.children.get(name) {
                 (at, rest) = (*child, behind);
             } else if module.items.contains(name) {
@@ -167,7 +172,7 @@ impl Crate {
     }
 
     fn read_tokens(&mut self, m: usize, tokens: &[Token]) {
-        let (mut at, mut depth, mut public) = (0, 0, false);
+        let (mut at, mut depth, mut public, mut outside) = (0, 0, false, false);
         while at < tokens.len() {
             let word = tokens[at].text.as_str();
             let next = tokens.get(at + 1).map_or("", |token| &token.text);
@@ -177,10 +182,12 @@ impl Crate {
                     let open = if next == "!" { at + 2 } else { at + 1 };
                     let end = closing(tokens, open);
                     let attribute = &tokens[open..end];
-                    step = end + 1 - at;
+                    outside |= attribute.get(1).is_some_and(|word| word.text == "path");
+                    at = end + 1;
                     if is_for_tests(attribute) {
-                        step += item_len(&tokens[end + 1..]);
+                        at += item_len(&tokens[at..]);
                     }
+                    continue;
                 }
                 "pub" => {
                     public = true;
@@ -189,6 +196,9 @@ impl Crate {
                     }
                     at += step;
                     continue;
+                }
+                "mod" if outside => {
+                    self.0[m].outside.insert(next.to_owned());
                 }
                 "mod" if tokens.get(at + 2).is_some_and(|t| t.text == ";") => {
                     let child = self.child(m, next, true);
@@ -223,7 +233,7 @@ impl Crate {
                 }
                 _ => {}
             }
-            public = false;
+            (public, outside) = (false, false);
             at += step;
         }
     }
@@ -233,7 +243,8 @@ impl Crate {
             let module = &mut self.0[m];
             if alias == "*" {
                 module.globs.push(names.clone());
-            } else if names != [alias.as_str()] {
+            } else if names.first() != Some(&alias) {
+                // Not a crate by its name, nor the macro that has the name of its crate.
                 module.imports.insert(alias, names.clone());
             }
             match public {

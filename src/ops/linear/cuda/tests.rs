@@ -7,8 +7,10 @@ use crate::cuda::{GpuSpec, with_kernel};
 use crate::ops::linear::Activation;
 use crate::quant::{BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
-use candle_core::{DType, Result};
+use candle_core::{DType, Error, Result};
 use std::fmt::Write as _;
+use std::hint::black_box;
+use std::time::Instant;
 
 /// N and K of the products of SmolLM2-135M, Qwen3-0.6B, Llama-3.2-1B, Pythia-2.8B and Llama-3-8B, and of gated ones.
 const SHAPES: [(usize, usize, bool); 17] = [
@@ -231,5 +233,35 @@ fn a_plan_says_what_it_launches() -> Result<()> {
         "{text}"
     );
     assert!(text.contains(" B shared, split "), "{text}");
+    Ok(())
+}
+
+/// What choosing costs the host: with a plan that the thread keeps, and for the first time.
+#[test]
+#[ignore = "a measurement: it prints nanoseconds and holds nothing"]
+fn time_of_a_choice() -> Result<()> {
+    let h100 = gpu_named("H100");
+    for weight in formats()? {
+        let cases: Vec<_> = (1..=16)
+            .map(|m| case(h100, weight, DType::BF16, m, (4096, 4096, false)))
+            .collect();
+        let per_choice = || -> Result<f64> {
+            let started = Instant::now();
+            for case in &cases {
+                black_box(select(black_box(case))?);
+            }
+            Ok(started.elapsed().as_secs_f64() * 1e9 / cases.len() as f64)
+        };
+        // A thread of its own, which has no plans yet.
+        let times = std::thread::scope(|scope| {
+            let rounds = || (0..=1000).map(|_| per_choice()).collect::<Result<Vec<_>>>();
+            scope.spawn(rounds).join()
+        });
+        let mut times = times.map_err(|_| Error::msg("a choice panicked"))??;
+        let first = times.remove(0);
+        times.sort_by(f64::total_cmp);
+        let median = times[times.len() / 2];
+        println!("{weight}: {median:.0} ns for a case seen before, {first:.0} ns for a new one");
+    }
     Ok(())
 }

@@ -360,7 +360,7 @@ mod tests {
         };
         // Channels, rows and K, and tokens of a tile and blocks that share K: the best of those measured.
         for ((channels, rows, k), expected) in [
-            ((14336, 8, 4096), (8, 2)),
+            ((14336, 8, 4096usize), (8, 2)),
             ((4096, 8, 14336), (8, 6)),
             ((14336, 16, 4096), (16, 2)),
             ((14336, 64, 4096), (64, 2)),
