@@ -41,8 +41,7 @@ static INTEGERS: Module = Module::new(
         "gemm_wna16_sm90_ternary_rows",
         "gemm_wna16_sm90_ternary"
     ),
-)
-.beside_the_next();
+);
 
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
@@ -58,8 +57,7 @@ static GGUF: Module = Module::new(
         "gemm_wna16_sm90_q5_k",
         "gemm_wna16_sm90_q6_k"
     ),
-)
-.beside_the_next();
+);
 
 /// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
 const SPLIT_M: usize = 8;
