@@ -441,8 +441,9 @@ thread_local! {
 /// # Errors
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan> {
-    if let Some(place) = forced("linear", kernels(), crate::ops::all_kernels())? {
-        let (name, format) = (RULES[place].kernel, Formats::of(case.weight));
+    let place = forced("linear", kernels(), crate::ops::all_kernels())?;
+    if let Some(KernelInfo { name, .. }) = place.and_then(|place| kernels().nth(place)) {
+        let format = Formats::of(case.weight);
         let rules = RULES.iter().filter(|rule| rule.kernel == name);
         let rules = rules.filter(|rule| rule.formats.contains(format));
         let (mut known, mut refusal) = (false, "");
@@ -477,9 +478,11 @@ pub(super) fn select(case: &Case) -> Result<Plan> {
     Ok(plan)
 }
 
-/// The kernels in the order in which they are tried.
+/// The kernels in the order in which they are tried, each once.
 pub fn kernels() -> impl Iterator<Item = KernelInfo> {
-    RULES.iter().map(|rule| KernelInfo {
+    let first = |(i, rule): &(usize, &Rule)| RULES[..*i].iter().all(|r| r.kernel != rule.kernel);
+    let rules = RULES.iter().enumerate().filter(first);
+    rules.map(|(_, rule)| KernelInfo {
         name: rule.kernel,
         source: rule.source,
         note: rule.note,
