@@ -75,7 +75,7 @@ template <typename T> __device__ __forceinline__ void narrow(const NarrowParams&
 
 #define NARROW(SUFFIX, TYPE)                                          \
   extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)               \
-      narrow_##SUFFIX(const __grid_constant__ NarrowParams p) {             \
+      dequantize_narrow_##SUFFIX(const __grid_constant__ NarrowParams p) {             \
     narrow<TYPE>(p);                                                  \
   }
 NARROW(f32, float)

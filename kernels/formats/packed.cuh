@@ -1,4 +1,4 @@
-// Matrices in INT8, INT4 or ternary as packed.cu lays them out, and how they become values.
+// Matrices in INT8, INT4 or ternary as pack.cu lays them out, and how they become values.
 //
 // INT8 is row-major, a byte for each code, rows filled up with zeros to a multiple of 16 bytes.
 //

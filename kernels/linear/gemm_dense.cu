@@ -61,7 +61,7 @@ template <typename T> __device__ __forceinline__ void finish(const FinishParams&
   }
 }
 
-FUSED_ENTRIES(linear_finish, FINISH_THREADS, FinishParams, finish)
+FUSED_ENTRIES(gemm_dense_epilogue, FINISH_THREADS, FinishParams, finish)
 
 template <typename T> __device__ __forceinline__ void widen(const WidenParams& p) {
   allow_next();
@@ -72,7 +72,7 @@ template <typename T> __device__ __forceinline__ void widen(const WidenParams& p
 }
 
 #define WIDEN(SUFFIX, TYPE)                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(FINISH_THREADS) linear_widen_##SUFFIX(const __grid_constant__ WidenParams p) { \
+  extern "C" __global__ void __launch_bounds__(FINISH_THREADS) gemm_dense_widen_##SUFFIX(const __grid_constant__ WidenParams p) { \
     widen<TYPE>(p);                                                                                                           \
   }
 WIDEN(f16, __half)

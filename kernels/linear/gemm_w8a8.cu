@@ -135,7 +135,7 @@ __device__ __forceinline__ void finish(const W8A8Product& p, const Place& place,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) w8a8_mma(const __grid_constant__ W8A8Product p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gemm_w8a8_mma(const __grid_constant__ W8A8Product p) {
   __shared__ __align__(128) char shared[STAGES * STAGE_BYTES];
   allow_next();
   wait_previous();

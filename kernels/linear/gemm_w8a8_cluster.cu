@@ -242,7 +242,7 @@ template <class F, class Of> __device__ __forceinline__ void direct(const W8A8Di
               Form<ROWS, TEAMS, BESIDE, COLUMNS / BESIDE, MAKERS, ASKS, CLUSTER, LANES, PACKS, WHOLE, EARLY>)
 #define DIRECT_FORM(NAME, REST, ...)                                                             \
   extern "C" __global__ void __launch_bounds__(__VA_ARGS__::THREADS, 1)                          \
-      w8a8_direct_##NAME(const __grid_constant__ W8A8DirectParams p) {                           \
+      gemm_w8a8_cluster_##NAME(const __grid_constant__ W8A8DirectParams p) {                           \
     using Of = std::conditional_t<REST == 0, RowsFirst<__VA_ARGS__>, WeightsFirst<__VA_ARGS__>>; \
     direct<__VA_ARGS__, Of>(p);                                                                  \
   }

@@ -71,7 +71,7 @@ template <class F> struct Operands {
     alignas(16) Scales columns[F::BESIDE];
     float x_scales[F::ROWS];
   };
-  static_assert(sizeof(Fixed) <= 4096);  // FIXED of w8a8_direct.rs
+  static_assert(sizeof(Fixed) <= 4096);  // FIXED of gemm_w8a8_cluster.rs
 
   const W8A8DirectParams& p;
   const W8A8Product& product;

@@ -348,7 +348,7 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const W8A8Sm9
 #define W8A8(N, CLUSTER, IN_FLIGHT)                                           \
   static_assert(Tiles<N, CLUSTER>::STAGES == IN_FLIGHT);                      \
   extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1) \
-      w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ W8A8Sm90Params p) {   \
+      gemm_w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ W8A8Sm90Params p) {   \
     w8a8<N, CLUSTER>(p);                                                      \
   }
 

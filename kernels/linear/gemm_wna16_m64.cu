@@ -4,6 +4,6 @@
 
 using namespace fused;
 
-FUSED_CODE_TILES(quant_tiles_int8, Int8Rows)
-FUSED_CODE_TILES(quant_tiles_int4_g128, Int4Rows<ONE_GROUP>)
-FUSED_CODE_TILES(quant_tiles_int4, Int4Rows<SOME_GROUPS>)
+FUSED_CODE_TILES(gemm_wna16_m64_int8, Int8Rows)
+FUSED_CODE_TILES(gemm_wna16_m64_int4_g128, Int4Rows<ONE_GROUP>)
+FUSED_CODE_TILES(gemm_wna16_m64_int4, Int4Rows<SOME_GROUPS>)

@@ -9,7 +9,7 @@ using namespace fused;
     stream<TYPE, PAIR>(p.product, p.second, blockIdx.x, gridDim.x, false, p.fetch);                            \
   }
 
-STREAM(linear_stream_f16, __half, false)
-STREAM(linear_stream_bf16, __nv_bfloat16, false)
-STREAM(linear_stream_pair_f16, __half, true)
-STREAM(linear_stream_pair_bf16, __nv_bfloat16, true)
+STREAM(gemv_dense_pipelined_f16, __half, false)
+STREAM(gemv_dense_pipelined_bf16, __nv_bfloat16, false)
+STREAM(gemv_dense_pipelined_pair_f16, __half, true)
+STREAM(gemv_dense_pipelined_pair_bf16, __nv_bfloat16, true)

@@ -40,9 +40,9 @@ static DEQUANTIZE: Module = Module::new(
         "dequantize_f32",
         "dequantize_f16",
         "dequantize_bf16",
-        "narrow_f32",
-        "narrow_f16",
-        "narrow_bf16",
+        "dequantize_narrow_f32",
+        "dequantize_narrow_f16",
+        "dequantize_narrow_bf16",
     ],
 );
 

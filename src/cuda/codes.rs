@@ -12,15 +12,15 @@ use half::f16;
 const OP: &str = "quant_linear";
 
 static MODULE: Module = Module::new(
-    "packed",
-    fatbin!("packed"),
+    "pack",
+    fatbin!("pack"),
     &[
-        "codes_pack_int8",
-        "codes_pack_int4",
-        "codes_pack_ternary",
-        "codes_values_f32",
-        "codes_values_f16",
-        "codes_values_bf16",
+        "pack_int8",
+        "pack_int4",
+        "pack_ternary",
+        "unpack_f32",
+        "unpack_f16",
+        "unpack_bf16",
     ],
 );
 

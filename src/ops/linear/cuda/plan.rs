@@ -51,7 +51,7 @@ pub(crate) struct Plan {
     pub how: Arc<dyn Kernel>,
 }
 
-/// As in `gemv_dense_mma (linear_tensor_bf16, 264 blocks of 256, 8256 B shared, split 4, 8 rows a launch)`.
+/// As in `gemv_dense_mma (gemv_dense_mma_bf16, 264 blocks of 256, 8256 B shared, split 4, 8 rows a launch)`.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({}", self.kernel, self.how.entry())?;

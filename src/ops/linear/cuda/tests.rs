@@ -280,7 +280,7 @@ fn a_plan_says_what_it_launches() -> Result<()> {
     ))?;
     let text = plan.to_string();
     assert!(
-        text.starts_with("gemv_dense_mma (linear_tensor_bf16, "),
+        text.starts_with("gemv_dense_mma (gemv_dense_mma_bf16, "),
         "{text}"
     );
     assert!(text.contains(" B shared, split "), "{text}");

@@ -19,15 +19,15 @@ static MODULE: Module = Module::new(
     "gemm_dense",
     fatbin!("gemm_dense"),
     &[
-        "linear_finish_f32",
-        "linear_finish_f16",
-        "linear_finish_bf16",
-        "linear_widen_f16",
-        "linear_widen_bf16",
+        "gemm_dense_epilogue_f32",
+        "gemm_dense_epilogue_f16",
+        "gemm_dense_epilogue_bf16",
+        "gemm_dense_widen_f16",
+        "gemm_dense_widen_bf16",
     ],
 );
 
-/// Before `linear_widen_f16`, so that the index of a dtype follows.
+/// Before `gemm_dense_widen_f16`, so that the index of a dtype follows.
 const WIDEN: usize = 2;
 
 const THREADS: u32 = FINISH_THREADS as u32;

@@ -18,12 +18,12 @@ pub(super) static DIRECT: Module = Module::new(
     "gemm_w8a8_cluster",
     fatbin!("gemm_w8a8_cluster"),
     &[
-        "w8a8_direct_64x64_4",
-        "w8a8_direct_64x128_4",
-        "w8a8_direct_128x192_2",
-        "w8a8_direct_48x64_3",
-        "w8a8_direct_64x144_2",
-        "w8a8_direct_64x192_3",
+        "gemm_w8a8_cluster_64x64_4",
+        "gemm_w8a8_cluster_64x128_4",
+        "gemm_w8a8_cluster_128x192_2",
+        "gemm_w8a8_cluster_48x64_3",
+        "gemm_w8a8_cluster_64x144_2",
+        "gemm_w8a8_cluster_64x192_3",
     ],
 )
 .beside_the_next();

@@ -11,19 +11,35 @@ use crate::cuda::abi::{
 use crate::cuda::{GpuSpec, Grid, Module, fatbin};
 use std::sync::Arc;
 
-/// INT8, INT4 in groups of 128 without zero points, other INT4; [`LONG`] and [`SHORT`].
+/// INT8, INT4 in groups of 128 without zero points, other INT4.
 pub(super) static MODULE: Module = Module::new(
     "gemm_wna16_m16",
     fatbin!("gemm_wna16_m16"),
     &[
-        "quant_slices_int8",
-        "quant_slices_int4_g128",
-        "quant_slices_int4",
-        "quant_slices_int4_g128_long",
-        "quant_slices_int4_g128_short_1",
-        "quant_slices_int4_g128_short_2",
-        "quant_slices_int4_g128_short_3",
-        "quant_slices_int4_g128_short_4",
+        "gemm_wna16_m16_int8",
+        "gemm_wna16_m16_int4_g128",
+        "gemm_wna16_m16_int4",
+    ],
+)
+.beside_the_next();
+
+/// INT4 in groups of 128 where k is so long that warps would read x anew for every two steps.
+pub(super) static TMA: Module = Module::new(
+    "gemm_wna16_m16_tma",
+    fatbin!("gemm_wna16_m16_tma"),
+    &["gemm_wna16_m16_tma_int4_g128"],
+)
+.beside_the_next();
+
+/// INT4 in groups of 128, where there are few units and steps: without clusters, and in clusters of two to four.
+static CLUSTER: Module = Module::new(
+    "gemm_wna16_m16_cluster",
+    fatbin!("gemm_wna16_m16_cluster"),
+    &[
+        "gemm_wna16_m16_cluster_int4_g128_1",
+        "gemm_wna16_m16_cluster_int4_g128_2",
+        "gemm_wna16_m16_cluster_int4_g128_3",
+        "gemm_wna16_m16_cluster_int4_g128_4",
     ],
 )
 .beside_the_next();
@@ -31,19 +47,15 @@ pub(super) static MODULE: Module = Module::new(
 /// Bytes of the ring of a warp of each kernel: codes, scales and zero points of its slots.
 const RINGS: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
 
-/// INT4 in groups of 128 where k is so long that warps would read x anew
-/// for every two steps; and what its blocks have in shared memory: three stages of x, three slots of each warp's
-/// ring, sums, those of another block of two batches, and what it may take to begin at a multiple of 1,024.
-const LONG: usize = 3;
+/// Bytes that a block of [`TMA`] has in shared memory: three stages of x, three slots of each warp's ring, sums,
+/// those of another block of two batches, and what it may take to begin at a multiple of 1,024.
 const LONG_SHARED: usize =
     3 * 2 * DEPTH * STEP * ROWS * 2 + WARPS * 3 * (2048 + 64) + WARPS * SUMS / 4 + SUMS + 1024;
 
 /// Units that a block of it multiplies at a time.
 const LONG_UNITS: usize = 4;
 
-/// The first of four for INT4 in groups of 128, where there are few units and steps: without clusters, and in
-/// clusters of two to four; and how many of the latter there may be.
-pub(super) const SHORT: usize = 4;
+/// Steps of a product that [`CLUSTER`] takes, at most.
 const SHORT_STEPS: usize = 16;
 
 /// Bytes of the sums of the four units of a batch.
@@ -52,7 +64,7 @@ const SUMS: usize = SLICES_BATCH * UNIT * ROWS * 4;
 /// Bytes for the halves of them that two blocks exchange: what comes of four batches, and what stays of one.
 const GIVEN: usize = (4 + 1) * SUMS / 2;
 
-/// Static shared memory at most of the kernels that need as much as that: all but [`SHORT`].
+/// Static shared memory at most of the kernels that need as much as that: all but [`CLUSTER`].
 pub(super) const FIXED_SHARED: usize = 1056;
 
 /// Units of a cluster past which multiprocessors have two blocks, for each kernel: where warps have all of their
@@ -163,8 +175,8 @@ pub(crate) fn cluster(case: &Case) -> Planned {
     );
     grid.cluster = slices as u32;
     Ok(Arc::new(Tensor {
-        module: &MODULE,
-        index: SHORT + slices - 1,
+        module: &CLUSTER,
+        index: slices - 1,
         rows: ROWS,
         split: 1,
         shares: Shares::Slices(slices),
@@ -191,8 +203,8 @@ pub(crate) fn tma(case: &Case) -> Planned {
     );
     grid.cluster = 2;
     Ok(Arc::new(Tensor {
-        module: &MODULE,
-        index: LONG,
+        module: &TMA,
+        index: 0,
         rows: ROWS,
         split: WARPS / LONG_UNITS,
         shares: Shares::LongSlices(2),

@@ -15,9 +15,9 @@ static MODULE: Module = Module::new(
     "gemm_wna16_m64",
     fatbin!("gemm_wna16_m64"),
     &[
-        "quant_tiles_int8",
-        "quant_tiles_int4_g128",
-        "quant_tiles_int4",
+        "gemm_wna16_m64_int8",
+        "gemm_wna16_m64_int4_g128",
+        "gemm_wna16_m64_int4",
     ],
 );
 

@@ -25,10 +25,10 @@ pub(super) static MODULE: Module = Module::new(
     "gemv_dense_pipelined",
     fatbin!("gemv_dense_pipelined"),
     &[
-        "linear_stream_f16",
-        "linear_stream_bf16",
-        "linear_stream_pair_f16",
-        "linear_stream_pair_bf16",
+        "gemv_dense_pipelined_f16",
+        "gemv_dense_pipelined_bf16",
+        "gemv_dense_pipelined_pair_f16",
+        "gemv_dense_pipelined_pair_bf16",
     ],
 );
 

@@ -10,28 +10,22 @@ use crate::cuda::{Module, fatbin, kernel_index};
 use crate::quant::{Format, Scheme};
 use candle_core::DType;
 
-/// One takes INT4 in groups that the others do not, and so for ternary. The last two are for one row.
+/// One takes INT4 in groups that the others do not, and so for ternary.
 pub(super) static MODULE: Module = Module::new(
     "gemv_wna16",
     fatbin!("gemv_wna16"),
     &[
-        "quant_codes_int8",
-        "quant_codes_int4_g128",
-        "quant_codes_int4",
-        "quant_codes_int4_g32",
-        "quant_codes_ternary_rows",
-        "quant_codes_ternary_g128",
-        "quant_codes_ternary",
-        "quant_codes_stream_int4_g128",
-        "quant_codes_stream_ternary_rows",
+        "gemv_wna16_int8",
+        "gemv_wna16_int4_g128",
+        "gemv_wna16_int4",
+        "gemv_wna16_int4_g32",
+        "gemv_wna16_ternary_rows",
+        "gemv_wna16_ternary_g128",
+        "gemv_wna16_ternary",
     ],
 );
 
-/// The last two.
-pub(super) const STREAM_INT4: usize = 7;
-pub(super) const STREAM_TERNARY: usize = 8;
-
-/// How each of those for several rows works: steps of [`GROUP`] values that a warp prefetches at once, and
+/// How each of them works: steps of [`GROUP`] values that a warp prefetches at once, and
 /// bytes behind a row of x in shared memory.
 const CORES: [(usize, usize); 7] = [
     (2, INT8_PADDING),
@@ -49,7 +43,7 @@ const KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
 /// INT4 in groups of 128.
 const G128: usize = 1;
 
-/// Which of the kernels for several rows takes a scheme: those for one group know no zero points.
+/// Which of the kernels takes a scheme: those for one group know no zero points.
 pub(super) fn kernel_of(scheme: Scheme) -> usize {
     let index = kernel_index(Format::Scheme(scheme));
     KERNELS[index] + usize::from(scheme.has_zeros() && index == G128)

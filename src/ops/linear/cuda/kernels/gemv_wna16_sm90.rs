@@ -7,15 +7,21 @@
 use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::GemvPlan;
-use super::gemv_wna16::{MODULE, STREAM_INT4, STREAM_TERNARY};
-use crate::cuda::Grid;
 use crate::cuda::abi::{
     CODE_STREAM_HELD as HELD, CODE_STREAM_MAX_SLOTS, CODE_STREAM_SLICE as SLICE, GEMV_THREADS,
     INT4_PADDING, OCTET, STEP, WARP,
 };
+use crate::cuda::{Grid, Module, fatbin};
 use crate::quant::{Scheme, TernaryScale};
 use candle_core::DType;
 use std::sync::Arc;
+
+/// As [`Streamed::index`] numbers them.
+pub(super) static MODULE: Module = Module::new(
+    "gemv_wna16_sm90",
+    fatbin!("gemv_wna16_sm90"),
+    &["gemv_wna16_sm90_int4_g128", "gemv_wna16_sm90_ternary_rows"],
+);
 
 /// Threads of a block: those that multiply, and a warp that asks for weights.
 const THREADS: usize = GEMV_THREADS + WARP;
@@ -53,8 +59,8 @@ impl Streamed {
     /// The kernel's place in its module.
     fn index(self) -> usize {
         match self {
-            Self::Int4 => STREAM_INT4,
-            Self::Ternary => STREAM_TERNARY,
+            Self::Int4 => 0,
+            Self::Ternary => 1,
         }
     }
 

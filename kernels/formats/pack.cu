@@ -7,7 +7,7 @@ using namespace fused;
 
 // A thread writes 16 codes of a row.
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    codes_pack_int8(const __grid_constant__ PackCodesParams p) {
+    pack_int8(const __grid_constant__ PackCodesParams p) {
   wait_previous();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = Int8::pitch(p.k) / 16, piece = i % pieces;
@@ -49,14 +49,14 @@ template <class Format, class Put> __device__ __forceinline__ void pack(const Pa
 }
 
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    codes_pack_int4(const __grid_constant__ PackCodesParams p) {
+    pack_int4(const __grid_constant__ PackCodesParams p) {
   pack<Int4<1>>(p, [](uint32_t* words, uint32_t b, uint32_t c, uint32_t code) {
     words[b] |= (code & 15) << (4 * (c / 2) + 16 * (c % 2));
   });
 }
 
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    codes_pack_ternary(const __grid_constant__ PackCodesParams p) {
+    pack_ternary(const __grid_constant__ PackCodesParams p) {
   pack<Ternary<0>>(p, [](uint32_t* words, uint32_t b, uint32_t c, uint32_t code) {
     words[b / 2] |= (code & 3) << (4 * c + 2 * (b % 2));
   });
@@ -88,4 +88,4 @@ template <typename T> __device__ __forceinline__ void values(const CodeValuesPar
   }
 }
 
-FUSED_ENTRIES(codes_values, FORMAT_THREADS, CodeValuesParams, values)
+FUSED_ENTRIES(unpack, FORMAT_THREADS, CodeValuesParams, values)
