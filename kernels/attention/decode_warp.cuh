@@ -83,7 +83,7 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
 // dimensions may be summed in any order, so they are numbered in the order in which they lie in
 // memory, and neither keys nor values pass through shared memory.
 template <typename C, int D, int W, int SUB> struct TensorCore {
-  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MOST = MAX_HEADS;
+  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MAX_CORE_HEADS = MAX_HEADS;
   // Elements of a head that a lane of 32 can have.
   static constexpr int LANE = (D + 31) / 32;
   // Bytes of the queries as operands.
@@ -231,12 +231,12 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
 // c has dimensions c, c + 8, ...; each eighth of a warp has sums of its own until the end.
 template <int N, int W> struct LaneCore {
   static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = DECODING_LANES_KEYS;
-  static constexpr int MOST = N > 16 ? 2 : 4;
+  static constexpr int MAX_CORE_HEADS = N > 16 ? 2 : 4;
   // Turns of 4 keys whose loads are under way together.
   static constexpr int TURNS = N > 8 ? 1 : 2;
 
-  float o[MOST][N];
-  float m[MOST], l[MOST];
+  float o[MAX_CORE_HEADS][N];
+  float m[MAX_CORE_HEADS], l[MAX_CORE_HEADS];
 
   __device__ static int dtype(int given) { return given; }
   __device__ static void put(char*, int, int, float) {}
@@ -245,7 +245,7 @@ template <int N, int W> struct LaneCore {
 
   __device__ void start() {
 #pragma unroll
-    for (int h = 0; h < MOST; ++h) {
+    for (int h = 0; h < MAX_CORE_HEADS; ++h) {
       m[h] = -INFINITY, l[h] = 0.f;
 #pragma unroll
       for (int e = 0; e < N; ++e) o[h][e] = 0.f;
@@ -288,7 +288,7 @@ template <int N, int W> struct LaneCore {
       else if (keys.dtype == F16) rows<__half>(k, v, keys, key);
       else rows<__nv_bfloat16>(k, v, keys, key);
 #pragma unroll
-      for (int h = 0; h < MOST; ++h) {
+      for (int h = 0; h < MAX_CORE_HEADS; ++h) {
         if (h >= heads) break;
         float p[TURNS] = {}, top = m[h];
 #pragma unroll
@@ -325,7 +325,7 @@ template <int N, int W> struct LaneCore {
                          int head_dim) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
-    for (int h = 0; h < MOST; ++h) {
+    for (int h = 0; h < MAX_CORE_HEADS; ++h) {
       if (h >= heads) break;
       float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
       top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));

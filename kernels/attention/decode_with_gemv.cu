@@ -18,7 +18,7 @@ template <class Core, typename T> __device__ __forceinline__ void beside(const D
 #endif
 }
 
-// Two blocks on a multiprocessor: one of each kind.
+// Two blocks on an SM: one of each kind.
 #define BESIDE(D, SUFFIX, TYPE)                                                         \
   extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                         \
       decoding_beside_d##D##_##SUFFIX(const __grid_constant__ DecodingBesideParams p) { \

@@ -335,8 +335,8 @@ template <typename T, int D, bool SPLIT> __device__ __forceinline__ void attend(
     copier.copy(at, k + first_key * p.k_strides[2], p.k_strides[2], count);
     copier.copy(at + BYTES, v + first_key * p.v_strides[2], p.v_strides[2], count);
   };
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   int tile = from + part, stage = 0;
   if (tile < to) fetch(tile, 0);
   Warp state;

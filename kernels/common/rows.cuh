@@ -61,7 +61,7 @@ __device__ __forceinline__ Spread spread(const RowGroup& g, uint32_t width, floa
   return {rough + shift, 1.f / sqrtf(variance + eps)};
 }
 
-// Activations that are read once. Unlike the path for weights this one sees what kernels in front
+// Activations that are read once. Unlike the path for weights this one sees what preceding kernels
 // of a dependent launch wrote.
 template <typename T, int N> __device__ __forceinline__ Pack<T, N> load_stream(const T* p) {
   if constexpr (sizeof(T) * N == 16) {

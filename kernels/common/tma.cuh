@@ -45,7 +45,7 @@ __device__ __forceinline__ bool barrier_over(uint32_t at, uint32_t phase) {
 }
 
 // Fetches the description of a tensor ahead of its first use.
-__device__ __forceinline__ void prefetch(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void bulk_copy_chunks(uint32_t to, const TensorMap& m
 #endif
 
 // A place in a ring of stages, and the parity of its barriers.
-template <int STAGES> struct Ring {
+template <int STAGES> struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {

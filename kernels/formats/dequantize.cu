@@ -9,8 +9,8 @@ using namespace fused;
 template <typename T> __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
   // A quarter for each thread, so that a warp writes whole sectors.
   const uint64_t thread = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x, i = thread / 4;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (i >= p.total) return;
   int source = 0;
 #pragma unroll
@@ -44,8 +44,8 @@ template <typename T> __device__ __forceinline__ void narrow(const NarrowParams&
   const T* x = static_cast<const T*>(p.x) + blockIdx.x * uint64_t(p.width);
   const T* weight = static_cast<const T*>(p.weight);
   const uint64_t row = blockIdx.x * uint64_t(p.width);
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   float factor = 1.f;
   if (weight) {
     float squares = 0.f;

@@ -8,7 +8,7 @@ using namespace fused;
 // A thread writes 16 codes of a row.
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
     pack_int8(const __grid_constant__ PackCodesParams p) {
-  wait_previous();
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = Int8::pitch(p.k) / 16, piece = i % pieces;
   const uint64_t row = i / pieces;
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
 // A thread writes what a lane has of a row and a step. `put` adds a code of a block to the words.
 template <class Format, class Put> __device__ __forceinline__ void pack(const PackCodesParams& p, Put put) {
   constexpr int WORDS = Format::BYTES / 4;
-  wait_previous();
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t t = i % QUARTERS, steps = steps_of(p.k);
   const uint64_t place = i / QUARTERS;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
 
 // A thread has 8 values.
 template <typename T> __device__ __forceinline__ void values(const CodeValuesParams& p) {
-  wait_previous();
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = (p.k + 7) / 8, piece = i % pieces;
   const uint64_t at = i / pieces;

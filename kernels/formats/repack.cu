@@ -53,7 +53,7 @@ template <int BITS, int SCALING> struct Source {
 template <int BITS, int SCALING> __device__ __forceinline__ void repack(const RepackParams& p) {
   using To = Blocks<BITS, SCALING>;
   using From = Source<BITS, SCALING>;
-  wait_previous();
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t groups = groups_of(p.blocks_of_row * BLOCK);
   const uint64_t row = i / (GROUP * groups);

@@ -3,7 +3,7 @@
 //
 // One or two blocks, a cluster, share k, and `split` warps of a block its slice: a warp has two steps of 128
 // values of all rows of x in registers while units of 16 rows of weights pass by. Its codes and their scales
-// stream through a ring in shared memory of its own, which is filled before the wait, and which leaves room for
+// stream through a ring in shared memory of its own, which is filled before the PDL wait, and which leaves room for
 // the next kernel's. If a warp has more steps, the units of a batch pass again for the next two, and it goes on
 // from its sums: warps wait for each other when a batch is done and not before.
 //
@@ -20,7 +20,7 @@
 
 namespace fused {
 
-// Of what a warp asks for at once: its steps, and how many such its ring has room for.
+// Of what a warp loads at once: its steps, and how many such its ring has room for.
 template <class Format, int DEPTH> struct CodeRing {
   static constexpr int STEPS = Format::GROUPS == ONE_GROUP ? DEPTH : 1;
   static constexpr int GROUPS = Format::GROUPS == SOME_GROUPS ? 4 : Format::GROUPS;
@@ -88,7 +88,7 @@ template <class Format> struct CodeSlices {
     given = shared_address(memory) + RINGS + PARTS;
   }
 
-  // Where what is asked for next lies.
+  // Where what is loaded next lies.
   struct Ahead {
     uint32_t from, pass, unit, chunk;  // first unit of a batch, ..., the warps' first unit of a round
   };
@@ -101,18 +101,18 @@ template <class Format> struct CodeSlices {
     a.unit = a.from;
   }
 
-  __device__ __forceinline__ void ask(Ahead& a, uint32_t slot) const {
+  __device__ __forceinline__ void prefetch(Ahead& a, uint32_t slot) const {
     const uint32_t unit = a.unit + place, step = begin + a.pass * DEPTH + a.chunk * R::STEPS;
     if (unit < units && step < end) {
-      if constexpr (R::GROUPS == 0) ask_rows(first + unit, step, slot);
-      else ask_octets(first + unit, step, slot);
+      if constexpr (R::GROUPS == 0) prefetch_rows(first + unit, step, slot);
+      else prefetch_octets(first + unit, step, slot);
     }
     commit_copies();
     advance(a);
   }
 
   // Codes that lie row by row.
-  __device__ __forceinline__ void ask_rows(uint32_t unit, uint32_t step, uint32_t slot) const {
+  __device__ __forceinline__ void prefetch_rows(uint32_t unit, uint32_t step, uint32_t slot) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const CodeRow row = CodeRow::of<Format>(p, unit_row(p, unit, lane() / 4 + 8 * i), lane() % 4);
@@ -122,7 +122,7 @@ template <class Format> struct CodeSlices {
 
   // Eight rows of a unit and a step are side by side: 512 bytes of codes, 16 of scales and 8 of zero points for
   // each group.
-  __device__ __forceinline__ void ask_octets(uint32_t unit, uint32_t step, uint32_t slot) const {
+  __device__ __forceinline__ void prefetch_octets(uint32_t unit, uint32_t step, uint32_t slot) const {
     const uint32_t groups = Format::GROUPS == SOME_GROUPS ? p.groups : Format::GROUPS, steps = steps_of(p.k);
     uint32_t places[2], of[2];
 #pragma unroll
@@ -300,7 +300,7 @@ template <class Format> struct CodeSlices {
   }
 
   // All threads: the outputs of a batch for rows 2t + b of eights of x.
-  __device__ __forceinline__ void finish(uint32_t from, uint32_t b, float2 y) const {
+  __device__ __forceinline__ void epilogue(uint32_t from, uint32_t b, float2 y) const {
     const uint32_t unit = from + threadIdx.x / (SUMS / 4), m = threadIdx.x / WARP % 2 * 8 + lane() % 4 * 2 + b;
     if (unit < units && m < p.m) write_outputs(first + unit, lane() / 4, m, y);
   }
@@ -312,17 +312,17 @@ template <class Format> struct CodeSlices {
     const uint32_t turn = from / BATCH % TURNS, at = given + turn * GIVEN + 8 * threadIdx.x, other = rank ^ 1;
     const float2 others = rank ? make_float2(y.x, y.z) : make_float2(y.y, y.w);
     send(in_block(at, other), others, in_block(barriers + 8 * turn, other));
-    if (from > 0) finish_given(from - BATCH);
+    if (from > 0) epilogue_exchanged(from - BATCH);
     const float2 own = rank ? make_float2(y.y, y.w) : make_float2(y.x, y.z);
     store_shared(given + TURNS * GIVEN + 8 * threadIdx.x, __float_as_uint(own.x), __float_as_uint(own.y));
   }
-  __device__ __forceinline__ void finish_given(uint32_t from) const {
+  __device__ __forceinline__ void epilogue_exchanged(uint32_t from) const {
     const uint32_t batch = from / BATCH, turn = batch % TURNS, barrier = barriers + 8 * turn;
     barrier_wait(barrier, batch / TURNS % 2);
     if (threadIdx.x == 0) barrier_expect(barrier, GIVEN);
     const float2 own = load_pair(given + TURNS * GIVEN + 8 * threadIdx.x);
     const float2 other = load_pair(given + turn * GIVEN + 8 * threadIdx.x);
-    finish(from, rank, make_float2(own.x + other.x, own.y + other.y));
+    epilogue(from, rank, make_float2(own.x + other.x, own.y + other.y));
   }
   static __device__ __forceinline__ float2 load_pair(uint32_t at) {
     float2 v;
@@ -359,7 +359,7 @@ template <class Format> struct CodeSlices {
       const uint32_t c = unit_column(p, unit, g + 8 * i);
       if ((i == 1 && gates(p)) || c >= p.width) continue;
       Addends of;
-      of.ask_residuals(e, m, c);
+      of.load_residuals(e, m, c);
       float y = gates(p) ? v[i] : activate(e.activation, v[i]);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -370,7 +370,7 @@ template <class Format> struct CodeSlices {
   }
 
   __device__ __forceinline__ void run() const {
-    allow_next();
+    pdl_launch();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (slices > 1) {
       if (threadIdx.x == 0) {
@@ -380,10 +380,10 @@ template <class Format> struct CodeSlices {
       cluster_arrive();
     }
 #endif
-    Ahead asked = {};
+    Ahead ahead = {};
 #pragma unroll 1
-    for (int i = 0; i < SLOTS; ++i) ask(asked, ring + i * R::SLOT);
-    wait_previous();
+    for (int i = 0; i < SLOTS; ++i) prefetch(ahead, ring + i * R::SLOT);
+    pdl_wait();
     X x;
     load(x, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -405,7 +405,7 @@ template <class Format> struct CodeSlices {
             const uint32_t at = ring + slot * R::SLOT;
             multiply(at, begin + pass * DEPTH + chunk * R::STEPS, x, chunk * R::STEPS, sums);
             __syncwarp();
-            ask(asked, at);
+            prefetch(ahead, at);
             if (++slot == SLOTS) slot = 0;
           }
           leave(sums, unit - from, pass > 0);
@@ -417,15 +417,15 @@ template <class Format> struct CodeSlices {
       add(total);
       __syncthreads();
       if (slices == 1) {
-        finish(from, 0, make_float2(total.x, total.z));
-        finish(from, 1, make_float2(total.y, total.w));
+        epilogue(from, 0, make_float2(total.x, total.z));
+        epilogue(from, 1, make_float2(total.y, total.w));
       }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
       if (slices > 1) exchange(from, total);
 #endif
     }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (slices > 1) finish_given((units - 1) / BATCH * BATCH);
+    if (slices > 1) epilogue_exchanged((units - 1) / BATCH * BATCH);
 #endif
   }
 };
@@ -442,7 +442,7 @@ template <class Format> __device__ __forceinline__ void code_slices(const Slices
 
 }  // namespace fused
 
-// `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on a multiprocessor.
+// `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on an SM.
 #define FUSED_CODE_SLICES(NAME, FORMAT)                                               \
   extern "C" __global__ void __launch_bounds__(fused::CodeSlices<FORMAT>::THREADS, 2) \
       NAME(const __grid_constant__ fused::SlicesParams p) {                           \

@@ -2,7 +2,7 @@
 // that waiting is most of it: INT4 in groups of 128, up to 2,048 of k, not gated.
 //
 // BLOCKS of a cluster have two eights of rows of weights and share k, so that none waits for much of x; a
-// warp has a step of 128 values. What a lane multiplies it has in registers, its codes and scales before the wait,
+// warp has a step of 128 values. What a lane multiplies it has in registers, its codes and scales before the PDL wait,
 // their numbers before x. Warps meet once: each gives its sums of eight rows to the block that writes them.
 #pragma once
 
@@ -14,9 +14,9 @@ namespace fused {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 template <int BLOCKS> struct CodeShort {
-  static constexpr int MOST = 16, OCTETS = 2, SUMS = 16 * OCTET;  // steps; of a cluster; of a warp and an octet
+  static constexpr int MAX_STEPS = 16, OCTETS = 2, SUMS = 16 * OCTET;  // steps; of a cluster; of a warp and an octet
   static constexpr int WRITTEN = BLOCKS == 1 ? OCTETS : 1;        // octets of a block, if it writes any
-  // Whether the next launch starts when x has been asked for: beside many small blocks it would be in their way.
+  // Whether the next launch starts when x has been loaded: beside many small blocks it would be in their way.
   static constexpr bool LATE = BLOCKS == 4;
 
   const Gemv& p;
@@ -73,19 +73,19 @@ template <int BLOCKS> struct CodeShort {
 
   // Where the warp's sums of eight rows o are added up: here, or in block o of the cluster.
   __device__ __forceinline__ void give(int o, float4 y) const {
-    float4* at = sums + (o % WRITTEN * MOST + step) * WARP + lane;
+    float4* at = sums + (o % WRITTEN * MAX_STEPS + step) * WARP + lane;
     if (BLOCKS == 1 || o == rank) *at = y;
     else send(in_block(shared_address(at), o), y, in_block(barrier, o));
   }
   // Where among sums output (m, column) has its first, which lane 4 column + m % 8 / 2 has made.
   __device__ __forceinline__ uint32_t place() const {
-    return octet * (MOST * SUMS) + 4 * (column % OCTET * 4 + m % 8 / 2) + m / 8 * 2 + m % 2;
+    return octet * (MAX_STEPS * SUMS) + 4 * (column % OCTET * 4 + m % 8 / 2) + m / 8 * 2 + m % 2;
   }
   __device__ __forceinline__ float total(uint32_t place) const {
     const float* from = reinterpret_cast<const float*>(sums) + place;
     float y[4] = {};
 #pragma unroll
-    for (int w = 0; w < MOST; ++w) {
+    for (int w = 0; w < MAX_STEPS; ++w) {
       if (w < steps) y[w % 4] += from[w * SUMS];
     }
     return (y[0] + y[1]) + (y[2] + y[3]);
@@ -106,7 +106,7 @@ template <int BLOCKS> struct CodeShort {
   }
 
   __device__ __forceinline__ void run() const {
-    if (!LATE) allow_next();
+    if (!LATE) pdl_launch();
     uint4 codes[OCTETS];
     __half scales[OCTETS];
 #pragma unroll
@@ -125,13 +125,13 @@ template <int BLOCKS> struct CodeShort {
     barriers_made();
     cluster_arrive();
     Addends of = {};
-    if (writes) of.ask_bias(p.epilogue, column);
-    // All addresses are known before the wait.
+    if (writes) of.load_bias(p.epilogue, column);
+    // All addresses are known before the PDL wait.
     const char* from[2] = {x_of(0), x_of(1)};
     uint32_t at = place();
     asm volatile("" : "+l"(from[0]), "+l"(from[1]), "+r"(at));
     cluster_wait();
-    wait_previous();
+    pdl_wait();
     float4 y[OCTETS];
     uint4 x[4][2];
     Operands w[4];
@@ -143,8 +143,8 @@ template <int BLOCKS> struct CodeShort {
 #pragma unroll
       for (int e = 0; e < 4; ++e) w[e] = operands(codes, e);
     }
-    if (LATE) allow_next();
-    if (writes) of.ask_residuals(p.epilogue, m, column);
+    if (LATE) pdl_launch();
+    if (writes) of.load_residuals(p.epilogue, m, column);
     if (step < steps) {
       multiply(w, x, scales, y);
 #pragma unroll
@@ -162,7 +162,7 @@ template <int BLOCKS> struct CodeShort {
 template <int BLOCKS> __device__ __forceinline__ void code_short(const SlicesParams& s) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Core = CodeShort<BLOCKS>;
-  __shared__ float4 sums[Core::WRITTEN * Core::MOST * WARP];
+  __shared__ float4 sums[Core::WRITTEN * Core::MAX_STEPS * WARP];
   __shared__ alignas(8) uint64_t barrier;
   Core(s, sums, shared_address(&barrier)).run();
 #endif

@@ -3,7 +3,7 @@
 //
 // Two blocks, a cluster, share k. Four warps of a block take a unit of 16 rows of weights each, with one half of
 // the block's k, and four the same units with the other half; each keeps its sums in registers from end to end.
-// The steps of x that they meet come through a ring in shared memory, which the copy engine fills: every step is
+// The steps of x that they meet come through a ring in shared memory, which TMA fills: every step is
 // read once for four units. A warp has its codes and scales in a ring of its own, as there.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace fused {
 struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
   using Format = Int4Rows<ONE_GROUP>;
   static constexpr int SPLIT = 2, SIDE = WARPS / SPLIT, SLOTS = 3, STAGES = 3;
-  // A chunk is 64 values of each row of x, as the copy engine leaves them: 16 bytes u of row r at u ^ r % 8.
+  // A chunk is 64 values of each row of x, as TMA leaves them: 16 bytes u of row r at u ^ r % 8.
   static constexpr uint32_t LINE = 128, CHUNK = 8 * EIGHTS * LINE, PART = DEPTH * STEP / 64 * CHUNK;
   static constexpr uint32_t STAGE = SPLIT * PART, RING = SLOTS * R::SLOT, RINGS_AT = STAGES * STAGE;
   static constexpr uint32_t SUMS_AT = RINGS_AT + WARPS * RING, GIVEN_AT = SUMS_AT + WARPS * SUMS * 4;
@@ -27,7 +27,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
   uint32_t stages;        // of x
   uint32_t full, empty;   // [STAGES] barriers
 
-  // `memory` begins at a multiple of what the copy engine's pattern repeats after.
+  // `memory` begins at a multiple of what TMA's pattern repeats after.
   __device__ CodeLong(const LongSlicesParams& s, char* memory, uint32_t given_barriers, uint32_t stage_barriers)
       : CodeSlices(s.slices, memory, nullptr, given_barriers), x(s.x),
         rounds(((steps_of(p.k) + 1) / 2 + SPLIT * DEPTH - 1) / (SPLIT * DEPTH)), full(stage_barriers),
@@ -62,7 +62,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
         of.scales = static_cast<const char*>(matrix.scales) + (place + lane() % DEPTH) * (2 * OCTET);
     }
   }
-  __device__ __forceinline__ void ask_next(Stream& of, uint32_t slot) const {
+  __device__ __forceinline__ void prefetch_next(Stream& of, uint32_t slot) const {
     if (of.from < units) {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
@@ -83,7 +83,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
   }
 
   // A thread: the steps of x that both halves of the block meet in a round. What x does not have are zeros.
-  __device__ __forceinline__ void ask_x(uint32_t round, uint32_t stage) const {
+  __device__ __forceinline__ void load_x(uint32_t round, uint32_t stage) const {
     const uint32_t slice = (steps_of(p.k) + 1) / 2, share = (slice + SPLIT - 1) / SPLIT, barrier = full + 8 * stage;
     barrier_expect(barrier, STAGE);
 #pragma unroll
@@ -159,18 +159,18 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
   }
 
   __device__ __forceinline__ void run() const {
-    allow_next();
-    if (threadIdx.x == 0) prefetch(x);
+    pdl_launch();
+    if (threadIdx.x == 0) prefetch_tensor_map(x);
     make_barriers();
-    Stream asked = {};
-    begin_unit(asked);
+    Stream ahead = {};
+    begin_unit(ahead);
 #pragma unroll 1
-    for (int i = 0; i < SLOTS; ++i) ask_next(asked, ring + i * R::SLOT);
+    for (int i = 0; i < SLOTS; ++i) prefetch_next(ahead, ring + i * R::SLOT);
     cluster_wait();
-    wait_previous();
+    pdl_wait();
     const uint32_t batches = (units + BATCH - 1) / BATCH, all = batches * rounds;
-    if (warp() < min(STAGES, all) && lane() == 0) ask_x(warp() % rounds, warp());
-    Ring<STAGES> stage;
+    if (warp() < min(STAGES, all) && lane() == 0) load_x(warp() % rounds, warp());
+    PipelineState<STAGES> stage;
     uint32_t slot = 0, done = 0;
 #pragma unroll 1
     for (uint32_t from = 0; from < units; from += BATCH) {
@@ -181,7 +181,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
         if (done > 0 && done - 1 + STAGES < all && warp() == done % WARPS && lane() == 0) {
           const uint32_t old = (done - 1) % STAGES;
           barrier_wait(empty + 8 * old, (done - 1) / STAGES % 2);
-          ask_x((done - 1 + STAGES) % rounds, old);
+          load_x((done - 1 + STAGES) % rounds, old);
         }
         await_copies_but<SLOTS - 1>();
         __syncwarp();  // scales are copied by other lanes
@@ -190,7 +190,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
         multiply_round(at, begin + round * DEPTH, stages + stage.stage * STAGE + part * PART, sums);
         __syncwarp();
         if (lane() == 0) barrier_arrive(empty + 8 * stage.stage);
-        ask_next(asked, at);
+        prefetch_next(ahead, at);
         stage.next();
         if (++slot == SLOTS) slot = 0;
       }
@@ -218,7 +218,7 @@ __device__ __forceinline__ void code_long(const LongSlicesParams& s) {
 
 }  // namespace fused
 
-// `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on a multiprocessor.
+// `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on an SM.
 #define FUSED_CODE_LONG(NAME)                                                                                \
   extern "C" __global__ void __launch_bounds__(256, 2) NAME(const __grid_constant__ fused::LongSlicesParams p) { \
     fused::code_long(p);                                                                                     \

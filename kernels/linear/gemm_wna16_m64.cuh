@@ -4,7 +4,7 @@
 // the tensor cores take them and go from there into registers.
 //
 // A unit is 16 rows of weights, a block takes `side` units side by side, and `split` warps share the k of
-// a unit: stage after stage each takes DEPTH steps of 128 values, asked for two stages ahead. What all
+// a unit: stage after stage each takes DEPTH steps of 128 values, loaded two stages ahead. What all
 // warps of a block need of x in a stage is copied to shared memory meanwhile; if there is room for all
 // stages they stay there for the block's next units.
 //
@@ -51,7 +51,7 @@ template <class Format> struct CodeTiles {
   };
 
   // Stage `at` of all that the block takes.
-  __device__ __forceinline__ void ask(Weights& w, uint32_t at) const {
+  __device__ __forceinline__ void prefetch(Weights& w, uint32_t at) const {
     if (at >= total) return;
     const uint32_t unit = unit_of(at / stages), step = first_step(at % stages);
     if (unit >= units) return;
@@ -62,7 +62,7 @@ template <class Format> struct CodeTiles {
       for (int d = 0; d < DEPTH; ++d) {
         if (step + d < steps) Format::load(w.pieces[d][i], row.codes, p.k, step + d, lane() % 4);
       }
-      w.scales[i].ask(p, row, step, steps, lane() % 4);
+      w.scales[i].prefetch(p, row, step, steps, lane() % 4);
     }
   }
 
@@ -129,7 +129,7 @@ template <class Format> struct CodeTiles {
 
   // All threads: the sums of the warps that share units, added up in their order, become outputs. Nobody
   // comes back here before a barrier of the next units' stages.
-  __device__ __forceinline__ void finish(uint32_t first, const float (&sums)[EIGHTS][4], float* parts) const {
+  __device__ __forceinline__ void epilogue(uint32_t first, const float (&sums)[EIGHTS][4], float* parts) const {
     const uint32_t warp = threadIdx.x / WARP;
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
@@ -150,7 +150,7 @@ template <class Format> struct CodeTiles {
         y = activate(e.activation, y);
       }
       Addends of;
-      of.ask_residuals(e, m, c);
+      of.load_residuals(e, m, c);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if (e.residuals[j]) y += widen_raw(of.residuals[j], e.dtype);
@@ -161,10 +161,10 @@ template <class Format> struct CodeTiles {
 
   __device__ __forceinline__ void run(float* parts) const {
     Weights w[2] = {};
-    allow_next();
-    ask(w[0], 0);
-    ask(w[1], 1);
-    wait_previous();
+    pdl_launch();
+    prefetch(w[0], 0);
+    prefetch(w[1], 1);
+    pdl_wait();
     for (int i = 0; i < AHEAD; ++i) copy(i);
     float sums[EIGHTS][4] = {};
 #pragma unroll 1
@@ -175,13 +175,13 @@ template <class Format> struct CodeTiles {
       copy(at + AHEAD);
       if (at % 2 == 0) {
         multiply(w[0], at, sums);
-        ask(w[0], at + 2);
+        prefetch(w[0], at + 2);
       } else {
         multiply(w[1], at, sums);
-        ask(w[1], at + 2);
+        prefetch(w[1], at + 2);
       }
       if ((at + 1) % stages > 0) continue;
-      finish(unit_of(at / stages) - place, sums, parts);
+      epilogue(unit_of(at / stages) - place, sums, parts);
 #pragma unroll
       for (int n = 0; n < EIGHTS; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.f;
     }

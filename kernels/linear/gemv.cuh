@@ -4,9 +4,9 @@
 // `Tensor` of gemv_dense_mma.cuh.
 //
 // A unit is a core's number of outputs, computed by `split` warps of a block that share k among
-// them. A tile is what a warp asks for at once. Every warp has two tiles on the way: both are asked
-// for before the wait, so that weights flow while the kernel before is still at work, and each is
-// asked for again as soon as it has been used, across the borders of units.
+// them. A tile is what a warp loads at once. Every warp has two tiles on the way: both are asked
+// for before the PDL wait, so that weights flow while the preceding kernel is still at work, and each is
+// loaded again as soon as it has been used, across the borders of units.
 #pragma once
 
 #include <type_traits>
@@ -64,7 +64,7 @@ template <class Core> struct FewRows {
     return min(column(unit, r), p.width - 1) + (gates(p) && Core::is_gated(r) ? p.width : 0);
   }
 
-  // Where the next tile to be asked for lies.
+  // Where the next tile to be loaded lies.
   struct Ahead {
     uint32_t round, step;
     typename Core::Rows rows;
@@ -75,8 +75,8 @@ template <class Core> struct FewRows {
     const uint32_t unit = unit_of(a.round);
     if (unit < units) a.rows.enter(p, [&](uint32_t r) { return weight_row(unit, r); });
   }
-  __device__ void ask(typename Core::Tile& tile, const Ahead& a) const {
-    if (unit_of(a.round) < units) tile.ask(p, a.rows, a.step, end);
+  __device__ void prefetch(typename Core::Tile& tile, const Ahead& a) const {
+    if (unit_of(a.round) < units) tile.prefetch(p, a.rows, a.step, end);
   }
   __device__ void advance(Ahead& a) const {
     a.step += Core::STEPS;
@@ -102,19 +102,19 @@ template <class Core> struct FewRows {
       o.column[i] = column(unit, r);
       o.valid[i] = part == 0 && unit < units && o.column[i] < p.width && o.m < p.m && Core::keeps();
       o.addends[i] = {};
-      if (part == 0) o.addends[i].ask_bias(p.epilogue, weight_row(unit, r));
+      if (part == 0) o.addends[i].load_bias(p.epilogue, weight_row(unit, r));
       if (gates(p) && Core::is_gated(r)) o.valid[i] = false;
     }
     return o;
   }
-  __device__ void ask_residuals(Outputs& o) const {
+  __device__ void load_residuals(Outputs& o) const {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-      if (o.valid[i]) o.addends[i].ask_residuals(p.epilogue, o.m, o.column[i]);
+      if (o.valid[i]) o.addends[i].load_residuals(p.epilogue, o.m, o.column[i]);
     }
   }
 
-  __device__ void finish(const Outputs& o, float (&y)[VALUES]) const {
+  __device__ void epilogue(const Outputs& o, float (&y)[VALUES]) const {
     const Epilogue& e = p.epilogue;
     if (e.bias) {
 #pragma unroll
@@ -159,17 +159,17 @@ template <class Core> struct FewRows {
   __device__ void run(typename Core::Staged* xs, float (*partial)[GEMV_WARPS][WARP * VALUES]) const {
     typename Core::Tile tiles[2] = {};
     Ahead ahead = {};
-    allow_next();
+    pdl_launch();
     enter(ahead);
-    ask(tiles[0], ahead);
+    prefetch(tiles[0], ahead);
     advance(ahead);
-    ask(tiles[1], ahead);
+    prefetch(tiles[1], ahead);
     advance(ahead);
     typename Core::Prepare prepare(p, xs, partial[0][0]);
-    prepare.ask();
+    prepare.prefetch();
     Outputs out = outputs(0);
-    wait_previous();
-    ask_residuals(out);
+    pdl_wait();
+    load_residuals(out);
     prepare.run();
     __syncthreads();
     bool second = false;  // which tile is next
@@ -178,10 +178,10 @@ template <class Core> struct FewRows {
       for (uint32_t step = begin; step < end; step += Core::STEPS) {
         if (second) {
           tiles[1].multiply(p, step, end, xs, sums);
-          ask(tiles[1], ahead);
+          prefetch(tiles[1], ahead);
         } else {
           tiles[0].multiply(p, step, end, xs, sums);
-          ask(tiles[0], ahead);
+          prefetch(tiles[0], ahead);
         }
         second = !second;
         advance(ahead);
@@ -189,10 +189,10 @@ template <class Core> struct FewRows {
       float y[VALUES];
       sums.total(p, xs, y);
       add_parts(y, partial[round % 2]);
-      finish(out, y);
+      epilogue(out, y);
       if (!in_round(++round)) return;
       out = outputs(round);
-      ask_residuals(out);
+      load_residuals(out);
     }
   }
 };
@@ -256,7 +256,7 @@ __device__ __forceinline__ float spread_sums(float (&v)[SIZE]) {
 //     struct Values;                    // the same ready to be multiplied, once for all rows of x
 //     struct Input;                     // the VALUES of x they meet
 //     static Row row(const Gemv&, const Matrix&, uint32_t row);   // row of that matrix
-//     static Chunk load(const Row&, uint32_t chunk);              // global loads, before the wait
+//     static Chunk load(const Row&, uint32_t chunk);              // global loads, before the PDL wait
 //     static Values values(const Chunk&);
 //     static Input input(const Gemv&, const float* xs, int m, uint32_t chunk);
 //     static float dot(const Values&, const Input&);
@@ -305,7 +305,7 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
   struct Tile {
     typename Format::Chunk chunk[ROWS][STEPS];
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         const uint32_t c = (step + s) * WARP + lane();
@@ -343,7 +343,7 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
 
     __device__ Prepare(const Gemv& p, float* xs, float* scratch)
         : p(p), stage(p.prologue, M == 1, p.k, xs, scratch) {}
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const {
       const int dtype = p.prologue.dtype;
       if (dtype == BF16) {
@@ -374,7 +374,7 @@ template <class Core> __device__ __forceinline__ void gemv(const Gemv& p, uint32
 }  // namespace fused
 
 // `NAME`: a kernel of this core from an architecture on, with registers for BLOCKS full blocks on a
-// multiprocessor.
+// SM.
 #define FUSED_FEW_ROWS_FROM(FROM, NAME, BLOCKS, ...)                                                   \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS)                            \
       NAME(const __grid_constant__ fused::Gemv p) {                                                    \

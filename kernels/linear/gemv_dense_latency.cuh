@@ -1,8 +1,8 @@
 // Small products of few rows of x, with x and weights of one 16-bit type: what a decode step of a
 // small model is made of. Their weights are in registers before x arrives, so all that counts is
-// the way from x to the output, and on that way every instruction, since a multiprocessor has
+// the way from x to the output, and on that way every instruction, since an SM has
 // hardly more than one warp at a time to hide them with. Hence no loops, no choice of types, and all
-// addresses made before the wait.
+// addresses made before the PDL wait.
 //
 // A block computes 8 rows of weights, and its warps share k. Lane 4 g + t of a warp holds 16 bytes of
 // row g of the weights and of x in each step: operands of gemv_dense_mma.cuh's `mma` as they are, so that x
@@ -61,7 +61,7 @@ template <typename T> struct SmallOutputs {
       bias[i] = e.bias ? read_raw(e.bias, DTYPE, row(2 * t + i)) : 0;
     }
   }
-  __device__ __forceinline__ void ask(const Epilogue& e) {
+  __device__ __forceinline__ void prefetch(const Epilogue& e) {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
 #pragma unroll
@@ -70,7 +70,7 @@ template <typename T> struct SmallOutputs {
       }
     }
   }
-  __device__ __forceinline__ void finish(const Gemv& p, float (&y)[VALUES]) const {
+  __device__ __forceinline__ void epilogue(const Gemv& p, float (&y)[VALUES]) const {
     const Epilogue& e = p.epilogue;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) y[i] += widen_raw<T>(bias[i]);
@@ -100,7 +100,7 @@ template <typename T> struct SmallOutputs {
 template <typename T, int STEPS> __device__ __forceinline__ void small_product(const Gemv& p) {
   __shared__ alignas(16) float squares[8][GEMV_WARPS];
   __shared__ alignas(16) float sums[GEMV_WARPS][WARP][2];
-  allow_next();
+  pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   // This lane's chunks of 8 values of k: every fourth from `first` up to the end of the warp's share.
   const uint32_t share = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
@@ -132,13 +132,13 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
   // Lanes past the last row of x take the last again; what they compute is not written.
   const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(p.prologue.x) + uint64_t(min(g, p.m - 1)) * p.k) + first;
 
-  wait_previous();
+  pdl_wait();
 #pragma unroll
   for (int s = 0; s < STEPS; ++s) {
     x[s] = make_uint4(0, 0, 0, 0);
     if (has(s)) x[s] = __ldcg(from + 4 * s);
   }
-  if (warp == 0) out.ask(p.epilogue);
+  if (warp == 0) out.prefetch(p.epilogue);
   if (normed) {
     float sum = 0.f;
 #pragma unroll
@@ -175,7 +175,7 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
     y2.x += part.x, y2.y += part.y;
   }
   float y[2] = {y2.x, y2.y};
-  out.finish(p, y);
+  out.epilogue(p, y);
 }
 
 }  // namespace fused

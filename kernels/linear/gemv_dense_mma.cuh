@@ -85,7 +85,7 @@ template <typename T, int STEPS_> struct Tensor {
       return step + STEPS <= min(end, p.k / 32);
     }
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
       const T* at = from.row + step * 32;
       if (whole(p, step, end)) {
 #pragma unroll
@@ -129,7 +129,7 @@ template <typename T, int STEPS_> struct Tensor {
 
     __device__ Prepare(const Gemv& p, T* xs, float* scratch)
         : p(p), stage(p.prologue, p.m == 1, p.k, xs, scratch) {}
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const {
       stage.template run<T>(p.m);
       const uint32_t tail = (0u - p.k) % 32;

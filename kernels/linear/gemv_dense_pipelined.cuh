@@ -1,7 +1,7 @@
 // y = act(prologue(x) W^T + bias) + residuals for one row of x and weights of its 16-bit type that are
-// more than the multiprocessors hold: they stream through rings in shared memory, one for each warp.
+// more than the SMs hold: they stream through rings in shared memory, one for each warp.
 //
-// What costs such a product its bandwidth are its ends, so what does not need x is asked for before the
+// What costs such a product its bandwidth are its ends, so what does not need x is loaded before the
 // wait, little by little, and all of x at once behind it. A block has consecutive units of two rows of weights
 // and cuts all their steps into equal shares for its warps, borders of units or not: no warp has more
 // to do than another, and sums meet once, at the end.
@@ -12,12 +12,12 @@
 
 namespace fused {
 
-constexpr int STREAM_AHEAD = 2;                   // of the norm's weight and bias, before the wait
-// Slots that are asked for before the wait, where x is normed behind it: x is not to stand in line behind all
+constexpr int STREAM_AHEAD = 2;                   // of the norm's weight and bias, before the PDL wait
+// Slots that are loaded before the PDL wait, where x is normed behind it: x is not to stand in line behind all
 // of them, or what they hold is waiting when the sums of x are still being taken.
 constexpr uint32_t STREAM_EARLY = 8;
-// Slots of a warp that are on their way before the wait. All of a ring at once, in all blocks, would keep the
-// memory from the last reads of the kernel in front for as long as it takes to answer, and those are what all
+// Slots of a warp that are on their way before the PDL wait. All of a ring at once, in all blocks, would keep the
+// memory from the last reads of the preceding kernel for as long as it takes to answer, and those are what all
 // wait for.
 constexpr int STREAM_PACE = 2;
 
@@ -38,11 +38,11 @@ __device__ __forceinline__ void wait_oldest(uint32_t slots) {
 }
 
 // What is fetched does not stand in line with the weights.
-constexpr uint32_t FETCH_LINE = 128, FETCH_MOST = 1 << 17;  // bytes, lines
+constexpr uint32_t FETCH_LINE = 128, MAX_FETCH_LINES = 1 << 17;  // bytes, lines
 
 __device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position) {
   const uint32_t bytes = min(uint64_t(position) * f.row, uint64_t(f.plane));
-  const uint32_t lines = min((bytes + FETCH_LINE - 1) / FETCH_LINE, FETCH_MOST / (2 * f.planes));
+  const uint32_t lines = min((bytes + FETCH_LINE - 1) / FETCH_LINE, MAX_FETCH_LINES / (2 * f.planes));
   for (uint32_t i = blockIdx.x * GEMV_THREADS + threadIdx.x; i < 2 * f.planes * lines; i += gridDim.x * GEMV_THREADS) {
     const uint32_t plane = i / lines / 2;
     const char* from = (i / lines % 2 ? f.v : f.k) + uint64_t(plane) * f.plane + i % lines * FETCH_LINE;
@@ -82,7 +82,7 @@ template <typename T, bool PAIR> struct Stream {
     sums = reinterpret_cast<float*>(xs + staged_pitch<T>(p.k));
   }
 
-  // Where the next step to be asked for lies.
+  // Where the next step to be loaded lies.
   struct Ahead {
     uint32_t at, unit, step;
     const char *rows[2], *others[2];  // the second matrix's, as if they began where the first's do
@@ -103,7 +103,7 @@ template <typename T, bool PAIR> struct Stream {
   }
 
   // A lane copies what it will multiply itself, so nobody else has to be told.
-  __device__ void ask(Ahead& a, uint32_t slot) const {
+  __device__ void prefetch(Ahead& a, uint32_t slot) const {
     if (a.at < end) {
       const uint32_t at = (a.step * WARP + lane()) * 8;
       if (at < p.k) {
@@ -122,12 +122,12 @@ template <typename T, bool PAIR> struct Stream {
     commit_copies();
   }
 
-  // Of the norm's weight and bias what is asked for ahead: behind the wait it would stand in line behind all
+  // Of the norm's weight and bias what is loaded ahead: after the PDL wait it would stand in line behind all
   // the weights that are on their way.
   struct Affine {
     uint4 weight[STREAM_AHEAD], bias[STREAM_AHEAD];
 
-    __device__ void ask(const Prologue& x, uint32_t packs) {
+    __device__ void prefetch(const Prologue& x, uint32_t packs) {
       if (x.norm == NORM_NONE) return;
       read(x.weight, packs, weight);
       if (x.bias) read(x.bias, packs, bias);
@@ -195,12 +195,12 @@ template <typename T, bool PAIR> struct Stream {
     return y;
   }
 
-  __device__ void finish(Addends addends) const {
+  __device__ void epilogue(Addends addends) const {
     const Epilogue& e = p.epilogue;
     for (uint32_t i = threadIdx.x; i < units * outputs; i += GEMV_THREADS) {
       const uint32_t column = first * outputs + i;
       if (column >= p.width) return;
-      if (i >= GEMV_THREADS) ask(addends, column);
+      if (i >= GEMV_THREADS) prefetch(addends, column);
       float y = total(i / outputs, i % outputs) + widen_raw(addends.bias, e.dtype);
       if (gates(p)) {
         const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, column + p.width), e.dtype) : 0.f;
@@ -213,12 +213,12 @@ template <typename T, bool PAIR> struct Stream {
       write(e.out, e.out_dtype, column, y);
     }
   }
-  __device__ void ask(Addends& addends, uint32_t column) const {
-    addends.ask_bias(p.epilogue, column);
-    addends.ask_residuals(p.epilogue, 0, column);
+  __device__ void prefetch(Addends& addends, uint32_t column) const {
+    addends.load_bias(p.epilogue, column);
+    addends.load_residuals(p.epilogue, 0, column);
   }
 
-  // All of this warp's steps; each is asked for again as soon as its slot is free.
+  // All of this warp's steps; each is loaded again as soon as its slot is free.
   __device__ void multiply(Ahead& ahead) const {
     const uint32_t packs = p.k / 8, mine = shared_address(ring) + lane() * 16;
     float v[2] = {};
@@ -239,7 +239,7 @@ template <typename T, bool PAIR> struct Stream {
           v[r] += dot(w, x);
         }
       }
-      ask(ahead, mine + slot * STREAM_SLOT);
+      prefetch(ahead, mine + slot * STREAM_SLOT);
       if (++slot == p.slots) slot = 0;
       if (++step == steps) {
         keep(unit, v, began);
@@ -249,10 +249,10 @@ template <typename T, bool PAIR> struct Stream {
     if (step != 0 && begin < end) keep(unit, v, began);
   }
 
-  // `ready`: the kernel in front does not write x, and all before that one are complete. Then only the
+  // `ready`: the preceding kernel does not write x, and all before that one are complete. Then only the
   // outputs wait.
   __device__ void run(float (*scratch)[GEMV_WARPS], bool ready, const Fetch& fetch) const {
-    if (ready) allow_next();
+    if (ready) pdl_launch();
     uint32_t position = 0;
     if (fetch.position) position = read_raw(fetch.position, F32, 0);
     const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
@@ -261,35 +261,35 @@ template <typename T, bool PAIR> struct Stream {
     uint4 raw[STREAM_PACKS];
     Addends addends = {};
     // What is short comes first, the rings' reads take long.
-    affine.ask(p.prologue, packs);
-    if (finishes) addends.ask_bias(p.epilogue, column);
+    affine.prefetch(p.prologue, packs);
+    if (finishes) addends.load_bias(p.epilogue, column);
     if (ready) read(p.prologue.x, packs, raw);
     const uint32_t mine = shared_address(ring) + lane() * 16;
     const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.slots : min(p.slots, STREAM_EARLY);
     Ahead ahead = {begin, begin / steps, begin % steps};
     if (begin < end) enter(ahead);
-    // In front of the ring, which is long on its way: so they are there when x is asked for.
+    // In front of the ring, which is long on its way: so they are there when x is loaded.
     if (fetch.position) fetch_lines(fetch, position);
 #pragma unroll 1
     for (uint32_t i = 0; i < early; ++i) {
-      ask(ahead, mine + i * STREAM_SLOT);
+      prefetch(ahead, mine + i * STREAM_SLOT);
       if (!ready) await_copies_but<STREAM_PACE>();
     }
     if (!ready) {
-      wait_previous();
+      pdl_wait();
       // Not before: so the next kernel may rely on all in front of this one. It has no room here anyway.
-      allow_next();
+      pdl_launch();
       read(p.prologue.x, packs, raw);
 #pragma unroll 1
-      for (uint32_t i = early; i < p.slots; ++i) ask(ahead, mine + i * STREAM_SLOT);
+      for (uint32_t i = early; i < p.slots; ++i) prefetch(ahead, mine + i * STREAM_SLOT);
     }
-    if (finishes) addends.ask_residuals(p.epilogue, 0, column);
+    if (finishes) addends.load_residuals(p.epilogue, 0, column);
     stage(raw, affine, scratch);
 
     multiply(ahead);
-    if (ready) wait_previous();
+    if (ready) pdl_wait();
     __syncthreads();
-    finish(addends);
+    epilogue(addends);
   }
 
   template <int N> __device__ static void read(const void* from, uint32_t packs, uint4 (&raw)[N]) {
@@ -302,7 +302,7 @@ template <typename T, bool PAIR> struct Stream {
 };
 
 // The body of a kernel, or of those of its blocks that share the product. Turing has no asynchronous copies,
-// and the host asks it for none of this.
+// and never runs it.
 template <typename T, bool PAIR>
 __device__ __forceinline__ void stream(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, bool ready,
                                        const Fetch& fetch) {

@@ -106,7 +106,7 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
   struct Tile {
     typename Format::Piece pieces[STEPS][2];
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         if (step + s >= end) break;
@@ -245,7 +245,7 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
 
     __device__ Prepare(const Gemv& p, char* xs, float* scratch)
         : stage(p, XRows{xs, p.m, groups_of(p.k)}, scratch) {}
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const { stage.run(); }
   };
 };

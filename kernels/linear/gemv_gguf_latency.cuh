@@ -79,7 +79,7 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
   __shared__ alignas(16) char staged[WARPS][SMALL_ROWS * SmallRows::PITCH];
   __shared__ alignas(16) float2 sums[UNITS][WARPS][WARP];
   __shared__ float squares[SMALL_ROWS][WARPS];
-  allow_next();
+  pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
   const uint32_t g = lane / 4, t = lane % 4, groups = groups_of(p.k);
   auto column = [&](uint32_t unit, uint32_t r) {
@@ -110,13 +110,13 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
   }
   const float4* from = static_cast<const float4*>(p.prologue.x) + four;
 
-  wait_previous();
+  pdl_wait();
   float4 x[SMALL_ROWS] = {};
 #pragma unroll
   for (int r = 0; r < SMALL_ROWS; ++r) {
     if (r < p.m && mine) x[r] = __ldcg(from + r * (p.k / 4));
   }
-  if (warp < UNITS) out.ask(p.epilogue);
+  if (warp < UNITS) out.prefetch(p.epilogue);
   SmallWeights<Format> weights[UNITS];
 #pragma unroll
   for (int u = 0; u < UNITS; ++u) weights[u].unpack(pieces[u], t);
@@ -174,13 +174,13 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
     const float factor = rsqrtf(__fdividef(square, p.k) + p.prologue.eps);
     total[0] *= factor, total[1] *= factor;
   }
-  out.finish(p, total);
+  out.epilogue(p, total);
 }
 
 }  // namespace fused
 
 // `NAME`: a kernel for blocks of FORMAT, UNITS times 8 rows of weights, and up to WARPS groups of k. Turing
-// has no bf16, and the host asks it for none of this.
+// has no bf16, and never runs it.
 #define FUSED_SMALL_BLOCKS(NAME, FORMAT, UNITS, WARPS)                                        \
   extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                           \
       NAME(const __grid_constant__ fused::Gemv p) {                                           \

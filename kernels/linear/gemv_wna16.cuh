@@ -124,7 +124,7 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
   static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
   static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
 
-  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
+  __device__ __forceinline__ void prefetch(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
     const char* scales = static_cast<const char*>(p.weights[row.which].scales);
     const uint32_t zeros_at = ZEROS ? p.weights[row.which].zeros : 0, count = groups(p);
 #pragma unroll
@@ -169,7 +169,7 @@ template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
   static __device__ __forceinline__ bool begins(const Gemv&, int e) { return e == 0; }
   static __device__ __forceinline__ bool ends(const Gemv&, int e) { return e == 3; }
 
-  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
+  __device__ __forceinline__ void prefetch(const Gemv& p, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
     by = load_u32(static_cast<const char*>(p.weights[row.which].scales) + 4 * uint64_t(row.row));
   }
   __device__ __forceinline__ float scale(const Gemv&, int, int) const { return __uint_as_float(by); }
@@ -359,7 +359,7 @@ template <class Format> struct CodeRows : SixteenRows {
     typename Format::Piece pieces[STEPS][2];
     Scales scales[2];
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         if (step + s >= end) break;
@@ -367,7 +367,7 @@ template <class Format> struct CodeRows : SixteenRows {
         for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i].codes, p.k, step + s, member());
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[i].ask(p, from.row[i], step, end, member());
+      for (int i = 0; i < 2; ++i) scales[i].prefetch(p, from.row[i], step, end, member());
     }
 
     __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
@@ -439,9 +439,9 @@ template <class Format> struct CodeRows : SixteenRows {
 
     __device__ Prepare(const Gemv& p, char* xs, float* scratch) : stage(p, XRows(p, xs), scratch) {
       // Rows are long: the whole block takes one after the other.
-      stage.team.block = true;
+      stage.group.block = true;
     }
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const {
       const Gemv& p = stage.p;
       const bool plain = p.prologue.norm == NORM_NONE && p.prologue.dtype == BF16 && p.k % 8 == 0;
@@ -450,7 +450,7 @@ template <class Format> struct CodeRows : SixteenRows {
       for (uint32_t r = 0; r < p.m; ++r) {
         const char* x = static_cast<const char*>(p.prologue.x) + r * bytes;
         if (r > 0) __syncthreads();  // the scratch is used again
-        if (!(plain && stage.rows.take(x, r, p.k, stage.team, stage.scratch))) stage.stage(x, r);
+        if (!(plain && stage.rows.take(x, r, p.k, stage.group, stage.scratch))) stage.stage(x, r);
       }
       stage.rows.clear_tail(p.m, p.k);
     }

@@ -1,9 +1,9 @@
 // y = act(prologue(x) W^T + bias) + residuals for one row of x and weights in INT4 or ternary codes
 // (formats/packed.cuh), on Hopper: the weights stream through a ring in shared memory.
 //
-// A product of one row is a chain: the kernel before ends, x is read, multiplied, summed up, written. While
-// one kernel is in it, the next one's weights are to come. So a block takes half of a multiprocessor: that of
-// the next kernel has the other half and fills its ring. A thread that does nothing else asks for weights, and
+// A product of one row is a chain: the preceding kernel ends, x is read, multiplied, summed up, written. While
+// one kernel is in it, the next one's weights are to come. So a block takes half of an SM: that of
+// the next kernel has the other half and fills its ring. A thread that does nothing else loads weights, and
 // for no more at a time than keep memory busy: x is not to stand in line behind all of them.
 //
 // A unit is 16 rows, operand A of a 16-row `mma`, and a slot of the ring has 16 steps of them. Of each slice
@@ -20,12 +20,12 @@ namespace fused {
 
 constexpr uint32_t SLICE = CHUNK * STREAM_WARPS;  // steps of a slot
 static_assert(SLICE == CODE_STREAM_SLICE);
-constexpr uint32_t MOST_SLOTS = CODE_STREAM_MAX_SLOTS;
+constexpr uint32_t MAX_SLOTS = CODE_STREAM_MAX_SLOTS;
 constexpr int ROUND = 8;  // units whose sums meet at once
-constexpr int GAINS = 2;  // slices of a norm's weight that a warp asks for before the wait
+constexpr int GAINS = 2;  // slices of a norm's weight that a warp loads before the PDL wait
 
 // A place in the ring, and the parity of its barriers.
-struct Place {
+struct StageState {
   uint32_t stage, phase;
 
   __device__ __forceinline__ void next(uint32_t slots) {
@@ -46,7 +46,7 @@ template <class Format> struct CodeStream {
 
   __device__ CodeStream(const Gemv& p, char* memory, uint32_t barriers)
       : p(p), steps(steps_of(p.k)), slices((steps + SLICE - 1) / SLICE), ring(memory), xs(memory + p.slots * SLOT),
-        full(barriers), empty(barriers + 8 * MOST_SLOTS) {
+        full(barriers), empty(barriers + 8 * MAX_SLOTS) {
     const uint32_t outputs = gates(p) ? OCTET : 2 * OCTET, all = (p.width + outputs - 1) / outputs;
     units = (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
   }
@@ -58,10 +58,10 @@ template <class Format> struct CodeStream {
     return unit * (2 * OCTET) + r;
   }
 
-  // One thread asks for all weights: each copy costs it some 50 ns, so they had better be large.
+  // One thread loads all weights: each copy costs it some 50 ns, so they had better be large.
   __device__ void fill() const {
     const uint64_t policy = evict_first();
-    Place next = {}, behind = {};
+    StageState next = {}, behind = {};
     const uint32_t ahead = min(Format::AHEAD, p.slots);
     uint32_t i = 0;
 #pragma unroll 1
@@ -113,16 +113,16 @@ template <class Format> struct CodeStream {
     const Matrix& matrix = matrix_of(p, row);
     return __uint_as_float(load_u32(static_cast<const uint32_t*>(matrix.scales) + row));
   }
-  __device__ void ask(Ahead& a, uint32_t i, uint32_t r) const {
+  __device__ void prefetch(Ahead& a, uint32_t i, uint32_t r) const {
     a = {};
     if (column(i, r) >= p.width) return;
-    a.addends.ask_bias(p.epilogue, weight_row(i, r));
+    a.addends.load_bias(p.epilogue, weight_row(i, r));
     a.by = scale_of(weight_row(i, r));
   }
-  __device__ void ask_residuals(Ahead& a, uint32_t i, uint32_t r) const {
-    if (column(i, r) < p.width) a.addends.ask_residuals(p.epilogue, 0, column(i, r));
+  __device__ void load_residuals(Ahead& a, uint32_t i, uint32_t r) const {
+    if (column(i, r) < p.width) a.addends.load_residuals(p.epilogue, 0, column(i, r));
   }
-  __device__ void finish(const Ahead& a, uint32_t i, uint32_t r, const float (*sums)[2 * OCTET]) const {
+  __device__ void epilogue(const Ahead& a, uint32_t i, uint32_t r, const float (*sums)[2 * OCTET]) const {
     const Epilogue& e = p.epilogue;
     const uint32_t column = this->column(i, r);
     if (column >= p.width) return;
@@ -153,7 +153,7 @@ template <class Format> struct CodeStream {
   // Norms what this lane has of x.
   __device__ void norm(uint4 (&held)[HELD], const uint4 (&gains)[GAINS], float (*scratch)[STREAM_WARPS]) const {
     const Prologue& x = p.prologue;
-    const Team team(STREAM_THREADS);
+    const ThreadGroup group(STREAM_THREADS);
     const auto sum = [&](float mean, bool squares) {
       float sum = 0.f;
 #pragma unroll
@@ -166,8 +166,8 @@ template <class Format> struct CodeStream {
       }
       return sum;
     };
-    const float mean = x.norm == NORM_LAYER ? team.sum(sum(0.f, false), scratch[0]) / p.k : 0.f;
-    const float factor = rsqrtf(__fdividef(team.sum(sum(mean, true), scratch[1]), p.k) + x.eps);
+    const float mean = x.norm == NORM_LAYER ? group.sum(sum(0.f, false), scratch[0]) / p.k : 0.f;
+    const float factor = rsqrtf(__fdividef(group.sum(sum(mean, true), scratch[1]), p.k) + x.eps);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       if (pack_of(i) >= p.k / 8) break;
@@ -198,7 +198,7 @@ template <class Format> struct CodeStream {
   }
 
   // One unit's sums of this warp.
-  __device__ void multiply(const typename Format::Row& x, uint32_t warp, float by, Place& slot,
+  __device__ void multiply(const typename Format::Row& x, uint32_t warp, float by, StageState& slot,
                            float (*sums)[2 * OCTET]) const {
     const uint32_t lane = threadIdx.x % WARP;
     typename Format::Sums own = {};
@@ -231,38 +231,38 @@ template <class Format> struct CodeStream {
     }
     barriers_made();
     __syncthreads();
-    allow_next();
+    pdl_launch();
     if (warp == STREAM_WARPS) {
       if (threadIdx.x % WARP == 0) fill();
       return;
     }
     typename Format::Row row(p, xs);
-    RowStage<typename Format::Row> stages(p, row, scratch[0], Team(STREAM_THREADS));
+    RowStage<typename Format::Row> stages(p, row, scratch[0], ThreadGroup(STREAM_THREADS));
     uint4 gains[GAINS];
     if (!holds()) {
-      stages.ask();
+      stages.prefetch();
     } else if (p.prologue.norm != NORM_NONE) {
 #pragma unroll
       for (int i = 0; i < GAINS; ++i) gains[i] = read_pack(p.prologue.weight, p.k, pack_of(i));
     }
     const uint32_t i = threadIdx.x / (2 * OCTET), r = threadIdx.x % (2 * OCTET);
     Ahead a = {};
-    if (i < ROUND) ask(a, i, r);
-    wait_previous();
+    if (i < ROUND) prefetch(a, i, r);
+    pdl_wait();
     if (units == 0) return;
-    if (i < ROUND) ask_residuals(a, i, r);
+    if (i < ROUND) load_residuals(a, i, r);
     const float by = stage(row, stages, gains, scratch);
-    Place slot = {};
+    StageState slot = {};
 #pragma unroll 1
     for (uint32_t begin = 0;; begin += ROUND) {
 #pragma unroll 1
       for (uint32_t unit = begin; unit < min(begin + ROUND, units); ++unit)
         multiply(row, warp, by, slot, sums[unit - begin]);
       sync_first(STREAM_THREADS);
-      if (i < ROUND) finish(a, begin + i, r, sums[i]);
+      if (i < ROUND) epilogue(a, begin + i, r, sums[i]);
       if (begin + ROUND >= units) return;
       sync_first(STREAM_THREADS);
-      if (i < ROUND) ask(a, begin + ROUND + i, r), ask_residuals(a, begin + ROUND + i, r);
+      if (i < ROUND) prefetch(a, begin + ROUND + i, r), load_residuals(a, begin + ROUND + i, r);
     }
   }
 };
@@ -274,7 +274,7 @@ template <class Format> __device__ __forceinline__ void code_stream(const Gemv& 
   extern __shared__ float4 dynamic_shared[];
   __shared__ float sums[ROUND][STREAM_WARPS][2 * OCTET];
   __shared__ alignas(16) float scratch[2][STREAM_WARPS];
-  __shared__ uint64_t barriers[2 * MOST_SLOTS];
+  __shared__ uint64_t barriers[2 * MAX_SLOTS];
   CodeStream<Format>(p, reinterpret_cast<char*>(dynamic_shared), shared_address(barriers)).run(sums, scratch);
 #endif
 }

@@ -44,9 +44,9 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
   const T* weight = static_cast<const T*>(p.prologue.weight);
   const T* bias = static_cast<const T*>(p.prologue.bias);
   const int norm = p.prologue.norm;
-  wait_previous();
-  // Not before: the product asks for weights without waiting.
-  allow_next();
+  pdl_wait();
+  // Not before: the product loads weights without waiting.
+  pdl_launch();
   if (g.row >= p.rows) return;
   const T* in = static_cast<const T*>(p.prologue.x) + g.row * p.width;
   int8_t* codes = p.codes + g.row * p.pitch;
@@ -97,7 +97,7 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
                                               : fmaf((value - mean) * factor, by, to_float(b.v[j])));
     }
   };
-  Most<T, N> most;
+  MaxMagnitude<T, N> most;
   each_pack([&](Pack<T, N>& v, uint32_t at, bool) {
     normalise(v, at);
     most.take(v);

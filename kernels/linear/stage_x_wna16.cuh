@@ -47,10 +47,10 @@ template <uint32_t PAD_> struct PartRows {
   }
   __device__ float put_largest(uint32_t, float) const { return 1.f; }
   // A row of bf16 as it is, k being a multiple of 8.
-  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float*) const {
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const ThreadGroup& group, float*) const {
     // All of it on its way at once, without registers.
     const uint32_t to = shared_address(part(row, 0));
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i);
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) copy_async(to + 16 * i, x + 16 * i);
     await_copies();
     return true;
   }
@@ -141,24 +141,24 @@ struct ByteRows {
     return largest > 0.f ? 127.f / largest : 0.f;
   }
   // A row of bf16, k being a multiple of 8.
-  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float* scratch) const {
-    // All of it on its way at once, without registers; a thread gets back what it has asked for.
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const ThreadGroup& group, float* scratch) const {
+    // All of it on its way at once, without registers; a thread gets back what it has loaded.
     uint4* held = reinterpret_cast<uint4*>(raw() + row * (k / 4));
     const uint32_t to = shared_address(held);
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i);
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) copy_async(to + 16 * i, x + 16 * i);
     await_copies();
     uint32_t both = 0;
 #pragma unroll 2
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) {
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) {
       const uint4 v = held[i];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) both = __vmaxu2(both, words[w] & 0x7fff7fffu);
     }
     const uint32_t largest = max(both << 16, both & 0xffff0000u);
-    const float by = put_largest(row, __uint_as_float(team.max(largest, scratch)));
+    const float by = put_largest(row, __uint_as_float(group.max(largest, scratch)));
 #pragma unroll 2
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) {
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) {
       const uint4 v = held[i];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
       uint32_t even[4], odd[4];

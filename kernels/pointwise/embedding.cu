@@ -12,8 +12,8 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_blocks(const __grid_constant__ EmbeddingParams p) {
   // A quarter of a block for each thread.
   const uint32_t thread = blockIdx.x * EMBEDDING_THREADS + threadIdx.x, block = thread / 4;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (block >= p.units) return;
   for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
     const uint32_t id = p.ids[i];
@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 template <typename Unit> __device__ __forceinline__ void gather(const EmbeddingParams& p, Unit nan) {
   const uint32_t unit = blockIdx.x * EMBEDDING_THREADS + threadIdx.x;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (unit >= p.units) return;
   for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
     const uint32_t id = p.ids[i];

@@ -237,14 +237,14 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid
   __shared__ Best found;
   const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
   const uint32_t end = min(begin + p.slice, p.vocab);
-  allow_next();
+  pdl_launch();
   const SampleSettings s = p.settings[b];
   const bool greedy = s.inverse_temperature == 0.f;
   const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
   const bool penalised = p.history && s.penalty != 1.f;
   const bool drawn = all && !greedy;
   const uint64_t row = uint64_t(b) * p.vocab;
-  wait_previous();
+  pdl_wait();
   const uint32_t draw = p.position[b] + 1, step = p.step ? p.step[b] : 0;
   if (penalised || drawn) {
     for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) slice[i - begin] = logit(p, row + i);

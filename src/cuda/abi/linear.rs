@@ -179,10 +179,10 @@ abi! {
         slices: SlicesParams,
     }
 
-    const FINISH_THREADS: Count<i32> = 256;
+    const SUMS_EPILOGUE_THREADS: Count<i32> = 256;
 
     /// What the library leaves to do behind a product of many rows.
-    struct FinishParams {
+    struct SumsEpilogueParams {
         /// `[m, rows]`
         sums: Const<f32>,
         epilogue: Epilogue,
@@ -276,15 +276,15 @@ abi! {
     }
 
     /// Stages of W at most, where a launch makes int8 of x itself.
-    const W8A8_DIRECT_MAX_STAGES: Count<i32> = 12;
+    const W8A8_CLUSTER_MAX_STAGES: Count<i32> = 12;
 
-    /// The forms that make int8 of x themselves: rows of x and of W of a block, teams of four warps that
+    /// The forms that make int8 of x themselves: rows of x and of W of a block, warpgroups of four warps that
     /// multiply, those of them that lie beside one another in W's rows, warps that make int8 of x, whether the last
-    /// of them asks for W instead of a warp of its own, blocks that share rows of x, lanes for a row of it, packs
+    /// of them loads W instead of a warp of its own, blocks that share rows of x, lanes for a row of it, packs
     /// of 16 values for each lane at most, whether all of W is in shared memory, and stages of W that are
-    /// asked for in front of x.
-    table W8A8_DIRECT of W8A8Direct (
-        rows: usize, columns: usize, teams: usize, beside: usize, makers: usize, asks: bool, cluster: usize,
+    /// loaded before x.
+    table W8A8_CLUSTER of W8A8Cluster (
+        rows: usize, columns: usize, warpgroups: usize, beside: usize, producers: usize, loads_w: bool, cluster: usize,
         lanes: usize, packs: usize, whole: bool, early: usize
     ) = [
         (64, 64, 1, 1, 8, false, 4, 16, 3, true, 0),
@@ -295,8 +295,8 @@ abi! {
         (64, 192, 2, 2, 11, false, 3, 32, 3, false, 0)
     ];
 
-    struct W8A8DirectParams {
-        /// Tiles of half a team's rows.
+    struct W8A8ClusterParams {
+        /// Tiles of half a warpgroup's rows.
         weights: [TensorMap; MAX_WEIGHTS],
         /// Without x and its scales.
         product: W8A8Product,

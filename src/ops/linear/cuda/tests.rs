@@ -13,7 +13,7 @@ use std::path::Path;
 /// Set to write the files anew that the tests compare with.
 const UPDATE: &str = "CANDLE_FUSED_WRITE_TABLES";
 
-/// Name, compute capability, multiprocessors, shared memory of a block.
+/// Name, compute capability, SMs, shared memory of a block.
 const GPUS: [(&str, u32, u32, u32); 7] = [
     ("T4", 75, 40, 64 << 10),
     ("A100", 80, 108, 163 << 10),
@@ -116,7 +116,7 @@ fn case(
         },
         bias: false,
         residuals: 0,
-        in_chain: false,
+        one_cta_per_sm: false,
         alignment: Alignment::ALL,
     }
 }

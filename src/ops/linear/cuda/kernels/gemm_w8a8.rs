@@ -31,7 +31,7 @@ static QUANTIZE: Module = Module::new(
         "quantize_rows_bf16",
     ],
 )
-.beside_the_next();
+.with_all_shared_memory();
 
 static WARPS: Module = Module::new("gemm_w8a8", fatbin!("gemm_w8a8"), &["gemm_w8a8_mma"]);
 

@@ -21,7 +21,7 @@ pub(super) static MODULE: Module = Module::new(
         "gemm_wna16_m16_int4",
     ],
 )
-.beside_the_next();
+.with_all_shared_memory();
 
 /// INT4 in groups of 128 where k is so long that warps would read x anew for every two steps.
 pub(super) static TMA: Module = Module::new(
@@ -29,7 +29,7 @@ pub(super) static TMA: Module = Module::new(
     fatbin!("gemm_wna16_m16_tma"),
     &["gemm_wna16_m16_tma_int4_g128"],
 )
-.beside_the_next();
+.with_all_shared_memory();
 
 /// INT4 in groups of 128, where there are few units and steps: without clusters, and in clusters of two to four.
 static CLUSTER: Module = Module::new(
@@ -42,7 +42,7 @@ static CLUSTER: Module = Module::new(
         "gemm_wna16_m16_cluster_int4_g128_4",
     ],
 )
-.beside_the_next();
+.with_all_shared_memory();
 
 /// Bytes of the ring of a warp of each kernel: codes, scales and zero points of its slots.
 const RINGS: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
@@ -67,7 +67,7 @@ const GIVEN: usize = (4 + 1) * SUMS / 2;
 /// Static shared memory at most of the kernels that need as much as that: all but [`CLUSTER`].
 pub(super) const FIXED_SHARED: usize = 1056;
 
-/// Units of a cluster past which multiprocessors have two blocks, for each kernel: where warps have all of their
+/// Units of a cluster past which SMs have two blocks, for each kernel: where warps have all of their
 /// steps at once, and where they do not. As measured on an H100 with 4 to 14 units; INT8 with more than 4 of the
 /// latter was not.
 const MANY: [[usize; 2]; 3] = [[16, usize::MAX], [16, 6], [5, 3]];
@@ -122,14 +122,14 @@ pub(crate) fn plan(case: &Case) -> Planned {
         return Err("the pipelines do not fit into shared memory");
     }
     let once = (gpu.sms as usize / slices).max(1);
-    // Two blocks of a multiprocessor hide each other's waits, but read x twice and begin after the preceding
+    // Two blocks of an SM hide each other's waits, but read x twice and begin after the preceding
     // kernel.
     let room = shared + FIXED_SHARED <= gpu.share(2);
     let most = MANY[kernel][usize::from(slice > split * DEPTH)];
     let many = room && units > most.saturating_mul(once);
     let clusters = (once * if many { 2 } else { 1 }).min(units);
-    // More than half of a multiprocessor's, with what is static, where two blocks of it are not to meet.
-    let shared = match case.in_chain && !many {
+    // More than half of an SM's, with what is static, where two blocks of it are not to meet.
+    let shared = match case.one_cta_per_sm && !many {
         true => shared.max(gpu.share(2)),
         false => shared,
     };
@@ -184,7 +184,7 @@ pub(crate) fn cluster(case: &Case) -> Planned {
     }))
 }
 
-/// INT4 in groups of 128 and long k, x by TMA, in clusters of two. Blocks have more than half of a multiprocessor's
+/// INT4 in groups of 128 and long k, x by TMA, in clusters of two. Blocks have more than half of an SM's
 /// shared memory: those of the next launch begin early, and would come to stand two and two.
 pub(crate) fn tma(case: &Case) -> Planned {
     let Shape { units, steps, .. } = shape(case)?;
@@ -213,7 +213,7 @@ pub(crate) fn tma(case: &Case) -> Planned {
 }
 
 /// Blocks of a cluster, which have three steps or more on the average if there are several, and of which share of a
-/// multiprocessor's shared memory they take more, as measured on an H100 with 8 to 128 units and 4 to 16 steps.
+/// SM's shared memory they take more, as measured on an H100 with 8 to 128 units and 4 to 16 steps.
 fn short_slices(sms: usize, units: usize, steps: usize) -> Option<(usize, usize)> {
     let most = (steps / 3).max(1);
     let first = |sides: &[(usize, usize)]| {
@@ -221,7 +221,7 @@ fn short_slices(sms: usize, units: usize, steps: usize) -> Option<(usize, usize)
         let side = sides.find(|(slices, quarters)| 4 * slices * units <= quarters * sms);
         side.map(|(slices, _)| *slices)
     };
-    // So few that those of the next launch, which read their weights meanwhile, have multiprocessors of their own.
+    // So few that those of the next launch, which read their weights meanwhile, have SMs of their own.
     if let Some(slices) = first(&[(3, 2), (2, 2), (1, 2)])
         && steps.div_ceil(slices) <= 8
     {

@@ -27,7 +27,7 @@ const PADDING: [usize; 2] = [INT8_PADDING, INT4_PADDING];
 /// Stages of x that have to fit into shared memory, if not all of them do, and that are worth it.
 const SLOTS: [usize; 2] = [3, 4];
 
-/// Bytes that a multiprocessor gets in a nanosecond, of an H100: from memory, and from L2.
+/// Bytes that an SM gets in a nanosecond, of an H100: from memory, and from L2.
 const RATES: [f64; 2] = [22., 40.];
 
 /// Nanoseconds around the barrier of a stage, and for adding up and writing the outputs of units.
@@ -45,7 +45,7 @@ struct Shape {
     shared: usize,
 }
 
-/// The shape with the shortest time of its busiest multiprocessor.
+/// The shape with the shortest time of its busiest SM.
 pub(crate) fn plan(case: &Case) -> Planned {
     let kernel = scheme_kernel(case)?;
     let (units, steps) = units_and_steps(case);

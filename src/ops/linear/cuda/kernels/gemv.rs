@@ -80,7 +80,7 @@ pub(crate) struct Core {
     pub unit: usize,
     /// Values of k that a warp takes at a time.
     pub step: usize,
-    /// Such steps that it asks for at once.
+    /// Such steps that it loads at once.
     pub tile: usize,
     /// Shared memory of a row of x, in bytes.
     pub row: usize,
@@ -109,7 +109,7 @@ impl Core {
 
     /// Warps that share a unit, and blocks. As measured on an H100: two tiles for a warp, so that all
     /// of its weights are on the way before x is there, more where k is long and fewer where units
-    /// are; full blocks, and two of them on a multiprocessor.
+    /// are; full blocks, and two of them on an SM.
     fn shape(&self, sms: usize, units: usize, k: usize) -> (usize, usize) {
         let steps = k.div_ceil(self.step);
         let mut split = (steps.next_power_of_two() / (2 * self.tile)).clamp(1, WARPS);

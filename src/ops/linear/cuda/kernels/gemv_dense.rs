@@ -92,7 +92,7 @@ fn on_tensor_cores(case: &Case) -> Result<DType, &'static str> {
     }
 }
 
-/// Small products, a block for each multiprocessor at most: with more, staging x again and again costs what the
+/// Small products, a block for each SM at most: with more, staging x again and again costs what the
 /// short way through the kernel saves.
 pub(crate) fn latency(case: &Case) -> Planned {
     let dtype = on_tensor_cores(case)?;

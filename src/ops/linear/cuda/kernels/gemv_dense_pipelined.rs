@@ -35,9 +35,9 @@ pub(super) static MODULE: Module = Module::new(
 const PAIR: usize = 2;
 
 /// Values of k behind a norm, which a block holds in registers.
-const MOST_K: usize = 8 * STREAM_PACKS * THREADS;
+const MAX_K: usize = 8 * STREAM_PACKS * THREADS;
 
-/// Blocks of a multiprocessor: two, or one where shared memory is small or rows are long.
+/// Blocks of an SM: two, or one where shared memory is small or rows are long.
 const BLOCKS_AT_ONCE: [usize; 2] = [2, 1];
 
 /// Bytes of a slot of each of a block's rings.
@@ -127,7 +127,7 @@ pub(crate) fn spread(case: &Case, room: Room) -> std::result::Result<(Grid, usiz
     if case.m != 1 || case.gpu.arch < 80 {
         return Err("it takes one row, on compute capability 8.0 or newer");
     }
-    if case.norm.is_some() && case.k > MOST_K {
+    if case.norm.is_some() && case.k > MAX_K {
         return Err("a normed row does not fit into registers");
     }
     let outputs = if case.gates() { 1 } else { 2 };

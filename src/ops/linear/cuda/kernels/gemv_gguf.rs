@@ -77,7 +77,7 @@ fn format(case: &Case) -> Result<usize, &'static str> {
     }
 }
 
-/// Small products, a block for each multiprocessor at most.
+/// Small products, a block for each SM at most.
 pub(crate) fn latency(case: &Case) -> Planned {
     let format = format(case)?;
     if case.x != DType::F32 || case.out != DType::F32 {

@@ -23,7 +23,7 @@ pub(super) static MODULE: Module = Module::new(
     &["gemv_wna16_sm90_int4_g128", "gemv_wna16_sm90_ternary_rows"],
 );
 
-/// Threads of a block: those that multiply, and a warp that asks for weights.
+/// Threads of a block: those that multiply, and a warp that loads weights.
 const THREADS: usize = GEMV_THREADS + WARP;
 
 /// Slots of a ring, at least and at most.
@@ -64,12 +64,12 @@ impl Streamed {
         }
     }
 
-    /// Whether a block is to be alone on its multiprocessor among kernels of other kinds, see
-    /// [`Case::in_chain`]: Llama-3-8B on an H100 makes 484 tokens a second in INT4 so, and 396 with half of a
-    /// multiprocessor for each. Ternary products are so short that the next one's weights had better be on
+    /// Whether a block is to be alone on its SM among kernels of other kinds, see
+    /// [`Case::one_cta_per_sm`]: Llama-3-8B on an H100 makes 484 tokens a second in INT4 so, and 396 with half of an
+    /// SM for each. Ternary products are so short that the next one's weights had better be on
     /// their way (Llama-3.2-1B: 1,708 and 1,885).
     fn is_alone(self, case: &Case) -> bool {
-        case.in_chain && self == Self::Int4
+        case.one_cta_per_sm && self == Self::Int4
     }
 
     /// Bytes of a slot.
@@ -122,9 +122,9 @@ pub(crate) fn plan(case: &Case) -> Planned {
     if slots < SLOTS[0] {
         return Err("a row of x leaves too little shared memory for a pipeline");
     }
-    // As many blocks as multiprocessors, even if there is no work for all: none gets two of one kernel.
+    // As many blocks as SMs, even if there is no work for all: none gets two of one kernel.
     // All have a ring of the same size, even if it is more than they need: where the next kernel takes more
-    // shared memory, a multiprocessor has to be idle before it divides its cache anew.
+    // shared memory, an SM has to be idle before it divides its cache anew.
     let used = slots * format.slot() + row;
     let shared = if alone { room } else { used };
     Ok(Arc::new(GemvPlan {

@@ -1,4 +1,4 @@
-//! What Hopper's copy engine is told of int8 codes, and of x.
+//! What TMA is told of int8 codes, and of x.
 
 use crate::cuda::Address;
 use crate::cuda::abi::TensorMap;
