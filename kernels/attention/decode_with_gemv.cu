@@ -10,7 +10,7 @@ template <class Core, typename T> __device__ __forceinline__ void beside(const D
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   const uint32_t x = p.blocks[0], y = p.blocks[1], product = gridDim.x - x * y * p.blocks[2];
   if (blockIdx.x < product) {
-    stream<T, false>(p.product, Second{}, blockIdx.x, product, p.ready, Fetch{});
+    gemv_dense_pipelined<T, false>(p.product, Second{}, blockIdx.x, product, p.ready, Fetch{});
   } else {
     const uint32_t block = blockIdx.x - product;
     decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});

@@ -21,16 +21,16 @@ namespace fused {
 
 constexpr float ZERO_STEP = 1.f / 16;
 
-__host__ __device__ constexpr uint32_t steps_of(uint32_t k) { return (k + STEP - 1) / STEP; }
+__host__ __device__ constexpr uint32_t steps_of(uint32_t k) { return (k + K_BLOCK - 1) / K_BLOCK; }
 
 // The place of a row and a step among the rows and steps of a matrix.
 __device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t step, uint32_t steps) {
-  return (uint64_t(row / OCTET) * steps + step) * OCTET + row % OCTET;
+  return (uint64_t(row / ROW_GROUP) * steps + step) * ROW_GROUP + row % ROW_GROUP;
 }
 
 // The scale of one of GROUPS groups at a place, or of the row.
 template <int GROUPS>
-__device__ __forceinline__ float scale_at(const CodeMatrix& m, uint32_t row, uint64_t place, uint32_t block) {
+__device__ __forceinline__ float scale_at(const PackedMatrix& m, uint32_t row, uint64_t place, uint32_t block) {
   if constexpr (GROUPS == 0) return static_cast<const float*>(m.scales)[row];
   return __half2float(static_cast<const __half*>(m.scales)[place * GROUPS + block * GROUPS / 4]);
 }
@@ -42,7 +42,7 @@ struct Int8 {
   static __host__ __device__ constexpr uint32_t pitch(uint32_t k) { return (k + 15) / 16 * 16; }
 
   // Values `8 * piece` and following of a row of k.
-  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint2 word = *reinterpret_cast<const uint2*>(m.codes + uint64_t(row) * pitch(k) + 8 * piece);
     const float scale = static_cast<const float*>(m.scales)[row];
@@ -59,11 +59,11 @@ template <int GROUPS_> struct Int4 {
   static constexpr uint32_t BYTES = 16;  // of a lane
   static constexpr int ZERO = 8 * 16;
 
-  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
     const uint64_t place = place_of(row, piece / 16, steps_of(k));
-    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * QUARTERS + piece % 4) * BYTES)[block];
+    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block];
     const float scale = scale_at<GROUPS>(m, row, place, block);
     const float zero = ZERO_STEP * (m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO);
 #pragma unroll
@@ -78,11 +78,11 @@ template <int GROUPS_> struct Ternary {
   static constexpr int GROUPS = GROUPS_;
   static constexpr uint32_t BYTES = 8;
 
-  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
     const uint64_t place = place_of(row, piece / 16, steps_of(k));
-    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * QUARTERS + piece % 4) * BYTES)[block / 2];
+    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block / 2];
     const float scale = scale_at<GROUPS>(m, row, place, block);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
@@ -93,10 +93,10 @@ template <int GROUPS_> struct Ternary {
 };
 
 // In the host's order.
-enum CodeFormat : int { IS_INT8, IS_INT4_128, IS_INT4_64, IS_INT4_32, IS_TERNARY, IS_TERNARY_128, IS_TERNARY_64, IS_TERNARY_32 };
+enum PackedFormat : int { IS_INT8, IS_INT4_128, IS_INT4_64, IS_INT4_32, IS_TERNARY, IS_TERNARY_128, IS_TERNARY_64, IS_TERNARY_32 };
 
 // Calls `body` with a value of the format's type.
-template <class Body> __device__ __forceinline__ void with_codes(int format, Body body) {
+template <class Body> __device__ __forceinline__ void with_packed_format(int format, Body body) {
   switch (format) {
     case IS_INT8:
       return body(Int8());

@@ -3,6 +3,6 @@
 
 using namespace fused;
 
-FUSED_CODE_SLICES(gemm_wna16_m16_int8, Int8Rows)
-FUSED_CODE_SLICES(gemm_wna16_m16_int4_g128, Int4Rows<ONE_GROUP>)
-FUSED_CODE_SLICES(gemm_wna16_m16_int4, Int4Rows<SOME_GROUPS>)
+FUSED_GEMM_M16(gemm_wna16_m16_int8, Int8Weights)
+FUSED_GEMM_M16(gemm_wna16_m16_int4_g128, Int4Weights<ONE_GROUP>)
+FUSED_GEMM_M16(gemm_wna16_m16_int4, Int4Weights<SOME_GROUPS>)

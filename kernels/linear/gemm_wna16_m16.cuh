@@ -21,13 +21,13 @@
 namespace fused {
 
 // Of what a warp loads at once: its steps, and how many such its ring has room for.
-template <class Format, int DEPTH> struct CodeRing {
+template <class Format, int DEPTH> struct WeightPipeline {
   static constexpr int STEPS = Format::GROUPS == ONE_GROUP ? DEPTH : 1;
   static constexpr int GROUPS = Format::GROUPS == SOME_GROUPS ? 4 : Format::GROUPS;
   static constexpr int SLOTS = Format::GROUPS == SOME_GROUPS ? 6 : 4;
   static constexpr uint32_t PIECE = sizeof(typename Format::Piece) * WARP;  // of 8 rows and a step
   static constexpr uint32_t CODES = 2 * STEPS * PIECE;
-  static constexpr uint32_t SCALES = 2 * STEPS * OCTET * GROUPS * 2;
+  static constexpr uint32_t SCALES = 2 * STEPS * ROW_GROUP * GROUPS * 2;
   static constexpr uint32_t ZEROS = Format::ZEROS ? SCALES / 2 : 0;
   static constexpr uint32_t SLOT = CODES + SCALES + ZEROS;
 };
@@ -39,10 +39,10 @@ __device__ __forceinline__ void copy_async_8(uint32_t to, const void* from) {
 #endif
 }
 
-template <class Format> struct CodeSlices {
-  static constexpr int WARPS = SLICES_WARPS, THREADS = WARPS * WARP, EIGHTS = SLICES_ROWS / 8;
-  static constexpr int DEPTH = SLICES_DEPTH, BATCH = SLICES_BATCH;
-  using R = CodeRing<Format, DEPTH>;
+template <class Format> struct GemmM16 {
+  static constexpr int WARPS = M16_WARPS, THREADS = WARPS * WARP, EIGHTS = M16_ROWS / 8;
+  static constexpr int DEPTH = M16_DEPTH, BATCH = M16_BATCH;
+  using R = WeightPipeline<Format, DEPTH>;
   using Scales = TileScales<Format::GROUPS, Format::ZEROS, R::STEPS>;
   static constexpr int SLOTS = R::SLOTS, CHUNKS = DEPTH / R::STEPS;
   static constexpr uint32_t SUMS = 16 * 8 * EIGHTS;  // of a unit
@@ -70,7 +70,7 @@ template <class Format> struct CodeSlices {
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
-  __device__ CodeSlices(const SlicesParams& s, char* memory, float4* biases, uint32_t barriers)
+  __device__ GemmM16(const GemmM16Params& s, char* memory, float4* biases, uint32_t barriers)
       : p(s.product), slices(s.slices), rank(blockIdx.x & (s.slices - 1)), side(WARPS / s.product.split),
         part(warp() / side), place(warp() % side), outputs(unit_outputs(p)),
         biases(biases + warp() * (4 * DEPTH)), barriers(barriers) {
@@ -89,10 +89,10 @@ template <class Format> struct CodeSlices {
   }
 
   // Where what is loaded next lies.
-  struct Ahead {
+  struct PrefetchCursor {
     uint32_t from, pass, unit, chunk;  // first unit of a batch, ..., the warps' first unit of a round
   };
-  __device__ void advance(Ahead& a) const {
+  __device__ void advance(PrefetchCursor& a) const {
     if (CHUNKS > 1 && ++a.chunk < CHUNKS) return;
     a.chunk = 0;
     a.unit += side;
@@ -101,7 +101,7 @@ template <class Format> struct CodeSlices {
     a.unit = a.from;
   }
 
-  __device__ __forceinline__ void prefetch(Ahead& a, uint32_t slot) const {
+  __device__ __forceinline__ void prefetch(PrefetchCursor& a, uint32_t slot) const {
     const uint32_t unit = a.unit + place, step = begin + a.pass * DEPTH + a.chunk * R::STEPS;
     if (unit < units && step < end) {
       if constexpr (R::GROUPS == 0) prefetch_rows(first + unit, step, slot);
@@ -115,7 +115,7 @@ template <class Format> struct CodeSlices {
   __device__ __forceinline__ void prefetch_rows(uint32_t unit, uint32_t step, uint32_t slot) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const CodeRow row = CodeRow::of<Format>(p, unit_row(p, unit, lane() / 4 + 8 * i), lane() % 4);
+      const PackedRow row = PackedRow::of<Format>(p, unit_row(p, unit, lane() / 4 + 8 * i), lane() % 4);
       Format::copy(slot + i * R::PIECE + 16 * lane(), row.codes, p.k, step, lane() % 4);
     }
   }
@@ -129,7 +129,7 @@ template <class Format> struct CodeSlices {
     for (int i = 0; i < 2; ++i) {
       const uint32_t row = gates(p) ? 8 * unit + i * p.width : min(16 * unit + 8 * i, (p.width - 1) & ~7u);
       of[i] = (row >= p.weights[1].first) + (row >= p.weights[2].first);
-      places[i] = (row - p.weights[of[i]].first) / OCTET * steps + step;
+      places[i] = (row - p.weights[of[i]].first) / ROW_GROUP * steps + step;
       const char* codes = static_cast<const char*>(p.weights[of[i]].data) + uint64_t(places[i]) * R::PIECE + 16 * lane();
 #pragma unroll
       for (int d = 0; d < R::STEPS; ++d) {
@@ -154,8 +154,8 @@ template <class Format> struct CodeSlices {
 
   // Addresses are those of a row's first values and constants, as there is nothing else to do meanwhile.
   __device__ __forceinline__ void load(X& x, uint32_t pass) const {
-    const uint32_t g = lane() / 4, first = (begin + pass * DEPTH) * STEP + Format::value(0, lane() % 4);
-    const int left = static_cast<int>(min(p.k, end * STEP)) - static_cast<int>(first);
+    const uint32_t g = lane() / 4, first = (begin + pass * DEPTH) * K_BLOCK + Format::value(0, lane() % 4);
+    const int left = static_cast<int>(min(p.k, end * K_BLOCK)) - static_cast<int>(first);
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
       const uint32_t m = 8 * n + g;
@@ -165,7 +165,7 @@ template <class Format> struct CodeSlices {
       for (int d = 0; d < DEPTH; ++d) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int at = d * STEP + Format::value(e, 0);
+          const int at = d * K_BLOCK + Format::value(e, 0);
           x[d][e][n] = make_uint4(0, 0, 0, 0);
           if (at < values) x[d][e][n] = __ldcg(reinterpret_cast<const uint4*>(row + 2 * at));
         }
@@ -200,7 +200,7 @@ template <class Format> struct CodeSlices {
 
   __device__ __forceinline__ float scale(uint32_t slot, int i, int d, int e) const {
     const uint32_t groups = Format::GROUPS == SOME_GROUPS ? p.groups : Format::GROUPS;
-    const uint32_t at = slot + R::CODES + ((i * R::STEPS + d) * OCTET + lane() / 4) * groups * 2 + e * groups / 4 * 2;
+    const uint32_t at = slot + R::CODES + ((i * R::STEPS + d) * ROW_GROUP + lane() / 4) * groups * 2 + e * groups / 4 * 2;
     uint16_t v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
     return __half2float(__ushort_as_half(v));
@@ -208,7 +208,7 @@ template <class Format> struct CodeSlices {
   // A zero point as two bf16: the upper half of the f32.
   __device__ __forceinline__ uint32_t zero(uint32_t slot, int i, int d, int e) const {
     if constexpr (!Format::ZEROS) return 0;
-    const uint32_t at = slot + R::CODES + R::SCALES + ((i * R::STEPS + d) * OCTET + lane() / 4) * p.groups + e * p.groups / 4;
+    const uint32_t at = slot + R::CODES + R::SCALES + ((i * R::STEPS + d) * ROW_GROUP + lane() / 4) * p.groups + e * p.groups / 4;
     uint16_t v;
     asm volatile("{\n.reg .u8 byte;\nld.shared.u8 byte, [%1];\ncvt.u16.u8 %0, byte;\n}" : "=h"(v) : "r"(at));
     return __byte_perm(__float_as_uint(ZERO_STEP * static_cast<float>(v)), 0, 0x3232);
@@ -380,7 +380,7 @@ template <class Format> struct CodeSlices {
       cluster_arrive();
     }
 #endif
-    Ahead ahead = {};
+    PrefetchCursor ahead = {};
 #pragma unroll 1
     for (int i = 0; i < SLOTS; ++i) prefetch(ahead, ring + i * R::SLOT);
     pdl_wait();
@@ -430,9 +430,9 @@ template <class Format> struct CodeSlices {
   }
 };
 
-template <class Format> __device__ __forceinline__ void code_slices(const SlicesParams& s) {
+template <class Format> __device__ __forceinline__ void gemm_m16(const GemmM16Params& s) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  using Core = CodeSlices<Format>;
+  using Core = GemmM16<Format>;
   extern __shared__ float4 dynamic_shared[];
   __shared__ alignas(8) uint64_t barriers[Core::TURNS];
   __shared__ float4 biases[Core::BIASED ? Core::WARPS * Core::DEPTH * 4 : 1];
@@ -443,8 +443,8 @@ template <class Format> __device__ __forceinline__ void code_slices(const Slices
 }  // namespace fused
 
 // `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on an SM.
-#define FUSED_CODE_SLICES(NAME, FORMAT)                                               \
-  extern "C" __global__ void __launch_bounds__(fused::CodeSlices<FORMAT>::THREADS, 2) \
-      NAME(const __grid_constant__ fused::SlicesParams p) {                           \
-    fused::code_slices<FORMAT>(p);                                                    \
+#define FUSED_GEMM_M16(NAME, FORMAT)                                               \
+  extern "C" __global__ void __launch_bounds__(fused::GemmM16<FORMAT>::THREADS, 2) \
+      NAME(const __grid_constant__ fused::GemmM16Params p) {                           \
+    fused::gemm_m16<FORMAT>(p);                                                    \
   }

@@ -2,7 +2,7 @@
 // short K on Hopper; a kernel for each number of CTAs in a cluster.
 #include "linear/gemm_wna16_m16_cluster.cuh"
 
-FUSED_CODE_SHORT(gemm_wna16_m16_cluster_int4_g128_1, 1)
-FUSED_CODE_SHORT(gemm_wna16_m16_cluster_int4_g128_2, 2)
-FUSED_CODE_SHORT(gemm_wna16_m16_cluster_int4_g128_3, 3)
-FUSED_CODE_SHORT(gemm_wna16_m16_cluster_int4_g128_4, 4)
+FUSED_GEMM_M16_CLUSTER(gemm_wna16_m16_cluster_int4_g128_1, 1)
+FUSED_GEMM_M16_CLUSTER(gemm_wna16_m16_cluster_int4_g128_2, 2)
+FUSED_GEMM_M16_CLUSTER(gemm_wna16_m16_cluster_int4_g128_3, 3)
+FUSED_GEMM_M16_CLUSTER(gemm_wna16_m16_cluster_int4_g128_4, 4)

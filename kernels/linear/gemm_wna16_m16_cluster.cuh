@@ -13,8 +13,8 @@ namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-template <int BLOCKS> struct CodeShort {
-  static constexpr int MAX_STEPS = 16, OCTETS = 2, SUMS = 16 * OCTET;  // steps; of a cluster; of a warp and an octet
+template <int BLOCKS> struct GemmM16Cluster {
+  static constexpr int MAX_STEPS = 16, OCTETS = 2, SUMS = 16 * ROW_GROUP;  // steps; of a cluster; of a warp and an octet
   static constexpr int WRITTEN = BLOCKS == 1 ? OCTETS : 1;        // octets of a block, if it writes any
   // Whether the next launch starts when x has been loaded: beside many small blocks it would be in their way.
   static constexpr bool LATE = BLOCKS == 4;
@@ -28,19 +28,19 @@ template <int BLOCKS> struct CodeShort {
   float4* const sums;                    // [WRITTEN][MOST][WARP]
   const uint32_t barrier;
 
-  __device__ CodeShort(const SlicesParams& s, float4* sums, uint32_t barrier)
-      : p(s.product), rank(rank_in_cluster()), first(blockIdx.x / BLOCKS * (OCTETS * OCTET)),
+  __device__ GemmM16Cluster(const GemmM16Params& s, float4* sums, uint32_t barrier)
+      : p(s.product), rank(rank_in_cluster()), first(blockIdx.x / BLOCKS * (OCTETS * ROW_GROUP)),
         steps(steps_of(p.k)), share((steps + BLOCKS - 1) / BLOCKS),
         step(threadIdx.x / WARP < share ? share * rank + threadIdx.x / WARP : steps),
         lane(threadIdx.x % WARP), g(lane / 4), t(lane % 4), octet(WRITTEN > 1 ? threadIdx.x / SUMS : 0),
-        m(threadIdx.x % SUMS / OCTET), column(first + OCTET * (rank + octet) + threadIdx.x % OCTET),
+        m(threadIdx.x % SUMS / ROW_GROUP), column(first + ROW_GROUP * (rank + octet) + threadIdx.x % ROW_GROUP),
         writes(threadIdx.x < SUMS * WRITTEN && rank < OCTETS && m < p.m && column < p.width),
         sums(sums), barrier(barrier) {}
 
   // Where the lane's values of rows g and g + 8 of x are, 8 of every 32. Behind the last row that one stands again.
   __device__ __forceinline__ const char* x_of(uint32_t eight) const {
     const uint32_t row = min(8 * eight + g, p.m - 1);
-    return static_cast<const char*>(p.prologue.x) + 2 * (uint64_t(row) * p.k + step * STEP + 8 * t);
+    return static_cast<const char*>(p.prologue.x) + 2 * (uint64_t(row) * p.k + step * K_BLOCK + 8 * t);
   }
 
   // Rows g of both eights of weights, 32 values, before x is there, which a compiler would leave for later.
@@ -79,7 +79,7 @@ template <int BLOCKS> struct CodeShort {
   }
   // Where among sums output (m, column) has its first, which lane 4 column + m % 8 / 2 has made.
   __device__ __forceinline__ uint32_t place() const {
-    return octet * (MAX_STEPS * SUMS) + 4 * (column % OCTET * 4 + m % 8 / 2) + m / 8 * 2 + m % 2;
+    return octet * (MAX_STEPS * SUMS) + 4 * (column % ROW_GROUP * 4 + m % 8 / 2) + m / 8 * 2 + m % 2;
   }
   __device__ __forceinline__ float total(uint32_t place) const {
     const float* from = reinterpret_cast<const float*>(sums) + place;
@@ -112,11 +112,11 @@ template <int BLOCKS> struct CodeShort {
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o) {
       if (step >= steps) break;
-      uint32_t row = min(first + OCTET * o, (p.width - 1) & ~7u);
+      uint32_t row = min(first + ROW_GROUP * o, (p.width - 1) & ~7u);
       const Matrix& matrix = matrix_of(p, row);
-      const uint64_t place = uint64_t(row / OCTET) * steps + step;
+      const uint64_t place = uint64_t(row / ROW_GROUP) * steps + step;
       codes[o] = load_once(static_cast<const char*>(matrix.data) + place * (WARP * 16) + 16 * lane);
-      scales[o] = static_cast<const __half*>(matrix.scales)[place * OCTET + g];
+      scales[o] = static_cast<const __half*>(matrix.scales)[place * ROW_GROUP + g];
     }
     if (threadIdx.x == 0) {
       const uint32_t own = min(steps, share * (rank + 1)) - min(steps, share * rank);
@@ -159,9 +159,9 @@ template <int BLOCKS> struct CodeShort {
 
 #endif
 
-template <int BLOCKS> __device__ __forceinline__ void code_short(const SlicesParams& s) {
+template <int BLOCKS> __device__ __forceinline__ void gemm_m16_cluster(const GemmM16Params& s) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  using Core = CodeShort<BLOCKS>;
+  using Core = GemmM16Cluster<BLOCKS>;
   __shared__ float4 sums[Core::WRITTEN * Core::MAX_STEPS * WARP];
   __shared__ alignas(8) uint64_t barrier;
   Core(s, sums, shared_address(&barrier)).run();
@@ -171,7 +171,7 @@ template <int BLOCKS> __device__ __forceinline__ void code_short(const SlicesPar
 }  // namespace fused
 
 // `NAME`: a kernel for up to 16 rows of x and as many steps of k, in clusters of so many blocks.
-#define FUSED_CODE_SHORT(NAME, BLOCKS)                                                                    \
-  extern "C" __global__ void __launch_bounds__(512) NAME(const __grid_constant__ fused::SlicesParams p) { \
-    fused::code_short<BLOCKS>(p);                                                                         \
+#define FUSED_GEMM_M16_CLUSTER(NAME, BLOCKS)                                                                    \
+  extern "C" __global__ void __launch_bounds__(512) NAME(const __grid_constant__ fused::GemmM16Params p) { \
+    fused::gemm_m16_cluster<BLOCKS>(p);                                                                         \
   }

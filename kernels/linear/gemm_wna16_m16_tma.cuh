@@ -13,11 +13,11 @@ namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
-  using Format = Int4Rows<ONE_GROUP>;
+struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
+  using Format = Int4Weights<ONE_GROUP>;
   static constexpr int SPLIT = 2, SIDE = WARPS / SPLIT, SLOTS = 3, STAGES = 3;
   // A chunk is 64 values of each row of x, as TMA leaves them: 16 bytes u of row r at u ^ r % 8.
-  static constexpr uint32_t LINE = 128, CHUNK = 8 * EIGHTS * LINE, PART = DEPTH * STEP / 64 * CHUNK;
+  static constexpr uint32_t LINE = 128, CHUNK = 8 * EIGHTS * LINE, PART = DEPTH * K_BLOCK / 64 * CHUNK;
   static constexpr uint32_t STAGE = SPLIT * PART, RING = SLOTS * R::SLOT, RINGS_AT = STAGES * STAGE;
   static constexpr uint32_t SUMS_AT = RINGS_AT + WARPS * RING, GIVEN_AT = SUMS_AT + WARPS * SUMS * 4;
   static_assert(BATCH == SIDE, "a batch is a unit for each warp of a half");
@@ -28,8 +28,8 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
   uint32_t full, empty;   // [STAGES] barriers
 
   // `memory` begins at a multiple of what TMA's pattern repeats after.
-  __device__ CodeLong(const LongSlicesParams& s, char* memory, uint32_t given_barriers, uint32_t stage_barriers)
-      : CodeSlices(s.slices, memory, nullptr, given_barriers), x(s.x),
+  __device__ GemmM16Tma(const GemmM16TmaParams& s, char* memory, uint32_t given_barriers, uint32_t stage_barriers)
+      : GemmM16(s.slices, memory, nullptr, given_barriers), x(s.x),
         rounds(((steps_of(p.k) + 1) / 2 + SPLIT * DEPTH - 1) / (SPLIT * DEPTH)), full(stage_barriers),
         empty(stage_barriers + 8 * STAGES) {
     const uint32_t clusters = gridDim.x / slices, cluster = blockIdx.x / slices;
@@ -44,25 +44,25 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
 
   // Where a warp's codes and scales of a batch lie: those of a unit's two eights of rows, from the warp's first
   // step on, which follow one another.
-  struct Stream {
+  struct PrefetchCursor {
     const char *codes[2], *scales;
     uint32_t from, step;
   };
-  __device__ __forceinline__ void begin_unit(Stream& of) const {
+  __device__ __forceinline__ void begin_unit(PrefetchCursor& of) const {
     const uint32_t unit = first + min(of.from + place, units - 1), steps = steps_of(p.k);
     of.step = begin;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t row = gates(p) ? 8 * unit + i * p.width : min(16 * unit + 8 * i, (p.width - 1) & ~7u);
       const Matrix& matrix = matrix_of(p, row);
-      const uint64_t place = uint64_t(row / OCTET) * steps + begin;
+      const uint64_t place = uint64_t(row / ROW_GROUP) * steps + begin;
       of.codes[i] = static_cast<const char*>(matrix.data) + place * R::PIECE + 16 * lane();
       // Lanes 0 and 1 copy the scales of the first eight rows, 2 and 3 those of the others.
       if (lane() / DEPTH == i)
-        of.scales = static_cast<const char*>(matrix.scales) + (place + lane() % DEPTH) * (2 * OCTET);
+        of.scales = static_cast<const char*>(matrix.scales) + (place + lane() % DEPTH) * (2 * ROW_GROUP);
     }
   }
-  __device__ __forceinline__ void prefetch_next(Stream& of, uint32_t slot) const {
+  __device__ __forceinline__ void prefetch_next(PrefetchCursor& of, uint32_t slot) const {
     if (of.from < units) {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
@@ -72,7 +72,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
           copy_async(slot + (d * 2 + i) * R::PIECE + 16 * lane(), of.codes[i] + d * R::PIECE);
       }
       if (lane() < 2 * DEPTH && of.step + lane() % DEPTH < end) copy_async(slot + R::CODES + 16 * lane(), of.scales);
-      of.codes[0] += DEPTH * R::PIECE, of.codes[1] += DEPTH * R::PIECE, of.scales += DEPTH * 2 * OCTET;
+      of.codes[0] += DEPTH * R::PIECE, of.codes[1] += DEPTH * R::PIECE, of.scales += DEPTH * 2 * ROW_GROUP;
       of.step += DEPTH;
       if (of.step >= begin + rounds * DEPTH) {
         of.from += BATCH;
@@ -89,7 +89,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
 #pragma unroll
     for (int q = 0; q < SPLIT; ++q) {
       const uint32_t step = rank * slice + q * share + round * DEPTH;
-      bulk_copy_chunks(stages + stage * STAGE + q * PART, x, barrier, step * (STEP / 64));
+      bulk_copy_chunks(stages + stage * STAGE + q * PART, x, barrier, step * (K_BLOCK / 64));
     }
   }
 
@@ -130,7 +130,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
   // The scale of row g of eight i, and step d.
   __device__ __forceinline__ float scale_of(uint32_t slot, int d, int i) const {
     uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(slot + R::CODES + (i * DEPTH + d) * 2 * OCTET + lane() / 4 * 2));
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(slot + R::CODES + (i * DEPTH + d) * 2 * ROW_GROUP + lane() / 4 * 2));
     return __half2float(__ushort_as_half(v));
   }
 
@@ -162,7 +162,7 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
     pdl_launch();
     if (threadIdx.x == 0) prefetch_tensor_map(x);
     make_barriers();
-    Stream ahead = {};
+    PrefetchCursor ahead = {};
     begin_unit(ahead);
 #pragma unroll 1
     for (int i = 0; i < SLOTS; ++i) prefetch_next(ahead, ring + i * R::SLOT);
@@ -206,20 +206,20 @@ struct CodeLong : CodeSlices<Int4Rows<ONE_GROUP>> {
 
 #endif
 
-__device__ __forceinline__ void code_long(const LongSlicesParams& s) {
+__device__ __forceinline__ void gemm_m16_tma(const GemmM16TmaParams& s) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ float4 dynamic_shared[];
-  __shared__ alignas(8) uint64_t barriers[2 + 2 * CodeLong::STAGES];
+  __shared__ alignas(8) uint64_t barriers[2 + 2 * GemmM16Tma::STAGES];
   char* memory = reinterpret_cast<char*>(dynamic_shared);
   const uint32_t start = shared_address(memory), at = shared_address(barriers);
-  CodeLong(s, memory + (-start & 1023), at, at + 16).run();
+  GemmM16Tma(s, memory + (-start & 1023), at, at + 16).run();
 #endif
 }
 
 }  // namespace fused
 
 // `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on an SM.
-#define FUSED_CODE_LONG(NAME)                                                                                \
-  extern "C" __global__ void __launch_bounds__(256, 2) NAME(const __grid_constant__ fused::LongSlicesParams p) { \
-    fused::code_long(p);                                                                                     \
+#define FUSED_GEMM_M16_TMA(NAME)                                                                                \
+  extern "C" __global__ void __launch_bounds__(256, 2) NAME(const __grid_constant__ fused::GemmM16TmaParams p) { \
+    fused::gemm_m16_tma(p);                                                                                     \
   }

@@ -4,6 +4,6 @@
 
 using namespace fused;
 
-FUSED_CODE_TILES(gemm_wna16_m64_int8, Int8Rows)
-FUSED_CODE_TILES(gemm_wna16_m64_int4_g128, Int4Rows<ONE_GROUP>)
-FUSED_CODE_TILES(gemm_wna16_m64_int4, Int4Rows<SOME_GROUPS>)
+FUSED_GEMM_M64(gemm_wna16_m64_int8, Int8Weights)
+FUSED_GEMM_M64(gemm_wna16_m64_int4_g128, Int4Weights<ONE_GROUP>)
+FUSED_GEMM_M64(gemm_wna16_m64_int4, Int4Weights<SOME_GROUPS>)

@@ -16,9 +16,9 @@
 
 namespace fused {
 
-template <class Format> struct CodeTiles {
+template <class Format> struct GemmM64 {
   static constexpr int DEPTH = 1, AHEAD = 2;             // steps of a warp in a stage, stages
-  static constexpr int ROWS = TILES_ROWS, EIGHTS = ROWS / 8;  // of x at most
+  static constexpr int ROWS = M64_ROWS, EIGHTS = ROWS / 8;  // of x at most
   using Scales = TileScales<Format::GROUPS, Format::ZEROS, DEPTH>;
 
   const Gemv& p;
@@ -31,10 +31,10 @@ template <class Format> struct CodeTiles {
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
 
-  __device__ CodeTiles(const TilesParams& t, uint32_t shared)
+  __device__ GemmM64(const GemmM64Params& t, uint32_t shared)
       : p(t.product), side(t.side), slots(t.slots), stages(t.stages), part(threadIdx.x / WARP / t.side),
         place(threadIdx.x / WARP % t.side), units((p.width + unit_outputs(p) - 1) / unit_outputs(p)), steps(steps_of(p.k)),
-        span(p.split * DEPTH), pitch(span * (2 * STEP) + Format::XRows::PAD), total(rounds() * t.stages), shared(shared) {}
+        span(p.split * DEPTH), pitch(span * (2 * K_BLOCK) + Format::XRows::PAD), total(rounds() * t.stages), shared(shared) {}
 
   // Units are dealt out in turns, `side` to a block.
   __device__ uint32_t rounds() const {
@@ -57,7 +57,7 @@ template <class Format> struct CodeTiles {
     if (unit >= units) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const CodeRow row = CodeRow::of<Format>(p, unit_row(p, unit, lane() / 4 + 8 * i), lane() % 4);
+      const PackedRow row = PackedRow::of<Format>(p, unit_row(p, unit, lane() / 4 + 8 * i), lane() % 4);
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
         if (step + d < steps) Format::load(w.pieces[d][i], row.codes, p.k, step + d, lane() % 4);
@@ -73,7 +73,7 @@ template <class Format> struct CodeTiles {
     // A block's later units find what is there.
     const bool stays = slots == stages;
     if (at < total && !(stays && at >= stages)) {
-      const uint32_t chunks = span * (STEP / 8), first = at % stages * chunks;
+      const uint32_t chunks = span * (K_BLOCK / 8), first = at % stages * chunks;
       const char* x = static_cast<const char*>(p.prologue.x);
       for (uint32_t i = threadIdx.x; i < ROWS * chunks; i += blockDim.x) {
         const uint32_t row = i / chunks, chunk = i % chunks, value = 8 * (first + chunk);
@@ -87,7 +87,7 @@ template <class Format> struct CodeTiles {
 
   __device__ __forceinline__ void multiply(const Weights& w, uint32_t at, float (&sums)[EIGHTS][4]) const {
     const uint32_t step = first_step(at % stages), g = lane() / 4, t = lane() % 4;
-    const uint32_t x = slot(at) + g * pitch + part * (DEPTH * 2 * STEP);
+    const uint32_t x = slot(at) + g * pitch + part * (DEPTH * 2 * K_BLOCK);
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
       if (step + d >= steps) break;
@@ -99,7 +99,7 @@ template <class Format> struct CodeTiles {
         const auto a = Format::operands(w.pieces[d][0], w.pieces[d][1], e, zeros);
 #pragma unroll
         for (int n = 0; n < EIGHTS; ++n) {
-          const uint4 v = load_shared(x + n * 8 * pitch + 2 * (d * STEP + Format::value(e, t)));
+          const uint4 v = load_shared(x + n * 8 * pitch + 2 * (d * K_BLOCK + Format::value(e, t)));
           mma_both(c[n], a, v);
         }
         if (!Scales::ends(p, e)) continue;
@@ -189,20 +189,20 @@ template <class Format> struct CodeTiles {
 };
 
 // Dynamic shared memory holds the sums of the warps that share units, then the slots.
-template <class Format> __device__ __forceinline__ void code_tiles(const TilesParams& t) {
+template <class Format> __device__ __forceinline__ void gemm_m64(const GemmM64Params& t) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
-  const uint32_t parts = t.product.split * t.side * (CodeTiles<Format>::EIGHTS * 4 * WARP * 4);
+  const uint32_t parts = t.product.split * t.side * (GemmM64<Format>::EIGHTS * 4 * WARP * 4);
   const uint32_t base = shared_address(dynamic_shared);
-  CodeTiles<Format>(t, base + parts).run(reinterpret_cast<float*>(dynamic_shared));
+  GemmM64<Format>(t, base + parts).run(reinterpret_cast<float*>(dynamic_shared));
 #endif
 }
 
 }  // namespace fused
 
 // `NAME`: a kernel for 64 rows of x and at most 8 warps.
-#define FUSED_CODE_TILES(NAME, FORMAT)                             \
+#define FUSED_GEMM_M64(NAME, FORMAT)                             \
   extern "C" __global__ void __launch_bounds__(8 * fused::WARP, 1) \
-      NAME(const __grid_constant__ fused::TilesParams p) {         \
-    fused::code_tiles<FORMAT>(p);                                  \
+      NAME(const __grid_constant__ fused::GemmM64Params p) {         \
+    fused::gemm_m64<FORMAT>(p);                                  \
   }

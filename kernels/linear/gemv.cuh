@@ -1,7 +1,7 @@
 // y = act(prologue(x) W^T + bias) + residuals for 1 to 8 rows of x: every weight is read once, by
-// one lane, and meets all rows. What a warp does with its weights is a core: `Lanes` below, whose
+// one lane, and meets all rows. What a warp does with its weights is a core: `LanesCore` below, whose
 // lanes multiply and add by themselves and which takes the format of the weights as a policy, or
-// `Tensor` of gemv_dense_mma.cuh.
+// `MmaCore` of gemv_dense_mma.cuh.
 //
 // A unit is a core's number of outputs, computed by `split` warps of a block that share k among
 // them. A tile is what a warp loads at once. Every warp has two tiles on the way: both are asked
@@ -25,7 +25,7 @@ __device__ __forceinline__ const Matrix& matrix_of(const Gemv& p, uint32_t& row)
   return matrix;
 }
 
-template <class Core> struct FewRows {
+template <class Core> struct GemvLoop {
   static constexpr int VALUES = Core::VALUES;  // outputs that a lane finishes
 
   const Gemv& p;
@@ -33,10 +33,10 @@ template <class Core> struct FewRows {
   uint32_t begin, end;                     // its steps of k
   uint32_t block, blocks;                  // of those that share the product
 
-  __device__ FewRows(const Gemv& params, uint32_t block, uint32_t blocks) : p(params), block(block), blocks(blocks) {
+  __device__ GemvLoop(const Gemv& params, uint32_t block, uint32_t blocks) : p(params), block(block), blocks(blocks) {
     const uint32_t warp = threadIdx.x / WARP;
     const int shift = __ffs(p.split) - 1;
-    const uint32_t outputs = gates(p) ? Core::UNIT / 2 : Core::UNIT;
+    const uint32_t outputs = gates(p) ? Core::N_TILE / 2 : Core::N_TILE;
     units = (p.width + outputs - 1) / outputs;
     part = warp & (p.split - 1);
     place = warp >> shift;
@@ -58,27 +58,27 @@ template <class Core> struct FewRows {
   // Output column of row r of a unit, and the row of the weights it comes from. Past the last
   // column the last is computed again and not written.
   __device__ uint32_t column(uint32_t unit, uint32_t r) const {
-    return gates(p) ? unit * (Core::UNIT / 2) + Core::gated(r) : unit * Core::UNIT + r;
+    return gates(p) ? unit * (Core::N_TILE / 2) + Core::gated(r) : unit * Core::N_TILE + r;
   }
   __device__ uint32_t weight_row(uint32_t unit, uint32_t r) const {
     return min(column(unit, r), p.width - 1) + (gates(p) && Core::is_gated(r) ? p.width : 0);
   }
 
   // Where the next tile to be loaded lies.
-  struct Ahead {
+  struct PrefetchCursor {
     uint32_t round, step;
     typename Core::Rows rows;
   };
 
-  __device__ void enter(Ahead& a) const {
+  __device__ void enter(PrefetchCursor& a) const {
     a.step = begin;
     const uint32_t unit = unit_of(a.round);
     if (unit < units) a.rows.enter(p, [&](uint32_t r) { return weight_row(unit, r); });
   }
-  __device__ void prefetch(typename Core::Tile& tile, const Ahead& a) const {
+  __device__ void prefetch(typename Core::Tile& tile, const PrefetchCursor& a) const {
     if (unit_of(a.round) < units) tile.prefetch(p, a.rows, a.step, end);
   }
-  __device__ void advance(Ahead& a) const {
+  __device__ void advance(PrefetchCursor& a) const {
     a.step += Core::STEPS;
     if (a.step < end) return;
     ++a.round;
@@ -158,7 +158,7 @@ template <class Core> struct FewRows {
 
   __device__ void run(typename Core::Staged* xs, float (*partial)[GEMV_WARPS][WARP * VALUES]) const {
     typename Core::Tile tiles[2] = {};
-    Ahead ahead = {};
+    PrefetchCursor ahead = {};
     pdl_launch();
     enter(ahead);
     prefetch(tiles[0], ahead);
@@ -200,7 +200,7 @@ template <class Core> struct FewRows {
 // What cores have in common whose unit is 16 rows of weights, operand A of a 16-row `mma`: lane 4 g + t
 // has a quarter of rows g and g + 8, and ends up with their sums for row t of x.
 struct SixteenRows {
-  static constexpr int UNIT = fused::UNIT, VALUES = 2, MAX_M = UNIT_MAX_M;
+  static constexpr int N_TILE = fused::N_TILE, VALUES = 2, MAX_M = N_TILE_MAX_M;
   using Staged = char;
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
@@ -264,8 +264,8 @@ __device__ __forceinline__ float spread_sums(float (&v)[SIZE]) {
 //     // If PREPARES: all threads, between two barriers, on rows of f32 `staged_pitch<float>(k)` apart.
 //     template <int M> static void prepare(const Gemv&, float* xs);
 //   };
-template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
-  static constexpr int UNIT = ROWS, STEPS = STEPS_, VALUES = 1;
+template <class Format, int M, int ROWS, int STEPS_> struct LanesCore {
+  static constexpr int N_TILE = ROWS, STEPS = STEPS_, VALUES = 1;
   static constexpr int SUMS = ROWS * M;
   static_assert(ROWS > 1 && SUMS <= WARP && (SUMS & (SUMS - 1)) == 0);
   static constexpr int SHARE = WARP / SUMS;  // lanes that hold one sum
@@ -368,18 +368,18 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
 template <class Core> __device__ __forceinline__ void gemv(const Gemv& p, uint32_t block, uint32_t blocks) {
   extern __shared__ float4 dynamic_shared[];
   __shared__ alignas(16) float partial[2][GEMV_WARPS][WARP * Core::VALUES];
-  FewRows<Core>(p, block, blocks).run(reinterpret_cast<typename Core::Staged*>(dynamic_shared), partial);
+  GemvLoop<Core>(p, block, blocks).run(reinterpret_cast<typename Core::Staged*>(dynamic_shared), partial);
 }
 
 }  // namespace fused
 
 // `NAME`: a kernel of this core from an architecture on, with registers for BLOCKS full blocks on a
 // SM.
-#define FUSED_FEW_ROWS_FROM(FROM, NAME, BLOCKS, ...)                                                   \
+#define FUSED_GEMV_CORE_FROM(FROM, NAME, BLOCKS, ...)                                                   \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS)                            \
       NAME(const __grid_constant__ fused::Gemv p) {                                                    \
     if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x);     \
   }
-#define FUSED_FEW_ROWS(NAME, BLOCKS, ...) FUSED_FEW_ROWS_FROM(750, NAME, BLOCKS, __VA_ARGS__)
+#define FUSED_GEMV_CORE(NAME, BLOCKS, ...) FUSED_GEMV_CORE_FROM(750, NAME, BLOCKS, __VA_ARGS__)
 // `NAME`: a kernel for this format, number of x rows, outputs of a unit and steps of a tile.
-#define FUSED_GEMV(NAME, FORMAT, M, ROWS, STEPS) FUSED_FEW_ROWS(NAME, 2, fused::Lanes<FORMAT, M, ROWS, STEPS>)
+#define FUSED_GEMV(NAME, FORMAT, M, ROWS, STEPS) FUSED_GEMV_CORE(NAME, 2, fused::LanesCore<FORMAT, M, ROWS, STEPS>)

@@ -5,14 +5,14 @@
 using namespace fused;
 
 // Small products, with weights of x's 16-bit type and k up to 1024 or 1536.
-FUSED_SMALL(gemv_dense_latency_1024_f16, 750, __half, 4)
-FUSED_SMALL(gemv_dense_latency_1024_bf16, 800, __nv_bfloat16, 4)
-FUSED_SMALL(gemv_dense_latency_1536_f16, 750, __half, 6)
-FUSED_SMALL(gemv_dense_latency_1536_bf16, 800, __nv_bfloat16, 6)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1024_f16, 750, __half, 4)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1024_bf16, 800, __nv_bfloat16, 4)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1536_f16, 750, __half, 6)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1536_bf16, 800, __nv_bfloat16, 6)
 
 // Several rows of x, and weights of its 16-bit type.
-FUSED_FEW_ROWS(gemv_dense_mma_f16, 2, Tensor<__half, 8>)
-FUSED_FEW_ROWS_FROM(800, gemv_dense_mma_bf16, 2, Tensor<__nv_bfloat16, 8>)
+FUSED_GEMV_CORE(gemv_dense_mma_f16, 2, MmaCore<__half, 8>)
+FUSED_GEMV_CORE_FROM(800, gemv_dense_mma_bf16, 2, MmaCore<__nv_bfloat16, 8>)
 
 // Any types. One row of x has a kernel for weights of which each warp reads a lot.
 #define LINEAR(SUFFIX, TYPE)                                  \

@@ -42,7 +42,7 @@ template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
 
 // The outputs that a lane of the first warp finishes: columns 2t and 2t + 1 of row g of x, or the one
 // column of which it has the gate and what is gated.
-template <typename T> struct SmallOutputs {
+template <typename T> struct LatencyEpilogue {
   static constexpr int VALUES = 2;
   // 16-bit types are read alike.
   static constexpr int DTYPE = sizeof(T) == 4 ? F32 : BF16;
@@ -97,7 +97,7 @@ template <typename T> struct SmallOutputs {
 };
 
 // k is a multiple of 8 and at most 32 x GEMV_WARPS x STEPS; one block for each 8 rows of weights.
-template <typename T, int STEPS> __device__ __forceinline__ void small_product(const Gemv& p) {
+template <typename T, int STEPS> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
   __shared__ alignas(16) float squares[8][GEMV_WARPS];
   __shared__ alignas(16) float sums[GEMV_WARPS][WARP][2];
   pdl_launch();
@@ -127,7 +127,7 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
     norm[s] = make_uint4(0, 0, 0, 0);
     if (normed && has(s)) norm[s] = static_cast<const uint4*>(p.prologue.weight)[first + 4 * s];
   }
-  SmallOutputs<T> out = {};
+  LatencyEpilogue<T> out = {};
   if (warp == 0) out.prepare(p, g, t, column, weight_row);
   // Lanes past the last row of x take the last again; what they compute is not written.
   const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(p.prologue.x) + uint64_t(min(g, p.m - 1)) * p.k) + first;
@@ -181,8 +181,8 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
 }  // namespace fused
 
 // `NAME`: a kernel for elements of TYPE and up to STEPS steps of a warp, from an architecture on.
-#define FUSED_SMALL(NAME, FROM, TYPE, STEPS)                                                    \
+#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, STEPS)                                                    \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
       NAME(const __grid_constant__ fused::Gemv p) {                                             \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::small_product<TYPE, STEPS>(p);            \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, STEPS>(p);            \
   }

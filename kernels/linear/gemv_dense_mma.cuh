@@ -39,8 +39,8 @@ __device__ __forceinline__ void mma(Accumulator& c, uint32_t x0, uint32_t x1, ui
 #endif
 }
 
-template <typename T, int STEPS_> struct Tensor {
-  static constexpr int UNIT = 8, STEPS = STEPS_, VALUES = 2;
+template <typename T, int STEPS_> struct MmaCore {
+  static constexpr int N_TILE = 8, STEPS = STEPS_, VALUES = 2;
   using Staged = T;
 
   static __device__ uint32_t group() { return threadIdx.x % WARP / 4; }  // a row of weights, and of x

@@ -4,12 +4,12 @@
 
 using namespace fused;
 
-#define STREAM(NAME, TYPE, PAIR)                                                                               \
-  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2) NAME(const __grid_constant__ StreamParams p) { \
-    stream<TYPE, PAIR>(p.product, p.second, blockIdx.x, gridDim.x, false, p.fetch);                            \
+#define PIPELINED(NAME, TYPE, PAIR)                                                                               \
+  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2) NAME(const __grid_constant__ GemvPipelinedParams p) { \
+    gemv_dense_pipelined<TYPE, PAIR>(p.product, p.second, blockIdx.x, gridDim.x, false, p.fetch);                            \
   }
 
-STREAM(gemv_dense_pipelined_f16, __half, false)
-STREAM(gemv_dense_pipelined_bf16, __nv_bfloat16, false)
-STREAM(gemv_dense_pipelined_pair_f16, __half, true)
-STREAM(gemv_dense_pipelined_pair_bf16, __nv_bfloat16, true)
+PIPELINED(gemv_dense_pipelined_f16, __half, false)
+PIPELINED(gemv_dense_pipelined_bf16, __nv_bfloat16, false)
+PIPELINED(gemv_dense_pipelined_pair_f16, __half, true)
+PIPELINED(gemv_dense_pipelined_pair_bf16, __nv_bfloat16, true)

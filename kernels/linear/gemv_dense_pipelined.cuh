@@ -12,14 +12,14 @@
 
 namespace fused {
 
-constexpr int STREAM_AHEAD = 2;                   // of the norm's weight and bias, before the PDL wait
+constexpr int NORM_PACKS = 2;                   // of the norm's weight and bias, before the PDL wait
 // Slots that are loaded before the PDL wait, where x is normed behind it: x is not to stand in line behind all
 // of them, or what they hold is waiting when the sums of x are still being taken.
-constexpr uint32_t STREAM_EARLY = 8;
+constexpr uint32_t EARLY_STAGES = 8;
 // Slots of a warp that are on their way before the PDL wait. All of a ring at once, in all blocks, would keep the
 // memory from the last reads of the preceding kernel for as long as it takes to answer, and those are what all
 // wait for.
-constexpr int STREAM_PACE = 2;
+constexpr int MAX_IN_FLIGHT = 2;
 
 // Until the oldest of `slots` groups is there. The instruction takes a constant.
 __device__ __forceinline__ void wait_oldest(uint32_t slots) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position) {
 }
 
 // PAIR: a second matrix goes on where rows of the first end.
-template <typename T, bool PAIR> struct Stream {
+template <typename T, bool PAIR> struct GemvPipelined {
   const Gemv& p;
   const Second& second;
   uint32_t outputs;       // of a unit: two, or one of which it has the gate and what is gated
@@ -67,28 +67,28 @@ template <typename T, bool PAIR> struct Stream {
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
-  __device__ Stream(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, char* memory,
+  __device__ GemvPipelined(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, char* memory,
                     float (*rest)[2])
       : p(p), second(second), outputs(gates(p) ? 1 : 2), rest(rest), policy(evict_first()) {
     const uint32_t all = (p.width + outputs - 1) / outputs;
     first = uint64_t(all) * block / blocks;
     units = uint64_t(all) * (block + 1) / blocks - first;
-    steps = (p.k + STREAM_STEP - 1) / STREAM_STEP;
+    steps = (p.k + PIPELINED_K_BLOCK - 1) / PIPELINED_K_BLOCK;
     share = (units * steps + GEMV_WARPS - 1) / GEMV_WARPS;
     begin = min(warp() * share, units * steps);
     end = min(begin + share, units * steps);
-    ring = memory + warp() * p.slots * STREAM_SLOT;
-    xs = reinterpret_cast<T*>(memory + GEMV_WARPS * p.slots * STREAM_SLOT);
+    ring = memory + warp() * p.slots * PIPELINED_STAGE;
+    xs = reinterpret_cast<T*>(memory + GEMV_WARPS * p.slots * PIPELINED_STAGE);
     sums = reinterpret_cast<float*>(xs + staged_pitch<T>(p.k));
   }
 
   // Where the next step to be loaded lies.
-  struct Ahead {
+  struct PrefetchCursor {
     uint32_t at, unit, step;
     const char *rows[2], *others[2];  // the second matrix's, as if they began where the first's do
   };
 
-  __device__ void enter(Ahead& a) const {
+  __device__ void enter(PrefetchCursor& a) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t unit = first + a.unit;
@@ -103,14 +103,14 @@ template <typename T, bool PAIR> struct Stream {
   }
 
   // A lane copies what it will multiply itself, so nobody else has to be told.
-  __device__ void prefetch(Ahead& a, uint32_t slot) const {
+  __device__ void prefetch(PrefetchCursor& a, uint32_t slot) const {
     if (a.at < end) {
       const uint32_t at = (a.step * WARP + lane()) * 8;
       if (at < p.k) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const char* row = PAIR && at >= second.border ? a.others[r] : a.rows[r];
-          copy_async(slot + r * (STREAM_SLOT / 2), row + at * sizeof(T), policy);
+          copy_async(slot + r * (PIPELINED_STAGE / 2), row + at * sizeof(T), policy);
         }
       }
       ++a.at;
@@ -125,7 +125,7 @@ template <typename T, bool PAIR> struct Stream {
   // Of the norm's weight and bias what is loaded ahead: after the PDL wait it would stand in line behind all
   // the weights that are on their way.
   struct Affine {
-    uint4 weight[STREAM_AHEAD], bias[STREAM_AHEAD];
+    uint4 weight[NORM_PACKS], bias[NORM_PACKS];
 
     __device__ void prefetch(const Prologue& x, uint32_t packs) {
       if (x.norm == NORM_NONE) return;
@@ -134,14 +134,14 @@ template <typename T, bool PAIR> struct Stream {
     }
     // Those of the thread's pack i.
     __device__ void get(const Prologue& x, int i, uint32_t pack, uint4& w, uint4& b) const {
-      const bool there = i < STREAM_AHEAD;
-      w = there ? weight[i % STREAM_AHEAD] : VectorPack::read(x.weight, x.dtype, pack);
-      if (x.bias) b = there ? bias[i % STREAM_AHEAD] : VectorPack::read(x.bias, x.dtype, pack);
+      const bool there = i < NORM_PACKS;
+      w = there ? weight[i % NORM_PACKS] : VectorPack::read(x.weight, x.dtype, pack);
+      if (x.bias) b = there ? bias[i % NORM_PACKS] : VectorPack::read(x.bias, x.dtype, pack);
     }
   };
 
   // Puts x where it is multiplied from, normed if asked for. Nothing is read twice.
-  __device__ void stage(const uint4 (&raw)[STREAM_PACKS], const Affine& affine, float (*scratch)[GEMV_WARPS]) const {
+  __device__ void stage(const uint4 (&raw)[PIPELINED_PACKS], const Affine& affine, float (*scratch)[GEMV_WARPS]) const {
     const Prologue& x = p.prologue;
     const uint32_t packs = p.k / 8;
     float mean = 0.f, factor = 1.f;
@@ -149,7 +149,7 @@ template <typename T, bool PAIR> struct Stream {
     if (x.norm != NORM_NONE)
       factor = rsqrtf(__fdividef(block_sum<GEMV_WARPS>(over<true>(raw, mean), scratch[1]), p.k) + x.eps);
 #pragma unroll
-    for (int i = 0; i < STREAM_PACKS; ++i) {
+    for (int i = 0; i < PIPELINED_PACKS; ++i) {
       const uint32_t pack = threadIdx.x + i * GEMV_THREADS;
       if (pack >= packs) break;
       uint4 out = raw[i];
@@ -161,17 +161,17 @@ template <typename T, bool PAIR> struct Stream {
       reinterpret_cast<uint4*>(xs)[pack] = out;
     }
     // Longer rows, which the host gives no norm.
-    for (uint32_t pack = threadIdx.x + STREAM_PACKS * GEMV_THREADS; pack < packs; pack += GEMV_THREADS)
+    for (uint32_t pack = threadIdx.x + PIPELINED_PACKS * GEMV_THREADS; pack < packs; pack += GEMV_THREADS)
       reinterpret_cast<uint4*>(xs)[pack] = VectorPack::read(x.x, BF16, pack);
     __syncthreads();
   }
 
   // This thread's part of the sum of x, or of the squares of its distances from the mean.
   template <bool SQUARES>
-  __device__ float over(const uint4 (&raw)[STREAM_PACKS], float mean) const {
+  __device__ float over(const uint4 (&raw)[PIPELINED_PACKS], float mean) const {
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < STREAM_PACKS; ++i) {
+    for (int i = 0; i < PIPELINED_PACKS; ++i) {
       if (threadIdx.x + i * GEMV_THREADS >= p.k / 8) break;
       float v[8];
       unpack8<T>(raw[i], v);
@@ -219,7 +219,7 @@ template <typename T, bool PAIR> struct Stream {
   }
 
   // All of this warp's steps; each is loaded again as soon as its slot is free.
-  __device__ void multiply(Ahead& ahead) const {
+  __device__ void multiply(PrefetchCursor& ahead) const {
     const uint32_t packs = p.k / 8, mine = shared_address(ring) + lane() * 16;
     float v[2] = {};
     uint32_t unit = begin / steps, step = begin % steps, slot = 0;
@@ -229,17 +229,17 @@ template <typename T, bool PAIR> struct Stream {
       wait_oldest(p.slots);
       const uint32_t pack = step * WARP + lane();
       if (pack < packs) {
-        const char* at = ring + slot * STREAM_SLOT + lane() * 16;
+        const char* at = ring + slot * PIPELINED_STAGE + lane() * 16;
         Inputs<8> x;
         unpack8<T>(reinterpret_cast<const uint4*>(xs)[pack], x.v);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float w[8];
-          unpack8<T>(*reinterpret_cast<const uint4*>(at + r * (STREAM_SLOT / 2)), w);
+          unpack8<T>(*reinterpret_cast<const uint4*>(at + r * (PIPELINED_STAGE / 2)), w);
           v[r] += dot(w, x);
         }
       }
-      prefetch(ahead, mine + slot * STREAM_SLOT);
+      prefetch(ahead, mine + slot * PIPELINED_STAGE);
       if (++slot == p.slots) slot = 0;
       if (++step == steps) {
         keep(unit, v, began);
@@ -258,22 +258,22 @@ template <typename T, bool PAIR> struct Stream {
     const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
     const bool finishes = threadIdx.x < units * outputs && column < p.width;
     Affine affine;
-    uint4 raw[STREAM_PACKS];
+    uint4 raw[PIPELINED_PACKS];
     Addends addends = {};
     // What is short comes first, the rings' reads take long.
     affine.prefetch(p.prologue, packs);
     if (finishes) addends.load_bias(p.epilogue, column);
     if (ready) read(p.prologue.x, packs, raw);
     const uint32_t mine = shared_address(ring) + lane() * 16;
-    const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.slots : min(p.slots, STREAM_EARLY);
-    Ahead ahead = {begin, begin / steps, begin % steps};
+    const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.slots : min(p.slots, EARLY_STAGES);
+    PrefetchCursor ahead = {begin, begin / steps, begin % steps};
     if (begin < end) enter(ahead);
     // In front of the ring, which is long on its way: so they are there when x is loaded.
     if (fetch.position) fetch_lines(fetch, position);
 #pragma unroll 1
     for (uint32_t i = 0; i < early; ++i) {
-      prefetch(ahead, mine + i * STREAM_SLOT);
-      if (!ready) await_copies_but<STREAM_PACE>();
+      prefetch(ahead, mine + i * PIPELINED_STAGE);
+      if (!ready) await_copies_but<MAX_IN_FLIGHT>();
     }
     if (!ready) {
       pdl_wait();
@@ -281,7 +281,7 @@ template <typename T, bool PAIR> struct Stream {
       pdl_launch();
       read(p.prologue.x, packs, raw);
 #pragma unroll 1
-      for (uint32_t i = early; i < p.slots; ++i) prefetch(ahead, mine + i * STREAM_SLOT);
+      for (uint32_t i = early; i < p.slots; ++i) prefetch(ahead, mine + i * PIPELINED_STAGE);
     }
     if (finishes) addends.load_residuals(p.epilogue, 0, column);
     stage(raw, affine, scratch);
@@ -304,12 +304,12 @@ template <typename T, bool PAIR> struct Stream {
 // The body of a kernel, or of those of its blocks that share the product. Turing has no asynchronous copies,
 // and never runs it.
 template <typename T, bool PAIR>
-__device__ __forceinline__ void stream(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, bool ready,
+__device__ __forceinline__ void gemv_dense_pipelined(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, bool ready,
                                        const Fetch& fetch) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];
-  Stream<T, PAIR>(p, second, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready, fetch);
+  GemvPipelined<T, PAIR>(p, second, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready, fetch);
 #endif
 }
 

@@ -60,7 +60,7 @@ template <bool HAS_SUMS> struct SplitRows {
   }
 };
 
-template <class Format, int STEPS_> struct BlockRows : SixteenRows {
+template <class Format, int STEPS_> struct GgufCore : SixteenRows {
   static constexpr int STEPS = STEPS_, SCALES = Format::SCALES;
   using XRows = SplitRows<Format::HAS_OFFSET>;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800

@@ -5,8 +5,8 @@
 using namespace fused;
 
 #define SMALL(SUFFIX, FORMAT)                              \
-  FUSED_SMALL_BLOCKS(gemv_gguf_latency_##SUFFIX, FORMAT, 1, 16)  \
-  FUSED_SMALL_BLOCKS(gemv_gguf_latency_wide_##SUFFIX, FORMAT, 3, 8)
+  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_##SUFFIX, FORMAT, 1, 16)  \
+  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_wide_##SUFFIX, FORMAT, 3, 8)
 
 SMALL(q4_0, Q4_0)
 SMALL(q4_1, Q4_1)

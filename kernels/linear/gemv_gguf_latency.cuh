@@ -14,7 +14,7 @@
 
 namespace fused {
 
-constexpr int SMALL_ROWS = 4;  // of x
+constexpr int LATENCY_ROWS = 4;  // of x
 constexpr uint32_t BF16_ONES = 0x3f803f80u;
 
 // D += A B for a block's 32 values: A the two parts of x as `SplitRows` lays them out, B 8 columns.
@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply_parts(float (&c)[4], uint32_t high0, ui
 }
 
 // What a lane has of 8 rows of weights and its warp's group, ready to be multiplied.
-template <class Format> struct SmallWeights {
+template <class Format> struct LatencyWeights {
   uint32_t numbers[GROUP][4];
   // Of outputs 2t and 2t + 1 for each block: other lanes' rows.
   float by[GROUP][Format::SCALES][2], plus[GROUP][2];
@@ -55,7 +55,7 @@ template <class Format> struct SmallWeights {
 };
 
 // Each warp's group of x: for each row and block its first parts, then its second ones.
-struct SmallRows {
+struct LatencyRows {
   char* at;  // of this warp
 
   static constexpr uint32_t PITCH = GROUP * BLOCK * 4;
@@ -75,10 +75,10 @@ struct SmallRows {
 // Each of at most WARPS warps has a group of k, and there are as many groups as warps; one block for
 // UNITS times 8 rows of weights. x, the RMS norm, bias, residuals and outputs are
 // f32.
-template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void small_blocks(const Gemv& p) {
-  __shared__ alignas(16) char staged[WARPS][SMALL_ROWS * SmallRows::PITCH];
+template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void gemv_gguf_latency(const Gemv& p) {
+  __shared__ alignas(16) char staged[WARPS][LATENCY_ROWS * LatencyRows::PITCH];
   __shared__ alignas(16) float2 sums[UNITS][WARPS][WARP];
-  __shared__ float squares[SMALL_ROWS][WARPS];
+  __shared__ float squares[LATENCY_ROWS][WARPS];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
   const uint32_t g = lane / 4, t = lane % 4, groups = groups_of(p.k);
@@ -104,26 +104,26 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
   const bool mine = four < p.k / 4, normed = p.prologue.norm != NORM_NONE;
   float4 norm = make_float4(1.f, 1.f, 1.f, 1.f);
   if (normed && mine) norm = static_cast<const float4*>(p.prologue.weight)[four];
-  SmallOutputs<float> out = {};
+  LatencyEpilogue<float> out = {};
   if (warp < UNITS) {
     out.prepare(p, g, t, [&](uint32_t r) { return column(warp, r); }, [&](uint32_t r) { return weight_row(warp, r); });
   }
   const float4* from = static_cast<const float4*>(p.prologue.x) + four;
 
   pdl_wait();
-  float4 x[SMALL_ROWS] = {};
+  float4 x[LATENCY_ROWS] = {};
 #pragma unroll
-  for (int r = 0; r < SMALL_ROWS; ++r) {
+  for (int r = 0; r < LATENCY_ROWS; ++r) {
     if (r < p.m && mine) x[r] = __ldcg(from + r * (p.k / 4));
   }
   if (warp < UNITS) out.prefetch(p.epilogue);
-  SmallWeights<Format> weights[UNITS];
+  LatencyWeights<Format> weights[UNITS];
 #pragma unroll
   for (int u = 0; u < UNITS; ++u) weights[u].unpack(pieces[u], t);
 
-  const SmallRows rows = {staged[warp]};
+  const LatencyRows rows = {staged[warp]};
 #pragma unroll
-  for (int r = 0; r < SMALL_ROWS; ++r) {
+  for (int r = 0; r < LATENCY_ROWS; ++r) {
     if (r >= p.m) break;
     const float4 v = x[r];
     rows.put(r, lane, make_float4(v.x * norm.x, v.y * norm.y, v.z * norm.z, v.w * norm.w));
@@ -168,7 +168,7 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
     if (other >= warps) break;
     const float2 part = sums[warp][other][lane];
     total[0] += part.x, total[1] += part.y;
-    if (normed) square += squares[min(g, SMALL_ROWS - 1)][other];
+    if (normed) square += squares[min(g, LATENCY_ROWS - 1)][other];
   }
   if (normed) {
     const float factor = rsqrtf(__fdividef(square, p.k) + p.prologue.eps);
@@ -181,8 +181,8 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
 
 // `NAME`: a kernel for blocks of FORMAT, UNITS times 8 rows of weights, and up to WARPS groups of k. Turing
 // has no bf16, and never runs it.
-#define FUSED_SMALL_BLOCKS(NAME, FORMAT, UNITS, WARPS)                                        \
+#define FUSED_GEMV_GGUF_LATENCY(NAME, FORMAT, UNITS, WARPS)                                        \
   extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                           \
       NAME(const __grid_constant__ fused::Gemv p) {                                           \
-    if constexpr (fused::COMPILED_FOR >= 800) fused::small_blocks<FORMAT, UNITS, WARPS>(p);   \
+    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<FORMAT, UNITS, WARPS>(p);   \
   }

@@ -4,10 +4,10 @@
 
 using namespace fused;
 
-FUSED_FEW_ROWS(gemv_wna16_int8, 2, CodeRows<Int8Rows>)
-FUSED_FEW_ROWS(gemv_wna16_int4_g128, 2, CodeRows<Int4Rows<ONE_GROUP>>)
-FUSED_FEW_ROWS(gemv_wna16_int4, 2, CodeRows<Int4Rows<SOME_GROUPS>>)
-FUSED_FEW_ROWS(gemv_wna16_int4_g32, 2, CodeRows<Int4Rows<FOUR_GROUPS>>)
-FUSED_FEW_ROWS(gemv_wna16_ternary_rows, 2, CodeRows<TernaryRows<ROW_SCALES>>)
-FUSED_FEW_ROWS(gemv_wna16_ternary_g128, 2, CodeRows<TernaryRows<ONE_GROUP>>)
-FUSED_FEW_ROWS(gemv_wna16_ternary, 2, CodeRows<TernaryRows<SOME_GROUPS>>)
+FUSED_GEMV_CORE(gemv_wna16_int8, 2, PackedCore<Int8Weights>)
+FUSED_GEMV_CORE(gemv_wna16_int4_g128, 2, PackedCore<Int4Weights<ONE_GROUP>>)
+FUSED_GEMV_CORE(gemv_wna16_int4, 2, PackedCore<Int4Weights<SOME_GROUPS>>)
+FUSED_GEMV_CORE(gemv_wna16_int4_g32, 2, PackedCore<Int4Weights<FOUR_GROUPS>>)
+FUSED_GEMV_CORE(gemv_wna16_ternary_rows, 2, PackedCore<TernaryWeights<ROW_SCALES>>)
+FUSED_GEMV_CORE(gemv_wna16_ternary_g128, 2, PackedCore<TernaryWeights<ONE_GROUP>>)
+FUSED_GEMV_CORE(gemv_wna16_ternary, 2, PackedCore<TernaryWeights<SOME_GROUPS>>)

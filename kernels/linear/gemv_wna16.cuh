@@ -86,11 +86,11 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
 }
 
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
-struct CodeRow {
+struct PackedRow {
   const char* codes;
   uint32_t row, which;
 
-  template <class Format> static __device__ __forceinline__ CodeRow of(const Gemv& p, uint32_t row, uint32_t t) {
+  template <class Format> static __device__ __forceinline__ PackedRow of(const Gemv& p, uint32_t row, uint32_t t) {
     const uint32_t which = (row >= p.weights[1].first) + (row >= p.weights[2].first);
     row -= p.weights[which].first;
     const char* codes = static_cast<const char*>(p.weights[which].data);
@@ -124,7 +124,7 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
   static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
   static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
 
-  __device__ __forceinline__ void prefetch(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
+  __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t step, uint32_t end, uint32_t t) {
     const char* scales = static_cast<const char*>(p.weights[row.which].scales);
     const uint32_t zeros_at = ZEROS ? p.weights[row.which].zeros : 0, count = groups(p);
 #pragma unroll
@@ -169,7 +169,7 @@ template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
   static __device__ __forceinline__ bool begins(const Gemv&, int e) { return e == 0; }
   static __device__ __forceinline__ bool ends(const Gemv&, int e) { return e == 3; }
 
-  __device__ __forceinline__ void prefetch(const Gemv& p, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
+  __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t, uint32_t, uint32_t) {
     by = load_u32(static_cast<const char*>(p.weights[row.which].scales) + 4 * uint64_t(row.row));
   }
   __device__ __forceinline__ float scale(const Gemv&, int, int) const { return __uint_as_float(by); }
@@ -178,7 +178,7 @@ template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
 
 // The formats as cores take them. A piece is what a lane has of a row and a step: four times 8 values.
 // `value` says where the 8 begin within a step, for lane t.
-struct Int8Rows {
+struct Int8Weights {
   static constexpr int STEPS = 2, GROUPS = ROW_SCALES;
   static constexpr bool ZEROS = false;
   using XRows = PartRows<INT8_PADDING>;
@@ -192,7 +192,7 @@ struct Int8Rows {
   static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t k, uint32_t step, uint32_t t) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const uint32_t at = step * STEP + 64 * q;
+      const uint32_t at = step * K_BLOCK + 64 * q;
       piece.words[q] = make_uint4(0, 0, 0, 0);
       if (at + BYTES * t < k) piece.words[q] = load_once(codes + at);
     }
@@ -201,7 +201,7 @@ struct Int8Rows {
   static __device__ __forceinline__ void copy(uint32_t to, const char* codes, uint32_t k, uint32_t step, uint32_t t) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const uint32_t at = step * STEP + 64 * q;
+      const uint32_t at = step * K_BLOCK + 64 * q;
       const bool valid = at + BYTES * t < k;
       copy_async(to + q * (WARP * BYTES), codes + (valid ? at : 0), valid);
     }
@@ -234,7 +234,7 @@ struct Int8Rows {
   }
 };
 
-template <int GROUPS_> struct Int4Rows {
+template <int GROUPS_> struct Int4Weights {
   static constexpr int STEPS = 4, GROUPS = GROUPS_;
   // Those of one group have a kernel without zero points.
   static constexpr bool ZEROS = GROUPS != ONE_GROUP;
@@ -246,10 +246,10 @@ template <int GROUPS_> struct Int4Rows {
 
   static constexpr uint32_t BYTES = 16;
   static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
-    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+    return place_of(row, 0, steps_of(k)) * (ROW_LANES * BYTES);
   }
   static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
-    const uint4 v = load_once(codes + step * (OCTET * QUARTERS * BYTES));
+    const uint4 v = load_once(codes + step * (ROW_GROUP * ROW_LANES * BYTES));
     piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
@@ -285,7 +285,7 @@ template <int GROUPS_> struct Int4Rows {
   }
 };
 
-template <int GROUPS_> struct TernaryRows {
+template <int GROUPS_> struct TernaryWeights {
   static constexpr int GROUPS = GROUPS_;
   static constexpr bool ZEROS = false;
   // Scales of groups take the registers of codes.
@@ -298,10 +298,10 @@ template <int GROUPS_> struct TernaryRows {
 
   static constexpr uint32_t BYTES = 8;
   static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
-    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+    return place_of(row, 0, steps_of(k)) * (ROW_LANES * BYTES);
   }
   static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
-    const uint2 v = load_u64(codes + step * (OCTET * QUARTERS * BYTES));
+    const uint2 v = load_u64(codes + step * (ROW_GROUP * ROW_LANES * BYTES));
     piece.words[0] = v.x, piece.words[1] = v.y;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
@@ -317,7 +317,7 @@ template <int GROUPS_> struct TernaryRows {
   }
 };
 
-template <class Format> struct CodeRows : SixteenRows {
+template <class Format> struct PackedCore : SixteenRows {
   static constexpr int STEPS = Format::STEPS;
   using Scales = TileScales<Format::GROUPS, Format::ZEROS, STEPS>;
   using XRows = typename Format::XRows;
@@ -331,11 +331,11 @@ template <class Format> struct CodeRows : SixteenRows {
   static __device__ uint32_t steps(const Gemv& p) { return steps_of(p.k); }
 
   struct Rows {
-    CodeRow row[2];
+    PackedRow row[2];
 
     template <class Find> __device__ void enter(const Gemv& p, Find find) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) row[i] = CodeRow::of<Format>(p, find(group() + 8 * i), member());
+      for (int i = 0; i < 2; ++i) row[i] = PackedRow::of<Format>(p, find(group() + 8 * i), member());
     }
   };
 
@@ -379,7 +379,7 @@ template <class Format> struct CodeRows : SixteenRows {
           on_lanes(p, x, s, step + s, sums);
           continue;
         }
-        const uint32_t first = (step + s) * STEP;
+        const uint32_t first = (step + s) * K_BLOCK;
         typename Format::Sum c[4] = {};
         uint32_t zeros[2] = {};
         const auto inputs = x.step(group(), member(), step + s);
@@ -415,7 +415,7 @@ template <class Format> struct CodeRows : SixteenRows {
       // Blocks are long: unrolled they would not fit into the instruction cache.
 #pragma unroll 1
       for (int e = 0; e < 4; ++e) {
-        const uint32_t value = step * STEP + Format::value(e, member());
+        const uint32_t value = step * K_BLOCK + Format::value(e, member());
         float by[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -3,5 +3,5 @@
 
 using namespace fused;
 
-FUSED_CODE_STREAM(gemv_wna16_sm90_int4_g128, Int4Stream)
-FUSED_CODE_STREAM(gemv_wna16_sm90_ternary_rows, TernaryStream)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g128, Int4Sm90)
+FUSED_GEMV_SM90(gemv_wna16_sm90_ternary_rows, TernarySm90)

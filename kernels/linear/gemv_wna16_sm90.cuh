@@ -18,9 +18,9 @@ namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-constexpr uint32_t SLICE = CHUNK * STREAM_WARPS;  // steps of a slot
-static_assert(SLICE == CODE_STREAM_SLICE);
-constexpr uint32_t MAX_SLOTS = CODE_STREAM_MAX_SLOTS;
+constexpr uint32_t SLICE = CHUNK * CONSUMER_WARPS;  // steps of a slot
+static_assert(SLICE == GEMV_SM90_K_BLOCKS);
+constexpr uint32_t MAX_SLOTS = GEMV_SM90_MAX_STAGES;
 constexpr int ROUND = 8;  // units whose sums meet at once
 constexpr int GAINS = 2;  // slices of a norm's weight that a warp loads before the PDL wait
 
@@ -33,8 +33,8 @@ struct StageState {
   }
 };
 
-template <class Format> struct CodeStream {
-  static constexpr uint32_t SCALES = 2 * OCTET * Format::GROUPS;  // bytes of the scales of 8 rows in a step
+template <class Format> struct GemvSm90 {
+  static constexpr uint32_t SCALES = 2 * ROW_GROUP * Format::GROUPS;  // bytes of the scales of 8 rows in a step
   static constexpr uint32_t CODES_OF_SLICE = SLICE * Format::CODES, SCALES_OF_SLICE = SLICE * SCALES;
   static constexpr uint32_t SLOT = 2 * (CODES_OF_SLICE + SCALES_OF_SLICE);
 
@@ -44,22 +44,22 @@ template <class Format> struct CodeStream {
   char* xs;
   uint32_t full, empty;  // barriers of slots
 
-  __device__ CodeStream(const Gemv& p, char* memory, uint32_t barriers)
+  __device__ GemvSm90(const Gemv& p, char* memory, uint32_t barriers)
       : p(p), steps(steps_of(p.k)), slices((steps + SLICE - 1) / SLICE), ring(memory), xs(memory + p.slots * SLOT),
         full(barriers), empty(barriers + 8 * MAX_SLOTS) {
-    const uint32_t outputs = gates(p) ? OCTET : 2 * OCTET, all = (p.width + outputs - 1) / outputs;
+    const uint32_t outputs = gates(p) ? ROW_GROUP : 2 * ROW_GROUP, all = (p.width + outputs - 1) / outputs;
     units = (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
   }
 
   // The row of the weights that is row r of unit i of this block.
   __device__ uint32_t weight_row(uint32_t i, uint32_t r) const {
     const uint32_t unit = blockIdx.x + i * gridDim.x;
-    if (gates(p)) return unit * OCTET + r % OCTET + (r < OCTET ? 0 : p.width);
-    return unit * (2 * OCTET) + r;
+    if (gates(p)) return unit * ROW_GROUP + r % ROW_GROUP + (r < ROW_GROUP ? 0 : p.width);
+    return unit * (2 * ROW_GROUP) + r;
   }
 
   // One thread loads all weights: each copy costs it some 50 ns, so they had better be large.
-  __device__ void fill() const {
+  __device__ void produce() const {
     const uint64_t policy = evict_first();
     StageState next = {}, behind = {};
     const uint32_t ahead = min(Format::AHEAD, p.slots);
@@ -70,9 +70,9 @@ template <class Format> struct CodeStream {
 #pragma unroll
       for (int o = 0; o < 2; ++o) {
         // Past the last row the last are read again and not used.
-        uint32_t row = min(weight_row(unit, o * OCTET), p.rows - 1);
+        uint32_t row = min(weight_row(unit, o * ROW_GROUP), p.rows - 1);
         const Matrix& matrix = matrix_of(p, row);
-        const uint64_t place = uint64_t(row / OCTET) * steps;
+        const uint64_t place = uint64_t(row / ROW_GROUP) * steps;
         codes[o] = static_cast<const char*>(matrix.data) + place * Format::CODES;
         scales[o] = static_cast<const char*>(matrix.scales) + place * SCALES;
       }
@@ -98,45 +98,45 @@ template <class Format> struct CodeStream {
   }
 
   // What the thread that finishes row `r` of a unit reads ahead.
-  struct Ahead {
+  struct EpilogueInputs {
     Addends addends;
     float by;
   };
   // Its output, or one past the last.
   __device__ uint32_t column(uint32_t i, uint32_t r) const {
     const uint32_t unit = blockIdx.x + i * gridDim.x;
-    if (i >= units || (gates(p) && r >= OCTET)) return p.width;
-    return gates(p) ? unit * OCTET + r : unit * (2 * OCTET) + r;
+    if (i >= units || (gates(p) && r >= ROW_GROUP)) return p.width;
+    return gates(p) ? unit * ROW_GROUP + r : unit * (2 * ROW_GROUP) + r;
   }
   __device__ float scale_of(uint32_t row) const {
     if (Format::GROUPS != ROW_SCALES) return 1.f;
     const Matrix& matrix = matrix_of(p, row);
     return __uint_as_float(load_u32(static_cast<const uint32_t*>(matrix.scales) + row));
   }
-  __device__ void prefetch(Ahead& a, uint32_t i, uint32_t r) const {
+  __device__ void prefetch(EpilogueInputs& a, uint32_t i, uint32_t r) const {
     a = {};
     if (column(i, r) >= p.width) return;
     a.addends.load_bias(p.epilogue, weight_row(i, r));
     a.by = scale_of(weight_row(i, r));
   }
-  __device__ void load_residuals(Ahead& a, uint32_t i, uint32_t r) const {
+  __device__ void load_residuals(EpilogueInputs& a, uint32_t i, uint32_t r) const {
     if (column(i, r) < p.width) a.addends.load_residuals(p.epilogue, 0, column(i, r));
   }
-  __device__ void epilogue(const Ahead& a, uint32_t i, uint32_t r, const float (*sums)[2 * OCTET]) const {
+  __device__ void epilogue(const EpilogueInputs& a, uint32_t i, uint32_t r, const float (*sums)[2 * ROW_GROUP]) const {
     const Epilogue& e = p.epilogue;
     const uint32_t column = this->column(i, r);
     if (column >= p.width) return;
     const auto total = [&](uint32_t r) {
       float y = 0.f;
 #pragma unroll
-      for (int w = 0; w < STREAM_WARPS; ++w) y += sums[w][r];
+      for (int w = 0; w < CONSUMER_WARPS; ++w) y += sums[w][r];
       return y;
     };
     float y = fmaf(a.by, total(r), e.bias ? widen_raw(a.addends.bias, e.dtype) : 0.f);
     if (gates(p)) {
-      const uint32_t row = weight_row(i, r + OCTET);
+      const uint32_t row = weight_row(i, r + ROW_GROUP);
       const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, row), e.dtype) : 0.f;
-      y = silu(y) * fmaf(scale_of(row), total(r + OCTET), bias);
+      y = silu(y) * fmaf(scale_of(row), total(r + ROW_GROUP), bias);
     } else {
       y = activate(e.activation, y);
     }
@@ -146,21 +146,21 @@ template <class Format> struct CodeStream {
   }
 
   // Whether each warp can have its part of x in registers. Otherwise the block stages all of x together.
-  __device__ bool holds() const {
-    return p.prologue.dtype == BF16 && (p.prologue.norm == NORM_NONE || slices <= HELD);
+  __device__ bool owns() const {
+    return p.prologue.dtype == BF16 && (p.prologue.norm == NORM_NONE || slices <= OWNED);
   }
 
   // Norms what this lane has of x.
-  __device__ void norm(uint4 (&held)[HELD], const uint4 (&gains)[GAINS], float (*scratch)[STREAM_WARPS]) const {
+  __device__ void norm(uint4 (&owned)[OWNED], const uint4 (&gains)[GAINS], float (*scratch)[CONSUMER_WARPS]) const {
     const Prologue& x = p.prologue;
-    const ThreadGroup group(STREAM_THREADS);
+    const ThreadGroup group(CONSUMER_THREADS);
     const auto sum = [&](float mean, bool squares) {
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < HELD; ++i) {
+      for (int i = 0; i < OWNED; ++i) {
         if (pack_of(i) >= p.k / 8) break;
         float v[8];
-        unpack8<__nv_bfloat16>(held[i], v);
+        unpack8<__nv_bfloat16>(owned[i], v);
 #pragma unroll
         for (int j = 0; j < 8; ++j) sum += squares ? (v[j] - mean) * (v[j] - mean) : v[j];
       }
@@ -169,37 +169,37 @@ template <class Format> struct CodeStream {
     const float mean = x.norm == NORM_LAYER ? group.sum(sum(0.f, false), scratch[0]) / p.k : 0.f;
     const float factor = rsqrtf(__fdividef(group.sum(sum(mean, true), scratch[1]), p.k) + x.eps);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
+    for (int i = 0; i < OWNED; ++i) {
       if (pack_of(i) >= p.k / 8) break;
       const uint4 gain = i < GAINS ? gains[i % GAINS] : read_pack(x.weight, p.k, pack_of(i));
       const uint4 bias = x.bias ? read_pack(x.bias, p.k, pack_of(i)) : uint4{};
-      held[i] = normed<__nv_bfloat16>(x, held[i], mean, factor, gain, bias);
+      owned[i] = normed<__nv_bfloat16>(x, owned[i], mean, factor, gain, bias);
     }
   }
 
   // Puts what this warp needs of x where it is multiplied from, and returns what codes are multiplied by.
   __device__ float stage(const typename Format::Row& row, const RowStage<typename Format::Row>& stage,
-                         const uint4 (&gains)[GAINS], float (*scratch)[STREAM_WARPS]) const {
-    if (!holds()) {
+                         const uint4 (&gains)[GAINS], float (*scratch)[CONSUMER_WARPS]) const {
+    if (!owns()) {
       stage.stage(p.prologue.x, 0);
-      row.clear_tail(STREAM_THREADS);
-      sync_first(STREAM_THREADS);
+      row.clear_tail(CONSUMER_THREADS);
+      sync_first(CONSUMER_THREADS);
       return row.taken();
     }
-    uint4 held[HELD];
+    uint4 owned[OWNED];
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      if (i < slices) held[i] = read_pack(p.prologue.x, p.k, pack_of(i));
+    for (int i = 0; i < OWNED; ++i) {
+      if (i < slices) owned[i] = read_pack(p.prologue.x, p.k, pack_of(i));
     }
-    if (p.prologue.norm != NORM_NONE) norm(held, gains, scratch);
-    const float by = row.take(p.prologue, held, slices);
+    if (p.prologue.norm != NORM_NONE) norm(owned, gains, scratch);
+    const float by = row.take(p.prologue, owned, slices);
     __syncwarp();
     return by;
   }
 
   // One unit's sums of this warp.
   __device__ void multiply(const typename Format::Row& x, uint32_t warp, float by, StageState& slot,
-                           float (*sums)[2 * OCTET]) const {
+                           float (*sums)[2 * ROW_GROUP]) const {
     const uint32_t lane = threadIdx.x % WARP;
     typename Format::Sums own = {};
 #pragma unroll 1
@@ -220,33 +220,33 @@ template <class Format> struct CodeStream {
     }
     float y[2];
     own.total(by, y);
-    if (lane % 4 == 0) sums[warp][lane / 4] = y[0], sums[warp][lane / 4 + OCTET] = y[1];
+    if (lane % 4 == 0) sums[warp][lane / 4] = y[0], sums[warp][lane / 4 + ROW_GROUP] = y[1];
   }
 
-  __device__ void run(float (*sums)[STREAM_WARPS][2 * OCTET], float (*scratch)[STREAM_WARPS]) const {
+  __device__ void run(float (*sums)[CONSUMER_WARPS][2 * ROW_GROUP], float (*scratch)[CONSUMER_WARPS]) const {
     const uint32_t warp = threadIdx.x / WARP;
     if (threadIdx.x < p.slots) {
       barrier_init(full + 8 * threadIdx.x, 1);
-      barrier_init(empty + 8 * threadIdx.x, STREAM_THREADS);
+      barrier_init(empty + 8 * threadIdx.x, CONSUMER_THREADS);
     }
     barriers_made();
     __syncthreads();
     pdl_launch();
-    if (warp == STREAM_WARPS) {
-      if (threadIdx.x % WARP == 0) fill();
+    if (warp == CONSUMER_WARPS) {
+      if (threadIdx.x % WARP == 0) produce();
       return;
     }
     typename Format::Row row(p, xs);
-    RowStage<typename Format::Row> stages(p, row, scratch[0], ThreadGroup(STREAM_THREADS));
+    RowStage<typename Format::Row> stages(p, row, scratch[0], ThreadGroup(CONSUMER_THREADS));
     uint4 gains[GAINS];
-    if (!holds()) {
+    if (!owns()) {
       stages.prefetch();
     } else if (p.prologue.norm != NORM_NONE) {
 #pragma unroll
       for (int i = 0; i < GAINS; ++i) gains[i] = read_pack(p.prologue.weight, p.k, pack_of(i));
     }
-    const uint32_t i = threadIdx.x / (2 * OCTET), r = threadIdx.x % (2 * OCTET);
-    Ahead a = {};
+    const uint32_t i = threadIdx.x / (2 * ROW_GROUP), r = threadIdx.x % (2 * ROW_GROUP);
+    EpilogueInputs a = {};
     if (i < ROUND) prefetch(a, i, r);
     pdl_wait();
     if (units == 0) return;
@@ -258,10 +258,10 @@ template <class Format> struct CodeStream {
 #pragma unroll 1
       for (uint32_t unit = begin; unit < min(begin + ROUND, units); ++unit)
         multiply(row, warp, by, slot, sums[unit - begin]);
-      sync_first(STREAM_THREADS);
+      sync_first(CONSUMER_THREADS);
       if (i < ROUND) epilogue(a, begin + i, r, sums[i]);
       if (begin + ROUND >= units) return;
-      sync_first(STREAM_THREADS);
+      sync_first(CONSUMER_THREADS);
       if (i < ROUND) prefetch(a, begin + ROUND + i, r), load_residuals(a, begin + ROUND + i, r);
     }
   }
@@ -269,21 +269,21 @@ template <class Format> struct CodeStream {
 
 #endif
 
-template <class Format> __device__ __forceinline__ void code_stream(const Gemv& p) {
+template <class Format> __device__ __forceinline__ void gemv_sm90(const Gemv& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ float4 dynamic_shared[];
-  __shared__ float sums[ROUND][STREAM_WARPS][2 * OCTET];
-  __shared__ alignas(16) float scratch[2][STREAM_WARPS];
+  __shared__ float sums[ROUND][CONSUMER_WARPS][2 * ROW_GROUP];
+  __shared__ alignas(16) float scratch[2][CONSUMER_WARPS];
   __shared__ uint64_t barriers[2 * MAX_SLOTS];
-  CodeStream<Format>(p, reinterpret_cast<char*>(dynamic_shared), shared_address(barriers)).run(sums, scratch);
+  GemvSm90<Format>(p, reinterpret_cast<char*>(dynamic_shared), shared_address(barriers)).run(sums, scratch);
 #endif
 }
 
 }  // namespace fused
 
 // `NAME`: a kernel for one row and weights of this format.
-#define FUSED_CODE_STREAM(NAME, FORMAT)                                                \
+#define FUSED_GEMV_SM90(NAME, FORMAT)                                                \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS + fused::WARP, 2)   \
       NAME(const __grid_constant__ fused::Gemv p) {                                    \
-    fused::code_stream<fused::FORMAT>(p);                                              \
+    fused::gemv_sm90<fused::FORMAT>(p);                                              \
   }

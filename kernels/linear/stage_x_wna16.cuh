@@ -19,7 +19,7 @@ template <uint32_t PAD_> struct PartRows {
   __device__ PartRows(const Gemv& p, char* at)
       : at(at), m(p.m), steps(steps_of(p.k)), parts(p.prologue.dtype == BF16 ? 1 : 2) {}
 
-  __device__ uint32_t pitch() const { return steps * (2 * STEP) + PAD; }
+  __device__ uint32_t pitch() const { return steps * (2 * K_BLOCK) + PAD; }
   __device__ char* part(uint32_t row, uint32_t part) const { return at + (row * parts + part) * pitch(); }
   __device__ uint2* words(uint32_t row, uint32_t of, uint32_t piece) const {
     return reinterpret_cast<uint2*>(part(row, of)) + piece;
@@ -55,7 +55,7 @@ template <uint32_t PAD_> struct PartRows {
     return true;
   }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
-    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    const uint32_t first = k / 4, tail = steps * (K_BLOCK / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * parts * tail; i += blockDim.x)
       *words(0, i / tail, first + i % tail) = make_uint2(0, 0);
   }
@@ -114,13 +114,13 @@ struct ByteRows {
 
   __device__ ByteRows(const Gemv& p, char* at) : at(at), m(p.m), k(p.k), steps(steps_of(p.k)) {}
 
-  __device__ uint32_t pitch() const { return steps * STEP + PAD; }
+  __device__ uint32_t pitch() const { return steps * K_BLOCK + PAD; }
   __device__ float4* raw() const { return reinterpret_cast<float4*>(at + m * pitch()); }
   __device__ float* scales() const { return reinterpret_cast<float*>(raw() + m * (k / 4)); }
   // Where 8 values from `value` on lie.
   __device__ __forceinline__ char* place(uint32_t row, uint32_t value) const {
-    const uint32_t block = value % STEP / 32, t = value % 32 / 8;
-    return at + row * pitch() + value / STEP * STEP + 32 * t + 8 * block;
+    const uint32_t block = value % K_BLOCK / 32, t = value % 32 / 8;
+    return at + row * pitch() + value / K_BLOCK * K_BLOCK + 32 * t + 8 * block;
   }
 
   __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const { raw()[row * (k / 4) + piece] = v; }
@@ -143,14 +143,14 @@ struct ByteRows {
   // A row of bf16, k being a multiple of 8.
   __device__ bool take(const char* x, uint32_t row, uint32_t k, const ThreadGroup& group, float* scratch) const {
     // All of it on its way at once, without registers; a thread gets back what it has loaded.
-    uint4* held = reinterpret_cast<uint4*>(raw() + row * (k / 4));
-    const uint32_t to = shared_address(held);
+    uint4* owned = reinterpret_cast<uint4*>(raw() + row * (k / 4));
+    const uint32_t to = shared_address(owned);
     for (uint32_t i = group.rank(); i < k / 8; i += group.size()) copy_async(to + 16 * i, x + 16 * i);
     await_copies();
     uint32_t both = 0;
 #pragma unroll 2
     for (uint32_t i = group.rank(); i < k / 8; i += group.size()) {
-      const uint4 v = held[i];
+      const uint4 v = owned[i];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) both = __vmaxu2(both, words[w] & 0x7fff7fffu);
@@ -159,7 +159,7 @@ struct ByteRows {
     const float by = put_largest(row, __uint_as_float(group.max(largest, scratch)));
 #pragma unroll 2
     for (uint32_t i = group.rank(); i < k / 8; i += group.size()) {
-      const uint4 v = held[i];
+      const uint4 v = owned[i];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
       uint32_t even[4], odd[4];
 #pragma unroll
@@ -175,7 +175,7 @@ struct ByteRows {
     return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
   }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
-    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    const uint32_t first = k / 4, tail = steps * (K_BLOCK / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x) put_bytes(i / tail, first + i % tail, 0, 0);
   }
 
@@ -196,7 +196,7 @@ struct ByteRows {
   };
   // Sums of columns that are no row's go nowhere: those have any row's values.
   __device__ __forceinline__ Step step(uint32_t column, uint32_t t, uint32_t step) const {
-    const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + step * STEP + 32 * t;
+    const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + step * K_BLOCK + 32 * t;
     return {load_shared(from), load_shared(from + 16)};
   }
 };

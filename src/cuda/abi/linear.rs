@@ -23,8 +23,8 @@ abi! {
     const GEMV_THREADS: Count<i32> = GEMV_WARPS * WARP;
 
     /// Rows of quantized weights that a warp computes together, and rows of x that meet them.
-    const UNIT: Count<i32> = 16;
-    const UNIT_MAX_M: Count<i32> = 4;
+    const N_TILE: Count<i32> = 16;
+    const N_TILE_MAX_M: Count<i32> = 4;
 
     /// Bytes behind a row of x in shared memory, by the codes that it meets, so that lanes which read several
     /// rows meet no bank twice.
@@ -100,9 +100,9 @@ abi! {
 
     /// Values of a row that a warp takes at once, where dense weights stream, bytes of two rows of those, and
     /// packs of 16 bytes of x that a thread has at once.
-    const STREAM_STEP: Count<i32> = 256;
-    const STREAM_SLOT: Count<i32> = 2 * STREAM_STEP * 2;
-    const STREAM_PACKS: Count<i32> = 8;
+    const PIPELINED_K_BLOCK: Count<i32> = 256;
+    const PIPELINED_STAGE: Count<i32> = 2 * PIPELINED_K_BLOCK * 2;
+    const PIPELINED_PACKS: Count<i32> = 8;
 
     /// Keys and values that the next kernel of a chain reads, to be fetched into the L2 cache: those of
     /// `planes` heads, in front of the position.
@@ -128,7 +128,7 @@ abi! {
     }
 
     /// A product whose dense weights stream through rings.
-    struct StreamParams {
+    struct GemvPipelinedParams {
         product: Gemv,
         /// Of the kernels for two matrices side by side.
         second: Second,
@@ -137,16 +137,16 @@ abi! {
 
     /// K blocks of codes of a ring's slot, where codes stream, slots at most, and such slices of a row of x
     /// that a warp has in registers.
-    const CODE_STREAM_SLICE: Count<u32> = 16;
-    const CODE_STREAM_MAX_SLOTS: Count<u32> = 16;
-    const CODE_STREAM_HELD: Count<i32> = 8;
+    const GEMV_SM90_K_BLOCKS: Count<u32> = 16;
+    const GEMV_SM90_MAX_STAGES: Count<u32> = 16;
+    const GEMV_SM90_OWNED: Count<i32> = 8;
 
     /// Rows of x of a launch for some tens of them, and warps of a block at most.
-    const TILES_ROWS: Count<i32> = 64;
-    const TILES_MAX_WARPS: Count<i32> = 8;
+    const M64_ROWS: Count<i32> = 64;
+    const M64_MAX_WARPS: Count<i32> = 8;
 
     /// Some tens of rows of x.
-    struct TilesParams {
+    struct GemmM64Params {
         /// Without a norm; x is bf16.
         product: Gemv,
         /// Units of a block.
@@ -159,13 +159,13 @@ abi! {
 
     /// Rows of x of a launch for up to 16 of them, warps of a block, steps whose x a warp has at a time, and
     /// units of a batch.
-    const SLICES_ROWS: Count<i32> = 16;
-    const SLICES_WARPS: Count<i32> = 8;
-    const SLICES_DEPTH: Count<i32> = 2;
-    const SLICES_BATCH: Count<i32> = 4;
+    const M16_ROWS: Count<i32> = 16;
+    const M16_WARPS: Count<i32> = 8;
+    const M16_DEPTH: Count<i32> = 2;
+    const M16_BATCH: Count<i32> = 4;
 
     /// Up to 16 rows of x.
-    struct SlicesParams {
+    struct GemmM16Params {
         /// Without a norm; x is bf16.
         product: Gemv,
         /// Blocks of a cluster.
@@ -173,10 +173,10 @@ abi! {
     }
 
     /// The same where k is long.
-    struct LongSlicesParams {
+    struct GemmM16TmaParams {
         /// `[k / 64][m][64]`, of which a box is `[4][16][64]`.
         x: TensorMap,
-        slices: SlicesParams,
+        slices: GemmM16Params,
     }
 
     const SUMS_EPILOGUE_THREADS: Count<i32> = 256;

@@ -6,7 +6,7 @@ use super::gemm_dequantized::narrowed;
 use super::gemv::Gemv;
 use super::gemv_wna16::kernel_of;
 use super::tensor_map::rows_map;
-use crate::cuda::abi::{LongSlicesParams, NORM_NONE, SlicesParams, TilesParams};
+use crate::cuda::abi::{GemmM16Params, GemmM16TmaParams, GemmM64Params, NORM_NONE};
 use crate::cuda::{Grid, Launcher, Module, Scratch};
 use crate::ops::view::dtype_index;
 use crate::quant::Scheme;
@@ -39,42 +39,42 @@ pub(super) struct Tensor {
     pub rows: usize,
     /// Warps that share an output.
     pub split: usize,
-    pub shares: Shares,
+    pub params: FormParams,
     pub grid: Grid,
 }
 
 /// What a kernel is told beside the product.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Shares {
+pub(super) enum FormParams {
     /// Units of a block, stages of x that there is room for, and stages of a unit.
-    Tiles {
+    M64 {
         side: usize,
         slots: usize,
         stages: usize,
     },
     /// Blocks of a cluster.
-    Slices(usize),
+    M16(usize),
     /// Likewise, where x comes by TMA.
-    LongSlices(usize),
+    M16Tma(usize),
 }
 
 impl Tensor {
     /// # Safety
     /// As [`Kernel::run`].
     unsafe fn launch(&self, launcher: &Launcher, product: Gemv) -> Result<()> {
-        let of = |slices: usize| SlicesParams {
+        let of = |slices: usize| GemmM16Params {
             product,
             slices: slices as u32,
         };
         // SAFETY: the kernels take these structs; the addresses are the caller's.
         unsafe {
-            match self.shares {
-                Shares::Tiles {
+            match self.params {
+                FormParams::M64 {
                     side,
                     slots,
                     stages,
                 } => {
-                    let params = TilesParams {
+                    let params = GemmM64Params {
                         product,
                         side: side as u32,
                         slots: slots as u32,
@@ -82,12 +82,12 @@ impl Tensor {
                     };
                     launcher.run(self.module, self.index, self.grid, &params)
                 }
-                Shares::Slices(slices) => {
+                FormParams::M16(slices) => {
                     launcher.run(self.module, self.index, self.grid, &of(slices))
                 }
-                Shares::LongSlices(slices) => {
+                FormParams::M16Tma(slices) => {
                     let shape = [product.m, product.k].map(|n| n as usize);
-                    let params = LongSlicesParams {
+                    let params = GemmM16TmaParams {
                         x: rows_map(product.prologue.x, shape)?,
                         slices: of(slices),
                     };

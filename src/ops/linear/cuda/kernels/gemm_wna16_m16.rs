@@ -3,10 +3,10 @@
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
-use super::gemm_wna16::{Shares, Tensor, scheme_kernel};
+use super::gemm_wna16::{FormParams, Tensor, scheme_kernel};
 use crate::cuda::abi::{
-    OCTET, SLICES_BATCH, SLICES_DEPTH as DEPTH, SLICES_ROWS as ROWS, SLICES_WARPS as WARPS, STEP,
-    UNIT, WARP,
+    K_BLOCK, M16_BATCH, M16_DEPTH as DEPTH, M16_ROWS as ROWS, M16_WARPS as WARPS, N_TILE,
+    ROW_GROUP, WARP,
 };
 use crate::cuda::{GpuSpec, Grid, Module, fatbin};
 use std::sync::Arc;
@@ -50,7 +50,7 @@ const RINGS: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
 /// Bytes that a block of [`TMA`] has in shared memory: three stages of x, three slots of each warp's ring, sums,
 /// those of another block of two batches, and what it may take to begin at a multiple of 1,024.
 const LONG_SHARED: usize =
-    3 * 2 * DEPTH * STEP * ROWS * 2 + WARPS * 3 * (2048 + 64) + WARPS * SUMS / 4 + SUMS + 1024;
+    3 * 2 * DEPTH * K_BLOCK * ROWS * 2 + WARPS * 3 * (2048 + 64) + WARPS * SUMS / 4 + SUMS + 1024;
 
 /// Units that a block of it multiplies at a time.
 const LONG_UNITS: usize = 4;
@@ -59,7 +59,7 @@ const LONG_UNITS: usize = 4;
 const SHORT_STEPS: usize = 16;
 
 /// Bytes of the sums of the four units of a batch.
-const SUMS: usize = SLICES_BATCH * UNIT * ROWS * 4;
+const SUMS: usize = M16_BATCH * N_TILE * ROWS * 4;
 
 /// Bytes for the halves of them that two blocks exchange: what comes of four batches, and what stays of one.
 const GIVEN: usize = (4 + 1) * SUMS / 2;
@@ -90,17 +90,23 @@ fn shape(case: &Case) -> Result<Shape, &'static str> {
     let aligned = case.matrices().all(|rows| {
         let channels = first..first + rows;
         first = channels.end;
-        let plain = gated.is_some_and(|g| channels.start >= g) || channels.start % OCTET == 0;
-        plain && gated.is_none_or(|g| channels.end <= g || channels.start % OCTET == g % OCTET)
+        let plain = gated.is_some_and(|g| channels.start >= g) || channels.start % ROW_GROUP == 0;
+        plain
+            && gated
+                .is_none_or(|g| channels.end <= g || channels.start % ROW_GROUP == g % ROW_GROUP)
     });
     if !aligned {
         return Err("matrices do not begin at whole 8 output channels");
     }
-    let of_unit = if case.gates() { OCTET } else { 2 * OCTET };
+    let of_unit = if case.gates() {
+        ROW_GROUP
+    } else {
+        2 * ROW_GROUP
+    };
     Ok(Shape {
         kernel,
         units: case.width().div_ceil(of_unit),
-        steps: case.k.div_ceil(STEP),
+        steps: case.k.div_ceil(K_BLOCK),
     })
 }
 
@@ -144,7 +150,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
         index: kernel,
         rows: ROWS,
         split,
-        shares: Shares::Slices(slices),
+        params: FormParams::M16(slices),
         grid,
     }))
 }
@@ -164,10 +170,10 @@ pub(crate) fn cluster(case: &Case) -> Planned {
     if steps > SHORT_STEPS {
         return Err("K is too long");
     }
-    let shares = short_slices(gpu.sms as usize, units, steps);
-    let (slices, share) = shares.ok_or("there are more blocks than multiprocessors")?;
+    let params = short_slices(gpu.sms as usize, units, steps);
+    let (slices, share) = params.ok_or("there are more blocks than multiprocessors")?;
     // One for each output: a block without a cluster has two eights of rows of weights, others have one.
-    let threads = ROWS * OCTET * if slices == 1 { 2 } else { 1 };
+    let threads = ROWS * ROW_GROUP * if slices == 1 { 2 } else { 1 };
     let mut grid = Grid::new(
         [(slices * units) as u32, 1, 1],
         (WARP * steps.div_ceil(slices)).max(threads) as u32,
@@ -179,7 +185,7 @@ pub(crate) fn cluster(case: &Case) -> Planned {
         index: slices - 1,
         rows: ROWS,
         split: 1,
-        shares: Shares::Slices(slices),
+        params: FormParams::M16(slices),
         grid,
     }))
 }
@@ -207,7 +213,7 @@ pub(crate) fn tma(case: &Case) -> Planned {
         index: 0,
         rows: ROWS,
         split: WARPS / LONG_UNITS,
-        shares: Shares::LongSlices(2),
+        params: FormParams::M16Tma(2),
         grid,
     }))
 }

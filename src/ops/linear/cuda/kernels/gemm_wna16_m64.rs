@@ -2,9 +2,9 @@
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
-use super::gemm_wna16::{Shares, Tensor, scheme_kernel};
+use super::gemm_wna16::{FormParams, Tensor, scheme_kernel};
 use crate::cuda::abi::{
-    INT4_PADDING, INT8_PADDING, STEP, TILES_MAX_WARPS as WARPS, TILES_ROWS as ROWS, UNIT, WARP,
+    INT4_PADDING, INT8_PADDING, K_BLOCK, M64_MAX_WARPS as WARPS, M64_ROWS as ROWS, N_TILE, WARP,
 };
 use crate::cuda::{Grid, Module, fatbin, stored_bytes};
 use crate::quant::Format;
@@ -65,7 +65,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
         index: kernel,
         rows: ROWS,
         split: shape.split,
-        shares: Shares::Tiles {
+        params: FormParams::M64 {
             side: shape.side,
             slots: shape.slots,
             stages: shape.stages,
@@ -80,8 +80,8 @@ pub(crate) fn plan(case: &Case) -> Planned {
 
 /// Units of output channels, and steps of k.
 fn units_and_steps(case: &Case) -> (usize, usize) {
-    let outputs = if case.gates() { UNIT / 2 } else { UNIT };
-    (case.width().div_ceil(outputs), case.k.div_ceil(STEP))
+    let outputs = if case.gates() { N_TILE / 2 } else { N_TILE };
+    (case.width().div_ceil(outputs), case.k.div_ceil(K_BLOCK))
 }
 
 /// The shape with `side` units beside one another in a block and `split` warps for each, and the nanoseconds that it
@@ -92,10 +92,13 @@ fn timed(case: &Case, kernel: usize, side: usize, split: usize) -> Option<(f64, 
     let padding = PADDING[kernel.min(1)];
     let rows = case.matrices().next()?;
     let bytes = stored_bytes(Format::Scheme(case.scheme()?), rows, case.k);
-    let of_unit = (bytes * UNIT).div_ceil(rows) as f64;
-    let (stages, slot) = (steps.div_ceil(split), ROWS * (split * 2 * STEP + padding));
+    let of_unit = (bytes * N_TILE).div_ceil(rows) as f64;
+    let (stages, slot) = (
+        steps.div_ceil(split),
+        ROWS * (split * 2 * K_BLOCK + padding),
+    );
     // f32 sums of 16 output channels from each warp.
-    let sums = side * split * UNIT * ROWS * 4;
+    let sums = side * split * N_TILE * ROWS * 4;
     let room = (gpu.shared as usize).saturating_sub(sums) / slot;
     let stays = room >= stages;
     if !stays && room < SLOTS[0] {

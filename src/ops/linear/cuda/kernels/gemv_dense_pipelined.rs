@@ -11,7 +11,8 @@ use super::super::problem::{Case, NormKind, Operand, Operands};
 use super::gemv::{Gemv, is_bf16};
 use super::gemv_dense::{check_vectors, is_large};
 use crate::cuda::abi::{
-    GEMV_THREADS as THREADS, GEMV_WARPS, STREAM_PACKS, STREAM_SLOT, Second, StreamParams,
+    GEMV_THREADS as THREADS, GEMV_WARPS, GemvPipelinedParams, PIPELINED_PACKS, PIPELINED_STAGE,
+    Second,
 };
 use crate::cuda::{Address, GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::linear::Activation;
@@ -35,13 +36,13 @@ pub(super) static MODULE: Module = Module::new(
 const PAIR: usize = 2;
 
 /// Values of k behind a norm, which a block holds in registers.
-const MAX_K: usize = 8 * STREAM_PACKS * THREADS;
+const MAX_K: usize = 8 * PIPELINED_PACKS * THREADS;
 
 /// Blocks of an SM: two, or one where shared memory is small or rows are long.
 const BLOCKS_AT_ONCE: [usize; 2] = [2, 1];
 
 /// Bytes of a slot of each of a block's rings.
-const SLOTS_BYTES: usize = GEMV_WARPS * STREAM_SLOT;
+const SLOTS_BYTES: usize = GEMV_WARPS * PIPELINED_STAGE;
 
 /// Slots that a ring can have. On an H100 12 of them, in two blocks, are what keeps its memory busy; fewer
 /// are for GPUs with less shared memory, or longer rows.
@@ -201,12 +202,12 @@ impl Kernel for Pipelined {
             data,
             border: border as u32,
         };
-        let streamed = StreamParams {
+        let streamed = GemvPipelinedParams {
             product,
             second: operands.second.map(second).unwrap_or_default(),
             fetch: operands.fetch.unwrap_or_default(),
         };
-        // SAFETY: the kernels take `StreamParams`; the addresses are the caller's.
+        // SAFETY: the kernels take `GemvPipelinedParams`; the addresses are the caller's.
         unsafe {
             launcher
                 .moving(operands.weight_bytes() as u64)

@@ -57,7 +57,7 @@ const LATENCY_SHAPES: [(usize, usize); 2] = [(8, 16), (24, 8)];
 const ROWS_OF_LAUNCH: usize = 4;
 
 /// Output channels that a warp computes together.
-const UNIT: usize = 16;
+const N_TILE: usize = 16;
 
 /// Values of a group of blocks.
 const GROUP: usize = 128;
@@ -110,7 +110,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let core = Core {
         kernel: format(case)?,
         most: ROWS_OF_LAUNCH,
-        unit: UNIT,
+        unit: N_TILE,
         // A warp takes a group at a time, and that is enough for one.
         step: GROUP / 4,
         // Warps that share a short row run out of groups: with units enough they need not.

@@ -4,7 +4,8 @@ use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::{Core, GemvPlan};
 use crate::cuda::abi::{
-    INT4_PADDING, INT8_PADDING, STEP as GROUP, TERNARY_PADDING, UNIT, UNIT_MAX_M as ROWS_OF_LAUNCH,
+    INT4_PADDING, INT8_PADDING, K_BLOCK as GROUP, N_TILE, N_TILE_MAX_M as ROWS_OF_LAUNCH,
+    TERNARY_PADDING,
 };
 use crate::cuda::{Module, fatbin, kernel_index};
 use crate::quant::{Format, Scheme};
@@ -37,7 +38,7 @@ const CORES: [(usize, usize); 7] = [
     (4, TERNARY_PADDING),
 ];
 
-/// Which of them takes a format, as `CodeFormat` of `kernels/formats/packed.cuh` numbers those.
+/// Which of them takes a format, as `PackedFormat` of `kernels/formats/packed.cuh` numbers those.
 const KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
 
 /// INT4 in groups of 128.
@@ -70,7 +71,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let core = Core {
         kernel,
         most: ROWS_OF_LAUNCH,
-        unit: UNIT,
+        unit: N_TILE,
         step: GROUP,
         tile,
         row,

@@ -8,15 +8,15 @@ use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::GemvPlan;
 use crate::cuda::abi::{
-    CODE_STREAM_HELD as HELD, CODE_STREAM_MAX_SLOTS, CODE_STREAM_SLICE as SLICE, GEMV_THREADS,
-    INT4_PADDING, OCTET, STEP, WARP,
+    GEMV_SM90_K_BLOCKS as SLICE, GEMV_SM90_MAX_STAGES, GEMV_SM90_OWNED as OWNED, GEMV_THREADS,
+    INT4_PADDING, K_BLOCK, ROW_GROUP, WARP,
 };
 use crate::cuda::{Grid, Module, fatbin};
 use crate::quant::{Scheme, TernaryScale};
 use candle_core::DType;
 use std::sync::Arc;
 
-/// As [`Streamed::index`] numbers them.
+/// As [`Sm90Format::index`] numbers them.
 pub(super) static MODULE: Module = Module::new(
     "gemv_wna16_sm90",
     fatbin!("gemv_wna16_sm90"),
@@ -27,26 +27,26 @@ pub(super) static MODULE: Module = Module::new(
 const THREADS: usize = GEMV_THREADS + WARP;
 
 /// Slots of a ring, at least and at most.
-const SLOTS: [usize; 2] = [3, CODE_STREAM_MAX_SLOTS];
+const SLOTS: [usize; 2] = [3, GEMV_SM90_MAX_STAGES];
 
 /// Static shared memory of the kernels at most.
 pub(super) const FIXED_SHARED: usize = 4480;
 
 /// A format that there is a kernel for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Streamed {
+pub(super) enum Sm90Format {
     /// In groups of 128, without zero points.
     Int4,
     /// With a scale for each row.
     Ternary,
 }
 
-impl Streamed {
+impl Sm90Format {
     /// That of a scheme, if it has one.
     fn of(scheme: Option<Scheme>) -> Option<Self> {
         match scheme? {
             Scheme::Int4 {
-                group: STEP,
+                group: K_BLOCK,
                 zero_point: false,
             } => Some(Self::Int4),
             Scheme::Ternary {
@@ -76,8 +76,8 @@ impl Streamed {
     fn slot(self) -> usize {
         // Codes and f16 scales of 8 rows in a step.
         let step = match self {
-            Self::Int4 => OCTET * (STEP / 2 + 2),
-            Self::Ternary => OCTET * STEP / 4,
+            Self::Int4 => ROW_GROUP * (K_BLOCK / 2 + 2),
+            Self::Ternary => ROW_GROUP * K_BLOCK / 4,
         };
         2 * SLICE * step
     }
@@ -85,12 +85,12 @@ impl Streamed {
     /// Shared memory that x takes.
     fn row(self, case: &Case) -> usize {
         let k = case.k;
-        let values = k.next_multiple_of(STEP);
+        let values = k.next_multiple_of(K_BLOCK);
         let is_bf16 = case.x == DType::BF16;
-        let holds = is_bf16 && (case.norm.is_none() || k.div_ceil(STEP * SLICE) <= HELD);
+        let owns = is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * SLICE) <= OWNED);
         match self {
             Self::Int4 => (2 * values + INT4_PADDING) * if is_bf16 { 1 } else { 2 },
-            Self::Ternary if holds => 2 * (values + 16),
+            Self::Ternary if owns => 2 * (values + 16),
             // Two parts, the values they are made from, and what they are multiplied by.
             Self::Ternary => 2 * (values + 16) + 4 * k + 16,
         }
@@ -99,16 +99,19 @@ impl Streamed {
 
 /// One row of INT4 in groups of 128, or of ternary weights with a scale for each row.
 pub(crate) fn plan(case: &Case) -> Planned {
-    let format = Streamed::of(case.scheme()).ok_or("there is no kernel of this group or scale")?;
+    let format =
+        Sm90Format::of(case.scheme()).ok_or("there is no kernel of this group or scale")?;
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }
     let mut first = 0;
     let octets = case.matrices().all(|rows| {
         first += rows;
-        first == case.n() || first.is_multiple_of(OCTET)
+        first == case.n() || first.is_multiple_of(ROW_GROUP)
     });
-    if !octets || !case.k.is_multiple_of(8) || (case.gates() && !case.width().is_multiple_of(OCTET))
+    if !octets
+        || !case.k.is_multiple_of(8)
+        || (case.gates() && !case.width().is_multiple_of(ROW_GROUP))
     {
         return Err("matrices do not end with whole 8 rows, or K is no multiple of 8");
     }
