@@ -22,15 +22,15 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
   reinterpret_cast<uint4*>(p.out)[i] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A thread writes what a lane has of a row and a step. `put` adds a code of a block to the words.
+// A thread writes what a lane has of a row and a K block. `put` adds a code of a block to the words.
 template <class Format, class Put> __device__ __forceinline__ void pack(const PackParams& p, Put put) {
   constexpr int WORDS = Format::BYTES / 4;
   pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
-  const uint32_t t = i % ROW_LANES, steps = steps_of(p.k);
+  const uint32_t t = i % ROW_LANES, k_blocks = k_blocks_of(p.k);
   const uint64_t place = i / ROW_LANES;
-  const uint32_t step = place / ROW_GROUP % steps;
-  const uint64_t eight = place / ROW_GROUP / steps, row = eight * ROW_GROUP + place % ROW_GROUP;
+  const uint32_t k_block = place / ROW_GROUP % k_blocks;
+  const uint64_t eight = place / ROW_GROUP / k_blocks, row = eight * ROW_GROUP + place % ROW_GROUP;
   if (eight * ROW_GROUP >= p.rows) return;
   uint32_t words[WORDS] = {};
   if (row < p.rows) {
@@ -38,7 +38,7 @@ template <class Format, class Put> __device__ __forceinline__ void pack(const Pa
     for (uint32_t b = 0; b < 4; ++b) {
 #pragma unroll
       for (uint32_t c = 0; c < 8; ++c) {
-        const uint32_t at = step * K_BLOCK + 32 * b + 8 * t + c;
+        const uint32_t at = k_block * K_BLOCK + 32 * b + 8 * t + c;
         if (at < p.k) put(words, b, c, uint32_t(p.codes[row * p.k + at]));
       }
     }

@@ -2,15 +2,15 @@
 //
 // INT8 is row-major, a byte for each code, rows filled up with zeros to a multiple of 16 bytes.
 //
-// In the other schemes rows are taken eight at a time and columns in steps of 128: 4 blocks of 32,
-// of each of which lane t of four has values 8t to 8t + 7. What a lane has of a row and a step is
-// together, then come the other lanes, rows, steps and eights of rows; what is missing is zero.
+// In the other schemes rows are taken eight at a time and columns in K blocks of 128: 4 blocks of 32,
+// of each of which lane t of four has values 8t to 8t + 7. What a lane has of a row and a K block is
+// together, then come the other lanes, rows, K blocks and row groups; what is missing is zero.
 //
 //   INT4     a word for each block, codes 2j and 2j + 1 of the 8 at bits 4j and 16 + 4j
 //   ternary  a word for each two blocks, code c of the 8 at bits 4c and 4c + 2, two's complement
 //
-// Scales are f32, one for each row, or f16, GROUPS for each step, in the order of the codes: those of
-// a row and a step together, then other rows, steps, eights of rows. Zero points are bytes likewise, in
+// Scales are f32, one for each row, or f16, GROUPS for each K block, in the order of the codes: those of
+// a row and a K block together, then other rows, K blocks, row groups. Zero points are bytes likewise, in
 // sixteenths: a code less its zero point has 8 significant bits at most, so that bf16 holds it exactly.
 #pragma once
 
@@ -21,11 +21,11 @@ namespace fused {
 
 constexpr float ZERO_STEP = 1.f / 16;
 
-__host__ __device__ constexpr uint32_t steps_of(uint32_t k) { return (k + K_BLOCK - 1) / K_BLOCK; }
+__host__ __device__ constexpr uint32_t k_blocks_of(uint32_t k) { return (k + K_BLOCK - 1) / K_BLOCK; }
 
-// The place of a row and a step among the rows and steps of a matrix.
-__device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t step, uint32_t steps) {
-  return (uint64_t(row / ROW_GROUP) * steps + step) * ROW_GROUP + row % ROW_GROUP;
+// The place of a row and a K block among the rows and K blocks of a matrix.
+__device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t k_block, uint32_t k_blocks) {
+  return (uint64_t(row / ROW_GROUP) * k_blocks + k_block) * ROW_GROUP + row % ROW_GROUP;
 }
 
 // The scale of one of GROUPS groups at a place, or of the row.
@@ -62,7 +62,7 @@ template <int GROUPS_> struct Int4 {
   static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
-    const uint64_t place = place_of(row, piece / 16, steps_of(k));
+    const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
     const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block];
     const float scale = scale_at<GROUPS>(m, row, place, block);
     const float zero = ZERO_STEP * (m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO);
@@ -81,7 +81,7 @@ template <int GROUPS_> struct Ternary {
   static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
-    const uint64_t place = place_of(row, piece / 16, steps_of(k));
+    const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
     const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block / 2];
     const float scale = scale_at<GROUPS>(m, row, place, block);
 #pragma unroll

@@ -31,7 +31,7 @@ template <class F> struct RowsFirst : Operands<F> {
     Operands<F>::template multiply<false>(half, x_at, warpgroup % F::BESIDE * N * BLOCK_K, sums);
   }
 
-  // Of its rows of x, in whose place outputs go while other warpgroups still multiply, a warp has those of another step.
+  // Of its rows of x, in whose place outputs go while other warpgroups still multiply, a warp has those of another K block.
   static constexpr bool APART = F::HALVES > 1;
   static_assert(!APART || 16 * OUTPUTS <= 64 * BLOCK_K);
   __device__ __forceinline__ uint32_t room_of_outputs(uint32_t warpgroup) const {

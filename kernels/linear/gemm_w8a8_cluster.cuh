@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
 
 // A block: WARPGROUPS of four warps multiply, BESIDE of them with N rows of W each beside one another; they meet ROWS rows
 // of x. PRODUCERS are warps that make int8 of x, LANES for a row, with PACKS packs of it each at most. CLUSTER blocks
-// share rows of x. WHOLE: there is a stage for each step. W is loaded by a warp of its own, behind x, or, where
+// share rows of x. WHOLE: there is a stage for each K block. W is loaded by a warp of its own, behind x, or, where
 // it is so much that the way would be empty meanwhile, by the last of PRODUCERS as soon as it has issued the loads of its own
 // rows (LOADS_W).
 //
@@ -76,10 +76,10 @@ template <class F> struct Operands {
   const W8A8ClusterParams& p;
   const W8A8Product& product;
   Fixed& fixed;
-  const uint32_t room, steps, rank;
+  const uint32_t room, k_blocks, rank;
 
   __device__ __forceinline__ Operands(const W8A8ClusterParams& p, Fixed& fixed, uint32_t room)
-      : p(p), product(p.product), fixed(fixed), room(room), steps((p.product.k + BLOCK_K - 1) / BLOCK_K),
+      : p(p), product(p.product), fixed(fixed), room(room), k_blocks((p.product.k + BLOCK_K - 1) / BLOCK_K),
         rank(rank_in_cluster()) {}
 
   __device__ __forceinline__ uint32_t full(uint32_t stage) const { return shared_address(fixed.full + stage); }
@@ -89,7 +89,7 @@ template <class F> struct Operands {
   }
   __device__ __forceinline__ uint32_t loaded() const { return shared_address(&fixed.loaded); }
   __device__ __forceinline__ uint32_t weights(uint32_t stage) const {
-    return room + steps * F::ROWS * BLOCK_K + stage * F::STAGE;
+    return room + k_blocks * F::ROWS * BLOCK_K + stage * F::STAGE;
   }
   __device__ __forceinline__ Place place(uint32_t beside) const {
     return Place::of<N>(product, blockIdx.x * F::BESIDE + beside);
@@ -131,22 +131,22 @@ template <class F> struct Operands {
     Place places[F::BESIDE];
 #pragma unroll
     for (int i = 0; i < F::BESIDE; ++i) places[i] = place(i);
-    uint32_t step = 0, stage = 0, phase = 0;
+    uint32_t k_block = 0, stage = 0, phase = 0;
     const auto up_to = [&](uint32_t end) {
 #pragma unroll 1
-      for (; step < end; ++step) {
-        if (!F::WHOLE && step >= p.stages) barrier_wait(free(stage), phase ^ 1);
-        fetch(places, stage, step * BLOCK_K);
+      for (; k_block < end; ++k_block) {
+        if (!F::WHOLE && k_block >= p.stages) barrier_wait(free(stage), phase ^ 1);
+        fetch(places, stage, k_block * BLOCK_K);
         if (++stage == p.stages) stage = 0, phase ^= 1;
       }
     };
-    if (F::EARLY > 0) up_to(min(F::EARLY, steps));
+    if (F::EARLY > 0) up_to(min(F::EARLY, k_blocks));
     if (!F::LOADS_W) {
       // x would have to share the way with it.
       pdl_wait();
       barrier_wait(loaded(), 0);
     }
-    up_to(steps);
+    up_to(k_blocks);
   }
 
   // The first of this lane's rows among those of the blocks.
@@ -282,50 +282,50 @@ template <class F> struct Operands {
       barrier_wait(quantized_at + 8 * part, 0);
       fence_async();
     };
-    // A step, or half of one. How many products there are is known beforehand, since with a branch among them the
+    // A K block, or half of one. How many products there are is known beforehand, since with a branch among them the
     // compiler has those behind it wait for those in front. There are zeros behind W's k: what lies behind that of x
     // does not matter.
-    const auto take = [&](uint32_t step, uint32_t stage, auto products) {
+    const auto take = [&](uint32_t k_block, uint32_t stage, auto products) {
       const uint64_t rows = w + stage * (F::STAGE / 16);
 #pragma unroll
       for (int i = 0; i < decltype(products)::value; ++i)
-        wgmma(sums, (W_FIRST ? rows : x) + 2 * i, (W_FIRST ? x : rows) + 2 * i, i > 0 || step > 0);
+        wgmma(sums, (W_FIRST ? rows : x) + 2 * i, (W_FIRST ? x : rows) + 2 * i, i > 0 || k_block > 0);
       x += F::ROWS * BLOCK_K / 16;
     };
     const std::integral_constant<int, 4> all;
     const std::integral_constant<int, 2> half;
     if constexpr (F::WHOLE && !F::LOADS_W) {
-      // W is there when x is: two steps at a time.
-      const auto begin = [&](uint32_t step, uint32_t halves) {
-        part_comes(step / 2);
-        barrier_wait(full_at + 8 * step, 0);
-        if (halves > 2) barrier_wait(full_at + 8 * step + 8, 0);
+      // W is there when x is: two K blocks at a time.
+      const auto begin = [&](uint32_t k_block, uint32_t halves) {
+        part_comes(k_block / 2);
+        barrier_wait(full_at + 8 * k_block, 0);
+        if (halves > 2) barrier_wait(full_at + 8 * k_block + 8, 0);
         wgmma_fence();
       };
-      uint32_t step = 0;
+      uint32_t k_block = 0;
 #pragma unroll 1
-      for (; step + 2 <= halves / 2; step += 2) {
-        begin(step, 4);
-        take(step, step, all);
-        take(step + 1, step + 1, all);
+      for (; k_block + 2 <= halves / 2; k_block += 2) {
+        begin(k_block, 4);
+        take(k_block, k_block, all);
+        take(k_block + 1, k_block + 1, all);
         wgmma_commit();
       }
       if (const uint32_t rest = halves % 4) {
-        begin(step, rest);
-        if (rest == 1) take(step, step, half);
-        if (rest > 1) take(step, step, all);
-        if (rest > 2) take(step + 1, step + 1, half);
+        begin(k_block, rest);
+        if (rest == 1) take(k_block, k_block, half);
+        if (rest > 1) take(k_block, k_block, all);
+        if (rest > 2) take(k_block + 1, k_block + 1, half);
         wgmma_commit();
       }
     } else {
       uint32_t stage = 0, phase = 0, before = 0;
-      const auto one = [&](uint32_t step, auto products) {
-        if (step % 2 == 0) part_comes(step / 2);
+      const auto one = [&](uint32_t k_block, auto products) {
+        if (k_block % 2 == 0) part_comes(k_block / 2);
         barrier_wait(full_at + 8 * stage, phase);
         wgmma_fence();
-        take(step, stage, products);
+        take(k_block, stage, products);
         wgmma_commit();
-        if (!F::WHOLE && step > 0) {
+        if (!F::WHOLE && k_block > 0) {
           wgmma_wait<1>();
           if (lane == 0) barrier_arrive(free_at + 8 * before);
         }
@@ -333,8 +333,8 @@ template <class F> struct Operands {
         if (++stage == p.stages) stage = 0, phase ^= 1;
       };
 #pragma unroll 1
-      for (uint32_t step = 0; step < halves / 2; ++step) one(step, all);
-      if (halves % 2) one(steps - 1, half);
+      for (uint32_t k_block = 0; k_block < halves / 2; ++k_block) one(k_block, all);
+      if (halves % 2) one(k_blocks - 1, half);
     }
     wgmma_wait<0>();
     settle(sums);

@@ -5,7 +5,7 @@
 // addresses made before the PDL wait.
 //
 // A block computes 8 rows of weights, and its warps share k. Lane 4 g + t of a warp holds 16 bytes of
-// row g of the weights and of x in each step: operands of gemv_dense_mma.cuh's `mma` as they are, so that x
+// row g of the weights and of x in each K block: operands of gemv_dense_mma.cuh's `mma` as they are, so that x
 // is normalised where it lies and never passes through shared memory.
 #pragma once
 
@@ -97,14 +97,14 @@ template <typename T> struct LatencyEpilogue {
 };
 
 // k is a multiple of 8 and at most 32 x GEMV_WARPS x STEPS; one block for each 8 rows of weights.
-template <typename T, int STEPS> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
+template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
   __shared__ alignas(16) float squares[8][GEMV_WARPS];
   __shared__ alignas(16) float sums[GEMV_WARPS][WARP][2];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   // This lane's chunks of 8 values of k: every fourth from `first` up to the end of the warp's share.
-  const uint32_t share = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
-  const uint32_t first = 4 * warp * share + t, end = min(p.k / 8, 4 * (warp + 1) * share);
+  const uint32_t warp_k_blocks = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
+  const uint32_t first = 4 * warp * warp_k_blocks + t, end = min(p.k / 8, 4 * (warp + 1) * warp_k_blocks);
   auto has = [&](int s) { return first + 4 * s < end; };
   auto column = [&](uint32_t r) { return gates(p) ? 4 * blockIdx.x + r / 2 : 8 * blockIdx.x + r; };
   // Past the last column the last is computed again and not written.
@@ -115,15 +115,15 @@ template <typename T, int STEPS> __device__ __forceinline__ void gemv_latency(co
   uint32_t row = weight_row(g);
   const Matrix& matrix = matrix_of(p, row);
   const uint4* weights = reinterpret_cast<const uint4*>(static_cast<const T*>(matrix.data) + uint64_t(row) * p.k) + first;
-  uint4 w[STEPS], x[STEPS], norm[STEPS];
+  uint4 w[K_BLOCKS], x[K_BLOCKS], norm[K_BLOCKS];
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     w[s] = make_uint4(0, 0, 0, 0);
     if (has(s)) w[s] = load_once(weights + 4 * s);
   }
   const bool normed = p.prologue.norm != NORM_NONE;
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     norm[s] = make_uint4(0, 0, 0, 0);
     if (normed && has(s)) norm[s] = static_cast<const uint4*>(p.prologue.weight)[first + 4 * s];
   }
@@ -134,7 +134,7 @@ template <typename T, int STEPS> __device__ __forceinline__ void gemv_latency(co
 
   pdl_wait();
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     x[s] = make_uint4(0, 0, 0, 0);
     if (has(s)) x[s] = __ldcg(from + 4 * s);
   }
@@ -142,7 +142,7 @@ template <typename T, int STEPS> __device__ __forceinline__ void gemv_latency(co
   if (normed) {
     float sum = 0.f;
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) sum += squares_of<T>(x[s]);
+    for (int s = 0; s < K_BLOCKS; ++s) sum += squares_of<T>(x[s]);
     sum += __shfl_xor_sync(FULL, sum, 1);
     sum += __shfl_xor_sync(FULL, sum, 2);
     if (t == 0) squares[g][warp] = sum;
@@ -153,14 +153,14 @@ template <typename T, int STEPS> __device__ __forceinline__ void gemv_latency(co
     const float total = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
     const float factor = rsqrtf(__fdividef(total, p.k) + p.prologue.eps);
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
+    for (int s = 0; s < K_BLOCKS; ++s) {
       x[s] = make_uint4(scaled<T>(x[s].x, factor, norm[s].x), scaled<T>(x[s].y, factor, norm[s].y),
                         scaled<T>(x[s].z, factor, norm[s].z), scaled<T>(x[s].w, factor, norm[s].w));
     }
   }
   Accumulator parts[4] = {};
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     mma<T>(parts[s % 2], x[s].x, x[s].y, w[s].x, w[s].y);
     mma<T>(parts[2 + s % 2], x[s].z, x[s].w, w[s].z, w[s].w);
   }
@@ -180,9 +180,9 @@ template <typename T, int STEPS> __device__ __forceinline__ void gemv_latency(co
 
 }  // namespace fused
 
-// `NAME`: a kernel for elements of TYPE and up to STEPS steps of a warp, from an architecture on.
-#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, STEPS)                                                    \
+// `NAME`: a kernel for elements of TYPE and up to K_BLOCKS K blocks of a warp, from an architecture on.
+#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS)                                                    \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
       NAME(const __grid_constant__ fused::Gemv p) {                                             \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, STEPS>(p);            \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS>(p);            \
   }

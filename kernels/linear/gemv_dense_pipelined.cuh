@@ -1,9 +1,9 @@
 // y = act(prologue(x) W^T + bias) + residuals for one row of x and weights of its 16-bit type that are
-// more than the SMs hold: they stream through rings in shared memory, one for each warp.
+// more than the SMs hold: they stream through pipelines in shared memory, one for each warp.
 //
 // What costs such a product its bandwidth are its ends, so what does not need x is loaded before the
-// wait, little by little, and all of x at once behind it. A block has consecutive units of two rows of weights
-// and cuts all their steps into equal shares for its warps, borders of units or not: no warp has more
+// wait, little by little, and all of x at once behind it. A block has consecutive N tiles of two rows of weights
+// and cuts all their K blocks into equal shares for its warps, borders of N tiles or not: no warp has more
 // to do than another, and sums meet once, at the end.
 #pragma once
 
@@ -13,17 +13,17 @@
 namespace fused {
 
 constexpr int NORM_PACKS = 2;                   // of the norm's weight and bias, before the PDL wait
-// Slots that are loaded before the PDL wait, where x is normed behind it: x is not to stand in line behind all
+// Stages that are loaded before the PDL wait, where x is normed behind it: x is not to stand in line behind all
 // of them, or what they hold is waiting when the sums of x are still being taken.
 constexpr uint32_t EARLY_STAGES = 8;
-// Slots of a warp that are on their way before the PDL wait. All of a ring at once, in all blocks, would keep the
+// Stages of a warp that are on their way before the PDL wait. All of a pipeline at once, in all blocks, would keep the
 // memory from the last reads of the preceding kernel for as long as it takes to answer, and those are what all
 // wait for.
 constexpr int MAX_IN_FLIGHT = 2;
 
-// Until the oldest of `slots` groups is there. The instruction takes a constant.
-__device__ __forceinline__ void wait_oldest(uint32_t slots) {
-  switch (slots) {
+// Until the oldest of `stages` groups is there. The instruction takes a constant.
+__device__ __forceinline__ void wait_oldest(uint32_t stages) {
+  switch (stages) {
     case 12:
       return await_copies_but<11>();
     case 10:
@@ -54,14 +54,14 @@ __device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position) {
 template <typename T, bool PAIR> struct GemvPipelined {
   const Gemv& p;
   const Second& second;
-  uint32_t outputs;       // of a unit: two, or one of which it has the gate and what is gated
-  uint32_t first, units;  // of the block
-  uint32_t steps, share;  // of a unit, of a warp
-  uint32_t begin, end;    // this warp's steps of the block's
-  char* ring;
+  uint32_t outputs;       // of an N tile: two, or one of which it has the gate and what is gated
+  uint32_t first, n_tiles;  // of the block
+  uint32_t k_blocks, warp_k_blocks;  // of an N tile, of a warp
+  uint32_t begin, end;    // this warp's K blocks of the block's
+  char* pipeline;
   T* xs;
-  float* sums;            // [units][2]: what a unit's first warp has
-  float (*rest)[2];       // [warps]: what a warp adds to a unit that another began
+  float* sums;            // [N tiles][2]: what an N tile's first warp has
+  float (*rest)[2];       // [warps]: what a warp adds to an N tile that another began
   uint64_t policy;        // of the weights
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
@@ -72,28 +72,28 @@ template <typename T, bool PAIR> struct GemvPipelined {
       : p(p), second(second), outputs(gates(p) ? 1 : 2), rest(rest), policy(evict_first()) {
     const uint32_t all = (p.width + outputs - 1) / outputs;
     first = uint64_t(all) * block / blocks;
-    units = uint64_t(all) * (block + 1) / blocks - first;
-    steps = (p.k + PIPELINED_K_BLOCK - 1) / PIPELINED_K_BLOCK;
-    share = (units * steps + GEMV_WARPS - 1) / GEMV_WARPS;
-    begin = min(warp() * share, units * steps);
-    end = min(begin + share, units * steps);
-    ring = memory + warp() * p.slots * PIPELINED_STAGE;
-    xs = reinterpret_cast<T*>(memory + GEMV_WARPS * p.slots * PIPELINED_STAGE);
+    n_tiles = uint64_t(all) * (block + 1) / blocks - first;
+    k_blocks = (p.k + PIPELINED_K_BLOCK - 1) / PIPELINED_K_BLOCK;
+    warp_k_blocks = (n_tiles * k_blocks + GEMV_WARPS - 1) / GEMV_WARPS;
+    begin = min(warp() * warp_k_blocks, n_tiles * k_blocks);
+    end = min(begin + warp_k_blocks, n_tiles * k_blocks);
+    pipeline = memory + warp() * p.stages * PIPELINED_STAGE;
+    xs = reinterpret_cast<T*>(memory + GEMV_WARPS * p.stages * PIPELINED_STAGE);
     sums = reinterpret_cast<float*>(xs + staged_pitch<T>(p.k));
   }
 
-  // Where the next step to be loaded lies.
+  // Where the next K block to be loaded lies.
   struct PrefetchCursor {
-    uint32_t at, unit, step;
+    uint32_t at, n_tile, k_block;
     const char *rows[2], *others[2];  // the second matrix's, as if they began where the first's do
   };
 
   __device__ void enter(PrefetchCursor& a) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t unit = first + a.unit;
+      const uint32_t n_tile = first + a.n_tile;
       // Past the last row the last is read again and not written.
-      uint32_t row = outputs == 1 ? unit + r * p.width : min(2 * unit + r, p.width - 1);
+      uint32_t row = outputs == 1 ? n_tile + r * p.width : min(2 * n_tile + r, p.width - 1);
       const Matrix& matrix = matrix_of(p, row);
       const uint64_t k = PAIR ? second.border : p.k;
       a.rows[r] = static_cast<const char*>(matrix.data) + row * k * sizeof(T);
@@ -103,19 +103,19 @@ template <typename T, bool PAIR> struct GemvPipelined {
   }
 
   // A lane copies what it will multiply itself, so nobody else has to be told.
-  __device__ void prefetch(PrefetchCursor& a, uint32_t slot) const {
+  __device__ void prefetch(PrefetchCursor& a, uint32_t stage) const {
     if (a.at < end) {
-      const uint32_t at = (a.step * WARP + lane()) * 8;
+      const uint32_t at = (a.k_block * WARP + lane()) * 8;
       if (at < p.k) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const char* row = PAIR && at >= second.border ? a.others[r] : a.rows[r];
-          copy_async(slot + r * (PIPELINED_STAGE / 2), row + at * sizeof(T), policy);
+          copy_async(stage + r * (PIPELINED_STAGE / 2), row + at * sizeof(T), policy);
         }
       }
       ++a.at;
-      if (++a.step == steps) {
-        a.step = 0, ++a.unit;
+      if (++a.k_block == k_blocks) {
+        a.k_block = 0, ++a.n_tile;
         enter(a);
       }
     }
@@ -181,23 +181,23 @@ template <typename T, bool PAIR> struct GemvPipelined {
     return sum;
   }
 
-  // A warp's sums of a unit.
-  __device__ void keep(uint32_t unit, float (&v)[2], bool began) const {
+  // A warp's sums of an N tile.
+  __device__ void keep(uint32_t n_tile, float (&v)[2], bool began) const {
     const float y = spread_sums<2>(v);
-    if (lane() % 16 == 0) (began ? sums + 2 * unit : rest[warp()])[lane() / 16] = y;
+    if (lane() % 16 == 0) (began ? sums + 2 * n_tile : rest[warp()])[lane() / 16] = y;
     v[0] = v[1] = 0.f;
   }
 
-  // The sum of a unit's row: what a warp began, and what those behind it had of the unit.
-  __device__ float total(uint32_t unit, uint32_t r) const {
-    float y = sums[2 * unit + r];
-    for (uint32_t w = unit * steps / share + 1; w < GEMV_WARPS && w * share < (unit + 1) * steps; ++w) y += rest[w][r];
+  // The sum of an N tile's row: what a warp began, and what those behind it had of the N tile.
+  __device__ float total(uint32_t n_tile, uint32_t r) const {
+    float y = sums[2 * n_tile + r];
+    for (uint32_t w = n_tile * k_blocks / warp_k_blocks + 1; w < GEMV_WARPS && w * warp_k_blocks < (n_tile + 1) * k_blocks; ++w) y += rest[w][r];
     return y;
   }
 
   __device__ void epilogue(Addends addends) const {
     const Epilogue& e = p.epilogue;
-    for (uint32_t i = threadIdx.x; i < units * outputs; i += GEMV_THREADS) {
+    for (uint32_t i = threadIdx.x; i < n_tiles * outputs; i += GEMV_THREADS) {
       const uint32_t column = first * outputs + i;
       if (column >= p.width) return;
       if (i >= GEMV_THREADS) prefetch(addends, column);
@@ -218,18 +218,18 @@ template <typename T, bool PAIR> struct GemvPipelined {
     addends.load_residuals(p.epilogue, 0, column);
   }
 
-  // All of this warp's steps; each is loaded again as soon as its slot is free.
+  // All of this warp's K blocks; each is loaded again as soon as its stage is free.
   __device__ void multiply(PrefetchCursor& ahead) const {
-    const uint32_t packs = p.k / 8, mine = shared_address(ring) + lane() * 16;
+    const uint32_t packs = p.k / 8, mine = shared_address(pipeline) + lane() * 16;
     float v[2] = {};
-    uint32_t unit = begin / steps, step = begin % steps, slot = 0;
-    bool began = step == 0;
+    uint32_t n_tile = begin / k_blocks, k_block = begin % k_blocks, stage = 0;
+    bool began = k_block == 0;
 #pragma unroll 1
     for (uint32_t i = begin; i < end; ++i) {
-      wait_oldest(p.slots);
-      const uint32_t pack = step * WARP + lane();
+      wait_oldest(p.stages);
+      const uint32_t pack = k_block * WARP + lane();
       if (pack < packs) {
-        const char* at = ring + slot * PIPELINED_STAGE + lane() * 16;
+        const char* at = pipeline + stage * PIPELINED_STAGE + lane() * 16;
         Inputs<8> x;
         unpack8<T>(reinterpret_cast<const uint4*>(xs)[pack], x.v);
 #pragma unroll
@@ -239,14 +239,14 @@ template <typename T, bool PAIR> struct GemvPipelined {
           v[r] += dot(w, x);
         }
       }
-      prefetch(ahead, mine + slot * PIPELINED_STAGE);
-      if (++slot == p.slots) slot = 0;
-      if (++step == steps) {
-        keep(unit, v, began);
-        began = true, step = 0, ++unit;
+      prefetch(ahead, mine + stage * PIPELINED_STAGE);
+      if (++stage == p.stages) stage = 0;
+      if (++k_block == k_blocks) {
+        keep(n_tile, v, began);
+        began = true, k_block = 0, ++n_tile;
       }
     }
-    if (step != 0 && begin < end) keep(unit, v, began);
+    if (k_block != 0 && begin < end) keep(n_tile, v, began);
   }
 
   // `ready`: the preceding kernel does not write x, and all before that one are complete. Then only the
@@ -256,19 +256,19 @@ template <typename T, bool PAIR> struct GemvPipelined {
     uint32_t position = 0;
     if (fetch.position) position = read_raw(fetch.position, F32, 0);
     const uint32_t packs = p.k / 8, column = first * outputs + threadIdx.x;
-    const bool finishes = threadIdx.x < units * outputs && column < p.width;
+    const bool finishes = threadIdx.x < n_tiles * outputs && column < p.width;
     Affine affine;
     uint4 raw[PIPELINED_PACKS];
     Addends addends = {};
-    // What is short comes first, the rings' reads take long.
+    // What is short comes first, the pipelines' reads take long.
     affine.prefetch(p.prologue, packs);
     if (finishes) addends.load_bias(p.epilogue, column);
     if (ready) read(p.prologue.x, packs, raw);
-    const uint32_t mine = shared_address(ring) + lane() * 16;
-    const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.slots : min(p.slots, EARLY_STAGES);
-    PrefetchCursor ahead = {begin, begin / steps, begin % steps};
+    const uint32_t mine = shared_address(pipeline) + lane() * 16;
+    const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.stages : min(p.stages, EARLY_STAGES);
+    PrefetchCursor ahead = {begin, begin / k_blocks, begin % k_blocks};
     if (begin < end) enter(ahead);
-    // In front of the ring, which is long on its way: so they are there when x is loaded.
+    // In front of the pipeline, which is long on its way: so they are there when x is loaded.
     if (fetch.position) fetch_lines(fetch, position);
 #pragma unroll 1
     for (uint32_t i = 0; i < early; ++i) {
@@ -281,7 +281,7 @@ template <typename T, bool PAIR> struct GemvPipelined {
       pdl_launch();
       read(p.prologue.x, packs, raw);
 #pragma unroll 1
-      for (uint32_t i = early; i < p.slots; ++i) prefetch(ahead, mine + i * PIPELINED_STAGE);
+      for (uint32_t i = early; i < p.stages; ++i) prefetch(ahead, mine + i * PIPELINED_STAGE);
     }
     if (finishes) addends.load_residuals(p.epilogue, 0, column);
     stage(raw, affine, scratch);

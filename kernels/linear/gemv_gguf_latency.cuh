@@ -1,8 +1,8 @@
 // Small products of few rows of f32 x with weights in GGUF blocks: what a decode step of a small
 // quantized model is made of. As in gemv_dense_latency.cuh nothing counts but the way from x to the output.
 //
-// A warp takes one group of 128 values of k for UNITS times 8 rows of weights, so that no warp has a
-// second step to make. Lane 4 g + t has quarter t of row g. The tensor cores multiply with x as
+// A warp takes one group of 128 values of k for N_TILES times 8 rows of weights, so that no warp has a
+// second K block to make. Lane 4 g + t has quarter t of row g. The tensor cores multiply with x as
 // operand A: the first bf16 parts of its rows, and what they leave over as rows 8 and following;
 // see gemv_gguf.cuh. A norm's factor is the row's own, so it multiplies the sums: no warp waits for
 // the others before the end. What is added to all values of a block meets the sum of the block's x,
@@ -73,27 +73,27 @@ struct LatencyRows {
 };
 
 // Each of at most WARPS warps has a group of k, and there are as many groups as warps; one block for
-// UNITS times 8 rows of weights. x, the RMS norm, bias, residuals and outputs are
+// N_TILES times 8 rows of weights. x, the RMS norm, bias, residuals and outputs are
 // f32.
-template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void gemv_gguf_latency(const Gemv& p) {
+template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void gemv_gguf_latency(const Gemv& p) {
   __shared__ alignas(16) char staged[WARPS][LATENCY_ROWS * LatencyRows::PITCH];
-  __shared__ alignas(16) float2 sums[UNITS][WARPS][WARP];
+  __shared__ alignas(16) float2 sums[N_TILES][WARPS][WARP];
   __shared__ float squares[LATENCY_ROWS][WARPS];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
   const uint32_t g = lane / 4, t = lane % 4, groups = groups_of(p.k);
-  auto column = [&](uint32_t unit, uint32_t r) {
-    const uint32_t u = blockIdx.x * UNITS + unit;
+  auto column = [&](uint32_t n_tile, uint32_t r) {
+    const uint32_t u = blockIdx.x * N_TILES + n_tile;
     return gates(p) ? 4 * u + r / 2 : 8 * u + r;
   };
   // Past the last column the last is computed again and not written.
-  auto weight_row = [&](uint32_t unit, uint32_t r) {
-    return min(column(unit, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
+  auto weight_row = [&](uint32_t n_tile, uint32_t r) {
+    return min(column(n_tile, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
   };
 
-  typename Format::Piece pieces[UNITS];
+  typename Format::Piece pieces[N_TILES];
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) {
+  for (int u = 0; u < N_TILES; ++u) {
     uint32_t row = weight_row(u, g);
     const Matrix& matrix = matrix_of(p, row);
     pieces[u] = Format::load(static_cast<const char*>(matrix.data) + uint64_t(row) * Format::pitch(groups), groups,
@@ -105,7 +105,7 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void ge
   float4 norm = make_float4(1.f, 1.f, 1.f, 1.f);
   if (normed && mine) norm = static_cast<const float4*>(p.prologue.weight)[four];
   LatencyEpilogue<float> out = {};
-  if (warp < UNITS) {
+  if (warp < N_TILES) {
     out.prepare(p, g, t, [&](uint32_t r) { return column(warp, r); }, [&](uint32_t r) { return weight_row(warp, r); });
   }
   const float4* from = static_cast<const float4*>(p.prologue.x) + four;
@@ -116,10 +116,10 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void ge
   for (int r = 0; r < LATENCY_ROWS; ++r) {
     if (r < p.m && mine) x[r] = __ldcg(from + r * (p.k / 4));
   }
-  if (warp < UNITS) out.prefetch(p.epilogue);
-  LatencyWeights<Format> weights[UNITS];
+  if (warp < N_TILES) out.prefetch(p.epilogue);
+  LatencyWeights<Format> weights[N_TILES];
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) weights[u].unpack(pieces[u], t);
+  for (int u = 0; u < N_TILES; ++u) weights[u].unpack(pieces[u], t);
 
   const LatencyRows rows = {staged[warp]};
 #pragma unroll
@@ -133,7 +133,7 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void ge
     }
   }
   __syncwarp();
-  float y[UNITS][2] = {};
+  float y[N_TILES][2] = {};
 #pragma unroll
   for (int b = 0; b < GROUP; ++b) {
     uint4 high = make_uint4(0, 0, 0, 0), low = high;
@@ -144,7 +144,7 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void ge
       multiply_parts(whole, high.z, low.z, high.w, low.w, BF16_ONES, BF16_ONES);
     }
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
+    for (int u = 0; u < N_TILES; ++u) {
       const auto& w = weights[u];
       constexpr int LAST = Format::SCALES - 1;
       float c[Format::SCALES][4] = {};
@@ -159,9 +159,9 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void ge
     }
   }
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) sums[u][warp][lane] = make_float2(y[u][0], y[u][1]);
+  for (int u = 0; u < N_TILES; ++u) sums[u][warp][lane] = make_float2(y[u][0], y[u][1]);
   __syncthreads();
-  if (warp >= UNITS) return;
+  if (warp >= N_TILES) return;
   float total[2] = {}, square = 0.f;
 #pragma unroll
   for (int other = 0; other < WARPS; ++other) {
@@ -179,10 +179,10 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void ge
 
 }  // namespace fused
 
-// `NAME`: a kernel for blocks of FORMAT, UNITS times 8 rows of weights, and up to WARPS groups of k. Turing
+// `NAME`: a kernel for blocks of FORMAT, N_TILES times 8 rows of weights, and up to WARPS groups of k. Turing
 // has no bf16, and never runs it.
-#define FUSED_GEMV_GGUF_LATENCY(NAME, FORMAT, UNITS, WARPS)                                        \
+#define FUSED_GEMV_GGUF_LATENCY(NAME, FORMAT, N_TILES, WARPS)                                        \
   extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                           \
       NAME(const __grid_constant__ fused::Gemv p) {                                           \
-    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<FORMAT, UNITS, WARPS>(p);   \
+    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<FORMAT, N_TILES, WARPS>(p);   \
   }

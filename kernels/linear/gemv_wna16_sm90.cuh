@@ -1,13 +1,13 @@
 // y = act(prologue(x) W^T + bias) + residuals for one row of x and weights in INT4 or ternary codes
-// (formats/packed.cuh), on Hopper: the weights stream through a ring in shared memory.
+// (formats/packed.cuh), on Hopper: the weights stream through a pipeline in shared memory.
 //
 // A product of one row is a chain: the preceding kernel ends, x is read, multiplied, summed up, written. While
 // one kernel is in it, the next one's weights are to come. So a block takes half of an SM: that of
-// the next kernel has the other half and fills its ring. A thread that does nothing else loads weights, and
+// the next kernel has the other half and fills its pipeline. A thread that does nothing else loads weights, and
 // for no more at a time than keep memory busy: x is not to stand in line behind all of them.
 //
-// A unit is 16 rows, operand A of a 16-row `mma`, and a slot of the ring has 16 steps of them. Of each slice
-// of so many steps warp w multiplies the two from 2w on, for all units: it needs no x but that, and behind
+// An N tile is 16 rows, operand A of a 16-row `mma`, and a stage of the pipeline has 16 K blocks of them. Of each slice
+// of so many K blocks warp w multiplies the two from 2w on, for all N tiles: it needs no x but that, and behind
 // the wait no warp waits for another until the sums meet.
 #pragma once
 
@@ -18,95 +18,95 @@ namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-constexpr uint32_t SLICE = CHUNK * CONSUMER_WARPS;  // steps of a slot
-static_assert(SLICE == GEMV_SM90_K_BLOCKS);
-constexpr uint32_t MAX_SLOTS = GEMV_SM90_MAX_STAGES;
-constexpr int ROUND = 8;  // units whose sums meet at once
+constexpr uint32_t STAGE_K_BLOCKS = CHUNK * CONSUMER_WARPS;  // K blocks of a stage
+static_assert(STAGE_K_BLOCKS == GEMV_SM90_K_BLOCKS);
+constexpr uint32_t MAX_STAGES = GEMV_SM90_MAX_STAGES;
+constexpr int ROUND = 8;  // N tiles whose sums meet at once
 constexpr int GAINS = 2;  // slices of a norm's weight that a warp loads before the PDL wait
 
-// A place in the ring, and the parity of its barriers.
+// A place in the pipeline, and the parity of its barriers.
 struct StageState {
   uint32_t stage, phase;
 
-  __device__ __forceinline__ void next(uint32_t slots) {
-    if (++stage == slots) stage = 0, phase ^= 1;
+  __device__ __forceinline__ void next(uint32_t stages) {
+    if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
 
 template <class Format> struct GemvSm90 {
-  static constexpr uint32_t SCALES = 2 * ROW_GROUP * Format::GROUPS;  // bytes of the scales of 8 rows in a step
-  static constexpr uint32_t CODES_OF_SLICE = SLICE * Format::CODES, SCALES_OF_SLICE = SLICE * SCALES;
-  static constexpr uint32_t SLOT = 2 * (CODES_OF_SLICE + SCALES_OF_SLICE);
+  static constexpr uint32_t SCALES = 2 * ROW_GROUP * Format::GROUPS;  // bytes of the scales of 8 rows in a K block
+  static constexpr uint32_t STAGE_CODES = STAGE_K_BLOCKS * Format::CODES, STAGE_SCALES = STAGE_K_BLOCKS * SCALES;
+  static constexpr uint32_t STAGE_BYTES = 2 * (STAGE_CODES + STAGE_SCALES);
 
   const Gemv& p;
-  uint32_t steps, slices, units;  // of a row; this block's
-  char* ring;
+  uint32_t k_blocks, stages_of_row, n_tiles;  // of a row; this block's
+  char* pipeline;
   char* xs;
-  uint32_t full, empty;  // barriers of slots
+  uint32_t full, empty;  // barriers of stages
 
   __device__ GemvSm90(const Gemv& p, char* memory, uint32_t barriers)
-      : p(p), steps(steps_of(p.k)), slices((steps + SLICE - 1) / SLICE), ring(memory), xs(memory + p.slots * SLOT),
-        full(barriers), empty(barriers + 8 * MAX_SLOTS) {
+      : p(p), k_blocks(k_blocks_of(p.k)), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS), pipeline(memory), xs(memory + p.stages * STAGE_BYTES),
+        full(barriers), empty(barriers + 8 * MAX_STAGES) {
     const uint32_t outputs = gates(p) ? ROW_GROUP : 2 * ROW_GROUP, all = (p.width + outputs - 1) / outputs;
-    units = (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
+    n_tiles = (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
   }
 
-  // The row of the weights that is row r of unit i of this block.
+  // The row of the weights that is row r of N tile i of this block.
   __device__ uint32_t weight_row(uint32_t i, uint32_t r) const {
-    const uint32_t unit = blockIdx.x + i * gridDim.x;
-    if (gates(p)) return unit * ROW_GROUP + r % ROW_GROUP + (r < ROW_GROUP ? 0 : p.width);
-    return unit * (2 * ROW_GROUP) + r;
+    const uint32_t n_tile = blockIdx.x + i * gridDim.x;
+    if (gates(p)) return n_tile * ROW_GROUP + r % ROW_GROUP + (r < ROW_GROUP ? 0 : p.width);
+    return n_tile * (2 * ROW_GROUP) + r;
   }
 
   // One thread loads all weights: each copy costs it some 50 ns, so they had better be large.
   __device__ void produce() const {
     const uint64_t policy = evict_first();
     StageState next = {}, behind = {};
-    const uint32_t ahead = min(Format::AHEAD, p.slots);
+    const uint32_t ahead = min(Format::AHEAD, p.stages);
     uint32_t i = 0;
 #pragma unroll 1
-    for (uint32_t unit = 0; unit < units; ++unit) {
+    for (uint32_t n_tile = 0; n_tile < n_tiles; ++n_tile) {
       const char *codes[2], *scales[2];
 #pragma unroll
       for (int o = 0; o < 2; ++o) {
         // Past the last row the last are read again and not used.
-        uint32_t row = min(weight_row(unit, o * ROW_GROUP), p.rows - 1);
+        uint32_t row = min(weight_row(n_tile, o * ROW_GROUP), p.rows - 1);
         const Matrix& matrix = matrix_of(p, row);
-        const uint64_t place = uint64_t(row / ROW_GROUP) * steps;
+        const uint64_t place = uint64_t(row / ROW_GROUP) * k_blocks;
         codes[o] = static_cast<const char*>(matrix.data) + place * Format::CODES;
         scales[o] = static_cast<const char*>(matrix.scales) + place * SCALES;
       }
 #pragma unroll 1
-      for (uint32_t step = 0; step < steps; step += SLICE, ++i) {
-        if (i >= p.slots) barrier_wait(empty + 8 * next.stage, next.phase ^ 1);
+      for (uint32_t k_block = 0; k_block < k_blocks; k_block += STAGE_K_BLOCKS, ++i) {
+        if (i >= p.stages) barrier_wait(empty + 8 * next.stage, next.phase ^ 1);
         if (i >= ahead) {
           barrier_wait(full + 8 * behind.stage, behind.phase);
-          behind.next(p.slots);
+          behind.next(p.stages);
         }
-        const uint32_t n = min(SLICE, steps - step), at = full + 8 * next.stage;
-        const uint32_t to = shared_address(ring) + next.stage * SLOT;
+        const uint32_t n = min(STAGE_K_BLOCKS, k_blocks - k_block), at = full + 8 * next.stage;
+        const uint32_t to = shared_address(pipeline) + next.stage * STAGE_BYTES;
         barrier_expect(at, 2 * n * (Format::CODES + SCALES));
 #pragma unroll
         for (int o = 0; o < 2; ++o) {
-          bulk_copy(to + o * CODES_OF_SLICE, codes[o] + step * Format::CODES, n * Format::CODES, at, policy);
+          bulk_copy(to + o * STAGE_CODES, codes[o] + k_block * Format::CODES, n * Format::CODES, at, policy);
           if (SCALES > 0)
-            bulk_copy(to + 2 * CODES_OF_SLICE + o * SCALES_OF_SLICE, scales[o] + step * SCALES, n * SCALES, at, policy);
+            bulk_copy(to + 2 * STAGE_CODES + o * STAGE_SCALES, scales[o] + k_block * SCALES, n * SCALES, at, policy);
         }
-        next.next(p.slots);
+        next.next(p.stages);
       }
     }
   }
 
-  // What the thread that finishes row `r` of a unit reads ahead.
+  // What the thread that finishes row `r` of an N tile reads ahead.
   struct EpilogueInputs {
     Addends addends;
     float by;
   };
   // Its output, or one past the last.
   __device__ uint32_t column(uint32_t i, uint32_t r) const {
-    const uint32_t unit = blockIdx.x + i * gridDim.x;
-    if (i >= units || (gates(p) && r >= ROW_GROUP)) return p.width;
-    return gates(p) ? unit * ROW_GROUP + r : unit * (2 * ROW_GROUP) + r;
+    const uint32_t n_tile = blockIdx.x + i * gridDim.x;
+    if (i >= n_tiles || (gates(p) && r >= ROW_GROUP)) return p.width;
+    return gates(p) ? n_tile * ROW_GROUP + r : n_tile * (2 * ROW_GROUP) + r;
   }
   __device__ float scale_of(uint32_t row) const {
     if (Format::GROUPS != ROW_SCALES) return 1.f;
@@ -147,7 +147,7 @@ template <class Format> struct GemvSm90 {
 
   // Whether each warp can have its part of x in registers. Otherwise the block stages all of x together.
   __device__ bool owns() const {
-    return p.prologue.dtype == BF16 && (p.prologue.norm == NORM_NONE || slices <= OWNED);
+    return p.prologue.dtype == BF16 && (p.prologue.norm == NORM_NONE || stages_of_row <= OWNED);
   }
 
   // Norms what this lane has of x.
@@ -189,34 +189,34 @@ template <class Format> struct GemvSm90 {
     uint4 owned[OWNED];
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
-      if (i < slices) owned[i] = read_pack(p.prologue.x, p.k, pack_of(i));
+      if (i < stages_of_row) owned[i] = read_pack(p.prologue.x, p.k, pack_of(i));
     }
     if (p.prologue.norm != NORM_NONE) norm(owned, gains, scratch);
-    const float by = row.take(p.prologue, owned, slices);
+    const float by = row.take(p.prologue, owned, stages_of_row);
     __syncwarp();
     return by;
   }
 
-  // One unit's sums of this warp.
-  __device__ void multiply(const typename Format::Row& x, uint32_t warp, float by, StageState& slot,
+  // One N tile's sums of this warp.
+  __device__ void multiply(const typename Format::Row& x, uint32_t warp, float by, StageState& stage,
                            float (*sums)[2 * ROW_GROUP]) const {
     const uint32_t lane = threadIdx.x % WARP;
     typename Format::Sums own = {};
 #pragma unroll 1
-    for (uint32_t step = CHUNK * warp; step < slices * SLICE; step += SLICE) {
-      const char* at = ring + slot.stage * SLOT + warp * (CHUNK * Format::CODES);
-      const char* second = ring + slot.stage * SLOT + 2 * CODES_OF_SLICE + warp * (CHUNK * SCALES);
-      const char* codes[2] = {at, at + CODES_OF_SLICE};
-      const char* scales[2] = {second, second + SCALES_OF_SLICE};
-      barrier_wait(full + 8 * slot.stage, slot.phase);
-      if (step + CHUNK <= steps) {
-        Format::template multiply<CHUNK>(codes, scales, x, step, lane, own);
-      } else if (step < steps) {
-        Format::template multiply<1>(codes, scales, x, step, lane, own);
+    for (uint32_t k_block = CHUNK * warp; k_block < stages_of_row * STAGE_K_BLOCKS; k_block += STAGE_K_BLOCKS) {
+      const char* at = pipeline + stage.stage * STAGE_BYTES + warp * (CHUNK * Format::CODES);
+      const char* second = pipeline + stage.stage * STAGE_BYTES + 2 * STAGE_CODES + warp * (CHUNK * SCALES);
+      const char* codes[2] = {at, at + STAGE_CODES};
+      const char* scales[2] = {second, second + STAGE_SCALES};
+      barrier_wait(full + 8 * stage.stage, stage.phase);
+      if (k_block + CHUNK <= k_blocks) {
+        Format::template multiply<CHUNK>(codes, scales, x, k_block, lane, own);
+      } else if (k_block < k_blocks) {
+        Format::template multiply<1>(codes, scales, x, k_block, lane, own);
       }
       // Each lane for itself: no slower than one for all, and racecheck follows it.
-      barrier_arrive(empty + 8 * slot.stage);
-      slot.next(p.slots);
+      barrier_arrive(empty + 8 * stage.stage);
+      stage.next(p.stages);
     }
     float y[2];
     own.total(by, y);
@@ -225,7 +225,7 @@ template <class Format> struct GemvSm90 {
 
   __device__ void run(float (*sums)[CONSUMER_WARPS][2 * ROW_GROUP], float (*scratch)[CONSUMER_WARPS]) const {
     const uint32_t warp = threadIdx.x / WARP;
-    if (threadIdx.x < p.slots) {
+    if (threadIdx.x < p.stages) {
       barrier_init(full + 8 * threadIdx.x, 1);
       barrier_init(empty + 8 * threadIdx.x, CONSUMER_THREADS);
     }
@@ -249,18 +249,18 @@ template <class Format> struct GemvSm90 {
     EpilogueInputs a = {};
     if (i < ROUND) prefetch(a, i, r);
     pdl_wait();
-    if (units == 0) return;
+    if (n_tiles == 0) return;
     if (i < ROUND) load_residuals(a, i, r);
     const float by = stage(row, stages, gains, scratch);
-    StageState slot = {};
+    StageState stage = {};
 #pragma unroll 1
     for (uint32_t begin = 0;; begin += ROUND) {
 #pragma unroll 1
-      for (uint32_t unit = begin; unit < min(begin + ROUND, units); ++unit)
-        multiply(row, warp, by, slot, sums[unit - begin]);
+      for (uint32_t n_tile = begin; n_tile < min(begin + ROUND, n_tiles); ++n_tile)
+        multiply(row, warp, by, stage, sums[n_tile - begin]);
       sync_first(CONSUMER_THREADS);
       if (i < ROUND) epilogue(a, begin + i, r, sums[i]);
-      if (begin + ROUND >= units) return;
+      if (begin + ROUND >= n_tiles) return;
       sync_first(CONSUMER_THREADS);
       if (i < ROUND) prefetch(a, begin + ROUND + i, r), load_residuals(a, begin + ROUND + i, r);
     }
@@ -274,7 +274,7 @@ template <class Format> __device__ __forceinline__ void gemv_sm90(const Gemv& p)
   extern __shared__ float4 dynamic_shared[];
   __shared__ float sums[ROUND][CONSUMER_WARPS][2 * ROW_GROUP];
   __shared__ alignas(16) float scratch[2][CONSUMER_WARPS];
-  __shared__ uint64_t barriers[2 * MAX_SLOTS];
+  __shared__ uint64_t barriers[2 * MAX_STAGES];
   GemvSm90<Format>(p, reinterpret_cast<char*>(dynamic_shared), shared_address(barriers)).run(sums, scratch);
 #endif
 }

@@ -1,5 +1,5 @@
 // A row of x as the streaming kernel of one row (gemv_wna16_sm90.cuh) meets it, and the products of a warp's part
-// of a slot with it. Hopper only.
+// of a stage with it. Hopper only.
 #pragma once
 
 #include "linear/gemv_wna16.cuh"
@@ -11,13 +11,13 @@ struct Int4Sm90;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-constexpr uint32_t CHUNK = 2;                  // steps that a warp takes at once; one may be left over
+constexpr uint32_t CHUNK = 2;                  // K blocks that a warp takes at once; one may be left over
 constexpr uint32_t CONSUMER_WARPS = GEMV_WARPS;  // that multiply
 constexpr uint32_t CONSUMER_THREADS = CONSUMER_WARPS * WARP;
 constexpr int OWNED = GEMV_SM90_OWNED;
 
 // Where the 8 values of a row begin that a lane has of its warp's part of a slice, over 8.
-__device__ __forceinline__ uint32_t pack_of(uint32_t slice) { return slice * CONSUMER_THREADS + threadIdx.x; }
+__device__ __forceinline__ uint32_t pack_of(uint32_t stage_of_row) { return stage_of_row * CONSUMER_THREADS + threadIdx.x; }
 
 __device__ __forceinline__ uint4 read_pack(const void* from, uint32_t k, uint32_t pack) {
   return pack < k / 8 ? VectorPack::read(from, BF16, pack) : uint4{};
@@ -25,14 +25,14 @@ __device__ __forceinline__ uint4 read_pack(const void* from, uint32_t k, uint32_
 
 // Gives `use` each pack of x that this lane has, and its place; those of slices past HELD are read for it.
 template <class Use>
-__device__ __forceinline__ void each_stage(const Prologue& p, uint32_t k, const uint4 (&owned)[OWNED], uint32_t slices,
+__device__ __forceinline__ void each_stage(const Prologue& p, uint32_t k, const uint4 (&owned)[OWNED], uint32_t stages_of_row,
                                            Use use) {
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
-    if (i < slices) use(pack_of(i), owned[i]);
+    if (i < stages_of_row) use(pack_of(i), owned[i]);
   }
 #pragma unroll 1
-  for (uint32_t i = OWNED; i < slices; ++i) use(pack_of(i), read_pack(p.x, k, pack_of(i)));
+  for (uint32_t i = OWNED; i < stages_of_row; ++i) use(pack_of(i), read_pack(p.x, k, pack_of(i)));
 }
 
 // One row of x in two parts of int8, 256 times the first and the second: 16 bits. Each is laid out as in
@@ -43,11 +43,11 @@ struct TwoByteRow {
   static constexpr uint32_t PAD = 16;  // lanes of both parts meet no bank twice
   static constexpr float LARGEST = 127 * 256;
   char* at;
-  uint32_t k, steps;
+  uint32_t k, k_blocks;
 
-  __device__ TwoByteRow(const Gemv& p, char* at) : at(at), k(p.k), steps(steps_of(p.k)) {}
+  __device__ TwoByteRow(const Gemv& p, char* at) : at(at), k(p.k), k_blocks(k_blocks_of(p.k)) {}
 
-  __device__ uint32_t pitch() const { return steps * K_BLOCK + PAD; }
+  __device__ uint32_t pitch() const { return k_blocks * K_BLOCK + PAD; }
   __device__ float4* raw() const { return reinterpret_cast<float4*>(at + 2 * pitch()); }
   __device__ float* factor() const { return reinterpret_cast<float*>(raw() + k / 4); }
   static __device__ __forceinline__ uint32_t place(uint32_t value) {
@@ -95,22 +95,22 @@ struct TwoByteRow {
   }
   // What a warp has of a row of bf16, and of a row that is longer what is still to be read: each warp has a
   // factor of its own.
-  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t slices) const {
+  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row) const {
     uint32_t both = 0;
-    each_stage(p, k, owned, slices, [&](uint32_t, uint4 v) {
+    each_stage(p, k, owned, stages_of_row, [&](uint32_t, uint4 v) {
       both = __vmaxu2(both, __vmaxu2(__vmaxu2(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu),
                                      __vmaxu2(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu)));
     });
     const float largest = __uint_as_float(__reduce_max_sync(FULL, max(both << 16, both & 0xffff0000u)));
     const float by = inverse(largest);
-    each_stage(p, k, owned, slices, [&](uint32_t pack, uint4 v) {
-      if (pack < steps * (K_BLOCK / 8)) put_eight(8 * pack, v, by);
+    each_stage(p, k, owned, stages_of_row, [&](uint32_t pack, uint4 v) {
+      if (pack < k_blocks * (K_BLOCK / 8)) put_eight(8 * pack, v, by);
     });
     return factor_of(largest);
   }
   __device__ float taken() const { return *factor(); }
   __device__ void clear_tail(uint32_t threads) const {
-    for (uint32_t i = k / 4 + threadIdx.x; i < steps * (K_BLOCK / 4); i += threads) put(0, i, float4{});
+    for (uint32_t i = k / 4 + threadIdx.x; i < k_blocks * (K_BLOCK / 4); i += threads) put(0, i, float4{});
   }
 };
 
@@ -121,19 +121,19 @@ struct PartRow : PartRows<INT4_PADDING> {
   __device__ PartRow(const Gemv& p, char* at) : PartRows<INT4_PADDING>(p, at), pieces(p.k / 4) {}
 
   // As above, with nothing to multiply by.
-  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t slices) const {
-    each_stage(p, 4 * pieces, owned, slices, [&](uint32_t pack, uint4 v) {
-      if (pack < steps * (K_BLOCK / 8)) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
+  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row) const {
+    each_stage(p, 4 * pieces, owned, stages_of_row, [&](uint32_t pack, uint4 v) {
+      if (pack < k_blocks * (K_BLOCK / 8)) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
     });
     return 1.f;
   }
   __device__ float taken() const { return 1.f; }
   __device__ void clear_tail(uint32_t threads) const {
-    for (uint32_t i = pieces + threadIdx.x; i < steps * (K_BLOCK / 4); i += threads) put(0, i, float4{});
+    for (uint32_t i = pieces + threadIdx.x; i < k_blocks * (K_BLOCK / 4); i += threads) put(0, i, float4{});
   }
 };
 
-// The formats. `CODES`: bytes of the codes of 8 rows in a step; `AHEAD`: slots that are on their way at once,
+// The formats. `CODES`: bytes of the codes of 8 rows in a K block; `AHEAD`: stages that are on their way at once,
 // as measured on an H100 (4096 x 14336 in INT4: 12.7 us, 13.1 with twice as many).
 struct TernarySm90 {
   static constexpr uint32_t CODES = 256, GROUPS = ROW_SCALES, AHEAD = 4;
@@ -151,9 +151,9 @@ struct TernarySm90 {
       }
     }
   };
-  // N steps from `step` on, those of a slot whose codes and scales of each 8 rows are at `codes` and `scales`.
+  // N K blocks from `k_block` on, those of a stage whose codes and scales of each 8 rows are at `codes` and `scales`.
   template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2], const Row& x, uint32_t step,
+  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2], const Row& x, uint32_t k_block,
                                                   uint32_t lane, Sums& sums) {
     uint32_t words[N][2][2];
 #pragma unroll
@@ -165,7 +165,7 @@ struct TernarySm90 {
       }
     }
     // Sums of the other columns go nowhere.
-    const uint32_t from = shared_address(x.at) + lane / 4 % 2 * x.pitch() + step * K_BLOCK + 32 * (lane % 4);
+    const uint32_t from = shared_address(x.at) + lane / 4 % 2 * x.pitch() + k_block * K_BLOCK + 32 * (lane % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -194,7 +194,7 @@ struct Int4Sm90 {
   };
   template <int N>
   static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], const Row& x,
-                                                  uint32_t step, uint32_t lane, Sums& sums) {
+                                                  uint32_t k_block, uint32_t lane, Sums& sums) {
     uint4 words[N][2];
     __half by[N][2];
 #pragma unroll
@@ -206,7 +206,7 @@ struct Int4Sm90 {
       }
     }
     // Sums of the other columns go nowhere.
-    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * step * K_BLOCK + 16 * (lane % 4);
+    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
     float c[N][2][4] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {

@@ -8,18 +8,18 @@
 
 namespace fused {
 
-// Rows of x in one or two parts of bf16, in their order, each filled up with zeros to whole steps.
+// Rows of x in one or two parts of bf16, in their order, each filled up with zeros to whole K blocks.
 template <uint32_t PAD_> struct PartRows {
   static constexpr uint32_t PAD = PAD_;
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = false;
   char* at;
-  uint32_t m, steps, parts;
+  uint32_t m, k_blocks, parts;
 
   __device__ PartRows(const Gemv& p, char* at)
-      : at(at), m(p.m), steps(steps_of(p.k)), parts(p.prologue.dtype == BF16 ? 1 : 2) {}
+      : at(at), m(p.m), k_blocks(k_blocks_of(p.k)), parts(p.prologue.dtype == BF16 ? 1 : 2) {}
 
-  __device__ uint32_t pitch() const { return steps * (2 * K_BLOCK) + PAD; }
+  __device__ uint32_t pitch() const { return k_blocks * (2 * K_BLOCK) + PAD; }
   __device__ char* part(uint32_t row, uint32_t part) const { return at + (row * parts + part) * pitch(); }
   __device__ uint2* words(uint32_t row, uint32_t of, uint32_t piece) const {
     return reinterpret_cast<uint2*>(part(row, of)) + piece;
@@ -55,19 +55,19 @@ template <uint32_t PAD_> struct PartRows {
     return true;
   }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
-    const uint32_t first = k / 4, tail = steps * (K_BLOCK / 4) - first;
+    const uint32_t first = k / 4, tail = k_blocks * (K_BLOCK / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * parts * tail; i += blockDim.x)
       *words(0, i / tail, first + i % tail) = make_uint2(0, 0);
   }
 
-  // What lanes of a column of operand B meet in a step.
-  struct Step {
+  // What lanes of a column of operand B meet in a K block.
+  struct KBlock {
     const PartRows& x;
     uint32_t column;
 
     __device__ __forceinline__ uint4 block(int, uint32_t value) const { return x.column(column, value); }
   };
-  __device__ __forceinline__ Step step(uint32_t column, uint32_t, uint32_t) const { return {*this, column}; }
+  __device__ __forceinline__ KBlock k_block(uint32_t column, uint32_t, uint32_t) const { return {*this, column}; }
 
   // 8 values from `value` on as column `column` of operand B: part c % 2 of row c / 2.
   __device__ __forceinline__ uint4 column(uint32_t column, uint32_t value) const {
@@ -102,19 +102,19 @@ template <uint32_t PAD_> struct PartRows {
 // What the numbers of ternary codes are multiplied by as operands: they take the upper two bits of a byte.
 constexpr float TERNARY_UNIT = 64.f;
 
-// Rows of x in int8, filled up with zeros to whole steps, then room for the rows as they were, then what
-// each row's codes are multiplied by. What lane t meets in a step is together: for each block of 32 its
+// Rows of x in int8, filled up with zeros to whole K blocks, then room for the rows as they were, then what
+// each row's codes are multiplied by. What lane t meets in a K block is together: for each block of 32 its
 // values 0, 2, 4 and 6 of 8, then the others.
 struct ByteRows {
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = true;
   static constexpr uint32_t PAD = TERNARY_PADDING;
   char* at;
-  uint32_t m, k, steps;
+  uint32_t m, k, k_blocks;
 
-  __device__ ByteRows(const Gemv& p, char* at) : at(at), m(p.m), k(p.k), steps(steps_of(p.k)) {}
+  __device__ ByteRows(const Gemv& p, char* at) : at(at), m(p.m), k(p.k), k_blocks(k_blocks_of(p.k)) {}
 
-  __device__ uint32_t pitch() const { return steps * K_BLOCK + PAD; }
+  __device__ uint32_t pitch() const { return k_blocks * K_BLOCK + PAD; }
   __device__ float4* raw() const { return reinterpret_cast<float4*>(at + m * pitch()); }
   __device__ float* scales() const { return reinterpret_cast<float*>(raw() + m * (k / 4)); }
   // Where 8 values from `value` on lie.
@@ -175,7 +175,7 @@ struct ByteRows {
     return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
   }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
-    const uint32_t first = k / 4, tail = steps * (K_BLOCK / 4) - first;
+    const uint32_t first = k / 4, tail = k_blocks * (K_BLOCK / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x) put_bytes(i / tail, first + i % tail, 0, 0);
   }
 
@@ -185,8 +185,8 @@ struct ByteRows {
     return *reinterpret_cast<const uint2*>(place(row, value));
   }
 
-  // What lane t of a column of operand B meets in a step.
-  struct Step {
+  // What lane t of a column of operand B meets in a K block.
+  struct KBlock {
     uint4 halves[2];
 
     __device__ __forceinline__ uint2 block(int e, uint32_t) const {
@@ -195,8 +195,8 @@ struct ByteRows {
     }
   };
   // Sums of columns that are no row's go nowhere: those have any row's values.
-  __device__ __forceinline__ Step step(uint32_t column, uint32_t t, uint32_t step) const {
-    const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + step * K_BLOCK + 32 * t;
+  __device__ __forceinline__ KBlock k_block(uint32_t column, uint32_t t, uint32_t k_block) const {
+    const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + k_block * K_BLOCK + 32 * t;
     return {load_shared(from), load_shared(from + 16)};
   }
 };

@@ -204,13 +204,13 @@ impl PackedLayout {
 
     /// What groups have, in the order of the kernels.
     fn by_place<'a, T: Copy>(&'a self, of: &'a [T], absent: T) -> impl Iterator<Item = T> + 'a {
-        let (steps, group) = (self.cols.div_ceil(K_BLOCK), K_BLOCK / self.groups);
+        let (k_blocks, group) = (self.cols.div_ceil(K_BLOCK), K_BLOCK / self.groups);
         let count = self.cols / group;
-        (0..self.rows.div_ceil(ROW_GROUP)).flat_map(move |octet| {
-            (0..steps).flat_map(move |step| {
+        (0..self.rows.div_ceil(ROW_GROUP)).flat_map(move |row_group| {
+            (0..k_blocks).flat_map(move |k_block| {
                 (0..ROW_GROUP * self.groups).map(move |i| {
-                    let row = octet * ROW_GROUP + i / self.groups;
-                    let value = step * K_BLOCK + i % self.groups * group;
+                    let row = row_group * ROW_GROUP + i / self.groups;
+                    let value = k_block * K_BLOCK + i % self.groups * group;
                     if row < self.rows && value < self.cols {
                         of[row * count + value / group]
                     } else {

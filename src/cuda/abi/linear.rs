@@ -88,14 +88,14 @@ abi! {
         rows: u32,
         /// Outputs: rows, or half of them if one half gates the other.
         width: u32,
-        /// Warps that share a unit: a power of two that divides the block's warps.
-        split: u32,
+        /// Warps that share an N tile: a power of two that divides the block's warps.
+        split_k: u32,
         /// Of codes: scales of each 128 values of a row; 0 if a row has one.
         groups: u32,
         /// Of dense weights.
         weight_dtype: i32,
-        /// Of a ring, in the kernels that have one.
-        slots: u32,
+        /// Of the pipeline, in the kernels that have one.
+        stages: u32,
     }
 
     /// Values of a row that a warp takes at once, where dense weights stream, bytes of two rows of those, and
@@ -127,7 +127,7 @@ abi! {
         border: u32,
     }
 
-    /// A product whose dense weights stream through rings.
+    /// A product whose dense weights stream through pipelines.
     struct GemvPipelinedParams {
         product: Gemv,
         /// Of the kernels for two matrices side by side.
@@ -135,7 +135,7 @@ abi! {
         fetch: Fetch,
     }
 
-    /// K blocks of codes of a ring's slot, where codes stream, slots at most, and such slices of a row of x
+    /// K blocks of codes of a pipeline's stage, where codes stream, stages at most, and such slices of a row of x
     /// that a warp has in registers.
     const GEMV_SM90_K_BLOCKS: Count<u32> = 16;
     const GEMV_SM90_MAX_STAGES: Count<u32> = 16;
@@ -149,16 +149,16 @@ abi! {
     struct GemmM64Params {
         /// Without a norm; x is bf16.
         product: Gemv,
-        /// Units of a block.
-        side: u32,
-        /// Stages of x that there is room for: all, or at least 3.
-        slots: u32,
-        /// Of a unit.
+        /// N tiles of a block, side by side.
+        cta_n_tiles: u32,
+        /// Stages of x in shared memory: one for each K tile, or at least 3.
         stages: u32,
+        /// K tiles, each of a K block for every warp that shares an N tile.
+        k_tiles: u32,
     }
 
     /// Rows of x of a launch for up to 16 of them, warps of a block, steps whose x a warp has at a time, and
-    /// units of a batch.
+    /// N tiles of a batch.
     const M16_ROWS: Count<i32> = 16;
     const M16_WARPS: Count<i32> = 8;
     const M16_DEPTH: Count<i32> = 2;
@@ -168,15 +168,15 @@ abi! {
     struct GemmM16Params {
         /// Without a norm; x is bf16.
         product: Gemv,
-        /// Blocks of a cluster.
-        slices: u32,
+        /// Blocks (CTAs) of a cluster, which share K.
+        cluster_size: u32,
     }
 
     /// The same where k is long.
     struct GemmM16TmaParams {
         /// `[k / 64][m][64]`, of which a box is `[4][16][64]`.
         x: TensorMap,
-        slices: GemmM16Params,
+        m16: GemmM16Params,
     }
 
     const SUMS_EPILOGUE_THREADS: Count<i32> = 256;

@@ -94,7 +94,7 @@ impl Beside {
             bail!("{OP}: no kernel for a step of this shape beside a product");
         };
         let mut product = Gemv::of(&self.product)?;
-        product.slots = stages as u32;
+        product.stages = stages as u32;
         let bf16 = self.step.shape.cache_dtype == DType::BF16;
         let both = DecodingBesideParams {
             attention: params,

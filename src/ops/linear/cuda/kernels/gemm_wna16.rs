@@ -38,7 +38,7 @@ pub(super) struct Tensor {
     /// Rows of x of a launch.
     pub rows: usize,
     /// Warps that share an output.
-    pub split: usize,
+    pub split_k: usize,
     pub params: FormParams,
     pub grid: Grid,
 }
@@ -46,11 +46,11 @@ pub(super) struct Tensor {
 /// What a kernel is told beside the product.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FormParams {
-    /// Units of a block, stages of x that there is room for, and stages of a unit.
+    /// N tiles of a block, stages of x that there is room for, and K tiles.
     M64 {
-        side: usize,
-        slots: usize,
+        cta_n_tiles: usize,
         stages: usize,
+        k_tiles: usize,
     },
     /// Blocks of a cluster.
     M16(usize),
@@ -62,34 +62,34 @@ impl Tensor {
     /// # Safety
     /// As [`Kernel::run`].
     unsafe fn launch(&self, launcher: &Launcher, product: Gemv) -> Result<()> {
-        let of = |slices: usize| GemmM16Params {
+        let of = |cluster_size: usize| GemmM16Params {
             product,
-            slices: slices as u32,
+            cluster_size: cluster_size as u32,
         };
         // SAFETY: the kernels take these structs; the addresses are the caller's.
         unsafe {
             match self.params {
                 FormParams::M64 {
-                    side,
-                    slots,
+                    cta_n_tiles,
                     stages,
+                    k_tiles,
                 } => {
                     let params = GemmM64Params {
                         product,
-                        side: side as u32,
-                        slots: slots as u32,
+                        cta_n_tiles: cta_n_tiles as u32,
                         stages: stages as u32,
+                        k_tiles: k_tiles as u32,
                     };
                     launcher.run(self.module, self.index, self.grid, &params)
                 }
-                FormParams::M16(slices) => {
-                    launcher.run(self.module, self.index, self.grid, &of(slices))
+                FormParams::M16(cluster_size) => {
+                    launcher.run(self.module, self.index, self.grid, &of(cluster_size))
                 }
-                FormParams::M16Tma(slices) => {
+                FormParams::M16Tma(cluster_size) => {
                     let shape = [product.m, product.k].map(|n| n as usize);
                     let params = GemmM16TmaParams {
                         x: rows_map(product.prologue.x, shape)?,
-                        slices: of(slices),
+                        m16: of(cluster_size),
                     };
                     launcher.run(self.module, self.index, self.grid, &params)
                 }
@@ -108,7 +108,7 @@ impl Kernel for Tensor {
     }
 
     fn details(&self) -> String {
-        format!("split {}, {} rows a launch", self.split, self.rows)
+        format!("split {}, {} rows a launch", self.split_k, self.rows)
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
@@ -128,7 +128,7 @@ impl Kernel for Tensor {
         let x = unsafe { narrowed(launcher, scratch, at, DType::BF16)? };
         product.prologue.norm = NORM_NONE as i32;
         product.prologue.dtype = dtype_index(DType::BF16) as i32;
-        product.split = self.split as u32;
+        product.split_k = self.split_k as u32;
         for first in (0..at.m).step_by(self.rows) {
             product.set_rows(operands, first, (at.m - first).min(self.rows));
             product.prologue.x = x + (2 * first * at.k) as u64;

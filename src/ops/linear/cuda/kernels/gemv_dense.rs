@@ -107,7 +107,7 @@ pub(crate) fn latency(case: &Case) -> Planned {
         module: &MODULE,
         index: LATENCY + 2 * size + is_bf16(dtype),
         grid: Grid::line(blocks as u32, LATENCY_THREADS),
-        split: 1,
+        split_k: 1,
         stages: 0,
         once: case.m,
         row: None,
@@ -119,10 +119,10 @@ pub(crate) fn mma(case: &Case) -> Planned {
     let dtype = on_tensor_cores(case)?;
     let core = Core {
         kernel: MMA + is_bf16(dtype),
-        most: MAX_M,
-        unit: 8,
-        step: 32,
-        tile: 8,
+        max_m: MAX_M,
+        n_tile: 8,
+        k_block: 32,
+        prefetched: 8,
         row: 2 * (case.k.next_multiple_of(64) + 32),
         padded: false,
         fills: false,
@@ -149,17 +149,17 @@ pub(crate) fn m1(case: &Case) -> Planned {
 fn lanes(
     case: &Case,
     first: usize,
-    most: usize,
-    unit: usize,
-    tile: usize,
+    max_m: usize,
+    n_tile: usize,
+    prefetched: usize,
 ) -> Result<Core, &'static str> {
     let dtype = vectors(case)?;
     Ok(Core {
         kernel: first + dtype_index(dtype),
-        most,
-        unit,
-        step: 32 * 16 / dtype.size_in_bytes(),
-        tile,
+        max_m,
+        n_tile,
+        k_block: 32 * 16 / dtype.size_in_bytes(),
+        prefetched,
         row: 4 * case.k,
         padded: true,
         fills: false,
@@ -170,10 +170,10 @@ fn lanes(
 pub(crate) fn scalar(case: &Case) -> Planned {
     let core = Core {
         kernel: SCALAR,
-        most: MAX_M,
-        unit: 2,
-        step: 32,
-        tile: 4,
+        max_m: MAX_M,
+        n_tile: 2,
+        k_block: 32,
+        prefetched: 4,
         row: 4 * case.k,
         padded: true,
         fills: false,

@@ -86,9 +86,9 @@ pub(crate) fn latency(case: &Case) -> Planned {
     let groups = case.k.div_ceil(GROUP);
     let shapes = LATENCY_SHAPES.iter().enumerate();
     let mut fitting = shapes
-        .map(|(wide, (unit, warps))| (wide, case.n().div_ceil(*unit), *unit / 8, *warps))
-        .filter(|(_, blocks, units, warps)| {
-            *blocks <= case.gpu.sms as usize && (*units..=*warps).contains(&groups)
+        .map(|(wide, (n_tile, warps))| (wide, case.n().div_ceil(*n_tile), *n_tile / 8, *warps))
+        .filter(|(_, blocks, n_tiles, warps)| {
+            *blocks <= case.gpu.sms as usize && (*n_tiles..=*warps).contains(&groups)
         });
     let (wide, blocks, ..) = fitting
         .next()
@@ -97,7 +97,7 @@ pub(crate) fn latency(case: &Case) -> Planned {
         module: &LATENCY,
         index: wide * WIDE + format,
         grid: Grid::line(blocks as u32, 32 * groups as u32),
-        split: 1,
+        split_k: 1,
         stages: 0,
         once: case.m,
         row: None,
@@ -109,12 +109,12 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let short = case.k < SHORT;
     let core = Core {
         kernel: format(case)?,
-        most: ROWS_OF_LAUNCH,
-        unit: N_TILE,
+        max_m: ROWS_OF_LAUNCH,
+        n_tile: N_TILE,
         // A warp takes a group at a time, and that is enough for one.
-        step: GROUP / 4,
-        // Warps that share a short row run out of groups: with units enough they need not.
-        tile: if short && case.n() >= MANY { 8 } else { 2 },
+        k_block: GROUP / 4,
+        // Warps that share a short row run out of groups: with N tiles enough they need not.
+        prefetched: if short && case.n() >= MANY { 8 } else { 2 },
         // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
         row: case.k.div_ceil(GROUP) * (4 * GROUP + 32),
         padded: false,

@@ -26,7 +26,7 @@ pub(super) static MODULE: Module = Module::new(
     ],
 );
 
-/// How each of them works: steps of [`GROUP`] values that a warp prefetches at once, and
+/// How each of them works: K blocks of [`GROUP`] values that a warp prefetches at once, and
 /// bytes behind a row of x in shared memory.
 const CORES: [(usize, usize); 7] = [
     (2, INT8_PADDING),
@@ -59,21 +59,21 @@ pub(crate) fn plan(case: &Case) -> Planned {
         return Err("x or the norm does not begin at 16 bytes");
     }
     let kernel = kernel_of(scheme);
-    let (tile, padding) = CORES[kernel];
-    let steps = case.k.div_ceil(GROUP);
+    let (prefetched, padding) = CORES[kernel];
+    let k_blocks = case.k.div_ceil(GROUP);
     let row = if matches!(scheme, Scheme::Ternary { .. }) {
         // Bytes, the values they are made from, and what they are multiplied by.
-        steps * GROUP + padding + 4 * case.k + 16
+        k_blocks * GROUP + padding + 4 * case.k + 16
     } else {
         let parts = if case.x == DType::BF16 { 1 } else { 2 };
-        parts * (2 * steps * GROUP + padding)
+        parts * (2 * k_blocks * GROUP + padding)
     };
     let core = Core {
         kernel,
-        most: ROWS_OF_LAUNCH,
-        unit: N_TILE,
-        step: GROUP,
-        tile,
+        max_m: ROWS_OF_LAUNCH,
+        n_tile: N_TILE,
+        k_block: GROUP,
+        prefetched,
         row,
         padded: false,
         fills: true,

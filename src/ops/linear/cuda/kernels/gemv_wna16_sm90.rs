@@ -8,8 +8,8 @@ use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::GemvPlan;
 use crate::cuda::abi::{
-    GEMV_SM90_K_BLOCKS as SLICE, GEMV_SM90_MAX_STAGES, GEMV_SM90_OWNED as OWNED, GEMV_THREADS,
-    INT4_PADDING, K_BLOCK, ROW_GROUP, WARP,
+    GEMV_SM90_K_BLOCKS as STAGE_K_BLOCKS, GEMV_SM90_MAX_STAGES, GEMV_SM90_OWNED as OWNED,
+    GEMV_THREADS, INT4_PADDING, K_BLOCK, ROW_GROUP, WARP,
 };
 use crate::cuda::{Grid, Module, fatbin};
 use crate::quant::{Scheme, TernaryScale};
@@ -26,8 +26,8 @@ pub(super) static MODULE: Module = Module::new(
 /// Threads of a block: those that multiply, and a warp that loads weights.
 const THREADS: usize = GEMV_THREADS + WARP;
 
-/// Slots of a ring, at least and at most.
-const SLOTS: [usize; 2] = [3, GEMV_SM90_MAX_STAGES];
+/// Stages of a pipeline, at least and at most.
+const STAGES: [usize; 2] = [3, GEMV_SM90_MAX_STAGES];
 
 /// Static shared memory of the kernels at most.
 pub(super) const FIXED_SHARED: usize = 4480;
@@ -72,14 +72,14 @@ impl Sm90Format {
         case.one_cta_per_sm && self == Self::Int4
     }
 
-    /// Bytes of a slot.
-    fn slot(self) -> usize {
-        // Codes and f16 scales of 8 rows in a step.
-        let step = match self {
+    /// Bytes of a stage.
+    fn stage_bytes(self) -> usize {
+        // Codes and f16 scales of 8 rows in a K block.
+        let k_block = match self {
             Self::Int4 => ROW_GROUP * (K_BLOCK / 2 + 2),
             Self::Ternary => ROW_GROUP * K_BLOCK / 4,
         };
-        2 * SLICE * step
+        2 * STAGE_K_BLOCKS * k_block
     }
 
     /// Shared memory that x takes.
@@ -87,7 +87,8 @@ impl Sm90Format {
         let k = case.k;
         let values = k.next_multiple_of(K_BLOCK);
         let is_bf16 = case.x == DType::BF16;
-        let owns = is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * SLICE) <= OWNED);
+        let owns =
+            is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * STAGE_K_BLOCKS) <= OWNED);
         match self {
             Self::Int4 => (2 * values + INT4_PADDING) * if is_bf16 { 1 } else { 2 },
             Self::Ternary if owns => 2 * (values + 16),
@@ -105,11 +106,11 @@ pub(crate) fn plan(case: &Case) -> Planned {
         return Err("x or the norm does not begin at 16 bytes");
     }
     let mut first = 0;
-    let octets = case.matrices().all(|rows| {
+    let row_groups = case.matrices().all(|rows| {
         first += rows;
         first == case.n() || first.is_multiple_of(ROW_GROUP)
     });
-    if !octets
+    if !row_groups
         || !case.k.is_multiple_of(8)
         || (case.gates() && !case.width().is_multiple_of(ROW_GROUP))
     {
@@ -121,21 +122,21 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let more = if alone { gpu.shared as usize / 16 } else { 0 };
     let room = gpu.share(2) + more - FIXED_SHARED;
     let row = format.row(case);
-    let slots = (room.saturating_sub(row) / format.slot()).min(SLOTS[1]);
-    if slots < SLOTS[0] {
+    let stages = (room.saturating_sub(row) / format.stage_bytes()).min(STAGES[1]);
+    if stages < STAGES[0] {
         return Err("a row of x leaves too little shared memory for a pipeline");
     }
     // As many blocks as SMs, even if there is no work for all: none gets two of one kernel.
-    // All have a ring of the same size, even if it is more than they need: where the next kernel takes more
+    // All have a pipeline of the same size, even if it is more than they need: where the next kernel takes more
     // shared memory, an SM has to be idle before it divides its cache anew.
-    let used = slots * format.slot() + row;
+    let used = stages * format.stage_bytes() + row;
     let shared = if alone { room } else { used };
     Ok(Arc::new(GemvPlan {
         module: &MODULE,
         index: format.index(),
         grid: Grid::new([gpu.sms, 1, 1], THREADS as u32, shared as u32),
-        split: 1,
-        stages: slots,
+        split_k: 1,
+        stages,
         once: 1,
         row: None,
     }))
