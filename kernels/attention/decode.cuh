@@ -1,14 +1,13 @@
-// The attention step of decoding in one launch: from a row of the fused projection per sequence,
-// q and k norm, rotation, cache append, attention over all keys so far.
+// The attention step of decoding in one launch: from a row of the fused projection per sequence, q and k norm,
+// rotation, cache append, and attention over all keys so far (Flash-Decoding: keys split over blocks).
 //
-// A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to MAX_HEADS
-// of its query heads. How many of the blocks work follows from the position, which is read here.
-// Each leaves its result in `partial`; the last one to count itself puts them together and sets the
-// counter back. One block alone, which is enough for a few hundred keys, writes y at once.
+// A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to MAX_HEADS of its query
+// heads. How many of the blocks work follows from the position, which is read here. Each writes its result to
+// `partial`; the last one, by an atomic counter, merges them and resets the counter. One block alone, which is
+// enough for a few hundred keys, writes y at once.
 //
-// Keys before the position were written by earlier steps, which are complete if the position is
-// what it is: so they are fetched before the preceding kernel is waited for, and the position is
-// read again behind.
+// Keys before the position were written by earlier steps, which are complete if the position is what it is: so they
+// are loaded before the PDL wait, and the position is read again after it.
 #pragma once
 
 #include "attention/decode_warp.cuh"

@@ -1,8 +1,7 @@
-// How one warp of decode.cu works through its keys: on tensor cores, or lane by lane.
+// How one warp of decode.cuh works through its keys: on tensor cores, or lane by lane.
 //
-// Keys are taken in tiles of KEYS. A core keeps, for up to MAX_HEADS query heads that share the
-// keys, the highest score so far (in units of log 2), the sum of the weights, and the weighted sum
-// of the values.
+// Keys are taken in tiles of KEYS. A core keeps, for up to MAX_HEADS query heads that share the keys, the highest
+// score so far (in units of log 2), the sum of the softmax weights, and the weighted sum of the values.
 #pragma once
 
 #include <type_traits>
@@ -283,7 +282,7 @@ template <int N, int W> struct LaneCore {
     for (uint32_t first = start + tile * KEYS; first < last; first += 4 * TURNS) {
       const uint32_t key = first + threadIdx.x % WARP / 8;
       float k[TURNS][N], v[TURNS][N];
-      // The type is asked for once, so that the loads go out together.
+      // One branch on the type, so that the loads are issued together.
       if (keys.dtype == F32) rows<float>(k, v, keys, key);
       else if (keys.dtype == F16) rows<__half>(k, v, keys, key);
       else rows<__nv_bfloat16>(k, v, keys, key);

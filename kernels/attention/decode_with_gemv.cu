@@ -1,6 +1,6 @@
-// The attention step of decoding beside a product that does not need it, in one launch: where residuals
-// are parallel, the first half of the MLP. The product's weights keep the memory busy while attention,
-// which is short of work, takes its time.
+// The attention step of decoding and a GEMV that does not depend on it in one launch: where residuals are parallel,
+// the first half of the MLP. The GEMV's weights keep the memory busy while attention, which has too few blocks, takes
+// its time.
 #include "attention/decode.cuh"
 #include "linear/gemv_dense_pipelined.cuh"
 

@@ -1,5 +1,6 @@
-// Attention on tensor cores, one warp for 16 rows, with an online softmax (FlashAttention-2, Dao
-// 2023). Keys are shared out over groups of warps where there are too few rows to fill the GPU.
+// Attention over many queries by `mma.sync`, from sm_75 on: 16 rows of queries for a warp, tiles of 32 or 64 keys, an
+// online softmax (FlashAttention-2, Dao 2023). Where there are too few rows to fill the GPU, groups of warps split
+// the keys.
 #include "attention/prefill.cuh"
 #include "common/mma.cuh"
 

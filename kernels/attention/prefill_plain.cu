@@ -1,5 +1,5 @@
-// Attention in f32 arithmetic, for any layout, any pair of types and any head dimension up to 512:
-// what the tensor-core forms do not take.
+// Attention in f32 arithmetic, for any layout, any pair of types and any head dimension up to 512: what the
+// tensor-core kernels do not take.
 #include "attention/prefill.cuh"
 
 using namespace fused;

@@ -1,6 +1,6 @@
-// Attention on Hopper: one warpgroup fetches tiles with TMA, the others multiply
-// them with asynchronous tensor-core products while their softmax runs (FlashAttention-3, Shah et
-// al. 2024). Takes 16-bit tensors without mask, window and softcap.
+// Attention on Hopper after FlashAttention-3 (Shah et al. 2024): a producer warpgroup loads tiles by TMA, consumer
+// warpgroups multiply them by asynchronous tensor-core products (`wgmma`) while their softmax runs. Takes 16-bit
+// tensors without mask, window and softcap.
 // Empty for other architectures, which never run it.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 

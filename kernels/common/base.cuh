@@ -1,5 +1,5 @@
-// What every kernel shares: element types, 16-byte packs, reductions, and the two instructions of
-// programmatic dependent launch.
+// What every kernel includes: element types and their conversions, 16-byte packs, loads that bypass the L1 cache,
+// reductions over a warp or a block, and programmatic dependent launch (PDL).
 #pragma once
 
 // Of 16-bit floats functions alone: nothing uses their operators, which every source would have to compile.

@@ -1,6 +1,6 @@
-// The operands of products with many rows of x and weights in GGUF blocks, for the library: matrices of
-// blocks, repacked as gguf.cuh describes, as dense ones, up to eight of any formats and widths one
-// behind the other; and rows of x, normalised if asked for, as f16 or bf16.
+// Operands of cuBLASLt where weights are GGUF blocks and x has many rows: up to eight repacked matrices (gguf.cuh) of
+// any formats and widths become dense ones, one after the other; rows of x, behind an RMS norm or none, become f16
+// or bf16.
 #include "common/dtype.cuh"
 #include "formats/gguf.cuh"
 
@@ -73,10 +73,10 @@ template <typename T> __device__ __forceinline__ void narrow(const NarrowParams&
   }
 }
 
-#define NARROW(SUFFIX, TYPE)                                          \
-  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)               \
-      dequantize_narrow_##SUFFIX(const __grid_constant__ NarrowParams p) {             \
-    narrow<TYPE>(p);                                                  \
+#define NARROW(SUFFIX, TYPE)                                               \
+  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)             \
+      dequantize_narrow_##SUFFIX(const __grid_constant__ NarrowParams p) { \
+    narrow<TYPE>(p);                                                       \
   }
 NARROW(f32, float)
 NARROW(f16, __half)

@@ -1,4 +1,4 @@
-// How a row becomes int8: codes = round(v / scale), scale = max |v| / 127.
+// Dynamic quantization of a row to int8: q = round(v / scale), scale = max |v| / 127.
 #pragma once
 
 #include <type_traits>

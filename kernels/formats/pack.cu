@@ -1,6 +1,6 @@
-// Matrices of INT8, INT4 or ternary codes: from a byte for each code into the layouts of packed.cuh, and
-// from those to values, of all rows or of those that token ids name. An id past the matrix gives a
-// row of NaN: a step inside a graph cannot say more.
+// Packs INT8, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is loaded),
+// and dequantizes them: all rows, or those that token ids name. An id past the matrix gives a row of NaN: a step
+// inside a CUDA graph has no other way to report it.
 #include "formats/packed.cuh"
 
 using namespace fused;

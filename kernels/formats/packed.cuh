@@ -1,17 +1,18 @@
-// Matrices in INT8, INT4 or ternary as pack.cu lays them out, and how they become values.
+// The layout of packed INT8, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is the
+// integer that stands for a weight: weight = scale (code - zero point).
 //
-// INT8 is row-major, a byte for each code, rows filled up with zeros to a multiple of 16 bytes.
+// INT8 is row-major, a byte for each code, rows padded with zeros to a multiple of 16 bytes.
 //
-// In the other schemes rows are taken eight at a time and columns in K blocks of 128: 4 blocks of 32,
-// of each of which lane t of four has values 8t to 8t + 7. What a lane has of a row and a K block is
-// together, then come the other lanes, rows, K blocks and row groups; what is missing is zero.
+// INT4 and ternary are tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK), which are 4 blocks of 32: of each block
+// lane t of four has values 8t to 8t + 7, operands of `mma` as they are. Together lie the codes of a lane, a row and
+// a K block, then follow the other lanes, rows, K blocks and row groups; what is missing is zero.
 //
 //   INT4     a word for each block, codes 2j and 2j + 1 of the 8 at bits 4j and 16 + 4j
 //   ternary  a word for each two blocks, code c of the 8 at bits 4c and 4c + 2, two's complement
 //
-// Scales are f32, one for each row, or f16, GROUPS for each K block, in the order of the codes: those of
-// a row and a K block together, then other rows, K blocks, row groups. Zero points are bytes likewise, in
-// sixteenths: a code less its zero point has 8 significant bits at most, so that bf16 holds it exactly.
+// Scales are f32, one for each row, or f16, GROUPS for each K block, in the order of the codes: those of a row and a
+// K block together, then other rows, K blocks, row groups. Zero points are bytes likewise, in sixteenths: a code less
+// its zero point has 8 significant bits at most, so that bf16 holds it exactly.
 #pragma once
 
 #include "abi/formats.cuh"
@@ -82,7 +83,8 @@ template <int GROUPS_> struct Ternary {
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
     const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
-    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block / 2];
+    const uint32_t word =
+        reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block / 2];
     const float scale = scale_at<GROUPS>(m, row, place, block);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
@@ -93,7 +95,16 @@ template <int GROUPS_> struct Ternary {
 };
 
 // In the host's order.
-enum PackedFormat : int { IS_INT8, IS_INT4_128, IS_INT4_64, IS_INT4_32, IS_TERNARY, IS_TERNARY_128, IS_TERNARY_64, IS_TERNARY_32 };
+enum PackedFormat : int {
+  IS_INT8,
+  IS_INT4_128,
+  IS_INT4_64,
+  IS_INT4_32,
+  IS_TERNARY,
+  IS_TERNARY_128,
+  IS_TERNARY_64,
+  IS_TERNARY_32
+};
 
 // Calls `body` with a value of the format's type.
 template <class Body> __device__ __forceinline__ void with_packed_format(int format, Body body) {

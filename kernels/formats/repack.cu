@@ -1,4 +1,4 @@
-// GGUF blocks, as they lie in a file, into the rows that gguf.cuh describes.
+// Repacks GGUF blocks, as they lie in a file, into the layout of gguf.cuh. Run once, when a model is loaded.
 #include "formats/gguf.cuh"
 
 using namespace fused;
@@ -104,10 +104,10 @@ template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Re
   if (To::IS_SUPER) *reinterpret_cast<uint16_t*>(to + To::factors_at(groups) + 2 * lane) = factors;
 }
 
-#define REPACK(NAME, BITS, SCALING)                                            \
-  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)                        \
-      repack_##NAME(const __grid_constant__ RepackParams p) {                        \
-    repack<BITS, SCALING>(p);                                                  \
+#define REPACK(NAME, BITS, SCALING)                            \
+  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS) \
+      repack_##NAME(const __grid_constant__ RepackParams p) {  \
+    repack<BITS, SCALING>(p);                                  \
   }
 
 REPACK(q4_0, 4, SYMMETRIC)

@@ -1,5 +1,4 @@
-// What happens to an output before it is written: act(y + bias) + residuals, computed in f32 and
-// rounded once.
+// The epilogue of a product: act(y + bias) + residuals, computed in f32 and rounded once.
 #pragma once
 
 #include "abi/linear.cuh"

@@ -1,5 +1,4 @@
-// What surrounds a library's matrix product when x has many rows: f32 sums on their way to
-// outputs, and matrices of 16-bit types on their way to f32.
+// What surrounds cuBLASLt where x has many rows: the epilogue of f32 sums, and 16-bit matrices widened to f32.
 #include "linear/epilogue.cuh"
 
 using namespace fused;
@@ -19,7 +18,8 @@ template <typename T, int N> __device__ __forceinline__ void add(const void* fro
   for (int j = 0; j < N; ++j) v[j] += to_float(other.v[j]);
 }
 
-template <typename T, int N> __device__ __forceinline__ void epilogue_elements(const SumsEpilogueParams& p, uint32_t m, uint32_t column) {
+template <typename T, int N>
+__device__ __forceinline__ void epilogue_elements(const SumsEpilogueParams& p, uint32_t m, uint32_t column) {
   const Epilogue& e = p.epilogue;
   const float* sums = p.sums + uint64_t(m) * p.rows + column;
   float y[N];
@@ -71,9 +71,10 @@ template <typename T> __device__ __forceinline__ void widen(const WidenParams& p
     p.to[i] = to_float(static_cast<const T*>(p.from)[i]);
 }
 
-#define WIDEN(SUFFIX, TYPE)                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(SUMS_EPILOGUE_THREADS) gemm_dense_widen_##SUFFIX(const __grid_constant__ WidenParams p) { \
-    widen<TYPE>(p);                                                                                                           \
+#define WIDEN(SUFFIX, TYPE)                                              \
+  extern "C" __global__ void __launch_bounds__(SUMS_EPILOGUE_THREADS)    \
+      gemm_dense_widen_##SUFFIX(const __grid_constant__ WidenParams p) { \
+    widen<TYPE>(p);                                                      \
   }
 WIDEN(f16, __half)
 WIDEN(bf16, __nv_bfloat16)

@@ -1,7 +1,6 @@
-// y = act(s x_q (t W_q)^T + bias) + residuals for many rows (gemm_w8a8.cuh) by the tensor-core products of
-// warps: 128 rows of x meet 128 rows of W, 64 bytes of k at a time, of which the next ones are on
-// their way to shared memory. A warp has 32 rows of x and 32 of each piece of W. In the end a quad
-// trades its sums so that each thread has 8 outputs in a row, which are 16 or 32 bytes.
+// W8A8 GEMM by `mma.sync` (gemm_w8a8.cuh), from sm_75 on: tiles of 128 x 128 outputs and 64 bytes of K, a pipeline of
+// three `cp.async` stages. A warp has 32 rows of x and 32 of each piece of W. In the epilogue a quad exchanges sums so
+// that each thread has 8 outputs in a row.
 #include "common/mma.cuh"
 #include "linear/gemm_w8a8_epilogue.cuh"
 
@@ -115,9 +114,9 @@ __device__ __forceinline__ void trade(const int (&from)[4][2], int (&to)[8]) {
 }
 
 // Outputs of row m in 32 columns from `offset` on in both pieces; a quad has a row.
-template <int N>
-__device__ __forceinline__ void epilogue(const W8A8Product& p, const Place& place, const Columns<N>& columns, uint32_t m,
-                                       float x_scale, uint32_t offset, const int (&picked)[2][4][2]) {
+template <int N> __device__ __forceinline__ void epilogue(const W8A8Product& p, const Place& place,
+                                                          const Columns<N>& columns, uint32_t m, float x_scale,
+                                                          uint32_t offset, const int (&picked)[2][4][2]) {
   int first[8], second[8];
   trade(picked[0], first);
   trade(picked[1], second);

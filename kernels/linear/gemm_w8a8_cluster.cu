@@ -1,5 +1,5 @@
-// y = act(s x_q (t W_q)^T + bias) + residuals on Hopper (gemm_w8a8.cuh) in one launch: blocks make int8 of x
-// themselves (gemm_w8a8_cluster.cuh). Where the product is small, a launch of its own takes as long.
+// W8A8 GEMM for small products on Hopper (gemm_w8a8.cuh) in one launch: CTAs quantize x themselves
+// (gemm_w8a8_cluster.cuh). A separate kernel for that takes as long as the product.
 // Empty for other architectures, which never run it.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -31,7 +31,8 @@ template <class F> struct RowsFirst : Operands<F> {
     Operands<F>::template multiply<false>(half, x_at, warpgroup % F::BESIDE * N * BLOCK_K, sums);
   }
 
-  // Of its rows of x, in whose place outputs go while other warpgroups still multiply, a warp has those of another K block.
+  // Outputs take the place of a warp's rows of x while other warpgroups still multiply: each warp that of another K
+  // block.
   static constexpr bool APART = F::HALVES > 1;
   static_assert(!APART || 16 * OUTPUTS <= 64 * BLOCK_K);
   __device__ __forceinline__ uint32_t room_of_outputs(uint32_t warpgroup) const {
@@ -200,7 +201,7 @@ template <class F, class Of> __device__ __forceinline__ void consume(const Of& b
   }
   typename Of::Sums sums;
   blocks.multiply(warpgroup, sums);
-  // What the epilogue needs of columns was put down by warps of which a warpgroup with rows of its own has not heard yet.
+  // Scales and bias of columns were stored by warps that a warpgroup with rows of its own has not synchronized with.
   if (F::HALVES > 1) barrier_wait(blocks.quantized(F::HALVES - 1, 0), 0);
   const Epilogue& e = blocks.product.epilogue;
   const bool plain = e.activation == ACT_NONE && !e.residuals[0] && !e.residuals[1];
@@ -238,13 +239,13 @@ template <class F, class Of> __device__ __forceinline__ void gemm_w8a8_cluster(c
 
 // Rows of x that are no whole warpgroup's are the second operand.
 #define FORM(ROWS, COLUMNS, WARPGROUPS, BESIDE, PRODUCERS, LOADS_W, CLUSTER, LANES, PACKS, WHOLE, EARLY) \
-  FORM_OF(ROWS##x##COLUMNS##_##CLUSTER, ROWS % 64,                                          \
+  FORM_OF(ROWS##x##COLUMNS##_##CLUSTER, ROWS % 64,                                                       \
               Form<ROWS, WARPGROUPS, BESIDE, COLUMNS / BESIDE, PRODUCERS, LOADS_W, CLUSTER, LANES, PACKS, WHOLE, EARLY>)
-#define FORM_OF(NAME, REST, ...)                                                             \
+#define FORM_OF(NAME, REST, ...)                                                                 \
   extern "C" __global__ void __launch_bounds__(__VA_ARGS__::THREADS, 1)                          \
-      gemm_w8a8_cluster_##NAME(const __grid_constant__ W8A8ClusterParams p) {                           \
+      gemm_w8a8_cluster_##NAME(const __grid_constant__ W8A8ClusterParams p) {                    \
     using Of = std::conditional_t<REST == 0, RowsFirst<__VA_ARGS__>, WeightsFirst<__VA_ARGS__>>; \
-    gemm_w8a8_cluster<__VA_ARGS__, Of>(p);                                                                  \
+    gemm_w8a8_cluster<__VA_ARGS__, Of>(p);                                                       \
   }
 
 FUSED_W8A8_CLUSTER(FORM)

@@ -1,10 +1,10 @@
-// Small products by int8 on Hopper in one launch (gemm_w8a8_cluster.cu): how operands come to shared memory and from
-// there to the tensor cores.
+// W8A8 GEMM for small products on Hopper in one launch (gemm_w8a8_cluster.cu): how operands come to shared memory and
+// from there to the tensor cores.
 //
-// The blocks of a cluster lie side by side: each makes int8 of its share of their rows of x, as quantize_rows.cu
-// does, and sends the codes to the shared memory of all, where all of k is then. This is what takes longest, so
-// what has come is multiplied at once, and W, by TMA, comes behind x. What arrives is counted
-// where it arrives: no block waits behind a fence of the cluster's memory, which takes as long as a small product.
+// The CTAs of a cluster lie side by side along N. Each quantizes its share of their rows of x to int8, as
+// quantize_rows.cu does, and sends it to the shared memory of all (DSMEM), where all of K is then. This takes longest,
+// so what has arrived is multiplied at once, and W is loaded by TMA after x. Arrivals are counted by mbarriers of the
+// receiver: no CTA waits for a fence of the cluster, which takes as long as a small product.
 #pragma once
 
 #include <type_traits>
@@ -18,8 +18,8 @@
 namespace fused {
 
 constexpr int BLOCK_K = W8A8_BLOCK_K, MAX_STAGES = W8A8_CLUSTER_MAX_STAGES;
-constexpr int X_LOADED = 4;  // a barrier; behind those of gemm_w8a8_cluster.cu
-// Values of x of which a lane makes codes at once: stores to other blocks take as long for 8 bytes as for 16.
+constexpr int X_LOADED = 4;  // a named barrier, after those of gemm_w8a8_cluster.cu
+// Values of x that a lane quantizes at once: stores to other CTAs take as long for 8 bytes as for 16.
 constexpr int PACK = 16;
 constexpr int PART = 2 * BLOCK_K;  // values of a row of x that are counted together
 
@@ -32,16 +32,15 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
   return address;
 }
 
-// A block: WARPGROUPS of four warps multiply, BESIDE of them with N rows of W each beside one another; they meet ROWS rows
-// of x. PRODUCERS are warps that make int8 of x, LANES for a row, with PACKS packs of it each at most. CLUSTER blocks
-// share rows of x. WHOLE: there is a stage for each K block. W is loaded by a warp of its own, behind x, or, where
-// it is so much that the way would be empty meanwhile, by the last of PRODUCERS as soon as it has issued the loads of its own
-// rows (LOADS_W).
+// A CTA: WARPGROUPS multiply, BESIDE of them with N rows of W each side by side, and ROWS rows of x. PRODUCERS are
+// warps that quantize x, LANES for a row, with PACKS packs of it each at most. The CTAs of a CLUSTER share rows of x.
+// WHOLE: there is a stage for each K block. W is loaded by a warp of its own, after x, or, where it is so much that the memory
+// would idle meanwhile, by the last of PRODUCERS as soon as it has issued the loads of its own rows (LOADS_W).
 //
-// Where two warpgroups have rows of their own (HALVES), they make int8 of those of the first themselves before they
-// multiply, and PRODUCERS that of the second's.
-template <int ROWS_, int WARPGROUPS, int BESIDE_, int N_, int PRODUCERS_, bool LOADS_W_, int CLUSTER_, int LANES_, int PACKS_,
-          bool WHOLE_, int EARLY_>
+// Where two warpgroups have rows of their own (HALVES), they quantize those of the first themselves before they
+// multiply, and PRODUCERS those of the second.
+template <int ROWS_, int WARPGROUPS, int BESIDE_, int N_, int PRODUCERS_, bool LOADS_W_, int CLUSTER_, int LANES_,
+          int PACKS_, bool WHOLE_, int EARLY_>
 struct Form {
   static constexpr int ROWS = ROWS_, BESIDE = BESIDE_, N = N_, PRODUCERS = PRODUCERS_, CLUSTER = CLUSTER_;
   static constexpr int LANES = LANES_, PACKS = PACKS_;
@@ -53,11 +52,12 @@ struct Form {
   static constexpr int COLUMNS = N * BESIDE, PIECE = N / 2, STAGE = COLUMNS * BLOCK_K;
   static constexpr int AT_ONCE = WARP / LANES;  // rows of x that a warp has beside one another
   static constexpr int HALF = ROWS / HALVES;
-  static constexpr int SHARE = (HALF + CLUSTER * PRODUCERS * AT_ONCE - 1) / (CLUSTER * PRODUCERS * AT_ONCE);  // of a lane
+  static constexpr int SHARE =
+      (HALF + CLUSTER * PRODUCERS * AT_ONCE - 1) / (CLUSTER * PRODUCERS * AT_ONCE);  // of a lane
   static constexpr int OF_BLOCK = SHARE * PRODUCERS * AT_ONCE;  // rows of each half
   static constexpr int PARTS = (PACKS * LANES * PACK + PART - 1) / PART;
   static_assert(COLUMNS <= WARP * PRODUCERS);
-  static_assert(WHOLE || !LOADS_W);  // who makes int8 must not wait for room
+  static_assert(WHOLE || !LOADS_W);  // a producer of x must not wait for a free stage
   static_assert(LANES >= 8);  // which so write 128 bytes of a row together
   static_assert(HALVES == 1 || (CONSUMERS == WARP * PRODUCERS && OF_BLOCK * CLUSTER == HALF && HALF == 64));
 };
@@ -270,8 +270,8 @@ template <class F> struct Operands {
       quantize<__half, HALF>(x, m, to_put);
   }
 
-  // A warpgroup's product: of 64 rows of x at `x_at` and the N rows of W that are `w_at` bytes into each stage, or, if W is
-  // the first factor, of N rows of W, which are 64, and all rows of x.
+  // A warpgroup's product: of 64 rows of x at `x_at` and the N rows of W that are `w_at` bytes into each stage, or, if
+  // W is the first factor, of N rows of W, which are 64, and all rows of x.
   template <bool W_FIRST, int SUMS>
   __device__ __forceinline__ void multiply(uint32_t rows_half, uint32_t x_at, uint32_t w_at, int (&sums)[SUMS]) const {
     const uint32_t lane = threadIdx.x % WARP, halves = (product.k + BLOCK_K / 2 - 1) / (BLOCK_K / 2);

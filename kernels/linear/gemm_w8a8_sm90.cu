@@ -1,12 +1,10 @@
-// y = act(s x_q (t W_q)^T + bias) + residuals for many rows on Hopper (gemm_w8a8.cuh): one warpgroup fetches
-// tiles of 128 bytes of k with TMA, two multiply 64 rows of x each with N rows of W
-// by asynchronous tensor-core products. Blocks stay for tile after tile (persistent and warp
-// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written, those of
-// 16 bits by way of shared memory, so that a warp writes 64 or 128 bytes of a row at a time.
+// W8A8 GEMM on Hopper (gemm_w8a8.cuh) by `wgmma`: persistent and warp-specialized after CUTLASS. A producer thread
+// loads tiles of 128 bytes of K by TMA into 4 or 6 stages; two consumer warpgroups multiply 64 rows of x each with N
+// rows of W. The next tile's operands are loaded during the epilogue; 16-bit outputs pass through shared memory, so
+// that a warp writes 64 or 128 bytes of a row at a time.
 //
-// For tiles of 128 rows of x and of W the tensor cores ask more of shared memory and of the L2 cache than
-// these give. So N may be 256, and blocks form pairs, one tile of x above the other, each of which
-// fetches one of the two pieces of W for both.
+// Tiles of 128 x 128 are bound by the bandwidth of shared memory and of the L2 cache. So N may be 256, and CTAs form
+// clusters of two along M, each of which loads one of the two pieces of W for both (TMA multicast).
 // Empty for other architectures, which never run it.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -345,11 +343,11 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const W8A8Sm9
   if constexpr (CLUSTER > 1) cluster_sync();
 }
 
-#define W8A8(N, CLUSTER, IN_FLIGHT)                                           \
-  static_assert(Tiles<N, CLUSTER>::STAGES == IN_FLIGHT);                      \
-  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1) \
-      gemm_w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ W8A8Sm90Params p) {   \
-    w8a8<N, CLUSTER>(p);                                                      \
+#define W8A8(N, CLUSTER, IN_FLIGHT)                                              \
+  static_assert(Tiles<N, CLUSTER>::STAGES == IN_FLIGHT);                         \
+  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1)    \
+      gemm_w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ W8A8Sm90Params p) { \
+    w8a8<N, CLUSTER>(p);                                                         \
   }
 
 FUSED_W8A8_SM90(W8A8)

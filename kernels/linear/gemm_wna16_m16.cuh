@@ -1,17 +1,17 @@
-// y = act(x W^T + bias) + residuals for up to 16 rows of bf16 x and weights in INT8 or INT4 codes
-// (formats/packed.cuh), multiplied as gemm_wna16_m64.cuh does it, but with x in registers.
+// GEMM for up to 16 rows of bf16 x and packed INT8 or INT4 weights (formats/packed.cuh): y = act(x W^T + bias) +
+// residuals. Weights are dequantized to bf16 in registers as in gemm_wna16_m64.cuh, but x is in registers too.
 //
-// One or two blocks, a cluster, share k, and `split` warps of a block its slice: a warp has two K blocks of 128
-// values of all rows of x in registers while N tiles of 16 rows of weights pass by. Its codes and their scales
-// stream through a pipeline in shared memory of its own, which is filled before the PDL wait, and which leaves room for
-// the next kernel's. If a warp has more K blocks, the N tiles of a batch pass again for the next two, and it goes on
-// from its sums: warps wait for each other when a batch is done and not before.
+// Split-K: one CTA, or a cluster of two, shares K, and within a CTA `split_k` warps. A warp holds two K blocks of 128
+// values of all rows of x in registers while N tiles of 16 output channels pass by. It streams their weights and
+// scales through a `cp.async` pipeline of 4 to 6 stages of its own, which is filled before the PDL wait and small
+// enough for the next kernel's to fit beside it. If a warp has more K blocks, the N tiles of a batch pass again for
+// the next two, and it goes on from its sums: warps synchronize once per batch.
 //
-// Codes of INT4 in groups of 128 are multiplied as they come, 136 more than their numbers: the products begin
-// with what that makes too much, from the sums of x over each K block.
+// INT4 in groups of 128 is multiplied with a bias of 136 (128 of the bf16 trick and the zero point of 8): sums begin
+// with minus that times the sum of x over the K block.
 //
-// After a batch of four N tiles every thread adds up four outputs over the warps, in their order. Of two blocks
-// each gets the other's sums for every second row of x, and writes those.
+// After a batch of four N tiles every thread adds four outputs over the warps, in their order. The two CTAs of a
+// cluster exchange sums through DSMEM: each writes every second row of x.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -64,22 +64,23 @@ template <class Format> struct GemmM16 {
   uint32_t pipeline;            // the warp's
   float* parts;                 // [BATCH][split][SUMS]
   float4* biases;               // the warp's: [DEPTH][4], what products of lane t begin with
-  uint32_t given;               // [TURNS] sums from the other block, then those that meet them
+  uint32_t given;               // [TURNS] sums from the other block, then its own
   uint32_t barriers;            // [TURNS]
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
 
   __device__ GemmM16(const GemmM16Params& s, char* memory, float4* biases, uint32_t barriers)
-      : p(s.product), cluster_size(s.cluster_size), rank(blockIdx.x & (s.cluster_size - 1)), cta_n_tiles(WARPS / s.product.split_k),
-        part(warp() / cta_n_tiles), place(warp() % cta_n_tiles), outputs(n_tile_outputs(p)),
-        biases(biases + warp() * (4 * DEPTH)), barriers(barriers) {
+      : p(s.product), cluster_size(s.cluster_size), rank(blockIdx.x & (s.cluster_size - 1)),
+        cta_n_tiles(WARPS / s.product.split_k), part(warp() / cta_n_tiles), place(warp() % cta_n_tiles),
+        outputs(n_tile_outputs(p)), biases(biases + warp() * (4 * DEPTH)), barriers(barriers) {
     const uint32_t clusters = gridDim.x / cluster_size, cluster = blockIdx.x / cluster_size;
     const uint32_t all = (p.width + outputs - 1) / outputs;
     first = uint64_t(all) * cluster / clusters;
     n_tiles = uint64_t(all) * (cluster + 1) / clusters - first;
     const uint32_t k_blocks = k_blocks_of(p.k), cta_k_blocks = (k_blocks + cluster_size - 1) / cluster_size;
-    const uint32_t last = min(k_blocks, (rank + 1) * cta_k_blocks), warp_k_blocks = (cta_k_blocks + p.split_k - 1) / p.split_k;
+    const uint32_t last = min(k_blocks, (rank + 1) * cta_k_blocks),
+                   warp_k_blocks = (cta_k_blocks + p.split_k - 1) / p.split_k;
     begin = min(rank * cta_k_blocks + part * warp_k_blocks, last);
     end = min(begin + warp_k_blocks, last);
     passes = (warp_k_blocks + DEPTH - 1) / DEPTH;
@@ -130,7 +131,8 @@ template <class Format> struct GemmM16 {
       const uint32_t row = gates(p) ? 8 * n_tile + i * p.width : min(16 * n_tile + 8 * i, (p.width - 1) & ~7u);
       of[i] = (row >= p.weights[1].first) + (row >= p.weights[2].first);
       places[i] = (row - p.weights[of[i]].first) / ROW_GROUP * k_blocks + k_block;
-      const char* codes = static_cast<const char*>(p.weights[of[i]].data) + uint64_t(places[i]) * R::PIECE + 16 * lane();
+      const char* codes =
+          static_cast<const char*>(p.weights[of[i]].data) + uint64_t(places[i]) * R::PIECE + 16 * lane();
 #pragma unroll
       for (int d = 0; d < R::K_BLOCKS; ++d) {
         if (k_block + d < end) copy_async(stage + (d * 2 + i) * R::PIECE + 16 * lane(), codes + d * R::PIECE);
@@ -144,7 +146,8 @@ template <class Format> struct GemmM16 {
       if (lane() < 16) copy_async(to + 16 * n, scales + 16 * uint64_t(at));
       if constexpr (Format::ZEROS) {
         const uint32_t zeros = to + R::SCALES + 8 * n;
-        if (lane() >= 16 && matrix.zeros > 0) copy_async_8(zeros, scales + 2 * uint64_t(matrix.zeros) + 8 * uint64_t(at));
+        if (lane() >= 16 && matrix.zeros > 0)
+          copy_async_8(zeros, scales + 2 * uint64_t(matrix.zeros) + 8 * uint64_t(at));
         if (lane() >= 16 && matrix.zeros == 0) store_shared(zeros, 0x80808080u), store_shared(zeros + 4, 0x80808080u);
       }
     }
@@ -200,7 +203,8 @@ template <class Format> struct GemmM16 {
 
   __device__ __forceinline__ float scale(uint32_t stage, int i, int d, int e) const {
     const uint32_t groups = Format::GROUPS == SOME_GROUPS ? p.groups : Format::GROUPS;
-    const uint32_t at = stage + R::CODES + ((i * R::K_BLOCKS + d) * ROW_GROUP + lane() / 4) * groups * 2 + e * groups / 4 * 2;
+    const uint32_t at =
+        stage + R::CODES + ((i * R::K_BLOCKS + d) * ROW_GROUP + lane() / 4) * groups * 2 + e * groups / 4 * 2;
     uint16_t v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
     return __half2float(__ushort_as_half(v));
@@ -208,7 +212,8 @@ template <class Format> struct GemmM16 {
   // A zero point as two bf16: the upper half of the f32.
   __device__ __forceinline__ uint32_t zero(uint32_t stage, int i, int d, int e) const {
     if constexpr (!Format::ZEROS) return 0;
-    const uint32_t at = stage + R::CODES + R::SCALES + ((i * R::K_BLOCKS + d) * ROW_GROUP + lane() / 4) * p.groups + e * p.groups / 4;
+    const uint32_t at =
+        stage + R::CODES + R::SCALES + ((i * R::K_BLOCKS + d) * ROW_GROUP + lane() / 4) * p.groups + e * p.groups / 4;
     uint16_t v;
     asm volatile("{\n.reg .u8 byte;\nld.shared.u8 byte, [%1];\ncvt.u16.u8 %0, byte;\n}" : "=h"(v) : "r"(at));
     return __byte_perm(__float_as_uint(ZERO_STEP * static_cast<float>(v)), 0, 0x3232);
@@ -243,7 +248,8 @@ template <class Format> struct GemmM16 {
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int d = 0; d < R::K_BLOCKS; ++d) {
-        if (Format::ZEROS && Scales::begins(p, e)) zeros[d][0] = zero(stage, 0, d, e), zeros[d][1] = zero(stage, 1, d, e);
+        if (Format::ZEROS && Scales::begins(p, e))
+          zeros[d][0] = zero(stage, 0, d, e), zeros[d][1] = zero(stage, 1, d, e);
         if (R::GROUPS > 0 && Scales::begins(p, e)) begin_sums(c[d], d);
         Operands w;
         if constexpr (BIASED) w = Format::biased_operands(pieces[d][0], pieces[d][1], e);
@@ -445,6 +451,6 @@ template <class Format> __device__ __forceinline__ void gemm_m16(const GemmM16Pa
 // `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on an SM.
 #define FUSED_GEMM_M16(NAME, FORMAT)                                               \
   extern "C" __global__ void __launch_bounds__(fused::GemmM16<FORMAT>::THREADS, 2) \
-      NAME(const __grid_constant__ fused::GemmM16Params p) {                           \
+      NAME(const __grid_constant__ fused::GemmM16Params p) {                       \
     fused::gemm_m16<FORMAT>(p);                                                    \
   }

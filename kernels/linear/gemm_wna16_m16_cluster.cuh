@@ -1,9 +1,9 @@
-// gemm_wna16_m16.cuh's product, y = act(x W^T + bias) + residuals for up to 16 rows of bf16 x, where weights are so few
-// that waiting is most of it: INT4 in groups of 128, up to 2,048 of k, not gated.
+// gemm_wna16_m16.cuh's GEMM for few output channels, where latency is most of the time: INT4 in groups of 128, K up to
+// 2,048, without a gate, on Hopper.
 //
-// BLOCKS of a cluster have two row groups of weights and share k, so that none waits for much of x; a
-// warp has a K block of 128 values. What a lane multiplies it has in registers, its codes and scales before the PDL wait,
-// their numbers before x. Warps meet once: each gives its sums of eight rows to the block that writes them.
+// Split-K over the CTAs of a cluster (1 to 4), which have 16 output channels, and over their warps: a warp has one K
+// block of 128 values. All its operands are in registers, weights and scales before the PDL wait. Warps synchronize
+// once: each sends its sums of eight output channels, through DSMEM, to the CTA that writes them.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -14,7 +14,8 @@ namespace fused {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 template <int BLOCKS> struct GemmM16Cluster {
-  static constexpr int MAX_K_BLOCKS = 16, ROW_GROUPS = 2, SUMS = 16 * ROW_GROUP;  // K blocks; of a cluster; of a warp and a row group
+  static constexpr int MAX_K_BLOCKS = 16, ROW_GROUPS = 2;  // of a cluster
+  static constexpr int SUMS = 16 * ROW_GROUP;              // of a warp and a row group
   static constexpr int WRITTEN = BLOCKS == 1 ? ROW_GROUPS : 1;        // row groups of a block, if it writes any
   // Whether the next launch starts when x has been loaded: beside many small blocks it would be in their way.
   static constexpr bool LATE = BLOCKS == 4;
@@ -171,7 +172,7 @@ template <int BLOCKS> __device__ __forceinline__ void gemm_m16_cluster(const Gem
 }  // namespace fused
 
 // `NAME`: a kernel for up to 16 rows of x and as many K blocks, in clusters of so many blocks.
-#define FUSED_GEMM_M16_CLUSTER(NAME, BLOCKS)                                                                    \
+#define FUSED_GEMM_M16_CLUSTER(NAME, BLOCKS)                                                               \
   extern "C" __global__ void __launch_bounds__(512) NAME(const __grid_constant__ fused::GemmM16Params p) { \
-    fused::gemm_m16_cluster<BLOCKS>(p);                                                                         \
+    fused::gemm_m16_cluster<BLOCKS>(p);                                                                    \
   }

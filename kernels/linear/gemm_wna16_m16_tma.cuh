@@ -1,10 +1,10 @@
-// gemm_wna16_m16.cuh's product, y = act(x W^T + bias) + residuals for up to 16 rows of bf16 x, where k is so long that
-// a warp would read x anew for every two K blocks of it: INT4 in groups of 128.
+// gemm_wna16_m16.cuh's GEMM for long K, where a warp would read x again for every two K blocks: INT4 in groups of 128,
+// with x in a pipeline of three TMA stages that all warps of a CTA share.
 //
-// Two blocks, a cluster, share k. Four warps of a block take an N tile of 16 rows of weights each, with one half of
-// the block's k, and four the same N tiles with the other half; each keeps its sums in registers from end to end.
-// The K blocks of x that they meet come through a pipeline in shared memory, which TMA fills: every K block is
-// read once for four N tiles. A warp has its codes and scales in a pipeline of its own, as there.
+// Split-K over a cluster of two CTAs, and over the two halves of a CTA's eight warps: four warps have an N tile of 16
+// output channels each with one half of the CTA's K, four the same N tiles with the other; sums stay in registers
+// for all of K. A K block of x is read once for four N tiles. Every warp has its weights and scales in a pipeline of
+// three `cp.async` stages of its own.
 #pragma once
 
 #include "linear/gemm_wna16_m16.cuh"
@@ -71,7 +71,8 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
         for (int i = 0; i < 2; ++i)
           copy_async(stage + (d * 2 + i) * R::PIECE + 16 * lane(), of.codes[i] + d * R::PIECE);
       }
-      if (lane() < 2 * DEPTH && of.k_block + lane() % DEPTH < end) copy_async(stage + R::CODES + 16 * lane(), of.scales);
+      if (lane() < 2 * DEPTH && of.k_block + lane() % DEPTH < end)
+        copy_async(stage + R::CODES + 16 * lane(), of.scales);
       of.codes[0] += DEPTH * R::PIECE, of.codes[1] += DEPTH * R::PIECE, of.scales += DEPTH * 2 * ROW_GROUP;
       of.k_block += DEPTH;
       if (of.k_block >= begin + rounds * DEPTH) {
@@ -84,7 +85,8 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
 
   // A thread: the K blocks of x that both halves of the block meet in a round. What x does not have are zeros.
   __device__ __forceinline__ void load_x(uint32_t round, uint32_t x_stage) const {
-    const uint32_t cta_k_blocks = (k_blocks_of(p.k) + 1) / 2, warp_k_blocks = (cta_k_blocks + SPLIT_K - 1) / SPLIT_K, barrier = full + 8 * x_stage;
+    const uint32_t cta_k_blocks = (k_blocks_of(p.k) + 1) / 2, warp_k_blocks = (cta_k_blocks + SPLIT_K - 1) / SPLIT_K,
+                   barrier = full + 8 * x_stage;
     barrier_expect(barrier, X_STAGE);
 #pragma unroll
     for (int q = 0; q < SPLIT_K; ++q) {
@@ -93,7 +95,8 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
     }
   }
 
-  __device__ __forceinline__ void multiply_round(uint32_t stage, uint32_t k_block, uint32_t x, float (&sums)[M_TILES][4]) const {
+  __device__ __forceinline__ void multiply_round(uint32_t stage, uint32_t k_block, uint32_t x,
+                                                 float (&sums)[M_TILES][4]) const {
     Format::Piece pieces[DEPTH][2];
     float by[DEPTH][2];
     const uint32_t there = min(end - min(end, k_block), uint32_t(DEPTH));
@@ -130,7 +133,8 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
   // The scale of row g of eight i, and K block d.
   __device__ __forceinline__ float scale_of(uint32_t stage, int d, int i) const {
     uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(stage + R::CODES + (i * DEPTH + d) * 2 * ROW_GROUP + lane() / 4 * 2));
+    const uint32_t at = stage + R::CODES + (i * DEPTH + d) * 2 * ROW_GROUP + lane() / 4 * 2;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
     return __half2float(__ushort_as_half(v));
   }
 
@@ -145,8 +149,10 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
     barrier_wait(barrier, batch / 2 % 2);
     if (threadIdx.x == 0) barrier_expect(barrier, GIVEN);
     const float2 theirs = load_pair(at);
-    const uint32_t n_tile = from + threadIdx.x / (SUMS / 4), m = threadIdx.x / WARP % 2 * 8 + row_of(lane() % 4 * 2 + rank);
-    if (n_tile < n_tiles && m < p.m) write_outputs(first + n_tile, lane() / 4, m, make_float2(own.x + theirs.x, own.y + theirs.y));
+    const uint32_t n_tile = from + threadIdx.x / (SUMS / 4),
+                   m = threadIdx.x / WARP % 2 * 8 + row_of(lane() % 4 * 2 + rank);
+    if (n_tile < n_tiles && m < p.m)
+      write_outputs(first + n_tile, lane() / 4, m, make_float2(own.x + theirs.x, own.y + theirs.y));
   }
 
   __device__ __forceinline__ void make_barriers() const {
@@ -219,7 +225,7 @@ __device__ __forceinline__ void gemm_m16_tma(const GemmM16TmaParams& s) {
 }  // namespace fused
 
 // `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on an SM.
-#define FUSED_GEMM_M16_TMA(NAME)                                                                                \
+#define FUSED_GEMM_M16_TMA(NAME)                                                                                 \
   extern "C" __global__ void __launch_bounds__(256, 2) NAME(const __grid_constant__ fused::GemmM16TmaParams p) { \
-    fused::gemm_m16_tma(p);                                                                                     \
+    fused::gemm_m16_tma(p);                                                                                      \
   }

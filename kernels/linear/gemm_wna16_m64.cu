@@ -1,5 +1,4 @@
-// The linear family for some tens of rows of bf16 x and weights in INT8 or INT4 codes, of one format in a
-// launch.
+// GEMM for up to 64 rows of bf16 x and packed INT8 or INT4 weights, of one format in a launch.
 #include "linear/gemm_wna16_m64.cuh"
 
 using namespace fused;

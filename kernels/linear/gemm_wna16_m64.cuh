@@ -1,15 +1,14 @@
-// y = act(x W^T + bias) + residuals for some tens of rows of bf16 x and weights in INT8 or INT4 codes
-// (formats/packed.cuh): the tensor cores multiply codes as numbers of bf16, which holds them exactly, and
-// the sums of a group are scaled in f32. In idea as Marlin (Frantar et al. 2024), codes lie in memory as
-// the tensor cores take them and go from there into registers.
+// GEMM for up to 64 rows of bf16 x and packed INT8 or INT4 weights (formats/packed.cuh): y = act(x W^T + bias) +
+// residuals. As in Marlin (Frantar et al. 2024) weights lie in memory in the order of `mma`'s operands, go from there
+// to registers, and are dequantized to bf16, which holds them exactly; the sums of a group are scaled in f32.
 //
-// An N tile is 16 rows of weights, a block takes `cta_n_tiles` N tiles side by side, and `split` warps share the k of
-// an N tile: K tile after K tile each takes DEPTH K blocks of 128 values, loaded two K tiles ahead. What all
-// warps of a block need of x in a K tile is copied to shared memory meanwhile; if there is room for all
-// K tiles they stay there for the block's next N tiles.
+// An N tile is 16 output channels. A CTA has `cta_n_tiles` of them side by side, and `split_k` warps share the K of
+// each: of every K tile a warp takes one K block of 128 values, whose weights are prefetched two K tiles ahead. The K
+// tile's part of x, for all warps of the CTA, is copied to a stage in shared memory meanwhile (`cp.async`, two K
+// tiles ahead); if there are stages for all of K, x stays there for the CTA's next N tiles.
 //
-// Lane 4 g + t has rows g and g + 8 of its warp's N tile, and ends up with their sums for rows 2t and
-// 2t + 1 of each eight of x.
+// Lane 4 g + t has rows g and g + 8 of its warp's N tile, and ends up with their sums for rows 2t and 2t + 1 of each
+// eight rows of x.
 #pragma once
 
 #include "linear/gemv_wna16.cuh"
@@ -32,9 +31,11 @@ template <class Format> struct GemmM64 {
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
 
   __device__ GemmM64(const GemmM64Params& t, uint32_t shared)
-      : p(t.product), cta_n_tiles(t.cta_n_tiles), stages(t.stages), k_tiles(t.k_tiles), part(threadIdx.x / WARP / t.cta_n_tiles),
-        place(threadIdx.x / WARP % t.cta_n_tiles), n_tiles((p.width + n_tile_outputs(p) - 1) / n_tile_outputs(p)), k_blocks(k_blocks_of(p.k)),
-        tile_k_blocks(p.split_k * DEPTH), pitch(tile_k_blocks * (2 * K_BLOCK) + Format::XRows::PAD), total(rounds() * t.k_tiles), shared(shared) {}
+      : p(t.product), cta_n_tiles(t.cta_n_tiles), stages(t.stages), k_tiles(t.k_tiles),
+        part(threadIdx.x / WARP / t.cta_n_tiles), place(threadIdx.x / WARP % t.cta_n_tiles),
+        n_tiles((p.width + n_tile_outputs(p) - 1) / n_tile_outputs(p)), k_blocks(k_blocks_of(p.k)),
+        tile_k_blocks(p.split_k * DEPTH), pitch(tile_k_blocks * (2 * K_BLOCK) + Format::XRows::PAD),
+        total(rounds() * t.k_tiles), shared(shared) {}
 
   // N tiles are dealt out in turns, `cta_n_tiles` to a block.
   __device__ uint32_t rounds() const {
@@ -119,7 +120,8 @@ template <class Format> struct GemmM64 {
     return ((warp * M_TILES + m / 8) * 4 + 2 * (r / 8) + m % 2) * WARP + lane;
   }
   // Output r of an N tile of the block's, of those that begin with N tile `first`, before activation.
-  __device__ __forceinline__ float total_of(const float* parts, uint32_t first, uint32_t n_tile, uint32_t r, uint32_t m) const {
+  __device__ __forceinline__ float total_of(const float* parts, uint32_t first, uint32_t n_tile, uint32_t r,
+                                            uint32_t m) const {
     const Epilogue& e = p.epilogue;
     float y = 0.f;
     for (uint32_t other = 0; other < p.split_k; ++other) y += parts[sum_at(other * cta_n_tiles + n_tile, r, m)];
@@ -201,8 +203,8 @@ template <class Format> __device__ __forceinline__ void gemm_m64(const GemmM64Pa
 }  // namespace fused
 
 // `NAME`: a kernel for 64 rows of x and at most 8 warps.
-#define FUSED_GEMM_M64(NAME, FORMAT)                             \
+#define FUSED_GEMM_M64(NAME, FORMAT)                               \
   extern "C" __global__ void __launch_bounds__(8 * fused::WARP, 1) \
-      NAME(const __grid_constant__ fused::GemmM64Params p) {         \
-    fused::gemm_m64<FORMAT>(p);                                  \
+      NAME(const __grid_constant__ fused::GemmM64Params p) {       \
+    fused::gemm_m64<FORMAT>(p);                                    \
   }

@@ -1,12 +1,14 @@
-// y = act(prologue(x) W^T + bias) + residuals for 1 to 8 rows of x: every weight is read once, by
-// one lane, and meets all rows. What a warp does with its weights is a core: `LanesCore` below, whose
-// lanes multiply and add by themselves and which takes the format of the weights as a policy, or
-// `MmaCore` of gemv_dense_mma.cuh.
+// GEMV and products with 1 to 8 rows of x: y = act(prologue(x) W^T + bias) + residuals. Every weight is read once, by
+// one lane, and is multiplied with all rows of x.
 //
-// An N tile is a core's number of outputs, computed by `split` warps of a block that share k among
-// them. A tile is what a warp loads at once. Every warp has two tiles on the way: both are asked
-// for before the PDL wait, so that weights flow while the preceding kernel is still at work, and each is
-// loaded again as soon as it has been used, across the borders of N tiles.
+// `GemvLoop` is the kernel; a core says how a warp multiplies: `LanesCore` below by multiply-adds, with the format
+// of the weights as a policy; `MmaCore` (gemv_dense_mma.cuh), `GgufCore` (gemv_gguf.cuh) and `PackedCore`
+// (gemv_wna16.cuh) by tensor cores.
+//
+// An N tile is a core's number of output channels. `split_k` warps of a block share its K and add their sums in
+// shared memory. A core's `Tile` is the K blocks that a warp prefetches at once into registers. Two are in flight:
+// both are loaded before the PDL wait, while the preceding kernel still runs, and each is loaded again as soon as it
+// has been multiplied, across the borders of N tiles.
 #pragma once
 
 #include <type_traits>
@@ -26,7 +28,7 @@ __device__ __forceinline__ const Matrix& matrix_of(const Gemv& p, uint32_t& row)
 }
 
 template <class Core> struct GemvLoop {
-  static constexpr int VALUES = Core::VALUES;  // outputs that a lane finishes
+  static constexpr int VALUES = Core::VALUES;  // outputs that a lane writes
 
   const Gemv& p;
   uint32_t n_tiles, part, place, per_block;  // this warp's share of an N tile, its N tile among the block's
@@ -85,7 +87,7 @@ template <class Core> struct GemvLoop {
     enter(a);
   }
 
-  // The outputs that this lane finishes, and what it reads for them before the sums are there.
+  // The outputs that this lane writes, and what it reads for them before the sums are there.
   struct Outputs {
     uint32_t column[VALUES], m;
     bool valid[VALUES];
@@ -375,11 +377,12 @@ template <class Core> __device__ __forceinline__ void gemv(const Gemv& p, uint32
 
 // `NAME`: a kernel of this core from an architecture on, with registers for BLOCKS full blocks on a
 // SM.
-#define FUSED_GEMV_CORE_FROM(FROM, NAME, BLOCKS, ...)                                                   \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS)                            \
-      NAME(const __grid_constant__ fused::Gemv p) {                                                    \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x);     \
+#define FUSED_GEMV_CORE_FROM(FROM, NAME, BLOCKS, ...)                                              \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS)                        \
+      NAME(const __grid_constant__ fused::Gemv p) {                                                \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x); \
   }
 #define FUSED_GEMV_CORE(NAME, BLOCKS, ...) FUSED_GEMV_CORE_FROM(750, NAME, BLOCKS, __VA_ARGS__)
 // `NAME`: a kernel for this format, number of x rows, outputs of an N tile and K blocks of a tile.
-#define FUSED_GEMV(NAME, FORMAT, M, ROWS, K_BLOCKS) FUSED_GEMV_CORE(NAME, 2, fused::LanesCore<FORMAT, M, ROWS, K_BLOCKS>)
+#define FUSED_GEMV(NAME, FORMAT, M, ROWS, K_BLOCKS) \
+  FUSED_GEMV_CORE(NAME, 2, fused::LanesCore<FORMAT, M, ROWS, K_BLOCKS>)

@@ -1,4 +1,4 @@
-// The dense linear family for few rows of x.
+// GEMV with dense weights: 1 to 8 rows of x; by multiply-adds, by tensor cores, and the latency form.
 #include "linear/gemv_dense.cuh"
 #include "linear/gemv_dense_latency.cuh"
 
@@ -15,9 +15,9 @@ FUSED_GEMV_CORE(gemv_dense_mma_f16, 2, MmaCore<__half, 8>)
 FUSED_GEMV_CORE_FROM(800, gemv_dense_mma_bf16, 2, MmaCore<__nv_bfloat16, 8>)
 
 // Any types. One row of x has a kernel for weights of which each warp reads a lot.
-#define LINEAR(SUFFIX, TYPE)                                  \
-  FUSED_GEMV(gemv_dense_m1_##SUFFIX, Dense<TYPE>, 1, 4, 1)        \
-  FUSED_GEMV(gemv_dense_m1_large_##SUFFIX, Dense<TYPE>, 1, 2, 4)  \
+#define LINEAR(SUFFIX, TYPE)                                     \
+  FUSED_GEMV(gemv_dense_m1_##SUFFIX, Dense<TYPE>, 1, 4, 1)       \
+  FUSED_GEMV(gemv_dense_m1_large_##SUFFIX, Dense<TYPE>, 1, 2, 4) \
   FUSED_GEMV(gemv_dense_m8_##SUFFIX, Dense<TYPE>, 8, 2, 2)
 
 LINEAR(f32, float)

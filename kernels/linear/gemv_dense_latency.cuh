@@ -1,12 +1,11 @@
-// Small products of few rows of x, with x and weights of one 16-bit type: what a decode step of a
-// small model is made of. Their weights are in registers before x arrives, so all that counts is
-// the way from x to the output, and on that way every instruction, since an SM has
-// hardly more than one warp at a time to hide them with. Hence no loops, no choice of types, and all
-// addresses made before the PDL wait.
+// GEMV for small matrices, with x and weights of one 16-bit type, up to 8 rows of x, K up to 1536 and few output
+// channels: the decode step of a small model. Weights are in registers before x arrives, so the latency from x to
+// the output is all that counts; an SM has hardly more than one warp at a time to hide it with. Hence fully unrolled
+// code, types known at compile time, and all addresses computed before the PDL wait.
 //
-// A block computes 8 rows of weights, and its warps share k. Lane 4 g + t of a warp holds 16 bytes of
-// row g of the weights and of x in each K block: operands of gemv_dense_mma.cuh's `mma` as they are, so that x
-// is normalised where it lies and never passes through shared memory.
+// A block computes an N tile of 8 output channels; its 8 warps split K. Lane 4 g + t of a warp holds 16 bytes of row
+// g of the weights and of x for each K block, operands of gemv_dense_mma.cuh's `mma` as they are, so that x is
+// normed in registers and does not pass through shared memory.
 #pragma once
 
 #include "linear/gemv_dense_mma.cuh"
@@ -40,7 +39,7 @@ template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
   return even + odd;
 }
 
-// The outputs that a lane of the first warp finishes: columns 2t and 2t + 1 of row g of x, or the one
+// The outputs that a lane of the first warp writes: columns 2t and 2t + 1 of row g of x, or the one
 // column of which it has the gate and what is gated.
 template <typename T> struct LatencyEpilogue {
   static constexpr int VALUES = 2;
@@ -96,6 +95,11 @@ template <typename T> struct LatencyEpilogue {
   }
 };
 
+// A row of k elements, 16 bytes at a time.
+template <typename T> __device__ __forceinline__ const uint4* packs_of(const void* rows, uint32_t row, uint32_t k) {
+  return reinterpret_cast<const uint4*>(static_cast<const T*>(rows) + uint64_t(row) * k);
+}
+
 // k is a multiple of 8 and at most 32 x GEMV_WARPS x STEPS; one block for each 8 rows of weights.
 template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
   __shared__ alignas(16) float squares[8][GEMV_WARPS];
@@ -114,7 +118,7 @@ template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency
 
   uint32_t row = weight_row(g);
   const Matrix& matrix = matrix_of(p, row);
-  const uint4* weights = reinterpret_cast<const uint4*>(static_cast<const T*>(matrix.data) + uint64_t(row) * p.k) + first;
+  const uint4* weights = packs_of<T>(matrix.data, row, p.k) + first;
   uint4 w[K_BLOCKS], x[K_BLOCKS], norm[K_BLOCKS];
 #pragma unroll
   for (int s = 0; s < K_BLOCKS; ++s) {
@@ -130,7 +134,7 @@ template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency
   LatencyEpilogue<T> out = {};
   if (warp == 0) out.prepare(p, g, t, column, weight_row);
   // Lanes past the last row of x take the last again; what they compute is not written.
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(p.prologue.x) + uint64_t(min(g, p.m - 1)) * p.k) + first;
+  const uint4* from = packs_of<T>(p.prologue.x, min(g, p.m - 1), p.k) + first;
 
   pdl_wait();
 #pragma unroll
@@ -181,8 +185,8 @@ template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency
 }  // namespace fused
 
 // `NAME`: a kernel for elements of TYPE and up to K_BLOCKS K blocks of a warp, from an architecture on.
-#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS)                                                    \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
-      NAME(const __grid_constant__ fused::Gemv p) {                                             \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS>(p);            \
+#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS)                                 \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                 \
+      NAME(const __grid_constant__ fused::Gemv p) {                                    \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS>(p); \
   }

@@ -1,9 +1,9 @@
-// A core of gemv.cuh for f16 or bf16 x and weights: the tensor cores multiply 8 rows of weights with
-// up to 8 rows of x, of which eight cost hardly more than one.
+// A core of gemv.cuh for f16 or bf16 x and weights, by tensor cores: an N tile of 8 output channels and up to 8 rows
+// of x, eight of which cost hardly more than one.
 //
-// Operand A of `mma.m16n8k16` is x, operand B the weights, and lane 4 g + t holds k values 2t, 2t + 1,
-// 2t + 8, 2t + 9 of row g of each. The order of k is of no matter as long as both agree, so a lane takes
-// 16 bytes in one piece, k values 8t to 8t + 7 of 32, and feeds two instructions with them.
+// x is operand A of `mma.m16n8k16`, the weights are operand B. Lane 4 g + t should have k values 2t, 2t + 1, 2t + 8
+// and 2t + 9 of row g of each; since the order of k does not matter as long as both agree, it loads 16 bytes in one
+// piece, k values 8t to 8t + 7 of 32, which are the operands of two instructions.
 #pragma once
 
 #include "linear/gemv.cuh"

@@ -1,10 +1,10 @@
-// y = act(prologue(x) W^T + bias) + residuals for one row of x and weights of its 16-bit type that are
-// more than the SMs hold: they stream through pipelines in shared memory, one for each warp.
+// GEMV for one row of x and weights of its 16-bit type that are more than the SMs hold: every warp streams them
+// through a pipeline of 4 to 12 `cp.async` stages (two rows of weights x 256 k values each) in shared memory.
 //
-// What costs such a product its bandwidth are its ends, so what does not need x is loaded before the
-// wait, little by little, and all of x at once behind it. A block has consecutive N tiles of two rows of weights
-// and cuts all their K blocks into equal shares for its warps, borders of N tiles or not: no warp has more
-// to do than another, and sums meet once, at the end.
+// Bandwidth is lost at the beginning and the end. So what does not depend on x is loaded before the PDL wait, a few
+// stages at a time, and all of x at once after it. A block has consecutive N tiles of two output channels; their K
+// blocks are cut into equal shares for its warps (stream-K within the block), so that all end together, and sums
+// are added once, at the end.
 #pragma once
 
 #include "common/mma.cuh"
@@ -12,7 +12,7 @@
 
 namespace fused {
 
-constexpr int NORM_PACKS = 2;                   // of the norm's weight and bias, before the PDL wait
+constexpr int NORM_PACKS = 2;  // of the norm's weight and bias, before the PDL wait
 // Stages that are loaded before the PDL wait, where x is normed behind it: x is not to stand in line behind all
 // of them, or what they hold is waiting when the sums of x are still being taken.
 constexpr uint32_t EARLY_STAGES = 8;
@@ -102,7 +102,7 @@ template <typename T, bool PAIR> struct GemvPipelined {
     }
   }
 
-  // A lane copies what it will multiply itself, so nobody else has to be told.
+  // A lane copies what it will multiply itself, so no barrier is needed.
   __device__ void prefetch(PrefetchCursor& a, uint32_t stage) const {
     if (a.at < end) {
       const uint32_t at = (a.k_block * WARP + lane()) * 8;
@@ -140,7 +140,7 @@ template <typename T, bool PAIR> struct GemvPipelined {
     }
   };
 
-  // Puts x where it is multiplied from, normed if asked for. Nothing is read twice.
+  // Puts x where it is multiplied from, behind the norm if there is one. Nothing is read twice.
   __device__ void stage(const uint4 (&raw)[PIPELINED_PACKS], const Affine& affine, float (*scratch)[GEMV_WARPS]) const {
     const Prologue& x = p.prologue;
     const uint32_t packs = p.k / 8;
@@ -191,7 +191,9 @@ template <typename T, bool PAIR> struct GemvPipelined {
   // The sum of an N tile's row: what a warp began, and what those behind it had of the N tile.
   __device__ float total(uint32_t n_tile, uint32_t r) const {
     float y = sums[2 * n_tile + r];
-    for (uint32_t w = n_tile * k_blocks / warp_k_blocks + 1; w < GEMV_WARPS && w * warp_k_blocks < (n_tile + 1) * k_blocks; ++w) y += rest[w][r];
+    for (uint32_t w = n_tile * k_blocks / warp_k_blocks + 1;
+         w < GEMV_WARPS && w * warp_k_blocks < (n_tile + 1) * k_blocks; ++w)
+      y += rest[w][r];
     return y;
   }
 
@@ -260,7 +262,7 @@ template <typename T, bool PAIR> struct GemvPipelined {
     Affine affine;
     uint4 raw[PIPELINED_PACKS];
     Addends addends = {};
-    // What is short comes first, the pipelines' reads take long.
+    // Short reads first: those of the pipelines take long.
     affine.prefetch(p.prologue, packs);
     if (finishes) addends.load_bias(p.epilogue, column);
     if (ready) read(p.prologue.x, packs, raw);
@@ -268,7 +270,7 @@ template <typename T, bool PAIR> struct GemvPipelined {
     const uint32_t early = ready || p.prologue.norm == NORM_NONE ? p.stages : min(p.stages, EARLY_STAGES);
     PrefetchCursor ahead = {begin, begin / k_blocks, begin % k_blocks};
     if (begin < end) enter(ahead);
-    // In front of the pipeline, which is long on its way: so they are there when x is loaded.
+    // Before the pipeline, whose reads take long: so they are there when x is loaded.
     if (fetch.position) fetch_lines(fetch, position);
 #pragma unroll 1
     for (uint32_t i = 0; i < early; ++i) {
@@ -277,7 +279,7 @@ template <typename T, bool PAIR> struct GemvPipelined {
     }
     if (!ready) {
       pdl_wait();
-      // Not before: so the next kernel may rely on all in front of this one. It has no room here anyway.
+      // Not before: so the next kernel may rely on all kernels before this one. It has no room on the SM anyway.
       pdl_launch();
       read(p.prologue.x, packs, raw);
 #pragma unroll 1
@@ -304,12 +306,13 @@ template <typename T, bool PAIR> struct GemvPipelined {
 // The body of a kernel, or of those of its blocks that share the product. Turing has no asynchronous copies,
 // and never runs it.
 template <typename T, bool PAIR>
-__device__ __forceinline__ void gemv_dense_pipelined(const Gemv& p, const Second& second, uint32_t block, uint32_t blocks, bool ready,
-                                       const Fetch& fetch) {
+__device__ __forceinline__ void gemv_dense_pipelined(const Gemv& p, const Second& second, uint32_t block,
+                                                     uint32_t blocks, bool ready, const Fetch& fetch) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ float4 dynamic_shared[];
   __shared__ float rest[GEMV_WARPS][2], scratch[2][GEMV_WARPS];
-  GemvPipelined<T, PAIR>(p, second, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest).run(scratch, ready, fetch);
+  GemvPipelined<T, PAIR>(p, second, block, blocks, reinterpret_cast<char*>(dynamic_shared), rest)
+      .run(scratch, ready, fetch);
 #endif
 }
 

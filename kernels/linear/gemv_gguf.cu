@@ -1,4 +1,4 @@
-// The linear family for 1 to 4 rows of x and weights in GGUF blocks, of one format in a launch.
+// GEMV with GGUF blocks: 1 to 4 rows of x in a launch, weights of one format.
 #include "linear/gemv_gguf.cuh"
 
 using namespace fused;

@@ -1,14 +1,14 @@
-// A core of gemv.cuh for weights in GGUF blocks: the tensor cores multiply 16 rows of weights with
-// up to 4 rows of x.
+// A core of gemv.cuh for weights in repacked GGUF blocks (formats/gguf.cuh), by tensor cores: an N tile of 16 output
+// channels and up to 4 rows of x.
 //
-// The numbers of a block, whole ones below 256 that bf16 holds exactly, are operand A of
-// `mma.m16n8k16`. Operand B is x in two parts of bf16, the second what the first leaves over, as
-// columns 2m and 2m + 1 for row m: 16 bits of x, and no limit to its range. Products of a block are
-// summed up exactly in its own accumulator, which is scaled in f32. What is added to all values of
-// a block (m of Q4_1, minima of the K formats), in two parts likewise, meets the sum of the block's
-// x instead of each.
+// The integers of a block, which are below 256 and so exact in bf16, are operand A of `mma.m16n8k16`. Operand B is x
+// in two bf16 parts, the second the rounding error of the first, as columns 2m and 2m + 1 for row m: 16 bits of
+// precision over all of f32's range. The products of a block are summed exactly in an accumulator of their own,
+// which is scaled in f32. The offset of a block (m of Q4_1, minima of the K formats), in two parts too, is multiplied
+// with the sum of the block's x.
 //
-// Lane 4 g + t loads quarter t of rows g and g + 8, and ends up with their sums for row t of x.
+// Lane 4 g + t loads quarter t of rows g and g + 8, and ends up with their sums for row t of x. Turing, without
+// bf16, multiplies by f32 multiply-adds.
 #pragma once
 
 #include "formats/gguf.cuh"

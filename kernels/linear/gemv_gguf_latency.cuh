@@ -1,12 +1,10 @@
-// Small products of few rows of f32 x with weights in GGUF blocks: what a decode step of a small
-// quantized model is made of. As in gemv_dense_latency.cuh nothing counts but the way from x to the output.
+// GEMV for small matrices in GGUF blocks and up to 4 rows of f32 x: the decode step of a small quantized model. As in
+// gemv_dense_latency.cuh the latency from x to the output is all that counts.
 //
-// A warp takes one group of 128 values of k for N_TILES times 8 rows of weights, so that no warp has a
-// second K block to make. Lane 4 g + t has quarter t of row g. The tensor cores multiply with x as
-// operand A: the first bf16 parts of its rows, and what they leave over as rows 8 and following;
-// see gemv_gguf.cuh. A norm's factor is the row's own, so it multiplies the sums: no warp waits for
-// the others before the end. What is added to all values of a block meets the sum of the block's x,
-// which the tensor cores give as a product with ones.
+// A warp multiplies one group of 128 k values of N_TILES times 8 output channels, so no warp has a second K block.
+// Lane 4 g + t has quarter t of row g. Here x is operand A: the first bf16 parts of its rows, and the second parts
+// (gemv_gguf.cuh) as rows 8 and following. The factor of an RMS norm is one per row, so it multiplies the sums, and
+// no warp waits for the others before the end. The sum of a block's x, for offsets, is a product with ones.
 #pragma once
 
 #include "linear/gemv_dense_latency.cuh"
@@ -181,8 +179,8 @@ template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void 
 
 // `NAME`: a kernel for blocks of FORMAT, N_TILES times 8 rows of weights, and up to WARPS groups of k. Turing
 // has no bf16, and never runs it.
-#define FUSED_GEMV_GGUF_LATENCY(NAME, FORMAT, N_TILES, WARPS)                                        \
-  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                           \
-      NAME(const __grid_constant__ fused::Gemv p) {                                           \
-    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<FORMAT, N_TILES, WARPS>(p);   \
+#define FUSED_GEMV_GGUF_LATENCY(NAME, FORMAT, N_TILES, WARPS)                                      \
+  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                                \
+      NAME(const __grid_constant__ fused::Gemv p) {                                                \
+    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<FORMAT, N_TILES, WARPS>(p); \
   }

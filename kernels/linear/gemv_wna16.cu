@@ -1,5 +1,4 @@
-// The linear family for 1 to 4 rows of x and weights in INT8, INT4 or ternary codes, of one format in a
-// launch.
+// GEMV with packed INT8, INT4 or ternary weights: 1 to 4 rows of x in a launch, weights of one format.
 #include "linear/gemv_wna16.cuh"
 
 using namespace fused;

@@ -1,13 +1,12 @@
-// A core of gemv.cuh for weights in INT8, INT4 or ternary codes (formats/packed.cuh): the tensor cores multiply
-// 16 rows of weights with up to 4 rows of x.
+// A core of gemv.cuh for packed INT8, INT4 or ternary weights (formats/packed.cuh), by tensor cores: an N tile of 16
+// output channels and up to 4 rows of x.
 //
-// INT8 and INT4, less their zero points, become numbers of bf16, which holds them exactly: operand A of
-// `mma.m16n8k16`.
-// Operand B is x in bf16, as columns 2m for row m; where x is not of bf16 it comes in two parts, the
-// second what the first leaves over, in columns 2m + 1: 16 bits of x, and no limit to its range.
-// Ternary codes become bytes for `mma.m16n8k32`, and meet x in int8, a scale for each row.
+// INT8 and INT4, less their zero points, are exact in bf16: operand A of `mma.m16n8k16`. Operand B is x in bf16, as
+// column 2m for row m; x of other types has two bf16 parts, the second, in column 2m + 1, the rounding error of the
+// first: 16 bits of precision over all of f32's range. Ternary weights become int8 for `mma.m16n8k32`, with x
+// quantized to int8, a scale per row.
 //
-// The products of a group are summed up in an accumulator of their own, which is scaled in f32.
+// The products of a group are summed in an accumulator of their own, which is scaled in f32.
 #pragma once
 
 #include "linear/stage_x_wna16.cuh"
@@ -96,7 +95,9 @@ struct PackedRow {
     const char* codes = static_cast<const char*>(p.weights[which].data);
     return {codes + Format::begin(row, p.k) + Format::BYTES * t, row, which};
   }
-  __device__ __forceinline__ uint64_t place(uint32_t k_block, uint32_t k) const { return place_of(row, k_block, k_blocks_of(k)); }
+  __device__ __forceinline__ uint64_t place(uint32_t k_block, uint32_t k) const {
+    return place_of(row, k_block, k_blocks_of(k));
+  }
 };
 
 // An N tile is 16 rows of weights as the tensor cores take them: its outputs, the column of its row r, and the row
@@ -124,7 +125,8 @@ template <int GROUPS, bool ZEROS, int K_BLOCKS> struct TileScales {
   static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
   static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
 
-  __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t k_block, uint32_t end, uint32_t t) {
+  __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t k_block, uint32_t end,
+                                           uint32_t t) {
     const char* scales = static_cast<const char*>(p.weights[row.which].scales);
     const uint32_t zeros_at = ZEROS ? p.weights[row.which].zeros : 0, count = groups(p);
 #pragma unroll
@@ -189,7 +191,8 @@ struct Int8Weights {
 
   static constexpr uint32_t BYTES = 16;  // of a lane side by side
   static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) { return uint64_t(row) * Int8::pitch(k); }
-  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t k, uint32_t k_block, uint32_t t) {
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t k, uint32_t k_block,
+                                              uint32_t t) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const uint32_t at = k_block * K_BLOCK + 64 * q;
@@ -198,7 +201,8 @@ struct Int8Weights {
     }
   }
   // The same to shared memory, where lanes have 16 bytes each side by side.
-  static __device__ __forceinline__ void copy(uint32_t to, const char* codes, uint32_t k, uint32_t k_block, uint32_t t) {
+  static __device__ __forceinline__ void copy(uint32_t to, const char* codes, uint32_t k, uint32_t k_block,
+                                              uint32_t t) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const uint32_t at = k_block * K_BLOCK + 64 * q;
@@ -253,7 +257,8 @@ template <int GROUPS_> struct Int4Weights {
     piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
-  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e, const uint32_t (&zeros)[2]) {
+  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e,
+                                                      const uint32_t (&zeros)[2]) {
     Operands v;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -305,8 +310,8 @@ template <int GROUPS_> struct TernaryWeights {
     piece.words[0] = v.x, piece.words[1] = v.y;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
-  static __device__ __forceinline__ void multiply(int (&c)[4], const Piece& a, const Piece& b, int e, const uint32_t (&)[2],
-                                                  uint2 x) {
+  static __device__ __forceinline__ void multiply(int (&c)[4], const Piece& a, const Piece& b, int e,
+                                                  const uint32_t (&)[2], uint2 x) {
     mma_s8(c, ternary_bytes(a.words, e, 0), ternary_bytes(b.words, e, 0), ternary_bytes(a.words, e, 1),
            ternary_bytes(b.words, e, 1), x.x, x.y);
   }
@@ -405,7 +410,8 @@ template <class Format> struct PackedCore : SixteenRows {
       if (CARRIES && k_block + K_BLOCKS >= end) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          sums.whole[i] = scales[i].scale(p, 0, 0) * static_cast<float>(sums.carried[0][2 * i] + sums.carried[1][2 * i]);
+          sums.whole[i] =
+              scales[i].scale(p, 0, 0) * static_cast<float>(sums.carried[0][2 * i] + sums.carried[1][2 * i]);
       }
     }
 

@@ -1,4 +1,4 @@
-// One row of x and weights in INT4 or ternary codes, on Hopper.
+// GEMV for one row of x on Hopper: INT4 in groups of 128, and ternary weights with a scale per row.
 #include "linear/gemv_wna16_sm90.cuh"
 
 using namespace fused;

@@ -1,14 +1,14 @@
-// y = act(prologue(x) W^T + bias) + residuals for one row of x and weights in INT4 or ternary codes
-// (formats/packed.cuh), on Hopper: the weights stream through a pipeline in shared memory.
+// GEMV for one row of x and packed INT4 or ternary weights on Hopper: y = act(prologue(x) W^T + bias) + residuals, with
+// the weights in a TMA pipeline of 3 to 16 stages in shared memory.
 //
-// A product of one row is a chain: the preceding kernel ends, x is read, multiplied, summed up, written. While
-// one kernel is in it, the next one's weights are to come. So a block takes half of an SM: that of
-// the next kernel has the other half and fills its pipeline. A thread that does nothing else loads weights, and
-// for no more at a time than keep memory busy: x is not to stand in line behind all of them.
+// A GEMV in a decode step is a chain of latencies: the preceding kernel ends, x is read, multiplied, reduced,
+// written. Meanwhile the next kernel's weights should be loading. So a block takes half of an SM's shared memory,
+// and that of the next kernel fills its own pipeline in the other half. One producer thread issues the copies, only
+// as many at a time as keep the memory busy: loads of x must not queue behind all of them.
 //
-// An N tile is 16 rows, operand A of a 16-row `mma`, and a stage of the pipeline has 16 K blocks of them. Of each slice
-// of so many K blocks warp w multiplies the two from 2w on, for all N tiles: it needs no x but that, and behind
-// the wait no warp waits for another until the sums meet.
+// An N tile is 16 output channels, operand A of a 16-row `mma`; a stage is 16 K blocks of an N tile. Consumer warp w
+// multiplies K blocks 2w and 2w + 1 of every stage, for all N tiles, so it needs only that part of x (`owned`, in
+// registers), and after the PDL wait no warp waits for another until the sums are added.
 #pragma once
 
 #include "common/tma.cuh"
@@ -21,8 +21,8 @@ namespace fused {
 constexpr uint32_t STAGE_K_BLOCKS = CHUNK * CONSUMER_WARPS;  // K blocks of a stage
 static_assert(STAGE_K_BLOCKS == GEMV_SM90_K_BLOCKS);
 constexpr uint32_t MAX_STAGES = GEMV_SM90_MAX_STAGES;
-constexpr int ROUND = 8;  // N tiles whose sums meet at once
-constexpr int GAINS = 2;  // slices of a norm's weight that a warp loads before the PDL wait
+constexpr int ROUND = 8;  // N tiles whose sums are added at once
+constexpr int GAINS = 2;  // packs of the norm's weight that a thread loads before the PDL wait
 
 // A place in the pipeline, and the parity of its barriers.
 struct StageState {
@@ -45,8 +45,8 @@ template <class Format> struct GemvSm90 {
   uint32_t full, empty;  // barriers of stages
 
   __device__ GemvSm90(const Gemv& p, char* memory, uint32_t barriers)
-      : p(p), k_blocks(k_blocks_of(p.k)), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS), pipeline(memory), xs(memory + p.stages * STAGE_BYTES),
-        full(barriers), empty(barriers + 8 * MAX_STAGES) {
+      : p(p), k_blocks(k_blocks_of(p.k)), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS),
+        pipeline(memory), xs(memory + p.stages * STAGE_BYTES), full(barriers), empty(barriers + 8 * MAX_STAGES) {
     const uint32_t outputs = gates(p) ? ROW_GROUP : 2 * ROW_GROUP, all = (p.width + outputs - 1) / outputs;
     n_tiles = (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
   }
@@ -97,7 +97,7 @@ template <class Format> struct GemvSm90 {
     }
   }
 
-  // What the thread that finishes row `r` of an N tile reads ahead.
+  // What the thread that writes row `r` of an N tile reads ahead.
   struct EpilogueInputs {
     Addends addends;
     float by;
@@ -283,7 +283,7 @@ template <class Format> __device__ __forceinline__ void gemv_sm90(const Gemv& p)
 
 // `NAME`: a kernel for one row and weights of this format.
 #define FUSED_GEMV_SM90(NAME, FORMAT)                                                \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS + fused::WARP, 2)   \
-      NAME(const __grid_constant__ fused::Gemv p) {                                    \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS + fused::WARP, 2) \
+      NAME(const __grid_constant__ fused::Gemv p) {                                  \
     fused::gemv_sm90<fused::FORMAT>(p);                                              \
   }

@@ -1,5 +1,5 @@
-// A row of x as the streaming kernel of one row (gemv_wna16_sm90.cuh) meets it, and the products of a warp's part
-// of a stage with it. Hopper only.
+// What gemv_wna16_sm90.cuh does for a format: how a warp's part of a row of x lies in shared memory, and its products
+// with a warp's part of a stage. Hopper only.
 #pragma once
 
 #include "linear/gemv_wna16.cuh"
@@ -16,17 +16,19 @@ constexpr uint32_t CONSUMER_WARPS = GEMV_WARPS;  // that multiply
 constexpr uint32_t CONSUMER_THREADS = CONSUMER_WARPS * WARP;
 constexpr int OWNED = GEMV_SM90_OWNED;
 
-// Where the 8 values of a row begin that a lane has of its warp's part of a slice, over 8.
-__device__ __forceinline__ uint32_t pack_of(uint32_t stage_of_row) { return stage_of_row * CONSUMER_THREADS + threadIdx.x; }
+// Where the 8 values of a row begin that a lane has of its warp's part of a stage's K blocks, over 8.
+__device__ __forceinline__ uint32_t pack_of(uint32_t stage_of_row) {
+  return stage_of_row * CONSUMER_THREADS + threadIdx.x;
+}
 
 __device__ __forceinline__ uint4 read_pack(const void* from, uint32_t k, uint32_t pack) {
   return pack < k / 8 ? VectorPack::read(from, BF16, pack) : uint4{};
 }
 
-// Gives `use` each pack of x that this lane has, and its place; those of slices past HELD are read for it.
-template <class Use>
-__device__ __forceinline__ void each_stage(const Prologue& p, uint32_t k, const uint4 (&owned)[OWNED], uint32_t stages_of_row,
-                                           Use use) {
+// Gives `use` each pack of x that this lane has, and its place; those of stages past OWNED are read for it.
+template <class Use> __device__ __forceinline__ void each_stage(const Prologue& p, uint32_t k,
+                                                                const uint4 (&owned)[OWNED], uint32_t stages_of_row,
+                                                                Use use) {
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
     if (i < stages_of_row) use(pack_of(i), owned[i]);
@@ -152,9 +154,9 @@ struct TernarySm90 {
     }
   };
   // N K blocks from `k_block` on, those of a stage whose codes and scales of each 8 rows are at `codes` and `scales`.
-  template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2], const Row& x, uint32_t k_block,
-                                                  uint32_t lane, Sums& sums) {
+  template <int N> static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2],
+                                                                   const Row& x, uint32_t k_block, uint32_t lane,
+                                                                   Sums& sums) {
     uint32_t words[N][2][2];
 #pragma unroll
     for (int s = 0; s < N; ++s) {

@@ -1,6 +1,5 @@
-// What happens to the rows of x before a product with few rows: they are widened into shared
-// memory, normalised on the way if asked for. Every block does it for itself: the rows it needs
-// are the ones it has to read anyway.
+// The prologue of a GEMV: rows of x are staged in shared memory, as f32 or in their own type, behind an RMS or layer
+// norm or none. Every block does so for itself: the rows that it needs are the ones it has to read anyway.
 #pragma once
 
 #include "abi/linear.cuh"
@@ -15,7 +14,7 @@ template <typename S> __device__ __forceinline__ uint32_t staged_pitch(uint32_t 
   return sizeof(S) == 4 ? (k + 3) / 4 * 4 : (k + 63) / 64 * 64 + 32;
 }
 
-// Who stages a row: the whole block, or its first `threads`; or a warp if there are several rows.
+// The threads that stage a row: the whole block, or its first `threads`; or a warp if there are several rows.
 struct ThreadGroup {
   bool block;
   uint32_t threads;
@@ -25,7 +24,7 @@ struct ThreadGroup {
 
   __device__ __forceinline__ uint32_t rank() const { return block ? threadIdx.x : threadIdx.x % WARP; }
   __device__ __forceinline__ uint32_t size() const { return block ? threads : WARP; }
-  // A barrier for the team of a block.
+  // A barrier for the group of a block.
   __device__ __forceinline__ void sync() const {
     if (threads == blockDim.x) {
       __syncthreads();
@@ -36,7 +35,7 @@ struct ThreadGroup {
   __device__ __forceinline__ uint32_t index() const { return block ? 0 : threadIdx.x / WARP; }
   __device__ __forceinline__ uint32_t count() const { return block ? 1 : blockDim.x / WARP; }
 
-  // The sum over the team, in all of its threads. `scratch` holds 8 floats, aligned to 16 bytes,
+  // The sum over the group, in all of its threads. `scratch` holds 8 floats, aligned to 16 bytes,
   // and may be used again after the next barrier.
   __device__ __forceinline__ float sum(float v, float* scratch) const {
     v = warp_sum(v);
@@ -123,8 +122,8 @@ struct ScalarPack {
 };
 
 // 8 values of 16 bits, normed as Stage below does it.
-template <typename T>
-__device__ __forceinline__ uint4 normed(const Prologue& p, uint4 raw, float mean, float factor, uint4 weight, uint4 bias) {
+template <typename T> __device__ __forceinline__ uint4 normed(const Prologue& p, uint4 raw, float mean, float factor,
+                                                              uint4 weight, uint4 bias) {
   float v[8], w[8], b[8];
   unpack8<T>(raw, v);
   unpack8<T>(weight, w);

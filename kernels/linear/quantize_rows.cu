@@ -1,10 +1,10 @@
-// codes = round(v / scale), scale = max |v| / 127 for each row v = norm(x) of [rows, width]: int8
-// activations with a scale for each token (LLM.int8(), Dettmers et al. 2022), behind an RMS or layer
-// norm or none, which round as pointwise/rms_norm.cu and pointwise/layer_norm.cu do.
+// Dynamic int8 quantization of activations: q = round(v / scale), scale = max |v| / 127 for each row v = norm(x) of
+// [rows, width], a scale per token (LLM.int8(), Dettmers et al. 2022), behind an RMS or layer norm or none, which
+// round as pointwise/rms_norm.cu and pointwise/layer_norm.cu do.
 //
-// One warp or one block owns a row and keeps it in registers; bytes moved are x once and a byte and
-// less for each code. A row with infinite or undefined values gets a scale that is one of these, so
-// that it spreads to all outputs of the row; a row of zeros has scale 0.
+// One warp or one block owns a row and keeps it in registers; bytes moved are x once and a byte for each value. A row
+// with infinite or undefined values gets a scale that is one of these, so that it spreads to all outputs of the row;
+// a row of zeros has scale 0.
 #include "common/rows.cuh"
 #include "formats/int8_rows.cuh"
 #include "linear/prologue.cuh"

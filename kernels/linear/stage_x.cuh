@@ -1,5 +1,5 @@
-// What happens to the rows of x before a product with quantized weights: as in prologue.cuh they are
-// normalised if asked for, and then put into shared memory in the form that a core multiplies.
+// The prologue of products with quantized weights: as in prologue.cuh rows of x pass a norm or none, and are then
+// staged in shared memory in the form that a core multiplies (a policy, `Rows`).
 #pragma once
 
 #include "linear/gemv.cuh"

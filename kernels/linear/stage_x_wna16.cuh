@@ -1,5 +1,5 @@
-// Rows of x in shared memory as the cores for INT8, INT4 and ternary codes meet them (gemv_wna16.cuh,
-// gemm_wna16_m64.cuh): in parts of bf16, or as bytes.
+// How rows of x lie in shared memory for packed weights (gemv_wna16.cuh, gemm_wna16_m64.cuh): as one or two bf16
+// parts for INT8 and INT4, as int8 with a scale per row for ternary.
 #pragma once
 
 #include "common/mma.cuh"
@@ -27,7 +27,8 @@ template <uint32_t PAD_> struct PartRows {
 
   // The upper halves of the values are all there is to bf16.
   __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const {
-    const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y), c = __float_as_uint(v.z), d = __float_as_uint(v.w);
+    const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y), c = __float_as_uint(v.z),
+                   d = __float_as_uint(v.w);
     *words(row, 0, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
     if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
   }

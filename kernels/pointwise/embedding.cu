@@ -1,5 +1,6 @@
 // The rows of a table that token ids name: of GGUF blocks (formats/gguf.cuh) as f32, or of f32, f16 or
-// bf16 as they are. An id past the table gives a row of NaN: a step inside a graph cannot say more.
+// bf16 as they are. An id past the table gives a row of NaN: a step inside a CUDA graph has no other
+// way to report it.
 #include "abi/pointwise.cuh"
 #include "formats/gguf.cuh"
 

@@ -1,12 +1,12 @@
 // The next token of each sequence: repeat penalty, temperature, top-k, top-p and a draw by the
 // Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one.
 //
-// Each block takes a slice of a sequence's logits. The last one to finish puts the slices together;
-// where the tokens to draw from depend on all logits (top-k, top-p) it selects them digit by digit
-// of their distance from the best. Integer sums only, so no order shows.
+// Each block takes a slice of a sequence's logits. The last block, by an atomic counter, merges the slices; where the
+// tokens to draw from depend on all logits (top-k, top-p) it finds the threshold by a radix select over their distance
+// from the best. Sums are of integers, so the result does not depend on their order.
 //
 // The highest logit is subtracted before the division by the temperature, which then cannot overflow:
-// that of its slice in a block, and what that one lacks to the highest of all where slices meet.
+// that of its slice in a block, and its difference from the highest of all when slices are merged.
 #include "abi/pointwise.cuh"
 #include "common/base.cuh"
 

@@ -26,8 +26,8 @@ abi! {
     const N_TILE: Count<i32> = 16;
     const N_TILE_MAX_M: Count<i32> = 4;
 
-    /// Bytes behind a row of x in shared memory, by the codes that it meets, so that lanes which read several
-    /// rows meet no bank twice.
+    /// Padding of a row of x in shared memory, in bytes, by the weights that it is multiplied with, so that lanes
+    /// which read several rows have no bank conflicts.
     const INT8_PADDING: Count<u32> = 80;
     const INT4_PADDING: Count<u32> = 64;
     const TERNARY_PADDING: Count<u32> = 32;
@@ -98,7 +98,7 @@ abi! {
         stages: u32,
     }
 
-    /// Values of a row that a warp takes at once, where dense weights stream, bytes of two rows of those, and
+    /// The pipelined GEMV: values of a K block, bytes of a stage, which is a K block of two rows of weights, and
     /// packs of 16 bytes of x that a thread has at once.
     const PIPELINED_K_BLOCK: Count<i32> = 256;
     const PIPELINED_STAGE: Count<i32> = 2 * PIPELINED_K_BLOCK * 2;
@@ -127,7 +127,7 @@ abi! {
         border: u32,
     }
 
-    /// A product whose dense weights stream through pipelines.
+    /// A GEMV whose dense weights stream through pipelines.
     struct GemvPipelinedParams {
         product: Gemv,
         /// Of the kernels for two matrices side by side.
@@ -135,8 +135,8 @@ abi! {
         fetch: Fetch,
     }
 
-    /// K blocks of codes of a pipeline's stage, where codes stream, stages at most, and such slices of a row of x
-    /// that a warp has in registers.
+    /// The GEMV for Hopper with packed weights: K blocks of a stage, stages at most, and such stages of a row of x
+    /// that a warp has in registers (owned operands).
     const GEMV_SM90_K_BLOCKS: Count<u32> = 16;
     const GEMV_SM90_MAX_STAGES: Count<u32> = 16;
     const GEMV_SM90_OWNED: Count<i32> = 8;
@@ -157,7 +157,7 @@ abi! {
         k_tiles: u32,
     }
 
-    /// Rows of x of a launch for up to 16 of them, warps of a block, steps whose x a warp has at a time, and
+    /// Rows of x of a launch for up to 16 of them, warps of a block, K blocks whose x a warp has at a time, and
     /// N tiles of a batch.
     const M16_ROWS: Count<i32> = 16;
     const M16_WARPS: Count<i32> = 8;
@@ -278,11 +278,10 @@ abi! {
     /// Stages of W at most, where a launch makes int8 of x itself.
     const W8A8_CLUSTER_MAX_STAGES: Count<i32> = 12;
 
-    /// The forms that make int8 of x themselves: rows of x and of W of a block, warpgroups of four warps that
-    /// multiply, those of them that lie beside one another in W's rows, warps that make int8 of x, whether the last
-    /// of them loads W instead of a warp of its own, blocks that share rows of x, lanes for a row of it, packs
-    /// of 16 values for each lane at most, whether all of W is in shared memory, and stages of W that are
-    /// loaded before x.
+    /// The forms that quantize x themselves: rows of x and of W of a block, warpgroups that multiply, those of them
+    /// that lie side by side in W's rows, producer warps that quantize x, whether the last of them loads W instead
+    /// of a warp of its own, blocks of a cluster, which share rows of x, lanes for a row of it, packs of 16 values for
+    /// each lane at most, whether all of W is in shared memory, and stages of W that are loaded before x.
     table W8A8_CLUSTER of W8A8Cluster (
         rows: usize, columns: usize, warpgroups: usize, beside: usize, producers: usize, loads_w: bool, cluster: usize,
         lanes: usize, packs: usize, whole: bool, early: usize

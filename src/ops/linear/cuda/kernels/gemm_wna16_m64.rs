@@ -84,8 +84,8 @@ fn n_tiles_and_k_blocks(case: &Case) -> (usize, usize) {
     (case.width().div_ceil(outputs), case.k.div_ceil(K_BLOCK))
 }
 
-/// The shape with `cta_n_tiles` N tiles beside one another in a block and `split_k` warps for each, and the nanoseconds that it
-/// takes; none if it does not fit into shared memory.
+/// The shape with `cta_n_tiles` N tiles side by side in a block and `split_k` warps for each, and the nanoseconds that
+/// it takes; none if it does not fit into shared memory.
 fn timed(case: &Case, kernel: usize, cta_n_tiles: usize, split_k: usize) -> Option<(f64, Shape)> {
     let gpu = &case.gpu;
     let (n_tiles, k_blocks) = n_tiles_and_k_blocks(case);
