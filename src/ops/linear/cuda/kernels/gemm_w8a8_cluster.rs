@@ -110,7 +110,7 @@ impl Form {
         k.next_multiple_of(STAGE_K) * self.shape.rows
     }
 
-    /// Stages of W that fit beside x; of a ring no more than find room in half of an SM, if those are
+    /// Stages of W that fit beside x; of a pipeline no more than find room in half of an SM, if those are
     /// four, which is a little faster (4.12 us instead of 4.20 for 512 rows of 1536x576 on an H100).
     fn stages(&self, gpu: &GpuSpec, k: usize) -> usize {
         let fitting = |shared: usize| {

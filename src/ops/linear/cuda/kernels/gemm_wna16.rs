@@ -29,9 +29,9 @@ pub(super) fn scheme_kernel(case: &Case) -> std::result::Result<usize, &'static 
     }
 }
 
-/// How blocks and warps share a product.
+/// How the kernels carry out a product: one launch for each so many rows of x.
 #[derive(Debug)]
-pub(super) struct Tensor {
+pub(super) struct GemmPlan {
     pub module: &'static Module,
     /// The kernel's place in the module.
     pub index: usize,
@@ -58,7 +58,7 @@ pub(super) enum FormParams {
     M16Tma(usize),
 }
 
-impl Tensor {
+impl GemmPlan {
     /// # Safety
     /// As [`Kernel::run`].
     unsafe fn launch(&self, launcher: &Launcher, product: Gemv) -> Result<()> {
@@ -98,7 +98,7 @@ impl Tensor {
     }
 }
 
-impl Kernel for Tensor {
+impl Kernel for GemmPlan {
     fn entry(&self) -> &'static str {
         self.module.names(self.index).1
     }

@@ -3,7 +3,7 @@
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
-use super::gemm_wna16::{FormParams, Tensor, scheme_kernel};
+use super::gemm_wna16::{FormParams, GemmPlan, scheme_kernel};
 use crate::cuda::abi::{
     K_BLOCK, M16_BATCH, M16_DEPTH as DEPTH, M16_ROWS as ROWS, M16_WARPS as WARPS, N_TILE,
     ROW_GROUP, WARP,
@@ -147,7 +147,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
         shared as u32,
     );
     grid.cluster = cluster_size as u32;
-    Ok(Arc::new(Tensor {
+    Ok(Arc::new(GemmPlan {
         module: &MODULE,
         index: kernel,
         rows: ROWS,
@@ -176,7 +176,7 @@ pub(crate) fn cluster(case: &Case) -> Planned {
     }
     let params = cluster_shape(gpu.sms as usize, n_tiles, k_blocks);
     let (cluster_size, of_sm) = params.ok_or("there are more blocks than multiprocessors")?;
-    // One for each output: a block without a cluster has two eights of rows of weights, others have one.
+    // One for each output: a block without a cluster has two row groups of weights, others have one.
     let threads = ROWS * ROW_GROUP * if cluster_size == 1 { 2 } else { 1 };
     let mut grid = Grid::new(
         [(cluster_size * n_tiles) as u32, 1, 1],
@@ -184,7 +184,7 @@ pub(crate) fn cluster(case: &Case) -> Planned {
         gpu.share(of_sm) as u32,
     );
     grid.cluster = cluster_size as u32;
-    Ok(Arc::new(Tensor {
+    Ok(Arc::new(GemmPlan {
         module: &CLUSTER,
         index: cluster_size - 1,
         rows: ROWS,
@@ -217,7 +217,7 @@ pub(crate) fn tma(case: &Case) -> Planned {
         TMA_SHARED.max(gpu.share(2)) as u32,
     );
     grid.cluster = 2;
-    Ok(Arc::new(Tensor {
+    Ok(Arc::new(GemmPlan {
         module: &TMA,
         index: 0,
         rows: ROWS,

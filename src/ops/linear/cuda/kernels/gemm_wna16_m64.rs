@@ -2,7 +2,7 @@
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
-use super::gemm_wna16::{FormParams, Tensor, scheme_kernel};
+use super::gemm_wna16::{FormParams, GemmPlan, scheme_kernel};
 use crate::cuda::abi::{
     INT4_PADDING, INT8_PADDING, K_BLOCK, M64_MAX_WARPS as WARPS, M64_ROWS as ROWS, N_TILE, WARP,
 };
@@ -60,7 +60,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
         }
     }
     let (_, shape) = best.ok_or("x does not fit into shared memory")?;
-    Ok(Arc::new(Tensor {
+    Ok(Arc::new(GemmPlan {
         module: &MODULE,
         index: kernel,
         rows: ROWS,

@@ -193,7 +193,7 @@ fn streamed_products_agree_with_float64() -> Result<()> {
     let launcher = Launcher::new(device.as_cuda_device()?)?;
     let (layer, rms) = (Some(NormKind::Layer), Some(NormKind::Rms));
     let cache = Cache::new(&device)?;
-    // Rows that units and blocks do not divide, k that steps do not, several matrices, long rows.
+    // Rows that N tiles and blocks do not divide, k that K blocks do not, several matrices, long rows.
     for (k, weights, activation, norm) in [
         (2048, [4097, 0, 0], Activation::None, None),
         (2088, [2304, 301, 298], Activation::None, rms),
