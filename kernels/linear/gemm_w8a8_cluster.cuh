@@ -23,10 +23,10 @@ constexpr int X_LOADED = 4;  // a named barrier, after those of gemm_w8a8_cluste
 constexpr int PACK = 16;
 constexpr int PART = 2 * BLOCK_K;  // values of a row of x that are counted together
 
-// Between what threads have written to shared memory, or waited for, and what the tensor cores read there.
+// Orders what threads have written to shared memory, or waited for, before what the tensor cores read there.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The compiler works out again what the address of a barrier is whenever it is wanted, but for this.
+// Keeps the address of a barrier in a register: the compiler would compute it again at every use.
 __device__ __forceinline__ uint32_t kept(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
@@ -34,8 +34,9 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
 
 // A CTA: WARPGROUPS multiply, BESIDE of them with N rows of W each side by side, and ROWS rows of x. PRODUCERS are
 // warps that quantize x, LANES for a row, with PACKS packs of it each at most. The CTAs of a CLUSTER share rows of x.
-// WHOLE: there is a stage for each K block. W is loaded by a warp of its own, after x, or, where it is so much that the memory
-// would idle meanwhile, by the last of PRODUCERS as soon as it has issued the loads of its own rows (LOADS_W).
+// WHOLE: there is a stage for each K block. W is loaded by a warp of its own, after x, or, where it is so much that
+// the memory would idle meanwhile, by the last of PRODUCERS as soon as it has issued the loads of its own rows
+// (LOADS_W).
 //
 // Where two warpgroups have rows of their own (HALVES), they quantize those of the first themselves before they
 // multiply, and PRODUCERS those of the second.

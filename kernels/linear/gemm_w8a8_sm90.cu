@@ -165,7 +165,7 @@ template <int N, int CLUSTER> struct Tiles {
     for (int n = 0; n < 4; ++n)
       store_shared(to + n % 2 * 8 * PITCH + 2 * (first + n / 2 * 8), pack2<T>(y[n][0], y[n][1]));
   }
-  // And go from there to rows from `row` on, and columns of which `column` tells for each of eight times 8.
+  // And are written from there to rows from `row` on, and columns of which `column` tells for each of eight times 8.
   template <class Column>
   __device__ __forceinline__ void send(const Place& place, uint32_t from, uint32_t row, Column column) const {
     const uint32_t lane = threadIdx.x % WARP, c = column(lane % 8);

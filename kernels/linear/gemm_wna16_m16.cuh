@@ -20,7 +20,7 @@
 
 namespace fused {
 
-// Of what a warp loads at once: its K blocks, and how many such its pipeline has room for.
+// A warp's pipeline of weights and scales: K blocks of a stage, stages, and where things lie in a stage.
 template <class Format, int DEPTH> struct WeightPipeline {
   static constexpr int K_BLOCKS = Format::GROUPS == ONE_GROUP ? DEPTH : 1;
   static constexpr int GROUPS = Format::GROUPS == SOME_GROUPS ? 4 : Format::GROUPS;
@@ -47,11 +47,11 @@ template <class Format> struct GemmM16 {
   static constexpr int STAGES = R::STAGES, CHUNKS = DEPTH / R::K_BLOCKS;
   static constexpr uint32_t SUMS = 16 * 8 * M_TILES;  // of an N tile
   static constexpr uint32_t PIPELINES = WARPS * STAGES * R::STAGE_BYTES, PARTS = WARPS * BATCH * SUMS * 4;
-  // What a batch brings from the other block, in bytes, and batches that there is room for: sums are given at
-  // the end of a batch and taken at the end of the next, and a block may be two batches ahead of the other.
+  // Bytes that the other CTA sends for a batch, and batches that are buffered: sums are sent at the end of a batch and
+  // used at the end of the next, and a CTA may be two batches ahead of the other.
   static constexpr uint32_t GIVEN = 8 * THREADS, TURNS = 4;
   static_assert(DEPTH % R::K_BLOCKS == 0 && BATCH * SUMS == 4 * THREADS);
-  // f32 has room for what the bias makes of a K block's sums: they end 2^-18 of theirs off at most.
+  // Sums of a K block with the bias fit f32: they are off by 2^-18 of their magnitude at most.
   static constexpr bool BIASED = Format::GROUPS == ONE_GROUP && R::K_BLOCKS == DEPTH;
   static constexpr float BIAS = 136.f;
   static constexpr uint32_t ONES = 0x3f803f80u;  // two bf16
@@ -62,9 +62,9 @@ template <class Format> struct GemmM16 {
   uint32_t first, n_tiles;      // of the cluster
   uint32_t begin, end, passes;  // the warp's K blocks
   uint32_t pipeline;            // the warp's
-  float* parts;                 // [BATCH][split][SUMS]
-  float4* biases;               // the warp's: [DEPTH][4], what products of lane t begin with
-  uint32_t given;               // [TURNS] sums from the other block, then its own
+  float* parts;                 // [BATCH][split_k][SUMS]
+  float4* biases;               // the warp's: [DEPTH][4], initial sums of lane t
+  uint32_t given;               // [TURNS] sums from the other CTA, then its own
   uint32_t barriers;            // [TURNS]
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
@@ -89,7 +89,7 @@ template <class Format> struct GemmM16 {
     given = shared_address(memory) + PIPELINES + PARTS;
   }
 
-  // Where what is loaded next lies.
+  // What is prefetched next.
   struct PrefetchCursor {
     uint32_t from, pass, n_tile, chunk;  // first N tile of a batch, ..., the warps' first N tile of a round
   };
@@ -112,7 +112,7 @@ template <class Format> struct GemmM16 {
     advance(a);
   }
 
-  // Codes that lie row by row.
+  // Weights that lie row by row (INT8).
   __device__ __forceinline__ void prefetch_rows(uint32_t n_tile, uint32_t k_block, uint32_t stage) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -194,7 +194,7 @@ template <class Format> struct GemmM16 {
     }
     __syncwarp();
   }
-  // What the sums of a group of K block d begin with.
+  // The initial sums of a group of K block d.
   __device__ __forceinline__ void begin_sums(float (&c)[M_TILES][4], int d) const {
     float4 bias = {};
     if (BIASED) bias = biases[4 * d + lane() % 4];
@@ -227,8 +227,8 @@ template <class Format> struct GemmM16 {
     return v;
   }
 
-  // The K blocks of a stage; they meet those of x from the d0-th on. K blocks that are not there meet zeros, and their
-  // scales may be anything.
+  // The K blocks of a stage; they are multiplied with those of x from the d0-th on. K blocks past the end meet
+  // zeros of x and a factor of zero, whatever is in the stage.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t k_block, const X& x, int d0,
                                            float (&sums)[M_TILES][4]) const {
     constexpr bool HOLDS_SCALES = R::GROUPS == 1;  // there are registers for all
@@ -273,7 +273,7 @@ template <class Format> struct GemmM16 {
     }
   }
 
-  // A warp's sums of one of a batch's N tiles; it goes on from what it had of former passes.
+  // Stores a warp's sums of one of a batch's N tiles, added to those of its former passes.
   __device__ __forceinline__ void leave(const float (&sums)[M_TILES][4], uint32_t n_tile, bool again) const {
     float4* mine = reinterpret_cast<float4*>(parts) + ((n_tile + place) * p.split_k + part) * (SUMS / 4) + lane();
 #pragma unroll
@@ -287,7 +287,7 @@ template <class Format> struct GemmM16 {
     }
   }
 
-  // Where the first warp of those that share an N tile has left what the thread adds up: four sums, as a lane of
+  // Where the first warp of those that share an N tile has stored what the thread adds: four sums, as a lane of
   // `mma` has them, of rows g and g + 8 of the weights, each for rows 2t and 2t + 1 of eight rows of x.
   __device__ __forceinline__ const float4* of_thread() const {
     const uint32_t n_tile = threadIdx.x / (SUMS / 4);
@@ -312,8 +312,8 @@ template <class Format> struct GemmM16 {
   }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // All threads of two blocks: the first writes the even rows of x, the other the odd ones. Each gives what it
-  // has of the other's rows, and keeps what it has of its own.
+  // All threads of both CTAs: the first writes the even rows of x, the other the odd ones. Each sends its sums of the
+  // other's rows, and keeps those of its own.
   __device__ __forceinline__ void exchange(uint32_t from, float4 y) const {
     const uint32_t turn = from / BATCH % TURNS, at = given + turn * GIVEN + 8 * threadIdx.x, other = rank ^ 1;
     const float2 others = rank ? make_float2(y.x, y.z) : make_float2(y.y, y.w);
@@ -341,7 +341,7 @@ template <class Format> struct GemmM16 {
   __device__ __forceinline__ void write_outputs(uint32_t n_tile, uint32_t g, uint32_t m, float2 sums) const {
     const Epilogue& e = p.epilogue;
     float v[2] = {sums.x, sums.y};
-    // Sums in bf16. All that may be behind them, below, takes up to a tenth of a product's time.
+    // A plain bf16 output. The general epilogue below takes up to a tenth of a product's time.
     if (Format::GROUPS != ROW_SCALES && is_plain(e) && e.out_dtype == BF16) {
       const uint32_t c = 16 * n_tile + g;
       auto* out = static_cast<__nv_bfloat16*>(e.out) + m * e.stride + c;

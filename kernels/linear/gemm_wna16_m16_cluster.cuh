@@ -38,13 +38,13 @@ template <int BLOCKS> struct GemmM16Cluster {
         writes(threadIdx.x < SUMS * WRITTEN && rank < ROW_GROUPS && m < p.m && column < p.width),
         sums(sums), barrier(barrier) {}
 
-  // Where the lane's values of rows g and g + 8 of x are, 8 of every 32. Behind the last row that one stands again.
+  // Where the lane's values of rows g and g + 8 of x are, 8 of every 32. Past the last row the last is read again.
   __device__ __forceinline__ const char* x_of(uint32_t eight) const {
     const uint32_t row = min(8 * eight + g, p.m - 1);
     return static_cast<const char*>(p.prologue.x) + 2 * (uint64_t(row) * p.k + k_block * K_BLOCK + 8 * t);
   }
 
-  // Rows g of both row groups of weights, 32 values, before x is there, which a compiler would leave for later.
+  // Rows g of both row groups of weights, 32 values, before x is there; the compiler would postpone it.
   static __device__ __forceinline__ Operands operands(const uint4 (&codes)[ROW_GROUPS], int e) {
     Operands w;
 #pragma unroll

@@ -120,7 +120,7 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
     }
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      if (d >= there) break;  // x had nothing for it: whatever stood there
+      if (d >= there) break;  // past the end of K: the stage's old contents
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -139,7 +139,7 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
   }
 
   // All threads of both blocks, at the end of a batch: as `exchange`, but the other's sums are waited for at once.
-  // A block gives what it has of a batch when it has been given the one before, so there is room for two.
+  // A block sends its sums of a batch after it has received those of the one before, so two buffers are enough.
   __device__ __forceinline__ void meet(uint32_t from, float4 y) const {
     const uint32_t batch = from / BATCH, turn = batch % 2, at = given + turn * GIVEN + 8 * threadIdx.x;
     const uint32_t barrier = barriers + 8 * turn, other = rank ^ 1;

@@ -69,9 +69,9 @@ template <class Format> struct GemmM64 {
 
   __device__ __forceinline__ uint32_t stage(uint32_t at) const { return shared + (at % stages) * (ROWS * pitch); }
 
-  // All threads: rows of x of a K tile on their way, zeros where there are none.
+  // All threads: issues the copies of a K tile of x, zeros past its end.
   __device__ __forceinline__ void copy(uint32_t at) const {
-    // A block's later N tiles find what is there.
+    // The block's later N tiles find it there.
     const bool stays = stages == k_tiles;
     if (at < total && !(stays && at >= k_tiles)) {
       const uint32_t chunks = tile_k_blocks * (K_BLOCK / 8), first = at % k_tiles * chunks;
@@ -129,8 +129,8 @@ template <class Format> struct GemmM64 {
     return y;
   }
 
-  // All threads: the sums of the warps that share N tiles, added up in their order, become outputs. Nobody
-  // comes back here before a barrier of the next N tiles' K tiles.
+  // All threads: the sums of the warps that share N tiles, added in their order, become outputs. No
+  // thread returns here before a barrier of the next N tiles' K tiles.
   __device__ __forceinline__ void epilogue(uint32_t first, const float (&sums)[M_TILES][4], float* parts) const {
     const uint32_t warp = threadIdx.x / WARP;
 #pragma unroll
@@ -171,7 +171,7 @@ template <class Format> struct GemmM64 {
     float sums[M_TILES][4] = {};
 #pragma unroll 1
     for (uint32_t at = 0; at < total; ++at) {
-      // K tile `at` of x has come, and everyone is done with the stage that the next copy goes to.
+      // K tile `at` of x has come, and all warps are done with the stage that the next copy goes to.
       await_copies_but<AHEAD - 1>();
       __syncthreads();
       copy(at + AHEAD);

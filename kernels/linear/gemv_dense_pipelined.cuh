@@ -13,12 +13,11 @@
 namespace fused {
 
 constexpr int NORM_PACKS = 2;  // of the norm's weight and bias, before the PDL wait
-// Stages that are loaded before the PDL wait, where x is normed behind it: x is not to stand in line behind all
-// of them, or what they hold is waiting when the sums of x are still being taken.
+// Stages that are loaded before the PDL wait, where x is normed after it: loads of x must not queue behind all of
+// them, or the weights are there while the norm's sums are still being taken.
 constexpr uint32_t EARLY_STAGES = 8;
-// Stages of a warp that are on their way before the PDL wait. All of a pipeline at once, in all blocks, would keep the
-// memory from the last reads of the preceding kernel for as long as it takes to answer, and those are what all
-// wait for.
+// Stages of a warp that are in flight at once before the PDL wait. All of a pipeline, in all blocks, would delay the
+// last reads of the preceding kernel, which all blocks wait for.
 constexpr int MAX_IN_FLIGHT = 2;
 
 // Until the oldest of `stages` groups is there. The instruction takes a constant.
@@ -37,7 +36,7 @@ __device__ __forceinline__ void wait_oldest(uint32_t stages) {
   }
 }
 
-// What is fetched does not stand in line with the weights.
+// Prefetches the next kernel's keys and values into the L2 cache.
 constexpr uint32_t FETCH_LINE = 128, MAX_FETCH_LINES = 1 << 17;  // bytes, lines
 
 __device__ __forceinline__ void fetch_lines(const Fetch& f, uint32_t position) {
@@ -122,8 +121,8 @@ template <typename T, bool PAIR> struct GemvPipelined {
     commit_copies();
   }
 
-  // Of the norm's weight and bias what is loaded ahead: after the PDL wait it would stand in line behind all
-  // the weights that are on their way.
+  // Of the norm's weight and bias what is loaded ahead: after the PDL wait it would queue behind all
+  // the weights in flight.
   struct Affine {
     uint4 weight[NORM_PACKS], bias[NORM_PACKS];
 

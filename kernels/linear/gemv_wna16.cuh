@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t n_tile_row(const Gemv& p, uint32_t n_tile, u
 // Groups of a K block: so many, up to four as the kernel's parameters say, or a scale for each row.
 constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0;
 
-// What a lane has of a row and a tile of K blocks besides codes: lane t has the f16 scales, and the zero
+// The scales and zero points of a lane for a row and a tile of K blocks: lane t has the f16 scales, and the zero
 // points, of K blocks t, 4 + t and so on; or the scale of the row.
 template <int GROUPS, bool ZEROS, int K_BLOCKS> struct TileScales {
   static constexpr int LOADS = (K_BLOCKS + 3) / 4, WORDS = GROUPS == ONE_GROUP ? 1 : 2;
@@ -415,7 +415,7 @@ template <class Format> struct PackedCore : SixteenRows {
       }
     }
 
-    // What tensor cores do elsewhere, with piece s, which has K block `k_block` of k.
+    // The same by multiply-adds, with piece s, which has K block `k_block` of k.
     __device__ __forceinline__ void on_lanes(const Gemv& p, const XRows& x, int s, uint32_t k_block, Sums& sums) const {
       uint32_t zeros[2] = {};
       // Blocks are long: unrolled they would not fit into the instruction cache.

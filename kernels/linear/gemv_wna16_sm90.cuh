@@ -24,7 +24,7 @@ constexpr uint32_t MAX_STAGES = GEMV_SM90_MAX_STAGES;
 constexpr int ROUND = 8;  // N tiles whose sums are added at once
 constexpr int GAINS = 2;  // packs of the norm's weight that a thread loads before the PDL wait
 
-// A place in the pipeline, and the parity of its barriers.
+// The current stage of the pipeline, and the parity of its barriers.
 struct StageState {
   uint32_t stage, phase;
 
@@ -58,7 +58,7 @@ template <class Format> struct GemvSm90 {
     return n_tile * (2 * ROW_GROUP) + r;
   }
 
-  // One thread loads all weights: each copy costs it some 50 ns, so they had better be large.
+  // The producer: one thread loads all weights. A copy costs it some 50 ns, so copies are large.
   __device__ void produce() const {
     const uint64_t policy = evict_first();
     StageState next = {}, behind = {};
@@ -145,12 +145,12 @@ template <class Format> struct GemvSm90 {
     write(e.out, e.out_dtype, column, y);
   }
 
-  // Whether each warp can have its part of x in registers. Otherwise the block stages all of x together.
+  // Whether each warp owns its part of x in registers. Otherwise the block stages all of x together.
   __device__ bool owns() const {
     return p.prologue.dtype == BF16 && (p.prologue.norm == NORM_NONE || stages_of_row <= OWNED);
   }
 
-  // Norms what this lane has of x.
+  // Applies the norm to what this lane owns of x.
   __device__ void norm(uint4 (&owned)[OWNED], const uint4 (&gains)[GAINS], float (*scratch)[CONSUMER_WARPS]) const {
     const Prologue& x = p.prologue;
     const ThreadGroup group(CONSUMER_THREADS);
@@ -177,7 +177,7 @@ template <class Format> struct GemvSm90 {
     }
   }
 
-  // Puts what this warp needs of x where it is multiplied from, and returns what codes are multiplied by.
+  // Stages this warp's part of x in shared memory, and returns the factor of its products.
   __device__ float stage(const typename Format::Row& row, const RowStage<typename Format::Row>& stage,
                          const uint4 (&gains)[GAINS], float (*scratch)[CONSUMER_WARPS]) const {
     if (!owns()) {
@@ -197,7 +197,7 @@ template <class Format> struct GemvSm90 {
     return by;
   }
 
-  // One N tile's sums of this warp.
+  // The consumer: this warp's sums of one N tile.
   __device__ void multiply(const typename Format::Row& x, uint32_t warp, float by, StageState& stage,
                            float (*sums)[2 * ROW_GROUP]) const {
     const uint32_t lane = threadIdx.x % WARP;
@@ -214,7 +214,7 @@ template <class Format> struct GemvSm90 {
       } else if (k_block < k_blocks) {
         Format::template multiply<1>(codes, scales, x, k_block, lane, own);
       }
-      // Each lane for itself: no slower than one for all, and racecheck follows it.
+      // Every lane arrives: no slower than one for all, and racecheck understands it.
       barrier_arrive(empty + 8 * stage.stage);
       stage.next(p.stages);
     }

@@ -166,7 +166,7 @@ struct TernarySm90 {
         words[s][i][0] = v.x, words[s][i][1] = v.y;
       }
     }
-    // Sums of the other columns go nowhere.
+    // Sums of the other columns are not used.
     const uint32_t from = shared_address(x.at) + lane / 4 % 2 * x.pitch() + k_block * K_BLOCK + 32 * (lane % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -207,7 +207,7 @@ struct Int4Sm90 {
         by[s][i] = *reinterpret_cast<const __half*>(scales[i] + s * (2 * ROW_GROUP) + lane / 4 * 2);
       }
     }
-    // Sums of the other columns go nowhere.
+    // Sums of the other columns are not used.
     const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
     float c[N][2][4] = {};
 #pragma unroll

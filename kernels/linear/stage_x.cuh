@@ -28,7 +28,7 @@ __device__ __forceinline__ float rounded_to(int dtype, float v) {
 //     static constexpr int BATCH;      // pieces that a thread loads at once
 //     static constexpr bool SUMS;      // whether the sums of 32 values each are wanted
 //     static constexpr bool SCALES;    // whether a row's largest magnitude is
-//     // 4 values as they are, which the thread that puts them gets back.
+//     // 4 values as they are; the thread that put them reads them back.
 //     void put_raw(uint32_t row, uint32_t piece, float4) const;
 //     float4 get_raw(uint32_t row, uint32_t piece) const;
 //     void put(uint32_t row, uint32_t piece, float4) const;   // as the core takes them
@@ -113,7 +113,7 @@ template <class Rows> struct RowStage {
     if (norms) factor = rsqrtf(__fdividef(group.sum(squares, scratch), p.k) + p.prologue.eps);
     const uint32_t lane = threadIdx.x % WARP;
     uint32_t largest = 0;
-    // Whole warps: a block of 32 is in the hands of 8 lanes side by side.
+    // Whole warps: 8 lanes side by side have a block of 32.
 #pragma unroll 1
     for (uint32_t first = group.rank() - lane; first < pieces; first += size) {
       const uint32_t piece = first + lane;

@@ -143,7 +143,7 @@ struct ByteRows {
   }
   // A row of bf16, k being a multiple of 8.
   __device__ bool take(const char* x, uint32_t row, uint32_t k, const ThreadGroup& group, float* scratch) const {
-    // All of it on its way at once, without registers; a thread gets back what it has loaded.
+    // All of it on its way at once, without registers; a thread reads back what it has loaded itself.
     uint4* owned = reinterpret_cast<uint4*>(raw() + row * (k / 4));
     const uint32_t to = shared_address(owned);
     for (uint32_t i = group.rank(); i < k / 8; i += group.size()) copy_async(to + 16 * i, x + 16 * i);
@@ -195,7 +195,7 @@ struct ByteRows {
       return e % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
     }
   };
-  // Sums of columns that are no row's go nowhere: those have any row's values.
+  // Sums of columns that are no row's are not used: those have any row's values.
   __device__ __forceinline__ KBlock k_block(uint32_t column, uint32_t t, uint32_t k_block) const {
     const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + k_block * K_BLOCK + 32 * t;
     return {load_shared(from), load_shared(from + 16)};
