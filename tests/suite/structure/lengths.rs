@@ -11,7 +11,7 @@ const LONG: [(&str, &str); 6] = [
     ("benches/suite/goals.rs", "of_gpu"),
     ("examples/common/validate.rs", "gguf"),
     ("kernels/linear/stage_x.cuh", "stage"),
-    ("kernels/linear/gemv_gguf_latency.cuh", "small_blocks"),
+    ("kernels/linear/gemv_gguf_latency.cuh", "gemv_gguf_latency"),
     (
         "src/ops/flash_decoding/cuda/tests.rs",
         "attention_beside_a_product_gives_what_both_give_alone",

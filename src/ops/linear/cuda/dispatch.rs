@@ -243,7 +243,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_wna16_sm90",
-        source: "linear/gemv_wna16.cu",
+        source: "linear/gemv_wna16_sm90.cu",
         formats: Formats::INT4_G128.or(Formats::TERNARY),
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
@@ -283,7 +283,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_cluster",
-        source: "linear/gemm_wna16_m16.cu",
+        source: "linear/gemm_wna16_m16_cluster.cu",
         formats: Formats::INT4_G128,
         x: WNA16_M16_SM90,
         arch: [90, NEWEST],
@@ -294,7 +294,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_tma",
-        source: "linear/gemm_wna16_m16.cu",
+        source: "linear/gemm_wna16_m16_tma.cu",
         formats: Formats::INT4_G128,
         x: WNA16_M16_SM90,
         arch: [90, NEWEST],

@@ -9,8 +9,8 @@ use super::gemv::Gemv;
 use super::tensor_map::{operand_map, sums_map};
 use crate::cuda::abi::{
     GEMM_WNA16 as FORMS, GEMM_WNA16_CHANNELS as CHANNELS, GEMM_WNA16_SMALL_TOKENS as SMALL,
-    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, NORM_NONE,
-    STEP as BLOCK_K, TensorMap, WARP,
+    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, K_BLOCK as BLOCK_K,
+    NORM_NONE, TensorMap, WARP,
 };
 use crate::cuda::{
     Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
