@@ -367,7 +367,9 @@ fn four_matrices_are_two_products() -> Result<()> {
         let none = Epilogue::default();
         let (got, calls) = trace::capture(|| quant_linear(&x, Prologue::None, &weights, &none));
         let path = &calls.iter().next().expect("a call").0.path;
-        assert_eq!(path.matches("gemm_w8a8").count(), 2, "{path}");
+        // A kernel's name stands in front of its entry's.
+        let products = path.split(" and ").filter(|p| p.contains("gemm_w8a8"));
+        assert_eq!(products.count(), 2, "{path}");
         let expected = reference(&x, Prologue::None, &values, &none)?;
         // Activations are int8, as in the other products.
         assert!(error(&got?, &expected)? < 2.5e-2, "{path}");
