@@ -1,5 +1,5 @@
-//! Compiles `kernels/*.cu` into one fatbin each when the feature `cuda` is on, with the headers that are
-//! written from `src/cuda/abi`; does nothing otherwise.
+//! Compiles each `.cu` below `kernels/` into a fatbin of its name when the feature `cuda` is on, with the
+//! headers that are written from `src/cuda/abi`; does nothing otherwise.
 //!
 //! Environment: `NVCC` (the compiler), `CUDA_HOME`, `CUDA_PATH` (where its toolkit stands),
 //! `NVCC_CCBIN` (its host compiler), and the architectures: `CANDLE_FUSED_COMPUTE_CAP` or else
@@ -20,12 +20,15 @@ use std::thread;
 /// Ampere (A100, RTX 30, Jetson Orin), Ada, Hopper. On newer GPUs the driver compiles PTX.
 const ARCHITECTURES: [&str; 6] = ["75", "80", "86", "87", "89", "90a"];
 
+/// The sources, in folders; includes are relative to it.
+const KERNELS: &str = "kernels";
+
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return;
     }
-    println!("cargo::rerun-if-changed=kernels");
+    println!("cargo::rerun-if-changed={KERNELS}");
     println!("cargo::rerun-if-changed=src/cuda/abi");
     for variable in [
         "NVCC",
@@ -60,7 +63,9 @@ fn build() -> Result<(), String> {
     let out = PathBuf::from(env::var("OUT_DIR").map_err(|e| format!("OUT_DIR: {e}"))?);
     abi::write(&out)?;
     let headers = headers(&out)?;
-    let stale: Vec<_> = files(Path::new("kernels"), "cu")?
+    let sources = files(Path::new(KERNELS), "cu")?;
+    check_stems(&sources)?;
+    let stale: Vec<_> = sources
         .iter()
         .map(|source| Unit::new(source, &out, &nvcc, &arguments, &headers))
         .collect::<Result<Vec<_>, _>>()?
@@ -141,7 +146,7 @@ impl Unit {
         let mut command = Command::new(&nvcc.path);
         command
             .args(arguments)
-            .arg("-I")
+            .args(["-I", KERNELS, "-I"])
             .arg(self.fatbin.parent().unwrap_or(Path::new(".")))
             .arg("-o")
             .args([&self.fatbin, &self.source]);
@@ -228,29 +233,47 @@ fn read(path: &Path) -> Result<String, String> {
     fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Headers, and the names that they are included by.
+/// Headers, and the names that they are included by: `common/mma.cuh` of ours, `abi/common.cuh` of the
+/// written ones.
 fn headers(out: &Path) -> Result<Vec<(String, PathBuf)>, String> {
-    let name = |prefix: &str, path: &Path| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        format!("{prefix}{name}")
-    };
-    let ours = files(Path::new("kernels"), "cuh")?.into_iter();
-    let written = files(&out.join("abi"), "cuh")?.into_iter();
-    Ok(ours
-        .map(|path| (name("", &path), path))
-        .chain(written.map(|path| (name("abi/", &path), path)))
-        .collect())
+    let ours = (Path::new(KERNELS), Path::new(KERNELS).to_owned());
+    let written = (out, out.join("abi"));
+    let mut headers = Vec::new();
+    for (root, folder) in [ours, written] {
+        for path in files(&folder, "cuh")? {
+            let name = path.strip_prefix(root).unwrap_or(&path);
+            let parts: Vec<_> = name.iter().map(|part| part.to_string_lossy()).collect();
+            headers.push((parts.join("/"), path));
+        }
+    }
+    Ok(headers)
 }
 
-/// The files of a folder with this extension, by name.
+/// The files below a folder with this extension, by name.
 fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>, String> {
     let entries = fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    let mut files: Vec<_> = entries
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| path.extension().is_some_and(|e| e == extension))
-        .collect();
+    let mut files = Vec::new();
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        if path.is_dir() {
+            files.extend(self::files(&path, extension)?);
+        } else if path.extension().is_some_and(|e| e == extension) {
+            files.push(path);
+        }
+    }
     files.sort();
     Ok(files)
+}
+
+/// A fatbin has the name of its source without the folder, so no two sources may share one.
+fn check_stems(sources: &[PathBuf]) -> Result<(), String> {
+    for (i, source) in sources.iter().enumerate() {
+        let same = |other: &&PathBuf| other.file_stem() == source.file_stem();
+        if let Some(other) = sources[..i].iter().find(same) {
+            let (a, b) = (other.display(), source.display());
+            return Err(format!("{a} and {b} would both become one fatbin"));
+        }
+    }
+    Ok(())
 }
 
 /// The `-gencode` arguments: machine code for each architecture, PTX for newer ones. What there is

@@ -21,14 +21,14 @@ compile() {
 TIMEFORMAT='kernels: %Rs, of which the processors worked %Us'
 time compile
 if grep -q '^cargo::error' "$work/said"; then exit 1; fi
-for source in kernels/*.cu; do
-  stem="$(basename "$source" .cu)"
-  [ -s "$work/$stem.fatbin" ] || {
-    echo "kernels/$stem.cu gave no fatbin"
+mapfile -t sources < <(find kernels -name '*.cu')
+for source in "${sources[@]}"; do
+  [ -s "$work/$(basename "$source" .cu).fatbin" ] || {
+    echo "$source gave no fatbin"
     exit 1
   }
 done
-echo "kernels: $(ls kernels/*.cu | wc -l) files, $(cat "$work"/*.fatbin | wc -c) bytes"
+echo "kernels: ${#sources[@]} files, $(cat "$work"/*.fatbin | wc -c) bytes"
 
 cuobjdump="$(command -v cuobjdump || echo "${CUDA_HOME:-}/bin/cuobjdump")"
 if [ -x "$cuobjdump" ]; then

@@ -29,9 +29,9 @@ command -v compute-sanitizer > /dev/null || {
 
 # Our kernels' names have their files' in them.
 ours=()
-for source in kernels/*.cu; do
+while read -r source; do
   ours+=(--kernel-name "kns=$(basename "$source" .cu)")
-done
+done < <(find kernels -name '*.cu')
 said="$(mktemp)"
 trap 'rm -f "$said"' EXIT
 failed=0

@@ -1,8 +1,8 @@
 //! Quantized matrices on a GPU: GGUF blocks, and codes of our own schemes.
 
 use super::abi::{
-    BLOCK, DequantizeParams, DequantizeSource, FORMAT_THREADS, GROUP, MAX_SOURCES, NarrowParams,
-    RepackParams,
+    BLOCK, DequantizeParams, DequantizeSource, FORMAT_THREADS, GROUP, IN_ORDER, MAX_SOURCES,
+    NarrowParams, RepackParams,
 };
 use super::codes::{self, CodeLayout, CodesAt, ValuesOf, line, values};
 use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
@@ -17,7 +17,7 @@ const OP: &str = "quant_linear";
 /// Values of a group, of which rows of a [`BlockMatrix`] have whole ones.
 const GROUP_VALUES: usize = GROUP * BLOCK;
 
-/// In the order of [`BlockFormat::DTYPES`], by which `FormatIndex` of `kernels/formats.cuh` goes too.
+/// In the order of [`BlockFormat::DTYPES`], by which `FormatIndex` of `kernels/formats/gguf.cuh` goes too.
 static REPACK: Module = Module::new(
     "repack",
     fatbin!("repack"),
@@ -51,7 +51,7 @@ const NARROW: usize = 3;
 
 /// A quantized matrix, rows x cols, in a GPU's memory: GGUF blocks or the codes of a
 /// [`Scheme`](crate::quant::Scheme), in their precision and about their size, in the order in which
-/// tensor cores take them (`kernels/formats.cuh`, `kernels/codes.cuh`).
+/// tensor cores take them (`kernels/formats/gguf.cuh`, `kernels/formats/packed.cuh`).
 pub struct BlockMatrix {
     stored: Stored,
     rows: usize,
@@ -338,6 +338,22 @@ pub(crate) struct Narrow {
     pub width: usize,
     pub dtype: DType,
     pub out_dtype: DType,
+    /// How rows are written, if not as they are.
+    pub arranged: Option<Arranged>,
+}
+
+/// Rows in the order in which a GEMM's operand meets weights of one format.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arranged {
+    /// Where bit i of a value's index goes among the 6 lowest, in digits of 4 bits.
+    pub order: u32,
+    /// Values from one row to the next, a multiple of 64; zeros fill them up.
+    pub pitch: usize,
+    /// Rows for each: 2 have bf16 and what it leaves over.
+    pub parts: usize,
+    /// `[pitch / 32][sums_pitch]` of f32: sums over 32 values; 0 for none.
+    pub sums: Address,
+    pub sums_pitch: usize,
 }
 
 /// Launches the conversion.
@@ -347,10 +363,22 @@ pub(crate) struct Narrow {
 pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
     let (weight, eps) = at.norm.unwrap_or((0, 0.));
     let aligned = 4 * at.dtype.size_in_bytes() as u64;
+    let arranged = at.arranged.unwrap_or(Arranged {
+        order: IN_ORDER as u32,
+        pitch: at.width,
+        parts: 1,
+        sums: 0,
+        sums_pitch: 0,
+    });
     let params = NarrowParams {
         x: at.x,
         weight,
         out: at.out,
+        sums: arranged.sums,
+        sums_pitch: arranged.sums_pitch as u32,
+        parts: arranged.parts as u32,
+        pitch: arranged.pitch as u32,
+        order: arranged.order,
         width: at.width as u32,
         eps,
         out_dtype: dtype_index(at.out_dtype) as i32,
@@ -379,7 +407,7 @@ pub(crate) fn product_dtype(gpu: &GpuSpec, x: DType) -> DType {
     }
 }
 
-/// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats.cuh`.
+/// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats/gguf.cuh`.
 fn pitch(format: &BlockFormat, groups: usize) -> usize {
     use crate::quant::Scaling::{Affine, Super, SuperSymmetric, Symmetric};
     let codes = 16 * format.bits as usize;

@@ -1,4 +1,4 @@
-//! INT8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/codes.cuh`.
+//! INT8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
 
 use super::abi::{
     CodeMatrix, CodeValuesParams, FORMAT_THREADS, OCTET, PackCodesParams, QUARTERS, STEP,
@@ -12,8 +12,8 @@ use half::f16;
 const OP: &str = "quant_linear";
 
 static MODULE: Module = Module::new(
-    "codes",
-    fatbin!("codes"),
+    "packed",
+    fatbin!("packed"),
     &[
         "codes_pack_int8",
         "codes_pack_int4",

@@ -1,5 +1,7 @@
 //! A kernel that takes the place of the table's choice: for measuring, and for hunting bugs.
 
+use super::table::KernelInfo;
+use candle_core::{Result, bail};
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock};
 
@@ -10,9 +12,10 @@ thread_local! {
     static FORCED: RefCell<Option<Arc<str>>> = const { RefCell::new(None) };
 }
 
-/// Runs `body` with kernel `name` for every product whose weight format it takes, on this thread; without a name as
-/// the tables choose. An op fails, with the reason, where the kernel does not take its shape. The environment
-/// variable `CANDLE_FUSED_KERNEL` does the same for the whole process.
+/// Runs `body` with kernel `name` on this thread, for every op whose table has it; without a name as the tables
+/// choose. A product takes it if the kernel is for its weight format. An op fails, with the reason, where the
+/// kernel does not take its shape, and with all names where no table has the name. The environment variable
+/// `CANDLE_FUSED_KERNEL` does the same for the whole process.
 pub fn with_kernel<T>(name: Option<&str>, body: impl FnOnce() -> T) -> T {
     let before = FORCED.replace(name.map(Into::into));
     let result = body();
@@ -20,8 +23,31 @@ pub fn with_kernel<T>(name: Option<&str>, body: impl FnOnce() -> T) -> T {
     result
 }
 
-/// The kernel that is to be taken.
-pub(crate) fn forced() -> Option<Arc<str>> {
+/// The place in `table` of the kernel that is to be taken; none if there is no such kernel, or another table has it.
+///
+/// # Errors
+/// If none of `all` tables has it.
+pub(crate) fn forced(
+    op: &str,
+    mut table: impl Iterator<Item = KernelInfo>,
+    all: impl Iterator<Item = KernelInfo>,
+) -> Result<Option<usize>> {
+    let Some(name) = name() else {
+        return Ok(None);
+    };
+    let place = table.position(|kernel| *kernel.name == *name);
+    if place.is_none() {
+        let names: Vec<_> = all.map(|kernel| kernel.name).collect();
+        if !names.contains(&&*name) {
+            let names = names.join(", ");
+            bail!("{op}: there is no kernel {name}, expected one of {names}");
+        }
+    }
+    Ok(place)
+}
+
+/// The thread's choice, or the environment's.
+fn name() -> Option<Arc<str>> {
     static OF_PROCESS: OnceLock<Option<Arc<str>>> = OnceLock::new();
     let of_thread = FORCED.with_borrow(Clone::clone);
     of_thread.or_else(|| {

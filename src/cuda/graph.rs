@@ -19,7 +19,7 @@ unsafe impl Send for Graph {}
 
 impl Graph {
     /// Records what `body` launches. The chain uses programmatic dependent launch where the GPU
-    /// has it, so every kernel has to keep its rules (`kernels/common.cuh`).
+    /// has it, so every kernel has to keep its rules (`kernels/common/base.cuh`).
     ///
     /// # Errors
     /// If a launch or the capture fails; the device can be used as before.

@@ -66,7 +66,7 @@ pub(crate) struct Launcher {
     pub gpu: &'static Gpu,
     pub stream: sys::CUstream,
     /// Programmatic dependent launch; only where every kernel of the chain waits as
-    /// `kernels/common.cuh` asks, and none writes what a later one reads before it waits.
+    /// `kernels/common/base.cuh` asks, and none writes what a later one reads before it waits.
     pub dependent: bool,
     /// Whether kernels of other kinds are launched around. The blocks of attention leave multiprocessors one by
     /// one, and those of the next kernel go where they find room: if that is room for two, some

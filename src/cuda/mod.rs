@@ -1,4 +1,4 @@
-//! The way from an op to a kernel: `kernels/<stem>.cu` becomes a fatbin at build time (`Module`), is
+//! The way from an op to a kernel: `kernels/<folder>/<stem>.cu` becomes a fatbin at build time (`Module`), is
 //! loaded once per GPU (`Gpu`), and is launched on candle's stream (`Launcher`).
 
 pub(crate) mod abi;
@@ -17,9 +17,14 @@ pub mod profile;
 mod replay;
 mod rows;
 mod scratch;
+mod table;
+#[cfg(test)]
+pub(crate) mod table_tests;
 
 pub use blocks::BlockMatrix;
-pub(crate) use blocks::{Narrow, dequantize, kernel_index, narrow, product_dtype, stored_bytes};
+pub(crate) use blocks::{
+    Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype, stored_bytes,
+};
 pub(crate) use codes::{CodesAt, ValuesOf, values};
 pub(crate) use force::forced;
 pub use force::with_kernel;
@@ -38,3 +43,5 @@ pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
 pub use replay::Replay;
 pub(crate) use rows::{PIECES, Rows, UNALIGNED};
 pub(crate) use scratch::Scratch;
+pub use table::KernelInfo;
+pub(crate) use table::describe;

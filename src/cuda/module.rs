@@ -10,7 +10,7 @@ use candle_core::{DType, Result, bail};
 use std::ffi::CString;
 use std::sync::OnceLock;
 
-/// The bytes of `kernels/<stem>.cu` as compiled by the build script.
+/// The bytes of `kernels/<folder>/<stem>.cu` as compiled by the build script.
 macro_rules! fatbin {
     ($stem:literal) => {
         include_bytes!(concat!(env!("OUT_DIR"), "/", $stem, ".fatbin"))
@@ -91,22 +91,6 @@ impl Module {
         (self.stem, self.kernels[index])
     }
 
-    /// The architecture that the kernel's code for this GPU was compiled for, as in sm_90: an older
-    /// one where the GPU is newer than all that was built for.
-    pub fn built_for(&self, gpu: &Gpu, index: usize) -> Result<u32> {
-        use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as attribute;
-        let function = self.kernel(gpu, index)?.handle;
-        // SAFETY: the function belongs to a loaded module, which is never unloaded.
-        let version = unsafe {
-            result::function::get_function_attribute(
-                function,
-                attribute::CU_FUNC_ATTRIBUTE_PTX_VERSION,
-            )
-        }
-        .map_err(candle_core::Error::wrap)?;
-        Ok(u32::try_from(version).unwrap_or(0))
-    }
-
     /// The names of all kernels, and the bytes of static shared memory that a block of each has.
     #[cfg(test)]
     pub fn static_shared(&self, gpu: &Gpu) -> Result<Vec<(&'static str, u32)>> {
@@ -129,7 +113,7 @@ impl Module {
                 // SAFETY: the module has just been loaded.
                 let function = match unsafe { result::module::get_function(module, symbol) } {
                     Ok(function) => function,
-                    Err(e) => bail!("cuda: kernel `{name}` of kernels/{}.cu: {e}", self.stem),
+                    Err(e) => bail!("cuda: kernel `{name}` of {}.cu: {e}", self.stem),
                 };
                 let static_shared = allow_shared(gpu, function)?;
                 if self.all_shared {

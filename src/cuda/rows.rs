@@ -1,4 +1,4 @@
-//! How rows are spread over threads: the host's side of `kernels/rows.cuh`.
+//! How rows are spread over threads: the host's side of `kernels/common/rows.cuh`.
 
 use super::abi::{KEPT_ELEMENTS, KEPT_PACKS, MAX_WARPS, ROWS_OF_BLOCK, WARP};
 use super::{Address, Grid};

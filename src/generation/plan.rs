@@ -5,12 +5,12 @@
 
 use super::refusal::{Refusal, unfused};
 use super::state::State;
-use crate::cuda::{Address, Gpu, Launcher, Scratch, address, address_of, alloc};
+use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
 use crate::nn::{KvCache, Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
-use crate::ops::flash_decoding::cuda::{self as flash_decoding, Step, StepShape};
+use crate::ops::flash_decoding::cuda::{Attention, Beside, Step, StepShape, partials};
 use crate::ops::linear::cuda::{
     NormAt, NormKind, Operands, Product, ProductAt, gemv_dense_pipelined as pipelined,
 };
@@ -23,8 +23,8 @@ use std::cell::RefCell;
 enum Work {
     Embedding(Lookup),
     Linear(Product),
-    Attention(Step),
-    Beside(Box<flash_decoding::Beside>),
+    /// Alone, or beside a product.
+    Attention(Box<Attention>),
     Sample(sample::Step),
 }
 
@@ -122,8 +122,7 @@ impl Plan {
             2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes()
         };
         let row = |work: &Work| match work {
-            Work::Attention(step) => of(&step.shape),
-            Work::Beside(both) => of(&both.step.shape),
+            Work::Attention(attention) => of(attention.shape()),
             _ => 0,
         };
         self.work
@@ -145,8 +144,7 @@ impl Plan {
                     scratch.reset();
                     product.run(&launcher.among_others(), &mut scratch)
                 }
-                Work::Attention(step) => flash_decoding::launch(launcher, step),
-                Work::Beside(both) => both.launch(launcher),
+                Work::Attention(attention) => attention.run(launcher),
                 Work::Sample(step) => sample::launch(launcher, self.sequences, *step),
             }
         }
@@ -272,7 +270,7 @@ impl<'a> Writer<'a> {
         let add = self.added();
         let output = self.product(output, attended, add)?;
         let down = self.product(down, hidden, add)?;
-        let step = self.attention(block, cache, rotary, attended)?;
+        let step = self.step(block, cache, rotary, attended)?;
         let side = match block.parallel {
             true => self.side_by_side(&step, [&first, &inside, &output, &down]),
             false => None,
@@ -292,18 +290,21 @@ impl<'a> Writer<'a> {
             Activation::SwiGlu => "gate_up",
             _ => "up",
         };
-        if let Some((beside, pair)) = side {
-            self.work.push((BESIDE, Work::Beside(Box::new(beside))));
+        if let Some((both, pair)) = side {
+            self.work.push((BESIDE, Work::Attention(Box::new(both))));
             self.work.push(("output+down", Work::Linear(pair)));
             return Ok(());
         }
+        let attention = Attention::new(&self.launcher, step, None);
+        let attention = attention.map_err(|e| Refusal::Unfused(e.to_string()))?;
+        let attention = Work::Attention(Box::new(attention));
         if block.parallel {
             // Both read the stream before either adds to it.
             self.work.push((inside_name, Work::Linear(inside)));
-            self.work.push((ATTENTION, Work::Attention(step)));
+            self.work.push((ATTENTION, attention));
             self.work.push(("output", Work::Linear(output)));
         } else {
-            self.work.push((ATTENTION, Work::Attention(step)));
+            self.work.push((ATTENTION, attention));
             self.work.push(("output", Work::Linear(output)));
             self.work.push((inside_name, Work::Linear(inside)));
         }
@@ -316,20 +317,23 @@ impl<'a> Writer<'a> {
         &self,
         step: &Step,
         [first, inside, output, down]: [&Product; 4],
-    ) -> Option<(flash_decoding::Beside, Product)> {
+    ) -> Option<(Attention, Product)> {
         let [(first, _), (_, inside), (_, output), (_, down)] = [
             first.single()?,
             inside.single()?,
             output.single()?,
             down.single()?,
         ];
-        let ready = first.kernel == pipelined::NAME;
-        let beside = flash_decoding::Beside::new(&self.launcher, *step, inside.clone(), ready)?;
+        let beside = Beside {
+            product: inside.clone(),
+            ready: first.kernel == pipelined::NAME,
+        };
+        let both = Attention::new(&self.launcher, *step, Some(beside)).ok()?;
         let mut pair = pipelined::pair(output, down)?;
         // The second bias is added as a residual is: there is one row.
         pair.at.residuals[1] = down.at.bias;
         let pair = Product::of(&self.launcher.among_others(), pair).ok()?;
-        Some((beside, pair))
+        Some((both, pair))
     }
 
     /// A product that is added to the stream.
@@ -377,7 +381,7 @@ impl<'a> Writer<'a> {
         product.map_err(|e| Refusal::Unfused(e.to_string()))
     }
 
-    fn attention(
+    fn step(
         &mut self,
         block: &Block,
         cache: &KvCache,
@@ -400,9 +404,6 @@ impl<'a> Writer<'a> {
         };
         let norms = block.attention.head_norms();
         let alike = norms.is_none_or(|n| [n.q, n.k].iter().all(|w| w.dtype() == self.dtype));
-        if config.head_dim > flash_decoding::MOST_DIM {
-            return unfused("heads are too wide for a step of attention in one launch");
-        }
         if !alike {
             return unfused("norms of the heads are of another dtype than the stream");
         }
@@ -429,15 +430,16 @@ impl<'a> Writer<'a> {
     }
 
     /// The layers of a model have one shape.
-    fn scratch(&mut self, shape: &StepShape) -> Result<(Address, Address)> {
+    fn scratch(&mut self, shape: &StepShape) -> std::result::Result<(Address, Address), Refusal> {
         if let Some(scratch) = self.scratch {
             return Ok(scratch);
         }
-        let gpu: &'static Gpu = self.launcher.gpu;
-        let partial = self.buffer(DType::U8, shape.partial_bytes(gpu))?;
-        let zeros = self.device.alloc_zeros::<u32>(shape.counters(gpu))?;
+        let sizes = partials(self.launcher.gpu, shape);
+        let sizes = sizes.map_err(|e| Refusal::Unfused(e.to_string()))?;
+        let partial = self.buffer(DType::U8, sizes.bytes)?;
+        let zeros = self.device.alloc_zeros::<u32>(sizes.counters)?;
         let zeros = CudaStorage::wrap_cuda_slice(zeros, self.device.clone());
-        let counters = address(&zeros, &Layout::contiguous(shape.counters(gpu)))?;
+        let counters = address(&zeros, &Layout::contiguous(sizes.counters))?;
         self.buffers.push(zeros);
         Ok(*self.scratch.insert((partial, counters)))
     }

@@ -3,6 +3,7 @@
 //! small model takes longer than the kernels.
 
 use super::plan::norm_at;
+use crate::cpu::attention::Sizes;
 use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder};
@@ -272,12 +273,14 @@ impl Pass {
             y,
             q_dtype: self.dtype,
             kv_dtype: k.dtype(),
-            batch: 1,
-            heads,
-            kv_heads,
-            queries: tokens,
-            keys: position + tokens,
-            dim,
+            sizes: Sizes {
+                batch: 1,
+                heads,
+                kv_heads,
+                queries: tokens,
+                keys: position + tokens,
+                dim,
+            },
             scale: 1. / (dim as f32).sqrt(),
             softcap: None,
             causal: true,

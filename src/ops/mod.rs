@@ -18,6 +18,8 @@
 
 #[cfg(feature = "cuda")]
 pub(crate) mod embedding;
+#[cfg(all(test, feature = "cuda"))]
+mod kernel_tests;
 pub(crate) mod view;
 
 pub mod flash_attention;
@@ -55,3 +57,10 @@ pub use rope::{HeadNorms, RopeAppend, RopeStyle, Rotation, rope, rope_append};
 #[doc(inline)]
 pub use sample::{SamplingParams, sample};
 pub use view::Float;
+
+/// The kernels of every table, each table's in the order in which they are tried.
+#[cfg(feature = "cuda")]
+pub(crate) fn all_kernels() -> impl Iterator<Item = crate::cuda::KernelInfo> {
+    let attention = flash_attention::kernel_table().chain(flash_decoding::kernel_table());
+    linear::kernel_table().chain(attention)
+}

@@ -1,6 +1,8 @@
 //! `ops::flash_attention` against float64, at every instruction-set level and on every device that
 //! runs here.
 
+#[cfg(feature = "cuda")]
+mod chosen;
 mod errors;
 mod gpu;
 mod random;
@@ -473,7 +475,7 @@ fn calls_are_recorded_with_their_path() {
         let form = if device.is_cpu() {
             "decode"
         } else {
-            "cuda mma d64"
+            "flash_attention_mma (flash_attention_d64_f32, "
         };
         assert!(
             call.path.contains(form) && call.path.contains("kv f16"),

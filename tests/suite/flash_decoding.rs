@@ -1,5 +1,8 @@
 //! The attention step of decoding against float64, and the caches that it leaves.
 
+#[cfg(feature = "cuda")]
+mod chosen;
+
 use crate::support::{devices, randn, randn_on, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::flash_decoding::{FlashDecoding, flash_decoding, reference};

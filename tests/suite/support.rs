@@ -109,3 +109,17 @@ pub fn layouts_on(dtype: DType, device: &Device) -> Result<Vec<Tensor>> {
         base.narrow(0, 0, 1)?.narrow(1, 3, 1)?,
     ])
 }
+
+/// The compute capability of a GPU times ten.
+#[cfg(feature = "cuda")]
+pub fn architecture(device: &Device) -> Result<i32> {
+    use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as attribute;
+    let stream = device.as_cuda_device()?.cuda_stream();
+    let get = |which| {
+        let value = stream.context().attribute(which);
+        value.map_err(candle_core::Error::wrap)
+    };
+    let major = get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    Ok(10 * major + minor)
+}

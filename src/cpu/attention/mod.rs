@@ -108,9 +108,19 @@ pub struct Sizes {
 }
 
 impl Sizes {
+    /// Query heads that read one key/value head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Rows of one key/value head: every query of every head that reads it.
+    pub fn rows(&self) -> usize {
+        self.queries * self.group()
+    }
+
     /// Whether a task takes the core for few rows, as in a decode step.
     pub fn few_rows(&self) -> bool {
-        self.queries * (self.heads / self.kv_heads) <= FEW_ROWS
+        self.rows() <= FEW_ROWS
     }
 }
 

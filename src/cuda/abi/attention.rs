@@ -155,7 +155,7 @@ abi! {
         product: Gemv,
         /// Of attention: the last of the launch.
         blocks: [u32; 3],
-        /// Whether the product's x is there, see stream.cuh.
+        /// Whether the product's x is there, see linear/gemv_dense_pipelined.cuh.
         ready: u32,
     }
 

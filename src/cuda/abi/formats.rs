@@ -78,13 +78,26 @@ abi! {
         total: u64,
     }
 
+    /// The order that x has.
+    const IN_ORDER: Count<u32> = 0x543210;
+
     struct NarrowParams {
         /// `[rows, width]`
         x: Const<Void>,
         /// An RMS norm's, `[width]`, or null.
         weight: Const<Void>,
-        /// f16 or bf16.
+        /// f16 or bf16, `parts` rows of each, `pitch` values apart, with zeros past the width.
         out: Mut<Void>,
+        /// `[pitch / 32][rows of out]` of f32, or null: sums over 32 values as they are written.
+        sums: Mut<f32>,
+        /// Of the sums: values from one 32 to the next.
+        sums_pitch: u32,
+        /// Rows of out for each of x: 2 have bf16 and what it leaves over.
+        parts: u32,
+        /// A multiple of 4, and of 64 if the order is not x's.
+        pitch: u32,
+        /// Where bit i of a value's index goes among the 6 lowest, in digits of 4 bits.
+        order: u32,
         /// A multiple of 4.
         width: u32,
         eps: f32,

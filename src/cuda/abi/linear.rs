@@ -179,6 +179,33 @@ abi! {
         slices: SlicesParams,
     }
 
+    /// Tokens of a tile of the GEMM for quantized weights on Hopper, and stages of x. A tile has 128 output
+    /// channels.
+    table GEMM_WNA16 of GemmWna16Form (tokens: usize, stages: usize) =
+        [(8, 6), (16, 6), (32, 6), (64, 4), (128, 4), (256, 3)];
+    const GEMM_WNA16_CHANNELS: Count<i32> = 128;
+    /// Tokens of a tile up to which groups are scaled as sums.
+    const GEMM_WNA16_SUMS_TOKENS: Count<i32> = 32;
+    /// Tokens of a tile up to which a block has no producer of its own, and a multiprocessor two blocks.
+    const GEMM_WNA16_SMALL_TOKENS: Count<i32> = 64;
+
+    /// Quantized weights and 16-bit activations, any number of tokens.
+    struct GemmWna16Params {
+        /// Operand B: `parts` rows of each token, in the order of the weights' format. A box is `[64][T]`.
+        x: TensorMap,
+        /// `[k / 32][rows of operand B]` of f32: its sums over 32 values. A box is `[T][4]`.
+        x_sums: TensorMap,
+        /// Without prologue.
+        product: Gemv,
+        m_tiles: u32,
+        /// Blocks of a cluster, which share K.
+        split_k: u32,
+        /// Rows of operand B for each token: 1 or 2.
+        parts: u32,
+        /// Whether 16-byte accesses fit bias, residuals and outputs.
+        vectors: i32,
+    }
+
     const FINISH_THREADS: Count<i32> = 256;
 
     /// What the library leaves to do behind a product of many rows.
@@ -229,7 +256,7 @@ abi! {
 
     /// One of up to three weights in int8 of the same k, side by side in the output.
     struct W8A8Weights {
-        /// `[rows, k]`, as `Int8` of codes.cuh lays them out.
+        /// `[rows, k]`, as `Int8` of formats/packed.cuh lays them out.
         codes: Const<i8>,
         /// `[rows]`
         scales: Const<f32>,

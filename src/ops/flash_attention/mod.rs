@@ -9,6 +9,10 @@ use super::view::inference_only;
 use crate::cpu::simd::{self, Level};
 use candle_core::{DType, Result, Tensor, bail};
 
+#[cfg(feature = "cuda")]
+pub use crate::cuda::KernelInfo;
+#[cfg(feature = "cuda")]
+pub use cuda::kernel_table;
 pub use reference::reference;
 
 /// How scores are formed and what a query sees.
@@ -51,10 +55,19 @@ impl Default for AttentionParams {
 /// so a view into a longer cache costs nothing. Scores and sums are in f32 whatever the types are.
 /// A query that sees no key gets zeros. The result does not depend on the number of threads.
 ///
-/// On a GPU head dimensions up to 512 are taken. Keys and values of 16 bits go through the tensor
-/// cores where head dimension (64, 80, 96, 128 or 256), alignment (rows in whole 16-byte pieces) and
-/// types (q of the same type, or f32 over f16) allow it; the weights are rounded to that type before
-/// they multiply the values, except with q in f32. Everything else is computed in f32.
+/// On a GPU keys and values of 16 bits go through the tensor cores where head dimension, alignment (rows
+/// in whole 16-byte pieces) and types (q of the same type, or f32 over f16 with up to 128 dimensions)
+/// allow it; the weights are rounded to that type before they multiply the values, except with q in f32.
+/// Everything else is computed in f32. Head dimensions that are taken:
+///
+/// | compute capability | shared memory of a block | tensor cores, f16 | tensor cores, bf16 | all dtypes |
+/// |---|---|---|---|---|
+/// | 7.5 (T4) | 64 KB | 64, 80, 96, 128, 256 | none | up to 256 |
+/// | 8.0 (A100), 8.7 (Orin) | 163 KB | 64, 80, 96, 128, 256 | 64, 80, 96, 128, 256 | up to 512 |
+/// | 8.6 (RTX 3090), 8.9 (L4) | 99 KB | 64, 80, 96, 128, 256 | 64, 80, 96, 128, 256 | up to 512 |
+/// | 9.0 (H100, H200) | 227 KB | 64, 80, 96, 128, 256 | 64, 80, 96, 128, 256 | up to 512 |
+///
+/// Newer GPUs run the code for 8.0. `docs/kernels.md` of the repository says which kernel takes what.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

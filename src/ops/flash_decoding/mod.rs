@@ -12,6 +12,10 @@ use super::{HeadNorms, RopeStyle};
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
+#[cfg(feature = "cuda")]
+pub use crate::cuda::KernelInfo;
+#[cfg(feature = "cuda")]
+pub use cuda::kernel_table;
 pub use reference::reference;
 
 const OP: &str = "flash_decoding";
@@ -51,7 +55,8 @@ pub struct FlashDecoding<'a> {
 /// * result: `[B, Hq D]` in qkv's dtype
 ///
 /// Scores and sums are f32. On CUDA the keys are shared out over the multiprocessors and brought
-/// together within the same launch.
+/// together within the same launch; head dimensions up to 256 are taken (`docs/kernels.md` of the repository has
+/// those of the tensor cores).
 ///
 /// Sources: Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023); RoFormer (Su et al. 2021).
 ///

@@ -22,7 +22,9 @@ use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-pub use cuda::{KernelInfo, kernel_table};
+pub use crate::cuda::KernelInfo;
+#[cfg(feature = "cuda")]
+pub use cuda::kernel_table;
 pub(crate) use launch::launch;
 pub use reference::reference;
 

@@ -39,15 +39,25 @@ fn tensor_cores_take_what_they_can() {
     }
     for dim in [64, 80, 96, 128, 256] {
         let plain = path(&case(5, 3, dim, DType::F32), &causal(dim));
-        assert!(plain.starts_with("cuda plain"), "{plain}");
+        assert!(plain.contains(" flash_attention_plain ("), "{plain}");
         let half = path(&case(5, 3, dim, DType::F16), &causal(dim));
-        assert!(half.starts_with(&format!("cuda mma d{dim}")), "{half}");
+        let kernel = format!(" flash_attention_mma (flash_attention_d{dim}_f16,");
+        assert!(half.contains(&kernel), "{half}");
     }
     // Rows that do not start at a multiple of 16 bytes, and a dimension without a form.
     let mut odd = case(5, 3, 64, DType::F16);
     odd.kv = Kv::Transposed;
-    assert!(path(&odd, &causal(64)).starts_with("cuda plain"));
-    assert!(path(&case(5, 3, 72, DType::F16), &causal(72)).starts_with("cuda plain"));
+    for (case, why) in [
+        (odd, "rows that are no whole 16-byte pieces"),
+        (case(5, 3, 72, DType::F16), "it is for other head sizes"),
+    ] {
+        let path = path(&case, &causal(case.dim));
+        let told = format!("): not flash_attention_mma, {why}");
+        assert!(
+            path.contains(" flash_attention_plain (") && path.ends_with(&told),
+            "{path}"
+        );
+    }
 }
 
 #[test]
@@ -90,7 +100,7 @@ fn queries_in_f32_keep_their_precision_over_f16_keys() {
                 q_dtype: DType::F32,
                 ..case(queries, heads, dim, DType::F16)
             };
-            assert!(path(&case, &causal(dim)).starts_with("cuda mma"));
+            assert!(path(&case, &causal(dim)).contains(" flash_attention_mma ("));
             check(&case, &causal(dim), 23);
         }
     }

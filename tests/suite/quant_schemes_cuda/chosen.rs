@@ -2,6 +2,7 @@
 //! case against the one that the table chooses.
 
 use super::{gpus, random};
+use crate::support::architecture;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as attribute;
 use candle_core::{D, DType, Device, Error, Result, Tensor};
 use candle_fused::cuda::{BlockMatrix, with_kernel};
@@ -52,10 +53,9 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 14] = [
 /// Whether the table's figures are this GPU's.
 fn is_measured(device: &Device) -> Result<bool> {
     let stream = device.as_cuda_device()?.cuda_stream();
-    let get = |which| stream.context().attribute(which).map_err(Error::wrap);
-    let capability = get(attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    let sms = get(attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-    Ok(capability == 9 && sms == 132)
+    let count = attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let sms = stream.context().attribute(count).map_err(Error::wrap)?;
+    Ok(architecture(device)? == 90 && sms == 132)
 }
 
 /// The product, and the trace's line of it.

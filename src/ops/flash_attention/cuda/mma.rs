@@ -1,16 +1,19 @@
-//! `kernels/flash_attention.cu`: tensor cores by `mma.sync`, from sm_75 on.
+//! `kernels/attention/prefill.cu`: tensor cores by `mma.sync`, from sm_75 on.
 
-use super::{Call, Params};
+use super::forms::head_sizes;
+use super::plan::{Kernel, Planned};
+use super::problem::{Call, Case};
+use crate::cuda::abi::AttentionParams as Params;
 use crate::cuda::abi::{
     ATTENTION_MMA, ATTENTION_MMA_MAX_WARPS, ATTENTION_MMA_ROWS, AttentionMma, WARP,
 };
-use crate::cuda::{Gpu, Grid, Launcher, Module, fatbin};
+use crate::cuda::{Grid, Launcher, Module, PIECES, fatbin};
 use candle_core::{DType, Result};
-use std::fmt;
 
+/// For q, keys and values in f16, in bf16, and for q in f32 over f16.
 static MODULE: Module = Module::new(
-    "flash_attention",
-    fatbin!("flash_attention"),
+    "prefill",
+    fatbin!("prefill"),
     &[
         "flash_attention_d64_f16",
         "flash_attention_d80_f16",
@@ -29,63 +32,58 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// The kernel for a call and how it divides the work.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Form {
+/// Head sizes that there are kernels for.
+pub(super) const HEAD_SIZES: [usize; ATTENTION_MMA.len()] = head_sizes!(ATTENTION_MMA);
+
+/// Those for q in f32: all but the widest.
+pub(super) const HEAD_SIZES_OF_F32: &[usize] = HEAD_SIZES.split_last().expect("head sizes").1;
+
+/// A kernel and how it divides the work.
+#[derive(Debug)]
+struct Mma {
     index: usize,
     tile: AttentionMma,
+    grid: Grid,
     row_warps: usize,
     key_groups: usize,
     stages: usize,
 }
 
-impl fmt::Display for Form {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "d{} {}x{}",
-            self.tile.dim, self.row_warps, self.key_groups
-        )
+/// For dtypes and head sizes that there is a kernel for.
+pub(super) fn plan(case: &Case) -> Planned<Call> {
+    let forms = ATTENTION_MMA;
+    let place = forms.iter().position(|form| form.dim == case.sizes.dim);
+    let place = place.ok_or("it is for other head sizes")?;
+    let first = match case.q {
+        DType::F16 => 0,
+        DType::BF16 => forms.len(),
+        _ => 2 * forms.len(),
+    };
+    let at = case.alignment;
+    if at.kv < 16 || at.q < 8 || at.y < 8 {
+        return Err(PIECES);
     }
+    let mut mma = Mma::divided(case, forms[place], first + place);
+    let shared = mma.shared();
+    if shared > case.gpu.shared as usize {
+        return Err("its tiles do not fit into shared memory");
+    }
+    let rows = ATTENTION_MMA_ROWS * mma.row_warps;
+    let warps = mma.row_warps * mma.key_groups;
+    debug_assert!(warps <= ATTENTION_MMA_MAX_WARPS);
+    let blocks = case.blocks(case.sizes.rows().div_ceil(rows))?;
+    mma.grid = Grid::new(blocks, (WARP * warps) as u32, shared as u32);
+    Ok(Box::new(mma))
 }
 
-impl Form {
-    /// The form for the call, or why there is none.
-    pub fn of(launcher: &Launcher, call: &Call) -> Result<std::result::Result<Self, &'static str>> {
-        let gpu = launcher.gpu;
-        let forms = ATTENTION_MMA;
-        let Some(place) = forms.iter().position(|form| form.dim == call.dim) else {
-            return Ok(Err("no tensor-core form of this head dimension"));
-        };
-        let first = match (call.q_dtype, call.kv_dtype) {
-            (DType::F16, DType::F16) => 0,
-            (DType::BF16, DType::BF16) => forms.len(),
-            // The last one is not there with q in f32.
-            (DType::F32, DType::F16) if place + 1 < forms.len() => 2 * forms.len(),
-            _ => return Ok(Err("no tensor-core form of these types")),
-        };
-        let index = first + place;
-        // A GPU that is newer than what was built for runs code for an older one.
-        let needed = if call.kv_dtype == DType::BF16 { 80 } else { 75 };
-        if MODULE.built_for(gpu, index)? < needed {
-            return Ok(Err("no tensor cores for this type"));
-        }
-        let whole = call.k.rows_at(16, call.kv_dtype)
-            && call.v.rows_at(16, call.kv_dtype)
-            && call.q.rows_at(8, call.q_dtype)
-            && call.y.is_multiple_of(8);
-        if !whole {
-            return Ok(Err("rows that are no whole 16-byte pieces"));
-        }
-        Ok(Ok(Self::divided(gpu, call, forms[place], index)))
-    }
-
+impl Mma {
     /// Enough blocks to fill the GPU; where there are too few rows for that, small blocks whose
-    /// warps share the keys out among them.
-    fn divided(gpu: &Gpu, call: &Call, tile: AttentionMma, index: usize) -> Self {
-        let sms = gpu.sms as usize;
+    /// warps share the keys out among them. The grid is still to be set.
+    fn divided(case: &Case, tile: AttentionMma, index: usize) -> Self {
+        let (sms, sizes) = (case.gpu.sms as usize, &case.sizes);
         let blocks = |row_warps: usize| {
-            call.batch * call.kv_heads * call.rows().div_ceil(ATTENTION_MMA_ROWS * row_warps)
+            let each = sizes.rows().div_ceil(ATTENTION_MMA_ROWS * row_warps);
+            sizes.batch * sizes.kv_heads * each
         };
         // Measured on an H100: key groups pay as long as there are less than three blocks to an SM.
         let (row_warps, key_groups) = if blocks(8) >= 2 * sms {
@@ -94,31 +92,32 @@ impl Form {
             (4, 1)
         } else if 5 * blocks(4) >= 3 * sms {
             (4, 2)
-        } else if call.rows() > ATTENTION_MMA_ROWS {
+        } else if sizes.rows() > ATTENTION_MMA_ROWS {
             (2, 4)
         } else {
             (1, 4)
         };
-        let mut form = Self {
+        let mut mma = Self {
             index,
             tile,
+            grid: Grid::line(0, 0),
             row_warps,
             key_groups,
             stages: 2,
         };
-        while form.shared() > gpu.shared as usize {
-            match form {
-                Self { stages: 2, .. } => form.stages = 1,
+        while mma.shared() > case.gpu.shared as usize {
+            match mma {
+                Self { stages: 2, .. } => mma.stages = 1,
                 Self {
                     key_groups: 2.., ..
                 } => {
-                    (form.key_groups, form.stages) = (form.key_groups / 2, 2);
+                    (mma.key_groups, mma.stages) = (mma.key_groups / 2, 2);
                 }
-                Self { row_warps: 2.., .. } => form.row_warps /= 2,
+                Self { row_warps: 2.., .. } => mma.row_warps /= 2,
                 _ => break,
             }
         }
-        form
+        mma
     }
 
     /// Bytes of one group: its tiles of keys and values, and later what it leaves for the first.
@@ -141,10 +140,23 @@ impl Form {
         };
         self.key_groups * self.group_bytes() + self.row_warps * self.key_groups * queries
     }
+}
 
-    /// # Safety
-    /// As [`super::launch`].
-    pub unsafe fn launch(&self, launcher: &Launcher, call: &Call) -> Result<()> {
+impl Kernel<Call> for Mma {
+    fn entry(&self) -> &'static str {
+        MODULE.names(self.index).1
+    }
+
+    fn grid(&self) -> Grid {
+        self.grid
+    }
+
+    fn details(&self) -> String {
+        let (rows, keys, stages) = (self.row_warps, self.key_groups, self.stages);
+        format!("{rows}x{keys} warps, stages {stages}")
+    }
+
+    unsafe fn run(&self, launcher: &Launcher, call: &Call) -> Result<()> {
         let params = Params {
             row_warps: self.row_warps as i32,
             key_groups: self.key_groups as i32,
@@ -152,11 +164,7 @@ impl Form {
             group_bytes: self.group_bytes() as i32,
             ..call.into()
         };
-        let blocks = call.blocks(call.rows().div_ceil(ATTENTION_MMA_ROWS * self.row_warps))?;
-        let warps = self.row_warps * self.key_groups;
-        debug_assert!(warps <= ATTENTION_MMA_MAX_WARPS);
-        let grid = Grid::new(blocks, (WARP * warps) as u32, self.shared() as u32);
         // SAFETY: the kernel takes `Params`; the addresses are the caller's.
-        unsafe { launcher.run(&MODULE, self.index, grid, &params) }
+        unsafe { launcher.run(&MODULE, self.index, self.grid, &params) }
     }
 }

@@ -1,13 +1,15 @@
-//! `kernels/flash_attention_plain.cu`: f32 arithmetic, any layout and types.
+//! `kernels/attention/prefill_plain.cu`: f32 arithmetic, any layout and types.
 
-use super::{Call, OP, Params};
+use super::plan::{Kernel, Planned};
+use super::problem::{Call, Case};
+use crate::cuda::abi::AttentionParams as Params;
 use crate::cuda::abi::{ATTENTION_PLAIN, ATTENTION_PLAIN_THREADS, AttentionPlain};
 use crate::cuda::{Grid, Launcher, Module, fatbin};
-use candle_core::{Result, bail};
+use candle_core::Result;
 
 static MODULE: Module = Module::new(
-    "flash_attention_plain",
-    fatbin!("flash_attention_plain"),
+    "prefill_plain",
+    fatbin!("prefill_plain"),
     &[
         "flash_attention_plain_64",
         "flash_attention_plain_128",
@@ -16,28 +18,46 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// # Safety
-/// As [`super::launch`].
-pub(super) unsafe fn launch(launcher: &Launcher, call: &Call) -> Result<()> {
-    let Some(index) = ATTENTION_PLAIN.iter().position(|form| call.dim <= form.dim) else {
-        bail!(
-            "{OP}: head dimension {}, expected at most 512 on a GPU",
-            call.dim
-        );
-    };
+/// The widest head.
+pub(super) const WIDEST: usize = ATTENTION_PLAIN[ATTENTION_PLAIN.len() - 1].dim;
+
+/// A kernel and its grid.
+#[derive(Debug)]
+struct Plain {
+    index: usize,
+    grid: Grid,
+}
+
+/// By the narrowest kernel that there is room for a head in.
+pub(super) fn plan(case: &Case) -> Planned<Call> {
+    let mut forms = ATTENTION_PLAIN.iter();
+    let index = forms.position(|form| case.sizes.dim <= form.dim);
+    let index = index.ok_or("it is for other head sizes")?;
     let AttentionPlain { dim, rows, keys } = ATTENTION_PLAIN[index];
     let shared = 4 * ((rows + keys) * (dim + 4) + rows * (keys + 4)) as u32;
-    if shared > launcher.gpu.shared {
-        bail!(
-            "{OP}: head dimension {} takes {shared} bytes of shared memory, this GPU has {}; \
-             expected at most {}",
-            call.dim,
-            launcher.gpu.shared,
-            ATTENTION_PLAIN[index - 1].dim
-        );
+    if shared > case.gpu.shared {
+        return Err("heads of this size do not fit into this GPU's shared memory");
     }
-    let blocks = call.blocks(call.rows().div_ceil(rows))?;
+    let blocks = case.blocks(case.sizes.rows().div_ceil(rows))?;
     let grid = Grid::new(blocks, ATTENTION_PLAIN_THREADS as u32, shared);
-    // SAFETY: the kernel takes `Params`; the addresses are the caller's.
-    unsafe { launcher.run(&MODULE, index, grid, &Params::from(call)) }
+    Ok(Box::new(Plain { index, grid }))
+}
+
+impl Kernel<Call> for Plain {
+    fn entry(&self) -> &'static str {
+        MODULE.names(self.index).1
+    }
+
+    fn grid(&self) -> Grid {
+        self.grid
+    }
+
+    fn details(&self) -> String {
+        String::new()
+    }
+
+    unsafe fn run(&self, launcher: &Launcher, call: &Call) -> Result<()> {
+        // SAFETY: the kernel takes `Params`; the addresses are the caller's.
+        unsafe { launcher.run(&MODULE, self.index, self.grid, &Params::from(call)) }
+    }
 }

@@ -1,15 +1,16 @@
-//! `kernels/flash_attention_sm90.cu`: Hopper's asynchronous tensor cores and bulk copies.
+//! `kernels/attention/prefill_sm90.cu`: Hopper's asynchronous tensor cores and bulk copies.
 
-use super::{Call, Operand};
+use super::forms::head_sizes;
+use super::plan::{Kernel, Planned};
+use super::problem::{Call, Case, Operand};
 use crate::cuda::abi::{ATTENTION_SM90, AttentionSm90, AttentionSm90Params, TensorMap};
-use crate::cuda::{Grid, Launcher, Module, fatbin};
-use candle_core::cuda_backend::cudarc::driver::sys;
-use candle_core::{DType, Result};
-use std::fmt;
+use crate::cuda::{Grid, Launcher, Module, PIECES, fatbin};
+use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
+use candle_core::{DType, Result, bail};
 
 static MODULE: Module = Module::new(
-    "flash_attention_sm90",
-    fatbin!("flash_attention_sm90"),
+    "prefill_sm90",
+    fatbin!("prefill_sm90"),
     &[
         "flash_attention_sm90_d64_f16",
         "flash_attention_sm90_d64_bf16",
@@ -48,141 +49,133 @@ impl AttentionSm90 {
     }
 }
 
+/// Forms whose warpgroups have rows of their own; those that share keys come behind them, for some head sizes.
+const UNSHARED: &[AttentionSm90] = ATTENTION_SM90.split_at(5).0;
+const _: () = assert!(!UNSHARED[4].share && ATTENTION_SM90[5].share);
+
+/// Head sizes that there are kernels for.
+pub(super) const HEAD_SIZES: [usize; UNSHARED.len()] = head_sizes!(UNSHARED);
+
 /// Fewer queries than this leave most of a warpgroup's rows empty.
-const MIN_QUERIES: usize = 32;
+pub(super) const MIN_QUERIES: usize = 32;
 
 /// Keys and values that stay in L2 while the rows of their heads go through: half of an H100's.
 const SECTION_BYTES: usize = 24 << 20;
 
-/// The kernel for a call, with all it is told.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Form {
+/// A kernel and how it divides the work.
+#[derive(Debug)]
+struct Wgmma {
     index: usize,
     config: AttentionSm90,
-    blocks: usize,
-    params: AttentionSm90Params,
+    grid: Grid,
+    /// Of queries.
+    tiles: i32,
+    /// Query heads of all sequences.
+    columns: i32,
+    /// Columns whose keys and values stay in L2 together.
+    section: i32,
 }
 
-impl fmt::Display for Form {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shared = if self.config.share { " shared" } else { "" };
-        write!(f, "d{}{shared}", self.config.dim)
+/// Where there are too few tiles of queries for all multiprocessors, by a kernel whose warpgroups have the same rows
+/// and share the keys out, if there is one of the head size.
+pub(super) fn plan(case: &Case) -> Planned<Call> {
+    if let Some(reason) = refusal(case) {
+        return Err(reason);
     }
+    let sizes = &case.sizes;
+    let columns = sizes.batch * sizes.heads;
+    let sms = case.gpu.sms as usize;
+    let tiles = |config: &AttentionSm90| sizes.queries.div_ceil(config.rows());
+    let find = |share: bool| {
+        let fits = |config: &AttentionSm90| config.dim == sizes.dim && config.share == share;
+        ATTENTION_SM90.iter().position(fits)
+    };
+    let mut place = find(false).ok_or("it is for other head sizes")?;
+    if tiles(&ATTENTION_SM90[place]) * columns < sms {
+        place = find(true).unwrap_or(place);
+    }
+    let config = ATTENTION_SM90[place];
+    let tiles = tiles(&config);
+    let items = tiles * columns;
+    if i32::try_from(items).is_err() {
+        return Err("more tiles than it counts");
+    }
+    let blocks = if config.share { items } else { items.min(sms) };
+    let threads = 128 * (config.consumers as u32 + 1);
+    Ok(Box::new(Wgmma {
+        index: 2 * place + usize::from(case.q == DType::BF16),
+        config,
+        grid: Grid::new([blocks as u32, 1, 1], threads, config.shared() as u32),
+        tiles: tiles as i32,
+        columns: columns as i32,
+        section: section(case, tiles, blocks) as i32,
+    }))
 }
 
-impl Form {
-    /// The form for the call, or why there is none.
-    pub fn of(launcher: &Launcher, call: &Call) -> Result<std::result::Result<Self, &'static str>> {
-        if launcher.gpu.arch != 90 {
-            return Ok(Err("not Hopper"));
-        }
-        if let Some(reason) = refusal(call) {
-            return Ok(Err(reason));
-        }
-        let columns = call.batch * call.heads;
-        let sms = launcher.gpu.sms as usize;
-        let tiles = |config: &AttentionSm90| call.queries.div_ceil(config.rows());
-        let fits = |share: bool| {
-            let fits = |config: &AttentionSm90| config.dim == call.dim && config.share == share;
-            ATTENTION_SM90.iter().position(fits)
+impl Kernel<Call> for Wgmma {
+    fn entry(&self) -> &'static str {
+        MODULE.names(self.index).1
+    }
+
+    fn grid(&self) -> Grid {
+        self.grid
+    }
+
+    fn details(&self) -> String {
+        let (consumers, section) = (self.config.consumers, self.section);
+        let share = match self.config.share {
+            true => " that share keys",
+            false => "",
         };
-        let Some(mut place) = fits(false) else {
-            return Ok(Err("no form of this head dimension for Hopper"));
-        };
-        if tiles(&ATTENTION_SM90[place]) * columns < sms {
-            place = fits(true).unwrap_or(place);
-        }
-        let (config, index) = (
-            ATTENTION_SM90[place],
-            2 * place + usize::from(call.q_dtype == DType::BF16),
-        );
-        if MODULE.built_for(launcher.gpu, index)? != 90 {
-            return Ok(Err("not built for Hopper"));
-        }
-        let items = tiles(&config) * columns;
-        let blocks = if config.share { items } else { items.min(sms) };
-        let Ok(items) = i32::try_from(items) else {
-            return Ok(Err("more work than the form for Hopper counts"));
-        };
+        format!("{consumers} warpgroups{share}, sections of {section} heads")
+    }
+
+    unsafe fn run(&self, launcher: &Launcher, call: &Call) -> Result<()> {
+        let (sizes, config) = (&call.sizes, &self.config);
         let map = |operand: &Operand, tokens, heads, rows| {
             tensor_map(call, operand, [tokens, heads], rows, config.piece())
         };
-        let maps = (
-            map(&call.q, call.queries, call.heads, config.rows()),
-            map(&call.k, call.keys, call.kv_heads, config.keys),
-            map(&call.v, call.keys, call.kv_heads, config.keys),
-        );
-        let (Some(q), Some(k), Some(v)) = maps else {
-            return Ok(Err("strides that the copy engine does not take"));
-        };
         let params = AttentionSm90Params {
-            q,
-            k,
-            v,
+            q: map(&call.q, sizes.queries, sizes.heads, config.rows())?,
+            k: map(&call.k, sizes.keys, sizes.kv_heads, config.keys)?,
+            v: map(&call.v, sizes.keys, sizes.kv_heads, config.keys)?,
             y: call.y,
-            heads: call.heads as i32,
-            kv_heads: call.kv_heads as i32,
-            queries: call.queries as i32,
-            keys: call.keys as i32,
+            heads: sizes.heads as i32,
+            kv_heads: sizes.kv_heads as i32,
+            queries: sizes.queries as i32,
+            keys: sizes.keys as i32,
             unit: call.scale * std::f32::consts::LOG2_E,
             causal: call.causal.into(),
-            tiles: items / columns as i32,
-            columns: columns as i32,
-            section: section(call, tiles(&config), blocks) as i32,
+            tiles: self.tiles,
+            columns: self.columns,
+            section: self.section,
         };
-        Ok(Ok(Self {
-            index,
-            config,
-            blocks,
-            params,
-        }))
-    }
-
-    /// # Safety
-    /// As [`super::launch`].
-    pub unsafe fn launch(&self, launcher: &Launcher) -> Result<()> {
-        let grid = Grid::new(
-            [self.blocks as u32, 1, 1],
-            128 * (self.config.consumers as u32 + 1),
-            self.config.shared() as u32,
-        );
         // SAFETY: the kernel takes `AttentionSm90Params`; the addresses are the caller's.
-        unsafe { launcher.run(&MODULE, self.index, grid, &self.params) }
+        unsafe { launcher.run(&MODULE, self.index, self.grid, &params) }
     }
 }
 
-/// Why the kernels do not take the call, whatever its head dimension.
-fn refusal(call: &Call) -> Option<&'static str> {
-    if call.q_dtype != call.kv_dtype || call.q_dtype == DType::F32 {
-        return Some("types that are not one 16-bit type");
+/// Why the kernels do not take the case, whatever its head size.
+fn refusal(case: &Case) -> Option<&'static str> {
+    let (sizes, at) = (&case.sizes, case.alignment);
+    if !case.positive {
+        return Some("the scale is not positive");
     }
-    if call.mask.is_some() || call.softcap.is_some() || call.narrow_window().is_some() {
-        return Some("a mask, window or softcap");
+    if sizes.keys == 0 || case.causal && sizes.keys < sizes.queries {
+        return Some("there are queries without keys");
     }
-    if call.scale <= 0.0 {
-        return Some("a scale that is not positive");
-    }
-    if call.queries < MIN_QUERIES {
-        return Some("few queries");
-    }
-    if call.keys == 0 || call.causal && call.keys < call.queries {
-        return Some("queries without keys");
-    }
-    let whole = [call.q, call.k, call.v]
-        .iter()
-        .all(|operand| operand.rows_at(16, call.q_dtype))
-        && call.y.is_multiple_of(4);
-    (!whole).then_some("rows that are no whole 16-byte pieces")
+    (at.q < 16 || at.kv < 16 || at.y < 4).then_some(PIECES)
 }
 
 /// Query heads whose keys and values stay in L2 together, but so many that there are two rounds of
 /// work for the blocks.
-fn section(call: &Call, tiles: usize, blocks: usize) -> usize {
-    let bytes = call.keys * call.dim * 2 * call.kv_dtype.size_in_bytes();
+fn section(case: &Case, tiles: usize, blocks: usize) -> usize {
+    let sizes = &case.sizes;
+    let bytes = sizes.keys * sizes.dim * 2 * case.kv.size_in_bytes();
     let kv_heads = (SECTION_BYTES / bytes)
-        .max((2 * blocks).div_ceil(call.group() * tiles))
+        .max((2 * blocks).div_ceil(sizes.group() * tiles))
         .max(1);
-    call.group() * kv_heads.min(call.batch * call.kv_heads)
+    sizes.group() * kv_heads.min(sizes.batch * sizes.kv_heads)
 }
 
 /// What the copy engine is told of a tensor of `[batch, heads, tokens, dim]`: tiles of `rows` tokens
@@ -193,7 +186,7 @@ fn tensor_map(
     [tokens, heads]: [usize; 2],
     rows: usize,
     piece: usize,
-) -> Option<TensorMap> {
+) -> Result<TensorMap> {
     let size = call.q_dtype.size_in_bytes();
     let data_type = match call.q_dtype {
         DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -205,8 +198,8 @@ fn tensor_map(
         _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
     };
     let [batch_stride, head_stride, token_stride, _] = operand.strides;
-    let pieces = call.dim / piece;
-    let dims = [piece, tokens, pieces, heads, call.batch].map(|d| d as u64);
+    let pieces = call.sizes.dim / piece;
+    let dims = [piece, tokens, pieces, heads, call.sizes.batch].map(|d| d as u64);
     // A dimension of one element may have any stride: 16 is always taken.
     let stride = |stride: i64, dim: usize| {
         if dim > 1 {
@@ -219,7 +212,7 @@ fn tensor_map(
         stride(token_stride, tokens),
         stride(piece as i64, pieces),
         stride(head_stride, heads),
-        stride(batch_stride, call.batch),
+        stride(batch_stride, call.sizes.batch),
     ];
     let tile = [piece, rows, pieces, 1, 1].map(|d| d as u32);
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
@@ -240,5 +233,12 @@ fn tensor_map(
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     };
-    (result == sys::CUresult::CUDA_SUCCESS).then_some(TensorMap { opaque: map.opaque })
+    // Strides are multiples of 16 bytes, as the plan asks, and below 2^40, as memory is: those are always taken.
+    match result {
+        sys::CUresult::CUDA_SUCCESS => Ok(TensorMap { opaque: map.opaque }),
+        error => bail!(
+            "flash_attention: no tensor map with strides of {strides:?} bytes: {}",
+            DriverError(error)
+        ),
+    }
 }

@@ -1,14 +1,17 @@
-//! A step of attention beside a product that does not need it, in one launch.
+//! `kernels/attention/decode_with_gemv.cu`: a step of attention beside a product that does not need it, in one launch.
 
-use super::{OP, Prepared, Step};
+use super::OP;
+use super::problem::{Case, Operands, StepShape};
+use super::split::Split;
 use crate::cuda::abi::{DECODING_BESIDE, DECODING_BESIDE_KEYS, DecodingBesideParams};
-use crate::cuda::{Grid, Launcher, Module, fatbin};
-use crate::ops::linear::cuda::{Case, Gemv, Operands, gemv_dense_pipelined};
+use crate::cuda::{Grid, Launcher, Module, UNALIGNED, fatbin};
+use crate::ops::flash_attention::cuda::{Kernel, Planned, head_sizes};
+use crate::ops::linear::cuda::{Gemv, gemv_dense_pipelined as pipelined};
 use candle_core::{DType, Result, bail};
 
 static MODULE: Module = Module::new(
-    "decoding_beside",
-    fatbin!("decoding_beside"),
+    "decode_with_gemv",
+    fatbin!("decode_with_gemv"),
     &[
         "decoding_beside_d64_f16",
         "decoding_beside_d64_bf16",
@@ -21,100 +24,107 @@ static MODULE: Module = Module::new(
     ],
 );
 
-/// Attention of one token and a product of one row that reads nothing of it, nor writes what it reads.
-#[derive(Clone, Debug)]
-pub(crate) struct Beside {
-    pub step: Step,
-    product: Operands,
-    case: Case,
-    /// Whether the product need not wait for the kernel in front, which writes nothing that it reads and
-    /// begins when all in front of it are complete.
-    pub ready: bool,
+/// Head sizes that there are kernels for.
+pub(super) const HEAD_SIZES: [usize; DECODING_BESIDE.len()] = head_sizes!(DECODING_BESIDE);
+
+/// A kernel, its grid, and those of both of its halves.
+#[derive(Debug)]
+struct Together {
+    index: usize,
+    split: Split,
+    attention: Grid,
+    grid: Grid,
+    /// Of the product's pipelines.
+    stages: usize,
 }
 
-impl Beside {
-    /// None if there is no kernel for the two.
-    pub fn new(launcher: &Launcher, step: Step, product: Operands, ready: bool) -> Option<Self> {
-        let shape = &step.shape;
-        let case = product.case(launcher);
-        let sixteen = [DType::F16, DType::BF16].contains(&shape.cache_dtype);
-        let alike = case.dense() == Some(shape.cache_dtype) && shape.dtype == shape.cache_dtype;
-        let both = Self {
-            step,
-            product,
-            case,
-            ready,
+pub(super) fn split(shape: &StepShape) -> Option<Split> {
+    let fits = HEAD_SIZES.contains(&shape.head_dim);
+    fits.then(|| Split::on_tensor_cores(shape, DECODING_BESIDE_KEYS))
+}
+
+/// Of the product, beside so many that attend: two fit a multiprocessor, and more of the product's would
+/// begin when attention ends, and end last.
+fn product_blocks(sms: u32, attending: u32) -> usize {
+    (2 * sms).saturating_sub(attending).max(sms / 2) as usize
+}
+
+/// A step of one sequence, and a product of one row and one matrix of the step's dtype.
+pub(super) fn plan(case: &Case) -> Planned<Operands> {
+    let (shape, sms) = (&case.shape, case.gpu.sms);
+    let product = case.product.as_ref();
+    let product = product.ok_or("there is no product beside the step")?;
+    let place = HEAD_SIZES.iter().position(|dim| *dim == shape.head_dim);
+    let (Some(place), Some(split)) = (place, split(shape)) else {
+        return Err("it is for other head sizes");
+    };
+    if product.dense() != Some(shape.cache_dtype) {
+        return Err("the product's weights are of another dtype");
+    }
+    if product.border.is_some() {
+        return Err("the product has two matrices along K");
+    }
+    if !case.aligned {
+        return Err(UNALIGNED);
+    }
+    let attention = split.grid(&case.gpu, shape)?;
+    let attending: u32 = attention.blocks.iter().product();
+    let spread = |attending| {
+        let room = pipelined::Room::beside(product_blocks(sms, attending));
+        pipelined::spread(product, room)
+    };
+    // It has to fit into the least room, too.
+    spread(u32::MAX)?;
+    let (of_product, stages) = spread(attending)?;
+    let grid = Grid::new(
+        [attending + of_product.blocks[0], 1, 1],
+        of_product.threads,
+        of_product.shared.max(attention.shared),
+    );
+    Ok(Box::new(Together {
+        index: 2 * place + usize::from(shape.cache_dtype == DType::BF16),
+        split,
+        attention,
+        grid,
+        stages,
+    }))
+}
+
+impl Kernel<Operands> for Together {
+    fn entry(&self) -> &'static str {
+        MODULE.names(self.index).1
+    }
+
+    fn grid(&self) -> Grid {
+        self.grid
+    }
+
+    fn details(&self) -> String {
+        let attending: u32 = self.attention.blocks.iter().product();
+        let keys = self.split.keys;
+        format!(
+            "{attending} attend, {keys} keys a warp, {} stages",
+            self.stages
+        )
+    }
+
+    unsafe fn run(&self, launcher: &Launcher, operands: &Operands) -> Result<()> {
+        let Some(beside) = &operands.beside else {
+            bail!("{OP}: there is no product beside the step");
         };
-        let fits = launcher.gpu.arch >= 80
-            && sixteen
-            && alike
-            && step.is_aligned()
-            && shape.sequences == 1
-            && DECODING_BESIDE
-                .iter()
-                .any(|form| form.dim == shape.head_dim)
-            && both
-                .spread(Self::blocks(launcher.gpu.sms, u32::MAX))
-                .is_some();
-        fits.then_some(both)
-    }
-
-    /// The product on at most so many blocks: the launch's grid and the stages of its pipelines.
-    fn spread(&self, blocks: usize) -> Option<(Grid, usize)> {
-        let one = self.product.second.is_none();
-        let room = gemv_dense_pipelined::Room::beside(blocks);
-        one.then(|| gemv_dense_pipelined::spread(&self.case, room).ok())?
-    }
-
-    /// Of the product, beside so many that attend: two fit a multiprocessor, and more of the product's would
-    /// begin when attention ends, and end last.
-    fn blocks(sms: u32, attending: u32) -> usize {
-        (2 * sms).saturating_sub(attending).max(sms / 2) as usize
-    }
-
-    /// Launches both.
-    ///
-    /// # Errors
-    /// If the shape is past what the kernel takes.
-    ///
-    /// # Safety
-    /// As for a step and for a product of few rows.
-    pub unsafe fn launch(&self, launcher: &Launcher) -> Result<()> {
-        let Prepared {
-            shares,
-            params,
-            blocks,
-        } = Prepared::new(launcher, &self.step, Some(DECODING_BESIDE_KEYS))?;
-        let dim = DECODING_BESIDE
-            .iter()
-            .position(|form| form.dim == self.step.shape.head_dim);
-        let attending: u32 = blocks.iter().product();
-        let room = Self::blocks(launcher.gpu.sms, attending);
-        let (Some(dim), Some((grid, stages))) = (dim, self.spread(room)) else {
-            bail!("{OP}: no kernel for a step of this shape beside a product");
-        };
-        let mut product = Gemv::of(&self.product)?;
-        product.slots = stages as u32;
-        let bf16 = self.step.shape.cache_dtype == DType::BF16;
+        let mut product = Gemv::of(&beside.product)?;
+        product.slots = self.stages as u32;
         let both = DecodingBesideParams {
-            attention: params,
+            attention: operands.step.params(launcher, self.split.warps),
             product,
-            blocks,
-            ready: u32::from(self.ready),
+            blocks: self.attention.blocks,
+            ready: u32::from(beside.ready),
         };
-        let grid = Grid::new(
-            [attending + grid.blocks[0], 1, 1],
-            grid.threads,
-            grid.shared.max(shares.shared as u32),
-        );
         // SAFETY: the kernel takes `DecodingBesideParams`; the addresses are the caller's.
         unsafe {
-            launcher.moving(self.product.weight_bytes() as u64).run(
-                &MODULE,
-                2 * dim + usize::from(bf16),
-                grid,
-                &both,
-            )
+            launcher
+                .moving(beside.product.weight_bytes() as u64)
+                .run(&MODULE, self.index, self.grid, &both)
         }
     }
 }

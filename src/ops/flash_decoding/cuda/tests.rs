@@ -1,6 +1,6 @@
 //! A recorded step, which rehearses before it waits, against one that is launched by itself.
 
-use super::{Beside, Step, StepShape, launch};
+use super::{Attention, Beside, Step, StepShape, partials};
 use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
 use crate::ops::linear;
@@ -97,9 +97,9 @@ fn a_recorded_step_gives_what_a_launch_gives() -> Result<()> {
         let layer = Layer::new(&device, dim, dtype, cache)?;
         let expected = layer.eager()?;
         let prepared = Prepared::new(&launcher, &layer)?;
-        let step = prepared.step;
+        let attention = Attention::new(&launcher, prepared.step, None)?;
         // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
-        let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { launch(l, &step) });
+        let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { attention.run(l) });
         let mut graph = Graph::capture(launcher.gpu, record)?;
         for _ in 0..2 {
             // SAFETY: as above; candle's stream carries everything else, too.
@@ -130,8 +130,9 @@ impl Prepared {
         let shape = layer.shape();
         let width = shape.heads * shape.head_dim;
         let out = Tensor::zeros((shape.sequences, width), shape.dtype, device)?;
-        let partial = Tensor::zeros(shape.partial_bytes(gpu), DType::U8, device)?;
-        let counters = Tensor::zeros(shape.counters(gpu), DType::U32, device)?;
+        let sizes = partials(gpu, &shape)?;
+        let partial = Tensor::zeros(sizes.bytes, DType::U8, device)?;
+        let counters = Tensor::zeros(sizes.counters, DType::U32, device)?;
         let step = Step {
             qkv: address_of(&layer.qkv)?,
             q_norm: 0,
@@ -268,10 +269,10 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
             let up = Up::new(&device, dtype)?;
             let (attended, expected) = (layer.eager()?, up.eager()?);
             let prepared = Prepared::new(&launcher, &layer)?;
-            let both = Beside::new(&launcher, prepared.step, up.operands()?, ready);
-            let both = both.expect("a kernel for this head dimension");
+            let product = up.operands()?;
+            let both = Attention::new(&launcher, prepared.step, Some(Beside { product, ready }))?;
             // SAFETY: the tensors have the sizes that step and product ask for, and outlive the graph.
-            let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { both.launch(l) });
+            let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { both.run(l) });
             let mut graph = Graph::capture(launcher.gpu, record)?;
             // SAFETY: as above; candle's stream carries everything else, too.
             unsafe { graph.launch(launcher.stream)? };

@@ -2,11 +2,11 @@
 
 use super::kernels::{
     gemm_dense, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_m64,
-    gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+    gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
 };
 use super::plan::{Plan, Planned};
 use super::problem::{Case, NormKind, WeightFormat};
-use crate::cuda::forced;
+use crate::cuda::{KernelInfo, forced};
 use crate::quant::{Format, Scheme};
 use candle_core::{DType, Result, bail};
 use std::cell::RefCell;
@@ -135,6 +135,8 @@ const SEVERAL: [usize; 2] = [2, GEMV[1]];
 /// M of the tensor-core kernels for INT8 and INT4 weights, which multiply in bf16. Few f32 rows keep 16 bits as two
 /// parts in GEMVs; more are rounded to bf16, as for the library.
 const WNA16_M16: &[Rows] = &[(BF16, [2, 32]), (F32, [GEMV[1] + 1, 32])];
+/// The same on Hopper, where another kernel takes more.
+const WNA16_M16_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
 const WNA16_M64: &[Rows] = &[(BF16, [2, 128]), (F32, [GEMV[1] + 1, 128])];
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
@@ -155,14 +157,19 @@ const RULE: Rule = Rule {
     note: "",
 };
 
+/// M from which on, on Hopper, weights in tensor cores' registers beat those that are dequantized for the library.
+const WNA16_SM90: [usize; 2] = [2, 1024];
+/// Twice as many rows of operand B keep the bits of f16.
+const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F16, [2, 64])];
+
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 const GEMV_OF_HALVES: &[Rows] = &[(F16, GEMV), (BF16, GEMV)];
 
-/// The table. First match wins.
+/// The table. First match wins; a kernel may have several rules.
 pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_dense_latency",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         formats: Formats::HALF,
         x: GEMV_OF_HALVES,
         max_k: gemv_dense::MAX_LATENCY_K,
@@ -173,7 +180,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: gemv_dense_pipelined::NAME,
-        source: "linear_stream.cu",
+        source: "linear/gemv_dense_pipelined.cu",
         formats: Formats::HALF,
         x: &[(F16, [1, 1]), (BF16, [1, 1])],
         arch: [80, NEWEST],
@@ -184,7 +191,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense_mma",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         formats: Formats::HALF,
         x: &[(F16, SEVERAL), (BF16, SEVERAL)],
         plan: gemv_dense::mma,
@@ -193,7 +200,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense_m8",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         x: &[(F32, SEVERAL), (F16, SEVERAL), (BF16, SEVERAL)],
         plan: gemv_dense::m8,
         note: "multiply-adds in f32",
@@ -201,7 +208,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         x: GEMV_OF_EACH,
         plan: gemv_dense::m1,
         note: "a launch for each row",
@@ -209,7 +216,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_dense_scalar",
-        source: "linear.cu",
+        source: "linear/gemv_dense.cu",
         x: GEMV_OF_EACH,
         plan: gemv_dense::scalar,
         note: "rows that are no whole pieces of 16 aligned bytes",
@@ -217,7 +224,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_dense_cublaslt",
-        source: "linear_many.cu",
+        source: "linear/gemm_dense.cu",
         formats: Formats::DENSE.or(Formats::MIXED_DENSE),
         plan: gemm_dense::plan,
         note: "the norm in a preceding kernel, activation and second residual in a following one",
@@ -225,7 +232,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_gguf_latency",
-        source: "quant_linear_small.cu",
+        source: "linear/gemv_gguf_latency.cu",
         formats: Formats::GGUF,
         x: &[(F32, [1, 4])],
         arch: [80, NEWEST],
@@ -235,17 +242,8 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
-        kernel: "gemv_gguf",
-        source: "quant_linear.cu",
-        formats: Formats::GGUF,
-        x: GEMV_OF_EACH,
-        plan: gemv_gguf::plan,
-        note: "four rows a launch",
-        ..RULE
-    },
-    Rule {
         kernel: "gemv_wna16_sm90",
-        source: "quant_codes.cu",
+        source: "linear/gemv_wna16.cu",
         formats: Formats::INT4_G128.or(Formats::TERNARY),
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
@@ -254,17 +252,8 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
-        kernel: "gemv_ternary",
-        source: "quant_codes.cu",
-        formats: Formats::TERNARY,
-        x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
-        plan: gemv_wna16::plan,
-        note: "four rows a launch",
-        ..RULE
-    },
-    Rule {
         kernel: "gemm_w8a8_cluster",
-        source: "w8a8_direct_sm90.cu",
+        source: "linear/gemm_w8a8_cluster.cu",
         formats: Formats::INT8,
         x: &[(F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
@@ -275,7 +264,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_w8a8_sm90",
-        source: "w8a8_sm90.cu",
+        source: "linear/gemm_w8a8_sm90.cu",
         formats: Formats::INT8,
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
@@ -285,7 +274,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_w8a8_mma",
-        source: "w8a8.cu",
+        source: "linear/gemm_w8a8.cu",
         formats: Formats::INT8,
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         plan: gemm_w8a8::mma,
@@ -294,9 +283,9 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_cluster",
-        source: "quant_slices.cu",
+        source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT4_G128,
-        x: WNA16_M16,
+        x: WNA16_M16_SM90,
         arch: [90, NEWEST],
         gates: false,
         plan: gemm_wna16_m16::cluster,
@@ -305,9 +294,9 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_tma",
-        source: "quant_slices.cu",
+        source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT4_G128,
-        x: WNA16_M16,
+        x: WNA16_M16_SM90,
         arch: [90, NEWEST],
         plan: gemm_wna16_m16::tma,
         note: "K past 4,096; 16 rows a launch",
@@ -315,7 +304,45 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16",
-        source: "quant_slices.cu",
+        source: "linear/gemm_wna16_m16.cu",
+        formats: Formats::INT4_G128,
+        x: WNA16_M16_SM90,
+        arch: [90, NEWEST],
+        plan: gemm_wna16_m16::plan,
+        note: "16 rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_sm90",
+        source: "linear/gemm_wna16_sm90.cu",
+        formats: Formats::QUANTIZED,
+        x: WNA16_SM90_OF_EACH,
+        arch: [90, 90],
+        plan: gemm_wna16_sm90::plan,
+        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_gguf",
+        source: "linear/gemv_gguf.cu",
+        formats: Formats::GGUF,
+        x: GEMV_OF_EACH,
+        plan: gemv_gguf::plan,
+        note: "four rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_ternary",
+        source: "linear/gemv_wna16.cu",
+        formats: Formats::TERNARY,
+        x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
+        plan: gemv_wna16::plan,
+        note: "four rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_m16",
+        source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT8.or(Formats::INT4),
         x: WNA16_M16,
         arch: [80, NEWEST],
@@ -325,7 +352,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m64",
-        source: "quant_tiles.cu",
+        source: "linear/gemm_wna16_m64.cu",
         formats: Formats::INT8.or(Formats::INT4),
         x: WNA16_M64,
         arch: [80, NEWEST],
@@ -335,7 +362,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_wna16",
-        source: "quant_codes.cu",
+        source: "linear/gemv_wna16.cu",
         formats: Formats::INT8.or(Formats::INT4),
         x: GEMV_OF_EACH,
         plan: gemv_wna16::plan,
@@ -344,7 +371,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: gemm_dequantized::NAME,
-        source: "dequantize.cu",
+        source: "formats/dequantize.cu",
         formats: Formats::QUANTIZED.or(Formats::MIXED),
         plan: gemm_dequantized::plan,
         note: "a preceding kernel applies an RMS norm and narrows x, a layer norm has a kernel of its own; activation and second residual in a following one",
@@ -414,16 +441,20 @@ thread_local! {
 /// # Errors
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan> {
-    if let Some(name) = forced() {
-        let Some(rule) = RULES.iter().find(|rule| *rule.kernel == *name) else {
-            let names = kernels().map(|k| k.name).collect::<Vec<_>>().join(", ");
-            bail!("linear: there is no kernel {name}, expected one of {names}");
-        };
-        if rule.formats.contains(Formats::of(case.weight)) {
-            return match rule.chosen(case) {
-                Ok(plan) => Ok(plan),
-                Err(reason) => bail!("linear: kernel {name} cannot take {case}: {reason}"),
-            };
+    if let Some(place) = forced("linear", kernels(), crate::ops::all_kernels())? {
+        let (name, format) = (RULES[place].kernel, Formats::of(case.weight));
+        let rules = RULES.iter().filter(|rule| rule.kernel == name);
+        let rules = rules.filter(|rule| rule.formats.contains(format));
+        let (mut known, mut refusal) = (false, "");
+        for rule in rules {
+            known = true;
+            match rule.chosen(case) {
+                Ok(plan) => return Ok(plan),
+                Err(reason) => refusal = reason,
+            }
+        }
+        if known {
+            bail!("linear: kernel {name} cannot take {case}: {refusal}");
         }
     }
     if let Some(plan) = PLANS.with_borrow(|plans| plans.get(case).cloned()) {
@@ -444,17 +475,6 @@ pub(super) fn select(case: &Case) -> Result<Plan> {
         plans.insert(*case, plan.clone());
     });
     Ok(plan)
-}
-
-/// A kernel of the table.
-#[derive(Clone, Copy, Debug)]
-pub struct KernelInfo {
-    /// Its name, as [`with_kernel`](crate::cuda::with_kernel) takes it.
-    pub name: &'static str,
-    /// The file below `kernels/`; for a library's product that of what is done around it.
-    pub source: &'static str,
-    /// When it is chosen, where weight format, dtype, M and GPU do not say so.
-    pub note: &'static str,
 }
 
 /// The kernels in the order in which they are tried.

@@ -8,7 +8,7 @@ mod plan;
 mod problem;
 mod product;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use super::op::LinearOp;
 use crate::cuda::{Launcher, Scratch, address, alloc};
@@ -17,7 +17,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Shape};
 use owned::Owned;
 
-pub use dispatch::{KernelInfo, kernels as kernel_table};
+pub use dispatch::kernels as kernel_table;
 pub(crate) use kernels::gemm_dequantized::dequantize_together;
 pub(crate) use kernels::gemv::Gemv;
 pub(crate) use kernels::gemv_dense_pipelined;

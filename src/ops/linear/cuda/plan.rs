@@ -1,7 +1,7 @@
 //! How a kernel carries out a product: its grid and parameters, worked out once for a case.
 
 use super::problem::Operands;
-use crate::cuda::{Grid, Launcher, Scratch};
+use crate::cuda::{Grid, Launcher, Scratch, describe};
 use candle_core::Result;
 use std::fmt;
 use std::sync::Arc;
@@ -51,23 +51,9 @@ pub(crate) struct Plan {
     pub how: Arc<dyn Kernel>,
 }
 
-/// As in `gemv_dense_mma (linear_tensor_bf16, 264 blocks of 256, 8256 B shared, split 4, 8 rows a launch)`.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({}", self.kernel, self.how.entry())?;
-        if let Some(grid) = self.how.grid() {
-            let blocks: u32 = grid.blocks.iter().product();
-            write!(f, ", {blocks} blocks of {}", grid.threads)?;
-            if grid.cluster > 1 {
-                write!(f, " in clusters of {}", grid.cluster)?;
-            }
-            if grid.shared > 0 {
-                write!(f, ", {} B shared", grid.shared)?;
-            }
-        }
-        match self.how.details() {
-            details if details.is_empty() => f.write_str(")"),
-            details => write!(f, ", {details})"),
-        }
+        let how = &self.how;
+        describe(f, self.kernel, how.entry(), how.grid(), &how.details())
     }
 }

@@ -1,7 +1,8 @@
-//! The table of kernels without a GPU: what it chooses over a grid of cases, and its page in the documentation.
+//! The table of kernels without a GPU: what it chooses over a grid of cases, and its part of docs/kernels.md.
 
 use super::dispatch::{RULES, select};
 use super::problem::{Alignment, Case, MAX_MATRICES, WeightFormat};
+use crate::cuda::table_tests::{GPUS, architectures, assert_current, gather, gpu_named, runs};
 use crate::cuda::{GpuSpec, with_kernel};
 use crate::ops::linear::Activation;
 use crate::quant::{BlockFormat, Format};
@@ -9,22 +10,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Error, Result};
 use std::fmt::Write as _;
 use std::hint::black_box;
-use std::path::Path;
 use std::time::Instant;
-
-/// Set to write the files anew that the tests compare with.
-const UPDATE: &str = "CANDLE_FUSED_WRITE_TABLES";
-
-/// Name, compute capability, multiprocessors, shared memory of a block.
-const GPUS: [(&str, u32, u32, u32); 7] = [
-    ("T4", 75, 40, 64 << 10),
-    ("A100", 80, 108, 163 << 10),
-    ("RTX 3090", 86, 82, 99 << 10),
-    ("Orin", 87, 16, 163 << 10),
-    ("L4", 89, 58, 99 << 10),
-    ("H100", 90, 132, 227 << 10),
-    ("H200", 90, 132, 227 << 10),
-];
 
 /// N and K of the products of SmolLM2-135M, Qwen3-0.6B, Llama-3.2-1B, Pythia-2.8B and Llama-3-8B, and of gated ones.
 const SHAPES: [(usize, usize, bool); 17] = [
@@ -62,15 +48,6 @@ const FORMATS: [&str; 13] = [
     "ternary-row",
     "ternary-g64",
 ];
-
-fn gpu(capability: u32, sms: u32, shared: u32) -> GpuSpec {
-    GpuSpec {
-        capability,
-        arch: capability,
-        sms,
-        shared,
-    }
-}
 
 fn formats() -> Result<Vec<WeightFormat>> {
     let mut formats: Vec<_> = [DType::F32, DType::F16, DType::BF16]
@@ -123,50 +100,19 @@ fn case(
     }
 }
 
+/// The first product of an MLP that stands beside attention, of one row: N and K, behind a layer norm.
+pub(crate) fn parallel_mlp(gpu: GpuSpec, dtype: DType, [n, k]: [usize; 2]) -> Case {
+    Case {
+        norm: Some(super::NormKind::Layer),
+        activation: Activation::Gelu,
+        bias: true,
+        ..case(gpu, WeightFormat::Dense(dtype), dtype, 1, (n, k, false))
+    }
+}
+
 /// All M to 130, and then powers of two.
 fn rows_of_x() -> impl Iterator<Item = usize> {
     (1..=130).chain((8..=12).map(|power| 1 << power))
-}
-
-/// As in `1 gemv_dense, 2-8 gemv_dense_mma, 9-4096 gemm_dense_cublaslt`.
-fn choices(of: impl Fn(usize) -> Case) -> Result<String> {
-    let mut runs: Vec<(usize, usize, &str)> = Vec::new();
-    for m in rows_of_x() {
-        let kernel = select(&of(m))?.kernel;
-        match runs.last_mut() {
-            Some((_, last, same)) if *same == kernel => *last = m,
-            _ => runs.push((m, m, kernel)),
-        }
-    }
-    let texts = runs
-        .iter()
-        .map(|(first, last, kernel)| match first == last {
-            true => format!("{first} {kernel}"),
-            false => format!("{first}-{last} {kernel}"),
-        });
-    Ok(texts.collect::<Vec<_>>().join(", "))
-}
-
-/// Adds `name` to the line of the same text, or a line.
-fn gather(lines: &mut Vec<(Vec<String>, String)>, name: String, text: String) {
-    match lines.iter_mut().find(|(_, same)| *same == text) {
-        Some((names, _)) => names.push(name),
-        None => lines.push((vec![name], text)),
-    }
-}
-
-/// What `text` is held to, below the package's root.
-fn assert_current(path: &str, text: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
-    if std::env::var_os(UPDATE).is_some() {
-        std::fs::write(&path, text).expect("the file can be written");
-    }
-    let held = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        held == text,
-        "{} is not what the table of kernels gives; if the change is meant, run this test with {UPDATE}=1",
-        path.display()
-    );
 }
 
 #[test]
@@ -178,13 +124,13 @@ fn choices_are_the_committed_ones() -> Result<()> {
     for weight in formats()? {
         for x in [DType::F32, DType::F16, DType::BF16] {
             let mut of_gpus = Vec::new();
-            for (name, capability, sms, shared) in GPUS {
+            for (name, gpu) in GPUS {
                 let mut of_shapes = Vec::new();
                 for shape in SHAPES {
-                    let gpu = gpu(capability, sms, shared);
                     let (n, k, gated) = shape;
                     let name = format!("{n}x{k}{}", if gated { "+" } else { "" });
-                    let text = choices(|m| case(gpu, weight, x, m, shape))?;
+                    let choice = |m| Ok(select(&case(gpu, weight, x, m, shape))?.kernel.to_owned());
+                    let text = runs(rows_of_x(), choice)?;
                     gather(&mut of_shapes, name, text);
                 }
                 let lines = of_shapes
@@ -202,13 +148,11 @@ fn choices_are_the_committed_ones() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn the_page_of_kernels_is_current() {
+/// The table's part of docs/kernels.md.
+pub(crate) fn page() -> String {
     let mut text = String::from(
-        "# Kernels of `linear` and its relatives on CUDA\n\nWhich kernel takes a product. The first row of the table \
-         that fits is taken; `CANDLE_FUSED_KERNEL=name` forces one, and `candle_fused::trace::capture` tells which ran. \
-         M are the rows of x (tokens), N the output channels, K the inputs. The table is \
-         [dispatch.rs](../src/ops/linear/cuda/dispatch.rs); a test writes this page from it.\n\n\
+        "## `linear` and its relatives\n\nWhich kernel takes a product. M are the rows of x (tokens), N the output \
+         channels, K the inputs. The table is [dispatch.rs](../src/ops/linear/cuda/dispatch.rs).\n\n\
          | kernel | weights | x: M | K | compute capability | norm as the prologue | SwiGLU | source | |\n\
          |---|---|---|---|---|---|---|---|---|\n",
     );
@@ -226,17 +170,13 @@ fn the_page_of_kernels_is_current() {
             usize::MAX => "any".to_owned(),
             k => format!("up to {k}"),
         };
-        let arch = match rule.arch {
-            [0, u32::MAX] => "any".to_owned(),
-            [least, u32::MAX] => format!("{}.{} or newer", least / 10, least % 10),
-            [_, most] => format!("{}.{}", most / 10, most % 10),
-        };
         writeln!(
             text,
-            "| `{}` | {} | {} | {k} | {arch} | {} | {} | {} | {} |",
+            "| `{}` | {} | {} | {k} | {} | {} | {} | {} | {} |",
             rule.kernel,
             rule.formats,
             x.join("; "),
+            architectures(rule.arch),
             format!("{:?}", rule.norms).to_lowercase(),
             if rule.gates { "yes" } else { "no" },
             rule.source,
@@ -244,21 +184,28 @@ fn the_page_of_kernels_is_current() {
         )
         .expect("a string");
     }
-    assert_current("docs/kernels.md", &text);
+    text
 }
 
 #[test]
 fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
-    let h100 = gpu(90, 132, 227 << 10);
+    let h100 = gpu_named("H100");
     let int4 = WeightFormat::Quantized(Format::Scheme("int4-g128".parse()?));
     let case = |m| case(h100, int4, DType::BF16, m, (4096, 4096, false));
     let kernel = |name, m| with_kernel(Some(name), || select(&case(m)));
     assert_eq!(kernel("gemm_wna16_m64", 16)?.kernel, "gemm_wna16_m64");
-    // Kernels for other formats leave these alone.
-    assert_eq!(
-        kernel("gemv_dense_mma", 16)?.kernel,
-        select(&case(16))?.kernel
-    );
+    // Kernels for other formats leave these alone, and so do those of other tables.
+    for name in [
+        "gemv_dense_mma",
+        "flash_attention_mma",
+        "flash_decoding_mma",
+    ] {
+        assert_eq!(
+            kernel(name, 16)?.kernel,
+            select(&case(16))?.kernel,
+            "{name}"
+        );
+    }
     for (name, m, expected) in [
         ("gemm_wna16_m64", 512, "M is out of its range"),
         ("gemm_wna16_m16_tma", 16, "K is too short"),
@@ -272,7 +219,7 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
 
 #[test]
 fn a_plan_says_what_it_launches() -> Result<()> {
-    let h100 = gpu(90, 132, 227 << 10);
+    let h100 = gpu_named("H100");
     let plan = select(&case(
         h100,
         WeightFormat::Dense(DType::BF16),
@@ -293,7 +240,7 @@ fn a_plan_says_what_it_launches() -> Result<()> {
 #[test]
 #[ignore = "a measurement: it prints nanoseconds and holds nothing"]
 fn time_of_a_choice() -> Result<()> {
-    let h100 = gpu(90, 132, 227 << 10);
+    let h100 = gpu_named("H100");
     for weight in formats()? {
         let cases: Vec<_> = (1..=16)
             .map(|m| case(h100, weight, DType::BF16, m, (4096, 4096, false)))

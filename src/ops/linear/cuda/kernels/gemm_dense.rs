@@ -16,8 +16,8 @@ use candle_core::{DType, Result, bail};
 use std::sync::Arc;
 
 static MODULE: Module = Module::new(
-    "linear_many",
-    fatbin!("linear_many"),
+    "gemm_dense",
+    fatbin!("gemm_dense"),
     &[
         "linear_finish_f32",
         "linear_finish_f16",

@@ -4,7 +4,9 @@ use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormKind, Operand, Operands, ProductAt};
 use super::cublaslt::WORKSPACE;
 use super::gemm_dense::{Gemms, Rows, check, normalised};
-use crate::cuda::{Address, Grid, Launcher, Narrow, Scratch, dequantize, narrow, product_dtype};
+use crate::cuda::{
+    Address, Arranged, Grid, Launcher, Narrow, Scratch, dequantize, narrow, product_dtype,
+};
 use candle_core::{DType, Result};
 use std::sync::Arc;
 
@@ -94,6 +96,24 @@ pub(super) unsafe fn narrowed(
         return Ok(at.x);
     }
     let out = scratch.take(OP, dtype, m * k)?;
+    // SAFETY: the caller's; the scratch has room for all rows.
+    unsafe { narrowed_to(launcher, scratch, at, dtype, out, None)? };
+    Ok(out)
+}
+
+/// The same at `out`, as `arranged` says.
+///
+/// # Safety
+/// As [`Kernel::run`]; `out` has room for all rows, and their sums have room where they go.
+pub(super) unsafe fn narrowed_to(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    at: &ProductAt,
+    dtype: DType,
+    out: Address,
+    arranged: Option<Arranged>,
+) -> Result<()> {
+    let (m, k) = (at.m, at.k);
     // The conversion knows the RMS norm only.
     let (x, norm) = match at.norm {
         Some(norm) if norm.kind != NormKind::Rms => {
@@ -116,10 +136,10 @@ pub(super) unsafe fn narrowed(
         width: k,
         dtype: at.x_dtype,
         out_dtype: dtype,
+        arranged,
     };
-    // SAFETY: the caller's; the scratch has room for all rows.
-    unsafe { narrow(launcher, &narrowed)? };
-    Ok(out)
+    // SAFETY: the caller's.
+    unsafe { narrow(launcher, &narrowed) }
 }
 
 /// Dequantizes the weights of several products in one go, and gives where those of each lie: launches that a prompt
@@ -191,6 +211,7 @@ unsafe fn under_one_another(
                 width: k,
                 dtype: *from,
                 out_dtype: dtype,
+                arranged: None,
             };
             // SAFETY: the caller's.
             unsafe { narrow(launcher, &narrowed)? };

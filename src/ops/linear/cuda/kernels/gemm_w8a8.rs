@@ -33,12 +33,12 @@ static QUANTIZE: Module = Module::new(
 )
 .beside_the_next();
 
-static WARPS: Module = Module::new("w8a8", fatbin!("w8a8"), &["w8a8_mma"]);
+static WARPS: Module = Module::new("gemm_w8a8", fatbin!("gemm_w8a8"), &["w8a8_mma"]);
 
 /// One for each of [`TILES`].
 static HOPPER: Module = Module::new(
-    "w8a8_sm90",
-    fatbin!("w8a8_sm90"),
+    "gemm_w8a8_sm90",
+    fatbin!("gemm_w8a8_sm90"),
     &["w8a8_sm90_128_1", "w8a8_sm90_128_2", "w8a8_sm90_256_2"],
 );
 
@@ -51,7 +51,7 @@ struct Tile {
     start: f64,
 }
 
-/// Those of [`W8A8_SM90`]; the first is that of `kernels/w8a8.cu` too.
+/// Those of [`W8A8_SM90`]; the first is that of `kernels/linear/gemm_w8a8.cu` too.
 const TILES: [Tile; 3] = [
     Tile {
         form: W8A8_SM90[0],
@@ -191,7 +191,7 @@ impl Kernel for TwoLaunches {
         };
         let next = launcher.moving(bytes as u64);
         // SAFETY: the caller's; the scratch has room for the values and scales of all rows, the structs are
-        // those of the kernels, and weights are as `kernels/codes.cuh` says.
+        // those of the kernels, and weights are as `kernels/formats/packed.cuh` says.
         unsafe {
             quantize(launcher, at, pitch, x, scales)?;
             match self.hopper {

@@ -15,8 +15,8 @@ use std::sync::Arc;
 
 /// One for each of [`FORMS`].
 pub(super) static DIRECT: Module = Module::new(
-    "w8a8_direct_sm90",
-    fatbin!("w8a8_direct_sm90"),
+    "gemm_w8a8_cluster",
+    fatbin!("gemm_w8a8_cluster"),
     &[
         "w8a8_direct_64x64_4",
         "w8a8_direct_64x128_4",

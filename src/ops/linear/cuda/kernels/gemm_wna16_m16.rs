@@ -1,5 +1,5 @@
-//! INT8 or INT4 weights and 16 rows of x a launch (`kernels/code_slices.cuh`, `kernels/code_long.cuh` and
-//! `kernels/code_short.cuh`).
+//! INT8 or INT4 weights and 16 rows of x a launch (`gemm_wna16_m16.cuh`, `gemm_wna16_m16_tma.cuh` and
+//! `gemm_wna16_m16_cluster.cuh` of `kernels/linear/`).
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 /// INT8, INT4 in groups of 128 without zero points, other INT4; [`LONG`] and [`SHORT`].
 pub(super) static MODULE: Module = Module::new(
-    "quant_slices",
-    fatbin!("quant_slices"),
+    "gemm_wna16_m16",
+    fatbin!("gemm_wna16_m16"),
     &[
         "quant_slices_int8",
         "quant_slices_int4_g128",

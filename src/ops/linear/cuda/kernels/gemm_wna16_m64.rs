@@ -1,4 +1,4 @@
-//! INT8 or INT4 weights and 64 rows of x a launch, by tensor cores (`kernels/code_tiles.cuh`).
+//! INT8 or INT4 weights and 64 rows of x a launch, by tensor cores (`kernels/linear/gemm_wna16_m64.cuh`).
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 /// INT8, INT4 in groups of 128 without zero points, other INT4.
 static MODULE: Module = Module::new(
-    "quant_tiles",
-    fatbin!("quant_tiles"),
+    "gemm_wna16_m64",
+    fatbin!("gemm_wna16_m64"),
     &[
         "quant_tiles_int8",
         "quant_tiles_int4_g128",

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 /// In the order of the constants below.
 pub(super) static MODULE: Module = Module::new(
-    "linear",
-    fatbin!("linear"),
+    "gemv_dense",
+    fatbin!("gemv_dense"),
     &[
         "linear_tensor_f16",
         "linear_tensor_bf16",

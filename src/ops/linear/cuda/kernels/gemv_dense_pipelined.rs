@@ -1,5 +1,5 @@
 //! One row of x and many weights of its 16-bit type, which come through a pipeline in shared memory
-//! (`kernels/stream.cuh`).
+//! (`kernels/linear/gemv_dense_pipelined.cuh`).
 //!
 //! Where x takes long to stage, behind a layer norm or in front of two matrices, this is the faster way
 //! (Pythia-2.8B on an H100: 11 % of the second product of a layer, 5 % of the first). Behind an RMS norm the
@@ -22,8 +22,8 @@ use std::sync::Arc;
 pub(crate) const NAME: &str = "gemv_dense_pipelined";
 
 pub(super) static MODULE: Module = Module::new(
-    "linear_stream",
-    fatbin!("linear_stream"),
+    "gemv_dense_pipelined",
+    fatbin!("gemv_dense_pipelined"),
     &[
         "linear_stream_f16",
         "linear_stream_bf16",

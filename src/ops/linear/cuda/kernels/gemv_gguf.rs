@@ -7,10 +7,10 @@ use crate::cuda::{Grid, Module, fatbin, kernel_index};
 use candle_core::DType;
 use std::sync::Arc;
 
-/// As `FormatIndex` of `kernels/formats.cuh` numbers them.
+/// As `FormatIndex` of `kernels/formats/gguf.cuh` numbers them.
 pub(super) static MODULE: Module = Module::new(
-    "quant_linear",
-    fatbin!("quant_linear"),
+    "gemv_gguf",
+    fatbin!("gemv_gguf"),
     &[
         "quant_linear_q4_0",
         "quant_linear_q4_1",
@@ -25,8 +25,8 @@ pub(super) static MODULE: Module = Module::new(
 
 /// The kernels with 8 output channels for a block, and then with 24.
 static LATENCY: Module = Module::new(
-    "quant_linear_small",
-    fatbin!("quant_linear_small"),
+    "gemv_gguf_latency",
+    fatbin!("gemv_gguf_latency"),
     &[
         "quant_small_q4_0",
         "quant_small_q4_1",

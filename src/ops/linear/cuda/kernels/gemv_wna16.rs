@@ -12,8 +12,8 @@ use candle_core::DType;
 
 /// One takes INT4 in groups that the others do not, and so for ternary. The last two are for one row.
 pub(super) static MODULE: Module = Module::new(
-    "quant_codes",
-    fatbin!("quant_codes"),
+    "gemv_wna16",
+    fatbin!("gemv_wna16"),
     &[
         "quant_codes_int8",
         "quant_codes_int4_g128",
@@ -43,7 +43,7 @@ const CORES: [(usize, usize); 7] = [
     (4, TERNARY_PADDING),
 ];
 
-/// Which of them takes a format, as `CodeFormat` of `kernels/codes.cuh` numbers those.
+/// Which of them takes a format, as `CodeFormat` of `kernels/formats/packed.cuh` numbers those.
 const KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
 
 /// INT4 in groups of 128.

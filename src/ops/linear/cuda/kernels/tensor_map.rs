@@ -1,4 +1,4 @@
-//! What Hopper's copy engine is told of int8 codes, and of x.
+//! What TMA is told of int8 weights, and of x.
 
 use crate::cuda::Address;
 use crate::cuda::abi::TensorMap;
@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::sys;
 const OP: &str = "quant_linear";
 
 /// Of x `[m, k]` in bf16, k a multiple of 64: boxes of four times 64 values of 16 rows, as in
-/// `kernels/code_long.cuh`. Rows and values that are not there come as zeros.
+/// `kernels/linear/gemm_wna16_m16_tma.cuh`. Rows and values that are not there come as zeros.
 pub(super) fn rows_map(x: Address, [m, k]: [usize; 2]) -> Result<TensorMap> {
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     // SAFETY: the arrays have the rank of three, or one less for the strides, and outlive the call.
@@ -32,31 +32,87 @@ pub(super) fn rows_map(x: Address, [m, k]: [usize; 2]) -> Result<TensorMap> {
     taken(result, map, || format!("x of [{m}, {k}]"))
 }
 
+/// Of operand B `[rows, pitch]` in bf16: boxes of 64 values of so many rows. Rows that are not there come as zeros.
+pub(super) fn operand_map(
+    x: Address,
+    [rows, pitch]: [usize; 2],
+    rows_of_tile: usize,
+) -> Result<TensorMap> {
+    let plane = Plane {
+        dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        sizes: [pitch, rows],
+        bytes: 2 * pitch,
+        tile: [64, rows_of_tile],
+        swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+    };
+    plane.map(x, "x")
+}
+
+/// Of the sums `[blocks, rows]` in f32 that belong to it, the latter a multiple of 4: boxes of four blocks.
+pub(super) fn sums_map(
+    sums: Address,
+    [blocks, rows]: [usize; 2],
+    rows_of_tile: usize,
+) -> Result<TensorMap> {
+    let plane = Plane {
+        dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        sizes: [rows, blocks],
+        bytes: 4 * rows,
+        tile: [rows_of_tile, 4],
+        swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+    };
+    plane.map(sums, "sums of x")
+}
+
 /// Of codes `[rows, pitch]`: tiles of so many rows and of a stage's k.
 pub(super) fn tensor_map(
     start: Address,
     [rows, pitch]: [usize; 2],
     rows_of_tile: usize,
 ) -> Result<TensorMap> {
-    let mut map = sys::CUtensorMap { opaque: [0; 16] };
-    // SAFETY: the arrays have the rank of two, or one less for the strides, and outlive the call.
-    let result = unsafe {
-        sys::cuTensorMapEncodeTiled(
-            &mut map,
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2,
-            start as *mut std::ffi::c_void,
-            [pitch as u64, rows as u64].as_ptr(),
-            [pitch as u64].as_ptr(),
-            [STAGE_K as u32, rows_of_tile as u32].as_ptr(),
-            [1u32; 2].as_ptr(),
-            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+    let plane = Plane {
+        dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        sizes: [pitch, rows],
+        bytes: pitch,
+        tile: [STAGE_K, rows_of_tile],
+        swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
-    taken(result, map, || format!("[{rows}, {pitch}] codes"))
+    plane.map(start, "codes")
+}
+
+/// A matrix, and the boxes that are copied of it; the contiguous dimension first.
+struct Plane {
+    dtype: sys::CUtensorMapDataType,
+    sizes: [usize; 2],
+    /// From one row to the next.
+    bytes: usize,
+    tile: [usize; 2],
+    swizzle: sys::CUtensorMapSwizzle,
+}
+
+impl Plane {
+    fn map(&self, start: Address, what: &str) -> Result<TensorMap> {
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        // SAFETY: the arrays have the rank of two, or one less for the strides, and outlive the call.
+        let result = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map,
+                self.dtype,
+                2,
+                start as *mut std::ffi::c_void,
+                self.sizes.map(|n| n as u64).as_ptr(),
+                [self.bytes as u64].as_ptr(),
+                self.tile.map(|n| n as u32).as_ptr(),
+                [1u32; 2].as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                self.swizzle,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        let [columns, rows] = self.sizes;
+        taken(result, map, || format!("[{rows}, {columns}] {what}"))
+    }
 }
 
 /// The map, if the driver has made it of what `what` names.

@@ -1,0 +1,431 @@
+// The attention step of decoding in one launch: from a row of the fused projection per sequence,
+// q and k norm, rotation, cache append, attention over all keys so far.
+//
+// A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to MAX_HEADS
+// of its query heads. How many of the blocks work follows from the position, which is read here.
+// Each leaves its result in `partial`; the last one to count itself puts them together and sets the
+// counter back. One block alone, which is enough for a few hundred keys, writes y at once.
+//
+// Keys before the position were written by earlier steps, which are complete if the position is
+// what it is: so they are fetched before the kernel in front is waited for, and the position is
+// read again behind.
+#pragma once
+
+#include "attention/decode_warp.cuh"
+
+namespace fused {
+
+// Only where dependent launches are.
+__device__ __forceinline__ bool rehearses(const DecodingParams& p) { return COMPILED_FOR >= 900 && p.rehearse; }
+
+__device__ __forceinline__ uint32_t read_position(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// A block's shared memory. `stride`: from head to head, in floats.
+template <class Core> struct Shared {
+  char* queries;       // operands of the tensor cores
+  float* q;            // [MAX_HEADS][head_dim]
+  float* k;            // the new key and value, as the cache holds them
+  float* v;
+  float* cos;          // of each element; 1 and 0 where it is not rotated
+  float* sin;
+  float* q_norm;
+  float* k_norm;
+  float* fresh;        // the new key's scores
+  float* tops;         // of each warp
+  float* weights;
+  uint32_t* position;  // as it was read before the wait, the same for all threads
+  float* sums;         // [WARPS][heads][stride]
+  int stride;
+
+  __device__ Shared(char* memory, int head_dim) {
+    queries = memory;
+    q = reinterpret_cast<float*>(memory + Core::QUERIES);
+    k = q + MAX_HEADS * head_dim;
+    v = k + head_dim;
+    cos = v + head_dim;
+    sin = cos + head_dim;
+    q_norm = sin + head_dim;
+    k_norm = q_norm + head_dim;
+    fresh = k_norm + head_dim;
+    tops = fresh + MAX_HEADS;
+    weights = tops + Core::WARPS * MAX_HEADS;
+    position = reinterpret_cast<uint32_t*>(weights + Core::WARPS * MAX_HEADS);
+    sums = weights + Core::WARPS * MAX_HEADS + 2;
+    stride = head_dim + head_dim % 2 + 2;
+  }
+};
+
+// As raw bits: CUDA's loads of 16-bit floats are plain asm to the compiler, which may hoist them past
+// the test for a null pointer.
+__device__ __forceinline__ float read_weight(const void* p, int i, int dtype) {
+  if (dtype == F32) return __ldg(static_cast<const float*>(p) + i);
+  return widen_raw(__ldg(static_cast<const uint16_t*>(p) + i), dtype);
+}
+
+// What every head's row is multiplied with at a position.
+template <class Core>
+__device__ __forceinline__ void read_angles(const DecodingParams& p, const Shared<Core>& s, uint32_t position,
+                                            int head_dim) {
+  const int pairs = p.pairs;
+  const uint64_t row = uint64_t(min(position, p.positions - 1)) * pairs;
+  for (int d = threadIdx.x; d < head_dim; d += Core::WARPS * WARP) {
+    const int i = p.interleaved ? d / 2 : d < pairs ? d : d - pairs;
+    const bool rotated = d < 2 * pairs;
+    s.cos[d] = rotated ? __ldg(p.cos + row + i) : 1.f;
+    s.sin[d] = rotated ? __ldg(p.sin + row + i) : 0.f;
+    s.q_norm[d] = p.q_norm ? read_weight(p.q_norm, d, p.dtype) : 1.f;
+    s.k_norm[d] = p.q_norm ? read_weight(p.k_norm, d, p.dtype) : 1.f;
+  }
+}
+
+// One head's row, of which a lane has elements lane, lane + 32, ...: normed and rotated. `scratch`
+// holds head_dim floats.
+template <class Core, int N>
+__device__ __forceinline__ void turn(const DecodingParams& p, const Shared<Core>& s, const float* norm,
+                                     int head_dim, float (&x)[N], float* scratch) {
+  const int lane = threadIdx.x % WARP, pairs = p.pairs;
+  if (p.q_norm) {
+    float squares = 0.f;
+#pragma unroll
+    for (int e = 0; e < N; ++e) squares += x[e] * x[e];
+    const float factor = rsqrtf(warp_sum(squares) / head_dim + p.eps);
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const int d = lane + 32 * e;
+      if (d < head_dim) x[e] = rounded_to(p.dtype, rounded_to(p.dtype, x[e] * factor) * norm[d]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < N; ++e)
+    if (lane + 32 * e < head_dim) scratch[lane + 32 * e] = x[e];
+  __syncwarp();
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    const int d = lane + 32 * e;
+    if (d >= 2 * pairs) continue;
+    const bool first = p.interleaved ? d % 2 == 0 : d < pairs;
+    const float y = scratch[p.interleaved ? d ^ 1 : first ? d + pairs : d - pairs];
+    x[e] = x[e] * s.cos[d] + (first ? -y : y) * s.sin[d];
+  }
+  __syncwarp();
+}
+
+// This block's place in the grid of the step, which may be a part of the launch's.
+struct Block {
+  uint32_t x, y, z, of_x, of_y;
+};
+
+// What there is to do, as far as the position tells.
+struct Work {
+  uint32_t start, end;  // keys from earlier steps that are seen
+  uint32_t tiles;
+  uint32_t active;      // blocks that take part
+
+  __device__ Work(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys) {
+    end = min(position, p.slots);
+    start = p.window && position + 1 > p.window ? min(position + 1 - p.window, end) : 0;
+    tiles = (end - start + keys - 1) / keys;
+    active = min(block.of_x, max(1u, (tiles + p.tiles - 1) / p.tiles));
+  }
+};
+
+// Which heads a block works on.
+struct Place {
+  uint32_t kv, head;  // key/value head, first query head
+  int heads;
+  bool appends;       // of the blocks with these keys, those of the first query heads append
+  uint32_t qkv, out;  // elements before this sequence's row, and these heads' values
+  uint64_t plane;     // before these heads' cache
+  uint32_t row;       // of blocks
+
+  // `most`: query heads that a block takes.
+  __device__ Place(const DecodingParams& p, const Block& block, int head_dim, uint32_t most) {
+    const uint32_t group = p.heads / p.kv_heads, parts = (group + most - 1) / most;
+    const uint32_t part = block.y % parts, b = block.z;
+    kv = block.y / parts;
+    head = kv * group + part * most;
+    heads = min(group - part * most, most);
+    appends = part == 0;
+    qkv = b * (p.heads + 2 * p.kv_heads) * head_dim;
+    plane = (uint64_t(b) * p.kv_heads + kv) * p.slots * head_dim;
+    out = (b * p.heads + head) * head_dim;
+    row = b * block.of_y + block.y;
+  }
+};
+
+// A lane's part of row `job`: the queries in turn, the new key, the new value.
+template <int N>
+__device__ __forceinline__ void read_row(const DecodingParams& p, const Place& at, int head_dim, int job,
+                                         float (&x)[N]) {
+  const int lane = threadIdx.x % WARP;
+  const uint32_t from =
+      job < at.heads ? at.head + job : p.heads + at.kv + (job > at.heads ? p.kv_heads : 0);
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    const int d = lane + 32 * e;
+    const bool there = d < head_dim && job < at.heads + 2;
+    x[e] = there ? widen_raw(read_raw(p.qkv, p.dtype, at.qkv + from * head_dim + d), p.dtype) : 0.f;
+  }
+}
+
+// Leaves the row where it is needed, rotated if it is a query or the key.
+template <class Core, int N>
+__device__ __forceinline__ void place_row(const DecodingParams& p, const Shared<Core>& s, const Place& at,
+                                          int head_dim, int job, float (&x)[N]) {
+  float* out = job < at.heads ? s.q + job * head_dim : job == at.heads ? s.k : s.v;
+  if (job <= at.heads) turn(p, s, job < at.heads ? s.q_norm : s.k_norm, head_dim, x, out);
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    const int d = int(threadIdx.x % WARP) + 32 * e;
+    if (d >= head_dim) continue;
+    out[d] = rounded_to(job < at.heads ? p.dtype : Core::dtype(p.cache_dtype), x[e]);
+    if (job < at.heads) Core::put(s.queries, job, d, out[d]);
+  }
+}
+
+// Scores of the new key; the last warps, which have the fewest keys.
+template <class Core>
+__device__ __forceinline__ void score_fresh(const Shared<Core>& s, const Keys& keys, int heads) {
+  const int lane = threadIdx.x % WARP;
+  for (int h = Core::WARPS - 1 - int(threadIdx.x / WARP); h < heads; h += Core::WARPS) {
+    float product = 0.f;
+    for (int d = lane; d < keys.head_dim; d += WARP) product += s.q[h * keys.head_dim + d] * s.k[d];
+    product = warp_sum(product);
+    if (lane == 0) s.fresh[h] = score(keys, product);
+  }
+}
+
+// A value on its way: the sum of weight times value, the sum of the weights, both relative to the
+// highest score.
+struct Value {
+  float top, weight, sum;
+};
+
+// Element d of head h over the block's first `warps` warps, and the new key where `leads`.
+template <class Core>
+__device__ __forceinline__ Value merge_warps(const Shared<Core>& s, int heads, int h, int d,
+                                             int warps, bool leads) {
+  float tops[Core::WARPS];
+  Value r = {leads ? s.fresh[h] : -INFINITY, 0.f, 0.f};
+  const float fresh = r.top;
+#pragma unroll
+  for (int w = 0; w < Core::WARPS; ++w) {
+    tops[w] = w < warps ? s.tops[w * MAX_HEADS + h] : -INFINITY;
+    r.top = fmaxf(r.top, tops[w]);
+  }
+  if (leads) {
+    r.weight = exp2_fast(fresh - r.top);
+    r.sum = r.weight * s.v[d];
+  }
+#pragma unroll
+  for (int w = 0; w < Core::WARPS; ++w) {
+    const float share = w < warps ? exp2_fast(tops[w] - r.top) : 0.f;
+    r.weight += share * (w < warps ? s.weights[w * MAX_HEADS + h] : 0.f);
+    r.sum += share * (w < warps ? s.sums[(w * heads + h) * s.stride + d] : 0.f);
+  }
+  return r;
+}
+
+// Counts a block; in the last of them, true, and the counter is back at zero.
+__device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t of) {
+  __shared__ uint32_t before;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    before = atomicAdd(counter, 1);
+    if (before == of - 1) *counter = 0;
+  }
+  __syncthreads();
+  __threadfence();
+  return before == of - 1;
+}
+
+// A value over the blocks, from what they left in memory `step` apart.
+__device__ __forceinline__ float merge_blocks(const float2* partial, uint32_t blocks, int step) {
+  Value r = {-INFINITY, 0.f, 0.f};
+#pragma unroll 4
+  for (uint32_t b = 0; b < blocks; ++b) {
+    const float2 o = __ldcg(partial + b * step);
+    const float top = fmaxf(r.top, o.y), fade = exp2_fast(r.top - top), share = exp2_fast(o.y - top);
+    r = {top, r.weight * fade + share, r.sum * fade + share * o.x};
+  }
+  return __fdividef(r.sum, r.weight);
+}
+
+// What blocks leave for the last of them.
+struct Partials {
+  float2* both;  // narrow heads: [blocks][MAX_HEADS head_dim] of (mean value, log2 weight)
+  float* means;  // wide heads: [blocks][MAX_HEADS head_dim],
+  float* tops;   // and [blocks][MAX_HEADS] of log2 weights behind them
+
+  __device__ Partials(const DecodingParams& p, const Block& block, uint32_t row, int head_dim) {
+    const uint64_t step = MAX_HEADS * head_dim;
+    both = p.partial + row * block.of_x * step;
+    means = reinterpret_cast<float*>(both);
+    tops = means + block.of_x * step;
+  }
+};
+
+// All values of narrow heads: few for each thread, and few blocks.
+template <class Core>
+__device__ __forceinline__ void merge_narrow(const DecodingParams& p, const float2* partial, uint32_t blocks, int heads,
+                                             int head_dim, uint32_t out) {
+  for (int i = threadIdx.x; i < heads * head_dim; i += Core::WARPS * WARP)
+    write(p.y, p.dtype, out + i, merge_blocks(partial + i, blocks, MAX_HEADS * head_dim));
+}
+
+// All values of wide heads. The blocks' shares of each head come first, so that what is left are
+// sums of products whose loads wait for nothing.
+template <class Core>
+__device__ __forceinline__ void merge_wide(const DecodingParams& p, const Shared<Core>& s, const Partials& partials,
+                                           uint32_t blocks, int heads, int head_dim, uint32_t out) {
+  const int lane = threadIdx.x % WARP;
+  float* shares = s.sums;  // [heads][blocks]
+  for (int h = threadIdx.x / WARP; h < heads; h += Core::WARPS) {
+    float top = -INFINITY, total = 0.f;
+    for (uint32_t b = lane; b < blocks; b += WARP) top = fmaxf(top, __ldcg(partials.tops + b * MAX_HEADS + h));
+    top = warp_max(top);
+    for (uint32_t b = lane; b < blocks; b += WARP) {
+      const float share = exp2_fast(__ldcg(partials.tops + b * MAX_HEADS + h) - top);
+      shares[h * blocks + b] = share;
+      total += share;
+    }
+    total = warp_sum(total);
+    if (lane == 0) s.weights[h] = __fdividef(1.f, total);
+  }
+  __syncthreads();
+  for (int i = 4 * threadIdx.x; i < heads * head_dim; i += 4 * Core::WARPS * WARP) {
+    const int h = i / head_dim;
+    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 16
+    for (uint32_t b = 0; b < blocks; ++b) {
+      const float4 mean = __ldcg(reinterpret_cast<const float4*>(partials.means + b * MAX_HEADS * head_dim + i));
+      const float share = shares[h * blocks + b];
+      y.x = fmaf(share, mean.x, y.x), y.y = fmaf(share, mean.y, y.y);
+      y.z = fmaf(share, mean.z, y.z), y.w = fmaf(share, mean.w, y.w);
+    }
+    const float by = s.weights[h];
+    write(p.y, p.dtype, out + i, y.x * by);
+    write(p.y, p.dtype, out + i + 1, y.y * by);
+    write(p.y, p.dtype, out + i + 2, y.z * by);
+    write(p.y, p.dtype, out + i + 3, y.w * by);
+  }
+}
+
+// What a block takes part in.
+struct Part {
+  bool real;        // false: a rehearsal
+  uint32_t active;  // blocks
+  int warps;        // of this block that have had keys
+  bool leads;       // whether it has the new key
+  Block block;
+};
+
+// Brings the block's warps together, then the blocks, and writes the caches and y.
+template <class Core>
+__device__ __forceinline__ void finish(const DecodingParams& p, const Shared<Core>& s, const Place& at,
+                                       const Part& part, int head_dim, uint32_t position) {
+  constexpr int THREADS = Core::WARPS * WARP;
+  constexpr bool WIDE = Core::DIM >= 256;
+  const int total = at.heads * head_dim, step = MAX_HEADS * head_dim;
+  const Partials partials(p, part.block, at.row, head_dim);
+  for (int i = threadIdx.x; i < total; i += THREADS) {
+    const Value v = merge_warps(s, at.heads, i / head_dim, i % head_dim, part.warps, part.leads);
+    const float mean = __fdividef(v.sum, v.weight);
+    if (!part.real) continue;
+    const float top = v.top + __log2f(v.weight);
+    if (part.active == 1) {
+      write(p.y, p.dtype, at.out + i, mean);
+    } else if constexpr (WIDE) {
+      partials.means[part.block.x * step + i] = mean;
+      if (i % head_dim == 0) partials.tops[part.block.x * MAX_HEADS + i / head_dim] = top;
+    } else {
+      partials.both[part.block.x * step + i] = make_float2(mean, top);
+    }
+  }
+  if (!part.real) return;
+  if (part.leads && at.appends) {
+    const uint64_t slot = at.plane + uint64_t(position) * head_dim;
+    const int stored = Core::dtype(p.cache_dtype);
+    for (int d = threadIdx.x; d < head_dim; d += THREADS) {
+      write(p.k_cache, stored, slot + d, s.k[d]);
+      write(p.v_cache, stored, slot + d, s.v[d]);
+    }
+  }
+  if (part.active > 1 && is_last(p.counters + at.row, part.active)) {
+    if constexpr (WIDE) merge_wide(p, s, partials, part.active, at.heads, head_dim, at.out);
+    else merge_narrow<Core>(p, partials.both, part.active, at.heads, head_dim, at.out);
+  }
+}
+
+template <class Core> __device__ __forceinline__ void decode(const DecodingParams& p, const Block& here) {
+  constexpr int N = Core::LANE, WARPS = Core::WARPS;
+  extern __shared__ uint4 memory[];
+  allow_next();
+  const int head_dim = Core::DIM ? Core::DIM : int(p.head_dim), warp = threadIdx.x / WARP;
+  const Shared<Core> s(reinterpret_cast<char*>(memory), head_dim);
+  const uint32_t block = here.x * WARPS, first = block + warp;
+  const Place at(p, here, head_dim, Core::MOST);
+  Keys keys = {p.k_cache, p.v_cache, at.plane, 0, head_dim, p.cache_dtype,
+               p.softcap > 0.f ? p.scale : p.scale * LOG2E, p.softcap};
+  Core core;
+  Work work(p, here, 0, Core::KEYS);
+  uint32_t position = UINT32_MAX;
+  for (int i = threadIdx.x; i < Core::QUERIES / 16; i += WARPS * WARP) memory[i] = make_uint4(0, 0, 0, 0);
+  if (rehearses(p) && threadIdx.x == 0) *s.position = read_position(p.position + here.z);
+  __syncthreads();
+
+  // The rehearsal goes the same way without queries. It leaves nothing behind but the keys in
+  // registers, the angles in shared memory, and the instructions in the caches: fetching those line
+  // by line once the queries are there would cost as much as the work.
+#pragma unroll 1
+  for (int pass = rehearses(p) ? 0 : 1; pass < 2; ++pass) {
+    const bool real = pass == 1;
+    if (real) wait_previous();
+    const uint32_t now = real ? read_position(p.position + here.z) : *s.position;
+    float x[N];
+    read_row(p, at, head_dim, real ? warp : MAX_HEADS + 2, x);
+    if (now != position) {
+      position = now;
+      work = Work(p, here, position, Core::KEYS);
+      if (here.x < work.active) {
+        keys.end = work.end;
+        core.fetch_keys(keys, work.start + first * Core::KEYS);
+        core.fetch_values(keys, work.start + first * Core::KEYS);
+        read_angles(p, s, position, head_dim);
+      }
+      __syncthreads();
+    }
+    if (here.x >= work.active) continue;
+    if (real && (position >= p.slots || position >= p.positions)) return;
+    Part part;
+    part.real = real;
+    part.active = work.active;
+    part.warps = min(max(int(work.tiles) - int(block), 0), WARPS);
+    // The new key goes to the block with the fewest others.
+    part.leads = here.x == work.active - 1;
+    part.block = here;
+    for (int job = warp; job < at.heads + (part.leads ? 2 : 0); job += WARPS) {
+      if (job != warp) read_row(p, at, head_dim, real ? job : MAX_HEADS + 2, x);
+      place_row(p, s, at, head_dim, job, x);
+    }
+    __syncthreads();
+    if (part.leads) score_fresh(s, keys, at.heads);
+    core.start();
+    const uint32_t stride = part.active * WARPS, tiles = real ? work.tiles : min(work.tiles, first + 1);
+    for (uint32_t tile = first; tile < tiles; tile += stride)
+      core.step(keys, work.start, tile, tile + stride, tiles, s.queries, s.q, at.heads);
+    if (first < tiles)
+      core.finish(s.sums + warp * at.heads * s.stride, s.stride, s.tops + warp * MAX_HEADS,
+                  s.weights + warp * MAX_HEADS, at.heads, head_dim);
+    __syncthreads();
+    finish(p, s, at, part, head_dim, position);
+    if (!real) __syncthreads();
+  }
+}
+
+}  // namespace fused

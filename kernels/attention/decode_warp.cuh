@@ -1,0 +1,349 @@
+// How one warp of decode.cu works through its keys: on tensor cores, or lane by lane.
+//
+// Keys are taken in tiles of KEYS. A core keeps, for up to MAX_HEADS query heads that share the
+// keys, the highest score so far (in units of log 2), the sum of the weights, and the weighted sum
+// of the values.
+#pragma once
+
+#include <type_traits>
+
+#include "abi/attention.cuh"
+#include "common/dtype.cuh"
+#include "common/mma.cuh"
+
+namespace fused {
+
+// A value as it is after being stored.
+__device__ __forceinline__ float rounded_to(int dtype, float v) {
+  return dtype == F32 ? v : dtype == F16 ? rounded<__half>(v) : rounded<__nv_bfloat16>(v);
+}
+
+// The keys and values of one head, and how a product becomes a score.
+struct Keys {
+  const void* k;
+  const void* v;
+  uint64_t first;   // element at which the head begins
+  uint32_t end;     // keys from here on are not seen
+  int head_dim, dtype;
+  float scale;      // with log2(e) in it unless there is a softcap
+  float softcap;    // 0: none
+};
+
+constexpr float LOG2E = 1.4426950408889634f;
+
+// 2^x by the special function unit, to 2 units in the last place; 0 below 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float score(const Keys& keys, float product) {
+  const float s = product * keys.scale;
+  if (keys.softcap == 0.f) return s;
+  // tanh(x) = 1 - 2 / (e^2x + 1): the cancellation at 0 costs the score 1e-7 of the cap.
+  const float tanh = 1.f - __fdividef(2.f, exp2_fast(2.f * LOG2E / keys.softcap * s) + 1.f);
+  return keys.softcap * LOG2E * tanh;
+}
+
+// Loads of the caches: 16, 8 or 4 bytes, or zeros. They pass by the L1 cache, which may hold lines
+// from before another kernel wrote their neighbours.
+__device__ __forceinline__ void fetch16(uint32_t* r, const void* p, bool there) {
+  asm volatile(
+      "{.reg .pred q;\nsetp.ne.u32 q, %5, 0;\n"
+      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@q ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+      : "l"(p), "r"(uint32_t(there)));
+}
+
+__device__ __forceinline__ void fetch8(uint32_t* r, const void* p, bool there) {
+  asm volatile(
+      "{.reg .pred q;\nsetp.ne.u32 q, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
+      "@q ld.global.cg.v2.u32 {%0, %1}, [%2];}"
+      : "=r"(r[0]), "=r"(r[1])
+      : "l"(p), "r"(uint32_t(there)));
+}
+
+__device__ __forceinline__ void fetch4(uint32_t* r, const void* p, bool there) {
+  asm volatile(
+      "{.reg .pred q;\nsetp.ne.u32 q, %2, 0;\nmov.u32 %0, 0;\n@q ld.global.cg.u32 %0, [%1];}"
+      : "=r"(r[0])
+      : "l"(p), "r"(uint32_t(there)));
+}
+
+template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
+  Pack<C, 2> both = {{a, b}};
+  return *reinterpret_cast<uint32_t*>(&both);
+}
+
+// Scores are Q K^T with the heads as rows: rows 0-7 are the queries as C stores them, rows 8-15
+// what that left out, so a product is as exact as in f32. Values are V^T P^T with the heads as
+// columns, P again in two parts. Each thread's 16 bytes of a key are the operands of two steps:
+// dimensions may be summed in any order, so they are numbered in the order in which they lie in
+// memory, and neither keys nor values pass through shared memory.
+template <typename C, int D, int W, int SUB> struct TensorCore {
+  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MOST = MAX_HEADS;
+  // Elements of a head that a lane of 32 can have.
+  static constexpr int LANE = (D + 31) / 32;
+  // Bytes of the queries as operands.
+  static constexpr int QUERIES = STEPS * WARP * 16;
+
+  uint32_t k[SUB][2][STEPS][2];
+  uint32_t v[SUB][4][STEPS];
+  float o[STEPS][4];
+  float m, l;
+
+  // Where a lane finds dimensions 2i, 2i + 1 of its part of the values.
+  __device__ static int dimension(int r) {
+    constexpr int WHOLE = D / 64 * 4, REST = STEPS - WHOLE;
+    const int g = threadIdx.x % WARP / 4;
+    return r < WHOLE ? r / 4 * 64 + 8 * g + 2 * (r % 4) : D / 64 * 64 + g * 2 * REST + 2 * (r - WHOLE);
+  }
+
+  // The place of a query's element among the operands: (high part, low part 4 bytes behind).
+  __device__ static int place(int head, int d) {
+    constexpr int WHOLE = D / 32 * 32;
+    const bool whole = d < WHOLE;
+    const int t = whole ? d / 8 % 4 : (d - WHOLE) / 4;
+    const int step = whole ? d / 32 * 2 + d % 8 / 4 : D / 32 * 2;
+    return step * WARP * 16 + (head * 4 + t) * 16 + d % 4 / 2 * 8 + d % 2 * 2;
+  }
+
+  __device__ static int dtype(int) { return std::is_same<C, __half>::value ? F16 : BF16; }
+
+  __device__ static void put(char* queries, int head, int d, float q) {
+    const C high = from_float<C>(q);
+    char* at = queries + place(head, d);
+    *reinterpret_cast<C*>(at) = high;
+    *reinterpret_cast<C*>(at + 4) = from_float<C>(q - to_float(high));
+  }
+
+  __device__ void fetch_keys(const Keys& keys, uint32_t first) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+      auto& k = this->k[j / 2][j % 2];
+      const uint32_t key = first + j * 8 + g;
+      const C* row = static_cast<const C*>(keys.k) + keys.first + uint64_t(key) * D;
+      const bool there = key < keys.end;
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) fetch16(k[2 * i], row + i * 32 + t * 8, there);
+      if constexpr (D % 32 != 0) fetch8(k[STEPS - 1], row + D / 32 * 32 + t * 4, there);
+    }
+  }
+
+  __device__ void fetch_values(const Keys& keys, uint32_t first) {
+    constexpr int WHOLE = D / 64 * 4, REST = STEPS - WHOLE;
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 4 * SUB; ++j) {
+      auto& v = this->v[j / 4][j % 4];
+      const uint32_t key = first + 2 * t + j % 2 + j / 2 * 8;
+      const C* row = static_cast<const C*>(keys.v) + keys.first + uint64_t(key) * D;
+      const bool there = key < keys.end;
+#pragma unroll
+      for (int i = 0; i < D / 64; ++i) fetch16(&v[4 * i], row + i * 64 + g * 8, there);
+      if constexpr (REST == 2) fetch8(&v[WHOLE], row + D / 64 * 64 + g * 4, there);
+      if constexpr (REST == 1) fetch4(&v[WHOLE], row + D / 64 * 64 + g * 2, there);
+    }
+  }
+
+  __device__ void start() {
+    m = -INFINITY, l = 0.f;
+#pragma unroll
+    for (int r = 0; r < STEPS; ++r) o[r][0] = o[r][1] = o[r][2] = o[r][3] = 0.f;
+  }
+
+  // The tile that was fetched; then `next`, if it is before `tiles`, is on its way.
+  __device__ void step(const Keys& keys, uint32_t start, uint32_t tile, uint32_t next,
+                       uint32_t tiles, const char* queries, const float*, int) {
+    const int lane = threadIdx.x % WARP, t = lane % 4;
+    float s[2 * SUB][4] = {};
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const uint4 row = *reinterpret_cast<const uint4*>(queries + (i * WARP + lane) * 16);
+      const uint32_t q[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+      for (int j = 0; j < 2 * SUB; ++j)
+        mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
+    }
+    if (next < tiles) fetch_keys(keys, start + next * KEYS);
+    float p[2 * SUB][2], top = m;
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t key = start + tile * KEYS + j * 8 + 2 * t + i;
+        p[j][i] = key < keys.end ? score(keys, s[j][i] + s[j][i + 2]) : -INFINITY;
+        top = fmaxf(top, p[j][i]);
+      }
+    }
+    top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
+    const float fade = exp2_fast(m - top);
+    m = top;
+    l *= fade;
+    // The heads are rows here and columns there.
+    const float fade0 = __shfl_sync(FULL, fade, 8 * t), fade1 = __shfl_sync(FULL, fade, 8 * t + 4);
+#pragma unroll
+    for (int r = 0; r < STEPS; ++r)
+      o[r][0] *= fade0, o[r][1] *= fade1, o[r][2] *= fade0, o[r][3] *= fade1;
+    uint32_t high[2 * SUB], low[2 * SUB];
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+      const float p0 = exp2_fast(p[j][0] - top), p1 = exp2_fast(p[j][1] - top);
+      l += p0 + p1;
+      const C h0 = from_float<C>(p0), h1 = from_float<C>(p1);
+      high[j] = pack(h0, h1);
+      low[j] = pack(from_float<C>(p0 - to_float(h0)), from_float<C>(p1 - to_float(h1)));
+    }
+#pragma unroll
+    for (int u = 0; u < SUB; ++u) {
+#pragma unroll
+      for (int r = 0; r < STEPS; ++r) {
+        const uint32_t a[4] = {
+            __byte_perm(v[u][0][r], v[u][1][r], 0x5410), __byte_perm(v[u][0][r], v[u][1][r], 0x7632),
+            __byte_perm(v[u][2][r], v[u][3][r], 0x5410), __byte_perm(v[u][2][r], v[u][3][r], 0x7632)};
+        mma<C>(o[r], a, high[2 * u], high[2 * u + 1]);
+        mma<C>(o[r], a, low[2 * u], low[2 * u + 1]);
+      }
+    }
+    if (next < tiles) fetch_values(keys, start + next * KEYS);
+  }
+
+  // The results, `stride` floats from head to head.
+  __device__ void finish(float* sums, int stride, float* tops, float* weights, int heads, int) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    l += __shfl_xor_sync(FULL, l, 1);
+    l += __shfl_xor_sync(FULL, l, 2);
+    if (t == 0) tops[g] = m, weights[g] = l;
+#pragma unroll
+    for (int r = 0; r < STEPS; ++r) {
+      float* at = sums + 2 * t * stride + dimension(r);
+      if (2 * t < heads) *reinterpret_cast<float2*>(at) = make_float2(o[r][0], o[r][2]);
+      if (2 * t + 1 < heads) *reinterpret_cast<float2*>(at + stride) = make_float2(o[r][1], o[r][3]);
+    }
+  }
+};
+
+// Any head dimension up to 8 N, any type, any alignment, W warps: 8 lanes share a key, of which lane
+// c has dimensions c, c + 8, ...; each eighth of a warp has sums of its own until the end.
+template <int N, int W> struct LaneCore {
+  static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = DECODING_LANES_KEYS;
+  static constexpr int MOST = N > 16 ? 2 : 4;
+  // Turns of 4 keys whose loads are under way together.
+  static constexpr int TURNS = N > 8 ? 1 : 2;
+
+  float o[MOST][N];
+  float m[MOST], l[MOST];
+
+  __device__ static int dtype(int given) { return given; }
+  __device__ static void put(char*, int, int, float) {}
+  __device__ void fetch_keys(const Keys&, uint32_t) {}
+  __device__ void fetch_values(const Keys&, uint32_t) {}
+
+  __device__ void start() {
+#pragma unroll
+    for (int h = 0; h < MOST; ++h) {
+      m[h] = -INFINITY, l[h] = 0.f;
+#pragma unroll
+      for (int e = 0; e < N; ++e) o[h][e] = 0.f;
+    }
+  }
+
+  // By its bits: CUDA's own load of a 16-bit float is plain asm to the compiler, which may move it past
+  // a test or a wait.
+  template <typename C> __device__ static float element(const C* p) {
+    if constexpr (sizeof(C) == 4) return __ldcg(p);
+    else return widen_raw<C>(__ldcg(reinterpret_cast<const uint16_t*>(p)));
+  }
+
+  template <typename C>
+  __device__ static void rows(float (&k)[TURNS][N], float (&v)[TURNS][N], const Keys& keys, uint32_t key) {
+    const int c = threadIdx.x % 8;
+#pragma unroll
+    for (int j = 0; j < TURNS; ++j) {
+      const uint64_t row = keys.first + uint64_t(key + 4 * j) * keys.head_dim + c;
+      const C* k_row = static_cast<const C*>(keys.k) + row;
+      const C* v_row = static_cast<const C*>(keys.v) + row;
+      const int width = key + 4 * j < keys.end ? keys.head_dim - c : 0;
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        k[j][e] = 8 * e < width ? element(k_row + 8 * e) : 0.f;
+        v[j][e] = 8 * e < width ? element(v_row + 8 * e) : 0.f;
+      }
+    }
+  }
+
+  __device__ void step(const Keys& keys, uint32_t start, uint32_t tile, uint32_t, uint32_t,
+                       const char*, const float* q, int heads) {
+    const int c = threadIdx.x % 8;
+    const uint32_t last = min(start + (tile + 1) * KEYS, keys.end);
+    for (uint32_t first = start + tile * KEYS; first < last; first += 4 * TURNS) {
+      const uint32_t key = first + threadIdx.x % WARP / 8;
+      float k[TURNS][N], v[TURNS][N];
+      // The type is asked for once, so that the loads go out together.
+      if (keys.dtype == F32) rows<float>(k, v, keys, key);
+      else if (keys.dtype == F16) rows<__half>(k, v, keys, key);
+      else rows<__nv_bfloat16>(k, v, keys, key);
+#pragma unroll
+      for (int h = 0; h < MOST; ++h) {
+        if (h >= heads) break;
+        float p[TURNS] = {}, top = m[h];
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+          const float x = 8 * e < keys.head_dim - c ? q[h * keys.head_dim + c + 8 * e] : 0.f;
+#pragma unroll
+          for (int j = 0; j < TURNS; ++j) p[j] += x * k[j][e];
+        }
+#pragma unroll
+        for (int j = 0; j < TURNS; ++j) {
+#pragma unroll
+          for (int offset = 4; offset > 0; offset /= 2) p[j] += __shfl_xor_sync(FULL, p[j], offset);
+          p[j] = key + 4 * j < keys.end ? score(keys, p[j]) : -INFINITY;
+          top = fmaxf(top, p[j]);
+        }
+        // Without a key so far everything stays at zero.
+        const float origin = top == -INFINITY ? 0.f : top, fade = exp2_fast(m[h] - origin);
+        m[h] = top;
+        l[h] *= fade;
+#pragma unroll
+        for (int e = 0; e < N; ++e) o[h][e] *= fade;
+#pragma unroll
+        for (int j = 0; j < TURNS; ++j) {
+          const float weight = exp2_fast(p[j] - origin);
+          l[h] += weight;
+#pragma unroll
+          for (int e = 0; e < N; ++e) o[h][e] += weight * v[j][e];
+        }
+      }
+    }
+  }
+
+  __device__ void finish(float* sums, int stride, float* tops, float* weights, int heads,
+                         int head_dim) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int h = 0; h < MOST; ++h) {
+      if (h >= heads) break;
+      float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
+      top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));
+      const float share = exp2_fast(m[h] - top), weight = quarters(share * l[h]);
+      if (lane == 0) tops[h] = top, weights[h] = weight;
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        const float sum = quarters(share * o[h][e]);
+        if (lane < 8 && lane + 8 * e < head_dim) sums[h * stride + lane + 8 * e] = sum;
+      }
+    }
+  }
+
+  // The sum over the four parts of a warp.
+  __device__ static float quarters(float v) {
+    v += __shfl_xor_sync(FULL, v, 8);
+    return v + __shfl_xor_sync(FULL, v, 16);
+  }
+};
+
+}  // namespace fused

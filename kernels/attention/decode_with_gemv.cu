@@ -1,0 +1,31 @@
+// The attention step of decoding beside a product that does not need it, in one launch: where residuals
+// are parallel, the first half of the MLP. The product's weights keep the memory busy while attention,
+// which is short of work, takes its time.
+#include "attention/decode.cuh"
+#include "linear/gemv_dense_pipelined.cuh"
+
+using namespace fused;
+
+template <class Core, typename T> __device__ __forceinline__ void beside(const DecodingBesideParams& p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  const uint32_t x = p.blocks[0], y = p.blocks[1], product = gridDim.x - x * y * p.blocks[2];
+  if (blockIdx.x < product) {
+    stream<T, false>(p.product, Second{}, blockIdx.x, product, p.ready, Fetch{});
+  } else {
+    const uint32_t block = blockIdx.x - product;
+    decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});
+  }
+#endif
+}
+
+// Two blocks on a multiprocessor: one of each kind.
+#define BESIDE(D, SUFFIX, TYPE)                                                         \
+  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                         \
+      decoding_beside_d##D##_##SUFFIX(const __grid_constant__ DecodingBesideParams p) { \
+    beside<TensorCore<TYPE, D, GEMV_WARPS, DECODING_BESIDE_KEYS / 16>, TYPE>(p);        \
+  }
+#define BESIDE_DIM(D)    \
+  BESIDE(D, f16, __half) \
+  BESIDE(D, bf16, __nv_bfloat16)
+
+FUSED_DECODING_BESIDE(BESIDE_DIM)

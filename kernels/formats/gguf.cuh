@@ -1,0 +1,247 @@
+// GGUF blocks as repack.cu lays them out, and how they become values.
+//
+// A row is cut into blocks of 32 values and groups of 4 blocks; behind its last block a group is
+// filled up with zeros. Its codes are dealt to 4 lanes as `mma.m16n8k16` wants them: of each half
+// block lane t has values 4t to 4t + 3, so 8 of a block. The planes of a row, one behind the other:
+//
+//   low      16 bytes for each group and lane, a word for each block: 4 bits of its 8 codes. For
+//            8 bits 2 words for each of the blocks 0 and 1
+//   high     4 bytes for each group and lane for 5 bits, 8 for 6, 16 for 8: what is left
+//   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks
+//   factors  K formats only, 2 bytes for each block: s and n (u8), or the two s of Q6_K (i8)
+//
+// and what brings it to a multiple of 16 bytes. Codes come out of a word in pairs, one in each half
+// of 32 bits: pair j of a lane's 8 is codes 2j and 2j + 1. It is
+//
+//   low      bits 4j and 16 + 4j of the block's word
+//   high, 5  bits 4b + j and 16 + 4b + j of the word, b being the block
+//   high, 6  bits 2i and 16 + 2i of word b / 2, i being 4 (b % 2) + j, and those above them
+//   8 bits   bytes j % 2 and 2 + j % 2 of word j / 2 of the block, two's complement
+#pragma once
+
+#include "abi/formats.cuh"
+#include "common/base.cuh"
+
+namespace fused {
+
+// As the host numbers them.
+constexpr int SYMMETRIC = 0, AFFINE = 1, SUPER = 2, SUPER_SYMMETRIC = 3;
+
+__host__ __device__ constexpr uint32_t groups_of(uint32_t k) { return (k + GROUP * BLOCK - 1) / (GROUP * BLOCK); }
+
+__device__ __forceinline__ float half_of(uint32_t word, int i) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * i))));
+}
+
+template <int BITS_, int SCALING_> struct Blocks {
+  static constexpr int BITS = BITS_, SCALING = SCALING_;
+  static constexpr bool IS_SUPER = SCALING == SUPER || SCALING == SUPER_SYMMETRIC;
+  static constexpr bool HAS_OFFSET = SCALING == AFFINE || SCALING == SUPER;
+  static constexpr uint32_t HIGH = 4 * (BITS - 4);  // bytes of a group and lane
+  static constexpr uint32_t SCALE = HAS_OFFSET ? 4 : 2;
+  static constexpr int SCALES = SCALING == SUPER_SYMMETRIC ? 2 : 1;  // of a block, one for each half
+  static constexpr int ZERO = HAS_OFFSET || BITS == 8 ? 0 : 1 << (BITS - 1);
+
+  // Where planes begin within a row of some groups, and how long the row is.
+  static __host__ __device__ constexpr uint32_t high_at(uint32_t groups) { return 64 * groups; }
+  static __host__ __device__ constexpr uint32_t scales_at(uint32_t groups) { return (64 + 4 * HIGH) * groups; }
+  static __host__ __device__ constexpr uint32_t factors_at(uint32_t groups) {
+    return scales_at(groups) + (IS_SUPER ? groups / 2 : GROUP * groups) * SCALE;
+  }
+  static __host__ __device__ constexpr uint32_t pitch(uint32_t groups) {
+    return (factors_at(groups) + (IS_SUPER ? 2 * GROUP * groups : 0) + 15) / 16 * 16;
+  }
+
+  // What lane t has of a group: the codes of all blocks, and the scales of block t.
+  struct Piece {
+    uint32_t low[4];
+    uint32_t high[HIGH == 0 ? 1 : HIGH / 4];
+    uint32_t scale, factors;
+  };
+
+  static __device__ __forceinline__ Piece load(const char* row, uint32_t groups, uint32_t group, uint32_t t) {
+    Piece p;
+    const uint32_t lane = 4 * group + t;
+    const uint4 low = load_once(row + 16 * lane);
+    p.low[0] = low.x, p.low[1] = low.y, p.low[2] = low.z, p.low[3] = low.w;
+    const char* high = row + high_at(groups) + HIGH * lane;
+    p.high[0] = 0;
+    if constexpr (BITS == 5) p.high[0] = load_u32(high);
+    if constexpr (BITS == 6) {
+      const uint2 v = load_u64(high);
+      p.high[0] = v.x, p.high[1] = v.y;
+    }
+    if constexpr (BITS == 8) {
+      const uint4 v = load_once(high);
+      p.high[0] = v.x, p.high[1] = v.y, p.high[2] = v.z, p.high[3] = v.w;
+    }
+    load_scale(row, groups, lane, p.scale, p.factors);
+    return p;
+  }
+
+  // The scales of one block, as they are stored.
+  static __device__ __forceinline__ void load_scale(const char* row, uint32_t groups, uint32_t block,
+                                                    uint32_t& scale, uint32_t& factors) {
+    const char* at = row + scales_at(groups) + (IS_SUPER ? block / 8 : block) * SCALE;
+    scale = SCALE == 4 ? load_u32(at) : load_u16(at);
+    factors = 0;
+    if constexpr (IS_SUPER) factors = load_u16(row + factors_at(groups) + 2 * block);
+  }
+
+  // What the codes of a half of the block are multiplied by, and what is added to them then,
+  // rounded as ggml rounds them.
+  static __device__ __forceinline__ float multiplier(uint32_t scale, uint32_t factors, int half) {
+    const float d = half_of(scale, 0);
+    if constexpr (SCALING == SUPER) return d * static_cast<float>(factors & 255);
+    if constexpr (SCALING == SUPER_SYMMETRIC) return d * static_cast<float>(static_cast<int8_t>(factors >> (8 * half)));
+    return d;
+  }
+  static __device__ __forceinline__ float offset(uint32_t scale, uint32_t factors) {
+    if constexpr (SCALING == AFFINE) return half_of(scale, 1);
+    if constexpr (SCALING == SUPER) return -(half_of(scale, 1) * static_cast<float>(factors >> 8));
+    return 0.f;
+  }
+
+  // The 8 codes of a lane and a block, one for each byte of two words, 8 bits apart from their
+  // neighbours so that `pair` finds codes 2j and 2j + 1.
+  struct Codes {
+    uint32_t low[BITS == 8 ? 2 : 1];
+    uint32_t high;
+    int shift;  // of the high bits of pair 0
+  };
+
+  static __device__ __forceinline__ Codes codes(const Piece& p, int b) {
+    if constexpr (BITS == 8) {
+      return b < 2 ? Codes{{p.low[2 * b], p.low[2 * b + 1]}, 0, 0} : Codes{{p.high[2 * b - 4], p.high[2 * b - 3]}, 0, 0};
+    } else if constexpr (BITS == 6) {
+      return {{p.low[b]}, p.high[b / 2], 8 * (b % 2)};
+    } else {
+      return {{p.low[b]}, p.high[0], 4 * b};
+    }
+  }
+
+  // The same in a loop that is not unrolled.
+  static __device__ __forceinline__ Codes codes_in_loop(const Piece& p, int b) {
+    if constexpr (BITS == 8) {
+      return {{pick(b, p.low[0], p.low[2], p.high[0], p.high[2]), pick(b, p.low[1], p.low[3], p.high[1], p.high[3])}, 0, 0};
+    } else {
+      const uint32_t low = pick(b, p.low[0], p.low[1], p.low[2], p.low[3]);
+      if constexpr (BITS == 6) return {{low}, (b < 2 ? p.high[0] : p.high[1]) >> (8 * (b % 2)), 0};
+      else return {{low}, p.high[0] >> (4 * b), 0};
+    }
+  }
+
+  // The same from memory.
+  static __device__ __forceinline__ Codes codes(const char* row, uint32_t groups, uint32_t block, uint32_t t) {
+    const uint32_t lane = block / GROUP * GROUP + t, b = block % GROUP;
+    if constexpr (BITS == 8) {
+      const uint2 v = load_u64(row + (b < 2 ? 0 : high_at(groups)) + 16 * lane + 8 * (b % 2));
+      return {{v.x, v.y}, 0, 0};
+    }
+    Codes c = {{load_u32(row + 16 * lane + 4 * b)}, 0, 0};
+    const char* high = row + high_at(groups) + HIGH * lane;
+    if constexpr (BITS == 5) c.high = load_u32(high), c.shift = 4 * b;
+    if constexpr (BITS == 6) c.high = load_u32(high + 4 * (b / 2)), c.shift = 8 * (b % 2);
+    return c;
+  }
+
+  static __device__ __forceinline__ uint32_t shifted(uint32_t word, int right) {
+    return right >= 0 ? word >> right : word << -right;
+  }
+
+  // Codes 2j and 2j + 1 in the low bits of both halves of a word, 8 bits as bytes.
+  static __device__ __forceinline__ uint32_t pair(const Codes& c, int j) {
+    if constexpr (BITS == 8) {
+      return c.low[j / 2] >> (8 * (j % 2)) & 0x00ff00ffu;
+    } else {
+      uint32_t v = c.low[0] >> (4 * j) & 0x000f000fu;
+      if constexpr (BITS == 5) v |= shifted(c.high, c.shift + j - 4) & 0x00100010u;
+      if constexpr (BITS == 6) v |= shifted(c.high, c.shift + 2 * j - 4) & 0x00300030u;
+      return v;
+    }
+  }
+
+  // Their values before scaling.
+  static __device__ __forceinline__ float2 numbers(const Codes& c, int j) {
+    const uint32_t v = pair(c, j);
+    int a = v & 0xffff, b = v >> 16;
+    if constexpr (BITS == 8) a = static_cast<int8_t>(a), b = static_cast<int8_t>(b);
+    return make_float2(a - ZERO, b - ZERO);
+  }
+
+  // The same as bf16, which holds whole numbers up to 256. A code below 128 is the low bits of the
+  // mantissa of 128; the top bit of a byte, set, makes 256 of the 128 that is taken off.
+  static __device__ __forceinline__ uint32_t bf16_numbers(const Codes& c, int j) {
+    const uint32_t v = pair(c, j);
+    uint32_t biased = v | 0x43004300u, bias = BITS == 8 ? 0 : 0x43004300u + 0x00010001u * ZERO;
+    if constexpr (BITS == 8) {
+      biased = (v & 0x007f007fu) | 0x43004300u;
+      bias = (v & 0x00800080u) | 0x43004300u;
+    }
+    uint32_t out = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(bias), "r"(0xbf80bf80u), "r"(biased));
+#endif
+    return out;
+  }
+
+  // Value 2j (x) and 2j + 1 (y) of a lane's 8, bit for bit those of `quant::dequantize`.
+  static __device__ __forceinline__ float2 exact(const Codes& c, int j, float by, float plus) {
+    float2 v = numbers(c, j);
+    v.x = __fmul_rn(v.x, by), v.y = __fmul_rn(v.y, by);
+    if (HAS_OFFSET) v.x = __fadd_rn(v.x, plus), v.y = __fadd_rn(v.y, plus);
+    return v;
+  }
+
+  // Calls `body` with quarter t of both halves of a block: where its 4 values stand, and them.
+  template <class Body>
+  static __device__ __forceinline__ void quarter(const char* row, uint32_t groups, uint32_t block, uint32_t t,
+                                                 Body body) {
+    uint32_t scale, factors;
+    load_scale(row, groups, block, scale, factors);
+    const float plus = offset(scale, factors);
+    const Codes c = codes(row, groups, block, t);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float by = multiplier(scale, factors, half);
+      const float2 a = exact(c, 2 * half, by, plus), b = exact(c, 2 * half + 1, by, plus);
+      body(16 * half + 4 * t, make_float4(a.x, a.y, b.x, b.y));
+    }
+  }
+};
+
+using Q4_0 = Blocks<4, SYMMETRIC>;
+using Q4_1 = Blocks<4, AFFINE>;
+using Q5_0 = Blocks<5, SYMMETRIC>;
+using Q5_1 = Blocks<5, AFFINE>;
+using Q8_0 = Blocks<8, SYMMETRIC>;
+using Q4_K = Blocks<4, SUPER>;
+using Q5_K = Blocks<5, SUPER>;
+using Q6_K = Blocks<6, SUPER_SYMMETRIC>;
+
+// Formats that are known when a kernel runs, in the host's order.
+enum FormatIndex : int { IS_Q4_0, IS_Q4_1, IS_Q5_0, IS_Q5_1, IS_Q8_0, IS_Q4_K, IS_Q5_K, IS_Q6_K };
+
+// Calls `body` with a value of the format's type.
+template <class Body> __device__ __forceinline__ void with_format(int format, Body body) {
+  switch (format) {
+    case IS_Q4_0:
+      return body(Q4_0());
+    case IS_Q4_1:
+      return body(Q4_1());
+    case IS_Q5_0:
+      return body(Q5_0());
+    case IS_Q5_1:
+      return body(Q5_1());
+    case IS_Q8_0:
+      return body(Q8_0());
+    case IS_Q4_K:
+      return body(Q4_K());
+    case IS_Q5_K:
+      return body(Q5_K());
+    default:
+      return body(Q6_K());
+  }
+}
+
+}  // namespace fused

@@ -1,0 +1,120 @@
+// Matrices in INT8, INT4 or ternary as packed.cu lays them out, and how they become values.
+//
+// INT8 is row-major, a byte for each code, rows filled up with zeros to a multiple of 16 bytes.
+//
+// In the other schemes rows are taken eight at a time and columns in steps of 128: 4 blocks of 32,
+// of each of which lane t of four has values 8t to 8t + 7. What a lane has of a row and a step is
+// together, then come the other lanes, rows, steps and eights of rows; what is missing is zero.
+//
+//   INT4     a word for each block, codes 2j and 2j + 1 of the 8 at bits 4j and 16 + 4j
+//   ternary  a word for each two blocks, code c of the 8 at bits 4c and 4c + 2, two's complement
+//
+// Scales are f32, one for each row, or f16, GROUPS for each step, in the order of the codes: those of
+// a row and a step together, then other rows, steps, eights of rows. Zero points are bytes likewise, in
+// sixteenths: a code less its zero point has 8 significant bits at most, so that bf16 holds it exactly.
+#pragma once
+
+#include "abi/formats.cuh"
+#include "common/base.cuh"
+
+namespace fused {
+
+constexpr float ZERO_STEP = 1.f / 16;
+
+__host__ __device__ constexpr uint32_t steps_of(uint32_t k) { return (k + STEP - 1) / STEP; }
+
+// The place of a row and a step among the rows and steps of a matrix.
+__device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t step, uint32_t steps) {
+  return (uint64_t(row / OCTET) * steps + step) * OCTET + row % OCTET;
+}
+
+// The scale of one of GROUPS groups at a place, or of the row.
+template <int GROUPS>
+__device__ __forceinline__ float scale_at(const CodeMatrix& m, uint32_t row, uint64_t place, uint32_t block) {
+  if constexpr (GROUPS == 0) return static_cast<const float*>(m.scales)[row];
+  return __half2float(static_cast<const __half*>(m.scales)[place * GROUPS + block * GROUPS / 4]);
+}
+
+// One byte for each code. The bytes of a row are those of its k, brought to a multiple of 16.
+struct Int8 {
+  static constexpr int GROUPS = 0;
+
+  static __host__ __device__ constexpr uint32_t pitch(uint32_t k) { return (k + 15) / 16 * 16; }
+
+  // Values `8 * piece` and following of a row of k.
+  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+                                               float (&v)[8]) {
+    const uint2 word = *reinterpret_cast<const uint2*>(m.codes + uint64_t(row) * pitch(k) + 8 * piece);
+    const float scale = static_cast<const float*>(m.scales)[row];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const int code = static_cast<int8_t>((c < 4 ? word.x : word.y) >> (8 * (c % 4)));
+      v[c] = scale * static_cast<float>(code);
+    }
+  }
+};
+
+template <int GROUPS_> struct Int4 {
+  static constexpr int GROUPS = GROUPS_;
+  static constexpr uint32_t BYTES = 16;  // of a lane
+  static constexpr int ZERO = 8 * 16;
+
+  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+                                               float (&v)[8]) {
+    const uint32_t block = piece % 16 / 4;
+    const uint64_t place = place_of(row, piece / 16, steps_of(k));
+    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * QUARTERS + piece % 4) * BYTES)[block];
+    const float scale = scale_at<GROUPS>(m, row, place, block);
+    const float zero = ZERO_STEP * (m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const int code = word >> (4 * (c / 2) + 16 * (c % 2)) & 15;
+      v[c] = scale * (static_cast<float>(code) - zero);
+    }
+  }
+};
+
+template <int GROUPS_> struct Ternary {
+  static constexpr int GROUPS = GROUPS_;
+  static constexpr uint32_t BYTES = 8;
+
+  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+                                               float (&v)[8]) {
+    const uint32_t block = piece % 16 / 4;
+    const uint64_t place = place_of(row, piece / 16, steps_of(k));
+    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * QUARTERS + piece % 4) * BYTES)[block / 2];
+    const float scale = scale_at<GROUPS>(m, row, place, block);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const int code = static_cast<int>(word << (30 - 4 * c - 2 * (block % 2))) >> 30;
+      v[c] = scale * static_cast<float>(code);
+    }
+  }
+};
+
+// In the host's order.
+enum CodeFormat : int { IS_INT8, IS_INT4_128, IS_INT4_64, IS_INT4_32, IS_TERNARY, IS_TERNARY_128, IS_TERNARY_64, IS_TERNARY_32 };
+
+// Calls `body` with a value of the format's type.
+template <class Body> __device__ __forceinline__ void with_codes(int format, Body body) {
+  switch (format) {
+    case IS_INT8:
+      return body(Int8());
+    case IS_INT4_128:
+      return body(Int4<1>());
+    case IS_INT4_64:
+      return body(Int4<2>());
+    case IS_INT4_32:
+      return body(Int4<4>());
+    case IS_TERNARY:
+      return body(Ternary<0>());
+    case IS_TERNARY_128:
+      return body(Ternary<1>());
+    case IS_TERNARY_64:
+      return body(Ternary<2>());
+    default:
+      return body(Ternary<4>());
+  }
+}
+
+}  // namespace fused

@@ -1,0 +1,120 @@
+// GGUF blocks, as they lie in a file, into the rows that gguf.cuh describes.
+#include "formats/gguf.cuh"
+
+using namespace fused;
+
+__device__ __forceinline__ uint32_t word16(const uint8_t* p) { return p[0] | uint32_t(p[1]) << 8; }
+
+__device__ __forceinline__ uint32_t nibble(uint32_t byte, bool high) { return high ? byte >> 4 : byte & 15; }
+
+// 32 values of a block: `index` counts them within it. See `quant` for the layouts.
+template <int BITS, int SCALING> struct Source {
+  static constexpr bool IS_SUPER = SCALING == SUPER || SCALING == SUPER_SYMMETRIC;
+  static constexpr int BLOCKS = IS_SUPER ? 8 : 1;
+  static constexpr int SCALES = SCALING == AFFINE ? 4 : 2;
+  static constexpr int BYTES = SCALING == SUPER_SYMMETRIC ? 210
+                               : SCALING == SUPER         ? (BITS == 4 ? 144 : 176)
+                                                          : SCALES + 4 * BITS;
+
+  static __device__ __forceinline__ uint32_t code(const uint8_t* block, int index, int i) {
+    if constexpr (SCALING == SUPER_SYMMETRIC) {
+      const int half = index / 4, quarter = index % 4;
+      const uint32_t low = nibble(block[64 * half + quarter % 2 * 32 + i], quarter >= 2);
+      return low | (block[128 + 32 * half + i] >> (2 * quarter) & 3) << 4;
+    } else if constexpr (SCALING == SUPER) {
+      const uint32_t low = nibble(block[BYTES - 128 + index / 2 * 32 + i], index % 2 == 1);
+      return BITS == 5 ? low | (block[16 + i] >> index & 1) << 4 : low;
+    } else if constexpr (BITS == 8) {
+      return block[2 + i];
+    } else {
+      const uint32_t low = nibble(block[BYTES - 16 + i % 16], i >= 16);
+      return BITS == 5 ? low | (block[SCALES + i / 8] >> (i % 8) & 1) << 4 : low;
+    }
+  }
+
+  static __device__ __forceinline__ uint32_t scale(const uint8_t* block) {
+    if constexpr (SCALING == SUPER_SYMMETRIC) return word16(block + 208);
+    if constexpr (SCALING == SYMMETRIC) return word16(block);
+    return word16(block) | word16(block + 2) << 16;
+  }
+
+  static __device__ __forceinline__ uint32_t factors(const uint8_t* block, int j) {
+    if constexpr (SCALING == SUPER_SYMMETRIC) return word16(block + 192 + 2 * j);
+    if constexpr (SCALING != SUPER) return 0;
+    const uint8_t* packed = block + 4;
+    if (j < 4) return (packed[j] & 63) | (packed[j + 4] & 63) << 8;
+    const uint32_t s = (packed[j + 4] & 15) | packed[j - 4] >> 6 << 4;
+    const uint32_t n = packed[j + 4] >> 4 | packed[j] >> 6 << 4;
+    return s | n << 8;
+  }
+};
+
+// A thread writes what a lane has of a group.
+template <int BITS, int SCALING> __device__ __forceinline__ void repack(const RepackParams& p) {
+  using To = Blocks<BITS, SCALING>;
+  using From = Source<BITS, SCALING>;
+  wait_previous();
+  const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
+  const uint32_t groups = groups_of(p.blocks_of_row * BLOCK);
+  const uint64_t row = i / (GROUP * groups);
+  if (row >= p.rows) return;
+  const uint32_t lane = i % (GROUP * groups), t = lane % GROUP;
+  uint32_t words[BITS] = {};
+#pragma unroll
+  for (uint32_t b = 0; b < GROUP; ++b) {
+    const uint32_t block = lane / GROUP * GROUP + b;
+    if (block >= p.blocks_of_row) break;
+    const uint64_t at = row * p.blocks_of_row + block;
+    const uint8_t* from = p.blocks + at / From::BLOCKS * From::BYTES;
+#pragma unroll
+    for (uint32_t c = 0; c < 8; ++c) {
+      const uint32_t code = From::code(from, at % From::BLOCKS, c / 4 * 16 + 4 * t + c % 4);
+      const uint32_t j = c / 2, half = 16 * (c % 2);
+      if constexpr (BITS == 8) {
+        words[2 * b + j / 2] |= code << (8 * (j % 2) + half);
+      } else {
+        words[b] |= (code & 15) << (4 * j + half);
+        if constexpr (BITS == 5) words[4] |= (code >> 4) << (4 * b + j + half);
+        if constexpr (BITS == 6) words[4 + b / 2] |= (code >> 4) << (8 * (b % 2) + 2 * j + half);
+      }
+    }
+  }
+  char* to = p.out + row * To::pitch(groups);
+  uint32_t* low = reinterpret_cast<uint32_t*>(to + 16 * lane);
+  uint32_t* high = reinterpret_cast<uint32_t*>(to + To::high_at(groups) + To::HIGH * lane);
+#pragma unroll
+  for (int w = 0; w < BITS; ++w) (w < 4 ? low[w] : high[w - 4]) = words[w];
+
+  // The scales of block `lane`.
+  uint32_t scale = 0, factors = 0;
+  if (lane < p.blocks_of_row) {
+    const uint64_t at = row * p.blocks_of_row + lane;
+    const uint8_t* from = p.blocks + at / From::BLOCKS * From::BYTES;
+    scale = From::scale(from);
+    factors = From::factors(from, at % From::BLOCKS);
+  }
+  char* scales = to + To::scales_at(groups) + (To::IS_SUPER ? lane / 8 : lane) * To::SCALE;
+  if (!To::IS_SUPER || lane % 8 == 0) {
+    if (To::SCALE == 4) {
+      *reinterpret_cast<uint32_t*>(scales) = scale;
+    } else {
+      *reinterpret_cast<uint16_t*>(scales) = scale;
+    }
+  }
+  if (To::IS_SUPER) *reinterpret_cast<uint16_t*>(to + To::factors_at(groups) + 2 * lane) = factors;
+}
+
+#define REPACK(NAME, BITS, SCALING)                                            \
+  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)                        \
+      repack_##NAME(const __grid_constant__ RepackParams p) {                        \
+    repack<BITS, SCALING>(p);                                                  \
+  }
+
+REPACK(q4_0, 4, SYMMETRIC)
+REPACK(q4_1, 4, AFFINE)
+REPACK(q5_0, 5, SYMMETRIC)
+REPACK(q5_1, 5, AFFINE)
+REPACK(q8_0, 8, SYMMETRIC)
+REPACK(q4_k, 4, SUPER)
+REPACK(q5_k, 5, SUPER)
+REPACK(q6_k, 6, SUPER_SYMMETRIC)

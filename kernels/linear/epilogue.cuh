@@ -1,0 +1,44 @@
+// What happens to an output before it is written: act(y + bias) + residuals, computed in f32 and
+// rounded once.
+#pragma once
+
+#include "abi/linear.cuh"
+#include "common/dtype.cuh"
+
+namespace fused {
+
+// Whether outputs are the sums.
+__device__ __forceinline__ bool is_plain(const Epilogue& e) {
+  return e.activation == ACT_NONE && !e.bias && !e.residuals[0] && !e.residuals[1];
+}
+
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+
+__device__ __forceinline__ float activate(int activation, float v) {
+  switch (activation) {
+    case ACT_SILU:
+      return silu(v);
+    case ACT_GELU:
+      return 0.5f * v * (1.f + erff(v * 0.70710678f));
+    case ACT_GELU_TANH:
+      return 0.5f * v * (1.f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
+    default:
+      return v;
+  }
+}
+
+// What an output needs besides its sum, read ahead and widened when the sum is there.
+struct Addends {
+  uint32_t bias, residuals[2];
+
+  __device__ __forceinline__ void ask_bias(const Epilogue& e, uint32_t row) {
+    bias = e.bias ? read_raw(e.bias, e.dtype, row) : 0;
+  }
+  __device__ __forceinline__ void ask_residuals(const Epilogue& e, uint32_t m, uint32_t column) {
+    const uint64_t i = m * e.stride + column;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) residuals[r] = e.residuals[r] ? read_raw(e.residuals[r], e.dtype, i) : 0;
+  }
+};
+
+}  // namespace fused

@@ -1,0 +1,15 @@
+// The GEMM of gemm_wna16_sm90.cuh for INT8, INT4 and ternary weights.
+// Other architectures, which the host asks for none of this, have nothing to read here.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+#include "linear/gemm_wna16_sm90.cuh"
+
+using namespace fused;
+
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int8, IntWeights<Int8Rows>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4_g128, IntWeights<Int4Rows<ONE_GROUP>>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4, IntWeights<Int4Rows<SOME_GROUPS>>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary_rows, TernaryWeights<ROW_SCALES>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary, TernaryWeights<SOME_GROUPS>)
+
+#endif

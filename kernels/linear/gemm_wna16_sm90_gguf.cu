@@ -1,0 +1,18 @@
+// The GEMM of gemm_wna16_sm90.cuh for weights in GGUF blocks.
+// Other architectures, which the host asks for none of this, have nothing to read here.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+#include "linear/gemm_wna16_sm90.cuh"
+
+using namespace fused;
+
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q4_0, GgufWeights<Q4_0>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q4_1, GgufWeights<Q4_1>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q5_0, GgufWeights<Q5_0>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q5_1, GgufWeights<Q5_1>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q8_0, GgufWeights<Q8_0>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q4_k, GgufWeights<Q4_K>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q5_k, GgufWeights<Q5_K>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q6_k, GgufWeights<Q6_K>)
+
+#endif

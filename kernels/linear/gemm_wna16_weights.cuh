@@ -1,0 +1,318 @@
+// The weight formats of the tensor-core GEMM for quantized weights and 16-bit activations: how a warp loads 16
+// output channels by 128 values of K from memory straight into registers, and how they become operand A of
+// `mma`/`wgmma` in bf16.
+//
+// A weight is dequantized once, to the value that `dequantize` gives rounded to bf16, so the products are those of
+// a dense bf16 matrix. Two roundings are avoided without conversions from f32: where a format has only a scale, it
+// is taken as the sum of two bf16 numbers, s = high + low, and fma(q, high, q * low) is rounded once.
+//
+// Lane 4 g + t of a warp has channels g and g + 8. It holds of each 32 values of K the 8 that memory has for lane t,
+// in an order of the format's own (`Order` of the host file), in which x is stored too.
+#pragma once
+
+#include "formats/gguf.cuh"
+#include "linear/gemv_wna16.cuh"
+
+namespace fused {
+
+// An operand A of 16 channels by 32 values of K: two of `m16n8k16`.
+struct WeightFragment {
+  uint32_t v[8];
+
+  // Pair j of the 8 values that a lane has of channel g (row 0) or g + 8 (row 1).
+  __device__ __forceinline__ uint32_t& at(int row, int j) { return v[4 * (j / 2) + 2 * (j % 2) + row]; }
+};
+
+__device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  // Without the negative zero of an addend a product of -0 would become +0.
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
+  return out;
+}
+__device__ __forceinline__ uint32_t bf16x2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+#endif
+  return out;
+}
+
+// A scale as two bf16 numbers, each twice.
+struct SplitScale {
+  uint32_t high, low;
+
+  explicit __device__ __forceinline__ SplitScale(uint32_t parts) {
+    high = __byte_perm(parts, 0, 0x1010), low = __byte_perm(parts, 0, 0x3232);
+  }
+  __device__ __forceinline__ uint32_t times(uint32_t numbers) const {
+    return bf16x2_fma(numbers, high, bf16x2_mul(numbers, low));
+  }
+};
+
+// Of a lane's two channels and a group of weights: what sums of codes times x are multiplied by, and what sums of x
+// alone are.
+struct GroupScale {
+  float by[2], plus[2];
+};
+
+// GGUF blocks (gguf.cuh).
+template <class Format> struct GgufWeights {
+  static constexpr bool CHANNEL_SCALES = false;
+  static constexpr int GROUPS = Format::SCALES * 4;  // of 128 values of K
+  // Whether `raw` has BIAS more than the numbers that are scaled. Sums of x, which take that off again, there are of
+  // whole GGUF blocks only.
+  static constexpr bool IS_BIASED = Format::BITS < 8 && Format::SCALES == 1;
+  static constexpr float BIAS = IS_BIASED ? 128.f + Format::ZERO : 0.f;
+  static constexpr bool HAS_OFFSET = IS_BIASED || Format::HAS_OFFSET;
+
+  struct Block {
+    typename Format::Piece pieces[2];
+  };
+
+  const char* rows[2];
+  uint32_t groups;
+
+  __device__ __forceinline__ GgufWeights(const Gemv& p, uint32_t unit) : groups(groups_of(p.k)) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t r = unit_row(p, unit, threadIdx.x % WARP / 4 + 8 * i);
+      const uint32_t which = (r >= p.weights[1].first) + (r >= p.weights[2].first);
+      r -= p.weights[which].first;
+      rows[i] = static_cast<const char*>(p.weights[which].data) + uint64_t(r) * Format::pitch(groups);
+    }
+  }
+
+  __device__ __forceinline__ void load(Block& block, const Gemv&, uint32_t k_block) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) block.pieces[i] = Format::load(rows[i], groups, k_block, threadIdx.x % 4);
+  }
+
+  // Codes as they are, BIAS more than their numbers.
+  static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv&, int e) {
+    WeightFragment a;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto codes = Format::codes(block.pieces[i], e);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        a.at(i, j) = IS_BIASED ? Format::pair(codes, j) | 0x43004300u : Format::bf16_numbers(codes, j);
+    }
+    return a;
+  }
+  // Of both channels and a group: what sums of `raw` times x are multiplied by, and then sums of x.
+  static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv&, int g) {
+    GroupScale s;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto& piece = block.pieces[i];
+      const float by = Format::multiplier(piece.scale, piece.factors, g % Format::SCALES);
+      s.by[i] = __shfl_sync(FULL, by, g / Format::SCALES, 4);
+      if constexpr (Format::HAS_OFFSET)
+        s.plus[i] = __shfl_sync(FULL, fmaf(-BIAS, by, Format::offset(piece.scale, piece.factors)), g / Format::SCALES, 4);
+      else
+        s.plus[i] = -BIAS * s.by[i];
+    }
+    return s;
+  }
+
+  // What turns the codes of the GGUF block that the lane has scales of into values.
+  struct Scales {
+    uint32_t by[2][Format::SCALES];  // f32, or split where there is no offset
+    float plus[2];
+  };
+  static __device__ __forceinline__ Scales scales(const Block& block, const Gemv&) {
+    Scales s;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto& piece = block.pieces[i];
+#pragma unroll
+      for (int h = 0; h < Format::SCALES; ++h) {
+        const float by = Format::multiplier(piece.scale, piece.factors, h);
+        s.by[i][h] = Format::HAS_OFFSET ? __float_as_uint(by) : split(by);
+      }
+      s.plus[i] = Format::offset(piece.scale, piece.factors);
+    }
+    return s;
+  }
+
+  // Values 32 e and following of the block.
+  static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales& s, const Gemv&, int e) {
+    WeightFragment a;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto codes = Format::codes(block.pieces[i], e);
+      if constexpr (Format::HAS_OFFSET) {
+        const float by = __uint_as_float(__shfl_sync(FULL, s.by[i][0], e, 4)), plus = __shfl_sync(FULL, s.plus[i], e, 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 q = unpack2<__nv_bfloat16>(Format::bf16_numbers(codes, j));
+          a.at(i, j) = pack2<__nv_bfloat16>(fmaf(q.x, by, plus), fmaf(q.y, by, plus));
+        }
+      } else {
+#pragma unroll
+        for (int h = 0; h < Format::SCALES; ++h) {
+          const SplitScale by(__shfl_sync(FULL, s.by[i][h], e, 4));
+#pragma unroll
+          for (int j = 4 / Format::SCALES * h; j < 4 / Format::SCALES * (h + 1); ++j)
+            a.at(i, j) = by.times(Format::bf16_numbers(codes, j));
+        }
+      }
+    }
+    return a;
+  }
+};
+
+// INT8 and INT4 (packed.cuh). INT8 has a scale for each channel, which the epilogue applies.
+template <class Format> struct IntWeights {
+  static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES;
+  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP ? 1 : 4;
+  static constexpr bool HAS_OFFSET = !CHANNEL_SCALES;
+  using TileScales1 = TileScales<Format::GROUPS, Format::ZEROS, 1>;
+
+  struct Block {
+    typename Format::Piece pieces[2];
+    TileScales1 scales[2];
+  };
+
+  CodeRow rows[2];
+  uint32_t blocks;
+
+  __device__ __forceinline__ IntWeights(const Gemv& p, uint32_t unit) : blocks(steps_of(p.k)) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      rows[i] = CodeRow::of<Format>(p, unit_row(p, unit, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
+  }
+
+  __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Format::load(block.pieces[i], rows[i].codes, p.k, k_block, threadIdx.x % 4);
+      if constexpr (!CHANNEL_SCALES) block.scales[i].ask(p, rows[i], k_block, blocks, threadIdx.x % 4);
+    }
+  }
+
+  __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
+    return __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+  }
+
+  static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv& p, int e) {
+    if constexpr (CHANNEL_SCALES) {
+      return fragment(block, {}, p, e);
+    } else {
+      WeightFragment a;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a.at(i, j) = int4_biased(block.pieces[i].words[e], j);
+      }
+      return a;
+    }
+  }
+  static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
+    GroupScale s;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s.by[i] = block.scales[i].scale(p, 0, g);
+      s.plus[i] = -s.by[i] * (Format::ZEROS ? 128.f + __uint_as_float(block.scales[i].zero(p, 0, g) << 16) : 136.f);
+    }
+    return s;
+  }
+
+  struct Scales {};
+  static __device__ __forceinline__ Scales scales(const Block&, const Gemv&) { return {}; }
+
+  static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales&, const Gemv& p, int e) {
+    WeightFragment a;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (CHANNEL_SCALES) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a.at(i, j) = int8_numbers(Format::word(block.pieces[i], e, j / 2), j % 2);
+      } else {
+        const uint32_t zero = block.scales[i].zero(p, 0, e);
+        const SplitScale by(split(block.scales[i].scale(p, 0, e)));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a.at(i, j) = by.times(int4_numbers<Format::ZEROS>(block.pieces[i].words[e], j, zero));
+      }
+    }
+    return a;
+  }
+};
+
+// Ternary (packed.cuh). Pair j is codes j and j + 4, whose two bits become sign and lowest exponent bit: twice the
+// code in bf16.
+template <int GROUPS_> struct TernaryWeights {
+  static constexpr bool CHANNEL_SCALES = GROUPS_ == ROW_SCALES;
+  static constexpr int GROUPS = 4;
+  static constexpr bool HAS_OFFSET = false;
+  using Format = TernaryRows<GROUPS_>;
+  using TileScales1 = TileScales<GROUPS_, false, 1>;
+
+  struct Block {
+    typename Format::Piece pieces[2];
+    TileScales1 scales[2];
+  };
+
+  CodeRow rows[2];
+  uint32_t blocks;
+
+  __device__ __forceinline__ TernaryWeights(const Gemv& p, uint32_t unit) : blocks(steps_of(p.k)) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      rows[i] = CodeRow::of<Format>(p, unit_row(p, unit, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
+  }
+
+  __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Format::load(block.pieces[i], rows[i].codes, p.k, k_block, threadIdx.x % 4);
+      if constexpr (!CHANNEL_SCALES) block.scales[i].ask(p, rows[i], k_block, blocks, threadIdx.x % 4);
+    }
+  }
+
+  __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
+    return 0.5f * __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+  }
+
+  static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv&, int e) {
+    WeightFragment a;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a.at(i, j) = block.pieces[i].words[e / 2] << (14 - 4 * j - 2 * (e % 2)) & 0xc000c000u;
+    }
+    return a;
+  }
+  static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
+    return {{0.5f * block.scales[0].scale(p, 0, g), 0.5f * block.scales[1].scale(p, 0, g)}, {}};
+  }
+
+  struct Scales {};
+  static __device__ __forceinline__ Scales scales(const Block&, const Gemv&) { return {}; }
+
+  static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales&, const Gemv& p, int e) {
+    WeightFragment a;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t word = block.pieces[i].words[e / 2];
+      uint32_t numbers[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) numbers[j] = word << (14 - 4 * j - 2 * (e % 2)) & 0xc000c000u;
+      if constexpr (CHANNEL_SCALES) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a.at(i, j) = numbers[j];
+      } else {
+        // Of one code, rounding is that of the scale.
+        const uint32_t by = pack2<__nv_bfloat16>(0.5f * block.scales[i].scale(p, 0, e), 0.f);
+        const uint32_t both = __byte_perm(by, 0, 0x1010);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a.at(i, j) = bf16x2_mul(numbers[j], both);
+      }
+    }
+    return a;
+  }
+};
+
+}  // namespace fused

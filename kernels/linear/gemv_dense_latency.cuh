@@ -1,0 +1,188 @@
+// Small products of few rows of x, with x and weights of one 16-bit type: what a decode step of a
+// small model is made of. Their weights are in registers before x arrives, so all that counts is
+// the way from x to the output, and on that way every instruction, since a multiprocessor has
+// hardly more than one warp at a time to hide them with. Hence no loops, no choice of types, and all
+// addresses made before the wait.
+//
+// A block computes 8 rows of weights, and its warps share k. Lane 4 g + t of a warp holds 16 bytes of
+// row g of the weights and of x in each step: operands of gemv_dense_mma.cuh's `mma` as they are, so that x
+// is normalised where it lies and never passes through shared memory.
+#pragma once
+
+#include "linear/gemv_dense_mma.cuh"
+
+namespace fused {
+
+__device__ __forceinline__ uint32_t as_word(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
+__device__ __forceinline__ uint32_t as_word(__nv_bfloat162 v) { return *reinterpret_cast<uint32_t*>(&v); }
+
+// round(round(v * factor) * weight) for the two values of a word.
+template <typename T> __device__ __forceinline__ uint32_t scaled(uint32_t word, float factor, uint32_t weight) {
+  const float2 v = unpack2<T>(word);
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 normed = __floats2half2_rn(v.x * factor, v.y * factor);
+    return as_word(__hmul2(normed, *reinterpret_cast<__half2*>(&weight)));
+  } else {
+    const __nv_bfloat162 normed = __floats2bfloat162_rn(v.x * factor, v.y * factor);
+    return as_word(__hmul2(normed, *reinterpret_cast<__nv_bfloat162*>(&weight)));
+  }
+}
+
+template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
+  float v[8];
+  unpack8<T>(pack, v);
+  float even = v[0] * v[0], odd = v[1] * v[1];
+#pragma unroll
+  for (int i = 2; i < 8; i += 2) {
+    even = fmaf(v[i], v[i], even);
+    odd = fmaf(v[i + 1], v[i + 1], odd);
+  }
+  return even + odd;
+}
+
+// The outputs that a lane of the first warp finishes: columns 2t and 2t + 1 of row g of x, or the one
+// column of which it has the gate and what is gated.
+template <typename T> struct SmallOutputs {
+  static constexpr int VALUES = 2;
+  // 16-bit types are read alike.
+  static constexpr int DTYPE = sizeof(T) == 4 ? F32 : BF16;
+  bool valid[VALUES];
+  uint64_t at[VALUES];
+  uint32_t bias[VALUES], residuals[VALUES][2];
+
+  template <class Column, class Row>
+  __device__ __forceinline__ void prepare(const Gemv& p, uint32_t g, uint32_t t, Column column, Row row) {
+    const Epilogue& e = p.epilogue;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      const uint32_t c = column(2 * t + i);
+      valid[i] = g < p.m && c < p.width && !(gates(p) && i == 1);
+      at[i] = g * e.stride + c;
+      bias[i] = e.bias ? read_raw(e.bias, DTYPE, row(2 * t + i)) : 0;
+    }
+  }
+  __device__ __forceinline__ void ask(const Epilogue& e) {
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (valid[i] && e.residuals[r]) residuals[i][r] = read_raw(e.residuals[r], DTYPE, at[i]);
+      }
+    }
+  }
+  __device__ __forceinline__ void finish(const Gemv& p, float (&y)[VALUES]) const {
+    const Epilogue& e = p.epilogue;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) y[i] += widen_raw<T>(bias[i]);
+    if (gates(p)) {
+      y[0] = silu(y[0]) * y[1];
+    } else if (e.activation != ACT_NONE) {
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) y[i] = activate(e.activation, y[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      if (!valid[i]) continue;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (e.residuals[r]) y[i] += widen_raw<T>(residuals[i][r]);
+      }
+      if (e.out_dtype == F32) {
+        static_cast<float*>(e.out)[at[i]] = y[i];
+      } else {
+        static_cast<T*>(e.out)[at[i]] = from_float<T>(y[i]);
+      }
+    }
+  }
+};
+
+// k is a multiple of 8 and at most 32 x GEMV_WARPS x STEPS; one block for each 8 rows of weights.
+template <typename T, int STEPS> __device__ __forceinline__ void small_product(const Gemv& p) {
+  __shared__ alignas(16) float squares[8][GEMV_WARPS];
+  __shared__ alignas(16) float sums[GEMV_WARPS][WARP][2];
+  allow_next();
+  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  // This lane's chunks of 8 values of k: every fourth from `first` up to the end of the warp's share.
+  const uint32_t share = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
+  const uint32_t first = 4 * warp * share + t, end = min(p.k / 8, 4 * (warp + 1) * share);
+  auto has = [&](int s) { return first + 4 * s < end; };
+  auto column = [&](uint32_t r) { return gates(p) ? 4 * blockIdx.x + r / 2 : 8 * blockIdx.x + r; };
+  // Past the last column the last is computed again and not written.
+  auto weight_row = [&](uint32_t r) {
+    return min(column(r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
+  };
+
+  uint32_t row = weight_row(g);
+  const Matrix& matrix = matrix_of(p, row);
+  const uint4* weights = reinterpret_cast<const uint4*>(static_cast<const T*>(matrix.data) + uint64_t(row) * p.k) + first;
+  uint4 w[STEPS], x[STEPS], norm[STEPS];
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    w[s] = make_uint4(0, 0, 0, 0);
+    if (has(s)) w[s] = load_once(weights + 4 * s);
+  }
+  const bool normed = p.prologue.norm != NORM_NONE;
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    norm[s] = make_uint4(0, 0, 0, 0);
+    if (normed && has(s)) norm[s] = static_cast<const uint4*>(p.prologue.weight)[first + 4 * s];
+  }
+  SmallOutputs<T> out = {};
+  if (warp == 0) out.prepare(p, g, t, column, weight_row);
+  // Lanes past the last row of x take the last again; what they compute is not written.
+  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(p.prologue.x) + uint64_t(min(g, p.m - 1)) * p.k) + first;
+
+  wait_previous();
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    x[s] = make_uint4(0, 0, 0, 0);
+    if (has(s)) x[s] = __ldcg(from + 4 * s);
+  }
+  if (warp == 0) out.ask(p.epilogue);
+  if (normed) {
+    float sum = 0.f;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) sum += squares_of<T>(x[s]);
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum += __shfl_xor_sync(FULL, sum, 2);
+    if (t == 0) squares[g][warp] = sum;
+    __syncthreads();
+    static_assert(GEMV_WARPS == 8);
+    const float4 a = *reinterpret_cast<const float4*>(&squares[g][0]);
+    const float4 b = *reinterpret_cast<const float4*>(&squares[g][4]);
+    const float total = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+    const float factor = rsqrtf(__fdividef(total, p.k) + p.prologue.eps);
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      x[s] = make_uint4(scaled<T>(x[s].x, factor, norm[s].x), scaled<T>(x[s].y, factor, norm[s].y),
+                        scaled<T>(x[s].z, factor, norm[s].z), scaled<T>(x[s].w, factor, norm[s].w));
+    }
+  }
+  Accumulator parts[4] = {};
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    mma<T>(parts[s % 2], x[s].x, x[s].y, w[s].x, w[s].y);
+    mma<T>(parts[2 + s % 2], x[s].z, x[s].w, w[s].z, w[s].w);
+  }
+  float2 y2 = make_float2((parts[0].v[0] + parts[1].v[0]) + (parts[2].v[0] + parts[3].v[0]),
+                          (parts[0].v[1] + parts[1].v[1]) + (parts[2].v[1] + parts[3].v[1]));
+  *reinterpret_cast<float2*>(sums[warp][lane]) = y2;
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int other = 1; other < GEMV_WARPS; ++other) {
+    const float2 part = *reinterpret_cast<const float2*>(sums[other][lane]);
+    y2.x += part.x, y2.y += part.y;
+  }
+  float y[2] = {y2.x, y2.y};
+  out.finish(p, y);
+}
+
+}  // namespace fused
+
+// `NAME`: a kernel for elements of TYPE and up to STEPS steps of a warp, from an architecture on.
+#define FUSED_SMALL(NAME, FROM, TYPE, STEPS)                                                    \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
+      NAME(const __grid_constant__ fused::Gemv p) {                                             \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::small_product<TYPE, STEPS>(p);            \
+  }

@@ -1,0 +1,242 @@
+// A row of x as the streaming kernel of one row (gemv_wna16_sm90.cuh) meets it, and the products of a warp's part
+// of a slot with it. Hopper only.
+#pragma once
+
+#include "linear/gemv_wna16.cuh"
+
+namespace fused {
+
+struct TernaryStream;
+struct Int4Stream;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+constexpr uint32_t CHUNK = 2;                  // steps that a warp takes at once; one may be left over
+constexpr uint32_t STREAM_WARPS = GEMV_WARPS;  // that multiply
+constexpr uint32_t STREAM_THREADS = STREAM_WARPS * WARP;
+constexpr int HELD = CODE_STREAM_HELD;
+
+// Where the 8 values of a row begin that a lane has of its warp's part of a slice, over 8.
+__device__ __forceinline__ uint32_t pack_of(uint32_t slice) { return slice * STREAM_THREADS + threadIdx.x; }
+
+__device__ __forceinline__ uint4 read_pack(const void* from, uint32_t k, uint32_t pack) {
+  return pack < k / 8 ? VectorPack::read(from, BF16, pack) : uint4{};
+}
+
+// Gives `use` each pack of x that this lane has, and its place; those of slices past HELD are read for it.
+template <class Use>
+__device__ __forceinline__ void each_slice(const Prologue& p, uint32_t k, const uint4 (&held)[HELD], uint32_t slices,
+                                           Use use) {
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    if (i < slices) use(pack_of(i), held[i]);
+  }
+#pragma unroll 1
+  for (uint32_t i = HELD; i < slices; ++i) use(pack_of(i), read_pack(p.x, k, pack_of(i)));
+}
+
+// One row of x in two parts of int8, 256 times the first and the second: 16 bits. Each is laid out as in
+// ByteRows. Then comes room for the row as it was, and what codes are multiplied by.
+struct TwoByteRow {
+  static constexpr int BATCH = 2;
+  static constexpr bool SUMS = false, SCALES = true;
+  static constexpr uint32_t PAD = 16;  // lanes of both parts meet no bank twice
+  static constexpr float LARGEST = 127 * 256;
+  char* at;
+  uint32_t k, steps;
+
+  __device__ TwoByteRow(const Gemv& p, char* at) : at(at), k(p.k), steps(steps_of(p.k)) {}
+
+  __device__ uint32_t pitch() const { return steps * STEP + PAD; }
+  __device__ float4* raw() const { return reinterpret_cast<float4*>(at + 2 * pitch()); }
+  __device__ float* factor() const { return reinterpret_cast<float*>(raw() + k / 4); }
+  static __device__ __forceinline__ uint32_t place(uint32_t value) {
+    return value / STEP * STEP + value % 32 / 8 * 32 + value % STEP / 32 * 8;
+  }
+
+  __device__ void put_raw(uint32_t, uint32_t piece, float4 v) const { raw()[piece] = v; }
+  __device__ float4 get_raw(uint32_t, uint32_t piece) const { return raw()[piece]; }
+  __device__ void put_sum(uint32_t, uint32_t, float) const {}
+  __device__ void put(uint32_t, uint32_t piece, float4 v) const {
+    const uint32_t w[4] = {ByteRows::whole(v.x), ByteRows::whole(v.z), ByteRows::whole(v.y), ByteRows::whole(v.w)};
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      uint16_t* to = reinterpret_cast<uint16_t*>(at + part * pitch() + place(piece / 2 * 8)) + piece % 2;
+      to[0] = bytes_of(w[0], w[1], part), to[2] = bytes_of(w[2], w[3], part);
+    }
+  }
+  // Byte 1 of what is rounded to whole 256s, or byte 0, which has a sign.
+  static __device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, int part) {
+    return part == 0 ? __byte_perm(a + 128, b + 128, 0x0051) : __byte_perm(a, b, 0x0040);
+  }
+  static __device__ __forceinline__ uint32_t bytes_of(const uint32_t (&v)[4], int part) {
+    return __byte_perm(bytes_of(v[0], v[1], part), bytes_of(v[2], v[3], part), 0x5410);
+  }
+  // What values are multiplied by; those too small for it are zero.
+  static __device__ float inverse(float largest) { return largest > 1e-33f ? __fdividef(LARGEST, largest) : 0.f; }
+  static __device__ float factor_of(float largest) { return largest * (1.f / (LARGEST * TERNARY_UNIT)); }
+  __device__ float put_largest(uint32_t, float largest) const {
+    *factor() = factor_of(largest);
+    return inverse(largest);
+  }
+
+  __device__ void put_eight(uint32_t value, uint4 v, float by) const {
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    uint32_t even[4], odd[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      even[w] = ByteRows::whole(__uint_as_float(words[w] << 16) * by);
+      odd[w] = ByteRows::whole(__uint_as_float(words[w] & 0xffff0000u) * by);
+    }
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+      *reinterpret_cast<uint2*>(at + part * pitch() + place(value)) =
+          make_uint2(bytes_of(even, part), bytes_of(odd, part));
+  }
+  // What a warp has of a row of bf16, and of a row that is longer what is still to be read: each warp has a
+  // factor of its own.
+  __device__ float take(const Prologue& p, const uint4 (&held)[HELD], uint32_t slices) const {
+    uint32_t both = 0;
+    each_slice(p, k, held, slices, [&](uint32_t, uint4 v) {
+      both = __vmaxu2(both, __vmaxu2(__vmaxu2(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu),
+                                     __vmaxu2(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu)));
+    });
+    const float largest = __uint_as_float(__reduce_max_sync(FULL, max(both << 16, both & 0xffff0000u)));
+    const float by = inverse(largest);
+    each_slice(p, k, held, slices, [&](uint32_t pack, uint4 v) {
+      if (pack < steps * (STEP / 8)) put_eight(8 * pack, v, by);
+    });
+    return factor_of(largest);
+  }
+  __device__ float taken() const { return *factor(); }
+  __device__ void clear_tail(uint32_t threads) const {
+    for (uint32_t i = k / 4 + threadIdx.x; i < steps * (STEP / 4); i += threads) put(0, i, float4{});
+  }
+};
+
+// One row of x in one or two parts of bf16.
+struct PartRow : PartRows<INT4_PADDING> {
+  uint32_t pieces;
+
+  __device__ PartRow(const Gemv& p, char* at) : PartRows<INT4_PADDING>(p, at), pieces(p.k / 4) {}
+
+  // As above, with nothing to multiply by.
+  __device__ float take(const Prologue& p, const uint4 (&held)[HELD], uint32_t slices) const {
+    each_slice(p, 4 * pieces, held, slices, [&](uint32_t pack, uint4 v) {
+      if (pack < steps * (STEP / 8)) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
+    });
+    return 1.f;
+  }
+  __device__ float taken() const { return 1.f; }
+  __device__ void clear_tail(uint32_t threads) const {
+    for (uint32_t i = pieces + threadIdx.x; i < steps * (STEP / 4); i += threads) put(0, i, float4{});
+  }
+};
+
+// The formats. `CODES`: bytes of the codes of 8 rows in a step; `AHEAD`: slots that are on their way at once,
+// as measured on an H100 (4096 x 14336 in INT4: 12.7 us, 13.1 with twice as many).
+struct TernaryStream {
+  static constexpr uint32_t CODES = 256, GROUPS = ROW_SCALES, AHEAD = 4;
+  using Row = TwoByteRow;
+
+  struct Sums {
+    int v[4][4];
+
+    __device__ void total(float by, float (&y)[2]) const {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int high = (v[0][2 * i] + v[1][2 * i]) + (v[2][2 * i] + v[3][2 * i]);
+        const int low = (v[0][2 * i + 1] + v[1][2 * i + 1]) + (v[2][2 * i + 1] + v[3][2 * i + 1]);
+        y[i] = by * fmaf(256.f, static_cast<float>(high), static_cast<float>(low));
+      }
+    }
+  };
+  // N steps from `step` on, those of a slot whose codes and scales of each 8 rows are at `codes` and `scales`.
+  template <int N>
+  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2], const Row& x, uint32_t step,
+                                                  uint32_t lane, Sums& sums) {
+    uint32_t words[N][2][2];
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint2 v = *reinterpret_cast<const uint2*>(codes[i] + s * CODES + 8 * lane);
+        words[s][i][0] = v.x, words[s][i][1] = v.y;
+      }
+    }
+    // Sums of the other columns go nowhere.
+    const uint32_t from = shared_address(x.at) + lane / 4 % 2 * x.pitch() + step * STEP + 32 * (lane % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int s = 0; s < N; ++s) {
+        const uint4 v = load_shared(from + s * STEP + 16 * half);
+        const uint32_t(&a)[2] = words[s][0], (&b)[2] = words[s][1];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int e = 2 * half + i;
+          mma_s8(sums.v[2 * s + i], ternary_bytes(a, e, 0), ternary_bytes(b, e, 0), ternary_bytes(a, e, 1),
+                 ternary_bytes(b, e, 1), i == 0 ? v.x : v.z, i == 0 ? v.y : v.w);
+        }
+      }
+    }
+  }
+};
+
+struct Int4Stream {
+  static constexpr uint32_t CODES = 512, GROUPS = ONE_GROUP, AHEAD = 2;
+  using Row = PartRow;
+
+  struct Sums {
+    float v[2];
+
+    __device__ void total(float, float (&y)[2]) const { y[0] = v[0], y[1] = v[1]; }
+  };
+  template <int N>
+  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], const Row& x,
+                                                  uint32_t step, uint32_t lane, Sums& sums) {
+    uint4 words[N][2];
+    __half by[N][2];
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words[s][i] = *reinterpret_cast<const uint4*>(codes[i] + s * CODES + 16 * lane);
+        by[s][i] = *reinterpret_cast<const __half*>(scales[i] + s * (2 * OCTET) + lane / 4 * 2);
+      }
+    }
+    // Sums of the other columns go nowhere.
+    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * step * STEP + 16 * (lane % 4);
+    float c[N][2][4] = {};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int s = 0; s < N; ++s) {
+        const uint4 of_x = load_shared(from + 2 * s * STEP + 64 * e);
+        uint32_t v[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4& w = words[s][i];
+          const uint32_t word = e == 0 ? w.x : e == 1 ? w.y : e == 2 ? w.z : w.w;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) v[i][j] = int4_numbers<false>(word, j, 0);
+        }
+        mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
+        mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float sum = c[s][0][2 * i] + c[s][1][2 * i];
+        if (x.parts == 2) sum += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
+        sums.v[i] = fmaf(__half2float(by[s][i]), sum, sums.v[i]);
+      }
+    }
+  }
+};
+
+#endif
+
+}  // namespace fused

@@ -1,0 +1,56 @@
+// The rows of a table that token ids name: of GGUF blocks (formats/gguf.cuh) as f32, or of f32, f16 or
+// bf16 as they are. An id past the table gives a row of NaN: a step inside a graph cannot say more.
+#include "abi/pointwise.cuh"
+#include "formats/gguf.cuh"
+
+using namespace fused;
+
+// A NaN as f32, and twice as f16 or bf16.
+constexpr uint32_t NOT_A_NUMBER = 0x7fff7fffu;
+
+extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_blocks(const __grid_constant__ EmbeddingParams p) {
+  // A quarter of a block for each thread.
+  const uint32_t thread = blockIdx.x * EMBEDDING_THREADS + threadIdx.x, block = thread / 4;
+  allow_next();
+  wait_previous();
+  if (block >= p.units) return;
+  for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
+    const uint32_t id = p.ids[i];
+    float4* out = static_cast<float4*>(p.out) + (uint64_t(i) * p.units + block) * 8;
+    if (id >= p.rows) {
+      const float nan = __uint_as_float(NOT_A_NUMBER);
+      for (int half = 0; half < 2; ++half) out[4 * half + thread % 4] = make_float4(nan, nan, nan, nan);
+      continue;
+    }
+    with_format(p.format, [&](auto format) {
+      using F = decltype(format);
+      const uint32_t groups = groups_of(p.units * BLOCK);
+      const char* row = static_cast<const char*>(p.table) + uint64_t(id) * F::pitch(groups);
+      F::quarter(row, groups, block, thread % 4, [&](int at, float4 v) { out[at / 4] = v; });
+    });
+  }
+}
+
+template <typename Unit> __device__ __forceinline__ void gather(const EmbeddingParams& p, Unit nan) {
+  const uint32_t unit = blockIdx.x * EMBEDDING_THREADS + threadIdx.x;
+  allow_next();
+  wait_previous();
+  if (unit >= p.units) return;
+  for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
+    const uint32_t id = p.ids[i];
+    Unit value = nan;
+    if (id < p.rows) value = static_cast<const Unit*>(p.table)[uint64_t(id) * p.units + unit];
+    static_cast<Unit*>(p.out)[uint64_t(i) * p.units + unit] = value;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_packs(const __grid_constant__ EmbeddingParams p) {
+  gather<uint4>(p, make_uint4(NOT_A_NUMBER, NOT_A_NUMBER, NOT_A_NUMBER, NOT_A_NUMBER));
+}
+
+extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_elements(const __grid_constant__ EmbeddingParams p) {
+  gather<uint16_t>(p, static_cast<uint16_t>(NOT_A_NUMBER));
+}

@@ -1,0 +1,75 @@
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over rows [rows, width].
+//
+// Computed in f32 and rounded once. One warp or one block owns a row and keeps it in registers, over
+// which mean and variance take two passes. Bytes moved are x and y once, weight and bias once per
+// block from L2.
+#include "common/rows.cuh"
+
+using namespace fused;
+
+template <typename T, int N> __device__ __forceinline__ void norm_row(const LayerNormParams& p) {
+  constexpr int K = KEPT<T, N>;
+  __shared__ float scratch[3][MAX_WARPS];
+  const RowGroup g(p.warps);
+  const uint32_t packs = p.width / N;
+  const T* weight = static_cast<const T*>(p.weight);
+  const T* bias = static_cast<const T*>(p.bias);
+  allow_next();
+  wait_previous();
+  if (g.row >= p.rows) return;
+  const T* in = static_cast<const T*>(p.x) + g.row * p.width;
+  T* y = static_cast<T*>(p.y) + g.row * p.width;
+  Pack<T, N> x[K];
+
+  auto each_value = [&](auto take) {
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (g.thread + i * g.threads < packs) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) take(to_float(x[i].v[j]));
+      }
+    }
+    for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads) {
+      const auto v = load<T, N>(in + at * N);
+#pragma unroll
+      for (int j = 0; j < N; ++j) take(to_float(v.v[j]));
+    }
+  };
+
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    const uint32_t at = g.thread + i * g.threads;
+    if (at < packs) x[i] = load_stream<T, N>(in + at * N);
+  }
+  const auto centred = spread(g, p.width, p.eps, each_value, scratch);
+  const float mean = centred.mean, factor = centred.factor;
+
+  auto finish = [&](const Pack<T, N>& v, uint32_t at) {
+    const auto w = load<T, N>(weight + at * N);
+    Pack<T, N> b = {}, out;
+    if (bias) b = load<T, N>(bias + at * N);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float b_j = bias ? to_float(b.v[j]) : 0.f;
+      out.v[j] =
+          from_float<T>(fmaf((to_float(v.v[j]) - mean) * factor, to_float(w.v[j]), b_j));
+    }
+    store(y + at * N, out);
+  };
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    const uint32_t at = g.thread + i * g.threads;
+    if (at < packs) finish(x[i], at);
+  }
+  for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads)
+    finish(load<T, N>(in + at * N), at);
+}
+
+template <typename T> __device__ __forceinline__ void layer_norm(const LayerNormParams& p) {
+  if (p.vectors)
+    norm_row<T, VEC<T>>(p);
+  else
+    norm_row<T, 1>(p);
+}
+
+FUSED_ENTRIES(layer_norm, MAX_WARPS * WARP, LayerNormParams, layer_norm)

@@ -1,0 +1,293 @@
+// The next token of each sequence: repeat penalty, temperature, top-k, top-p and a draw by the
+// Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one.
+//
+// Each block takes a slice of a sequence's logits. The last one to finish puts the slices together;
+// where the tokens to draw from depend on all logits (top-k, top-p) it selects them digit by digit
+// of their distance from the best. Integer sums only, so no order shows.
+//
+// The highest logit is subtracted before the division by the temperature, which then cannot overflow:
+// that of its slice in a block, and what that one lacks to the highest of all where slices meet.
+#include "abi/pointwise.cuh"
+#include "common/base.cuh"
+
+using namespace fused;
+
+constexpr int WARPS = SAMPLE_THREADS / WARP;
+
+__device__ __forceinline__ float logit(const SampleParams& p, uint64_t i) {
+  switch (p.dtype) {
+    case 0: return static_cast<const float*>(p.logits)[i];
+    case 1: return to_float(static_cast<const __half*>(p.logits)[i]);
+    default: return to_float(static_cast<const __nv_bfloat16*>(p.logits)[i]);
+  }
+}
+
+// Philox 4x32-10 (Salmon et al. 2011); the first of its four words.
+__device__ uint32_t philox(uint4 counter, uint2 key) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint32_t high0 = __umulhi(0xD2511F53u, counter.x), low0 = 0xD2511F53u * counter.x;
+    const uint32_t high1 = __umulhi(0xCD9E8D57u, counter.z), low1 = 0xCD9E8D57u * counter.z;
+    counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
+    key.x += 0x9E3779B9u;
+    key.y += 0xBB67AE85u;
+  }
+  return counter.x;
+}
+
+// A standard Gumbel variate for one token of one draw: -ln(-ln(1 - v)), exact where v is small,
+// which is where the winners are.
+__device__ float gumbel(const SampleSettings& s, uint32_t draw, uint32_t token) {
+  const uint32_t bits = philox(make_uint4(token, draw, s.sequence, 0), make_uint2(s.seed_low, s.seed_high));
+  const float v = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
+  return -logf(-log1pf(-v));
+}
+
+// How far a logit is below the highest, over the temperature: at most 0. Equal ones have no distance,
+// infinite ones neither.
+__device__ __forceinline__ float below(float logit, float top, float inverse_temperature) {
+  return logit == top ? 0.f : (logit - top) * inverse_temperature;
+}
+
+// How far a score is below the highest, which is 0, in steps of 2^-26; ever the same for equal scores.
+__device__ __forceinline__ uint32_t distance(float score) {
+  return static_cast<uint32_t>(fminf(-score * 67108864.f, 4294967040.f));
+}
+
+struct Best {
+  float score;
+  uint32_t token;
+};
+
+// The higher score; of equal ones the lower token. What is no number never wins.
+__device__ __forceinline__ Best better(Best a, Best b) {
+  const bool second = b.score > a.score || (b.score == a.score && b.token < a.token);
+  return second ? b : a;
+}
+
+__device__ Best warp_best(Best best) {
+#pragma unroll
+  for (int offset = WARP / 2; offset > 0; offset /= 2) {
+    best = better(best, {__shfl_xor_sync(FULL, best.score, offset), __shfl_xor_sync(FULL, best.token, offset)});
+  }
+  return best;
+}
+
+// The best of a block, in all threads of its first warp.
+__device__ Best block_best(Best best, Best* scratch) {
+  static_assert(WARPS == WARP, "a lane for each warp");
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  best = warp_best(best);
+  if (lane == 0) scratch[warp] = best;
+  __syncthreads();
+  return warp == 0 ? warp_best(scratch[lane]) : best;
+}
+
+constexpr int DIGIT = 11;
+constexpr int BINS = 1 << DIGIT;  // two for each thread
+
+// Sums of weights up to 2^27 as halves of 13 and 14 bits, which stay below 2^32 for 2^18 tokens and
+// are added by the native atomics.
+struct Bins {
+  uint32_t low[BINS], high[BINS];
+  unsigned long long warps[WARPS];
+  unsigned long long target;
+  uint32_t found;
+
+  __device__ unsigned long long sum(int bin) const {
+    return low[bin] + (static_cast<unsigned long long>(high[bin]) << 14);
+  }
+};
+
+// The logits of a sequence, behind the penalty, as scores: what is drawn from.
+struct Scores {
+  const float* logits;
+  uint32_t vocab;
+  float top, inverse_temperature;
+
+  __device__ __forceinline__ float operator[](uint32_t i) const {
+    return below(__ldcg(logits + i), top, inverse_temperature);
+  }
+};
+
+// Counts the weights of the tokens whose distance is at most `limit` and begins with `prefix`, by
+// the digit of their distance at `shift`: one each, or their probability in fixed point.
+__device__ void tally(const Scores& scores, uint32_t limit, bool count, uint32_t prefix, int shift, Bins& bins) {
+  for (int i = threadIdx.x; i < BINS; i += SAMPLE_THREADS) bins.low[i] = bins.high[i] = 0;
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < scores.vocab; i += SAMPLE_THREADS) {
+    const float score = scores[i];
+    const uint32_t d = distance(score);
+    const bool inside = shift + DIGIT >= 32 || (d >> (shift + DIGIT)) == (prefix >> (shift + DIGIT));
+    if (isnan(score) || d > limit || !inside) continue;
+    const uint32_t bin = (d >> shift) & (BINS - 1);
+    if (count) {
+      atomicAdd(&bins.low[bin], 1);
+    } else {
+      const uint32_t mass = __float2uint_rn(expf(score) * 134217728.f);
+      atomicAdd(&bins.low[bin], mass & 16383);
+      if (mass >> 14) atomicAdd(&bins.high[bin], mass >> 14);
+    }
+  }
+  __syncthreads();
+}
+
+// The least distance t such that the weights of the tokens up to t, of those within `limit`, reach
+// the target: `amount` tokens, or the share `amount` of their probability.
+__device__ uint32_t select(const Scores& scores, uint32_t limit, bool count, double amount, Bins& bins) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  uint32_t prefix = 0;
+  // 22 is a multiple of the digit's width; the highest digit has ten bits that can be set.
+  for (int shift = 2 * DIGIT; shift >= 0; shift -= DIGIT) {
+    tally(scores, limit, count, prefix, shift, bins);
+    const unsigned long long first = bins.sum(2 * threadIdx.x), second = bins.sum(2 * threadIdx.x + 1);
+    unsigned long long until = first + second;  // of all bins up to this thread's
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+      const unsigned long long before = __shfl_up_sync(FULL, until, offset);
+      if (lane >= offset) until += before;
+    }
+    if (lane == WARP - 1) bins.warps[warp] = until;
+    __syncthreads();
+    for (int i = 0; i < warp; ++i) until += bins.warps[i];
+    if (shift == 2 * DIGIT && threadIdx.x == SAMPLE_THREADS - 1) {
+      bins.found = UINT32_MAX;  // stays if nothing has any weight: all are kept
+      const double wanted = ceil(count ? amount : amount * double(until));
+      bins.target = max(1ull, min(until, static_cast<unsigned long long>(wanted)));
+    }
+    __syncthreads();
+    const unsigned long long target = bins.target, before = until - first - second;
+    __syncthreads();
+    if (before < target && target <= until) {
+      const bool in_first = target <= before + first;
+      bins.found = prefix | (uint32_t(2 * threadIdx.x + (in_first ? 0 : 1)) << shift);
+      bins.target = target - before - (in_first ? 0 : first);
+    }
+    __syncthreads();
+    prefix = bins.found;
+  }
+  return prefix;
+}
+
+// The draw among the tokens that top-k and top-p keep, in the first warp.
+__device__ Best restricted(const SampleParams& p, const SampleSettings& s, uint32_t b, uint32_t draw, float top,
+                           Bins& bins, Best* scratch) {
+  const Scores scores = {p.scores + uint64_t(b) * p.vocab, p.vocab, top, s.inverse_temperature};
+  uint32_t limit = UINT32_MAX;
+  if (s.top_k > 0 && s.top_k < p.vocab) limit = select(scores, limit, true, s.top_k, bins);
+  if (s.top_p < 1.f) limit = min(limit, select(scores, limit, false, s.top_p, bins));
+  Best best = {-INFINITY, NO_TOKEN};
+  for (uint32_t i = threadIdx.x; i < p.vocab; i += SAMPLE_THREADS) {
+    const float score = scores[i];
+    if (distance(score) <= limit) best = better(best, {score + gumbel(s, draw, i), i});
+  }
+  return block_best(best, scratch);
+}
+
+// What the next step finds: the token at `position`, and the host's copy of it if there is a `step` to count.
+__device__ void leave(const SampleParams& p, uint32_t b, uint32_t token, uint32_t position, uint32_t step) {
+  p.token[b] = token;
+  p.position[b] = position;
+  if (p.history) p.history[uint64_t(b) * p.history_slots + position % p.history_slots] = token;
+  if (!p.step) return;
+  p.step[b] = step + 1;
+  if (!p.mailbox) return;
+  // One 8-byte store: the host sees all of it or nothing.
+  volatile unsigned long long* slot = p.mailbox + uint64_t(step % p.mail_slots) * gridDim.y + b;
+  *slot = (static_cast<unsigned long long>(step + 1) << 32) | token;
+}
+
+// The first warp: leaves its block's best and the highest logit that its score is measured from, and
+// whether this was the last block to do so. Then `best` becomes that of all blocks, measured from the
+// highest logit of all where there is a temperature.
+__device__ bool gather(const SampleParams& p, uint32_t b, float top, float inverse_temperature, Best& best) {
+  const uint32_t lane = threadIdx.x;
+  float4* partial = p.partial + uint64_t(b) * gridDim.x;
+  bool last = false;
+  if (lane == 0) {
+    partial[blockIdx.x] = make_float4(top, best.score, __uint_as_float(best.token), 0.f);
+    // The block's scores too: a barrier lies between them and this thread.
+    __threadfence();
+    last = atomicAdd(&p.arrived[b], 1) == gridDim.x - 1;
+  }
+  last = __shfl_sync(FULL, last, 0);
+  if (!last) return false;
+  __threadfence();
+  if (inverse_temperature != 0.f) {
+    top = -INFINITY;
+    for (uint32_t i = lane; i < gridDim.x; i += WARP) top = fmaxf(top, __ldcg(partial + i).x);
+    top = warp_max(top);
+  }
+  best = {-INFINITY, NO_TOKEN};
+  for (uint32_t i = lane; i < gridDim.x; i += WARP) {
+    const float4 one = __ldcg(partial + i);
+    const float lacking = inverse_temperature != 0.f ? below(one.x, top, inverse_temperature) : 0.f;
+    best = better(best, {one.y + lacking, __float_as_uint(one.z)});
+  }
+  best = warp_best(best);
+  if (lane == 0) p.arrived[b] = 0;
+  return true;
+}
+
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid_constant__ SampleParams p) {
+  extern __shared__ float slice[];
+  __shared__ Best scratch[WARPS];
+  __shared__ Bins bins;
+  __shared__ bool last;
+  __shared__ Best found;
+  const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
+  const uint32_t end = min(begin + p.slice, p.vocab);
+  allow_next();
+  const SampleSettings s = p.settings[b];
+  const bool greedy = s.inverse_temperature == 0.f;
+  const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
+  const bool penalised = p.history && s.penalty != 1.f;
+  const bool drawn = all && !greedy;
+  const uint64_t row = uint64_t(b) * p.vocab;
+  wait_previous();
+  const uint32_t draw = p.position[b] + 1, step = p.step ? p.step[b] : 0;
+  if (penalised || drawn) {
+    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) slice[i - begin] = logit(p, row + i);
+    __syncthreads();
+  }
+  if (penalised) {
+    const uint32_t known = min(min(s.last_n, p.history_slots), draw);
+    for (uint32_t i = threadIdx.x; i < known; i += SAMPLE_THREADS) {
+      const uint32_t t = p.history[uint64_t(b) * p.history_slots + (draw - 1 - i) % p.history_slots];
+      // From the logit itself, so that a token seen twice is penalised once.
+      if (t >= begin && t < end) {
+        const float v = logit(p, row + t);
+        slice[t - begin] = v >= 0.f ? v / s.penalty : v * s.penalty;
+      }
+    }
+    __syncthreads();
+  }
+  Best best = {-INFINITY, NO_TOKEN};
+  for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) {
+    const float score = penalised || drawn ? slice[i - begin] : logit(p, row + i);
+    if (!all) p.scores[row + i] = score;
+    best = better(best, {score, i});
+  }
+  best = block_best(best, scratch);
+  float top = 0.f;
+  if (drawn) {
+    if (threadIdx.x == 0) found = best;
+    __syncthreads();
+    top = found.score;
+    best = {-INFINITY, NO_TOKEN};
+    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) {
+      best = better(best, {below(slice[i - begin], top, s.inverse_temperature) + gumbel(s, draw, i), i});
+    }
+    best = block_best(best, scratch);
+  }
+  bool gathered = false;
+  if (threadIdx.x < WARP) gathered = gather(p, b, top, drawn ? s.inverse_temperature : 0.f, best);
+  if (!all) {
+    if (threadIdx.x == 0) last = gathered, found = best;
+    __syncthreads();
+    if (!last) return;
+    // Nothing is drawn where no logit is a number.
+    if (found.token != NO_TOKEN) best = restricted(p, s, b, draw, found.score, bins, scratch);
+  }
+  if (gathered && threadIdx.x == 0) leave(p, b, best.token, draw, step);
+}

@@ -1,0 +1,108 @@
+//! Which kernel takes a call of `flash_attention`: one table, first match wins.
+
+use super::forms::{Forms, HeadSizes, NEWEST};
+use super::plan::{self, Plan, Planned};
+use super::problem::{Call, Case};
+use super::{mma, plain, wgmma};
+use crate::cuda::KernelInfo;
+use candle_core::{DType, Result};
+
+/// When a kernel is chosen. What this cannot say, its `plan` does.
+pub(super) struct Rule {
+    /// The name, as in `CANDLE_FUSED_KERNEL`.
+    pub kernel: &'static str,
+    /// The file below `kernels/`.
+    pub source: &'static str,
+    pub forms: &'static [Forms],
+    /// Of a sequence, at least.
+    pub queries: usize,
+    /// Whether it takes a mask, a window that hides keys, and a softcap.
+    pub hides: bool,
+    pub plan: fn(&Case) -> Planned<Call>,
+    /// What a reader of the table should know.
+    pub note: &'static str,
+}
+
+/// The table. First match wins.
+pub(super) static RULES: &[Rule] = &[
+    Rule {
+        kernel: "flash_attention_sm90",
+        source: "attention/prefill_sm90.cu",
+        forms: &[
+            Forms::of(DType::F16, [90, 90], HeadSizes::Of(&wgmma::HEAD_SIZES)),
+            Forms::of(DType::BF16, [90, 90], HeadSizes::Of(&wgmma::HEAD_SIZES)),
+        ],
+        queries: wgmma::MIN_QUERIES,
+        hides: false,
+        plan: wgmma::plan,
+        note: "wgmma and TMA; rows in whole 16-byte pieces, a positive scale",
+    },
+    Rule {
+        kernel: "flash_attention_mma",
+        source: "attention/prefill.cu",
+        forms: &[
+            Forms::of(DType::F16, [75, NEWEST], HeadSizes::Of(&mma::HEAD_SIZES)),
+            Forms::of(DType::BF16, [80, NEWEST], HeadSizes::Of(&mma::HEAD_SIZES)),
+            Forms {
+                q: Some(DType::F32),
+                ..Forms::of(
+                    DType::F16,
+                    [75, NEWEST],
+                    HeadSizes::Of(mma::HEAD_SIZES_OF_F32),
+                )
+            },
+        ],
+        queries: 1,
+        hides: true,
+        plan: mma::plan,
+        note: "rows of keys and values in whole 16-byte pieces; few rows of queries share the keys out among warps",
+    },
+    Rule {
+        kernel: "flash_attention_plain",
+        source: "attention/prefill_plain.cu",
+        forms: &[Forms::of_each(HeadSizes::UpTo(plain::WIDEST))],
+        queries: 1,
+        hides: true,
+        plan: plain::plan,
+        note: "multiply-adds in f32, any strides; heads as wide as shared memory has room for",
+    },
+];
+
+impl plan::Rule<Case> for Rule {
+    type Operands = Call;
+
+    fn info(&self) -> KernelInfo {
+        KernelInfo {
+            name: self.kernel,
+            source: self.source,
+            note: self.note,
+        }
+    }
+
+    fn plan(&self, case: &Case) -> Planned<Call> {
+        let (gpu, sizes) = (&case.gpu, &case.sizes);
+        if let Some(reason) = Forms::refusal(self.forms, [case.q, case.kv], gpu.arch, sizes.dim) {
+            return Err(reason);
+        }
+        if sizes.queries < self.queries {
+            return Err("there are few queries");
+        }
+        if !self.hides && (case.mask || case.window || case.softcap) {
+            return Err("it takes no mask, window or softcap");
+        }
+        (self.plan)(case)
+    }
+}
+
+/// The plan for a case.
+///
+/// # Errors
+/// If no kernel takes it, or the one that is forced does not; the message says why.
+pub(super) fn select(case: &Case) -> Result<Plan<Call>> {
+    plan::select("flash_attention", RULES, case)
+}
+
+/// The kernels in the order in which they are tried.
+pub fn kernels() -> impl Iterator<Item = KernelInfo> {
+    RULES.iter().map(plan::Rule::info)
+}

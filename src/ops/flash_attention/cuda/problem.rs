@@ -1,0 +1,227 @@
+//! What is asked of `flash_attention`: its operands by address, and the [`Case`] that a kernel is chosen by.
+
+use crate::cpu::attention::Sizes;
+use crate::cuda::abi::AttentionParams as Params;
+use crate::cuda::{Address, GpuSpec};
+use crate::ops::view::dtype_index;
+use candle_core::{DType, Result, bail};
+use std::fmt;
+
+/// A tensor of four dimensions, batch, head, token, dim: where it starts, and its strides in
+/// elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operand {
+    pub address: Address,
+    pub strides: [i64; 4],
+}
+
+impl Operand {
+    /// The largest power of two, 16 at most, at whose multiples all rows start, in bytes; 0 if a row is not
+    /// contiguous.
+    fn alignment(&self, dtype: DType) -> u64 {
+        let [outer @ .., 1] = self.strides else {
+            return 0;
+        };
+        let size = dtype.size_in_bytes() as i64;
+        let steps = outer.iter().map(|stride| (stride * size) as u64);
+        alignment(steps.fold(self.address, |bits, step| bits | step))
+    }
+}
+
+/// The largest power of two that divides it, 16 at most.
+fn alignment(address: Address) -> u64 {
+    1 << address.trailing_zeros().min(4)
+}
+
+/// One attention over addresses on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call {
+    pub q: Operand,
+    pub k: Operand,
+    pub v: Operand,
+    /// In f32.
+    pub mask: Option<Operand>,
+    /// `[batch, queries, heads, dim]`, dense, in q's dtype.
+    pub y: Address,
+    pub q_dtype: DType,
+    pub kv_dtype: DType,
+    pub sizes: Sizes,
+    pub scale: f32,
+    pub softcap: Option<f32>,
+    pub causal: bool,
+    pub window: Option<usize>,
+}
+
+impl Call {
+    /// The window if it hides anything: from as many keys as there are, it does not.
+    fn narrow_window(&self) -> Option<usize> {
+        self.window.filter(|w| *w < self.sizes.keys)
+    }
+
+    /// Fails where a kernel's 32-bit counters would not do.
+    pub fn check(&self) -> Result<()> {
+        let sizes = &self.sizes;
+        let (queries, keys, heads) = (sizes.queries, sizes.keys, sizes.heads);
+        let counts = [sizes.rows(), keys + queries, heads, sizes.dim];
+        if counts.iter().any(|n| i32::try_from(*n).is_err()) {
+            bail!(
+                "flash_attention: {queries} queries of {heads} heads over {keys} keys are past what a GPU form counts"
+            );
+        }
+        Ok(())
+    }
+
+    /// What a kernel is chosen by.
+    pub(super) fn case(&self, gpu: GpuSpec) -> Case {
+        let [k, v] = [self.k, self.v].map(|operand| operand.alignment(self.kv_dtype));
+        Case {
+            gpu,
+            q: self.q_dtype,
+            kv: self.kv_dtype,
+            sizes: self.sizes,
+            causal: self.causal,
+            mask: self.mask.is_some(),
+            window: self.narrow_window().is_some(),
+            softcap: self.softcap.is_some(),
+            positive: self.scale > 0.0,
+            alignment: Alignment {
+                q: self.q.alignment(self.q_dtype),
+                kv: k.min(v),
+                y: alignment(self.y),
+            },
+        }
+    }
+}
+
+impl From<&Call> for Params {
+    fn from(call: &Call) -> Self {
+        let index = |dtype| dtype_index(dtype) as i32;
+        let sizes = &call.sizes;
+        let group = sizes.group() as u32;
+        Self {
+            q: call.q.address,
+            k: call.k.address,
+            v: call.v.address,
+            mask: call.mask.map_or(0, |m| m.address),
+            y: call.y,
+            q_strides: call.q.strides,
+            k_strides: call.k.strides,
+            v_strides: call.v.strides,
+            mask_strides: call.mask.map_or([0; 4], |m| m.strides),
+            q_type: index(call.q_dtype),
+            kv_type: index(call.kv_dtype),
+            heads: sizes.heads as i32,
+            kv_heads: sizes.kv_heads as i32,
+            queries: sizes.queries as i32,
+            keys: sizes.keys as i32,
+            dim: sizes.dim as i32,
+            group,
+            group_magic: if group > 1 {
+                (1u64 << 32).div_ceil(group.into()) as u32
+            } else {
+                0
+            },
+            scale: call.scale,
+            softcap: call.softcap.unwrap_or(0.0),
+            causal: call.causal.into(),
+            window: call.narrow_window().unwrap_or(0) as i32,
+            row_warps: 0,
+            key_groups: 0,
+            stages: 0,
+            group_bytes: 0,
+        }
+    }
+}
+
+/// The multiples of bytes that rows start at: powers of two, 16 at most, and 0 where a row is not contiguous.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Alignment {
+    pub q: u64,
+    /// Of keys and values.
+    pub kv: u64,
+    /// Of the output's first row.
+    pub y: u64,
+}
+
+/// All that the choice of a kernel may depend on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Case {
+    pub gpu: GpuSpec,
+    /// Of queries, and of keys and values.
+    pub q: DType,
+    pub kv: DType,
+    pub sizes: Sizes,
+    pub causal: bool,
+    pub mask: bool,
+    /// Whether there is a window that hides keys.
+    pub window: bool,
+    pub softcap: bool,
+    /// Whether the factor on the scores is positive.
+    pub positive: bool,
+    pub alignment: Alignment,
+}
+
+impl Case {
+    /// A grid of so many blocks for each key/value head.
+    pub fn blocks(&self, each: usize) -> std::result::Result<[u32; 3], &'static str> {
+        let (kv_heads, batch) = (self.sizes.kv_heads, self.sizes.batch);
+        match each.max(batch) > 65535 {
+            true => Err("more blocks than a launch has"),
+            false => Ok([kv_heads as u32, each as u32, batch as u32]),
+        }
+    }
+}
+
+/// As in `q bf16 [1, 32, 512, 128] over bf16 [1, 8, 512, 128] +causal on sm_90`.
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (q, kv) = (self.q.as_str(), self.kv.as_str());
+        let Sizes {
+            batch,
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            dim,
+        } = self.sizes;
+        write!(f, "q {q} [{batch}, {heads}, {queries}, {dim}]")?;
+        write!(f, " over {kv} [{batch}, {kv_heads}, {keys}, {dim}]")?;
+        for (there, name) in [
+            (self.causal, "causal"),
+            (self.mask, "mask"),
+            (self.window, "window"),
+            (self.softcap, "softcap"),
+        ] {
+            if there {
+                write!(f, " +{name}")?;
+            }
+        }
+        write!(f, " on sm_{}", self.gpu.arch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Operand;
+    use candle_core::DType;
+
+    #[test]
+    fn a_row_s_alignment_is_that_of_all_its_strides() {
+        let alignment = |address, strides| Operand { address, strides }.alignment(DType::F16);
+        for (address, strides, expected) in [
+            (4096, [512, 128, 64, 1], 16),
+            (4096, [0, 0, 0, 1], 16),
+            (4104, [512, 128, 64, 1], 8),
+            (4096, [512, 128, 68, 1], 8),
+            (4096, [512, 130, 64, 1], 4),
+            (4096, [513, 128, 64, 1], 2),
+            (4096, [512, 64, 1, 128], 0),
+        ] {
+            assert_eq!(
+                alignment(address, strides),
+                expected,
+                "{address} {strides:?}"
+            );
+        }
+    }
+}

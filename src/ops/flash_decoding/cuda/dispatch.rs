@@ -1,0 +1,151 @@
+//! Which kernel takes a step of attention: one table, first match wins.
+
+use super::problem::{Case, Operands, StepShape};
+use super::split::{Partials, Split};
+use super::{OP, beside, step};
+use crate::cuda::{GpuSpec, KernelInfo};
+use crate::ops::flash_attention::cuda as table;
+use crate::ops::flash_attention::cuda::{Forms, HeadSizes, NEWEST, Plan, Planned};
+use candle_core::{DType, Result, bail};
+
+/// When a kernel is chosen. What this cannot say, its `plan` does.
+pub(super) struct Rule {
+    /// The name, as in `CANDLE_FUSED_KERNEL`.
+    pub kernel: &'static str,
+    /// The file below `kernels/`.
+    pub source: &'static str,
+    pub forms: &'static [Forms],
+    /// At most.
+    pub sequences: usize,
+    /// Whether it takes steps beside a product, or steps alone.
+    pub beside: bool,
+    /// How it shares the keys out.
+    pub split: fn(&StepShape) -> Option<Split>,
+    pub plan: fn(&Case) -> Planned<Operands>,
+    /// What a reader of the table should know.
+    pub note: &'static str,
+}
+
+const MAX: usize = usize::MAX;
+
+/// The table. First match wins.
+pub(super) static RULES: &[Rule] = &[
+    Rule {
+        kernel: "flash_decoding_mma",
+        source: "attention/decode.cu",
+        forms: &[
+            Forms::over(
+                DType::F16,
+                [75, NEWEST],
+                HeadSizes::Of(&step::MMA_HEAD_SIZES),
+            ),
+            Forms::over(
+                DType::BF16,
+                [80, NEWEST],
+                HeadSizes::Of(&step::MMA_HEAD_SIZES),
+            ),
+        ],
+        sequences: MAX,
+        beside: false,
+        split: step::mma_split,
+        plan: step::mma,
+        note: "up to 8 query heads of a key/value head in a block, if shared memory has room for them; caches that begin at multiples of 16 bytes",
+    },
+    Rule {
+        kernel: "flash_decoding_plain",
+        source: "attention/decode.cu",
+        forms: &[Forms::of_each(HeadSizes::UpTo(step::WIDEST))],
+        sequences: MAX,
+        beside: false,
+        split: step::plain_split,
+        plan: step::plain,
+        note: "multiply-adds in f32",
+    },
+    Rule {
+        kernel: "flash_decoding_with_gemv",
+        source: "attention/decode_with_gemv.cu",
+        forms: &[
+            Forms::of(DType::F16, [80, NEWEST], HeadSizes::Of(&beside::HEAD_SIZES)),
+            Forms::of(
+                DType::BF16,
+                [80, NEWEST],
+                HeadSizes::Of(&beside::HEAD_SIZES),
+            ),
+        ],
+        sequences: 1,
+        beside: true,
+        split: beside::split,
+        plan: beside::plan,
+        note: "in models whose MLP stands beside attention: its first product, of one dense matrix of the same dtype, in the same launch",
+    },
+];
+
+impl Rule {
+    /// Why it takes no steps of the shape, if it takes none.
+    fn refusal(&self, gpu: &GpuSpec, shape: &StepShape) -> Option<&'static str> {
+        let dtypes = [shape.dtype, shape.cache_dtype];
+        let refusal = Forms::refusal(self.forms, dtypes, gpu.arch, shape.head_dim);
+        refusal.or((shape.sequences > self.sequences).then_some("there are several sequences"))
+    }
+}
+
+impl table::Rule<Case> for Rule {
+    type Operands = Operands;
+
+    fn info(&self) -> KernelInfo {
+        KernelInfo {
+            name: self.kernel,
+            source: self.source,
+            note: self.note,
+        }
+    }
+
+    fn plan(&self, case: &Case) -> Planned<Operands> {
+        match (self.beside, case.product.is_some()) {
+            (true, false) => return Err("there is no product beside the step"),
+            (false, true) => return Err("it takes no product beside the step"),
+            _ => {}
+        }
+        if let Some(reason) = self.refusal(&case.gpu, &case.shape) {
+            return Err(reason);
+        }
+        (self.plan)(case)
+    }
+}
+
+/// The plan for a case.
+///
+/// # Errors
+/// If no kernel takes it, or the one that is forced does not; the message says why.
+pub(super) fn select(case: &Case) -> Result<Plan<Operands>> {
+    table::select(OP, RULES, case)
+}
+
+/// What steps of this shape need, whichever kernel takes them.
+///
+/// # Errors
+/// If none does.
+pub(crate) fn partials(gpu: &GpuSpec, shape: &StepShape) -> Result<Partials> {
+    let rules = RULES
+        .iter()
+        .filter(|rule| rule.refusal(gpu, shape).is_none());
+    let splits = rules.filter_map(|rule| (rule.split)(shape));
+    let partials = splits.map(|split| split.partials(gpu, shape));
+    let most = partials.reduce(|a, b| Partials {
+        bytes: a.bytes.max(b.bytes),
+        counters: a.counters.max(b.counters),
+    });
+    match most {
+        Some(partials) => Ok(partials),
+        None => bail!(
+            "{OP}: a head size of {}, expected at most {} on a GPU",
+            shape.head_dim,
+            step::WIDEST
+        ),
+    }
+}
+
+/// The kernels in the order in which they are tried.
+pub fn kernels() -> impl Iterator<Item = KernelInfo> {
+    RULES.iter().map(table::Rule::info)
+}

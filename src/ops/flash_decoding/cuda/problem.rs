@@ -1,0 +1,209 @@
+//! What is asked of a step of attention: its operands by address, and the [`Case`] that a kernel is chosen by.
+
+use crate::cuda::abi::DecodingParams;
+use crate::cuda::{Address, GpuSpec, Launcher};
+use crate::ops::RopeStyle;
+use crate::ops::linear::cuda::{self as linear, Fetch};
+use crate::ops::view::dtype_index;
+use candle_core::{DType, Result, bail};
+use std::fmt;
+
+/// The widest head whose kernel finds room beside the one in front and has time to rehearse. Wider ones
+/// take most of a multiprocessor's registers, so they begin when the queries are there, and a
+/// rehearsal would only delay them (on an H100 Qwen3-0.6B's step takes 0.87 ms with it and 0.81 without,
+/// but SmolLM2-135M's 0.42 and 0.44).
+const REHEARSED: usize = 64;
+
+/// One step of attention on raw addresses; 0 stands for no tensor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    /// `[sequences, (heads + 2 kv_heads) head_dim]`
+    pub qkv: Address,
+    /// `[head_dim]`, of qkv's dtype.
+    pub q_norm: Address,
+    /// Likewise.
+    pub k_norm: Address,
+    pub eps: f32,
+    /// f32 `[positions, pairs]`
+    pub cos: Address,
+    /// Likewise.
+    pub sin: Address,
+    /// `[sequences, kv_heads, slots, head_dim]`
+    pub k_cache: Address,
+    /// Likewise.
+    pub v_cache: Address,
+    /// `[sequences, heads head_dim]`, of qkv's dtype.
+    pub out: Address,
+    /// As many bytes as [`partials`](super::partials) says.
+    pub partial: Address,
+    /// As many u32 as that says, zero.
+    pub counters: Address,
+    /// u32 `[sequences]`
+    pub position: Address,
+    pub shape: StepShape,
+    pub style: RopeStyle,
+    pub scale: f32,
+    /// 0 for none.
+    pub softcap: f32,
+    /// 0 for none.
+    pub window: usize,
+}
+
+/// Sizes and dtypes of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepShape {
+    pub sequences: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub slots: usize,
+    /// Rows of the rotary tables.
+    pub positions: usize,
+    /// Rotated pairs of a head.
+    pub pairs: usize,
+    pub dtype: DType,
+    pub cache_dtype: DType,
+}
+
+impl StepShape {
+    /// Query heads that read one key/value head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Fails where the kernels' 32-bit counters would not do.
+    pub fn check(&self) -> Result<()> {
+        let projected = self.sequences * (self.heads + 2 * self.kv_heads) * self.head_dim;
+        let slots = self.slots;
+        if u32::try_from(projected).is_err() || u32::try_from(slots).is_err() {
+            bail!(
+                "flash_decoding: {projected} projected values and {slots} slots are past what the kernel takes"
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Step {
+    /// The keys and values of one sequence's earlier steps.
+    pub fn earlier(&self) -> Fetch {
+        let row = self.shape.head_dim * self.shape.cache_dtype.size_in_bytes();
+        Fetch {
+            k: self.k_cache,
+            v: self.v_cache,
+            position: self.position,
+            planes: self.shape.kv_heads as u32,
+            plane: (self.shape.slots * row) as u32,
+            row: row as u32,
+        }
+    }
+
+    /// Whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do.
+    fn is_aligned(&self) -> bool {
+        let mut caches = [self.k_cache, self.v_cache].into_iter();
+        caches.all(|cache| cache.is_multiple_of(16))
+    }
+
+    /// What the kernels take, of which a block has so many tiles of keys before another joins.
+    pub fn params(&self, launcher: &Launcher, tiles: usize) -> DecodingParams {
+        let shape = &self.shape;
+        DecodingParams {
+            qkv: self.qkv,
+            q_norm: self.q_norm,
+            k_norm: self.k_norm,
+            cos: self.cos,
+            sin: self.sin,
+            k_cache: self.k_cache,
+            v_cache: self.v_cache,
+            y: self.out,
+            partial: self.partial,
+            counters: self.counters,
+            position: self.position,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            slots: shape.slots as u32,
+            positions: shape.positions as u32,
+            pairs: shape.pairs as u32,
+            // One that no position passes hides nothing.
+            window: u32::try_from(self.window).unwrap_or(0),
+            tiles: tiles as u32,
+            dtype: dtype_index(shape.dtype) as i32,
+            cache_dtype: dtype_index(shape.cache_dtype) as i32,
+            interleaved: (self.style == RopeStyle::Interleaved).into(),
+            // Only where there is a wait to rehearse before.
+            rehearse: (launcher.dependent
+                && launcher.gpu.arch >= 90
+                && shape.head_dim <= REHEARSED)
+                .into(),
+            scale: self.scale,
+            softcap: self.softcap,
+            eps: self.eps,
+        }
+    }
+}
+
+/// A product of one row that reads nothing of a step, nor writes what it reads.
+#[derive(Clone, Debug)]
+pub(crate) struct Beside {
+    pub product: linear::Operands,
+    /// Whether the product need not wait for the kernel in front, which writes nothing that it reads and
+    /// begins when all in front of it are complete.
+    pub ready: bool,
+}
+
+/// A step, and what one kernel is to do beside it.
+#[derive(Clone, Debug)]
+pub(crate) struct Operands {
+    pub step: Step,
+    pub beside: Option<Beside>,
+}
+
+impl Operands {
+    /// What a kernel is chosen by.
+    pub fn case(&self, launcher: &Launcher) -> Case {
+        Case {
+            gpu: launcher.gpu.spec,
+            shape: self.step.shape,
+            aligned: self.step.is_aligned(),
+            product: self.beside.as_ref().map(|b| b.product.case(launcher)),
+        }
+    }
+}
+
+/// All that the choice of a kernel may depend on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Case {
+    pub gpu: GpuSpec,
+    pub shape: StepShape,
+    /// Whether the caches begin at multiples of 16 bytes.
+    pub aligned: bool,
+    /// Of a product beside the step.
+    pub product: Option<linear::Case>,
+}
+
+/// As in `q bf16 [1, 9, 64] over bf16 [1, 3, 2048, 64] on sm_90`.
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StepShape {
+            sequences,
+            heads,
+            kv_heads,
+            head_dim,
+            slots,
+            dtype,
+            cache_dtype,
+            ..
+        } = self.shape;
+        let (q, kv) = (dtype.as_str(), cache_dtype.as_str());
+        write!(f, "q {q} [{sequences}, {heads}, {head_dim}]")?;
+        write!(
+            f,
+            " over {kv} [{sequences}, {kv_heads}, {slots}, {head_dim}]"
+        )?;
+        match &self.product {
+            Some(product) => write!(f, " beside {product}"),
+            None => write!(f, " on sm_{}", self.gpu.arch),
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! Quantized weights of any format and any number of tokens on Hopper, by `wgmma` with the weights dequantized in
+//! registers (`kernels/linear/gemm_wna16_sm90.cuh`). A preceding kernel writes x in bf16, in the order in which the
+//! weights of the format lie.
+
+use super::super::plan::{Kernel, Planned};
+use super::super::problem::{Case, Operands, ProductAt, WeightFormat};
+use super::gemm_dequantized::narrowed_to;
+use super::gemv::Gemv;
+use super::tensor_map::{operand_map, sums_map};
+use crate::cuda::abi::{
+    GEMM_WNA16 as FORMS, GEMM_WNA16_CHANNELS as CHANNELS, GEMM_WNA16_SMALL_TOKENS as SMALL,
+    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, NORM_NONE,
+    STEP as BLOCK_K, TensorMap, WARP,
+};
+use crate::cuda::{
+    Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
+};
+use crate::quant::{Format, Scheme};
+use candle_core::{DType, Result};
+use std::sync::Arc;
+
+const OP: &str = "quant_linear";
+
+/// The kernels of a format: one for each of [`FORMS`].
+macro_rules! forms {
+    ($($name:literal),+) => {
+        &[$(
+            concat!($name, "_8"), concat!($name, "_16"), concat!($name, "_32"),
+            concat!($name, "_64"), concat!($name, "_128"), concat!($name, "_256"),
+        )+]
+    };
+}
+
+static INTEGERS: Module = Module::new(
+    "gemm_wna16_sm90",
+    fatbin!("gemm_wna16_sm90"),
+    forms!(
+        "gemm_wna16_sm90_int8",
+        "gemm_wna16_sm90_int4_g128",
+        "gemm_wna16_sm90_int4",
+        "gemm_wna16_sm90_ternary_rows",
+        "gemm_wna16_sm90_ternary"
+    ),
+)
+.beside_the_next();
+
+/// In the order of `BlockFormat::DTYPES`.
+static GGUF: Module = Module::new(
+    "gemm_wna16_sm90_gguf",
+    fatbin!("gemm_wna16_sm90_gguf"),
+    forms!(
+        "gemm_wna16_sm90_q4_0",
+        "gemm_wna16_sm90_q4_1",
+        "gemm_wna16_sm90_q5_0",
+        "gemm_wna16_sm90_q5_1",
+        "gemm_wna16_sm90_q8_0",
+        "gemm_wna16_sm90_q4_k",
+        "gemm_wna16_sm90_q5_k",
+        "gemm_wna16_sm90_q6_k"
+    ),
+)
+.beside_the_next();
+
+/// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
+const SPLIT_M: usize = 8;
+
+/// Where the bits of a value's index go among 64, by how the weights of a format lie (`GemmWna16Params::x`).
+mod order {
+    /// Lane t has values 4t to 4t + 3 of each half of 32.
+    pub const GGUF: u32 = 0x542130;
+    /// 8t to 8t + 7 of 32.
+    pub const INT4: u32 = 0x521430;
+    /// 16t to 16t + 15 of 64.
+    pub const INT8: u32 = 0x215430;
+    /// As INT4, codes j and j + 4 in one word.
+    pub const TERNARY: u32 = 0x521043;
+}
+
+/// The kernels of a format, and what x has to be for them.
+struct Of {
+    module: &'static Module,
+    /// The first of its kernels.
+    first: usize,
+    order: u32,
+    /// Whether kernels for few tokens take sums of x.
+    sums: bool,
+}
+
+fn of(case: &Case) -> std::result::Result<Of, &'static str> {
+    let of = |module, index: usize, order, sums| {
+        Ok(Of {
+            module,
+            first: index * FORMS.len(),
+            order,
+            sums,
+        })
+    };
+    match case.weight {
+        WeightFormat::Quantized(format @ Format::Block(_)) => {
+            of(&GGUF, kernel_index(format), order::GGUF, true)
+        }
+        WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
+            Scheme::Int8 => of(&INTEGERS, 0, order::INT8, false),
+            Scheme::Int4 {
+                group: 128,
+                zero_point: false,
+            } => of(&INTEGERS, 1, order::INT4, true),
+            Scheme::Int4 { .. } => of(&INTEGERS, 2, order::INT4, true),
+            Scheme::Ternary { .. } if scheme.group().is_none() => {
+                of(&INTEGERS, 3, order::TERNARY, false)
+            }
+            Scheme::Ternary { .. } => of(&INTEGERS, 4, order::TERNARY, false),
+        },
+        _ => Err("the weights are not quantized"),
+    }
+}
+
+/// How blocks share a product.
+#[derive(Clone, Copy, Debug)]
+struct Tiling {
+    /// The kernel's place among those of a format.
+    form: usize,
+    /// Blocks of a cluster, which share K.
+    split_k: usize,
+    n_tiles: usize,
+    m_tiles: usize,
+    /// Whether a multiprocessor has one block, where two would fit.
+    alone: bool,
+}
+
+/// What an H100 takes, in microseconds: for a block of K where a multiprocessor has one block, where it has two, and
+/// for the rest of a tile.
+const TIMES: [[f64; 3]; 6] = [
+    [0.62, 1.15, 3.],
+    [0.68, 1.3, 3.],
+    [0.85, 1.6, 3.],
+    [1., 1.9, 4.],
+    [1., 0., 6.],
+    [1.4, 0., 11.],
+];
+
+/// Clusters of 1 to 8 blocks, each alone on its multiprocessor, that an H100 of 132 has room for: they lie within
+/// groups of 16 or 18 multiprocessors.
+const CLUSTERS: [usize; 8] = [132, 66, 39, 30, 22, 17, 15, 15];
+
+impl Tiling {
+    /// That with the shortest time for so many output channels (or gated pairs of them), rows of operand B and
+    /// blocks of K.
+    fn of(gpu: &GpuSpec, channels: usize, rows: usize, k_blocks: usize) -> Self {
+        let n_tiles = channels.div_ceil(CHANNELS);
+        let mut best = (
+            f64::INFINITY,
+            Self {
+                form: 0,
+                split_k: 1,
+                n_tiles,
+                m_tiles: rows.div_ceil(FORMS[0].tokens),
+                alone: false,
+            },
+        );
+        for (form, GemmWna16Form { tokens, .. }) in FORMS.iter().enumerate() {
+            let m_tiles = rows.div_ceil(*tokens);
+            for split_k in 1..=CLUSTERS.len().min(k_blocks) {
+                let once = (CLUSTERS[split_k - 1] * gpu.sms as usize / CLUSTERS[0]).max(1);
+                let alone = *tokens > SMALL || n_tiles * m_tiles <= once;
+                let [one, two, rest] = TIMES[form];
+                let (once, each) = if alone { (once, one) } else { (2 * once, two) };
+                let rounds = (n_tiles * m_tiles).div_ceil(once);
+                let time = rounds as f64 * (k_blocks.div_ceil(split_k) as f64 * each + rest);
+                if time < best.0 {
+                    best = (
+                        time,
+                        Self {
+                            form,
+                            split_k,
+                            n_tiles,
+                            m_tiles,
+                            alone,
+                        },
+                    );
+                }
+            }
+        }
+        best.1
+    }
+
+    /// Dynamic shared memory: stages of x with their sums, or f32 sums of the tile, from a multiple of 1,024 on.
+    fn shared(&self, gpu: &GpuSpec) -> usize {
+        let GemmWna16Form { tokens, stages } = FORMS[self.form];
+        let x_sums = if tokens <= SUMS_TOKENS {
+            16 * tokens
+        } else {
+            0
+        };
+        let x = stages * (tokens * 2 * BLOCK_K + x_sums);
+        let sums = tokens * (CHANNELS + 4) * 4;
+        let needed = x.max(sums) + 1024;
+        match self.alone && tokens <= SMALL {
+            true => needed.max(gpu.share(2)),
+            false => needed,
+        }
+    }
+
+    fn grid(&self, gpu: &GpuSpec) -> Grid {
+        // Eight warps multiply; where there are many tokens a warpgroup more brings x.
+        let warps = if FORMS[self.form].tokens > SMALL {
+            12
+        } else {
+            8
+        };
+        let mut grid = Grid::new(
+            [(self.n_tiles * self.m_tiles * self.split_k) as u32, 1, 1],
+            (warps * WARP) as u32,
+            self.shared(gpu) as u32,
+        );
+        grid.cluster = self.split_k as u32;
+        grid
+    }
+}
+
+/// Two launches: x, and the product.
+#[derive(Debug)]
+struct Gemm {
+    module: &'static Module,
+    index: usize,
+    order: u32,
+    /// Rows of operand B for each token.
+    parts: usize,
+    /// Whether the kernel takes sums of x.
+    sums: bool,
+    tiling: Tiling,
+    grid: Grid,
+    /// Whether 16-byte accesses fit outputs.
+    vectors: bool,
+}
+
+/// Any number of tokens, K and N.
+pub(crate) fn plan(case: &Case) -> Planned {
+    let of = of(case)?;
+    if !case.k.is_multiple_of(4) {
+        return Err("K is no multiple of 4");
+    }
+    let parts = match case.x {
+        DType::BF16 => 1,
+        DType::F32 if case.m > SPLIT_M => 1,
+        _ => 2,
+    };
+    // A tile of 128 rows of weights has half as many outputs where they are gated.
+    let channels = case.width() * if case.gates() { 2 } else { 1 };
+    let rows = case.m * parts;
+    let tiling = Tiling::of(&case.gpu, channels, rows, case.k.div_ceil(BLOCK_K));
+    Ok(Arc::new(Gemm {
+        module: of.module,
+        index: of.first + tiling.form,
+        order: of.order,
+        parts,
+        sums: of.sums && FORMS[tiling.form].tokens <= SUMS_TOKENS,
+        grid: tiling.grid(&case.gpu),
+        tiling,
+        vectors: case.alignment.outputs && case.width().is_multiple_of(8),
+    }))
+}
+
+impl Gemm {
+    /// Rows of operand B, values from one to the next, and the sums' likewise.
+    fn operand(&self, at: &ProductAt) -> (usize, usize, usize) {
+        let rows = at.m * self.parts;
+        (rows, at.k.next_multiple_of(64), rows.next_multiple_of(4))
+    }
+}
+
+impl Kernel for Gemm {
+    fn entry(&self) -> &'static str {
+        self.module.names(self.index).1
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        Some(self.grid)
+    }
+
+    fn details(&self) -> String {
+        let tokens = FORMS[self.tiling.form].tokens;
+        format!(
+            "tiles of {CHANNELS}x{tokens}, split-K {}",
+            self.tiling.split_k
+        )
+    }
+
+    fn scratch(&self, operands: &Operands) -> usize {
+        let (rows, pitch, sums_pitch) = self.operand(&operands.at);
+        Scratch::room(DType::BF16, rows * pitch)
+            + Scratch::room(DType::F32, pitch / 32 * sums_pitch)
+            + Scratch::room(operands.at.x_dtype, operands.at.m * operands.at.k)
+    }
+
+    unsafe fn run(
+        &self,
+        launcher: &Launcher,
+        scratch: &mut Scratch,
+        operands: &Operands,
+    ) -> Result<()> {
+        let at = &operands.at;
+        let (rows, pitch, sums_pitch) = self.operand(at);
+        let x = scratch.take(OP, DType::BF16, rows * pitch)?;
+        let sums = match self.sums {
+            true => scratch.take(OP, DType::F32, pitch / 32 * sums_pitch)?,
+            false => 0,
+        };
+        let arranged = Arranged {
+            order: self.order,
+            pitch,
+            parts: self.parts,
+            sums,
+            sums_pitch,
+        };
+        let mut product = Gemv::of(operands)?;
+        product.prologue.norm = NORM_NONE as i32;
+        let tokens = FORMS[self.tiling.form].tokens;
+        let params = GemmWna16Params {
+            x: operand_map(x, [rows, pitch], tokens)?,
+            x_sums: match self.sums {
+                true => sums_map(sums, [pitch / 32, sums_pitch], tokens)?,
+                false => TensorMap { opaque: [0; 16] },
+            },
+            product,
+            m_tiles: self.tiling.m_tiles as u32,
+            split_k: self.tiling.split_k as u32,
+            parts: self.parts as u32,
+            vectors: self.vectors.into(),
+        };
+        // The product may begin while x is still being written, for which all of its blocks wait; launches that are
+        // timed one by one are apart.
+        let launcher = &Launcher {
+            dependent: launcher.dependent || !profile::is_capturing(),
+            ..*launcher
+        };
+        let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
+        let bytes = operands.weight_bytes() + 2 * rows * pitch + outputs;
+        // SAFETY: the caller's; the scratch has room for operand B and its sums, and the struct is the kernel's.
+        unsafe {
+            narrowed_to(launcher, scratch, at, DType::BF16, x, Some(arranged))?;
+            launcher
+                .moving(bytes as u64)
+                .run(self.module, self.index, self.grid, &params)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{FORMS, GpuSpec, Tiling};
+
+    #[test]
+    fn tiles_fill_an_h100() {
+        let gpu = GpuSpec {
+            capability: 90,
+            arch: 90,
+            sms: 132,
+            shared: 227 << 10,
+        };
+        // Channels, rows and K, and tokens of a tile and blocks that share K: the best of those measured.
+        for ((channels, rows, k), expected) in [
+            ((14336, 8, 4096usize), (8, 2)),
+            ((4096, 8, 14336), (8, 6)),
+            ((14336, 16, 4096), (16, 2)),
+            ((14336, 64, 4096), (64, 2)),
+            ((14336, 128, 4096), (128, 1)),
+            ((14336, 512, 4096), (256, 1)),
+            ((4096, 512, 14336), (256, 2)),
+            ((128, 8, 32), (8, 1)),
+        ] {
+            let tiling = Tiling::of(&gpu, channels, rows, k.div_ceil(128));
+            let got = (FORMS[tiling.form].tokens, tiling.split_k);
+            assert_eq!(got, expected, "{channels} x {rows} x {k}");
+            assert!(tiling.shared(&gpu) <= gpu.shared as usize);
+        }
+    }
+}

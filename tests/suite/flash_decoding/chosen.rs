@@ -1,0 +1,73 @@
+//! Which kernel runs: what the trace names, and each kernel that takes a step against float64.
+
+use super::{CASE, Case};
+use crate::support::{architecture, devices};
+use candle_core::{DType, Result};
+use candle_fused::cuda::with_kernel;
+use candle_fused::ops::flash_decoding::kernel_table;
+use candle_fused::trace;
+
+const MMA: &str = "flash_decoding_mma";
+const PLAIN: &str = "flash_decoding_plain";
+
+/// Types of the projection and of the caches, heads, key/value heads, head size, and on Hopper the kernels that take a
+/// step: the first of them is chosen.
+type Choice = ([DType; 2], [usize; 2], usize, &'static [&'static str]);
+
+const CHOICES: [Choice; 7] = [
+    ([DType::F16; 2], [9, 3], 64, &[MMA, PLAIN]),
+    ([DType::BF16; 2], [32, 8], 128, &[MMA, PLAIN]),
+    ([DType::F32, DType::BF16], [14, 2], 64, &[MMA, PLAIN]),
+    ([DType::BF16; 2], [8, 1], 256, &[MMA, PLAIN]),
+    ([DType::F16; 2], [4, 4], 192, &[PLAIN]),
+    ([DType::F32; 2], [9, 3], 64, &[PLAIN]),
+    ([DType::F16, DType::F32], [24, 1], 80, &[PLAIN]),
+];
+
+#[test]
+fn the_table_says_which_kernel_runs() -> Result<()> {
+    for device in devices().iter().filter(|device| device.is_cuda()) {
+        for ([dtype, cache], [heads, kv_heads], dim, expected) in CHOICES {
+            let case = Case {
+                heads,
+                kv_heads,
+                dim,
+                rotated: dim,
+                dtype,
+                cache,
+                ..CASE
+            };
+            let run = |kernel| {
+                let check = || case.check(device, &[699, 0, 130]);
+                let (result, calls) = trace::capture(|| with_kernel(kernel, check));
+                let path: String = calls.iter().map(|(call, _)| call.path.clone()).collect();
+                result.map(|()| path)
+            };
+            let mut taken = Vec::new();
+            for kernel in kernel_table() {
+                match run(Some(kernel.name)) {
+                    Ok(path) => {
+                        let named = path.contains(&format!(" {} (", kernel.name));
+                        assert!(named, "{}: {path}", kernel.name);
+                        taken.push(kernel.name);
+                    }
+                    Err(error) => {
+                        let refused = format!("kernel {} cannot take q ", kernel.name);
+                        assert!(error.to_string().contains(&refused), "{error}");
+                    }
+                }
+            }
+            let chosen = run(None)?;
+            assert!(
+                chosen.contains(&format!(" {} (", taken[0])),
+                "{taken:?}: {chosen}"
+            );
+            if architecture(device)? == 90 {
+                assert_eq!(taken, expected, "{case:?}");
+            }
+            // A name of another table leaves attention alone.
+            assert_eq!(run(Some("gemv_dense"))?, chosen);
+        }
+    }
+    Ok(())
+}
