@@ -27,8 +27,8 @@ command -v compute-sanitizer > /dev/null || {
   exit 1
 }
 
-# Our kernels' names have their files' in them.
-ours=()
+# Our kernels' names have those of their files in them, attention's those of the ops.
+ours=(--kernel-name kns=flash_ --kernel-name kns=decoding_)
 while read -r source; do
   ours+=(--kernel-name "kns=$(basename "$source" .cu)")
 done < <(find kernels -name '*.cu')

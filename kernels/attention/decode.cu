@@ -1,4 +1,4 @@
-// The attention step of decoding in one launch: decode.cuh for each head dimension.
+// The attention step of decoding in one launch (decode.cuh): a kernel for each head dimension.
 #include "attention/decode.cuh"
 
 using namespace fused;
@@ -11,14 +11,14 @@ using namespace fused;
       decode<__VA_ARGS__>(p, {blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x, gridDim.y}); \
   }
 
-// Blocks of a multiprocessor by head dimension, as far as registers are spared for them.
+// Blocks of an SM by head dimension, as far as registers are spared for them.
 constexpr int blocks_of(int d) { return d == 80 || d == 96 ? 2 : 1; }
 
 #define DECODING_DIM(D, KEYS)                                                                   \
   DECODING(d##D##_f16, 750, blocks_of(D), TensorCore<__half, D, DECODING_MMA_WARPS, KEYS / 16>) \
   DECODING(d##D##_bf16, 800, blocks_of(D), TensorCore<__nv_bfloat16, D, DECODING_MMA_WARPS, KEYS / 16>)
-#define DECODING_ANY(D, HEADS, WARPS)                   \
-  static_assert(LaneCore<D / 8, WARPS>::MOST == HEADS); \
+#define DECODING_ANY(D, HEADS, WARPS)                             \
+  static_assert(LaneCore<D / 8, WARPS>::MAX_CORE_HEADS == HEADS); \
   DECODING(any##D, 750, 1, LaneCore<D / 8, WARPS>)
 
 FUSED_DECODING_MMA(DECODING_DIM)

@@ -1,14 +1,13 @@
-// The attention step of decoding in one launch: from a row of the fused projection per sequence,
-// q and k norm, rotation, cache append, attention over all keys so far.
+// The attention step of decoding in one launch: from a row of the fused projection per sequence, q and k norm,
+// rotation, cache append, and attention over all keys so far (Flash-Decoding: keys split over blocks).
 //
-// A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to MAX_HEADS
-// of its query heads. How many of the blocks work follows from the position, which is read here.
-// Each leaves its result in `partial`; the last one to count itself puts them together and sets the
-// counter back. One block alone, which is enough for a few hundred keys, writes y at once.
+// A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to MAX_HEADS of its query
+// heads. How many of the blocks work follows from the position, which is read here. Each writes its result to
+// `partial`; the last one, by an atomic counter, merges them and resets the counter. One block alone, which is
+// enough for a few hundred keys, writes y at once.
 //
-// Keys before the position were written by earlier steps, which are complete if the position is
-// what it is: so they are fetched before the kernel in front is waited for, and the position is
-// read again behind.
+// Keys before the position were written by earlier steps, which are complete if the position is what it is: so they
+// are loaded before the PDL wait, and the position is read again after it.
 #pragma once
 
 #include "attention/decode_warp.cuh"
@@ -37,7 +36,7 @@ template <class Core> struct Shared {
   float* fresh;        // the new key's scores
   float* tops;         // of each warp
   float* weights;
-  uint32_t* position;  // as it was read before the wait, the same for all threads
+  uint32_t* position;  // as it was read before the PDL wait, the same for all threads
   float* sums;         // [WARPS][heads][stride]
   int stride;
 
@@ -365,11 +364,11 @@ __device__ __forceinline__ void finish(const DecodingParams& p, const Shared<Cor
 template <class Core> __device__ __forceinline__ void decode(const DecodingParams& p, const Block& here) {
   constexpr int N = Core::LANE, WARPS = Core::WARPS;
   extern __shared__ uint4 memory[];
-  allow_next();
+  pdl_launch();
   const int head_dim = Core::DIM ? Core::DIM : int(p.head_dim), warp = threadIdx.x / WARP;
   const Shared<Core> s(reinterpret_cast<char*>(memory), head_dim);
   const uint32_t block = here.x * WARPS, first = block + warp;
-  const Place at(p, here, head_dim, Core::MOST);
+  const Place at(p, here, head_dim, Core::MAX_CORE_HEADS);
   Keys keys = {p.k_cache, p.v_cache, at.plane, 0, head_dim, p.cache_dtype,
                p.softcap > 0.f ? p.scale : p.scale * LOG2E, p.softcap};
   Core core;
@@ -385,7 +384,7 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
 #pragma unroll 1
   for (int pass = rehearses(p) ? 0 : 1; pass < 2; ++pass) {
     const bool real = pass == 1;
-    if (real) wait_previous();
+    if (real) pdl_wait();
     const uint32_t now = real ? read_position(p.position + here.z) : *s.position;
     float x[N];
     read_row(p, at, head_dim, real ? warp : MAX_HEADS + 2, x);

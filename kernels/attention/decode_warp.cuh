@@ -1,8 +1,7 @@
-// How one warp of decode.cu works through its keys: on tensor cores, or lane by lane.
+// How one warp of decode.cuh works through its keys: on tensor cores, or lane by lane.
 //
-// Keys are taken in tiles of KEYS. A core keeps, for up to MAX_HEADS query heads that share the
-// keys, the highest score so far (in units of log 2), the sum of the weights, and the weighted sum
-// of the values.
+// Keys are taken in tiles of KEYS. A core keeps, for up to MAX_HEADS query heads that share the keys, the highest
+// score so far (in units of log 2), the sum of the softmax weights, and the weighted sum of the values.
 #pragma once
 
 #include <type_traits>
@@ -83,7 +82,7 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
 // dimensions may be summed in any order, so they are numbered in the order in which they lie in
 // memory, and neither keys nor values pass through shared memory.
 template <typename C, int D, int W, int SUB> struct TensorCore {
-  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MOST = MAX_HEADS;
+  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MAX_CORE_HEADS = MAX_HEADS;
   // Elements of a head that a lane of 32 can have.
   static constexpr int LANE = (D + 31) / 32;
   // Bytes of the queries as operands.
@@ -231,12 +230,12 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
 // c has dimensions c, c + 8, ...; each eighth of a warp has sums of its own until the end.
 template <int N, int W> struct LaneCore {
   static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = DECODING_LANES_KEYS;
-  static constexpr int MOST = N > 16 ? 2 : 4;
+  static constexpr int MAX_CORE_HEADS = N > 16 ? 2 : 4;
   // Turns of 4 keys whose loads are under way together.
   static constexpr int TURNS = N > 8 ? 1 : 2;
 
-  float o[MOST][N];
-  float m[MOST], l[MOST];
+  float o[MAX_CORE_HEADS][N];
+  float m[MAX_CORE_HEADS], l[MAX_CORE_HEADS];
 
   __device__ static int dtype(int given) { return given; }
   __device__ static void put(char*, int, int, float) {}
@@ -245,7 +244,7 @@ template <int N, int W> struct LaneCore {
 
   __device__ void start() {
 #pragma unroll
-    for (int h = 0; h < MOST; ++h) {
+    for (int h = 0; h < MAX_CORE_HEADS; ++h) {
       m[h] = -INFINITY, l[h] = 0.f;
 #pragma unroll
       for (int e = 0; e < N; ++e) o[h][e] = 0.f;
@@ -283,12 +282,12 @@ template <int N, int W> struct LaneCore {
     for (uint32_t first = start + tile * KEYS; first < last; first += 4 * TURNS) {
       const uint32_t key = first + threadIdx.x % WARP / 8;
       float k[TURNS][N], v[TURNS][N];
-      // The type is asked for once, so that the loads go out together.
+      // One branch on the type, so that the loads are issued together.
       if (keys.dtype == F32) rows<float>(k, v, keys, key);
       else if (keys.dtype == F16) rows<__half>(k, v, keys, key);
       else rows<__nv_bfloat16>(k, v, keys, key);
 #pragma unroll
-      for (int h = 0; h < MOST; ++h) {
+      for (int h = 0; h < MAX_CORE_HEADS; ++h) {
         if (h >= heads) break;
         float p[TURNS] = {}, top = m[h];
 #pragma unroll
@@ -325,7 +324,7 @@ template <int N, int W> struct LaneCore {
                          int head_dim) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
-    for (int h = 0; h < MOST; ++h) {
+    for (int h = 0; h < MAX_CORE_HEADS; ++h) {
       if (h >= heads) break;
       float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
       top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));

@@ -1,6 +1,6 @@
-// The attention step of decoding beside a product that does not need it, in one launch: where residuals
-// are parallel, the first half of the MLP. The product's weights keep the memory busy while attention,
-// which is short of work, takes its time.
+// The attention step of decoding and a GEMV that does not depend on it in one launch: where residuals are parallel,
+// the first half of the MLP. The GEMV's weights keep the memory busy while attention, which has too few blocks, takes
+// its time.
 #include "attention/decode.cuh"
 #include "linear/gemv_dense_pipelined.cuh"
 
@@ -10,7 +10,7 @@ template <class Core, typename T> __device__ __forceinline__ void beside(const D
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   const uint32_t x = p.blocks[0], y = p.blocks[1], product = gridDim.x - x * y * p.blocks[2];
   if (blockIdx.x < product) {
-    stream<T, false>(p.product, Second{}, blockIdx.x, product, p.ready, Fetch{});
+    gemv_dense_pipelined<T, false>(p.product, Second{}, blockIdx.x, product, p.ready, Fetch{});
   } else {
     const uint32_t block = blockIdx.x - product;
     decode<Core>(p.attention, {block % x, block / x % y, block / (x * y), x, y});
@@ -18,7 +18,7 @@ template <class Core, typename T> __device__ __forceinline__ void beside(const D
 #endif
 }
 
-// Two blocks on a multiprocessor: one of each kind.
+// Two blocks on an SM: one of each kind.
 #define BESIDE(D, SUFFIX, TYPE)                                                         \
   extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                         \
       decoding_beside_d##D##_##SUFFIX(const __grid_constant__ DecodingBesideParams p) { \

@@ -1,5 +1,6 @@
-// Attention on tensor cores, one warp for 16 rows, with an online softmax (FlashAttention-2, Dao
-// 2023). Keys are shared out over groups of warps where there are too few rows to fill the GPU.
+// Attention over many queries by `mma.sync`, from sm_75 on: 16 rows of queries for a warp, tiles of 32 or 64 keys, an
+// online softmax (FlashAttention-2, Dao 2023). Where there are too few rows to fill the GPU, groups of warps split
+// the keys.
 #include "attention/prefill.cuh"
 #include "common/mma.cuh"
 
@@ -335,8 +336,8 @@ template <typename T, int D, bool SPLIT> __device__ __forceinline__ void attend(
     copier.copy(at, k + first_key * p.k_strides[2], p.k_strides[2], count);
     copier.copy(at + BYTES, v + first_key * p.v_strides[2], p.v_strides[2], count);
   };
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   int tile = from + part, stage = 0;
   if (tile < to) fetch(tile, 0);
   Warp state;

@@ -1,4 +1,4 @@
-// What the forms of attention share: the parameters, the place of a row, and what a row sees.
+// What the attention kernels for many queries share: a row's place, and the keys that it sees.
 #pragma once
 
 #include "abi/attention.cuh"

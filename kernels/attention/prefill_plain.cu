@@ -1,5 +1,5 @@
-// Attention in f32 arithmetic, for any layout, any pair of types and any head dimension up to 512:
-// what the tensor-core forms do not take.
+// Attention in f32 arithmetic, for any layout, any pair of types and any head dimension up to 512: what the
+// tensor-core kernels do not take.
 #include "attention/prefill.cuh"
 
 using namespace fused;
@@ -206,8 +206,8 @@ template <typename S> __device__ __forceinline__ void attend(const Params& p) {
   const int last_row = min(block_row + S::BLOCK_ROWS, rows) - 1;
   const int from = visible(p, place(p, kv_head, block_row).query).from / S::KEYS * S::KEYS;
   const int to = visible(p, place(p, kv_head, last_row).query).to;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   for (int i = threadIdx.x; i < S::BLOCK_ROWS * S::D; i += THREADS) {
     const int row = block_row + i / S::D, d = i % S::D;
     const Place at = place(p, kv_head, row);

@@ -1,7 +1,7 @@
-// Attention on Hopper: one warpgroup fetches tiles with the bulk copy engine, the others multiply
-// them with asynchronous tensor-core products while their softmax runs (FlashAttention-3, Shah et
-// al. 2024). Takes 16-bit tensors without mask, window and softcap.
-// Other architectures, which the host asks for none of this, have nothing to read here.
+// Attention on Hopper after FlashAttention-3 (Shah et al. 2024): a producer warpgroup loads tiles by TMA, consumer
+// warpgroups multiply them by asynchronous tensor-core products (`wgmma`) while their softmax runs. Takes 16-bit
+// tensors without mask, window and softcap.
+// Empty for other architectures, which never run it.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "attention/prefill.cuh"
@@ -264,7 +264,7 @@ template <typename T, typename C> struct Consumer {
   const uint32_t q, k, v;
   const int number, lane, part;  // among all; its lane; its place among the rows of the block
   const bool elected;            // one thread of each warp
-  Ring<C::STAGES> at_k, at_v;
+  PipelineState<C::STAGES> at_k, at_v;
   Rows<T, C> rows;
   int all;  // from this key on some of the rows see nothing
 
@@ -323,7 +323,7 @@ template <typename T, typename C> struct Consumer {
     softmax(tile, shrink);
     // The next keys are waited for here, at a branch that needs the sum (which is never negative):
     // the compiler must not move the exponentials, which are to be computed while the tensor cores
-    // work, behind the wait for these.
+    // work, after the PDL wait for these.
     const uint32_t odd = rows.sum[0] + rows.sum[1] < 0.f;
     if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase ^ odd);
     wgmma_wait<0>();
@@ -395,9 +395,9 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const A
   const uint32_t k = q + C::Q_BYTES, v = k + SLOTS * C::TILE_BYTES;
   const Barriers<SLOTS> barriers = {shared_address(room)};
   if (threadIdx.x == 0) {
-    prefetch(p.q);
-    prefetch(p.k);
-    prefetch(p.v);
+    prefetch_tensor_map(p.q);
+    prefetch_tensor_map(p.k);
+    prefetch_tensor_map(p.v);
     barrier_init(barriers.q_full(), 1);
     barrier_init(barriers.q_free(), 4 * C::CONSUMERS);
     for (int i = 0; i < SLOTS; ++i) {
@@ -409,8 +409,8 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const A
     barriers_made();
   }
   __syncthreads();
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(C::PRODUCER_REGISTERS));
     if (threadIdx.x == 0) produce<C>(p, barriers, q, k, v);

@@ -1,5 +1,5 @@
-// What every kernel shares: element types, 16-byte packs, reductions, and the two instructions of
-// programmatic dependent launch.
+// What every kernel includes: element types and their conversions, 16-byte packs, loads that bypass the L1 cache,
+// reductions over a warp or a block, and programmatic dependent launch (PDL).
 #pragma once
 
 // Of 16-bit floats functions alone: nothing uses their operators, which every source would have to compile.
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
   return v;
 }
 
-// Asked for where they stand: before a wait that they need not wait for.
+// Volatile: issued where they stand, before a PDL wait that they need not wait for.
 __device__ __forceinline__ uint32_t load_u8(const void* p) {
   uint16_t v;
   asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(v) : "l"(p));
@@ -137,13 +137,13 @@ __device__ __forceinline__ void sync_first(uint32_t threads) {
 // that reads what an earlier kernel wrote, or writes anything global, waits first; weights, which
 // no kernel of a decode step writes, may be read before: a kernel that writes them lets none start
 // early. A kernel whose blocks do not all wait would let the next kernel overtake the one before.
-__device__ __forceinline__ void allow_next() {
+__device__ __forceinline__ void pdl_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-__device__ __forceinline__ void wait_previous() {
+__device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -1,5 +1,5 @@
-// What blocks of one cluster, on Hopper, tell each other: barriers, and what they write to one another's shared
-// memory.
+// Clusters of thread blocks (CTAs) on Hopper: the rank of a CTA, barriers of the cluster, and writes to the shared
+// memory of other CTAs (DSMEM).
 #pragma once
 
 #include "common/base.cuh"
@@ -8,13 +8,13 @@
 
 namespace fused {
 
-// This block's place in its cluster.
+// This CTA's rank in its cluster.
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Where `at` is in the shared memory of another block of the cluster.
+// The address of `at` in the shared memory of another CTA of the cluster.
 __device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
@@ -30,14 +30,14 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 // Tells all blocks of the cluster that this thread has come so far, and goes on. It orders nothing but what
-// `barriers_made` does in front of it.
+// `barriers_made` does before it.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 // Until all threads of all blocks of the cluster have arrived: they have begun, and their barriers are there.
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// To another block, whose barrier is told of the bytes; both as `in_block` gives them.
+// Writes to another CTA, whose barrier counts the bytes; both addresses as `in_block` gives them.
 __device__ __forceinline__ void send(uint32_t to, const Pack<uint32_t, 2>& v, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
                "r"(v.v[0]), "r"(v.v[1]), "r"(barrier)

@@ -1,5 +1,5 @@
-// Element types that are known when a kernel runs: what touches a row once (staging it, finishing
-// an output) branches on them, so that kernels multiply by the format of the weights alone.
+// Element types that are known at run time only. What touches a row once (staging x, the epilogue) branches on them,
+// so that kernels are compiled for the format of the weights alone.
 #pragma once
 
 #include "common/base.cuh"

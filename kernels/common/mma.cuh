@@ -1,4 +1,5 @@
-// Tensor-core instructions of a warp, and copies to shared memory that go on beside them.
+// Tensor-core instructions of a warp (`mma.sync`, `ldmatrix`, `stmatrix`), asynchronous copies to shared memory
+// (`cp.async`), L2 policies and named barriers.
 #pragma once
 
 #include <type_traits>

@@ -1,8 +1,8 @@
-// Rows that fill one warp or one block, held in registers: what the norms share.
+// Rows that one warp or one block holds in registers: what the norms and the quantization of rows share.
 //
-// A row is read once and written once; 16-byte accesses where rows and addresses allow them. What
-// is past the registers (rows above 64 KB, or above 8192 elements one by one) is read again, most
-// likely from the L2 cache.
+// A row is read once and written once, by 16-byte accesses where its width and the addresses allow them. What does
+// not fit into the registers (rows above 64 KB, or above 8192 elements one by one) is read again, most likely from
+// the L2 cache.
 #pragma once
 
 #include "abi/pointwise.cuh"
@@ -61,7 +61,7 @@ __device__ __forceinline__ Spread spread(const RowGroup& g, uint32_t width, floa
   return {rough + shift, 1.f / sqrtf(variance + eps)};
 }
 
-// Activations that are read once. Unlike the path for weights this one sees what kernels in front
+// Activations that are read once. Unlike the path for weights this one sees what preceding kernels
 // of a dependent launch wrote.
 template <typename T, int N> __device__ __forceinline__ Pack<T, N> load_stream(const T* p) {
   if constexpr (sizeof(T) * N == 16) {

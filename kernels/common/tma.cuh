@@ -1,4 +1,5 @@
-// Hopper's bulk copies from global to shared memory, and the barriers they complete on.
+// Hopper's bulk copies from global to shared memory (TMA), the mbarriers that they complete on, and the state of a
+// pipeline of stages.
 #pragma once
 
 #include "common/base.cuh"
@@ -7,7 +8,7 @@ namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Barriers in shared memory that count arrivals, and bytes on their way.
+// mbarriers, which count arrivals, and bytes in flight.
 __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
@@ -16,7 +17,7 @@ __device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_i
 __device__ __forceinline__ void barrier_arrive(uint32_t at) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
-// Arrives, and announces bytes.
+// Arrives, and expects bytes.
 __device__ __forceinline__ void barrier_expect(uint32_t at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
                : "memory");
@@ -45,21 +46,21 @@ __device__ __forceinline__ bool barrier_over(uint32_t at, uint32_t phase) {
 }
 
 // Fetches the description of a tensor ahead of its first use.
-__device__ __forceinline__ void prefetch(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// `bytes`, a multiple of 16, from and to multiples of 16, with a policy of the L2 cache; the barrier is told.
+// `bytes`, a multiple of 16, from and to multiples of 16, with a policy of the L2 cache; the barrier counts the bytes.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 
-// A tile of `map` to shared memory; the barrier is told of its bytes.
+// A tile of `map` to shared memory; the barrier counts its bytes.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const TensorMap& map, uint32_t barrier, int token,
                                       int head, int batch) {
   asm volatile(
@@ -80,7 +81,7 @@ __device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map
 }
 
 // Likewise, for the blocks of the cluster whose bits are set in `blocks`: at the same address in each of
-// them, and told to the barrier at the same address in each.
+// them, and counted by the barrier at the same address in each.
 __device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map, uint32_t barrier,
                                                int column, int row, uint16_t blocks) {
   asm volatile(
@@ -101,8 +102,8 @@ __device__ __forceinline__ void bulk_copy_chunks(uint32_t to, const TensorMap& m
 
 #endif
 
-// A place in a ring of stages, and the parity of its barriers.
-template <int STAGES> struct Ring {
+// The current stage of a pipeline, and the parity of its barriers.
+template <int STAGES> struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {

@@ -1,6 +1,5 @@
-// Hopper's asynchronous products of a warpgroup (128 threads): 64 rows, N columns, and 32 bytes of
-// summands, f32 += 16 bits x 16 bits or s32 += s8 x s8. Columns of the result lie in a thread's
-// registers as those of `mma` do.
+// Hopper's asynchronous tensor-core products of a warpgroup, 128 threads (`wgmma`): 64 x N outputs and 32 bytes of K,
+// f32 += 16 bits x 16 bits or s32 += s8 x s8, operands in shared memory. Outputs lie in registers as those of `mma`.
 #pragma once
 
 #include "common/base.cuh"
@@ -20,164 +19,164 @@ namespace fused {
       OPERATION " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, " ARGUMENTS \
       : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]), KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]), KIND(d[15]) : __VA_ARGS__)
 
-#define WGMMA_48(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
+#define WGMMA_48(KIND, OPERATION, ARGUMENTS, ...)                                                       \
+  asm volatile(                                                                                         \
+      OPERATION " {"                                                                                    \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-      "%21, %22, %23" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),  \
-        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),  \
-        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),  \
-        KIND(d[22]), KIND(d[23]) \
+      "%21, %22, %23"                                                                                   \
+      "}, " ARGUMENTS                                                                                   \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]), \
+        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),        \
+        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),      \
+        KIND(d[22]), KIND(d[23])                                                                        \
       : __VA_ARGS__)
 
-#define WGMMA_64(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
+#define WGMMA_64(KIND, OPERATION, ARGUMENTS, ...)                                                       \
+  asm volatile(                                                                                         \
+      OPERATION " {"                                                                                    \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),  \
-        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),  \
-        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),  \
-        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),  \
-        KIND(d[29]), KIND(d[30]), KIND(d[31]) \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                                           \
+      "}, " ARGUMENTS                                                                                   \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]), \
+        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),        \
+        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),      \
+        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),      \
+        KIND(d[29]), KIND(d[30]), KIND(d[31])                                                           \
       : __VA_ARGS__)
 
-#define WGMMA_80(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
+#define WGMMA_80(KIND, OPERATION, ARGUMENTS, ...)                                                       \
+  asm volatile(                                                                                         \
+      OPERATION " {"                                                                                    \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),  \
-        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),  \
-        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),  \
-        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),  \
-        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),  \
-        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39]) \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"   \
+      "}, " ARGUMENTS                                                                                   \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]), \
+        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),        \
+        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),      \
+        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),      \
+        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),      \
+        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39])                                              \
       : __VA_ARGS__)
 
-#define WGMMA_96(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
+#define WGMMA_96(KIND, OPERATION, ARGUMENTS, ...)                                                       \
+  asm volatile(                                                                                         \
+      OPERATION " {"                                                                                    \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
       "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-      "%40, %41, %42, %43, %44, %45, %46, %47" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),  \
-        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),  \
-        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),  \
-        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),  \
-        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),  \
-        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),  \
-        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]) \
+      "%40, %41, %42, %43, %44, %45, %46, %47"                                                          \
+      "}, " ARGUMENTS                                                                                   \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]), \
+        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),        \
+        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),      \
+        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),      \
+        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),      \
+        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),      \
+        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47])                                 \
       : __VA_ARGS__)
 
-#define WGMMA_128(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
+#define WGMMA_128(KIND, OPERATION, ARGUMENTS, ...)                                                      \
+  asm volatile(                                                                                         \
+      OPERATION " {"                                                                                    \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
       "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
       "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, " \
-      "%59, %60, %61, %62, %63" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),  \
-        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),  \
-        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),  \
-        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),  \
-        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),  \
-        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),  \
-        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]), KIND(d[49]),  \
-        KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]), KIND(d[55]), KIND(d[56]),  \
-        KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]), KIND(d[61]), KIND(d[62]), KIND(d[63]) \
+      "%59, %60, %61, %62, %63"                                                                         \
+      "}, " ARGUMENTS                                                                                   \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]), \
+        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),        \
+        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),      \
+        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),      \
+        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),      \
+        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),      \
+        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]), KIND(d[49]),      \
+        KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]), KIND(d[55]), KIND(d[56]),      \
+        KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]), KIND(d[61]), KIND(d[62]), KIND(d[63])       \
       : __VA_ARGS__)
 
-#define WGMMA_144(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
+#define WGMMA_144(KIND, OPERATION, ARGUMENTS, ...)                                            \
+  asm volatile(                                                                               \
+      OPERATION " {"                                                                          \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
       "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
       "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
       "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, " \
-      "%70, %71" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]),  \
-        KIND(d[7]), KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]),  \
-        KIND(d[13]), KIND(d[14]), KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]),  \
-        KIND(d[19]), KIND(d[20]), KIND(d[21]), KIND(d[22]), KIND(d[23]), KIND(d[24]),  \
-        KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]), KIND(d[29]), KIND(d[30]),  \
-        KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]), KIND(d[36]),  \
-        KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),  \
-        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]),  \
-        KIND(d[49]), KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]),  \
-        KIND(d[55]), KIND(d[56]), KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]),  \
-        KIND(d[61]), KIND(d[62]), KIND(d[63]), KIND(d[64]), KIND(d[65]), KIND(d[66]),  \
-        KIND(d[67]), KIND(d[68]), KIND(d[69]), KIND(d[70]), KIND(d[71]) \
+      "%70, %71"                                                                              \
+      "}, " ARGUMENTS                                                                         \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]),   \
+        KIND(d[7]), KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]),            \
+        KIND(d[13]), KIND(d[14]), KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]),         \
+        KIND(d[19]), KIND(d[20]), KIND(d[21]), KIND(d[22]), KIND(d[23]), KIND(d[24]),         \
+        KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]), KIND(d[29]), KIND(d[30]),         \
+        KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]), KIND(d[36]),         \
+        KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),         \
+        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]),         \
+        KIND(d[49]), KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]),         \
+        KIND(d[55]), KIND(d[56]), KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]),         \
+        KIND(d[61]), KIND(d[62]), KIND(d[63]), KIND(d[64]), KIND(d[65]), KIND(d[66]),         \
+        KIND(d[67]), KIND(d[68]), KIND(d[69]), KIND(d[70]), KIND(d[71])                       \
       : __VA_ARGS__)
 
-#define WGMMA_192(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
+#define WGMMA_192(KIND, OPERATION, ARGUMENTS, ...)                                                 \
+  asm volatile(                                                                                    \
+      OPERATION " {"                                                                               \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
       "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
       "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
       "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, " \
-      "%92, %93, %94, %95" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]),  \
-        KIND(d[7]), KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]),  \
-        KIND(d[14]), KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]),  \
-        KIND(d[20]), KIND(d[21]), KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]),  \
-        KIND(d[26]), KIND(d[27]), KIND(d[28]), KIND(d[29]), KIND(d[30]), KIND(d[31]),  \
-        KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]), KIND(d[36]), KIND(d[37]),  \
-        KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]), KIND(d[43]),  \
-        KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]), KIND(d[49]),  \
-        KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]), KIND(d[55]),  \
-        KIND(d[56]), KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]), KIND(d[61]),  \
-        KIND(d[62]), KIND(d[63]), KIND(d[64]), KIND(d[65]), KIND(d[66]), KIND(d[67]),  \
-        KIND(d[68]), KIND(d[69]), KIND(d[70]), KIND(d[71]), KIND(d[72]), KIND(d[73]),  \
-        KIND(d[74]), KIND(d[75]), KIND(d[76]), KIND(d[77]), KIND(d[78]), KIND(d[79]),  \
-        KIND(d[80]), KIND(d[81]), KIND(d[82]), KIND(d[83]), KIND(d[84]), KIND(d[85]),  \
-        KIND(d[86]), KIND(d[87]), KIND(d[88]), KIND(d[89]), KIND(d[90]), KIND(d[91]),  \
-        KIND(d[92]), KIND(d[93]), KIND(d[94]), KIND(d[95]) \
+      "%92, %93, %94, %95"                                                                         \
+      "}, " ARGUMENTS                                                                              \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]),        \
+        KIND(d[7]), KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]),    \
+        KIND(d[14]), KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]),              \
+        KIND(d[20]), KIND(d[21]), KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]),              \
+        KIND(d[26]), KIND(d[27]), KIND(d[28]), KIND(d[29]), KIND(d[30]), KIND(d[31]),              \
+        KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]), KIND(d[36]), KIND(d[37]),              \
+        KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]), KIND(d[43]),              \
+        KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]), KIND(d[49]),              \
+        KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]), KIND(d[55]),              \
+        KIND(d[56]), KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]), KIND(d[61]),              \
+        KIND(d[62]), KIND(d[63]), KIND(d[64]), KIND(d[65]), KIND(d[66]), KIND(d[67]),              \
+        KIND(d[68]), KIND(d[69]), KIND(d[70]), KIND(d[71]), KIND(d[72]), KIND(d[73]),              \
+        KIND(d[74]), KIND(d[75]), KIND(d[76]), KIND(d[77]), KIND(d[78]), KIND(d[79]),              \
+        KIND(d[80]), KIND(d[81]), KIND(d[82]), KIND(d[83]), KIND(d[84]), KIND(d[85]),              \
+        KIND(d[86]), KIND(d[87]), KIND(d[88]), KIND(d[89]), KIND(d[90]), KIND(d[91]),              \
+        KIND(d[92]), KIND(d[93]), KIND(d[94]), KIND(d[95])                                         \
       : __VA_ARGS__)
 
-#define WGMMA_256(KIND, OPERATION, ARGUMENTS, ...) \
-  asm volatile( \
-      OPERATION " {" \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, " \
-      "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, " \
-      "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, " \
-      "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
-      "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127" \
-      "}, " ARGUMENTS \
-      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),  \
-        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),  \
-        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),  \
-        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),  \
-        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),  \
-        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),  \
-        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]), KIND(d[49]),  \
-        KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]), KIND(d[55]), KIND(d[56]),  \
-        KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]), KIND(d[61]), KIND(d[62]), KIND(d[63]),  \
-        KIND(d[64]), KIND(d[65]), KIND(d[66]), KIND(d[67]), KIND(d[68]), KIND(d[69]), KIND(d[70]),  \
-        KIND(d[71]), KIND(d[72]), KIND(d[73]), KIND(d[74]), KIND(d[75]), KIND(d[76]), KIND(d[77]),  \
-        KIND(d[78]), KIND(d[79]), KIND(d[80]), KIND(d[81]), KIND(d[82]), KIND(d[83]), KIND(d[84]),  \
-        KIND(d[85]), KIND(d[86]), KIND(d[87]), KIND(d[88]), KIND(d[89]), KIND(d[90]), KIND(d[91]),  \
-        KIND(d[92]), KIND(d[93]), KIND(d[94]), KIND(d[95]), KIND(d[96]), KIND(d[97]), KIND(d[98]),  \
+#define WGMMA_256(KIND, OPERATION, ARGUMENTS, ...)                                                        \
+  asm volatile(                                                                                           \
+      OPERATION " {"                                                                                      \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "   \
+      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "   \
+      "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "   \
+      "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "   \
+      "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "     \
+      "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"          \
+      "}, " ARGUMENTS                                                                                     \
+      : KIND(d[0]), KIND(d[1]), KIND(d[2]), KIND(d[3]), KIND(d[4]), KIND(d[5]), KIND(d[6]), KIND(d[7]),   \
+        KIND(d[8]), KIND(d[9]), KIND(d[10]), KIND(d[11]), KIND(d[12]), KIND(d[13]), KIND(d[14]),          \
+        KIND(d[15]), KIND(d[16]), KIND(d[17]), KIND(d[18]), KIND(d[19]), KIND(d[20]), KIND(d[21]),        \
+        KIND(d[22]), KIND(d[23]), KIND(d[24]), KIND(d[25]), KIND(d[26]), KIND(d[27]), KIND(d[28]),        \
+        KIND(d[29]), KIND(d[30]), KIND(d[31]), KIND(d[32]), KIND(d[33]), KIND(d[34]), KIND(d[35]),        \
+        KIND(d[36]), KIND(d[37]), KIND(d[38]), KIND(d[39]), KIND(d[40]), KIND(d[41]), KIND(d[42]),        \
+        KIND(d[43]), KIND(d[44]), KIND(d[45]), KIND(d[46]), KIND(d[47]), KIND(d[48]), KIND(d[49]),        \
+        KIND(d[50]), KIND(d[51]), KIND(d[52]), KIND(d[53]), KIND(d[54]), KIND(d[55]), KIND(d[56]),        \
+        KIND(d[57]), KIND(d[58]), KIND(d[59]), KIND(d[60]), KIND(d[61]), KIND(d[62]), KIND(d[63]),        \
+        KIND(d[64]), KIND(d[65]), KIND(d[66]), KIND(d[67]), KIND(d[68]), KIND(d[69]), KIND(d[70]),        \
+        KIND(d[71]), KIND(d[72]), KIND(d[73]), KIND(d[74]), KIND(d[75]), KIND(d[76]), KIND(d[77]),        \
+        KIND(d[78]), KIND(d[79]), KIND(d[80]), KIND(d[81]), KIND(d[82]), KIND(d[83]), KIND(d[84]),        \
+        KIND(d[85]), KIND(d[86]), KIND(d[87]), KIND(d[88]), KIND(d[89]), KIND(d[90]), KIND(d[91]),        \
+        KIND(d[92]), KIND(d[93]), KIND(d[94]), KIND(d[95]), KIND(d[96]), KIND(d[97]), KIND(d[98]),        \
         KIND(d[99]), KIND(d[100]), KIND(d[101]), KIND(d[102]), KIND(d[103]), KIND(d[104]), KIND(d[105]),  \
-        KIND(d[106]), KIND(d[107]), KIND(d[108]), KIND(d[109]), KIND(d[110]), KIND(d[111]), KIND(d[112]),  \
-        KIND(d[113]), KIND(d[114]), KIND(d[115]), KIND(d[116]), KIND(d[117]), KIND(d[118]), KIND(d[119]),  \
-        KIND(d[120]), KIND(d[121]), KIND(d[122]), KIND(d[123]), KIND(d[124]), KIND(d[125]), KIND(d[126]),  \
-        KIND(d[127]) \
+        KIND(d[106]), KIND(d[107]), KIND(d[108]), KIND(d[109]), KIND(d[110]), KIND(d[111]), KIND(d[112]), \
+        KIND(d[113]), KIND(d[114]), KIND(d[115]), KIND(d[116]), KIND(d[117]), KIND(d[118]), KIND(d[119]), \
+        KIND(d[120]), KIND(d[121]), KIND(d[122]), KIND(d[123]), KIND(d[124]), KIND(d[125]), KIND(d[126]), \
+        KIND(d[127])                                                                                      \
       : __VA_ARGS__)
 
-// What the tensor cores are told of a matrix in shared memory, in rows of SWIZZLE bytes as a bulk
+// The descriptor of a matrix in shared memory, in rows of SWIZZLE bytes as a bulk
 // copy lays them; `between_pieces` matters only where a product takes more than one such piece.
 template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t at, int between_pieces) {
   constexpr uint64_t KIND = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;

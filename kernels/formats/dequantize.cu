@@ -1,6 +1,6 @@
-// The operands of products with many rows of x and weights in GGUF blocks, for the library: matrices of
-// blocks, repacked as gguf.cuh describes, as dense ones, up to eight of any formats and widths one
-// behind the other; and rows of x, normalised if asked for, as f16 or bf16.
+// Operands of cuBLASLt where weights are GGUF blocks and x has many rows: up to eight repacked matrices (gguf.cuh) of
+// any formats and widths become dense ones, one after the other; rows of x, behind an RMS norm or none, become f16
+// or bf16.
 #include "common/dtype.cuh"
 #include "formats/gguf.cuh"
 
@@ -9,8 +9,8 @@ using namespace fused;
 template <typename T> __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
   // A quarter for each thread, so that a warp writes whole sectors.
   const uint64_t thread = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x, i = thread / 4;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (i >= p.total) return;
   int source = 0;
 #pragma unroll
@@ -72,8 +72,8 @@ template <typename T> __device__ __forceinline__ void narrow(const NarrowParams&
   __shared__ float scratch[FORMAT_THREADS / WARP];
   const T* x = static_cast<const T*>(p.x) + blockIdx.x * uint64_t(p.width);
   const T* weight = static_cast<const T*>(p.weight);
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   float factor = 1.f;
   if (weight) {
     float squares = 0.f;
@@ -112,10 +112,10 @@ template <typename T> __device__ __forceinline__ void narrow(const NarrowParams&
   }
 }
 
-#define NARROW(SUFFIX, TYPE)                                          \
-  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)               \
-      narrow_##SUFFIX(const __grid_constant__ NarrowParams p) {             \
-    narrow<TYPE>(p);                                                  \
+#define NARROW(SUFFIX, TYPE)                                               \
+  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)             \
+      dequantize_narrow_##SUFFIX(const __grid_constant__ NarrowParams p) { \
+    narrow<TYPE>(p);                                                       \
   }
 NARROW(f32, float)
 NARROW(f16, __half)

@@ -1,8 +1,9 @@
-// GGUF blocks as repack.cu lays them out, and how they become values.
+// The layout of repacked GGUF blocks, which repack.cu writes, and their dequantization. A code is the integer that
+// stands for a weight.
 //
-// A row is cut into blocks of 32 values and groups of 4 blocks; behind its last block a group is
-// filled up with zeros. Its codes are dealt to 4 lanes as `mma.m16n8k16` wants them: of each half
-// block lane t has values 4t to 4t + 3, so 8 of a block. The planes of a row, one behind the other:
+// A row is cut into blocks of 32 values and groups of 4 blocks; the last group is padded with zeros. Codes are
+// distributed to 4 lanes as operands of `mma.m16n8k16`: of each half block lane t has values 4t to 4t + 3, so 8 of a
+// block. A row has these planes, one after the other:
 //
 //   low      16 bytes for each group and lane, a word for each block: 4 bits of its 8 codes. For
 //            8 bits 2 words for each of the blocks 0 and 1
@@ -10,8 +11,8 @@
 //   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks
 //   factors  K formats only, 2 bytes for each block: s and n (u8), or the two s of Q6_K (i8)
 //
-// and what brings it to a multiple of 16 bytes. Codes come out of a word in pairs, one in each half
-// of 32 bits: pair j of a lane's 8 is codes 2j and 2j + 1. It is
+// and padding to a multiple of 16 bytes. Codes are unpacked from a word in pairs, one in each half of 32 bits: pair j
+// of a lane's 8 is codes 2j and 2j + 1. It is
 //
 //   low      bits 4j and 16 + 4j of the block's word
 //   high, 5  bits 4b + j and 16 + 4b + j of the word, b being the block
@@ -112,7 +113,8 @@ template <int BITS_, int SCALING_> struct Blocks {
 
   static __device__ __forceinline__ Codes codes(const Piece& p, int b) {
     if constexpr (BITS == 8) {
-      return b < 2 ? Codes{{p.low[2 * b], p.low[2 * b + 1]}, 0, 0} : Codes{{p.high[2 * b - 4], p.high[2 * b - 3]}, 0, 0};
+      return b < 2 ? Codes{{p.low[2 * b], p.low[2 * b + 1]}, 0, 0}
+                   : Codes{{p.high[2 * b - 4], p.high[2 * b - 3]}, 0, 0};
     } else if constexpr (BITS == 6) {
       return {{p.low[b]}, p.high[b / 2], 8 * (b % 2)};
     } else {
@@ -123,7 +125,8 @@ template <int BITS_, int SCALING_> struct Blocks {
   // The same in a loop that is not unrolled.
   static __device__ __forceinline__ Codes codes_in_loop(const Piece& p, int b) {
     if constexpr (BITS == 8) {
-      return {{pick(b, p.low[0], p.low[2], p.high[0], p.high[2]), pick(b, p.low[1], p.low[3], p.high[1], p.high[3])}, 0, 0};
+      return {
+          {pick(b, p.low[0], p.low[2], p.high[0], p.high[2]), pick(b, p.low[1], p.low[3], p.high[1], p.high[3])}, 0, 0};
     } else {
       const uint32_t low = pick(b, p.low[0], p.low[1], p.low[2], p.low[3]);
       if constexpr (BITS == 6) return {{low}, (b < 2 ? p.high[0] : p.high[1]) >> (8 * (b % 2)), 0};

@@ -1,4 +1,4 @@
-// How a row becomes int8: codes = round(v / scale), scale = max |v| / 127.
+// Dynamic quantization of a row to int8: q = round(v / scale), scale = max |v| / 127.
 #pragma once
 
 #include <type_traits>
@@ -7,8 +7,8 @@
 
 namespace fused {
 
-// What is smaller counts as zero: MOST over it would be infinite.
-constexpr float MOST = 127.f, LEAST = 1e-36f;
+// What is smaller counts as zero: MAX_CODE over it would be infinite.
+constexpr float MAX_CODE = 127.f, MIN_MAGNITUDE = 1e-36f;
 
 // Of two pairs, element by element, the larger of the first's magnitude and the second, undefined if one is.
 template <typename T> __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
@@ -26,7 +26,7 @@ template <typename T> __device__ __forceinline__ uint32_t larger(uint32_t a, uin
 
 // The largest of magnitudes as bits, whose order is theirs with the undefined above all. Of elements of
 // 16 bits two at a time.
-template <typename T, int N> struct Most {
+template <typename T, int N> struct MaxMagnitude {
   static constexpr bool PAIRS = sizeof(T) == 2 && N > 1;
   uint32_t bits = 0;
 
@@ -61,14 +61,14 @@ struct Scale {
   float scale, inverse;
 
   explicit __device__ __forceinline__ Scale(float largest) {
-    const bool zeros = largest < LEAST;
-    inverse = zeros ? 0.f : MOST / largest;
-    scale = zeros ? 0.f : largest / MOST;
+    const bool zeros = largest < MIN_MAGNITUDE;
+    inverse = zeros ? 0.f : MAX_CODE / largest;
+    scale = zeros ? 0.f : largest / MAX_CODE;
   }
 };
 
 // v rounded, once, to multiples of the scale whose inverse this is: the low bits of a sum whose last place is 1.
-// No further than MOST, past which only rounding gets.
+// No further than MAX_CODE, past which only rounding gets.
 template <typename T, int N> __device__ __forceinline__ Codes<N> codes_of(const Pack<T, N>& v, float inverse) {
   Codes<N> codes;
 #pragma unroll

@@ -1,17 +1,18 @@
-// Matrices in INT8, INT4 or ternary as packed.cu lays them out, and how they become values.
+// The layout of packed INT8, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is the
+// integer that stands for a weight: weight = scale (code - zero point).
 //
-// INT8 is row-major, a byte for each code, rows filled up with zeros to a multiple of 16 bytes.
+// INT8 is row-major, a byte for each code, rows padded with zeros to a multiple of 16 bytes.
 //
-// In the other schemes rows are taken eight at a time and columns in steps of 128: 4 blocks of 32,
-// of each of which lane t of four has values 8t to 8t + 7. What a lane has of a row and a step is
-// together, then come the other lanes, rows, steps and eights of rows; what is missing is zero.
+// INT4 and ternary are tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK), which are 4 blocks of 32: of each block
+// lane t of four has values 8t to 8t + 7, operands of `mma` as they are. Together lie the codes of a lane, a row and
+// a K block, then follow the other lanes, rows, K blocks and row groups; what is missing is zero.
 //
 //   INT4     a word for each block, codes 2j and 2j + 1 of the 8 at bits 4j and 16 + 4j
 //   ternary  a word for each two blocks, code c of the 8 at bits 4c and 4c + 2, two's complement
 //
-// Scales are f32, one for each row, or f16, GROUPS for each step, in the order of the codes: those of
-// a row and a step together, then other rows, steps, eights of rows. Zero points are bytes likewise, in
-// sixteenths: a code less its zero point has 8 significant bits at most, so that bf16 holds it exactly.
+// Scales are f32, one for each row, or f16, GROUPS for each K block, in the order of the codes: those of a row and a
+// K block together, then other rows, K blocks, row groups. Zero points are bytes likewise, in sixteenths: a code less
+// its zero point has 8 significant bits at most, so that bf16 holds it exactly.
 #pragma once
 
 #include "abi/formats.cuh"
@@ -21,16 +22,16 @@ namespace fused {
 
 constexpr float ZERO_STEP = 1.f / 16;
 
-__host__ __device__ constexpr uint32_t steps_of(uint32_t k) { return (k + STEP - 1) / STEP; }
+__host__ __device__ constexpr uint32_t k_blocks_of(uint32_t k) { return (k + K_BLOCK - 1) / K_BLOCK; }
 
-// The place of a row and a step among the rows and steps of a matrix.
-__device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t step, uint32_t steps) {
-  return (uint64_t(row / OCTET) * steps + step) * OCTET + row % OCTET;
+// The place of a row and a K block among the rows and K blocks of a matrix.
+__device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t k_block, uint32_t k_blocks) {
+  return (uint64_t(row / ROW_GROUP) * k_blocks + k_block) * ROW_GROUP + row % ROW_GROUP;
 }
 
 // The scale of one of GROUPS groups at a place, or of the row.
 template <int GROUPS>
-__device__ __forceinline__ float scale_at(const CodeMatrix& m, uint32_t row, uint64_t place, uint32_t block) {
+__device__ __forceinline__ float scale_at(const PackedMatrix& m, uint32_t row, uint64_t place, uint32_t block) {
   if constexpr (GROUPS == 0) return static_cast<const float*>(m.scales)[row];
   return __half2float(static_cast<const __half*>(m.scales)[place * GROUPS + block * GROUPS / 4]);
 }
@@ -42,7 +43,7 @@ struct Int8 {
   static __host__ __device__ constexpr uint32_t pitch(uint32_t k) { return (k + 15) / 16 * 16; }
 
   // Values `8 * piece` and following of a row of k.
-  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint2 word = *reinterpret_cast<const uint2*>(m.codes + uint64_t(row) * pitch(k) + 8 * piece);
     const float scale = static_cast<const float*>(m.scales)[row];
@@ -59,11 +60,11 @@ template <int GROUPS_> struct Int4 {
   static constexpr uint32_t BYTES = 16;  // of a lane
   static constexpr int ZERO = 8 * 16;
 
-  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
-    const uint64_t place = place_of(row, piece / 16, steps_of(k));
-    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * QUARTERS + piece % 4) * BYTES)[block];
+    const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
+    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block];
     const float scale = scale_at<GROUPS>(m, row, place, block);
     const float zero = ZERO_STEP * (m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO);
 #pragma unroll
@@ -78,11 +79,12 @@ template <int GROUPS_> struct Ternary {
   static constexpr int GROUPS = GROUPS_;
   static constexpr uint32_t BYTES = 8;
 
-  static __device__ __forceinline__ void eight(const CodeMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
-    const uint64_t place = place_of(row, piece / 16, steps_of(k));
-    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * QUARTERS + piece % 4) * BYTES)[block / 2];
+    const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
+    const uint32_t word =
+        reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block / 2];
     const float scale = scale_at<GROUPS>(m, row, place, block);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
@@ -93,10 +95,19 @@ template <int GROUPS_> struct Ternary {
 };
 
 // In the host's order.
-enum CodeFormat : int { IS_INT8, IS_INT4_128, IS_INT4_64, IS_INT4_32, IS_TERNARY, IS_TERNARY_128, IS_TERNARY_64, IS_TERNARY_32 };
+enum PackedFormat : int {
+  IS_INT8,
+  IS_INT4_128,
+  IS_INT4_64,
+  IS_INT4_32,
+  IS_TERNARY,
+  IS_TERNARY_128,
+  IS_TERNARY_64,
+  IS_TERNARY_32
+};
 
 // Calls `body` with a value of the format's type.
-template <class Body> __device__ __forceinline__ void with_codes(int format, Body body) {
+template <class Body> __device__ __forceinline__ void with_packed_format(int format, Body body) {
   switch (format) {
     case IS_INT8:
       return body(Int8());

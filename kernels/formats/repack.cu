@@ -1,4 +1,4 @@
-// GGUF blocks, as they lie in a file, into the rows that gguf.cuh describes.
+// Repacks GGUF blocks, as they lie in a file, into the layout of gguf.cuh. Run once, when a model is loaded.
 #include "formats/gguf.cuh"
 
 using namespace fused;
@@ -53,7 +53,7 @@ template <int BITS, int SCALING> struct Source {
 template <int BITS, int SCALING> __device__ __forceinline__ void repack(const RepackParams& p) {
   using To = Blocks<BITS, SCALING>;
   using From = Source<BITS, SCALING>;
-  wait_previous();
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t groups = groups_of(p.blocks_of_row * BLOCK);
   const uint64_t row = i / (GROUP * groups);
@@ -104,10 +104,10 @@ template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Re
   if (To::IS_SUPER) *reinterpret_cast<uint16_t*>(to + To::factors_at(groups) + 2 * lane) = factors;
 }
 
-#define REPACK(NAME, BITS, SCALING)                                            \
-  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)                        \
-      repack_##NAME(const __grid_constant__ RepackParams p) {                        \
-    repack<BITS, SCALING>(p);                                                  \
+#define REPACK(NAME, BITS, SCALING)                            \
+  extern "C" __global__ void __launch_bounds__(FORMAT_THREADS) \
+      repack_##NAME(const __grid_constant__ RepackParams p) {  \
+    repack<BITS, SCALING>(p);                                  \
   }
 
 REPACK(q4_0, 4, SYMMETRIC)

@@ -1,5 +1,4 @@
-// What happens to an output before it is written: act(y + bias) + residuals, computed in f32 and
-// rounded once.
+// The epilogue of a product: act(y + bias) + residuals, computed in f32 and rounded once.
 #pragma once
 
 #include "abi/linear.cuh"
@@ -31,10 +30,10 @@ __device__ __forceinline__ float activate(int activation, float v) {
 struct Addends {
   uint32_t bias, residuals[2];
 
-  __device__ __forceinline__ void ask_bias(const Epilogue& e, uint32_t row) {
+  __device__ __forceinline__ void load_bias(const Epilogue& e, uint32_t row) {
     bias = e.bias ? read_raw(e.bias, e.dtype, row) : 0;
   }
-  __device__ __forceinline__ void ask_residuals(const Epilogue& e, uint32_t m, uint32_t column) {
+  __device__ __forceinline__ void load_residuals(const Epilogue& e, uint32_t m, uint32_t column) {
     const uint64_t i = m * e.stride + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) residuals[r] = e.residuals[r] ? read_raw(e.residuals[r], e.dtype, i) : 0;

@@ -1,5 +1,4 @@
-// What surrounds a library's matrix product when x has many rows: f32 sums on their way to
-// outputs, and matrices of 16-bit types on their way to f32.
+// What surrounds cuBLASLt where x has many rows: the epilogue of f32 sums, and 16-bit matrices widened to f32.
 #include "linear/epilogue.cuh"
 
 using namespace fused;
@@ -19,7 +18,8 @@ template <typename T, int N> __device__ __forceinline__ void add(const void* fro
   for (int j = 0; j < N; ++j) v[j] += to_float(other.v[j]);
 }
 
-template <typename T, int N> __device__ __forceinline__ void finish_some(const FinishParams& p, uint32_t m, uint32_t column) {
+template <typename T, int N>
+__device__ __forceinline__ void epilogue_elements(const SumsEpilogueParams& p, uint32_t m, uint32_t column) {
   const Epilogue& e = p.epilogue;
   const float* sums = p.sums + uint64_t(m) * p.rows + column;
   float y[N];
@@ -46,34 +46,35 @@ template <typename T, int N> __device__ __forceinline__ void finish_some(const F
   store(static_cast<T*>(e.out) + at, out);
 }
 
-template <typename T> __device__ __forceinline__ void finish(const FinishParams& p) {
-  allow_next();
-  wait_previous();
+template <typename T> __device__ __forceinline__ void epilogue(const SumsEpilogueParams& p) {
+  pdl_launch();
+  pdl_wait();
   const uint32_t step = p.vectors ? 4 : 1;
-  const uint32_t column = (blockIdx.x * FINISH_THREADS + threadIdx.x) * step;
+  const uint32_t column = (blockIdx.x * SUMS_EPILOGUE_THREADS + threadIdx.x) * step;
   if (column >= p.width) return;
   for (uint32_t m = blockIdx.y; m < p.m; m += gridDim.y) {
     if (p.vectors) {
-      finish_some<T, 4>(p, m, column);
+      epilogue_elements<T, 4>(p, m, column);
     } else {
-      finish_some<T, 1>(p, m, column);
+      epilogue_elements<T, 1>(p, m, column);
     }
   }
 }
 
-FUSED_ENTRIES(linear_finish, FINISH_THREADS, FinishParams, finish)
+FUSED_ENTRIES(gemm_dense_epilogue, SUMS_EPILOGUE_THREADS, SumsEpilogueParams, epilogue)
 
 template <typename T> __device__ __forceinline__ void widen(const WidenParams& p) {
-  allow_next();
-  wait_previous();
-  const uint64_t step = gridDim.x * uint64_t(FINISH_THREADS);
-  for (uint64_t i = blockIdx.x * uint64_t(FINISH_THREADS) + threadIdx.x; i < p.count; i += step)
+  pdl_launch();
+  pdl_wait();
+  const uint64_t step = gridDim.x * uint64_t(SUMS_EPILOGUE_THREADS);
+  for (uint64_t i = blockIdx.x * uint64_t(SUMS_EPILOGUE_THREADS) + threadIdx.x; i < p.count; i += step)
     p.to[i] = to_float(static_cast<const T*>(p.from)[i]);
 }
 
-#define WIDEN(SUFFIX, TYPE)                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(FINISH_THREADS) linear_widen_##SUFFIX(const __grid_constant__ WidenParams p) { \
-    widen<TYPE>(p);                                                                                                           \
+#define WIDEN(SUFFIX, TYPE)                                              \
+  extern "C" __global__ void __launch_bounds__(SUMS_EPILOGUE_THREADS)    \
+      gemm_dense_widen_##SUFFIX(const __grid_constant__ WidenParams p) { \
+    widen<TYPE>(p);                                                      \
   }
 WIDEN(f16, __half)
 WIDEN(bf16, __nv_bfloat16)

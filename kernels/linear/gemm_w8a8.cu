@@ -1,7 +1,6 @@
-// y = act(s x_q (t W_q)^T + bias) + residuals for many rows (gemm_w8a8.cuh) by the tensor-core products of
-// warps: 128 rows of x meet 128 rows of W, 64 bytes of k at a time, of which the next ones are on
-// their way to shared memory. A warp has 32 rows of x and 32 of each piece of W. In the end a quad
-// trades its sums so that each thread has 8 outputs in a row, which are 16 or 32 bytes.
+// W8A8 GEMM by `mma.sync` (gemm_w8a8.cuh), from sm_75 on: tiles of 128 x 128 outputs and 64 bytes of K, a pipeline of
+// three `cp.async` stages. A warp has 32 rows of x and 32 of each piece of W. In the epilogue a quad exchanges sums so
+// that each thread has 8 outputs in a row.
 #include "common/mma.cuh"
 #include "linear/gemm_w8a8_epilogue.cuh"
 
@@ -55,7 +54,7 @@ struct Loader {
   }
 
   // The next step of k; zeros past the end.
-  __device__ __forceinline__ void ask(uint32_t stage) {
+  __device__ __forceinline__ void prefetch(uint32_t stage) {
     const bool inside = k < limit;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -115,9 +114,9 @@ __device__ __forceinline__ void trade(const int (&from)[4][2], int (&to)[8]) {
 }
 
 // Outputs of row m in 32 columns from `offset` on in both pieces; a quad has a row.
-template <int N>
-__device__ __forceinline__ void finish(const W8A8Product& p, const Place& place, const Columns<N>& columns, uint32_t m,
-                                       float x_scale, uint32_t offset, const int (&picked)[2][4][2]) {
+template <int N> __device__ __forceinline__ void epilogue(const W8A8Product& p, const Place& place,
+                                                          const Columns<N>& columns, uint32_t m, float x_scale,
+                                                          uint32_t offset, const int (&picked)[2][4][2]) {
   int first[8], second[8];
   trade(picked[0], first);
   trade(picked[1], second);
@@ -131,14 +130,14 @@ __device__ __forceinline__ void finish(const W8A8Product& p, const Place& place,
     int sums[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[j] = i ? second[j] : first[j];
-    finish8(p, place, columns, m, x_scale, column, sums, second);
+    epilogue8(p, place, columns, m, x_scale, column, sums, second);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) w8a8_mma(const __grid_constant__ W8A8Product p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gemm_w8a8_mma(const __grid_constant__ W8A8Product p) {
   __shared__ __align__(128) char shared[STAGES * STAGE_BYTES];
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   const Place place = Place::of<COLUMNS>(p, blockIdx.x);
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint32_t warp_row = warp / 2 * 32, warp_column = warp % 2 * 32;
@@ -149,13 +148,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) w8a8_mma(const __grid_c
   int sums[64] = {};
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
-    loader.ask(room + s * STAGE_BYTES);
+    loader.prefetch(room + s * STAGE_BYTES);
     commit_copies();
   }
   for (uint32_t s = 0; s < steps; ++s) {
     await_copies_but<STAGES - 2>();
     __syncthreads();
-    loader.ask(room + (s + STAGES - 1) % STAGES * STAGE_BYTES);
+    loader.prefetch(room + (s + STAGES - 1) % STAGES * STAGE_BYTES);
     commit_copies();
     step(room + s % STAGES * STAGE_BYTES, warp_row, warp_column, sums);
   }
@@ -172,6 +171,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) w8a8_mma(const __grid_c
     });
     const uint32_t m = place.m_tile * ROWS + warp_row + step / 2 * 16 + step % 2 * 8 + lane / 4;
     const float x_scale = m < p.m ? __ldcg(p.x_scales + m) : 0.f;
-    finish(p, place, columns, m, x_scale, warp_column, picked);
+    epilogue(p, place, columns, m, x_scale, warp_column, picked);
   }
 }

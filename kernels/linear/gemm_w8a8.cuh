@@ -1,10 +1,8 @@
-// y = act(s x_q (t W_q)^T + bias) + residuals with x_q and W_q in int8, sums in s32, a scale s for each
-// row of x and a scale t for each row of W: what the kernels for many rows share, where a tile of
-// outputs lies and what scales its sums.
+// What the W8A8 GEMMs share: y = act(s x_q (t W_q)^T + bias) + residuals with int8 x_q and W_q, s32 sums, a scale s
+// per row of x and t per output channel; which outputs a tile has, and how its sums are scaled.
 //
-// A tile has two pieces of W's rows side by side: neighbours, or gates and what they gate, which so
-// meet in one thread. In a thread's registers lie columns 2 t and 2 t + 1 of every 8, t its place in
-// a quad.
+// A tile has two pieces of W's rows side by side: neighbours, or gates and what they gate, which so meet in one
+// thread. In a thread's registers lie columns 2 t and 2 t + 1 of every 8, t its place in a quad.
 #pragma once
 
 #include "linear/epilogue.cuh"

@@ -1,10 +1,10 @@
-// Small products by int8 on Hopper in one launch (gemm_w8a8_cluster.cu): how operands come to shared memory and from
-// there to the tensor cores.
+// W8A8 GEMM for small products on Hopper in one launch (gemm_w8a8_cluster.cu): how operands come to shared memory and
+// from there to the tensor cores.
 //
-// The blocks of a cluster lie side by side: each makes int8 of its share of their rows of x, as quantize_rows.cu
-// does, and sends the codes to the shared memory of all, where all of k is then. This is what takes longest, so
-// what has come is multiplied at once, and W, by the bulk copy engine, comes behind x. What arrives is counted
-// where it arrives: no block waits behind a fence of the cluster's memory, which takes as long as a small product.
+// The CTAs of a cluster lie side by side along N. Each quantizes its share of their rows of x to int8, as
+// quantize_rows.cu does, and sends it to the shared memory of all (DSMEM), where all of K is then. This takes longest,
+// so what has arrived is multiplied at once, and W is loaded by TMA after x. Arrivals are counted by mbarriers of the
+// receiver: no CTA waits for a fence of the cluster, which takes as long as a small product.
 #pragma once
 
 #include <type_traits>
@@ -17,49 +17,50 @@
 
 namespace fused {
 
-constexpr int BLOCK_K = W8A8_BLOCK_K, MOST_STAGES = W8A8_DIRECT_MAX_STAGES;
-constexpr int ASKED = 4;  // a barrier; behind those of gemm_w8a8_cluster.cu
-// Values of x of which a lane makes codes at once: stores to other blocks take as long for 8 bytes as for 16.
+constexpr int BLOCK_K = W8A8_BLOCK_K, MAX_STAGES = W8A8_CLUSTER_MAX_STAGES;
+constexpr int X_LOADED = 4;  // a named barrier, after those of gemm_w8a8_cluster.cu
+// Values of x that a lane quantizes at once: stores to other CTAs take as long for 8 bytes as for 16.
 constexpr int PACK = 16;
 constexpr int PART = 2 * BLOCK_K;  // values of a row of x that are counted together
 
-// Between what threads have written to shared memory, or waited for, and what the tensor cores read there.
+// Orders what threads have written to shared memory, or waited for, before what the tensor cores read there.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The compiler works out again what the address of a barrier is whenever it is wanted, but for this.
+// Keeps the address of a barrier in a register: the compiler would compute it again at every use.
 __device__ __forceinline__ uint32_t kept(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
 
-// A block: TEAMS of four warps multiply, BESIDE of them with N rows of W each beside one another; they meet ROWS rows
-// of x. MAKERS are warps that make int8 of x, LANES for a row, with PACKS packs of it each at most. CLUSTER blocks
-// share rows of x. WHOLE: there is a stage for each step. W is asked for by a warp of its own, behind x, or, where
-// it is so much that the way would be empty meanwhile, by the last of MAKERS as soon as this has asked for its own
-// rows (ASKS).
+// A CTA: WARPGROUPS multiply, BESIDE of them with N rows of W each side by side, and ROWS rows of x. PRODUCERS are
+// warps that quantize x, LANES for a row, with PACKS packs of it each at most. The CTAs of a CLUSTER share rows of x.
+// WHOLE: there is a stage for each K block. W is loaded by a warp of its own, after x, or, where it is so much that
+// the memory would idle meanwhile, by the last of PRODUCERS as soon as it has issued the loads of its own rows
+// (LOADS_W).
 //
-// Where two teams have rows of their own (HALVES), they make int8 of those of the first themselves before they
-// multiply, and MAKERS that of the second's.
-template <int ROWS_, int TEAMS, int BESIDE_, int N_, int MAKERS_, bool ASKS_, int CLUSTER_, int LANES_, int PACKS_,
-          bool WHOLE_, int EARLY_>
+// Where two warpgroups have rows of their own (HALVES), they quantize those of the first themselves before they
+// multiply, and PRODUCERS those of the second.
+template <int ROWS_, int WARPGROUPS, int BESIDE_, int N_, int PRODUCERS_, bool LOADS_W_, int CLUSTER_, int LANES_,
+          int PACKS_, bool WHOLE_, int EARLY_>
 struct Form {
-  static constexpr int ROWS = ROWS_, BESIDE = BESIDE_, N = N_, MAKERS = MAKERS_, CLUSTER = CLUSTER_;
+  static constexpr int ROWS = ROWS_, BESIDE = BESIDE_, N = N_, PRODUCERS = PRODUCERS_, CLUSTER = CLUSTER_;
   static constexpr int LANES = LANES_, PACKS = PACKS_;
-  static constexpr bool ASKS = ASKS_, WHOLE = WHOLE_;
+  static constexpr bool LOADS_W = LOADS_W_, WHOLE = WHOLE_;
   static constexpr uint32_t EARLY = EARLY_;
-  static constexpr int HALVES = TEAMS / BESIDE;
-  static constexpr int CONSUMERS = 128 * TEAMS;  // threads that multiply
-  static constexpr int MADE = CONSUMERS + WARP * MAKERS, THREADS = MADE + (ASKS ? 0 : WARP);
+  static constexpr int HALVES = WARPGROUPS / BESIDE;
+  static constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads that multiply
+  static constexpr int WORKERS = CONSUMERS + WARP * PRODUCERS, THREADS = WORKERS + (LOADS_W ? 0 : WARP);
   static constexpr int COLUMNS = N * BESIDE, PIECE = N / 2, STAGE = COLUMNS * BLOCK_K;
   static constexpr int AT_ONCE = WARP / LANES;  // rows of x that a warp has beside one another
   static constexpr int HALF = ROWS / HALVES;
-  static constexpr int SHARE = (HALF + CLUSTER * MAKERS * AT_ONCE - 1) / (CLUSTER * MAKERS * AT_ONCE);  // of a lane
-  static constexpr int OF_BLOCK = SHARE * MAKERS * AT_ONCE;  // rows of each half
+  static constexpr int SHARE =
+      (HALF + CLUSTER * PRODUCERS * AT_ONCE - 1) / (CLUSTER * PRODUCERS * AT_ONCE);  // of a lane
+  static constexpr int OF_BLOCK = SHARE * PRODUCERS * AT_ONCE;  // rows of each half
   static constexpr int PARTS = (PACKS * LANES * PACK + PART - 1) / PART;
-  static_assert(COLUMNS <= WARP * MAKERS);
-  static_assert(WHOLE || !ASKS);  // who makes int8 must not wait for room
+  static_assert(COLUMNS <= WARP * PRODUCERS);
+  static_assert(WHOLE || !LOADS_W);  // a producer of x must not wait for a free stage
   static_assert(LANES >= 8);  // which so write 128 bytes of a row together
-  static_assert(HALVES == 1 || (CONSUMERS == WARP * MAKERS && OF_BLOCK * CLUSTER == HALF && HALF == 64));
+  static_assert(HALVES == 1 || (CONSUMERS == WARP * PRODUCERS && OF_BLOCK * CLUSTER == HALF && HALF == 64));
 };
 
 template <class F> struct Operands {
@@ -67,19 +68,19 @@ template <class F> struct Operands {
   using Scales = Columns<N>;
 
   struct Fixed {
-    alignas(8) uint64_t full[MOST_STAGES], free[MOST_STAGES], quantized[F::HALVES * F::PARTS], loaded;
+    alignas(8) uint64_t full[MAX_STAGES], free[MAX_STAGES], quantized[F::HALVES * F::PARTS], loaded;
     alignas(16) Scales columns[F::BESIDE];
     float x_scales[F::ROWS];
   };
-  static_assert(sizeof(Fixed) <= 4096);  // FIXED of w8a8_direct.rs
+  static_assert(sizeof(Fixed) <= 4096);  // FIXED of gemm_w8a8_cluster.rs
 
-  const W8A8DirectParams& p;
+  const W8A8ClusterParams& p;
   const W8A8Product& product;
   Fixed& fixed;
-  const uint32_t room, steps, rank;
+  const uint32_t room, k_blocks, rank;
 
-  __device__ __forceinline__ Operands(const W8A8DirectParams& p, Fixed& fixed, uint32_t room)
-      : p(p), product(p.product), fixed(fixed), room(room), steps((p.product.k + BLOCK_K - 1) / BLOCK_K),
+  __device__ __forceinline__ Operands(const W8A8ClusterParams& p, Fixed& fixed, uint32_t room)
+      : p(p), product(p.product), fixed(fixed), room(room), k_blocks((p.product.k + BLOCK_K - 1) / BLOCK_K),
         rank(rank_in_cluster()) {}
 
   __device__ __forceinline__ uint32_t full(uint32_t stage) const { return shared_address(fixed.full + stage); }
@@ -89,7 +90,7 @@ template <class F> struct Operands {
   }
   __device__ __forceinline__ uint32_t loaded() const { return shared_address(&fixed.loaded); }
   __device__ __forceinline__ uint32_t weights(uint32_t stage) const {
-    return room + steps * F::ROWS * BLOCK_K + stage * F::STAGE;
+    return room + k_blocks * F::ROWS * BLOCK_K + stage * F::STAGE;
   }
   __device__ __forceinline__ Place place(uint32_t beside) const {
     return Place::of<N>(product, blockIdx.x * F::BESIDE + beside);
@@ -102,8 +103,8 @@ template <class F> struct Operands {
       barrier_init(full(lane), 1);
       barrier_init(free(lane), F::CONSUMERS / WARP);
     }
-    if (lane < F::HALVES * F::PARTS) barrier_init(quantized(0, lane), 1 + F::MAKERS);
-    if (lane == 0) barrier_init(loaded(), F::MAKERS), prefetch(p.weights[0]);
+    if (lane < F::HALVES * F::PARTS) barrier_init(quantized(0, lane), 1 + F::PRODUCERS);
+    if (lane == 0) barrier_init(loaded(), F::PRODUCERS), prefetch_tensor_map(p.weights[0]);
     barriers_made();
     // Codes that the other blocks send of each part, and scales.
     if (lane < F::HALVES * F::PARTS) {
@@ -126,33 +127,33 @@ template <class F> struct Operands {
     }
   }
 
-  // One thread asks for all of W.
-  __device__ __forceinline__ void produce() const {
+  // One thread loads all of W.
+  __device__ __forceinline__ void load_w() const {
     Place places[F::BESIDE];
 #pragma unroll
     for (int i = 0; i < F::BESIDE; ++i) places[i] = place(i);
-    uint32_t step = 0, stage = 0, phase = 0;
+    uint32_t k_block = 0, stage = 0, phase = 0;
     const auto up_to = [&](uint32_t end) {
 #pragma unroll 1
-      for (; step < end; ++step) {
-        if (!F::WHOLE && step >= p.stages) barrier_wait(free(stage), phase ^ 1);
-        fetch(places, stage, step * BLOCK_K);
+      for (; k_block < end; ++k_block) {
+        if (!F::WHOLE && k_block >= p.stages) barrier_wait(free(stage), phase ^ 1);
+        fetch(places, stage, k_block * BLOCK_K);
         if (++stage == p.stages) stage = 0, phase ^= 1;
       }
     };
-    if (F::EARLY > 0) up_to(min(F::EARLY, steps));
-    if (!F::ASKS) {
+    if (F::EARLY > 0) up_to(min(F::EARLY, k_blocks));
+    if (!F::LOADS_W) {
       // x would have to share the way with it.
-      wait_previous();
+      pdl_wait();
       barrier_wait(loaded(), 0);
     }
-    up_to(steps);
+    up_to(k_blocks);
   }
 
   // The first of this lane's rows among those of the blocks.
   template <int HALF> __device__ __forceinline__ uint32_t first_row() const {
-    const uint32_t maker = rank * F::MAKERS + (threadIdx.x - (F::HALVES > HALF + 1 ? 0 : F::CONSUMERS)) / WARP;
-    return HALF * F::HALF + maker * (F::SHARE * F::AT_ONCE) + threadIdx.x % WARP / F::LANES;
+    const uint32_t producer = rank * F::PRODUCERS + (threadIdx.x - (F::HALVES > HALF + 1 ? 0 : F::CONSUMERS)) / WARP;
+    return HALF * F::HALF + producer * (F::SHARE * F::AT_ONCE) + threadIdx.x % WARP / F::LANES;
   }
 
   // The largest magnitude over the lanes that share a row.
@@ -183,7 +184,7 @@ template <class F> struct Operands {
     const bool leads = threadIdx.x % WARP == 0;
     Pack<T, PACK> x[F::SHARE][F::PACKS];
     // The half that is multiplied first comes first.
-    if (HALF > 0) barrier(ASKED, F::MADE);
+    if (HALF > 0) barrier(X_LOADED, F::WORKERS);
 #pragma unroll
     for (int r = 0; r < F::SHARE; ++r) {
       const uint32_t row = r * F::AT_ONCE;
@@ -195,8 +196,8 @@ template <class F> struct Operands {
         if (there) x[r][i] = read(from + i * F::LANES * PACK);
       }
     }
-    if (F::HALVES > HALF + 1) barrier_pass(ASKED, F::MADE);
-    if (F::ASKS && threadIdx.x == F::THREADS - WARP) produce();
+    if (F::HALVES > HALF + 1) barrier_pass(X_LOADED, F::WORKERS);
+    if (F::LOADS_W && threadIdx.x == F::THREADS - WARP) load_w();
     if (column) put(*column);
     uint32_t away[CLUSTER];
 #pragma unroll
@@ -204,13 +205,13 @@ template <class F> struct Operands {
     uint32_t largest = 0;
 #pragma unroll
     for (int r = 0; r < F::SHARE; ++r) {
-      Most<T, PACK> most;
+      MaxMagnitude<T, PACK> most;
 #pragma unroll
       for (int i = 0; i < F::PACKS; ++i) most.take(x[r][i]);
       const uint32_t over_row = over_lanes(most.widened());
       if (lane == r) largest = over_row;
     }
-    if (!F::ASKS && leads) barrier_arrive(loaded());
+    if (!F::LOADS_W && leads) barrier_arrive(loaded());
     // Lane r of those that share rows has the r-th.
     const Scale mine(__uint_as_float(largest));
     if (const uint32_t row = first + lane * F::AT_ONCE; lane < F::SHARE && row < F::ROWS) {
@@ -253,15 +254,15 @@ template <class F> struct Operands {
   }
 
   // Of warps that make int8 of a half of x, and if they are to `put` it down what the epilogue needs of a column.
-  template <int HALF> __device__ __forceinline__ void make(const Place& here, bool puts) const {
+  template <int HALF> __device__ __forceinline__ void produce_x(const Place& here, bool puts) const {
     const uint32_t column = threadIdx.x - F::CONSUMERS, m = here.m_tile * F::ROWS + first_row<HALF>();
     const char* x = static_cast<const char*>(p.x) + 2 * (uint64_t(m) * product.k + threadIdx.x % F::LANES * PACK);
     cluster_wait();
-    wait_previous();
-    allow_next();
+    pdl_wait();
+    pdl_launch();
     typename Scales::One one = {};
     if (puts && column < F::COLUMNS) one = Scales::read(product, here, column % N);
-    // Where rows of x are long it is faster to ask for them behind the columns (by 6 % on an H100), elsewhere beside.
+    // Where rows of x are long it is faster to load them behind the columns (by 6 % on an H100), elsewhere beside.
     if (puts && F::PARTS > 3) put(one);
     const auto* to_put = !puts || F::PARTS > 3 ? nullptr : &one;
     if (product.epilogue.dtype == BF16)
@@ -270,8 +271,8 @@ template <class F> struct Operands {
       quantize<__half, HALF>(x, m, to_put);
   }
 
-  // A team's product: of 64 rows of x at `x_at` and the N rows of W that are `w_at` bytes into each stage, or, if W is
-  // the first factor, of N rows of W, which are 64, and all rows of x.
+  // A warpgroup's product: of 64 rows of x at `x_at` and the N rows of W that are `w_at` bytes into each stage, or, if
+  // W is the first factor, of N rows of W, which are 64, and all rows of x.
   template <bool W_FIRST, int SUMS>
   __device__ __forceinline__ void multiply(uint32_t rows_half, uint32_t x_at, uint32_t w_at, int (&sums)[SUMS]) const {
     const uint32_t lane = threadIdx.x % WARP, halves = (product.k + BLOCK_K / 2 - 1) / (BLOCK_K / 2);
@@ -282,50 +283,50 @@ template <class F> struct Operands {
       barrier_wait(quantized_at + 8 * part, 0);
       fence_async();
     };
-    // A step, or half of one. How many products there are is known beforehand, since with a branch among them the
+    // A K block, or half of one. How many products there are is known beforehand, since with a branch among them the
     // compiler has those behind it wait for those in front. There are zeros behind W's k: what lies behind that of x
     // does not matter.
-    const auto take = [&](uint32_t step, uint32_t stage, auto products) {
+    const auto take = [&](uint32_t k_block, uint32_t stage, auto products) {
       const uint64_t rows = w + stage * (F::STAGE / 16);
 #pragma unroll
       for (int i = 0; i < decltype(products)::value; ++i)
-        wgmma(sums, (W_FIRST ? rows : x) + 2 * i, (W_FIRST ? x : rows) + 2 * i, i > 0 || step > 0);
+        wgmma(sums, (W_FIRST ? rows : x) + 2 * i, (W_FIRST ? x : rows) + 2 * i, i > 0 || k_block > 0);
       x += F::ROWS * BLOCK_K / 16;
     };
     const std::integral_constant<int, 4> all;
     const std::integral_constant<int, 2> half;
-    if constexpr (F::WHOLE && !F::ASKS) {
-      // W is there when x is: two steps at a time.
-      const auto begin = [&](uint32_t step, uint32_t halves) {
-        part_comes(step / 2);
-        barrier_wait(full_at + 8 * step, 0);
-        if (halves > 2) barrier_wait(full_at + 8 * step + 8, 0);
+    if constexpr (F::WHOLE && !F::LOADS_W) {
+      // W is there when x is: two K blocks at a time.
+      const auto begin = [&](uint32_t k_block, uint32_t halves) {
+        part_comes(k_block / 2);
+        barrier_wait(full_at + 8 * k_block, 0);
+        if (halves > 2) barrier_wait(full_at + 8 * k_block + 8, 0);
         wgmma_fence();
       };
-      uint32_t step = 0;
+      uint32_t k_block = 0;
 #pragma unroll 1
-      for (; step + 2 <= halves / 2; step += 2) {
-        begin(step, 4);
-        take(step, step, all);
-        take(step + 1, step + 1, all);
+      for (; k_block + 2 <= halves / 2; k_block += 2) {
+        begin(k_block, 4);
+        take(k_block, k_block, all);
+        take(k_block + 1, k_block + 1, all);
         wgmma_commit();
       }
       if (const uint32_t rest = halves % 4) {
-        begin(step, rest);
-        if (rest == 1) take(step, step, half);
-        if (rest > 1) take(step, step, all);
-        if (rest > 2) take(step + 1, step + 1, half);
+        begin(k_block, rest);
+        if (rest == 1) take(k_block, k_block, half);
+        if (rest > 1) take(k_block, k_block, all);
+        if (rest > 2) take(k_block + 1, k_block + 1, half);
         wgmma_commit();
       }
     } else {
       uint32_t stage = 0, phase = 0, before = 0;
-      const auto one = [&](uint32_t step, auto products) {
-        if (step % 2 == 0) part_comes(step / 2);
+      const auto one = [&](uint32_t k_block, auto products) {
+        if (k_block % 2 == 0) part_comes(k_block / 2);
         barrier_wait(full_at + 8 * stage, phase);
         wgmma_fence();
-        take(step, stage, products);
+        take(k_block, stage, products);
         wgmma_commit();
-        if (!F::WHOLE && step > 0) {
+        if (!F::WHOLE && k_block > 0) {
           wgmma_wait<1>();
           if (lane == 0) barrier_arrive(free_at + 8 * before);
         }
@@ -333,8 +334,8 @@ template <class F> struct Operands {
         if (++stage == p.stages) stage = 0, phase ^= 1;
       };
 #pragma unroll 1
-      for (uint32_t step = 0; step < halves / 2; ++step) one(step, all);
-      if (halves % 2) one(steps - 1, half);
+      for (uint32_t k_block = 0; k_block < halves / 2; ++k_block) one(k_block, all);
+      if (halves % 2) one(k_blocks - 1, half);
     }
     wgmma_wait<0>();
     settle(sums);

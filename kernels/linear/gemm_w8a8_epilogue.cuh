@@ -1,4 +1,4 @@
-// Eight outputs in a row at a time, which are 16 or 32 bytes, from sums of int8 products (gemm_w8a8.cuh).
+// The epilogue of W8A8 GEMMs (gemm_w8a8.cuh) for eight outputs in a row at a time, which are 16 or 32 bytes.
 #pragma once
 
 #include "linear/gemm_w8a8.cuh"
@@ -37,9 +37,10 @@ __device__ __forceinline__ void write8(void* p, int dtype, uint64_t at, const fl
 }
 
 // Outputs of row m from `column` of the tile on, which are there. `gated` are sums of what gates multiply.
-template <int N>
-__device__ __forceinline__ void finish8(const W8A8Product& p, const Place& place, const Columns<N>& columns, uint32_t m,
-                                        float x_scale, uint32_t column, const int (&sums)[8], const int (&gated)[8]) {
+template <int N> __device__ __forceinline__ void epilogue8(const W8A8Product& p, const Place& place,
+                                                           const Columns<N>& columns, uint32_t m, float x_scale,
+                                                           uint32_t column, const int (&sums)[8],
+                                                           const int (&gated)[8]) {
   const Epilogue& e = p.epilogue;
   const uint64_t at = m * e.stride + place.column[0] + column;
   float residuals[2][8];

@@ -1,13 +1,11 @@
-// y = act(s x_q (t W_q)^T + bias) + residuals for many rows on Hopper (gemm_w8a8.cuh): one warpgroup fetches
-// tiles of 128 bytes of k with the bulk copy engine, two multiply 64 rows of x each with N rows of W
-// by asynchronous tensor-core products. Blocks stay for tile after tile (persistent and warp
-// specialised, after CUTLASS), and the next tile's operands arrive while outputs are written, those of
-// 16 bits by way of shared memory, so that a warp writes 64 or 128 bytes of a row at a time.
+// W8A8 GEMM on Hopper (gemm_w8a8.cuh) by `wgmma`: persistent and warp-specialized after CUTLASS. A producer thread
+// loads tiles of 128 bytes of K by TMA into 4 or 6 stages; two consumer warpgroups multiply 64 rows of x each with N
+// rows of W. The next tile's operands are loaded during the epilogue; 16-bit outputs pass through shared memory, so
+// that a warp writes 64 or 128 bytes of a row at a time.
 //
-// For tiles of 128 rows of x and of W the tensor cores ask more of shared memory and of the L2 cache than
-// these give. So N may be 256, and blocks form pairs, one tile of x above the other, each of which
-// fetches one of the two pieces of W for both.
-// Other architectures, which the host asks for none of this, have nothing to read here.
+// Tiles of 128 x 128 are bound by the bandwidth of shared memory and of the L2 cache. So N may be 256, and CTAs form
+// clusters of two along M, each of which loads one of the two pieces of W for both (TMA multicast).
+// Empty for other architectures, which never run it.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "common/cluster.cuh"
@@ -92,7 +90,7 @@ template <int N, int CLUSTER> struct Tiles {
   static constexpr int STAGE_BYTES = X_BYTES + N * BLOCK_K;
   static constexpr int PIECE = N / 2;
   // Threads that the registers would do for: of the 384 each has 96 or 168 at the launch. Narrow tiles leave
-  // registers to the kernel before, at whose side their first weights are fetched.
+  // registers to the preceding kernel, at whose side their first weights are fetched.
   static constexpr int THREADS = N == 128 ? 640 : 384;
   // Then, of a thread.
   static constexpr int PRODUCER = 24, CONSUMER = N == 128 ? 128 : 240;
@@ -138,8 +136,8 @@ template <int N, int CLUSTER> struct Tiles {
     uint32_t early = min(uint32_t(STAGES), (product.k + BLOCK_K - 1) / BLOCK_K);
     const Place first = place(begin);
     for (uint32_t i = 0; i < early; ++i) fetch_weights(first, i, i * BLOCK_K);
-    wait_previous();
-    Ring<STAGES> at;
+    pdl_wait();
+    PipelineState<STAGES> at;
     for (uint32_t tile = begin; tile < count(); tile += gridDim.x / CLUSTER) {
       const Place here = place(tile);
       for (uint32_t k = 0; k < product.k; k += BLOCK_K) {
@@ -167,7 +165,7 @@ template <int N, int CLUSTER> struct Tiles {
     for (int n = 0; n < 4; ++n)
       store_shared(to + n % 2 * 8 * PITCH + 2 * (first + n / 2 * 8), pack2<T>(y[n][0], y[n][1]));
   }
-  // And go from there to rows from `row` on, and columns of which `column` tells for each of eight times 8.
+  // And are written from there to rows from `row` on, and columns of which `column` tells for each of eight times 8.
   template <class Column>
   __device__ __forceinline__ void send(const Place& place, uint32_t from, uint32_t row, Column column) const {
     const uint32_t lane = threadIdx.x % WARP, c = column(lane % 8);
@@ -265,9 +263,9 @@ template <int N, int CLUSTER> struct Tiles {
     const uint32_t x = room + number * 64 * BLOCK_K, w = room + X_BYTES;
     const uint32_t staged = room + STAGES * STAGE_BYTES + first_row / 16 * (16 * PITCH);
     Columns<N>& columns = all_columns[number];
-    Ring<STAGES> at, before;
+    PipelineState<STAGES> at, before;
     int sums[N / 2];
-    wait_previous();
+    pdl_wait();
     for (uint32_t tile = blockIdx.x / CLUSTER; tile < count(); tile += gridDim.x / CLUSTER) {
       const Place here = place(tile);
       // What the epilogue needs comes while the tensor cores work.
@@ -321,8 +319,8 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const W8A8Sm9
   // At the same address in all blocks of a cluster, since they are alike.
   const Of tiles(p, (shared_address(shared) + 1023) & ~1023u, shared_address(barriers));
   if (threadIdx.x == 0) {
-    prefetch(p.x);
-    for (int i = 0; i < 3; ++i) prefetch(p.weights[i]);
+    prefetch_tensor_map(p.x);
+    for (int i = 0; i < 3; ++i) prefetch_tensor_map(p.weights[i]);
     for (int i = 0; i < Of::STAGES; ++i) {
       barrier_init(tiles.full(i), 1);
       barrier_init(tiles.free(i), 4 * CONSUMERS * CLUSTER);
@@ -333,7 +331,7 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const W8A8Sm9
     cluster_sync();
   else
     __syncthreads();
-  allow_next();
+  pdl_launch();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Of::PRODUCER));
     if (threadIdx.x == 0) tiles.produce();
@@ -345,11 +343,11 @@ template <int N, int CLUSTER> __device__ __forceinline__ void w8a8(const W8A8Sm9
   if constexpr (CLUSTER > 1) cluster_sync();
 }
 
-#define W8A8(N, CLUSTER, IN_FLIGHT)                                           \
-  static_assert(Tiles<N, CLUSTER>::STAGES == IN_FLIGHT);                      \
-  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1) \
-      w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ W8A8Sm90Params p) {   \
-    w8a8<N, CLUSTER>(p);                                                      \
+#define W8A8(N, CLUSTER, IN_FLIGHT)                                              \
+  static_assert(Tiles<N, CLUSTER>::STAGES == IN_FLIGHT);                         \
+  extern "C" __global__ void __launch_bounds__(Tiles<N, CLUSTER>::THREADS, 1)    \
+      gemm_w8a8_sm90_##N##_##CLUSTER(const __grid_constant__ W8A8Sm90Params p) { \
+    w8a8<N, CLUSTER>(p);                                                         \
   }
 
 FUSED_W8A8_SM90(W8A8)

@@ -6,10 +6,10 @@
 
 using namespace fused;
 
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int8, IntWeights<Int8Rows>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4_g128, IntWeights<Int4Rows<ONE_GROUP>>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4, IntWeights<Int4Rows<SOME_GROUPS>>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary_rows, TernaryWeights<ROW_SCALES>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary, TernaryWeights<SOME_GROUPS>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int8, GemmInt<Int8Weights>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4_g128, GemmInt<Int4Weights<ONE_GROUP>>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4, GemmInt<Int4Weights<SOME_GROUPS>>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary_rows, GemmTernary<ROW_SCALES>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary, GemmTernary<SOME_GROUPS>)
 
 #endif

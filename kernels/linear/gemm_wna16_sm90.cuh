@@ -78,7 +78,7 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   __device__ __forceinline__ GemmWna16(const GemmWna16Params& g, uint32_t stages, uint32_t barriers)
       : g(g), p(g.product), rank(blockIdx.x % g.split_k), tile(blockIdx.x / g.split_k / g.m_tiles),
         first_row(blockIdx.x / g.split_k % g.m_tiles * TOKENS),
-        begin(uint64_t(steps_of(p.k)) * rank / g.split_k), end(uint64_t(steps_of(p.k)) * (rank + 1) / g.split_k),
+        begin(uint64_t(k_blocks_of(p.k)) * rank / g.split_k), end(uint64_t(k_blocks_of(p.k)) * (rank + 1) / g.split_k),
         stages(stages), barriers(barriers) {}
 
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
@@ -99,11 +99,11 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   }
   // One thread of the producer.
   __device__ __forceinline__ void produce() const {
-    Ring<STAGES> ring;
+    PipelineState<STAGES> pipeline;
     for (uint32_t k_block = begin; k_block < end; ++k_block) {
-      if (k_block >= begin + STAGES) barrier_wait(empty(ring.stage), ring.phase ^ 1);
-      copy(ring.stage, k_block);
-      ring.next();
+      if (k_block >= begin + STAGES) barrier_wait(empty(pipeline.stage), pipeline.phase ^ 1);
+      copy(pipeline.stage, k_block);
+      pipeline.next();
     }
   }
 
@@ -212,11 +212,11 @@ template <class Weights, int TOKENS> struct GemmWna16 {
     for (int d = 0; d < DEPTH; ++d) {
       if (begin + d < end) weights.load(blocks[d], p, begin + d);
     }
-    wait_previous();
+    pdl_wait();
     if (!Shape::PRODUCER && threadIdx.x == 0) {
       for (int i = 0; i < STAGES && begin + i < end; ++i) copy(i, begin + i);
     }
-    Ring<STAGES> ring;
+    PipelineState<STAGES> pipeline;
     int done = -1, add = 0;
     uint32_t done_phase = 0;
 #pragma unroll 1
@@ -224,16 +224,16 @@ template <class Weights, int TOKENS> struct GemmWna16 {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
         if (k_block + d >= end) break;
-        barrier_wait(full(ring.stage), ring.phase);
-        step(sums, blocks[d], ring.stage, done, add);
+        barrier_wait(full(pipeline.stage), pipeline.phase);
+        step(sums, blocks[d], pipeline.stage, done, add);
         if (k_block + d + DEPTH < end) weights.load(blocks[d], p, k_block + d + DEPTH);
         // Where there is no producer: the stage before this one is free as soon as all warps have come so far.
         if (!Shape::PRODUCER && threadIdx.x == 0 && done >= 0 && k_block + d - 1 + STAGES < end) {
           barrier_wait(empty(done), done_phase);
           copy(done, k_block + d - 1 + STAGES);
         }
-        done = ring.stage, done_phase = ring.phase;
-        ring.next();
+        done = pipeline.stage, done_phase = pipeline.phase;
+        pipeline.next();
       }
     }
     wgmma_wait<0>();
@@ -275,7 +275,7 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   }
 
   // The consumers: this block's part of the outputs, 8 channels of a token to a thread.
-  __device__ __forceinline__ void finish() const {
+  __device__ __forceinline__ void write_outputs() const {
     const Epilogue& e = p.epilogue;
     const bool gated = gates(p);
     const uint32_t pieces = gated ? Shape::WARPS : 2 * Shape::WARPS;
@@ -283,38 +283,38 @@ template <class Weights, int TOKENS> struct GemmWna16 {
 #pragma unroll 1
     for (uint32_t i = rank * Shape::CONSUMERS + threadIdx.x; i < tokens * pieces; i += g.split_k * Shape::CONSUMERS) {
       const uint32_t token = i / pieces, piece = i % pieces;
-      const uint32_t unit = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
-      const uint32_t column = unit_column(p, tile * Shape::WARPS + unit, 0) + 8 * half;
+      const uint32_t n_tile = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
+      const uint32_t column = n_tile_column(p, tile * Shape::WARPS + n_tile, 0) + 8 * half;
       if (column >= p.width) continue;
-      const uint32_t at = token * Shape::PITCH + 16 * unit + 8 * half;
+      const uint32_t at = token * Shape::PITCH + 16 * n_tile + 8 * half;
       const uint64_t to = uint64_t(first_token + token) * e.stride + column;
-      const Octet octet(e, column, to, p.width, g.vectors);
+      const EightOutputs outputs(e, column, to, p.width, g.vectors);
       float y[8];
       gather(y, at);
-      octet.add_bias(y, 0);
+      outputs.add_bias(y, 0);
       if (gated) {
         float up[8];
         gather(up, at + 8);
-        octet.add_bias(up, p.width);
+        outputs.add_bias(up, p.width);
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[j] = silu(y[j]) * up[j];
       } else if (e.activation != ACT_NONE) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[j] = activate(e.activation, y[j]);
       }
-      octet.add_residuals(y);
-      octet.write(y);
+      outputs.add_residuals(y);
+      outputs.write(y);
     }
   }
 
   // 8 neighbouring outputs of a token.
-  struct Octet {
+  struct EightOutputs {
     const Epilogue& e;
     uint32_t column, count;
     uint64_t to;
     bool vectors;
 
-    __device__ __forceinline__ Octet(const Epilogue& e, uint32_t column, uint64_t to, uint32_t width, bool vectors)
+    __device__ __forceinline__ EightOutputs(const Epilogue& e, uint32_t column, uint64_t to, uint32_t width, bool vectors)
         : e(e), column(column), count(min(8u, width - column)), to(to), vectors(vectors && count == 8) {}
 
     template <typename T> static __device__ __forceinline__ void read(const void* from, uint64_t at, float (&v)[8]) {
@@ -385,11 +385,11 @@ template <class Weights, int TOKENS> __device__ __forceinline__ void gemm_wna16(
     barriers_made();
   }
   __syncthreads();
-  allow_next();
+  pdl_launch();
   float* sums = reinterpret_cast<float*>(shared + (stages - base));
   if (Shape::PRODUCER && threadIdx.x >= Shape::CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(24));
-    wait_previous();
+    pdl_wait();
     if (threadIdx.x == Shape::CONSUMERS) gemm.produce();
     __syncwarp();
     cluster_sync_memory();
@@ -397,7 +397,7 @@ template <class Weights, int TOKENS> __device__ __forceinline__ void gemm_wna16(
     if constexpr (Shape::PRODUCER) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
     gemm.consume(sums);
     cluster_sync_memory();
-    gemm.finish();
+    gemm.write_outputs();
   }
   // No block's shared memory goes while others read it.
   if (g.split_k > 1) cluster_sync();

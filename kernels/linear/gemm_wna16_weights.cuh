@@ -58,7 +58,7 @@ struct GroupScale {
 };
 
 // GGUF blocks (gguf.cuh).
-template <class Format> struct GgufWeights {
+template <class Format> struct GemmGguf {
   static constexpr bool CHANNEL_SCALES = false;
   static constexpr int GROUPS = Format::SCALES * 4;  // of 128 values of K
   // Whether `raw` has BIAS more than the numbers that are scaled. Sums of x, which take that off again, there are of
@@ -74,10 +74,10 @@ template <class Format> struct GgufWeights {
   const char* rows[2];
   uint32_t groups;
 
-  __device__ __forceinline__ GgufWeights(const Gemv& p, uint32_t unit) : groups(groups_of(p.k)) {
+  __device__ __forceinline__ GemmGguf(const Gemv& p, uint32_t n_tile) : groups(groups_of(p.k)) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t r = unit_row(p, unit, threadIdx.x % WARP / 4 + 8 * i);
+      uint32_t r = n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i);
       const uint32_t which = (r >= p.weights[1].first) + (r >= p.weights[2].first);
       r -= p.weights[which].first;
       rows[i] = static_cast<const char*>(p.weights[which].data) + uint64_t(r) * Format::pitch(groups);
@@ -165,7 +165,7 @@ template <class Format> struct GgufWeights {
 };
 
 // INT8 and INT4 (packed.cuh). INT8 has a scale for each channel, which the epilogue applies.
-template <class Format> struct IntWeights {
+template <class Format> struct GemmInt {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES;
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP ? 1 : 4;
   static constexpr bool HAS_OFFSET = !CHANNEL_SCALES;
@@ -176,20 +176,20 @@ template <class Format> struct IntWeights {
     TileScales1 scales[2];
   };
 
-  CodeRow rows[2];
+  PackedRow rows[2];
   uint32_t blocks;
 
-  __device__ __forceinline__ IntWeights(const Gemv& p, uint32_t unit) : blocks(steps_of(p.k)) {
+  __device__ __forceinline__ GemmInt(const Gemv& p, uint32_t n_tile) : blocks(k_blocks_of(p.k)) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      rows[i] = CodeRow::of<Format>(p, unit_row(p, unit, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
+      rows[i] = PackedRow::of<Format>(p, n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
   }
 
   __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Format::load(block.pieces[i], rows[i].codes, p.k, k_block, threadIdx.x % 4);
-      if constexpr (!CHANNEL_SCALES) block.scales[i].ask(p, rows[i], k_block, blocks, threadIdx.x % 4);
+      if constexpr (!CHANNEL_SCALES) block.scales[i].prefetch(p, rows[i], k_block, blocks, threadIdx.x % 4);
     }
   }
 
@@ -243,11 +243,11 @@ template <class Format> struct IntWeights {
 
 // Ternary (packed.cuh). Pair j is codes j and j + 4, whose two bits become sign and lowest exponent bit: twice the
 // code in bf16.
-template <int GROUPS_> struct TernaryWeights {
+template <int GROUPS_> struct GemmTernary {
   static constexpr bool CHANNEL_SCALES = GROUPS_ == ROW_SCALES;
   static constexpr int GROUPS = 4;
   static constexpr bool HAS_OFFSET = false;
-  using Format = TernaryRows<GROUPS_>;
+  using Format = TernaryWeights<GROUPS_>;
   using TileScales1 = TileScales<GROUPS_, false, 1>;
 
   struct Block {
@@ -255,20 +255,20 @@ template <int GROUPS_> struct TernaryWeights {
     TileScales1 scales[2];
   };
 
-  CodeRow rows[2];
+  PackedRow rows[2];
   uint32_t blocks;
 
-  __device__ __forceinline__ TernaryWeights(const Gemv& p, uint32_t unit) : blocks(steps_of(p.k)) {
+  __device__ __forceinline__ GemmTernary(const Gemv& p, uint32_t n_tile) : blocks(k_blocks_of(p.k)) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      rows[i] = CodeRow::of<Format>(p, unit_row(p, unit, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
+      rows[i] = PackedRow::of<Format>(p, n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
   }
 
   __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Format::load(block.pieces[i], rows[i].codes, p.k, k_block, threadIdx.x % 4);
-      if constexpr (!CHANNEL_SCALES) block.scales[i].ask(p, rows[i], k_block, blocks, threadIdx.x % 4);
+      if constexpr (!CHANNEL_SCALES) block.scales[i].prefetch(p, rows[i], k_block, blocks, threadIdx.x % 4);
     }
   }
 

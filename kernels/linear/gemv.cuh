@@ -1,12 +1,14 @@
-// y = act(prologue(x) W^T + bias) + residuals for 1 to 8 rows of x: every weight is read once, by
-// one lane, and meets all rows. What a warp does with its weights is a core: `Lanes` below, whose
-// lanes multiply and add by themselves and which takes the format of the weights as a policy, or
-// `Tensor` of gemv_dense_mma.cuh.
+// GEMV and products with 1 to 8 rows of x: y = act(prologue(x) W^T + bias) + residuals. Every weight is read once, by
+// one lane, and is multiplied with all rows of x.
 //
-// A unit is a core's number of outputs, computed by `split` warps of a block that share k among
-// them. A tile is what a warp asks for at once. Every warp has two tiles on the way: both are asked
-// for before the wait, so that weights flow while the kernel before is still at work, and each is
-// asked for again as soon as it has been used, across the borders of units.
+// `GemvLoop` is the kernel; a core says how a warp multiplies: `LanesCore` below by multiply-adds, with the format
+// of the weights as a policy; `MmaCore` (gemv_dense_mma.cuh), `GgufCore` (gemv_gguf.cuh) and `PackedCore`
+// (gemv_wna16.cuh) by tensor cores.
+//
+// An N tile is a core's number of output channels. `split_k` warps of a block share its K and add their sums in
+// shared memory. A core's `Tile` is the K blocks that a warp prefetches at once into registers. Two are in flight:
+// both are loaded before the PDL wait, while the preceding kernel still runs, and each is loaded again as soon as it
+// has been multiplied, across the borders of N tiles.
 #pragma once
 
 #include <type_traits>
@@ -25,67 +27,67 @@ __device__ __forceinline__ const Matrix& matrix_of(const Gemv& p, uint32_t& row)
   return matrix;
 }
 
-template <class Core> struct FewRows {
-  static constexpr int VALUES = Core::VALUES;  // outputs that a lane finishes
+template <class Core> struct GemvLoop {
+  static constexpr int VALUES = Core::VALUES;  // outputs that a lane writes
 
   const Gemv& p;
-  uint32_t units, part, place, per_block;  // this warp's share of a unit, its unit among the block's
-  uint32_t begin, end;                     // its steps of k
+  uint32_t n_tiles, part, place, per_block;  // this warp's share of an N tile, its N tile among the block's
+  uint32_t begin, end;                     // its K blocks
   uint32_t block, blocks;                  // of those that share the product
 
-  __device__ FewRows(const Gemv& params, uint32_t block, uint32_t blocks) : p(params), block(block), blocks(blocks) {
+  __device__ GemvLoop(const Gemv& params, uint32_t block, uint32_t blocks) : p(params), block(block), blocks(blocks) {
     const uint32_t warp = threadIdx.x / WARP;
-    const int shift = __ffs(p.split) - 1;
-    const uint32_t outputs = gates(p) ? Core::UNIT / 2 : Core::UNIT;
-    units = (p.width + outputs - 1) / outputs;
-    part = warp & (p.split - 1);
+    const int shift = __ffs(p.split_k) - 1;
+    const uint32_t outputs = gates(p) ? Core::N_TILE / 2 : Core::N_TILE;
+    n_tiles = (p.width + outputs - 1) / outputs;
+    part = warp & (p.split_k - 1);
     place = warp >> shift;
     per_block = blockDim.x / WARP >> shift;
-    const uint32_t steps = Core::steps(p), share = (steps + p.split - 1) >> shift;
-    begin = min(part * share, steps);
-    end = min(begin + share, steps);
+    const uint32_t k_blocks = Core::k_blocks(p), warp_k_blocks = (k_blocks + p.split_k - 1) >> shift;
+    begin = min(part * warp_k_blocks, k_blocks);
+    end = min(begin + warp_k_blocks, k_blocks);
   }
 
-  // The unit of the block's round `round` that is this warp's: rounds go round the blocks, so that
+  // The N tile of the block's round `round` that is this warp's: rounds go round the blocks, so that
   // all have as many, give or take one.
-  __device__ uint32_t unit_of(uint32_t round) const {
+  __device__ uint32_t n_tile_of(uint32_t round) const {
     return (round * per_block + place) * blocks + block;
   }
   __device__ bool in_round(uint32_t round) const {
-    return round * per_block * blocks + block < units;
+    return round * per_block * blocks + block < n_tiles;
   }
 
-  // Output column of row r of a unit, and the row of the weights it comes from. Past the last
+  // Output column of row r of an N tile, and the row of the weights it comes from. Past the last
   // column the last is computed again and not written.
-  __device__ uint32_t column(uint32_t unit, uint32_t r) const {
-    return gates(p) ? unit * (Core::UNIT / 2) + Core::gated(r) : unit * Core::UNIT + r;
+  __device__ uint32_t column(uint32_t n_tile, uint32_t r) const {
+    return gates(p) ? n_tile * (Core::N_TILE / 2) + Core::gated(r) : n_tile * Core::N_TILE + r;
   }
-  __device__ uint32_t weight_row(uint32_t unit, uint32_t r) const {
-    return min(column(unit, r), p.width - 1) + (gates(p) && Core::is_gated(r) ? p.width : 0);
+  __device__ uint32_t weight_row(uint32_t n_tile, uint32_t r) const {
+    return min(column(n_tile, r), p.width - 1) + (gates(p) && Core::is_gated(r) ? p.width : 0);
   }
 
-  // Where the next tile to be asked for lies.
-  struct Ahead {
-    uint32_t round, step;
+  // Where the next tile to be loaded lies.
+  struct PrefetchCursor {
+    uint32_t round, k_block;
     typename Core::Rows rows;
   };
 
-  __device__ void enter(Ahead& a) const {
-    a.step = begin;
-    const uint32_t unit = unit_of(a.round);
-    if (unit < units) a.rows.enter(p, [&](uint32_t r) { return weight_row(unit, r); });
+  __device__ void enter(PrefetchCursor& a) const {
+    a.k_block = begin;
+    const uint32_t n_tile = n_tile_of(a.round);
+    if (n_tile < n_tiles) a.rows.enter(p, [&](uint32_t r) { return weight_row(n_tile, r); });
   }
-  __device__ void ask(typename Core::Tile& tile, const Ahead& a) const {
-    if (unit_of(a.round) < units) tile.ask(p, a.rows, a.step, end);
+  __device__ void prefetch(typename Core::Tile& tile, const PrefetchCursor& a) const {
+    if (n_tile_of(a.round) < n_tiles) tile.prefetch(p, a.rows, a.k_block, end);
   }
-  __device__ void advance(Ahead& a) const {
-    a.step += Core::STEPS;
-    if (a.step < end) return;
+  __device__ void advance(PrefetchCursor& a) const {
+    a.k_block += Core::K_BLOCKS;
+    if (a.k_block < end) return;
     ++a.round;
     enter(a);
   }
 
-  // The outputs that this lane finishes, and what it reads for them before the sums are there.
+  // The outputs that this lane writes, and what it reads for them before the sums are there.
   struct Outputs {
     uint32_t column[VALUES], m;
     bool valid[VALUES];
@@ -93,28 +95,28 @@ template <class Core> struct FewRows {
   };
 
   __device__ Outputs outputs(uint32_t round) const {
-    const uint32_t unit = unit_of(round);
+    const uint32_t n_tile = n_tile_of(round);
     Outputs o;
     o.m = Core::row_of_x();
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
       const uint32_t r = Core::output(i);
-      o.column[i] = column(unit, r);
-      o.valid[i] = part == 0 && unit < units && o.column[i] < p.width && o.m < p.m && Core::keeps();
+      o.column[i] = column(n_tile, r);
+      o.valid[i] = part == 0 && n_tile < n_tiles && o.column[i] < p.width && o.m < p.m && Core::keeps();
       o.addends[i] = {};
-      if (part == 0) o.addends[i].ask_bias(p.epilogue, weight_row(unit, r));
+      if (part == 0) o.addends[i].load_bias(p.epilogue, weight_row(n_tile, r));
       if (gates(p) && Core::is_gated(r)) o.valid[i] = false;
     }
     return o;
   }
-  __device__ void ask_residuals(Outputs& o) const {
+  __device__ void load_residuals(Outputs& o) const {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-      if (o.valid[i]) o.addends[i].ask_residuals(p.epilogue, o.m, o.column[i]);
+      if (o.valid[i]) o.addends[i].load_residuals(p.epilogue, o.m, o.column[i]);
     }
   }
 
-  __device__ void finish(const Outputs& o, float (&y)[VALUES]) const {
+  __device__ void epilogue(const Outputs& o, float (&y)[VALUES]) const {
     const Epilogue& e = p.epilogue;
     if (e.bias) {
 #pragma unroll
@@ -140,7 +142,7 @@ template <class Core> struct FewRows {
   // The parts of a sum that other warps have, added up in the first of them. Two sets of partial
   // sums take turns, so that one barrier a round is enough.
   __device__ void add_parts(float (&y)[VALUES], float (*set)[WARP * VALUES]) const {
-    if (p.split == 1) return;
+    if (p.split_k == 1) return;
     const uint32_t warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (part > 0) {
 #pragma unroll
@@ -150,7 +152,7 @@ template <class Core> struct FewRows {
     if (part > 0) return;
 #pragma unroll
     for (int other = 1; other < GEMV_WARPS; ++other) {
-      if (other >= p.split) break;
+      if (other >= p.split_k) break;
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) y[i] += set[warp + other][i * WARP + lane];
     }
@@ -158,30 +160,30 @@ template <class Core> struct FewRows {
 
   __device__ void run(typename Core::Staged* xs, float (*partial)[GEMV_WARPS][WARP * VALUES]) const {
     typename Core::Tile tiles[2] = {};
-    Ahead ahead = {};
-    allow_next();
+    PrefetchCursor ahead = {};
+    pdl_launch();
     enter(ahead);
-    ask(tiles[0], ahead);
+    prefetch(tiles[0], ahead);
     advance(ahead);
-    ask(tiles[1], ahead);
+    prefetch(tiles[1], ahead);
     advance(ahead);
     typename Core::Prepare prepare(p, xs, partial[0][0]);
-    prepare.ask();
+    prepare.prefetch();
     Outputs out = outputs(0);
-    wait_previous();
-    ask_residuals(out);
+    pdl_wait();
+    load_residuals(out);
     prepare.run();
     __syncthreads();
     bool second = false;  // which tile is next
     for (uint32_t round = 0;;) {
       typename Core::Sums sums = {};
-      for (uint32_t step = begin; step < end; step += Core::STEPS) {
+      for (uint32_t k_block = begin; k_block < end; k_block += Core::K_BLOCKS) {
         if (second) {
-          tiles[1].multiply(p, step, end, xs, sums);
-          ask(tiles[1], ahead);
+          tiles[1].multiply(p, k_block, end, xs, sums);
+          prefetch(tiles[1], ahead);
         } else {
-          tiles[0].multiply(p, step, end, xs, sums);
-          ask(tiles[0], ahead);
+          tiles[0].multiply(p, k_block, end, xs, sums);
+          prefetch(tiles[0], ahead);
         }
         second = !second;
         advance(ahead);
@@ -189,18 +191,18 @@ template <class Core> struct FewRows {
       float y[VALUES];
       sums.total(p, xs, y);
       add_parts(y, partial[round % 2]);
-      finish(out, y);
+      epilogue(out, y);
       if (!in_round(++round)) return;
       out = outputs(round);
-      ask_residuals(out);
+      load_residuals(out);
     }
   }
 };
 
-// What cores have in common whose unit is 16 rows of weights, operand A of a 16-row `mma`: lane 4 g + t
+// What cores have in common whose N tile is 16 rows of weights, operand A of a 16-row `mma`: lane 4 g + t
 // has a quarter of rows g and g + 8, and ends up with their sums for row t of x.
 struct SixteenRows {
-  static constexpr int UNIT = fused::UNIT, VALUES = 2, MAX_M = UNIT_MAX_M;
+  static constexpr int N_TILE = fused::N_TILE, VALUES = 2, MAX_M = N_TILE_MAX_M;
   using Staged = char;
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
@@ -245,7 +247,7 @@ __device__ __forceinline__ float spread_sums(float (&v)[SIZE]) {
   }
 }
 
-// A core whose unit is ROWS outputs and whose step is a chunk for each lane. The format of the
+// A core whose N tile is ROWS outputs and whose K block is a chunk for each lane. The format of the
 // weights is a policy:
 //
 //   struct Format {
@@ -256,7 +258,7 @@ __device__ __forceinline__ float spread_sums(float (&v)[SIZE]) {
 //     struct Values;                    // the same ready to be multiplied, once for all rows of x
 //     struct Input;                     // the VALUES of x they meet
 //     static Row row(const Gemv&, const Matrix&, uint32_t row);   // row of that matrix
-//     static Chunk load(const Row&, uint32_t chunk);              // global loads, before the wait
+//     static Chunk load(const Row&, uint32_t chunk);              // global loads, before the PDL wait
 //     static Values values(const Chunk&);
 //     static Input input(const Gemv&, const float* xs, int m, uint32_t chunk);
 //     static float dot(const Values&, const Input&);
@@ -264,23 +266,23 @@ __device__ __forceinline__ float spread_sums(float (&v)[SIZE]) {
 //     // If PREPARES: all threads, between two barriers, on rows of f32 `staged_pitch<float>(k)` apart.
 //     template <int M> static void prepare(const Gemv&, float* xs);
 //   };
-template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
-  static constexpr int UNIT = ROWS, STEPS = STEPS_, VALUES = 1;
+template <class Format, int M, int ROWS, int K_BLOCKS_> struct LanesCore {
+  static constexpr int N_TILE = ROWS, K_BLOCKS = K_BLOCKS_, VALUES = 1;
   static constexpr int SUMS = ROWS * M;
   static_assert(ROWS > 1 && SUMS <= WARP && (SUMS & (SUMS - 1)) == 0);
-  static constexpr int SHARE = WARP / SUMS;  // lanes that hold one sum
+  static constexpr int SUM_LANES = WARP / SUMS;  // lanes that hold one sum
   using Staged = float;
 
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
   static __device__ uint32_t chunks(const Gemv& p) { return p.k / Format::VALUES; }
-  static __device__ uint32_t steps(const Gemv& p) { return (chunks(p) + WARP - 1) / WARP; }
+  static __device__ uint32_t k_blocks(const Gemv& p) { return (chunks(p) + WARP - 1) / WARP; }
 
-  // The first half of a gating unit's rows are gates, the second half what they gate.
+  // The first half of a gating N tile's rows are gates, the second half what they gate.
   static __device__ uint32_t gated(uint32_t r) { return r % (ROWS / 2); }
   static __device__ bool is_gated(uint32_t r) { return r >= ROWS / 2; }
-  static __device__ uint32_t output(int) { return lane() / SHARE / M; }
-  static __device__ uint32_t row_of_x() { return lane() / SHARE % M; }
-  static __device__ bool keeps() { return lane() % SHARE == 0; }
+  static __device__ uint32_t output(int) { return lane() / SUM_LANES / M; }
+  static __device__ uint32_t row_of_x() { return lane() / SUM_LANES % M; }
+  static __device__ bool keeps() { return lane() % SUM_LANES == 0; }
   static __device__ float partner(const float (&y)[1]) { return __shfl_xor_sync(FULL, y[0], WARP / 2); }
 
   struct Rows {
@@ -303,24 +305,24 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
   };
 
   struct Tile {
-    typename Format::Chunk chunk[ROWS][STEPS];
+    typename Format::Chunk chunk[ROWS][K_BLOCKS];
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t k_block, uint32_t end) {
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        const uint32_t c = (step + s) * WARP + lane();
-        if (step + s < end && c < chunks(p)) {
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        const uint32_t c = (k_block + s) * WARP + lane();
+        if (k_block + s < end && c < chunks(p)) {
 #pragma unroll
           for (int r = 0; r < ROWS; ++r) chunk[r][s] = Format::load(from.rows[r], c);
         }
       }
     }
 
-    __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, const float* xs, Sums& sums) const {
+    __device__ void multiply(const Gemv& p, uint32_t k_block, uint32_t end, const float* xs, Sums& sums) const {
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        const uint32_t c = (step + s) * WARP + lane();
-        if (step + s < end && c < chunks(p)) {
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        const uint32_t c = (k_block + s) * WARP + lane();
+        if (k_block + s < end && c < chunks(p)) {
           typename Format::Values w[ROWS];
 #pragma unroll
           for (int r = 0; r < ROWS; ++r) w[r] = Format::values(chunk[r][s]);
@@ -343,7 +345,7 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
 
     __device__ Prepare(const Gemv& p, float* xs, float* scratch)
         : p(p), stage(p.prologue, M == 1, p.k, xs, scratch) {}
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const {
       const int dtype = p.prologue.dtype;
       if (dtype == BF16) {
@@ -368,18 +370,19 @@ template <class Format, int M, int ROWS, int STEPS_> struct Lanes {
 template <class Core> __device__ __forceinline__ void gemv(const Gemv& p, uint32_t block, uint32_t blocks) {
   extern __shared__ float4 dynamic_shared[];
   __shared__ alignas(16) float partial[2][GEMV_WARPS][WARP * Core::VALUES];
-  FewRows<Core>(p, block, blocks).run(reinterpret_cast<typename Core::Staged*>(dynamic_shared), partial);
+  GemvLoop<Core>(p, block, blocks).run(reinterpret_cast<typename Core::Staged*>(dynamic_shared), partial);
 }
 
 }  // namespace fused
 
 // `NAME`: a kernel of this core from an architecture on, with registers for BLOCKS full blocks on a
-// multiprocessor.
-#define FUSED_FEW_ROWS_FROM(FROM, NAME, BLOCKS, ...)                                                   \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS)                            \
-      NAME(const __grid_constant__ fused::Gemv p) {                                                    \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x);     \
+// SM.
+#define FUSED_GEMV_CORE_FROM(FROM, NAME, BLOCKS, ...)                                              \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, BLOCKS)                        \
+      NAME(const __grid_constant__ fused::Gemv p) {                                                \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv<__VA_ARGS__>(p, blockIdx.x, gridDim.x); \
   }
-#define FUSED_FEW_ROWS(NAME, BLOCKS, ...) FUSED_FEW_ROWS_FROM(750, NAME, BLOCKS, __VA_ARGS__)
-// `NAME`: a kernel for this format, number of x rows, outputs of a unit and steps of a tile.
-#define FUSED_GEMV(NAME, FORMAT, M, ROWS, STEPS) FUSED_FEW_ROWS(NAME, 2, fused::Lanes<FORMAT, M, ROWS, STEPS>)
+#define FUSED_GEMV_CORE(NAME, BLOCKS, ...) FUSED_GEMV_CORE_FROM(750, NAME, BLOCKS, __VA_ARGS__)
+// `NAME`: a kernel for this format, number of x rows, outputs of an N tile and K blocks of a tile.
+#define FUSED_GEMV(NAME, FORMAT, M, ROWS, K_BLOCKS) \
+  FUSED_GEMV_CORE(NAME, 2, fused::LanesCore<FORMAT, M, ROWS, K_BLOCKS>)

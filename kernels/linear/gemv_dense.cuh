@@ -1,4 +1,4 @@
-// Dense weights as a format of gemv.cuh: f32, f16 or bf16, row-major.
+// Dense weights as a format of gemv.cuh's `LanesCore`: f32, f16 or bf16, row-major.
 #pragma once
 
 #include "linear/gemv.cuh"

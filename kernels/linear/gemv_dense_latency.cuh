@@ -1,12 +1,11 @@
-// Small products of few rows of x, with x and weights of one 16-bit type: what a decode step of a
-// small model is made of. Their weights are in registers before x arrives, so all that counts is
-// the way from x to the output, and on that way every instruction, since a multiprocessor has
-// hardly more than one warp at a time to hide them with. Hence no loops, no choice of types, and all
-// addresses made before the wait.
+// GEMV for small matrices, with x and weights of one 16-bit type, up to 8 rows of x, K up to 1536 and few output
+// channels: the decode step of a small model. Weights are in registers before x arrives, so the latency from x to
+// the output is all that counts; an SM has hardly more than one warp at a time to hide it with. Hence fully unrolled
+// code, types known at compile time, and all addresses computed before the PDL wait.
 //
-// A block computes 8 rows of weights, and its warps share k. Lane 4 g + t of a warp holds 16 bytes of
-// row g of the weights and of x in each step: operands of gemv_dense_mma.cuh's `mma` as they are, so that x
-// is normalised where it lies and never passes through shared memory.
+// A block computes an N tile of 8 output channels; its 8 warps split K. Lane 4 g + t of a warp holds 16 bytes of row
+// g of the weights and of x for each K block, operands of gemv_dense_mma.cuh's `mma` as they are, so that x is
+// normed in registers and does not pass through shared memory.
 #pragma once
 
 #include "linear/gemv_dense_mma.cuh"
@@ -40,9 +39,9 @@ template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
   return even + odd;
 }
 
-// The outputs that a lane of the first warp finishes: columns 2t and 2t + 1 of row g of x, or the one
+// The outputs that a lane of the first warp writes: columns 2t and 2t + 1 of row g of x, or the one
 // column of which it has the gate and what is gated.
-template <typename T> struct SmallOutputs {
+template <typename T> struct LatencyEpilogue {
   static constexpr int VALUES = 2;
   // 16-bit types are read alike.
   static constexpr int DTYPE = sizeof(T) == 4 ? F32 : BF16;
@@ -61,7 +60,7 @@ template <typename T> struct SmallOutputs {
       bias[i] = e.bias ? read_raw(e.bias, DTYPE, row(2 * t + i)) : 0;
     }
   }
-  __device__ __forceinline__ void ask(const Epilogue& e) {
+  __device__ __forceinline__ void prefetch(const Epilogue& e) {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
 #pragma unroll
@@ -70,7 +69,7 @@ template <typename T> struct SmallOutputs {
       }
     }
   }
-  __device__ __forceinline__ void finish(const Gemv& p, float (&y)[VALUES]) const {
+  __device__ __forceinline__ void epilogue(const Gemv& p, float (&y)[VALUES]) const {
     const Epilogue& e = p.epilogue;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) y[i] += widen_raw<T>(bias[i]);
@@ -96,15 +95,20 @@ template <typename T> struct SmallOutputs {
   }
 };
 
+// A row of k elements, 16 bytes at a time.
+template <typename T> __device__ __forceinline__ const uint4* packs_of(const void* rows, uint32_t row, uint32_t k) {
+  return reinterpret_cast<const uint4*>(static_cast<const T*>(rows) + uint64_t(row) * k);
+}
+
 // k is a multiple of 8 and at most 32 x GEMV_WARPS x STEPS; one block for each 8 rows of weights.
-template <typename T, int STEPS> __device__ __forceinline__ void small_product(const Gemv& p) {
+template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
   __shared__ alignas(16) float squares[8][GEMV_WARPS];
   __shared__ alignas(16) float sums[GEMV_WARPS][WARP][2];
-  allow_next();
+  pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   // This lane's chunks of 8 values of k: every fourth from `first` up to the end of the warp's share.
-  const uint32_t share = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
-  const uint32_t first = 4 * warp * share + t, end = min(p.k / 8, 4 * (warp + 1) * share);
+  const uint32_t warp_k_blocks = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
+  const uint32_t first = 4 * warp * warp_k_blocks + t, end = min(p.k / 8, 4 * (warp + 1) * warp_k_blocks);
   auto has = [&](int s) { return first + 4 * s < end; };
   auto column = [&](uint32_t r) { return gates(p) ? 4 * blockIdx.x + r / 2 : 8 * blockIdx.x + r; };
   // Past the last column the last is computed again and not written.
@@ -114,35 +118,35 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
 
   uint32_t row = weight_row(g);
   const Matrix& matrix = matrix_of(p, row);
-  const uint4* weights = reinterpret_cast<const uint4*>(static_cast<const T*>(matrix.data) + uint64_t(row) * p.k) + first;
-  uint4 w[STEPS], x[STEPS], norm[STEPS];
+  const uint4* weights = packs_of<T>(matrix.data, row, p.k) + first;
+  uint4 w[K_BLOCKS], x[K_BLOCKS], norm[K_BLOCKS];
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     w[s] = make_uint4(0, 0, 0, 0);
     if (has(s)) w[s] = load_once(weights + 4 * s);
   }
   const bool normed = p.prologue.norm != NORM_NONE;
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     norm[s] = make_uint4(0, 0, 0, 0);
     if (normed && has(s)) norm[s] = static_cast<const uint4*>(p.prologue.weight)[first + 4 * s];
   }
-  SmallOutputs<T> out = {};
+  LatencyEpilogue<T> out = {};
   if (warp == 0) out.prepare(p, g, t, column, weight_row);
   // Lanes past the last row of x take the last again; what they compute is not written.
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(p.prologue.x) + uint64_t(min(g, p.m - 1)) * p.k) + first;
+  const uint4* from = packs_of<T>(p.prologue.x, min(g, p.m - 1), p.k) + first;
 
-  wait_previous();
+  pdl_wait();
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     x[s] = make_uint4(0, 0, 0, 0);
     if (has(s)) x[s] = __ldcg(from + 4 * s);
   }
-  if (warp == 0) out.ask(p.epilogue);
+  if (warp == 0) out.prefetch(p.epilogue);
   if (normed) {
     float sum = 0.f;
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) sum += squares_of<T>(x[s]);
+    for (int s = 0; s < K_BLOCKS; ++s) sum += squares_of<T>(x[s]);
     sum += __shfl_xor_sync(FULL, sum, 1);
     sum += __shfl_xor_sync(FULL, sum, 2);
     if (t == 0) squares[g][warp] = sum;
@@ -153,14 +157,14 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
     const float total = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
     const float factor = rsqrtf(__fdividef(total, p.k) + p.prologue.eps);
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
+    for (int s = 0; s < K_BLOCKS; ++s) {
       x[s] = make_uint4(scaled<T>(x[s].x, factor, norm[s].x), scaled<T>(x[s].y, factor, norm[s].y),
                         scaled<T>(x[s].z, factor, norm[s].z), scaled<T>(x[s].w, factor, norm[s].w));
     }
   }
   Accumulator parts[4] = {};
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
+  for (int s = 0; s < K_BLOCKS; ++s) {
     mma<T>(parts[s % 2], x[s].x, x[s].y, w[s].x, w[s].y);
     mma<T>(parts[2 + s % 2], x[s].z, x[s].w, w[s].z, w[s].w);
   }
@@ -175,14 +179,14 @@ template <typename T, int STEPS> __device__ __forceinline__ void small_product(c
     y2.x += part.x, y2.y += part.y;
   }
   float y[2] = {y2.x, y2.y};
-  out.finish(p, y);
+  out.epilogue(p, y);
 }
 
 }  // namespace fused
 
-// `NAME`: a kernel for elements of TYPE and up to STEPS steps of a warp, from an architecture on.
-#define FUSED_SMALL(NAME, FROM, TYPE, STEPS)                                                    \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
-      NAME(const __grid_constant__ fused::Gemv p) {                                             \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::small_product<TYPE, STEPS>(p);            \
+// `NAME`: a kernel for elements of TYPE and up to K_BLOCKS K blocks of a warp, from an architecture on.
+#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS)                                 \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                 \
+      NAME(const __grid_constant__ fused::Gemv p) {                                    \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS>(p); \
   }

@@ -1,9 +1,9 @@
-// A core of gemv.cuh for f16 or bf16 x and weights: the tensor cores multiply 8 rows of weights with
-// up to 8 rows of x, of which eight cost hardly more than one.
+// A core of gemv.cuh for f16 or bf16 x and weights, by tensor cores: an N tile of 8 output channels and up to 8 rows
+// of x, eight of which cost hardly more than one.
 //
-// Operand A of `mma.m16n8k16` is x, operand B the weights, and lane 4 g + t holds k values 2t, 2t + 1,
-// 2t + 8, 2t + 9 of row g of each. The order of k is of no matter as long as both agree, so a lane takes
-// 16 bytes in one piece, k values 8t to 8t + 7 of 32, and feeds two instructions with them.
+// x is operand A of `mma.m16n8k16`, the weights are operand B. Lane 4 g + t should have k values 2t, 2t + 1, 2t + 8
+// and 2t + 9 of row g of each; since the order of k does not matter as long as both agree, it loads 16 bytes in one
+// piece, k values 8t to 8t + 7 of 32, which are the operands of two instructions.
 #pragma once
 
 #include "linear/gemv.cuh"
@@ -39,14 +39,14 @@ __device__ __forceinline__ void mma(Accumulator& c, uint32_t x0, uint32_t x1, ui
 #endif
 }
 
-template <typename T, int STEPS_> struct Tensor {
-  static constexpr int UNIT = 8, STEPS = STEPS_, VALUES = 2;
+template <typename T, int K_BLOCKS_> struct MmaCore {
+  static constexpr int N_TILE = 8, K_BLOCKS = K_BLOCKS_, VALUES = 2;
   using Staged = T;
 
   static __device__ uint32_t group() { return threadIdx.x % WARP / 4; }  // a row of weights, and of x
   static __device__ uint32_t member() { return threadIdx.x % 4; }        // 16 bytes of 64
   static __device__ uint32_t chunks(const Gemv& p) { return p.k / 8; }
-  static __device__ uint32_t steps(const Gemv& p) { return (chunks(p) + 3) / 4; }
+  static __device__ uint32_t k_blocks(const Gemv& p) { return (chunks(p) + 3) / 4; }
 
   // Gates and what they gate take turns, so that a lane has both.
   static __device__ uint32_t gated(uint32_t r) { return r / 2; }
@@ -66,7 +66,7 @@ template <typename T, int STEPS_> struct Tensor {
     }
   };
 
-  // Four accumulators: half the steps apart, and one for each half of a chunk.
+  // Four accumulators: half the K blocks apart, and one for each half of a chunk.
   struct Sums {
     Accumulator parts[4];
 
@@ -78,38 +78,38 @@ template <typename T, int STEPS_> struct Tensor {
   };
 
   struct Tile {
-    uint4 chunk[STEPS];
+    uint4 chunk[K_BLOCKS];
 
     // Whether the whole tile lies before `end` and inside k.
-    static __device__ bool whole(const Gemv& p, uint32_t step, uint32_t end) {
-      return step + STEPS <= min(end, p.k / 32);
+    static __device__ bool whole(const Gemv& p, uint32_t k_block, uint32_t end) {
+      return k_block + K_BLOCKS <= min(end, p.k / 32);
     }
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
-      const T* at = from.row + step * 32;
-      if (whole(p, step, end)) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t k_block, uint32_t end) {
+      const T* at = from.row + k_block * 32;
+      if (whole(p, k_block, end)) {
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) chunk[s] = load_once(at + s * 32);
+        for (int s = 0; s < K_BLOCKS; ++s) chunk[s] = load_once(at + s * 32);
       } else {
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
+        for (int s = 0; s < K_BLOCKS; ++s) {
           chunk[s] = make_uint4(0, 0, 0, 0);
-          if (step + s < end && (step + s) * 4 + member() < chunks(p)) chunk[s] = load_once(at + s * 32);
+          if (k_block + s < end && (k_block + s) * 4 + member() < chunks(p)) chunk[s] = load_once(at + s * 32);
         }
       }
     }
 
-    // x lies in shared memory with zeros up to a whole step.
-    __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, const T* xs, Sums& sums) const {
-      const T* row = xs + group() * staged_pitch<T>(p.k) + member() * 8 + step * 32;
+    // x lies in shared memory with zeros up to a whole K block.
+    __device__ void multiply(const Gemv& p, uint32_t k_block, uint32_t end, const T* xs, Sums& sums) const {
+      const T* row = xs + group() * staged_pitch<T>(p.k) + member() * 8 + k_block * 32;
       const bool mine = group() < p.m;
 #pragma unroll
-      for (int first = 0; first < STEPS; first += 4) {
+      for (int first = 0; first < K_BLOCKS; first += 4) {
         uint4 x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           x[i] = make_uint4(0, 0, 0, 0);
-          if (mine && step + first + i < end) x[i] = *reinterpret_cast<const uint4*>(row + (first + i) * 32);
+          if (mine && k_block + first + i < end) x[i] = *reinterpret_cast<const uint4*>(row + (first + i) * 32);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -122,14 +122,14 @@ template <typename T, int STEPS_> struct Tensor {
     }
   };
 
-  // The rows of x as they are or as the norm rounds them, with zeros up to a whole step.
+  // The rows of x as they are or as the norm rounds them, with zeros up to a whole K block.
   struct Prepare {
     const Gemv& p;
     Stage<T, VectorPack> stage;
 
     __device__ Prepare(const Gemv& p, T* xs, float* scratch)
         : p(p), stage(p.prologue, p.m == 1, p.k, xs, scratch) {}
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const {
       stage.template run<T>(p.m);
       const uint32_t tail = (0u - p.k) % 32;

@@ -1,14 +1,14 @@
-// A core of gemv.cuh for weights in GGUF blocks: the tensor cores multiply 16 rows of weights with
-// up to 4 rows of x.
+// A core of gemv.cuh for weights in repacked GGUF blocks (formats/gguf.cuh), by tensor cores: an N tile of 16 output
+// channels and up to 4 rows of x.
 //
-// The numbers of a block, whole ones below 256 that bf16 holds exactly, are operand A of
-// `mma.m16n8k16`. Operand B is x in two parts of bf16, the second what the first leaves over, as
-// columns 2m and 2m + 1 for row m: 16 bits of x, and no limit to its range. Products of a block are
-// summed up exactly in its own accumulator, which is scaled in f32. What is added to all values of
-// a block (m of Q4_1, minima of the K formats), in two parts likewise, meets the sum of the block's
-// x instead of each.
+// The integers of a block, which are below 256 and so exact in bf16, are operand A of `mma.m16n8k16`. Operand B is x
+// in two bf16 parts, the second the rounding error of the first, as columns 2m and 2m + 1 for row m: 16 bits of
+// precision over all of f32's range. The products of a block are summed exactly in an accumulator of their own,
+// which is scaled in f32. The offset of a block (m of Q4_1, minima of the K formats), in two parts too, is multiplied
+// with the sum of the block's x.
 //
-// Lane 4 g + t loads quarter t of rows g and g + 8, and ends up with their sums for row t of x.
+// Lane 4 g + t loads quarter t of rows g and g + 8, and ends up with their sums for row t of x. Turing, without
+// bf16, multiplies by f32 multiply-adds.
 #pragma once
 
 #include "formats/gguf.cuh"
@@ -60,8 +60,8 @@ template <bool HAS_SUMS> struct SplitRows {
   }
 };
 
-template <class Format, int STEPS_> struct BlockRows : SixteenRows {
-  static constexpr int STEPS = STEPS_, SCALES = Format::SCALES;
+template <class Format, int K_BLOCKS_> struct GgufCore : SixteenRows {
+  static constexpr int K_BLOCKS = K_BLOCKS_, SCALES = Format::SCALES;
   using XRows = SplitRows<Format::HAS_OFFSET>;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   // Turing has no bf16: its lanes multiply by themselves.
@@ -70,7 +70,7 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
   static constexpr bool MMA = true;
 #endif
 
-  static __device__ uint32_t steps(const Gemv& p) { return groups_of(p.k); }
+  static __device__ uint32_t k_blocks(const Gemv& p) { return groups_of(p.k); }
 
   struct Rows {
     const char* row[2];
@@ -104,22 +104,22 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
   };
 
   struct Tile {
-    typename Format::Piece pieces[STEPS][2];
+    typename Format::Piece pieces[K_BLOCKS][2];
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t k_block, uint32_t end) {
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        if (step + s >= end) break;
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        if (k_block + s >= end) break;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) pieces[s][i] = Format::load(from.row[i], groups_of(p.k), step + s, member());
+        for (int i = 0; i < 2; ++i) pieces[s][i] = Format::load(from.row[i], groups_of(p.k), k_block + s, member());
       }
     }
 
-    __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
+    __device__ void multiply(const Gemv& p, uint32_t k_block, uint32_t end, char* xs, Sums& sums) const {
       const XRows x = {xs, p.m, groups_of(p.k)};
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        if (step + s >= end) break;
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        if (k_block + s >= end) break;
         float by[2][SCALES], plus[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -129,11 +129,11 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
           plus[i] = Format::offset(piece.scale, piece.factors);
         }
         if constexpr (MMA) {
-          if constexpr (Format::HAS_OFFSET) add_offsets(p, x, plus, step + s, sums);
-          on_tensor_cores(p, x, pieces[s], by, step + s, sums);
+          if constexpr (Format::HAS_OFFSET) add_offsets(p, x, plus, k_block + s, sums);
+          on_tensor_cores(p, x, pieces[s], by, k_block + s, sums);
         } else {
-          if constexpr (Format::HAS_OFFSET) add_offsets_on_lanes(p, x, plus, step + s, sums);
-          on_lanes(p, x, pieces[s], by, step + s, sums);
+          if constexpr (Format::HAS_OFFSET) add_offsets_on_lanes(p, x, plus, k_block + s, sums);
+          on_lanes(p, x, pieces[s], by, k_block + s, sums);
         }
       }
     }
@@ -141,9 +141,9 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
     // The offset of block t is k values 2t and 2t + 1 of 8, in two parts, both of which meet the
     // first part of the block's sum and then, in the next column, the second.
     static __device__ __forceinline__ void add_offsets(const Gemv& p, const XRows& x, const float (&plus)[2],
-                                                       uint32_t step, Sums& sums) {
+                                                       uint32_t k_block, Sums& sums) {
       uint32_t sum = 0;
-      if (group() < 2 * p.m) sum = *x.sum(group() / 2, group() % 2, step * GROUP + member());
+      if (group() < 2 * p.m) sum = *x.sum(group() / 2, group() % 2, k_block * GROUP + member());
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
       float(&c)[4] = sums.added;
       asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -153,11 +153,11 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
     }
 
     static __device__ __forceinline__ void add_offsets_on_lanes(const Gemv& p, const XRows& x,
-                                                                const float (&plus)[2], uint32_t step, Sums& sums) {
+                                                                const float (&plus)[2], uint32_t k_block, Sums& sums) {
 #pragma unroll
       for (int m = 0; m < MAX_M; ++m) {
         if (m >= p.m) break;
-        const uint32_t block = step * GROUP + member();
+        const uint32_t block = k_block * GROUP + member();
         const float sum = __uint_as_float(*x.sum(m, 0, block) << 16) + __uint_as_float(*x.sum(m, 1, block) << 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i) sums.parts[i][m] = fmaf(plus[i], sum, sums.parts[i][m]);
@@ -169,9 +169,9 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
 
     static __device__ __forceinline__ void on_tensor_cores(const Gemv& p, const XRows& x,
                                                            const typename Format::Piece (&pieces)[2],
-                                                           const float (&by)[2][SCALES], uint32_t step, Sums& sums) {
+                                                           const float (&by)[2][SCALES], uint32_t k_block, Sums& sums) {
       // The column of operand B: the first or second part of row g / 2.
-      const char* column = x.block(group() / 2, step * GROUP) + group() % 2 * (2 * BLOCK) + member() * 16;
+      const char* column = x.block(group() / 2, k_block * GROUP) + group() % 2 * (2 * BLOCK) + member() * 16;
       const bool mine = group() < 2 * p.m;
 #pragma unroll
       for (int b = 0; b < GROUP; ++b) {
@@ -202,7 +202,7 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
 
     static __device__ __forceinline__ void on_lanes(const Gemv& p, const XRows& x,
                                                     const typename Format::Piece (&pieces)[2],
-                                                    const float (&by)[2][SCALES], uint32_t step, Sums& sums) {
+                                                    const float (&by)[2][SCALES], uint32_t k_block, Sums& sums) {
       // Blocks are long: unrolled they would not fit into the instruction cache.
 #pragma unroll 1
       for (int b = 0; b < GROUP; ++b) {
@@ -221,7 +221,7 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
 #pragma unroll
         for (int m = 0; m < MAX_M; ++m) {
           if (m >= p.m) break;
-          const char* at = x.block(m, step * GROUP + b) + member() * 16;
+          const char* at = x.block(m, k_block * GROUP + b) + member() * 16;
           float v[8], low[8];
           unpack8<__nv_bfloat16>(*reinterpret_cast<const uint4*>(at), v);
           unpack8<__nv_bfloat16>(*reinterpret_cast<const uint4*>(at + 2 * BLOCK), low);
@@ -245,7 +245,7 @@ template <class Format, int STEPS_> struct BlockRows : SixteenRows {
 
     __device__ Prepare(const Gemv& p, char* xs, float* scratch)
         : stage(p, XRows{xs, p.m, groups_of(p.k)}, scratch) {}
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const { stage.run(); }
   };
 };

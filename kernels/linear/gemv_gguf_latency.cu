@@ -1,12 +1,11 @@
-// Small products of up to 4 rows of f32 x with weights in GGUF blocks: 8 rows of weights for a block
-// and k up to 2048, or 24 and up to 1024.
+// GEMV for small matrices in GGUF blocks: 8 output channels of a block and K up to 2048, or 24 and up to 1024.
 #include "linear/gemv_gguf_latency.cuh"
 
 using namespace fused;
 
-#define SMALL(SUFFIX, FORMAT)                              \
-  FUSED_SMALL_BLOCKS(quant_small_##SUFFIX, FORMAT, 1, 16)  \
-  FUSED_SMALL_BLOCKS(quant_small_wide_##SUFFIX, FORMAT, 3, 8)
+#define SMALL(SUFFIX, FORMAT)                                        \
+  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_##SUFFIX, FORMAT, 1, 16) \
+  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_wide_##SUFFIX, FORMAT, 3, 8)
 
 SMALL(q4_0, Q4_0)
 SMALL(q4_1, Q4_1)

@@ -1,12 +1,10 @@
-// Small products of few rows of f32 x with weights in GGUF blocks: what a decode step of a small
-// quantized model is made of. As in gemv_dense_latency.cuh nothing counts but the way from x to the output.
+// GEMV for small matrices in GGUF blocks and up to 4 rows of f32 x: the decode step of a small quantized model. As in
+// gemv_dense_latency.cuh the latency from x to the output is all that counts.
 //
-// A warp takes one group of 128 values of k for UNITS times 8 rows of weights, so that no warp has a
-// second step to make. Lane 4 g + t has quarter t of row g. The tensor cores multiply with x as
-// operand A: the first bf16 parts of its rows, and what they leave over as rows 8 and following;
-// see gemv_gguf.cuh. A norm's factor is the row's own, so it multiplies the sums: no warp waits for
-// the others before the end. What is added to all values of a block meets the sum of the block's x,
-// which the tensor cores give as a product with ones.
+// A warp multiplies one group of 128 k values of N_TILES times 8 output channels, so no warp has a second K block.
+// Lane 4 g + t has quarter t of row g. Here x is operand A: the first bf16 parts of its rows, and the second parts
+// (gemv_gguf.cuh) as rows 8 and following. The factor of an RMS norm is one per row, so it multiplies the sums, and
+// no warp waits for the others before the end. The sum of a block's x, for offsets, is a product with ones.
 #pragma once
 
 #include "linear/gemv_dense_latency.cuh"
@@ -14,7 +12,7 @@
 
 namespace fused {
 
-constexpr int SMALL_ROWS = 4;  // of x
+constexpr int LATENCY_ROWS = 4;  // of x
 constexpr uint32_t BF16_ONES = 0x3f803f80u;
 
 // D += A B for a block's 32 values: A the two parts of x as `SplitRows` lays them out, B 8 columns.
@@ -28,7 +26,7 @@ __device__ __forceinline__ void multiply_parts(float (&c)[4], uint32_t high0, ui
 }
 
 // What a lane has of 8 rows of weights and its warp's group, ready to be multiplied.
-template <class Format> struct SmallWeights {
+template <class Format> struct LatencyWeights {
   uint32_t numbers[GROUP][4];
   // Of outputs 2t and 2t + 1 for each block: other lanes' rows.
   float by[GROUP][Format::SCALES][2], plus[GROUP][2];
@@ -55,7 +53,7 @@ template <class Format> struct SmallWeights {
 };
 
 // Each warp's group of x: for each row and block its first parts, then its second ones.
-struct SmallRows {
+struct LatencyRows {
   char* at;  // of this warp
 
   static constexpr uint32_t PITCH = GROUP * BLOCK * 4;
@@ -72,26 +70,26 @@ struct SmallRows {
   }
 };
 
-// The outputs of a block: UNITS times 8 rows of weights.
-template <int UNITS> struct SmallUnits {
+// The N tiles of a block: N_TILES times 8 rows of weights.
+template <int N_TILES> struct LatencyTiles {
   const Gemv& p;
 
-  __device__ __forceinline__ uint32_t column(uint32_t unit, uint32_t r) const {
-    const uint32_t u = blockIdx.x * UNITS + unit;
+  __device__ __forceinline__ uint32_t column(uint32_t n_tile, uint32_t r) const {
+    const uint32_t u = blockIdx.x * N_TILES + n_tile;
     return gates(p) ? 4 * u + r / 2 : 8 * u + r;
   }
   // Past the last column the last is computed again and not written.
-  __device__ __forceinline__ uint32_t weight_row(uint32_t unit, uint32_t r) const {
-    return min(column(unit, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
+  __device__ __forceinline__ uint32_t weight_row(uint32_t n_tile, uint32_t r) const {
+    return min(column(n_tile, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
   }
 
-  // Asks for a lane's part of the weights: quarter t of row g of each unit, in its warp's group.
+  // Loads a lane's weights: quarter t of row g of each N tile, in its warp's group.
   template <class Format>
-  __device__ __forceinline__ void load(typename Format::Piece (&pieces)[UNITS], uint32_t warp, uint32_t g,
+  __device__ __forceinline__ void load(typename Format::Piece (&pieces)[N_TILES], uint32_t warp, uint32_t g,
                                        uint32_t t) const {
     const uint32_t groups = groups_of(p.k);
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
+    for (int u = 0; u < N_TILES; ++u) {
       uint32_t row = weight_row(u, g);
       const Matrix& matrix = matrix_of(p, row);
       pieces[u] = Format::load(static_cast<const char*>(matrix.data) + uint64_t(row) * Format::pitch(groups), groups,
@@ -100,13 +98,13 @@ template <int UNITS> struct SmallUnits {
   }
 };
 
-// Splits a warp's group of the rows of x, and adds up their squares where there is a norm.
+// Stages a warp's group of the rows of x in two parts, and sums their squares if there is a norm.
 template <int WARPS>
-__device__ __forceinline__ void split_rows(const SmallRows& rows, const float4 (&x)[SMALL_ROWS], uint32_t m,
-                                           bool normed, float4 norm, float (&squares)[SMALL_ROWS][WARPS]) {
+__device__ __forceinline__ void stage_rows(const LatencyRows& rows, const float4 (&x)[LATENCY_ROWS], uint32_t m,
+                                           bool normed, float4 norm, float (&squares)[LATENCY_ROWS][WARPS]) {
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
 #pragma unroll
-  for (int r = 0; r < SMALL_ROWS; ++r) {
+  for (int r = 0; r < LATENCY_ROWS; ++r) {
     if (r >= m) break;
     const float4 v = x[r];
     rows.put(r, lane, make_float4(v.x * norm.x, v.y * norm.y, v.z * norm.z, v.w * norm.w));
@@ -118,10 +116,10 @@ __device__ __forceinline__ void split_rows(const SmallRows& rows, const float4 (
   __syncwarp();
 }
 
-// Adds up what all warps have for a unit, and applies the norm's factor.
+// Adds the sums of all warps for an N tile, and applies the norm's factor.
 template <int WARPS>
-__device__ __forceinline__ void add_up(const Gemv& p, float (&total)[2], const float2 (&sums)[WARPS][WARP], bool normed,
-                                       const float (&squares)[SMALL_ROWS][WARPS]) {
+__device__ __forceinline__ void reduce_sums(const Gemv& p, float (&total)[2], const float2 (&sums)[WARPS][WARP],
+                                            bool normed, const float (&squares)[LATENCY_ROWS][WARPS]) {
   const uint32_t lane = threadIdx.x % WARP, warps = blockDim.x / WARP, g = lane / 4;
   float square = 0.f;
 #pragma unroll
@@ -129,7 +127,7 @@ __device__ __forceinline__ void add_up(const Gemv& p, float (&total)[2], const f
     if (other >= warps) break;
     const float2 part = sums[other][lane];
     total[0] += part.x, total[1] += part.y;
-    if (normed) square += squares[min(g, SMALL_ROWS - 1)][other];
+    if (normed) square += squares[min(g, LATENCY_ROWS - 1)][other];
   }
   if (normed) {
     const float factor = rsqrtf(__fdividef(square, p.k) + p.prologue.eps);
@@ -138,44 +136,44 @@ __device__ __forceinline__ void add_up(const Gemv& p, float (&total)[2], const f
 }
 
 // Each of at most WARPS warps has a group of k, and there are as many groups as warps; one block for
-// UNITS times 8 rows of weights. x, the RMS norm, bias, residuals and outputs are
+// N_TILES times 8 rows of weights. x, the RMS norm, bias, residuals and outputs are
 // f32.
-template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void small_blocks(const Gemv& p) {
-  __shared__ alignas(16) char staged[WARPS][SMALL_ROWS * SmallRows::PITCH];
-  __shared__ alignas(16) float2 sums[UNITS][WARPS][WARP];
-  __shared__ float squares[SMALL_ROWS][WARPS];
-  allow_next();
+template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void gemv_gguf_latency(const Gemv& p) {
+  __shared__ alignas(16) char staged[WARPS][LATENCY_ROWS * LatencyRows::PITCH];
+  __shared__ alignas(16) float2 sums[N_TILES][WARPS][WARP];
+  __shared__ float squares[LATENCY_ROWS][WARPS];
+  pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-  const SmallUnits<UNITS> units = {p};
-  typename Format::Piece pieces[UNITS];
-  units.template load<Format>(pieces, warp, g, t);
+  const LatencyTiles<N_TILES> tiles = {p};
+  typename Format::Piece pieces[N_TILES];
+  tiles.template load<Format>(pieces, warp, g, t);
   // 4 values of each row are this lane's to split.
   const uint32_t four = warp * WARP + lane;
   const bool mine = four < p.k / 4, normed = p.prologue.norm != NORM_NONE;
   float4 norm = make_float4(1.f, 1.f, 1.f, 1.f);
   if (normed && mine) norm = static_cast<const float4*>(p.prologue.weight)[four];
-  SmallOutputs<float> out = {};
-  if (warp < UNITS) {
+  LatencyEpilogue<float> out = {};
+  if (warp < N_TILES) {
     out.prepare(
-        p, g, t, [&](uint32_t r) { return units.column(warp, r); },
-        [&](uint32_t r) { return units.weight_row(warp, r); });
+        p, g, t, [&](uint32_t r) { return tiles.column(warp, r); },
+        [&](uint32_t r) { return tiles.weight_row(warp, r); });
   }
   const float4* from = static_cast<const float4*>(p.prologue.x) + four;
 
-  wait_previous();
-  float4 x[SMALL_ROWS] = {};
+  pdl_wait();
+  float4 x[LATENCY_ROWS] = {};
 #pragma unroll
-  for (int r = 0; r < SMALL_ROWS; ++r) {
+  for (int r = 0; r < LATENCY_ROWS; ++r) {
     if (r < p.m && mine) x[r] = __ldcg(from + r * (p.k / 4));
   }
-  if (warp < UNITS) out.ask(p.epilogue);
-  SmallWeights<Format> weights[UNITS];
+  if (warp < N_TILES) out.prefetch(p.epilogue);
+  LatencyWeights<Format> weights[N_TILES];
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) weights[u].unpack(pieces[u], t);
+  for (int u = 0; u < N_TILES; ++u) weights[u].unpack(pieces[u], t);
 
-  const SmallRows rows = {staged[warp]};
-  split_rows<WARPS>(rows, x, p.m, normed, norm, squares);
-  float y[UNITS][2] = {};
+  const LatencyRows rows = {staged[warp]};
+  stage_rows<WARPS>(rows, x, p.m, normed, norm, squares);
+  float y[N_TILES][2] = {};
 #pragma unroll
   for (int b = 0; b < GROUP; ++b) {
     uint4 high = make_uint4(0, 0, 0, 0), low = high;
@@ -186,7 +184,7 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
       multiply_parts(whole, high.z, low.z, high.w, low.w, BF16_ONES, BF16_ONES);
     }
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
+    for (int u = 0; u < N_TILES; ++u) {
       const auto& w = weights[u];
       constexpr int LAST = Format::SCALES - 1;
       float c[Format::SCALES][4] = {};
@@ -201,20 +199,20 @@ template <class Format, int UNITS, int WARPS> __device__ __forceinline__ void sm
     }
   }
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) sums[u][warp][lane] = make_float2(y[u][0], y[u][1]);
+  for (int u = 0; u < N_TILES; ++u) sums[u][warp][lane] = make_float2(y[u][0], y[u][1]);
   __syncthreads();
-  if (warp >= UNITS) return;
+  if (warp >= N_TILES) return;
   float total[2] = {};
-  add_up<WARPS>(p, total, sums[warp], normed, squares);
-  out.finish(p, total);
+  reduce_sums<WARPS>(p, total, sums[warp], normed, squares);
+  out.epilogue(p, total);
 }
 
 }  // namespace fused
 
-// `NAME`: a kernel for blocks of FORMAT, UNITS times 8 rows of weights, and up to WARPS groups of k. Turing
-// has no bf16, and the host asks it for none of this.
-#define FUSED_SMALL_BLOCKS(NAME, FORMAT, UNITS, WARPS)                                        \
-  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                           \
-      NAME(const __grid_constant__ fused::Gemv p) {                                           \
-    if constexpr (fused::COMPILED_FOR >= 800) fused::small_blocks<FORMAT, UNITS, WARPS>(p);   \
+// `NAME`: a kernel for blocks of FORMAT, N_TILES times 8 rows of weights, and up to WARPS groups of k. Turing
+// has no bf16, and never runs it.
+#define FUSED_GEMV_GGUF_LATENCY(NAME, FORMAT, N_TILES, WARPS)                                      \
+  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                                \
+      NAME(const __grid_constant__ fused::Gemv p) {                                                \
+    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<FORMAT, N_TILES, WARPS>(p); \
   }

@@ -1,13 +1,12 @@
-// A core of gemv.cuh for weights in INT8, INT4 or ternary codes (formats/packed.cuh): the tensor cores multiply
-// 16 rows of weights with up to 4 rows of x.
+// A core of gemv.cuh for packed INT8, INT4 or ternary weights (formats/packed.cuh), by tensor cores: an N tile of 16
+// output channels and up to 4 rows of x.
 //
-// INT8 and INT4, less their zero points, become numbers of bf16, which holds them exactly: operand A of
-// `mma.m16n8k16`.
-// Operand B is x in bf16, as columns 2m for row m; where x is not of bf16 it comes in two parts, the
-// second what the first leaves over, in columns 2m + 1: 16 bits of x, and no limit to its range.
-// Ternary codes become bytes for `mma.m16n8k32`, and meet x in int8, a scale for each row.
+// INT8 and INT4, less their zero points, are exact in bf16: operand A of `mma.m16n8k16`. Operand B is x in bf16, as
+// column 2m for row m; x of other types has two bf16 parts, the second, in column 2m + 1, the rounding error of the
+// first: 16 bits of precision over all of f32's range. Ternary weights become int8 for `mma.m16n8k32`, with x
+// quantized to int8, a scale per row.
 //
-// The products of a group are summed up in an accumulator of their own, which is scaled in f32.
+// The products of a group are summed in an accumulator of their own, which is scaled in f32.
 #pragma once
 
 #include "linear/stage_x_wna16.cuh"
@@ -86,37 +85,39 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
 }
 
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
-struct CodeRow {
+struct PackedRow {
   const char* codes;
   uint32_t row, which;
 
-  template <class Format> static __device__ __forceinline__ CodeRow of(const Gemv& p, uint32_t row, uint32_t t) {
+  template <class Format> static __device__ __forceinline__ PackedRow of(const Gemv& p, uint32_t row, uint32_t t) {
     const uint32_t which = (row >= p.weights[1].first) + (row >= p.weights[2].first);
     row -= p.weights[which].first;
     const char* codes = static_cast<const char*>(p.weights[which].data);
     return {codes + Format::begin(row, p.k) + Format::BYTES * t, row, which};
   }
-  __device__ __forceinline__ uint64_t place(uint32_t step, uint32_t k) const { return place_of(row, step, steps_of(k)); }
+  __device__ __forceinline__ uint64_t place(uint32_t k_block, uint32_t k) const {
+    return place_of(row, k_block, k_blocks_of(k));
+  }
 };
 
-// A unit is 16 rows of weights as the tensor cores take them: its outputs, the column of its row r, and the row
+// An N tile is 16 rows of weights as the tensor cores take them: its outputs, the column of its row r, and the row
 // of the weights that comes from. Rows 8 and following are what the first 8 gate, if they do. Past the last
 // column the last is computed again.
-__device__ __forceinline__ uint32_t unit_outputs(const Gemv& p) { return gates(p) ? 8 : 16; }
-__device__ __forceinline__ uint32_t unit_column(const Gemv& p, uint32_t unit, uint32_t r) {
-  return gates(p) ? 8 * unit + r % 8 : 16 * unit + r;
+__device__ __forceinline__ uint32_t n_tile_outputs(const Gemv& p) { return gates(p) ? 8 : 16; }
+__device__ __forceinline__ uint32_t n_tile_column(const Gemv& p, uint32_t n_tile, uint32_t r) {
+  return gates(p) ? 8 * n_tile + r % 8 : 16 * n_tile + r;
 }
-__device__ __forceinline__ uint32_t unit_row(const Gemv& p, uint32_t unit, uint32_t r) {
-  return min(unit_column(p, unit, r), p.width - 1) + (gates(p) && r >= 8 ? p.width : 0);
+__device__ __forceinline__ uint32_t n_tile_row(const Gemv& p, uint32_t n_tile, uint32_t r) {
+  return min(n_tile_column(p, n_tile, r), p.width - 1) + (gates(p) && r >= 8 ? p.width : 0);
 }
 
-// Groups of a step: so many, up to four as the kernel's parameters say, or a scale for each row.
+// Groups of a K block: so many, up to four as the kernel's parameters say, or a scale for each row.
 constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0;
 
-// What a lane has of a row and a tile of steps besides codes: lane t has the f16 scales, and the zero
-// points, of steps t, 4 + t and so on; or the scale of the row.
-template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
-  static constexpr int LOADS = (STEPS + 3) / 4, WORDS = GROUPS == ONE_GROUP ? 1 : 2;
+// The scales and zero points of a lane for a row and a tile of K blocks: lane t has the f16 scales, and the zero
+// points, of K blocks t, 4 + t and so on; or the scale of the row.
+template <int GROUPS, bool ZEROS, int K_BLOCKS> struct TileScales {
+  static constexpr int LOADS = (K_BLOCKS + 3) / 4, WORDS = GROUPS == ONE_GROUP ? 1 : 2;
   uint32_t by[LOADS][WORDS], zeros[ZEROS ? LOADS : 1];
 
   // How many groups there are, and whether 32 values end one that began `e` times 32 values before.
@@ -124,13 +125,14 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
   static __device__ __forceinline__ bool begins(const Gemv& p, int e) { return e * groups(p) % 4 == 0; }
   static __device__ __forceinline__ bool ends(const Gemv& p, int e) { return (e + 1) * groups(p) % 4 == 0; }
 
-  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t step, uint32_t end, uint32_t t) {
+  __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t k_block, uint32_t end,
+                                           uint32_t t) {
     const char* scales = static_cast<const char*>(p.weights[row.which].scales);
     const uint32_t zeros_at = ZEROS ? p.weights[row.which].zeros : 0, count = groups(p);
 #pragma unroll
     for (int l = 0; l < LOADS; ++l) {
-      const uint32_t s = step + 4 * l + t;
-      if (s >= end || 4 * l + t >= STEPS) continue;
+      const uint32_t s = k_block + 4 * l + t;
+      if (s >= end || 4 * l + t >= K_BLOCKS) continue;
       const uint64_t first = row.place(s, p.k) * count;
       const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(zeros_at) + first;
       if constexpr (ZEROS) zeros[l] = 0x80808080u;
@@ -147,7 +149,7 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
       }
     }
   }
-  // The scale of the group that has 32 values from `32 * e` on of step s of the tile.
+  // The scale of the group that has 32 values from `32 * e` on of K block s of the tile.
   __device__ __forceinline__ float scale(const Gemv& p, int s, int e) const {
     const uint32_t group = e * groups(p) / 4;
     uint32_t own = by[s / 4][0];
@@ -163,23 +165,23 @@ template <int GROUPS, bool ZEROS, int STEPS> struct TileScales {
     return __byte_perm(__float_as_uint(zero), 0, 0x3232);
   }
 };
-template <int STEPS> struct TileScales<ROW_SCALES, false, STEPS> {
+template <int K_BLOCKS> struct TileScales<ROW_SCALES, false, K_BLOCKS> {
   uint32_t by;
 
   static __device__ __forceinline__ bool begins(const Gemv&, int e) { return e == 0; }
   static __device__ __forceinline__ bool ends(const Gemv&, int e) { return e == 3; }
 
-  __device__ __forceinline__ void ask(const Gemv& p, const CodeRow& row, uint32_t, uint32_t, uint32_t) {
+  __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t, uint32_t, uint32_t) {
     by = load_u32(static_cast<const char*>(p.weights[row.which].scales) + 4 * uint64_t(row.row));
   }
   __device__ __forceinline__ float scale(const Gemv&, int, int) const { return __uint_as_float(by); }
   __device__ __forceinline__ uint32_t zero(const Gemv&, int, int) const { return 0; }
 };
 
-// The formats as cores take them. A piece is what a lane has of a row and a step: four times 8 values.
-// `value` says where the 8 begin within a step, for lane t.
-struct Int8Rows {
-  static constexpr int STEPS = 2, GROUPS = ROW_SCALES;
+// The formats as cores take them. A piece is what a lane has of a row and a K block: four times 8 values.
+// `value` says where the 8 begin within a K block, for lane t.
+struct Int8Weights {
+  static constexpr int K_BLOCKS = 2, GROUPS = ROW_SCALES;
   static constexpr bool ZEROS = false;
   using XRows = PartRows<INT8_PADDING>;
   using Sum = float;
@@ -189,19 +191,21 @@ struct Int8Rows {
 
   static constexpr uint32_t BYTES = 16;  // of a lane side by side
   static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) { return uint64_t(row) * Int8::pitch(k); }
-  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t k, uint32_t step, uint32_t t) {
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t k, uint32_t k_block,
+                                              uint32_t t) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const uint32_t at = step * STEP + 64 * q;
+      const uint32_t at = k_block * K_BLOCK + 64 * q;
       piece.words[q] = make_uint4(0, 0, 0, 0);
       if (at + BYTES * t < k) piece.words[q] = load_once(codes + at);
     }
   }
   // The same to shared memory, where lanes have 16 bytes each side by side.
-  static __device__ __forceinline__ void copy(uint32_t to, const char* codes, uint32_t k, uint32_t step, uint32_t t) {
+  static __device__ __forceinline__ void copy(uint32_t to, const char* codes, uint32_t k, uint32_t k_block,
+                                              uint32_t t) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const uint32_t at = step * STEP + 64 * q;
+      const uint32_t at = k_block * K_BLOCK + 64 * q;
       const bool valid = at + BYTES * t < k;
       copy_async(to + q * (WARP * BYTES), codes + (valid ? at : 0), valid);
     }
@@ -234,8 +238,8 @@ struct Int8Rows {
   }
 };
 
-template <int GROUPS_> struct Int4Rows {
-  static constexpr int STEPS = 4, GROUPS = GROUPS_;
+template <int GROUPS_> struct Int4Weights {
+  static constexpr int K_BLOCKS = 4, GROUPS = GROUPS_;
   // Those of one group have a kernel without zero points.
   static constexpr bool ZEROS = GROUPS != ONE_GROUP;
   using XRows = PartRows<INT4_PADDING>;
@@ -246,14 +250,15 @@ template <int GROUPS_> struct Int4Rows {
 
   static constexpr uint32_t BYTES = 16;
   static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
-    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+    return place_of(row, 0, k_blocks_of(k)) * (ROW_LANES * BYTES);
   }
-  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
-    const uint4 v = load_once(codes + step * (OCTET * QUARTERS * BYTES));
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t k_block, uint32_t) {
+    const uint4 v = load_once(codes + k_block * (ROW_GROUP * ROW_LANES * BYTES));
     piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
-  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e, const uint32_t (&zeros)[2]) {
+  static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e,
+                                                      const uint32_t (&zeros)[2]) {
     Operands v;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -285,11 +290,11 @@ template <int GROUPS_> struct Int4Rows {
   }
 };
 
-template <int GROUPS_> struct TernaryRows {
+template <int GROUPS_> struct TernaryWeights {
   static constexpr int GROUPS = GROUPS_;
   static constexpr bool ZEROS = false;
   // Scales of groups take the registers of codes.
-  static constexpr int STEPS = GROUPS == ROW_SCALES ? 8 : 4;
+  static constexpr int K_BLOCKS = GROUPS == ROW_SCALES ? 8 : 4;
   using XRows = ByteRows;
   using Sum = int;
   struct Piece {
@@ -298,15 +303,15 @@ template <int GROUPS_> struct TernaryRows {
 
   static constexpr uint32_t BYTES = 8;
   static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
-    return place_of(row, 0, steps_of(k)) * (QUARTERS * BYTES);
+    return place_of(row, 0, k_blocks_of(k)) * (ROW_LANES * BYTES);
   }
-  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t step, uint32_t) {
-    const uint2 v = load_u64(codes + step * (OCTET * QUARTERS * BYTES));
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t k_block, uint32_t) {
+    const uint2 v = load_u64(codes + k_block * (ROW_GROUP * ROW_LANES * BYTES));
     piece.words[0] = v.x, piece.words[1] = v.y;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
-  static __device__ __forceinline__ void multiply(int (&c)[4], const Piece& a, const Piece& b, int e, const uint32_t (&)[2],
-                                                  uint2 x) {
+  static __device__ __forceinline__ void multiply(int (&c)[4], const Piece& a, const Piece& b, int e,
+                                                  const uint32_t (&)[2], uint2 x) {
     mma_s8(c, ternary_bytes(a.words, e, 0), ternary_bytes(b.words, e, 0), ternary_bytes(a.words, e, 1),
            ternary_bytes(b.words, e, 1), x.x, x.y);
   }
@@ -317,9 +322,9 @@ template <int GROUPS_> struct TernaryRows {
   }
 };
 
-template <class Format> struct CodeRows : SixteenRows {
-  static constexpr int STEPS = Format::STEPS;
-  using Scales = TileScales<Format::GROUPS, Format::ZEROS, STEPS>;
+template <class Format> struct PackedCore : SixteenRows {
+  static constexpr int K_BLOCKS = Format::K_BLOCKS;
+  using Scales = TileScales<Format::GROUPS, Format::ZEROS, K_BLOCKS>;
   using XRows = typename Format::XRows;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   // Turing has neither bf16 nor the shape of int8: its lanes multiply by themselves.
@@ -328,14 +333,14 @@ template <class Format> struct CodeRows : SixteenRows {
   static constexpr bool MMA = true;
 #endif
 
-  static __device__ uint32_t steps(const Gemv& p) { return steps_of(p.k); }
+  static __device__ uint32_t k_blocks(const Gemv& p) { return k_blocks_of(p.k); }
 
   struct Rows {
-    CodeRow row[2];
+    PackedRow row[2];
 
     template <class Find> __device__ void enter(const Gemv& p, Find find) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) row[i] = CodeRow::of<Format>(p, find(group() + 8 * i), member());
+      for (int i = 0; i < 2; ++i) row[i] = PackedRow::of<Format>(p, find(group() + 8 * i), member());
     }
   };
 
@@ -356,33 +361,33 @@ template <class Format> struct CodeRows : SixteenRows {
   };
 
   struct Tile {
-    typename Format::Piece pieces[STEPS][2];
+    typename Format::Piece pieces[K_BLOCKS][2];
     Scales scales[2];
 
-    __device__ void ask(const Gemv& p, const Rows& from, uint32_t step, uint32_t end) {
+    __device__ void prefetch(const Gemv& p, const Rows& from, uint32_t k_block, uint32_t end) {
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        if (step + s >= end) break;
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        if (k_block + s >= end) break;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i].codes, p.k, step + s, member());
+        for (int i = 0; i < 2; ++i) Format::load(pieces[s][i], from.row[i].codes, p.k, k_block + s, member());
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[i].ask(p, from.row[i], step, end, member());
+      for (int i = 0; i < 2; ++i) scales[i].prefetch(p, from.row[i], k_block, end, member());
     }
 
-    __device__ void multiply(const Gemv& p, uint32_t step, uint32_t end, char* xs, Sums& sums) const {
+    __device__ void multiply(const Gemv& p, uint32_t k_block, uint32_t end, char* xs, Sums& sums) const {
       const XRows x(p, xs);
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        if (step + s >= end) break;
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        if (k_block + s >= end) break;
         if constexpr (!MMA) {
-          on_lanes(p, x, s, step + s, sums);
+          on_lanes(p, x, s, k_block + s, sums);
           continue;
         }
-        const uint32_t first = (step + s) * STEP;
+        const uint32_t first = (k_block + s) * K_BLOCK;
         typename Format::Sum c[4] = {};
         uint32_t zeros[2] = {};
-        const auto inputs = x.step(group(), member(), step + s);
+        const auto inputs = x.k_block(group(), member(), k_block + s);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (Scales::begins(p, e)) zeros[0] = scales[0].zero(p, s, e), zeros[1] = scales[1].zero(p, s, e);
@@ -402,20 +407,21 @@ template <class Format> struct CodeRows : SixteenRows {
           }
         }
       }
-      if (CARRIES && step + STEPS >= end) {
+      if (CARRIES && k_block + K_BLOCKS >= end) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          sums.whole[i] = scales[i].scale(p, 0, 0) * static_cast<float>(sums.carried[0][2 * i] + sums.carried[1][2 * i]);
+          sums.whole[i] =
+              scales[i].scale(p, 0, 0) * static_cast<float>(sums.carried[0][2 * i] + sums.carried[1][2 * i]);
       }
     }
 
-    // What tensor cores do elsewhere, with piece s, which has step `step` of k.
-    __device__ __forceinline__ void on_lanes(const Gemv& p, const XRows& x, int s, uint32_t step, Sums& sums) const {
+    // The same by multiply-adds, with piece s, which has K block `k_block` of k.
+    __device__ __forceinline__ void on_lanes(const Gemv& p, const XRows& x, int s, uint32_t k_block, Sums& sums) const {
       uint32_t zeros[2] = {};
       // Blocks are long: unrolled they would not fit into the instruction cache.
 #pragma unroll 1
       for (int e = 0; e < 4; ++e) {
-        const uint32_t value = step * STEP + Format::value(e, member());
+        const uint32_t value = k_block * K_BLOCK + Format::value(e, member());
         float by[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -439,9 +445,9 @@ template <class Format> struct CodeRows : SixteenRows {
 
     __device__ Prepare(const Gemv& p, char* xs, float* scratch) : stage(p, XRows(p, xs), scratch) {
       // Rows are long: the whole block takes one after the other.
-      stage.team.block = true;
+      stage.group.block = true;
     }
-    __device__ void ask() { stage.ask(); }
+    __device__ void prefetch() { stage.prefetch(); }
     __device__ void run() const {
       const Gemv& p = stage.p;
       const bool plain = p.prologue.norm == NORM_NONE && p.prologue.dtype == BF16 && p.k % 8 == 0;
@@ -450,7 +456,7 @@ template <class Format> struct CodeRows : SixteenRows {
       for (uint32_t r = 0; r < p.m; ++r) {
         const char* x = static_cast<const char*>(p.prologue.x) + r * bytes;
         if (r > 0) __syncthreads();  // the scratch is used again
-        if (!(plain && stage.rows.take(x, r, p.k, stage.team, stage.scratch))) stage.stage(x, r);
+        if (!(plain && stage.rows.take(x, r, p.k, stage.group, stage.scratch))) stage.stage(x, r);
       }
       stage.rows.clear_tail(p.m, p.k);
     }

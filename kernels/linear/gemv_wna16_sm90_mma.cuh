@@ -1,38 +1,40 @@
-// A row of x as the streaming kernel of one row (gemv_wna16_sm90.cuh) meets it, and the products of a warp's part
-// of a slot with it. Hopper only.
+// What gemv_wna16_sm90.cuh does for a format: how a warp's part of a row of x lies in shared memory, and its products
+// with a warp's part of a stage. Hopper only.
 #pragma once
 
 #include "linear/gemv_wna16.cuh"
 
 namespace fused {
 
-struct TernaryStream;
-struct Int4Stream;
+struct TernarySm90;
+struct Int4Sm90;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-constexpr uint32_t CHUNK = 2;                  // steps that a warp takes at once; one may be left over
-constexpr uint32_t STREAM_WARPS = GEMV_WARPS;  // that multiply
-constexpr uint32_t STREAM_THREADS = STREAM_WARPS * WARP;
-constexpr int HELD = CODE_STREAM_HELD;
+constexpr uint32_t CHUNK = 2;                  // K blocks that a warp takes at once; one may be left over
+constexpr uint32_t CONSUMER_WARPS = GEMV_WARPS;  // that multiply
+constexpr uint32_t CONSUMER_THREADS = CONSUMER_WARPS * WARP;
+constexpr int OWNED = GEMV_SM90_OWNED;
 
-// Where the 8 values of a row begin that a lane has of its warp's part of a slice, over 8.
-__device__ __forceinline__ uint32_t pack_of(uint32_t slice) { return slice * STREAM_THREADS + threadIdx.x; }
+// Where the 8 values of a row begin that a lane has of its warp's part of a stage's K blocks, over 8.
+__device__ __forceinline__ uint32_t pack_of(uint32_t stage_of_row) {
+  return stage_of_row * CONSUMER_THREADS + threadIdx.x;
+}
 
 __device__ __forceinline__ uint4 read_pack(const void* from, uint32_t k, uint32_t pack) {
   return pack < k / 8 ? VectorPack::read(from, BF16, pack) : uint4{};
 }
 
-// Gives `use` each pack of x that this lane has, and its place; those of slices past HELD are read for it.
-template <class Use>
-__device__ __forceinline__ void each_slice(const Prologue& p, uint32_t k, const uint4 (&held)[HELD], uint32_t slices,
-                                           Use use) {
+// Gives `use` each pack of x that this lane has, and its place; those of stages past OWNED are read for it.
+template <class Use> __device__ __forceinline__ void each_stage(const Prologue& p, uint32_t k,
+                                                                const uint4 (&owned)[OWNED], uint32_t stages_of_row,
+                                                                Use use) {
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    if (i < slices) use(pack_of(i), held[i]);
+  for (int i = 0; i < OWNED; ++i) {
+    if (i < stages_of_row) use(pack_of(i), owned[i]);
   }
 #pragma unroll 1
-  for (uint32_t i = HELD; i < slices; ++i) use(pack_of(i), read_pack(p.x, k, pack_of(i)));
+  for (uint32_t i = OWNED; i < stages_of_row; ++i) use(pack_of(i), read_pack(p.x, k, pack_of(i)));
 }
 
 // One row of x in two parts of int8, 256 times the first and the second: 16 bits. Each is laid out as in
@@ -43,15 +45,15 @@ struct TwoByteRow {
   static constexpr uint32_t PAD = 16;  // lanes of both parts meet no bank twice
   static constexpr float LARGEST = 127 * 256;
   char* at;
-  uint32_t k, steps;
+  uint32_t k, k_blocks;
 
-  __device__ TwoByteRow(const Gemv& p, char* at) : at(at), k(p.k), steps(steps_of(p.k)) {}
+  __device__ TwoByteRow(const Gemv& p, char* at) : at(at), k(p.k), k_blocks(k_blocks_of(p.k)) {}
 
-  __device__ uint32_t pitch() const { return steps * STEP + PAD; }
+  __device__ uint32_t pitch() const { return k_blocks * K_BLOCK + PAD; }
   __device__ float4* raw() const { return reinterpret_cast<float4*>(at + 2 * pitch()); }
   __device__ float* factor() const { return reinterpret_cast<float*>(raw() + k / 4); }
   static __device__ __forceinline__ uint32_t place(uint32_t value) {
-    return value / STEP * STEP + value % 32 / 8 * 32 + value % STEP / 32 * 8;
+    return value / K_BLOCK * K_BLOCK + value % 32 / 8 * 32 + value % K_BLOCK / 32 * 8;
   }
 
   __device__ void put_raw(uint32_t, uint32_t piece, float4 v) const { raw()[piece] = v; }
@@ -95,22 +97,22 @@ struct TwoByteRow {
   }
   // What a warp has of a row of bf16, and of a row that is longer what is still to be read: each warp has a
   // factor of its own.
-  __device__ float take(const Prologue& p, const uint4 (&held)[HELD], uint32_t slices) const {
+  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row) const {
     uint32_t both = 0;
-    each_slice(p, k, held, slices, [&](uint32_t, uint4 v) {
+    each_stage(p, k, owned, stages_of_row, [&](uint32_t, uint4 v) {
       both = __vmaxu2(both, __vmaxu2(__vmaxu2(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu),
                                      __vmaxu2(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu)));
     });
     const float largest = __uint_as_float(__reduce_max_sync(FULL, max(both << 16, both & 0xffff0000u)));
     const float by = inverse(largest);
-    each_slice(p, k, held, slices, [&](uint32_t pack, uint4 v) {
-      if (pack < steps * (STEP / 8)) put_eight(8 * pack, v, by);
+    each_stage(p, k, owned, stages_of_row, [&](uint32_t pack, uint4 v) {
+      if (pack < k_blocks * (K_BLOCK / 8)) put_eight(8 * pack, v, by);
     });
     return factor_of(largest);
   }
   __device__ float taken() const { return *factor(); }
   __device__ void clear_tail(uint32_t threads) const {
-    for (uint32_t i = k / 4 + threadIdx.x; i < steps * (STEP / 4); i += threads) put(0, i, float4{});
+    for (uint32_t i = k / 4 + threadIdx.x; i < k_blocks * (K_BLOCK / 4); i += threads) put(0, i, float4{});
   }
 };
 
@@ -121,21 +123,21 @@ struct PartRow : PartRows<INT4_PADDING> {
   __device__ PartRow(const Gemv& p, char* at) : PartRows<INT4_PADDING>(p, at), pieces(p.k / 4) {}
 
   // As above, with nothing to multiply by.
-  __device__ float take(const Prologue& p, const uint4 (&held)[HELD], uint32_t slices) const {
-    each_slice(p, 4 * pieces, held, slices, [&](uint32_t pack, uint4 v) {
-      if (pack < steps * (STEP / 8)) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
+  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row) const {
+    each_stage(p, 4 * pieces, owned, stages_of_row, [&](uint32_t pack, uint4 v) {
+      if (pack < k_blocks * (K_BLOCK / 8)) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
     });
     return 1.f;
   }
   __device__ float taken() const { return 1.f; }
   __device__ void clear_tail(uint32_t threads) const {
-    for (uint32_t i = pieces + threadIdx.x; i < steps * (STEP / 4); i += threads) put(0, i, float4{});
+    for (uint32_t i = pieces + threadIdx.x; i < k_blocks * (K_BLOCK / 4); i += threads) put(0, i, float4{});
   }
 };
 
-// The formats. `CODES`: bytes of the codes of 8 rows in a step; `AHEAD`: slots that are on their way at once,
+// The formats. `CODES`: bytes of the codes of 8 rows in a K block; `AHEAD`: stages that are on their way at once,
 // as measured on an H100 (4096 x 14336 in INT4: 12.7 us, 13.1 with twice as many).
-struct TernaryStream {
+struct TernarySm90 {
   static constexpr uint32_t CODES = 256, GROUPS = ROW_SCALES, AHEAD = 4;
   using Row = TwoByteRow;
 
@@ -151,10 +153,10 @@ struct TernaryStream {
       }
     }
   };
-  // N steps from `step` on, those of a slot whose codes and scales of each 8 rows are at `codes` and `scales`.
-  template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2], const Row& x, uint32_t step,
-                                                  uint32_t lane, Sums& sums) {
+  // N K blocks from `k_block` on, those of a stage whose codes and scales of each 8 rows are at `codes` and `scales`.
+  template <int N> static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2],
+                                                                   const Row& x, uint32_t k_block, uint32_t lane,
+                                                                   Sums& sums) {
     uint32_t words[N][2][2];
 #pragma unroll
     for (int s = 0; s < N; ++s) {
@@ -164,13 +166,13 @@ struct TernaryStream {
         words[s][i][0] = v.x, words[s][i][1] = v.y;
       }
     }
-    // Sums of the other columns go nowhere.
-    const uint32_t from = shared_address(x.at) + lane / 4 % 2 * x.pitch() + step * STEP + 32 * (lane % 4);
+    // Sums of the other columns are not used.
+    const uint32_t from = shared_address(x.at) + lane / 4 % 2 * x.pitch() + k_block * K_BLOCK + 32 * (lane % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int s = 0; s < N; ++s) {
-        const uint4 v = load_shared(from + s * STEP + 16 * half);
+        const uint4 v = load_shared(from + s * K_BLOCK + 16 * half);
         const uint32_t(&a)[2] = words[s][0], (&b)[2] = words[s][1];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -183,7 +185,7 @@ struct TernaryStream {
   }
 };
 
-struct Int4Stream {
+struct Int4Sm90 {
   static constexpr uint32_t CODES = 512, GROUPS = ONE_GROUP, AHEAD = 2;
   using Row = PartRow;
 
@@ -194,7 +196,7 @@ struct Int4Stream {
   };
   template <int N>
   static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], const Row& x,
-                                                  uint32_t step, uint32_t lane, Sums& sums) {
+                                                  uint32_t k_block, uint32_t lane, Sums& sums) {
     uint4 words[N][2];
     __half by[N][2];
 #pragma unroll
@@ -202,17 +204,17 @@ struct Int4Stream {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         words[s][i] = *reinterpret_cast<const uint4*>(codes[i] + s * CODES + 16 * lane);
-        by[s][i] = *reinterpret_cast<const __half*>(scales[i] + s * (2 * OCTET) + lane / 4 * 2);
+        by[s][i] = *reinterpret_cast<const __half*>(scales[i] + s * (2 * ROW_GROUP) + lane / 4 * 2);
       }
     }
-    // Sums of the other columns go nowhere.
-    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * step * STEP + 16 * (lane % 4);
+    // Sums of the other columns are not used.
+    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
     float c[N][2][4] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int s = 0; s < N; ++s) {
-        const uint4 of_x = load_shared(from + 2 * s * STEP + 64 * e);
+        const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + 64 * e);
         uint32_t v[2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -1,6 +1,5 @@
-// What happens to the rows of x before a product with few rows: they are widened into shared
-// memory, normalised on the way if asked for. Every block does it for itself: the rows it needs
-// are the ones it has to read anyway.
+// The prologue of a GEMV: rows of x are staged in shared memory, as f32 or in their own type, behind an RMS or layer
+// norm or none. Every block does so for itself: the rows that it needs are the ones it has to read anyway.
 #pragma once
 
 #include "abi/linear.cuh"
@@ -15,17 +14,17 @@ template <typename S> __device__ __forceinline__ uint32_t staged_pitch(uint32_t 
   return sizeof(S) == 4 ? (k + 3) / 4 * 4 : (k + 63) / 64 * 64 + 32;
 }
 
-// Who stages a row: the whole block, or its first `threads`; or a warp if there are several rows.
-struct Team {
+// The threads that stage a row: the whole block, or its first `threads`; or a warp if there are several rows.
+struct ThreadGroup {
   bool block;
   uint32_t threads;
 
-  explicit __device__ __forceinline__ Team(bool block) : block(block), threads(blockDim.x) {}
-  explicit __device__ __forceinline__ Team(uint32_t threads) : block(true), threads(threads) {}
+  explicit __device__ __forceinline__ ThreadGroup(bool block) : block(block), threads(blockDim.x) {}
+  explicit __device__ __forceinline__ ThreadGroup(uint32_t threads) : block(true), threads(threads) {}
 
   __device__ __forceinline__ uint32_t rank() const { return block ? threadIdx.x : threadIdx.x % WARP; }
   __device__ __forceinline__ uint32_t size() const { return block ? threads : WARP; }
-  // A barrier for the team of a block.
+  // A barrier for the group of a block.
   __device__ __forceinline__ void sync() const {
     if (threads == blockDim.x) {
       __syncthreads();
@@ -34,9 +33,9 @@ struct Team {
     }
   }
   __device__ __forceinline__ uint32_t index() const { return block ? 0 : threadIdx.x / WARP; }
-  __device__ __forceinline__ uint32_t teams() const { return block ? 1 : blockDim.x / WARP; }
+  __device__ __forceinline__ uint32_t count() const { return block ? 1 : blockDim.x / WARP; }
 
-  // The sum over the team, in all of its threads. `scratch` holds 8 floats, aligned to 16 bytes,
+  // The sum over the group, in all of its threads. `scratch` holds 8 floats, aligned to 16 bytes,
   // and may be used again after the next barrier.
   __device__ __forceinline__ float sum(float v, float* scratch) const {
     v = warp_sum(v);
@@ -123,8 +122,8 @@ struct ScalarPack {
 };
 
 // 8 values of 16 bits, normed as Stage below does it.
-template <typename T>
-__device__ __forceinline__ uint4 normed(const Prologue& p, uint4 raw, float mean, float factor, uint4 weight, uint4 bias) {
+template <typename T> __device__ __forceinline__ uint4 normed(const Prologue& p, uint4 raw, float mean, float factor,
+                                                              uint4 weight, uint4 bias) {
   float v[8], w[8], b[8];
   unpack8<T>(raw, v);
   unpack8<T>(weight, w);
@@ -138,8 +137,8 @@ __device__ __forceinline__ uint4 normed(const Prologue& p, uint4 raw, float mean
   return *reinterpret_cast<uint4*>(&out);
 }
 
-// Packs of x that a thread has on the way at once, and packs of the norm's weight that it asks for
-// before the wait.
+// Packs of x that a thread has on the way at once, and packs of the norm's weight that it loads
+// before the PDL wait.
 constexpr int BATCH = 2, AHEAD = 2;
 
 // Stages rows as elements of S.
@@ -147,33 +146,33 @@ template <typename S, class Pack> struct Stage {
   using Raw = typename Pack::Raw;
 
   const Prologue& p;
-  Team team;
+  ThreadGroup group;
   uint32_t k, packs;
   S* rows;         // `staged_pitch<S>(k)` apart
   float* scratch;  // 8 floats
   Raw weight[AHEAD];
 
   __device__ Stage(const Prologue& prologue, bool block, uint32_t k, S* rows, float* scratch)
-      : p(prologue), team(block), k(k), packs(Pack::count(k, prologue.dtype)), rows(rows), scratch(scratch) {}
+      : p(prologue), group(block), k(k), packs(Pack::count(k, prologue.dtype)), rows(rows), scratch(scratch) {}
 
   template <int N>
   __device__ __forceinline__ void read(const void* from, uint32_t first, Raw (&raw)[N]) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const uint32_t pack = first + i * team.size();
+      const uint32_t pack = first + i * group.size();
       if (pack < packs) raw[i] = Pack::read(from, p.dtype, pack);
     }
   }
 
-  // Before the wait: asks for the norm's weight.
-  __device__ __forceinline__ void ask() {
-    if (p.norm != NORM_NONE) read(p.weight, team.rank(), weight);
+  // Before the PDL wait: loads the norm's weight.
+  __device__ __forceinline__ void prefetch() {
+    if (p.norm != NORM_NONE) read(p.weight, group.rank(), weight);
   }
 
-  // After the wait: rows 0..m of x, whose elements are T. A barrier must follow.
+  // After the PDL wait: rows 0..m of x, whose elements are T. A barrier must follow.
   template <typename T> __device__ __forceinline__ void run(uint32_t m) const {
 #pragma unroll 1
-    for (uint32_t r = team.index(); r < m; r += team.teams()) {
+    for (uint32_t r = group.index(); r < m; r += group.count()) {
       stage<T>(static_cast<const T*>(p.x) + uint64_t(r) * k, rows + r * staged_pitch<S>(k));
     }
   }
@@ -182,12 +181,12 @@ template <typename S, class Pack> struct Stage {
     constexpr int N = Pack::template VALUES<T>;
     float mean = 0.f, squares = 0.f;
 #pragma unroll 1
-    for (uint32_t first = team.rank(); first < packs; first += BATCH * team.size()) {
+    for (uint32_t first = group.rank(); first < packs; first += BATCH * group.size()) {
       Raw raw[BATCH];
       read(x, first, raw);
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        const uint32_t pack = first + i * team.size();
+        const uint32_t pack = first + i * group.size();
         if (pack >= packs) break;
         float v[N];
         Pack::template widen<T>(raw[i], v);
@@ -201,31 +200,31 @@ template <typename S, class Pack> struct Stage {
     }
     if (p.norm == NORM_NONE) return;
     if (p.norm == NORM_LAYER) {
-      mean = team.sum(mean, scratch) / k;
+      mean = group.sum(mean, scratch) / k;
       squares = 0.f;
 #pragma unroll 1
-      for (uint32_t pack = team.rank(); pack < packs; pack += team.size()) {
+      for (uint32_t pack = group.rank(); pack < packs; pack += group.size()) {
         float v[N];
         Pack::get(row + pack * N, v);
 #pragma unroll
         for (int j = 0; j < N; ++j) squares = fmaf(v[j] - mean, v[j] - mean, squares);
       }
-      if (team.block) team.sync();  // the scratch is used again
+      if (group.block) group.sync();  // the scratch is used again
     } else {
       mean = 0.f;
     }
-    const float factor = rsqrtf(__fdividef(team.sum(squares, scratch), k) + p.eps);
+    const float factor = rsqrtf(__fdividef(group.sum(squares, scratch), k) + p.eps);
 #pragma unroll 1
-    for (uint32_t first = team.rank(); first < packs; first += AHEAD * team.size()) {
+    for (uint32_t first = group.rank(); first < packs; first += AHEAD * group.size()) {
       Raw later[AHEAD];
-      if (first >= AHEAD * team.size()) read(p.weight, first, later);
+      if (first >= AHEAD * group.size()) read(p.weight, first, later);
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
-        const uint32_t pack = first + i * team.size();
+        const uint32_t pack = first + i * group.size();
         if (pack >= packs) break;
         float v[N], w[N];
         Pack::get(row + pack * N, v);
-        Pack::template widen<T>(first < AHEAD * team.size() ? weight[i] : later[i], w);
+        Pack::template widen<T>(first < AHEAD * group.size() ? weight[i] : later[i], w);
         if (p.norm == NORM_RMS) {
           // Rounded where Hugging Face's Llama rounds: before the weight, and after it.
 #pragma unroll

@@ -1,10 +1,10 @@
-// codes = round(v / scale), scale = max |v| / 127 for each row v = norm(x) of [rows, width]: int8
-// activations with a scale for each token (LLM.int8(), Dettmers et al. 2022), behind an RMS or layer
-// norm or none, which round as pointwise/rms_norm.cu and pointwise/layer_norm.cu do.
+// Dynamic int8 quantization of activations: q = round(v / scale), scale = max |v| / 127 for each row v = norm(x) of
+// [rows, width], a scale per token (LLM.int8(), Dettmers et al. 2022), behind an RMS or layer norm or none, which
+// round as pointwise/rms_norm.cu and pointwise/layer_norm.cu do.
 //
-// One warp or one block owns a row and keeps it in registers; bytes moved are x once and a byte and
-// less for each code. A row with infinite or undefined values gets a scale that is one of these, so
-// that it spreads to all outputs of the row; a row of zeros has scale 0.
+// One warp or one block owns a row and keeps it in registers; bytes moved are x once and a byte for each value. A row
+// with infinite or undefined values gets a scale that is one of these, so that it spreads to all outputs of the row;
+// a row of zeros has scale 0.
 #include "common/rows.cuh"
 #include "formats/int8_rows.cuh"
 #include "linear/prologue.cuh"
@@ -44,9 +44,9 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
   const T* weight = static_cast<const T*>(p.prologue.weight);
   const T* bias = static_cast<const T*>(p.prologue.bias);
   const int norm = p.prologue.norm;
-  wait_previous();
-  // Not before: the product asks for weights without waiting.
-  allow_next();
+  pdl_wait();
+  // Not before: the product loads weights without waiting.
+  pdl_launch();
   if (g.row >= p.rows) return;
   const T* in = static_cast<const T*>(p.prologue.x) + g.row * p.width;
   int8_t* codes = p.codes + g.row * p.pitch;
@@ -97,7 +97,7 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
                                               : fmaf((value - mean) * factor, by, to_float(b.v[j])));
     }
   };
-  Most<T, N> most;
+  MaxMagnitude<T, N> most;
   each_pack([&](Pack<T, N>& v, uint32_t at, bool) {
     normalise(v, at);
     most.take(v);

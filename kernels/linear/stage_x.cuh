@@ -1,5 +1,5 @@
-// What happens to the rows of x before a product with quantized weights: as in prologue.cuh they are
-// normalised if asked for, and then put into shared memory in the form that a core multiplies.
+// The prologue of products with quantized weights: as in prologue.cuh rows of x pass a norm or none, and are then
+// staged in shared memory in the form that a core multiplies (a policy, `Rows`).
 #pragma once
 
 #include "linear/gemv.cuh"
@@ -21,14 +21,14 @@ __device__ __forceinline__ float rounded_to(int dtype, float v) {
 }
 
 // Reads and normalises the rows of x and puts them where a core wants them, each thread 4 values at a
-// time. There is one copy of everything, for all types: what runs behind the wait is to be short. Where
+// time. There is one copy of everything, for all types: what runs after the PDL wait is to be short. Where
 // rows go is a policy:
 //
 //   struct Rows {
-//     static constexpr int BATCH;      // pieces that a thread asks for at once
+//     static constexpr int BATCH;      // pieces that a thread loads at once
 //     static constexpr bool SUMS;      // whether the sums of 32 values each are wanted
 //     static constexpr bool SCALES;    // whether a row's largest magnitude is
-//     // 4 values as they are, which the thread that puts them gets back.
+//     // 4 values as they are; the thread that put them reads them back.
 //     void put_raw(uint32_t row, uint32_t piece, float4) const;
 //     float4 get_raw(uint32_t row, uint32_t piece) const;
 //     void put(uint32_t row, uint32_t piece, float4) const;   // as the core takes them
@@ -41,12 +41,12 @@ template <class Rows> struct RowStage {
   const Gemv& p;
   Rows rows;
   float* scratch;  // 8 floats
-  Team team;
+  ThreadGroup group;
   uint4 weight;    // the first piece of the norm's
 
-  __device__ RowStage(const Gemv& p, Rows rows, float* scratch) : RowStage(p, rows, scratch, Team(p.m == 1)) {}
-  __device__ RowStage(const Gemv& p, Rows rows, float* scratch, Team team)
-      : p(p), rows(rows), scratch(scratch), team(team), weight() {}
+  __device__ RowStage(const Gemv& p, Rows rows, float* scratch) : RowStage(p, rows, scratch, ThreadGroup(p.m == 1)) {}
+  __device__ RowStage(const Gemv& p, Rows rows, float* scratch, ThreadGroup group)
+      : p(p), rows(rows), scratch(scratch), group(group), weight() {}
 
   // 4 elements as they are stored; the upper half is there for f32 only.
   __device__ __forceinline__ uint4 read(const void* from, uint32_t piece) const {
@@ -64,22 +64,22 @@ template <class Rows> struct RowStage {
     return make_float4(a.x, a.y, b.x, b.y);
   }
 
-  // Before the wait: asks for the norm's weight.
-  __device__ __forceinline__ void ask() {
-    if (p.prologue.norm != NORM_NONE && team.rank() < p.k / 4) weight = read(p.prologue.weight, team.rank());
+  // Before the PDL wait: loads the norm's weight.
+  __device__ __forceinline__ void prefetch() {
+    if (p.prologue.norm != NORM_NONE && group.rank() < p.k / 4) weight = read(p.prologue.weight, group.rank());
   }
 
   __device__ __forceinline__ void run() const {
     const uint64_t bytes = uint64_t(p.k) * (p.prologue.dtype == F32 ? 4 : 2);
 #pragma unroll 1
-    for (uint32_t r = team.index(); r < p.m; r += team.teams())
+    for (uint32_t r = group.index(); r < p.m; r += group.count())
       stage(static_cast<const char*>(p.prologue.x) + r * bytes, r);
     rows.clear_tail(p.m, p.k);
   }
 
   // 4 values behind the norm, rounded as the norm's own kernel rounds.
   __device__ __forceinline__ float4 normed(float4 v, uint32_t piece, bool centres, float mean, float factor) const {
-    const uint4 raw = piece == team.rank() ? weight : read(p.prologue.weight, piece);
+    const uint4 raw = piece == group.rank() ? weight : read(p.prologue.weight, piece);
     const float4 w = widen(raw);
     const int dtype = p.prologue.dtype;
     if (centres) {
@@ -98,11 +98,11 @@ template <class Rows> struct RowStage {
   }
 
   __device__ __forceinline__ void stage(const void* x, uint32_t row) const {
-    const uint32_t pieces = p.k / 4, size = team.size();
+    const uint32_t pieces = p.k / 4, size = group.size();
     const bool norms = p.prologue.norm != NORM_NONE, centres = p.prologue.norm == NORM_LAYER;
     float mean = 0.f, squares = 0.f;
 #pragma unroll 1
-    for (uint32_t first = team.rank(); first < pieces; first += BATCH * size) {
+    for (uint32_t first = group.rank(); first < pieces; first += BATCH * size) {
       uint4 raw[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
@@ -118,24 +118,24 @@ template <class Rows> struct RowStage {
       }
     }
     if (centres) {
-      mean = team.sum(mean, scratch) / p.k;
+      mean = group.sum(mean, scratch) / p.k;
       squares = 0.f;
 #pragma unroll 1
-      for (uint32_t piece = team.rank(); piece < pieces; piece += size) {
+      for (uint32_t piece = group.rank(); piece < pieces; piece += size) {
         // What this thread itself has put there.
         const float4 v = rows.get_raw(row, piece);
         const float4 d = make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean);
         squares = fmaf(d.x, d.x, fmaf(d.y, d.y, fmaf(d.z, d.z, fmaf(d.w, d.w, squares))));
       }
-      if (team.block) team.sync();  // the scratch is used again
+      if (group.block) group.sync();  // the scratch is used again
     }
     float factor = 1.f;
-    if (norms) factor = rsqrtf(__fdividef(team.sum(squares, scratch), p.k) + p.prologue.eps);
+    if (norms) factor = rsqrtf(__fdividef(group.sum(squares, scratch), p.k) + p.prologue.eps);
     const uint32_t lane = threadIdx.x % WARP;
     uint32_t largest = 0;
-    // Whole warps: a block of 32 is in the hands of 8 lanes side by side.
+    // Whole warps: 8 lanes side by side have a block of 32.
 #pragma unroll 1
-    for (uint32_t first = team.rank() - lane; first < pieces; first += size) {
+    for (uint32_t first = group.rank() - lane; first < pieces; first += size) {
       const uint32_t piece = first + lane;
       const bool mine = piece < pieces;
       float4 v = {};
@@ -160,10 +160,10 @@ template <class Rows> struct RowStage {
       }
     }
     if constexpr (Rows::SCALES) {
-      if (team.block) team.sync();  // the scratch is used again
-      const float by = rows.put_largest(row, __uint_as_float(team.max(largest, scratch)));
+      if (group.block) group.sync();  // the scratch is used again
+      const float by = rows.put_largest(row, __uint_as_float(group.max(largest, scratch)));
 #pragma unroll 1
-      for (uint32_t piece = team.rank(); piece < pieces; piece += size) {
+      for (uint32_t piece = group.rank(); piece < pieces; piece += size) {
         const float4 v = rows.get_raw(row, piece);
         rows.put(row, piece, make_float4(v.x * by, v.y * by, v.z * by, v.w * by));
       }

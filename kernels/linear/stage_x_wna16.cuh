@@ -1,5 +1,5 @@
-// Rows of x in shared memory as the cores for INT8, INT4 and ternary codes meet them (gemv_wna16.cuh,
-// gemm_wna16_m64.cuh): in parts of bf16, or as bytes.
+// How rows of x lie in shared memory for packed weights (gemv_wna16.cuh, gemm_wna16_m64.cuh): as one or two bf16
+// parts for INT8 and INT4, as int8 with a scale per row for ternary.
 #pragma once
 
 #include "common/mma.cuh"
@@ -8,18 +8,18 @@
 
 namespace fused {
 
-// Rows of x in one or two parts of bf16, in their order, each filled up with zeros to whole steps.
+// Rows of x in one or two parts of bf16, in their order, each filled up with zeros to whole K blocks.
 template <uint32_t PAD_> struct PartRows {
   static constexpr uint32_t PAD = PAD_;
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = false;
   char* at;
-  uint32_t m, steps, parts;
+  uint32_t m, k_blocks, parts;
 
   __device__ PartRows(const Gemv& p, char* at)
-      : at(at), m(p.m), steps(steps_of(p.k)), parts(p.prologue.dtype == BF16 ? 1 : 2) {}
+      : at(at), m(p.m), k_blocks(k_blocks_of(p.k)), parts(p.prologue.dtype == BF16 ? 1 : 2) {}
 
-  __device__ uint32_t pitch() const { return steps * (2 * STEP) + PAD; }
+  __device__ uint32_t pitch() const { return k_blocks * (2 * K_BLOCK) + PAD; }
   __device__ char* part(uint32_t row, uint32_t part) const { return at + (row * parts + part) * pitch(); }
   __device__ uint2* words(uint32_t row, uint32_t of, uint32_t piece) const {
     return reinterpret_cast<uint2*>(part(row, of)) + piece;
@@ -27,7 +27,8 @@ template <uint32_t PAD_> struct PartRows {
 
   // The upper halves of the values are all there is to bf16.
   __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const {
-    const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y), c = __float_as_uint(v.z), d = __float_as_uint(v.w);
+    const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y), c = __float_as_uint(v.z),
+                   d = __float_as_uint(v.w);
     *words(row, 0, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
     if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
   }
@@ -47,27 +48,27 @@ template <uint32_t PAD_> struct PartRows {
   }
   __device__ float put_largest(uint32_t, float) const { return 1.f; }
   // A row of bf16 as it is, k being a multiple of 8.
-  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float*) const {
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const ThreadGroup& group, float*) const {
     // All of it on its way at once, without registers.
     const uint32_t to = shared_address(part(row, 0));
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i);
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) copy_async(to + 16 * i, x + 16 * i);
     await_copies();
     return true;
   }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
-    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    const uint32_t first = k / 4, tail = k_blocks * (K_BLOCK / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * parts * tail; i += blockDim.x)
       *words(0, i / tail, first + i % tail) = make_uint2(0, 0);
   }
 
-  // What lanes of a column of operand B meet in a step.
-  struct Step {
+  // What lanes of a column of operand B meet in a K block.
+  struct KBlock {
     const PartRows& x;
     uint32_t column;
 
     __device__ __forceinline__ uint4 block(int, uint32_t value) const { return x.column(column, value); }
   };
-  __device__ __forceinline__ Step step(uint32_t column, uint32_t, uint32_t) const { return {*this, column}; }
+  __device__ __forceinline__ KBlock k_block(uint32_t column, uint32_t, uint32_t) const { return {*this, column}; }
 
   // 8 values from `value` on as column `column` of operand B: part c % 2 of row c / 2.
   __device__ __forceinline__ uint4 column(uint32_t column, uint32_t value) const {
@@ -102,25 +103,25 @@ template <uint32_t PAD_> struct PartRows {
 // What the numbers of ternary codes are multiplied by as operands: they take the upper two bits of a byte.
 constexpr float TERNARY_UNIT = 64.f;
 
-// Rows of x in int8, filled up with zeros to whole steps, then room for the rows as they were, then what
-// each row's codes are multiplied by. What lane t meets in a step is together: for each block of 32 its
+// Rows of x in int8, filled up with zeros to whole K blocks, then room for the rows as they were, then what
+// each row's codes are multiplied by. What lane t meets in a K block is together: for each block of 32 its
 // values 0, 2, 4 and 6 of 8, then the others.
 struct ByteRows {
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = true;
   static constexpr uint32_t PAD = TERNARY_PADDING;
   char* at;
-  uint32_t m, k, steps;
+  uint32_t m, k, k_blocks;
 
-  __device__ ByteRows(const Gemv& p, char* at) : at(at), m(p.m), k(p.k), steps(steps_of(p.k)) {}
+  __device__ ByteRows(const Gemv& p, char* at) : at(at), m(p.m), k(p.k), k_blocks(k_blocks_of(p.k)) {}
 
-  __device__ uint32_t pitch() const { return steps * STEP + PAD; }
+  __device__ uint32_t pitch() const { return k_blocks * K_BLOCK + PAD; }
   __device__ float4* raw() const { return reinterpret_cast<float4*>(at + m * pitch()); }
   __device__ float* scales() const { return reinterpret_cast<float*>(raw() + m * (k / 4)); }
   // Where 8 values from `value` on lie.
   __device__ __forceinline__ char* place(uint32_t row, uint32_t value) const {
-    const uint32_t block = value % STEP / 32, t = value % 32 / 8;
-    return at + row * pitch() + value / STEP * STEP + 32 * t + 8 * block;
+    const uint32_t block = value % K_BLOCK / 32, t = value % 32 / 8;
+    return at + row * pitch() + value / K_BLOCK * K_BLOCK + 32 * t + 8 * block;
   }
 
   __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const { raw()[row * (k / 4) + piece] = v; }
@@ -141,25 +142,25 @@ struct ByteRows {
     return largest > 0.f ? 127.f / largest : 0.f;
   }
   // A row of bf16, k being a multiple of 8.
-  __device__ bool take(const char* x, uint32_t row, uint32_t k, const Team& team, float* scratch) const {
-    // All of it on its way at once, without registers; a thread gets back what it has asked for.
-    uint4* held = reinterpret_cast<uint4*>(raw() + row * (k / 4));
-    const uint32_t to = shared_address(held);
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) copy_async(to + 16 * i, x + 16 * i);
+  __device__ bool take(const char* x, uint32_t row, uint32_t k, const ThreadGroup& group, float* scratch) const {
+    // All of it on its way at once, without registers; a thread reads back what it has loaded itself.
+    uint4* owned = reinterpret_cast<uint4*>(raw() + row * (k / 4));
+    const uint32_t to = shared_address(owned);
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) copy_async(to + 16 * i, x + 16 * i);
     await_copies();
     uint32_t both = 0;
 #pragma unroll 2
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) {
-      const uint4 v = held[i];
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) {
+      const uint4 v = owned[i];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) both = __vmaxu2(both, words[w] & 0x7fff7fffu);
     }
     const uint32_t largest = max(both << 16, both & 0xffff0000u);
-    const float by = put_largest(row, __uint_as_float(team.max(largest, scratch)));
+    const float by = put_largest(row, __uint_as_float(group.max(largest, scratch)));
 #pragma unroll 2
-    for (uint32_t i = team.rank(); i < k / 8; i += team.size()) {
-      const uint4 v = held[i];
+    for (uint32_t i = group.rank(); i < k / 8; i += group.size()) {
+      const uint4 v = owned[i];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
       uint32_t even[4], odd[4];
 #pragma unroll
@@ -175,7 +176,7 @@ struct ByteRows {
     return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
   }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
-    const uint32_t first = k / 4, tail = steps * (STEP / 4) - first;
+    const uint32_t first = k / 4, tail = k_blocks * (K_BLOCK / 4) - first;
     for (uint32_t i = threadIdx.x; i < m * tail; i += blockDim.x) put_bytes(i / tail, first + i % tail, 0, 0);
   }
 
@@ -185,8 +186,8 @@ struct ByteRows {
     return *reinterpret_cast<const uint2*>(place(row, value));
   }
 
-  // What lane t of a column of operand B meets in a step.
-  struct Step {
+  // What lane t of a column of operand B meets in a K block.
+  struct KBlock {
     uint4 halves[2];
 
     __device__ __forceinline__ uint2 block(int e, uint32_t) const {
@@ -194,9 +195,9 @@ struct ByteRows {
       return e % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
     }
   };
-  // Sums of columns that are no row's go nowhere: those have any row's values.
-  __device__ __forceinline__ Step step(uint32_t column, uint32_t t, uint32_t step) const {
-    const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + step * STEP + 32 * t;
+  // Sums of columns that are no row's are not used: those have any row's values.
+  __device__ __forceinline__ KBlock k_block(uint32_t column, uint32_t t, uint32_t k_block) const {
+    const uint32_t from = shared_address(at) + min(column / 2, m - 1) * pitch() + k_block * K_BLOCK + 32 * t;
     return {load_shared(from), load_shared(from + 16)};
   }
 };

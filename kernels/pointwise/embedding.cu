@@ -1,5 +1,6 @@
 // The rows of a table that token ids name: of GGUF blocks (formats/gguf.cuh) as f32, or of f32, f16 or
-// bf16 as they are. An id past the table gives a row of NaN: a step inside a graph cannot say more.
+// bf16 as they are. An id past the table gives a row of NaN: a step inside a CUDA graph has no other
+// way to report it.
 #include "abi/pointwise.cuh"
 #include "formats/gguf.cuh"
 
@@ -12,8 +13,8 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_blocks(const __grid_constant__ EmbeddingParams p) {
   // A quarter of a block for each thread.
   const uint32_t thread = blockIdx.x * EMBEDDING_THREADS + threadIdx.x, block = thread / 4;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (block >= p.units) return;
   for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
     const uint32_t id = p.ids[i];
@@ -34,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 template <typename Unit> __device__ __forceinline__ void gather(const EmbeddingParams& p, Unit nan) {
   const uint32_t unit = blockIdx.x * EMBEDDING_THREADS + threadIdx.x;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (unit >= p.units) return;
   for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
     const uint32_t id = p.ids[i];

@@ -14,8 +14,8 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Laye
   const uint32_t packs = p.width / N;
   const T* weight = static_cast<const T*>(p.weight);
   const T* bias = static_cast<const T*>(p.bias);
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (g.row >= p.rows) return;
   const T* in = static_cast<const T*>(p.x) + g.row * p.width;
   T* y = static_cast<T*>(p.y) + g.row * p.width;

@@ -18,8 +18,8 @@ template <typename T> __device__ __forceinline__ void residual_add(const Residua
   const uint64_t first = blockIdx.x * uint64_t(RESIDUAL_ADD_THREADS) + threadIdx.x;
   const uint64_t step = gridDim.x * uint64_t(RESIDUAL_ADD_THREADS);
   const uint64_t packs = p.vectors ? p.count / N : 0;
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   for (uint64_t i = first; i < packs; i += step) {
     const auto xs = load<T, N>(x + i * N);
     const auto as = load<T, N>(a + i * N);

@@ -15,8 +15,8 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const RmsN
   const uint32_t packs = p.width / N;
   const T* weight = static_cast<const T*>(p.weight);
   Pack<T, N> x[K];
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   if (g.row >= p.rows) return;
   const uint64_t start = g.row * p.width;
   const T* in = static_cast<const T*>(p.x) + start;

@@ -124,8 +124,8 @@ __device__ __forceinline__ void append(const RopeParams& p, Head<T> head, uint32
 }
 
 template <typename T, bool VECTORS> __device__ __forceinline__ void rope_head(const RopeParams& p) {
-  allow_next();
-  wait_previous();
+  pdl_launch();
+  pdl_wait();
   const uint32_t row = blockIdx.x * (ROPE_THREADS / p.lanes) + threadIdx.x / p.lanes;
   if (row >= p.rows) return;
   const uint32_t heads = p.heads + 2 * p.kv_heads;

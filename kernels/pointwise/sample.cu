@@ -1,12 +1,12 @@
 // The next token of each sequence: repeat penalty, temperature, top-k, top-p and a draw by the
 // Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one.
 //
-// Each block takes a slice of a sequence's logits. The last one to finish puts the slices together;
-// where the tokens to draw from depend on all logits (top-k, top-p) it selects them digit by digit
-// of their distance from the best. Integer sums only, so no order shows.
+// Each block takes a slice of a sequence's logits. The last block, by an atomic counter, merges the slices; where the
+// tokens to draw from depend on all logits (top-k, top-p) it finds the threshold by a radix select over their distance
+// from the best. Sums are of integers, so the result does not depend on their order.
 //
 // The highest logit is subtracted before the division by the temperature, which then cannot overflow:
-// that of its slice in a block, and what that one lacks to the highest of all where slices meet.
+// that of its slice in a block, and its difference from the highest of all when slices are merged.
 #include "abi/pointwise.cuh"
 #include "common/base.cuh"
 
@@ -237,14 +237,14 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid
   __shared__ Best found;
   const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
   const uint32_t end = min(begin + p.slice, p.vocab);
-  allow_next();
+  pdl_launch();
   const SampleSettings s = p.settings[b];
   const bool greedy = s.inverse_temperature == 0.f;
   const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
   const bool penalised = p.history && s.penalty != 1.f;
   const bool drawn = all && !greedy;
   const uint64_t row = uint64_t(b) * p.vocab;
-  wait_previous();
+  pdl_wait();
   const uint32_t draw = p.position[b] + 1, step = p.step ? p.step[b] : 0;
   if (penalised || drawn) {
     for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) slice[i - begin] = logit(p, row + i);

@@ -4,7 +4,7 @@ use super::abi::{
     BLOCK, DequantizeParams, DequantizeSource, FORMAT_THREADS, GROUP, IN_ORDER, MAX_SOURCES,
     NarrowParams, RepackParams,
 };
-use super::codes::{self, CodeLayout, CodesAt, ValuesOf, line, values};
+use super::packed::{self, PackedAt, PackedLayout, ValuesOf, line, values};
 use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
 use crate::quant::{BlockFormat, Codes, Format};
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
@@ -40,9 +40,9 @@ static DEQUANTIZE: Module = Module::new(
         "dequantize_f32",
         "dequantize_f16",
         "dequantize_bf16",
-        "narrow_f32",
-        "narrow_f16",
-        "narrow_bf16",
+        "dequantize_narrow_f32",
+        "dequantize_narrow_f16",
+        "dequantize_narrow_bf16",
     ],
 );
 
@@ -65,7 +65,7 @@ pub struct BlockMatrix {
 #[derive(Clone, Copy)]
 enum Stored {
     Blocks(BlockFormat),
-    Codes(CodeLayout, Format),
+    Codes(PackedLayout, Format),
 }
 
 impl std::fmt::Debug for BlockMatrix {
@@ -111,7 +111,7 @@ impl BlockMatrix {
     /// no CUDA device, or its memory does not suffice.
     pub fn from_codes(codes: &Codes, device: &Device) -> Result<Self> {
         let cuda = cuda_device(device)?;
-        let layout = CodeLayout::new(codes.scheme, codes.rows, codes.cols)?;
+        let layout = PackedLayout::new(codes.scheme, codes.rows, codes.cols)?;
         let data = layout.upload(codes, cuda)?;
         let at = address(&data, &Layout::contiguous(layout.bytes()))?;
         Ok(Self {
@@ -215,7 +215,7 @@ impl BlockMatrix {
     }
 
     /// Where everything is, of a matrix of codes.
-    pub(crate) fn codes(&self) -> Option<CodesAt> {
+    pub(crate) fn codes(&self) -> Option<PackedAt> {
         match self.stored {
             Stored::Blocks(_) => None,
             Stored::Codes(layout, _) => Some(layout.at(self.at)),
@@ -425,7 +425,7 @@ fn pitch(format: &BlockFormat, groups: usize) -> usize {
 pub(crate) fn stored_bytes(format: Format, rows: usize, cols: usize) -> usize {
     match format {
         Format::Block(format) => rows * pitch(&format, cols.div_ceil(GROUP_VALUES)),
-        Format::Scheme(scheme) => CodeLayout::of(scheme, rows, cols).bytes(),
+        Format::Scheme(scheme) => PackedLayout::of(scheme, rows, cols).bytes(),
     }
 }
 
@@ -433,7 +433,7 @@ pub(crate) fn stored_bytes(format: Format, rows: usize, cols: usize) -> usize {
 pub(crate) fn kernel_index(format: Format) -> usize {
     match format {
         Format::Block(format) => format_index(format.dtype),
-        Format::Scheme(scheme) => codes::index(scheme),
+        Format::Scheme(scheme) => packed::index(scheme),
     }
 }
 

@@ -10,7 +10,7 @@ pub(crate) const MAX_GPUS: usize = 64;
 
 static GPUS: [OnceLock<Gpu>; MAX_GPUS] = [const { OnceLock::new() }; MAX_GPUS];
 
-/// What the driver keeps of a multiprocessor's shared memory for each block.
+/// What the driver keeps of an SM's shared memory for each block.
 const RESERVED: usize = 1024;
 
 /// What the choice of kernels and their grids depend on.
@@ -21,14 +21,14 @@ pub(crate) struct GpuSpec {
     /// What the code that runs here was compiled for: the compute capability, or less where the
     /// driver compiles PTX. Kernels are chosen by this.
     pub arch: u32,
-    /// Streaming multiprocessors.
+    /// Streaming multiprocessors (SMs).
     pub sms: u32,
     /// Shared memory that one block can have, in bytes.
     pub shared: u32,
 }
 
 impl GpuSpec {
-    /// Shared memory, static and dynamic, that each of so many blocks of one multiprocessor can have, in bytes.
+    /// Shared memory, static and dynamic, that each of so many blocks of one SM can have, in bytes.
     pub fn share(&self, blocks: usize) -> usize {
         (self.shared as usize + RESERVED) / blocks - RESERVED
     }

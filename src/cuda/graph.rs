@@ -30,7 +30,7 @@ impl Graph {
             gpu,
             stream: stream.0,
             dependent: true,
-            mixed: false,
+            one_cta_per_sm: false,
             bytes: 0,
         };
         // Relaxed: what other threads do meanwhile, such as allocating, is no part of the capture

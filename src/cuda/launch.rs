@@ -68,10 +68,10 @@ pub(crate) struct Launcher {
     /// Programmatic dependent launch; only where every kernel of the chain waits as
     /// `kernels/common/base.cuh` asks, and none writes what a later one reads before it waits.
     pub dependent: bool,
-    /// Whether kernels of other kinds are launched around. The blocks of attention leave multiprocessors one by
-    /// one, and those of the next kernel go where they find room: if that is room for two, some
-    /// multiprocessors have two and others none, and so on from kernel to kernel.
-    pub mixed: bool,
+    /// Whether an SM is to have one block (CTA) of a kernel only: where kernels of other kinds are launched around.
+    /// The blocks of attention leave SMs one by one, and those of the next kernel go where they find room: if that
+    /// is room for two, some SMs have two and others none, and so on from kernel to kernel.
+    pub one_cta_per_sm: bool,
     /// What the next launch has to read and write at least, for the profile.
     pub bytes: u64,
 }
@@ -89,7 +89,7 @@ impl Launcher {
             gpu,
             stream: device.cuda_stream().cu_stream(),
             dependent: false,
-            mixed: false,
+            one_cta_per_sm: false,
             bytes: 0,
         })
     }
@@ -99,10 +99,10 @@ impl Launcher {
         Self { bytes, ..self }
     }
 
-    /// The same launcher for a launch among others' of other kinds.
-    pub fn among_others(self) -> Self {
+    /// The same launcher for a launch among kernels of other kinds.
+    pub fn with_one_cta_per_sm(self) -> Self {
         Self {
-            mixed: true,
+            one_cta_per_sm: true,
             ..self
         }
     }

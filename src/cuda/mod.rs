@@ -3,7 +3,6 @@
 
 pub(crate) mod abi;
 mod blocks;
-mod codes;
 mod force;
 mod gpu;
 mod graph;
@@ -11,6 +10,7 @@ mod launch;
 mod memory;
 mod module;
 pub(crate) mod nvtx;
+mod packed;
 mod pinned;
 mod pool;
 pub mod profile;
@@ -25,7 +25,6 @@ pub use blocks::BlockMatrix;
 pub(crate) use blocks::{
     Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype, stored_bytes,
 };
-pub(crate) use codes::{CodesAt, ValuesOf, values};
 pub(crate) use force::forced;
 pub use force::with_kernel;
 pub(crate) use gpu::{Gpu, GpuSpec, MAX_GPUS};
@@ -38,6 +37,7 @@ pub(crate) use memory::{
     Address, address, address_of, alloc, copy_slots, cuda_storage, stack_rows,
 };
 pub(crate) use module::{Module, dtype_index, fatbin};
+pub(crate) use packed::{PackedAt, ValuesOf, values};
 pub(crate) use pinned::Pinned;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
 pub use replay::Replay;

@@ -64,8 +64,8 @@ impl Module {
     }
 
     /// Lets blocks of the next kernel start beside those of this module's, however much shared memory they
-    /// take: a multiprocessor divides its cache anew only when it is idle.
-    pub const fn beside_the_next(mut self) -> Self {
+    /// take: an SM divides its cache anew only when it is idle.
+    pub const fn with_all_shared_memory(mut self) -> Self {
         self.all_shared = true;
         self
     }

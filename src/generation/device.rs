@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 
 /// Tokens of a prompt that go through the layers together: what lies between the steps of a layer
 /// grows with them.
-const MOST_TOKENS: usize = 4096;
+const MAX_TOKENS: usize = 4096;
 
 /// Steps of a graph where the GPU may be ahead of the host by as many: between two graphs it pauses for some
 /// microseconds.
@@ -114,8 +114,8 @@ impl OnDevice {
             };
             let mut first = position;
             let mut rest = ids;
-            while rest.len() > MOST_TOKENS {
-                let (some, others) = rest.split_at(MOST_TOKENS);
+            while rest.len() > MAX_TOKENS {
+                let (some, others) = rest.split_at(MAX_TOKENS);
                 read(some, first)?;
                 (first, rest) = (first + some.len(), others);
             }

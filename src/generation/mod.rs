@@ -77,7 +77,7 @@ pub struct PartTime {
 }
 
 /// The most sequences side by side.
-const MOST_SEQUENCES: usize = 8;
+const MAX_SEQUENCES: usize = 8;
 
 /// A model that a [`Generation`] can run.
 pub trait Model: Parts {}
@@ -178,9 +178,9 @@ impl Generation {
     /// If an option is out of range, `positions` is past the model's context, or memory is short.
     pub fn new<M: Model>(model: &M, options: &Options) -> Result<Self> {
         let decoder = model.decoder();
-        if !(1..=MOST_SEQUENCES).contains(&options.sequences) {
+        if !(1..=MAX_SEQUENCES).contains(&options.sequences) {
             bail!(
-                "generation: {} sequences, expected 1 to {MOST_SEQUENCES}",
+                "generation: {} sequences, expected 1 to {MAX_SEQUENCES}",
                 options.sequences
             );
         }

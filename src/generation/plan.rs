@@ -142,7 +142,7 @@ impl Plan {
                 Work::Linear(product) => {
                     let mut scratch = self.scratch.borrow_mut();
                     scratch.reset();
-                    product.run(&launcher.among_others(), &mut scratch)
+                    product.run(&launcher.with_one_cta_per_sm(), &mut scratch)
                 }
                 Work::Attention(attention) => attention.run(launcher),
                 Work::Sample(step) => sample::launch(launcher, self.sequences, *step),
@@ -281,7 +281,7 @@ impl<'a> Writer<'a> {
                     fetch: Some(step.earlier()),
                     ..operands.clone()
                 };
-                Product::of(&self.launcher.among_others(), operands)?
+                Product::of(&self.launcher.with_one_cta_per_sm(), operands)?
             }
             _ => first,
         };
@@ -332,7 +332,7 @@ impl<'a> Writer<'a> {
         let mut pair = pipelined::pair(output, down)?;
         // The second bias is added as a residual is: there is one row.
         pair.at.residuals[1] = down.at.bias;
-        let pair = Product::of(&self.launcher.among_others(), pair).ok()?;
+        let pair = Product::of(&self.launcher.with_one_cta_per_sm(), pair).ok()?;
         Some((both, pair))
     }
 
@@ -377,7 +377,7 @@ impl<'a> Writer<'a> {
             x_dtype: self.dtype,
             out_dtype: around.out_dtype,
         };
-        let product = Product::new(&self.launcher.among_others(), weights, &at);
+        let product = Product::new(&self.launcher.with_one_cta_per_sm(), weights, &at);
         product.map_err(|e| Refusal::Unfused(e.to_string()))
     }
 

@@ -47,7 +47,7 @@ pub(super) fn read(
         launcher: Launcher {
             // An event between two launches would keep them apart anyway.
             dependent: !profile::is_capturing(),
-            mixed: true,
+            one_cta_per_sm: true,
             ..Launcher::new(device)?
         },
         scratch: Scratch::new(device),

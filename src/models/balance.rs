@@ -21,7 +21,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::HashMap;
 
 /// Factors lie within 2 to the power of this and its reciprocal: f16 has room for them too.
-const MOST: f32 = 6.;
+const MAX_LOG2: f32 = 6.;
 
 /// Inputs whose norm weighs them less than this part of the largest weight count as if they had it.
 const LEAST: f32 = 1e-3;
@@ -245,7 +245,7 @@ fn balancing(inputs: &[f32], columns: &[f32]) -> Vec<f32> {
     let mean = counted.iter().sum::<f32>() / counted.len().max(1) as f32;
     logs.iter()
         .map(|log| match log.is_finite() {
-            true => (log - mean).round().clamp(-MOST, MOST).exp2(),
+            true => (log - mean).round().clamp(-MAX_LOG2, MAX_LOG2).exp2(),
             false => 1.,
         })
         .collect()

@@ -131,7 +131,7 @@ pub const GGUF_SIZES: [&str; 8] = [
 
 /// The largest sizes that are taken: far above any model's, and so small that the bytes of a matrix fit
 /// 64 bits and what is computed from them alone, without a tensor, takes no time.
-const MOST_SIZES: [usize; 8] = [
+const MAX_SIZES: [usize; 8] = [
     1 << 28,
     1 << 28,
     1 << 28,
@@ -144,7 +144,7 @@ const MOST_SIZES: [usize; 8] = [
 
 /// Fails by the name of a size that no model has, before anything of that size is made.
 pub fn check_sizes(place: &str, names: [&str; 8], sizes: [usize; 8]) -> Result<()> {
-    for ((name, size), most) in names.into_iter().zip(sizes).zip(MOST_SIZES) {
+    for ((name, size), most) in names.into_iter().zip(sizes).zip(MAX_SIZES) {
         if size > most {
             bail!("{place}{name} is {size}, expected at most {most}");
         }

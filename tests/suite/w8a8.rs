@@ -126,8 +126,8 @@ fn integer_sums_are_exact() -> Result<()> {
 #[test]
 fn large_products_have_tiles_of_their_own() -> Result<()> {
     let cases = [
-        ((300, 8008, &[136, 40][..]), "w8a8_sm90_128_2,"),
-        ((1500, 4104, &[1416]), "w8a8_sm90_256_2,"),
+        ((300, 8008, &[136, 40][..]), "gemm_w8a8_sm90_128_2,"),
+        ((1500, 4104, &[1416]), "gemm_w8a8_sm90_256_2,"),
     ];
     for device in gpus() {
         for (shape, tile) in cases {
@@ -156,7 +156,7 @@ fn in_one_launch(shape: (usize, usize, &[usize]), form: &str) -> Result<()> {
                 let path = product(shape, dtype, Norm::None, behind, &device)?;
                 let Some(path) = path else { continue };
                 // Half as many outputs are too few for it.
-                let gates = behind.0 == Activation::SwiGlu && form == "w8a8_direct_64x192_3,";
+                let gates = behind.0 == Activation::SwiGlu && form == "gemm_w8a8_cluster_64x192_3,";
                 let other = gates || path.contains("gemm_w8a8_mma");
                 assert!(other || path.contains(form), "{shape:?}: {path}");
             }
@@ -168,25 +168,25 @@ fn in_one_launch(shape: (usize, usize, &[usize]), form: &str) -> Result<()> {
 // Each form by itself: racecheck takes more than a minute and a half for the largest.
 #[test]
 fn small_products_of_short_rows_are_one_launch() -> Result<()> {
-    in_one_launch((200, 576, &[1536]), "w8a8_direct_64x64_4,")?;
-    in_one_launch((500, 576, &[1536]), "w8a8_direct_64x128_4,")
+    in_one_launch((200, 576, &[1536]), "gemm_w8a8_cluster_64x64_4,")?;
+    in_one_launch((500, 576, &[1536]), "gemm_w8a8_cluster_64x128_4,")
 }
 
 #[test]
 fn small_products_of_long_rows_are_one_launch() -> Result<()> {
-    in_one_launch((70, 1536, &[576]), "w8a8_direct_48x64_3,")?;
-    in_one_launch((500, 1536, &[576]), "w8a8_direct_48x64_3,")?;
-    in_one_launch((100, 704, &[960]), "w8a8_direct_48x64_3,")
+    in_one_launch((70, 1536, &[576]), "gemm_w8a8_cluster_48x64_3,")?;
+    in_one_launch((500, 1536, &[576]), "gemm_w8a8_cluster_48x64_3,")?;
+    in_one_launch((100, 704, &[960]), "gemm_w8a8_cluster_48x64_3,")
 }
 
 #[test]
 fn small_products_of_many_rows_are_one_launch() -> Result<()> {
-    in_one_launch((2000, 1536, &[576]), "w8a8_direct_64x144_2,")?;
-    in_one_launch((1200, 1536, &[576]), "w8a8_direct_64x192_3,")?;
-    in_one_launch((1400, 576, &[1536]), "w8a8_direct_128x192_2,")?;
-    in_one_launch((1200, 640, &[1920]), "w8a8_direct_128x192_2,")?;
+    in_one_launch((2000, 1536, &[576]), "gemm_w8a8_cluster_64x144_2,")?;
+    in_one_launch((1200, 1536, &[576]), "gemm_w8a8_cluster_64x192_3,")?;
+    in_one_launch((1400, 576, &[1536]), "gemm_w8a8_cluster_128x192_2,")?;
+    in_one_launch((1200, 640, &[1920]), "gemm_w8a8_cluster_128x192_2,")?;
     // Outputs are staged in four steps of x.
-    in_one_launch((1400, 400, &[1536]), "w8a8_direct_128x192_2,")
+    in_one_launch((1400, 400, &[1536]), "gemm_w8a8_cluster_128x192_2,")
 }
 
 /// What is added to a product, beside its activation.

@@ -128,7 +128,7 @@ abi! {
         dtype: i32,
         cache_dtype: i32,
         interleaved: i32,
-        /// Whether there is time before the kernel in front is complete.
+        /// Whether there is time before the preceding kernel is complete.
         rehearse: i32,
         scale: f32,
         softcap: f32,

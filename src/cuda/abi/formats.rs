@@ -4,11 +4,11 @@ use super::{Char, Const, Count, Mut, Void};
 
 abi! {
     /// Values of a K block of codes.
-    const STEP: Count<u32> = 128;
+    const K_BLOCK: Count<u32> = 128;
     /// Rows of codes that are taken together.
-    const OCTET: Count<u32> = 8;
+    const ROW_GROUP: Count<u32> = 8;
     /// Lanes of a row of codes.
-    const QUARTERS: Count<u32> = 4;
+    const ROW_LANES: Count<u32> = 4;
 
     /// Values of a GGUF block, and blocks of a group.
     const BLOCK: Count<u32> = 32;
@@ -18,7 +18,7 @@ abi! {
     const FORMAT_THREADS: Count<i32> = 256;
 
     /// A matrix of codes on the device.
-    struct CodeMatrix {
+    struct PackedMatrix {
         codes: Const<Char>,
         /// f32 for each row, or f16 for each group.
         scales: Const<Void>,
@@ -26,7 +26,7 @@ abi! {
         zeros: Const<u8>,
     }
 
-    struct PackCodesParams {
+    struct PackParams {
         /// `[rows, k]`
         codes: Const<i8>,
         /// Where row 0 goes; that is the first of eight.
@@ -35,8 +35,8 @@ abi! {
         k: u32,
     }
 
-    struct CodeValuesParams {
-        matrix: CodeMatrix,
+    struct UnpackParams {
+        matrix: PackedMatrix,
         /// `[count]`, or null for all rows.
         ids: Const<u32>,
         /// `[count, k]`, aligned to 16 bytes.

@@ -23,11 +23,11 @@ abi! {
     const GEMV_THREADS: Count<i32> = GEMV_WARPS * WARP;
 
     /// Rows of quantized weights that a warp computes together, and rows of x that meet them.
-    const UNIT: Count<i32> = 16;
-    const UNIT_MAX_M: Count<i32> = 4;
+    const N_TILE: Count<i32> = 16;
+    const N_TILE_MAX_M: Count<i32> = 4;
 
-    /// Bytes behind a row of x in shared memory, by the codes that it meets, so that lanes which read several
-    /// rows meet no bank twice.
+    /// Padding of a row of x in shared memory, in bytes, by the weights that it is multiplied with, so that lanes
+    /// which read several rows have no bank conflicts.
     const INT8_PADDING: Count<u32> = 80;
     const INT4_PADDING: Count<u32> = 64;
     const TERNARY_PADDING: Count<u32> = 32;
@@ -88,21 +88,21 @@ abi! {
         rows: u32,
         /// Outputs: rows, or half of them if one half gates the other.
         width: u32,
-        /// Warps that share a unit: a power of two that divides the block's warps.
-        split: u32,
+        /// Warps that share an N tile: a power of two that divides the block's warps.
+        split_k: u32,
         /// Of codes: scales of each 128 values of a row; 0 if a row has one.
         groups: u32,
         /// Of dense weights.
         weight_dtype: i32,
-        /// Of a ring, in the kernels that have one.
-        slots: u32,
+        /// Of the pipeline, in the kernels that have one.
+        stages: u32,
     }
 
-    /// Values of a row that a warp takes at once, where dense weights stream, bytes of two rows of those, and
+    /// The pipelined GEMV: values of a K block, bytes of a stage, which is a K block of two rows of weights, and
     /// packs of 16 bytes of x that a thread has at once.
-    const STREAM_STEP: Count<i32> = 256;
-    const STREAM_SLOT: Count<i32> = 2 * STREAM_STEP * 2;
-    const STREAM_PACKS: Count<i32> = 8;
+    const PIPELINED_K_BLOCK: Count<i32> = 256;
+    const PIPELINED_STAGE: Count<i32> = 2 * PIPELINED_K_BLOCK * 2;
+    const PIPELINED_PACKS: Count<i32> = 8;
 
     /// Keys and values that the next kernel of a chain reads, to be fetched into the L2 cache: those of
     /// `planes` heads, in front of the position.
@@ -127,56 +127,56 @@ abi! {
         border: u32,
     }
 
-    /// A product whose dense weights stream through rings.
-    struct StreamParams {
+    /// A GEMV whose dense weights stream through pipelines.
+    struct GemvPipelinedParams {
         product: Gemv,
         /// Of the kernels for two matrices side by side.
         second: Second,
         fetch: Fetch,
     }
 
-    /// K blocks of codes of a ring's slot, where codes stream, slots at most, and such slices of a row of x
-    /// that a warp has in registers.
-    const CODE_STREAM_SLICE: Count<u32> = 16;
-    const CODE_STREAM_MAX_SLOTS: Count<u32> = 16;
-    const CODE_STREAM_HELD: Count<i32> = 8;
+    /// The GEMV for Hopper with packed weights: K blocks of a stage, stages at most, and such stages of a row of x
+    /// that a warp has in registers (owned operands).
+    const GEMV_SM90_K_BLOCKS: Count<u32> = 16;
+    const GEMV_SM90_MAX_STAGES: Count<u32> = 16;
+    const GEMV_SM90_OWNED: Count<i32> = 8;
 
     /// Rows of x of a launch for some tens of them, and warps of a block at most.
-    const TILES_ROWS: Count<i32> = 64;
-    const TILES_MAX_WARPS: Count<i32> = 8;
+    const M64_ROWS: Count<i32> = 64;
+    const M64_MAX_WARPS: Count<i32> = 8;
 
     /// Some tens of rows of x.
-    struct TilesParams {
+    struct GemmM64Params {
         /// Without a norm; x is bf16.
         product: Gemv,
-        /// Units of a block.
-        side: u32,
-        /// Stages of x that there is room for: all, or at least 3.
-        slots: u32,
-        /// Of a unit.
+        /// N tiles of a block, side by side.
+        cta_n_tiles: u32,
+        /// Stages of x in shared memory: one for each K tile, or at least 3.
         stages: u32,
+        /// K tiles, each of a K block for every warp that shares an N tile.
+        k_tiles: u32,
     }
 
-    /// Rows of x of a launch for up to 16 of them, warps of a block, steps whose x a warp has at a time, and
-    /// units of a batch.
-    const SLICES_ROWS: Count<i32> = 16;
-    const SLICES_WARPS: Count<i32> = 8;
-    const SLICES_DEPTH: Count<i32> = 2;
-    const SLICES_BATCH: Count<i32> = 4;
+    /// Rows of x of a launch for up to 16 of them, warps of a block, K blocks whose x a warp has at a time, and
+    /// N tiles of a batch.
+    const M16_ROWS: Count<i32> = 16;
+    const M16_WARPS: Count<i32> = 8;
+    const M16_DEPTH: Count<i32> = 2;
+    const M16_BATCH: Count<i32> = 4;
 
     /// Up to 16 rows of x.
-    struct SlicesParams {
+    struct GemmM16Params {
         /// Without a norm; x is bf16.
         product: Gemv,
-        /// Blocks of a cluster.
-        slices: u32,
+        /// Blocks (CTAs) of a cluster, which share K.
+        cluster_size: u32,
     }
 
     /// The same where k is long.
-    struct LongSlicesParams {
+    struct GemmM16TmaParams {
         /// `[k / 64][m][64]`, of which a box is `[4][16][64]`.
         x: TensorMap,
-        slices: SlicesParams,
+        m16: GemmM16Params,
     }
 
     /// Tokens of a tile of the GEMM for quantized weights on Hopper, and stages of x. A tile has 128 output
@@ -206,10 +206,10 @@ abi! {
         vectors: i32,
     }
 
-    const FINISH_THREADS: Count<i32> = 256;
+    const SUMS_EPILOGUE_THREADS: Count<i32> = 256;
 
     /// What the library leaves to do behind a product of many rows.
-    struct FinishParams {
+    struct SumsEpilogueParams {
         /// `[m, rows]`
         sums: Const<f32>,
         epilogue: Epilogue,
@@ -303,15 +303,14 @@ abi! {
     }
 
     /// Stages of W at most, where a launch makes int8 of x itself.
-    const W8A8_DIRECT_MAX_STAGES: Count<i32> = 12;
+    const W8A8_CLUSTER_MAX_STAGES: Count<i32> = 12;
 
-    /// The forms that make int8 of x themselves: rows of x and of W of a block, teams of four warps that
-    /// multiply, those of them that lie beside one another in W's rows, warps that make int8 of x, whether the last
-    /// of them asks for W instead of a warp of its own, blocks that share rows of x, lanes for a row of it, packs
-    /// of 16 values for each lane at most, whether all of W is in shared memory, and stages of W that are
-    /// asked for in front of x.
-    table W8A8_DIRECT of W8A8Direct (
-        rows: usize, columns: usize, teams: usize, beside: usize, makers: usize, asks: bool, cluster: usize,
+    /// The forms that quantize x themselves: rows of x and of W of a block, warpgroups that multiply, those of them
+    /// that lie side by side in W's rows, producer warps that quantize x, whether the last of them loads W instead
+    /// of a warp of its own, blocks of a cluster, which share rows of x, lanes for a row of it, packs of 16 values for
+    /// each lane at most, whether all of W is in shared memory, and stages of W that are loaded before x.
+    table W8A8_CLUSTER of W8A8Cluster (
+        rows: usize, columns: usize, warpgroups: usize, beside: usize, producers: usize, loads_w: bool, cluster: usize,
         lanes: usize, packs: usize, whole: bool, early: usize
     ) = [
         (64, 64, 1, 1, 8, false, 4, 16, 3, true, 0),
@@ -322,8 +321,8 @@ abi! {
         (64, 192, 2, 2, 11, false, 3, 32, 3, false, 0)
     ];
 
-    struct W8A8DirectParams {
-        /// Tiles of half a team's rows.
+    struct W8A8ClusterParams {
+        /// Tiles of half a warpgroup's rows.
         weights: [TensorMap; MAX_WEIGHTS],
         /// Without x and its scales.
         product: W8A8Product,

@@ -3,7 +3,7 @@
 use super::{OP, Table};
 use crate::cuda::abi::{BLOCK, EMBEDDING_THREADS, EmbeddingParams};
 use crate::cuda::{
-    Address, CodesAt, Grid, Launcher, Module, ValuesOf, address, address_of, alloc, fatbin, values,
+    Address, Grid, Launcher, Module, PackedAt, ValuesOf, address, address_of, alloc, fatbin, values,
 };
 use crate::ops::view::float;
 use crate::trace;
@@ -24,7 +24,7 @@ const ELEMENTS: usize = 2;
 #[derive(Clone, Copy, Debug)]
 enum Quantized {
     Blocks(usize),
-    Codes(CodesAt, usize),
+    Codes(PackedAt, usize),
 }
 
 /// A look-up on raw addresses.

@@ -24,7 +24,7 @@ const CELL: (usize, usize) = (256, 128);
 
 /// Tokens of a dense cell's tile at most: what a thread keeps for it stays small however long the
 /// prompt is, and a weight packed for as many costs little.
-const MOST_TOKENS: usize = 512;
+const MAX_TOKENS: usize = 512;
 
 pub(super) fn forward(
     op: &LinearOp<'_>,
@@ -144,11 +144,8 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
         let grid = dense::task_grid(m, width, product.k, pool::threads());
         pool::run(grid.cells(), |task| {
             let (tokens, columns) = grid.cell(task);
-            for start in tokens.clone().step_by(MOST_TOKENS) {
-                cell(
-                    start..(start + MOST_TOKENS).min(tokens.end),
-                    columns.clone(),
-                );
+            for start in tokens.clone().step_by(MAX_TOKENS) {
+                cell(start..(start + MAX_TOKENS).min(tokens.end), columns.clone());
             }
         });
     }

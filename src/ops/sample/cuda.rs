@@ -15,11 +15,11 @@ static MODULE: Module = Module::new("sample", fatbin!("sample"), &["sample"]);
 const _: () = assert!(NONE == NO_TOKEN);
 
 /// Blocks that share a sequence's logits at most: the last one gathers from all.
-const MOST_BLOCKS: usize = 128;
+const MAX_BLOCKS: usize = 128;
 
 /// Blocks that share the logits of one sequence.
 pub(crate) fn blocks(vocab: usize) -> usize {
-    vocab.div_ceil(SAMPLE_THREADS).min(MOST_BLOCKS)
+    vocab.div_ceil(SAMPLE_THREADS).min(MAX_BLOCKS)
 }
 
 /// 8-byte words of `partial` for each sequence.

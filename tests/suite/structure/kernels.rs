@@ -1,6 +1,7 @@
 //! The folders of kernels/: which file includes which, and what kernels are called.
 
 use super::source;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The folders from the ground up; those of one floor include nothing of each other.
@@ -63,4 +64,41 @@ fn kernels_include_only_folders_below() {
         "not below, or not there:\n{}",
         wrong.join("\n")
     );
+}
+
+/// The name of a file and those of its kernels, as `Module::new` has them in `text`.
+fn modules(text: &str) -> Vec<(String, Vec<String>)> {
+    text.split("Module::new(")
+        .skip(1)
+        .filter_map(|module| {
+            let (list, _) = module.split_once("]")?;
+            let mut words = list.split('"').skip(1).step_by(2).map(str::to_owned);
+            let (stem, fatbin) = (words.next()?, words.next()?);
+            assert_eq!(stem, fatbin, "a module and its fatbin");
+            Some((stem, words.collect()))
+        })
+        .collect()
+}
+
+/// A profile shows a kernel's name, which leads to its file; scripts/sanitize.sh finds ours by it too.
+#[test]
+fn kernels_have_the_names_of_their_files() {
+    let mut named = BTreeSet::new();
+    for path in source::files("src", &[".rs"]) {
+        for (stem, kernels) in modules(&source::read(&path)) {
+            let mut ours = kernels.iter();
+            // Those of attention have the names of its ops.
+            let found = ours.all(|kernel| {
+                kernel.contains(&stem)
+                    || ["flash_", "decoding_"]
+                        .iter()
+                        .any(|op| kernel.starts_with(op))
+            });
+            assert!(found && !kernels.is_empty(), "{stem}: {kernels:?}");
+            named.insert(stem);
+        }
+    }
+    let stems = kernels(&[".cu"]);
+    let stems = stems.iter().filter_map(|path| path.file_stem()?.to_str());
+    assert_eq!(named, stems.map(str::to_owned).collect::<BTreeSet<_>>());
 }

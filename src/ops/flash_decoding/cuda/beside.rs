@@ -113,7 +113,7 @@ impl Kernel<Operands> for Together {
             bail!("{OP}: there is no product beside the step");
         };
         let mut product = Gemv::of(&beside.product)?;
-        product.slots = self.stages as u32;
+        product.stages = self.stages as u32;
         let both = DecodingBesideParams {
             attention: operands.step.params(launcher, self.split.warps),
             product,

@@ -243,7 +243,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemv_wna16_sm90",
-        source: "linear/gemv_wna16.cu",
+        source: "linear/gemv_wna16_sm90.cu",
         formats: Formats::INT4_G128.or(Formats::TERNARY),
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
@@ -283,7 +283,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_cluster",
-        source: "linear/gemm_wna16_m16.cu",
+        source: "linear/gemm_wna16_m16_cluster.cu",
         formats: Formats::INT4_G128,
         x: WNA16_M16_SM90,
         arch: [90, NEWEST],
@@ -294,7 +294,7 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_m16_tma",
-        source: "linear/gemm_wna16_m16.cu",
+        source: "linear/gemm_wna16_m16_tma.cu",
         formats: Formats::INT4_G128,
         x: WNA16_M16_SM90,
         arch: [90, NEWEST],
@@ -441,8 +441,9 @@ thread_local! {
 /// # Errors
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan> {
-    if let Some(place) = forced("linear", kernels(), crate::ops::all_kernels())? {
-        let (name, format) = (RULES[place].kernel, Formats::of(case.weight));
+    let place = forced("linear", kernels(), crate::ops::all_kernels())?;
+    if let Some(KernelInfo { name, .. }) = place.and_then(|place| kernels().nth(place)) {
+        let format = Formats::of(case.weight);
         let rules = RULES.iter().filter(|rule| rule.kernel == name);
         let rules = rules.filter(|rule| rule.formats.contains(format));
         let (mut known, mut refusal) = (false, "");
@@ -477,9 +478,11 @@ pub(super) fn select(case: &Case) -> Result<Plan> {
     Ok(plan)
 }
 
-/// The kernels in the order in which they are tried.
+/// The kernels in the order in which they are tried, each once.
 pub fn kernels() -> impl Iterator<Item = KernelInfo> {
-    RULES.iter().map(|rule| KernelInfo {
+    let first = |(i, rule): &(usize, &Rule)| RULES[..*i].iter().all(|r| r.kernel != rule.kernel);
+    let rules = RULES.iter().enumerate().filter(first);
+    rules.map(|(_, rule)| KernelInfo {
         name: rule.kernel,
         source: rule.source,
         note: rule.note,

@@ -87,7 +87,7 @@ pub(super) fn offset(base: Address, bytes: usize) -> Address {
 /// A matrix of weights on a GPU.
 #[derive(Clone, Debug)]
 pub(crate) enum Operand {
-    /// `[rows, k]`, row-major; whoever asks for the product keeps it alive.
+    /// `[rows, k]`, row-major; the caller keeps it alive.
     Dense {
         address: Address,
         rows: usize,
@@ -264,7 +264,7 @@ impl Operands {
             activation: at.activation,
             bias: at.bias != 0,
             residuals: at.residuals.iter().filter(|r| **r != 0).count(),
-            in_chain: launcher.mixed,
+            one_cta_per_sm: launcher.one_cta_per_sm,
             alignment: Alignment {
                 x: aligned(&[at.x]),
                 norm: aligned(&norm),
@@ -315,8 +315,8 @@ pub(crate) struct Case {
     pub activation: Activation,
     pub bias: bool,
     pub residuals: usize,
-    /// Whether it is launched in a chain with kernels of other kinds, see [`Launcher::mixed`].
-    pub in_chain: bool,
+    /// Whether it is launched in a chain with kernels of other kinds, see [`Launcher::one_cta_per_sm`].
+    pub one_cta_per_sm: bool,
     pub alignment: Alignment,
 }
 

@@ -1,4 +1,4 @@
-//! A product of any weights: its parts, each with the kernel that the table chose.
+//! A product of any weights: its segments, each with the kernel that the table chose.
 
 use super::dispatch;
 use super::plan::Plan;
@@ -8,10 +8,10 @@ use crate::ops::linear::{Activation, Weight};
 use candle_core::Result;
 use std::fmt;
 
-/// A product ready to run: its parts, each with the kernel that takes it.
+/// A product ready to run: its segments, each with the kernel that takes it.
 #[derive(Clone, Debug)]
 pub(crate) struct Product {
-    parts: Vec<(Plan, Operands)>,
+    segments: Vec<(Plan, Operands)>,
 }
 
 impl Product {
@@ -22,20 +22,20 @@ impl Product {
     /// If the weights are not on a GPU, or no kernel takes the product.
     pub fn new(launcher: &Launcher, weights: &[Weight], at: &ProductAt) -> Result<Self> {
         let whole = Operands::new(weights, at)?;
-        let mut parts = whole.segments();
-        if parts.len() > 1 && at.activation != Activation::SwiGlu {
-            let plans = parts.iter().map(|part| {
-                let plan = dispatch::select(&part.case(launcher)).ok()?;
+        let mut segments = whole.segments();
+        if segments.len() > 1 && at.activation != Activation::SwiGlu {
+            let plans = segments.iter().map(|segment| {
+                let plan = dispatch::select(&segment.case(launcher)).ok()?;
                 (!dispatch::takes_mixed(plan.kernel)).then_some(plan)
             });
             if let Some(plans) = plans.collect::<Option<Vec<_>>>() {
                 return Ok(Self {
-                    parts: plans.into_iter().zip(parts).collect(),
+                    segments: plans.into_iter().zip(segments).collect(),
                 });
             }
         }
-        let operands = match parts.len() {
-            1 => parts.remove(0),
+        let operands = match segments.len() {
+            1 => segments.remove(0),
             _ => whole,
         };
         Self::of(launcher, operands)
@@ -48,19 +48,19 @@ impl Product {
     pub fn of(launcher: &Launcher, operands: Operands) -> Result<Self> {
         let plan = dispatch::select(&operands.case(launcher))?;
         Ok(Self {
-            parts: vec![(plan, operands)],
+            segments: vec![(plan, operands)],
         })
     }
 
     /// The plan and the operands, if one kernel takes everything.
     pub fn single(&self) -> Option<(&Plan, &Operands)> {
-        match &self.parts[..] {
+        match &self.segments[..] {
             [(plan, operands)] => Some((plan, operands)),
             _ => None,
         }
     }
 
-    /// The quantized weights that are to be dequantized for a library; none if a part takes them as they are.
+    /// The quantized weights that are to be dequantized for a library; none if a segment takes them as they are.
     pub fn to_dequantize(&self) -> Option<&Operands> {
         let (plan, operands) = self.single()?;
         let all = operands.weights.iter();
@@ -70,14 +70,14 @@ impl Product {
 
     /// Says where the weights are that [`Product::to_dequantize`] named.
     pub fn set_dequantized(&mut self, at: Address) {
-        if let [(_, operands)] = &mut self.parts[..] {
+        if let [(_, operands)] = &mut self.segments[..] {
             operands.dequantized = Some(at);
         }
     }
 
     /// Bytes of scratch memory that [`Product::run`] takes at most.
     pub fn scratch(&self) -> usize {
-        let each = self.parts.iter();
+        let each = self.segments.iter();
         each.map(|(plan, operands)| plan.how.scratch(operands))
             .sum()
     }
@@ -91,17 +91,17 @@ impl Product {
     /// Each address holds what its field says, and dense weights live, until the stream has passed the launches. In a
     /// dependent chain no preceding kernel writes weights, norm or bias.
     pub unsafe fn run(&self, launcher: &Launcher, scratch: &mut Scratch) -> Result<()> {
-        self.parts.iter().try_for_each(|(plan, operands)| {
+        self.segments.iter().try_for_each(|(plan, operands)| {
             // SAFETY: the caller's; the plan was made for these operands.
             unsafe { plan.how.run(launcher, scratch, operands) }
         })
     }
 }
 
-/// The kernel of each part.
+/// The kernel of each segment.
 impl fmt::Display for Product {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, (plan, _)) in self.parts.iter().enumerate() {
+        for (i, (plan, _)) in self.segments.iter().enumerate() {
             let between = if i > 0 { " and " } else { "" };
             write!(f, "{between}{plan}")?;
         }

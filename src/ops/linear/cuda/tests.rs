@@ -95,7 +95,7 @@ fn case(
         },
         bias: false,
         residuals: 0,
-        in_chain: false,
+        one_cta_per_sm: false,
         alignment: Alignment::ALL,
     }
 }
@@ -229,7 +229,7 @@ fn a_plan_says_what_it_launches() -> Result<()> {
     ))?;
     let text = plan.to_string();
     assert!(
-        text.starts_with("gemv_dense_mma (linear_tensor_bf16, "),
+        text.starts_with("gemv_dense_mma (gemv_dense_mma_bf16, "),
         "{text}"
     );
     assert!(text.contains(" B shared, split "), "{text}");

@@ -6,7 +6,7 @@ use super::super::problem::{Case, NormAt, NormKind, Operand, Operands, ProductAt
 use super::cublaslt::{self, Gemm, WORKSPACE};
 use super::gemv::{EpilogueParams, activation_index};
 use super::gemv_dense;
-use crate::cuda::abi::{FINISH_THREADS, FinishParams, WidenParams};
+use crate::cuda::abi::{SUMS_EPILOGUE_THREADS, SumsEpilogueParams, WidenParams};
 use crate::cuda::{Address, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::layer_norm::cuda::{LayerNormAt, launch as layer_norm};
 use crate::ops::linear::Activation;
@@ -19,18 +19,18 @@ static MODULE: Module = Module::new(
     "gemm_dense",
     fatbin!("gemm_dense"),
     &[
-        "linear_finish_f32",
-        "linear_finish_f16",
-        "linear_finish_bf16",
-        "linear_widen_f16",
-        "linear_widen_bf16",
+        "gemm_dense_epilogue_f32",
+        "gemm_dense_epilogue_f16",
+        "gemm_dense_epilogue_bf16",
+        "gemm_dense_widen_f16",
+        "gemm_dense_widen_bf16",
     ],
 );
 
-/// Before `linear_widen_f16`, so that the index of a dtype follows.
+/// Before `gemm_dense_widen_f16`, so that the index of a dtype follows.
 const WIDEN: usize = 2;
 
-const THREADS: u32 = FINISH_THREADS as u32;
+const THREADS: u32 = SUMS_EPILOGUE_THREADS as u32;
 
 /// Products by the library with what comes behind them.
 #[derive(Clone, Debug)]
@@ -303,7 +303,7 @@ unsafe fn finish(launcher: &Launcher, at: &ProductAt, rows: usize, sums: Address
     let addresses = [at.bias, at.residuals[0], at.residuals[1], at.out, sums];
     let vectors = [width, rows, at.stride].iter().all(|n| n.is_multiple_of(4))
         && addresses.iter().all(|a| a.is_multiple_of(16));
-    let params = FinishParams {
+    let params = SumsEpilogueParams {
         sums,
         epilogue: EpilogueParams {
             bias: at.bias,
@@ -325,7 +325,7 @@ unsafe fn finish(launcher: &Launcher, at: &ProductAt, rows: usize, sums: Address
         0,
     );
     let bytes = at.m * (4 * rows + at.x_dtype.size_in_bytes() * width);
-    // SAFETY: the kernel takes `FinishParams`; the addresses are the caller's.
+    // SAFETY: the kernel takes `SumsEpilogueParams`; the addresses are the caller's.
     unsafe {
         launcher
             .moving(bytes as u64)

@@ -31,15 +31,19 @@ static QUANTIZE: Module = Module::new(
         "quantize_rows_bf16",
     ],
 )
-.beside_the_next();
+.with_all_shared_memory();
 
-static WARPS: Module = Module::new("gemm_w8a8", fatbin!("gemm_w8a8"), &["w8a8_mma"]);
+static WARPS: Module = Module::new("gemm_w8a8", fatbin!("gemm_w8a8"), &["gemm_w8a8_mma"]);
 
 /// One for each of [`TILES`].
 static HOPPER: Module = Module::new(
     "gemm_w8a8_sm90",
     fatbin!("gemm_w8a8_sm90"),
-    &["w8a8_sm90_128_1", "w8a8_sm90_128_2", "w8a8_sm90_256_2"],
+    &[
+        "gemm_w8a8_sm90_128_1",
+        "gemm_w8a8_sm90_128_2",
+        "gemm_w8a8_sm90_256_2",
+    ],
 );
 
 /// How a kernel cuts the product.

@@ -6,7 +6,7 @@ use super::super::problem::{Case, Operands};
 use super::tensor_map::STAGE_K;
 use super::w8a8_params::{ALIGNMENT, check, product_params, tensor_maps, tiles_of_w};
 use crate::cuda::abi::{
-    W8A8_DIRECT, W8A8_DIRECT_MAX_STAGES as MOST_STAGES, W8A8Direct, W8A8DirectParams, WARP,
+    W8A8_CLUSTER, W8A8_CLUSTER_MAX_STAGES as MAX_STAGES, W8A8Cluster, W8A8ClusterParams, WARP,
 };
 use crate::cuda::profile;
 use crate::cuda::{GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
@@ -14,19 +14,19 @@ use candle_core::Result;
 use std::sync::Arc;
 
 /// One for each of [`FORMS`].
-pub(super) static DIRECT: Module = Module::new(
+pub(super) static MODULE: Module = Module::new(
     "gemm_w8a8_cluster",
     fatbin!("gemm_w8a8_cluster"),
     &[
-        "w8a8_direct_64x64_4",
-        "w8a8_direct_64x128_4",
-        "w8a8_direct_128x192_2",
-        "w8a8_direct_48x64_3",
-        "w8a8_direct_64x144_2",
-        "w8a8_direct_64x192_3",
+        "gemm_w8a8_cluster_64x64_4",
+        "gemm_w8a8_cluster_64x128_4",
+        "gemm_w8a8_cluster_128x192_2",
+        "gemm_w8a8_cluster_48x64_3",
+        "gemm_w8a8_cluster_64x144_2",
+        "gemm_w8a8_cluster_64x192_3",
     ],
 )
-.beside_the_next();
+.with_all_shared_memory();
 
 /// Bytes of shared memory that a block has beside codes, and more.
 pub(super) const FIXED: usize = 4096;
@@ -34,11 +34,11 @@ pub(super) const FIXED: usize = 4096;
 /// How blocks cut the product.
 #[derive(Clone, Copy, Debug)]
 struct Form {
-    shape: W8A8Direct,
-    /// Values of k at least, where teams write while others multiply.
+    shape: W8A8Cluster,
+    /// Values of k at least, where warpgroups write while others multiply.
     least_k: usize,
-    /// Blocks, as shares of the multiprocessors: with fewer two launches are as fast, and with more some of
-    /// their clusters would not find multiprocessors free together.
+    /// Blocks, as shares of the SMs: with fewer two launches are as fast, and with more some of
+    /// their clusters would not find SMs free together.
     least: f64,
     most: f64,
 }
@@ -46,37 +46,37 @@ struct Form {
 /// Of the ones that take a product the first is the fastest, as measured on an H100.
 const FORMS: [Form; 6] = [
     Form {
-        shape: W8A8_DIRECT[0],
+        shape: W8A8_CLUSTER[0],
         least_k: 1,
         least: 0.,
         most: 0.75,
     },
     Form {
-        shape: W8A8_DIRECT[1],
+        shape: W8A8_CLUSTER[1],
         least_k: 1,
         least: 0.,
         most: 0.75,
     },
     Form {
-        shape: W8A8_DIRECT[2],
+        shape: W8A8_CLUSTER[2],
         least_k: 3 * STAGE_K + 1,
         least: 0.6,
         most: 1.,
     },
     Form {
-        shape: W8A8_DIRECT[3],
+        shape: W8A8_CLUSTER[3],
         least_k: 1,
         least: 0.,
         most: 0.75,
     },
     Form {
-        shape: W8A8_DIRECT[4],
+        shape: W8A8_CLUSTER[4],
         least_k: 1,
         least: 0.6,
         most: 1.,
     },
     Form {
-        shape: W8A8_DIRECT[5],
+        shape: W8A8_CLUSTER[5],
         least_k: 1,
         least: 0.,
         most: 0.75,
@@ -84,8 +84,8 @@ const FORMS: [Form; 6] = [
 ];
 
 impl Form {
-    /// Rows of W of each team.
-    fn columns_of_team(&self) -> usize {
+    /// Rows of W of each warpgroup.
+    fn columns_of_warpgroup(&self) -> usize {
         self.shape.columns / self.shape.beside
     }
 
@@ -96,13 +96,13 @@ impl Form {
 
     /// Threads of a block.
     fn threads(&self) -> usize {
-        let W8A8Direct {
-            teams,
-            makers,
-            asks,
+        let W8A8Cluster {
+            warpgroups,
+            producers,
+            loads_w,
             ..
         } = self.shape;
-        WARP * (4 * teams + makers + usize::from(!asks))
+        WARP * (4 * warpgroups + producers + usize::from(!loads_w))
     }
 
     /// Bytes of the codes of x.
@@ -110,14 +110,14 @@ impl Form {
         k.next_multiple_of(STAGE_K) * self.shape.rows
     }
 
-    /// Stages of W that fit beside x; of a ring no more than find room in half of a multiprocessor, if those are
+    /// Stages of W that fit beside x; of a pipeline no more than find room in half of an SM, if those are
     /// four, which is a little faster (4.12 us instead of 4.20 for 512 rows of 1536x576 on an H100).
     fn stages(&self, gpu: &GpuSpec, k: usize) -> usize {
         let fitting = |shared: usize| {
             let room = shared.saturating_sub(FIXED + ALIGNMENT + self.x(k));
             room / (self.shape.columns * STAGE_K)
         };
-        let all = k.div_ceil(STAGE_K).min(MOST_STAGES);
+        let all = k.div_ceil(STAGE_K).min(MAX_STAGES);
         match fitting(gpu.share(2)) {
             stages @ 4.. if !self.shape.whole => stages.min(all),
             _ => fitting(gpu.shared as usize).min(all),
@@ -133,14 +133,14 @@ impl Form {
 
     /// Blocks above and beside one another, if clusters have no more than there are.
     fn blocks(&self, case: &Case) -> Option<[usize; 2]> {
-        let all = tiles_of_w(case.matrices(), case.gates(), self.columns_of_team());
+        let all = tiles_of_w(case.matrices(), case.gates(), self.columns_of_warpgroup());
         let beside = all / self.shape.beside;
         let whole =
             all.is_multiple_of(self.shape.beside) && beside.is_multiple_of(self.shape.cluster);
         whole.then_some([case.m.div_ceil(self.shape.rows), beside])
     }
 
-    /// Whether it takes the product, and each block finds a multiprocessor for itself.
+    /// Whether it takes the product, and each block finds an SM for itself.
     fn takes(&self, case: &Case) -> bool {
         let (gpu, k) = (&case.gpu, case.k);
         let filled = |[above, beside]: [usize; 2]| {
@@ -179,7 +179,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let index = FORMS.iter().position(|form| form.takes(case));
     let index = index.ok_or("none of its tiles fills the GPU with one block a multiprocessor")?;
     let form = &FORMS[index];
-    let beside = tiles_of_w(case.matrices(), case.gates(), form.columns_of_team());
+    let beside = tiles_of_w(case.matrices(), case.gates(), form.columns_of_warpgroup());
     let tiles = [case.m.div_ceil(form.shape.rows), beside];
     let blocks = tiles[0] * beside / form.shape.beside;
     Ok(Arc::new(OneLaunch {
@@ -199,7 +199,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
 
 impl Kernel for OneLaunch {
     fn entry(&self) -> &'static str {
-        DIRECT.names(self.index).1
+        MODULE.names(self.index).1
     }
 
     fn grid(&self) -> Option<Grid> {
@@ -207,14 +207,14 @@ impl Kernel for OneLaunch {
     }
 
     fn details(&self) -> String {
-        let W8A8Direct { rows, columns, .. } = FORMS[self.index].shape;
+        let W8A8Cluster { rows, columns, .. } = FORMS[self.index].shape;
         format!("tiles of {rows}x{columns}, {} stages", self.stages)
     }
 
     unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
         let (form, at) = (&FORMS[self.index], &operands.at);
-        let columns = form.columns_of_team();
-        let params = W8A8DirectParams {
+        let columns = form.columns_of_warpgroup();
+        let params = W8A8ClusterParams {
             weights: tensor_maps(operands, columns / 2)?,
             product: product_params(operands, [0; 2], columns, self.tiles, 1)?,
             x: at.x,
@@ -232,7 +232,7 @@ impl Kernel for OneLaunch {
         unsafe {
             launcher
                 .moving(bytes as u64)
-                .run(&DIRECT, self.index, self.grid, &params)
+                .run(&MODULE, self.index, self.grid, &params)
         }
     }
 }

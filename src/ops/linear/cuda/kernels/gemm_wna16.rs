@@ -6,7 +6,7 @@ use super::gemm_dequantized::narrowed;
 use super::gemv::Gemv;
 use super::gemv_wna16::kernel_of;
 use super::tensor_map::rows_map;
-use crate::cuda::abi::{LongSlicesParams, NORM_NONE, SlicesParams, TilesParams};
+use crate::cuda::abi::{GemmM16Params, GemmM16TmaParams, GemmM64Params, NORM_NONE};
 use crate::cuda::{Grid, Launcher, Module, Scratch};
 use crate::ops::view::dtype_index;
 use crate::quant::Scheme;
@@ -29,67 +29,67 @@ pub(super) fn scheme_kernel(case: &Case) -> std::result::Result<usize, &'static 
     }
 }
 
-/// How blocks and warps share a product.
+/// How the kernels carry out a product: one launch for each so many rows of x.
 #[derive(Debug)]
-pub(super) struct Tensor {
+pub(super) struct GemmPlan {
     pub module: &'static Module,
     /// The kernel's place in the module.
     pub index: usize,
     /// Rows of x of a launch.
     pub rows: usize,
     /// Warps that share an output.
-    pub split: usize,
-    pub shares: Shares,
+    pub split_k: usize,
+    pub params: FormParams,
     pub grid: Grid,
 }
 
 /// What a kernel is told beside the product.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Shares {
-    /// Units of a block, stages of x that there is room for, and stages of a unit.
-    Tiles {
-        side: usize,
-        slots: usize,
+pub(super) enum FormParams {
+    /// N tiles of a block, stages of x that there is room for, and K tiles.
+    M64 {
+        cta_n_tiles: usize,
         stages: usize,
+        k_tiles: usize,
     },
     /// Blocks of a cluster.
-    Slices(usize),
+    M16(usize),
     /// Likewise, where x comes by TMA.
-    LongSlices(usize),
+    M16Tma(usize),
 }
 
-impl Tensor {
+impl GemmPlan {
     /// # Safety
     /// As [`Kernel::run`].
     unsafe fn launch(&self, launcher: &Launcher, product: Gemv) -> Result<()> {
-        let of = |slices: usize| SlicesParams {
+        let of = |cluster_size: usize| GemmM16Params {
             product,
-            slices: slices as u32,
+            cluster_size: cluster_size as u32,
         };
         // SAFETY: the kernels take these structs; the addresses are the caller's.
         unsafe {
-            match self.shares {
-                Shares::Tiles {
-                    side,
-                    slots,
+            match self.params {
+                FormParams::M64 {
+                    cta_n_tiles,
                     stages,
+                    k_tiles,
                 } => {
-                    let params = TilesParams {
+                    let params = GemmM64Params {
                         product,
-                        side: side as u32,
-                        slots: slots as u32,
+                        cta_n_tiles: cta_n_tiles as u32,
                         stages: stages as u32,
+                        k_tiles: k_tiles as u32,
                     };
                     launcher.run(self.module, self.index, self.grid, &params)
                 }
-                Shares::Slices(slices) => {
-                    launcher.run(self.module, self.index, self.grid, &of(slices))
+                FormParams::M16(cluster_size) => {
+                    launcher.run(self.module, self.index, self.grid, &of(cluster_size))
                 }
-                Shares::LongSlices(slices) => {
+                FormParams::M16Tma(cluster_size) => {
                     let shape = [product.m, product.k].map(|n| n as usize);
-                    let params = LongSlicesParams {
+                    let params = GemmM16TmaParams {
                         x: rows_map(product.prologue.x, shape)?,
-                        slices: of(slices),
+                        m16: of(cluster_size),
                     };
                     launcher.run(self.module, self.index, self.grid, &params)
                 }
@@ -98,7 +98,7 @@ impl Tensor {
     }
 }
 
-impl Kernel for Tensor {
+impl Kernel for GemmPlan {
     fn entry(&self) -> &'static str {
         self.module.names(self.index).1
     }
@@ -108,7 +108,7 @@ impl Kernel for Tensor {
     }
 
     fn details(&self) -> String {
-        format!("split {}, {} rows a launch", self.split, self.rows)
+        format!("split {}, {} rows a launch", self.split_k, self.rows)
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
@@ -128,7 +128,7 @@ impl Kernel for Tensor {
         let x = unsafe { narrowed(launcher, scratch, at, DType::BF16)? };
         product.prologue.norm = NORM_NONE as i32;
         product.prologue.dtype = dtype_index(DType::BF16) as i32;
-        product.split = self.split as u32;
+        product.split_k = self.split_k as u32;
         for first in (0..at.m).step_by(self.rows) {
             product.set_rows(operands, first, (at.m - first).min(self.rows));
             product.prologue.x = x + (2 * first * at.k) as u64;

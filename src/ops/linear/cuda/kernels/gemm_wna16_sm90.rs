@@ -9,8 +9,8 @@ use super::gemv::Gemv;
 use super::tensor_map::{operand_map, sums_map};
 use crate::cuda::abi::{
     GEMM_WNA16 as FORMS, GEMM_WNA16_CHANNELS as CHANNELS, GEMM_WNA16_SMALL_TOKENS as SMALL,
-    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, NORM_NONE,
-    STEP as BLOCK_K, TensorMap, WARP,
+    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, K_BLOCK as BLOCK_K,
+    NORM_NONE, TensorMap, WARP,
 };
 use crate::cuda::{
     Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
@@ -41,8 +41,7 @@ static INTEGERS: Module = Module::new(
         "gemm_wna16_sm90_ternary_rows",
         "gemm_wna16_sm90_ternary"
     ),
-)
-.beside_the_next();
+);
 
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
@@ -58,8 +57,7 @@ static GGUF: Module = Module::new(
         "gemm_wna16_sm90_q5_k",
         "gemm_wna16_sm90_q6_k"
     ),
-)
-.beside_the_next();
+);
 
 /// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
 const SPLIT_M: usize = 8;

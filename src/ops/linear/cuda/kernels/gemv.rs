@@ -49,10 +49,10 @@ impl Gemv {
             k: k as u32,
             rows: rows as u32,
             width: activation.outputs(rows) as u32,
-            split: 1,
+            split_k: 1,
             groups: 0,
             weight_dtype: 0,
-            slots: 0,
+            stages: 0,
         }
     }
 }
@@ -75,18 +75,18 @@ pub(crate) struct Core {
     /// Its place in the module.
     pub kernel: usize,
     /// Rows of x that it takes at most.
-    pub most: usize,
+    pub max_m: usize,
     /// Rows of weights that a warp computes together.
-    pub unit: usize,
+    pub n_tile: usize,
     /// Values of k that a warp takes at a time.
-    pub step: usize,
-    /// Such steps that it asks for at once.
-    pub tile: usize,
+    pub k_block: usize,
+    /// Such K blocks that it loads at once.
+    pub prefetched: usize,
     /// Shared memory of a row of x, in bytes.
     pub row: usize,
-    /// Whether it stages `most` rows even if there are fewer.
+    /// Whether it stages `max_m` rows even if there are fewer.
     pub padded: bool,
-    /// Whether warps share units until there are blocks for the whole GPU, and no further.
+    /// Whether warps share N tiles until there are blocks for the whole GPU, and no further.
     pub fills: bool,
 }
 
@@ -95,51 +95,56 @@ impl Core {
     pub fn rows_at_once(&self, gpu: &GpuSpec) -> usize {
         let room = (gpu.shared as usize).saturating_sub(FIXED_SHARED);
         let rows = room / self.row.next_multiple_of(16).max(1);
-        if self.padded && rows < self.most {
+        if self.padded && rows < self.max_m {
             // A kernel for more rows than there is room for cannot run at all.
             return 0;
         }
-        rows.min(self.most)
+        rows.min(self.max_m)
     }
 
     fn shared(&self, m: usize) -> usize {
-        let rows = if self.padded { self.most } else { m };
+        let rows = if self.padded { self.max_m } else { m };
         rows * self.row.next_multiple_of(16)
     }
 
-    /// Warps that share a unit, and blocks. As measured on an H100: two tiles for a warp, so that all
-    /// of its weights are on the way before x is there, more where k is long and fewer where units
-    /// are; full blocks, and two of them on a multiprocessor.
-    fn shape(&self, sms: usize, units: usize, k: usize) -> (usize, usize) {
-        let steps = k.div_ceil(self.step);
-        let mut split = (steps.next_power_of_two() / (2 * self.tile)).clamp(1, WARPS);
-        while split < WARPS && 2 * split <= steps && units * split < 4 * sms {
-            split *= 2;
+    /// Warps that share an N tile, and blocks. As measured on an H100: two tiles for a warp, so that all
+    /// of its weights are on the way before x is there, more where k is long and fewer where N tiles
+    /// are; full blocks, and two of them on an SM.
+    fn shape(&self, sms: usize, n_tiles: usize, k: usize) -> (usize, usize) {
+        let k_blocks = k.div_ceil(self.k_block);
+        let mut split_k = (k_blocks.next_power_of_two() / (2 * self.prefetched)).clamp(1, WARPS);
+        while split_k < WARPS && 2 * split_k <= k_blocks && n_tiles * split_k < 4 * sms {
+            split_k *= 2;
         }
-        while self.fills && split < WARPS && 2 * split <= steps && units * split < 2 * WARPS * sms {
-            split *= 2;
+        while self.fills
+            && split_k < WARPS
+            && 2 * split_k <= k_blocks
+            && n_tiles * split_k < 2 * WARPS * sms
+        {
+            split_k *= 2;
         }
         // Of one row half as many warps, if that leaves less of a tile empty (Pythia-2.8B: 8 %).
-        let fill = |split| {
-            let share = steps.div_ceil(split);
-            share as f64 / share.next_multiple_of(self.tile) as f64
+        let fill = |split_k| {
+            let warp_k_blocks = k_blocks.div_ceil(split_k);
+            warp_k_blocks as f64 / warp_k_blocks.next_multiple_of(self.prefetched) as f64
         };
-        let one = self.most == 1 && self.tile == 4 && !self.fills;
-        if one && split > 1 && fill(split / 2) > fill(split) {
-            split /= 2;
+        let one = self.max_m == 1 && self.prefetched == 4 && !self.fills;
+        if one && split_k > 1 && fill(split_k / 2) > fill(split_k) {
+            split_k /= 2;
         }
         // Longer shares, if all blocks then run at once and leave no more of the GPU empty than several
         // rounds do (codes of 14336 x 4096: 4 to 14 %).
-        let blocks = |split| units.div_ceil(WARPS / split);
-        let empty = |split| blocks(split).next_multiple_of(2 * sms) as f64 / blocks(split) as f64;
+        let blocks = |split_k| n_tiles.div_ceil(WARPS / split_k);
+        let empty =
+            |split_k| blocks(split_k).next_multiple_of(2 * sms) as f64 / blocks(split_k) as f64;
         if self.fills {
-            let longer = (0..split.ilog2()).map(|shift| 1 << shift);
-            split = longer
+            let longer = (0..split_k.ilog2()).map(|shift| 1 << shift);
+            split_k = longer
                 .filter(|less| blocks(*less) <= 2 * sms)
-                .find(|less| empty(*less) <= 1.02 * empty(split))
-                .unwrap_or(split);
+                .find(|less| empty(*less) <= 1.02 * empty(split_k))
+                .unwrap_or(split_k);
         }
-        (split, blocks(split).min(2 * sms))
+        (split_k, blocks(split_k).min(2 * sms))
     }
 }
 
@@ -152,7 +157,7 @@ pub(super) struct GemvPlan {
     /// Of a launch of as many rows as it takes.
     pub grid: Grid,
     /// Warps that share an output.
-    pub split: usize,
+    pub split_k: usize,
     /// Stages of a pipeline, in the kernels that have one.
     pub stages: usize,
     /// Rows of x of a launch.
@@ -172,12 +177,12 @@ impl GemvPlan {
             return Err("a row of x does not fit into shared memory");
         }
         let outputs = if case.gates() {
-            core.unit / 2
+            core.n_tile / 2
         } else {
-            core.unit
+            core.n_tile
         };
-        let units = case.width().div_ceil(outputs);
-        let (split, blocks) = core.shape(case.gpu.sms as usize, units, case.k);
+        let n_tiles = case.width().div_ceil(outputs);
+        let (split_k, blocks) = core.shape(case.gpu.sms as usize, n_tiles, case.k);
         Ok(Arc::new(Self {
             module,
             index: core.kernel,
@@ -186,7 +191,7 @@ impl GemvPlan {
                 (WARPS * WARP) as u32,
                 core.shared(once) as u32,
             ),
-            split,
+            split_k,
             stages: 0,
             once,
             row: (!core.padded).then(|| core.shared(1)),
@@ -204,9 +209,9 @@ impl Kernel for GemvPlan {
     }
 
     fn details(&self) -> String {
-        let (split, stages, once) = (self.split, self.stages, self.once);
+        let (split_k, stages, once) = (self.split_k, self.stages, self.once);
         match stages {
-            0 => format!("split {split}, {once} rows a launch"),
+            0 => format!("split {split_k}, {once} rows a launch"),
             stages => format!("{stages} stages, {once} rows a launch"),
         }
     }
@@ -214,7 +219,7 @@ impl Kernel for GemvPlan {
     unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
         let bytes = operands.weight_bytes() as u64;
         let mut params = Gemv::of(operands)?;
-        (params.split, params.slots) = (self.split as u32, self.stages as u32);
+        (params.split_k, params.stages) = (self.split_k as u32, self.stages as u32);
         let mut grid = self.grid;
         for first in (0..operands.at.m).step_by(self.once) {
             let rows = (operands.at.m - first).min(self.once);
@@ -311,12 +316,12 @@ mod tests {
 
     #[test]
     fn codes_take_the_fewest_shares_that_fill_the_gpu() {
-        let core = |tile| Core {
+        let core = |prefetched| Core {
             kernel: 0,
-            most: 4,
-            unit: 16,
-            step: 128,
-            tile,
+            max_m: 4,
+            n_tile: 16,
+            k_block: 128,
+            prefetched,
             row: 0,
             padded: false,
             fills: true,
@@ -334,9 +339,12 @@ mod tests {
         ] {
             assert_eq!(int8.shape(132, rows / 16, k), expected, "{rows} x {k}");
         }
-        for (tile, split) in [(4, 4), (8, 2)] {
-            assert_eq!(core(tile).shape(132, 14336 / 16, 4096), (2, 224));
-            assert_eq!(core(tile).shape(132, 128256 / 16, 4096), (split, 264));
+        for (prefetched, split_k) in [(4, 4), (8, 2)] {
+            assert_eq!(core(prefetched).shape(132, 14336 / 16, 4096), (2, 224));
+            assert_eq!(
+                core(prefetched).shape(132, 128256 / 16, 4096),
+                (split_k, 264)
+            );
         }
     }
 }

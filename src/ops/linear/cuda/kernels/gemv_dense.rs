@@ -13,22 +13,22 @@ pub(super) static MODULE: Module = Module::new(
     "gemv_dense",
     fatbin!("gemv_dense"),
     &[
-        "linear_tensor_f16",
-        "linear_tensor_bf16",
-        "linear_m1_f32",
-        "linear_m1_f16",
-        "linear_m1_bf16",
-        "linear_m1_large_f32",
-        "linear_m1_large_f16",
-        "linear_m1_large_bf16",
-        "linear_m8_f32",
-        "linear_m8_f16",
-        "linear_m8_bf16",
-        "linear_m8_scalar",
-        "linear_small_1024_f16",
-        "linear_small_1024_bf16",
-        "linear_small_1536_f16",
-        "linear_small_1536_bf16",
+        "gemv_dense_mma_f16",
+        "gemv_dense_mma_bf16",
+        "gemv_dense_m1_f32",
+        "gemv_dense_m1_f16",
+        "gemv_dense_m1_bf16",
+        "gemv_dense_m1_large_f32",
+        "gemv_dense_m1_large_f16",
+        "gemv_dense_m1_large_bf16",
+        "gemv_dense_m8_f32",
+        "gemv_dense_m8_f16",
+        "gemv_dense_m8_bf16",
+        "gemv_dense_m8_scalar",
+        "gemv_dense_latency_1024_f16",
+        "gemv_dense_latency_1024_bf16",
+        "gemv_dense_latency_1536_f16",
+        "gemv_dense_latency_1536_bf16",
     ],
 );
 
@@ -92,7 +92,7 @@ fn on_tensor_cores(case: &Case) -> Result<DType, &'static str> {
     }
 }
 
-/// Small products, a block for each multiprocessor at most: with more, staging x again and again costs what the
+/// Small products, a block for each SM at most: with more, staging x again and again costs what the
 /// short way through the kernel saves.
 pub(crate) fn latency(case: &Case) -> Planned {
     let dtype = on_tensor_cores(case)?;
@@ -107,7 +107,7 @@ pub(crate) fn latency(case: &Case) -> Planned {
         module: &MODULE,
         index: LATENCY + 2 * size + is_bf16(dtype),
         grid: Grid::line(blocks as u32, LATENCY_THREADS),
-        split: 1,
+        split_k: 1,
         stages: 0,
         once: case.m,
         row: None,
@@ -119,10 +119,10 @@ pub(crate) fn mma(case: &Case) -> Planned {
     let dtype = on_tensor_cores(case)?;
     let core = Core {
         kernel: MMA + is_bf16(dtype),
-        most: MAX_M,
-        unit: 8,
-        step: 32,
-        tile: 8,
+        max_m: MAX_M,
+        n_tile: 8,
+        k_block: 32,
+        prefetched: 8,
         row: 2 * (case.k.next_multiple_of(64) + 32),
         padded: false,
         fills: false,
@@ -149,17 +149,17 @@ pub(crate) fn m1(case: &Case) -> Planned {
 fn lanes(
     case: &Case,
     first: usize,
-    most: usize,
-    unit: usize,
-    tile: usize,
+    max_m: usize,
+    n_tile: usize,
+    prefetched: usize,
 ) -> Result<Core, &'static str> {
     let dtype = vectors(case)?;
     Ok(Core {
         kernel: first + dtype_index(dtype),
-        most,
-        unit,
-        step: 32 * 16 / dtype.size_in_bytes(),
-        tile,
+        max_m,
+        n_tile,
+        k_block: 32 * 16 / dtype.size_in_bytes(),
+        prefetched,
         row: 4 * case.k,
         padded: true,
         fills: false,
@@ -170,10 +170,10 @@ fn lanes(
 pub(crate) fn scalar(case: &Case) -> Planned {
     let core = Core {
         kernel: SCALAR,
-        most: MAX_M,
-        unit: 2,
-        step: 32,
-        tile: 4,
+        max_m: MAX_M,
+        n_tile: 2,
+        k_block: 32,
+        prefetched: 4,
         row: 4 * case.k,
         padded: true,
         fills: false,

@@ -11,7 +11,8 @@ use super::super::problem::{Case, NormKind, Operand, Operands};
 use super::gemv::{Gemv, is_bf16};
 use super::gemv_dense::{check_vectors, is_large};
 use crate::cuda::abi::{
-    GEMV_THREADS as THREADS, GEMV_WARPS, STREAM_PACKS, STREAM_SLOT, Second, StreamParams,
+    GEMV_THREADS as THREADS, GEMV_WARPS, GemvPipelinedParams, PIPELINED_PACKS, PIPELINED_STAGE,
+    Second,
 };
 use crate::cuda::{Address, GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::linear::Activation;
@@ -25,27 +26,27 @@ pub(super) static MODULE: Module = Module::new(
     "gemv_dense_pipelined",
     fatbin!("gemv_dense_pipelined"),
     &[
-        "linear_stream_f16",
-        "linear_stream_bf16",
-        "linear_stream_pair_f16",
-        "linear_stream_pair_bf16",
+        "gemv_dense_pipelined_f16",
+        "gemv_dense_pipelined_bf16",
+        "gemv_dense_pipelined_pair_f16",
+        "gemv_dense_pipelined_pair_bf16",
     ],
 );
 
 const PAIR: usize = 2;
 
 /// Values of k behind a norm, which a block holds in registers.
-const MOST_K: usize = 8 * STREAM_PACKS * THREADS;
+const MAX_K: usize = 8 * PIPELINED_PACKS * THREADS;
 
-/// Blocks of a multiprocessor: two, or one where shared memory is small or rows are long.
+/// Blocks of an SM: two, or one where shared memory is small or rows are long.
 const BLOCKS_AT_ONCE: [usize; 2] = [2, 1];
 
-/// Bytes of a slot of each of a block's rings.
-const SLOTS_BYTES: usize = GEMV_WARPS * STREAM_SLOT;
+/// Bytes of a stage of each of a block's pipelines.
+const STAGE_BYTES: usize = GEMV_WARPS * PIPELINED_STAGE;
 
-/// Slots that a ring can have. On an H100 12 of them, in two blocks, are what keeps its memory busy; fewer
+/// Stages that a pipeline can have. On an H100 12 of them, in two blocks, are what keeps its memory busy; fewer
 /// are for GPUs with less shared memory, or longer rows.
-const SLOTS: [usize; 5] = [12, 10, 8, 6, 4];
+const STAGES: [usize; 5] = [12, 10, 8, 6, 4];
 
 /// Those of a product that leaves room for others' reads.
 const BESIDE: usize = 4;
@@ -61,8 +62,8 @@ pub(super) const FIXED_SHARED: usize = 256;
 pub(crate) struct Room {
     /// Of a launch.
     pub blocks: usize,
-    /// Of a ring.
-    pub slots: usize,
+    /// Of a pipeline.
+    pub stages: usize,
     /// Whether to take fewer blocks where all then have equal shares.
     pub even: bool,
 }
@@ -72,7 +73,7 @@ impl Room {
     pub fn whole(gpu: &GpuSpec) -> Self {
         Self {
             blocks: BLOCKS_AT_ONCE[0] * gpu.sms as usize,
-            slots: SLOTS[0],
+            stages: STAGES[0],
             even: false,
         }
     }
@@ -83,37 +84,39 @@ impl Room {
     pub fn beside(blocks: usize) -> Self {
         Self {
             blocks,
-            slots: BESIDE,
+            stages: BESIDE,
             even: true,
         }
     }
 
-    /// Blocks for so many `units` of rows, the dynamic shared memory of each, and the slots of its rings;
+    /// Blocks for so many N tiles, the dynamic shared memory of each, and the stages of its pipelines;
     /// none if the GPU has too little.
-    fn share(self, gpu: &GpuSpec, k: usize, units: usize) -> Option<(usize, usize, usize)> {
+    fn share(self, gpu: &GpuSpec, k: usize, n_tiles: usize) -> Option<(usize, usize, usize)> {
         let row = 2 * (k.next_multiple_of(64) + 32);
         BLOCKS_AT_ONCE.into_iter().find_map(|at_once| {
-            let most = units.min(self.blocks * at_once / BLOCKS_AT_ONCE[0]).max(1);
+            let most = n_tiles
+                .min(self.blocks * at_once / BLOCKS_AT_ONCE[0])
+                .max(1);
             let room = gpu.share(at_once) - FIXED_SHARED;
             let with = |blocks: usize| {
-                let sums = 8 * units.div_ceil(blocks);
+                let sums = 8 * n_tiles.div_ceil(blocks);
                 let other = (row + sums).next_multiple_of(16);
                 let fits =
-                    |slots: &usize| *slots <= self.slots && slots * SLOTS_BYTES + other <= room;
-                let slots = SLOTS.into_iter().find(fits)?;
-                Some((blocks, slots * SLOTS_BYTES + other, slots))
+                    |stages: &usize| *stages <= self.stages && stages * STAGE_BYTES + other <= room;
+                let stages = STAGES.into_iter().find(fits)?;
+                Some((blocks, stages * STAGE_BYTES + other, stages))
             };
-            let equal = self.even.then(|| with(even(units, most))).flatten();
+            let equal = self.even.then(|| with(even(n_tiles, most))).flatten();
             equal.or_else(|| with(most))
         })
     }
 }
 
-/// The most blocks up to `most` that have equally many units, if hardly any are left out; else `most`.
-fn even(units: usize, most: usize) -> usize {
+/// The most blocks up to `most` that have equally many N tiles, if hardly any are left out; else `most`.
+fn even(n_tiles: usize, most: usize) -> usize {
     let mut counts = (most - most / EVEN..=most).rev();
     counts
-        .find(|count| units.is_multiple_of(*count))
+        .find(|count| n_tiles.is_multiple_of(*count))
         .unwrap_or(most)
 }
 
@@ -127,15 +130,15 @@ pub(crate) fn spread(case: &Case, room: Room) -> std::result::Result<(Grid, usiz
     if case.m != 1 || case.gpu.arch < 80 {
         return Err("it takes one row, on compute capability 8.0 or newer");
     }
-    if case.norm.is_some() && case.k > MOST_K {
+    if case.norm.is_some() && case.k > MAX_K {
         return Err("a normed row does not fit into registers");
     }
     let outputs = if case.gates() { 1 } else { 2 };
-    let units = case.width().div_ceil(outputs);
-    let shares = room.share(&case.gpu, case.k, units);
-    let (blocks, shared, slots) = shares.ok_or("a row does not fit into shared memory")?;
+    let n_tiles = case.width().div_ceil(outputs);
+    let shares = room.share(&case.gpu, case.k, n_tiles);
+    let (blocks, shared, stages) = shares.ok_or("a row does not fit into shared memory")?;
     let grid = Grid::new([blocks as u32, 1, 1], THREADS as u32, shared as u32);
-    Ok((grid, slots))
+    Ok((grid, stages))
 }
 
 /// Where it is the faster way: a large product behind a layer norm, or two matrices along k.
@@ -196,17 +199,17 @@ impl Kernel for Pipelined {
 
     unsafe fn run(&self, launcher: &Launcher, _: &mut Scratch, operands: &Operands) -> Result<()> {
         let mut product = Gemv::of(operands)?;
-        product.slots = self.stages as u32;
+        product.stages = self.stages as u32;
         let second = |(data, border): (_, usize)| Second {
             data,
             border: border as u32,
         };
-        let streamed = StreamParams {
+        let streamed = GemvPipelinedParams {
             product,
             second: operands.second.map(second).unwrap_or_default(),
             fetch: operands.fetch.unwrap_or_default(),
         };
-        // SAFETY: the kernels take `StreamParams`; the addresses are the caller's.
+        // SAFETY: the kernels take `GemvPipelinedParams`; the addresses are the caller's.
         unsafe {
             launcher
                 .moving(operands.weight_bytes() as u64)

@@ -193,7 +193,7 @@ fn streamed_products_agree_with_float64() -> Result<()> {
     let launcher = Launcher::new(device.as_cuda_device()?)?;
     let (layer, rms) = (Some(NormKind::Layer), Some(NormKind::Rms));
     let cache = Cache::new(&device)?;
-    // Rows that units and blocks do not divide, k that steps do not, several matrices, long rows.
+    // Rows that N tiles and blocks do not divide, k that K blocks do not, several matrices, long rows.
     for (k, weights, activation, norm) in [
         (2048, [4097, 0, 0], Activation::None, None),
         (2088, [2304, 301, 298], Activation::None, rms),
@@ -212,7 +212,7 @@ fn streamed_products_agree_with_float64() -> Result<()> {
             };
             let kernel = Pipelined::new(&operands.case(&launcher)).expect("a kernel");
             let mut scratch = Scratch::new(device.as_cuda_device()?);
-            // SAFETY: the tensors have the sizes that the product asks for.
+            // SAFETY: the tensors have the sizes that the product takes.
             unsafe { kernel.run(&launcher, &mut scratch, &operands)? };
             let bound = if dtype == DType::BF16 { 8e-3 } else { 1e-3 };
             let what = format!("{k} {weights:?} {activation:?} {dtype:?}");
@@ -247,7 +247,7 @@ fn a_pair_of_matrices_is_the_sum_of_their_products() -> Result<()> {
             let planned = Planned::of(&launcher, both)?;
             assert_eq!(planned.single().map(|(plan, _)| plan.kernel), Some(NAME));
             let mut scratch = Scratch::new(device.as_cuda_device()?);
-            // SAFETY: the tensors have the sizes that the product asks for.
+            // SAFETY: the tensors have the sizes that the product takes.
             unsafe { planned.run(&launcher, &mut scratch)? };
             let expected = first.expected(&x.exact.narrow(0, 0, border)?)?;
             let behind = product(&second.w, &x.exact.narrow(0, border, behind)?)?;

@@ -12,14 +12,14 @@ pub(super) static MODULE: Module = Module::new(
     "gemv_gguf",
     fatbin!("gemv_gguf"),
     &[
-        "quant_linear_q4_0",
-        "quant_linear_q4_1",
-        "quant_linear_q5_0",
-        "quant_linear_q5_1",
-        "quant_linear_q8_0",
-        "quant_linear_q4_k",
-        "quant_linear_q5_k",
-        "quant_linear_q6_k",
+        "gemv_gguf_q4_0",
+        "gemv_gguf_q4_1",
+        "gemv_gguf_q5_0",
+        "gemv_gguf_q5_1",
+        "gemv_gguf_q8_0",
+        "gemv_gguf_q4_k",
+        "gemv_gguf_q5_k",
+        "gemv_gguf_q6_k",
     ],
 );
 
@@ -28,22 +28,22 @@ static LATENCY: Module = Module::new(
     "gemv_gguf_latency",
     fatbin!("gemv_gguf_latency"),
     &[
-        "quant_small_q4_0",
-        "quant_small_q4_1",
-        "quant_small_q5_0",
-        "quant_small_q5_1",
-        "quant_small_q8_0",
-        "quant_small_q4_k",
-        "quant_small_q5_k",
-        "quant_small_q6_k",
-        "quant_small_wide_q4_0",
-        "quant_small_wide_q4_1",
-        "quant_small_wide_q5_0",
-        "quant_small_wide_q5_1",
-        "quant_small_wide_q8_0",
-        "quant_small_wide_q4_k",
-        "quant_small_wide_q5_k",
-        "quant_small_wide_q6_k",
+        "gemv_gguf_latency_q4_0",
+        "gemv_gguf_latency_q4_1",
+        "gemv_gguf_latency_q5_0",
+        "gemv_gguf_latency_q5_1",
+        "gemv_gguf_latency_q8_0",
+        "gemv_gguf_latency_q4_k",
+        "gemv_gguf_latency_q5_k",
+        "gemv_gguf_latency_q6_k",
+        "gemv_gguf_latency_wide_q4_0",
+        "gemv_gguf_latency_wide_q4_1",
+        "gemv_gguf_latency_wide_q5_0",
+        "gemv_gguf_latency_wide_q5_1",
+        "gemv_gguf_latency_wide_q8_0",
+        "gemv_gguf_latency_wide_q4_k",
+        "gemv_gguf_latency_wide_q5_k",
+        "gemv_gguf_latency_wide_q6_k",
     ],
 );
 
@@ -57,7 +57,7 @@ const LATENCY_SHAPES: [(usize, usize); 2] = [(8, 16), (24, 8)];
 const ROWS_OF_LAUNCH: usize = 4;
 
 /// Output channels that a warp computes together.
-const UNIT: usize = 16;
+const N_TILE: usize = 16;
 
 /// Values of a group of blocks.
 const GROUP: usize = 128;
@@ -77,7 +77,7 @@ fn format(case: &Case) -> Result<usize, &'static str> {
     }
 }
 
-/// Small products, a block for each multiprocessor at most.
+/// Small products, a block for each SM at most.
 pub(crate) fn latency(case: &Case) -> Planned {
     let format = format(case)?;
     if case.x != DType::F32 || case.out != DType::F32 {
@@ -86,9 +86,9 @@ pub(crate) fn latency(case: &Case) -> Planned {
     let groups = case.k.div_ceil(GROUP);
     let shapes = LATENCY_SHAPES.iter().enumerate();
     let mut fitting = shapes
-        .map(|(wide, (unit, warps))| (wide, case.n().div_ceil(*unit), *unit / 8, *warps))
-        .filter(|(_, blocks, units, warps)| {
-            *blocks <= case.gpu.sms as usize && (*units..=*warps).contains(&groups)
+        .map(|(wide, (n_tile, warps))| (wide, case.n().div_ceil(*n_tile), *n_tile / 8, *warps))
+        .filter(|(_, blocks, n_tiles, warps)| {
+            *blocks <= case.gpu.sms as usize && (*n_tiles..=*warps).contains(&groups)
         });
     let (wide, blocks, ..) = fitting
         .next()
@@ -97,7 +97,7 @@ pub(crate) fn latency(case: &Case) -> Planned {
         module: &LATENCY,
         index: wide * WIDE + format,
         grid: Grid::line(blocks as u32, 32 * groups as u32),
-        split: 1,
+        split_k: 1,
         stages: 0,
         once: case.m,
         row: None,
@@ -109,12 +109,12 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let short = case.k < SHORT;
     let core = Core {
         kernel: format(case)?,
-        most: ROWS_OF_LAUNCH,
-        unit: UNIT,
+        max_m: ROWS_OF_LAUNCH,
+        n_tile: N_TILE,
         // A warp takes a group at a time, and that is enough for one.
-        step: GROUP / 4,
-        // Warps that share a short row run out of groups: with units enough they need not.
-        tile: if short && case.n() >= MANY { 8 } else { 2 },
+        k_block: GROUP / 4,
+        // Warps that share a short row run out of groups: with N tiles enough they need not.
+        prefetched: if short && case.n() >= MANY { 8 } else { 2 },
         // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
         row: case.k.div_ceil(GROUP) * (4 * GROUP + 32),
         padded: false,

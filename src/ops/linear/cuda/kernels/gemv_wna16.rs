@@ -4,34 +4,29 @@ use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::{Core, GemvPlan};
 use crate::cuda::abi::{
-    INT4_PADDING, INT8_PADDING, STEP as GROUP, TERNARY_PADDING, UNIT, UNIT_MAX_M as ROWS_OF_LAUNCH,
+    INT4_PADDING, INT8_PADDING, K_BLOCK as GROUP, N_TILE, N_TILE_MAX_M as ROWS_OF_LAUNCH,
+    TERNARY_PADDING,
 };
 use crate::cuda::{Module, fatbin, kernel_index};
 use crate::quant::{Format, Scheme};
 use candle_core::DType;
 
-/// One takes INT4 in groups that the others do not, and so for ternary. The last two are for one row.
+/// One takes INT4 in groups that the others do not, and so for ternary.
 pub(super) static MODULE: Module = Module::new(
     "gemv_wna16",
     fatbin!("gemv_wna16"),
     &[
-        "quant_codes_int8",
-        "quant_codes_int4_g128",
-        "quant_codes_int4",
-        "quant_codes_int4_g32",
-        "quant_codes_ternary_rows",
-        "quant_codes_ternary_g128",
-        "quant_codes_ternary",
-        "quant_codes_stream_int4_g128",
-        "quant_codes_stream_ternary_rows",
+        "gemv_wna16_int8",
+        "gemv_wna16_int4_g128",
+        "gemv_wna16_int4",
+        "gemv_wna16_int4_g32",
+        "gemv_wna16_ternary_rows",
+        "gemv_wna16_ternary_g128",
+        "gemv_wna16_ternary",
     ],
 );
 
-/// The last two.
-pub(super) const STREAM_INT4: usize = 7;
-pub(super) const STREAM_TERNARY: usize = 8;
-
-/// How each of those for several rows works: steps of [`GROUP`] values that a warp prefetches at once, and
+/// How each of them works: K blocks of [`GROUP`] values that a warp prefetches at once, and
 /// bytes behind a row of x in shared memory.
 const CORES: [(usize, usize); 7] = [
     (2, INT8_PADDING),
@@ -43,13 +38,13 @@ const CORES: [(usize, usize); 7] = [
     (4, TERNARY_PADDING),
 ];
 
-/// Which of them takes a format, as `CodeFormat` of `kernels/formats/packed.cuh` numbers those.
+/// Which of them takes a format, as `PackedFormat` of `kernels/formats/packed.cuh` numbers those.
 const KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
 
 /// INT4 in groups of 128.
 const G128: usize = 1;
 
-/// Which of the kernels for several rows takes a scheme: those for one group know no zero points.
+/// Which of the kernels takes a scheme: those for one group know no zero points.
 pub(super) fn kernel_of(scheme: Scheme) -> usize {
     let index = kernel_index(Format::Scheme(scheme));
     KERNELS[index] + usize::from(scheme.has_zeros() && index == G128)
@@ -64,21 +59,21 @@ pub(crate) fn plan(case: &Case) -> Planned {
         return Err("x or the norm does not begin at 16 bytes");
     }
     let kernel = kernel_of(scheme);
-    let (tile, padding) = CORES[kernel];
-    let steps = case.k.div_ceil(GROUP);
+    let (prefetched, padding) = CORES[kernel];
+    let k_blocks = case.k.div_ceil(GROUP);
     let row = if matches!(scheme, Scheme::Ternary { .. }) {
         // Bytes, the values they are made from, and what they are multiplied by.
-        steps * GROUP + padding + 4 * case.k + 16
+        k_blocks * GROUP + padding + 4 * case.k + 16
     } else {
         let parts = if case.x == DType::BF16 { 1 } else { 2 };
-        parts * (2 * steps * GROUP + padding)
+        parts * (2 * k_blocks * GROUP + padding)
     };
     let core = Core {
         kernel,
-        most: ROWS_OF_LAUNCH,
-        unit: UNIT,
-        step: GROUP,
-        tile,
+        max_m: ROWS_OF_LAUNCH,
+        n_tile: N_TILE,
+        k_block: GROUP,
+        prefetched,
         row,
         padded: false,
         fills: true,

@@ -7,40 +7,46 @@
 use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::GemvPlan;
-use super::gemv_wna16::{MODULE, STREAM_INT4, STREAM_TERNARY};
-use crate::cuda::Grid;
 use crate::cuda::abi::{
-    CODE_STREAM_HELD as HELD, CODE_STREAM_MAX_SLOTS, CODE_STREAM_SLICE as SLICE, GEMV_THREADS,
-    INT4_PADDING, OCTET, STEP, WARP,
+    GEMV_SM90_K_BLOCKS as STAGE_K_BLOCKS, GEMV_SM90_MAX_STAGES, GEMV_SM90_OWNED as OWNED,
+    GEMV_THREADS, INT4_PADDING, K_BLOCK, ROW_GROUP, WARP,
 };
+use crate::cuda::{Grid, Module, fatbin};
 use crate::quant::{Scheme, TernaryScale};
 use candle_core::DType;
 use std::sync::Arc;
 
-/// Threads of a block: those that multiply, and a warp that asks for weights.
+/// As [`Sm90Format::index`] numbers them.
+pub(super) static MODULE: Module = Module::new(
+    "gemv_wna16_sm90",
+    fatbin!("gemv_wna16_sm90"),
+    &["gemv_wna16_sm90_int4_g128", "gemv_wna16_sm90_ternary_rows"],
+);
+
+/// Threads of a block: those that multiply, and a warp that loads weights.
 const THREADS: usize = GEMV_THREADS + WARP;
 
-/// Slots of a ring, at least and at most.
-const SLOTS: [usize; 2] = [3, CODE_STREAM_MAX_SLOTS];
+/// Stages of a pipeline, at least and at most.
+const STAGES: [usize; 2] = [3, GEMV_SM90_MAX_STAGES];
 
 /// Static shared memory of the kernels at most.
 pub(super) const FIXED_SHARED: usize = 4480;
 
 /// A format that there is a kernel for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Streamed {
+pub(super) enum Sm90Format {
     /// In groups of 128, without zero points.
     Int4,
     /// With a scale for each row.
     Ternary,
 }
 
-impl Streamed {
+impl Sm90Format {
     /// That of a scheme, if it has one.
     fn of(scheme: Option<Scheme>) -> Option<Self> {
         match scheme? {
             Scheme::Int4 {
-                group: STEP,
+                group: K_BLOCK,
                 zero_point: false,
             } => Some(Self::Int4),
             Scheme::Ternary {
@@ -53,38 +59,39 @@ impl Streamed {
     /// The kernel's place in its module.
     fn index(self) -> usize {
         match self {
-            Self::Int4 => STREAM_INT4,
-            Self::Ternary => STREAM_TERNARY,
+            Self::Int4 => 0,
+            Self::Ternary => 1,
         }
     }
 
-    /// Whether a block is to be alone on its multiprocessor among kernels of other kinds, see
-    /// [`Case::in_chain`]: Llama-3-8B on an H100 makes 484 tokens a second in INT4 so, and 396 with half of a
-    /// multiprocessor for each. Ternary products are so short that the next one's weights had better be on
+    /// Whether a block is to be alone on its SM among kernels of other kinds, see
+    /// [`Case::one_cta_per_sm`]: Llama-3-8B on an H100 makes 484 tokens a second in INT4 so, and 396 with half of an
+    /// SM for each. Ternary products are so short that the next one's weights had better be on
     /// their way (Llama-3.2-1B: 1,708 and 1,885).
     fn is_alone(self, case: &Case) -> bool {
-        case.in_chain && self == Self::Int4
+        case.one_cta_per_sm && self == Self::Int4
     }
 
-    /// Bytes of a slot.
-    fn slot(self) -> usize {
-        // Codes and f16 scales of 8 rows in a step.
-        let step = match self {
-            Self::Int4 => OCTET * (STEP / 2 + 2),
-            Self::Ternary => OCTET * STEP / 4,
+    /// Bytes of a stage.
+    fn stage_bytes(self) -> usize {
+        // Codes and f16 scales of 8 rows in a K block.
+        let k_block = match self {
+            Self::Int4 => ROW_GROUP * (K_BLOCK / 2 + 2),
+            Self::Ternary => ROW_GROUP * K_BLOCK / 4,
         };
-        2 * SLICE * step
+        2 * STAGE_K_BLOCKS * k_block
     }
 
     /// Shared memory that x takes.
     fn row(self, case: &Case) -> usize {
         let k = case.k;
-        let values = k.next_multiple_of(STEP);
+        let values = k.next_multiple_of(K_BLOCK);
         let is_bf16 = case.x == DType::BF16;
-        let holds = is_bf16 && (case.norm.is_none() || k.div_ceil(STEP * SLICE) <= HELD);
+        let owns =
+            is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * STAGE_K_BLOCKS) <= OWNED);
         match self {
             Self::Int4 => (2 * values + INT4_PADDING) * if is_bf16 { 1 } else { 2 },
-            Self::Ternary if holds => 2 * (values + 16),
+            Self::Ternary if owns => 2 * (values + 16),
             // Two parts, the values they are made from, and what they are multiplied by.
             Self::Ternary => 2 * (values + 16) + 4 * k + 16,
         }
@@ -93,16 +100,19 @@ impl Streamed {
 
 /// One row of INT4 in groups of 128, or of ternary weights with a scale for each row.
 pub(crate) fn plan(case: &Case) -> Planned {
-    let format = Streamed::of(case.scheme()).ok_or("there is no kernel of this group or scale")?;
+    let format =
+        Sm90Format::of(case.scheme()).ok_or("there is no kernel of this group or scale")?;
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }
     let mut first = 0;
-    let octets = case.matrices().all(|rows| {
+    let row_groups = case.matrices().all(|rows| {
         first += rows;
-        first == case.n() || first.is_multiple_of(OCTET)
+        first == case.n() || first.is_multiple_of(ROW_GROUP)
     });
-    if !octets || !case.k.is_multiple_of(8) || (case.gates() && !case.width().is_multiple_of(OCTET))
+    if !row_groups
+        || !case.k.is_multiple_of(8)
+        || (case.gates() && !case.width().is_multiple_of(ROW_GROUP))
     {
         return Err("matrices do not end with whole 8 rows, or K is no multiple of 8");
     }
@@ -112,21 +122,21 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let more = if alone { gpu.shared as usize / 16 } else { 0 };
     let room = gpu.share(2) + more - FIXED_SHARED;
     let row = format.row(case);
-    let slots = (room.saturating_sub(row) / format.slot()).min(SLOTS[1]);
-    if slots < SLOTS[0] {
+    let stages = (room.saturating_sub(row) / format.stage_bytes()).min(STAGES[1]);
+    if stages < STAGES[0] {
         return Err("a row of x leaves too little shared memory for a pipeline");
     }
-    // As many blocks as multiprocessors, even if there is no work for all: none gets two of one kernel.
-    // All have a ring of the same size, even if it is more than they need: where the next kernel takes more
-    // shared memory, a multiprocessor has to be idle before it divides its cache anew.
-    let used = slots * format.slot() + row;
+    // As many blocks as SMs, even if there is no work for all: none gets two of one kernel.
+    // All have a pipeline of the same size, even if it is more than they need: where the next kernel takes more
+    // shared memory, an SM has to be idle before it divides its cache anew.
+    let used = stages * format.stage_bytes() + row;
     let shared = if alone { room } else { used };
     Ok(Arc::new(GemvPlan {
         module: &MODULE,
         index: format.index(),
         grid: Grid::new([gpu.sms, 1, 1], THREADS as u32, shared as u32),
-        split: 1,
-        stages: slots,
+        split_k: 1,
+        stages,
         once: 1,
         row: None,
     }))

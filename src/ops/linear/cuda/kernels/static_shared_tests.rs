@@ -26,13 +26,18 @@ fn plans_leave_room_for_static_shared_memory() -> Result<()> {
     check(&gemv_dense::MODULE, 0..16, gemv::FIXED_SHARED)?;
     check(&gemv_gguf::MODULE, 0..8, gemv::FIXED_SHARED)?;
     check(&gemv_wna16::MODULE, 0..7, gemv::FIXED_SHARED)?;
-    check(&gemv_wna16::MODULE, 7..9, gemv_wna16_sm90::FIXED_SHARED)?;
+    check(
+        &gemv_wna16_sm90::MODULE,
+        0..2,
+        gemv_wna16_sm90::FIXED_SHARED,
+    )?;
     let pipelined = gemv_dense_pipelined::FIXED_SHARED;
     check(&gemv_dense_pipelined::MODULE, 0..4, pipelined)?;
-    let (short, m16) = (gemm_wna16_m16::SHORT, gemm_wna16_m16::FIXED_SHARED);
-    check(&gemm_wna16_m16::MODULE, 0..short, m16)?;
+    let m16 = gemm_wna16_m16::FIXED_SHARED;
+    check(&gemm_wna16_m16::MODULE, 0..3, m16)?;
+    check(&gemm_wna16_m16::TMA, 0..1, m16)?;
     if gpu.arch == 90 {
-        check(&gemm_w8a8_cluster::DIRECT, 0..6, gemm_w8a8_cluster::FIXED)?;
+        check(&gemm_w8a8_cluster::MODULE, 0..6, gemm_w8a8_cluster::FIXED)?;
     }
     Ok(())
 }

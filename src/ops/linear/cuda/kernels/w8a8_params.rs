@@ -5,7 +5,7 @@ use super::gemv::{EpilogueParams, activation_index};
 use super::tensor_map::tensor_map;
 use crate::cuda::abi::{TensorMap, W8A8Weights};
 pub(super) use crate::cuda::abi::{W8A8_ALIGNMENT as ALIGNMENT, W8A8Product as ProductParams};
-use crate::cuda::{Address, CodesAt};
+use crate::cuda::{Address, PackedAt};
 use crate::ops::linear::Activation;
 use crate::ops::view::dtype_index;
 use candle_core::{Result, bail};
@@ -45,7 +45,7 @@ pub(super) fn tiles_of_w(rows: impl Iterator<Item = usize>, gates: bool, columns
 }
 
 /// The matrices, and their rows.
-fn matrices(operands: &Operands) -> Result<Vec<(CodesAt, usize)>> {
+fn matrices(operands: &Operands) -> Result<Vec<(PackedAt, usize)>> {
     let each = operands.weights.iter().map(|weight| match weight {
         Operand::Quantized(w) => w.codes().map(|at| (at, w.rows())),
         Operand::Dense { .. } => None,

@@ -1,14 +1,14 @@
-// Matrices of INT8, INT4 or ternary codes: from a byte for each code into the layouts of packed.cuh, and
-// from those to values, of all rows or of those that token ids name. An id past the matrix gives a
-// row of NaN: a step inside a graph cannot say more.
+// Packs INT8, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is loaded),
+// and dequantizes them: all rows, or those that token ids name. An id past the matrix gives a row of NaN: a step
+// inside a CUDA graph has no other way to report it.
 #include "formats/packed.cuh"
 
 using namespace fused;
 
 // A thread writes 16 codes of a row.
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    codes_pack_int8(const __grid_constant__ PackCodesParams p) {
-  wait_previous();
+    pack_int8(const __grid_constant__ PackParams p) {
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = Int8::pitch(p.k) / 16, piece = i % pieces;
   const uint64_t row = i / pieces;
@@ -22,23 +22,23 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
   reinterpret_cast<uint4*>(p.out)[i] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A thread writes what a lane has of a row and a step. `put` adds a code of a block to the words.
-template <class Format, class Put> __device__ __forceinline__ void pack(const PackCodesParams& p, Put put) {
+// A thread writes what a lane has of a row and a K block. `put` adds a code of a block to the words.
+template <class Format, class Put> __device__ __forceinline__ void pack(const PackParams& p, Put put) {
   constexpr int WORDS = Format::BYTES / 4;
-  wait_previous();
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
-  const uint32_t t = i % QUARTERS, steps = steps_of(p.k);
-  const uint64_t place = i / QUARTERS;
-  const uint32_t step = place / OCTET % steps;
-  const uint64_t eight = place / OCTET / steps, row = eight * OCTET + place % OCTET;
-  if (eight * OCTET >= p.rows) return;
+  const uint32_t t = i % ROW_LANES, k_blocks = k_blocks_of(p.k);
+  const uint64_t place = i / ROW_LANES;
+  const uint32_t k_block = place / ROW_GROUP % k_blocks;
+  const uint64_t eight = place / ROW_GROUP / k_blocks, row = eight * ROW_GROUP + place % ROW_GROUP;
+  if (eight * ROW_GROUP >= p.rows) return;
   uint32_t words[WORDS] = {};
   if (row < p.rows) {
 #pragma unroll
     for (uint32_t b = 0; b < 4; ++b) {
 #pragma unroll
       for (uint32_t c = 0; c < 8; ++c) {
-        const uint32_t at = step * STEP + 32 * b + 8 * t + c;
+        const uint32_t at = k_block * K_BLOCK + 32 * b + 8 * t + c;
         if (at < p.k) put(words, b, c, uint32_t(p.codes[row * p.k + at]));
       }
     }
@@ -49,22 +49,22 @@ template <class Format, class Put> __device__ __forceinline__ void pack(const Pa
 }
 
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    codes_pack_int4(const __grid_constant__ PackCodesParams p) {
+    pack_int4(const __grid_constant__ PackParams p) {
   pack<Int4<1>>(p, [](uint32_t* words, uint32_t b, uint32_t c, uint32_t code) {
     words[b] |= (code & 15) << (4 * (c / 2) + 16 * (c % 2));
   });
 }
 
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    codes_pack_ternary(const __grid_constant__ PackCodesParams p) {
+    pack_ternary(const __grid_constant__ PackParams p) {
   pack<Ternary<0>>(p, [](uint32_t* words, uint32_t b, uint32_t c, uint32_t code) {
     words[b / 2] |= (code & 3) << (4 * c + 2 * (b % 2));
   });
 }
 
 // A thread has 8 values.
-template <typename T> __device__ __forceinline__ void values(const CodeValuesParams& p) {
-  wait_previous();
+template <typename T> __device__ __forceinline__ void values(const UnpackParams& p) {
+  pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = (p.k + 7) / 8, piece = i % pieces;
   const uint64_t at = i / pieces;
@@ -72,7 +72,7 @@ template <typename T> __device__ __forceinline__ void values(const CodeValuesPar
   const uint64_t row = p.ids ? p.ids[at] : at;
   float v[8];
   if (row < p.rows) {
-    with_codes(p.format, [&](auto format) { decltype(format)::eight(p.matrix, p.k, row, piece, v); });
+    with_packed_format(p.format, [&](auto format) { decltype(format)::eight(p.matrix, p.k, row, piece, v); });
   } else {
 #pragma unroll
     for (int c = 0; c < 8; ++c) v[c] = __uint_as_float(0x7fffffffu);
@@ -88,4 +88,4 @@ template <typename T> __device__ __forceinline__ void values(const CodeValuesPar
   }
 }
 
-FUSED_ENTRIES(codes_values, FORMAT_THREADS, CodeValuesParams, values)
+FUSED_ENTRIES(unpack, FORMAT_THREADS, UnpackParams, values)

@@ -1,7 +1,7 @@
 //! INT8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
 
 use super::abi::{
-    CodeMatrix, CodeValuesParams, FORMAT_THREADS, OCTET, PackCodesParams, QUARTERS, STEP,
+    FORMAT_THREADS, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES, UnpackParams,
 };
 use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
 use crate::quant::{Codes, Scheme};
@@ -12,15 +12,15 @@ use half::f16;
 const OP: &str = "quant_linear";
 
 static MODULE: Module = Module::new(
-    "packed",
-    fatbin!("packed"),
+    "pack",
+    fatbin!("pack"),
     &[
-        "codes_pack_int8",
-        "codes_pack_int4",
-        "codes_pack_ternary",
-        "codes_values_f32",
-        "codes_values_f16",
-        "codes_values_bf16",
+        "pack_int8",
+        "pack_int4",
+        "pack_ternary",
+        "unpack_f32",
+        "unpack_f16",
+        "unpack_bf16",
     ],
 );
 
@@ -35,7 +35,7 @@ const CHUNK: usize = 32 << 20;
 
 /// Where a matrix of codes is.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct CodesAt {
+pub(crate) struct PackedAt {
     pub codes: Address,
     /// f32 for each row, or f16 for each group.
     pub scales: Address,
@@ -47,7 +47,7 @@ pub(crate) struct CodesAt {
 
 /// How a scheme's matrix lies in memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct CodeLayout {
+pub(super) struct PackedLayout {
     scheme: Scheme,
     rows: usize,
     cols: usize,
@@ -55,7 +55,7 @@ pub(super) struct CodeLayout {
     groups: usize,
 }
 
-impl CodeLayout {
+impl PackedLayout {
     /// Of a matrix that kernels take.
     ///
     /// # Errors
@@ -66,7 +66,7 @@ impl CodeLayout {
             bail!("cols: {cols} is not a multiple of 4, as a GPU takes {scheme}");
         }
         let most = u32::MAX as usize;
-        if rows == 0 || rows > most - OCTET || cols > most / 4 {
+        if rows == 0 || rows > most - ROW_GROUP || cols > most / 4 {
             bail!("rows: {rows} rows of {cols} values are past what the kernels take");
         }
         Ok(Self::of(scheme, rows, cols))
@@ -78,18 +78,18 @@ impl CodeLayout {
             scheme,
             rows,
             cols,
-            groups: scheme.group().map_or(0, |group| STEP / group),
+            groups: scheme.group().map_or(0, |group| K_BLOCK / group),
         }
     }
 
     /// Rows and steps, those that fill up the last eight rows among them.
     fn places(&self) -> usize {
-        self.rows.next_multiple_of(OCTET) * self.cols.div_ceil(STEP)
+        self.rows.next_multiple_of(ROW_GROUP) * self.cols.div_ceil(K_BLOCK)
     }
 
     /// Threads that pack so many rows, and the bytes that each writes.
     fn packing(&self, rows: usize) -> (usize, usize) {
-        let lanes = rows.next_multiple_of(OCTET) * self.cols.div_ceil(STEP) * QUARTERS;
+        let lanes = rows.next_multiple_of(ROW_GROUP) * self.cols.div_ceil(K_BLOCK) * ROW_LANES;
         match self.scheme {
             Scheme::Int8 => (rows * self.cols.div_ceil(16), 16),
             Scheme::Int4 { .. } => (lanes, 16),
@@ -125,8 +125,8 @@ impl CodeLayout {
     }
 
     /// Where everything is in memory that begins at `start`.
-    pub fn at(&self, start: Address) -> CodesAt {
-        CodesAt {
+    pub fn at(&self, start: Address) -> PackedAt {
+        PackedAt {
             codes: start,
             scales: start + self.scales_at() as Address,
             zeros: match self.scheme.has_zeros() {
@@ -147,14 +147,14 @@ impl CodeLayout {
         let data = alloc(OP, device, DType::U8, self.bytes())?;
         let start = address(&data, &Layout::contiguous(self.bytes()))?;
         let launcher = Launcher::new(device)?;
-        let rows_of_chunk = (CHUNK / self.cols).next_multiple_of(OCTET);
+        let rows_of_chunk = (CHUNK / self.cols).next_multiple_of(ROW_GROUP);
         let mut out = start;
         for chunk in codes.codes.chunks(rows_of_chunk * self.cols) {
             let rows = chunk.len() / self.cols;
             let raw = device.clone_htod(chunk)?;
             let (from, _guard) = raw.device_ptr(raw.stream());
             let (threads, bytes) = self.packing(rows);
-            let params = PackCodesParams {
+            let params = PackParams {
                 codes: from,
                 out,
                 rows: rows as u64,
@@ -165,7 +165,7 @@ impl CodeLayout {
                 Scheme::Int4 { .. } => 1,
                 Scheme::Ternary { .. } => 2,
             };
-            // SAFETY: the kernel takes `PackCodesParams` and writes the rows' part of the codes; the
+            // SAFETY: the kernel takes `PackParams` and writes the rows' part of the codes; the
             // plain codes are freed in the order of the stream.
             unsafe { launcher.run(&MODULE, kernel, line(threads)?, &params)? };
             out += (threads * bytes) as Address;
@@ -204,13 +204,13 @@ impl CodeLayout {
 
     /// What groups have, in the order of the kernels.
     fn by_place<'a, T: Copy>(&'a self, of: &'a [T], absent: T) -> impl Iterator<Item = T> + 'a {
-        let (steps, group) = (self.cols.div_ceil(STEP), STEP / self.groups);
+        let (k_blocks, group) = (self.cols.div_ceil(K_BLOCK), K_BLOCK / self.groups);
         let count = self.cols / group;
-        (0..self.rows.div_ceil(OCTET)).flat_map(move |octet| {
-            (0..steps).flat_map(move |step| {
-                (0..OCTET * self.groups).map(move |i| {
-                    let row = octet * OCTET + i / self.groups;
-                    let value = step * STEP + i % self.groups * group;
+        (0..self.rows.div_ceil(ROW_GROUP)).flat_map(move |row_group| {
+            (0..k_blocks).flat_map(move |k_block| {
+                (0..ROW_GROUP * self.groups).map(move |i| {
+                    let row = row_group * ROW_GROUP + i / self.groups;
+                    let value = k_block * K_BLOCK + i % self.groups * group;
                     if row < self.rows && value < self.cols {
                         of[row * count + value / group]
                     } else {
@@ -222,9 +222,9 @@ impl CodeLayout {
     }
 }
 
-/// A scheme's format as `CodeFormat` of the kernels numbers it.
+/// A scheme's format as `PackedFormat` of the kernels numbers it.
 pub(super) fn index(scheme: Scheme) -> usize {
-    let of_groups = |group: usize| (STEP / group).next_power_of_two().ilog2() as usize;
+    let of_groups = |group: usize| (K_BLOCK / group).next_power_of_two().ilog2() as usize;
     match (scheme, scheme.group()) {
         (Scheme::Int8, _) => 0,
         (Scheme::Int4 { .. }, group) => 1 + group.map_or(0, of_groups),
@@ -236,7 +236,7 @@ pub(super) fn index(scheme: Scheme) -> usize {
 /// Values of a matrix: all of its rows, or those that ids name.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ValuesOf {
-    pub matrix: CodesAt,
+    pub matrix: PackedAt,
     /// The format as the kernels number it.
     pub format: usize,
     pub rows: usize,
@@ -255,8 +255,8 @@ pub(crate) struct ValuesOf {
 /// Each address holds what its field says, until the stream has passed this; `out` is aligned to 16
 /// bytes.
 pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
-    let params = CodeValuesParams {
-        matrix: CodeMatrix {
+    let params = UnpackParams {
+        matrix: PackedMatrix {
             codes: at.matrix.codes,
             scales: at.matrix.scales,
             zeros: at.matrix.zeros,
@@ -271,7 +271,7 @@ pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
     // Eight values for a thread.
     let grid = line(at.count * at.cols.div_ceil(8))?;
     let bytes = at.count * at.cols * (1 + at.dtype.size_in_bytes());
-    // SAFETY: the kernel takes `CodeValuesParams`; the rest is the caller's.
+    // SAFETY: the kernel takes `UnpackParams`; the rest is the caller's.
     unsafe {
         launcher
             .moving(bytes as u64)

@@ -1,0 +1,200 @@
+//! The tensor-core GEMM for quantized weights on Hopper: every format, tile of tokens, dtype, prologue and epilogue,
+//! held to float64 and to what cuBLAS makes of the same weights in bf16.
+
+use super::{SCHEMES, gpus, on, random};
+use crate::quant_linear::blocks_on;
+use crate::support::{architecture, randn_on, widest_error};
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_fused::cuda::with_kernel;
+use candle_fused::ops::linear::reference;
+use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
+use candle_fused::trace;
+
+const KERNEL: &str = "gemm_wna16_sm90";
+const LIBRARY: &str = "gemm_dequantized_cublaslt";
+
+const GGUF: [GgmlDType; 8] = [
+    GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
+    GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
+    GgmlDType::Q8_0,
+    GgmlDType::Q4K,
+    GgmlDType::Q5K,
+    GgmlDType::Q6K,
+];
+
+/// GPUs that have the kernel.
+fn hoppers() -> Result<Vec<Device>> {
+    let mut found = Vec::new();
+    for device in gpus() {
+        if architecture(&device)? == 90 {
+            found.push(device);
+        }
+    }
+    Ok(found)
+}
+
+/// A pair of matrices of each format, `[n, k]`, with its name.
+fn pairs(n: usize, k: usize, device: &Device) -> Result<Vec<(String, [Weight; 2])>> {
+    let mut all = Vec::new();
+    for dtype in GGUF {
+        let pair = [
+            blocks_on(n, k, dtype, device)?,
+            blocks_on(n, k, dtype, device)?,
+        ];
+        all.push((format!("{dtype:?}"), pair));
+    }
+    for scheme in SCHEMES {
+        let pair = [
+            on(&random(scheme, n, k), device)?,
+            on(&random(scheme, n, k), device)?,
+        ];
+        all.push((scheme.to_string(), pair));
+    }
+    Ok(all)
+}
+
+/// Relative to the root mean square of `expected`, that of the difference.
+fn error(y: &Tensor, expected: &Tensor) -> Result<f64> {
+    let expected = expected.to_dtype(DType::F64)?.to_device(&Device::Cpu)?;
+    let y = y.to_dtype(DType::F64)?.to_device(&Device::Cpu)?;
+    let squares = |t: &Tensor| t.sqr()?.mean_all()?.to_scalar::<f64>();
+    let error = (squares(&(y - &expected)?)? / squares(&expected)?).sqrt();
+    assert!(error.is_finite());
+    Ok(error)
+}
+
+/// Rows of a tile of each size, of two of them, and of one that is not full.
+#[test]
+fn it_is_as_exact_as_the_librarys_product_of_dequantized_weights() -> Result<()> {
+    let k = 1024;
+    for device in hoppers()? {
+        for (name, weights) in pairs(200, k, &device)? {
+            let weights = &weights[..1];
+            for m in [2, 8, 9, 16, 31, 64, 100, 128, 300, 700] {
+                let x = randn_on(&[m, k], DType::BF16, &device)?;
+                let product = |kernel| {
+                    with_kernel(Some(kernel), || {
+                        quant_linear(&x, Prologue::None, weights, &Epilogue::default())
+                    })
+                };
+                let (ours, calls) = trace::capture(|| product(KERNEL));
+                let path = &calls.iter().next().expect("a call").0.path;
+                assert!(path.contains(KERNEL), "{path}");
+                let expected = reference(&x, Prologue::None, weights, &Epilogue::default())?;
+                let expected = Tensor::new(expected.concat(), &Device::Cpu)?.reshape((m, 200))?;
+                let (ours, theirs) = (
+                    error(&ours?, &expected)?,
+                    error(&product(LIBRARY)?, &expected)?,
+                );
+                assert!(
+                    ours <= 1.02 * theirs,
+                    "{name} M {m}: {ours:e}, the library {theirs:e}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Norms, gates, bias, residuals, three dtypes of x, output channels that fill neither a tile nor 8, and values of K
+/// that fill no block.
+#[test]
+fn prologues_and_epilogues() -> Result<()> {
+    let activations = [
+        Activation::None,
+        Activation::SwiGlu,
+        Activation::Silu,
+        Activation::GeluTanh,
+    ];
+    for device in hoppers()? {
+        for (i, (n, k)) in [(100, 256), (77, 512), (264, 768)].into_iter().enumerate() {
+            for (f, (name, weights)) in pairs(n, k, &device)?.into_iter().enumerate() {
+                for (j, m) in [2, 5, 12, 20, 50].into_iter().enumerate() {
+                    let dtype = [DType::F32, DType::F16, DType::BF16][(i + j + f) % 3];
+                    let activation = activations[(i + f + j) % 4];
+                    let width = if activation == Activation::SwiGlu {
+                        n
+                    } else {
+                        2 * n
+                    };
+                    let x = randn_on(&[m, k], dtype, &device)?;
+                    let norm = [
+                        randn_on(&[k], dtype, &device)?,
+                        randn_on(&[k], dtype, &device)?,
+                    ];
+                    let prologue = match (f + j) % 3 {
+                        0 => Prologue::None,
+                        1 => Prologue::RmsNorm {
+                            weight: &norm[0],
+                            eps: 1e-5,
+                        },
+                        _ => Prologue::LayerNorm {
+                            weight: &norm[0],
+                            bias: Some(&norm[1]),
+                            eps: 1e-5,
+                        },
+                    };
+                    let bias = randn_on(&[2 * n], dtype, &device)?;
+                    let residual = randn_on(&[m, width], dtype, &device)?;
+                    let epilogue = Epilogue {
+                        bias: Some(&bias),
+                        activation,
+                        residuals: &[&residual],
+                    };
+                    let got = with_kernel(Some(KERNEL), || {
+                        quant_linear(&x, prologue, &weights, &epilogue)
+                    })?;
+                    let expected = reference(&x, prologue, &weights, &epilogue)?.concat();
+                    // x and weights are rounded to bf16 where M is past 8, the result to its dtype.
+                    let unit = match dtype {
+                        DType::F32 => 1e-4,
+                        DType::F16 => 4e-3,
+                        _ => 3.2e-2,
+                    };
+                    let limit = if m > 8 { 2e-2 } else { 2e-4 } + unit;
+                    let error = widest_error(&got, &expected)?;
+                    assert!(
+                        error < limit,
+                        "{name} {m}x{k}x{n} {dtype:?} {activation:?}: {error:e} of {limit:e}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A row that is not finite spoils no other, whichever tile it shares with them.
+#[test]
+fn rows_stay_by_themselves() -> Result<()> {
+    let k = 512;
+    for device in hoppers()? {
+        for (name, weights) in pairs(64, k, &device)? {
+            for m in [3, 40, 150] {
+                let x = randn_on(&[m, k], DType::BF16, &device)?;
+                let product = |x: &Tensor| {
+                    with_kernel(Some(KERNEL), || {
+                        quant_linear(x, Prologue::None, &weights[..1], &Epilogue::default())
+                    })
+                };
+                let plain = product(&x)?.to_dtype(DType::F32)?;
+                let infinite =
+                    Tensor::full(f32::INFINITY, (1, k), &device)?.to_dtype(DType::BF16)?;
+                let spoiled = Tensor::cat(
+                    &[&x.narrow(0, 0, 1)?, &infinite, &x.narrow(0, 2, m - 2)?],
+                    0,
+                )?;
+                let spoiled = product(&spoiled)?.to_dtype(DType::F32)?;
+                let (plain, spoiled) = (plain.to_vec2::<f32>()?, spoiled.to_vec2::<f32>()?);
+                assert!(spoiled[1].iter().all(|v| !v.is_finite()), "{name} {m}");
+                for row in (0..m).filter(|row| *row != 1) {
+                    assert_eq!(plain[row], spoiled[row], "{name} {m} row {row}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
