@@ -158,84 +158,108 @@ fn least(
     figures.reduce(f64::min)
 }
 
-fn of_gpu(export: &Export) -> Vec<Goal> {
-    let graph = |model: &str, format: &str| run(export, model, format, Form::Graph);
-    let rate = |model: &str, format: &str| graph(model, format).map(ModelRun::tokens_per_second);
-    let share = |model: &str| {
-        let run = graph(model, "bf16")?;
+/// Tokens of a second of a model as a graph.
+fn decode(export: &Export, what: &str, must: f64, (model, format): (&str, &str)) -> Goal {
+    let rate = run(export, model, format, Form::Graph).map(ModelRun::tokens_per_second);
+    Goal::new(what, (must, "/s"), rate)
+}
+
+/// The weights of a token over what a copy moves in its time.
+fn share_of_copy(export: &Export, what: &str, model: &str) -> Goal {
+    let share = |run: &ModelRun| {
         Some(100. * run.last.bytes? as f64 / run.token.median / export.limits.copy)
     };
-    let prefill = |model: &str, format: &str| {
-        let run = graph(model, format).filter(|run| run.prefill_tokens == 512)?;
-        Some(run.prefill.median * 1e3)
-    };
-    let per_second = |what: &str, must, model: &str, format: &str| {
-        Goal::new(what, (must, "/s"), rate(model, format))
-    };
-    let mut goals = vec![
-        per_second("SmolLM2-135M bf16 decode", 2000., "smollm2-135m", "bf16"),
-        per_second("SmolLM2-135M Q4_1 decode", 2000., "q4_1", "stored"),
-        per_second("Llama-3.2-1B decode", 900., "llama-3.2-1b", "bf16"),
-        Goal::new(
-            "Llama-3-8B decode, weights/copy",
-            (90., "%"),
-            share("llama-3-8b"),
-        ),
-        Goal::at_most(
-            "SmolLM2 prefill of 512, bf16",
-            (2.5, " ms"),
-            prefill("smollm2-135m", "bf16"),
-        ),
-        Goal::at_most(
-            "SmolLM2 prefill of 512, Q4_1",
-            (3., " ms"),
-            prefill("q4_1", "stored"),
-        ),
-        Goal::new(
-            "attention for 4k to 16k tokens, over torch's SDPA",
-            (1., "x"),
-            None,
-        )
-        .measured_by("torch beside it"),
-    ];
+    let reached = run(export, model, "bf16", Form::Graph).and_then(share);
+    Goal::new(what, (90., "%"), reached)
+}
+
+/// A prompt of 512 tokens.
+fn prefill(export: &Export, what: &str, most: f64, (model, format): (&str, &str)) -> Goal {
+    let run = run(export, model, format, Form::Graph).filter(|run| run.prefill_tokens == 512);
+    let reached = run.map(|run| run.prefill.median * 1e3);
+    Goal::at_most(what, (most, " ms"), reached)
+}
+
+fn of_gpu(export: &Export) -> Vec<Goal> {
+    let mut goals = of_llamas(export);
     goals.extend(of_bandwidth(export));
-    goals.extend([
-        Goal::at_most(
-            "process start to first token, cold driver cache",
-            (1.5, " s"),
-            None,
-        )
-        .measured_by("smollm on a fresh machine"),
-        per_second("Qwen3-0.6B decode", 1200., "qwen3-0.6b", "bf16"),
-        Goal::new(
-            "Pythia-2.8B decode, weights/copy",
-            (90., "%"),
-            share("pythia-2.8b"),
+    goals.extend(of_other_models(export));
+    goals.extend(over_candle(export));
+    goals.extend(of_quantized(export));
+    goals.extend(of_quantized_models(export));
+    goals
+}
+
+/// Decoding, prompts and attention of the Llamas.
+fn of_llamas(export: &Export) -> Vec<Goal> {
+    let (small, q4_1) = (("smollm2-135m", "bf16"), ("q4_1", "stored"));
+    let attention = Goal::new(
+        "attention for 4k to 16k tokens, over torch's SDPA",
+        (1., "x"),
+        None,
+    );
+    vec![
+        decode(export, "SmolLM2-135M bf16 decode", 2000., small),
+        decode(export, "SmolLM2-135M Q4_1 decode", 2000., q4_1),
+        decode(
+            export,
+            "Llama-3.2-1B decode",
+            900.,
+            ("llama-3.2-1b", "bf16"),
         ),
-    ]);
-    for (model, must) in [
+        share_of_copy(export, "Llama-3-8B decode, weights/copy", "llama-3-8b"),
+        prefill(export, "SmolLM2 prefill of 512, bf16", 2.5, small),
+        prefill(export, "SmolLM2 prefill of 512, Q4_1", 3., q4_1),
+        attention.measured_by("torch beside it"),
+    ]
+}
+
+/// The start of a process, and decoding of Qwen3 and Pythia.
+fn of_other_models(export: &Export) -> Vec<Goal> {
+    let start = Goal::at_most(
+        "process start to first token, cold driver cache",
+        (1.5, " s"),
+        None,
+    );
+    vec![
+        start.measured_by("smollm on a fresh machine"),
+        decode(export, "Qwen3-0.6B decode", 1200., ("qwen3-0.6b", "bf16")),
+        share_of_copy(export, "Pythia-2.8B decode, weights/copy", "pythia-2.8b"),
+    ]
+}
+
+/// Decoding over plain candle.
+fn over_candle(export: &Export) -> Vec<Goal> {
+    let goal = |(model, must): (&str, f64)| {
+        let reached = over_stock(export, model, "bf16", Form::Graph);
+        Goal::new(
+            &format!("{model} decode over {CANDLE}"),
+            (must, "x"),
+            reached,
+        )
+    };
+    [
         ("smollm2-135m", 4.),
         ("qwen2-0.5b", 4.),
         ("qwen3-0.6b", 4.),
         ("llama-3.2-1b", 4.),
         ("pythia-160m", 4.),
         ("pythia-2.8b", 2.5),
-    ] {
-        let reached = over_stock(export, model, "bf16", Form::Graph);
-        goals.push(Goal::new(
-            &format!("{model} decode over {CANDLE}"),
-            (must, "x"),
-            reached,
-        ));
-    }
-    goals.extend(of_quantized(export));
-    let int4 = graph("llama-3-8b", "int4-g128").zip(graph("llama-3-8b", "bf16"));
+    ]
+    .map(goal)
+    .into()
+}
+
+/// What quantized weights gain for a model, how much of bf16 they take, and the study of the ternary.
+fn of_quantized_models(export: &Export) -> Vec<Goal> {
+    let graph = |format: &str| run(export, "llama-3-8b", format, Form::Graph);
+    let int4 = graph("int4-g128").zip(graph("bf16"));
     let int4 = int4.map(|(int4, bf16)| bf16.token.median / int4.token.median);
-    goals.push(Goal::new(
+    let mut goals = vec![Goal::new(
         "Llama-3-8B INT4 g128 decode over bf16",
         (2.5, "x"),
         int4,
-    ));
+    )];
     for (what, must) in [("INT8", 52.), ("INT4 g128", 28.), ("ternary", 15.)] {
         let goal = Goal::at_most(&format!("weights in {what}, of bf16"), (must, "%"), None);
         goals.push(goal.measured_by("follows from the layout"));

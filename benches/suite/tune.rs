@@ -65,9 +65,20 @@ pub fn run(
     Ok(all)
 }
 
-/// The table's kernels with these names; without names all.
+/// The table's kernels, each once.
+fn table() -> Vec<&'static str> {
+    let mut names = Vec::new();
+    for kernel in kernel_table() {
+        if !names.contains(&kernel.name) {
+            names.push(kernel.name);
+        }
+    }
+    names
+}
+
+/// Those with these names; without names all.
 fn kernels(names: &[String]) -> Result<Vec<&'static str>> {
-    let mut table: Vec<_> = kernel_table().map(|kernel| kernel.name).collect();
+    let mut table = table();
     for name in names {
         ensure!(
             table.contains(&name.as_str()),
@@ -161,9 +172,9 @@ impl Launched {
         result?;
         let mut found = Vec::new();
         for (traced, _) in calls.iter() {
-            for kernel in kernel_table() {
-                let at = traced.path.find(&format!(" {} (", kernel.name));
-                found.extend(at.map(|at| (at, kernel.name, &traced.path[at + 1..])));
+            for kernel in table() {
+                let at = traced.path.find(&format!(" {kernel} ("));
+                found.extend(at.map(|at| (at, kernel, &traced.path[at + 1..])));
             }
         }
         found.sort_unstable();

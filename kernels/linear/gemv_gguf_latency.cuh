@@ -70,6 +70,71 @@ struct LatencyRows {
   }
 };
 
+// The N tiles of a block: N_TILES times 8 rows of weights.
+template <int N_TILES> struct LatencyTiles {
+  const Gemv& p;
+
+  __device__ __forceinline__ uint32_t column(uint32_t n_tile, uint32_t r) const {
+    const uint32_t u = blockIdx.x * N_TILES + n_tile;
+    return gates(p) ? 4 * u + r / 2 : 8 * u + r;
+  }
+  // Past the last column the last is computed again and not written.
+  __device__ __forceinline__ uint32_t weight_row(uint32_t n_tile, uint32_t r) const {
+    return min(column(n_tile, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
+  }
+
+  // Loads a lane's weights: quarter t of row g of each N tile, in its warp's group.
+  template <class Format>
+  __device__ __forceinline__ void load(typename Format::Piece (&pieces)[N_TILES], uint32_t warp, uint32_t g,
+                                       uint32_t t) const {
+    const uint32_t groups = groups_of(p.k);
+#pragma unroll
+    for (int u = 0; u < N_TILES; ++u) {
+      uint32_t row = weight_row(u, g);
+      const Matrix& matrix = matrix_of(p, row);
+      pieces[u] = Format::load(static_cast<const char*>(matrix.data) + uint64_t(row) * Format::pitch(groups), groups,
+                               warp, t);
+    }
+  }
+};
+
+// Stages a warp's group of the rows of x in two parts, and sums their squares if there is a norm.
+template <int WARPS>
+__device__ __forceinline__ void stage_rows(const LatencyRows& rows, const float4 (&x)[LATENCY_ROWS], uint32_t m,
+                                           bool normed, float4 norm, float (&squares)[LATENCY_ROWS][WARPS]) {
+  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+  for (int r = 0; r < LATENCY_ROWS; ++r) {
+    if (r >= m) break;
+    const float4 v = x[r];
+    rows.put(r, lane, make_float4(v.x * norm.x, v.y * norm.y, v.z * norm.z, v.w * norm.w));
+    if (normed) {
+      const float sum = warp_sum(fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w));
+      if (lane == 0) squares[r][warp] = sum;
+    }
+  }
+  __syncwarp();
+}
+
+// Adds the sums of all warps for an N tile, and applies the norm's factor.
+template <int WARPS>
+__device__ __forceinline__ void reduce_sums(const Gemv& p, float (&total)[2], const float2 (&sums)[WARPS][WARP],
+                                            bool normed, const float (&squares)[LATENCY_ROWS][WARPS]) {
+  const uint32_t lane = threadIdx.x % WARP, warps = blockDim.x / WARP, g = lane / 4;
+  float square = 0.f;
+#pragma unroll
+  for (int other = 0; other < WARPS; ++other) {
+    if (other >= warps) break;
+    const float2 part = sums[other][lane];
+    total[0] += part.x, total[1] += part.y;
+    if (normed) square += squares[min(g, LATENCY_ROWS - 1)][other];
+  }
+  if (normed) {
+    const float factor = rsqrtf(__fdividef(square, p.k) + p.prologue.eps);
+    total[0] *= factor, total[1] *= factor;
+  }
+}
+
 // Each of at most WARPS warps has a group of k, and there are as many groups as warps; one block for
 // N_TILES times 8 rows of weights. x, the RMS norm, bias, residuals and outputs are
 // f32.
@@ -78,25 +143,10 @@ template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void 
   __shared__ alignas(16) float2 sums[N_TILES][WARPS][WARP];
   __shared__ float squares[LATENCY_ROWS][WARPS];
   pdl_launch();
-  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-  const uint32_t g = lane / 4, t = lane % 4, groups = groups_of(p.k);
-  auto column = [&](uint32_t n_tile, uint32_t r) {
-    const uint32_t u = blockIdx.x * N_TILES + n_tile;
-    return gates(p) ? 4 * u + r / 2 : 8 * u + r;
-  };
-  // Past the last column the last is computed again and not written.
-  auto weight_row = [&](uint32_t n_tile, uint32_t r) {
-    return min(column(n_tile, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
-  };
-
+  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const LatencyTiles<N_TILES> tiles = {p};
   typename Format::Piece pieces[N_TILES];
-#pragma unroll
-  for (int u = 0; u < N_TILES; ++u) {
-    uint32_t row = weight_row(u, g);
-    const Matrix& matrix = matrix_of(p, row);
-    pieces[u] = Format::load(static_cast<const char*>(matrix.data) + uint64_t(row) * Format::pitch(groups), groups,
-                             warp, t);
-  }
+  tiles.template load<Format>(pieces, warp, g, t);
   // 4 values of each row are this lane's to split.
   const uint32_t four = warp * WARP + lane;
   const bool mine = four < p.k / 4, normed = p.prologue.norm != NORM_NONE;
@@ -104,7 +154,9 @@ template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void 
   if (normed && mine) norm = static_cast<const float4*>(p.prologue.weight)[four];
   LatencyEpilogue<float> out = {};
   if (warp < N_TILES) {
-    out.prepare(p, g, t, [&](uint32_t r) { return column(warp, r); }, [&](uint32_t r) { return weight_row(warp, r); });
+    out.prepare(
+        p, g, t, [&](uint32_t r) { return tiles.column(warp, r); },
+        [&](uint32_t r) { return tiles.weight_row(warp, r); });
   }
   const float4* from = static_cast<const float4*>(p.prologue.x) + four;
 
@@ -120,17 +172,7 @@ template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void 
   for (int u = 0; u < N_TILES; ++u) weights[u].unpack(pieces[u], t);
 
   const LatencyRows rows = {staged[warp]};
-#pragma unroll
-  for (int r = 0; r < LATENCY_ROWS; ++r) {
-    if (r >= p.m) break;
-    const float4 v = x[r];
-    rows.put(r, lane, make_float4(v.x * norm.x, v.y * norm.y, v.z * norm.z, v.w * norm.w));
-    if (normed) {
-      const float sum = warp_sum(fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w));
-      if (lane == 0) squares[r][warp] = sum;
-    }
-  }
-  __syncwarp();
+  stage_rows<WARPS>(rows, x, p.m, normed, norm, squares);
   float y[N_TILES][2] = {};
 #pragma unroll
   for (int b = 0; b < GROUP; ++b) {
@@ -160,18 +202,8 @@ template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void 
   for (int u = 0; u < N_TILES; ++u) sums[u][warp][lane] = make_float2(y[u][0], y[u][1]);
   __syncthreads();
   if (warp >= N_TILES) return;
-  float total[2] = {}, square = 0.f;
-#pragma unroll
-  for (int other = 0; other < WARPS; ++other) {
-    if (other >= warps) break;
-    const float2 part = sums[warp][other][lane];
-    total[0] += part.x, total[1] += part.y;
-    if (normed) square += squares[min(g, LATENCY_ROWS - 1)][other];
-  }
-  if (normed) {
-    const float factor = rsqrtf(__fdividef(square, p.k) + p.prologue.eps);
-    total[0] *= factor, total[1] *= factor;
-  }
+  float total[2] = {};
+  reduce_sums<WARPS>(p, total, sums[warp], normed, squares);
   out.epilogue(p, total);
 }
 

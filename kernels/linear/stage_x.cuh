@@ -77,6 +77,26 @@ template <class Rows> struct RowStage {
     rows.clear_tail(p.m, p.k);
   }
 
+  // 4 values behind the norm, rounded as the norm's own kernel rounds.
+  __device__ __forceinline__ float4 normed(float4 v, uint32_t piece, bool centres, float mean, float factor) const {
+    const uint4 raw = piece == group.rank() ? weight : read(p.prologue.weight, piece);
+    const float4 w = widen(raw);
+    const int dtype = p.prologue.dtype;
+    if (centres) {
+      const float4 b = p.prologue.bias ? widen(read(p.prologue.bias, piece)) : float4{};
+      v.x = rounded_to(dtype, fmaf((v.x - mean) * factor, w.x, b.x));
+      v.y = rounded_to(dtype, fmaf((v.y - mean) * factor, w.y, b.y));
+      v.z = rounded_to(dtype, fmaf((v.z - mean) * factor, w.z, b.z));
+      v.w = rounded_to(dtype, fmaf((v.w - mean) * factor, w.w, b.w));
+    } else {
+      v.x = rounded_to(dtype, rounded_to(dtype, v.x * factor) * w.x);
+      v.y = rounded_to(dtype, rounded_to(dtype, v.y * factor) * w.y);
+      v.z = rounded_to(dtype, rounded_to(dtype, v.z * factor) * w.z);
+      v.w = rounded_to(dtype, rounded_to(dtype, v.w * factor) * w.w);
+    }
+    return v;
+  }
+
   __device__ __forceinline__ void stage(const void* x, uint32_t row) const {
     const uint32_t pieces = p.k / 4, size = group.size();
     const bool norms = p.prologue.norm != NORM_NONE, centres = p.prologue.norm == NORM_LAYER;
@@ -122,23 +142,7 @@ template <class Rows> struct RowStage {
       if (mine) {
         // What this thread itself has put there.
         v = rows.get_raw(row, piece);
-        if (norms) {
-          const uint4 raw = piece == group.rank() ? weight : read(p.prologue.weight, piece);
-          const float4 w = widen(raw);
-          const int dtype = p.prologue.dtype;
-          if (centres) {
-            const float4 b = p.prologue.bias ? widen(read(p.prologue.bias, piece)) : float4{};
-            v.x = rounded_to(dtype, fmaf((v.x - mean) * factor, w.x, b.x));
-            v.y = rounded_to(dtype, fmaf((v.y - mean) * factor, w.y, b.y));
-            v.z = rounded_to(dtype, fmaf((v.z - mean) * factor, w.z, b.z));
-            v.w = rounded_to(dtype, fmaf((v.w - mean) * factor, w.w, b.w));
-          } else {
-            v.x = rounded_to(dtype, rounded_to(dtype, v.x * factor) * w.x);
-            v.y = rounded_to(dtype, rounded_to(dtype, v.y * factor) * w.y);
-            v.z = rounded_to(dtype, rounded_to(dtype, v.z * factor) * w.z);
-            v.w = rounded_to(dtype, rounded_to(dtype, v.w * factor) * w.w);
-          }
-        }
+        if (norms) v = normed(v, piece, centres, mean, factor);
       }
       if constexpr (Rows::SCALES) {
         // As bits, of which those of NaN are the largest.

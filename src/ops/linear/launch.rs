@@ -1,15 +1,20 @@
-//! The guards, and the CustomOp that candle hands over to the device.
+//! The guards, and the CustomOp that candle hands over to the device: on CUDA the operands by address, and the launch of
+//! the product that the table makes of them.
 
 use super::cpu;
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::op::LinearOp;
 use super::{Activation, Epilogue, Prologue, Weight};
 use crate::ops::view::{dense_on_cuda, float, inference_only};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 use std::fmt::Display;
+#[cfg(feature = "cuda")]
+use {
+    super::cuda::{Owned, Product, ProductAt},
+    crate::cuda::{Launcher, Scratch, address, alloc},
+    crate::trace,
+    candle_core::CudaStorage,
+    candle_core::backend::BackendStorage,
+};
 
 impl CustomOp1 for LinearOp<'_> {
     fn name(&self) -> &'static str {
@@ -22,7 +27,36 @@ impl CustomOp1 for LinearOp<'_> {
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda::forward(self, x, layout)
+        let device = x.device();
+        let mut dims = layout.dims().to_vec();
+        let k = dims.pop().unwrap_or(1);
+        let m = dims.iter().product::<usize>();
+        dims.push(self.width());
+        let out = alloc(self.name, device, x.dtype(), m * self.width())?;
+        if m * self.width() == 0 {
+            return Ok((out, Shape::from(dims)));
+        }
+        let owned = Owned::new(self)?;
+        let at = ProductAt {
+            x: address(x, layout)?,
+            norm: owned.norm()?,
+            bias: owned.bias()?,
+            activation: self.epilogue.activation,
+            residuals: owned.residuals()?,
+            out: address(&out, &Layout::contiguous(m * self.width()))?,
+            stride: self.width(),
+            m,
+            k,
+            x_dtype: x.dtype(),
+            out_dtype: x.dtype(),
+        };
+        let launcher = Launcher::new(device)?;
+        let product = Product::new(&launcher, &owned.weights, &at)?;
+        // SAFETY: the guards have checked that the tensors have these shapes and lie on the device; the
+        // stream that runs the kernels is the one that frees them.
+        unsafe { product.run(&launcher, &mut Scratch::new(device))? };
+        trace::record(self.name, || format!("cuda {} {product}", self.path()));
+        Ok((out, Shape::from(dims)))
     }
 }
 

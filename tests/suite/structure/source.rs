@@ -67,6 +67,13 @@ fn literal(text: &[char], before: Option<char>) -> usize {
             let end = body.windows(close.len()).position(|w| w == close);
             end.map_or(text.len(), |end| 2 + hashes + end + close.len())
         }
+        // Of bytes.
+        'b' if !in_word && matches!(text.get(1), Some('\'' | '"' | 'r')) => {
+            match literal(&text[1..], None) {
+                0 => 0,
+                len => 1 + len,
+            }
+        }
         '"' => quoted(text, '"'),
         // Not a lifetime, nor what parts the digits of a C++ number.
         '\'' if !in_word && (is(1, '\\') || is(2, '\'')) => quoted(text, '\''),

@@ -38,6 +38,34 @@ impl Layer {
         })
     }
 
+    /// The same with one sequence, whose next token is at `position`.
+    fn of_one(device: &Device, dim: usize, dtype: DType, position: u32) -> Result<Self> {
+        let layer = Self::new(device, dim, dtype, dtype)?;
+        let first = |t: &Tensor| t.narrow(0, 0, 1)?.copy();
+        Ok(Self {
+            qkv: first(&layer.qkv)?,
+            k: first(&layer.k)?,
+            v: first(&layer.v)?,
+            position: Tensor::new(&[position], device)?,
+            ..layer
+        })
+    }
+
+    fn shape(&self) -> StepShape {
+        let dim = self.k.dims()[3];
+        StepShape {
+            sequences: self.position.elem_count(),
+            heads: 9,
+            kv_heads: 3,
+            head_dim: dim,
+            slots: SLOTS,
+            positions: SLOTS,
+            pairs: dim / 2,
+            dtype: self.qkv.dtype(),
+            cache_dtype: self.k.dtype(),
+        }
+    }
+
     fn eager(&self) -> Result<Tensor> {
         let config = FlashDecoding {
             heads: 9,
@@ -68,18 +96,7 @@ fn a_recorded_step_gives_what_a_launch_gives() -> Result<()> {
     ] {
         let layer = Layer::new(&device, dim, dtype, cache)?;
         let expected = layer.eager()?;
-        let shape = StepShape {
-            sequences: 2,
-            heads: 9,
-            kv_heads: 3,
-            head_dim: dim,
-            slots: SLOTS,
-            positions: SLOTS,
-            pairs: dim / 2,
-            dtype,
-            cache_dtype: cache,
-        };
-        let prepared = Prepared::new(&launcher, &layer, shape)?;
+        let prepared = Prepared::new(&launcher, &layer)?;
         let attention = Attention::new(&launcher, prepared.step, None)?;
         // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
         let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { attention.run(l) });
@@ -108,8 +125,9 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(launcher: &Launcher, layer: &Layer, shape: StepShape) -> Result<Self> {
+    fn new(launcher: &Launcher, layer: &Layer) -> Result<Self> {
         let (device, gpu) = (layer.qkv.device(), launcher.gpu);
+        let shape = layer.shape();
         let width = shape.heads * shape.head_dim;
         let out = Tensor::zeros((shape.sequences, width), shape.dtype, device)?;
         let sizes = partials(gpu, &shape)?;
@@ -161,6 +179,78 @@ fn difference(a: &Tensor, b: &Tensor) -> Result<[f32; 2]> {
     ])
 }
 
+/// A product that attention runs beside: up of a GPT-NeoX layer, with its layer norm, bias and GELU.
+struct Up {
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    /// Of the norm.
+    weight: Tensor,
+    shift: Tensor,
+    y: Tensor,
+}
+
+impl Up {
+    const K: usize = 1280;
+    const ROWS: usize = 2056;
+    const EPS: f32 = 1e-5;
+
+    fn new(device: &Device, dtype: DType) -> Result<Self> {
+        let randn = |shape: &[usize], scale: f32| {
+            Tensor::randn(0f32, scale, shape, &Device::Cpu)?
+                .to_dtype(dtype)?
+                .to_device(device)
+        };
+        Ok(Self {
+            x: randn(&[1, Self::K], 1.)?,
+            w: randn(&[Self::ROWS, Self::K], 0.05)?,
+            bias: randn(&[Self::ROWS], 1.)?,
+            weight: randn(&[Self::K], 1.)?,
+            shift: randn(&[Self::K], 1.)?,
+            y: Tensor::zeros((1, Self::ROWS), dtype, device)?,
+        })
+    }
+
+    /// The product by itself.
+    fn eager(&self) -> Result<Tensor> {
+        let prologue = Prologue::LayerNorm {
+            weight: &self.weight,
+            bias: Some(&self.shift),
+            eps: Self::EPS.into(),
+        };
+        let epilogue = Epilogue {
+            bias: Some(&self.bias),
+            activation: Activation::Gelu,
+            residuals: &[],
+        };
+        let weights = [Weight::Dense(self.w.clone())];
+        linear::launch("linear", &self.x, prologue, &weights, epilogue)
+    }
+
+    /// The same into `y`.
+    fn operands(&self) -> Result<Operands> {
+        let at = ProductAt {
+            x: address_of(&self.x)?,
+            norm: Some(NormAt {
+                kind: NormKind::Layer,
+                weight: address_of(&self.weight)?,
+                bias: address_of(&self.shift)?,
+                eps: Self::EPS,
+            }),
+            bias: address_of(&self.bias)?,
+            activation: Activation::Gelu,
+            residuals: [0; 2],
+            out: address_of(&self.y)?,
+            stride: Self::ROWS,
+            m: 1,
+            k: Self::K,
+            x_dtype: self.x.dtype(),
+            out_dtype: self.x.dtype(),
+        };
+        Operands::new(&[Weight::Dense(self.w.clone())], &at)
+    }
+}
+
 #[test]
 fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
     let Ok(device) = Device::new_cuda(0) else {
@@ -175,75 +265,11 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
         (128, 1023, true),
     ] {
         for dtype in [DType::BF16, DType::F16] {
-            let mut layer = Layer::new(&device, dim, dtype, dtype)?;
-            (layer.qkv, layer.k, layer.v) = (
-                layer.qkv.narrow(0, 0, 1)?.copy()?,
-                layer.k.narrow(0, 0, 1)?.copy()?,
-                layer.v.narrow(0, 0, 1)?.copy()?,
-            );
-            layer.position = Tensor::new(&[position], &device)?;
-            let attended = layer.eager()?;
-            let shape = StepShape {
-                sequences: 1,
-                heads: 9,
-                kv_heads: 3,
-                head_dim: dim,
-                slots: SLOTS,
-                positions: SLOTS,
-                pairs: dim / 2,
-                dtype,
-                cache_dtype: dtype,
-            };
-            let prepared = Prepared::new(&launcher, &layer, shape)?;
-            let (k, rows) = (1280, 2056);
-            let randn = |shape: &[usize], scale: f32| {
-                Tensor::randn(0f32, scale, shape, &Device::Cpu)?
-                    .to_dtype(dtype)?
-                    .to_device(&device)
-            };
-            let (x, w, bias) = (
-                randn(&[1, k], 1.)?,
-                randn(&[rows, k], 0.05)?,
-                randn(&[rows], 1.)?,
-            );
-            let (weight, shift) = (randn(&[k], 1.)?, randn(&[k], 1.)?);
-            let prologue = Prologue::LayerNorm {
-                weight: &weight,
-                bias: Some(&shift),
-                eps: 1e-5,
-            };
-            let epilogue = Epilogue {
-                bias: Some(&bias),
-                activation: Activation::Gelu,
-                residuals: &[],
-            };
-            let expected = linear::launch(
-                "linear",
-                &x,
-                prologue,
-                &[Weight::Dense(w.clone())],
-                epilogue,
-            )?;
-            let y = Tensor::zeros((1, rows), dtype, &device)?;
-            let at = ProductAt {
-                x: address_of(&x)?,
-                norm: Some(NormAt {
-                    kind: NormKind::Layer,
-                    weight: address_of(&weight)?,
-                    bias: address_of(&shift)?,
-                    eps: 1e-5,
-                }),
-                bias: address_of(&bias)?,
-                activation: Activation::Gelu,
-                residuals: [0; 2],
-                out: address_of(&y)?,
-                stride: rows,
-                m: 1,
-                k,
-                x_dtype: dtype,
-                out_dtype: dtype,
-            };
-            let product = Operands::new(&[Weight::Dense(w.clone())], &at)?;
+            let layer = Layer::of_one(&device, dim, dtype, position)?;
+            let up = Up::new(&device, dtype)?;
+            let (attended, expected) = (layer.eager()?, up.eager()?);
+            let prepared = Prepared::new(&launcher, &layer)?;
+            let product = up.operands()?;
             let both = Attention::new(&launcher, prepared.step, Some(Beside { product, ready }))?;
             // SAFETY: the tensors have the sizes that step and product ask for, and outlive the graph.
             let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { both.run(l) });
@@ -251,7 +277,7 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
             // SAFETY: as above; candle's stream carries everything else, too.
             unsafe { graph.launch(launcher.stream)? };
             let bound = if dtype == DType::BF16 { 1e-2 } else { 2e-3 };
-            for (ours, other) in [(&prepared.out, &attended), (&y, &expected)] {
+            for (ours, other) in [(&prepared.out, &attended), (&up.y, &expected)] {
                 let [error, most] = difference(ours, other)?;
                 assert!(error <= bound * most, "{dim} {dtype:?}: {error} of {most}");
             }

@@ -1,125 +1,22 @@
-//! Which kernel takes a product: one table, first match wins.
+//! Which kernel takes a product: one table, first match wins. A [`Product`] is cut into segments of one weight format,
+//! each with the kernel that the table chose.
 
 use super::kernels::{
     gemm_dense, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_m64,
     gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
 };
-use super::plan::{Plan, Planned};
-use super::problem::{Case, NormKind, WeightFormat};
-use crate::cuda::{KernelInfo, forced};
-use crate::quant::{Format, Scheme};
+use super::plan::Plan;
+use super::problem::{Case, Operand, Operands, ProductAt};
+use super::rule::{Formats, Norms, RULE, Rows, Rule};
+use crate::cuda::{Address, KernelInfo, Launcher, Scratch, forced};
+use crate::ops::linear::{Activation, Weight};
 use candle_core::{DType, Result, bail};
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::fmt;
 
 /// Plans that a thread keeps: prompts come in many lengths.
 const MAX_PLANS: usize = 4096;
-
-/// Weight formats that a rule takes, as a set of bits.
-#[derive(Clone, Copy)]
-pub(super) struct Formats(u16);
-
-impl Formats {
-    const F32: Self = Self(1);
-    const HALF: Self = Self(1 << 1);
-    const GGUF: Self = Self(1 << 2);
-    const INT8: Self = Self(1 << 3);
-    /// INT4 in groups of 128 without zero points.
-    const INT4_G128: Self = Self(1 << 4);
-    /// All other INT4.
-    const INT4_OTHER: Self = Self(1 << 5);
-    const TERNARY: Self = Self(1 << 6);
-    /// Several dense matrices of different dtypes, or more than a launch takes.
-    const MIXED_DENSE: Self = Self(1 << 7);
-    /// The same with quantized ones among them.
-    const MIXED: Self = Self(1 << 8);
-
-    const DENSE: Self = Self::F32.or(Self::HALF);
-    const INT4: Self = Self::INT4_G128.or(Self::INT4_OTHER);
-    const QUANTIZED: Self = Self::GGUF.or(Self::INT8).or(Self::INT4).or(Self::TERNARY);
-
-    /// Each with its name.
-    const NAMES: [(Self, &'static str); 9] = [
-        (Self::F32, "f32"),
-        (Self::HALF, "f16, bf16"),
-        (Self::GGUF, "GGUF"),
-        (Self::INT8, "INT8"),
-        (Self::INT4_G128, "INT4 g128"),
-        (Self::INT4_OTHER, "other INT4"),
-        (Self::TERNARY, "ternary"),
-        (Self::MIXED_DENSE, "mixed dense"),
-        (Self::MIXED, "mixed"),
-    ];
-
-    const fn or(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-
-    fn of(format: WeightFormat) -> Self {
-        match format {
-            WeightFormat::Dense(DType::F32) => Self::F32,
-            WeightFormat::Dense(_) => Self::HALF,
-            WeightFormat::Quantized(Format::Block(_)) => Self::GGUF,
-            WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
-                Scheme::Int8 => Self::INT8,
-                Scheme::Int4 {
-                    group: 128,
-                    zero_point: false,
-                } => Self::INT4_G128,
-                Scheme::Int4 { .. } => Self::INT4_OTHER,
-                Scheme::Ternary { .. } => Self::TERNARY,
-            },
-            WeightFormat::Mixed { quantized: true } => Self::MIXED,
-            WeightFormat::Mixed { quantized: false } => Self::MIXED_DENSE,
-        }
-    }
-
-    fn contains(self, other: Self) -> bool {
-        self.0 & other.0 == other.0
-    }
-}
-
-impl std::fmt::Display for Formats {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let names = Self::NAMES
-            .iter()
-            .filter(|(formats, _)| self.contains(*formats));
-        let names: Vec<_> = names.map(|(_, name)| *name).collect();
-        f.write_str(&names.join(", "))
-    }
-}
-
-/// Norms that a rule's kernel has as its prologue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Norms {
-    None,
-    /// An RMS norm or none.
-    Rms,
-    Any,
-}
-
-/// A dtype of x, and the least and the greatest M that a rule takes of it.
-type Rows = (DType, [usize; 2]);
-
-/// When a kernel is chosen. What ranges cannot say, its `plan` does.
-pub(super) struct Rule {
-    /// The name, as in `CANDLE_FUSED_KERNEL`.
-    pub kernel: &'static str,
-    /// The file below `kernels/`; for a library the part of it that is ours.
-    pub source: &'static str,
-    pub formats: Formats,
-    pub x: &'static [Rows],
-    pub max_k: usize,
-    /// Least and greatest.
-    pub arch: [u32; 2],
-    pub norms: Norms,
-    /// Whether it takes SwiGLU, and two matrices along k.
-    pub gates: bool,
-    pub pairs: bool,
-    pub plan: fn(&Case) -> Planned,
-    /// What a reader of the table should know.
-    pub note: &'static str,
-}
 
 const F32: DType = DType::F32;
 const F16: DType = DType::F16;
@@ -141,21 +38,6 @@ const WNA16_M64: &[Rows] = &[(BF16, [2, 128]), (F32, [GEMV[1] + 1, 128])];
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 const W8A8: [usize; 2] = [64, MAX];
-
-/// What most rules have.
-const RULE: Rule = Rule {
-    kernel: "",
-    source: "",
-    formats: Formats::DENSE,
-    x: &[(F32, [1, MAX]), (F16, [1, MAX]), (BF16, [1, MAX])],
-    max_k: MAX,
-    arch: [0, NEWEST],
-    norms: Norms::Any,
-    gates: true,
-    pairs: false,
-    plan: |_| Err("it has no plan"),
-    note: "",
-};
 
 /// M from which on, on Hopper, weights in tensor cores' registers beat those that are dequantized for the library.
 const WNA16_SM90: [usize; 2] = [2, 1024];
@@ -379,59 +261,6 @@ pub(super) static RULES: &[Rule] = &[
     },
 ];
 
-impl Rule {
-    /// The kernel's plan for the case, or why it does not take it.
-    fn plan(&self, case: &Case) -> Planned {
-        if !self.formats.contains(Formats::of(case.weight)) {
-            return Err("it does not take weights of this format");
-        }
-        let Some((_, [least, most])) = self.x.iter().find(|(dtype, _)| *dtype == case.x) else {
-            return Err("it does not take x in this dtype");
-        };
-        if !(*least..=*most).contains(&case.m) {
-            return Err("M is out of its range for this dtype of x");
-        }
-        if case.k > self.max_k {
-            return Err("K is too long");
-        }
-        if !(self.arch[0]..=self.arch[1]).contains(&case.gpu.arch) {
-            return Err("it is for other architectures");
-        }
-        match (self.norms, case.norm) {
-            (_, None) | (Norms::Any, _) | (Norms::Rms, Some(NormKind::Rms)) => {}
-            _ => return Err("it does not have this norm in front"),
-        }
-        if case.gates() && !self.gates {
-            return Err("it does not gate");
-        }
-        if case.border.is_some() && !self.pairs {
-            return Err("it does not take two matrices along K");
-        }
-        (self.plan)(case)
-    }
-
-    fn chosen(&self, case: &Case) -> std::result::Result<Plan, &'static str> {
-        let how = self.plan(case)?;
-        Ok(Plan {
-            kernel: self.kernel,
-            how,
-        })
-    }
-}
-
-/// Whether the kernel takes matrices of several formats, and any number of them.
-pub(super) fn takes_mixed(kernel: &str) -> bool {
-    let any = Formats::MIXED.0 | Formats::MIXED_DENSE.0;
-    RULES
-        .iter()
-        .any(|rule| rule.kernel == kernel && rule.formats.0 & any != 0)
-}
-
-/// Whether the kernel is the library's with dequantized weights.
-pub(super) fn dequantizes(kernel: &str) -> bool {
-    kernel == gemm_dequantized::NAME
-}
-
 thread_local! {
     static PLANS: RefCell<HashMap<Case, Plan>> = RefCell::new(HashMap::new());
 }
@@ -487,4 +316,110 @@ pub fn kernels() -> impl Iterator<Item = KernelInfo> {
         source: rule.source,
         note: rule.note,
     })
+}
+
+fn takes_mixed(kernel: &str) -> bool {
+    let mut rules = RULES.iter().filter(|rule| rule.kernel == kernel);
+    rules.any(Rule::takes_mixed)
+}
+
+/// A product ready to run: its segments, each with the kernel that takes it.
+#[derive(Clone, Debug)]
+pub(crate) struct Product {
+    segments: Vec<(Plan, Operands)>,
+}
+
+impl Product {
+    /// Chooses kernels for rows that are at `at` and `weights`, dense ones of which are contiguous: one for each run
+    /// of a format, or one for all where the runs belong together or a run has none of its own.
+    ///
+    /// # Errors
+    /// If the weights are not on a GPU, or no kernel takes the product.
+    pub fn new(launcher: &Launcher, weights: &[Weight], at: &ProductAt) -> Result<Self> {
+        let whole = Operands::new(weights, at)?;
+        let mut segments = whole.segments();
+        if segments.len() > 1 && at.activation != Activation::SwiGlu {
+            let plans = segments.iter().map(|segment| {
+                let plan = select(&segment.case(launcher)).ok()?;
+                (!takes_mixed(plan.kernel)).then_some(plan)
+            });
+            if let Some(plans) = plans.collect::<Option<Vec<_>>>() {
+                return Ok(Self {
+                    segments: plans.into_iter().zip(segments).collect(),
+                });
+            }
+        }
+        let operands = match segments.len() {
+            1 => segments.remove(0),
+            _ => whole,
+        };
+        Self::of(launcher, operands)
+    }
+
+    /// The same for operands that one kernel is to take.
+    ///
+    /// # Errors
+    /// If no kernel takes them.
+    pub fn of(launcher: &Launcher, operands: Operands) -> Result<Self> {
+        let plan = select(&operands.case(launcher))?;
+        Ok(Self {
+            segments: vec![(plan, operands)],
+        })
+    }
+
+    /// The plan and the operands, if one kernel takes everything.
+    pub fn single(&self) -> Option<(&Plan, &Operands)> {
+        match &self.segments[..] {
+            [(plan, operands)] => Some((plan, operands)),
+            _ => None,
+        }
+    }
+
+    /// The quantized weights that are to be dequantized for a library; none if a segment takes them as they are.
+    pub fn to_dequantize(&self) -> Option<&Operands> {
+        let (plan, operands) = self.single()?;
+        let all = operands.weights.iter();
+        let quantized = all.clone().all(|w| matches!(w, Operand::Quantized(_)));
+        (plan.kernel == gemm_dequantized::NAME && quantized).then_some(operands)
+    }
+
+    /// Says where the weights are that [`Product::to_dequantize`] named.
+    pub fn set_dequantized(&mut self, at: Address) {
+        if let [(_, operands)] = &mut self.segments[..] {
+            operands.dequantized = Some(at);
+        }
+    }
+
+    /// Bytes of scratch memory that [`Product::run`] takes at most.
+    pub fn scratch(&self) -> usize {
+        let each = self.segments.iter();
+        each.map(|(plan, operands)| plan.how.scratch(operands))
+            .sum()
+    }
+
+    /// Launches the product.
+    ///
+    /// # Errors
+    /// If a launch fails or memory is short.
+    ///
+    /// # Safety
+    /// Each address holds what its field says, and dense weights live, until the stream has passed the launches. In a
+    /// dependent chain no preceding kernel writes weights, norm or bias.
+    pub unsafe fn run(&self, launcher: &Launcher, scratch: &mut Scratch) -> Result<()> {
+        self.segments.iter().try_for_each(|(plan, operands)| {
+            // SAFETY: the caller's; the plan was made for these operands.
+            unsafe { plan.how.run(launcher, scratch, operands) }
+        })
+    }
+}
+
+/// The kernel of each segment.
+impl fmt::Display for Product {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (plan, _)) in self.segments.iter().enumerate() {
+            let between = if i > 0 { " and " } else { "" };
+            write!(f, "{between}{plan}")?;
+        }
+        Ok(())
+    }
 }

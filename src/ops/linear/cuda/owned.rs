@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor};
 
 /// The op's tensors in row-major order: copies of views live until the launches are made; the stream
 /// that runs those frees them.
-pub(super) struct Owned {
+pub(in crate::ops::linear) struct Owned {
     pub weights: Vec<Weight>,
     norm: Option<OwnedNorm>,
     bias: Option<Tensor>,

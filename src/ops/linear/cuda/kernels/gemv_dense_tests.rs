@@ -1,8 +1,8 @@
 //! Pipelined GEMVs against float64.
 
+use super::super::Product as Planned;
 use super::super::plan::Kernel;
 use super::super::problem::{Fetch, NormAt, NormKind, Operand, Operands, ProductAt};
-use super::super::product::Product as Planned;
 use super::gemv_dense_pipelined::{NAME, Pipelined, pair};
 use crate::cuda::{Launcher, Scratch, address_of};
 use crate::ops::Activation;
