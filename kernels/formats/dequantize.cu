@@ -38,78 +38,96 @@ template <typename T> __device__ __forceinline__ Pack<T, 4> read4(const T* p, bo
   return {{p[0], p[1], p[2], p[3]}};
 }
 
-// Where value `i` of a row goes.
-__device__ __forceinline__ uint32_t place(const NarrowParams& p, uint32_t i) {
-  uint32_t to = i & ~63u;
+// Values of a thread, and of a block.
+constexpr uint32_t NARROW_VALUES = 8, NARROW_CHUNK = NARROW_VALUES * FORMAT_THREADS;
+static_assert(NARROW_CHUNK == FORMAT_CHUNK, "the host shares rows out by chunks");
+
+// Where bits FIRST to FIRST + 2 of a value's index put it.
+template <int FIRST> __device__ __forceinline__ uint32_t place(const NarrowParams& p, uint32_t i) {
+  uint32_t to = 0;
 #pragma unroll
-  for (int bit = 0; bit < 6; ++bit) to |= (i >> bit & 1) << (p.order >> (4 * bit) & 15);
+  for (int bit = FIRST; bit < FIRST + 3; ++bit) to |= (i >> bit & 1) << (p.order >> (4 * bit) & 15);
   return to;
 }
 
-// Four values from `i` on of part `part` of the block's row.
-__device__ __forceinline__ void put(const NarrowParams& p, uint32_t part, uint32_t i, const uint16_t (&v)[4]) {
-  uint16_t* row = static_cast<uint16_t*>(p.out) + (uint64_t(blockIdx.x) * p.parts + part) * p.pitch;
+// Eight values of part `part` of a row, from `i` on. In another order than x's they go by way of shared memory, so that
+// a thread writes 16 bytes.
+__device__ __forceinline__ void put(const NarrowParams& p, uint64_t row, uint32_t i, const uint16_t (&v)[NARROW_VALUES],
+                                    uint16_t* staged) {
+  uint16_t* to = static_cast<uint16_t*>(p.out) + row * p.pitch + i;
   if (p.order == IN_ORDER) {
-    *reinterpret_cast<uint2*>(row + i) = make_uint2(v[0] | uint32_t(v[1]) << 16, v[2] | uint32_t(v[3]) << 16);
-  } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) row[place(p, i + j)] = v[j];
+    for (int j = 0; j < 8; j += 4) {
+      if (i + j < p.pitch)
+        *reinterpret_cast<uint2*>(to + j) = make_uint2(v[j] | uint32_t(v[j + 1]) << 16, v[j + 2] | uint32_t(v[j + 3]) << 16);
+    }
+    return;
   }
+  uint16_t* group = staged + threadIdx.x / 8 * 64 + place<3>(p, i);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) group[place<0>(p, j)] = v[j];
+  __syncwarp();
+  if (i < p.pitch) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(staged + 8 * threadIdx.x);
 }
 
-// Adds up four values of each of 8 lanes, which have 32 side by side.
-__device__ __forceinline__ void put_sum(const NarrowParams& p, uint32_t part, uint32_t i, const uint16_t (&v)[4]) {
+// Adds up eight values of each of 4 lanes, which have 32 side by side.
+__device__ __forceinline__ void put_sum(const NarrowParams& p, uint64_t row, uint32_t i,
+                                        const uint16_t (&v)[NARROW_VALUES]) {
   float sum = 0.f;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) sum += __uint_as_float(uint32_t(v[j]) << 16);
-#pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL, sum, offset);
-  if (threadIdx.x % 8 == 0 && i < p.pitch) p.sums[uint64_t(i / 32) * p.sums_pitch + blockIdx.x * p.parts + part] = sum;
+  for (int j = 0; j < 8; ++j) sum += __uint_as_float(uint32_t(v[j]) << 16);
+  sum += __shfl_xor_sync(FULL, sum, 1);
+  sum += __shfl_xor_sync(FULL, sum, 2);
+  if (threadIdx.x % 4 == 0 && i < p.pitch) p.sums[uint64_t(i / 32) * p.sums_pitch + row] = sum;
 }
 
-// A block takes a row.
+// What an RMS norm multiplies the row by.
+template <typename T>
+__device__ __forceinline__ float norm_factor(const NarrowParams& p, const T* x, float* scratch) {
+  float squares = 0.f;
+  for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * FORMAT_THREADS) {
+    const auto v = read4(x + i, p.vectors);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) squares = fmaf(to_float(v.v[j]), to_float(v.v[j]), squares);
+  }
+  return rsqrtf(block_sum<FORMAT_THREADS / WARP>(squares, scratch) / p.width + p.eps);
+}
+
+// A block takes a chunk of a row.
 template <typename T> __device__ __forceinline__ void narrow(const NarrowParams& p) {
   __shared__ float scratch[FORMAT_THREADS / WARP];
-  const T* x = static_cast<const T*>(p.x) + blockIdx.x * uint64_t(p.width);
+  __shared__ __align__(16) uint16_t staged[2][NARROW_CHUNK];
+  const uint64_t row = blockIdx.x / p.chunks;
+  const uint32_t i = blockIdx.x % p.chunks * NARROW_CHUNK + NARROW_VALUES * threadIdx.x;
+  const T* x = static_cast<const T*>(p.x) + row * p.width;
   const T* weight = static_cast<const T*>(p.weight);
   pdl_launch();
   pdl_wait();
-  float factor = 1.f;
-  if (weight) {
-    float squares = 0.f;
-    for (uint32_t i = 4 * threadIdx.x; i < p.width; i += 4 * FORMAT_THREADS) {
-      const auto v = read4(x + i, p.vectors);
+  const float factor = weight ? norm_factor(p, x, scratch) : 1.f;
+  uint16_t out[NARROW_VALUES], rest[NARROW_VALUES];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) squares = fmaf(to_float(v.v[j]), to_float(v.v[j]), squares);
-    }
-    factor = rsqrtf(block_sum<FORMAT_THREADS / WARP>(squares, scratch) / p.width + p.eps);
-  }
-  // Whole warps come round, for their sums.
-  for (uint32_t first = 0; first < p.pitch; first += 4 * FORMAT_THREADS) {
-    const uint32_t i = first + 4 * threadIdx.x;
+  for (int half = 0; half < 8; half += 4) {
     Pack<T, 4> v = {}, w = {};
-    if (i < p.width) v = read4(x + i, p.vectors);
-    if (weight && i < p.width) w = read4(weight + i, p.vectors);
-    uint16_t out[4], rest[4];
+    if (i + half < p.width) v = read4(x + i + half, p.vectors);
+    if (weight && i + half < p.width) w = read4(weight + i + half, p.vectors);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float y = to_float(v.v[j]);
       if (weight) y = rounded<T>(rounded<T>(y * factor) * to_float(w.v[j]));
       if (p.out_dtype == F16) {
-        out[j] = __half_as_ushort(from_float<__half>(y)), rest[j] = 0;
+        out[half + j] = __half_as_ushort(from_float<__half>(y)), rest[half + j] = 0;
       } else {
         const __nv_bfloat16 high = from_float<__nv_bfloat16>(y);
-        out[j] = __bfloat16_as_ushort(high);
-        rest[j] = __bfloat16_as_ushort(from_float<__nv_bfloat16>(y - to_float(high)));
+        out[half + j] = __bfloat16_as_ushort(high);
+        rest[half + j] = __bfloat16_as_ushort(from_float<__nv_bfloat16>(y - to_float(high)));
       }
     }
-    if (i < p.pitch) put(p, 0, i, out);
-    if (i < p.pitch && p.parts == 2) put(p, 1, i, rest);
-    if (p.sums) {
-      put_sum(p, 0, i, out);
-      if (p.parts == 2) put_sum(p, 1, i, rest);
-    }
   }
+  put(p, row * p.parts, i, out, staged[0]);
+  if (p.sums) put_sum(p, row * p.parts, i, out);
+  if (p.parts == 1) return;
+  put(p, row * p.parts + 1, i, rest, staged[1]);
+  if (p.sums) put_sum(p, row * p.parts + 1, i, rest);
 }
 
 #define NARROW(SUFFIX, TYPE)                                               \

@@ -6,13 +6,13 @@
 
 using namespace fused;
 
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q4_0, GemmGguf<Q4_0>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q4_1, GemmGguf<Q4_1>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q5_0, GemmGguf<Q5_0>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q5_1, GemmGguf<Q5_1>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q8_0, GemmGguf<Q8_0>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q4_k, GemmGguf<Q4_K>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q5_k, GemmGguf<Q5_K>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_q6_k, GemmGguf<Q6_K>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q4_0, GemmGguf<Q4_0>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q4_1, GemmGguf<Q4_1>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q5_0, GemmGguf<Q5_0>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q5_1, GemmGguf<Q5_1>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q8_0, GemmGguf<Q8_0>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q4_k, GemmGguf<Q4_K>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q5_k, GemmGguf<Q5_K>)
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_gguf_q6_k, GemmGguf<Q6_K>)
 
 #endif

@@ -1,8 +1,8 @@
 //! Quantized matrices on a GPU: GGUF blocks, and codes of our own schemes.
 
 use super::abi::{
-    BLOCK, DequantizeParams, DequantizeSource, FORMAT_THREADS, GROUP, IN_ORDER, MAX_SOURCES,
-    NarrowParams, RepackParams,
+    BLOCK, DequantizeParams, DequantizeSource, FORMAT_CHUNK, FORMAT_THREADS, GROUP, IN_ORDER,
+    MAX_SOURCES, NarrowParams, RepackParams,
 };
 use super::packed::{self, PackedAt, PackedLayout, ValuesOf, line, values};
 use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
@@ -370,6 +370,7 @@ pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
         sums: 0,
         sums_pitch: 0,
     });
+    let chunks = arranged.pitch.div_ceil(FORMAT_CHUNK).max(1);
     let params = NarrowParams {
         x: at.x,
         weight,
@@ -378,13 +379,17 @@ pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
         sums_pitch: arranged.sums_pitch as u32,
         parts: arranged.parts as u32,
         pitch: arranged.pitch as u32,
+        chunks: chunks as u32,
         order: arranged.order,
         width: at.width as u32,
         eps,
         out_dtype: dtype_index(at.out_dtype) as i32,
         vectors: (at.x.is_multiple_of(aligned) && weight.is_multiple_of(aligned)).into(),
     };
-    let grid = Grid::line(at.rows as u32, FORMAT_THREADS as u32);
+    let Ok(blocks) = u32::try_from(at.rows * chunks) else {
+        bail!("{OP}: {} rows are past what a GPU takes at once", at.rows);
+    };
+    let grid = Grid::line(blocks, FORMAT_THREADS as u32);
     let bytes = at.rows * at.width * (at.dtype.size_in_bytes() + 2);
     // SAFETY: the kernel takes `NarrowParams`; the rest is the caller's.
     unsafe {

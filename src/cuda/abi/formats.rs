@@ -78,6 +78,9 @@ abi! {
         total: u64,
     }
 
+    /// Values of a row that a block narrows.
+    const FORMAT_CHUNK: Count<u32> = 2048;
+
     /// The order that x has.
     const IN_ORDER: Count<u32> = 0x543210;
 
@@ -96,6 +99,8 @@ abi! {
         parts: u32,
         /// A multiple of 4, and of 64 if the order is not x's.
         pitch: u32,
+        /// Of a row.
+        chunks: u32,
         /// Where bit i of a value's index goes among the 6 lowest, in digits of 4 bits.
         order: u32,
         /// A multiple of 4.

@@ -48,14 +48,14 @@ static GGUF: Module = Module::new(
     "gemm_wna16_sm90_gguf",
     fatbin!("gemm_wna16_sm90_gguf"),
     forms!(
-        "gemm_wna16_sm90_q4_0",
-        "gemm_wna16_sm90_q4_1",
-        "gemm_wna16_sm90_q5_0",
-        "gemm_wna16_sm90_q5_1",
-        "gemm_wna16_sm90_q8_0",
-        "gemm_wna16_sm90_q4_k",
-        "gemm_wna16_sm90_q5_k",
-        "gemm_wna16_sm90_q6_k"
+        "gemm_wna16_sm90_gguf_q4_0",
+        "gemm_wna16_sm90_gguf_q4_1",
+        "gemm_wna16_sm90_gguf_q5_0",
+        "gemm_wna16_sm90_gguf_q5_1",
+        "gemm_wna16_sm90_gguf_q8_0",
+        "gemm_wna16_sm90_gguf_q4_k",
+        "gemm_wna16_sm90_gguf_q5_k",
+        "gemm_wna16_sm90_gguf_q6_k"
     ),
 );
 
