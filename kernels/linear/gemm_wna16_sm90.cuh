@@ -9,9 +9,9 @@
 // Weights go from memory to registers without shared memory, DEPTH blocks of K ahead. Those loads begin in front of
 // the wait for the preceding kernel.
 //
-// For few tokens, where issuing instructions bounds a product, codes are not scaled: a group of them gives sums of
-// its own, which are scaled in f32. Codes of up to 6 bits become bf16 numbers by one instruction then, 128 more than
-// they are, which the sums of x over 32 values, computed by the preceding kernel, take off again.
+// For few tokens, where issuing instructions bounds a product, weights are not scaled: a group of them gives sums of
+// its own, which are scaled in f32. What a GGUF format adds to all weights of a block meets the sum of its 32 values
+// of x, which the preceding kernel has computed.
 //
 // x of more than 8 significant bits comes as two rows of operand B for each token, the second what rounding to bf16
 // leaves over; their sums are added up.

@@ -61,11 +61,8 @@ struct GroupScale {
 template <class Format> struct GemmGguf {
   static constexpr bool CHANNEL_SCALES = false;
   static constexpr int GROUPS = Format::SCALES * 4;  // of 128 values of K
-  // Whether `raw` has BIAS more than the numbers that are scaled. Sums of x, which take that off again, there are of
-  // whole GGUF blocks only.
-  static constexpr bool IS_BIASED = Format::BITS < 8 && Format::SCALES == 1;
-  static constexpr float BIAS = IS_BIASED ? 128.f + Format::ZERO : 0.f;
-  static constexpr bool HAS_OFFSET = IS_BIASED || Format::HAS_OFFSET;
+  // Whether sums of x count.
+  static constexpr bool HAS_OFFSET = Format::HAS_OFFSET;
 
   struct Block {
     typename Format::Piece pieces[2];
@@ -89,19 +86,17 @@ template <class Format> struct GemmGguf {
     for (int i = 0; i < 2; ++i) block.pieces[i] = Format::load(rows[i], groups, k_block, threadIdx.x % 4);
   }
 
-  // Codes as they are, BIAS more than their numbers.
+  // Numbers that are not scaled yet.
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv&, int e) {
     WeightFragment a;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const auto codes = Format::codes(block.pieces[i], e);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        a.at(i, j) = IS_BIASED ? Format::pair(codes, j) | 0x43004300u : Format::bf16_numbers(codes, j);
+      for (int j = 0; j < 4; ++j) a.at(i, j) = Format::bf16_numbers(codes, j);
     }
     return a;
   }
-  // Of both channels and a group: what sums of `raw` times x are multiplied by, and then sums of x.
   static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv&, int g) {
     GroupScale s;
 #pragma unroll
@@ -110,9 +105,7 @@ template <class Format> struct GemmGguf {
       const float by = Format::multiplier(piece.scale, piece.factors, g % Format::SCALES);
       s.by[i] = __shfl_sync(FULL, by, g / Format::SCALES, 4);
       if constexpr (Format::HAS_OFFSET)
-        s.plus[i] = __shfl_sync(FULL, fmaf(-BIAS, by, Format::offset(piece.scale, piece.factors)), g / Format::SCALES, 4);
-      else
-        s.plus[i] = -BIAS * s.by[i];
+        s.plus[i] = __shfl_sync(FULL, Format::offset(piece.scale, piece.factors), g / Format::SCALES, 4);
     }
     return s;
   }
@@ -168,7 +161,7 @@ template <class Format> struct GemmGguf {
 template <class Format> struct GemmInt {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES;
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP ? 1 : 4;
-  static constexpr bool HAS_OFFSET = !CHANNEL_SCALES;
+  static constexpr bool HAS_OFFSET = false;
   using TileScales1 = TileScales<Format::GROUPS, Format::ZEROS, 1>;
 
   struct Block {
@@ -198,32 +191,6 @@ template <class Format> struct GemmInt {
   }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv& p, int e) {
-    if constexpr (CHANNEL_SCALES) {
-      return fragment(block, {}, p, e);
-    } else {
-      WeightFragment a;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) a.at(i, j) = int4_biased(block.pieces[i].words[e], j);
-      }
-      return a;
-    }
-  }
-  static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
-    GroupScale s;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      s.by[i] = block.scales[i].scale(p, 0, g);
-      s.plus[i] = -s.by[i] * (Format::ZEROS ? 128.f + __uint_as_float(block.scales[i].zero(p, 0, g) << 16) : 136.f);
-    }
-    return s;
-  }
-
-  struct Scales {};
-  static __device__ __forceinline__ Scales scales(const Block&, const Gemv&) { return {}; }
-
-  static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales&, const Gemv& p, int e) {
     WeightFragment a;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -232,9 +199,27 @@ template <class Format> struct GemmInt {
         for (int j = 0; j < 4; ++j) a.at(i, j) = int8_numbers(Format::word(block.pieces[i], e, j / 2), j % 2);
       } else {
         const uint32_t zero = block.scales[i].zero(p, 0, e);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a.at(i, j) = int4_numbers<Format::ZEROS>(block.pieces[i].words[e], j, zero);
+      }
+    }
+    return a;
+  }
+  static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
+    return {{block.scales[0].scale(p, 0, g), block.scales[1].scale(p, 0, g)}, {}};
+  }
+
+  struct Scales {};
+  static __device__ __forceinline__ Scales scales(const Block&, const Gemv&) { return {}; }
+
+  static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales&, const Gemv& p, int e) {
+    WeightFragment a = raw(block, p, e);
+    if constexpr (!CHANNEL_SCALES) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
         const SplitScale by(split(block.scales[i].scale(p, 0, e)));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) a.at(i, j) = by.times(int4_numbers<Format::ZEROS>(block.pieces[i].words[e], j, zero));
+        for (int j = 0; j < 4; ++j) a.at(i, j) = by.times(a.at(i, j));
       }
     }
     return a;
@@ -293,22 +278,14 @@ template <int GROUPS_> struct GemmTernary {
   static __device__ __forceinline__ Scales scales(const Block&, const Gemv&) { return {}; }
 
   static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales&, const Gemv& p, int e) {
-    WeightFragment a;
+    WeightFragment a = raw(block, p, e);
+    if constexpr (!CHANNEL_SCALES) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t word = block.pieces[i].words[e / 2];
-      uint32_t numbers[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) numbers[j] = word << (14 - 4 * j - 2 * (e % 2)) & 0xc000c000u;
-      if constexpr (CHANNEL_SCALES) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) a.at(i, j) = numbers[j];
-      } else {
+      for (int i = 0; i < 2; ++i) {
         // Of one code, rounding is that of the scale.
-        const uint32_t by = pack2<__nv_bfloat16>(0.5f * block.scales[i].scale(p, 0, e), 0.f);
-        const uint32_t both = __byte_perm(by, 0, 0x1010);
+        const uint32_t by = __byte_perm(pack2<__nv_bfloat16>(0.5f * block.scales[i].scale(p, 0, e), 0.f), 0, 0x1010);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) a.at(i, j) = bf16x2_mul(numbers[j], both);
+        for (int j = 0; j < 4; ++j) a.at(i, j) = bf16x2_mul(a.at(i, j), by);
       }
     }
     return a;

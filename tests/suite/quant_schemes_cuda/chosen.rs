@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 17] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 18] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -33,10 +33,11 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 17] = [
     ("int4-g128", DType::BF16, 16, 14336, 4096, "gemm_wna16_m16"),
     ("int4-g128", DType::BF16, 17, 4096, 4096, "gemm_wna16_sm90"),
     ("int4-g128", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
+    ("int4-g128", DType::BF16, 4096, 512, 512, "gemm_wna16_sm90"),
     (
         "int4-g128",
-        DType::BF16,
-        4096,
+        DType::F16,
+        100,
         512,
         512,
         "gemm_dequantized_cublaslt",

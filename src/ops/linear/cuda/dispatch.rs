@@ -39,7 +39,7 @@ const WNA16_M64: &[Rows] = &[(BF16, [2, 128]), (F32, [GEMV[1] + 1, 128])];
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 const W8A8: [usize; 2] = [64, MAX];
 
-/// M from which on, on Hopper, weights in tensor cores' registers beat those that are dequantized for the library.
+/// M of blocks and INT8 for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library.
 const WNA16_SM90: [usize; 2] = [2, 1024];
 /// Twice as many rows of operand B keep the bits of f16.
 const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F16, [2, 64])];
@@ -77,7 +77,7 @@ pub(super) static RULES: &[Rule] = &[
         formats: Formats::HALF,
         x: &[(F16, SEVERAL), (BF16, SEVERAL)],
         plan: gemv_dense::mma,
-        note: "rows of x that do not fit into shared memory together take several launches; bf16 from 8.0 on",
+        note: "rows of x that fit into shared memory together; bf16 from 8.0 on",
         ..RULE
     },
     Rule {
@@ -91,9 +91,9 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_dense",
         source: "linear/gemv_dense.cu",
-        x: GEMV_OF_EACH,
+        x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         plan: gemv_dense::m1,
-        note: "a launch for each row",
+        note: "multiply-adds in f32",
         ..RULE
     },
     Rule {
@@ -196,9 +196,19 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: "gemm_wna16_sm90",
-        source: "linear/gemm_wna16_sm90.cu",
-        formats: Formats::QUANTIZED,
+        source: "linear/gemm_wna16_sm90_gguf.cu",
+        formats: Formats::GGUF.or(Formats::INT8),
         x: WNA16_SM90_OF_EACH,
+        arch: [90, 90],
+        plan: gemm_wna16_sm90::plan,
+        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_sm90",
+        source: "linear/gemm_wna16_sm90.cu",
+        formats: Formats::INT4.or(Formats::TERNARY),
+        x: &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 64])],
         arch: [90, 90],
         plan: gemm_wna16_sm90::plan,
         note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",

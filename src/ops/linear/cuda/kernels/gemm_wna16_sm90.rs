@@ -15,7 +15,7 @@ use crate::cuda::abi::{
 use crate::cuda::{
     Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
 };
-use crate::quant::{Format, Scheme};
+use crate::quant::{Format, Scaling, Scheme};
 use candle_core::{DType, Result};
 use std::sync::Arc;
 
@@ -84,6 +84,11 @@ struct Of {
     sums: bool,
 }
 
+/// Whether something is added to all values of a block.
+fn has_offset(scaling: Scaling) -> bool {
+    matches!(scaling, Scaling::Affine | Scaling::Super)
+}
+
 fn of(case: &Case) -> std::result::Result<Of, &'static str> {
     let of = |module, index: usize, order, sums| {
         Ok(Of {
@@ -94,16 +99,19 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
         })
     };
     match case.weight {
-        WeightFormat::Quantized(format @ Format::Block(_)) => {
-            of(&GGUF, kernel_index(format), order::GGUF, true)
-        }
+        WeightFormat::Quantized(format @ Format::Block(block)) => of(
+            &GGUF,
+            kernel_index(format),
+            order::GGUF,
+            has_offset(block.scaling),
+        ),
         WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
             Scheme::Int8 => of(&INTEGERS, 0, order::INT8, false),
             Scheme::Int4 {
                 group: 128,
                 zero_point: false,
-            } => of(&INTEGERS, 1, order::INT4, true),
-            Scheme::Int4 { .. } => of(&INTEGERS, 2, order::INT4, true),
+            } => of(&INTEGERS, 1, order::INT4, false),
+            Scheme::Int4 { .. } => of(&INTEGERS, 2, order::INT4, false),
             Scheme::Ternary { .. } if scheme.group().is_none() => {
                 of(&INTEGERS, 3, order::TERNARY, false)
             }

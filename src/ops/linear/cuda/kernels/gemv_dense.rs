@@ -127,6 +127,10 @@ pub(crate) fn mma(case: &Case) -> Planned {
         padded: false,
         fills: false,
     };
+    // Another launch would read the weights again.
+    if core.rows_at_once(&case.gpu) < case.m {
+        return Err("rows of x do not fit into shared memory together");
+    }
     GemvPlan::of_core(case, &MODULE, &core)
 }
 
@@ -136,8 +140,11 @@ pub(crate) fn m8(case: &Case) -> Planned {
     GemvPlan::of_core(case, &MODULE, &core)
 }
 
-/// One row of x a launch by multiply-adds.
+/// One row of x by multiply-adds.
 pub(crate) fn m1(case: &Case) -> Planned {
+    if case.m > 1 {
+        return Err("there are several rows");
+    }
     let core = match is_large(case) {
         true => lanes(case, M1_LARGE, 1, 2, 4)?,
         false => lanes(case, M1, 1, 4, 1)?,
