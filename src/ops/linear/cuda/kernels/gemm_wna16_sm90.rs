@@ -34,20 +34,20 @@ macro_rules! forms {
 static INTEGERS: Module = Module::new(
     "gemm_wna16_sm90",
     fatbin!("gemm_wna16_sm90"),
-    forms!(
+    forms![
         "gemm_wna16_sm90_int8",
         "gemm_wna16_sm90_int4_g128",
         "gemm_wna16_sm90_int4",
         "gemm_wna16_sm90_ternary_rows",
         "gemm_wna16_sm90_ternary"
-    ),
+    ],
 );
 
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
     "gemm_wna16_sm90_gguf",
     fatbin!("gemm_wna16_sm90_gguf"),
-    forms!(
+    forms![
         "gemm_wna16_sm90_gguf_q4_0",
         "gemm_wna16_sm90_gguf_q4_1",
         "gemm_wna16_sm90_gguf_q5_0",
@@ -56,7 +56,7 @@ static GGUF: Module = Module::new(
         "gemm_wna16_sm90_gguf_q4_k",
         "gemm_wna16_sm90_gguf_q5_k",
         "gemm_wna16_sm90_gguf_q6_k"
-    ),
+    ],
 );
 
 /// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
