@@ -35,10 +35,10 @@ template <int TOKENS> struct GemmShape {
   static constexpr int STAGES = TOKENS >= 256 ? 3 : TOKENS >= 64 ? 4 : 6;
   // Whether groups are scaled as sums, which there are fewer of than weights.
   static constexpr bool SCALES_SUMS = TOKENS <= GEMM_WNA16_SUMS_TOKENS;
-  static constexpr int BLOCKS = PRODUCER ? 1 : 2;  // of a multiprocessor
-  static constexpr uint32_t HALF = TOKENS * 128;                 // 64 values of K
+  static constexpr int BLOCKS = PRODUCER ? 1 : 2;     // of an SM
+  static constexpr uint32_t HALF = TOKENS * 128;      // 64 values of K
   static constexpr uint32_t STAGE = 2 * HALF;
-  static constexpr uint32_t PITCH = CHANNELS + 4;                // f32 of a token's sums
+  static constexpr uint32_t PITCH = CHANNELS + 4;     // f32 of a token's sums
   static constexpr uint32_t SUMS = TOKENS * PITCH * 4;
   static constexpr uint32_t X_SUMS = SCALES_SUMS ? TOKENS * 16 : 0;  // of each 32 values of K, of a stage
   static constexpr uint32_t X = STAGES * (STAGE + X_SUMS), SHARED = (X > SUMS ? X : SUMS) + 1024;
@@ -69,7 +69,7 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   const GemmWna16Params& g;
   const Gemv& p;
   const uint32_t rank, tile, first_row;  // in the cluster; of channels; of operand B
-  const uint32_t begin, end;               // blocks of K
+  const uint32_t begin, end;             // blocks of K
   const uint32_t stages, barriers;
 
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }

@@ -321,3 +321,52 @@ fn bad_arguments_of_an_append_are_named() -> Result<()> {
     assert!(message(far, &cache, &cache.copy()?).contains("do not fit"));
     Ok(())
 }
+
+/// By where they lie in memory, whatever tensors they are views of.
+#[test]
+fn what_overlaps_the_caches_is_refused() -> Result<()> {
+    for device in devices() {
+        let all = randn(&[4 * 32], DType::F32)?.to_device(&device)?;
+        let view = |first: usize, dims: &[usize]| {
+            all.narrow(0, first, dims.iter().product())?.reshape(dims)
+        };
+        let table = Tensor::ones((6, 4), DType::F32, &device)?;
+        let qkv = Tensor::ones((1, 2, 32), DType::F32, &device)?;
+        let run = |qkv: &Tensor, table: &Tensor, k: &Tensor, v: &Tensor| {
+            let rotation = Rotation {
+                cos: table,
+                sin: table,
+                position: 1,
+                style: RopeStyle::HalfSplit,
+            };
+            let append = RopeAppend {
+                rotation,
+                heads: 2,
+                kv_heads: 1,
+                slot: 0,
+                norms: None,
+            };
+            let result = rope_append(qkv, &append, k, v);
+            Ok::<_, candle_core::Error>(result.err().map(|e| e.to_string()).unwrap_or_default())
+        };
+        let cache = |first| view(first, &[1, 1, 4, 8]);
+        let (k, v) = (cache(0)?, cache(32)?);
+        let said = run(&qkv, &table, &k, &cache(31)?)?;
+        assert!(said.contains("v_cache and k_cache overlap"), "{said}");
+        let said = run(&qkv, &table, &k, &cache(0)?)?;
+        assert!(said.contains("v_cache and k_cache overlap"), "{said}");
+        let said = run(&view(10, &[1, 2, 32])?, &table, &k, &v)?;
+        // On the CPU one storage is refused first.
+        let pair = match device.is_cpu() {
+            true => "qkv and k_cache",
+            false => "k_cache and qkv overlap",
+        };
+        assert!(said.contains(pair), "{said}");
+        let said = run(&qkv, &view(40, &[6, 4])?, &k, &v)?;
+        assert!(said.contains("v_cache and cos overlap"), "{said}");
+        // In one storage, but apart, tables too.
+        assert_eq!(run(&qkv, &view(64, &[6, 4])?, &k, &v)?, "");
+        assert_eq!(values(&v.narrow(2, 0, 2)?)?, [1.; 16]);
+    }
+    Ok(())
+}
