@@ -50,8 +50,8 @@ template <int FIRST> __device__ __forceinline__ uint32_t place(const NarrowParam
   return to;
 }
 
-// Eight values of part `part` of a row, from `i` on. In another order than x's they go by way of shared memory, so that
-// a thread writes 16 bytes.
+// Writes values i to i + 7 of a row of the output. Where they change places, they go through shared memory, so that a
+// thread writes 16 bytes.
 __device__ __forceinline__ void put(const NarrowParams& p, uint64_t row, uint32_t i, const uint16_t (&v)[NARROW_VALUES],
                                     uint16_t* staged) {
   uint16_t* to = static_cast<uint16_t*>(p.out) + row * p.pitch + i;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void put(const NarrowParams& p, uint64_t row, uint32_
   if (i < p.pitch) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(staged + 8 * threadIdx.x);
 }
 
-// Adds up eight values of each of 4 lanes, which have 32 side by side.
+// Writes the sum over 32 values, of which each of 4 lanes has eight.
 __device__ __forceinline__ void put_sum(const NarrowParams& p, uint64_t row, uint32_t i,
                                         const uint16_t (&v)[NARROW_VALUES]) {
   float sum = 0.f;

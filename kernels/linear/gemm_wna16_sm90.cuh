@@ -39,9 +39,7 @@ template <int TOKENS> struct GemmShape {
   static constexpr uint32_t HALF = TOKENS * 128;      // 64 values of K
   static constexpr uint32_t STAGE = 2 * HALF;
   static constexpr uint32_t PITCH = CHANNELS + 4;     // f32 of a token's sums
-  static constexpr uint32_t SUMS = TOKENS * PITCH * 4;
   static constexpr uint32_t X_SUMS = SCALES_SUMS ? TOKENS * 16 : 0;  // of each 32 values of K, of a stage
-  static constexpr uint32_t X = STAGES * (STAGE + X_SUMS), SHARED = (X > SUMS ? X : SUMS) + 1024;
 };
 
 __device__ __forceinline__ float2 load_pair(uint32_t at) {
