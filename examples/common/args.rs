@@ -11,7 +11,6 @@ use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
 use candle_fused::Fusion;
 use candle_fused::ops::SamplingParams;
-use candle_transformers::generation::Sampling;
 use clap::{Args as ClapArgs, Parser, ValueEnum};
 
 /// Generates text with a language model whose layers run as fused ops, or as plain candle.
@@ -146,8 +145,8 @@ pub struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// How to sample on the device.
-    pub fn on_device(&self) -> SamplingParams {
+    /// How to sample, on whatever device.
+    pub fn params(&self) -> SamplingParams {
         let sampled = self.top_k.is_some() || self.top_p.is_some();
         let temperature = self.temperature.unwrap_or(if sampled { 0.8 } else { 0.0 });
         SamplingParams {
@@ -158,19 +157,6 @@ impl SamplingArgs {
             repeat_penalty: self.repeat_penalty,
             repeat_last_n: self.repeat_last_n,
             seed: self.seed,
-        }
-    }
-
-    /// How to sample, for candle-transformers' `LogitsProcessor`.
-    pub fn kind(&self) -> Sampling {
-        let sampled = self.top_k.is_some() || self.top_p.is_some();
-        let temperature = self.temperature.unwrap_or(if sampled { 0.8 } else { 0.0 });
-        match (self.top_k, self.top_p) {
-            _ if temperature < 1e-7 => Sampling::ArgMax,
-            (None, None) => Sampling::All { temperature },
-            (Some(k), None) => Sampling::TopK { k, temperature },
-            (None, Some(p)) => Sampling::TopP { p, temperature },
-            (Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
         }
     }
 }

@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_fused::generation::{Generation, Options};
-use candle_transformers::generation::LogitsProcessor;
-use candle_transformers::utils::apply_repeat_penalty;
+use candle_fused::ops::{self, SamplingParams};
 
 use super::args::SamplingArgs;
 use super::comparison::Round;
@@ -82,7 +81,7 @@ pub struct Generator {
 
 /// Where tokens are chosen.
 enum Chooser {
-    Host(Box<LogitsProcessor>),
+    Host(SamplingParams),
     Device(Box<DeviceLoop>),
 }
 
@@ -109,8 +108,7 @@ impl Generator {
                 room: 0,
             }))
         } else {
-            let processor = LogitsProcessor::from_sampling(sampling.seed, sampling.kind());
-            Chooser::Host(Box::new(processor))
+            Chooser::Host(sampling.params())
         };
         Self {
             model,
@@ -196,10 +194,7 @@ impl Generator {
             Chooser::Device(device) => {
                 device.step(self.model.as_ref(), &self.sampling, tokens, position)?
             }
-            Chooser::Host(processor) => {
-                let logits = self.model.forward(new, position)?;
-                choose(processor, &self.sampling, logits, tokens)?
-            }
+            Chooser::Host(params) => choose(params, &self.model.forward(new, position)?, tokens)?,
         };
         self.cached.extend_from_slice(new);
         Ok(next)
@@ -228,7 +223,7 @@ impl DeviceLoop {
             none => {
                 let options = Options {
                     positions: self.room,
-                    sampling: sampling.on_device(),
+                    sampling: sampling.params(),
                     graph: self.graph,
                     ..Default::default()
                 };
@@ -254,21 +249,13 @@ impl DeviceLoop {
 }
 
 /// The token that follows `tokens`, drawn on the host.
-fn choose(
-    processor: &mut LogitsProcessor,
-    sampling: &SamplingArgs,
-    mut logits: Tensor,
-    tokens: &[u32],
-) -> Result<u32> {
+fn choose(params: &SamplingParams, logits: &Tensor, tokens: &[u32]) -> Result<u32> {
     ensure!(
         logits.sum_all()?.to_scalar::<f32>()?.is_finite(),
         "the model's logits are not numbers: its weights are damaged, fetch them again"
     );
-    if sampling.repeat_penalty != 1.0 && sampling.repeat_last_n > 0 {
-        let lately = tokens.len().saturating_sub(sampling.repeat_last_n);
-        logits = apply_repeat_penalty(&logits, sampling.repeat_penalty, &tokens[lately..])?;
-    }
-    Ok(processor.sample(&logits)?)
+    let params = std::slice::from_ref(params);
+    Ok(ops::sample(&logits.unsqueeze(0)?, params, &[tokens])?.to_vec1::<u32>()?[0])
 }
 
 /// What several generations took together.

@@ -1,7 +1,7 @@
 use std::ffi::OsString;
 
 use candle_core::DType;
-use candle_transformers::generation::Sampling;
+use candle_fused::ops::SamplingParams;
 
 use crate::common::args::{self, Args};
 use crate::common::report::one_line;
@@ -35,11 +35,14 @@ fn the_flags_are_those_of_candles_examples_and_our_own() {
         (1.2, 32)
     );
     assert_eq!(
-        args.sampling.kind(),
-        Sampling::TopKThenTopP {
-            k: 40,
-            p: 0.9,
-            temperature: 0.5
+        args.sampling.params(),
+        SamplingParams {
+            temperature: 0.5,
+            top_p: Some(0.9),
+            top_k: Some(40),
+            repeat_penalty: 1.2,
+            repeat_last_n: 32,
+            seed: 7,
         }
     );
     assert_eq!(parse("--sample-len 3").unwrap().sampling.sample_len, 3);
@@ -48,33 +51,16 @@ fn the_flags_are_those_of_candles_examples_and_our_own() {
 
 #[test]
 fn sampling_is_greedy_unless_asked_for() {
-    assert_eq!(parse("").unwrap().sampling.kind(), Sampling::ArgMax);
-    assert_eq!(
-        parse("--temperature 0").unwrap().sampling.kind(),
-        Sampling::ArgMax
-    );
-    assert_eq!(
-        parse("--temperature 0 --top-k 3").unwrap().sampling.kind(),
-        Sampling::ArgMax
-    );
-    assert_eq!(
-        parse("--temperature 1").unwrap().sampling.kind(),
-        Sampling::All { temperature: 1.0 }
-    );
-    assert_eq!(
-        parse("--top-p 0.5").unwrap().sampling.kind(),
-        Sampling::TopP {
-            p: 0.5,
-            temperature: 0.8
-        }
-    );
-    assert_eq!(
-        parse("--top-k 5").unwrap().sampling.kind(),
-        Sampling::TopK {
-            k: 5,
-            temperature: 0.8
-        }
-    );
+    let params = |line: &str| {
+        let params = parse(line).unwrap().sampling.params();
+        (params.temperature, params.top_k, params.top_p)
+    };
+    assert_eq!(params(""), (0., None, None));
+    assert_eq!(params("--temperature 0"), (0., None, None));
+    assert_eq!(params("--temperature 0 --top-k 3"), (0., Some(3), None));
+    assert_eq!(params("--temperature 1"), (1., None, None));
+    assert_eq!(params("--top-p 0.5"), (0.8, None, Some(0.5)));
+    assert_eq!(params("--top-k 5"), (0.8, Some(5), None));
 }
 
 #[test]

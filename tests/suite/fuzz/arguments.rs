@@ -26,11 +26,10 @@ pub fn run(data: &[u8]) {
     };
     let _ = args.model.quantize.recipe();
     let _ = args.model.quantize.describe();
-    let _ = args.sampling.kind();
     // Sampling may still refuse them, by name.
     let logits = [[0f32, 3., -1., f32::NEG_INFINITY, 2., 2., 1e30, f32::NAN]];
     let logits = Tensor::new(&logits, &Device::Cpu).expect("numbers");
-    if let Ok(token) = sample(&logits, &[args.sampling.on_device()], &[&[1, 4, 9]]) {
+    if let Ok(token) = sample(&logits, &[args.sampling.params()], &[&[1, 4, 9]]) {
         let token = token.to_vec1::<u32>().expect("a token");
         assert!(token[0] < 7, "{token:?}");
     }
