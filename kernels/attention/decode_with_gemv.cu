@@ -6,7 +6,7 @@
 
 using namespace fused;
 
-template <class Core, typename T> __device__ __forceinline__ void beside(const DecodingBesideParams& p) {
+template <class Core, typename T> __device__ __forceinline__ void decode_with_gemv(const DecodeWithGemvParams& p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   const uint32_t x = p.blocks[0], y = p.blocks[1], product = gridDim.x - x * y * p.blocks[2];
   if (blockIdx.x < product) {
@@ -19,13 +19,13 @@ template <class Core, typename T> __device__ __forceinline__ void beside(const D
 }
 
 // Two blocks on an SM: one of each kind.
-#define BESIDE(D, SUFFIX, TYPE)                                                         \
-  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                         \
-      decoding_beside_d##D##_##SUFFIX(const __grid_constant__ DecodingBesideParams p) { \
-    beside<TensorCore<TYPE, D, GEMV_WARPS, DECODING_BESIDE_KEYS / 16>, TYPE>(p);        \
+#define WITH_GEMV(D, SUFFIX, TYPE)                                                               \
+  extern "C" __global__ void __launch_bounds__(GEMV_THREADS, 2)                                  \
+      flash_decoding_with_gemv_d##D##_##SUFFIX(const __grid_constant__ DecodeWithGemvParams p) { \
+    decode_with_gemv<TensorCore<TYPE, D, GEMV_WARPS, DECODE_WITH_GEMV_KEYS / 16>, TYPE>(p);      \
   }
-#define BESIDE_DIM(D)    \
-  BESIDE(D, f16, __half) \
-  BESIDE(D, bf16, __nv_bfloat16)
+#define WITH_GEMV_DIM(D)    \
+  WITH_GEMV(D, f16, __half) \
+  WITH_GEMV(D, bf16, __nv_bfloat16)
 
-FUSED_DECODING_BESIDE(BESIDE_DIM)
+FUSED_DECODE_WITH_GEMV(WITH_GEMV_DIM)

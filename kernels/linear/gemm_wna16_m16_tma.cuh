@@ -18,8 +18,8 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
   static constexpr int SPLIT_K = 2, CTA_N_TILES = WARPS / SPLIT_K, STAGES = 3, X_STAGES = 3;
   // A chunk is 64 values of each row of x, as TMA leaves them: 16 bytes u of row r at u ^ r % 8.
   static constexpr uint32_t LINE = 128, CHUNK = 8 * M_TILES * LINE, PART = DEPTH * K_BLOCK / 64 * CHUNK;
-  static constexpr uint32_t X_STAGE = SPLIT_K * PART, PIPELINE = STAGES * R::STAGE_BYTES, RINGS_AT = X_STAGES * X_STAGE;
-  static constexpr uint32_t SUMS_AT = RINGS_AT + WARPS * PIPELINE, GIVEN_AT = SUMS_AT + WARPS * SUMS * 4;
+  static constexpr uint32_t X_STAGE = SPLIT_K * PART, PIPELINE = STAGES * R::STAGE_BYTES, PIPELINES_AT = X_STAGES * X_STAGE;
+  static constexpr uint32_t SUMS_AT = PIPELINES_AT + WARPS * PIPELINE, GIVEN_AT = SUMS_AT + WARPS * SUMS * 4;
   static_assert(BATCH == CTA_N_TILES, "a batch is a n_tile for each warp of a half");
 
   const TensorMap& x;
@@ -37,7 +37,7 @@ struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
     first = uint64_t(batches) * cluster / clusters * BATCH;
     n_tiles = min(uint32_t(uint64_t(batches) * (cluster + 1) / clusters * BATCH), all) - first;
     x_stages = shared_address(memory);
-    pipeline = x_stages + RINGS_AT + warp() * PIPELINE;
+    pipeline = x_stages + PIPELINES_AT + warp() * PIPELINE;
     parts = reinterpret_cast<float*>(memory + SUMS_AT);
     given = x_stages + GIVEN_AT;
   }

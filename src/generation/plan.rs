@@ -10,7 +10,7 @@ use crate::models::decoder::{Block, Decoder};
 use crate::nn::{KvCache, Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
-use crate::ops::flash_decoding::cuda::{Attention, Beside, Step, StepShape, partials};
+use crate::ops::flash_decoding::cuda::{Attention, IndependentProduct, Step, StepShape, partials};
 use crate::ops::linear::cuda::{
     NormAt, NormKind, Operands, Product, ProductAt, gemv_dense_pipelined as pipelined,
 };
@@ -178,7 +178,7 @@ const INNER: usize = 1;
 
 /// Parts of the model that read keys and values.
 const ATTENTION: &str = "attention";
-const BESIDE: &str = "attention+up";
+const WITH_UP: &str = "attention+up";
 
 /// What a product does beside multiplying.
 #[derive(Clone, Copy)]
@@ -291,7 +291,7 @@ impl<'a> Writer<'a> {
             _ => "up",
         };
         if let Some((both, pair)) = side {
-            self.work.push((BESIDE, Work::Attention(Box::new(both))));
+            self.work.push((WITH_UP, Work::Attention(Box::new(both))));
             self.work.push(("output+down", Work::Linear(pair)));
             return Ok(());
         }
@@ -324,11 +324,11 @@ impl<'a> Writer<'a> {
             output.single()?,
             down.single()?,
         ];
-        let beside = Beside {
+        let independent = IndependentProduct {
             product: inside.clone(),
             ready: first.kernel == pipelined::NAME,
         };
-        let both = Attention::new(&self.launcher, *step, Some(beside)).ok()?;
+        let both = Attention::new(&self.launcher, *step, Some(independent)).ok()?;
         let mut pair = pipelined::pair(output, down)?;
         // The second bias is added as a residual is: there is one row.
         pair.at.residuals[1] = down.at.bias;

@@ -150,7 +150,7 @@ abi! {
     const DECODING_LANES_KEYS: Count<i32> = 16;
 
     /// The attention step of decoding, and a product that does not need it.
-    struct DecodingBesideParams {
+    struct DecodeWithGemvParams {
         attention: DecodingParams,
         product: Gemv,
         /// Of attention: the last of the launch.
@@ -159,8 +159,8 @@ abi! {
         ready: u32,
     }
 
-    /// The forms beside a product: head dimension.
-    table DECODING_BESIDE of DecodingBeside (dim: usize) = [(64), (80), (96), (128)];
+    /// The forms with a GEMV: head dimension.
+    table DECODE_WITH_GEMV of DecodeWithGemv (dim: usize) = [(64), (80), (96), (128)];
     /// Keys that a warp of these takes at once.
-    const DECODING_BESIDE_KEYS: Count<i32> = 16;
+    const DECODE_WITH_GEMV_KEYS: Count<i32> = 16;
 }

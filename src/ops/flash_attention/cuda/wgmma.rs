@@ -178,7 +178,7 @@ fn section(case: &Case, tiles: usize, blocks: usize) -> usize {
     sizes.group() * kv_heads.min(sizes.batch * sizes.kv_heads)
 }
 
-/// What the copy engine is told of a tensor of `[batch, heads, tokens, dim]`: tiles of `rows` tokens
+/// The TMA descriptor of a tensor of `[batch, heads, tokens, dim]`: tiles of `rows` tokens
 /// of one head, which lie in shared memory piece by piece of the rows.
 fn tensor_map(
     call: &Call,

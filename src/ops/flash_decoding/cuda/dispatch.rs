@@ -2,7 +2,7 @@
 
 use super::problem::{Case, Operands, StepShape};
 use super::split::{Partials, Split};
-use super::{OP, beside, step};
+use super::{OP, step, with_gemv};
 use crate::cuda::{GpuSpec, KernelInfo};
 use crate::ops::flash_attention::cuda as table;
 use crate::ops::flash_attention::cuda::{Forms, HeadSizes, NEWEST, Plan, Planned};
@@ -18,7 +18,7 @@ pub(super) struct Rule {
     /// At most.
     pub sequences: usize,
     /// Whether it takes steps beside a product, or steps alone.
-    pub beside: bool,
+    pub with_product: bool,
     /// How it shares the keys out.
     pub split: fn(&StepShape) -> Option<Split>,
     pub plan: fn(&Case) -> Planned<Operands>,
@@ -46,7 +46,7 @@ pub(super) static RULES: &[Rule] = &[
             ),
         ],
         sequences: MAX,
-        beside: false,
+        with_product: false,
         split: step::mma_split,
         plan: step::mma,
         note: "up to 8 query heads of a key/value head in a block, if shared memory has room for them; caches that begin at multiples of 16 bytes",
@@ -56,7 +56,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "attention/decode.cu",
         forms: &[Forms::of_each(HeadSizes::UpTo(step::WIDEST))],
         sequences: MAX,
-        beside: false,
+        with_product: false,
         split: step::plain_split,
         plan: step::plain,
         note: "multiply-adds in f32",
@@ -65,17 +65,21 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "flash_decoding_with_gemv",
         source: "attention/decode_with_gemv.cu",
         forms: &[
-            Forms::of(DType::F16, [80, NEWEST], HeadSizes::Of(&beside::HEAD_SIZES)),
+            Forms::of(
+                DType::F16,
+                [80, NEWEST],
+                HeadSizes::Of(&with_gemv::HEAD_SIZES),
+            ),
             Forms::of(
                 DType::BF16,
                 [80, NEWEST],
-                HeadSizes::Of(&beside::HEAD_SIZES),
+                HeadSizes::Of(&with_gemv::HEAD_SIZES),
             ),
         ],
         sequences: 1,
-        beside: true,
-        split: beside::split,
-        plan: beside::plan,
+        with_product: true,
+        split: with_gemv::split,
+        plan: with_gemv::plan,
         note: "in models whose MLP stands beside attention: its first product, of one dense matrix of the same dtype, in the same launch",
     },
 ];
@@ -101,7 +105,7 @@ impl table::Rule<Case> for Rule {
     }
 
     fn plan(&self, case: &Case) -> Planned<Operands> {
-        match (self.beside, case.product.is_some()) {
+        match (self.with_product, case.product.is_some()) {
             (true, false) => return Err("there is no product beside the step"),
             (false, true) => return Err("it takes no product beside the step"),
             _ => {}

@@ -1,7 +1,6 @@
 //! The CUDA form: one launch for a whole step of attention. The table ([`dispatch`]) chooses a kernel for a step
 //! ([`problem`]), alone or beside a product; its host file has planned the launch.
 
-mod beside;
 mod dispatch;
 mod problem;
 mod split;
@@ -10,6 +9,7 @@ mod step;
 pub(crate) mod table_tests;
 #[cfg(test)]
 mod tests;
+mod with_gemv;
 
 use super::{OP, Op};
 use crate::cuda::{Launcher, address, address_of, alloc};
@@ -22,7 +22,7 @@ use problem::Operands;
 
 pub use dispatch::kernels as kernel_table;
 pub(crate) use dispatch::partials;
-pub(crate) use problem::{Beside, Step, StepShape};
+pub(crate) use problem::{IndependentProduct, Step, StepShape};
 
 /// A step of attention ready to run: alone or beside a product, with the kernel that takes it.
 #[derive(Debug)]
@@ -36,9 +36,13 @@ impl Attention {
     ///
     /// # Errors
     /// If none takes the step, with the product if there is one.
-    pub fn new(launcher: &Launcher, step: Step, beside: Option<Beside>) -> Result<Self> {
+    pub fn new(
+        launcher: &Launcher,
+        step: Step,
+        independent: Option<IndependentProduct>,
+    ) -> Result<Self> {
         step.shape.check()?;
-        let operands = Operands { step, beside };
+        let operands = Operands { step, independent };
         let plan = dispatch::select(&operands.case(launcher))?;
         Ok(Self { plan, operands })
     }

@@ -145,18 +145,18 @@ impl Step {
 
 /// A product of one row that reads nothing of a step, nor writes what it reads.
 #[derive(Clone, Debug)]
-pub(crate) struct Beside {
+pub(crate) struct IndependentProduct {
     pub product: linear::Operands,
-    /// Whether the product need not wait for the kernel in front, which writes nothing that it reads and
-    /// begins when all in front of it are complete.
+    /// Whether the product need not wait for the preceding kernel, which writes nothing that it reads and
+    /// begins when all preceding ones are complete.
     pub ready: bool,
 }
 
-/// A step, and what one kernel is to do beside it.
+/// A step, and the product that the same launch computes.
 #[derive(Clone, Debug)]
 pub(crate) struct Operands {
     pub step: Step,
-    pub beside: Option<Beside>,
+    pub independent: Option<IndependentProduct>,
 }
 
 impl Operands {
@@ -166,7 +166,7 @@ impl Operands {
             gpu: launcher.gpu.spec,
             shape: self.step.shape,
             aligned: self.step.is_aligned(),
-            product: self.beside.as_ref().map(|b| b.product.case(launcher)),
+            product: self.independent.as_ref().map(|b| b.product.case(launcher)),
         }
     }
 }

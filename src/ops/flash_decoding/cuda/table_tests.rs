@@ -171,7 +171,7 @@ pub(crate) fn page() -> String {
             "| `{}` | {} | {sequences} | {} | {} | {} |",
             rule.kernel,
             forms(rule.forms),
-            if rule.beside { "yes" } else { "no" },
+            if rule.with_product { "yes" } else { "no" },
             rule.source,
             rule.note,
         )

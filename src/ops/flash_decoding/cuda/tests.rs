@@ -1,6 +1,6 @@
 //! A recorded step, which rehearses before it waits, against one that is launched by itself.
 
-use super::{Attention, Beside, Step, StepShape, partials};
+use super::{Attention, IndependentProduct, Step, StepShape, partials};
 use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
 use crate::ops::linear;
@@ -270,7 +270,11 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
             let (attended, expected) = (layer.eager()?, up.eager()?);
             let prepared = Prepared::new(&launcher, &layer)?;
             let product = up.operands()?;
-            let both = Attention::new(&launcher, prepared.step, Some(Beside { product, ready }))?;
+            let both = Attention::new(
+                &launcher,
+                prepared.step,
+                Some(IndependentProduct { product, ready }),
+            )?;
             // SAFETY: the tensors have the sizes that step and product ask for, and outlive the graph.
             let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { both.run(l) });
             let mut graph = Graph::capture(launcher.gpu, record)?;

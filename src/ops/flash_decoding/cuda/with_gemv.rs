@@ -3,7 +3,7 @@
 use super::OP;
 use super::problem::{Case, Operands, StepShape};
 use super::split::Split;
-use crate::cuda::abi::{DECODING_BESIDE, DECODING_BESIDE_KEYS, DecodingBesideParams};
+use crate::cuda::abi::{DECODE_WITH_GEMV, DECODE_WITH_GEMV_KEYS, DecodeWithGemvParams};
 use crate::cuda::{Grid, Launcher, Module, UNALIGNED, fatbin};
 use crate::ops::flash_attention::cuda::{Kernel, Planned, head_sizes};
 use crate::ops::linear::cuda::{Gemv, gemv_dense_pipelined as pipelined};
@@ -13,19 +13,19 @@ static MODULE: Module = Module::new(
     "decode_with_gemv",
     fatbin!("decode_with_gemv"),
     &[
-        "decoding_beside_d64_f16",
-        "decoding_beside_d64_bf16",
-        "decoding_beside_d80_f16",
-        "decoding_beside_d80_bf16",
-        "decoding_beside_d96_f16",
-        "decoding_beside_d96_bf16",
-        "decoding_beside_d128_f16",
-        "decoding_beside_d128_bf16",
+        "flash_decoding_with_gemv_d64_f16",
+        "flash_decoding_with_gemv_d64_bf16",
+        "flash_decoding_with_gemv_d80_f16",
+        "flash_decoding_with_gemv_d80_bf16",
+        "flash_decoding_with_gemv_d96_f16",
+        "flash_decoding_with_gemv_d96_bf16",
+        "flash_decoding_with_gemv_d128_f16",
+        "flash_decoding_with_gemv_d128_bf16",
     ],
 );
 
 /// Head sizes that there are kernels for.
-pub(super) const HEAD_SIZES: [usize; DECODING_BESIDE.len()] = head_sizes!(DECODING_BESIDE);
+pub(super) const HEAD_SIZES: [usize; DECODE_WITH_GEMV.len()] = head_sizes!(DECODE_WITH_GEMV);
 
 /// A kernel, its grid, and those of both of its halves.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ struct Together {
 
 pub(super) fn split(shape: &StepShape) -> Option<Split> {
     let fits = HEAD_SIZES.contains(&shape.head_dim);
-    fits.then(|| Split::on_tensor_cores(shape, DECODING_BESIDE_KEYS))
+    fits.then(|| Split::on_tensor_cores(shape, DECODE_WITH_GEMV_KEYS))
 }
 
 /// Of the product, beside so many that attend: two fit a multiprocessor, and more of the product's would
@@ -109,21 +109,21 @@ impl Kernel<Operands> for Together {
     }
 
     unsafe fn run(&self, launcher: &Launcher, operands: &Operands) -> Result<()> {
-        let Some(beside) = &operands.beside else {
+        let Some(independent) = &operands.independent else {
             bail!("{OP}: there is no product beside the step");
         };
-        let mut product = Gemv::of(&beside.product)?;
+        let mut product = Gemv::of(&independent.product)?;
         product.stages = self.stages as u32;
-        let both = DecodingBesideParams {
+        let both = DecodeWithGemvParams {
             attention: operands.step.params(launcher, self.split.warps),
             product,
             blocks: self.attention.blocks,
-            ready: u32::from(beside.ready),
+            ready: u32::from(independent.ready),
         };
-        // SAFETY: the kernel takes `DecodingBesideParams`; the addresses are the caller's.
+        // SAFETY: the kernel takes `DecodeWithGemvParams`; the addresses are the caller's.
         unsafe {
             launcher
-                .moving(beside.product.weight_bytes() as u64)
+                .moving(independent.product.weight_bytes() as u64)
                 .run(&MODULE, self.index, self.grid, &both)
         }
     }

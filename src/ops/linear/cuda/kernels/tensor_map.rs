@@ -125,7 +125,7 @@ fn taken(
         sys::CUresult::CUDA_SUCCESS => Ok(TensorMap { opaque: map.opaque }),
         error => {
             let what = what();
-            candle_core::bail!("{OP}: the copy engine does not take {what}: {error:?}")
+            candle_core::bail!("{OP}: TMA does not take {what}: {error:?}")
         }
     }
 }
