@@ -96,6 +96,13 @@ __device__ __forceinline__ uint2 load_u64(const void* p) {
   return v;
 }
 
+// word & mask | bits in one instruction, which takes one immediate.
+__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(word), "r"(mask), "r"(bits));
+  return v;
+}
+
 // One of four words in registers, which a loop that is not unrolled cannot index.
 __device__ __forceinline__ uint32_t pick(int i, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return i < 2 ? (i == 0 ? a : b) : (i == 2 ? c : d);

@@ -175,11 +175,14 @@ template <int BITS_, int SCALING_> struct Blocks {
   // The same as bf16, which holds whole numbers up to 256. A code below 128 is the low bits of the
   // mantissa of 128; the top bit of a byte, set, makes 256 of the 128 that is taken off.
   static __device__ __forceinline__ uint32_t bf16_numbers(const Codes& c, int j) {
-    const uint32_t v = pair(c, j);
-    uint32_t biased = v | 0x43004300u, bias = BITS == 8 ? 0 : 0x43004300u + 0x00010001u * ZERO;
+    uint32_t biased, bias = 0x43004300u + 0x00010001u * ZERO;
     if constexpr (BITS == 8) {
-      biased = (v & 0x007f007fu) | 0x43004300u;
-      bias = (v & 0x00800080u) | 0x43004300u;
+      const uint32_t v = c.low[j / 2] >> (8 * (j % 2));
+      biased = masked_or(v, 0x007f007fu, 0x43004300u), bias = masked_or(v, 0x00800080u, 0x43004300u);
+    } else {
+      biased = masked_or(c.low[0] >> (4 * j), 0x000f000fu, 0x43004300u);
+      if constexpr (BITS == 5) biased = masked_or(shifted(c.high, c.shift + j - 4), 0x00100010u, biased);
+      if constexpr (BITS == 6) biased = masked_or(shifted(c.high, c.shift + 2 * j - 4), 0x00300030u, biased);
     }
     uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

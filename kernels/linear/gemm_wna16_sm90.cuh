@@ -20,6 +20,7 @@
 #include "common/cluster.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
+#include "linear/gemm_wna16_outputs.cuh"
 #include "linear/gemm_wna16_weights.cuh"
 
 namespace fused {
@@ -45,11 +46,6 @@ template <int TOKENS> struct GemmShape {
 __device__ __forceinline__ float2 load_pair(uint32_t at) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
-  return v;
-}
-__device__ __forceinline__ float4 load_from_block(uint32_t at) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at));
   return v;
 }
 // Behind it the blocks of the cluster see one another's writes to shared memory.
@@ -260,113 +256,23 @@ template <class Weights, int TOKENS> struct GemmWna16 {
     }
   }
 
-  // 8 sums of a token over the blocks of the cluster, from word `at` of their shared memory on.
-  __device__ __forceinline__ void gather(float (&y)[8], uint32_t at) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = 0.f;
-    for (uint32_t r = 0; r < g.split_k; ++r) {
-      const uint32_t from = in_block(stages + 4 * at, r);
-      const float4 a = load_from_block(from), b = load_from_block(from + 16);
-      y[0] += a.x, y[1] += a.y, y[2] += a.z, y[3] += a.w;
-      y[4] += b.x, y[5] += b.y, y[6] += b.z, y[7] += b.w;
-    }
-  }
-
-  // The consumers: this block's part of the outputs, 8 channels of a token to a thread.
+  // The consumers: this block's part of the outputs.
   __device__ __forceinline__ void write_outputs() const {
-    const Epilogue& e = p.epilogue;
-    const bool gated = gates(p);
-    const uint32_t pieces = gated ? Shape::WARPS : 2 * Shape::WARPS;
-    const uint32_t first_token = first_row / g.parts, tokens = min(TOKENS / g.parts, p.m - first_token);
-#pragma unroll 1
-    for (uint32_t i = rank * Shape::CONSUMERS + threadIdx.x; i < tokens * pieces; i += g.split_k * Shape::CONSUMERS) {
-      const uint32_t token = i / pieces, piece = i % pieces;
-      const uint32_t n_tile = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
-      const uint32_t column = n_tile_column(p, tile * Shape::WARPS + n_tile, 0) + 8 * half;
-      if (column >= p.width) continue;
-      const uint32_t at = token * Shape::PITCH + 16 * n_tile + 8 * half;
-      const uint64_t to = uint64_t(first_token + token) * e.stride + column;
-      const EightOutputs outputs(e, column, to, p.width, g.vectors);
-      float y[8];
-      gather(y, at);
-      outputs.add_bias(y, 0);
-      if (gated) {
-        float up[8];
-        gather(up, at + 8);
-        outputs.add_bias(up, p.width);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = silu(y[j]) * up[j];
-      } else if (e.activation != ACT_NONE) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = activate(e.activation, y[j]);
-      }
-      outputs.add_residuals(y);
-      outputs.write(y);
-    }
+    const uint32_t first_token = first_row / g.parts;
+    const TileOutputs outputs = {p,
+                                 stages,
+                                 Shape::PITCH,
+                                 1,
+                                 0,
+                                 g.split_k,
+                                 rank,
+                                 tile * Shape::WARPS,
+                                 Shape::WARPS,
+                                 first_token,
+                                 min(TOKENS / g.parts, p.m - first_token),
+                                 g.vectors != 0};
+    outputs.write(Shape::CONSUMERS);
   }
-
-  // 8 neighbouring outputs of a token.
-  struct EightOutputs {
-    const Epilogue& e;
-    uint32_t column, count;
-    uint64_t to;
-    bool vectors;
-
-    __device__ __forceinline__ EightOutputs(const Epilogue& e, uint32_t column, uint64_t to, uint32_t width, bool vectors)
-        : e(e), column(column), count(min(8u, width - column)), to(to), vectors(vectors && count == 8) {}
-
-    template <typename T> static __device__ __forceinline__ void read(const void* from, uint64_t at, float (&v)[8]) {
-      const char* p = static_cast<const char*>(from) + at * sizeof(T);
-      if constexpr (sizeof(T) == 4) {
-        const float4 a = __ldcg(reinterpret_cast<const float4*>(p)), b = __ldcg(reinterpret_cast<const float4*>(p) + 1);
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-      } else {
-        unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(p)), v);
-      }
-    }
-    __device__ __forceinline__ void add(const void* from, uint64_t at, float (&y)[8]) const {
-      float v[8] = {};
-      if (vectors && e.dtype == BF16) {
-        read<__nv_bfloat16>(from, at, v);
-      } else if (vectors && e.dtype == F16) {
-        read<__half>(from, at, v);
-      } else if (vectors) {
-        read<float>(from, at, v);
-      } else {
-        for (uint32_t j = 0; j < 8; ++j) {
-          if (j < count) v[j] = widen_raw(read_raw(from, e.dtype, at + j), e.dtype);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 8; ++j) y[j] += v[j];
-    }
-    __device__ __forceinline__ void add_bias(float (&y)[8], uint32_t past) const {
-      if (e.bias) add(e.bias, past + column, y);
-    }
-    __device__ __forceinline__ void add_residuals(float (&y)[8]) const {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (e.residuals[r]) add(e.residuals[r], to, y);
-      }
-    }
-    template <typename T> __device__ __forceinline__ void write_packed(const float (&y)[8]) const {
-      const uint4 v = make_uint4(pack2<T>(y[0], y[1]), pack2<T>(y[2], y[3]), pack2<T>(y[4], y[5]), pack2<T>(y[6], y[7]));
-      *reinterpret_cast<uint4*>(static_cast<T*>(e.out) + to) = v;
-    }
-    __device__ __forceinline__ void write(const float (&y)[8]) const {
-      if (vectors && e.out_dtype == BF16) return write_packed<__nv_bfloat16>(y);
-      if (vectors && e.out_dtype == F16) return write_packed<__half>(y);
-      if (vectors) {
-        float4* out = reinterpret_cast<float4*>(static_cast<float*>(e.out) + to);
-        out[0] = make_float4(y[0], y[1], y[2], y[3]), out[1] = make_float4(y[4], y[5], y[6], y[7]);
-        return;
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < 8; ++j) {
-        if (j < count) fused::write(e.out, e.out_dtype, to + j, y[j]);
-      }
-    }
-  };
 };
 
 template <class Weights, int TOKENS> __device__ __forceinline__ void gemm_wna16(const GemmWna16Params& g) {

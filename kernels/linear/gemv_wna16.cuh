@@ -50,13 +50,6 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, ui
 #endif
 }
 
-// word & mask | bits in one instruction, which takes one immediate.
-__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t bits) {
-  uint32_t v;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(word), "r"(mask), "r"(bits));
-  return v;
-}
-
 // Codes 2j and 2j + 1 of a word of INT4 as bf16, and 128 more.
 __device__ __forceinline__ uint32_t int4_biased(uint32_t word, int j) {
   return masked_or(word >> (4 * j), 0x000f000fu, 0x43004300u);

@@ -206,6 +206,26 @@ abi! {
         vectors: i32,
     }
 
+    /// Warps of a block of the GEMM for quantized weights and few tokens from Ampere on, at most.
+    const GEMM_WNA16_MMA_MAX_WARPS: Count<i32> = 16;
+
+    /// Quantized weights and few rows of bf16 x.
+    struct GemmWna16MmaParams {
+        /// Without prologue; its x are `rows` rows of bf16, and `split_k` warps of a block share K.
+        product: Gemv,
+        /// Of operand B.
+        rows: u32,
+        m_tiles: u32,
+        /// Blocks of a cluster, which share K.
+        cluster_size: u32,
+        /// Log2 of the K blocks of x that are in shared memory together, twice: a multiple of the warps that share K.
+        slab_log2: u32,
+        /// Rows of operand B for each token: 1 or 2.
+        parts: u32,
+        /// Whether 16-byte accesses fit bias, residuals and outputs.
+        vectors: i32,
+    }
+
     const SUMS_EPILOGUE_THREADS: Count<i32> = 256;
 
     /// What the library leaves to do behind a product of many rows.

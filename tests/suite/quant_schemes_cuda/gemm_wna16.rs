@@ -1,5 +1,5 @@
-//! The tensor-core GEMM for quantized weights on Hopper: every format, tile of tokens, dtype, prologue and epilogue,
-//! held to float64 and to what cuBLAS makes of the same weights in bf16.
+//! The tensor-core GEMMs for quantized weights, that of Hopper and that for few rows: every format, tile of tokens,
+//! dtype, prologue and epilogue, held to float64 and to what cuBLAS makes of the same weights in bf16.
 
 use super::{SCHEMES, gpus, on, random};
 use crate::quant_linear::blocks_on;
@@ -10,8 +10,38 @@ use candle_fused::cuda::with_kernel;
 use candle_fused::ops::linear::reference;
 use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::trace;
+use std::ops::RangeInclusive;
 
-const KERNEL: &str = "gemm_wna16_sm90";
+/// A kernel, and what it is tried with.
+struct Subject {
+    kernel: &'static str,
+    /// The GPUs that have it.
+    architectures: RangeInclusive<i32>,
+    /// Rows of a tile of each size, of two of them, and of one that is not full.
+    rows: &'static [usize],
+    /// The same beside prologues and epilogues, for all dtypes of x.
+    few: &'static [usize],
+    takes: fn(&str) -> bool,
+}
+
+const SUBJECTS: [Subject; 2] = [
+    Subject {
+        kernel: "gemm_wna16_sm90",
+        architectures: 90..=90,
+        rows: &[2, 8, 9, 16, 31, 64, 100, 128, 300, 700],
+        few: &[2, 5, 12, 20, 50],
+        takes: |_| true,
+    },
+    Subject {
+        kernel: "gemm_wna16_mma",
+        architectures: 80..=i32::MAX,
+        rows: &[2, 8, 9, 16, 31, 64],
+        few: &[2, 5, 12, 20, 32],
+        // Groups of INT4 and ternary weights have kernels of their own.
+        takes: |format| !format.starts_with("int4") && !format.starts_with("ternary-g"),
+    },
+];
+
 const LIBRARY: &str = "gemm_dequantized_cublaslt";
 
 const GGUF: [GgmlDType; 8] = [
@@ -25,15 +55,25 @@ const GGUF: [GgmlDType; 8] = [
     GgmlDType::Q6K,
 ];
 
-/// GPUs that have the kernel.
-fn hoppers() -> Result<Vec<Device>> {
-    let mut found = Vec::new();
-    for device in gpus() {
-        if architecture(&device)? == 90 {
-            found.push(device);
+impl Subject {
+    /// GPUs that have the kernel.
+    fn gpus(&self) -> Result<Vec<Device>> {
+        let mut found = Vec::new();
+        for device in gpus() {
+            if self.architectures.contains(&architecture(&device)?) {
+                found.push(device);
+            }
         }
+        Ok(found)
     }
-    Ok(found)
+
+    /// A pair of matrices `[n, k]` of each format that it takes, with its name.
+    fn pairs(&self, n: usize, k: usize, device: &Device) -> Result<Vec<(String, [Weight; 2])>> {
+        let mut all = pairs(n, k, device)?;
+        all.retain(|(name, _)| (self.takes)(name));
+        assert!(all.len() >= GGUF.len());
+        Ok(all)
+    }
 }
 
 /// A pair of matrices of each format, `[n, k]`, with its name.
@@ -66,33 +106,42 @@ fn error(y: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok(error)
 }
 
-/// Rows of a tile of each size, of two of them, and of one that is not full.
+fn exact(subject: &Subject, device: &Device, k: usize) -> Result<()> {
+    let kernel = subject.kernel;
+    for (name, weights) in subject.pairs(200, k, device)? {
+        let weights = &weights[..1];
+        for &m in subject.rows {
+            let x = randn_on(&[m, k], DType::BF16, device)?;
+            let product = |kernel| {
+                with_kernel(Some(kernel), || {
+                    quant_linear(&x, Prologue::None, weights, &Epilogue::default())
+                })
+            };
+            let (ours, calls) = trace::capture(|| product(kernel));
+            let path = &calls.iter().next().expect("a call").0.path;
+            assert!(path.contains(kernel), "{path}");
+            let expected = reference(&x, Prologue::None, weights, &Epilogue::default())?;
+            let expected = Tensor::new(expected.concat(), &Device::Cpu)?.reshape((m, 200))?;
+            let (ours, theirs) = (
+                error(&ours?, &expected)?,
+                error(&product(LIBRARY)?, &expected)?,
+            );
+            assert!(
+                ours <= 1.02 * theirs,
+                "{kernel} {name} M {m}, K {k}: {ours:e}, the library {theirs:e}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Whole K blocks, and values of K that fill none.
 #[test]
-fn it_is_as_exact_as_the_librarys_product_of_dequantized_weights() -> Result<()> {
-    let k = 1024;
-    for device in hoppers()? {
-        for (name, weights) in pairs(200, k, &device)? {
-            let weights = &weights[..1];
-            for m in [2, 8, 9, 16, 31, 64, 100, 128, 300, 700] {
-                let x = randn_on(&[m, k], DType::BF16, &device)?;
-                let product = |kernel| {
-                    with_kernel(Some(kernel), || {
-                        quant_linear(&x, Prologue::None, weights, &Epilogue::default())
-                    })
-                };
-                let (ours, calls) = trace::capture(|| product(KERNEL));
-                let path = &calls.iter().next().expect("a call").0.path;
-                assert!(path.contains(KERNEL), "{path}");
-                let expected = reference(&x, Prologue::None, weights, &Epilogue::default())?;
-                let expected = Tensor::new(expected.concat(), &Device::Cpu)?.reshape((m, 200))?;
-                let (ours, theirs) = (
-                    error(&ours?, &expected)?,
-                    error(&product(LIBRARY)?, &expected)?,
-                );
-                assert!(
-                    ours <= 1.02 * theirs,
-                    "{name} M {m}: {ours:e}, the library {theirs:e}"
-                );
+fn they_are_as_exact_as_the_librarys_product_of_dequantized_weights() -> Result<()> {
+    for subject in SUBJECTS {
+        for device in subject.gpus()? {
+            for k in [1024, 3840] {
+                exact(&subject, &device, k)?;
             }
         }
     }
@@ -109,58 +158,66 @@ fn prologues_and_epilogues() -> Result<()> {
         Activation::Silu,
         Activation::GeluTanh,
     ];
-    for device in hoppers()? {
-        for (i, (n, k)) in [(100, 256), (77, 512), (264, 768)].into_iter().enumerate() {
-            for (f, (name, weights)) in pairs(n, k, &device)?.into_iter().enumerate() {
-                for (j, m) in [2, 5, 12, 20, 50].into_iter().enumerate() {
-                    let dtype = [DType::F32, DType::F16, DType::BF16][(i + j + f) % 3];
-                    let activation = activations[(i + f + j) % 4];
-                    let width = if activation == Activation::SwiGlu {
-                        n
-                    } else {
-                        2 * n
-                    };
-                    let x = randn_on(&[m, k], dtype, &device)?;
-                    let norm = [
-                        randn_on(&[k], dtype, &device)?,
-                        randn_on(&[k], dtype, &device)?,
-                    ];
-                    let prologue = match (f + j) % 3 {
-                        0 => Prologue::None,
-                        1 => Prologue::RmsNorm {
-                            weight: &norm[0],
-                            eps: 1e-5,
-                        },
-                        _ => Prologue::LayerNorm {
-                            weight: &norm[0],
-                            bias: Some(&norm[1]),
-                            eps: 1e-5,
-                        },
-                    };
-                    let bias = randn_on(&[2 * n], dtype, &device)?;
-                    let residual = randn_on(&[m, width], dtype, &device)?;
-                    let epilogue = Epilogue {
-                        bias: Some(&bias),
-                        activation,
-                        residuals: &[&residual],
-                    };
-                    let got = with_kernel(Some(KERNEL), || {
-                        quant_linear(&x, prologue, &weights, &epilogue)
-                    })?;
-                    let expected = reference(&x, prologue, &weights, &epilogue)?.concat();
-                    // x and weights are rounded to bf16 where M is past 8, the result to its dtype.
-                    let unit = match dtype {
-                        DType::F32 => 1e-4,
-                        DType::F16 => 4e-3,
-                        _ => 3.2e-2,
-                    };
-                    let limit = if m > 8 { 2e-2 } else { 2e-4 } + unit;
-                    let error = widest_error(&got, &expected)?;
-                    assert!(
-                        error < limit,
-                        "{name} {m}x{k}x{n} {dtype:?} {activation:?}: {error:e} of {limit:e}"
-                    );
-                }
+    for subject in SUBJECTS {
+        for device in subject.gpus()? {
+            with_prologues(&subject, &device, &activations)?;
+        }
+    }
+    Ok(())
+}
+
+fn with_prologues(subject: &Subject, device: &Device, activations: &[Activation]) -> Result<()> {
+    for (i, (n, k)) in [(100, 256), (77, 512), (264, 768)].into_iter().enumerate() {
+        for (f, (name, weights)) in subject.pairs(n, k, device)?.into_iter().enumerate() {
+            for (j, &m) in subject.few.iter().enumerate() {
+                let dtype = [DType::F32, DType::F16, DType::BF16][(i + j + f) % 3];
+                let activation = activations[(i + f + j) % 4];
+                let width = if activation == Activation::SwiGlu {
+                    n
+                } else {
+                    2 * n
+                };
+                let x = randn_on(&[m, k], dtype, device)?;
+                let norm = [
+                    randn_on(&[k], dtype, device)?,
+                    randn_on(&[k], dtype, device)?,
+                ];
+                let prologue = match (f + j) % 3 {
+                    0 => Prologue::None,
+                    1 => Prologue::RmsNorm {
+                        weight: &norm[0],
+                        eps: 1e-5,
+                    },
+                    _ => Prologue::LayerNorm {
+                        weight: &norm[0],
+                        bias: Some(&norm[1]),
+                        eps: 1e-5,
+                    },
+                };
+                let bias = randn_on(&[2 * n], dtype, device)?;
+                let residual = randn_on(&[m, width], dtype, device)?;
+                let epilogue = Epilogue {
+                    bias: Some(&bias),
+                    activation,
+                    residuals: &[&residual],
+                };
+                let got = with_kernel(Some(subject.kernel), || {
+                    quant_linear(&x, prologue, &weights, &epilogue)
+                })?;
+                let expected = reference(&x, prologue, &weights, &epilogue)?.concat();
+                // x and weights are rounded to bf16 where M is past 8, the result to its dtype.
+                let unit = match dtype {
+                    DType::F32 => 1e-4,
+                    DType::F16 => 4e-3,
+                    _ => 3.2e-2,
+                };
+                let limit = if m > 8 { 2e-2 } else { 2e-4 } + unit;
+                let error = widest_error(&got, &expected)?;
+                assert!(
+                    error < limit,
+                    "{} {name} {m}x{k}x{n} {dtype:?} {activation:?}: {error:e} of {limit:e}",
+                    subject.kernel
+                );
             }
         }
     }
@@ -170,29 +227,35 @@ fn prologues_and_epilogues() -> Result<()> {
 /// A row that is not finite spoils no other, whichever tile it shares with them.
 #[test]
 fn rows_stay_by_themselves() -> Result<()> {
+    for subject in SUBJECTS {
+        for device in subject.gpus()? {
+            apart(&subject, &device)?;
+        }
+    }
+    Ok(())
+}
+
+fn apart(subject: &Subject, device: &Device) -> Result<()> {
     let k = 512;
-    for device in hoppers()? {
-        for (name, weights) in pairs(64, k, &device)? {
-            for m in [3, 40, 150] {
-                let x = randn_on(&[m, k], DType::BF16, &device)?;
-                let product = |x: &Tensor| {
-                    with_kernel(Some(KERNEL), || {
-                        quant_linear(x, Prologue::None, &weights[..1], &Epilogue::default())
-                    })
-                };
-                let plain = product(&x)?.to_dtype(DType::F32)?;
-                let infinite =
-                    Tensor::full(f32::INFINITY, (1, k), &device)?.to_dtype(DType::BF16)?;
-                let spoiled = Tensor::cat(
-                    &[&x.narrow(0, 0, 1)?, &infinite, &x.narrow(0, 2, m - 2)?],
-                    0,
-                )?;
-                let spoiled = product(&spoiled)?.to_dtype(DType::F32)?;
-                let (plain, spoiled) = (plain.to_vec2::<f32>()?, spoiled.to_vec2::<f32>()?);
-                assert!(spoiled[1].iter().all(|v| !v.is_finite()), "{name} {m}");
-                for row in (0..m).filter(|row| *row != 1) {
-                    assert_eq!(plain[row], spoiled[row], "{name} {m} row {row}");
-                }
+    for (name, weights) in subject.pairs(64, k, device)? {
+        for &m in subject.rows.iter().filter(|m| **m > 2) {
+            let x = randn_on(&[m, k], DType::BF16, device)?;
+            let product = |x: &Tensor| {
+                with_kernel(Some(subject.kernel), || {
+                    quant_linear(x, Prologue::None, &weights[..1], &Epilogue::default())
+                })
+            };
+            let plain = product(&x)?.to_dtype(DType::F32)?;
+            let infinite = Tensor::full(f32::INFINITY, (1, k), device)?.to_dtype(DType::BF16)?;
+            let spoiled = Tensor::cat(
+                &[&x.narrow(0, 0, 1)?, &infinite, &x.narrow(0, 2, m - 2)?],
+                0,
+            )?;
+            let spoiled = product(&spoiled)?.to_dtype(DType::F32)?;
+            let (plain, spoiled) = (plain.to_vec2::<f32>()?, spoiled.to_vec2::<f32>()?);
+            assert!(spoiled[1].iter().all(|v| !v.is_finite()), "{name} {m}");
+            for row in (0..m).filter(|row| *row != 1) {
+                assert_eq!(plain[row], spoiled[row], "{name} {m} row {row}");
             }
         }
     }

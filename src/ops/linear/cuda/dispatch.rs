@@ -3,7 +3,8 @@
 
 use super::kernels::{
     gemm_dense, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_m64,
-    gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+    gemm_wna16_mma, gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16,
+    gemv_wna16_sm90,
 };
 use super::plan::Plan;
 use super::problem::{Case, Operand, Operands, ProductAt};
@@ -38,6 +39,13 @@ const WNA16_M64: &[Rows] = &[(BF16, [2, 128]), (F32, [GEMV[1] + 1, 128])];
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 const W8A8: [usize; 2] = [64, MAX];
+
+/// M of the kernel for some tens of rows and GGUF blocks or a scale for each channel. On Hopper another one takes more
+/// than 16; elsewhere it reads weights anew for every 32.
+const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
+const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
+const WNA16_MMA_NOTE: &str =
+    "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";
 
 /// M of blocks and INT8 for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library.
 const WNA16_SM90: [usize; 2] = [2, 1024];
@@ -195,6 +203,26 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma_gguf.cu",
+        formats: Formats::GGUF,
+        x: WNA16_MMA_SM90,
+        arch: [90, 90],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma.cu",
+        formats: Formats::INT8.or(Formats::TERNARY),
+        x: WNA16_MMA_SM90,
+        arch: [90, 90],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
         kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_gguf.cu",
         formats: Formats::GGUF.or(Formats::INT8),
@@ -212,6 +240,26 @@ pub(super) static RULES: &[Rule] = &[
         arch: [90, 90],
         plan: gemm_wna16_sm90::plan,
         note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+        ..RULE
+    },
+    Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma_gguf.cu",
+        formats: Formats::GGUF,
+        x: WNA16_MMA,
+        arch: [80, NEWEST],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma.cu",
+        formats: Formats::TERNARY,
+        x: WNA16_MMA,
+        arch: [80, NEWEST],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
         ..RULE
     },
     Rule {

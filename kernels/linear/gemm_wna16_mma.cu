@@ -1,0 +1,7 @@
+// The GEMM of gemm_wna16_mma.cuh for INT8 and ternary weights with a scale for each channel.
+#include "linear/gemm_wna16_mma.cuh"
+
+using namespace fused;
+
+FUSED_GEMM_WNA16_MMA(gemm_wna16_mma_int8, Int8Stage, 3, 2048)
+FUSED_GEMM_WNA16_MMA(gemm_wna16_mma_ternary_rows, TernaryStage, 8, 512)

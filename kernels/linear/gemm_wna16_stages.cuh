@@ -1,0 +1,173 @@
+// How weights of the formats of gemm_wna16_weights.cuh go through shared memory: a warp's stage has the codes and scales
+// of an N tile of 16 output channels and a K block of 128 values, where each lane has copied and reads its own codes;
+// scales of a row are copied by one lane and read by four.
+#pragma once
+
+#include "common/mma.cuh"
+#include "linear/gemm_wna16_weights.cuh"
+
+namespace fused {
+
+// 4 or 8 bytes to shared memory.
+template <int BYTES> __device__ __forceinline__ void copy_async_few(uint32_t to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+#endif
+}
+__device__ __forceinline__ uint32_t load_shared_u16(uint32_t at) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared_u32(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint2 load_shared_u64(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+
+// GGUF blocks. `x` says how the 8 values of a lane that a block of 32 meets lie among those of x in their own order.
+template <class Format> struct GgufStage {
+  using Weights = GemmGguf<Format>;
+  using Block = typename Weights::Block;
+  static constexpr uint32_t X_PADDING = 32;  // lanes read 8 bytes
+  static constexpr uint32_t LOW = 16 * WARP, HIGH = Format::HIGH * WARP;  // of 8 rows
+  // Of a row: the scales of its four blocks, or the word that has that of its superblock, and three words of factors.
+  static constexpr uint32_t SCALES = Format::IS_SUPER ? 4 : GROUP * Format::SCALE, FACTORS = Format::IS_SUPER ? 12 : 0;
+  static constexpr uint32_t SCALES_AT = 2 * (LOW + HIGH), FACTORS_AT = SCALES_AT + 16 * SCALES;
+  static constexpr uint32_t BYTES = (FACTORS_AT + 16 * FACTORS + 15) / 16 * 16;
+
+  static __device__ __forceinline__ void copy(const Weights& w, const Gemv&, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP, t = lane % 4, place = 4 * k_block + t;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      copy_async(stage + i * LOW + 16 * lane, w.rows[i] + 16 * place);
+      const char* high = w.rows[i] + Format::high_at(w.groups) + Format::HIGH * place;
+      const uint32_t to = stage + 2 * LOW + i * HIGH + Format::HIGH * lane;
+      if constexpr (Format::HIGH == 16) copy_async(to, high);
+      else if constexpr (Format::HIGH > 0) copy_async_few<Format::HIGH>(to, high);
+    }
+    // Lanes 0 and 1 of four copy the scales of both rows, lanes 2 and 3 the factors.
+    const char* row = t % 2 == 0 ? w.rows[0] : w.rows[1];
+    const uint32_t g = t % 2 * 8 + lane / 4;
+    if (t < 2) {
+      const char* from = row + Format::scales_at(w.groups);
+      const uint32_t to = stage + SCALES_AT + SCALES * g;
+      if constexpr (Format::IS_SUPER) copy_async_few<4>(to, from + k_block / 2 * Format::SCALE / 4 * 4);
+      else if constexpr (SCALES == 16) copy_async(to, from + SCALES * k_block);
+      else copy_async_few<8>(to, from + SCALES * k_block);
+    } else if constexpr (Format::IS_SUPER) {
+      // 8 bytes from any multiple of 2.
+      const uint32_t at = Format::factors_at(w.groups) + 8 * k_block, to = stage + FACTORS_AT + FACTORS * g;
+      const char* from = row + at / 4 * 4;
+      copy_async_few<4>(to, from);
+      copy_async_few<4>(to + 4, from + 4);
+      if (at % 4 > 0) copy_async_few<4>(to + 8, from + 8);
+    }
+  }
+
+  static __device__ __forceinline__ Block read(const Weights& w, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
+    Block block;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      auto& piece = block.pieces[i];
+      const uint4 low = load_shared(stage + i * LOW + 16 * lane);
+      piece.low[0] = low.x, piece.low[1] = low.y, piece.low[2] = low.z, piece.low[3] = low.w;
+      const uint32_t high = stage + 2 * LOW + i * HIGH + Format::HIGH * lane;
+      piece.high[0] = 0;
+      if constexpr (Format::HIGH == 4) piece.high[0] = load_shared_u32(high);
+      if constexpr (Format::HIGH == 8) {
+        const uint2 v = load_shared_u64(high);
+        piece.high[0] = v.x, piece.high[1] = v.y;
+      }
+      if constexpr (Format::HIGH == 16) {
+        const uint4 v = load_shared(high);
+        piece.high[0] = v.x, piece.high[1] = v.y, piece.high[2] = v.z, piece.high[3] = v.w;
+      }
+      const uint32_t g = 8 * i + lane / 4, scales = stage + SCALES_AT + SCALES * g;
+      if constexpr (Format::IS_SUPER) {
+        // Of two superblocks to a word, that of every second group.
+        piece.scale = Format::SCALE == 4 ? load_shared_u32(scales) : load_shared_u16(scales + k_block / 2 % 2 * 2);
+        const uint32_t odd = Format::factors_at(w.groups) % 4;
+        piece.factors = load_shared_u16(stage + FACTORS_AT + FACTORS * g + odd + 2 * t);
+      } else {
+        piece.scale = Format::SCALE == 4 ? load_shared_u32(scales + 4 * t) : load_shared_u16(scales + 2 * t);
+        piece.factors = 0;
+      }
+    }
+    return block;
+  }
+
+  // What lane t meets of 32 values of x from `at` on.
+  static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
+    const uint2 a = load_shared_u64(at + 64 * e + 8 * t), b = load_shared_u64(at + 64 * e + 8 * t + 32);
+    return make_uint4(a.x, a.y, b.x, b.y);
+  }
+};
+
+// INT8, with a scale for each channel.
+struct Int8Stage {
+  using Weights = GemmInt<Int8Weights>;
+  using Block = Weights::Block;
+  static constexpr uint32_t X_PADDING = 16;  // 16 bytes of every 32
+  static constexpr uint32_t ROWS = sizeof(Int8Weights::Piece) * WARP, BYTES = 2 * ROWS;
+
+  static __device__ __forceinline__ void copy(const Weights& w, const Gemv& p, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      Int8Weights::copy(stage + i * ROWS + 16 * lane, w.rows[i].codes, p.k, k_block, lane % 4);
+  }
+  static __device__ __forceinline__ Block read(const Weights&, uint32_t, uint32_t stage) {
+    Block block;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int q = 0; q < 2; ++q)
+        block.pieces[i].words[q] = load_shared(stage + i * ROWS + q * (16 * WARP) + 16 * (threadIdx.x % WARP));
+    }
+    return block;
+  }
+  static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
+    return load_shared(at + 2 * Int8Weights::value(e, t));
+  }
+};
+
+// Ternary, with a scale for each channel.
+struct TernaryStage {
+  using Weights = GemmTernary<ROW_SCALES>;
+  using Format = Weights::Format;
+  using Block = Weights::Block;
+  static constexpr uint32_t X_PADDING = 64;  // lanes read 16 bytes
+  static constexpr uint32_t ROWS = Format::BYTES * WARP, BYTES = 2 * ROWS;
+
+  static __device__ __forceinline__ void copy(const Weights& w, const Gemv&, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      copy_async_few<Format::BYTES>(stage + i * ROWS + Format::BYTES * lane,
+                                    w.rows[i].codes + k_block * (ROW_GROUP * ROW_LANES * Format::BYTES));
+  }
+  static __device__ __forceinline__ Block read(const Weights&, uint32_t, uint32_t stage) {
+    Block block;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint2 v = load_shared_u64(stage + i * ROWS + Format::BYTES * (threadIdx.x % WARP));
+      block.pieces[i].words[0] = v.x, block.pieces[i].words[1] = v.y;
+    }
+    return block;
+  }
+  // Values j and j + 4 meet codes j and j + 4.
+  static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
+    const uint4 v = load_shared(at + 2 * Format::value(e, t));
+    return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                      __byte_perm(v.y, v.w, 0x7632));
+  }
+};
+
+}  // namespace fused
