@@ -5,6 +5,7 @@
 #   scripts/long-run.sh soak [SECONDS]               prompts, stops and restarts for SECONDS (3,600)
 #   scripts/long-run.sh sanitize                     the tests under AddressSanitizer
 #   scripts/long-run.sh emulated                     the tests on further architectures
+#   scripts/long-run.sh gpu [SECONDS]                faults on a GPU, and a soak there for SECONDS (480)
 # Output goes to $CANDLE_FUSED_LONG_RUN (default: target/long-run), a file for each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -59,9 +60,13 @@ emulated() {
   scripts/test-aarch64.sh 2>&1 | tee "$out/aarch64.txt"
 }
 
+gpu() {
+  scripts/gpu-faults.sh "${1:-480}" 2>&1 | tee "$out/gpu.txt"
+}
+
 part="${1:-}"
 case "$part" in
-  fuzz | properties | soak | sanitize | emulated) shift && "$part" "$@" ;;
+  fuzz | properties | soak | sanitize | emulated | gpu) shift && "$part" "$@" ;;
   *)
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
     exit 2

@@ -86,10 +86,16 @@ thread_local! {
 
 /// Runs `body` and returns what it returns, with the calls that this thread made meanwhile.
 pub fn capture<T>(body: impl FnOnce() -> T) -> (T, Calls) {
-    let outer = CALLS.replace(Some(Calls::default()));
+    /// Puts back what is captured around this, also where the body panics.
+    struct Outer(Option<Calls>);
+    impl Drop for Outer {
+        fn drop(&mut self) {
+            CALLS.set(self.0.take());
+        }
+    }
+    let _outer = Outer(CALLS.replace(Some(Calls::default())));
     let result = body();
-    let calls = CALLS.replace(outer).unwrap_or_default();
-    (result, calls)
+    (result, CALLS.take().unwrap_or_default())
 }
 
 /// Counts a call of `op`; `path` is only built while calls are captured.

@@ -17,10 +17,15 @@ thread_local! {
 /// kernel does not take its shape, and with all names where no table has the name. The environment variable
 /// `CANDLE_FUSED_KERNEL` does the same for the whole process.
 pub fn with_kernel<T>(name: Option<&str>, body: impl FnOnce() -> T) -> T {
-    let before = FORCED.replace(name.map(Into::into));
-    let result = body();
-    FORCED.set(before);
-    result
+    /// Puts back what was forced before, also where the body panics.
+    struct Before(Option<Arc<str>>);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            FORCED.set(self.0.take());
+        }
+    }
+    let _before = Before(FORCED.replace(name.map(Into::into)));
+    body()
 }
 
 /// The place in `table` of the kernel that is to be taken; none if there is no such kernel, or another table has it.

@@ -1,6 +1,6 @@
 //! What is known of each GPU, read once.
 
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{CudaDevice, Result, bail};
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -96,6 +96,29 @@ impl Gpu {
         self.context
             .bind_to_thread()
             .map_err(candle_core::Error::wrap)
+    }
+
+    /// The same where something is given back. Unlike [`Gpu::bind`] it does not take the error that an
+    /// earlier drop of candle's has left for the next call, and is not kept from its work by it.
+    pub fn bind_to_free(&self) -> bool {
+        // SAFETY: the context is retained for as long as `self` lives.
+        unsafe { result::ctx::set_current(self.context.cu_ctx()) }.is_ok()
+    }
+
+    /// Waits until everything on `stream` is done, whatever error earlier drops have left.
+    ///
+    /// # Safety
+    /// The stream is one of this GPU's, or the calling thread's own.
+    ///
+    /// # Errors
+    /// If something on the stream failed.
+    pub unsafe fn wait(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: the context is retained; the stream is the caller's.
+        unsafe {
+            result::ctx::set_current(self.context.cu_ctx())
+                .and_then(|()| result::stream::synchronize(stream))
+        }
+        .map_err(candle_core::Error::wrap)
     }
 }
 

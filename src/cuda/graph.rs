@@ -3,7 +3,11 @@
 use super::gpu::Gpu;
 use super::launch::Launcher;
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result, sys};
-use candle_core::{CudaDevice, Result, bail};
+use candle_core::{CudaDevice, Error, Result, bail};
+use std::time::Duration;
+
+/// What the driver says of a recording that a call of somebody's has ended.
+const INVALIDATED: sys::CUresult = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 
 /// A recorded chain of kernels, ready to be replayed.
 #[derive(Debug)]
@@ -17,13 +21,69 @@ pub(crate) struct Graph {
 // `&mut self`.
 unsafe impl Send for Graph {}
 
+/// Times that a recording is begun.
+const ATTEMPTS: u32 = 8;
+
+/// Why there is no recording.
+pub(super) struct Broken {
+    error: Error,
+    /// Whether the driver gave the recording up, which may be another thread's doing.
+    invalidated: bool,
+}
+
+impl From<Error> for Broken {
+    fn from(error: Error) -> Self {
+        Self {
+            error,
+            invalidated: false,
+        }
+    }
+}
+
+impl From<Broken> for Error {
+    fn from(broken: Broken) -> Self {
+        broken.error
+    }
+}
+
 impl Graph {
-    /// Records what `body` launches. The chain uses programmatic dependent launch where the GPU
-    /// has it, so every kernel has to keep its rules (`kernels/common/base.cuh`).
+    /// Records what `body` launches, and begins anew where the driver gives the recording up. The
+    /// chain uses programmatic dependent launch where the GPU has it, so every kernel has to keep
+    /// its rules (`kernels/common/base.cuh`).
+    ///
+    /// Nothing that is recorded runs, so that `body` may be called several times. It has to be: a
+    /// call that waits for the whole context ends every recording there, whichever thread makes it
+    /// and whatever the mode (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations": it
+    /// is invalid to synchronize a context while one of its streams captures, and an invalid call
+    /// invalidates the captures it concerns). `cublasDestroy` waits for the device, and candle calls
+    /// it when a device handle is dropped. No lock of ours reaches that.
     ///
     /// # Errors
     /// If a launch or the capture fails; the device can be used as before.
-    pub fn capture(gpu: &'static Gpu, body: impl FnOnce(&Launcher) -> Result<()>) -> Result<Self> {
+    pub fn capture(
+        gpu: &'static Gpu,
+        mut body: impl FnMut(&Launcher) -> Result<()>,
+    ) -> Result<Self> {
+        let mut attempt = 1;
+        loop {
+            match Self::record(gpu, &mut body) {
+                Err(broken) if broken.invalidated && attempt < ATTEMPTS => {
+                    let error = broken.error;
+                    tracing::debug!("recording {attempt} of a CUDA graph was broken off: {error}");
+                    // Whoever waits in a loop is to be out of step.
+                    std::thread::sleep(Duration::from_millis((1 << attempt) - 2));
+                    attempt += 1;
+                }
+                recorded => return Ok(recorded?),
+            }
+        }
+    }
+
+    /// One attempt.
+    pub(super) fn record(
+        gpu: &'static Gpu,
+        body: impl FnOnce(&Launcher) -> Result<()>,
+    ) -> std::result::Result<Self, Broken> {
         gpu.bind()?;
         let stream = Stream::new()?;
         let launcher = Launcher {
@@ -33,25 +93,14 @@ impl Graph {
             one_cta_per_sm: false,
             bytes: 0,
         };
-        // Relaxed: what other threads do meanwhile, such as allocating, is no part of the capture
-        // and does not break it.
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream has just been made and is not capturing.
-        told("begin", unsafe {
-            result::stream::begin_capture(stream.0, mode)
-        })?;
+        // SAFETY: the stream has just been made, is not capturing, and outlives the capture.
+        let capture = unsafe { Capture::begin(stream.0)? };
         let recorded = body(&launcher);
-        // SAFETY: the capture begun above is ended whatever came of the body.
-        let graph = ended(recorded, unsafe { result::stream::end_capture(stream.0) })?;
-        let mut kernels = 0;
-        // SAFETY: the graph is valid; with no array the call gives the number of nodes. The
-        // executable graph is a copy, so the graph is destroyed in any case.
-        let exec = unsafe {
-            sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut kernels);
-            let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
-            let _ = result::graph::destroy(graph);
-            exec
-        };
+        let template = capture.end(recorded)?;
+        let kernels = template.nodes()?.len();
+        // SAFETY: the template is valid; the executable graph is a copy.
+        let exec =
+            unsafe { result::graph::instantiate(template.0, sys::CUgraphInstantiate_flags(0)) };
         Ok(Self {
             exec: told("instantiation", exec)?,
             gpu,
@@ -79,7 +128,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
+        if self.gpu.bind_to_free() {
             // SAFETY: nobody has it any more; the driver defers the end of one that is running.
             let _ = unsafe { result::graph::exec_destroy(self.exec) };
         }
@@ -91,32 +140,19 @@ impl Drop for Graph {
 /// not count.
 ///
 /// # Errors
-/// If the body fails, or does what cannot be recorded, such as reading a result.
+/// If the body fails, or does what cannot be recorded, such as reading a result, or if another thread
+/// waits for the whole GPU meanwhile, as dropping a device handle does.
 pub fn count_launches(device: &CudaDevice, body: impl FnOnce() -> Result<()>) -> Result<usize> {
     Gpu::of(device)?.bind()?;
     let stream = device.cuda_stream();
-    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the stream is candle's, alive through this call.
-    told("begin", unsafe {
-        result::stream::begin_capture(stream.cu_stream(), mode)
-    })?;
+    // SAFETY: the stream is candle's, alive through this call, and captures only here.
+    let capture = unsafe { Capture::begin(stream.cu_stream())? };
     let recorded = body();
-    // SAFETY: the capture begun above is ended whatever came of the body.
-    let graph = ended(recorded, unsafe {
-        result::stream::end_capture(stream.cu_stream())
-    })?;
-    let mut count = 0;
-    // SAFETY: the graph is valid; the first call gives the number of nodes, the second fills an
-    // array of that many.
-    let kernels = unsafe {
-        sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut count);
-        let mut nodes = vec![std::ptr::null_mut(); count];
-        sys::cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count);
-        let kernels = nodes.iter().filter(|node| is_kernel(**node)).count();
-        let _ = result::graph::destroy(graph);
-        kernels
-    };
-    Ok(kernels)
+    let template = capture.end(recorded)?;
+    let nodes = template.nodes()?;
+    // SAFETY: the nodes are those of a graph that exists.
+    let kernels = nodes.iter().filter(|node| unsafe { is_kernel(**node) });
+    Ok(kernels.count())
 }
 
 /// # Safety
@@ -128,24 +164,85 @@ unsafe fn is_kernel(node: sys::CUgraphNode) -> bool {
     result == sys::CUresult::CUDA_SUCCESS && kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL
 }
 
-/// The graph of a capture, destroyed if what was recorded failed on the way.
-fn ended(
-    recorded: Result<()>,
-    graph: std::result::Result<sys::CUgraph, DriverError>,
-) -> Result<sys::CUgraph> {
-    match (recorded, graph) {
-        (Ok(()), Ok(graph)) if graph.is_null() => {
-            bail!("cuda: the graph capture was given up by the driver")
-        }
-        (Ok(()), graph) => told("end", graph),
-        (Err(error), graph) => {
-            if let Ok(graph) = graph
-                && !graph.is_null()
-            {
-                // SAFETY: nobody else has it.
-                let _ = unsafe { result::graph::destroy(graph) };
+/// A stream that captures, until this ends or is dropped: what unwinds through a body leaves none behind.
+struct Capture {
+    stream: sys::CUstream,
+    open: bool,
+}
+
+impl Capture {
+    /// # Safety
+    /// The stream is not capturing, and lives as long as what is returned.
+    unsafe fn begin(stream: sys::CUstream) -> Result<Self> {
+        // Relaxed: loading kernels is no part of the capture and does not break it, nor does what
+        // other threads allocate, free or load meanwhile (cuThreadExchangeStreamCaptureMode).
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the caller's.
+        told("begin", unsafe {
+            result::stream::begin_capture(stream, mode)
+        })?;
+        Ok(Self { stream, open: true })
+    }
+
+    /// The graph, if what was `recorded` went well.
+    fn end(mut self, recorded: Result<()>) -> std::result::Result<Template, Broken> {
+        use sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+        // SAFETY: the stream is alive.
+        let status = unsafe { result::stream::is_capturing(self.stream) };
+        let ended = self.close();
+        let invalidated = status == Ok(CU_STREAM_CAPTURE_STATUS_INVALIDATED)
+            || ended == Err(DriverError(INVALIDATED));
+        let broken = |error| Broken { error, invalidated };
+        let template = told("end", ended.map(Template)).map_err(broken);
+        recorded.map_err(broken)?;
+        match template? {
+            Template(graph) if graph.is_null() => {
+                let error = Error::Msg("cuda: the driver gave the graph capture up".to_owned());
+                Err(broken(error))
             }
-            Err(error)
+            template => Ok(template),
+        }
+    }
+
+    fn close(&mut self) -> std::result::Result<sys::CUgraph, DriverError> {
+        self.open = false;
+        // SAFETY: begun in `begin` and ended once.
+        unsafe { result::stream::end_capture(self.stream) }
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        if self.open {
+            let _ = self.close().map(Template);
+        }
+    }
+}
+
+/// A graph as it was recorded; null where the driver gave none.
+struct Template(sys::CUgraph);
+
+impl Template {
+    fn nodes(&self) -> Result<Vec<sys::CUgraphNode>> {
+        let mut count = 0;
+        // SAFETY: the graph is valid; without an array the call gives the number of nodes.
+        let counted =
+            unsafe { sys::cuGraphGetNodes(self.0, std::ptr::null_mut(), &mut count) }.result();
+        told("nodes", counted)?;
+        let mut nodes = vec![std::ptr::null_mut(); count];
+        // SAFETY: the array has room for as many.
+        let listed =
+            unsafe { sys::cuGraphGetNodes(self.0, nodes.as_mut_ptr(), &mut count) }.result();
+        told("nodes", listed)?;
+        Ok(nodes)
+    }
+}
+
+impl Drop for Template {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: nobody else has it.
+            let _ = unsafe { result::graph::destroy(self.0) };
         }
     }
 }

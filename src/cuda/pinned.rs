@@ -51,7 +51,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
+        if self.gpu.bind_to_free() {
             // SAFETY: allocated in `new`; the owner has waited for the GPU's last write.
             let _ = unsafe { result::free_host(self.words.cast()) };
         }

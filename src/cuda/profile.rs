@@ -49,9 +49,10 @@ pub fn capture<T>(
     // The GPU is kept busy until the first launches are queued: it would wait for the host between
     // short kernels otherwise, and the events would count that.
     let _busy = copies(device, HEAD_START)?;
-    let outer = RECORDS.replace(Some(Vec::new()));
+    let outer = Outer(RECORDS.replace(Some(Vec::new())));
     let value = body();
-    let records = RECORDS.replace(outer).unwrap_or_default();
+    let records = RECORDS.take().unwrap_or_default();
+    drop(outer);
     let value = value?;
     device.cuda_stream().synchronize().map_err(Error::wrap)?;
     let launches = match records.first() {
@@ -70,6 +71,15 @@ pub fn capture<T>(
             .collect::<Result<_>>()?,
     };
     Ok((value, launches))
+}
+
+/// What is captured around a capture, which goes on behind it, also where its body panics.
+struct Outer(Option<Vec<Record>>);
+
+impl Drop for Outer {
+    fn drop(&mut self) {
+        RECORDS.set(self.0.take());
+    }
 }
 
 /// Whether launches of this thread are being captured.

@@ -54,11 +54,13 @@ impl<T> Replay<T> {
         let graph = {
             let _one = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
             let _current = pool.make_current()?;
-            Graph::capture(gpu, |launcher| {
+            // Once: no other thread breaks it off, and the body may not be called again.
+            Graph::record(gpu, |launcher| {
                 let _recording = Recording::begin(device, *launcher)?;
                 results = Some(body()?);
                 Ok(())
-            })?
+            })
+            .map_err(Error::from)?
         };
         match results {
             Some(results) => Ok(Self {
@@ -171,7 +173,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        if !self.pool.is_null() && self.gpu.bind().is_ok() {
+        if !self.pool.is_null() && self.gpu.bind_to_free() {
             // SAFETY: nobody allocates there any more; the driver keeps what is still allocated.
             let _ = unsafe { sys::cuMemPoolDestroy(self.pool) };
         }

@@ -190,8 +190,9 @@ impl OnDevice {
         let mut times = Vec::new();
         for part in self.plan.parts() {
             self.state.upload(sequences)?;
-            let (mut count, before) = (0, moved());
+            let (mut count, mut before) = (0, 0);
             let mut graph = Graph::capture(launcher.gpu, |launcher| {
+                (count, before) = (0, moved());
                 for _ in 0..REPEATS {
                     count += self.plan.launch_part(launcher, part)?;
                 }

@@ -381,7 +381,7 @@ fn buffers(decoder: &Decoder, kind: &DecoderCache, options: &Options) -> Result<
         .collect::<Result<_>>()
         .map_err(|e| {
             e.context(format!(
-                "generation: no memory for the keys and values of {} positions of {} sequences",
+                "generation: no room for the keys and values of {} positions of {} sequences could be made",
                 options.positions, options.sequences
             ))
         })

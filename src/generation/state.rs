@@ -2,12 +2,12 @@
 //! reads tokens.
 
 use super::{Options, Sequence};
-use crate::cuda::{Address, Launcher, Pinned, address_of};
+use crate::cuda::{Address, Gpu, Launcher, Pinned, address_of};
 use crate::ops::SamplingParams;
 use crate::ops::sample::NONE;
 use crate::ops::sample::cuda as sample;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
-use candle_core::{CudaDevice, Error, Result, Tensor, bail};
+use candle_core::{CudaDevice, Result, Tensor, bail};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,7 @@ const PATIENCE: Duration = Duration::from_millis(200);
 /// Tokens, positions and everything that choosing tokens needs, for all sequences.
 pub(super) struct State {
     device: CudaDevice,
+    gpu: &'static Gpu,
     /// token, position, step, arrived; then settings; then history.
     words: CudaSlice<u32>,
     scores: CudaSlice<f32>,
@@ -56,6 +57,7 @@ impl State {
             partial: device.alloc_zeros(sequences * sample::partial_words(vocab))?,
             mailbox: Pinned::new(gpu, 2 * MAIL_SLOTS * sequences)?,
             device: device.clone(),
+            gpu,
             sampling,
             sequences,
             vocab,
@@ -218,10 +220,7 @@ impl State {
             spins = spins.wrapping_add(1);
             if spins.is_multiple_of(1 << 16) && begun.elapsed() > PATIENCE {
                 // An error of the GPU ends the wait; a step that is merely long goes on.
-                self.device
-                    .cuda_stream()
-                    .synchronize()
-                    .map_err(Error::wrap)?;
+                self.wait()?;
                 if high.load(Ordering::Acquire) != wanted {
                     bail!("generation: the GPU went through a step without leaving its token");
                 }
@@ -236,10 +235,16 @@ impl State {
         let under_way = self.in_flight() > 0 || self.current;
         // Also where waiting fails: what the GPU holds is of no use then.
         (self.launched, self.read, self.current) = (0, 0, false);
-        if under_way {
-            let stream = self.device.cuda_stream();
-            stream.synchronize().map_err(Error::wrap)?;
+        match under_way {
+            true => self.wait(),
+            false => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Not candle's way of waiting: that returns at once where an earlier drop has left an error, and
+    /// the GPU writes to the mailbox until the last step is through.
+    fn wait(&self) -> Result<()> {
+        // SAFETY: the stream is candle's.
+        unsafe { self.gpu.wait(self.device.cuda_stream().cu_stream()) }
     }
 }

@@ -6,6 +6,8 @@ mod app;
 mod balance;
 mod bench_stats;
 mod dense;
+#[cfg(all(feature = "cuda", unix))]
+mod faults;
 mod flash_attention;
 mod flash_decoding;
 mod fuzz;

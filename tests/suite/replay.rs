@@ -3,8 +3,9 @@
 
 use crate::support::{devices, randn, randn_on, values};
 use candle_core::{DType, Device, Result, bail};
-use candle_fused::cuda::Replay;
+use candle_fused::cuda::{Replay, count_launches};
 use candle_fused::ops::{Epilogue, linear, rms_norm};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 #[test]
 #[ignore = "needs the GPU for itself"]
@@ -67,6 +68,32 @@ fn a_recording_that_fails_leaves_the_device_as_it_was() -> Result<()> {
         let message = nested.expect_err("one within another").to_string();
         assert!(message.contains("within a recording"), "{message}");
         assert_eq!(values(&rms_norm(&x, &norm, 1e-5)?)?, expected);
+    }
+    Ok(())
+}
+
+/// Neither of candle's stream nor of one of ours.
+#[test]
+#[ignore = "needs the GPU for itself"]
+fn what_panics_leaves_no_recording_behind() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        let cuda = gpu.as_cuda_device()?;
+        let x = randn_on(&[2, 64], DType::F32, &gpu)?;
+        let norm = randn_on(&[64], DType::F32, &gpu)?;
+        let expected = values(&rms_norm(&x, &norm, 1e-5)?)?;
+        let body = || -> Result<()> {
+            rms_norm(&x, &norm, 1e-5)?;
+            panic!("the body's own")
+        };
+        let recorded = catch_unwind(AssertUnwindSafe(|| {
+            // SAFETY: tests that are ignored by default run alone.
+            unsafe { Replay::record(cuda, body) }.map(drop)
+        }));
+        assert!(recorded.is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| count_launches(cuda, body))).is_err());
+        assert_eq!(values(&rms_norm(&x, &norm, 1e-5)?)?, expected);
+        let count = count_launches(cuda, || rms_norm(&x, &norm, 1e-5).map(drop))?;
+        assert_eq!(count, 1);
     }
     Ok(())
 }

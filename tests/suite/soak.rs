@@ -2,15 +2,21 @@
 //! the tokens are those of a fresh process.
 //!
 //! `SOAK_SECONDS=3600 cargo test --release --test suite -- --ignored --nocapture soak::`
+//!
+//! `SOAK_DEVICE=cuda` runs on the first GPU. `SOAK_WEIGHTS=random` takes SmolLM2's shape with weights in bf16
+//! that are the same in every process, where the real ones are not to be had.
 
-use crate::smollm2;
-use candle_core::quantized::gguf_file::Content;
-use candle_core::{Device, Result};
+use crate::subject::{self, Subject};
+use crate::support::{self, on};
+use crate::{smollm2, support::device};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options};
-use candle_fused::models::llama::ModelWeights;
+use candle_fused::models::llama::{self, Cache, Llama};
+use candle_nn::VarBuilder;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
-use std::io::Cursor;
+use rand::{Rng, RngCore, SeedableRng};
+use std::collections::HashMap;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -29,18 +35,80 @@ fn prompt(number: u64) -> Vec<u32> {
     (0..length).map(|_| rng.random_range(3..49_000)).collect()
 }
 
-fn model() -> Result<ModelWeights> {
-    let bytes = std::fs::read(smollm2::gguf())?;
-    let mut reader = Cursor::new(&bytes);
-    ModelWeights::from_gguf(Content::read(&mut reader)?, &mut reader, &Device::Cpu)
+fn is_set(name: &str, value: &str) -> bool {
+    std::env::var(name).is_ok_and(|v| v == value)
 }
 
-fn begin(model: &ModelWeights) -> Result<Generation> {
-    let options = Options {
+/// The device that was asked for.
+fn place() -> Device {
+    let gpu = is_set("SOAK_DEVICE", "cuda");
+    let found = support::devices().into_iter().find(|d| d.is_cuda() == gpu);
+    found.expect("a GPU, and a build with CUDA")
+}
+
+fn model() -> Result<Box<dyn Subject>> {
+    on(&place(), || match is_set("SOAK_WEIGHTS", "random") {
+        true => random(),
+        false => {
+            let bytes = std::fs::read(smollm2::gguf())?;
+            let model = subject::open::<llama::Config>(&bytes, Fusion::all())?;
+            Ok(Box::new(model) as Box<dyn Subject>)
+        }
+    })
+}
+
+/// SmolLM2-135M's shape. Weights are uniform around zero, of the size that keeps a row's as it is.
+fn random() -> Result<Box<dyn Subject>> {
+    let config = llama::Config {
+        hidden_size: 576,
+        intermediate_size: 1536,
+        vocab_size: 49_152,
+        num_hidden_layers: 30,
+        num_attention_heads: 9,
+        num_key_value_heads: 3,
+        rope_theta: 1e5,
+        max_position_embeddings: 2048,
+        tie_word_embeddings: true,
+        ..llama::Config::config_7b_v2(false)
+    };
+    let rng = &mut StdRng::seed_from_u64(135);
+    let mut matrix = |rows: usize, columns: usize| {
+        let mut bytes = vec![0u8; rows * columns];
+        rng.fill_bytes(&mut bytes);
+        let size = (3. / columns as f32).sqrt() / 127.5;
+        let value = |byte: &u8| (f32::from(*byte) - 127.5) * size;
+        let values: Vec<f32> = bytes.iter().map(value).collect();
+        Tensor::from_vec(values, (rows, columns), &Device::Cpu)?.to_dtype(DType::BF16)
+    };
+    let ones = Tensor::ones(576, DType::BF16, &Device::Cpu)?;
+    let mut weights = HashMap::from([
+        ("model.embed_tokens.weight".to_owned(), matrix(49_152, 576)?),
+        ("model.norm.weight".to_owned(), ones.clone()),
+    ]);
+    for layer in 0..config.num_hidden_layers {
+        let mut add = |name: &str, tensor| {
+            weights.insert(format!("model.layers.{layer}.{name}.weight"), tensor);
+        };
+        add("input_layernorm", ones.clone());
+        add("post_attention_layernorm", ones.clone());
+        add("self_attn.q_proj", matrix(576, 576)?);
+        add("self_attn.k_proj", matrix(192, 576)?);
+        add("self_attn.v_proj", matrix(192, 576)?);
+        add("self_attn.o_proj", matrix(576, 576)?);
+        add("mlp.gate_proj", matrix(1536, 576)?);
+        add("mlp.up_proj", matrix(1536, 576)?);
+        add("mlp.down_proj", matrix(576, 1536)?);
+    }
+    let weights = VarBuilder::from_tensors(weights, DType::BF16, &device());
+    let cache = Cache::new(true, DType::BF16, &config, &device())?;
+    Ok(Box::new((Llama::load(weights, &config)?, cache)))
+}
+
+fn begin(model: &dyn Subject) -> Result<Generation> {
+    model.generation(&Options {
         positions: 400,
         ..Default::default()
-    };
-    Generation::new(model, &options)
+    })
 }
 
 /// The first `count` tokens of the answer, behind a sequence that is empty.
@@ -57,7 +125,7 @@ fn answer(generation: &mut Generation, number: u64, count: usize) -> Result<Vec<
 #[ignore = "part of the soak"]
 fn a_fresh_process_answers() -> Result<()> {
     let number = std::env::var("SOAK_PROMPT").map_or(0, |n| n.parse().expect("a number"));
-    let tokens = answer(&mut begin(&model()?)?, number, TOKENS)?;
+    let tokens = answer(&mut begin(&*model()?)?, number, TOKENS)?;
     println!("{MARK}{tokens:?}");
     assert_eq!(tokens.len(), TOKENS);
     Ok(())
@@ -93,6 +161,18 @@ fn resident() -> usize {
     4096 * pages
 }
 
+/// Bytes of the GPU's memory that are taken, by whomever; 0 on the CPU.
+#[cfg(target_os = "linux")]
+fn on_the_gpu() -> Result<usize> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(cuda) = place() {
+        let info = cuda.cuda_stream().context().mem_get_info();
+        let (free, all) = info.map_err(candle_core::Error::wrap)?;
+        return Ok(all - free);
+    }
+    Ok(0)
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 #[ignore = "runs for SOAK_SECONDS"]
@@ -102,7 +182,7 @@ fn memory_stays_flat_and_tokens_the_same() -> Result<()> {
         .map(of_a_fresh_process)
         .collect::<Result<_>>()?;
     let model = model()?;
-    let mut generation = begin(&model)?;
+    let mut generation = begin(&*model)?;
     let rng = &mut StdRng::seed_from_u64(1);
     let (start, whole) = (Instant::now(), Duration::from_secs(seconds));
     let (mut rounds, mut tokens, mut warm) = (0usize, 0usize, None);
@@ -110,7 +190,7 @@ fn memory_stays_flat_and_tokens_the_same() -> Result<()> {
         let number = rng.random_range(0..PROMPTS);
         match rng.random_range(0..3) {
             // A new generation, or the old one from the start.
-            0 => generation = begin(&model)?,
+            0 => generation = begin(&*model)?,
             _ => generation.truncate(0, 0)?,
         }
         let count = rng.random_range(1..=TOKENS);
@@ -120,13 +200,21 @@ fn memory_stays_flat_and_tokens_the_same() -> Result<()> {
         rounds += 1;
         tokens += count + prompt(number).len();
         if warm.is_none() && start.elapsed() > whole / 5 {
-            warm = Some(resident());
+            warm = Some([resident(), on_the_gpu()?]);
         }
     }
-    let (warm, end) = (warm.expect("a fifth of the time has passed"), resident());
+    let warm = warm.expect("a fifth of the time has passed");
+    let end = [resident(), on_the_gpu()?];
     println!(
-        "soak: {rounds} prompts, {tokens} tokens in {seconds} s; {warm} bytes after a fifth, {end} at the end"
+        "soak: {rounds} prompts, {tokens} tokens in {seconds} s; after a fifth {} bytes on the host and {} on the \
+         GPU, at the end {} and {}",
+        warm[0], warm[1], end[0], end[1]
     );
-    assert!(end < warm + (16 << 20), "{warm} bytes grew to {end}");
+    for (warm, end) in warm.into_iter().zip(end) {
+        assert!(end < warm + (16 << 20), "{warm} bytes grew to {end}");
+    }
+    if let Some(why) = generation.graph_refusal() {
+        panic!("without a graph: {why}");
+    }
     Ok(())
 }

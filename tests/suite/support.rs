@@ -53,6 +53,12 @@ pub fn on_every_device(body: impl Fn() -> Result<()>) -> Result<()> {
     Ok(())
 }
 
+/// Runs something for one device.
+pub fn on<T>(device: &Device, body: impl FnOnce() -> T) -> T {
+    DEVICE.set(device.clone());
+    body()
+}
+
 thread_local! {
     /// Every test runs on a thread of its own, so each draws the same numbers whatever runs beside.
     static RNG: RefCell<StdRng> = RefCell::new(StdRng::seed_from_u64(299_792_458));

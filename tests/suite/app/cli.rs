@@ -47,6 +47,20 @@ fn generates_and_closes_with_a_table() {
     }
 }
 
+/// A build with CUDA, where the driver shows no GPU.
+#[cfg(feature = "cuda")]
+#[test]
+fn without_a_gpu_the_cpu_answers() {
+    let place = Place::new();
+    let line = "--model tiny.gguf --prompt the -n 20";
+    let mut hidden = place.command(line);
+    hidden.env("CUDA_VISIBLE_DEVICES", "");
+    let (output, said, err) = outcome(hidden.output().unwrap());
+    assert!(output.status.success(), "{err}");
+    let (_, expected, _) = place.run(&format!("{line} --cpu"));
+    assert_eq!(said, expected);
+}
+
 #[test]
 fn a_model_that_stays_in_its_file_says_the_same() {
     let place = Place::new();

@@ -69,7 +69,7 @@ impl Drop for Plan {
         // SAFETY: the plan's own, and nobody has it any more; the library copies what it needs when
         // it launches.
         unsafe {
-            for layout in self.layouts {
+            for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
                 let _ = result::destroy_matrix_layout(layout);
             }
             let _ = result::destroy_matmul_desc(self.description);
@@ -117,26 +117,28 @@ impl Plan {
         let (m, n, k) = (gemm.m as u64, gemm.n as u64, gemm.k as u64);
         // f32 inputs are multiplied as f32, never as TF32.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let description = told(result::create_matmul_desc(
-            compute,
-            sys::cudaDataType::CUDA_R_32F,
-        ))?;
-        let layouts = [
-            told(result::create_matrix_layout(input, k, n, gemm.k as i64))?,
-            told(result::create_matrix_layout(input, k, m, gemm.k as i64))?,
-            told(result::create_matrix_layout(
-                output,
-                n,
-                m,
-                gemm.stride as i64,
-            ))?,
-        ];
         let mut plan = Self {
-            description,
-            layouts,
+            description: told(result::create_matmul_desc(
+                compute,
+                sys::cudaDataType::CUDA_R_32F,
+            ))?,
+            layouts: [std::ptr::null_mut(); 3],
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,
         };
+        let matrices = [
+            (input, k, n, gemm.k),
+            (input, k, m, gemm.k),
+            (output, n, m, gemm.stride),
+        ];
+        for (layout, (dtype, rows, columns, leading)) in plan.layouts.iter_mut().zip(matrices) {
+            *layout = told(result::create_matrix_layout(
+                dtype,
+                rows,
+                columns,
+                leading as i64,
+            ))?;
+        }
         plan.set(attribute::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
         if gemm.bias != 0 {
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
