@@ -216,13 +216,14 @@ __device__ __forceinline__ Value merge_warps(const Shared<Core>& s, int heads, i
     tops[w] = w < warps ? s.tops[w * MAX_HEADS + h] : -INFINITY;
     r.top = fmaxf(r.top, tops[w]);
   }
+  const float off = origin(r.top);
   if (leads) {
-    r.weight = exp2_fast(fresh - r.top);
+    r.weight = exp2_fast(fresh - off);
     r.sum = r.weight * s.v[d];
   }
 #pragma unroll
   for (int w = 0; w < Core::WARPS; ++w) {
-    const float share = w < warps ? exp2_fast(tops[w] - r.top) : 0.f;
+    const float share = w < warps ? exp2_fast(tops[w] - off) : 0.f;
     r.weight += share * (w < warps ? s.weights[w * MAX_HEADS + h] : 0.f);
     r.sum += share * (w < warps ? s.sums[(w * heads + h) * s.stride + d] : 0.f);
   }
@@ -243,16 +244,22 @@ __device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t of) {
   return before == of - 1;
 }
 
+// The mean of values, or 0 where no score was above -inf, as PyTorch's scaled_dot_product_attention has it.
+__device__ __forceinline__ float mean_of(const Value& v) {
+  return v.weight == 0.f ? 0.f : __fdividef(v.sum, v.weight);
+}
+
 // A value over the blocks, from what they left in memory `step` apart.
 __device__ __forceinline__ float merge_blocks(const float2* partial, uint32_t blocks, int step) {
   Value r = {-INFINITY, 0.f, 0.f};
 #pragma unroll 4
   for (uint32_t b = 0; b < blocks; ++b) {
     const float2 o = __ldcg(partial + b * step);
-    const float top = fmaxf(r.top, o.y), fade = exp2_fast(r.top - top), share = exp2_fast(o.y - top);
+    const float top = fmaxf(r.top, o.y), off = origin(top);
+    const float fade = exp2_fast(r.top - off), share = exp2_fast(o.y - off);
     r = {top, r.weight * fade + share, r.sum * fade + share * o.x};
   }
-  return __fdividef(r.sum, r.weight);
+  return mean_of(r);
 }
 
 // What blocks leave for the last of them.
@@ -288,13 +295,14 @@ __device__ __forceinline__ void merge_wide(const DecodingParams& p, const Shared
     float top = -INFINITY, total = 0.f;
     for (uint32_t b = lane; b < blocks; b += WARP) top = fmaxf(top, __ldcg(partials.tops + b * MAX_HEADS + h));
     top = warp_max(top);
+    const float off = origin(top);
     for (uint32_t b = lane; b < blocks; b += WARP) {
-      const float share = exp2_fast(__ldcg(partials.tops + b * MAX_HEADS + h) - top);
+      const float share = exp2_fast(__ldcg(partials.tops + b * MAX_HEADS + h) - off);
       shares[h * blocks + b] = share;
       total += share;
     }
     total = warp_sum(total);
-    if (lane == 0) s.weights[h] = __fdividef(1.f, total);
+    if (lane == 0) s.weights[h] = total == 0.f ? 0.f : __fdividef(1.f, total);
   }
   __syncthreads();
   for (int i = 4 * threadIdx.x; i < heads * head_dim; i += 4 * Core::WARPS * WARP) {
@@ -334,7 +342,7 @@ __device__ __forceinline__ void finish(const DecodingParams& p, const Shared<Cor
   const Partials partials(p, part.block, at.row, head_dim);
   for (int i = threadIdx.x; i < total; i += THREADS) {
     const Value v = merge_warps(s, at.heads, i / head_dim, i % head_dim, part.warps, part.leads);
-    const float mean = __fdividef(v.sum, v.weight);
+    const float mean = mean_of(v);
     if (!part.real) continue;
     const float top = v.top + __log2f(v.weight);
     if (part.active == 1) {

@@ -37,6 +37,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// What is taken off scores whose maximum is `top`: where all of them are -inf nothing, so that their
+// weights are 0 and not e^(inf - inf).
+__device__ __forceinline__ float origin(float top) { return top == -INFINITY ? 0.f : top; }
+
 __device__ __forceinline__ float score(const Keys& keys, float product) {
   const float s = product * keys.scale;
   if (keys.softcap == 0.f) return s;
@@ -180,7 +184,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
     }
     top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
     top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
-    const float fade = exp2_fast(m - top);
+    const float off = origin(top), fade = exp2_fast(m - off);
     m = top;
     l *= fade;
     // The heads are rows here and columns there.
@@ -191,7 +195,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
     uint32_t high[2 * SUB], low[2 * SUB];
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {
-      const float p0 = exp2_fast(p[j][0] - top), p1 = exp2_fast(p[j][1] - top);
+      const float p0 = exp2_fast(p[j][0] - off), p1 = exp2_fast(p[j][1] - off);
       l += p0 + p1;
       const C h0 = from_float<C>(p0), h1 = from_float<C>(p1);
       high[j] = pack(h0, h1);
@@ -303,15 +307,14 @@ template <int N, int W> struct LaneCore {
           p[j] = key + 4 * j < keys.end ? score(keys, p[j]) : -INFINITY;
           top = fmaxf(top, p[j]);
         }
-        // Without a key so far everything stays at zero.
-        const float origin = top == -INFINITY ? 0.f : top, fade = exp2_fast(m[h] - origin);
+        const float off = origin(top), fade = exp2_fast(m[h] - off);
         m[h] = top;
         l[h] *= fade;
 #pragma unroll
         for (int e = 0; e < N; ++e) o[h][e] *= fade;
 #pragma unroll
         for (int j = 0; j < TURNS; ++j) {
-          const float weight = exp2_fast(p[j] - origin);
+          const float weight = exp2_fast(p[j] - off);
           l[h] += weight;
 #pragma unroll
           for (int e = 0; e < N; ++e) o[h][e] += weight * v[j][e];
@@ -328,7 +331,7 @@ template <int N, int W> struct LaneCore {
       if (h >= heads) break;
       float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
       top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));
-      const float share = exp2_fast(m[h] - top), weight = quarters(share * l[h]);
+      const float share = exp2_fast(m[h] - origin(top)), weight = quarters(share * l[h]);
       if (lane == 0) tops[h] = top, weights[h] = weight;
 #pragma unroll
       for (int e = 0; e < N; ++e) {

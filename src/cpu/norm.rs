@@ -36,7 +36,8 @@ pub fn rms_norm<T: Element, O: Element>(
 /// `out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias` for one row.
 ///
 /// Everything is computed in f32 and rounded to `T` once; `out` takes that as `T` or, exactly, as
-/// f32. The mean is corrected in a second pass, so that a large common offset costs no precision.
+/// f32. The mean is taken off in two parts, a rough one and what a second pass finds that it lacks, so
+/// that a large common offset costs no precision.
 ///
 /// # Panics
 /// If the slices differ in length.
@@ -163,14 +164,15 @@ impl<T: Element, O: Element> Kernel for LayerNorm<'_, T, O> {
         }
         let shift = (rests.sum() + rest) / n as f32;
         let variance = ((many.sum() + squares) / n as f32 - shift * shift).max(0.);
-        let mean = c(start + shift);
+        let shift = c(shift);
         let factor = c(1. / (variance + self.eps).sqrt());
         for i in (0..n).step_by(V::LANES) {
             // SAFETY: as above.
             unsafe {
                 let x: V = load(self.x, i);
                 let bias = self.bias.map_or(c(0.), |b| load(b, i));
-                let y = x.sub(mean).mul(factor).mul_add(load(self.weight, i), bias);
+                let centred = x.sub(rough).sub(shift);
+                let y = centred.mul(factor).mul_add(load(self.weight, i), bias);
                 store(round::<T, V>(y), self.out, i);
             }
         }

@@ -108,6 +108,31 @@ fn unaligned_rows_are_normalised() -> Result<()> {
     Ok(())
 }
 
+/// Values near 2^20, which f32 holds in steps of an eighth: a mean that were rounded like them would put
+/// the results off by up to a twentieth.
+#[test]
+fn a_common_offset_costs_no_precision() -> Result<()> {
+    for width in WIDTHS {
+        let x: Vec<f32> = (0..width)
+            .map(|i| 1048576. + (i * 7 % 11) as f32 / 8.)
+            .collect();
+        let weight = vec![1f32; width];
+        let on_cpu = |v: &[f32]| Tensor::new(v, &Device::Cpu);
+        let expected = reference(&on_cpu(&x)?, &on_cpu(&weight)?, None, 1e-5)?;
+        for level in Level::available() {
+            let mut out = vec![f32::NAN; width];
+            norm::layer_norm(level, &x, &weight, None, 1e-5, &mut out);
+            for (got, expected) in pairs(&out, &expected)? {
+                assert!(
+                    (got - expected).abs() <= 2e-5,
+                    "{level:?} {width}: {got} {expected}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn every_level_agrees() -> Result<()> {
     for width in WIDTHS {

@@ -161,6 +161,10 @@ impl<R: Seek + Read> File<'_, R> {
         if size.is_none() {
             bail!("gguf: tensor `{name}` has shape {dims:?}, more than there can be");
         }
+        // candle makes a slice of blocks at whatever address an empty buffer has.
+        if size == Some(0) {
+            bail!("gguf: tensor `{name}` has shape {dims:?}, which holds nothing");
+        }
         match self.ct.tensor(self.reader, name, device) {
             Ok(tensor) => Ok(tensor),
             Err(e) => bail!("gguf: tensor `{name}`: {e}; the file may be cut short"),

@@ -53,7 +53,8 @@ impl Default for AttentionParams {
 ///
 /// Any layout is read where it lies; keys and values whose last dimension is contiguous are fastest,
 /// so a view into a longer cache costs nothing. Scores and sums are in f32 whatever the types are.
-/// A query that sees no key gets zeros. The result does not depend on the number of threads.
+/// A query that sees no key, or whose every score is -inf, gets zeros, as in PyTorch's
+/// `scaled_dot_product_attention`. The result does not depend on the number of threads.
 ///
 /// On a GPU keys and values of 16 bits go through the tensor cores where head dimension, alignment (rows
 /// in whole 16-byte pieces) and types (q of the same type, or f32 over f16 with up to 128 dimensions)

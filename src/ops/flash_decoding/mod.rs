@@ -54,6 +54,9 @@ pub struct FlashDecoding<'a> {
 ///   defined
 /// * result: `[B, Hq D]` in qkv's dtype
 ///
+/// A query whose every score is -inf, from infinite values or beyond the range of f32, gets zeros, as in
+/// PyTorch's `scaled_dot_product_attention`.
+///
 /// Scores and sums are f32. On CUDA the keys are shared out over the multiprocessors and brought
 /// together within the same launch; head dimensions up to 256 are taken (`docs/kernels.md` of the repository has
 /// those of the tensor cores).

@@ -70,8 +70,12 @@ pub fn reference(
                 })
                 .collect();
             let top = scores.iter().fold(f64::NEG_INFINITY, |m, s| m.max(*s));
-            let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
             let mut y = vec![0.; dim];
+            if top == f64::NEG_INFINITY {
+                out.extend(y);
+                continue;
+            }
+            let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
             for (j, score) in (first..=position).zip(&scores) {
                 let weight = (score - top).exp() / total;
                 y.iter_mut()

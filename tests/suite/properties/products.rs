@@ -12,6 +12,8 @@ use candle_fused::ops::{
 };
 use proptest::prelude::*;
 
+const EPS: f64 = 1e-5;
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Before {
     Nothing,
@@ -67,12 +69,12 @@ impl Operands {
             Before::Nothing => Prologue::None,
             Before::Rms => Prologue::RmsNorm {
                 weight: &self.norm,
-                eps: 1e-5,
+                eps: EPS,
             },
             Before::Layer => Prologue::LayerNorm {
                 weight: &self.norm,
                 bias: None,
-                eps: 1e-5,
+                eps: EPS,
             },
         }
     }
@@ -89,10 +91,10 @@ impl Operands {
         let got = match before {
             Before::Nothing => linear(&self.x, &self.weight, &epilogue)?,
             Before::Rms => {
-                rms_norm_linear(&self.x, &self.norm, 1e-5, &weights, &epilogue)?.remove(0)
+                rms_norm_linear(&self.x, &self.norm, EPS, &weights, &epilogue)?.remove(0)
             }
             Before::Layer => {
-                layer_norm_linear(&self.x, &self.norm, None, 1e-5, &weights, &epilogue)?.remove(0)
+                layer_norm_linear(&self.x, &self.norm, None, EPS, &weights, &epilogue)?.remove(0)
             }
         };
         assert_eq!(
@@ -121,6 +123,31 @@ impl Operands {
             .flat_map(|x| weight.chunks(k).map(move |w| sum(x, w)));
         Ok(each.fold(0., f64::max) + top(&values(&self.bias)?))
     }
+}
+
+/// A layer norm's own rounding in sums of magnitudes: the mean is rounded to f32 as the row's largest value
+/// is, which weighs as much as that value does against the deviation.
+pub fn off_centre(operands: &Operands, before: Before, weight: &[f64]) -> Result<f64> {
+    if before != Before::Layer {
+        return Ok(0.);
+    }
+    let k = operands.x.dims()[1];
+    let rows = values(&operands.x)?;
+    let off = rows.chunks(k).map(|row| {
+        let mean = row.iter().sum::<f64>() / k as f64;
+        let variance = row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / k as f64;
+        top(row) / (variance + EPS).sqrt()
+    });
+    let heaviest = weight
+        .chunks(k)
+        .map(|w| w.iter().map(|v| v.abs()).sum::<f64>());
+    let heaviest = heaviest.fold(0., f64::max) * top(&values(&operands.norm)?);
+    Ok(f32_sum(k) * off.fold(0., f64::max) * heaviest)
+}
+
+/// What a sum of k products in f32 loses, in parts of the sum of magnitudes.
+pub fn f32_sum(k: usize) -> f64 {
+    1.2e-7 * (4. + (k as f64).sqrt())
 }
 
 pub fn before() -> impl Strategy<Value = Before> {
@@ -153,10 +180,10 @@ proptest! {
             let operands = ok(operands.placed(&lies, &device))?;
             let [got, expected] = ok(operands.both(before, activation))?;
             let sums = ok(operands.sums(before, &ok(values(&operands.weight))?))?;
-            // What a norm gives is rounded twice. A norm's own sums lose as much as the product's, and more
-            // where a row's values are all alike.
-            let alike = if before == Before::Nothing { 0. } else { 2.5 * unit(dtypes[0]) + 1e-5 };
-            let error = (1.2e-7 * (4. + (k as f64).sqrt()) + alike) * sums;
+            // What a norm gives is rounded twice, and a norm's own sums lose as much as the product's.
+            let normed = if before == Before::Nothing { 0. } else { 2.5 * unit(dtypes[0]) + f32_sum(k) };
+            let off = ok(off_centre(&operands, before, &ok(values(&operands.weight))?))?;
+            let error = (f32_sum(k) + normed) * sums + off;
             let limit = unit(dtypes[0]) * top(&expected) + 2.4e-7 + behind(activation, error, sums);
             for (g, e) in got.iter().zip(&expected) {
                 prop_assert!((g - e).abs() <= limit, "{device:?}: {g} {e}, {limit:e} apart at most");

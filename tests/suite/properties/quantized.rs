@@ -1,6 +1,6 @@
 //! `quant_linear` over GGUF blocks and over our own schemes.
 
-use super::products::{Before, Operands, before, behind};
+use super::products::{Before, Operands, before, behind, off_centre};
 use super::{
     cases, devices_for, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit,
 };
@@ -132,7 +132,8 @@ proptest! {
             let heaviest = numbers.chunks(weight.cols()).map(|w| w.iter().map(|v| v.abs()).sum::<f64>());
             let heaviest = heaviest.fold(0., f64::max);
             let steps = if device.is_cpu() { 254. } else { 120. };
-            let error = 1.05 * largest * heaviest / steps + (1e-5 + 2.5 * unit(dtype)) * sums;
+            let off = ok(off_centre(&operands, before, &numbers))?;
+            let error = 1.05 * largest * heaviest / steps + (1e-5 + 2.5 * unit(dtype)) * sums + off;
             let limit = unit(dtype) * top(&expected) + behind(activation, error, sums + error);
             for (g, e) in got.iter().zip(&expected) {
                 prop_assert!((g - e).abs() <= limit, "{format} {device:?}: {g} {e}, {limit:e} apart at most");
