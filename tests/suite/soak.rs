@@ -37,7 +37,7 @@ fn model() -> Result<ModelWeights> {
 
 fn begin(model: &ModelWeights) -> Result<Generation> {
     let options = Options {
-        positions: 400,
+        positions: Some(400),
         ..Default::default()
     };
     Generation::new(model, &options)
@@ -47,7 +47,7 @@ fn begin(model: &ModelWeights) -> Result<Generation> {
 fn answer(generation: &mut Generation, number: u64, count: usize) -> Result<Vec<u32>> {
     let mut tokens = vec![generation.extend(0, &prompt(number))?];
     while tokens.len() < count {
-        tokens.extend(generation.step()?);
+        tokens.extend(generation.step()?[0]);
     }
     Ok(tokens)
 }
