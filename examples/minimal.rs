@@ -33,21 +33,20 @@ fn main() -> Result<()> {
 
     let ids = tokenizer.encode(prompt, true).map_err(Error::msg)?;
     let options = Options {
-        positions: ids.len() + MOST,
+        positions: Some(ids.len() + MOST),
+        stop: vec![end],
         ..Default::default()
     };
     let mut generation = Generation::new(&model, &options)?;
     let mut text = tokenizer.decode_stream(true);
-    let mut token = generation.extend(0, ids.get_ids())?;
-    for _ in 0..MOST {
-        if token == end {
-            break;
-        }
+    let mut next = Some(generation.extend(0, ids.get_ids())?);
+    while let Some(token) = next.filter(|token| *token != end) {
         if let Some(piece) = text.step(token).map_err(Error::msg)? {
             print!("{piece}");
             std::io::stdout().flush()?;
         }
-        token = generation.step()?[0];
+        let room = generation.ids(0).len() < ids.len() + MOST;
+        next = if room { generation.step()?[0] } else { None };
     }
     println!();
     Ok(())

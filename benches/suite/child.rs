@@ -158,7 +158,7 @@ pub fn serve(job: &str) -> Result<()> {
     };
     let vocab = model.vocab_size();
     let options = Options {
-        positions: job.positions,
+        positions: Some(job.positions),
         graph: job.form == Form::Graph,
         ..Default::default()
     };

@@ -136,7 +136,7 @@ fn profile(args: &Args, model: &dyn TextModel, prompt: &[u32]) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(cuda) = model.device() {
         let options = Options {
-            positions: prompt.len() + 2,
+            positions: Some(prompt.len() + 2),
             graph: !args.model.no_graph,
             ..Default::default()
         };

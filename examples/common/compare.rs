@@ -166,7 +166,7 @@ impl Comparison<'_> {
 
     fn generate(&self, model: &mut dyn TextModel, load: Duration) -> Result<Generation> {
         let options = Options {
-            positions: self.prompt.len() + self.sample_len,
+            positions: Some(self.prompt.len() + self.sample_len),
             graph: self.graph,
             ..Default::default()
         };
@@ -216,7 +216,7 @@ impl Comparison<'_> {
         let mut steps = Vec::new();
         while tokens.len() < self.sample_len {
             let started = Instant::now();
-            tokens.extend(generation.step()?);
+            tokens.extend(generation.step()?[0]);
             steps.push(started.elapsed());
         }
         if let Some(why) = generation.graph_refusal() {
@@ -333,7 +333,7 @@ impl Comparison<'_> {
 /// Kernels that the token behind `prompt` takes.
 pub fn launches(model: &mut dyn TextModel, prompt: &[u32], graph: bool) -> Result<Option<u64>> {
     let options = Options {
-        positions: prompt.len() + 2,
+        positions: Some(prompt.len() + 2),
         graph,
         ..Default::default()
     };

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_fused::generation::{Generation, Options};
 use candle_fused::ops::{self, SamplingParams};
@@ -222,7 +222,7 @@ impl DeviceLoop {
             Some(generation) => generation,
             none => {
                 let options = Options {
-                    positions: self.room,
+                    positions: Some(self.room),
                     sampling: sampling.params(),
                     graph: self.graph,
                     ..Default::default()
@@ -236,7 +236,7 @@ impl DeviceLoop {
             && generation.pending(0) == tokens.last().copied()
             && tokens.len() == position + 1
         {
-            generation.step()?[0]
+            generation.step()?[0].context("the sequence has ended")?
         } else {
             generation.truncate(0, position)?;
             generation.extend(0, &tokens[position..])?

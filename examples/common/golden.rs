@@ -128,7 +128,7 @@ impl Golden {
         let mut differences = Vec::new();
         for (row, (prompt, expected)) in prompts.iter().zip(&self.greedy).enumerate() {
             let mut generation = model.generation(&Options {
-                positions: prompt.len() + expected.len(),
+                positions: Some(prompt.len() + expected.len()),
                 ..Default::default()
             })?;
             let mut token = generation.extend(0, prompt)?;
@@ -148,7 +148,7 @@ impl Golden {
                     break;
                 }
                 token = match token == *wanted {
-                    true => generation.step()?[0],
+                    true => generation.step()?[0].context("the sequence has ended")?,
                     false => {
                         generation.truncate(0, prompt.len() + step)?;
                         generation.extend(0, &[*wanted])?

@@ -117,7 +117,7 @@ impl Measurement<'_> {
         );
         let options = Options {
             sequences: self.sequences,
-            positions,
+            positions: Some(positions),
             graph: self.graph,
             ..Default::default()
         };

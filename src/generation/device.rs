@@ -58,11 +58,12 @@ impl OnDevice {
         decoder: &Decoder,
         kind: &mut DecoderCache,
         buffers: &[KvCache],
+        positions: usize,
         options: &Options,
     ) -> std::result::Result<Self, Refusal> {
         let vocab = decoder.stack.embedding.vocab_size();
-        let state = State::new(device, vocab, options)?;
-        let rotary = kind.rotary(options.positions)?;
+        let state = State::new(device, vocab, options.sequences)?;
+        let rotary = kind.rotary(positions)?;
         let plan = Plan::new(device, decoder, buffers, rotary, &state)?;
         Ok(Self {
             decoder: decoder.clone(),
@@ -79,7 +80,7 @@ impl OnDevice {
                 Recorded::Unwanted
             },
             ahead: options.ahead.min(MAIL_SLOTS - 1),
-            positions: options.positions,
+            positions,
             _thread: PhantomData,
         })
     }
@@ -121,13 +122,13 @@ impl OnDevice {
             }
             read(rest, first)
         })?;
-        let token = self.state.draw(&logits, index, &sequences[index].ids)?;
+        let token = self.state.draw(&logits, index, &sequences[index])?;
         sequences[index].pending = Some(token);
         Ok(token)
     }
 
-    /// Takes in the pending token of every sequence and gives the tokens that follow.
-    pub fn step(&mut self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
+    /// Takes in the pending token of every sequence that has one, and draws the next.
+    pub fn step(&mut self, sequences: &mut [Sequence]) -> Result<()> {
         let _named = nvtx::range("decode step");
         let tokens = match self.next(sequences) {
             Ok(tokens) => tokens,
@@ -138,11 +139,9 @@ impl OnDevice {
                 return Err(e);
             }
         };
-        let advanced = sequences
-            .iter_mut()
-            .zip(tokens)
-            .map(|(s, token)| s.advance(token));
-        Ok(advanced.collect())
+        let all = sequences.iter_mut().zip(tokens);
+        all.for_each(|(sequence, token)| sequence.advance(token));
+        Ok(())
     }
 
     /// The tokens of the next step, one for each sequence; nothing of the host's changes.
@@ -244,7 +243,7 @@ impl OnDevice {
 
 /// The keys and values of sequence `index` in a layer.
 fn part(cache: &KvCache, index: usize) -> Result<prefill::Cache> {
-    let (k, v) = cache.buffers();
+    let (k, v) = cache.buffers()?;
     Ok((k.narrow(0, index, 1)?, v.narrow(0, index, 1)?))
 }
 

@@ -9,7 +9,6 @@ use candle_core::{DType, Result, Tensor};
 
 pub(super) struct Eager {
     pub decoder: Decoder,
-    pub sampling: SamplingParams,
     /// Why a GPU does not run steps as a chain of kernels.
     pub refusal: Option<String>,
 }
@@ -25,21 +24,19 @@ impl Eager {
             let x = decoder.stack.forward(&embedded, position, cache)?;
             decoder.last_logits(&x)?.to_dtype(DType::F32)
         })?;
-        let token = sample_one(&logits, index, &self.sampling, &sequence.ids)?;
+        let token = sample_one(&logits, index, &sequence.sampling, &sequence.ids)?;
         sequence.pending = Some(token);
         Ok(token)
     }
 
-    /// The next token of every sequence that has begun, `None` for the others.
-    pub fn step(&self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
-        sequences
-            .iter_mut()
-            .enumerate()
-            .map(|(index, sequence)| match sequence.pending {
-                Some(token) => self.extend(index, sequence, &[token]),
-                None => Ok(0),
-            })
-            .collect()
+    /// Takes in the pending token of every sequence that has one, and draws the next.
+    pub fn step(&self, sequences: &mut [Sequence]) -> Result<()> {
+        for (index, sequence) in sequences.iter_mut().enumerate() {
+            if let Some(token) = sequence.pending {
+                self.extend(index, sequence, &[token])?;
+            }
+        }
+        Ok(())
     }
 }
 

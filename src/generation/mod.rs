@@ -8,11 +8,34 @@
 //! ```no_run
 //! use candle_fused::generation::{Generation, Options};
 //! # fn run(model: &candle_fused::models::llama::Llama, prompt: &[u32]) -> candle_core::Result<()> {
-//! let mut generation = Generation::new(model, &Options { positions: 1024, ..Default::default() })?;
+//! let options = Options { stop: vec![2], ..Default::default() };
+//! let mut generation = Generation::new(model, &options)?;
 //! let mut tokens = vec![generation.extend(0, prompt)?];
-//! while tokens.len() < 100 {
-//!     tokens.extend(generation.step()?);
+//! while tokens.len() < 100 && let Some(token) = generation.step()?[0] {
+//!     tokens.push(token);
 //! }
+//! # Ok(()) }
+//! ```
+//!
+//! # Several sequences
+//! A sequence has begun when [`Generation::extend`] has drawn its first token. From then on every
+//! [`Generation::step`] gives it a token, until it draws a stop id or is parked. A slot is one of
+//! [`Options::sequences`] places:
+//!
+//! - To **park** a sequence, truncate it to what it holds: [`Generation::step`] gives it `None`, and its
+//!   keys and values stay. Extending it by the token that was drawn last goes on where it was.
+//! - To **reuse** its slot for another text, truncate it to 0, and extend it by the new prompt.
+//!
+//! ```no_run
+//! # use candle_fused::generation::{Generation, Options};
+//! # fn run(generation: &mut Generation, prompt: &[u32], other: &[u32]) -> candle_core::Result<()> {
+//! // Parks sequence 1, and later goes on with it.
+//! let (held, last) = (generation.ids(1).len(), generation.pending(1));
+//! generation.truncate(1, held)?;
+//! let token = generation.extend(1, &[last.expect("a token that was drawn")])?;
+//! // Puts another text in the place of sequence 0.
+//! generation.truncate(0, 0)?;
+//! let token = generation.extend(0, other)?;
 //! # Ok(()) }
 //! ```
 
@@ -36,26 +59,42 @@ pub use crate::ops::sample::SamplingParams;
 use candle_core::{Result, Tensor, bail};
 
 /// How a [`Generation`] is set up.
+///
+/// ```
+/// use candle_fused::generation::{Options, SamplingParams};
+/// let defaults = Options::default();
+/// assert_eq!((defaults.sequences, defaults.positions), (1, None));
+/// assert_eq!(defaults.sampling, SamplingParams::default());
+/// assert!(defaults.stop.is_empty() && defaults.graph && defaults.ahead == 2);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Sequences that are generated side by side, 1 to 8.
+    /// Sequences that are generated side by side, 1 to 8; 1 by default.
     pub sequences: usize,
-    /// Positions that each sequence has room for, prompt included.
-    pub positions: usize,
-    /// How tokens are chosen.
+    /// Positions that each sequence has room for, prompt included; by default 2048, or the model's context
+    /// length if that is less. Keys and values take their memory at once.
+    pub positions: Option<usize>,
+    /// How tokens are chosen, by default the likeliest; [`Generation::set_sampling`] sets it for one
+    /// sequence.
     pub sampling: SamplingParams,
-    /// On CUDA, record the step as a graph.
+    /// Ids that end a sequence: it gives the id, and then none any more; no ids by default.
+    pub stop: Vec<u32>,
+    /// On CUDA, record the step as a graph; true by default.
     pub graph: bool,
-    /// On CUDA, the steps that the GPU may be ahead of the tokens that were read, 63 at most.
+    /// On CUDA, the steps that the GPU may be ahead of the tokens that were read, 63 at most; 2 by default.
     pub ahead: usize,
 }
+
+/// Positions where nothing is said.
+const DEFAULT_POSITIONS: usize = 2048;
 
 impl Default for Options {
     fn default() -> Self {
         Self {
             sequences: 1,
-            positions: 2048,
+            positions: None,
             sampling: SamplingParams::default(),
+            stop: Vec::new(),
             graph: true,
             ahead: 2,
         }
@@ -92,14 +131,19 @@ struct Sequence {
     pending: Option<u32>,
     /// This sequence's part of the buffers.
     cache: DecoderCache,
+    /// Whether a stop id was drawn last.
+    finished: bool,
     /// Positions that there is room for.
     room: usize,
+    /// How its tokens are chosen.
+    sampling: SamplingParams,
 }
 
 /// How far a sequence is.
 struct Mark {
     len: usize,
     pending: Option<u32>,
+    finished: bool,
 }
 
 impl Sequence {
@@ -136,24 +180,31 @@ impl Sequence {
         Mark {
             len: self.ids.len(),
             pending: self.pending,
+            finished: self.finished,
+        }
+    }
+
+    /// Ends if the token that was drawn last is one of `stop`.
+    fn end_at(&mut self, stop: &[u32]) {
+        self.finished = self.pending.is_some_and(|token| stop.contains(&token));
+        if self.finished {
+            self.pending = None;
         }
     }
 
     fn restore(&mut self, mark: Mark) {
         self.ids.truncate(mark.len);
         self.pending = mark.pending;
+        self.finished = mark.finished;
     }
 
-    /// Counts the pending token as read and `next` as pending; 0 for a sequence that has not begun.
+    /// Counts the pending token as read and `next` as pending, if the sequence has begun.
     #[cfg(feature = "cuda")]
-    fn advance(&mut self, next: u32) -> u32 {
-        match self.pending {
-            Some(token) => {
-                self.ids.push(token);
-                self.pending = Some(next);
-                next
-            }
-            None => 0,
+    fn advance(&mut self, next: u32) {
+        if let Some(token) = self.pending.replace(next) {
+            self.ids.push(token);
+        } else {
+            self.pending = None;
         }
     }
 }
@@ -162,6 +213,7 @@ impl Sequence {
 /// the model. With CUDA it stays on the thread that made it: candle's stream is the thread's own.
 pub struct Generation {
     sequences: Vec<Sequence>,
+    stop: Vec<u32>,
     engine: Engine,
 }
 
@@ -184,28 +236,48 @@ impl Generation {
                 options.sequences
             );
         }
-        if options.positions == 0 || options.positions > decoder.stack.max_positions {
+        let most = decoder.stack.max_positions;
+        let positions = options.positions.unwrap_or(DEFAULT_POSITIONS.min(most));
+        if positions == 0 || positions > most {
             bail!(
-                "generation: {} positions, expected 1 to the model's context length of {}",
-                options.positions,
-                decoder.stack.max_positions
+                "generation: {positions} positions, expected 1 to the model's context length of {most}"
             );
         }
         options.sampling.check()?;
+        let vocab = decoder.stack.embedding.vocab_size();
+        if let Some(id) = options.stop.iter().find(|id| **id as usize >= vocab) {
+            bail!("generation: stop id {id} is out of the vocabulary of {vocab}");
+        }
         let mut kind = model.empty_cache()?;
-        let buffers = buffers(decoder, &kind, options)?;
-        kind.rotary(options.positions)?;
+        let buffers = buffers(decoder, &kind, options.sequences, positions)?;
+        kind.rotary(positions)?;
         let sequences = (0..options.sequences)
-            .map(|index| sequence(&buffers, &kind, index, options.positions))
+            .map(|index| sequence(&buffers, &kind, index, positions, &options.sampling))
             .collect::<Result<Vec<_>>>()?;
         Ok(Self {
             sequences,
-            engine: Engine::new(decoder, &mut kind, &buffers, options)?,
+            stop: options.stop.clone(),
+            engine: Engine::new(decoder, &mut kind, &buffers, positions, options)?,
         })
     }
 
+    /// How the tokens of sequence `index` are chosen from now on.
+    ///
+    /// # Errors
+    /// If there is no such sequence, or a value is out of range.
+    pub fn set_sampling(&mut self, index: usize, sampling: SamplingParams) -> Result<()> {
+        self.check(index)?;
+        sampling.check()?;
+        #[cfg(feature = "cuda")]
+        if let Engine::Device(device) = &mut self.engine {
+            device.settle()?;
+        }
+        self.sequences[index].sampling = sampling;
+        Ok(())
+    }
+
     /// Reads `ids` behind what sequence `index` holds, and draws the token to follow. The token that
-    /// was drawn last belongs to `ids` if it is to stay.
+    /// was drawn last belongs to `ids` if it is to stay, a stop id too.
     ///
     /// # Errors
     /// If there is no such sequence, an id is out of the vocabulary, there is no room, or the logits are
@@ -218,25 +290,29 @@ impl Generation {
             #[cfg(feature = "cuda")]
             Engine::Device(device) => device.extend(&mut self.sequences, index, ids),
         };
-        if token.is_err() {
-            self.sequences[index].restore(mark);
+        match token {
+            Ok(_) => self.sequences[index].end_at(&self.stop),
+            Err(_) => self.sequences[index].restore(mark),
         }
         token
     }
 
     /// The next token of every sequence: each takes in the token that was drawn last. Sequences that
-    /// have not begun give 0.
+    /// have not begun, are parked or have drawn a stop id give `None`.
     ///
     /// # Errors
     /// If no sequence has begun, one is full, or the logits of one are no numbers. All sequences then
     /// are as they were.
-    pub fn step(&mut self) -> Result<Vec<u32>> {
+    pub fn step(&mut self) -> Result<Vec<Option<u32>>> {
         let mut begun = self
             .sequences
             .iter()
             .filter(|s| s.pending.is_some())
             .peekable();
         if begun.peek().is_none() {
+            if self.sequences.iter().any(|s| s.finished) {
+                return Ok(vec![None; self.sequences.len()]);
+            }
             bail!("generation: no sequence has begun, `extend` one first");
         }
         if let Some(full) = begun.find(|s| s.ids.len() >= s.room) {
@@ -251,14 +327,25 @@ impl Generation {
             #[cfg(feature = "cuda")]
             Engine::Device(device) => device.step(&mut self.sequences),
         };
-        if tokens.is_err() {
-            let all = self.sequences.iter_mut().zip(marks);
-            all.for_each(|(sequence, mark)| sequence.restore(mark));
+        let all = self.sequences.iter_mut().zip(marks);
+        match tokens {
+            Ok(()) => {
+                let step = |(sequence, mark): (&mut Sequence, Mark)| {
+                    mark.pending?;
+                    let token = sequence.pending;
+                    sequence.end_at(&self.stop);
+                    token
+                };
+                Ok(all.map(step).collect())
+            }
+            Err(error) => {
+                all.for_each(|(sequence, mark)| sequence.restore(mark));
+                Err(error)
+            }
         }
-        tokens
     }
 
-    /// Forgets what sequence `index` holds from `len` on.
+    /// Forgets what sequence `index` holds from `len` on, and the token that was drawn last.
     ///
     /// # Errors
     /// If there is no such sequence.
@@ -273,8 +360,13 @@ impl Generation {
         }
         let sequence = &mut self.sequences[index];
         sequence.ids.truncate(len);
-        sequence.pending = None;
+        (sequence.pending, sequence.finished) = (None, false);
         Ok(())
+    }
+
+    /// Whether sequence `index` has drawn a stop id, and nothing has been done with it since.
+    pub fn is_finished(&self, index: usize) -> bool {
+        self.sequences.get(index).is_some_and(|s| s.finished)
     }
 
     /// The tokens of sequence `index` whose keys and values are held.
@@ -282,7 +374,7 @@ impl Generation {
         self.sequences.get(index).map_or(&[], |s| &s.ids)
     }
 
-    /// The token of sequence `index` that was drawn last.
+    /// The token of sequence `index` that was drawn last and the next step takes in.
     pub fn pending(&self, index: usize) -> Option<u32> {
         self.sequences.get(index)?.pending
     }
@@ -327,7 +419,7 @@ impl Generation {
     fn check(&self, index: usize) -> Result<()> {
         if index >= self.sequences.len() {
             bail!(
-                "generation: sequence {index}, there are {}",
+                "generation: sequence index {index}, expected below {}",
                 self.sequences.len()
             );
         }
@@ -341,11 +433,12 @@ impl Engine {
         decoder: &Decoder,
         kind: &mut DecoderCache,
         buffers: &[KvCache],
+        positions: usize,
         options: &Options,
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
         let refusal = if let candle_core::Device::Cuda(device) = kind.device().clone() {
-            match device::OnDevice::new(&device, decoder, kind, buffers, options) {
+            match device::OnDevice::new(&device, decoder, kind, buffers, positions, options) {
                 Ok(engine) => return Ok(Engine::Device(Box::new(engine))),
                 Err(refusal::Refusal::Failed(error)) => return Err(error),
                 Err(refusal::Refusal::Unfused(why)) => {
@@ -358,31 +451,35 @@ impl Engine {
         };
         #[cfg(not(feature = "cuda"))]
         let refusal = None;
-        let _ = (kind, buffers);
+        let _ = (kind, buffers, positions, options);
         Ok(Engine::Eager(Box::new(eager::Eager {
             decoder: decoder.clone(),
-            sampling: options.sampling.clone(),
             refusal,
         })))
     }
 }
 
 /// Keys and values of every layer, for all sequences.
-fn buffers(decoder: &Decoder, kind: &DecoderCache, options: &Options) -> Result<Vec<KvCache>> {
+fn buffers(
+    decoder: &Decoder,
+    kind: &DecoderCache,
+    sequences: usize,
+    positions: usize,
+) -> Result<Vec<KvCache>> {
     decoder
         .stack
         .blocks
         .iter()
         .map(|block| {
             let config = block.attention.config();
-            let shape = (options.sequences, config.kv_heads, config.head_dim);
-            KvCache::preallocated(shape, options.positions, kind.dtype(), kind.device())
+            let shape = (sequences, config.kv_heads, config.head_dim);
+            KvCache::preallocated(shape, positions, kind.dtype(), kind.device())
         })
         .collect::<Result<_>>()
         .map_err(|e| {
             e.context(format!(
-                "generation: no room for the keys and values of {} positions of {} sequences could be made",
-                options.positions, options.sequences
+                "generation: no room for the keys and values of {positions} positions of \
+                 {sequences} sequences could be made"
             ))
         })
 }
@@ -392,6 +489,7 @@ fn sequence(
     kind: &DecoderCache,
     index: usize,
     room: usize,
+    sampling: &SamplingParams,
 ) -> Result<Sequence> {
     let layers = buffers
         .iter()
@@ -400,7 +498,9 @@ fn sequence(
     Ok(Sequence {
         ids: Vec::new(),
         pending: None,
+        finished: false,
         cache: kind.over(layers),
         room,
+        sampling: sampling.clone(),
     })
 }

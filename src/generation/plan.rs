@@ -73,14 +73,17 @@ impl Plan {
         });
         let scratch = Scratch::fixed("generation", device, products.max().unwrap_or(0))?;
         let tables = rotary.tables();
-        let held = |cache: &KvCache| (cache.buffers().0.clone(), cache.buffers().1.clone());
+        let held = |cache: &KvCache| {
+            let (k, v) = cache.buffers()?;
+            Ok((k.clone(), v.clone()))
+        };
         Ok(Self {
             work: writer.work,
             sequences: state.sequences() as u32,
             scratch: RefCell::new(scratch),
             _held: Held {
                 _decoder: decoder.clone(),
-                _caches: caches.iter().map(held).collect(),
+                _caches: caches.iter().map(held).collect::<Result<_>>()?,
                 _tables: (tables.0.clone(), tables.1.clone()),
                 _buffers: writer.buffers,
             },
@@ -389,7 +392,7 @@ impl<'a> Writer<'a> {
         out: Address,
     ) -> std::result::Result<Step, Refusal> {
         let config = block.attention.config();
-        let (k, v) = cache.buffers();
+        let (k, v) = cache.buffers()?;
         let (cos, sin) = rotary.tables();
         let shape = StepShape {
             sequences: self.state.sequences(),
@@ -464,6 +467,8 @@ impl<'a> Writer<'a> {
 pub(super) fn norm_at(norm: &Norm, dtype: DType) -> Result<Option<NormAt>> {
     let (kind, weight, bias, eps) = match norm {
         Norm::Rms(n) => (NormKind::Rms, n.weight(), None, n.eps()),
+        // Without the removal of the mean and with a bias: no model has it.
+        Norm::Layer(n) if !n.remove_mean() => return Ok(None),
         Norm::Layer(n) => (NormKind::Layer, n.weight(), n.bias(), n.eps()),
     };
     if weight.dtype() != dtype || bias.is_some_and(|b| b.dtype() != dtype) {

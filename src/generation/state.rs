@@ -1,7 +1,7 @@
 //! What a decode step finds on the GPU and leaves there, and the mailbox through which the host
 //! reads tokens.
 
-use super::{Options, Sequence};
+use super::Sequence;
 use crate::cuda::{Address, Gpu, Launcher, Pinned, address_of};
 use crate::ops::SamplingParams;
 use crate::ops::sample::NONE;
@@ -17,6 +17,9 @@ pub(super) const MAIL_SLOTS: usize = 64;
 /// Words of a sequence's settings.
 const SETTINGS: usize = 8;
 
+/// Tokens of a sequence that the GPU remembers for the repeat penalty.
+const SLOTS: usize = SamplingParams::MOST_LAST_N;
+
 /// How long the host spins for a token before it asks whether the GPU is well.
 const PATIENCE: Duration = Duration::from_millis(200);
 
@@ -29,11 +32,8 @@ pub(super) struct State {
     scores: CudaSlice<f32>,
     partial: CudaSlice<u64>,
     mailbox: Pinned,
-    sampling: SamplingParams,
     sequences: usize,
     vocab: usize,
-    /// Tokens of a sequence that the GPU remembers for the repeat penalty.
-    slots: usize,
     /// Steps launched and steps read since the last upload.
     launched: u32,
     read: u32,
@@ -42,26 +42,18 @@ pub(super) struct State {
 }
 
 impl State {
-    pub fn new(device: &CudaDevice, vocab: usize, options: &Options) -> Result<Self> {
-        let sequences = options.sequences;
-        let sampling = options.sampling.clone();
-        let slots = match sampling.repeat_penalty {
-            1. => 1,
-            _ => sampling.repeat_last_n.max(1),
-        };
-        let restricted = sampling.top_k.is_some() || sampling.top_p.is_some();
+    /// For whatever sampling the sequences are set to.
+    pub fn new(device: &CudaDevice, vocab: usize, sequences: usize) -> Result<Self> {
         let gpu = Launcher::new(device)?.gpu;
         Ok(Self {
-            words: device.alloc_zeros(sequences * (4 + SETTINGS + slots))?,
-            scores: device.alloc_zeros(if restricted { sequences * vocab } else { 1 })?,
+            words: device.alloc_zeros(sequences * (4 + SETTINGS + SLOTS))?,
+            scores: device.alloc_zeros(sequences * vocab)?,
             partial: device.alloc_zeros(sequences * sample::partial_words(vocab))?,
             mailbox: Pinned::new(gpu, 2 * MAIL_SLOTS * sequences)?,
             device: device.clone(),
             gpu,
-            sampling,
             sequences,
             vocab,
-            slots,
             launched: 0,
             read: 0,
             current: false,
@@ -98,7 +90,7 @@ impl State {
             partial: self.partial.device_ptr(&stream).0,
             arrived: self.region(3 * n),
             vocab: self.vocab as u32,
-            history_slots: self.slots as u32,
+            history_slots: SLOTS as u32,
             mail_slots: MAIL_SLOTS as u32,
             ..Default::default()
         }
@@ -108,19 +100,19 @@ impl State {
         self.words.device_ptr(&self.device.cuda_stream()).0 + 4 * words as u64
     }
 
-    /// Draws the token of sequence `index` that follows `ids`, from logits f32 `[1, V]`.
-    pub fn draw(&mut self, logits: &Tensor, index: usize, ids: &[u32]) -> Result<u32> {
+    /// Draws the token of sequence `index` that follows what it holds, from logits f32 `[1, V]`.
+    pub fn draw(&mut self, logits: &Tensor, index: usize, sequence: &Sequence) -> Result<u32> {
         self.current = false;
-        let (n, slots) = (self.sequences, self.slots);
+        let (n, ids) = (self.sequences, &sequence.ids);
         let mut words = vec![0u32; self.words.len()];
         // The place of the token before, which the kernel counts up.
         words[n + index] = (ids.len() as u32).wrapping_sub(1);
-        self.write_settings(&mut words, index);
+        self.write_settings(&mut words, index, &sequence.sampling);
         let known = ids.iter().enumerate();
         self.write_history(
             &mut words,
             index,
-            known.skip(ids.len().saturating_sub(slots)),
+            known.skip(ids.len().saturating_sub(SLOTS)),
         );
         self.device.memcpy_htod(&words, &mut self.words)?;
         let all = self.sampling(address_of(logits)?);
@@ -129,7 +121,7 @@ impl State {
             settings: behind(all.settings, 4 * SETTINGS),
             token: behind(all.token, 4),
             position: behind(all.position, 4),
-            history: behind(all.history, 4 * slots),
+            history: behind(all.history, 4 * SLOTS),
             scores: behind(all.scores, 4 * self.vocab),
             partial: behind(all.partial, 8 * sample::partial_words(self.vocab)),
             arrived: behind(all.arrived, 4),
@@ -148,8 +140,8 @@ impl State {
         }
     }
 
-    fn write_settings(&self, words: &mut [u32], index: usize) {
-        let settings = self.sampling.settings(index).words();
+    fn write_settings(&self, words: &mut [u32], index: usize, sampling: &SamplingParams) {
+        let settings = sampling.settings(index).words();
         words[4 * self.sequences + SETTINGS * index..][..SETTINGS].copy_from_slice(&settings);
     }
 
@@ -160,9 +152,9 @@ impl State {
         index: usize,
         tokens: impl Iterator<Item = (usize, &'a u32)>,
     ) {
-        let first = (4 + SETTINGS) * self.sequences + self.slots * index;
-        let history = &mut words[first..][..self.slots];
-        tokens.for_each(|(place, token)| history[place % self.slots] = *token);
+        let first = (4 + SETTINGS) * self.sequences + SLOTS * index;
+        let history = &mut words[first..][..SLOTS];
+        tokens.for_each(|(place, token)| history[place % SLOTS] = *token);
     }
 
     /// Whether the GPU can go on from where it is.
@@ -177,9 +169,9 @@ impl State {
         for (i, sequence) in sequences.iter().enumerate() {
             words[i] = sequence.pending.unwrap_or(0);
             words[n + i] = sequence.ids.len() as u32;
-            self.write_settings(&mut words, i);
+            self.write_settings(&mut words, i, &sequence.sampling);
             let known = sequence.ids.iter().chain(&sequence.pending).enumerate();
-            let skipped = (sequence.ids.len() + 1).saturating_sub(self.slots);
+            let skipped = (sequence.ids.len() + 1).saturating_sub(SLOTS);
             self.write_history(&mut words, i, known.skip(skipped));
         }
         for word in self.mailbox.words() {

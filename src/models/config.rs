@@ -1,5 +1,6 @@
 //! What configurations of transformers 4 and 5 have in common.
 
+use super::modules;
 use serde::Deserialize;
 
 /// The rotary part of a `config.json`: `rope_theta` and `rope_scaling` (transformers 4) or
@@ -57,10 +58,95 @@ impl RawPositions {
     }
 }
 
-/// Refuses a `model_type` of another model.
-pub fn check_type(given: Option<&str>, expected: &str) -> Result<(), String> {
-    match given.filter(|kind| *kind != expected) {
-        Some(kind) => Err(format!("model_type is `{kind}`, expected `{expected}`")),
-        None => Ok(()),
+/// Models whose layers differ from those of any other module in what no field of their configuration
+/// says.
+const UNLIKE_OTHERS: [&str; 20] = [
+    "qwen3",
+    "gpt_neox",
+    "phi3",
+    "smollm3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "cohere",
+    "cohere2",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "stablelm",
+    "starcoder2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "minicpm",
+    "nemotron",
+];
+
+/// What other models than those here have, and what they may have it say.
+#[derive(Deserialize)]
+pub struct RawOther {
+    attention_multiplier: Option<f64>,
+    embedding_multiplier: Option<f64>,
+    residual_multiplier: Option<f64>,
+    logits_scaling: Option<f64>,
+    logit_scale: Option<f64>,
+    attn_logit_softcapping: Option<f64>,
+    final_logit_softcapping: Option<f64>,
+    clip_qkv: Option<f64>,
+    num_local_experts: Option<f64>,
+    num_experts: Option<f64>,
+    no_rope_layers: Option<Vec<f64>>,
+}
+
+impl RawOther {
+    /// Refuses a `model_type` of another model, and what would change results here and be ignored.
+    /// A type that nobody knows is fine if its fields are.
+    pub fn check(&self, given: Option<&str>, expected: &str) -> Result<(), String> {
+        if let Some(kind) = given.filter(|kind| *kind != expected) {
+            let module = modules::of_model_type(kind);
+            let here = UNLIKE_OTHERS.contains(&expected) && module.is_some();
+            if here || UNLIKE_OTHERS.contains(&kind) {
+                return Err(format!(
+                    "model_type is `{kind}`, expected `{expected}`{}",
+                    modules::hint(module)
+                ));
+            }
+        }
+        let factors = [
+            ("attention_multiplier", self.attention_multiplier),
+            ("embedding_multiplier", self.embedding_multiplier),
+            ("residual_multiplier", self.residual_multiplier),
+            ("logits_scaling", self.logits_scaling),
+            ("logit_scale", self.logit_scale),
+        ];
+        let caps = [
+            ("attn_logit_softcapping", self.attn_logit_softcapping),
+            ("final_logit_softcapping", self.final_logit_softcapping),
+            ("clip_qkv", self.clip_qkv),
+        ];
+        let experts = [
+            ("num_local_experts", self.num_local_experts),
+            ("num_experts", self.num_experts),
+        ];
+        for (neutral, fields) in [
+            (Some(1.), &factors[..]),
+            (None, &caps),
+            (Some(0.), &experts),
+        ] {
+            let other = |(_, value): &&(_, Option<f64>)| value.is_some() && *value != neutral;
+            if let Some((name, Some(value))) = fields.iter().find(other) {
+                return Err(format!(
+                    "{name} is {value}, which the model here does not have"
+                ));
+            }
+        }
+        match &self.no_rope_layers {
+            Some(layers) if layers.contains(&0.) => Err(
+                "no_rope_layers names layers without rotary, which the model here does not have"
+                    .into(),
+            ),
+            _ => Ok(()),
+        }
     }
 }

@@ -37,7 +37,7 @@ pub struct DecoderCache {
 }
 
 impl DecoderCache {
-    /// `keep` false gives a cache that forgets after each call.
+    /// `keep` false gives a cache that neither uses nor changes what it holds.
     pub fn new(
         layers: usize,
         rotary: RotaryEmbedding,
@@ -63,6 +63,11 @@ impl DecoderCache {
             dtype: self.dtype,
             device: self.device.clone(),
         }
+    }
+
+    /// Whether calls use and add to what is held.
+    pub fn set_keep(&mut self, keep: bool) {
+        self.keep = keep;
     }
 
     /// What keys and values are stored in.
@@ -164,14 +169,14 @@ impl Stack {
             if let Some(states) = states.as_deref_mut() {
                 states.push(x.clone());
             }
-            let mut layer = match slot.take() {
+            let held = slot.take_if(|_| cache.keep);
+            let mut layer = match held {
                 Some(layer) if layer.batch() == batch || position > 0 => layer,
                 _ => {
-                    let start = if cache.keep { 0 } else { position };
                     let limit = self.max_positions;
                     block
                         .attention
-                        .new_cache(batch, start, limit, cache.dtype, &cache.device)?
+                        .new_cache(batch, limit, cache.dtype, &cache.device)?
                 }
             };
             let result = block.forward(&x, &at, &mut layer);

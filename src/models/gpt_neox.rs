@@ -7,7 +7,7 @@
 //! Method: GPT-NeoX-20B: An Open-Source Autoregressive Language Model (Black et al. 2022); Pythia
 //! (Biderman et al. 2023).
 
-use super::config::{RawPositions, check_type};
+use super::config::{RawOther, RawPositions};
 use super::names::{GGUF, Names, Qkv};
 use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
 use super::weights::activation;
@@ -69,13 +69,15 @@ struct RawConfig {
     use_parallel_residual: Option<bool>,
     attention_bias: Option<bool>,
     tie_word_embeddings: Option<bool>,
+    #[serde(flatten)]
+    other: RawOther,
 }
 
 impl TryFrom<RawConfig> for Config {
     type Error = String;
 
     fn try_from(raw: RawConfig) -> std::result::Result<Self, String> {
-        check_type(raw.model_type.as_deref(), "gpt_neox")?;
+        raw.other.check(raw.model_type.as_deref(), "gpt_neox")?;
         raw.positions.unscaled()?;
         let rope = raw.positions.rope();
         let hidden_act = match raw.hidden_act.as_deref() {

@@ -173,7 +173,7 @@ impl<S: Source> Source for Quantizing<'_, S> {
             }
             None => {
                 self.save(tensor, || Saved::Dense(table.clone()));
-                (Embedding::Dense(table.clone()), None)
+                (Embedding::from_table(table.clone()), None)
             }
         };
         self.done(tensor);
@@ -257,7 +257,10 @@ impl Source for Mapped<'_> {
             }
             false => {
                 let table = self.dense(tensor, &[rows, cols])?;
-                (Embedding::Dense(table.clone()), LinearWeight::Dense(table))
+                (
+                    Embedding::from_table(table.clone()),
+                    LinearWeight::Dense(table),
+                )
             }
         };
         let head = match tied {
@@ -294,13 +297,13 @@ fn held(weight: Weight, dtype: DType, fusion: Fusion) -> Result<LinearWeight> {
 /// A quantized table as the embedding of a model in `dtype`.
 fn looked_up(weight: &Weight, dtype: DType) -> Result<Embedding> {
     match weight {
-        Weight::Packed(table) => Ok(Embedding::Packed(table.clone(), dtype)),
+        Weight::Packed(table) => Embedding::from_packed(table.clone(), dtype),
         #[cfg(feature = "cuda")]
-        Weight::Blocks(table) if dtype == DType::F32 => Ok(Embedding::Blocks(table.clone())),
+        Weight::Blocks(table) if dtype == DType::F32 => Embedding::from_blocks(table.clone()),
         #[cfg(feature = "cuda")]
         Weight::Blocks(_) => {
             bail!("embedding: {dtype:?} rows of a quantized table, expected f32 on a GPU")
         }
-        Weight::Dense(table) => Ok(Embedding::Dense(table.clone())),
+        Weight::Dense(table) => Ok(Embedding::from_table(table.clone())),
     }
 }

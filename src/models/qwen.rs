@@ -1,6 +1,6 @@
 //! What Qwen2 and Qwen3 share: their `config.json`, and sliding windows.
 
-use super::config::{RawPositions, check_type};
+use super::config::{RawOther, RawPositions};
 use super::shape::{Shape, Sliding};
 use super::weights::activation;
 use crate::ops::Activation;
@@ -35,6 +35,8 @@ pub struct RawConfig {
     rms_norm_eps: Option<f64>,
     use_sliding_window: Option<bool>,
     hidden_act: Option<candle_nn::Activation>,
+    #[serde(flatten)]
+    other: RawOther,
 }
 
 /// What has to be worked out of it.
@@ -52,7 +54,7 @@ pub struct Settled {
 impl RawConfig {
     /// Values with transformers' defaults for those that are missing.
     pub fn settle(&self, model_type: &str) -> std::result::Result<Settled, String> {
-        check_type(self.model_type.as_deref(), model_type)?;
+        self.other.check(self.model_type.as_deref(), model_type)?;
         self.positions.unscaled()?;
         // As in transformers, a window counts only where it is asked for.
         let wanted = self.use_sliding_window.unwrap_or(false);

@@ -45,6 +45,6 @@ impl Source for VarBuilder<'_> {
             }
             None => None,
         };
-        Ok((Embedding::Dense(table), head))
+        Ok((Embedding::from_table(table), head))
     }
 }

@@ -96,6 +96,11 @@ impl<S: Source> Loader<'_, S> {
         if self.source.has(&norm(0)) && !self.source.has(&last) {
             bail!("config: num_hidden_layers is {layers}, tensor `{last}` is missing");
         }
+        let [q_norm, _] = self.names.head_norms;
+        let q_norm = format!("{}.0.{q_norm}.weight", self.names.layer);
+        if !self.shape.kind.head_norms && self.source.has(&norm(0)) && self.source.has(&q_norm) {
+            bail!("config: tensor `{q_norm}` is a norm of heads, which this model does not have");
+        }
         Ok(())
     }
 

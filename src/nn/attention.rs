@@ -111,7 +111,6 @@ impl Attention {
     pub fn new_cache(
         &self,
         batch: usize,
-        start: usize,
         limit: usize,
         dtype: DType,
         device: &Device,
@@ -119,13 +118,13 @@ impl Attention {
         let AttentionConfig {
             kv_heads, head_dim, ..
         } = self.config;
-        KvCache::with_shape((batch, kv_heads, head_dim), start, limit, dtype, device)
+        KvCache::with_shape((batch, kv_heads, head_dim), limit, dtype, device)
     }
 
     /// `residual + attention(norm(x))` for x `[B, T, H]` at `position..position + T`.
     ///
     /// # Errors
-    /// If the position does not follow what the cache holds, or shapes do not fit.
+    /// If the cache's limit is passed, or shapes do not fit.
     pub fn forward(
         &self,
         x: &Tensor,
@@ -215,7 +214,7 @@ impl Attention {
             position: at.position,
             style: at.rotary.style(),
         };
-        let (k_buffer, v_buffer) = cache.buffers();
+        let (k_buffer, v_buffer) = cache.buffers()?;
         let append = RopeAppend {
             rotation,
             heads,
@@ -258,7 +257,7 @@ impl Attention {
             Some([q, k]) => [Some(q), Some(k)],
             None => [None, None],
         };
-        let (k_buffer, v_buffer) = cache.buffers();
+        let (k_buffer, v_buffer) = cache.buffers()?;
         let k = plain_rope(&heads(&k, k_norm)?, at)?;
         k_buffer.slice_set(&k.to_dtype(k_buffer.dtype())?, 2, slot)?;
         v_buffer.slice_set(&heads(&v, None)?.to_dtype(v_buffer.dtype())?, 2, slot)?;

@@ -2,8 +2,8 @@
 
 use super::{Embedding, LayerNorm, Linear, LinearWeight, Norm, RmsNorm};
 use crate::Fusion;
+use candle_core::Tensor;
 use candle_core::quantized::QMatMul;
-use candle_core::{Error, Result, Tensor, bail};
 
 impl From<candle_nn::Linear> for Linear {
     fn from(layer: candle_nn::Linear) -> Self {
@@ -17,16 +17,9 @@ impl From<candle_nn::RmsNorm> for RmsNorm {
     }
 }
 
-/// Fails for a layer that does not remove the mean, which is an [`RmsNorm`].
-impl TryFrom<candle_nn::LayerNorm> for LayerNorm {
-    type Error = Error;
-
-    fn try_from(layer: candle_nn::LayerNorm) -> Result<Self> {
-        if !layer.remove_mean() {
-            bail!("layer_norm: remove_mean is false, expected true; RmsNorm is the form without");
-        }
-        let (weight, bias) = (layer.weight().clone(), layer.bias().cloned());
-        Ok(Self::from_weights(weight, bias, layer.eps(), Fusion::all()))
+impl From<candle_nn::LayerNorm> for LayerNorm {
+    fn from(layer: candle_nn::LayerNorm) -> Self {
+        Self::of(&layer)
     }
 }
 
@@ -37,8 +30,9 @@ impl From<RmsNorm> for Norm {
 }
 
 impl From<LayerNorm> for Norm {
+    /// One that neither removes the mean nor has a bias becomes [`Norm::Rms`].
     fn from(norm: LayerNorm) -> Self {
-        Norm::Layer(norm)
+        norm.into_norm()
     }
 }
 
@@ -73,5 +67,10 @@ impl LayerNorm {
     /// From a weight `[size]`, with every fusion on.
     pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
         Self::from_weights(weight, None, eps, Fusion::all())
+    }
+
+    /// A norm that does not remove the mean, from a weight `[size]`, with every fusion on.
+    pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
+        RmsNorm::new(weight, eps).into_inner()
     }
 }

@@ -5,7 +5,7 @@ use crate::cpu::packed::PackedMatrix;
 use crate::cuda::BlockMatrix;
 #[cfg(feature = "cuda")]
 use crate::ops::embedding::{Table, embedding};
-use candle_core::{DType, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use std::sync::Arc;
 
 /// A table of rows, looked up by token id.
@@ -20,9 +20,17 @@ use std::sync::Arc;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub enum Embedding {
-    /// `[vocab, hidden]` in the model's dtype.
-    Dense(Tensor),
+pub struct Embedding {
+    rows: Rows,
+    /// The table's values, or `[0, hidden]` in their place.
+    values: Tensor,
+}
+
+/// How the rows are stored.
+#[derive(Clone, Debug)]
+enum Rows {
+    /// `[vocab, hidden]` in the model's dtype, in `values`.
+    Dense,
     /// Quantized, each row turned into numbers of this dtype when it is looked up.
     Packed(Arc<PackedMatrix>, DType),
     /// The same on a GPU.
@@ -35,46 +43,72 @@ impl Embedding {
     /// candle_nn's signature.
     pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
         let _ = hidden_size;
-        Embedding::Dense(embeddings)
+        Self::from_table(embeddings)
     }
 
-    /// The table `[vocab, hidden]`, as a head that is tied to it takes it.
+    /// From a table `[vocab, hidden]`.
+    pub(crate) fn from_table(values: Tensor) -> Self {
+        Self {
+            rows: Rows::Dense,
+            values,
+        }
+    }
+
+    /// From a quantized table on the CPU. Rows are turned into `dtype` when they are looked up.
     ///
     /// # Errors
-    /// If the table is quantized.
-    pub fn embeddings(&self) -> Result<&Tensor> {
-        match self {
-            Embedding::Dense(table) => Ok(table),
-            _ => bail!("embedding: the table is quantized, expected f32, f16 or bf16"),
-        }
+    /// If `dtype` is none that candle can make tensors of.
+    pub fn from_packed(table: Arc<PackedMatrix>, dtype: DType) -> Result<Self> {
+        Ok(Self {
+            values: Tensor::zeros((0, table.cols()), dtype, &Device::Cpu)?,
+            rows: Rows::Packed(table, dtype),
+        })
+    }
+
+    /// From a quantized table on a GPU, whose rows come in f32.
+    ///
+    /// # Errors
+    /// If candle has no memory for an empty tensor.
+    #[cfg(feature = "cuda")]
+    pub fn from_blocks(table: Arc<BlockMatrix>) -> Result<Self> {
+        Ok(Self {
+            values: Tensor::zeros((0, table.cols()), DType::F32, &Device::Cpu)?,
+            rows: Rows::Blocks(table),
+        })
+    }
+
+    /// The table `[vocab, hidden]`, as a head that is tied to it takes it. A quantized one is no tensor;
+    /// `[0, hidden]` stands for it.
+    pub fn embeddings(&self) -> &Tensor {
+        &self.values
+    }
+
+    /// Whether the table is quantized.
+    pub fn is_quantized(&self) -> bool {
+        !matches!(self.rows, Rows::Dense)
     }
 
     /// Columns of the table.
     pub fn hidden_size(&self) -> usize {
-        match self {
-            Embedding::Dense(table) => table.dims().get(1).copied().unwrap_or(0),
-            Embedding::Packed(table, _) => table.cols(),
-            #[cfg(feature = "cuda")]
-            Embedding::Blocks(table) => table.cols(),
-        }
+        self.values.dims().get(1).copied().unwrap_or(0)
     }
 
     /// Rows of the table.
     pub fn vocab_size(&self) -> usize {
-        match self {
-            Embedding::Dense(table) => table.dims().first().copied().unwrap_or(0),
-            Embedding::Packed(table, _) => table.rows(),
+        match &self.rows {
+            Rows::Dense => self.values.dims().first().copied().unwrap_or(0),
+            Rows::Packed(table, _) => table.rows(),
             #[cfg(feature = "cuda")]
-            Embedding::Blocks(table) => table.rows(),
+            Rows::Blocks(table) => table.rows(),
         }
     }
 
     /// The table on a GPU, if it is there.
     #[cfg(feature = "cuda")]
     pub(crate) fn table(&self) -> Option<Table<'_>> {
-        match self {
-            Embedding::Dense(table) if table.device().is_cuda() => Some(Table::Dense(table)),
-            Embedding::Blocks(table) => Some(Table::Blocks(table)),
+        match &self.rows {
+            Rows::Dense if self.values.device().is_cuda() => Some(Table::Dense(&self.values)),
+            Rows::Blocks(table) => Some(Table::Blocks(table)),
             _ => None,
         }
     }
@@ -84,12 +118,10 @@ impl Embedding {
     /// # Errors
     /// If an id is not below the size of the vocabulary, or the ids are not whole numbers.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        if let Embedding::Dense(table) = self
-            && table.rank() != 2
-        {
+        if self.values.rank() != 2 {
             bail!(
                 "embedding: the table has shape {:?}, expected [vocab, hidden]",
-                table.shape()
+                self.values.shape()
             );
         }
         let ids = match ids.dtype() {
@@ -123,9 +155,9 @@ impl Embedding {
         let hidden = self.hidden_size();
         let shape = [ids.dims(), &[hidden]].concat();
         let flat = ids.flatten_all()?;
-        match self {
-            Embedding::Dense(table) => table.index_select(&flat, 0)?.reshape(shape),
-            Embedding::Packed(table, dtype) => {
+        match &self.rows {
+            Rows::Dense => self.values.index_select(&flat, 0)?.reshape(shape),
+            Rows::Packed(table, dtype) => {
                 let tokens = flat.to_vec1::<u32>()?;
                 let mut rows = vec![0f32; tokens.len() * hidden];
                 for (id, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {
@@ -134,7 +166,7 @@ impl Embedding {
                 Tensor::from_vec(rows, shape, ids.device())?.to_dtype(*dtype)
             }
             #[cfg(feature = "cuda")]
-            Embedding::Blocks(_) => bail!("input_ids: expected a table on the device of the ids"),
+            Rows::Blocks(_) => bail!("input_ids: expected a table on the device of the ids"),
         }
     }
 }

@@ -3,7 +3,9 @@
 use super::{LinearWeight, Norm, Projection};
 use crate::Fusion;
 use crate::ops::Weight;
+use candle_core::quantized::QTensor;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use std::sync::Arc;
 
 /// `x Wᵀ + bias` for x `[.., K]` of any layout, W `[N, K]` and bias `[N]`.
 ///
@@ -64,6 +66,29 @@ impl Linear {
             bias,
             fusion,
         })
+    }
+
+    /// From a matrix `[N, K]` of a GGUF file, as `candle_core::quantized::QMatMul::from_qtensor`.
+    ///
+    /// ```
+    /// use candle_core::quantized::{GgmlDType, QTensor};
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use candle_fused::nn::Linear;
+    /// let weight = Tensor::ones((3, 32), DType::F32, &Device::Cpu)?;
+    /// let layer = Linear::from_qtensor(QTensor::quantize(&weight, GgmlDType::Q8_0)?)?;
+    /// let y = layer.forward(&Tensor::ones((1, 32), DType::F32, &Device::Cpu)?)?;
+    /// assert!((y.to_vec2::<f32>()?[0][0] - 32.).abs() < 0.1 && layer.is_quantized());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the tensor is not a matrix.
+    pub fn from_qtensor(weight: QTensor) -> Result<Self> {
+        let device = weight.device();
+        match super::projection::pack(LinearWeight::Quantized(Arc::new(weight)))? {
+            Weight::Dense(weight) => Ok(Self::new(weight, None)),
+            weight => Self::from_quantized(weight, None, &device),
+        }
     }
 
     /// The same with the fusions that are on in `fusion`: without `linear` the product is candle's.

@@ -45,13 +45,13 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 /// f64 stands for a configuration with this eps.
 ///
 /// # Errors
-/// If a tensor is missing or has another shape, or `config.remove_mean` is false.
+/// If a tensor is missing or has another shape.
 pub fn layer_norm<C: Into<LayerNormConfig>>(
     size: usize,
     config: C,
     vb: VarBuilder,
 ) -> Result<LayerNorm> {
-    candle_nn::layer_norm(size, config, vb)?.try_into()
+    Ok(candle_nn::layer_norm(size, config, vb)?.into())
 }
 
 /// A norm of `weight` `[size]`, as `candle_nn::layer_norm_no_bias`.
@@ -59,7 +59,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
 /// # Errors
 /// If the tensor is missing or has another shape.
 pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
-    candle_nn::layer_norm_no_bias(size, eps, vb)?.try_into()
+    Ok(candle_nn::layer_norm_no_bias(size, eps, vb)?.into())
 }
 
 /// A table `weight` `[in_size, out_size]`, as `candle_nn::embedding`.

@@ -46,7 +46,7 @@
 mod attention;
 mod convert;
 mod embedding;
-mod kv_cache;
+pub mod kv_cache;
 mod linear;
 mod load;
 mod mlp;

@@ -37,6 +37,25 @@ impl RmsNorm {
     pub fn eps(&self) -> f64 {
         self.eps
     }
+
+    /// The same as a [`LayerNorm`] that does not remove the mean.
+    pub fn into_inner(self) -> LayerNorm {
+        LayerNorm {
+            weight: self.weight,
+            bias: None,
+            remove_mean: false,
+            eps: self.eps,
+            fused: self.fused,
+        }
+    }
+
+    /// The norm in candle's own operations, which have gradients.
+    ///
+    /// # Errors
+    /// If shapes, dtypes or devices do not fit.
+    pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
+        candle_nn::RmsNorm::new(self.weight.clone(), self.eps).forward_diff(xs)
+    }
 }
 
 impl Module for RmsNorm {
@@ -49,11 +68,13 @@ impl Module for RmsNorm {
     }
 }
 
-/// `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension.
+/// `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension; without the removal of
+/// the mean, `x / sqrt(mean(x^2) + eps) * weight + bias`.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,
     bias: Option<Tensor>,
+    remove_mean: bool,
     eps: f64,
     fused: bool,
 }
@@ -64,8 +85,20 @@ impl LayerNorm {
         Self {
             weight,
             bias,
+            remove_mean: true,
             eps,
             fused: fusion.layer_norm,
+        }
+    }
+
+    /// As candle_nn's layer, with every fusion on.
+    pub(super) fn of(layer: &candle_nn::LayerNorm) -> Self {
+        Self {
+            weight: layer.weight().clone(),
+            bias: layer.bias().cloned(),
+            remove_mean: layer.remove_mean(),
+            eps: layer.eps(),
+            fused: true,
         }
     }
 
@@ -85,21 +118,48 @@ impl LayerNorm {
         self.bias.as_ref()
     }
 
-    /// What is added to the variance.
+    /// What is added to the variance, or to the mean of squares.
     pub fn eps(&self) -> f64 {
         self.eps
+    }
+
+    /// As the norm in front of a part of a layer.
+    pub(super) fn into_norm(self) -> Norm {
+        match self {
+            Self {
+                remove_mean: false,
+                bias: None,
+                weight,
+                eps,
+                fused,
+            } => Norm::Rms(RmsNorm { weight, eps, fused }),
+            other => Norm::Layer(other),
+        }
+    }
+
+    /// Whether the mean is removed; without, and without a bias, it is an RMSNorm.
+    pub fn remove_mean(&self) -> bool {
+        self.remove_mean
     }
 }
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if self.fused {
+        if self.fused && self.remove_mean {
             return ops::layer_norm(x, &self.weight, self.bias.as_ref(), self.eps);
         }
         let (weight, eps) = (self.weight.clone(), self.eps);
+        let normed = match (&self.bias, self.remove_mean) {
+            (Some(bias), true) => {
+                return candle_nn::LayerNorm::new(weight, bias.clone(), eps).forward(x);
+            }
+            (None, true) => return candle_nn::LayerNorm::new_no_bias(weight, eps).forward(x),
+            (_, false) if self.fused => ops::rms_norm(x, &weight, eps)?,
+            (_, false) => candle_nn::LayerNorm::rms_norm(weight, eps).forward(x)?,
+        };
         match &self.bias {
-            Some(bias) => candle_nn::LayerNorm::new(weight, bias.clone(), eps).forward(x),
-            None => candle_nn::LayerNorm::new_no_bias(weight, eps).forward(x),
+            Some(bias) => normed.broadcast_add(bias),
+            None => Ok(normed),
         }
     }
 }
@@ -121,11 +181,13 @@ impl Norm {
                 weight: &n.weight,
                 eps: n.eps,
             }),
-            Norm::Layer(n) if fusion.layer_norm_linear => Some(Prologue::LayerNorm {
-                weight: &n.weight,
-                bias: n.bias.as_ref(),
-                eps: n.eps,
-            }),
+            Norm::Layer(n) if fusion.layer_norm_linear && n.remove_mean => {
+                Some(Prologue::LayerNorm {
+                    weight: &n.weight,
+                    bias: n.bias.as_ref(),
+                    eps: n.eps,
+                })
+            }
             _ => None,
         }
     }

@@ -253,7 +253,8 @@ impl Projection {
     }
 }
 
-fn pack(weight: LinearWeight) -> Result<Weight> {
+/// A weight in the form that the fused product takes.
+pub(super) fn pack(weight: LinearWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims2()?;
     match weight {
         LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),

@@ -194,7 +194,7 @@ fn a_step_allocates_little_but_its_tensors() -> Result<()> {
     let golden = Golden::open("llama_gqa_tied")?;
     let model = gguf_file::load(&gguf_file::bytes(&golden, GgmlDType::Q4_0)?, Fusion::all())?;
     let options = Options {
-        positions: 64,
+        positions: Some(64),
         ..Default::default()
     };
     let mut generation = Generation::new(&model, &options)?;

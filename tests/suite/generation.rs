@@ -24,7 +24,7 @@ fn load(name: &str, fusion: Fusion) -> Result<(Llama, Config)> {
 fn options(sequences: usize) -> Options {
     Options {
         sequences,
-        positions: 96,
+        positions: Some(96),
         ..Default::default()
     }
 }
@@ -48,7 +48,7 @@ fn alone(model: &Llama, options: &Options, prompt: &[u32], n: usize) -> Result<V
     let mut generation = Generation::new(model, options)?;
     let mut tokens = vec![generation.extend(0, prompt)?];
     while tokens.len() < n {
-        tokens.extend(generation.step()?);
+        tokens.extend(generation.step()?[0]);
     }
     assert_eq!(generation.ids(0), [prompt, &tokens[..n - 1]].concat());
     assert_eq!(generation.pending(0), tokens.last().copied());
@@ -88,7 +88,7 @@ fn sequences_side_by_side_do_not_see_each_other() -> Result<()> {
             }
             for _ in 1..20 {
                 for (all, token) in tokens.iter_mut().zip(generation.step()?) {
-                    all.push(token);
+                    all.extend(token);
                 }
             }
             for (i, tokens) in tokens.iter().enumerate() {
@@ -112,21 +112,21 @@ fn sequences_begin_and_end_when_they_like() -> Result<()> {
         let mut first = vec![generation.extend(0, PROMPTS[0])?];
         for _ in 0..3 {
             let tokens = generation.step()?;
-            assert_eq!(tokens[1], 0);
-            first.push(tokens[0]);
+            assert_eq!(tokens[1], None);
+            first.extend(tokens[0]);
         }
         assert_eq!((generation.ids(1), generation.pending(1)), (&[][..], None));
         let mut second = vec![generation.extend(1, PROMPTS[1])?];
         for _ in 0..5 {
             let tokens = generation.step()?;
-            first.push(tokens[0]);
-            second.push(tokens[1]);
+            first.extend(tokens[0]);
+            second.extend(tokens[1]);
         }
         generation.truncate(0, 0)?;
         for _ in 0..5 {
             let tokens = generation.step()?;
-            assert_eq!(tokens[0], 0);
-            second.push(tokens[1]);
+            assert_eq!(tokens[0], None);
+            second.extend(tokens[1]);
         }
         assert_eq!(generation.ids(0).len(), 0);
         assert_eq!(first, by_forward(&model, PROMPTS[0], 9)?);
@@ -148,7 +148,7 @@ fn a_sequence_goes_on_from_wherever_it_is_cut() -> Result<()> {
         assert_eq!(generation.ids(0), &PROMPTS[0][..5]);
         let mut tokens = vec![generation.extend(0, &PROMPTS[2][..4])?];
         for _ in 1..12 {
-            tokens.extend(generation.step()?);
+            tokens.extend(generation.step()?[0]);
         }
         let text = [&PROMPTS[0][..5], &PROMPTS[2][..4]].concat();
         assert_eq!(tokens, by_forward(&model, &text, 12)?);
@@ -184,6 +184,150 @@ fn draws_depend_on_the_seed_alone() -> Result<()> {
     })
 }
 
+/// A stop id ends its sequence, whether it is drawn by the prompt or later, and no other; what was given
+/// stays, and the slot can be used again.
+#[test]
+fn stop_ids_end_their_sequence() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama_gqa_tied", Fusion::all())?;
+        let expected = [0, 1].map(|i| by_forward(&model, PROMPTS[i], 24));
+        let [first, second] = expected;
+        let (first, second) = (first?, second?);
+        let fresh = |&at: &usize| !first[..at].contains(&first[at]) && !second.contains(&first[at]);
+        let end = (3..24).find(fresh).expect("an id of its own");
+        let with_stop = Options {
+            stop: vec![first[end]],
+            ..options(2)
+        };
+        let mut generation = Generation::new(&model.0, &with_stop)?;
+        let mut tokens = [
+            vec![generation.extend(0, PROMPTS[0])?],
+            vec![generation.extend(1, PROMPTS[1])?],
+        ];
+        for _ in 1..24 {
+            for (all, token) in tokens.iter_mut().zip(generation.step()?) {
+                all.extend(token);
+            }
+        }
+        assert_eq!(tokens[0], first[..=end]);
+        assert_eq!(tokens[1], second);
+        assert!(generation.is_finished(0) && !generation.is_finished(1));
+        // The stop id itself is not held.
+        assert_eq!(generation.ids(0), [PROMPTS[0], &first[..end]].concat());
+        assert_eq!(generation.pending(0), None);
+
+        // Alone at its end, a loop gets none rather than an error.
+        generation.truncate(1, 0)?;
+        assert_eq!(generation.step()?, [None, None]);
+        // With the id that ended it, the sequence goes on.
+        let next = generation.extend(0, &[first[end]])?;
+        assert_eq!(next, by_forward(&model, PROMPTS[0], end + 2)?[end + 1]);
+        assert!(!generation.is_finished(0));
+        // Another text in its place, whose prompt draws the id at once.
+        generation.truncate(0, 0)?;
+        let text = [PROMPTS[0], &first[..end]].concat();
+        assert_eq!(generation.extend(0, &text)?, first[end]);
+        assert!(generation.is_finished(0) && generation.pending(0).is_none());
+        Ok(())
+    })
+}
+
+/// A parked sequence gives none and keeps what it holds; others go on.
+#[test]
+fn a_parked_sequence_goes_on_where_it_was() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama3_rope", Fusion::all())?;
+        let mut generation = Generation::new(&model.0, &options(2))?;
+        let mut first = vec![generation.extend(0, PROMPTS[0])?];
+        let mut second = vec![generation.extend(1, PROMPTS[1])?];
+        for step in 0..12 {
+            if step == 4 {
+                generation.truncate(0, generation.ids(0).len())?;
+            }
+            if step == 8 {
+                let last = *first.last().expect("a token");
+                first.push(generation.extend(0, &[last])?);
+            }
+            let tokens = generation.step()?;
+            assert_eq!(tokens[0].is_none(), (4..8).contains(&step));
+            first.extend(tokens[0]);
+            second.extend(tokens[1]);
+        }
+        assert_eq!(first, by_forward(&model, PROMPTS[0], first.len())?);
+        assert_eq!(second, by_forward(&model, PROMPTS[1], 13)?);
+        Ok(())
+    })
+}
+
+/// Each sequence draws by its own parameters, also where they change on the way.
+#[test]
+fn sampling_is_set_for_each_sequence() -> Result<()> {
+    on_every_device(|| {
+        let model = load("llama_gqa_tied", Fusion::all())?;
+        let hot = |seed| SamplingParams {
+            temperature: 1.5,
+            top_k: Some(40),
+            repeat_penalty: 1.3,
+            repeat_last_n: 100,
+            seed,
+            ..Default::default()
+        };
+        let drawn = |seed: u64| -> Result<[Vec<u32>; 2]> {
+            let mut generation = Generation::new(&model.0, &options(2))?;
+            generation.set_sampling(1, hot(seed))?;
+            let mut tokens = [
+                vec![generation.extend(0, PROMPTS[0])?],
+                vec![generation.extend(1, PROMPTS[0])?],
+            ];
+            for step in 1..20 {
+                if step == 12 {
+                    generation.set_sampling(1, SamplingParams::default())?;
+                }
+                for (all, token) in tokens.iter_mut().zip(generation.step()?) {
+                    all.extend(token);
+                }
+            }
+            Ok(tokens)
+        };
+        let (one, again, other) = (drawn(3)?, drawn(3)?, drawn(4)?);
+        assert_eq!(one, again);
+        assert_ne!(one[1], other[1]);
+        assert_eq!(one[0], by_forward(&model, PROMPTS[0], 20)?);
+        let text = [PROMPTS[0], &one[1][..12]].concat();
+        assert_eq!(one[1][12..], by_forward(&model, &text, 8)?);
+        let mut generation = Generation::new(&model.0, &options(1))?;
+        let said = |result: Result<()>| result.unwrap_err().to_string();
+        assert!(said(generation.set_sampling(1, hot(1))).contains("expected below 1"));
+        let cold = SamplingParams {
+            temperature: -1.,
+            ..Default::default()
+        };
+        assert!(said(generation.set_sampling(0, cold)).contains("temperature"));
+        Ok(())
+    })
+}
+
+/// Where nothing is said there is room for 2048 positions, or for the whole context of a smaller model.
+#[test]
+fn positions_have_a_default() -> Result<()> {
+    let (model, config) = load("llama_gqa_tied", Fusion::all())?;
+    let most = config.max_position_embeddings.min(2048);
+    let mut generation = Generation::new(&model, &Options::default())?;
+    generation.extend(0, &vec![1; most])?;
+    let error = generation.extend(0, &[1]).unwrap_err().to_string();
+    assert!(error.contains(&format!("the {most} positions")), "{error}");
+    let stop = Options {
+        stop: vec![config.vocab_size as u32],
+        ..Default::default()
+    };
+    let error = Generation::new(&model, &stop)
+        .err()
+        .expect("accepted")
+        .to_string();
+    assert!(error.contains("stop id"), "{error}");
+    Ok(())
+}
+
 #[test]
 fn what_cannot_be_done_is_said() -> Result<()> {
     on_every_device(|| {
@@ -195,7 +339,7 @@ fn what_cannot_be_done_is_said() -> Result<()> {
         assert!(refused(options(0)).contains("0 sequences"));
         assert!(refused(options(9)).contains("9 sequences"));
         let far = Options {
-            positions: config.max_position_embeddings + 1,
+            positions: Some(config.max_position_embeddings + 1),
             ..options(1)
         };
         assert!(refused(far).contains("context length"));
@@ -210,13 +354,13 @@ fn what_cannot_be_done_is_said() -> Result<()> {
         assert!(refused(hot).contains("temperature"));
 
         let short = Options {
-            positions: 10,
+            positions: Some(10),
             ..options(2)
         };
         let mut generation = Generation::new(&model, &short)?;
         let said = |result: Result<_>| result.map(drop).unwrap_err().to_string();
         assert!(said(generation.step().map(|_| 0)).contains("no sequence has begun"));
-        assert!(said(generation.extend(2, &[1])).contains("sequence 2"));
+        assert!(said(generation.extend(2, &[1])).contains("sequence index 2, expected below 2"));
         assert!(said(generation.extend(0, &[])).contains("no ids"));
         assert!(said(generation.extend(0, &[1; 11])).contains("10 positions"));
         let vocab = config.vocab_size as u32;
@@ -242,13 +386,13 @@ fn a_generation_outlives_its_model() -> Result<()> {
         let expected = by_forward(&model, PROMPTS[0], 20)?;
         let mut generation = Generation::new(&model.0, &options(1))?;
         let mut tokens = vec![generation.extend(0, PROMPTS[0])?];
-        tokens.extend(generation.step()?);
+        tokens.extend(generation.step()?[0]);
         drop(model);
         let other = load("llama3_rope", Fusion::all())?;
         let mut beside = Generation::new(&other.0, &options(1))?;
         beside.extend(0, PROMPTS[1])?;
         while tokens.len() < 20 {
-            tokens.extend(generation.step()?);
+            tokens.extend(generation.step()?[0]);
             beside.step()?;
         }
         assert_eq!(tokens, expected);
@@ -343,6 +487,7 @@ fn a_step_that_fails_changes_nothing() -> Result<()> {
         let mut generation = Generation::new(&sound, &options(2))?;
         let drawn = [generation.extend(0, first)?, generation.extend(1, second)?];
         let next = generation.step()?;
+        let (kept, next) = (next[0], next.into_iter().flatten().collect::<Vec<_>>());
         // What only the second sequence takes in.
         let bad = drawn[1];
         assert!(drawn[0] != bad && next[0] != bad);
@@ -367,7 +512,7 @@ fn a_step_that_fails_changes_nothing() -> Result<()> {
         // With another second sequence the first one goes on where it was.
         generation.truncate(1, 0)?;
         generation.extend(1, PROMPTS[2])?;
-        assert_eq!(generation.step()?[0], next[0]);
+        assert_eq!(generation.step()?[0], kept);
         Ok(())
     })
 }
@@ -387,7 +532,7 @@ fn memory_that_is_not_there_is_refused() -> Result<()> {
         let model = Llama::load(vb, &config)?;
         let most = Options {
             sequences: 8,
-            positions: 1 << 22,
+            positions: Some(1 << 22),
             ..Default::default()
         };
         let error = Generation::new(&model, &most).err().map(|e| e.to_string());
@@ -432,7 +577,9 @@ fn steps_of_every_format_are_one_graph() -> Result<()> {
                     let what = format!("{format} {dtype:?} {sequences}");
                     for _ in 0..3 {
                         let tokens = generation.step()?;
-                        let known = |token: &u32| (*token as usize) < config.vocab_size;
+                        let known = |token: &Option<u32>| {
+                            token.is_some_and(|token| (token as usize) < config.vocab_size)
+                        };
                         assert!(tokens.iter().all(known), "{what}: {tokens:?}");
                     }
                     assert_eq!(generation.graph_refusal(), None, "{what}");

@@ -6,6 +6,7 @@ mod app;
 mod balance;
 mod bench_stats;
 mod dense;
+mod drop_in;
 #[cfg(all(feature = "cuda", unix))]
 mod faults;
 mod flash_attention;
@@ -15,6 +16,7 @@ mod fuzz_replay;
 mod fuzz_seeds;
 mod generation;
 mod gguf_file;
+mod gguf_keys;
 mod golden;
 mod gpt_neox;
 mod inference_only;

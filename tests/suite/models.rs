@@ -112,7 +112,7 @@ fn generations_give_hugging_faces_tokens() -> Result<()> {
         let model = dense(golden, DType::F32, Fusion::all())?;
         let options = Options {
             sequences: 2,
-            positions: 96,
+            positions: Some(96),
             ..Default::default()
         };
         let mut generation = model.generation(&options)?;
@@ -122,7 +122,7 @@ fn generations_give_hugging_faces_tokens() -> Result<()> {
         }
         while tokens[0].len() < expected[0].len() {
             for (all, token) in tokens.iter_mut().zip(generation.step()?) {
-                all.push(token);
+                all.extend(token);
             }
         }
         if device().is_cuda() {

@@ -170,12 +170,6 @@ fn what_does_not_fit_is_named() -> Result<()> {
     for (name, key, value, said) in [
         (
             "qwen3_qknorm",
-            "general.architecture",
-            Value::String("qwen2".into()),
-            "`qwen2`",
-        ),
-        (
-            "qwen3_qknorm",
             "qwen3.attention.key_length",
             Value::U32(16),
             "value_length",

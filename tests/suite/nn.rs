@@ -137,7 +137,7 @@ fn norms_agree() -> Result<()> {
             );
             let expected = ops::layer_norm::reference(&x, ours.weight(), ours.bias(), 1e-5)?;
             close(&ours.forward(&x)?, &candle.forward(&x)?, &expected)?;
-            let norm = Norm::from(nn::LayerNorm::try_from(candle)?);
+            let norm = Norm::from(nn::LayerNorm::from(candle));
             assert_eq!(values(&norm.forward(&x)?)?, values(&ours.forward(&x)?)?);
 
             let (ours, candle) = (
@@ -153,6 +153,54 @@ fn norms_agree() -> Result<()> {
                 values(&ours.forward(&view)?)?,
                 values(&ours.forward(&view.contiguous()?)?)?
             );
+        }
+    }
+    Ok(())
+}
+
+/// Layers that do not remove the mean, with a bias and without, alone and in front of a product.
+#[test]
+fn norms_that_keep_the_mean_agree() -> Result<()> {
+    for device in devices() {
+        for dtype in DTYPES {
+            let vb = tensors(&[("weight", &[64]), ("bias", &[64])], dtype, &device)?;
+            let x = randn_on(&[2, 3, 64], dtype, &device)?;
+            for affine in [false, true] {
+                let config = LayerNormConfig {
+                    eps: 1e-5,
+                    remove_mean: false,
+                    affine,
+                };
+                let ours = nn::layer_norm(64, config, vb.clone())?;
+                let candle = candle_nn::layer_norm(64, config, vb.clone())?;
+                assert!(!ours.remove_mean() && ours.bias().is_some() == affine);
+                let mut expected = ops::rms_norm::reference(&x, ours.weight(), 1e-5)?;
+                if let Some(bias) = ours.bias() {
+                    let bias = values(bias)?;
+                    let all = expected.iter_mut().zip(bias.iter().cycle());
+                    all.for_each(|(y, b)| *y += b);
+                }
+                close(&ours.forward(&x)?, &candle.forward(&x)?, &expected)?;
+                let layer = Linear::new(randn_on(&[8, 64], dtype, &device)?, None);
+                let apart = layer.forward(&ours.forward(&x)?)?;
+                let tolerance = if dtype == DType::F32 { 1e-6 } else { 2e-2 };
+                for norm in [Norm::from(ours.clone()), Norm::Layer(ours)] {
+                    let joint = layer.forward_norm(&x, &norm)?;
+                    assert!(widest_error(&joint, &values(&apart)?)? <= tolerance);
+                }
+            }
+            let ours = nn::rms_norm(64, 1e-5, vb.clone())?;
+            let candle = candle_nn::rms_norm(64, 1e-5, vb.clone())?;
+            let (y, calls) = trace::capture(|| ours.forward_diff(&x));
+            assert_eq!(values(&y?)?, values(&candle.forward_diff(&x)?)?);
+            assert_eq!(calls.by_op().len(), 0, "{calls}");
+            let (ours, candle) = (ours.into_inner(), candle.into_inner());
+            assert_eq!(
+                (ours.weight().id(), ours.remove_mean(), ours.eps()),
+                (candle.weight().id(), candle.remove_mean(), candle.eps())
+            );
+            let expected = ops::rms_norm::reference(&x, ours.weight(), 1e-5)?;
+            close(&ours.forward(&x)?, &candle.forward(&x)?, &expected)?;
         }
     }
     Ok(())
@@ -184,7 +232,7 @@ fn embeddings_agree() -> Result<()> {
                 }
             }
             let converted = nn::Embedding::from(candle.clone());
-            assert_eq!(converted.embeddings()?.id(), candle.embeddings().id());
+            assert_eq!(converted.embeddings().id(), candle.embeddings().id());
         }
     }
     Ok(())
@@ -356,13 +404,6 @@ fn what_does_not_fit_is_named() -> Result<()> {
         assert!(said.contains("out of the vocabulary"), "{said}");
     }
     assert!(message(embedding.forward(&ones(&[1])?)).contains("expected u32, u8 or i64"));
-
-    let config = LayerNormConfig {
-        remove_mean: false,
-        ..Default::default()
-    };
-    let vb = tensors(&[("weight", &[4]), ("bias", &[4])], DType::F32, cpu)?;
-    assert!(message(nn::layer_norm(4, config, vb)).contains("remove_mean is false"));
 
     let rotary =
         |dims, theta| RotaryEmbedding::with_theta(dims, theta, 8, RopeStyle::HalfSplit, cpu);

@@ -369,7 +369,7 @@ mod gpu {
                 let cols = 3 * dtype.block_size();
                 let (tensor, values) = quantized(37, cols, dtype)?;
                 let matrix = BlockMatrix::new(dtype, 37, cols, &tensor.data()?, &device)?;
-                let table = Embedding::Blocks(Arc::new(matrix));
+                let table = Embedding::from_blocks(Arc::new(matrix))?;
                 let got = table.forward(&at)?;
                 assert_eq!(got.dims(), [2, 3, cols]);
                 let got = got.flatten_all()?.to_vec1::<f32>()?;
@@ -383,10 +383,10 @@ mod gpu {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 for cols in [40, 33] {
                     let rows = randn(&[37, cols], dtype)?;
-                    let table = Embedding::Dense(rows.to_device(&device)?);
+                    let table = Embedding::new(rows.to_device(&device)?, cols);
                     let got = table.forward(&at)?.to_device(&Device::Cpu)?;
                     let on_cpu = at.to_device(&Device::Cpu)?;
-                    let expected = Embedding::Dense(rows).forward(&on_cpu)?;
+                    let expected = Embedding::new(rows, cols).forward(&on_cpu)?;
                     let wide = |t: Tensor| t.to_dtype(DType::F32)?.to_vec3::<f32>();
                     assert_eq!(wide(got)?, wide(expected)?);
                 }

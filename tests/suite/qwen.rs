@@ -212,7 +212,7 @@ fn windows_hold_however_tokens_come() -> Result<()> {
         }
 
         let options = Options {
-            positions: 64,
+            positions: Some(64),
             ..Default::default()
         };
         let prompt = ids.i(0)?.to_vec1::<u32>()?;
@@ -220,7 +220,7 @@ fn windows_hold_however_tokens_come() -> Result<()> {
         let mut drawn = vec![generation.extend(0, &prompt)?];
         let mut text = prompt;
         while drawn.len() < 12 {
-            drawn.extend(generation.step()?);
+            drawn.extend(generation.step()?[0]);
         }
         let mut plain = load(&config, Fusion::none())?;
         for token in drawn {

@@ -106,7 +106,7 @@ fn random() -> Result<Box<dyn Subject>> {
 
 fn begin(model: &dyn Subject) -> Result<Generation> {
     model.generation(&Options {
-        positions: 400,
+        positions: Some(400),
         ..Default::default()
     })
 }
@@ -115,7 +115,7 @@ fn begin(model: &dyn Subject) -> Result<Generation> {
 fn answer(generation: &mut Generation, number: u64, count: usize) -> Result<Vec<u32>> {
     let mut tokens = vec![generation.extend(0, &prompt(number))?];
     while tokens.len() < count {
-        tokens.extend(generation.step()?);
+        tokens.extend(generation.step()?[0]);
     }
     Ok(tokens)
 }

@@ -66,7 +66,7 @@ impl<M: generation::Model> Model for Fused<M> {
 
     fn open(&self, positions: usize) -> Result<Box<dyn Sequence + '_>> {
         let options = Options {
-            positions,
+            positions: Some(positions),
             ..Default::default()
         };
         Ok(Box::new(Generation::new(&self.model, &options)?))

@@ -53,16 +53,11 @@ impl<'a, R> File<'a, R> {
 }
 
 impl<R: Seek + Read> File<'_, R> {
-    /// What keys and values are stored in: of a file that is quantized in 16 bits, which the tensor cores
-    /// of a GPU take and a CPU reads in half the time. Candle's own operations on a CPU would widen all
-    /// of them in every step.
+    /// What keys and values are stored in.
     pub(super) fn cache_dtype(&self, fusion: Fusion) -> DType {
-        let taken = self.device.is_cuda() || fusion.flash_attention;
         let mut infos = self.ct.tensor_infos.values();
-        match taken && infos.any(|info| quant::supports(info.ggml_dtype)) {
-            true => DType::F16,
-            false => DType::F32,
-        }
+        let blocks = infos.any(|info| quant::supports(info.ggml_dtype));
+        cache_dtype(blocks, self.device, fusion)
     }
 
     /// Llama 3.1 and later: the smoothing of frequencies, written out as divisors.
@@ -211,24 +206,42 @@ impl<R: Seek + Read> Source for File<'_, R> {
     ) -> Result<(Embedding, Option<Projection>)> {
         if let Some(table) = self.packed(tensor, rows, cols)? {
             let head = tied.map(|_| Projection::from_packed(vec![table.clone()], fusion));
-            return Ok((Embedding::Packed(table, DType::F32), head));
+            return Ok((Embedding::from_packed(table, DType::F32)?, head));
         }
-        let table = self.blocks(tensor, rows, cols)?;
-        #[cfg(feature = "cuda")]
-        if fusion.quant_linear && quant::supports(table.dtype()) && table.device().is_cuda() {
-            let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
-            let weight = Weight::Blocks(blocks.clone());
-            let head = tied.map(|_| Projection::from_weights(vec![weight], fusion));
-            return Ok((Embedding::Blocks(blocks), head));
-        }
-        // The residual stream of a GGUF model is f32, whatever the table is stored in.
-        let dense = in_f32(&table)?;
-        let weight = LinearWeight::Quantized(Arc::new(table));
-        let head = tied
-            .map(|_| Projection::new(vec![weight], None, fusion))
-            .transpose()?;
-        Ok((Embedding::Dense(dense), head))
+        embedding_and_head(self.blocks(tensor, rows, cols)?, tied.is_some(), fusion)
     }
+}
+
+/// What keys and values are stored in: of a file that is quantized in 16 bits, which the tensor cores of
+/// a GPU take and a CPU reads in half the time. Candle's own operations on a CPU would widen all of them
+/// in every step.
+pub fn cache_dtype(blocks: bool, device: &Device, fusion: Fusion) -> DType {
+    match blocks && (device.is_cuda() || fusion.flash_attention) {
+        true => DType::F16,
+        false => DType::F32,
+    }
+}
+
+/// A table of rows, and the head that shares it if it is `tied`.
+pub fn embedding_and_head(
+    table: QTensor,
+    tied: bool,
+    fusion: Fusion,
+) -> Result<(Embedding, Option<Projection>)> {
+    #[cfg(feature = "cuda")]
+    if fusion.quant_linear && quant::supports(table.dtype()) && table.device().is_cuda() {
+        let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
+        let weight = Weight::Blocks(blocks.clone());
+        let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
+        return Ok((Embedding::from_blocks(blocks)?, head));
+    }
+    // The residual stream is f32, whatever the table is stored in.
+    let dense = in_f32(&table)?;
+    let weight = LinearWeight::Quantized(Arc::new(table));
+    let head = tied
+        .then(|| Projection::new(vec![weight], None, fusion))
+        .transpose()?;
+    Ok((Embedding::from_table(dense), head))
 }
 
 /// The dimensions of a tensor that the file names.

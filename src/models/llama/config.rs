@@ -1,6 +1,6 @@
 //! Llama configurations: candle-transformers' types, read from transformers 4 and 5 `config.json`.
 
-use crate::models::config::{RawPositions, RawRope, check_type};
+use crate::models::config::{RawOther, RawPositions, RawRope};
 use crate::models::shape::inverse_frequencies;
 use serde::Deserialize;
 
@@ -208,6 +208,25 @@ struct RawConfig {
     eos_token_id: Option<LlamaEosToks>,
     max_position_embeddings: Option<usize>,
     tie_word_embeddings: Option<bool>,
+    sliding_window: Option<usize>,
+    use_sliding_window: Option<bool>,
+    #[serde(flatten)]
+    other: RawOther,
+}
+
+impl RawConfig {
+    /// Refuses a window, for which there is no field. Where `use_sliding_window` is not said it counts,
+    /// as Mistral's does.
+    fn windowless(&self, positions: usize) -> Result<(), String> {
+        match self.sliding_window {
+            Some(window) if window < positions && self.use_sliding_window != Some(false) => {
+                Err(format!(
+                    "sliding_window is {window}, expected none: `candle_fused::models::mistral` has it"
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Llama 3.1's scaling, if the configuration has it.
@@ -238,7 +257,9 @@ impl TryFrom<RawConfig> for LlamaConfig {
     type Error = String;
 
     fn try_from(raw: RawConfig) -> Result<Self, String> {
-        check_type(raw.model_type.as_deref(), "llama")?;
+        raw.other.check(raw.model_type.as_deref(), "llama")?;
+        let positions = raw.max_position_embeddings.unwrap_or(DEFAULT_MAX_SEQ_LEN);
+        raw.windowless(positions)?;
         if let Some(act) = raw.hidden_act.as_deref().filter(|a| *a != "silu") {
             return Err(format!("hidden_act is `{act}`, expected `silu`"));
         }
@@ -286,7 +307,7 @@ impl TryFrom<RawConfig> for LlamaConfig {
             bos_token_id: raw.bos_token_id,
             eos_token_id: raw.eos_token_id,
             rope_scaling: raw.positions.rope().map(scaling).transpose()?.flatten(),
-            max_position_embeddings: raw.max_position_embeddings.unwrap_or(DEFAULT_MAX_SEQ_LEN),
+            max_position_embeddings: positions,
             tie_word_embeddings: raw.tie_word_embeddings,
         })
     }

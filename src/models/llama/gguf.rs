@@ -3,6 +3,7 @@
 
 use super::{Config, KIND};
 use crate::models::gguf::{File, Header};
+use crate::ops::RopeStyle;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::HashMap;
@@ -21,7 +22,8 @@ pub fn dequantize_gguf<R: Seek + Read>(
     device: &Device,
 ) -> Result<(Config, HashMap<String, Tensor>)> {
     let mut file = File::new(ct, reader, device, false);
-    let mut cfg = gguf_config(ct)?;
+    let header = Header::read(ct, &KIND)?;
+    let mut cfg = config(&header)?;
     cfg.tie_word_embeddings = !ct.tensor_infos.contains_key("output.weight");
     if ct.tensor_infos.contains_key("rope_freqs.weight") {
         bail!("gguf: scaled rotary frequencies (`rope_freqs.weight`) have no dense configuration");
@@ -35,9 +37,9 @@ pub fn dequantize_gguf<R: Seek + Read>(
             .any(name, &Device::Cpu)?
             .dequantize(&Device::Cpu)?
             .to_dtype(dtype)?;
-        let tensor = match heads {
-            Some(heads) => half_split_rows(&tensor, heads)?,
-            None => tensor,
+        let tensor = match (heads, header.style) {
+            (Some(heads), RopeStyle::Interleaved) => half_split_rows(&tensor, heads)?,
+            _ => tensor,
         };
         tensors.insert(dense, tensor.to_device(device)?);
     }
@@ -88,7 +90,19 @@ fn half_split_rows(w: &Tensor, heads: usize) -> Result<Tensor> {
 /// If the architecture is not `llama`, or a value is missing, out of range, at odds with the tensors
 /// or nothing that a [`Config`] can say, by its name.
 pub fn gguf_config(ct: &Content) -> Result<Config> {
-    let header = Header::read(ct, &KIND)?;
+    config(&Header::read(ct, &KIND)?)
+}
+
+fn config(header: &Header) -> Result<Config> {
+    if let Some(window) = header.window.filter(|w| *w < header.max_positions) {
+        bail!("gguf: a window of {window} positions has no configuration of a Llama model");
+    }
+    if header.scale != 1. {
+        bail!(
+            "gguf: rotary frequencies divided by {} have no configuration of a Llama model",
+            header.scale
+        );
+    }
     let head_dim = header.head_dim;
     if head_dim * header.heads != header.hidden || header.rotated != head_dim {
         bail!(

@@ -9,6 +9,7 @@
 //! Herd of Models (2024) for the scaled rotary frequencies.
 
 mod config;
+mod ggml;
 mod gguf;
 
 pub use config::{
@@ -76,11 +77,16 @@ pub type ModelWeights = super::GgufModel<Config>;
 /// Keys, values and rotary tables of one batch of sequences.
 #[derive(Debug, Clone)]
 pub struct Cache {
+    /// Whether calls use and add to what is held; without, each stands alone and changes nothing.
+    pub use_kv_cache: bool,
     inner: DecoderCache,
 }
 
 impl Cache {
-    /// An empty cache in the model's `dtype`. With `use_kv_cache` false it forgets after each call.
+    /// An empty cache in the model's `dtype`.
+    ///
+    /// # Errors
+    /// If the configuration is impossible.
     pub fn new(use_kv_cache: bool, dtype: DType, config: &Config, device: &Device) -> Result<Self> {
         Self::of(&config.shape()?, use_kv_cache, dtype, device)
     }
@@ -89,8 +95,15 @@ impl Cache {
         let frequencies = shape.frequencies.clone();
         let rotary = RotaryEmbedding::new(frequencies, RopeStyle::HalfSplit, device)?;
         Ok(Self {
+            use_kv_cache,
             inner: DecoderCache::new(shape.layers, rotary, use_kv_cache, dtype, device),
         })
+    }
+
+    /// What the layers take.
+    fn decoders(&mut self) -> &mut DecoderCache {
+        self.inner.set_keep(self.use_kv_cache);
+        &mut self.inner
     }
 
     /// Forgets all positions.
@@ -208,12 +221,15 @@ impl Llama {
         cache: &mut Cache,
     ) -> Result<Tensor> {
         let stack = &self.decoder.stack;
-        let x = stack.forward(input_embed, index_pos, &mut cache.inner)?;
+        let x = stack.forward(input_embed, index_pos, cache.decoders())?;
         self.decoder.last_logits(&x)?.to_dtype(DType::F32)
     }
 
-    /// The logits `[B, vocab]` (f32) after the last of `x` `[B, T]` (u32 token ids), which stand at
-    /// positions `index_pos..index_pos + T` behind those in the cache.
+    /// The logits `[B, vocab]` (f32) after the last of `x` `[B, T]` (u32 token ids), which are rotated as
+    /// positions `index_pos..index_pos + T` and stand behind those in the cache.
+    ///
+    /// Position 0 starts over; a position that is held is written over, and what stood behind it is given
+    /// up. One further on than the next leaves no hole: its tokens take the next slots.
     ///
     /// # Errors
     /// If `x` is empty, an id is out of the vocabulary, or the context length is passed.
@@ -234,6 +250,6 @@ impl Llama {
         cache: &mut Cache,
     ) -> Result<(Vec<Tensor>, Tensor)> {
         self.decoder
-            .states_and_logits(x, index_pos, &mut cache.inner)
+            .states_and_logits(x, index_pos, cache.decoders())
     }
 }

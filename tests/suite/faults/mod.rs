@@ -34,7 +34,7 @@ fn cuda(device: &Device) -> &CudaDevice {
 
 fn options(positions: usize) -> Options {
     Options {
-        positions,
+        positions: Some(positions),
         ..Default::default()
     }
 }
@@ -79,7 +79,8 @@ fn likeliest(logits: &Tensor) -> Result<u32> {
 /// room, and after some of them `begin` makes the generation anew.
 fn answers(count: usize, begin: impl Fn(&Options) -> Result<Generation>) -> Result<Vec<u32>> {
     const ANEW: usize = 10;
-    let options = options(96);
+    const POSITIONS: usize = 96;
+    let options = options(POSITIONS);
     let (mut tokens, mut steps) = (Vec::new(), 0);
     let mut generation = begin(&options)?;
     for (round, prompt) in PROMPTS.iter().cycle().enumerate() {
@@ -88,8 +89,8 @@ fn answers(count: usize, begin: impl Fn(&Options) -> Result<Generation>) -> Resu
             _ => generation.truncate(0, 0)?,
         }
         tokens.push(generation.extend(0, prompt)?);
-        for _ in prompt.len()..options.positions {
-            tokens.extend(generation.step()?);
+        for _ in prompt.len()..POSITIONS {
+            tokens.extend(generation.step()?.into_iter().flatten());
             steps += 1;
         }
         if let Some(why) = generation.graph_refusal() {

@@ -74,7 +74,7 @@ impl Calls<'_> {
             generation.truncate(0, 0)?;
             tokens.push(self.make(|| generation.extend(0, prompt))?);
             for _ in 0..steps {
-                tokens.extend(self.make(|| generation.step())?);
+                tokens.extend(self.make(|| generation.step())?.into_iter().flatten());
             }
         }
         Ok((tokens, generation.graph_refusal().map(str::to_owned)))

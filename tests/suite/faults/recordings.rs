@@ -18,7 +18,7 @@ fn record(model: usize) -> Result<usize> {
         let mut generation = subject.generation(&options(64))?;
         let mut tokens = vec![generation.extend(0, PROMPTS[0])?];
         for _ in 0..4 {
-            tokens.extend(generation.step()?);
+            tokens.extend(generation.step()?.into_iter().flatten());
         }
         match generation.graph_refusal() {
             Some(why) => candle_core::bail!("{}: without a graph: {why}", tiny.name),

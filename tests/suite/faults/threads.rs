@@ -69,7 +69,7 @@ fn generations_of_one_thread_do_not_see_each_other() -> Result<()> {
         let mut generation = subjects[index].generation(&super::options(96))?;
         let mut tokens = vec![generation.extend(0, super::PROMPTS[index % 3])?];
         for _ in 0..60 {
-            tokens.extend(generation.step()?);
+            tokens.extend(generation.step()?.into_iter().flatten());
         }
         Ok(tokens)
     };
@@ -89,7 +89,7 @@ fn in_turns(subjects: &[Box<dyn crate::subject::Subject>], expected: &[Vec<u32>]
     }
     for _ in 0..60 {
         for (generation, tokens) in &mut generations {
-            tokens.extend(generation.step()?);
+            tokens.extend(generation.step()?.into_iter().flatten());
         }
     }
     for ((_, tokens), expected) in generations.iter().zip(expected) {
