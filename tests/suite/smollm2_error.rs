@@ -198,6 +198,12 @@ fn logits_are_as_near(name: &str, file: &Path, count: usize) -> Result<bool> {
     Ok(apart <= 2. * error)
 }
 
+#[test]
+fn logits_of_the_file_are_as_near_as_candles() -> Result<()> {
+    assert!(logits_are_as_near("as it is", &smollm2::gguf(), 2)?);
+    Ok(())
+}
+
 /// A matrix that is no multiple of 256 wide is what llama.cpp takes in place of a K-quant.
 #[test]
 #[ignore = "minutes: scripts/long-run.sh errors"]
