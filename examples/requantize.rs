@@ -10,14 +10,12 @@
 //! of Q6_K there; in SmolLM2-135M, 576 wide, that is all of them but the down matrices.
 //! From weights that are quantized already this gives files to measure speed with, not quality.
 
-use anyhow::{Context, Result, bail};
-use candle_core::Device;
-use candle_core::quantized::gguf_file::{self, Content};
-use candle_core::quantized::{GgmlDType, QTensor};
+use anyhow::{Result, bail};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Content;
 use candle_fused::quant::Quantization;
 use clap::Parser;
-use std::fs::File;
-use std::io::{BufReader, BufWriter};
+use common::requantize::{fallback, requantize};
 use std::path::PathBuf;
 
 /// Writes a GGUF file again with its matrices in another block type.
@@ -70,13 +68,14 @@ fn mixed(name: &str, width: usize, content: &Content) -> GgmlDType {
         "token_embd.weight" => tied,
         _ => more_bits(name, content),
     };
-    match (most, width.is_multiple_of(256)) {
-        (true, true) => GgmlDType::Q6K,
-        (true, false) => GgmlDType::Q8_0,
-        (false, true) if name.contains("attn_qkv") => GgmlDType::Q5K,
-        (false, true) => GgmlDType::Q4K,
-        (false, false) if name.contains("attn_qkv") => GgmlDType::Q5_1,
-        (false, false) => GgmlDType::Q5_0,
+    let dtype = match most {
+        true => GgmlDType::Q6K,
+        false if name.contains("attn_qkv") => GgmlDType::Q5K,
+        false => GgmlDType::Q4K,
+    };
+    match width.is_multiple_of(256) {
+        true => dtype,
+        false => fallback(dtype),
     }
 }
 
@@ -110,36 +109,7 @@ fn main() -> Result<()> {
             args.input.display()
         );
     }
-    let device = Device::Cpu;
-    let file = File::open(&args.input).with_context(|| args.input.display().to_string())?;
-    let mut reader = BufReader::new(file);
-    let content = Content::read(&mut reader)?;
-    let mut tensors = Vec::new();
-    for name in content.tensor_infos.keys() {
-        let tensor = content.tensor(&mut reader, name, &device)?;
-        let width = *tensor.shape().dims().last().unwrap_or(&0);
-        let dtype = match tensor.rank() {
-            2 => args.target.dtype(name, width, &content),
-            _ => None,
-        };
-        let tensor = match dtype {
-            Some(dtype) => QTensor::quantize(&tensor.dequantize(&device)?, dtype)?,
-            None => tensor,
-        };
-        tensors.push((name.as_str(), tensor));
-    }
-    tensors.sort_by_key(|(name, _)| *name);
-    let metadata: Vec<_> = content
-        .metadata
-        .iter()
-        .map(|(k, v)| (k.as_str(), v))
-        .collect();
-    let tensors: Vec<_> = tensors
-        .iter()
-        .map(|(name, tensor)| (*name, tensor))
-        .collect();
-    let file = File::create(&args.output).with_context(|| args.output.display().to_string())?;
-    let mut writer = BufWriter::new(file);
-    gguf_file::write(&mut writer, &metadata, &tensors)?;
-    Ok(())
+    requantize(&args.input, &args.output, |name, width, content| {
+        args.target.dtype(name, width, content)
+    })
 }

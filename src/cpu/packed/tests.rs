@@ -403,7 +403,11 @@ fn what_does_not_fit_is_refused_by_name() {
     fails(pack(GgmlDType::Q4K, 1, 128, 72), "cols");
     fails(pack(GgmlDType::Q4_0, 2, 32, 35), "blocks");
     fails(pack(GgmlDType::Q6K, 2, 256, 210), "blocks");
-    fails(pack(GgmlDType::Q8_0, usize::MAX / 2, 64, 68), "rows");
+    fails(pack(GgmlDType::Q8_0, usize::MAX / 2, 64, 68), "blocks");
+    // Blocks are counted before there is room for them.
+    fails(pack(GgmlDType::Q4_0, 1 << 20, 1 << 26, 18), "blocks");
+    let builder = |rows| PackedMatrix::builder(GgmlDType::Q8_0, rows, 64).map(|_| ());
+    fails(builder(usize::MAX / 2), "rows");
     fails(
         dequantize(GgmlDType::Q4_0, &[0; 18], &mut [0.0; 31]),
         "blocks",
