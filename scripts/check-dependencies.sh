@@ -16,7 +16,7 @@ fi
 
 cargo deny --locked check licenses bans sources
 if said="$(timeout 30 cargo deny --locked fetch db 2>&1)"; then
-  cargo deny --locked check --disable-fetch advisories
+  cargo deny --locked --offline check advisories
 else
   [ -z "$said" ] || printf '%s\n' "$said" | tail -n 3
   say "advisories not checked: database unreachable"
