@@ -1,6 +1,8 @@
 //! Every public item of the modules that this crate stands in for, named with candle's signature: one that
 //! is missing or different does not compile.
 
+#![allow(clippy::type_complexity, reason = "the types are candle's signatures")]
+
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
 use crate::support::{device, on_every_device};

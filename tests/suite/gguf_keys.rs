@@ -2,7 +2,7 @@
 
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
-use crate::subject::{GOLDENS, Subject, gguf};
+use crate::subject::{ALL, Subject, gguf};
 use crate::support::{device, on_every_device};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -182,7 +182,7 @@ fn linear_scaling_divides_frequencies() -> Result<()> {
 #[test]
 fn windows_of_files_hold_however_tokens_come() -> Result<()> {
     on_every_device(|| {
-        for name in GOLDENS {
+        for name in ALL {
             let golden = Golden::open(name)?;
             let ids = golden.input_ids()?.narrow(0, 0, 1)?;
             let tokens = ids.dim(1)?;
@@ -190,6 +190,7 @@ fn windows_of_files_hold_however_tokens_come() -> Result<()> {
                 let file = File::of(&golden)?;
                 let arch = match golden.model_type().as_str() {
                     "gpt_neox" => "gptneox".to_owned(),
+                    "mistral" => "llama".to_owned(),
                     other => other.to_owned(),
                 };
                 let key = format!("{arch}.attention.sliding_window");

@@ -7,12 +7,15 @@ mod balance;
 mod bench_stats;
 mod dense;
 mod drop_in;
+mod fallback;
+mod families;
 mod flash_attention;
 mod flash_decoding;
 mod fuzz;
 mod fuzz_replay;
 mod fuzz_seeds;
 mod generation;
+mod generation_slots;
 mod gguf_file;
 mod gguf_keys;
 mod golden;
@@ -35,6 +38,7 @@ mod quant_schemes;
 #[cfg(feature = "cuda")]
 mod quant_schemes_cuda;
 mod qwen;
+mod refusals;
 #[cfg(feature = "cuda")]
 mod replay;
 mod residual_add;
