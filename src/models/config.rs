@@ -117,13 +117,14 @@ impl RawOther {
             }
         }
         let factors = [
-            ("attention_multiplier", self.attention_multiplier),
             ("embedding_multiplier", self.embedding_multiplier),
             ("residual_multiplier", self.residual_multiplier),
             ("logits_scaling", self.logits_scaling),
             ("logit_scale", self.logit_scale),
         ];
+        // The first takes the place of 1 / sqrt(D), so that no value leaves results as they are.
         let caps = [
+            ("attention_multiplier", self.attention_multiplier),
             ("attn_logit_softcapping", self.attn_logit_softcapping),
             ("final_logit_softcapping", self.final_logit_softcapping),
             ("clip_qkv", self.clip_qkv),

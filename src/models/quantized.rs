@@ -68,7 +68,7 @@ impl<'a, S: Source> Quantizing<'a, S> {
     /// If a pattern of the recipe matches nothing.
     pub fn new(source: S, recipe: &'a Recipe, shape: &Shape, fusion: Fusion) -> Result<Self> {
         let names = &shape.kind.names;
-        recipe.check_patterns(&names.matrices(shape.layers))?;
+        recipe.check_patterns(|| names.matrices(shape.layers))?;
         let qkv = match names.qkv {
             Qkv::Three(parts) => parts.len(),
             Qkv::Joint(_) | Qkv::PerHead(_) => 1,

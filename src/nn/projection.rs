@@ -202,7 +202,7 @@ impl Projection {
     ) -> Result<Tensor> {
         let gated = activation == Activation::SwiGlu;
         if gated {
-            ops::linear::check_gated("swiglu", &self.rows)?;
+            ops::linear::check_gated("projection", &self.rows)?;
         }
         let inside = if gated {
             self.fusion.swiglu

@@ -244,7 +244,11 @@ impl Recipe {
     ///
     /// # Errors
     /// By the pattern that does not.
-    pub(crate) fn check_patterns(&self, matrices: &[String]) -> Result<()> {
+    pub(crate) fn check_patterns(&self, matrices: impl FnOnce() -> Vec<String>) -> Result<()> {
+        if self.patterns.is_empty() {
+            return Ok(());
+        }
+        let matrices = matrices();
         for (pattern, _) in &self.patterns {
             if !matrices.iter().any(|name| matches(pattern, name)) {
                 bail!(

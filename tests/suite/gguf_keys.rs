@@ -300,7 +300,7 @@ fn configurations_of_other_names_are_read_by_their_fields() {
         r#""model_type":"mistral","sliding_window":null"#,
         r#""model_type":"mistral","sliding_window":512"#,
         r#""model_type":"qwen2","sliding_window":64,"use_sliding_window":false"#,
-        r#""model_type":"granite","attention_multiplier":1.0,"logits_scaling":1"#,
+        r#""model_type":"granite","embedding_multiplier":1.0,"logits_scaling":1"#,
         r#""logit_scale":null,"num_experts":0"#,
     ] {
         assert!(llama(fine).is_ok(), "{fine}: {:?}", llama(fine).err());
@@ -308,6 +308,7 @@ fn configurations_of_other_names_are_read_by_their_fields() {
     for (other, said) in [
         (r#""model_type":"qwen3""#, "candle_fused::models::qwen3"),
         (r#""model_type":"gemma2""#, "no module"),
+        (r#""attention_multiplier":1.0"#, "attention_multiplier is 1"),
         (r#""sliding_window":64"#, "sliding_window is 64"),
         (
             r#""model_type":"granite","embedding_multiplier":12.0"#,

@@ -107,8 +107,8 @@ pub(crate) fn check_gated(name: &str, rows: &[usize]) -> Result<()> {
         [gate, up] if gate == up => Ok(()),
         [both] if both.is_multiple_of(2) => Ok(()),
         _ => bail!(
-            "{name}: matrices of {rows:?} rows, expected a gate and an up matrix of as many rows, or one of \
-             both"
+            "{name}: swiglu over matrices of {rows:?} rows, expected a gate and an up matrix of as many \
+             rows, or one of both"
         ),
     }
 }
