@@ -1,6 +1,7 @@
 //! Which ops a model fuses.
 
-use candle_core::{Error, Result, bail};
+use candle_core::{Device, Error, Result, bail};
+use std::cell::Cell;
 use std::fmt;
 use std::str::FromStr;
 
@@ -82,6 +83,53 @@ switches! {
         rope,
         /// Attention runs as [`crate::ops::flash_attention`](fn@crate::ops::flash_attention).
         flash_attention,
+    }
+}
+
+thread_local! {
+    static FALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f` as on a device that this crate has no kernels for: models that are loaded in it, and layers that
+/// run in it, take candle's own operations on this thread, and the [trace](crate::trace) says so.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// let layer = candle_fused::nn::Linear::new(Tensor::ones((3, 2), DType::F32, &Device::Cpu)?, None);
+/// let x = Tensor::ones((1, 2), DType::F32, &Device::Cpu)?;
+/// let (y, calls) = candle_fused::trace::capture(|| candle_fused::with_fallback(|| layer.forward(&x)));
+/// assert_eq!(y?.to_vec2::<f32>()?, [[2., 2., 2.]]);
+/// assert!(calls.to_string().contains("candle: the fallback is forced"));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn with_fallback<T>(f: impl FnOnce() -> T) -> T {
+    /// Puts back what was there, even if `f` panics.
+    struct Before(bool);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            FALLBACK.set(self.0);
+        }
+    }
+    let _before = Before(FALLBACK.replace(true));
+    f()
+}
+
+/// Why there are no fused ops on a device, if there are none.
+pub(crate) fn fallback(device: &Device) -> Option<&'static str> {
+    match (FALLBACK.get(), device.is_cpu() || device.is_cuda()) {
+        (true, _) => Some("the fallback is forced"),
+        (false, false) => Some("the device is neither a CPU nor a CUDA device"),
+        (false, true) => None,
+    }
+}
+
+impl Fusion {
+    /// What of it there is on a device.
+    pub(crate) fn on(self, device: &Device) -> Self {
+        match fallback(device) {
+            Some(_) => Self::none(),
+            None => self,
+        }
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! | You have | Call |
 //! |---|---|
-//! | a Llama, Qwen2, Qwen3 or GPT-NeoX model from candle-transformers | the same names in [`models`]: change the import |
-//! | a GGUF file | `from_gguf` of [`models::llama::ModelWeights`] and of its relatives in `qwen2`, `qwen3` and `gpt_neox` |
+//! | a Llama, Mistral, Qwen2, Qwen3, Phi-3, SmolLM3 or GPT-NeoX model from candle-transformers | the same names in [`models`]: change the import |
+//! | a GGUF file | `from_gguf` of [`models::quantized_llama::ModelWeights`] and of its relatives in [`models`] |
 //! | a model that should be smaller | [`quant::Recipe`] with `load_quantized`, or [`models::save_quantized`] |
 //! | a token loop | [`generation::Generation`]: on CUDA each step is one graph |
 //! | layers from candle_nn | the same names in [`nn`]; [`nn::Projection`] joins what shares an input |
@@ -43,8 +43,13 @@
 //! epilogue (bias, activation, gating, residual). [`cpu`] has the cores, with SIMD chosen at run time,
 //! and the thread pool.
 //!
+//! # Features
+//! The feature `cuda` adds CUDA kernels to every op, `cuda` with settings, memory and kernels of a GPU, and
+//! replays `generation`'s steps as CUDA graphs; it needs nvcc to build. These pages are built without it.
+//! `nvtx` names launches in Nsight's timelines, `mkl` and `accelerate` are candle's own.
+//!
 //! # What is absent
-//! Metal, batches of padded sequences, stop strings, training (there is no backward pass).
+//! Kernels for Metal, batches of padded sequences, stop strings, training (there is no backward pass).
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -56,7 +61,7 @@ pub mod nn;
 pub mod ops;
 pub mod trace;
 
-pub use fusion::Fusion;
+pub use fusion::{Fusion, with_fallback};
 
 pub mod quant {
     //! Quantized weights: the block formats of GGUF files, and the schemes INT8, INT4 and ternary.

@@ -2,7 +2,6 @@
 
 use super::Config;
 use candle_core::{DType, Result, Tensor};
-use candle_fused::Fusion;
 use candle_fused::nn::{
     Attention, AttentionConfig, Embedding, KvCache, Linear, Mlp, Norm, Projection, RotaryEmbedding,
     Tokens, embedding, linear_no_bias, rms_norm,
@@ -24,7 +23,7 @@ fn attention(cfg: &Config, vb: VarBuilder) -> Result<Attention> {
         head_dim: cfg.head_dim(),
         window: None,
     };
-    Ok(Attention::new(qkv, o_proj.into(), config, Fusion::all()))
+    Ok(Attention::new(qkv, o_proj.into(), config))
 }
 
 fn mlp(cfg: &Config, vb: VarBuilder) -> Result<Mlp> {

@@ -8,8 +8,8 @@ use super::state::{MAIL_SLOTS, State};
 use super::{Options, PartTime, Sequence};
 use crate::cuda::profile::Event;
 use crate::cuda::{Graph, Launcher, moved, nvtx};
-use crate::models::decoder::{Decoder, DecoderCache};
-use crate::nn::{KvCache, RotaryEmbedding};
+use crate::models::decoder::{Decoder, DecoderCache, Rotaries};
+use crate::nn::KvCache;
 use crate::ops::sample::NONE;
 use candle_core::{CudaDevice, Result, bail};
 use std::marker::PhantomData;
@@ -28,7 +28,7 @@ pub(super) struct OnDevice {
     device: CudaDevice,
     plan: Plan,
     state: State,
-    rotary: RotaryEmbedding,
+    rotaries: Rotaries,
     /// For each sequence, its part of every layer.
     caches: Vec<Vec<prefill::Cache>>,
     graph: Recorded,
@@ -63,14 +63,14 @@ impl OnDevice {
     ) -> std::result::Result<Self, Refusal> {
         let vocab = decoder.stack.embedding.vocab_size();
         let state = State::new(device, vocab, options.sequences)?;
-        let rotary = kind.rotary(positions)?;
-        let plan = Plan::new(device, decoder, buffers, rotary, &state)?;
+        let rotaries = kind.rotaries(positions)?;
+        let plan = Plan::new(device, decoder, buffers, rotaries, &state)?;
         Ok(Self {
             decoder: decoder.clone(),
             device: device.clone(),
             plan,
             state,
-            rotary: rotary.clone(),
+            rotaries: rotaries.clone(),
             caches: (0..options.sequences)
                 .map(|index| buffers.iter().map(|b| part(b, index)).collect())
                 .collect::<Result<_>>()?,
@@ -109,10 +109,13 @@ impl OnDevice {
         let _named = nvtx::range("prefill");
         self.settle()?;
         let logits = sequences[index].read(&self.decoder, ids, |_, position| {
-            let (rotary, caches) = (&self.rotary, &self.caches[index]);
-            let read = |ids: &[u32], position| {
-                prefill::read(&self.device, &self.decoder, rotary, caches, ids, position)
+            let model = prefill::Model {
+                decoder: &self.decoder,
+                rotaries: &self.rotaries,
+                caches: &self.caches[index],
+                end: position + ids.len(),
             };
+            let read = |ids: &[u32], position| prefill::read(&self.device, &model, ids, position);
             let mut first = position;
             let mut rest = ids;
             while rest.len() > MAX_TOKENS {

@@ -48,6 +48,7 @@ mod plan;
 mod prefill;
 #[cfg(feature = "cuda")]
 mod refusal;
+mod sequence;
 #[cfg(feature = "cuda")]
 mod state;
 
@@ -56,7 +57,8 @@ use crate::models::parts::Parts;
 use crate::nn::KvCache;
 #[doc(inline)]
 pub use crate::ops::sample::SamplingParams;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, bail};
+use sequence::{Mark, Sequence, buffers, sequence};
 
 /// How a [`Generation`] is set up.
 ///
@@ -123,92 +125,6 @@ pub trait Model: Parts {}
 
 impl<M: Parts> Model for M {}
 
-/// One sequence.
-struct Sequence {
-    /// The tokens whose keys and values are in the cache.
-    ids: Vec<u32>,
-    /// The token that was drawn last and is not in the cache yet.
-    pending: Option<u32>,
-    /// This sequence's part of the buffers.
-    cache: DecoderCache,
-    /// Whether a stop id was drawn last.
-    finished: bool,
-    /// Positions that there is room for.
-    room: usize,
-    /// How its tokens are chosen.
-    sampling: SamplingParams,
-}
-
-/// How far a sequence is.
-struct Mark {
-    len: usize,
-    pending: Option<u32>,
-    finished: bool,
-}
-
-impl Sequence {
-    /// Reads `ids` through `forward`, which takes the cache and the position of the first, and gives
-    /// its logits `[1, V]` behind the last of them.
-    fn read(
-        &mut self,
-        decoder: &Decoder,
-        ids: &[u32],
-        forward: impl FnOnce(&mut DecoderCache, usize) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let position = self.ids.len();
-        if ids.is_empty() {
-            bail!("generation: no ids, expected at least one");
-        }
-        if position + ids.len() > self.room {
-            bail!(
-                "generation: {position} tokens and {} more are past the {} positions that there is \
-                 room for",
-                ids.len(),
-                self.room
-            );
-        }
-        // Here, where the ids are, so that nothing has to be read back from the device.
-        decoder.stack.embedding.check(ids)?;
-        let logits = forward(&mut self.cache, position)?;
-        self.ids.extend_from_slice(ids);
-        self.pending = None;
-        Ok(logits)
-    }
-
-    /// What a call that fails comes back to. Keys and values behind it are written over.
-    fn mark(&self) -> Mark {
-        Mark {
-            len: self.ids.len(),
-            pending: self.pending,
-            finished: self.finished,
-        }
-    }
-
-    /// Ends if the token that was drawn last is one of `stop`.
-    fn end_at(&mut self, stop: &[u32]) {
-        self.finished = self.pending.is_some_and(|token| stop.contains(&token));
-        if self.finished {
-            self.pending = None;
-        }
-    }
-
-    fn restore(&mut self, mark: Mark) {
-        self.ids.truncate(mark.len);
-        self.pending = mark.pending;
-        self.finished = mark.finished;
-    }
-
-    /// Counts the pending token as read and `next` as pending, if the sequence has begun.
-    #[cfg(feature = "cuda")]
-    fn advance(&mut self, next: u32) {
-        if let Some(token) = self.pending.replace(next) {
-            self.ids.push(token);
-        } else {
-            self.pending = None;
-        }
-    }
-}
-
 /// Several sequences in the making, with keys and values of their own; the weights are shared with
 /// the model. With CUDA it stays on the thread that made it: candle's stream is the thread's own.
 pub struct Generation {
@@ -250,7 +166,7 @@ impl Generation {
         }
         let mut kind = model.empty_cache()?;
         let buffers = buffers(decoder, &kind, options.sequences, positions)?;
-        kind.rotary(positions)?;
+        kind.rotaries(positions)?;
         let sequences = (0..options.sequences)
             .map(|index| sequence(&buffers, &kind, index, positions, &options.sampling))
             .collect::<Result<Vec<_>>>()?;
@@ -457,50 +373,4 @@ impl Engine {
             refusal,
         })))
     }
-}
-
-/// Keys and values of every layer, for all sequences.
-fn buffers(
-    decoder: &Decoder,
-    kind: &DecoderCache,
-    sequences: usize,
-    positions: usize,
-) -> Result<Vec<KvCache>> {
-    decoder
-        .stack
-        .blocks
-        .iter()
-        .map(|block| {
-            let config = block.attention.config();
-            let shape = (sequences, config.kv_heads, config.head_dim);
-            KvCache::preallocated(shape, positions, kind.dtype(), kind.device())
-        })
-        .collect::<Result<_>>()
-        .map_err(|e| {
-            e.context(format!(
-                "generation: no room for the keys and values of {positions} positions of \
-                 {sequences} sequences could be made"
-            ))
-        })
-}
-
-fn sequence(
-    buffers: &[KvCache],
-    kind: &DecoderCache,
-    index: usize,
-    room: usize,
-    sampling: &SamplingParams,
-) -> Result<Sequence> {
-    let layers = buffers
-        .iter()
-        .map(|b| b.sequence(index))
-        .collect::<Result<_>>()?;
-    Ok(Sequence {
-        ids: Vec::new(),
-        pending: None,
-        finished: false,
-        cache: kind.over(layers),
-        room,
-        sampling: sampling.clone(),
-    })
 }

@@ -6,7 +6,7 @@
 use super::refusal::{Refusal, unfused};
 use super::state::State;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
-use crate::models::decoder::{Block, Decoder};
+use crate::models::decoder::{Block, Decoder, Rotaries};
 use crate::nn::{KvCache, Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
@@ -42,7 +42,7 @@ pub(super) struct Plan {
 struct Held {
     _decoder: Decoder,
     _caches: Vec<(Tensor, Tensor)>,
-    _tables: (Tensor, Tensor),
+    _tables: Rotaries,
     _buffers: Vec<CudaStorage>,
 }
 
@@ -53,7 +53,7 @@ impl Plan {
         device: &CudaDevice,
         decoder: &Decoder,
         caches: &[KvCache],
-        rotary: &RotaryEmbedding,
+        rotaries: &Rotaries,
         state: &State,
     ) -> std::result::Result<Self, Refusal> {
         let Some(table) = decoder.stack.embedding.table() else {
@@ -62,7 +62,7 @@ impl Plan {
         let lookup = Lookup::new(table, state.token(), 0, state.sequences())?;
         let mut writer = Writer::new(device, lookup, state)?;
         for (i, (block, cache)) in decoder.stack.blocks.iter().zip(caches).enumerate() {
-            let written = writer.block(block, cache, rotary);
+            let written = writer.block(block, cache, rotaries.of(block));
             written.map_err(|refusal| refusal.within(format_args!("layer {i}")))?;
         }
         let written = writer.head(&decoder.head, &decoder.stack.norm);
@@ -72,7 +72,6 @@ impl Plan {
             _ => 0,
         });
         let scratch = Scratch::fixed("generation", device, products.max().unwrap_or(0))?;
-        let tables = rotary.tables();
         let held = |cache: &KvCache| {
             let (k, v) = cache.buffers()?;
             Ok((k.clone(), v.clone()))
@@ -84,7 +83,7 @@ impl Plan {
             _held: Held {
                 _decoder: decoder.clone(),
                 _caches: caches.iter().map(held).collect::<Result<_>>()?,
-                _tables: (tables.0.clone(), tables.1.clone()),
+                _tables: rotaries.clone(),
                 _buffers: writer.buffers,
             },
         })

@@ -6,7 +6,7 @@ use super::plan::norm_at;
 use crate::cpu::attention::Sizes;
 use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
-use crate::models::decoder::{Block, Decoder};
+use crate::models::decoder::{Block, Decoder, Rotaries};
 use crate::nn::{Norm, Projection, RotaryEmbedding};
 use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
@@ -19,20 +19,28 @@ use candle_core::{CudaDevice, DType, Device, Layout, Result, Storage, Tensor, ba
 /// Keys and values of one sequence, `[1, Hkv, S, D]` of a layer each.
 pub(super) type Cache = (Tensor, Tensor);
 
-/// Reads `ids` at `position` and following of the sequence whose `caches` these are, and gives the
-/// logits f32 `[1, V]` behind the last of them.
+/// Whose prompt is read.
+pub(super) struct Model<'a> {
+    pub decoder: &'a Decoder,
+    pub rotaries: &'a Rotaries,
+    /// Of the sequence.
+    pub caches: &'a [Cache],
+    /// The position behind the whole prompt, which may come in parts.
+    pub end: usize,
+}
+
+/// Reads `ids` at `position` and following, and gives the logits f32 `[1, V]` behind the last of them.
 ///
 /// # Errors
 /// If a layer is not fused throughout, or memory is short.
 pub(super) fn read(
     device: &CudaDevice,
-    decoder: &Decoder,
-    rotary: &RotaryEmbedding,
-    caches: &[Cache],
+    model: &Model<'_>,
     ids: &[u32],
     position: usize,
 ) -> Result<Tensor> {
     const OP: &str = "generation";
+    let decoder = model.decoder;
     let Some(table) = decoder.stack.embedding.table() else {
         bail!("{OP}: the embedding is not on the GPU");
     };
@@ -55,12 +63,13 @@ pub(super) fn read(
         hidden,
         tokens,
         position,
+        end: model.end,
         x,
     };
     // SAFETY: x has room for all rows; the ids live until the logits are there.
     unsafe { embedding::launch(&pass.launcher, &lookup)? };
-    for (block, cache) in decoder.stack.blocks.iter().zip(caches) {
-        pass.block(block, cache, rotary)?;
+    for (block, cache) in decoder.stack.blocks.iter().zip(model.caches) {
+        pass.block(block, cache, model.rotaries.of(block))?;
         pass.scratch.reset();
     }
     let vocab = decoder.head.rows().iter().sum::<usize>();
@@ -92,6 +101,7 @@ struct Pass {
     hidden: usize,
     tokens: usize,
     position: usize,
+    end: usize,
     /// The residual stream, `[tokens, hidden]`: each layer adds to it in place.
     x: Address,
 }
@@ -228,7 +238,7 @@ impl Pass {
         let config = block.attention.config();
         let (heads, kv_heads, dim) = (config.heads, config.kv_heads, config.head_dim);
         let norms = block.attention.head_norms();
-        let (cos, sin) = rotary.tables();
+        let (cos, sin) = rotary.tables_up_to(self.end);
         let (tokens, position) = (self.tokens, self.position);
         let width = heads * dim;
         let joint = width + 2 * kv_heads * dim;

@@ -69,6 +69,10 @@ impl<S: Source> Balanced<S> {
         self.source.device()
     }
 
+    pub fn dtype(&self) -> Option<DType> {
+        self.source.dtype()
+    }
+
     pub fn has(&self, tensor: &str) -> bool {
         self.source.has(tensor)
     }
@@ -119,7 +123,8 @@ impl<S: Source> Balanced<S> {
             Qkv::Three(parts) => parts.contains(&part),
             Qkv::Joint(name) | Qkv::PerHead(name) => *name == part,
         };
-        let down = gated.then_some(Site::Down);
+        // Rows of a gate in one matrix with what it gates cannot be told apart here.
+        let down = (gated && names.up.len() == 2).then_some(Site::Down);
         let (columns, rows) = match part {
             _ if is_qkv => (Some(Site::Attention), None),
             _ if part == names.attention_norm => (None, Some(Site::Attention)),
@@ -161,7 +166,8 @@ impl<S: Source> Balanced<S> {
                 hidden,
             ),
             (Site::Mlp, _) => {
-                let parts = names.up.iter().map(|part| (name(part), inner)).collect();
+                let rows = shape.activation.inputs(inner) / names.up.len();
+                let parts = names.up.iter().map(|part| (name(part), rows)).collect();
                 (parts, Some(names.mlp_norm), hidden)
             }
             (Site::Down, _) => (vec![(name(names.down), hidden)], None, inner),

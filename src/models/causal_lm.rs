@@ -1,13 +1,13 @@
 //! Models with dense weights that keep their own cache, as candle-transformers' newer ones do.
 
 use super::Architecture;
-use super::decoder::{Decoder, DecoderCache, Stack};
+use super::decoder::{Decoder, DecoderCache, Rotaries, Stack};
 use super::parts::Parts;
 use super::quantized::{Mapped, QuantizedFile, Quantizing};
 use super::shape::Shape;
 use super::weights::Loader;
 use crate::Fusion;
-use crate::nn::RotaryEmbedding;
+use crate::nn::Embedding;
 use crate::nn::recipe::Recipe;
 use crate::ops::RopeStyle;
 use candle_core::{DType, Device, Module, Result, Tensor};
@@ -69,7 +69,7 @@ impl<C: Architecture> CausalLm<C> {
     pub fn new_quantized(cfg: &C, vb: VarBuilder, recipe: &Recipe, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = cache(&shape, vb.dtype(), vb.device())?;
-        let source = Quantizing::new(vb, recipe, &shape, fusion);
+        let source = Quantizing::new(vb, recipe, &shape, fusion)?;
         let decoder = loader::<C, _>(&shape, source, fusion).decoder()?;
         Ok(Self {
             decoder,
@@ -110,10 +110,24 @@ impl<C: Architecture> CausalLm<C> {
     /// # Errors
     /// If `input_ids` is empty, an id is out of the vocabulary, or the context length is passed.
     pub fn forward(&mut self, input_ids: &Tensor, seqlen_offset: usize) -> Result<Tensor> {
-        let stack = &self.decoder.stack;
-        let embedded = stack.embedding.forward(input_ids)?;
-        let x = stack.forward(&embedded, seqlen_offset, &mut self.cache)?;
+        let embedded = self.decoder.stack.embed(input_ids)?;
+        self.forward_embedded(&embedded, seqlen_offset, None)
+    }
+
+    /// The same for embedded tokens `[B, T, hidden]`, with a mask in place of the causal one.
+    pub(super) fn forward_embedded(
+        &mut self,
+        embedded: &Tensor,
+        seqlen_offset: usize,
+        mask: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let (stack, cache) = (&self.decoder.stack, &mut self.cache);
+        let x = stack.forward_with(embedded, seqlen_offset, mask, cache, None)?;
         self.decoder.last_logits(&x)?.unsqueeze(1)
+    }
+
+    pub(super) fn embedding(&self) -> &Embedding {
+        &self.decoder.stack.embedding
     }
 
     /// Every hidden state of `input_ids` as transformers' `output_hidden_states` counts them (the
@@ -196,7 +210,7 @@ impl<C: Architecture> BaseModel<C> {
         offset: usize,
         mask: Option<&Tensor>,
     ) -> Result<Tensor> {
-        let embedded = self.stack.embedding.forward(input)?;
+        let embedded = self.stack.embed(input)?;
         let cache = &mut self.cache;
         let x = self
             .stack
@@ -220,8 +234,7 @@ fn loader<C: Architecture, S>(shape: &Shape, source: S, fusion: Fusion) -> Loade
 }
 
 fn cache(shape: &Shape, dtype: DType, device: &Device) -> Result<DecoderCache> {
-    let frequencies = shape.frequencies.clone();
-    let rotary = RotaryEmbedding::new(frequencies, RopeStyle::HalfSplit, device)?;
+    let rotaries = Rotaries::new(shape, RopeStyle::HalfSplit, device)?;
     let layers = shape.layers;
-    Ok(DecoderCache::new(layers, rotary, true, dtype, device))
+    Ok(DecoderCache::new(layers, rotaries, true, dtype, device))
 }

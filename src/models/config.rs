@@ -21,6 +21,9 @@ pub struct RawRope {
     rope_theta: Option<f64>,
     pub partial_rotary_factor: Option<f64>,
     pub factor: Option<f32>,
+    pub short_factor: Option<Vec<f32>>,
+    pub long_factor: Option<Vec<f32>>,
+    pub attention_factor: Option<f64>,
     pub low_freq_factor: Option<f32>,
     pub high_freq_factor: Option<f32>,
     pub original_max_position_embeddings: Option<usize>,
@@ -96,7 +99,7 @@ pub struct RawOther {
     clip_qkv: Option<f64>,
     num_local_experts: Option<f64>,
     num_experts: Option<f64>,
-    no_rope_layers: Option<Vec<f64>>,
+    pub no_rope_layers: Option<Vec<f64>>,
 }
 
 impl RawOther {
@@ -114,13 +117,14 @@ impl RawOther {
             }
         }
         let factors = [
-            ("attention_multiplier", self.attention_multiplier),
             ("embedding_multiplier", self.embedding_multiplier),
             ("residual_multiplier", self.residual_multiplier),
             ("logits_scaling", self.logits_scaling),
             ("logit_scale", self.logit_scale),
         ];
+        // The first takes the place of 1 / sqrt(D), so that no value leaves results as they are.
         let caps = [
+            ("attention_multiplier", self.attention_multiplier),
             ("attn_logit_softcapping", self.attn_logit_softcapping),
             ("final_logit_softcapping", self.final_logit_softcapping),
             ("clip_qkv", self.clip_qkv),
@@ -142,7 +146,7 @@ impl RawOther {
             }
         }
         match &self.no_rope_layers {
-            Some(layers) if layers.contains(&0.) => Err(
+            Some(layers) if layers.contains(&0.) && expected != "smollm3" => Err(
                 "no_rope_layers names layers without rotary, which the model here does not have"
                     .into(),
             ),

@@ -1,7 +1,9 @@
 //! The decoder that pre-norm models share: embedding, layers of attention and MLP, final norm and
 //! head.
 
+use super::shape::Shape;
 use crate::nn::{Attention, Embedding, KvCache, Mlp, Norm, Projection, RotaryEmbedding, Tokens};
+use crate::ops::RopeStyle;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 /// One layer.
@@ -13,6 +15,8 @@ pub struct Block {
     pub mlp: Mlp,
     /// Whether attention and MLP stand side by side.
     pub parallel: bool,
+    /// Whether queries and keys are rotated.
+    pub rotated: bool,
 }
 
 impl Block {
@@ -26,11 +30,50 @@ impl Block {
     }
 }
 
+/// The rotary tables of a model's layers.
+#[derive(Clone, Debug)]
+pub struct Rotaries {
+    rotated: RotaryEmbedding,
+    /// Tables that turn nothing, for layers without rotary.
+    still: Option<RotaryEmbedding>,
+}
+
+impl Rotaries {
+    /// The tables of a model of this shape.
+    pub fn new(shape: &Shape, style: RopeStyle, device: &Device) -> Result<Self> {
+        let frequencies = shape.frequencies.clone();
+        let mut rotated = RotaryEmbedding::new(frequencies, style, device)?;
+        if let Some(long) = &shape.long {
+            rotated = rotated.with_long(long.frequencies.clone(), long.from, long.magnitude);
+        }
+        let zeros = || RotaryEmbedding::new(vec![0.; shape.frequencies.len()], style, device);
+        let any = (0..shape.layers).any(|layer| !shape.rotates(layer));
+        Ok(Self {
+            rotated,
+            still: any.then(zeros).transpose()?,
+        })
+    }
+
+    /// The tables of a layer.
+    pub fn of(&self, block: &Block) -> &RotaryEmbedding {
+        match &self.still {
+            Some(still) if !block.rotated => still,
+            _ => &self.rotated,
+        }
+    }
+
+    /// Makes the tables reach `positions`.
+    fn reserve(&mut self, positions: usize) -> Result<()> {
+        self.rotated.reserve(positions)?;
+        self.still.as_mut().map_or(Ok(()), |r| r.reserve(positions))
+    }
+}
+
 /// Keys and values of every layer, and the rotary tables.
 #[derive(Clone, Debug)]
 pub struct DecoderCache {
     layers: Vec<Option<KvCache>>,
-    rotary: RotaryEmbedding,
+    rotaries: Rotaries,
     keep: bool,
     dtype: DType,
     device: Device,
@@ -40,14 +83,14 @@ impl DecoderCache {
     /// `keep` false gives a cache that neither uses nor changes what it holds.
     pub fn new(
         layers: usize,
-        rotary: RotaryEmbedding,
+        rotaries: Rotaries,
         keep: bool,
         dtype: DType,
         device: &Device,
     ) -> Self {
         Self {
             layers: vec![None; layers],
-            rotary,
+            rotaries,
             keep,
             dtype,
             device: device.clone(),
@@ -58,7 +101,7 @@ impl DecoderCache {
     pub fn over(&self, layers: Vec<KvCache>) -> Self {
         Self {
             layers: layers.into_iter().map(Some).collect(),
-            rotary: self.rotary.clone(),
+            rotaries: self.rotaries.clone(),
             keep: true,
             dtype: self.dtype,
             device: self.device.clone(),
@@ -89,9 +132,9 @@ impl DecoderCache {
     }
 
     /// Makes the rotary tables reach `positions` and gives them.
-    pub fn rotary(&mut self, positions: usize) -> Result<&RotaryEmbedding> {
-        self.rotary.reserve(positions)?;
-        Ok(&self.rotary)
+    pub fn rotaries(&mut self, positions: usize) -> Result<&Rotaries> {
+        self.rotaries.reserve(positions)?;
+        Ok(&self.rotaries)
     }
 
     /// Forgets all positions.
@@ -117,6 +160,14 @@ pub struct Decoder {
 }
 
 impl Stack {
+    /// The embedded tokens `[B, T, H]` of `input_ids` `[B, T]`.
+    pub fn embed(&self, input_ids: &Tensor) -> Result<Tensor> {
+        if input_ids.rank() != 2 {
+            bail!("input_ids: {:?}, expected [B, T]", input_ids.dims());
+        }
+        self.embedding.forward(input_ids)
+    }
+
     /// Runs the layers over embedded tokens `[B, T, H]` at `position..position + T` and returns the
     /// residual stream behind them.
     pub fn forward(
@@ -158,14 +209,14 @@ impl Stack {
                 self.max_positions
             );
         }
-        cache.rotary.reserve(end)?;
-        let at = Tokens {
-            position,
-            rotary: &cache.rotary,
-            mask,
-        };
+        cache.rotaries.reserve(end)?;
         let mut x = embedded.clone();
         for (block, slot) in self.blocks.iter().zip(&mut cache.layers) {
+            let at = Tokens {
+                position,
+                rotary: cache.rotaries.of(block),
+                mask,
+            };
             if let Some(states) = states.as_deref_mut() {
                 states.push(x.clone());
             }
@@ -209,7 +260,7 @@ impl Decoder {
     ) -> Result<(Vec<Tensor>, Tensor)> {
         let stack = &self.stack;
         let mut states = Vec::with_capacity(stack.blocks.len() + 1);
-        let embedded = stack.embedding.forward(ids)?;
+        let embedded = stack.embed(ids)?;
         let x = stack.forward_with(&embedded, position, None, cache, Some(&mut states))?;
         let normed = stack.norm.forward(&x)?;
         let logits = self

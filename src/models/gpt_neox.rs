@@ -9,7 +9,7 @@
 
 use super::config::{RawOther, RawPositions};
 use super::names::{GGUF, Names, Qkv};
-use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape, Unrotated};
 use super::weights::activation;
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
@@ -135,6 +135,7 @@ static KIND: Kind = Kind {
         ..GGUF
     },
     gguf_style: RopeStyle::HalfSplit,
+    gguf_unrotated: Unrotated::None,
     norm: NormKind::Layer,
     head_norms: false,
     side_by_side: true,
@@ -181,6 +182,8 @@ impl Describe for Config {
             },
             sliding: None,
             frequencies: Vec::new(),
+            long: None,
+            unrotated: Unrotated::None,
             eps: self.layer_norm_eps,
             activation,
             parallel: self.use_parallel_residual,

@@ -5,6 +5,9 @@
 //! | Llama 2 and 3, SmolLM2 | [`llama::Llama`] | [`llama::ModelWeights`] |
 //! | Qwen2, Qwen2.5 | [`qwen2::ModelForCausalLM`] | [`qwen2::ModelWeights`] |
 //! | Qwen3 | [`qwen3::ModelForCausalLM`] | [`qwen3::ModelWeights`] |
+//! | Mistral | [`mistral::Model`] | [`mistral::ModelWeights`] |
+//! | Phi-3, Phi-3.5, Phi-4-mini | [`phi3::Model`] | [`phi3::ModelWeights`] |
+//! | SmolLM3 | [`smol::smollm3::ModelForCausalLM`] | [`smol::smollm3::ModelWeights`] |
 //! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
 //!
 //! Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
@@ -20,18 +23,23 @@ pub(crate) mod decoder;
 mod gguf;
 pub mod gpt_neox;
 pub mod llama;
+pub mod mistral;
 mod modules;
 mod names;
 pub(crate) mod parts;
+pub mod phi3;
 pub(crate) mod quantized;
 pub mod quantized_llama;
+pub mod quantized_phi3;
 pub mod quantized_qwen2;
 pub mod quantized_qwen3;
 mod qwen;
 pub mod qwen2;
 pub mod qwen3;
+mod rotary_tables;
 mod safetensors;
 pub(crate) mod shape;
+pub mod smol;
 mod weights;
 
 pub use causal_lm::{BaseModel, CausalLm};

@@ -8,7 +8,7 @@ struct Module {
     model_type: &'static str,
 }
 
-const MODULES: [Module; 4] = [
+const MODULES: [Module; 7] = [
     Module {
         name: "llama",
         gguf: "llama",
@@ -28,6 +28,21 @@ const MODULES: [Module; 4] = [
         name: "gpt_neox",
         gguf: "gptneox",
         model_type: "gpt_neox",
+    },
+    Module {
+        name: "mistral",
+        gguf: "mistral",
+        model_type: "mistral",
+    },
+    Module {
+        name: "phi3",
+        gguf: "phi3",
+        model_type: "phi3",
+    },
+    Module {
+        name: "smol::smollm3",
+        gguf: "smollm3",
+        model_type: "smollm3",
     },
 ];
 

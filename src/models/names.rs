@@ -19,6 +19,23 @@ pub struct Names {
     pub head: &'static str,
 }
 
+impl Names {
+    /// The names of a model's matrices, head and embedding before the layers.
+    pub fn matrices(&self, layers: usize) -> Vec<String> {
+        let qkv = match &self.qkv {
+            Qkv::Three(parts) => &parts[..],
+            Qkv::Joint(name) | Qkv::PerHead(name) => std::slice::from_ref(name),
+        };
+        let parts: Vec<_> = [qkv, &[self.output], self.up, &[self.down]].concat();
+        let of_layers = (0..layers).flat_map(|layer| {
+            let within = |part: &&str| format!("{}.{layer}.{part}.weight", self.layer);
+            parts.iter().map(within).collect::<Vec<_>>()
+        });
+        let ends = [self.embedding, self.head].map(|name| format!("{name}.weight"));
+        ends.into_iter().chain(of_layers).collect()
+    }
+}
+
 /// How queries, keys and values are stored.
 #[derive(Debug)]
 pub enum Qkv {

@@ -39,7 +39,7 @@ pub fn save_quantized<C: Architecture>(
     }
     let shape = cfg.shape()?;
     let mut saved = Vec::new();
-    let mut source = Quantizing::new(vb, recipe, &shape, Fusion::all());
+    let mut source = Quantizing::new(vb, recipe, &shape, Fusion::all())?;
     source.saved = Some(&mut saved);
     Loader {
         source,
@@ -64,22 +64,25 @@ pub struct Quantizing<'a, S> {
 }
 
 impl<'a, S: Source> Quantizing<'a, S> {
-    pub fn new(source: S, recipe: &'a Recipe, shape: &Shape, fusion: Fusion) -> Self {
+    /// # Errors
+    /// If a pattern of the recipe matches nothing.
+    pub fn new(source: S, recipe: &'a Recipe, shape: &Shape, fusion: Fusion) -> Result<Self> {
         let names = &shape.kind.names;
+        recipe.check_patterns(|| names.matrices(shape.layers))?;
         let qkv = match names.qkv {
             Qkv::Three(parts) => parts.len(),
             Qkv::Joint(_) | Qkv::PerHead(_) => 1,
         };
         let own_head = source.has(&format!("{}.weight", names.head));
         let total = shape.layers * (qkv + names.up.len() + 2) + 1 + usize::from(own_head);
-        Self {
+        Ok(Self {
             source: Balanced::new(source, recipe.is_balanced().then(|| shape.clone())),
             recipe,
             names,
             fusion,
             count: (0, total),
             saved: None,
-        }
+        })
     }
 
     fn done(&mut self, tensor: &str) {
@@ -117,6 +120,10 @@ impl<'a, S: Source> Quantizing<'a, S> {
 impl<S: Source> Source for Quantizing<'_, S> {
     fn device(&self) -> &Device {
         self.source.device()
+    }
+
+    fn dtype(&self) -> Option<DType> {
+        self.source.dtype()
     }
 
     fn has(&self, tensor: &str) -> bool {
@@ -210,6 +217,10 @@ pub struct Mapped<'a> {
 impl Source for Mapped<'_> {
     fn device(&self) -> &Device {
         self.device
+    }
+
+    fn dtype(&self) -> Option<DType> {
+        Some(self.dtype)
     }
 
     fn has(&self, tensor: &str) -> bool {

@@ -2,7 +2,8 @@
 
 pub use super::qwen3::ModelWeights;
 
-use crate::nn::{self, Linear, RmsNorm};
+use super::rotary_tables::RotaryTables;
+use crate::nn::{Linear, RmsNorm};
 use crate::ops::RopeStyle;
 use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -81,12 +82,7 @@ impl<R: Read + Seek> Gguf<R> {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct RotaryEmbedding {
-    tables: nn::RotaryEmbedding,
-    cos: Vec<f32>,
-    sin: Vec<f32>,
-    pairs: usize,
-}
+pub struct RotaryEmbedding(RotaryTables);
 
 impl RotaryEmbedding {
     /// Tables for `head_dim` dimensions and `max_position_embeddings` positions. They are kept in f32,
@@ -103,16 +99,8 @@ impl RotaryEmbedding {
     ) -> Result<Self> {
         let _ = dtype;
         let (style, positions) = (RopeStyle::HalfSplit, max_position_embeddings);
-        let tables =
-            nn::RotaryEmbedding::with_theta(head_dim, rope_theta as f32, positions, style, dev)?;
-        let (cos, sin) = tables.tables();
-        let values = |table: &Tensor| table.flatten_all()?.to_vec1::<f32>();
-        Ok(Self {
-            cos: values(cos)?,
-            sin: values(sin)?,
-            pairs: head_dim / 2,
-            tables,
-        })
+        let tables = RotaryTables::new(head_dim, positions, rope_theta, style, dev)?;
+        Ok(Self(tables))
     }
 
     /// Queries and keys `[B, H, T, D]` rotated as the tokens at `offset..offset + T`.
@@ -120,14 +108,11 @@ impl RotaryEmbedding {
     /// # Errors
     /// If shapes, dtypes or devices do not fit, or the positions pass the tables.
     pub fn apply(&self, q: &Tensor, k: &Tensor, offset: usize) -> Result<(Tensor, Tensor)> {
-        self.tables.apply(q, k, offset)
+        self.0.apply(q, k, offset)
     }
 
     /// Cosines and sines of one position, `head_dim / 2` each; none past the tables.
     pub fn cos_sin_at(&self, pos: usize) -> (&[f32], &[f32]) {
-        let start = pos.saturating_mul(self.pairs);
-        let row = start..start.saturating_add(self.pairs);
-        let of = |table| <[f32]>::get(table, row.clone()).unwrap_or_default();
-        (of(&self.cos), of(&self.sin))
+        self.0.at(pos)
     }
 }

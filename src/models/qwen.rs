@@ -1,10 +1,7 @@
 //! What Qwen2 and Qwen3 share: their `config.json`, and sliding windows.
 
 use super::config::{RawOther, RawPositions};
-use super::shape::{Shape, Sliding};
-use super::weights::activation;
-use crate::ops::Activation;
-use candle_core::{Result, bail};
+use super::shape::Sliding;
 use serde::Deserialize;
 
 /// transformers' default where a file that asks for windows does not name one; `null` is none.
@@ -104,12 +101,4 @@ fn first_sliding(types: &[String], layers: usize) -> std::result::Result<usize, 
 pub fn sliding(used: bool, window: Option<usize>, from: usize) -> Option<Sliding> {
     let window = window.filter(|_| used)?;
     Some(Sliding { window, from })
-}
-
-/// The shape behind the check of what must be there for all of them: an MLP gated by SiLU.
-pub fn gated(shape: Shape, act: candle_nn::Activation) -> Result<Shape> {
-    if activation(act) != Some(Activation::Silu) {
-        bail!("config: hidden_act is {act:?}, expected silu");
-    }
-    Ok(shape)
 }

@@ -10,7 +10,8 @@
 
 use super::names::{GGUF, LLAMA};
 use super::qwen::{self, RawConfig};
-use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape, Unrotated};
+use super::weights::gated;
 use crate::Fusion;
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
@@ -93,6 +94,7 @@ static KIND: Kind = Kind {
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::HalfSplit,
+    gguf_unrotated: Unrotated::None,
     norm: NormKind::Rms,
     head_norms: false,
     side_by_side: false,
@@ -124,6 +126,8 @@ impl Describe for Config {
             },
             sliding: qwen::sliding(self.use_sliding_window, window, self.max_window_layers),
             frequencies: Vec::new(),
+            long: None,
+            unrotated: Unrotated::None,
             eps: self.rms_norm_eps,
             activation: KIND.activation,
             parallel: false,
@@ -135,7 +139,7 @@ impl Describe for Config {
             },
             max_positions: self.max_position_embeddings,
         };
-        qwen::gated(shape, self.hidden_act)?
+        gated(shape, self.hidden_act)?
             .rotated_by(|| shape::inverse_frequencies(self.rope_theta as f32, head_dim))
     }
 }

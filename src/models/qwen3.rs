@@ -9,7 +9,8 @@
 
 use super::names::{GGUF, LLAMA};
 use super::qwen::{self, RawConfig};
-use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape, Unrotated};
+use super::weights::gated;
 use crate::nn::AttentionConfig;
 use crate::ops::{Activation, RopeStyle};
 use candle_core::Result;
@@ -85,6 +86,7 @@ static KIND: Kind = Kind {
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::HalfSplit,
+    gguf_unrotated: Unrotated::None,
     norm: NormKind::Rms,
     head_norms: true,
     side_by_side: false,
@@ -111,6 +113,8 @@ impl Describe for Config {
             },
             sliding: qwen::sliding(used, self.sliding_window, self.max_window_layers),
             frequencies: Vec::new(),
+            long: None,
+            unrotated: Unrotated::None,
             eps: self.rms_norm_eps,
             activation: KIND.activation,
             parallel: false,
@@ -122,7 +126,7 @@ impl Describe for Config {
             head: Head::tied(self.tie_word_embeddings),
             max_positions: self.max_position_embeddings,
         };
-        qwen::gated(shape, self.hidden_act)?
+        gated(shape, self.hidden_act)?
             .rotated_by(|| shape::inverse_frequencies(self.rope_theta as f32, self.head_dim))
     }
 }

@@ -3,12 +3,29 @@
 use super::weights::{Source, arranged};
 use crate::Fusion;
 use crate::nn::{Embedding, LinearWeight, Projection};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor};
 use candle_nn::VarBuilder;
+
+/// The error of a matrix that could not be read, or where to go with a file that
+/// [`save_quantized`](super::save_quantized) wrote, whose matrices are bytes in a row.
+fn onward(vb: &VarBuilder<'_>, tensor: &str, error: Error) -> Error {
+    let stored = vb.get_unchecked_dtype(tensor, DType::U8);
+    match stored.is_ok_and(|stored| stored.rank() == 1) {
+        true => Error::Msg(format!(
+            "tensor `{tensor}` is quantized: `QuantizedFile::open` opens such a file, and the model's \
+             `from_quantized` loads it"
+        )),
+        false => error,
+    }
+}
 
 impl Source for VarBuilder<'_> {
     fn device(&self) -> &Device {
         VarBuilder::device(self)
+    }
+
+    fn dtype(&self) -> Option<DType> {
+        Some(VarBuilder::dtype(self))
     }
 
     fn has(&self, tensor: &str) -> bool {
@@ -22,7 +39,10 @@ impl Source for VarBuilder<'_> {
         cols: usize,
         heads: Option<usize>,
     ) -> Result<LinearWeight> {
-        let matrix = self.get((rows, cols), tensor)?;
+        let matrix = match self.get((rows, cols), tensor) {
+            Ok(matrix) => matrix,
+            Err(error) => return Err(onward(self, tensor, error)),
+        };
         Ok(LinearWeight::Dense(arranged(matrix, heads)?))
     }
 

@@ -16,6 +16,8 @@ pub struct Kind {
     pub gguf_names: Names,
     /// How GGUF files order the rows of queries and keys.
     pub gguf_style: RopeStyle,
+    /// Layers that are not rotated, which GGUF files do not say.
+    pub gguf_unrotated: Unrotated,
     pub norm: NormKind,
     /// Whether queries and keys are normalised head by head.
     pub head_norms: bool,
@@ -47,6 +49,8 @@ pub struct Shape {
     pub sliding: Option<Sliding>,
     /// One for each rotated pair of dimensions.
     pub frequencies: Vec<f32>,
+    pub long: Option<Long>,
+    pub unrotated: Unrotated,
     pub eps: f64,
     pub activation: Activation,
     /// `x + attention(norm1(x)) + mlp(norm2(x))` instead of one behind the other.
@@ -78,6 +82,25 @@ impl Head {
 pub struct Sliding {
     pub window: usize,
     pub from: usize,
+}
+
+/// Other frequencies for calls that reach past position `from`, as many as the first ones.
+#[derive(Clone, Debug)]
+pub struct Long {
+    pub frequencies: Vec<f32>,
+    pub from: usize,
+    /// What cosines and sines are multiplied by, the first ones too.
+    pub magnitude: f32,
+}
+
+/// Layers whose queries and keys are not rotated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unrotated {
+    None,
+    /// The last of each so many.
+    Every(usize),
+    /// By layer; those behind the list are rotated.
+    Listed(Vec<bool>),
 }
 
 /// The biases that must be there.
@@ -180,6 +203,15 @@ impl Shape {
         }
     }
 
+    /// Whether a layer's queries and keys are rotated.
+    pub fn rotates(&self, layer: usize) -> bool {
+        match &self.unrotated {
+            Unrotated::None => true,
+            Unrotated::Every(n) => !(layer + 1).is_multiple_of(*n),
+            Unrotated::Listed(layers) => !layers.get(layer).copied().unwrap_or(false),
+        }
+    }
+
     /// Whether a model of this shape can exist.
     pub fn check(&self) -> Result<()> {
         let AttentionConfig {
@@ -198,7 +230,8 @@ impl Shape {
         if rotated + 1 == head_dim {
             bail!("config: the head size is {head_dim}, expected an even number");
         }
-        if let Some(f) = self.frequencies.iter().find(|f| !f.is_finite()) {
+        let long = self.long.iter().flat_map(|long| &long.frequencies);
+        if let Some(f) = self.frequencies.iter().chain(long).find(|f| !f.is_finite()) {
             bail!("config: a rotary frequency is {f}, expected a number: look at rope_theta");
         }
         for (name, value) in [

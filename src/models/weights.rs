@@ -6,12 +6,17 @@ use super::shape::{Head, NormKind, Shape};
 use crate::Fusion;
 use crate::nn::{Attention, Embedding, LayerNorm, LinearWeight, Mlp, Norm, Projection, RmsNorm};
 use crate::ops::Activation;
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Where tensors come from.
 pub trait Source {
     /// Where the model's tensors are to be.
     fn device(&self) -> &Device;
+
+    /// What numbers are read as, if one is asked for.
+    fn dtype(&self) -> Option<DType> {
+        None
+    }
 
     fn has(&self, tensor: &str) -> bool;
 
@@ -83,6 +88,12 @@ impl<S: Source> Loader<'_, S> {
     /// That the shape is possible, and the last layer there, before anything is read.
     fn check(&self) -> Result<()> {
         self.shape.check()?;
+        if self.fusion != Fusion::none()
+            && let Some(dtype) = self.source.dtype()
+            && !matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+        {
+            bail!("dtype: {dtype:?}, expected f32, f16 or bf16");
+        }
         let norm = |layer: usize| {
             let Names {
                 layer: stem,
@@ -137,13 +148,15 @@ impl<S: Source> Loader<'_, S> {
         let qkv = self.qkv(layer)?;
         let output = [(within(names.output), hidden)];
         let output = self.projection(&output, q, shape.biases.output)?;
-        let mut attention = Attention::new(qkv, output, config, fusion);
+        let mut attention = Attention::new(qkv, output, config).with_fusion(fusion);
         if shape.kind.head_norms {
             let [q, k] = names.head_norms.map(&within);
             let mut norm = |name| self.rms_norm(name, config.head_dim);
             attention = attention.with_head_norms(norm(&q)?, norm(&k)?);
         }
-        let up: Vec<_> = names.up.iter().map(|name| (within(name), inner)).collect();
+        // Gate and up, each alone or both in one.
+        let rows = shape.activation.inputs(inner) / names.up.len();
+        let up: Vec<_> = names.up.iter().map(|name| (within(name), rows)).collect();
         let mlp = Mlp::new(
             self.projection(&up, hidden, shape.biases.mlp)?,
             self.projection(&[(within(names.down), hidden)], inner, shape.biases.mlp)?,
@@ -155,6 +168,7 @@ impl<S: Source> Loader<'_, S> {
             mlp_norm: self.norm(&within(names.mlp_norm))?,
             mlp,
             parallel: shape.parallel,
+            rotated: shape.rotates(layer),
         })
     }
 
@@ -262,4 +276,12 @@ pub fn activation(act: candle_nn::Activation) -> Option<Activation> {
         Act::Silu | Act::Swish => Some(Activation::Silu),
         _ => None,
     }
+}
+
+/// The shape behind the check of what must be there for all of them: an MLP gated by SiLU.
+pub fn gated(shape: Shape, act: candle_nn::Activation) -> Result<Shape> {
+    if activation(act) != Some(Activation::Silu) {
+        bail!("config: hidden_act is {act:?}, expected silu");
+    }
+    Ok(shape)
 }

@@ -2,8 +2,10 @@
 
 use super::{KvCache, Norm, Projection, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
+use crate::fusion::fallback;
 use crate::ops::view::inference_only;
 use crate::ops::{self, AttentionParams, HeadNorms, RopeAppend, RopeStyle, Rotation};
+use crate::trace;
 use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
 
 /// The shape of an attention layer.
@@ -51,20 +53,20 @@ pub struct Attention {
 
 impl Attention {
     /// From the q, k and v matrices (in this order) as one [`Projection`] of three matrices or of one
-    /// that holds them all, and the output matrix.
-    pub fn new(
-        qkv: Projection,
-        output: Projection,
-        config: AttentionConfig,
-        fusion: Fusion,
-    ) -> Self {
+    /// that holds them all, and the output matrix. Rotation and attention are fused as `qkv` is.
+    pub fn new(qkv: Projection, output: Projection, config: AttentionConfig) -> Self {
         Self {
+            fusion: qkv.fusion(),
             qkv,
             output,
             head_norms: None,
             config,
-            fusion,
         }
+    }
+
+    /// The same with rotation and attention fused as `fusion` says; the matrices stay as they are.
+    pub fn with_fusion(self, fusion: Fusion) -> Self {
+        Self { fusion, ..self }
     }
 
     /// The same with norms of each head's queries and keys in front of the rotation, as Qwen3 has
@@ -174,7 +176,13 @@ impl Attention {
         cache: &KvCache,
     ) -> Result<Tensor> {
         let head_dim = self.config.head_dim;
-        let q = if self.fusion.rope {
+        let fusion = self.fusion.on(x.device());
+        if fusion != self.fusion
+            && let Some(why) = fallback(x.device())
+        {
+            trace::record("flash_attention", || format!("candle: {why}"));
+        }
+        let q = if fusion.rope {
             let qkv = self.qkv.forward_joint(x, norm)?;
             self.rotate(&qkv, at, slot, cache)?
         } else {
@@ -185,11 +193,12 @@ impl Attention {
         let params = AttentionParams {
             scale: 1. / (head_dim as f32).sqrt(),
             causal: at.mask.is_none(),
-            window: self.config.window,
+            // A mask says all that is hidden.
+            window: self.config.window.filter(|_| at.mask.is_none()),
             softcap: None,
             mask: at.mask.cloned(),
         };
-        if self.fusion.flash_attention {
+        if fusion.flash_attention {
             ops::flash_attention(&q, &k, &v, &params)
         } else {
             plain_attention(&q, &k, &v, &params)
@@ -207,7 +216,7 @@ impl Attention {
         let AttentionConfig {
             heads, kv_heads, ..
         } = self.config;
-        let (cos, sin) = at.rotary.tables();
+        let (cos, sin) = at.rotary.tables_up_to(at.position + qkv.dim(1)?);
         let rotation = Rotation {
             cos,
             sin,
@@ -268,7 +277,7 @@ impl Attention {
 /// Rotation of `[B, H, T, D]` with candle's operations; dimensions past the tables are kept.
 fn plain_rope(x: &Tensor, at: &Tokens<'_>) -> Result<Tensor> {
     let (_, _, tokens, head_dim) = x.dims4()?;
-    let (cos, sin) = at.rotary.tables();
+    let (cos, sin) = at.rotary.tables_up_to(at.position + tokens);
     let cos = cos.narrow(0, at.position, tokens)?.to_dtype(x.dtype())?;
     let sin = sin.narrow(0, at.position, tokens)?.to_dtype(x.dtype())?;
     let rotated = 2 * cos.dim(1)?;

@@ -14,7 +14,7 @@ pub struct Mlp {
 
 impl Mlp {
     /// From the matrices in front of the activation as one [`Projection`] (gate and up, in this
-    /// order, for [`Activation::SwiGlu`]), and the matrix behind it.
+    /// order, for [`Activation::SwiGlu`]), and the matrix behind it. What is fused is what is in them.
     pub fn new(up: Projection, down: Projection, activation: Activation) -> Self {
         Self {
             up,

@@ -1,7 +1,9 @@
 //! RMSNorm and LayerNorm.
 
 use crate::Fusion;
+use crate::fusion::fallback;
 use crate::ops::{self, Prologue};
+use crate::trace;
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -58,9 +60,18 @@ impl RmsNorm {
     }
 }
 
+/// Whether a norm of tensors like `x` is fused, if it is to be; the trace hears why it is not.
+fn fused(asked: bool, op: &'static str, x: &Tensor) -> bool {
+    let why = fallback(x.device()).filter(|_| asked);
+    if let Some(why) = why {
+        trace::record(op, || format!("candle: {why}"));
+    }
+    asked && why.is_none()
+}
+
 impl Module for RmsNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if self.fused {
+        if fused(self.fused, "rms_norm", x) {
             ops::rms_norm(x, &self.weight, self.eps)
         } else {
             candle_nn::ops::rms_norm(&x.contiguous()?, &self.weight, self.eps as f32)
@@ -145,7 +156,8 @@ impl LayerNorm {
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if self.fused && self.remove_mean {
+        let fused = fused(self.fused, "layer_norm", x);
+        if fused && self.remove_mean {
             return ops::layer_norm(x, &self.weight, self.bias.as_ref(), self.eps);
         }
         let (weight, eps) = (self.weight.clone(), self.eps);
@@ -154,7 +166,7 @@ impl Module for LayerNorm {
                 return candle_nn::LayerNorm::new(weight, bias.clone(), eps).forward(x);
             }
             (None, true) => return candle_nn::LayerNorm::new_no_bias(weight, eps).forward(x),
-            (_, false) if self.fused => ops::rms_norm(x, &weight, eps)?,
+            (_, false) if fused => ops::rms_norm(x, &weight, eps)?,
             (_, false) => candle_nn::LayerNorm::rms_norm(weight, eps).forward(x)?,
         };
         match &self.bias {

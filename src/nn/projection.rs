@@ -4,10 +4,12 @@ use super::{Norm, pack};
 use crate::cpu::packed::PackedMatrix;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
+use crate::fusion::fallback;
 use crate::ops::{self, Activation, Epilogue, Prologue, Weight};
-use crate::{Fusion, quant};
+use crate::{Fusion, quant, trace};
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
-use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Module, Result, Tensor};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// A weight as a checkpoint holds it.
@@ -27,6 +29,15 @@ impl LinearWeight {
             LinearWeight::Dense(w) => w.dims2(),
             LinearWeight::Quantized(w) => w.shape().dims2(),
             LinearWeight::Packed(w) => Ok((w.rows(), w.cols())),
+        }
+    }
+
+    /// Why its device has no fused product, if it has none.
+    fn fallback(&self) -> Option<&'static str> {
+        match self {
+            LinearWeight::Dense(w) => fallback(w.device()),
+            LinearWeight::Quantized(w) => fallback(&w.device()),
+            LinearWeight::Packed(_) => fallback(&Device::Cpu),
         }
     }
 }
@@ -56,7 +67,10 @@ impl Projection {
     /// into f32 where `fusion.quant_linear` is off.
     pub fn new(weights: Vec<LinearWeight>, bias: Option<Tensor>, fusion: Fusion) -> Result<Self> {
         let quantized = weights.iter().any(|w| !matches!(w, LinearWeight::Dense(_)));
-        let fused = if quantized {
+        let here = weights.iter().all(|w| w.fallback().is_none());
+        let fused = if !here {
+            false
+        } else if quantized {
             fusion.quant_linear
         } else {
             fusion.linear
@@ -94,6 +108,11 @@ impl Projection {
         }
     }
 
+    /// The fusions that are on.
+    pub fn fusion(&self) -> Fusion {
+        self.fusion
+    }
+
     /// With this bias, `[sum of N_i]`.
     pub(crate) fn with_bias(self, bias: Option<Tensor>) -> Self {
         Self { bias, ..self }
@@ -117,27 +136,48 @@ impl Projection {
         &self.rows
     }
 
+    /// The fused form, unless candle's own operations have to serve: then the trace hears why.
+    fn fused_form(&self, x: &Tensor) -> Option<&[Weight]> {
+        let Form::Fused(weights) = &self.form else {
+            return None;
+        };
+        match fallback(x.device()) {
+            Some(why) => {
+                trace::record("linear", || format!("candle: {why}"));
+                None
+            }
+            None => Some(weights),
+        }
+    }
+
+    /// The matrices as candle multiplies with them.
+    fn plain_form(&self) -> Result<Cow<'_, [QMatMul]>> {
+        match &self.form {
+            Form::Plain(weights) => Ok(Cow::Borrowed(weights)),
+            Form::Fused(weights) => {
+                let plain = |w: &Weight| Ok(QMatMul::Tensor(pack::dense(w)?));
+                Ok(Cow::Owned(
+                    weights.iter().map(plain).collect::<Result<_>>()?,
+                ))
+            }
+        }
+    }
+
     /// All outputs side by side, `[.., sum of N_i]`, of `norm(x)` if a norm is given.
     pub fn forward_joint(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
-        match &self.form {
-            Form::Fused(weights) => self.fused(weights, x, norm, Activation::None, &[]),
-            Form::Plain(_) => {
-                let parts = self.forward_parts(x, norm)?;
-                if let [only] = parts.as_slice() {
-                    return Ok(only.clone());
-                }
-                Tensor::cat(&parts, D::Minus1)
-            }
+        if let Some(weights) = self.fused_form(x) {
+            return self.fused(weights, x, norm, Activation::None, &[]);
+        }
+        let parts = self.plain(x, norm)?;
+        match parts.as_slice() {
+            [only] => Ok(only.clone()),
+            _ => Tensor::cat(&parts, D::Minus1),
         }
     }
 
     /// The output of each matrix, `[.., N_i]`.
     pub fn forward_parts(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Vec<Tensor>> {
-        let weights = match &self.form {
-            Form::Fused(weights) => weights,
-            Form::Plain(weights) => return self.plain(weights, x, norm),
-        };
-        let joint = self.fused(weights, x, norm, Activation::None, &[])?;
+        let joint = self.forward_joint(x, norm)?;
         let mut start = 0;
         self.rows
             .iter()
@@ -149,10 +189,11 @@ impl Projection {
             .collect()
     }
 
-    /// The activation of the output: of two matrices, gate and up, for [`Activation::SwiGlu`].
+    /// The activation of the output: of two matrices, gate and up, or of one that holds both in this order,
+    /// for [`Activation::SwiGlu`].
     ///
     /// # Errors
-    /// If shapes do not fit, or there are no such two matrices.
+    /// If shapes do not fit, or there are no such matrices.
     pub fn forward_activated(
         &self,
         x: &Tensor,
@@ -160,23 +201,22 @@ impl Projection {
         activation: Activation,
     ) -> Result<Tensor> {
         let gated = activation == Activation::SwiGlu;
-        if gated && !matches!(self.rows[..], [gate, up] if gate == up) {
-            bail!(
-                "swiglu: matrices of {:?} rows, expected a gate and an up matrix of as many rows",
-                self.rows
-            );
+        if gated {
+            ops::linear::check_gated("projection", &self.rows)?;
         }
         let inside = if gated {
             self.fusion.swiglu
         } else {
             self.fusion.gelu
         };
-        if let (Form::Fused(weights), true) = (&self.form, inside) {
+        if inside && let Some(weights) = self.fused_form(x) {
             return self.fused(weights, x, norm, activation, &[]);
         }
         if gated {
-            let parts = self.forward_parts(x, norm)?;
-            return &parts[0].silu()? * &parts[1];
+            let joint = self.forward_joint(x, norm)?;
+            let half = joint.dim(D::Minus1)? / 2;
+            let part = |start| joint.narrow(D::Minus1, start, half);
+            return part(0)?.silu()? * part(half)?;
         }
         let y = self.forward_joint(x, norm)?;
         match activation {
@@ -189,11 +229,14 @@ impl Projection {
 
     /// The output of one matrix plus `residual`.
     pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        if let (Form::Fused(weights), true) = (&self.form, self.fusion.residual_add) {
+        let fusion = self.fusion.on(x.device());
+        if fusion.residual_add
+            && let Some(weights) = self.fused_form(x)
+        {
             return self.fused(weights, x, None, Activation::None, &[residual]);
         }
         let y = self.forward_joint(x, None)?;
-        if self.fusion.residual_add {
+        if fusion.residual_add {
             ops::residual_add(&y, &[residual])
         } else {
             y + residual
@@ -231,7 +274,8 @@ impl Projection {
         ops::linear::launch(name, x, prologue, weights, epilogue)
     }
 
-    fn plain(&self, weights: &[QMatMul], x: &Tensor, norm: Option<&Norm>) -> Result<Vec<Tensor>> {
+    fn plain(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Vec<Tensor>> {
+        let weights = self.plain_form()?;
         let x = match norm {
             Some(norm) => norm.forward(x)?,
             None => x.contiguous()?,

@@ -10,7 +10,15 @@ use std::sync::Arc;
 /// How a matrix is quantized while a model is loaded.
 ///
 /// As text a [`Scheme`]'s name or that of a GGUF type: `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q8_0`, `q4k`,
-/// `q5k` or `q6k`.
+/// `q5k` or `q6k`, in either case, with `_` or without:
+///
+/// ```
+/// use candle_fused::quant::Quantization;
+/// for (text, name) in [("INT8", "int8"), ("q4_k", "q4k"), ("Q8_0", "q8_0"), ("int4_g64", "int4-g64")] {
+///     assert_eq!(text.parse::<Quantization>()?.to_string(), name);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Quantization {
     /// [`Scheme::Int8`].
@@ -60,7 +68,17 @@ impl Quantization {
     pub fn check(&self, cols: usize) -> Result<()> {
         match (self, self.scheme()) {
             (_, Some(scheme)) => scheme.check(cols),
-            (Quantization::Gguf(dtype), _) => BlockFormat::of(*dtype)?.row_bytes(cols).map(|_| ()),
+            (Quantization::Gguf(dtype), _) => {
+                let format = BlockFormat::of(*dtype)?;
+                let Err(error) = format.row_bytes(cols) else {
+                    return Ok(());
+                };
+                let smaller = cols > 0 && cols.is_multiple_of(32) && dtype.block_size() > 32;
+                match smaller {
+                    true => bail!("{error}; write q4_0 or q5_0, or int8, which divides by any"),
+                    false => bail!("{error}; write int8, which divides by any"),
+                }
+            }
             (_, None) => Ok(()),
         }
     }
@@ -80,7 +98,9 @@ impl FromStr for Quantization {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        if let Some((_, dtype)) = GGUF.iter().find(|(name, _)| *name == text) {
+        let plain = |text: &str| text.to_ascii_lowercase().replace('_', "");
+        let known = |(name, _): &&(&str, GgmlDType)| plain(name) == plain(text);
+        if let Some((_, dtype)) = GGUF.iter().find(known) {
             return Ok(Quantization::Gguf(*dtype));
         }
         match text.parse::<Scheme>() {
@@ -161,7 +181,8 @@ impl Recipe {
     }
 
     /// Matrices whose name matches `pattern`, in which `*` stands for any characters; `None` leaves them
-    /// as they are. Patterns that were given first win.
+    /// as they are. Patterns that were given first win. One that matches no matrix of a model is refused when
+    /// the model is loaded or saved.
     pub fn with(mut self, pattern: &str, quantization: Option<Quantization>) -> Self {
         self.patterns.push((pattern.to_owned(), quantization));
         self
@@ -217,6 +238,27 @@ impl Recipe {
     /// What becomes of the embedding of this name.
     pub fn of_embedding(&self, name: &str) -> Option<Quantization> {
         self.by_pattern(name).unwrap_or(self.embedding)
+    }
+
+    /// That each pattern matches one of a model's `matrices` at least.
+    ///
+    /// # Errors
+    /// By the pattern that does not.
+    pub(crate) fn check_patterns(&self, matrices: impl FnOnce() -> Vec<String>) -> Result<()> {
+        if self.patterns.is_empty() {
+            return Ok(());
+        }
+        let matrices = matrices();
+        for (pattern, _) in &self.patterns {
+            if !matrices.iter().any(|name| matches(pattern, name)) {
+                bail!(
+                    "recipe: the pattern `{pattern}` matches no matrix of the model, expected one of names \
+                     like {}",
+                    matrices.last().map_or("none", String::as_str)
+                );
+            }
+        }
+        Ok(())
     }
 
     /// Whether columns are balanced.

@@ -26,21 +26,49 @@ const ROWS: usize = 64;
 pub struct RotaryEmbedding {
     /// None where the tables were given.
     frequencies: Option<Vec<f32>>,
+    /// What cosines and sines are multiplied by.
+    magnitude: f32,
+    long: Option<Long>,
     style: RopeStyle,
     cos: Tensor,
     sin: Tensor,
 }
 
+/// Other frequencies from a position on.
+#[derive(Clone, Debug)]
+struct Long {
+    frequencies: Vec<f32>,
+    from: usize,
+    /// Of every position, for calls that reach past `from`.
+    tables: Option<(Tensor, Tensor)>,
+}
+
 impl RotaryEmbedding {
     /// Tables for `frequencies`, one for each rotated pair of dimensions.
     pub fn new(frequencies: Vec<f32>, style: RopeStyle, device: &Device) -> Result<Self> {
-        let (cos, sin) = tables(&frequencies, 0, device)?;
+        let (cos, sin) = tables(|_| &frequencies, 1., 0, device)?;
         Ok(Self {
             frequencies: Some(frequencies),
+            magnitude: 1.,
+            long: None,
             style,
             cos,
             sin,
         })
+    }
+
+    /// The same with other frequencies for calls that reach past position `from`, and with cosines and
+    /// sines multiplied by `magnitude` (LongRoPE, Ding et al. 2024).
+    pub(crate) fn with_long(self, frequencies: Vec<f32>, from: usize, magnitude: f32) -> Self {
+        Self {
+            magnitude,
+            long: Some(Long {
+                frequencies,
+                from,
+                tables: None,
+            }),
+            ..self
+        }
     }
 
     /// Tables for `max_positions` with the frequencies `theta^(-2i / dims)`.
@@ -90,6 +118,8 @@ impl RotaryEmbedding {
         let table = |t: &Tensor| t.to_dtype(DType::F32)?.contiguous();
         Ok(Self {
             frequencies: None,
+            magnitude: 1.,
+            long: None,
             style,
             cos: table(cos)?,
             sin: table(sin)?,
@@ -102,7 +132,12 @@ impl RotaryEmbedding {
     /// # Errors
     /// If shapes, dtypes or devices do not fit, or the positions pass the tables.
     pub fn apply(&self, q: &Tensor, k: &Tensor, offset: usize) -> Result<(Tensor, Tensor)> {
-        let rotation = self.rotation(offset);
+        let (cos, sin) = self.tables_up_to(offset + q.dims().get(2).copied().unwrap_or(0));
+        let rotation = Rotation {
+            cos,
+            sin,
+            ..self.rotation(offset)
+        };
         Ok((ops::rope(q, &rotation)?, ops::rope(k, &rotation)?))
     }
 
@@ -134,27 +169,57 @@ impl RotaryEmbedding {
             bail!("rotary embedding: position {positions} is past the {held} of the tables given");
         };
         let grown = positions.max(2 * held).max(256);
-        (self.cos, self.sin) = tables(frequencies, grown, self.cos.device())?;
+        let (magnitude, device) = (self.magnitude, self.cos.device().clone());
+        let by_position = |position| match &self.long {
+            Some(long) if position >= long.from => &long.frequencies[..],
+            _ => frequencies,
+        };
+        let grown_tables = tables(by_position, magnitude, grown, &device)?;
+        if let Some(long) = self.long.as_mut().filter(|long| grown > long.from) {
+            long.tables = Some(tables(|_| &long.frequencies, magnitude, grown, &device)?);
+        }
+        (self.cos, self.sin) = grown_tables;
         Ok(())
     }
 
-    /// The tables `(cos, sin)`.
+    /// The tables `(cos, sin)`, by position.
     pub fn tables(&self) -> (&Tensor, &Tensor) {
         (&self.cos, &self.sin)
     }
+
+    /// The tables of a call whose tokens stand in front of position `end`: past a model's first context
+    /// length, all of them turn by its long frequencies.
+    pub(crate) fn tables_up_to(&self, end: usize) -> (&Tensor, &Tensor) {
+        match &self.long {
+            Some(Long {
+                from,
+                tables: Some((cos, sin)),
+                ..
+            }) if end > *from => (cos, sin),
+            _ => self.tables(),
+        }
+    }
 }
 
-fn tables(frequencies: &[f32], positions: usize, device: &Device) -> Result<(Tensor, Tensor)> {
-    let width = frequencies.len();
+/// Tables of `positions`, each turned by its `frequencies`.
+fn tables<'a>(
+    frequencies: impl Fn(usize) -> &'a [f32] + Sync,
+    magnitude: f32,
+    positions: usize,
+    device: &Device,
+) -> Result<(Tensor, Tensor)> {
+    let width = frequencies(0).len();
     let [mut cos, mut sin] = [(); 2].map(|()| vec![0f32; positions * width]);
     pool::for_row_pairs(&mut cos, &mut sin, width.max(1), ROWS, |first, cos, sin| {
         let rows = cos.chunks_exact_mut(width).zip(sin.chunks_exact_mut(width));
         for (position, (cos, sin)) in (first..).zip(rows) {
-            for (f, (cos, sin)) in frequencies.iter().zip(cos.iter_mut().zip(sin)) {
+            let frequencies = frequencies(position).iter();
+            for (f, (cos, sin)) in frequencies.zip(cos.iter_mut().zip(sin)) {
                 // The angle is rounded to f32, as in Hugging Face's tables; its cosine then is exact to
                 // f32.
                 let angle = f64::from(position as f32 * f);
-                (*cos, *sin) = (angle.cos() as f32, angle.sin() as f32);
+                let of = |value: f64| (value * f64::from(magnitude)) as f32;
+                (*cos, *sin) = (of(angle.cos()), of(angle.sin()));
             }
         }
     });

@@ -116,15 +116,29 @@ impl Scheme {
             let smaller: Vec<_> = GROUPS
                 .iter()
                 .filter(|g| self.group().is_some() && cols > 0 && cols.is_multiple_of(**g))
-                .map(|g| g.to_string())
+                .map(|g| self.in_groups_of(*g).to_string())
                 .collect();
             let hint = match smaller.as_slice() {
-                [] => String::new(),
-                groups => format!("; it divides by a group of {}", groups.join(" or ")),
+                [] if cols == 0 => String::new(),
+                [] => "; int8 divides by any".to_owned(),
+                groups => format!("; write {}", groups.join(" or ")),
             };
             bail!("cols: rows of {cols} values do not divide by the {unit} of {self}{hint}");
         }
         Ok(())
+    }
+}
+
+impl Scheme {
+    /// The same with another group.
+    fn in_groups_of(self, group: usize) -> Self {
+        match self {
+            Scheme::Int8 => Scheme::Int8,
+            Scheme::Int4 { zero_point, .. } => Scheme::Int4 { group, zero_point },
+            Scheme::Ternary { .. } => Scheme::Ternary {
+                scale: TernaryScale::Group(group),
+            },
+        }
     }
 }
 
@@ -147,7 +161,10 @@ impl fmt::Display for Scheme {
 impl FromStr for Scheme {
     type Err = Error;
 
-    fn from_str(text: &str) -> Result<Self> {
+    /// Letters count in either case, and `_` as `-`.
+    fn from_str(given: &str) -> Result<Self> {
+        let text = given.to_ascii_lowercase().replace('_', "-");
+        let text = text.as_str();
         let ternary = |scale| Ok(Scheme::Ternary { scale });
         match text {
             "int8" => return Ok(Scheme::Int8),
@@ -176,7 +193,7 @@ impl FromStr for Scheme {
             return ternary(TernaryScale::Group(group));
         }
         bail!(
-            "scheme: `{text}` is not one of int8, int4, int4-g32, int4-g64, int4-g128 (each with -z \
+            "scheme: `{given}` is not one of int8, int4, int4-g32, int4-g64, int4-g128 (each with -z \
              for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64 and ternary-g128"
         )
     }

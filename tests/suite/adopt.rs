@@ -174,7 +174,7 @@ fn attend(fusion: Fusion, device: &Device) -> Result<(Tensor, Calls)> {
     ];
     let output = layer("o_proj", CONFIG.hidden)?;
     let qkv = Projection::from_linears(qkv)?;
-    let attention = Attention::new(qkv, output.clone().into(), config, fusion);
+    let attention = Attention::new(qkv, output.clone().into(), config).with_fusion(fusion);
     let rotary = RotaryEmbedding::with_theta(32, 1e4, 24, RopeStyle::HalfSplit, device)?;
     let x = layer("q_proj", q)?.weight().narrow(0, 0, 10)?;
     let x = x.reshape((2, 5, CONFIG.hidden))?;

@@ -2,6 +2,7 @@
 //! is missing or different does not compile.
 // Signatures are written out as candle has them.
 #![allow(clippy::type_complexity)]
+#![allow(clippy::type_complexity, reason = "the types are candle's signatures")]
 
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};

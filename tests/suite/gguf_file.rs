@@ -36,6 +36,20 @@ pub fn bytes(golden: &Golden, dtype: GgmlDType) -> Result<Vec<u8>> {
             tensors.insert("rope_freqs.weight".into(), factors);
         }
     }
+    let rope = &config["rope_parameters"];
+    for (factors, name) in [
+        ("short_factor", "rope_factors_short.weight"),
+        ("long_factor", "rope_factors_long.weight"),
+    ] {
+        if let Some(factors) = rope[factors].as_array() {
+            let factors: Vec<_> = factors
+                .iter()
+                .map(|f| f.as_f64().expect("a number") as f32)
+                .collect();
+            let factors = Tensor::new(factors, &Device::Cpu)?;
+            tensors.insert(name.into(), QTensor::quantize(&factors, GgmlDType::F32)?);
+        }
+    }
     let mut file = Cursor::new(Vec::new());
     let metadata = metadata(&config);
     let metadata: Vec<_> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
@@ -57,6 +71,7 @@ fn metadata(config: &serde_json::Value) -> Vec<(String, Value)> {
     let neox = config["model_type"] == "gpt_neox";
     let arch = match config["model_type"].as_str() {
         Some("gpt_neox") => "gptneox",
+        Some("mistral") => "llama",
         other => other.expect("a model type"),
     };
     let number = |key: &str| count(config, key).unwrap_or_else(|| panic!("no {key}"));
@@ -93,7 +108,19 @@ fn metadata(config: &serde_json::Value) -> Vec<(String, Value)> {
         float(&config["rms_norm_eps"]),
     );
     add("rope.freq_base", float(&rope["rope_theta"]));
-    if arch == "qwen3" {
+    if let Some(window) = count(config, "sliding_window") {
+        add("attention.sliding_window", Value::U32(window as u32));
+    }
+    if let Some(original) = count(rope, "original_max_position_embeddings") {
+        add(
+            "rope.scaling.original_context_length",
+            Value::U32(original as u32),
+        );
+        let factor = number("max_position_embeddings") as f64 / original as f64;
+        let magnitude = (1. + factor.ln() / (original as f64).ln()).sqrt();
+        add("rope.scaling.attn_factor", Value::F32(magnitude as f32));
+    }
+    if config["head_dim"].is_u64() {
         add("attention.key_length", Value::U32(head_dim as u32));
         add("attention.value_length", Value::U32(head_dim as u32));
     }
@@ -127,23 +154,23 @@ fn converted(name: &str, tensor: &Tensor, config: &serde_json::Value) -> Result<
         "self_attn.o_proj" | "attention.dense" => "attn_output",
         "self_attn.q_norm" => "attn_q_norm",
         "self_attn.k_norm" => "attn_k_norm",
-        "attention.query_key_value" => "attn_qkv",
+        "attention.query_key_value" | "self_attn.qkv_proj" => "attn_qkv",
         "mlp.gate_proj" => "ffn_gate",
-        "mlp.up_proj" | "mlp.dense_h_to_4h" => "ffn_up",
+        "mlp.up_proj" | "mlp.gate_up_proj" | "mlp.dense_h_to_4h" => "ffn_up",
         "mlp.down_proj" | "mlp.dense_4h_to_h" => "ffn_down",
         "input_layernorm" => "attn_norm",
         "post_attention_layernorm" => "ffn_norm",
         _ => panic!("{name} is no model's tensor"),
     };
     let heads = |key| count(config, key).expect("heads");
+    let permuted =
+        ["llama", "mistral", "smollm3"].contains(&config["model_type"].as_str().expect("a name"));
     let tensor = match part {
-        "attn_q" if config["model_type"] == "llama" => {
-            neighbouring_pairs(tensor, heads("num_attention_heads"))?
+        "attn_q" if permuted => neighbouring_pairs(tensor, heads("num_attention_heads"))?,
+        "attn_k" if permuted => neighbouring_pairs(tensor, heads("num_key_value_heads"))?,
+        "attn_qkv" if config["model_type"] == "gpt_neox" => {
+            queries_keys_values(tensor, heads("num_attention_heads"))?
         }
-        "attn_k" if config["model_type"] == "llama" => {
-            neighbouring_pairs(tensor, heads("num_key_value_heads"))?
-        }
-        "attn_qkv" => queries_keys_values(tensor, heads("num_attention_heads"))?,
         _ => tensor.clone(),
     };
     Ok((format!("blk.{layer}.{part}.{kind}"), tensor))

@@ -2,7 +2,7 @@
 
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
-use crate::subject::{GOLDENS, Subject, gguf};
+use crate::subject::{ALL, Subject, gguf};
 use crate::support::{device, on_every_device};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -182,7 +182,7 @@ fn linear_scaling_divides_frequencies() -> Result<()> {
 #[test]
 fn windows_of_files_hold_however_tokens_come() -> Result<()> {
     on_every_device(|| {
-        for name in GOLDENS {
+        for name in ALL {
             let golden = Golden::open(name)?;
             let ids = golden.input_ids()?.narrow(0, 0, 1)?;
             let tokens = ids.dim(1)?;
@@ -190,6 +190,7 @@ fn windows_of_files_hold_however_tokens_come() -> Result<()> {
                 let file = File::of(&golden)?;
                 let arch = match golden.model_type().as_str() {
                     "gpt_neox" => "gptneox".to_owned(),
+                    "mistral" => "llama".to_owned(),
                     other => other.to_owned(),
                 };
                 let key = format!("{arch}.attention.sliding_window");
@@ -299,7 +300,7 @@ fn configurations_of_other_names_are_read_by_their_fields() {
         r#""model_type":"mistral","sliding_window":null"#,
         r#""model_type":"mistral","sliding_window":512"#,
         r#""model_type":"qwen2","sliding_window":64,"use_sliding_window":false"#,
-        r#""model_type":"granite","attention_multiplier":1.0,"logits_scaling":1"#,
+        r#""model_type":"granite","embedding_multiplier":1.0,"logits_scaling":1"#,
         r#""logit_scale":null,"num_experts":0"#,
     ] {
         assert!(llama(fine).is_ok(), "{fine}: {:?}", llama(fine).err());
@@ -307,6 +308,7 @@ fn configurations_of_other_names_are_read_by_their_fields() {
     for (other, said) in [
         (r#""model_type":"qwen3""#, "candle_fused::models::qwen3"),
         (r#""model_type":"gemma2""#, "no module"),
+        (r#""attention_multiplier":1.0"#, "attention_multiplier is 1"),
         (r#""sliding_window":64"#, "sliding_window is 64"),
         (
             r#""model_type":"granite","embedding_multiplier":12.0"#,

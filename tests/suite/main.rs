@@ -7,6 +7,8 @@ mod balance;
 mod bench_stats;
 mod dense;
 mod drop_in;
+mod fallback;
+mod families;
 #[cfg(all(feature = "cuda", unix))]
 mod faults;
 mod flash_attention;
@@ -15,6 +17,7 @@ mod fuzz;
 mod fuzz_replay;
 mod fuzz_seeds;
 mod generation;
+mod generation_slots;
 mod gguf_file;
 mod gguf_keys;
 mod golden;
@@ -37,6 +40,7 @@ mod quant_schemes;
 #[cfg(feature = "cuda")]
 mod quant_schemes_cuda;
 mod qwen;
+mod refusals;
 #[cfg(feature = "cuda")]
 mod replay;
 mod residual_add;

@@ -1,7 +1,7 @@
 //! Every model against Hugging Face's float64 outputs.
 
 use crate::golden::{Golden, relative_error};
-use crate::subject::{GOLDENS, Subject, dense};
+use crate::subject::{ALL, Subject, dense};
 use crate::support::{device, on_every_device};
 use candle_core::{D, DType, IndexOp, Result, Tensor};
 use candle_fused::generation::Options;
@@ -9,11 +9,7 @@ use candle_fused::{Fusion, trace};
 
 /// Runs a body for every golden on every device.
 fn on_every_golden(body: impl Fn(&Golden) -> Result<()>) -> Result<()> {
-    on_every_device(|| {
-        GOLDENS
-            .iter()
-            .try_for_each(|name| body(&Golden::open(name)?))
-    })
+    on_every_device(|| ALL.iter().try_for_each(|name| body(&Golden::open(name)?)))
 }
 
 /// The error of every hidden state, then that of the logits.

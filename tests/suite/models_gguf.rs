@@ -3,7 +3,7 @@
 use crate::common::distance::Distance;
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
-use crate::subject::{GOLDENS, dense, gguf, gguf_in_place};
+use crate::subject::{ALL, dense, gguf, gguf_in_place};
 use crate::support::{device, on_every_device};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -16,7 +16,7 @@ use std::io::Cursor;
 #[test]
 fn unquantized_files_agree_with_hugging_face() -> Result<()> {
     on_every_device(|| {
-        for name in GOLDENS {
+        for name in ALL {
             let golden = Golden::open(name)?;
             let bytes = bytes(&golden, GgmlDType::F32)?;
             let expected = &golden.outputs["hidden_states"];
@@ -61,7 +61,7 @@ fn as_close_as_candle(golden: &Golden, file: &[u8]) -> Result<()> {
 #[test]
 fn quantized_files_run_fused_and_stay_close() -> Result<()> {
     on_every_device(|| {
-        for name in GOLDENS {
+        for name in ALL {
             let golden = Golden::open(name)?;
             let file = bytes(&golden, GgmlDType::Q8_0)?;
             as_close_as_candle(&golden, &file)?;
@@ -221,7 +221,7 @@ fn what_does_not_fit_is_named() -> Result<()> {
 #[test]
 fn greedy_tokens_are_the_checkpoints() -> Result<()> {
     on_every_device(|| {
-        for name in GOLDENS {
+        for name in ALL {
             let golden = Golden::open(name)?;
             let file = bytes(&golden, GgmlDType::F32)?;
             let mut models = [
@@ -248,7 +248,7 @@ fn greedy_tokens_are_the_checkpoints() -> Result<()> {
 /// the tensors are copied, and the model is candle's.
 #[test]
 fn a_file_in_place_computes_what_a_repacked_one_does() -> Result<()> {
-    for name in GOLDENS {
+    for name in ALL {
         let golden = Golden::open(name)?;
         let ids = golden.input_ids()?;
         for dtype in [GgmlDType::Q4_0, GgmlDType::Q8_0, GgmlDType::F32] {

@@ -7,12 +7,15 @@ use candle_core::{DType, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options};
 use candle_fused::models::llama::{Cache, Llama, LlamaConfig};
-use candle_fused::models::{Architecture, CausalLm, GgufModel, gpt_neox, llama, qwen2, qwen3};
+use candle_fused::models::smol::smollm3;
+use candle_fused::models::{
+    Architecture, CausalLm, GgufModel, gpt_neox, llama, mistral, phi3, qwen2, qwen3,
+};
 use candle_nn::VarBuilder;
 use std::io::Cursor;
 use std::sync::Arc;
 
-/// All goldens.
+/// Goldens of the models that the examples run.
 pub const GOLDENS: [&str; 6] = [
     "llama_gqa_tied",
     "llama3_rope",
@@ -20,6 +23,20 @@ pub const GOLDENS: [&str; 6] = [
     "qwen3_qknorm",
     "gpt_neox_parallel",
     "gpt_neox_sequential",
+];
+
+/// All goldens.
+pub const ALL: [&str; 10] = [
+    "llama_gqa_tied",
+    "llama3_rope",
+    "qwen2_bias",
+    "qwen3_qknorm",
+    "gpt_neox_parallel",
+    "gpt_neox_sequential",
+    "mistral_window",
+    "phi3_partial",
+    "phi3_long",
+    "smollm3_nope",
 ];
 
 /// A model with its cache.
@@ -108,23 +125,22 @@ pub fn over(golden: &Golden, weights: VarBuilder, fusion: Fusion) -> Result<Box<
             let cache = Cache::new(true, dtype, &config, &device())?;
             Box::new((Llama::load_fused(weights, &config, fusion)?, cache))
         }
-        "qwen2" => Box::new(CausalLm::<qwen2::Config>::new_fused(
-            &golden.config(),
-            weights,
-            fusion,
-        )?),
-        "qwen3" => Box::new(CausalLm::<qwen3::Config>::new_fused(
-            &golden.config(),
-            weights,
-            fusion,
-        )?),
-        "gpt_neox" => Box::new(CausalLm::<gpt_neox::Config>::new_fused(
-            &golden.config(),
-            weights,
-            fusion,
-        )?),
+        "qwen2" => causal::<qwen2::Config>(golden, weights, fusion)?,
+        "qwen3" => causal::<qwen3::Config>(golden, weights, fusion)?,
+        "gpt_neox" => causal::<gpt_neox::Config>(golden, weights, fusion)?,
+        "mistral" => causal::<mistral::Config>(golden, weights, fusion)?,
+        "phi3" => causal::<phi3::Config>(golden, weights, fusion)?,
+        "smollm3" => causal::<smollm3::Config>(golden, weights, fusion)?,
         other => panic!("no model is called {other}"),
     })
+}
+
+fn causal<C>(golden: &Golden, weights: VarBuilder, fusion: Fusion) -> Result<Box<dyn Subject>>
+where
+    C: Architecture + serde::de::DeserializeOwned + 'static,
+{
+    let config: C = golden.config();
+    Ok(Box::new(CausalLm::new_fused(&config, weights, fusion)?))
 }
 
 /// A model of a golden's kind from the bytes of a GGUF file, on the device in hand.
@@ -148,6 +164,9 @@ fn of_kind(
         "qwen2" => Box::new(open_as::<qwen2::Config>(bytes, fusion, in_place)?),
         "qwen3" => Box::new(open_as::<qwen3::Config>(bytes, fusion, in_place)?),
         "gpt_neox" => Box::new(open_as::<gpt_neox::Config>(bytes, fusion, in_place)?),
+        "mistral" => Box::new(open_as::<mistral::Config>(bytes, fusion, in_place)?),
+        "phi3" => Box::new(open_as::<phi3::Config>(bytes, fusion, in_place)?),
+        "smollm3" => Box::new(open_as::<smollm3::Config>(bytes, fusion, in_place)?),
         other => panic!("no model is called {other}"),
     })
 }

@@ -189,15 +189,23 @@ impl<T> Elements<T> {
 fn pool() -> &'static Pool {
     POOL.get_or_init(|| {
         let wanted = match WANTED.load(Ordering::Relaxed) {
-            0 => std::env::var("CANDLE_FUSED_THREADS")
-                .ok()
-                .and_then(|v| v.parse().ok())
-                .filter(|n| *n > 0)
-                .unwrap_or_else(|| thread::available_parallelism().map_or(1, |n| n.get())),
+            0 => asked().unwrap_or_else(|| thread::available_parallelism().map_or(1, |n| n.get())),
             n => n,
         };
         Pool::new(wanted)
     })
+}
+
+/// What `CANDLE_FUSED_THREADS` says; a warning if that is no number of threads.
+fn asked() -> Option<usize> {
+    let text = std::env::var("CANDLE_FUSED_THREADS").ok()?;
+    let number = text.trim().parse().ok().filter(|n| *n > 0);
+    if number.is_none() {
+        eprintln!(
+            "candle-fused: CANDLE_FUSED_THREADS={text} is not a number from 1 on; using all processors"
+        );
+    }
+    number
 }
 
 impl Pool {

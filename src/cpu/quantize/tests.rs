@@ -40,13 +40,17 @@ fn schemes_are_read_and_written_as_text() {
     for scheme in schemes() {
         assert_eq!(scheme.to_string().parse::<Scheme>().unwrap(), scheme);
     }
+    // In either case, with `_` for `-`.
+    for (text, scheme) in [("INT8", "int8"), ("Int4_G64_Z", "int4-g64-z")] {
+        assert_eq!(text.parse::<Scheme>().unwrap().to_string(), scheme);
+    }
     for bad in [
         "",
         "int",
         "int4-g48",
         "int4-z-g32",
         "ternary-",
-        "INT8",
+        "INT-8",
         "int8-g32",
     ] {
         let error = bad.parse::<Scheme>().unwrap_err().to_string();
@@ -205,7 +209,7 @@ fn bad_weights_and_shapes_are_named() {
     let mut weights = vec![0.5f32; 4 * 96];
     let error = refused(&weights, 4, 96, int4(128));
     assert!(error.contains("96") && error.contains("128"), "{error}");
-    assert!(error.contains("group of 32"), "{error}");
+    assert!(error.contains("write int4-g32"), "{error}");
     assert!(refused(&weights, 4, 96, int4(48)).contains("48"));
     assert!(refused(&weights, 3, 96, Scheme::Int8).contains("384 values"));
     assert!(refused(&weights[..40], 1, 40, int4(32)).contains("40"));

@@ -1,9 +1,11 @@
 //! The tensors of a GGUF file.
 
+use super::header::{Header, shape_of};
 use crate::Fusion;
 use crate::cpu::packed::{PackedMatrix, ROW_GROUP, SharedBytes};
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
+use crate::models::shape::Long;
 use crate::models::weights::Source;
 use crate::nn::{Embedding, LinearWeight, Projection, in_f32};
 use crate::ops::Weight;
@@ -70,6 +72,33 @@ impl<R: Seek + Read> File<'_, R> {
                 .for_each(|(f, factor)| *f /= factor);
         }
         Ok(())
+    }
+
+    /// LongRoPE: factors of the frequencies, for short sequences and for long ones.
+    pub(super) fn long(
+        &mut self,
+        header: &Header,
+        frequencies: &mut [f32],
+    ) -> Result<Option<Long>> {
+        let Some((from, magnitude)) = header.long else {
+            return Ok(None);
+        };
+        let mut divided = |name: &str| -> Result<Vec<f32>> {
+            let factors = self.on_cpu(name, frequencies.len())?.to_vec1::<f32>()?;
+            Ok(frequencies
+                .iter()
+                .zip(factors)
+                .map(|(f, by)| f / by)
+                .collect())
+        };
+        let long = divided("rope_factors_long.weight")?;
+        let short = divided("rope_factors_short.weight")?;
+        frequencies.copy_from_slice(&short);
+        Ok(Some(Long {
+            frequencies: long,
+            from,
+            magnitude,
+        }))
     }
 
     /// A matrix that is packed or stays in the file, if it is to and the file has its shape.
@@ -216,7 +245,7 @@ impl<R: Seek + Read> Source for File<'_, R> {
 /// a GPU take and a CPU reads in half the time. Candle's own operations on a CPU would widen all of them
 /// in every step.
 pub fn cache_dtype(blocks: bool, device: &Device, fusion: Fusion) -> DType {
-    match blocks && (device.is_cuda() || fusion.flash_attention) {
+    match blocks && (device.is_cuda() || fusion.on(device).flash_attention) {
         true => DType::F16,
         false => DType::F32,
     }
@@ -242,12 +271,4 @@ pub fn embedding_and_head(
         .then(|| Projection::new(vec![weight], None, fusion))
         .transpose()?;
     Ok((Embedding::from_table(dense), head))
-}
-
-/// The dimensions of a tensor that the file names.
-pub(super) fn shape_of<'a>(ct: &'a Content, name: &str) -> Result<&'a [usize]> {
-    match ct.tensor_infos.get(name) {
-        Some(info) => Ok(info.shape.dims()),
-        None => bail!("gguf: tensor `{name}` is missing"),
-    }
 }

@@ -1,6 +1,5 @@
 //! What a GGUF file's metadata says of its model.
 
-use super::file::shape_of;
 use crate::models::modules;
 use crate::models::shape::{
     GGUF_SIZES, Head, Kind, NormKind, Shape, Sliding, check_sizes, inverse_frequencies,
@@ -59,6 +58,9 @@ pub struct Header {
     pub scale: f32,
     /// How the rows of queries and keys are ordered.
     pub style: RopeStyle,
+    /// The context length that a model was trained with first, and what its cosines and sines are
+    /// multiplied by (LongRoPE).
+    pub long: Option<(usize, f32)>,
 }
 
 impl Header {
@@ -102,6 +104,8 @@ impl Header {
                 .collect(),
             eps: f64::from(self.eps),
             activation: kind.activation,
+            long: None,
+            unrotated: kind.gguf_unrotated.clone(),
             parallel: self.parallel,
             biases: kind.biases,
             head: Head::Either,
@@ -191,6 +195,7 @@ impl Metadata<'_> {
             window: self.window()?,
             scale: self.scale()?,
             style: self.style(),
+            long: self.long()?,
         })
     }
 
@@ -225,6 +230,24 @@ impl Metadata<'_> {
         Ok(Some(window).filter(|window| *window > 0))
     }
 
+    /// LongRoPE's numbers; its factors are tensors.
+    fn long(&self) -> Result<Option<(usize, f32)>> {
+        if !self
+            .ct
+            .tensor_infos
+            .contains_key("rope_factors_long.weight")
+        {
+            return Ok(None);
+        }
+        let from = self.number("rope.scaling.original_context_length")?;
+        let name = "rope.scaling.attn_factor";
+        let magnitude = match self.value(name) {
+            Some(_) => self.positive(name)?,
+            None => 1.,
+        };
+        Ok(Some((from, magnitude)))
+    }
+
     /// Linear scaling, which files without a type mean too; `rope.scale_linear` is its older name.
     fn scale(&self) -> Result<f32> {
         let kind = match self.value("rope.scaling.type") {
@@ -237,6 +260,15 @@ impl Metadata<'_> {
         };
         match kind {
             "none" => return Ok(1.),
+            // Said by tensors alone: frequencies are not divided beside.
+            "longrope"
+                if self
+                    .ct
+                    .tensor_infos
+                    .contains_key("rope_factors_long.weight") =>
+            {
+                return Ok(1.);
+            }
             "linear" => {}
             other => bail!(
                 "gguf: {} is `{other}`, expected `none` or `linear`",
@@ -339,5 +371,13 @@ impl Metadata<'_> {
             bail!("gguf: {key} is {value}, expected a number above 0");
         }
         Ok(value)
+    }
+}
+
+/// The dimensions of a tensor that the file names.
+pub(super) fn shape_of<'a>(ct: &'a Content, name: &str) -> Result<&'a [usize]> {
+    match ct.tensor_infos.get(name) {
+        Some(info) => Ok(info.shape.dims()),
+        None => bail!("gguf: tensor `{name}` is missing"),
     }
 }

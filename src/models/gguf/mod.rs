@@ -4,12 +4,11 @@ mod file;
 mod header;
 
 use super::Architecture;
-use super::decoder::{Decoder, DecoderCache};
+use super::decoder::{Decoder, DecoderCache, Rotaries};
 use super::parts::Parts;
 use super::weights::Loader;
 use crate::Fusion;
 use crate::cpu::packed::SharedBytes;
-use crate::nn::RotaryEmbedding;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{Device, Result, Tensor};
 pub use file::{File, cache_dtype, embedding_and_head};
@@ -61,7 +60,7 @@ impl<C: Architecture> GgufModel<C> {
         device: &Device,
         fusion: Fusion,
     ) -> Result<Self> {
-        let packs = fusion.quant_linear;
+        let packs = fusion.on(device).quant_linear;
         Self::load(File::new(&ct, reader, device, packs), fusion)
     }
 
@@ -75,7 +74,12 @@ impl<C: Architecture> GgufModel<C> {
     /// As [`GgufModel::from_gguf`].
     pub fn from_gguf_in_place(ct: Content, file: SharedBytes, fusion: Fusion) -> Result<Self> {
         let mut reader = Cursor::new((*file).as_ref());
-        let opened = File::new(&ct, &mut reader, &Device::Cpu, fusion.quant_linear);
+        let opened = File::new(
+            &ct,
+            &mut reader,
+            &Device::Cpu,
+            fusion.on(&Device::Cpu).quant_linear,
+        );
         Self::load(opened.staying_in(&file), fusion)
     }
 
@@ -84,8 +88,8 @@ impl<C: Architecture> GgufModel<C> {
         let header = Header::read(ct, C::KIND)?;
         let mut shape = header.shape(C::KIND);
         file.scale(&mut shape.frequencies)?;
-        let frequencies = shape.frequencies.clone();
-        let rotary = RotaryEmbedding::new(frequencies, header.style, device)?;
+        shape.long = file.long(&header, &mut shape.frequencies)?;
+        let rotaries = Rotaries::new(&shape, header.style, device)?;
         let dtype = file.cache_dtype(fusion);
         let loader = Loader {
             source: file,
@@ -95,7 +99,7 @@ impl<C: Architecture> GgufModel<C> {
         };
         Ok(Self {
             decoder: loader.decoder()?,
-            cache: DecoderCache::new(shape.layers, rotary, true, dtype, device),
+            cache: DecoderCache::new(shape.layers, rotaries, true, dtype, device),
             config: PhantomData,
         })
     }
@@ -116,7 +120,7 @@ impl<C: Architecture> GgufModel<C> {
     /// If `x` is empty, an id is out of the vocabulary, or the context length is passed.
     pub fn forward(&mut self, x: &Tensor, index_pos: usize) -> Result<Tensor> {
         let stack = &self.decoder.stack;
-        let embedded = stack.embedding.forward(x)?;
+        let embedded = stack.embed(x)?;
         let x = stack.forward(&embedded, index_pos, &mut self.cache)?;
         self.decoder.last_logits(&x)
     }

@@ -2,12 +2,12 @@
 
 use super::{Config, DEFAULT_MAX_SEQ_LEN, ModelWeights};
 use crate::Fusion;
-use crate::models::decoder::DecoderCache;
+use crate::models::decoder::{DecoderCache, Rotaries};
 use crate::models::gguf::{cache_dtype, embedding_and_head};
 use crate::models::names::{Names, Qkv};
 use crate::models::shape::{Describe, Shape};
 use crate::models::weights::{Loader, Source};
-use crate::nn::{Embedding, LinearWeight, Projection, RotaryEmbedding};
+use crate::nn::{Embedding, LinearWeight, Projection};
 use crate::ops::RopeStyle;
 use crate::quant;
 use candle_core::quantized::QTensor;
@@ -47,8 +47,7 @@ impl ModelWeights {
         let shape = shape(&ct, gqa)?;
         let blocks = ct.tensors.values().any(|t| quant::supports(t.dtype()));
         let dtype = cache_dtype(blocks, &device, fusion);
-        let frequencies = shape.frequencies.clone();
-        let rotary = RotaryEmbedding::new(frequencies, RopeStyle::Interleaved, &device)?;
+        let rotaries = Rotaries::new(&shape, RopeStyle::Interleaved, &device)?;
         let source = Tensors {
             tensors: ct.tensors,
             device: device.clone(),
@@ -60,7 +59,7 @@ impl ModelWeights {
             fusion,
         };
         let decoder = loader.decoder()?;
-        let cache = DecoderCache::new(shape.layers, rotary, true, dtype, &device);
+        let cache = DecoderCache::new(shape.layers, rotaries, true, dtype, &device);
         Ok(Self::of(decoder, cache))
     }
 }

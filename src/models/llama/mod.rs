@@ -17,15 +17,15 @@ pub use config::{
 };
 pub use gguf::{dequantize_gguf, gguf_config};
 
-use super::decoder::{Decoder, DecoderCache};
+use super::decoder::{Decoder, DecoderCache, Rotaries};
 use super::names::{GGUF, LLAMA};
 use super::parts::Parts;
 use super::quantized::{Mapped, QuantizedFile, Quantizing};
-use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape};
+use super::shape::{self, Biases, Describe, Head, Kind, NormKind, Shape, Unrotated};
 use super::weights::{Loader, Source};
 use crate::Fusion;
+use crate::nn::AttentionConfig;
 use crate::nn::recipe::Recipe;
-use crate::nn::{AttentionConfig, RotaryEmbedding};
 use crate::ops::{Activation, RopeStyle};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -35,6 +35,7 @@ static KIND: Kind = Kind {
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::Interleaved,
+    gguf_unrotated: Unrotated::None,
     norm: NormKind::Rms,
     head_norms: false,
     side_by_side: false,
@@ -60,6 +61,8 @@ impl Describe for Config {
             },
             sliding: None,
             frequencies: Vec::new(),
+            long: None,
+            unrotated: Unrotated::None,
             eps: self.rms_norm_eps,
             activation: KIND.activation,
             parallel: false,
@@ -92,11 +95,10 @@ impl Cache {
     }
 
     fn of(shape: &Shape, use_kv_cache: bool, dtype: DType, device: &Device) -> Result<Self> {
-        let frequencies = shape.frequencies.clone();
-        let rotary = RotaryEmbedding::new(frequencies, RopeStyle::HalfSplit, device)?;
+        let rotaries = Rotaries::new(shape, RopeStyle::HalfSplit, device)?;
         Ok(Self {
             use_kv_cache,
-            inner: DecoderCache::new(shape.layers, rotary, use_kv_cache, dtype, device),
+            inner: DecoderCache::new(shape.layers, rotaries, use_kv_cache, dtype, device),
         })
     }
 
@@ -163,7 +165,7 @@ impl Llama {
     ) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = Cache::of(&shape, true, vb.dtype(), vb.device())?.inner;
-        let source = Quantizing::new(vb, recipe, &shape, fusion);
+        let source = Quantizing::new(vb, recipe, &shape, fusion)?;
         Self::from_source(source, cache, &shape, fusion)
     }
 
@@ -209,8 +211,11 @@ impl Llama {
     }
 
     /// The embeddings of `x` `[B, T]`: `[B, T, hidden]`.
+    ///
+    /// # Errors
+    /// If an id is out of the vocabulary, or `x` is not two-dimensional.
     pub fn embed(&self, x: &Tensor) -> Result<Tensor> {
-        self.decoder.stack.embedding.forward(x)
+        self.decoder.stack.embed(x)
     }
 
     /// The logits `[B, vocab]` (f32) after the last of the embedded tokens `[B, T, hidden]`.

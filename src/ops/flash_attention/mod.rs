@@ -51,6 +51,9 @@ impl Default for AttentionParams {
 /// * result: `[B, Hq, Tq, D]` in q's dtype, a transposed view of `[B, Tq, Hq, D]` in memory, so that
 ///   `y.transpose(1, 2)?.reshape((b, t, ()))?` copies nothing
 ///
+/// candle-flash-attn's layout `[B, T, H, D]` is passed as `q.transpose(1, 2)?`, which copies nothing, and
+/// the result is turned back in the same way. Its `softmax_scale` is `scale`, which is 1 by default here.
+///
 /// Any layout is read where it lies; keys and values whose last dimension is contiguous are fastest,
 /// so a view into a longer cache costs nothing. Scores and sums are in f32 whatever the types are.
 /// A query that sees no key, or whose every score is -inf, gets zeros, as in PyTorch's

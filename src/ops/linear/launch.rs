@@ -85,8 +85,9 @@ pub(crate) fn launch(
     if let Some(bias) = epilogue.bias {
         vector(name, "bias", bias, rows, x)?;
     }
-    if epilogue.activation == Activation::SwiGlu && !rows.is_multiple_of(2) {
-        bail!("{name}: swiglu halves the outputs, but the weights have {rows} rows");
+    if epilogue.activation == Activation::SwiGlu {
+        let rows: Vec<_> = weights.iter().map(Weight::rows).collect();
+        check_gated(name, &rows)?;
     }
     let op = LinearOp {
         name,
@@ -98,6 +99,18 @@ pub(crate) fn launch(
     check_residuals(&op, x)?;
     check_untracked(&op, x)?;
     dense_on_cuda(x)?.apply_op1_no_bwd(&op)
+}
+
+/// That matrices of so many rows are a gate and what it gates.
+pub(crate) fn check_gated(name: &str, rows: &[usize]) -> Result<()> {
+    match *rows {
+        [gate, up] if gate == up => Ok(()),
+        [both] if both.is_multiple_of(2) => Ok(()),
+        _ => bail!(
+            "{name}: swiglu over matrices of {rows:?} rows, expected a gate and an up matrix of as many \
+             rows, or one of both"
+        ),
+    }
 }
 
 fn check_untracked(op: &LinearOp<'_>, x: &Tensor) -> Result<()> {
@@ -156,10 +169,20 @@ fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> R
             Weight::Blocks(_) => {}
         }
         if weight.cols() != k {
+            let turned = match weight.rows() == k {
+                true => "; weights are [N, K], this one may be transposed",
+                false => "",
+            };
             bail!(
-                "{name}: weights[{i}] is [{}, {}], but x's last dimension is {k}",
+                "{name}: weights[{i}] is [{}, {}], but x's last dimension is {k}{turned}",
                 weight.rows(),
                 weight.cols()
+            );
+        }
+        if weight.rows() == 0 {
+            bail!(
+                "{name}: weights[{i}] is [0, {k}], expected at least one row (a quantized layer's weight \
+                 is no tensor)"
             );
         }
         rows += weight.rows();

@@ -25,7 +25,7 @@ use std::sync::Arc;
 pub use crate::cuda::KernelInfo;
 #[cfg(feature = "cuda")]
 pub use cuda::kernel_table;
-pub(crate) use launch::launch;
+pub(crate) use launch::{check_gated, launch};
 pub use reference::reference;
 
 /// A weight matrix `[N, K]`: N outputs of K inputs.
@@ -110,6 +110,14 @@ pub enum Activation {
 }
 
 impl Activation {
+    /// Rows of weights for so many outputs.
+    pub(crate) fn inputs(self, outputs: usize) -> usize {
+        match self {
+            Activation::SwiGlu => 2 * outputs,
+            _ => outputs,
+        }
+    }
+
     /// Outputs of `rows` rows of weights: half of them if one half gates the other.
     pub(crate) fn outputs(self, rows: usize) -> usize {
         match self {

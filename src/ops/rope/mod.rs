@@ -11,6 +11,8 @@ use candle_core::{D, DType, Result, Tensor, bail};
 
 const OP: &str = "rope";
 
+const APPEND: &str = "rope_append";
+
 /// What `rope` and `rope_append` rotate by.
 #[derive(Clone, Copy, Debug)]
 pub struct Rotation<'a> {
@@ -50,8 +52,8 @@ pub struct Rotation<'a> {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn rope(x: &Tensor, rotation: &Rotation<'_>) -> Result<Tensor> {
-    let (_, _, tokens, head_dim) = four("x", x)?;
-    check_tables(rotation, tokens, head_dim, x)?;
+    let (_, _, tokens, head_dim) = four(OP, "x", x)?;
+    check_tables(OP, rotation, tokens, head_dim, x)?;
     inference_only(OP, [("x", x)])?;
     // A kernel follows any strides but those within a head.
     let packed = head_dim <= 1 || x.stride()[3] == 1;
@@ -127,22 +129,22 @@ pub fn rope_append(
     let (tokens, width) = match *qkv.dims() {
         [_, tokens, width] => (tokens, width),
         _ => bail!(
-            "{OP}: qkv has shape {:?}, expected [B, T, (Hq + 2 Hkv) D]",
+            "{APPEND}: qkv has shape {:?}, expected [B, T, (Hq + 2 Hkv) D]",
             qkv.shape()
         ),
     };
-    let (_, _, _, head_dim) = four("k_cache", k_cache)?;
+    let (_, _, _, head_dim) = four(APPEND, "k_cache", k_cache)?;
     if width != (append.heads + 2 * append.kv_heads) * head_dim {
         bail!(
-            "{OP}: qkv is {width} wide, expected (Hq + 2 Hkv) D = ({} + 2 * {}) * {head_dim}",
+            "{APPEND}: qkv is {width} wide, expected (Hq + 2 Hkv) D = ({} + 2 * {}) * {head_dim}",
             append.heads,
             append.kv_heads
         );
     }
-    check_tables(&append.rotation, tokens, head_dim, qkv)?;
+    check_tables(APPEND, &append.rotation, tokens, head_dim, qkv)?;
     check_caches(qkv, append, k_cache, v_cache, head_dim)?;
     inference_only(
-        OP,
+        APPEND,
         [("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)],
     )?;
     for (argument, weight) in append
@@ -152,23 +154,23 @@ pub fn rope_append(
     {
         if weight.dims() != [head_dim] || weight.dtype() != qkv.dtype() {
             bail!(
-                "{OP}: {argument} is {:?} of shape {:?}, expected {:?} of shape [{head_dim}]",
+                "{APPEND}: {argument} is {:?} of shape {:?}, expected {:?} of shape [{head_dim}]",
                 weight.dtype(),
                 weight.shape(),
                 qkv.dtype()
             );
         }
         if !weight.device().same_device(qkv.device()) {
-            bail!("{OP}: {argument} and qkv are on different devices");
+            bail!("{APPEND}: {argument} and qkv are on different devices");
         }
-        inference_only(OP, [(argument, weight)])?;
+        inference_only(APPEND, [(argument, weight)])?;
     }
     let caches = [("k_cache", k_cache), ("v_cache", v_cache)];
-    check_storages(OP, &caches, ("qkv", qkv))?;
+    check_storages(APPEND, &caches, ("qkv", qkv))?;
     let Rotation { cos, sin, .. } = append.rotation;
-    check_apart(OP, &caches, &[("qkv", qkv), ("cos", cos), ("sin", sin)])?;
+    check_apart(APPEND, &caches, &[("qkv", qkv), ("cos", cos), ("sin", sin)])?;
     if let Some(HeadNorms { q, k, .. }) = append.norms {
-        check_apart(OP, &caches, &[("norms.q", q), ("norms.k", k)])?;
+        check_apart(APPEND, &caches, &[("norms.q", q), ("norms.k", k)])?;
     }
     #[cfg(feature = "cuda")]
     if qkv.device().is_cuda() {
@@ -187,10 +189,10 @@ fn check_caches(
     let (batch, tokens) = (qkv.dims()[0], qkv.dims()[1]);
     let kv_heads = append.kv_heads;
     for (argument, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
-        let (b, h, slots, d) = four(argument, cache)?;
+        let (b, h, slots, d) = four(APPEND, argument, cache)?;
         if (b, h, d) != (batch, kv_heads, head_dim) || !cache.is_contiguous() {
             bail!(
-                "{OP}: {argument} has shape {:?}, expected a contiguous [{batch}, {kv_heads}, S, {head_dim}]",
+                "{APPEND}: {argument} has shape {:?}, expected a contiguous [{batch}, {kv_heads}, S, {head_dim}]",
                 cache.shape()
             );
         }
@@ -200,17 +202,17 @@ fn check_caches(
             .is_none_or(|end| end > slots)
         {
             bail!(
-                "{OP}: {argument} has {slots} slots, {tokens} tokens from slot {} on do not fit",
+                "{APPEND}: {argument} has {slots} slots, {tokens} tokens from slot {} on do not fit",
                 append.slot
             );
         }
         if !cache.device().same_device(qkv.device()) {
-            bail!("{OP}: {argument} and qkv are on different devices");
+            bail!("{APPEND}: {argument} and qkv are on different devices");
         }
     }
     if (v_cache.dtype(), v_cache.dims()) != (k_cache.dtype(), k_cache.dims()) {
         bail!(
-            "{OP}: v_cache is {:?} of shape {:?}, k_cache is {:?} of shape {:?}",
+            "{APPEND}: v_cache is {:?} of shape {:?}, k_cache is {:?} of shape {:?}",
             v_cache.dtype(),
             v_cache.shape(),
             k_cache.dtype(),
@@ -220,33 +222,39 @@ fn check_caches(
     Ok(())
 }
 
-fn four(argument: &str, t: &Tensor) -> Result<(usize, usize, usize, usize)> {
+fn four(op: &str, argument: &str, t: &Tensor) -> Result<(usize, usize, usize, usize)> {
     match *t.dims() {
         [a, b, c, d] => Ok((a, b, c, d)),
         _ => bail!(
-            "{OP}: {argument} has shape {:?}, expected four dimensions",
+            "{op}: {argument} has shape {:?}, expected four dimensions",
             t.shape()
         ),
     }
 }
 
-fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) -> Result<()> {
+fn check_tables(
+    op: &str,
+    r: &Rotation<'_>,
+    tokens: usize,
+    head_dim: usize,
+    x: &Tensor,
+) -> Result<()> {
     let [positions, pairs] = *r.cos.dims() else {
         bail!(
-            "{OP}: cos has shape {:?}, expected [S, R / 2]",
+            "{op}: cos has shape {:?}, expected [S, R / 2]",
             r.cos.shape()
         );
     };
     if r.sin.dims() != r.cos.dims() {
         bail!(
-            "{OP}: sin has shape {:?}, cos has {:?}",
+            "{op}: sin has shape {:?}, cos has {:?}",
             r.sin.shape(),
             r.cos.shape()
         );
     }
     if 2 * pairs > head_dim {
         bail!(
-            "{OP}: cos rotates {} dimensions, a head has {head_dim}",
+            "{op}: cos rotates {} dimensions, a head has {head_dim}",
             2 * pairs
         );
     }
@@ -255,18 +263,18 @@ fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) ->
         .is_none_or(|end| end > positions)
     {
         bail!(
-            "{OP}: cos has {positions} positions, {tokens} tokens from position {} on do not fit",
+            "{op}: cos has {positions} positions, {tokens} tokens from position {} on do not fit",
             r.position
         );
     }
-    inference_only(OP, [("cos", r.cos), ("sin", r.sin)])?;
+    inference_only(op, [("cos", r.cos), ("sin", r.sin)])?;
     for (argument, table) in [("cos", r.cos), ("sin", r.sin)] {
         if !table.device().same_device(x.device()) {
-            bail!("{OP}: {argument} and the input are on different devices");
+            bail!("{op}: {argument} and the input are on different devices");
         }
         if !matches!(table.dtype(), DType::F32 | DType::F16 | DType::BF16) {
             bail!(
-                "{OP}: {argument} is {:?}, expected f32, f16 or bf16",
+                "{op}: {argument} is {:?}, expected f32, f16 or bf16",
                 table.dtype()
             );
         }
@@ -279,8 +287,8 @@ fn check_tables(r: &Rotation<'_>, tokens: usize, head_dim: usize, x: &Tensor) ->
 /// # Errors
 /// If a tensor cannot be read as float64, or x does not have four dimensions.
 pub fn reference(x: &Tensor, rotation: &Rotation<'_>) -> Result<Vec<f64>> {
-    let (_, _, tokens, head_dim) = four("x", x)?;
-    check_tables(rotation, tokens, head_dim, x)?;
+    let (_, _, tokens, head_dim) = four(OP, "x", x)?;
+    check_tables(OP, rotation, tokens, head_dim, x)?;
     let mut values = float64(x)?;
     rotate(&mut values, rotation, tokens, head_dim)?;
     Ok(values)

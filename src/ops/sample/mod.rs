@@ -195,6 +195,12 @@ pub(crate) fn sample_as(
         );
     }
     params.iter().try_for_each(SamplingParams::check)?;
+    // Where there is no kernel, the host draws.
+    let on_host = crate::fusion::fallback(logits.device()).is_some();
+    let logits = match on_host {
+        true => &logits.to_device(&candle_core::Device::Cpu)?,
+        false => logits,
+    };
     let settings: Vec<_> = params
         .iter()
         .enumerate()
