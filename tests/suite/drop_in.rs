@@ -1,7 +1,5 @@
 //! Every public item of the modules that this crate stands in for, named with candle's signature: one that
 //! is missing or different does not compile.
-// Signatures are written out as candle has them.
-#![allow(clippy::type_complexity)]
 #![allow(clippy::type_complexity, reason = "the types are candle's signatures")]
 
 use crate::gguf_file::bytes;

@@ -57,7 +57,6 @@ fn windows(count: usize, length: usize) -> Result<Vec<Vec<u32>>> {
 
 /// A matrix of the file, and rows that it is multiplied with.
 struct Product {
-    name: String,
     weight: Tensor,
     x: Tensor,
 }
@@ -74,17 +73,17 @@ fn products() -> Result<Vec<Product>> {
     let ids = Tensor::new(&windows(1, 48)?[0][..], CPU)?.unsqueeze(0)?;
     let (states, _) = model.hidden_states(&ids)?.context("hidden states")?;
     let mut products = Vec::new();
-    let mut push = |name: String, weight: Tensor, x: &Tensor| -> Result<Tensor> {
+    let mut push = |weight: Tensor, x: &Tensor| -> Result<Tensor> {
         let y = x.matmul(&weight.t()?)?;
         let x = x.clone();
-        products.push(Product { name, weight, x });
+        products.push(Product { weight, x });
         Ok(y)
     };
     let (head, layers) = states.split_last().context("states")?;
     for (layer, state) in layers.iter().enumerate().step_by(3) {
         let state = state.squeeze(0)?;
         let name = |part: &str| format!("blk.{layer}.{part}.weight");
-        let mut of = |part: &str, x: &Tensor| push(name(part), tensor(&name(part))?, x);
+        let mut of = |part: &str, x: &Tensor| push(tensor(&name(part))?, x);
         let normed = rms_norm(&state, &of_norm(&bytes, &name("attn_norm"))?, 1e-5)?;
         let (q, _, v) = (
             of("attn_q", &normed)?,
@@ -100,8 +99,7 @@ fn products() -> Result<Vec<Product>> {
         let (gate, up) = (of("ffn_gate", &normed)?, of("ffn_up", &normed)?);
         of("ffn_down", &(gate.silu()? * up)?)?;
     }
-    let table = "token_embd.weight";
-    push(table.into(), tensor(table)?, &head.squeeze(0)?)?;
+    push(tensor("token_embd.weight")?, &head.squeeze(0)?)?;
     Ok(products)
 }
 

@@ -22,6 +22,8 @@ struct Subject {
     /// The same beside prologues and epilogues, for all dtypes of x.
     few: &'static [usize],
     takes: fn(&str) -> bool,
+    /// Rows of a format that it takes at most; half as many of f16.
+    most: fn(&str) -> usize,
 }
 
 const SUBJECTS: [Subject; 2] = [
@@ -31,6 +33,7 @@ const SUBJECTS: [Subject; 2] = [
         rows: &[2, 8, 9, 16, 31, 64, 100, 128, 300, 700],
         few: &[2, 5, 12, 20, 50],
         takes: |_| true,
+        most: |_| usize::MAX,
     },
     Subject {
         kernel: "gemm_wna16_mma",
@@ -39,6 +42,7 @@ const SUBJECTS: [Subject; 2] = [
         few: &[2, 5, 12, 20, 32],
         // Groups of INT4 and ternary weights have kernels of their own.
         takes: |format| !format.starts_with("int4") && !format.starts_with("ternary-g"),
+        most: |format| if format == "int8" { 16 } else { 64 },
     },
 ];
 
@@ -110,7 +114,8 @@ fn exact(subject: &Subject, device: &Device, k: usize) -> Result<()> {
     let kernel = subject.kernel;
     for (name, weights) in subject.pairs(200, k, device)? {
         let weights = &weights[..1];
-        for &m in subject.rows {
+        let most = (subject.most)(&name);
+        for &m in subject.rows.iter().filter(|m| **m <= most) {
             let x = randn_on(&[m, k], DType::BF16, device)?;
             let product = |kernel| {
                 with_kernel(Some(kernel), || {
@@ -171,6 +176,10 @@ fn with_prologues(subject: &Subject, device: &Device, activations: &[Activation]
         for (f, (name, weights)) in subject.pairs(n, k, device)?.into_iter().enumerate() {
             for (j, &m) in subject.few.iter().enumerate() {
                 let dtype = [DType::F32, DType::F16, DType::BF16][(i + j + f) % 3];
+                let most = (subject.most)(&name) / if dtype == DType::F16 { 2 } else { 1 };
+                if m > most {
+                    continue;
+                }
                 let activation = activations[(i + f + j) % 4];
                 let width = if activation == Activation::SwiGlu {
                     n
@@ -238,7 +247,8 @@ fn rows_stay_by_themselves() -> Result<()> {
 fn apart(subject: &Subject, device: &Device) -> Result<()> {
     let k = 512;
     for (name, weights) in subject.pairs(64, k, device)? {
-        for &m in subject.rows.iter().filter(|m| **m > 2) {
+        let most = (subject.most)(&name);
+        for &m in subject.rows.iter().filter(|m| (3..=most).contains(*m)) {
             let x = randn_on(&[m, k], DType::BF16, device)?;
             let product = |x: &Tensor| {
                 with_kernel(Some(subject.kernel), || {
