@@ -233,6 +233,22 @@ fn bad_input_is_named() -> Result<()> {
     })
 }
 
+/// Zeros for whatever name is asked for, those that the model does not have among them.
+#[test]
+fn weights_of_zeros_load() -> Result<()> {
+    on_every_device(|| {
+        let config = Golden::open("llama_gqa_tied")?.config::<LlamaConfig>();
+        let config = config.into_config(false);
+        let zeros = candle_nn::VarBuilder::zeros(DType::F32, &device());
+        let llama = Llama::load(zeros, &config)?;
+        let mut cache = Cache::new(true, DType::F32, &config, &device())?;
+        let ids = Tensor::new(&[[1u32, 2, 3]], &device())?;
+        let logits = llama.forward(&ids, 0, &mut cache)?.flatten_all()?;
+        assert!(logits.to_vec1::<f32>()?.iter().all(|logit| *logit == 0.));
+        Ok(())
+    })
+}
+
 #[test]
 fn weights_that_do_not_fit_the_config_are_named() -> Result<()> {
     on_every_device(|| {
