@@ -83,8 +83,9 @@ fn products() -> Result<Vec<Product>> {
     for (layer, state) in layers.iter().enumerate().step_by(3) {
         let state = state.squeeze(0)?;
         let name = |part: &str| format!("blk.{layer}.{part}.weight");
+        let normed = rms_norm(&state, &tensor(&name("attn_norm"))?, 1e-5)?;
+        let in_mlp = rms_norm(&state, &tensor(&name("ffn_norm"))?, 1e-5)?;
         let mut of = |part: &str, x: &Tensor| push(tensor(&name(part))?, x);
-        let normed = rms_norm(&state, &of_norm(&bytes, &name("attn_norm"))?, 1e-5)?;
         let (q, _, v) = (
             of("attn_q", &normed)?,
             of("attn_k", &normed)?,
@@ -95,23 +96,16 @@ fn products() -> Result<Vec<Product>> {
             .reshape((v.dims()[0], (), 1, 64))?
             .repeat((1, 1, group, 1))?;
         of("attn_output", &heads.reshape(q.shape())?)?;
-        let normed = rms_norm(&state, &of_norm(&bytes, &name("ffn_norm"))?, 1e-5)?;
-        let (gate, up) = (of("ffn_gate", &normed)?, of("ffn_up", &normed)?);
+        let (gate, up) = (of("ffn_gate", &in_mlp)?, of("ffn_up", &in_mlp)?);
         of("ffn_down", &(gate.silu()? * up)?)?;
     }
     push(tensor("token_embd.weight")?, &head.squeeze(0)?)?;
     Ok(products)
 }
 
-fn of_norm(bytes: &[u8], name: &str) -> Result<Tensor> {
-    let reader = &mut Cursor::new(bytes);
-    let content = Content::read(reader)?;
-    Ok(content.tensor(reader, name, CPU)?.dequantize(CPU)?)
-}
-
 /// The errors of a product with blocks of `dtype`, of ours and candle's, against the same blocks in f32.
 fn errors(product: &Product, dtype: GgmlDType) -> Result<[f64; 2]> {
-    let Product { weight, x, .. } = product;
+    let Product { weight, x } = product;
     let (rows, cols) = weight.dims2()?;
     let blocks = QTensor::quantize(weight, dtype)?;
     let exact = x.matmul(&blocks.dequantize(CPU)?.t()?)?;

@@ -387,6 +387,17 @@ fn values_that_are_not_finite_make_their_token_nan_and_no_other() {
     }
 }
 
+/// Blocks are counted before there is room for them.
+#[test]
+fn more_than_there_is_takes_no_memory() {
+    let matrix = PackedMatrix::pack(GgmlDType::Q4_0, 1 << 20, 1 << 26, &[0; 18]);
+    let text = matrix.expect_err("blocks").to_string();
+    assert!(text.starts_with("blocks: 18 bytes given"), "{text}");
+    let builder = PackedMatrix::builder(GgmlDType::Q8_0, usize::MAX / 2, 64);
+    let text = builder.map(|_| ()).expect_err("rows").to_string();
+    assert!(text.starts_with("rows: "), "{text}");
+}
+
 #[test]
 fn what_does_not_fit_is_refused_by_name() {
     let fails = |result: candle_core::Result<()>, name: &str| {
@@ -404,10 +415,6 @@ fn what_does_not_fit_is_refused_by_name() {
     fails(pack(GgmlDType::Q4_0, 2, 32, 35), "blocks");
     fails(pack(GgmlDType::Q6K, 2, 256, 210), "blocks");
     fails(pack(GgmlDType::Q8_0, usize::MAX / 2, 64, 68), "blocks");
-    // Blocks are counted before there is room for them.
-    fails(pack(GgmlDType::Q4_0, 1 << 20, 1 << 26, 18), "blocks");
-    let builder = |rows| PackedMatrix::builder(GgmlDType::Q8_0, rows, 64).map(|_| ());
-    fails(builder(usize::MAX / 2), "rows");
     fails(
         dequantize(GgmlDType::Q4_0, &[0; 18], &mut [0.0; 31]),
         "blocks",

@@ -44,6 +44,10 @@ pub fn run(data: &[u8]) {
     if asked.is_none_or(|size| !(1 << 24..1 << 52).contains(&size)) {
         let _ = PackedMatrix::builder(dtype, rows, cols).map(|builder| builder.finish());
     }
+    // No rows may be as wide as one likes, and begin behind the end.
+    if rows == 0 {
+        return;
+    }
     let start = usize::from(head[1] >> 1);
     let file: SharedBytes = Arc::new(bytes.to_vec());
     let placed = PackedMatrix::in_place(dtype, rows, cols, file, start);
