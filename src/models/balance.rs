@@ -251,10 +251,15 @@ fn balancing(inputs: &[f32], columns: &[f32]) -> Vec<f32> {
     let mean = counted.iter().sum::<f32>() / counted.len().max(1) as f32;
     logs.iter()
         .map(|log| match log.is_finite() {
-            true => (log - mean).round().clamp(-MAX_LOG2, MAX_LOG2).exp2(),
+            true => power_of_two((log - mean).round().clamp(-MAX_LOG2, MAX_LOG2)),
             false => 1.,
         })
         .collect()
+}
+
+/// 2 to the power of a whole number between -126 and 127, to the bit: `exp2` promises no precision.
+fn power_of_two(exponent: f32) -> f32 {
+    f32::from_bits(((exponent as i32 + 127) as u32) << 23)
 }
 
 fn inverse(factors: &[f32]) -> Vec<f32> {
