@@ -77,7 +77,10 @@ fn layers_take_candles_operations_and_say_why() -> Result<()> {
     ];
     let close = |got: &Tensor, want: &Tensor| -> Result<()> {
         let (got, want) = (values(got)?, values(want)?);
-        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-4));
+        // Sums of 64 values in another order, in f32. Gated products reach some hundreds.
+        for (a, b) in got.iter().zip(&want) {
+            assert!((a - b).abs() < 1e-4 * (1. + b.abs()), "{a} for {b}");
+        }
         Ok(())
     };
     for layer in &layers {
