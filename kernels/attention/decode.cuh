@@ -334,8 +334,8 @@ struct Part {
 
 // Brings the block's warps together, then the blocks, and writes the caches and y.
 template <class Core>
-__device__ __forceinline__ void finish(const DecodingParams& p, const Shared<Core>& s, const Place& at,
-                                       const Part& part, int head_dim, uint32_t position) {
+__device__ __forceinline__ void epilogue(const DecodingParams& p, const Shared<Core>& s, const Place& at,
+                                         const Part& part, int head_dim, uint32_t position) {
   constexpr int THREADS = Core::WARPS * WARP;
   constexpr bool WIDE = Core::DIM >= 256;
   const int total = at.heads * head_dim, step = MAX_HEADS * head_dim;
@@ -427,10 +427,10 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
     for (uint32_t tile = first; tile < tiles; tile += stride)
       core.step(keys, work.start, tile, tile + stride, tiles, s.queries, s.q, at.heads);
     if (first < tiles)
-      core.finish(s.sums + warp * at.heads * s.stride, s.stride, s.tops + warp * MAX_HEADS,
-                  s.weights + warp * MAX_HEADS, at.heads, head_dim);
+      core.store(s.sums + warp * at.heads * s.stride, s.stride, s.tops + warp * MAX_HEADS,
+                 s.weights + warp * MAX_HEADS, at.heads, head_dim);
     __syncthreads();
-    finish(p, s, at, part, head_dim, position);
+    epilogue(p, s, at, part, head_dim, position);
     if (!real) __syncthreads();
   }
 }

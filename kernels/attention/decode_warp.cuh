@@ -216,7 +216,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
   }
 
   // The results, `stride` floats from head to head.
-  __device__ void finish(float* sums, int stride, float* tops, float* weights, int heads, int) {
+  __device__ void store(float* sums, int stride, float* tops, float* weights, int heads, int) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
     l += __shfl_xor_sync(FULL, l, 1);
     l += __shfl_xor_sync(FULL, l, 2);
@@ -323,8 +323,8 @@ template <int N, int W> struct LaneCore {
     }
   }
 
-  __device__ void finish(float* sums, int stride, float* tops, float* weights, int heads,
-                         int head_dim) {
+  __device__ void store(float* sums, int stride, float* tops, float* weights, int heads,
+                        int head_dim) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int h = 0; h < MAX_CORE_HEADS; ++h) {

@@ -164,7 +164,7 @@ template <typename T, int D, bool SPLIT> struct Rows {
     const bool general = is_general(p);
     const float unit = general ? 1.f : p.scale * LOG2E;
     const int column = first_key + threadIdx.x % 4 * 2;
-    if (general) finish_scores(p, s, column);
+    if (general) mask_scores(p, s, column);
     if (first_key < all.from || first_key + KEYS > all.to) {
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
@@ -203,7 +203,7 @@ template <typename T, int D, bool SPLIT> struct Rows {
   }
 
   // Scale, softcap and mask, in units of log2.
-  __device__ void finish_scores(const Params& p, float (&s)[KEYS / 8][4], int column) const {
+  __device__ void mask_scores(const Params& p, float (&s)[KEYS / 8][4], int column) const {
     const float factor = p.softcap > 0.f ? p.scale : p.scale * LOG2E;
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)

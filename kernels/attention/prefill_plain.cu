@@ -175,7 +175,7 @@ template <typename S> struct Rows {
     }
   }
 
-  __device__ void finish(const Params& p, int batch, int kv_head, int block_row) const {
+  __device__ void epilogue(const Params& p, int batch, int kv_head, int block_row) const {
 #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       const float total = half_warp_sum(sum[i]);
@@ -234,7 +234,7 @@ template <typename S> __device__ __forceinline__ void attend(const Params& p) {
     __syncthreads();
     if (works) state.outputs(weights, tile);
   }
-  state.finish(p, batch, kv_head, block_row);
+  state.epilogue(p, batch, kv_head, block_row);
 }
 
 #define PLAIN(D, ROWS, KEYS)                                        \

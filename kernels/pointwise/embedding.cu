@@ -15,10 +15,10 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
   const uint32_t thread = blockIdx.x * EMBEDDING_THREADS + threadIdx.x, block = thread / 4;
   pdl_launch();
   pdl_wait();
-  if (block >= p.units) return;
+  if (block >= p.columns) return;
   for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
     const uint32_t id = p.ids[i];
-    float4* out = static_cast<float4*>(p.out) + (uint64_t(i) * p.units + block) * 8;
+    float4* out = static_cast<float4*>(p.out) + (uint64_t(i) * p.columns + block) * 8;
     if (id >= p.rows) {
       const float nan = __uint_as_float(NOT_A_NUMBER);
       for (int half = 0; half < 2; ++half) out[4 * half + thread % 4] = make_float4(nan, nan, nan, nan);
@@ -26,23 +26,23 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
     }
     with_format(p.format, [&](auto format) {
       using F = decltype(format);
-      const uint32_t groups = groups_of(p.units * BLOCK);
+      const uint32_t groups = groups_of(p.columns * BLOCK);
       const char* row = static_cast<const char*>(p.table) + uint64_t(id) * F::pitch(groups);
       F::quarter(row, groups, block, thread % 4, [&](int at, float4 v) { out[at / 4] = v; });
     });
   }
 }
 
-template <typename Unit> __device__ __forceinline__ void gather(const EmbeddingParams& p, Unit nan) {
-  const uint32_t unit = blockIdx.x * EMBEDDING_THREADS + threadIdx.x;
+template <typename T> __device__ __forceinline__ void gather(const EmbeddingParams& p, T nan) {
+  const uint32_t column = blockIdx.x * EMBEDDING_THREADS + threadIdx.x;
   pdl_launch();
   pdl_wait();
-  if (unit >= p.units) return;
+  if (column >= p.columns) return;
   for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
     const uint32_t id = p.ids[i];
-    Unit value = nan;
-    if (id < p.rows) value = static_cast<const Unit*>(p.table)[uint64_t(id) * p.units + unit];
-    static_cast<Unit*>(p.out)[uint64_t(i) * p.units + unit] = value;
+    T value = nan;
+    if (id < p.rows) value = static_cast<const T*>(p.table)[uint64_t(id) * p.columns + column];
+    static_cast<T*>(p.out)[uint64_t(i) * p.columns + column] = value;
   }
 }
 

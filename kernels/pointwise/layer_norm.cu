@@ -44,7 +44,7 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Laye
   const auto centred = spread(g, p.width, p.eps, each_value, scratch);
   const float mean = centred.mean, factor = centred.factor;
 
-  auto finish = [&](const Pack<T, N>& v, uint32_t at) {
+  auto normalize = [&](const Pack<T, N>& v, uint32_t at) {
     const auto w = load<T, N>(weight + at * N);
     Pack<T, N> b = {}, out;
     if (bias) b = load<T, N>(bias + at * N);
@@ -59,10 +59,10 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Laye
 #pragma unroll
   for (int i = 0; i < K; ++i) {
     const uint32_t at = g.thread + i * g.threads;
-    if (at < packs) finish(x[i], at);
+    if (at < packs) normalize(x[i], at);
   }
   for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads)
-    finish(load<T, N>(in + at * N), at);
+    normalize(load<T, N>(in + at * N), at);
 }
 
 template <typename T> __device__ __forceinline__ void layer_norm(const LayerNormParams& p) {

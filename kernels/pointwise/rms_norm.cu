@@ -56,7 +56,7 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const RmsN
   }
 
   const float factor = 1.f / sqrtf(g.sum(squares, scratch) / p.width + p.eps);
-  auto finish = [&](const Pack<T, N>& v, uint32_t at) {
+  auto normalize = [&](const Pack<T, N>& v, uint32_t at) {
     const auto w = load<T, N>(weight + at * N);
     Pack<T, N> out;
 #pragma unroll
@@ -67,12 +67,12 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const RmsN
 #pragma unroll
   for (int i = 0; i < K; ++i) {
     const uint32_t at = g.thread + i * g.threads;
-    if (at < packs) finish(x[i], at);
+    if (at < packs) normalize(x[i], at);
   }
   // Each thread reads back what it has itself written.
   const T* again = add ? sum : in;
   for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads)
-    finish(load<T, N>(again + at * N), at);
+    normalize(load<T, N>(again + at * N), at);
 }
 
 template <typename T> __device__ __forceinline__ void rms_norm(const RmsNormParams& p) {

@@ -18,7 +18,7 @@ pub(super) const MAIL_SLOTS: usize = 64;
 const SETTINGS: usize = 8;
 
 /// Tokens of a sequence that the GPU remembers for the repeat penalty.
-const SLOTS: usize = SamplingParams::MOST_LAST_N;
+const SLOTS: usize = SamplingParams::MAX_LAST_N;
 
 /// How long the host spins for a token before it asks whether the GPU is well.
 const PATIENCE: Duration = Duration::from_millis(200);

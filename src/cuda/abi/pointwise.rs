@@ -115,7 +115,7 @@ abi! {
         /// Of ids.
         count: u32,
         /// Of a row: blocks of 32 values, packs of 16 bytes, or elements of 2.
-        units: u32,
+        columns: u32,
         /// Of blocks.
         format: i32,
     }

@@ -116,7 +116,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
     let packs =
         bytes.is_multiple_of(16) && at.table.is_multiple_of(16) && at.out.is_multiple_of(16);
     // Four threads for a block.
-    let (kernel, units, threads) = match at.quantized {
+    let (kernel, columns, threads) = match at.quantized {
         Some(_) => (BLOCKS, at.width / BLOCK, at.width / 8),
         None if packs => (PACKS, bytes / 16, bytes / 16),
         None => (ELEMENTS, bytes / 2, bytes / 2),
@@ -127,7 +127,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
         out: at.out,
         rows: u32::try_from(at.rows).unwrap_or(u32::MAX),
         count: u32::try_from(at.count).map_err(candle_core::Error::wrap)?,
-        units: u32::try_from(units).map_err(candle_core::Error::wrap)?,
+        columns: u32::try_from(columns).map_err(candle_core::Error::wrap)?,
         format: match at.quantized {
             Some(Quantized::Blocks(format)) => format as i32,
             _ => 0,

@@ -29,7 +29,7 @@ pub struct SamplingParams {
     /// Divides the logits of tokens seen lately, or multiplies them where they are negative (CTRL,
     /// Keskar et al. 2019); 1 does not.
     pub repeat_penalty: f32,
-    /// How many of the last tokens the penalty looks at, at most [`Self::MOST_LAST_N`].
+    /// How many of the last tokens the penalty looks at, at most [`Self::MAX_LAST_N`].
     pub repeat_last_n: usize,
     /// Seed of the draws.
     pub seed: u64,
@@ -51,7 +51,7 @@ impl Default for SamplingParams {
 
 impl SamplingParams {
     /// The furthest that the repeat penalty looks back.
-    pub const MOST_LAST_N: usize = 4096;
+    pub const MAX_LAST_N: usize = 4096;
 
     /// Fails if a value is out of its range.
     ///
@@ -84,11 +84,11 @@ impl SamplingParams {
                 self.repeat_penalty
             );
         }
-        if self.repeat_last_n > Self::MOST_LAST_N {
+        if self.repeat_last_n > Self::MAX_LAST_N {
             bail!(
                 "{OP}: repeat_last_n is {}, expected at most {}",
                 self.repeat_last_n,
-                Self::MOST_LAST_N
+                Self::MAX_LAST_N
             );
         }
         Ok(())
