@@ -20,11 +20,13 @@ __device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
   return there;
 }
-// Arrives at the barrier that stands at the same address in another block of the cluster. This orders
-// no accesses to memory: what the block has read must be complete.
-__device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) {
-  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(at, rank)) : "memory");
+// Arrives at a barrier of any block of the cluster, as `in_block` gives its address. This orders no accesses to
+// memory: what the block has read must be complete.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t there) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
+// The same at the barrier that stands at the same address in another block.
+__device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) { barrier_arrive_at(in_block(at, rank)); }
 // All threads of all blocks of the cluster, which need not be together. It orders no accesses either.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");

@@ -1,5 +1,5 @@
 // GEMM for up to 16 rows of bf16 x and packed INT8 or INT4 weights (formats/packed.cuh): y = act(x W^T + bias) +
-// residuals. Weights are dequantized to bf16 in registers as in gemm_wna16_m64.cuh, but x is in registers too.
+// residuals. Weights are dequantized to bf16 in registers, and x is in registers too.
 //
 // Split-K: one CTA, or a cluster of two, shares K, and within a CTA `split_k` warps. A warp holds two K blocks of 128
 // values of all rows of x in registers while N tiles of 16 output channels pass by. It streams their weights and

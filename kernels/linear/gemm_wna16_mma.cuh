@@ -46,8 +46,8 @@ template <class Stage, int TOKENS> struct GemmMma {
   __device__ __forceinline__ GemmMma(const GemmWna16MmaParams& g, uint32_t shared)
       : g(g), p(g.product), rank(blockIdx.x % g.cluster_size), tile(blockIdx.x / g.cluster_size / g.m_tiles),
         first_row(blockIdx.x / g.cluster_size % g.m_tiles * TOKENS),
-        slab_k_blocks(1u << g.slab_log2), begin(uint64_t(k_blocks_of(p.k)) * rank / g.cluster_size),
-        end(uint64_t(k_blocks_of(p.k)) * (rank + 1) / g.cluster_size), slabs((end - begin + slab_k_blocks - 1) >> g.slab_log2),
+        slab_k_blocks(1u << g.slab_log2), begin(k_blocks_of(p.k) * rank / g.cluster_size),
+        end(k_blocks_of(p.k) * (rank + 1) / g.cluster_size), slabs((end - begin + slab_k_blocks - 1) >> g.slab_log2),
         n_warps(warps() / p.split_k), n_tile(tile * n_warps + warp() % n_warps), k_warp(warp() / n_warps),
         pitch(slab_k_blocks * (2 * K_BLOCK) + Stage::X_PADDING), slab_bytes(TOKENS * pitch),
         chunks_log2(g.slab_log2 + CHUNKS_LOG2), pipeline(shared + warp() * (STAGES * Stage::BYTES)),
@@ -114,7 +114,11 @@ template <class Stage, int TOKENS> struct GemmMma {
   // The K block of a stage with its place in a slab of x.
   __device__ __forceinline__ void multiply(const Weights& weights, float (&sums)[SETS][M_TILES][4], uint32_t stage,
                                            uint32_t slab, uint32_t k_block, uint32_t place) const {
-    const auto block = Stage::read(weights, k_block, pipeline + stage * Stage::BYTES);
+    const auto block = Stage::read(weights, p, k_block, pipeline + stage * Stage::BYTES);
+    // Of each 32 values of K: one group of them, two of 16, or a quarter of one.
+    constexpr int HALVES = Weights::GROUPS == 8 ? 2 : 1;
+    static_assert(HALVES == 1 || !HAS_OFFSET, "an offset belongs to 32 values");
+    float c[HALVES][M_TILES][4] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const WeightFragment a = Weights::raw(block, p, e);
@@ -129,10 +133,7 @@ template <class Stage, int TOKENS> struct GemmMma {
           mma_bf16(sums[SETS - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v[n].z, v[n].w);
         }
       } else {
-        // One group of 32 values, or two of 16.
-        constexpr int HALVES = Weights::GROUPS / 4;
-        static_assert(HALVES == 1 || !HAS_OFFSET, "an offset belongs to 32 values");
-        float c[HALVES][M_TILES][4] = {}, x_sums[M_TILES][4] = {};
+        float x_sums[M_TILES][4] = {};
 #pragma unroll
         for (int n = 0; n < M_TILES; ++n) {
           mma_bf16(c[0][n], a.v[0], a.v[1], a.v[2], a.v[3], v[n].x, v[n].y);
@@ -142,8 +143,13 @@ template <class Stage, int TOKENS> struct GemmMma {
             mma_bf16(x_sums[n], ONES, ONES, ONES, ONES, v[n].z, v[n].w);
           }
         }
+        if (Weights::GROUPS == 1 && e < 3) continue;
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) add_group(sums[0], c[h], x_sums, block, HALVES * e + h);
+        for (int h = 0; h < HALVES; ++h) {
+          add_group(sums[0], c[h], x_sums, block, Weights::GROUPS == 1 ? 0 : HALVES * e + h);
+#pragma unroll
+          for (int n = 0; n < M_TILES; ++n) c[h][n][0] = c[h][n][1] = c[h][n][2] = c[h][n][3] = 0.f;
+        }
       }
     }
   }
@@ -225,13 +231,12 @@ template <class Stage, int TOKENS> struct GemmMma {
                                  p.split_k,
                                  TOKENS * sums_pitch(),
                                  g.cluster_size,
-                                 rank,
                                  tile * n_warps,
                                  n_warps,
                                  first_token,
                                  min(TOKENS / g.parts, p.m - first_token),
                                  g.vectors != 0};
-    outputs.write(blockDim.x);
+    outputs.write(rank * blockDim.x + threadIdx.x, g.cluster_size * blockDim.x);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     // No CTA's shared memory goes while others read it.
     if (g.cluster_size > 1) cluster_sync();

@@ -77,19 +77,21 @@ struct TileOutputs {
   // Planes of f32 sums `[token][pitch]` in shared memory, one for each warp that shares K: address, values from a
   // token to the next, planes, values from a plane to the next.
   uint32_t sums, pitch, planes, plane;
-  // Blocks of the cluster, which share K too, and this block's rank.
-  uint32_t split_k, rank;
+  // Blocks of the cluster, which share K too.
+  uint32_t split_k;
   uint32_t first_n_tile, n_tiles, first_token, tokens;
   bool vectors;
 
-  static __device__ __forceinline__ float4 load(uint32_t at, uint32_t rank) {
-    float4 v;
+  __device__ __forceinline__ float4 load(uint32_t at, uint32_t rank) const {
+    if (split_k == 1) {
+      const uint4 v = load_shared(at);
+      return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+    }
+    float4 v = {};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(in_block(at, rank)));
-#else
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at));
 #endif
     return v;
   }
@@ -108,14 +110,15 @@ struct TileOutputs {
     }
   }
 
-  // So many threads of each block: this block's part of the outputs, 8 channels of a token to a thread.
-  __device__ __forceinline__ void write(uint32_t threads) const {
+  // Every thread that takes part in it, 8 channels of a token at a time: those from `first` on, `step` apart.
+  __device__ __forceinline__ void write(uint32_t first, uint32_t step) const {
     const Epilogue& e = p.epilogue;
     const bool gated = gates(p);
-    const uint32_t pieces = gated ? n_tiles : 2 * n_tiles;
+    // A power of two.
+    const uint32_t pieces = gated ? n_tiles : 2 * n_tiles, pieces_log2 = 31 - __clz(pieces);
 #pragma unroll 1
-    for (uint32_t i = rank * threads + threadIdx.x; i < tokens * pieces; i += split_k * threads) {
-      const uint32_t token = i / pieces, piece = i % pieces;
+    for (uint32_t i = first; i < tokens * pieces; i += step) {
+      const uint32_t token = i >> pieces_log2, piece = i & (pieces - 1);
       const uint32_t n_tile = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
       const uint32_t column = n_tile_column(p, first_n_tile + n_tile, 0) + 8 * half;
       if (column >= p.width) continue;

@@ -4,10 +4,14 @@
 // of W as operand A, dequantized in registers (gemm_wna16_weights.cuh), and T tokens of x as operand B, which TMA
 // brings to shared memory in stages of 128 values of K. A block has two such warpgroups, side by side in N, and a
 // producer warpgroup. The blocks of a cluster split K: each leaves its sums in its shared memory, and each adds up and
-// writes a part of the outputs through distributed shared memory, always in the order of K.
+// writes a part of the outputs through distributed shared memory, always in the order of K. Where there are tiles
+// enough for all multiprocessors, they do not: a block takes one tile after the other, writes the outputs of one while
+// the producer brings x of the next, and the two blocks of a cluster, side by side in N, share x (TMA multicast).
 //
-// Weights go from memory to registers without shared memory, DEPTH blocks of K ahead. Those loads begin in front of
-// the wait for the preceding kernel.
+// Weights go from memory to registers without shared memory. All loads of the loop share one scoreboard, so a warp
+// that waits for some waits for all. GGUF blocks are loaded at the beginning of the step before their own, when nothing
+// else is on its way, and have that step's time; integers, whose loads are fewer, at the end of the step before that.
+// The first loads begin in front of the wait for the preceding kernel.
 //
 // For few tokens, where issuing instructions bounds a product, weights are not scaled: a group of them gives sums of
 // its own, which are scaled in f32. What a GGUF format adds to all weights of a block meets the sum of its 32 values
@@ -41,6 +45,8 @@ template <int TOKENS> struct GemmShape {
   static constexpr uint32_t STAGE = 2 * HALF;
   static constexpr uint32_t PITCH = CHANNELS + 4;     // f32 of a token's sums
   static constexpr uint32_t X_SUMS = SCALES_SUMS ? TOKENS * 16 : 0;  // of each 32 values of K, of a stage
+  // Tokens whose sums lie behind the stages on their way to memory, where a CTA has several tiles.
+  static constexpr int STAGED_TOKENS = GEMM_WNA16_STAGED_TOKENS;
 };
 
 __device__ __forceinline__ float2 load_pair(uint32_t at) {
@@ -56,24 +62,40 @@ __device__ __forceinline__ void cluster_sync_memory() {
 template <class Weights, int TOKENS> struct GemmWna16 {
   using Shape = GemmShape<TOKENS>;
   static constexpr int STAGES = Shape::STAGES;
-  // Blocks of K whose weights are on their way to registers.
-  static constexpr int DEPTH = 2;
   static constexpr bool BY_GROUPS = Shape::SCALES_SUMS && !Weights::CHANNEL_SCALES;
+
+  // x is read in its own order: weights, of which there are fewer, take it.
+  static constexpr bool IN_ORDER = TOKENS >= Weights::IN_ORDER_TOKENS;
+
+  // A tile: of channels, and its first row of operand B.
+  struct Place {
+    uint32_t n, first_row;
+  };
 
   const GemmWna16Params& g;
   const Gemv& p;
-  const uint32_t rank, tile, first_row;  // in the cluster; of channels; of operand B
-  const uint32_t begin, end;             // blocks of K
+  const uint32_t cluster, rank;  // CTAs of the cluster, and which of them this is
+  const uint32_t begin, end;     // blocks of K
   const uint32_t stages, barriers;
+  const uint32_t emptied;  // the first stage's barrier in the CTA that the lane tells
 
   static __device__ uint32_t warp() { return threadIdx.x / WARP; }
   static __device__ uint32_t lane() { return threadIdx.x % WARP; }
 
   __device__ __forceinline__ GemmWna16(const GemmWna16Params& g, uint32_t stages, uint32_t barriers)
-      : g(g), p(g.product), rank(blockIdx.x % g.split_k), tile(blockIdx.x / g.split_k / g.m_tiles),
-        first_row(blockIdx.x / g.split_k % g.m_tiles * TOKENS),
-        begin(uint64_t(k_blocks_of(p.k)) * rank / g.split_k), end(uint64_t(k_blocks_of(p.k)) * (rank + 1) / g.split_k),
-        stages(stages), barriers(barriers) {}
+      : g(g), p(g.product), cluster(max(g.split_k, g.sharing)), rank(blockIdx.x % cluster),
+        begin(g.split_k > 1 ? k_blocks_of(p.k) * rank / g.split_k : 0),
+        end(g.split_k > 1 ? k_blocks_of(p.k) * (rank + 1) / g.split_k : k_blocks_of(p.k)),
+        stages(stages), barriers(barriers),
+        emptied(in_block(barriers + 8 * STAGES, g.sharing > 1 ? lane() % 2 : rank)) {}
+
+  // The tiles of a cluster, or of each of the CTAs that share x.
+  __device__ __forceinline__ uint32_t first_tile() const { return blockIdx.x / cluster; }
+  __device__ __forceinline__ uint32_t next_tile(uint32_t tile) const { return tile + gridDim.x / cluster; }
+  __device__ __forceinline__ Place place(uint32_t tile) const {
+    const uint32_t n = tile / g.m_tiles;
+    return {g.sharing > 1 ? n * g.sharing + rank : n, tile % g.m_tiles * TOKENS};
+  }
 
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); }
@@ -83,21 +105,42 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   }
 
   // One thread: x of a block of K on its way to a stage.
-  __device__ __forceinline__ void copy(int stage, uint32_t k_block) const {
+  __device__ __forceinline__ void copy(int stage, uint32_t first_row, uint32_t k_block) const {
     const uint32_t to = stages + stage * Shape::STAGE;
     const bool with_sums = Shape::SCALES_SUMS && Weights::HAS_OFFSET;
     barrier_expect(full(stage), Shape::STAGE + (with_sums ? Shape::X_SUMS : 0));
     if (with_sums) bulk_copy_rows(x_sums(stage), g.x_sums, full(stage), first_row, 4 * k_block);
+    if (Shape::PRODUCER && g.sharing > 1) {
+      // Half of the tokens, for both CTAs.
+      constexpr uint16_t BOTH = 3;
+      const uint32_t row = first_row + rank * (TOKENS / 2), at = to + rank * (Shape::HALF / 2);
+      bulk_copy_rows(at, g.x, full(stage), 128 * k_block, row, BOTH);
+      bulk_copy_rows(at + Shape::HALF, g.x, full(stage), 128 * k_block + 64, row, BOTH);
+      return;
+    }
     bulk_copy_rows(to, g.x, full(stage), 128 * k_block, first_row);
     bulk_copy_rows(to + Shape::HALF, g.x, full(stage), 128 * k_block + 64, first_row);
   }
-  // One thread of the producer.
+  // A warp has read a stage: its first lanes tell the CTAs that fill it. No branch stands between products.
+  __device__ __forceinline__ void release(int stage) const {
+    if constexpr (Shape::PRODUCER) {
+      if (lane() < g.sharing) barrier_arrive_at(emptied + 8 * stage);
+    } else {
+      if (lane() == 0) barrier_arrive(empty(stage));
+    }
+  }
+  // One thread of the producer, which runs ahead into the next tile.
   __device__ __forceinline__ void produce() const {
     PipelineState<STAGES> pipeline;
-    for (uint32_t k_block = begin; k_block < end; ++k_block) {
-      if (k_block >= begin + STAGES) barrier_wait(empty(pipeline.stage), pipeline.phase ^ 1);
-      copy(pipeline.stage, k_block);
-      pipeline.next();
+    uint32_t copied = 0;
+    for (uint32_t tile = first_tile(); tile < g.tiles; tile = next_tile(tile)) {
+      const uint32_t first_row = place(tile).first_row;
+      for (uint32_t k_block = begin; k_block < end; ++k_block) {
+        if (copied >= STAGES) barrier_wait(empty(pipeline.stage), pipeline.phase ^ 1);
+        copy(pipeline.stage, first_row, k_block);
+        pipeline.next();
+        ++copied;
+      }
     }
   }
 
@@ -107,6 +150,7 @@ template <class Weights, int TOKENS> struct GemmWna16 {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       WeightFragment a = Weights::fragment(block, scales, p, e);
+      if constexpr (IN_ORDER) Weights::put_in_order(a);
       // In front of the fence, which orders registers that are ready.
 #pragma unroll
       for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(a.v[i]));
@@ -118,7 +162,7 @@ template <class Weights, int TOKENS> struct GemmWna16 {
       wgmma_commit();
       // The products before these are complete: their registers are free, and so is their stage.
       wgmma_wait<1>();
-      if (e == 0 && done >= 0 && lane() == 0) barrier_arrive(empty(done));
+      if (e == 0 && done >= 0) release(done);
     }
   }
 
@@ -188,43 +232,53 @@ template <class Weights, int TOKENS> struct GemmWna16 {
                                        int& add) const {
     if constexpr (BY_GROUPS) {
       multiply_groups(sums, block, stage);
-      if (done >= 0 && lane() == 0) barrier_arrive(empty(done));
+      if (done >= 0) release(done);
     } else {
       multiply(sums, block, stage, done, add);
     }
   }
 
-  __device__ __forceinline__ void consume(float* shared_sums) const {
-    const Weights weights(p, tile * Shape::WARPS + warp());
-    float sums[TOKENS / 2];
+  using Block = typename Weights::Block;
+
+  // Those that are loaded in front of a tile.
+  __device__ __forceinline__ void prefetch(Block (&blocks)[2], const Weights& weights) const {
+    weights.load(blocks[0], p, begin);
+    if (!Weights::LOADS_EARLY && begin + 1 < end) weights.load(blocks[1], p, begin + 1);
+  }
+
+  // Waits for what has been loaded.
+  static __device__ __forceinline__ void arrived(Block& block) {
+    static_assert(sizeof(Block) % 4 == 0);
+    uint32_t* words = reinterpret_cast<uint32_t*>(&block);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Block) / 4); ++i) asm volatile("" : "+r"(words[i]));
+  }
+
+  // The sums of a tile, not scaled by channel. Its first blocks of K are on their way.
+  __device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
+                                                uint32_t first_row, PipelineState<STAGES>& pipeline) const {
     if constexpr (BY_GROUPS) {
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.f;
     }
-    typename Weights::Block blocks[DEPTH];
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
-      if (begin + d < end) weights.load(blocks[d], p, begin + d);
-    }
-    pdl_wait();
-    if (!Shape::PRODUCER && threadIdx.x == 0) {
-      for (int i = 0; i < STAGES && begin + i < end; ++i) copy(i, begin + i);
-    }
-    PipelineState<STAGES> pipeline;
     int done = -1, add = 0;
     uint32_t done_phase = 0;
 #pragma unroll 1
-    for (uint32_t k_block = begin; k_block < end; k_block += DEPTH) {
+    for (uint32_t k_block = begin; k_block < end; k_block += 2) {
 #pragma unroll
-      for (int d = 0; d < DEPTH; ++d) {
+      for (int d = 0; d < 2; ++d) {
         if (k_block + d >= end) break;
         barrier_wait(full(pipeline.stage), pipeline.phase);
+        if constexpr (Weights::LOADS_EARLY) {
+          arrived(blocks[d]);
+          if (k_block + d + 1 < end) weights.load(blocks[1 - d], p, k_block + d + 1);
+        }
         step(sums, blocks[d], pipeline.stage, done, add);
-        if (k_block + d + DEPTH < end) weights.load(blocks[d], p, k_block + d + DEPTH);
+        if (!Weights::LOADS_EARLY && k_block + d + 2 < end) weights.load(blocks[d], p, k_block + d + 2);
         // Where there is no producer: the stage before this one is free as soon as all warps have come so far.
         if (!Shape::PRODUCER && threadIdx.x == 0 && done >= 0 && k_block + d - 1 + STAGES < end) {
           barrier_wait(empty(done), done_phase);
-          copy(done, k_block + d - 1 + STAGES);
+          copy(done, first_row, k_block + d - 1 + STAGES);
         }
         done = pipeline.stage, done_phase = pipeline.phase;
         pipeline.next();
@@ -232,46 +286,109 @@ template <class Weights, int TOKENS> struct GemmWna16 {
     }
     wgmma_wait<0>();
     settle(sums);
-    // Nobody reads x any more: its stages become sums.
-    sync_first(Shape::CONSUMERS);
-    float by[2] = {1.f, 1.f};
-    if constexpr (Weights::CHANNEL_SCALES) by[0] = weights.channel_scale(p, 0), by[1] = weights.channel_scale(p, 1);
-    float* to = shared_sums + 16 * warp() + lane() / 4;
+    if (Shape::PRODUCER) release(done);
+  }
+
+  // Tokens `first` to `first + COUNT` of the warp's sums: `[token][channel]`.
+  template <int COUNT>
+  __device__ __forceinline__ void stage_sums(float* to, const float (&sums)[TOKENS / 2], int first) const {
+    constexpr uint32_t pitch = Shape::PITCH;
+    to += lane() / 4;
     if (g.parts == 1) {
-      to += lane() % 4 * 2 * Shape::PITCH;
+      to += lane() % 4 * 2 * pitch;
 #pragma unroll
-      for (int j = 0; j < TOKENS / 8; ++j) {
+      for (int j = 0; j < COUNT / 8; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[(8 * j + i % 2) * Shape::PITCH + 8 * (i / 2)] = by[i / 2] * sums[4 * j + i];
+        for (int i = 0; i < 4; ++i) to[(8 * j + i % 2) * pitch + 8 * (i / 2)] = sums[first / 2 + 4 * j + i];
       }
     } else {
       // The parts of a token lie side by side.
-      to += lane() % 4 * Shape::PITCH;
+      to += lane() % 4 * pitch;
 #pragma unroll
-      for (int j = 0; j < TOKENS / 8; ++j) {
+      for (int j = 0; j < COUNT / 8; ++j) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          to[4 * j * Shape::PITCH + 8 * i] = by[i] * (sums[4 * j + 2 * i] + sums[4 * j + 2 * i + 1]);
+        for (int i = 0; i < 2; ++i) {
+          const float* of = sums + first / 2 + 4 * j + 2 * i;
+          to[4 * j * pitch + 8 * i] = of[0] + of[1];
+        }
       }
     }
   }
 
-  // The consumers: this block's part of the outputs.
-  __device__ __forceinline__ void write_outputs() const {
-    const uint32_t first_token = first_row / g.parts;
-    const TileOutputs outputs = {p,
-                                 stages,
-                                 Shape::PITCH,
-                                 1,
-                                 0,
-                                 g.split_k,
-                                 rank,
-                                 tile * Shape::WARPS,
-                                 Shape::WARPS,
-                                 first_token,
-                                 min(TOKENS / g.parts, p.m - first_token),
-                                 g.vectors != 0};
-    outputs.write(Shape::CONSUMERS);
+  // Of a tile of channels, `rows` rows of operand B from a token on, whose sums lie at `sums`.
+  __device__ __forceinline__ TileOutputs outputs(uint32_t sums, uint32_t n, uint32_t first_token, uint32_t rows) const {
+    return {p,
+            sums,
+            Shape::PITCH,
+            1,
+            0,
+            g.split_k,
+            n * Shape::WARPS,
+            Shape::WARPS,
+            first_token,
+            min(rows / g.parts, p.m - first_token),
+            g.vectors != 0};
+  }
+
+  // The CTAs of a cluster, one tile: each leaves its sums where x was.
+  __device__ __forceinline__ void write_shared_tile(float* shared_sums, const float (&sums)[TOKENS / 2],
+                                                    Place at) const {
+    sync_first(Shape::CONSUMERS);
+    stage_sums<TOKENS>(shared_sums + 16 * warp(), sums, 0);
+    cluster_sync_memory();
+    outputs(stages, at.n, at.first_row / g.parts, TOKENS)
+        .write(rank * Shape::CONSUMERS + threadIdx.x, g.split_k * Shape::CONSUMERS);
+  }
+
+  // A CTA that shares no K, while the producer fills the stages for the next tile.
+  __device__ __forceinline__ void write_own_tile(float* staged, const float (&sums)[TOKENS / 2], Place at) const {
+    constexpr int COUNT = Shape::STAGED_TOKENS;
+#pragma unroll 1
+    for (int chunk = 0; chunk < TOKENS / COUNT; ++chunk) {
+      const uint32_t first_token = (at.first_row + chunk * COUNT) / g.parts;
+      if (first_token >= p.m) break;
+      sync_first(Shape::CONSUMERS);
+      // Sums are in registers, which have no addresses.
+#pragma unroll
+      for (int i = 0; i < TOKENS / COUNT; ++i) {
+        if (i == chunk) stage_sums<COUNT>(staged + 16 * warp(), sums, i * COUNT);
+      }
+      sync_first(Shape::CONSUMERS);
+      outputs(shared_address(staged), at.n, first_token, COUNT).write(threadIdx.x, Shape::CONSUMERS);
+    }
+  }
+
+  __device__ __forceinline__ void consume(float* shared_sums) const {
+    uint32_t tile = first_tile();
+    Place at = place(tile);
+    Weights weights(p, at.n * Shape::WARPS + warp());
+    Block blocks[2];
+    prefetch(blocks, weights);
+    pdl_wait();
+    if (!Shape::PRODUCER && threadIdx.x == 0) {
+      for (int i = 0; i < STAGES && begin + i < end; ++i) copy(i, at.first_row, begin + i);
+    }
+    PipelineState<STAGES> pipeline;
+#pragma unroll 1
+    while (true) {
+      float sums[TOKENS / 2];
+      multiply_tile(sums, blocks, weights, at.first_row, pipeline);
+      if constexpr (Weights::CHANNEL_SCALES) {
+        const float by[2] = {weights.channel_scale(p, 0), weights.channel_scale(p, 1)};
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sums[i] *= by[i / 2 % 2];
+      }
+      if (!Shape::PRODUCER || g.split_k > 1) return write_shared_tile(shared_sums, sums, at);
+      const Place done = at;
+      tile = next_tile(tile);
+      if (tile < g.tiles) {
+        at = place(tile);
+        weights = Weights(p, at.n * Shape::WARPS + warp());
+        prefetch(blocks, weights);
+      }
+      write_own_tile(shared_sums + STAGES * Shape::STAGE / 4, sums, done);
+      if (tile >= g.tiles) return;
+    }
   }
 };
 
@@ -284,27 +401,27 @@ template <class Weights, int TOKENS> __device__ __forceinline__ void gemm_wna16(
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::STAGES; ++i) {
       barrier_init(gemm.full(i), 1);
-      barrier_init(gemm.empty(i), Shape::WARPS);
+      barrier_init(gemm.empty(i), Shape::WARPS * (Shape::PRODUCER ? g.sharing : 1));
     }
     barriers_made();
   }
   __syncthreads();
+  // Barriers are there before another CTA arrives at them.
+  if (Shape::PRODUCER && g.sharing > 1) cluster_arrive(), cluster_wait();
   pdl_launch();
   float* sums = reinterpret_cast<float*>(shared + (stages - base));
   if (Shape::PRODUCER && threadIdx.x >= Shape::CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(24));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(40));
     pdl_wait();
     if (threadIdx.x == Shape::CONSUMERS) gemm.produce();
     __syncwarp();
-    cluster_sync_memory();
+    if (g.split_k > 1) cluster_sync_memory();
   } else {
-    if constexpr (Shape::PRODUCER) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
+    if constexpr (Shape::PRODUCER) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
     gemm.consume(sums);
-    cluster_sync_memory();
-    gemm.write_outputs();
   }
   // No block's shared memory goes while others read it.
-  if (g.split_k > 1) cluster_sync();
+  if (gemm.cluster > 1) cluster_sync();
 }
 
 }  // namespace fused

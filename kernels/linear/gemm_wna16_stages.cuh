@@ -70,7 +70,7 @@ template <class Format> struct GgufStage {
     }
   }
 
-  static __device__ __forceinline__ Block read(const Weights& w, uint32_t k_block, uint32_t stage) {
+  static __device__ __forceinline__ Block read(const Weights& w, const Gemv&, uint32_t k_block, uint32_t stage) {
     const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
     Block block;
 #pragma unroll
@@ -123,7 +123,7 @@ struct Int8Stage {
     for (int i = 0; i < 2; ++i)
       Int8Weights::copy(stage + i * ROWS + 16 * lane, w.rows[i].codes, p.k, k_block, lane % 4);
   }
-  static __device__ __forceinline__ Block read(const Weights&, uint32_t, uint32_t stage) {
+  static __device__ __forceinline__ Block read(const Weights&, const Gemv&, uint32_t, uint32_t stage) {
     Block block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -135,6 +135,66 @@ struct Int8Stage {
   }
   static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
     return load_shared(at + 2 * Int8Weights::value(e, t));
+  }
+};
+
+// INT4, with scales of groups, and zero points where the format may have them.
+template <class Format> struct Int4Stage {
+  using Weights = GemmInt<Format>;
+  using Block = typename Weights::Block;
+  static constexpr uint32_t X_PADDING = 64;  // lanes read 16 bytes
+  static constexpr bool SOME = Format::GROUPS == SOME_GROUPS;
+  static constexpr uint32_t ROWS = Format::BYTES * WARP;  // codes of 8 rows
+  // Of a row: two or four scales, and four zero points. Where the row has fewer, they are among those.
+  static constexpr uint32_t SCALES = SOME ? 8 : 4, SCALES_AT = 2 * ROWS, ZEROS_AT = SCALES_AT + 16 * SCALES;
+  static constexpr uint32_t BYTES = ZEROS_AT + (Format::ZEROS ? 64 : 0);
+
+  // Where a K block's scales and zero points of a row begin, counted in them.
+  static __device__ __forceinline__ uint64_t first(const PackedRow& row, const Gemv& p, uint32_t k_block) {
+    return row.place(k_block, p.k) * (SOME ? p.groups : 1);
+  }
+  static __device__ __forceinline__ void copy(const Weights& w, const Gemv& p, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      copy_async(stage + i * ROWS + Format::BYTES * lane, w.rows[i].codes + k_block * (ROW_GROUP * ROW_LANES * Format::BYTES));
+    // Lanes 0 and 1 of four copy the scales of both rows, lanes 2 and 3 the zero points.
+    const PackedRow& row = t % 2 == 0 ? w.rows[0] : w.rows[1];
+    const Matrix& m = p.weights[row.which];
+    const char* scales = static_cast<const char*>(m.scales);
+    const uint32_t g = t % 2 * 8 + lane / 4;
+    const uint64_t at = first(row, p, k_block);
+    if (t < 2) {
+      const uint32_t to = stage + SCALES_AT + SCALES * g;
+      if (SOME && p.groups == 4) copy_async_few<8>(to, scales + 2 * at);
+      else copy_async_few<4>(to, scales + at / 2 * 4);
+    } else if (Format::ZEROS && m.zeros > 0) {
+      copy_async_few<4>(stage + ZEROS_AT + 4 * g, scales + 2 * uint64_t(m.zeros) + at / 4 * 4);
+    }
+  }
+  static __device__ __forceinline__ Block read(const Weights& w, const Gemv& p, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP;
+    Block block;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 v = load_shared(stage + i * ROWS + Format::BYTES * lane);
+      block.pieces[i].words[0] = v.x, block.pieces[i].words[1] = v.y;
+      block.pieces[i].words[2] = v.z, block.pieces[i].words[3] = v.w;
+      const uint32_t g = 8 * i + lane / 4, at = static_cast<uint32_t>(first(w.rows[i], p, k_block));
+      const uint32_t scales = stage + SCALES_AT + SCALES * g;
+      auto& by = block.scales[i].by[0];
+      by[0] = load_shared_u32(scales) >> (SOME && p.groups == 4 ? 0 : 16 * (at % 2));
+      if constexpr (SOME) by[1] = load_shared_u32(scales + 4);
+      if constexpr (Format::ZEROS) {
+        block.scales[i].zeros[0] = 0x80808080u;
+        if (p.weights[w.rows[i].which].zeros > 0)
+          block.scales[i].zeros[0] = load_shared_u32(stage + ZEROS_AT + 4 * g) >> (8 * (at % 4));
+      }
+    }
+    return block;
+  }
+  static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
+    return load_shared(at + 64 * e + 16 * t);
   }
 };
 
@@ -153,7 +213,7 @@ struct TernaryStage {
       copy_async_few<Format::BYTES>(stage + i * ROWS + Format::BYTES * lane,
                                     w.rows[i].codes + k_block * (ROW_GROUP * ROW_LANES * Format::BYTES));
   }
-  static __device__ __forceinline__ Block read(const Weights&, uint32_t, uint32_t stage) {
+  static __device__ __forceinline__ Block read(const Weights&, const Gemv&, uint32_t, uint32_t stage) {
     Block block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -7,7 +7,8 @@
 // is taken as the sum of two bf16 numbers, s = high + low, and fma(q, high, q * low) is rounded once.
 //
 // Lane 4 g + t of a warp has channels g and g + 8. It holds of each 32 values of K the 8 that memory has for lane t,
-// in an order of the format's own (`Order` of the host file), in which x is stored too.
+// in an order of the format's own (`order` of the host file). Either x is stored in that order, or lanes put their
+// weights in order, which pays where each weight meets many tokens.
 #pragma once
 
 #include "formats/gguf.cuh"
@@ -22,6 +23,24 @@ struct WeightFragment {
   // Pair j of the 8 values that a lane has of channel g (row 0) or g + 8 (row 1).
   __device__ __forceinline__ uint32_t& at(int row, int j) { return v[4 * (j / 2) + 2 * (j % 2) + row]; }
 };
+
+// Of 8 pairs of values, lane t has 2t and 2t + 1, and gets t and t + 4.
+__device__ __forceinline__ void exchange_2_pairs(uint32_t& a, uint32_t& b) {
+  const uint32_t t = threadIdx.x % 4;
+  const bool upper = t >= 2, odd = t % 2;
+  const uint32_t one = __shfl_sync(FULL, upper ? b : a, t / 2 + (odd ? 2 : 0), 4);
+  const uint32_t other = __shfl_sync(FULL, upper ? a : b, t / 2 + (odd ? 0 : 2), 4);
+  a = odd ? other : one, b = odd ? one : other;
+}
+// Of 16, lane t has 4t to 4t + 3, and gets t, t + 4, t + 8 and t + 12: a transposition, in two rounds.
+__device__ __forceinline__ void exchange_4_pairs(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  const auto swap = [](uint32_t& low, uint32_t& high, int distance) {
+    const bool upper = threadIdx.x & distance;
+    const uint32_t got = __shfl_xor_sync(FULL, upper ? low : high, distance);
+    low = upper ? got : low, high = upper ? high : got;
+  };
+  swap(a, b, 1), swap(c, d, 1), swap(a, c, 2), swap(b, d, 2);
+}
 
 __device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
   uint32_t out = 0;
@@ -63,6 +82,9 @@ template <class Format> struct GemmGguf {
   static constexpr int GROUPS = Format::SCALES * 4;  // of 128 values of K
   // Whether sums of x count.
   static constexpr bool HAS_OFFSET = Format::HAS_OFFSET;
+  // Tokens of a tile from which on lanes of wgmma put their weights in order; whether those are loaded early.
+  static constexpr int IN_ORDER_TOKENS = GEMM_WNA16_GGUF_IN_ORDER;
+  static constexpr bool LOADS_EARLY = true;
 
   struct Block {
     typename Format::Piece pieces[2];
@@ -84,6 +106,11 @@ template <class Format> struct GemmGguf {
   __device__ __forceinline__ void load(Block& block, const Gemv&, uint32_t k_block) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) block.pieces[i] = Format::load(rows[i], groups, k_block, threadIdx.x % 4);
+  }
+
+  static __device__ __forceinline__ void put_in_order(WeightFragment& a) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) exchange_2_pairs(a.at(i, 0), a.at(i, 1)), exchange_2_pairs(a.at(i, 2), a.at(i, 3));
   }
 
   // Numbers that are not scaled yet.
@@ -162,6 +189,9 @@ template <class Format> struct GemmInt {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES;
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP ? 1 : 4;
   static constexpr bool HAS_OFFSET = false;
+  // INT8 has 16 of 64 values in a lane, of which two fragments would have to exchange theirs: never.
+  static constexpr int IN_ORDER_TOKENS = CHANNEL_SCALES ? 1 << 30 : GEMM_WNA16_PACKED_IN_ORDER;
+  static constexpr bool LOADS_EARLY = false;
   using TileScales1 = TileScales<Format::GROUPS, Format::ZEROS, 1>;
 
   struct Block {
@@ -188,6 +218,11 @@ template <class Format> struct GemmInt {
 
   __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
     return __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+  }
+
+  static __device__ __forceinline__ void put_in_order(WeightFragment& a) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) exchange_4_pairs(a.at(i, 0), a.at(i, 1), a.at(i, 2), a.at(i, 3));
   }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv& p, int e) {
@@ -232,6 +267,8 @@ template <int GROUPS_> struct GemmTernary {
   static constexpr bool CHANNEL_SCALES = GROUPS_ == ROW_SCALES;
   static constexpr int GROUPS = 4;
   static constexpr bool HAS_OFFSET = false;
+  static constexpr int IN_ORDER_TOKENS = GEMM_WNA16_PACKED_IN_ORDER;
+  static constexpr bool LOADS_EARLY = false;
   using Format = TernaryWeights<GROUPS_>;
   using TileScales1 = TileScales<GROUPS_, false, 1>;
 
@@ -259,6 +296,17 @@ template <int GROUPS_> struct GemmTernary {
 
   __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
     return 0.5f * __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+  }
+
+  // Pairs of codes j and j + 4 become pairs of neighbours first.
+  static __device__ __forceinline__ void put_in_order(WeightFragment& a) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t v[4] = {a.at(i, 0), a.at(i, 1), a.at(i, 2), a.at(i, 3)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a.at(i, j) = __byte_perm(v[2 * (j % 2)], v[2 * (j % 2) + 1], j < 2 ? 0x5410 : 0x7632);
+      exchange_4_pairs(a.at(i, 0), a.at(i, 1), a.at(i, 2), a.at(i, 3));
+    }
   }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv&, int e) {

@@ -1,4 +1,4 @@
-// How rows of x lie in shared memory for packed weights (gemv_wna16.cuh, gemm_wna16_m64.cuh): as one or two bf16
+// How rows of x lie in shared memory for packed weights (gemv_wna16.cuh): as one or two bf16
 // parts for INT8 and INT4, as int8 with a scale per row for ternary.
 #pragma once
 

@@ -141,22 +141,6 @@ abi! {
     const GEMV_SM90_MAX_STAGES: Count<u32> = 16;
     const GEMV_SM90_OWNED: Count<i32> = 8;
 
-    /// Rows of x of a launch for some tens of them, and warps of a block at most.
-    const M64_ROWS: Count<i32> = 64;
-    const M64_MAX_WARPS: Count<i32> = 8;
-
-    /// Some tens of rows of x.
-    struct GemmM64Params {
-        /// Without a norm; x is bf16.
-        product: Gemv,
-        /// N tiles of a block, side by side.
-        cta_n_tiles: u32,
-        /// Stages of x in shared memory: one for each K tile, or at least 3.
-        stages: u32,
-        /// K tiles, each of a K block for every warp that shares an N tile.
-        k_tiles: u32,
-    }
-
     /// Rows of x of a launch for up to 16 of them, warps of a block, K blocks whose x a warp has at a time, and
     /// N tiles of a batch.
     const M16_ROWS: Count<i32> = 16;
@@ -188,18 +172,28 @@ abi! {
     const GEMM_WNA16_SUMS_TOKENS: Count<i32> = 32;
     /// Tokens of a tile up to which a block has no producer of its own, and a multiprocessor two blocks.
     const GEMM_WNA16_SMALL_TOKENS: Count<i32> = 64;
+    /// Tokens of a tile from which on x is read in its own order, for GGUF blocks, and for INT4 and ternary weights.
+    const GEMM_WNA16_GGUF_IN_ORDER: Count<i32> = 128;
+    const GEMM_WNA16_PACKED_IN_ORDER: Count<i32> = 256;
+    /// Tokens whose sums are in shared memory together, of a tile that no other block shares.
+    const GEMM_WNA16_STAGED_TOKENS: Count<i32> = 64;
 
     /// Quantized weights and 16-bit activations, any number of tokens.
     struct GemmWna16Params {
-        /// Operand B: `parts` rows of each token, in the order of the weights' format. A box is `[64][T]`.
+        /// Operand B: `parts` rows of each token; in small tiles in the order of the weights' format, which says what
+        /// is small. A box is `[64][T]`, or `[64][T / 2]` where two blocks share it.
         x: TensorMap,
         /// `[k / 32][rows of operand B]` of f32: its sums over 32 values. A box is `[T][4]`.
         x_sums: TensorMap,
         /// Without prologue.
         product: Gemv,
         m_tiles: u32,
-        /// Blocks of a cluster, which share K.
+        /// Of channels by tokens: of a cluster of blocks which share K, or of `sharing` blocks each, which take one
+        /// such tile after the other.
+        tiles: u32,
         split_k: u32,
+        /// Blocks of a cluster, side by side in N, which share x: 1 or 2.
+        sharing: u32,
         /// Rows of operand B for each token: 1 or 2.
         parts: u32,
         /// Whether 16-byte accesses fit bias, residuals and outputs.

@@ -2,9 +2,8 @@
 //! each with the kernel that the table chose.
 
 use super::kernels::{
-    gemm_dense, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_m64,
-    gemm_wna16_mma, gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16,
-    gemv_wna16_sm90,
+    gemm_dense, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_mma,
+    gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
 };
 use super::plan::Plan;
 use super::problem::{Case, Operand, Operands, ProductAt};
@@ -30,20 +29,19 @@ const NEWEST: u32 = u32::MAX;
 const GEMV: [usize; 2] = [1, 8];
 const SEVERAL: [usize; 2] = [2, GEMV[1]];
 
-/// M of the tensor-core kernels for INT8 and INT4 weights, which multiply in bf16. Few f32 rows keep 16 bits as two
-/// parts in GEMVs; more are rounded to bf16, as for the library.
-const WNA16_M16: &[Rows] = &[(BF16, [2, 32]), (F32, [GEMV[1] + 1, 32])];
-/// The same on Hopper, where another kernel takes more.
-const WNA16_M16_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
-const WNA16_M64: &[Rows] = &[(BF16, [2, 128]), (F32, [GEMV[1] + 1, 128])];
+/// M of the tensor-core kernels for INT4 in groups of 128, which multiply in bf16. Few f32 rows keep 16 bits as two
+/// parts elsewhere; more are rounded to bf16, as for the library.
+const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 const W8A8: [usize; 2] = [64, MAX];
 
-/// M of the kernel for some tens of rows and GGUF blocks or a scale for each channel. On Hopper another one takes more
+/// M of the kernel for some tens of rows. On Hopper another one takes more
 /// than 16; elsewhere it reads weights anew for every 32.
 const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
 const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
+/// Their weights are dequantized for the library later.
+const WNA16_MMA_OF_INTEGERS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
 const WNA16_MMA_NOTE: &str =
     "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";
 
@@ -84,6 +82,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "linear/gemv_dense.cu",
         formats: Formats::HALF,
         x: &[(F16, SEVERAL), (BF16, SEVERAL)],
+        max_k: gemv_dense::MAX_MMA_K,
         plan: gemv_dense::mma,
         note: "rows of x that fit into shared memory together; bf16 from 8.0 on",
         ..RULE
@@ -175,7 +174,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_m16_cluster",
         source: "linear/gemm_wna16_m16_cluster.cu",
         formats: Formats::INT4_G128,
-        x: WNA16_M16_SM90,
+        x: WNA16_M16,
         arch: [90, NEWEST],
         gates: false,
         plan: gemm_wna16_m16::cluster,
@@ -186,7 +185,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_m16_tma",
         source: "linear/gemm_wna16_m16_tma.cu",
         formats: Formats::INT4_G128,
-        x: WNA16_M16_SM90,
+        x: WNA16_M16,
         arch: [90, NEWEST],
         plan: gemm_wna16_m16::tma,
         note: "K past 4,096; 16 rows a launch",
@@ -196,8 +195,8 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_m16",
         source: "linear/gemm_wna16_m16.cu",
         formats: Formats::INT4_G128,
-        x: WNA16_M16_SM90,
-        arch: [90, NEWEST],
+        x: WNA16_M16,
+        arch: [80, NEWEST],
         plan: gemm_wna16_m16::plan,
         note: "16 rows a launch",
         ..RULE
@@ -215,7 +214,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma.cu",
-        formats: Formats::INT8.or(Formats::TERNARY),
+        formats: Formats::INT8.or(Formats::TERNARY).or(Formats::INT4),
         x: WNA16_MMA_SM90,
         arch: [90, 90],
         plan: gemm_wna16_mma::plan,
@@ -255,6 +254,16 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma.cu",
+        formats: Formats::INT8.or(Formats::INT4),
+        x: WNA16_MMA_OF_INTEGERS,
+        arch: [80, NEWEST],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma.cu",
         formats: Formats::TERNARY,
         x: WNA16_MMA,
         arch: [80, NEWEST],
@@ -278,26 +287,6 @@ pub(super) static RULES: &[Rule] = &[
         x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
         plan: gemv_wna16::plan,
         note: "four rows a launch",
-        ..RULE
-    },
-    Rule {
-        kernel: "gemm_wna16_m16",
-        source: "linear/gemm_wna16_m16.cu",
-        formats: Formats::INT8.or(Formats::INT4),
-        x: WNA16_M16,
-        arch: [80, NEWEST],
-        plan: gemm_wna16_m16::plan,
-        note: "16 rows a launch",
-        ..RULE
-    },
-    Rule {
-        kernel: "gemm_wna16_m64",
-        source: "linear/gemm_wna16_m64.cu",
-        formats: Formats::INT8.or(Formats::INT4),
-        x: WNA16_M64,
-        arch: [80, NEWEST],
-        plan: gemm_wna16_m64::plan,
-        note: "64 rows a launch; f16 rows would lose three of their bits, so they go to a GEMV or the library",
         ..RULE
     },
     Rule {

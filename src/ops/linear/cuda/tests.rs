@@ -193,7 +193,7 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
     let int4 = WeightFormat::Quantized(Format::Scheme("int4-g128".parse()?));
     let case = |m| case(h100, int4, DType::BF16, m, (4096, 4096, false));
     let kernel = |name, m| with_kernel(Some(name), || select(&case(m)));
-    assert_eq!(kernel("gemm_wna16_m64", 16)?.kernel, "gemm_wna16_m64");
+    assert_eq!(kernel("gemm_wna16_mma", 16)?.kernel, "gemm_wna16_mma");
     // Kernels for other formats leave these alone, and so do those of other tables.
     for name in [
         "gemv_dense_mma",
@@ -207,7 +207,7 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
         );
     }
     for (name, m, expected) in [
-        ("gemm_wna16_m64", 512, "M is out of its range"),
+        ("gemm_wna16_mma", 512, "M is out of its range"),
         ("gemm_wna16_m16_tma", 16, "K is too short"),
         ("no_such", 16, "there is no kernel no_such"),
     ] {

@@ -1,33 +1,14 @@
-//! What the tensor-core kernels for INT8 and INT4 weights share: bf16 rows of x, and launches of so many of them.
+//! What the tensor-core kernels for INT4 in groups of 128 share: bf16 rows of x, and launches of so many of them.
 
 use super::super::plan::Kernel;
-use super::super::problem::{Case, Operands};
+use super::super::problem::Operands;
 use super::gemm_dequantized::narrowed;
 use super::gemv::Gemv;
-use super::gemv_wna16::kernel_of;
 use super::tensor_map::rows_map;
-use crate::cuda::abi::{GemmM16Params, GemmM16TmaParams, GemmM64Params, NORM_NONE};
+use crate::cuda::abi::{GemmM16Params, GemmM16TmaParams, NORM_NONE};
 use crate::cuda::{Grid, Launcher, Module, Scratch};
 use crate::ops::view::dtype_index;
-use crate::quant::Scheme;
 use candle_core::{DType, Result};
-
-/// The last of a module's kernels for INT8, INT4 in groups of 128 without zero points, and other INT4.
-const LAST_KERNEL: usize = 2;
-
-/// The place of a scheme's kernel among those three.
-///
-/// # Errors
-/// If there is none, or 16-byte loads do not fit rows of x.
-pub(super) fn scheme_kernel(case: &Case) -> std::result::Result<usize, &'static str> {
-    match case.scheme() {
-        Some(scheme @ (Scheme::Int8 | Scheme::Int4 { .. })) if case.k.is_multiple_of(8) => {
-            Ok(kernel_of(scheme).min(LAST_KERNEL))
-        }
-        Some(Scheme::Int8 | Scheme::Int4 { .. }) => Err("K is no multiple of 8"),
-        _ => Err("the weights are not INT8 or INT4"),
-    }
-}
 
 /// How the kernels carry out a product: one launch for each so many rows of x.
 #[derive(Debug)]
@@ -46,12 +27,6 @@ pub(super) struct GemmPlan {
 /// What a kernel is told beside the product.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FormParams {
-    /// N tiles of a block, stages of x that there is room for, and K tiles.
-    M64 {
-        cta_n_tiles: usize,
-        stages: usize,
-        k_tiles: usize,
-    },
     /// Blocks of a cluster.
     M16(usize),
     /// Likewise, where x comes by TMA.
@@ -69,19 +44,6 @@ impl GemmPlan {
         // SAFETY: the kernels take these structs; the addresses are the caller's.
         unsafe {
             match self.params {
-                FormParams::M64 {
-                    cta_n_tiles,
-                    stages,
-                    k_tiles,
-                } => {
-                    let params = GemmM64Params {
-                        product,
-                        cta_n_tiles: cta_n_tiles as u32,
-                        stages: stages as u32,
-                        k_tiles: k_tiles as u32,
-                    };
-                    launcher.run(self.module, self.index, self.grid, &params)
-                }
                 FormParams::M16(cluster_size) => {
                     launcher.run(self.module, self.index, self.grid, &of(cluster_size))
                 }

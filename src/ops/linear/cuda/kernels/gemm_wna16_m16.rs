@@ -1,9 +1,9 @@
-//! INT8 or INT4 weights and 16 rows of x a launch (`gemm_wna16_m16.cuh`, `gemm_wna16_m16_tma.cuh` and
+//! INT4 weights in groups of 128 and 16 rows of x a launch (`gemm_wna16_m16.cuh`, `gemm_wna16_m16_tma.cuh` and
 //! `gemm_wna16_m16_cluster.cuh` of `kernels/linear/`).
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
-use super::gemm_wna16::{FormParams, GemmPlan, scheme_kernel};
+use super::gemm_wna16::{FormParams, GemmPlan};
 use crate::cuda::abi::{
     K_BLOCK, M16_BATCH, M16_DEPTH as DEPTH, M16_ROWS as ROWS, M16_WARPS as WARPS, N_TILE,
     ROW_GROUP, WARP,
@@ -11,19 +11,14 @@ use crate::cuda::abi::{
 use crate::cuda::{GpuSpec, Grid, Module, fatbin};
 use std::sync::Arc;
 
-/// INT8, INT4 in groups of 128 without zero points, other INT4.
 pub(super) static MODULE: Module = Module::new(
     "gemm_wna16_m16",
     fatbin!("gemm_wna16_m16"),
-    &[
-        "gemm_wna16_m16_int8",
-        "gemm_wna16_m16_int4_g128",
-        "gemm_wna16_m16_int4",
-    ],
+    &["gemm_wna16_m16_int4_g128"],
 )
 .with_all_shared_memory();
 
-/// INT4 in groups of 128 where k is so long that warps would read x anew for every two K blocks.
+/// Where k is so long that warps would read x anew for every two K blocks.
 pub(super) static TMA: Module = Module::new(
     "gemm_wna16_m16_tma",
     fatbin!("gemm_wna16_m16_tma"),
@@ -31,7 +26,7 @@ pub(super) static TMA: Module = Module::new(
 )
 .with_all_shared_memory();
 
-/// INT4 in groups of 128, where there are few N tiles and K blocks: without clusters, and in clusters of two to four.
+/// Where there are few N tiles and K blocks: without clusters, and in clusters of two to four.
 static CLUSTER: Module = Module::new(
     "gemm_wna16_m16_cluster",
     fatbin!("gemm_wna16_m16_cluster"),
@@ -44,8 +39,8 @@ static CLUSTER: Module = Module::new(
 )
 .with_all_shared_memory();
 
-/// Bytes of the pipeline of a warp of each kernel: codes, scales and zero points of its stages.
-const PIPELINES: [usize; 3] = [4 * 2048, 4 * (2048 + 64), 6 * (1024 + 128 + 64)];
+/// Bytes of the pipeline of a warp: codes and scales of its stages.
+const PIPELINE: usize = 4 * (2048 + 64);
 
 /// Bytes that a block of [`TMA`] has in shared memory: three stages of x, three stages of each warp's pipeline, sums,
 /// those of another block of two batches, and what it may take to begin at a multiple of 1,024.
@@ -67,14 +62,12 @@ const EXCHANGED: usize = (4 + 1) * SUMS / 2;
 /// Static shared memory at most of the kernels that need as much as that: all but [`CLUSTER`].
 pub(super) const FIXED_SHARED: usize = 1056;
 
-/// N tiles of a cluster past which SMs have two blocks, for each kernel: where warps have all of their
-/// K blocks at once, and where they do not. As measured on an H100 with 4 to 14 N tiles; INT8 with more than 4 of the
-/// latter was not.
-const MANY: [[usize; 2]; 3] = [[16, usize::MAX], [16, 6], [5, 3]];
+/// N tiles of a cluster past which SMs have two blocks: where warps have all of their K blocks at once, and where they
+/// do not. As measured on an H100 with 4 to 14 N tiles.
+const MANY: [usize; 2] = [16, 6];
 
 /// What a product looks like to the kernels.
 struct Shape {
-    kernel: usize,
     /// 16 output channels each, or 8 and the 8 that they gate.
     n_tiles: usize,
     /// Of k.
@@ -84,7 +77,9 @@ struct Shape {
 /// # Errors
 /// If not all groups of 8 output channels lie within those of one matrix: their scales lie together.
 fn shape(case: &Case) -> Result<Shape, &'static str> {
-    let kernel = scheme_kernel(case)?;
+    if !case.k.is_multiple_of(8) {
+        return Err("K is no multiple of 8");
+    }
     let gated = case.gates().then_some(case.width());
     let mut first = 0;
     let aligned = case.matrices().all(|rows| {
@@ -104,7 +99,6 @@ fn shape(case: &Case) -> Result<Shape, &'static str> {
         2 * ROW_GROUP
     };
     Ok(Shape {
-        kernel,
         n_tiles: case.width().div_ceil(of_n_tile),
         k_blocks: case.k.div_ceil(K_BLOCK),
     })
@@ -112,11 +106,7 @@ fn shape(case: &Case) -> Result<Shape, &'static str> {
 
 /// In clusters that split k where there are clusters and k is long enough for all their warps.
 pub(crate) fn plan(case: &Case) -> Planned {
-    let Shape {
-        kernel,
-        n_tiles,
-        k_blocks,
-    } = shape(case)?;
+    let Shape { n_tiles, k_blocks } = shape(case)?;
     let gpu = &case.gpu;
     let cluster_size = cluster_size_of(gpu, k_blocks);
     let cta_k_blocks = k_blocks.div_ceil(cluster_size);
@@ -125,7 +115,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
         .into_iter()
         .find(|s| cta_k_blocks.div_ceil(*s) <= DEPTH);
     let split_k = split_k.unwrap_or(WARPS);
-    let shared = WARPS * (PIPELINES[kernel] + SUMS) + (cluster_size - 1) * EXCHANGED;
+    let shared = WARPS * (PIPELINE + SUMS) + (cluster_size - 1) * EXCHANGED;
     if shared + FIXED_SHARED > gpu.shared as usize {
         return Err("the pipelines do not fit into shared memory");
     }
@@ -133,7 +123,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     // Two blocks of an SM hide each other's waits, but read x twice and begin after the preceding
     // kernel.
     let room = shared + FIXED_SHARED <= gpu.share(2);
-    let most = MANY[kernel][usize::from(cta_k_blocks > split_k * DEPTH)];
+    let most = MANY[usize::from(cta_k_blocks > split_k * DEPTH)];
     let many = room && n_tiles > most.saturating_mul(once);
     let clusters = (once * if many { 2 } else { 1 }).min(n_tiles);
     // More than half of an SM's, with what is static, where two blocks of it are not to meet.
@@ -149,7 +139,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     grid.cluster = cluster_size as u32;
     Ok(Arc::new(GemmPlan {
         module: &MODULE,
-        index: kernel,
+        index: 0,
         rows: ROWS,
         split_k,
         params: FormParams::M16(cluster_size),
@@ -167,9 +157,7 @@ fn cluster_size_of(gpu: &GpuSpec, k_blocks: usize) -> usize {
 
 /// INT4 in groups of 128 with few output channels and short k, which clusters share.
 pub(crate) fn cluster(case: &Case) -> Planned {
-    let Shape {
-        n_tiles, k_blocks, ..
-    } = shape(case)?;
+    let Shape { n_tiles, k_blocks } = shape(case)?;
     let gpu = &case.gpu;
     if k_blocks > CLUSTER_MAX_K_BLOCKS {
         return Err("K is too long");
@@ -197,9 +185,7 @@ pub(crate) fn cluster(case: &Case) -> Planned {
 /// INT4 in groups of 128 and long k, x by TMA, in clusters of two. Blocks have more than half of an SM's
 /// shared memory: those of the next launch begin early, and would come to stand two and two.
 pub(crate) fn tma(case: &Case) -> Planned {
-    let Shape {
-        n_tiles, k_blocks, ..
-    } = shape(case)?;
+    let Shape { n_tiles, k_blocks } = shape(case)?;
     let gpu = &case.gpu;
     if k_blocks.div_ceil(cluster_size_of(gpu, k_blocks)) <= WARPS * DEPTH {
         return Err("K is too short");

@@ -32,7 +32,12 @@ macro_rules! forms {
 static INTEGERS: Module = Module::new(
     "gemm_wna16_mma",
     fatbin!("gemm_wna16_mma"),
-    forms!["gemm_wna16_mma_int8", "gemm_wna16_mma_ternary_rows"],
+    forms![
+        "gemm_wna16_mma_int8",
+        "gemm_wna16_mma_ternary_rows",
+        "gemm_wna16_mma_int4_g128",
+        "gemm_wna16_mma_int4"
+    ],
 )
 .with_all_shared_memory();
 
@@ -81,6 +86,8 @@ const GGUF_STAGES: [[usize; 2]; 8] = [
 ];
 const INT8_STAGES: [usize; 2] = [3, 2048];
 const TERNARY_STAGES: [usize; 2] = [8, 512];
+const INT4_G128_STAGES: [usize; 2] = [4, 1088];
+const INT4_STAGES: [usize; 2] = [4, 1216];
 
 fn of(case: &Case) -> std::result::Result<Of, &'static str> {
     let of = |module, index: usize, stages, padding| Of {
@@ -99,7 +106,12 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
             Scheme::Ternary { .. } if scheme.group().is_none() => {
                 Ok(of(&INTEGERS, 1, TERNARY_STAGES, 64))
             }
-            _ => Err("the weights are in groups"),
+            Scheme::Ternary { .. } => Err("ternary weights in groups"),
+            Scheme::Int4 {
+                group: 128,
+                zero_point: false,
+            } => Ok(of(&INTEGERS, 2, INT4_G128_STAGES, 64)),
+            Scheme::Int4 { .. } => Ok(of(&INTEGERS, 3, INT4_STAGES, 64)),
         },
         _ => Err("the weights are not quantized"),
     }

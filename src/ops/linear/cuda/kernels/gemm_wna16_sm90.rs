@@ -1,25 +1,30 @@
 //! Quantized weights of any format and any number of tokens on Hopper, by `wgmma` with the weights dequantized in
-//! registers (`kernels/linear/gemm_wna16_sm90.cuh`). A preceding kernel writes x in bf16, in the order in which the
-//! weights of the format lie.
+//! registers (`kernels/linear/gemm_wna16_sm90.cuh`). For few tokens a preceding kernel writes x in the order in which
+//! the weights of the format lie; for more, bf16 x is read as it is.
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands, ProductAt, WeightFormat};
-use super::gemm_dequantized::narrowed_to;
+use super::gemm_dequantized::{narrowed, narrowed_to};
 use super::gemv::Gemv;
 use super::tensor_map::{operand_map, sums_map};
 use crate::cuda::abi::{
-    GEMM_WNA16 as FORMS, GEMM_WNA16_CHANNELS as CHANNELS, GEMM_WNA16_SMALL_TOKENS as SMALL,
-    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, K_BLOCK as BLOCK_K,
-    NORM_NONE, TensorMap, WARP,
+    GEMM_WNA16 as FORMS, GEMM_WNA16_CHANNELS as CHANNELS,
+    GEMM_WNA16_GGUF_IN_ORDER as GGUF_IN_ORDER, GEMM_WNA16_PACKED_IN_ORDER as PACKED_IN_ORDER,
+    GEMM_WNA16_SMALL_TOKENS as SMALL, GEMM_WNA16_STAGED_TOKENS as STAGED_TOKENS,
+    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, IN_ORDER,
+    K_BLOCK as BLOCK_K, NORM_NONE, TensorMap, WARP,
 };
 use crate::cuda::{
-    Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
+    Address, Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
 };
 use crate::quant::{Format, Scaling, Scheme};
 use candle_core::{DType, Result};
 use std::sync::Arc;
 
 const OP: &str = "quant_linear";
+
+/// Of a block, that multiply.
+const WARPS: usize = 8;
 
 /// The kernels of a format: one for each of [`FORMS`].
 macro_rules! forms {
@@ -62,16 +67,36 @@ static GGUF: Module = Module::new(
 /// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
 const SPLIT_M: usize = 8;
 
-/// Where the bits of a value's index go among 64, by how the weights of a format lie (`GemmWna16Params::x`).
-mod order {
+/// How the weights of a format lie.
+#[derive(Clone, Copy, Debug)]
+struct Order {
+    /// Where the bits of a value's index go among 64 (`GemmWna16Params::x`).
+    bits: u32,
+    /// Tokens of a tile from which on the kernel puts weights in order instead, and x is as it is.
+    in_order: usize,
+}
+
+impl Order {
     /// Lane t has values 4t to 4t + 3 of each half of 32.
-    pub const GGUF: u32 = 0x542130;
+    const GGUF: Self = Self {
+        bits: 0x542130,
+        in_order: GGUF_IN_ORDER,
+    };
     /// 8t to 8t + 7 of 32.
-    pub const INT4: u32 = 0x521430;
+    const INT4: Self = Self {
+        bits: 0x521430,
+        in_order: PACKED_IN_ORDER,
+    };
     /// 16t to 16t + 15 of 64.
-    pub const INT8: u32 = 0x215430;
+    const INT8: Self = Self {
+        bits: 0x215430,
+        in_order: usize::MAX,
+    };
     /// As INT4, codes j and j + 4 in one word.
-    pub const TERNARY: u32 = 0x521043;
+    const TERNARY: Self = Self {
+        bits: 0x521043,
+        in_order: PACKED_IN_ORDER,
+    };
 }
 
 /// The kernels of a format, and what x has to be for them.
@@ -79,7 +104,7 @@ struct Of {
     module: &'static Module,
     /// The first of its kernels.
     first: usize,
-    order: u32,
+    order: Order,
     /// Whether kernels for few tokens take sums of x.
     sums: bool,
 }
@@ -102,20 +127,20 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
         WeightFormat::Quantized(format @ Format::Block(block)) => of(
             &GGUF,
             kernel_index(format),
-            order::GGUF,
+            Order::GGUF,
             has_offset(block.scaling),
         ),
         WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
-            Scheme::Int8 => of(&INTEGERS, 0, order::INT8, false),
+            Scheme::Int8 => of(&INTEGERS, 0, Order::INT8, false),
             Scheme::Int4 {
                 group: 128,
                 zero_point: false,
-            } => of(&INTEGERS, 1, order::INT4, false),
-            Scheme::Int4 { .. } => of(&INTEGERS, 2, order::INT4, false),
+            } => of(&INTEGERS, 1, Order::INT4, false),
+            Scheme::Int4 { .. } => of(&INTEGERS, 2, Order::INT4, false),
             Scheme::Ternary { .. } if scheme.group().is_none() => {
-                of(&INTEGERS, 3, order::TERNARY, false)
+                of(&INTEGERS, 3, Order::TERNARY, false)
             }
-            Scheme::Ternary { .. } => of(&INTEGERS, 4, order::TERNARY, false),
+            Scheme::Ternary { .. } => of(&INTEGERS, 4, Order::TERNARY, false),
         },
         _ => Err("the weights are not quantized"),
     }
@@ -145,9 +170,17 @@ const TIMES: [[f64; 3]; 6] = [
     [1.4, 0., 11.],
 ];
 
+/// Between two tiles of a block that takes one after the other.
+const BETWEEN: f64 = 6.;
+
 /// Clusters of 1 to 8 blocks, each alone on its multiprocessor, that an H100 of 132 has room for: they lie within
 /// groups of 16 or 18 multiprocessors.
 const CLUSTERS: [usize; 8] = [132, 66, 39, 30, 22, 17, 15, 15];
+
+/// Clusters of so many blocks that a GPU has room for.
+fn clusters(gpu: &GpuSpec, blocks: usize) -> usize {
+    (CLUSTERS[blocks - 1] * gpu.sms as usize / CLUSTERS[0]).max(1)
+}
 
 impl Tiling {
     /// That with the shortest time for so many output channels (or gated pairs of them), rows of operand B and
@@ -167,23 +200,28 @@ impl Tiling {
         for (form, GemmWna16Form { tokens, .. }) in FORMS.iter().enumerate() {
             let m_tiles = rows.div_ceil(*tokens);
             for split_k in 1..=CLUSTERS.len().min(k_blocks) {
-                let once = (CLUSTERS[split_k - 1] * gpu.sms as usize / CLUSTERS[0]).max(1);
+                let once = clusters(gpu, split_k);
                 let alone = *tokens > SMALL || n_tiles * m_tiles <= once;
                 let [one, two, rest] = TIMES[form];
                 let (once, each) = if alone { (once, one) } else { (2 * once, two) };
+                let tiling = Self {
+                    form,
+                    split_k,
+                    n_tiles,
+                    m_tiles,
+                    alone,
+                };
                 let rounds = (n_tiles * m_tiles).div_ceil(once);
-                let time = rounds as f64 * (k_blocks.div_ceil(split_k) as f64 * each + rest);
+                let again = if tiling.is_persistent() {
+                    BETWEEN
+                } else {
+                    rest
+                };
+                let time = (rounds * k_blocks.div_ceil(split_k)) as f64 * each
+                    + (rounds - 1) as f64 * again
+                    + rest;
                 if time < best.0 {
-                    best = (
-                        time,
-                        Self {
-                            form,
-                            split_k,
-                            n_tiles,
-                            m_tiles,
-                            alone,
-                        },
-                    );
+                    best = (time, tiling);
                 }
             }
         }
@@ -199,36 +237,64 @@ impl Tiling {
             0
         };
         let x = stages * (tokens * 2 * BLOCK_K + x_sums);
-        let sums = tokens * (CHANNELS + 4) * 4;
-        let needed = x.max(sums) + 1024;
+        let sums = |tokens| tokens * (CHANNELS + 4) * 4;
+        let needed = 1024
+            + match self.is_persistent() {
+                true => x + sums(STAGED_TOKENS),
+                false => x.max(sums(tokens)),
+            };
         match self.alone && tokens <= SMALL {
             true => needed.max(gpu.share(2)),
             false => needed,
         }
     }
 
-    fn grid(&self, gpu: &GpuSpec) -> Grid {
-        // Eight warps multiply; where there are many tokens a warpgroup more brings x.
-        let warps = if FORMS[self.form].tokens > SMALL {
-            12
+    /// Of a cluster.
+    fn tiles(&self) -> usize {
+        self.n_tiles.div_ceil(self.sharing()) * self.m_tiles
+    }
+
+    /// Blocks of a cluster that share x.
+    fn sharing(&self) -> usize {
+        if self.is_persistent() && self.n_tiles > 1 {
+            2
         } else {
-            8
+            1
+        }
+    }
+
+    /// Whether a block takes one tile after the other.
+    fn is_persistent(&self) -> bool {
+        FORMS[self.form].tokens > SMALL && self.split_k == 1
+    }
+
+    fn grid(&self, gpu: &GpuSpec) -> Grid {
+        // Where there are many tokens a warpgroup more brings x.
+        let warps = match FORMS[self.form].tokens > SMALL {
+            true => WARPS + 4,
+            false => WARPS,
+        };
+        let cluster = self.split_k.max(self.sharing());
+        let clusters = match self.is_persistent() {
+            true => self.tiles().min(clusters(gpu, cluster)),
+            false => self.tiles(),
         };
         let mut grid = Grid::new(
-            [(self.n_tiles * self.m_tiles * self.split_k) as u32, 1, 1],
+            [(clusters * cluster) as u32, 1, 1],
             (warps * WARP) as u32,
             self.shared(gpu) as u32,
         );
-        grid.cluster = self.split_k as u32;
+        grid.cluster = cluster as u32;
         grid
     }
 }
 
-/// Two launches: x, and the product.
+/// The product, and in front of it x where it is not as the kernel takes it.
 #[derive(Debug)]
 struct Gemm {
     module: &'static Module,
     index: usize,
+    /// That of operand B.
     order: u32,
     /// Rows of operand B for each token.
     parts: usize,
@@ -255,10 +321,15 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let channels = case.width() * if case.gates() { 2 } else { 1 };
     let rows = case.m * parts;
     let tiling = Tiling::of(&case.gpu, channels, rows, case.k.div_ceil(BLOCK_K));
+    let in_order = FORMS[tiling.form].tokens >= of.order.in_order;
     Ok(Arc::new(Gemm {
         module: of.module,
         index: of.first + tiling.form,
-        order: of.order,
+        order: if in_order {
+            IN_ORDER as u32
+        } else {
+            of.order.bits
+        },
         parts,
         sums: of.sums && FORMS[tiling.form].tokens <= SUMS_TOKENS,
         grid: tiling.grid(&case.gpu),
@@ -267,11 +338,60 @@ pub(crate) fn plan(case: &Case) -> Planned {
     }))
 }
 
+/// `[rows, pitch]` of x in bf16, and its sums `[pitch / 32, sums_pitch]`.
+struct OperandB {
+    x: Address,
+    rows: usize,
+    pitch: usize,
+    sums: Address,
+    sums_pitch: usize,
+}
+
 impl Gemm {
-    /// Rows of operand B, values from one to the next, and the sums' likewise.
-    fn operand(&self, at: &ProductAt) -> (usize, usize, usize) {
+    /// As it is where memory comes from elsewhere.
+    fn shape(&self, at: &ProductAt) -> OperandB {
         let rows = at.m * self.parts;
-        (rows, at.k.next_multiple_of(64), rows.next_multiple_of(4))
+        OperandB {
+            x: at.x,
+            rows,
+            pitch: at.k.next_multiple_of(64),
+            sums: 0,
+            sums_pitch: rows.next_multiple_of(4),
+        }
+    }
+
+    /// Where it is, or will be once the stream has passed what this launches.
+    ///
+    /// # Safety
+    /// As [`Kernel::run`].
+    unsafe fn operand_b(
+        &self,
+        launcher: &Launcher,
+        scratch: &mut Scratch,
+        at: &ProductAt,
+    ) -> Result<OperandB> {
+        let mut b = self.shape(at);
+        // A tensor map's rows are whole pieces of 16 bytes.
+        if self.parts == 1 && self.order == IN_ORDER as u32 && at.k.is_multiple_of(8) {
+            // SAFETY: the caller's.
+            b.x = unsafe { narrowed(launcher, scratch, at, DType::BF16)? };
+            b.pitch = at.k;
+            return Ok(b);
+        }
+        b.x = scratch.take(OP, DType::BF16, b.rows * b.pitch)?;
+        if self.sums {
+            b.sums = scratch.take(OP, DType::F32, b.pitch / 32 * b.sums_pitch)?;
+        }
+        let arranged = Arranged {
+            order: self.order,
+            pitch: b.pitch,
+            parts: self.parts,
+            sums: b.sums,
+            sums_pitch: b.sums_pitch,
+        };
+        // SAFETY: the caller's; the scratch has room for operand B and its sums.
+        unsafe { narrowed_to(launcher, scratch, at, DType::BF16, b.x, Some(arranged))? };
+        Ok(b)
     }
 }
 
@@ -293,9 +413,9 @@ impl Kernel for Gemm {
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
-        let (rows, pitch, sums_pitch) = self.operand(&operands.at);
-        Scratch::room(DType::BF16, rows * pitch)
-            + Scratch::room(DType::F32, pitch / 32 * sums_pitch)
+        let b = self.shape(&operands.at);
+        Scratch::room(DType::BF16, b.rows * b.pitch)
+            + Scratch::room(DType::F32, b.pitch / 32 * b.sums_pitch)
             + Scratch::room(operands.at.x_dtype, operands.at.m * operands.at.k)
     }
 
@@ -306,45 +426,35 @@ impl Kernel for Gemm {
         operands: &Operands,
     ) -> Result<()> {
         let at = &operands.at;
-        let (rows, pitch, sums_pitch) = self.operand(at);
-        let x = scratch.take(OP, DType::BF16, rows * pitch)?;
-        let sums = match self.sums {
-            true => scratch.take(OP, DType::F32, pitch / 32 * sums_pitch)?,
-            false => 0,
-        };
-        let arranged = Arranged {
-            order: self.order,
-            pitch,
-            parts: self.parts,
-            sums,
-            sums_pitch,
-        };
+        // SAFETY: the caller's.
+        let b = unsafe { self.operand_b(launcher, scratch, at)? };
         let mut product = Gemv::of(operands)?;
         product.prologue.norm = NORM_NONE as i32;
         let tokens = FORMS[self.tiling.form].tokens;
         let params = GemmWna16Params {
-            x: operand_map(x, [rows, pitch], tokens)?,
+            x: operand_map(b.x, [b.rows, b.pitch], tokens / self.tiling.sharing())?,
             x_sums: match self.sums {
-                true => sums_map(sums, [pitch / 32, sums_pitch], tokens)?,
+                true => sums_map(b.sums, [b.pitch / 32, b.sums_pitch], tokens)?,
                 false => TensorMap { opaque: [0; 16] },
             },
             product,
             m_tiles: self.tiling.m_tiles as u32,
+            tiles: self.tiling.tiles() as u32,
             split_k: self.tiling.split_k as u32,
+            sharing: self.tiling.sharing() as u32,
             parts: self.parts as u32,
             vectors: self.vectors.into(),
         };
-        // The product may begin while x is still being written, for which all of its blocks wait; launches that are
-        // timed one by one are apart.
+        // The product may begin while x is still being written here, for which all of its blocks wait; launches that
+        // are timed one by one are apart.
         let launcher = &Launcher {
-            dependent: launcher.dependent || !profile::is_capturing(),
+            dependent: launcher.dependent || (b.x != at.x && !profile::is_capturing()),
             ..*launcher
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
-        let bytes = operands.weight_bytes() + 2 * rows * pitch + outputs;
-        // SAFETY: the caller's; the scratch has room for operand B and its sums, and the struct is the kernel's.
+        let bytes = operands.weight_bytes() + 2 * b.rows * b.pitch + outputs;
+        // SAFETY: the caller's; the struct is the kernel's.
         unsafe {
-            narrowed_to(launcher, scratch, at, DType::BF16, x, Some(arranged))?;
             launcher
                 .moving(bytes as u64)
                 .run(self.module, self.index, self.grid, &params)

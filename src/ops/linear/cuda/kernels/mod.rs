@@ -8,7 +8,6 @@ pub(super) mod gemm_w8a8;
 pub(super) mod gemm_w8a8_cluster;
 mod gemm_wna16;
 pub(super) mod gemm_wna16_m16;
-pub(super) mod gemm_wna16_m64;
 pub(super) mod gemm_wna16_mma;
 pub(super) mod gemm_wna16_sm90;
 pub(super) mod gemv;
