@@ -7,6 +7,7 @@ pub use file::QuantizedFile;
 
 use super::Architecture;
 use super::balance::Balanced;
+use super::checkpoint::Stored;
 use super::names::{Names, Qkv};
 use super::shape::Shape;
 use super::weights::{Loader, Source, arranged};
@@ -39,7 +40,8 @@ pub fn save_quantized<C: Architecture>(
     }
     let shape = cfg.shape()?;
     let mut saved = Vec::new();
-    let mut source = Quantizing::new(vb, recipe, &shape, Fusion::all())?;
+    let stored = Stored::new(vb, Fusion::all())?;
+    let mut source = Quantizing::new(stored, recipe, &shape, Fusion::all())?;
     source.saved = Some(&mut saved);
     Loader {
         source,
