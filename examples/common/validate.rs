@@ -69,7 +69,11 @@ pub fn safetensors(file: &Path) -> Result<()> {
         .with_context(|| format!("{shown} is damaged (its header is no JSON); fetch it again"))?;
     let quantized = QuantizedFile::is_quantized(&header_bytes);
     // A matrix with a scale is quantized, in a way that the configuration tells.
-    let scaled = |name: &str| header.get(format!("{name}_scale")).is_some();
+    let scaled = |name: &str| {
+        ["scale", "scale_inv"]
+            .iter()
+            .any(|scale| header.get(format!("{name}_{scale}")).is_some())
+    };
     for (name, tensor) in header.as_object().into_iter().flatten() {
         let dtype = tensor["dtype"].as_str().unwrap_or_default();
         ensure!(

@@ -12,8 +12,8 @@ use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-/// Every model, and the formats in which its products have to run.
-const MODELS: [(&str, &str); 11] = [
+/// Every model, and the format in which its products have to run; FP8 is dense, in `linear`.
+const MODELS: [(&str, &str); 13] = [
     ("llama_gptq_g128", "int4-g128"),
     ("llama_gptq_act_order", "int4-g32-z"),
     ("llama_gptq_own_orders", "int4-g64"),
@@ -25,6 +25,8 @@ const MODELS: [(&str, &str); 11] = [
     ("llama_w4a16_act_order", "int4-g32"),
     ("llama_w8a16", "int8"),
     ("qwen3_w8a8", "int8"),
+    ("qwen3_fp8_block", "linear"),
+    ("llama_fp8_channel", "linear"),
 ];
 
 struct Model {
@@ -122,9 +124,11 @@ fn logits_are_those_of_the_formats_own_projects() -> Result<()> {
                     trace::capture(|| model.error(model.weights(dtype)?, Fusion::all()));
                 let fused = fused?;
                 assert!(fused < 4e-2, "{name} in {dtype:?}: {fused:e}");
-                let ran = calls.iter().filter(|(call, _)| call.op == "quant_linear");
-                let ran: Vec<_> = ran.map(|(call, _)| call.path.clone()).collect();
-                let expected = ran.iter().any(|path| path.contains(format));
+                let ran = calls
+                    .iter()
+                    .map(|(call, _)| format!("{} {}", call.op, call.path));
+                let ran: Vec<_> = ran.collect();
+                let expected = ran.iter().any(|call| call.contains(format));
                 assert!(expected, "{name}: {format} is not among {ran:?}");
             }
         }
@@ -146,6 +150,7 @@ fn a_plain_builder_gives_what_tensors_tell() -> Result<()> {
             ("llama_gptq_act_order", Some("checkpoint_format")),
             ("qwen2_gptq_v2", Some("checkpoint_format")),
             ("qwen3_w8a8", Some("models::Checkpoint")),
+            ("qwen3_fp8_block", Some("models::Checkpoint")),
         ] {
             let model = Model::open(name)?;
             match (
@@ -171,7 +176,12 @@ fn a_plain_builder_gives_what_tensors_tell() -> Result<()> {
 #[test]
 fn plain_candle_takes_the_numbers() -> Result<()> {
     use candle_transformers::models::llama as stock;
-    for name in ["llama_gptq_act_order", "llama_awq_g64", "llama_w8a16"] {
+    for name in [
+        "llama_gptq_act_order",
+        "llama_awq_g64",
+        "llama_w8a16",
+        "llama_fp8_channel",
+    ] {
         let model = Model::open(name)?;
         let (vb, golden) = (model.weights(DType::F32)?, model.golden()?);
         let config = model.read::<stock::LlamaConfig>().into_config(false);

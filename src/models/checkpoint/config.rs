@@ -1,5 +1,6 @@
 //! `quantization_config` of a `config.json`.
 
+use super::fp8::Block;
 use candle_core::{Result, bail};
 use serde::Deserialize;
 use serde_json::Value;
@@ -14,7 +15,17 @@ pub enum Format {
         zeros_as_they_are: bool,
     },
     Awq,
-    CompressedTensors,
+    CompressedTensors {
+        /// What matrices of a byte for each value hold.
+        bytes: Bytes,
+    },
+    Fp8(Block),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bytes {
+    Int,
+    Fp8(Block),
 }
 
 /// `quantization_config` as written: the fields that say how tensors are read, or that numbers change
@@ -29,6 +40,8 @@ struct Raw {
     is_marlin_format: Option<bool>,
     version: Option<String>,
     format: Option<String>,
+    fmt: Option<String>,
+    weight_block_size: Block,
     #[serde(default)]
     config_groups: BTreeMap<String, Group>,
     kv_cache_scheme: Option<Value>,
@@ -52,6 +65,7 @@ struct Arguments {
     r#type: Option<String>,
     strategy: Option<String>,
     group_size: Option<i64>,
+    block_structure: Block,
     /// A bool, or `local`.
     dynamic: Option<Value>,
 }
@@ -85,6 +99,9 @@ impl Format {
         }
     }
 }
+
+/// What `quant_method` may be.
+const METHODS: &str = "gptq, awq, compressed-tensors or fp8";
 
 /// The error of a field whose value is not taken.
 fn refuse<T>(field: impl Display, value: impl Display, expected: &str) -> Result<T> {
@@ -131,12 +148,9 @@ impl Raw {
             Some("gptq") => self.gptq(),
             Some("awq") => self.awq(),
             Some("compressed-tensors" | "compressed_tensors") => self.compressed(),
-            Some(other) => refuse(
-                "quant_method",
-                format_args!("`{other}`"),
-                "gptq, awq or compressed-tensors",
-            ),
-            None => refuse("quant_method", "missing", "gptq, awq or compressed-tensors"),
+            Some("fp8") => self.fp8(),
+            Some(other) => refuse("quant_method", format_args!("`{other}`"), METHODS),
+            None => refuse("quant_method", "missing", METHODS),
         }
     }
 
@@ -167,9 +181,15 @@ impl Raw {
         Ok(Format::Awq)
     }
 
+    fn fp8(&self) -> Result<Format> {
+        one_of("fmt", self.fmt.as_deref(), &["e4m3"])?;
+        check_block("weight_block_size", self.weight_block_size)?;
+        Ok(Format::Fp8(self.weight_block_size))
+    }
+
     fn compressed(&self) -> Result<Format> {
-        let packings = ["pack-quantized", "int-quantized"];
-        let of_all = [packings[0], packings[1], "mixed-precision"];
+        let packings = ["pack-quantized", "int-quantized", "float-quantized"];
+        let of_all = [&packings[..], &["mixed-precision"]].concat();
         one_of("format", self.format.as_deref(), &of_all)?;
         if let Some(sparsity) = &self.sparsity_config {
             one_of(
@@ -191,13 +211,33 @@ impl Raw {
             one_of(format, group.format.as_deref(), &packings)?;
             group.check(name)?;
         }
-        Ok(Format::CompressedTensors)
+        let mut bytes = self.config_groups.values().filter_map(Group::bytes);
+        let first = bytes.next();
+        if bytes.any(|other| Some(other) != first) {
+            return refuse("config_groups", "of several kinds of bytes", "one for all");
+        }
+        Ok(Format::CompressedTensors {
+            bytes: first.unwrap_or(Bytes::Int),
+        })
     }
 }
 
 impl Group {
+    /// What its matrices hold, if they have a byte for each value.
+    fn bytes(&self) -> Option<Bytes> {
+        let weights = self.weights.as_ref()?;
+        match weights.is_float() {
+            true => Some(Bytes::Fp8(weights.block_structure)),
+            false if weights.num_bits == Some(8) => Some(Bytes::Int),
+            false => None,
+        }
+    }
+
     fn check(&self, name: &str) -> Result<()> {
         let within = format!("config_groups.{name}");
+        if let Some(weights) = self.weights.as_ref().filter(|w| w.is_float()) {
+            return weights.check_float(&format!("{within}.weights"));
+        }
         if let Some(weights) = &self.weights {
             let prefix = format!("{within}.weights");
             one_of(
@@ -235,9 +275,40 @@ impl Group {
     }
 }
 
+impl Arguments {
+    fn is_float(&self) -> bool {
+        self.r#type.as_deref() == Some("float")
+    }
+
+    /// FP8, whose activations are not quantized here, whatever is said of them.
+    fn check_float(&self, prefix: &str) -> Result<()> {
+        if let Some(bits) = self.num_bits.filter(|bits| *bits != 8) {
+            return refuse(format_args!("{prefix}.num_bits"), bits, "8 with type float");
+        }
+        one_of(
+            format_args!("{prefix}.strategy"),
+            self.strategy.as_deref(),
+            &["tensor", "channel", "block"],
+        )?;
+        check_block(
+            format_args!("{prefix}.block_structure"),
+            self.block_structure,
+        )
+    }
+}
+
+fn check_block(field: impl Display, block: Block) -> Result<()> {
+    match block {
+        Some([height, width]) if height == 0 || width == 0 => {
+            refuse(field, format_args!("[{height}, {width}]"), "at least 1")
+        }
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::Format;
+    use super::{Bytes, Format};
     use serde_json::{Value, json};
 
     fn read(quantization: Value) -> Result<Option<Format>, String> {
@@ -265,7 +336,13 @@ mod tests {
             "config_groups": {"group_0": {
                 "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": false},
                 "input_activations": {"num_bits": 8, "type": "int", "dynamic": true}}}});
-        assert_eq!(read(w8a8), Ok(Some(Format::CompressedTensors)));
+        let bytes = |bytes| Ok(Some(Format::CompressedTensors { bytes }));
+        assert_eq!(read(w8a8), bytes(Bytes::Int));
+        let float = json!({"type": "float", "num_bits": 8, "strategy": "channel"});
+        assert_eq!(read(weights(float)), bytes(Bytes::Fp8(None)));
+        let blocks = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]});
+        assert_eq!(read(blocks), Ok(Some(Format::Fp8(Some([128, 128])))));
     }
 
     #[test]
@@ -293,7 +370,18 @@ mod tests {
                 weights(json!({"num_bits": 4, "group_size": 16})),
                 "weights.group_size is 16",
             ),
-            (weights(json!({"type": "float"})), "weights.type is `float`"),
+            (
+                weights(json!({"type": "float", "num_bits": 4})),
+                "weights.num_bits is 4, expected 8",
+            ),
+            (
+                json!({"quant_method": "fp8", "weight_block_size": [0, 128]}),
+                "weight_block_size is [0, 128]",
+            ),
+            (
+                json!({"quant_method": "fp8", "fmt": "e5m2"}),
+                "fmt is `e5m2`",
+            ),
             (weights(json!({"strategy": "block"})), "strategy is `block`"),
             (
                 json!({"quant_method": "compressed-tensors", "format": "int-quantized",

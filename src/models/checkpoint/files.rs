@@ -19,7 +19,7 @@ pub const CONFIG: &str = "config.json";
 ///
 /// `Llama::load`, `ModelForCausalLM::new` and their relatives take GPTQ, AWQ (`gemm`) and
 /// compressed-tensors (`pack-quantized`, `int-quantized`) from its [`VarBuilder`] as they are: in INT4
-/// or INT8 on the crate's own kernels. From a plain `VarBuilder` of safetensors files they take what
+/// or INT8 on the crate's own kernels. FP8 weights are dequantized at load. From a plain `VarBuilder` of safetensors files they take what
 /// the tensors alone tell: AWQ, `pack-quantized`, and GPTQ with symmetric weights.
 ///
 /// As a backend of a `VarBuilder` it turns quantized matrices into numbers where their `weight` is asked
@@ -87,7 +87,7 @@ impl Checkpoint {
         let Some(packing) = Packing::of(self.format, &tensors, size)? else {
             return Ok(None);
         };
-        let values = packing.read(&tensors, size)?.into_values(dtype)?;
+        let values = packing.values(&tensors, size, dtype)?;
         values.to_device(device).map(Some)
     }
 

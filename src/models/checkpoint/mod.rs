@@ -7,6 +7,7 @@ mod awq;
 mod compressed;
 mod config;
 mod files;
+mod fp8;
 mod gptq;
 mod packing;
 mod stored;

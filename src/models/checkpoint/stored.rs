@@ -63,13 +63,12 @@ impl<'a> Stored<'a> {
             return Ok(None);
         };
         let device = self.vb.device();
-        let fused = self.fusion.quant_linear && fallback(device).is_none();
         let target = Target {
             device,
-            dense: (!fused).then_some(self.vb.dtype()),
+            dtype: self.vb.dtype(),
+            fused: self.fusion.quant_linear && fallback(device).is_none(),
         };
-        let unpacked = packing.read(&tensors, size)?;
-        unpacked.into_weight(heads, target).map(Some)
+        packing.weight(&tensors, size, heads, target).map(Some)
     }
 }
 

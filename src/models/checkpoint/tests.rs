@@ -82,6 +82,15 @@ fn floats(values: &[f32], shape: (usize, usize)) -> Tensor {
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
+/// On the host, in f32.
+fn to(fused: bool) -> Target<'static> {
+    Target {
+        device: &Device::Cpu,
+        dtype: DType::F32,
+        fused,
+    }
+}
+
 type Parts = Vec<(&'static str, Tensor)>;
 
 fn gptq(m: &Unpacked, less: u8) -> Parts {
@@ -182,7 +191,7 @@ fn read(parts: Parts, packing: Packing, size: (usize, usize)) -> Result<Unpacked
     let named = |(part, tensor)| (format!("layer.{part}"), tensor);
     let tensors: HashMap<_, _> = parts.into_iter().map(named).collect();
     let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
-    packing.read(&Tensors::new(&vb, "layer"), size)
+    packing.codes(&Tensors::new(&vb, "layer"), size)
 }
 
 /// By the definition: what a format reads has to be worth this.
@@ -207,17 +216,12 @@ fn worth(m: &Unpacked) -> Vec<f32> {
 /// The weight in the crate's own format, and as numbers, has the values of the definition to the bit.
 fn check_values(m: &Unpacked) {
     let expected: Vec<u32> = worth(m).iter().map(|v| v.to_bits()).collect();
-    let to = |dense| Target {
-        device: &Device::Cpu,
-        dense,
-    };
-    let fused = match m.clone().into_weight(None, to(None)).unwrap() {
+    let fused = match m.clone().into_weight(None, to(true)).unwrap() {
         LinearWeight::Packed(weight) => dense(&weight).unwrap(),
         LinearWeight::Reordered(weight, order) => order.restore(&dense(&weight).unwrap()).unwrap(),
         other => panic!("{other:?}, expected a packed weight"),
     };
-    let LinearWeight::Dense(plain) = m.clone().into_weight(None, to(Some(DType::F32))).unwrap()
-    else {
+    let LinearWeight::Dense(plain) = m.clone().into_weight(None, to(false)).unwrap() else {
         panic!("expected numbers");
     };
     for values in [fused, plain] {
@@ -304,7 +308,7 @@ proptest! {
             let parts = names.into_iter().zip(tensors.clone()).collect();
             if let Ok(m) = read(parts, packing, size) {
                 for heads in [None, Some(2)] {
-                    let _ = m.clone().into_weight(heads, Target { device: &Device::Cpu, dense: None });
+                    let _ = m.clone().into_weight(heads, to(true));
                 }
             }
         }
@@ -362,11 +366,7 @@ fn rows_of_heads_are_put_apart() {
         lowest: 0,
     };
     let m = matrix(3, 4, size, 1, more);
-    let to = |dense| Target {
-        device: &Device::Cpu,
-        dense,
-    };
-    let dense = |m: Unpacked, heads| match m.into_weight(heads, to(Some(DType::F32))).unwrap() {
+    let dense = |m: Unpacked, heads| match m.into_weight(heads, to(false)).unwrap() {
         LinearWeight::Dense(values) => values,
         other => panic!("{other:?}"),
     };
@@ -374,7 +374,7 @@ fn rows_of_heads_are_put_apart() {
     let got = dense(m.clone(), Some(4));
     let rows = |t: &Tensor| t.to_vec2::<f32>().unwrap();
     assert_eq!(rows(&got), rows(&expected));
-    let error = m.into_weight(Some(5), to(None)).unwrap_err().to_string();
+    let error = m.into_weight(Some(5), to(true)).unwrap_err().to_string();
     assert!(error.contains("5 heads"), "{error}");
 }
 
@@ -387,11 +387,7 @@ fn what_no_format_holds_is_refused() {
         lowest: 0,
     };
     let refused = |m: Unpacked, said: &str| {
-        let to = Target {
-            device: &Device::Cpu,
-            dense: None,
-        };
-        let error = m.into_weight(None, to).unwrap_err().to_string();
+        let error = m.into_weight(None, to(true)).unwrap_err().to_string();
         assert!(
             error.lines().next().is_some_and(|line| line.contains(said)),
             "{error}"

@@ -36,8 +36,10 @@ pub struct Unpacked {
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
     pub device: &'a Device,
-    /// None for the form that fused products take; else numbers of this dtype.
-    pub dense: Option<DType>,
+    /// Of numbers.
+    pub dtype: DType,
+    /// Whether it is wanted in the form that fused products take; else as numbers.
+    pub fused: bool,
 }
 
 impl Unpacked {
@@ -53,8 +55,8 @@ impl Unpacked {
         if let Some(heads) = heads {
             self.put_apart(heads)?;
         }
-        if let Some(dtype) = to.dense {
-            let values = self.into_values(dtype)?.to_device(to.device)?;
+        if !to.fused {
+            let values = self.into_values(to.dtype)?.to_device(to.device)?;
             return Ok(LinearWeight::Dense(values));
         }
         let order = self.sort(group)?;

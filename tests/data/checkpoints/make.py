@@ -179,6 +179,34 @@ def compressed(name, weight, option, tools, generator, orders):
     return tensors, exact
 
 
+def fp8(name, weight, option, tools, generator, orders):
+    """e4m3 by torch's own cast with a scale for each block, and the weight that it stands for."""
+    high, wide = option["weight_block_size"]
+    n, k = weight.shape
+    rows, cols = torch.arange(n) // high, torch.arange(k) // wide
+    scales = torch.zeros(int(rows.max()) + 1, int(cols.max()) + 1)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            scales[i, j] = weight[rows == i][:, cols == j].abs().max() / 448
+    each = scales[rows][:, cols]
+    codes = (weight / each).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.double() * each.double()
+
+
+def fp8_channel(name, weight, option, tools, generator, orders):
+    """compressed-tensors' tensors, and the weight that they stand for."""
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**option["config_groups"]["group_0"]["weights"])
+    )
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    compressor = BaseCompressor.load_from_registry(option["format"])
+    tensors = compressor.compress({"weight": weight, "weight_scale": scales}, scheme)
+    exact = tensors["weight"].double() * scales.double()
+    read = compressor.decompress(dict(tensors), scheme)["weight"].double()
+    assert (read - exact).abs().max() <= 1e-6 * exact.abs().max()
+    return tensors, exact
+
+
 def gptq_config(bits, group, **more):
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True, **more}
 
@@ -242,6 +270,24 @@ MODELS = {
         compressed,
         compressed_config("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}, TOKEN),
         {"scales": torch.float32},
+    ),
+    "qwen3_fp8_block": (
+        "qwen3",
+        fp8,
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [48, 64],
+            "modules_to_not_convert": ["lm_head"],
+        },
+        {},
+    ),
+    "llama_fp8_channel": (
+        "llama",
+        fp8_channel,
+        compressed_config("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+        {},
     ),
 }
 
