@@ -47,7 +47,7 @@ mod weights;
 pub use causal_lm::{BaseModel, CausalLm};
 pub use checkpoint::Checkpoint;
 pub use gguf::GgufModel;
-pub use quantized::save_quantized;
+pub use quantized::{save_compressed_tensors, save_quantized};
 
 /// A configuration that a model can be loaded with.
 pub trait Architecture: shape::Describe {}

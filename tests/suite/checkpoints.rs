@@ -1,10 +1,12 @@
 //! Quantized checkpoints of the hub, packed by the formats' own projects, against float64.
 
-use crate::golden::relative_error;
+use crate::golden::{Golden, relative_error};
 use crate::support::{device, on_every_device};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::Fusion;
-use candle_fused::models::{Architecture, CausalLm, Checkpoint, llama, qwen2, qwen3};
+use candle_fused::models::{
+    Architecture, CausalLm, Checkpoint, gpt_neox, llama, qwen2, qwen3, save_compressed_tensors,
+};
 use candle_fused::quant::{Quantization, Recipe};
 use candle_fused::trace;
 use candle_nn::VarBuilder;
@@ -220,4 +222,42 @@ fn what_cannot_be_had_is_one_line() -> Result<()> {
         assert!(first_line(&error).contains(said), "{error}");
     }
     Ok(())
+}
+
+/// What is saved for other programs is, read back, what a model quantized at load has: the same logits to
+/// the bit.
+#[test]
+fn a_saved_checkpoint_is_the_model_quantized_at_load() -> Result<()> {
+    fn check<C: Architecture + DeserializeOwned>(name: &str) -> Result<()> {
+        let golden = Golden::open(name)?;
+        let config: C = golden.config();
+        let recipe = Recipe::new(Quantization::Int8).with(
+            "*mlp*",
+            Some(Quantization::Int4 {
+                group: 32,
+                zero_point: false,
+            }),
+        );
+        let recipe = recipe.with_balance();
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("model.safetensors");
+        let vb = golden.weights(DType::F32)?;
+        let written = save_compressed_tensors(&config, vb.clone(), &recipe, &path)?;
+        let text = format!(r#"{{"quantization_config": {written}}}"#);
+        // SAFETY: nobody changes the file.
+        let saved = unsafe { Checkpoint::open(&[path], &text) }?;
+        let saved = saved.var_builder(DType::F32, &device());
+        let ids = golden.input_ids()?;
+        let mut read = CausalLm::new(&config, saved)?;
+        let mut made = CausalLm::new_quantized(&config, vb, &recipe, Fusion::all())?;
+        let logits = |model: &mut CausalLm<C>| {
+            let (_, logits) = model.hidden_states(&ids, 0)?;
+            logits.flatten_all()?.to_vec1::<f32>()
+        };
+        assert_eq!(logits(&mut read)?, logits(&mut made)?, "{name}");
+        Ok(())
+    }
+    check::<qwen2::Config>("qwen2_bias")?;
+    check::<qwen3::Config>("qwen3_qknorm")?;
+    check::<gpt_neox::Config>("gpt_neox_parallel")
 }

@@ -96,3 +96,28 @@ fn a_quantized_checkpoint_runs_as_it_is() {
         assert_refused(again, "quantized already");
     }
 }
+
+/// Weights of 4 and 8 bits for other programs say the same here as when they are quantized at load.
+#[test]
+fn a_model_saved_for_other_programs_says_the_same() {
+    let place = place();
+    let formats = "--quantize int4-g32 --matrix *.o_proj.weight=int8";
+    let line = format!("--model tiny.gguf --prompt the -n 12 {formats}");
+    let (output, at_load, err) = place.run("smollm", &line);
+    assert!(output.status.success(), "{err}");
+    let save = format!("--model tiny.gguf --layout compressed-tensors --out saved {formats}");
+    let (output, _, err) = place.run("quantize", &save);
+    assert!(output.status.success(), "{err}");
+    let (output, loaded, err) = place.run("smollm", "--model saved --prompt the -n 12");
+    assert!(output.status.success(), "{err}");
+    assert_eq!(loaded, at_load);
+    for (formats, said) in [
+        ("--quantize int4-g32-z", "without zero points"),
+        ("--quantize int8 --head int8", "tied"),
+    ] {
+        let line = format!("--model tiny.gguf --layout compressed-tensors --out other {formats}");
+        let (output, _, err) = place.run("quantize", &line);
+        let last = err.lines().last().unwrap_or_default();
+        assert!(!output.status.success() && last.contains(said), "{err}");
+    }
+}
