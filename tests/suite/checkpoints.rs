@@ -1,6 +1,8 @@
 //! Quantized checkpoints of the hub, packed by the formats' own projects, against float64.
 
 use crate::golden::{Golden, relative_error};
+use crate::packers;
+use crate::subject;
 use crate::support::{device, on_every_device};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::Fusion;
@@ -260,4 +262,35 @@ fn a_saved_checkpoint_is_the_model_quantized_at_load() -> Result<()> {
     check::<qwen2::Config>("qwen2_bias")?;
     check::<qwen3::Config>("qwen3_qknorm")?;
     check::<gpt_neox::Config>("gpt_neox_parallel")
+}
+
+/// Every family's tensors by their names: packed, they are the numbers that their codes stand for.
+#[test]
+fn every_family_takes_packed_matrices() -> Result<()> {
+    on_every_device(|| {
+        // Of one the MLP's width is no multiple of the group.
+        for name in subject::ALL
+            .iter()
+            .filter(|name| **name != "llama_gqa_tied")
+        {
+            let golden = Golden::open(name)?;
+            let ids = golden.input_ids()?;
+            let path = golden.folder.join("model.safetensors");
+            let weights = candle_core::safetensors::load(path, &Device::Cpu)?;
+            let logits = |tensors, fusion| {
+                let vb = VarBuilder::from_tensors(tensors, DType::F32, &device());
+                let mut model = subject::over(&golden, vb, fusion)?;
+                Ok::<_, candle_core::Error>(model.hidden_states(&ids, 0)?.1)
+            };
+            let expected = logits(packers::rounded(weights.clone())?, Fusion::none())?;
+            for format in packers::Format::ALL {
+                let packed = packers::packed(weights.clone(), format)?;
+                let plain = relative_error(&logits(packed.clone(), Fusion::none())?, &expected)?;
+                assert!(plain < 1e-6, "{name} {format:?}: {plain:e}");
+                let fused = relative_error(&logits(packed, Fusion::all())?, &expected)?;
+                assert!(fused < 0.1, "{name} {format:?}: {fused:e} fused");
+            }
+        }
+        Ok(())
+    })
 }

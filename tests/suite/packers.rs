@@ -39,10 +39,10 @@ impl Format {
 pub fn packed(weights: HashMap<String, Tensor>, format: Format) -> Result<HashMap<String, Tensor>> {
     let mut tensors = HashMap::new();
     for (name, tensor) in weights {
-        match name.strip_suffix("proj.weight") {
+        match stem(&name, &tensor) {
             Some(stem) => {
                 for (part, tensor) in matrix(&tensor, format)? {
-                    tensors.insert(format!("{stem}proj.{part}"), tensor);
+                    tensors.insert(format!("{stem}.{part}"), tensor);
                 }
             }
             None => drop(tensors.insert(name, tensor)),
@@ -51,17 +51,55 @@ pub fn packed(weights: HashMap<String, Tensor>, format: Format) -> Result<HashMa
     Ok(tensors)
 }
 
+/// The same tensors with the numbers that the codes of the layers' matrices stand for.
+pub fn rounded(weights: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
+    let rounded = |(name, tensor): (String, Tensor)| {
+        if stem(&name, &tensor).is_none() {
+            return Ok((name, tensor));
+        }
+        let codes = Codes::of(&tensor)?;
+        let values: Vec<f32> = (0..tensor.elem_count())
+            .map(|at| codes.scales[at / GROUP] * (codes.code(at) as f32 - 8.))
+            .collect();
+        Ok((name, Tensor::from_vec(values, tensor.dims(), &Device::Cpu)?))
+    };
+    weights.into_iter().map(rounded).collect()
+}
+
+/// The name of a layer's matrix without its end.
+fn stem<'a>(name: &'a str, tensor: &Tensor) -> Option<&'a str> {
+    let layers = name.contains("layers.") && tensor.rank() == 2;
+    name.strip_suffix(".weight").filter(|_| layers)
+}
+
+struct Codes {
+    values: Vec<f32>,
+    /// By group, exactly f16.
+    scales: Vec<f32>,
+}
+
+impl Codes {
+    fn of(weight: &Tensor) -> Result<Self> {
+        let values: Vec<f32> = weight.flatten_all()?.to_vec1()?;
+        let largest = |group: &[f32]| group.iter().fold(0f32, |most, w| most.max(w.abs()));
+        let scales = values.chunks_exact(GROUP).map(|group| largest(group) / 7.);
+        let scales = scales.map(|s| half::f16::from_f32(s).to_f32()).collect();
+        Ok(Self { values, scales })
+    }
+
+    fn code(&self, at: usize) -> u32 {
+        (self.values[at] / self.scales[at / GROUP] + 8.).round() as u32
+    }
+}
+
 fn matrix(weight: &Tensor, format: Format) -> Result<Vec<(&'static str, Tensor)>> {
     const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
     let (rows, cols) = weight.dims2()?;
     let groups = cols / GROUP;
-    let values: Vec<f32> = weight.flatten_all()?.to_vec1()?;
-    let largest = |group: &[f32]| group.iter().fold(0f32, |most, w| most.max(w.abs()));
-    let scales = values.chunks_exact(GROUP).map(|group| largest(group) / 7.);
-    let scales: Vec<f32> = scales.map(|s| half::f16::from_f32(s).to_f32()).collect();
-    let code = |at: usize| (values[at] / scales[at / GROUP] + 8.).round() as u32;
+    let codes = Codes::of(weight)?;
+    let code = |at| codes.code(at);
     let place = |row: usize| ORDER.iter().position(|r| *r == row % 8).unwrap_or(0);
-    let scales = Tensor::new(scales.as_slice(), &Device::Cpu)?
+    let scales = Tensor::new(codes.scales.as_slice(), &Device::Cpu)?
         .reshape((rows, groups))?
         .to_dtype(DType::F16)?;
     let by_group = |zero: u32| -> Result<Vec<_>> {

@@ -66,8 +66,6 @@ struct Arguments {
     strategy: Option<String>,
     group_size: Option<i64>,
     block_structure: Block,
-    /// A bool, or `local`.
-    dynamic: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -263,10 +261,6 @@ impl Group {
             if let Some(bits) = inputs.num_bits.filter(|bits| *bits != 8) {
                 return refuse(format_args!("{prefix}.num_bits"), bits, "8");
             }
-            if inputs.dynamic != Some(Value::Bool(true)) {
-                let said = inputs.dynamic.as_ref().unwrap_or(&Value::Bool(false));
-                return refuse(format_args!("{prefix}.dynamic"), said, "true");
-            }
         }
         match is_said(self.output_activations.as_ref()) {
             true => refuse(format_args!("{within}.output_activations"), "there", "none"),
@@ -385,8 +379,8 @@ mod tests {
             (weights(json!({"strategy": "block"})), "strategy is `block`"),
             (
                 json!({"quant_method": "compressed-tensors", "format": "int-quantized",
-                    "config_groups": {"g": {"input_activations": {"num_bits": 8, "dynamic": false}}}}),
-                "config_groups.g.input_activations.dynamic is false, expected true",
+                    "config_groups": {"g": {"input_activations": {"num_bits": 4, "dynamic": true}}}}),
+                "config_groups.g.input_activations.num_bits is 4, expected 8",
             ),
             (
                 json!({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}),
