@@ -5,6 +5,7 @@
 //! cargo run --release --example quantize -- --quantize int4-g64 --head int8 --out smollm2-int4
 //! cargo run --release --example quantize -- --model Qwen/Qwen3-0.6B --quantize int8 --out qwen3-int8
 //! cargo run --release --example smollm -- --model smollm2-int4
+//! cargo run --release --example quantize -- --quantize int4-g64 --layout compressed-tensors --out for-vllm
 //! ```
 
 use std::fs;
@@ -13,8 +14,10 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{DType, Device};
-use candle_fused::models::{llama, save_quantized};
-use clap::Parser;
+use candle_fused::models::{self, llama, save_compressed_tensors, save_quantized};
+use candle_fused::quant::Recipe;
+use candle_nn::VarBuilder;
+use clap::{Parser, ValueEnum};
 use serde_json::{Value, json};
 
 use common::architecture::Config;
@@ -23,6 +26,7 @@ use common::quantize::QuantizeArgs;
 use common::report::{self, bytes};
 use common::source::{self, DEFAULT_MODEL, ModelFiles, SourceOptions};
 use common::tokenizer::Text;
+use common::validate;
 use common::weights::{self, Checkpoint};
 
 /// Quantizes a model and saves it as a folder.
@@ -46,12 +50,45 @@ struct Args {
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
 
+    /// How the file is laid out: `own`, which the other examples use in place, or `compressed-tensors`, which
+    /// vLLM and transformers load too: int8, and int4 without zero points.
+    #[arg(long, value_enum, default_value = "own")]
+    layout: Layout,
+
     /// CPU threads [default: all that this process may use].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = args::threads)]
     threads: Option<usize>,
 
     #[command(flatten)]
     quantize: QuantizeArgs,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+enum Layout {
+    Own,
+    CompressedTensors,
+}
+
+impl Layout {
+    /// Quantizes the model and writes the file; gives what `config.json` has to say of it.
+    fn save<C: models::Architecture>(
+        self,
+        config: &C,
+        vb: VarBuilder,
+        recipe: &Recipe,
+        target: &Path,
+    ) -> Result<Option<Value>> {
+        match self {
+            Self::Own => {
+                save_quantized(config, vb, recipe, target)?;
+                Ok(None)
+            }
+            Self::CompressedTensors => {
+                let config = save_compressed_tensors(config, vb, recipe, target)?;
+                Ok(Some(serde_json::from_str(&config)?))
+            }
+        }
+    }
 }
 
 fn main() -> ExitCode {
@@ -82,12 +119,19 @@ fn run() -> Result<()> {
     fs::create_dir_all(&args.out).with_context(|| format!("cannot make {}", args.out.display()))?;
     beside(&located.files, &checkpoint, &text, &args.out)?;
     let Checkpoint { config, vb, .. } = checkpoint;
-    match &config {
-        Config::Llama(config) => save_quantized(config, vb, &recipe, &target),
-        Config::Qwen2(config) => save_quantized(config, vb, &recipe, &target),
-        Config::Qwen3(config) => save_quantized(config, vb, &recipe, &target),
-        Config::GptNeox(config) => save_quantized(config, vb, &recipe, &target),
+    let layout = args.layout;
+    let quantization = match &config {
+        Config::Llama(config) => layout.save(config, vb, &recipe, &target),
+        Config::Qwen2(config) => layout.save(config, vb, &recipe, &target),
+        Config::Qwen3(config) => layout.save(config, vb, &recipe, &target),
+        Config::GptNeox(config) => layout.save(config, vb, &recipe, &target),
     }?;
+    if let Some(quantization) = quantization {
+        let path = args.out.join("config.json");
+        let mut config = validate::json(&path)?;
+        config["quantization_config"] = quantization;
+        write_json(&path, &config)?;
+    }
     let size = fs::metadata(&target)?.len();
     report::say(format_args!(
         "{} ({}) in {}",

@@ -16,7 +16,7 @@ out="${CANDLE_FUSED_LONG_RUN:-$PWD/target/long-run}"
 mkdir -p "$out"
 say() { printf 'long-run: %s\n' "$*" >&2; }
 
-targets=(arguments chat_template config gguf gguf_tensors quantized_file vocabulary)
+targets=(arguments chat_template checkpoint config gguf gguf_tensors quantized_file vocabulary)
 
 # A finding is a crash, a hang or an allocation of more than 64 MB; inputs are small, so that four times
 # their size is no matter. minijinja lets a template repeat a text up to 100 MB. What may take five seconds

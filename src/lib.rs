@@ -4,6 +4,7 @@
 //! |---|---|
 //! | a Llama, Mistral, Qwen2, Qwen3, Phi-3, SmolLM3 or GPT-NeoX model from candle-transformers | the same names in [`models`]: change the import |
 //! | a GGUF file | `from_gguf` of [`models::quantized_llama::ModelWeights`] and of its relatives in [`models`] |
+//! | a checkpoint in GPTQ, AWQ, compressed-tensors or FP8 | [`models::Checkpoint`] opens it for the models' own loaders |
 //! | a model that should be smaller | [`quant::Recipe`] with `load_quantized`, or [`models::save_quantized`] |
 //! | a token loop | [`generation::Generation`]: on CUDA each step is one graph |
 //! | layers from candle_nn | the same names in [`nn`]; [`nn::Projection`] joins what shares an input |

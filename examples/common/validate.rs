@@ -68,11 +68,18 @@ pub fn safetensors(file: &Path) -> Result<()> {
     let header: Value = serde_json::from_slice(&header_bytes)
         .with_context(|| format!("{shown} is damaged (its header is no JSON); fetch it again"))?;
     let quantized = QuantizedFile::is_quantized(&header_bytes);
+    // A matrix with a scale is quantized, in a way that the configuration tells.
+    let scaled = |name: &str| {
+        ["scale", "scale_inv"]
+            .iter()
+            .any(|scale| header.get(format!("{name}_{scale}")).is_some())
+    };
     for (name, tensor) in header.as_object().into_iter().flatten() {
         let dtype = tensor["dtype"].as_str().unwrap_or_default();
         ensure!(
             quantized
                 || !name.ends_with(".weight")
+                || scaled(name)
                 || ["F32", "F16", "BF16", "F64"].contains(&dtype),
             "{shown}: tensor {name} is {dtype}, expected F32, F16 or BF16; take another model"
         );

@@ -10,10 +10,9 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Content;
-use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor};
 use candle_fused::cpu::packed::SharedBytes;
-use candle_fused::models::llama;
+use candle_fused::models::{self, llama};
 use candle_fused::quant::QuantizedFile;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -96,7 +95,7 @@ impl Meanwhile {
     }
 }
 
-/// Dense weights, which are read as a loader asks for them.
+/// Weights that are read as a loader asks for them.
 pub struct Checkpoint {
     pub config: Config,
     pub vb: VarBuilder<'static>,
@@ -190,7 +189,7 @@ impl Weights {
         }
     }
 
-    /// The weights as dense tensors of `asked` or of what they are stored as.
+    /// The weights with numbers in `asked` or in what they are stored as.
     pub fn checkpoint(self, asked: Option<DType>, device: &Device) -> Result<Checkpoint> {
         let architecture = self.architecture()?;
         let dtype = self.dtype(asked)?;
@@ -213,14 +212,15 @@ impl Weights {
                 (Config::Llama(config), Box::new(tensors))
             }
             Self::Safetensors { files, config } => {
+                let text = config.to_string();
                 let config = read_config(architecture, config, &files)?;
                 let tensors: Box<dyn SimpleBackend> = match quantized {
                     Some(file) => Box::new(file),
                     // SAFETY: the files are mapped read-only; like every memory-mapped loader this one
                     // asks that nobody truncates them while the model is in use.
                     None => Box::new(
-                        unsafe { MmapedSafetensors::multi(&files.weights) }
-                            .context("the weights cannot be opened; fetch them again")?,
+                        unsafe { models::Checkpoint::open(&files.weights, &text) }
+                            .context("the weights cannot be opened")?,
                     ),
                 };
                 (config, tensors)
@@ -290,9 +290,12 @@ impl Weights {
             }
             Self::Safetensors { config, .. } => match self.quantized() {
                 Ok(Some(file)) => most(file.matrices().map(|(_, scheme)| scheme.to_string())),
-                _ => config_dtype(config)
-                    .map_or("f32", |dtype| dtype.as_str())
-                    .to_owned(),
+                _ => match config["quantization_config"]["quant_method"].as_str() {
+                    Some(method) => method.to_owned(),
+                    None => config_dtype(config)
+                        .map_or("f32", |dtype| dtype.as_str())
+                        .to_owned(),
+                },
             },
             Self::Random(_) => RANDOM.as_str().to_owned(),
         }

@@ -356,7 +356,9 @@ impl<'a> Writer<'a> {
         around: Around<'_>,
     ) -> std::result::Result<Product, Refusal> {
         let Some((weights, bias)) = linear.fused_parts() else {
-            return unfused("a product is switched off, or its weights are not on the GPU");
+            return unfused(
+                "a product is switched off, gathers its input, or its weights are not on the GPU",
+            );
         };
         let rows = linear.rows().iter().sum::<usize>();
         let norm = match around.norm {

@@ -1,6 +1,7 @@
 //! Models with dense weights that keep their own cache, as candle-transformers' newer ones do.
 
 use super::Architecture;
+use super::checkpoint::Stored;
 use super::decoder::{Decoder, DecoderCache, Rotaries, Stack};
 use super::parts::Parts;
 use super::quantized::{Mapped, QuantizedFile, Quantizing};
@@ -35,7 +36,8 @@ impl<C> Parts for CausalLm<C> {
 }
 
 impl<C: Architecture> CausalLm<C> {
-    /// Loads weights (f32, f16 or bf16) under Hugging Face's names, with every fusion on.
+    /// Loads weights (f32, f16 or bf16, or quantized as [`Checkpoint`](super::Checkpoint) says) under
+    /// Hugging Face's names, with every fusion on.
     ///
     /// # Errors
     /// If the configuration is impossible, or a tensor is missing or does not have the shape that
@@ -52,7 +54,8 @@ impl<C: Architecture> CausalLm<C> {
     pub fn new_fused(cfg: &C, vb: VarBuilder, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = cache(&shape, vb.dtype(), vb.device())?;
-        let decoder = loader::<C, _>(&shape, vb, fusion).decoder()?;
+        let source = Stored::new(vb, fusion)?;
+        let decoder = loader::<C, _>(&shape, source, fusion).decoder()?;
         Ok(Self {
             decoder,
             cache,
@@ -69,7 +72,7 @@ impl<C: Architecture> CausalLm<C> {
     pub fn new_quantized(cfg: &C, vb: VarBuilder, recipe: &Recipe, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = cache(&shape, vb.dtype(), vb.device())?;
-        let source = Quantizing::new(vb, recipe, &shape, fusion)?;
+        let source = Quantizing::new(Stored::new(vb, fusion)?, recipe, &shape, fusion)?;
         let decoder = loader::<C, _>(&shape, source, fusion).decoder()?;
         Ok(Self {
             decoder,
@@ -186,7 +189,8 @@ impl<C: Architecture> BaseModel<C> {
     pub fn new_fused(cfg: &C, vb: VarBuilder, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = cache(&shape, vb.dtype(), vb.device())?;
-        let stack = loader::<C, _>(&shape, vb, fusion).stack()?;
+        let source = Stored::new(vb, fusion)?;
+        let stack = loader::<C, _>(&shape, source, fusion).stack()?;
         Ok(Self {
             stack,
             cache,

@@ -10,7 +10,8 @@
 //! | SmolLM3 | [`smol::smollm3::ModelForCausalLM`] | [`smol::smollm3::ModelWeights`] |
 //! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
 //!
-//! Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
+//! Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors) load as they are; [`Checkpoint`]
+//! opens them. Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
 //! ([`save_quantized`]), and loaded in place (`from_quantized`).
 //!
 //! All of them are one decoder of different shapes. A model that is loaded with
@@ -18,6 +19,7 @@
 
 mod balance;
 mod causal_lm;
+pub(crate) mod checkpoint;
 mod config;
 pub(crate) mod decoder;
 mod gguf;
@@ -43,8 +45,9 @@ pub mod smol;
 mod weights;
 
 pub use causal_lm::{BaseModel, CausalLm};
+pub use checkpoint::Checkpoint;
 pub use gguf::GgufModel;
-pub use quantized::save_quantized;
+pub use quantized::{save_compressed_tensors, save_quantized};
 
 /// A configuration that a model can be loaded with.
 pub trait Architecture: shape::Describe {}

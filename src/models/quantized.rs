@@ -1,5 +1,6 @@
 //! Models whose matrices are quantized while they are loaded, and those that were saved so.
 
+mod compressed;
 mod file;
 mod save;
 
@@ -7,8 +8,9 @@ pub use file::QuantizedFile;
 
 use super::Architecture;
 use super::balance::Balanced;
+use super::checkpoint::Stored;
 use super::names::{Names, Qkv};
-use super::shape::Shape;
+use super::shape::{Head, Shape};
 use super::weights::{Loader, Source, arranged};
 use crate::Fusion;
 use crate::nn::pack::{dense, named, pack};
@@ -17,7 +19,7 @@ use crate::nn::{Embedding, LinearWeight, Projection};
 use crate::ops::Weight;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use save::{Saved, save};
+use save::{Label, Saved, save};
 use std::path::Path;
 
 /// Quantizes a model by `recipe` and writes it to `path` in the format of
@@ -34,12 +36,47 @@ pub fn save_quantized<C: Architecture>(
     recipe: &Recipe,
     path: impl AsRef<Path>,
 ) -> Result<()> {
+    let saved = quantized(cfg, vb, recipe)?;
+    save(path.as_ref(), saved, Label::Quantized)
+}
+
+/// The same in the layout of compressed-tensors (`pack-quantized`), which vLLM and transformers load, and
+/// [`Checkpoint`](super::Checkpoint): INT4 without zero points, and INT8 as weights of 8 bits. Gives the
+/// `quantization_config`, as JSON, that belongs into the `config.json` beside the file.
+///
+/// # Errors
+/// As [`save_quantized`], or by the tensor's name if it would be quantized in another way, or is an
+/// embedding or a head that is tied to one.
+pub fn save_compressed_tensors<C: Architecture>(
+    cfg: &C,
+    vb: VarBuilder,
+    recipe: &Recipe,
+    path: impl AsRef<Path>,
+) -> Result<String> {
+    let tied = match cfg.shape()?.head {
+        Head::Own => false,
+        Head::Embedding => true,
+        Head::Either => !vb.contains_tensor(&format!("{}.weight", C::KIND.names.head)),
+    };
+    let saved = quantized(cfg, vb, recipe)?;
+    let (tensors, config) = compressed::layout(saved, &C::KIND.names, tied)?;
+    save(path.as_ref(), tensors, Label::Torch)?;
+    Ok(config.to_string())
+}
+
+/// A model's tensors, quantized by `recipe`.
+fn quantized<C: Architecture>(
+    cfg: &C,
+    vb: VarBuilder,
+    recipe: &Recipe,
+) -> Result<Vec<(String, Saved)>> {
     if !vb.device().is_cpu() {
         bail!("vb: on {:?}, expected the CPU", vb.device().location());
     }
     let shape = cfg.shape()?;
     let mut saved = Vec::new();
-    let mut source = Quantizing::new(vb, recipe, &shape, Fusion::all())?;
+    let stored = Stored::new(vb, Fusion::all())?;
+    let mut source = Quantizing::new(stored, recipe, &shape, Fusion::all())?;
     source.saved = Some(&mut saved);
     Loader {
         source,
@@ -48,7 +85,7 @@ pub fn save_quantized<C: Architecture>(
         fusion: Fusion::all(),
     }
     .decoder()?;
-    save(path.as_ref(), saved)
+    Ok(saved)
 }
 
 /// Another source's matrices, quantized one by one.

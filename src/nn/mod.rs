@@ -51,6 +51,7 @@ mod linear;
 mod load;
 mod mlp;
 mod norm;
+mod order;
 pub(crate) mod pack;
 mod projection;
 pub(crate) mod quantize;
@@ -67,6 +68,7 @@ pub use load::{
 };
 pub use mlp::Mlp;
 pub use norm::{LayerNorm, Norm, RmsNorm};
+pub use order::InputOrder;
 pub(crate) use projection::in_f32;
 pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;

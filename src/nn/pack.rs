@@ -29,21 +29,14 @@ pub(crate) fn pack(weight: &Tensor, quantization: Quantization) -> Result<Weight
             let packed = PackedMatrix::quantize(weight, scheme)?;
             Ok(Weight::Packed(Arc::new(packed)))
         }
-        (Device::Cpu, None, Quantization::Gguf(dtype)) => {
-            let blocks = blocks(weight, dtype)?;
-            let packed = PackedMatrix::pack(dtype, rows, cols, &blocks)?;
-            Ok(Weight::Packed(Arc::new(packed)))
-        }
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), Some(scheme), _) => {
             let values = weight.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
             on_device(&quantize(&values, rows, cols, scheme)?, weight.device())
         }
-        #[cfg(feature = "cuda")]
-        (Device::Cuda(_), None, Quantization::Gguf(dtype)) => {
+        (device, None, Quantization::Gguf(dtype)) => {
             let blocks = blocks(weight, dtype)?;
-            let matrix = BlockMatrix::new(dtype, rows, cols, &blocks, weight.device())?;
-            Ok(Weight::Blocks(Arc::new(matrix)))
+            blocks_on_device(dtype, (rows, cols), &blocks, device)
         }
         (device, ..) => bail!(
             "{quantization} on {:?}: expected the CPU or a CUDA device, with the feature `cuda`",
@@ -64,6 +57,30 @@ pub(crate) fn on_device(codes: &Codes, device: &Device) -> Result<Weight> {
         other => bail!(
             "{} on {:?}: expected the CPU or a CUDA device, with the feature `cuda`",
             codes.scheme,
+            other.location()
+        ),
+    }
+}
+
+/// GGUF blocks `[rows, cols]` in the layout of a device.
+pub(crate) fn blocks_on_device(
+    dtype: GgmlDType,
+    (rows, cols): (usize, usize),
+    blocks: &[u8],
+    device: &Device,
+) -> Result<Weight> {
+    match device {
+        Device::Cpu => {
+            let packed = PackedMatrix::pack(dtype, rows, cols, blocks)?;
+            Ok(Weight::Packed(Arc::new(packed)))
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => {
+            let matrix = BlockMatrix::new(dtype, rows, cols, blocks, device)?;
+            Ok(Weight::Blocks(Arc::new(matrix)))
+        }
+        other => bail!(
+            "{dtype:?} on {:?}: expected the CPU or a CUDA device, with the feature `cuda`",
             other.location()
         ),
     }

@@ -1,6 +1,6 @@
 //! Matrix products, alone or several that share their input.
 
-use super::{Norm, pack};
+use super::{InputOrder, Norm, pack};
 use crate::cpu::packed::PackedMatrix;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
@@ -21,6 +21,8 @@ pub enum LinearWeight {
     Quantized(Arc<QTensor>),
     /// `[N, K]` in the form that the fused product takes.
     Packed(Weight),
+    /// The same with its columns in another order than the input's.
+    Reordered(Weight, InputOrder),
 }
 
 impl LinearWeight {
@@ -28,7 +30,14 @@ impl LinearWeight {
         match self {
             LinearWeight::Dense(w) => w.dims2(),
             LinearWeight::Quantized(w) => w.shape().dims2(),
-            LinearWeight::Packed(w) => Ok((w.rows(), w.cols())),
+            LinearWeight::Packed(w) | LinearWeight::Reordered(w, _) => Ok((w.rows(), w.cols())),
+        }
+    }
+
+    fn order(&self) -> Option<&InputOrder> {
+        match self {
+            LinearWeight::Reordered(_, order) => Some(order),
+            _ => None,
         }
     }
 
@@ -37,7 +46,7 @@ impl LinearWeight {
         match self {
             LinearWeight::Dense(w) => fallback(w.device()),
             LinearWeight::Quantized(w) => fallback(&w.device()),
-            LinearWeight::Packed(_) => fallback(&Device::Cpu),
+            LinearWeight::Packed(_) | LinearWeight::Reordered(..) => fallback(&Device::Cpu),
         }
     }
 }
@@ -49,6 +58,8 @@ pub struct Projection {
     /// Rows of each matrix.
     rows: Vec<usize>,
     bias: Option<Tensor>,
+    /// The order of the fused matrices' columns, if it is not the input's.
+    order: Option<InputOrder>,
     fusion: Fusion,
 }
 
@@ -57,6 +68,8 @@ enum Form {
     /// On a GPU dense matrices lie in one, so that one product serves them all.
     Fused(Vec<Weight>),
     Plain(Vec<QMatMul>),
+    /// Matrices that want their input in different orders, each alone.
+    Apart(Vec<Projection>),
 }
 
 impl Projection {
@@ -79,13 +92,19 @@ impl Projection {
             .iter()
             .map(|w| Ok(w.dims2()?.0))
             .collect::<Result<_>>()?;
-        let form = if fused {
+        let order = weights.first().and_then(|w| w.order().cloned());
+        let order = order.filter(|_| fused);
+        let form = if fused && weights.iter().any(|w| w.order() != order.as_ref()) {
+            let alone = |w| Self::new(vec![w], None, fusion);
+            Form::Apart(weights.into_iter().map(alone).collect::<Result<_>>()?)
+        } else if fused {
             let weights = weights.into_iter().map(pack).collect::<Result<_>>()?;
             Form::Fused(joined(weights)?)
         } else {
             Form::Plain(weights.into_iter().map(plain).collect::<Result<_>>()?)
         };
         Ok(Self {
+            order: order.filter(|_| matches!(form, Form::Fused(_))),
             form,
             rows,
             bias,
@@ -104,6 +123,7 @@ impl Projection {
             rows: weights.iter().map(Weight::rows).collect(),
             form: Form::Fused(weights),
             bias: None,
+            order: None,
             fusion,
         }
     }
@@ -125,7 +145,10 @@ impl Projection {
         let norms = fusion.rms_norm_linear && fusion.layer_norm_linear;
         let around = norms && fusion.swiglu && fusion.gelu && fusion.residual_add;
         match &self.form {
-            Form::Fused(weights) if around => Some((weights, self.bias.as_ref())),
+            // The launches of a plan take no gather in front of a product.
+            Form::Fused(weights) if around && self.order.is_none() => {
+                Some((weights, self.bias.as_ref()))
+            }
             _ => None,
         }
     }
@@ -150,16 +173,24 @@ impl Projection {
         }
     }
 
-    /// The matrices as candle multiplies with them.
-    fn plain_form(&self) -> Result<Cow<'_, [QMatMul]>> {
+    /// The outputs of all matrices without the bias, by candle's products or each matrix's own.
+    fn outputs(&self, x: &Tensor) -> Result<Vec<Tensor>> {
         match &self.form {
-            Form::Plain(weights) => Ok(Cow::Borrowed(weights)),
+            Form::Plain(weights) => weights.iter().map(|w| w.forward(x)).collect(),
             Form::Fused(weights) => {
-                let plain = |w: &Weight| Ok(QMatMul::Tensor(pack::dense(w)?));
-                Ok(Cow::Owned(
-                    weights.iter().map(plain).collect::<Result<_>>()?,
-                ))
+                let x = self.ordered(x)?;
+                let product = |w: &Weight| QMatMul::Tensor(pack::dense(w)?).forward(&x);
+                weights.iter().map(product).collect()
             }
+            Form::Apart(parts) => parts.iter().map(|p| p.forward_joint(x, None)).collect(),
+        }
+    }
+
+    /// The input in the order of the matrices' columns.
+    fn ordered<'a>(&self, x: &'a Tensor) -> Result<Cow<'a, Tensor>> {
+        match &self.order {
+            Some(order) => Ok(Cow::Owned(order.gather(x)?)),
+            None => Ok(Cow::Borrowed(x)),
         }
     }
 
@@ -251,15 +282,15 @@ impl Projection {
         activation: Activation,
         residuals: &[&Tensor],
     ) -> Result<Tensor> {
-        let normed;
-        let (x, prologue) = match norm.map(|n| (n, n.prologue(self.fusion))) {
-            Some((_, Some(prologue))) => (x, prologue),
-            Some((norm, None)) => {
-                normed = norm.forward(x)?;
-                (&normed, Prologue::None)
-            }
-            None => (x, Prologue::None),
+        // A norm's weight is in the order of its input, so that it cannot follow a gather.
+        let inside = |n: &&Norm| self.order.is_none() && n.prologue(self.fusion).is_some();
+        let (x, prologue) = match (norm, norm.filter(inside)) {
+            (_, Some(norm)) => (Cow::Borrowed(x), norm.prologue(self.fusion)),
+            (Some(norm), None) => (Cow::Owned(norm.forward(x)?), None),
+            (None, None) => (Cow::Borrowed(x), None),
         };
+        let prologue = prologue.unwrap_or(Prologue::None);
+        let x = self.ordered(&x)?;
         let name = match (weights.iter().any(Weight::is_quantized), prologue) {
             (true, _) => "quant_linear",
             (false, Prologue::RmsNorm { .. }) => "rms_norm_linear",
@@ -271,20 +302,18 @@ impl Projection {
             activation,
             residuals,
         };
-        ops::linear::launch(name, x, prologue, weights, epilogue)
+        ops::linear::launch(name, &x, prologue, weights, epilogue)
     }
 
     fn plain(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Vec<Tensor>> {
-        let weights = self.plain_form()?;
         let x = match norm {
             Some(norm) => norm.forward(x)?,
             None => x.contiguous()?,
         };
         let mut start = 0;
-        weights
-            .iter()
-            .map(|w| {
-                let y = w.forward(&x)?;
+        self.outputs(&x)?
+            .into_iter()
+            .map(|y| {
                 let Some(bias) = &self.bias else {
                     return Ok(y);
                 };
@@ -302,7 +331,7 @@ pub(super) fn pack(weight: LinearWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims2()?;
     match weight {
         LinearWeight::Dense(w) => Ok(Weight::Dense(w.contiguous()?)),
-        LinearWeight::Packed(w) => Ok(w),
+        LinearWeight::Packed(w) | LinearWeight::Reordered(w, _) => Ok(w),
         #[cfg(feature = "cuda")]
         LinearWeight::Quantized(w) if quant::supports(w.dtype()) && w.device().is_cuda() => {
             Ok(Weight::Blocks(Arc::new(BlockMatrix::from_qtensor(&w)?)))
@@ -384,5 +413,6 @@ fn plain(weight: LinearWeight) -> Result<QMatMul> {
         }
         LinearWeight::Quantized(w) => QMatMul::from_arc(w),
         LinearWeight::Packed(w) => Ok(QMatMul::Tensor(pack::dense(&w)?)),
+        LinearWeight::Reordered(w, order) => Ok(QMatMul::Tensor(order.restore(&pack::dense(&w)?)?)),
     }
 }

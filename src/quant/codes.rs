@@ -57,7 +57,7 @@ impl Codes {
             );
         }
         let (low, high) = match scheme {
-            Scheme::Int8 => (-127, 127),
+            Scheme::Int8 => (-128, 127),
             Scheme::Int4 { .. } => (0, 15),
             Scheme::Ternary { .. } => (-1, 1),
         };

@@ -19,7 +19,7 @@ pub enum TernaryScale {
 ///
 /// | scheme | value | bits of a weight |
 /// |---|---|---|
-/// | [`Scheme::Int8`] | s q, q in -127..=127, f32 s for each row | 8 |
+/// | [`Scheme::Int8`] | s q, q in -128..=127, f32 s for each row | 8 |
 /// | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
 /// | with zero points | s (q - z / 16), u8 z for each group | 4 + 24 / group |
 /// | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
@@ -36,7 +36,8 @@ pub enum TernaryScale {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheme {
-    /// `s[n] * q`, q in -127..=127: symmetric, a scale for each output channel.
+    /// `s[n] * q`: symmetric, a scale for each output channel. Weights that are quantized here have q in
+    /// -127..=127; checkpoints of others have -128 too.
     Int8,
     /// `s[n, g] * (q - z[n, g])`, q in 0..=15: a scale for each `group` consecutive values of a row.
     Int4 {

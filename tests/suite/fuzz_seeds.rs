@@ -4,12 +4,13 @@ use crate::app::tiny;
 use crate::fuzz::{CONFIG, TARGETS};
 use crate::fuzz_replay::corpus;
 use crate::golden::Golden;
+use crate::packers::{self, Format};
 use crate::support::randn;
 use crate::{gguf_file, subject};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::Fusion;
-use candle_fused::models::{CausalLm, qwen3, save_quantized};
+use candle_fused::models::{CausalLm, Checkpoint, qwen3, save_quantized};
 use candle_fused::quant::{QuantizedFile, Recipe};
 use candle_nn::VarBuilder;
 use serde_json::{Value, json};
@@ -40,6 +41,20 @@ fn models_among_the_seeds_are_taken() -> Result<()> {
         let mut model = CausalLm::from_quantized(&config, &file, dtype, &Device::Cpu, fusion)?;
         assert_eq!(model.forward(&ids, 0)?.dims(), [1, 1, 16], "{name}");
     }
+    for (name, bytes) in checkpoint_seeds()? {
+        let end = bytes
+            .iter()
+            .position(|byte| *byte == b'\n')
+            .expect("a line");
+        let path = folder.path().join(&name);
+        fs::write(&path, &bytes[end + 1..])?;
+        let quantization = String::from_utf8_lossy(&bytes[..end]);
+        let text = format!(r#"{{"quantization_config": {quantization}}}"#);
+        // SAFETY: nobody changes the file.
+        let file = unsafe { Checkpoint::open(&[path], &text) }?;
+        let mut model = CausalLm::new(&config, file.var_builder(DType::F32, &Device::Cpu))?;
+        assert_eq!(model.forward(&ids, 0)?.dims(), [1, 1, 16], "{name}");
+    }
     Ok(())
 }
 
@@ -50,6 +65,7 @@ fn write_seeds() -> Result<()> {
     let seeds = [
         ("arguments", argument_seeds()),
         ("chat_template", template_seeds()),
+        ("checkpoint", checkpoint_seeds()?),
         ("config", config_seeds()),
         ("gguf", gguf_seeds()?),
         ("gguf_tensors", tensor_seeds()),
@@ -277,6 +293,21 @@ fn file_seeds() -> Result<Seeds> {
         let recipe = Recipe::new(scheme.parse()?).with_head(scheme.parse()?);
         save_quantized(&config, vb, &recipe, &path)?;
         seeds.push((scheme.to_owned(), fs::read(path)?));
+    }
+    Ok(seeds)
+}
+
+/// `quantization_config` on a line, and the file.
+fn checkpoint_seeds() -> Result<Seeds> {
+    let folder = tempfile::tempdir()?;
+    let mut seeds = Vec::new();
+    for format in Format::ALL {
+        let name = format!("{format:?}").to_lowercase();
+        let path = folder.path().join(&name);
+        let tensors = packers::packed(weights("qwen3")?, format)?;
+        candle_core::safetensors::save(&tensors, &path)?;
+        let line = format!("{}\n", format.config());
+        seeds.push((name, [line.into_bytes(), fs::read(path)?].concat()));
     }
     Ok(seeds)
 }

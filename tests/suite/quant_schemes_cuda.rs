@@ -64,7 +64,7 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
     };
     // And what brings a code to about 0.05: products of gates are to fit f16.
     let (range, by) = match scheme {
-        Scheme::Int8 => (-127..=127, 7e-4),
+        Scheme::Int8 => (-128..=127, 7e-4),
         Scheme::Int4 { .. } => (0..=15, 1e-2),
         Scheme::Ternary { .. } => (-1..=1, 6e-2),
     };

@@ -32,7 +32,7 @@ struct Matrix {
 fn matrix(rows: usize, cols: usize, device: &Device) -> Result<Matrix> {
     let mut rng = StdRng::seed_from_u64((rows * cols) as u64);
     let codes: Vec<i8> = (0..rows * cols)
-        .map(|_| rng.random_range(-127..=127))
+        .map(|_| rng.random_range(-128..=127))
         .collect();
     let scales: Vec<f32> = (0..rows).map(|_| rng.random_range(0.001..0.003)).collect();
     let values = codes

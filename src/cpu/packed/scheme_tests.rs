@@ -22,7 +22,7 @@ fn adversarial(rng: &mut StdRng, scheme: Scheme, rows: usize, cols: usize) -> Co
     let weights = normals(rng, rows * cols);
     let mut codes = quantize(&weights, rows, cols, scheme).unwrap();
     let (low, high) = match scheme.bits() {
-        8 => (-127, 127),
+        8 => (-128, 127),
         4 => (0, 15),
         _ => (-1, 1),
     };

@@ -17,6 +17,7 @@ pub use config::{
 };
 pub use gguf::{dequantize_gguf, gguf_config};
 
+use super::checkpoint::Stored;
 use super::decoder::{Decoder, DecoderCache, Rotaries};
 use super::names::{GGUF, LLAMA};
 use super::parts::Parts;
@@ -114,7 +115,7 @@ impl Cache {
     }
 }
 
-/// A Llama model with dense weights (f32, f16 or bf16).
+/// A Llama model of safetensors files.
 #[derive(Debug, Clone)]
 pub struct Llama {
     decoder: Decoder,
@@ -133,7 +134,8 @@ impl Parts for Llama {
 }
 
 impl Llama {
-    /// Loads the weights with every fusion on.
+    /// Loads the weights (f32, f16 or bf16, or quantized as [`Checkpoint`](super::Checkpoint) says) with
+    /// every fusion on.
     ///
     /// # Errors
     /// If a tensor is missing or does not have the shape that `cfg` asks for, by its name.
@@ -148,7 +150,7 @@ impl Llama {
     pub fn load_fused(vb: VarBuilder, cfg: &Config, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = Cache::of(&shape, true, vb.dtype(), vb.device())?.inner;
-        Self::from_source(vb, cache, &shape, fusion)
+        Self::from_source(Stored::new(vb, fusion)?, cache, &shape, fusion)
     }
 
     /// Loads the weights and quantizes them by `recipe`, matrix by matrix, so that little more than the
@@ -165,7 +167,7 @@ impl Llama {
     ) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = Cache::of(&shape, true, vb.dtype(), vb.device())?.inner;
-        let source = Quantizing::new(vb, recipe, &shape, fusion)?;
+        let source = Quantizing::new(Stored::new(vb, fusion)?, recipe, &shape, fusion)?;
         Self::from_source(source, cache, &shape, fusion)
     }
 

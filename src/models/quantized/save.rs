@@ -22,6 +22,17 @@ pub(crate) enum Saved {
     Dense(Tensor),
     /// Quantized; the heads whose rows have been sorted.
     Packed(Arc<PackedMatrix>, Option<usize>),
+    /// Bytes of this dtype and shape.
+    Raw(Dtype, Vec<usize>, Vec<u8>),
+}
+
+/// What a file says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Label {
+    /// That of [`QuantizedFile`](super::QuantizedFile).
+    Quantized,
+    /// That of files of PyTorch's tensors, which transformers asks for.
+    Torch,
 }
 
 impl Saved {
@@ -29,6 +40,7 @@ impl Saved {
         match self {
             Saved::Dense(t) => t.elem_count() * t.dtype().size_in_bytes(),
             Saved::Packed(matrix, _) => matrix.bytes().len(),
+            Saved::Raw(_, _, bytes) => bytes.len(),
         }
     }
 
@@ -37,8 +49,10 @@ impl Saved {
     fn rank(&self) -> usize {
         match self {
             Saved::Packed(..) => 0,
-            Saved::Dense(t) if t.dtype() == DType::F32 => 1,
-            Saved::Dense(_) => 2,
+            Saved::Raw(Dtype::I64, ..) => 1,
+            Saved::Dense(t) if t.dtype() == DType::F32 => 2,
+            Saved::Raw(Dtype::I32 | Dtype::F32, ..) => 2,
+            Saved::Dense(_) | Saved::Raw(..) => 3,
         }
     }
 }
@@ -47,9 +61,9 @@ impl Saved {
 ///
 /// # Errors
 /// If a tensor is of a kind that the format does not have, or the file cannot be written.
-pub(crate) fn save(path: &Path, mut tensors: Vec<(String, Saved)>) -> Result<()> {
+pub(crate) fn save(path: &Path, mut tensors: Vec<(String, Saved)>, label: Label) -> Result<()> {
     tensors.sort_by(|a, b| (a.1.rank(), &a.0).cmp(&(b.1.rank(), &b.0)));
-    let header = header(&tensors)?;
+    let header = header(&tensors, label)?;
     let part = path.with_extension("safetensors.part");
     let written = write(&part, &header, &tensors)
         .and_then(|()| std::fs::rename(&part, path).map_err(Into::into));
@@ -68,6 +82,7 @@ fn write(path: &Path, header: &[u8], tensors: &[(String, Saved)]) -> Result<()> 
     for (_, tensor) in tensors {
         match tensor {
             Saved::Packed(matrix, _) => file.write_all(matrix.bytes())?,
+            Saved::Raw(_, _, bytes) => file.write_all(bytes)?,
             Saved::Dense(tensor) => tensor.write_bytes(&mut file)?,
         }
     }
@@ -76,14 +91,19 @@ fn write(path: &Path, header: &[u8], tensors: &[(String, Saved)]) -> Result<()> 
 }
 
 /// The header with the padding behind it.
-fn header(tensors: &[(String, Saved)]) -> Result<Vec<u8>> {
-    let mut metadata = HashMap::from([(LAYOUT.to_owned(), VERSION.to_owned())]);
+fn header(tensors: &[(String, Saved)], label: Label) -> Result<Vec<u8>> {
+    let (key, value) = match label {
+        Label::Quantized => (LAYOUT, VERSION),
+        Label::Torch => ("format", "pt"),
+    };
+    let mut metadata = HashMap::from([(key.to_owned(), value.to_owned())]);
     let mut infos = Vec::new();
     let mut at = 0;
     for (name, tensor) in tensors {
         let end = at + tensor.bytes();
         let (dtype, shape) = match tensor {
             Saved::Dense(t) => (dense_dtype(name, t)?, t.dims().to_vec()),
+            Saved::Raw(dtype, shape, _) => (*dtype, shape.clone()),
             Saved::Packed(matrix, heads) => {
                 let Format::Scheme(scheme) = matrix.format() else {
                     bail!(

@@ -6,6 +6,7 @@
 
 mod arguments;
 mod chat_template;
+mod checkpoint;
 mod config;
 mod gguf;
 mod gguf_tensors;
@@ -18,9 +19,10 @@ pub use quantized_file::CONFIG;
 type Target = fn(&[u8]);
 
 /// Each target by its name.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("arguments", arguments::run),
     ("chat_template", chat_template::run),
+    ("checkpoint", checkpoint::run),
     ("config", config::run),
     ("gguf", gguf::run),
     ("gguf_tensors", gguf_tensors::run),

@@ -1,0 +1,395 @@
+//! `quantization_config` of a `config.json`.
+
+use super::fp8::Block;
+use candle_core::{Result, bail};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt::Display;
+
+/// How the quantized matrices of a checkpoint are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Gptq {
+        /// Whether zero points are stored as they are; else less one.
+        zeros_as_they_are: bool,
+    },
+    Awq,
+    CompressedTensors {
+        /// What matrices of a byte for each value hold.
+        bytes: Bytes,
+    },
+    Fp8(Block),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bytes {
+    Int,
+    Fp8(Block),
+}
+
+/// `quantization_config` as written: the fields that say how tensors are read, or that numbers change
+/// in a way that nothing here does.
+#[derive(Deserialize)]
+struct Raw {
+    quant_method: Option<String>,
+    bits: Option<u64>,
+    group_size: Option<i64>,
+    checkpoint_format: Option<String>,
+    pack_dtype: Option<String>,
+    is_marlin_format: Option<bool>,
+    version: Option<String>,
+    format: Option<String>,
+    fmt: Option<String>,
+    weight_block_size: Block,
+    #[serde(default)]
+    config_groups: BTreeMap<String, Group>,
+    kv_cache_scheme: Option<Value>,
+    sparsity_config: Option<Sparsity>,
+    transform_config: Option<Value>,
+}
+
+/// Of compressed-tensors: how some of the layers are quantized.
+#[derive(Deserialize)]
+struct Group {
+    weights: Option<Arguments>,
+    input_activations: Option<Arguments>,
+    output_activations: Option<Value>,
+    format: Option<String>,
+}
+
+/// Of compressed-tensors: how one tensor of a layer is quantized.
+#[derive(Deserialize)]
+struct Arguments {
+    num_bits: Option<u64>,
+    r#type: Option<String>,
+    strategy: Option<String>,
+    group_size: Option<i64>,
+    block_structure: Block,
+}
+
+#[derive(Deserialize)]
+struct Sparsity {
+    format: Option<String>,
+}
+
+impl Format {
+    /// Reads the text of a `config.json`; none if the model is not quantized.
+    ///
+    /// # Errors
+    /// If it is no JSON object, or a field asks for what cannot be had exactly: by its name, its value
+    /// and what is taken.
+    pub fn of_config(config: &str) -> Result<Option<Self>> {
+        #[derive(Deserialize)]
+        struct Config {
+            quantization_config: Option<Value>,
+        }
+        let config: Config = match serde_json::from_str(config) {
+            Ok(config) => config,
+            Err(e) => bail!("config: {e}"),
+        };
+        let Some(value) = config.quantization_config else {
+            return Ok(None);
+        };
+        match serde_json::from_value::<Raw>(value) {
+            Ok(raw) => raw.format().map(Some),
+            Err(e) => bail!("config: quantization_config: {e}"),
+        }
+    }
+}
+
+/// What `quant_method` may be.
+const METHODS: &str = "gptq, awq, compressed-tensors or fp8";
+
+/// The error of a field whose value is not taken.
+fn refuse<T>(field: impl Display, value: impl Display, expected: &str) -> Result<T> {
+    bail!("config: quantization_config: {field} is {value}, expected {expected}")
+}
+
+/// That a text, where it is given, is one of those that are taken.
+fn one_of(field: impl Display, value: Option<&str>, taken: &[&str]) -> Result<()> {
+    match value {
+        Some(value) if !taken.iter().any(|one| one.eq_ignore_ascii_case(value)) => {
+            refuse(field, format_args!("`{value}`"), &taken.join(" or "))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// That weights of these bits in these groups have a format here.
+fn check_integers(prefix: &str, bits: Option<u64>, group: Option<i64>) -> Result<()> {
+    if let Some(bits) = bits.filter(|bits| ![4, 8].contains(bits)) {
+        return refuse(format_args!("{prefix}bits"), bits, "4 or 8");
+    }
+    match group {
+        Some(group) if group != -1 && (group < 32 || group % 32 != 0) => refuse(
+            format_args!("{prefix}group_size"),
+            group,
+            "-1 or a multiple of 32",
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// Whether something is said at all: neither null nor empty.
+fn is_said(value: Option<&Value>) -> bool {
+    match value {
+        None | Some(Value::Null) => false,
+        Some(Value::Object(fields)) => !fields.is_empty(),
+        Some(_) => true,
+    }
+}
+
+impl Raw {
+    fn format(&self) -> Result<Format> {
+        match self.quant_method.as_deref() {
+            Some("gptq") => self.gptq(),
+            Some("awq") => self.awq(),
+            Some("compressed-tensors" | "compressed_tensors") => self.compressed(),
+            Some("fp8") => self.fp8(),
+            Some(other) => refuse("quant_method", format_args!("`{other}`"), METHODS),
+            None => refuse("quant_method", "missing", METHODS),
+        }
+    }
+
+    fn gptq(&self) -> Result<Format> {
+        check_integers("", self.bits, self.group_size)?;
+        if self.is_marlin_format == Some(true) {
+            return refuse("is_marlin_format", true, "false");
+        }
+        one_of("pack_dtype", self.pack_dtype.as_deref(), &["int32"])?;
+        // GPTQModel writes the same under both names.
+        let format = self.checkpoint_format.as_deref();
+        let known = ["gptq", "gptq_v2"];
+        one_of("checkpoint_format", format, &known)?;
+        one_of("format", self.format.as_deref(), &known)?;
+        let format = format.or(self.format.as_deref());
+        Ok(Format::Gptq {
+            zeros_as_they_are: format == Some("gptq_v2"),
+        })
+    }
+
+    fn awq(&self) -> Result<Format> {
+        check_integers("", self.bits, self.group_size)?;
+        if let Some(bits) = self.bits.filter(|bits| *bits != 4) {
+            return refuse("bits", bits, "4");
+        }
+        one_of("version", self.version.as_deref(), &["gemm"])?;
+        one_of("format", self.format.as_deref(), &["gemm"])?;
+        Ok(Format::Awq)
+    }
+
+    fn fp8(&self) -> Result<Format> {
+        one_of("fmt", self.fmt.as_deref(), &["e4m3"])?;
+        check_block("weight_block_size", self.weight_block_size)?;
+        Ok(Format::Fp8(self.weight_block_size))
+    }
+
+    fn compressed(&self) -> Result<Format> {
+        let packings = ["pack-quantized", "int-quantized", "float-quantized"];
+        let of_all = [&packings[..], &["mixed-precision"]].concat();
+        one_of("format", self.format.as_deref(), &of_all)?;
+        if let Some(sparsity) = &self.sparsity_config {
+            one_of(
+                "sparsity_config.format",
+                sparsity.format.as_deref(),
+                &["dense"],
+            )?;
+        }
+        for (field, value) in [
+            ("kv_cache_scheme", &self.kv_cache_scheme),
+            ("transform_config", &self.transform_config),
+        ] {
+            if is_said(value.as_ref()) {
+                return refuse(field, "there", "none");
+            }
+        }
+        for (name, group) in &self.config_groups {
+            let format = format!("config_groups.{name}.format");
+            one_of(format, group.format.as_deref(), &packings)?;
+            group.check(name)?;
+        }
+        let mut bytes = self.config_groups.values().filter_map(Group::bytes);
+        let first = bytes.next();
+        if bytes.any(|other| Some(other) != first) {
+            return refuse("config_groups", "of several kinds of bytes", "one for all");
+        }
+        Ok(Format::CompressedTensors {
+            bytes: first.unwrap_or(Bytes::Int),
+        })
+    }
+}
+
+impl Group {
+    /// What its matrices hold, if they have a byte for each value.
+    fn bytes(&self) -> Option<Bytes> {
+        let weights = self.weights.as_ref()?;
+        match weights.is_float() {
+            true => Some(Bytes::Fp8(weights.block_structure)),
+            false if weights.num_bits == Some(8) => Some(Bytes::Int),
+            false => None,
+        }
+    }
+
+    fn check(&self, name: &str) -> Result<()> {
+        let within = format!("config_groups.{name}");
+        if let Some(weights) = self.weights.as_ref().filter(|w| w.is_float()) {
+            return weights.check_float(&format!("{within}.weights"));
+        }
+        if let Some(weights) = &self.weights {
+            let prefix = format!("{within}.weights");
+            one_of(
+                format_args!("{prefix}.type"),
+                weights.r#type.as_deref(),
+                &["int"],
+            )?;
+            check_integers(&format!("{prefix}.num_"), weights.num_bits, None)?;
+            check_integers(&format!("{prefix}."), None, weights.group_size)?;
+            one_of(
+                format_args!("{prefix}.strategy"),
+                weights.strategy.as_deref(),
+                &["tensor", "channel", "group"],
+            )?;
+        }
+        if let Some(inputs) = &self.input_activations {
+            let prefix = format!("{within}.input_activations");
+            one_of(
+                format_args!("{prefix}.type"),
+                inputs.r#type.as_deref(),
+                &["int"],
+            )?;
+            if let Some(bits) = inputs.num_bits.filter(|bits| *bits != 8) {
+                return refuse(format_args!("{prefix}.num_bits"), bits, "8");
+            }
+        }
+        match is_said(self.output_activations.as_ref()) {
+            true => refuse(format_args!("{within}.output_activations"), "there", "none"),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Arguments {
+    fn is_float(&self) -> bool {
+        self.r#type.as_deref() == Some("float")
+    }
+
+    /// FP8, whose activations are not quantized here, whatever is said of them.
+    fn check_float(&self, prefix: &str) -> Result<()> {
+        if let Some(bits) = self.num_bits.filter(|bits| *bits != 8) {
+            return refuse(format_args!("{prefix}.num_bits"), bits, "8 with type float");
+        }
+        one_of(
+            format_args!("{prefix}.strategy"),
+            self.strategy.as_deref(),
+            &["tensor", "channel", "block"],
+        )?;
+        check_block(
+            format_args!("{prefix}.block_structure"),
+            self.block_structure,
+        )
+    }
+}
+
+fn check_block(field: impl Display, block: Block) -> Result<()> {
+    match block {
+        Some([height, width]) if height == 0 || width == 0 => {
+            refuse(field, format_args!("[{height}, {width}]"), "at least 1")
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Bytes, Format};
+    use serde_json::{Value, json};
+
+    fn read(quantization: Value) -> Result<Option<Format>, String> {
+        let config = json!({"model_type": "llama", "quantization_config": quantization});
+        Format::of_config(&config.to_string()).map_err(|e| e.to_string())
+    }
+
+    fn weights(fields: Value) -> Value {
+        json!({"quant_method": "compressed-tensors", "format": "pack-quantized",
+               "config_groups": {"group_0": {"targets": ["Linear"], "weights": fields}}})
+    }
+
+    #[test]
+    fn formats_are_read() {
+        let gptq = |zeros_as_they_are| Ok(Some(Format::Gptq { zeros_as_they_are }));
+        assert_eq!(read(Value::Null), Ok(None));
+        let v1 = json!({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": true});
+        assert_eq!(read(v1), gptq(false));
+        let v2 = json!({"quant_method": "gptq", "bits": 8, "group_size": -1,
+                        "checkpoint_format": "gptq_v2"});
+        assert_eq!(read(v2), gptq(true));
+        let awq = json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"});
+        assert_eq!(read(awq), Ok(Some(Format::Awq)));
+        let w8a8 = json!({"quant_method": "compressed-tensors", "format": "int-quantized",
+            "config_groups": {"group_0": {
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": false},
+                "input_activations": {"num_bits": 8, "type": "int", "dynamic": true}}}});
+        let bytes = |bytes| Ok(Some(Format::CompressedTensors { bytes }));
+        assert_eq!(read(w8a8), bytes(Bytes::Int));
+        let float = json!({"type": "float", "num_bits": 8, "strategy": "channel"});
+        assert_eq!(read(weights(float)), bytes(Bytes::Fp8(None)));
+        let blocks = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]});
+        assert_eq!(read(blocks), Ok(Some(Format::Fp8(Some([128, 128])))));
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_named() {
+        let gptq = |field: &str, value: Value| {
+            let mut config = json!({"quant_method": "gptq", "bits": 4, "group_size": 128});
+            config[field] = value;
+            config
+        };
+        for (config, names) in [
+            (json!({"bits": 4}), "quant_method is missing"),
+            (json!({"quant_method": "hqq"}), "quant_method is `hqq`"),
+            (gptq("bits", json!(3)), "bits is 3, expected 4 or 8"),
+            (gptq("group_size", json!(16)), "group_size is 16"),
+            (gptq("group_size", json!(48)), "group_size is 48"),
+            (gptq("checkpoint_format", json!("marlin")), "`marlin`"),
+            (gptq("is_marlin_format", json!(true)), "is_marlin_format"),
+            (gptq("bits", json!("4")), "quantization_config"),
+            (
+                json!({"quant_method": "awq", "bits": 4, "version": "gemv"}),
+                "version is `gemv`, expected gemm",
+            ),
+            (weights(json!({"num_bits": 2})), "weights.num_bits is 2"),
+            (
+                weights(json!({"num_bits": 4, "group_size": 16})),
+                "weights.group_size is 16",
+            ),
+            (
+                weights(json!({"type": "float", "num_bits": 4})),
+                "weights.num_bits is 4, expected 8",
+            ),
+            (
+                json!({"quant_method": "fp8", "weight_block_size": [0, 128]}),
+                "weight_block_size is [0, 128]",
+            ),
+            (
+                json!({"quant_method": "fp8", "fmt": "e5m2"}),
+                "fmt is `e5m2`",
+            ),
+            (weights(json!({"strategy": "block"})), "strategy is `block`"),
+            (
+                json!({"quant_method": "compressed-tensors", "format": "int-quantized",
+                    "config_groups": {"g": {"input_activations": {"num_bits": 4, "dynamic": true}}}}),
+                "config_groups.g.input_activations.num_bits is 4, expected 8",
+            ),
+            (
+                json!({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}),
+                "kv_cache_scheme",
+            ),
+        ] {
+            let error = read(config.clone()).unwrap_err();
+            let line = error.lines().next().unwrap_or_default();
+            assert!(line.contains(names), "{config}: {error}");
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The files of a checkpoint, mapped.
+
+use super::config::Format;
+use super::packing::Packing;
+use super::tensors::{Read, Tensors};
+use crate::nn::pack::named;
+use candle_core::safetensors::{Load, MmapedSafetensors};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use safetensors::Dtype;
+use std::path::Path;
+
+/// The name under which [`Checkpoint`] hands on its `config.json`. No tensor has it.
+pub const CONFIG: &str = "config.json";
+
+/// A checkpoint of the hub, dense or quantized: its safetensors files, mapped, and its `config.json`,
+/// whose `quantization_config` says how quantized matrices are stored.
+///
+/// `Llama::load`, `ModelForCausalLM::new` and their relatives take GPTQ, AWQ (`gemm`) and
+/// compressed-tensors (`pack-quantized`, `int-quantized`) from its [`VarBuilder`] as they are: in INT4
+/// or INT8 on the crate's own kernels. FP8 weights are dequantized at load. From a plain `VarBuilder` of safetensors files they take what
+/// the tensors alone tell: AWQ, `pack-quantized`, and GPTQ with symmetric weights.
+///
+/// As a backend of a `VarBuilder` it turns quantized matrices into numbers where their `weight` is asked
+/// for, so that any candle model can load it, as large as if it were dense.
+///
+/// ```no_run
+/// use candle_core::{DType, Device};
+/// use candle_fused::models::Checkpoint;
+/// use candle_fused::models::llama::{Llama, LlamaConfig};
+/// let config = std::fs::read_to_string("Llama-3.2-1B-GPTQ/config.json")?;
+/// // SAFETY: nobody changes the file while the model loads.
+/// let checkpoint = unsafe { Checkpoint::open(&["Llama-3.2-1B-GPTQ/model.safetensors"], &config)? };
+/// let vb = checkpoint.var_builder(DType::F16, &Device::Cpu);
+/// let config: LlamaConfig = serde_json::from_str(&config)?;
+/// let llama = Llama::load(vb, &config.into_config(false))?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Checkpoint {
+    tensors: MmapedSafetensors,
+    config: String,
+    format: Option<Format>,
+}
+
+impl std::fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Checkpoint({} tensors)", self.tensors.tensors().len())
+    }
+}
+
+impl Checkpoint {
+    /// Maps the files, one or several shards, beside the text of their `config.json`.
+    ///
+    /// # Safety
+    /// As for every mapped file, nobody may change or cut a file while the result lives.
+    ///
+    /// # Errors
+    /// If a file cannot be read or is no safetensors file, `config` is no JSON, or its
+    /// `quantization_config` asks for what cannot be had exactly, by the field's name.
+    pub unsafe fn open(files: &[impl AsRef<Path>], config: &str) -> Result<Self> {
+        Ok(Self {
+            format: Format::of_config(config)?,
+            // SAFETY: the caller's.
+            tensors: unsafe { MmapedSafetensors::multi(files)? },
+            config: config.to_owned(),
+        })
+    }
+
+    /// The tensors, those that are numbers in `dtype`.
+    pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
+        VarBuilder::from_backend(Box::new(self), dtype, device.clone())
+    }
+
+    /// The numbers of a quantized matrix; none if it is none.
+    fn values(
+        &self,
+        shape: &Shape,
+        name: &str,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Option<Tensor>> {
+        let (Some(stem), Ok(size)) = (name.strip_suffix(".weight"), shape.dims2()) else {
+            return Ok(None);
+        };
+        let tensors = Tensors::new(self, stem);
+        let Some(packing) = Packing::of(self.format, &tensors, size)? else {
+            return Ok(None);
+        };
+        let values = packing.values(&tensors, size, dtype)?;
+        values.to_device(device).map(Some)
+    }
+
+    /// A tensor as it is stored; signed bytes, which candle has not, as unsigned ones of the same bits.
+    fn stored(&self, name: &str, device: &Device) -> Result<Tensor> {
+        if name == CONFIG {
+            return Tensor::new(self.config.as_bytes(), device);
+        }
+        let view = self.tensors.get(name)?;
+        match view.dtype() {
+            Dtype::I8 => Tensor::from_raw_buffer(view.data(), DType::U8, view.shape(), device),
+            _ => view.load(device),
+        }
+    }
+}
+
+impl Read for Checkpoint {
+    fn contains(&self, name: &str) -> bool {
+        self.tensors.get(name).is_ok()
+    }
+
+    fn read(&self, name: &str, dtype: DType) -> Result<Tensor> {
+        self.get_unchecked(name, dtype, &Device::Cpu)
+    }
+}
+
+impl SimpleBackend for Checkpoint {
+    fn get(&self, s: Shape, name: &str, _: Init, dtype: DType, dev: &Device) -> Result<Tensor> {
+        if let Some(values) = named(name, self.values(&s, name, dtype, dev))? {
+            return Ok(values);
+        }
+        let tensor = self.get_unchecked(name, dtype, dev)?;
+        if tensor.shape() != &s {
+            bail!(
+                "tensor `{name}` has shape {:?}, expected {s:?}",
+                tensor.shape()
+            );
+        }
+        Ok(tensor)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, dev: &Device) -> Result<Tensor> {
+        self.stored(name, dev)?.to_dtype(dtype)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        let stem = name.strip_suffix(".weight");
+        let renamed = |stem| Packing::is_renamed(&Tensors::new(self, stem));
+        name == CONFIG || self.contains(name) || stem.is_some_and(renamed)
+    }
+}

@@ -1,0 +1,20 @@
+//! Checkpoints as they are on the hub: where a layer's matrix comes from, dense or quantized.
+//!
+//! [`packing`] asks how a matrix is stored. A file for each format describes its layout, and
+//! [`unpacked`] brings what comes out of it into a format of the crate's own.
+
+mod awq;
+mod compressed;
+mod config;
+mod files;
+mod fp8;
+mod gptq;
+mod packing;
+mod stored;
+mod tensors;
+#[cfg(test)]
+mod tests;
+mod unpacked;
+
+pub use files::Checkpoint;
+pub use stored::Stored;

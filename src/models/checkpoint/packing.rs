@@ -1,0 +1,135 @@
+//! How a layer's matrix is stored: asked here, and nowhere else.
+
+use super::config::{Bytes, Format};
+use super::gptq::Zeros;
+use super::tensors::Tensors;
+use super::unpacked::{Target, Unpacked};
+use super::{awq, compressed, fp8, gptq};
+use crate::models::weights::arranged;
+use crate::nn::LinearWeight;
+use candle_core::{DType, Result, Tensor, bail};
+
+/// How the matrix of a quantized layer is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    Gptq(Zeros),
+    Awq,
+    PackQuantized,
+    IntQuantized,
+    Fp8(fp8::Block),
+}
+
+/// What is read.
+enum Matrix {
+    Codes(Unpacked),
+    /// In f32, on the host.
+    Numbers(Tensor),
+}
+
+impl Packing {
+    /// How the matrix `[rows, cols]` of a layer is stored, by what the configuration says, or by its
+    /// tensors alone; none if it is numbers.
+    ///
+    /// # Errors
+    /// If the tensors do not say.
+    pub fn of(
+        format: Option<Format>,
+        tensors: &Tensors<'_>,
+        size: (usize, usize),
+    ) -> Result<Option<Self>> {
+        let scaled = tensors.has("weight") && tensors.has(compressed::SCALE);
+        Ok(match format {
+            Some(Format::Gptq { zeros_as_they_are }) if tensors.has(gptq::PACKED) => {
+                Some(Packing::Gptq(match zeros_as_they_are {
+                    true => Zeros::AsTheyAre,
+                    false => Zeros::LessOne,
+                }))
+            }
+            Some(Format::Awq) if tensors.has(awq::PACKED) => Some(Packing::Awq),
+            Some(Format::CompressedTensors { .. }) if tensors.has(compressed::PACKED) => {
+                Some(Packing::PackQuantized)
+            }
+            Some(Format::CompressedTensors { bytes }) if scaled => Some(match bytes {
+                Bytes::Int => Packing::IntQuantized,
+                Bytes::Fp8(block) => Packing::Fp8(block),
+            }),
+            Some(Format::Fp8(block)) if fp8::is_there(tensors) => Some(Packing::Fp8(block)),
+            Some(_) => None,
+            None if tensors.has(gptq::PACKED) => {
+                let (_, dims) = tensors.matrix_of_words(gptq::PACKED)?;
+                Some(match awq::is_packed(dims, size) {
+                    true => Packing::Awq,
+                    false => Packing::Gptq(Zeros::Unknown),
+                })
+            }
+            None if tensors.has(compressed::PACKED) => Some(Packing::PackQuantized),
+            None if fp8::is_there(tensors) => bail!(
+                "a scale stands beside it, and no configuration says in which format: \
+                 `models::Checkpoint` opens the file with its config.json"
+            ),
+            None => None,
+        })
+    }
+
+    /// Whether a layer has a matrix under another name than `weight`.
+    pub fn is_renamed(tensors: &Tensors<'_>) -> bool {
+        tensors.has(gptq::PACKED) || tensors.has(compressed::PACKED)
+    }
+
+    /// The matrix `[rows, cols]` of a layer where it is wanted, with the rows of `heads` put apart as
+    /// [`Source::matrix`](crate::models::weights::Source::matrix) has it.
+    ///
+    /// # Errors
+    /// If a tensor is missing or has another shape, or no format here holds the numbers exactly.
+    pub fn weight(
+        self,
+        tensors: &Tensors<'_>,
+        size: (usize, usize),
+        heads: Option<usize>,
+        to: Target<'_>,
+    ) -> Result<LinearWeight> {
+        match self.matrix(tensors, size)? {
+            Matrix::Codes(codes) => codes.into_weight(heads, to),
+            Matrix::Numbers(values) => {
+                let values = arranged(values.to_dtype(to.dtype)?, heads)?;
+                Ok(LinearWeight::Dense(values.to_device(to.device)?))
+            }
+        }
+    }
+
+    /// The numbers `[rows, cols]` of a layer's matrix, on the host.
+    ///
+    /// # Errors
+    /// If a tensor is missing or has another shape.
+    pub fn values(
+        self,
+        tensors: &Tensors<'_>,
+        size: (usize, usize),
+        dtype: DType,
+    ) -> Result<Tensor> {
+        match self.matrix(tensors, size)? {
+            Matrix::Codes(codes) => codes.into_values(dtype),
+            Matrix::Numbers(values) => values.to_dtype(dtype),
+        }
+    }
+
+    fn matrix(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Matrix> {
+        let codes = match self {
+            Packing::Gptq(zeros) => gptq::read(tensors, size, zeros),
+            Packing::Awq => awq::read(tensors, size),
+            Packing::PackQuantized => compressed::read_packed(tensors, size),
+            Packing::IntQuantized => compressed::read_bytes(tensors, size),
+            Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Numbers),
+        };
+        codes.map(Matrix::Codes)
+    }
+
+    /// The codes of a layer's matrix.
+    #[cfg(test)]
+    pub fn codes(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Unpacked> {
+        match self.matrix(tensors, size)? {
+            Matrix::Codes(codes) => Ok(codes),
+            Matrix::Numbers(_) => bail!("numbers, expected codes"),
+        }
+    }
+}

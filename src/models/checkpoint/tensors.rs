@@ -1,0 +1,163 @@
+//! The tensors of one layer of a checkpoint, on the host.
+
+use crate::cpu::pool;
+use candle_core::{DType, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+
+/// Rows that a task unpacks at least.
+const GRAIN: usize = 128;
+
+/// Columns whose words stay in the cache while rows are unpacked.
+const TILE: usize = 64;
+
+/// Where tensors are read from.
+pub trait Read {
+    fn contains(&self, name: &str) -> bool;
+
+    /// A tensor on the host.
+    fn read(&self, name: &str, dtype: DType) -> Result<Tensor>;
+}
+
+impl Read for VarBuilder<'_> {
+    fn contains(&self, name: &str) -> bool {
+        self.contains_tensor(name)
+    }
+
+    fn read(&self, name: &str, dtype: DType) -> Result<Tensor> {
+        self.get_unchecked_dtype(name, dtype)
+    }
+}
+
+/// The tensors whose names begin with a layer's.
+pub struct Tensors<'a> {
+    source: &'a dyn Read,
+    stem: &'a str,
+}
+
+impl<'a> Tensors<'a> {
+    /// From a source whose tensors are on the host.
+    pub fn new(source: &'a dyn Read, stem: &'a str) -> Self {
+        Self { source, stem }
+    }
+
+    pub fn has(&self, part: &str) -> bool {
+        self.source.contains(&self.name(part))
+    }
+
+    fn name(&self, part: &str) -> String {
+        format!("{}.{part}", self.stem)
+    }
+
+    fn read(&self, part: &str, dtype: DType) -> Result<Tensor> {
+        self.source.read(&self.name(part), dtype)
+    }
+
+    fn check(&self, part: &str, tensor: &Tensor, dims: &[usize]) -> Result<()> {
+        if tensor.dims() != dims {
+            bail!(
+                "tensor `{}` has shape {:?}, expected {dims:?}",
+                self.name(part),
+                tensor.dims()
+            );
+        }
+        Ok(())
+    }
+
+    /// Words of 32 bits `[rows, cols]`, whose size is not known before.
+    pub fn matrix_of_words(&self, part: &str) -> Result<(Vec<u32>, [usize; 2])> {
+        let tensor = self.read(part, DType::I32)?;
+        let [rows, cols] = match *tensor.dims() {
+            [rows, cols] => [rows, cols],
+            ref dims => bail!(
+                "tensor `{}` has shape {dims:?}, expected two dimensions",
+                self.name(part)
+            ),
+        };
+        let words = tensor.flatten_all()?.to_vec1::<i32>()?;
+        Ok((words.into_iter().map(|w| w as u32).collect(), [rows, cols]))
+    }
+
+    /// Words of 32 bits of this shape.
+    pub fn words(&self, part: &str, dims: &[usize]) -> Result<Vec<u32>> {
+        let words = self.integers(part, dims)?;
+        Ok(words.into_iter().map(|w| w as u32).collect())
+    }
+
+    /// Whole numbers of this shape.
+    pub fn integers(&self, part: &str, dims: &[usize]) -> Result<Vec<i32>> {
+        let tensor = self.read(part, DType::I32)?;
+        self.check(part, &tensor, dims)?;
+        tensor.flatten_all()?.to_vec1()
+    }
+
+    /// Bytes of this shape; signed ones by their bits.
+    pub fn bytes(&self, part: &str, dims: &[usize]) -> Result<Vec<u8>> {
+        let tensor = self.read(part, DType::U8)?;
+        self.check(part, &tensor, dims)?;
+        tensor.flatten_all()?.to_vec1()
+    }
+
+    /// Numbers, and their shape.
+    pub fn numbers(&self, part: &str) -> Result<(Vec<f32>, Vec<usize>)> {
+        let tensor = self.read(part, DType::F32)?;
+        let dims = tensor.dims().to_vec();
+        Ok((tensor.flatten_all()?.to_vec1()?, dims))
+    }
+
+    /// Numbers `[groups, rows]` as `[rows, groups]`, for any count of groups that `cols` divides by.
+    pub fn scales_by_group(&self, part: &str, (rows, cols): (usize, usize)) -> Result<Vec<f32>> {
+        let (scales, dims) = self.numbers(part)?;
+        match *dims {
+            [groups, n] if n == rows && groups > 0 && cols.is_multiple_of(groups) => {
+                Ok(transposed(&scales, groups, rows))
+            }
+            _ => bail!(
+                "tensor `{}` has shape {dims:?}, expected [groups, {rows}] with groups that divide \
+                 the {cols} columns",
+                self.name(part)
+            ),
+        }
+    }
+}
+
+/// `[rows, cols]` as `[cols, rows]`.
+pub fn transposed<T: Copy>(values: &[T], rows: usize, cols: usize) -> Vec<T> {
+    let column = |c: usize| (0..rows).map(move |r| values[r * cols + c]);
+    (0..cols).flat_map(column).collect()
+}
+
+/// Fields of words, low bits first: `[.., words]` as `[.., words * 32 / bits]`.
+pub fn fields(words: &[u32], bits: u32) -> Vec<u8> {
+    let mask = (1 << bits) - 1;
+    let of = |word: &u32| {
+        let word = *word;
+        (0..32 / bits).map(move |i| (word >> (i * bits) & mask) as u8)
+    };
+    words.iter().flat_map(of).collect()
+}
+
+/// Codes `[rows, cols]` out of words in which they lie in any way: `place` gives the word of a code, and
+/// the bits below it there.
+pub fn unpack(
+    words: &[u32],
+    (rows, cols): (usize, usize),
+    bits: u32,
+    place: impl Fn(usize, usize) -> (usize, u32) + Sync,
+) -> Vec<u8> {
+    let mask = (1 << bits) - 1;
+    let mut codes = vec![0u8; rows * cols];
+    pool::for_rows(&mut codes, cols, GRAIN, |first, part| {
+        let count = part.len() / cols;
+        for tile in (0..cols).step_by(TILE) {
+            let end = (tile + TILE).min(cols);
+            for row in 0..count {
+                let out = &mut part[row * cols + tile..row * cols + end];
+                for (col, code) in (tile..).zip(out) {
+                    let (word, shift) = place(first + row, col);
+                    *code = (words[word] >> shift & mask) as u8;
+                }
+            }
+        }
+    });
+    codes
+}

@@ -1,0 +1,362 @@
+"""Writes tiny random models in the quantized formats of the hub, packed by the formats' own projects, and what
+transformers computes in float64 with the weights that those projects read back.
+
+    pip install torch transformers safetensors compressed-tensors numpy
+    pip download --no-deps auto-gptq==0.7.1 autoawq==0.2.9    # unpacked beside each other, in FOLDER
+    python tests/data/checkpoints/make.py FOLDER [NAME ..]
+
+AutoGPTQ and AutoAWQ are read, not installed: of each the one file that packs.
+"""
+
+import importlib
+import json
+import pathlib
+import sys
+import types
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+FOLDER = pathlib.Path(__file__).parent
+SHARED = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "attn_implementation": "eager",
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+}
+# Matrices that share their input have one order of columns.
+SITES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up"}
+
+
+def package(name, path):
+    """An empty package over a folder, so that its modules are imported without its __init__."""
+    module = types.ModuleType(name)
+    module.__path__ = [str(path)]
+    sys.modules[name] = module
+
+
+def packers(folder):
+    """AutoGPTQ's and AutoAWQ's layers."""
+    gptq, awq = folder / "auto_gptq", folder / "autoawq-0.2.9" / "awq"
+    for name in ["", "/nn_modules", "/nn_modules/qlinear"]:
+        package("auto_gptq" + name.replace("/", "."), f"{gptq}{name}")
+    for name in ["", "/modules", "/modules/linear", "/utils"]:
+        package("awq" + name.replace("/", "."), f"{awq}{name}")
+    gptq = importlib.import_module("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
+    # What it needs of a module that imports much more.
+    device = types.ModuleType("awq.utils.utils")
+    device.get_best_device = lambda: "cpu"
+    sys.modules[device.__name__] = device
+    linear = importlib.import_module("awq.modules.linear.gemm")
+    return gptq, linear.WQLinear_GEMM, linear.dequantize_gemm
+
+
+def round_to_groups(weight, bits, groups, symmetric, generator):
+    """Scales [N, G], exactly f16, and zero points [N, G] for columns of these groups."""
+    n, count = weight.shape[0], int(groups.max()) + 1
+    scales, zeros = torch.zeros(n, count), torch.zeros(n, count)
+    top = 2**bits - 1
+    for g in range(count):
+        part = weight[:, groups == g]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        if symmetric:
+            scales[:, g] = 2 * torch.maximum(high, -low) / top
+            zeros[:, g] = 2 ** (bits - 1)
+        else:
+            scales[:, g] = (high - low) / top
+            zeros[:, g] = (-low / scales[:, g]).round()
+    # A zero point of 0 is what version 1 of GPTQ's layout cannot say.
+    return scales.half().float(), zeros.clamp(1, top)
+
+
+def codes_of(weight, scales, zeros, groups, bits):
+    return ((weight / scales[:, groups]).round() + zeros[:, groups]).clamp(0, 2**bits - 1)
+
+
+def gptq(name, weight, option, tools, generator, orders):
+    """AutoGPTQ's tensors, and the weight that they stand for."""
+    n, k = weight.shape
+    bits, group = option["bits"], option["group_size"]
+    size = k if group == -1 else group
+    groups = torch.arange(k) // size
+    if option["desc_act"]:
+        site = SITES.get(name.split(".")[-1], name)
+        if option.get("own_orders"):
+            site = name
+        if site not in orders:
+            orders[site] = torch.randperm(k, generator=generator)
+        groups = torch.empty(k, dtype=torch.long)
+        groups[orders[site]] = torch.arange(k) // size
+    scales, zeros = round_to_groups(weight, bits, groups, option["sym"], generator)
+    codes = codes_of(weight, scales, zeros, groups, bits)
+    exact = (codes - zeros[:, groups]).double() * scales[:, groups].double()
+    linear = torch.nn.Linear(k, n, bias=False)
+    linear.weight.data = exact.half()
+    layer = tools[0](bits, size, k, n, False, weight_dtype=torch.float16)
+    layer.pack(linear, scales.half(), zeros.clone(), groups.to(torch.int32))
+    tensors = {part: getattr(layer, part).clone() for part in ["qweight", "qzeros", "scales", "g_idx"]}
+    if option.get("checkpoint_format") == "gptq_v2":
+        tensors["qzeros"] += 0x11111111
+    # As AutoGPTQ's own product reads them, where it has no kernel.
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    read = (tensors["qweight"].unsqueeze(1) >> shifts.view(1, -1, 1)) & (2**bits - 1)
+    assert torch.equal(read.reshape(k, n).t().float(), codes)
+    return tensors, exact
+
+
+def awq(name, weight, option, tools, generator, orders):
+    """AutoAWQ's tensors, and the weight that they stand for."""
+    n, k = weight.shape
+    groups = torch.arange(k) // option["group_size"]
+    scales, zeros = round_to_groups(weight, 4, groups, False, generator)
+    codes = codes_of(weight, scales, zeros, groups, 4)
+    exact = (codes - zeros[:, groups]).double() * scales[:, groups].double()
+    linear = torch.nn.Linear(k, n, bias=False)
+    linear.weight.data = exact.float()
+    layer = tools[1].from_linear(
+        linear, 4, option["group_size"], scales=scales.t().contiguous(), zeros=zeros.t().contiguous()
+    )
+    tensors = {part: getattr(layer, part).cpu().clone() for part in ["qweight", "qzeros", "scales"]}
+    read = tools[2](tensors["qweight"], tensors["qzeros"], tensors["scales"], 4, option["group_size"])
+    assert (read.t().double() - exact).abs().max() <= 1e-3 * exact.abs().max()
+    return tensors, exact
+
+
+def compressed(name, weight, option, tools, generator, orders):
+    """compressed-tensors' tensors, and the weight that they stand for."""
+    n, k = weight.shape
+    arguments = option["config_groups"]["group_0"]
+    # Later versions of compressed-tensors have no act order; checkpoints of earlier ones do.
+    arguments = {key: dict(value) for key, value in arguments.items() if isinstance(value, dict)}
+    act_order = arguments["weights"].pop("actorder", None) == "group"
+    weights = QuantizationArgs(**arguments["weights"])
+    size = weights.group_size if weights.strategy == "group" else k
+    groups = torch.arange(k) // size
+    if act_order:
+        groups = groups[torch.randperm(k, generator=generator)]
+    scales, zeros = round_to_groups(weight, weights.num_bits, groups, weights.symmetric, generator)
+    middle = 2 ** (weights.num_bits - 1)
+    codes = codes_of(weight, scales, zeros, groups, weights.num_bits)
+    exact = (codes - zeros[:, groups]).double() * scales[:, groups].double()
+    inputs = arguments.get("input_activations")
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=weights,
+        input_activations=QuantizationArgs(**inputs) if inputs else None,
+    )
+    # The compressor takes columns whose groups are in order.
+    order = torch.argsort(groups, stable=True)
+    state = {
+        "weight": exact[:, order].float(),
+        "weight_scale": scales.clone(),
+        "weight_zero_point": (zeros - middle).to(torch.int8),
+    }
+    compressor = BaseCompressor.load_from_registry(option["format"])
+    tensors = compressor.compress(state, scheme)
+    read = compressor.decompress(dict(tensors), scheme)["weight"].double()
+    assert (read - exact[:, order]).abs().max() <= 1e-6 * exact.abs().max()
+    tensors["weight_scale"] = tensors["weight_scale"].to(option.get("scales", torch.float16))
+    if act_order:
+        # Codes go back to the columns' own order, as llm-compressor saved them.
+        tensors["weight_packed"] = pack_to_int32((codes - middle).to(torch.int8), weights.num_bits)
+        tensors["weight_g_idx"] = groups.to(torch.int32)
+    return tensors, exact
+
+
+def fp8(name, weight, option, tools, generator, orders):
+    """e4m3 by torch's own cast with a scale for each block, and the weight that it stands for."""
+    high, wide = option["weight_block_size"]
+    n, k = weight.shape
+    rows, cols = torch.arange(n) // high, torch.arange(k) // wide
+    scales = torch.zeros(int(rows.max()) + 1, int(cols.max()) + 1)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            scales[i, j] = weight[rows == i][:, cols == j].abs().max() / 448
+    each = scales[rows][:, cols]
+    codes = (weight / each).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.double() * each.double()
+
+
+def fp8_channel(name, weight, option, tools, generator, orders):
+    """compressed-tensors' tensors, and the weight that they stand for."""
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**option["config_groups"]["group_0"]["weights"])
+    )
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    compressor = BaseCompressor.load_from_registry(option["format"])
+    tensors = compressor.compress({"weight": weight, "weight_scale": scales}, scheme)
+    exact = tensors["weight"].double() * scales.double()
+    read = compressor.decompress(dict(tensors), scheme)["weight"].double()
+    assert (read - exact).abs().max() <= 1e-6 * exact.abs().max()
+    return tensors, exact
+
+
+def gptq_config(bits, group, **more):
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True, **more}
+
+
+def compressed_config(format, weights, inputs=None):
+    group = {"targets": ["Linear"], "weights": {"type": "int", "dynamic": False, **weights}}
+    if inputs:
+        group["input_activations"] = inputs
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+GROUPED = {"num_bits": 4, "strategy": "group"}
+TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+# Family, method, quantization_config, what is special.
+MODELS = {
+    "llama_gptq_g128": ("llama", gptq, gptq_config(4, 128), {}),
+    "llama_gptq_act_order": ("llama", gptq, gptq_config(4, 32, desc_act=True, sym=False), {"shards": 2}),
+    "llama_gptq_own_orders": ("llama", gptq, gptq_config(4, 64, desc_act=True), {"own_orders": True}),
+    "qwen2_gptq_v2": ("qwen2", gptq, gptq_config(4, 64, sym=False, checkpoint_format="gptq_v2"), {}),
+    "llama_gptq_int8_g32": ("llama", gptq, gptq_config(8, 32), {}),
+    "llama_gptq_int8": ("llama", gptq, gptq_config(8, -1), {}),
+    "llama_awq_g64": (
+        "llama",
+        awq,
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 64,
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": ["down_proj"],
+        },
+        {"dense": ["down_proj"]},
+    ),
+    "qwen2_w4a16_asymmetric": (
+        "qwen2",
+        compressed,
+        compressed_config("pack-quantized", {**GROUPED, "group_size": 64, "symmetric": False}),
+        {"tied": True},
+    ),
+    "llama_w4a16_act_order": (
+        "llama",
+        compressed,
+        compressed_config("pack-quantized", {**GROUPED, "group_size": 32, "symmetric": True, "actorder": "group"}),
+        {},
+    ),
+    "llama_w8a16": (
+        "llama",
+        compressed,
+        compressed_config("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+        {"head": True},
+    ),
+    "qwen3_w8a8": (
+        "qwen3",
+        compressed,
+        compressed_config("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}, TOKEN),
+        {"scales": torch.float32},
+    ),
+    "qwen3_fp8_block": (
+        "qwen3",
+        fp8,
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [48, 64],
+            "modules_to_not_convert": ["lm_head"],
+        },
+        {},
+    ),
+    "llama_fp8_channel": (
+        "llama",
+        fp8_channel,
+        compressed_config("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+        {},
+    ),
+}
+
+
+def draw(model, generator):
+    """Weights wide enough that every part matters to the logits, exactly f16."""
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+        if weight.dim() == 1:
+            weight.data = (1 + 0.3 * noise) if "norm" in name else 0.3 * noise
+        elif "embed" in name:
+            weight.data = noise
+        else:
+            weight.data = 1.5 * noise / weight.shape[1] ** 0.5
+        weight.data = weight.data.half().float()
+
+
+def make(name, tools):
+    family, method, config, special = MODELS[name]
+    model_class, config_class, more = FAMILIES[family]
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    tied = special.get("tied", False)
+    model = model_class(config_class(**SHARED, **more, tie_word_embeddings=tied)).float().eval()
+    draw(model, generator)
+    model.tie_weights()
+    tensors, orders = {}, {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Linear) or (path == "lm_head" and not special.get("head")):
+            continue
+        if any(part in path for part in special.get("dense", [])):
+            continue
+        packed, exact = method(path, layer.weight.data, {**config, **special}, tools, generator, orders)
+        tensors.update({f"{path}.{part}": tensor for part, tensor in packed.items()})
+        layer.weight.data = exact
+    quantized = {key.rsplit(".", 1)[0] + ".weight" for key in tensors}
+    for key, tensor in model.state_dict().items():
+        if key not in quantized and not (tied and key == "lm_head.weight"):
+            tensors[key] = tensor.half()
+    model = model.double()
+    folder = FOLDER / name
+    folder.mkdir(exist_ok=True)
+    save(folder, {key: tensor.contiguous() for key, tensor in tensors.items()}, special.get("shards", 1))
+    model.config.dtype = torch.float16
+    model.config.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    written["quantization_config"] = config
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    ids = torch.randint(2, SHARED["vocab_size"], (2, 9), generator=generator)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    save_file({"input_ids": ids, "logits": logits.float()}, folder / "golden.safetensors")
+    print(name, sum(f.stat().st_size for f in folder.iterdir()) >> 10, "KiB")
+
+
+def save(folder, tensors, shards):
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    names, place = sorted(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {key: tensors[key] for key in names[shard::shards]}
+        save_file(part, folder / file)
+        place.update({key: file for key in part})
+    index = {"metadata": {}, "weight_map": place}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    ours = packers(pathlib.Path(sys.argv[1]))
+    for wanted in sys.argv[2:] or MODELS:
+        make(wanted, ours)

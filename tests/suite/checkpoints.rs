@@ -1,0 +1,296 @@
+//! Quantized checkpoints of the hub, packed by the formats' own projects, against float64.
+
+use crate::golden::{Golden, relative_error};
+use crate::packers;
+use crate::subject;
+use crate::support::{device, on_every_device};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_fused::Fusion;
+use candle_fused::models::{
+    Architecture, CausalLm, Checkpoint, gpt_neox, llama, qwen2, qwen3, save_compressed_tensors,
+};
+use candle_fused::quant::{Quantization, Recipe};
+use candle_fused::trace;
+use candle_nn::VarBuilder;
+use serde::de::DeserializeOwned;
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+/// Every model, and the format in which its products have to run; FP8 is dense, in `linear`.
+const MODELS: [(&str, &str); 13] = [
+    ("llama_gptq_g128", "int4-g128"),
+    ("llama_gptq_act_order", "int4-g32-z"),
+    ("llama_gptq_own_orders", "int4-g64"),
+    ("qwen2_gptq_v2", "int4-g64-z"),
+    ("llama_gptq_int8_g32", "q8_0"),
+    ("llama_gptq_int8", "int8"),
+    ("llama_awq_g64", "int4-g64-z"),
+    ("qwen2_w4a16_asymmetric", "int4-g64-z"),
+    ("llama_w4a16_act_order", "int4-g32"),
+    ("llama_w8a16", "int8"),
+    ("qwen3_w8a8", "int8"),
+    ("qwen3_fp8_block", "linear"),
+    ("llama_fp8_channel", "linear"),
+];
+
+struct Model {
+    name: &'static str,
+    folder: PathBuf,
+    config: String,
+}
+
+impl Model {
+    fn open(name: &'static str) -> Result<Self> {
+        let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+        let folder = root.join("tests/data/checkpoints").join(name);
+        let config = std::fs::read_to_string(folder.join("config.json"))?;
+        Ok(Self {
+            name,
+            folder,
+            config,
+        })
+    }
+
+    fn files(&self) -> Result<Vec<PathBuf>> {
+        let entries = std::fs::read_dir(&self.folder)?;
+        let mut files: Vec<_> = entries.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
+        let is_weights = |path: &PathBuf| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            name.starts_with("model") && name.ends_with(".safetensors")
+        };
+        files.retain(is_weights);
+        Ok(files)
+    }
+
+    fn weights(&self, dtype: DType) -> Result<VarBuilder<'static>> {
+        // SAFETY: nobody changes the repository's files.
+        let checkpoint = unsafe { Checkpoint::open(&self.files()?, &self.config) }?;
+        Ok(checkpoint.var_builder(dtype, &device()))
+    }
+
+    /// As a program opens them that knows nothing of this crate's.
+    fn plain_weights(&self, dtype: DType) -> Result<VarBuilder<'static>> {
+        // SAFETY: as above.
+        unsafe { VarBuilder::from_mmaped_safetensors(&self.files()?, dtype, &device()) }
+    }
+
+    fn read<C: DeserializeOwned>(&self) -> C {
+        serde_json::from_str(&self.config).expect("a configuration")
+    }
+
+    fn golden(&self) -> Result<HashMap<String, Tensor>> {
+        candle_core::safetensors::load(self.folder.join("golden.safetensors"), &Device::Cpu)
+    }
+
+    /// The logits of every position.
+    fn logits(&self, vb: VarBuilder, ids: &Tensor, fusion: Fusion) -> Result<Tensor> {
+        fn own<C: Architecture>(c: &C, vb: VarBuilder, ids: &Tensor, f: Fusion) -> Result<Tensor> {
+            Ok(CausalLm::new_fused(c, vb, f)?.hidden_states(ids, 0)?.1)
+        }
+        match self.name.split('_').next() {
+            Some("qwen2") => own(&self.read::<qwen2::Config>(), vb, ids, fusion),
+            Some("qwen3") => own(&self.read::<qwen3::Config>(), vb, ids, fusion),
+            _ => {
+                let config = self.read::<llama::LlamaConfig>().into_config(false);
+                let mut cache = llama::Cache::new(true, vb.dtype(), &config, vb.device())?;
+                let llama = llama::Llama::load_fused(vb, &config, fusion)?;
+                Ok(llama.hidden_states(ids, 0, &mut cache)?.1)
+            }
+        }
+    }
+
+    /// How far the logits are from the reference.
+    fn error(&self, vb: VarBuilder, fusion: Fusion) -> Result<f64> {
+        let golden = self.golden()?;
+        let ids = golden["input_ids"].to_dtype(DType::U32)?;
+        let logits = self.logits(vb, &ids.to_device(&device())?, fusion)?;
+        relative_error(&logits.to_device(&Device::Cpu)?, &golden["logits"])
+    }
+}
+
+/// An error without the backtrace that candle may add.
+fn first_line(error: &str) -> &str {
+    error.lines().next().unwrap_or_default()
+}
+
+/// In f32 without fusion the weights are the checkpoint's own numbers, so that one code in a wrong place
+/// shows. Fused, a CPU rounds activations to 8 bits too: 0.6 % of a deviation of each product, which the
+/// layer's seven products, one behind another, make three times as much of the largest logit.
+#[test]
+fn logits_are_those_of_the_formats_own_projects() -> Result<()> {
+    on_every_device(|| {
+        for (name, format) in MODELS {
+            let model = Model::open(name)?;
+            let plain = model.error(model.weights(DType::F32)?, Fusion::none())?;
+            assert!(plain < 1e-5, "{name}: {plain:e} without fusion");
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let (fused, calls) =
+                    trace::capture(|| model.error(model.weights(dtype)?, Fusion::all()));
+                let fused = fused?;
+                assert!(fused < 4e-2, "{name} in {dtype:?}: {fused:e}");
+                let ran = calls
+                    .iter()
+                    .map(|(call, _)| format!("{} {}", call.op, call.path));
+                let ran: Vec<_> = ran.collect();
+                let expected = ran.iter().any(|call| call.contains(format));
+                assert!(expected, "{name}: {format} is not among {ran:?}");
+            }
+        }
+        Ok(())
+    })
+}
+
+/// From files alone, without the configuration, as `VarBuilder::from_mmaped_safetensors` opens them.
+#[test]
+fn a_plain_builder_gives_what_tensors_tell() -> Result<()> {
+    on_every_device(|| {
+        for (name, said) in [
+            ("llama_gptq_g128", None),
+            ("llama_gptq_own_orders", None),
+            ("llama_gptq_int8", None),
+            ("llama_awq_g64", None),
+            ("qwen2_w4a16_asymmetric", None),
+            ("llama_w8a16", None),
+            ("llama_gptq_act_order", Some("checkpoint_format")),
+            ("qwen2_gptq_v2", Some("checkpoint_format")),
+            ("qwen3_w8a8", Some("models::Checkpoint")),
+            ("qwen3_fp8_block", Some("models::Checkpoint")),
+        ] {
+            let model = Model::open(name)?;
+            match (
+                model.error(model.plain_weights(DType::F32)?, Fusion::none()),
+                said,
+            ) {
+                (Ok(error), None) => assert!(error < 1e-5, "{name}: {error:e}"),
+                (Err(error), Some(said)) => {
+                    let error = error.to_string();
+                    assert!(
+                        error.contains(said) && error.contains("proj"),
+                        "{name}: {error}"
+                    );
+                }
+                (other, _) => panic!("{name}: {other:?}"),
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Candle's own models load the same files, by the numbers that the codes are worth.
+#[test]
+fn plain_candle_takes_the_numbers() -> Result<()> {
+    use candle_transformers::models::llama as stock;
+    for name in [
+        "llama_gptq_act_order",
+        "llama_awq_g64",
+        "llama_w8a16",
+        "llama_fp8_channel",
+    ] {
+        let model = Model::open(name)?;
+        let (vb, golden) = (model.weights(DType::F32)?, model.golden()?);
+        let config = model.read::<stock::LlamaConfig>().into_config(false);
+        let mut cache = stock::Cache::new(false, DType::F32, &config, &device())?;
+        let llama = stock::Llama::load(vb, &config)?;
+        let ids = golden["input_ids"].to_dtype(DType::U32)?;
+        let logits = llama.forward(&ids, 0, &mut cache)?;
+        let last = golden["logits"].narrow(1, ids.dim(1)? - 1, 1)?.squeeze(1)?;
+        let error = relative_error(&logits, &last)?;
+        assert!(error < 1e-5, "{name}: {error:e}");
+    }
+    Ok(())
+}
+
+/// A model that is quantized already is not quantized again, and a configuration of another format is an
+/// error before anything is read.
+#[test]
+fn what_cannot_be_had_is_one_line() -> Result<()> {
+    let model = Model::open("llama_awq_g64")?;
+    let config = model.read::<llama::LlamaConfig>().into_config(false);
+    let recipe = Recipe::new(Quantization::Int8);
+    let vb = model.weights(DType::F32)?;
+    let again = llama::Llama::load_quantized(vb, &config, &recipe, Fusion::all());
+    let error = again.unwrap_err().to_string();
+    assert!(error.contains("quantized already"), "{error}");
+    for (from, to, said) in [
+        ("\"awq\"", "\"hqq\"", "quant_method is `hqq`"),
+        ("\"bits\": 4", "\"bits\": 3", "bits is 3, expected 4"),
+        ("\"gemm\"", "\"gemv\"", "version is `gemv`, expected gemm"),
+    ] {
+        let config = model.config.replace(from, to);
+        assert_ne!(config, model.config);
+        // SAFETY: nobody changes the repository's files.
+        let error = unsafe { Checkpoint::open(&model.files()?, &config) }.unwrap_err();
+        let error = error.to_string();
+        assert!(first_line(&error).contains(said), "{error}");
+    }
+    Ok(())
+}
+
+/// What is saved for other programs is, read back, what a model quantized at load has: the same logits to
+/// the bit.
+#[test]
+fn a_saved_checkpoint_is_the_model_quantized_at_load() -> Result<()> {
+    fn check<C: Architecture + DeserializeOwned>(name: &str) -> Result<()> {
+        let golden = Golden::open(name)?;
+        let config: C = golden.config();
+        let recipe = Recipe::new(Quantization::Int8).with(
+            "*mlp*",
+            Some(Quantization::Int4 {
+                group: 32,
+                zero_point: false,
+            }),
+        );
+        let recipe = recipe.with_balance();
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("model.safetensors");
+        let vb = golden.weights(DType::F32)?;
+        let written = save_compressed_tensors(&config, vb.clone(), &recipe, &path)?;
+        let text = format!(r#"{{"quantization_config": {written}}}"#);
+        // SAFETY: nobody changes the file.
+        let saved = unsafe { Checkpoint::open(&[path], &text) }?;
+        let saved = saved.var_builder(DType::F32, &device());
+        let ids = golden.input_ids()?;
+        let mut read = CausalLm::new(&config, saved)?;
+        let mut made = CausalLm::new_quantized(&config, vb, &recipe, Fusion::all())?;
+        let logits = |model: &mut CausalLm<C>| {
+            let (_, logits) = model.hidden_states(&ids, 0)?;
+            logits.flatten_all()?.to_vec1::<f32>()
+        };
+        assert_eq!(logits(&mut read)?, logits(&mut made)?, "{name}");
+        Ok(())
+    }
+    check::<qwen2::Config>("qwen2_bias")?;
+    check::<qwen3::Config>("qwen3_qknorm")?;
+    check::<gpt_neox::Config>("gpt_neox_parallel")
+}
+
+/// Every family's tensors by their names: packed, they are the numbers that their codes stand for.
+#[test]
+fn every_family_takes_packed_matrices() -> Result<()> {
+    on_every_device(|| {
+        // Of one the MLP's width is no multiple of the group.
+        for name in subject::ALL
+            .iter()
+            .filter(|name| **name != "llama_gqa_tied")
+        {
+            let golden = Golden::open(name)?;
+            let ids = golden.input_ids()?;
+            let path = golden.folder.join("model.safetensors");
+            let weights = candle_core::safetensors::load(path, &Device::Cpu)?;
+            let logits = |tensors, fusion| {
+                let vb = VarBuilder::from_tensors(tensors, DType::F32, &device());
+                let mut model = subject::over(&golden, vb, fusion)?;
+                Ok::<_, candle_core::Error>(model.hidden_states(&ids, 0)?.1)
+            };
+            let expected = logits(packers::rounded(weights.clone())?, Fusion::none())?;
+            for format in packers::Format::ALL {
+                let packed = packers::packed(weights.clone(), format)?;
+                let plain = relative_error(&logits(packed.clone(), Fusion::none())?, &expected)?;
+                assert!(plain < 1e-6, "{name} {format:?}: {plain:e}");
+                let fused = relative_error(&logits(packed, Fusion::all())?, &expected)?;
+                assert!(fused < 0.1, "{name} {format:?}: {fused:e} fused");
+            }
+        }
+        Ok(())
+    })
+}
