@@ -125,25 +125,42 @@ fn levels(device: &Device) -> Vec<Level> {
     levels
 }
 
-fn check(case: &Case, params: &AttentionParams, seed: u64) -> Result<()> {
+/// In float64.
+fn expected(case: &Case, params: &AttentionParams, seed: u64) -> Result<Vec<f64>> {
     let [q, k, v] = case.tensors(seed, &Device::Cpu)?;
-    let want = values(&reference(&q, &k, &v, &case.batch(&Device::Cpu)?, params)?)?;
-    let tolerance = tolerance(case, params);
+    values(&reference(&q, &k, &v, &case.batch(&Device::Cpu)?, params)?)
+}
+
+/// Holds a device's result to what is expected.
+fn hold(
+    case: &Case,
+    params: &AttentionParams,
+    seed: u64,
+    (device, level): (&Device, Level),
+    want: &[f64],
+) -> Result<()> {
+    let [q, k, v] = case.tensors(seed, device)?;
+    let (batch, params) = (case.batch(device)?, on(params, device));
+    let y = flash_attention_varlen_at(level, &q, &k, &v, &batch, &params)?;
+    assert_eq!((y.dims(), y.dtype()), (q.dims(), q.dtype()));
+    assert!(y.is_contiguous());
+    let tolerance = tolerance(case, &params);
+    for (i, (y, want)) in pairs(&values(&y)?, want)?.into_iter().enumerate() {
+        let bound = tolerance * want.abs().max(1.0);
+        assert!(
+            (y - want).abs() <= bound,
+            "{device:?} {} {case:?} {params:?}: element {i} is {y}, not {want} +- {bound}",
+            level.name()
+        );
+    }
+    Ok(())
+}
+
+fn check(case: &Case, params: &AttentionParams, seed: u64) -> Result<()> {
+    let want = expected(case, params, seed)?;
     for device in devices() {
-        let [q, k, v] = case.tensors(seed, &device)?;
-        let (batch, params) = (case.batch(&device)?, on(params, &device));
         for level in levels(&device) {
-            let y = flash_attention_varlen_at(level, &q, &k, &v, &batch, &params)?;
-            assert_eq!((y.dims(), y.dtype()), (q.dims(), q.dtype()));
-            assert!(y.is_contiguous());
-            for (i, (y, want)) in pairs(&values(&y)?, &want)?.into_iter().enumerate() {
-                let bound = tolerance * want.abs().max(1.0);
-                assert!(
-                    (y - want).abs() <= bound,
-                    "{device:?} {} {case:?} {params:?}: element {i} is {y}, not {want} +- {bound}",
-                    level.name()
-                );
-            }
+            hold(case, params, seed, (&device, level), &want)?;
         }
     }
     Ok(())

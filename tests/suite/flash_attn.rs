@@ -39,7 +39,6 @@ fn flash_attn_is_there() {
         flash_attn_varlen_alibi;
     let _: fn(T, T, T, T, T, T, usize, usize, f32, Size, Size) -> Result<Tensor> =
         flash_attn_varlen_alibi_windowed;
-    // More arguments than a function pointer's lifetimes can be elided for by an alias.
     let _: fn(T, T, T, Option<T>, T, T, usize, usize, f32, Size, Size, f32) -> Result<Tensor> =
         flash_attn_varlen_alibi_windowed_softcap;
 }

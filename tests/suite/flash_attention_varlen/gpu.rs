@@ -1,8 +1,9 @@
 //! The kernels that a GPU has, each by its name, and lengths that only the GPU knows.
 
-use super::{Case, check, params};
+use super::{Case, expected, hold, params};
 use crate::support::{architecture, devices, values};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_fused::cpu::simd::Level;
 use candle_fused::cuda::with_kernel;
 use candle_fused::ops::flash_attention::kernel_table;
 use candle_fused::ops::{AttentionParams, RaggedBatch, flash_attention_varlen};
@@ -27,16 +28,18 @@ fn path(case: &Case, params: &AttentionParams, kernel: Option<&str>) -> Result<S
 }
 
 /// Holds the kernels that take the case to float64, and on Hopper to those that are to take it.
-fn each_kernel(case: &Case, params: &AttentionParams, expected: &[&str]) -> Result<()> {
+fn each_kernel(case: &Case, params: &AttentionParams, kernels: &[&str]) -> Result<()> {
     let Some(device) = gpu() else {
         return Ok(());
     };
+    let want = expected(case, params, 31)?;
     let mut taken = Vec::new();
     for kernel in kernel_table() {
         match path(case, params, Some(kernel.name)) {
             Ok(path) => {
                 assert!(path.contains(&format!(" {} (", kernel.name)), "{path}");
-                with_kernel(Some(kernel.name), || check(case, params, 31))?;
+                let on = (&device, Level::Scalar);
+                with_kernel(Some(kernel.name), || hold(case, params, 31, on, &want))?;
                 taken.push(kernel.name);
             }
             Err(error) => {
@@ -46,7 +49,7 @@ fn each_kernel(case: &Case, params: &AttentionParams, expected: &[&str]) -> Resu
         }
     }
     if architecture(&device)? == 90 {
-        assert_eq!(taken, expected, "{case:?} {params:?}");
+        assert_eq!(taken, kernels, "{case:?} {params:?}");
     }
     let chosen = path(case, params, None)?;
     assert!(chosen.contains(&format!(" {} (", taken[0])), "{chosen}");
@@ -73,21 +76,27 @@ fn ragged() -> Vec<(usize, usize)> {
 fn each_kernel_takes_ragged_batches() -> Result<()> {
     for dtype in [DType::F16, DType::BF16] {
         for dim in [64, 80, 96, 128, 256] {
-            // Few blocks, and several rounds of them.
-            for (heads, kv_heads) in [(2, 1), (24, 8)] {
-                for causal in [false, true] {
-                    for behind in [0, 70] {
-                        let case = Case {
-                            lengths: ragged(),
-                            heads,
-                            kv_heads,
-                            dim,
-                            behind,
-                            q_dtype: dtype,
-                            kv_dtype: dtype,
-                            ..Default::default()
+            for causal in [false, true] {
+                for behind in [0, 70] {
+                    let few = Case {
+                        lengths: ragged(),
+                        heads: 2,
+                        kv_heads: 1,
+                        dim,
+                        behind,
+                        q_dtype: dtype,
+                        kv_dtype: dtype,
+                        ..Default::default()
+                    };
+                    each_kernel(&few, &params(dim, causal), &[SM90, MMA, PLAIN])?;
+                    // Several rounds of blocks.
+                    if causal != (behind == 0) {
+                        let many = Case {
+                            heads: 24,
+                            kv_heads: 8,
+                            ..few
                         };
-                        each_kernel(&case, &params(dim, causal), &[SM90, MMA, PLAIN])?;
+                        each_kernel(&many, &params(dim, causal), &[SM90, MMA, PLAIN])?;
                     }
                 }
             }
