@@ -11,6 +11,8 @@
 //! | `candle_nn::Linear` after a norm, before an activation or a residual | [`ops::rms_norm_linear()`], [`ops::layer_norm_linear()`], [`ops::linear()`] |
 //! | `candle_core::quantized::QMatMul` | [`ops::quant_linear()`] over an [`ops::Weight`] |
 //! | softmax attention, with or without a cache | [`ops::flash_attention()`], [`ops::flash_decoding()`] |
+//! | candle-flash-attn | the same names in [`flash_attn`](mod@flash_attn) and [`flash_attn_v3`], or a line below `[patch.crates-io]` |
+//! | sequences of different lengths in one batch | [`ops::flash_attention_varlen()`] |
 //! | rotary embeddings and a cache that grows | [`ops::rope()`], [`ops::rope_append`] |
 //! | logits | [`ops::sample()`] |
 //! | doubt about what ran | [`trace::capture`]; [`Fusion`] switches each fusion off |
@@ -55,6 +57,8 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod flash_attn;
+pub mod flash_attn_v3;
 mod fusion;
 pub mod generation;
 pub mod models;

@@ -15,9 +15,49 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Whether scores need more than a positive factor and a range of keys.
-__device__ __forceinline__ bool is_general(const AttentionParams& p) {
-  return p.mask || p.softcap > 0.f || p.scale <= 0.f;
+// The rows of a sequence among those of the tensors: all have as many, one behind the other, or cumulative lengths
+// tell.
+struct Sequence {
+  int first_query, first_key, queries, keys;  // the first ones are 0 where all have as many
+};
+
+// Of what the lengths say, what is there: they may be anything.
+__device__ __forceinline__ int2 between(const uint32_t* lengths, int batch, int total) {
+  const uint32_t from = min(lengths[batch], uint32_t(total)), to = min(lengths[batch + 1], uint32_t(total));
+  return {int(from), to > from ? int(to - from) : 0};
+}
+
+template <bool VARLEN, typename Params> __device__ __forceinline__ Sequence sequence(const Params& p, int batch) {
+  if constexpr (VARLEN) {
+    const int2 q = between(p.cu_q, batch, p.total_q), k = between(p.cu_k, batch, p.total_k);
+    return {q.x, k.x, q.y, k.y};
+  } else {
+    return {0, 0, p.queries, p.keys};
+  }
+}
+
+// The row of y that a query's is.
+template <bool VARLEN, typename Params>
+__device__ __forceinline__ int64_t output_row(const Params& p, const Sequence& of, int batch, int query) {
+  return VARLEN ? int64_t(of.first_query + query) : int64_t(batch) * p.queries + query;
+}
+
+// Elements before the first row of a sequence in a tensor of batch, head, token, dim.
+template <bool VARLEN>
+__device__ __forceinline__ int64_t start_of(const int64_t (&strides)[4], int batch, int first_row) {
+  return VARLEN ? first_row * strides[2] : batch * strides[0];
+}
+
+// Calls `zero` with each element of y in rows that no sequence has: the blocks share them out.
+template <typename Params, typename F>
+__device__ __forceinline__ void each_left_over(const Params& p, int sequences, int dim, F zero) {
+  const uint32_t total = p.total_q, first = min(p.cu_q[0], total), last = max(min(p.cu_q[sequences], total), first);
+  if (last - first == total) return;
+  const int64_t width = int64_t(p.heads) * dim, before = first * width, gap = (last - first) * width;
+  const int64_t block = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int64_t threads = int64_t(gridDim.x) * gridDim.y * gridDim.z * blockDim.x;
+  for (int64_t i = block * blockDim.x + threadIdx.x; i < total * width - gap; i += threads)
+    zero(i < before ? i : i + gap);
 }
 
 // The keys that a query sees: from..to.
@@ -25,10 +65,11 @@ struct Range {
   int from, to;
 };
 
-__device__ __forceinline__ Range visible(const AttentionParams& p, int query) {
-  const int position = p.keys - p.queries + query;
-  Range r = {0, p.keys};
-  if (p.causal) r.to = min(r.to, position + 1);
+__device__ __forceinline__ Range visible(const AttentionParams& p, const Sequence& of, int query) {
+  const int position = of.keys - of.queries + query;
+  Range r = {0, of.keys};
+  // Counted from the last query, which may see all keys, so that nothing overflows.
+  if (p.right >= 0) r.to -= max(of.queries - 1 - query - p.right, 0);
   if (p.window) r.from = max(r.from, position - p.window + 1);
   return r;
 }
@@ -51,6 +92,16 @@ __device__ __forceinline__ Place place(const AttentionParams& p, int kv_head, in
     if (query * p.group > uint32_t(row)) --query;  // the rounding of the factor may carry
   }
   return {int(query), int(kv_head * p.group + row - query * p.group)};
+}
+
+// What is taken off a score, in units of log2, for each position between its query and its key.
+struct Slope {
+  float each;
+  int position;
+};
+
+__device__ __forceinline__ Slope slope(const AttentionParams& p, const Sequence& of, Place at) {
+  return {p.alibi[at.head] * LOG2E, of.keys - of.queries + at.query};
 }
 
 __device__ __forceinline__ const float* mask_row(const AttentionParams& p, int batch, Place at) {

@@ -280,6 +280,8 @@ impl Pass {
             k: cached(k)?,
             v: cached(v)?,
             mask: None,
+            alibi: None,
+            ragged: None,
             y,
             q_dtype: self.dtype,
             kv_dtype: k.dtype(),
@@ -293,7 +295,7 @@ impl Pass {
             },
             scale: 1. / (dim as f32).sqrt(),
             softcap: None,
-            causal: true,
+            right: Some(0),
             window: config.window,
         };
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of

@@ -195,8 +195,8 @@ impl Attention {
             causal: at.mask.is_none(),
             // A mask says all that is hidden.
             window: self.config.window.filter(|_| at.mask.is_none()),
-            softcap: None,
             mask: at.mask.cloned(),
+            ..Default::default()
         };
         if fusion.flash_attention {
             ops::flash_attention(&q, &k, &v, &params)

@@ -14,6 +14,7 @@
 //! | [`quant_linear()`] | `QMatMul`, with the norm before and the activation after it |
 //! | [`rope()`], [`rope_append`] | rotary embedding, and the append to a cache |
 //! | [`flash_attention()`], [`flash_decoding()`] | `softmax(q kᵀ) v` |
+//! | [`flash_attention_varlen()`] | the same of sequences of different lengths without padding |
 //! | [`sample()`] | the choice of a token from logits |
 
 #[cfg(feature = "cuda")]
@@ -23,6 +24,7 @@ mod kernel_tests;
 pub(crate) mod view;
 
 pub mod flash_attention;
+pub mod flash_attention_varlen;
 pub mod flash_decoding;
 pub mod layer_norm;
 pub mod layer_norm_linear;
@@ -35,7 +37,9 @@ pub mod rope;
 pub mod sample;
 
 #[doc(inline)]
-pub use flash_attention::{AttentionParams, flash_attention};
+pub use flash_attention::{AttentionParams, RaggedBatch, flash_attention};
+#[doc(inline)]
+pub use flash_attention_varlen::flash_attention_varlen;
 #[doc(inline)]
 pub use flash_decoding::{FlashDecoding, flash_decoding};
 #[doc(inline)]

@@ -5,6 +5,7 @@
 mod chosen;
 mod errors;
 mod gpu;
+mod positions;
 mod random;
 
 use crate::common::distance::pairs;
@@ -120,7 +121,12 @@ fn tolerance(case: &Case, params: &AttentionParams) -> f64 {
         _ => 2e-6,
     };
     let scores = f64::from(case.size * case.size * params.scale) * case.dim as f64;
-    out + scores * 3e-7
+    let slopes = params.alibi_slopes.as_ref();
+    let steepest = slopes.map_or(0.0, |slopes| {
+        let slopes = values(slopes).unwrap();
+        slopes.into_iter().fold(0.0, |a, b| f64::max(a, b.abs()))
+    });
+    out + (scores + steepest * (case.queries + case.keys) as f64) * 3e-7
 }
 
 fn check(case: &Case, params: &AttentionParams, seed: u64) {
@@ -131,6 +137,10 @@ fn check(case: &Case, params: &AttentionParams, seed: u64) {
         let (q, k, v) = case.tensors(seed, &device);
         let params = AttentionParams {
             mask: params.mask.as_ref().map(|mask| on(&device, mask)),
+            alibi_slopes: params
+                .alibi_slopes
+                .as_ref()
+                .map(|slopes| on(&device, slopes)),
             ..params.clone()
         };
         for level in levels(&device) {
@@ -277,7 +287,7 @@ fn windows_softcaps_and_no_causality() {
                         causal,
                         window,
                         softcap,
-                        mask: None,
+                        ..Default::default()
                     };
                     check(&case, &params, 5);
                 }

@@ -13,6 +13,8 @@ mod families;
 #[cfg(all(feature = "cuda", unix))]
 mod faults;
 mod flash_attention;
+mod flash_attention_varlen;
+mod flash_attn;
 mod flash_decoding;
 mod fuzz;
 mod fuzz_replay;

@@ -2,9 +2,11 @@
 //! `cargo test --release --features cuda -- --ignored replay:: --test-threads 1`.
 
 use crate::support::{devices, randn, randn_on, values};
-use candle_core::{DType, Device, Result, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_fused::cuda::{Replay, count_launches};
-use candle_fused::ops::{Epilogue, linear, rms_norm};
+use candle_fused::ops::{
+    AttentionParams, Epilogue, RaggedBatch, flash_attention_varlen, linear, rms_norm,
+};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 #[test]
@@ -37,6 +39,43 @@ fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
             assert_eq!(values(ours)?, values(&expected)?);
             assert_eq!(values(theirs)?, values(&product)?);
             assert_eq!(values(&other)?, before);
+        }
+    }
+    Ok(())
+}
+
+/// One launch takes a ragged batch, and reads the lengths when it runs.
+#[test]
+#[ignore = "needs the GPU for itself"]
+fn a_replay_reads_the_lengths_of_a_ragged_batch_anew() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        // Tensor cores of Hopper where there are some, others, and none.
+        for (dim, dtype) in [(128, DType::BF16), (64, DType::F16), (24, DType::F32)] {
+            let rows = |heads: usize| randn_on(&[200, heads, dim], dtype, &gpu);
+            let (q, k, v) = (rows(4)?, rows(2)?, rows(2)?);
+            let batch = RaggedBatch {
+                cu_seqlens_q: Tensor::new(&[0u32, 100, 200], &gpu)?,
+                cu_seqlens_k: Tensor::new(&[0u32, 100, 200], &gpu)?,
+                max_seqlen_q: 150,
+            };
+            let params = AttentionParams {
+                scale: 0.1,
+                causal: true,
+                ..Default::default()
+            };
+            let attend = || flash_attention_varlen(&q, &k, &v, &batch, &params);
+            attend()?;
+            // SAFETY: tests that are ignored by default run alone.
+            let mut replay = unsafe { Replay::record(gpu.as_cuda_device()?, attend)? };
+            assert_eq!(replay.kernels(), 1);
+            for lengths in [[0u32, 60, 200], [0, 150, 170], [0, 0, 90]] {
+                let lengths = Tensor::new(&lengths, &gpu)?;
+                batch.cu_seqlens_q.slice_set(&lengths, 0, 0)?;
+                batch.cu_seqlens_k.slice_set(&lengths, 0, 0)?;
+                // SAFETY: the operands are those that were recorded.
+                unsafe { replay.launch()? };
+                assert_eq!(values(replay.results())?, values(&attend()?)?);
+            }
         }
     }
     Ok(())

@@ -8,6 +8,7 @@ mod picked;
 mod products;
 mod quantized;
 mod sweep;
+mod varlen;
 
 pub use attention::Attention;
 pub use dims::Dims;
@@ -23,7 +24,7 @@ use candle_core::{DType, Result, Tensor};
 use common::shapes::Shape;
 
 /// The stem of every op, in the order of the table.
-pub const OPS: [&str; 11] = [
+pub const OPS: [&str; 12] = [
     "residual_add",
     "rms_norm",
     "layer_norm",
@@ -33,6 +34,7 @@ pub const OPS: [&str; 11] = [
     "linear",
     "quant_linear",
     "flash_attention",
+    "flash_attention_varlen",
     "flash_decoding",
     "sample",
 ];
@@ -196,6 +198,7 @@ pub fn all(place: &Place, extent: Extent) -> Result<Vec<Case>> {
             cases.extend(elementwise::cases(&dims, *dtype, extent));
             cases.extend(products::cases(&dims, *dtype, extent));
             cases.extend(attention::cases(&dims, *dtype, extent));
+            cases.extend(varlen::cases(&dims, *dtype, extent));
         }
         cases.push(elementwise::sample(&dims));
         cases.extend(quantized::cases(&dims, place, extent));

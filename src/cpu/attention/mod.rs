@@ -16,6 +16,7 @@ mod merge;
 mod plan;
 mod rows;
 mod tile;
+mod view;
 
 use super::pool;
 use super::simd::Level;
@@ -23,72 +24,11 @@ use super::vector::{Element, Kernel, Vector, dispatch, narrow, widen};
 use half::{bf16, f16};
 use plan::{Plan, State, padded, state_len};
 use std::cell::Cell;
-use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicUsize, Ordering};
+pub use view::{AnyView, Output, View};
 
 /// Up to this many rows are dotted with each key; more are multiplied in tiles.
 const FEW_ROWS: usize = 16;
-
-/// A tensor of four dimensions in storage, checked to lie inside it.
-#[derive(Clone, Copy, Debug)]
-pub struct View<'a, T> {
-    data: &'a [T],
-    offset: usize,
-    strides: [usize; 4],
-}
-
-impl<'a, T: Copy> View<'a, T> {
-    /// The view, or none if an element of it would lie outside `data`.
-    pub fn new(
-        data: &'a [T],
-        offset: usize,
-        dims: [usize; 4],
-        strides: [usize; 4],
-    ) -> Option<Self> {
-        let mut last = offset;
-        for (dim, stride) in dims.into_iter().zip(strides) {
-            last = last.checked_add(dim.saturating_sub(1).checked_mul(stride)?)?;
-        }
-        (dims.contains(&0) || last < data.len()).then_some(Self {
-            data,
-            offset,
-            strides,
-        })
-    }
-
-    /// The first element of a row.
-    ///
-    /// # Safety
-    /// The indices are below the view's dimensions.
-    #[inline(always)]
-    unsafe fn row(&self, i: usize, j: usize, k: usize) -> *const T {
-        let at = self.offset + i * self.strides[0] + j * self.strides[1] + k * self.strides[2];
-        // SAFETY: `new` has checked the highest index.
-        unsafe { self.data.as_ptr().add(at) }
-    }
-}
-
-/// A view of any of the float types.
-#[derive(Clone, Copy, Debug)]
-pub enum AnyView<'a> {
-    /// 32 bits.
-    F32(View<'a, f32>),
-    /// 16 bits, IEEE.
-    F16(View<'a, f16>),
-    /// The upper 16 bits of an f32.
-    Bf16(View<'a, bf16>),
-}
-
-/// Where the result goes: `[batch, queries, heads, dim]`, contiguous.
-#[derive(Debug)]
-pub enum Output<'a> {
-    /// 32 bits.
-    F32(&'a mut [MaybeUninit<f32>]),
-    /// 16 bits, IEEE.
-    F16(&'a mut [MaybeUninit<f16>]),
-    /// The upper 16 bits of an f32.
-    Bf16(&'a mut [MaybeUninit<bf16>]),
-}
 
 /// Sizes, shared by all arguments.
 #[derive(Clone, Copy, Debug)]
@@ -129,17 +69,34 @@ impl Sizes {
 pub struct Rule<'a> {
     /// Factor on the scores.
     pub scale: f32,
-    /// Query `i` sees the keys up to `keys - queries + i`.
-    pub causal: bool,
+    /// Query `i` sees the keys up to `keys - queries + i + right`: 0 is causal.
+    pub right: Option<usize>,
     /// Query `i` sees no key before `keys - queries + i + 1 - window`.
     pub window: Option<usize>,
     /// Scores become `softcap * tanh(score / softcap)`.
     pub softcap: Option<f32>,
     /// Added to the scores: `[batch, heads, queries, keys]`, stride 0 where it is broadcast.
     pub mask: Option<View<'a, f32>>,
+    /// For each head, what is taken off a score for each position between query and key.
+    pub slopes: Option<&'a [f32]>,
 }
 
-/// One call.
+/// Sequences of one length: a call, or one sequence of a ragged batch.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequences<'a, T> {
+    /// Those that the views were made with.
+    pub sizes: Sizes,
+    /// Queries.
+    pub q: AnyView<'a>,
+    /// Keys.
+    pub k: View<'a, T>,
+    /// Values.
+    pub v: View<'a, T>,
+    /// Where its result begins in the output.
+    pub first: usize,
+}
+
+/// One part of a call.
 struct Problem<'a, T> {
     sizes: Sizes,
     rule: Rule<'a>,
@@ -148,13 +105,18 @@ struct Problem<'a, T> {
     v: View<'a, T>,
     out: OutputPtr,
     plan: Plan,
-    /// One part after the other: a task's state, where keys are split.
-    parts: *mut f32,
-    /// For each group of parts, how many have ended.
+    /// One after the other, where keys are split: a task's state.
+    states: *mut f32,
+    /// The memory of these.
+    _room: Vec<f32>,
+    /// Elements of a state, and with it of the scratch of a task.
+    state: usize,
+    scratch: usize,
+    /// For each group of states, how many are complete.
     ended: Vec<AtomicUsize>,
 }
 
-// SAFETY: tasks write disjoint rows of `out` and disjoint `parts`, and read another task's part
+// SAFETY: tasks write disjoint rows of `out` and disjoint `states`, and read another task's state
 // only after its release through `ended`.
 unsafe impl<T: Element> Sync for Problem<'_, T> {}
 
@@ -189,10 +151,12 @@ impl<T: Element> Task<'_, T> {
         let (s, rule) = (&self.problem.sizes, &self.problem.rule);
         // Keys up to and including the query's own position.
         let reach = (s.keys + self.first + t + 1).saturating_sub(s.queries);
-        let high = if rule.causal {
-            self.to.min(reach)
-        } else {
-            self.to
+        let high = match rule.right {
+            Some(right) => {
+                let ahead = (s.keys + self.first + t + 1).saturating_add(right);
+                self.to.min(ahead.saturating_sub(s.queries))
+            }
+            None => self.to,
         };
         let low = rule
             .window
@@ -285,6 +249,13 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
+    /// What is taken off the score of row `r` for each position between it and a key, and its own position.
+    #[inline(always)]
+    fn slope(&self, slopes: &[f32], r: usize) -> (f32, i64) {
+        let (s, (head, query)) = (&self.problem.sizes, self.place(r));
+        (slopes[head], (s.keys + query) as i64 - s.queries as i64)
+    }
+
     /// Rounds `row` to the output's type and writes it as row `r`.
     ///
     /// # Safety
@@ -323,70 +294,108 @@ impl<T: Element> Kernel for &Task<'_, T> {
     }
 }
 
-/// Attention of `q` over `k` and `v` (both `[batch, kv_heads, keys, dim]`), into `out`.
+impl OutputPtr {
+    /// # Safety
+    /// The output has more than `first` elements.
+    unsafe fn at(self, first: usize) -> Self {
+        // SAFETY: the caller's.
+        unsafe {
+            match self {
+                OutputPtr::F32(out) => OutputPtr::F32(out.add(first)),
+                OutputPtr::F16(out) => OutputPtr::F16(out.add(first)),
+                OutputPtr::Bf16(out) => OutputPtr::Bf16(out.add(first)),
+            }
+        }
+    }
+}
+
+impl<'a, T: Element> Problem<'a, T> {
+    /// # Safety
+    /// `out` is the part's own, of one element for each of `[batch, queries, heads, dim]`, more than none.
+    unsafe fn new(rule: Rule<'a>, part: &Sequences<'a, T>, out: OutputPtr) -> Self {
+        let sizes = part.sizes;
+        assert!(
+            sizes.kv_heads > 0 && sizes.heads.is_multiple_of(sizes.kv_heads),
+            "attention: heads"
+        );
+        let plan = Plan::new(&sizes);
+        let state = state_len(plan.rows(), sizes.dim);
+        let groups = sizes.batch * sizes.kv_heads * plan.tiles;
+        let split = plan.splits > 1;
+        // Not cleared: every task clears its own state first.
+        let states = if split {
+            groups * plan.splits * state
+        } else {
+            0
+        };
+        let mut room: Vec<f32> = Vec::with_capacity(states);
+        let ended = if split { groups } else { 0 };
+        let scratch = if plan.few {
+            rows::scratch(&plan, sizes.dim)
+        } else {
+            tile::scratch(&plan, sizes.dim)
+        };
+        Self {
+            sizes,
+            rule,
+            q: part.q,
+            k: part.k,
+            v: part.v,
+            out,
+            plan,
+            states: room.as_mut_ptr(),
+            _room: room,
+            state,
+            scratch: state + scratch,
+            ended: (0..ended).map(|_| AtomicUsize::new(0)).collect(),
+        }
+    }
+
+    fn tasks(&self) -> usize {
+        self.sizes.batch * self.sizes.kv_heads * self.plan.tiles * self.plan.splits
+    }
+}
+
+/// Attention of each part's `q` over its `k` and `v` (both `[batch, kv_heads, keys, dim]`), into `out`.
 ///
-/// The views have to be made with the dimensions that `sizes` names; `out` has to have one element
-/// for each of `[batch, queries, heads, dim]`, and every one is written.
+/// The views have to be made with the dimensions that `sizes` names, or lie within one that was; every
+/// element of `out` that is a part's is written.
 ///
 /// # Panics
-/// If `out` has another length, or the heads are no multiple of the key/value heads.
+/// If the parts do not lie one behind the other in `out`, or the heads are no multiple of the key/value heads.
 pub fn attend<'a, T: Element>(
     level: Level,
-    sizes: Sizes,
     rule: Rule<'a>,
-    q: AnyView<'a>,
-    k: View<'a, T>,
-    v: View<'a, T>,
+    parts: &[Sequences<'a, T>],
     out: Output<'_>,
 ) {
-    let s = &sizes;
     let (len, out) = match out {
         Output::F32(o) => (o.len(), OutputPtr::F32(o.as_mut_ptr().cast())),
         Output::F16(o) => (o.len(), OutputPtr::F16(o.as_mut_ptr().cast())),
         Output::Bf16(o) => (o.len(), OutputPtr::Bf16(o.as_mut_ptr().cast())),
     };
-    assert_eq!(
-        len,
-        s.batch * s.queries * s.heads * s.dim,
-        "attention: length of the output"
-    );
-    if len == 0 {
-        return;
+    let (mut end, mut tasks) = (0, 0);
+    let (mut problems, mut starts) = (Vec::new(), Vec::new());
+    for part in parts {
+        let s = &part.sizes;
+        let own = s.batch * s.queries * s.heads * s.dim;
+        assert!(
+            end <= part.first && part.first + own <= len,
+            "attention: place in the output"
+        );
+        end = part.first + own;
+        if own == 0 {
+            continue;
+        }
+        // SAFETY: the part's place is within the output and behind those of the parts before.
+        let problem = unsafe { Problem::new(rule, part, out.at(part.first)) };
+        starts.push(tasks);
+        tasks += problem.tasks();
+        problems.push(problem);
     }
-    assert!(
-        s.kv_heads > 0 && s.heads.is_multiple_of(s.kv_heads),
-        "attention: heads"
-    );
-    let plan = Plan::new(s);
-    let groups = s.batch * s.kv_heads * plan.tiles;
-    let state = state_len(plan.rows(), s.dim);
-    let parts = if plan.splits > 1 {
-        groups * plan.splits * state
-    } else {
-        0
-    };
-    // Not cleared: every task clears its own part first.
-    let mut parts: Vec<f32> = Vec::with_capacity(parts);
-    let ended = if plan.splits > 1 { groups } else { 0 };
-    let problem = Problem {
-        sizes,
-        rule,
-        q,
-        k,
-        v,
-        out,
-        plan,
-        parts: parts.as_mut_ptr(),
-        ended: (0..ended).map(|_| AtomicUsize::new(0)).collect(),
-    };
-    let room = state
-        + if plan.few {
-            rows::scratch(&plan, s.dim)
-        } else {
-            tile::scratch(&plan, s.dim)
-        };
-    pool::run(groups * plan.splits, |i| {
-        run_task(level, &problem, i, state, room)
+    pool::run(tasks, |i| {
+        let place = starts.partition_point(|start| *start <= i) - 1;
+        run_task(level, &problems[place], i - starts[place]);
     });
 }
 
@@ -395,7 +404,8 @@ thread_local! {
     static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-fn run_task<T: Element>(level: Level, p: &Problem<'_, T>, i: usize, state: usize, room: usize) {
+fn run_task<T: Element>(level: Level, p: &Problem<'_, T>, i: usize) {
+    let (state, room) = (p.state, p.scratch);
     let (group, split) = (i / p.plan.splits, i % p.plan.splits);
     let heads = p.sizes.batch * p.sizes.kv_heads;
     // Causal tiles grow with their position: the longest first, so that the ends even out.
@@ -406,14 +416,14 @@ fn run_task<T: Element>(level: Level, p: &Problem<'_, T>, i: usize, state: usize
     }
     let first = tile * p.plan.tile;
     let from = split * p.plan.chunk;
-    // SAFETY: the scratch has room for a state and the core's own after aligning, the parts for a
-    // state for each task, and indices are below the plan's.
+    // SAFETY: the scratch has room for a state and the core's own after aligning, the states are one
+    // for each task, and indices are below the plan's.
     unsafe {
         let aligned = scratch
             .as_mut_ptr()
             .add(scratch.as_ptr().align_offset(64).min(16));
         let own = if p.plan.splits > 1 {
-            p.parts.add(i * state)
+            p.states.add(i * state)
         } else {
             aligned
         };
@@ -431,12 +441,12 @@ fn run_task<T: Element>(level: Level, p: &Problem<'_, T>, i: usize, state: usize
         };
         dispatch(level, &task);
         if p.plan.splits > 1 && p.ended[group].fetch_add(1, Ordering::AcqRel) + 1 == p.plan.splits {
-            let first_part = p.parts.add(group * p.plan.splits * state);
+            let first = p.states.add(group * p.plan.splits * state);
             dispatch(
                 level,
                 merge::Merge {
                     task: &task,
-                    parts: first_part,
+                    parts: first,
                     len: state,
                 },
             );

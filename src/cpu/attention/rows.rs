@@ -122,6 +122,12 @@ unsafe fn soften<V: Vector, T: Element>(
                 *scores.add(i) += *mask.add(i * stride);
             }
         }
+        if let Some(slopes) = rule.slopes {
+            let (slope, position) = task.slope(slopes, r);
+            for i in 0..n {
+                *scores.add(i) -= slope * position.abs_diff((key + i) as i64) as f32;
+            }
+        }
         for i in (0..low.saturating_sub(key).min(n)).chain(high.saturating_sub(key).min(n)..end) {
             *scores.add(i) = f32::NEG_INFINITY;
         }

@@ -188,7 +188,7 @@ unsafe fn score<V: Vector, T: Element>(
     }
 }
 
-/// Applies the softcap and the mask to the scores of rows `r ..= last`.
+/// Applies the softcap, the mask and what distances take off to the scores of rows `r ..= last`.
 #[inline(always)]
 unsafe fn cap_and_mask<V: Vector, T: Element>(
     task: &Task<'_, T>,
@@ -215,6 +215,15 @@ unsafe fn cap_and_mask<V: Vector, T: Element>(
                 let (mask, stride) = task.mask(mask, row, key);
                 for i in start..stop {
                     *column.at.add(i * column.row + row - r) += *mask.add(i * stride);
+                }
+            }
+        }
+        if let Some(slopes) = rule.slopes {
+            for row in r..=last {
+                let (slope, position) = task.slope(slopes, row);
+                for i in start..stop {
+                    let distance = position.abs_diff((key + i) as i64) as f32;
+                    *column.at.add(i * column.row + row - r) -= slope * distance;
                 }
             }
         }

@@ -11,6 +11,11 @@ abi! {
         v: Const<Void>,
         /// Null without one.
         mask: Const<f32>,
+        /// `[heads]`, or null.
+        alibi: Const<f32>,
+        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
+        cu_q: Const<u32>,
+        cu_k: Const<u32>,
         /// `[batch, queries, heads, dim]` in q's type.
         y: Mut<Void>,
         /// Batch, head, token, dim.
@@ -32,9 +37,15 @@ abi! {
         scale: f32,
         /// 0 without one.
         softcap: f32,
-        causal: i32,
+        /// Keys behind a query's own position that it sees; negative without a limit.
+        right: i32,
         /// 0 without one.
         window: i32,
+        /// Whether scores need more than a positive factor and a range of keys.
+        general: i32,
+        /// Rows of a ragged batch.
+        total_q: i32,
+        total_k: i32,
         /// How the tensor-core form divides a block: warps of 16 rows,
         row_warps: i32,
         /// groups of such warps that take every key_groups-th tile of keys,
@@ -66,6 +77,9 @@ abi! {
         v: TensorMap,
         /// `[batch, queries, heads, dim]`
         y: Mut<Void>,
+        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
+        cu_q: Const<u32>,
+        cu_k: Const<u32>,
         heads: i32,
         kv_heads: i32,
         queries: i32,
@@ -79,6 +93,9 @@ abi! {
         columns: i32,
         /// Columns whose keys and values stay in L2 together.
         section: i32,
+        /// Rows of a ragged batch.
+        total_q: i32,
+        total_k: i32,
     }
 
     /// The forms for Hopper: head dimension, consumer warpgroups of 64 rows, keys of a tile, and whether

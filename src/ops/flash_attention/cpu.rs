@@ -1,36 +1,19 @@
-//! The op, and its launch on the CPU.
+//! The CPU side of the op.
 
-use super::AttentionParams;
-use crate::cpu::attention::{AnyView, Output, Rule, Sizes, View, attend};
-use crate::cpu::simd::Level;
+use super::attention::{Attention, dimensions};
+use crate::cpu::attention::{AnyView, Output, Rule, Sequences, Sizes, View, attend};
 use crate::cpu::vector::Element;
 use crate::ops::view::dispatch_float;
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
-
-/// The op, with its checked parameters.
-pub(super) struct FlashAttention<'a> {
-    pub params: &'a AttentionParams,
-    /// In f32, broadcast to `[B, Hq, Tq, Tk]`.
-    pub mask: Option<Tensor>,
-    pub level: Level,
-}
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Storage, WithDType, bail};
 
 fn view<'a, T: WithDType>(
+    op: &str,
     storage: &'a CpuStorage,
     layout: &Layout,
     name: &str,
 ) -> Result<View<'a, T>> {
-    let dims = <[usize; 4]>::try_from(layout.dims());
-    let strides = <[usize; 4]>::try_from(layout.stride());
-    let (Ok(dims), Ok(strides)) = (dims, strides) else {
-        bail!(
-            "flash_attention: {name} is {:?}, expected four dimensions",
-            layout.dims()
-        );
-    };
+    let (dims, strides) = dimensions(op, layout, name)?;
     match View::new(
         storage.as_slice::<T>()?,
         layout.start_offset(),
@@ -38,119 +21,121 @@ fn view<'a, T: WithDType>(
         strides,
     ) {
         Some(view) => Ok(view),
-        None => bail!("flash_attention: the layout of {name} reaches past its storage"),
+        None => bail!("{op}: the layout of {name} reaches past its storage"),
     }
 }
 
-fn any_view<'a>(storage: &'a CpuStorage, layout: &Layout, name: &str) -> Result<AnyView<'a>> {
+fn any_view<'a>(
+    op: &str,
+    storage: &'a CpuStorage,
+    layout: &Layout,
+    name: &str,
+) -> Result<AnyView<'a>> {
     Ok(match storage {
-        CpuStorage::F32(_) => AnyView::F32(view(storage, layout, name)?),
-        CpuStorage::F16(_) => AnyView::F16(view(storage, layout, name)?),
-        CpuStorage::BF16(_) => AnyView::Bf16(view(storage, layout, name)?),
+        CpuStorage::F32(_) => AnyView::F32(view(op, storage, layout, name)?),
+        CpuStorage::F16(_) => AnyView::F16(view(op, storage, layout, name)?),
+        CpuStorage::BF16(_) => AnyView::Bf16(view(op, storage, layout, name)?),
         other => bail!(
-            "flash_attention: {name} is {:?}, expected f32, f16 or bf16",
+            "{op}: {name} is {:?}, expected f32, f16 or bf16",
             other.dtype()
         ),
     })
 }
 
-impl FlashAttention<'_> {
-    fn attend<T: Element + WithDType>(
-        &self,
-        sizes: Sizes,
-        q: (&CpuStorage, &Layout),
-        k: (&CpuStorage, &Layout),
-        v: (&CpuStorage, &Layout),
-    ) -> Result<CpuStorage> {
-        let mask = self.mask.as_ref().map(|m| m.storage_and_layout());
-        let mask = match &mask {
-            None => None,
-            Some((storage, layout)) => match &**storage {
-                Storage::Cpu(storage) => Some(view::<f32>(storage, layout, "mask")?),
-                _ => bail!("flash_attention: mask is not on the CPU"),
-            },
+/// An operand whose layout has the dimensions batch, heads, tokens, dim.
+type Operand<'a> = (&'a CpuStorage, &'a Layout);
+
+/// Attention of all sequences, `[B, Tq, Hq, D]` or `[total_q, Hq, D]`.
+pub(super) fn forward(op: &Attention, q: Operand, k: Operand, v: Operand) -> Result<CpuStorage> {
+    let ([batch, heads, queries, dim], _) = dimensions(op.name(), q.1, "q")?;
+    let ([_, kv_heads, keys, _], _) = dimensions(op.name(), k.1, "k")?;
+    let sizes = Sizes {
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        dim,
+    };
+    let ranges = match &op.ragged {
+        Some(ragged) => Some(ragged.ranges(op.name(), queries, keys)?),
+        None => None,
+    };
+    crate::trace::record(op.traced(), || {
+        let step = match &ranges {
+            Some(ranges) => format!("{} sequences", ranges.len()),
+            None if sizes.few_rows() => "decode".to_owned(),
+            None => "prefill".to_owned(),
         };
-        let rule = Rule {
-            scale: self.params.scale,
-            causal: self.params.causal,
-            window: self.params.window,
-            softcap: self.params.softcap,
-            mask,
+        let (q, kv) = (q.0.dtype().as_str(), k.0.dtype().as_str());
+        format!("cpu {} {step} q {q} kv {kv}", op.level.name())
+    });
+    dispatch_float!(k.0.dtype(), op.name(), "k", T => {
+        let (name, q) = (op.name(), any_view(op.name(), q.0, q.1, "q")?);
+        let k = view::<T>(name, k.0, k.1, "k")?;
+        let v = view(name, v.0, v.1, "v")?;
+        let whole = Sequences { sizes, q, k, v, first: 0 };
+        let Some(ranges) = ranges else {
+            return of_each(op, &[whole], &whole, false);
         };
-        let (q_view, k, v) = (
-            any_view(q.0, q.1, "q")?,
-            view::<T>(k.0, k.1, "k")?,
-            view(v.0, v.1, "v")?,
-        );
-        let len = sizes.batch * sizes.queries * sizes.heads * sizes.dim;
-        macro_rules! into {
-            ($variant:ident, $output:ident) => {{
-                let mut out = Vec::with_capacity(len);
-                let room = Output::$output(&mut out.spare_capacity_mut()[..len]);
-                attend(self.level, sizes, rule, q_view, k, v, room);
-                // SAFETY: `attend` has written every element.
-                unsafe { out.set_len(len) }
-                CpuStorage::$variant(out)
-            }};
-        }
-        Ok(match q_view {
-            AnyView::F32(_) => into!(F32, F32),
-            AnyView::F16(_) => into!(F16, F16),
-            AnyView::Bf16(_) => into!(BF16, Bf16),
-        })
-    }
+        let sequences: Vec<_> = ranges.iter().map(|range| Sequences {
+            sizes: Sizes { queries: range.queries, keys: range.keys, ..sizes },
+            q: q.behind(range.first_query),
+            k: k.behind(range.first_key),
+            v: v.behind(range.first_key),
+            first: range.first_query * heads * dim,
+        }).collect();
+        of_each(op, &sequences, &whole, true)
+    })
 }
 
-impl CustomOp3 for FlashAttention<'_> {
-    fn name(&self) -> &'static str {
-        "flash_attention"
+/// The sequences of what there is, whose rows may have gaps between them, which become zeros.
+fn of_each<T: Element>(
+    op: &Attention,
+    sequences: &[Sequences<'_, T>],
+    whole: &Sequences<'_, T>,
+    gaps: bool,
+) -> Result<CpuStorage> {
+    let mask = op.mask.as_ref().map(|m| m.storage_and_layout());
+    let mask = match &mask {
+        None => None,
+        Some((storage, layout)) => match &**storage {
+            Storage::Cpu(storage) => Some(view::<f32>(op.name(), storage, layout, "mask")?),
+            _ => bail!("{}: mask is not on the CPU", op.name()),
+        },
+    };
+    let slopes = match &op.slopes {
+        Some(slopes) => Some(slopes.to_vec1::<f32>()?),
+        None => None,
+    };
+    let rule = Rule {
+        scale: op.params.scale,
+        right: op.params.right(),
+        window: op.params.window,
+        softcap: op.params.softcap,
+        mask,
+        slopes: slopes.as_deref(),
+    };
+    let sizes = &whole.sizes;
+    let len = sizes.batch * sizes.queries * sizes.heads * sizes.dim;
+    macro_rules! into {
+        ($variant:ident, $output:ident) => {{
+            let mut out = Vec::with_capacity(len);
+            let room = &mut out.spare_capacity_mut()[..len];
+            if gaps {
+                room.iter_mut().for_each(|value| {
+                    value.write(Default::default());
+                });
+            }
+            attend(op.level, rule, sequences, Output::$output(room));
+            // SAFETY: `attend` has written every element, or zeros were there before.
+            unsafe { out.set_len(len) }
+            CpuStorage::$variant(out)
+        }};
     }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (batch, heads, queries, dim) = q_layout.shape().dims4()?;
-        let (_, kv_heads, keys, _) = k_layout.shape().dims4()?;
-        let sizes = Sizes {
-            batch,
-            heads,
-            kv_heads,
-            queries,
-            keys,
-            dim,
-        };
-        crate::trace::record("flash_attention", || {
-            let step = if sizes.few_rows() {
-                "decode"
-            } else {
-                "prefill"
-            };
-            let (q, kv) = (q.dtype().as_str(), k.dtype().as_str());
-            format!("cpu {} {step} q {q} kv {kv}", self.level.name())
-        });
-        let out = dispatch_float!(k.dtype(), self.name(), "k", T => {
-            self.attend::<T>(sizes, (q, q_layout), (k, k_layout), (v, v_layout))?
-        });
-        Ok((out, Shape::from((batch, queries, heads, dim))))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        q: &CudaStorage,
-        q_layout: &Layout,
-        k: &CudaStorage,
-        k_layout: &Layout,
-        v: &CudaStorage,
-        v_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        let (q, k, v) = ((q, q_layout), (k, k_layout), (v, v_layout));
-        super::cuda::forward(self.params, self.mask.as_ref(), q, k, v)
-    }
+    Ok(match whole.q {
+        AnyView::F32(_) => into!(F32, F32),
+        AnyView::F16(_) => into!(F16, F16),
+        AnyView::Bf16(_) => into!(BF16, Bf16),
+    })
 }

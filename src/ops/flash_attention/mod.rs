@@ -1,13 +1,21 @@
 //! Attention in one pass over keys and values, without a score matrix.
 
+mod attention;
+mod check;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod op;
+mod ragged;
 mod reference;
 
 use super::view::inference_only;
 use crate::cpu::simd::{self, Level};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor};
+
+pub(crate) use attention::Attention;
+pub(crate) use check::{Form, facts};
+pub use ragged::RaggedBatch;
 
 #[cfg(feature = "cuda")]
 pub use crate::cuda::KernelInfo;
@@ -25,8 +33,14 @@ pub struct AttentionParams {
     /// Sliding window: query `i`, at position `Tk - Tq + i`, sees no key more than `window - 1`
     /// before its own position. Without `causal` it still sees all keys behind it.
     pub window: Option<usize>,
+    /// Query `i` sees no key more than so many behind its own position; 0 is the same as `causal`, which
+    /// goes before it.
+    pub window_right: Option<usize>,
     /// Scores become `softcap * tanh(score / softcap)`, before the mask.
     pub softcap: Option<f32>,
+    /// ALiBi: `alibi_slopes[h] * |Tk - Tq + i - j|` is taken off the score of query `i` and key `j` in head
+    /// `h`, behind the softcap: `[Hq]`, f32, f16 or bf16.
+    pub alibi_slopes: Option<Tensor>,
     /// Added to the scores: f32, f16 or bf16, broadcast to `[B, Hq, Tq, Tk]`; -inf hides a key.
     pub mask: Option<Tensor>,
 }
@@ -37,9 +51,29 @@ impl Default for AttentionParams {
             scale: 1.0,
             causal: false,
             window: None,
+            window_right: None,
             softcap: None,
+            alibi_slopes: None,
             mask: None,
         }
+    }
+}
+
+impl AttentionParams {
+    /// Keys behind a query's own position that it sees.
+    pub(crate) fn right(&self) -> Option<usize> {
+        if self.causal {
+            Some(0)
+        } else {
+            self.window_right
+        }
+    }
+
+    /// The tensors among them, by name.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        let mask = self.mask.iter().map(|mask| ("mask", mask));
+        let slopes = self.alibi_slopes.iter();
+        mask.chain(slopes.map(|slopes| ("alibi_slopes", slopes)))
     }
 }
 
@@ -51,8 +85,9 @@ impl Default for AttentionParams {
 /// * result: `[B, Hq, Tq, D]` in q's dtype, a transposed view of `[B, Tq, Hq, D]` in memory, so that
 ///   `y.transpose(1, 2)?.reshape((b, t, ()))?` copies nothing
 ///
-/// candle-flash-attn's layout `[B, T, H, D]` is passed as `q.transpose(1, 2)?`, which copies nothing, and
-/// the result is turned back in the same way. Its `softmax_scale` is `scale`, which is 1 by default here.
+/// candle-flash-attn's functions, with its layout `[B, T, H, D]`, are in [`crate::flash_attn`]; its
+/// `softmax_scale` is `scale`, which is 1 by default here. Batches of sequences of different lengths are
+/// [`flash_attention_varlen`](fn@super::flash_attention_varlen)'s.
 ///
 /// Any layout is read where it lies; keys and values whose last dimension is contiguous are fastest,
 /// so a view into a longer cache costs nothing. Scores and sums are in f32 whatever the types are.
@@ -87,7 +122,7 @@ impl Default for AttentionParams {
 ///
 /// Sources: FlashAttention-2 (Dao, 2023); FlashAttention-3 (Shah, Bikshandi, Zhang, Thakkar, Ramani,
 /// Dao, 2024); Flash-Decoding for few queries (Dao, Haziza, Massa,
-/// Sizov, 2023).
+/// Sizov, 2023); ALiBi (Press, Smith, Lewis, 2022).
 ///
 /// # Errors
 /// If ranks, dimensions, dtypes or devices do not fit, or a parameter is no usable number.
@@ -112,119 +147,21 @@ pub fn flash_attention_at(
     v: &Tensor,
     params: &AttentionParams,
 ) -> Result<Tensor> {
-    check(q, k, v, params)?;
-    let mask_given = params.mask.iter().map(|mask| ("mask", mask));
-    inference_only(
-        "flash_attention",
-        mask_given.chain([("q", q), ("k", k), ("v", v)]),
-    )?;
-    let (batch, heads, queries, _) = q.dims4()?;
-    let keys = k.dims()[2];
-    let mask = match &params.mask {
-        Some(mask) => {
-            let wide = mask.to_dtype(DType::F32)?;
-            Some(wide.broadcast_as((batch, heads, queries, keys))?)
-        }
-        None => None,
-    };
-    let op = cpu::FlashAttention {
-        params,
-        mask,
-        level,
-    };
+    let op = checked(level, q, k, v, params)?;
+    let given = params.tensors().chain([("q", q), ("k", k), ("v", v)]);
+    inference_only(op.form.op, given)?;
     q.apply_op3_no_bwd(k, v, &op)?.transpose(1, 2)
 }
 
-fn check(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<()> {
-    for (name, x) in [("q", q), ("k", k), ("v", v)] {
-        if x.rank() != 4 {
-            bail!(
-                "flash_attention: {name} is {:?}, expected [batch, heads, tokens, dim]",
-                x.dims()
-            );
-        }
-        if !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-            bail!(
-                "flash_attention: {name} is {:?}, expected f32, f16 or bf16",
-                x.dtype()
-            );
-        }
-        if !x.device().same_device(q.device()) {
-            bail!("flash_attention: {name} is on another device than q");
-        }
-    }
-    let ((batch, heads, queries, dim), (_, kv_heads, keys, _)) = (q.dims4()?, k.dims4()?);
-    if k.dims() != [batch, kv_heads, keys, dim] {
-        bail!(
-            "flash_attention: k is {:?}, expected [{batch}, kv_heads, keys, {dim}] to go with q {:?}",
-            k.dims(),
-            q.dims()
-        );
-    }
-    if v.dims() != k.dims() {
-        bail!(
-            "flash_attention: v is {:?}, expected k's {:?}",
-            v.dims(),
-            k.dims()
-        );
-    }
-    if v.dtype() != k.dtype() {
-        bail!(
-            "flash_attention: v is {:?}, expected k's {:?}",
-            v.dtype(),
-            k.dtype()
-        );
-    }
-    if kv_heads == 0 || heads % kv_heads != 0 {
-        bail!("flash_attention: q has {heads} heads, expected a multiple of k's {kv_heads}");
-    }
-    if dim == 0 {
-        bail!(
-            "flash_attention: q is {:?}, expected a head dimension of at least 1",
-            q.dims()
-        );
-    }
-    if !params.scale.is_finite() {
-        bail!(
-            "flash_attention: scale is {}, expected a finite number",
-            params.scale
-        );
-    }
-    if params.window == Some(0) {
-        bail!("flash_attention: window is 0, expected at least 1, the query's own position");
-    }
-    if let Some(cap) = params.softcap.filter(|c| !(c.is_finite() && *c > 0.0)) {
-        bail!("flash_attention: softcap is {cap}, expected a positive number");
-    }
-    if let Some(mask) = &params.mask {
-        check_mask(mask, q, [batch, heads, queries, keys])?;
-    }
-    Ok(())
-}
-
-fn check_mask(mask: &Tensor, q: &Tensor, scores: [usize; 4]) -> Result<()> {
-    if !matches!(mask.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-        bail!(
-            "flash_attention: mask is {:?}, expected f32, f16 or bf16, added to the scores",
-            mask.dtype()
-        );
-    }
-    if !mask.device().same_device(q.device()) {
-        bail!("flash_attention: mask is on another device than q");
-    }
-    let fits = mask.rank() <= 4
-        && mask
-            .dims()
-            .iter()
-            .rev()
-            .zip(scores.iter().rev())
-            .all(|(m, s)| *m == 1 || m == s);
-    if !fits {
-        bail!(
-            "flash_attention: mask is {:?}, expected a shape that broadcasts to {scores:?} \
-             [batch, heads, queries, keys]",
-            mask.dims()
-        );
-    }
-    Ok(())
+fn checked(
+    level: Level,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    params: &AttentionParams,
+) -> Result<Attention> {
+    let form = check::FORM;
+    form.check_tensors(q, k, v)?;
+    let facts = [facts(q), facts(k), facts(v)];
+    Attention::new(form, params, facts, q.device(), level)
 }

@@ -83,3 +83,26 @@ fn refusals(device: &Device) {
         );
     }
 }
+
+#[test]
+fn slopes_that_do_not_fit_are_named() {
+    for device in devices() {
+        let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &device).unwrap();
+        let (q, k) = (zeros(&[1, 4, 2, 8]), zeros(&[1, 2, 6, 8]));
+        for (slopes, expected) in [
+            (zeros(&[3]), "alibi_slopes is [3], expected [4]"),
+            (zeros(&[1, 4]), "alibi_slopes is [1, 4], expected [4]"),
+            (
+                zeros(&[4]).to_dtype(DType::U32).unwrap(),
+                "alibi_slopes is U32",
+            ),
+        ] {
+            let params = AttentionParams {
+                alibi_slopes: Some(slopes),
+                ..Default::default()
+            };
+            let error = flash_attention(&q, &k, &k, &params).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! Random shapes, layouts and rules.
 
 use super::{Case, Kv, check};
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use candle_fused::ops::AttentionParams;
 use proptest::prelude::*;
 
@@ -30,6 +30,8 @@ fn any_case() -> impl Strategy<Value = (Case, AttentionParams)> {
         any::<bool>(),
         proptest::option::of(1usize..300),
         proptest::option::of(0.1f32..40.0),
+        proptest::option::of(0usize..300),
+        proptest::option::of(0f32..0.3),
     );
     (shape, dtype(), dtype(), kv, any::<bool>(), rule).prop_map(
         |(
@@ -54,7 +56,8 @@ fn any_case() -> impl Strategy<Value = (Case, AttentionParams)> {
                 kv_dtype,
                 size: 2.0,
             };
-            let (causal, window, softcap) = rule;
+            let (causal, window, softcap, window_right, slope) = rule;
+            let slopes = |slope: f32| Tensor::full(slope, heads, &Device::Cpu).unwrap();
             let scale = 1.0 / (dim as f32).sqrt();
             (
                 case,
@@ -62,7 +65,9 @@ fn any_case() -> impl Strategy<Value = (Case, AttentionParams)> {
                     scale,
                     causal,
                     window,
+                    window_right,
                     softcap,
+                    alibi_slopes: slope.map(slopes),
                     mask: None,
                 },
             )

@@ -101,6 +101,7 @@ impl Case {
             window: self.window,
             softcap: self.softcap,
             mask: self.masked.then(|| mask.to_device(device)).transpose()?,
+            ..Default::default()
         })
     }
 

@@ -22,8 +22,8 @@ const FLOORS: &[&[&str]] = &[
     &["quant", "trace", "fusion"],
     &["cpu", "cuda"],
     &["ops"],
-    &["nn"],
-    &["models"],
+    &["nn", "flash_attn"],
+    &["models", "flash_attn_v3"],
     &["generation"],
 ];
 

@@ -16,8 +16,8 @@ pub(super) struct Rule {
     pub forms: &'static [Forms],
     /// Of a sequence, at least.
     pub queries: usize,
-    /// Whether it takes a mask, a window that hides keys, and a softcap.
-    pub hides: bool,
+    /// Whether it takes a mask, slopes, a window that hides keys, and a softcap.
+    pub general: bool,
     pub plan: fn(&Case) -> Planned<Call>,
     /// What a reader of the table should know.
     pub note: &'static str,
@@ -33,7 +33,7 @@ pub(super) static RULES: &[Rule] = &[
             Forms::of(DType::BF16, [90, 90], HeadSizes::Of(&wgmma::HEAD_SIZES)),
         ],
         queries: wgmma::MIN_QUERIES,
-        hides: false,
+        general: false,
         plan: wgmma::plan,
         note: "wgmma and TMA; rows in whole 16-byte pieces, a positive scale",
     },
@@ -53,7 +53,7 @@ pub(super) static RULES: &[Rule] = &[
             },
         ],
         queries: 1,
-        hides: true,
+        general: true,
         plan: mma::plan,
         note: "rows of keys and values in whole 16-byte pieces; few rows of queries share the keys out among warps",
     },
@@ -62,7 +62,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "attention/prefill_plain.cu",
         forms: &[Forms::of_each(HeadSizes::UpTo(plain::WIDEST))],
         queries: 1,
-        hides: true,
+        general: true,
         plan: plain::plan,
         note: "multiply-adds in f32, any strides; heads as wide as shared memory has room for",
     },
@@ -87,8 +87,8 @@ impl plan::Rule<Case> for Rule {
         if sizes.queries < self.queries {
             return Err("there are few queries");
         }
-        if !self.hides && (case.mask || case.window || case.softcap) {
-            return Err("it takes no mask, window or softcap");
+        if !self.general && (case.mask || case.alibi || case.window || case.softcap) {
+            return Err("it takes no mask, slopes, window or softcap");
         }
         (self.plan)(case)
     }

@@ -32,6 +32,28 @@ static MODULE: Module = Module::new(
     ],
 );
 
+/// The same for ragged batches.
+static RAGGED: Module = Module::new(
+    "varlen",
+    fatbin!("varlen"),
+    &[
+        "flash_attention_varlen_d64_f16",
+        "flash_attention_varlen_d80_f16",
+        "flash_attention_varlen_d96_f16",
+        "flash_attention_varlen_d128_f16",
+        "flash_attention_varlen_d256_f16",
+        "flash_attention_varlen_d64_bf16",
+        "flash_attention_varlen_d80_bf16",
+        "flash_attention_varlen_d96_bf16",
+        "flash_attention_varlen_d128_bf16",
+        "flash_attention_varlen_d256_bf16",
+        "flash_attention_varlen_d64_f32",
+        "flash_attention_varlen_d80_f32",
+        "flash_attention_varlen_d96_f32",
+        "flash_attention_varlen_d128_f32",
+    ],
+);
+
 /// Head sizes that there are kernels for.
 pub(super) const HEAD_SIZES: [usize; ATTENTION_MMA.len()] = head_sizes!(ATTENTION_MMA);
 
@@ -41,6 +63,7 @@ pub(super) const HEAD_SIZES_OF_F32: &[usize] = HEAD_SIZES.split_last().expect("h
 /// A kernel and how it divides the work.
 #[derive(Debug)]
 struct Mma {
+    module: &'static Module,
     index: usize,
     tile: AttentionMma,
     grid: Grid,
@@ -98,6 +121,7 @@ impl Mma {
             (1, 4)
         };
         let mut mma = Self {
+            module: if case.ragged { &RAGGED } else { &MODULE },
             index,
             tile,
             grid: Grid::line(0, 0),
@@ -144,7 +168,7 @@ impl Mma {
 
 impl Kernel<Call> for Mma {
     fn entry(&self) -> &'static str {
-        MODULE.names(self.index).1
+        self.module.names(self.index).1
     }
 
     fn grid(&self) -> Grid {
@@ -165,6 +189,6 @@ impl Kernel<Call> for Mma {
             ..call.into()
         };
         // SAFETY: the kernel takes `Params`; the addresses are the caller's.
-        unsafe { launcher.run(&MODULE, self.index, self.grid, &params) }
+        unsafe { launcher.run(self.module, self.index, self.grid, &params) }
     }
 }

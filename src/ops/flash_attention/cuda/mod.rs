@@ -11,19 +11,17 @@ mod problem;
 pub(crate) mod table_tests;
 mod wgmma;
 
-use super::AttentionParams;
+use super::attention::{Attention, dimensions};
 use crate::cpu::attention::Sizes;
-use crate::cuda::{Launcher, address, alloc, cuda_storage};
+use crate::cuda::{Launcher, address, address_of, alloc, cuda_storage};
 use crate::trace;
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, Layout, Result, Tensor};
 
 pub use dispatch::kernels as kernel_table;
 pub(crate) use forms::{Forms, HeadSizes, NEWEST, head_sizes};
 pub(crate) use plan::{Kernel, Plan, Planned, Rule, select};
-pub(crate) use problem::{Call, Operand};
-
-const OP: &str = "flash_attention";
+pub(crate) use problem::{Call, Operand, Ragged};
 
 /// Computes attention with the kernel that the table chooses.
 ///
@@ -39,7 +37,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, call: &Call) -> Result<()> {
     }
     call.check()?;
     let plan = dispatch::select(&call.case(launcher.gpu.spec))?;
-    trace::record(OP, || {
+    trace::record(call.op(), || {
         let (q, kv) = (call.q_dtype.as_str(), call.kv_dtype.as_str());
         format!("cuda q {q} kv {kv} {}", plan.with_reason())
     });
@@ -47,60 +45,73 @@ pub(crate) unsafe fn launch(launcher: &Launcher, call: &Call) -> Result<()> {
     unsafe { plan.how.run(launcher, call) }
 }
 
-/// The operand that a tensor of four dimensions is.
-fn operand(name: &str, storage: &CudaStorage, layout: &Layout) -> Result<Operand> {
-    let Ok(strides) = <[usize; 4]>::try_from(layout.stride()) else {
-        bail!(
-            "{OP}: {name} is {:?}, expected four dimensions",
-            layout.dims()
-        );
-    };
+/// The operand that a tensor of batch, heads, tokens, dim is.
+fn operand(op: &str, name: &str, (storage, layout): (&CudaStorage, &Layout)) -> Result<Operand> {
+    let (_, strides) = dimensions(op, layout, name)?;
     Ok(Operand {
         address: address(storage, layout)?,
         strides: strides.map(|s| s as i64),
     })
 }
 
-pub(super) fn forward(
-    params: &AttentionParams,
-    mask: Option<&Tensor>,
-    (q, q_layout): (&CudaStorage, &Layout),
-    (k, k_layout): (&CudaStorage, &Layout),
-    (v, v_layout): (&CudaStorage, &Layout),
-) -> Result<(CudaStorage, Shape)> {
-    let (batch, heads, queries, dim) = q_layout.shape().dims4()?;
-    let (_, kv_heads, keys, _) = k_layout.shape().dims4()?;
-    let device = q.device();
-    let mask = mask.map(Tensor::storage_and_layout);
+/// An operand whose layout has the dimensions batch, heads, tokens, dim.
+type Given<'a> = (&'a CudaStorage, &'a Layout);
+
+/// Attention of all sequences, `[B, Tq, Hq, D]` or `[total_q, Hq, D]`.
+pub(super) fn forward(op: &Attention, q: Given, k: Given, v: Given) -> Result<CudaStorage> {
+    let name = op.form.op;
+    let ([batch, heads, queries, dim], _) = dimensions(name, q.1, "q")?;
+    let ([_, kv_heads, keys, _], _) = dimensions(name, k.1, "k")?;
+    let device = q.0.device();
+    let mask = op.mask.as_ref().map(Tensor::storage_and_layout);
     let mask = match &mask {
-        Some((storage, layout)) => Some(operand("mask", cuda_storage(storage)?, layout)?),
+        Some((storage, layout)) => Some(operand(name, "mask", (cuda_storage(storage)?, layout))?),
         None => None,
+    };
+    let ragged = match &op.ragged {
+        Some(batch) => Some(Ragged {
+            cu_q: address_of(&batch.cu_seqlens_q)?,
+            cu_k: address_of(&batch.cu_seqlens_k)?,
+            total_q: queries,
+        }),
+        None => None,
+    };
+    let sizes = Sizes {
+        batch: op
+            .ragged
+            .as_ref()
+            .map_or(batch, |ragged| ragged.sequences()),
+        heads,
+        kv_heads,
+        // One launches as well where no sequence has a query: to clear what is left over.
+        queries: match &op.ragged {
+            Some(ragged) => ragged.max_seqlen_q.max(1).min(queries),
+            None => queries,
+        },
+        keys,
+        dim,
     };
     let len = batch * queries * heads * dim;
     // The driver gives no memory of no bytes.
-    let out = alloc(OP, device, q.dtype(), len.max(1))?;
+    let out = alloc(name, device, q.0.dtype(), len.max(1))?;
     let call = Call {
-        q: operand("q", q, q_layout)?,
-        k: operand("k", k, k_layout)?,
-        v: operand("v", v, v_layout)?,
+        q: operand(name, "q", q)?,
+        k: operand(name, "k", k)?,
+        v: operand(name, "v", v)?,
         mask,
+        alibi: op.slopes.as_ref().map(address_of).transpose()?,
+        ragged,
         y: address(&out, &Layout::contiguous(len))?,
-        q_dtype: q.dtype(),
-        kv_dtype: k.dtype(),
-        sizes: Sizes {
-            batch,
-            heads,
-            kv_heads,
-            queries,
-            keys,
-            dim,
-        },
-        scale: params.scale,
-        softcap: params.softcap,
-        causal: params.causal,
-        window: params.window,
+        q_dtype: q.0.dtype(),
+        kv_dtype: k.0.dtype(),
+        sizes,
+        scale: op.params.scale,
+        softcap: op.params.softcap,
+        right: op.params.right(),
+        window: op.params.window,
     };
-    // SAFETY: the layouts are the storages' own, and `out` has room for the result.
+    // SAFETY: the layouts are the storages' own, `out` has room for the result, and lengths are one more
+    // than there are sequences.
     unsafe { launch(&Launcher::new(device)?, &call)? };
-    Ok((out, Shape::from((batch, queries, heads, dim))))
+    Ok(out)
 }

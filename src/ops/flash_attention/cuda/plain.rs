@@ -18,12 +18,25 @@ static MODULE: Module = Module::new(
     ],
 );
 
+/// For ragged batches.
+static RAGGED: Module = Module::new(
+    "varlen_plain",
+    fatbin!("varlen_plain"),
+    &[
+        "flash_attention_varlen_plain_64",
+        "flash_attention_varlen_plain_128",
+        "flash_attention_varlen_plain_256",
+        "flash_attention_varlen_plain_512",
+    ],
+);
+
 /// The widest head.
 pub(super) const WIDEST: usize = ATTENTION_PLAIN[ATTENTION_PLAIN.len() - 1].dim;
 
 /// A kernel and its grid.
 #[derive(Debug)]
 struct Plain {
+    module: &'static Module,
     index: usize,
     grid: Grid,
 }
@@ -40,12 +53,17 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
     }
     let blocks = case.blocks(case.sizes.rows().div_ceil(rows))?;
     let grid = Grid::new(blocks, ATTENTION_PLAIN_THREADS as u32, shared);
-    Ok(Box::new(Plain { index, grid }))
+    let module = if case.ragged { &RAGGED } else { &MODULE };
+    Ok(Box::new(Plain {
+        module,
+        index,
+        grid,
+    }))
 }
 
 impl Kernel<Call> for Plain {
     fn entry(&self) -> &'static str {
-        MODULE.names(self.index).1
+        self.module.names(self.index).1
     }
 
     fn grid(&self) -> Grid {
@@ -58,6 +76,6 @@ impl Kernel<Call> for Plain {
 
     unsafe fn run(&self, launcher: &Launcher, call: &Call) -> Result<()> {
         // SAFETY: the kernel takes `Params`; the addresses are the caller's.
-        unsafe { launcher.run(&MODULE, self.index, self.grid, &Params::from(call)) }
+        unsafe { launcher.run(self.module, self.index, self.grid, &Params::from(call)) }
     }
 }

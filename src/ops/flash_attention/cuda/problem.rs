@@ -41,31 +41,66 @@ pub(crate) struct Call {
     pub v: Operand,
     /// In f32.
     pub mask: Option<Operand>,
-    /// `[batch, queries, heads, dim]`, dense, in q's dtype.
+    /// Slopes, `[heads]` in f32.
+    pub alibi: Option<Address>,
+    /// Where `sizes` has the sequences of a ragged batch, each of up to `sizes.queries` queries, and all keys.
+    pub ragged: Option<Ragged>,
+    /// `[batch, queries, heads, dim]` or `[total_q, heads, dim]`, dense, in q's dtype.
     pub y: Address,
     pub q_dtype: DType,
     pub kv_dtype: DType,
     pub sizes: Sizes,
     pub scale: f32,
     pub softcap: Option<f32>,
-    pub causal: bool,
+    /// Keys behind its own position that a query sees; 0 is causal.
+    pub right: Option<usize>,
     pub window: Option<usize>,
 }
 
+/// Where the sequences of a ragged batch are, one behind the other in tensors whose batch is one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ragged {
+    /// `[sequences + 1]`, u32.
+    pub cu_q: Address,
+    pub cu_k: Address,
+    /// Rows of q.
+    pub total_q: usize,
+}
+
 impl Call {
+    /// The op as the trace has it.
+    pub(super) fn op(&self) -> &'static str {
+        match self.ragged {
+            Some(_) => "flash_attention_varlen",
+            None => "flash_attention",
+        }
+    }
+
+    /// Rows of q in a sequence, at most.
+    fn queries(&self) -> usize {
+        self.ragged
+            .map_or(self.sizes.queries, |ragged| ragged.total_q)
+    }
+
     /// The window if it hides anything: from as many keys as there are, it does not.
     fn narrow_window(&self) -> Option<usize> {
         self.window.filter(|w| *w < self.sizes.keys)
     }
 
+    /// Likewise to the right: the last query may see all keys.
+    fn narrow_right(&self) -> Option<usize> {
+        self.right.filter(|right| *right + 1 < self.queries())
+    }
+
     /// Fails where a kernel's 32-bit counters would not do.
     pub fn check(&self) -> Result<()> {
         let sizes = &self.sizes;
-        let (queries, keys, heads) = (sizes.queries, sizes.keys, sizes.heads);
-        let counts = [sizes.rows(), keys + queries, heads, sizes.dim];
+        let (queries, keys, heads) = (self.queries(), sizes.keys, sizes.heads);
+        let counts = [queries * sizes.group(), keys + queries, heads, sizes.dim];
         if counts.iter().any(|n| i32::try_from(*n).is_err()) {
             bail!(
-                "flash_attention: {queries} queries of {heads} heads over {keys} keys are past what a GPU form counts"
+                "{}: {queries} queries of {heads} heads over {keys} keys are past what a GPU form counts",
+                self.op()
             );
         }
         Ok(())
@@ -79,9 +114,11 @@ impl Call {
             q: self.q_dtype,
             kv: self.kv_dtype,
             sizes: self.sizes,
-            causal: self.causal,
+            causal: self.right == Some(0),
+            ragged: self.ragged.is_some(),
             mask: self.mask.is_some(),
-            window: self.narrow_window().is_some(),
+            alibi: self.alibi.is_some(),
+            window: self.narrow_window().is_some() || self.narrow_right().is_some_and(|n| n > 0),
             softcap: self.softcap.is_some(),
             positive: self.scale > 0.0,
             alignment: Alignment {
@@ -98,11 +135,15 @@ impl From<&Call> for Params {
         let index = |dtype| dtype_index(dtype) as i32;
         let sizes = &call.sizes;
         let group = sizes.group() as u32;
+        let more = call.mask.is_some() || call.alibi.is_some() || call.softcap.is_some();
         Self {
             q: call.q.address,
             k: call.k.address,
             v: call.v.address,
             mask: call.mask.map_or(0, |m| m.address),
+            alibi: call.alibi.unwrap_or(0),
+            cu_q: call.ragged.map_or(0, |ragged| ragged.cu_q),
+            cu_k: call.ragged.map_or(0, |ragged| ragged.cu_k),
             y: call.y,
             q_strides: call.q.strides,
             k_strides: call.k.strides,
@@ -123,8 +164,11 @@ impl From<&Call> for Params {
             },
             scale: call.scale,
             softcap: call.softcap.unwrap_or(0.0),
-            causal: call.causal.into(),
+            right: call.narrow_right().map_or(-1, |right| right as i32),
             window: call.narrow_window().unwrap_or(0) as i32,
+            general: (more || call.scale <= 0.0).into(),
+            total_q: call.queries() as i32,
+            total_k: sizes.keys as i32,
             row_warps: 0,
             key_groups: 0,
             stages: 0,
@@ -152,8 +196,11 @@ pub(super) struct Case {
     pub kv: DType,
     pub sizes: Sizes,
     pub causal: bool,
+    /// Whether only the GPU knows how long the sequences are: at most as `sizes` says.
+    pub ragged: bool,
     pub mask: bool,
-    /// Whether there is a window that hides keys.
+    pub alibi: bool,
+    /// Whether there is a window that hides keys, other than causal.
     pub window: bool,
     pub softcap: bool,
     /// Whether the factor on the scores is positive.
@@ -187,8 +234,10 @@ impl fmt::Display for Case {
         write!(f, "q {q} [{batch}, {heads}, {queries}, {dim}]")?;
         write!(f, " over {kv} [{batch}, {kv_heads}, {keys}, {dim}]")?;
         for (there, name) in [
+            (self.ragged, "ragged"),
             (self.causal, "causal"),
             (self.mask, "mask"),
+            (self.alibi, "alibi"),
             (self.window, "window"),
             (self.softcap, "softcap"),
         ] {

@@ -60,7 +60,9 @@ fn case(
             dim,
         },
         causal: true,
+        ragged: false,
         mask: false,
+        alibi: false,
         window: false,
         softcap: false,
         positive: true,
@@ -127,7 +129,7 @@ pub(crate) fn choices() -> Result<String> {
 /// A case that differs from a prompt of 512 tokens.
 type Variant = (&'static str, fn(&mut Case));
 
-const VARIANTS: [Variant; 14] = [
+const VARIANTS: [Variant; 18] = [
     ("as it is", |_| {}),
     ("4,096 keys", |case| case.sizes.keys = 4096),
     ("a token over 4,096 keys", |case| {
@@ -137,7 +139,16 @@ const VARIANTS: [Variant; 14] = [
     ("not causal", |case| case.causal = false),
     ("fewer keys than queries", |case| case.sizes.keys = 500),
     ("no keys", |case| case.sizes.keys = 0),
+    ("ragged", |case| case.ragged = true),
+    ("16 ragged sequences", |case| {
+        (case.ragged, case.sizes.batch, case.sizes.keys) = (true, 16, 8192);
+    }),
+    ("a ragged step", |case| {
+        (case.ragged, case.sizes.batch) = (true, 16);
+        (case.sizes.queries, case.sizes.keys) = (1, 65536);
+    }),
     ("a mask", |case| case.mask = true),
+    ("slopes", |case| case.alibi = true),
     ("a window", |case| case.window = true),
     ("a softcap", |case| case.softcap = true),
     ("a scale of 0", |case| case.positive = false),
@@ -195,16 +206,17 @@ pub(crate) fn forms(forms: &[Forms]) -> String {
 /// The table's part of docs/kernels.md.
 pub(crate) fn page() -> String {
     let mut text = String::from(
-        "## `flash_attention`\n\nWhich kernel takes a prompt, or many queries. The table is \
+        "## `flash_attention`\n\nWhich kernel takes a prompt, many queries, or the ragged batches of \
+         `flash_attention_varlen`. The table is \
          [dispatch.rs](../src/ops/flash_attention/cuda/dispatch.rs).\n\n\
-         | kernel | q over keys and values: head sizes (compute capability) | queries of a sequence | mask, window, \
-         softcap | source | |\n|---|---|---|---|---|---|\n",
+         | kernel | q over keys and values: head sizes (compute capability) | queries of a sequence | mask, slopes, \
+         window, softcap | source | |\n|---|---|---|---|---|---|\n",
     );
     for rule in RULES {
-        let hides = if rule.hides { "yes" } else { "no" };
+        let general = if rule.general { "yes" } else { "no" };
         writeln!(
             text,
-            "| `{}` | {} | {} or more | {hides} | {} | {} |",
+            "| `{}` | {} | {} or more | {general} | {} | {} |",
             rule.kernel,
             forms(rule.forms),
             rule.queries,

@@ -29,6 +29,28 @@ static MODULE: Module = Module::new(
     ],
 );
 
+/// For ragged batches.
+static RAGGED: Module = Module::new(
+    "varlen_sm90",
+    fatbin!("varlen_sm90"),
+    &[
+        "flash_attention_varlen_sm90_d64_f16",
+        "flash_attention_varlen_sm90_d64_bf16",
+        "flash_attention_varlen_sm90_d80_f16",
+        "flash_attention_varlen_sm90_d80_bf16",
+        "flash_attention_varlen_sm90_d96_f16",
+        "flash_attention_varlen_sm90_d96_bf16",
+        "flash_attention_varlen_sm90_d128_f16",
+        "flash_attention_varlen_sm90_d128_bf16",
+        "flash_attention_varlen_sm90_d256_f16",
+        "flash_attention_varlen_sm90_d256_bf16",
+        "flash_attention_varlen_sm90_shared_d64_f16",
+        "flash_attention_varlen_sm90_shared_d64_bf16",
+        "flash_attention_varlen_sm90_shared_d128_f16",
+        "flash_attention_varlen_sm90_shared_d128_bf16",
+    ],
+);
+
 impl AttentionSm90 {
     fn rows(&self) -> usize {
         64 * if self.share { 1 } else { self.consumers }
@@ -65,6 +87,7 @@ const SECTION_BYTES: usize = 24 << 20;
 /// A kernel and how it divides the work.
 #[derive(Debug)]
 struct Wgmma {
+    module: &'static Module,
     index: usize,
     config: AttentionSm90,
     grid: Grid,
@@ -103,6 +126,7 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
     let blocks = if config.share { items } else { items.min(sms) };
     let threads = 128 * (config.consumers as u32 + 1);
     Ok(Box::new(Wgmma {
+        module: if case.ragged { &RAGGED } else { &MODULE },
         index: 2 * place + usize::from(case.q == DType::BF16),
         config,
         grid: Grid::new([blocks as u32, 1, 1], threads, config.shared() as u32),
@@ -114,7 +138,7 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
 
 impl Kernel<Call> for Wgmma {
     fn entry(&self) -> &'static str {
-        MODULE.names(self.index).1
+        self.module.names(self.index).1
     }
 
     fn grid(&self) -> Grid {
@@ -135,23 +159,28 @@ impl Kernel<Call> for Wgmma {
         let map = |operand: &Operand, tokens, heads, rows| {
             tensor_map(call, operand, [tokens, heads], rows, config.piece())
         };
+        let total_q = call.ragged.map_or(sizes.queries, |ragged| ragged.total_q);
         let params = AttentionSm90Params {
-            q: map(&call.q, sizes.queries, sizes.heads, config.rows())?,
+            q: map(&call.q, total_q, sizes.heads, config.rows())?,
             k: map(&call.k, sizes.keys, sizes.kv_heads, config.keys)?,
             v: map(&call.v, sizes.keys, sizes.kv_heads, config.keys)?,
             y: call.y,
+            cu_q: call.ragged.map_or(0, |ragged| ragged.cu_q),
+            cu_k: call.ragged.map_or(0, |ragged| ragged.cu_k),
             heads: sizes.heads as i32,
             kv_heads: sizes.kv_heads as i32,
             queries: sizes.queries as i32,
             keys: sizes.keys as i32,
             unit: call.scale * std::f32::consts::LOG2_E,
-            causal: call.causal.into(),
+            causal: (call.right == Some(0)).into(),
             tiles: self.tiles,
             columns: self.columns,
             section: self.section,
+            total_q: total_q as i32,
+            total_k: sizes.keys as i32,
         };
         // SAFETY: the kernel takes `AttentionSm90Params`; the addresses are the caller's.
-        unsafe { launcher.run(&MODULE, self.index, self.grid, &params) }
+        unsafe { launcher.run(self.module, self.index, self.grid, &params) }
     }
 }
 
@@ -161,7 +190,8 @@ fn refusal(case: &Case) -> Option<&'static str> {
     if !case.positive {
         return Some("the scale is not positive");
     }
-    if sizes.keys == 0 || case.causal && sizes.keys < sizes.queries {
+    // The kernel for ragged batches asks each sequence.
+    if sizes.keys == 0 || case.causal && !case.ragged && sizes.keys < sizes.queries {
         return Some("there are queries without keys");
     }
     (at.q < 16 || at.kv < 16 || at.y < 4).then_some(PIECES)
@@ -171,7 +201,12 @@ fn refusal(case: &Case) -> Option<&'static str> {
 /// work for the blocks.
 fn section(case: &Case, tiles: usize, blocks: usize) -> usize {
     let sizes = &case.sizes;
-    let bytes = sizes.keys * sizes.dim * 2 * case.kv.size_in_bytes();
+    let keys = if case.ragged {
+        sizes.keys.div_ceil(sizes.batch)
+    } else {
+        sizes.keys
+    };
+    let bytes = keys * sizes.dim * 2 * case.kv.size_in_bytes();
     let kv_heads = (SECTION_BYTES / bytes)
         .max((2 * blocks).div_ceil(sizes.group() * tiles))
         .max(1);
@@ -199,7 +234,12 @@ fn tensor_map(
     };
     let [batch_stride, head_stride, token_stride, _] = operand.strides;
     let pieces = call.sizes.dim / piece;
-    let dims = [piece, tokens, pieces, heads, call.sizes.batch].map(|d| d as u64);
+    let batch = if call.ragged.is_some() {
+        1
+    } else {
+        call.sizes.batch
+    };
+    let dims = [piece, tokens, pieces, heads, batch].map(|d| d as u64);
     // A dimension of one element may have any stride: 16 is always taken.
     let stride = |stride: i64, dim: usize| {
         if dim > 1 {
@@ -212,7 +252,7 @@ fn tensor_map(
         stride(token_stride, tokens),
         stride(piece as i64, pieces),
         stride(head_stride, heads),
-        stride(batch_stride, call.sizes.batch),
+        stride(batch_stride, batch),
     ];
     let tile = [piece, rows, pieces, 1, 1].map(|d| d as u32);
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
@@ -237,7 +277,8 @@ fn tensor_map(
     match result {
         sys::CUresult::CUDA_SUCCESS => Ok(TensorMap { opaque: map.opaque }),
         error => bail!(
-            "flash_attention: no tensor map with strides of {strides:?} bytes: {}",
+            "{}: no tensor map with strides of {strides:?} bytes: {}",
+            call.op(),
             DriverError(error)
         ),
     }

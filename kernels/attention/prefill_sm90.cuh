@@ -1,0 +1,476 @@
+// Attention on Hopper after FlashAttention-3 (Shah et al. 2024): a producer warpgroup loads tiles by TMA, consumer
+// warpgroups multiply them by asynchronous tensor-core products (`wgmma`) while their softmax runs. Takes 16-bit
+// tensors without mask, window and softcap.
+#pragma once
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+#include "attention/prefill.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+
+namespace fused {
+
+// How a block is made up: warpgroups that multiply, keys of a tile, and whether they share the keys
+// out. A warpgroup has 64 rows. Either all have the same rows, and each every CONSUMERS-th tile: a
+// lane to itself. Or each has its own rows, and all go along one lane, taking turns. STAGES tiles of
+// keys, and of values, are in flight in a lane.
+template <int D_, int CONSUMERS_, int KEYS_, bool SHARE_, bool VARLEN_> struct Config {
+  static constexpr int D = D_, CONSUMERS = CONSUMERS_, KEYS = KEYS_, STAGES = 2;
+  static constexpr bool SHARE = SHARE_, TURNS = !SHARE, VARLEN = VARLEN_;
+  static constexpr int LANES = SHARE ? CONSUMERS : 1;
+  static constexpr int ROWS = SHARE ? 64 : 64 * CONSUMERS;
+  static constexpr int THREADS = 128 * (CONSUMERS + 1);
+  // Of a thread, out of the 168 or 128 that each has at the launch.
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
+  static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160;
+  // Elements of a piece of a row: as many as a swizzle of up to 128 bytes divides D into.
+  static constexpr int PIECE = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;
+  static constexpr int SWIZZLE = 2 * PIECE;
+  static constexpr int Q_BYTES = ROWS * D * 2;
+  static constexpr int TILE_BYTES = KEYS * D * 2;
+};
+
+// The barriers of a block, 8 bytes each; `slot` is a lane's stage.
+template <int SLOTS> struct Barriers {
+  uint32_t base;
+  __device__ uint32_t q_full() const { return base; }
+  __device__ uint32_t q_free() const { return base + 8; }
+  __device__ uint32_t k_full(int slot) const { return base + 16 + 8 * slot; }
+  __device__ uint32_t k_free(int slot) const { return base + 16 + 8 * (SLOTS + slot); }
+  __device__ uint32_t v_full(int slot) const { return base + 16 + 8 * (2 * SLOTS + slot); }
+  __device__ uint32_t v_free(int slot) const { return base + 16 + 8 * (3 * SLOTS + slot); }
+};
+
+// A block's pieces of work, one after the other: rows of one head. Heads are taken in sections
+// whose keys and values stay in L2, rows by length, longest first; blocks take them to and fro, so
+// that all have about the same to do. A section's last round may have no work for some. Of a ragged batch, each
+// sequence has the tiles of the longest one, and those that it has not are passed over.
+template <typename C> struct Work {
+  int turn = 0;  // of this block
+  int batch, head, first_row, tiles;
+
+  __device__ __forceinline__ Sequence of(const AttentionSm90Params& p) const {
+    if constexpr (C::VARLEN) return ragged;
+    return sequence<false>(p, batch);
+  }
+
+  __device__ __forceinline__ bool next(const AttentionSm90Params& p) {
+    const int grid = gridDim.x, rounds = (p.section * p.tiles + grid - 1) / grid;
+    for (;; ++turn) {
+      const int start = turn / rounds * p.section, columns = min(p.section, p.columns - start);
+      if (columns <= 0) return false;
+      const int block = turn % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
+      const int index = turn % rounds * grid + block;
+      if (index >= columns * p.tiles) continue;
+      const int column = start + index % columns;
+      batch = column / p.heads;
+      head = column % p.heads;
+      first_row = (p.tiles - 1 - index / columns) * C::ROWS;
+      const Sequence of = sequence<C::VARLEN>(p, batch);
+      if constexpr (C::VARLEN) {
+        if (first_row >= of.queries) continue;
+        ragged = of;
+      }
+      const int last = min(first_row + C::ROWS, of.queries) - 1;
+      const int keys = p.causal ? of.keys - of.queries + last + 1 : of.keys;
+      tiles = ((C::VARLEN ? max(keys, 0) : keys) + C::KEYS - 1) / C::KEYS;
+      ++turn;
+      return true;
+    }
+  }
+
+ private:
+  Sequence ragged;
+};
+
+template <typename C>
+__device__ __forceinline__ void produce(const AttentionSm90Params& p, Barriers<C::LANES * C::STAGES> barriers,
+                                        uint32_t q, uint32_t k, uint32_t v) {
+  Work<C> work;
+  const int group = p.heads / p.kv_heads;
+  int before = 0;  // tiles of earlier work, of which there is none where keys are shared
+  for (int n = 0; work.next(p); ++n) {
+    if (C::VARLEN && work.tiles == 0) {
+      --n;  // there are no queries to load
+      continue;
+    }
+    const Sequence of = work.of(p);
+    const int kv_head = work.head / group;
+    // The i-th tile, counted from the last.
+    const auto fetch_tile = [&](int i, const TensorMap& map, uint32_t to, uint32_t full, uint32_t free) {
+      const int count = before + i / C::LANES, slot = i % C::LANES * C::STAGES + count % C::STAGES;
+      barrier_wait(free + 8 * slot, count / C::STAGES % 2 ^ 1);
+      barrier_expect(full + 8 * slot, C::TILE_BYTES);
+      const int token = (work.tiles - 1 - i) * C::KEYS;
+      bulk_copy(to + slot * C::TILE_BYTES, map, full + 8 * slot, of.first_key + token,
+                kv_head, C::VARLEN ? 0 : work.batch);
+    };
+    const auto fetch_k = [&](int i) { fetch_tile(i, p.k, k, barriers.k_full(0), barriers.k_free(0)); };
+    const auto fetch_v = [&](int i) { fetch_tile(i, p.v, v, barriers.v_full(0), barriers.v_free(0)); };
+    barrier_wait(barriers.q_free(), n % 2 ^ 1);
+    barrier_expect(barriers.q_full(), C::Q_BYTES);
+    bulk_copy(q, p.q, barriers.q_full(), of.first_query + work.first_row, work.head, C::VARLEN ? 0 : work.batch);
+#pragma unroll 1
+    for (int i = 0; i < work.tiles + C::LANES; ++i) {
+      if (i < work.tiles) fetch_k(i);
+      if (i >= C::LANES) fetch_v(i - C::LANES);
+    }
+    before += work.tiles;
+  }
+}
+
+// One warpgroup's 64 rows. A thread holds rows lane / 4 and lane / 4 + 8 of its warp's 16.
+template <typename T, typename C> struct Rows {
+  static constexpr int D = C::D, KEYS = C::KEYS;
+  float s[KEYS / 2];
+  float o[D / 2];
+  uint32_t weights[KEYS / 4];
+  float top[2], sum[2];
+  int visible[2];  // keys
+
+  __device__ __forceinline__ void begin(const AttentionSm90Params& p, const Sequence& of, int first_row) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + threadIdx.x % WARP / 4 + 8 * i;
+      visible[i] = p.causal ? min(of.keys, of.keys - of.queries + row + 1) : of.keys;
+      top[i] = NEVER;
+      sum[i] = 0.f;
+    }
+  }
+
+  // Begins the product of queries and keys.
+  __device__ __forceinline__ void scores(uint32_t q, uint32_t k) {
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      const int piece = i * 16 / C::PIECE, inside = i * 32 % C::SWIZZLE;
+      wgmma(T(), s, descriptor<C::SWIZZLE>(q + piece * C::ROWS * C::SWIZZLE + inside, 0),
+            descriptor<C::SWIZZLE>(k + piece * KEYS * C::SWIZZLE + inside, 0), i > 0);
+    }
+  }
+
+  // Begins to add the product of weights and values.
+  __device__ __forceinline__ void outputs(uint32_t v, bool add) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i)
+      wgmma(T(), o, weights + 4 * i,
+            descriptor<C::SWIZZLE>(v + i * 16 * C::SWIZZLE, KEYS * C::SWIZZLE), add || i > 0);
+  }
+
+  __device__ __forceinline__ void hide(int first_key) {
+    const int column = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (column + n * 8 + j % 2 >= visible[j / 2]) s[4 * n + j] = NEVER;
+  }
+
+  // Scores to weights, still in f32. The base of the exponent is only raised when scores outgrow it
+  // by 2^8; what sums and outputs so far are to be scaled by then is returned.
+  __device__ __forceinline__ void softmax(float unit, float (&shrink)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = s[2 * i];
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) most = fmaxf(most, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+      most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+      shrink[i] = 1.f;
+      if (!((most - top[i]) * unit <= 8.f)) {
+        const float raised = fmaxf(most, top[i]);
+        shrink[i] = raised == NEVER ? 1.f : exp2_approx((top[i] - raised) * unit);
+        top[i] = raised;
+        sum[i] *= shrink[i];
+      }
+      const float shift = top[i] == NEVER ? 0.f : top[i] * unit;
+      float part[2] = {0.f, 0.f};
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& x = s[4 * n + 2 * i + j];
+          x = exp2_approx(fmaf(x, unit, -shift));
+          part[j] += x;
+        }
+      sum[i] += part[0] + part[1];
+    }
+  }
+
+  __device__ __forceinline__ void rescale(const float (&shrink)[2]) {
+    if (!__any_sync(FULL, shrink[0] != 1.f || shrink[1] != 1.f)) return;
+#pragma unroll
+    for (int n = 0; n < D / 2; ++n) o[n] *= shrink[n / 2 % 2];
+  }
+
+  __device__ __forceinline__ void round_weights() {
+#pragma unroll
+    for (int n = 0; n < KEYS / 4; ++n) weights[n] = pack2<T>(s[2 * n], s[2 * n + 1]);
+  }
+
+  // Leaves these rows' part of the sums for the first warpgroup to take.
+  __device__ __forceinline__ void leave(char* outputs, char* sums) const {
+    const int thread = threadIdx.x % 128;
+    float4* to = reinterpret_cast<float4*>(outputs);
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+      to[n * 128 + thread] = make_float4(o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]);
+    reinterpret_cast<float4*>(sums)[thread] = make_float4(top[0], top[1], sum[0], sum[1]);
+  }
+
+  __device__ __forceinline__ void take(float unit, const char* outputs, const char* sums) {
+    const int thread = threadIdx.x % 128;
+    const float4 its = reinterpret_cast<const float4*>(sums)[thread];
+    float mine[2], other[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float its_top = i ? its.y : its.x, raised = fmaxf(top[i], its_top);
+      const float base = raised == NEVER ? 0.f : raised;
+      mine[i] = exp2_approx((top[i] - base) * unit);
+      other[i] = exp2_approx((its_top - base) * unit);
+      top[i] = raised;
+      sum[i] = sum[i] * mine[i] + (i ? its.w : its.z) * other[i];
+    }
+    const float4* from = reinterpret_cast<const float4*>(outputs);
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      const float4 x = from[n * 128 + thread];
+      o[4 * n] = o[4 * n] * mine[0] + x.x * other[0];
+      o[4 * n + 1] = o[4 * n + 1] * mine[0] + x.y * other[0];
+      o[4 * n + 2] = o[4 * n + 2] * mine[1] + x.z * other[1];
+      o[4 * n + 3] = o[4 * n + 3] * mine[1] + x.w * other[1];
+    }
+  }
+
+  // Those of rows that see no key.
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < D / 2; ++n) o[n] = 0.f;
+  }
+
+  __device__ __forceinline__ void write(const AttentionSm90Params& p, const Work<C>& work, int first_row) const {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float total = sum[i];
+      total += __shfl_xor_sync(FULL, total, 1);
+      total += __shfl_xor_sync(FULL, total, 2);
+      const float factor = total == 0.f ? 0.f : 1.f / total;
+      const int row = first_row + lane / 4 + 8 * i;
+      const Sequence of = work.of(p);
+      if (row >= of.queries) continue;
+      const int64_t at = output_row<C::VARLEN>(p, of, work.batch, row) * p.heads + work.head;
+      T* y = static_cast<T*>(p.y) + at * D + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+        *reinterpret_cast<uint32_t*>(y + n * 8) =
+            pack2<T>(o[4 * n + 2 * i] * factor, o[4 * n + 2 * i + 1] * factor);
+    }
+  }
+};
+
+// Warpgroups take turns: while one multiplies, the others have their softmax. A turn has come when
+// all others have passed theirs.
+template <typename C> __device__ __forceinline__ void take_turn(int consumer) {
+  if constexpr (C::TURNS)
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(128 * C::CONSUMERS) : "memory");
+}
+template <typename C> __device__ __forceinline__ void pass_turn(int consumer) {
+  if constexpr (C::TURNS) {
+#pragma unroll
+    for (int i = 1; i < C::CONSUMERS; ++i)
+      asm volatile("bar.arrive %0, %1;" ::"r"(1 + (consumer + i) % C::CONSUMERS), "n"(128 * C::CONSUMERS)
+                   : "memory");
+  }
+}
+
+// A warpgroup that multiplies, and where it stands in its lane.
+template <typename T, typename C> struct Consumer {
+  static constexpr int SLOTS = C::LANES * C::STAGES;
+  const AttentionSm90Params& p;
+  const Barriers<SLOTS> barriers;
+  const uint32_t q, k, v;
+  const int number, lane, part;  // among all; its lane; its place among the rows of the block
+  const bool elected;            // one thread of each warp
+  PipelineState<C::STAGES> at_k, at_v;
+  Rows<T, C> rows;
+  int all;  // from this key on some of the rows see nothing
+
+  __device__ __forceinline__ Consumer(const AttentionSm90Params& p, Barriers<SLOTS> barriers, int number, uint32_t q,
+                                      uint32_t k, uint32_t v)
+      : p(p), barriers(barriers), q(q + (C::SHARE ? 0 : number) * 64 * C::SWIZZLE), k(k), v(v),
+        number(number), lane(C::SHARE ? number : 0), part(C::SHARE ? 0 : number),
+        elected(threadIdx.x % WARP == 0) {}
+
+  __device__ __forceinline__ int k_slot() const { return lane * C::STAGES + at_k.stage; }
+  __device__ __forceinline__ int v_slot() const { return lane * C::STAGES + at_v.stage; }
+  __device__ __forceinline__ void free_k() {
+    if (elected) barrier_arrive(barriers.k_free(k_slot()));
+    at_k.next();
+  }
+  __device__ __forceinline__ void free_v() {
+    if (elected) barrier_arrive(barriers.v_free(v_slot()));
+    at_v.next();
+  }
+  __device__ __forceinline__ void softmax(int tile, float (&shrink)[2]) {
+    if (tile * C::KEYS + C::KEYS > all) rows.hide(tile * C::KEYS);
+    rows.softmax(p.unit, shrink);
+  }
+
+  // The scores of the first tile.
+  __device__ __forceinline__ void begin(int tile) {
+    float shrink[2];
+    barrier_wait(barriers.k_full(k_slot()), at_k.phase);
+    take_turn<C>(number);
+    wgmma_fence();
+    rows.scores(q, k + k_slot() * C::TILE_BYTES);
+    wgmma_commit();
+    pass_turn<C>(number);
+    wgmma_wait<0>();
+    settle(rows.s);
+    free_k();
+    softmax(tile, shrink);
+    rows.round_weights();
+    if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase);
+  }
+
+  // Makes zeros of the values from row `count` of the first tile on, which are another sequence's or nobody's: a
+  // weight of 0 would not hide one that is no number. All that share the tile do it, each before its own products.
+  __device__ __forceinline__ void clear_values(char* values, int count) {
+    barrier_wait(barriers.v_full(v_slot()), at_v.phase);
+    char* const tile = values + v_slot() * C::TILE_BYTES;
+    const int bytes = (C::KEYS - count) * C::SWIZZLE;
+    for (int piece = 0; piece < C::D / C::PIECE; ++piece)
+      for (int i = threadIdx.x % 128 * 16; i < bytes; i += 128 * 16)
+        *reinterpret_cast<uint4*>(tile + (piece * C::KEYS + count) * C::SWIZZLE + i) = make_uint4(0, 0, 0, 0);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + C::CONSUMERS + number) : "memory");
+  }
+
+  // A tile's scores, and beside their softmax the outputs of the tile before.
+  __device__ __forceinline__ void step(int tile, bool add) {
+    float shrink[2];
+    take_turn<C>(number);
+    wgmma_fence();
+    rows.scores(q, k + k_slot() * C::TILE_BYTES);
+    wgmma_commit();
+    barrier_wait(barriers.v_full(v_slot()), at_v.phase);
+    rows.outputs(v + v_slot() * C::TILE_BYTES, add);
+    wgmma_commit();
+    pass_turn<C>(number);
+    wgmma_wait<1>();
+    settle(rows.s);
+    free_k();
+    softmax(tile, shrink);
+    // The next keys are waited for here, at a branch that needs the sum (which is never negative):
+    // the compiler must not move the exponentials, which are to be computed while the tensor cores
+    // work, after the PDL wait for these.
+    const uint32_t odd = rows.sum[0] + rows.sum[1] < 0.f;
+    if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase ^ odd);
+    wgmma_wait<0>();
+    settle(rows.o);
+    free_v();
+    rows.rescale(shrink);
+    rows.round_weights();
+  }
+
+  // The outputs of the last tile.
+  __device__ __forceinline__ void end(bool add) {
+    if (elected) barrier_arrive(barriers.q_free());
+    barrier_wait(barriers.v_full(v_slot()), at_v.phase);
+    wgmma_fence();
+    rows.outputs(v + v_slot() * C::TILE_BYTES, add);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(rows.o);
+    free_v();
+  }
+};
+
+template <typename T, typename C>
+__device__ __forceinline__ void consume(const AttentionSm90Params& p, Barriers<C::LANES * C::STAGES> barriers,
+                                        uint32_t q, uint32_t k, uint32_t v, char* shared_k,
+                                        char* shared_v) {
+  // The same in all lanes of a warp, as the compiler is told by the shuffle.
+  const int number = __shfl_sync(FULL, int(threadIdx.x) / 128 - 1, 0);
+  Consumer<T, C> self(p, barriers, number, q, k, v);
+  Work<C> work;
+  if constexpr (C::TURNS) {
+    // As if the last round of turns had just been passed.
+    for (int i = 0; i < number; ++i)
+      asm volatile("bar.arrive %0, %1;" ::"r"(1 + i), "n"(128 * C::CONSUMERS) : "memory");
+  }
+  for (int n = 0; work.next(p); ++n) {
+    const int part_row = work.first_row + self.part * 64;
+    const int first_row = part_row + threadIdx.x / WARP % 4 * 16;
+    const Sequence of = work.of(p);
+    self.all = p.causal ? of.keys - of.queries + part_row + 1 : of.keys;
+    self.rows.begin(p, of, first_row);
+    if (C::VARLEN && work.tiles == 0) {
+      self.rows.clear();
+      if (!C::SHARE || number == 0) self.rows.write(p, work, first_row);
+      --n;
+      continue;
+    }
+    barrier_wait(barriers.q_full(), n & 1);
+    int tile = work.tiles - 1 - self.lane;
+    if (tile >= 0) {
+      bool add = false;
+      self.begin(tile);
+      if (C::VARLEN && (tile + 1) * C::KEYS > of.keys) self.clear_values(shared_v, of.keys - tile * C::KEYS);
+      for (tile -= C::LANES; tile >= 0; tile -= C::LANES) {
+        self.step(tile, add);
+        add = true;
+      }
+      self.end(add);
+    }
+    if constexpr (C::SHARE) {
+      constexpr int LANE_BYTES = C::STAGES * C::TILE_BYTES;
+      if (number > 0) self.rows.leave(shared_k + number * LANE_BYTES, shared_v + number * LANE_BYTES);
+      asm volatile("bar.sync 1, %0;" ::"n"(128 * C::CONSUMERS) : "memory");
+      if (number > 0) return;
+      for (int i = 1; i < min(C::LANES, work.tiles); ++i)
+        self.rows.take(p.unit, shared_k + i * LANE_BYTES, shared_v + i * LANE_BYTES);
+    }
+    self.rows.write(p, work, first_row);
+  }
+}
+
+template <typename T, typename C> __device__ __forceinline__ void attend(const AttentionSm90Params& p) {
+  constexpr int SLOTS = C::LANES * C::STAGES, ARRIVALS = 4 * C::CONSUMERS / C::LANES;
+  extern __shared__ char shared[];
+  __shared__ __align__(8) uint64_t room[2 + 4 * SLOTS];
+  const uint32_t start = shared_address(shared), q = (start + 1023) & ~1023u;
+  const uint32_t k = q + C::Q_BYTES, v = k + SLOTS * C::TILE_BYTES;
+  const Barriers<SLOTS> barriers = {shared_address(room)};
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(p.q);
+    prefetch_tensor_map(p.k);
+    prefetch_tensor_map(p.v);
+    barrier_init(barriers.q_full(), 1);
+    barrier_init(barriers.q_free(), 4 * C::CONSUMERS);
+    for (int i = 0; i < SLOTS; ++i) {
+      barrier_init(barriers.k_full(i), 1);
+      barrier_init(barriers.v_full(i), 1);
+      barrier_init(barriers.k_free(i), ARRIVALS);
+      barrier_init(barriers.v_free(i), ARRIVALS);
+    }
+    barriers_made();
+  }
+  __syncthreads();
+  pdl_launch();
+  pdl_wait();
+  if constexpr (C::VARLEN)
+    each_left_over(p, p.columns / p.heads, C::D, [&](int64_t at) { static_cast<T*>(p.y)[at] = from_float<T>(0.f); });
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(C::PRODUCER_REGISTERS));
+    if (threadIdx.x == 0) produce<C>(p, barriers, q, k, v);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(C::REGISTERS));
+    consume<T, C>(p, barriers, q, k, v, shared + (k - start), shared + (v - start));
+  }
+}
+
+}  // namespace fused
+
+#endif

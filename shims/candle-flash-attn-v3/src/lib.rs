@@ -1,0 +1,3 @@
+//! candle-flash-attn-v3's functions by its name, over the kernels of [candle_fused].
+
+pub use candle_fused::flash_attn_v3::*;
