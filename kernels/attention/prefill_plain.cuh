@@ -249,7 +249,7 @@ template <typename S, bool VARLEN> __device__ __forceinline__ void attend(const 
     __syncthreads();
     if (works) state.outputs(weights, tile);
   }
-  state.template finish<VARLEN>(p, of, batch, kv_head, block_row);
+  state.template epilogue<VARLEN>(p, of, batch, kv_head, block_row);
 }
 
 }  // namespace fused
