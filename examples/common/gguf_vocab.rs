@@ -129,6 +129,12 @@ pub fn tokenizer(content: &Content) -> Result<Tokenizer> {
             let (left, right) = merge
                 .split_once(' ')
                 .with_context(|| format!("its merge '{merge}' is no pair"))?;
+            // Tokenizers panics at one that is longer than all tokens.
+            let joined = [left, right].concat();
+            ensure!(
+                vocab.contains_key(&joined),
+                "its merges do not fit its tokens: '{joined}' is none"
+            );
             Ok((left.to_owned(), right.to_owned()))
         })
         .collect::<Result<Vec<_>>>()?;

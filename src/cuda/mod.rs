@@ -22,9 +22,7 @@ mod table;
 pub(crate) mod table_tests;
 
 pub use blocks::BlockMatrix;
-pub(crate) use blocks::{
-    Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype, stored_bytes,
-};
+pub(crate) use blocks::{Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype};
 pub(crate) use force::forced;
 pub use force::with_kernel;
 pub(crate) use gpu::{Gpu, GpuSpec, MAX_GPUS};

@@ -77,7 +77,9 @@ impl Case {
             let own = tokens * width;
             let mut x: Vec<f32> = (0..own).map(|_| rng.random_range(-1f32..1.)).collect();
             x.resize(own + self.behind * width, f32::NAN);
-            Tensor::from_vec(x, (tokens + self.behind, width), device)?.to_dtype(dtype)
+            // Candle's conversions on a GPU do not take tensors without values.
+            let x = Tensor::from_vec(x, (tokens + self.behind, width), &Device::Cpu)?;
+            x.to_dtype(dtype)?.to_device(device)
         };
         let (heads, kv_heads, dim) = (self.heads, self.kv_heads, self.dim);
         if self.joint {

@@ -48,7 +48,8 @@ fn gate_and_up_may_be_one_matrix() -> Result<()> {
                     let of = |p: &Projection| p.forward_activated(&x, None, Activation::SwiGlu);
                     let (got, want) = (of(&joint)?, of(&apart)?);
                     assert_eq!(got.dims(), [rows, 80]);
-                    let error = widest_error(&got, &values(&want)?)?;
+                    let error = widest_error(&got, &values(&want)?)
+                        .map_err(|e| e.context(format!("{dtype:?} {fusion} {rows}")))?;
                     assert!(error < 1e-5, "{dtype:?} {fusion} {rows}: {error:e}");
                 }
             }
