@@ -32,16 +32,6 @@ __device__ __forceinline__ void exchange_2_pairs(uint32_t& a, uint32_t& b) {
   const uint32_t other = __shfl_sync(FULL, upper ? a : b, t / 2 + (odd ? 0 : 2), 4);
   a = odd ? other : one, b = odd ? one : other;
 }
-// Of 16, lane t has 4t to 4t + 3, and gets t, t + 4, t + 8 and t + 12: a transposition, in two rounds.
-__device__ __forceinline__ void exchange_4_pairs(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  const auto swap = [](uint32_t& low, uint32_t& high, int distance) {
-    const bool upper = threadIdx.x & distance;
-    const uint32_t got = __shfl_xor_sync(FULL, upper ? low : high, distance);
-    low = upper ? got : low, high = upper ? high : got;
-  };
-  swap(a, b, 1), swap(c, d, 1), swap(a, c, 2), swap(b, d, 2);
-}
-
 __device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
   uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -189,8 +179,8 @@ template <class Format> struct GemmInt {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES;
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP ? 1 : 4;
   static constexpr bool HAS_OFFSET = false;
-  // INT8 has 16 of 64 values in a lane, of which two fragments would have to exchange theirs: never.
-  static constexpr int IN_ORDER_TOKENS = CHANNEL_SCALES ? 1 << 30 : GEMM_WNA16_PACKED_IN_ORDER;
+  // Exchanging values would cost more than a kernel that reorders x.
+  static constexpr int IN_ORDER_TOKENS = 1 << 30;
   static constexpr bool LOADS_EARLY = false;
   using TileScales1 = TileScales<Format::GROUPS, Format::ZEROS, 1>;
 
@@ -218,11 +208,6 @@ template <class Format> struct GemmInt {
 
   __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
     return __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
-  }
-
-  static __device__ __forceinline__ void put_in_order(WeightFragment& a) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) exchange_4_pairs(a.at(i, 0), a.at(i, 1), a.at(i, 2), a.at(i, 3));
   }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv& p, int e) {
@@ -267,7 +252,7 @@ template <int GROUPS_> struct GemmTernary {
   static constexpr bool CHANNEL_SCALES = GROUPS_ == ROW_SCALES;
   static constexpr int GROUPS = 4;
   static constexpr bool HAS_OFFSET = false;
-  static constexpr int IN_ORDER_TOKENS = GEMM_WNA16_PACKED_IN_ORDER;
+  static constexpr int IN_ORDER_TOKENS = 1 << 30;
   static constexpr bool LOADS_EARLY = false;
   using Format = TernaryWeights<GROUPS_>;
   using TileScales1 = TileScales<GROUPS_, false, 1>;
@@ -296,17 +281,6 @@ template <int GROUPS_> struct GemmTernary {
 
   __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
     return 0.5f * __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
-  }
-
-  // Pairs of codes j and j + 4 become pairs of neighbours first.
-  static __device__ __forceinline__ void put_in_order(WeightFragment& a) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t v[4] = {a.at(i, 0), a.at(i, 1), a.at(i, 2), a.at(i, 3)};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) a.at(i, j) = __byte_perm(v[2 * (j % 2)], v[2 * (j % 2) + 1], j < 2 ? 0x5410 : 0x7632);
-      exchange_4_pairs(a.at(i, 0), a.at(i, 1), a.at(i, 2), a.at(i, 3));
-    }
   }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv&, int e) {

@@ -39,7 +39,11 @@ fn gate_and_up_may_be_one_matrix() -> Result<()> {
                     }
                 })
             };
-            for fusion in [Fusion::all(), Fusion::none()] {
+            // Candle's quantized products on a GPU read rows of 512 values, past the last row of these from memory
+            // that holds anything.
+            let plain = device.is_cpu() || dtype.is_none();
+            let fusions = [Some(Fusion::all()), plain.then(Fusion::none)];
+            for fusion in fusions.into_iter().flatten() {
                 let joint = Projection::new(vec![weight(&both)?], None, fusion)?;
                 let apart = vec![weight(&halves[0])?, weight(&halves[1])?];
                 let apart = Projection::new(apart, None, fusion)?;

@@ -172,9 +172,8 @@ abi! {
     const GEMM_WNA16_SUMS_TOKENS: Count<i32> = 32;
     /// Tokens of a tile up to which a block has no producer of its own, and a multiprocessor two blocks.
     const GEMM_WNA16_SMALL_TOKENS: Count<i32> = 64;
-    /// Tokens of a tile from which on x is read in its own order, for GGUF blocks, and for INT4 and ternary weights.
+    /// Tokens of a tile from which on x is read in its own order, for GGUF blocks.
     const GEMM_WNA16_GGUF_IN_ORDER: Count<i32> = 128;
-    const GEMM_WNA16_PACKED_IN_ORDER: Count<i32> = 256;
     /// Tokens whose sums are in shared memory together, of a tile that no other block shares.
     const GEMM_WNA16_STAGED_TOKENS: Count<i32> = 64;
 

@@ -9,10 +9,9 @@ use super::gemv::Gemv;
 use super::tensor_map::{operand_map, sums_map};
 use crate::cuda::abi::{
     GEMM_WNA16 as FORMS, GEMM_WNA16_CHANNELS as CHANNELS,
-    GEMM_WNA16_GGUF_IN_ORDER as GGUF_IN_ORDER, GEMM_WNA16_PACKED_IN_ORDER as PACKED_IN_ORDER,
-    GEMM_WNA16_SMALL_TOKENS as SMALL, GEMM_WNA16_STAGED_TOKENS as STAGED_TOKENS,
-    GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS, GemmWna16Form, GemmWna16Params, IN_ORDER,
-    K_BLOCK as BLOCK_K, NORM_NONE, TensorMap, WARP,
+    GEMM_WNA16_GGUF_IN_ORDER as GGUF_IN_ORDER, GEMM_WNA16_SMALL_TOKENS as SMALL,
+    GEMM_WNA16_STAGED_TOKENS as STAGED_TOKENS, GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS,
+    GemmWna16Form, GemmWna16Params, IN_ORDER, K_BLOCK as BLOCK_K, NORM_NONE, TensorMap, WARP,
 };
 use crate::cuda::{
     Address, Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
@@ -85,7 +84,7 @@ impl Order {
     /// 8t to 8t + 7 of 32.
     const INT4: Self = Self {
         bits: 0x521430,
-        in_order: PACKED_IN_ORDER,
+        in_order: usize::MAX,
     };
     /// 16t to 16t + 15 of 64.
     const INT8: Self = Self {
@@ -95,7 +94,7 @@ impl Order {
     /// As INT4, codes j and j + 4 in one word.
     const TERNARY: Self = Self {
         bits: 0x521043,
-        in_order: PACKED_IN_ORDER,
+        in_order: usize::MAX,
     };
 }
 
