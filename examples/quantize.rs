@@ -28,6 +28,7 @@ use common::source::{self, DEFAULT_MODEL, ModelFiles, SourceOptions};
 use common::tokenizer::Text;
 use common::validate;
 use common::weights::{self, Checkpoint};
+use common::with_config;
 
 /// Quantizes a model and saves it as a folder.
 #[derive(Parser, Debug)]
@@ -120,12 +121,11 @@ fn run() -> Result<()> {
     beside(&located.files, &checkpoint, &text, &args.out)?;
     let Checkpoint { config, vb, .. } = checkpoint;
     let layout = args.layout;
-    let quantization = match &config {
-        Config::Llama(config) => layout.save(config, vb, &recipe, &target),
-        Config::Qwen2(config) => layout.save(config, vb, &recipe, &target),
-        Config::Qwen3(config) => layout.save(config, vb, &recipe, &target),
-        Config::GptNeox(config) => layout.save(config, vb, &recipe, &target),
-    }?;
+    let quantization = with_config!(
+        &config,
+        config => layout.save(config, vb, &recipe, &target),
+        config => layout.save(config, vb, &recipe, &target),
+    )?;
     if let Some(quantization) = quantization {
         let path = args.out.join("config.json");
         let mut config = validate::json(&path)?;

@@ -3,7 +3,8 @@
 use std::fmt;
 
 use anyhow::{Result, bail};
-use candle_fused::models::{gpt_neox, llama, qwen2, qwen3};
+use candle_fused::models::smol::smollm3;
+use candle_fused::models::{gpt_neox, llama, mistral, phi3, qwen2, qwen3};
 use serde_json::Value;
 
 /// An architecture that candle-fused has.
@@ -13,6 +14,9 @@ pub enum Architecture {
     Qwen2,
     Qwen3,
     GptNeox,
+    Mistral,
+    Phi3,
+    SmolLm3,
 }
 
 /// A checkpoint's configuration.
@@ -22,10 +26,37 @@ pub enum Config {
     Qwen2(qwen2::Config),
     Qwen3(qwen3::Config),
     GptNeox(gpt_neox::Config),
+    Mistral(mistral::Config),
+    Phi3(phi3::Config),
+    SmolLm3(smollm3::Config),
+}
+
+/// What is done for a Llama, whose types differ, and what for the configuration of any other architecture.
+#[macro_export]
+macro_rules! with_config {
+    ($config:expr, $llama:ident => $as_llama:expr, $other:ident => $as_other:expr $(,)?) => {
+        match $config {
+            $crate::architecture::Config::Llama($llama) => $as_llama,
+            $crate::architecture::Config::Qwen2($other) => $as_other,
+            $crate::architecture::Config::Qwen3($other) => $as_other,
+            $crate::architecture::Config::GptNeox($other) => $as_other,
+            $crate::architecture::Config::Mistral($other) => $as_other,
+            $crate::architecture::Config::Phi3($other) => $as_other,
+            $crate::architecture::Config::SmolLm3($other) => $as_other,
+        }
+    };
 }
 
 impl Architecture {
-    const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::GptNeox];
+    const ALL: [Self; 7] = [
+        Self::Llama,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::GptNeox,
+        Self::Mistral,
+        Self::Phi3,
+        Self::SmolLm3,
+    ];
 
     /// By `model_type` of a config.json, or `general.architecture` of a GGUF file.
     pub fn named(name: &str) -> Result<Self> {
@@ -33,8 +64,8 @@ impl Architecture {
         match Self::ALL.into_iter().find(called) {
             Some(architecture) => Ok(architecture),
             None => bail!(
-                "models of the architecture '{name}' are not run here; take a llama, qwen2, qwen3 or \
-                 gpt_neox model"
+                "models of the architecture '{name}' are not run here; take a llama, qwen2, qwen3, gpt_neox, \
+                 mistral, phi3 or smollm3 model"
             ),
         }
     }
@@ -46,6 +77,9 @@ impl Architecture {
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
             Self::GptNeox => "gpt_neox",
+            Self::Mistral => "mistral",
+            Self::Phi3 => "phi3",
+            Self::SmolLm3 => "smollm3",
         }
     }
 
@@ -53,6 +87,8 @@ impl Architecture {
     pub fn gguf(self) -> &'static str {
         match self {
             Self::GptNeox => "gptneox",
+            // Converters write Mistral as a Llama.
+            Self::Mistral => Self::Llama.gguf(),
             other => other.model_type(),
         }
     }
@@ -65,6 +101,9 @@ impl Architecture {
             Self::Qwen2 => Config::Qwen2(serde_json::from_value(json)?),
             Self::Qwen3 => Config::Qwen3(serde_json::from_value(json)?),
             Self::GptNeox => Config::GptNeox(serde_json::from_value(json)?),
+            Self::Mistral => Config::Mistral(serde_json::from_value(json)?),
+            Self::Phi3 => Config::Phi3(serde_json::from_value(json)?),
+            Self::SmolLm3 => Config::SmolLm3(serde_json::from_value(json)?),
         })
     }
 }

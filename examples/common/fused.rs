@@ -10,13 +10,15 @@ use candle_fused::Fusion;
 use candle_fused::cpu::packed::SharedBytes;
 use candle_fused::generation::{Generation, Options};
 use candle_fused::models::llama::{self, Cache, Llama};
-use candle_fused::models::{self, CausalLm, GgufModel, gpt_neox, qwen2, qwen3};
+use candle_fused::models::smol::smollm3;
+use candle_fused::models::{self, CausalLm, GgufModel, gpt_neox, phi3, qwen2, qwen3};
 use candle_fused::quant::{QuantizedFile, Recipe};
 
 use super::architecture::{Architecture, Config};
 use super::generate::TextModel;
 use super::progress::Watched;
 use super::weights::{Bytes, Checkpoint, Weights, damaged};
+use crate::with_config;
 
 /// Loads weights into the fused model, with the fusions that are on in `fusion`; [`Fusion::none`] is
 /// the same model in candle's own operations. A `dtype` turns the blocks of a GGUF file into dense
@@ -60,10 +62,14 @@ pub fn load(
             let place = place(Some(Arc::new(bytes)));
             let file = (content, reader, map);
             match architecture {
-                Architecture::Llama => blocks::<llama::Config>(file, place, fusion),
+                Architecture::Llama | Architecture::Mistral => {
+                    blocks::<llama::Config>(file, place, fusion)
+                }
                 Architecture::Qwen2 => blocks::<qwen2::Config>(file, place, fusion),
                 Architecture::Qwen3 => blocks::<qwen3::Config>(file, place, fusion),
                 Architecture::GptNeox => blocks::<gpt_neox::Config>(file, place, fusion),
+                Architecture::Phi3 => blocks::<phi3::Config>(file, place, fusion),
+                Architecture::SmolLm3 => blocks::<smollm3::Config>(file, place, fusion),
             }
             .with_context(|| damaged(&path))
         }
@@ -97,24 +103,17 @@ fn dense(checkpoint: Checkpoint, place: Place, fusion: Fusion) -> Result<Box<dyn
     let Checkpoint {
         config, vb, dtype, ..
     } = checkpoint;
-    Ok(match config {
-        Config::Llama(config) => {
+    Ok(with_config!(
+        config,
+        config => {
             let llama = Llama::load_fused(vb, &config, fusion)?;
             llama_with_cache(llama, config, dtype, place)?
-        }
-        Config::Qwen2(config) => {
+        },
+        config => {
             let model = CausalLm::new_fused(&config, vb, fusion)?;
             Box::new(Placed { model, place })
-        }
-        Config::Qwen3(config) => {
-            let model = CausalLm::new_fused(&config, vb, fusion)?;
-            Box::new(Placed { model, place })
-        }
-        Config::GptNeox(config) => {
-            let model = CausalLm::new_fused(&config, vb, fusion)?;
-            Box::new(Placed { model, place })
-        }
-    })
+        },
+    ))
 }
 
 /// Dense weights, quantized as they are read.
@@ -127,24 +126,17 @@ fn quantized(
     let Checkpoint {
         config, vb, dtype, ..
     } = checkpoint;
-    Ok(match config {
-        Config::Llama(config) => {
+    Ok(with_config!(
+        config,
+        config => {
             let llama = Llama::load_quantized(vb, &config, recipe, fusion)?;
             llama_with_cache(llama, config, dtype, place)?
-        }
-        Config::Qwen2(config) => {
+        },
+        config => {
             let model = CausalLm::new_quantized(&config, vb, recipe, fusion)?;
             Box::new(Placed { model, place })
-        }
-        Config::Qwen3(config) => {
-            let model = CausalLm::new_quantized(&config, vb, recipe, fusion)?;
-            Box::new(Placed { model, place })
-        }
-        Config::GptNeox(config) => {
-            let model = CausalLm::new_quantized(&config, vb, recipe, fusion)?;
-            Box::new(Placed { model, place })
-        }
-    })
+        },
+    ))
 }
 
 /// Weights that were quantized and saved, where the file is mapped.
@@ -155,24 +147,17 @@ fn in_place(
     fusion: Fusion,
 ) -> Result<Box<dyn TextModel>> {
     let device = &place.device;
-    Ok(match config {
-        Config::Llama(config) => {
+    Ok(with_config!(
+        config,
+        config => {
             let llama = Llama::from_quantized(file, config, dtype, device, fusion)?;
             llama_with_cache(llama, config.clone(), dtype, place)?
-        }
-        Config::Qwen2(config) => {
+        },
+        config => {
             let model = CausalLm::from_quantized(config, file, dtype, device, fusion)?;
             Box::new(Placed { model, place })
-        }
-        Config::Qwen3(config) => {
-            let model = CausalLm::from_quantized(config, file, dtype, device, fusion)?;
-            Box::new(Placed { model, place })
-        }
-        Config::GptNeox(config) => {
-            let model = CausalLm::from_quantized(config, file, dtype, device, fusion)?;
-            Box::new(Placed { model, place })
-        }
-    })
+        },
+    ))
 }
 
 fn llama_with_cache(

@@ -30,15 +30,18 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// candle-transformers has no GPT-NeoX, and its Qwen models either refuse sliding windows or mask
-    /// other positions than Hugging Face.
+    /// candle-transformers has no GPT-NeoX, and its Qwen and Mistral models either refuse sliding windows or
+    /// mask other positions than Hugging Face. Its Phi-3 and SmolLM3 are not run here.
     pub fn of(weights: &Weights) -> Result<Self> {
         let slides = match weights {
             Weights::Safetensors { config, .. } => config["use_sliding_window"] == true,
             _ => false,
         };
         Ok(match weights.architecture()? {
-            Architecture::GptNeox => Self::PlainCandle,
+            Architecture::GptNeox
+            | Architecture::Mistral
+            | Architecture::Phi3
+            | Architecture::SmolLm3 => Self::PlainCandle,
             Architecture::Qwen2 | Architecture::Qwen3 if slides => Self::PlainCandle,
             _ => Self::Stock,
         })
@@ -115,7 +118,7 @@ fn blocks<R: Read + Seek>(
             let model = quantized_qwen3::ModelWeights::from_gguf(content, reader, device)?;
             Stock::boxed(model, device, sizes)
         }
-        Architecture::GptNeox => return no_gpt_neox(),
+        _ => return not_stock(architecture),
     })
 }
 
@@ -145,12 +148,12 @@ fn dense(checkpoint: Checkpoint, device: &Device) -> Result<Box<dyn TextModel>> 
             let model = qwen3::ModelForCausalLM::new(&config, vb)?;
             Stock::boxed(model, device, sizes)
         }
-        Config::GptNeox(_) => return no_gpt_neox(),
+        _ => bail!("candle-transformers' model of this architecture is not run here"),
     })
 }
 
-fn no_gpt_neox<T>() -> Result<T> {
-    bail!("candle-transformers has no GPT-NeoX")
+fn not_stock<T>(architecture: Architecture) -> Result<T> {
+    bail!("candle-transformers' {architecture} is not run here")
 }
 
 /// What a prompt is checked against.

@@ -2,11 +2,11 @@ use candle_core::{DType, Result, Shape as Dims};
 use candle_nn::var_builder::SimpleBackend;
 use clap::ValueEnum;
 
-use crate::common::architecture::Config;
 use crate::common::shapes::{RandomWeights, Shape, tokens};
 use crate::common::source::ModelFiles;
 use crate::common::weights::{self, Weights};
 use crate::support::{devices, values};
+use common::with_config;
 
 #[test]
 fn every_shape_is_a_configuration() {
@@ -14,12 +14,11 @@ fn every_shape_is_a_configuration() {
         let weights = weights::open(&ModelFiles::Random(*shape)).unwrap();
         let architecture = weights.architecture().unwrap();
         let config = architecture.config(shape.config()).unwrap();
-        let vocab = match config {
-            Config::Llama(config) => config.vocab_size,
-            Config::Qwen2(config) => config.vocab_size,
-            Config::Qwen3(config) => config.vocab_size,
-            Config::GptNeox(config) => config.vocab_size,
-        };
+        let vocab = with_config!(
+            config,
+            config => config.vocab_size,
+            config => config.vocab_size,
+        );
         assert_eq!(weights.vocab_size().unwrap(), vocab, "{shape:?}");
         assert_eq!(Weights::Random(*shape).dtype(None).unwrap(), DType::BF16);
         assert!(weights.text().is_err());

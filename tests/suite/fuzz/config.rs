@@ -25,6 +25,9 @@ pub fn run(data: &[u8]) {
             Config::Qwen2(config) => model(config, fusion),
             Config::Qwen3(config) => model(config, fusion),
             Config::GptNeox(config) => model(config, fusion),
+            Config::Mistral(config) => model(config, fusion),
+            Config::Phi3(config) => model(config, fusion),
+            Config::SmolLm3(config) => model(config, fusion),
         };
     }
 }
