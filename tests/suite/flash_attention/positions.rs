@@ -20,7 +20,7 @@ fn params(dim: usize) -> AttentionParams {
 
 /// Few rows and many, fewer keys than queries, head sizes with and without tensor cores, each dtype.
 fn cases() -> impl Iterator<Item = Case> {
-    let lengths = [(1, 200), (5, 5), (40, 40), (100, 333), (333, 333), (90, 40)];
+    let lengths = [(1, 200), (5, 5), (40, 40), (70, 150), (150, 150), (90, 40)];
     let dtypes = [
         [DType::F32; 2],
         [DType::F16; 2],
@@ -29,7 +29,7 @@ fn cases() -> impl Iterator<Item = Case> {
     ];
     lengths.into_iter().flat_map(move |(queries, keys)| {
         [(32, 0), (64, 1), (64, 2), (128, 3), (256, 1)].map(|(dim, dtype)| Case {
-            batch: 2,
+            batch: 1,
             heads: 4,
             kv_heads: 2,
             queries,
