@@ -1,13 +1,13 @@
-// GEMM for up to 16 rows of bf16 x and packed INT8 or INT4 weights (formats/packed.cuh): y = act(x W^T + bias) +
+// GEMM for up to 16 rows of bf16 x and INT4 weights in groups of 128 (formats/packed.cuh): y = act(x W^T + bias) +
 // residuals. Weights are dequantized to bf16 in registers, and x is in registers too.
 //
 // Split-K: one CTA, or a cluster of two, shares K, and within a CTA `split_k` warps. A warp holds two K blocks of 128
 // values of all rows of x in registers while N tiles of 16 output channels pass by. It streams their weights and
-// scales through a `cp.async` pipeline of 4 to 6 stages of its own, which is filled before the PDL wait and small
+// scales through a `cp.async` pipeline of 4 stages of its own, which is filled before the PDL wait and small
 // enough for the next kernel's to fit beside it. If a warp has more K blocks, the N tiles of a batch pass again for
 // the next two, and it goes on from its sums: warps synchronize once per batch.
 //
-// INT4 in groups of 128 is multiplied with a bias of 136 (128 of the bf16 trick and the zero point of 8): sums begin
+// Codes are multiplied with a bias of 136 (128 of the bf16 trick and the zero point of 8): sums begin
 // with minus that times the sum of x over the K block.
 //
 // After a batch of four N tiles every thread adds four outputs over the warps, in their order. The two CTAs of a
@@ -20,30 +20,20 @@
 
 namespace fused {
 
-// A warp's pipeline of weights and scales: K blocks of a stage, stages, and where things lie in a stage.
+// A warp's pipeline of weights and scales: stages, and where things lie in a stage.
 template <class Format, int DEPTH> struct WeightPipeline {
-  static constexpr int K_BLOCKS = Format::GROUPS == ONE_GROUP ? DEPTH : 1;
-  static constexpr int GROUPS = Format::GROUPS == SOME_GROUPS ? 4 : Format::GROUPS;
-  static constexpr int STAGES = Format::GROUPS == SOME_GROUPS ? 6 : 4;
+  static constexpr int K_BLOCKS = DEPTH, STAGES = 4;
   static constexpr uint32_t PIECE = sizeof(typename Format::Piece) * WARP;  // of 8 rows and a K block
   static constexpr uint32_t CODES = 2 * K_BLOCKS * PIECE;
-  static constexpr uint32_t SCALES = 2 * K_BLOCKS * ROW_GROUP * GROUPS * 2;
-  static constexpr uint32_t ZEROS = Format::ZEROS ? SCALES / 2 : 0;
-  static constexpr uint32_t STAGE_BYTES = CODES + SCALES + ZEROS;
+  static constexpr uint32_t SCALES = 2 * K_BLOCKS * ROW_GROUP * 2;
+  static constexpr uint32_t STAGE_BYTES = CODES + SCALES;
 };
 
-// 8 bytes to shared memory.
-__device__ __forceinline__ void copy_async_8(uint32_t to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-#endif
-}
-
-template <class Format> struct GemmM16 {
+struct GemmM16 {
+  using Format = Int4Weights<ONE_GROUP>;
   static constexpr int WARPS = M16_WARPS, THREADS = WARPS * WARP, M_TILES = M16_ROWS / 8;
   static constexpr int DEPTH = M16_DEPTH, BATCH = M16_BATCH;
   using R = WeightPipeline<Format, DEPTH>;
-  using Scales = TileScales<Format::GROUPS, Format::ZEROS, R::K_BLOCKS>;
   static constexpr int STAGES = R::STAGES, CHUNKS = DEPTH / R::K_BLOCKS;
   static constexpr uint32_t SUMS = 16 * 8 * M_TILES;  // of an N tile
   static constexpr uint32_t PIPELINES = WARPS * STAGES * R::STAGE_BYTES, PARTS = WARPS * BATCH * SUMS * 4;
@@ -52,7 +42,6 @@ template <class Format> struct GemmM16 {
   static constexpr uint32_t GIVEN = 8 * THREADS, TURNS = 4;
   static_assert(DEPTH % R::K_BLOCKS == 0 && BATCH * SUMS == 4 * THREADS);
   // Sums of a K block with the bias fit f32: they are off by 2^-18 of their magnitude at most.
-  static constexpr bool BIASED = Format::GROUPS == ONE_GROUP && R::K_BLOCKS == DEPTH;
   static constexpr float BIAS = 136.f;
   static constexpr uint32_t ONES = 0x3f803f80u;  // two bf16
 
@@ -105,26 +94,15 @@ template <class Format> struct GemmM16 {
   __device__ __forceinline__ void prefetch(PrefetchCursor& a, uint32_t stage) const {
     const uint32_t n_tile = a.n_tile + place, k_block = begin + a.pass * DEPTH + a.chunk * R::K_BLOCKS;
     if (n_tile < n_tiles && k_block < end) {
-      if constexpr (R::GROUPS == 0) prefetch_rows(first + n_tile, k_block, stage);
-      else prefetch_row_groups(first + n_tile, k_block, stage);
+      prefetch_row_groups(first + n_tile, k_block, stage);
     }
     commit_copies();
     advance(a);
   }
 
-  // Weights that lie row by row (INT8).
-  __device__ __forceinline__ void prefetch_rows(uint32_t n_tile, uint32_t k_block, uint32_t stage) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const PackedRow row = PackedRow::of<Format>(p, n_tile_row(p, n_tile, lane() / 4 + 8 * i), lane() % 4);
-      Format::copy(stage + i * R::PIECE + 16 * lane(), row.codes, p.k, k_block, lane() % 4);
-    }
-  }
-
-  // Eight rows of an N tile and a K block are side by side: 512 bytes of codes, 16 of scales and 8 of zero points for
-  // each group.
+  // Eight rows of an N tile and a K block are side by side: 512 bytes of codes and 16 of scales.
   __device__ __forceinline__ void prefetch_row_groups(uint32_t n_tile, uint32_t k_block, uint32_t stage) const {
-    const uint32_t groups = Format::GROUPS == SOME_GROUPS ? p.groups : Format::GROUPS, k_blocks = k_blocks_of(p.k);
+    const uint32_t k_blocks = k_blocks_of(p.k);
     uint32_t places[2], of[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -138,18 +116,12 @@ template <class Format> struct GemmM16 {
         if (k_block + d < end) copy_async(stage + (d * 2 + i) * R::PIECE + 16 * lane(), codes + d * R::PIECE);
       }
     }
-    const uint32_t count = R::K_BLOCKS * groups, i = lane() % 16 / count, c = lane() % count;
-    if (i < 2 && k_block + c / groups < end) {
-      const Matrix& matrix = p.weights[i ? of[1] : of[0]];
-      const char* scales = static_cast<const char*>(matrix.scales);
-      const uint32_t at = (i ? places[1] : places[0]) * groups + c, to = stage + R::CODES, n = i * count + c;
+    constexpr uint32_t COUNT = R::K_BLOCKS;
+    const uint32_t i = lane() % 16 / COUNT, c = lane() % COUNT;
+    if (i < 2 && k_block + c < end) {
+      const char* scales = static_cast<const char*>(p.weights[i ? of[1] : of[0]].scales);
+      const uint32_t at = (i ? places[1] : places[0]) + c, to = stage + R::CODES, n = i * COUNT + c;
       if (lane() < 16) copy_async(to + 16 * n, scales + 16 * uint64_t(at));
-      if constexpr (Format::ZEROS) {
-        const uint32_t zeros = to + R::SCALES + 8 * n;
-        if (lane() >= 16 && matrix.zeros > 0)
-          copy_async_8(zeros, scales + 2 * uint64_t(matrix.zeros) + 8 * uint64_t(at));
-        if (lane() >= 16 && matrix.zeros == 0) store_shared(zeros, 0x80808080u), store_shared(zeros + 4, 0x80808080u);
-      }
     }
   }
 
@@ -174,7 +146,7 @@ template <class Format> struct GemmM16 {
         }
       }
     }
-    if constexpr (BIASED) leave_biases(x);
+    leave_biases(x);
   }
 
   // The sums of x over a K block, from products with ones.
@@ -196,30 +168,18 @@ template <class Format> struct GemmM16 {
   }
   // The initial sums of a group of K block d.
   __device__ __forceinline__ void begin_sums(float (&c)[M_TILES][4], int d) const {
-    float4 bias = {};
-    if (BIASED) bias = biases[4 * d + lane() % 4];
+    const float4 bias = biases[4 * d + lane() % 4];
     c[0][0] = c[0][2] = bias.x, c[0][1] = c[0][3] = bias.y, c[1][0] = c[1][2] = bias.z, c[1][1] = c[1][3] = bias.w;
   }
 
-  __device__ __forceinline__ float scale(uint32_t stage, int i, int d, int e) const {
-    const uint32_t groups = Format::GROUPS == SOME_GROUPS ? p.groups : Format::GROUPS;
-    const uint32_t at =
-        stage + R::CODES + ((i * R::K_BLOCKS + d) * ROW_GROUP + lane() / 4) * groups * 2 + e * groups / 4 * 2;
+  __device__ __forceinline__ float scale(uint32_t stage, int i, int d) const {
+    const uint32_t at = stage + R::CODES + ((i * R::K_BLOCKS + d) * ROW_GROUP + lane() / 4) * 2;
     uint16_t v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
     return __half2float(__ushort_as_half(v));
   }
-  // A zero point as two bf16: the upper half of the f32.
-  __device__ __forceinline__ uint32_t zero(uint32_t stage, int i, int d, int e) const {
-    if constexpr (!Format::ZEROS) return 0;
-    const uint32_t at =
-        stage + R::CODES + R::SCALES + ((i * R::K_BLOCKS + d) * ROW_GROUP + lane() / 4) * p.groups + e * p.groups / 4;
-    uint16_t v;
-    asm volatile("{\n.reg .u8 byte;\nld.shared.u8 byte, [%1];\ncvt.u16.u8 %0, byte;\n}" : "=h"(v) : "r"(at));
-    return __byte_perm(__float_as_uint(ZERO_STEP * static_cast<float>(v)), 0, 0x3232);
-  }
-  __device__ __forceinline__ typename Format::Piece piece(uint32_t stage, int d, int i) const {
-    typename Format::Piece v;
+  __device__ __forceinline__ Format::Piece piece(uint32_t stage, int d, int i) const {
+    Format::Piece v;
     uint4* words = reinterpret_cast<uint4*>(&v);
 #pragma unroll
     for (int q = 0; q < int(sizeof(v) / 16); ++q)
@@ -231,44 +191,34 @@ template <class Format> struct GemmM16 {
   // zeros of x and a factor of zero, whatever is in the stage.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t k_block, const X& x, int d0,
                                            float (&sums)[M_TILES][4]) const {
-    constexpr bool HOLDS_SCALES = R::GROUPS == 1;  // there are registers for all
-    typename Format::Piece pieces[R::K_BLOCKS][2];
+    Format::Piece pieces[R::K_BLOCKS][2];
     float by[R::K_BLOCKS][2];
 #pragma unroll
     for (int d = 0; d < R::K_BLOCKS; ++d) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pieces[d][i] = piece(stage, d, i);
-        if (HOLDS_SCALES) by[d][i] = scale(stage, i, d, 0);
+        by[d][i] = scale(stage, i, d);
       }
     }
     float c[R::K_BLOCKS][M_TILES][4];
-    uint32_t zeros[R::K_BLOCKS][2] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int d = 0; d < R::K_BLOCKS; ++d) {
-        if (Format::ZEROS && Scales::begins(p, e))
-          zeros[d][0] = zero(stage, 0, d, e), zeros[d][1] = zero(stage, 1, d, e);
-        if (R::GROUPS > 0 && Scales::begins(p, e)) begin_sums(c[d], d);
-        Operands w;
-        if constexpr (BIASED) w = Format::biased_operands(pieces[d][0], pieces[d][1], e);
-        else w = Format::operands(pieces[d][0], pieces[d][1], e, zeros[d]);
+        if (e == 0) begin_sums(c[d], d);
+        const Operands w = Format::biased_operands(pieces[d][0], pieces[d][1], e);
 #pragma unroll
-        for (int n = 0; n < M_TILES; ++n) mma_both(R::GROUPS > 0 ? c[d][n] : sums[n], w, x[d0 + d][e][n]);
+        for (int n = 0; n < M_TILES; ++n) mma_both(c[d][n], w, x[d0 + d][e][n]);
       }
-      if constexpr (R::GROUPS > 0) {
-        if (!Scales::ends(p, e)) continue;
+    }
 #pragma unroll
-        for (int d = 0; d < R::K_BLOCKS; ++d) {
-          if (!HOLDS_SCALES) by[d][0] = scale(stage, 0, d, e), by[d][1] = scale(stage, 1, d, e);
+    for (int d = 0; d < R::K_BLOCKS; ++d) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float factor = k_block + d < end ? by[d][i / 2] : 0.f;
+      for (int i = 0; i < 4; ++i) {
+        const float factor = k_block + d < end ? by[d][i / 2] : 0.f;
 #pragma unroll
-            for (int n = 0; n < M_TILES; ++n) sums[n][i] = fmaf(factor, c[d][n][i], sums[n][i]);
-          }
-        }
+        for (int n = 0; n < M_TILES; ++n) sums[n][i] = fmaf(factor, c[d][n][i], sums[n][i]);
       }
     }
   }
@@ -342,7 +292,7 @@ template <class Format> struct GemmM16 {
     const Epilogue& e = p.epilogue;
     float v[2] = {sums.x, sums.y};
     // A plain bf16 output. The general epilogue below takes up to a tenth of a product's time.
-    if (Format::GROUPS != ROW_SCALES && is_plain(e) && e.out_dtype == BF16) {
+    if (is_plain(e) && e.out_dtype == BF16) {
       const uint32_t c = 16 * n_tile + g;
       auto* out = static_cast<__nv_bfloat16*>(e.out) + m * e.stride + c;
       if (c < p.width) out[0] = from_float<__nv_bfloat16>(v[0]);
@@ -351,13 +301,8 @@ template <class Format> struct GemmM16 {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t row = n_tile_row(p, n_tile, g + 8 * i);
-      const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, row), e.dtype) : 0.f;
-      if constexpr (Format::GROUPS == ROW_SCALES) {
-        const Matrix& matrix = matrix_of(p, row);
-        v[i] *= static_cast<const float*>(matrix.scales)[row];
-      }
-      v[i] += bias;
+      const uint32_t row = n_tile_row(p, n_tile, g + 8 * i);
+      v[i] += e.bias ? widen_raw(read_raw(e.bias, e.dtype, row), e.dtype) : 0.f;
     }
     if (gates(p)) v[0] = silu(v[0]) * v[1];
 #pragma unroll
@@ -436,21 +381,14 @@ template <class Format> struct GemmM16 {
   }
 };
 
-template <class Format> __device__ __forceinline__ void gemm_m16(const GemmM16Params& s) {
+__device__ __forceinline__ void gemm_m16(const GemmM16Params& s) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  using Core = GemmM16<Format>;
+  using Core = GemmM16;
   extern __shared__ float4 dynamic_shared[];
   __shared__ alignas(8) uint64_t barriers[Core::TURNS];
-  __shared__ float4 biases[Core::BIASED ? Core::WARPS * Core::DEPTH * 4 : 1];
+  __shared__ float4 biases[Core::WARPS * Core::DEPTH * 4];
   Core(s, reinterpret_cast<char*>(dynamic_shared), biases, shared_address(barriers)).run();
 #endif
 }
 
 }  // namespace fused
-
-// `NAME`: a kernel for up to 16 rows of x, with registers for two blocks on an SM.
-#define FUSED_GEMM_M16(NAME, FORMAT)                                               \
-  extern "C" __global__ void __launch_bounds__(fused::GemmM16<FORMAT>::THREADS, 2) \
-      NAME(const __grid_constant__ fused::GemmM16Params p) {                       \
-    fused::gemm_m16<FORMAT>(p);                                                    \
-  }

@@ -13,8 +13,7 @@ namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-struct GemmM16Tma : GemmM16<Int4Weights<ONE_GROUP>> {
-  using Format = Int4Weights<ONE_GROUP>;
+struct GemmM16Tma : GemmM16 {
   static constexpr int SPLIT_K = 2, CTA_N_TILES = WARPS / SPLIT_K, STAGES = 3, X_STAGES = 3;
   // A chunk is 64 values of each row of x, as TMA leaves them: 16 bytes u of row r at u ^ r % 8.
   static constexpr uint32_t LINE = 128, CHUNK = 8 * M_TILES * LINE, PART = DEPTH * K_BLOCK / 64 * CHUNK;

@@ -40,7 +40,7 @@ const W8A8: [usize; 2] = [64, MAX];
 /// than 16; elsewhere it reads weights anew for every 32.
 const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
 const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
-/// Their weights are dequantized for the library later.
+/// INT8 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
 const WNA16_MMA_OF_INTEGERS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
 const WNA16_MMA_NOTE: &str =
     "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";

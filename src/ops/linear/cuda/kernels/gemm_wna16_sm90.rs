@@ -169,7 +169,7 @@ const TIMES: [[f64; 3]; 6] = [
     [1.4, 0., 11.],
 ];
 
-/// Between two tiles of a block that takes one after the other.
+/// For each further tile of a persistent block.
 const BETWEEN: f64 = 6.;
 
 /// Clusters of 1 to 8 blocks, each alone on its multiprocessor, that an H100 of 132 has room for: they lie within
@@ -248,7 +248,7 @@ impl Tiling {
         }
     }
 
-    /// Of a cluster.
+    /// Tiles of the output, or pairs of them for the blocks that share x, in the order in which clusters take them.
     fn tiles(&self) -> usize {
         self.n_tiles.div_ceil(self.sharing()) * self.m_tiles
     }
@@ -347,7 +347,7 @@ struct OperandB {
 }
 
 impl Gemm {
-    /// As it is where memory comes from elsewhere.
+    /// Its sizes, before scratch memory is taken for it.
     fn shape(&self, at: &ProductAt) -> OperandB {
         let rows = at.m * self.parts;
         OperandB {
