@@ -120,7 +120,7 @@ fn run() -> Result<()> {
         return check(&args, &located, &device, file);
     }
     let prompt = prompt(&args, &located)?;
-    let fusion = args.model.fusion.unwrap_or_default();
+    let fusion = args.model.fusion();
     if let Some(side) = args.only {
         let measurement = Measurement {
             name: &located.name,
@@ -181,7 +181,7 @@ fn check(args: &Args, located: &Located, device: &Device, file: &Path) -> Result
     };
     gpu::tune(device, true)?;
     let stored = weights.stored_as();
-    let fusion = args.model.fusion.unwrap_or_default();
+    let fusion = args.model.fusion();
     let recipe = args.model.quantize.recipe();
     let dtype_asked = args.model.dtype;
     let mut model = fused::load(weights, dtype_asked, device, fusion, recipe.as_ref())?;

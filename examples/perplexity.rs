@@ -17,9 +17,9 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
-use candle_fused::Fusion;
 use candle_fused::cpu::pool;
 use candle_fused::quant::{Quantization, Recipe, TernaryScale};
+use candle_fused::{ActivationBits, Fusion};
 use clap::Parser;
 
 use common::generate::TextModel;
@@ -60,6 +60,16 @@ struct Args {
     /// f32.
     #[arg(long)]
     weights_only: bool,
+
+    /// Compare each format with the same weights multiplied in f32, so that only what happens to
+    /// activations shows.
+    #[arg(long, conflicts_with = "weights_only")]
+    same_weights: bool,
+
+    /// Bits of activations in products with quantized weights: 8, 16, or auto, which is 8 for windows of more
+    /// than 64 tokens.
+    #[arg(long, value_name = "BITS", default_value_t, value_parser = args::activations)]
+    activations: ActivationBits,
 
     /// CPU threads [default: all that this process may use].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = args::threads)]
@@ -126,6 +136,7 @@ fn run() -> Result<()> {
     )?;
     let fusion = Fusion {
         quant_linear: !args.weights_only,
+        activations: args.activations,
         ..Fusion::all()
     };
     let mut reference: Option<Score> = None;
@@ -133,6 +144,15 @@ fn run() -> Result<()> {
         let began = Instant::now();
         let (mut model, remark) = format.load(&located.files, fusion)?;
         let score = measure(model.as_mut(), &ids, args.window)?;
+        drop(model);
+        if args.same_weights && reference.is_some() {
+            let exact = Fusion {
+                quant_linear: false,
+                ..fusion
+            };
+            let (mut model, _) = format.load(&located.files, exact)?;
+            reference = Some(measure(model.as_mut(), &ids, args.window)?);
+        }
         let seconds = began.elapsed().as_secs();
         let line = line(&format.name, &score, reference.as_ref(), seconds, &remark);
         report::write_text(&mut std::io::stdout().lock(), &line)?;

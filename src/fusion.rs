@@ -1,5 +1,6 @@
 //! Which ops a model fuses.
 
+use crate::ops::ActivationBits;
 use candle_core::{Device, Error, Result, bail};
 use std::cell::Cell;
 use std::fmt;
@@ -12,6 +13,8 @@ macro_rules! switches {
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct Fusion {
             $($(#[$field_doc])* pub $name: bool,)*
+            /// Bits of activations in fused products with quantized weights.
+            pub activations: ActivationBits,
         }
 
         impl Fusion {
@@ -21,12 +24,12 @@ macro_rules! switches {
 
             /// Everything fused.
             pub fn all() -> Self {
-                Self { $($name: true,)* }
+                Self { $($name: true,)* activations: ActivationBits::Auto }
             }
 
             /// Plain candle operations only.
             pub fn none() -> Self {
-                Self { $($name: false,)* }
+                Self { $($name: false,)* activations: ActivationBits::Auto }
             }
 
             /// The switches in the order of their names.
@@ -42,7 +45,7 @@ macro_rules! switches {
 }
 
 switches! {
-    /// One switch per fusion, given to a model when it is loaded.
+    /// One switch per fusion, given to a model when it is loaded, and the bits of activations.
     ///
     /// A switch that is off means that the model runs candle's own operations at that place, so that
     /// fused and plain forms can be compared inside one model, and an op can be ruled out when hunting
@@ -124,10 +127,18 @@ pub(crate) fn fallback(device: &Device) -> Option<&'static str> {
 }
 
 impl Fusion {
+    /// Whether every switch is off.
+    pub fn is_none(&self) -> bool {
+        !self.flags().iter().any(|on| *on)
+    }
+
     /// What of it there is on a device.
     pub(crate) fn on(self, device: &Device) -> Self {
         match fallback(device) {
-            Some(_) => Self::none(),
+            Some(_) => Self {
+                activations: self.activations,
+                ..Self::none()
+            },
             None => self,
         }
     }
@@ -164,8 +175,9 @@ impl FromStr for Fusion {
 }
 
 impl fmt::Display for Fusion {
+    /// The switches, without the bits of activations.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if *self == Self::all() {
+        if self.flags().iter().all(|on| *on) {
             return f.write_str("all");
         }
         let on: Vec<_> = Self::NAMES

@@ -67,6 +67,7 @@ pub mod ops;
 pub mod trace;
 
 pub use fusion::{Fusion, with_fallback};
+pub use ops::ActivationBits;
 
 pub mod quant {
     //! Quantized weights: the block formats of GGUF files, and the schemes INT8, INT4 and ternary.

@@ -119,7 +119,7 @@ fn load(args: &Args, weights: Weights, device: &Device) -> Result<Box<dyn TextMo
         weights,
         dtype,
         device,
-        args.model.fusion.unwrap_or_default(),
+        args.model.fusion(),
         args.model.quantize.recipe().as_ref(),
     )
 }
@@ -160,7 +160,7 @@ fn compare(
         dtype: args.model.dtype,
         quantize: &args.model.quantize,
         device,
-        fusion: args.model.fusion.unwrap_or_default(),
+        fusion: args.model.fusion(),
         prompt,
         sample_len: args.sampling.sample_len,
         graph: !args.model.no_graph,

@@ -3,14 +3,15 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use super::gpu;
 use super::quantize::QuantizeArgs;
 use super::report::one_line;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
-use candle_fused::Fusion;
 use candle_fused::ops::SamplingParams;
+use candle_fused::{ActivationBits, Fusion};
 use clap::{Args as ClapArgs, Parser, ValueEnum};
 
 /// Generates text with a language model whose layers run as fused ops, or as plain candle.
@@ -97,6 +98,11 @@ pub struct ModelArgs {
     /// The fused ops to use: names joined by commas, `all` or `none` [default: all].
     #[arg(long, value_name = "LIST", value_parser = fusion)]
     pub fusion: Option<Fusion>,
+
+    /// Bits of activations in products with quantized weights: 8, 16, or auto, which is 16 up to 64 tokens
+    /// at once and 8 for longer prompts. 8 bits are faster, 16 answer as f32 does.
+    #[arg(long, value_name = "BITS", default_value_t, value_parser = activations)]
+    pub activations: ActivationBits,
 
     /// On a GPU, launch every kernel of a step instead of replaying a recorded CUDA graph.
     #[arg(long)]
@@ -188,6 +194,14 @@ pub fn parse<P: Parser>(
 }
 
 impl ModelArgs {
+    /// The fused ops to use, and the bits of activations.
+    pub fn fusion(&self) -> Fusion {
+        Fusion {
+            activations: self.activations,
+            ..self.fusion.unwrap_or_default()
+        }
+    }
+
     /// The device to run on: the first GPU, if this build can use one and one is there, unless `--cpu`
     /// is given.
     pub fn device(&self) -> Result<Device> {
@@ -283,6 +297,15 @@ pub fn dtype(text: &str) -> Result<DType, String> {
 }
 
 fn fusion(text: &str) -> Result<Fusion, String> {
+    parsed(text)
+}
+
+/// Reads the bits of activations.
+pub fn activations(text: &str) -> Result<ActivationBits, String> {
+    parsed(text)
+}
+
+fn parsed<T: FromStr<Err = candle_core::Error>>(text: &str) -> Result<T, String> {
     text.parse()
         .map_err(|error| one_line(&anyhow::Error::new::<candle_core::Error>(error)))
 }

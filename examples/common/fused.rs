@@ -33,7 +33,7 @@ pub fn load(
     let architecture = weights.architecture()?;
     let place = |bytes| Place {
         device: device.clone(),
-        plain: fusion == Fusion::none(),
+        plain: fusion.is_none(),
         bytes,
     };
     if let Some(file) = weights.quantized()? {

@@ -379,6 +379,7 @@ impl<'a> Writer<'a> {
             m: self.state.sequences(),
             k: weights.first().map_or(0, |w| w.cols()),
             x_dtype: self.dtype,
+            x_bits: linear.fusion().activations,
             out_dtype: around.out_dtype,
         };
         let product = Product::new(&self.launcher.with_one_cta_per_sm(), weights, &at);

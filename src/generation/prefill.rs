@@ -8,11 +8,11 @@ use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder, Rotaries};
 use crate::nn::{Norm, Projection, RotaryEmbedding};
-use crate::ops::Activation;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_attention::cuda::{self as flash_attention, Call, Operand};
 use crate::ops::linear::cuda::{NormAt, Product, ProductAt, dequantize_together};
 use crate::ops::rope::cuda::{self as rope, RopeAt};
+use crate::ops::{Activation, ActivationBits};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Layout, Result, Storage, Tensor, bail};
 
@@ -182,6 +182,7 @@ impl Pass {
             m: self.tokens,
             k: 0,
             x_dtype: self.dtype,
+            x_bits: ActivationBits::Auto,
             out_dtype: self.dtype,
         }
     }
@@ -204,6 +205,7 @@ impl Pass {
         let at = ProductAt {
             bias: bias.map_or(Ok(0), address_of)?,
             k: weights.first().map_or(0, |w| w.cols()),
+            x_bits: linear.fusion().activations,
             ..at
         };
         Product::new(&self.launcher, weights, &at)

@@ -88,7 +88,7 @@ impl<S: Source> Loader<'_, S> {
     /// That the shape is possible, and the last layer there, before anything is read.
     fn check(&self) -> Result<()> {
         self.shape.check()?;
-        if self.fusion != Fusion::none()
+        if !self.fusion.is_none()
             && let Some(dtype) = self.source.dtype()
             && !matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         {

@@ -302,7 +302,8 @@ impl Projection {
             activation,
             residuals,
         };
-        ops::linear::launch(name, &x, prologue, weights, epilogue)
+        let bits = self.fusion.activations;
+        ops::linear::launch(name, &x, prologue, weights, epilogue, bits)
     }
 
     fn plain(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Vec<Tensor>> {

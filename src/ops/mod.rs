@@ -47,9 +47,9 @@ pub use layer_norm::layer_norm;
 #[doc(inline)]
 pub use layer_norm_linear::layer_norm_linear;
 #[doc(inline)]
-pub use linear::{Activation, Epilogue, Prologue, Weight, linear};
+pub use linear::{Activation, ActivationBits, Epilogue, Prologue, Weight, linear};
 #[doc(inline)]
-pub use quant_linear::quant_linear;
+pub use quant_linear::{quant_linear, quant_linear_with};
 #[doc(inline)]
 pub use residual_add::residual_add;
 #[doc(inline)]

@@ -1,13 +1,14 @@
 //! Matrix products over quantized weights: GGUF blocks, INT8, INT4 and ternary.
 
 pub use super::linear::reference;
-use super::linear::{Epilogue, Prologue, Weight, launch};
+use super::linear::{ActivationBits, Epilogue, Prologue, Weight, launch};
 use candle_core::{Result, Tensor};
 
 /// `y = act(prologue(x) Wᵀ + bias) + residuals` with W in GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1,
 /// Q8_0, Q4_K, Q5_K, Q6_K) or by a [`Scheme`](crate::quant::Scheme) (INT8, INT4, ternary); on the CPU
-/// activations are quantized to int8 in blocks of 32, or of 128 where all weights are ternary with scales
-/// of tensors, rows or groups of 128.
+/// activations are quantized in blocks of 32, or of 128 where all weights are ternary with scales
+/// of tensors, rows or groups of 128, to 16 bits up to 64 rows of x and to 8 above ([`quant_linear_with`] and
+/// [`ActivationBits`] change that).
 ///
 /// * `x`: `[.., K]`, f32, f16 or bf16, any layout
 /// * `weights`: one or more matrices `[N_i, K]`, whose outputs stand side by side; dense ones may be
@@ -16,8 +17,9 @@ use candle_core::{Result, Tensor};
 ///   [`Activation::SwiGlu`](super::Activation::SwiGlu), in x's dtype
 ///
 /// On the CPU, dot products of a block are exact in integers and accumulated over blocks in f32. The
-/// int8 activations are what the result differs by from a product with the dequantized weights: at
-/// most half a step of `max|x| / 127` for each input of a block. The method is that of ggml's `Q8_1`
+/// quantized activations are what the result differs by from a product with the dequantized weights: at
+/// most half a step of `max|x| / 127` for each input of a block in 8 bits, and a 256th of a step in 16, which are
+/// two parts of 8. The method is that of ggml's `Q8_1`
 /// activations; the row-interleaved weight layout follows its repacked kernels in idea.
 ///
 /// On CUDA, up to 8 rows of x are taken as two bf16 parts each, 16 bits in all, and multiplied with
@@ -63,5 +65,19 @@ pub fn quant_linear(
     weights: &[Weight],
     epilogue: &Epilogue<'_>,
 ) -> Result<Tensor> {
-    launch("quant_linear", x, prologue, weights, *epilogue)
+    quant_linear_with(x, prologue, weights, epilogue, ActivationBits::Auto)
+}
+
+/// [`quant_linear`] with x in as many bits as `bits` says.
+///
+/// # Errors
+/// As [`quant_linear`].
+pub fn quant_linear_with(
+    x: &Tensor,
+    prologue: Prologue<'_>,
+    weights: &[Weight],
+    epilogue: &Epilogue<'_>,
+    bits: ActivationBits,
+) -> Result<Tensor> {
+    launch("quant_linear", x, prologue, weights, *epilogue, bits)
 }

@@ -1,7 +1,7 @@
 //! RMSNorm as the prologue of a matrix product.
 
 pub use super::linear::reference;
-use super::linear::{Epilogue, Prologue, Weight, launch};
+use super::linear::{ActivationBits, Epilogue, Prologue, Weight, launch};
 use candle_core::{D, Result, Tensor};
 
 /// `y_i = act(rms_norm(x, norm_weight, eps) W_iᵀ + bias) + residuals`: one norm feeding one or
@@ -59,7 +59,14 @@ pub(super) fn parts(
         .iter()
         .map(|w| Weight::Dense((*w).clone()))
         .collect();
-    let y = launch(name, x, prologue, &matrices, *epilogue)?;
+    let y = launch(
+        name,
+        x,
+        prologue,
+        &matrices,
+        *epilogue,
+        ActivationBits::Auto,
+    )?;
     if epilogue.activation == super::Activation::SwiGlu || weights.len() == 1 {
         return Ok(vec![y]);
     }

@@ -40,8 +40,8 @@ fn distance(a: &Tensor, b: &Tensor) -> Result<f64> {
     Ok(Distance::between(a, b)?.relative_norm())
 }
 
-/// Holds a file's logits to the error of candle's own quantized products, which round activations to
-/// int8 too, with a tenth of slack for luck.
+/// Holds a file's logits to the error of candle's own quantized products, which round activations to int8, or where
+/// nothing is quantized to what keys and values in 16 bits cost.
 fn as_close_as_candle(golden: &Golden, file: &[u8]) -> Result<()> {
     let error = |fusion| -> Result<f64> {
         let mut model = gguf(golden, file, fusion)?;
@@ -50,7 +50,7 @@ fn as_close_as_candle(golden: &Golden, file: &[u8]) -> Result<()> {
     };
     let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
     assert!(
-        fused < 1.1 * plain + 1e-3,
+        fused < plain.max(1e-3),
         "{}: {fused:e}, candle's {plain:e}",
         golden.name
     );

@@ -1,6 +1,6 @@
 //! Activations in 8 bits: what the packed matrices are multiplied with.
 
-use super::q8::{Q8Block, TOGETHER};
+use super::q8::{FINER, Q8Block, TOGETHER};
 #[cfg(target_arch = "x86_64")]
 use super::x86::{ternary::TableLine, ternary_avx2};
 use crate::cpu::pool;
@@ -15,20 +15,34 @@ const ROUND: f32 = 12_582_912.0;
 /// would overflow.
 const TINY: f32 = 1e-35;
 
+/// How [`Q8Activations`] are quantized.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Grain {
+    /// One scale for each 128 values along k (the last of a token may have fewer) instead of 32, so that
+    /// products with ternary weights are exact integers over as many
+    /// ([`PackedMatrix::takes_wide`](super::PackedMatrix::takes_wide)). Every matrix takes them.
+    pub wide: bool,
+    /// 16 bits in two parts of 8: what rounding to d leaves is quantized once more, to d / 256.
+    pub fine: bool,
+}
+
 /// A matrix of activations, m tokens x k, quantized to 8 bits in blocks of 32 along k:
 /// d = max |x| / 127, q = round(x / d) to nearest even, with the sums of q that zero points and
 /// minima of the weights need.
 ///
-/// The error of a value is at most d / 2 (and a rounding of f32). A block of zeros, or of magnitudes
-/// below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every product with
-/// that token is NaN. [`Self::refill_wide`] takes d over 128 values instead of 32.
+/// The error of a value is at most d / 2 (and a rounding of f32), with [`Grain::fine`] d / 256. A block of zeros, or of magnitudes below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every
+/// product with that token is NaN. With [`Grain::wide`], d is that of 128 values instead of 32.
+///
+/// Two parts of a number in a narrow type, multiplied one after the other into one sum, are the method of Henry,
+/// Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+/// Computations", 2019), here with integers.
 #[derive(Clone, Debug, Default)]
 pub struct Q8Activations {
     m: usize,
     k: usize,
+    /// A row for each token, or two if they are fine: the coarse part, then the fine one.
     blocks: Vec<Q8Block>,
-    /// Whether each four blocks of a token have one scale.
-    wide: bool,
+    grain: Grain,
     /// Tables of sums of a single token, and whether they have been made.
     #[cfg(target_arch = "x86_64")]
     tables: (Vec<TableLine>, bool),
@@ -41,7 +55,7 @@ impl Q8Activations {
     /// roundings of f32; nothing happens where there is no such form.
     pub fn prepare_look_ups(&mut self, level: Level) {
         #[cfg(target_arch = "x86_64")]
-        if self.m == 1 && level.supported() == Level::Avx2 {
+        if self.m == 1 && !self.grain.fine && level.supported() == Level::Avx2 {
             // SAFETY: the processor has this level.
             unsafe { ternary_avx2::tables(&self.blocks, &mut self.tables.0) };
             self.tables.1 = true;
@@ -80,41 +94,34 @@ impl Q8Activations {
     /// # Errors
     /// As [`Self::quantize`]; this value is unchanged then.
     pub fn refill(&mut self, level: Level, x: &[f32], m: usize, k: usize) -> Result<()> {
-        self.refill_by(level, x, (m, k), false)
+        self.refill_by(level, x, (m, k), Grain::default())
     }
 
-    /// As [`Self::refill`], with a scale for each 128 values along k (the last of a token may have
-    /// fewer), so that products with ternary weights are exact integers over as many
-    /// ([`PackedMatrix::takes_wide`](super::PackedMatrix::takes_wide)). Every matrix takes them.
+    /// As [`Self::refill`], with scales and bits as `grain` says.
     ///
     /// # Errors
     /// As [`Self::quantize`]; this value is unchanged then.
-    pub fn refill_wide(&mut self, level: Level, x: &[f32], m: usize, k: usize) -> Result<()> {
-        self.refill_by(level, x, (m, k), true)
-    }
-
-    fn refill_by(
+    pub fn refill_by(
         &mut self,
         level: Level,
         x: &[f32],
         (m, k): (usize, usize),
-        wide: bool,
+        grain: Grain,
     ) -> Result<()> {
         if m.checked_mul(k) != Some(x.len()) {
             bail!("x: {} values given, expected m x k = {m} x {k}", x.len());
         }
-        self.reset(m, k)?;
+        self.resize(m, k, grain)?;
         let level = level.supported();
         // A task should outweigh its hand-over: about 16,000 values are 2 microseconds.
-        let grain = (16_384 / k).max(1);
-        let rows = self.rows_mut();
-        pool::for_ranges(m, grain, |range| {
+        let task = (16_384 / k).max(1);
+        let rows = self.rows();
+        pool::for_ranges(m, task, |range| {
             for t in range {
                 // SAFETY: the ranges are disjoint, so no other task has this row.
-                unsafe { rows.row(t) }.quantize_at(level, &x[t * k..][..k], wide);
+                unsafe { rows.row(t) }.quantize_at(level, &x[t * k..][..k]);
             }
         });
-        self.wide = wide;
         Ok(())
     }
 
@@ -124,34 +131,42 @@ impl Q8Activations {
     /// # Errors
     /// If `k` is not a positive multiple of 32.
     pub fn reset(&mut self, m: usize, k: usize) -> Result<()> {
+        self.resize(m, k, Grain::default())
+    }
+
+    fn resize(&mut self, m: usize, k: usize, grain: Grain) -> Result<()> {
         if k == 0 || !k.is_multiple_of(32) {
             bail!("k: {k} is not a positive multiple of 32");
         }
-        let Some(len) = m.checked_mul(k / 32) else {
+        let parts = if grain.fine { 2 } else { 1 };
+        let Some(len) = m.checked_mul(k / 32).and_then(|n| n.checked_mul(parts)) else {
             bail!("m: {m} rows of {k} values are too many");
         };
         self.blocks.resize(len, Q8Block::ZERO);
-        (self.m, self.k) = (m, k);
-        self.forget();
-        Ok(())
-    }
-
-    /// What is known of the rows no longer holds.
-    fn forget(&mut self) {
-        self.wide = false;
+        (self.m, self.k, self.grain) = (m, k, grain);
         #[cfg(target_arch = "x86_64")]
         {
             self.tables.1 = false;
         }
+        Ok(())
     }
 
-    /// A handle by which several threads can fill different rows at the same time.
+    /// A handle by which several threads can fill different rows at the same time, with scales and bits as
+    /// they were last.
     pub fn rows_mut(&mut self) -> Q8Rows<'_> {
-        self.forget();
+        #[cfg(target_arch = "x86_64")]
+        {
+            self.tables.1 = false;
+        }
+        self.rows()
+    }
+
+    fn rows(&mut self) -> Q8Rows<'_> {
         Q8Rows {
             first: self.blocks.as_mut_ptr(),
             m: self.m,
-            blocks: self.k / 32,
+            blocks: self.parts() * (self.k / 32),
+            grain: self.grain,
             life: PhantomData,
         }
     }
@@ -166,9 +181,14 @@ impl Q8Activations {
         self.k
     }
 
-    /// Whether each 128 values of a token have one scale ([`Self::refill_wide`]), and not each 32.
-    pub fn is_wide(&self) -> bool {
-        self.wide
+    /// How they were quantized.
+    pub fn grain(&self) -> Grain {
+        self.grain
+    }
+
+    /// Rows of blocks for each token.
+    pub(super) fn parts(&self) -> usize {
+        if self.grain.fine { 2 } else { 1 }
     }
 
     /// The values that the codes of token `t` stand for.
@@ -182,10 +202,15 @@ impl Q8Activations {
         if out.len() != self.k {
             bail!("out: {} values given, expected k = {}", out.len(), self.k);
         }
-        let blocks = &self.blocks[t * (self.k / 32)..];
-        for (block, out) in blocks.iter().zip(out.chunks_exact_mut(32)) {
-            for (q, out) in block.q.iter().zip(out) {
-                *out = block.d * f32::from(*q);
+        let blocks = self.k / 32;
+        out.fill(0.);
+        for part in
+            self.blocks[t * self.parts() * blocks..][..self.parts() * blocks].chunks_exact(blocks)
+        {
+            for (block, out) in part.iter().zip(out.chunks_exact_mut(32)) {
+                for (q, out) in block.q.iter().zip(out) {
+                    *out += block.d * f32::from(*q);
+                }
             }
         }
         Ok(())
@@ -200,7 +225,9 @@ impl Q8Activations {
 pub struct Q8Rows<'a> {
     first: *mut Q8Block,
     m: usize,
+    /// Of a token, in all its parts.
     blocks: usize,
+    grain: Grain,
     life: PhantomData<&'a mut [Q8Block]>,
 }
 
@@ -221,13 +248,16 @@ impl Q8Rows<'_> {
         // this handle's life; the caller keeps rows apart.
         let blocks =
             unsafe { std::slice::from_raw_parts_mut(self.first.add(t * self.blocks), self.blocks) };
-        Q8Row { blocks }
+        let grain = self.grain;
+        Q8Row { blocks, grain }
     }
 }
 
 /// One token's row of a [`Q8Activations`], to be filled.
 pub struct Q8Row<'a> {
+    /// In all parts.
     blocks: &'a mut [Q8Block],
+    grain: Grain,
 }
 
 impl Q8Row<'_> {
@@ -236,27 +266,24 @@ impl Q8Row<'_> {
     /// # Errors
     /// If `x` does not have k values.
     pub fn quantize(&mut self, level: Level, x: &[f32]) -> Result<()> {
-        if x.len() != 32 * self.blocks.len() {
-            bail!(
-                "x: {} values given, expected k = {}",
-                x.len(),
-                32 * self.blocks.len()
-            );
+        let k = 32 * self.blocks.len() / if self.grain.fine { 2 } else { 1 };
+        if x.len() != k {
+            bail!("x: {} values given, expected k = {k}", x.len());
         }
-        self.quantize_at(level.supported(), x, false);
+        self.quantize_at(level.supported(), x);
         Ok(())
     }
 
     /// As `quantize`, where the processor is known to have `level`.
-    fn quantize_at(&mut self, level: Level, x: &[f32], wide: bool) {
+    fn quantize_at(&mut self, level: Level, x: &[f32]) {
         match level {
             // SAFETY: the caller made sure that the processor has this level.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => unsafe { quantize_avx512(x, self.blocks, wide) },
+            Level::Avx512 => unsafe { quantize_avx512(x, self.blocks, self.grain) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => unsafe { quantize_avx2(x, self.blocks, wide) },
-            _ => quantize(x, self.blocks, wide),
+            Level::Avx2 => unsafe { quantize_avx2(x, self.blocks, self.grain) },
+            _ => quantize(x, self.blocks, self.grain),
         }
     }
 }
@@ -267,8 +294,8 @@ impl Q8Row<'_> {
 /// The processor has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
-    quantize(x, blocks, wide);
+unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    quantize(x, blocks, grain);
 }
 
 /// `quantize` compiled for AVX-512.
@@ -277,15 +304,19 @@ unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
 /// The processor has AVX-512 F, BW, VL and DQ.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn quantize_avx512(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
-    quantize(x, blocks, wide);
+unsafe fn quantize_avx512(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    quantize(x, blocks, grain);
 }
 
 /// Plain code that vectorizes and rounds alike at every level.
 #[inline(always)]
-fn quantize(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
-    let together = if wide { TOGETHER } else { 1 };
-    for (x, blocks) in x.chunks(32 * together).zip(blocks.chunks_mut(together)) {
+fn quantize(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    let together = if grain.wide { TOGETHER } else { 1 };
+    let (coarse, fine) = match grain.fine {
+        true => blocks.split_at_mut(blocks.len() / 2),
+        false => (blocks, &mut [][..]),
+    };
+    for (x, blocks) in x.chunks(32 * together).zip(coarse.chunks_mut(together)) {
         let x = x.as_chunks::<32>().0;
         // Without their sign, floats order as integers do, with infinities and NaN on top.
         let mut top = 0;
@@ -298,6 +329,15 @@ fn quantize(x: &[f32], blocks: &mut [Q8Block], wide: bool) {
         for (x, block) in x.iter().zip(blocks) {
             *block = quantized(x, amax);
         }
+    }
+    let x = x.as_chunks::<32>().0;
+    for ((x, coarse), fine) in x.iter().zip(coarse).zip(fine) {
+        *fine = rest(x, coarse);
+        // Offsets of the weights take the sums of both parts at once.
+        coarse.sum += std::mem::take(&mut fine.sum);
+        let sums = std::mem::take(&mut fine.sums);
+        coarse.sums[0] += sums[0];
+        coarse.sums[1] += sums[1];
     }
 }
 
@@ -312,10 +352,36 @@ fn quantized(x: &[f32; 32], amax: f32) -> Q8Block {
             ..Q8Block::ZERO
         };
     }
-    let (d, inverse) = match amax < TINY {
-        true => (0.0, 0.0),
-        false => (amax / 127.0, 127.0 / amax),
-    };
+    match amax < TINY {
+        true => Q8Block::ZERO,
+        false => rounded(x, amax / 127.0, 127.0 / amax),
+    }
+}
+
+/// What `coarse` leaves of `x`, at most half of its scale each.
+#[inline(always)]
+fn rest(x: &[f32; 32], coarse: &Q8Block) -> Q8Block {
+    let d = coarse.d / FINER as f32;
+    // Not a number, or so small that its reciprocal would overflow. The products take this part's scale, so it is
+    // set all the same.
+    if d.is_nan() || d < TINY {
+        return Q8Block { d, ..Q8Block::ZERO };
+    }
+    let mut left = *x;
+    for (left, q) in left.iter_mut().zip(&coarse.q) {
+        *left -= coarse.d * f32::from(*q);
+    }
+    // Half a step of the coarse part is 128 steps, one more than there are.
+    let most = 127.0 * d;
+    for left in &mut left {
+        *left = left.clamp(-most, most);
+    }
+    rounded(&left, d, 1.0 / d)
+}
+
+/// Values in steps of `d`, whose reciprocal is `inverse`.
+#[inline(always)]
+fn rounded(x: &[f32; 32], d: f32, inverse: f32) -> Q8Block {
     let mut block = Q8Block { d, ..Q8Block::ZERO };
     for (q, v) in block.q.iter_mut().zip(x) {
         *q = ((v * inverse + ROUND).to_bits()).wrapping_sub(ROUND.to_bits()) as i8;

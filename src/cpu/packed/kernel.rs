@@ -19,7 +19,8 @@ pub(super) const UNPACKED_BLOCKS: usize = 16;
 pub(super) const UNPACKED_BYTES: usize = UNPACKED_BLOCKS * (512 + 256);
 
 /// Adds the products of a row group with a number of tokens that belongs to the kernel to `sums`:
-/// `blocks` 32-wide blocks at `weights`; token `t` starts at `x[t * stride]`.
+/// `blocks` 32-wide blocks at `weights`; token `t` starts at `x[t * stride]`, and if it has two parts the fine one
+/// half a stride behind that.
 ///
 /// # Safety
 /// The processor has the instruction set, `weights` points to chunks of the kernel's format, `x` to
@@ -32,7 +33,7 @@ pub(super) type Tile = unsafe fn(
     sums: *mut [f32; ROW_GROUP],
 );
 
-/// Tiles with the tokens that each takes.
+/// Tiles with the tokens that each takes, most first; the last takes one.
 pub(super) type Tiles = &'static [(usize, Tile)];
 
 /// Unpacks 32-wide blocks `blocks` of the row group at `weights` to bytes at `out`, which the tiles of
@@ -47,10 +48,10 @@ pub(super) type Unpack = unsafe fn(weights: *const u8, blocks: Range<usize>, out
 pub(super) struct Kernels {
     /// The names of the packed and of the unpacked form.
     pub names: [&'static str; 2],
-    /// By the tokens they take, most first; the last takes one.
-    pub packed: Tiles,
-    /// For many tokens: unpack once, then these.
-    pub unpacked: Option<(Unpack, Tiles)>,
+    /// For tokens of one part and of two.
+    pub packed: [Tiles; 2],
+    /// For many tokens: unpack once, then these, likewise.
+    pub unpacked: Option<(Unpack, [Tiles; 2])>,
 }
 
 /// An instruction set: vectors whose 32-bit lanes are `ROWS` rows.
@@ -107,14 +108,15 @@ pub(super) trait Isa: Copy {
     /// Writes ROWS f32.
     unsafe fn store(p: *mut f32, a: Self::Floats);
 
-    /// Adds the products of part `part` of a block (`planes`) with T tokens' blocks to `sums`: the
-    /// exact integer dot product, times the weights' scale and the token's.
-    unsafe fn accumulate<C: Codes, const T: usize>(
+    /// Adds the products of part `part` of a block (`planes`) with the blocks of T tokens, P parts each, to `sums`:
+    /// the exact integer dot product, times the weights' scale and the token's. That of a coarse and a fine part is
+    /// [`FINER`] times the coarse one plus the fine one, times the fine part's scale.
+    unsafe fn accumulate<C: Codes, const T: usize, const P: usize>(
         sums: &mut [Self::Floats; T],
         scale: Self::Floats,
         planes: *const u8,
         part: usize,
-        x: [*const Q8Block; T],
+        x: [[*const Q8Block; P]; T],
     );
 }
 
@@ -231,13 +233,20 @@ pub(super) trait Scales {
     ) -> Scale<I>;
 }
 
-/// T tokens times H vectors of rows, from row `lane` on: for every block the exact integer dot
+/// T tokens of P parts times H vectors of rows, from row `lane` on: for every block the exact integer dot
 /// product, then sum += (dot w.scale) x.d + w.offset x.sum, with `out` as the sums.
 ///
 /// # Safety
 /// See [`Tile`].
 #[inline(always)]
-pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: usize>(
+pub(super) unsafe fn tile<
+    I: Isa,
+    C: Codes,
+    S: Scales,
+    const T: usize,
+    const P: usize,
+    const H: usize,
+>(
     mut weights: *const u8,
     blocks: usize,
     x: *const Q8Block,
@@ -247,7 +256,9 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
 ) {
     let layout = S::layout::<C>();
     let lanes: [usize; H] = std::array::from_fn(|h| lane + h * I::ROWS);
-    let mut x: [*const Q8Block; T] = std::array::from_fn(|t| x.wrapping_add(t * stride));
+    let mut x: [[*const Q8Block; P]; T] = std::array::from_fn(|t| {
+        std::array::from_fn(|p| x.wrapping_add(t * stride + p * (stride / P)))
+    });
     // SAFETY: chunk by chunk this walks over the group and the tokens, which the caller vouches for.
     unsafe {
         let at = |t: usize, h: usize| out.add(t).cast::<f32>().add(lanes[h]);
@@ -266,20 +277,20 @@ pub(super) unsafe fn tile<I: Isa, C: Codes, S: Scales, const T: usize, const H: 
                 for h in 0..H {
                     let shared = S::open::<I>(weights, lanes[h]);
                     for j in 0..in_chunk {
-                        let x = x.map(|x| x.add(j));
-                        block::<I, C, S, T>(&mut sums[h], shared, weights, lanes[h], j, x);
+                        let x = x.map(|x| x.map(|x| x.add(j)));
+                        block::<I, C, S, T, P>(&mut sums[h], shared, weights, lanes[h], j, x);
                     }
                 }
             } else {
                 let shared: [_; H] = std::array::from_fn(|h| S::open::<I>(weights, lanes[h]));
                 for j in 0..in_chunk {
-                    let x = x.map(|x| x.add(j));
+                    let x = x.map(|x| x.map(|x| x.add(j)));
                     for h in 0..H {
-                        block::<I, C, S, T>(&mut sums[h], shared[h], weights, lanes[h], j, x);
+                        block::<I, C, S, T, P>(&mut sums[h], shared[h], weights, lanes[h], j, x);
                     }
                 }
             }
-            x = x.map(|x| x.add(in_chunk));
+            x = x.map(|x| x.map(|x| x.add(in_chunk)));
             weights = weights.add(layout.head + in_chunk * layout.codes);
             left -= in_chunk;
         }
@@ -304,13 +315,13 @@ pub(super) fn fetch(p: *const u8, bytes: usize) {
 /// # Safety
 /// See [`Tile`].
 #[inline(always)]
-unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
+unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize, const P: usize>(
     sums: &mut [I::Floats; T],
     shared: [I::Floats; 2],
     chunk: *const u8,
     lane: usize,
     j: usize,
-    x: [*const Q8Block; T],
+    x: [[*const Q8Block; P]; T],
 ) {
     let layout = S::layout::<C>();
     let zero = if C::BITS == 8 {
@@ -326,13 +337,13 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize>(
         }
         for part in 0..C::PARTS {
             let scale = S::at::<I>(shared, chunk, lane, (j, part), zero as f32);
-            I::accumulate::<C, T>(sums, scale.scale, planes, part, x);
+            I::accumulate::<C, T, P>(sums, scale.scale, planes, part, x);
             if zero != 0 {
                 for t in 0..T {
                     let sum = if C::PARTS == 1 {
-                        (*x[t]).sum
+                        (*x[t][0]).sum
                     } else {
-                        (*x[t]).sums[part]
+                        (*x[t][0]).sums[part]
                     };
                     sums[t] = I::fma(scale.offset, I::set(sum), sums[t]);
                 }
@@ -361,6 +372,9 @@ pub(super) unsafe fn unpack<I: Isa, C: Codes, S: Scales>(
             let (chunk, j) = (block / from.blocks, block % from.blocks);
             let head = weights.add(chunk * from.chunk());
             let planes = head.add(from.head + j * from.codes + C::ROW_BYTES * lane);
+            if lane == 0 {
+                fetch(planes, from.codes + from.head / from.blocks);
+            }
             let out = out.add(index * to.chunk());
             let shared = S::open::<I>(head, lane);
             for part in 0..C::PARTS {

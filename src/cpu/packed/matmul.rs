@@ -109,7 +109,7 @@ impl PackedMatrix {
     ) {
         debug_assert!(self.check(&rows, x, &tokens).is_ok());
         let level = level.supported();
-        let some = self.tokens_at_a_time();
+        let some = self.tokens_at_a_time(x.parts());
         let mut one = [[0.0; ROW_GROUP]; 8];
         let mut many = Vec::new();
         let sums = match tokens.len() {
@@ -139,32 +139,33 @@ impl PackedMatrix {
         ROOM.set(room);
     }
 
-    /// Tokens that are multiplied with one row group after another.
-    fn tokens_at_a_time(&self) -> usize {
-        (TOKEN_BYTES / (self.blocks() * size_of::<Q8Block>())).max(8) / 8 * 8
+    /// Tokens of so many parts that are multiplied with one row group after another.
+    fn tokens_at_a_time(&self, parts: usize) -> usize {
+        (TOKEN_BYTES / (self.blocks() * parts * size_of::<Q8Block>())).max(8) / 8 * 8
     }
 
     fn kernel(&self, level: Level, x: &Q8Activations, count: usize) -> Kernel {
         let tokens = Tokens {
             count,
+            fine: x.grain().fine,
             only: count == 1 && x.m() == 1,
             #[cfg(target_arch = "x86_64")]
             tables: x.tables().is_some(),
             #[cfg(not(target_arch = "x86_64"))]
             tables: false,
-            wide: x.is_wide(),
+            wide: x.grain().wide,
         };
         registry::select(&self.format, level, tokens)
     }
 
     /// The kernel that [`Self::matmul`] runs for `tokens` tokens of `x`, as in `avx2_tiles`.
     pub fn kernel_name(&self, level: Level, x: &Q8Activations, tokens: usize) -> &'static str {
-        let count = tokens.min(self.tokens_at_a_time());
+        let count = tokens.min(self.tokens_at_a_time(x.parts()));
         self.kernel(level.supported(), x, count).name
     }
 
-    /// The products of a row group with tokens `first..first + sums.len()` of `x`, by the kernel that was selected for
-    /// them.
+    /// The products of a row group with tokens `first..first + sums.len()` of `x`, by the kernel that was selected
+    /// for them.
     fn group_products(
         &self,
         run: Run,
@@ -176,15 +177,16 @@ impl PackedMatrix {
         let blocks = self.blocks();
         #[cfg(target_arch = "x86_64")]
         let tables = x.tables().map_or(std::ptr::null(), <[_]>::as_ptr);
-        let x = &x.blocks()[first * blocks..][..sums.len() * blocks];
+        let stride = x.parts() * blocks;
+        let x = &x.blocks()[first * stride..][..sums.len() * stride];
         sums.fill([0.0; ROW_GROUP]);
         match run {
-            Run::Scalar => scalar::group(&self.format, weights, blocks, x, sums),
+            Run::Scalar => scalar::group(&self.format, weights, blocks, (x, stride), sums),
             // SAFETY: the processor has the kernel's level, `weights` is a group of this format, and `x` and
             // `sums` have a row for each token.
             #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             Run::Tiles(tiles) => unsafe {
-                tile_products(tiles, weights.as_ptr(), x, (blocks, 0..blocks), sums);
+                tile_products(tiles, weights.as_ptr(), (x, stride), 0..blocks, sums);
             },
             #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             Run::Unpacked(unpack, tiles) => {
@@ -194,7 +196,7 @@ impl PackedMatrix {
                     // SAFETY: as above; the group has these blocks, for which there is room.
                     unsafe {
                         unpack(weights.as_ptr(), part.clone(), bytes.0.as_mut_ptr());
-                        tile_products(tiles, bytes.0.as_ptr(), x, (blocks, part), sums);
+                        tile_products(tiles, bytes.0.as_ptr(), (x, stride), part, sums);
                     }
                 }
             }
@@ -232,25 +234,25 @@ impl PackedMatrix {
     }
 }
 
-/// Adds the products of weights with `part` of the `blocks` blocks that each token in `x` has to `sums`.
+/// Adds the products of weights with blocks `some` of each token in `x`, which are `stride` blocks apart, to `sums`.
 ///
 /// # Safety
 /// The processor has the tiles' level, `weights` are these blocks of a row group as the tiles take them, and `x`
-/// has `sums.len()` tokens.
+/// has `sums.len()` tokens of as many parts as the tiles take.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 unsafe fn tile_products(
     tiles: Tiles,
     weights: *const u8,
-    x: &[Q8Block],
-    (blocks, part): (usize, Range<usize>),
+    (x, stride): (&[Q8Block], usize),
+    some: Range<usize>,
     sums: &mut [[f32; ROW_GROUP]],
 ) {
     let mut t = 0;
     for (count, tile) in tiles {
         while sums.len() - t >= *count {
-            let x = x[t * blocks + part.start..].as_ptr();
+            let x = x[t * stride + some.start..].as_ptr();
             // SAFETY: `count` more tokens are there, of which these blocks are multiplied with those of weights.
-            unsafe { tile(weights, part.len(), x, blocks, sums[t..].as_mut_ptr()) };
+            unsafe { tile(weights, some.len(), x, stride, sums[t..].as_mut_ptr()) };
             t += count;
         }
     }

@@ -36,7 +36,7 @@ mod wide;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use activations::{Q8Activations, Q8Row, Q8Rows};
+pub use activations::{Grain, Q8Activations, Q8Row, Q8Rows};
 pub use layout::ROW_GROUP;
 pub use matrix::{PackedBuilder, PackedMatrix};
 pub(crate) use schemes::packed_bytes;

@@ -3,7 +3,7 @@
 use super::codes::Unpacked;
 use super::kernel::{Codes, Isa, Kernels, Reader, Scales, Tile, Unpack, tile, unpack};
 use super::layout::ROW_GROUP;
-use super::q8::Q8Block;
+use super::q8::{FINER, Q8Block};
 use super::scales::Ready;
 use crate::cpu::vector::widen_f16;
 use std::arch::aarch64::*;
@@ -17,6 +17,23 @@ struct Neon<const DOTPROD: bool>;
 /// Vectors of a row group.
 const VECTORS: usize = ROW_GROUP / 4;
 
+/// The tiles of a function, for tokens of one part and of two.
+macro_rules! tiles {
+    ($tile:ident, $codes:ty, $scales:ty) => {
+        [
+            &[
+                (4, $tile::<$codes, $scales, 4, 1> as Tile),
+                (2, $tile::<$codes, $scales, 2, 1>),
+                (1, $tile::<$codes, $scales, 1, 1>),
+            ],
+            &[
+                (2, $tile::<$codes, $scales, 2, 2> as Tile),
+                (1, $tile::<$codes, $scales, 1, 2>),
+            ],
+        ]
+    };
+}
+
 /// The kernels for codes C with scales S around a function for tiles.
 macro_rules! kernels {
     ($kernels:ident, $tile:ident, $names:expr) => {
@@ -25,20 +42,12 @@ macro_rules! kernels {
             const {
                 &Kernels {
                     names: $names,
-                    packed: &[
-                        (4, $tile::<C, S, 4> as Tile),
-                        (2, $tile::<C, S, 2>),
-                        (1, $tile::<C, S, 1>),
-                    ],
+                    packed: tiles!($tile, C, S),
                     unpacked: match C::BITS {
                         8 => None,
                         _ => Some((
                             neon_unpack::<C, S> as Unpack,
-                            &[
-                                (4, $tile::<Unpacked<C>, Ready, 4> as Tile),
-                                (2, $tile::<Unpacked<C>, Ready, 2>),
-                                (1, $tile::<Unpacked<C>, Ready, 1>),
-                            ],
+                            tiles!($tile, Unpacked<C>, Ready),
                         )),
                     },
                 }
@@ -57,7 +66,7 @@ kernels!(
 /// # Safety
 /// See [`Tile`].
 #[target_feature(enable = "neon")]
-unsafe fn neon<C: Codes, S: Scales, const T: usize>(
+unsafe fn neon<C: Codes, S: Scales, const T: usize, const P: usize>(
     weights: *const u8,
     blocks: usize,
     x: *const Q8Block,
@@ -65,13 +74,13 @@ unsafe fn neon<C: Codes, S: Scales, const T: usize>(
     sums: *mut [f32; ROW_GROUP],
 ) {
     // SAFETY: the caller's.
-    unsafe { tile::<Neon<false>, C, S, T, VECTORS>(weights, blocks, x, stride, 0, sums) }
+    unsafe { tile::<Neon<false>, C, S, T, P, VECTORS>(weights, blocks, x, stride, 0, sums) }
 }
 
 /// # Safety
 /// See [`Tile`].
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn dotprod<C: Codes, S: Scales, const T: usize>(
+unsafe fn dotprod<C: Codes, S: Scales, const T: usize, const P: usize>(
     weights: *const u8,
     blocks: usize,
     x: *const Q8Block,
@@ -79,7 +88,7 @@ unsafe fn dotprod<C: Codes, S: Scales, const T: usize>(
     sums: *mut [f32; ROW_GROUP],
 ) {
     // SAFETY: the caller's.
-    unsafe { tile::<Neon<true>, C, S, T, VECTORS>(weights, blocks, x, stride, 0, sums) }
+    unsafe { tile::<Neon<true>, C, S, T, P, VECTORS>(weights, blocks, x, stride, 0, sums) }
 }
 
 /// # Safety
@@ -215,22 +224,26 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
     }
 
     #[inline(always)]
-    unsafe fn accumulate<C: Codes, const T: usize>(
+    unsafe fn accumulate<C: Codes, const T: usize, const P: usize>(
         sums: &mut [float32x4_t; T],
         scale: float32x4_t,
         planes: *const u8,
         part: usize,
-        x: [*const Q8Block; T],
+        x: [[*const Q8Block; P]; T],
     ) {
         // SAFETY: the instructions and the planes and tokens readable, by the trait's contract.
         unsafe {
             let dots = match DOTPROD {
-                true => by_dot_products::<C, T>(planes, part, x),
-                false => by_long_products::<C, T>(planes, part, x),
+                true => by_dot_products::<C, T, P>(planes, part, x),
+                false => by_long_products::<C, T, P>(planes, part, x),
             };
             for t in 0..T {
-                let product = vmulq_f32(vcvtq_f32_s32(dots[t]), scale);
-                sums[t] = vfmaq_n_f32(sums[t], product, (*x[t]).d);
+                let mut dot = dots[t][0];
+                if P == 2 {
+                    dot = vaddq_s32(vshlq_n_s32::<{ FINER.ilog2() as i32 }>(dot), dots[t][1]);
+                }
+                let product = vmulq_f32(vcvtq_f32_s32(dot), scale);
+                sums[t] = vfmaq_n_f32(sums[t], product, (*x[t][P - 1]).d);
             }
         }
     }
@@ -242,19 +255,21 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
 /// # Safety
 /// See [`Isa::accumulate`]; with `sdot`.
 #[inline(always)]
-unsafe fn by_dot_products<C: Codes, const T: usize>(
+unsafe fn by_dot_products<C: Codes, const T: usize, const P: usize>(
     planes: *const u8,
     part: usize,
-    x: [*const Q8Block; T],
-) -> [int32x4_t; T] {
+    x: [[*const Q8Block; P]; T],
+) -> [[int32x4_t; P]; T] {
     // SAFETY: the caller's; a token's block has 32 codes.
     unsafe {
-        let q = x.map(|x| {
-            let q = (&raw const (*x).q).cast::<i8>();
-            [vld1q_s8(q), vld1q_s8(q.add(16))]
+        let q = x.map(|parts| {
+            parts.map(|x| {
+                let q = (&raw const (*x).q).cast::<i8>();
+                [vld1q_s8(q), vld1q_s8(q.add(16))]
+            })
         });
         let mut codes = C::open::<Neon<true>>(planes, part);
-        let mut dots = [vdupq_n_s32(0); T];
+        let mut dots = [[vdupq_n_s32(0); P]; T];
         // Written out, since the lane of `sdot` is part of the instruction.
         add_vector(0, &mut codes, &q, &mut dots);
         add_vector(1, &mut codes, &q, &mut dots);
@@ -275,23 +290,23 @@ unsafe fn by_dot_products<C: Codes, const T: usize>(
 /// # Safety
 /// As [`by_dot_products`].
 #[inline(always)]
-unsafe fn add_vector<C: Codes, const T: usize>(
+unsafe fn add_vector<C: Codes, const T: usize, const P: usize>(
     i: usize,
     codes: &mut Reader<Neon<true>, C>,
-    q: &[[int8x16_t; 2]; T],
-    dots: &mut [int32x4_t; T],
+    q: &[[[int8x16_t; 2]; P]; T],
+    dots: &mut [[int32x4_t; P]; T],
 ) {
     // SAFETY: the caller's.
     unsafe {
         let (w, k) = codes.next(i);
         let w = vreinterpretq_s8_u8(w);
-        for t in 0..T {
-            let q = q[t][k / 16];
-            dots[t] = match k / 4 % 4 {
-                0 => sdot::<0>(dots[t], w, q),
-                1 => sdot::<1>(dots[t], w, q),
-                2 => sdot::<2>(dots[t], w, q),
-                _ => sdot::<3>(dots[t], w, q),
+        for (q, dot) in q.as_flattened().iter().zip(dots.as_flattened_mut()) {
+            let q = q[k / 16];
+            *dot = match k / 4 % 4 {
+                0 => sdot::<0>(*dot, w, q),
+                1 => sdot::<1>(*dot, w, q),
+                2 => sdot::<2>(*dot, w, q),
+                _ => sdot::<3>(*dot, w, q),
             };
         }
     }
@@ -326,35 +341,39 @@ fn sdot<const LANE: u32>(mut sum: int32x4_t, w: int8x16_t, q: int8x16_t) -> int3
 /// # Safety
 /// See [`Isa::accumulate`].
 #[inline(always)]
-unsafe fn by_long_products<C: Codes, const T: usize>(
+unsafe fn by_long_products<C: Codes, const T: usize, const P: usize>(
     planes: *const u8,
     part: usize,
-    x: [*const Q8Block; T],
-) -> [int32x4_t; T] {
+    x: [[*const Q8Block; P]; T],
+) -> [[int32x4_t; P]; T] {
     let run = if C::BITS == 8 { 2 } else { C::VECTORS };
     // SAFETY: the caller's; k < 32 - 3.
     unsafe {
         let mut codes = C::open::<Neon<false>>(planes, part);
-        let mut dots = [[vdupq_n_s32(0); 2]; T];
+        let mut dots = [[[vdupq_n_s32(0); 2]; P]; T];
         for start in (0..C::VECTORS).step_by(run) {
-            let mut pairs = [[vdupq_n_s16(0); 2]; T];
+            let mut pairs = [[[vdupq_n_s16(0); 2]; P]; T];
             for i in start..start + run {
                 let (w, k) = codes.next(i);
                 let w = vreinterpretq_s8_u8(w);
-                for t in 0..T {
-                    let q = (&raw const (*x[t]).q).cast::<u8>().add(k);
+                for (x, [low, high]) in x.as_flattened().iter().zip(pairs.as_flattened_mut()) {
+                    let q = (&raw const (**x).q).cast::<u8>().add(k);
                     let q = vdupq_n_s32(q.cast::<i32>().read_unaligned());
                     let q = vreinterpretq_s8_s32(q);
-                    pairs[t][0] = vmlal_s8(pairs[t][0], vget_low_s8(w), vget_low_s8(q));
-                    pairs[t][1] = vmlal_high_s8(pairs[t][1], w, q);
+                    *low = vmlal_s8(*low, vget_low_s8(w), vget_low_s8(q));
+                    *high = vmlal_high_s8(*high, w, q);
                 }
             }
-            for t in 0..T {
-                for h in 0..2 {
-                    dots[t][h] = vpadalq_s16(dots[t][h], pairs[t][h]);
-                }
+            let pairs = pairs.as_flattened().as_flattened();
+            for (dot, pairs) in dots
+                .as_flattened_mut()
+                .as_flattened_mut()
+                .iter_mut()
+                .zip(pairs)
+            {
+                *dot = vpadalq_s16(*dot, *pairs);
             }
         }
-        dots.map(|[low, high]| vpaddq_s32(low, high))
+        dots.map(|parts| parts.map(|[low, high]| vpaddq_s32(low, high)))
     }
 }

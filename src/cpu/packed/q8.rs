@@ -1,18 +1,23 @@
 //! 32 activations in 8 bits.
 
-/// Blocks that share a scale in [`Q8Activations::refill_wide`](super::Q8Activations::refill_wide).
+/// Blocks that share a scale in [`Grain::wide`](super::Grain::wide).
 pub(super) const TOGETHER: usize = 4;
 
-/// 32 consecutive activations of a token.
+/// How many steps of the fine part are one of the coarse part. A power of two, so that dot products of both are one
+/// integer after a shift.
+pub(super) const FINER: i32 = 256;
+
+/// 32 consecutive activations of a token, or what rounding them to 8 bits leaves.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]
 pub(super) struct Q8Block {
     pub q: [i8; 32],
     /// The scale: x = d q.
     pub d: f32,
-    /// d times the sum of all codes, for offsets of 32 weights.
+    /// d times the sum of all codes, for offsets of 32 weights; a coarse part has that of both parts, and the fine
+    /// part none.
     pub sum: f32,
-    /// d times the sums of the first and the last 16 codes.
+    /// The same of the first and the last 16 codes.
     pub sums: [f32; 2],
 }
 

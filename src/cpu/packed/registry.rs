@@ -40,6 +40,8 @@ pub(super) struct Tokens {
     pub tables: bool,
     /// Whether each 128 values have one scale.
     pub wide: bool,
+    /// Whether they have two parts.
+    pub fine: bool,
 }
 
 /// A kernel for a product.
@@ -74,14 +76,15 @@ pub(super) fn select(format: &Format, level: Level, x: Tokens) -> Kernel {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     if let Some(kernels) = tiles(format, level) {
         let [packed, unpacked] = kernels.names;
+        let parts = usize::from(x.fine);
         return match kernels.unpacked {
             Some((unpack, tiles)) if x.count >= UNPACK_FROM => Kernel {
                 name: unpacked,
-                run: Run::Unpacked(unpack, tiles),
+                run: Run::Unpacked(unpack, tiles[parts]),
             },
             _ => Kernel {
                 name: packed,
-                run: Run::Tiles(kernels.packed),
+                run: Run::Tiles(kernels.packed[parts]),
             },
         };
     }
@@ -98,7 +101,7 @@ fn one_token(format: &Format, level: Level, x: Tokens) -> Option<Kernel> {
     let Format::Scheme(scheme @ Scheme::Ternary { .. }) = format else {
         return None;
     };
-    if !x.only {
+    if !x.only || x.fine {
         return None;
     }
     let (name, kernel): (_, OneToken) = match (level, x.tables, scheme.group(), x.wide) {
@@ -200,6 +203,7 @@ mod tests {
             only,
             tables,
             wide,
+            fine: false,
         }
     }
 

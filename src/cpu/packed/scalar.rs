@@ -7,23 +7,25 @@ use crate::quant::{BlockFormat, Format, Scaling, SubBlock, ZERO_STEP};
 /// The steps of zero points that a code is: with them codes less zero points are whole numbers.
 const ZERO_STEPS: i16 = (1. / ZERO_STEP) as i16;
 
-/// Multiplies a row group with the tokens of `x` (tokens x blocks); token `t`'s products become
-/// `out[t]`.
+/// Multiplies a row group with the tokens of `x`, `stride` blocks each: all of one part, then those of the next;
+/// token `t`'s products become `out[t]`.
 pub(super) fn group(
     format: &Format,
     weights: &[u8],
     blocks: usize,
-    x: &[Q8Block],
+    (x, stride): (&[Q8Block], usize),
     out: &mut [[f32; ROW_GROUP]],
 ) {
     let layout = Layout::of(format);
     let unpacked: Vec<Unpacked> = (0..blocks)
         .map(|block| Unpacked::read(format, &layout, weights, block))
         .collect();
-    for (x, sums) in x.chunks_exact(blocks).zip(out) {
+    for (x, sums) in x.chunks_exact(stride).zip(out) {
         sums.fill(0.0);
-        for (w, x) in unpacked.iter().zip(x) {
-            w.add_products(x, sums);
+        for part in x.chunks_exact(blocks) {
+            for (w, x) in unpacked.iter().zip(part) {
+                w.add_products(x, sums);
+            }
         }
     }
 }

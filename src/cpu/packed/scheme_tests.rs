@@ -61,8 +61,11 @@ fn check(codes: &Codes, m: usize, x: &[f32]) {
         matrix.forward(level, &q, &mut whole).unwrap();
         assert_eq!(whole, out, "{} {level:?}: forward differs", codes.scheme);
         let mut together = q.clone();
-        together.refill_wide(level, x, m, wide).unwrap();
-        check_products(&matrix, &values, level, &together, codes);
+        for (wide, fine) in [(false, true), (true, true), (true, false)] {
+            let grain = Grain { wide, fine };
+            together.refill_by(level, x, (m, q.k()), grain).unwrap();
+            check_products(&matrix, &values, level, &together, codes);
+        }
         if m == 1 {
             // By table look-up, where there is that form.
             let mut prepared = q;

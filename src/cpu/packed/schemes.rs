@@ -86,11 +86,16 @@ impl PackedMatrix {
     /// weights with one. On Zen 3 they take 0.70 to 0.75 of the time of multiplying with a scale for each
     /// 128 activations, 0.9 with one for each 32, for 576 to 8,192 columns.
     pub fn looks_up(&self, tokens: usize) -> bool {
-        tokens == 1 && matches!(self.format, Format::Scheme(Scheme::Ternary { .. }))
+        tokens == 1 && self.is_ternary()
+    }
+
+    /// Whether the codes are ternary.
+    pub fn is_ternary(&self) -> bool {
+        matches!(self.format, Format::Scheme(Scheme::Ternary { .. }))
     }
 
     /// Whether products with a token are faster where 128 activations have one scale
-    /// ([`Q8Activations::refill_wide`](super::Q8Activations::refill_wide)).
+    /// ([`Grain::wide`](super::Grain::wide)).
     pub fn takes_wide(&self) -> bool {
         let Format::Scheme(scheme @ Scheme::Ternary { .. }) = self.format else {
             return false;

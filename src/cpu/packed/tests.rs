@@ -110,14 +110,28 @@ fn expect(format: &BlockFormat, row: &[u8], x: &[f32], exact: &[f32]) -> Expecte
     e
 }
 
-fn check(dtype: GgmlDType, blocks: &[u8], (rows, cols, m): (usize, usize, usize), x: &[f32]) {
+fn check(dtype: GgmlDType, blocks: &[u8], shape: (usize, usize, usize), x: &[f32]) {
+    for fine in [false, true] {
+        let grain = Grain { wide: false, fine };
+        check_in(grain, dtype, blocks, shape, x);
+    }
+}
+
+fn check_in(
+    grain: Grain,
+    dtype: GgmlDType,
+    blocks: &[u8],
+    (rows, cols, m): (usize, usize, usize),
+    x: &[f32],
+) {
     let format = BlockFormat::of(dtype).unwrap();
     let matrix = PackedMatrix::pack(dtype, rows, cols, blocks).unwrap();
     let mut dequantized = vec![0.0; m * cols];
     let row_bytes = format.row_bytes(cols).unwrap();
     let mut expected = Vec::new();
     for level in Level::available() {
-        let q = Q8Activations::quantize(level, x, m, cols).unwrap();
+        let mut q = Q8Activations::default();
+        q.refill_by(level, x, (m, cols), grain).unwrap();
         if expected.is_empty() {
             for (t, row) in dequantized.chunks_exact_mut(cols).enumerate() {
                 q.dequantize_row(t, row).unwrap();
@@ -138,26 +152,24 @@ fn check(dtype: GgmlDType, blocks: &[u8], (rows, cols, m): (usize, usize, usize)
         // Three roundings of each of the two terms of a block or half block, one of each partial
         // sum, and one of the dequantized weight that the oracle starts from.
         let roundings = (2 * 2 * cols / 32 + 4) as f64 / f64::from(1 << 24);
+        // A 256th of a step instead of half a step.
+        let finer = if grain.fine { 128. } else { 1. };
         for (i, (got, want)) in out.iter().zip(&expected).enumerate() {
             let (t, r) = (i / rows, i % rows);
+            let name = || format!("{dtype:?} {level:?} {grain:?} {rows}x{cols} token {t} row {r}");
             let error = (f64::from(*got) - want.value).abs();
             let bound = roundings * want.magnitude + 1e-38;
             assert!(
                 error <= bound,
-                "{dtype:?} {level:?} {rows}x{cols} token {t} row {r}: {got} for {}, bound {bound:e}",
+                "{}: {got} for {}, bound {bound:e}",
+                name(),
                 want.value
             );
-            let exact: f64 = dot_exact(
-                &format,
-                &blocks[r * row_bytes..][..row_bytes],
-                &x[t * cols..],
-            );
+            let row = &blocks[r * row_bytes..][..row_bytes];
+            let exact: f64 = dot_exact(&format, row, &x[t * cols..]);
             let error = (f64::from(*got) - exact).abs();
-            let bound = bound + want.activation_error * (1.0 + 1e-5);
-            assert!(
-                error <= bound,
-                "{dtype:?} {level:?} {rows}x{cols} token {t} row {r}"
-            );
+            let bound = bound + want.activation_error / finer * (1.0 + 1e-5);
+            assert!(error <= bound, "{}: {error:e}, bound {bound:e}", name());
         }
         let mut whole = vec![f32::NAN; m * rows];
         matrix.forward(level, &q, &mut whole).unwrap();
@@ -330,11 +342,11 @@ fn activations_are_alike_at_every_level() {
     x[160..192].fill(f32::MIN_POSITIVE / 4.0);
     let mut plain = Q8Activations::quantize(Level::Scalar, &x, m, k).unwrap();
     let mut again = Q8Activations::zeros(100, 32).unwrap();
-    for sharing in [32, 128] {
-        let fill = |q: &mut Q8Activations, level| match sharing {
-            32 => q.refill(level, &x, m, k).unwrap(),
-            _ => q.refill_wide(level, &x, m, k).unwrap(),
-        };
+    for (wide, fine) in [(false, false), (true, false), (false, true), (true, true)] {
+        let sharing = if wide { 128 } else { 32 };
+        let steps = if fine { 1. / 256. } else { 0.5 };
+        let grain = Grain { wide, fine };
+        let fill = |q: &mut Q8Activations, level| q.refill_by(level, &x, (m, k), grain).unwrap();
         fill(&mut plain, Level::Scalar);
         for level in Level::available() {
             fill(&mut again, level);
@@ -354,7 +366,7 @@ fn activations_are_alike_at_every_level() {
                 let amax = exact.iter().fold(0f32, |a, v| a.max(v.abs()));
                 for (x, y) in exact.iter().zip(got) {
                     let error = (f64::from(*x) - f64::from(*y)).abs();
-                    assert!(error <= f64::from(amax) * (0.5 + 1e-4) / 127.0 + 1e-35);
+                    assert!(error <= f64::from(amax) * (steps + 1e-4) / 127.0 + 1e-35);
                 }
             }
         }
@@ -372,8 +384,13 @@ fn values_that_are_not_finite_make_their_token_nan_and_no_other() {
         x[cols + 77] = f32::NAN;
         x[3 * cols] = f32::INFINITY;
         x[4 * cols + 511] = f32::NEG_INFINITY;
-        for level in Level::available() {
-            let q = Q8Activations::quantize(level, &x, m, cols).unwrap();
+        for (level, fine) in Level::available()
+            .into_iter()
+            .flat_map(|level| [(level, false), (level, true)])
+        {
+            let mut q = Q8Activations::default();
+            let grain = Grain { wide: false, fine };
+            q.refill_by(level, &x, (m, cols), grain).unwrap();
             let mut out = vec![0.0; m * rows];
             matrix.forward(level, &q, &mut out).unwrap();
             for (t, out) in out.chunks_exact(rows).enumerate() {

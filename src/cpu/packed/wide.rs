@@ -1,12 +1,12 @@
 //! The 16-row kernels in plain Rust, so that what AVX-512 adds to the shared code (16 lanes, codes of
 //! 8 bits with an offset, parts summed at once) is tested on any processor.
 
-use super::activations::Q8Activations;
+use super::activations::{Grain, Q8Activations};
 use super::codes::*;
 use super::kernel::{Codes, Isa, Scales, UNPACKED_BLOCKS, UNPACKED_BYTES, tile, unpack};
 use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
-use super::q8::Q8Block;
+use super::q8::{FINER, Q8Block};
 use super::scales::*;
 use super::scheme_tests::schemes;
 use super::tests::{normals, quantized};
@@ -110,12 +110,12 @@ impl Isa for Wide {
         unsafe { p.cast::<[f32; 16]>().write(a) }
     }
 
-    unsafe fn accumulate<C: Codes, const T: usize>(
+    unsafe fn accumulate<C: Codes, const T: usize, const P: usize>(
         sums: &mut [[f32; 16]; T],
         scale: [f32; 16],
         planes: *const u8,
         part: usize,
-        x: [*const Q8Block; T],
+        x: [[*const Q8Block; P]; T],
     ) {
         // SAFETY: by the trait's contract.
         unsafe {
@@ -125,14 +125,16 @@ impl Isa for Wide {
                 let (w, k) = codes.next(i);
                 for (dots, x) in dots.iter_mut().zip(x) {
                     for (b, w) in w.into_iter().enumerate() {
-                        dots[b / 4] += i32::from(w) * i32::from((*x).q[k + b % 4]);
+                        let q = x.map(|x| i32::from((*x).q[k + b % 4]));
+                        let q = q.into_iter().fold(0, |coarse, q| FINER * coarse + q);
+                        dots[b / 4] += i32::from(w) * q;
                     }
                 }
             }
             for ((sums, dots), x) in sums.iter_mut().zip(dots).zip(x) {
                 *sums = Self::fma(
                     Self::mul(dots.map(|d| d as f32), scale),
-                    [(*x).d; 16],
+                    [(*x[P - 1]).d; 16],
                     *sums,
                 );
             }
@@ -145,12 +147,24 @@ fn products<C: Codes, S: Scales>(
     matrix: &PackedMatrix,
     x: &Q8Activations,
 ) -> Vec<[[f32; ROW_GROUP]; 3]> {
+    match x.grain().fine {
+        false => products_of_parts::<C, S, 1>(matrix, x),
+        true => products_of_parts::<C, S, 2>(matrix, x),
+    }
+}
+
+fn products_of_parts<C: Codes, S: Scales, const P: usize>(
+    matrix: &PackedMatrix,
+    x: &Q8Activations,
+) -> Vec<[[f32; ROW_GROUP]; 3]> {
     let mut room = Vec::new();
     let (blocks, group) = (matrix.blocks(), matrix.group(0, &mut room));
-    let x = x.blocks().as_ptr();
+    let (x, stride) = (x.blocks().as_ptr(), P * blocks);
     let mut packed = [[0.0; ROW_GROUP]; 3];
     // SAFETY: the group has those blocks, and x three tokens of them.
-    unsafe { tile::<Wide, C, S, 3, 1>(group.as_ptr(), blocks, x, blocks, 0, packed.as_mut_ptr()) };
+    unsafe {
+        tile::<Wide, C, S, 3, P, 1>(group.as_ptr(), blocks, x, stride, 0, packed.as_mut_ptr())
+    };
     if C::BITS == 8 {
         return vec![packed];
     }
@@ -162,21 +176,32 @@ fn products<C: Codes, S: Scales>(
         unsafe {
             unpack::<Wide, C, S>(group.as_ptr(), first..first + some, 0, bytes.as_mut_ptr());
             let (bytes, sums) = (bytes.as_ptr(), unpacked.as_mut_ptr());
-            tile::<Wide, Unpacked<C>, Ready, 3, 1>(bytes, some, x.add(first), blocks, 0, sums);
+            tile::<Wide, Unpacked<C>, Ready, 3, P, 1>(bytes, some, x.add(first), stride, 0, sums);
         }
     }
     vec![packed, unpacked]
+}
+
+/// Three tokens.
+fn activations(x: &[f32], fine: bool) -> Q8Activations {
+    let mut q = Q8Activations::default();
+    let grain = Grain { wide: false, fine };
+    q.refill_by(Level::Scalar, x, (3, x.len() / 3), grain)
+        .unwrap();
+    q
 }
 
 #[test]
 fn kernels_of_16_rows_agree_with_the_scalar_path() {
     let mut rng = StdRng::seed_from_u64(8);
     let cols = 768;
-    for dtype in BlockFormat::DTYPES {
+    for (dtype, fine) in BlockFormat::DTYPES
+        .into_iter()
+        .flat_map(|d| [(d, false), (d, true)])
+    {
         let blocks = quantized(&mut rng, dtype, 16, cols);
         let matrix = PackedMatrix::pack(dtype, 16, cols, &blocks).unwrap();
-        let x = normals(&mut rng, 3 * cols);
-        let x = Q8Activations::quantize(Level::Scalar, &x, 3, cols).unwrap();
+        let x = activations(&normals(&mut rng, 3 * cols), fine);
         let mut plain = vec![0.0; 3 * 16];
         matrix.forward(Level::Scalar, &x, &mut plain).unwrap();
         let all = match dtype {
@@ -208,8 +233,8 @@ fn kernels_of_16_rows_agree_with_the_scalar_path_for_schemes() {
     let cols = 768;
     let weights = normals(&mut rng, 16 * cols);
     let x = normals(&mut rng, 3 * cols);
-    let x = Q8Activations::quantize(Level::Scalar, &x, 3, cols).unwrap();
-    for scheme in schemes() {
+    for (scheme, fine) in schemes().into_iter().flat_map(|s| [(s, false), (s, true)]) {
+        let x = activations(&x, fine);
         let codes = quantize(&weights, 16, cols, scheme).unwrap();
         let matrix = PackedMatrix::from_codes(&codes).unwrap();
         let mut plain = vec![0.0; 3 * 16];

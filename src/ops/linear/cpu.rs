@@ -4,7 +4,7 @@
 use super::op::LinearOp;
 use super::tile::{Finish, Guard, Product, Target};
 use super::{Activation, Prologue, Weight};
-use crate::cpu::packed::{Q8Activations, ROW_GROUP};
+use crate::cpu::packed::{Grain, PackedMatrix, Q8Activations, ROW_GROUP};
 use crate::cpu::simd::{self, Level};
 use crate::cpu::{dense, norm, pool};
 use crate::ops::view::{Float, cpu_storage, dispatch_float, elements, gathered};
@@ -59,11 +59,16 @@ fn forward_as<T: Float>(
     let input = prologue(level, op.prologue, &x, k, &mut normed)?;
     let packed = op.weights.iter().any(|w| matches!(w, Weight::Packed(_)));
     if packed {
-        activations(op.weights, level, &input, (m, k), &mut quantized)?;
+        activations(op, level, &input, (m, k), &mut quantized)?;
     }
     trace::record(op.name, || {
         let kernels = kernels(op.weights, level, &quantized, m);
-        format!("cpu {kernels} {}{}", op.path(), gathered(layout))
+        let bits = match (packed, quantized.grain().fine) {
+            (false, _) => "",
+            (_, false) => " x8",
+            (_, true) => " x16",
+        };
+        format!("cpu {kernels}{bits} {}{}", op.path(), gathered(layout))
     });
 
     let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
@@ -204,9 +209,9 @@ fn prologue<'a, T: Float>(
     Ok(Cow::Borrowed(out))
 }
 
-/// Fills `quantized` with the input in 8 bits and what the weights need beside it.
+/// Fills `quantized` with the input in 8 or 16 bits and what the weights need beside it.
 fn activations(
-    weights: &[Weight],
+    op: &LinearOp<'_>,
     level: Level,
     input: &[f32],
     (m, k): (usize, usize),
@@ -214,15 +219,17 @@ fn activations(
 ) -> Result<()> {
     let wide = k.next_multiple_of(32);
     let input = padded(input, k, wide);
-    match weights
-        .iter()
-        .all(|w| matches!(w, Weight::Packed(w) if w.takes_wide()))
-    {
-        true => quantized.refill_wide(level, &input, m, wide)?,
-        false => quantized.refill(level, &input, m, wide)?,
-    }
+    let all = |holds: fn(&PackedMatrix) -> bool| {
+        let holds = |w: &Weight| matches!(w, Weight::Packed(w) if holds(w));
+        op.weights.iter().all(holds)
+    };
+    let grain = Grain {
+        wide: all(PackedMatrix::takes_wide),
+        fine: op.bits.are_16(m, all(PackedMatrix::is_ternary)),
+    };
+    quantized.refill_by(level, &input, (m, wide), grain)?;
     let looks_up = |w: &Weight| matches!(w, Weight::Packed(w) if w.looks_up(m));
-    if weights.iter().any(looks_up) {
+    if op.weights.iter().any(looks_up) {
         quantized.prepare_look_ups(level);
     }
     Ok(())

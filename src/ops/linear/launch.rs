@@ -3,7 +3,7 @@
 
 use super::cpu;
 use super::op::LinearOp;
-use super::{Activation, Epilogue, Prologue, Weight};
+use super::{Activation, ActivationBits, Epilogue, Prologue, Weight};
 use crate::ops::view::{dense_on_cuda, float, inference_only};
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 use std::fmt::Display;
@@ -48,6 +48,7 @@ impl CustomOp1 for LinearOp<'_> {
             m,
             k,
             x_dtype: x.dtype(),
+            x_bits: self.bits,
             out_dtype: x.dtype(),
         };
         let launcher = Launcher::new(device)?;
@@ -67,6 +68,7 @@ pub(crate) fn launch(
     prologue: Prologue<'_>,
     weights: &[Weight],
     epilogue: Epilogue<'_>,
+    bits: ActivationBits,
 ) -> Result<Tensor> {
     let Some(&k) = x.dims().last() else {
         bail!("{name}: x is a scalar, expected [.., K]");
@@ -94,6 +96,7 @@ pub(crate) fn launch(
         prologue,
         weights,
         epilogue,
+        bits,
         rows,
     };
     check_residuals(&op, x)?;

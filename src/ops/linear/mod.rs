@@ -7,6 +7,7 @@
 //! [`rms_norm_linear`]: fn@crate::ops::rms_norm_linear
 //! [`quant_linear`]: fn@crate::ops::quant_linear
 
+mod bits;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -23,6 +24,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 pub use crate::cuda::KernelInfo;
+pub use bits::ActivationBits;
 #[cfg(feature = "cuda")]
 pub use cuda::kernel_table;
 pub(crate) use launch::{check_gated, launch};
@@ -166,5 +168,6 @@ pub fn linear(x: &Tensor, weight: &Tensor, epilogue: &Epilogue<'_>) -> Result<Te
         Prologue::None,
         &[Weight::Dense(weight.clone())],
         *epilogue,
+        ActivationBits::Auto,
     )
 }

@@ -1,6 +1,6 @@
 //! The op as candle sees it.
 
-use super::{Activation, Epilogue, Prologue, Weight};
+use super::{Activation, ActivationBits, Epilogue, Prologue, Weight};
 
 /// One input tensor, everything else held by reference.
 pub(super) struct LinearOp<'a> {
@@ -8,6 +8,7 @@ pub(super) struct LinearOp<'a> {
     pub prologue: Prologue<'a>,
     pub weights: &'a [Weight],
     pub epilogue: Epilogue<'a>,
+    pub bits: ActivationBits,
     /// Outputs of all weights together, before gating.
     pub rows: usize,
 }

@@ -41,7 +41,7 @@ pub fn all() -> Result<Vec<Tiny>> {
 /// A golden model from its safetensors.
 fn dense(name: &'static str, dtype: DType, fusion: Fusion) -> Result<Tiny> {
     let golden = Golden::open(name)?;
-    let plain = fusion == Fusion::none();
+    let plain = fusion.is_none();
     Ok(Tiny {
         name: if plain { "plain candle" } else { name },
         plain,

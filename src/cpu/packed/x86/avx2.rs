@@ -3,7 +3,7 @@
 use super::super::codes::Unpacked;
 use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Unpack, tile, unpack};
 use super::super::layout::ROW_GROUP;
-use super::super::q8::Q8Block;
+use super::super::q8::{FINER, Q8Block};
 use super::super::scales::Ready;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -17,19 +17,31 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
     const {
         &Kernels {
             names: ["avx2_tiles", "avx2_unpacked_tiles"],
-            packed: &[
-                (4, by_halves::<C, S, 4> as Tile),
-                (2, by_halves::<C, S, 2>),
-                (1, at_once::<C, S>),
+            packed: [
+                &[
+                    (4, by_halves::<C, S, 4, 1> as Tile),
+                    (2, by_halves::<C, S, 2, 1>),
+                    (1, at_once::<C, S, 1>),
+                ],
+                &[
+                    (2, by_halves::<C, S, 2, 2> as Tile),
+                    (1, at_once::<C, S, 2>),
+                ],
             ],
             unpacked: match C::BITS {
                 8 => None,
                 _ => Some((
                     unpack_group::<C, S> as Unpack,
-                    &[
-                        (4, by_halves::<Unpacked<C>, Ready, 4> as Tile),
-                        (2, by_halves::<Unpacked<C>, Ready, 2>),
-                        (1, by_halves::<Unpacked<C>, Ready, 1>),
+                    [
+                        &[
+                            (4, by_halves::<Unpacked<C>, Ready, 4, 1> as Tile),
+                            (2, by_halves::<Unpacked<C>, Ready, 2, 1>),
+                            (1, by_halves::<Unpacked<C>, Ready, 1, 1>),
+                        ],
+                        &[
+                            (2, by_halves::<Unpacked<C>, Ready, 2, 2> as Tile),
+                            (1, by_halves::<Unpacked<C>, Ready, 1, 2>),
+                        ],
                     ],
                 )),
             },
@@ -42,7 +54,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
 /// # Safety
 /// See [`Tile`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn at_once<C: Codes, S: Scales>(
+unsafe fn at_once<C: Codes, S: Scales, const P: usize>(
     weights: *const u8,
     blocks: usize,
     x: *const Q8Block,
@@ -50,7 +62,7 @@ unsafe fn at_once<C: Codes, S: Scales>(
     sums: *mut [f32; ROW_GROUP],
 ) {
     // SAFETY: the caller's.
-    unsafe { tile::<Avx2, C, S, 1, 2>(weights, blocks, x, stride, 0, sums) }
+    unsafe { tile::<Avx2, C, S, 1, P, 2>(weights, blocks, x, stride, 0, sums) }
 }
 
 /// Several tokens: each half of the group on its own, so that sums and codes fit the registers.
@@ -58,7 +70,7 @@ unsafe fn at_once<C: Codes, S: Scales>(
 /// # Safety
 /// See [`Tile`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn by_halves<C: Codes, S: Scales, const T: usize>(
+unsafe fn by_halves<C: Codes, S: Scales, const T: usize, const P: usize>(
     weights: *const u8,
     blocks: usize,
     x: *const Q8Block,
@@ -67,7 +79,7 @@ unsafe fn by_halves<C: Codes, S: Scales, const T: usize>(
 ) {
     for lane in [0, Avx2::ROWS] {
         // SAFETY: the caller's.
-        unsafe { tile::<Avx2, C, S, T, 1>(weights, blocks, x, stride, lane, sums) }
+        unsafe { tile::<Avx2, C, S, T, P, 1>(weights, blocks, x, stride, lane, sums) }
     }
 }
 
@@ -102,8 +114,10 @@ unsafe fn broadcast(p: *const u8) -> __m256i {
 /// AVX2.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn in_order<const T: usize>(mut sums: [__m256i; T]) -> [__m256i; T] {
-    for sum in &mut sums {
+unsafe fn in_order<const T: usize, const P: usize>(
+    mut sums: [[__m256i; P]; T],
+) -> [[__m256i; P]; T] {
+    for sum in sums.as_flattened_mut() {
         // SAFETY: the statement is empty.
         unsafe {
             std::arch::asm!(
@@ -232,18 +246,18 @@ impl Isa for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn accumulate<C: Codes, const T: usize>(
+    unsafe fn accumulate<C: Codes, const T: usize, const P: usize>(
         sums: &mut [__m256; T],
         scale: __m256,
         planes: *const u8,
         part: usize,
-        x: [*const Q8Block; T],
+        x: [[*const Q8Block; P]; T],
     ) {
         // SAFETY: the caller's.
         unsafe {
             match C::BITS {
-                8 => eight_bits::<C, T>(sums, scale, planes, x),
-                _ => few_bits::<C, T>(sums, scale, planes, part, x),
+                8 => eight_bits::<C, T, P>(sums, scale, planes, x),
+                _ => few_bits::<C, T, P>(sums, scale, planes, part, x),
             }
         }
     }
@@ -255,12 +269,12 @@ impl Isa for Avx2 {
 /// # Safety
 /// See [`Isa::accumulate`].
 #[inline(always)]
-unsafe fn few_bits<C: Codes, const T: usize>(
+unsafe fn few_bits<C: Codes, const T: usize, const P: usize>(
     sums: &mut [__m256; T],
     scale: __m256,
     planes: *const u8,
     part: usize,
-    x: [*const Q8Block; T],
+    x: [[*const Q8Block; P]; T],
 ) {
     // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
     unsafe {
@@ -271,22 +285,27 @@ unsafe fn few_bits<C: Codes, const T: usize>(
             5 => 4,
             _ => 2,
         };
-        let mut dots = [_mm256_setzero_si256(); T];
+        let mut dots = [[_mm256_setzero_si256(); P]; T];
         for start in (0..C::VECTORS).step_by(run) {
-            let mut pairs = [_mm256_setzero_si256(); T];
+            let mut pairs = [[_mm256_setzero_si256(); P]; T];
             for i in start..start + run {
                 let (w, k) = codes.next(i);
                 for t in 0..T {
-                    let q = (&raw const (*x[t]).q).cast::<u8>();
-                    let product = _mm256_maddubs_epi16(w, broadcast(q.add(k)));
-                    pairs[t] = _mm256_add_epi16(pairs[t], product);
+                    for p in 0..P {
+                        let q = (&raw const (*x[t][p]).q).cast::<u8>();
+                        let product = _mm256_maddubs_epi16(w, broadcast(q.add(k)));
+                        pairs[t][p] = _mm256_add_epi16(pairs[t][p], product);
+                    }
                 }
                 if T > 1 {
                     pairs = in_order(pairs);
                 }
             }
             for t in 0..T {
-                dots[t] = _mm256_add_epi32(dots[t], _mm256_madd_epi16(pairs[t], ones));
+                for p in 0..P {
+                    let sum = _mm256_madd_epi16(pairs[t][p], ones);
+                    dots[t][p] = _mm256_add_epi32(dots[t][p], sum);
+                }
             }
         }
         finish(sums, scale, dots, x);
@@ -298,25 +317,27 @@ unsafe fn few_bits<C: Codes, const T: usize>(
 /// # Safety
 /// See [`Isa::accumulate`].
 #[inline(always)]
-unsafe fn eight_bits<C: Codes, const T: usize>(
+unsafe fn eight_bits<C: Codes, const T: usize, const P: usize>(
     sums: &mut [__m256; T],
     scale: __m256,
     planes: *const u8,
-    x: [*const Q8Block; T],
+    x: [[*const Q8Block; P]; T],
 ) {
     // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
     unsafe {
         let ones = _mm256_set1_epi16(1);
         let mut codes = C::open::<Avx2>(planes, 0);
-        let mut dots = [_mm256_setzero_si256(); T];
+        let mut dots = [[_mm256_setzero_si256(); P]; T];
         for i in 0..C::VECTORS {
             let (w, k) = codes.next(i);
             let magnitude = _mm256_abs_epi8(w);
             for t in 0..T {
-                let q = (&raw const (*x[t]).q).cast::<u8>();
-                let signed = _mm256_sign_epi8(broadcast(q.add(k)), w);
-                let pairs = _mm256_maddubs_epi16(magnitude, signed);
-                dots[t] = _mm256_add_epi32(dots[t], _mm256_madd_epi16(pairs, ones));
+                for p in 0..P {
+                    let q = (&raw const (*x[t][p]).q).cast::<u8>();
+                    let signed = _mm256_sign_epi8(broadcast(q.add(k)), w);
+                    let pairs = _mm256_maddubs_epi16(magnitude, signed);
+                    dots[t][p] = _mm256_add_epi32(dots[t][p], _mm256_madd_epi16(pairs, ones));
+                }
             }
             if T > 1 {
                 dots = in_order(dots);
@@ -331,17 +352,23 @@ unsafe fn eight_bits<C: Codes, const T: usize>(
 /// # Safety
 /// See [`Isa::accumulate`].
 #[inline(always)]
-unsafe fn finish<const T: usize>(
+unsafe fn finish<const T: usize, const P: usize>(
     sums: &mut [__m256; T],
     scale: __m256,
-    dots: [__m256i; T],
-    x: [*const Q8Block; T],
+    dots: [[__m256i; P]; T],
+    x: [[*const Q8Block; P]; T],
 ) {
     for t in 0..T {
         // SAFETY: the caller's.
         unsafe {
-            let product = _mm256_mul_ps(_mm256_cvtepi32_ps(dots[t]), scale);
-            sums[t] = _mm256_fmadd_ps(product, _mm256_set1_ps((*x[t]).d), sums[t]);
+            let mut dot = dots[t][0];
+            if P == 2 {
+                dot = _mm256_slli_epi32::<{ FINER.ilog2() as i32 }>(dot);
+                dot = _mm256_add_epi32(dot, dots[t][1]);
+            }
+            let product = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), scale);
+            let d = _mm256_set1_ps((*x[t][P - 1]).d);
+            sums[t] = _mm256_fmadd_ps(product, d, sums[t]);
         }
     }
 }

@@ -1,9 +1,9 @@
 //! AVX-512 with VNNI.
 
 use super::super::codes::Unpacked;
-use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Unpack, tile, unpack};
+use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Tiles, Unpack, tile, unpack};
 use super::super::layout::ROW_GROUP;
-use super::super::q8::Q8Block;
+use super::super::q8::{FINER, Q8Block};
 use super::super::scales::Ready;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -18,25 +18,29 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
     const {
         &Kernels {
             names: ["avx512_tiles", "avx512_unpacked_tiles"],
-            packed: &[
-                (8, group::<C, S, 8> as Tile),
-                (4, group::<C, S, 4>),
-                (2, group::<C, S, 2>),
-                (1, group::<C, S, 1>),
-            ],
+            packed: [const { tiles::<C, S, 1>() }, const { tiles::<C, S, 2>() }],
             unpacked: match C::BITS {
                 8 => None,
                 _ => Some((
                     unpack_group::<C, S> as Unpack,
-                    &[
-                        (8, group::<Unpacked<C>, Ready, 8> as Tile),
-                        (4, group::<Unpacked<C>, Ready, 4>),
-                        (1, group::<Unpacked<C>, Ready, 1>),
+                    [
+                        const { tiles::<Unpacked<C>, Ready, 1>() },
+                        const { tiles::<Unpacked<C>, Ready, 2>() },
                     ],
                 )),
             },
         }
     }
+}
+
+/// The tiles for tokens of P parts.
+const fn tiles<C: Codes + 'static, S: Scales + 'static, const P: usize>() -> Tiles {
+    &[
+        (8, group::<C, S, 8, P> as Tile),
+        (4, group::<C, S, 4, P>),
+        (2, group::<C, S, 2, P>),
+        (1, group::<C, S, 1, P>),
+    ]
 }
 
 /// # Safety
@@ -54,7 +58,7 @@ unsafe fn unpack_group<C: Codes, S: Scales>(
 /// # Safety
 /// See [`Tile`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn group<C: Codes, S: Scales, const T: usize>(
+unsafe fn group<C: Codes, S: Scales, const T: usize, const P: usize>(
     weights: *const u8,
     blocks: usize,
     x: *const Q8Block,
@@ -62,7 +66,7 @@ unsafe fn group<C: Codes, S: Scales, const T: usize>(
     sums: *mut [f32; ROW_GROUP],
 ) {
     // SAFETY: the caller's.
-    unsafe { tile::<Avx512, C, S, T, 1>(weights, blocks, x, stride, 0, sums) }
+    unsafe { tile::<Avx512, C, S, T, P, 1>(weights, blocks, x, stride, 0, sums) }
 }
 
 impl Isa for Avx512 {
@@ -175,35 +179,42 @@ impl Isa for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn accumulate<C: Codes, const T: usize>(
+    unsafe fn accumulate<C: Codes, const T: usize, const P: usize>(
         sums: &mut [__m512; T],
         scale: __m512,
         planes: *const u8,
         part: usize,
-        x: [*const Q8Block; T],
+        x: [[*const Q8Block; P]; T],
     ) {
         // SAFETY: VNNI and the planes and tokens readable, by the trait's contract; k < 32 - 3.
         unsafe {
             let mut codes = C::open::<Self>(planes, part);
             // A single token's products would wait for one another: two sums of every other one.
-            let chains = if T == 1 { 2 } else { 1 };
-            let mut dots = [[_mm512_setzero_si512(); 2]; T];
+            let chains = if T * P == 1 { 2 } else { 1 };
+            let mut dots = [[[_mm512_setzero_si512(); P]; 2]; T];
             for i in 0..C::VECTORS {
                 let (w, k) = codes.next(i);
                 for t in 0..T {
-                    let q = (&raw const (*x[t]).q).cast::<u8>().add(k);
-                    let x = _mm512_set1_epi32(q.cast::<i32>().read_unaligned());
-                    let dot = &mut dots[t][i % chains];
-                    *dot = _mm512_dpbusd_epi32(*dot, w, x);
+                    for p in 0..P {
+                        let q = (&raw const (*x[t][p]).q).cast::<u8>().add(k);
+                        let x = _mm512_set1_epi32(q.cast::<i32>().read_unaligned());
+                        let dot = &mut dots[t][i % chains][p];
+                        *dot = _mm512_dpbusd_epi32(*dot, w, x);
+                    }
                 }
             }
             for t in 0..T {
-                let dot = match chains {
-                    1 => dots[t][0],
-                    _ => _mm512_add_epi32(dots[t][0], dots[t][1]),
-                };
+                let mut dot = dots[t][0][0];
+                if chains == 2 {
+                    dot = _mm512_add_epi32(dot, dots[t][1][0]);
+                }
+                if P == 2 {
+                    dot = _mm512_slli_epi32::<{ FINER.ilog2() }>(dot);
+                    dot = _mm512_add_epi32(dot, dots[t][0][1]);
+                }
                 let product = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), scale);
-                sums[t] = _mm512_fmadd_ps(product, _mm512_set1_ps((*x[t]).d), sums[t]);
+                let d = _mm512_set1_ps((*x[t][P - 1]).d);
+                sums[t] = _mm512_fmadd_ps(product, d, sums[t]);
             }
         }
     }

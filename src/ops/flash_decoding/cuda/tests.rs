@@ -5,7 +5,7 @@ use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
 use crate::ops::linear;
 use crate::ops::linear::cuda::{NormAt, NormKind, Operands, ProductAt};
-use crate::ops::{Activation, Epilogue, Prologue, RopeStyle, Weight};
+use crate::ops::{Activation, ActivationBits, Epilogue, Prologue, RopeStyle, Weight};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// A layer's tensors: projection, caches, tables, positions.
@@ -245,6 +245,7 @@ impl Up {
             m: 1,
             k: Self::K,
             x_dtype: self.x.dtype(),
+            x_bits: ActivationBits::Auto,
             out_dtype: self.x.dtype(),
         };
         Operands::new(&[Weight::Dense(self.w.clone())], &at)

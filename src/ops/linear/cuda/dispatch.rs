@@ -147,6 +147,7 @@ pub(super) static RULES: &[Rule] = &[
         x: &[(F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
         norms: Norms::None,
+        int8_x: true,
         plan: gemm_w8a8_cluster::plan,
         note: "small products: the same launch quantizes x",
         ..RULE
@@ -157,6 +158,7 @@ pub(super) static RULES: &[Rule] = &[
         formats: Formats::INT8,
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
+        int8_x: true,
         plan: gemm_w8a8::sm90,
         note: "a preceding kernel quantizes x",
         ..RULE
@@ -166,6 +168,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "linear/gemm_w8a8.cu",
         formats: Formats::INT8,
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
+        int8_x: true,
         plan: gemm_w8a8::mma,
         note: "likewise",
         ..RULE

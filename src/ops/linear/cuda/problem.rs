@@ -3,7 +3,7 @@
 use crate::cuda::abi;
 pub(crate) use crate::cuda::abi::{Fetch, MAX_WEIGHTS as MAX_MATRICES};
 use crate::cuda::{Address, BlockMatrix, GpuSpec, Launcher, address_of};
-use crate::ops::linear::{Activation, Weight};
+use crate::ops::linear::{Activation, ActivationBits, Weight};
 use crate::quant::{Format, Scheme};
 use candle_core::{DType, Result, bail};
 use std::fmt;
@@ -47,6 +47,8 @@ pub(crate) struct ProductAt {
     pub k: usize,
     /// Of x, the norm, the bias and the residuals.
     pub x_dtype: DType,
+    /// With quantized weights.
+    pub x_bits: ActivationBits,
     /// x's dtype, or f32.
     pub out_dtype: DType,
 }
@@ -256,6 +258,7 @@ impl Operands {
             weight: format,
             x: at.x_dtype,
             out: at.out_dtype,
+            x_bits: at.x_bits,
             m: at.m,
             k: at.k,
             rows,
@@ -305,6 +308,8 @@ pub(crate) struct Case {
     /// Of x, and of the outputs.
     pub x: DType,
     pub out: DType,
+    /// With quantized weights.
+    pub x_bits: ActivationBits,
     pub m: usize,
     pub k: usize,
     /// Output channels of each matrix, 0 for none; of a mixed product of all in the first.

@@ -2,6 +2,7 @@
 
 use super::plan::{Plan, Planned};
 use super::problem::{Case, NormKind, WeightFormat};
+use crate::ops::linear::ActivationBits;
 use crate::quant::{Format, Scheme};
 use candle_core::DType;
 
@@ -106,6 +107,8 @@ pub(super) struct Rule {
     /// Whether it takes SwiGLU, and two matrices along k.
     pub gates: bool,
     pub pairs: bool,
+    /// Whether it rounds x to int8.
+    pub int8_x: bool,
     pub plan: fn(&Case) -> Planned,
     /// What a reader of the table should know.
     pub note: &'static str,
@@ -126,6 +129,7 @@ pub(super) const RULE: Rule = Rule {
     norms: Norms::Any,
     gates: true,
     pairs: false,
+    int8_x: false,
     plan: |_| Err("it has no plan"),
     note: "",
 };
@@ -141,6 +145,9 @@ impl Rule {
         };
         if !(*least..=*most).contains(&case.m) {
             return Err("M is out of its range for this dtype of x");
+        }
+        if self.int8_x && case.x_bits == ActivationBits::Bits16 {
+            return Err("x is to keep 16 bits");
         }
         if case.k > self.max_k {
             return Err("K is too long");

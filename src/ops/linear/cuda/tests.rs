@@ -4,7 +4,7 @@ use super::dispatch::{RULES, select};
 use super::problem::{Alignment, Case, MAX_MATRICES, WeightFormat};
 use crate::cuda::table_tests::{GPUS, architectures, assert_current, gather, gpu_named, runs};
 use crate::cuda::{GpuSpec, with_kernel};
-use crate::ops::linear::Activation;
+use crate::ops::linear::{Activation, ActivationBits};
 use crate::quant::{BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Error, Result};
@@ -84,6 +84,7 @@ fn case(
         weight,
         x,
         out: x,
+        x_bits: ActivationBits::Auto,
         m,
         k,
         rows,

@@ -9,7 +9,7 @@ use super::gemv_dense;
 use crate::cuda::abi::{SUMS_EPILOGUE_THREADS, SumsEpilogueParams, WidenParams};
 use crate::cuda::{Address, Grid, Launcher, Module, Scratch, fatbin};
 use crate::ops::layer_norm::cuda::{LayerNormAt, launch as layer_norm};
-use crate::ops::linear::Activation;
+use crate::ops::linear::{Activation, ActivationBits};
 use crate::ops::rms_norm::cuda::{RmsNormAt, launch as rms_norm};
 use crate::ops::view::dtype_index;
 use candle_core::{DType, Result, bail};
@@ -265,6 +265,7 @@ unsafe fn product(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Re
         m: gemm.m,
         k: gemm.k,
         x_dtype: gemm.dtype,
+        x_bits: ActivationBits::Auto,
         out_dtype: gemm.out_dtype,
     };
     for first in (0..gemm.m).step_by(gemv_dense::MAX_M) {

@@ -5,7 +5,7 @@ use super::super::plan::Kernel;
 use super::super::problem::{Fetch, NormAt, NormKind, Operand, Operands, ProductAt};
 use super::gemv_dense_pipelined::{NAME, Pipelined, pair};
 use crate::cuda::{Launcher, Scratch, address_of};
-use crate::ops::Activation;
+use crate::ops::{Activation, ActivationBits};
 use candle_core::{D, DType, Device, Result, Tensor};
 
 /// Random values on the device, and the same in float64.
@@ -108,6 +108,7 @@ impl Product {
             m: 1,
             k,
             x_dtype: dtype,
+            x_bits: ActivationBits::Auto,
             out_dtype: dtype,
         };
         let operands = Operands {
