@@ -99,8 +99,8 @@ pub struct ModelArgs {
     #[arg(long, value_name = "LIST", value_parser = fusion)]
     pub fusion: Option<Fusion>,
 
-    /// Bits of activations in products with quantized weights: 8, 16, or auto, which is 16 up to 64 tokens
-    /// at once and 8 for longer prompts. 8 bits are faster, 16 answer as f32 does.
+    /// Bits of activations in products with quantized weights: 8, 16, or auto, which is 16 up to
+    /// 64 tokens at once and 8 for longer prompts. 16 bits answer as f32 does, 8 are faster.
     #[arg(long, value_name = "BITS", default_value_t, value_parser = activations)]
     pub activations: ActivationBits,
 

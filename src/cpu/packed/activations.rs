@@ -1,19 +1,13 @@
 //! Activations in 8 bits: what the packed matrices are multiplied with.
 
-use super::q8::{FINER, Q8Block, TOGETHER};
+use super::q8::Q8Block;
+use super::rounding;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{ternary::TableLine, ternary_avx2};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
 use std::marker::PhantomData;
-
-/// Adding it to a float below 2^22 leaves the nearest integer, ties to even, in the low bits.
-const ROUND: f32 = 12_582_912.0;
-
-/// Blocks whose largest magnitude is below this are taken as zeros: the reciprocal of their scale
-/// would overflow.
-const TINY: f32 = 1e-35;
 
 /// How [`Q8Activations`] are quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -279,116 +273,11 @@ impl Q8Row<'_> {
         match level {
             // SAFETY: the caller made sure that the processor has this level.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => unsafe { quantize_avx512(x, self.blocks, self.grain) },
+            Level::Avx512 => unsafe { rounding::avx512(x, self.blocks, self.grain) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => unsafe { quantize_avx2(x, self.blocks, self.grain) },
-            _ => quantize(x, self.blocks, self.grain),
+            Level::Avx2 => unsafe { rounding::avx2(x, self.blocks, self.grain) },
+            _ => rounding::plain(x, self.blocks, self.grain),
         }
     }
-}
-
-/// `quantize` compiled for AVX2.
-///
-/// # Safety
-/// The processor has AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn quantize_avx2(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
-    quantize(x, blocks, grain);
-}
-
-/// `quantize` compiled for AVX-512.
-///
-/// # Safety
-/// The processor has AVX-512 F, BW, VL and DQ.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn quantize_avx512(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
-    quantize(x, blocks, grain);
-}
-
-/// Plain code that vectorizes and rounds alike at every level.
-#[inline(always)]
-fn quantize(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
-    let together = if grain.wide { TOGETHER } else { 1 };
-    let (coarse, fine) = match grain.fine {
-        true => blocks.split_at_mut(blocks.len() / 2),
-        false => (blocks, &mut [][..]),
-    };
-    for (x, blocks) in x.chunks(32 * together).zip(coarse.chunks_mut(together)) {
-        let x = x.as_chunks::<32>().0;
-        // Without their sign, floats order as integers do, with infinities and NaN on top.
-        let mut top = 0;
-        for x in x {
-            top = x
-                .iter()
-                .fold(top, |top, v| top.max(v.to_bits() & 0x7fff_ffff));
-        }
-        let amax = f32::from_bits(top);
-        for (x, block) in x.iter().zip(blocks) {
-            *block = quantized(x, amax);
-        }
-    }
-    let x = x.as_chunks::<32>().0;
-    for ((x, coarse), fine) in x.iter().zip(coarse).zip(fine) {
-        *fine = rest(x, coarse);
-        // Offsets of the weights take the sums of both parts at once.
-        coarse.sum += std::mem::take(&mut fine.sum);
-        let sums = std::mem::take(&mut fine.sums);
-        coarse.sums[0] += sums[0];
-        coarse.sums[1] += sums[1];
-    }
-}
-
-/// A block of values of magnitudes up to `amax`.
-#[inline(always)]
-fn quantized(x: &[f32; 32], amax: f32) -> Q8Block {
-    if !amax.is_finite() {
-        return Q8Block {
-            d: f32::NAN,
-            sum: f32::NAN,
-            sums: [f32::NAN; 2],
-            ..Q8Block::ZERO
-        };
-    }
-    match amax < TINY {
-        true => Q8Block::ZERO,
-        false => rounded(x, amax / 127.0, 127.0 / amax),
-    }
-}
-
-/// What `coarse` leaves of `x`, at most half of its scale each.
-#[inline(always)]
-fn rest(x: &[f32; 32], coarse: &Q8Block) -> Q8Block {
-    let d = coarse.d / FINER as f32;
-    // Not a number, or so small that its reciprocal would overflow. The products take this part's scale, so it is
-    // set all the same.
-    if d.is_nan() || d < TINY {
-        return Q8Block { d, ..Q8Block::ZERO };
-    }
-    let mut left = *x;
-    for (left, q) in left.iter_mut().zip(&coarse.q) {
-        *left -= coarse.d * f32::from(*q);
-    }
-    // Half a step of the coarse part is 128 steps, one more than there are.
-    let most = 127.0 * d;
-    for left in &mut left {
-        *left = left.clamp(-most, most);
-    }
-    rounded(&left, d, 1.0 / d)
-}
-
-/// Values in steps of `d`, whose reciprocal is `inverse`.
-#[inline(always)]
-fn rounded(x: &[f32; 32], d: f32, inverse: f32) -> Q8Block {
-    let mut block = Q8Block { d, ..Q8Block::ZERO };
-    for (q, v) in block.q.iter_mut().zip(x) {
-        *q = ((v * inverse + ROUND).to_bits()).wrapping_sub(ROUND.to_bits()) as i8;
-    }
-    let sum = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>() as f32;
-    let (low, high) = (sum(&block.q[..16]), sum(&block.q[16..]));
-    block.sum = d * (low + high);
-    block.sums = [d * low, d * high];
-    block
 }

@@ -22,6 +22,7 @@ mod neon;
 mod q8;
 mod registry;
 mod repack;
+mod rounding;
 mod scalar;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod scales;

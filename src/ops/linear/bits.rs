@@ -21,8 +21,8 @@ use std::str::FromStr;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ActivationBits {
-    /// 16 up to 64 rows of x (one token, several sequences, a question), and 8 above, where a long prompt would
-    /// feel the price; 8 where all weights are ternary, whose kernels for one row want it.
+    /// 16 up to 64 rows of x (a token, several sequences, a question), and 8 above, where a long prompt would feel
+    /// the price; 8 where all weights are ternary, whose kernels for a row want it.
     #[default]
     Auto,
     /// 8.
@@ -41,7 +41,7 @@ impl ActivationBits {
     /// Whether the CPU takes 16 bits of `m` rows.
     pub(super) fn are_16(self, m: usize, ternary: bool) -> bool {
         match self {
-            Self::Auto => m <= FEW_ROWS && !ternary,
+            Self::Auto => !ternary && m <= FEW_ROWS,
             Self::Bits8 => false,
             Self::Bits16 => true,
         }

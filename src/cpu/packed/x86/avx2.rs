@@ -297,7 +297,7 @@ unsafe fn few_bits<C: Codes, const T: usize, const P: usize>(
                         pairs[t][p] = _mm256_add_epi16(pairs[t][p], product);
                     }
                 }
-                if T > 1 {
+                if T * P > 1 {
                     pairs = in_order(pairs);
                 }
             }
@@ -339,7 +339,7 @@ unsafe fn eight_bits<C: Codes, const T: usize, const P: usize>(
                     dots[t][p] = _mm256_add_epi32(dots[t][p], _mm256_madd_epi16(pairs, ones));
                 }
             }
-            if T > 1 {
+            if T * P > 1 {
                 dots = in_order(dots);
             }
         }

@@ -35,12 +35,18 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
 
 /// The tiles for tokens of P parts.
 const fn tiles<C: Codes + 'static, S: Scales + 'static, const P: usize>() -> Tiles {
-    &[
+    let all: Tiles = &[
         (8, group::<C, S, 8, P> as Tile),
         (4, group::<C, S, 4, P>),
         (2, group::<C, S, 2, P>),
         (1, group::<C, S, 1, P>),
-    ]
+    ];
+    // Scales of half blocks and two parts of eight tokens are more than the registers hold.
+    if P * C::PARTS > 2 {
+        all.split_at(1).1
+    } else {
+        all
+    }
 }
 
 /// # Safety

@@ -1,0 +1,160 @@
+//! Rounding a token's values to codes of 8 bits: the plain code, and what the levels have in its place.
+
+use super::activations::Grain;
+use super::q8::{FINER, Q8Block, TOGETHER};
+#[cfg(target_arch = "x86_64")]
+use super::x86::rounding::{Avx2, Avx512};
+
+/// Adding it to a float below 2^22 leaves the nearest integer, ties to even, in the low bits.
+const ROUND: f32 = 12_582_912.0;
+
+/// Blocks whose largest magnitude is below this are taken as zeros: the reciprocal of their scale
+/// would overflow.
+const TINY: f32 = 1e-35;
+
+/// What is done to the 32 values of a block. All implementations agree bit for bit.
+///
+/// # Safety
+/// Every function requires a processor with the implementation's level, and must be inlined into a function
+/// compiled for it.
+pub(super) trait Rounding {
+    /// The largest magnitude as bits: without their sign, floats order as integers do, with infinities and NaN on
+    /// top.
+    unsafe fn top(x: &[f32; 32]) -> u32;
+    /// Values in steps of `d`, whose reciprocal is `inverse`, to nearest even; there are at most 127 steps.
+    unsafe fn rounded(x: &[f32; 32], d: f32, inverse: f32) -> Q8Block;
+    /// What `coarse` leaves of `x`, at most `most` in magnitude.
+    unsafe fn rest(x: &[f32; 32], coarse: &Q8Block, most: f32) -> [f32; 32];
+}
+
+/// Without any level's instructions.
+struct Plain;
+
+impl Rounding for Plain {
+    #[inline(always)]
+    unsafe fn top(x: &[f32; 32]) -> u32 {
+        x.iter()
+            .fold(0, |top, v| top.max(v.to_bits() & 0x7fff_ffff))
+    }
+
+    #[inline(always)]
+    unsafe fn rounded(x: &[f32; 32], d: f32, inverse: f32) -> Q8Block {
+        let mut block = Q8Block { d, ..Q8Block::ZERO };
+        for (q, v) in block.q.iter_mut().zip(x) {
+            *q = ((v * inverse + ROUND).to_bits()).wrapping_sub(ROUND.to_bits()) as i8;
+        }
+        let sum = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>() as f32;
+        let (low, high) = (sum(&block.q[..16]), sum(&block.q[16..]));
+        block.sum = d * (low + high);
+        block.sums = [d * low, d * high];
+        block
+    }
+
+    #[inline(always)]
+    unsafe fn rest(x: &[f32; 32], coarse: &Q8Block, most: f32) -> [f32; 32] {
+        let mut rest = *x;
+        for (left, q) in rest.iter_mut().zip(&coarse.q) {
+            *left = (*left - coarse.d * f32::from(*q)).clamp(-most, most);
+        }
+        rest
+    }
+}
+
+/// Quantizes a token's values into its blocks.
+pub(super) fn plain(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    // SAFETY: it takes any processor.
+    unsafe { quantize::<Plain>(x, blocks, grain) }
+}
+
+/// [`plain`] with AVX2.
+///
+/// # Safety
+/// The processor has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn avx2(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    // SAFETY: the caller's.
+    unsafe { quantize::<Avx2>(x, blocks, grain) }
+}
+
+/// [`plain`] with AVX-512.
+///
+/// # Safety
+/// The processor has AVX-512 F, BW, VL and DQ.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+pub(super) unsafe fn avx512(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    // SAFETY: the caller's.
+    unsafe { quantize::<Avx512>(x, blocks, grain) }
+}
+
+/// # Safety
+/// As [`Rounding`].
+#[inline(always)]
+unsafe fn quantize<R: Rounding>(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    let together = if grain.wide { TOGETHER } else { 1 };
+    let (coarse, fine) = match grain.fine {
+        true => blocks.split_at_mut(blocks.len() / 2),
+        false => (blocks, &mut [][..]),
+    };
+    let x = x.as_chunks::<32>().0;
+    // SAFETY: the caller's.
+    unsafe {
+        for (x, blocks) in x.chunks(together).zip(coarse.chunks_mut(together)) {
+            let mut top = 0;
+            for x in x {
+                top = top.max(R::top(x));
+            }
+            let amax = f32::from_bits(top);
+            for (x, block) in x.iter().zip(blocks) {
+                *block = coarse_part::<R>(x, amax);
+            }
+        }
+        for ((x, coarse), fine) in x.iter().zip(coarse).zip(fine) {
+            *fine = fine_part::<R>(x, coarse);
+            // Offsets of the weights take the sums of both parts at once.
+            coarse.sum += std::mem::take(&mut fine.sum);
+            let sums = std::mem::take(&mut fine.sums);
+            coarse.sums[0] += sums[0];
+            coarse.sums[1] += sums[1];
+        }
+    }
+}
+
+/// A block of values of magnitudes up to `amax`.
+///
+/// # Safety
+/// As [`Rounding`].
+#[inline(always)]
+unsafe fn coarse_part<R: Rounding>(x: &[f32; 32], amax: f32) -> Q8Block {
+    if !amax.is_finite() {
+        return Q8Block {
+            d: f32::NAN,
+            sum: f32::NAN,
+            sums: [f32::NAN; 2],
+            ..Q8Block::ZERO
+        };
+    }
+    match amax < TINY {
+        true => Q8Block::ZERO,
+        // SAFETY: the caller's.
+        false => unsafe { R::rounded(x, amax / 127.0, 127.0 / amax) },
+    }
+}
+
+/// What `coarse` leaves of `x`, at most half of its scale each.
+///
+/// # Safety
+/// As [`Rounding`].
+#[inline(always)]
+unsafe fn fine_part<R: Rounding>(x: &[f32; 32], coarse: &Q8Block) -> Q8Block {
+    let d = coarse.d / FINER as f32;
+    // Not a number, or so small that its reciprocal would overflow. The products take this part's scale, so it is
+    // set all the same.
+    if d.is_nan() || d < TINY {
+        return Q8Block { d, ..Q8Block::ZERO };
+    }
+    // Half a step of the coarse part is 128 steps, one more than there are.
+    // SAFETY: the caller's.
+    unsafe { R::rounded(&R::rest(x, coarse, 127.0 * d), d, 1.0 / d) }
+}
