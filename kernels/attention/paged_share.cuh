@@ -1,0 +1,149 @@
+// What each block of attention over pages works on, worked out by the block itself from the sequences' lengths
+// (Stream-K: equal parts of all the work, wherever sequences begin and end).
+//
+// Work is counted in units of UNIT keys of one part (rows of queries) of one key/value head of one sequence; a sequence
+// without keys counts as one unit, so that somebody writes its zeros. Units are in order of sequence, head, part, key.
+#pragma once
+
+#include "abi/paged.cuh"
+#include "common/base.cuh"
+
+namespace fused {
+
+// One sequence's pages, and the keys first .. length that one of its queries sees.
+struct Sequence {
+  const uint32_t* entries;
+  uint32_t length, first;
+
+  // Whatever the table says, entries are within it.
+  __device__ Sequence(const PagedAttentionParams& p, uint32_t b) {
+    const Pages& pages = p.pages;
+    const uint32_t given = __ldcg(p.lengths + b);
+    if (pages.indptr) {
+      const uint32_t from = min(__ldcg(pages.indptr + b), pages.width);
+      const uint32_t count = min(max(__ldcg(pages.indptr + b + 1), from), pages.width) - from;
+      entries = pages.entries + from;
+      length = count == 0 ? 0 : (count - 1) * pages.page + min(given, pages.page);
+    } else {
+      entries = pages.entries + uint64_t(b) * pages.step;
+      length = min(given, pages.width * pages.page);
+    }
+    const uint32_t seen = p.window + p.queries - 1;
+    first = p.window && length > seen ? length - seen : 0;
+  }
+
+  template <int UNIT> __device__ uint32_t units() const { return max(1u, (length - first + UNIT - 1) / UNIT); }
+};
+
+// The block's units begin .. end, and the sequence that the first of them is in. The host has seen to it that 32 bits
+// count them all.
+struct Share {
+  uint32_t begin, end;
+  uint32_t total;
+  uint32_t blocks;    // that have any
+  uint32_t sequence;
+  uint32_t before;    // units of the sequences before it
+
+  // The block that has a unit.
+  __device__ uint32_t owner(uint32_t unit) const { return uint32_t(((unit + 1ull) * blocks - 1) / total); }
+  __device__ uint32_t begin_of(uint32_t block) const { return uint32_t(uint64_t(block) * total / blocks); }
+};
+
+// All threads of the block, THREADS of them; `heads`: key/value heads times parts.
+template <int UNIT, int THREADS>
+__device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, uint32_t heads) {
+  constexpr int WARPS = THREADS / WARP;
+  __shared__ uint32_t sums[WARPS], found[2];
+  const uint32_t count = p.pages.sequences, each = (count + THREADS - 1) / THREADS;
+  const uint32_t from = min(threadIdx.x * each, count), to = min(from + each, count);
+  uint32_t own = 0, first = 0;
+  for (uint32_t b = from; b < to; ++b) {
+    const uint32_t units = Sequence(p, b).units<UNIT>();
+    if (b == from) first = units;
+    own += units;
+  }
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  uint32_t upto = own;
+#pragma unroll
+  for (int offset = 1; offset < WARP; offset *= 2) {
+    const uint32_t left = __shfl_up_sync(FULL, upto, offset);
+    if (lane >= offset) upto += left;
+  }
+  if (lane == WARP - 1) sums[warp] = upto;
+  __syncthreads();
+  uint32_t all = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    if (w < warp) upto += sums[w];
+    all += sums[w];
+  }
+  Share share;
+  share.total = all * heads;
+  share.blocks = min(gridDim.x, share.total);
+  share.begin = share.begin_of(blockIdx.x);
+  share.end = share.begin_of(blockIdx.x + 1);
+  const uint32_t unit = share.begin / heads;
+  uint32_t before = upto - own;
+  if (before <= unit && unit < upto) {
+    uint32_t b = from;
+    for (uint32_t units = first; before + units <= unit; units = Sequence(p, b).units<UNIT>()) before += units, ++b;
+    found[0] = b;
+    found[1] = before;
+  }
+  __syncthreads();
+  share.sequence = found[0];
+  share.before = found[1] * heads;
+  return share;
+}
+
+// Keys of one part of one head of one sequence: a stretch of a block's share.
+struct Stretch {
+  const uint32_t* entries;
+  uint32_t length;        // of the sequence
+  uint32_t b, kv, part;
+  uint32_t from, to;      // keys
+  uint32_t first, last;   // units of the part
+  bool whole;             // all of the part's keys
+  bool begins_share;      // the first stretch of the share
+
+  __device__ uint32_t counter(const PagedAttentionParams& p) const { return (b * p.kv_heads + kv) * p.parts + part; }
+};
+
+// A block's way through its share.
+template <int UNIT> struct Walk {
+  uint32_t unit;      // that comes next
+  uint32_t before;    // units of the sequences before this one
+  uint32_t b;
+  Sequence sequence;
+  Sequence ahead;     // the one behind it, so that nobody has to wait for its length
+
+  __device__ Walk(const PagedAttentionParams& p, const Share& share)
+      : unit(share.begin), before(share.before), b(share.sequence), sequence(p, b),
+        ahead(p, min(b + 1, p.pages.sequences - 1)) {}
+
+  __device__ Stretch next(const PagedAttentionParams& p, const Share& share) {
+    const uint32_t heads = p.kv_heads * p.parts;
+    uint32_t units = sequence.units<UNIT>();
+    if (unit == before + units * heads) {
+      before = unit;
+      sequence = ahead;
+      ++b;
+      ahead = Sequence(p, min(b + 1, p.pages.sequences - 1));
+      units = sequence.units<UNIT>();
+    }
+    const uint32_t in_sequence = unit - before, head = in_sequence / units, from = in_sequence - head * units;
+    const uint32_t count = min(units - from, share.end - unit);
+    Stretch s;
+    s.entries = sequence.entries, s.length = sequence.length;
+    s.b = b, s.kv = head / p.parts, s.part = head % p.parts;
+    s.from = sequence.first + from * UNIT;
+    s.to = min(sequence.length, s.from + count * UNIT);
+    s.first = unit - from, s.last = s.first + units - 1;
+    s.whole = count == units;
+    s.begins_share = unit == share.begin;
+    unit += count;
+    return s;
+  }
+};
+
+}  // namespace fused
