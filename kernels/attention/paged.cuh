@@ -1,11 +1,12 @@
 // Attention of the newest tokens of many sequences over keys and values in pages, in one launch.
 //
 // q [B, T, heads, D] by its strides, pools by theirs, y [B, T, heads, D]. The rows of a key/value head are the queries
-// of the heads that read it, T (heads / kv_heads); a block takes up to ROWS of them together, so each key is read once
-// for them. Keys are shared out in equal parts over the grid, which follows from shapes (paged_share.cuh). A block goes
-// through its share stretch by stretch: one head of one sequence, whose keys its warps take in tiles in turn. Where a
-// head's keys are all in one stretch the block writes y, otherwise it leaves a partial result; the last of those who
-// have a part of the head (an atomic counter, which it resets) merges them in the order of the keys.
+// of the heads that read it, T (heads / kv_heads); a warp takes up to ROWS of them together, so each key is read once
+// for them. Keys are shared out in equal parts over the warps of a grid that follows from shapes (paged_share.cuh). A
+// warp goes through its share stretch by stretch: one head of one sequence. Of a head whose keys are all in one stretch
+// it writes y, otherwise it leaves sums in shared memory. The block brings those of its warps together when all are
+// done, and leaves in turn what others have a part of; the last of those (an atomic counter, which it resets) merges
+// them in the order of the keys.
 //
 // Bytes moved: the keys and values that are seen, once for ROWS queries.
 #pragma once
@@ -16,26 +17,37 @@
 
 namespace fused {
 
-// A block's shared memory. `stride`: from row to row of the sums, in floats.
+// What a warp has left of a stretch.
+struct PagedRecord {
+  Stretch s;
+  bool there;
+};
+
+// A block's shared memory. Of each warp the first and the last stretch may be incomplete.
 template <class Core> struct PagedShared {
+  static constexpr int RECORDS = 2 * Core::WARPS;
+
   char* memory;
-  int bytes;       // of queries
-  float* tops;     // [WARPS][ROWS]
-  float* weights;
-  float* sums;     // [WARPS][ROWS][stride]
+  int bytes;             // of a warp's queries
+  int rows;              // that a record has
+  float* partials;       // [RECORDS]: tops [rows], weights [rows], sums [rows][stride]
   int stride;
 
-  __device__ PagedShared(char* memory, int head_dim) : memory(memory) {
+  __device__ PagedShared(char* memory, const PagedAttentionParams& p, int head_dim) : memory(memory) {
     bytes = Core::DIM ? Core::QUERIES : 4 * Core::ROWS * head_dim;
-    tops = reinterpret_cast<float*>(memory + 2 * bytes + 2 * Core::ROWS * sizeof(Sight));
-    weights = tops + Core::WARPS * Core::ROWS;
-    sums = weights + Core::WARPS * Core::ROWS;
+    rows = min(Core::ROWS, int(p.queries * (p.heads / p.kv_heads) + 1) / 2 * 2);
     stride = head_dim + head_dim % 2 + 2;
+    partials = reinterpret_cast<float*>(memory + Core::WARPS * (bytes + Core::ROWS * sizeof(Sight)));
   }
 
-  __device__ PagedSide side(int i) const {
-    char* queries = memory + i * bytes;
-    return {queries, reinterpret_cast<float*>(queries), reinterpret_cast<Sight*>(memory + 2 * bytes) + i * Core::ROWS};
+  __device__ PagedQueries queries(int warp) const {
+    char* own = memory + warp * bytes;
+    Sight* sights = reinterpret_cast<Sight*>(memory + Core::WARPS * bytes) + warp * Core::ROWS;
+    return {own, reinterpret_cast<float*>(own), sights};
+  }
+  __device__ PagedPartial partial(int record) const {
+    float* own = partials + record * rows * (2 + stride);
+    return {own, own + rows, own + 2 * rows, stride};
   }
 };
 
@@ -54,44 +66,47 @@ struct PagedRows {
 };
 
 // Where row r's result begins.
-__device__ __forceinline__ uint64_t result_at(const PagedAttentionParams& p, const Stretch& s, const PagedRows& rows,
-                                              int r, int head_dim) {
-  return ((uint64_t(s.b) * p.queries + rows.query(r)) * p.heads + rows.head(s.kv, r)) * head_dim;
+__device__ __forceinline__ PagedResult result_of(const PagedAttentionParams& p, const Stretch& s, const PagedRows& rows,
+                                                 int r, int head_dim) {
+  return {p.y, p.dtype, ((uint64_t(s.b) * p.queries + rows.query(r)) * p.heads + rows.head(s.kv, r)) * head_dim};
 }
 
-// Queries and what they see, for the warps. All loads are on their way before one is waited for.
+// A warp's queries and what they see. Loads of some rows are on their way before one is waited for.
 template <class Core>
-__device__ __forceinline__ void stage_queries(const PagedAttentionParams& p, const PagedSide& side, const Stretch& s,
-                                              int head_dim) {
-  constexpr int EACH = (Core::ROWS + Core::WARPS - 1) / Core::WARPS, LANE = (Core::WIDEST + WARP - 1) / WARP;
+__device__ __forceinline__ void stage_queries(const PagedAttentionParams& p, const PagedQueries& queries,
+                                              const Stretch& s, int head_dim) {
+  constexpr int LANE = (Core::WIDEST + WARP - 1) / WARP, EACH = LANE > 4 ? 2 : 4;
   const PagedRows rows(p, s.part, Core::ROWS);
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  uint32_t raw[EACH][LANE];
+  const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+  for (int first = 0; first < rows.count; first += EACH) {
+    uint32_t raw[EACH][LANE];
 #pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    const int r = min(warp + j * Core::WARPS, rows.count - 1);
-    const uint64_t from = s.b * p.q_sequence + rows.query(r) * p.q_token + rows.head(s.kv, r) * p.q_head;
+    for (int j = 0; j < EACH; ++j) {
+      const int r = min(first + j, rows.count - 1);
+      const uint64_t from = s.b * p.q_sequence + rows.query(r) * p.q_token + rows.head(s.kv, r) * p.q_head;
 #pragma unroll
-    for (int e = 0; e < LANE; ++e)
-      if (lane + e * WARP < head_dim) raw[j][e] = read_raw(p.q, p.dtype, from + lane + e * WARP);
-  }
+      for (int e = 0; e < LANE; ++e)
+        if (lane + e * WARP < head_dim) raw[j][e] = read_raw(p.q, p.dtype, from + lane + e * WARP);
+    }
 #pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    const int r = warp + j * Core::WARPS;
+    for (int j = 0; j < EACH; ++j) {
 #pragma unroll
-    for (int e = 0; e < LANE; ++e) {
-      const int d = lane + e * WARP;
-      if (r >= rows.count || d >= head_dim) continue;
-      const float q = widen_raw(raw[j][e], p.dtype);
-      if constexpr (Core::DIM) Core::put(side.queries, r, d, q);
-      else side.q[r * head_dim + d] = q;
+      for (int e = 0; e < LANE; ++e) {
+        const int r = first + j, d = lane + e * WARP;
+        if (r >= rows.count || d >= head_dim) continue;
+        const float q = widen_raw(raw[j][e], p.dtype);
+        if constexpr (Core::DIM) Core::put(queries.operands, r, d, q);
+        else queries.q[r * head_dim + d] = q;
+      }
     }
   }
-  if (threadIdx.x < Core::ROWS) {
-    const int r = min(int(threadIdx.x), rows.count - 1), at = int(s.length) - int(p.queries) + int(rows.query(r));
+  if (lane < Core::ROWS) {
+    const int r = min(lane, rows.count - 1), at = int(s.length) - int(p.queries) + int(rows.query(r));
     const float slope = p.slopes ? LOG2E * __ldg(p.slopes + rows.head(s.kv, r)) : 0.f;
-    side.sights[threadIdx.x] = {at, p.window ? at + 1 - int(p.window) : INT32_MIN, slope};
+    queries.sights[lane] = {at, p.window ? at + 1 - int(p.window) : INT32_MIN, slope};
   }
+  __syncwarp();
 }
 
 // Neighbours that another block has written.
@@ -111,7 +126,7 @@ template <class Core>
 __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p, const Stretch& s,
                                                    const PagedRows& rows, uint32_t first, uint32_t last, bool behind,
                                                    int head_dim) {
-  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, CHUNK = 64, WIDTH = Core::DIM ? 4 : 1;
+  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, CHUNK = 64, BATCH = 8, WIDTH = Core::DIM ? 4 : 1;
   constexpr int ITEMS = (ROWS * Core::WIDEST / WIDTH + THREADS - 1) / THREADS;
   __shared__ float shares[CHUNK][ROWS], tops[ROWS], totals[ROWS], fades[ROWS];
   const int lane = threadIdx.x % WARP;
@@ -141,11 +156,18 @@ __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p
       const float* means = p.means + i;
 #pragma unroll
       for (int e = 0; e < WIDTH; ++e) sums[j].v[e] *= fades[r];
-#pragma unroll 8
-      for (int c = 0; c < count; ++c) {
-        const auto mean = load_cached<WIDTH>(means + uint64_t(slot(from + c)) * head_dim);
+#pragma unroll 1
+      for (int c = 0; c < count; c += BATCH) {
+        Pack<float, WIDTH> batch[BATCH];
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) sums[j].v[e] = fmaf(shares[c][r], mean.v[e], sums[j].v[e]);
+        for (int u = 0; u < BATCH; ++u)
+          batch[u] = load_cached<WIDTH>(means + uint64_t(slot(from + min(c + u, count - 1))) * head_dim);
+#pragma unroll
+        for (int u = 0; u < BATCH; ++u) {
+          const float share = c + u < count ? shares[c + u][r] : 0.f;
+#pragma unroll
+          for (int e = 0; e < WIDTH; ++e) sums[j].v[e] = fmaf(share, batch[u].v[e], sums[j].v[e]);
+        }
       }
     }
   }
@@ -154,42 +176,48 @@ __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p
     const int i = (threadIdx.x + j * THREADS) * WIDTH, r = i / head_dim;
     if (r >= rows.count) break;
     const float by = totals[r] == 0.f ? 0.f : __fdividef(1.f, totals[r]);
-    const uint64_t at = result_at(p, s, rows, r, head_dim) + i % head_dim;
+    const PagedResult to = result_of(p, s, rows, r, head_dim);
 #pragma unroll
-    for (int e = 0; e < WIDTH; ++e) write(p.y, p.dtype, at + e, sums[j].v[e] * by);
+    for (int e = 0; e < WIDTH; ++e) to.put(i % head_dim + e, sums[j].v[e] * by);
   }
 }
 
-// Brings the block's first `warps` warps together, and then the blocks.
+// Brings the records `from` .. `to`, which are of one head, together as stretch `s`, and then the blocks.
 template <class Core>
-__device__ __forceinline__ void paged_epilogue(const PagedAttentionParams& p, const PagedShared<Core>& shared,
-                                               const Share& share, const Stretch& s, int warps, int head_dim) {
-  constexpr int ROWS = Core::ROWS, WARPS = Core::WARPS;
+__device__ __forceinline__ void merge_paged_records(const PagedAttentionParams& p, const PagedShared<Core>& shared,
+                                                    const PagedRecord* records, int from, int to, const Share& share,
+                                                    const Stretch& s, int head_dim) {
+  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP;
   const PagedRows rows(p, s.part, ROWS);
-  const uint32_t slot = (2 * blockIdx.x + (s.begins_share ? 0 : 1)) * ROWS;
-  // What each warp's sums count for.
+  const uint32_t slot = (2 * blockIdx.x + (s.begin == share.begin ? 0 : 1)) * ROWS;
+  const bool whole = s.whole();
+  // What each record counts for.
   if (threadIdx.x < rows.count) {
     const int r = threadIdx.x;
     float top = -INFINITY, weight = 0.f;
-    for (int w = 0; w < warps; ++w) top = fmaxf(top, shared.tops[w * ROWS + r]);
+    for (int i = from; i < to; ++i)
+      if (records[i].there) top = fmaxf(top, shared.partial(i).tops[r]);
     const float off = origin(top);
-    for (int w = 0; w < warps; ++w) weight += exp2_fast(shared.tops[w * ROWS + r] - off) * shared.weights[w * ROWS + r];
+    for (int i = from; i < to; ++i)
+      if (records[i].there) weight += exp2_fast(shared.partial(i).tops[r] - off) * shared.partial(i).weights[r];
     const float by = weight == 0.f ? 0.f : __fdividef(1.f, weight);
-    for (int w = 0; w < warps; ++w) shared.weights[w * ROWS + r] = exp2_fast(shared.tops[w * ROWS + r] - off) * by;
-    if (!s.whole) p.tops[slot + r] = top + __log2f(weight);
+    for (int i = from; i < to; ++i)
+      if (records[i].there) shared.partial(i).weights[r] = exp2_fast(shared.partial(i).tops[r] - off) * by;
+    if (!whole) p.tops[slot + r] = top + __log2f(weight);
   }
   __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < rows.count * head_dim; i += WARPS * WARP) {
+  for (int i = threadIdx.x; i < rows.count * head_dim; i += THREADS) {
     const int r = i / head_dim, d = i % head_dim;
     float mean = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w)
-      if (w < warps) mean = fmaf(shared.weights[w * ROWS + r], shared.sums[(w * ROWS + r) * shared.stride + d], mean);
-    if (s.whole) write(p.y, p.dtype, result_at(p, s, rows, r, head_dim) + d, mean);
+    for (int j = from; j < to; ++j) {
+      if (!records[j].there) continue;
+      const PagedPartial partial = shared.partial(j);
+      mean = fmaf(partial.weights[r], partial.sums[r * partial.stride + d], mean);
+    }
+    if (whole) result_of(p, s, rows, r, head_dim).put(d, mean);
     else p.means[uint64_t(slot) * head_dim + i] = mean;
   }
-  if (s.whole) return;
+  if (whole) return;
   const uint32_t first = share.owner(s.first), last = share.owner(s.last);
   if (is_last(p.counters + s.counter(p), last - first + 1))
     merge_paged_blocks<Core>(p, s, rows, first, last, share.begin_of(first) != s.first, head_dim);
@@ -210,51 +238,61 @@ __device__ __forceinline__ PagedKeys keys_of(const PagedAttentionParams& p, cons
   return keys;
 }
 
-// While a stretch is brought together, the first tiles and the queries of the next are on their way, and it is known
-// where the one behind that begins.
+// A warp's share. While a stretch ends, the first tile of the next is on its way, and it is known where the one behind
+// that begins.
+template <class Core>
+__device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const PagedShared<Core>& shared,
+                                           PagedRecord* records, const Share& share, const Start& start, int head_dim) {
+  const int warp = threadIdx.x / WARP;
+  const PagedQueries queries = shared.queries(warp);
+  Walk<Core::KEYS> walk(p, share.begin_of(warp, Core::WARPS), share.begin_of(warp + 1, Core::WARPS), start);
+  if (!walk.more()) return;
+  Core core;
+  Stretch s = walk.next(p), upcoming = s;
+  core.look(keys_of(p, s, head_dim), 0);
+  core.fetch(keys_of(p, s, head_dim));
+  for (int ended = 0;; ++ended) {
+    stage_queries<Core>(p, queries, s, head_dim);
+    const bool more = walk.more();
+    if (more) upcoming = walk.next(p);
+    const PagedRows rows(p, s.part, Core::ROWS);
+    core.start(queries.sights);
+    core.run(keys_of(p, s, head_dim), keys_of(p, upcoming, head_dim), queries, rows.count);
+    if (more) core.fetch(keys_of(p, upcoming, head_dim));
+    if (s.whole()) {
+      core.finish([&](int r) { return result_of(p, s, rows, r, head_dim); }, rows.count, head_dim);
+    } else {
+      const int record = 2 * warp + (ended > 0);
+      core.store(shared.partial(record), rows.count, head_dim);
+      if (threadIdx.x % WARP == 0) records[record] = {s, true};
+    }
+    if (!more) return;
+    s = upcoming;
+    __syncwarp();
+  }
+}
+
 template <class Core> __device__ __forceinline__ void paged_attention(const PagedAttentionParams& p) {
-  constexpr int UNIT = Core::KEYS, WARPS = Core::WARPS;
   extern __shared__ uint4 memory[];
+  constexpr int RECORDS = PagedShared<Core>::RECORDS;
+  __shared__ PagedRecord records[RECORDS];
   pdl_launch();
   pdl_wait();
-  const int head_dim = Core::DIM ? Core::DIM : int(p.head_dim), warp = threadIdx.x / WARP;
-  const PagedShared<Core> shared(reinterpret_cast<char*>(memory), head_dim);
-  const Share share = share_of_block<UNIT, WARPS * WARP>(p, p.kv_heads * p.parts);
+  const int head_dim = Core::DIM ? Core::DIM : int(p.head_dim);
+  const PagedShared<Core> shared(reinterpret_cast<char*>(memory), p, head_dim);
+  Start start;
+  if (threadIdx.x < RECORDS) records[threadIdx.x].there = false;
+  const Share share = share_of_block<Core::KEYS, Core::WARPS>(p, p.kv_heads * p.parts, start);
   if (blockIdx.x >= share.blocks) return;
-  Walk<UNIT> walk(p, share);
-  Core core;
-  Stretch s = walk.next(p, share), upcoming = s;
-  core.look(keys_of(p, s, head_dim), warp);
-  bool more = true;
-  // Begins `upcoming`, and finds what comes behind it.
-  const auto advance = [&](int side) {
-    s = upcoming;
-    const PagedKeys keys = keys_of(p, s, head_dim);
-    core.fetch(keys, warp, WARPS);
-    stage_queries<Core>(p, shared.side(side), s, head_dim);
-    more = walk.unit < share.end;
-    if (more) upcoming = walk.next(p, share);
-  };
-  advance(0);
+  paged_warp(p, shared, records, share, start, head_dim);
   __syncthreads();
-  for (int side = 0;; side ^= 1) {
-    const PagedSide own = shared.side(side);
-    const int rows = PagedRows(p, s.part, Core::ROWS).count, tiles = (s.to - s.from + Core::KEYS - 1) / Core::KEYS;
-    if (warp < tiles) {
-      core.start(own.sights);
-      core.run(keys_of(p, s, head_dim), warp, WARPS, tiles, keys_of(p, upcoming, head_dim), own, rows);
-      core.store(shared.sums + warp * Core::ROWS * shared.stride, shared.stride, shared.tops + warp * Core::ROWS,
-                 shared.weights + warp * Core::ROWS, rows, head_dim);
-    } else {
-      core.look(keys_of(p, upcoming, head_dim), warp);
-    }
-    const Stretch done = s;
-    const bool again = more;
-    if (again) advance(side ^ 1);
-    __syncthreads();
-    paged_epilogue(p, shared, share, done, min(tiles, WARPS), head_dim);
-    if (!again) return;
-    __syncthreads();
+  for (int from = 0, to; from < RECORDS; from = to) {
+    to = from + 1;
+    if (!records[from].there) continue;
+    Stretch s = records[from].s;
+    for (; to < RECORDS && (!records[to].there || records[to].s.first == s.first); ++to)
+      if (records[to].there) s.end = records[to].s.end;
+    merge_paged_records(p, shared, records, from, to, share, s, head_dim);
   }
 }
 

@@ -1,5 +1,5 @@
-// What each block of attention over pages works on, worked out by the block itself from the sequences' lengths
-// (Stream-K: equal parts of all the work, wherever sequences begin and end).
+// What each warp of attention over pages works on, worked out by its block from the sequences' lengths (Stream-K: equal
+// parts of all the work, wherever sequences begin and end).
 //
 // Work is counted in units of UNIT keys of one part (rows of queries) of one key/value head of one sequence; a sequence
 // without keys counts as one unit, so that somebody writes its zeros. Units are in order of sequence, head, part, key.
@@ -35,25 +35,29 @@ struct Sequence {
   template <int UNIT> __device__ uint32_t units() const { return max(1u, (length - first + UNIT - 1) / UNIT); }
 };
 
-// The block's units begin .. end, and the sequence that the first of them is in. The host has seen to it that 32 bits
-// count them all.
+// The units begin .. end of a block. The host has seen to it that 32 bits count all units.
 struct Share {
   uint32_t begin, end;
   uint32_t total;
-  uint32_t blocks;    // that have any
-  uint32_t sequence;
-  uint32_t before;    // units of the sequences before it
+  uint32_t blocks;  // that have any
 
   // The block that has a unit.
   __device__ uint32_t owner(uint32_t unit) const { return uint32_t(((unit + 1ull) * blocks - 1) / total); }
   __device__ uint32_t begin_of(uint32_t block) const { return uint32_t(uint64_t(block) * total / blocks); }
+  __device__ uint32_t begin_of(uint32_t warp, uint32_t warps) const { return begin + warp * (end - begin) / warps; }
 };
 
-// All threads of the block, THREADS of them; `heads`: key/value heads times parts.
-template <int UNIT, int THREADS>
-__device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, uint32_t heads) {
-  constexpr int WARPS = THREADS / WARP;
-  __shared__ uint32_t sums[WARPS], found[2];
+// Where a warp's share begins: its sequence, and the units of the sequences before that.
+struct Start {
+  uint32_t sequence, before;
+};
+
+// All threads of the block, WARPS warps of them; `heads`: key/value heads times parts.
+template <int UNIT, int WARPS>
+__device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, uint32_t heads, Start& start) {
+  constexpr int THREADS = WARPS * WARP;
+  __shared__ uint32_t sums[WARPS];
+  __shared__ Start starts[WARPS];
   const uint32_t count = p.pages.sequences, each = (count + THREADS - 1) / THREADS;
   const uint32_t from = min(threadIdx.x * each, count), to = min(from + each, count);
   uint32_t own = 0, first = 0;
@@ -82,46 +86,48 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
   share.blocks = min(gridDim.x, share.total);
   share.begin = share.begin_of(blockIdx.x);
   share.end = share.begin_of(blockIdx.x + 1);
-  const uint32_t unit = share.begin / heads;
-  uint32_t before = upto - own;
-  if (before <= unit && unit < upto) {
-    uint32_t b = from;
-    for (uint32_t units = first; before + units <= unit; units = Sequence(p, b).units<UNIT>()) before += units, ++b;
-    found[0] = b;
-    found[1] = before;
+  uint32_t b = from, units = first, before = upto - own;
+#pragma unroll 1
+  for (int w = 0; w < WARPS; ++w) {
+    const uint32_t unit = share.begin_of(w, WARPS) / heads;
+    if (unit < before || unit >= upto) continue;
+    for (; before + units <= unit; units = Sequence(p, b).units<UNIT>()) before += units, ++b;
+    starts[w] = {b, before * heads};
   }
   __syncthreads();
-  share.sequence = found[0];
-  share.before = found[1] * heads;
+  start = starts[warp];
   return share;
 }
 
-// Keys of one part of one head of one sequence: a stretch of a block's share.
+// Keys of one part of one head of one sequence, as many as a warp has of them in a row.
 struct Stretch {
   const uint32_t* entries;
   uint32_t length;        // of the sequence
   uint32_t b, kv, part;
   uint32_t from, to;      // keys
   uint32_t first, last;   // units of the part
-  bool whole;             // all of the part's keys
-  bool begins_share;      // the first stretch of the share
+  uint32_t begin, end;    // those of the stretch
 
+  __device__ bool whole() const { return begin == first && end == last + 1; }
   __device__ uint32_t counter(const PagedAttentionParams& p) const { return (b * p.kv_heads + kv) * p.parts + part; }
 };
 
-// A block's way through its share.
+// A warp's way through its share.
 template <int UNIT> struct Walk {
   uint32_t unit;      // that comes next
+  uint32_t end;
   uint32_t before;    // units of the sequences before this one
   uint32_t b;
   Sequence sequence;
   Sequence ahead;     // the one behind it, so that nobody has to wait for its length
 
-  __device__ Walk(const PagedAttentionParams& p, const Share& share)
-      : unit(share.begin), before(share.before), b(share.sequence), sequence(p, b),
+  __device__ Walk(const PagedAttentionParams& p, uint32_t begin, uint32_t end, const Start& start)
+      : unit(begin), end(end), before(start.before), b(start.sequence), sequence(p, b),
         ahead(p, min(b + 1, p.pages.sequences - 1)) {}
 
-  __device__ Stretch next(const PagedAttentionParams& p, const Share& share) {
+  __device__ bool more() const { return unit < end; }
+
+  __device__ Stretch next(const PagedAttentionParams& p) {
     const uint32_t heads = p.kv_heads * p.parts;
     uint32_t units = sequence.units<UNIT>();
     if (unit == before + units * heads) {
@@ -132,15 +138,14 @@ template <int UNIT> struct Walk {
       units = sequence.units<UNIT>();
     }
     const uint32_t in_sequence = unit - before, head = in_sequence / units, from = in_sequence - head * units;
-    const uint32_t count = min(units - from, share.end - unit);
+    const uint32_t count = min(units - from, end - unit);
     Stretch s;
     s.entries = sequence.entries, s.length = sequence.length;
     s.b = b, s.kv = head / p.parts, s.part = head % p.parts;
     s.from = sequence.first + from * UNIT;
     s.to = min(sequence.length, s.from + count * UNIT);
     s.first = unit - from, s.last = s.first + units - 1;
-    s.whole = count == units;
-    s.begins_share = unit == share.begin;
+    s.begin = unit, s.end = unit + count;
     unit += count;
     return s;
   }

@@ -20,6 +20,7 @@ struct PagedKeys {
   uint32_t from, to;        // keys
   Keys form;                // dtype, width, scale and softcap
 
+  template <int KEYS> __device__ uint32_t tiles() const { return (to - from + KEYS - 1) / KEYS; }
   // The page of a key, by the table.
   __device__ uint32_t entry(uint32_t key) const { return key < to ? __ldcg(entries + key / page) : UINT32_MAX; }
   // The place of a key in it: the page, and the slot in the lowest 8 bits.
@@ -43,12 +44,35 @@ struct Sight {
   }
 };
 
-// Queries of a stretch in shared memory, for which there are two sides: those of the stretch behind it are there before
-// it ends.
-struct PagedSide {
-  char* queries;  // operands of the tensor cores
-  float* q;       // [ROWS][head_dim], for lanes
-  Sight* sights;  // [ROWS]
+// Queries of a stretch in a warp's shared memory.
+struct PagedQueries {
+  char* operands;  // for tensor cores
+  float* q;        // [ROWS][head_dim], for lanes
+  Sight* sights;   // [ROWS]
+};
+
+// What a warp leaves of a stretch for others, in shared memory: rows `stride` floats apart.
+struct PagedPartial {
+  float* tops;
+  float* weights;
+  float* sums;
+  int stride;
+};
+
+// Where a row's result goes.
+struct PagedResult {
+  void* y;
+  int dtype;
+  uint64_t at;
+
+  __device__ void put(int d, float v) const { write(y, dtype, at + d, v); }
+  // Two neighbours, the first of them even.
+  __device__ void put(int d, float a, float b) const {
+    if (dtype == F32) *reinterpret_cast<float2*>(static_cast<float*>(y) + at + d) = make_float2(a, b);
+    else
+      *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(y) + at + d) =
+          dtype == F16 ? pack2<__half>(a, b) : pack2<__nv_bfloat16>(a, b);
+  }
 };
 
 // The places of a tile's keys, a lane each (the lanes behind KEYS again from the first).
@@ -187,37 +211,37 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     }
   }
 
-  // A warp's first tile, and what says where the next is: nothing is there behind the last key.
+  // The first tile, and what says where the next is: nothing is there behind the last key.
   __device__ void look(const PagedKeys& keys, uint32_t tile) {
     ahead = keys.entry(Places<KEYS>::key(keys.from + tile * KEYS));
   }
-  __device__ void fetch(const PagedKeys& keys, uint32_t tile, uint32_t stride) {
-    next.find(keys, keys.from + tile * KEYS, ahead);
+  __device__ void fetch(const PagedKeys& keys) {
+    next.find(keys, keys.from, ahead);
     fetch_keys(keys);
     fetch_values(keys);
-    look(keys, tile + stride);
+    look(keys, 1);
   }
 
-  // Every `stride`-th of `tiles` from `tile` on, which has been fetched. In the end it looks for the first tile of `then`.
-  __device__ void run(const PagedKeys& keys, uint32_t tile, uint32_t stride, uint32_t tiles, const PagedKeys& then,
-                      const PagedSide& side, int) {
-    const uint32_t begin = tile;
+  // All tiles, of which the first has been fetched. In the end it looks for the first tile of `then`.
+  __device__ void run(const PagedKeys& keys, const PagedKeys& then, const PagedQueries& queries, int) {
     const int lane = threadIdx.x % WARP;
+    const uint32_t tiles = keys.tiles<KEYS>();
+    if (tiles == 0) look(then, 0);
 #pragma unroll 1
-    for (; tile < tiles; tile += stride) {
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
       const uint32_t first = keys.from + tile * KEYS;
       seen = next.seen;
-      const bool more = tile + stride < tiles;
+      const bool more = tile + 1 < tiles;
       if (more) {
-        next.find(keys, first + stride * KEYS, ahead);
-        look(keys, tile + 2 * stride);
+        next.find(keys, first + KEYS, ahead);
+        look(keys, tile + 2);
       } else {
-        look(then, begin);
+        look(then, 0);
       }
       float s[2 * SUB][4] = {};
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
-        const uint4 row = *reinterpret_cast<const uint4*>(side.queries + (i * WARP + lane) * 16);
+        const uint4 row = *reinterpret_cast<const uint4*>(queries.operands + (i * WARP + lane) * 16);
         const uint32_t q[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
         for (int j = 0; j < 2 * SUB; ++j) mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
@@ -229,22 +253,43 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
       for (int h = 0; h < HALVES; ++h) add(s, h);
       if (more) fetch_values(keys);
     }
-  }
-
-  // The results, `stride` floats from row to row.
-  __device__ void store(float* sums, int stride, float* tops, float* weights, int rows, int) {
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       l[h] += __shfl_xor_sync(FULL, l[h], 1);
       l[h] += __shfl_xor_sync(FULL, l[h], 2);
+    }
+  }
+
+  // The sums, for others to go on with.
+  __device__ void store(const PagedPartial& to, int rows, int) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
       const int row = 8 * h + 2 * t;
-      if (t == 0) tops[8 * h + g] = m[h], weights[8 * h + g] = l[h];
+      if (t == 0 && 8 * h + g < rows) to.tops[8 * h + g] = m[h], to.weights[8 * h + g] = l[h];
 #pragma unroll
       for (int r = 0; r < STEPS; ++r) {
-        float* at = sums + row * stride + Eight::dimension(r);
+        float* at = to.sums + row * to.stride + Eight::dimension(r);
         if (row < rows) *reinterpret_cast<float2*>(at) = make_float2(o[h][r][0], o[h][r][2]);
-        if (row + 1 < rows) *reinterpret_cast<float2*>(at + stride) = make_float2(o[h][r][1], o[h][r][3]);
+        if (row + 1 < rows) *reinterpret_cast<float2*>(at + to.stride) = make_float2(o[h][r][1], o[h][r][3]);
+      }
+    }
+  }
+
+  // The result, if these were all keys; `of` gives the place of a row.
+  template <typename F> __device__ void finish(F of, int rows, int) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const float by = l[h] == 0.f ? 0.f : __fdividef(1.f, l[h]);
+      const float by0 = __shfl_sync(FULL, by, 8 * t), by1 = __shfl_sync(FULL, by, 8 * t + 4);
+      const int row = 8 * h + 2 * t;
+      const PagedResult first = of(min(row, rows - 1)), second = of(min(row + 1, rows - 1));
+#pragma unroll
+      for (int r = 0; r < STEPS; ++r) {
+        const int d = Eight::dimension(r);
+        if (row < rows) first.put(d, o[h][r][0] * by0, o[h][r][2] * by0);
+        if (row + 1 < rows) second.put(d, o[h][r][1] * by1, o[h][r][3] * by1);
       }
     }
   }
@@ -260,7 +305,7 @@ template <int N, int W> struct PagedLaneCore {
 
   __device__ static void put(char*, int, int, float) {}
   __device__ void look(const PagedKeys&, uint32_t) {}
-  __device__ void fetch(const PagedKeys&, uint32_t, uint32_t) {}
+  __device__ void fetch(const PagedKeys&) {}
 
   __device__ void start(const Sight*) {
 #pragma unroll
@@ -283,10 +328,8 @@ template <int N, int W> struct PagedLaneCore {
     }
   }
 
-  __device__ void run(const PagedKeys& keys, uint32_t tile, uint32_t stride, uint32_t tiles, const PagedKeys&,
-                      const PagedSide& side, int rows) {
-    for (; tile < tiles; tile += stride) {
-      const uint32_t first = keys.from + tile * KEYS;
+  __device__ void run(const PagedKeys& keys, const PagedKeys&, const PagedQueries& queries, int rows) {
+    for (uint32_t first = keys.from; first < keys.to; first += KEYS) {
       Places<KEYS> places;
       places.find(keys, first, keys.entry(places.key(first)));
 #pragma unroll 1
@@ -300,8 +343,24 @@ template <int N, int W> struct PagedLaneCore {
         else row<__nv_bfloat16>(k, v, keys, place, there);
 #pragma unroll
         for (int h = 0; h < ROWS; ++h)
-          if (h < rows) one(keys, side.sights[h], h, side.q + h * keys.form.head_dim, k, v, int(first) + i, there);
+          if (h < rows) one(keys, queries.sights[h], h, queries.q + h * keys.form.head_dim, k, v, int(first) + i, there);
       }
+    }
+    gather(rows);
+  }
+
+  // Brings the four parts of the warp together, in each of them.
+  __device__ void gather(int rows) {
+#pragma unroll
+    for (int h = 0; h < ROWS; ++h) {
+      if (h >= rows) break;
+      float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
+      top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));
+      const float share = exp2_fast(m[h] - origin(top));
+      m[h] = top;
+      l[h] = LaneCore<N, W>::quarters(share * l[h]);
+#pragma unroll
+      for (int e = 0; e < N; ++e) o[h][e] = LaneCore<N, W>::quarters(share * o[h][e]);
     }
   }
 
@@ -323,20 +382,28 @@ template <int N, int W> struct PagedLaneCore {
     for (int e = 0; e < N; ++e) o[h][e] = o[h][e] * fade + weight * v[e];
   }
 
-  __device__ void store(float* sums, int stride, float* tops, float* weights, int rows, int head_dim) {
+  __device__ void store(const PagedPartial& to, int rows, int head_dim) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int h = 0; h < ROWS; ++h) {
       if (h >= rows) break;
-      float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
-      top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));
-      const float share = exp2_fast(m[h] - origin(top)), weight = LaneCore<N, W>::quarters(share * l[h]);
-      if (lane == 0) tops[h] = top, weights[h] = weight;
+      if (lane == 0) to.tops[h] = m[h], to.weights[h] = l[h];
 #pragma unroll
-      for (int e = 0; e < N; ++e) {
-        const float sum = LaneCore<N, W>::quarters(share * o[h][e]);
-        if (lane < 8 && lane + 8 * e < head_dim) sums[h * stride + lane + 8 * e] = sum;
-      }
+      for (int e = 0; e < N; ++e)
+        if (lane < 8 && lane + 8 * e < head_dim) to.sums[h * to.stride + lane + 8 * e] = o[h][e];
+    }
+  }
+
+  template <typename F> __device__ void finish(F of, int rows, int head_dim) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int h = 0; h < ROWS; ++h) {
+      if (h >= rows) break;
+      const PagedResult to = of(h);
+      const float by = l[h] == 0.f ? 0.f : __fdividef(1.f, l[h]);
+#pragma unroll
+      for (int e = 0; e < N; ++e)
+        if (lane < 8 && lane + 8 * e < head_dim) to.put(lane + 8 * e, o[h][e] * by);
     }
   }
 };

@@ -102,9 +102,10 @@ impl Paged {
         queries: usize,
     ) -> Planned<Call> {
         let dim = case.sizes.dim;
-        // `PagedShared` of the kernel.
-        let floats = 6 * rows + 2 * PAGED_WARPS * rows + PAGED_WARPS * rows * (dim + dim % 2 + 2);
-        let shared = 2 * queries + 4 * floats;
+        // `PagedShared` of the kernel: each warp's queries and what they see, and two records of rows.
+        let held = rows.min(case.rows().next_multiple_of(2));
+        let floats = 3 * rows + 2 * held * (2 + dim + dim % 2 + 2);
+        let shared = PAGED_WARPS * (queries + 4 * floats);
         if shared > case.gpu.shared as usize {
             return Err("the rows of a block do not fit into shared memory");
         }
