@@ -13,6 +13,7 @@
 //! | softmax attention, with or without a cache | [`ops::flash_attention()`], [`ops::flash_decoding()`] |
 //! | candle-flash-attn | the same names in [`flash_attn`](mod@flash_attn) and [`flash_attn_v3`], or a line below `[patch.crates-io]` |
 //! | sequences of different lengths in one batch | [`ops::flash_attention_varlen()`] |
+//! | many sequences whose keys and values lie in pages | [`ops::paged_attention()`], [`ops::paged_append()`] |
 //! | rotary embeddings and a cache that grows | [`ops::rope()`], [`ops::rope_append`] |
 //! | logits | [`ops::sample()`] |
 //! | doubt about what ran | [`trace::capture`]; [`Fusion`] switches each fusion off |

@@ -66,41 +66,77 @@ struct PagedRows {
 };
 
 // Where row r's result begins.
-__device__ __forceinline__ PagedResult result_of(const PagedAttentionParams& p, const Stretch& s, const PagedRows& rows,
-                                                 int r, int head_dim) {
-  return {p.y, p.dtype, ((uint64_t(s.b) * p.queries + rows.query(r)) * p.heads + rows.head(s.kv, r)) * head_dim};
+__device__ __forceinline__ uint64_t result_at(const PagedAttentionParams& p, const Stretch& s, const PagedRows& rows,
+                                              int r, int head_dim) {
+  return ((uint64_t(s.b) * p.queries + rows.query(r)) * p.heads + rows.head(s.kv, r)) * head_dim;
 }
 
-// A warp's queries and what they see. Loads of some rows are on their way before one is waited for.
+// A warp's queries, in whole packs of the pools' type, which nothing has to convert: all loads are on their way before
+// one is waited for.
+template <class Core>
+__device__ __forceinline__ void stage_packs(const PagedAttentionParams& p, const PagedQueries& queries,
+                                            const Stretch& s, const PagedRows& rows) {
+  constexpr int PACKS = Core::DIM / 8, AT_ONCE = WARP / PACKS, TURNS = (Core::ROWS + AT_ONCE - 1) / AT_ONCE;
+  const int lane = threadIdx.x % WARP, own = lane / PACKS, d = lane % PACKS * 8;
+  const uint16_t* q = static_cast<const uint16_t*>(p.q) + s.b * p.q_sequence + d;
+  uint4 raw[TURNS];
+#pragma unroll
+  for (int j = 0; j < TURNS; ++j) {
+    const int r = min(own + j * AT_ONCE, rows.count - 1);
+    raw[j] = __ldcg(reinterpret_cast<const uint4*>(q + rows.query(r) * p.q_token + rows.head(s.kv, r) * p.q_head));
+  }
+#pragma unroll
+  for (int j = 0; j < TURNS; ++j) {
+    const int r = own + j * AT_ONCE;
+    if (own >= AT_ONCE || r >= rows.count) continue;
+    const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Core::put_pair(queries.operands, r, d + 2 * i, words[i]);
+  }
+}
+
+// The same of any type, element by element.
+template <class Core>
+__device__ __forceinline__ void stage_elements(const PagedAttentionParams& p, const PagedQueries& queries,
+                                               const Stretch& s, const PagedRows& rows, int head_dim) {
+  constexpr int LANE = (Core::WIDEST + WARP - 1) / WARP;
+  const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+  for (int r = 0; r < rows.count; ++r) {
+    const uint64_t from = s.b * p.q_sequence + rows.query(r) * p.q_token + rows.head(s.kv, r) * p.q_head;
+    uint32_t raw[LANE] = {};
+    if (p.dtype == F32) {
+#pragma unroll
+      for (int e = 0; e < LANE; ++e)
+        if (lane + e * WARP < head_dim) raw[e] = read_raw(p.q, F32, from + lane + e * WARP);
+    } else {
+#pragma unroll
+      for (int e = 0; e < LANE; ++e)
+        if (lane + e * WARP < head_dim) raw[e] = read_raw(p.q, F16, from + lane + e * WARP);
+    }
+#pragma unroll
+    for (int e = 0; e < LANE; ++e) {
+      const int d = lane + e * WARP;
+      if (d >= head_dim) continue;
+      const float q = widen_raw(raw[e], p.dtype);
+      if constexpr (Core::DIM) Core::put(queries.operands, r, d, q);
+      else queries.q[r * head_dim + d] = q;
+    }
+  }
+}
+
+// A warp's queries and what they see.
 template <class Core>
 __device__ __forceinline__ void stage_queries(const PagedAttentionParams& p, const PagedQueries& queries,
                                               const Stretch& s, int head_dim) {
-  constexpr int LANE = (Core::WIDEST + WARP - 1) / WARP, EACH = LANE > 4 ? 2 : 4;
   const PagedRows rows(p, s.part, Core::ROWS);
   const int lane = threadIdx.x % WARP;
-#pragma unroll 1
-  for (int first = 0; first < rows.count; first += EACH) {
-    uint32_t raw[EACH][LANE];
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      const int r = min(first + j, rows.count - 1);
-      const uint64_t from = s.b * p.q_sequence + rows.query(r) * p.q_token + rows.head(s.kv, r) * p.q_head;
-#pragma unroll
-      for (int e = 0; e < LANE; ++e)
-        if (lane + e * WARP < head_dim) raw[j][e] = read_raw(p.q, p.dtype, from + lane + e * WARP);
-    }
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-#pragma unroll
-      for (int e = 0; e < LANE; ++e) {
-        const int r = first + j, d = lane + e * WARP;
-        if (r >= rows.count || d >= head_dim) continue;
-        const float q = widen_raw(raw[j][e], p.dtype);
-        if constexpr (Core::DIM) Core::put(queries.operands, r, d, q);
-        else queries.q[r * head_dim + d] = q;
-      }
-    }
+  bool staged = false;
+  if constexpr (Core::DIM != 0) {
+    staged = p.packs;
+    if (staged) stage_packs<Core>(p, queries, s, rows);
   }
+  if (!staged) stage_elements<Core>(p, queries, s, rows, head_dim);
   if (lane < Core::ROWS) {
     const int r = min(lane, rows.count - 1), at = int(s.length) - int(p.queries) + int(rows.query(r));
     const float slope = p.slopes ? LOG2E * __ldg(p.slopes + rows.head(s.kv, r)) : 0.f;
@@ -120,65 +156,55 @@ template <int N> __device__ __forceinline__ Pack<float, N> load_cached(const flo
 }
 
 // Results of the blocks `first` .. `last` as y: each left its part of these keys first in its share, but for `first`,
-// which had others before it if `behind`. The blocks' shares of each row come first, so that what is left are sums of
-// products whose loads wait for nothing.
+// which had others before it if `behind`.
 template <class Core>
 __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p, const Stretch& s,
                                                    const PagedRows& rows, uint32_t first, uint32_t last, bool behind,
                                                    int head_dim) {
-  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, CHUNK = 64, BATCH = 8, WIDTH = Core::DIM ? 4 : 1;
-  constexpr int ITEMS = (ROWS * Core::WIDEST / WIDTH + THREADS - 1) / THREADS;
-  __shared__ float shares[CHUNK][ROWS], tops[ROWS], totals[ROWS], fades[ROWS];
+  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, BATCH = 8, WIDTH = Core::DIM ? 4 : 1;
+  // Of each row: what is taken off the scores, and what the sums are multiplied with.
+  __shared__ float origins[ROWS], factors[ROWS];
   const int lane = threadIdx.x % WARP;
   const auto slot = [&](uint32_t b) { return 2 * b * ROWS + (behind && b == first ? ROWS : 0); };
-  Pack<float, WIDTH> sums[ITEMS] = {};
-  if (threadIdx.x < ROWS) tops[threadIdx.x] = -INFINITY, totals[threadIdx.x] = 0.f;
-  for (uint32_t from = first; from <= last; from += CHUNK) {
-    const int count = min(last + 1 - from, uint32_t(CHUNK));
-    __syncthreads();
-    for (int i = threadIdx.x; i < count * ROWS; i += THREADS)
-      shares[i / ROWS][i % ROWS] = i % ROWS < rows.count ? __ldcg(p.tops + slot(from + i / ROWS) + i % ROWS) : 0.f;
-    __syncthreads();
-    for (int r = threadIdx.x / WARP; r < rows.count; r += Core::WARPS) {
-      float top = tops[r], total = 0.f;
-      for (int c = lane; c < count; c += WARP) top = fmaxf(top, shares[c][r]);
-      top = warp_max(top);
-      const float off = origin(top), fade = exp2_fast(tops[r] - off);
-      for (int c = lane; c < count; c += WARP) total += shares[c][r] = exp2_fast(shares[c][r] - off);
-      total = warp_sum(total) + fade * totals[r];
-      if (lane == 0) tops[r] = top, totals[r] = total, fades[r] = fade;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < ITEMS; ++j) {
-      const int i = (threadIdx.x + j * THREADS) * WIDTH, r = i / head_dim;
-      if (r >= rows.count) break;
-      const float* means = p.means + i;
-#pragma unroll
-      for (int e = 0; e < WIDTH; ++e) sums[j].v[e] *= fades[r];
 #pragma unroll 1
-      for (int c = 0; c < count; c += BATCH) {
-        Pack<float, WIDTH> batch[BATCH];
+  for (int r = threadIdx.x / WARP; r < rows.count; r += Core::WARPS) {
+    float top = -INFINITY, total = 0.f;
+#pragma unroll 1
+    for (uint32_t b = first + lane; b <= last; b += WARP) {
+      const float own = __ldcg(p.tops + slot(b) + r), higher = fmaxf(top, own), off = origin(higher);
+      total = total * exp2_fast(top - off) + exp2_fast(own - off);
+      top = higher;
+    }
+    const float off = origin(warp_max(top));
+    total = warp_sum(total * exp2_fast(top - off));
+    if (lane == 0) origins[r] = off, factors[r] = total == 0.f ? 0.f : __fdividef(1.f, total);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x * WIDTH; i < rows.count * head_dim; i += THREADS * WIDTH) {
+    const int r = i / head_dim;
+    const float off = origins[r];
+    Pack<float, WIDTH> sum = {};
+#pragma unroll 1
+    for (uint32_t from = first; from <= last; from += BATCH) {
+      Pack<float, WIDTH> means[BATCH];
+      float tops[BATCH];
 #pragma unroll
-        for (int u = 0; u < BATCH; ++u)
-          batch[u] = load_cached<WIDTH>(means + uint64_t(slot(from + min(c + u, count - 1))) * head_dim);
+      for (int u = 0; u < BATCH; ++u) {
+        const uint32_t at = slot(min(from + u, last));
+        tops[u] = __ldcg(p.tops + at + r);
+        means[u] = load_cached<WIDTH>(p.means + uint64_t(at) * head_dim + i);
+      }
 #pragma unroll
-        for (int u = 0; u < BATCH; ++u) {
-          const float share = c + u < count ? shares[c + u][r] : 0.f;
+      for (int u = 0; u < BATCH; ++u) {
+        const float share = from + u <= last ? exp2_fast(tops[u] - off) : 0.f;
 #pragma unroll
-          for (int e = 0; e < WIDTH; ++e) sums[j].v[e] = fmaf(share, batch[u].v[e], sums[j].v[e]);
-        }
+        for (int e = 0; e < WIDTH; ++e) sum.v[e] = fmaf(share, means[u].v[e], sum.v[e]);
       }
     }
-  }
+    const uint64_t at = result_at(p, s, rows, r, head_dim) + i % head_dim;
 #pragma unroll
-  for (int j = 0; j < ITEMS; ++j) {
-    const int i = (threadIdx.x + j * THREADS) * WIDTH, r = i / head_dim;
-    if (r >= rows.count) break;
-    const float by = totals[r] == 0.f ? 0.f : __fdividef(1.f, totals[r]);
-    const PagedResult to = result_of(p, s, rows, r, head_dim);
-#pragma unroll
-    for (int e = 0; e < WIDTH; ++e) to.put(i % head_dim + e, sums[j].v[e] * by);
+    for (int e = 0; e < WIDTH; ++e) write(p.y, p.dtype, at + e, sum.v[e] * factors[r]);
   }
 }
 
@@ -195,26 +221,31 @@ __device__ __forceinline__ void merge_paged_records(const PagedAttentionParams& 
   if (threadIdx.x < rows.count) {
     const int r = threadIdx.x;
     float top = -INFINITY, weight = 0.f;
+#pragma unroll 1
     for (int i = from; i < to; ++i)
       if (records[i].there) top = fmaxf(top, shared.partial(i).tops[r]);
     const float off = origin(top);
+#pragma unroll 1
     for (int i = from; i < to; ++i)
       if (records[i].there) weight += exp2_fast(shared.partial(i).tops[r] - off) * shared.partial(i).weights[r];
     const float by = weight == 0.f ? 0.f : __fdividef(1.f, weight);
+#pragma unroll 1
     for (int i = from; i < to; ++i)
       if (records[i].there) shared.partial(i).weights[r] = exp2_fast(shared.partial(i).tops[r] - off) * by;
     if (!whole) p.tops[slot + r] = top + __log2f(weight);
   }
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows.count * head_dim; i += THREADS) {
     const int r = i / head_dim, d = i % head_dim;
     float mean = 0.f;
+#pragma unroll 2
     for (int j = from; j < to; ++j) {
       if (!records[j].there) continue;
       const PagedPartial partial = shared.partial(j);
       mean = fmaf(partial.weights[r], partial.sums[r * partial.stride + d], mean);
     }
-    if (whole) result_of(p, s, rows, r, head_dim).put(d, mean);
+    if (whole) write(p.y, p.dtype, result_at(p, s, rows, r, head_dim) + d, mean);
     else p.means[uint64_t(slot) * head_dim + i] = mean;
   }
   if (whole) return;
@@ -238,8 +269,21 @@ __device__ __forceinline__ PagedKeys keys_of(const PagedAttentionParams& p, cons
   return keys;
 }
 
-// A warp's share. While a stretch ends, the first tile of the next is on its way, and it is known where the one behind
-// that begins.
+// The results of a stretch with all keys, from what the warp has left in `partial`.
+__device__ __forceinline__ void write_results(const PagedAttentionParams& p, const Stretch& s, const PagedRows& rows,
+                                              const PagedPartial& partial, int head_dim) {
+  __syncwarp();
+#pragma unroll 1
+  for (int r = 0; r < rows.count; ++r) {
+    const float by = partial.weights[r] == 0.f ? 0.f : __fdividef(1.f, partial.weights[r]);
+    const uint64_t at = result_at(p, s, rows, r, head_dim);
+#pragma unroll 1
+    for (int d = threadIdx.x % WARP; d < head_dim; d += WARP)
+      write(p.y, p.dtype, at + d, partial.sums[r * partial.stride + d] * by);
+  }
+}
+
+// A warp's share. While a stretch ends, the first tile of the next is on its way.
 template <class Core>
 __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const PagedShared<Core>& shared,
                                            PagedRecord* records, const Share& share, const Start& start, int head_dim) {
@@ -248,23 +292,29 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
   Walk<Core::KEYS> walk(p, share.begin_of(warp, Core::WARPS), share.begin_of(warp + 1, Core::WARPS), start);
   if (!walk.more()) return;
   Core core;
-  Stretch s = walk.next(p), upcoming = s;
-  core.look(keys_of(p, s, head_dim), 0);
-  core.fetch(keys_of(p, s, head_dim));
+  Stretch s = walk.next(p);
+  core.begin(keys_of(p, s, head_dim));
+#pragma unroll 1
   for (int ended = 0;; ++ended) {
     stage_queries<Core>(p, queries, s, head_dim);
     const bool more = walk.more();
+    Stretch upcoming = s;
+    upcoming.from = upcoming.to = 0;
     if (more) upcoming = walk.next(p);
     const PagedRows rows(p, s.part, Core::ROWS);
     core.start(queries.sights);
     core.run(keys_of(p, s, head_dim), keys_of(p, upcoming, head_dim), queries, rows.count);
-    if (more) core.fetch(keys_of(p, upcoming, head_dim));
-    if (s.whole()) {
-      core.finish([&](int r) { return result_of(p, s, rows, r, head_dim); }, rows.count, head_dim);
-    } else {
-      const int record = 2 * warp + (ended > 0);
+    bool written = false;
+    if constexpr (Core::DIM != 0) {
+      written = p.packs && s.whole();
+      if (written) core.finish(p.y, [&](int r) { return result_at(p, s, rows, r, head_dim); }, rows.count);
+    }
+    if (!written) {
+      // The second is free until the last stretch.
+      const int record = 2 * warp + (ended > 0 || s.whole());
       core.store(shared.partial(record), rows.count, head_dim);
-      if (threadIdx.x % WARP == 0) records[record] = {s, true};
+      if (s.whole()) write_results(p, s, rows, shared.partial(record), head_dim);
+      else if (threadIdx.x % WARP == 0) records[record] = {s, true};
     }
     if (!more) return;
     s = upcoming;
@@ -286,10 +336,12 @@ template <class Core> __device__ __forceinline__ void paged_attention(const Page
   if (blockIdx.x >= share.blocks) return;
   paged_warp(p, shared, records, share, start, head_dim);
   __syncthreads();
+#pragma unroll 1
   for (int from = 0, to; from < RECORDS; from = to) {
     to = from + 1;
     if (!records[from].there) continue;
     Stretch s = records[from].s;
+#pragma unroll 1
     for (; to < RECORDS && (!records[to].there || records[to].s.first == s.first); ++to)
       if (records[to].there) s.end = records[to].s.end;
     merge_paged_records(p, shared, records, from, to, share, s, head_dim);

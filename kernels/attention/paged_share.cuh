@@ -16,6 +16,7 @@ struct Sequence {
   uint32_t length, first;
 
   // Whatever the table says, entries are within it.
+  Sequence() = default;
   __device__ Sequence(const PagedAttentionParams& p, uint32_t b) {
     const Pages& pages = p.pages;
     const uint32_t given = __ldcg(p.lengths + b);
@@ -35,21 +36,25 @@ struct Sequence {
   template <int UNIT> __device__ uint32_t units() const { return max(1u, (length - first + UNIT - 1) / UNIT); }
 };
 
-// The units begin .. end of a block. The host has seen to it that 32 bits count all units.
+// The units begin .. end of a block: of `total` each of `blocks` has `each`, and the first `more` of them one more. The
+// host has seen to it that 32 bits count all units.
 struct Share {
+  uint32_t blocks, each, more;
   uint32_t begin, end;
-  uint32_t total;
-  uint32_t blocks;  // that have any
 
   // The block that has a unit.
-  __device__ uint32_t owner(uint32_t unit) const { return uint32_t(((unit + 1ull) * blocks - 1) / total); }
-  __device__ uint32_t begin_of(uint32_t block) const { return uint32_t(uint64_t(block) * total / blocks); }
+  __device__ uint32_t owner(uint32_t unit) const {
+    const uint32_t larger = more * (each + 1);
+    return unit < larger ? unit / (each + 1) : more + (unit - larger) / each;
+  }
+  __device__ uint32_t begin_of(uint32_t block) const { return block * each + min(block, more); }
   __device__ uint32_t begin_of(uint32_t warp, uint32_t warps) const { return begin + warp * (end - begin) / warps; }
 };
 
 // Where a warp's share begins: its sequence, and the units of the sequences before that.
 struct Start {
-  uint32_t sequence, before;
+  uint32_t b, before;
+  Sequence sequence;
 };
 
 // All threads of the block, WARPS warps of them; `heads`: key/value heads times parts.
@@ -60,12 +65,10 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
   __shared__ Start starts[WARPS];
   const uint32_t count = p.pages.sequences, each = (count + THREADS - 1) / THREADS;
   const uint32_t from = min(threadIdx.x * each, count), to = min(from + each, count);
-  uint32_t own = 0, first = 0;
-  for (uint32_t b = from; b < to; ++b) {
-    const uint32_t units = Sequence(p, b).units<UNIT>();
-    if (b == from) first = units;
-    own += units;
-  }
+  Sequence sequence(p, min(from, count - 1));
+  uint32_t own = from < to ? sequence.units<UNIT>() : 0;
+#pragma unroll 1
+  for (uint32_t b = from + 1; b < to; ++b) own += Sequence(p, b).units<UNIT>();
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   uint32_t upto = own;
 #pragma unroll
@@ -82,17 +85,20 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
     all += sums[w];
   }
   Share share;
-  share.total = all * heads;
-  share.blocks = min(gridDim.x, share.total);
+  const uint32_t total = all * heads;
+  share.blocks = min(gridDim.x, total);
+  share.each = total / share.blocks;
+  share.more = total - share.each * share.blocks;
   share.begin = share.begin_of(blockIdx.x);
   share.end = share.begin_of(blockIdx.x + 1);
-  uint32_t b = from, units = first, before = upto - own;
+  uint32_t b = from, before = upto - own;
 #pragma unroll 1
   for (int w = 0; w < WARPS; ++w) {
     const uint32_t unit = share.begin_of(w, WARPS) / heads;
     if (unit < before || unit >= upto) continue;
-    for (; before + units <= unit; units = Sequence(p, b).units<UNIT>()) before += units, ++b;
-    starts[w] = {b, before * heads};
+#pragma unroll 1
+    for (uint32_t units; before + (units = sequence.units<UNIT>()) <= unit; sequence = Sequence(p, ++b)) before += units;
+    starts[w] = {b, before * heads, sequence};
   }
   __syncthreads();
   start = starts[warp];
@@ -122,7 +128,7 @@ template <int UNIT> struct Walk {
   Sequence ahead;     // the one behind it, so that nobody has to wait for its length
 
   __device__ Walk(const PagedAttentionParams& p, uint32_t begin, uint32_t end, const Start& start)
-      : unit(begin), end(end), before(start.before), b(start.sequence), sequence(p, b),
+      : unit(begin), end(end), before(start.before), b(start.b), sequence(start.sequence),
         ahead(p, min(b + 1, p.pages.sequences - 1)) {}
 
   __device__ bool more() const { return unit < end; }

@@ -20,7 +20,14 @@ struct PagedKeys {
   uint32_t from, to;        // keys
   Keys form;                // dtype, width, scale and softcap
 
-  template <int KEYS> __device__ uint32_t tiles() const { return (to - from + KEYS - 1) / KEYS; }
+  // These, or others of the same pools.
+  __device__ PagedKeys or_else(const PagedKeys& others, bool these) const {
+    PagedKeys keys = *this;
+    keys.k = these ? k : others.k, keys.v = these ? v : others.v;
+    keys.entries = these ? entries : others.entries;
+    keys.from = these ? from : others.from, keys.to = these ? to : others.to;
+    return keys;
+  }
   // The page of a key, by the table.
   __device__ uint32_t entry(uint32_t key) const { return key < to ? __ldcg(entries + key / page) : UINT32_MAX; }
   // The place of a key in it: the page, and the slot in the lowest 8 bits.
@@ -59,22 +66,6 @@ struct PagedPartial {
   int stride;
 };
 
-// Where a row's result goes.
-struct PagedResult {
-  void* y;
-  int dtype;
-  uint64_t at;
-
-  __device__ void put(int d, float v) const { write(y, dtype, at + d, v); }
-  // Two neighbours, the first of them even.
-  __device__ void put(int d, float a, float b) const {
-    if (dtype == F32) *reinterpret_cast<float2*>(static_cast<float*>(y) + at + d) = make_float2(a, b);
-    else
-      *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(y) + at + d) =
-          dtype == F16 ? pack2<__half>(a, b) : pack2<__nv_bfloat16>(a, b);
-  }
-};
-
 // The places of a tile's keys, a lane each (the lanes behind KEYS again from the first).
 template <int KEYS> struct Places {
   uint32_t at;
@@ -111,6 +102,13 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
   __device__ static void put(char* queries, int row, int d, float q) {
     if constexpr (HALVES == 1) Eight::put(queries, row, d, q);
     else *reinterpret_cast<C*>(queries + Eight::place(row % 8, d) + row / 8 * 4) = from_float<C>(q);
+  }
+
+  // Two neighbours of C's own type, the first of them even.
+  __device__ static void put_pair(char* queries, int row, int d, uint32_t pair) {
+    char* at = queries + Eight::place(row % 8, d);
+    if constexpr (HALVES == 1) *reinterpret_cast<uint2*>(at) = make_uint2(pair, 0);
+    else *reinterpret_cast<uint32_t*>(at + row / 8 * 4) = pair;
   }
 
   __device__ void fetch_keys(const PagedKeys& keys) {
@@ -211,33 +209,35 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     }
   }
 
-  // The first tile, and what says where the next is: nothing is there behind the last key.
-  __device__ void look(const PagedKeys& keys, uint32_t tile) {
-    ahead = keys.entry(Places<KEYS>::key(keys.from + tile * KEYS));
-  }
-  __device__ void fetch(const PagedKeys& keys) {
-    next.find(keys, keys.from, ahead);
+  // A warp's very first tile: nothing is there behind the last key.
+  __device__ void begin(const PagedKeys& keys) {
+    next.find(keys, keys.from, keys.entry(Places<KEYS>::key(keys.from)));
     fetch_keys(keys);
     fetch_values(keys);
-    look(keys, 1);
+    ahead = keys.entry(Places<KEYS>::key(keys.from + KEYS));
   }
 
-  // All tiles, of which the first has been fetched. In the end it looks for the first tile of `then`.
+  // The entry of this lane's key so many tiles behind `first`, which goes on in `then`.
+  __device__ uint32_t look(const PagedKeys& keys, const PagedKeys& then, uint32_t first, uint32_t tiles) const {
+    const bool own = first + tiles * KEYS < keys.to;
+    const uint32_t behind = (keys.to - first + KEYS - 1) / KEYS;
+    const uint32_t key = own ? first + tiles * KEYS : then.from + (tiles - max(behind, 1u)) * KEYS;
+    return keys.or_else(then, own).entry(Places<KEYS>::key(key));
+  }
+
+  // All tiles, one at least, of which the first has been fetched; then the first of `then` has been.
   __device__ void run(const PagedKeys& keys, const PagedKeys& then, const PagedQueries& queries, int) {
     const int lane = threadIdx.x % WARP;
-    const uint32_t tiles = keys.tiles<KEYS>();
-    if (tiles == 0) look(then, 0);
+    bool more = true;
+    // What comes behind a stretch of one tile was not known when that was begun.
+    if (keys.from + KEYS >= keys.to) ahead = then.entry(Places<KEYS>::key(then.from));
 #pragma unroll 1
-    for (uint32_t tile = 0; tile < tiles; ++tile) {
-      const uint32_t first = keys.from + tile * KEYS;
+    for (uint32_t first = keys.from; more; first += KEYS) {
       seen = next.seen;
-      const bool more = tile + 1 < tiles;
-      if (more) {
-        next.find(keys, first + KEYS, ahead);
-        look(keys, tile + 2);
-      } else {
-        look(then, 0);
-      }
+      more = first + KEYS < keys.to;
+      const PagedKeys from = keys.or_else(then, more);
+      next.find(from, more ? first + KEYS : then.from, ahead);
+      ahead = look(keys, then, first, 2);
       float s[2 * SUB][4] = {};
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
@@ -246,12 +246,12 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
 #pragma unroll
         for (int j = 0; j < 2 * SUB; ++j) mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
       }
-      if (more) fetch_keys(keys);
+      fetch_keys(from);
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) weigh(keys, first, s, h);
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) add(s, h);
-      if (more) fetch_values(keys);
+      fetch_values(from);
     }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
@@ -276,22 +276,32 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     }
   }
 
-  // The result, if these were all keys; `of` gives the place of a row.
-  template <typename F> __device__ void finish(F of, int rows, int) {
+  // The results as C, if these were all keys; `of` gives the place of a row.
+  template <typename F> __device__ void finish(void* y, F of, int rows) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       const float by = l[h] == 0.f ? 0.f : __fdividef(1.f, l[h]);
       const float by0 = __shfl_sync(FULL, by, 8 * t), by1 = __shfl_sync(FULL, by, 8 * t + 4);
       const int row = 8 * h + 2 * t;
-      const PagedResult first = of(min(row, rows - 1)), second = of(min(row + 1, rows - 1));
-#pragma unroll
-      for (int r = 0; r < STEPS; ++r) {
-        const int d = Eight::dimension(r);
-        if (row < rows) first.put(d, o[h][r][0] * by0, o[h][r][2] * by0);
-        if (row + 1 < rows) second.put(d, o[h][r][1] * by1, o[h][r][3] * by1);
-      }
+      if (row < rows) finish_row<0>(y, of(row), h, by0);
+      if (row + 1 < rows) finish_row<1>(y, of(row + 1), h, by1);
     }
+  }
+
+  // The first or second of the rows whose values this thread has: eight neighbours in each 64 dimensions.
+  template <int SECOND> __device__ void finish_row(void* results, uint64_t at, int h, float by) {
+    constexpr int WHOLE = D / 64 * 4;
+    uint32_t words[STEPS];
+#pragma unroll
+    for (int r = 0; r < STEPS; ++r) words[r] = pack2<C>(o[h][r][SECOND] * by, o[h][r][2 + SECOND] * by);
+    uint16_t* y = static_cast<uint16_t*>(results) + at;
+#pragma unroll
+    for (int r = 0; r < WHOLE; r += 4)
+      *reinterpret_cast<uint4*>(y + Eight::dimension(r)) =
+          make_uint4(words[r], words[r + 1], words[r + 2], words[r + 3]);
+#pragma unroll
+    for (int r = WHOLE; r < STEPS; ++r) *reinterpret_cast<uint32_t*>(y + Eight::dimension(r)) = words[r];
   }
 };
 
@@ -304,8 +314,7 @@ template <int N, int W> struct PagedLaneCore {
   float m[ROWS], l[ROWS];
 
   __device__ static void put(char*, int, int, float) {}
-  __device__ void look(const PagedKeys&, uint32_t) {}
-  __device__ void fetch(const PagedKeys&) {}
+  __device__ void begin(const PagedKeys&) {}
 
   __device__ void start(const Sight*) {
 #pragma unroll
@@ -391,19 +400,6 @@ template <int N, int W> struct PagedLaneCore {
 #pragma unroll
       for (int e = 0; e < N; ++e)
         if (lane < 8 && lane + 8 * e < head_dim) to.sums[h * to.stride + lane + 8 * e] = o[h][e];
-    }
-  }
-
-  template <typename F> __device__ void finish(F of, int rows, int head_dim) {
-    const int lane = threadIdx.x % WARP;
-#pragma unroll
-    for (int h = 0; h < ROWS; ++h) {
-      if (h >= rows) break;
-      const PagedResult to = of(h);
-      const float by = l[h] == 0.f ? 0.f : __fdividef(1.f, l[h]);
-#pragma unroll
-      for (int e = 0; e < N; ++e)
-        if (lane < 8 && lane + 8 * e < head_dim) to.put(lane + 8 * e, o[h][e] * by);
     }
   }
 };

@@ -43,7 +43,7 @@ abi! {
         /// `[heads]`, or null.
         slopes: Const<f32>,
         /// What blocks leave of the first and the last part of their share, where others have more of it:
-        /// `[blocks, 2, rows of a block, head_dim]`, and behind it `[blocks, 2, rows of a block]`.
+        /// `[blocks, 2, rows of a warp, head_dim]`, and `[blocks, 2, rows of a warp]`.
         means: Mut<f32>,
         tops: Mut<f32>,
         /// `[sequences, kv_heads, parts]`, zero between launches.
@@ -52,12 +52,14 @@ abi! {
         heads: u32,
         kv_heads: u32,
         head_dim: u32,
-        /// Blocks that are needed for all queries of a key/value head.
+        /// Warps that are needed for all queries of a key/value head.
         parts: u32,
         /// 0 for none.
         window: u32,
         /// Of q and y.
         dtype: i32,
+        /// Whether q is of the pools' dtype and has 16-byte pieces.
+        packs: i32,
         scale: f32,
         softcap: f32,
     }
@@ -66,16 +68,16 @@ abi! {
     const PAGED_WARPS: Count<i32> = 4;
 
     /// The forms for tensor cores: head dimension, keys that a warp takes at once, rows (queries of a key/value head)
-    /// of a block, and blocks of a multiprocessor.
+    /// of a warp, and blocks of a multiprocessor.
     table PAGED_MMA of PagedMma (dim: usize, keys: usize, rows: usize, blocks: usize) = [
-        (64, 32, 8, 3), (64, 16, 16, 4),
+        (64, 32, 8, 3), (64, 16, 16, 3),
         (80, 16, 8, 3), (80, 16, 16, 3),
         (96, 16, 8, 3), (96, 16, 16, 3),
         (128, 16, 8, 3), (128, 16, 16, 2),
         (256, 16, 8, 2)
     ];
 
-    /// The forms for everything else: the widest head, rows of a block, and blocks of a multiprocessor.
+    /// The forms for everything else: the widest head, rows of a warp, and blocks of a multiprocessor.
     table PAGED_PLAIN of PagedPlain (dim: usize, rows: usize, blocks: usize) =
         [(64, 4, 3), (128, 4, 2), (256, 2, 2)];
     /// Keys that a warp of these takes at once.

@@ -37,14 +37,14 @@ pub(super) static RULES: &[Rule] = &[
             ),
         ],
         plan: kernels::mma,
-        note: "8 queries of a key/value head in a block, or 16 of the pools' dtype; rows of keys and values in whole 16-byte pieces",
+        note: "8 queries of a key/value head in a warp, or 16 of the pools' dtype; rows of keys and values in whole 16-byte pieces",
     },
     Rule {
         kernel: "paged_attention_plain",
         source: "attention/paged_attention.cu",
         forms: &[Forms::of_each(HeadSizes::UpTo(kernels::WIDEST))],
         plan: kernels::plain,
-        note: "multiply-adds in f32, any strides; 2 to 4 queries of a key/value head in a block",
+        note: "multiply-adds in f32, any strides; 2 to 4 queries of a key/value head in a warp",
     },
 ];
 

@@ -43,7 +43,7 @@ pub(super) const MMA_HEAD_SIZES: [usize; 5] = [64, 80, 96, 128, 256];
 /// The widest head of the others.
 pub(super) const WIDEST: usize = PAGED_PLAIN[PAGED_PLAIN.len() - 1].dim;
 
-/// Of a block.
+/// Of a warp.
 pub(super) const MOST_ROWS: usize = 16;
 pub(super) const FEWEST_ROWS: usize = 2;
 
@@ -54,7 +54,7 @@ struct Paged {
     rows: usize,
     /// Keys of a unit of work.
     keys: usize,
-    /// Blocks that have the rows of a key/value head.
+    /// Warps that are needed for all rows of a key/value head.
     parts: usize,
     grid: Grid,
 }
@@ -107,7 +107,7 @@ impl Paged {
         let floats = 3 * rows + 2 * held * (2 + dim + dim % 2 + 2);
         let shared = PAGED_WARPS * (queries + 4 * floats);
         if shared > case.gpu.shared as usize {
-            return Err("the rows of a block do not fit into shared memory");
+            return Err("the rows of a block's warps do not fit into shared memory");
         }
         let parts = case.rows().div_ceil(rows);
         let units = (case.pages * case.sizes.page).div_ceil(keys) + case.sequences;

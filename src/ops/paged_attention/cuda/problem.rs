@@ -20,7 +20,7 @@ pub(crate) struct Call {
     pub y: Address,
     /// f32 `[heads]`
     pub slopes: Address,
-    /// f32, two of as many rows of a head's width as a block has for each block.
+    /// f32, for each block two times the rows of a warp, of a head's width.
     pub means: Address,
     /// f32, one for each of those rows.
     pub tops: Address,
@@ -64,7 +64,14 @@ impl Call {
         offsets.all(|offset| offset.is_multiple_of(16))
     }
 
-    /// What the kernels take, of which so many blocks have the rows of a key/value head.
+    /// Whether q is of the pools' dtype and its rows begin at multiples of 16 bytes.
+    fn has_packs(&self) -> bool {
+        let mut strides = self.q_strides.iter();
+        let whole = strides.all(|s| (s * self.dtype.size_in_bytes()).is_multiple_of(16));
+        self.dtype == self.pool_dtype && whole && self.q.is_multiple_of(16)
+    }
+
+    /// What the kernels take, of which so many warps have the rows of a key/value head.
     pub fn params(&self, parts: usize) -> PagedAttentionParams {
         let [q_sequence, q_token, q_head] = self.q_strides.map(|s| s as u64);
         PagedAttentionParams {
@@ -89,6 +96,7 @@ impl Call {
                 .window
                 .map_or(0, |w| if w < 1 << 30 { w as u32 } else { 0 }),
             dtype: dtype_index(self.dtype) as i32,
+            packs: self.has_packs().into(),
             scale: self.scale,
             softcap: self.softcap.unwrap_or(0.),
         }
