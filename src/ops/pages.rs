@@ -12,7 +12,8 @@ pub enum PageLayout {
     Hnd,
 }
 
-/// Keys and values in pages of a fixed number of tokens, shared by any number of sequences.
+/// Keys and values in pages of a fixed number of tokens, shared by any number of sequences. On CUDA a page has
+/// 256 tokens at most, and a pool fewer than 2^24 pages.
 #[derive(Clone, Debug)]
 pub struct PagePool {
     /// Keys in the order of `layout`, f32, f16 or bf16; a head's elements side by side, otherwise any strides.

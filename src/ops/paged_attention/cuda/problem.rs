@@ -47,7 +47,7 @@ impl Call {
             sizes: self.sizes,
             pages: match self.csr {
                 true => self.pages.width as usize,
-                false => (self.pages.sequences * self.pages.width) as usize,
+                false => self.pages.sequences as usize * self.pages.width as usize,
             },
             dtype: self.dtype,
             pool_dtype: self.pool_dtype,
