@@ -161,7 +161,7 @@ template <class Core>
 __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p, const Stretch& s,
                                                    const PagedRows& rows, uint32_t first, uint32_t last, bool behind,
                                                    int head_dim) {
-  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, BATCH = 8, WIDTH = Core::DIM ? 4 : 1;
+  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, BATCH = 16, WIDTH = Core::DIM ? 4 : 1;
   // Of each row: what is taken off the scores, and what the sums are multiplied with.
   __shared__ float origins[ROWS], factors[ROWS];
   const int lane = threadIdx.x % WARP;
@@ -208,45 +208,58 @@ __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p
   }
 }
 
-// Brings the records `from` .. `to`, which are of one head, together as stretch `s`, and then the blocks.
+// Brings the records of one head, a bit of `members` each, together as stretch `s`, and then the blocks. Loads from
+// shared memory are for all records at once, there or not.
 template <class Core>
 __device__ __forceinline__ void merge_paged_records(const PagedAttentionParams& p, const PagedShared<Core>& shared,
-                                                    const PagedRecord* records, int from, int to, const Share& share,
-                                                    const Stretch& s, int head_dim) {
-  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP;
+                                                    uint32_t members, const Share& share, const Stretch& s,
+                                                    int head_dim) {
+  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, RECORDS = PagedShared<Core>::RECORDS;
+  constexpr int WIDTH = Core::DIM ? 2 : 1;
   const PagedRows rows(p, s.part, ROWS);
   const uint32_t slot = (2 * blockIdx.x + (s.begin == share.begin ? 0 : 1)) * ROWS;
   const bool whole = s.whole();
+  const auto there = [&](int i) { return members >> i & 1; };
   // What each record counts for.
   if (threadIdx.x < rows.count) {
     const int r = threadIdx.x;
-    float top = -INFINITY, weight = 0.f;
-#pragma unroll 1
-    for (int i = from; i < to; ++i)
-      if (records[i].there) top = fmaxf(top, shared.partial(i).tops[r]);
+    float shares[RECORDS], top = -INFINITY, weight = 0.f;
+#pragma unroll
+    for (int i = 0; i < RECORDS; ++i) {
+      shares[i] = there(i) ? shared.partial(i).tops[r] : -INFINITY;
+      top = fmaxf(top, shares[i]);
+    }
     const float off = origin(top);
-#pragma unroll 1
-    for (int i = from; i < to; ++i)
-      if (records[i].there) weight += exp2_fast(shared.partial(i).tops[r] - off) * shared.partial(i).weights[r];
+#pragma unroll
+    for (int i = 0; i < RECORDS; ++i) {
+      shares[i] = exp2_fast(shares[i] - off);
+      if (there(i)) weight = fmaf(shares[i], shared.partial(i).weights[r], weight);
+    }
     const float by = weight == 0.f ? 0.f : __fdividef(1.f, weight);
-#pragma unroll 1
-    for (int i = from; i < to; ++i)
-      if (records[i].there) shared.partial(i).weights[r] = exp2_fast(shared.partial(i).tops[r] - off) * by;
+#pragma unroll
+    for (int i = 0; i < RECORDS; ++i)
+      if (there(i)) shared.partial(i).weights[r] = shares[i] * by;
     if (!whole) p.tops[slot + r] = top + __log2f(weight);
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows.count * head_dim; i += THREADS) {
+  for (int i = WIDTH * threadIdx.x; i < rows.count * head_dim; i += WIDTH * THREADS) {
     const int r = i / head_dim, d = i % head_dim;
-    float mean = 0.f;
-#pragma unroll 2
-    for (int j = from; j < to; ++j) {
-      if (!records[j].there) continue;
+    Pack<float, WIDTH> mean = {};
+#pragma unroll
+    for (int j = 0; j < RECORDS; ++j) {
+      if (!there(j)) continue;
       const PagedPartial partial = shared.partial(j);
-      mean = fmaf(partial.weights[r], partial.sums[r * partial.stride + d], mean);
+      const auto sum = load<float, WIDTH>(partial.sums + r * partial.stride + d);
+#pragma unroll
+      for (int e = 0; e < WIDTH; ++e) mean.v[e] = fmaf(partial.weights[r], sum.v[e], mean.v[e]);
     }
-    if (whole) write(p.y, p.dtype, result_at(p, s, rows, r, head_dim) + d, mean);
-    else p.means[uint64_t(slot) * head_dim + i] = mean;
+    if (!whole) {
+      store(p.means + uint64_t(slot) * head_dim + i, mean);
+      continue;
+    }
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) write(p.y, p.dtype, result_at(p, s, rows, r, head_dim) + d + e, mean.v[e]);
   }
   if (whole) return;
   const uint32_t first = share.owner(s.first), last = share.owner(s.last);
@@ -293,10 +306,12 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
   if (!walk.more()) return;
   Core core;
   Stretch s = walk.next(p);
-  core.begin(keys_of(p, s, head_dim));
+  core.look(keys_of(p, s, head_dim));
 #pragma unroll 1
   for (int ended = 0;; ++ended) {
     stage_queries<Core>(p, queries, s, head_dim);
+    // Behind the queries: all warps begin at once, and whoever asks later waits for all their keys.
+    if (ended == 0) core.begin(keys_of(p, s, head_dim));
     const bool more = walk.more();
     Stretch upcoming = s;
     upcoming.from = upcoming.to = 0;
@@ -341,10 +356,11 @@ template <class Core> __device__ __forceinline__ void paged_attention(const Page
     to = from + 1;
     if (!records[from].there) continue;
     Stretch s = records[from].s;
+    uint32_t members = 1u << from;
 #pragma unroll 1
     for (; to < RECORDS && (!records[to].there || records[to].s.first == s.first); ++to)
-      if (records[to].there) s.end = records[to].s.end;
-    merge_paged_records(p, shared, records, from, to, share, s, head_dim);
+      if (records[to].there) s.end = records[to].s.end, members |= 1u << to;
+    merge_paged_records(p, shared, members, share, s, head_dim);
   }
 }
 

@@ -209,16 +209,17 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     }
   }
 
-  // A warp's very first tile: nothing is there behind the last key.
+  // A warp's very first tile: where it is, and then its keys and values. Nothing is there behind the last key.
+  __device__ void look(const PagedKeys& keys) { ahead = keys.entry(Places<KEYS>::key(keys.from)); }
   __device__ void begin(const PagedKeys& keys) {
-    next.find(keys, keys.from, keys.entry(Places<KEYS>::key(keys.from)));
+    next.find(keys, keys.from, ahead);
     fetch_keys(keys);
     fetch_values(keys);
     ahead = keys.entry(Places<KEYS>::key(keys.from + KEYS));
   }
 
   // The entry of this lane's key so many tiles behind `first`, which goes on in `then`.
-  __device__ uint32_t look(const PagedKeys& keys, const PagedKeys& then, uint32_t first, uint32_t tiles) const {
+  __device__ uint32_t entry_behind(const PagedKeys& keys, const PagedKeys& then, uint32_t first, uint32_t tiles) const {
     const bool own = first + tiles * KEYS < keys.to;
     const uint32_t behind = (keys.to - first + KEYS - 1) / KEYS;
     const uint32_t key = own ? first + tiles * KEYS : then.from + (tiles - max(behind, 1u)) * KEYS;
@@ -237,7 +238,7 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
       more = first + KEYS < keys.to;
       const PagedKeys from = keys.or_else(then, more);
       next.find(from, more ? first + KEYS : then.from, ahead);
-      ahead = look(keys, then, first, 2);
+      ahead = entry_behind(keys, then, first, 2);
       float s[2 * SUB][4] = {};
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
@@ -314,6 +315,7 @@ template <int N, int W> struct PagedLaneCore {
   float m[ROWS], l[ROWS];
 
   __device__ static void put(char*, int, int, float) {}
+  __device__ void look(const PagedKeys&) {}
   __device__ void begin(const PagedKeys&) {}
 
   __device__ void start(const Sight*) {
