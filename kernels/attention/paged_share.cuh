@@ -77,6 +77,9 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
     if (lane >= offset) upto += left;
   }
   if (lane == WARP - 1) sums[warp] = upto;
+  // Where ranges of a table overlap until 32 bits do not count the units, a share may begin nowhere.
+  if (threadIdx.x == 0)
+    for (int w = 0; w < WARPS; ++w) starts[w] = {0, 0, sequence};
   __syncthreads();
   uint32_t all = 0;
 #pragma unroll
@@ -139,11 +142,12 @@ template <int UNIT> struct Walk {
     if (unit == before + units * heads) {
       before = unit;
       sequence = ahead;
-      ++b;
+      b = min(b + 1, p.pages.sequences - 1);
       ahead = Sequence(p, min(b + 1, p.pages.sequences - 1));
       units = sequence.units<UNIT>();
     }
-    const uint32_t in_sequence = unit - before, head = in_sequence / units, from = in_sequence - head * units;
+    const uint32_t in_sequence = unit - before, head = min(in_sequence / units, heads - 1);
+    const uint32_t from = in_sequence % units;
     const uint32_t count = min(units - from, end - unit);
     Stretch s;
     s.entries = sequence.entries, s.length = sequence.length;
