@@ -14,7 +14,7 @@ shift $(($# < 2 ? $# : 2))
 names=("$@")
 if [ "${#names[@]}" = 0 ]; then
   names=({embedding,flash_attention,flash_attention_varlen,flash_attn,flash_decoding,generation,layer_norm,linear,quant_linear}::
-    {quant_schemes_cuda,residual_add,rms_norm,rope,sample}::)
+    {paged_append,paged_attention,quant_schemes_cuda,residual_add,rms_norm,rope,sample}::)
 fi
 suite="${SUITE:-$(cargo test --release --features cuda --test suite --no-run --message-format short 2>&1 |
   sed -n 's/.*(\(.*\/suite-[0-9a-f]*\)).*/\1/p')}"

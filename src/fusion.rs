@@ -1,6 +1,6 @@
 //! Which ops a model fuses.
 
-use crate::ops::ActivationBits;
+use crate::quant::ActivationBits;
 use candle_core::{Device, Error, Result, bail};
 use std::cell::Cell;
 use std::fmt;

@@ -13,6 +13,7 @@
 //! | softmax attention, with or without a cache | [`ops::flash_attention()`], [`ops::flash_decoding()`] |
 //! | candle-flash-attn | the same names in [`flash_attn`](mod@flash_attn) and [`flash_attn_v3`], or a line below `[patch.crates-io]` |
 //! | sequences of different lengths in one batch | [`ops::flash_attention_varlen()`] |
+//! | many sequences whose keys and values lie in pages | [`ops::paged_attention()`], [`ops::paged_append()`] |
 //! | rotary embeddings and a cache that grows | [`ops::rope()`], [`ops::rope_append`] |
 //! | logits | [`ops::sample()`] |
 //! | doubt about what ran | [`trace::capture`]; [`Fusion`] switches each fusion off |
@@ -67,7 +68,7 @@ pub mod ops;
 pub mod trace;
 
 pub use fusion::{Fusion, with_fallback};
-pub use ops::ActivationBits;
+pub use quant::ActivationBits;
 
 pub mod quant {
     //! Quantized weights: the block formats of GGUF files, and the schemes INT8, INT4 and ternary.
@@ -82,12 +83,14 @@ pub mod quant {
     //! [`save_quantized`](crate::models::save_quantized) into a [`QuantizedFile`], which has the byte
     //! layout; single layers of other models by [`quantize_linear`] and [`while_loading`].
 
+    mod activation_bits;
     mod block;
     mod codes;
     mod format;
     mod scheme;
     mod unpack;
 
+    pub use activation_bits::ActivationBits;
     pub use block::{BlockFormat, Scaling, supports};
     pub use codes::Codes;
     pub(crate) use codes::{MIDDLE, ZERO_STEP};

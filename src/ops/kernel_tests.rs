@@ -1,11 +1,12 @@
 //! All tables of kernels together, without a GPU: their page, attention's committed choices, and their names.
 
-use super::{flash_attention, flash_decoding, linear};
+use super::{flash_attention, flash_decoding, linear, paged_attention};
 use crate::cuda::table_tests::assert_current;
 use crate::ops::all_kernels;
 use candle_core::Result;
 use flash_attention::cuda::table_tests as prompts;
 use flash_decoding::cuda::table_tests as steps;
+use paged_attention::cuda::table_tests as paged;
 use std::collections::BTreeSet;
 
 #[test]
@@ -22,6 +23,7 @@ fn the_page_of_kernels_is_current() {
             "Head sizes that it takes, with 8 query heads of each key/value head:\n\n{}",
             steps::head_sizes_of_steps()
         ),
+        paged::page(),
     ];
     assert_current("docs/kernels.md", &parts.join("\n"));
 }
@@ -39,6 +41,8 @@ fn attention_s_choices_are_the_committed_ones() -> Result<()> {
         &steps::choices(),
         "\n# flash_decoding: whole plans, by sequences x slots\n",
         &steps::plans()?,
+        "\n# paged_attention: whole plans, by tokens of a sequence\n",
+        &paged::plans()?,
     ];
     assert_current("tests/data/dispatch/attention.txt", &text.concat());
     Ok(())

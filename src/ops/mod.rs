@@ -15,12 +15,15 @@
 //! | [`rope()`], [`rope_append`] | rotary embedding, and the append to a cache |
 //! | [`flash_attention()`], [`flash_decoding()`] | `softmax(q kᵀ) v` |
 //! | [`flash_attention_varlen()`] | the same of sequences of different lengths without padding |
+//! | [`paged_attention()`] | the newest tokens of many sequences over keys and values in pages |
+//! | [`paged_append()`], [`copy_pages`] | new keys and values into those pages, and copies of pages |
 //! | [`sample()`] | the choice of a token from logits |
 
 #[cfg(feature = "cuda")]
 pub(crate) mod embedding;
 #[cfg(all(test, feature = "cuda"))]
 mod kernel_tests;
+pub(crate) mod pages;
 pub(crate) mod view;
 
 pub mod flash_attention;
@@ -29,6 +32,8 @@ pub mod flash_decoding;
 pub mod layer_norm;
 pub mod layer_norm_linear;
 pub mod linear;
+pub mod paged_append;
+pub mod paged_attention;
 pub mod quant_linear;
 pub mod residual_add;
 pub mod rms_norm;
@@ -49,6 +54,11 @@ pub use layer_norm_linear::layer_norm_linear;
 #[doc(inline)]
 pub use linear::{Activation, ActivationBits, Epilogue, Prologue, Weight, linear};
 #[doc(inline)]
+pub use paged_append::{PagedAppend, RotaryTables, TokenMap, copy_pages, paged_append};
+#[doc(inline)]
+pub use paged_attention::{PagedAttention, paged_attention};
+pub use pages::{PageLayout, PagePool, PageTable};
+#[doc(inline)]
 pub use quant_linear::{quant_linear, quant_linear_with};
 #[doc(inline)]
 pub use residual_add::residual_add;
@@ -66,5 +76,6 @@ pub use view::Float;
 #[cfg(feature = "cuda")]
 pub(crate) fn all_kernels() -> impl Iterator<Item = crate::cuda::KernelInfo> {
     let attention = flash_attention::kernel_table().chain(flash_decoding::kernel_table());
+    let attention = attention.chain(paged_attention::kernel_table());
     linear::kernel_table().chain(attention)
 }

@@ -68,7 +68,7 @@ pub(super) fn float64(t: &Tensor) -> Result<Vec<f64>> {
 }
 
 /// The addresses of a tensor's elements, from the first byte to the one behind the last.
-fn span(op: &str, name: &str, t: &Tensor) -> Result<Range<usize>> {
+pub(super) fn span(op: &str, name: &str, t: &Tensor) -> Result<Range<usize>> {
     let (storage, layout) = t.storage_and_layout();
     let start = match &*storage {
         Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr().addr(),

@@ -262,8 +262,13 @@ fn traced(device: &Device) -> Result<()> {
 
 #[test]
 fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
-    let weights = [blocks_on(16, 64, GgmlDType::Q4_0, &Device::Cpu)?];
-    for (m, form) in [(1, "_tiles"), (15, "_tiles"), (16, "_unpacked_tiles")] {
+    let weights = [blocks_on(16, 64, GgmlDType::Q5_0, &Device::Cpu)?];
+    for (m, form, bits) in [
+        (1, "_tiles", 16),
+        (15, "_tiles", 16),
+        (16, "_unpacked_tiles", 16),
+        (65, "_unpacked_tiles", 8),
+    ] {
         let x = randn(&[m, 64], DType::F32)?;
         let run = || quant_linear(&x, Prologue::None, &weights, &Epilogue::default());
         let (y, calls) = trace::capture(run);
@@ -273,7 +278,7 @@ fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
             level => format!("{}{form}", level.name()),
         };
         let (call, _) = calls.iter().next().expect("a call");
-        assert_eq!(call.path, format!("cpu {kernel} q4_0"));
+        assert_eq!(call.path, format!("cpu {kernel} x{bits} q5_0"));
     }
     Ok(())
 }

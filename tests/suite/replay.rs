@@ -5,7 +5,9 @@ use crate::support::{devices, randn, randn_on, values};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_fused::cuda::{Replay, count_launches};
 use candle_fused::ops::{
-    AttentionParams, Epilogue, RaggedBatch, flash_attention_varlen, linear, rms_norm,
+    AttentionParams, Epilogue, PageLayout, PagePool, PageTable, PagedAppend, PagedAttention,
+    RaggedBatch, RopeStyle, RotaryTables, TokenMap, flash_attention_varlen, linear, paged_append,
+    paged_attention, rms_norm,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -39,6 +41,71 @@ fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
             assert_eq!(values(ours)?, values(&expected)?);
             assert_eq!(values(theirs)?, values(&product)?);
             assert_eq!(values(&other)?, before);
+        }
+    }
+    Ok(())
+}
+
+/// Appending to pages and attention over them are a launch each, and read tables, lengths and positions when they run.
+#[test]
+#[ignore = "needs the GPU for itself"]
+fn a_replay_reads_pages_and_lengths_anew() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        for (dim, dtype) in [(128, DType::BF16), (64, DType::F16), (24, DType::F32)] {
+            let (sequences, width, page) = (5, 12, 16);
+            let pages = randn_on(&[64, 2, page, 2, dim], dtype, &gpu)?;
+            let pool = PagePool::combined(&pages, PageLayout::Nhd)?;
+            let entries = Tensor::zeros((sequences, width), DType::U32, &gpu)?;
+            let lengths = Tensor::new(vec![1u32; sequences], &gpu)?;
+            let positions = Tensor::new(vec![0u32; sequences], &gpu)?;
+            let qkv = randn_on(&[sequences, 8 * dim], dtype, &gpu)?;
+            let angles = randn_on(&[page * width, dim / 2], DType::F32, &gpu)?;
+            let (cos, sin) = (angles.cos()?, angles.sin()?);
+            let table = PageTable::Padded {
+                block_table: entries.clone(),
+                lengths: lengths.clone(),
+            };
+            let append = PagedAppend {
+                heads: 4,
+                tokens: TokenMap::OneEach,
+                positions: &positions,
+                rotation: Some(RotaryTables {
+                    cos: &cos,
+                    sin: &sin,
+                    style: RopeStyle::HalfSplit,
+                }),
+                norms: None,
+            };
+            let params = PagedAttention {
+                scale: 0.1,
+                ..Default::default()
+            };
+            let step = || {
+                let q = paged_append(&qkv, &pool, &table, &append)?.unsqueeze(1)?;
+                paged_attention(&q, &pool, &table, &params)
+            };
+            step()?;
+            // SAFETY: tests that are ignored by default run alone.
+            let mut replay = unsafe { Replay::record(gpu.as_cuda_device()?, step)? };
+            assert_eq!(replay.kernels(), 2);
+            for (seed, now) in [
+                [1u32, 9, 17, 190, 64],
+                [3, 192, 1, 1, 100],
+                [33, 34, 2, 8, 16],
+            ]
+            .iter()
+            .enumerate()
+            {
+                let new = |values: Vec<u32>| Tensor::new(values, &gpu);
+                // Whole pages of their own, in another order each time.
+                let order = (0..sequences * width).map(|i| ((i * 7 + seed) % 60) as u32);
+                entries.slice_set(&new(order.collect())?.reshape((sequences, width))?, 0, 0)?;
+                lengths.slice_set(&new(now.to_vec())?, 0, 0)?;
+                positions.slice_set(&new(now.iter().map(|n| n - 1).collect())?, 0, 0)?;
+                // SAFETY: the operands are those that were recorded.
+                unsafe { replay.launch()? };
+                assert_eq!(values(replay.results())?, values(&step()?)?);
+            }
         }
     }
     Ok(())

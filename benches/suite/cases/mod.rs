@@ -4,6 +4,7 @@ mod attention;
 mod dims;
 mod elementwise;
 mod kernels;
+mod paged;
 mod picked;
 mod products;
 mod quantized;
@@ -24,7 +25,7 @@ use candle_core::{DType, Result, Tensor};
 use common::shapes::Shape;
 
 /// The stem of every op, in the order of the table.
-pub const OPS: [&str; 12] = [
+pub const OPS: [&str; 14] = [
     "residual_add",
     "rms_norm",
     "layer_norm",
@@ -36,6 +37,8 @@ pub const OPS: [&str; 12] = [
     "flash_attention",
     "flash_attention_varlen",
     "flash_decoding",
+    "paged_append",
+    "paged_attention",
     "sample",
 ];
 
@@ -199,6 +202,7 @@ pub fn all(place: &Place, extent: Extent) -> Result<Vec<Case>> {
             cases.extend(products::cases(&dims, *dtype, extent));
             cases.extend(attention::cases(&dims, *dtype, extent));
             cases.extend(varlen::cases(&dims, *dtype, extent));
+            cases.extend(paged::cases(&dims, *dtype, extent));
         }
         cases.push(elementwise::sample(&dims));
         cases.extend(quantized::cases(&dims, place, extent));
@@ -209,6 +213,7 @@ pub fn all(place: &Place, extent: Extent) -> Result<Vec<Case>> {
     if place.device.is_cuda() && extent == Extent::Full {
         all.extend(elementwise::large());
         all.extend(attention::large()?);
+        all.extend(paged::large());
         all.extend(quantized::large());
     }
     all.sort_by_key(by_op);

@@ -1,24 +1,15 @@
 //! Activations in 8 bits: what the packed matrices are multiplied with.
 
-use super::q8::Q8Block;
+use super::q8::{Grain, Q8Block};
 use super::rounding;
+#[cfg(target_arch = "x86_64")]
+use super::x86::rounding as levels;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{ternary::TableLine, ternary_avx2};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
 use std::marker::PhantomData;
-
-/// How [`Q8Activations`] are quantized.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Grain {
-    /// One scale for each 128 values along k (the last of a token may have fewer) instead of 32, so that
-    /// products with ternary weights are exact integers over as many
-    /// ([`PackedMatrix::takes_wide`](super::PackedMatrix::takes_wide)). Every matrix takes them.
-    pub wide: bool,
-    /// 16 bits in two parts of 8: what rounding to d leaves is quantized once more, to d / 256.
-    pub fine: bool,
-}
 
 /// A matrix of activations, m tokens x k, quantized to 8 bits in blocks of 32 along k:
 /// d = max |x| / 127, q = round(x / d) to nearest even, with the sums of q that zero points and
@@ -273,10 +264,10 @@ impl Q8Row<'_> {
         match level {
             // SAFETY: the caller made sure that the processor has this level.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => unsafe { rounding::avx512(x, self.blocks, self.grain) },
+            Level::Avx512 => unsafe { levels::avx512(x, self.blocks, self.grain) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => unsafe { rounding::avx2(x, self.blocks, self.grain) },
+            Level::Avx2 => unsafe { levels::avx2(x, self.blocks, self.grain) },
             _ => rounding::plain(x, self.blocks, self.grain),
         }
     }

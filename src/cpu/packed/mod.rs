@@ -37,8 +37,9 @@ mod wide;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use activations::{Grain, Q8Activations, Q8Row, Q8Rows};
+pub use activations::{Q8Activations, Q8Row, Q8Rows};
 pub use layout::ROW_GROUP;
 pub use matrix::{PackedBuilder, PackedMatrix};
+pub use q8::Grain;
 pub(crate) use schemes::packed_bytes;
 pub use store::SharedBytes;

@@ -7,6 +7,17 @@ pub(super) const TOGETHER: usize = 4;
 /// integer after a shift.
 pub(super) const FINER: i32 = 256;
 
+/// How [`Q8Activations`](super::Q8Activations) are quantized.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Grain {
+    /// One scale for each 128 values along k (the last of a token may have fewer) instead of 32, so that
+    /// products with ternary weights are exact integers over as many
+    /// ([`PackedMatrix::takes_wide`](super::PackedMatrix::takes_wide)). Every matrix takes them.
+    pub wide: bool,
+    /// 16 bits in two parts of 8: what rounding to d leaves is quantized once more, to d / 256.
+    pub fine: bool,
+}
+
 /// 32 consecutive activations of a token, or what rounding them to 8 bits leaves.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]

@@ -1,9 +1,6 @@
-//! Rounding a token's values to codes of 8 bits: the plain code, and what the levels have in its place.
+//! Rounding a token's values to codes of 8 bits: the plain code, and what a level has in its place.
 
-use super::activations::Grain;
-use super::q8::{FINER, Q8Block, TOGETHER};
-#[cfg(target_arch = "x86_64")]
-use super::x86::rounding::{Avx2, Avx512};
+use super::q8::{FINER, Grain, Q8Block, TOGETHER};
 
 /// Adding it to a float below 2^22 leaves the nearest integer, ties to even, in the low bits.
 const ROUND: f32 = 12_582_912.0;
@@ -66,32 +63,12 @@ pub(super) fn plain(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
     unsafe { quantize::<Plain>(x, blocks, grain) }
 }
 
-/// [`plain`] with AVX2.
+/// [`plain`] with the instructions of a level.
 ///
-/// # Safety
-/// The processor has AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-pub(super) unsafe fn avx2(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
-    // SAFETY: the caller's.
-    unsafe { quantize::<Avx2>(x, blocks, grain) }
-}
-
-/// [`plain`] with AVX-512.
-///
-/// # Safety
-/// The processor has AVX-512 F, BW, VL and DQ.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-pub(super) unsafe fn avx512(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
-    // SAFETY: the caller's.
-    unsafe { quantize::<Avx512>(x, blocks, grain) }
-}
-
 /// # Safety
 /// As [`Rounding`].
 #[inline(always)]
-unsafe fn quantize<R: Rounding>(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+pub(super) unsafe fn quantize<R: Rounding>(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
     let together = if grain.wide { TOGETHER } else { 1 };
     let (coarse, fine) = match grain.fine {
         true => blocks.split_at_mut(blocks.len() / 2),

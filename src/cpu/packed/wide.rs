@@ -1,12 +1,12 @@
 //! The 16-row kernels in plain Rust, so that what AVX-512 adds to the shared code (16 lanes, codes of
 //! 8 bits with an offset, parts summed at once) is tested on any processor.
 
-use super::activations::{Grain, Q8Activations};
+use super::activations::Q8Activations;
 use super::codes::*;
 use super::kernel::{Codes, Isa, Scales, UNPACKED_BLOCKS, UNPACKED_BYTES, tile, unpack};
 use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
-use super::q8::{FINER, Q8Block};
+use super::q8::{FINER, Grain, Q8Block};
 use super::scales::*;
 use super::scheme_tests::schemes;
 use super::tests::{normals, quantized};

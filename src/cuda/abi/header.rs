@@ -219,12 +219,14 @@ mod attention;
 mod common;
 mod formats;
 mod linear;
+mod paged;
 mod pointwise;
 
 use attention::*;
 use common::*;
 use formats::*;
 use linear::*;
+use paged::*;
 use pointwise::*;
 
 /// Writes `abi/<room>.cuh` and `abi/layout.rs` into `out`.
@@ -241,6 +243,7 @@ pub fn write(out: &Path) -> Result<(), String> {
         ("common", &[], common::described()),
         ("formats", &["common"], formats::described()),
         ("linear", &["common"], linear::described()),
+        ("paged", &["common"], paged::described()),
         ("pointwise", &["common"], pointwise::described()),
     ] {
         put(&format!("{room}.cuh"), &header(room, reaches, &items))?;

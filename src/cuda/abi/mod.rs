@@ -93,12 +93,14 @@ mod attention;
 mod common;
 mod formats;
 mod linear;
+mod paged;
 mod pointwise;
 
 pub(crate) use attention::*;
 pub(crate) use common::*;
 pub(crate) use formats::*;
 pub(crate) use linear::*;
+pub(crate) use paged::*;
 pub(crate) use pointwise::*;
 
 /// Size and offsets as the build script found them and the kernels have asserted them.

@@ -7,7 +7,6 @@
 //! [`rms_norm_linear`]: fn@crate::ops::rms_norm_linear
 //! [`quant_linear`]: fn@crate::ops::quant_linear
 
-mod bits;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -24,7 +23,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 pub use crate::cuda::KernelInfo;
-pub use bits::ActivationBits;
+pub use crate::quant::ActivationBits;
 #[cfg(feature = "cuda")]
 pub use cuda::kernel_table;
 pub(crate) use launch::{check_gated, launch};

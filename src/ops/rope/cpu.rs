@@ -50,7 +50,7 @@ pub(super) fn append(
 }
 
 /// All values of a tensor, widened.
-fn widened(t: &Tensor) -> Result<Vec<f32>> {
+pub(in crate::ops) fn widened(t: &Tensor) -> Result<Vec<f32>> {
     let (storage, layout) = t.storage_and_layout();
     let storage = cpu_storage(&storage)?;
     dispatch_float!(storage.dtype(), OP, "the input", T => {
@@ -60,13 +60,13 @@ fn widened(t: &Tensor) -> Result<Vec<f32>> {
 }
 
 /// The RMSNorm of one kind of head.
-struct HeadNorm {
+pub(in crate::ops) struct HeadNorm {
     weight: Vec<f32>,
     eps: f32,
 }
 
 impl HeadNorm {
-    fn new(weight: &Tensor, eps: f64) -> Result<Self> {
+    pub fn new(weight: &Tensor, eps: f64) -> Result<Self> {
         Ok(Self {
             weight: widened(weight)?,
             eps: eps as f32,
@@ -74,7 +74,7 @@ impl HeadNorm {
     }
 
     /// The weight as it was before it was widened.
-    fn weight<T: Float>(&self) -> (Vec<T>, f32) {
+    pub fn weight<T: Float>(&self) -> (Vec<T>, f32) {
         (
             self.weight.iter().map(|w| T::from_f32(*w)).collect(),
             self.eps,
@@ -83,7 +83,7 @@ impl HeadNorm {
 }
 
 /// The head as it is rotated: normalised into the buffer where there is a norm.
-fn normalise<'a, T: Float>(
+pub(in crate::ops) fn normalise<'a, T: Float>(
     norm: Option<&(Vec<T>, f32)>,
     x: &'a [T],
     buffer: &'a mut [T],

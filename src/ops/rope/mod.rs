@@ -1,6 +1,6 @@
 //! Rotary position embedding, alone and together with the cache append.
 
-mod cpu;
+pub(super) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 

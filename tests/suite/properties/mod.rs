@@ -9,6 +9,7 @@
 mod attention;
 mod decoding;
 mod norms;
+mod paged;
 mod products;
 mod quantized;
 mod rotary;

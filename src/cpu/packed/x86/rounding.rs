@@ -1,12 +1,32 @@
 //! Rounding activations to 8 bits with AVX2 and AVX-512, bit for bit as the plain code.
 
-use super::super::q8::Q8Block;
-use super::super::rounding::Rounding;
+use super::super::q8::{Grain, Q8Block};
+use super::super::rounding::{Rounding, quantize};
 use std::arch::x86_64::*;
+
+/// Quantizes a token's values into its blocks, with AVX2.
+///
+/// # Safety
+/// The processor has AVX2.
+#[target_feature(enable = "avx2")]
+pub(in super::super) unsafe fn avx2(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    // SAFETY: the caller's.
+    unsafe { quantize::<Avx2>(x, blocks, grain) }
+}
+
+/// Quantizes a token's values into its blocks, with AVX-512.
+///
+/// # Safety
+/// The processor has AVX-512 F, BW, VL and DQ.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+pub(in super::super) unsafe fn avx512(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
+    // SAFETY: the caller's.
+    unsafe { quantize::<Avx512>(x, blocks, grain) }
+}
 
 /// Halves of 16 values.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Avx512;
+struct Avx512;
 
 impl Rounding for Avx512 {
     #[inline(always)]
@@ -61,7 +81,7 @@ impl Rounding for Avx512 {
 
 /// Quarters of 8 values.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Avx2;
+struct Avx2;
 
 impl Rounding for Avx2 {
     #[inline(always)]

@@ -224,7 +224,14 @@ impl Up {
             residuals: &[],
         };
         let weights = [Weight::Dense(self.w.clone())];
-        linear::launch("linear", &self.x, prologue, &weights, epilogue)
+        linear::launch(
+            "linear",
+            &self.x,
+            prologue,
+            &weights,
+            epilogue,
+            ActivationBits::Auto,
+        )
     }
 
     /// The same into `y`.

@@ -39,7 +39,7 @@ impl ActivationBits {
     pub const NAMES: [&'static str; 3] = ["auto", "8", "16"];
 
     /// Whether the CPU takes 16 bits of `m` rows.
-    pub(super) fn are_16(self, m: usize, ternary: bool) -> bool {
+    pub(crate) fn are_16(self, m: usize, ternary: bool) -> bool {
         match self {
             Self::Auto => !ternary && m <= FEW_ROWS,
             Self::Bits8 => false,

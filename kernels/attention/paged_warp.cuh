@@ -1,0 +1,409 @@
+// How one warp of paged.cuh works through its keys: the cores of decode_warp.cuh over rows that lie in pages, for
+// several queries of a sequence.
+//
+// A tile's pages are looked up by the lanes, a key each, a tile before its rows are fetched: a key's place then goes to
+// the lanes that need it by a shuffle.
+#pragma once
+
+#include "abi/paged.cuh"
+#include "attention/decode_warp.cuh"
+
+namespace fused {
+
+// The keys and values of one head of a sequence, and how a product becomes a score.
+struct PagedKeys {
+  const char* k;            // the head's first row of the pool
+  const char* v;
+  const uint32_t* entries;  // the sequence's pages
+  uint64_t k_page, k_token, v_page, v_token;
+  uint32_t page, pages;
+  uint32_t from, to;        // keys
+  Keys form;                // dtype, width, scale and softcap
+
+  // These, or others of the same pools.
+  __device__ PagedKeys or_else(const PagedKeys& others, bool these) const {
+    PagedKeys keys = *this;
+    keys.k = these ? k : others.k, keys.v = these ? v : others.v;
+    keys.entries = these ? entries : others.entries;
+    keys.from = these ? from : others.from, keys.to = these ? to : others.to;
+    return keys;
+  }
+  // The page of a key, by the table.
+  __device__ uint32_t entry(uint32_t key) const { return key < to ? __ldcg(entries + key / page) : UINT32_MAX; }
+  // The place of a key in it: the page, and the slot in the lowest 8 bits.
+  __device__ uint32_t place(uint32_t key, uint32_t id) const { return id << 8 | key % page; }
+  template <typename C> __device__ const C* k_row(uint32_t place) const {
+    return reinterpret_cast<const C*>(k) + (place >> 8) * k_page + (place & 255) * k_token;
+  }
+  template <typename C> __device__ const C* v_row(uint32_t place) const {
+    return reinterpret_cast<const C*>(v) + (place >> 8) * v_page + (place & 255) * v_token;
+  }
+};
+
+// A query's own position, negative before the first key; the first that it sees; its slope in units of log 2.
+struct Sight {
+  int at, low;
+  float slope;
+
+  __device__ bool sees(int key) const { return key <= at && key >= low; }
+  __device__ float score(const PagedKeys& keys, float product, int key) const {
+    return fused::score(keys.form, product) - slope * float(at - key);
+  }
+};
+
+// Queries of a stretch in a warp's shared memory.
+struct PagedQueries {
+  char* operands;  // for tensor cores
+  float* q;        // [ROWS][head_dim], for lanes
+  Sight* sights;   // [ROWS]
+};
+
+// What a warp leaves of a stretch for others, in shared memory: rows `stride` floats apart.
+struct PagedPartial {
+  float* tops;
+  float* weights;
+  float* sums;
+  int stride;
+};
+
+// The places of a tile's keys, a lane each (the lanes behind KEYS again from the first).
+template <int KEYS> struct Places {
+  uint32_t at;
+  uint32_t seen;  // of the tile, a bit for each key
+
+  __device__ static uint32_t key(uint32_t first) { return first + threadIdx.x % KEYS; }
+  // From the entry of each key.
+  __device__ void find(const PagedKeys& keys, uint32_t first, uint32_t id) {
+    const bool there = id < keys.pages;
+    at = there ? keys.place(key(first), id) : 0;
+    seen = __ballot_sync(FULL, there);
+  }
+  __device__ bool there(int i) const { return seen >> i & 1; }
+  __device__ uint32_t of(int i) const { return __shfl_sync(FULL, at, i); }
+};
+
+// As TensorCore, for 8 or 16 rows of queries. 8 are as exact as there: queries and weights in two parts. With 16 the
+// second half of the mma's rows are other queries, and weights are rounded to C.
+template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
+  using Eight = TensorCore<C, D, W, SUB>;
+  static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, ROWS = ROWS_, HALVES = ROWS / 8;
+  // Bytes of the queries as operands, and the widest head.
+  static constexpr int QUERIES = Eight::QUERIES, WIDEST = D;
+
+  uint32_t k[SUB][2][STEPS][2];
+  uint32_t v[SUB][4][STEPS];
+  float o[HALVES][STEPS][4];
+  float m[HALVES], l[HALVES];
+  Sight sight[HALVES];
+  uint32_t seen;           // keys of the tile that was fetched
+  Places<KEYS> next;       // of the one behind it
+  uint32_t ahead;          // the entry of this lane's key in the one behind that
+
+  __device__ static void put(char* queries, int row, int d, float q) {
+    if constexpr (HALVES == 1) Eight::put(queries, row, d, q);
+    else *reinterpret_cast<C*>(queries + Eight::place(row % 8, d) + row / 8 * 4) = from_float<C>(q);
+  }
+
+  // Two neighbours of C's own type, the first of them even.
+  __device__ static void put_pair(char* queries, int row, int d, uint32_t pair) {
+    char* at = queries + Eight::place(row % 8, d);
+    if constexpr (HALVES == 1) *reinterpret_cast<uint2*>(at) = make_uint2(pair, 0);
+    else *reinterpret_cast<uint32_t*>(at + row / 8 * 4) = pair;
+  }
+
+  __device__ void fetch_keys(const PagedKeys& keys) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+      auto& k = this->k[j / 2][j % 2];
+      const C* row = keys.k_row<C>(next.of(j * 8 + g));
+      const bool there = next.there(j * 8 + g);
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) fetch16(k[2 * i], row + i * 32 + t * 8, there);
+      if constexpr (D % 32 != 0) fetch8(k[STEPS - 1], row + D / 32 * 32 + t * 4, there);
+    }
+  }
+
+  __device__ void fetch_values(const PagedKeys& keys) {
+    constexpr int WHOLE = D / 64 * 4, REST = STEPS - WHOLE;
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 4 * SUB; ++j) {
+      auto& v = this->v[j / 4][j % 4];
+      const int key = 2 * t + j % 2 + j / 2 * 8;
+      const C* row = keys.v_row<C>(next.of(key));
+      const bool there = next.there(key);
+#pragma unroll
+      for (int i = 0; i < D / 64; ++i) fetch16(&v[4 * i], row + i * 64 + g * 8, there);
+      if constexpr (REST == 2) fetch8(&v[WHOLE], row + D / 64 * 64 + g * 4, there);
+      if constexpr (REST == 1) fetch4(&v[WHOLE], row + D / 64 * 64 + g * 2, there);
+    }
+  }
+
+  __device__ void start(const Sight* sights) {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      sight[h] = sights[h * 8 + threadIdx.x % WARP / 4];
+      m[h] = -INFINITY, l[h] = 0.f;
+#pragma unroll
+      for (int r = 0; r < STEPS; ++r) o[h][r][0] = o[h][r][1] = o[h][r][2] = o[h][r][3] = 0.f;
+    }
+  }
+
+  // Weights of the tile's keys from their products, which they replace; sums so far fade to the new maximum.
+  __device__ void weigh(const PagedKeys& keys, uint32_t first, float (&s)[2 * SUB][4], int h) {
+    const int t = threadIdx.x % 4;
+    float top = m[h];
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int in_tile = j * 8 + 2 * t + i, key = int(first) + in_tile;
+        float& p = s[j][2 * h + i];
+        if constexpr (HALVES == 1) p += s[j][2 + i];
+        p = (seen >> in_tile & 1) && sight[h].sees(key) ? sight[h].score(keys, p, key) : -INFINITY;
+        top = fmaxf(top, p);
+      }
+    }
+    top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
+    const float off = origin(top), fade = exp2_fast(m[h] - off);
+    m[h] = top;
+    l[h] *= fade;
+    // The queries are rows here and columns there.
+    const float fade0 = __shfl_sync(FULL, fade, 8 * t), fade1 = __shfl_sync(FULL, fade, 8 * t + 4);
+#pragma unroll
+    for (int r = 0; r < STEPS; ++r)
+      o[h][r][0] *= fade0, o[h][r][1] *= fade1, o[h][r][2] *= fade0, o[h][r][3] *= fade1;
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& p = s[j][2 * h + i];
+        p = exp2_fast(p - off);
+        l[h] += p;
+      }
+    }
+  }
+
+  // Adds the values by their weights.
+  __device__ void add(const float (&s)[2 * SUB][4], int h) {
+    uint32_t high[2 * SUB], low[2 * SUB];
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+      const float p0 = s[j][2 * h], p1 = s[j][2 * h + 1];
+      const C h0 = from_float<C>(p0), h1 = from_float<C>(p1);
+      high[j] = pack(h0, h1);
+      low[j] = pack(from_float<C>(p0 - to_float(h0)), from_float<C>(p1 - to_float(h1)));
+    }
+#pragma unroll
+    for (int u = 0; u < SUB; ++u) {
+#pragma unroll
+      for (int r = 0; r < STEPS; ++r) {
+        const uint32_t a[4] = {
+            __byte_perm(v[u][0][r], v[u][1][r], 0x5410), __byte_perm(v[u][0][r], v[u][1][r], 0x7632),
+            __byte_perm(v[u][2][r], v[u][3][r], 0x5410), __byte_perm(v[u][2][r], v[u][3][r], 0x7632)};
+        mma<C>(o[h][r], a, high[2 * u], high[2 * u + 1]);
+        if constexpr (HALVES == 1) mma<C>(o[h][r], a, low[2 * u], low[2 * u + 1]);
+      }
+    }
+  }
+
+  // A warp's very first tile: where it is, and then its keys and values. Nothing is there behind the last key.
+  __device__ void look(const PagedKeys& keys) { ahead = keys.entry(Places<KEYS>::key(keys.from)); }
+  __device__ void begin(const PagedKeys& keys) {
+    next.find(keys, keys.from, ahead);
+    fetch_keys(keys);
+    fetch_values(keys);
+    ahead = keys.entry(Places<KEYS>::key(keys.from + KEYS));
+  }
+
+  // The entry of this lane's key so many tiles behind `first`, which goes on in `then`.
+  __device__ uint32_t entry_behind(const PagedKeys& keys, const PagedKeys& then, uint32_t first, uint32_t tiles) const {
+    const bool own = first + tiles * KEYS < keys.to;
+    const uint32_t behind = (keys.to - first + KEYS - 1) / KEYS;
+    const uint32_t key = own ? first + tiles * KEYS : then.from + (tiles - max(behind, 1u)) * KEYS;
+    return keys.or_else(then, own).entry(Places<KEYS>::key(key));
+  }
+
+  // All tiles, one at least, of which the first has been fetched; then the first of `then` has been.
+  __device__ void run(const PagedKeys& keys, const PagedKeys& then, const PagedQueries& queries, int) {
+    const int lane = threadIdx.x % WARP;
+    bool more = true;
+    // What comes behind a stretch of one tile was not known when that was begun.
+    if (keys.from + KEYS >= keys.to) ahead = then.entry(Places<KEYS>::key(then.from));
+#pragma unroll 1
+    for (uint32_t first = keys.from; more; first += KEYS) {
+      seen = next.seen;
+      more = first + KEYS < keys.to;
+      const PagedKeys from = keys.or_else(then, more);
+      next.find(from, more ? first + KEYS : then.from, ahead);
+      ahead = entry_behind(keys, then, first, 2);
+      float s[2 * SUB][4] = {};
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        const uint4 row = *reinterpret_cast<const uint4*>(queries.operands + (i * WARP + lane) * 16);
+        const uint32_t q[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+        for (int j = 0; j < 2 * SUB; ++j) mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
+      }
+      fetch_keys(from);
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) weigh(keys, first, s, h);
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) add(s, h);
+      fetch_values(from);
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      l[h] += __shfl_xor_sync(FULL, l[h], 1);
+      l[h] += __shfl_xor_sync(FULL, l[h], 2);
+    }
+  }
+
+  // The sums, for others to go on with.
+  __device__ void store(const PagedPartial& to, int rows, int) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const int row = 8 * h + 2 * t;
+      if (t == 0 && 8 * h + g < rows) to.tops[8 * h + g] = m[h], to.weights[8 * h + g] = l[h];
+#pragma unroll
+      for (int r = 0; r < STEPS; ++r) {
+        float* at = to.sums + row * to.stride + Eight::dimension(r);
+        if (row < rows) *reinterpret_cast<float2*>(at) = make_float2(o[h][r][0], o[h][r][2]);
+        if (row + 1 < rows) *reinterpret_cast<float2*>(at + to.stride) = make_float2(o[h][r][1], o[h][r][3]);
+      }
+    }
+  }
+
+  // The results as C, if these were all keys; `of` gives the place of a row.
+  template <typename F> __device__ void finish(void* y, F of, int rows) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const float by = l[h] == 0.f ? 0.f : __fdividef(1.f, l[h]);
+      const float by0 = __shfl_sync(FULL, by, 8 * t), by1 = __shfl_sync(FULL, by, 8 * t + 4);
+      const int row = 8 * h + 2 * t;
+      if (row < rows) finish_row<0>(y, of(row), h, by0);
+      if (row + 1 < rows) finish_row<1>(y, of(row + 1), h, by1);
+    }
+  }
+
+  // The first or second of the rows whose values this thread has: eight neighbours in each 64 dimensions.
+  template <int SECOND> __device__ void finish_row(void* results, uint64_t at, int h, float by) {
+    constexpr int WHOLE = D / 64 * 4;
+    uint32_t words[STEPS];
+#pragma unroll
+    for (int r = 0; r < STEPS; ++r) words[r] = pack2<C>(o[h][r][SECOND] * by, o[h][r][2 + SECOND] * by);
+    uint16_t* y = static_cast<uint16_t*>(results) + at;
+#pragma unroll
+    for (int r = 0; r < WHOLE; r += 4)
+      *reinterpret_cast<uint4*>(y + Eight::dimension(r)) =
+          make_uint4(words[r], words[r + 1], words[r + 2], words[r + 3]);
+#pragma unroll
+    for (int r = WHOLE; r < STEPS; ++r) *reinterpret_cast<uint32_t*>(y + Eight::dimension(r)) = words[r];
+  }
+};
+
+// As LaneCore: any head dimension up to 8 N, any type, any alignment; up to ROWS queries.
+template <int N, int W> struct PagedLaneCore {
+  static constexpr int DIM = 0, WARPS = W, KEYS = PAGED_PLAIN_KEYS, ROWS = N > 16 ? 2 : 4;
+  static constexpr int QUERIES = 0, WIDEST = 8 * N;
+
+  float o[ROWS][N];
+  float m[ROWS], l[ROWS];
+
+  __device__ static void put(char*, int, int, float) {}
+  __device__ void look(const PagedKeys&) {}
+  __device__ void begin(const PagedKeys&) {}
+
+  __device__ void start(const Sight*) {
+#pragma unroll
+    for (int h = 0; h < ROWS; ++h) {
+      m[h] = -INFINITY, l[h] = 0.f;
+#pragma unroll
+      for (int e = 0; e < N; ++e) o[h][e] = 0.f;
+    }
+  }
+
+  template <typename C>
+  __device__ static void row(float (&k)[N], float (&v)[N], const PagedKeys& keys, uint32_t place, bool there) {
+    const int c = threadIdx.x % 8, width = there ? keys.form.head_dim - c : 0;
+    const C* k_row = keys.k_row<C>(place) + c;
+    const C* v_row = keys.v_row<C>(place) + c;
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      k[e] = 8 * e < width ? LaneCore<N, W>::element(k_row + 8 * e) : 0.f;
+      v[e] = 8 * e < width ? LaneCore<N, W>::element(v_row + 8 * e) : 0.f;
+    }
+  }
+
+  __device__ void run(const PagedKeys& keys, const PagedKeys&, const PagedQueries& queries, int rows) {
+    for (uint32_t first = keys.from; first < keys.to; first += KEYS) {
+      Places<KEYS> places;
+      places.find(keys, first, keys.entry(places.key(first)));
+#pragma unroll 1
+      for (int i = threadIdx.x % WARP / 8; i < KEYS; i += 4) {
+        const uint32_t place = places.of(i);
+        const bool there = places.there(i);
+        float k[N], v[N];
+        // One branch on the type, so that the loads are issued together.
+        if (keys.form.dtype == F32) row<float>(k, v, keys, place, there);
+        else if (keys.form.dtype == F16) row<__half>(k, v, keys, place, there);
+        else row<__nv_bfloat16>(k, v, keys, place, there);
+#pragma unroll
+        for (int h = 0; h < ROWS; ++h)
+          if (h < rows) one(keys, queries.sights[h], h, queries.q + h * keys.form.head_dim, k, v, int(first) + i, there);
+      }
+    }
+    gather(rows);
+  }
+
+  // Brings the four parts of the warp together, in each of them.
+  __device__ void gather(int rows) {
+#pragma unroll
+    for (int h = 0; h < ROWS; ++h) {
+      if (h >= rows) break;
+      float top = fmaxf(m[h], __shfl_xor_sync(FULL, m[h], 8));
+      top = fmaxf(top, __shfl_xor_sync(FULL, top, 16));
+      const float share = exp2_fast(m[h] - origin(top));
+      m[h] = top;
+      l[h] = LaneCore<N, W>::quarters(share * l[h]);
+#pragma unroll
+      for (int e = 0; e < N; ++e) o[h][e] = LaneCore<N, W>::quarters(share * o[h][e]);
+    }
+  }
+
+  // A key, and its value, for one query.
+  __device__ void one(const PagedKeys& keys, const Sight& sight, int h, const float* q, const float (&k)[N],
+                      const float (&v)[N], int key, bool there) {
+    const int c = threadIdx.x % 8, width = keys.form.head_dim - c;
+    float p = 0.f;
+#pragma unroll
+    for (int e = 0; e < N; ++e) p += (8 * e < width ? q[c + 8 * e] : 0.f) * k[e];
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) p += __shfl_xor_sync(FULL, p, offset);
+    p = there && sight.sees(key) ? sight.score(keys, p, key) : -INFINITY;
+    const float top = fmaxf(m[h], p), off = origin(top), fade = exp2_fast(m[h] - off);
+    const float weight = exp2_fast(p - off);
+    m[h] = top;
+    l[h] = l[h] * fade + weight;
+#pragma unroll
+    for (int e = 0; e < N; ++e) o[h][e] = o[h][e] * fade + weight * v[e];
+  }
+
+  __device__ void store(const PagedPartial& to, int rows, int head_dim) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int h = 0; h < ROWS; ++h) {
+      if (h >= rows) break;
+      if (lane == 0) to.tops[h] = m[h], to.weights[h] = l[h];
+#pragma unroll
+      for (int e = 0; e < N; ++e)
+        if (lane < 8 && lane + 8 * e < head_dim) to.sums[h * to.stride + lane + 8 * e] = o[h][e];
+    }
+  }
+};
+
+}  // namespace fused

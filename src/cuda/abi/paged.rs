@@ -1,0 +1,144 @@
+//! Keys and values in pages: attention over them, appending to them, copies of them.
+
+use super::{Const, Count, Mut, Void};
+
+abi! {
+    /// A padded table of pages or one in CSR form, and the pools.
+    struct Pages {
+        /// `[sequences, width]` or, in CSR form, `[width]`.
+        entries: Const<u32>,
+        /// `[sequences + 1]` in CSR form, null otherwise.
+        indptr: Const<u32>,
+        k: Mut<Void>,
+        v: Mut<Void>,
+        /// Elements from page to page, token to token and head to head.
+        k_page: u64,
+        k_token: u64,
+        k_head: u64,
+        v_page: u64,
+        v_token: u64,
+        v_head: u64,
+        /// Entries from one sequence to the next in a padded table.
+        step: u32,
+        width: u32,
+        sequences: u32,
+        /// Tokens of a page.
+        page: u32,
+        pages: u32,
+        /// Element type of the pools.
+        dtype: i32,
+    }
+
+    struct PagedAttentionParams {
+        pages: Pages,
+        /// `[sequences]`: tokens of each, or, in CSR form, tokens of its last page.
+        lengths: Const<u32>,
+        /// `[sequences, queries, heads, head_dim]` by its strides in elements.
+        q: Const<Void>,
+        q_sequence: u64,
+        q_token: u64,
+        q_head: u64,
+        /// Contiguous.
+        y: Mut<Void>,
+        /// `[heads]`, or null.
+        slopes: Const<f32>,
+        /// What blocks leave of the first and the last part of their share, where others have more of it:
+        /// `[blocks, 2, rows of a warp, head_dim]`, and `[blocks, 2, rows of a warp]`.
+        means: Mut<f32>,
+        tops: Mut<f32>,
+        /// `[sequences, kv_heads, parts]`, zero between launches.
+        counters: Mut<u32>,
+        queries: u32,
+        heads: u32,
+        kv_heads: u32,
+        head_dim: u32,
+        /// Warps that are needed for all queries of a key/value head.
+        parts: u32,
+        /// 0 for none.
+        window: u32,
+        /// Of q and y.
+        dtype: i32,
+        /// Whether q is of the pools' dtype and has 16-byte pieces.
+        packs: i32,
+        scale: f32,
+        softcap: f32,
+    }
+
+    /// Of the kernels below.
+    const PAGED_WARPS: Count<i32> = 4;
+
+    /// The forms for tensor cores: head dimension, keys that a warp takes at once, rows (queries of a key/value head)
+    /// of a warp, and blocks of a multiprocessor.
+    table PAGED_MMA of PagedMma (dim: usize, keys: usize, rows: usize, blocks: usize) = [
+        (64, 32, 8, 3), (64, 16, 16, 3),
+        (80, 16, 8, 3), (80, 16, 16, 3),
+        (96, 16, 8, 3), (96, 16, 16, 3),
+        (128, 16, 8, 3), (128, 16, 16, 2),
+        (256, 16, 8, 2)
+    ];
+
+    /// The forms for everything else: the widest head, rows of a warp, and blocks of a multiprocessor.
+    table PAGED_PLAIN of PagedPlain (dim: usize, rows: usize, blocks: usize) =
+        [(64, 4, 3), (128, 4, 2), (256, 2, 2)];
+    /// Keys that a warp of these takes at once.
+    const PAGED_PLAIN_KEYS: Count<i32> = 16;
+
+    struct PagedAppendParams {
+        pages: Pages,
+        /// `[tokens, (heads + 2 kv_heads) dim]`, contiguous, and `[tokens, heads, dim]`.
+        x: Const<Void>,
+        y: Mut<Void>,
+        /// `[positions, pairs]`
+        cos: Const<Void>,
+        sin: Const<Void>,
+        /// `[dim]` each, or null.
+        q_norm: Const<Void>,
+        k_norm: Const<Void>,
+        /// `[tokens]`
+        at: Const<u32>,
+        /// `[tokens]`, or null.
+        owners: Const<u32>,
+        /// `[sequences + 1]`, or null.
+        cu_seqlens: Const<u32>,
+        /// Heads of all tokens.
+        rows: u32,
+        heads: u32,
+        kv_heads: u32,
+        dim: u32,
+        positions: u32,
+        pairs: u32,
+        /// Of one head, a power of two.
+        lanes: u32,
+        eps: f32,
+        /// Element type of cos and sin.
+        table: i32,
+        /// Pairs (2i, 2i + 1) instead of (i, i + pairs).
+        interleaved: i32,
+        /// Whether 16-byte accesses fit.
+        vectors: i32,
+    }
+
+    const COPY_PAGES_THREADS: Count<i32> = 256;
+
+    struct CopyPagesParams {
+        /// `[count, 2]`, rows `step` apart.
+        pairs: Const<u32>,
+        step: u32,
+        k: Mut<Void>,
+        v: Mut<Void>,
+        /// In pieces, as all that follows.
+        k_page: u64,
+        k_token: u64,
+        k_head: u64,
+        v_page: u64,
+        v_token: u64,
+        v_head: u64,
+        pages: u32,
+        page: u32,
+        kv_heads: u32,
+        /// Of a head of a token.
+        pieces: u32,
+        /// Bytes of a piece: 16, 4 or 2.
+        size: i32,
+    }
+}

@@ -1,0 +1,274 @@
+//! The CUDA form: queries, keys and values of all tokens in one launch; copies of pages in another.
+
+use super::{COPY, HeadNorms, OP, PagedAppend, TokenMap};
+use crate::cuda::abi::{
+    COPY_PAGES_THREADS, CopyPagesParams, PagedAppendParams, Pages, ROPE_THREADS, WARP,
+};
+use crate::cuda::{
+    Address, Grid, Launcher, Module, PIECES, UNALIGNED, address, address_of, alloc, fatbin,
+};
+use crate::ops::paged_attention::cuda::pages;
+use crate::ops::pages::{PagePool, PageTable, PoolSizes};
+use crate::ops::view::dtype_index;
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail,
+};
+
+static MODULE: Module = Module::new(
+    "paged_append",
+    fatbin!("paged_append"),
+    &[
+        "paged_append_f32",
+        "paged_append_f16",
+        "paged_append_bf16",
+        "paged_append_copy",
+    ],
+);
+
+/// The place of the kernel that copies.
+const COPIES: usize = 3;
+
+/// Blocks that share a page at most.
+const BLOCKS_OF_PAGE: usize = 8;
+
+/// [`super::paged_append`] behind its guards.
+pub(super) fn append(
+    qkv: &Tensor,
+    pool: &PagePool,
+    sizes: PoolSizes,
+    sequences: usize,
+    table: &PageTable,
+    append: &PagedAppend<'_>,
+) -> Result<Tensor> {
+    let tables = match append.rotation {
+        Some(r) => Some([r.cos.contiguous()?, r.sin.contiguous()?]),
+        None => None,
+    };
+    let norms = match append.norms {
+        Some(HeadNorms { q, k, .. }) => Some([q.contiguous()?, k.contiguous()?]),
+        None => None,
+    };
+    let of = |pair: &Option<[Tensor; 2]>, i: usize| match pair {
+        Some(pair) => address_of(&pair[i]),
+        None => Ok(0),
+    };
+    let (owners, cu_seqlens) = match append.tokens {
+        TokenMap::OneEach => (0, 0),
+        TokenMap::Sequences(map) => (address_of(map)?, 0),
+        TokenMap::CuSeqlens(map) => (0, address_of(map)?),
+    };
+    let [positions, pairs] = match &tables {
+        Some([cos, _]) => [cos.dims()[0], cos.dims()[1]],
+        // None is past the tables.
+        None => [u32::MAX as usize, 0],
+    };
+    let launch = Append {
+        pages: pages(OP, pool, sizes, table, sequences)?,
+        cos: of(&tables, 0)?,
+        sin: of(&tables, 1)?,
+        q_norm: of(&norms, 0)?,
+        k_norm: of(&norms, 1)?,
+        at: address_of(append.positions)?,
+        owners,
+        cu_seqlens,
+        sizes,
+        positions,
+        pairs,
+        append,
+    };
+    qkv.contiguous()?.apply_op1_no_bwd(&launch)
+}
+
+/// The launch as an op of the projection, which gives the queries.
+struct Append<'a> {
+    pages: Pages,
+    cos: Address,
+    sin: Address,
+    q_norm: Address,
+    k_norm: Address,
+    at: Address,
+    owners: Address,
+    cu_seqlens: Address,
+    sizes: PoolSizes,
+    positions: usize,
+    pairs: usize,
+    append: &'a PagedAppend<'a>,
+}
+
+impl CustomOp1 for Append<'_> {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{OP}: qkv is on the CPU, expected a tensor on a CUDA device")
+    }
+
+    fn cuda_fwd(&self, qkv: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (tokens, heads, dim) = (layout.dims()[0], self.append.heads, self.sizes.dim);
+        let count = tokens * heads * dim;
+        let out = alloc(OP, qkv.device(), qkv.dtype(), count)?;
+        let shape = Shape::from((tokens, heads, dim));
+        if tokens == 0 {
+            return Ok((out, shape));
+        }
+        let x = address(qkv, layout)?;
+        let y = address(&out, &Layout::contiguous(count))?;
+        // SAFETY: the guards have checked the shapes; the caller holds pools, table, rotary tables and norms, and the
+        // stream that runs the kernel is the one that frees them.
+        unsafe { self.launch(&Launcher::new(qkv.device())?, qkv.dtype(), tokens, [x, y])? };
+        Ok((out, shape))
+    }
+}
+
+impl Append<'_> {
+    /// # Safety
+    /// Each address holds what its field says, until the stream has passed the launch.
+    unsafe fn launch(
+        &self,
+        launcher: &Launcher,
+        dtype: DType,
+        tokens: usize,
+        [x, y]: [Address; 2],
+    ) -> Result<()> {
+        let (heads, kv_heads, dim) = (self.append.heads, self.sizes.kv_heads, self.sizes.dim);
+        // Elements of 16 bytes of the input.
+        let pack = 16 / dtype.size_in_bytes();
+        let refusal = self.refuses_vectors(pack, [x, y]);
+        let vectors = refusal.is_none();
+        // Two packs for each lane: those of its pairs.
+        let lanes = dim.div_ceil(2 * if vectors { pack } else { 1 });
+        let lanes = lanes.next_power_of_two().min(WARP);
+        let Ok(rows) = u32::try_from(tokens * (heads + 2 * kv_heads)) else {
+            bail!("{OP}: {tokens} tokens are past what the kernel takes");
+        };
+        trace::record(OP, || {
+            let width = if vectors { "vector" } else { "scalar" };
+            let norm = if self.q_norm != 0 { " +norm" } else { "" };
+            let rope = if self.pairs > 0 { " +rope" } else { "" };
+            let reason = refusal.map_or(String::new(), |reason| format!(": {reason}"));
+            format!("cuda {width} {}{norm}{rope}{reason}", dtype.as_str())
+        });
+        let params = PagedAppendParams {
+            pages: self.pages,
+            x,
+            y,
+            cos: self.cos,
+            sin: self.sin,
+            q_norm: self.q_norm,
+            k_norm: self.k_norm,
+            at: self.at,
+            owners: self.owners,
+            cu_seqlens: self.cu_seqlens,
+            rows,
+            heads: heads as u32,
+            kv_heads: kv_heads as u32,
+            dim: dim as u32,
+            positions: u32::try_from(self.positions).unwrap_or(u32::MAX),
+            pairs: self.pairs as u32,
+            lanes: lanes as u32,
+            eps: self.append.norms.map_or(0., |n| n.eps as f32),
+            table: dtype_index(DType::F32) as i32,
+            interleaved: self
+                .append
+                .rotation
+                .is_some_and(|r| r.style == super::RopeStyle::Interleaved)
+                .into(),
+            vectors: vectors.into(),
+        };
+        let blocks = rows.div_ceil((ROPE_THREADS / lanes) as u32);
+        let grid = Grid::line(blocks, ROPE_THREADS as u32);
+        // SAFETY: the kernel takes `PagedAppendParams`, the addresses are the caller's.
+        unsafe { launcher.run(&MODULE, dtype_index(dtype), grid, &params) }
+    }
+
+    /// Why 16-byte accesses do not fit; none if they do.
+    fn refuses_vectors(&self, pack: usize, xy: [Address; 2]) -> Option<&'static str> {
+        let p = &self.pages;
+        let tensors = [p.k, p.v, self.cos, self.sin, self.q_norm, self.k_norm];
+        let strides = [p.k_page, p.k_token, p.k_head, p.v_page, p.v_token, p.v_head];
+        let counts = [self.sizes.dim as u64, self.pairs as u64];
+        if !xy.iter().chain(&tensors).all(|a| a.is_multiple_of(16)) {
+            Some(UNALIGNED)
+        } else if !strides
+            .iter()
+            .chain(&counts)
+            .all(|n| n.is_multiple_of(pack as u64))
+        {
+            Some(PIECES)
+        } else {
+            None
+        }
+    }
+}
+
+/// [`super::copy_pages`] behind its guards.
+pub(super) fn copy(pool: &PagePool, sizes: PoolSizes, pairs: &Tensor) -> Result<()> {
+    let Device::Cuda(device) = pairs.device() else {
+        bail!("{COPY}: pairs is not on a CUDA device");
+    };
+    let PoolSizes {
+        pages,
+        page,
+        kv_heads,
+        dim,
+    } = sizes;
+    if pairs.dims()[0] == 0 {
+        return Ok(());
+    }
+    if pairs.stride()[1] != 1 {
+        bail!("{COPY}: the elements of a pair have to lie side by side");
+    }
+    let element = pool.dtype().size_in_bytes();
+    let [k_strides, v_strides] = [&pool.k, &pool.v].map(|t| pool.strides(t));
+    let (k, v) = (address_of(&pool.k)?, address_of(&pool.v)?);
+    let bytes = k_strides.iter().chain(&v_strides).map(|s| s * element);
+    let fits = |size: usize| {
+        let aligned = [k, v].iter().all(|a| a.is_multiple_of(size as u64));
+        let whole = (dim * element).is_multiple_of(size);
+        aligned && whole && bytes.clone().all(|n| n.is_multiple_of(size))
+    };
+    let size = [16, 4]
+        .into_iter()
+        .find(|size| fits(*size))
+        .unwrap_or(element);
+    let counts = [pages, page * kv_heads * dim, pairs.dims()[0]];
+    if counts.iter().any(|n| u32::try_from(*n).is_err()) {
+        bail!(
+            "{COPY}: {counts:?} pages, elements of a page and pairs are past what the kernel takes"
+        );
+    }
+    trace::record(COPY, || format!("cuda {size} bytes at once"));
+    let pieces = |strides: [usize; 3]| strides.map(|s| (s * element / size) as u64);
+    let ([k_page, k_token, k_head], [v_page, v_token, v_head]) =
+        (pieces(k_strides), pieces(v_strides));
+    let params = CopyPagesParams {
+        pairs: address_of(pairs)?,
+        step: pairs.stride()[0] as u32,
+        k,
+        v,
+        k_page,
+        k_token,
+        k_head,
+        v_page,
+        v_token,
+        v_head,
+        pages: pages as u32,
+        page: page as u32,
+        kv_heads: kv_heads as u32,
+        pieces: (dim * element / size) as u32,
+        size: size as i32,
+    };
+    let all = page * kv_heads * dim * element / size;
+    let blocks = all.div_ceil(COPY_PAGES_THREADS).min(BLOCKS_OF_PAGE);
+    let grid = Grid::new(
+        [pairs.dims()[0] as u32, 2, blocks as u32],
+        COPY_PAGES_THREADS as u32,
+        0,
+    );
+    // SAFETY: the kernel takes `CopyPagesParams`; the guards have checked the shapes, the tensors live through the
+    // call, and the stream that runs the kernel is the one that frees them.
+    unsafe { Launcher::new(device)?.run(&MODULE, COPIES, grid, &params) }
+}

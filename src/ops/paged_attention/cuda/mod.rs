@@ -1,0 +1,127 @@
+//! The CUDA form: one launch for all sequences. The table ([`dispatch`]) chooses a kernel for a call ([`problem`]);
+//! its host file ([`kernels`]) has planned the launch.
+
+mod dispatch;
+mod kernels;
+mod problem;
+#[cfg(test)]
+pub(crate) mod table_tests;
+
+use super::{OP, Op};
+use crate::cuda::abi::Pages;
+use crate::cuda::{Launcher, address, address_of, alloc};
+use crate::ops::pages::{PagePool, PageTable, PoolSizes};
+use crate::ops::view::dtype_index;
+use crate::trace;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
+use problem::Call;
+
+pub use dispatch::kernels as kernel_table;
+
+/// Pages as the kernels take them.
+///
+/// # Errors
+/// If there are more than their counters count.
+pub(crate) fn pages(
+    op: &str,
+    pool: &PagePool,
+    sizes: PoolSizes,
+    table: &PageTable,
+    sequences: usize,
+) -> Result<Pages> {
+    let (entries, indptr, width, step) = match table {
+        PageTable::Csr {
+            indptr, indices, ..
+        } => (indices, address_of(indptr)?, indices.dims()[0], 0),
+        PageTable::Padded { block_table, .. } => {
+            let width = block_table.dims()[1];
+            (block_table, 0, width, block_table.stride()[0])
+        }
+    };
+    let PoolSizes { pages, page, .. } = sizes;
+    // A page's number has 24 bits and a slot 8, and keys are counted in 30.
+    if page > 256 || pages >= 1 << 24 || width.saturating_mul(page) >= 1 << 30 {
+        bail!(
+            "{op}: {pages} pages of {page} tokens, {width} of them for a sequence, are past what the kernel takes"
+        );
+    }
+    let [k_page, k_token, k_head] = pool.strides(&pool.k).map(|s| s as u64);
+    let [v_page, v_token, v_head] = pool.strides(&pool.v).map(|s| s as u64);
+    Ok(Pages {
+        entries: address_of(entries)?,
+        indptr,
+        k: address_of(&pool.k)?,
+        v: address_of(&pool.v)?,
+        k_page,
+        k_token,
+        k_head,
+        v_page,
+        v_token,
+        v_head,
+        step: step as u32,
+        width: width as u32,
+        sequences: sequences as u32,
+        page: page as u32,
+        pages: pages as u32,
+        dtype: dtype_index(pool.dtype()) as i32,
+    })
+}
+
+pub(super) fn forward(
+    op: &Op<'_>,
+    q: &CudaStorage,
+    layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    let device = q.device();
+    let out = alloc(OP, device, q.dtype(), op.len())?;
+    if op.len() == 0 {
+        return Ok((out, layout.shape().clone()));
+    }
+    let lengths = match op.table {
+        PageTable::Csr { last_page_len, .. } => last_page_len,
+        PageTable::Padded { lengths, .. } => lengths,
+    };
+    let &[sequence, token, head, _] = layout.stride() else {
+        bail!("{OP}: q has strides {:?}, expected four", layout.stride());
+    };
+    let launcher = Launcher::new(device)?;
+    let mut call = Call {
+        pages: pages(OP, op.pages, op.pool, op.table, op.sequences)?,
+        lengths: address_of(lengths)?,
+        q: address(q, layout)?,
+        q_strides: [sequence, token, head],
+        y: address(&out, &Layout::contiguous(op.len()))?,
+        slopes: op.slopes.as_ref().map_or(Ok(0), address_of)?,
+        means: 0,
+        tops: 0,
+        counters: 0,
+        sizes: op.pool,
+        csr: matches!(op.table, PageTable::Csr { .. }),
+        queries: op.queries,
+        heads: op.heads,
+        dtype: q.dtype(),
+        pool_dtype: op.pages.dtype(),
+        scale: op.params.scale,
+        softcap: op.params.softcap,
+        window: op.params.window,
+    };
+    let plan = dispatch::select(&call.case(launcher.gpu.spec))?;
+    trace::record(OP, || {
+        let (q, kv) = (q.dtype().as_str(), call.pool_dtype.as_str());
+        format!("cuda q {q} kv {kv} {}", plan.with_reason())
+    });
+    // Sizes for the form with the most rows.
+    let slots = 2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS;
+    let partial = alloc(OP, device, DType::F32, slots * (op.pool.dim + 1))?;
+    let parts = (op.queries * op.heads / op.pool.kv_heads).div_ceil(kernels::FEWEST_ROWS);
+    let counters = device.alloc_zeros::<u32>(op.sequences * op.pool.kv_heads * parts)?;
+    call.means = address(&partial, &Layout::contiguous(slots))?;
+    call.tops = call.means + (4 * slots * op.pool.dim) as u64;
+    call.counters = counters.device_ptr(&device.cuda_stream()).0;
+    // SAFETY: the guards have checked the shapes; scratch memory is made above in the sizes that any kernel needs, and
+    // freed behind the launch on the same stream.
+    unsafe { plan.how.run(&launcher, &call)? };
+    Ok((out, layout.shape().clone()))
+}

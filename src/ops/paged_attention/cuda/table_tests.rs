@@ -1,0 +1,108 @@
+//! The table of kernels without a GPU: what it chooses, and its part of docs/kernels.md.
+
+use super::dispatch::{RULES, select};
+use super::kernels::{FEWEST_ROWS, MOST_ROWS};
+use super::problem::Case;
+use crate::cuda::abi::{PAGED_MMA, PAGED_PLAIN};
+use crate::cuda::table_tests::{GPUS, gpu_named};
+use crate::cuda::with_kernel;
+use crate::ops::flash_attention::cuda::table_tests::{MODELS, forms};
+use crate::ops::pages::PoolSizes;
+use candle_core::{DType, Result};
+use std::fmt::Write as _;
+
+fn case(dtypes: [DType; 2], [heads, kv_heads]: [usize; 2], dim: usize, queries: usize) -> Case {
+    let [dtype, pool_dtype] = dtypes;
+    Case {
+        gpu: gpu_named("H100"),
+        sequences: 16,
+        queries,
+        heads,
+        sizes: PoolSizes {
+            pages: 4096,
+            page: 16,
+            kv_heads,
+            dim,
+        },
+        pages: 2048,
+        dtype,
+        pool_dtype,
+        aligned: true,
+    }
+}
+
+/// Whole plans of models' steps, by tokens of a sequence.
+pub(crate) fn plans() -> Result<String> {
+    let mut text = String::new();
+    for (name, heads, dim) in MODELS {
+        writeln!(text, "\n{name}, bf16, H100, 16 sequences").expect("a string");
+        for queries in [1, 2, 4, 16] {
+            let plan = select(&case([DType::BF16; 2], heads, dim, queries))?;
+            writeln!(text, "  {queries}: {plan}").expect("a string");
+        }
+        let case = case([DType::F32, DType::BF16], heads, dim, 4);
+        writeln!(text, "  4 in f32: {}", select(&case)?).expect("a string");
+        let plan = select(&Case {
+            aligned: false,
+            ..case
+        })?;
+        writeln!(text, "  4 in f32, unaligned: {}", plan.with_reason()).expect("a string");
+    }
+    Ok(text)
+}
+
+/// The table's part of docs/kernels.md.
+pub(crate) fn page() -> String {
+    let mut text = String::from(
+        "## `paged_attention`\n\nWhich kernel takes the newest tokens of many sequences. The table is \
+         [dispatch.rs](../src/ops/paged_attention/cuda/dispatch.rs).\n\n\
+         | kernel | q over the pools: head sizes (compute capability) | source | |\n|---|---|---|---|\n",
+    );
+    for rule in RULES {
+        let (forms, source, note) = (forms(rule.forms), rule.source, rule.note);
+        writeln!(text, "| `{}` | {forms} | {source} | {note} |", rule.kernel).expect("a string");
+    }
+    text
+}
+
+#[test]
+fn every_head_size_up_to_256_has_a_kernel() -> Result<()> {
+    for (_, gpu) in GPUS {
+        for dim in 1..=256 {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                for queries in [1, 16] {
+                    let case = case([dtype; 2], [32, 8], dim, queries);
+                    select(&Case { gpu, ..case })?;
+                }
+            }
+        }
+    }
+    let wide = case([DType::F16; 2], [32, 8], 257, 1);
+    let error = select(&wide).expect_err("too wide").to_string();
+    assert!(error.contains("other head sizes"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn scratch_memory_has_room_for_every_form() {
+    let rows = PAGED_MMA.iter().map(|form| form.rows);
+    let rows = rows.chain(PAGED_PLAIN.iter().map(|form| form.rows));
+    assert!(
+        rows.clone()
+            .all(|rows| (FEWEST_ROWS..=MOST_ROWS).contains(&rows))
+    );
+}
+
+#[test]
+fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
+    let forced = |name, case: &Case| with_kernel(Some(name), || select(case));
+    let step = case([DType::F16; 2], [32, 8], 128, 1);
+    let plan = forced("paged_attention_plain", &step)?;
+    assert_eq!(plan.kernel, "paged_attention_plain");
+    let full = case([DType::F32; 2], [32, 8], 128, 1);
+    let error = forced("paged_attention_mma", &full)
+        .expect_err("f32")
+        .to_string();
+    assert!(error.contains("it is for other dtypes"), "{error}");
+    Ok(())
+}

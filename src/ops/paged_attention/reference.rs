@@ -1,0 +1,72 @@
+//! The plain form: float64, one score at a time.
+
+use super::{OP, Op, PagedAttention};
+use crate::ops::pages::{PageLayout, PagePool, PageTable, check_page};
+use crate::ops::view::float64;
+use candle_core::{Result, Tensor};
+
+/// [`paged_attention`](fn@super::paged_attention) in float64, `[B, T, Hq, D]` in row-major order.
+///
+/// # Errors
+/// As [`paged_attention`](fn@super::paged_attention) on the CPU.
+pub fn reference(
+    q: &Tensor,
+    pool: &PagePool,
+    table: &PageTable,
+    params: &PagedAttention,
+) -> Result<Vec<f64>> {
+    let op = Op::new(q, pool, table, params)?;
+    let sizes = op.pool;
+    let (q, k, v) = (float64(q)?, float64(&pool.k)?, float64(&pool.v)?);
+    let slopes = op.slopes.as_ref().map(float64).transpose()?;
+    let rows = table.rows(OP)?;
+    let lengths = table.lengths(OP, sizes.page, &rows)?;
+    // Where a token's head begins in the pool.
+    let place = |b: usize, token: usize, head: usize| -> Result<usize> {
+        let (at, slot) = (token / sizes.page, token % sizes.page);
+        let id = check_page(OP, rows[b][at], sizes.pages, [b, at])?;
+        let row = match pool.layout {
+            PageLayout::Nhd => (id * sizes.page + slot) * sizes.kv_heads + head,
+            PageLayout::Hnd => (id * sizes.kv_heads + head) * sizes.page + slot,
+        };
+        Ok(row * sizes.dim)
+    };
+    let mut out = vec![0.; op.len()];
+    let queries = q
+        .chunks_exact(sizes.dim)
+        .zip(out.chunks_exact_mut(sizes.dim));
+    for (row, (q, y)) in queries.enumerate() {
+        let head = row % op.heads;
+        let b = row / op.heads / op.queries;
+        // One past the query's position.
+        let end = (lengths[b] + row / op.heads % op.queries + 1).saturating_sub(op.queries);
+        let first = params.window.map_or(0, |w| end.saturating_sub(w));
+        let mut seen = Vec::new();
+        for j in first..end {
+            let at = place(b, j, head / (op.heads / sizes.kv_heads))?;
+            let dot: f64 = q.iter().zip(&k[at..]).map(|(a, b)| a * b).sum();
+            let mut score = dot * f64::from(params.scale);
+            if let Some(cap) = params.softcap.map(f64::from) {
+                score = cap * (score / cap).tanh();
+            }
+            if let Some(slopes) = &slopes {
+                score -= slopes[head] * (end - 1 - j) as f64;
+            }
+            seen.push((at, score));
+        }
+        let top = seen
+            .iter()
+            .fold(f64::NEG_INFINITY, |top, (_, s)| top.max(*s));
+        if top == f64::NEG_INFINITY {
+            continue;
+        }
+        let total: f64 = seen.iter().map(|(_, s)| (s - top).exp()).sum();
+        for (at, score) in seen {
+            let weight = (score - top).exp() / total;
+            y.iter_mut()
+                .zip(&v[at..])
+                .for_each(|(y, v)| *y += weight * v);
+        }
+    }
+    Ok(out)
+}
