@@ -1,5 +1,5 @@
-//! One sequence after the other by way of candle's tensors: on the CPU, and wherever a step cannot
-//! be written down as a chain of kernels.
+//! By way of candle's tensors: on the CPU, and wherever a step cannot be written down as a chain of kernels. Prompts are
+//! read one after the other; the tokens of a step go through the layers together, so that weights are read once.
 
 use super::Sequence;
 use crate::models::decoder::Decoder;
@@ -31,10 +31,44 @@ impl Eager {
 
     /// Takes in the pending token of every sequence that has one, and draws the next.
     pub fn step(&self, sequences: &mut [Sequence]) -> Result<()> {
-        for (index, sequence) in sequences.iter_mut().enumerate() {
-            if let Some(token) = sequence.pending {
-                self.extend(index, sequence, &[token])?;
-            }
+        let mut waiting: Vec<_> = sequences
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(index, sequence)| Some((index, sequence.pending?, sequence)))
+            .collect();
+        if let [(index, token, sequence)] = &mut waiting[..] {
+            self.extend(*index, sequence, &[*token])?;
+            return Ok(());
+        }
+        self.step_together(&mut waiting)
+    }
+
+    /// The step of several sequences, each with its number and pending token.
+    fn step_together(&self, waiting: &mut [(usize, u32, &mut Sequence)]) -> Result<()> {
+        let decoder = &self.decoder;
+        let Some((_, _, first)) = waiting.first() else {
+            return Ok(());
+        };
+        let device = first.cache.device().clone();
+        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
+        for (_, token, sequence) in waiting.iter_mut() {
+            sequence.check(decoder, &[*token])?;
+            sequence.cache.set_len(sequence.ids.len());
+            tokens.push(*token);
+            positions.push(sequence.ids.len());
+        }
+        let input = Tensor::new(tokens, &device)?.unsqueeze(1)?;
+        let embedded = decoder.stack.embedding.rows(&input)?;
+        let mut caches: Vec<_> = waiting.iter_mut().map(|(_, _, s)| &mut s.cache).collect();
+        let x = decoder
+            .stack
+            .forward_each(&embedded, &positions, &mut caches)?;
+        let logits = decoder.last_logits(&x)?.to_dtype(DType::F32)?;
+        for (row, (index, token, sequence)) in waiting.iter_mut().enumerate() {
+            sequence.ids.push(*token);
+            let logits = logits.narrow(0, row, 1)?;
+            let next = sample_one(&logits, *index, &sequence.sampling, &sequence.ids)?;
+            sequence.pending = Some(next);
         }
         Ok(())
     }

@@ -1,9 +1,9 @@
 //! The token loop: prompts in, one token after the other out.
 //!
-//! On the CPU a step is a forward pass and a draw. On CUDA the whole step, from token id to next
-//! token, is one chain of kernels that is recorded once as a CUDA graph and replayed: position,
-//! token and sampling state live on the device, and the host reads tokens from page-locked memory,
-//! a few steps behind.
+//! On the CPU a step is a forward pass of one token of each sequence, which reads the weights once, and a draw
+//! for each. On CUDA the whole step, from token id to next token, is one chain of kernels that is recorded once
+//! as a CUDA graph and replayed: position, token and sampling state live on the device, and the host reads
+//! tokens from page-locked memory, a few steps behind.
 //!
 //! ```no_run
 //! use candle_fused::generation::{Generation, Options};

@@ -37,6 +37,15 @@ impl Sequence {
         ids: &[u32],
         forward: impl FnOnce(&mut DecoderCache, usize) -> Result<Tensor>,
     ) -> Result<Tensor> {
+        self.check(decoder, ids)?;
+        let logits = forward(&mut self.cache, self.ids.len())?;
+        self.ids.extend_from_slice(ids);
+        self.pending = None;
+        Ok(logits)
+    }
+
+    /// Whether `ids` can be read behind what is held.
+    pub fn check(&self, decoder: &Decoder, ids: &[u32]) -> Result<()> {
         let position = self.ids.len();
         if ids.is_empty() {
             bail!("generation: no ids, expected at least one");
@@ -50,11 +59,7 @@ impl Sequence {
             );
         }
         // Here, where the ids are, so that nothing has to be read back from the device.
-        decoder.stack.embedding.check(ids)?;
-        let logits = forward(&mut self.cache, position)?;
-        self.ids.extend_from_slice(ids);
-        self.pending = None;
-        Ok(logits)
+        decoder.stack.embedding.check(ids)
     }
 
     /// What a call that fails comes back to. Keys and values behind it are written over.

@@ -25,8 +25,25 @@ impl Block {
         let _span = tracing::trace_span!("block").entered();
         let norm = Some(&self.attention_norm);
         let h = self.attention.forward(x, norm, x, at, cache)?;
-        let input = if self.parallel { x } else { &h };
-        self.mlp.forward(input, Some(&self.mlp_norm), &h)
+        self.behind_attention(x, &h)
+    }
+
+    /// The same for a token of each of several sequences, as [`Attention::forward_each`].
+    fn forward_each(
+        &self,
+        x: &Tensor,
+        at: &[Tokens<'_>],
+        caches: &mut [&mut KvCache],
+    ) -> Result<Tensor> {
+        let _span = tracing::trace_span!("block").entered();
+        let norm = Some(&self.attention_norm);
+        let h = self.attention.forward_each(x, norm, x, at, caches)?;
+        self.behind_attention(x, &h)
+    }
+
+    fn behind_attention(&self, x: &Tensor, h: &Tensor) -> Result<Tensor> {
+        let input = if self.parallel { x } else { h };
+        self.mlp.forward(input, Some(&self.mlp_norm), h)
     }
 }
 
@@ -201,14 +218,7 @@ impl Stack {
             );
         }
         let end = position.saturating_add(tokens);
-        if end > self.max_positions {
-            bail!(
-                "input_ids: position {} is past the model's context length of {}: shorten the \
-                 prompt or generate fewer tokens",
-                end,
-                self.max_positions
-            );
-        }
+        self.check_end(end)?;
         cache.rotaries.reserve(end)?;
         let mut x = embedded.clone();
         for (block, slot) in self.blocks.iter().zip(&mut cache.layers) {
@@ -236,6 +246,55 @@ impl Stack {
                 *slot = Some(layer);
             }
             x = result?;
+        }
+        Ok(x)
+    }
+
+    /// Whether the context reaches to `end`.
+    fn check_end(&self, end: usize) -> Result<()> {
+        if end > self.max_positions {
+            bail!(
+                "input_ids: position {end} is past the model's context length of {}: shorten the \
+                 prompt or generate fewer tokens",
+                self.max_positions
+            );
+        }
+        Ok(())
+    }
+
+    /// Runs the layers over one embedded token of each of several sequences, `[S, 1, H]`: sequence s at
+    /// `positions[s]`, with a cache of its own that has buffers for every layer. Products read their weights once for
+    /// all sequences.
+    pub fn forward_each(
+        &self,
+        embedded: &Tensor,
+        positions: &[usize],
+        caches: &mut [&mut DecoderCache],
+    ) -> Result<Tensor> {
+        for (cache, position) in caches.iter_mut().zip(positions) {
+            self.check_end(position + 1)?;
+            cache.rotaries.reserve(position + 1)?;
+        }
+        let mut x = embedded.clone();
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let (mut at, mut layers) = (Vec::new(), Vec::new());
+            for (cache, position) in caches.iter_mut().zip(positions) {
+                let DecoderCache {
+                    layers: all,
+                    rotaries,
+                    ..
+                } = &mut **cache;
+                let Some(Some(held)) = all.get_mut(layer) else {
+                    bail!("cache: layer {layer} has no buffers");
+                };
+                layers.push(held);
+                at.push(Tokens {
+                    position: *position,
+                    rotary: rotaries.of(block),
+                    mask: None,
+                });
+            }
+            x = block.forward_each(&x, &at, &mut layers)?;
         }
         Ok(x)
     }

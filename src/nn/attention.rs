@@ -152,13 +152,68 @@ impl Attention {
         at: &Tokens<'_>,
         cache: &mut KvCache,
     ) -> Result<Tensor> {
+        self.placed(x, at, cache, |slot, cache| {
+            self.attended(x, norm, at, slot, cache)
+        })
+    }
+
+    /// [`Attention::forward`] for a token of each of several sequences, x `[S, 1, H]`: every sequence has its place
+    /// and a cache of its own, for one sequence, and the products of all read the weights once.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`], or if there are not S places and caches.
+    pub(crate) fn forward_each(
+        &self,
+        x: &Tensor,
+        norm: Option<&Norm>,
+        residual: &Tensor,
+        at: &[Tokens<'_>],
+        caches: &mut [&mut KvCache],
+    ) -> Result<Tensor> {
+        let _span = tracing::trace_span!("attention").entered();
+        if x.dim(0)? != at.len() || at.len() != caches.len() {
+            bail!(
+                "attention: {} sequences with {} places and {} caches",
+                x.dim(0)?,
+                at.len(),
+                caches.len()
+            );
+        }
+        let joint = match self.fusion.on(x.device()).rope {
+            true => Some(self.qkv.forward_joint(x, norm)?),
+            false => None,
+        };
+        let each = at.iter().zip(caches).enumerate().map(|(i, (at, cache))| {
+            let x = x.narrow(0, i, 1)?;
+            let Some(joint) = &joint else {
+                return self.attend(&x, norm, at, cache);
+            };
+            let qkv = joint.narrow(0, i, 1)?;
+            self.placed(&x, at, cache, |slot, cache| {
+                let q = self.rotate(&qkv, at, slot, cache)?;
+                self.gathered(&q, at, cache)
+            })
+        });
+        let y = Tensor::cat(&each.collect::<Result<Vec<_>>>()?, 0)?;
+        self.output.forward_residual(&y, residual)
+    }
+
+    /// Makes room for x's tokens in the cache, and runs `attended` with the first slot. It gives
+    /// `[B, heads, T, head_dim]`, which comes back as `[B, T, heads x head_dim]`.
+    fn placed(
+        &self,
+        x: &Tensor,
+        at: &Tokens<'_>,
+        cache: &mut KvCache,
+        attended: impl FnOnce(usize, &KvCache) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let (batch, tokens, _) = x.dims3()?;
         let AttentionConfig {
             kv_heads, head_dim, ..
         } = self.config;
         cache.take_shape((batch, kv_heads, head_dim), x.dtype(), x.device())?;
         let slot = cache.advance(at.position, tokens, batch)?;
-        let y = self.attended(x, norm, at, slot, cache);
+        let y = attended(slot, cache);
         if y.is_err() {
             // Who knows what has been written of the new positions.
             cache.set_len(slot);
@@ -175,7 +230,6 @@ impl Attention {
         slot: usize,
         cache: &KvCache,
     ) -> Result<Tensor> {
-        let head_dim = self.config.head_dim;
         let fusion = self.fusion.on(x.device());
         if fusion != self.fusion
             && let Some(why) = fallback(x.device())
@@ -189,9 +243,15 @@ impl Attention {
             let qkv = self.qkv.forward_parts(x, norm)?;
             self.rotate_plain(&qkv, at, slot, cache)?
         };
+        self.gathered(&q, at, cache)
+    }
+
+    /// What rotated queries gather from the cache.
+    fn gathered(&self, q: &Tensor, at: &Tokens<'_>, cache: &KvCache) -> Result<Tensor> {
+        let fusion = self.fusion.on(q.device());
         let (k, v) = cache.views()?;
         let params = AttentionParams {
-            scale: 1. / (head_dim as f32).sqrt(),
+            scale: 1. / (self.config.head_dim as f32).sqrt(),
             causal: at.mask.is_none(),
             // A mask says all that is hidden.
             window: self.config.window.filter(|_| at.mask.is_none()),
@@ -199,9 +259,9 @@ impl Attention {
             ..Default::default()
         };
         if fusion.flash_attention {
-            ops::flash_attention(&q, &k, &v, &params)
+            ops::flash_attention(q, &k, &v, &params)
         } else {
-            plain_attention(&q, &k, &v, &params)
+            plain_attention(q, &k, &v, &params)
         }
     }
 

@@ -3,10 +3,10 @@
 use crate::golden::Golden;
 use crate::support::{device, on_every_device};
 use candle_core::{D, DType, Result, Tensor};
-use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options, SamplingParams};
 use candle_fused::models::llama::{Cache, Config, Llama, LlamaConfig};
 use candle_fused::quant::Recipe;
+use candle_fused::{Fusion, trace};
 
 pub const PROMPTS: [&[u32]; 3] = [
     &[1, 5, 9, 2, 77, 31, 4],
@@ -101,6 +101,25 @@ fn sequences_side_by_side_do_not_see_each_other() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// A step of several sequences makes the products of a step of one. On a GPU it is no op of candle's at all.
+#[test]
+fn a_step_of_several_sequences_reads_weights_once() -> Result<()> {
+    let (model, _) = load("llama_gqa_tied", Fusion::all())?;
+    let products = |count: usize| -> Result<u64> {
+        let mut generation = Generation::new(&model, &options(count))?;
+        for (i, prompt) in PROMPTS[..count].iter().enumerate() {
+            generation.extend(i, prompt)?;
+        }
+        let (tokens, calls) = trace::capture(|| generation.step());
+        assert!(tokens?.iter().all(Option::is_some));
+        Ok(calls.count("linear") + calls.count("rms_norm_linear"))
+    };
+    let alone = products(1)?;
+    assert!(alone > 0);
+    assert_eq!(products(3)?, alone);
+    Ok(())
 }
 
 /// A sequence may begin late, and end while others go on.

@@ -19,7 +19,8 @@ const ROOTS: [&str; 3] = [
 
 /// The rooms of src from the ground up; those of one floor do not name each other.
 const FLOORS: &[&[&str]] = &[
-    &["quant", "trace", "fusion"],
+    &["quant", "trace"],
+    &["fusion"],
     &["cpu", "cuda"],
     &["ops"],
     &["nn", "flash_attn"],
