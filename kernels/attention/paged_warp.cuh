@@ -85,10 +85,10 @@ template <int KEYS> struct Places {
 // As TensorCore, for 8 or 16 rows of queries. 8 are as exact as there: queries and weights in two parts. With 16 the
 // second half of the mma's rows are other queries, and weights are rounded to C.
 template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
-  using Eight = TensorCore<C, D, W, SUB>;
+  using Tile8 = TensorCore<C, D, W, SUB>;
   static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, ROWS = ROWS_, HALVES = ROWS / 8;
   // Bytes of the queries as operands, and the widest head.
-  static constexpr int QUERIES = Eight::QUERIES, WIDEST = D;
+  static constexpr int QUERIES = Tile8::QUERIES, WIDEST = D;
 
   uint32_t k[SUB][2][STEPS][2];
   uint32_t v[SUB][4][STEPS];
@@ -100,13 +100,13 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
   uint32_t ahead;          // the entry of this lane's key in the one behind that
 
   __device__ static void put(char* queries, int row, int d, float q) {
-    if constexpr (HALVES == 1) Eight::put(queries, row, d, q);
-    else *reinterpret_cast<C*>(queries + Eight::place(row % 8, d) + row / 8 * 4) = from_float<C>(q);
+    if constexpr (HALVES == 1) Tile8::put(queries, row, d, q);
+    else *reinterpret_cast<C*>(queries + Tile8::place(row % 8, d) + row / 8 * 4) = from_float<C>(q);
   }
 
   // Two neighbours of C's own type, the first of them even.
   __device__ static void put_pair(char* queries, int row, int d, uint32_t pair) {
-    char* at = queries + Eight::place(row % 8, d);
+    char* at = queries + Tile8::place(row % 8, d);
     if constexpr (HALVES == 1) *reinterpret_cast<uint2*>(at) = make_uint2(pair, 0);
     else *reinterpret_cast<uint32_t*>(at + row / 8 * 4) = pair;
   }
@@ -270,7 +270,7 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
       if (t == 0 && 8 * h + g < rows) to.tops[8 * h + g] = m[h], to.weights[8 * h + g] = l[h];
 #pragma unroll
       for (int r = 0; r < STEPS; ++r) {
-        float* at = to.sums + row * to.stride + Eight::dimension(r);
+        float* at = to.sums + row * to.stride + Tile8::dimension(r);
         if (row < rows) *reinterpret_cast<float2*>(at) = make_float2(o[h][r][0], o[h][r][2]);
         if (row + 1 < rows) *reinterpret_cast<float2*>(at + to.stride) = make_float2(o[h][r][1], o[h][r][3]);
       }
@@ -299,10 +299,10 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     uint16_t* y = static_cast<uint16_t*>(results) + at;
 #pragma unroll
     for (int r = 0; r < WHOLE; r += 4)
-      *reinterpret_cast<uint4*>(y + Eight::dimension(r)) =
+      *reinterpret_cast<uint4*>(y + Tile8::dimension(r)) =
           make_uint4(words[r], words[r + 1], words[r + 2], words[r + 3]);
 #pragma unroll
-    for (int r = WHOLE; r < STEPS; ++r) *reinterpret_cast<uint32_t*>(y + Eight::dimension(r)) = words[r];
+    for (int r = WHOLE; r < STEPS; ++r) *reinterpret_cast<uint32_t*>(y + Tile8::dimension(r)) = words[r];
   }
 };
 

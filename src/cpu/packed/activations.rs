@@ -15,8 +15,9 @@ use std::marker::PhantomData;
 /// d = max |x| / 127, q = round(x / d) to nearest even, with the sums of q that zero points and
 /// minima of the weights need.
 ///
-/// The error of a value is at most d / 2 (and a rounding of f32), with [`Grain::fine`] d / 256. A block of zeros, or of magnitudes below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every
-/// product with that token is NaN. With [`Grain::wide`], d is that of 128 values instead of 32.
+/// The error of a value is at most d / 2 (and a rounding of f32), with [`Grain::fine`] d / 256. A block of zeros, or
+/// of magnitudes below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every product with that
+/// token is NaN. With [`Grain::wide`], d is that of 128 values instead of 32.
 ///
 /// Two parts of a number in a narrow type, multiplied one after the other into one sum, are the method of Henry,
 /// Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
@@ -123,26 +124,28 @@ impl Q8Activations {
         if k == 0 || !k.is_multiple_of(32) {
             bail!("k: {k} is not a positive multiple of 32");
         }
-        let parts = if grain.fine { 2 } else { 1 };
-        let Some(len) = m.checked_mul(k / 32).and_then(|n| n.checked_mul(parts)) else {
+        let blocks = m.checked_mul(k / 32);
+        let Some(len) = blocks.and_then(|n| n.checked_mul(grain.parts())) else {
             bail!("m: {m} rows of {k} values are too many");
         };
         self.blocks.resize(len, Q8Block::ZERO);
         (self.m, self.k, self.grain) = (m, k, grain);
+        self.forget_look_ups();
+        Ok(())
+    }
+
+    /// The tables are of rows that are about to change.
+    fn forget_look_ups(&mut self) {
         #[cfg(target_arch = "x86_64")]
         {
             self.tables.1 = false;
         }
-        Ok(())
     }
 
     /// A handle by which several threads can fill different rows at the same time, with scales and bits as
     /// they were last.
     pub fn rows_mut(&mut self) -> Q8Rows<'_> {
-        #[cfg(target_arch = "x86_64")]
-        {
-            self.tables.1 = false;
-        }
+        self.forget_look_ups();
         self.rows()
     }
 
@@ -173,7 +176,7 @@ impl Q8Activations {
 
     /// Rows of blocks for each token.
     pub(super) fn parts(&self) -> usize {
-        if self.grain.fine { 2 } else { 1 }
+        self.grain.parts()
     }
 
     /// The values that the codes of token `t` stand for.
@@ -251,7 +254,7 @@ impl Q8Row<'_> {
     /// # Errors
     /// If `x` does not have k values.
     pub fn quantize(&mut self, level: Level, x: &[f32]) -> Result<()> {
-        let k = 32 * self.blocks.len() / if self.grain.fine { 2 } else { 1 };
+        let k = 32 * self.blocks.len() / self.grain.parts();
         if x.len() != k {
             bail!("x: {} values given, expected k = {k}", x.len());
         }

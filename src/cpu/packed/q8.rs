@@ -18,6 +18,13 @@ pub struct Grain {
     pub fine: bool,
 }
 
+impl Grain {
+    /// Parts of a token, each with a row of blocks.
+    pub(super) fn parts(self) -> usize {
+        if self.fine { 2 } else { 1 }
+    }
+}
+
 /// 32 consecutive activations of a token, or what rounding them to 8 bits leaves.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]
@@ -39,4 +46,15 @@ impl Q8Block {
         sum: 0.0,
         sums: [0.0; 2],
     };
+
+    /// Of codes in steps of `d`, and the sums of the first and the last 16 of them.
+    #[inline(always)]
+    pub fn new(q: [i8; 32], d: f32, [low, high]: [f32; 2]) -> Self {
+        Self {
+            q,
+            d,
+            sum: d * (low + high),
+            sums: [d * low, d * high],
+        }
+    }
 }

@@ -76,15 +76,15 @@ pub(super) fn select(format: &Format, level: Level, x: Tokens) -> Kernel {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     if let Some(kernels) = tiles(format, level) {
         let [packed, unpacked] = kernels.names;
-        let parts = usize::from(x.fine);
+        let two_parts = usize::from(x.fine);
         return match kernels.unpacked {
             Some((unpack, tiles)) if x.count >= UNPACK_FROM => Kernel {
                 name: unpacked,
-                run: Run::Unpacked(unpack, tiles[parts]),
+                run: Run::Unpacked(unpack, tiles[two_parts]),
             },
             _ => Kernel {
                 name: packed,
-                run: Run::Tiles(kernels.packed[parts]),
+                run: Run::Tiles(kernels.packed[two_parts]),
             },
         };
     }

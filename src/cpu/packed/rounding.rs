@@ -36,15 +36,12 @@ impl Rounding for Plain {
 
     #[inline(always)]
     unsafe fn rounded(x: &[f32; 32], d: f32, inverse: f32) -> Q8Block {
-        let mut block = Q8Block { d, ..Q8Block::ZERO };
-        for (q, v) in block.q.iter_mut().zip(x) {
+        let mut codes = [0i8; 32];
+        for (q, v) in codes.iter_mut().zip(x) {
             *q = ((v * inverse + ROUND).to_bits()).wrapping_sub(ROUND.to_bits()) as i8;
         }
         let sum = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>() as f32;
-        let (low, high) = (sum(&block.q[..16]), sum(&block.q[16..]));
-        block.sum = d * (low + high);
-        block.sums = [d * low, d * high];
-        block
+        Q8Block::new(codes, d, [sum(&codes[..16]), sum(&codes[16..])])
     }
 
     #[inline(always)]

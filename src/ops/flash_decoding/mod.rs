@@ -6,6 +6,7 @@ mod cpu;
 pub(crate) mod cuda;
 mod reference;
 
+use super::rope::check_rotary_tables;
 use super::view::{check_apart, check_storages, float, inference_only};
 use super::{HeadNorms, RopeStyle};
 #[cfg(feature = "cuda")]
@@ -161,24 +162,7 @@ impl Op<'_> {
                 self.position.dims()
             );
         }
-        let [positions, pairs] = *cos.dims() else {
-            bail!(
-                "{OP}: cos has shape {:?}, expected [positions, R / 2]",
-                cos.shape()
-            );
-        };
-        if sin.dims() != cos.dims() || [cos, sin].iter().any(|t| t.dtype() != DType::F32) {
-            bail!("{OP}: cos and sin have to be f32 of one shape");
-        }
-        if positions == 0 {
-            bail!("{OP}: cos has no positions, expected at least 1");
-        }
-        if 2 * pairs > dim {
-            bail!(
-                "{OP}: cos rotates {} dimensions, a head has {dim}",
-                2 * pairs
-            );
-        }
+        check_rotary_tables(OP, "", [cos, sin], dim)?;
         self.check_rest(qkv, dim)
     }
 

@@ -7,6 +7,7 @@ mod cuda;
 mod reference;
 
 use super::pages::{PagePool, PageTable, PoolSizes};
+use super::rope::check_rotary_tables;
 use super::view::{check_storages, float, inference_only};
 use super::{HeadNorms, RopeStyle};
 use candle_core::{DType, Result, Tensor, bail};
@@ -152,24 +153,7 @@ fn check(qkv: &Tensor, sizes: PoolSizes, append: &PagedAppend<'_>) -> Result<()>
         );
     }
     if let Some(RotaryTables { cos, sin, .. }) = append.rotation {
-        let &[positions, pairs] = cos.dims() else {
-            bail!(
-                "{OP}: rotation.cos has shape {:?}, expected [positions, R / 2]",
-                cos.shape()
-            );
-        };
-        if sin.dims() != cos.dims() || [cos, sin].iter().any(|t| t.dtype() != DType::F32) {
-            bail!("{OP}: rotation.cos and rotation.sin have to be f32 of one shape");
-        }
-        if positions == 0 {
-            bail!("{OP}: rotation.cos has no positions, expected at least 1");
-        }
-        if 2 * pairs > dim {
-            bail!(
-                "{OP}: rotation.cos rotates {} dimensions, a head has {dim}",
-                2 * pairs
-            );
-        }
+        check_rotary_tables(OP, "rotation.", [cos, sin], dim)?;
     }
     for (name, weight) in append
         .norms

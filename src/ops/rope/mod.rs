@@ -347,3 +347,32 @@ pub fn reference_append(qkv: &Tensor, append: &RopeAppend<'_>) -> Result<[Vec<f6
         float64(&part(heads + kv_heads, kv_heads)?)?,
     ])
 }
+
+/// Whether `cos` and `sin`, arguments below `prefix`, are f32 tables `[positions, R / 2]` that rotate at most `dim`
+/// dimensions.
+pub(super) fn check_rotary_tables(
+    op: &str,
+    prefix: &str,
+    [cos, sin]: [&Tensor; 2],
+    dim: usize,
+) -> Result<()> {
+    let &[positions, pairs] = cos.dims() else {
+        bail!(
+            "{op}: {prefix}cos has shape {:?}, expected [positions, R / 2]",
+            cos.shape()
+        );
+    };
+    if sin.dims() != cos.dims() || [cos, sin].iter().any(|t| t.dtype() != DType::F32) {
+        bail!("{op}: {prefix}cos and {prefix}sin have to be f32 of one shape");
+    }
+    if positions == 0 {
+        bail!("{op}: {prefix}cos has no positions, expected at least 1");
+    }
+    if 2 * pairs > dim {
+        bail!(
+            "{op}: {prefix}cos rotates {} dimensions, a head has {dim}",
+            2 * pairs
+        );
+    }
+    Ok(())
+}

@@ -45,18 +45,15 @@ impl Rounding for Avx512 {
     unsafe fn rounded(x: &[f32; 32], d: f32, inverse: f32) -> Q8Block {
         // SAFETY: AVX-512, by the trait's contract; a block has room for 32 codes.
         unsafe {
-            let mut block = Q8Block { d, ..Q8Block::ZERO };
-            let mut sums = [0f32; 2];
+            let (mut q, mut sums) = ([0i8; 32], [0f32; 2]);
             for (half, sum) in sums.iter_mut().enumerate() {
                 let x = _mm512_loadu_ps(x.as_ptr().add(16 * half));
                 let codes = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
-                let q = (&raw mut block.q).cast::<__m128i>().add(half);
-                _mm_storeu_si128(q, _mm512_cvtepi32_epi8(codes));
+                let to = q.as_mut_ptr().add(16 * half).cast();
+                _mm_storeu_si128(to, _mm512_cvtepi32_epi8(codes));
                 *sum = _mm512_reduce_add_epi32(codes) as f32;
             }
-            block.sum = d * (sums[0] + sums[1]);
-            block.sums = sums.map(|sum| d * sum);
-            block
+            Q8Block::new(q, d, sums)
         }
     }
 
@@ -108,7 +105,6 @@ impl Rounding for Avx2 {
     unsafe fn rounded(x: &[f32; 32], d: f32, inverse: f32) -> Q8Block {
         // SAFETY: AVX2, by the trait's contract; a block has room for 32 codes.
         unsafe {
-            let mut block = Q8Block { d, ..Q8Block::ZERO };
             let codes = |quarter: usize| {
                 let x = _mm256_loadu_ps(x.as_ptr().add(8 * quarter));
                 _mm256_cvtps_epi32(_mm256_mul_ps(x, _mm256_set1_ps(inverse)))
@@ -121,7 +117,8 @@ impl Rounding for Avx2 {
             );
             let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
             let bytes = _mm256_permutevar8x32_epi32(bytes, order);
-            _mm256_storeu_si256((&raw mut block.q).cast(), bytes);
+            let mut q = [0i8; 32];
+            _mm256_storeu_si256(q.as_mut_ptr().cast(), bytes);
             let sum = |a: __m256i, b: __m256i| {
                 let sum = _mm256_add_epi32(a, b);
                 let sum = _mm_add_epi32(
@@ -132,10 +129,7 @@ impl Rounding for Avx2 {
                 let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b10_11_00_01>(sum));
                 _mm_cvtsi128_si32(sum) as f32
             };
-            let sums = [sum(codes[0], codes[1]), sum(codes[2], codes[3])];
-            block.sum = d * (sums[0] + sums[1]);
-            block.sums = sums.map(|sum| d * sum);
-            block
+            Q8Block::new(q, d, [sum(codes[0], codes[1]), sum(codes[2], codes[3])])
         }
     }
 
