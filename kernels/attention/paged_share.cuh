@@ -6,6 +6,7 @@
 #pragma once
 
 #include "abi/paged.cuh"
+#include "attention/page_table.cuh"
 #include "common/base.cuh"
 
 namespace fused {
@@ -15,20 +16,10 @@ struct Sequence {
   const uint32_t* entries;
   uint32_t length, first;
 
-  // Whatever the table says, entries are within it.
   Sequence() = default;
   __device__ Sequence(const PagedAttentionParams& p, uint32_t b) {
-    const Pages& pages = p.pages;
-    const uint32_t given = __ldcg(p.lengths + b);
-    if (pages.indptr) {
-      const uint32_t from = min(__ldcg(pages.indptr + b), pages.width);
-      const uint32_t count = min(max(__ldcg(pages.indptr + b + 1), from), pages.width) - from;
-      entries = pages.entries + from;
-      length = count == 0 ? 0 : (count - 1) * pages.page + min(given, pages.page);
-    } else {
-      entries = pages.entries + uint64_t(b) * pages.step;
-      length = min(given, pages.width * pages.page);
-    }
+    const TableRow row = table_row(p.pages, p.lengths, b);
+    entries = row.entries, length = row.length;
     const uint32_t seen = p.window + p.queries - 1;
     first = p.window && length > seen ? length - seen : 0;
   }

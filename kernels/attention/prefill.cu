@@ -6,7 +6,7 @@ using namespace fused;
 #define ATTENTION(D, SUFFIX, TYPE, SPLIT, FROM)                                        \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, !SPLIT && D < 128 ? 2 : 1) \
       flash_attention_d##D##_##SUFFIX(const __grid_constant__ Params p) {       \
-    if constexpr (COMPILED_FOR >= FROM) attend<TYPE, D, SPLIT, false>(p);              \
+    if constexpr (COMPILED_FOR >= FROM) attend<TYPE, D, SPLIT, Batch::DENSE>(p);              \
   }
 
 // `f32` has q and y in f32 and keys and values in f16: q and the weights are taken as sums of two

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi/attention.cuh"
+#include "attention/page_table.cuh"
 #include "common/dtype.cuh"
 
 namespace fused {
@@ -15,10 +16,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// The rows of a sequence among those of the tensors: all have as many, one behind the other, or cumulative lengths
-// tell.
+// How the sequences of a batch lie in the tensors.
+enum class Batch {
+  DENSE,   // all have as many queries and as many keys
+  RAGGED,  // one behind the other, by cumulative lengths
+  PAGED,   // queries one behind the other, keys and values in pages
+};
+
+// The rows of a sequence among those of the tensors.
 struct Sequence {
-  int first_query, first_key, queries, keys;  // the first ones are 0 where all have as many
+  int first_query, first_key, queries, keys;  // the first ones are 0 where sequences do not share a dimension
 };
 
 // Of what the lengths say, what is there: they may be anything.
@@ -27,25 +34,30 @@ __device__ __forceinline__ int2 between(const uint32_t* lengths, int batch, int 
   return {int(from), to > from ? int(to - from) : 0};
 }
 
-template <bool VARLEN, typename Params> __device__ __forceinline__ Sequence sequence(const Params& p, int batch) {
-  if constexpr (VARLEN) {
-    const int2 q = between(p.cu_q, batch, p.total_q), k = between(p.cu_k, batch, p.total_k);
-    return {q.x, k.x, q.y, k.y};
-  } else {
+template <Batch B, typename Params> __device__ __forceinline__ Sequence sequence(const Params& p, int batch) {
+  if constexpr (B == Batch::DENSE) {
     return {0, 0, p.queries, p.keys};
+  } else {
+    const int2 q = between(p.cu_q, batch, p.total_q);
+    if constexpr (B == Batch::PAGED) {
+      return {q.x, 0, q.y, int(table_row(p.pages, p.pages.lengths, batch).length)};
+    } else {
+      const int2 k = between(p.cu_k, batch, p.total_k);
+      return {q.x, k.x, q.y, k.y};
+    }
   }
 }
 
 // The row of y that a query's is.
-template <bool VARLEN, typename Params>
+template <Batch B, typename Params>
 __device__ __forceinline__ int64_t output_row(const Params& p, const Sequence& of, int batch, int query) {
-  return VARLEN ? int64_t(of.first_query + query) : int64_t(batch) * p.queries + query;
+  return B == Batch::DENSE ? int64_t(batch) * p.queries + query : int64_t(of.first_query + query);
 }
 
 // Elements before the first row of a sequence in a tensor of batch, head, token, dim.
-template <bool VARLEN>
+template <Batch B>
 __device__ __forceinline__ int64_t start_of(const int64_t (&strides)[4], int batch, int first_row) {
-  return VARLEN ? first_row * strides[2] : batch * strides[0];
+  return B == Batch::DENSE ? batch * strides[0] : first_row * strides[2];
 }
 
 // Calls `zero` with each element of y in rows that no sequence has: the blocks share them out.
@@ -58,6 +70,13 @@ __device__ __forceinline__ void each_left_over(const Params& p, int sequences, i
   const int64_t threads = int64_t(gridDim.x) * gridDim.y * gridDim.z * blockDim.x;
   for (int64_t i = block * blockDim.x + threadIdx.x; i < total * width - gap; i += threads)
     zero(i < before ? i : i + gap);
+}
+
+// Elements from the first page to a token of a sequence in `row`, or -1 where the pool has no such page.
+__device__ __forceinline__ int64_t in_pages(const KeyPages& pages, const uint32_t* row, const int64_t (&strides)[4],
+                                            uint32_t token) {
+  const uint32_t place = token / pages.page, page = row[place];
+  return page < pages.pages ? page * strides[0] + (token - place * pages.page) * strides[2] : -1;
 }
 
 // The keys that a query sees: from..to.

@@ -24,12 +24,12 @@ template <int D> struct Tile {
 };
 
 // What a block's rows are of. Made anew where it is needed, since the loop over the keys has no registers to spare.
-template <bool VARLEN> struct Block {
+template <Batch B> struct Block {
   Sequence of;
   int batch, kv_head, rows;
 
   __device__ __forceinline__ explicit Block(const Params& p)
-      : of(sequence<VARLEN>(p, blockIdx.z)), batch(blockIdx.z), kv_head(blockIdx.x), rows(of.queries * p.group) {}
+      : of(sequence<B>(p, blockIdx.z)), batch(blockIdx.z), kv_head(blockIdx.x), rows(of.queries * p.group) {}
 
   __device__ __forceinline__ Place place(const Params& p, int row) const { return fused::place(p, kv_head, row); }
 };
@@ -46,7 +46,7 @@ __device__ __forceinline__ int first_row_of_warp(const Params& p) {
 
 // One warp's 16 rows. Lane l holds rows l / 4 and l / 4 + 8, and of every 8 columns 2 (l % 4) and
 // the next one: the layout of an accumulator of `mma`.
-template <typename T, int D, bool SPLIT, bool VARLEN> struct Rows {
+template <typename T, int D, bool SPLIT, Batch B> struct Rows {
   static constexpr int KEYS = Tile<D>::KEYS;
   static constexpr int Q_REGISTERS = Tile<D>::Q_SHARED ? 1 : D / 16;
 
@@ -60,7 +60,7 @@ template <typename T, int D, bool SPLIT, bool VARLEN> struct Rows {
   const float* mask[2];
   Range all, some;  // keys that all of the rows see, that any of them may see
 
-  __device__ void begin(const Params& p, const Block<VARLEN>& b, int first_row) {
+  __device__ void begin(const Params& p, const Block<B>& b, int first_row) {
     const int lane = threadIdx.x % WARP, rows = b.rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -81,7 +81,7 @@ template <typename T, int D, bool SPLIT, bool VARLEN> struct Rows {
   }
 
   // Reads the rows of q; those past the end are zero.
-  __device__ void read_queries(const Params& p, const Block<VARLEN>& b, int first_row, char* shared) {
+  __device__ void read_queries(const Params& p, const Block<B>& b, int first_row, char* shared) {
     const int lane = threadIdx.x % WARP;
     using Q = typename std::conditional<SPLIT, float, T>::type;
     const Q* base[2];
@@ -91,7 +91,7 @@ template <typename T, int D, bool SPLIT, bool VARLEN> struct Rows {
       const int row = first_row + lane / 4 + 8 * i;
       valid[i] = row < b.rows;
       const Place at = b.place(p, valid[i] ? row : 0);
-      base[i] = static_cast<const Q*>(p.q) + start_of<VARLEN>(p.q_strides, b.batch, b.of.first_query) +
+      base[i] = static_cast<const Q*>(p.q) + start_of<B>(p.q_strides, b.batch, b.of.first_query) +
                 at.head * p.q_strides[1] + at.query * p.q_strides[2] + 2 * (lane % 4);
     }
 #pragma unroll
@@ -241,7 +241,7 @@ template <typename T, int D, bool SPLIT, bool VARLEN> struct Rows {
         for (int j = 0; j < 4; ++j) s[n][j] = capped(s[n][j], cap, twice_inverse);
     }
     if (p.alibi) {
-      const Block<VARLEN> b(p);
+      const Block<B> b(p);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = min(first_row_of_warp(p) + int(threadIdx.x) % WARP / 4 + 8 * i, b.rows - 1);
@@ -300,7 +300,7 @@ template <typename T, int D, bool SPLIT, bool VARLEN> struct Rows {
   }
 
   __device__ void write(const Params& p) {
-    const Block<VARLEN> b(p);
+    const Block<B> b(p);
     const int lane = threadIdx.x % WARP, first_row = first_row_of_warp(p);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -311,7 +311,7 @@ template <typename T, int D, bool SPLIT, bool VARLEN> struct Rows {
       if (row >= b.rows) continue;
       const float factor = total == 0.f ? 0.f : 1.f / total;
       const Place place = b.place(p, row);
-      const int64_t at = (output_row<VARLEN>(p, b.of, b.batch, place.query) * p.heads + place.head) * D + lane % 4 * 2;
+      const int64_t at = (output_row<B>(p, b.of, b.batch, place.query) * p.heads + place.head) * D + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) {
         const float x = o[n][2 * i] * factor, y = o[n][2 * i + 1] * factor;
@@ -346,24 +346,44 @@ template <typename T, int D> struct Copier {
       if (c >= PIECES) c -= PIECES, ++r;
     }
   }
+
+  // The same of keys and values in pages of a power of two of tokens: one look into the table for both. Rows of
+  // pages that the pool has not become zeros too.
+  __device__ __forceinline__ void copy_pages(const Params& p, const uint32_t* table, uint32_t to, const T* k, const T* v,
+                                             int first_key, int count) const {
+    const KeyPages& pages = p.pages;
+    int r = row, c = piece;
+#pragma unroll 2
+    while (r < Tile<D>::KEYS) {
+      const uint32_t token = first_key + r, id = r < count ? table[token >> pages.page_bits] : pages.pages;
+      const bool there = id < pages.pages;
+      const int64_t page = there ? id : 0, slot = there ? token & (pages.page - 1) : 0;
+      const uint32_t at = to + (r * Tile<D>::ROW + c * 8) * 2;
+      copy_async(at, k + page * p.k_strides[0] + slot * p.k_strides[2] + c * 8, there);
+      copy_async(at + Tile<D>::BYTES, v + page * p.v_strides[0] + slot * p.v_strides[2] + c * 8, there);
+      r += row_step;
+      c += piece_step;
+      if (c >= PIECES) c -= PIECES, ++r;
+    }
+  }
 };
 
-template <typename T, int D, bool SPLIT, bool VARLEN> __device__ __forceinline__ void attend(const Params& p) {
+template <typename T, int D, bool SPLIT, Batch B> __device__ __forceinline__ void attend(const Params& p) {
   extern __shared__ __align__(16) char shared[];
-  using Warp = Rows<T, D, SPLIT, VARLEN>;
+  using Warp = Rows<T, D, SPLIT, B>;
   constexpr int KEYS = Tile<D>::KEYS, BYTES = Tile<D>::BYTES;
   const int warp = threadIdx.x / WARP, part = warp >> (31 - __clz(p.row_warps));
   const int row_warp = warp & (p.row_warps - 1);  // a power of two
   const int threads = p.row_warps * WARP, thread = threadIdx.x & (threads - 1);
   const int block_row = first_row_of_block(p);
-  if constexpr (VARLEN) {
+  if constexpr (B != Batch::DENSE) {
     pdl_launch();
     pdl_wait();
     using Y = typename std::conditional<SPLIT, float, T>::type;
     each_left_over(p, gridDim.z, D, [&](int64_t at) { static_cast<Y*>(p.y)[at] = from_float<Y>(0.f); });
   }
-  const Block<VARLEN> block(p);
-  if (VARLEN && block_row >= block.rows) return;
+  const Block<B> block(p);
+  if (B != Batch::DENSE && block_row >= block.rows) return;
   const Sequence& of = block.of;
   const int first_row = block_row + row_warp * 16;
   char* own = shared + part * p.group_bytes;
@@ -371,18 +391,21 @@ template <typename T, int D, bool SPLIT, bool VARLEN> __device__ __forceinline__
   const int last_row = min(block_row + p.row_warps * 16, block.rows) - 1;
   const int from = visible(p, of, block.place(p, block_row).query).from / KEYS;
   const int to = (max(visible(p, of, block.place(p, last_row).query).to, 0) + KEYS - 1) / KEYS;
-  const int64_t k_start = start_of<VARLEN>(p.k_strides, block.batch, of.first_key);
-  const int64_t v_start = start_of<VARLEN>(p.v_strides, block.batch, of.first_key);
+  const int64_t k_start = start_of<B>(p.k_strides, block.batch, of.first_key);
+  const int64_t v_start = start_of<B>(p.v_strides, block.batch, of.first_key);
   const T* k = static_cast<const T*>(p.k) + k_start + block.kv_head * p.k_strides[1];
   const T* v = static_cast<const T*>(p.v) + v_start + block.kv_head * p.v_strides[1];
   const Copier<T, D> copier(thread, threads);
+  const uint32_t* table = nullptr;
+  if constexpr (B == Batch::PAGED) table = table_row(p.pages, p.pages.lengths, block.batch).entries;
   const auto fetch = [&](int tile, int stage) {
     const uint32_t at = tiles + stage * 2 * BYTES;
     const int first_key = tile * KEYS, count = of.keys - first_key;
+    if constexpr (B == Batch::PAGED) return copier.copy_pages(p, table, at, k, v, first_key, count);
     copier.copy(at, k + first_key * p.k_strides[2], p.k_strides[2], count);
     copier.copy(at + BYTES, v + first_key * p.v_strides[2], p.v_strides[2], count);
   };
-  if constexpr (!VARLEN) {
+  if constexpr (B == Batch::DENSE) {
     pdl_launch();
     pdl_wait();
   }

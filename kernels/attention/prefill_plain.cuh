@@ -59,15 +59,20 @@ __device__ __forceinline__ float general_score(const Params& p, float s, const f
   return s * LOG2E - slope.each * fabsf(float(slope.position - key));
 }
 
-// A tile of keys or values as f32; what lies past `dim` or `end` is zero.
-template <typename S>
-__device__ __forceinline__ void read_tile(float* to, const void* from, int type, int64_t start,
-                                          const int64_t* strides, int first, int end, int dim) {
+// A tile of keys or values as f32; what lies past the head or the sequence, or in pages that the pool has not, is zero.
+// `table`: the sequence's pages, if its keys are in pages.
+template <typename S, Batch B>
+__device__ __forceinline__ void read_tile(const Params& p, float* to, const void* from, int64_t start,
+                                          const int64_t (&strides)[4], const uint32_t* table, int first, int end) {
   for (int i = threadIdx.x; i < S::KEYS * S::D; i += THREADS) {
     const int row = i / S::D, d = i % S::D;
-    const bool valid = first + row < end && d < dim;
-    to[row * S::PITCH + d] =
-        valid ? read(from, type, start + (first + row) * strides[2] + d * strides[3]) : 0.f;
+    bool valid = first + row < end && d < p.dim;
+    int64_t at = (first + row) * strides[2];
+    if constexpr (B == Batch::PAGED) {
+      at = valid ? in_pages(p.pages, table, strides, first + row) : -1;
+      valid = at >= 0;
+    }
+    to[row * S::PITCH + d] = valid ? read(from, p.kv_type, start + at + d * strides[3]) : 0.f;
   }
 }
 
@@ -184,7 +189,7 @@ template <typename S> struct Rows {
     }
   }
 
-  template <bool VARLEN>
+  template <Batch B>
   __device__ void epilogue(const Params& p, const Sequence& of, int batch, int kv_head, int block_row) const {
 #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
@@ -192,7 +197,7 @@ template <typename S> struct Rows {
       const float factor = total == 0.f ? 0.f : 1.f / total;
       const int row = block_row + y + i;
       const Place to = place(p, kv_head, row);
-      const int64_t at = (output_row<VARLEN>(p, of, batch, to.query) * p.heads + to.head) * p.dim;
+      const int64_t at = (output_row<B>(p, of, batch, to.query) * p.heads + to.head) * p.dim;
 #pragma unroll
       for (int c = 0; c < S::COLUMNS; ++c)
 #pragma unroll
@@ -205,7 +210,7 @@ template <typename S> struct Rows {
   }
 };
 
-template <typename S, bool VARLEN> __device__ __forceinline__ void attend(const Params& p) {
+template <typename S, Batch B> __device__ __forceinline__ void attend(const Params& p) {
   extern __shared__ __align__(16) float shared[];
   float* const q = shared;
   float* const tile = q + S::BLOCK_ROWS * S::PITCH;  // keys, then values
@@ -215,14 +220,14 @@ template <typename S, bool VARLEN> __device__ __forceinline__ void attend(const 
   const int block_row = (gridDim.y - 1 - blockIdx.y) * S::BLOCK_ROWS;
   pdl_launch();
   pdl_wait();
-  if constexpr (VARLEN) each_left_over(p, gridDim.z, p.dim, [&](int64_t at) { write(p.y, p.q_type, at, 0.f); });
-  const Sequence of = sequence<VARLEN>(p, batch);
+  if constexpr (B != Batch::DENSE) each_left_over(p, gridDim.z, p.dim, [&](int64_t at) { write(p.y, p.q_type, at, 0.f); });
+  const Sequence of = sequence<B>(p, batch);
   const int rows = of.queries * p.group;
-  if (VARLEN && block_row >= rows) return;
+  if (B != Batch::DENSE && block_row >= rows) return;
   const int last_row = min(block_row + S::BLOCK_ROWS, rows) - 1;
   const int from = visible(p, of, place(p, kv_head, block_row).query).from / S::KEYS * S::KEYS;
   const int to = visible(p, of, place(p, kv_head, last_row).query).to;
-  const int64_t q_start = start_of<VARLEN>(p.q_strides, batch, of.first_query);
+  const int64_t q_start = start_of<B>(p.q_strides, batch, of.first_query);
   for (int i = threadIdx.x; i < S::BLOCK_ROWS * S::D; i += THREADS) {
     const int row = block_row + i / S::D, d = i % S::D;
     const Place at = place(p, kv_head, row);
@@ -234,22 +239,24 @@ template <typename S, bool VARLEN> __device__ __forceinline__ void attend(const 
   state.begin(p, of, batch, kv_head, block_row);
   // A warp whose rows are all past the end only helps to read.
   const bool works = block_row + threadIdx.x / WARP * 2 * S::ROWS < rows;
-  const int64_t k_start = start_of<VARLEN>(p.k_strides, batch, of.first_key) + kv_head * p.k_strides[1];
-  const int64_t v_start = start_of<VARLEN>(p.v_strides, batch, of.first_key) + kv_head * p.v_strides[1];
+  const int64_t k_start = start_of<B>(p.k_strides, batch, of.first_key) + kv_head * p.k_strides[1];
+  const int64_t v_start = start_of<B>(p.v_strides, batch, of.first_key) + kv_head * p.v_strides[1];
+  const uint32_t* table = nullptr;
+  if constexpr (B == Batch::PAGED) table = table_row(p.pages, p.pages.lengths, batch).entries;
   for (int first = from; first < to; first += S::KEYS) {
     __syncthreads();
-    read_tile<S>(tile, p.k, p.kv_type, k_start, p.k_strides, first, of.keys, p.dim);
+    read_tile<S, B>(p, tile, p.k, k_start, p.k_strides, table, first, of.keys);
     __syncthreads();
     if (works) {
       state.scores(q, tile);
       state.softmax(p, of, kv_head, block_row, first, weights);
     }
     __syncthreads();
-    read_tile<S>(tile, p.v, p.kv_type, v_start, p.v_strides, first, of.keys, p.dim);
+    read_tile<S, B>(p, tile, p.v, v_start, p.v_strides, table, first, of.keys);
     __syncthreads();
     if (works) state.outputs(weights, tile);
   }
-  state.template epilogue<VARLEN>(p, of, batch, kv_head, block_row);
+  state.template epilogue<B>(p, of, batch, kv_head, block_row);
 }
 
 }  // namespace fused

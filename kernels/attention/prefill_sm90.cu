@@ -7,9 +7,9 @@
 using namespace fused;
 
 #define ATTENTION(D, KIND, SUFFIX, TYPE, ...)                                                    \
-  extern "C" __global__ void __launch_bounds__(Config<D, __VA_ARGS__, false>::THREADS, 1)               \
+  extern "C" __global__ void __launch_bounds__(Config<D, __VA_ARGS__, Batch::DENSE>::THREADS, 1)               \
       flash_attention_sm90_##KIND##D##_##SUFFIX(const __grid_constant__ AttentionSm90Params p) { \
-    attend<TYPE, Config<D, __VA_ARGS__, false>>(p);                                                     \
+    attend<TYPE, Config<D, __VA_ARGS__, Batch::DENSE>>(p);                                                     \
   }
 
 #define ATTENTIONS_false(D, ...)            \

@@ -5,120 +5,10 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-#include "attention/prefill.cuh"
-#include "common/tma.cuh"
+#include "attention/prefill_sm90_produce.cuh"
 #include "common/wgmma.cuh"
 
 namespace fused {
-
-// How a block is made up: warpgroups that multiply, keys of a tile, and whether they share the keys
-// out. A warpgroup has 64 rows. Either all have the same rows, and each every CONSUMERS-th tile: a
-// lane to itself. Or each has its own rows, and all go along one lane, taking turns. STAGES tiles of
-// keys, and of values, are in flight in a lane.
-template <int D_, int CONSUMERS_, int KEYS_, bool SHARE_, bool VARLEN_> struct Config {
-  static constexpr int D = D_, CONSUMERS = CONSUMERS_, KEYS = KEYS_, STAGES = 2;
-  static constexpr bool SHARE = SHARE_, TURNS = !SHARE, VARLEN = VARLEN_;
-  static constexpr int LANES = SHARE ? CONSUMERS : 1;
-  static constexpr int ROWS = SHARE ? 64 : 64 * CONSUMERS;
-  static constexpr int THREADS = 128 * (CONSUMERS + 1);
-  // Of a thread, out of the 168 or 128 that each has at the launch.
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
-  static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160;
-  // Elements of a piece of a row: as many as a swizzle of up to 128 bytes divides D into.
-  static constexpr int PIECE = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;
-  static constexpr int SWIZZLE = 2 * PIECE;
-  static constexpr int Q_BYTES = ROWS * D * 2;
-  static constexpr int TILE_BYTES = KEYS * D * 2;
-};
-
-// The barriers of a block, 8 bytes each; `slot` is a lane's stage.
-template <int SLOTS> struct Barriers {
-  uint32_t base;
-  __device__ uint32_t q_full() const { return base; }
-  __device__ uint32_t q_free() const { return base + 8; }
-  __device__ uint32_t k_full(int slot) const { return base + 16 + 8 * slot; }
-  __device__ uint32_t k_free(int slot) const { return base + 16 + 8 * (SLOTS + slot); }
-  __device__ uint32_t v_full(int slot) const { return base + 16 + 8 * (2 * SLOTS + slot); }
-  __device__ uint32_t v_free(int slot) const { return base + 16 + 8 * (3 * SLOTS + slot); }
-};
-
-// A block's pieces of work, one after the other: rows of one head. Heads are taken in sections
-// whose keys and values stay in L2, rows by length, longest first; blocks take them to and fro, so
-// that all have about the same to do. A section's last round may have no work for some. Of a ragged batch, each
-// sequence has the tiles of the longest one, and those that it has not are passed over.
-template <typename C> struct Work {
-  int turn = 0;  // of this block
-  int batch, head, first_row, tiles;
-
-  __device__ __forceinline__ Sequence of(const AttentionSm90Params& p) const {
-    if constexpr (C::VARLEN) return ragged;
-    return sequence<false>(p, batch);
-  }
-
-  __device__ __forceinline__ bool next(const AttentionSm90Params& p) {
-    const int grid = gridDim.x, rounds = (p.section * p.tiles + grid - 1) / grid;
-    for (;; ++turn) {
-      const int start = turn / rounds * p.section, columns = min(p.section, p.columns - start);
-      if (columns <= 0) return false;
-      const int block = turn % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
-      const int index = turn % rounds * grid + block;
-      if (index >= columns * p.tiles) continue;
-      const int column = start + index % columns;
-      batch = column / p.heads;
-      head = column % p.heads;
-      first_row = (p.tiles - 1 - index / columns) * C::ROWS;
-      const Sequence of = sequence<C::VARLEN>(p, batch);
-      if constexpr (C::VARLEN) {
-        if (first_row >= of.queries) continue;
-        ragged = of;
-      }
-      const int last = min(first_row + C::ROWS, of.queries) - 1;
-      const int keys = p.causal ? of.keys - of.queries + last + 1 : of.keys;
-      tiles = ((C::VARLEN ? max(keys, 0) : keys) + C::KEYS - 1) / C::KEYS;
-      ++turn;
-      return true;
-    }
-  }
-
- private:
-  Sequence ragged;
-};
-
-template <typename C>
-__device__ __forceinline__ void produce(const AttentionSm90Params& p, Barriers<C::LANES * C::STAGES> barriers,
-                                        uint32_t q, uint32_t k, uint32_t v) {
-  Work<C> work;
-  const int group = p.heads / p.kv_heads;
-  int before = 0;  // tiles of earlier work, of which there is none where keys are shared
-  for (int n = 0; work.next(p); ++n) {
-    if (C::VARLEN && work.tiles == 0) {
-      --n;  // there are no queries to load
-      continue;
-    }
-    const Sequence of = work.of(p);
-    const int kv_head = work.head / group;
-    // The i-th tile, counted from the last.
-    const auto fetch_tile = [&](int i, const TensorMap& map, uint32_t to, uint32_t full, uint32_t free) {
-      const int count = before + i / C::LANES, slot = i % C::LANES * C::STAGES + count % C::STAGES;
-      barrier_wait(free + 8 * slot, count / C::STAGES % 2 ^ 1);
-      barrier_expect(full + 8 * slot, C::TILE_BYTES);
-      const int token = (work.tiles - 1 - i) * C::KEYS;
-      bulk_copy(to + slot * C::TILE_BYTES, map, full + 8 * slot, of.first_key + token,
-                kv_head, C::VARLEN ? 0 : work.batch);
-    };
-    const auto fetch_k = [&](int i) { fetch_tile(i, p.k, k, barriers.k_full(0), barriers.k_free(0)); };
-    const auto fetch_v = [&](int i) { fetch_tile(i, p.v, v, barriers.v_full(0), barriers.v_free(0)); };
-    barrier_wait(barriers.q_free(), n % 2 ^ 1);
-    barrier_expect(barriers.q_full(), C::Q_BYTES);
-    bulk_copy(q, p.q, barriers.q_full(), of.first_query + work.first_row, work.head, C::VARLEN ? 0 : work.batch);
-#pragma unroll 1
-    for (int i = 0; i < work.tiles + C::LANES; ++i) {
-      if (i < work.tiles) fetch_k(i);
-      if (i >= C::LANES) fetch_v(i - C::LANES);
-    }
-    before += work.tiles;
-  }
-}
 
 // One warpgroup's 64 rows. A thread holds rows lane / 4 and lane / 4 + 8 of its warp's 16.
 template <typename T, typename C> struct Rows {
@@ -259,7 +149,7 @@ template <typename T, typename C> struct Rows {
       const int row = first_row + lane / 4 + 8 * i;
       const Sequence of = work.of(p);
       if (row >= of.queries) continue;
-      const int64_t at = output_row<C::VARLEN>(p, of, work.batch, row) * p.heads + work.head;
+      const int64_t at = output_row<C::BATCH>(p, of, work.batch, row) * p.heads + work.head;
       T* y = static_cast<T*>(p.y) + at * D + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
@@ -334,7 +224,7 @@ template <typename T, typename C> struct Consumer {
     if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase);
   }
 
-  // Makes zeros of the values from row `count` of the first tile on, which are another sequence's or nobody's: a
+  // Makes zeros of the values from row `count` of the first tile on, which are not the sequence's: a
   // weight of 0 would not hide one that is no number. All that share the tile do it, each before its own products.
   __device__ __forceinline__ void clear_values(char* values, int count) {
     barrier_wait(barriers.v_full(v_slot()), at_v.phase);
@@ -464,7 +354,7 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const A
     each_left_over(p, p.columns / p.heads, C::D, [&](int64_t at) { static_cast<T*>(p.y)[at] = from_float<T>(0.f); });
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(C::PRODUCER_REGISTERS));
-    if (threadIdx.x == 0) produce<C>(p, barriers, q, k, v);
+    if (threadIdx.x < C::PRODUCERS) produce<C>(p, barriers, q, k, v);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(C::REGISTERS));
     consume<T, C>(p, barriers, q, k, v, shared + (k - start), shared + (v - start));

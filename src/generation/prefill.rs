@@ -284,6 +284,7 @@ impl Pass {
             mask: None,
             alibi: None,
             ragged: None,
+            pages: None,
             y,
             q_dtype: self.dtype,
             kv_dtype: k.dtype(),

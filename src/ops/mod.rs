@@ -16,6 +16,7 @@
 //! | [`flash_attention()`], [`flash_decoding()`] | `softmax(q kᵀ) v` |
 //! | [`flash_attention_varlen()`] | the same of sequences of different lengths without padding |
 //! | [`paged_attention()`] | the newest tokens of many sequences over keys and values in pages |
+//! | [`paged_prefill()`] | the same of ragged batches: prompts, chunks of them and single tokens |
 //! | [`paged_append()`], [`copy_pages`] | new keys and values into those pages, and copies of pages |
 //! | [`sample()`] | the choice of a token from logits |
 
@@ -34,6 +35,7 @@ pub mod layer_norm_linear;
 pub mod linear;
 pub mod paged_append;
 pub mod paged_attention;
+pub mod paged_prefill;
 pub mod quant_linear;
 pub mod residual_add;
 pub mod rms_norm;
@@ -57,6 +59,7 @@ pub use linear::{Activation, ActivationBits, Epilogue, Prologue, Weight, linear}
 pub use paged_append::{PagedAppend, RotaryTables, TokenMap, copy_pages, paged_append};
 #[doc(inline)]
 pub use paged_attention::{PagedAttention, paged_attention};
+pub use paged_prefill::{RaggedQueries, paged_prefill};
 pub use pages::{PageLayout, PagePool, PageTable};
 #[doc(inline)]
 pub use quant_linear::{quant_linear, quant_linear_with};

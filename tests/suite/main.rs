@@ -38,6 +38,7 @@ mod nn;
 mod packers;
 mod paged_append;
 mod paged_attention;
+mod paged_prefill;
 mod pages;
 mod pool;
 mod pool_model;

@@ -3,6 +3,26 @@
 use super::{Const, Count, Float2, Gemv, Mut, TensorMap, Void};
 
 abi! {
+    /// Where the sequences of a batch have their keys and values in pages: a padded table or one in CSR form.
+    #[derive(Default)]
+    struct KeyPages {
+        /// `[sequences, width]` or, in CSR form, `[width]`.
+        entries: Const<u32>,
+        /// `[sequences + 1]` in CSR form, null otherwise.
+        indptr: Const<u32>,
+        /// `[sequences]`: tokens of each, or, in CSR form, tokens of its last page.
+        lengths: Const<u32>,
+        /// Entries from one sequence to the next in a padded table.
+        step: u32,
+        width: u32,
+        /// Tokens of a page, and its logarithm where that is a power of two.
+        page: u32,
+        page_bits: u32,
+        pages: u32,
+        /// Tokens of a page that are copied at once, on Hopper.
+        piece: u32,
+    }
+
     /// The query heads of one key/value head are rows of one matrix: row r stands for query r / group
     /// and head r % group of the key/value head's group, so that keys are read once for all of them.
     struct AttentionParams {
@@ -16,9 +36,10 @@ abi! {
         /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
         cu_q: Const<u32>,
         cu_k: Const<u32>,
+        pages: KeyPages,
         /// `[batch, queries, heads, dim]` in q's type.
         y: Mut<Void>,
-        /// Batch, head, token, dim.
+        /// Batch, or page of keys and values, head, token, dim.
         q_strides: [i64; 4],
         k_strides: [i64; 4],
         v_strides: [i64; 4],
@@ -71,7 +92,7 @@ abi! {
     /// Without mask, window and softcap, on Hopper.
     struct AttentionSm90Params {
         /// Dimensions, innermost first: a piece of a row as long as the swizzle, tokens, pieces of a row,
-        /// heads, batch.
+        /// heads, batch or pages.
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
@@ -80,6 +101,7 @@ abi! {
         /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
         cu_q: Const<u32>,
         cu_k: Const<u32>,
+        pages: KeyPages,
         heads: i32,
         kv_heads: i32,
         queries: i32,

@@ -1,7 +1,7 @@
 //! The CPU form: the keys and values that are seen are gathered from their pages, and go through the core of
 //! `flash_attention`, all sequences at once.
 
-use super::{OP, Op};
+use super::Op;
 use crate::cpu::attention::{AnyView, Output, Rule, Sequences, Sizes, View, attend};
 use crate::cpu::{pool, simd};
 use crate::ops::pages::check_page;
@@ -15,12 +15,13 @@ use std::ops::Range;
 const GRAIN: usize = 64;
 
 pub(super) fn forward(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-    trace::record(OP, || {
+    trace::record(op.name, || {
         let (q, kv) = (q.dtype().as_str(), op.pages.dtype().as_str());
         let (sequences, level) = (op.sequences, simd::level().name());
         format!("cpu {level} {sequences} sequences q {q} kv {kv}")
     });
-    let out = dispatch_float!(op.pages.dtype(), OP, "pool.k", T => of_pool::<T>(op, q, layout))?;
+    let out =
+        dispatch_float!(op.pages.dtype(), op.name, "pool.k", T => of_pool::<T>(op, q, layout))?;
     Ok((out, layout.shape().clone()))
 }
 
@@ -30,23 +31,33 @@ struct Seen {
     tokens: Vec<[usize; 2]>,
     /// Those of each sequence among them.
     ranges: Vec<Range<usize>>,
+    /// Rows of q that each sequence has.
+    rows: Vec<Range<usize>>,
 }
 
 impl Seen {
-    fn new(op: &Op<'_>) -> Result<Self> {
-        let rows = op.table.rows(OP)?;
-        let lengths = op.table.lengths(OP, op.pool.page, &rows)?;
+    fn new(op: &Op<'_>, rows: Vec<Range<usize>>) -> Result<Self> {
+        let table = op.table.rows(op.name)?;
+        let lengths = op.table.lengths(op.name, op.pool.page, &table)?;
         let (mut tokens, mut ranges) = (Vec::new(), Vec::new());
-        for (b, (row, length)) in rows.iter().zip(lengths).enumerate() {
+        for (b, (row, length)) in table.iter().zip(lengths).enumerate() {
             let start = tokens.len();
-            for token in op.first_key(length)..length {
+            let first = match rows[b].len() {
+                0 => length,
+                queries => op.first_key(length, queries),
+            };
+            for token in first..length {
                 let at = token / op.pool.page;
-                let id = check_page(OP, row[at], op.pool.pages, [b, at])?;
+                let id = check_page(op.name, row[at], op.pool.pages, [b, at])?;
                 tokens.push([id, token % op.pool.page]);
             }
             ranges.push(start..tokens.len());
         }
-        Ok(Self { tokens, ranges })
+        Ok(Self {
+            tokens,
+            ranges,
+            rows,
+        })
     }
 
     /// Their keys or values, `[tokens, Hkv, D]`.
@@ -70,41 +81,40 @@ impl Seen {
 }
 
 fn of_pool<T: Float>(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
-    let seen = Seen::new(op)?;
+    let len = layout.shape().elem_count();
+    let width = op.heads * op.pool.dim;
+    let seen = Seen::new(op, op.rows(len / width.max(1))?)?;
     let (k, v) = (
         seen.gather::<T>(op, &op.pages.k)?,
         seen.gather::<T>(op, &op.pages.v)?,
     );
     let (dim, kv_heads, heads) = (op.pool.dim, op.pool.kv_heads, op.heads);
-    let of_sequence = |(b, range): (usize, &Range<usize>)| {
+    let of_sequence = |(own, range): (&Range<usize>, &Range<usize>)| {
         let sizes = Sizes {
             batch: 1,
             heads,
             kv_heads,
-            queries: op.queries,
+            queries: own.len(),
             keys: range.len(),
             dim,
         };
         let rows = |data| {
             let strides = [0, dim, kv_heads * dim, 1];
             let start = range.start * kv_heads * dim;
-            inside(View::new(
-                data,
-                start,
-                [1, kv_heads, range.len(), dim],
-                strides,
-            ))
+            let dims = [1, kv_heads, range.len(), dim];
+            inside(op, View::new(data, start, dims, strides))
         };
         Ok(Sequences {
             sizes,
-            q: queries(op, q, layout, b)?,
+            q: queries(op, q, layout, own)?,
             k: rows(&k)?,
             v: rows(&v)?,
-            first: b * op.queries * heads * dim,
+            first: own.start * width,
         })
     };
-    let ranges = seen.ranges.iter().enumerate();
-    let sequences = ranges.map(of_sequence).collect::<Result<Vec<_>>>()?;
+    let all = seen.rows.iter().zip(&seen.ranges);
+    let asked = all.filter(|(own, _)| !own.is_empty());
+    let sequences = asked.map(of_sequence).collect::<Result<Vec<_>>>()?;
     let slopes = op.slopes.as_ref().map(Tensor::to_vec1::<f32>).transpose()?;
     let rule = Rule {
         scale: op.params.scale,
@@ -116,14 +126,14 @@ fn of_pool<T: Float>(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<Cpu
     };
     macro_rules! into {
         ($variant:ident, $output:ident) => {{
-            let mut out = Vec::with_capacity(op.len());
-            let room = &mut out.spare_capacity_mut()[..op.len()];
+            let mut out = Vec::with_capacity(len);
+            let room = &mut out.spare_capacity_mut()[..len];
             room.iter_mut().for_each(|value| {
                 value.write(Default::default());
             });
             attend(simd::level(), rule, &sequences, Output::$output(room));
             // SAFETY: zeros have been written everywhere.
-            unsafe { out.set_len(op.len()) }
+            unsafe { out.set_len(len) }
             CpuStorage::$variant(out)
         }};
     }
@@ -134,25 +144,38 @@ fn of_pool<T: Float>(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<Cpu
     })
 }
 
-/// The queries of sequence `b`.
-fn queries<'a>(op: &Op<'_>, q: &'a CpuStorage, layout: &Layout, b: usize) -> Result<AnyView<'a>> {
-    let &[of_sequence, of_query, of_head, of_element] = layout.stride() else {
-        bail!("{OP}: q has strides {:?}, expected four", layout.stride());
+/// The queries in rows `own`.
+fn queries<'a>(
+    op: &Op<'_>,
+    q: &'a CpuStorage,
+    layout: &Layout,
+    own: &Range<usize>,
+) -> Result<AnyView<'a>> {
+    let (start, of_query, of_head, of_element) = match *layout.stride() {
+        [sequence, query, head, element] => {
+            let b = own.start / op.queries;
+            (b * sequence, query, head, element)
+        }
+        [query, head, element] => (own.start * query, query, head, element),
+        _ => bail!("{}: q has strides {:?}", op.name, layout.stride()),
     };
-    let start = layout.start_offset() + b * of_sequence;
-    let dims = [1, op.heads, op.queries, op.pool.dim];
+    let start = layout.start_offset() + start;
+    let dims = [1, op.heads, own.len(), op.pool.dim];
     let strides = [0, of_head, of_query, of_element];
     Ok(match q {
-        CpuStorage::F32(q) => AnyView::F32(inside(View::new(q, start, dims, strides))?),
-        CpuStorage::F16(q) => AnyView::F16(inside(View::new(q, start, dims, strides))?),
-        CpuStorage::BF16(q) => AnyView::Bf16(inside(View::new(q, start, dims, strides))?),
-        other => bail!("{OP}: q is {:?}, expected f32, f16 or bf16", other.dtype()),
+        CpuStorage::F32(q) => AnyView::F32(inside(op, View::new(q, start, dims, strides))?),
+        CpuStorage::F16(q) => AnyView::F16(inside(op, View::new(q, start, dims, strides))?),
+        CpuStorage::BF16(q) => AnyView::Bf16(inside(op, View::new(q, start, dims, strides))?),
+        other => {
+            let dtype = other.dtype();
+            bail!("{}: q is {dtype:?}, expected f32, f16 or bf16", op.name)
+        }
     })
 }
 
-fn inside<T>(view: Option<T>) -> Result<T> {
+fn inside<T>(op: &Op<'_>, view: Option<T>) -> Result<T> {
     match view {
         Some(view) => Ok(view),
-        None => bail!("{OP}: a layout reaches past its storage"),
+        None => bail!("{}: a layout reaches past its storage", op.name),
     }
 }

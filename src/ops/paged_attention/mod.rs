@@ -10,12 +10,14 @@ use super::view::{dense_on_cuda, float, inference_only};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use std::ops::Range;
 
 #[cfg(feature = "cuda")]
 pub use crate::cuda::KernelInfo;
 #[cfg(feature = "cuda")]
 pub use cuda::kernel_table;
 pub use reference::reference;
+pub(super) use reference::reference_of;
 
 const OP: &str = "paged_attention";
 
@@ -97,18 +99,22 @@ pub fn paged_attention(
     table: &PageTable,
     params: &PagedAttention,
 ) -> Result<Tensor> {
-    let op = Op::new(q, pool, table, params)?;
-    let slopes = params.alibi_slopes.iter().map(|t| ("alibi_slopes", t));
-    let given = [("q", q), ("pool.k", &pool.k), ("pool.v", &pool.v)];
-    inference_only(OP, given.into_iter().chain(slopes))?;
-    // A kernel follows any strides but those within a head.
-    let packed = op.pool.dim <= 1 || q.stride()[3] == 1;
-    let q = if packed { q.clone() } else { dense_on_cuda(q)? };
-    q.apply_op1_no_bwd(&op)
+    Op::new(OP, q, pool, table, params, None)?.apply(q)
 }
 
-/// The op as candle sees it.
-struct Op<'a> {
+/// The queries of a ragged batch, one sequence behind the other.
+#[derive(Clone, Debug)]
+pub struct RaggedQueries {
+    /// `[B + 1]`, u32: sequence b has rows `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` of q.
+    pub cu_seqlens_q: Tensor,
+    /// At least as many as the longest sequence has. On a GPU, which alone reads the lengths there, what a sequence
+    /// has beyond it is not computed.
+    pub max_seqlen_q: usize,
+}
+
+/// The op as candle sees it: `paged_attention`, and `paged_prefill` where queries are ragged.
+pub(super) struct Op<'a> {
+    name: &'static str,
     pages: &'a PagePool,
     table: &'a PageTable,
     params: &'a PagedAttention,
@@ -116,66 +122,62 @@ struct Op<'a> {
     slopes: Option<Tensor>,
     pool: PoolSizes,
     sequences: usize,
-    /// Of a sequence.
+    /// Of a sequence, at most if they are ragged.
     queries: usize,
     heads: usize,
+    /// Cumulative numbers of queries, contiguous.
+    ragged: Option<Tensor>,
 }
 
 impl<'a> Op<'a> {
-    /// Checks everything that can be told without the table's values.
-    fn new(
+    /// Checks everything that can be told without the tensors' values.
+    pub(super) fn new(
+        name: &'static str,
         q: &Tensor,
         pages: &'a PagePool,
         table: &'a PageTable,
         params: &'a PagedAttention,
+        ragged: Option<&RaggedQueries>,
     ) -> Result<Self> {
-        let pool = pages.checked(OP)?;
-        float(OP, "q", q.dtype())?;
-        let &[sequences, queries, heads, dim] = q.dims() else {
-            bail!("{OP}: q has shape {:?}, expected [B, T, Hq, D]", q.shape());
+        let pool = pages.checked(name)?;
+        float(name, "q", q.dtype())?;
+        let sequences = table.checked(name, pages.k.device())?;
+        let (of_q, queries, heads, dim) = match (q.dims(), ragged) {
+            (&[b, t, heads, dim], None) => (b, t, heads, dim),
+            (&[rows, heads, dim], Some(r)) => (sequences, r.max_seqlen_q.min(rows), heads, dim),
+            (_, None) => bail!(
+                "{name}: q has shape {:?}, expected [B, T, Hq, D]",
+                q.shape()
+            ),
+            (_, Some(_)) => bail!(
+                "{name}: q has shape {:?}, expected [total_q, Hq, D]",
+                q.shape()
+            ),
         };
+        if of_q != sequences {
+            bail!("{name}: the table has {sequences} sequences, q has {of_q}");
+        }
         if dim != pool.dim {
-            bail!("{OP}: q has heads of {dim}, expected pool.k's {}", pool.dim);
+            bail!(
+                "{name}: q has heads of {dim}, expected pool.k's {}",
+                pool.dim
+            );
         }
         if heads % pool.kv_heads != 0 {
             bail!(
-                "{OP}: q has {heads} heads, expected a multiple of pool.k's {}",
+                "{name}: q has {heads} heads, expected a multiple of pool.k's {}",
                 pool.kv_heads
             );
         }
         for (name, t) in [("q", q), ("pool.v", &pages.v)] {
             if !t.device().same_device(pages.k.device()) {
-                bail!("{OP}: {name} is on another device than pool.k");
+                bail!("{name}: {name} is on another device than pool.k");
             }
         }
-        let tabled = table.checked(OP, pages.k.device())?;
-        if tabled != sequences {
-            bail!("{OP}: the table has {tabled} sequences, q has {sequences}");
-        }
-        if !params.scale.is_finite() {
-            bail!("{OP}: scale is {}, expected a finite number", params.scale);
-        }
-        if params.window == Some(0) {
-            bail!("{OP}: window is 0, expected at least 1, the token's own position");
-        }
-        if let Some(cap) = params.softcap.filter(|c| !(c.is_finite() && *c > 0.)) {
-            bail!("{OP}: softcap is {cap}, expected a positive number");
-        }
-        let slopes = match &params.alibi_slopes {
-            Some(slopes) => {
-                float(OP, "alibi_slopes", slopes.dtype())?;
-                if slopes.dims() != [heads] || !slopes.device().same_device(q.device()) {
-                    bail!(
-                        "{OP}: alibi_slopes has shape {:?} on {:?}, expected [{heads}] on q's device",
-                        slopes.shape(),
-                        slopes.device().location()
-                    );
-                }
-                Some(slopes.to_dtype(DType::F32)?.contiguous()?)
-            }
-            None => None,
-        };
+        let ragged = ragged.map(|r| r.checked(name, sequences, q)).transpose()?;
+        let slopes = params.checked(name, heads, q)?;
         Ok(Self {
+            name,
             pages,
             table,
             params,
@@ -184,25 +186,108 @@ impl<'a> Op<'a> {
             sequences,
             queries,
             heads,
+            ragged,
         })
     }
 
-    /// Elements of the result.
-    fn len(&self) -> usize {
-        self.sequences * self.queries * self.heads * self.pool.dim
+    /// The result for queries that the op was made for.
+    pub(super) fn apply(&self, q: &Tensor) -> Result<Tensor> {
+        let slopes = self.params.alibi_slopes.iter().map(|t| ("alibi_slopes", t));
+        let given = [
+            ("q", q),
+            ("pool.k", &self.pages.k),
+            ("pool.v", &self.pages.v),
+        ];
+        inference_only(self.name, given.into_iter().chain(slopes))?;
+        // A kernel follows any strides but those within a head.
+        let packed = self.pool.dim <= 1 || q.stride()[q.rank() - 1] == 1;
+        let q = if packed { q.clone() } else { dense_on_cuda(q)? };
+        q.apply_op1_no_bwd(self)
     }
 
-    /// The first key that a query of a sequence of so many tokens sees.
-    fn first_key(&self, length: usize) -> usize {
-        let before =
-            |window: usize| (length + 1).saturating_sub(window.saturating_add(self.queries));
+    /// Rows of q that each sequence has, of `total`; read from a tensor on any device.
+    fn rows(&self, total: usize) -> Result<Vec<Range<usize>>> {
+        let name = self.name;
+        let Some(lengths) = &self.ragged else {
+            let of_sequence = |b| b * self.queries..(b + 1) * self.queries;
+            return Ok((0..self.sequences).map(of_sequence).collect());
+        };
+        let lengths = lengths.to_vec1::<u32>()?;
+        let row = |(b, ends): (usize, &[u32])| {
+            let (from, to) = (ends[0] as usize, ends[1] as usize);
+            if from > to || to > total {
+                bail!("{name}: cu_seqlens_q has {from}..{to} for sequence {b}, q has {total} rows");
+            }
+            if to - from > self.queries {
+                let most = self.queries;
+                bail!(
+                    "{name}: sequence {b} has {} queries, max_seqlen_q is {most}",
+                    to - from
+                );
+            }
+            Ok(from..to)
+        };
+        lengths.windows(2).enumerate().map(row).collect()
+    }
+
+    /// The first key that one of a sequence's last `queries` of `length` tokens sees.
+    fn first_key(&self, length: usize, queries: usize) -> usize {
+        let before = |window: usize| (length + 1).saturating_sub(window.saturating_add(queries));
         self.params.window.map_or(0, before)
+    }
+}
+
+impl PagedAttention {
+    /// The slopes in f32, contiguous, if all is usable.
+    fn checked(&self, name: &str, heads: usize, q: &Tensor) -> Result<Option<Tensor>> {
+        if !self.scale.is_finite() {
+            bail!("{name}: scale is {}, expected a finite number", self.scale);
+        }
+        if self.window == Some(0) {
+            bail!("{name}: window is 0, expected at least 1, the token's own position");
+        }
+        if let Some(cap) = self.softcap.filter(|c| !(c.is_finite() && *c > 0.)) {
+            bail!("{name}: softcap is {cap}, expected a positive number");
+        }
+        match &self.alibi_slopes {
+            Some(slopes) => {
+                float(name, "alibi_slopes", slopes.dtype())?;
+                if slopes.dims() != [heads] || !slopes.device().same_device(q.device()) {
+                    bail!(
+                        "{name}: alibi_slopes has shape {:?} on {:?}, expected [{heads}] on q's device",
+                        slopes.shape(),
+                        slopes.device().location()
+                    );
+                }
+                Ok(Some(slopes.to_dtype(DType::F32)?.contiguous()?))
+            }
+            None => Ok(None),
+        }
+    }
+}
+
+impl RaggedQueries {
+    /// The cumulative numbers, contiguous.
+    fn checked(&self, name: &str, sequences: usize, q: &Tensor) -> Result<Tensor> {
+        let lengths = &self.cu_seqlens_q;
+        if lengths.dims() != [sequences + 1] || lengths.dtype() != DType::U32 {
+            bail!(
+                "{name}: cu_seqlens_q is {:?} {:?}, expected U32 [{}], one more than sequences",
+                lengths.dtype(),
+                lengths.dims(),
+                sequences + 1
+            );
+        }
+        if !lengths.device().same_device(q.device()) {
+            bail!("{name}: cu_seqlens_q is on another device than q");
+        }
+        lengths.contiguous()
     }
 }
 
 impl CustomOp1 for Op<'_> {
     fn name(&self) -> &'static str {
-        OP
+        self.name
     }
 
     fn cpu_fwd(&self, q: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {

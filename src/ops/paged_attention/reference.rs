@@ -1,6 +1,6 @@
 //! The plain form: float64, one score at a time.
 
-use super::{OP, Op, PagedAttention};
+use super::{OP, Op, PagedAttention, RaggedQueries};
 use crate::ops::pages::{PageLayout, PagePool, PageTable, check_page};
 use crate::ops::view::float64;
 use candle_core::{Result, Tensor};
@@ -15,31 +15,46 @@ pub fn reference(
     table: &PageTable,
     params: &PagedAttention,
 ) -> Result<Vec<f64>> {
-    let op = Op::new(q, pool, table, params)?;
+    reference_of(OP, q, pool, table, params, None)
+}
+
+/// The same of ragged queries too.
+pub(in crate::ops) fn reference_of(
+    name: &'static str,
+    q: &Tensor,
+    pool: &PagePool,
+    table: &PageTable,
+    params: &PagedAttention,
+    ragged: Option<&RaggedQueries>,
+) -> Result<Vec<f64>> {
+    let op = Op::new(name, q, pool, table, params, ragged)?;
     let sizes = op.pool;
     let (q, k, v) = (float64(q)?, float64(&pool.k)?, float64(&pool.v)?);
     let slopes = op.slopes.as_ref().map(float64).transpose()?;
-    let rows = table.rows(OP)?;
-    let lengths = table.lengths(OP, sizes.page, &rows)?;
+    let rows = table.rows(name)?;
+    let lengths = table.lengths(name, sizes.page, &rows)?;
     // Where a token's head begins in the pool.
     let place = |b: usize, token: usize, head: usize| -> Result<usize> {
         let (at, slot) = (token / sizes.page, token % sizes.page);
-        let id = check_page(OP, rows[b][at], sizes.pages, [b, at])?;
+        let id = check_page(name, rows[b][at], sizes.pages, [b, at])?;
         let row = match pool.layout {
             PageLayout::Nhd => (id * sizes.page + slot) * sizes.kv_heads + head,
             PageLayout::Hnd => (id * sizes.kv_heads + head) * sizes.page + slot,
         };
         Ok(row * sizes.dim)
     };
-    let mut out = vec![0.; op.len()];
+    let mut out = vec![0.; q.len()];
+    let asked = op.rows(q.len() / (op.heads * sizes.dim).max(1))?;
     let queries = q
         .chunks_exact(sizes.dim)
         .zip(out.chunks_exact_mut(sizes.dim));
     for (row, (q, y)) in queries.enumerate() {
-        let head = row % op.heads;
-        let b = row / op.heads / op.queries;
+        let (query, head) = (row / op.heads, row % op.heads);
+        let Some(b) = asked.iter().position(|own| own.contains(&query)) else {
+            continue;
+        };
         // One past the query's position.
-        let end = (lengths[b] + row / op.heads % op.queries + 1).saturating_sub(op.queries);
+        let end = (lengths[b] + query + 1).saturating_sub(asked[b].end);
         let first = params.window.map_or(0, |w| end.saturating_sub(w));
         let mut seen = Vec::new();
         for j in first..end {

@@ -54,6 +54,28 @@ static RAGGED: Module = Module::new(
     ],
 );
 
+/// The same over keys and values in pages.
+static PAGED: Module = Module::new(
+    "paged_prefill",
+    fatbin!("paged_prefill"),
+    &[
+        "paged_prefill_d64_f16",
+        "paged_prefill_d80_f16",
+        "paged_prefill_d96_f16",
+        "paged_prefill_d128_f16",
+        "paged_prefill_d256_f16",
+        "paged_prefill_d64_bf16",
+        "paged_prefill_d80_bf16",
+        "paged_prefill_d96_bf16",
+        "paged_prefill_d128_bf16",
+        "paged_prefill_d256_bf16",
+        "paged_prefill_d64_f32",
+        "paged_prefill_d80_f32",
+        "paged_prefill_d96_f32",
+        "paged_prefill_d128_f32",
+    ],
+);
+
 /// Head sizes that there are kernels for.
 pub(super) const HEAD_SIZES: [usize; ATTENTION_MMA.len()] = head_sizes!(ATTENTION_MMA);
 
@@ -82,6 +104,9 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
         DType::BF16 => forms.len(),
         _ => 2 * forms.len(),
     };
+    if let Some(reason) = case.batch.refusal() {
+        return Err(reason);
+    }
     let at = case.alignment;
     if at.kv < 16 || at.q < 8 || at.y < 8 {
         return Err(PIECES);
@@ -121,7 +146,7 @@ impl Mma {
             (1, 4)
         };
         let mut mma = Self {
-            module: if case.ragged { &RAGGED } else { &MODULE },
+            module: case.batch.of([&MODULE, &RAGGED, &PAGED]),
             index,
             tile,
             grid: Grid::line(0, 0),

@@ -101,6 +101,7 @@ pub(super) fn forward(op: &Attention, q: Given, k: Given, v: Given) -> Result<Cu
         mask,
         alibi: op.slopes.as_ref().map(address_of).transpose()?,
         ragged,
+        pages: None,
         y: address(&out, &Layout::contiguous(len))?,
         q_dtype: q.0.dtype(),
         kv_dtype: k.0.dtype(),

@@ -30,6 +30,18 @@ static RAGGED: Module = Module::new(
     ],
 );
 
+/// Over keys and values in pages.
+static PAGED: Module = Module::new(
+    "paged_prefill_plain",
+    fatbin!("paged_prefill_plain"),
+    &[
+        "paged_prefill_plain_64",
+        "paged_prefill_plain_128",
+        "paged_prefill_plain_256",
+        "paged_prefill_plain_512",
+    ],
+);
+
 /// The widest head.
 pub(super) const WIDEST: usize = ATTENTION_PLAIN[ATTENTION_PLAIN.len() - 1].dim;
 
@@ -53,7 +65,7 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
     }
     let blocks = case.blocks(case.sizes.rows().div_ceil(rows))?;
     let grid = Grid::new(blocks, ATTENTION_PLAIN_THREADS as u32, shared);
-    let module = if case.ragged { &RAGGED } else { &MODULE };
+    let module = case.batch.of([&MODULE, &RAGGED, &PAGED]);
     Ok(Box::new(Plain {
         module,
         index,

@@ -1,14 +1,14 @@
 //! What is asked of `flash_attention`: its operands by address, and the [`Case`] that a kernel is chosen by.
 
 use crate::cpu::attention::Sizes;
-use crate::cuda::abi::AttentionParams as Params;
+use crate::cuda::abi::{AttentionParams as Params, KeyPages};
 use crate::cuda::{Address, GpuSpec};
 use crate::ops::view::dtype_index;
 use candle_core::{DType, Result, bail};
 use std::fmt;
 
-/// A tensor of four dimensions, batch, head, token, dim: where it starts, and its strides in
-/// elements.
+/// A tensor of four dimensions, batch (or page of keys and values), head, token, dim: where it starts, and its
+/// strides in elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operand {
     pub address: Address,
@@ -45,6 +45,8 @@ pub(crate) struct Call {
     pub alibi: Option<Address>,
     /// Where `sizes` has the sequences of a ragged batch, each of up to `sizes.queries` queries, and all keys.
     pub ragged: Option<Ragged>,
+    /// Where keys and values are in pages: `sizes` then has as many keys as a row of the table has room for.
+    pub pages: Option<KeyPages>,
     /// `[batch, queries, heads, dim]` or `[total_q, heads, dim]`, dense, in q's dtype.
     pub y: Address,
     pub q_dtype: DType,
@@ -62,6 +64,7 @@ pub(crate) struct Call {
 pub(crate) struct Ragged {
     /// `[sequences + 1]`, u32.
     pub cu_q: Address,
+    /// Likewise; 0 where keys are in pages.
     pub cu_k: Address,
     /// Rows of q.
     pub total_q: usize,
@@ -70,10 +73,18 @@ pub(crate) struct Ragged {
 impl Call {
     /// The op as the trace has it.
     pub(super) fn op(&self) -> &'static str {
-        match self.ragged {
-            Some(_) => "flash_attention_varlen",
-            None => "flash_attention",
+        match (self.pages, self.ragged) {
+            (Some(_), _) => "paged_prefill",
+            (None, Some(_)) => "flash_attention_varlen",
+            (None, None) => "flash_attention",
         }
+    }
+
+    /// The table of pages as kernels take it; `piece`: tokens of a page that are copied at once.
+    pub(super) fn key_pages(&self, piece: usize) -> KeyPages {
+        let piece = piece as u32;
+        self.pages
+            .map_or_else(KeyPages::default, |pages| KeyPages { piece, ..pages })
     }
 
     /// Rows of q in a sequence, at most.
@@ -115,7 +126,11 @@ impl Call {
             kv: self.kv_dtype,
             sizes: self.sizes,
             causal: self.right == Some(0),
-            ragged: self.ragged.is_some(),
+            batch: match (self.pages, self.ragged) {
+                (Some(pages), _) => Batch::Paged(pages.page as usize),
+                (None, Some(_)) => Batch::Ragged,
+                (None, None) => Batch::Dense,
+            },
             mask: self.mask.is_some(),
             alibi: self.alibi.is_some(),
             window: self.narrow_window().is_some() || self.narrow_right().is_some_and(|n| n > 0),
@@ -144,6 +159,7 @@ impl From<&Call> for Params {
             alibi: call.alibi.unwrap_or(0),
             cu_q: call.ragged.map_or(0, |ragged| ragged.cu_q),
             cu_k: call.ragged.map_or(0, |ragged| ragged.cu_k),
+            pages: call.key_pages(0),
             y: call.y,
             q_strides: call.q.strides,
             k_strides: call.k.strides,
@@ -187,6 +203,38 @@ pub(super) struct Alignment {
     pub y: u64,
 }
 
+/// How sequences lie in the tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Batch {
+    /// All as long.
+    Dense,
+    /// One behind the other: only the GPU knows how long they are, at most as `sizes` says.
+    Ragged,
+    /// Likewise, with keys and values in pages of so many tokens.
+    Paged(usize),
+}
+
+impl Batch {
+    /// The one of a kernel's modules that is for it: of sequences of one length, ragged, and in pages.
+    pub fn of<T>(self, [dense, ragged, paged]: [T; 3]) -> T {
+        match self {
+            Batch::Dense => dense,
+            Batch::Ragged => ragged,
+            Batch::Paged(_) => paged,
+        }
+    }
+
+    /// Why the kernel for tensor cores does not take it.
+    pub fn refusal(self) -> Option<&'static str> {
+        match self {
+            Batch::Paged(page) if !page.is_power_of_two() => {
+                Some("a page's tokens are no power of two")
+            }
+            _ => None,
+        }
+    }
+}
+
 /// All that the choice of a kernel may depend on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Case {
@@ -196,8 +244,7 @@ pub(super) struct Case {
     pub kv: DType,
     pub sizes: Sizes,
     pub causal: bool,
-    /// Whether only the GPU knows how long the sequences are: at most as `sizes` says.
-    pub ragged: bool,
+    pub batch: Batch,
     pub mask: bool,
     pub alibi: bool,
     /// Whether there is a window that hides keys, other than causal.
@@ -234,7 +281,8 @@ impl fmt::Display for Case {
         write!(f, "q {q} [{batch}, {heads}, {queries}, {dim}]")?;
         write!(f, " over {kv} [{batch}, {kv_heads}, {keys}, {dim}]")?;
         for (there, name) in [
-            (self.ragged, "ragged"),
+            (self.batch == Batch::Ragged, "ragged"),
+            (matches!(self.batch, Batch::Paged(_)), "paged"),
             (self.causal, "causal"),
             (self.mask, "mask"),
             (self.alibi, "alibi"),

@@ -2,7 +2,7 @@
 
 use super::dispatch::{RULES, select};
 use super::forms::Forms;
-use super::problem::{Alignment, Case};
+use super::problem::{Alignment, Batch, Case};
 use crate::cpu::attention::Sizes;
 use crate::cuda::table_tests::{GPUS, architectures, capability, gather, gpu_named, runs};
 use crate::cuda::{GpuSpec, with_kernel};
@@ -60,7 +60,7 @@ fn case(
             dim,
         },
         causal: true,
-        ragged: false,
+        batch: Batch::Dense,
         mask: false,
         alibi: false,
         window: false,
@@ -129,7 +129,7 @@ pub(crate) fn choices() -> Result<String> {
 /// A case that differs from a prompt of 512 tokens.
 type Variant = (&'static str, fn(&mut Case));
 
-const VARIANTS: [Variant; 18] = [
+const VARIANTS: [Variant; 21] = [
     ("as it is", |_| {}),
     ("4,096 keys", |case| case.sizes.keys = 4096),
     ("a token over 4,096 keys", |case| {
@@ -139,14 +139,17 @@ const VARIANTS: [Variant; 18] = [
     ("not causal", |case| case.causal = false),
     ("fewer keys than queries", |case| case.sizes.keys = 500),
     ("no keys", |case| case.sizes.keys = 0),
-    ("ragged", |case| case.ragged = true),
+    ("ragged", |case| case.batch = Batch::Ragged),
     ("16 ragged sequences", |case| {
-        (case.ragged, case.sizes.batch, case.sizes.keys) = (true, 16, 8192);
+        (case.batch, case.sizes.batch, case.sizes.keys) = (Batch::Ragged, 16, 8192);
     }),
     ("a ragged step", |case| {
-        (case.ragged, case.sizes.batch) = (true, 16);
+        (case.batch, case.sizes.batch) = (Batch::Ragged, 16);
         (case.sizes.queries, case.sizes.keys) = (1, 65536);
     }),
+    ("pages of 16 tokens", |case| case.batch = Batch::Paged(16)),
+    ("pages of 256 tokens", |case| case.batch = Batch::Paged(256)),
+    ("pages of 20 tokens", |case| case.batch = Batch::Paged(20)),
     ("a mask", |case| case.mask = true),
     ("slopes", |case| case.alibi = true),
     ("a window", |case| case.window = true),
@@ -207,7 +210,7 @@ pub(crate) fn forms(forms: &[Forms]) -> String {
 pub(crate) fn page() -> String {
     let mut text = String::from(
         "## `flash_attention`\n\nWhich kernel takes a prompt, many queries, or the ragged batches of \
-         `flash_attention_varlen`. The table is \
+         `flash_attention_varlen` and `paged_prefill`. The table is \
          [dispatch.rs](../src/ops/flash_attention/cuda/dispatch.rs).\n\n\
          | kernel | q over keys and values: head sizes (compute capability) | queries of a sequence | mask, slopes, \
          window, softcap | source | |\n|---|---|---|---|---|---|\n",

@@ -2,8 +2,8 @@
 
 use super::forms::head_sizes;
 use super::plan::{Kernel, Planned};
-use super::problem::{Call, Case, Operand};
-use crate::cuda::abi::{ATTENTION_SM90, AttentionSm90, AttentionSm90Params, TensorMap};
+use super::problem::{Batch, Call, Case, Operand};
+use crate::cuda::abi::{ATTENTION_SM90, AttentionSm90, AttentionSm90Params, KeyPages, TensorMap};
 use crate::cuda::{Grid, Launcher, Module, PIECES, fatbin};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 use candle_core::{DType, Result, bail};
@@ -51,6 +51,28 @@ static RAGGED: Module = Module::new(
     ],
 );
 
+/// Over keys and values in pages.
+static PAGED: Module = Module::new(
+    "paged_prefill_sm90",
+    fatbin!("paged_prefill_sm90"),
+    &[
+        "paged_prefill_sm90_d64_f16",
+        "paged_prefill_sm90_d64_bf16",
+        "paged_prefill_sm90_d80_f16",
+        "paged_prefill_sm90_d80_bf16",
+        "paged_prefill_sm90_d96_f16",
+        "paged_prefill_sm90_d96_bf16",
+        "paged_prefill_sm90_d128_f16",
+        "paged_prefill_sm90_d128_bf16",
+        "paged_prefill_sm90_d256_f16",
+        "paged_prefill_sm90_d256_bf16",
+        "paged_prefill_sm90_shared_d64_f16",
+        "paged_prefill_sm90_shared_d64_bf16",
+        "paged_prefill_sm90_shared_d128_f16",
+        "paged_prefill_sm90_shared_d128_bf16",
+    ],
+);
+
 impl AttentionSm90 {
     fn rows(&self) -> usize {
         64 * if self.share { 1 } else { self.consumers }
@@ -60,6 +82,14 @@ impl AttentionSm90 {
     fn shared(&self) -> usize {
         let lanes = if self.share { self.consumers } else { 1 };
         2 * self.dim * (self.rows() + lanes * 2 * 2 * self.keys) + 1024
+    }
+
+    /// Tokens of a page that are copied at once; none if a tile is no whole number of them.
+    fn of_page(&self, page: usize) -> Option<usize> {
+        let piece = page.min(self.keys);
+        // A swizzle has eight rows.
+        let whole = self.keys.is_multiple_of(piece) && page.is_multiple_of(piece);
+        (whole && piece.is_multiple_of(8)).then_some(piece)
     }
 
     /// Elements of a row that lie together in shared memory: as many as a swizzle divides it into.
@@ -118,6 +148,11 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
         place = find(true).unwrap_or(place);
     }
     let config = ATTENTION_SM90[place];
+    if let Batch::Paged(page) = case.batch {
+        if config.of_page(page).is_none() {
+            return Err("its tiles are no whole pages, nor pages whole tiles");
+        }
+    }
     let tiles = tiles(&config);
     let items = tiles * columns;
     if i32::try_from(items).is_err() {
@@ -126,7 +161,7 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
     let blocks = if config.share { items } else { items.min(sms) };
     let threads = 128 * (config.consumers as u32 + 1);
     Ok(Box::new(Wgmma {
-        module: if case.ragged { &RAGGED } else { &MODULE },
+        module: case.batch.of([&MODULE, &RAGGED, &PAGED]),
         index: 2 * place + usize::from(case.q == DType::BF16),
         config,
         grid: Grid::new([blocks as u32, 1, 1], threads, config.shared() as u32),
@@ -156,17 +191,39 @@ impl Kernel<Call> for Wgmma {
 
     unsafe fn run(&self, launcher: &Launcher, call: &Call) -> Result<()> {
         let (sizes, config) = (&call.sizes, &self.config);
-        let map = |operand: &Operand, tokens, heads, rows| {
-            tensor_map(call, operand, [tokens, heads], rows, config.piece())
-        };
         let total_q = call.ragged.map_or(sizes.queries, |ragged| ragged.total_q);
+        let batch = match call.ragged {
+            Some(_) => 1,
+            None => sizes.batch,
+        };
+        let pieces = sizes.dim / config.piece();
+        let queries = Tiles {
+            dims: [total_q, pieces, sizes.heads, batch],
+            rows: config.rows(),
+            pieces,
+        };
+        // A page is copied piece by piece of its rows: those of a tile are not side by side.
+        let of_page = |page| config.of_page(page).unwrap_or(page);
+        let keys = match call.pages {
+            Some(KeyPages { page, pages, .. }) => Tiles {
+                dims: [page as usize, pieces, sizes.kv_heads, pages as usize],
+                rows: of_page(page as usize),
+                pieces: 1,
+            },
+            None => Tiles {
+                dims: [sizes.keys, pieces, sizes.kv_heads, batch],
+                rows: config.keys,
+                pieces,
+            },
+        };
         let params = AttentionSm90Params {
-            q: map(&call.q, total_q, sizes.heads, config.rows())?,
-            k: map(&call.k, sizes.keys, sizes.kv_heads, config.keys)?,
-            v: map(&call.v, sizes.keys, sizes.kv_heads, config.keys)?,
+            q: tensor_map(call, &call.q, &queries)?,
+            k: tensor_map(call, &call.k, &keys)?,
+            v: tensor_map(call, &call.v, &keys)?,
             y: call.y,
             cu_q: call.ragged.map_or(0, |ragged| ragged.cu_q),
             cu_k: call.ragged.map_or(0, |ragged| ragged.cu_k),
+            pages: call.key_pages(keys.rows),
             heads: sizes.heads as i32,
             kv_heads: sizes.kv_heads as i32,
             queries: sizes.queries as i32,
@@ -187,11 +244,15 @@ impl Kernel<Call> for Wgmma {
 /// Why the kernels do not take the case, whatever its head size.
 fn refusal(case: &Case) -> Option<&'static str> {
     let (sizes, at) = (&case.sizes, case.alignment);
+    if let Some(reason) = case.batch.refusal() {
+        return Some(reason);
+    }
     if !case.positive {
         return Some("the scale is not positive");
     }
-    // The kernel for ragged batches asks each sequence.
-    if sizes.keys == 0 || case.causal && !case.ragged && sizes.keys < sizes.queries {
+    // The kernels for other batches ask each sequence.
+    let dense = case.batch == Batch::Dense;
+    if sizes.keys == 0 || case.causal && dense && sizes.keys < sizes.queries {
         return Some("there are queries without keys");
     }
     (at.q < 16 || at.kv < 16 || at.y < 4).then_some(PIECES)
@@ -201,10 +262,9 @@ fn refusal(case: &Case) -> Option<&'static str> {
 /// work for the blocks.
 fn section(case: &Case, tiles: usize, blocks: usize) -> usize {
     let sizes = &case.sizes;
-    let keys = if case.ragged {
-        sizes.keys.div_ceil(sizes.batch)
-    } else {
-        sizes.keys
+    let keys = match case.batch {
+        Batch::Ragged => sizes.keys.div_ceil(sizes.batch),
+        _ => sizes.keys,
     };
     let bytes = keys * sizes.dim * 2 * case.kv.size_in_bytes();
     let kv_heads = (SECTION_BYTES / bytes)
@@ -213,32 +273,31 @@ fn section(case: &Case, tiles: usize, blocks: usize) -> usize {
     sizes.group() * kv_heads.min(sizes.batch * sizes.kv_heads)
 }
 
-/// The TMA descriptor of a tensor of `[batch, heads, tokens, dim]`: tiles of `rows` tokens
-/// of one head, which lie in shared memory piece by piece of the rows.
-fn tensor_map(
-    call: &Call,
-    operand: &Operand,
-    [tokens, heads]: [usize; 2],
+/// A tensor's dimensions as TMA sees them, and the tiles that it is copied in.
+struct Tiles {
+    /// Tokens, pieces of their rows, heads, sequences or pages.
+    dims: [usize; 4],
+    /// Tokens of a tile, and pieces of their rows.
     rows: usize,
-    piece: usize,
-) -> Result<TensorMap> {
+    pieces: usize,
+}
+
+/// The TMA descriptor of a tensor of batch (or pages), heads, tokens, dim: tiles of some tokens of one head, which
+/// lie in shared memory piece by piece of the rows.
+fn tensor_map(call: &Call, operand: &Operand, tiles: &Tiles) -> Result<TensorMap> {
     let size = call.q_dtype.size_in_bytes();
     let data_type = match call.q_dtype {
         DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
+    let [tokens, pieces, heads, batch] = tiles.dims;
+    let piece = call.sizes.dim / pieces;
     let swizzle = match piece {
         64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
         _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
     };
     let [batch_stride, head_stride, token_stride, _] = operand.strides;
-    let pieces = call.sizes.dim / piece;
-    let batch = if call.ragged.is_some() {
-        1
-    } else {
-        call.sizes.batch
-    };
     let dims = [piece, tokens, pieces, heads, batch].map(|d| d as u64);
     // A dimension of one element may have any stride: 16 is always taken.
     let stride = |stride: i64, dim: usize| {
@@ -254,7 +313,7 @@ fn tensor_map(
         stride(head_stride, heads),
         stride(batch_stride, batch),
     ];
-    let tile = [piece, rows, pieces, 1, 1].map(|d| d as u32);
+    let tile = [piece, tiles.rows, tiles.pieces, 1, 1].map(|d| d as u32);
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     // SAFETY: all arrays have the rank of five, or one less for the strides, and outlive the call.
     let result = unsafe {

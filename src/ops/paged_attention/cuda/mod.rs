@@ -3,13 +3,14 @@
 
 mod dispatch;
 mod kernels;
+mod prefill;
 mod problem;
 #[cfg(test)]
 pub(crate) mod table_tests;
 
-use super::{OP, Op};
+use super::Op;
 use crate::cuda::abi::Pages;
-use crate::cuda::{Launcher, address, address_of, alloc};
+use crate::cuda::{Address, Launcher, address, address_of, alloc};
 use crate::ops::pages::{PagePool, PageTable, PoolSizes};
 use crate::ops::view::dtype_index;
 use crate::trace;
@@ -74,25 +75,40 @@ pub(super) fn forward(
     q: &CudaStorage,
     layout: &Layout,
 ) -> Result<(CudaStorage, Shape)> {
-    let device = q.device();
-    let out = alloc(OP, device, q.dtype(), op.len())?;
-    if op.len() == 0 {
+    let (device, len) = (q.device(), layout.shape().elem_count());
+    let out = alloc(op.name, device, q.dtype(), len)?;
+    if len == 0 {
         return Ok((out, layout.shape().clone()));
     }
-    let lengths = match op.table {
+    let y = address(&out, &Layout::contiguous(len))?;
+    match op.ragged {
+        Some(_) => prefill::run(op, q, layout, y)?,
+        None => run(op, q, layout, y)?,
+    }
+    Ok((out, layout.shape().clone()))
+}
+
+/// Tokens of each sequence, or of its last page.
+fn lengths(table: &PageTable) -> Result<Address> {
+    address_of(match table {
         PageTable::Csr { last_page_len, .. } => last_page_len,
         PageTable::Padded { lengths, .. } => lengths,
-    };
+    })
+}
+
+/// As many queries of each sequence.
+fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> {
+    let (name, device) = (op.name, q.device());
     let &[sequence, token, head, _] = layout.stride() else {
-        bail!("{OP}: q has strides {:?}, expected four", layout.stride());
+        bail!("{name}: q has strides {:?}, expected four", layout.stride());
     };
     let launcher = Launcher::new(device)?;
     let mut call = Call {
-        pages: pages(OP, op.pages, op.pool, op.table, op.sequences)?,
-        lengths: address_of(lengths)?,
+        pages: pages(name, op.pages, op.pool, op.table, op.sequences)?,
+        lengths: lengths(op.table)?,
         q: address(q, layout)?,
         q_strides: [sequence, token, head],
-        y: address(&out, &Layout::contiguous(op.len()))?,
+        y,
         slopes: op.slopes.as_ref().map_or(Ok(0), address_of)?,
         means: 0,
         tops: 0,
@@ -108,13 +124,13 @@ pub(super) fn forward(
         window: op.params.window,
     };
     let plan = dispatch::select(&call.case(launcher.gpu.spec))?;
-    trace::record(OP, || {
+    trace::record(name, || {
         let (q, kv) = (q.dtype().as_str(), call.pool_dtype.as_str());
         format!("cuda q {q} kv {kv} {}", plan.with_reason())
     });
     // Sizes for the form with the most rows.
     let slots = 2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS;
-    let partial = alloc(OP, device, DType::F32, slots * (op.pool.dim + 1))?;
+    let partial = alloc(name, device, DType::F32, slots * (op.pool.dim + 1))?;
     let parts = (op.queries * op.heads / op.pool.kv_heads).div_ceil(kernels::FEWEST_ROWS);
     let counters = device.alloc_zeros::<u32>(op.sequences * op.pool.kv_heads * parts)?;
     call.means = address(&partial, &Layout::contiguous(slots))?;
@@ -122,6 +138,5 @@ pub(super) fn forward(
     call.counters = counters.device_ptr(&device.cuda_stream()).0;
     // SAFETY: the guards have checked the shapes; scratch memory is made above in the sizes that any kernel needs, and
     // freed behind the launch on the same stream.
-    unsafe { plan.how.run(&launcher, &call)? };
-    Ok((out, layout.shape().clone()))
+    unsafe { plan.how.run(&launcher, &call) }
 }
