@@ -7,6 +7,7 @@
 //! | a checkpoint in GPTQ, AWQ, compressed-tensors or FP8 | [`models::Checkpoint`] opens it for the models' own loaders |
 //! | a model that should be smaller | [`quant::Recipe`] with `load_quantized`, or [`models::save_quantized`] |
 //! | a token loop | [`generation::Generation`]: on CUDA each step is one graph |
+//! | many requests at once | [`serving::Engine`]: continuous batching over pages of keys and values |
 //! | layers from candle_nn | the same names in [`nn`]; [`nn::Projection`] joins what shares an input |
 //! | `candle_nn::Linear` after a norm, before an activation or a residual | [`ops::rms_norm_linear()`], [`ops::layer_norm_linear()`], [`ops::linear()`] |
 //! | `candle_core::quantized::QMatMul` | [`ops::quant_linear()`] over an [`ops::Weight`] |
@@ -65,6 +66,7 @@ pub mod generation;
 pub mod models;
 pub mod nn;
 pub mod ops;
+pub mod serving;
 pub mod trace;
 
 pub use fusion::{Fusion, with_fallback};

@@ -2,8 +2,10 @@
 //! head.
 
 use super::shape::Shape;
-use crate::nn::{Attention, Embedding, KvCache, Mlp, Norm, Projection, RotaryEmbedding, Tokens};
-use crate::ops::RopeStyle;
+use crate::nn::{
+    Attention, Embedding, KvCache, Mlp, Norm, PagedTokens, Projection, RotaryEmbedding, Tokens,
+};
+use crate::ops::{PagePool, RopeStyle};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 
 /// One layer.
@@ -38,6 +40,22 @@ impl Block {
         let _span = tracing::trace_span!("block").entered();
         let norm = Some(&self.attention_norm);
         let h = self.attention.forward_each(x, norm, x, at, caches)?;
+        self.behind_attention(x, &h)
+    }
+
+    /// The same for tokens of any sequences, whose keys and values are in pages.
+    fn forward_paged(
+        &self,
+        x: &Tensor,
+        tokens: &PagedTokens,
+        rotary: &RotaryEmbedding,
+        pool: &PagePool,
+    ) -> Result<Tensor> {
+        let _span = tracing::trace_span!("block").entered();
+        let norm = Some(&self.attention_norm);
+        let h = self
+            .attention
+            .forward_paged(x, norm, tokens, rotary, pool)?;
         self.behind_attention(x, &h)
     }
 
@@ -152,6 +170,11 @@ impl DecoderCache {
     pub fn rotaries(&mut self, positions: usize) -> Result<&Rotaries> {
         self.rotaries.reserve(positions)?;
         Ok(&self.rotaries)
+    }
+
+    /// Positions up to which a token's rotation does not depend on those behind it.
+    pub fn even_positions(&self) -> usize {
+        self.rotaries.rotated.even_positions()
     }
 
     /// Forgets all positions.
@@ -298,15 +321,39 @@ impl Stack {
         }
         Ok(x)
     }
+
+    /// Runs the layers over embedded tokens `[1, N, H]` of any sequences, whose keys and values are in pages: a pool
+    /// for each layer. `kind` has rotary tables that reach them all.
+    pub(crate) fn forward_paged(
+        &self,
+        embedded: &Tensor,
+        tokens: &PagedTokens,
+        kind: &DecoderCache,
+        pools: &[PagePool],
+    ) -> Result<Tensor> {
+        if pools.len() != self.blocks.len() {
+            let (pools, layers) = (pools.len(), self.blocks.len());
+            bail!("cache: pages of {pools} layers, the model has {layers}");
+        }
+        let mut x = embedded.clone();
+        for (block, pool) in self.blocks.iter().zip(pools) {
+            x = block.forward_paged(&x, tokens, kind.rotaries.of(block), pool)?;
+        }
+        Ok(x)
+    }
 }
 
 impl Decoder {
     /// The logits `[B, vocab]`, in x's dtype, of the last of `[B, T, H]`.
     pub fn last_logits(&self, x: &Tensor) -> Result<Tensor> {
-        let _span = tracing::trace_span!("head").entered();
         let (_, tokens, _) = x.dims3()?;
-        let last = x.narrow(1, tokens - 1, 1)?.squeeze(1)?;
-        self.head.forward_joint(&last, Some(&self.stack.norm))
+        self.logits(&x.narrow(1, tokens - 1, 1)?.squeeze(1)?)
+    }
+
+    /// The logits `[N, vocab]`, in x's dtype, of rows `[N, H]` of the residual stream.
+    pub fn logits(&self, x: &Tensor) -> Result<Tensor> {
+        let _span = tracing::trace_span!("head").entered();
+        self.head.forward_joint(x, Some(&self.stack.norm))
     }
 
     /// Every hidden state as transformers counts them: the embedding, what leaves each layer but the

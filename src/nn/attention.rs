@@ -89,7 +89,6 @@ impl Attention {
     }
 
     /// The projections to q, k and v, and back.
-    #[cfg(feature = "cuda")]
     pub(crate) fn projections(&self) -> (&Projection, &Projection) {
         (&self.qkv, &self.output)
     }
@@ -104,7 +103,6 @@ impl Attention {
     }
 
     /// Whether rotation, append and attention are fused.
-    #[cfg(feature = "cuda")]
     pub(crate) fn is_fused(&self) -> bool {
         self.fusion.rope && self.fusion.flash_attention && self.fusion.residual_add
     }

@@ -53,6 +53,7 @@ mod mlp;
 mod norm;
 mod order;
 pub(crate) mod pack;
+mod paged;
 mod projection;
 pub(crate) mod quantize;
 pub(crate) mod recipe;
@@ -69,6 +70,7 @@ pub use load::{
 pub use mlp::Mlp;
 pub use norm::{LayerNorm, Norm, RmsNorm};
 pub use order::InputOrder;
+pub(crate) use paged::PagedTokens;
 pub(crate) use projection::in_f32;
 pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;

@@ -187,6 +187,11 @@ impl RotaryEmbedding {
         (&self.cos, &self.sin)
     }
 
+    /// Positions up to which a token's rotation does not depend on those behind it.
+    pub(crate) fn even_positions(&self) -> usize {
+        self.long.as_ref().map_or(usize::MAX, |long| long.from)
+    }
+
     /// The tables of a call whose tokens stand in front of position `end`: past a model's first context
     /// length, all of them turn by its long frequencies.
     pub(crate) fn tables_up_to(&self, end: usize) -> (&Tensor, &Tensor) {

@@ -56,6 +56,7 @@ mod rms_norm;
 mod rms_norm_linear;
 mod rope;
 mod sample;
+mod serving;
 mod sizes;
 mod smollm2;
 mod smollm2_error;

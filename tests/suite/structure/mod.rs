@@ -26,6 +26,7 @@ const FLOORS: &[&[&str]] = &[
     &["nn", "flash_attn"],
     &["models", "flash_attn_v3"],
     &["generation"],
+    &["serving"],
 ];
 
 /// The room of a file: `src/cpu/packed/mod.rs` is in `cpu`, `src/trace.rs` in `trace`. The benchmarks are

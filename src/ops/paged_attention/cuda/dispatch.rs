@@ -1,7 +1,8 @@
 //! Which kernel takes a call: one table, first match wins.
 
+use super::super::OP;
+use super::kernels;
 use super::problem::{Call, Case};
-use super::{OP, kernels};
 use crate::cuda::KernelInfo;
 use crate::ops::flash_attention::cuda as table;
 use crate::ops::flash_attention::cuda::{Forms, HeadSizes, NEWEST, Plan, Planned};

@@ -1,0 +1,181 @@
+//! Steps by way of candle's tensors: on the CPU, and wherever a step cannot be written down as a chain of kernels.
+
+use super::OP;
+use super::schedule::Batch;
+use super::sequence::Sequence;
+use crate::models::decoder::{Decoder, DecoderCache};
+use crate::nn::PagedTokens;
+use crate::ops::sample::sample_as;
+use crate::ops::{PagePool, PageTable, RaggedQueries, SamplingParams};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::collections::VecDeque;
+
+pub(super) struct Eager {
+    decoder: Decoder,
+    kind: DecoderCache,
+    pools: Vec<PagePool>,
+    drawn: VecDeque<Vec<Option<u32>>>,
+}
+
+/// A step's rows: single tokens first, then chunks.
+#[derive(Default)]
+struct Rows {
+    ids: Vec<u32>,
+    positions: Vec<u32>,
+    /// The number of a row's sequence in the step.
+    owners: Vec<u32>,
+    /// Of each sequence: tokens with this step's, and where its rows end.
+    lengths: Vec<u32>,
+    ends: Vec<u32>,
+    /// Rows behind which a token is drawn, and whose.
+    draws: Vec<u32>,
+    drawing: Vec<usize>,
+}
+
+impl Rows {
+    fn add(&mut self, ids: &[u32], first: usize) {
+        let owner = self.lengths.len() as u32;
+        self.ids.extend_from_slice(ids);
+        let places = first as u32..(first + ids.len()) as u32;
+        self.lengths.push(places.end);
+        self.positions.extend(places);
+        self.owners.extend(ids.iter().map(|_| owner));
+        self.ends.push(self.ids.len() as u32);
+    }
+
+    fn draw(&mut self, slot: usize) {
+        self.draws.push(self.ids.len() as u32 - 1);
+        self.drawing.push(slot);
+    }
+}
+
+/// The sequence in a slot of a step, which is there.
+fn at(slots: &[Option<Sequence>], slot: usize) -> Result<&Sequence> {
+    match slots.get(slot).and_then(Option::as_ref) {
+        Some(sequence) => Ok(sequence),
+        None => bail!("{OP}: nobody is in slot {slot}"),
+    }
+}
+
+impl Eager {
+    pub fn new(decoder: &Decoder, kind: &DecoderCache, pools: Vec<PagePool>) -> Self {
+        Self {
+            decoder: decoder.clone(),
+            kind: kind.over(Vec::new()),
+            pools,
+            drawn: VecDeque::new(),
+        }
+    }
+
+    pub fn reset(&mut self) {
+        self.drawn.clear();
+    }
+
+    pub fn receive(&mut self, count: usize) -> Result<Vec<Option<u32>>> {
+        match self.drawn.pop_front() {
+            Some(drawn) if drawn.len() == count => Ok(drawn),
+            _ => bail!("{OP}: there are not {count} draws"),
+        }
+    }
+
+    pub fn launch(&mut self, batch: &Batch, slots: &[Option<Sequence>]) -> Result<()> {
+        let mut rows = Rows::default();
+        let mut pages = Vec::new();
+        for (slot, position) in &batch.singles {
+            let sequence = at(slots, *slot)?;
+            rows.add(&sequence.tokens[*position..=*position], *position);
+            rows.draw(*slot);
+            pages.push(&sequence.pages[..]);
+        }
+        for chunk in &batch.chunks {
+            let sequence = at(slots, chunk.slot)?;
+            rows.add(&sequence.tokens[chunk.from..chunk.to], chunk.from);
+            if chunk.draws {
+                rows.draw(chunk.slot);
+            }
+            pages.push(&sequence.pages[..]);
+        }
+        let device = self.kind.device().clone();
+        let tokens = paged_tokens(&rows, batch.singles.len(), &pages, &device)?;
+        let ids = Tensor::new(&rows.ids[..], &device)?.unsqueeze(0)?;
+        let stack = &self.decoder.stack;
+        let embedded = stack.embedding.rows(&ids)?;
+        let x = stack.forward_paged(&embedded, &tokens, &self.kind, &self.pools)?;
+        if rows.draws.is_empty() {
+            self.drawn.push_back(Vec::new());
+            return Ok(());
+        }
+        let last = Tensor::new(&rows.draws[..], &device)?;
+        let last = x.squeeze(0)?.index_select(&last, 0)?;
+        let logits = self.decoder.logits(&last)?.to_dtype(DType::F32)?;
+        let sequences = rows.drawing.iter().map(|slot| at(slots, *slot));
+        let sequences = sequences.collect::<Result<Vec<_>>>()?;
+        self.drawn.push_back(draw(&logits, &sequences)?);
+        Ok(())
+    }
+}
+
+/// The tokens of `rows` and where their keys are, `pages` of each sequence.
+fn paged_tokens(
+    rows: &Rows,
+    singles: usize,
+    pages: &[&[u32]],
+    device: &Device,
+) -> Result<PagedTokens> {
+    let width = pages.iter().map(|row| row.len()).max().unwrap_or(0);
+    // What stands behind the last page is not read.
+    let padded = pages.iter().flat_map(|row| {
+        let behind = std::iter::repeat_n(u32::MAX, width - row.len());
+        row.iter().copied().chain(behind)
+    });
+    let block_table = Tensor::from_vec(padded.collect(), (pages.len(), width), device)?;
+    let lengths = Tensor::new(&rows.lengths[..], device)?;
+    let part = |from: usize, count: usize| -> Result<Option<PageTable>> {
+        if count == 0 {
+            return Ok(None);
+        }
+        Ok(Some(PageTable::Padded {
+            block_table: block_table.narrow(0, from, count)?,
+            lengths: lengths.narrow(0, from, count)?,
+        }))
+    };
+    let single_table = part(0, singles)?.map(|table| (singles, table));
+    let ragged = match part(singles, pages.len() - singles)? {
+        Some(table) => {
+            let mut ends = vec![0];
+            ends.extend(rows.ends[singles..].iter().map(|end| end - singles as u32));
+            let longest = ends.windows(2).map(|e| e[1] - e[0]).max().unwrap_or(0);
+            let queries = RaggedQueries {
+                cu_seqlens_q: Tensor::new(ends, device)?,
+                max_seqlen_q: longest as usize,
+            };
+            Some((table, queries))
+        }
+        None => None,
+    };
+    Ok(PagedTokens {
+        owners: Tensor::new(&rows.owners[..], device)?,
+        positions: Tensor::new(&rows.positions[..], device)?,
+        table: PageTable::Padded {
+            block_table,
+            lengths,
+        },
+        singles: single_table,
+        ragged,
+    })
+}
+
+/// The next token of each sequence; none where logits are no numbers.
+fn draw(logits: &Tensor, sequences: &[&Sequence]) -> Result<Vec<Option<u32>>> {
+    let params: Vec<SamplingParams> = sequences
+        .iter()
+        .map(|s| s.request.sampling.clone())
+        .collect();
+    let history: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
+    let one = |i: usize| -> Option<u32> {
+        let logits = logits.narrow(0, i, 1).ok()?;
+        let drawn = sample_as(&logits, &params[i..=i], &history[i..=i], 0).ok()?;
+        drawn.squeeze(0).ok()?.to_scalar().ok()
+    };
+    Ok((0..sequences.len()).map(one).collect())
+}

@@ -1,0 +1,299 @@
+//! Many requests at once: continuous batching over pages of keys and values.
+//!
+//! Requests come and go between steps. Each [`Engine::step`] takes in one token of every request that is under way,
+//! and chunks of the prompts of new ones, under a budget, so that no prompt stalls the others. Keys and values lie in
+//! pages that are taken when they are needed; full pages are kept under what they hold, so that requests with the same
+//! beginning read it once.
+//!
+//! ```no_run
+//! use candle_fused::serving::{Engine, Options, Request};
+//! # fn run(model: &candle_fused::models::llama::Llama, prompts: Vec<Vec<u32>>) -> candle_core::Result<()> {
+//! let mut engine = Engine::new(model, &Options::default())?;
+//! for prompt in prompts {
+//!     engine.submit(Request { max_tokens: 100, stop: vec![2], ..Request::new(prompt) })?;
+//! }
+//! while !engine.is_idle() {
+//!     for output in engine.step()? {
+//!         println!("{}: {:?} {:?}", output.id, output.token, output.finish);
+//!     }
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! Where a token is drawn, it is the one that [`Generation`](crate::generation::Generation) draws: a request's tokens
+//! depend on its own logits, seed and positions, not on its neighbours. Logits themselves may differ in the last bits
+//! with the number of rows that run together, since products choose their kernels by it.
+//!
+//! Sources: Orca (Yu et al. 2022) for batching by steps; vLLM (Kwon et al. 2023) for pages and preemption;
+//! Sarathi-Serve (Agrawal et al. 2024) for chunks of prompts; SGLang (Zheng et al. 2024) for shared prefixes.
+
+mod eager;
+mod pages;
+mod request;
+mod runner;
+mod schedule;
+mod sequence;
+
+use crate::models::decoder::DecoderCache;
+use crate::models::parts::Parts;
+use candle_core::{Result, bail};
+use pages::Pages;
+use runner::Runner;
+use schedule::Schedule;
+use std::collections::VecDeque;
+
+pub use crate::generation::Model;
+pub use request::{FinishReason, Output, Request, RequestId, Stats};
+
+const OP: &str = "serving";
+
+/// The most sequences of a step.
+const MAX_SEQUENCES: usize = 256;
+
+/// Positions of a sequence where nothing is said.
+const DEFAULT_POSITIONS: usize = 4096;
+
+/// Bytes of keys and values on the CPU where nothing is said.
+const CPU_BYTES: usize = 1 << 30;
+
+/// How an [`Engine`] is set up.
+///
+/// ```
+/// use candle_fused::serving::Options;
+/// let defaults = Options::default();
+/// assert_eq!((defaults.sequences, defaults.page, defaults.prompt_budget), (64, 16, 512));
+/// assert!(defaults.positions.is_none() && defaults.pages.is_none() && defaults.share_prefixes);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Sequences of a step, 1 to 256; 64 by default.
+    pub sequences: usize,
+    /// Positions of a sequence at most, prompt included; by default 4096, or the model's context length if that is
+    /// less.
+    pub positions: Option<usize>,
+    /// Tokens of a page: 8, 16, 32, 64, 128 or 256; 16 by default.
+    pub page: usize,
+    /// Pages in all; by default as many as `sequences` sequences of `positions` could need, if 80 % of the GPU's free
+    /// memory has room for them, or 1 GiB on the CPU, and otherwise as many as there is room for.
+    pub pages: Option<usize>,
+    /// Tokens of prompts that a step reads beside the others' single tokens; 512 by default.
+    pub prompt_budget: usize,
+    /// Whether requests with the same beginning share its pages; true by default.
+    pub share_prefixes: bool,
+    /// On CUDA, record steps as graphs; true by default.
+    pub graph: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            sequences: 64,
+            positions: None,
+            page: 16,
+            pages: None,
+            prompt_budget: 512,
+            share_prefixes: true,
+            graph: true,
+        }
+    }
+}
+
+impl Options {
+    /// Positions of a sequence.
+    fn positions(&self, most: usize) -> Result<usize> {
+        let positions = self.positions.unwrap_or(DEFAULT_POSITIONS.min(most));
+        if !(1..=MAX_SEQUENCES).contains(&self.sequences) {
+            let got = self.sequences;
+            bail!("{OP}: {got} sequences, expected 1 to {MAX_SEQUENCES}");
+        }
+        if positions == 0 || positions > most {
+            bail!(
+                "{OP}: {positions} positions, expected 1 to the model's context length of {most}"
+            );
+        }
+        if !self.page.is_power_of_two() || !(8..=256).contains(&self.page) {
+            let got = self.page;
+            bail!("{OP}: pages of {got} tokens, expected 8, 16, 32, 64, 128 or 256");
+        }
+        if self.prompt_budget == 0 {
+            bail!("{OP}: prompt_budget is 0, expected at least 1");
+        }
+        if self.pages == Some(0) {
+            bail!("{OP}: pages is 0, expected at least 1");
+        }
+        Ok(positions)
+    }
+
+    /// Pages in all, of so many bytes each, where there is room for `bytes`.
+    fn count(&self, positions: usize, of_page: usize, bytes: usize) -> Result<usize> {
+        if let Some(pages) = self.pages {
+            return Ok(pages);
+        }
+        let wanted = self.sequences * positions.div_ceil(self.page);
+        match wanted.min(bytes / of_page.max(1)) {
+            0 => bail!("{OP}: there is no room for a page of keys and values, of {of_page} bytes"),
+            pages => Ok(pages),
+        }
+    }
+}
+
+/// A step that is under way: whose draws it brings.
+struct UnderWay {
+    draws: Vec<(usize, RequestId, u32)>,
+}
+
+/// A model that answers many requests at once. With CUDA it stays on the thread that made it: candle's stream is the
+/// thread's own.
+pub struct Engine {
+    schedule: Schedule,
+    runner: Runner,
+    under_way: VecDeque<UnderWay>,
+    positions: usize,
+    vocab: usize,
+    submitted: u64,
+}
+
+impl Engine {
+    /// An engine without requests. Keys and values take their memory at once.
+    ///
+    /// # Errors
+    /// If an option is out of range, the model's attention is not fused, or memory is short.
+    pub fn new<M: Model>(model: &M, options: &Options) -> Result<Self> {
+        let decoder = Parts::decoder(model);
+        let mut kind: DecoderCache = model.empty_cache()?;
+        let most = decoder.stack.max_positions.min(kind.even_positions());
+        let positions = options.positions(most)?;
+        let room = runner::room(kind.device(), CPU_BYTES)?;
+        let of_page = decoder.stack.blocks.iter().map(|block| {
+            let config = block.attention.config();
+            2 * options.page * config.kv_heads * config.head_dim * kind.dtype().size_in_bytes()
+        });
+        let count = options.count(positions, of_page.sum(), room)?;
+        let runner = Runner::new(decoder, &mut kind, [count, positions], options)?;
+        let pages = Pages::new(count, options.page, options.share_prefixes);
+        Ok(Self {
+            schedule: Schedule::new(options.sequences, pages, positions, options.prompt_budget),
+            runner,
+            under_way: VecDeque::new(),
+            positions,
+            vocab: decoder.stack.embedding.vocab_size(),
+            submitted: 0,
+        })
+    }
+
+    /// Positions of a request at most, prompt included.
+    pub fn positions(&self) -> usize {
+        self.positions
+    }
+
+    /// Puts a request behind those that wait.
+    ///
+    /// # Errors
+    /// If its prompt is empty or too long, an id is out of the vocabulary, or a parameter is out of range.
+    pub fn submit(&mut self, request: Request) -> Result<RequestId> {
+        request.sampling.check()?;
+        let (tokens, pages) = (request.prompt.len(), &self.schedule.pages);
+        let room = self.positions.min(pages.count() * pages.size());
+        if tokens == 0 {
+            bail!("{OP}: the prompt is empty, expected at least one token");
+        }
+        if tokens > room {
+            bail!("{OP}: the prompt has {tokens} tokens, expected at most {room}");
+        }
+        if request.max_tokens == 0 {
+            bail!("{OP}: max_tokens is 0, expected at least 1");
+        }
+        let ids = request.prompt.iter().chain(&request.stop);
+        if let Some(id) = ids.into_iter().find(|id| **id as usize >= self.vocab) {
+            bail!(
+                "{OP}: token {id} is out of the vocabulary of {}",
+                self.vocab
+            );
+        }
+        let id = RequestId(self.submitted);
+        self.submitted += 1;
+        self.schedule.submit(id, request);
+        Ok(id)
+    }
+
+    /// Forgets a request, whose pages others may have at once; whether there was such a request. It gets no more
+    /// output.
+    pub fn cancel(&mut self, id: RequestId) -> bool {
+        self.schedule.cancel(id)
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_idle(&self) -> bool {
+        self.schedule.is_idle()
+    }
+
+    /// Takes a step further, and gives what has become of requests: on a GPU that is what the step before brought,
+    /// since the host works while the GPU does.
+    ///
+    /// # Errors
+    /// If a step cannot be launched or read. Requests that were under way then begin anew with the next step, with
+    /// the tokens that they have.
+    pub fn step(&mut self) -> Result<Vec<Output>> {
+        match self.try_step() {
+            Ok(outputs) => Ok(outputs),
+            Err(error) => {
+                for slot in 0..self.schedule.slots.len() {
+                    self.schedule.preempt(slot);
+                }
+                self.under_way.clear();
+                self.runner.reset();
+                Err(error)
+            }
+        }
+    }
+
+    fn try_step(&mut self) -> Result<Vec<Output>> {
+        let batch = self.schedule.next();
+        for slot in self.schedule.take_left() {
+            self.runner.vacate(slot)?;
+        }
+        let mut outputs = self.schedule.take_ended();
+        let idle = batch.is_empty();
+        if !idle {
+            self.runner.launch(&batch, &self.schedule.slots)?;
+            let slots = &self.schedule.slots;
+            let draw = |slot: usize| slots[slot].as_ref().map(|s| (slot, s.id, s.beginning));
+            self.under_way.push_back(UnderWay {
+                draws: batch.draws().filter_map(draw).collect(),
+            });
+        }
+        let ahead = if idle { 0 } else { self.runner.ahead() };
+        while self.under_way.len() > ahead
+            && let Some(step) = self.under_way.pop_front()
+        {
+            let tokens = self.runner.receive(step.draws.len())?;
+            for ((slot, id, beginning), token) in step.draws.into_iter().zip(tokens) {
+                outputs.extend(self.schedule.draw(slot, id, beginning, token));
+            }
+        }
+        Ok(outputs)
+    }
+
+    /// How busy it is.
+    pub fn stats(&self) -> Stats {
+        let schedule = &self.schedule;
+        let (pages, free) = (schedule.pages.count(), schedule.pages.available());
+        let held = schedule.running().map(|s| s.pages.len()).sum::<usize>();
+        Stats {
+            waiting: schedule.waiting(),
+            running: schedule.running().count(),
+            pages,
+            pages_free: free,
+            slots_held: held * schedule.pages.size(),
+            slots_used: schedule.running().map(|s| s.written).sum(),
+            prompt_tokens: schedule.prompt_tokens,
+            cached_tokens: schedule.cached_tokens,
+            preemptions: schedule.preemptions,
+        }
+    }
+
+    /// Why steps are no graphs on a GPU, if they are none.
+    pub fn graph_refusal(&self) -> Option<&str> {
+        self.runner.refusal()
+    }
+}

@@ -1,0 +1,90 @@
+//! What is asked of the engine, and what it answers.
+
+use crate::ops::SamplingParams;
+
+/// A text to be continued.
+///
+/// ```
+/// use candle_fused::serving::Request;
+/// let request = Request { max_tokens: 16, stop: vec![2], ..Request::new([1, 5, 9]) };
+/// assert_eq!(request.prompt, [1, 5, 9]);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Token ids, at least one.
+    pub prompt: Vec<u32>,
+    /// Tokens to generate at most; 256 by default.
+    pub max_tokens: usize,
+    /// Ids that end the text: the id itself is the last that is given. No ids by default.
+    pub stop: Vec<u32>,
+    /// How tokens are chosen, by default the likeliest. A draw depends on the seed, the token's position and the
+    /// logits alone, not on what runs beside it.
+    pub sampling: SamplingParams,
+}
+
+impl Request {
+    /// The likeliest 256 tokens behind `prompt`.
+    pub fn new(prompt: impl Into<Vec<u32>>) -> Self {
+        Self {
+            prompt: prompt.into(),
+            max_tokens: 256,
+            stop: Vec::new(),
+            sampling: SamplingParams::default(),
+        }
+    }
+}
+
+/// The number of a request, in the order in which they were submitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub(super) u64);
+
+impl std::fmt::Display for RequestId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Why a request has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// One of its stop ids was drawn.
+    Stop,
+    /// It has `max_tokens` tokens, or there is no room for another: the engine's positions or pages are all taken.
+    Length,
+    /// Its logits were not numbers: the weights may be damaged.
+    Failed,
+}
+
+/// What a step has brought a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Output {
+    /// Whose.
+    pub id: RequestId,
+    /// The token that was drawn; none where a request failed.
+    pub token: Option<u32>,
+    /// Why that was the last, if it was.
+    pub finish: Option<FinishReason>,
+}
+
+/// How busy the engine is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Requests that wait for a place.
+    pub waiting: usize,
+    /// Requests that hold pages.
+    pub running: usize,
+    /// Pages of keys and values in all.
+    pub pages: usize,
+    /// Pages that no request holds; some of them keep what may be read again.
+    pub pages_free: usize,
+    /// Tokens that held pages have room for, and that are in them.
+    pub slots_held: usize,
+    /// Tokens of those that hold keys and values of a request.
+    pub slots_used: usize,
+    /// Prompt tokens of admitted requests so far, and those of them that a cached prefix has saved.
+    pub prompt_tokens: u64,
+    /// Of these, tokens that were found in the cache of prefixes.
+    pub cached_tokens: u64,
+    /// Requests that had to give up their pages and begin again.
+    pub preemptions: u64,
+}

@@ -1,0 +1,290 @@
+//! Who takes part in a step: requests are let in and served in the order in which they came (so none starves),
+//! prompts are read in chunks under a budget of tokens beside the single tokens of the others (Sarathi-Serve, Agrawal
+//! et al. 2024), and where pages run out, the request that came last gives its own back and begins anew later
+//! (recomputation, Kwon et al. 2023, section 4.5).
+
+use super::pages::Pages;
+use super::request::{FinishReason, Output, Request, RequestId};
+use super::sequence::Sequence;
+use std::collections::BTreeMap;
+
+/// Tokens of a prompt, or of what is read again, that a step takes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Chunk {
+    pub slot: usize,
+    /// Positions `from .. to`.
+    pub from: usize,
+    pub to: usize,
+    /// Whether these are the last: a token is drawn behind them.
+    pub draws: bool,
+}
+
+/// A step.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    /// Slots whose last token is taken in, with its position.
+    pub singles: Vec<(usize, usize)>,
+    pub chunks: Vec<Chunk>,
+}
+
+impl Batch {
+    pub fn is_empty(&self) -> bool {
+        self.singles.is_empty() && self.chunks.is_empty()
+    }
+
+    /// Slots for which a token is drawn, in the order of the draws.
+    pub fn draws(&self) -> impl Iterator<Item = usize> {
+        let chunks = self.chunks.iter().filter(|chunk| chunk.draws);
+        let singles = self.singles.iter().map(|(slot, _)| *slot);
+        singles.chain(chunks.map(|chunk| chunk.slot))
+    }
+}
+
+/// Requests, places and pages.
+#[derive(Debug)]
+pub(super) struct Schedule {
+    waiting: BTreeMap<RequestId, Sequence>,
+    /// The places of a step.
+    pub slots: Vec<Option<Sequence>>,
+    pub pages: Pages,
+    /// Of a sequence, at most.
+    positions: usize,
+    /// Tokens of prompts in a step, at most.
+    budget: usize,
+    /// Slots whose sequence has left them.
+    left: Vec<usize>,
+    /// Requests that have ended without a draw.
+    ended: Vec<Output>,
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+    pub preemptions: u64,
+}
+
+impl Schedule {
+    pub fn new(slots: usize, pages: Pages, positions: usize, budget: usize) -> Self {
+        Self {
+            waiting: BTreeMap::new(),
+            slots: (0..slots).map(|_| None).collect(),
+            pages,
+            positions,
+            budget,
+            left: Vec::new(),
+            ended: Vec::new(),
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            preemptions: 0,
+        }
+    }
+
+    pub fn submit(&mut self, id: RequestId, request: Request) {
+        self.waiting.insert(id, Sequence::new(id, request));
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub fn running(&self) -> impl Iterator<Item = &Sequence> {
+        self.slots.iter().flatten()
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.ended.is_empty() && self.running().next().is_none()
+    }
+
+    /// Slots that sequences have left since this was asked last.
+    pub fn take_left(&mut self) -> Vec<usize> {
+        std::mem::take(&mut self.left)
+    }
+
+    /// Requests that have ended without a draw since this was asked last.
+    pub fn take_ended(&mut self) -> Vec<Output> {
+        std::mem::take(&mut self.ended)
+    }
+
+    /// Forgets a request; whether there was one.
+    pub fn cancel(&mut self, id: RequestId) -> bool {
+        if self.waiting.remove(&id).is_some() {
+            return true;
+        }
+        let of = |slot: &Option<Sequence>| slot.as_ref().is_some_and(|s| s.id == id);
+        match self.slots.iter().position(of) {
+            Some(slot) => {
+                self.leave(slot);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Takes the sequence of a slot out, and its pages back.
+    fn leave(&mut self, slot: usize) -> Option<Sequence> {
+        let mut sequence = self.slots[slot].take()?;
+        sequence.give_up(&mut self.pages);
+        self.left.push(slot);
+        Some(sequence)
+    }
+
+    /// Sends the sequence of a slot back to wait.
+    pub fn preempt(&mut self, slot: usize) {
+        if let Some(sequence) = self.leave(slot) {
+            self.preemptions += 1;
+            self.waiting.insert(sequence.id, sequence);
+        }
+    }
+
+    /// The step that comes next, counted as launched.
+    pub fn next(&mut self) -> Batch {
+        let mut batch = Batch::default();
+        self.singles(&mut batch);
+        let mut budget = self.budget;
+        self.chunks(&mut batch, &mut budget);
+        self.admit(&mut batch, &mut budget);
+        batch
+    }
+
+    /// Occupied slots, the oldest request first.
+    fn by_age(&self) -> Vec<usize> {
+        let id = |slot: &usize| self.slots[*slot].as_ref().map(|s| s.id);
+        let mut slots: Vec<_> = (0..self.slots.len()).filter(|s| id(s).is_some()).collect();
+        slots.sort_by_key(id);
+        slots
+    }
+
+    /// The sequences that go on by a token.
+    fn singles(&mut self, batch: &mut Batch) {
+        for slot in self.by_age() {
+            // A younger one may have had to leave.
+            let Some(sequence) = &self.slots[slot] else {
+                continue;
+            };
+            if !sequence.active || sequence.is_drawn(self.positions) {
+                continue;
+            }
+            let total = sequence.total();
+            if !self.reserve(slot, total) {
+                continue;
+            }
+            if let Some(sequence) = &mut self.slots[slot] {
+                batch.singles.push((slot, total - 1));
+                (sequence.written, sequence.under_way) = (total, sequence.under_way + 1);
+            }
+        }
+        let there = |(slot, _): &(usize, usize)| self.slots[*slot].is_some();
+        batch.singles.retain(there);
+        batch.singles.sort_unstable();
+    }
+
+    /// Makes room for so many positions, if need be at the cost of the youngest; whether it could.
+    fn reserve(&mut self, slot: usize, positions: usize) -> bool {
+        loop {
+            let Some(sequence) = &mut self.slots[slot] else {
+                return false;
+            };
+            if sequence.missing(positions, &self.pages) == 0 {
+                return true;
+            }
+            if let Some(page) = self.pages.take() {
+                sequence.pages.push(page);
+                continue;
+            }
+            let id = sequence.id;
+            match self.by_age().last() {
+                Some(&youngest) if youngest != slot || self.running().count() > 1 => {
+                    self.preempt(youngest);
+                }
+                // It has all pages that there are.
+                _ => {
+                    self.leave(slot);
+                    self.ended.push(Output {
+                        id,
+                        token: None,
+                        finish: Some(FinishReason::Length),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Goes on with prompts that have been begun.
+    fn chunks(&mut self, batch: &mut Batch, budget: &mut usize) {
+        for slot in self.by_age() {
+            let reading = self.slots[slot].as_ref().is_some_and(|s| !s.active);
+            if reading && *budget > 0 {
+                self.chunk(slot, batch, budget);
+            }
+        }
+    }
+
+    /// As much of what a slot has to read as the budget allows; its pages are there.
+    fn chunk(&mut self, slot: usize, batch: &mut Batch, budget: &mut usize) {
+        let Some(sequence) = &mut self.slots[slot] else {
+            return;
+        };
+        let (from, end) = (sequence.written, sequence.tokens.len());
+        let to = end.min(from + *budget);
+        *budget -= to - from;
+        sequence.written = to;
+        if to == end {
+            (sequence.active, sequence.under_way) = (true, 1);
+        }
+        batch.chunks.push(Chunk {
+            slot,
+            from,
+            to,
+            draws: to == end,
+        });
+    }
+
+    /// Lets in who has waited longest, while there are places, pages and budget.
+    fn admit(&mut self, batch: &mut Batch, budget: &mut usize) {
+        while *budget > 0
+            && let Some(slot) = self.slots.iter().position(Option::is_none)
+            && let Some((_, mut sequence)) = self.waiting.pop_first()
+        {
+            let cached = sequence.reuse(&mut self.pages);
+            // The page of the token that is drawn first is taken as well, so that it is not sent back at once.
+            let missing = sequence.missing(sequence.tokens.len() + 1, &self.pages);
+            let fits = missing <= self.pages.available();
+            // With all pages to itself it may do without that one.
+            let alone = self.running().next().is_none();
+            if !fits && !alone {
+                sequence.give_up(&mut self.pages);
+                self.waiting.insert(sequence.id, sequence);
+                return;
+            }
+            let taken = (0..missing).map_while(|_| self.pages.take());
+            sequence.pages.extend(taken);
+            self.prompt_tokens += sequence.tokens.len() as u64;
+            self.cached_tokens += cached as u64;
+            self.slots[slot] = Some(sequence);
+            self.chunk(slot, batch, budget);
+        }
+    }
+
+    /// What a draw for the sequence in a slot means; none if it is no longer the one that was asked for.
+    pub fn draw(
+        &mut self,
+        slot: usize,
+        id: RequestId,
+        beginning: u32,
+        token: Option<u32>,
+    ) -> Option<Output> {
+        let sequence = self.slots[slot].as_mut()?;
+        if sequence.id != id || sequence.beginning != beginning {
+            return None;
+        }
+        let finish = match token {
+            Some(token) => sequence.draw(token, self.positions),
+            None => Some(FinishReason::Failed),
+        };
+        // Keys of what is no number are of no use to others.
+        if token.is_some() {
+            sequence.publish(&mut self.pages);
+        }
+        if finish.is_some() {
+            self.leave(slot);
+        }
+        Some(Output { id, token, finish })
+    }
+}

@@ -1,0 +1,102 @@
+//! A request that has been let in.
+
+use super::pages::{Chain, Pages, ROOT};
+use super::request::{FinishReason, Request, RequestId};
+
+/// A request, what is known of its tokens, and where their keys and values are.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub id: RequestId,
+    pub request: Request,
+    /// The prompt, and behind it the tokens that were drawn and read back.
+    pub tokens: Vec<u32>,
+    /// Draws that are under way.
+    pub under_way: usize,
+    /// Positions whose keys and values are written by what has been launched.
+    pub written: usize,
+    /// Pages of these, in the order of positions.
+    pub pages: Vec<u32>,
+    /// Whether the runner holds its last token: the next step takes that in.
+    pub active: bool,
+    /// How often it has begun anew: draws of an earlier beginning do not count.
+    pub beginning: u32,
+    /// Full pages that others may find, and their chain.
+    published: usize,
+    chain: Chain,
+}
+
+impl Sequence {
+    pub fn new(id: RequestId, request: Request) -> Self {
+        Self {
+            id,
+            tokens: request.prompt.clone(),
+            request,
+            under_way: 0,
+            written: 0,
+            pages: Vec::new(),
+            active: false,
+            beginning: 0,
+            published: 0,
+            chain: ROOT,
+        }
+    }
+
+    /// Tokens, with those that are under way.
+    pub fn total(&self) -> usize {
+        self.tokens.len() + self.under_way
+    }
+
+    /// Whether nothing is left to draw for it.
+    pub fn is_drawn(&self, positions: usize) -> bool {
+        let generated = self.total() - self.request.prompt.len();
+        generated >= self.request.max_tokens || self.total() > positions
+    }
+
+    /// Takes over the pages that hold the beginning of its tokens already; the last token is read in any case, since
+    /// its logits are wanted. How many tokens that saves.
+    pub fn reuse(&mut self, pages: &mut Pages) -> usize {
+        let known = self.tokens.len() - 1;
+        (self.pages, self.chain) = pages.find(&self.tokens[..known]);
+        self.published = self.pages.len();
+        self.written = self.published * pages.size();
+        self.written
+    }
+
+    /// Pages that are missing for `positions` positions.
+    pub fn missing(&self, positions: usize, pages: &Pages) -> usize {
+        let wanted = positions.div_ceil(pages.size());
+        wanted.saturating_sub(self.pages.len())
+    }
+
+    /// Lets others find the pages that are full of known tokens.
+    pub fn publish(&mut self, pages: &mut Pages) {
+        let size = pages.size();
+        let full = self.written.min(self.tokens.len()) / size;
+        while self.published < full {
+            let at = self.published;
+            let tokens = &self.tokens[at * size..(at + 1) * size];
+            self.chain = pages.publish(self.pages[at], self.chain, tokens);
+            self.published += 1;
+        }
+    }
+
+    /// Gives its pages back; what is known of its tokens stays.
+    pub fn give_up(&mut self, pages: &mut Pages) {
+        pages.release(std::mem::take(&mut self.pages).into_iter());
+        (self.written, self.published, self.chain) = (0, 0, ROOT);
+        (self.under_way, self.active) = (0, false);
+        self.beginning += 1;
+    }
+
+    /// Counts a token that was drawn; whether it is the last, and why.
+    pub fn draw(&mut self, token: u32, positions: usize) -> Option<FinishReason> {
+        self.tokens.push(token);
+        self.under_way = self.under_way.saturating_sub(1);
+        if self.request.stop.contains(&token) {
+            return Some(FinishReason::Stop);
+        }
+        let generated = self.tokens.len() - self.request.prompt.len();
+        let full = generated >= self.request.max_tokens || self.tokens.len() > positions;
+        full.then_some(FinishReason::Length)
+    }
+}
