@@ -1,7 +1,7 @@
 //! The token loop on a GPU: every step is the same chain of kernels over the same addresses, and
 //! the host only reads what it leaves behind.
 
-use super::plan::Plan;
+use super::plan::{Keys, Plan};
 use super::prefill;
 use super::refusal::Refusal;
 use super::state::{MAIL_SLOTS, State};
@@ -64,7 +64,13 @@ impl OnDevice {
         let vocab = decoder.stack.embedding.vocab_size();
         let state = State::new(device, vocab, options.sequences)?;
         let rotaries = kind.rotaries(positions)?;
-        let plan = Plan::new(device, decoder, buffers, rotaries, &state)?;
+        let plan = Plan::new(
+            device,
+            decoder,
+            &Keys::Caches(buffers),
+            rotaries,
+            &state.ends(),
+        )?;
         Ok(Self {
             decoder: decoder.clone(),
             device: device.clone(),

@@ -27,12 +27,16 @@
 //! Sources: Orca (Yu et al. 2022) for batching by steps; vLLM (Kwon et al. 2023) for pages and preemption;
 //! Sarathi-Serve (Agrawal et al. 2024) for chunks of prompts; SGLang (Zheng et al. 2024) for shared prefixes.
 
+#[cfg(feature = "cuda")]
+mod device;
 mod eager;
 mod pages;
 mod request;
 mod runner;
 mod schedule;
 mod sequence;
+#[cfg(feature = "cuda")]
+mod slots;
 
 use crate::models::decoder::DecoderCache;
 use crate::models::parts::Parts;

@@ -3,7 +3,7 @@
 mod copy;
 mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 mod reference;
 
 use super::pages::{PagePool, PageTable, PoolSizes};

@@ -148,10 +148,10 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
         place = find(true).unwrap_or(place);
     }
     let config = ATTENTION_SM90[place];
-    if let Batch::Paged(page) = case.batch {
-        if config.of_page(page).is_none() {
-            return Err("its tiles are no whole pages, nor pages whole tiles");
-        }
+    if let Batch::Paged(page) = case.batch
+        && config.of_page(page).is_none()
+    {
+        return Err("its tiles are no whole pages, nor pages whole tiles");
     }
     let tiles = tiles(&config);
     let items = tiles * columns;

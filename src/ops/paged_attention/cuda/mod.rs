@@ -11,13 +11,15 @@ pub(crate) mod table_tests;
 use super::Op;
 use crate::cuda::abi::Pages;
 use crate::cuda::{Address, Launcher, address, address_of, alloc};
+use crate::ops::flash_attention::cuda::Plan;
 use crate::ops::pages::{PagePool, PageTable, PoolSizes};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
-use problem::Call;
+pub(crate) use prefill::{key_pages, operands};
+pub(crate) use problem::Call;
 
 pub use dispatch::kernels as kernel_table;
 
@@ -41,7 +43,29 @@ pub(crate) fn pages(
             (block_table, 0, width, block_table.stride()[0])
         }
     };
+    let rows = [
+        address_of(entries)?,
+        indptr,
+        width as u64,
+        step as u64,
+        sequences as u64,
+    ];
+    pool_pages(op, pool, sizes, rows)
+}
+
+/// The same of a table by address: its entries and its ends (0 if it is padded), the entries of a sequence or in all,
+/// those from one sequence to the next, and the sequences.
+///
+/// # Errors
+/// As [`pages`].
+pub(crate) fn pool_pages(
+    op: &str,
+    pool: &PagePool,
+    sizes: PoolSizes,
+    [entries, indptr, width, step, sequences]: [u64; 5],
+) -> Result<Pages> {
     let PoolSizes { pages, page, .. } = sizes;
+    let width = width as usize;
     // A page's number has 24 bits and a slot 8, and keys are counted in 30.
     if page > 256 || pages >= 1 << 24 || width.saturating_mul(page) >= 1 << 30 {
         bail!(
@@ -51,7 +75,7 @@ pub(crate) fn pages(
     let [k_page, k_token, k_head] = pool.strides(&pool.k).map(|s| s as u64);
     let [v_page, v_token, v_head] = pool.strides(&pool.v).map(|s| s as u64);
     Ok(Pages {
-        entries: address_of(entries)?,
+        entries,
         indptr,
         k: address_of(&pool.k)?,
         v: address_of(&pool.v)?,
@@ -123,20 +147,50 @@ fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> 
         softcap: op.params.softcap,
         window: op.params.window,
     };
-    let plan = dispatch::select(&call.case(launcher.gpu.spec))?;
+    let plan = planned(&launcher, &call)?;
     trace::record(name, || {
         let (q, kv) = (q.dtype().as_str(), call.pool_dtype.as_str());
         format!("cuda q {q} kv {kv} {}", plan.with_reason())
     });
-    // Sizes for the form with the most rows.
-    let slots = 2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS;
-    let partial = alloc(name, device, DType::F32, slots * (op.pool.dim + 1))?;
-    let parts = (op.queries * op.heads / op.pool.kv_heads).div_ceil(kernels::FEWEST_ROWS);
-    let counters = device.alloc_zeros::<u32>(op.sequences * op.pool.kv_heads * parts)?;
-    call.means = address(&partial, &Layout::contiguous(slots))?;
-    call.tops = call.means + (4 * slots * op.pool.dim) as u64;
-    call.counters = counters.device_ptr(&device.cuda_stream()).0;
+    let [floats, counters] = scratch(&plan, &call);
+    let memory = alloc(name, device, DType::F32, floats)?;
+    let counters = device.alloc_zeros::<u32>(counters)?;
+    let partial = address(&memory, &Layout::contiguous(floats))?;
+    call.leave_at(&plan, partial, counters.device_ptr(&device.cuda_stream()).0);
     // SAFETY: the guards have checked the shapes; scratch memory is made above in the sizes that any kernel needs, and
     // freed behind the launch on the same stream.
     unsafe { plan.how.run(&launcher, &call) }
+}
+
+/// What a plan needs between its blocks: floats, and counters that are zero.
+pub(crate) fn scratch(plan: &Plan<Call>, call: &Call) -> [usize; 2] {
+    let slots = slots(plan);
+    let parts = (call.queries * call.heads / call.sizes.kv_heads).div_ceil(kernels::FEWEST_ROWS);
+    let sequences = call.pages.sequences as usize;
+    [
+        slots * (call.sizes.dim + 1),
+        sequences * call.sizes.kv_heads * parts,
+    ]
+}
+
+/// Rows that blocks may leave, as many as the form with the most rows has.
+fn slots(plan: &Plan<Call>) -> usize {
+    2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS
+}
+
+impl Call {
+    /// Puts what is left between blocks to memory of these sizes.
+    pub fn leave_at(&mut self, plan: &Plan<Call>, floats: Address, counters: Address) {
+        self.means = floats;
+        self.tops = floats + (4 * slots(plan) * self.sizes.dim) as u64;
+        self.counters = counters;
+    }
+}
+
+/// The kernel for a call.
+///
+/// # Errors
+/// If none takes it.
+pub(crate) fn planned(launcher: &Launcher, call: &Call) -> Result<Plan<Call>> {
+    dispatch::select(&call.case(launcher.gpu.spec))
 }

@@ -38,7 +38,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    pub fn case(&self, gpu: GpuSpec) -> Case {
+    pub(super) fn case(&self, gpu: GpuSpec) -> Case {
         Case {
             gpu,
             sequences: self.pages.sequences as usize,
