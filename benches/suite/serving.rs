@@ -99,8 +99,10 @@ struct Story {
 /// What becomes of requests.
 #[derive(Default)]
 struct Stories {
+    sequences: usize,
     all: HashMap<RequestId, Story>,
-    wasted: f64,
+    /// Of each step.
+    wasted: Vec<f64>,
 }
 
 impl Stories {
@@ -117,10 +119,9 @@ impl Stories {
             }
         }
         let stats = engine.stats();
-        // Pages are only counted once enough are held for the last ones not to be all there is.
-        if stats.slots_held >= stats.pages / 4 {
+        if 2 * stats.running >= self.sequences {
             let used = stats.slots_used as f64 / stats.slots_held.max(1) as f64;
-            self.wasted = self.wasted.max(1. - used);
+            self.wasted.push(1. - used);
         }
     }
 
@@ -155,6 +156,13 @@ impl<'a> Served<'a> {
         })
     }
 
+    fn stories(&self) -> Stories {
+        Stories {
+            sequences: self.sequences,
+            ..Default::default()
+        }
+    }
+
     /// A prompt of random ids, so that no two begin alike.
     fn prompt(&self, rng: &mut StdRng, tokens: usize) -> Vec<u32> {
         (0..tokens)
@@ -182,7 +190,7 @@ impl<'a> Served<'a> {
     /// One request for each sequence: what became of them, seconds of full steps, and those until all had begun.
     fn round(&mut self, seed: u64) -> Result<(Stories, Vec<f64>, f64)> {
         let rng = &mut StdRng::seed_from_u64(seed);
-        let mut stories = Stories::default();
+        let mut stories = self.stories();
         let started = Instant::now();
         for _ in 0..self.sequences {
             let prompt = self.prompt(rng, PROMPT);
@@ -228,7 +236,7 @@ impl<'a> Served<'a> {
             };
             coming.push((Duration::from_secs_f64(due), request));
         }
-        let (mut stories, started) = (Stories::default(), Instant::now());
+        let (mut stories, started) = (self.stories(), Instant::now());
         let mut coming = coming.into_iter().peekable();
         let mut generated = 0;
         while coming.peek().is_some() || !self.engine.is_idle() {
@@ -268,7 +276,7 @@ impl<'a> Served<'a> {
             first_p99: percentile(first, 99.),
             between_p50: median(between.clone()),
             between_p99: percentile(between, 99.),
-            wasted: stories.wasted,
+            wasted: stories.wasted.iter().sum::<f64>() / stories.wasted.len().max(1) as f64,
             preemptions: stats.preemptions,
             rate: None,
             refusal: self.engine.graph_refusal().map(str::to_owned),

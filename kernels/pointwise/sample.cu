@@ -189,7 +189,6 @@ __device__ void leave(const SampleParams& p, uint32_t b, uint32_t token, uint32_
   p.token[b] = token;
   p.position[b] = position;
   if (p.history) p.history[uint64_t(b) * p.history_slots + position % p.history_slots] = token;
-  if (p.lengths && p.lengths[b]) p.lengths[b] = position + 1;
   if (!p.step) return;
   p.step[b] = step + 1;
   if (!p.mailbox) return;

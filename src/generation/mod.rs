@@ -43,6 +43,8 @@
 mod device;
 mod eager;
 #[cfg(feature = "cuda")]
+mod pages;
+#[cfg(feature = "cuda")]
 pub(crate) mod plan;
 #[cfg(feature = "cuda")]
 mod prefill;
@@ -55,8 +57,6 @@ mod sequence;
 mod state;
 #[cfg(feature = "cuda")]
 mod writer;
-#[cfg(feature = "cuda")]
-mod writer_paged;
 
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::models::parts::Parts;

@@ -1,8 +1,8 @@
 //! A decode step written down: which kernels run over which addresses, from token ids to next
 //! tokens. Five steps a layer: q, k, v behind the norm; attention with rotation and append; the
 //! output projection with the residual; gate and up, or up alone, behind the norm; down with the
-//! residual. Where attention and MLP stand side by side, up comes before the residual. Over keys and values in pages,
-//! rotation and append are a launch of their own.
+//! residual. Where attention and MLP stand side by side, up comes before the residual. Keys and
+//! values are in a cache of slots for each sequence, or in pages that a table has for it.
 
 use super::refusal::{Refusal, unfused};
 use super::writer::Writer;
@@ -11,11 +11,8 @@ use crate::models::decoder::{Decoder, Rotaries};
 use crate::nn::{KvCache, Norm};
 use crate::ops::PagePool;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
-use crate::ops::flash_attention::cuda as table;
 use crate::ops::flash_decoding::cuda::{Attention, StepShape};
 use crate::ops::linear::cuda::{NormAt, NormKind, Product};
-use crate::ops::paged_append::cuda::AppendAt;
-use crate::ops::paged_attention::cuda::Call as PagedCall;
 use crate::ops::sample::cuda as sample;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Tensor};
 use std::cell::RefCell;
@@ -45,8 +42,6 @@ pub(crate) struct PagedKeys<'a> {
     /// u32 `[sequences, width]`: the pages of each sequence.
     pub table: Address,
     pub width: usize,
-    /// u32 `[sequences]`: tokens of each, with the one that the step takes in; 0 where there is nobody.
-    pub lengths: Address,
 }
 
 impl Keys<'_> {
@@ -73,8 +68,6 @@ pub(super) enum Work {
     Linear(Product),
     /// Alone, or beside a product.
     Attention(Box<Attention>),
-    Append(Box<AppendAt>),
-    Paged(Box<(table::Plan<PagedCall>, PagedCall)>),
     Sample(sample::Step),
 }
 
@@ -193,8 +186,6 @@ impl Plan {
                     product.run(&launcher.with_one_cta_per_sm(), &mut scratch)
                 }
                 Work::Attention(attention) => attention.run(launcher),
-                Work::Append(append) => append.run(launcher),
-                Work::Paged(paged) => paged.0.how.run(launcher, &paged.1),
                 Work::Sample(step) => sample::launch(launcher, self.sequences, *step),
             }
         }

@@ -1,8 +1,8 @@
 //! Chunks of the prompts of several sequences on a GPU, keys and values in pages.
 
+use super::pages::padded;
 use super::plan::PagedKeys;
 use super::prefill::{LayerKeys, OP, Pass};
-use super::writer_paged::padded;
 use crate::cpu::attention::Sizes;
 use crate::cuda::{Address, Scratch, address_of};
 use crate::models::decoder::{Block, Decoder, Rotaries};
@@ -17,7 +17,7 @@ use candle_core::{CudaDevice, Result, Tensor};
 pub(crate) struct PagedRows<'a> {
     pub decoder: &'a Decoder,
     pub rotaries: &'a Rotaries,
-    /// Table and lengths are of these rows' sequences; lengths count the rows.
+    /// The table has these rows' sequences.
     pub keys: PagedKeys<'a>,
     pub sequences: usize,
     /// `[tokens]`: ids, positions, and the number of each one's sequence.
@@ -25,6 +25,8 @@ pub(crate) struct PagedRows<'a> {
     pub positions: Address,
     pub owners: Address,
     pub tokens: usize,
+    /// `[sequences]`: tokens of each, with the rows.
+    pub lengths: Address,
     /// `[sequences + 1]`: where each sequence's rows end.
     pub cu_seqlens: Address,
     /// Rows of a sequence, at most.
@@ -115,7 +117,7 @@ impl Pass {
                 cu_k: 0,
                 total_q: tokens,
             }),
-            pages: Some(key_pages(&pages, rows.keys.lengths)),
+            pages: Some(key_pages(&pages, rows.lengths)),
             y,
             q_dtype: self.dtype,
             kv_dtype: pool.dtype(),

@@ -1,10 +1,11 @@
 //! Writes a decode step down, layer by layer.
 
+use super::pages::padded;
 use super::plan::{Ends, Keys, Work, norm_at};
 use super::refusal::{Refusal, unfused};
 use crate::cuda::{Address, Launcher, address, address_of, alloc};
 use crate::models::decoder::Block;
-use crate::nn::{KvCache, Norm, Projection, RotaryEmbedding};
+use crate::nn::{Norm, Projection, RotaryEmbedding};
 use crate::ops::embedding::cuda::Lookup;
 use crate::ops::flash_decoding::cuda::{Attention, IndependentProduct, Step, StepShape, partials};
 use crate::ops::linear::cuda::{Operands, Product, ProductAt, gemv_dense_pipelined as pipelined};
@@ -16,23 +17,22 @@ use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result};
 /// Writes a plan, and makes the buffers between its steps.
 pub(super) struct Writer<'a> {
     device: &'a CudaDevice,
-    pub(super) launcher: Launcher,
-    pub(super) ends: &'a Ends,
+    launcher: Launcher,
+    ends: &'a Ends,
     pub work: Vec<(&'static str, Work)>,
     pub buffers: Vec<CudaStorage>,
-    pub(super) dtype: DType,
+    dtype: DType,
     /// The residual stream, `[sequences, hidden]`: each layer adds to it in place.
     x: Address,
     /// Buffers of the widest layer so far, and their widths: q, k and v; attended, and behind the
-    /// activation; rotated queries, where keys are in pages.
-    pub(super) between: [(Address, usize); 3],
+    /// activation.
+    between: [(Address, usize); 2],
     /// Scratch memory that all layers' attention shares: one follows the other.
-    pub(super) scratch: Option<(Address, Address)>,
+    scratch: Option<(Address, Address)>,
 }
 
-pub(super) const QKV: usize = 0;
+const QKV: usize = 0;
 const INNER: usize = 1;
-pub(super) const QUERIES: usize = 2;
 
 /// Parts of the model that read keys and values.
 const ATTENTION: &str = "attention";
@@ -72,7 +72,7 @@ impl<'a> Writer<'a> {
             buffers: Vec::new(),
             dtype,
             x: 0,
-            between: [(0, 0); 3],
+            between: [(0, 0); 2],
             scratch: None,
         };
         writer.x = writer.buffer(dtype, ends.sequences * hidden)?;
@@ -81,7 +81,7 @@ impl<'a> Writer<'a> {
         Ok(writer)
     }
 
-    pub(super) fn buffer(&mut self, dtype: DType, len: usize) -> Result<Address> {
+    fn buffer(&mut self, dtype: DType, len: usize) -> Result<Address> {
         let storage = alloc("generation", self.device, dtype, len)?;
         let at = address(&storage, &Layout::contiguous(len))?;
         self.buffers.push(storage);
@@ -89,7 +89,7 @@ impl<'a> Writer<'a> {
     }
 
     /// One of the buffers between steps, at least `width` wide.
-    pub(super) fn between(&mut self, which: usize, width: usize) -> Result<Address> {
+    fn between(&mut self, which: usize, width: usize) -> Result<Address> {
         if self.between[which].1 < width {
             let len = self.ends.sequences * width;
             self.between[which] = (self.buffer(self.dtype, len)?, width);
@@ -129,18 +129,13 @@ impl<'a> Writer<'a> {
         let add = self.added();
         let output = self.product(output, attended, add)?;
         let down = self.product(down, hidden, add)?;
-        let step = match keys {
-            Keys::Caches(caches) => Some(self.step(block, &caches[layer], rotary, attended)?),
-            Keys::Pages(_) => None,
+        let step = self.step(block, (keys, layer), rotary, attended)?;
+        let side = match block.parallel {
+            true => self.side_by_side(&step, [&first, &inside, &output, &down]),
+            false => None,
         };
-        let side = match &step {
-            Some(step) if block.parallel => {
-                self.side_by_side(step, [&first, &inside, &output, &down])
-            }
-            _ => None,
-        };
-        let first = match (&side, &step, first.single()) {
-            (Some(_), Some(step), Some((_, operands))) => {
+        let first = match (&side, first.single()) {
+            (Some(_), Some((_, operands))) => {
                 let operands = Operands {
                     fetch: Some(step.earlier()),
                     ..operands.clone()
@@ -159,23 +154,16 @@ impl<'a> Writer<'a> {
             self.work.push(("output+down", Work::Linear(pair)));
             return Ok(());
         }
-        let attention = match (keys, step) {
-            (Keys::Pages(pages), _) => self.paged(block, pages, layer, rotary, attended)?,
-            (_, Some(step)) => {
-                let attention = Attention::new(&self.launcher, step, None);
-                let attention = attention.map_err(|e| Refusal::Unfused(e.to_string()))?;
-                vec![Work::Attention(Box::new(attention))]
-            }
-            _ => return unfused("there are neither buffers nor pages"),
-        };
-        let attention = attention.into_iter().map(|work| (ATTENTION, work));
+        let attention = Attention::new(&self.launcher, step, None);
+        let attention = attention.map_err(|e| Refusal::Unfused(e.to_string()))?;
+        let attention = Work::Attention(Box::new(attention));
         if block.parallel {
             // Both read the stream before either adds to it.
             self.work.push((inside_name, Work::Linear(inside)));
-            self.work.extend(attention);
+            self.work.push((ATTENTION, attention));
             self.work.push(("output", Work::Linear(output)));
         } else {
-            self.work.extend(attention);
+            self.work.push((ATTENTION, attention));
             self.work.push(("output", Work::Linear(output)));
             self.work.push((inside_name, Work::Linear(inside)));
         }
@@ -258,26 +246,44 @@ impl<'a> Writer<'a> {
     fn step(
         &mut self,
         block: &Block,
-        cache: &KvCache,
+        (keys, layer): (&Keys<'_>, usize),
         rotary: &RotaryEmbedding,
         out: Address,
     ) -> std::result::Result<Step, Refusal> {
         let config = block.attention.config();
-        let (k, v) = cache.buffers()?;
         let (cos, sin) = rotary.tables();
+        let sequences = self.ends.sequences;
+        let (caches, pages, slots, cache_dtype) = match keys {
+            Keys::Caches(caches) => {
+                let (k, v) = caches[layer].buffers()?;
+                ([address_of(k)?, address_of(v)?], None, k.dim(2)?, k.dtype())
+            }
+            Keys::Pages(keys) => {
+                let pool = &keys.pools[layer];
+                let rows = [keys.table, keys.width as u64, sequences as u64];
+                let (pages, sizes) = padded(pool, rows)?;
+                let slots = keys.width * sizes.page;
+                ([pages.k, pages.v], Some(pages), slots, pool.dtype())
+            }
+        };
+        let [k_cache, v_cache] = caches;
         let shape = StepShape {
-            sequences: self.ends.sequences,
+            sequences,
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
-            slots: k.dim(2)?,
+            slots,
+            paged: pages.is_some(),
             positions: cos.dim(0)?,
             pairs: cos.dim(1)?,
             dtype: self.dtype,
-            cache_dtype: k.dtype(),
+            cache_dtype,
         };
         let norms = block.attention.head_norms();
-        self.check_head_norms(norms.as_ref())?;
+        let own = |n: &HeadNorms<'_>| [n.q, n.k].iter().all(|w| w.dtype() == self.dtype);
+        if !norms.as_ref().is_none_or(own) {
+            return unfused("norms of the heads are of another dtype than the stream");
+        }
         let (partial, counters) = self.scratch(&shape)?;
         Ok(Step {
             qkv: self.between[QKV].0,
@@ -286,8 +292,9 @@ impl<'a> Writer<'a> {
             eps: norms.map_or(0., |n| n.eps as f32),
             cos: address_of(cos)?,
             sin: address_of(sin)?,
-            k_cache: address_of(k)?,
-            v_cache: address_of(v)?,
+            k_cache,
+            v_cache,
+            pages,
             out,
             partial,
             counters,
@@ -300,18 +307,6 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Norms of heads that kernels take.
-    pub(super) fn check_head_norms(
-        &self,
-        norms: Option<&HeadNorms<'_>>,
-    ) -> std::result::Result<(), Refusal> {
-        let own = |n: &HeadNorms<'_>| [n.q, n.k].iter().all(|w| w.dtype() == self.dtype);
-        match norms.is_none_or(own) {
-            true => Ok(()),
-            false => unfused("norms of the heads are of another dtype than the stream"),
-        }
-    }
-
     /// The layers of a model have one shape.
     fn scratch(&mut self, shape: &StepShape) -> std::result::Result<(Address, Address), Refusal> {
         if let Some(scratch) = self.scratch {
@@ -320,17 +315,11 @@ impl<'a> Writer<'a> {
         let sizes = partials(self.launcher.gpu, shape);
         let sizes = sizes.map_err(|e| Refusal::Unfused(e.to_string()))?;
         let partial = self.buffer(DType::U8, sizes.bytes)?;
-        let counters = self.zeros(sizes.counters)?;
-        Ok(*self.scratch.insert((partial, counters)))
-    }
-
-    /// u32 that are zero.
-    pub(super) fn zeros(&mut self, count: usize) -> Result<Address> {
-        let zeros = self.device.alloc_zeros::<u32>(count)?;
+        let zeros = self.device.alloc_zeros::<u32>(sizes.counters)?;
         let zeros = CudaStorage::wrap_cuda_slice(zeros, self.device.clone());
-        let at = address(&zeros, &Layout::contiguous(count))?;
+        let counters = address(&zeros, &Layout::contiguous(sizes.counters))?;
         self.buffers.push(zeros);
-        Ok(at)
+        Ok(*self.scratch.insert((partial, counters)))
     }
 
     /// The head behind the last norm, and the choice of the next tokens.

@@ -124,7 +124,6 @@ impl OnDevice {
                 pools: &self.pools,
                 table: self.slots.table(),
                 width: self.slots.width(),
-                lengths: self.slots.lengths(),
             });
             let ends = self.slots.ends(0, count);
             let plan = Plan::new(&self.device, &self.decoder, &keys, &self.rotaries, &ends)?;
@@ -237,8 +236,8 @@ impl OnDevice {
                 pools: &self.pools,
                 table,
                 width: rows.width,
-                lengths,
             },
+            lengths,
             sequences: rows.lengths.len(),
             ids,
             positions,

@@ -22,7 +22,7 @@ pub(super) struct Slots {
     device: CudaDevice,
     count: usize,
     vocab: usize,
-    /// Tokens, positions, arrivals, lengths; then settings.
+    /// Tokens, positions, arrivals; then settings.
     words: CudaSlice<u32>,
     history: CudaSlice<u32>,
     scores: CudaSlice<f32>,
@@ -40,13 +40,20 @@ pub(super) struct Slots {
 const TOKEN: usize = 0;
 const POSITION: usize = 1;
 const ARRIVED: usize = 2;
-const LENGTH: usize = 3;
+
+/// Words of a slot in front of the settings.
+const WORDS: usize = 3;
+
+/// The position of nobody: past all pages, also when many steps have counted it up.
+const VACANT: u32 = 0xf000_0000;
 
 impl Slots {
     /// `count` slots, all empty, of up to `width` pages each.
     pub fn new(device: &CudaDevice, count: usize, vocab: usize, width: usize) -> Result<Self> {
+        let mut words = vec![0; count * (WORDS + SETTINGS)];
+        words[POSITION * count..][..count].fill(VACANT);
         Ok(Self {
-            words: device.alloc_zeros(count * (4 + SETTINGS))?,
+            words: device.clone_htod(&words)?,
             history: device.alloc_zeros(count * HISTORY)?,
             scores: device.alloc_zeros(count * vocab)?,
             partial: device.alloc_zeros(count * sample::partial_words(vocab))?,
@@ -71,11 +78,6 @@ impl Slots {
         self.table.device_ptr(&self.device.cuda_stream()).0
     }
 
-    /// u32 `[count]`: tokens of each slot.
-    pub fn lengths(&self) -> Address {
-        self.word(LENGTH, 0)
-    }
-
     /// u32 `[count]`: the token of each slot that was drawn last.
     pub fn tokens(&self) -> Address {
         self.word(TOKEN, 0)
@@ -89,7 +91,7 @@ impl Slots {
     /// The ends of a step of the slots `first .. first + count`.
     pub fn ends(&self, first: usize, count: usize) -> Ends {
         let stream = self.device.cuda_stream();
-        let settings = self.word(4, 0) + (4 * SETTINGS * first) as Address;
+        let settings = self.word(WORDS, 0) + (4 * SETTINGS * first) as Address;
         let behind = |base: Address, bytes: usize| base + (first * bytes) as Address;
         Ends {
             sequences: count,
@@ -100,7 +102,6 @@ impl Slots {
                 token: self.word(TOKEN, first),
                 position: self.word(POSITION, first),
                 history: behind(self.history.device_ptr(&stream).0, 4 * HISTORY),
-                lengths: self.word(LENGTH, first),
                 scores: behind(self.scores.device_ptr(&stream).0, 4 * self.vocab),
                 partial: behind(
                     self.partial.device_ptr(&stream).0,
@@ -119,9 +120,7 @@ impl Slots {
     pub fn enter(&mut self, slot: usize, tokens: &[u32], sampling: &SamplingParams) -> Result<()> {
         // The place of the token before, which the kernel counts up.
         self.put(POSITION, slot, (tokens.len() as u32).wrapping_sub(1))?;
-        // Any but 0: the kernel counts it.
-        self.put(LENGTH, slot, 1)?;
-        let at = 4 * self.count + SETTINGS * slot;
+        let at = WORDS * self.count + SETTINGS * slot;
         let mut settings = self.words.slice_mut(at..at + SETTINGS);
         let words = sampling.settings(0).words();
         self.device.memcpy_htod(&words, &mut settings)?;
@@ -140,7 +139,7 @@ impl Slots {
 
     /// Nobody is in a slot any more: steps pass it over.
     pub fn leave(&mut self, slot: usize) -> Result<()> {
-        self.put(LENGTH, slot, 0)?;
+        self.put(POSITION, slot, VACANT)?;
         self.pages[slot * self.width..][..self.known[slot]].fill(NONE);
         if self.known[slot] > 0 {
             self.spoil(slot);

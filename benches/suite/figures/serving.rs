@@ -37,7 +37,7 @@ pub struct ServingRun {
     pub first_p99: f64,
     pub between_p50: f64,
     pub between_p99: f64,
-    /// The share of held pages' slots without a token, at most.
+    /// The share of held pages' slots without a token, over the steps in which most sequences are under way.
     pub wasted: f64,
     pub preemptions: u64,
     /// Requests of a second that arrive.

@@ -142,9 +142,14 @@ abi! {
         /// `[positions, pairs]`
         cos: Const<f32>,
         sin: Const<f32>,
-        /// `[B, kv_heads, slots, head_dim]`
+        /// `[B, kv_heads, slots, head_dim]`, or pools of pages.
         k_cache: Mut<Void>,
         v_cache: Mut<Void>,
+        /// Where keys and values are in pages: `slots` are those of a row of the table, and elements lie so far from
+        /// page to page, token to token and head to head.
+        pages: KeyPages,
+        k_strides: [u64; 3],
+        v_strides: [u64; 3],
         /// `[B, heads head_dim]`
         y: Mut<Void>,
         /// What blocks leave: see `Partials`.
@@ -181,6 +186,8 @@ abi! {
     table DECODING_MMA of DecodingMma (dim: usize, keys: usize) =
         [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
     const DECODING_MMA_WARPS: Count<i32> = 8;
+    /// Over keys and values in pages, where there are many sequences: two or three blocks for a multiprocessor.
+    const DECODING_PAGED_WARPS: Count<i32> = 4;
 
     /// The forms for everything else: the widest head, the query heads that share a block, warps.
     table DECODING_LANES of DecodingLanes (dim: usize, heads: usize, warps: usize) =

@@ -154,8 +154,6 @@ abi! {
         history: Mut<u32>,
         /// `[sequences]`, counted up; may be null.
         step: Mut<u32>,
-        /// `[sequences]`: tokens with the one that is drawn, where it is not 0; may be null.
-        lengths: Mut<u32>,
         /// On the host, `[mail_slots, sequences]`: step + 1 above the token; may be null.
         mailbox: Mut<LongLong>,
         /// `[sequences, vocab]`, logits behind the penalty, needed by top-k and top-p.

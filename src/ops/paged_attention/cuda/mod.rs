@@ -11,7 +11,6 @@ pub(crate) mod table_tests;
 use super::Op;
 use crate::cuda::abi::Pages;
 use crate::cuda::{Address, Launcher, address, address_of, alloc};
-use crate::ops::flash_attention::cuda::Plan;
 use crate::ops::pages::{PagePool, PageTable, PoolSizes};
 use crate::ops::view::dtype_index;
 use crate::trace;
@@ -19,7 +18,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 pub(crate) use prefill::{key_pages, operands};
-pub(crate) use problem::Call;
+use problem::Call;
 
 pub use dispatch::kernels as kernel_table;
 
@@ -147,50 +146,20 @@ fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> 
         softcap: op.params.softcap,
         window: op.params.window,
     };
-    let plan = planned(&launcher, &call)?;
+    let plan = dispatch::select(&call.case(launcher.gpu.spec))?;
     trace::record(name, || {
         let (q, kv) = (q.dtype().as_str(), call.pool_dtype.as_str());
         format!("cuda q {q} kv {kv} {}", plan.with_reason())
     });
-    let [floats, counters] = scratch(&plan, &call);
-    let memory = alloc(name, device, DType::F32, floats)?;
-    let counters = device.alloc_zeros::<u32>(counters)?;
-    let partial = address(&memory, &Layout::contiguous(floats))?;
-    call.leave_at(&plan, partial, counters.device_ptr(&device.cuda_stream()).0);
+    // Sizes for the form with the most rows.
+    let slots = 2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS;
+    let partial = alloc(name, device, DType::F32, slots * (op.pool.dim + 1))?;
+    let parts = (op.queries * op.heads / op.pool.kv_heads).div_ceil(kernels::FEWEST_ROWS);
+    let counters = device.alloc_zeros::<u32>(op.sequences * op.pool.kv_heads * parts)?;
+    call.means = address(&partial, &Layout::contiguous(slots))?;
+    call.tops = call.means + (4 * slots * op.pool.dim) as u64;
+    call.counters = counters.device_ptr(&device.cuda_stream()).0;
     // SAFETY: the guards have checked the shapes; scratch memory is made above in the sizes that any kernel needs, and
     // freed behind the launch on the same stream.
     unsafe { plan.how.run(&launcher, &call) }
-}
-
-/// What a plan needs between its blocks: floats, and counters that are zero.
-pub(crate) fn scratch(plan: &Plan<Call>, call: &Call) -> [usize; 2] {
-    let slots = slots(plan);
-    let parts = (call.queries * call.heads / call.sizes.kv_heads).div_ceil(kernels::FEWEST_ROWS);
-    let sequences = call.pages.sequences as usize;
-    [
-        slots * (call.sizes.dim + 1),
-        sequences * call.sizes.kv_heads * parts,
-    ]
-}
-
-/// Rows that blocks may leave, as many as the form with the most rows has.
-fn slots(plan: &Plan<Call>) -> usize {
-    2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS
-}
-
-impl Call {
-    /// Puts what is left between blocks to memory of these sizes.
-    pub fn leave_at(&mut self, plan: &Plan<Call>, floats: Address, counters: Address) {
-        self.means = floats;
-        self.tops = floats + (4 * slots(plan) * self.sizes.dim) as u64;
-        self.counters = counters;
-    }
-}
-
-/// The kernel for a call.
-///
-/// # Errors
-/// If none takes it.
-pub(crate) fn planned(launcher: &Launcher, call: &Call) -> Result<Plan<Call>> {
-    dispatch::select(&call.case(launcher.gpu.spec))
 }
