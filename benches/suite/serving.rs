@@ -8,6 +8,7 @@ use crate::figures::{Arrivals, ServingRun};
 use crate::form::Form;
 use crate::place::Place;
 use anyhow::{Context, Result};
+use candle_fused::generation::PartTime;
 use candle_fused::serving::{Engine, Options, Output, Request, RequestId};
 use common::comparison::{median, percentile};
 use common::generate::TextModel;
@@ -184,6 +185,7 @@ impl<'a> Served<'a> {
         run.prompts_per_second = Some(prompts);
         run.step_p50 = Some(step);
         run.step_p99 = Some(percentile(steps, 99.));
+        run.parts = self.parts()?;
         Ok(run)
     }
 
@@ -214,6 +216,30 @@ impl<'a> Served<'a> {
             before = now;
         }
         Ok((stories, steps, reading))
+    }
+
+    /// The parts of a step half way through a round; the requests of it are then forgotten.
+    fn parts(&mut self) -> Result<Vec<(String, usize, f64, u64)>> {
+        let rng = &mut StdRng::seed_from_u64(9);
+        let mut ids = Vec::new();
+        for _ in 0..self.sequences {
+            ids.push(
+                self.engine
+                    .submit(Request::new(self.prompt(rng, PROMPT + GENERATED / 2)))?,
+            );
+        }
+        while self.engine.stats().waiting > 0 {
+            self.engine.step()?;
+        }
+        for _ in 0..4 {
+            self.engine.step()?;
+        }
+        let parts = self.engine.profile(20)?;
+        for id in ids {
+            self.engine.cancel(id);
+        }
+        let part = |p: &PartTime| (p.part.to_owned(), p.launches, p.seconds, p.bytes);
+        Ok(parts.iter().map(part).collect())
     }
 
     /// Arrivals at `rate` of a second: exponential times between them, lengths between a quarter of the offline ones
@@ -279,6 +305,7 @@ impl<'a> Served<'a> {
             wasted: stories.wasted.iter().sum::<f64>() / stories.wasted.len().max(1) as f64,
             preemptions: stats.preemptions,
             rate: None,
+            parts: Vec::new(),
             refusal: self.engine.graph_refusal().map(str::to_owned),
         }
     }
@@ -307,6 +334,18 @@ fn line(run: &ServingRun) {
         run.wasted * 100.,
         run.preemptions,
     );
+    let parts = run.parts.iter();
+    let parts: Vec<_> = parts
+        .map(|(part, launches, seconds, _)| {
+            format!(
+                "{part} {launches} x {:.2}",
+                seconds * 1e6 / *launches as f64
+            )
+        })
+        .collect();
+    if !parts.is_empty() {
+        println!("{:<30}us: {}", "", parts.join(", "));
+    }
     if let Some(why) = &run.refusal {
         println!("{:<30}no graph: {why}", "");
     }

@@ -12,11 +12,13 @@ using namespace fused;
   }
 
 // Blocks of an SM by head dimension.
-constexpr int blocks_of(int d) { return d <= 96 ? 3 : 2; }
+constexpr int blocks_of(int d) { return d <= 80 ? 4 : d <= 128 ? 3 : 2; }
 
-#define DECODING_DIM(D, KEYS)                                                                              \
-  DECODING(d##D##_f16, 750, blocks_of(D), TensorCore<__half, D, DECODING_PAGED_WARPS, KEYS / 16, true>)    \
-  DECODING(d##D##_bf16, 800, blocks_of(D), TensorCore<__nv_bfloat16, D, DECODING_PAGED_WARPS, KEYS / 16, true>)
+constexpr int SUB = DECODING_PAGED_KEYS / 16;
+
+#define DECODING_DIM(D, KEYS)                                                                      \
+  DECODING(d##D##_f16, 750, blocks_of(D), TensorCore<__half, D, DECODING_PAGED_WARPS, SUB, true>)  \
+  DECODING(d##D##_bf16, 800, blocks_of(D), TensorCore<__nv_bfloat16, D, DECODING_PAGED_WARPS, SUB, true>)
 #define DECODING_ANY(D, HEADS, WARPS)                                   \
   static_assert(LaneCore<D / 8, WARPS, true>::MAX_CORE_HEADS == HEADS); \
   DECODING(any##D, 750, 1, LaneCore<D / 8, WARPS, true>)

@@ -6,8 +6,7 @@ use super::prefill;
 use super::refusal::Refusal;
 use super::state::{MAIL_SLOTS, State};
 use super::{Options, PartTime, Sequence};
-use crate::cuda::profile::Event;
-use crate::cuda::{Graph, Launcher, moved, nvtx};
+use crate::cuda::{Graph, Launcher, nvtx};
 use crate::models::decoder::{Decoder, DecoderCache, Rotaries};
 use crate::nn::KvCache;
 use crate::ops::sample::NONE;
@@ -187,41 +186,14 @@ impl OnDevice {
         self.state.settle()
     }
 
-    /// What each part of a step takes: the launches of that part in all layers as a graph of their
-    /// own, replayed in a row.
+    /// What each part of a step takes, at the sequences' positions.
     pub fn profile(&mut self, sequences: &[Sequence], rounds: usize) -> Result<Vec<PartTime>> {
-        /// A graph repeats its part, so that the gaps between graphs weigh little.
-        const REPEATS: usize = 4;
         self.settle()?;
-        let launcher = Launcher::new(&self.device)?;
         let positions: Vec<_> = sequences.iter().map(|s| s.ids.len()).collect();
-        let mut times = Vec::new();
-        for part in self.plan.parts() {
-            self.state.upload(sequences)?;
-            let (mut count, mut before) = (0, 0);
-            let mut graph = Graph::capture(launcher.gpu, |launcher| {
-                (count, before) = (0, moved());
-                for _ in 0..REPEATS {
-                    count += self.plan.launch_part(launcher, part)?;
-                }
-                Ok(())
-            })?;
-            let cache = self.plan.cache_bytes(part, &positions);
-            let mut replay = |times: usize| {
-                // SAFETY: as in `launch`.
-                (0..times).try_for_each(|_| unsafe { graph.launch(launcher.stream) })
-            };
-            replay(3)?;
-            let begin = Event::record(launcher.stream)?;
-            replay(rounds)?;
-            let seconds = Event::record(launcher.stream)?.since(&begin)?;
-            times.push(PartTime {
-                part,
-                launches: count / REPEATS,
-                seconds: seconds / (REPEATS * rounds) as f64,
-                bytes: (moved() - before) / REPEATS as u64 + cache,
-            });
-        }
+        let state = &mut self.state;
+        let times = self
+            .plan
+            .profile(&self.device, &positions, rounds, || state.upload(sequences))?;
         self.settle()?;
         Ok(times)
     }

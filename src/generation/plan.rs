@@ -4,9 +4,11 @@
 //! residual. Where attention and MLP stand side by side, up comes before the residual. Keys and
 //! values are in a cache of slots for each sequence, or in pages that a table has for it.
 
+use super::PartTime;
 use super::refusal::{Refusal, unfused};
 use super::writer::Writer;
-use crate::cuda::{Address, Launcher, Scratch, address_of};
+use crate::cuda::profile::Event;
+use crate::cuda::{Address, Graph, Launcher, Scratch, address_of, moved};
 use crate::models::decoder::{Decoder, Rotaries};
 use crate::nn::{KvCache, Norm};
 use crate::ops::PagePool;
@@ -136,7 +138,7 @@ impl Plan {
     }
 
     /// The parts of the model that there are launches for, in the order of their first.
-    pub fn parts(&self) -> Vec<&'static str> {
+    fn parts(&self) -> Vec<&'static str> {
         let mut parts = Vec::new();
         for (part, _) in &self.work {
             if !parts.contains(part) {
@@ -147,7 +149,7 @@ impl Plan {
     }
 
     /// Launches one part of the model in all layers, and tells how many steps that was.
-    pub fn launch_part(&self, launcher: &Launcher, part: &str) -> Result<usize> {
+    fn launch_part(&self, launcher: &Launcher, part: &str) -> Result<usize> {
         let mut count = 0;
         for (_, work) in self.work.iter().filter(|(name, _)| *name == part) {
             self.launch_one(launcher, work)?;
@@ -156,8 +158,50 @@ impl Plan {
         Ok(count)
     }
 
+    /// What each part of the model takes: its launches in all layers as a graph of their own, replayed in a row. Behind
+    /// `set_back` the sequences stand at `positions`.
+    pub fn profile(
+        &self,
+        device: &CudaDevice,
+        positions: &[usize],
+        rounds: usize,
+        mut set_back: impl FnMut() -> Result<()>,
+    ) -> Result<Vec<PartTime>> {
+        /// A graph repeats its part, so that the gaps between graphs weigh little.
+        const REPEATS: usize = 4;
+        let launcher = Launcher::new(device)?;
+        let mut times = Vec::new();
+        for part in self.parts() {
+            set_back()?;
+            let (mut count, mut before) = (0, 0);
+            let mut graph = Graph::capture(launcher.gpu, |launcher| {
+                (count, before) = (0, moved());
+                for _ in 0..REPEATS {
+                    count += self.launch_part(launcher, part)?;
+                }
+                Ok(())
+            })?;
+            let cache = self.cache_bytes(part, positions);
+            let mut replay = |times: usize| {
+                // SAFETY: as in `launch_one`.
+                (0..times).try_for_each(|_| unsafe { graph.launch(launcher.stream) })
+            };
+            replay(3)?;
+            let begin = Event::record(launcher.stream)?;
+            replay(rounds)?;
+            let seconds = Event::record(launcher.stream)?.since(&begin)?;
+            times.push(PartTime {
+                part,
+                launches: count / REPEATS,
+                seconds: seconds / (REPEATS * rounds) as f64,
+                bytes: (moved() - before) / REPEATS as u64 + cache,
+            });
+        }
+        Ok(times)
+    }
+
     /// Bytes of keys and values that a part of a step reads when the sequences stand at `positions`.
-    pub fn cache_bytes(&self, part: &str, positions: &[usize]) -> u64 {
+    fn cache_bytes(&self, part: &str, positions: &[usize]) -> u64 {
         let keys: usize = positions.iter().map(|p| p + 1).sum();
         let of = |shape: &StepShape| {
             2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes()

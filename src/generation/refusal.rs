@@ -27,6 +27,15 @@ impl From<Error> for Refusal {
     }
 }
 
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Failed(error) => error,
+            Refusal::Unfused(why) => Error::msg(format!("a step cannot be written down: {why}")),
+        }
+    }
+}
+
 pub(crate) fn unfused<T>(why: &str) -> std::result::Result<T, Refusal> {
     Err(Refusal::Unfused(why.to_owned()))
 }

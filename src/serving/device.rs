@@ -8,6 +8,7 @@ use super::slots::Slots;
 use super::{OP, Options};
 use crate::cuda::profile::Event;
 use crate::cuda::{Address, Graph, Launcher, Pinned, address_of, nvtx};
+use crate::generation::PartTime;
 use crate::generation::plan::{Keys, PagedKeys, Plan};
 use crate::generation::prefill_paged::{self, PagedRows};
 use crate::generation::refusal::Refusal;
@@ -152,19 +153,30 @@ impl OnDevice {
         self.mail(batch.draws().collect())
     }
 
-    /// A token of each of the first `used` slots.
-    fn singles(&mut self, used: usize) -> Result<()> {
-        let bucket = match used {
+    /// What each part of a step of the first slots takes that a step in `positions` needs; who is in them is to begin
+    /// anew.
+    pub fn profile(&mut self, positions: &[usize], rounds: usize) -> Result<Vec<PartTime>> {
+        self.settle()?;
+        let bucket = self.bucket(positions.len());
+        let device = self.device.clone();
+        let step = self.step(bucket)?;
+        step.plan.profile(&device, positions, rounds, || Ok(()))
+    }
+
+    /// Slots of the chain that takes the first `used` ones.
+    fn bucket(&self, used: usize) -> usize {
+        match used {
             ..=EXACT => used,
             _ => used.next_power_of_two().min(self.count),
-        };
+        }
+    }
+
+    /// A token of each of the first `used` slots.
+    fn singles(&mut self, used: usize) -> Result<()> {
+        let bucket = self.bucket(used);
         let launcher = Launcher::new(&self.device)?;
         let wanted = self.graph && self.refusal.is_none();
-        let step = match self.step(bucket) {
-            Ok(step) => step,
-            Err(Refusal::Failed(error)) => return Err(error),
-            Err(Refusal::Unfused(why)) => bail!("{OP}: a step of {bucket} sequences: {why}"),
-        };
+        let step = self.step(bucket)?;
         if wanted && step.graph.is_none() {
             match Graph::capture(launcher.gpu, |launcher| step.plan.launch(launcher)) {
                 Ok(graph) => step.graph = Some(graph),

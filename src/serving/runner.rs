@@ -7,6 +7,7 @@ use super::schedule::Batch;
 use super::sequence::Sequence;
 use super::{OP, Options};
 use crate::fusion::fallback;
+use crate::generation::PartTime;
 #[cfg(feature = "cuda")]
 use crate::generation::refusal::Refusal;
 use crate::models::decoder::{Decoder, DecoderCache};
@@ -111,6 +112,17 @@ impl Runner {
             Runner::Eager(eager, _) => eager.reset(),
             #[cfg(feature = "cuda")]
             Runner::Device(device) => device.reset(),
+        }
+    }
+
+    /// What each part of a step of the first slots takes, at these positions; nothing where steps are no chain of
+    /// kernels.
+    pub fn profile(&mut self, positions: &[usize], rounds: usize) -> Result<Vec<PartTime>> {
+        let _ = (positions, rounds);
+        match self {
+            Runner::Eager(..) => Ok(Vec::new()),
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.profile(positions, rounds),
         }
     }
 

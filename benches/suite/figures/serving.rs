@@ -42,6 +42,9 @@ pub struct ServingRun {
     pub preemptions: u64,
     /// Requests of a second that arrive.
     pub rate: Option<f64>,
+    /// The parts of a step in a graph, offline: name, launches, seconds, bytes.
+    #[serde(default)]
+    pub parts: Vec<(String, usize, f64, u64)>,
     /// Why steps are no graphs.
     pub refusal: Option<String>,
 }

@@ -186,8 +186,10 @@ abi! {
     table DECODING_MMA of DecodingMma (dim: usize, keys: usize) =
         [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
     const DECODING_MMA_WARPS: Count<i32> = 8;
-    /// Over keys and values in pages, where there are many sequences: two or three blocks for a multiprocessor.
+    /// Over keys and values in pages, where there are many sequences: two to four blocks for a multiprocessor.
     const DECODING_PAGED_WARPS: Count<i32> = 4;
+    /// Keys that a warp of these takes at once.
+    const DECODING_PAGED_KEYS: Count<i32> = 16;
 
     /// The forms for everything else: the widest head, the query heads that share a block, warps.
     table DECODING_LANES of DecodingLanes (dim: usize, heads: usize, warps: usize) =

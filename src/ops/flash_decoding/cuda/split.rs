@@ -1,7 +1,9 @@
 //! How the keys of a step are shared out among blocks, and what the blocks leave for the one that ends last.
 
 use super::problem::StepShape;
-use crate::cuda::abi::{DECODING_MMA_WARPS, DECODING_PAGED_WARPS, MAX_HEADS, WARP};
+use crate::cuda::abi::{
+    DECODING_MMA_WARPS, DECODING_PAGED_KEYS, DECODING_PAGED_WARPS, MAX_HEADS, WARP,
+};
 use crate::cuda::{GpuSpec, Grid};
 
 /// What a block of a kernel works on.
@@ -25,18 +27,22 @@ pub(crate) struct Partials {
     pub counters: usize,
 }
 
+/// Turns of a warp before another block joins, where there are blocks enough for the GPU.
+const FULL_TURNS: usize = 8;
+
 /// Blocks of a sequence that is long beside many others, at most.
 const MOST_BLOCKS: usize = 32;
 
 impl Split {
     /// Of a kernel for tensor cores whose warps take so many keys at once.
     pub fn on_tensor_cores(shape: &StepShape, keys: usize) -> Self {
+        let (warps, keys) = match shape.paged {
+            true => (DECODING_PAGED_WARPS, DECODING_PAGED_KEYS),
+            false => (DECODING_MMA_WARPS, keys),
+        };
         Self {
             heads: MAX_HEADS,
-            warps: match shape.paged {
-                true => DECODING_PAGED_WARPS,
-                false => DECODING_MMA_WARPS,
-            },
+            warps,
             keys,
             queries: shape.head_dim / 16 * 512,
         }
@@ -47,7 +53,7 @@ impl Split {
     /// sequences in pages may differ in length.
     pub fn tiles(&self, gpu: &GpuSpec, shape: &StepShape) -> usize {
         let full = shape.paged && 2 * self.rows(shape) >= gpu.sms as usize;
-        self.warps * if full { 4 } else { 1 }
+        self.warps * if full { FULL_TURNS } else { 1 }
     }
 
     /// Blocks of a row.
