@@ -8,7 +8,7 @@
 //! | op | replaces |
 //! |---|---|
 //! | [`residual_add()`] | `x + y`, `x + y + z` |
-//! | [`rms_norm()`], [`rms_norm_residual`], [`layer_norm()`] | `candle_nn::ops::rms_norm`, `layer_norm`, with the addition before it |
+//! | [`rms_norm()`], [`rms_norm_residual`], [`layer_norm()`], [`layer_norm_residual`] | `candle_nn::ops::rms_norm`, `layer_norm`, with the addition before it |
 //! | [`linear()`] | a `Linear` with the activation or residual after it |
 //! | [`rms_norm_linear()`], [`layer_norm_linear()`] | a norm and the matrices that share its output |
 //! | [`quant_linear()`] | `QMatMul`, with the norm before and the activation after it |
@@ -50,7 +50,7 @@ pub use flash_attention_varlen::flash_attention_varlen;
 #[doc(inline)]
 pub use flash_decoding::{FlashDecoding, flash_decoding};
 #[doc(inline)]
-pub use layer_norm::layer_norm;
+pub use layer_norm::{layer_norm, layer_norm_residual};
 #[doc(inline)]
 pub use layer_norm_linear::layer_norm_linear;
 #[doc(inline)]

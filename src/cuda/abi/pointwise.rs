@@ -30,9 +30,13 @@ abi! {
 
     struct LayerNormParams {
         x: Const<Void>,
+        /// Null without.
+        residual: Const<Void>,
         weight: Const<Void>,
         /// Null without.
         bias: Const<Void>,
+        /// With a residual; may be x or the residual itself.
+        sum: Mut<Void>,
         y: Mut<Void>,
         rows: u32,
         width: u32,
