@@ -93,7 +93,7 @@ abi! {
         kv_heads: u32,
         dim: u32,
         pairs: u32,
-        /// Between sequences: 0 if one position holds for all.
+        /// Between sequences: 0 if one position holds for all, 2 if each has 64 bits.
         at_step: u32,
         /// Of one head, a power of two.
         lanes: u32,
