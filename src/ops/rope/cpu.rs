@@ -116,11 +116,16 @@ impl Angles {
     /// Of these positions, which the tables have.
     pub fn of(tables: &RotaryTables<'_>, positions: Vec<u32>) -> Result<Self> {
         let ids = Tensor::new(positions, tables.cos.device())?;
-        let rows = |table: &Tensor| widened(&table.contiguous()?.index_select(&ids, 0)?);
+        let pairs = tables.cos.dim(1)?;
+        // Candle looks behind the end of a view without elements.
+        let rows = |table: &Tensor| match pairs {
+            0 => Ok(Vec::new()),
+            _ => widened(&table.contiguous()?.index_select(&ids, 0)?),
+        };
         Ok(Self {
             cos: rows(tables.cos)?,
             sin: rows(tables.sin)?,
-            pairs: tables.cos.dim(1)?,
+            pairs,
         })
     }
 
