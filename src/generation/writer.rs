@@ -145,9 +145,9 @@ impl<'a> Writer<'a> {
             _ => first,
         };
         self.work.push(("qkv", Work::Linear(first)));
-        let inside_name = match block.mlp.activation() {
-            Activation::SwiGlu => "gate_up",
-            _ => "up",
+        let inside_name = match block.mlp.activation().gate() {
+            Some(_) => "gate_up",
+            None => "up",
         };
         if let Some((both, pair)) = side {
             self.work.push((WITH_UP, Work::Attention(Box::new(both))));
