@@ -116,6 +116,7 @@ impl Pass {
                 cu_q: rows.cu_seqlens,
                 cu_k: 0,
                 total_q: tokens,
+                pitch: 0,
             }),
             pages: Some(key_pages(&pages, rows.lengths)),
             y,

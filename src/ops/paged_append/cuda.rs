@@ -1,12 +1,13 @@
 //! The CUDA form: queries, keys and values of all tokens in one launch; copies of pages in another.
 
-use super::{COPY, HeadNorms, OP, PagedAppend, RopeStyle, TokenMap};
+use super::{COPY, HeadNorms, OP, PagedAppend, TokenMap};
 use crate::cuda::abi::{
     COPY_PAGES_THREADS, CopyPagesParams, PagedAppendParams, Pages, ROPE_THREADS, WARP,
 };
 use crate::cuda::{
     Address, Grid, Launcher, Module, PIECES, UNALIGNED, address, address_of, alloc, fatbin,
 };
+use crate::ops::RopeStyle;
 use crate::ops::paged_attention::cuda::pages;
 use crate::ops::pages::{PagePool, PageTable, PoolSizes};
 use crate::ops::view::dtype_index;
