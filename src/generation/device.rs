@@ -1,7 +1,8 @@
 //! The token loop on a GPU: every step is the same chain of kernels over the same addresses, and
 //! the host only reads what it leaves behind.
 
-use super::plan::{Keys, Plan};
+use super::chain::Keys;
+use super::plan::Plan;
 use super::prefill;
 use super::refusal::Refusal;
 use super::state::{MAIL_SLOTS, State};

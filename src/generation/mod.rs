@@ -40,6 +40,8 @@
 //! ```
 
 #[cfg(feature = "cuda")]
+pub(crate) mod chain;
+#[cfg(feature = "cuda")]
 mod device;
 mod eager;
 #[cfg(feature = "cuda")]
@@ -47,7 +49,7 @@ mod pages;
 #[cfg(feature = "cuda")]
 pub(crate) mod plan;
 #[cfg(feature = "cuda")]
-mod prefill;
+pub(crate) mod prefill;
 #[cfg(feature = "cuda")]
 pub(crate) mod prefill_paged;
 #[cfg(feature = "cuda")]

@@ -5,73 +5,17 @@
 //! values are in a cache of slots for each sequence, or in pages that a table has for it.
 
 use super::PartTime;
+use super::chain::{Ends, Keys, Work};
 use super::refusal::{Refusal, unfused};
 use super::writer::Writer;
 use crate::cuda::profile::Event;
-use crate::cuda::{Address, Graph, Launcher, Scratch, address_of, moved};
+use crate::cuda::{Graph, Launcher, Scratch, moved};
 use crate::models::decoder::{Decoder, Rotaries};
-use crate::nn::{KvCache, Norm};
-use crate::ops::PagePool;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
-use crate::ops::flash_decoding::cuda::{Attention, StepShape};
-use crate::ops::linear::cuda::{NormAt, NormKind, Product};
+use crate::ops::flash_decoding::cuda::StepShape;
 use crate::ops::sample::cuda as sample;
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Tensor};
+use candle_core::{CudaDevice, CudaStorage, Result, Tensor};
 use std::cell::RefCell;
-
-/// What a step finds on the GPU and leaves there.
-#[derive(Clone, Copy)]
-pub(crate) struct Ends {
-    pub sequences: usize,
-    /// u32 `[sequences]`: the tokens that the step takes in, and where they stand.
-    pub token: Address,
-    pub position: Address,
-    /// The choice of the next tokens, from logits that the plan has the address of.
-    pub sampling: sample::Step,
-}
-
-/// Where a layer's keys and values are.
-pub(crate) enum Keys<'a> {
-    /// In buffers, one for each layer.
-    Caches(&'a [KvCache]),
-    /// In pages, a pool for each layer.
-    Pages(PagedKeys<'a>),
-}
-
-/// Keys and values in pages.
-pub(crate) struct PagedKeys<'a> {
-    pub pools: &'a [PagePool],
-    /// u32 `[sequences, width]`: the pages of each sequence.
-    pub table: Address,
-    pub width: usize,
-}
-
-impl Keys<'_> {
-    fn tensors(&self) -> Result<Vec<(Tensor, Tensor)>> {
-        match self {
-            Keys::Caches(caches) => {
-                let held = |cache: &KvCache| {
-                    let (k, v) = cache.buffers()?;
-                    Ok((k.clone(), v.clone()))
-                };
-                caches.iter().map(held).collect()
-            }
-            Keys::Pages(pages) => {
-                let pools = pages.pools.iter();
-                Ok(pools.map(|pool| (pool.k.clone(), pool.v.clone())).collect())
-            }
-        }
-    }
-}
-
-/// One step of the model.
-pub(super) enum Work {
-    Embedding(Lookup),
-    Linear(Product),
-    /// Alone, or beside a product.
-    Attention(Box<Attention>),
-    Sample(sample::Step),
-}
 
 /// The launches of a decode step, in order, and what they work on.
 pub(crate) struct Plan {
@@ -239,23 +183,4 @@ impl Plan {
     pub fn len(&self) -> usize {
         self.work.len()
     }
-}
-
-/// None if the norm is of another dtype than the stream.
-pub(super) fn norm_at(norm: &Norm, dtype: DType) -> Result<Option<NormAt>> {
-    let (kind, weight, bias, eps) = match norm {
-        Norm::Rms(n) => (NormKind::Rms, n.weight(), None, n.eps()),
-        // Without the removal of the mean and with a bias: no model has it.
-        Norm::Layer(n) if !n.remove_mean() => return Ok(None),
-        Norm::Layer(n) => (NormKind::Layer, n.weight(), n.bias(), n.eps()),
-    };
-    if weight.dtype() != dtype || bias.is_some_and(|b| b.dtype() != dtype) {
-        return Ok(None);
-    }
-    Ok(Some(NormAt {
-        kind,
-        weight: address_of(weight)?,
-        bias: bias.map_or(Ok(0), address_of)?,
-        eps: eps as f32,
-    }))
 }

@@ -2,8 +2,7 @@
 //! share. Candle's tensors would cost an allocation and several locks for each of them, which for a
 //! small model takes longer than the kernels.
 
-use super::plan::norm_at;
-use super::prefill_paged::PagedRows;
+use super::chain::{PagedKeys, norm_at};
 use crate::cpu::attention::Sizes;
 use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
@@ -30,6 +29,29 @@ pub(super) struct Model<'a> {
     pub caches: &'a [Cache],
     /// The position behind the whole prompt, which may come in parts.
     pub end: usize,
+}
+
+/// Whose rows are read. All addresses are of u32.
+pub(crate) struct PagedRows<'a> {
+    pub decoder: &'a Decoder,
+    pub rotaries: &'a Rotaries,
+    /// The table has these rows' sequences.
+    pub keys: PagedKeys<'a>,
+    pub sequences: usize,
+    /// `[tokens]`: ids, positions, and the number of each one's sequence.
+    pub ids: Address,
+    pub positions: Address,
+    pub owners: Address,
+    pub tokens: usize,
+    /// `[sequences]`: tokens of each, with the rows.
+    pub lengths: Address,
+    /// `[sequences + 1]`: where each sequence's rows end.
+    pub cu_seqlens: Address,
+    /// Rows of a sequence, at most.
+    pub longest: usize,
+    /// `[draws]`: rows whose logits are wanted.
+    pub last: Address,
+    pub draws: usize,
 }
 
 /// Where a layer's keys and values are.

@@ -1,40 +1,16 @@
 //! Chunks of the prompts of several sequences on a GPU, keys and values in pages.
 
 use super::pages::padded;
-use super::plan::PagedKeys;
-use super::prefill::{LayerKeys, OP, Pass};
+use super::prefill::{LayerKeys, OP, PagedRows, Pass};
 use crate::cpu::attention::Sizes;
 use crate::cuda::{Address, Scratch, address_of};
-use crate::models::decoder::{Block, Decoder, Rotaries};
+use crate::models::decoder::Block;
 use crate::nn::RotaryEmbedding;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_attention::cuda::{self as flash_attention, Call, Operand, Ragged};
 use crate::ops::paged_append::cuda::AppendAt;
 use crate::ops::paged_attention::cuda::{key_pages, operands};
 use candle_core::{CudaDevice, Result, Tensor};
-
-/// Whose rows are read. All addresses are of u32.
-pub(crate) struct PagedRows<'a> {
-    pub decoder: &'a Decoder,
-    pub rotaries: &'a Rotaries,
-    /// The table has these rows' sequences.
-    pub keys: PagedKeys<'a>,
-    pub sequences: usize,
-    /// `[tokens]`: ids, positions, and the number of each one's sequence.
-    pub ids: Address,
-    pub positions: Address,
-    pub owners: Address,
-    pub tokens: usize,
-    /// `[sequences]`: tokens of each, with the rows.
-    pub lengths: Address,
-    /// `[sequences + 1]`: where each sequence's rows end.
-    pub cu_seqlens: Address,
-    /// Rows of a sequence, at most.
-    pub longest: usize,
-    /// `[draws]`: rows whose logits are wanted.
-    pub last: Address,
-    pub draws: usize,
-}
 
 /// Reads the rows, and gives the logits f32 `[draws, V]`; none if there are no draws.
 ///

@@ -2,7 +2,7 @@
 //! reads tokens.
 
 use super::Sequence;
-use super::plan::Ends;
+use super::chain::Ends;
 use crate::cuda::{Address, Gpu, Launcher, Pinned, address_of};
 use crate::ops::SamplingParams;
 use crate::ops::sample::NONE;

@@ -1,7 +1,7 @@
 //! Writes a decode step down, layer by layer.
 
+use super::chain::{Ends, Keys, Work, norm_at};
 use super::pages::padded;
-use super::plan::{Ends, Keys, Work, norm_at};
 use super::refusal::{Refusal, unfused};
 use crate::cuda::{Address, Launcher, address, address_of, alloc};
 use crate::models::decoder::Block;

@@ -1,7 +1,7 @@
 //! What the GPU knows of each slot: its token and position, how the next token is chosen, and its pages.
 
 use crate::cuda::Address;
-use crate::generation::plan::Ends;
+use crate::generation::chain::Ends;
 use crate::ops::SamplingParams;
 use crate::ops::sample::cuda as sample;
 use crate::ops::view::dtype_index;

@@ -25,7 +25,7 @@ use candle_core::{DType, Result, Tensor};
 use common::shapes::Shape;
 
 /// The stem of every op, in the order of the table.
-pub const OPS: [&str; 14] = [
+pub const OPS: [&str; 15] = [
     "residual_add",
     "rms_norm",
     "layer_norm",
@@ -39,6 +39,7 @@ pub const OPS: [&str; 14] = [
     "flash_decoding",
     "paged_append",
     "paged_attention",
+    "paged_prefill",
     "sample",
 ];
 

@@ -6,8 +6,8 @@ use crate::figures::{CANDLE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::ops::{
-    self, PageLayout, PagePool, PageTable, PagedAppend, PagedAttention, RopeStyle, RotaryTables,
-    TokenMap, paged_append, paged_attention,
+    self, PageLayout, PagePool, PageTable, PagedAppend, PagedAttention, RaggedQueries, RopeStyle,
+    RotaryTables, TokenMap, paged_append, paged_attention, paged_prefill,
 };
 
 /// Tokens of a page.
@@ -31,6 +31,7 @@ pub fn cases(dims: &Dims, dtype: DType, extent: Extent) -> Vec<Case> {
     };
     let mut cases: Vec<_> = extent.contexts()[..2].iter().map(attention).collect();
     cases.push(append(&dims.name, shape, dtype));
+    cases.push(prefill(&dims.name, shape, dtype));
     cases
 }
 
@@ -108,6 +109,34 @@ fn append(model: &str, shape: Heads, dtype: DType) -> Case {
         work: Work::moving(2 * SEQUENCES * width, dtype),
         build: Box::new(move |place| {
             Step::new(place, shape, vec![PAGE; SEQUENCES], dtype)?.append(place)
+        }),
+    }
+}
+
+/// Prompts of a chunk, and their tokens.
+const PROMPTS: [usize; 2] = [4, 128];
+
+fn prefill(model: &str, shape: Heads, dtype: DType) -> Case {
+    let [prompts, tokens] = PROMPTS;
+    let Heads {
+        heads,
+        kv_heads,
+        dim,
+    } = shape;
+    let work = Work {
+        flops: 2. * (prompts * tokens * tokens * heads * dim) as f64,
+        ..Work::moving(2 * dim * prompts * tokens * (kv_heads + heads), dtype)
+    };
+    Case {
+        op: "paged_prefill",
+        model: model.to_owned(),
+        part: "prompts".to_owned(),
+        rows: prompts * tokens,
+        context: tokens,
+        format: dtype.as_str().to_owned(),
+        work,
+        build: Box::new(move |place| {
+            Step::new(place, shape, vec![tokens; prompts], dtype)?.prefill(place)
         }),
     }
 }
@@ -255,6 +284,47 @@ impl Step {
             rows.extend(b * heads + heads - group..(b + 1) * heads);
         }
         Ok(Expected::of_rows(rows, dim, values, limit(self.q.dtype())))
+    }
+
+    /// All tokens of all sequences; expected are those of the last head of the first sequence, alone in its table.
+    fn prefill(&self, place: &Place) -> Result<Vec<Contender>> {
+        let (all, shape, cpu) = (self.clone(), self.shape, Device::Cpu);
+        let [prompts, tokens] = PROMPTS;
+        let q = place.x(&[prompts * tokens, shape.heads, shape.dim], self.q.dtype())?;
+        let queries = |prompts: usize, device: &Device| {
+            let ends = (0..=prompts).map(|b| (b * tokens) as u32);
+            Ok::<_, candle_core::Error>(RaggedQueries {
+                cu_seqlens_q: Tensor::from_iter(ends, device)?,
+                max_seqlen_q: tokens,
+            })
+        };
+        let own = |pool: &Tensor| {
+            let ids = Tensor::new(&self.rows[0][..], pool.device())?;
+            let head = pool.narrow(2, shape.kv_heads - 1, 1)?.contiguous()?;
+            head.index_select(&ids, 0)?.to_device(&cpu)
+        };
+        let pool = PagePool {
+            k: own(&self.pools[0].k)?,
+            v: own(&self.pools[0].v)?,
+            layout: PageLayout::Nhd,
+        };
+        let table = PageTable::Padded {
+            block_table: Tensor::arange(0, self.rows[0].len() as u32, &cpu)?.unsqueeze(0)?,
+            lengths: Tensor::new(&[tokens as u32], &cpu)?,
+        };
+        let first = q.narrow(0, 0, tokens)?.narrow(1, shape.heads - 1, 1)?;
+        let first = first.contiguous()?.to_device(&cpu)?;
+        let values =
+            ops::paged_prefill::reference(&first, &pool, &table, &queries(1, &cpu)?, &self.params)?;
+        let rows = (0..tokens).map(|row| row * shape.heads + shape.heads - 1);
+        let expected = Expected::of_rows(rows.collect(), shape.dim, values, limit(q.dtype()));
+        let queries = queries(prompts, &place.device)?;
+        let fused = move |turn: usize| {
+            let pool = &all.pools[turn % all.pools.len()];
+            let y = paged_prefill(&q, pool, &all.table, &queries, &all.params)?;
+            Ok(vec![y])
+        };
+        Ok(vec![Contender::new(FUSED, vec![expected], fused)])
     }
 
     /// The last token of each sequence.

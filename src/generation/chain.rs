@@ -1,0 +1,84 @@
+//! What a decode step is written down with: where it begins and ends, where keys and values are, and its launches.
+
+use crate::cuda::{Address, address_of};
+use crate::nn::{KvCache, Norm};
+use crate::ops::PagePool;
+use crate::ops::embedding::cuda::Lookup;
+use crate::ops::flash_decoding::cuda::Attention;
+use crate::ops::linear::cuda::{NormAt, NormKind, Product};
+use crate::ops::sample::cuda as sample;
+use candle_core::{DType, Result, Tensor};
+
+/// What a step finds on the GPU and leaves there.
+#[derive(Clone, Copy)]
+pub(crate) struct Ends {
+    pub sequences: usize,
+    /// u32 `[sequences]`: the tokens that the step takes in, and where they stand.
+    pub token: Address,
+    pub position: Address,
+    /// The choice of the next tokens, from logits that the plan has the address of.
+    pub sampling: sample::Step,
+}
+
+/// Where a layer's keys and values are.
+pub(crate) enum Keys<'a> {
+    /// In buffers, one for each layer.
+    Caches(&'a [KvCache]),
+    /// In pages, a pool for each layer.
+    Pages(PagedKeys<'a>),
+}
+
+/// Keys and values in pages.
+pub(crate) struct PagedKeys<'a> {
+    pub pools: &'a [PagePool],
+    /// u32 `[sequences, width]`: the pages of each sequence.
+    pub table: Address,
+    pub width: usize,
+}
+
+impl Keys<'_> {
+    /// Keys and values of each layer.
+    pub fn tensors(&self) -> Result<Vec<(Tensor, Tensor)>> {
+        match self {
+            Keys::Caches(caches) => {
+                let held = |cache: &KvCache| {
+                    let (k, v) = cache.buffers()?;
+                    Ok((k.clone(), v.clone()))
+                };
+                caches.iter().map(held).collect()
+            }
+            Keys::Pages(pages) => {
+                let pools = pages.pools.iter();
+                Ok(pools.map(|pool| (pool.k.clone(), pool.v.clone())).collect())
+            }
+        }
+    }
+}
+
+/// One step of the model.
+pub(super) enum Work {
+    Embedding(Lookup),
+    Linear(Product),
+    /// Alone, or beside a product.
+    Attention(Box<Attention>),
+    Sample(sample::Step),
+}
+
+/// None if the norm is of another dtype than the stream.
+pub(super) fn norm_at(norm: &Norm, dtype: DType) -> Result<Option<NormAt>> {
+    let (kind, weight, bias, eps) = match norm {
+        Norm::Rms(n) => (NormKind::Rms, n.weight(), None, n.eps()),
+        // Without the removal of the mean and with a bias: no model has it.
+        Norm::Layer(n) if !n.remove_mean() => return Ok(None),
+        Norm::Layer(n) => (NormKind::Layer, n.weight(), n.bias(), n.eps()),
+    };
+    if weight.dtype() != dtype || bias.is_some_and(|b| b.dtype() != dtype) {
+        return Ok(None);
+    }
+    Ok(Some(NormAt {
+        kind,
+        weight: address_of(weight)?,
+        bias: bias.map_or(Ok(0), address_of)?,
+        eps: eps as f32,
+    }))
+}
