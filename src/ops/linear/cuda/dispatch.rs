@@ -9,7 +9,7 @@ use super::plan::Plan;
 use super::problem::{Case, Operand, Operands, ProductAt};
 use super::rule::{Formats, Norms, RULE, Rows, Rule};
 use crate::cuda::{Address, KernelInfo, Launcher, Scratch, forced};
-use crate::ops::linear::{Activation, Weight};
+use crate::ops::linear::Weight;
 use candle_core::{DType, Result, bail};
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -6,7 +6,6 @@ use super::tensor_map::tensor_map;
 use crate::cuda::abi::{TensorMap, W8A8Weights};
 pub(super) use crate::cuda::abi::{W8A8_ALIGNMENT as ALIGNMENT, W8A8Product as ProductParams};
 use crate::cuda::{Address, PackedAt};
-use crate::ops::linear::Activation;
 use crate::ops::view::dtype_index;
 use candle_core::{Result, bail};
 
