@@ -9,7 +9,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::cuda::with_kernel;
 use candle_fused::ops::linear::reference;
-use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
+use candle_fused::ops::{Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::trace;
 use std::ops::RangeInclusive;
 
