@@ -4,6 +4,41 @@
 //! are what the ops call. All hold a relative error of about two units in the last place (the
 //! Gaussian tail of gelu and the far tails of silu: a few more, from rounding the exponent's
 //! argument), give the limits at both infinities, and keep NaN.
+//!
+//! ```
+//! use candle_fused::cpu::math::{self, exp_v, exp_weight_v, gelu_erf_v, gelu_tanh_v, silu_v, tanh_v};
+//! use candle_fused::cpu::simd;
+//! use candle_fused::cpu::vector::{Kernel, Vector, dispatch};
+//! let mut x = [0f32; 5];
+//! let level = simd::level();
+//! // Zero all along, then 1.
+//! math::silu(level, &mut x);
+//! math::gelu_erf(level, &mut x);
+//! math::gelu_tanh(level, &mut x);
+//! math::tanh(level, &mut x);
+//! math::exp_weight(level, &mut x);
+//! assert_eq!(x, [1.; 5]);
+//! math::exp(level, &mut x);
+//! assert!(x.iter().all(|x| (x - std::f32::consts::E).abs() < 1e-6));
+//!
+//! // The same over one vector.
+//! struct Chain<'a>(&'a mut [f32; 16]);
+//! impl Kernel for Chain<'_> {
+//!     type Output = ();
+//!     #[inline(always)]
+//!     unsafe fn run<V: Vector>(self) {
+//!         // SAFETY: no vector has more than 16 lanes.
+//!         let x = unsafe { V::load(self.0.as_ptr()) };
+//!         let one = exp_weight_v(tanh_v(gelu_tanh_v(gelu_erf_v(silu_v(x)))));
+//!         // SAFETY: as above.
+//!         unsafe { exp_v(one).store(self.0.as_mut_ptr()) }
+//!     }
+//! }
+//! let mut lanes = [0.; 16];
+//! // SAFETY: the kernel holds a slice.
+//! unsafe { dispatch(level, Chain(&mut lanes)) };
+//! assert_eq!(lanes[..4], x[..4]);
+//! ```
 
 use super::simd::Level;
 use super::vector::{BIASED, Kernel, Vector, dispatch};

@@ -112,6 +112,19 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// If the matrix holds GGUF blocks.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_fused::cpu::packed::PackedMatrix;
+    /// use candle_fused::quant::Scheme;
+    /// let weight = Tensor::randn(0f32, 1., (16, 64), &Device::Cpu)?;
+    /// let matrix = PackedMatrix::quantize(&weight, Scheme::Int8)?;
+    /// let same = PackedMatrix::from_codes(&matrix.to_codes()?)?;
+    /// assert_eq!(same.bytes(), matrix.bytes());
+    /// // Only ternary weights look sums up, and take one scale for 128 activations.
+    /// assert!(!matrix.is_ternary() && !matrix.looks_up(1) && !matrix.takes_wide());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn to_codes(&self) -> Result<Codes> {
         let Format::Scheme(scheme) = self.format else {
             bail!("the matrix is {}, expected a scheme", self.format);

@@ -50,6 +50,30 @@ pub(super) const VERSION: &str = "2";
 ///
 /// It is also a backend of a `VarBuilder` that turns the matrices into numbers, so that any candle model
 /// can load it, as large as if it were dense.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_fused::models::save_quantized;
+/// use candle_fused::quant::{QuantizedFile, Recipe, Scheme};
+/// # use candle_fused::models::llama::Config;
+/// # let config = Config {
+/// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+/// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+/// # };
+/// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.safetensors");
+/// save_quantized(&config, vb, &Recipe::new("int8".parse()?), &path)?;
+/// assert!(QuantizedFile::is_quantized(&std::fs::read(&path)?));
+/// // SAFETY: the file does not change while it is open.
+/// let file = unsafe { QuantizedFile::open(&path)? };
+/// let (down, norm) = ("model.layers.0.mlp.down_proj.weight", "model.norm.weight");
+/// assert!(file.is_matrix(down) && !file.is_matrix(norm) && file.contains(norm));
+/// assert!(file.matrices().all(|(_, scheme)| scheme == Scheme::Int8));
+/// assert_eq!(file.matrix(down, 64, 96)?.rows(), 64);
+/// assert_eq!(file.tensor(norm, DType::F32, &Device::Cpu)?.dims(), [64]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct QuantizedFile {
     map: Arc<Mmap>,
     tensors: HashMap<String, Entry>,
