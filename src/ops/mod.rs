@@ -14,7 +14,7 @@
 //! | [`quant_linear()`] | `QMatMul`, with the norm before and the activation after it |
 //! | [`rope()`], [`rope_tokens`], [`rope_append`] | rotary embedding, also with a position for each token, and the append to a cache |
 //! | [`flash_attention()`], [`flash_decoding()`] | `softmax(q kᵀ) v` |
-//! | [`flash_attention_varlen()`] | the same of sequences of different lengths without padding |
+//! | [`flash_attention_varlen()`], [`flash_attention_padded`] | the same of sequences of different lengths, without padding and with |
 //! | [`paged_attention()`] | the newest tokens of many sequences over keys and values in pages |
 //! | [`paged_prefill()`] | the same of ragged batches: prompts, chunks of them and single tokens |
 //! | [`paged_append()`], [`copy_pages`] | new keys and values into those pages, and copies of pages |
@@ -46,7 +46,7 @@ pub mod sample;
 #[doc(inline)]
 pub use flash_attention::{AttentionParams, RaggedBatch, flash_attention};
 #[doc(inline)]
-pub use flash_attention_varlen::flash_attention_varlen;
+pub use flash_attention_varlen::{flash_attention_padded, flash_attention_varlen};
 #[doc(inline)]
 pub use flash_decoding::{FlashDecoding, flash_decoding};
 #[doc(inline)]

@@ -33,7 +33,7 @@ abi! {
         mask: Const<f32>,
         /// `[heads]`, or null.
         alibi: Const<f32>,
-        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
+        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one; with a pitch, the lengths alone.
         cu_q: Const<u32>,
         cu_k: Const<u32>,
         pages: KeyPages,
@@ -67,6 +67,8 @@ abi! {
         /// Rows of a ragged batch.
         total_q: i32,
         total_k: i32,
+        /// Rows from a sequence of a padded batch to the next; 0 where lengths are cumulative.
+        pitch: i32,
         /// How the tensor-core form divides a block: warps of 16 rows,
         row_warps: i32,
         /// groups of such warps that take every key_groups-th tile of keys,
@@ -98,7 +100,7 @@ abi! {
         v: TensorMap,
         /// `[batch, queries, heads, dim]`
         y: Mut<Void>,
-        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
+        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one; with a pitch, the lengths alone.
         cu_q: Const<u32>,
         cu_k: Const<u32>,
         pages: KeyPages,
@@ -118,6 +120,8 @@ abi! {
         /// Rows of a ragged batch.
         total_q: i32,
         total_k: i32,
+        /// Rows from a sequence of a padded batch to the next; 0 where lengths are cumulative.
+        pitch: i32,
     }
 
     /// The forms for Hopper: head dimension, consumer warpgroups of 64 rows, keys of a tile, and whether

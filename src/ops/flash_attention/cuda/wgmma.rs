@@ -235,6 +235,7 @@ impl Kernel<Call> for Wgmma {
             section: self.section,
             total_q: total_q as i32,
             total_k: sizes.keys as i32,
+            pitch: call.ragged.map_or(0, |ragged| ragged.pitch as i32),
         };
         // SAFETY: the kernel takes `AttentionSm90Params`; the addresses are the caller's.
         unsafe { launcher.run(self.module, self.index, self.grid, &params) }
