@@ -77,7 +77,7 @@ switches! {
         linear,
         /// Matrix products with quantized weights run as [`crate::ops::quant_linear`](fn@crate::ops::quant_linear).
         quant_linear,
-        /// `silu(gate) * up` runs in the epilogue of the gate and up projection.
+        /// `act(gate) * up` (SwiGLU, GeGLU) runs in the epilogue of the gate and up projection.
         swiglu,
         /// The activation of an MLP without a gate runs in the epilogue of its first projection.
         gelu,

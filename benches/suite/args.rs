@@ -50,6 +50,10 @@ pub struct Args {
     #[arg(long = "dtype", value_name = "DTYPE", value_delimiter = ',')]
     pub dtypes: Vec<DType>,
 
+    /// Sequences side by side, of the section `serving` [default: 8, 32, 64 and 256 on a GPU, else 1, 4 and 8].
+    #[arg(long, value_delimiter = ',')]
+    pub sequences: Vec<usize>,
+
     /// Few shapes and rounds: under two minutes on two cores.
     #[arg(long)]
     pub quick: bool,
@@ -116,6 +120,8 @@ pub enum Section {
     Scaling,
     /// One product over the number of rows, format by format.
     Sweep,
+    /// Many requests at once: all at the same time, and arriving at random.
+    Serving,
     /// Ways of fusing a norm with a ternary product, on a GPU.
     Ternary,
     /// All plans of those.

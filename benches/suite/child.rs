@@ -207,7 +207,8 @@ fn say<T: Serialize>(value: &T) -> Result<()> {
     Ok(out.flush()?)
 }
 
-fn load(job: &Job, device: &Device) -> Result<Box<dyn common::generate::TextModel>> {
+/// The model of a job.
+pub fn load(job: &Job, device: &Device) -> Result<Box<dyn common::generate::TextModel>> {
     let located = located(&job.model)?;
     let weights = weights::open(&located.files)?;
     let dtype = job.format.parse::<DType>().ok();

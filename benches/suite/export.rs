@@ -1,6 +1,8 @@
 //! All figures of a run, as `--export` writes them. `benches/README.md` describes the fields.
 
-use crate::figures::{Curve, Layer, Limits, ModelRun, OpRun, Skipped, Tuned, count_floors};
+use crate::figures::{
+    Curve, Layer, Limits, ModelRun, OpRun, ServingRun, Skipped, Tuned, count_floors,
+};
 use crate::machine::Machine;
 use crate::nvml::Clocks;
 use anyhow::{Context, Result, ensure};
@@ -29,6 +31,8 @@ pub struct Export {
     pub scaling: Vec<Curve>,
     #[serde(default)]
     pub sweep: Vec<OpRun>,
+    #[serde(default)]
+    pub serving: Vec<ServingRun>,
     #[serde(default)]
     pub tune: Vec<Tuned>,
 }
@@ -68,6 +72,7 @@ impl Export {
             all.models.extend(run.models);
             all.layers.extend(run.layers);
             all.scaling.extend(run.scaling);
+            all.serving.extend(run.serving);
             all.sweep.extend(run.sweep);
             all.tune.extend(run.tune);
         }

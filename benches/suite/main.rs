@@ -34,6 +34,7 @@ mod place;
 mod plots;
 mod run;
 mod scaling;
+mod serving;
 mod stats;
 #[cfg(feature = "cuda")]
 mod ternary;

@@ -8,7 +8,9 @@ use crate::figures::{Limits, count_floors};
 use crate::machine::Machine;
 use crate::nvml::{Clocks, Nvml};
 use crate::place::Place;
-use crate::{baseline, cases, goals, layers, limits, markdown, models, ops, plots, scaling};
+use crate::{
+    baseline, cases, goals, layers, limits, markdown, models, ops, plots, scaling, serving,
+};
 use anyhow::{Result, anyhow, ensure};
 use candle_core::Device;
 use clap::ValueEnum;
@@ -123,6 +125,7 @@ fn measure(args: &Args) -> Result<Export> {
         layers: Vec::new(),
         scaling: Vec::new(),
         sweep: Vec::new(),
+        serving: Vec::new(),
         tune: Vec::new(),
     };
     #[cfg(feature = "cuda")]
@@ -153,6 +156,10 @@ fn measure(args: &Args) -> Result<Export> {
         export.sweep = runs;
         export.skipped.extend(skipped);
         log("sweep");
+    }
+    if args.has(Section::Serving) {
+        export.serving = serving::run(&place, args, &budget)?;
+        log("serving");
     }
     export.limits = limits::measure(&place, args.quick)?.better(&export.limits);
     show(&export.limits);

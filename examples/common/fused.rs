@@ -13,6 +13,7 @@ use candle_fused::models::llama::{self, Cache, Llama};
 use candle_fused::models::smol::smollm3;
 use candle_fused::models::{self, CausalLm, GgufModel, gpt_neox, phi3, qwen2, qwen3};
 use candle_fused::quant::{QuantizedFile, Recipe};
+use candle_fused::serving::{self, Engine};
 
 use super::architecture::{Architecture, Config};
 use super::generate::TextModel;
@@ -181,6 +182,7 @@ trait Model {
     fn states(&mut self, input: &Tensor) -> candle_core::Result<(Vec<Tensor>, Tensor)>;
     fn clear(&mut self);
     fn generation(&self, options: &Options) -> candle_core::Result<Generation>;
+    fn engine(&self, options: &serving::Options) -> candle_core::Result<Engine>;
     fn vocab_size(&self) -> usize;
     fn context_length(&self) -> usize;
 }
@@ -202,6 +204,10 @@ macro_rules! with_its_own_cache {
 
             fn generation(&self, options: &Options) -> candle_core::Result<Generation> {
                 Generation::new(self, options)
+            }
+
+            fn engine(&self, options: &serving::Options) -> candle_core::Result<Engine> {
+                Engine::new(self, options)
             }
 
             fn vocab_size(&self) -> usize {
@@ -239,6 +245,10 @@ impl Model for LlamaWithCache {
 
     fn generation(&self, options: &Options) -> candle_core::Result<Generation> {
         Generation::new(&self.llama, options)
+    }
+
+    fn engine(&self, options: &serving::Options) -> candle_core::Result<Engine> {
+        Engine::new(&self.llama, options)
     }
 
     fn vocab_size(&self) -> usize {
@@ -286,6 +296,10 @@ impl<M: Model> TextModel for Placed<M> {
 
     fn generation(&self, options: &Options) -> Result<Generation> {
         Ok(self.model.generation(options)?)
+    }
+
+    fn engine(&self, options: &serving::Options) -> Result<Engine> {
+        Ok(self.model.engine(options)?)
     }
 
     fn vocab_size(&self) -> usize {

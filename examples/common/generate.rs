@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_fused::generation::{Generation, Options};
 use candle_fused::ops::{self, SamplingParams};
+use candle_fused::serving::{self, Engine};
 
 use super::args::SamplingArgs;
 use super::comparison::Round;
@@ -36,6 +37,10 @@ pub trait TextModel {
     /// The token loop on the device.
     fn generation(&self, _options: &Options) -> Result<Generation> {
         bail!("this model has no token loop of its own")
+    }
+    /// The model answering many requests at once.
+    fn engine(&self, _options: &serving::Options) -> Result<Engine> {
+        bail!("this model answers one request at a time")
     }
     /// What leaves the embedding and each layer for `ids` `[B, T]` (`[B, T, hidden]` each, the last
     /// one behind the final norm) and the logits of every position, if the model shows them. Empties

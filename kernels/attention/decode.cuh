@@ -1,6 +1,8 @@
 // The attention step of decoding in one launch: from a row of the fused projection per sequence, q and k norm,
 // rotation, cache append, and attention over all keys so far (Flash-Decoding: keys split over blocks).
 //
+// Keys and values are in a cache of slots for each sequence, or in pages that a table has for it.
+//
 // A row of blocks (grid x) shares the keys of one key/value head of one sequence, with up to MAX_HEADS of its query
 // heads. How many of the blocks work follows from the position, which is read here. Each writes its result to
 // `partial`; the last one, by an atomic counter, merges them and resets the counter. One block alone, which is
@@ -120,13 +122,16 @@ struct Block {
 
 // What there is to do, as far as the position tells.
 struct Work {
-  uint32_t start, end;  // keys from earlier steps that are seen
+  uint32_t low, end;    // keys from earlier steps that are seen
+  uint32_t start;       // where the first tile begins
   uint32_t tiles;
   uint32_t active;      // blocks that take part
 
-  __device__ Work(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys) {
+  // Tiles have `keys` keys. In pages they begin at multiples of that.
+  __device__ Work(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys, bool paged) {
     end = min(position, p.slots);
-    start = p.window && position + 1 > p.window ? min(position + 1 - p.window, end) : 0;
+    low = p.window && position + 1 > p.window ? min(position + 1 - p.window, end) : 0;
+    start = paged ? low / keys * keys : low;
     tiles = (end - start + keys - 1) / keys;
     active = min(block.of_x, max(1u, (tiles + p.tiles - 1) / p.tiles));
   }
@@ -323,6 +328,48 @@ __device__ __forceinline__ void merge_wide(const DecodingParams& p, const Shared
   }
 }
 
+// Writes the new key and value to where the position is; in pages, if the pool has that page.
+template <class Core>
+__device__ __forceinline__ void append(const DecodingParams& p, const Shared<Core>& s, const Place& at, uint32_t b,
+                                       int head_dim, uint32_t position) {
+  uint64_t k_slot = at.plane + uint64_t(position) * head_dim, v_slot = k_slot;
+  if constexpr (Core::IN_PAGES) {
+    const uint32_t slot = position & (p.pages.page - 1);
+    const uint32_t page = __ldcg(p.pages.entries + uint64_t(b) * p.pages.step + (position >> p.pages.page_bits));
+    if (page >= p.pages.pages) return;
+    k_slot = page * p.k_strides[0] + slot * p.k_strides[1] + at.kv * p.k_strides[2];
+    v_slot = page * p.v_strides[0] + slot * p.v_strides[1] + at.kv * p.v_strides[2];
+  }
+  const int stored = Core::dtype(p.cache_dtype);
+  for (int d = threadIdx.x; d < head_dim; d += Core::WARPS * WARP) {
+    write(p.k_cache, stored, k_slot + d, s.k[d]);
+    write(p.v_cache, stored, v_slot + d, s.v[d]);
+  }
+}
+
+// Where a block's keys are.
+template <class Core>
+__device__ __forceinline__ typename Core::From keys_of(const DecodingParams& p, const Place& at, uint32_t b,
+                                                       int head_dim) {
+  const Keys keys = {p.k_cache, p.v_cache, at.plane, 0, head_dim, p.cache_dtype,
+                     p.softcap > 0.f ? p.scale : p.scale * LOG2E, p.softcap};
+  if constexpr (Core::IN_PAGES) {
+    const uint32_t size = p.cache_dtype == F32 ? 4 : 2;
+    KeysInPages in = {keys};
+    in.first = 0;
+    in.k = static_cast<const char*>(keys.k) + at.kv * p.k_strides[2] * size;
+    in.v = static_cast<const char*>(keys.v) + at.kv * p.v_strides[2] * size;
+    in.row = p.pages.entries + uint64_t(b) * p.pages.step;
+    in.k_page = p.k_strides[0], in.k_token = p.k_strides[1];
+    in.v_page = p.v_strides[0], in.v_token = p.v_strides[1];
+    in.page_bits = p.pages.page_bits, in.pages = p.pages.pages;
+    in.low = 0;
+    return in;
+  } else {
+    return keys;
+  }
+}
+
 // What a block takes part in.
 struct Part {
   bool real;        // false: a rehearsal
@@ -355,14 +402,7 @@ __device__ __forceinline__ void epilogue(const DecodingParams& p, const Shared<C
     }
   }
   if (!part.real) return;
-  if (part.leads && at.appends) {
-    const uint64_t slot = at.plane + uint64_t(position) * head_dim;
-    const int stored = Core::dtype(p.cache_dtype);
-    for (int d = threadIdx.x; d < head_dim; d += THREADS) {
-      write(p.k_cache, stored, slot + d, s.k[d]);
-      write(p.v_cache, stored, slot + d, s.v[d]);
-    }
-  }
+  if (part.leads && at.appends) append<Core>(p, s, at, part.block.z, head_dim, position);
   if (part.active > 1 && is_last(p.counters + at.row, part.active)) {
     if constexpr (WIDE) merge_wide(p, s, partials, part.active, at.heads, head_dim, at.out);
     else merge_narrow<Core>(p, partials.both, part.active, at.heads, head_dim, at.out);
@@ -377,10 +417,9 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
   const Shared<Core> s(reinterpret_cast<char*>(memory), head_dim);
   const uint32_t block = here.x * WARPS, first = block + warp;
   const Place at(p, here, head_dim, Core::MAX_CORE_HEADS);
-  Keys keys = {p.k_cache, p.v_cache, at.plane, 0, head_dim, p.cache_dtype,
-               p.softcap > 0.f ? p.scale : p.scale * LOG2E, p.softcap};
+  typename Core::From keys = keys_of<Core>(p, at, here.z, head_dim);
   Core core;
-  Work work(p, here, 0, Core::KEYS);
+  Work work(p, here, 0, Core::KEYS, Core::IN_PAGES);
   uint32_t position = UINT32_MAX;
   for (int i = threadIdx.x; i < Core::QUERIES / 16; i += WARPS * WARP) memory[i] = make_uint4(0, 0, 0, 0);
   if (rehearses(p) && threadIdx.x == 0) *s.position = read_position(p.position + here.z);
@@ -398,11 +437,11 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
     read_row(p, at, head_dim, real ? warp : MAX_HEADS + 2, x);
     if (now != position) {
       position = now;
-      work = Work(p, here, position, Core::KEYS);
+      work = Work(p, here, position, Core::KEYS, Core::IN_PAGES);
       if (here.x < work.active) {
         keys.end = work.end;
-        core.fetch_keys(keys, work.start + first * Core::KEYS);
-        core.fetch_values(keys, work.start + first * Core::KEYS);
+        if constexpr (Core::IN_PAGES) keys.low = work.low;
+        core.begin(keys, work.start + first * Core::KEYS, work.active * WARPS * Core::KEYS);
         read_angles(p, s, position, head_dim);
       }
       __syncthreads();

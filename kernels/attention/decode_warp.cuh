@@ -28,6 +28,17 @@ struct Keys {
   float softcap;    // 0: none
 };
 
+// The same in pages of a power of two of tokens, eight at least.
+struct KeysInPages : Keys {
+  const uint32_t* row;  // the sequence's pages
+  uint64_t k_page, k_token, v_page, v_token;
+  uint32_t page_bits, pages;
+  uint32_t low;         // keys before this are not seen
+
+  __device__ uint32_t entry(uint32_t key) const { return key < end ? __ldcg(row + (key >> page_bits)) : UINT32_MAX; }
+  __device__ uint32_t slot(uint32_t key) const { return key & ((1u << page_bits) - 1); }
+};
+
 constexpr float LOG2E = 1.4426950408889634f;
 
 // 2^x by the special function unit, to 2 units in the last place; 0 below 2^-126.
@@ -84,8 +95,11 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
 // what that left out, so a product is as exact as in f32. Values are V^T P^T with the heads as
 // columns, P again in two parts. Each thread's 16 bytes of a key are the operands of two steps:
 // dimensions may be summed in any order, so they are numbered in the order in which they lie in
-// memory, and neither keys nor values pass through shared memory.
-template <typename C, int D, int W, int SUB> struct TensorCore {
+// memory, and neither keys nor values pass through shared memory. Where keys are in pages, eight neighbours are in one
+// page, which is looked up a tile ahead.
+template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCore {
+  using From = std::conditional_t<PAGED, KeysInPages, Keys>;
+  static constexpr bool IN_PAGES = PAGED;
   static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MAX_CORE_HEADS = MAX_HEADS;
   // Elements of a head that a lane of 32 can have.
   static constexpr int LANE = (D + 31) / 32;
@@ -96,6 +110,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
   uint32_t v[SUB][4][STEPS];
   float o[STEPS][4];
   float m, l;
+  uint32_t page[2 * SUB], ahead[2 * SUB];  // of eight keys each: of the tile on its way, and of the one behind it
 
   // Where a lane finds dimensions 2i, 2i + 1 of its part of the values.
   __device__ static int dimension(int r) {
@@ -122,29 +137,70 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
     *reinterpret_cast<C*>(at + 4) = from_float<C>(q - to_float(high));
   }
 
-  __device__ void fetch_keys(const Keys& keys, uint32_t first) {
+  // The first tile, and where the one `stride` keys behind it is.
+  __device__ void begin(const From& keys, uint32_t first, uint32_t stride) {
+    look(keys, first);
+    turn_page();
+    fetch_keys(keys, first);
+    fetch_values(keys, first);
+    look(keys, first + stride);
+  }
+
+  __device__ void look(const From& keys, uint32_t first) {
+    if constexpr (PAGED) {
+#pragma unroll
+      for (int j = 0; j < 2 * SUB; ++j) ahead[j] = keys.entry(first + 8 * j);
+    }
+  }
+
+  __device__ void turn_page() {
+    if constexpr (PAGED) {
+#pragma unroll
+      for (int j = 0; j < 2 * SUB; ++j) page[j] = ahead[j];
+    }
+  }
+
+  // Whether a key of the tile on its way is seen; it is in the page of eights `j`.
+  __device__ bool there(const From& keys, uint32_t key, int j) const {
+    if constexpr (PAGED) return key < keys.end && key >= keys.low && page[j] < keys.pages;
+    else return key < keys.end;
+  }
+
+  __device__ const C* k_row(const From& keys, uint32_t key, int j) const {
+    const C* first = static_cast<const C*>(keys.k) + keys.first;
+    if constexpr (PAGED) return first + page[j] * keys.k_page + keys.slot(key) * keys.k_token;
+    else return first + uint64_t(key) * D;
+  }
+
+  __device__ const C* v_row(const From& keys, uint32_t key, int j) const {
+    const C* first = static_cast<const C*>(keys.v) + keys.first;
+    if constexpr (PAGED) return first + page[j] * keys.v_page + keys.slot(key) * keys.v_token;
+    else return first + uint64_t(key) * D;
+  }
+
+  __device__ void fetch_keys(const From& keys, uint32_t first) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {
       auto& k = this->k[j / 2][j % 2];
       const uint32_t key = first + j * 8 + g;
-      const C* row = static_cast<const C*>(keys.k) + keys.first + uint64_t(key) * D;
-      const bool there = key < keys.end;
+      const C* row = k_row(keys, key, j);
+      const bool there = this->there(keys, key, j);
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) fetch16(k[2 * i], row + i * 32 + t * 8, there);
       if constexpr (D % 32 != 0) fetch8(k[STEPS - 1], row + D / 32 * 32 + t * 4, there);
     }
   }
 
-  __device__ void fetch_values(const Keys& keys, uint32_t first) {
+  __device__ void fetch_values(const From& keys, uint32_t first) {
     constexpr int WHOLE = D / 64 * 4, REST = STEPS - WHOLE;
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 4 * SUB; ++j) {
       auto& v = this->v[j / 4][j % 4];
       const uint32_t key = first + 2 * t + j % 2 + j / 2 * 8;
-      const C* row = static_cast<const C*>(keys.v) + keys.first + uint64_t(key) * D;
-      const bool there = key < keys.end;
+      const C* row = v_row(keys, key, j / 2);
+      const bool there = this->there(keys, key, j / 2);
 #pragma unroll
       for (int i = 0; i < D / 64; ++i) fetch16(&v[4 * i], row + i * 64 + g * 8, there);
       if constexpr (REST == 2) fetch8(&v[WHOLE], row + D / 64 * 64 + g * 4, there);
@@ -159,7 +215,7 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
   }
 
   // The tile that was fetched; then `next`, if it is before `tiles`, is on its way.
-  __device__ void step(const Keys& keys, uint32_t start, uint32_t tile, uint32_t next,
+  __device__ void step(const From& keys, uint32_t start, uint32_t tile, uint32_t next,
                        uint32_t tiles, const char* queries, const float*, int) {
     const int lane = threadIdx.x % WARP, t = lane % 4;
     float s[2 * SUB][4] = {};
@@ -171,14 +227,19 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
       for (int j = 0; j < 2 * SUB; ++j)
         mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
     }
-    if (next < tiles) fetch_keys(keys, start + next * KEYS);
+    if (next < tiles) {
+      turn_page();
+      fetch_keys(keys, start + next * KEYS);
+    }
     float p[2 * SUB][2], top = m;
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t key = start + tile * KEYS + j * 8 + 2 * t + i;
-        p[j][i] = key < keys.end ? score(keys, s[j][i] + s[j][i + 2]) : -INFINITY;
+        bool seen = key < keys.end;
+        if constexpr (PAGED) seen = seen && key >= keys.low;
+        p[j][i] = seen ? score(keys, s[j][i] + s[j][i + 2]) : -INFINITY;
         top = fmaxf(top, p[j][i]);
       }
     }
@@ -212,7 +273,10 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
         mma<C>(o[r], a, low[2 * u], low[2 * u + 1]);
       }
     }
-    if (next < tiles) fetch_values(keys, start + next * KEYS);
+    if (next < tiles) {
+      fetch_values(keys, start + next * KEYS);
+      look(keys, start + (2 * next - tile) * KEYS);
+    }
   }
 
   // The results, `stride` floats from head to head.
@@ -232,7 +296,9 @@ template <typename C, int D, int W, int SUB> struct TensorCore {
 
 // Any head dimension up to 8 N, any type, any alignment, W warps: 8 lanes share a key, of which lane
 // c has dimensions c, c + 8, ...; each eighth of a warp has sums of its own until the end.
-template <int N, int W> struct LaneCore {
+template <int N, int W, bool PAGED = false> struct LaneCore {
+  using From = std::conditional_t<PAGED, KeysInPages, Keys>;
+  static constexpr bool IN_PAGES = PAGED;
   static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = DECODING_LANES_KEYS;
   static constexpr int MAX_CORE_HEADS = N > 16 ? 2 : 4;
   // Turns of 4 keys whose loads are under way together.
@@ -243,8 +309,7 @@ template <int N, int W> struct LaneCore {
 
   __device__ static int dtype(int given) { return given; }
   __device__ static void put(char*, int, int, float) {}
-  __device__ void fetch_keys(const Keys&, uint32_t) {}
-  __device__ void fetch_values(const Keys&, uint32_t) {}
+  __device__ void begin(const From&, uint32_t, uint32_t) {}
 
   __device__ void start() {
 #pragma unroll
@@ -263,14 +328,22 @@ template <int N, int W> struct LaneCore {
   }
 
   template <typename C>
-  __device__ static void rows(float (&k)[TURNS][N], float (&v)[TURNS][N], const Keys& keys, uint32_t key) {
+  __device__ static void rows(float (&k)[TURNS][N], float (&v)[TURNS][N], const From& keys, uint32_t key) {
     const int c = threadIdx.x % 8;
 #pragma unroll
     for (int j = 0; j < TURNS; ++j) {
-      const uint64_t row = keys.first + uint64_t(key + 4 * j) * keys.head_dim + c;
-      const C* k_row = static_cast<const C*>(keys.k) + row;
-      const C* v_row = static_cast<const C*>(keys.v) + row;
-      const int width = key + 4 * j < keys.end ? keys.head_dim - c : 0;
+      const uint32_t own = key + 4 * j;
+      bool there = own < keys.end;
+      uint64_t k_at = keys.first + uint64_t(own) * keys.head_dim, v_at = k_at;
+      if constexpr (PAGED) {
+        const uint32_t page = keys.entry(own);
+        there = there && own >= keys.low && page < keys.pages;
+        k_at = page * keys.k_page + keys.slot(own) * keys.k_token;
+        v_at = page * keys.v_page + keys.slot(own) * keys.v_token;
+      }
+      const C* k_row = static_cast<const C*>(keys.k) + k_at + c;
+      const C* v_row = static_cast<const C*>(keys.v) + v_at + c;
+      const int width = there ? keys.head_dim - c : 0;
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         k[j][e] = 8 * e < width ? element(k_row + 8 * e) : 0.f;
@@ -279,7 +352,7 @@ template <int N, int W> struct LaneCore {
     }
   }
 
-  __device__ void step(const Keys& keys, uint32_t start, uint32_t tile, uint32_t, uint32_t,
+  __device__ void step(const From& keys, uint32_t start, uint32_t tile, uint32_t, uint32_t,
                        const char*, const float* q, int heads) {
     const int c = threadIdx.x % 8;
     const uint32_t last = min(start + (tile + 1) * KEYS, keys.end);
@@ -304,7 +377,9 @@ template <int N, int W> struct LaneCore {
         for (int j = 0; j < TURNS; ++j) {
 #pragma unroll
           for (int offset = 4; offset > 0; offset /= 2) p[j] += __shfl_xor_sync(FULL, p[j], offset);
-          p[j] = key + 4 * j < keys.end ? score(keys, p[j]) : -INFINITY;
+          bool seen = key + 4 * j < keys.end;
+          if constexpr (PAGED) seen = seen && key + 4 * j >= keys.low;
+          p[j] = seen ? score(keys, p[j]) : -INFINITY;
           top = fmaxf(top, p[j]);
         }
         const float off = origin(top), fade = exp2_fast(m[h] - off);

@@ -19,7 +19,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // How the sequences of a batch lie in the tensors.
 enum class Batch {
   DENSE,   // all have as many queries and as many keys
-  RAGGED,  // one behind the other, by cumulative lengths
+  RAGGED,  // one behind the other, by cumulative lengths or as many rows apart
   PAGED,   // queries one behind the other, keys and values in pages
 };
 
@@ -34,10 +34,19 @@ __device__ __forceinline__ int2 between(const uint32_t* lengths, int batch, int 
   return {int(from), to > from ? int(to - from) : 0};
 }
 
+// Of a padded batch, the rows of a sequence that are tokens.
+template <typename Params> __device__ __forceinline__ int padded_length(const Params& p, int batch) {
+  return min(p.cu_q[batch], uint32_t(p.pitch));
+}
+
 template <Batch B, typename Params> __device__ __forceinline__ Sequence sequence(const Params& p, int batch) {
   if constexpr (B == Batch::DENSE) {
     return {0, 0, p.queries, p.keys};
   } else {
+    if (B == Batch::RAGGED && p.pitch) {
+      const int first = batch * p.pitch, tokens = padded_length(p, batch);
+      return {first, first, tokens, tokens};
+    }
     const int2 q = between(p.cu_q, batch, p.total_q);
     if constexpr (B == Batch::PAGED) {
       return {q.x, 0, q.y, int(table_row(p.pages, p.pages.lengths, batch).length)};
@@ -60,9 +69,23 @@ __device__ __forceinline__ int64_t start_of(const int64_t (&strides)[4], int bat
   return B == Batch::DENSE ? batch * strides[0] : first_row * strides[2];
 }
 
-// Calls `zero` with each element of y in rows that no sequence has: the blocks share them out.
+// The same of a padded batch: the rows behind each sequence.
 template <typename Params, typename F>
+__device__ __forceinline__ void each_padding(const Params& p, int sequences, int64_t width, F zero) {
+  const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int blocks = gridDim.x * gridDim.y * gridDim.z, share = max(blocks / sequences, 1), groups = blocks / share;
+  if (block / share >= groups) return;
+  for (int batch = block / share; batch < sequences; batch += groups) {
+    const int tokens = padded_length(p, batch);
+    const int64_t from = (int64_t(batch) * p.pitch + tokens) * width, count = (p.pitch - tokens) * width;
+    for (int64_t i = block % share * blockDim.x + threadIdx.x; i < count; i += share * blockDim.x) zero(from + i);
+  }
+}
+
+// Calls `zero` with each element of y in rows that no sequence has: the blocks share them out.
+template <Batch B, typename Params, typename F>
 __device__ __forceinline__ void each_left_over(const Params& p, int sequences, int dim, F zero) {
+  if (B == Batch::RAGGED && p.pitch) return each_padding(p, sequences, int64_t(p.heads) * dim, zero);
   const uint32_t total = p.total_q, first = min(p.cu_q[0], total), last = max(min(p.cu_q[sequences], total), first);
   if (last - first == total) return;
   const int64_t width = int64_t(p.heads) * dim, before = first * width, gap = (last - first) * width;

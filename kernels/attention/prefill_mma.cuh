@@ -380,7 +380,7 @@ template <typename T, int D, bool SPLIT, Batch B> __device__ __forceinline__ voi
     pdl_launch();
     pdl_wait();
     using Y = typename std::conditional<SPLIT, float, T>::type;
-    each_left_over(p, gridDim.z, D, [&](int64_t at) { static_cast<Y*>(p.y)[at] = from_float<Y>(0.f); });
+    each_left_over<B>(p, gridDim.z, D, [&](int64_t at) { static_cast<Y*>(p.y)[at] = from_float<Y>(0.f); });
   }
   const Block<B> block(p);
   if (B != Batch::DENSE && block_row >= block.rows) return;

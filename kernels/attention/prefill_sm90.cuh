@@ -351,7 +351,7 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const A
   pdl_launch();
   pdl_wait();
   if constexpr (C::VARLEN)
-    each_left_over(p, p.columns / p.heads, C::D, [&](int64_t at) { static_cast<T*>(p.y)[at] = from_float<T>(0.f); });
+    each_left_over<C::BATCH>(p, p.columns / p.heads, C::D, [&](int64_t at) { static_cast<T*>(p.y)[at] = from_float<T>(0.f); });
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(C::PRODUCER_REGISTERS));
     if (threadIdx.x < C::PRODUCERS) produce<C>(p, barriers, q, k, v);

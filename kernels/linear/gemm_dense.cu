@@ -25,12 +25,12 @@ __device__ __forceinline__ void epilogue_elements(const SumsEpilogueParams& p, u
   float y[N];
   read_sums(sums, y);
   if (e.bias) add<T, N>(e.bias, column, y);
-  if (e.activation == ACT_SWIGLU) {
+  if (gates(e)) {
     float up[N];
     read_sums(sums + p.width, up);
     if (e.bias) add<T, N>(e.bias, column + p.width, up);
 #pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = silu(y[j]) * up[j];
+    for (int j = 0; j < N; ++j) y[j] = gate(e.activation, y[j]) * up[j];
   } else {
 #pragma unroll
     for (int j = 0; j < N; ++j) y[j] = activate(e.activation, y[j]);

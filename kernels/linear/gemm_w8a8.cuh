@@ -9,7 +9,7 @@
 
 namespace fused {
 
-__device__ __forceinline__ bool gates(const W8A8Product& p) { return p.epilogue.activation == ACT_SWIGLU; }
+__device__ __forceinline__ bool gates(const W8A8Product& p) { return gates(p.epilogue); }
 
 // A tile of outputs: N rows of W meet ROWS rows of x.
 struct Place {

@@ -53,7 +53,7 @@ template <int N> __device__ __forceinline__ void epilogue8(const W8A8Product& p,
     float up[8];
     columns.scale8(N / 2 + column, x_scale, gated, up);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) y[j] = silu(y[j]) * up[j];
+    for (int j = 0; j < 8; ++j) y[j] = gate(e.activation, y[j]) * up[j];
   } else if (e.activation != ACT_NONE) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) y[j] = activate(e.activation, y[j]);

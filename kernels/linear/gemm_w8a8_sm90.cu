@@ -27,11 +27,21 @@ template <class Apply> __device__ __forceinline__ void each(Pairs& y, Apply appl
   for (int i = 0; i < 16; ++i) y[i / 8][i / 2 % 4][i % 2] = apply(y[i / 8][i / 2 % 4][i % 2]);
 }
 
+template <class Apply> __device__ __forceinline__ void gate_each(Pairs& y, Apply apply) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) y[0][i / 2][i % 2] = apply(y[0][i / 2][i % 2]) * y[1][i / 2][i % 2];
+}
+
 __device__ __forceinline__ void activate_pairs(const W8A8Product& p, Pairs& y) {
   switch (p.epilogue.activation) {
     case ACT_SWIGLU:
-#pragma unroll
-      for (int i = 0; i < 8; ++i) y[0][i / 2][i % 2] = silu(y[0][i / 2][i % 2]) * y[1][i / 2][i % 2];
+      gate_each(y, [](float v) { return silu(v); });
+      break;
+    case ACT_GEGLU:
+      gate_each(y, [](float v) { return activate(ACT_GELU, v); });
+      break;
+    case ACT_GEGLU_TANH:
+      gate_each(y, [](float v) { return activate(ACT_GELU_TANH, v); });
       break;
     case ACT_SILU:
       each(y, [](float v) { return activate(ACT_SILU, v); });
@@ -41,6 +51,12 @@ __device__ __forceinline__ void activate_pairs(const W8A8Product& p, Pairs& y) {
       break;
     case ACT_GELU_TANH:
       each(y, [](float v) { return activate(ACT_GELU_TANH, v); });
+      break;
+    case ACT_RELU:
+      each(y, [](float v) { return activate(ACT_RELU, v); });
+      break;
+    case ACT_RELU2:
+      each(y, [](float v) { return activate(ACT_RELU2, v); });
       break;
   }
 }

@@ -304,7 +304,7 @@ struct GemmM16 {
       const uint32_t row = n_tile_row(p, n_tile, g + 8 * i);
       v[i] += e.bias ? widen_raw(read_raw(e.bias, e.dtype, row), e.dtype) : 0.f;
     }
-    if (gates(p)) v[0] = silu(v[0]) * v[1];
+    if (gates(p)) v[0] = gate(e.activation, v[0]) * v[1];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t c = n_tile_column(p, n_tile, g + 8 * i);

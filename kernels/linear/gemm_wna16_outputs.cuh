@@ -133,7 +133,7 @@ struct TileOutputs {
         gather(up, at + 8);
         outputs.add_bias(up, p.width);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = silu(y[j]) * up[j];
+        for (int j = 0; j < 8; ++j) y[j] = gate(e.activation, y[j]) * up[j];
       } else if (e.activation != ACT_NONE) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[j] = activate(e.activation, y[j]);

@@ -18,7 +18,7 @@
 
 namespace fused {
 
-__device__ __forceinline__ bool gates(const Gemv& p) { return p.epilogue.activation == ACT_SWIGLU; }
+__device__ __forceinline__ bool gates(const Gemv& p) { return gates(p.epilogue); }
 
 // The matrix that has a row, which becomes the row's place in it.
 __device__ __forceinline__ const Matrix& matrix_of(const Gemv& p, uint32_t& row) {
@@ -123,7 +123,7 @@ template <class Core> struct GemvLoop {
       for (int i = 0; i < VALUES; ++i) y[i] += widen_raw(o.addends[i].bias, e.dtype);
     }
     if (gates(p)) {
-      y[0] = silu(y[0]) * Core::partner(y);
+      y[0] = gate(e.activation, y[0]) * Core::partner(y);
     } else if (e.activation != ACT_NONE) {
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) y[i] = activate(e.activation, y[i]);

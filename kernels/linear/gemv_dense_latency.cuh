@@ -74,7 +74,7 @@ template <typename T> struct LatencyEpilogue {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) y[i] += widen_raw<T>(bias[i]);
     if (gates(p)) {
-      y[0] = silu(y[0]) * y[1];
+      y[0] = gate(e.activation, y[0]) * y[1];
     } else if (e.activation != ACT_NONE) {
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) y[i] = activate(e.activation, y[i]);

@@ -205,7 +205,7 @@ template <typename T, bool PAIR> struct GemvPipelined {
       float y = total(i / outputs, i % outputs) + widen_raw(addends.bias, e.dtype);
       if (gates(p)) {
         const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, column + p.width), e.dtype) : 0.f;
-        y = silu(y) * (total(i, 1) + bias);
+        y = gate(e.activation, y) * (total(i, 1) + bias);
       } else {
         y = activate(e.activation, y);
       }

@@ -136,7 +136,7 @@ template <class Format> struct GemvSm90 {
     if (gates(p)) {
       const uint32_t row = weight_row(i, r + ROW_GROUP);
       const float bias = e.bias ? widen_raw(read_raw(e.bias, e.dtype, row), e.dtype) : 0.f;
-      y = silu(y) * fmaf(scale_of(row), total(r + ROW_GROUP), bias);
+      y = gate(e.activation, y) * fmaf(scale_of(row), total(r + ROW_GROUP), bias);
     } else {
       y = activate(e.activation, y);
     }

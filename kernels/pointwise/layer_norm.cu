@@ -1,8 +1,9 @@
-// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over rows [rows, width].
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over rows [rows, width]; with a residual,
+// sum = x + residual is written too and is what is normalised.
 //
-// Computed in f32 and rounded once. One warp or one block owns a row and keeps it in registers, over
-// which mean and variance take two passes. Bytes moved are x and y once, weight and bias once per
-// block from L2.
+// Computed in f32; the sum and the result are rounded to the element type. One warp or one block owns a
+// row and keeps it in registers, over which mean and variance take two passes. Bytes moved are x, y and
+// with a residual that and the sum once, weight and bias once per block from L2.
 #include "common/rows.cuh"
 
 using namespace fused;
@@ -17,8 +18,14 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Laye
   pdl_launch();
   pdl_wait();
   if (g.row >= p.rows) return;
-  const T* in = static_cast<const T*>(p.x) + g.row * p.width;
-  T* y = static_cast<T*>(p.y) + g.row * p.width;
+  const uint64_t start = g.row * p.width;
+  const T* in = static_cast<const T*>(p.x) + start;
+  const T* residual = static_cast<const T*>(p.residual) + start;
+  T* sum = static_cast<T*>(p.sum) + start;
+  T* y = static_cast<T*>(p.y) + start;
+  const bool add = p.residual != nullptr;
+  // What does not fit into the registers: each thread reads back what it has itself written.
+  const T* again = add ? sum : in;
   Pack<T, N> x[K];
 
   auto each_value = [&](auto take) {
@@ -30,7 +37,7 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Laye
       }
     }
     for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads) {
-      const auto v = load<T, N>(in + at * N);
+      const auto v = load<T, N>(again + at * N);
 #pragma unroll
       for (int j = 0; j < N; ++j) take(to_float(v.v[j]));
     }
@@ -40,6 +47,23 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Laye
   for (int i = 0; i < K; ++i) {
     const uint32_t at = g.thread + i * g.threads;
     if (at < packs) x[i] = load_stream<T, N>(in + at * N);
+  }
+  if (add) {
+    auto with_residual = [&](Pack<T, N>& v, uint32_t at) {
+      const auto r = load_stream<T, N>(residual + at * N);
+#pragma unroll
+      for (int j = 0; j < N; ++j) v.v[j] = from_float<T>(to_float(v.v[j]) + to_float(r.v[j]));
+      store(sum + at * N, v);
+    };
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      const uint32_t at = g.thread + i * g.threads;
+      if (at < packs) with_residual(x[i], at);
+    }
+    for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads) {
+      auto v = load<T, N>(in + at * N);
+      with_residual(v, at);
+    }
   }
   const auto centred = spread(g, p.width, p.eps, each_value, scratch);
   const float mean = centred.mean, factor = centred.factor;
@@ -62,7 +86,7 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const Laye
     if (at < packs) normalize(x[i], at);
   }
   for (uint32_t at = g.thread + K * g.threads; at < packs; at += g.threads)
-    normalize(load<T, N>(in + at * N), at);
+    normalize(load<T, N>(again + at * N), at);
 }
 
 template <typename T> __device__ __forceinline__ void layer_norm(const LayerNormParams& p) {

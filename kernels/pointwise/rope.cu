@@ -4,7 +4,7 @@
 // `kv_heads` are rotated into slots of k [B, kv_heads, slots, D], the last are copied into v. Plain
 // rope is the case without kv_heads.
 // (a, b) -> (a cos - b sin, b cos + a sin) in f32, rounded once; a norm's result is rounded to the
-// element type first, as rms_norm's is. A few lanes own a head: each turns packs of pairs whose
+// element type first, as rms_norm's is. Queries of a position that the tables lack are zeros. A few lanes own a head: each turns packs of pairs whose
 // cosines lie side by side. Bytes moved: x once, y, k and v once.
 #include "pointwise/rope.cuh"
 
@@ -20,7 +20,8 @@ template <typename T, bool VECTORS> __device__ __forceinline__ void rope_head(co
   const uint32_t moved = p.at ? p.at[batch * p.at_step] : 0;
   const uint32_t position = p.position + moved + token, slot = p.slot + moved + token;
   // A length on the device that has run past what there is must not touch other memory.
-  if (position >= p.positions || (h >= p.heads && slot >= p.slots)) return;
+  const bool known = position < p.positions && (p.at_step < 2 || p.at[batch * p.at_step + 1] == 0);
+  if (h >= p.heads && (!known || slot >= p.slots)) return;
   Head<T> head = {};
   head.x = static_cast<const T*>(p.x) + batch * p.x_batch + token * p.x_token + h * p.x_head;
   head.lane = threadIdx.x % p.lanes;
@@ -28,6 +29,11 @@ template <typename T, bool VECTORS> __device__ __forceinline__ void rope_head(co
   if (h < p.heads) {
     constexpr int N = VECTORS ? VEC<T> : 1;
     T* y = static_cast<T*>(p.y) + batch * p.y_batch + token * p.y_token + h * p.y_head;
+    if (!known) {
+      const float zeros[N] = {};
+      for (uint32_t d = head.lane * N; d < p.dim; d += p.lanes * N) write(y + d, zeros);
+      return;
+    }
     head.weight = static_cast<const T*>(p.q_norm);
     if (head.weight) head.template normalise<N>(p.dim, p.eps);
     turn<N>(p, head, position, p.pairs, y);

@@ -134,6 +134,19 @@ const ERFC: [f32; 9] = [
     -0.059_124_331,
 ];
 
+/// `max(x, 0)`; what is no number stays none.
+#[inline(always)]
+pub fn relu_v<V: Vector>(x: V) -> V {
+    x.where_less(x.fill(0.0), x.fill(0.0), x)
+}
+
+/// `max(x, 0)^2`
+#[inline(always)]
+pub fn relu2_v<V: Vector>(x: V) -> V {
+    let x = relu_v(x);
+    x.mul(x)
+}
+
 /// `tanh(x)`: Cephes' polynomial near zero, else through the exponential.
 #[inline(always)]
 pub fn tanh_v<V: Vector>(x: V) -> V {
@@ -209,53 +222,77 @@ map!(
     gelu_tanh_v
 );
 map!(
+    /// `x[i] = max(x[i], 0)`
+    relu,
+    relu_v
+);
+map!(
+    /// `x[i] = max(x[i], 0)^2`
+    relu2,
+    relu2_v
+);
+map!(
     /// `x[i] = tanh(x[i])`
     tanh,
     tanh_v
 );
 
-/// `gate[i] = silu(gate[i]) * up[i]`
-///
-/// # Panics
-/// If the slices differ in length.
-///
-/// ```
-/// use candle_fused::cpu::{math, simd};
-/// let mut gate = [0., 100.];
-/// math::swiglu(simd::level(), &mut gate, &[5., 2.]);
-/// assert_eq!(gate, [0., 200.]);
-/// ```
-pub fn swiglu(level: Level, gate: &mut [f32], up: &[f32]) {
-    struct SwiGlu<'a>(&'a mut [f32], &'a [f32]);
-    impl Kernel for SwiGlu<'_> {
-        type Output = ();
-        #[inline(always)]
-        unsafe fn run<V: Vector>(self) {
-            let mut gates = self.0.chunks_exact_mut(V::LANES);
-            let mut ups = self.1.chunks_exact(V::LANES);
-            for (gate, up) in (&mut gates).zip(&mut ups) {
-                // SAFETY: both chunks have `LANES` elements.
-                unsafe {
-                    let y = silu_v(V::load(gate.as_ptr())).mul(V::load(up.as_ptr()));
-                    y.store(gate.as_mut_ptr());
+/// Applies `$f` to a gate and multiplies it by what it gates, likewise.
+macro_rules! gated {
+    ($(#[$doc:meta])* $name:ident, $f:ident) => {
+        $(#[$doc])*
+        ///
+        /// # Panics
+        /// If the slices differ in length.
+        pub fn $name(level: Level, gate: &mut [f32], up: &[f32]) {
+            struct Gated<'a>(&'a mut [f32], &'a [f32]);
+            impl Kernel for Gated<'_> {
+                type Output = ();
+                #[inline(always)]
+                unsafe fn run<V: Vector>(self) {
+                    let mut gates = self.0.chunks_exact_mut(V::LANES);
+                    let mut ups = self.1.chunks_exact(V::LANES);
+                    for (gate, up) in (&mut gates).zip(&mut ups) {
+                        // SAFETY: both chunks have `LANES` elements.
+                        unsafe {
+                            let y = $f(V::load(gate.as_ptr())).mul(V::load(up.as_ptr()));
+                            y.store(gate.as_mut_ptr());
+                        }
+                    }
+                    let (gate, up) = (gates.into_remainder(), ups.remainder());
+                    if !gate.is_empty() {
+                        let mut pad = [0.0f32; 16];
+                        pad[..gate.len()].copy_from_slice(gate);
+                        // SAFETY: no vector has more than 16 lanes.
+                        unsafe { $f(V::load(pad.as_ptr())).store(pad.as_mut_ptr()) }
+                        for ((g, s), u) in gate.iter_mut().zip(pad).zip(up) {
+                            *g = s * u;
+                        }
+                    }
                 }
             }
-            let (gate, up) = (gates.into_remainder(), ups.remainder());
-            if !gate.is_empty() {
-                let mut pad = [0.0f32; 16];
-                pad[..gate.len()].copy_from_slice(gate);
-                // SAFETY: no vector has more than 16 lanes.
-                unsafe { silu_v(V::load(pad.as_ptr())).store(pad.as_mut_ptr()) }
-                for ((g, s), u) in gate.iter_mut().zip(pad).zip(up) {
-                    *g = s * u;
-                }
-            }
+            assert_eq!(gate.len(), up.len(), "gate and up differ in length");
+            // SAFETY: the kernel holds slices.
+            unsafe { dispatch(level, Gated(gate, up)) }
         }
-    }
-    assert_eq!(gate.len(), up.len(), "swiglu: gate and up differ in length");
-    // SAFETY: the kernel holds slices.
-    unsafe { dispatch(level, SwiGlu(gate, up)) }
+    };
 }
+
+gated!(
+    /// `gate[i] = silu(gate[i]) * up[i]`
+    swiglu,
+    silu_v
+);
+gated!(
+    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_erf`]
+    geglu,
+    gelu_erf_v
+);
+gated!(
+    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_tanh`]
+    geglu_tanh,
+    gelu_tanh_v
+);
 
 #[cfg(test)]
 mod tests {
@@ -425,16 +462,40 @@ mod tests {
     }
 
     #[test]
-    fn swiglu_is_silu_times_up() {
+    fn gates_are_what_they_are_alone_times_up() {
+        type Gated = fn(Level, &mut [f32], &[f32]);
+        type Alone = fn(Level, &mut [f32]);
+        let forms: [(Gated, Alone); 3] =
+            [(swiglu, silu), (geglu, gelu_erf), (geglu_tanh, gelu_tanh)];
         for level in Level::available() {
             for len in [0, 1, 7, 8, 31, 100] {
-                let gate: Vec<f32> = (0..len).map(|i| i as f32 * 0.37 - 9.0).collect();
-                let up: Vec<f32> = (0..len).map(|i| 3.0 - i as f32 * 0.11).collect();
-                let (mut fused, mut apart) = (gate.clone(), gate);
-                swiglu(level, &mut fused, &up);
-                silu(level, &mut apart);
-                apart.iter_mut().zip(&up).for_each(|(a, u)| *a *= u);
-                assert_eq!(fused, apart);
+                for (gated, activate) in forms {
+                    let gate: Vec<f32> = (0..len).map(|i| i as f32 * 0.37 - 9.0).collect();
+                    let up: Vec<f32> = (0..len).map(|i| 3.0 - i as f32 * 0.11).collect();
+                    let (mut fused, mut apart) = (gate.clone(), gate);
+                    gated(level, &mut fused, &up);
+                    activate(level, &mut apart);
+                    apart.iter_mut().zip(&up).for_each(|(a, u)| *a *= u);
+                    assert_eq!(fused, apart);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn relus_are_exact_and_keep_nan() {
+        for level in Level::available() {
+            let x = sweep();
+            let (mut one, mut two) = (x.clone(), x.clone());
+            relu(level, &mut one);
+            relu2(level, &mut two);
+            for ((x, one), two) in x.iter().zip(one).zip(two) {
+                if x.is_nan() {
+                    assert!(one.is_nan() && two.is_nan());
+                    continue;
+                }
+                let expected = x.max(0.);
+                assert_eq!((one, two), (expected, expected * expected), "{level:?} {x}");
             }
         }
     }

@@ -35,9 +35,10 @@ pub(crate) fn address(storage: &CudaStorage, layout: &Layout) -> Result<Address>
         CudaStorageSlice::F16(s) => (start(s, &stream), 2),
         CudaStorageSlice::BF16(s) => (start(s, &stream), 2),
         CudaStorageSlice::U32(s) => (start(s, &stream), 4),
+        CudaStorageSlice::I32(s) => (start(s, &stream), 4),
         CudaStorageSlice::I64(s) => (start(s, &stream), 8),
         CudaStorageSlice::U8(s) => (start(s, &stream), 1),
-        _ => bail!("expected a tensor of f32, f16, bf16, u32, i64 or u8"),
+        _ => bail!("expected a tensor of f32, f16, bf16, u32, i32, i64 or u8"),
     };
     Ok(base + (layout.start_offset() * size) as u64)
 }

@@ -43,6 +43,34 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.words, self.len) }
     }
 
+    /// Copies `words` words from the GPU to word `at`, in the order of the stream.
+    ///
+    /// # Errors
+    /// If there are not so many words from there on, or the driver refuses the copy.
+    ///
+    /// # Safety
+    /// `from` holds so many words until the stream has passed the copy, and the owner waits for it before this is
+    /// dropped.
+    pub unsafe fn copy_from(
+        &self,
+        at: usize,
+        from: Address,
+        words: usize,
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        let Some(to) = self.words().get(at..at + words) else {
+            bail!(
+                "cuda: words {at} to {} of {} page-locked ones",
+                at + words,
+                self.len
+            );
+        };
+        let to = to.as_ptr().cast_mut().cast();
+        // SAFETY: the words are there, and are atomics, which anybody may write to; the caller's for the rest.
+        let copied = unsafe { sys::cuMemcpyDtoHAsync_v2(to, from, 4 * words, stream) };
+        copied.result().map_err(candle_core::Error::wrap)
+    }
+
     /// The first word's address, as the GPU sees it.
     pub fn address(&self) -> Address {
         self.words as Address

@@ -123,6 +123,12 @@ impl Event {
         Ok(event)
     }
 
+    /// Waits until it has passed.
+    pub fn wait(&self) -> Result<()> {
+        // SAFETY: the event exists.
+        unsafe { result::event::synchronize(self.0) }.map_err(Error::wrap)
+    }
+
     /// Seconds from `earlier` to this point, once both have passed.
     pub fn since(&self, earlier: &Event) -> Result<f64> {
         // SAFETY: both events exist.

@@ -1,13 +1,12 @@
 //! The token loop on a GPU: every step is the same chain of kernels over the same addresses, and
 //! the host only reads what it leaves behind.
 
-use super::plan::Plan;
+use super::plan::{Keys, Plan};
 use super::prefill;
 use super::refusal::Refusal;
 use super::state::{MAIL_SLOTS, State};
 use super::{Options, PartTime, Sequence};
-use crate::cuda::profile::Event;
-use crate::cuda::{Graph, Launcher, moved, nvtx};
+use crate::cuda::{Graph, Launcher, nvtx};
 use crate::models::decoder::{Decoder, DecoderCache, Rotaries};
 use crate::nn::KvCache;
 use crate::ops::sample::NONE;
@@ -64,7 +63,13 @@ impl OnDevice {
         let vocab = decoder.stack.embedding.vocab_size();
         let state = State::new(device, vocab, options.sequences)?;
         let rotaries = kind.rotaries(positions)?;
-        let plan = Plan::new(device, decoder, buffers, rotaries, &state)?;
+        let plan = Plan::new(
+            device,
+            decoder,
+            &Keys::Caches(buffers),
+            rotaries,
+            &state.ends(),
+        )?;
         Ok(Self {
             decoder: decoder.clone(),
             device: device.clone(),
@@ -181,41 +186,14 @@ impl OnDevice {
         self.state.settle()
     }
 
-    /// What each part of a step takes: the launches of that part in all layers as a graph of their
-    /// own, replayed in a row.
+    /// What each part of a step takes, at the sequences' positions.
     pub fn profile(&mut self, sequences: &[Sequence], rounds: usize) -> Result<Vec<PartTime>> {
-        /// A graph repeats its part, so that the gaps between graphs weigh little.
-        const REPEATS: usize = 4;
         self.settle()?;
-        let launcher = Launcher::new(&self.device)?;
         let positions: Vec<_> = sequences.iter().map(|s| s.ids.len()).collect();
-        let mut times = Vec::new();
-        for part in self.plan.parts() {
-            self.state.upload(sequences)?;
-            let (mut count, mut before) = (0, 0);
-            let mut graph = Graph::capture(launcher.gpu, |launcher| {
-                (count, before) = (0, moved());
-                for _ in 0..REPEATS {
-                    count += self.plan.launch_part(launcher, part)?;
-                }
-                Ok(())
-            })?;
-            let cache = self.plan.cache_bytes(part, &positions);
-            let mut replay = |times: usize| {
-                // SAFETY: as in `launch`.
-                (0..times).try_for_each(|_| unsafe { graph.launch(launcher.stream) })
-            };
-            replay(3)?;
-            let begin = Event::record(launcher.stream)?;
-            replay(rounds)?;
-            let seconds = Event::record(launcher.stream)?.since(&begin)?;
-            times.push(PartTime {
-                part,
-                launches: count / REPEATS,
-                seconds: seconds / (REPEATS * rounds) as f64,
-                bytes: (moved() - before) / REPEATS as u64 + cache,
-            });
-        }
+        let state = &mut self.state;
+        let times = self
+            .plan
+            .profile(&self.device, &positions, rounds, || state.upload(sequences))?;
         self.settle()?;
         Ok(times)
     }

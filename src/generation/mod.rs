@@ -43,14 +43,20 @@
 mod device;
 mod eager;
 #[cfg(feature = "cuda")]
-mod plan;
+mod pages;
+#[cfg(feature = "cuda")]
+pub(crate) mod plan;
 #[cfg(feature = "cuda")]
 mod prefill;
 #[cfg(feature = "cuda")]
-mod refusal;
+pub(crate) mod prefill_paged;
+#[cfg(feature = "cuda")]
+pub(crate) mod refusal;
 mod sequence;
 #[cfg(feature = "cuda")]
 mod state;
+#[cfg(feature = "cuda")]
+mod writer;
 
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::models::parts::Parts;

@@ -3,6 +3,7 @@
 //! small model takes longer than the kernels.
 
 use super::plan::norm_at;
+use super::prefill_paged::PagedRows;
 use crate::cpu::attention::Sizes;
 use crate::cuda::profile;
 use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
@@ -15,6 +16,8 @@ use crate::ops::rope::cuda::{self as rope, RopeAt};
 use crate::ops::{Activation, ActivationBits};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Layout, Result, Storage, Tensor, bail};
+
+pub(super) const OP: &str = "generation";
 
 /// Keys and values of one sequence, `[1, Hkv, S, D]` of a layer each.
 pub(super) type Cache = (Tensor, Tensor);
@@ -29,6 +32,13 @@ pub(super) struct Model<'a> {
     pub end: usize,
 }
 
+/// Where a layer's keys and values are.
+#[derive(Clone, Copy)]
+pub(super) enum LayerKeys<'a> {
+    Cache(&'a Cache),
+    Pages(&'a PagedRows<'a>, usize),
+}
+
 /// Reads `ids` at `position` and following, and gives the logits f32 `[1, V]` behind the last of them.
 ///
 /// # Errors
@@ -39,75 +49,110 @@ pub(super) fn read(
     ids: &[u32],
     position: usize,
 ) -> Result<Tensor> {
-    const OP: &str = "generation";
     let decoder = model.decoder;
-    let Some(table) = decoder.stack.embedding.table() else {
-        bail!("{OP}: the embedding is not on the GPU");
-    };
     let ids = Tensor::new(ids, &Device::Cuda(device.clone()))?;
     let tokens = ids.elem_count();
-    let mut lookup = Lookup::new(table, address_of(&ids)?, 0, tokens)?;
-    let (dtype, hidden) = (lookup.dtype(), lookup.width());
     let mut kept = Scratch::new(device);
-    let x = kept.take(OP, dtype, tokens * hidden)?;
-    lookup.out = x;
-    let mut pass = Pass {
-        launcher: Launcher {
-            // An event between two launches would keep them apart anyway.
-            dependent: !profile::is_capturing(),
-            one_cta_per_sm: true,
-            ..Launcher::new(device)?
-        },
-        scratch: Scratch::new(device),
-        dtype,
-        hidden,
-        tokens,
-        position,
-        end: model.end,
-        x,
-    };
-    // SAFETY: x has room for all rows; the ids live until the logits are there.
-    unsafe { embedding::launch(&pass.launcher, &lookup)? };
+    // The ids live until the logits are there.
+    let mut pass = Pass::new(
+        device,
+        decoder,
+        [address_of(&ids)?, tokens as u64],
+        &mut kept,
+    )?;
+    (pass.position, pass.end) = (position, model.end);
     for (block, cache) in decoder.stack.blocks.iter().zip(model.caches) {
-        pass.block(block, cache, model.rotaries.of(block))?;
+        pass.block(block, LayerKeys::Cache(cache), model.rotaries.of(block))?;
         pass.scratch.reset();
     }
-    let vocab = decoder.head.rows().iter().sum::<usize>();
-    let logits = alloc(OP, device, DType::F32, vocab)?;
-    let last = x + ((tokens - 1) * hidden * dtype.size_in_bytes()) as Address;
-    let out = address(&logits, &Layout::contiguous(vocab))?;
-    let head = ProductAt {
-        norm: pass.norm(&decoder.stack.norm)?,
-        m: 1,
-        out_dtype: DType::F32,
-        ..pass.at(last, out, vocab)
-    };
-    let head = pass.product(&decoder.head, head)?;
-    pass.run(&head)?;
-    let logits = Storage::Cuda(logits);
-    Ok(Tensor::from_storage(
-        logits,
-        (1, vocab),
-        BackpropOp::none(),
-        false,
-    ))
+    let last = pass.row(tokens - 1);
+    pass.logits(device, decoder, last, 1)
 }
 
 /// The rows of a prompt on their way through the layers.
-struct Pass {
-    launcher: Launcher,
-    scratch: Scratch,
-    dtype: DType,
-    hidden: usize,
-    tokens: usize,
+pub(super) struct Pass {
+    pub launcher: Launcher,
+    pub scratch: Scratch,
+    pub dtype: DType,
+    pub hidden: usize,
+    pub tokens: usize,
     position: usize,
     end: usize,
     /// The residual stream, `[tokens, hidden]`: each layer adds to it in place.
-    x: Address,
+    pub x: Address,
 }
 
 impl Pass {
-    fn block(&mut self, block: &Block, cache: &Cache, rotary: &RotaryEmbedding) -> Result<()> {
+    /// With the embedded rows of so many ids at this address; `kept` has the stream's memory.
+    pub fn new(
+        device: &CudaDevice,
+        decoder: &Decoder,
+        [ids, tokens]: [Address; 2],
+        kept: &mut Scratch,
+    ) -> Result<Self> {
+        let Some(table) = decoder.stack.embedding.table() else {
+            bail!("{OP}: the embedding is not on the GPU");
+        };
+        let tokens = tokens as usize;
+        let mut lookup = Lookup::new(table, ids, 0, tokens)?;
+        let (dtype, hidden) = (lookup.dtype(), lookup.width());
+        let x = kept.take(OP, dtype, tokens * hidden)?;
+        lookup.out = x;
+        let pass = Self {
+            launcher: Launcher {
+                // An event between two launches would keep them apart anyway.
+                dependent: !profile::is_capturing(),
+                one_cta_per_sm: true,
+                ..Launcher::new(device)?
+            },
+            scratch: Scratch::new(device),
+            dtype,
+            hidden,
+            tokens,
+            position: 0,
+            end: 0,
+            x,
+        };
+        // SAFETY: x has room for all rows; the ids are the caller's.
+        unsafe { embedding::launch(&pass.launcher, &lookup)? };
+        Ok(pass)
+    }
+
+    /// A row of the stream.
+    pub fn row(&self, row: usize) -> Address {
+        self.x + (row * self.hidden * self.dtype.size_in_bytes()) as Address
+    }
+
+    /// The logits f32 `[rows, V]` behind so many rows of the stream, one behind the other from `x` on.
+    pub fn logits(
+        &mut self,
+        device: &CudaDevice,
+        decoder: &Decoder,
+        x: Address,
+        rows: usize,
+    ) -> Result<Tensor> {
+        let vocab = decoder.head.rows().iter().sum::<usize>();
+        let logits = alloc(OP, device, DType::F32, rows * vocab)?;
+        let out = address(&logits, &Layout::contiguous(rows * vocab))?;
+        let head = ProductAt {
+            norm: self.norm(&decoder.stack.norm)?,
+            m: rows,
+            out_dtype: DType::F32,
+            ..self.at(x, out, vocab)
+        };
+        let head = self.product(&decoder.head, head)?;
+        self.run(&head)?;
+        let logits = Storage::Cuda(logits);
+        let none = BackpropOp::none();
+        Ok(Tensor::from_storage(logits, (rows, vocab), none, false))
+    }
+
+    pub fn block(
+        &mut self,
+        block: &Block,
+        keys: LayerKeys<'_>,
+        rotary: &RotaryEmbedding,
+    ) -> Result<()> {
         let (qkv, output) = block.attention.projections();
         let (up, down) = block.mlp.projections();
         let activation = block.mlp.activation();
@@ -129,7 +174,12 @@ impl Pass {
         if block.parallel {
             self.run(up)?;
         }
-        self.attention(block, [joint, attended], cache, rotary)?;
+        match keys {
+            LayerKeys::Cache(cache) => self.attention(block, [joint, attended], cache, rotary)?,
+            LayerKeys::Pages(rows, layer) => {
+                self.paged(block, [joint, attended], (rows, layer), rotary)?;
+            }
+        }
         self.run(output)?;
         if !block.parallel {
             self.run(up)?;
@@ -140,7 +190,7 @@ impl Pass {
     /// Memory of its own for rows of so many values.
     fn buffer(&mut self, width: usize) -> Result<Address> {
         let len = self.tokens * width;
-        self.scratch.take("generation", self.dtype, len)
+        self.scratch.take(OP, self.dtype, len)
     }
 
     /// A product that is added to the stream.
@@ -200,7 +250,7 @@ impl Pass {
 
     fn product(&self, linear: &Projection, at: ProductAt) -> Result<Product> {
         let Some((weights, bias)) = linear.fused_parts() else {
-            bail!("generation: a product is not fused");
+            bail!("{OP}: a product is not fused");
         };
         let at = ProductAt {
             bias: bias.map_or(Ok(0), address_of)?,

@@ -4,7 +4,7 @@ use candle_core::Error;
 
 /// Why there is no plan.
 #[derive(Debug)]
-pub(super) enum Refusal {
+pub(crate) enum Refusal {
     /// A part of the model runs in candle's own operations, or in none of the kernels of a step.
     Unfused(String),
     /// Memory is short, or a tensor is not where it should be.
@@ -27,6 +27,15 @@ impl From<Error> for Refusal {
     }
 }
 
-pub(super) fn unfused<T>(why: &str) -> std::result::Result<T, Refusal> {
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Failed(error) => error,
+            Refusal::Unfused(why) => Error::msg(format!("a step cannot be written down: {why}")),
+        }
+    }
+}
+
+pub(crate) fn unfused<T>(why: &str) -> std::result::Result<T, Refusal> {
     Err(Refusal::Unfused(why.to_owned()))
 }

@@ -2,6 +2,7 @@
 //! reads tokens.
 
 use super::Sequence;
+use super::plan::Ends;
 use crate::cuda::{Address, Gpu, Launcher, Pinned, address_of};
 use crate::ops::SamplingParams;
 use crate::ops::sample::NONE;
@@ -60,29 +61,24 @@ impl State {
         })
     }
 
-    pub fn sequences(&self) -> usize {
-        self.sequences
+    /// What a step finds here and leaves.
+    pub fn ends(&self) -> Ends {
+        Ends {
+            sequences: self.sequences,
+            token: self.region(0),
+            position: self.region(self.sequences),
+            sampling: self.sampling(),
+        }
     }
 
-    /// u32 `[sequences]`: the tokens that the step takes in.
-    pub fn token(&self) -> Address {
-        self.region(0)
-    }
-
-    /// u32 `[sequences]`: where they stand.
-    pub fn position(&self) -> Address {
-        self.region(self.sequences)
-    }
-
-    /// The end of a step whose `logits` f32 `[sequences, vocab]` are there.
-    pub fn sampling(&self, logits: Address) -> sample::Step {
+    /// The end of a step, but for its logits, f32 `[sequences, vocab]`.
+    fn sampling(&self) -> sample::Step {
         let stream = self.device.cuda_stream();
         let n = self.sequences;
         sample::Step {
-            logits,
             settings: self.region(4 * n),
-            token: self.token(),
-            position: self.position(),
+            token: self.region(0),
+            position: self.region(n),
             history: self.region((4 + SETTINGS) * n),
             step: self.region(2 * n),
             mailbox: self.mailbox.address(),
@@ -115,9 +111,10 @@ impl State {
             known.skip(ids.len().saturating_sub(SLOTS)),
         );
         self.device.memcpy_htod(&words, &mut self.words)?;
-        let all = self.sampling(address_of(logits)?);
+        let all = self.sampling();
         let behind = |base: Address, bytes: usize| base + (index * bytes) as Address;
         let step = sample::Step {
+            logits: address_of(logits)?,
             settings: behind(all.settings, 4 * SETTINGS),
             token: behind(all.token, 4),
             position: behind(all.position, 4),

@@ -16,7 +16,6 @@ use super::names::Qkv;
 use super::shape::Shape;
 use super::weights::Source;
 use crate::nn::LinearWeight;
-use crate::ops::Activation;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::HashMap;
 
@@ -118,7 +117,7 @@ impl<S: Source> Balanced<S> {
         let within = tensor.strip_prefix(names.layer)?.strip_prefix('.')?;
         let (layer, rest) = within.split_once('.')?;
         let (part, end) = rest.rsplit_once('.')?;
-        let gated = shape.activation == Activation::SwiGlu;
+        let gated = shape.activation.gate().is_some();
         let is_qkv = match &names.qkv {
             Qkv::Three(parts) => parts.contains(&part),
             Qkv::Joint(name) | Qkv::PerHead(name) => *name == part,

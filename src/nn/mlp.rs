@@ -4,7 +4,7 @@ use super::{Norm, Projection};
 use crate::ops::Activation;
 use candle_core::{Result, Tensor};
 
-/// `down(silu(gate(x)) * up(x))` (Llama and its relatives) or `down(act(up(x)))` (GPT-NeoX).
+/// `down(act(gate(x)) * up(x))` (SwiGLU in Llama and its relatives) or `down(act(up(x)))` (GPT-NeoX).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -30,7 +30,7 @@ pub struct Mlp {
 
 impl Mlp {
     /// From the matrices in front of the activation as one [`Projection`] (gate and up, in this
-    /// order, for [`Activation::SwiGlu`]), and the matrix behind it. What is fused is what is in them.
+    /// order, for [`Activation::SwiGlu`] and other activations with a gate), and the matrix behind it. What is fused is what is in them.
     pub fn new(up: Projection, down: Projection, activation: Activation) -> Self {
         Self {
             up,

@@ -261,11 +261,11 @@ impl Projection {
         norm: Option<&Norm>,
         activation: Activation,
     ) -> Result<Tensor> {
-        let gated = activation == Activation::SwiGlu;
-        if gated {
-            ops::linear::check_gated("projection", &self.rows)?;
+        let gate = activation.gate();
+        if gate.is_some() {
+            ops::linear::check_gated("projection", activation, &self.rows)?;
         }
-        let inside = if gated {
+        let inside = if gate.is_some() {
             self.fusion.swiglu
         } else {
             self.fusion.gelu
@@ -273,19 +273,13 @@ impl Projection {
         if inside && let Some(weights) = self.fused_form(x) {
             return self.fused(weights, x, norm, activation, &[]);
         }
-        if gated {
-            let joint = self.forward_joint(x, norm)?;
-            let half = joint.dim(D::Minus1)? / 2;
-            let part = |start| joint.narrow(D::Minus1, start, half);
-            return part(0)?.silu()? * part(half)?;
-        }
         let y = self.forward_joint(x, norm)?;
-        match activation {
-            Activation::Gelu => y.gelu_erf(),
-            Activation::GeluTanh => y.gelu(),
-            Activation::Silu => y.silu(),
-            Activation::None | Activation::SwiGlu => Ok(y),
-        }
+        let Some(gate) = gate else {
+            return activated(&y, activation);
+        };
+        let half = y.dim(D::Minus1)? / 2;
+        let part = |start| y.narrow(D::Minus1, start, half);
+        activated(&part(0)?, gate)? * part(half)?
     }
 
     /// The output of one matrix plus `residual`.
@@ -445,5 +439,17 @@ fn plain(weight: LinearWeight) -> Result<QMatMul> {
         LinearWeight::Quantized(w) => QMatMul::from_arc(w),
         LinearWeight::Packed(w) => Ok(QMatMul::Tensor(pack::dense(&w)?)),
         LinearWeight::Reordered(w, order) => Ok(QMatMul::Tensor(order.restore(&pack::dense(&w)?)?)),
+    }
+}
+
+/// An activation without a gate, in candle's own operations.
+fn activated(y: &Tensor, activation: Activation) -> Result<Tensor> {
+    match activation {
+        Activation::Gelu => y.gelu_erf(),
+        Activation::GeluTanh => y.gelu(),
+        Activation::Silu => y.silu(),
+        Activation::Relu => y.relu(),
+        Activation::Relu2 => y.relu()?.sqr(),
+        _ => Ok(y.clone()),
     }
 }

@@ -8,13 +8,13 @@
 //! | op | replaces |
 //! |---|---|
 //! | [`residual_add()`] | `x + y`, `x + y + z` |
-//! | [`rms_norm()`], [`rms_norm_residual`], [`layer_norm()`] | `candle_nn::ops::rms_norm`, `layer_norm`, with the addition before it |
+//! | [`rms_norm()`], [`rms_norm_residual`], [`layer_norm()`], [`layer_norm_residual`] | `candle_nn::ops::rms_norm`, `layer_norm`, with the addition before it |
 //! | [`linear()`] | a `Linear` with the activation or residual after it |
 //! | [`rms_norm_linear()`], [`layer_norm_linear()`] | a norm and the matrices that share its output |
 //! | [`quant_linear()`] | `QMatMul`, with the norm before and the activation after it |
-//! | [`rope()`], [`rope_append`] | rotary embedding, and the append to a cache |
+//! | [`rope()`], [`rope_tokens`], [`rope_append`] | rotary embedding, also with a position for each token, and the append to a cache |
 //! | [`flash_attention()`], [`flash_decoding()`] | `softmax(q kᵀ) v` |
-//! | [`flash_attention_varlen()`] | the same of sequences of different lengths without padding |
+//! | [`flash_attention_varlen()`], [`flash_attention_padded`] | the same of sequences of different lengths, without padding and with |
 //! | [`paged_attention()`] | the newest tokens of many sequences over keys and values in pages |
 //! | [`paged_prefill()`] | the same of ragged batches: prompts, chunks of them and single tokens |
 //! | [`paged_append()`], [`copy_pages`] | new keys and values into those pages, and copies of pages |
@@ -46,17 +46,17 @@ pub mod sample;
 #[doc(inline)]
 pub use flash_attention::{AttentionParams, RaggedBatch, flash_attention};
 #[doc(inline)]
-pub use flash_attention_varlen::flash_attention_varlen;
+pub use flash_attention_varlen::{flash_attention_padded, flash_attention_varlen};
 #[doc(inline)]
 pub use flash_decoding::{FlashDecoding, flash_decoding};
 #[doc(inline)]
-pub use layer_norm::layer_norm;
+pub use layer_norm::{layer_norm, layer_norm_residual};
 #[doc(inline)]
 pub use layer_norm_linear::layer_norm_linear;
 #[doc(inline)]
 pub use linear::{Activation, ActivationBits, Epilogue, Prologue, Weight, linear};
 #[doc(inline)]
-pub use paged_append::{PagedAppend, RotaryTables, TokenMap, copy_pages, paged_append};
+pub use paged_append::{PagedAppend, TokenMap, copy_pages, paged_append};
 #[doc(inline)]
 pub use paged_attention::{PagedAttention, paged_attention};
 pub use paged_prefill::{RaggedQueries, paged_prefill};
@@ -70,7 +70,9 @@ pub use rms_norm::{rms_norm, rms_norm_residual};
 #[doc(inline)]
 pub use rms_norm_linear::rms_norm_linear;
 #[doc(inline)]
-pub use rope::{HeadNorms, RopeAppend, RopeStyle, Rotation, rope, rope_append};
+pub use rope::{
+    HeadNorms, RopeAppend, RopeStyle, RotaryTables, Rotation, rope, rope_append, rope_tokens,
+};
 #[doc(inline)]
 pub use sample::{SamplingParams, sample};
 pub use view::Float;

@@ -67,7 +67,7 @@ pub(super) fn parts(
         *epilogue,
         ActivationBits::Auto,
     )?;
-    if epilogue.activation == super::Activation::SwiGlu || weights.len() == 1 {
+    if epilogue.activation.gate().is_some() || weights.len() == 1 {
         return Ok(vec![y]);
     }
     let mut start = 0;

@@ -34,6 +34,29 @@ pub(super) fn float(op: &str, argument: &str, dtype: DType) -> Result<()> {
     }
 }
 
+/// Fails unless an argument has x's dtype and device.
+pub(super) fn check_kind(op: &str, argument: &str, t: &Tensor, x: &Tensor) -> Result<()> {
+    if t.dtype() != x.dtype() {
+        bail!("{op}: {argument} is {:?}, x is {:?}", t.dtype(), x.dtype());
+    }
+    if !t.device().same_device(x.device()) {
+        bail!("{op}: {argument} and x are on different devices");
+    }
+    Ok(())
+}
+
+/// Fails unless an argument has x's shape, dtype and device.
+pub(super) fn check_like(op: &str, argument: &str, t: &Tensor, x: &Tensor) -> Result<()> {
+    if t.dims() != x.dims() {
+        bail!(
+            "{op}: {argument} has shape {:?}, x has {:?}",
+            t.shape(),
+            x.shape()
+        );
+    }
+    check_kind(op, argument, t, x)
+}
+
 /// Fails if a tensor is a variable or was computed from one: the ops have no gradients, and training
 /// would go on without them unseen.
 pub(crate) fn inference_only<'a>(

@@ -27,19 +27,25 @@
 //! Sources: Orca (Yu et al. 2022) for batching by steps; vLLM (Kwon et al. 2023) for pages and preemption;
 //! Sarathi-Serve (Agrawal et al. 2024) for chunks of prompts; SGLang (Zheng et al. 2024) for shared prefixes.
 
+#[cfg(feature = "cuda")]
+mod device;
 mod eager;
 mod pages;
 mod request;
 mod runner;
 mod schedule;
 mod sequence;
+#[cfg(feature = "cuda")]
+mod slots;
 
+use crate::generation::PartTime;
 use crate::models::decoder::DecoderCache;
 use crate::models::parts::Parts;
 use candle_core::{Result, bail};
 use pages::Pages;
 use runner::Runner;
 use schedule::Schedule;
+use sequence::Sequence;
 use std::collections::VecDeque;
 
 pub use crate::generation::Model;
@@ -265,11 +271,7 @@ impl Engine {
         match self.try_step() {
             Ok(outputs) => Ok(outputs),
             Err(error) => {
-                for slot in 0..self.schedule.slots.len() {
-                    self.schedule.preempt(slot);
-                }
-                self.under_way.clear();
-                self.runner.reset();
+                self.begin_anew();
                 Err(error)
             }
         }
@@ -318,6 +320,34 @@ impl Engine {
             cached_tokens: schedule.cached_tokens,
             preemptions: schedule.preemptions,
         }
+    }
+
+    /// What each part of a step of those that are under way takes on the GPU, each measured alone, where nothing runs
+    /// beside it; empty where steps are no chain of kernels. Requests then begin anew, with the tokens that they have.
+    ///
+    /// # Errors
+    /// If a part cannot be recorded.
+    pub fn profile(&mut self, rounds: usize) -> Result<Vec<PartTime>> {
+        let slots = self.schedule.slots.iter().enumerate();
+        let used = slots.filter(|(_, s)| s.as_ref().is_some_and(|s| s.active));
+        let used = used.map(|(slot, _)| slot + 1).max().unwrap_or(0);
+        if used == 0 {
+            return Ok(Vec::new());
+        }
+        let position = |slot: &Option<Sequence>| slot.as_ref().map_or(0, |s| s.written);
+        let positions: Vec<_> = self.schedule.slots[..used].iter().map(position).collect();
+        let times = self.runner.profile(&positions, rounds);
+        self.begin_anew();
+        times
+    }
+
+    /// Sends all that are under way back to wait.
+    fn begin_anew(&mut self) {
+        for slot in 0..self.schedule.slots.len() {
+            self.schedule.preempt(slot);
+        }
+        self.under_way.clear();
+        self.runner.reset();
     }
 
     /// Why steps are no graphs on a GPU, if they are none.

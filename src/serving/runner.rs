@@ -1,22 +1,31 @@
 //! What runs the steps: candle's tensors, or on a GPU chains of kernels.
 
+#[cfg(feature = "cuda")]
+use super::device::OnDevice;
 use super::eager::Eager;
 use super::schedule::Batch;
 use super::sequence::Sequence;
 use super::{OP, Options};
 use crate::fusion::fallback;
+use crate::generation::PartTime;
+#[cfg(feature = "cuda")]
+use crate::generation::refusal::Refusal;
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::ops::{PageLayout, PagePool};
 use candle_core::{Device, Result, Tensor, bail};
 
 pub(super) enum Runner {
-    Eager(Box<Eager>),
+    /// And why a GPU does not run steps as chains of kernels.
+    Eager(Box<Eager>, Option<String>),
+    #[cfg(feature = "cuda")]
+    Device(Box<OnDevice>),
 }
 
 /// Bytes that there are for keys and values.
 pub(super) fn room(device: &Device, on_cpu: usize) -> Result<usize> {
     #[cfg(feature = "cuda")]
-    if device.is_cuda() {
+    if let Device::Cuda(device) = device {
+        crate::cuda::Launcher::new(device)?.gpu.bind()?;
         let (free, _) = candle_core::cuda_backend::cudarc::driver::result::mem_get_info()
             .map_err(candle_core::Error::wrap)?;
         return Ok(free / 5 * 4);
@@ -42,51 +51,86 @@ impl Runner {
             }
         }
         let pools = pools(decoder, kind, pages, options.page)?;
-        kind.rotaries(positions)?;
-        Ok(Self::Eager(Box::new(Eager::new(decoder, kind, pools))))
+        let rotaries = kind.rotaries(positions)?.clone();
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = kind.device() {
+            match OnDevice::new(device, decoder, &pools, &rotaries, positions, options) {
+                Ok(device) => return Ok(Self::Device(Box::new(device))),
+                Err(Refusal::Failed(error)) => return Err(error),
+                Err(Refusal::Unfused(why)) => {
+                    tracing::warn!("{OP}: steps without a chain of kernels: {why}");
+                    let eager = Eager::new(decoder, kind, pools);
+                    return Ok(Self::Eager(Box::new(eager), Some(why)));
+                }
+            }
+        }
+        let _ = rotaries;
+        let eager = Eager::new(decoder, kind, pools);
+        Ok(Self::Eager(Box::new(eager), None))
     }
 
     /// Steps that may be under way while the next one is launched.
     pub fn ahead(&self) -> usize {
         match self {
-            Runner::Eager(_) => 0,
+            Runner::Eager(..) => 0,
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.ahead(),
         }
     }
 
     /// Launches a step of the sequences in `slots`.
     pub fn launch(&mut self, batch: &Batch, slots: &[Option<Sequence>]) -> Result<()> {
         match self {
-            Runner::Eager(eager) => eager.launch(batch, slots),
+            Runner::Eager(eager, _) => eager.launch(batch, slots),
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.launch(batch, slots),
         }
     }
 
     /// What the oldest step under way has drawn, of which there are `count`; none where logits were no numbers.
     pub fn receive(&mut self, count: usize) -> Result<Vec<Option<u32>>> {
         match self {
-            Runner::Eager(eager) => eager.receive(count),
+            Runner::Eager(eager, _) => eager.receive(count),
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.receive(count),
         }
     }
 
     /// Says that nobody is in a slot any more.
     pub fn vacate(&mut self, slot: usize) -> Result<()> {
+        let _ = slot;
         match self {
-            Runner::Eager(_) => {
-                let _ = slot;
-                Ok(())
-            }
+            Runner::Eager(..) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.vacate(slot),
         }
     }
 
     /// Forgets what is under way.
     pub fn reset(&mut self) {
         match self {
-            Runner::Eager(eager) => eager.reset(),
+            Runner::Eager(eager, _) => eager.reset(),
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.reset(),
+        }
+    }
+
+    /// What each part of a step of the first slots takes, at these positions; nothing where steps are no chain of
+    /// kernels.
+    pub fn profile(&mut self, positions: &[usize], rounds: usize) -> Result<Vec<PartTime>> {
+        let _ = (positions, rounds);
+        match self {
+            Runner::Eager(..) => Ok(Vec::new()),
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.profile(positions, rounds),
         }
     }
 
     pub fn refusal(&self) -> Option<&str> {
         match self {
-            Runner::Eager(_) => None,
+            Runner::Eager(_, why) => why.as_deref(),
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.refusal(),
         }
     }
 }

@@ -195,6 +195,35 @@ fn layers_are_there() {
     models::<(Linear, Embedding, LayerNorm, RmsNorm, Cache, KvCache)>();
 }
 
+#[test]
+fn the_rotating_cache_has_candles_signatures() {
+    use nn::kv_cache::{RotatingCache as One, RotatingKvCache as Both};
+    type Pair = (Tensor, Tensor);
+    let _: fn(usize, usize) -> One = One::new;
+    let _: [fn(&One) -> usize; 4] = [
+        One::offset,
+        One::dim,
+        One::current_seq_len,
+        One::max_seq_len,
+    ];
+    let _: fn(&One) -> &Option<Tensor> = One::all_data;
+    let _: fn(&One) -> Result<Option<Tensor>> = One::current_data;
+    let _: fn(&mut One) = One::reset;
+    let _: fn(&mut One, &Tensor) -> Result<Tensor> = One::append;
+    let _: fn(&One, usize) -> Vec<usize> = One::positions;
+    let _: fn(&One, usize, &Device) -> Result<Option<Tensor>> = One::attn_mask;
+    let _: fn(usize, usize) -> Both = Both::new;
+    let _: [fn(&Both) -> &One; 2] = [Both::k_cache, Both::v_cache];
+    let _: [fn(&mut Both) -> &mut One; 2] = [Both::k_cache_mut, Both::v_cache_mut];
+    let _: [fn(&Both) -> Result<Option<Tensor>>; 2] = [Both::k, Both::v];
+    let _: fn(&mut Both, &Tensor, &Tensor) -> Result<Pair> = Both::append;
+    let _: [fn(&Both) -> usize; 2] = [Both::offset, Both::current_seq_len];
+    let _: fn(&Both, usize, &Device) -> Result<Option<Tensor>> = Both::attn_mask;
+    let _: fn(&Both, usize) -> Vec<usize> = Both::positions;
+    let _: fn(&mut Both) = Both::reset;
+    models::<(One, Both)>();
+}
+
 /// Layers and tables out of a file, against candle-transformers' own.
 #[test]
 fn a_files_layers_are_candle_transformers() -> Result<()> {

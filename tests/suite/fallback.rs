@@ -3,13 +3,13 @@
 
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
+use crate::linear::ACTIVATIONS;
 use crate::subject::{ALL, dense, gguf};
 use crate::support::{device, on_every_device, randn_on, values};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_fused::generation::Options;
 use candle_fused::nn::{LayerNorm, Linear, Norm, Projection, RmsNorm};
-use candle_fused::ops::Activation;
 use candle_fused::{Fusion, trace, with_fallback};
 
 /// That nothing but candle's own operations ran, and that the trace says why.
@@ -95,13 +95,17 @@ fn layers_take_candles_operations_and_say_why() -> Result<()> {
     ];
     let gate_up = Projection::from_linears(gate_up.to_vec())?;
     let square = Projection::from(Linear::new(matrix(64)?, None));
-    let swiglu = |norm| gate_up.forward_activated(&x, norm, Activation::SwiGlu);
-    let runs: [&dyn Fn() -> Result<Tensor>; 4] = [
-        &|| swiglu(Some(&norm)),
-        &|| swiglu(None),
-        &|| square.forward_residual(&x, &x),
-        &|| Tensor::cat(&gate_up.forward_parts(&x, Some(&norm))?, 2),
-    ];
+    for activation in ACTIVATIONS {
+        for norm in [Some(&norm), None] {
+            let run = || gate_up.forward_activated(&x, norm, activation);
+            let (got, calls) = trace::capture(|| with_fallback(run));
+            told(&calls);
+            close(&got?, &run()?)?;
+        }
+    }
+    let runs: [&dyn Fn() -> Result<Tensor>; 2] = [&|| square.forward_residual(&x, &x), &|| {
+        Tensor::cat(&gate_up.forward_parts(&x, Some(&norm))?, 2)
+    }];
     for run in runs {
         let (got, calls) = trace::capture(|| with_fallback(run));
         told(&calls);

@@ -4,6 +4,7 @@
 mod errors;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod padded;
 mod random;
 
 use crate::common::distance::pairs;

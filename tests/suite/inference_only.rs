@@ -31,6 +31,10 @@ fn ops_refuse_what_is_tracked() -> Result<()> {
         refused("weight", ops::rms_norm(&x, &tw, 1e-5));
         refused("residual", ops::rms_norm_residual(&x, &tx, &w, 1e-5));
         refused("bias", ops::layer_norm(&x, &w, Some(&tw), 1e-5));
+        refused(
+            "residual",
+            ops::layer_norm_residual(&x, &tx, &w, None, 1e-5),
+        );
         refused("residual", ops::residual_add(&x, &[&tx]));
         let none = Epilogue::default();
         refused("x", ops::linear(&tx, &m, &none));

@@ -1,5 +1,7 @@
 //! The cache's growth: what stood in it stays, wherever it is.
 
+mod rotating;
+
 use crate::support::{devices, randn_on, values};
 use candle_core::{DType, Result, Tensor};
 use candle_fused::nn::KvCache;

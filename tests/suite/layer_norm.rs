@@ -5,7 +5,8 @@ use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error}
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_fused::cpu::norm;
 use candle_fused::cpu::simd::Level;
-use candle_fused::ops::layer_norm::{layer_norm, reference};
+use candle_fused::ops::layer_norm::{layer_norm, layer_norm_residual, reference};
+use candle_fused::trace;
 
 const WIDTHS: [usize; 8] = [1, 7, 16, 111, 500, 576, 1024, 4096];
 
@@ -78,6 +79,40 @@ fn low_precision_is_no_worse_than_candles() -> Result<()> {
 }
 
 #[test]
+fn the_residual_form_is_the_sum_and_its_norm() -> Result<()> {
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            // The last two are wider than registers, in 16-byte packs and one by one.
+            for dims in [
+                &[1, 576][..],
+                &[3, 2, 111],
+                &[64, 1024],
+                &[7],
+                &[3, 33000],
+                &[2, 16385],
+            ] {
+                let x = randn_on(dims, dtype, &device)?;
+                let residual = randn_on(dims, dtype, &device)?;
+                let weight = randn_on(&dims[dims.len() - 1..], dtype, &device)?;
+                for bias in [None, Some(&weight)] {
+                    let run = || layer_norm_residual(&x, &residual, &weight, bias, 1e-5);
+                    let (got, calls) = trace::capture(run);
+                    let (sum, normed) = got?;
+                    assert_eq!(calls.count("layer_norm"), 1);
+                    let cpu = Device::Cpu;
+                    let plain = (x.to_device(&cpu)? + residual.to_device(&cpu)?)?;
+                    assert_eq!(values(&sum)?, values(&plain)?);
+                    let plain = layer_norm(&plain.to_device(&device)?, &weight, bias, 1e-5)?;
+                    assert_eq!(values(&normed)?, values(&plain)?);
+                    assert_eq!((sum.dims(), normed.dims()), (dims, dims));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn any_layout_gives_what_its_copy_gives() -> Result<()> {
     for device in devices() {
         for x in layouts_on(DType::F32, &device)? {
@@ -85,6 +120,9 @@ fn any_layout_gives_what_its_copy_gives() -> Result<()> {
             let strided = layer_norm(&x, &weight, Some(&weight), 1e-5)?;
             let copied = layer_norm(&x.contiguous()?, &weight, Some(&weight), 1e-5)?;
             assert_eq!(values(&strided)?, values(&copied)?);
+            let both = |x: &Tensor| layer_norm_residual(x, x, &weight, None, 1e-5);
+            let (strided, copied) = (both(&x)?, both(&x.contiguous()?)?);
+            assert_eq!(values(&strided.1)?, values(&copied.1)?);
         }
     }
     Ok(())
@@ -165,5 +203,12 @@ fn bad_arguments_are_named() -> Result<()> {
     assert!(message(&x, &weight, Some(&x)).contains("bias has shape [2, 8]"));
     assert!(message(&x, &randn(&[8], DType::BF16)?, None).contains("weight is BF16"));
     assert!(message(&Tensor::new(1f32, &Device::Cpu)?, &weight, None).contains("x is a scalar"));
+    let message = |residual: &Tensor| {
+        layer_norm_residual(&x, residual, &weight, None, 1e-5)
+            .expect_err("")
+            .to_string()
+    };
+    assert!(message(&randn(&[8, 2], DType::F32)?).contains("residual has shape [8, 2]"));
+    assert!(message(&x.to_dtype(DType::F16)?).contains("residual is F16"));
     Ok(())
 }

@@ -9,12 +9,16 @@ use candle_fused::ops::{
 use proptest::prelude::*;
 
 /// All there are.
-pub const ACTIVATIONS: [Activation; 5] = [
+pub const ACTIVATIONS: [Activation; 9] = [
     Activation::None,
     Activation::Silu,
     Activation::Gelu,
     Activation::GeluTanh,
+    Activation::Relu,
+    Activation::Relu2,
     Activation::SwiGlu,
+    Activation::GeGlu,
+    Activation::GeGluTanh,
 ];
 
 pub fn error(got: &Tensor, expected: &[Vec<f64>]) -> Result<f64> {
@@ -94,7 +98,7 @@ fn combination(
     ];
     let (norm_weight, norm_bias) = (randn(&[k], dtype)?, randn(&[k], dtype)?);
     let bias = randn(&[n], dtype)?;
-    let width = if activation == Activation::SwiGlu {
+    let width = if activation.gate().is_some() {
         n / 2
     } else {
         n

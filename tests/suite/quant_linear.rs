@@ -1,6 +1,6 @@
 //! Products over GGUF blocks, against float64 and in every combination of matrices.
 
-use crate::linear::error;
+use crate::linear::{ACTIVATIONS, error};
 use crate::support::{devices, randn, randn_on};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
@@ -115,16 +115,10 @@ fn product(
 /// epilogue and every type of x.
 #[test]
 fn epilogues_meet_blocks_of_any_width() -> Result<()> {
-    let activations = [
-        Activation::None,
-        Activation::Silu,
-        Activation::Gelu,
-        Activation::SwiGlu,
-    ];
     for device in devices() {
         for (i, k) in [32, 96, 576, 1536].into_iter().enumerate() {
             for m in [1, 2, 3, 4, 7, 8, 9, 33] {
-                let activation = activations[(i + m) % 4];
+                let activation = ACTIVATIONS[(i + m) % ACTIVATIONS.len()];
                 let dtype = [DType::F32, DType::BF16, DType::F16][(i + m) % 3];
                 let types = match m % 2 {
                     0 => [GgmlDType::Q4_1, GgmlDType::Q4_1],
@@ -134,11 +128,7 @@ fn epilogues_meet_blocks_of_any_width() -> Result<()> {
                     blocks_on(24, k, types[0], &device)?,
                     blocks_on(24, k, types[1], &device)?,
                 ];
-                let width = if activation == Activation::SwiGlu {
-                    24
-                } else {
-                    48
-                };
+                let width = if activation.gate().is_some() { 24 } else { 48 };
                 let x = randn_on(&[m, k], dtype, &device)?;
                 let bias = randn_on(&[48], dtype, &device)?;
                 let residuals = [
@@ -160,7 +150,7 @@ fn epilogues_meet_blocks_of_any_width() -> Result<()> {
                 };
                 let error = error(&got, &expected)?;
                 // On a GPU a gate and what it gates in different formats go the way of many rows.
-                let mixed = types[0] != types[1] && activation == Activation::SwiGlu;
+                let mixed = types[0] != types[1] && activation.gate().is_some();
                 let rows = if mixed { 512 } else { m };
                 assert!(
                     error < 2. * tolerance(&device, rows) + unit,

@@ -1,7 +1,7 @@
 //! INT8, INT4 and ternary: products in every fused form, whole models, files, foreign layers.
 
 use crate::golden::{Golden, relative_error};
-use crate::linear::error;
+use crate::linear::{ACTIVATIONS, error};
 use crate::quant_linear::tolerance;
 use crate::subject::{GOLDENS, Subject, dense, over};
 use crate::support::{device, devices, on_every_device, randn, randn_on};
@@ -10,7 +10,7 @@ use candle_fused::cpu::packed::PackedMatrix;
 use candle_fused::models::llama::{Cache, Llama, LlamaConfig};
 use candle_fused::models::{CausalLm, gpt_neox, qwen2, qwen3, save_quantized};
 use candle_fused::ops::linear::reference;
-use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
+use candle_fused::ops::{Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::quant::{self, Quantization, QuantizedFile, Recipe, Rounded, Scheme};
 use candle_fused::{Fusion, nn, trace};
 use candle_nn::VarBuilder;
@@ -40,13 +40,12 @@ pub fn weight_on(rows: usize, cols: usize, scheme: Scheme, device: &Device) -> R
 
 #[test]
 fn products_in_every_fused_form_stay_within_the_error_of_their_activations() -> Result<()> {
-    let activations = [Activation::None, Activation::Gelu, Activation::SwiGlu];
     for device in devices() {
         for (i, name) in SCHEMES.into_iter().enumerate() {
             let scheme = name.parse()?;
             for (j, m) in [1, 2, 5, 8, 33].into_iter().enumerate() {
                 let (k, n) = ([128, 384, 1536][(i + j) % 3], 36);
-                let activation = activations[(i + j) % 3];
+                let activation = ACTIVATIONS[(i + j) % ACTIVATIONS.len()];
                 let dtype = [DType::F32, DType::BF16][j % 2];
                 // Two matrices whose rows do not divide by 16, and for the GPU's sake of one format.
                 let weights = [
@@ -67,7 +66,7 @@ fn products_in_every_fused_form_stay_within_the_error_of_their_activations() -> 
                         eps: 1e-6,
                     },
                 };
-                let width = if activation == Activation::SwiGlu {
+                let width = if activation.gate().is_some() {
                     n
                 } else {
                     2 * n

@@ -4,6 +4,7 @@ mod chosen;
 mod gemm_wna16;
 mod matrices;
 
+use crate::linear::ACTIVATIONS;
 use crate::support::{architecture, devices, randn, randn_on, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::cuda::BlockMatrix;
@@ -170,12 +171,7 @@ fn products(takes: impl Fn(Scheme) -> bool, rows: &[usize], dtypes: &[DType]) ->
                         n: [24, 40, 130][(i + j) % 3],
                         dtype: ALL[(s + i + j) % 3],
                         norm: (i + j + s) % 3,
-                        activation: [
-                            Activation::None,
-                            Activation::SwiGlu,
-                            Activation::Gelu,
-                            Activation::Silu,
-                        ][(i + 2 * j + s) % 4],
+                        activation: ACTIVATIONS[(i + 2 * j + s) % ACTIVATIONS.len()],
                         bare: false,
                     };
                     if dtypes.contains(&case.dtype) {
@@ -313,7 +309,7 @@ impl Case {
     fn check(&self, device: &Device) -> Result<()> {
         let Case { m, k, n, dtype, .. } = *self;
         // The second has an odd number of rows more, where nothing gates.
-        let gates = self.activation == Activation::SwiGlu;
+        let gates = self.activation.gate().is_some();
         let rows = if gates { [n, n] } else { [n, n + 5] };
         let codes = rows.map(|rows| random(self.scheme, rows, k));
         let width = if gates { n } else { 2 * n + 5 };

@@ -7,7 +7,7 @@ use candle_fused::cuda::{Replay, count_launches};
 use candle_fused::ops::{
     AttentionParams, Epilogue, PageLayout, PagePool, PageTable, PagedAppend, PagedAttention,
     RaggedBatch, RopeStyle, RotaryTables, TokenMap, flash_attention_varlen, linear, paged_append,
-    paged_attention, rms_norm,
+    paged_attention, rms_norm, rope_tokens,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -41,6 +41,36 @@ fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
             assert_eq!(values(ours)?, values(&expected)?);
             assert_eq!(values(theirs)?, values(&product)?);
             assert_eq!(values(&other)?, before);
+        }
+    }
+    Ok(())
+}
+
+/// Rotation reads the position of each token when it runs.
+#[test]
+#[ignore = "needs the GPU for itself"]
+fn a_replay_reads_positions_anew() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        let x = randn_on(&[3, 2, 64], DType::BF16, &gpu)?;
+        let angles = randn_on(&[40, 32], DType::F32, &gpu)?;
+        let (cos, sin) = (angles.cos()?, angles.sin()?);
+        let tables = RotaryTables {
+            cos: &cos,
+            sin: &sin,
+            style: RopeStyle::HalfSplit,
+        };
+        let positions = Tensor::new(&[0i64, 1, 2], &gpu)?;
+        rope_tokens(&x, &positions, &tables)?;
+        let device = gpu.as_cuda_device()?;
+        // SAFETY: tests that are ignored by default run alone.
+        let mut replay =
+            unsafe { Replay::record(device, || rope_tokens(&x, &positions, &tables))? };
+        for at in [[39i64, 0, 7], [3, 3, 12]] {
+            positions.slice_set(&Tensor::new(&at, &gpu)?, 0, 0)?;
+            // SAFETY: x, positions and tables are those that were recorded.
+            unsafe { replay.launch()? };
+            let expected = rope_tokens(&x, &positions, &tables)?;
+            assert_eq!(values(replay.results())?, values(&expected)?);
         }
     }
     Ok(())

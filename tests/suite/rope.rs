@@ -1,5 +1,7 @@
 //! Rotary embedding and the cache append against float64 and candle.
 
+mod tokens;
+
 use crate::support::{devices, layouts_on, randn, randn_on, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::rope::{

@@ -131,7 +131,7 @@ fn large_products_have_tiles_of_their_own() -> Result<()> {
     ];
     for device in gpus() {
         for (shape, tile) in cases {
-            for activation in [Activation::None, Activation::SwiGlu, Activation::Gelu] {
+            for activation in ACTIVATIONS {
                 let path = product(shape, DType::BF16, Norm::None, (activation, ALL), &device)?;
                 let Some(path) = path else { continue };
                 let hopper = path.contains("gemm_w8a8_sm90");
@@ -152,11 +152,13 @@ fn in_one_launch(shape: (usize, usize, &[usize]), form: &str) -> Result<()> {
                 (Activation::None, ALL),
                 (Activation::SwiGlu, ALL),
                 (Activation::Gelu, ALL),
+                (Activation::Relu2, ALL),
+                (Activation::GeGluTanh, ALL),
             ] {
                 let path = product(shape, dtype, Norm::None, behind, &device)?;
                 let Some(path) = path else { continue };
                 // Half as many outputs are too few for it.
-                let gates = behind.0 == Activation::SwiGlu && form == "gemm_w8a8_cluster_64x192_3,";
+                let gates = behind.0.gate().is_some() && form == "gemm_w8a8_cluster_64x192_3,";
                 let other = gates || path.contains("gemm_w8a8_mma");
                 assert!(other || path.contains(form), "{shape:?}: {path}");
             }
@@ -222,7 +224,7 @@ fn product(
         .map(|rows| matrix(*rows, k, device))
         .collect::<Result<Vec<_>>>()?;
     let all: usize = rows.iter().sum();
-    let gates = activation == Activation::SwiGlu;
+    let gates = activation.gate().is_some();
     if gates
         && (!all.is_multiple_of(2) || rows.len() == 3 || (rows.len() == 2 && rows[0] != rows[1]))
     {

@@ -7,6 +7,7 @@ mod layer;
 mod limits;
 mod model;
 mod op;
+mod serving;
 
 pub use curve::{Curve, Over};
 #[cfg(feature = "cuda")]
@@ -16,3 +17,4 @@ pub use layer::{Chain, Group, Layer, Step};
 pub use limits::{Bound, Limits, Work};
 pub use model::{Last, ModelRun};
 pub use op::{CANDLE, FUSED, GEMM, OpRun, SideRun, Skipped, count_floors};
+pub use serving::{Arrivals, ServingRun};

@@ -33,7 +33,7 @@ abi! {
         mask: Const<f32>,
         /// `[heads]`, or null.
         alibi: Const<f32>,
-        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
+        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one; with a pitch, the lengths alone.
         cu_q: Const<u32>,
         cu_k: Const<u32>,
         pages: KeyPages,
@@ -67,6 +67,8 @@ abi! {
         /// Rows of a ragged batch.
         total_q: i32,
         total_k: i32,
+        /// Rows from a sequence of a padded batch to the next; 0 where lengths are cumulative.
+        pitch: i32,
         /// How the tensor-core form divides a block: warps of 16 rows,
         row_warps: i32,
         /// groups of such warps that take every key_groups-th tile of keys,
@@ -98,7 +100,7 @@ abi! {
         v: TensorMap,
         /// `[batch, queries, heads, dim]`
         y: Mut<Void>,
-        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one.
+        /// Cumulative lengths of a ragged batch, whose tensors have a batch of one; with a pitch, the lengths alone.
         cu_q: Const<u32>,
         cu_k: Const<u32>,
         pages: KeyPages,
@@ -118,6 +120,8 @@ abi! {
         /// Rows of a ragged batch.
         total_q: i32,
         total_k: i32,
+        /// Rows from a sequence of a padded batch to the next; 0 where lengths are cumulative.
+        pitch: i32,
     }
 
     /// The forms for Hopper: head dimension, consumer warpgroups of 64 rows, keys of a tile, and whether
@@ -142,9 +146,14 @@ abi! {
         /// `[positions, pairs]`
         cos: Const<f32>,
         sin: Const<f32>,
-        /// `[B, kv_heads, slots, head_dim]`
+        /// `[B, kv_heads, slots, head_dim]`, or pools of pages.
         k_cache: Mut<Void>,
         v_cache: Mut<Void>,
+        /// Where keys and values are in pages: `slots` are those of a row of the table, and elements lie so far from
+        /// page to page, token to token and head to head.
+        pages: KeyPages,
+        k_strides: [u64; 3],
+        v_strides: [u64; 3],
         /// `[B, heads head_dim]`
         y: Mut<Void>,
         /// What blocks leave: see `Partials`.
@@ -181,6 +190,10 @@ abi! {
     table DECODING_MMA of DecodingMma (dim: usize, keys: usize) =
         [(64, 32), (80, 16), (96, 16), (128, 16), (256, 16)];
     const DECODING_MMA_WARPS: Count<i32> = 8;
+    /// Over keys and values in pages, where there are many sequences: two to four blocks for a multiprocessor.
+    const DECODING_PAGED_WARPS: Count<i32> = 4;
+    /// Keys that a warp of these takes at once.
+    const DECODING_PAGED_KEYS: Count<i32> = 16;
 
     /// The forms for everything else: the widest head, the query heads that share a block, warps.
     table DECODING_LANES of DecodingLanes (dim: usize, heads: usize, warps: usize) =

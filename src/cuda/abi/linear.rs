@@ -13,7 +13,12 @@ abi! {
     const ACT_SILU: Count<i32> = 1;
     const ACT_GELU: Count<i32> = 2;
     const ACT_GELU_TANH: Count<i32> = 3;
-    const ACT_SWIGLU: Count<i32> = 4;
+    const ACT_RELU: Count<i32> = 4;
+    const ACT_RELU2: Count<i32> = 5;
+    /// The first of those where one half of the outputs gates the other.
+    const ACT_SWIGLU: Count<i32> = 6;
+    const ACT_GEGLU: Count<i32> = 7;
+    const ACT_GEGLU_TANH: Count<i32> = 8;
 
     /// Matrices of a launch.
     const MAX_WEIGHTS: Count<i32> = 3;

@@ -30,9 +30,13 @@ abi! {
 
     struct LayerNormParams {
         x: Const<Void>,
+        /// Null without.
+        residual: Const<Void>,
         weight: Const<Void>,
         /// Null without.
         bias: Const<Void>,
+        /// With a residual; may be x or the residual itself.
+        sum: Mut<Void>,
         y: Mut<Void>,
         rows: u32,
         width: u32,
@@ -89,7 +93,7 @@ abi! {
         kv_heads: u32,
         dim: u32,
         pairs: u32,
-        /// Between sequences: 0 if one position holds for all.
+        /// Between sequences: 0 if one position holds for all, 2 if each has 64 bits.
         at_step: u32,
         /// Of one head, a power of two.
         lanes: u32,

@@ -1,8 +1,10 @@
-//! The preallocated key and value cache of one layer.
+//! The preallocated key and value cache of one layer, of all positions or of the newest ones.
 
 mod cache;
+mod rotating;
 
 pub use cache::Cache;
+pub use rotating::{RotatingCache, RotatingKvCache};
 
 use cache::zeros;
 use candle_core::{DType, Device, Result, Tensor, bail};

@@ -81,6 +81,20 @@ impl Lookup {
         })
     }
 
+    /// Of rows `[rows, width]` of `dtype` at `table`.
+    pub fn of_rows(table: Address, [rows, width]: [usize; 2], dtype: DType) -> Self {
+        Self {
+            table,
+            rows,
+            width,
+            dtype,
+            quantized: None,
+            ids: 0,
+            out: 0,
+            count: 0,
+        }
+    }
+
     /// Of the output.
     pub fn dtype(&self) -> DType {
         self.dtype

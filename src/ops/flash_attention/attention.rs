@@ -2,7 +2,7 @@
 
 use super::AttentionParams;
 use super::check::{Facts, Form, check_mask};
-use super::ragged::RaggedBatch;
+use super::ragged::{Lengths, RaggedBatch};
 use crate::cpu::simd::Level;
 use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
 
@@ -14,7 +14,7 @@ pub(crate) struct Attention {
     pub mask: Option<Tensor>,
     /// In f32, contiguous.
     pub slopes: Option<Tensor>,
-    pub ragged: Option<RaggedBatch>,
+    pub ragged: Option<Lengths>,
     pub level: Level,
 }
 
@@ -33,6 +33,17 @@ pub(super) fn dimensions(
             layout.dims()
         ),
     }
+}
+
+/// The strides of a head, a token and an element of `[batch, heads, tokens, dim]`, if the tokens of all sequences are
+/// as far apart.
+pub(crate) fn joined(dims: &[usize], strides: &[usize]) -> Option<[usize; 3]> {
+    let (&[batch, _, tokens, _], &[of_batch, of_head, of_token, of_element]) = (dims, strides)
+    else {
+        return None;
+    };
+    let token = if tokens == 1 { of_batch } else { of_token };
+    (batch <= 1 || of_batch == tokens * token).then_some([of_head, token, of_element])
 }
 
 impl Attention {
@@ -87,14 +98,59 @@ impl Attention {
     /// # Errors
     /// If the cumulative lengths are of another shape or dtype, or on another device.
     pub fn over(self, batch: &RaggedBatch, device: &Device) -> Result<Self> {
-        let ragged = Some(batch.checked(&self.form, device)?);
+        let ragged = Some(Lengths::Cumulative(batch.checked(&self.form, device)?));
         Ok(Self { ragged, ..self })
+    }
+
+    /// The same for sequences of these lengths, `[B]`, each in `pitch` rows.
+    ///
+    /// # Errors
+    /// If the lengths are of another shape or dtype, or on another device.
+    pub fn over_padded(
+        self,
+        lengths: &Tensor,
+        [batch, pitch]: [usize; 2],
+        device: &Device,
+    ) -> Result<Self> {
+        let op = self.form.op;
+        if lengths.dims() != [batch] || lengths.dtype() != DType::U32 {
+            bail!(
+                "{op}: lengths is {:?} {:?}, expected U32 [{batch}], one for each sequence",
+                lengths.dtype(),
+                lengths.dims()
+            );
+        }
+        self.form.check_device("lengths", lengths, device)?;
+        let lengths = lengths.contiguous()?;
+        let ragged = Some(Lengths::Padded { lengths, pitch });
+        Ok(Self { ragged, ..self })
+    }
+
+    /// A layout with the dimensions batch, heads, tokens, dim. The sequences of a padded batch lie one behind the
+    /// other.
+    pub(super) fn four(&self, layout: &Layout) -> Result<Layout> {
+        let Some(Lengths::Padded { .. }) = self.ragged else {
+            return self.form.four(layout);
+        };
+        match (joined(layout.dims(), layout.stride()), layout.dims()) {
+            (Some([head, token, element]), &[batch, heads, tokens, dim]) => {
+                let dims = (1, heads, batch * tokens, dim);
+                let strides = vec![0, head, token, element];
+                Ok(Layout::new(dims.into(), strides, layout.start_offset()))
+            }
+            _ => bail!(
+                "{}: the sequences of a tensor of {:?} do not lie one behind the other",
+                self.form.op,
+                layout.dims()
+            ),
+        }
     }
 
     /// The op as the trace has it.
     pub(super) fn traced(&self) -> &'static str {
         match self.ragged {
-            Some(_) => "flash_attention_varlen",
+            Some(Lengths::Padded { .. }) => "flash_attention_padded",
+            Some(Lengths::Cumulative(_)) => "flash_attention_varlen",
             None => "flash_attention",
         }
     }
@@ -103,7 +159,10 @@ impl Attention {
     pub(super) fn shape(&self, q: &Layout) -> Result<Shape> {
         let ([batch, heads, queries, dim], _) = dimensions(self.form.op, q, "q")?;
         Ok(match self.ragged {
-            Some(_) => Shape::from((queries, heads, dim)),
+            Some(Lengths::Padded { pitch, .. }) => {
+                Shape::from((queries / pitch.max(1), pitch, heads, dim))
+            }
+            Some(Lengths::Cumulative(_)) => Shape::from((queries, heads, dim)),
             None => Shape::from((batch, queries, heads, dim)),
         })
     }

@@ -13,7 +13,7 @@ use super::view::inference_only;
 use crate::cpu::simd::{self, Level};
 use candle_core::{Result, Tensor};
 
-pub(crate) use attention::Attention;
+pub(crate) use attention::{Attention, joined};
 pub(crate) use check::{Form, facts};
 pub use ragged::RaggedBatch;
 
@@ -87,7 +87,8 @@ impl AttentionParams {
 ///
 /// candle-flash-attn's functions, with its layout `[B, T, H, D]`, are in [`crate::flash_attn`]; its
 /// `softmax_scale` is `scale`, which is 1 by default here. Batches of sequences of different lengths are
-/// [`flash_attention_varlen`](fn@super::flash_attention_varlen)'s.
+/// [`flash_attention_varlen`](fn@super::flash_attention_varlen)'s, and with padding
+/// [`flash_attention_padded`](fn@super::flash_attention_padded)'s.
 ///
 /// Any layout is read where it lies; keys and values whose last dimension is contiguous are fastest,
 /// so a view into a longer cache costs nothing. Scores and sums are in f32 whatever the types are.
@@ -164,6 +165,13 @@ pub fn flash_attention_at(
     let given = params.tensors().chain([("q", q), ("k", k), ("v", v)]);
     inference_only(op.form.op, given)?;
     q.apply_op3_no_bwd(k, v, &op)?.transpose(1, 2)
+}
+
+/// Fails where [`flash_attention`] does, before it computes anything.
+pub(crate) fn check(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<()> {
+    checked(Level::Scalar, q, k, v, params)?;
+    let given = params.tensors().chain([("q", q), ("k", k), ("v", v)]);
+    inference_only(check::FORM.op, given)
 }
 
 fn checked(

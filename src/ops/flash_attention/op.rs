@@ -20,7 +20,7 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let four = |layout| self.form.four(layout);
+        let four = |layout| self.four(layout);
         let (q_layout, k_layout, v_layout) = (four(q_layout)?, four(k_layout)?, four(v_layout)?);
         let out = cpu::forward(self, (q, &q_layout), (k, &k_layout), (v, &v_layout))?;
         Ok((out, self.shape(&q_layout)?))
@@ -36,7 +36,7 @@ impl CustomOp3 for Attention {
         v: &CudaStorage,
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let four = |layout| self.form.four(layout);
+        let four = |layout| self.four(layout);
         let (q_layout, k_layout, v_layout) = (four(q_layout)?, four(k_layout)?, four(v_layout)?);
         let out = super::cuda::forward(self, (q, &q_layout), (k, &k_layout), (v, &v_layout))?;
         Ok((out, self.shape(&q_layout)?))

@@ -1,4 +1,4 @@
-//! A ragged batch: sequences of different lengths, one behind the other without padding.
+//! Sequences of different lengths, one behind the other without padding, or each padded to as many rows.
 
 use super::check::Form;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -16,6 +16,61 @@ pub struct RaggedBatch {
     /// At least as many queries as the longest sequence has. On a GPU, which alone reads the lengths
     /// there, what a sequence has beyond it is not computed.
     pub max_seqlen_q: usize,
+}
+
+/// How long the sequences of a batch are.
+#[derive(Clone, Debug)]
+pub(crate) enum Lengths {
+    /// One behind the other.
+    Cumulative(RaggedBatch),
+    /// `[sequences]`, contiguous: of queries and of keys, each in `pitch` rows.
+    Padded { lengths: Tensor, pitch: usize },
+}
+
+impl Lengths {
+    #[cfg(feature = "cuda")]
+    pub(super) fn sequences(&self) -> usize {
+        match self {
+            Self::Cumulative(batch) => batch.cu_seqlens_q.dims()[0] - 1,
+            Self::Padded { lengths, .. } => lengths.dims()[0],
+        }
+    }
+
+    /// Queries of a sequence at most.
+    #[cfg(feature = "cuda")]
+    pub(super) fn longest(&self) -> usize {
+        match self {
+            Self::Cumulative(batch) => batch.max_seqlen_q,
+            Self::Padded { pitch, .. } => *pitch,
+        }
+    }
+
+    /// The rows of each sequence, read from the tensors.
+    ///
+    /// # Errors
+    /// If lengths are no such rows.
+    pub(super) fn ranges(&self, op: &str, total_q: usize, total_k: usize) -> Result<Vec<Rows>> {
+        match self {
+            Self::Cumulative(batch) => batch.ranges(op, total_q, total_k),
+            Self::Padded { lengths, pitch } => {
+                let lengths = lengths.to_vec1::<u32>()?;
+                let rows = lengths.into_iter().enumerate().map(|(b, n)| {
+                    let n = n as usize;
+                    if n > *pitch {
+                        bail!("{op}: lengths[{b}] is {n}, q has {pitch} tokens of each sequence");
+                    }
+                    let first = b * pitch;
+                    Ok(Rows {
+                        first_query: first,
+                        queries: n,
+                        first_key: first,
+                        keys: n,
+                    })
+                });
+                rows.collect()
+            }
+        }
+    }
 }
 
 /// A sequence's rows.
@@ -52,11 +107,6 @@ impl RaggedBatch {
             cu_seqlens_k: self.cu_seqlens_k.contiguous()?,
             max_seqlen_q: self.max_seqlen_q,
         })
-    }
-
-    #[cfg(feature = "cuda")]
-    pub(super) fn sequences(&self) -> usize {
-        self.cu_seqlens_q.dims()[0] - 1
     }
 
     fn named(&self) -> [(&'static str, &Tensor); 2] {

@@ -19,10 +19,14 @@ static MODULE: Module = Module::new(
 pub(crate) struct LayerNormAt {
     /// `[rows, width]`.
     pub x: Address,
+    /// `[rows, width]`, or 0 without a residual.
+    pub residual: Address,
     /// `[width]`.
     pub weight: Address,
     /// `[width]`, or 0 without a bias.
     pub bias: Address,
+    /// With a residual, where x + residual goes; may be x or the residual.
+    pub sum: Address,
     /// `[rows, width]`.
     pub y: Address,
     pub rows: usize,
@@ -32,8 +36,15 @@ pub(crate) struct LayerNormAt {
 }
 
 impl LayerNormAt {
-    fn addresses(&self) -> [Address; 4] {
-        [self.x, self.weight, self.bias, self.y]
+    fn addresses(&self) -> [Address; 6] {
+        [
+            self.x,
+            self.residual,
+            self.weight,
+            self.bias,
+            self.sum,
+            self.y,
+        ]
     }
 }
 
@@ -47,8 +58,10 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &LayerNormAt) -> Result<()>
     let rows = Rows::new(OP, at.rows, at.width, at.dtype, &at.addresses())?;
     let params = LayerNormParams {
         x: at.x,
+        residual: at.residual,
         weight: at.weight,
         bias: at.bias,
+        sum: at.sum,
         y: at.y,
         rows: rows.rows,
         width: rows.width,
@@ -63,33 +76,40 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &LayerNormAt) -> Result<()>
 pub(super) fn forward(
     x: &CudaStorage,
     layout: &Layout,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    eps: f32,
+    op: &super::LayerNorm<'_>,
 ) -> Result<(CudaStorage, Shape)> {
-    let weight = weight.contiguous()?;
-    let bias = bias.map(Tensor::contiguous).transpose()?;
+    let weight = op.weight.contiguous()?;
+    let bias = op.bias.map(Tensor::contiguous).transpose()?;
+    let residual = op.residual.map(Tensor::contiguous).transpose()?;
     let (count, width) = (layout.shape().elem_count(), weight.elem_count());
-    let out = alloc(OP, x.device(), x.dtype(), count)?;
+    let copies = if residual.is_some() { 2 } else { 1 };
+    let out = alloc(OP, x.device(), x.dtype(), copies * count)?;
+    let start = address(&out, &Layout::contiguous(copies * count))?;
+    let bytes = (count * x.dtype().size_in_bytes()) as u64;
+    let (sum, y) = match residual {
+        Some(_) => (start, start + bytes),
+        None => (0, start),
+    };
     let at = LayerNormAt {
         x: address(x, layout)?,
+        residual: residual.as_ref().map_or(Ok(0), address_of)?,
         weight: address_of(&weight)?,
         bias: bias.as_ref().map_or(Ok(0), address_of)?,
-        y: address(&out, &Layout::contiguous(count))?,
+        sum,
+        y,
         rows: count / width,
         width,
-        eps,
+        eps: op.eps,
         dtype: x.dtype(),
     };
     trace::record(OP, || {
         let rows = Rows::new(OP, at.rows, width, at.dtype, &at.addresses());
-        format!(
-            "cuda {}",
-            rows.map_or_else(|e| e.to_string(), |rows| rows.path())
-        )
+        let path = rows.map_or_else(|e| e.to_string(), |rows| rows.path());
+        let residual = if at.residual == 0 { "" } else { "+residual " };
+        format!("cuda {residual}{path}")
     });
     // SAFETY: the guards have checked the shapes; the tensors live through the call, and the
     // stream that runs the kernel is the one that frees them.
     unsafe { launch(&Launcher::new(x.device())?, &at)? };
-    Ok((out, layout.shape().clone()))
+    Ok((out, op.shape(layout)))
 }

@@ -1,10 +1,11 @@
-//! LayerNorm.
+//! LayerNorm, alone or with the residual addition before it.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
 use super::view::{
-    Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered, inference_only,
+    Float, check_kind, check_like, cpu_storage, dense_on_cuda, dispatch_float, elements, float64,
+    gathered, inference_only,
 };
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
@@ -42,6 +43,55 @@ const GRAIN: usize = 16 * 1024;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    check(x, weight, bias)?;
+    dense_on_cuda(x)?.apply_op1_no_bwd(&LayerNorm {
+        weight,
+        bias,
+        eps: eps as f32,
+        residual: None,
+    })
+}
+
+/// `s = x + residual` and `y = layer_norm(s)`, in one pass: `(s, y)`.
+///
+/// * `x`, `weight`, `bias`: as [`layer_norm`]; `residual`: of x's shape and dtype
+/// * results: contiguous views of one buffer, each of x's shape and dtype
+///
+/// The sum is rounded to the dtype before it is normalised, as in the plain form. Encoders with norms
+/// behind the residual (BERT) go on with `y`, models with norms in front of each part with both.
+///
+/// # Errors
+/// As [`layer_norm`], or if `residual` differs from x in shape, dtype or device.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let x = Tensor::new(&[[1f32, 3.]], &Device::Cpu)?;
+/// let one = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+/// let (sum, normed) = candle_fused::ops::layer_norm_residual(&x, &x, &one, None, 0.)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[2., 6.]]);
+/// assert_eq!(normed.to_vec2::<f32>()?, [[-1., 1.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn layer_norm_residual(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
+    check(x, weight, bias)?;
+    check_like(OP, "residual", residual, x)?;
+    inference_only(OP, [("residual", residual)])?;
+    let both = dense_on_cuda(x)?.apply_op1_no_bwd(&LayerNorm {
+        weight,
+        bias,
+        eps: eps as f32,
+        residual: Some(residual),
+    })?;
+    Ok((both.get(0)?, both.get(1)?))
+}
+
+fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     let Some(&k) = x.dims().last() else {
         bail!("{OP}: x is a scalar, expected [.., K]");
     };
@@ -56,29 +106,21 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) 
         if t.dims() != [k] {
             bail!("{OP}: {argument} has shape {:?}, expected [{k}]", t.shape());
         }
-        if t.dtype() != x.dtype() {
-            bail!("{OP}: {argument} is {:?}, x is {:?}", t.dtype(), x.dtype());
-        }
-        if !t.device().same_device(x.device()) {
-            bail!("{OP}: {argument} and x are on different devices");
-        }
+        check_kind(OP, argument, t, x)?;
     }
     let bias_given = bias.map(|bias| ("bias", bias));
     inference_only(
         OP,
         [("x", x), ("weight", weight)].into_iter().chain(bias_given),
-    )?;
-    dense_on_cuda(x)?.apply_op1_no_bwd(&LayerNorm {
-        weight,
-        bias,
-        eps: eps as f32,
-    })
+    )
 }
 
 struct LayerNorm<'a> {
     weight: &'a Tensor,
     bias: Option<&'a Tensor>,
     eps: f32,
+    /// With a residual the output is `[2, ..x]`: the sum, then the norm.
+    residual: Option<&'a Tensor>,
 }
 
 impl CustomOp1 for LayerNorm<'_> {
@@ -92,16 +134,26 @@ impl CustomOp1 for LayerNorm<'_> {
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda::forward(x, layout, self.weight, self.bias, self.eps)
+        cuda::forward(x, layout, self)
     }
 }
 
 impl LayerNorm<'_> {
+    /// Of the output for an x of this layout.
+    fn shape(&self, layout: &Layout) -> Shape {
+        match self.residual {
+            Some(_) => Shape::from([&[2], layout.dims()].concat()),
+            None => layout.shape().clone(),
+        }
+    }
+
     fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let level = simd::level();
         trace::record(OP, || {
+            let residual = self.residual.map_or("", |_| " +residual");
             let gathered = gathered(layout);
-            format!("cpu {} {}{gathered}", level.name(), T::DTYPE.as_str())
+            let dtype = T::DTYPE.as_str();
+            format!("cpu {} {dtype}{residual}{gathered}", level.name())
         });
         let x = elements::<T>(x, layout)?;
         let (storage, weight_layout) = self.weight.storage_and_layout();
@@ -112,13 +164,29 @@ impl LayerNorm<'_> {
             None => None,
         };
         let k = weight.len();
-        let mut out = vec![T::from_f32(0.); x.len()];
-        pool::for_rows(&mut out, k, (GRAIN / k).max(1), |first, rows| {
-            for (row, y) in x[first * k..].chunks_exact(k).zip(rows.chunks_exact_mut(k)) {
+        let grain = (GRAIN / k).max(1);
+        let normalise = |x: &[T], y: &mut [T]| {
+            for (row, y) in x.chunks_exact(k).zip(y.chunks_exact_mut(k)) {
                 norm::layer_norm(level, row, &weight, bias.as_deref(), self.eps, y);
             }
+        };
+        let Some(residual) = self.residual else {
+            let mut out = vec![T::from_f32(0.); x.len()];
+            pool::for_rows(&mut out, k, grain, |first, rows| {
+                normalise(&x[first * k..], rows);
+            });
+            return Ok((T::to_cpu_storage_owned(out), self.shape(layout)));
+        };
+        let (storage, residual_layout) = residual.storage_and_layout();
+        let residual = elements::<T>(cpu_storage(&storage)?, residual_layout)?;
+        let mut out = vec![T::from_f32(0.); 2 * x.len()];
+        let (sums, norms) = out.split_at_mut(x.len());
+        pool::for_row_pairs(sums, norms, k, grain, |first, sums, norms| {
+            let range = first * k..first * k + sums.len();
+            norm::add(level, &x[range.clone()], &residual[range], None, sums);
+            normalise(sums, norms);
         });
-        Ok((T::to_cpu_storage_owned(out), layout.shape().clone()))
+        Ok((T::to_cpu_storage_owned(out), self.shape(layout)))
     }
 }
 

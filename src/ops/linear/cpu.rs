@@ -3,7 +3,7 @@
 
 use super::op::LinearOp;
 use super::tile::{Finish, Guard, Product, Target, guard};
-use super::{Activation, Prologue, Weight};
+use super::{Prologue, Weight};
 use crate::cpu::packed::{Grain, PackedMatrix, Q8Activations, ROW_GROUP};
 use crate::cpu::simd::{self, Level};
 use crate::cpu::{dense, norm, pool};
@@ -119,7 +119,7 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
             let (rows, cols) = (tokens.len(), columns.len());
             first.resize(rows * cols, 0.);
             product.cell(columns.clone(), tokens.clone(), first);
-            let gated = finish.activation == Activation::SwiGlu;
+            let gated = finish.activation.gate().is_some();
             if gated {
                 second.resize(rows * cols, 0.);
                 let up = columns.start + width..columns.end + width;

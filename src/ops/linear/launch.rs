@@ -87,9 +87,9 @@ pub(crate) fn launch(
     if let Some(bias) = epilogue.bias {
         vector(name, "bias", bias, rows, x)?;
     }
-    if epilogue.activation == Activation::SwiGlu {
+    if epilogue.activation.gate().is_some() {
         let rows: Vec<_> = weights.iter().map(Weight::rows).collect();
-        check_gated(name, &rows)?;
+        check_gated(name, epilogue.activation, &rows)?;
     }
     let op = LinearOp {
         name,
@@ -105,13 +105,14 @@ pub(crate) fn launch(
 }
 
 /// That matrices of so many rows are a gate and what it gates.
-pub(crate) fn check_gated(name: &str, rows: &[usize]) -> Result<()> {
+pub(crate) fn check_gated(name: &str, activation: Activation, rows: &[usize]) -> Result<()> {
     match *rows {
         [gate, up] if gate == up => Ok(()),
         [both] if both.is_multiple_of(2) => Ok(()),
         _ => bail!(
-            "{name}: swiglu over matrices of {rows:?} rows, expected a gate and an up matrix of as many \
-             rows, or one of both"
+            "{name}: {} over matrices of {rows:?} rows, expected a gate and an up matrix of as many \
+             rows, or one of both",
+            format!("{activation:?}").to_lowercase()
         ),
     }
 }

@@ -113,25 +113,44 @@ pub enum Activation {
     Gelu,
     /// `y / 2 * (1 + tanh(sqrt(2 / pi) * (y + 0.044715 * y^3)))`, `gelu_new` or `gelu_pytorch_tanh`.
     GeluTanh,
+    /// `max(y, 0)`
+    Relu,
+    /// `max(y, 0)^2` (Primer, So et al. 2021).
+    Relu2,
     /// `silu(y[i]) * y[i + N / 2]`: the first half of the outputs is the gate, the second half what
     /// it gates, and N / 2 values come out (GLU Variants Improve Transformer, Shazeer 2020).
     SwiGlu,
+    /// `gelu(y[i]) * y[i + N / 2]`, with the GELU of [`Activation::Gelu`]; otherwise as [`Activation::SwiGlu`].
+    GeGlu,
+    /// The same with the GELU of [`Activation::GeluTanh`].
+    GeGluTanh,
 }
 
 impl Activation {
+    /// What the first half of the outputs goes through before it multiplies the second; none where there are
+    /// no such halves.
+    pub fn gate(self) -> Option<Self> {
+        match self {
+            Activation::SwiGlu => Some(Activation::Silu),
+            Activation::GeGlu => Some(Activation::Gelu),
+            Activation::GeGluTanh => Some(Activation::GeluTanh),
+            _ => None,
+        }
+    }
+
     /// Rows of weights for so many outputs.
     pub(crate) fn inputs(self, outputs: usize) -> usize {
-        match self {
-            Activation::SwiGlu => 2 * outputs,
-            _ => outputs,
+        match self.gate() {
+            Some(_) => 2 * outputs,
+            None => outputs,
         }
     }
 
     /// Outputs of `rows` rows of weights: half of them if one half gates the other.
     pub(crate) fn outputs(self, rows: usize) -> usize {
-        match self {
-            Activation::SwiGlu => rows / 2,
-            _ => rows,
+        match self.gate() {
+            Some(_) => rows / 2,
+            None => rows,
         }
     }
 }
@@ -151,7 +170,7 @@ pub struct Epilogue<'a> {
 ///
 /// * `x`: `[.., K]`, f32, f16 or bf16, any layout
 /// * `weight`: `[N, K]`, f32, f16 or bf16 (its dtype may differ from x's)
-/// * result: `[.., N]`, or `[.., N / 2]` with [`Activation::SwiGlu`], in x's dtype
+/// * result: `[.., N]`, or `[.., N / 2]` where one half gates the other ([`Activation::SwiGlu`]), in x's dtype
 ///
 /// Products are accumulated in f32 and everything in the epilogue is computed in f32; the result is
 /// rounded once.

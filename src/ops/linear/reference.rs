@@ -84,11 +84,16 @@ pub fn reference(
 }
 
 fn activate(activation: Activation, y: Vec<f64>) -> Vec<f64> {
-    let silu = |v: f64| v / (1. + (-v).exp());
+    if let Some(gate) = activation.gate() {
+        let (first, up) = y.split_at(y.len() / 2);
+        let gate = activate(gate, first.to_vec());
+        return gate.iter().zip(up).map(|(g, u)| g * u).collect();
+    }
     let each = |f: &dyn Fn(f64) -> f64| y.iter().map(|v| f(*v)).collect();
     match activation {
-        Activation::None => y,
-        Activation::Silu => each(&silu),
+        Activation::Silu => each(&|v| v / (1. + (-v).exp())),
+        Activation::Relu => each(&|v| if v < 0. { 0. } else { v }),
+        Activation::Relu2 => each(&|v| if v < 0. { 0. } else { v * v }),
         Activation::Gelu => {
             each(&|v| v / 2. * (1. + candle_core::cpu::erf::erf_f64(v / 2f64.sqrt())))
         }
@@ -96,9 +101,6 @@ fn activate(activation: Activation, y: Vec<f64>) -> Vec<f64> {
             let inner = (2. / std::f64::consts::PI).sqrt() * (v + 0.044715 * v.powi(3));
             v / 2. * (1. + inner.tanh())
         }),
-        Activation::SwiGlu => {
-            let (gate, up) = y.split_at(y.len() / 2);
-            gate.iter().zip(up).map(|(g, u)| silu(*g) * u).collect()
-        }
+        _ => y,
     }
 }

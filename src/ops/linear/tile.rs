@@ -187,7 +187,7 @@ impl<T: Float> Finish<'_, T> {
     pub fn row(
         &self,
         row: &mut [f32],
-        up: Option<&mut [f32]>,
+        mut up: Option<&mut [f32]>,
         token: usize,
         columns: &Range<usize>,
         target: &Target<T>,
@@ -195,20 +195,21 @@ impl<T: Float> Finish<'_, T> {
         if let Some(bias) = self.bias {
             add(row, &bias[columns.clone()]);
         }
+        if let (Some(up), Some(bias)) = (&mut up, self.bias) {
+            let gated = columns.start + self.width..columns.end + self.width;
+            add(up, &bias[gated]);
+        }
+        let level = self.level;
         match (self.activation, up) {
-            (Activation::SwiGlu, Some(up)) => {
-                if let Some(bias) = self.bias {
-                    add(
-                        up,
-                        &bias[columns.start + self.width..columns.end + self.width],
-                    );
-                }
-                math::swiglu(self.level, row, up);
-            }
-            (Activation::Silu, _) => math::silu(self.level, row),
-            (Activation::Gelu, _) => math::gelu_erf(self.level, row),
-            (Activation::GeluTanh, _) => math::gelu_tanh(self.level, row),
-            (Activation::None | Activation::SwiGlu, _) => {}
+            (Activation::Silu, _) => math::silu(level, row),
+            (Activation::Gelu, _) => math::gelu_erf(level, row),
+            (Activation::GeluTanh, _) => math::gelu_tanh(level, row),
+            (Activation::Relu, _) => math::relu(level, row),
+            (Activation::Relu2, _) => math::relu2(level, row),
+            (Activation::SwiGlu, Some(up)) => math::swiglu(level, row, up),
+            (Activation::GeGlu, Some(up)) => math::geglu(level, row, up),
+            (Activation::GeGluTanh, Some(up)) => math::geglu_tanh(level, row, up),
+            _ => {}
         }
         let start = token * self.width + columns.start;
         for residual in self.residuals {

@@ -1,6 +1,6 @@
 //! The CUDA form: queries, keys and values of all tokens in one launch; copies of pages in another.
 
-use super::{COPY, HeadNorms, OP, PagedAppend, TokenMap};
+use super::{COPY, HeadNorms, OP, PagedAppend, RopeStyle, TokenMap};
 use crate::cuda::abi::{
     COPY_PAGES_THREADS, CopyPagesParams, PagedAppendParams, Pages, ROPE_THREADS, WARP,
 };
@@ -64,8 +64,10 @@ pub(super) fn append(
         // None is past the tables.
         None => [u32::MAX as usize, 0],
     };
-    let launch = Append {
+    let launch = AppendAt {
         pages: pages(OP, pool, sizes, table, sequences)?,
+        x: 0,
+        y: 0,
         cos: of(&tables, 0)?,
         sin: of(&tables, 1)?,
         q_norm: of(&norms, 0)?,
@@ -73,31 +75,48 @@ pub(super) fn append(
         at: address_of(append.positions)?,
         owners,
         cu_seqlens,
+        tokens: qkv.dims()[0],
+        heads: append.heads,
         sizes,
         positions,
         pairs,
-        append,
+        style: append.rotation.map(|r| r.style),
+        eps: append.norms.map_or(0., |n| n.eps as f32),
+        dtype: qkv.dtype(),
     };
     qkv.contiguous()?.apply_op1_no_bwd(&launch)
 }
 
-/// The launch as an op of the projection, which gives the queries.
-struct Append<'a> {
-    pages: Pages,
-    cos: Address,
-    sin: Address,
-    q_norm: Address,
-    k_norm: Address,
-    at: Address,
-    owners: Address,
-    cu_seqlens: Address,
-    sizes: PoolSizes,
-    positions: usize,
-    pairs: usize,
-    append: &'a PagedAppend<'a>,
+/// A launch on raw addresses; 0 stands for no tensor. As an op of the projection it gives the queries.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AppendAt {
+    pub pages: Pages,
+    /// `[tokens, (heads + 2 kv_heads) dim]` and `[tokens, heads, dim]` of `dtype`, contiguous.
+    pub x: Address,
+    pub y: Address,
+    /// f32 `[positions, pairs]`
+    pub cos: Address,
+    pub sin: Address,
+    /// `[dim]` of `dtype`
+    pub q_norm: Address,
+    pub k_norm: Address,
+    /// u32 `[tokens]`: positions, and sequences.
+    pub at: Address,
+    pub owners: Address,
+    /// u32 `[sequences + 1]`, in place of `owners`; without both, token b is sequence b's.
+    pub cu_seqlens: Address,
+    pub tokens: usize,
+    pub heads: usize,
+    pub sizes: PoolSizes,
+    pub positions: usize,
+    pub pairs: usize,
+    /// Of the rotation, if there is one.
+    pub style: Option<RopeStyle>,
+    pub eps: f32,
+    pub dtype: DType,
 }
 
-impl CustomOp1 for Append<'_> {
+impl CustomOp1 for AppendAt {
     fn name(&self) -> &'static str {
         OP
     }
@@ -107,33 +126,38 @@ impl CustomOp1 for Append<'_> {
     }
 
     fn cuda_fwd(&self, qkv: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let (tokens, heads, dim) = (layout.dims()[0], self.append.heads, self.sizes.dim);
+        let (tokens, heads, dim) = (self.tokens, self.heads, self.sizes.dim);
         let count = tokens * heads * dim;
         let out = alloc(OP, qkv.device(), qkv.dtype(), count)?;
         let shape = Shape::from((tokens, heads, dim));
         if tokens == 0 {
             return Ok((out, shape));
         }
-        let x = address(qkv, layout)?;
-        let y = address(&out, &Layout::contiguous(count))?;
+        let launch = Self {
+            x: address(qkv, layout)?,
+            y: address(&out, &Layout::contiguous(count))?,
+            ..*self
+        };
         // SAFETY: the guards have checked the shapes; the caller holds pools, table, rotary tables and norms, and the
         // stream that runs the kernel is the one that frees them.
-        unsafe { self.launch(&Launcher::new(qkv.device())?, qkv.dtype(), tokens, [x, y])? };
+        unsafe { launch.run(&Launcher::new(qkv.device())?)? };
         Ok((out, shape))
     }
 }
 
-impl Append<'_> {
+impl AppendAt {
     /// # Safety
     /// Each address holds what its field says, until the stream has passed the launch.
-    unsafe fn launch(
-        &self,
-        launcher: &Launcher,
-        dtype: DType,
-        tokens: usize,
-        [x, y]: [Address; 2],
-    ) -> Result<()> {
-        let (heads, kv_heads, dim) = (self.append.heads, self.sizes.kv_heads, self.sizes.dim);
+    pub unsafe fn run(&self, launcher: &Launcher) -> Result<()> {
+        let Self {
+            x,
+            y,
+            tokens,
+            heads,
+            dtype,
+            ..
+        } = *self;
+        let (kv_heads, dim) = (self.sizes.kv_heads, self.sizes.dim);
         // Elements of 16 bytes of the input.
         let pack = 16 / dtype.size_in_bytes();
         let refusal = self.refuses_vectors(pack, [x, y]);
@@ -169,13 +193,9 @@ impl Append<'_> {
             positions: u32::try_from(self.positions).unwrap_or(u32::MAX),
             pairs: self.pairs as u32,
             lanes: lanes as u32,
-            eps: self.append.norms.map_or(0., |n| n.eps as f32),
+            eps: self.eps,
             table: dtype_index(DType::F32) as i32,
-            interleaved: self
-                .append
-                .rotation
-                .is_some_and(|r| r.style == super::RopeStyle::Interleaved)
-                .into(),
+            interleaved: (self.style == Some(RopeStyle::Interleaved)).into(),
             vectors: vectors.into(),
         };
         let blocks = rows.div_ceil((ROPE_THREADS / lanes) as u32);

@@ -3,15 +3,16 @@
 mod copy;
 mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 mod reference;
 
+use super::HeadNorms;
 use super::pages::{PagePool, PageTable, PoolSizes};
 use super::rope::check_rotary_tables;
 use super::view::{check_storages, float, inference_only};
-use super::{HeadNorms, RopeStyle};
 use candle_core::{DType, Result, Tensor, bail};
 
+pub use super::rope::RotaryTables;
 pub use copy::copy_pages;
 pub use reference::reference;
 
@@ -28,17 +29,6 @@ pub enum TokenMap<'a> {
     Sequences(&'a Tensor),
     /// `[B + 1]`, u32: sequence b has tokens `cu_seqlens[b] .. cu_seqlens[b + 1]`; rows behind the last are no tokens.
     CuSeqlens(&'a Tensor),
-}
-
-/// The angles of each position.
-#[derive(Clone, Copy, Debug)]
-pub struct RotaryTables<'a> {
-    /// Cosines `[positions, R / 2]`, f32, R at most the head dimension.
-    pub cos: &'a Tensor,
-    /// Sines, as the cosines.
-    pub sin: &'a Tensor,
-    /// Which dimensions of a head form a pair.
-    pub style: RopeStyle,
 }
 
 /// What [`paged_append`] takes beside the projection and the pages.

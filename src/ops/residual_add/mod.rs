@@ -4,8 +4,8 @@
 mod cuda;
 
 use super::view::{
-    Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float, float64, gathered,
-    inference_only,
+    Float, check_like, cpu_storage, dense_on_cuda, dispatch_float, elements, float, float64,
+    gathered, inference_only,
 };
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
@@ -47,23 +47,7 @@ pub fn residual_add(x: &Tensor, residuals: &[&Tensor]) -> Result<Tensor> {
         );
     }
     for (i, residual) in residuals.iter().enumerate() {
-        if residual.dims() != x.dims() {
-            bail!(
-                "{OP}: residuals[{i}] has shape {:?}, x has {:?}",
-                residual.shape(),
-                x.shape()
-            );
-        }
-        if residual.dtype() != x.dtype() {
-            bail!(
-                "{OP}: residuals[{i}] is {:?}, x is {:?}",
-                residual.dtype(),
-                x.dtype()
-            );
-        }
-        if !residual.device().same_device(x.device()) {
-            bail!("{OP}: residuals[{i}] and x are on different devices");
-        }
+        check_like(OP, &format!("residuals[{i}]"), residual, x)?;
     }
     float(OP, "x", x.dtype())?;
     let residual = residuals.iter().map(|r| ("a residual", *r));

@@ -4,7 +4,8 @@
 pub(crate) mod cuda;
 
 use super::view::{
-    Float, cpu_storage, dense_on_cuda, dispatch_float, elements, float64, gathered, inference_only,
+    Float, check_kind, check_like, cpu_storage, dense_on_cuda, dispatch_float, elements, float64,
+    gathered, inference_only,
 };
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
@@ -75,14 +76,7 @@ pub fn rms_norm_residual(
     eps: f64,
 ) -> Result<(Tensor, Tensor)> {
     check(x, weight)?;
-    if residual.dims() != x.dims() {
-        bail!(
-            "{OP}: residual has shape {:?}, x has {:?}",
-            residual.shape(),
-            x.shape()
-        );
-    }
-    same_kind("residual", residual, x)?;
+    check_like(OP, "residual", residual, x)?;
     inference_only(OP, [("residual", residual)])?;
     let op = RmsNorm {
         weight,
@@ -110,17 +104,7 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
             weight.shape()
         );
     }
-    same_kind("weight", weight, x)
-}
-
-fn same_kind(argument: &str, t: &Tensor, x: &Tensor) -> Result<()> {
-    if t.dtype() != x.dtype() {
-        bail!("{OP}: {argument} is {:?}, x is {:?}", t.dtype(), x.dtype());
-    }
-    if !t.device().same_device(x.device()) {
-        bail!("{OP}: {argument} and x are on different devices");
-    }
-    Ok(())
+    check_kind(OP, "weight", weight, x)
 }
 
 struct RmsNorm<'a> {

@@ -1,13 +1,16 @@
 //! The CPU form: three ops, since each writes one tensor.
 
-use super::{HeadNorms, OP, RopeAppend, Rotation};
+use super::{HeadNorms, OP, RopeAppend, RopeStyle, RotaryTables, Rotation};
+use crate::cpu::vector::Element;
 use crate::cpu::{norm, pool, rope as core, simd};
 use crate::ops::view::{Float, cpu_storage, dispatch_float, elements, gathered};
 use crate::trace;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, InplaceOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CustomOp1, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail,
+};
 use std::borrow::Cow;
 
 /// Tokens that are worth a task of their own: about 4 microseconds of work.
@@ -94,7 +97,7 @@ pub(in crate::ops) fn normalise<'a, T: Float>(
 }
 
 /// The rows of the tables that are needed, `[T, R / 2]` each.
-struct Angles {
+pub(super) struct Angles {
     cos: Vec<f32>,
     sin: Vec<f32>,
     pairs: usize,
@@ -107,6 +110,22 @@ impl Angles {
             cos: rows(r.cos)?,
             sin: rows(r.sin)?,
             pairs: r.cos.dim(1)?,
+        })
+    }
+
+    /// Of these positions, which the tables have.
+    pub fn of(tables: &RotaryTables<'_>, positions: Vec<u32>) -> Result<Self> {
+        let ids = Tensor::new(positions, tables.cos.device())?;
+        let pairs = tables.cos.dim(1)?;
+        // Candle looks behind the end of a view without elements.
+        let rows = |table: &Tensor| match pairs {
+            0 => Ok(Vec::new()),
+            _ => widened(&table.contiguous()?.index_select(&ids, 0)?),
+        };
+        Ok(Self {
+            cos: rows(tables.cos)?,
+            sin: rows(tables.sin)?,
+            pairs,
         })
     }
 
@@ -127,10 +146,10 @@ impl CustomOp1 for Rope<'_> {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        trace::record(OP, || {
-            format!("cpu scalar {}{}", x.dtype().as_str(), gathered(layout))
-        });
-        dispatch_float!(x.dtype(), OP, "x", T => self.forward::<T>(x, layout))
+        let tokens = layout.shape().dims4()?.2;
+        let angles = Angles::new(self.rotation, tokens)?;
+        let token = |row| row % tokens;
+        rotate_rows(x, layout, self.rotation.style, &angles, token)
     }
 
     #[cfg(feature = "cuda")]
@@ -139,21 +158,30 @@ impl CustomOp1 for Rope<'_> {
     }
 }
 
-impl Rope<'_> {
-    fn forward<T: Float>(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (_, _, tokens, head_dim) = layout.shape().dims4()?;
-        let angles = Angles::new(self.rotation, tokens)?;
+/// Heads `[.., D]`, each turned by the angles of its token.
+pub(super) fn rotate_rows(
+    x: &CpuStorage,
+    layout: &Layout,
+    style: RopeStyle,
+    angles: &Angles,
+    token: impl Fn(usize) -> usize + Sync,
+) -> Result<(CpuStorage, Shape)> {
+    trace::record(OP, || {
+        format!("cpu scalar {}{}", x.dtype().as_str(), gathered(layout))
+    });
+    let head_dim = layout.dims().last().copied().unwrap_or(1);
+    dispatch_float!(x.dtype(), OP, "x", T => {
         let x = elements::<T>(x, layout)?;
         let mut out = vec![T::from_f32(0.); x.len()];
         pool::for_rows(&mut out, head_dim.max(1), 16 * GRAIN, |first, rows| {
             for (i, out) in rows.chunks_exact_mut(head_dim).enumerate() {
-                let (cos, sin) = angles.at((first + i) % tokens);
+                let (cos, sin) = angles.at(token(first + i));
                 let row = &x[(first + i) * head_dim..][..head_dim];
-                core::rotate(self.rotation.style, row, cos, sin, out);
+                core::rotate(style, row, cos, sin, out);
             }
         });
         Ok((T::to_cpu_storage_owned(out), layout.shape().clone()))
-    }
+    })
 }
 
 /// The queries of a fused projection: `[B, T, Hq, D]`.

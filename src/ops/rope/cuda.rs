@@ -1,6 +1,6 @@
 //! The CUDA form: queries, keys and values of all heads in one launch.
 
-use super::{HeadNorms, OP, RopeAppend, RopeStyle, Rotation};
+use super::{HeadNorms, OP, RopeAppend, RopeStyle, RotaryTables, Rotation};
 use crate::cuda::abi::{ROPE_THREADS, RopeParams, WARP};
 use crate::cuda::{
     Address, Grid, Launcher, Module, PIECES, UNALIGNED, address, address_of, alloc, fatbin,
@@ -37,7 +37,7 @@ pub(crate) struct RopeAt {
     pub eps: f32,
     /// A u32 on the device that is added to position and slot, or one for each sequence.
     pub at: Address,
-    /// 1 if each sequence has its own, 0 if all share one.
+    /// 1 if each sequence has its own, 2 if those are 64 bits wide, 0 if all share one.
     pub at_step: usize,
     pub position: usize,
     pub positions: usize,
@@ -55,8 +55,8 @@ pub(crate) struct RopeAt {
     pub cache_dtype: DType,
 }
 
-/// Launches the rotation and, with `kv_heads`, the append. Past `positions` or `slots` nothing is
-/// written.
+/// Launches the rotation and, with `kv_heads`, the append. Past `positions` queries are zeros; past them or
+/// `slots` nothing is written into the caches.
 ///
 /// # Safety
 /// Each address holds what its field says, until the stream has passed the launch.
@@ -245,6 +245,46 @@ pub(super) fn forward(
     };
     // SAFETY: the guards have checked the shapes; the tensors live through the call, and the
     // stream that runs the kernel is the one that frees them.
+    unsafe { launch(&Launcher::new(x.device())?, &at)? };
+    Ok((out, layout.shape().clone()))
+}
+
+/// Rope of `[N, H, D]` with a position for each token, which is a sequence of one token to the kernel.
+pub(super) fn forward_tokens(
+    x: &CudaStorage,
+    layout: &Layout,
+    positions: &Tensor,
+    &RotaryTables { cos, sin, style }: &RotaryTables<'_>,
+) -> Result<(CudaStorage, Shape)> {
+    let (count, heads, dim) = layout.shape().dims3()?;
+    let &[of_token, of_head, _] = layout.stride() else {
+        bail!("{OP}: x has strides {:?}, expected three", layout.stride());
+    };
+    let rotation = Rotation {
+        cos,
+        sin,
+        position: 0,
+        style,
+    };
+    let tables = tables(&rotation)?;
+    let elements = layout.shape().elem_count();
+    let out = alloc(OP, x.device(), x.dtype(), elements)?;
+    let at = RopeAt {
+        x: address(x, layout)?,
+        x_strides: [of_token, 0, of_head],
+        y: address(&out, &Layout::contiguous(elements))?,
+        y_strides: [heads * dim, 0, dim],
+        at: address_of(positions)?,
+        at_step: positions.dtype().size_in_bytes() / 4,
+        batch: count,
+        tokens: 1,
+        heads,
+        dim,
+        dtype: x.dtype(),
+        cache_dtype: x.dtype(),
+        ..RopeAt::new(&rotation, &tables)?
+    };
+    // SAFETY: as above; the kernel reads a position for each of the tokens.
     unsafe { launch(&Launcher::new(x.device())?, &at)? };
     Ok((out, layout.shape().clone()))
 }

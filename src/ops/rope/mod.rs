@@ -3,8 +3,10 @@
 pub(super) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod tokens;
 
 pub use crate::cpu::rope::RopeStyle;
+pub use tokens::{reference_tokens, rope_tokens};
 
 use super::view::{check_apart, check_storages, dense_on_cuda, float64, inference_only};
 use candle_core::{D, DType, Result, Tensor, bail};
@@ -23,6 +25,26 @@ pub struct Rotation<'a> {
     /// The position of the first token.
     pub position: usize,
     /// Which dimensions form a pair.
+    pub style: RopeStyle,
+}
+
+impl<'a> Rotation<'a> {
+    fn tables(&self) -> RotaryTables<'a> {
+        let Self {
+            cos, sin, style, ..
+        } = *self;
+        RotaryTables { cos, sin, style }
+    }
+}
+
+/// The angles of each position.
+#[derive(Clone, Copy, Debug)]
+pub struct RotaryTables<'a> {
+    /// Cosines `[positions, R / 2]`, f32, R at most the head dimension. [`rope_tokens`] takes f16 and bf16 too.
+    pub cos: &'a Tensor,
+    /// Sines, as the cosines.
+    pub sin: &'a Tensor,
+    /// Which dimensions of a head form a pair.
     pub style: RopeStyle,
 }
 
@@ -302,23 +324,24 @@ pub fn reference(x: &Tensor, rotation: &Rotation<'_>) -> Result<Vec<f64>> {
     let (_, _, tokens, head_dim) = four(OP, "x", x)?;
     check_tables(OP, rotation, tokens, head_dim, x)?;
     let mut values = float64(x)?;
-    rotate(&mut values, rotation, tokens, head_dim)?;
+    let position = |row| rotation.position + row % tokens;
+    rotate(&mut values, &rotation.tables(), head_dim, position)?;
     Ok(values)
 }
 
-/// Turns `[.., T, D]` in place.
+/// Turns heads of `head_dim` in place, each by the angles of its position.
 fn rotate(
     values: &mut [f64],
-    rotation: &Rotation<'_>,
-    tokens: usize,
+    tables: &RotaryTables<'_>,
     head_dim: usize,
+    position: impl Fn(usize) -> usize,
 ) -> Result<()> {
-    let (cos, sin) = (float64(rotation.cos)?, float64(rotation.sin)?);
-    let pairs = rotation.cos.dim(1)?;
+    let (cos, sin) = (float64(tables.cos)?, float64(tables.sin)?);
+    let pairs = tables.cos.dim(1)?;
     for (row, head) in values.chunks_mut(head_dim.max(1)).enumerate() {
-        let position = rotation.position + row % tokens;
+        let position = position(row);
         for i in 0..pairs {
-            let (first, second) = match rotation.style {
+            let (first, second) = match tables.style {
                 RopeStyle::HalfSplit => (i, i + pairs),
                 RopeStyle::Interleaved => (2 * i, 2 * i + 1),
             };
@@ -365,7 +388,8 @@ pub fn reference_append(qkv: &Tensor, append: &RopeAppend<'_>) -> Result<[Vec<f6
             (Some(weight), Some(norms)) => super::rms_norm::reference(x, weight, norms.eps)?,
             _ => float64(x)?,
         };
-        rotate(&mut values, &append.rotation, tokens, head_dim)?;
+        let position = |row| append.rotation.position + row % tokens;
+        rotate(&mut values, &append.rotation.tables(), head_dim, position)?;
         Ok(values)
     };
     Ok([

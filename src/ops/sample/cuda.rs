@@ -17,14 +17,22 @@ const _: () = assert!(NONE == NO_TOKEN);
 /// Blocks that share a sequence's logits at most: the last one gathers from all.
 const MAX_BLOCKS: usize = 128;
 
-/// Blocks that share the logits of one sequence.
-pub(crate) fn blocks(vocab: usize) -> usize {
-    vocab.div_ceil(SAMPLE_THREADS).min(MAX_BLOCKS)
+/// Blocks of all sequences that are enough for a GPU.
+const ENOUGH: usize = 1024;
+
+/// Logits that a block has room for in shared memory on every GPU.
+const MAX_SLICE: usize = 8192;
+
+/// Blocks that share the logits of each of so many sequences.
+pub(crate) fn blocks(vocab: usize, sequences: usize) -> usize {
+    let useful = vocab.div_ceil(SAMPLE_THREADS).min(MAX_BLOCKS);
+    let least = vocab.div_ceil(MAX_SLICE).min(useful);
+    (ENOUGH / sequences.max(1)).clamp(least, useful)
 }
 
 /// 8-byte words of `partial` for each sequence.
 pub(crate) fn partial_words(vocab: usize) -> usize {
-    2 * blocks(vocab)
+    2 * blocks(vocab, 1)
 }
 
 /// Chooses a token for each of `sequences`.
@@ -32,7 +40,7 @@ pub(crate) fn partial_words(vocab: usize) -> usize {
 /// # Safety
 /// Every address that is not 0 is valid for the length given at its field.
 pub(crate) unsafe fn launch(launcher: &Launcher, sequences: u32, step: Step) -> Result<()> {
-    let blocks = blocks(step.vocab as usize) as u32;
+    let blocks = blocks(step.vocab as usize, sequences as usize) as u32;
     let slice = step.vocab.div_ceil(blocks);
     let grid = Grid::new([blocks, sequences, 1], SAMPLE_THREADS as u32, slice * 4);
     let params = Step { slice, ..step };

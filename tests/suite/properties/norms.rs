@@ -15,15 +15,22 @@ enum Norm {
     Residual,
     Layer,
     LayerWithBias,
+    LayerResidual,
 }
 
-const NORMS: [Norm; 4] = [Norm::Rms, Norm::Residual, Norm::Layer, Norm::LayerWithBias];
+const NORMS: [Norm; 5] = [
+    Norm::Rms,
+    Norm::Residual,
+    Norm::Layer,
+    Norm::LayerWithBias,
+    Norm::LayerResidual,
+];
 
 const EPS: f64 = 1e-5;
 
 /// Result and plain form on a device; with a residual, of the sum.
-fn both(norm: Norm, x: &Tensor, [weight, bias]: [&Tensor; 2]) -> Result<[Vec<f64>; 2]> {
-    let bias = (norm == Norm::LayerWithBias).then_some(bias);
+fn both(norm: Norm, x: &Tensor, [weight, affine]: [&Tensor; 2]) -> Result<[Vec<f64>; 2]> {
+    let bias = (norm == Norm::LayerWithBias).then_some(affine);
     let (got, expected) = match norm {
         Norm::Rms => (
             rms_norm::rms_norm(x, weight, EPS)?,
@@ -33,6 +40,12 @@ fn both(norm: Norm, x: &Tensor, [weight, bias]: [&Tensor; 2]) -> Result<[Vec<f64
             let (sum, normed) = rms_norm::rms_norm_residual(x, x, weight, EPS)?;
             assert_eq!(sum.dims(), x.dims());
             (normed, rms_norm::reference(&(x + x)?, weight, EPS)?)
+        }
+        Norm::LayerResidual => {
+            let (sum, normed) = layer_norm::layer_norm_residual(x, x, weight, Some(affine), EPS)?;
+            assert_eq!(sum.dims(), x.dims());
+            let expected = layer_norm::reference(&(x + x)?, weight, Some(affine), EPS)?;
+            (normed, expected)
         }
         Norm::Layer | Norm::LayerWithBias => (
             layer_norm::layer_norm(x, weight, bias, EPS)?,
@@ -47,7 +60,7 @@ fn both(norm: Norm, x: &Tensor, [weight, bias]: [&Tensor; 2]) -> Result<[Vec<f64
 /// roundings, which weigh as the largest value does against the deviation.
 fn limit(norm: Norm, row: &[f64], expected: &[f64], weight: f64, dtype: DType) -> f64 {
     let n = row.len() as f64;
-    let layer = matches!(norm, Norm::Layer | Norm::LayerWithBias);
+    let layer = !matches!(norm, Norm::Rms | Norm::Residual);
     let mean = if layer {
         row.iter().sum::<f64>() / n
     } else {
@@ -77,10 +90,11 @@ proptest! {
             let weight = ok(lies[1].place(&affine[0], &device))?;
             let bias = ok(lies[2].place(&affine[1], &device))?;
             let [got, expected] = ok(both(norm, &x, [&weight, &bias]))?;
+            let doubled = matches!(norm, Norm::Residual | Norm::LayerResidual);
             let (x, weight) = (ok(values(&x))?, top(&ok(values(&weight))?));
             let rows = got.chunks(width).zip(expected.chunks(width)).zip(x.chunks(width));
             for ((got, expected), x) in rows {
-                let x: Vec<f64> = x.iter().map(|v| if norm == Norm::Residual { 2. * v } else { *v }).collect();
+                let x: Vec<f64> = x.iter().map(|v| if doubled { 2. * v } else { *v }).collect();
                 let limit = limit(norm, &x, expected, weight, dtype);
                 for (g, e) in got.iter().zip(expected) {
                     prop_assert!((g - e).abs() <= limit, "{norm:?} {g} {e}, {limit:e} apart at most");

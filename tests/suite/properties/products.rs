@@ -158,7 +158,10 @@ pub fn before() -> impl Strategy<Value = Before> {
 pub fn behind(activation: Activation, error: f64, sums: f64) -> f64 {
     match activation {
         Activation::None => error,
-        Activation::SwiGlu => 2.5 * error * sums.max(1.),
+        // Two sums multiply.
+        _ if activation.gate().is_some() || activation == Activation::Relu2 => {
+            2.5 * error * sums.max(1.)
+        }
         // Their slopes are below 1.13.
         _ => 1.2 * error,
     }
@@ -174,7 +177,7 @@ proptest! {
         (dtypes, lies, exponent, seed) in ([float(), float()], [lie(), lie(), lie()], -20i32..20, any::<u64>()),
     ) {
         let n = 2 * half;
-        let outputs = if activation == Activation::SwiGlu { half } else { n };
+        let outputs = if activation.gate().is_some() { half } else { n };
         let operands = ok(Operands::draw((m, k, n), outputs, dtypes, exponent, seed))?;
         for device in devices_for(m) {
             let operands = ok(operands.placed(&lies, &device))?;

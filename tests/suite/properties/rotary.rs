@@ -1,4 +1,4 @@
-//! `rope` and `rope_append`.
+//! `rope`, `rope_tokens` and `rope_append`.
 
 use super::{
     cases, devices_for, draw, float, length, lie, ok, own_lie, poison, seeded, size, top, unit,
@@ -6,7 +6,8 @@ use super::{
 use crate::support::{devices, values};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::rope::{
-    HeadNorms, RopeAppend, RopeStyle, Rotation, reference, reference_append, rope, rope_append,
+    HeadNorms, RopeAppend, RopeStyle, RotaryTables, Rotation, reference, reference_append,
+    reference_tokens, rope, rope_append, rope_tokens,
 };
 use proptest::prelude::*;
 
@@ -131,6 +132,36 @@ proptest! {
             let got = ok(rope(&x, &rotation))?;
             prop_assert_eq!((got.dims(), got.dtype()), (&dims[..], dtypes[0]));
             let (got, expected) = (ok(values(&got))?, ok(reference(&x, &rotation))?);
+            // Two products and a sum in f32, rounded once.
+            let limit = 0.51 * unit(dtypes[0]) * top(&expected) + 2.4e-7 * top(&ok(values(&x))?);
+            for (g, e) in got.iter().zip(&expected) {
+                prop_assert!((g - e).abs() <= limit, "{device:?}: {g} {e}, {limit:e} apart at most");
+            }
+        }
+    }
+
+    #[test]
+    fn rotations_by_positions_agree(
+        (tokens, heads, dim, pairs) in (1usize..9, 1usize..4, 1usize..80, 0usize..40),
+        (at, style, dtypes) in (prop::collection::vec(0u32..50, 9), style(), [float(), float()]),
+        (kind, lies, exponent, seed) in (0usize..3, [lie(), lie()], -24i32..24, any::<u64>()),
+    ) {
+        let dims = [tokens, heads, dim];
+        let x = ok(draw(&mut seeded(seed), &dims, size(dtypes[0], exponent), dtypes[0]))?;
+        for device in devices_for(pairs.min(dim / 2)) {
+            let x = ok(lies[0].place(&x, &device))?;
+            let [cos, sin] = ok(tables(seed, &[50, pairs.min(dim / 2)], dtypes[1], &device))?;
+            let (cos, sin) = (ok(lies[1].place(&cos, &device))?, ok(lies[1].place(&sin, &device))?);
+            let at = &at[..tokens];
+            let positions = ok(match kind {
+                0 => Tensor::new(at, &device),
+                1 => Tensor::new(at.iter().map(|p| *p as i32).collect::<Vec<_>>(), &device),
+                _ => Tensor::new(at.iter().map(|p| i64::from(*p)).collect::<Vec<_>>(), &device),
+            })?;
+            let tables = RotaryTables { cos: &cos, sin: &sin, style };
+            let got = ok(rope_tokens(&x, &positions, &tables))?;
+            prop_assert_eq!((got.dims(), got.dtype()), (&dims[..], dtypes[0]));
+            let (got, expected) = (ok(values(&got))?, ok(reference_tokens(&x, &positions, &tables))?);
             // Two products and a sum in f32, rounded once.
             let limit = 0.51 * unit(dtypes[0]) * top(&expected) + 2.4e-7 * top(&ok(values(&x))?);
             for (g, e) in got.iter().zip(&expected) {

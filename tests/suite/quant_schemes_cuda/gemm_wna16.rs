@@ -2,6 +2,7 @@
 //! dtype, prologue and epilogue, held to float64 and to what cuBLAS makes of the same weights in bf16.
 
 use super::{SCHEMES, gpus, on, random};
+use crate::linear::ACTIVATIONS;
 use crate::quant_linear::blocks_on;
 use crate::support::{architecture, randn_on, widest_error};
 use candle_core::quantized::GgmlDType;
@@ -157,21 +158,15 @@ fn they_are_as_exact_as_the_librarys_product_of_dequantized_weights() -> Result<
 /// that fill no block.
 #[test]
 fn prologues_and_epilogues() -> Result<()> {
-    let activations = [
-        Activation::None,
-        Activation::SwiGlu,
-        Activation::Silu,
-        Activation::GeluTanh,
-    ];
     for subject in SUBJECTS {
         for device in subject.gpus()? {
-            with_prologues(&subject, &device, &activations)?;
+            with_prologues(&subject, &device)?;
         }
     }
     Ok(())
 }
 
-fn with_prologues(subject: &Subject, device: &Device, activations: &[Activation]) -> Result<()> {
+fn with_prologues(subject: &Subject, device: &Device) -> Result<()> {
     for (i, (n, k)) in [(100, 256), (77, 512), (264, 768)].into_iter().enumerate() {
         for (f, (name, weights)) in subject.pairs(n, k, device)?.into_iter().enumerate() {
             for (j, &m) in subject.few.iter().enumerate() {
@@ -180,8 +175,8 @@ fn with_prologues(subject: &Subject, device: &Device, activations: &[Activation]
                 if m > most {
                     continue;
                 }
-                let activation = activations[(i + f + j) % 4];
-                let width = if activation == Activation::SwiGlu {
+                let activation = ACTIVATIONS[(i + f + j) % ACTIVATIONS.len()];
+                let width = if activation.gate().is_some() {
                     n
                 } else {
                     2 * n

@@ -12,6 +12,7 @@ pub(crate) mod table_tests;
 mod wgmma;
 
 use super::attention::{Attention, dimensions};
+use super::ragged::Lengths;
 use crate::cpu::attention::Sizes;
 use crate::cuda::{Launcher, address, address_of, alloc, cuda_storage};
 use crate::trace;
@@ -69,10 +70,17 @@ pub(super) fn forward(op: &Attention, q: Given, k: Given, v: Given) -> Result<Cu
         None => None,
     };
     let ragged = match &op.ragged {
-        Some(batch) => Some(Ragged {
+        Some(Lengths::Cumulative(batch)) => Some(Ragged {
             cu_q: address_of(&batch.cu_seqlens_q)?,
             cu_k: address_of(&batch.cu_seqlens_k)?,
             total_q: queries,
+            pitch: 0,
+        }),
+        Some(Lengths::Padded { lengths, pitch }) => Some(Ragged {
+            cu_q: address_of(lengths)?,
+            cu_k: 0,
+            total_q: queries,
+            pitch: *pitch,
         }),
         None => None,
     };
@@ -85,7 +93,7 @@ pub(super) fn forward(op: &Attention, q: Given, k: Given, v: Given) -> Result<Cu
         kv_heads,
         // One launches as well where no sequence has a query: to clear what is left over.
         queries: match &op.ragged {
-            Some(ragged) => ragged.max_seqlen_q.max(1).min(queries),
+            Some(ragged) => ragged.longest().max(1).min(queries),
             None => queries,
         },
         keys,

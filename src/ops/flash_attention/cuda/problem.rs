@@ -62,12 +62,14 @@ pub(crate) struct Call {
 /// Where the sequences of a ragged batch are, one behind the other in tensors whose batch is one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ragged {
-    /// `[sequences + 1]`, u32.
+    /// `[sequences + 1]`, u32; with a pitch `[sequences]`, their lengths.
     pub cu_q: Address,
     /// Likewise; 0 where keys are in pages.
     pub cu_k: Address,
     /// Rows of q.
     pub total_q: usize,
+    /// Rows from a sequence of a padded batch to the next, in queries as in keys; 0 where lengths are cumulative.
+    pub pitch: usize,
 }
 
 impl Call {
@@ -75,6 +77,7 @@ impl Call {
     pub(super) fn op(&self) -> &'static str {
         match (self.pages, self.ragged) {
             (Some(_), _) => "paged_prefill",
+            (None, Some(Ragged { pitch: 1.., .. })) => "flash_attention_padded",
             (None, Some(_)) => "flash_attention_varlen",
             (None, None) => "flash_attention",
         }
@@ -185,6 +188,7 @@ impl From<&Call> for Params {
             general: (more || call.scale <= 0.0).into(),
             total_q: call.queries() as i32,
             total_k: sizes.keys as i32,
+            pitch: call.ragged.map_or(0, |ragged| ragged.pitch as i32),
             row_warps: 0,
             key_groups: 0,
             stages: 0,

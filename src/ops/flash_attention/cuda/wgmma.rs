@@ -148,10 +148,10 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
         place = find(true).unwrap_or(place);
     }
     let config = ATTENTION_SM90[place];
-    if let Batch::Paged(page) = case.batch {
-        if config.of_page(page).is_none() {
-            return Err("its tiles are no whole pages, nor pages whole tiles");
-        }
+    if let Batch::Paged(page) = case.batch
+        && config.of_page(page).is_none()
+    {
+        return Err("its tiles are no whole pages, nor pages whole tiles");
     }
     let tiles = tiles(&config);
     let items = tiles * columns;
@@ -235,6 +235,7 @@ impl Kernel<Call> for Wgmma {
             section: self.section,
             total_q: total_q as i32,
             total_k: sizes.keys as i32,
+            pitch: call.ragged.map_or(0, |ragged| ragged.pitch as i32),
         };
         // SAFETY: the kernel takes `AttentionSm90Params`; the addresses are the caller's.
         unsafe { launcher.run(self.module, self.index, self.grid, &params) }

@@ -1,6 +1,6 @@
 //! What is asked of a step of attention: its operands by address, and the [`Case`] that a kernel is chosen by.
 
-use crate::cuda::abi::DecodingParams;
+use crate::cuda::abi::{DecodingParams, KeyPages, Pages};
 use crate::cuda::{Address, GpuSpec, Launcher};
 use crate::ops::RopeStyle;
 use crate::ops::linear::cuda::{self as linear, Fetch};
@@ -28,10 +28,12 @@ pub(crate) struct Step {
     pub cos: Address,
     /// Likewise.
     pub sin: Address,
-    /// `[sequences, kv_heads, slots, head_dim]`
+    /// `[sequences, kv_heads, slots, head_dim]`, or a pool of pages.
     pub k_cache: Address,
     /// Likewise.
     pub v_cache: Address,
+    /// Where the caches are pools: their strides, and a padded table with a row for each sequence.
+    pub pages: Option<Pages>,
     /// `[sequences, heads head_dim]`, of qkv's dtype.
     pub out: Address,
     /// As many bytes as [`partials`](super::partials) says.
@@ -56,7 +58,10 @@ pub(crate) struct StepShape {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
+    /// Of a sequence; in pages as many as a row of the table has room for.
     pub slots: usize,
+    /// Whether keys and values are in pages.
+    pub paged: bool,
     /// Rows of the rotary tables.
     pub positions: usize,
     /// Rotated pairs of a head.
@@ -98,15 +103,42 @@ impl Step {
         }
     }
 
-    /// Whether the caches begin at multiples of 16 bytes, as the tensor cores' loads do.
+    /// Whether the caches' rows begin at multiples of 16 bytes, as the tensor cores' loads do.
     fn is_aligned(&self) -> bool {
         let mut caches = [self.k_cache, self.v_cache].into_iter();
-        caches.all(|cache| cache.is_multiple_of(16))
+        let size = self.shape.cache_dtype.size_in_bytes() as u64;
+        let strides = self.strides();
+        let mut strides = strides.as_flattened().iter().map(|s| s * size);
+        caches.all(|cache| cache.is_multiple_of(16)) && strides.all(|s| s.is_multiple_of(16))
+    }
+
+    /// Elements from page to page, token to token and head to head, of keys and of values.
+    fn strides(&self) -> [[u64; 3]; 2] {
+        self.pages.map_or([[0; 3]; 2], |p| {
+            [
+                [p.k_page, p.k_token, p.k_head],
+                [p.v_page, p.v_token, p.v_head],
+            ]
+        })
+    }
+
+    /// The table of pages.
+    fn key_pages(&self) -> KeyPages {
+        self.pages.map_or_else(KeyPages::default, |p| KeyPages {
+            entries: p.entries,
+            step: p.step,
+            width: p.width,
+            page: p.page,
+            page_bits: p.page.trailing_zeros(),
+            pages: p.pages,
+            ..Default::default()
+        })
     }
 
     /// What the kernels take, of which a block has so many tiles of keys before another joins.
     pub fn params(&self, launcher: &Launcher, tiles: usize) -> DecodingParams {
         let shape = &self.shape;
+        let [k_strides, v_strides] = self.strides();
         DecodingParams {
             qkv: self.qkv,
             q_norm: self.q_norm,
@@ -115,6 +147,9 @@ impl Step {
             sin: self.sin,
             k_cache: self.k_cache,
             v_cache: self.v_cache,
+            pages: self.key_pages(),
+            k_strides,
+            v_strides,
             y: self.out,
             partial: self.partial,
             counters: self.counters,
@@ -193,6 +228,7 @@ impl fmt::Display for Case {
             slots,
             dtype,
             cache_dtype,
+            paged,
             ..
         } = self.shape;
         let (q, kv) = (dtype.as_str(), cache_dtype.as_str());
@@ -201,6 +237,9 @@ impl fmt::Display for Case {
             f,
             " over {kv} [{sequences}, {kv_heads}, {slots}, {head_dim}]"
         )?;
+        if paged {
+            f.write_str(" in pages")?;
+        }
         match &self.product {
             Some(product) => write!(f, " beside {product}"),
             None => write!(f, " on sm_{}", self.gpu.arch),

@@ -1,7 +1,9 @@
 //! How the keys of a step are shared out among blocks, and what the blocks leave for the one that ends last.
 
 use super::problem::StepShape;
-use crate::cuda::abi::{DECODING_MMA_WARPS, MAX_HEADS, WARP};
+use crate::cuda::abi::{
+    DECODING_MMA_WARPS, DECODING_PAGED_KEYS, DECODING_PAGED_WARPS, MAX_HEADS, WARP,
+};
 use crate::cuda::{GpuSpec, Grid};
 
 /// What a block of a kernel works on.
@@ -25,23 +27,46 @@ pub(crate) struct Partials {
     pub counters: usize,
 }
 
+/// Turns of a warp before another block joins, where there are blocks enough for the GPU.
+const FULL_TURNS: usize = 8;
+
+/// Blocks of a sequence that is long beside many others, at most.
+const MOST_BLOCKS: usize = 32;
+
 impl Split {
     /// Of a kernel for tensor cores whose warps take so many keys at once.
     pub fn on_tensor_cores(shape: &StepShape, keys: usize) -> Self {
+        let (warps, keys) = match shape.paged {
+            true => (DECODING_PAGED_WARPS, DECODING_PAGED_KEYS),
+            false => (DECODING_MMA_WARPS, keys),
+        };
         Self {
             heads: MAX_HEADS,
-            warps: DECODING_MMA_WARPS,
+            warps,
             keys,
             queries: shape.head_dim / 16 * 512,
         }
     }
 
-    /// Blocks of a row; each warp has one turn before another block joins: a second turn costs a little more.
+    /// Tiles of keys that a block takes before another joins. Each warp has one turn: a second one costs a little more.
+    /// Where there are blocks enough for the GPU, a sequence's keys only go to several of them where they are many:
+    /// sequences in pages may differ in length.
+    pub fn tiles(&self, gpu: &GpuSpec, shape: &StepShape) -> usize {
+        let full = shape.paged && 2 * self.rows(shape) >= gpu.sms as usize;
+        self.warps * if full { FULL_TURNS } else { 1 }
+    }
+
+    /// Blocks of a row.
     fn blocks(&self, gpu: &GpuSpec, shape: &StepShape) -> usize {
         // Half as many warps leave room for a second block on a multiprocessor.
         let blocks = gpu.sms as usize * (8 / self.warps);
-        let useful = shape.slots.div_ceil(self.keys).div_ceil(self.warps);
-        (blocks / self.rows(shape).max(1)).min(useful).max(1)
+        let tiles = self.tiles(gpu, shape);
+        let useful = shape.slots.div_ceil(self.keys).div_ceil(tiles);
+        let most = match tiles > self.warps {
+            true => MOST_BLOCKS,
+            false => blocks / self.rows(shape).max(1),
+        };
+        most.min(useful).max(1)
     }
 
     /// Rows of blocks of a key/value head: the parts of its query heads.

@@ -28,6 +28,27 @@ static MODULE: Module = Module::new(
     ],
 );
 
+/// The same over keys and values in pages.
+static PAGED: Module = Module::new(
+    "decode_paged",
+    fatbin!("decode_paged"),
+    &[
+        "flash_decoding_paged_d64_f16",
+        "flash_decoding_paged_d64_bf16",
+        "flash_decoding_paged_d80_f16",
+        "flash_decoding_paged_d80_bf16",
+        "flash_decoding_paged_d96_f16",
+        "flash_decoding_paged_d96_bf16",
+        "flash_decoding_paged_d128_f16",
+        "flash_decoding_paged_d128_bf16",
+        "flash_decoding_paged_d256_f16",
+        "flash_decoding_paged_d256_bf16",
+        "flash_decoding_paged_any64",
+        "flash_decoding_paged_any128",
+        "flash_decoding_paged_any256",
+    ],
+);
+
 /// Head sizes that tensor cores have a kernel for.
 pub(super) const MMA_HEAD_SIZES: [usize; DECODING_MMA.len()] = head_sizes!(DECODING_MMA);
 
@@ -37,8 +58,11 @@ pub(super) const WIDEST: usize = DECODING_LANES[DECODING_LANES.len() - 1].dim;
 /// A kernel and its grid.
 #[derive(Debug)]
 struct Alone {
+    module: &'static Module,
     index: usize,
     split: Split,
+    /// Of keys, that a block takes before another joins.
+    tiles: usize,
     grid: Grid,
 }
 
@@ -91,13 +115,19 @@ impl Alone {
             return Err("it is for other head sizes");
         };
         let grid = split.grid(&case.gpu, &case.shape)?;
-        Ok(Box::new(Self { index, split, grid }))
+        Ok(Box::new(Self {
+            module: if case.shape.paged { &PAGED } else { &MODULE },
+            index,
+            split,
+            tiles: split.tiles(&case.gpu, &case.shape),
+            grid,
+        }))
     }
 }
 
 impl Kernel<Operands> for Alone {
     fn entry(&self) -> &'static str {
-        MODULE.names(self.index).1
+        self.module.names(self.index).1
     }
 
     fn grid(&self) -> Grid {
@@ -110,8 +140,8 @@ impl Kernel<Operands> for Alone {
     }
 
     unsafe fn run(&self, launcher: &Launcher, operands: &Operands) -> Result<()> {
-        let params = operands.step.params(launcher, self.split.warps);
+        let params = operands.step.params(launcher, self.tiles);
         // SAFETY: the kernel takes `DecodingParams`; the addresses are the caller's.
-        unsafe { launcher.run(&MODULE, self.index, self.grid, &params) }
+        unsafe { launcher.run(self.module, self.index, self.grid, &params) }
     }
 }

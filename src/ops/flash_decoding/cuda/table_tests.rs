@@ -39,6 +39,7 @@ fn shape(
         kv_heads,
         head_dim,
         slots,
+        paged: false,
         positions: slots,
         pairs: head_dim / 2,
         dtype,

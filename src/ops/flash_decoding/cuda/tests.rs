@@ -5,8 +5,14 @@ use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
 use crate::ops::linear;
 use crate::ops::linear::cuda::{NormAt, NormKind, Operands, ProductAt};
-use crate::ops::{Activation, ActivationBits, Epilogue, Prologue, RopeStyle, Weight};
+use crate::ops::paged_attention::cuda::pool_pages;
+use crate::ops::{
+    Activation, ActivationBits, Epilogue, PageLayout, PagePool, Prologue, RopeStyle, Weight,
+};
 use candle_core::{DType, Device, Result, Tensor};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 
 /// A layer's tensors: projection, caches, tables, positions.
 struct Layer {
@@ -22,6 +28,12 @@ const SLOTS: usize = 2048;
 
 impl Layer {
     fn new(device: &Device, dim: usize, dtype: DType, cache: DType) -> Result<Self> {
+        Self::at(device, dim, [dtype, cache], &[31, 1700])
+    }
+
+    /// Of sequences whose next tokens are at these positions.
+    fn at(device: &Device, dim: usize, [dtype, cache]: [DType; 2], at: &[u32]) -> Result<Self> {
+        let sequences = at.len();
         let randn = |shape: &[usize], dtype| {
             Tensor::randn(0f32, 1., shape, &Device::Cpu)?
                 .to_dtype(dtype)?
@@ -29,12 +41,12 @@ impl Layer {
         };
         let angles = randn(&[SLOTS, dim / 2], DType::F32)?;
         Ok(Self {
-            qkv: randn(&[2, 15 * dim], dtype)?,
-            k: randn(&[2, 3, SLOTS, dim], cache)?,
-            v: randn(&[2, 3, SLOTS, dim], cache)?,
+            qkv: randn(&[sequences, 15 * dim], dtype)?,
+            k: randn(&[sequences, 3, SLOTS, dim], cache)?,
+            v: randn(&[sequences, 3, SLOTS, dim], cache)?,
             cos: angles.cos()?,
             sin: angles.sin()?,
-            position: Tensor::new(&[31u32, 1700], device)?,
+            position: Tensor::new(at, device)?,
         })
     }
 
@@ -59,6 +71,7 @@ impl Layer {
             kv_heads: 3,
             head_dim: dim,
             slots: SLOTS,
+            paged: false,
             positions: SLOTS,
             pairs: dim / 2,
             dtype: self.qkv.dtype(),
@@ -67,6 +80,11 @@ impl Layer {
     }
 
     fn eager(&self) -> Result<Tensor> {
+        self.eager_in(&self.k.copy()?, &self.v.copy()?, None)
+    }
+
+    /// The step over these caches.
+    fn eager_in(&self, k: &Tensor, v: &Tensor, window: Option<usize>) -> Result<Tensor> {
         let config = FlashDecoding {
             heads: 9,
             cos: &self.cos,
@@ -74,11 +92,10 @@ impl Layer {
             style: RopeStyle::HalfSplit,
             norms: None,
             scale: 0.125,
-            window: None,
+            window,
             softcap: None,
         };
-        let (k, v) = (self.k.copy()?, self.v.copy()?);
-        flash_decoding(&self.qkv, &k, &v, &self.position, &config)
+        flash_decoding(&self.qkv, k, v, &self.position, &config)
     }
 }
 
@@ -116,6 +133,97 @@ fn a_recorded_step_gives_what_a_launch_gives() -> Result<()> {
     Ok(())
 }
 
+/// A layer's caches cut into pages, in any order, and the table of them.
+fn in_pages(layer: &Layer, page: usize) -> Result<(PagePool, Tensor, Vec<usize>)> {
+    let (sequences, heads, _, dim) = layer.k.dims4()?;
+    let each = SLOTS / page;
+    let mut order: Vec<usize> = (0..sequences * each).collect();
+    order.shuffle(&mut StdRng::seed_from_u64(4));
+    // Where a page of the cache has gone to.
+    let mut table = vec![0u32; order.len()];
+    for (place, own) in order.iter().enumerate() {
+        table[*own] = place as u32;
+    }
+    let device = layer.k.device();
+    let ids: Vec<u32> = order.iter().map(|own| *own as u32).collect();
+    let ids = Tensor::new(ids, device)?;
+    let cut = |t: &Tensor| {
+        let cut = t.reshape((sequences, heads, each, page, dim))?;
+        let cut = cut.permute((0, 2, 3, 1, 4))?.contiguous()?;
+        cut.reshape(((), page, heads, dim))?.index_select(&ids, 0)
+    };
+    let both = Tensor::stack(&[cut(&layer.k)?, cut(&layer.v)?], 1)?;
+    let table = Tensor::from_vec(table, (sequences, each), device)?;
+    Ok((PagePool::combined(&both, PageLayout::Nhd)?, table, order))
+}
+
+#[test]
+fn keys_in_pages_give_what_a_cache_gives() -> Result<()> {
+    let Ok(device) = Device::new_cuda(0) else {
+        return Ok(());
+    };
+    let launcher = Launcher::new(device.as_cuda_device()?)?;
+    // Few sequences share a GPU's blocks out; many have some for themselves, and the long ones several.
+    let many: Vec<u32> = (0..40).map(|i| (i * i * 7) % 2000).collect();
+    for (dim, dtype, cache, page) in [
+        (64, DType::BF16, DType::BF16, 16),
+        (64, DType::F32, DType::F16, 8),
+        (80, DType::F16, DType::F16, 32),
+        (96, DType::BF16, DType::BF16, 16),
+        (128, DType::BF16, DType::BF16, 128),
+        (256, DType::F16, DType::F16, 16),
+        (64, DType::F32, DType::F32, 16),
+    ] {
+        for (at, window) in [
+            (&[31u32, 1700][..], None),
+            (&[0, 15, 16, 2047], None),
+            (&[40, 1701], Some(100)),
+            (&many, None),
+        ] {
+            let layer = Layer::at(&device, dim, [dtype, cache], at)?;
+            let (k, v) = (layer.k.copy()?, layer.v.copy()?);
+            let expected = layer.eager_in(&k, &v, window)?;
+            let (pool, table, order) = in_pages(&layer, page)?;
+            let sizes = pool.checked("test")?;
+            let width = (SLOTS / page) as u64;
+            let rows = [address_of(&table)?, 0, width, width, at.len() as u64];
+            let pages = pool_pages("test", &pool, sizes, rows)?;
+            let shape = StepShape {
+                paged: true,
+                ..layer.shape()
+            };
+            let mut prepared = Prepared::of(&launcher, &layer, shape)?;
+            let step = &mut prepared.step;
+            (step.k_cache, step.v_cache) = (pages.k, pages.v);
+            (step.pages, step.window) = (Some(pages), window.unwrap_or(0));
+            let attention = Attention::new(&launcher, *step, None)?;
+            // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
+            let record = |l: &Launcher| (0..2).try_for_each(|_| unsafe { attention.run(l) });
+            let mut graph = Graph::capture(launcher.gpu, record)?;
+            // SAFETY: as above; candle's stream carries everything else, too.
+            unsafe { graph.launch(launcher.stream)? };
+            let bound = match dtype {
+                DType::BF16 => 1e-2,
+                DType::F16 => 2e-3,
+                _ => 1e-5,
+            };
+            let [error, most] = difference(&prepared.out, &expected)?;
+            let what = format!("{dim} {dtype:?} {cache:?} {page} {at:?} {window:?}");
+            assert!(error <= bound * most, "{what}: {error} of {most}");
+            assert!(prepared.counters.to_vec1::<u32>()?.iter().all(|c| *c == 0));
+            // The new keys and values are where the cache has them, and nothing else has changed.
+            let written = Layer { k, v, ..layer };
+            let (after, _, again) = in_pages(&written, page)?;
+            assert_eq!(order, again);
+            for (ours, cache) in [(&pool.k, &after.k), (&pool.v, &after.v)] {
+                let [error, _] = difference(ours, cache)?;
+                assert_eq!(error, 0., "{what}");
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Scratch memory of a step, and the step over it.
 struct Prepared {
     out: Tensor,
@@ -126,8 +234,11 @@ struct Prepared {
 
 impl Prepared {
     fn new(launcher: &Launcher, layer: &Layer) -> Result<Self> {
+        Self::of(launcher, layer, layer.shape())
+    }
+
+    fn of(launcher: &Launcher, layer: &Layer, shape: StepShape) -> Result<Self> {
         let (device, gpu) = (layer.qkv.device(), launcher.gpu);
-        let shape = layer.shape();
         let width = shape.heads * shape.head_dim;
         let out = Tensor::zeros((shape.sequences, width), shape.dtype, device)?;
         let sizes = partials(gpu, &shape)?;
@@ -142,6 +253,7 @@ impl Prepared {
             sin: address_of(&layer.sin)?,
             k_cache: address_of(&layer.k)?,
             v_cache: address_of(&layer.v)?,
+            pages: None,
             out: address_of(&out)?,
             partial: address_of(&partial)?,
             counters: address_of(&counters)?,

@@ -54,6 +54,9 @@ pub(super) fn plan(case: &Case) -> Planned<Operands> {
     let (shape, sms) = (&case.shape, case.gpu.sms);
     let product = case.product.as_ref();
     let product = product.ok_or("there is no product beside the step")?;
+    if shape.paged {
+        return Err("keys and values are in pages");
+    }
     let place = HEAD_SIZES.iter().position(|dim| *dim == shape.head_dim);
     let (Some(place), Some(split)) = (place, split(shape)) else {
         return Err("it is for other head sizes");

@@ -388,7 +388,7 @@ impl Product {
     pub fn new(launcher: &Launcher, weights: &[Weight], at: &ProductAt) -> Result<Self> {
         let whole = Operands::new(weights, at)?;
         let mut segments = whole.segments();
-        if segments.len() > 1 && at.activation != Activation::SwiGlu {
+        if segments.len() > 1 && at.activation.gate().is_none() {
             let plans = segments.iter().map(|segment| {
                 let plan = select(&segment.case(launcher)).ok()?;
                 (!takes_mixed(plan.kernel)).then_some(plan)

@@ -338,7 +338,7 @@ impl Case {
 
     /// Whether one half of the outputs gates the other.
     pub fn gates(&self) -> bool {
-        self.activation == Activation::SwiGlu
+        self.activation.gate().is_some()
     }
 
     /// Output channels of the matrices that are there.

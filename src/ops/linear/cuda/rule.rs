@@ -104,7 +104,7 @@ pub(super) struct Rule {
     /// Least and greatest.
     pub arch: [u32; 2],
     pub norms: Norms,
-    /// Whether it takes SwiGLU, and two matrices along k.
+    /// Whether it takes activations with a gate, and two matrices along k.
     pub gates: bool,
     pub pairs: bool,
     /// Whether it rounds x to int8.

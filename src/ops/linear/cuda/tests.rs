@@ -154,7 +154,7 @@ pub(crate) fn page() -> String {
     let mut text = String::from(
         "## `linear` and its relatives\n\nWhich kernel takes a product. M are the rows of x (tokens), N the output \
          channels, K the inputs. The table is [dispatch.rs](../src/ops/linear/cuda/dispatch.rs).\n\n\
-         | kernel | weights | x: M | K | compute capability | norm as the prologue | SwiGLU | source | |\n\
+         | kernel | weights | x: M | K | compute capability | norm as the prologue | SwiGLU, GeGLU | source | |\n\
          |---|---|---|---|---|---|---|---|---|\n",
     );
     let range = |[least, most]: [usize; 2]| match most {

@@ -17,6 +17,7 @@ use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
+pub(crate) use prefill::{key_pages, operands};
 use problem::Call;
 
 pub use dispatch::kernels as kernel_table;
@@ -41,7 +42,29 @@ pub(crate) fn pages(
             (block_table, 0, width, block_table.stride()[0])
         }
     };
+    let rows = [
+        address_of(entries)?,
+        indptr,
+        width as u64,
+        step as u64,
+        sequences as u64,
+    ];
+    pool_pages(op, pool, sizes, rows)
+}
+
+/// The same of a table by address: its entries and its ends (0 if it is padded), the entries of a sequence or in all,
+/// those from one sequence to the next, and the sequences.
+///
+/// # Errors
+/// As [`pages`].
+pub(crate) fn pool_pages(
+    op: &str,
+    pool: &PagePool,
+    sizes: PoolSizes,
+    [entries, indptr, width, step, sequences]: [u64; 5],
+) -> Result<Pages> {
     let PoolSizes { pages, page, .. } = sizes;
+    let width = width as usize;
     // A page's number has 24 bits and a slot 8, and keys are counted in 30.
     if page > 256 || pages >= 1 << 24 || width.saturating_mul(page) >= 1 << 30 {
         bail!(
@@ -51,7 +74,7 @@ pub(crate) fn pages(
     let [k_page, k_token, k_head] = pool.strides(&pool.k).map(|s| s as u64);
     let [v_page, v_token, v_head] = pool.strides(&pool.v).map(|s| s as u64);
     Ok(Pages {
-        entries: address_of(entries)?,
+        entries,
         indptr,
         k: address_of(&pool.k)?,
         v: address_of(&pool.v)?,

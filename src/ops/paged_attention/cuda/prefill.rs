@@ -64,6 +64,7 @@ pub(super) fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> 
             cu_q: address_of(cu_seqlens_q)?,
             cu_k: 0,
             total_q: total,
+            pitch: 0,
         }),
         pages: Some(key_pages(&pages, lengths(op.table)?)),
         y,

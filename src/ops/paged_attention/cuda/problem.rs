@@ -9,7 +9,7 @@ use std::fmt;
 
 /// One call on raw addresses; 0 stands for no tensor.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Call {
+pub(super) struct Call {
     pub pages: Pages,
     /// u32 `[sequences]`: tokens of each, or of its last page.
     pub lengths: Address,

@@ -376,8 +376,10 @@ pub(super) unsafe fn normalised(
                 launcher,
                 &LayerNormAt {
                     x,
+                    residual: 0,
                     weight: norm.weight,
                     bias: norm.bias,
+                    sum: 0,
                     y,
                     rows: m,
                     width: k,

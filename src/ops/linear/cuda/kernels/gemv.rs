@@ -64,7 +64,11 @@ pub(crate) fn activation_index(activation: Activation) -> i32 {
         Activation::Silu => abi::ACT_SILU,
         Activation::Gelu => abi::ACT_GELU,
         Activation::GeluTanh => abi::ACT_GELU_TANH,
+        Activation::Relu => abi::ACT_RELU,
+        Activation::Relu2 => abi::ACT_RELU2,
         Activation::SwiGlu => abi::ACT_SWIGLU,
+        Activation::GeGlu => abi::ACT_GEGLU,
+        Activation::GeGluTanh => abi::ACT_GEGLU_TANH,
     };
     index as i32
 }

@@ -79,7 +79,7 @@ pub(super) fn product_params(
     section: usize,
 ) -> Result<ProductParams> {
     let at = &operands.at;
-    let gates = at.activation == Activation::SwiGlu;
+    let gates = at.activation.gate().is_some();
     let absent = W8A8Weights {
         codes: 0,
         scales: 0,

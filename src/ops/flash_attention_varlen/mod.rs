@@ -1,11 +1,14 @@
 //! Attention over a ragged batch: sequences of different lengths without padding.
 
+mod padded;
+
 use super::flash_attention::{self, Attention, AttentionParams, Form, facts};
 use super::view::inference_only;
 use crate::cpu::simd::{self, Level};
 use candle_core::{DType, Device, Result, Tensor};
 
 pub use super::flash_attention::RaggedBatch;
+pub use padded::{flash_attention_padded, flash_attention_padded_at, reference_padded};
 
 /// As this op takes queries, keys and values.
 pub(crate) const FORM: Form = Form {

@@ -1,0 +1,340 @@
+//! Writes a decode step down, layer by layer.
+
+use super::pages::padded;
+use super::plan::{Ends, Keys, Work, norm_at};
+use super::refusal::{Refusal, unfused};
+use crate::cuda::{Address, Launcher, address, address_of, alloc};
+use crate::models::decoder::Block;
+use crate::nn::{Norm, Projection, RotaryEmbedding};
+use crate::ops::embedding::cuda::Lookup;
+use crate::ops::flash_decoding::cuda::{Attention, IndependentProduct, Step, StepShape, partials};
+use crate::ops::linear::cuda::{Operands, Product, ProductAt, gemv_dense_pipelined as pipelined};
+use crate::ops::sample::cuda as sample;
+use crate::ops::view::dtype_index;
+use crate::ops::{Activation, HeadNorms};
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result};
+
+/// Writes a plan, and makes the buffers between its steps.
+pub(super) struct Writer<'a> {
+    device: &'a CudaDevice,
+    launcher: Launcher,
+    ends: &'a Ends,
+    pub work: Vec<(&'static str, Work)>,
+    pub buffers: Vec<CudaStorage>,
+    dtype: DType,
+    /// The residual stream, `[sequences, hidden]`: each layer adds to it in place.
+    x: Address,
+    /// Buffers of the widest layer so far, and their widths: q, k and v; attended, and behind the
+    /// activation.
+    between: [(Address, usize); 2],
+    /// Scratch memory that all layers' attention shares: one follows the other.
+    scratch: Option<(Address, Address)>,
+}
+
+const QKV: usize = 0;
+const INNER: usize = 1;
+
+/// Parts of the model that read keys and values.
+const ATTENTION: &str = "attention";
+const WITH_UP: &str = "attention+up";
+
+/// What a product does beside multiplying.
+#[derive(Clone, Copy)]
+struct Around<'a> {
+    norm: Option<&'a Norm>,
+    activation: Activation,
+    residual: Address,
+    out: Address,
+    out_dtype: DType,
+}
+
+impl<'a> Around<'a> {
+    /// A norm in front.
+    fn behind(norm: &'a Norm, out: Address, out_dtype: DType) -> Self {
+        Self {
+            norm: Some(norm),
+            activation: Activation::None,
+            residual: 0,
+            out,
+            out_dtype,
+        }
+    }
+}
+
+impl<'a> Writer<'a> {
+    pub fn new(device: &'a CudaDevice, mut lookup: Lookup, ends: &'a Ends) -> Result<Self> {
+        let (dtype, hidden) = (lookup.dtype(), lookup.width());
+        let mut writer = Self {
+            device,
+            launcher: Launcher::new(device)?,
+            ends,
+            work: Vec::new(),
+            buffers: Vec::new(),
+            dtype,
+            x: 0,
+            between: [(0, 0); 2],
+            scratch: None,
+        };
+        writer.x = writer.buffer(dtype, ends.sequences * hidden)?;
+        lookup.out = writer.x;
+        writer.work.push(("embedding", Work::Embedding(lookup)));
+        Ok(writer)
+    }
+
+    fn buffer(&mut self, dtype: DType, len: usize) -> Result<Address> {
+        let storage = alloc("generation", self.device, dtype, len)?;
+        let at = address(&storage, &Layout::contiguous(len))?;
+        self.buffers.push(storage);
+        Ok(at)
+    }
+
+    /// One of the buffers between steps, at least `width` wide.
+    fn between(&mut self, which: usize, width: usize) -> Result<Address> {
+        if self.between[which].1 < width {
+            let len = self.ends.sequences * width;
+            self.between[which] = (self.buffer(self.dtype, len)?, width);
+        }
+        Ok(self.between[which].0)
+    }
+
+    /// The steps of a layer, five or, side by side, three.
+    pub fn block(
+        &mut self,
+        layer: usize,
+        block: &Block,
+        keys: &Keys<'_>,
+        rotary: &RotaryEmbedding,
+    ) -> std::result::Result<(), Refusal> {
+        if !block.attention.is_fused() {
+            return unfused("attention is switched off");
+        }
+        let config = block.attention.config();
+        let (qkv, output) = block.attention.projections();
+        let (up, down) = block.mlp.projections();
+        let [width, kv_width, _] = config.widths();
+        let rows = up.rows().iter().sum::<usize>();
+        let inner = block.mlp.activation().outputs(rows);
+        let q = self.between(QKV, width + 2 * kv_width)?;
+        // One row of both lies side by side, so that one product can take them.
+        let attended = self.between(INNER, width + inner)?;
+        let size = self.dtype.size_in_bytes();
+        let hidden = attended + (self.ends.sequences * width * size) as Address;
+        let first = Around::behind(&block.attention_norm, q, self.dtype);
+        let inside = Around {
+            activation: block.mlp.activation(),
+            ..Around::behind(&block.mlp_norm, hidden, self.dtype)
+        };
+        let first = self.product(qkv, self.x, first)?;
+        let inside = self.product(up, self.x, inside)?;
+        let add = self.added();
+        let output = self.product(output, attended, add)?;
+        let down = self.product(down, hidden, add)?;
+        let step = self.step(block, (keys, layer), rotary, attended)?;
+        let side = match block.parallel {
+            true => self.side_by_side(&step, [&first, &inside, &output, &down]),
+            false => None,
+        };
+        let first = match (&side, first.single()) {
+            (Some(_), Some((_, operands))) => {
+                let operands = Operands {
+                    fetch: Some(step.earlier()),
+                    ..operands.clone()
+                };
+                Product::of(&self.launcher.with_one_cta_per_sm(), operands)?
+            }
+            _ => first,
+        };
+        self.work.push(("qkv", Work::Linear(first)));
+        let inside_name = match block.mlp.activation().gate() {
+            Some(_) => "gate_up",
+            None => "up",
+        };
+        if let Some((both, pair)) = side {
+            self.work.push((WITH_UP, Work::Attention(Box::new(both))));
+            self.work.push(("output+down", Work::Linear(pair)));
+            return Ok(());
+        }
+        let attention = Attention::new(&self.launcher, step, None);
+        let attention = attention.map_err(|e| Refusal::Unfused(e.to_string()))?;
+        let attention = Work::Attention(Box::new(attention));
+        if block.parallel {
+            // Both read the stream before either adds to it.
+            self.work.push((inside_name, Work::Linear(inside)));
+            self.work.push((ATTENTION, attention));
+            self.work.push(("output", Work::Linear(output)));
+        } else {
+            self.work.push((ATTENTION, attention));
+            self.work.push(("output", Work::Linear(output)));
+            self.work.push((inside_name, Work::Linear(inside)));
+        }
+        self.work.push(("down", Work::Linear(down)));
+        Ok(())
+    }
+
+    /// Attention with the first half of the MLP, and both ways back in one product.
+    fn side_by_side(
+        &self,
+        step: &Step,
+        [first, inside, output, down]: [&Product; 4],
+    ) -> Option<(Attention, Product)> {
+        let [(first, _), (_, inside), (_, output), (_, down)] = [
+            first.single()?,
+            inside.single()?,
+            output.single()?,
+            down.single()?,
+        ];
+        let independent = IndependentProduct {
+            product: inside.clone(),
+            ready: first.kernel == pipelined::NAME,
+        };
+        let both = Attention::new(&self.launcher, *step, Some(independent)).ok()?;
+        let mut pair = pipelined::pair(output, down)?;
+        // The second bias is added as a residual is: there is one row.
+        pair.at.residuals[1] = down.at.bias;
+        let pair = Product::of(&self.launcher.with_one_cta_per_sm(), pair).ok()?;
+        Some((both, pair))
+    }
+
+    /// A product that is added to the stream.
+    fn added(&self) -> Around<'static> {
+        Around {
+            norm: None,
+            activation: Activation::None,
+            residual: self.x,
+            out: self.x,
+            out_dtype: self.dtype,
+        }
+    }
+
+    fn product(
+        &self,
+        linear: &Projection,
+        x: Address,
+        around: Around<'_>,
+    ) -> std::result::Result<Product, Refusal> {
+        let Some((weights, bias)) = linear.fused_parts() else {
+            return unfused(
+                "a product is switched off, gathers its input, or its weights are not on the GPU",
+            );
+        };
+        let rows = linear.rows().iter().sum::<usize>();
+        let norm = match around.norm {
+            Some(norm) => match norm_at(norm, self.dtype)? {
+                Some(at) => Some(at),
+                None => return unfused("a norm is of another dtype than the stream"),
+            },
+            None => None,
+        };
+        let at = ProductAt {
+            x,
+            norm,
+            bias: bias.map_or(Ok(0), address_of)?,
+            activation: around.activation,
+            residuals: [around.residual, 0],
+            out: around.out,
+            stride: around.activation.outputs(rows),
+            m: self.ends.sequences,
+            k: weights.first().map_or(0, |w| w.cols()),
+            x_dtype: self.dtype,
+            x_bits: linear.fusion().activations,
+            out_dtype: around.out_dtype,
+        };
+        let product = Product::new(&self.launcher.with_one_cta_per_sm(), weights, &at);
+        product.map_err(|e| Refusal::Unfused(e.to_string()))
+    }
+
+    fn step(
+        &mut self,
+        block: &Block,
+        (keys, layer): (&Keys<'_>, usize),
+        rotary: &RotaryEmbedding,
+        out: Address,
+    ) -> std::result::Result<Step, Refusal> {
+        let config = block.attention.config();
+        let (cos, sin) = rotary.tables();
+        let sequences = self.ends.sequences;
+        let (caches, pages, slots, cache_dtype) = match keys {
+            Keys::Caches(caches) => {
+                let (k, v) = caches[layer].buffers()?;
+                ([address_of(k)?, address_of(v)?], None, k.dim(2)?, k.dtype())
+            }
+            Keys::Pages(keys) => {
+                let pool = &keys.pools[layer];
+                let rows = [keys.table, keys.width as u64, sequences as u64];
+                let (pages, sizes) = padded(pool, rows)?;
+                let slots = keys.width * sizes.page;
+                ([pages.k, pages.v], Some(pages), slots, pool.dtype())
+            }
+        };
+        let [k_cache, v_cache] = caches;
+        let shape = StepShape {
+            sequences,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            slots,
+            paged: pages.is_some(),
+            positions: cos.dim(0)?,
+            pairs: cos.dim(1)?,
+            dtype: self.dtype,
+            cache_dtype,
+        };
+        let norms = block.attention.head_norms();
+        let own = |n: &HeadNorms<'_>| [n.q, n.k].iter().all(|w| w.dtype() == self.dtype);
+        if !norms.as_ref().is_none_or(own) {
+            return unfused("norms of the heads are of another dtype than the stream");
+        }
+        let (partial, counters) = self.scratch(&shape)?;
+        Ok(Step {
+            qkv: self.between[QKV].0,
+            q_norm: norms.map_or(Ok(0), |n| address_of(n.q))?,
+            k_norm: norms.map_or(Ok(0), |n| address_of(n.k))?,
+            eps: norms.map_or(0., |n| n.eps as f32),
+            cos: address_of(cos)?,
+            sin: address_of(sin)?,
+            k_cache,
+            v_cache,
+            pages,
+            out,
+            partial,
+            counters,
+            position: self.ends.position,
+            shape,
+            style: rotary.style(),
+            scale: 1. / (config.head_dim as f32).sqrt(),
+            softcap: 0.,
+            window: config.window.unwrap_or(0),
+        })
+    }
+
+    /// The layers of a model have one shape.
+    fn scratch(&mut self, shape: &StepShape) -> std::result::Result<(Address, Address), Refusal> {
+        if let Some(scratch) = self.scratch {
+            return Ok(scratch);
+        }
+        let sizes = partials(self.launcher.gpu, shape);
+        let sizes = sizes.map_err(|e| Refusal::Unfused(e.to_string()))?;
+        let partial = self.buffer(DType::U8, sizes.bytes)?;
+        let zeros = self.device.alloc_zeros::<u32>(sizes.counters)?;
+        let zeros = CudaStorage::wrap_cuda_slice(zeros, self.device.clone());
+        let counters = address(&zeros, &Layout::contiguous(sizes.counters))?;
+        self.buffers.push(zeros);
+        Ok(*self.scratch.insert((partial, counters)))
+    }
+
+    /// The head behind the last norm, and the choice of the next tokens.
+    pub fn head(&mut self, head: &Projection, norm: &Norm) -> std::result::Result<(), Refusal> {
+        let vocab = head.rows().iter().sum::<usize>();
+        let logits = self.buffer(DType::F32, self.ends.sequences * vocab)?;
+        let around = Around::behind(norm, logits, DType::F32);
+        let head = self.product(head, self.x, around)?;
+        self.work.push(("head", Work::Linear(head)));
+        let step = sample::Step {
+            dtype: dtype_index(DType::F32) as i32,
+            logits,
+            ..self.ends.sampling
+        };
+        self.work.push(("sample", Work::Sample(step)));
+        Ok(())
+    }
+}

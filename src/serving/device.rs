@@ -1,0 +1,364 @@
+//! Steps on a GPU. The single tokens of all slots up to a bucket's size are one chain of kernels, recorded as a graph
+//! for each bucket; chunks of prompts are another, launched as they come. Tokens and positions stay on the GPU, so that
+//! a step is launched before the tokens of the one before are read.
+
+use super::schedule::{Batch, Chunk};
+use super::sequence::Sequence;
+use super::slots::Slots;
+use super::{OP, Options};
+use crate::cuda::profile::Event;
+use crate::cuda::{Address, Graph, Launcher, Pinned, address_of, nvtx};
+use crate::generation::PartTime;
+use crate::generation::plan::{Keys, PagedKeys, Plan};
+use crate::generation::prefill_paged::{self, PagedRows};
+use crate::generation::refusal::Refusal;
+use crate::models::decoder::{Decoder, Rotaries};
+use crate::ops::PagePool;
+use crate::ops::sample::{NONE, cuda as sample};
+use candle_core::{CudaDevice, Result, Tensor, bail};
+use std::collections::{BTreeMap, VecDeque};
+use std::marker::PhantomData;
+use std::sync::atomic::Ordering;
+
+/// Steps whose tokens the host has not read, at most.
+const AHEAD: usize = 1;
+
+/// Up to this many slots, each number of them has a graph of its own.
+const EXACT: usize = 8;
+
+/// A chain of kernels for the first slots, and what has come of recording it.
+struct Step {
+    graph: Option<Graph>,
+    plan: Plan,
+}
+
+/// Draws that are under way.
+struct UnderWay {
+    passed: Event,
+    /// The first word of its tokens.
+    mail: usize,
+    slots: Vec<usize>,
+}
+
+pub(super) struct OnDevice {
+    steps: BTreeMap<usize, Step>,
+    slots: Slots,
+    under_way: VecDeque<UnderWay>,
+    mailbox: Pinned,
+    /// Where the next tokens go.
+    turn: usize,
+    count: usize,
+    decoder: Decoder,
+    device: CudaDevice,
+    pools: Vec<PagePool>,
+    rotaries: Rotaries,
+    graph: bool,
+    refusal: Option<String>,
+    /// Candle's default stream is that of the calling thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl OnDevice {
+    /// # Errors
+    /// If the model's layers are not all fused, so that there is no chain to write down, or memory is short.
+    pub fn new(
+        device: &CudaDevice,
+        decoder: &Decoder,
+        pools: &[PagePool],
+        rotaries: &Rotaries,
+        positions: usize,
+        options: &Options,
+    ) -> std::result::Result<Self, Refusal> {
+        let (count, vocab) = (options.sequences, decoder.stack.embedding.vocab_size());
+        let gpu = Launcher::new(device)?.gpu;
+        let mut all = Self {
+            steps: BTreeMap::new(),
+            slots: Slots::new(device, count, vocab, positions.div_ceil(options.page))?,
+            under_way: VecDeque::new(),
+            mailbox: Pinned::new(gpu, count * (AHEAD + 1))?,
+            turn: 0,
+            count,
+            decoder: decoder.clone(),
+            device: device.clone(),
+            pools: pools.to_vec(),
+            rotaries: rotaries.clone(),
+            graph: options.graph,
+            refusal: None,
+            _thread: PhantomData,
+        };
+        // Says whether there is a chain at all.
+        all.step(1)?;
+        Ok(all)
+    }
+
+    pub fn ahead(&self) -> usize {
+        AHEAD
+    }
+
+    pub fn refusal(&self) -> Option<&str> {
+        self.refusal.as_deref()
+    }
+
+    pub fn vacate(&mut self, slot: usize) -> Result<()> {
+        self.slots.leave(slot)
+    }
+
+    pub fn reset(&mut self) {
+        let _ = self.settle();
+        for slot in 0..self.count {
+            let _ = self.slots.leave(slot);
+        }
+    }
+
+    /// Waits for what is under way.
+    fn settle(&mut self) -> Result<()> {
+        self.under_way.clear();
+        let launcher = Launcher::new(&self.device)?;
+        // SAFETY: the stream is candle's.
+        unsafe { launcher.gpu.wait(launcher.stream) }
+    }
+
+    /// The chain for the first `count` slots.
+    fn step(&mut self, count: usize) -> std::result::Result<&mut Step, Refusal> {
+        if !self.steps.contains_key(&count) {
+            let keys = Keys::Pages(PagedKeys {
+                pools: &self.pools,
+                table: self.slots.table(),
+                width: self.slots.width(),
+            });
+            let ends = self.slots.ends(0, count);
+            let plan = Plan::new(&self.device, &self.decoder, &keys, &self.rotaries, &ends)?;
+            self.steps.insert(count, Step { graph: None, plan });
+        }
+        match self.steps.get_mut(&count) {
+            Some(step) => Ok(step),
+            None => Err(Refusal::Unfused("there is no step".to_owned())),
+        }
+    }
+
+    pub fn launch(&mut self, batch: &Batch, sequences: &[Option<Sequence>]) -> Result<()> {
+        let _named = nvtx::range("serving step");
+        for (slot, _) in &batch.singles {
+            if let Some(sequence) = &sequences[*slot] {
+                self.slots.set_pages(*slot, &sequence.pages);
+            }
+        }
+        if let Some((last, _)) = batch.singles.last() {
+            self.slots.upload()?;
+            self.singles(last + 1)?;
+        }
+        if !batch.chunks.is_empty() {
+            self.chunks(&batch.chunks, sequences)?;
+        }
+        self.mail(batch.draws().collect())
+    }
+
+    /// What each part of a step of the first slots takes that a step in `positions` needs; who is in them is to begin
+    /// anew.
+    pub fn profile(&mut self, positions: &[usize], rounds: usize) -> Result<Vec<PartTime>> {
+        self.settle()?;
+        let bucket = self.bucket(positions.len());
+        let device = self.device.clone();
+        let step = self.step(bucket)?;
+        step.plan.profile(&device, positions, rounds, || Ok(()))
+    }
+
+    /// Slots of the chain that takes the first `used` ones.
+    fn bucket(&self, used: usize) -> usize {
+        match used {
+            ..=EXACT => used,
+            _ => used.next_power_of_two().min(self.count),
+        }
+    }
+
+    /// A token of each of the first `used` slots.
+    fn singles(&mut self, used: usize) -> Result<()> {
+        let bucket = self.bucket(used);
+        let launcher = Launcher::new(&self.device)?;
+        let wanted = self.graph && self.refusal.is_none();
+        let step = self.step(bucket)?;
+        if wanted && step.graph.is_none() {
+            match Graph::capture(launcher.gpu, |launcher| step.plan.launch(launcher)) {
+                Ok(graph) => step.graph = Some(graph),
+                Err(error) => {
+                    let why = error.to_string();
+                    tracing::warn!("{OP}: steps without a CUDA graph: {why}");
+                    step.plan.launch(&launcher)?;
+                    self.refusal = Some(why);
+                    return Ok(());
+                }
+            }
+        }
+        match &mut step.graph {
+            // SAFETY: the plan, the pools and the slots hold every buffer whose address was recorded, and are freed in
+            // the order of the stream.
+            Some(graph) => unsafe { graph.launch(launcher.stream) },
+            None => step.plan.launch(&launcher),
+        }
+    }
+
+    /// Chunks of prompts, and the first tokens behind those that end.
+    fn chunks(&mut self, chunks: &[Chunk], sequences: &[Option<Sequence>]) -> Result<()> {
+        let sequence = |slot: usize| match &sequences[slot] {
+            Some(sequence) => Ok(sequence),
+            None => bail!("{OP}: nobody is in slot {slot}"),
+        };
+        let ending: Vec<usize> = chunks.iter().filter(|c| c.draws).map(|c| c.slot).collect();
+        for slot in &ending {
+            let sequence = sequence(*slot)?;
+            let sampling = &sequence.request.sampling;
+            self.slots.enter(*slot, &sequence.tokens, sampling)?;
+        }
+        let mut rows = Rows::new(self.slots.width());
+        for chunk in chunks {
+            rows.add(chunk, sequence(chunk.slot)?);
+        }
+        let Some(logits) = self.read(&rows)? else {
+            return Ok(());
+        };
+        let (launcher, vocab) = (Launcher::new(&self.device)?, logits.dims()[1]);
+        let logits = address_of(&logits)?;
+        for (row, slot) in ending.into_iter().enumerate() {
+            let step = sample::Step {
+                logits: logits + (4 * row * vocab) as Address,
+                ..self.slots.ends(slot, 1).sampling
+            };
+            // SAFETY: the addresses are those of one slot and of one row of logits, which is freed in the order of the
+            // stream.
+            unsafe { sample::launch(&launcher, 1, step)? };
+        }
+        Ok(())
+    }
+
+    /// The logits behind the rows that are wanted.
+    fn read(&self, rows: &Rows) -> Result<Option<Tensor>> {
+        let lists = rows.lists();
+        let words: Vec<u32> = lists.iter().flat_map(|list| list.iter().copied()).collect();
+        let words = Tensor::new(words, &candle_core::Device::Cuda(self.device.clone()))?;
+        let base = address_of(&words)?;
+        let mut starts = [base; 7];
+        for i in 1..lists.len() {
+            starts[i] = starts[i - 1] + 4 * lists[i - 1].len() as Address;
+        }
+        let [ids, positions, owners, ends, lengths, last, table] = starts;
+        let read = PagedRows {
+            decoder: &self.decoder,
+            rotaries: &self.rotaries,
+            keys: PagedKeys {
+                pools: &self.pools,
+                table,
+                width: rows.width,
+            },
+            lengths,
+            sequences: rows.lengths.len(),
+            ids,
+            positions,
+            owners,
+            tokens: rows.ids.len(),
+            cu_seqlens: ends,
+            longest: rows.longest,
+            last,
+            draws: rows.last.len(),
+        };
+        prefill_paged::read(&self.device, &read)
+    }
+
+    /// Sends the tokens of these slots to the host.
+    fn mail(&mut self, slots: Vec<usize>) -> Result<()> {
+        let launcher = Launcher::new(&self.device)?;
+        let words = slots.iter().max().map_or(0, |last| last + 1);
+        let mail = self.turn * self.count;
+        self.turn = (self.turn + 1) % (AHEAD + 1);
+        if words > 0 {
+            let tokens = self.slots.tokens();
+            // SAFETY: there is a token for each slot; what is under way is waited for when the mailbox is dropped.
+            unsafe {
+                self.mailbox
+                    .copy_from(mail, tokens, words, launcher.stream)?
+            };
+        }
+        self.under_way.push_back(UnderWay {
+            passed: Event::record(launcher.stream)?,
+            mail,
+            slots,
+        });
+        Ok(())
+    }
+
+    pub fn receive(&mut self, count: usize) -> Result<Vec<Option<u32>>> {
+        let Some(step) = self.under_way.pop_front() else {
+            bail!("{OP}: no step is under way");
+        };
+        if step.slots.len() != count {
+            bail!("{OP}: there are not {count} draws");
+        }
+        step.passed.wait()?;
+        let words = self.mailbox.words();
+        let token = |slot: &usize| words[step.mail + slot].load(Ordering::Acquire);
+        let tokens = step.slots.iter().map(token);
+        Ok(tokens.map(|t| (t != NONE).then_some(t)).collect())
+    }
+}
+
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        // The GPU still writes to the host's memory until the last step is through.
+        let _ = self.settle();
+    }
+}
+
+/// The rows of a step's chunks.
+struct Rows {
+    ids: Vec<u32>,
+    positions: Vec<u32>,
+    owners: Vec<u32>,
+    ends: Vec<u32>,
+    lengths: Vec<u32>,
+    last: Vec<u32>,
+    table: Vec<u32>,
+    width: usize,
+    longest: usize,
+}
+
+impl Rows {
+    fn new(width: usize) -> Self {
+        Self {
+            ids: Vec::new(),
+            positions: Vec::new(),
+            owners: Vec::new(),
+            ends: vec![0],
+            lengths: Vec::new(),
+            last: Vec::new(),
+            table: Vec::new(),
+            width,
+            longest: 0,
+        }
+    }
+
+    fn add(&mut self, chunk: &Chunk, sequence: &Sequence) {
+        let owner = self.lengths.len() as u32;
+        self.ids.extend(&sequence.tokens[chunk.from..chunk.to]);
+        self.positions.extend(chunk.from as u32..chunk.to as u32);
+        self.owners.resize(self.ids.len(), owner);
+        self.ends.push(self.ids.len() as u32);
+        self.lengths.push(chunk.to as u32);
+        if chunk.draws {
+            self.last.push(self.ids.len() as u32 - 1);
+        }
+        self.table.extend(&sequence.pages);
+        self.table.resize(self.lengths.len() * self.width, u32::MAX);
+        self.longest = self.longest.max(chunk.to - chunk.from);
+    }
+
+    fn lists(&self) -> [&[u32]; 7] {
+        [
+            &self.ids,
+            &self.positions,
+            &self.owners,
+            &self.ends,
+            &self.lengths,
+            &self.last,
+            &self.table,
+        ]
+    }
+}
