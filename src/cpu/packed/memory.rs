@@ -32,7 +32,7 @@ static OPEN: Mutex<(Weak<Region>, usize)> = Mutex::new((Weak::new(), 0));
 
 /// Bytes of one matrix, zero at first.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(crate) struct Memory {
     region: Arc<Region>,
     start: usize,
     len: usize,
