@@ -6,21 +6,18 @@
 //! argument), give the limits at both infinities, and keep NaN.
 //!
 //! ```
-//! use candle_fused::cpu::math::{self, exp_v, exp_weight_v, gelu_erf_v, gelu_tanh_v, silu_v, tanh_v};
+//! use candle_fused::cpu::math::*;
 //! use candle_fused::cpu::simd;
 //! use candle_fused::cpu::vector::{Kernel, Vector, dispatch};
-//! let mut x = [0f32; 5];
-//! let level = simd::level();
-//! // Zero all along, then 1.
-//! math::silu(level, &mut x);
-//! math::gelu_erf(level, &mut x);
-//! math::gelu_tanh(level, &mut x);
-//! math::tanh(level, &mut x);
-//! math::exp_weight(level, &mut x);
-//! assert_eq!(x, [1.; 5]);
-//! math::exp(level, &mut x);
-//! assert!(x.iter().all(|x| (x - std::f32::consts::E).abs() < 1e-6));
-//!
+//! let (mut x, level) = ([0f32; 16], simd::level());
+//! // Zero stays zero, and e^0 is 1.
+//! let functions: [fn(_, &mut [f32]); 6] = [silu, gelu_erf, gelu_tanh, relu, relu2, tanh];
+//! functions.iter().for_each(|f| f(level, &mut x));
+//! [swiglu, geglu, geglu_tanh].map(|f: fn(_, &mut [f32], &[f32])| f(level, &mut x, &[1.; 16]));
+//! assert_eq!(x, [0.; 16]);
+//! exp_weight(level, &mut x);
+//! assert_eq!(x, [1.; 16]);
+//! exp(level, &mut x);
 //! // The same over one vector.
 //! struct Chain<'a>(&'a mut [f32; 16]);
 //! impl Kernel for Chain<'_> {
@@ -28,16 +25,16 @@
 //!     #[inline(always)]
 //!     unsafe fn run<V: Vector>(self) {
 //!         // SAFETY: no vector has more than 16 lanes.
-//!         let x = unsafe { V::load(self.0.as_ptr()) };
-//!         let one = exp_weight_v(tanh_v(gelu_tanh_v(gelu_erf_v(silu_v(x)))));
-//!         // SAFETY: as above.
-//!         unsafe { exp_v(one).store(self.0.as_mut_ptr()) }
+//!         unsafe {
+//!             let zero = relu2_v(relu_v(tanh_v(gelu_tanh_v(gelu_erf_v(silu_v(V::splat(0.)))))));
+//!             exp_v(exp_weight_v(zero)).store(self.0.as_mut_ptr());
+//!         }
 //!     }
 //! }
 //! let mut lanes = [0.; 16];
 //! // SAFETY: the kernel holds a slice.
 //! unsafe { dispatch(level, Chain(&mut lanes)) };
-//! assert_eq!(lanes[..4], x[..4]);
+//! assert!(lanes[..4] == x[..4] && (x[0] - std::f32::consts::E).abs() < 1e-6);
 //! ```
 
 use super::simd::Level;

@@ -175,6 +175,8 @@ struct UnderWay {
 /// }
 /// assert_eq!((tokens, finish), (3, Some(FinishReason::Length)));
 /// assert!(engine.cancel(second) && engine.is_idle() && engine.stats().running == 0);
+/// // On the CPU steps are no chain of kernels.
+/// assert!(engine.profile(1)?.is_empty());
 /// println!("{:?}", engine.graph_refusal());
 /// # Ok::<(), candle_core::Error>(())
 /// ```

@@ -129,6 +129,12 @@ pub enum Activation {
 impl Activation {
     /// What the first half of the outputs goes through before it multiplies the second; none where there are
     /// no such halves.
+    ///
+    /// ```
+    /// use candle_fused::ops::Activation;
+    /// assert_eq!(Activation::SwiGlu.gate(), Some(Activation::Silu));
+    /// assert_eq!(Activation::Silu.gate(), None);
+    /// ```
     pub fn gate(self) -> Option<Self> {
         match self {
             Activation::SwiGlu => Some(Activation::Silu),
