@@ -142,6 +142,14 @@ fn right(causal: bool) -> Option<usize> {
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let q = Tensor::ones((1, 5, 2, 16), DType::F32, &Device::Cpu)?;
+/// let y = candle_fused::flash_attn::flash_attn(&q, &q, &q, 0.25, true)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attn(
     q: &Tensor,
     k: &Tensor,
@@ -156,6 +164,15 @@ pub fn flash_attn(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let q = Tensor::randn(0f32, 1., (1, 5, 2, 16), &Device::Cpu)?;
+/// // Within this window each token sees itself alone.
+/// let y = candle_fused::flash_attn::flash_attn_windowed(&q, &q, &q, 0.25, Some(0), Some(0))?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attn_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -178,6 +195,15 @@ pub fn flash_attn_windowed(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, slopes) = (Tensor::randn(0f32, 1., (1, 5, 2, 16), &Device::Cpu)?, Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?);
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn::flash_attn_alibi(&q, &q, &q, &slopes, 0.25, true)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attn_alibi(
     q: &Tensor,
     k: &Tensor,
@@ -193,6 +219,15 @@ pub fn flash_attn_alibi(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, slopes) = (Tensor::randn(0f32, 1., (1, 5, 2, 16), &Device::Cpu)?, Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?);
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn::flash_attn_alibi_windowed(&q, &q, &q, &slopes, 0.25, Some(3), None)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attn_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -216,6 +251,15 @@ pub fn flash_attn_alibi_windowed(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let q = Tensor::randn(0f32, 1., (1, 5, 2, 16), &Device::Cpu)?;
+/// // Within this window each token sees itself alone.
+/// let y = candle_fused::flash_attn::flash_attn_alibi_windowed_softcap(&q, &q, &q, None, 0.25, Some(0), Some(0), 30.)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
@@ -263,6 +307,14 @@ fn ragged(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let (q, lengths) = (Tensor::ones((8, 2, 16), DType::F32, &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// let y = candle_fused::flash_attn::flash_attn_varlen(&q, &q, &q, &lengths, &lengths, 5, 5, 0.25, true)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen(
     q: &Tensor,
@@ -293,6 +345,15 @@ pub fn flash_attn_varlen(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, lengths) = (Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// // Within this window each token sees itself alone.
+/// let y = candle_fused::flash_attn::flash_attn_varlen_windowed(&q, &q, &q, &lengths, &lengths, 5, 5, 0.25, Some(0), Some(0))?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_windowed(
     q: &Tensor,
@@ -320,6 +381,16 @@ pub fn flash_attn_varlen_windowed(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, lengths) = (Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// let slopes = Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?;
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn::flash_attn_varlen_alibi(&q, &q, &q, &slopes, &lengths, &lengths, 5, 5, 0.25, true)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi(
     q: &Tensor,
@@ -352,6 +423,16 @@ pub fn flash_attn_varlen_alibi(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, lengths) = (Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// let slopes = Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?;
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn::flash_attn_varlen_alibi_windowed(&q, &q, &q, &slopes, &lengths, &lengths, 5, 5, 0.25, Some(3), None)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi_windowed(
     q: &Tensor,
@@ -380,6 +461,15 @@ pub fn flash_attn_varlen_alibi_windowed(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, lengths) = (Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// // Within this window each token sees itself alone.
+/// let y = candle_fused::flash_attn::flash_attn_varlen_alibi_windowed_softcap(&q, &q, &q, None, &lengths, &lengths, 5, 5, 0.25, Some(0), Some(0), 30.)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,

@@ -86,6 +86,14 @@ impl CustomOp3 for FlashAttn {
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let q = Tensor::ones((1, 5, 2, 16), DType::F32, &Device::Cpu)?;
+/// let y = candle_fused::flash_attn_v3::flash_attn(&q, &q, &q, 0.25, true, false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attn(
     q: &Tensor,
     k: &Tensor,
@@ -101,6 +109,15 @@ pub fn flash_attn(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let q = Tensor::randn(0f32, 1., (1, 5, 2, 16), &Device::Cpu)?;
+/// // Within this window each token sees itself alone.
+/// let y = candle_fused::flash_attn_v3::flash_attn_windowed(&q, &q, &q, 0.25, Some(0), Some(0), false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attn_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -117,6 +134,15 @@ pub fn flash_attn_windowed(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, slopes) = (Tensor::randn(0f32, 1., (1, 5, 2, 16), &Device::Cpu)?, Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?);
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn_v3::flash_attn_alibi(&q, &q, &q, &slopes, 0.25, true, false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attn_alibi(
     q: &Tensor,
     k: &Tensor,
@@ -133,6 +159,15 @@ pub fn flash_attn_alibi(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, slopes) = (Tensor::randn(0f32, 1., (1, 5, 2, 16), &Device::Cpu)?, Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?);
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn_v3::flash_attn_alibi_windowed(&q, &q, &q, &slopes, 0.25, Some(3), None, false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_alibi_windowed(
     q: &Tensor,
@@ -159,6 +194,14 @@ pub fn flash_attn_alibi_windowed(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// let (q, lengths) = (Tensor::ones((8, 2, 16), DType::F32, &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// let y = candle_fused::flash_attn_v3::flash_attn_varlen(&q, &q, &q, &lengths, &lengths, 5, 5, 0.25, true, false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen(
     q: &Tensor,
@@ -189,6 +232,15 @@ pub fn flash_attn_varlen(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, lengths) = (Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// // Within this window each token sees itself alone.
+/// let y = candle_fused::flash_attn_v3::flash_attn_varlen_windowed(&q, &q, &q, &lengths, &lengths, 5, 5, 0.25, Some(0), Some(0), false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_windowed(
     q: &Tensor,
@@ -221,6 +273,16 @@ pub fn flash_attn_varlen_windowed(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, lengths) = (Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// let slopes = Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?;
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn_v3::flash_attn_varlen_alibi(&q, &q, &q, &slopes, &lengths, &lengths, 5, 5, 0.25, true, false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi(
     q: &Tensor,
@@ -253,6 +315,16 @@ pub fn flash_attn_varlen_alibi(
 ///
 /// # Errors
 /// As for the [module](self).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (q, lengths) = (Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?, Tensor::new(&[0u32, 3, 8], &Device::Cpu)?);
+/// let slopes = Tensor::new(&[1e6f32, 1e6], &Device::Cpu)?;
+/// // Slopes so steep leave nothing of tokens that are further away.
+/// let y = candle_fused::flash_attn_v3::flash_attn_varlen_alibi_windowed(&q, &q, &q, &slopes, &lengths, &lengths, 5, 5, 0.25, Some(3), None, false)?;
+/// assert!((y - q)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi_windowed(
     q: &Tensor,

@@ -128,6 +128,11 @@ pub(crate) fn fallback(device: &Device) -> Option<&'static str> {
 
 impl Fusion {
     /// Whether every switch is off.
+    ///
+    /// ```
+    /// use candle_fused::Fusion;
+    /// assert!(Fusion::none().is_none() && !Fusion::all().is_none());
+    /// ```
     pub fn is_none(&self) -> bool {
         !self.flags().iter().any(|on| *on)
     }

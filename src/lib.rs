@@ -51,7 +51,8 @@
 //! # Features
 //! The feature `cuda` adds CUDA kernels to every op, `cuda` with settings, memory and kernels of a GPU, and
 //! replays `generation`'s steps as CUDA graphs; it needs nvcc to build. These pages are built without it.
-//! `nvtx` names launches in Nsight's timelines, `mkl` and `accelerate` are candle's own.
+//! `nvtx` names launches in Nsight's timelines, `mkl`, `accelerate` and `metal` are candle's own; on a Metal device
+//! models and layers take candle's operations.
 //!
 //! # What is absent
 //! Kernels for Metal, batches of padded sequences, stop strings, training (there is no backward pass).

@@ -33,6 +33,17 @@ pub struct Call {
 }
 
 /// The calls recorded on this thread during [`capture`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::{ops, trace};
+/// let x = Tensor::ones(8, DType::F32, &Device::Cpu)?;
+/// let (y, calls) = trace::capture(|| ops::residual_add(&x, &[&x]));
+/// y?;
+/// assert_eq!((calls.count("residual_add"), calls.by_op()["residual_add"]), (1, 1));
+/// assert!(calls.iter().all(|(call, n)| call.path.starts_with("cpu") && n == 1));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Calls {
     counts: BTreeMap<Call, u64>,
@@ -85,6 +96,11 @@ thread_local! {
 }
 
 /// Runs `body` and returns what it returns, with the calls that this thread made meanwhile.
+///
+/// ```
+/// let (four, calls) = candle_fused::trace::capture(|| 2 + 2);
+/// assert_eq!((four, calls.count("linear")), (4, 0));
+/// ```
 pub fn capture<T>(body: impl FnOnce() -> T) -> (T, Calls) {
     /// Puts back what is captured around this, also where the body panics.
     struct Outer(Option<Calls>);

@@ -4,6 +4,38 @@
 //! are what the ops call. All hold a relative error of about two units in the last place (the
 //! Gaussian tail of gelu and the far tails of silu: a few more, from rounding the exponent's
 //! argument), give the limits at both infinities, and keep NaN.
+//!
+//! ```
+//! use candle_fused::cpu::math::*;
+//! use candle_fused::cpu::simd;
+//! use candle_fused::cpu::vector::{Kernel, Vector, dispatch};
+//! let (mut x, level) = ([0f32; 16], simd::level());
+//! // Zero stays zero, and e^0 is 1.
+//! let functions: [fn(_, &mut [f32]); 6] = [silu, gelu_erf, gelu_tanh, relu, relu2, tanh];
+//! functions.iter().for_each(|f| f(level, &mut x));
+//! [swiglu, geglu, geglu_tanh].map(|f: fn(_, &mut [f32], &[f32])| f(level, &mut x, &[1.; 16]));
+//! assert_eq!(x, [0.; 16]);
+//! exp_weight(level, &mut x);
+//! assert_eq!(x, [1.; 16]);
+//! exp(level, &mut x);
+//! // The same over one vector.
+//! struct Chain<'a>(&'a mut [f32; 16]);
+//! impl Kernel for Chain<'_> {
+//!     type Output = ();
+//!     #[inline(always)]
+//!     unsafe fn run<V: Vector>(self) {
+//!         // SAFETY: no vector has more than 16 lanes.
+//!         unsafe {
+//!             let zero = relu2_v(relu_v(tanh_v(gelu_tanh_v(gelu_erf_v(silu_v(V::splat(0.)))))));
+//!             exp_v(exp_weight_v(zero)).store(self.0.as_mut_ptr());
+//!         }
+//!     }
+//! }
+//! let mut lanes = [0.; 16];
+//! // SAFETY: the kernel holds a slice.
+//! unsafe { dispatch(level, Chain(&mut lanes)) };
+//! assert!(lanes[..4] == x[..4] && (x[0] - std::f32::consts::E).abs() < 1e-6);
+//! ```
 
 use super::simd::Level;
 use super::vector::{BIASED, Kernel, Vector, dispatch};

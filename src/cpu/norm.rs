@@ -11,6 +11,13 @@ use super::vector::{Element, Kernel, Vector, dispatch, is_f32};
 ///
 /// # Panics
 /// If the slices differ in length.
+///
+/// ```
+/// use candle_fused::cpu::{norm, simd};
+/// let mut out = [0f32; 2];
+/// norm::rms_norm(simd::level(), &[5f32, -5.], &[1., 2.], 0., &mut out);
+/// assert_eq!(out, [1., -2.]);
+/// ```
 pub fn rms_norm<T: Element, O: Element>(
     level: Level,
     x: &[T],
@@ -41,6 +48,13 @@ pub fn rms_norm<T: Element, O: Element>(
 ///
 /// # Panics
 /// If the slices differ in length.
+///
+/// ```
+/// use candle_fused::cpu::{norm, simd};
+/// let mut out = [0f32; 2];
+/// norm::layer_norm(simd::level(), &[7f32, 3.], &[1., 2.], Some(&[10., 10.]), 0., &mut out);
+/// assert_eq!(out, [11., 8.]);
+/// ```
 pub fn layer_norm<T: Element, O: Element>(
     level: Level,
     x: &[T],
@@ -70,6 +84,13 @@ pub fn layer_norm<T: Element, O: Element>(
 ///
 /// # Panics
 /// If the slices differ in length.
+///
+/// ```
+/// use candle_fused::cpu::{norm, simd};
+/// let mut out = [0f32; 2];
+/// norm::add(simd::level(), &[1., 2.], &[10., 20.], Some(&[100., 200.]), &mut out);
+/// assert_eq!(out, [111., 222.]);
+/// ```
 pub fn add<T: Element>(level: Level, x: &[T], first: &[T], second: Option<&[T]>, out: &mut [T]) {
     assert!(x.len() == first.len() && x.len() == out.len());
     assert!(second.is_none_or(|s| s.len() == x.len()));

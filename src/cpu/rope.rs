@@ -16,6 +16,14 @@ pub enum RopeStyle {
 ///
 /// # Panics
 /// If `x` and `out` or the angles differ in length, or `x` is shorter than the rotated part.
+///
+/// ```
+/// use candle_fused::cpu::rope::{RopeStyle, rotate};
+/// // A quarter turn of the only pair; the third value is no part of one.
+/// let mut out = [0f32; 3];
+/// rotate(RopeStyle::HalfSplit, &[1f32, 2., 3.], &[0.], &[1.], &mut out);
+/// assert_eq!(out, [-2., 1., 3.]);
+/// ```
 pub fn rotate<T: Element, O: Element>(
     style: RopeStyle,
     x: &[T],
@@ -58,6 +66,12 @@ pub fn rotate<T: Element, O: Element>(
 }
 
 /// Copies values of one type to another.
+///
+/// ```
+/// let mut out = [half::f16::ZERO; 2];
+/// candle_fused::cpu::rope::copy(&[1f32, 2.], &mut out);
+/// assert_eq!(out.map(f32::from), [1., 2.]);
+/// ```
 pub fn copy<T: Element, O: Element>(x: &[T], out: &mut [O]) {
     for (x, y) in x.iter().zip(out) {
         *y = O::from_f32(x.to_f32());

@@ -3,6 +3,14 @@
 use std::sync::OnceLock;
 
 /// Instruction sets of this architecture that a core may have a path for, in rising order.
+///
+/// ```
+/// use candle_fused::cpu::simd::{self, Level};
+/// let levels = Level::available();
+/// assert_eq!((levels[0], levels.last()), (Level::Scalar, Some(&simd::best())));
+/// assert!(levels.iter().all(|level| level.supported() == *level));
+/// assert_eq!(Level::Scalar.name(), "scalar");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
     /// Plain Rust, right on every architecture.
@@ -70,6 +78,11 @@ impl Level {
 /// The level in use: the best that the processor has, or less where the environment variable
 /// `CANDLE_FUSED_SIMD` asks for less (`scalar`; `avx2`, `avx512` on x86; `neon`, `dotprod` on
 /// aarch64).
+///
+/// ```
+/// use candle_fused::cpu::simd;
+/// assert!(simd::level() <= simd::best());
+/// ```
 pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {
@@ -93,6 +106,11 @@ pub fn level() -> Level {
 }
 
 /// The best level that this processor has, whatever the environment asks for.
+///
+/// ```
+/// use candle_fused::cpu::simd::{self, Level};
+/// assert!(Level::available().contains(&simd::best()));
+/// ```
 pub fn best() -> Level {
     static BEST: OnceLock<Level> = OnceLock::new();
     *BEST.get_or_init(detect)

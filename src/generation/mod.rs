@@ -135,6 +135,31 @@ impl<M: Parts> Model for M {}
 
 /// Several sequences in the making, with keys and values of their own; the weights are shared with
 /// the model. With CUDA it stays on the thread that made it: candle's stream is the thread's own.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_fused::generation::{Generation, Options, SamplingParams};
+/// use candle_fused::models::llama::{Config, Llama};
+/// # let config = Config {
+/// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+/// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+/// # };
+/// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let model = Llama::load(vb, &config)?;
+/// let mut generation = Generation::new(&model, &Options { positions: Some(64), ..Default::default() })?;
+/// // All logits are equal, since weights are zeros here: the first token of the vocabulary is taken.
+/// assert_eq!(generation.extend(0, &[1, 2, 3])?, 0);
+/// assert_eq!(generation.step()?, [Some(0)]);
+/// assert_eq!((generation.ids(0), generation.pending(0)), (&[1, 2, 3, 0][..], Some(0)));
+/// // Without the last two, and with tokens by chance from here on.
+/// generation.truncate(0, 2)?;
+/// generation.set_sampling(0, SamplingParams { temperature: 0.8, seed: 7, ..Default::default() })?;
+/// assert!(generation.extend(0, &[3])? < 32 && !generation.is_finished(0));
+/// // On the CPU there is no graph.
+/// assert_eq!((generation.kernels_per_step(), generation.profile(1)?.len()), (0, 0));
+/// println!("{:?}", generation.graph_refusal());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct Generation {
     sequences: Vec<Sequence>,
     stop: Vec<u32>,

@@ -18,6 +18,39 @@ use std::marker::PhantomData;
 /// A language model of configuration `C` with its head: `ModelForCausalLM` of
 /// [`qwen2`](super::qwen2::ModelForCausalLM), [`qwen3`](super::qwen3::ModelForCausalLM) and
 /// [`gpt_neox`](super::gpt_neox::ModelForCausalLM).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::models::qwen3::{Config, ModelForCausalLM};
+/// use candle_fused::quant::Recipe;
+/// use candle_nn::VarBuilder;
+/// let config: Config = serde_json::from_str(
+///     r#"{"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+///         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": false,
+///         "max_position_embeddings": 128, "sliding_window": null, "max_window_layers": 2,
+///         "tie_word_embeddings": true, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+///         "use_sliding_window": false, "hidden_act": "silu"}"#,
+/// ).expect("a configuration");
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let mut model = ModelForCausalLM::new(&config, vb.clone())?;
+/// assert_eq!((model.vocab_size(), model.max_positions()), (32, 128));
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// // Logits behind the last token, then those of one token more.
+/// assert_eq!(model.forward(&ids, 0)?.dims(), [1, 1, 32]);
+/// assert_eq!(model.forward(&ids.narrow(1, 0, 1)?, 3)?.dims(), [1, 1, 32]);
+/// model.clear_kv_cache();
+/// // The embedding, then behind each layer, and the logits of every token.
+/// let (states, logits) = model.hidden_states(&ids, 0)?;
+/// assert_eq!((states.len(), logits.dims()), (3, &[1, 3, 32][..]));
+///
+/// // In candle's own operations, and with INT8 weights.
+/// let mut plain = ModelForCausalLM::new_fused(&config, vb.clone(), Fusion::none())?;
+/// let recipe = Recipe::new("int8".parse()?);
+/// let mut small = ModelForCausalLM::new_quantized(&config, vb, &recipe, Fusion::all())?;
+/// assert_eq!(plain.forward(&ids, 0)?.dims(), small.forward(&ids, 0)?.dims());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct CausalLm<C> {
     decoder: Decoder,
@@ -86,6 +119,29 @@ impl<C: Architecture> CausalLm<C> {
     ///
     /// # Errors
     /// As [`CausalLm::new`], or if the device has no kernels for a matrix.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_fused::Fusion;
+    /// use candle_fused::models::qwen2::{Config, ModelForCausalLM};
+    /// use candle_fused::models::save_quantized;
+    /// use candle_fused::quant::{QuantizedFile, Recipe};
+    /// # let config: Config = serde_json::from_str(
+    /// #     r#"{"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+    /// #         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    /// #         "sliding_window": 128, "max_window_layers": 1, "tie_word_embeddings": true,
+    /// #         "rope_theta": 1e4, "rms_norm_eps": 1e-6, "use_sliding_window": false, "hidden_act": "silu"}"#,
+    /// # ).expect("a configuration");
+    /// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("model.safetensors");
+    /// save_quantized(&config, vb, &Recipe::new("int8".parse()?), &path)?;
+    /// // SAFETY: the file does not change while it is open.
+    /// let file = unsafe { QuantizedFile::open(&path)? };
+    /// let model = ModelForCausalLM::from_quantized(&config, &file, DType::F32, &Device::Cpu, Fusion::all())?;
+    /// assert_eq!(model.vocab_size(), 32);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn from_quantized(
         cfg: &C,
         file: &QuantizedFile,
@@ -166,6 +222,25 @@ impl<C: Architecture> CausalLm<C> {
 
 /// The same without its head: `Model` of [`qwen3`](super::qwen3::Model) and
 /// [`gpt_neox`](super::gpt_neox::Model).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::models::smol::smollm3::{Config, Model};
+/// let config: Config = serde_json::from_str(
+///     r#"{"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+///         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+///         "tie_word_embeddings": true, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu"}"#,
+/// ).expect("a configuration");
+/// let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// for mut model in [Model::new(&config, vb.clone())?, Model::new_fused(&config, vb, Fusion::none())?] {
+///     // Behind the last norm, without a head.
+///     assert_eq!(model.forward(&ids, 0)?.dims(), [1, 3, 64]);
+///     model.clear_kv_cache();
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct BaseModel<C> {
     stack: Stack,

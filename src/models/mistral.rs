@@ -78,6 +78,16 @@ impl Config {
     }
 
     /// Amazon's MistralLite.
+    ///
+    /// ```
+    /// use candle_fused::models::mistral::Config;
+    /// let [v01, chat, lite] = [
+    ///     Config::config_7b_v0_1(false),
+    ///     Config::config_chat_ml(false),
+    ///     Config::config_amazon_mistral_lite(false),
+    /// ];
+    /// assert_eq!([v01.vocab_size, chat.vocab_size, lite.vocab_size], [32000, 32002, 32003]);
+    /// ```
     pub fn config_amazon_mistral_lite(use_flash_attn: bool) -> Self {
         Self {
             vocab_size: 32_003,
@@ -206,6 +216,27 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::forward`], or if the mask does not fit.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::models::mistral::{Config, Model};
+    /// let config = Config {
+    ///     vocab_size: 32,
+    ///     hidden_size: 64,
+    ///     intermediate_size: 96,
+    ///     num_hidden_layers: 1,
+    ///     num_attention_heads: 4,
+    ///     num_key_value_heads: 2,
+    ///     ..Config::config_7b_v0_1(false)
+    /// };
+    /// let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+    /// let mut model = Model::new(&config, vb)?;
+    /// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+    /// let embedded = model.embed_tokens().forward(&ids)?;
+    /// let logits = model.forward_embeds(&embedded, None, 0)?;
+    /// assert_eq!(logits.dims(), [1, 1, 32]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn forward_embeds(
         &mut self,
         xs: &Tensor,

@@ -78,6 +78,17 @@ pub struct Config {
 
 impl Config {
     /// Width of a head.
+    ///
+    /// ```
+    /// use candle_fused::models::phi3::Config;
+    /// let config: Config = serde_json::from_str(
+    ///     r#"{"vocab_size": 32, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96,
+    ///         "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    ///         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 128}"#,
+    /// ).expect("a configuration");
+    /// assert_eq!(config.head_dim(), 16);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn head_dim(&self) -> usize {
         self.hidden_size / self.num_attention_heads.max(1)
     }

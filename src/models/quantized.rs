@@ -30,6 +30,26 @@ use std::path::Path;
 /// # Errors
 /// If `vb` is not on the CPU, the recipe asks for GGUF types, the file cannot be written, or as the
 /// model's `new_quantized`.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_fused::Fusion;
+/// use candle_fused::models::llama::{Config, Llama};
+/// use candle_fused::models::save_quantized;
+/// use candle_fused::quant::{QuantizedFile, Recipe};
+/// # let config = Config {
+/// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+/// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+/// # };
+/// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// # let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("model.safetensors");
+/// save_quantized(&config, vb, &Recipe::new("int8".parse()?), &path)?;
+/// // SAFETY: the file does not change while it is open.
+/// let file = unsafe { QuantizedFile::open(&path)? };
+/// Llama::from_quantized(&file, &config, DType::F32, &Device::Cpu, Fusion::all())?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn save_quantized<C: Architecture>(
     cfg: &C,
     vb: VarBuilder,
@@ -47,6 +67,23 @@ pub fn save_quantized<C: Architecture>(
 /// # Errors
 /// As [`save_quantized`], or by the tensor's name if it would be quantized in another way, or is an
 /// embedding or a head that is tied to one.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_fused::models::llama::Config;
+/// use candle_fused::models::save_compressed_tensors;
+/// use candle_fused::quant::Recipe;
+/// # let config = Config {
+/// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+/// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+/// # };
+/// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// # let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("model.safetensors");
+/// let json = save_compressed_tensors(&config, vb, &Recipe::new("int8".parse()?), &path)?;
+/// assert!(path.exists() && json.contains("pack-quantized"));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn save_compressed_tensors<C: Architecture>(
     cfg: &C,
     vb: VarBuilder,

@@ -19,6 +19,22 @@ use std::io::{Read, Seek};
 /// let logits = model.forward(&Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?, 0)?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
+///
+/// ```
+/// use candle_core::quantized::gguf_file::Content;
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::models::quantized_phi3::ModelWeights;
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
+/// # let bytes = tiny::gguf("phi3", true)?;
+/// // The bytes of a GGUF file of one layer.
+/// let mut file = std::io::Cursor::new(&bytes);
+/// let content = Content::read(&mut file)?;
+/// let mut model = ModelWeights::from_gguf(false, content, &mut file, &Device::Cpu)?;
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// assert_eq!(model.forward(&ids, 0)?.dims(), [1, 32]);
+/// model.clear_kv_cache();
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct ModelWeights(phi3::ModelWeights);
 

@@ -26,6 +26,24 @@ use std::io::{Read, Seek};
 /// let y = up.forward(&norm.forward(&x)?)?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
+///
+/// ```
+/// use candle_core::quantized::gguf_file::Content;
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_fused::models::quantized_qwen3::Gguf;
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
+/// # let bytes = tiny::gguf("qwen3", false)?;
+/// // The bytes of a GGUF file.
+/// let mut file = std::io::Cursor::new(&bytes);
+/// let content = Content::read(&mut file)?;
+/// let mut gguf = Gguf::new(content, file, Device::Cpu);
+/// assert_eq!(gguf.metadata()["qwen3.block_count"].to_u32()?, 1);
+/// assert_eq!(gguf.tensor("token_embd.weight")?.shape().dims(), [32, 64]);
+/// let (norm, gate) = (gguf.rms_norm("output_norm.weight", 1e-6)?, gguf.qmatmul("blk.0.ffn_gate.weight")?);
+/// let x = Tensor::ones((1, 64), DType::F32, &Device::Cpu)?;
+/// assert_eq!(gate.forward(&norm.forward(&x)?)?.dims(), [1, 96]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct Gguf<R: Read + Seek> {
     ct: Content,
     reader: R,
@@ -112,6 +130,18 @@ impl RotaryEmbedding {
     }
 
     /// Cosines and sines of one position, `head_dim / 2` each; none past the tables.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::models::quantized_qwen3::RotaryEmbedding;
+    /// let rotary = RotaryEmbedding::new(DType::F32, 16, 128, 1e4, &Device::Cpu)?;
+    /// let (cos, sin) = rotary.cos_sin_at(3);
+    /// assert_eq!((cos[0], sin[0], cos.len()), (3f32.cos(), 3f32.sin(), 8));
+    /// let q = Tensor::ones((1, 4, 2, 16), DType::F32, &Device::Cpu)?;
+    /// let (q, k) = rotary.apply(&q, &q, 3)?;
+    /// assert_eq!((q.dims(), k.dims()), (&[1, 4, 2, 16][..], &[1, 4, 2, 16][..]));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn cos_sin_at(&self, pos: usize) -> (&[f32], &[f32]) {
         self.0.at(pos)
     }

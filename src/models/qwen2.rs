@@ -151,6 +151,26 @@ pub type ModelForCausalLM = super::CausalLm<Config>;
 pub type ModelWeights = super::GgufModel<Config>;
 
 /// A Qwen2 model without its head.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::models::qwen2::{Config, Model};
+/// use candle_nn::VarBuilder;
+/// let config: Config = serde_json::from_str(
+///     r#"{"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+///         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+///         "sliding_window": 128, "max_window_layers": 1, "tie_word_embeddings": true,
+///         "rope_theta": 1e4, "rms_norm_eps": 1e-6, "use_sliding_window": false, "hidden_act": "silu"}"#,
+/// ).expect("a configuration");
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// for mut model in [Model::new(&config, vb.clone())?, Model::new_fused(&config, vb, Fusion::none())?] {
+///     assert_eq!(model.forward(&ids, 0, None)?.dims(), [1, 3, 64]);
+///     model.clear_kv_cache();
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Model {
     base: super::BaseModel<Config>,

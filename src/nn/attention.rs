@@ -42,6 +42,39 @@ pub struct Tokens<'a> {
 }
 
 /// Projections to queries, keys and values, rotation, causal attention and the projection back.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::nn::{self, Attention, AttentionConfig, Projection, RotaryEmbedding, Tokens};
+/// use candle_fused::ops::RopeStyle;
+/// use candle_nn::VarBuilder;
+/// let (device, vb) = (Device::Cpu, VarBuilder::zeros(DType::F32, &Device::Cpu));
+/// let config = AttentionConfig { heads: 4, kv_heads: 2, head_dim: 16, window: None };
+/// let [q, k, v] = config.widths().map(|width| nn::linear_no_bias(64, width, vb.pp("qkv")));
+/// let qkv = Projection::from_linears(vec![q?, k?, v?])?;
+/// let output = nn::linear_no_bias(64, 64, vb.pp("o_proj"))?;
+/// // As Qwen3 has it: norms of each head's queries and keys.
+/// let norm = |name: &str| nn::rms_norm(16, 1e-6, vb.pp(name));
+/// let attention = Attention::new(qkv, output.into(), config)
+///     .with_head_norms(norm("q_norm")?, norm("k_norm")?)
+///     .with_fusion(Fusion::all());
+/// assert_eq!(attention.config(), config);
+///
+/// let rotary = RotaryEmbedding::with_theta(16, 1e4, 128, RopeStyle::HalfSplit, &device)?;
+/// let mut cache = attention.new_cache(1, 128, DType::F32, &device)?;
+/// let at = Tokens { position: 0, rotary: &rotary, mask: None };
+/// let x = Tensor::ones((1, 3, 64), DType::F32, &device)?;
+/// // Weights of zeros: only the residual is left.
+/// let y = attention.forward(&x, None, &x, &at, &mut cache)?;
+/// assert_eq!(y.sum_all()?.to_scalar::<f32>()?, 3. * 64.);
+/// // The same without the projection back, for a fourth token.
+/// let at = Tokens { position: 3, ..at };
+/// let y = attention.attend(&x.narrow(1, 0, 1)?, None, &at, &mut cache)?;
+/// assert_eq!((y.dims(), cache.len()), (&[1, 1, 64][..], 4));
+/// assert!(attention.output().fusion().linear);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Attention {
     qkv: Projection,

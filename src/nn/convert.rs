@@ -70,6 +70,20 @@ impl LayerNorm {
     }
 
     /// A norm that does not remove the mean, from a weight `[size]`, with every fusion on.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use candle_fused::nn::{LayerNorm, RmsNorm};
+    /// let one = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+    /// let x = Tensor::new(&[3f32, 5.], &Device::Cpu)?;
+    /// let y = LayerNorm::new(one.clone(), one.clone(), 0.).forward(&x)?;
+    /// assert_eq!(y.to_vec1::<f32>()?, [0., 2.]);
+    /// let y = LayerNorm::new_no_bias(one.clone(), 0.).forward(&x)?;
+    /// assert_eq!(y.to_vec1::<f32>()?, [-1., 1.]);
+    /// let same = [LayerNorm::rms_norm(one.clone(), 0.).forward(&x)?, RmsNorm::new(one, 0.).forward(&x)?];
+    /// assert_eq!(same[0].to_vec1::<f32>()?, same[1].to_vec1::<f32>()?);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
         RmsNorm::new(weight, eps).into_inner()
     }

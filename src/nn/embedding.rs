@@ -58,6 +58,22 @@ impl Embedding {
     ///
     /// # Errors
     /// If `dtype` is none that candle can make tensors of.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::cpu::packed::PackedMatrix;
+    /// use candle_fused::nn::Embedding;
+    /// use candle_fused::quant::{Scheme, quantize};
+    /// use std::sync::Arc;
+    /// let codes = quantize(&[0.5; 4 * 32], 4, 32, Scheme::Int8)?;
+    /// let embedding = Embedding::from_packed(Arc::new(PackedMatrix::from_codes(&codes)?), DType::F32)?;
+    /// assert!(embedding.is_quantized() && embedding.vocab_size() == 4 && embedding.hidden_size() == 32);
+    /// // Codes are no tensor.
+    /// assert_eq!(embedding.embeddings().dims(), [0, 32]);
+    /// let row = embedding.forward(&Tensor::new(&[3u32], &Device::Cpu)?)?;
+    /// assert!((row - 0.5)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn from_packed(table: Arc<PackedMatrix>, dtype: DType) -> Result<Self> {
         Ok(Self {
             values: Tensor::zeros((0, table.cols()), dtype, &Device::Cpu)?,

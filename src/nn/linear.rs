@@ -126,6 +126,21 @@ impl Linear {
     ///
     /// # Errors
     /// If shapes, dtypes or devices do not fit, by the name of the argument.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use candle_fused::Fusion;
+    /// use candle_fused::nn::{Linear, Norm, RmsNorm};
+    /// let ones = |n: usize| Tensor::ones(n, DType::F32, &Device::Cpu);
+    /// let weight = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+    /// let layer = Linear::from_weight(weight, Some(ones(1)?), Fusion::all())?;
+    /// assert_eq!((layer.weight().dims(), layer.bias().map(|b| b.dims())), (&[1, 2][..], Some(&[1][..])));
+    /// let norm = Norm::from(RmsNorm::new(ones(2)?, 0.));
+    /// let x = Tensor::new(&[[5f32, -5.]], &Device::Cpu)?;
+    /// let (one, two) = (layer.forward_norm(&x, &norm)?, layer.forward(&norm.forward(&x)?)?);
+    /// assert_eq!((one.to_vec2::<f32>()?, two.to_vec2::<f32>()?), (vec![vec![0.]], vec![vec![0.]]));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn forward_norm(&self, x: &Tensor, norm: &Norm) -> Result<Tensor> {
         self.projection.forward_joint(x, Some(norm))
     }

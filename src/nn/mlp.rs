@@ -5,6 +5,22 @@ use crate::ops::Activation;
 use candle_core::{Result, Tensor};
 
 /// `down(act(gate(x)) * up(x))` (SwiGLU in Llama and its relatives) or `down(act(up(x)))` (GPT-NeoX).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::nn::{self, Mlp, Norm, Projection};
+/// use candle_fused::ops::Activation;
+/// let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let [gate, up] = ["gate_proj", "up_proj"].map(|name| nn::linear_no_bias(64, 96, vb.pp(name)));
+/// let down = nn::linear_no_bias(96, 64, vb.pp("down_proj"))?;
+/// let mlp = Mlp::new(Projection::from_linears(vec![gate?, up?])?, down.into(), Activation::SwiGlu);
+/// let norm = Norm::from(nn::rms_norm(64, 1e-6, vb.pp("norm"))?);
+/// let x = Tensor::ones((2, 64), DType::F32, &Device::Cpu)?;
+/// // Weights of zeros: only the residual is left.
+/// let y = mlp.forward(&x, Some(&norm), &x)?;
+/// assert_eq!(y.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Mlp {
     up: Projection,

@@ -8,6 +8,21 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::nn::RmsNorm;
+/// let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let loaded = RmsNorm::load(2, 1e-5, vb, Fusion::all())?;
+/// assert_eq!((loaded.weight().dims(), loaded.eps()), (&[2][..], 1e-5));
+/// let norm = RmsNorm::from_weight(Tensor::new(&[1f32, 2.], &Device::Cpu)?, 0., Fusion::all());
+/// let x = Tensor::new(&[[5f32, -5.]], &Device::Cpu)?;
+/// assert_eq!(norm.forward(&x)?.to_vec2::<f32>()?, [[1., -2.]]);
+/// assert_eq!(norm.forward_diff(&x)?.to_vec2::<f32>()?, [[1., -2.]]);
+/// assert!(!norm.into_inner().remove_mean());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     weight: Tensor,
@@ -81,6 +96,21 @@ impl Module for RmsNorm {
 
 /// `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension; without the removal of
 /// the mean, `x / sqrt(mean(x^2) + eps) * weight + bias`.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::nn::LayerNorm;
+/// let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let loaded = LayerNorm::load(2, 1e-5, vb, Fusion::all())?;
+/// assert!(loaded.weight().dims() == [2] && loaded.bias().is_some() && loaded.eps() == 1e-5);
+/// let weight = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// let norm = LayerNorm::from_weights(weight, None, 0., Fusion::all());
+/// assert!(norm.remove_mean());
+/// let x = Tensor::new(&[[7f32, 3.]], &Device::Cpu)?;
+/// assert_eq!(norm.forward(&x)?.to_vec2::<f32>()?, [[1., -2.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,

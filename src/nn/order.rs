@@ -56,6 +56,15 @@ impl InputOrder {
     ///
     /// # Errors
     /// If the last dimension is not the permutation's.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_fused::nn::InputOrder;
+    /// let order = InputOrder::new(vec![2, 0, 1], &Device::Cpu)?;
+    /// let x = Tensor::new(&[[10f32, 20., 30.]], &Device::Cpu)?;
+    /// assert_eq!(order.gather(&x)?.to_vec2::<f32>()?, [[30., 10., 20.]]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn gather(&self, x: &Tensor) -> Result<Tensor> {
         let width = x.dim(D::Minus1)?;
         if width != self.order.len() {

@@ -52,6 +52,36 @@ impl LinearWeight {
 }
 
 /// One or several matrices `[N_i, K]` with the same input, as q, k and v have.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::cpu::packed::PackedMatrix;
+/// use candle_fused::nn::{LinearWeight, Projection};
+/// use candle_fused::ops::{Activation, Weight};
+/// use candle_fused::quant::{Scheme, quantize};
+/// use std::sync::Arc;
+/// let ones = |rows: usize| Tensor::ones((rows, 32), DType::F32, &Device::Cpu);
+/// let x = ones(1)?;
+/// // A matrix of two rows and one of three.
+/// let both = vec![LinearWeight::Dense(ones(2)?), LinearWeight::Dense(ones(3)?)];
+/// let projection = Projection::new(both, None, Fusion::all())?;
+/// assert_eq!(projection.forward_joint(&x, None)?.to_vec2::<f32>()?, [[32.; 5]]);
+/// let parts = projection.forward_parts(&x, None)?;
+/// assert_eq!((parts[0].dims(), parts[1].dims()), (&[1, 2][..], &[1, 3][..]));
+/// assert!(projection.fusion().linear);
+///
+/// let one = Projection::from_weights(vec![Weight::Dense(ones(2)?)], Fusion::all());
+/// let y = one.forward_residual(&x, &Tensor::ones((1, 2), DType::F32, &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[33., 33.]]);
+/// let y = one.forward_activated(&x.neg()?, None, Activation::Silu)?;
+/// assert!(y.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+///
+/// let codes = quantize(&[1.; 16 * 32], 16, 32, Scheme::Int8)?;
+/// let packed = Projection::from_packed(vec![Arc::new(PackedMatrix::from_codes(&codes)?)], Fusion::all());
+/// assert!((packed.forward_joint(&x, None)? - 32.)?.abs()?.max_all()?.to_scalar::<f32>()? < 0.01);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Projection {
     form: Form,

@@ -217,6 +217,22 @@ impl Recipe {
     }
 
     /// Calls `listener` after every matrix.
+    ///
+    /// ```
+    /// use candle_fused::quant::{Quantization, Recipe, Scheme};
+    /// let recipe = Recipe::new("int4-g32".parse()?)
+    ///     .with_balance()
+    ///     .with_head(Quantization::Int8)
+    ///     .with_embedding(Quantization::Int8)
+    ///     .with_progress(|progress| println!("{} {}/{}", progress.tensor, progress.done, progress.total));
+    /// let head = recipe.of_head("lm_head.weight").expect("quantized");
+    /// assert_eq!(head.scheme(), Some(Scheme::Int8));
+    /// assert!(recipe.of_embedding("model.embed_tokens.weight").is_some());
+    /// // Groups of 32 take rows of whole groups.
+    /// let layers = recipe.of("model.layers.0.mlp.up_proj.weight").expect("quantized");
+    /// assert!(layers.check(64).is_ok() && layers.check(50).is_err());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn with_progress(
         mut self,
         listener: impl Fn(Progress<'_>) + Send + Sync + 'static,

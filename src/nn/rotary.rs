@@ -183,6 +183,22 @@ impl RotaryEmbedding {
     }
 
     /// The tables `(cos, sin)`, by position.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_fused::nn::RotaryEmbedding;
+    /// use candle_fused::ops::RopeStyle;
+    /// // Two rotated pairs of dimensions, one turning ten times as fast as the other.
+    /// let mut rotary = RotaryEmbedding::new(vec![1., 0.1], RopeStyle::HalfSplit, &Device::Cpu)?;
+    /// rotary.reserve(16)?;
+    /// let (cos, sin) = rotary.tables();
+    /// assert!(cos.dims()[0] >= 16 && cos.dims()[1] == 2);
+    /// assert_eq!(cos.get(3)?.to_vec1::<f32>()?, [3f32.cos(), 0.3f32.cos()]);
+    /// // Tables that are there already.
+    /// let same = RotaryEmbedding::from_tables(cos, sin, rotary.style())?;
+    /// assert_eq!(same.rotation(3).position, 3);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn tables(&self) -> (&Tensor, &Tensor) {
         (&self.cos, &self.sin)
     }

@@ -70,6 +70,24 @@ pub fn paged_prefill(
 ///
 /// # Errors
 /// As [`paged_prefill`](fn@paged_prefill) on the CPU.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{PageLayout, PagePool, PageTable, PagedAttention, RaggedQueries, paged_prefill};
+/// let device = Device::Cpu;
+/// let pages = Tensor::ones((4, 2, 8, 1, 16), DType::F32, &device)?;
+/// let pool = PagePool::combined(&pages, PageLayout::Nhd)?;
+/// let table = PageTable::Padded {
+///     block_table: Tensor::new(&[[3u32, 1]], &device)?,
+///     lengths: Tensor::new(&[10u32], &device)?,
+/// };
+/// let queries = RaggedQueries { cu_seqlens_q: Tensor::new(&[0u32, 3], &device)?, max_seqlen_q: 3 };
+/// let q = Tensor::randn(0f32, 1., (3, 2, 16), &device)?;
+/// // All values are 1, and so is any mean of them.
+/// let y = paged_prefill::reference(&q, &pool, &table, &queries, &PagedAttention::default())?;
+/// assert!(y.len() == 96 && y.iter().all(|y| (y - 1.).abs() < 1e-12));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(
     q: &Tensor,
     pool: &PagePool,

@@ -14,6 +14,16 @@ pub enum PageLayout {
 
 /// Keys and values in pages of a fixed number of tokens, shared by any number of sequences. On CUDA a page has
 /// 256 tokens at most, and a pool fewer than 2^24 pages.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{PageLayout, PagePool};
+/// // 8 pages of 16 tokens, for two key/value heads of 64.
+/// let pages = Tensor::zeros((8, 2, 16, 2, 64), DType::F32, &Device::Cpu)?;
+/// let pool = PagePool::combined(&pages, PageLayout::Nhd)?;
+/// assert_eq!((pool.k.dims(), pool.v.dims()), (&[8, 16, 2, 64][..], &[8, 16, 2, 64][..]));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct PagePool {
     /// Keys in the order of `layout`, f32, f16 or bf16; a head's elements side by side, otherwise any strides.

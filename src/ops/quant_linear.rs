@@ -72,6 +72,26 @@ pub fn quant_linear(
 ///
 /// # Errors
 /// As [`quant_linear`].
+///
+/// ```
+/// use candle_core::quantized::{GgmlDType, QTensor};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::cpu::packed::PackedMatrix;
+/// use candle_fused::ops::{ActivationBits, Epilogue, Prologue, Weight, quant_linear_with};
+/// use std::sync::Arc;
+/// let w = Tensor::ones((1, 32), DType::F32, &Device::Cpu)?;
+/// let blocks = QTensor::quantize(&w, GgmlDType::Q8_0)?;
+/// let packed = PackedMatrix::pack(GgmlDType::Q8_0, 1, 32, &blocks.data()?)?;
+/// let weights = [Weight::Packed(Arc::new(packed))];
+/// let x = Tensor::randn(0f32, 1., (1, 32), &Device::Cpu)?;
+/// let exact = x.sum_all()?.to_scalar::<f32>()?;
+/// let error = |bits| -> candle_core::Result<f32> {
+///     let y = quant_linear_with(&x, Prologue::None, &weights, &Epilogue::default(), bits)?;
+///     Ok((y.to_vec2::<f32>()?[0][0] - exact).abs())
+/// };
+/// assert!(error(ActivationBits::Bits8)? < 1. && error(ActivationBits::Bits16)? < 0.01);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn quant_linear_with(
     x: &Tensor,
     prologue: Prologue<'_>,

@@ -34,6 +34,17 @@ pub enum Scaling {
 ///
 /// In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
 /// In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
+///
+/// ```
+/// use candle_core::quantized::GgmlDType;
+/// use candle_fused::quant::BlockFormat;
+/// let format = BlockFormat::of(GgmlDType::Q8_0)?;
+/// // 32 bytes of codes and a scale in f16.
+/// assert_eq!((format.values, format.bytes), (32, 34));
+/// assert_eq!(format.row_bytes(64)?, 68);
+/// assert!(format.row_bytes(65).is_err());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockFormat {
     /// candle's name of the format.
@@ -124,6 +135,12 @@ impl BlockFormat {
 }
 
 /// Whether `dtype` is one of the formats here.
+///
+/// ```
+/// use candle_core::quantized::GgmlDType;
+/// use candle_fused::quant::supports;
+/// assert!(supports(GgmlDType::Q4K) && !supports(GgmlDType::Q2K));
+/// ```
 pub fn supports(dtype: GgmlDType) -> bool {
     BlockFormat::of(dtype).is_ok()
 }

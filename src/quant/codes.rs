@@ -12,6 +12,18 @@ pub(crate) const ZERO_STEP: f32 = 1. / 16.;
 pub(crate) const MIDDLE: u8 = 8 * 16;
 
 /// A quantized matrix in plain form, a byte for each code, on its way into the layout of a device.
+///
+/// ```
+/// use candle_fused::quant::{Scheme, quantize};
+/// let weights: Vec<f32> = (0..64).map(|i| i as f32 / 63. - 0.5).collect();
+/// let codes = quantize(&weights, 2, 32, Scheme::Int8)?;
+/// codes.check()?;
+/// let back = codes.dequantize();
+/// assert!(weights.iter().zip(back).all(|(a, b)| (a - b).abs() < 0.5 / 127.));
+/// // A byte for each weight, and a scale for each row.
+/// assert!(codes.nominal_bytes() < 4 * weights.len());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Codes {
     /// How codes become values.

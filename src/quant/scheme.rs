@@ -34,6 +34,14 @@ pub enum TernaryScale {
 /// assert_eq!("int4".parse::<Scheme>()?.to_string(), "int4-g128");
 /// # Ok::<(), candle_core::Error>(())
 /// ```
+///
+/// ```
+/// use candle_fused::quant::Scheme;
+/// let scheme: Scheme = "int4-g64-z".parse()?;
+/// assert_eq!((scheme.bits(), scheme.group(), scheme.has_zeros()), (4, Some(64), true));
+/// assert!(scheme.check(128).is_ok() && scheme.check(100).is_err());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheme {
     /// `s[n] * q`: symmetric, a scale for each output channel. Weights that are quantized here have q in

@@ -137,6 +137,17 @@ fn read_code(format: &BlockFormat, block: &[u8], index: usize, i: usize) -> u8 {
 /// # Errors
 /// If `dtype` is not supported (see [`BlockFormat::of`]), or `blocks` is not exactly the blocks of
 /// `out.len()` values.
+///
+/// ```
+/// use candle_core::quantized::{GgmlDType, QTensor};
+/// use candle_core::{Device, Tensor};
+/// let values = Tensor::arange(0f32, 32., &Device::Cpu)?;
+/// let blocks = QTensor::quantize(&values, GgmlDType::Q8_0)?;
+/// let mut out = [0.; 32];
+/// candle_fused::quant::dequantize(GgmlDType::Q8_0, &blocks.data()?, &mut out)?;
+/// assert!((out[9] - 9.).abs() < 0.13);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn dequantize(dtype: GgmlDType, blocks: &[u8], out: &mut [f32]) -> Result<()> {
     let format = BlockFormat::of(dtype)?;
     if !out.len().is_multiple_of(format.values)

@@ -150,6 +150,36 @@ struct UnderWay {
 
 /// A model that answers many requests at once. With CUDA it stays on the thread that made it: candle's stream is the
 /// thread's own.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_fused::models::llama::{Config, Llama};
+/// use candle_fused::serving::{Engine, FinishReason, Options, Request};
+/// # let config = Config {
+/// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+/// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+/// # };
+/// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let model = Llama::load(vb, &config)?;
+/// let options = Options { sequences: 4, positions: Some(64), ..Default::default() };
+/// let mut engine = Engine::new(&model, &options)?;
+/// assert_eq!(engine.positions(), 64);
+/// let first = engine.submit(Request { max_tokens: 3, ..Request::new([1, 2, 3]) })?;
+/// let second = engine.submit(Request { max_tokens: 60, ..Request::new([4, 5]) })?;
+/// let (mut tokens, mut finish) = (0, None);
+/// while finish.is_none() {
+///     for output in engine.step()?.into_iter().filter(|output| output.id == first) {
+///         tokens += usize::from(output.token.is_some());
+///         finish = output.finish;
+///     }
+/// }
+/// assert_eq!((tokens, finish), (3, Some(FinishReason::Length)));
+/// assert!(engine.cancel(second) && engine.is_idle() && engine.stats().running == 0);
+/// // On the CPU steps are no chain of kernels.
+/// assert!(engine.profile(1)?.is_empty());
+/// println!("{:?}", engine.graph_refusal());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct Engine {
     schedule: Schedule,
     runner: Runner,

@@ -34,12 +34,18 @@ fn models_among_the_seeds_are_taken() -> Result<()> {
     let config: qwen3::Config = serde_json::from_str(CONFIG).expect("a configuration");
     for (name, bytes) in file_seeds()? {
         let path = folder.path().join(&name);
-        fs::write(&path, bytes)?;
+        fs::write(&path, &bytes)?;
         // SAFETY: nobody changes the file.
-        let file = unsafe { QuantizedFile::open(path) }?;
-        let (dtype, fusion) = (DType::F32, Fusion::all());
-        let mut model = CausalLm::from_quantized(&config, &file, dtype, &Device::Cpu, fusion)?;
-        assert_eq!(model.forward(&ids, 0)?.dims(), [1, 1, 16], "{name}");
+        let mapped = unsafe { QuantizedFile::open(path) }?;
+        let logits = |file| -> Result<Vec<f32>> {
+            let (dtype, fusion) = (DType::F32, Fusion::all());
+            let mut model = CausalLm::from_quantized(&config, file, dtype, &Device::Cpu, fusion)?;
+            let logits = model.forward(&ids, 0)?;
+            assert_eq!(logits.dims(), [1, 1, 16], "{name}");
+            logits.flatten_all()?.to_vec1()
+        };
+        let copied = QuantizedFile::from_bytes(&bytes)?;
+        assert_eq!(logits(&mapped)?, logits(&copied)?, "{name}");
     }
     for (name, bytes) in checkpoint_seeds()? {
         let end = bytes

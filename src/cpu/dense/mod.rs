@@ -25,6 +25,15 @@ const MANY: usize = 48;
 ///
 /// # Panics
 /// If a slice is shorter than its shape says, or `out_stride < n` while `m > 1`.
+///
+/// ```
+/// use candle_fused::cpu::{dense, simd};
+/// // One token of two values, and three rows of weights.
+/// let (x, w) = ([1., 10.], [1f32, 2., 3., 4., 5., 6.]);
+/// let mut out = [0.; 3];
+/// dense::matmul(simd::level(), &x, 1, 2, &w, 3, &mut out, 3);
+/// assert_eq!(out, [21., 43., 65.]);
+/// ```
 #[expect(clippy::too_many_arguments, reason = "the operands of a GEMM")]
 pub fn matmul<T: Element>(
     level: Level,
@@ -135,6 +144,13 @@ impl TaskGrid {
 /// tokens) or packed (many); tokens are divided only where there are too few rows. There are up to
 /// four cells for each thread, so that a thread that is held up leaves its share to the others, but
 /// no more than leave each worth handing over and divide evenly.
+///
+/// ```
+/// let grid = candle_fused::cpu::dense::task_grid(1, 4096, 4096, 4);
+/// // Every weight row is in one of the cells.
+/// let rows: usize = (0..grid.cells()).map(|i| grid.cell(i).1.len()).sum();
+/// assert_eq!((rows, grid.largest().0), (4096, 1));
+/// ```
 pub fn task_grid(m: usize, n: usize, k: usize, threads: usize) -> TaskGrid {
     /// Multiplications that take about as long as it takes to hand a task over.
     const WORTH: usize = 16 * 1024;

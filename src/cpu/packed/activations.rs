@@ -22,6 +22,32 @@ use std::marker::PhantomData;
 /// Two parts of a number in a narrow type, multiplied one after the other into one sum, are the method of Henry,
 /// Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 /// Computations", 2019), here with integers.
+///
+/// ```
+/// use candle_fused::cpu::packed::{Grain, Q8Activations};
+/// use candle_fused::cpu::simd;
+/// let (level, x) = (simd::level(), [0.5; 2 * 32]);
+/// let mut row = [0.; 32];
+/// let mut activations = Q8Activations::quantize(level, &x, 2, 32)?;
+/// activations.dequantize_row(1, &mut row)?;
+/// assert!(row.iter().all(|v| (v - 0.5).abs() < 1e-3));
+/// assert_eq!((activations.m(), activations.k(), activations.grain()), (2, 32, Grain::default()));
+///
+/// // In the same memory: one token, in 16 bits.
+/// let fine = Grain { fine: true, ..Grain::default() };
+/// activations.refill_by(level, &x[..32], (1, 32), fine)?;
+/// assert!(activations.refill(level, &x, 1, 32).is_err());
+///
+/// // By row, as several threads can.
+/// let mut activations = Q8Activations::zeros(2, 32)?;
+/// activations.reset(1, 32)?;
+/// let rows = activations.rows_mut();
+/// // SAFETY: nobody else has this row.
+/// unsafe { rows.row(0) }.quantize(level, &x[..32])?;
+/// // For products with ternary weights.
+/// activations.prepare_look_ups(level);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Q8Activations {
     m: usize,

@@ -52,8 +52,8 @@ enum Heads {
     Groups { blocks: usize, zeros: bool },
 }
 
-/// Blocks of a chunk that is as long as its row, whatever that is.
-const WHOLE_ROW: usize = 1 << 32;
+/// More bytes than any row group has.
+const WHOLE_ROW: usize = 1 << (usize::BITS - 1);
 
 /// Sizes of the parts of a row group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,14 +84,15 @@ impl Layout {
         }
     }
 
-    /// Codes with a scale for each row.
+    /// Codes with a scale for each row, whose one chunk is as long as it is.
     pub const fn by_row(bits: u32) -> Self {
+        let codes = 64 * bits as usize;
         Self {
             bits,
             heads: Heads::Row,
-            blocks: WHOLE_ROW,
+            blocks: WHOLE_ROW / codes,
             head: 64,
-            codes: 64 * bits as usize,
+            codes,
         }
     }
 

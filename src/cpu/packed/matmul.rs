@@ -159,6 +159,26 @@ impl PackedMatrix {
     }
 
     /// The kernel that [`Self::matmul`] runs for `tokens` tokens of `x`, as in `avx2_tiles`.
+    ///
+    /// ```
+    /// use candle_fused::cpu::packed::{PackedMatrix, Q8Activations, ROW_GROUP};
+    /// use candle_fused::cpu::simd;
+    /// use candle_fused::quant::{Scheme, quantize};
+    /// let level = simd::level();
+    /// let matrix = PackedMatrix::from_codes(&quantize(&[0.5; 32 * 64], 32, 64, Scheme::Int8)?)?;
+    /// let x = Q8Activations::quantize(level, &[1.; 64], 1, matrix.padded_cols())?;
+    /// let mut all = [0.; 32];
+    /// matrix.forward(level, &x, &mut all)?;
+    /// assert!(all.iter().all(|y| (y - 32.).abs() < 0.1));
+    /// // The second group of rows alone, on this thread.
+    /// let (mut some, mut same) = ([0.; ROW_GROUP], [0.; ROW_GROUP]);
+    /// matrix.matmul(level, ROW_GROUP..32, &x, 0..1, &mut some, ROW_GROUP)?;
+    /// // SAFETY: rows and token exist, and `same` has room for them.
+    /// unsafe { matrix.matmul_unchecked(level, ROW_GROUP..32, &x, 0..1, same.as_mut_ptr(), ROW_GROUP) };
+    /// assert_eq!((&some[..], &same[..]), (&all[ROW_GROUP..], &all[ROW_GROUP..]));
+    /// println!("{}", matrix.kernel_name(level, &x, 1));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn kernel_name(&self, level: Level, x: &Q8Activations, tokens: usize) -> &'static str {
         let count = tokens.min(self.tokens_at_a_time(x.parts()));
         self.kernel(level.supported(), x, count).name

@@ -13,6 +13,33 @@ use std::sync::Arc;
 
 /// A quantized matrix, rows x cols, in its format's precision and about its size, in groups of 16
 /// rows.
+///
+/// ```
+/// use candle_core::quantized::{GgmlDType, QTensor};
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::cpu::packed::PackedMatrix;
+/// use std::sync::Arc;
+/// let weight = Tensor::randn(0f32, 1., (16, 64), &Device::Cpu)?;
+/// let blocks = QTensor::quantize(&weight, GgmlDType::Q4_0)?.data()?.to_vec();
+/// let matrix = PackedMatrix::pack(GgmlDType::Q4_0, 16, 64, &blocks)?;
+/// assert_eq!((matrix.rows(), matrix.cols(), matrix.format().to_string()), (16, 64, "q4_0".into()));
+/// // About the size of the blocks.
+/// assert!(matrix.size_in_bytes() <= 2 * blocks.len());
+/// let row = |matrix: &PackedMatrix| -> candle_core::Result<[f32; 64]> {
+///     let mut row = [0.; 64];
+///     matrix.dequantize_row(3, &mut row)?;
+///     Ok(row)
+/// };
+/// // The same from two tensors, and without a copy.
+/// let mut builder = PackedMatrix::builder(GgmlDType::Q4_0, 16, 64)?;
+/// let (first, second) = blocks.split_at(blocks.len() / 2);
+/// builder.push(8, first)?;
+/// builder.push(8, second)?;
+/// assert_eq!(row(&builder.finish()?)?, row(&matrix)?);
+/// let in_place = PackedMatrix::in_place(GgmlDType::Q4_0, 16, 64, Arc::new(blocks), 0)?;
+/// assert_eq!(row(&in_place)?, row(&matrix)?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct PackedMatrix {
     pub(super) format: Format,

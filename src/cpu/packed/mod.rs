@@ -42,4 +42,5 @@ pub use layout::ROW_GROUP;
 pub use matrix::{PackedBuilder, PackedMatrix};
 pub use q8::Grain;
 pub(crate) use schemes::packed_bytes;
+pub(crate) use store::FileBytes;
 pub use store::SharedBytes;

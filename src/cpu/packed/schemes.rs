@@ -3,11 +3,10 @@
 use super::layout::{Layout, ROW_GROUP, SchemeBlock};
 use super::matrix::{PackedBuilder, PackedMatrix};
 use super::q8::TOGETHER;
-use super::store::Store;
+use super::store::{FileBytes, Store};
 use crate::cpu::quantize::{quantize_part, sum_of_magnitudes};
 use crate::quant::{Codes, Format, Scheme, TernaryScale};
 use candle_core::{DType, Result, Tensor, bail};
-use memmap2::Mmap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -63,11 +62,11 @@ impl PackedMatrix {
     pub(crate) fn mapped(
         scheme: Scheme,
         (rows, cols): (usize, usize),
-        map: Arc<Mmap>,
+        file: Arc<FileBytes>,
         range: Range<usize>,
     ) -> Result<Self> {
         let expected = packed_bytes(scheme, rows, cols)?;
-        if range.start > range.end || range.end > map.len() || range.len() != expected {
+        if range.start > range.end || range.end > file.len() || range.len() != expected {
             bail!(
                 "bytes: {} given, but {rows} rows of {cols} values in {scheme} take {expected}",
                 range.len()
@@ -77,7 +76,7 @@ impl PackedMatrix {
             format: scheme.into(),
             rows,
             cols,
-            store: Store::Mapped(map, range),
+            store: Store::Mapped(file, range),
         })
     }
 
@@ -112,6 +111,19 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// If the matrix holds GGUF blocks.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_fused::cpu::packed::PackedMatrix;
+    /// use candle_fused::quant::Scheme;
+    /// let weight = Tensor::randn(0f32, 1., (16, 64), &Device::Cpu)?;
+    /// let matrix = PackedMatrix::quantize(&weight, Scheme::Int8)?;
+    /// let same = PackedMatrix::from_codes(&matrix.to_codes()?)?;
+    /// assert_eq!(same.bytes(), matrix.bytes());
+    /// // Only ternary weights look sums up, and take one scale for 128 activations.
+    /// assert!(!matrix.is_ternary() && !matrix.looks_up(1) && !matrix.takes_wide());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn to_codes(&self) -> Result<Codes> {
         let Format::Scheme(scheme) = self.format else {
             bail!("the matrix is {}, expected a scheme", self.format);

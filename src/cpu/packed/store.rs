@@ -5,7 +5,7 @@ use super::memory::Memory;
 use crate::quant::BlockFormat;
 use candle_core::{Result, bail};
 use memmap2::Mmap;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 /// A cache line.
@@ -23,13 +23,39 @@ pub(super) fn bytes_mut(lines: &mut [Line]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), 64 * lines.len()) }
 }
 
+/// A file of packed matrices, which begin on cache lines.
+pub(crate) enum FileBytes {
+    Mapped(Mmap),
+    Copied(Memory),
+}
+
+impl FileBytes {
+    /// A copy that begins on a cache line.
+    pub fn copy(bytes: &[u8]) -> Result<Self> {
+        let mut memory = Memory::zeroed(bytes.len())?;
+        memory.bytes_mut().copy_from_slice(bytes);
+        Ok(Self::Copied(memory))
+    }
+}
+
+impl Deref for FileBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            FileBytes::Mapped(map) => map,
+            FileBytes::Copied(memory) => memory.bytes(),
+        }
+    }
+}
+
 /// Where weights lie.
 #[derive(Clone)]
 pub(super) enum Store {
     /// Packed.
     Own(Arc<Memory>),
     /// Packed, in a file.
-    Mapped(Arc<Mmap>, Range<usize>),
+    Mapped(Arc<FileBytes>, Range<usize>),
     /// In rows of GGUF blocks, which are packed a group at a time whenever they are used.
     InPlace(InPlace),
 }

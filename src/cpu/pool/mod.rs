@@ -70,6 +70,14 @@ thread_local! {
 
 /// Sets how many threads, the caller included, [`run`] uses. It holds from the first job on, so it
 /// has to be called before any op runs; returns false when it came too late.
+///
+/// ```
+/// use candle_fused::cpu::pool;
+/// // It holds if nothing has run yet.
+/// if pool::set_threads(2) {
+///     assert_eq!(pool::threads(), 2);
+/// }
+/// ```
 pub fn set_threads(threads: usize) -> bool {
     WANTED.store(threads.max(1), Ordering::Relaxed);
     POOL.get()
@@ -78,12 +86,25 @@ pub fn set_threads(threads: usize) -> bool {
 
 /// How many threads, the caller included, work on a job: what [`set_threads`] asked for, else
 /// `CANDLE_FUSED_THREADS`, else what the affinity mask and the cgroup allow.
+///
+/// ```
+/// assert!(candle_fused::cpu::pool::threads() >= 1);
+/// ```
 pub fn threads() -> usize {
     pool().workers.len() + 1
 }
 
 /// Calls `task(0)`, ... `task(tasks - 1)`, each once, spread over the pool, and returns when all
 /// have ended. Panics if a task panics.
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// let sum = AtomicUsize::new(0);
+/// candle_fused::cpu::pool::run(10, |i| {
+///     sum.fetch_add(i, Ordering::Relaxed);
+/// });
+/// assert_eq!(sum.into_inner(), 45);
+/// ```
 pub fn run(tasks: usize, task: impl Fn(usize) + Sync) {
     let inline = || (0..tasks).for_each(&task);
     if tasks <= 1 || BUSY.get() {
@@ -110,6 +131,16 @@ pub fn run(tasks: usize, task: impl Fn(usize) + Sync) {
 
 /// Splits `0..len` into ranges of at least `grain` whose starts are multiples of `grain`, about
 /// four for each thread, and calls `body` on each, in parallel.
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// let seen = AtomicUsize::new(0);
+/// candle_fused::cpu::pool::for_ranges(1000, 64, |range| {
+///     assert!(range.start % 64 == 0);
+///     seen.fetch_add(range.len(), Ordering::Relaxed);
+/// });
+/// assert_eq!(seen.into_inner(), 1000);
+/// ```
 pub fn for_ranges(len: usize, grain: usize, body: impl Fn(std::ops::Range<usize>) + Sync) {
     if len == 0 {
         return;
@@ -129,6 +160,16 @@ pub fn for_ranges(len: usize, grain: usize, body: impl Fn(std::ops::Range<usize>
 ///
 /// # Panics
 /// If `out` does not divide into rows.
+///
+/// ```
+/// let mut out = [0; 6];
+/// candle_fused::cpu::pool::for_rows(&mut out, 2, 1, |first, rows| {
+///     for (i, row) in rows.chunks_exact_mut(2).enumerate() {
+///         row.fill(first + i);
+///     }
+/// });
+/// assert_eq!(out, [0, 0, 1, 1, 2, 2]);
+/// ```
 pub fn for_rows<T: Send>(
     out: &mut [T],
     width: usize,
@@ -157,6 +198,16 @@ pub fn for_rows<T: Send>(
 ///
 /// # Panics
 /// If the slices differ in length or do not divide into rows.
+///
+/// ```
+/// let (mut rows, mut negated) = ([0; 3], [0; 3]);
+/// candle_fused::cpu::pool::for_row_pairs(&mut rows, &mut negated, 1, 1, |first, a, b| {
+///     for (i, (a, b)) in (first as i32..).zip(a.iter_mut().zip(b)) {
+///         (*a, *b) = (i, -i);
+///     }
+/// });
+/// assert_eq!((rows, negated), ([0, 1, 2], [0, -1, -2]));
+/// ```
 pub fn for_row_pairs<T: Send>(
     first: &mut [T],
     second: &mut [T],

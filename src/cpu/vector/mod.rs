@@ -141,6 +141,11 @@ element!(f16, load_f16, store_f16, f16::to_f32, f16::from_f32);
 element!(bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
 
 /// Whether `T` is f32, so that values need no rounding.
+///
+/// ```
+/// use candle_fused::cpu::vector::is_f32;
+/// assert!(is_f32::<f32>() && !is_f32::<half::f16>());
+/// ```
 #[inline(always)]
 pub fn is_f32<T: Element>() -> bool {
     TypeId::of::<T>() == TypeId::of::<f32>()
@@ -151,6 +156,25 @@ pub fn is_f32<T: Element>() -> bool {
 /// # Safety
 /// The processor has `V`'s instructions; every element of `src` that is named may be read, and
 /// `dst` may be written for `n` elements and does not overlap `src`.
+///
+/// ```
+/// use candle_fused::cpu::simd;
+/// use candle_fused::cpu::vector::{Kernel, Vector, dispatch, widen};
+/// use half::bf16;
+/// struct Widen<'a>(&'a [bf16], &'a mut [f32]);
+/// impl Kernel for Widen<'_> {
+///     type Output = ();
+///     #[inline(always)]
+///     unsafe fn run<V: Vector>(self) {
+///         // SAFETY: the slices are of one length and do not overlap.
+///         unsafe { widen::<V, bf16>(self.0.as_ptr(), 1, self.1.as_mut_ptr(), self.0.len()) }
+///     }
+/// }
+/// let (x, mut y) = ([bf16::ONE; 20], [0.; 20]);
+/// // SAFETY: the kernel holds slices.
+/// unsafe { dispatch(simd::level(), Widen(&x, &mut y)) };
+/// assert_eq!(y, [1.; 20]);
+/// ```
 #[inline(always)]
 pub unsafe fn widen<V: Vector, T: Element>(src: *const T, stride: usize, dst: *mut f32, n: usize) {
     let mut i = 0;
@@ -174,6 +198,25 @@ pub unsafe fn widen<V: Vector, T: Element>(src: *const T, stride: usize, dst: *m
 /// # Safety
 /// The processor has `V`'s instructions; `src` may be read and `dst` written for `n` elements, and
 /// they do not overlap.
+///
+/// ```
+/// use candle_fused::cpu::simd;
+/// use candle_fused::cpu::vector::{Kernel, Vector, dispatch, narrow};
+/// use half::bf16;
+/// struct Narrow<'a>(&'a [f32], &'a mut [bf16]);
+/// impl Kernel for Narrow<'_> {
+///     type Output = ();
+///     #[inline(always)]
+///     unsafe fn run<V: Vector>(self) {
+///         // SAFETY: the slices are of one length and do not overlap.
+///         unsafe { narrow::<V, bf16>(self.0.as_ptr(), self.1.as_mut_ptr(), self.0.len()) }
+///     }
+/// }
+/// let (x, mut y) = ([1.; 20], [bf16::ZERO; 20]);
+/// // SAFETY: the kernel holds slices.
+/// unsafe { dispatch(simd::level(), Narrow(&x, &mut y)) };
+/// assert_eq!(y, [bf16::ONE; 20]);
+/// ```
 #[inline(always)]
 pub unsafe fn narrow<V: Vector, T: Element>(src: *const f32, dst: *mut T, n: usize) {
     let mut i = 0;
@@ -206,6 +249,21 @@ pub trait Kernel {
 ///
 /// # Safety
 /// Whatever the kernel's pointers promise holds.
+///
+/// ```
+/// use candle_fused::cpu::simd::Level;
+/// use candle_fused::cpu::vector::{Kernel, Vector, dispatch};
+/// struct Lanes;
+/// impl Kernel for Lanes {
+///     type Output = usize;
+///     #[inline(always)]
+///     unsafe fn run<V: Vector>(self) -> usize {
+///         V::LANES
+///     }
+/// }
+/// // SAFETY: the kernel has no pointers.
+/// assert_eq!(unsafe { dispatch(Level::Scalar, Lanes) }, 4);
+/// ```
 pub unsafe fn dispatch<K: Kernel>(level: Level, kernel: K) -> K::Output {
     match level.min(simd::best()) {
         // SAFETY: the portable vector needs no instructions of its own.

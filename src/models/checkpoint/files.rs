@@ -37,6 +37,30 @@ pub const CONFIG: &str = "config.json";
 /// let llama = Llama::load(vb, &config.into_config(false))?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::models::llama::{Cache, Config, Llama};
+/// use candle_fused::models::{Checkpoint, save_compressed_tensors};
+/// use candle_fused::quant::Recipe;
+/// # let config = Config {
+/// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+/// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+/// # };
+/// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.safetensors");
+/// // A checkpoint in compressed-tensors' layout.
+/// let quantization = save_compressed_tensors(&config, vb, &Recipe::new("int4-g32".parse()?), &path)?;
+/// let json = format!(r#"{{"quantization_config": {quantization}}}"#);
+/// // SAFETY: nobody changes the file while the model loads.
+/// let checkpoint = unsafe { Checkpoint::open(&[&path], &json)? };
+/// let llama = Llama::load(checkpoint.var_builder(DType::F32, &Device::Cpu), &config)?;
+/// let mut cache = Cache::new(true, DType::F32, &config, &Device::Cpu)?;
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// assert_eq!(llama.forward(&ids, 0, &mut cache)?.dims(), [1, 32]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct Checkpoint {
     tensors: MmapedSafetensors,
     config: String,

@@ -20,6 +20,37 @@ use std::marker::PhantomData;
 /// computed with int8 activations:
 /// `ModelWeights` of [`llama`](super::llama::ModelWeights), [`qwen2`](super::qwen2::ModelWeights),
 /// [`qwen3`](super::qwen3::ModelWeights) and [`gpt_neox`](super::gpt_neox::ModelWeights).
+///
+/// ```
+/// use candle_core::quantized::gguf_file::Content;
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::models::llama::ModelWeights;
+/// use std::io::Cursor;
+/// use std::sync::Arc;
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
+/// # let bytes = tiny::gguf("llama", false)?;
+/// // The bytes of a GGUF file of one layer.
+/// let mut file = Cursor::new(&bytes);
+/// let content = Content::read(&mut file)?;
+/// let mut model = ModelWeights::from_gguf(content, &mut file, &Device::Cpu)?;
+/// assert_eq!((model.vocab_size(), model.max_positions()), (32, 128));
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// let logits = model.forward(&ids, 0)?;
+/// assert_eq!(logits.dims(), [1, 32]);
+/// model.clear_kv_cache();
+/// // The embedding, then behind each layer, and the logits of every token.
+/// let (states, logits) = model.hidden_states(&ids, 0)?;
+/// assert_eq!((states.len(), logits.dims()), (2, &[1, 3, 32][..]));
+///
+/// // In candle's own operations; then with the blocks left where they are.
+/// let content = Content::read(&mut Cursor::new(&bytes))?;
+/// ModelWeights::from_gguf_fused(content, &mut file, &Device::Cpu, Fusion::none())?;
+/// let content = Content::read(&mut Cursor::new(&bytes))?;
+/// let mut in_place = ModelWeights::from_gguf_in_place(content, Arc::new(bytes.clone()), Fusion::all())?;
+/// assert_eq!(in_place.forward(&ids, 0)?.dims(), [1, 32]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct GgufModel<C> {
     decoder: Decoder,

@@ -87,6 +87,18 @@ impl LlamaConfig {
 
     /// The model's configuration. `use_flash_attn` is candle-transformers' switch for its own CUDA
     /// kernels; the attention here is always fused unless [`crate::Fusion`] says otherwise.
+    ///
+    /// ```
+    /// use candle_fused::models::llama::LlamaConfig;
+    /// let read: LlamaConfig = serde_json::from_str(
+    ///     r#"{"hidden_size": 64, "intermediate_size": 96, "vocab_size": 32, "num_hidden_layers": 2,
+    ///         "num_attention_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 128}"#,
+    /// ).expect("a configuration");
+    /// // As many as query heads, where the file does not say.
+    /// assert_eq!(read.num_key_value_heads(), 4);
+    /// assert_eq!(read.into_config(false).num_key_value_heads, 4);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn into_config(self, use_flash_attn: bool) -> Config {
         Config {
             hidden_size: self.hidden_size,
@@ -137,6 +149,12 @@ impl Config {
     }
 
     /// Llama 7B, second version.
+    ///
+    /// ```
+    /// use candle_fused::models::llama::Config;
+    /// assert_eq!(Config::config_7b_v1(false).rms_norm_eps, 1e-6);
+    /// assert_eq!(Config::config_7b_v2(false).rms_norm_eps, 1e-5);
+    /// ```
     pub fn config_7b_v2(use_flash_attn: bool) -> Self {
         Self {
             hidden_size: 4096,

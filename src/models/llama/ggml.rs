@@ -42,6 +42,44 @@ impl ModelWeights {
     /// # Errors
     /// If a size is out of range, or a tensor is missing or does not have the shape that the file's
     /// parameters ask for, by its name.
+    ///
+    /// ```
+    /// use candle_core::quantized::ggml_file::{Content, HParams, VersionedMagic, Vocab};
+    /// use candle_core::quantized::{GgmlDType, QTensor};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::models::llama::ModelWeights;
+    /// # let mut tensors = std::collections::HashMap::new();
+    /// # for (name, shape) in [
+    /// #     ("tok_embeddings", vec![32, 64]),
+    /// #     ("norm", vec![64]),
+    /// #     ("output", vec![32, 64]),
+    /// #     ("layers.0.attention_norm", vec![64]),
+    /// #     ("layers.0.attention.wq", vec![64, 64]),
+    /// #     ("layers.0.attention.wk", vec![64, 64]),
+    /// #     ("layers.0.attention.wv", vec![64, 64]),
+    /// #     ("layers.0.attention.wo", vec![64, 64]),
+    /// #     ("layers.0.ffn_norm", vec![64]),
+    /// #     ("layers.0.feed_forward.w1", vec![96, 64]),
+    /// #     ("layers.0.feed_forward.w2", vec![64, 96]),
+    /// #     ("layers.0.feed_forward.w3", vec![96, 64]),
+    /// # ] {
+    /// #     let values = Tensor::ones(shape, DType::F32, &Device::Cpu)?;
+    /// #     let tensor = QTensor::quantize(&values, GgmlDType::F32)?;
+    /// #     tensors.insert(format!("{name}.weight"), tensor);
+    /// # }
+    /// // What `Content::read` gives.
+    /// let content = Content {
+    ///     magic: VersionedMagic::GgjtV3,
+    ///     hparams: HParams { n_vocab: 32, n_embd: 64, n_mult: 0, n_head: 4, n_layer: 1, n_rot: 16, ftype: 0 },
+    ///     vocab: Vocab { token_score_pairs: Vec::new() },
+    ///     tensors,
+    ///     device: Device::Cpu,
+    /// };
+    /// let mut model = ModelWeights::from_ggml(content, 1)?;
+    /// let logits = model.forward(&Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?, 0)?;
+    /// assert_eq!(logits.dims(), [1, 32]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn from_ggml(ct: Content, gqa: usize) -> Result<Self> {
         let (device, fusion) = (ct.device.clone(), Fusion::all());
         let shape = shape(&ct, gqa)?;

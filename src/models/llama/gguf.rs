@@ -15,6 +15,24 @@ use std::io::{Read, Seek};
 ///
 /// # Errors
 /// As [`ModelWeights::from_gguf`](super::ModelWeights::from_gguf).
+///
+/// ```
+/// use candle_core::quantized::gguf_file::Content;
+/// use candle_core::{DType, Device};
+/// use candle_fused::models::llama::{Llama, dequantize_gguf};
+/// use candle_nn::VarBuilder;
+/// use std::io::Cursor;
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
+/// # let bytes = tiny::gguf("llama", false)?;
+/// // The bytes of a GGUF file of one layer.
+/// let mut file = Cursor::new(&bytes);
+/// let content = Content::read(&mut file)?;
+/// let (config, tensors) = dequantize_gguf(&content, &mut file, DType::F32, &Device::Cpu)?;
+/// assert!(tensors.contains_key("model.layers.0.self_attn.q_proj.weight"));
+/// let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+/// let model = Llama::load(vb, &config)?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn dequantize_gguf<R: Seek + Read>(
     ct: &Content,
     reader: &mut R,
@@ -89,6 +107,18 @@ fn half_split_rows(w: &Tensor, heads: usize) -> Result<Tensor> {
 /// # Errors
 /// If the architecture is not `llama`, or a value is missing, out of range, at odds with the tensors
 /// or nothing that a [`Config`] can say, by its name.
+///
+/// ```
+/// use candle_core::quantized::gguf_file::Content;
+/// use candle_fused::models::llama::gguf_config;
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
+/// # let bytes = tiny::gguf("llama", false)?;
+/// // The bytes of a GGUF file of one layer.
+/// let content = Content::read(&mut std::io::Cursor::new(&bytes))?;
+/// let config = gguf_config(&content)?;
+/// assert_eq!((config.num_hidden_layers, config.hidden_size), (1, 64));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn gguf_config(ct: &Content) -> Result<Config> {
     config(&Header::read(ct, &KIND)?)
 }

@@ -116,6 +116,44 @@ impl Cache {
 }
 
 /// A Llama model of safetensors files.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::Fusion;
+/// use candle_fused::models::llama::{Cache, Config, Llama};
+/// use candle_fused::quant::Recipe;
+/// use candle_nn::VarBuilder;
+/// let config = Config {
+///     hidden_size: 64,
+///     intermediate_size: 96,
+///     vocab_size: 32,
+///     num_hidden_layers: 2,
+///     num_attention_heads: 4,
+///     num_key_value_heads: 2,
+///     ..Config::config_7b_v2(false)
+/// };
+/// let (vb, device) = (VarBuilder::zeros(DType::F32, &Device::Cpu), Device::Cpu);
+/// let model = Llama::load(vb.clone(), &config)?;
+/// let mut cache = Cache::new(true, DType::F32, &config, &device)?;
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &device)?;
+/// assert_eq!(model.forward(&ids, 0, &mut cache)?.dims(), [1, 32]);
+/// // From embeddings, for one token more.
+/// let embedded = model.embed(&ids.narrow(1, 0, 1)?)?;
+/// assert_eq!(model.forward_input_embed(&embedded, 3, &mut cache)?.dims(), [1, 32]);
+/// cache.clear();
+/// // The embedding, then behind each layer, and the logits of every token.
+/// let (states, logits) = model.hidden_states(&ids, 0, &mut cache)?;
+/// assert_eq!((states.len(), logits.dims()), (3, &[1, 3, 32][..]));
+///
+/// // In candle's own operations, and with INT8 weights.
+/// let plain = Llama::load_fused(vb.clone(), &config, Fusion::none())?;
+/// let small = Llama::load_quantized(vb, &config, &Recipe::new("int8".parse()?), Fusion::all())?;
+/// for model in [plain, small] {
+///     cache.clear();
+///     assert_eq!(model.forward(&ids, 0, &mut cache)?.dims(), [1, 32]);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Llama {
     decoder: Decoder,
@@ -176,6 +214,29 @@ impl Llama {
     ///
     /// # Errors
     /// As [`Llama::load`], or if the device has no kernels for a matrix.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_fused::Fusion;
+    /// use candle_fused::models::llama::{Config, Llama};
+    /// use candle_fused::models::save_quantized;
+    /// use candle_fused::quant::{QuantizedFile, Recipe};
+    /// # let config = Config {
+    /// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+    /// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+    /// # };
+    /// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("model.safetensors");
+    /// save_quantized(&config, vb, &Recipe::new("int8".parse()?), &path)?;
+    /// // SAFETY: the file does not change while it is open.
+    /// let file = unsafe { QuantizedFile::open(&path)? };
+    /// let model = Llama::from_quantized(&file, &config, DType::F32, &Device::Cpu, Fusion::all())?;
+    /// # let mut cache = candle_fused::models::llama::Cache::new(true, DType::F32, &config, &Device::Cpu)?;
+    /// let ids = candle_core::Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+    /// assert_eq!(model.forward(&ids, 0, &mut cache)?.dims(), [1, 32]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn from_quantized(
         file: &QuantizedFile,
         cfg: &Config,

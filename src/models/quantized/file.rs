@@ -23,14 +23,14 @@
 //! A last chunk that is not full has the whole head and the planes of the columns that there are. Rows
 //! that the last row group lacks are zeros.
 
-use crate::cpu::packed::PackedMatrix;
+use crate::cpu::packed::{FileBytes, PackedMatrix};
 use crate::nn::pack::{dense, named, on_device};
 use crate::ops::Weight;
 use crate::quant::Scheme;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
-use memmap2::{Mmap, MmapOptions};
+use memmap2::MmapOptions;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -46,12 +46,36 @@ pub(super) const PREFIX: &str = "candle_fused.";
 /// The version that is written and read.
 pub(super) const VERSION: &str = "2";
 
-/// A file with a quantized model, mapped into memory: on the CPU its matrices are used in place.
+/// A file with a quantized model, mapped into memory or copied there: on the CPU its matrices are used in place.
 ///
 /// It is also a backend of a `VarBuilder` that turns the matrices into numbers, so that any candle model
 /// can load it, as large as if it were dense.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_fused::models::save_quantized;
+/// use candle_fused::quant::{QuantizedFile, Recipe, Scheme};
+/// # use candle_fused::models::llama::Config;
+/// # let config = Config {
+/// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+/// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+/// # };
+/// # let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.safetensors");
+/// save_quantized(&config, vb, &Recipe::new("int8".parse()?), &path)?;
+/// assert!(QuantizedFile::is_quantized(&std::fs::read(&path)?));
+/// // SAFETY: the file does not change while it is open.
+/// let file = unsafe { QuantizedFile::open(&path)? };
+/// let (down, norm) = ("model.layers.0.mlp.down_proj.weight", "model.norm.weight");
+/// assert!(file.is_matrix(down) && !file.is_matrix(norm) && file.contains(norm));
+/// assert!(file.matrices().all(|(_, scheme)| scheme == Scheme::Int8));
+/// assert_eq!(file.matrix(down, 64, 96)?.rows(), 64);
+/// assert_eq!(file.tensor(norm, DType::F32, &Device::Cpu)?.dims(), [64]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct QuantizedFile {
-    map: Arc<Mmap>,
+    bytes: Arc<FileBytes>,
     tensors: HashMap<String, Entry>,
 }
 
@@ -130,10 +154,23 @@ impl QuantizedFile {
         // SAFETY: the caller's.
         let map = unsafe { MmapOptions::new().map(&file) }
             .map_err(|e| candle_core::Error::from(e).with_path(path))?;
-        match Self::read(Arc::new(map)) {
+        match Self::read(FileBytes::Mapped(map)) {
             Ok(file) => Ok(file),
             Err(e) => bail!("{}: {e}", path.display()),
         }
+    }
+
+    /// The file in memory instead, which is copied once: for programs without a file system, as in WebAssembly.
+    ///
+    /// ```
+    /// let error = candle_fused::quant::QuantizedFile::from_bytes(b"no such file").unwrap_err();
+    /// assert!(error.to_string().contains("header"));
+    /// ```
+    ///
+    /// # Errors
+    /// If there is not so much memory, or as [`QuantizedFile::open`].
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        Self::read(FileBytes::copy(bytes)?)
     }
 
     /// Whether the header of this file says that it holds a quantized model.
@@ -142,8 +179,8 @@ impl QuantizedFile {
         header.windows(key.len()).any(|window| window == key)
     }
 
-    fn read(map: Arc<Mmap>) -> Result<Self> {
-        let (length, header) = SafeTensors::read_metadata(&map)?;
+    fn read(bytes: FileBytes) -> Result<Self> {
+        let (length, header) = SafeTensors::read_metadata(&bytes)?;
         let start = length.saturating_add(8);
         let none = HashMap::new();
         let metadata = header.metadata().as_ref().unwrap_or(&none);
@@ -158,7 +195,7 @@ impl QuantizedFile {
         for (name, info) in header.tensors() {
             let (first, end) = info.data_offsets;
             let range = start.saturating_add(first)..start.saturating_add(end);
-            if range.start > range.end || range.end > map.len() {
+            if range.start > range.end || range.end > bytes.len() {
                 bail!("tensor `{name}` ends behind the file, which is cut short");
             }
             let kind = match metadata.get(&format!("{PREFIX}{name}")) {
@@ -177,7 +214,10 @@ impl QuantizedFile {
                 bail!("tensor `{name}` is missing, though the metadata names it");
             }
         }
-        Ok(Self { map, tensors })
+        Ok(Self {
+            bytes: Arc::new(bytes),
+            tensors,
+        })
     }
 
     /// Whether there is a tensor of this name.
@@ -215,7 +255,7 @@ impl QuantizedFile {
             );
         }
         let range = entry.range.clone();
-        let packed = PackedMatrix::mapped(matrix.scheme, (rows, cols), self.map.clone(), range);
+        let packed = PackedMatrix::mapped(matrix.scheme, (rows, cols), self.bytes.clone(), range);
         named(name, packed)
     }
 
@@ -243,9 +283,11 @@ impl QuantizedFile {
             Some(Entry {
                 range,
                 kind: Kind::Dense(stored, shape),
-            }) => Tensor::from_raw_buffer(&self.map[range.clone()], *stored, shape, &Device::Cpu)?
-                .to_dtype(dtype)?
-                .to_device(device),
+            }) => {
+                Tensor::from_raw_buffer(&self.bytes[range.clone()], *stored, shape, &Device::Cpu)?
+                    .to_dtype(dtype)?
+                    .to_device(device)
+            }
             Some(_) => bail!("tensor `{name}` is quantized, expected numbers"),
             None => bail!("tensor `{name}` is missing"),
         }

@@ -128,6 +128,30 @@ impl RotaryEmbedding {
 /// let logits = model.forward(&Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?, 0)?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::models::smol::quantized_smollm3::{QuantizedModelForCausalLM, RotaryEmbedding};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # std::fs::write(&path, tiny::gguf("smollm3", false)?)?;
+/// // A GGUF file of one layer.
+/// let mut model = QuantizedModelForCausalLM::from_gguf(&path, &Device::Cpu, false)?;
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// assert_eq!(model.forward(&ids, 0)?.dims(), [1, 1, 32]);
+/// model.clear_kv_cache();
+/// // Every fourth layer is not rotated.
+/// let config = model.config();
+/// assert!(!config.should_skip_rope(0) && config.should_skip_rope(3) && config.head_dim() == 16);
+///
+/// let rotary = RotaryEmbedding::new(DType::F32, config, &Device::Cpu, false)?;
+/// assert_eq!(rotary.cos_sin_at(0).0, [1.; 8]);
+/// let q = Tensor::ones((1, 4, 1, 16), DType::F32, &Device::Cpu)?;
+/// let (q, _) = rotary.apply_rotary_emb(&q, &q, 0)?;
+/// assert_eq!(q.sum_all()?.to_scalar::<f32>()?, 64.);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct QuantizedModelForCausalLM {
     model: ModelWeights,

@@ -73,6 +73,19 @@ pub struct Config {
 
 impl Config {
     /// Whether a layer is not rotated.
+    ///
+    /// ```
+    /// use candle_fused::models::smol::smollm3::Config;
+    /// let config: Config = serde_json::from_str(
+    ///     r#"{"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    ///         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    ///         "tie_word_embeddings": true, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    ///         "no_rope_layer_interval": 4}"#,
+    /// ).expect("a configuration");
+    /// assert!(!config.should_skip_rope(0) && config.should_skip_rope(3));
+    /// assert_eq!(config.head_dim(), 16);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn should_skip_rope(&self, layer_idx: usize) -> bool {
         match (&self.no_rope_layers, self.no_rope_layer_interval) {
             (Some(layers), _) if layer_idx < layers.len() => layers[layer_idx] == 0,

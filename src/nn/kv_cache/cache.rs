@@ -82,6 +82,20 @@ impl Cache {
     }
 
     /// The whole buffer, which may be longer than what is held; none before the first tensor.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::nn::kv_cache::Cache;
+    /// let mut cache = Cache::new(1, 512);
+    /// assert!(cache.all_data().is_none());
+    /// cache.append(&Tensor::ones((2, 3, 4), DType::F32, &Device::Cpu)?)?;
+    /// // The whole buffer, with room for what comes.
+    /// let room = cache.all_data().as_ref().expect("a buffer").dims()[1];
+    /// assert!(room >= cache.current_seq_len() && room <= cache.max_seq_len() && cache.dim() == 1);
+    /// cache.reset();
+    /// assert_eq!(cache.current_seq_len(), 0);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn all_data(&self) -> &Option<Tensor> {
         &self.data
     }

@@ -57,6 +57,25 @@ impl KvCache {
     ///
     /// # Errors
     /// If candle cannot make tensors of `dtype` on `device`.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::nn::KvCache;
+    /// let mut cache = KvCache::with_shape((1, 2, 16), 512, DType::F32, &Device::Cpu)?;
+    /// assert!(cache.is_empty() && cache.batch() == 1);
+    /// let k = Tensor::ones((1, 2, 5, 16), DType::F32, &Device::Cpu)?;
+    /// cache.append(&k, &k)?;
+    /// // Room for a token at position 5, to be written in place: it is in slot 5.
+    /// assert_eq!(cache.advance(5, 1, 1)?, 5);
+    /// let (buffer, _) = cache.buffers()?;
+    /// assert!(buffer.dims()[2] >= 6);
+    /// let (keys, values) = cache.views()?;
+    /// assert_eq!((keys.dims(), values.dims(), cache.len()), (&[1, 2, 6, 16][..], &[1, 2, 6, 16][..], 6));
+    /// assert_eq!((cache.k_cache().current_seq_len(), cache.v_cache().current_seq_len()), (6, 6));
+    /// cache.reset();
+    /// assert!(cache.k()?.is_none() == cache.v()?.is_none() && cache.is_empty());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn with_shape(
         (batch, heads, head_dim): (usize, usize, usize),
         limit: usize,
@@ -163,6 +182,16 @@ impl KvCache {
     }
 
     /// The buffer of the values, to be changed by itself.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// let mut cache = candle_fused::nn::KvCache::new(2, 512);
+    /// let k = Tensor::ones((1, 2, 5, 16), DType::F32, &Device::Cpu)?;
+    /// cache.k_cache_mut().append(&k)?;
+    /// cache.v_cache_mut().append(&k)?;
+    /// assert_eq!(cache.current_seq_len(), 5);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn v_cache_mut(&mut self) -> &mut Cache {
         &mut self.v
     }

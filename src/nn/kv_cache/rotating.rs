@@ -8,6 +8,25 @@ use candle_core::{Device, Error, Result, Tensor, bail};
 ///
 /// Position `p` is in slot `p % max_seq_len` as long as no append is longer than the buffer; such a one begins anew
 /// at slot 0. Appending writes the new positions in place and copies nothing else.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::nn::kv_cache::RotatingCache;
+/// let mut cache = RotatingCache::new(1, 4);
+/// for _ in 0..5 {
+///     cache.append(&Tensor::ones((1, 1, 8), DType::F32, &Device::Cpu)?)?;
+/// }
+/// // The fifth position has taken the place of the first.
+/// assert_eq!((cache.dim(), cache.max_seq_len(), cache.current_seq_len(), cache.offset()), (1, 4, 5, 1));
+/// assert_eq!(cache.current_data()?.expect("four positions").dims(), [1, 4, 8]);
+/// assert_eq!(cache.positions(1), [4, 5, 2, 3]);
+/// // Two queries more: the first does not see what comes behind it.
+/// let mask = cache.attn_mask(2, &Device::Cpu)?.expect("a mask");
+/// assert_eq!(mask.dims(), [2, 4]);
+/// cache.reset();
+/// assert!(cache.all_data().is_none());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct RotatingCache {
     buffer: Cache,
@@ -274,6 +293,30 @@ impl RotatingKvCache {
     ///
     /// # Errors
     /// If shapes, dtypes or devices do not fit, or `params` has what is not taken. The cache then is as it was.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::nn::kv_cache::RotatingKvCache;
+    /// use candle_fused::ops::AttentionParams;
+    /// let mut cache = RotatingKvCache::new(2, 4);
+    /// let tokens = |n: usize| Tensor::ones((1, 2, n, 16), DType::F32, &Device::Cpu);
+    /// let params = AttentionParams { scale: 0.25, ..Default::default() };
+    /// // A prompt of six tokens, then one more.
+    /// cache.attend(&tokens(6)?, &tokens(6)?, &tokens(6)?, &params)?;
+    /// let y = cache.attend(&tokens(1)?, &tokens(1)?, &tokens(1)?, &params)?;
+    /// // All values are 1, and so is any mean of them.
+    /// assert!((y - 1.)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+    /// let kept = [cache.k()?, cache.v()?].map(|kept| kept.expect("four positions").dims()[2]);
+    /// assert_eq!((kept, cache.current_seq_len()), ([4, 4], 7));
+    /// assert_eq!((cache.k_cache().offset(), cache.v_cache().offset()), (3, 3));
+    /// // Each part by itself.
+    /// cache.k_cache_mut().append(&tokens(1)?)?;
+    /// cache.v_cache_mut().append(&tokens(1)?)?;
+    /// assert!(cache.attn_mask(1, &Device::Cpu)?.is_none());
+    /// cache.reset();
+    /// assert_eq!(cache.current_seq_len(), 0);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn attend(
         &mut self,
         q: &Tensor,

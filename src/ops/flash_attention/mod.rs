@@ -141,6 +141,19 @@ pub fn flash_attention(
 ///
 /// # Errors
 /// As [`flash_attention`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::cpu::simd::Level;
+/// use candle_fused::ops::AttentionParams;
+/// use candle_fused::ops::flash_attention::{flash_attention, flash_attention_at};
+/// let q = Tensor::randn(0f32, 1., (1, 2, 3, 16), &Device::Cpu)?;
+/// let params = AttentionParams { causal: true, ..Default::default() };
+/// let plain = flash_attention_at(Level::Scalar, &q, &q, &q, &params)?;
+/// let fastest = flash_attention(&q, &q, &q, &params)?;
+/// assert!((plain - fastest)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attention_at(
     level: Level,
     q: &Tensor,

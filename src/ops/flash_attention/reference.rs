@@ -9,6 +9,16 @@ use candle_core::{DType, Result, Tensor};
 ///
 /// # Errors
 /// As [`flash_attention`](fn@super::flash_attention).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::{AttentionParams, flash_attention};
+/// // Equal scores: the mean of the values.
+/// let (q, k) = (Tensor::new(&[[[[0f32]]]], &Device::Cpu)?, Tensor::new(&[[[[1f32], [2.]]]], &Device::Cpu)?);
+/// let y = flash_attention::reference(&q, &k, &k, &AttentionParams::default())?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f64>()?, [1.5]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<Tensor> {
     super::checked(Level::Scalar, q, k, v, params)?;
     let ((batch, heads, queries, dim), (_, kv_heads, keys, _)) = (q.dims4()?, k.dims4()?);

@@ -76,6 +76,21 @@ pub fn flash_attention_varlen(
 ///
 /// # Errors
 /// As [`flash_attention_varlen`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::cpu::simd::Level;
+/// use candle_fused::ops::flash_attention_varlen::{flash_attention_varlen, flash_attention_varlen_at};
+/// use candle_fused::ops::{AttentionParams, RaggedBatch};
+/// let q = Tensor::randn(0f32, 1., (8, 2, 16), &Device::Cpu)?;
+/// let lengths = Tensor::new(&[0u32, 3, 8], &Device::Cpu)?;
+/// let batch = RaggedBatch { cu_seqlens_q: lengths.clone(), cu_seqlens_k: lengths, max_seqlen_q: 5 };
+/// let params = AttentionParams { causal: true, ..Default::default() };
+/// let plain = flash_attention_varlen_at(Level::Scalar, &q, &q, &q, &batch, &params)?;
+/// let fastest = flash_attention_varlen(&q, &q, &q, &batch, &params)?;
+/// assert!((plain - fastest)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attention_varlen_at(
     level: Level,
     q: &Tensor,
@@ -110,6 +125,19 @@ fn checked(
 ///
 /// # Errors
 /// As [`flash_attention_varlen`](fn@flash_attention_varlen) on the CPU.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::{AttentionParams, RaggedBatch, flash_attention_varlen};
+/// // A sequence of one token, and one of two: each token sees those of its own sequence.
+/// let q = Tensor::zeros((3, 1, 1), candle_core::DType::F32, &Device::Cpu)?;
+/// let v = Tensor::new(&[[[5f32]], [[1.]], [[2.]]], &Device::Cpu)?;
+/// let lengths = Tensor::new(&[0u32, 1, 3], &Device::Cpu)?;
+/// let batch = RaggedBatch { cu_seqlens_q: lengths.clone(), cu_seqlens_k: lengths, max_seqlen_q: 2 };
+/// let y = flash_attention_varlen::reference(&q, &q, &v, &batch, &AttentionParams::default())?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f64>()?, [5., 1.5, 1.5]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(
     q: &Tensor,
     k: &Tensor,

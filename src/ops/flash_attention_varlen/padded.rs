@@ -66,6 +66,20 @@ pub fn flash_attention_padded(
 ///
 /// # Errors
 /// As [`flash_attention_padded`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::cpu::simd::Level;
+/// use candle_fused::ops::AttentionParams;
+/// use candle_fused::ops::flash_attention_varlen::{flash_attention_padded, flash_attention_padded_at};
+/// let q = Tensor::randn(0f32, 1., (2, 2, 5, 16), &Device::Cpu)?;
+/// let lengths = Tensor::new(&[3u32, 5], &Device::Cpu)?;
+/// let params = AttentionParams::default();
+/// let plain = flash_attention_padded_at(Level::Scalar, &q, &q, &q, &lengths, &params)?;
+/// let fastest = flash_attention_padded(&q, &q, &q, &lengths, &params)?;
+/// assert!((plain - fastest)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn flash_attention_padded_at(
     level: Level,
     q: &Tensor,
@@ -115,6 +129,19 @@ fn checked(
 ///
 /// # Errors
 /// As [`flash_attention_padded`] on the CPU.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::AttentionParams;
+/// use candle_fused::ops::flash_attention_varlen::reference_padded;
+/// // Equal scores: the mean of the first two values, and nothing for the padding.
+/// let q = Tensor::zeros((1, 1, 3, 1), DType::F32, &Device::Cpu)?;
+/// let v = Tensor::new(&[[[[1f32], [2.], [9.]]]], &Device::Cpu)?;
+/// let lengths = Tensor::new(&[2u32], &Device::Cpu)?;
+/// let y = reference_padded(&q, &q, &v, &lengths, &AttentionParams::default())?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f64>()?, [1.5, 1.5, 0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference_padded(
     q: &Tensor,
     k: &Tensor,

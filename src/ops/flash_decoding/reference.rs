@@ -9,6 +9,30 @@ use candle_core::{DType, Result, Tensor};
 ///
 /// # Errors
 /// If a tensor cannot be read as float64.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{FlashDecoding, RopeStyle, flash_decoding};
+/// let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu);
+/// let (cos, sin) = (zeros(&[16, 4])?.cos()?, zeros(&[16, 4])?);
+/// let config = FlashDecoding {
+///     heads: 1,
+///     cos: &cos,
+///     sin: &sin,
+///     style: RopeStyle::HalfSplit,
+///     norms: None,
+///     scale: 1.,
+///     window: None,
+///     softcap: None,
+/// };
+/// // The first token sees only itself, so its value comes out.
+/// let cache = zeros(&[1, 1, 16, 8])?;
+/// let qkv = Tensor::ones((1, 24), DType::F32, &Device::Cpu)?;
+/// let position = Tensor::new(&[0u32], &Device::Cpu)?;
+/// let y = flash_decoding::reference(&qkv, &cache, &cache, &position, &config)?;
+/// assert_eq!(y, [1.; 8]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(
     qkv: &Tensor,
     k_cache: &Tensor,

@@ -194,6 +194,14 @@ impl LayerNorm<'_> {
 ///
 /// # Errors
 /// If a tensor cannot be read as float64.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::layer_norm;
+/// let (x, weight) = (Tensor::new(&[1f32, 3.], &Device::Cpu)?, Tensor::new(&[5f32, 7.], &Device::Cpu)?);
+/// assert_eq!(layer_norm::reference(&x, &weight, None, 0.)?, [-5., 7.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Vec<f64>> {
     let (mut y, weight) = (float64(x)?, float64(weight)?);
     let bias = bias

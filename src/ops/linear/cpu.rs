@@ -2,7 +2,7 @@
 //! each with its epilogue while it is in cache.
 
 use super::op::LinearOp;
-use super::tile::{Finish, Guard, Product, Target};
+use super::tile::{Finish, Guard, Product, Target, guard};
 use super::{Prologue, Weight};
 use crate::cpu::packed::{Grain, PackedMatrix, Q8Activations, ROW_GROUP};
 use crate::cpu::simd::{self, Level};
@@ -71,7 +71,7 @@ fn forward_as<T: Float>(
         format!("cpu {kernels}{bits} {}{}", op.path(), gathered(layout))
     });
 
-    let guards: Vec<_> = op.weights.iter().map(Guard::new).collect();
+    let guards: Vec<_> = op.weights.iter().map(guard).collect();
     let matrices = guards
         .iter()
         .map(Guard::matrix)

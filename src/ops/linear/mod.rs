@@ -30,6 +30,14 @@ pub(crate) use launch::{check_gated, launch};
 pub use reference::reference;
 
 /// A weight matrix `[N, K]`: N outputs of K inputs.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::Weight;
+/// let weight = Weight::Dense(Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?);
+/// assert_eq!((weight.rows(), weight.cols()), (3, 2));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// f32, f16 or bf16, row-major.
@@ -121,6 +129,12 @@ pub enum Activation {
 impl Activation {
     /// What the first half of the outputs goes through before it multiplies the second; none where there are
     /// no such halves.
+    ///
+    /// ```
+    /// use candle_fused::ops::Activation;
+    /// assert_eq!(Activation::SwiGlu.gate(), Some(Activation::Silu));
+    /// assert_eq!(Activation::Silu.gate(), None);
+    /// ```
     pub fn gate(self) -> Option<Self> {
         match self {
             Activation::SwiGlu => Some(Activation::Silu),

@@ -13,6 +13,16 @@ use candle_core::{Result, Tensor};
 ///
 /// # Errors
 /// If a tensor cannot be read as float64.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::linear::{self, Epilogue, Prologue, Weight};
+/// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+/// let weight = Weight::Dense(Tensor::new(&[[10f32, 1.], [0., 3.]], &Device::Cpu)?);
+/// let y = linear::reference(&x, Prologue::None, &[weight], &Epilogue::default())?;
+/// assert_eq!(y, [[12., 6.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(
     x: &Tensor,
     prologue: Prologue<'_>,

@@ -7,32 +7,33 @@ use crate::cpu::simd::Level;
 use crate::cpu::{dense, math};
 use crate::ops::view::{Float, cpu_storage, elements};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, Result, StorageRef, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, bail};
 use half::{bf16, f16};
 use std::borrow::Cow;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 /// Keeps a weight readable for as long as the op runs.
-pub(super) enum Guard<'a> {
-    Dense(StorageRef<'a>, &'a Layout),
+pub(super) enum Guard<'a, S> {
+    Dense(S, &'a Layout),
     Packed(&'a PackedMatrix),
     #[cfg(feature = "cuda")]
     OnGpu,
 }
 
-impl<'a> Guard<'a> {
-    pub fn new(weight: &'a Weight) -> Self {
-        match weight {
-            Weight::Dense(w) => {
-                let (storage, layout) = w.storage_and_layout();
-                Guard::Dense(storage, layout)
-            }
-            Weight::Packed(w) => Guard::Packed(w),
-            #[cfg(feature = "cuda")]
-            Weight::Blocks(_) => Guard::OnGpu,
+/// The name of candle's guard of a storage is not public in 0.11.0.
+pub(super) fn guard(weight: &Weight) -> Guard<'_, impl Deref<Target = Storage>> {
+    match weight {
+        Weight::Dense(w) => {
+            let (storage, layout) = w.storage_and_layout();
+            Guard::Dense(storage, layout)
         }
+        Weight::Packed(w) => Guard::Packed(w),
+        #[cfg(feature = "cuda")]
+        Weight::Blocks(_) => Guard::OnGpu,
     }
+}
 
+impl<S: Deref<Target = Storage>> Guard<'_, S> {
     pub fn matrix(&self) -> Result<Matrix<'_>> {
         let (storage, layout): (&CpuStorage, _) = match self {
             Guard::Packed(w) => {

@@ -10,6 +10,23 @@ use candle_core::{D, Result, Tensor, bail};
 ///
 /// # Errors
 /// If a tensor cannot be read as float64, or qkv does not divide into heads.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::{PagedAppend, TokenMap, paged_append};
+/// // A query, a key and a value of one element each, as they are: no norms, no rotation.
+/// let qkv = Tensor::new(&[[1f32, 2., 3.]], &Device::Cpu)?;
+/// let positions = Tensor::new(&[4u32], &Device::Cpu)?;
+/// let append = PagedAppend {
+///     heads: 1,
+///     tokens: TokenMap::OneEach,
+///     positions: &positions,
+///     rotation: None,
+///     norms: None,
+/// };
+/// assert_eq!(paged_append::reference(&qkv, 1, &append)?, [[1.], [2.], [3.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(qkv: &Tensor, kv_heads: usize, append: &PagedAppend<'_>) -> Result<[Vec<f64>; 3]> {
     let (rows, width) = qkv.dims2()?;
     let heads = append.heads + 2 * kv_heads;

@@ -9,6 +9,23 @@ use candle_core::{Result, Tensor};
 ///
 /// # Errors
 /// As [`paged_attention`](fn@super::paged_attention) on the CPU.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::{PageLayout, PagePool, PageTable, PagedAttention, paged_attention};
+/// let device = Device::Cpu;
+/// let pages = Tensor::ones((4, 2, 8, 1, 16), DType::F32, &device)?;
+/// let pool = PagePool::combined(&pages, PageLayout::Nhd)?;
+/// let table = PageTable::Padded {
+///     block_table: Tensor::new(&[[3u32, 1]], &device)?,
+///     lengths: Tensor::new(&[10u32], &device)?,
+/// };
+/// let q = Tensor::randn(0f32, 1., (1, 1, 2, 16), &device)?;
+/// // All values are 1, and so is any mean of them.
+/// let y = paged_attention::reference(&q, &pool, &table, &PagedAttention::default())?;
+/// assert!(y.len() == 32 && y.iter().all(|y| (y - 1.).abs() < 1e-12));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(
     q: &Tensor,
     pool: &PagePool,

@@ -105,6 +105,14 @@ impl ResidualAdd<'_> {
 ///
 /// # Errors
 /// If a tensor cannot be read as float64.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::residual_add;
+/// let x = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// assert_eq!(residual_add::reference(&x, &[&x, &x])?, [3., 6.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(x: &Tensor, residuals: &[&Tensor]) -> Result<Vec<f64>> {
     let mut y = float64(x)?;
     for residual in residuals {

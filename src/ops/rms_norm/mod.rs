@@ -180,6 +180,16 @@ impl RmsNorm<'_> {
 ///
 /// # Errors
 /// If a tensor cannot be read as float64.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::rms_norm;
+/// let (x, weight) = (Tensor::new(&[3f32, 4.], &Device::Cpu)?, Tensor::new(&[1f32, 2.], &Device::Cpu)?);
+/// let exact = rms_norm::reference(&x, &weight, 0.)?;
+/// let y = rms_norm(&x, &weight, 0.)?.to_vec1::<f32>()?;
+/// assert!(y.iter().zip(exact).all(|(y, exact)| (f64::from(*y) - exact).abs() < 1e-6));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Vec<f64>> {
     let (mut y, weight) = (float64(x)?, float64(weight)?);
     for row in y.chunks_mut(weight.len().max(1)) {

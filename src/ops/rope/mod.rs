@@ -308,6 +308,18 @@ fn check_tables(
 ///
 /// # Errors
 /// If a tensor cannot be read as float64, or x does not have four dimensions.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::rope::{self, RopeStyle, Rotation};
+/// // A quarter turn at every position: (a, b) -> (-b, a).
+/// let tables = Tensor::zeros((4, 1), DType::F32, &Device::Cpu)?;
+/// let (cos, sin) = (&tables, &tables.cos()?);
+/// let rotation = Rotation { cos, sin, position: 3, style: RopeStyle::Interleaved };
+/// let x = Tensor::new(&[[[[1f32, 2.]]]], &Device::Cpu)?;
+/// assert_eq!(rope::reference(&x, &rotation)?, [-2., 1.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(x: &Tensor, rotation: &Rotation<'_>) -> Result<Vec<f64>> {
     let (_, _, tokens, head_dim) = four(OP, "x", x)?;
     check_tables(OP, rotation, tokens, head_dim, x)?;
@@ -347,6 +359,21 @@ fn rotate(
 ///
 /// # Errors
 /// If a tensor cannot be read as float64, or qkv does not divide into heads.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::rope::{self, RopeAppend, RopeStyle, Rotation};
+/// // A quarter turn at every position: (a, b) -> (-b, a).
+/// let tables = Tensor::zeros((4, 1), DType::F32, &Device::Cpu)?;
+/// let (cos, sin) = (&tables, &tables.cos()?);
+/// let rotation = Rotation { cos, sin, position: 3, style: RopeStyle::HalfSplit };
+/// let append = RopeAppend { rotation, heads: 1, kv_heads: 1, slot: 3, norms: None };
+/// // A query, a key and a value of two elements each.
+/// let qkv = Tensor::new(&[[[1f32, 2., 3., 4., 5., 6.]]], &Device::Cpu)?;
+/// let [q, k, v] = rope::reference_append(&qkv, &append)?;
+/// assert_eq!((q, k, v), (vec![-2., 1.], vec![-4., 3.], vec![5., 6.]));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference_append(qkv: &Tensor, append: &RopeAppend<'_>) -> Result<[Vec<f64>; 3]> {
     let (batch, tokens, width) = qkv.dims3()?;
     let (heads, kv_heads) = (append.heads, append.kv_heads);

@@ -129,6 +129,19 @@ impl CustomOp1 for RopeTokens<'_> {
 ///
 /// # Errors
 /// As [`rope_tokens`] on the CPU, or if a tensor cannot be read as float64.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::rope::{RopeStyle, reference_tokens};
+/// use candle_fused::ops::RotaryTables;
+/// // Position 0 turns nothing, position 1 the only pair by a quarter: (a, b) -> (-b, a).
+/// let (cos, sin) = (Tensor::new(&[[1f32], [0.]], &Device::Cpu)?, Tensor::new(&[[0f32], [1.]], &Device::Cpu)?);
+/// let tables = RotaryTables { cos: &cos, sin: &sin, style: RopeStyle::HalfSplit };
+/// let x = Tensor::new(&[[[1f32, 2.]], [[3., 4.]]], &Device::Cpu)?;
+/// let positions = Tensor::new(&[1u32, 0], &Device::Cpu)?;
+/// assert_eq!(reference_tokens(&x, &positions, &tables)?, [-2., 1., 3., 4.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference_tokens(
     x: &Tensor,
     positions: &Tensor,

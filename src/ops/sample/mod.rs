@@ -17,6 +17,14 @@ pub(crate) const NONE: u32 = u32::MAX;
 
 /// How the next token is chosen from its logits, in this order: repeat penalty, temperature, top-k,
 /// softmax, top-p, draw.
+///
+/// ```
+/// use candle_fused::ops::SamplingParams;
+/// let params = SamplingParams { temperature: 0.8, top_p: Some(0.95), ..Default::default() };
+/// assert!(params.check().is_ok());
+/// let error = SamplingParams { top_p: Some(2.), ..params }.check().unwrap_err();
+/// assert!(error.to_string().contains("top_p"));
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// Divides the logits; 0 takes the likeliest token.
@@ -241,6 +249,15 @@ impl CustomOp1 for Sample<'_> {
 ///
 /// # Errors
 /// If the logits cannot be read as float64.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::sample::{self, SamplingParams};
+/// let logits = Tensor::new(&[0f32, 0., -1e9], &Device::Cpu)?;
+/// let params = SamplingParams { temperature: 1., ..Default::default() };
+/// assert_eq!(sample::reference(&logits, &params, &[])?, [0.5, 0.5, 0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn reference(logits: &Tensor, params: &SamplingParams, history: &[u32]) -> Result<Vec<f64>> {
     let mut scores = logits
         .to_dtype(DType::F64)?

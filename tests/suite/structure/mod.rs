@@ -1,5 +1,6 @@
 //! The structure of the source: which file names which, and how long they are.
 
+mod examples;
 mod kernels;
 mod lengths;
 mod modules;
