@@ -6,6 +6,7 @@ use super::shape::{Head, NormKind, Shape};
 use crate::Fusion;
 use crate::nn::{Attention, Embedding, LayerNorm, LinearWeight, Mlp, Norm, Projection, RmsNorm};
 use crate::ops::Activation;
+use crate::ops::flash_attention::check_head_dim;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Where tensors come from.
@@ -93,6 +94,9 @@ impl<S: Source> Loader<'_, S> {
             && !matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         {
             bail!("dtype: {dtype:?}, expected f32, f16 or bf16");
+        }
+        if self.fusion.flash_attention {
+            check_head_dim(self.source.device(), self.shape.attention.head_dim)?;
         }
         let norm = |layer: usize| {
             let Names {

@@ -145,6 +145,32 @@ fn ids_and_dtypes_are_refused_early() -> Result<()> {
     Ok(())
 }
 
+/// A GPU's kernels have a widest head, the CPU and candle's own operations have none.
+#[test]
+fn heads_that_are_too_wide_are_refused_when_a_model_is_loaded() -> Result<()> {
+    let golden = Golden::open("qwen3_qknorm")?;
+    for device in devices() {
+        let mut config: qwen3::Config = golden.config();
+        config.head_dim = 1024;
+        let load = |fusion| {
+            let vb = VarBuilder::zeros(DType::F32, &device);
+            qwen3::ModelForCausalLM::new_fused(&config, vb, fusion)
+        };
+        load(Fusion::none())?;
+        let loaded = load(Fusion::all());
+        if device.is_cpu() {
+            loaded?;
+            continue;
+        }
+        let error = said(loaded);
+        assert!(
+            error.contains("heads of 1024 values, expected 1 to"),
+            "{error}"
+        );
+    }
+    Ok(())
+}
+
 #[test]
 fn a_quantized_file_points_to_its_loader() -> Result<()> {
     let golden = Golden::open("llama_gqa_tied")?;

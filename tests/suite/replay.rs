@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_fused::cuda::{Replay, count_launches};
 use candle_fused::ops::{
     AttentionParams, Epilogue, PageLayout, PagePool, PageTable, PagedAppend, PagedAttention,
-    RaggedBatch, RopeStyle, RotaryTables, TokenMap, flash_attention_varlen, linear, paged_append,
-    paged_attention, rms_norm, rope_tokens,
+    RaggedBatch, RopeStyle, RotaryTables, TokenMap, flash_attention_padded, flash_attention_varlen,
+    linear, paged_append, paged_attention, rms_norm, rope_tokens,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -41,6 +41,32 @@ fn a_replay_computes_anew_what_was_recorded() -> Result<()> {
             assert_eq!(values(ours)?, values(&expected)?);
             assert_eq!(values(theirs)?, values(&product)?);
             assert_eq!(values(&other)?, before);
+        }
+    }
+    Ok(())
+}
+
+/// Attention reads the lengths of a padded batch when it runs.
+#[test]
+#[ignore = "needs the GPU for itself"]
+fn a_replay_reads_lengths_of_padded_batches_anew() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        for (dim, dtype) in [(64, DType::BF16), (24, DType::F32)] {
+            let qkv = randn_on(&[3, 70, 6, dim], dtype, &gpu)?;
+            let part = |first| qkv.narrow(2, first, 2);
+            let (q, k, v) = (part(0)?, part(2)?, part(4)?);
+            let lengths = Tensor::new(&[70u32, 1, 30], &gpu)?;
+            let params = AttentionParams::default();
+            let run = || flash_attention_padded(&q, &k, &v, &lengths, &params);
+            run()?;
+            // SAFETY: tests that are ignored by default run alone.
+            let mut replay = unsafe { Replay::record(gpu.as_cuda_device()?, run)? };
+            for new in [[0u32, 70, 33], [64, 2, 1]] {
+                lengths.slice_set(&Tensor::new(&new, &gpu)?, 0, 0)?;
+                // SAFETY: q, k, v and lengths are those that were recorded.
+                unsafe { replay.launch()? };
+                assert_eq!(values(replay.results())?, values(&run()?)?);
+            }
         }
     }
     Ok(())

@@ -11,7 +11,7 @@ mod reference;
 
 use super::view::inference_only;
 use crate::cpu::simd::{self, Level};
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor, bail};
 
 pub(crate) use attention::{Attention, joined};
 pub(crate) use check::{Form, facts};
@@ -165,6 +165,19 @@ pub fn flash_attention_at(
     let given = params.tensors().chain([("q", q), ("k", k), ("v", v)]);
     inference_only(op.form.op, given)?;
     q.apply_op3_no_bwd(k, v, &op)?.transpose(1, 2)
+}
+
+/// Fails if no kernel of the device takes heads of this size, whatever the dtypes are.
+pub(crate) fn check_head_dim(device: &Device, dim: usize) -> Result<()> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            let gpu = crate::cuda::Gpu::of(device)?.spec;
+            cuda::check_head_dim(gpu, dim)
+        }
+        _ if dim == 0 => bail!("flash_attention: heads of 0 values, expected at least 1"),
+        _ => Ok(()),
+    }
 }
 
 /// Fails where [`flash_attention`] does, before it computes anything.

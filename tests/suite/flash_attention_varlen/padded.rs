@@ -156,6 +156,51 @@ fn padding_is_not_seen_and_becomes_zeros() -> Result<()> {
     Ok(())
 }
 
+/// Every kernel of a GPU, with tiles that are all padding, partly padding, and of several rounds of blocks.
+#[cfg(feature = "cuda")]
+#[test]
+fn each_kernel_passes_over_the_padding() -> Result<()> {
+    use candle_fused::cpu::simd::Level;
+    use candle_fused::cuda::with_kernel;
+    for device in devices().into_iter().filter(Device::is_cuda) {
+        for dtype in [DType::F16, DType::BF16] {
+            for (heads, kv_heads, dim) in [(4, 4, 64), (24, 8, 128), (2, 1, 256), (3, 3, 96)] {
+                let case = Case {
+                    lengths: vec![300, 129, 0, 64, 1, 192],
+                    tokens: 300,
+                    heads,
+                    kv_heads,
+                    dim,
+                    joint: heads == 4,
+                    dtypes: [dtype; 2],
+                };
+                for causal in [false, true] {
+                    let params = AttentionParams {
+                        causal,
+                        ..params(dim)
+                    };
+                    let [q, k, v] = case.tensors(5, &Device::Cpu)?;
+                    let lengths = Tensor::new(case.lengths.clone(), &Device::Cpu)?;
+                    let want = values(&reference_padded(&q, &k, &v, &lengths, &params)?)?;
+                    let mut taken = 0;
+                    for kernel in candle_fused::ops::flash_attention::kernel_table() {
+                        let run = || case.hold(&params, &want, &device, Level::Scalar);
+                        match with_kernel(Some(kernel.name), run) {
+                            Ok(()) => taken += 1,
+                            Err(error) => {
+                                let refused = format!("kernel {} cannot take q ", kernel.name);
+                                assert!(error.to_string().contains(&refused), "{error}");
+                            }
+                        }
+                    }
+                    assert!(taken > 0);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A sequence without padding gets what the dense op gives it.
 #[test]
 fn whole_sequences_are_the_dense_form() -> Result<()> {

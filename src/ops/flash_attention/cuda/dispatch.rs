@@ -2,10 +2,11 @@
 
 use super::forms::{Forms, HeadSizes, NEWEST};
 use super::plan::{self, Plan, Planned};
-use super::problem::{Call, Case};
+use super::problem::{Alignment, Batch, Call, Case};
 use super::{mma, plain, wgmma};
-use crate::cuda::KernelInfo;
-use candle_core::{DType, Result};
+use crate::cpu::attention::Sizes;
+use crate::cuda::{GpuSpec, KernelInfo};
+use candle_core::{DType, Result, bail};
 
 /// When a kernel is chosen. What this cannot say, its `plan` does.
 pub(super) struct Rule {
@@ -100,6 +101,54 @@ impl plan::Rule<Case> for Rule {
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan<Call>> {
     plan::select("flash_attention", RULES, case)
+}
+
+/// Fails if no kernel takes heads of this size in f32, which each GPU has a kernel for, and which no other dtype goes
+/// past.
+///
+/// # Errors
+/// Naming the widest head that there is a kernel for.
+pub(in crate::ops::flash_attention) fn check_head_dim(gpu: GpuSpec, dim: usize) -> Result<()> {
+    let takes = |dim: usize| {
+        let case = Case {
+            gpu,
+            q: DType::F32,
+            kv: DType::F32,
+            sizes: Sizes {
+                batch: 1,
+                heads: 1,
+                kv_heads: 1,
+                queries: 1,
+                keys: 1,
+                dim,
+            },
+            causal: true,
+            batch: Batch::Dense,
+            mask: false,
+            alibi: false,
+            window: false,
+            softcap: false,
+            positive: true,
+            alignment: Alignment {
+                q: 16,
+                kv: 16,
+                y: 16,
+            },
+        };
+        RULES
+            .iter()
+            .any(|rule| plan::Rule::plan(rule, &case).is_ok())
+    };
+    if dim > 0 && takes(dim) {
+        return Ok(());
+    }
+    let most = (1..=plain::WIDEST).rev().find(|dim| takes(*dim));
+    bail!(
+        "flash_attention: heads of {dim} values, expected 1 to {} on sm_{}; without the fusion `flash_attention` \
+         candle's own operations take any",
+        most.unwrap_or(0),
+        gpu.arch
+    )
 }
 
 /// The kernels in the order in which they are tried.

@@ -19,6 +19,7 @@ use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Tensor};
 
+pub(super) use dispatch::check_head_dim;
 pub use dispatch::kernels as kernel_table;
 pub(crate) use forms::{Forms, HeadSizes, NEWEST, head_sizes};
 pub(crate) use plan::{Kernel, Plan, Planned, Rule, select};

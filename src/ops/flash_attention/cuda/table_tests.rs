@@ -1,6 +1,6 @@
 //! The table of kernels without a GPU: what it chooses over a grid of cases, and its part of docs/kernels.md.
 
-use super::dispatch::{RULES, select};
+use super::dispatch::{RULES, check_head_dim, select};
 use super::forms::Forms;
 use super::problem::{Alignment, Batch, Case};
 use crate::cpu::attention::Sizes;
@@ -324,6 +324,23 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
         assert!(error.contains(expected), "{error}");
     }
     Ok(())
+}
+
+/// What is told when a model is loaded is what the kernels take.
+#[test]
+fn heads_that_no_kernel_takes_are_known_before() {
+    for (name, most) in [("T4", 256), ("L4", 512), ("H100", 512)] {
+        let gpu = gpu_named(name);
+        for dim in 1..=1024 {
+            for dtype in [F32, F16, BF16] {
+                let taken = select(&case(gpu, [dtype; 2], [8, 1], dim, 1)).is_ok();
+                assert_eq!(check_head_dim(gpu, dim).is_ok(), taken, "{name} {dim}");
+            }
+        }
+        let error = check_head_dim(gpu, 1024).expect_err("1024").to_string();
+        let expected = format!("heads of 1024 values, expected 1 to {most} on sm_");
+        assert!(error.contains(&expected), "{error}");
+    }
 }
 
 #[test]
