@@ -188,12 +188,13 @@ impl Schedule {
                 sequence.pages.push(page);
                 continue;
             }
-            let id = sequence.id;
+            let (id, awaited) = (sequence.id, sequence.under_way > 0);
             match self.by_age().last() {
                 Some(&youngest) if youngest != slot || self.running().count() > 1 => {
                     self.preempt(youngest);
                 }
-                // It has all pages that there are.
+                // It has all pages that there are, and tokens to come for what lies in them.
+                _ if awaited => return false,
                 _ => {
                     self.leave(slot);
                     self.ended.push(Output {

@@ -86,6 +86,11 @@ impl Case {
     ) -> Result<()> {
         let [q, k, v] = self.tensors(5, device)?;
         let lengths = Tensor::new(self.lengths.clone(), device)?;
+        let slopes = params.alibi_slopes.as_ref();
+        let params = &AttentionParams {
+            alibi_slopes: slopes.map(|slopes| slopes.to_device(device)).transpose()?,
+            ..params.clone()
+        };
         let run = || flash_attention_padded_at(level, &q, &k, &v, &lengths, params);
         let (y, calls) = trace::capture(run);
         let y = y?;
@@ -181,7 +186,8 @@ fn each_kernel_passes_over_the_padding() -> Result<()> {
                     };
                     let [q, k, v] = case.tensors(5, &Device::Cpu)?;
                     let lengths = Tensor::new(case.lengths.clone(), &Device::Cpu)?;
-                    let want = values(&reference_padded(&q, &k, &v, &lengths, &params)?)?;
+                    let want = reference_padded(&q, &k, &v, &lengths, &params)?;
+                    let want = values(&want.transpose(1, 2)?)?;
                     let mut taken = 0;
                     for kernel in candle_fused::ops::flash_attention::kernel_table() {
                         let run = || case.hold(&params, &want, &device, Level::Scalar);
