@@ -142,6 +142,16 @@ impl Stories {
     }
 }
 
+/// Requests that all began together.
+struct Round {
+    stories: Stories,
+    /// Seconds of steps with a token of every sequence, and of the host's work in them.
+    steps: Vec<f64>,
+    host: Vec<f64>,
+    /// Seconds until all had begun.
+    reading: f64,
+}
+
 impl<'a> Served<'a> {
     fn new(model: &dyn TextModel, name: (&'a str, &'a str), sequences: usize) -> Result<Self> {
         let options = Options {
@@ -178,19 +188,25 @@ impl<'a> Served<'a> {
         for round in 0..3 {
             rounds.push(self.round(round)?);
         }
-        let (stories, steps, reading) = rounds.swap_remove(2);
+        let Round {
+            stories,
+            steps,
+            host,
+            reading,
+        } = rounds.swap_remove(2);
         let prompts = (self.sequences * PROMPT) as f64 / reading;
         let step = median(steps.clone());
         let mut run = self.figures(Arrivals::Offline, &stories, self.sequences as f64 / step);
         run.prompts_per_second = Some(prompts);
         run.step_p50 = Some(step);
         run.step_p99 = Some(percentile(steps, 99.));
+        run.host_p50 = Some(median(host));
         run.parts = self.parts()?;
         Ok(run)
     }
 
-    /// One request for each sequence: what became of them, seconds of full steps, and those until all had begun.
-    fn round(&mut self, seed: u64) -> Result<(Stories, Vec<f64>, f64)> {
+    /// One request for each sequence.
+    fn round(&mut self, seed: u64) -> Result<Round> {
         let rng = &mut StdRng::seed_from_u64(seed);
         let mut stories = self.stories();
         let started = Instant::now();
@@ -202,9 +218,12 @@ impl<'a> Served<'a> {
             };
             stories.begin(self.engine.submit(request)?, started);
         }
-        let (mut steps, mut reading, mut before) = (Vec::new(), 0., Instant::now());
+        let (mut steps, mut host, mut reading) = (Vec::new(), Vec::new(), 0.);
+        let mut before = Instant::now();
         while !self.engine.is_idle() {
+            let (begun, waited) = (Instant::now(), self.engine.stats().waited);
             let outputs = self.engine.step()?;
+            let worked = (begun.elapsed() + waited).saturating_sub(self.engine.stats().waited);
             stories.go_on(&self.engine, &outputs);
             let now = Instant::now();
             let begun = stories.all.values().all(|story| !story.tokens.is_empty());
@@ -212,10 +231,16 @@ impl<'a> Served<'a> {
                 reading = now.duration_since(started).as_secs_f64();
             } else if begun && outputs.len() == self.sequences {
                 steps.push(now.duration_since(before).as_secs_f64());
+                host.push(worked.as_secs_f64());
             }
             before = now;
         }
-        Ok((stories, steps, reading))
+        Ok(Round {
+            stories,
+            steps,
+            host,
+            reading,
+        })
     }
 
     /// The parts of a step half way through a round; the requests of it are then forgotten.
@@ -298,6 +323,7 @@ impl<'a> Served<'a> {
             prompts_per_second: None,
             step_p50: None,
             step_p99: None,
+            host_p50: None,
             first_p50: median(first.clone()),
             first_p99: percentile(first, 99.),
             between_p50: median(between.clone()),
@@ -318,7 +344,7 @@ fn line(run: &ServingRun) {
         Arrivals::Poisson => "poisson",
     };
     println!(
-        "{:<18}{:<12}{arrivals:<9}{:>4} sequences: {:>9.0} tokens/s; step {:.3} ms p50 {:.3} p99; prompts {:.0} \
+        "{:<18}{:<12}{arrivals:<9}{:>4} sequences: {:>9.0} tokens/s; step {:.3} ms p50 {:.3} p99, host {:.3}; prompts {:.0} \
          tokens/s; first token {:.1} ms p50 {:.1} p99; between {:.2} p50 {:.2} p99; wasted {:.1} %, {} preempted",
         run.model,
         run.format,
@@ -326,6 +352,7 @@ fn line(run: &ServingRun) {
         run.tokens_per_second,
         ms(run.step_p50.unwrap_or(0.)),
         ms(run.step_p99.unwrap_or(0.)),
+        ms(run.host_p50.unwrap_or(0.)),
         run.prompts_per_second.unwrap_or(0.),
         ms(run.first_p50),
         ms(run.first_p99),

@@ -239,6 +239,20 @@ __device__ __forceinline__ void wgmma(__nv_bfloat16, float (&d)[64], uint64_t a,
     "%64, %65, p, 1, 1, 0, 0;}", "l"(a), "l"(b), "r"(add));
 }
 
+// Further widths of it: N rows of the second factor; operands A, B and ADD come behind N / 2 sums.
+#define WGMMA_SHARED(N, A, B, ADD)              \
+  WGMMA_SHARED_OF(N, A, B, ADD, __half, "f16")  \
+  WGMMA_SHARED_OF(N, A, B, ADD, __nv_bfloat16, "bf16")
+#define WGMMA_SHARED_OF(N, A, B, ADD, TYPE, NAME)                                                                    \
+  __device__ __forceinline__ void wgmma(TYPE, float (&d)[N / 2], uint64_t a, uint64_t b, int add) {                  \
+    WGMMA_##N("+f",                                                                                                  \
+              "{.reg .pred p; setp.ne.b32 p, %" #ADD ", 0;\n wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME   \
+              "." NAME, "%" #A ", %" #B ", p, 1, 1, 0, 0;}", "l"(a), "l"(b), "r"(add));                              \
+  }
+WGMMA_SHARED(8, 4, 5, 6)
+WGMMA_SHARED(16, 8, 9, 10)
+WGMMA_SHARED(32, 16, 17, 18)
+
 // The first factor in registers, the second with one summand to a row.
 __device__ __forceinline__ void wgmma(__half, float (&d)[32], const uint32_t* a, uint64_t b, int add) {
   WGMMA_64("+f", "{.reg .pred p; setp.ne.b32 p, %37, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",

@@ -1,12 +1,13 @@
 // The next token of each sequence: repeat penalty, temperature, top-k, top-p and a draw by the
 // Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one.
 //
-// Each block takes a slice of a sequence's logits. The last block, by an atomic counter, merges the slices; where the
-// tokens to draw from depend on all logits (top-k, top-p) it finds the threshold by a radix select over their distance
-// from the best. Sums are of integers, so the result does not depend on their order.
+// The logits of a sequence are cut into chunks, of which a block takes some. The last block, by an atomic counter,
+// merges the chunks; where the tokens to draw from depend on all logits (top-k, top-p) it finds the threshold by a radix
+// select over their distance from the best. Sums are of integers, so the result does not depend on their order.
 //
-// The highest logit is subtracted before the division by the temperature, which then cannot overflow:
-// that of its slice in a block, and its difference from the highest of all when slices are merged.
+// The highest logit is subtracted before the division by the temperature, which then cannot overflow: that of its chunk
+// at first, and its difference from the highest of all when chunks are merged. So a draw does not depend on which block
+// has which chunks.
 #include "abi/pointwise.cuh"
 #include "common/base.cuh"
 
@@ -197,15 +198,41 @@ __device__ void leave(const SampleParams& p, uint32_t b, uint32_t token, uint32_
   *slot = (static_cast<unsigned long long>(step + 1) << 32) | token;
 }
 
-// The first warp: leaves its block's best and the highest logit that its score is measured from, and
-// whether this was the last block to do so. Then `best` becomes that of all blocks, measured from the
-// highest logit of all where there is a temperature.
-__device__ bool gather(const SampleParams& p, uint32_t b, float top, float inverse_temperature, Best& best) {
+// Calls `take` with the place and the logit of each of a thread's among those of a row from `begin` to `end`.
+template <class Take>
+__device__ __forceinline__ void each_logit(const SampleParams& p, uint64_t row, uint32_t begin, uint32_t end, Take take) {
+  if (!p.vectors || p.dtype != 0) {
+    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) take(i, logit(p, row + i));
+    return;
+  }
+  constexpr int AT_ONCE = 4;
+  const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(p.logits) + row);
+  for (uint32_t i = begin / 4 + threadIdx.x; i < end / 4; i += AT_ONCE * SAMPLE_THREADS) {
+    float4 v[AT_ONCE];
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      if (i + u * SAMPLE_THREADS < end / 4) v[u] = __ldcg(from + i + u * SAMPLE_THREADS);
+    }
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      const uint32_t at = 4 * (i + u * SAMPLE_THREADS);
+      if (at < end) take(at, v[u].x), take(at + 1, v[u].y), take(at + 2, v[u].z), take(at + 3, v[u].w);
+    }
+  }
+}
+
+// One thread: what a chunk comes to, its best score being measured from its highest logit.
+__device__ __forceinline__ void put(const SampleParams& p, uint32_t b, uint32_t chunk, float top, Best best) {
+  p.partial[uint64_t(b) * p.chunks + chunk] = make_float4(top, best.score, __uint_as_float(best.token), 0.f);
+}
+
+// The first warp, whose first thread has put the block's chunks: whether this was the last block to do so. Then `best`
+// becomes that of all chunks, measured from the highest logit of all where there is a temperature.
+__device__ bool gather(const SampleParams& p, uint32_t b, float inverse_temperature, Best& best) {
   const uint32_t lane = threadIdx.x;
-  float4* partial = p.partial + uint64_t(b) * gridDim.x;
+  const float4* partial = p.partial + uint64_t(b) * p.chunks;
   bool last = false;
   if (lane == 0) {
-    partial[blockIdx.x] = make_float4(top, best.score, __uint_as_float(best.token), 0.f);
     // The block's scores too: a barrier lies between them and this thread.
     __threadfence();
     last = atomicAdd(&p.arrived[b], 1) == gridDim.x - 1;
@@ -213,13 +240,14 @@ __device__ bool gather(const SampleParams& p, uint32_t b, float top, float inver
   last = __shfl_sync(FULL, last, 0);
   if (!last) return false;
   __threadfence();
+  float top = 0.f;
   if (inverse_temperature != 0.f) {
     top = -INFINITY;
-    for (uint32_t i = lane; i < gridDim.x; i += WARP) top = fmaxf(top, __ldcg(partial + i).x);
+    for (uint32_t i = lane; i < p.chunks; i += WARP) top = fmaxf(top, __ldcg(partial + i).x);
     top = warp_max(top);
   }
   best = {-INFINITY, NO_TOKEN};
-  for (uint32_t i = lane; i < gridDim.x; i += WARP) {
+  for (uint32_t i = lane; i < p.chunks; i += WARP) {
     const float4 one = __ldcg(partial + i);
     const float lacking = inverse_temperature != 0.f ? below(one.x, top, inverse_temperature) : 0.f;
     best = better(best, {one.y + lacking, __float_as_uint(one.z)});
@@ -229,65 +257,99 @@ __device__ bool gather(const SampleParams& p, uint32_t b, float top, float inver
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid_constant__ SampleParams p) {
-  extern __shared__ float slice[];
-  __shared__ Best scratch[WARPS];
-  __shared__ Bins bins;
-  __shared__ bool last;
-  __shared__ Best found;
-  const uint32_t b = blockIdx.y, begin = blockIdx.x * p.slice;
-  const uint32_t end = min(begin + p.slice, p.vocab);
-  pdl_launch();
-  const SampleSettings s = p.settings[b];
-  const bool greedy = s.inverse_temperature == 0.f;
-  const bool all = greedy || ((s.top_k == 0 || s.top_k >= p.vocab) && s.top_p >= 1.f);
-  const bool penalised = p.history && s.penalty != 1.f;
-  const bool drawn = all && !greedy;
-  const uint64_t row = uint64_t(b) * p.vocab;
-  pdl_wait();
-  const uint32_t draw = p.position[b] + 1, step = p.step ? p.step[b] : 0;
-  if (penalised || drawn) {
-    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) slice[i - begin] = logit(p, row + i);
-    __syncthreads();
-  }
-  if (penalised) {
-    const uint32_t known = min(min(s.last_n, p.history_slots), draw);
-    for (uint32_t i = threadIdx.x; i < known; i += SAMPLE_THREADS) {
-      const uint32_t t = p.history[uint64_t(b) * p.history_slots + (draw - 1 - i) % p.history_slots];
-      // From the logit itself, so that a token seen twice is penalised once.
-      if (t >= begin && t < end) {
-        const float v = logit(p, row + t);
-        slice[t - begin] = v >= 0.f ? v / s.penalty : v * s.penalty;
-      }
+// What a sequence asks for, and where its draw stands.
+struct Draw {
+  SampleSettings s;
+  uint32_t b, number;  // the sequence, and the place of the token that is drawn
+  bool all, drawn, penalised;
+};
+
+// The tokens of the history among `begin` to `end`, penalised from the logit itself, so that a token seen twice is
+// penalised once.
+__device__ __forceinline__ void penalise(const SampleParams& p, const Draw& d, uint32_t begin, uint32_t end,
+                                         float* chunk) {
+  const uint32_t known = min(min(d.s.last_n, p.history_slots), d.number);
+  for (uint32_t i = threadIdx.x; i < known; i += SAMPLE_THREADS) {
+    const uint32_t t = p.history[uint64_t(d.b) * p.history_slots + (d.number - 1 - i) % p.history_slots];
+    if (t >= begin && t < end) {
+      const float v = logit(p, uint64_t(d.b) * p.vocab + t);
+      chunk[t - begin] = v >= 0.f ? v / d.s.penalty : v * d.s.penalty;
     }
+  }
+}
+
+// A chunk that is not only looked through for its highest logit.
+__device__ void take_chunk(const SampleParams& p, const Draw& d, uint32_t number, float* chunk, Best* scratch,
+                           Best& found) {
+  const uint32_t begin = number * p.chunk, end = min(begin + p.chunk, p.vocab);
+  const uint64_t row = uint64_t(d.b) * p.vocab;
+  each_logit(p, row, begin, end, [&](uint32_t i, float v) { chunk[i - begin] = v; });
+  __syncthreads();
+  if (d.penalised) {
+    penalise(p, d, begin, end, chunk);
     __syncthreads();
   }
   Best best = {-INFINITY, NO_TOKEN};
   for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) {
-    const float score = penalised || drawn ? slice[i - begin] : logit(p, row + i);
-    if (!all) p.scores[row + i] = score;
+    const float score = chunk[i - begin];
+    if (!d.all) p.scores[row + i] = score;
     best = better(best, {score, i});
   }
   best = block_best(best, scratch);
   float top = 0.f;
-  if (drawn) {
+  if (d.drawn) {
     if (threadIdx.x == 0) found = best;
     __syncthreads();
     top = found.score;
     best = {-INFINITY, NO_TOKEN};
     for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) {
-      best = better(best, {below(slice[i - begin], top, s.inverse_temperature) + gumbel(s, draw, i), i});
+      best = better(best, {below(chunk[i - begin], top, d.s.inverse_temperature) + gumbel(d.s, d.number, i), i});
     }
     best = block_best(best, scratch);
   }
+  if (threadIdx.x == 0) put(p, d.b, number, top, best);
+  // The chunk and the scratch are written anew.
+  __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid_constant__ SampleParams p) {
+  extern __shared__ float chunk[];
+  __shared__ Best scratch[WARPS];
+  __shared__ Bins bins;
+  __shared__ bool last;
+  __shared__ Best found;
+  const uint32_t b = blockIdx.y;
+  pdl_launch();
+  Draw d = {p.settings[b], b};
+  const bool greedy = d.s.inverse_temperature == 0.f;
+  d.all = greedy || ((d.s.top_k == 0 || d.s.top_k >= p.vocab) && d.s.top_p >= 1.f);
+  d.drawn = d.all && !greedy;
+  d.penalised = p.history && d.s.penalty != 1.f;
+  pdl_wait();
+  d.number = p.position[b] + 1;
+  const uint32_t step = p.step ? p.step[b] : 0;
+  const uint32_t first = blockIdx.x * p.of_block, behind = min(first + p.of_block, p.chunks);
+  Best best = {-INFINITY, NO_TOKEN};
+  if (greedy && !d.penalised) {
+    const uint32_t end = min(behind * p.chunk, p.vocab);
+    each_logit(p, uint64_t(b) * p.vocab, first * p.chunk, end,
+               [&](uint32_t i, float v) { best = better(best, {v, i}); });
+    best = block_best(best, scratch);
+    // All of the block's chunks come to one.
+    if (threadIdx.x == 0) {
+      for (uint32_t i = first; i < behind; ++i) put(p, b, i, 0.f, i == first ? best : Best{-INFINITY, NO_TOKEN});
+    }
+  } else {
+    for (uint32_t i = first; i < behind; ++i) take_chunk(p, d, i, chunk, scratch, found);
+  }
   bool gathered = false;
-  if (threadIdx.x < WARP) gathered = gather(p, b, top, drawn ? s.inverse_temperature : 0.f, best);
-  if (!all) {
+  if (threadIdx.x < WARP) gathered = gather(p, b, d.drawn ? d.s.inverse_temperature : 0.f, best);
+  if (!d.all) {
     if (threadIdx.x == 0) last = gathered, found = best;
     __syncthreads();
     if (!last) return;
     // Nothing is drawn where no logit is a number.
-    if (found.token != NO_TOKEN) best = restricted(p, s, b, draw, found.score, bins, scratch);
+    if (found.token != NO_TOKEN) best = restricted(p, d.s, b, d.number, found.score, bins, scratch);
   }
-  if (gathered && threadIdx.x == 0) leave(p, b, best.token, draw, step);
+  if (gathered && threadIdx.x == 0) leave(p, b, best.token, d.number, step);
 }

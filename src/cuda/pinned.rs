@@ -58,17 +58,42 @@ impl Pinned {
         words: usize,
         stream: sys::CUstream,
     ) -> Result<()> {
-        let Some(to) = self.words().get(at..at + words) else {
-            bail!(
-                "cuda: words {at} to {} of {} page-locked ones",
-                at + words,
-                self.len
-            );
-        };
-        let to = to.as_ptr().cast_mut().cast();
+        let to = self.part(at, words)?.as_ptr().cast_mut().cast();
         // SAFETY: the words are there, and are atomics, which anybody may write to; the caller's for the rest.
         let copied = unsafe { sys::cuMemcpyDtoHAsync_v2(to, from, 4 * words, stream) };
         copied.result().map_err(candle_core::Error::wrap)
+    }
+
+    /// Copies `words` words from word `at` on to the GPU, in the order of the stream.
+    ///
+    /// # Errors
+    /// As [`Pinned::copy_from`].
+    ///
+    /// # Safety
+    /// `to` has room for so many words, and nobody writes to these here, until the stream has passed the copy; the
+    /// owner waits for it before this is dropped.
+    pub unsafe fn copy_to(
+        &self,
+        at: usize,
+        to: Address,
+        words: usize,
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        let from = self.part(at, words)?.as_ptr().cast();
+        // SAFETY: the words are there; the caller's for the rest.
+        let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, 4 * words, stream) };
+        copied.result().map_err(candle_core::Error::wrap)
+    }
+
+    fn part(&self, at: usize, words: usize) -> Result<&[AtomicU32]> {
+        match self.words().get(at..at + words) {
+            Some(part) => Ok(part),
+            None => bail!(
+                "cuda: words {at} to {} of {} page-locked ones",
+                at + words,
+                self.len
+            ),
+        }
     }
 
     /// The first word's address, as the GPU sees it.

@@ -21,6 +21,7 @@ use candle_core::{CudaDevice, Result, Tensor, bail};
 use std::collections::{BTreeMap, VecDeque};
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 /// Steps whose tokens the host has not read, at most.
 const AHEAD: usize = 1;
@@ -55,6 +56,7 @@ pub(super) struct OnDevice {
     pools: Vec<PagePool>,
     rotaries: Rotaries,
     graph: bool,
+    waited: Duration,
     refusal: Option<String>,
     /// Candle's default stream is that of the calling thread.
     _thread: PhantomData<*const ()>,
@@ -72,10 +74,10 @@ impl OnDevice {
         options: &Options,
     ) -> std::result::Result<Self, Refusal> {
         let (count, vocab) = (options.sequences, decoder.stack.embedding.vocab_size());
-        let gpu = Launcher::new(device)?.gpu;
+        let (gpu, width) = (Launcher::new(device)?.gpu, positions.div_ceil(options.page));
         let mut all = Self {
             steps: BTreeMap::new(),
-            slots: Slots::new(device, count, vocab, positions.div_ceil(options.page))?,
+            slots: Slots::new(device, [count, width], vocab, AHEAD)?,
             under_way: VecDeque::new(),
             mailbox: Pinned::new(gpu, count * (AHEAD + 1))?,
             turn: 0,
@@ -85,6 +87,7 @@ impl OnDevice {
             pools: pools.to_vec(),
             rotaries: rotaries.clone(),
             graph: options.graph,
+            waited: Duration::ZERO,
             refusal: None,
             _thread: PhantomData,
         };
@@ -95,6 +98,11 @@ impl OnDevice {
 
     pub fn ahead(&self) -> usize {
         AHEAD
+    }
+
+    /// How long the host has waited for steps.
+    pub fn waited(&self) -> Duration {
+        self.waited
     }
 
     pub fn refusal(&self) -> Option<&str> {
@@ -294,7 +302,9 @@ impl OnDevice {
         if step.slots.len() != count {
             bail!("{OP}: there are not {count} draws");
         }
+        let started = Instant::now();
         step.passed.wait()?;
+        self.waited += started.elapsed();
         let words = self.mailbox.words();
         let token = |slot: &usize| words[step.mail + slot].load(Ordering::Acquire);
         let tokens = step.slots.iter().map(token);

@@ -321,6 +321,7 @@ impl Engine {
             prompt_tokens: schedule.prompt_tokens,
             cached_tokens: schedule.cached_tokens,
             preemptions: schedule.preemptions,
+            waited: self.runner.waited(),
         }
     }
 

@@ -1,6 +1,7 @@
 //! What is asked of the engine, and what it answers.
 
 use crate::ops::SamplingParams;
+use std::time::Duration;
 
 /// A text to be continued.
 ///
@@ -87,4 +88,7 @@ pub struct Stats {
     pub cached_tokens: u64,
     /// Requests that had to give up their pages and begin again.
     pub preemptions: u64,
+    /// How long steps have waited for the GPU; what else they take is the host's work. Zero where steps are no chain of
+    /// kernels.
+    pub waited: Duration,
 }

@@ -13,6 +13,7 @@ use crate::generation::refusal::Refusal;
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::ops::{PageLayout, PagePool};
 use candle_core::{Device, Result, Tensor, bail};
+use std::time::Duration;
 
 pub(super) enum Runner {
     /// And why a GPU does not run steps as chains of kernels.
@@ -123,6 +124,15 @@ impl Runner {
             Runner::Eager(..) => Ok(Vec::new()),
             #[cfg(feature = "cuda")]
             Runner::Device(device) => device.profile(positions, rounds),
+        }
+    }
+
+    /// How long the host has waited for steps that were launched before.
+    pub fn waited(&self) -> Duration {
+        match self {
+            Runner::Eager(..) => Duration::ZERO,
+            #[cfg(feature = "cuda")]
+            Runner::Device(device) => device.waited(),
         }
     }
 

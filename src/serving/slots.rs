@@ -1,6 +1,6 @@
 //! What the GPU knows of each slot: its token and position, how the next token is chosen, and its pages.
 
-use crate::cuda::Address;
+use crate::cuda::{Address, Launcher, Pinned};
 use crate::generation::chain::Ends;
 use crate::ops::SamplingParams;
 use crate::ops::sample::cuda as sample;
@@ -8,6 +8,7 @@ use crate::ops::view::dtype_index;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, DType, Result};
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 /// Words of a slot's settings.
 const SETTINGS: usize = 8;
@@ -30,6 +31,10 @@ pub(super) struct Slots {
     /// `[count, width]`, and what the host has of it.
     table: CudaSlice<u32>,
     pages: Vec<u32>,
+    /// Rows of it on their way to the GPU: a table for each step that may be under way, and for the one that is
+    /// launched. From memory that is not page-locked the driver may wait for the stream first.
+    sent: Pinned,
+    sendings: usize,
     width: usize,
     /// Pages of each slot that the host's table has.
     known: Vec<usize>,
@@ -49,7 +54,15 @@ const VACANT: u32 = 0xf000_0000;
 
 impl Slots {
     /// `count` slots, all empty, of up to `width` pages each.
-    pub fn new(device: &CudaDevice, count: usize, vocab: usize, width: usize) -> Result<Self> {
+    ///
+    /// Of the steps behind an [`upload`](Self::upload), all but the last `ahead` are through before the next one.
+    pub fn new(
+        device: &CudaDevice,
+        [count, width]: [usize; 2],
+        vocab: usize,
+        ahead: usize,
+    ) -> Result<Self> {
+        let gpu = Launcher::new(device)?.gpu;
         let mut words = vec![0; count * (WORDS + SETTINGS)];
         words[POSITION * count..][..count].fill(VACANT);
         Ok(Self {
@@ -59,6 +72,8 @@ impl Slots {
             partial: device.alloc_zeros(count * sample::partial_words(vocab))?,
             table: device.clone_htod(&vec![NONE; count * width])?,
             pages: vec![NONE; count * width],
+            sent: Pinned::new(gpu, (ahead + 1) * count * width)?,
+            sendings: 0,
             known: vec![0; count],
             stale: 0..0,
             device: device.clone(),
@@ -178,8 +193,18 @@ impl Slots {
             return Ok(());
         }
         let words = self.stale.start * self.width..self.stale.end * self.width;
-        let mut room = self.table.slice_mut(words.clone());
-        self.device.memcpy_htod(&self.pages[words], &mut room)?;
+        let table = self.count * self.width;
+        let from = self.sendings * table % self.sent.words().len();
+        self.sendings += 1;
+        let part = &self.sent.words()[from..from + table];
+        for (to, page) in part.iter().zip(&self.pages[words.clone()]) {
+            to.store(*page, Ordering::Relaxed);
+        }
+        let to = self.table() + 4 * words.start as Address;
+        let stream = Launcher::new(&self.device)?.stream;
+        // SAFETY: the table has these rows; what was sent from this part before has arrived, as `new` asks for, and the
+        // runner waits for the stream before it drops this.
+        unsafe { self.sent.copy_to(from, to, words.len(), stream)? };
         self.stale = 0..0;
         Ok(())
     }

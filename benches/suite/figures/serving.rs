@@ -32,6 +32,9 @@ pub struct ServingRun {
     /// Steps with a token of every sequence, offline.
     pub step_p50: Option<f64>,
     pub step_p99: Option<f64>,
+    /// What the host does in such a step, without waiting for the GPU.
+    #[serde(default)]
+    pub host_p50: Option<f64>,
     /// From a request's arrival to its first token, and between its tokens.
     pub first_p50: f64,
     pub first_p99: f64,

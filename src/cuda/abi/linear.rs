@@ -204,6 +204,27 @@ abi! {
         vectors: i32,
     }
 
+    /// Tiles of the GEMM for dense weights on Hopper: output channels, tokens, and stages of 64 values of K, with which
+    /// a multiprocessor has room for two blocks.
+    table GEMM_DENSE_SM90 of GemmDenseForm (channels: usize, tokens: usize, stages: usize) = [
+        (64, 8, 10), (64, 16, 10), (64, 32, 8), (64, 64, 6), (64, 128, 4), (128, 64, 4), (128, 128, 3)
+    ];
+
+    /// Dense weights and x of one 16-bit type.
+    struct GemmDenseParams {
+        /// Boxes of `[64][T]`.
+        x: TensorMap,
+        /// Of each matrix, boxes of `[64][channels / 2]`.
+        weights: [TensorMap; MAX_WEIGHTS],
+        /// Without prologue.
+        product: Gemv,
+        m_tiles: u32,
+        /// Blocks of a cluster, which share K.
+        split_k: u32,
+        /// Whether 16-byte accesses fit bias, residuals and outputs.
+        vectors: i32,
+    }
+
     /// Warps of a block of the GEMM for quantized weights and few tokens from Ampere on, at most.
     const GEMM_WNA16_MMA_MAX_WARPS: Count<i32> = 16;
 

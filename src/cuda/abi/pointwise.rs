@@ -162,13 +162,17 @@ abi! {
         mailbox: Mut<LongLong>,
         /// `[sequences, vocab]`, logits behind the penalty, needed by top-k and top-p.
         scores: Mut<f32>,
-        /// `[sequences, blocks]`: the highest logit, the best score, the bits of its token.
+        /// `[sequences, chunks]`: the highest logit, the best score, the bits of its token.
         partial: Mut<Float4>,
         /// `[sequences]`, zero between launches.
         arrived: Mut<u32>,
         vocab: u32,
-        /// Logits of a block; set by the launch.
-        slice: u32,
+        /// Logits of a chunk, a multiple of 4, chunks in all, and chunks of a block; set by the launch.
+        chunk: u32,
+        chunks: u32,
+        of_block: u32,
+        /// Whether rows are whole pieces of 16 bytes; set by the launch.
+        vectors: i32,
         history_slots: u32,
         mail_slots: u32,
         /// Of the logits.

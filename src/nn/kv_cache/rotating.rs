@@ -308,7 +308,7 @@ impl RotatingKvCache {
     /// assert!((y - 1.)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
     /// let kept = [cache.k()?, cache.v()?].map(|kept| kept.expect("four positions").dims()[2]);
     /// assert_eq!((kept, cache.current_seq_len()), ([4, 4], 7));
-    /// assert_eq!((cache.k_cache().offset(), cache.v_cache().offset()), (3, 3));
+    /// assert_eq!((cache.k_cache().offset(), cache.v_cache().offset()), (1, 1));
     /// // Each part by itself.
     /// cache.k_cache_mut().append(&tokens(1)?)?;
     /// cache.v_cache_mut().append(&tokens(1)?)?;

@@ -14,25 +14,23 @@ static MODULE: Module = Module::new("sample", fatbin!("sample"), &["sample"]);
 
 const _: () = assert!(NONE == NO_TOKEN);
 
-/// Blocks that share a sequence's logits at most: the last one gathers from all.
-const MAX_BLOCKS: usize = 128;
+/// Chunks of a sequence's logits at most: the last block gathers from all.
+const MAX_CHUNKS: usize = 128;
 
-/// Blocks of all sequences that are enough for a GPU.
-const ENOUGH: usize = 1024;
+/// Blocks of all sequences that fill an H100 once.
+const ENOUGH: usize = 264;
 
-/// Logits that a block has room for in shared memory on every GPU.
-const MAX_SLICE: usize = 8192;
-
-/// Blocks that share the logits of each of so many sequences.
-pub(crate) fn blocks(vocab: usize, sequences: usize) -> usize {
-    let useful = vocab.div_ceil(SAMPLE_THREADS).min(MAX_BLOCKS);
-    let least = vocab.div_ceil(MAX_SLICE).min(useful);
-    (ENOUGH / sequences.max(1)).clamp(least, useful)
+/// Chunks of a sequence's logits, and how many logits each has. A draw is measured from the highest logit of its chunk,
+/// so these depend on nothing else: a sequence gets the same token whatever is drawn beside it.
+fn chunks(vocab: usize) -> (usize, usize) {
+    let useful = vocab.div_ceil(SAMPLE_THREADS).min(MAX_CHUNKS);
+    let chunk = vocab.div_ceil(useful.max(1)).next_multiple_of(4);
+    (vocab.div_ceil(chunk.max(1)), chunk)
 }
 
 /// 8-byte words of `partial` for each sequence.
 pub(crate) fn partial_words(vocab: usize) -> usize {
-    2 * blocks(vocab, 1)
+    2 * chunks(vocab).0
 }
 
 /// Chooses a token for each of `sequences`.
@@ -40,10 +38,22 @@ pub(crate) fn partial_words(vocab: usize) -> usize {
 /// # Safety
 /// Every address that is not 0 is valid for the length given at its field.
 pub(crate) unsafe fn launch(launcher: &Launcher, sequences: u32, step: Step) -> Result<()> {
-    let blocks = blocks(step.vocab as usize, sequences as usize) as u32;
-    let slice = step.vocab.div_ceil(blocks);
-    let grid = Grid::new([blocks, sequences, 1], SAMPLE_THREADS as u32, slice * 4);
-    let params = Step { slice, ..step };
+    let (chunks, chunk) = chunks(step.vocab as usize);
+    let wanted = (ENOUGH / sequences.max(1) as usize).clamp(1, chunks.max(1));
+    let of_block = chunks.div_ceil(wanted);
+    let blocks = chunks.div_ceil(of_block) as u32;
+    let grid = Grid::new(
+        [blocks, sequences, 1],
+        SAMPLE_THREADS as u32,
+        4 * chunk as u32,
+    );
+    let params = Step {
+        chunk: chunk as u32,
+        chunks: chunks as u32,
+        of_block: of_block as u32,
+        vectors: (step.vocab.is_multiple_of(4) && step.logits.is_multiple_of(16)).into(),
+        ..step
+    };
     // SAFETY: the kernel takes `SampleParams`; the addresses are the caller's.
     unsafe { launcher.run(&MODULE, 0, grid, &params) }
 }

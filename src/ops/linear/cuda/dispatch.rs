@@ -2,8 +2,9 @@
 //! each with the kernel that the table chose.
 
 use super::kernels::{
-    gemm_dense, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_mma,
-    gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+    gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16,
+    gemm_wna16_mma, gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16,
+    gemv_wna16_sm90,
 };
 use super::plan::Plan;
 use super::problem::{Case, Operand, Operands, ProductAt};
@@ -50,6 +51,9 @@ const WNA16_SM90: [usize; 2] = [2, 1024];
 /// Twice as many rows of operand B keep the bits of f16.
 const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F16, [2, 64])];
 
+/// M of dense weights for which the kernel of ours may beat the others on Hopper.
+const DENSE_SM90: [usize; 2] = [2, 256];
+
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 const GEMV_OF_HALVES: &[Rows] = &[(F16, GEMV), (BF16, GEMV)];
 
@@ -75,6 +79,16 @@ pub(super) static RULES: &[Rule] = &[
         pairs: true,
         plan: gemv_dense_pipelined::plan,
         note: "with a layer norm as the prologue, from 8 MB of weights on, and two matrices along K",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_dense_sm90",
+        source: "linear/gemm_dense_sm90.cu",
+        formats: Formats::HALF,
+        x: &[(F16, DENSE_SM90), (BF16, DENSE_SM90)],
+        arch: [90, 90],
+        plan: gemm_dense_sm90::plan,
+        note: "the norm in a preceding kernel, while the first weights come",
         ..RULE
     },
     Rule {

@@ -220,9 +220,9 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
 
 #[test]
 fn a_plan_says_what_it_launches() -> Result<()> {
-    let h100 = gpu_named("H100");
+    let l4 = gpu_named("L4");
     let plan = select(&case(
-        h100,
+        l4,
         WeightFormat::Dense(DType::BF16),
         DType::BF16,
         8,

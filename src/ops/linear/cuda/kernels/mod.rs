@@ -3,6 +3,9 @@
 
 mod cublaslt;
 pub(super) mod gemm_dense;
+pub(super) mod gemm_dense_sm90;
+#[cfg(test)]
+mod gemm_dense_sm90_tests;
 pub(super) mod gemm_dequantized;
 pub(super) mod gemm_w8a8;
 pub(super) mod gemm_w8a8_cluster;

@@ -1,4 +1,4 @@
-//! What TMA is told of int8 weights, and of x.
+//! What TMA is told of weights, and of x.
 
 use crate::cuda::Address;
 use crate::cuda::abi::TensorMap;
@@ -6,7 +6,7 @@ pub(super) use crate::cuda::abi::W8A8_BLOCK_K as STAGE_K;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
-const OP: &str = "quant_linear";
+const OP: &str = "linear";
 
 /// Of x `[m, k]` in bf16, k a multiple of 64: boxes of four times 64 values of 16 rows, as in
 /// `kernels/linear/gemm_wna16_m16_tma.cuh`. Rows and values that are not there come as zeros.
@@ -32,7 +32,7 @@ pub(super) fn rows_map(x: Address, [m, k]: [usize; 2]) -> Result<TensorMap> {
     taken(result, map, || format!("x of [{m}, {k}]"))
 }
 
-/// Of operand B `[rows, pitch]` in bf16: boxes of 64 values of so many rows. Rows that are not there come as zeros.
+/// Of an operand `[rows, pitch]` of a 16-bit type: boxes of 64 values of so many rows. What is not there comes as zeros.
 pub(super) fn operand_map(
     x: Address,
     [rows, pitch]: [usize; 2],
@@ -45,7 +45,7 @@ pub(super) fn operand_map(
         tile: [64, rows_of_tile],
         swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
-    plane.map(x, "x")
+    plane.map(x, "16-bit operand")
 }
 
 /// Of the sums `[blocks, rows]` in f32 that belong to it, the latter a multiple of 4: boxes of four blocks.

@@ -1,0 +1,254 @@
+//! Dense weights and x of one 16-bit type on Hopper, for few to some hundred rows of x: `wgmma` with both operands in
+//! shared memory (`kernels/linear/gemm_dense_sm90.cu`). A preceding kernel applies a norm, while the product's first
+//! weights are on their way.
+
+use super::super::plan::{Kernel, Planned};
+use super::super::problem::{Case, MAX_MATRICES, Operand, Operands};
+use super::gemm_dense::{self, Rows, normalised};
+use super::gemv::{Gemv, is_bf16};
+use super::gemv_dense::{self, check_vectors};
+use super::tensor_map::operand_map;
+use crate::cuda::abi::{
+    GEMM_DENSE_SM90 as FORMS, GemmDenseForm, GemmDenseParams, NORM_NONE, TensorMap, WARP,
+};
+use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin, profile};
+use candle_core::{DType, Result, bail};
+use std::sync::Arc;
+
+/// The kernels for f16, then those for bf16, each in the order of [`FORMS`].
+pub(super) static MODULE: Module = Module::new(
+    "gemm_dense_sm90",
+    fatbin!("gemm_dense_sm90"),
+    &[
+        "gemm_dense_sm90_f16_64_8",
+        "gemm_dense_sm90_f16_64_16",
+        "gemm_dense_sm90_f16_64_32",
+        "gemm_dense_sm90_f16_64_64",
+        "gemm_dense_sm90_f16_64_128",
+        "gemm_dense_sm90_f16_128_64",
+        "gemm_dense_sm90_f16_128_128",
+        "gemm_dense_sm90_bf16_64_8",
+        "gemm_dense_sm90_bf16_64_16",
+        "gemm_dense_sm90_bf16_64_32",
+        "gemm_dense_sm90_bf16_64_64",
+        "gemm_dense_sm90_bf16_64_128",
+        "gemm_dense_sm90_bf16_128_64",
+        "gemm_dense_sm90_bf16_128_128",
+    ],
+);
+
+/// Values of K of a stage.
+const STAGE_K: usize = 64;
+
+/// Blocks of a cluster at most.
+pub(super) const MAX_SPLIT_K: usize = 8;
+
+/// How blocks share a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tiling {
+    /// The place among [`FORMS`].
+    pub form: usize,
+    /// Blocks of a cluster, which share K.
+    pub split_k: usize,
+}
+
+impl Tiling {
+    fn form(&self) -> &'static GemmDenseForm {
+        &FORMS[self.form]
+    }
+
+    /// Tiles of channels, or of gated pairs of them, and of tokens.
+    fn tiles(&self, case: &Case) -> [usize; 2] {
+        let channels = case.width() * if case.gates() { 2 } else { 1 };
+        let GemmDenseForm {
+            channels: tile,
+            tokens,
+            ..
+        } = self.form();
+        [channels.div_ceil(*tile), case.m.div_ceil(*tokens)]
+    }
+
+    /// Why the product cannot be tiled so: half a tile's channels are of one matrix.
+    fn check(&self, case: &Case) -> std::result::Result<(), &'static str> {
+        let half = self.form().channels / 2;
+        let matrices: Vec<_> = case.matrices().collect();
+        let fits = match (case.gates(), &matrices[..]) {
+            (true, [_]) => true,
+            (true, [gate, up]) => gate == up,
+            (true, _) => false,
+            (false, [first @ .., _]) => first.iter().all(|rows| rows.is_multiple_of(half)),
+            (false, []) => false,
+        };
+        match fits && self.split_k <= case.k.div_ceil(STAGE_K) {
+            true => Ok(()),
+            false => Err("half a tile would be of several matrices, or K is short"),
+        }
+    }
+
+    /// Measured on an H100 over the products of SmolLM2-135M, Llama-3.2-1B and Llama-3-8B, 8 to 256 rows: as many
+    /// blocks share K as fill the GPU once, and a tile has all tokens; where K is too short to be shared, tokens are.
+    pub fn of(case: &Case) -> std::result::Result<Self, &'static str> {
+        let sms = case.gpu.sms as usize;
+        let k_stages = case.k.div_ceil(STAGE_K);
+        let channels = case.width() * if case.gates() { 2 } else { 1 };
+        let n_tiles = channels.div_ceil(64);
+        let wanted = (5 * sms / 4 + n_tiles / 2) / n_tiles;
+        let split_k = wanted.clamp(1, (k_stages / SHARE).clamp(1, MAX_SPLIT_K));
+        // Two blocks of a multiprocessor at a time.
+        let wide = n_tiles * split_k > 2 * sms;
+        let fits = |form: &GemmDenseForm| match split_k == 1 && wanted > 1 {
+            true => n_tiles * case.m.div_ceil(form.tokens) <= 3 * sms / 2,
+            false => form.tokens >= case.m && (form.channels == 128 || !wide || form.tokens <= 32),
+        };
+        let form = FORMS.iter().position(fits).unwrap_or(FORMS.len() - 1);
+        let tiling = Self { form, split_k };
+        tiling.check(case)?;
+        Ok(tiling)
+    }
+}
+
+/// Stages of K that a block has at least, where several share it.
+const SHARE: usize = 6;
+
+/// Bytes of weights from which on few rows are better multiplied here than by the kernel that norms them itself.
+const LARGE: usize = 4 << 20;
+
+/// Why another kernel is the faster one.
+fn check_speed(case: &Case) -> std::result::Result<(), &'static str> {
+    let large = 2 * case.n() * case.k >= LARGE;
+    // Many rows of large matrices with few output channels are the library's; what gates, it leaves to a kernel behind.
+    let n_tiles = case.n() / 64;
+    let few_channels = n_tiles < case.gpu.sms as usize;
+    let most = match (case.gates(), large) {
+        (true, _) if n_tiles <= 2 * case.gpu.sms as usize => 256,
+        (true, _) => 128,
+        (false, false) => 64,
+        (false, true) if few_channels => 32,
+        (false, true) => 128,
+    };
+    match case.m <= most && (large || case.m > gemv_dense::MAX_M) {
+        true => Ok(()),
+        false => Err("another kernel is faster for so many or so few rows"),
+    }
+}
+
+/// The product, with the norm in front of it.
+#[derive(Debug)]
+pub(super) struct Gemm {
+    index: usize,
+    tiling: Tiling,
+    m_tiles: usize,
+    grid: Grid,
+    /// Whether 16-byte accesses fit outputs.
+    vectors: bool,
+}
+
+impl Gemm {
+    pub fn new(case: &Case, tiling: Tiling) -> std::result::Result<Self, &'static str> {
+        let dtype = case.dense().ok_or("the weights are not dense")?;
+        check_vectors(case, dtype)?;
+        if case.x != dtype || dtype == DType::F32 || case.gpu.arch != 90 {
+            return Err("x and weights are not of one 16-bit type, or the GPU is not Hopper's");
+        }
+        gemm_dense::check(case)?;
+        tiling.check(case)?;
+        let form = tiling.form();
+        let [n_tiles, m_tiles] = tiling.tiles(case);
+        let stage = (form.channels + form.tokens) * 2 * STAGE_K;
+        let mut grid = Grid::new(
+            [(n_tiles * m_tiles * tiling.split_k) as u32, 1, 1],
+            (2 * form.channels + WARP) as u32,
+            (form.stages * stage + 1024) as u32,
+        );
+        grid.cluster = tiling.split_k as u32;
+        Ok(Self {
+            index: is_bf16(dtype) * FORMS.len() + tiling.form,
+            tiling,
+            m_tiles,
+            grid,
+            vectors: case.alignment.outputs && case.width().is_multiple_of(8),
+        })
+    }
+}
+
+/// Up to three matrices, any K of whole 16 bytes.
+pub(crate) fn plan(case: &Case) -> Planned {
+    check_speed(case)?;
+    Ok(Arc::new(Gemm::new(case, Tiling::of(case)?)?))
+}
+
+impl Kernel for Gemm {
+    fn entry(&self) -> &'static str {
+        MODULE.names(self.index).1
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        Some(self.grid)
+    }
+
+    fn details(&self) -> String {
+        let GemmDenseForm {
+            channels, tokens, ..
+        } = self.tiling.form();
+        let split_k = self.tiling.split_k;
+        format!("tiles of {channels}x{tokens}, split-K {split_k}")
+    }
+
+    fn scratch(&self, operands: &Operands) -> usize {
+        let at = &operands.at;
+        Scratch::room(at.x_dtype, at.m * at.k)
+    }
+
+    unsafe fn run(
+        &self,
+        launcher: &Launcher,
+        scratch: &mut Scratch,
+        operands: &Operands,
+    ) -> Result<()> {
+        let at = &operands.at;
+        let rows = Rows {
+            x: at.x,
+            m: at.m,
+            k: at.k,
+            dtype: at.x_dtype,
+        };
+        let x = match at.norm {
+            // SAFETY: the caller's.
+            Some(norm) => unsafe { normalised(launcher, scratch, &rows, norm)? },
+            None => at.x,
+        };
+        let form = self.tiling.form();
+        let mut weights = [TensorMap { opaque: [0; 16] }; MAX_MATRICES];
+        let present = operands.weights.iter().filter(|w| w.rows() > 0);
+        for (map, weight) in weights.iter_mut().zip(present) {
+            let Operand::Dense { address, rows, .. } = weight else {
+                bail!("linear: expected dense weights");
+            };
+            *map = operand_map(*address, [*rows, at.k], form.channels / 2)?;
+        }
+        let mut product = Gemv::of(operands)?;
+        product.prologue.norm = NORM_NONE as i32;
+        let params = GemmDenseParams {
+            x: operand_map(x, [at.m, at.k], form.tokens)?,
+            weights,
+            product,
+            m_tiles: self.m_tiles as u32,
+            split_k: self.tiling.split_k as u32,
+            vectors: self.vectors.into(),
+        };
+        // Its weights may be read while a norm is still being applied here; launches that are timed one by one are
+        // apart.
+        let launcher = &Launcher {
+            dependent: launcher.dependent || (x != at.x && !profile::is_capturing()),
+            ..*launcher
+        };
+        let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
+        let bytes = operands.weight_bytes() + 2 * at.m * at.k + outputs;
+        // SAFETY: the caller's; the struct is the kernel's.
+        unsafe {
+            launcher
+                .moving(bytes as u64)
+                .run(&MODULE, self.index, self.grid, &params)
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! The dense GEMM for Hopper against float64, in every tiling; and what each tiling takes.
+
+use super::super::plan::Kernel;
+use super::super::problem::{Case, NormAt, NormKind, Operand, Operands, ProductAt};
+use super::gemm_dense;
+use super::gemm_dense_sm90::{Gemm, MAX_SPLIT_K, Tiling};
+use super::gemv_dense;
+use crate::cuda::abi::GEMM_DENSE_SM90 as FORMS;
+use crate::cuda::profile::Event;
+use crate::cuda::{Graph, Launcher, Scratch, address_of};
+use crate::ops::{Activation, ActivationBits};
+use candle_core::{D, DType, Device, Result, Tensor};
+
+/// What a product is of.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    m: usize,
+    k: usize,
+    weights: [usize; 3],
+    activation: Activation,
+    norm: bool,
+    residuals: bool,
+    dtype: DType,
+}
+
+struct Product {
+    shape: Shape,
+    x: Tensor,
+    gain: Tensor,
+    w: Vec<Tensor>,
+    bias: Tensor,
+    residual: Tensor,
+    y: Tensor,
+}
+
+impl Product {
+    fn new(device: &Device, shape: Shape) -> Result<Self> {
+        let randn = |dims: &[usize], scale: f32| {
+            Tensor::randn(0f32, scale, dims, device)?.to_dtype(shape.dtype)
+        };
+        let Shape { m, k, weights, .. } = shape;
+        let rows = weights.iter().sum::<usize>();
+        let width = shape.activation.outputs(rows);
+        let present = weights.iter().filter(|rows| **rows > 0);
+        Ok(Self {
+            x: randn(&[m, k], 1.)?,
+            gain: randn(&[k], 1.)?,
+            w: present
+                .map(|rows| randn(&[*rows, k], 1. / (k as f32).sqrt()))
+                .collect::<Result<_>>()?,
+            bias: randn(&[rows], 1.)?,
+            residual: randn(&[m, width], 1.)?,
+            y: Tensor::zeros((m, width), shape.dtype, device)?,
+            shape,
+        })
+    }
+
+    fn operands(&self, w: &[Tensor]) -> Result<Operands> {
+        let Shape {
+            m, k, dtype, norm, ..
+        } = self.shape;
+        let weights = w.iter().map(|w| {
+            Ok(Operand::Dense {
+                address: address_of(w)?,
+                rows: w.dims()[0],
+                dtype,
+            })
+        });
+        let weight = address_of(&self.gain)?;
+        let norm_at = NormAt {
+            kind: NormKind::Rms,
+            weight,
+            bias: 0,
+            eps: 1e-5,
+        };
+        let added = |t: &Tensor| match self.shape.residuals {
+            true => address_of(t),
+            false => Ok(0),
+        };
+        Ok(Operands {
+            weights: weights.collect::<Result<_>>()?,
+            at: ProductAt {
+                x: address_of(&self.x)?,
+                norm: norm.then_some(norm_at),
+                bias: added(&self.bias)?,
+                activation: self.shape.activation,
+                residuals: [added(&self.residual)?; 2],
+                out: address_of(&self.y)?,
+                stride: self.y.dims()[1],
+                m,
+                k,
+                x_dtype: dtype,
+                x_bits: ActivationBits::Auto,
+                out_dtype: dtype,
+            },
+            second: None,
+            fetch: None,
+            dequantized: None,
+        })
+    }
+
+    fn expected(&self) -> Result<Tensor> {
+        let exact = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
+        let mut x = exact(&self.x)?;
+        if self.shape.norm {
+            let squares = (x.sqr()?.mean_keepdim(D::Minus1)? + 1e-5)?;
+            let normed = x.broadcast_div(&squares.sqrt()?)?;
+            let normed = normed.broadcast_mul(&exact(&self.gain)?)?;
+            // As the kernel in front rounds it.
+            x = normed.to_dtype(self.shape.dtype)?.to_dtype(DType::F64)?;
+        }
+        let all = Tensor::cat(&self.w, 0)?;
+        let mut y = x.matmul(&exact(&all)?.t()?)?;
+        if self.shape.residuals {
+            y = y.broadcast_add(&exact(&self.bias)?)?;
+        }
+        if self.shape.activation == Activation::SwiGlu {
+            let width = self.y.dims()[1];
+            let up = y.narrow(1, width, width)?;
+            y = y.narrow(1, 0, width)?.silu()?.mul(&up)?;
+        }
+        match self.shape.residuals {
+            true => y + (exact(&self.residual)? * 2.)?,
+            false => Ok(y),
+        }
+    }
+}
+
+fn tilings(case: &Case) -> Vec<(Tiling, Gemm)> {
+    let forms = (0..FORMS.len()).flat_map(|form| (1..=MAX_SPLIT_K).map(move |k| (form, k)));
+    let of = |(form, split_k)| {
+        let tiling = Tiling { form, split_k };
+        Gemm::new(case, tiling).ok().map(|gemm| (tiling, gemm))
+    };
+    forms.filter_map(of).collect()
+}
+
+#[test]
+fn every_tiling_agrees_with_float64() -> Result<()> {
+    let Ok(device) = Device::new_cuda(0) else {
+        return Ok(());
+    };
+    let launcher = Launcher::new(device.as_cuda_device()?)?;
+    if launcher.gpu.arch != 90 {
+        return Ok(());
+    }
+    let swiglu = Activation::SwiGlu;
+    // Rows and K that tiles do not divide, matrices whose borders lie within a tile, one matrix and two that gate.
+    for (m, k, weights, activation, norm) in [
+        (9, 576, [576, 192, 192], Activation::None, true),
+        (33, 1000, [1000, 0, 0], Activation::None, false),
+        (70, 2048, [192, 0, 0], swiglu, true),
+        (130, 328, [100, 100, 0], swiglu, false),
+        (300, 520, [64, 64, 61], Activation::None, false),
+        (16, 72, [129, 0, 0], Activation::None, true),
+    ] {
+        for dtype in [DType::BF16, DType::F16] {
+            for residuals in [false, true] {
+                let shape = Shape {
+                    m,
+                    k,
+                    weights,
+                    activation,
+                    norm,
+                    residuals,
+                    dtype,
+                };
+                let product = Product::new(&device, shape)?;
+                let operands = product.operands(&product.w)?;
+                let expected = product.expected()?;
+                let most = expected.abs()?.max_all()?.to_scalar::<f64>()?;
+                let bound = if dtype == DType::BF16 { 8e-3 } else { 1e-3 } * most.max(1.);
+                let tilings = tilings(&operands.case(&launcher));
+                assert!(tilings.len() >= 10, "{shape:?}: {}", tilings.len());
+                for (tiling, gemm) in tilings {
+                    let mut scratch = Scratch::new(device.as_cuda_device()?);
+                    // SAFETY: the tensors have the sizes that the product takes.
+                    unsafe { gemm.run(&launcher, &mut scratch, &operands)? };
+                    let y = product.y.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+                    let error = (y - &expected)?.abs()?.max_all()?.to_scalar::<f64>()?;
+                    assert!(error <= bound, "{shape:?} {tiling:?}: {error} of {most}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of weights that do not stay in the L2 cache.
+const COLD: usize = 256 << 20;
+
+/// Microseconds of a product in a chain of them, with other weights for each.
+fn time(
+    device: &Device,
+    launcher: &Launcher,
+    kernel: &dyn Kernel,
+    operands: &[Operands],
+) -> Result<f64> {
+    let cuda = device.as_cuda_device()?;
+    let mut scratch = Scratch::fixed("linear", cuda, kernel.scratch(&operands[0]))?;
+    let mut graph = Graph::capture(launcher.gpu, |launcher| {
+        operands.iter().try_for_each(|operands| {
+            scratch.reset();
+            // SAFETY: the tensors have the sizes that the product takes.
+            unsafe { kernel.run(launcher, &mut scratch, operands) }
+        })
+    })?;
+    let mut times = Vec::new();
+    for _ in 0..7 {
+        let begin = Event::record(launcher.stream)?;
+        // SAFETY: every buffer that was recorded is alive.
+        unsafe { graph.launch(launcher.stream)? };
+        let end = Event::record(launcher.stream)?;
+        times.push(end.since(&begin)? * 1e6 / operands.len() as f64);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[3])
+}
+
+/// For the constants of the model that chooses a tiling.
+#[test]
+#[ignore = "a measurement: it prints microseconds and holds nothing"]
+fn times_of_tilings() -> Result<()> {
+    let device = Device::new_cuda(0)?;
+    let launcher = Launcher::new(device.as_cuda_device()?)?;
+    let (none, swiglu) = (Activation::None, Activation::SwiGlu);
+    for (k, rows, activation, norm) in [
+        (576, 960, none, true),
+        (576, 576, none, false),
+        (576, 3072, swiglu, true),
+        (1536, 576, none, false),
+        (2048, 3072, none, true),
+        (2048, 2048, none, false),
+        (2048, 16384, swiglu, true),
+        (8192, 2048, none, false),
+        (4096, 6144, none, true),
+        (4096, 4096, none, false),
+        (4096, 28672, swiglu, true),
+        (14336, 4096, none, false),
+        (2048, 128_256, none, true),
+    ] {
+        let bytes = 2 * k * rows;
+        let w = Tensor::randn(0f32, 0.02, (rows, k), &device)?.to_dtype(DType::BF16)?;
+        let copies = COLD.div_ceil(bytes).clamp(8, 64);
+        let copies: Vec<_> = (0..copies).map(|_| w.copy()).collect::<Result<_>>()?;
+        for m in [2, 4, 8, 16, 24, 32, 48, 64, 128, 256] {
+            let shape = Shape {
+                m,
+                k,
+                weights: [rows, 0, 0],
+                activation,
+                norm,
+                residuals: false,
+                dtype: DType::BF16,
+            };
+            let product = Product {
+                w: vec![w.clone()],
+                ..Product::new(
+                    &device,
+                    Shape {
+                        weights: [128, 0, 0],
+                        ..shape
+                    },
+                )?
+            };
+            let width = activation.outputs(rows);
+            let y = Tensor::zeros((m, width), DType::BF16, &device)?;
+            let product = Product {
+                y,
+                shape,
+                ..product
+            };
+            let operands = copies
+                .iter()
+                .map(|w| product.operands(std::slice::from_ref(w)));
+            let operands = operands.collect::<Result<Vec<_>>>()?;
+            let case = operands[0].case(&launcher);
+            let of = |kernel: &dyn Kernel| time(&device, &launcher, kernel, &operands);
+            let library = of(&*gemm_dense::plan(&case).expect("any product"))?;
+            let gemv = match gemv_dense::mma(&case) {
+                Ok(kernel) if m <= gemv_dense::MAX_M => of(&*kernel)?,
+                _ => f64::NAN,
+            };
+            let chosen = Tiling::of(&case).expect("a tiling");
+            let (mut ours, mut times) = (f64::NAN, Vec::new());
+            for (tiling, gemm) in tilings(&case) {
+                let tokens = FORMS[tiling.form].tokens;
+                // Tiles of more tokens than there are, or of far fewer.
+                if tiling != chosen && (tokens >= 2 * m.max(8) || 4 * tokens < m) {
+                    continue;
+                }
+                let time = of(&gemm)?;
+                if tiling == chosen {
+                    ours = time;
+                }
+                times.push((time, gemm.details()));
+            }
+            times.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let best: Vec<_> = times
+                .iter()
+                .take(3)
+                .map(|(t, d)| format!("{t:.2} {d}"))
+                .collect();
+            println!(
+                "{rows}x{k} m {m}: cuBLASLt {library:.2}, GEMV {gemv:.2}, chosen {ours:.2} {chosen:?}; {}",
+                best.join("; ")
+            );
+        }
+    }
+    Ok(())
+}
