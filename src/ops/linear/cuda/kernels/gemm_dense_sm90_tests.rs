@@ -35,21 +35,26 @@ struct Product {
 
 impl Product {
     fn new(device: &Device, shape: Shape) -> Result<Self> {
-        let randn = |dims: &[usize], scale: f32| {
-            Tensor::randn(0f32, scale, dims, device)?.to_dtype(shape.dtype)
-        };
+        let k = shape.k;
+        let present = shape.weights.iter().filter(|rows| **rows > 0);
+        let w = present.map(|rows| {
+            let w = Tensor::randn(0f32, 1. / (k as f32).sqrt(), (*rows, k), device)?;
+            w.to_dtype(shape.dtype)
+        });
+        Self::of(device, shape, w.collect::<Result<_>>()?)
+    }
+
+    fn of(device: &Device, shape: Shape, w: Vec<Tensor>) -> Result<Self> {
+        let randn = |dims: &[usize]| Tensor::randn(0f32, 1., dims, device)?.to_dtype(shape.dtype);
         let Shape { m, k, weights, .. } = shape;
         let rows = weights.iter().sum::<usize>();
         let width = shape.activation.outputs(rows);
-        let present = weights.iter().filter(|rows| **rows > 0);
         Ok(Self {
-            x: randn(&[m, k], 1.)?,
-            gain: randn(&[k], 1.)?,
-            w: present
-                .map(|rows| randn(&[*rows, k], 1. / (k as f32).sqrt()))
-                .collect::<Result<_>>()?,
-            bias: randn(&[rows], 1.)?,
-            residual: randn(&[m, width], 1.)?,
+            x: randn(&[m, k])?,
+            gain: randn(&[k])?,
+            w,
+            bias: randn(&[rows])?,
+            residual: randn(&[m, width])?,
             y: Tensor::zeros((m, width), shape.dtype, device)?,
             shape,
         })
@@ -217,7 +222,38 @@ fn time(
     Ok(times[3])
 }
 
-/// For the constants of the model that chooses a tiling.
+/// What the library, the GEMV, the chosen tiling and the best ones take.
+fn line(device: &Device, launcher: &Launcher, operands: &[Operands]) -> Result<String> {
+    let case = operands[0].case(launcher);
+    let of = |kernel: &dyn Kernel| time(device, launcher, kernel, operands);
+    let library = of(&*gemm_dense::plan(&case).expect("any product"))?;
+    let gemv = match gemv_dense::mma(&case) {
+        Ok(kernel) if case.m <= gemv_dense::MAX_M => of(&*kernel)?,
+        _ => f64::NAN,
+    };
+    let chosen = Tiling::of(&case).expect("a tiling");
+    let (mut ours, mut times) = (f64::NAN, Vec::new());
+    for (tiling, gemm) in tilings(&case) {
+        let tokens = FORMS[tiling.form].tokens;
+        // Tiles of more tokens than there are, or of far fewer.
+        if tiling != chosen && (tokens >= 2 * case.m.max(8) || 4 * tokens < case.m) {
+            continue;
+        }
+        let time = of(&gemm)?;
+        if tiling == chosen {
+            ours = time;
+        }
+        times.push((time, gemm.details()));
+    }
+    times.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let best = times.iter().take(3).map(|(t, d)| format!("{t:.2} {d}"));
+    let best = best.collect::<Vec<_>>().join("; ");
+    Ok(format!(
+        "cuBLASLt {library:.2}, GEMV {gemv:.2}, chosen {ours:.2} {chosen:?}; {best}"
+    ))
+}
+
+/// For the rules by which a tiling, and a kernel, are chosen.
 #[test]
 #[ignore = "a measurement: it prints microseconds and holds nothing"]
 fn times_of_tilings() -> Result<()> {
@@ -239,9 +275,8 @@ fn times_of_tilings() -> Result<()> {
         (14336, 4096, none, false),
         (2048, 128_256, none, true),
     ] {
-        let bytes = 2 * k * rows;
         let w = Tensor::randn(0f32, 0.02, (rows, k), &device)?.to_dtype(DType::BF16)?;
-        let copies = COLD.div_ceil(bytes).clamp(8, 64);
+        let copies = COLD.div_ceil(2 * k * rows).clamp(8, 64);
         let copies: Vec<_> = (0..copies).map(|_| w.copy()).collect::<Result<_>>()?;
         for m in [2, 4, 8, 16, 24, 32, 48, 64, 128, 256] {
             let shape = Shape {
@@ -253,58 +288,13 @@ fn times_of_tilings() -> Result<()> {
                 residuals: false,
                 dtype: DType::BF16,
             };
-            let product = Product {
-                w: vec![w.clone()],
-                ..Product::new(
-                    &device,
-                    Shape {
-                        weights: [128, 0, 0],
-                        ..shape
-                    },
-                )?
-            };
-            let width = activation.outputs(rows);
-            let y = Tensor::zeros((m, width), DType::BF16, &device)?;
-            let product = Product {
-                y,
-                shape,
-                ..product
-            };
+            let product = Product::of(&device, shape, Vec::new())?;
             let operands = copies
                 .iter()
-                .map(|w| product.operands(std::slice::from_ref(w)));
-            let operands = operands.collect::<Result<Vec<_>>>()?;
-            let case = operands[0].case(&launcher);
-            let of = |kernel: &dyn Kernel| time(&device, &launcher, kernel, &operands);
-            let library = of(&*gemm_dense::plan(&case).expect("any product"))?;
-            let gemv = match gemv_dense::mma(&case) {
-                Ok(kernel) if m <= gemv_dense::MAX_M => of(&*kernel)?,
-                _ => f64::NAN,
-            };
-            let chosen = Tiling::of(&case).expect("a tiling");
-            let (mut ours, mut times) = (f64::NAN, Vec::new());
-            for (tiling, gemm) in tilings(&case) {
-                let tokens = FORMS[tiling.form].tokens;
-                // Tiles of more tokens than there are, or of far fewer.
-                if tiling != chosen && (tokens >= 2 * m.max(8) || 4 * tokens < m) {
-                    continue;
-                }
-                let time = of(&gemm)?;
-                if tiling == chosen {
-                    ours = time;
-                }
-                times.push((time, gemm.details()));
-            }
-            times.sort_by(|a, b| a.0.total_cmp(&b.0));
-            let best: Vec<_> = times
-                .iter()
-                .take(3)
-                .map(|(t, d)| format!("{t:.2} {d}"))
-                .collect();
-            println!(
-                "{rows}x{k} m {m}: cuBLASLt {library:.2}, GEMV {gemv:.2}, chosen {ours:.2} {chosen:?}; {}",
-                best.join("; ")
-            );
+                .map(|w| product.operands(std::slice::from_ref(w)))
+                .collect::<Result<Vec<_>>>()?;
+            let line = line(&device, &launcher, &operands)?;
+            println!("{rows}x{k} m {m}: {line}");
         }
     }
     Ok(())
