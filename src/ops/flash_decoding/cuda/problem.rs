@@ -166,10 +166,11 @@ impl Step {
             dtype: dtype_index(shape.dtype) as i32,
             cache_dtype: dtype_index(shape.cache_dtype) as i32,
             interleaved: (self.style == RopeStyle::Interleaved).into(),
-            // Only where there is a wait to rehearse before.
+            // Only where there is a wait to rehearse before, and not where blocks follow one another.
             rehearse: (launcher.dependent
                 && launcher.gpu.arch >= 90
-                && shape.head_dim <= REHEARSED)
+                && shape.head_dim <= REHEARSED
+                && shape.sequences * shape.kv_heads <= launcher.gpu.sms as usize)
                 .into(),
             scale: self.scale,
             softcap: self.softcap,
