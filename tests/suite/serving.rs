@@ -102,10 +102,22 @@ fn tokens_are_those_of_a_request_alone() -> Result<()> {
     })
 }
 
-/// Requests come and go at random, more than there is room for: some are cancelled, some stop, pages run out, and
-/// beginnings are shared.
 #[test]
 fn hundreds_of_requests_at_random() -> Result<()> {
+    requests_at_random(200)
+}
+
+/// As many as `CANDLE_FUSED_REQUESTS` says, or 10,000.
+#[test]
+#[ignore = "takes a minute on the CPU"]
+fn thousands_of_requests_at_random() -> Result<()> {
+    let wanted = std::env::var("CANDLE_FUSED_REQUESTS");
+    requests_at_random(wanted.map_or(10_000, |n| n.parse().expect("a number of requests")))
+}
+
+/// Requests come and go at random, more than there is room for: some are cancelled, some stop, pages run out, and
+/// beginnings are shared.
+fn requests_at_random(requests: usize) -> Result<()> {
     on_every_device(|| {
         let (model, _) = load("llama_gqa_tied", Fusion::all())?;
         let rng = &mut StdRng::seed_from_u64(8);
@@ -119,7 +131,7 @@ fn hundreds_of_requests_at_random() -> Result<()> {
         )?;
         let beginning: Vec<u32> = (0..24).map(|_| rng.random_range(0..128)).collect();
         let (mut wanted, mut given, mut cancelled) = (BTreeMap::new(), Given::new(), Vec::new());
-        while wanted.len() < 200 {
+        while wanted.len() < requests {
             if rng.random_bool(0.4) {
                 let shared = rng.random_range(0..=beginning.len());
                 let own = rng.random_range(1..30);
