@@ -4,7 +4,15 @@ use super::source::{Token, closing, files, read, tokens};
 
 const FILE: usize = 500;
 const FUNCTION: usize = 80;
-const FOLDERS: [&str; 5] = ["src", "kernels", "tests", "benches", "examples"];
+const FOLDERS: [&str; 7] = [
+    "src",
+    "kernels",
+    "tests",
+    "benches",
+    "examples",
+    "serve/src",
+    "serve/tests",
+];
 
 /// The name, first line and lines of every function; one within another counts for itself and for that.
 fn functions(text: &str, rust: bool) -> Vec<(String, usize, usize)> {

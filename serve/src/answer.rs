@@ -1,0 +1,169 @@
+//! One answer: tokens from the engine become text, up to a stop string, an end, or the time limit.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Result;
+use candle_fused::serving::{FinishReason, Request};
+use common::report;
+use common::token_stream::TokenStream;
+use common::tokenizer::Text;
+use tokio::sync::mpsc;
+
+use crate::error::ApiError;
+use crate::metrics::{Metrics, Outcome};
+use crate::stop::StopStrings;
+use crate::worker::{Drawn, Tokens};
+
+/// Tokens that are taken from the engine at a time, if the client reads more slowly than they come.
+const AT_A_TIME: usize = 64;
+
+/// What is asked of the engine for one answer.
+pub struct Job {
+    /// The engine's part.
+    pub request: Request,
+    /// Texts that end the answer.
+    pub stops: Vec<String>,
+}
+
+/// How an answer has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// By a stop string or an end token.
+    Stop,
+    /// It may not be longer.
+    Length,
+}
+
+impl End {
+    /// In OpenAI's words.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+        }
+    }
+}
+
+/// News of one of a call's answers.
+#[derive(Debug)]
+pub struct Update {
+    /// Which.
+    pub index: usize,
+    /// Text that has come.
+    pub text: String,
+    /// Tokens so far.
+    pub tokens: usize,
+    /// How it has ended, if it has.
+    pub end: Option<Result<End, ApiError>>,
+}
+
+/// Where an answer's text goes, and what it is made with.
+pub struct Writer {
+    /// Of the answer.
+    pub index: usize,
+    /// The model's tokenizer.
+    pub text: Arc<Text>,
+    /// Counts how it ends.
+    pub metrics: Arc<Metrics>,
+    /// When it has to end at the latest.
+    pub deadline: Instant,
+    /// Where news go; if nobody reads them, the request is cancelled.
+    pub updates: mpsc::Sender<Update>,
+}
+
+impl Writer {
+    /// Writes what comes, to the end.
+    pub async fn write(self, tokens: Tokens, job_stops: Vec<String>) {
+        let writing = self.text(tokens, job_stops);
+        let ended = tokio::time::timeout_at(self.deadline.into(), writing).await;
+        let (outcome, error) = match ended {
+            Ok(Ok(outcome)) => (outcome, None),
+            Ok(Err(error)) => (Outcome::Failed, Some(error)),
+            Err(_) => (Outcome::Timeout, Some(ApiError::timeout())),
+        };
+        self.metrics.finish(outcome);
+        if let Some(error) = error {
+            let update = Update {
+                index: self.index,
+                text: String::new(),
+                tokens: 0,
+                end: Some(Err(error)),
+            };
+            // Who does not read what is there already does not miss this: the end of the channel says it too.
+            let _ = self.updates.try_send(update);
+        }
+    }
+
+    async fn text(&self, mut tokens: Tokens, stops: Vec<String>) -> Result<Outcome, ApiError> {
+        let mut stops = StopStrings::new(stops);
+        let mut stream = TokenStream::new(self.text.tokenizer());
+        let (mut count, mut drawn) = (0, Vec::new());
+        loop {
+            tokio::select! {
+                biased;
+                () = self.updates.closed() => return Ok(Outcome::Cancelled),
+                n = tokens.recv_many(&mut drawn, AT_A_TIME) => if n == 0 {
+                    return Err(ApiError::stopped());
+                },
+            }
+            let (text, end) = take(&mut drawn, &mut stream, &mut stops, &mut count)?;
+            if text.is_empty() && end.is_none() {
+                continue;
+            }
+            let update = Update {
+                index: self.index,
+                text,
+                tokens: count,
+                end: end.map(Ok),
+            };
+            if self.updates.send(update).await.is_err() {
+                return Ok(Outcome::Cancelled);
+            }
+            match end {
+                Some(End::Stop) => return Ok(Outcome::Stop),
+                Some(End::Length) => return Ok(Outcome::Length),
+                None => {}
+            }
+        }
+    }
+}
+
+/// The text of `drawn`, and the answer's end if it is there.
+fn take(
+    drawn: &mut Vec<Drawn>,
+    stream: &mut TokenStream<'_>,
+    stops: &mut StopStrings,
+    count: &mut usize,
+) -> Result<(String, Option<End>), ApiError> {
+    let undecodable = |error: anyhow::Error| ApiError::internal(report::one_line(&error));
+    let mut text = String::new();
+    for Drawn { token, finish } in drawn.drain(..) {
+        *count += usize::from(token.is_some());
+        // The id that ends a text is none of it.
+        if let Some(token) = token.filter(|_| finish != Some(FinishReason::Stop)) {
+            let (shown, stopped) = stops.push(&stream.push(token).map_err(undecodable)?);
+            text.push_str(&shown);
+            if stopped {
+                return Ok((text, Some(End::Stop)));
+            }
+        }
+        let end = match finish {
+            None => continue,
+            Some(FinishReason::Stop) => End::Stop,
+            Some(FinishReason::Length) => End::Length,
+            Some(FinishReason::Failed) => {
+                let message = "the model's logits are no numbers; its weights may be damaged";
+                return Err(ApiError::internal(message));
+            }
+        };
+        let (shown, stopped) = stops.push(&stream.finish().map_err(undecodable)?);
+        text.push_str(&shown);
+        if stopped {
+            return Ok((text, Some(End::Stop)));
+        }
+        text.push_str(&stops.finish());
+        return Ok((text, Some(end)));
+    }
+    Ok((text, None))
+}

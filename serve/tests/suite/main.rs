@@ -1,0 +1,12 @@
+//! The server as its clients see it, over a tiny model with random weights.
+
+mod answers;
+mod errors;
+mod limits;
+mod model;
+mod pages;
+#[cfg(unix)]
+mod program;
+mod shutdown;
+mod streams;
+mod support;
