@@ -172,10 +172,16 @@ fn draw(logits: &Tensor, sequences: &[&Sequence]) -> Result<Vec<Option<u32>>> {
         .map(|s| s.request.sampling.clone())
         .collect();
     let history: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
-    let one = |i: usize| -> Option<u32> {
-        let logits = logits.narrow(0, i, 1).ok()?;
-        let drawn = sample_as(&logits, &params[i..=i], &history[i..=i], 0).ok()?;
-        drawn.squeeze(0).ok()?.to_scalar().ok()
+    let one = |i: usize| -> Result<Option<u32>> {
+        let row = logits.narrow(0, i, 1)?;
+        match sample_as(&row, &params[i..=i], &history[i..=i], 0) {
+            Ok(drawn) => Ok(Some(drawn.squeeze(0)?.to_scalar()?)),
+            Err(error) => {
+                let row: Vec<f32> = row.squeeze(0)?.to_vec1()?;
+                let numbers = row.iter().any(|logit| !logit.is_nan());
+                if numbers { Err(error) } else { Ok(None) }
+            }
+        }
     };
-    Ok((0..sequences.len()).map(one).collect())
+    (0..sequences.len()).map(one).collect()
 }

@@ -184,6 +184,8 @@ pub struct Engine {
     schedule: Schedule,
     runner: Runner,
     under_way: VecDeque<UnderWay>,
+    /// What requests were given since the last step that was successful.
+    brought: Vec<Output>,
     positions: usize,
     vocab: usize,
     submitted: u64,
@@ -211,6 +213,7 @@ impl Engine {
             schedule: Schedule::new(options.sequences, pages, positions, options.prompt_budget),
             runner,
             under_way: VecDeque::new(),
+            brought: Vec::new(),
             positions,
             vocab: decoder.stack.embedding.vocab_size(),
             submitted: 0,
@@ -255,12 +258,13 @@ impl Engine {
     /// Forgets a request, whose pages others may have at once; whether there was such a request. It gets no more
     /// output.
     pub fn cancel(&mut self, id: RequestId) -> bool {
+        self.brought.retain(|output| output.id != id);
         self.schedule.cancel(id)
     }
 
     /// Whether there is nothing to do.
     pub fn is_idle(&self) -> bool {
-        self.schedule.is_idle()
+        self.schedule.is_idle() && self.brought.is_empty()
     }
 
     /// Takes a step further, and gives what has become of requests: on a GPU that is what the step before brought,
@@ -268,10 +272,10 @@ impl Engine {
     ///
     /// # Errors
     /// If a step cannot be launched or read. Requests that were under way then begin anew with the next step, with
-    /// the tokens that they have.
+    /// the tokens that they have; what they were given before the failure comes with that step.
     pub fn step(&mut self) -> Result<Vec<Output>> {
         match self.try_step() {
-            Ok(outputs) => Ok(outputs),
+            Ok(()) => Ok(std::mem::take(&mut self.brought)),
             Err(error) => {
                 self.begin_anew();
                 Err(error)
@@ -279,12 +283,12 @@ impl Engine {
         }
     }
 
-    fn try_step(&mut self) -> Result<Vec<Output>> {
+    fn try_step(&mut self) -> Result<()> {
         let batch = self.schedule.next();
         for slot in self.schedule.take_left() {
             self.runner.vacate(slot)?;
         }
-        let mut outputs = self.schedule.take_ended();
+        self.brought.extend(self.schedule.take_ended());
         let idle = batch.is_empty();
         if !idle {
             self.runner.launch(&batch, &self.schedule.slots)?;
@@ -300,10 +304,11 @@ impl Engine {
         {
             let tokens = self.runner.receive(step.draws.len())?;
             for ((slot, id, beginning), token) in step.draws.into_iter().zip(tokens) {
-                outputs.extend(self.schedule.draw(slot, id, beginning, token));
+                let output = self.schedule.draw(slot, id, beginning, token);
+                self.brought.extend(output);
             }
         }
-        Ok(outputs)
+        Ok(())
     }
 
     /// How busy it is.

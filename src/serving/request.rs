@@ -82,7 +82,7 @@ pub struct Stats {
     pub slots_held: usize,
     /// Tokens of those that hold keys and values of a request.
     pub slots_used: usize,
-    /// Prompt tokens of admitted requests so far, and those of them that a cached prefix has saved.
+    /// Tokens of admitted requests so far: their prompts, and what a preempted one has to read again.
     pub prompt_tokens: u64,
     /// Of these, tokens that were found in the cache of prefixes.
     pub cached_tokens: u64,
