@@ -221,7 +221,8 @@ impl<'a> Served<'a> {
         let (mut steps, mut host, mut reading) = (Vec::new(), Vec::new(), 0.);
         let mut before = Instant::now();
         while !self.engine.is_idle() {
-            let (begun, waited) = (Instant::now(), self.engine.stats().waited);
+            let waited = self.engine.stats().waited;
+            let begun = Instant::now();
             let outputs = self.engine.step()?;
             let worked = (begun.elapsed() + waited).saturating_sub(self.engine.stats().waited);
             stories.go_on(&self.engine, &outputs);

@@ -31,6 +31,10 @@ __device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) { bar
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
+// The same for the threads of whole warps: behind it the blocks of the cluster see one another's writes to shared memory.
+__device__ __forceinline__ void cluster_sync_memory() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Tells all blocks of the cluster that this thread has come so far, and goes on. It orders nothing but what
 // `barriers_made` does before it.
 __device__ __forceinline__ void cluster_arrive() {

@@ -6,11 +6,11 @@
 // up and writes a part of the outputs through distributed shared memory, always in the order of K.
 //
 // Such products are bound by reading W. The producer fills all stages with it in front of the wait for the preceding
-// kernel, and two blocks have room on a multiprocessor: the next kernel of a chain reads its first weights while this
-// one computes.
+// kernel, and two blocks have room on a multiprocessor, so that the next kernel of a chain can load its first weights
+// while this one computes.
 //
 // Where one half of the outputs gates the other, a tile has as many channels of each half.
-// Other architectures, which the host asks for none of this, have nothing to read here.
+// Compiled for sm_90a alone: the host launches it on no other architecture.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "common/cluster.cuh"
@@ -157,7 +157,7 @@ __device__ __forceinline__ void gemm_dense(const GemmDenseParams& g) {
     gemm.stage_sums(reinterpret_cast<float*>(shared + (stages - base)), sums);
   }
   if (g.split_k > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_sync_memory();
   } else if (!producer) {
     sync_first(Gemm::CONSUMERS);
   }

@@ -220,7 +220,7 @@ template <class Stage, int TOKENS> struct GemmMma {
 
   __device__ __forceinline__ void write_outputs(uint32_t shared) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_sync_memory();
 #else
     __syncthreads();
 #endif

@@ -1,5 +1,5 @@
 // The GEMM of gemm_wna16_sm90.cuh for INT8, INT4 and ternary weights.
-// Other architectures, which the host asks for none of this, have nothing to read here.
+// Compiled for sm_90a alone: the host launches it on no other architecture.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "linear/gemm_wna16_sm90.cuh"

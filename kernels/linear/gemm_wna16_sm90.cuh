@@ -54,10 +54,6 @@ __device__ __forceinline__ float2 load_pair(uint32_t at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
   return v;
 }
-// Behind it the blocks of the cluster see one another's writes to shared memory.
-__device__ __forceinline__ void cluster_sync_memory() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 template <class Weights, int TOKENS> struct GemmWna16 {
   using Shape = GemmShape<TOKENS>;

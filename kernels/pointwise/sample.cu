@@ -257,7 +257,7 @@ __device__ bool gather(const SampleParams& p, uint32_t b, float inverse_temperat
   return true;
 }
 
-// What a sequence asks for, and where its draw stands.
+// A sequence's sampling settings, and the position whose token is drawn.
 struct Draw {
   SampleSettings s;
   uint32_t b, number;  // the sequence, and the place of the token that is drawn

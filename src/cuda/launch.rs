@@ -107,6 +107,15 @@ impl Launcher {
         }
     }
 
+    /// The same launcher for a launch whose kernel waits for the preceding one, of which it may read nothing before: it
+    /// may begin while that runs. Launches that are timed one by one are apart.
+    pub fn overlapping(self) -> Self {
+        Self {
+            dependent: self.dependent || !profile::is_capturing(),
+            ..self
+        }
+    }
+
     /// Has a library launch what `launch` asks it for, on this stream.
     pub fn library(
         &self,

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::model;
-use crate::support::{CHAT, COMPLETIONS, NAME, Server, text};
+use crate::support::{CHAT, COMPLETIONS, NAME, Server, start_of, text};
 
 #[tokio::test]
 async fn a_completion_says_what_it_is() {
@@ -98,13 +98,7 @@ async fn a_stop_string_ends_the_text_before_itself() {
     let mut call = json!({ "prompt": "Count", "max_tokens": 80, "ignore_eos": true, "seed": 3 });
     let whole = server.answer(COMPLETIONS, &call).await;
     let whole = text(&whole, 0);
-    let at = |n: usize| {
-        whole
-            .char_indices()
-            .nth(n)
-            .expect("a text of that length")
-            .0
-    };
+    let at = |n: usize| start_of(whole, n);
     let (first, second) = (&whole[at(20)..at(23)], &whole[at(30)..at(33)]);
     let before = &whole[..whole.find(first).expect("it is there")];
     for stop in [

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::support::{CHAT, COMPLETIONS, NAME, Server, joined, text};
+use crate::support::{CHAT, COMPLETIONS, NAME, Server, joined, start_of, text};
 
 /// The choices of events, in order.
 fn choices(events: &[Value]) -> impl Iterator<Item = &Value> {
@@ -83,13 +83,7 @@ async fn a_stop_string_never_shows_in_a_stream() {
     let mut call = json!({ "prompt": "Count", "max_tokens": 80, "ignore_eos": true, "seed": 4 });
     let whole = server.answer(COMPLETIONS, &call).await;
     let whole = text(&whole, 0);
-    let at = |n: usize| {
-        whole
-            .char_indices()
-            .nth(n)
-            .expect("a text of that length")
-            .0
-    };
+    let at = |n: usize| start_of(whole, n);
     let stop = &whole[at(25)..at(30)];
     call["stop"] = json!([stop]);
     let events = server.stream(COMPLETIONS, &call).await;

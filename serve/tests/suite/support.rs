@@ -193,6 +193,12 @@ pub fn joined(events: &[Value], answers: usize) -> Vec<String> {
     texts
 }
 
+/// Where character `n` of a text begins.
+pub fn start_of(text: &str, n: usize) -> usize {
+    let (at, _) = text.char_indices().nth(n).expect("a text of that length");
+    at
+}
+
 /// The text of an answer.
 pub fn text(body: &Value, index: usize) -> &str {
     let choice = &body["choices"][index];

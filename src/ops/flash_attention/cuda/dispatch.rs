@@ -2,7 +2,7 @@
 
 use super::forms::{Forms, HeadSizes, NEWEST};
 use super::plan::{self, Plan, Planned};
-use super::problem::{Alignment, Batch, Call, Case};
+use super::problem::{Call, Case};
 use super::{mma, plain, wgmma};
 use crate::cpu::attention::Sizes;
 use crate::cuda::{GpuSpec, KernelInfo};
@@ -110,31 +110,15 @@ pub(super) fn select(case: &Case) -> Result<Plan<Call>> {
 /// Naming the widest head that there is a kernel for.
 pub(in crate::ops::flash_attention) fn check_head_dim(gpu: GpuSpec, dim: usize) -> Result<()> {
     let takes = |dim: usize| {
-        let case = Case {
-            gpu,
-            q: DType::F32,
-            kv: DType::F32,
-            sizes: Sizes {
-                batch: 1,
-                heads: 1,
-                kv_heads: 1,
-                queries: 1,
-                keys: 1,
-                dim,
-            },
-            causal: true,
-            batch: Batch::Dense,
-            mask: false,
-            alibi: false,
-            window: false,
-            softcap: false,
-            positive: true,
-            alignment: Alignment {
-                q: 16,
-                kv: 16,
-                y: 16,
-            },
+        let sizes = Sizes {
+            batch: 1,
+            heads: 1,
+            kv_heads: 1,
+            queries: 1,
+            keys: 1,
+            dim,
         };
+        let case = Case::causal(gpu, [DType::F32; 2], sizes);
         RULES
             .iter()
             .any(|rule| plan::Rule::plan(rule, &case).is_ok())

@@ -260,6 +260,28 @@ pub(super) struct Case {
 }
 
 impl Case {
+    /// A causal, dense batch on addresses of whole 16 bytes, without mask, slopes, window or softcap.
+    pub fn causal(gpu: GpuSpec, [q, kv]: [DType; 2], sizes: Sizes) -> Self {
+        Self {
+            gpu,
+            q,
+            kv,
+            sizes,
+            causal: true,
+            batch: Batch::Dense,
+            mask: false,
+            alibi: false,
+            window: false,
+            softcap: false,
+            positive: true,
+            alignment: Alignment {
+                q: 16,
+                kv: 16,
+                y: 16,
+            },
+        }
+    }
+
     /// A grid of so many blocks for each key/value head.
     pub fn blocks(&self, each: usize) -> std::result::Result<[u32; 3], &'static str> {
         let (kv_heads, batch) = (self.sizes.kv_heads, self.sizes.batch);

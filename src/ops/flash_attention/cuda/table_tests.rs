@@ -2,7 +2,7 @@
 
 use super::dispatch::{RULES, check_head_dim, select};
 use super::forms::Forms;
-use super::problem::{Alignment, Batch, Case};
+use super::problem::{Batch, Case};
 use crate::cpu::attention::Sizes;
 use crate::cuda::table_tests::{GPUS, architectures, capability, gather, gpu_named, runs};
 use crate::cuda::{GpuSpec, with_kernel};
@@ -42,36 +42,20 @@ pub(crate) const MODELS: [(&str, [usize; 2], usize); 7] = [
 /// A prompt of so many tokens, causal.
 fn case(
     gpu: GpuSpec,
-    [q, kv]: [DType; 2],
+    dtypes: [DType; 2],
     [heads, kv_heads]: [usize; 2],
     dim: usize,
     tokens: usize,
 ) -> Case {
-    Case {
-        gpu,
-        q,
-        kv,
-        sizes: Sizes {
-            batch: 1,
-            heads,
-            kv_heads,
-            queries: tokens,
-            keys: tokens,
-            dim,
-        },
-        causal: true,
-        batch: Batch::Dense,
-        mask: false,
-        alibi: false,
-        window: false,
-        softcap: false,
-        positive: true,
-        alignment: Alignment {
-            q: 16,
-            kv: 16,
-            y: 16,
-        },
-    }
+    let sizes = Sizes {
+        batch: 1,
+        heads,
+        kv_heads,
+        queries: tokens,
+        keys: tokens,
+        dim,
+    };
+    Case::causal(gpu, dtypes, sizes)
 }
 
 /// All to 70, and then those at which grids of 64, 128 and 192 rows are full, and models' prompts.

@@ -51,7 +51,7 @@ const WNA16_SM90: [usize; 2] = [2, 1024];
 /// Twice as many rows of operand B keep the bits of f16.
 const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F16, [2, 64])];
 
-/// M of dense weights for which the kernel of ours may beat the others on Hopper.
+/// M of dense weights for which `gemm_dense_sm90` may be the fastest kernel; its plan says for which products.
 const DENSE_SM90: [usize; 2] = [2, 256];
 
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];

@@ -2,7 +2,7 @@
 //! library cannot do on the way.
 
 use super::super::plan::{Kernel, Planned};
-use super::super::problem::{Case, NormAt, NormKind, Operand, Operands, ProductAt, offset};
+use super::super::problem::{Case, NormKind, Operand, Operands, ProductAt, offset};
 use super::cublaslt::{self, Gemm, WORKSPACE};
 use super::gemv::{EpilogueParams, activation_index};
 use super::gemv_dense;
@@ -102,18 +102,9 @@ impl Kernel for Library {
             Operand::Quantized(_) => bail!("linear: expected dense weights"),
         });
         let weights = weights.collect::<Result<_>>()?;
-        let rows = Rows {
-            x: at.x,
-            m: at.m,
-            k: at.k,
-            dtype: at.x_dtype,
-        };
         // SAFETY: the caller's.
         unsafe {
-            let x = match at.norm {
-                Some(norm) => normalised(launcher, scratch, &rows, norm)?,
-                None => at.x,
-            };
+            let x = normalised(launcher, scratch, at)?;
             let gemms = Gemms {
                 x,
                 dtype: at.x_dtype,
@@ -334,26 +325,25 @@ unsafe fn finish(launcher: &Launcher, at: &ProductAt, rows: usize, sums: Address
     }
 }
 
-/// Rows of x, `[m, k]`.
-#[derive(Clone, Copy)]
-pub(super) struct Rows {
-    pub x: Address,
-    pub m: usize,
-    pub k: usize,
-    pub dtype: DType,
-}
-
-/// Rows behind a norm.
+/// Rows of x behind the norm, or x itself where there is none.
 ///
 /// # Safety
 /// The addresses hold what their fields say until the stream has passed the launch.
 pub(super) unsafe fn normalised(
     launcher: &Launcher,
     scratch: &mut Scratch,
-    rows: &Rows,
-    norm: NormAt,
+    at: &ProductAt,
 ) -> Result<Address> {
-    let Rows { x, m, k, dtype } = *rows;
+    let Some(norm) = at.norm else {
+        return Ok(at.x);
+    };
+    let ProductAt {
+        x,
+        m,
+        k,
+        x_dtype: dtype,
+        ..
+    } = *at;
     let y = scratch.take("linear", dtype, m * k)?;
     // SAFETY: the caller's; the scratch has room for all rows.
     unsafe {

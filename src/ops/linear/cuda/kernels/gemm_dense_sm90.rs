@@ -4,14 +4,14 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, MAX_MATRICES, Operand, Operands};
-use super::gemm_dense::{self, Rows, normalised};
+use super::gemm_dense::{self, normalised};
 use super::gemv::{Gemv, is_bf16};
 use super::gemv_dense::{self, check_vectors};
 use super::tensor_map::operand_map;
 use crate::cuda::abi::{
     GEMM_DENSE_SM90 as FORMS, GemmDenseForm, GemmDenseParams, NORM_NONE, TensorMap, WARP,
 };
-use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin, profile};
+use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin};
 use candle_core::{DType, Result, bail};
 use std::sync::Arc;
 
@@ -57,15 +57,14 @@ impl Tiling {
         &FORMS[self.form]
     }
 
-    /// Tiles of channels, or of gated pairs of them, and of tokens.
+    /// Tiles of output channels, and of tokens.
     fn tiles(&self, case: &Case) -> [usize; 2] {
-        let channels = case.width() * if case.gates() { 2 } else { 1 };
         let GemmDenseForm {
             channels: tile,
             tokens,
             ..
         } = self.form();
-        [channels.div_ceil(*tile), case.m.div_ceil(*tokens)]
+        [case.n().div_ceil(*tile), case.m.div_ceil(*tokens)]
     }
 
     /// Why the product cannot be tiled so: half a tile's channels are of one matrix.
@@ -90,8 +89,7 @@ impl Tiling {
     pub fn of(case: &Case) -> std::result::Result<Self, &'static str> {
         let sms = case.gpu.sms as usize;
         let k_stages = case.k.div_ceil(STAGE_K);
-        let channels = case.width() * if case.gates() { 2 } else { 1 };
-        let n_tiles = channels.div_ceil(64);
+        let n_tiles = case.n().div_ceil(64);
         let wanted = (5 * sms / 4 + n_tiles / 2) / n_tiles;
         let split_k = wanted.clamp(1, (k_stages / SHARE).clamp(1, MAX_SPLIT_K));
         // Two blocks of a multiprocessor at a time.
@@ -110,15 +108,15 @@ impl Tiling {
 /// Stages of K that a block has at least, where several share it.
 const SHARE: usize = 6;
 
-/// Bytes of weights from which on few rows are better multiplied here than by the kernel that norms them itself.
+/// Bytes of weights from which on this is faster for up to 8 rows than the GEMV, which applies a norm itself.
 const LARGE: usize = 4 << 20;
 
 /// Why another kernel is the faster one.
 fn check_speed(case: &Case) -> std::result::Result<(), &'static str> {
     let large = 2 * case.n() * case.k >= LARGE;
-    // More rows are the library's, but for many output channels; and what gates, it leaves to a kernel behind. Small
-    // matrices gain up to 64 rows alone, but not in a step: of 64 sequences of SmolLM2 one takes 1.27 ms with them here
-    // and 1.07 with the library.
+    // cuBLASLt is faster for more rows, unless there are many output channels, or one half of them gates the other, for
+    // which it needs a kernel behind it. Products of small matrices by themselves are faster here up to 64 rows, but a
+    // step of 64 sequences of SmolLM2 takes 1.27 ms with them and 1.07 ms with the library.
     let n_tiles = case.n() / 64;
     let many_channels = large && n_tiles >= case.gpu.sms as usize;
     let most = match (case.gates(), many_channels) {
@@ -206,17 +204,8 @@ impl Kernel for Gemm {
         operands: &Operands,
     ) -> Result<()> {
         let at = &operands.at;
-        let rows = Rows {
-            x: at.x,
-            m: at.m,
-            k: at.k,
-            dtype: at.x_dtype,
-        };
-        let x = match at.norm {
-            // SAFETY: the caller's.
-            Some(norm) => unsafe { normalised(launcher, scratch, &rows, norm)? },
-            None => at.x,
-        };
+        // SAFETY: the caller's.
+        let x = unsafe { normalised(launcher, scratch, at)? };
         let form = self.tiling.form();
         let mut weights = [TensorMap { opaque: [0; 16] }; MAX_MATRICES];
         let present = operands.weights.iter().filter(|w| w.rows() > 0);
@@ -236,11 +225,10 @@ impl Kernel for Gemm {
             split_k: self.tiling.split_k as u32,
             vectors: self.vectors.into(),
         };
-        // Its weights may be read while a norm is still being applied here; launches that are timed one by one are
-        // apart.
-        let launcher = &Launcher {
-            dependent: launcher.dependent || (x != at.x && !profile::is_capturing()),
-            ..*launcher
+        // Its weights may be read while a norm is still being applied here.
+        let launcher = match x == at.x {
+            true => *launcher,
+            false => launcher.overlapping(),
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = operands.weight_bytes() + 2 * at.m * at.k + outputs;

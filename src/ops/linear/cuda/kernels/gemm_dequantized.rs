@@ -3,7 +3,7 @@
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormKind, Operand, Operands, ProductAt};
 use super::cublaslt::WORKSPACE;
-use super::gemm_dense::{Gemms, Rows, check, normalised};
+use super::gemm_dense::{Gemms, check, normalised};
 use crate::cuda::{
     Address, Arranged, Grid, Launcher, Narrow, Scratch, dequantize, narrow, product_dtype,
 };
@@ -117,14 +117,8 @@ pub(super) unsafe fn narrowed_to(
     // The conversion knows the RMS norm only.
     let (x, norm) = match at.norm {
         Some(norm) if norm.kind != NormKind::Rms => {
-            let rows = Rows {
-                x: at.x,
-                m,
-                k,
-                dtype: at.x_dtype,
-            };
             // SAFETY: the caller's.
-            (unsafe { normalised(launcher, scratch, &rows, norm)? }, None)
+            (unsafe { normalised(launcher, scratch, at)? }, None)
         }
         norm => (at.x, norm.map(|n| (n.weight, n.eps))),
     };

@@ -10,7 +10,6 @@ use crate::cuda::abi::{
     QuantizeRowsParams, W8A8_ROWS as TILE_ROWS, W8A8_SM90, W8A8_SM90_THREADS, W8A8_STAGED_PITCH,
     W8A8Sm90, W8A8Sm90Params,
 };
-use crate::cuda::profile;
 use crate::cuda::{Address, Grid, Launcher, Module, Rows, Scratch, fatbin};
 use crate::ops::view::dtype_index;
 use candle_core::{DType, Result};
@@ -188,11 +187,8 @@ impl Kernel for TwoLaunches {
         let outputs = m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = (m + operands.rows()) * pitch + outputs;
         // The product may begin while x is still on its way to int8, for which all of its blocks wait, as do
-        // those that make it int8 for whatever comes before; launches that are timed one by one are apart.
-        let launcher = &Launcher {
-            dependent: launcher.dependent || !profile::is_capturing(),
-            ..*launcher
-        };
+        // those that make it int8 for whatever comes before.
+        let launcher = &launcher.overlapping();
         let next = launcher.moving(bytes as u64);
         // SAFETY: the caller's; the scratch has room for the values and scales of all rows, the structs are
         // those of the kernels, and weights are as `kernels/formats/packed.cuh` says.

@@ -8,7 +8,6 @@ use super::w8a8_params::{ALIGNMENT, check, product_params, tensor_maps, tiles_of
 use crate::cuda::abi::{
     W8A8_CLUSTER, W8A8_CLUSTER_MAX_STAGES as MAX_STAGES, W8A8Cluster, W8A8ClusterParams, WARP,
 };
-use crate::cuda::profile;
 use crate::cuda::{GpuSpec, Grid, Launcher, Module, Scratch, fatbin};
 use candle_core::Result;
 use std::sync::Arc;
@@ -223,11 +222,8 @@ impl Kernel for OneLaunch {
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let x = at.m * at.k * at.x_dtype.size_in_bytes();
         let bytes = x + operands.rows() * at.k + outputs;
-        // It waits for whatever is in front; launches that are timed one by one are apart.
-        let launcher = Launcher {
-            dependent: launcher.dependent || !profile::is_capturing(),
-            ..*launcher
-        };
+        // It waits for whatever is in front.
+        let launcher = launcher.overlapping();
         // SAFETY: the caller's; the layouts are those of the kernel.
         unsafe {
             launcher

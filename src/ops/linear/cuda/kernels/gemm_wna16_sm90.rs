@@ -14,7 +14,7 @@ use crate::cuda::abi::{
     GemmWna16Form, GemmWna16Params, IN_ORDER, K_BLOCK as BLOCK_K, NORM_NONE, TensorMap, WARP,
 };
 use crate::cuda::{
-    Address, Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index, profile,
+    Address, Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index,
 };
 use crate::quant::{Format, Scaling, Scheme};
 use candle_core::{DType, Result};
@@ -316,10 +316,8 @@ pub(crate) fn plan(case: &Case) -> Planned {
         DType::F32 if case.m > SPLIT_M => 1,
         _ => 2,
     };
-    // A tile of 128 rows of weights has half as many outputs where they are gated.
-    let channels = case.width() * if case.gates() { 2 } else { 1 };
     let rows = case.m * parts;
-    let tiling = Tiling::of(&case.gpu, channels, rows, case.k.div_ceil(BLOCK_K));
+    let tiling = Tiling::of(&case.gpu, case.n(), rows, case.k.div_ceil(BLOCK_K));
     let in_order = FORMS[tiling.form].tokens >= of.order.in_order;
     Ok(Arc::new(Gemm {
         module: of.module,
@@ -444,11 +442,10 @@ impl Kernel for Gemm {
             parts: self.parts as u32,
             vectors: self.vectors.into(),
         };
-        // The product may begin while x is still being written here, for which all of its blocks wait; launches that
-        // are timed one by one are apart.
-        let launcher = &Launcher {
-            dependent: launcher.dependent || (b.x != at.x && !profile::is_capturing()),
-            ..*launcher
+        // The product may begin while x is still being written here, for which all of its blocks wait.
+        let launcher = match b.x == at.x {
+            true => *launcher,
+            false => launcher.overlapping(),
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = operands.weight_bytes() + 2 * b.rows * b.pitch + outputs;
