@@ -153,9 +153,14 @@ fn pools(
     page: usize,
 ) -> Result<Vec<PagePool>> {
     let pool = |config: crate::nn::AttentionConfig| {
-        let shape = (pages, 2, page, config.kv_heads, config.head_dim);
-        let all = Tensor::zeros(shape, kind.dtype(), kind.device())?;
-        PagePool::combined(&all, PageLayout::Nhd)
+        let (heads, dim) = (config.kv_heads, config.head_dim);
+        // On the CPU a task reads the tokens of one head: side by side, the hardware fetches them ahead.
+        let (layout, [a, b]) = match kind.device().is_cpu() {
+            true => (PageLayout::Hnd, [heads, page]),
+            false => (PageLayout::Nhd, [page, heads]),
+        };
+        let all = Tensor::zeros((pages, 2, a, b, dim), kind.dtype(), kind.device())?;
+        PagePool::combined(&all, layout)
     };
     let blocks = decoder.stack.blocks.iter();
     blocks

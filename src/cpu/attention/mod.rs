@@ -25,7 +25,7 @@ use half::{bf16, f16};
 use plan::{Plan, State, padded, state_len};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-pub use view::{AnyView, Output, View};
+pub use view::{AnyView, Output, Pages, View};
 
 /// Up to this many rows are dotted with each key; more are multiplied in tiles.
 const FEW_ROWS: usize = 16;

@@ -1,7 +1,7 @@
 //! Few rows against many keys: a decode step.
 
 use super::block::{self, Left, Rows};
-use super::{Plan, Task, padded};
+use super::{Plan, Task, View, padded};
 use crate::cpu::math::{exp_weight_v, tanh_v};
 use crate::cpu::vector::{Element, Vector};
 
@@ -11,8 +11,8 @@ const KEYS: usize = 128;
 /// Scratch elements that [`run`] uses.
 pub(super) fn scratch(plan: &Plan, dim: usize) -> usize {
     let rows = plan.rows();
-    // Queries, scores, factors, and a block of keys or values where it has to be copied.
-    rows * padded(dim) + rows * (KEYS + 16) + padded(rows) + KEYS * padded(dim)
+    // Queries, scores, factors, ones, and a block of keys or values where it has to be copied.
+    rows * padded(dim) + rows * (KEYS + 16) + 2 * padded(rows) + KEYS * padded(dim)
 }
 
 /// Attends the task's rows over its keys, into its state.
@@ -24,15 +24,17 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
     let p = task.problem;
     let (rows, dim) = (task.rows(), p.sizes.dim);
     let width = padded(dim);
-    let vectors = dim.div_ceil(V::LANES);
-    let whole = dim.is_multiple_of(V::LANES);
     let (first, end) = task.reach();
-    // SAFETY: the four parts of the scratch, as counted above; keys stay below `end`.
+    // SAFETY: the five parts of the scratch, as counted above; keys stay below `end`.
     unsafe {
         let q = task.scratch;
         let scores = q.add(rows * width);
         let factors = scores.add(rows * (KEYS + 16));
-        let copy = factors.add(padded(rows));
+        let ones = factors.add(padded(rows));
+        let copy = ones.add(padded(rows));
+        for r in 0..rows {
+            *ones.add(r) = 1.0;
+        }
         for r in 0..rows {
             task.load_query::<V>(r, q.add(r * width));
         }
@@ -48,25 +50,10 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
             at: task.state.out,
             row: width,
         };
-        let copied = Rows {
-            at: copy.cast_const(),
-            row: width,
-        };
         let mut key = first;
         while key < end {
             let n = KEYS.min(end - key);
-            let size = (rows, vectors, n);
-            if whole && p.k.strides[3] == 1 {
-                let at = p.k.row(task.batch, task.kv_head, key);
-                let keys = Rows {
-                    at,
-                    row: p.k.strides[2],
-                };
-                block::dots::<V, T>(size, q, keys, scores);
-            } else {
-                task.copy_rows::<V>(&p.k, key, n, copy);
-                block::dots::<V, f32>(size, q, copied, scores);
-            }
+            dots_of_block::<V, T>(task, (key, n), (q, scores), copy);
             for r in 0..rows {
                 let row = scores.at.add(r * scores.row);
                 *factors.add(r) = soften::<V, T>(task, r, key, n, row);
@@ -76,20 +63,108 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
                 row: scores.row,
                 step: 1,
             };
-            if whole && p.v.strides[3] == 1 {
-                let at = p.v.row(task.batch, task.kv_head, key);
-                let values = Rows {
-                    at,
-                    row: p.v.strides[2],
-                };
-                block::multiply::<V, T, true>(size, left, values, out, factors);
-            } else {
-                task.copy_rows::<V>(&p.v, key, n, copy);
-                block::multiply::<V, f32, true>(size, left, copied, out, factors);
-            }
+            add_values::<V, T>(task, (key, n), (left, out), [factors, ones], copy);
             key += n;
         }
     }
+}
+
+/// Whether rows of keys or values are read where they are: whole vectors, side by side.
+#[inline(always)]
+fn in_place<V: Vector, T: Element>(task: &Task<'_, T>, x: &View<'_, T>) -> bool {
+    x.strides[3] == 1 && task.problem.sizes.dim.is_multiple_of(V::LANES)
+}
+
+/// Dot products of the task's rows with the keys `key .. key + n`; `copy` has room for a block of them.
+///
+/// # Safety
+/// As for [`run`]; the keys exist.
+#[inline(always)]
+unsafe fn dots_of_block<V: Vector, T: Element>(
+    task: &Task<'_, T>,
+    (key, n): (usize, usize),
+    (q, scores): (Rows<*const f32>, Rows<*mut f32>),
+    copy: *mut f32,
+) {
+    let (rows, keys) = (task.rows(), &task.problem.k);
+    let (row, vectors) = (
+        padded(task.problem.sizes.dim),
+        task.problem.sizes.dim.div_ceil(V::LANES),
+    );
+    // SAFETY: the caller's.
+    unsafe {
+        if !in_place::<V, T>(task, keys) {
+            task.copy_rows::<V>(keys, key, n, copy);
+            let at = copy.cast_const();
+            return block::dots::<V, f32>((rows, vectors, n), q, Rows { at, row }, scores);
+        }
+        // What is written past a run's end is written again by the next one.
+        for (done, count, keys) in runs(task, keys, key, n) {
+            let at = scores.at.add(done);
+            block::dots::<V, T>((rows, vectors, count), q, keys, Rows { at, ..scores });
+        }
+    }
+}
+
+/// Adds the values `key .. key + n`, weighted by `left`, to `out` times `factors`.
+///
+/// # Safety
+/// As for [`run`]; the values exist, and `ones` are as many as the task has rows.
+#[inline(always)]
+unsafe fn add_values<V: Vector, T: Element>(
+    task: &Task<'_, T>,
+    (key, n): (usize, usize),
+    (left, out): (Left, Rows<*mut f32>),
+    [factors, ones]: [*const f32; 2],
+    copy: *mut f32,
+) {
+    let (rows, values) = (task.rows(), &task.problem.v);
+    let (row, vectors) = (
+        padded(task.problem.sizes.dim),
+        task.problem.sizes.dim.div_ceil(V::LANES),
+    );
+    // SAFETY: the caller's.
+    unsafe {
+        if !in_place::<V, T>(task, values) {
+            task.copy_rows::<V>(values, key, n, copy);
+            let (at, size) = (copy.cast_const(), (rows, vectors, n));
+            return block::multiply::<V, f32, true>(size, left, Rows { at, row }, out, factors);
+        }
+        for (done, count, values) in runs(task, values, key, n) {
+            let at = left.at.add(done);
+            // What the first run has added to has the block's maximum already.
+            let factors = if done == 0 { factors } else { ones };
+            let size = (rows, vectors, count);
+            block::multiply::<V, T, true>(size, Left { at, ..left }, values, out, factors);
+        }
+    }
+}
+
+/// The keys or values `key .. key + n` run by run, each of tokens that lie evenly apart: how many tokens are in front
+/// of a run, how many it has, and where they are. An iterator, since vector code in a closure is not inlined.
+///
+/// # Safety
+/// The keys exist.
+#[inline(always)]
+unsafe fn runs<T: Element>(
+    task: &Task<'_, T>,
+    x: &View<'_, T>,
+    key: usize,
+    n: usize,
+) -> impl Iterator<Item = (usize, usize, Rows<*const T>)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        if done >= n {
+            return None;
+        }
+        let first = done;
+        let count = x.run(key + first, n - first);
+        done += count;
+        // SAFETY: the caller names keys that exist.
+        let at = unsafe { x.row(task.batch, task.kv_head, key + first) };
+        let row = x.strides[2];
+        Some((first, count, Rows { at, row }))
+    })
 }
 
 /// Turns the scores of row `r` for `n` keys from `key` on into weights `e^(score - maximum)`,

@@ -73,7 +73,7 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
     }
 }
 
-/// Keys or values `from .. from + n` as f32: where they lie, if they are f32 in one piece each and
+/// Keys or values `from .. from + n` as f32: where they lie, if they are f32 in one piece each, evenly apart, and
 /// `direct` is set, else copied to `room`.
 #[inline(always)]
 unsafe fn rows_of<V: Vector, T: Element>(
@@ -86,7 +86,8 @@ unsafe fn rows_of<V: Vector, T: Element>(
 ) -> Rows<*const f32> {
     // SAFETY: the keys exist and `room` is for `KEYS` rows; the cast is from f32 to f32.
     unsafe {
-        if direct && x.strides[3] == 1 && is_f32::<T>() {
+        let even = x.strides[3] == 1 && x.run(from, n) == n;
+        if direct && even && is_f32::<T>() {
             let at = x.row(task.batch, task.kv_head, from).cast();
             return Rows {
                 at,

@@ -1,10 +1,10 @@
 //! The CPU form: where each token goes is looked up once, then keys, values and queries are written one after the
 //! other.
 
-use super::{OP, PagedAppend, RotaryTables};
+use super::{OP, PagedAppend};
 use crate::cpu::{pool, rope as core};
 use crate::ops::pages::{PagePool, PageTable, PoolSizes, check_page};
-use crate::ops::rope::cpu::{HeadNorm, normalise, widened};
+use crate::ops::rope::cpu::{Angles, HeadNorm, normalise};
 use crate::ops::view::{Float, dispatch_float, elements, gathered};
 use crate::ops::{HeadNorms, RopeStyle};
 use crate::trace;
@@ -24,9 +24,9 @@ pub(super) fn append(
     table: &PageTable,
     append: &PagedAppend<'_>,
 ) -> Result<Tensor> {
-    // Read before the pools are locked for writing, in case they share a storage with them.
-    let angles = append.rotation.map(|r| Angles::new(&r)).transpose()?;
     let places = places(qkv.dims()[0], sizes, table, append)?;
+    // Read before the pools are locked for writing, in case they share a storage with them.
+    let angles = angles(append, &places)?;
     let (q_norm, k_norm) = match append.norms {
         Some(HeadNorms { q, k, eps }) => {
             (Some(HeadNorm::new(q, eps)?), Some(HeadNorm::new(k, eps)?))
@@ -37,7 +37,7 @@ pub(super) fn append(
         first,
         heads,
         dim: sizes.dim,
-        angles: if rotated { angles.as_ref() } else { None },
+        rotated: if rotated { angles.as_ref() } else { None },
         norm,
         places: &places,
     };
@@ -104,23 +104,24 @@ fn places(
         .collect()
 }
 
-/// The rotary tables.
-struct Angles {
-    cos: Vec<f32>,
-    sin: Vec<f32>,
-    pairs: usize,
-    style: RopeStyle,
+/// The angles of each token, if there are tokens and they are rotated; any for what is no token.
+fn angles(append: &PagedAppend<'_>, places: &[Option<Place>]) -> Result<Option<Rotated>> {
+    let (Some(tables), Some(any)) = (append.rotation, places.iter().flatten().next()) else {
+        return Ok(None);
+    };
+    let positions = places
+        .iter()
+        .map(|place| place.unwrap_or(*any).position as u32);
+    Ok(Some(Rotated {
+        angles: Angles::of(&tables, positions.collect())?,
+        style: tables.style,
+    }))
 }
 
-impl Angles {
-    fn new(tables: &RotaryTables<'_>) -> Result<Self> {
-        Ok(Self {
-            cos: widened(tables.cos)?,
-            sin: widened(tables.sin)?,
-            pairs: tables.cos.dim(1)?,
-            style: tables.style,
-        })
-    }
+/// By which angles tokens are rotated, and how.
+struct Rotated {
+    angles: Angles,
+    style: RopeStyle,
 }
 
 /// Heads of the projection, side by side, and what becomes of them.
@@ -130,7 +131,7 @@ struct Rows<'a> {
     heads: usize,
     dim: usize,
     /// None if they are not rotated.
-    angles: Option<&'a Angles>,
+    rotated: Option<&'a Rotated>,
     norm: Option<&'a HeadNorm>,
     places: &'a [Option<Place>],
 }
@@ -145,19 +146,18 @@ impl Rows<'_> {
             let mut normed = vec![T::from_f32(0.); dim];
             for (i, row) in rows.chunks_exact_mut(own).enumerate() {
                 let n = first + i;
-                let Some(place) = self.places[n] else {
+                if self.places[n].is_none() {
                     continue;
-                };
+                }
                 let from = &qkv[n * width + self.first * dim..][..own];
                 for (x, y) in from.chunks_exact(dim).zip(row.chunks_exact_mut(dim)) {
                     let x = normalise(norm.as_ref(), x, &mut normed);
-                    let Some(angles) = self.angles else {
+                    let Some(rotated) = self.rotated else {
                         core::copy(x, y);
                         continue;
                     };
-                    let at = place.position * angles.pairs..(place.position + 1) * angles.pairs;
-                    let (cos, sin) = (&angles.cos[at.clone()], &angles.sin[at]);
-                    core::rotate(angles.style, x, cos, sin, y);
+                    let (cos, sin) = rotated.angles.at(n);
+                    core::rotate(rotated.style, x, cos, sin, y);
                 }
             }
         });
@@ -225,7 +225,7 @@ impl CustomOp1 for Queries<'_> {
         let rows = &self.0;
         trace::record(OP, || {
             let norm = if rows.norm.is_some() { " +norm" } else { "" };
-            let rope = if rows.angles.is_some() { " +rope" } else { "" };
+            let rope = if rows.rotated.is_some() { " +rope" } else { "" };
             let (dtype, gathered) = (qkv.dtype().as_str(), gathered(layout));
             format!("cpu scalar {dtype}{norm}{rope}{gathered}")
         });

@@ -1,18 +1,15 @@
-//! The CPU form: the keys and values that are seen are gathered from their pages, and go through the core of
-//! `flash_attention`, all sequences at once.
+//! The CPU form: keys and values go through the core of `flash_attention` where they lie, page by page, all sequences
+//! at once.
 
 use super::Op;
-use crate::cpu::attention::{AnyView, Output, Rule, Sequences, Sizes, View, attend};
-use crate::cpu::{pool, simd};
+use crate::cpu::attention::{AnyView, Output, Pages, Rule, Sequences, Sizes, View, attend};
+use crate::cpu::simd;
 use crate::ops::pages::check_page;
 use crate::ops::view::{Float, cpu_storage, dispatch_float};
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
-
-/// Tokens that are worth a task of their own while they are gathered.
-const GRAIN: usize = 64;
 
 pub(super) fn forward(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
     trace::record(op.name, || {
@@ -25,96 +22,86 @@ pub(super) fn forward(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<(C
     Ok((out, layout.shape().clone()))
 }
 
-/// The tokens that are seen, sequence by sequence.
+/// What a sequence's queries see.
 struct Seen {
-    /// Page and slot of each.
-    tokens: Vec<[usize; 2]>,
-    /// Those of each sequence among them.
-    ranges: Vec<Range<usize>>,
-    /// Rows of q that each sequence has.
-    rows: Vec<Range<usize>>,
+    /// Its rows of q.
+    rows: Range<usize>,
+    /// Its tokens.
+    tokens: Range<usize>,
+    /// The pages that have them.
+    pages: Vec<u32>,
 }
 
-impl Seen {
-    fn new(op: &Op<'_>, rows: Vec<Range<usize>>) -> Result<Self> {
-        let table = op.table.rows(op.name)?;
-        let lengths = op.table.lengths(op.name, op.pool.page, &table)?;
-        let (mut tokens, mut ranges) = (Vec::new(), Vec::new());
-        for (b, (row, length)) in table.iter().zip(lengths).enumerate() {
-            let start = tokens.len();
-            let first = match rows[b].len() {
-                0 => length,
-                queries => op.first_key(length, queries),
-            };
-            for token in first..length {
-                let at = token / op.pool.page;
-                let id = check_page(op.name, row[at], op.pool.pages, [b, at])?;
-                tokens.push([id, token % op.pool.page]);
-            }
-            ranges.push(start..tokens.len());
+/// Of each sequence that has queries.
+fn seen(op: &Op<'_>, rows: Vec<Range<usize>>) -> Result<Vec<Seen>> {
+    let table = op.table.rows(op.name)?;
+    let lengths = op.table.lengths(op.name, op.pool.page, &table)?;
+    let (mut all, page) = (Vec::with_capacity(rows.len()), op.pool.page);
+    for (b, ((rows, entries), length)) in rows.into_iter().zip(table).zip(lengths).enumerate() {
+        if rows.is_empty() {
+            continue;
         }
-        Ok(Self {
-            tokens,
-            ranges,
+        let tokens = op.first_key(length, rows.len()).min(length)..length;
+        let (first, end) = (tokens.start / page, length.div_ceil(page));
+        let pages = entries[first.min(end)..end].to_vec();
+        for (at, id) in pages.iter().enumerate() {
+            check_page(op.name, *id, op.pool.pages, [b, first + at])?;
+        }
+        all.push(Seen {
             rows,
-        })
-    }
-
-    /// Their keys or values, `[tokens, Hkv, D]`.
-    fn gather<T: Float>(&self, op: &Op<'_>, from: &Tensor) -> Result<Vec<T>> {
-        let (storage, layout) = from.storage_and_layout();
-        let data = cpu_storage(&storage)?.as_slice::<T>()?;
-        let [of_page, of_token, of_head] = op.pages.strides(from);
-        let (dim, width) = (op.pool.dim, op.pool.kv_heads * op.pool.dim);
-        let mut out = vec![T::from_f32(0.); self.tokens.len() * width];
-        pool::for_rows(&mut out, width, GRAIN, |first, rows| {
-            for (i, row) in rows.chunks_exact_mut(width).enumerate() {
-                let [page, slot] = self.tokens[first + i];
-                let token = layout.start_offset() + page * of_page + slot * of_token;
-                for (head, row) in row.chunks_exact_mut(dim).enumerate() {
-                    row.copy_from_slice(&data[token + head * of_head..][..dim]);
-                }
-            }
+            tokens,
+            pages,
         });
-        Ok(out)
     }
+    Ok(all)
+}
+
+/// The keys or values that a sequence's queries see, `[1, Hkv, tokens, D]`.
+fn paged<'a, T: Float>(
+    op: &Op<'_>,
+    (data, layout): (&'a [T], &Layout),
+    strides: [usize; 3],
+    seen: &'a Seen,
+) -> Result<View<'a, T>> {
+    let [of_page, of_token, of_head] = strides;
+    let pages = Pages {
+        table: &seen.pages,
+        page: op.pool.page,
+        stride: of_page,
+        skip: seen.tokens.start % op.pool.page,
+    };
+    let dims = [1, op.pool.kv_heads, seen.tokens.len(), op.pool.dim];
+    let strides = [0, of_head, of_token, 1];
+    let view = View::paged(data, layout.start_offset(), dims, strides, pages);
+    inside(op, view)
 }
 
 fn of_pool<T: Float>(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
     let len = layout.shape().elem_count();
     let width = op.heads * op.pool.dim;
-    let seen = Seen::new(op, op.rows(len / width.max(1))?)?;
-    let (k, v) = (
-        seen.gather::<T>(op, &op.pages.k)?,
-        seen.gather::<T>(op, &op.pages.v)?,
-    );
-    let (dim, kv_heads, heads) = (op.pool.dim, op.pool.kv_heads, op.heads);
-    let of_sequence = |(own, range): (&Range<usize>, &Range<usize>)| {
+    let seen = seen(op, op.rows(len / width.max(1))?)?;
+    let (k, k_layout) = op.pages.k.storage_and_layout();
+    let (v, v_layout) = op.pages.v.storage_and_layout();
+    let k = (cpu_storage(&k)?.as_slice::<T>()?, k_layout);
+    let v = (cpu_storage(&v)?.as_slice::<T>()?, v_layout);
+    let of_sequences = seen.iter().map(|seen| {
         let sizes = Sizes {
             batch: 1,
-            heads,
-            kv_heads,
-            queries: own.len(),
-            keys: range.len(),
-            dim,
-        };
-        let rows = |data| {
-            let strides = [0, dim, kv_heads * dim, 1];
-            let start = range.start * kv_heads * dim;
-            let dims = [1, kv_heads, range.len(), dim];
-            inside(op, View::new(data, start, dims, strides))
+            heads: op.heads,
+            kv_heads: op.pool.kv_heads,
+            queries: seen.rows.len(),
+            keys: seen.tokens.len(),
+            dim: op.pool.dim,
         };
         Ok(Sequences {
             sizes,
-            q: queries(op, q, layout, own)?,
-            k: rows(&k)?,
-            v: rows(&v)?,
-            first: own.start * width,
+            q: queries(op, q, layout, &seen.rows)?,
+            k: paged(op, k, op.pages.strides(&op.pages.k), seen)?,
+            v: paged(op, v, op.pages.strides(&op.pages.v), seen)?,
+            first: seen.rows.start * width,
         })
-    };
-    let all = seen.rows.iter().zip(&seen.ranges);
-    let asked = all.filter(|(own, _)| !own.is_empty());
-    let sequences = asked.map(of_sequence).collect::<Result<Vec<_>>>()?;
+    });
+    let sequences = of_sequences.collect::<Result<Vec<_>>>()?;
     let slopes = op.slopes.as_ref().map(Tensor::to_vec1::<f32>).transpose()?;
     let rule = Rule {
         scale: op.params.scale,

@@ -97,7 +97,7 @@ pub(in crate::ops) fn normalise<'a, T: Float>(
 }
 
 /// The rows of the tables that are needed, `[T, R / 2]` each.
-pub(super) struct Angles {
+pub(in crate::ops) struct Angles {
     cos: Vec<f32>,
     sin: Vec<f32>,
     pairs: usize,
@@ -129,7 +129,8 @@ impl Angles {
         })
     }
 
-    fn at(&self, token: usize) -> (&[f32], &[f32]) {
+    /// Cosines and sines of a token.
+    pub fn at(&self, token: usize) -> (&[f32], &[f32]) {
         let row = token * self.pairs..(token + 1) * self.pairs;
         (&self.cos[row.clone()], &self.sin[row])
     }
