@@ -5,8 +5,7 @@ use super::schedule::Batch;
 use super::sequence::Sequence;
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::PagedTokens;
-use crate::ops::sample::sample_as;
-use crate::ops::{PagePool, PageTable, RaggedQueries, SamplingParams};
+use crate::ops::{PagePool, PageTable, RaggedQueries, SampleOptions, SamplingParams, sample_with};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::VecDeque;
 
@@ -174,8 +173,9 @@ fn draw(logits: &Tensor, sequences: &[&Sequence]) -> Result<Vec<Option<u32>>> {
     let history: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
     let one = |i: usize| -> Result<Option<u32>> {
         let row = logits.narrow(0, i, 1)?;
-        match sample_as(&row, &params[i..=i], &history[i..=i], 0) {
-            Ok(drawn) => Ok(Some(drawn.squeeze(0)?.to_scalar()?)),
+        let options = SampleOptions::default();
+        match sample_with(&row, &params[i..=i], &history[i..=i], &options) {
+            Ok(sampled) => Ok(Some(sampled.tokens.squeeze(0)?.to_scalar()?)),
             Err(error) => {
                 let row: Vec<f32> = row.squeeze(0)?.to_vec1()?;
                 let numbers = row.iter().any(|logit| !logit.is_nan());

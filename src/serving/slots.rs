@@ -3,15 +3,12 @@
 use crate::cuda::{Address, Launcher, Pinned};
 use crate::generation::chain::Ends;
 use crate::ops::SamplingParams;
-use crate::ops::sample::cuda as sample;
+use crate::ops::sample::cuda::{self as sample, SETTINGS};
 use crate::ops::view::dtype_index;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, DType, Result};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-
-/// Words of a slot's settings.
-const SETTINGS: usize = 8;
 
 /// Tokens of a sequence that the GPU remembers for the repeat penalty.
 const HISTORY: usize = SamplingParams::MAX_LAST_N;

@@ -32,6 +32,7 @@ mod layer_norm_linear;
 mod linear;
 mod llama;
 mod llama_gguf;
+mod logprobs;
 mod models;
 mod models_gguf;
 mod nn;
