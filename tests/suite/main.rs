@@ -58,6 +58,7 @@ mod rms_norm_linear;
 mod rope;
 mod sample;
 mod serving;
+mod serving_draws;
 mod sizes;
 mod smollm2;
 mod smollm2_error;

@@ -226,7 +226,7 @@ fn undrawn(row: usize, vocab: usize, mask: Option<&Tensor>) -> Result<Error> {
 }
 
 /// Whether a sequence's mask allows a token.
-fn allows(mask: &[u32], token: usize) -> bool {
+pub(crate) fn allows(mask: &[u32], token: usize) -> bool {
     mask[token / 32] >> (token % 32) & 1 == 1
 }
 
