@@ -160,6 +160,7 @@ impl SamplingArgs {
             temperature: if temperature < 1e-7 { 0. } else { temperature },
             top_k: self.top_k,
             top_p: self.top_p,
+            min_p: None,
             repeat_penalty: self.repeat_penalty,
             repeat_last_n: self.repeat_last_n,
             seed: self.seed,

@@ -1,5 +1,6 @@
-// The next token of each sequence: repeat penalty, temperature, top-k, top-p and a draw by the
-// Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one.
+// The next token of each sequence: mask, repeat penalty, temperature, top-k, top-p, min-p and a draw by the
+// Gumbel-max trick, or the likeliest token; then what a decode step leaves behind for the next one. A logit that the
+// mask does not allow counts as no number.
 //
 // The logits of a sequence are cut into chunks, of which a block takes some. The last block, by an atomic counter,
 // merges the chunks; where the tokens to draw from depend on all logits (top-k, top-p) it finds the threshold by a radix
@@ -8,20 +9,9 @@
 // The highest logit is subtracted before the division by the temperature, which then cannot overflow: that of its chunk
 // at first, and its difference from the highest of all when chunks are merged. So a draw does not depend on which block
 // has which chunks.
-#include "abi/pointwise.cuh"
-#include "common/base.cuh"
+#include "pointwise/logits.cuh"
 
 using namespace fused;
-
-constexpr int WARPS = SAMPLE_THREADS / WARP;
-
-__device__ __forceinline__ float logit(const SampleParams& p, uint64_t i) {
-  switch (p.dtype) {
-    case 0: return static_cast<const float*>(p.logits)[i];
-    case 1: return to_float(static_cast<const __half*>(p.logits)[i]);
-    default: return to_float(static_cast<const __nv_bfloat16*>(p.logits)[i]);
-  }
-}
 
 // Philox 4x32-10 (Salmon et al. 2011); the first of its four words.
 __device__ uint32_t philox(uint4 counter, uint2 key) {
@@ -53,35 +43,6 @@ __device__ __forceinline__ float below(float logit, float top, float inverse_tem
 // How far a score is below the highest, which is 0, in steps of 2^-26; ever the same for equal scores.
 __device__ __forceinline__ uint32_t distance(float score) {
   return static_cast<uint32_t>(fminf(-score * 67108864.f, 4294967040.f));
-}
-
-struct Best {
-  float score;
-  uint32_t token;
-};
-
-// The higher score; of equal ones the lower token. What is no number never wins.
-__device__ __forceinline__ Best better(Best a, Best b) {
-  const bool second = b.score > a.score || (b.score == a.score && b.token < a.token);
-  return second ? b : a;
-}
-
-__device__ Best warp_best(Best best) {
-#pragma unroll
-  for (int offset = WARP / 2; offset > 0; offset /= 2) {
-    best = better(best, {__shfl_xor_sync(FULL, best.score, offset), __shfl_xor_sync(FULL, best.token, offset)});
-  }
-  return best;
-}
-
-// The best of a block, in all threads of its first warp.
-__device__ Best block_best(Best best, Best* scratch) {
-  static_assert(WARPS == WARP, "a lane for each warp");
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  best = warp_best(best);
-  if (lane == 0) scratch[warp] = best;
-  __syncthreads();
-  return warp == 0 ? warp_best(scratch[lane]) : best;
 }
 
 constexpr int DIGIT = 11;
@@ -170,13 +131,14 @@ __device__ uint32_t select(const Scores& scores, uint32_t limit, bool count, dou
   return prefix;
 }
 
-// The draw among the tokens that top-k and top-p keep, in the first warp.
+// The draw among the tokens that top-k, top-p and min-p keep, in the first warp.
 __device__ Best restricted(const SampleParams& p, const SampleSettings& s, uint32_t b, uint32_t draw, float top,
                            Bins& bins, Best* scratch) {
   const Scores scores = {p.scores + uint64_t(b) * p.vocab, p.vocab, top, s.inverse_temperature};
   uint32_t limit = UINT32_MAX;
   if (s.top_k > 0 && s.top_k < p.vocab) limit = select(scores, limit, true, s.top_k, bins);
   if (s.top_p < 1.f) limit = min(limit, select(scores, limit, false, s.top_p, bins));
+  limit = min(limit, s.limit);
   Best best = {-INFINITY, NO_TOKEN};
   for (uint32_t i = threadIdx.x; i < p.vocab; i += SAMPLE_THREADS) {
     const float score = scores[i];
@@ -202,7 +164,7 @@ __device__ void leave(const SampleParams& p, uint32_t b, uint32_t token, uint32_
 template <class Take>
 __device__ __forceinline__ void each_logit(const SampleParams& p, uint64_t row, uint32_t begin, uint32_t end, Take take) {
   if (!p.vectors || p.dtype != 0) {
-    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) take(i, logit(p, row + i));
+    for (uint32_t i = begin + threadIdx.x; i < end; i += SAMPLE_THREADS) take(i, logit(p.logits, p.dtype, row + i));
     return;
   }
   constexpr int AT_ONCE = 4;
@@ -260,8 +222,15 @@ __device__ bool gather(const SampleParams& p, uint32_t b, float inverse_temperat
 // A sequence's sampling settings, and the position whose token is drawn.
 struct Draw {
   SampleSettings s;
-  uint32_t b, number;  // the sequence, and the place of the token that is drawn
+  uint32_t b;
+  const uint32_t* mask;  // of the sequence, if it has one
+  uint32_t number;       // the place of the token that is drawn
   bool all, drawn, penalised;
+
+  // The logit of token i, if it may be drawn.
+  __device__ __forceinline__ float allowed(uint32_t i, float logit) const {
+    return !mask || (mask[i / 32] >> (i % 32) & 1) ? logit : NAN;
+  }
 };
 
 // The tokens of the history among `begin` to `end`, penalised from the logit itself, so that a token seen twice is
@@ -272,7 +241,7 @@ __device__ __forceinline__ void penalise(const SampleParams& p, const Draw& d, u
   for (uint32_t i = threadIdx.x; i < known; i += SAMPLE_THREADS) {
     const uint32_t t = p.history[uint64_t(d.b) * p.history_slots + (d.number - 1 - i) % p.history_slots];
     if (t >= begin && t < end) {
-      const float v = logit(p, uint64_t(d.b) * p.vocab + t);
+      const float v = d.allowed(t, logit(p.logits, p.dtype, uint64_t(d.b) * p.vocab + t));
       chunk[t - begin] = v >= 0.f ? v / d.s.penalty : v * d.s.penalty;
     }
   }
@@ -283,7 +252,7 @@ __device__ void take_chunk(const SampleParams& p, const Draw& d, uint32_t number
                            Best& found) {
   const uint32_t begin = number * p.chunk, end = min(begin + p.chunk, p.vocab);
   const uint64_t row = uint64_t(d.b) * p.vocab;
-  each_logit(p, row, begin, end, [&](uint32_t i, float v) { chunk[i - begin] = v; });
+  each_logit(p, row, begin, end, [&](uint32_t i, float v) { chunk[i - begin] = d.allowed(i, v); });
   __syncthreads();
   if (d.penalised) {
     penalise(p, d, begin, end, chunk);
@@ -322,7 +291,9 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid
   pdl_launch();
   Draw d = {p.settings[b], b};
   const bool greedy = d.s.inverse_temperature == 0.f;
-  d.all = greedy || ((d.s.top_k == 0 || d.s.top_k >= p.vocab) && d.s.top_p >= 1.f);
+  if (p.mask && d.s.masked) d.mask = p.mask + uint64_t(b) * ((p.vocab + 31) / 32);
+  const bool narrowed = (d.s.top_k > 0 && d.s.top_k < p.vocab) || d.s.top_p < 1.f || d.s.limit != UINT32_MAX;
+  d.all = greedy || !narrowed;
   d.drawn = d.all && !greedy;
   d.penalised = p.history && d.s.penalty != 1.f;
   pdl_wait();
@@ -333,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid
   if (greedy && !d.penalised) {
     const uint32_t end = min(behind * p.chunk, p.vocab);
     each_logit(p, uint64_t(b) * p.vocab, first * p.chunk, end,
-               [&](uint32_t i, float v) { best = better(best, {v, i}); });
+               [&](uint32_t i, float v) { best = better(best, {d.allowed(i, v), i}); });
     best = block_best(best, scratch);
     // All of the block's chunks come to one.
     if (threadIdx.x == 0) {

@@ -4,7 +4,7 @@
 use super::Sequence;
 use crate::models::decoder::Decoder;
 use crate::ops::SamplingParams;
-use crate::ops::sample::sample_as;
+use crate::ops::sample::{SampleOptions, sample_as};
 use candle_core::{DType, Result, Tensor};
 
 pub(super) struct Eager {
@@ -81,6 +81,7 @@ fn sample_one(
     params: &SamplingParams,
     history: &[u32],
 ) -> Result<u32> {
-    let token = sample_as(logits, std::slice::from_ref(params), &[history], index)?;
-    token.squeeze(0)?.to_scalar()
+    let (params, options) = (std::slice::from_ref(params), SampleOptions::default());
+    let sampled = sample_as(logits, params, &[history], index, &options)?;
+    sampled.tokens.squeeze(0)?.to_scalar()
 }

@@ -9,7 +9,7 @@ use super::chain::{Ends, Keys, Work};
 use super::refusal::{Refusal, unfused};
 use super::writer::Writer;
 use crate::cuda::profile::Event;
-use crate::cuda::{Graph, Launcher, Scratch, moved};
+use crate::cuda::{Address, Graph, Launcher, Scratch, moved};
 use crate::models::decoder::{Decoder, Rotaries};
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_decoding::cuda::StepShape;
@@ -71,6 +71,14 @@ impl Plan {
                 _tables: rotaries.clone(),
                 _buffers: writer.buffers,
             },
+        })
+    }
+
+    /// Where a step leaves its logits, f32 `[sequences, vocab]`, until the next one.
+    pub fn logits(&self) -> Option<Address> {
+        self.work.iter().find_map(|(_, work)| match work {
+            Work::Sample(step) => Some(step.logits),
+            _ => None,
         })
     }
 

@@ -6,7 +6,7 @@ use super::chain::Ends;
 use crate::cuda::{Address, Gpu, Launcher, Pinned, address_of};
 use crate::ops::SamplingParams;
 use crate::ops::sample::NONE;
-use crate::ops::sample::cuda as sample;
+use crate::ops::sample::cuda::{self as sample, SETTINGS};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, Result, Tensor, bail};
 use std::sync::atomic::Ordering;
@@ -14,9 +14,6 @@ use std::time::{Duration, Instant};
 
 /// Steps whose tokens the mailbox holds.
 pub(super) const MAIL_SLOTS: usize = 64;
-
-/// Words of a sequence's settings.
-const SETTINGS: usize = 8;
 
 /// Tokens of a sequence that the GPU remembers for the repeat penalty.
 const SLOTS: usize = SamplingParams::MAX_LAST_N;

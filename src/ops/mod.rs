@@ -18,7 +18,8 @@
 //! | [`paged_attention()`] | the newest tokens of many sequences over keys and values in pages |
 //! | [`paged_prefill()`] | the same of ragged batches: prompts, chunks of them and single tokens |
 //! | [`paged_append()`], [`copy_pages`] | new keys and values into those pages, and copies of pages |
-//! | [`sample()`] | the choice of a token from logits |
+//! | [`sample()`], [`sample_with`] | the choice of a token from logits, also under a mask and with log-probabilities |
+//! | [`logprobs()`] | `log_softmax` at a token, and the likeliest tokens with theirs |
 
 #[cfg(feature = "cuda")]
 pub(crate) mod embedding;
@@ -33,6 +34,7 @@ pub mod flash_decoding;
 pub mod layer_norm;
 pub mod layer_norm_linear;
 pub mod linear;
+pub mod logprobs;
 pub mod paged_append;
 pub mod paged_attention;
 pub mod paged_prefill;
@@ -56,6 +58,8 @@ pub use layer_norm_linear::layer_norm_linear;
 #[doc(inline)]
 pub use linear::{Activation, ActivationBits, Epilogue, Prologue, Weight, linear};
 #[doc(inline)]
+pub use logprobs::{Logprobs, logprobs};
+#[doc(inline)]
 pub use paged_append::{PagedAppend, TokenMap, copy_pages, paged_append};
 #[doc(inline)]
 pub use paged_attention::{PagedAttention, paged_attention};
@@ -74,7 +78,7 @@ pub use rope::{
     HeadNorms, RopeAppend, RopeStyle, RotaryTables, Rotation, rope, rope_append, rope_tokens,
 };
 #[doc(inline)]
-pub use sample::{SamplingParams, sample};
+pub use sample::{SampleOptions, Sampled, SamplingParams, sample, sample_with};
 pub use view::Float;
 
 /// The kernels of every table, each table's in the order in which they are tried.

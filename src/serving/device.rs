@@ -2,9 +2,10 @@
 //! for each bucket; chunks of prompts are another, launched as they come. Tokens and positions stay on the GPU, so that
 //! a step is launched before the tokens of the one before are read.
 
+use super::request::{Drawn, TokenLogprobs};
 use super::schedule::{Batch, Chunk};
 use super::sequence::Sequence;
-use super::slots::Slots;
+use super::slots::{LOGPROBS, Slots};
 use super::{OP, Options};
 use crate::cuda::profile::Event;
 use crate::cuda::{Address, Graph, Launcher, Pinned, address_of, nvtx};
@@ -16,6 +17,7 @@ use crate::generation::prefill_paged;
 use crate::generation::refusal::Refusal;
 use crate::models::decoder::{Decoder, Rotaries};
 use crate::ops::PagePool;
+use crate::ops::logprobs::{MAX_TOP, cuda as logprobs};
 use crate::ops::sample::{NONE, cuda as sample};
 use candle_core::{CudaDevice, Result, Tensor, bail};
 use std::collections::{BTreeMap, VecDeque};
@@ -40,7 +42,8 @@ struct UnderWay {
     passed: Event,
     /// The first word of its tokens.
     mail: usize,
-    slots: Vec<usize>,
+    /// Each with the number of likeliest tokens that it wants to know, if it wants log-probabilities.
+    slots: Vec<(usize, Option<usize>)>,
 }
 
 pub(super) struct OnDevice {
@@ -48,6 +51,8 @@ pub(super) struct OnDevice {
     slots: Slots,
     under_way: VecDeque<UnderWay>,
     mailbox: Pinned,
+    /// The log-probabilities of as many steps.
+    logprobs: Pinned,
     /// Where the next tokens go.
     turn: usize,
     count: usize,
@@ -80,6 +85,7 @@ impl OnDevice {
             slots: Slots::new(device, [count, width], vocab, AHEAD)?,
             under_way: VecDeque::new(),
             mailbox: Pinned::new(gpu, count * (AHEAD + 1))?,
+            logprobs: Pinned::new(gpu, count * LOGPROBS * (AHEAD + 1))?,
             turn: 0,
             count,
             decoder: decoder.clone(),
@@ -153,14 +159,35 @@ impl OnDevice {
                 self.slots.set_pages(*slot, &sequence.pages);
             }
         }
+        for slot in batch.draws() {
+            let sequence = sequences[slot].as_ref();
+            if let Some(constrained) = sequence.and_then(|s| s.constrained.as_ref()) {
+                self.slots.set_mask(slot, constrained.mask())?;
+            }
+        }
+        let top = |slot: usize| sequences[slot].as_ref().and_then(|s| s.request.logprobs);
         if let Some((last, _)) = batch.singles.last() {
             self.slots.upload()?;
             self.singles(last + 1)?;
+            if batch.singles.iter().any(|(slot, _)| top(*slot).is_some()) {
+                self.logprobs_of_singles(last + 1)?;
+            }
         }
         if !batch.chunks.is_empty() {
             self.chunks(&batch.chunks, sequences)?;
         }
-        self.mail(batch.draws().collect())
+        self.mail(batch.draws().map(|slot| (slot, top(slot))).collect())
+    }
+
+    /// The log-probabilities of what the step of the first `used` slots has drawn.
+    fn logprobs_of_singles(&mut self, used: usize) -> Result<()> {
+        let (launcher, bucket) = (Launcher::new(&self.device)?, self.bucket(used));
+        let Some(logits) = self.step(bucket)?.plan.logits() else {
+            bail!("{OP}: a step leaves no logits");
+        };
+        let step = self.slots.logprobs_of(0, logits);
+        // SAFETY: the slots and the plan have the buffers, and there is a row for each slot of the bucket.
+        unsafe { logprobs::launch(&launcher, used as u32, step) }
     }
 
     /// What each part of a step of the first slots takes that a step in `positions` needs; who is in them is to begin
@@ -215,9 +242,7 @@ impl OnDevice {
         };
         let ending: Vec<usize> = chunks.iter().filter(|c| c.draws).map(|c| c.slot).collect();
         for slot in &ending {
-            let sequence = sequence(*slot)?;
-            let sampling = &sequence.request.sampling;
-            self.slots.enter(*slot, &sequence.tokens, sampling)?;
+            self.slots.enter(*slot, sequence(*slot)?)?;
         }
         let mut rows = Rows::new(self.slots.width());
         for chunk in chunks {
@@ -229,13 +254,19 @@ impl OnDevice {
         let (launcher, vocab) = (Launcher::new(&self.device)?, logits.dims()[1]);
         let logits = address_of(&logits)?;
         for (row, slot) in ending.into_iter().enumerate() {
+            let logits = logits + (4 * row * vocab) as Address;
             let step = sample::Step {
-                logits: logits + (4 * row * vocab) as Address,
+                logits,
                 ..self.slots.ends(slot, 1).sampling
             };
             // SAFETY: the addresses are those of one slot and of one row of logits, which is freed in the order of the
             // stream.
             unsafe { sample::launch(&launcher, 1, step)? };
+            if sequence(slot)?.request.logprobs.is_some() {
+                let step = self.slots.logprobs_of(slot, logits);
+                // SAFETY: as above.
+                unsafe { logprobs::launch(&launcher, 1, step)? };
+            }
         }
         Ok(())
     }
@@ -273,10 +304,10 @@ impl OnDevice {
         prefill_paged::read(&self.device, &read)
     }
 
-    /// Sends the tokens of these slots to the host.
-    fn mail(&mut self, slots: Vec<usize>) -> Result<()> {
+    /// Sends the tokens of these slots to the host, and the log-probabilities that are wanted.
+    fn mail(&mut self, slots: Vec<(usize, Option<usize>)>) -> Result<()> {
         let launcher = Launcher::new(&self.device)?;
-        let words = slots.iter().max().map_or(0, |last| last + 1);
+        let words = slots.iter().max().map_or(0, |(last, _)| last + 1);
         let mail = self.turn * self.count;
         self.turn = (self.turn + 1) % (AHEAD + 1);
         if words > 0 {
@@ -287,6 +318,12 @@ impl OnDevice {
                     .copy_from(mail, tokens, words, launcher.stream)?
             };
         }
+        if slots.iter().any(|(_, top)| top.is_some()) {
+            let (at, words) = (mail * LOGPROBS, self.count * LOGPROBS);
+            let from = self.slots.logprobs();
+            // SAFETY: as above.
+            unsafe { self.logprobs.copy_from(at, from, words, launcher.stream)? };
+        }
         self.under_way.push_back(UnderWay {
             passed: Event::record(launcher.stream)?,
             mail,
@@ -295,7 +332,7 @@ impl OnDevice {
         Ok(())
     }
 
-    pub fn receive(&mut self, count: usize) -> Result<Vec<Option<u32>>> {
+    pub fn receive(&mut self, count: usize) -> Result<Vec<Drawn>> {
         let Some(step) = self.under_way.pop_front() else {
             bail!("{OP}: no step is under way");
         };
@@ -306,9 +343,29 @@ impl OnDevice {
         step.passed.wait()?;
         self.waited += started.elapsed();
         let words = self.mailbox.words();
-        let token = |slot: &usize| words[step.mail + slot].load(Ordering::Acquire);
-        let tokens = step.slots.iter().map(token);
-        Ok(tokens.map(|t| (t != NONE).then_some(t)).collect())
+        let drawn = step.slots.iter().map(|(slot, top)| {
+            let token = words[step.mail + slot].load(Ordering::Acquire);
+            Drawn {
+                token: (token != NONE).then_some(token),
+                logprobs: top.map(|top| self.told(step.mail, *slot, top)),
+            }
+        });
+        Ok(drawn.collect())
+    }
+
+    /// What the mail that begins at `mail` has of a slot's log-probabilities.
+    fn told(&self, mail: usize, slot: usize, top: usize) -> TokenLogprobs {
+        let words = &self.logprobs.words()[mail * LOGPROBS..];
+        let word = |at: usize| words[at].load(Ordering::Acquire);
+        let (ids, tops) = (self.count, self.count * (1 + MAX_TOP));
+        let one = |n: usize| {
+            let at = slot * MAX_TOP + n;
+            (word(ids + at), f32::from_bits(word(tops + at)))
+        };
+        TokenLogprobs {
+            logprob: f32::from_bits(word(slot)),
+            top: (0..top).map(one).collect(),
+        }
     }
 }
 

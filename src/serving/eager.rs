@@ -1,12 +1,14 @@
 //! Steps by way of candle's tensors: on the CPU, and wherever a step cannot be written down as a chain of kernels.
 
 use super::OP;
+use super::constraint::Constrained;
+use super::request::{Drawn, TokenLogprobs};
 use super::schedule::Batch;
 use super::sequence::Sequence;
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::PagedTokens;
-use crate::ops::sample::sample_as;
-use crate::ops::{PagePool, PageTable, RaggedQueries, SamplingParams};
+use crate::ops::sample::allows;
+use crate::ops::{Logprobs, PagePool, PageTable, RaggedQueries, SampleOptions, sample_with};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::VecDeque;
 
@@ -14,7 +16,7 @@ pub(super) struct Eager {
     decoder: Decoder,
     kind: DecoderCache,
     pools: Vec<PagePool>,
-    drawn: VecDeque<Vec<Option<u32>>>,
+    drawn: VecDeque<Vec<Drawn>>,
 }
 
 /// A step's rows: single tokens first, then chunks.
@@ -71,7 +73,7 @@ impl Eager {
         self.drawn.clear();
     }
 
-    pub fn receive(&mut self, count: usize) -> Result<Vec<Option<u32>>> {
+    pub fn receive(&mut self, count: usize) -> Result<Vec<Drawn>> {
         match self.drawn.pop_front() {
             Some(drawn) if drawn.len() == count => Ok(drawn),
             _ => bail!("{OP}: there are not {count} draws"),
@@ -165,23 +167,44 @@ fn paged_tokens(
     })
 }
 
-/// The next token of each sequence; none where logits are no numbers.
-fn draw(logits: &Tensor, sequences: &[&Sequence]) -> Result<Vec<Option<u32>>> {
-    let params: Vec<SamplingParams> = sequences
-        .iter()
-        .map(|s| s.request.sampling.clone())
-        .collect();
-    let history: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
-    let one = |i: usize| -> Result<Option<u32>> {
-        let row = logits.narrow(0, i, 1)?;
-        match sample_as(&row, &params[i..=i], &history[i..=i], 0) {
-            Ok(drawn) => Ok(Some(drawn.squeeze(0)?.to_scalar()?)),
-            Err(error) => {
-                let row: Vec<f32> = row.squeeze(0)?.to_vec1()?;
-                let numbers = row.iter().any(|logit| !logit.is_nan());
-                if numbers { Err(error) } else { Ok(None) }
-            }
+/// The next token of each sequence.
+fn draw(logits: &Tensor, sequences: &[&Sequence]) -> Result<Vec<Drawn>> {
+    let rows = sequences.iter().enumerate();
+    rows.map(|(i, sequence)| draw_one(&logits.narrow(0, i, 1)?, sequence))
+        .collect()
+}
+
+/// The next token of a sequence, from logits `[1, V]`.
+fn draw_one(logits: &Tensor, sequence: &Sequence) -> Result<Drawn> {
+    let mask = sequence.constrained.as_ref().map(Constrained::mask);
+    let row = |mask: &[u32]| Tensor::new(mask, logits.device())?.unsqueeze(0);
+    let options = SampleOptions {
+        mask: mask.map(row).transpose()?,
+        top_logprobs: sequence.request.logprobs,
+    };
+    let params = std::slice::from_ref(&sequence.request.sampling);
+    let sampled = match sample_with(logits, params, &[&sequence.tokens], &options) {
+        Ok(sampled) => sampled,
+        Err(error) => {
+            let row: Vec<f32> = logits.squeeze(0)?.to_vec1()?;
+            let may = |token: usize| mask.is_none_or(|mask| allows(mask, token));
+            let mut numbers = row.iter().enumerate().filter(|(_, logit)| !logit.is_nan());
+            return match numbers.any(|(token, _)| may(token)) {
+                true => Err(error),
+                false => Ok(Drawn::default()),
+            };
         }
     };
-    (0..sequences.len()).map(one).collect()
+    let told = |of: Logprobs| -> Result<TokenLogprobs> {
+        let (ids, top) = (of.top_ids.squeeze(0)?, of.top.squeeze(0)?);
+        let ids = ids.to_vec1::<u32>()?.into_iter();
+        Ok(TokenLogprobs {
+            logprob: of.chosen.squeeze(0)?.to_scalar()?,
+            top: ids.zip(top.to_vec1::<f32>()?).collect(),
+        })
+    };
+    Ok(Drawn {
+        token: Some(sampled.tokens.squeeze(0)?.to_scalar()?),
+        logprobs: sampled.logprobs.map(told).transpose()?,
+    })
 }

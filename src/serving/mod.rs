@@ -27,6 +27,7 @@
 //! Sources: Orca (Yu et al. 2022) for batching by steps; vLLM (Kwon et al. 2023) for pages and preemption;
 //! Sarathi-Serve (Agrawal et al. 2024) for chunks of prompts; SGLang (Zheng et al. 2024) for shared prefixes.
 
+mod constraint;
 #[cfg(feature = "cuda")]
 mod device;
 mod eager;
@@ -41,7 +42,9 @@ mod slots;
 use crate::generation::PartTime;
 use crate::models::decoder::DecoderCache;
 use crate::models::parts::Parts;
+use crate::ops::logprobs::MAX_TOP;
 use candle_core::{Result, bail};
+use constraint::Constrained;
 use pages::Pages;
 use runner::Runner;
 use schedule::Schedule;
@@ -49,7 +52,8 @@ use sequence::Sequence;
 use std::collections::VecDeque;
 
 pub use crate::generation::Model;
-pub use request::{FinishReason, Output, Request, RequestId, Stats};
+pub use constraint::Constraint;
+pub use request::{FinishReason, Output, Request, RequestId, Stats, TokenLogprobs};
 
 const OP: &str = "serving";
 
@@ -230,6 +234,57 @@ impl Engine {
     /// # Errors
     /// If its prompt is empty or too long, an id is out of the vocabulary, or a parameter is out of range.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
+        self.enqueue(request, None)
+    }
+
+    /// [`submit`](Self::submit) of a request whose tokens a constraint chooses from. While one runs, the host reads
+    /// each step's tokens before it launches the next one, also on a GPU.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Result};
+    /// # use candle_fused::models::llama::{Config, Llama};
+    /// # use candle_fused::serving::{Constraint, Engine, FinishReason, Options, Request};
+    /// # let config = Config {
+    /// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+    /// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+    /// # };
+    /// # let model = Llama::load(candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu), &config)?;
+    /// /// Counts down to 0.
+    /// struct Down(u32);
+    /// impl Constraint for Down {
+    ///     fn mask(&mut self, mask: &mut [u32]) -> Result<()> {
+    ///         mask[0] = 1 << self.0;
+    ///         Ok(())
+    ///     }
+    ///     fn accept(&mut self, token: u32) -> Result<bool> {
+    ///         self.0 = token.saturating_sub(1);
+    ///         Ok(token == 0)
+    ///     }
+    /// }
+    /// let options = Options { positions: Some(64), ..Default::default() };
+    /// let mut engine = Engine::new(&model, &options)?;
+    /// engine.submit_constrained(Request::new([1, 2]), Box::new(Down(2)))?;
+    /// let mut outputs = Vec::new();
+    /// while !engine.is_idle() {
+    ///     outputs.extend(engine.step()?);
+    /// }
+    /// let tokens: Vec<_> = outputs.iter().filter_map(|output| output.token).collect();
+    /// assert_eq!(tokens, [2, 1, 0]);
+    /// assert_eq!(outputs[2].finish, Some(FinishReason::Complete));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn submit_constrained(
+        &mut self,
+        request: Request,
+        constraint: Box<dyn Constraint>,
+    ) -> Result<RequestId> {
+        self.enqueue(request, Some(Constrained::new(constraint, self.vocab)))
+    }
+
+    fn enqueue(&mut self, request: Request, constrained: Option<Constrained>) -> Result<RequestId> {
         request.sampling.check()?;
         let (tokens, pages) = (request.prompt.len(), &self.schedule.pages);
         let room = self.positions.min(pages.count() * pages.size());
@@ -242,6 +297,10 @@ impl Engine {
         if request.max_tokens == 0 {
             bail!("{OP}: max_tokens is 0, expected at least 1");
         }
+        let most = MAX_TOP.min(self.vocab);
+        if let Some(top) = request.logprobs.filter(|top| *top > most) {
+            bail!("{OP}: logprobs is {top}, expected 0 to {most}");
+        }
         let ids = request.prompt.iter().chain(&request.stop);
         if let Some(id) = ids.into_iter().find(|id| **id as usize >= self.vocab) {
             bail!(
@@ -251,7 +310,8 @@ impl Engine {
         }
         let id = RequestId(self.submitted);
         self.submitted += 1;
-        self.schedule.submit(id, request);
+        let sequence = Sequence::new(id, request, constrained);
+        self.schedule.submit(sequence);
         Ok(id)
     }
 
@@ -291,6 +351,7 @@ impl Engine {
         self.brought.extend(self.schedule.take_ended());
         let idle = batch.is_empty();
         if !idle {
+            self.schedule.look(&batch);
             self.runner.launch(&batch, &self.schedule.slots)?;
             let slots = &self.schedule.slots;
             let draw = |slot: usize| slots[slot].as_ref().map(|s| (slot, s.id, s.beginning));
@@ -298,13 +359,16 @@ impl Engine {
                 draws: batch.draws().filter_map(draw).collect(),
             });
         }
-        let ahead = if idle { 0 } else { self.runner.ahead() };
+        let ahead = match idle || self.schedule.is_constrained() {
+            true => 0,
+            false => self.runner.ahead(),
+        };
         while self.under_way.len() > ahead
             && let Some(step) = self.under_way.pop_front()
         {
-            let tokens = self.runner.receive(step.draws.len())?;
-            for ((slot, id, beginning), token) in step.draws.into_iter().zip(tokens) {
-                let output = self.schedule.draw(slot, id, beginning, token);
+            let drawn = self.runner.receive(step.draws.len())?;
+            for ((slot, id, beginning), drawn) in step.draws.into_iter().zip(drawn) {
+                let output = self.schedule.draw(slot, id, beginning, drawn);
                 self.brought.extend(output);
             }
         }

@@ -21,6 +21,10 @@ pub struct Request {
     /// How tokens are chosen, by default the likeliest. A draw depends on the seed, the token's position and the
     /// logits alone, not on what runs beside it.
     pub sampling: SamplingParams,
+    /// Gives the log-probability of each token, and of so many of the likeliest ones in its place, 0 to
+    /// [`MAX_TOP`](crate::ops::logprobs::MAX_TOP): of the logits as they are, without penalty, mask and temperature. None
+    /// by default.
+    pub logprobs: Option<usize>,
 }
 
 impl Request {
@@ -31,6 +35,7 @@ impl Request {
             max_tokens: 256,
             stop: Vec::new(),
             sampling: SamplingParams::default(),
+            logprobs: None,
         }
     }
 }
@@ -52,17 +57,40 @@ pub enum FinishReason {
     Stop,
     /// It has `max_tokens` tokens, or there is no room for another: the engine's positions or pages are all taken.
     Length,
+    /// Its constraint says that the text is complete: the last token is a part of it.
+    Complete,
     /// Its logits were not numbers: the weights may be damaged.
     Failed,
+    /// Its constraint failed, or allowed no token.
+    Rejected,
+}
+
+/// The log-probabilities in the place of a token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprobs {
+    /// That of the token.
+    pub logprob: f32,
+    /// Of the likeliest tokens, the likeliest first, as many as the request asks for.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// What a draw has come to.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Drawn {
+    /// None where no logit that may be drawn is a number.
+    pub token: Option<u32>,
+    pub logprobs: Option<TokenLogprobs>,
 }
 
 /// What a step has brought a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Output {
     /// Whose.
     pub id: RequestId,
     /// The token that was drawn; none where a request failed.
     pub token: Option<u32>,
+    /// Of that token, if the request asks for them.
+    pub logprobs: Option<TokenLogprobs>,
     /// Why that was the last, if it was.
     pub finish: Option<FinishReason>,
 }

@@ -3,6 +3,7 @@
 #[cfg(feature = "cuda")]
 use super::device::OnDevice;
 use super::eager::Eager;
+use super::request::Drawn;
 use super::schedule::Batch;
 use super::sequence::Sequence;
 use super::{OP, Options};
@@ -88,8 +89,8 @@ impl Runner {
         }
     }
 
-    /// What the oldest step under way has drawn, of which there are `count`; none where logits were no numbers.
-    pub fn receive(&mut self, count: usize) -> Result<Vec<Option<u32>>> {
+    /// What the oldest step under way has drawn, of which there are `count`.
+    pub fn receive(&mut self, count: usize) -> Result<Vec<Drawn>> {
         match self {
             Runner::Eager(eager, _) => eager.receive(count),
             #[cfg(feature = "cuda")]

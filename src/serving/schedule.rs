@@ -4,7 +4,7 @@
 //! (recomputation, Kwon et al. 2023, section 4.5).
 
 use super::pages::Pages;
-use super::request::{FinishReason, Output, Request, RequestId};
+use super::request::{Drawn, FinishReason, Output, RequestId};
 use super::sequence::Sequence;
 use std::collections::BTreeMap;
 
@@ -76,8 +76,8 @@ impl Schedule {
         }
     }
 
-    pub fn submit(&mut self, id: RequestId, request: Request) {
-        self.waiting.insert(id, Sequence::new(id, request));
+    pub fn submit(&mut self, sequence: Sequence) {
+        self.waiting.insert(sequence.id, sequence);
     }
 
     pub fn waiting(&self) -> usize {
@@ -86,6 +86,21 @@ impl Schedule {
 
     pub fn running(&self) -> impl Iterator<Item = &Sequence> {
         self.slots.iter().flatten()
+    }
+
+    /// Whether one of those that run has a constraint, which has to know its last token before the next is drawn.
+    pub fn is_constrained(&self) -> bool {
+        self.running().any(|s| s.constrained.is_some())
+    }
+
+    /// Has constraints say what may be drawn in a step.
+    pub fn look(&mut self, batch: &Batch) {
+        for slot in batch.draws() {
+            let sequence = self.slots[slot].as_mut();
+            if let Some(constrained) = sequence.and_then(|s| s.constrained.as_mut()) {
+                constrained.look();
+            }
+        }
     }
 
     pub fn is_idle(&self) -> bool {
@@ -200,6 +215,7 @@ impl Schedule {
                     self.ended.push(Output {
                         id,
                         token: None,
+                        logprobs: None,
                         finish: Some(FinishReason::Length),
                     });
                 }
@@ -269,15 +285,16 @@ impl Schedule {
         slot: usize,
         id: RequestId,
         beginning: u32,
-        token: Option<u32>,
+        drawn: Drawn,
     ) -> Option<Output> {
         let sequence = self.slots[slot].as_mut()?;
         if sequence.id != id || sequence.beginning != beginning {
             return None;
         }
+        let Drawn { token, logprobs } = drawn;
         let finish = match token {
             Some(token) => sequence.draw(token, self.positions),
-            None => Some(FinishReason::Failed),
+            None => Some(sequence.undrawn()),
         };
         // Keys of what is no number are of no use to others.
         if token.is_some() {
@@ -286,6 +303,11 @@ impl Schedule {
         if finish.is_some() {
             self.leave(slot);
         }
-        Some(Output { id, token, finish })
+        Some(Output {
+            id,
+            token,
+            logprobs: logprobs.filter(|_| token.is_some()),
+            finish,
+        })
     }
 }

@@ -1,5 +1,7 @@
 //! A request that has been let in.
 
+use super::OP;
+use super::constraint::Constrained;
 use super::pages::{Chain, Pages, ROOT};
 use super::request::{FinishReason, Request, RequestId};
 
@@ -8,6 +10,8 @@ use super::request::{FinishReason, Request, RequestId};
 pub(super) struct Sequence {
     pub id: RequestId,
     pub request: Request,
+    /// What restricts its tokens: it knows those of `tokens` that were drawn.
+    pub constrained: Option<Constrained>,
     /// The prompt, and behind it the tokens that were drawn and read back.
     pub tokens: Vec<u32>,
     /// Draws that are under way.
@@ -26,11 +30,12 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(id: RequestId, request: Request) -> Self {
+    pub fn new(id: RequestId, request: Request, constrained: Option<Constrained>) -> Self {
         Self {
             id,
             tokens: request.prompt.clone(),
             request,
+            constrained,
             under_way: 0,
             written: 0,
             pages: Vec::new(),
@@ -88,12 +93,29 @@ impl Sequence {
         self.beginning += 1;
     }
 
+    /// Why nothing was drawn for it.
+    pub fn undrawn(&self) -> FinishReason {
+        let mask = self.constrained.as_ref().map(Constrained::mask);
+        match mask.is_some_and(|mask| mask.iter().all(|word| *word == 0)) {
+            true => FinishReason::Rejected,
+            false => FinishReason::Failed,
+        }
+    }
+
     /// Counts a token that was drawn; whether it is the last, and why.
     pub fn draw(&mut self, token: u32, positions: usize) -> Option<FinishReason> {
         self.tokens.push(token);
         self.under_way = self.under_way.saturating_sub(1);
         if self.request.stop.contains(&token) {
             return Some(FinishReason::Stop);
+        }
+        match self.constrained.as_mut().map(|of| of.accept(token)) {
+            None | Some(Ok(false)) => {}
+            Some(Ok(true)) => return Some(FinishReason::Complete),
+            Some(Err(error)) => {
+                tracing::warn!("{OP}: a constraint takes no token {token}: {error}");
+                return Some(FinishReason::Rejected);
+            }
         }
         let generated = self.tokens.len() - self.request.prompt.len();
         let full = generated >= self.request.max_tokens || self.tokens.len() > positions;

@@ -1,17 +1,16 @@
 //! What the GPU knows of each slot: its token and position, how the next token is chosen, and its pages.
 
+use super::sequence::Sequence;
 use crate::cuda::{Address, Launcher, Pinned};
 use crate::generation::chain::Ends;
 use crate::ops::SamplingParams;
-use crate::ops::sample::cuda as sample;
+use crate::ops::logprobs::{MAX_TOP, cuda as logprobs};
+use crate::ops::sample::cuda::{self as sample, SETTINGS};
 use crate::ops::view::dtype_index;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, DType, Result};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-
-/// Words of a slot's settings.
-const SETTINGS: usize = 8;
 
 /// Tokens of a sequence that the GPU remembers for the repeat penalty.
 const HISTORY: usize = SamplingParams::MAX_LAST_N;
@@ -23,11 +22,16 @@ pub(super) struct Slots {
     device: CudaDevice,
     count: usize,
     vocab: usize,
-    /// Tokens, positions, arrivals; then settings.
+    /// Tokens, positions, arrivals, wanted log-probabilities; then settings.
     words: CudaSlice<u32>,
     history: CudaSlice<u32>,
     scores: CudaSlice<f32>,
     partial: CudaSlice<u64>,
+    /// `[count, vocab / 32 rounded up]`, and what is sent there.
+    masks: CudaSlice<u32>,
+    masks_sent: Option<Pinned>,
+    /// Of each slot [`LOGPROBS`]: all log-probabilities of drawn tokens, then the likeliest tokens, then theirs.
+    logprobs: CudaSlice<u32>,
     /// `[count, width]`, and what the host has of it.
     table: CudaSlice<u32>,
     pages: Vec<u32>,
@@ -46,8 +50,13 @@ const TOKEN: usize = 0;
 const POSITION: usize = 1;
 const ARRIVED: usize = 2;
 
+const WANTED: usize = 3;
+
 /// Words of a slot in front of the settings.
-const WORDS: usize = 3;
+const WORDS: usize = 4;
+
+/// Words of a slot's log-probabilities.
+pub(super) const LOGPROBS: usize = 1 + 2 * MAX_TOP;
 
 /// The position of nobody: past all pages, also when many steps have counted it up.
 const VACANT: u32 = 0xf000_0000;
@@ -70,6 +79,9 @@ impl Slots {
             history: device.alloc_zeros(count * HISTORY)?,
             scores: device.alloc_zeros(count * vocab)?,
             partial: device.alloc_zeros(count * sample::partial_words(vocab))?,
+            masks: device.alloc_zeros(count * vocab.div_ceil(32))?,
+            masks_sent: None,
+            logprobs: device.alloc_zeros(count * LOGPROBS)?,
             table: device.clone_htod(&vec![NONE; count * width])?,
             pages: vec![NONE; count * width],
             sent: Pinned::new(gpu, (ahead + 1) * count * width)?,
@@ -114,6 +126,10 @@ impl Slots {
             position: self.word(POSITION, first),
             sampling: sample::Step {
                 settings,
+                mask: behind(
+                    self.masks.device_ptr(&stream).0,
+                    4 * self.vocab.div_ceil(32),
+                ),
                 token: self.word(TOKEN, first),
                 position: self.word(POSITION, first),
                 history: behind(self.history.device_ptr(&stream).0, 4 * HISTORY),
@@ -131,14 +147,59 @@ impl Slots {
         }
     }
 
-    /// Puts a sequence into a slot: the draw that follows is that behind `tokens`.
-    pub fn enter(&mut self, slot: usize, tokens: &[u32], sampling: &SamplingParams) -> Result<()> {
+    /// The log-probabilities of the tokens that were drawn last from `logits`, f32, for slots from `first` on.
+    pub fn logprobs_of(&self, first: usize, logits: Address) -> logprobs::Step {
+        let base = self.logprobs();
+        let row = |from: usize, width: usize| base + (4 * (from + first * width)) as Address;
+        logprobs::Step {
+            logits,
+            token: self.word(TOKEN, first),
+            wanted: self.word(WANTED, first),
+            logprob: row(0, 1),
+            top_ids: row(self.count, MAX_TOP),
+            top_logprobs: row(self.count * (1 + MAX_TOP), MAX_TOP),
+            vocab: self.vocab as u32,
+            width: MAX_TOP as u32,
+            dtype: dtype_index(DType::F32) as i32,
+            ..Default::default()
+        }
+    }
+
+    /// `count` times [`LOGPROBS`] words.
+    pub fn logprobs(&self) -> Address {
+        self.logprobs.device_ptr(&self.device.cuda_stream()).0
+    }
+
+    /// Sends the mask of the draw that is launched next. What was sent for an earlier draw of the slot has arrived.
+    pub fn set_mask(&mut self, slot: usize, mask: &[u32]) -> Result<()> {
+        let launcher = Launcher::new(&self.device)?;
+        let sent = match &mut self.masks_sent {
+            Some(sent) => sent,
+            none => none.insert(Pinned::new(launcher.gpu, self.masks.len())?),
+        };
+        let at = slot * mask.len();
+        for (to, word) in sent.words()[at..].iter().zip(mask) {
+            to.store(*word, Ordering::Relaxed);
+        }
+        let masks = self.masks.device_ptr(&self.device.cuda_stream()).0;
+        let to = masks + 4 * at as Address;
+        // SAFETY: there is a mask for each slot; the engine reads the step of a slot with a mask before it launches the
+        // next one, and the runner waits for the stream before it drops this.
+        unsafe { sent.copy_to(at, to, mask.len(), launcher.stream) }
+    }
+
+    /// Puts a sequence into a slot: the draw that follows is that behind its tokens.
+    pub fn enter(&mut self, slot: usize, sequence: &Sequence) -> Result<()> {
+        let (tokens, sampling) = (&sequence.tokens, &sequence.request.sampling);
         // The place of the token before, which the kernel counts up.
         self.put(POSITION, slot, (tokens.len() as u32).wrapping_sub(1))?;
         let at = WORDS * self.count + SETTINGS * slot;
         let mut settings = self.words.slice_mut(at..at + SETTINGS);
-        let words = sampling.settings(0).words();
+        let masked = sequence.constrained.is_some();
+        let words = sampling.settings(0).masked(masked).words();
         self.device.memcpy_htod(&words, &mut settings)?;
+        let wanted = sequence.request.logprobs.map_or(0, |top| 1 + top);
+        self.put(WANTED, slot, wanted as u32)?;
         if sampling.repeat_penalty == 1. {
             return Ok(());
         }

@@ -24,7 +24,10 @@ fn options() -> Options {
 }
 
 fn count(given: &mut Given, outputs: Vec<Output>) {
-    for Output { id, token, finish } in outputs {
+    for Output {
+        id, token, finish, ..
+    } in outputs
+    {
         let of = given.entry(id).or_default();
         assert_eq!(of.1, None, "request {id} has ended");
         of.0.extend(token);
@@ -145,7 +148,7 @@ fn requests_at_random(requests: usize) -> Result<()> {
                         seed: rng.random(),
                         ..Default::default()
                     },
-                    prompt,
+                    ..Request::new(prompt)
                 };
                 wanted.insert(engine.submit(request.clone())?, request);
             }

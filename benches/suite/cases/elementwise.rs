@@ -220,3 +220,22 @@ pub fn sample(dims: &Dims) -> Case {
         Ok(both)
     })
 }
+
+/// The log-probability of a token.
+pub fn logprobs(dims: &Dims) -> Case {
+    let vocab = dims.vocab;
+    let of = (1, DType::F32, Work::moving(vocab, DType::F32));
+    case("logprobs", &dims.name, "top 5", of, move |place| {
+        let logits = place.x(&[1, vocab], DType::F32)?;
+        let token = Tensor::zeros(1, DType::U32, logits.device())?;
+        let values = vec![ops::logprobs::reference(&logits)?[0][0]];
+        let held = logits.clone();
+        let plain = move || {
+            candle_nn::ops::log_softmax(&logits, D::Minus1)?
+                .narrow(1, 0, 1)?
+                .flatten_all()
+        };
+        let fused = move || Ok(ops::logprobs(&held, &token, 5)?.chosen);
+        Ok(both(&[0], (1, DType::F32), values, plain, fused))
+    })
+}

@@ -25,7 +25,7 @@ use candle_core::{DType, Result, Tensor};
 use common::shapes::Shape;
 
 /// The stem of every op, in the order of the table.
-pub const OPS: [&str; 15] = [
+pub const OPS: [&str; 16] = [
     "residual_add",
     "rms_norm",
     "layer_norm",
@@ -41,6 +41,7 @@ pub const OPS: [&str; 15] = [
     "paged_attention",
     "paged_prefill",
     "sample",
+    "logprobs",
 ];
 
 /// The models whose shapes are measured.
@@ -206,6 +207,7 @@ pub fn all(place: &Place, extent: Extent) -> Result<Vec<Case>> {
             cases.extend(paged::cases(&dims, *dtype, extent));
         }
         cases.push(elementwise::sample(&dims));
+        cases.push(elementwise::logprobs(&dims));
         cases.extend(quantized::cases(&dims, place, extent));
     }
     let by_op = |case: &Case| OPS.iter().position(|op| *op == case.op);

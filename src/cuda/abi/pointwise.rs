@@ -141,6 +141,10 @@ abi! {
         seed_low: u32,
         seed_high: u32,
         sequence: u32,
+        /// How far below the highest score min-p keeps tokens, in the steps of `distance`; all bits keep all.
+        limit: u32,
+        /// Whether the sequence's mask counts.
+        masked: u32,
     }
 
     /// Where a step finds its logits and leaves its token.
@@ -150,6 +154,8 @@ abi! {
         logits: Const<Void>,
         /// `[sequences]`
         settings: Const<SampleSettings>,
+        /// `[sequences, vocab / 32 rounded up]`: a bit for each token that may be drawn, the lowest first; may be null.
+        mask: Const<u32>,
         /// `[sequences]`
         token: Mut<u32>,
         /// `[sequences]`: the place of the token before, counted up.
@@ -175,6 +181,29 @@ abi! {
         vectors: i32,
         history_slots: u32,
         mail_slots: u32,
+        /// Of the logits.
+        dtype: i32,
+    }
+
+    /// Where the log-probabilities of rows of logits go.
+    #[derive(Default)]
+    struct LogprobsParams {
+        /// `[rows, vocab]`
+        logits: Const<Void>,
+        /// `[rows]`: the token whose log-probability is wanted.
+        token: Const<u32>,
+        /// `[rows]`: one more than the number of the likeliest tokens that are wanted, or 0 for nothing at all; null
+        /// for `top` of them everywhere.
+        wanted: Const<u32>,
+        /// `[rows]`
+        logprob: Mut<f32>,
+        /// `[rows, width]`
+        top_ids: Mut<u32>,
+        /// `[rows, width]`
+        top_logprobs: Mut<f32>,
+        vocab: u32,
+        width: u32,
+        top: u32,
         /// Of the logits.
         dtype: i32,
     }

@@ -1,33 +1,36 @@
 //! The CPU form: one sequence after the other.
 
+use super::params::distance;
 use super::philox::philox;
-use super::{NONE, OP, Settings};
+use super::{NONE, OP, Sample, Settings, allows};
 use crate::ops::view::{Float, dispatch_float, elements};
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape};
 
 pub(super) fn forward(
-    settings: &[Settings],
-    history: &[&[u32]],
+    op: &Sample<'_>,
     logits: &CpuStorage,
     layout: &Layout,
 ) -> Result<(CpuStorage, Shape)> {
     trace::record(OP, || format!("cpu scalar {}", logits.dtype().as_str()));
     let (sequences, vocab) = layout.shape().dims2()?;
+    let mask = op.mask.map(|mask| mask.to_vec2::<u32>()).transpose()?;
+    let mask = |row: usize| mask.as_ref().map(|mask| &mask[row][..]);
     let tokens = dispatch_float!(logits.dtype(), OP, "logits", T => {
         let values = elements::<T>(logits, layout)?;
         let values = T::widen_slice(&values);
-        let rows = values.chunks_exact(vocab);
-        rows.zip(settings.iter().zip(history)).map(|(row, (s, h))| choose(row, s, h)).collect()
+        let rows = values.chunks_exact(vocab).enumerate();
+        rows.map(|(i, row)| choose(row, &op.settings[i], op.history[i], mask(i))).collect()
     });
     Ok((CpuStorage::U32(tokens), Shape::from(sequences)))
 }
 
-/// The token that follows `history`.
-fn choose(logits: &[f32], settings: &Settings, history: &[u32]) -> u32 {
+/// The token that follows `history`, of those that a mask allows.
+fn choose(logits: &[f32], settings: &Settings, history: &[u32], mask: Option<&[u32]>) -> u32 {
+    let mask = mask.filter(|_| settings.masked);
     let greedy = settings.inverse_temperature == 0.;
-    if greedy && settings.penalty == 1. {
+    if greedy && settings.penalty == 1. && mask.is_none() {
         return first_highest(logits);
     }
     let mut scores = logits.to_vec();
@@ -45,6 +48,11 @@ fn choose(logits: &[f32], settings: &Settings, history: &[u32]) -> u32 {
             }
         }
     }
+    if let Some(mask) = mask {
+        let tokens = scores.iter_mut().enumerate();
+        let forbidden = tokens.filter(|(token, _)| !allows(mask, *token));
+        forbidden.for_each(|(_, score)| *score = f32::NAN);
+    }
     let likeliest = first_highest(&scores);
     if greedy || likeliest == NONE {
         return likeliest;
@@ -53,7 +61,7 @@ fn choose(logits: &[f32], settings: &Settings, history: &[u32]) -> u32 {
     for score in &mut scores {
         *score = below(*score, top, settings.inverse_temperature);
     }
-    let limit = limit(&scores, settings);
+    let limit = limit(&scores, settings).min(settings.limit);
     let draw = history.len() as u32;
     let drawn = scores
         .iter()
@@ -113,11 +121,6 @@ fn gumbel(settings: &Settings, draw: u32, token: u32) -> f32 {
     let bits = philox(counter, [settings.seed_low, settings.seed_high]);
     let v = (bits as f32 + 0.5) * 2f32.powi(-32);
     -(-(-v).ln_1p()).ln()
-}
-
-/// How far a score is below the highest, which is 0, in steps of 2^-26; ever the same for equal scores.
-fn distance(score: f32) -> u32 {
-    (-score * 2f32.powi(26)).min(4_294_967_040.) as u32
 }
 
 /// The distance up to which top-k and top-p keep tokens.

@@ -1,9 +1,9 @@
 //! The CUDA form: slices of the logits side by side, put together by the block that ends last.
 
-use super::{NONE, OP, Settings};
+use super::{NONE, OP, Sample, Settings};
 pub(crate) use crate::cuda::abi::SampleParams as Step;
 use crate::cuda::abi::{NO_TOKEN, SAMPLE_THREADS, SampleSettings};
-use crate::cuda::{Grid, Launcher, Module, address, alloc, fatbin};
+use crate::cuda::{Grid, Launcher, Module, address, address_of, alloc, fatbin};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -27,6 +27,9 @@ fn chunks(vocab: usize) -> (usize, usize) {
     let chunk = vocab.div_ceil(useful.max(1)).next_multiple_of(4);
     (vocab.div_ceil(chunk.max(1)), chunk)
 }
+
+/// Words of a sequence's [`Settings::words`].
+pub(crate) const SETTINGS: usize = size_of::<SampleSettings>() / 4;
 
 /// 8-byte words of `partial` for each sequence.
 pub(crate) fn partial_words(vocab: usize) -> usize {
@@ -59,8 +62,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, sequences: u32, step: Step) -> 
 }
 
 pub(super) fn forward(
-    settings: &[Settings],
-    history: &[&[u32]],
+    op: &Sample<'_>,
     logits: &CudaStorage,
     layout: &Layout,
 ) -> Result<(CudaStorage, Shape)> {
@@ -68,14 +70,14 @@ pub(super) fn forward(
     let device = logits.device();
     let (sequences, vocab) = layout.shape().dims2()?;
     let out = alloc(OP, device, DType::U32, sequences)?;
-    let slots = history.iter().map(|h| h.len()).max().unwrap_or(0).max(1);
+    let slots = op.history.iter().map(|h| h.len()).max().unwrap_or(0).max(1);
     let (mut seen, mut position) = (vec![0u32; sequences * slots], Vec::new());
-    for (i, tokens) in history.iter().enumerate() {
+    for (i, tokens) in op.history.iter().enumerate() {
         seen[i * slots..][..tokens.len()].copy_from_slice(tokens);
         // The place before the first token: one further is 0 again.
         position.push((tokens.len() as u32).wrapping_sub(1));
     }
-    let words: Vec<u32> = settings.iter().flat_map(Settings::words).collect();
+    let words: Vec<u32> = op.settings.iter().flat_map(Settings::words).collect();
     let [settings, seen, position] = [words, seen, position].map(|w| device.clone_htod(&w));
     let (settings, seen, position) = (settings?, seen?, position?);
     let arrived = device.alloc_zeros::<u32>(sequences)?;
@@ -85,6 +87,7 @@ pub(super) fn forward(
     let step = Step {
         logits: address(logits, layout)?,
         settings: settings.device_ptr(&stream).0,
+        mask: op.mask.map_or(Ok(0), address_of)?,
         token: address(&out, &Layout::contiguous(sequences))?,
         position: position.device_ptr(&stream).0,
         history: seen.device_ptr(&stream).0,
@@ -106,7 +109,7 @@ pub(super) fn forward(
 
 impl Settings {
     /// The words of [`SampleSettings`].
-    pub(crate) fn words(&self) -> [u32; 8] {
+    pub(crate) fn words(&self) -> [u32; SETTINGS] {
         let settings = SampleSettings {
             inverse_temperature: self.inverse_temperature,
             top_p: self.top_p,
@@ -116,8 +119,10 @@ impl Settings {
             seed_low: self.seed_low,
             seed_high: self.seed_high,
             sequence: self.sequence,
+            limit: self.limit,
+            masked: self.masked.into(),
         };
-        // SAFETY: eight fields of 4 bytes and nothing between them; any bits are a u32.
+        // SAFETY: fields of 4 bytes and nothing between them; any bits are a u32.
         unsafe { std::mem::transmute(settings) }
     }
 }

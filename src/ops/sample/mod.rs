@@ -3,141 +3,25 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod params;
 mod philox;
+mod reference;
 
+use super::logprobs::{Logprobs, check_top, logprobs};
 use super::view::float;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor, bail,
+};
+pub use params::SamplingParams;
+pub(crate) use params::Settings;
+pub use reference::reference;
 
 const OP: &str = "sample";
 
 /// Stands for a token where no logit is a number.
 pub(crate) const NONE: u32 = u32::MAX;
-
-/// How the next token is chosen from its logits, in this order: repeat penalty, temperature, top-k,
-/// softmax, top-p, draw.
-///
-/// ```
-/// use candle_fused::ops::SamplingParams;
-/// let params = SamplingParams { temperature: 0.8, top_p: Some(0.95), ..Default::default() };
-/// assert!(params.check().is_ok());
-/// let error = SamplingParams { top_p: Some(2.), ..params }.check().unwrap_err();
-/// assert!(error.to_string().contains("top_p"));
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-pub struct SamplingParams {
-    /// Divides the logits; 0 takes the likeliest token.
-    pub temperature: f64,
-    /// Draws from this many of the likeliest tokens; what is as likely as the last of them stays in.
-    pub top_k: Option<usize>,
-    /// Draws from the likeliest tokens whose probabilities together reach this; what is as likely as
-    /// the last of them stays in.
-    pub top_p: Option<f64>,
-    /// Divides the logits of tokens seen lately, or multiplies them where they are negative (CTRL,
-    /// Keskar et al. 2019); 1 does not.
-    pub repeat_penalty: f32,
-    /// How many of the last tokens the penalty looks at, at most [`Self::MAX_LAST_N`].
-    pub repeat_last_n: usize,
-    /// Seed of the draws.
-    pub seed: u64,
-}
-
-impl Default for SamplingParams {
-    /// The likeliest token.
-    fn default() -> Self {
-        Self {
-            temperature: 0.,
-            top_k: None,
-            top_p: None,
-            repeat_penalty: 1.,
-            repeat_last_n: 64,
-            seed: 299_792_458,
-        }
-    }
-}
-
-impl SamplingParams {
-    /// The furthest that the repeat penalty looks back.
-    pub const MAX_LAST_N: usize = 4096;
-
-    /// Fails if a value is out of its range.
-    ///
-    /// # Errors
-    /// By the name of the value.
-    pub fn check(&self) -> Result<()> {
-        if !(self.temperature >= 0. && self.temperature.is_finite()) {
-            bail!(
-                "{OP}: temperature is {}, expected 0 or more",
-                self.temperature
-            );
-        }
-        // Kernels multiply by the reciprocal in f32.
-        if self.temperature > 0. && !self.inverse_temperature().is_normal() {
-            bail!(
-                "{OP}: temperature is {}, expected 1e-38 to 1e37, or 0, which takes the likeliest \
-                 token",
-                self.temperature
-            );
-        }
-        if self.top_k == Some(0) {
-            bail!("{OP}: top_k is 0, expected at least 1");
-        }
-        if let Some(p) = self.top_p.filter(|p| !(*p > 0. && *p <= 1.)) {
-            bail!("{OP}: top_p is {p}, expected above 0 and at most 1");
-        }
-        if !(self.repeat_penalty > 0. && self.repeat_penalty.is_finite()) {
-            bail!(
-                "{OP}: repeat_penalty is {}, expected above 0",
-                self.repeat_penalty
-            );
-        }
-        if self.repeat_last_n > Self::MAX_LAST_N {
-            bail!(
-                "{OP}: repeat_last_n is {}, expected at most {}",
-                self.repeat_last_n,
-                Self::MAX_LAST_N
-            );
-        }
-        Ok(())
-    }
-
-    /// 0 for a temperature of 0.
-    fn inverse_temperature(&self) -> f32 {
-        match self.temperature > 0. {
-            true => (1. / self.temperature) as f32,
-            false => 0.,
-        }
-    }
-
-    pub(crate) fn settings(&self, sequence: usize) -> Settings {
-        Settings {
-            inverse_temperature: self.inverse_temperature(),
-            top_p: self.top_p.unwrap_or(1.) as f32,
-            top_k: u32::try_from(self.top_k.unwrap_or(0)).unwrap_or(0),
-            penalty: self.repeat_penalty,
-            last_n: self.repeat_last_n as u32,
-            seed_low: self.seed as u32,
-            seed_high: (self.seed >> 32) as u32,
-            sequence: sequence as u32,
-        }
-    }
-}
-
-/// The same as it is computed with.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Settings {
-    /// 0 takes the likeliest token.
-    inverse_temperature: f32,
-    top_p: f32,
-    /// 0 keeps all.
-    top_k: u32,
-    penalty: f32,
-    last_n: u32,
-    seed_low: u32,
-    seed_high: u32,
-    sequence: u32,
-}
 
 /// The next token of each sequence.
 ///
@@ -170,16 +54,90 @@ pub(crate) struct Settings {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn sample(logits: &Tensor, params: &[SamplingParams], history: &[&[u32]]) -> Result<Tensor> {
-    sample_as(logits, params, history, 0)
+    let sampled = sample_with(logits, params, history, &SampleOptions::default())?;
+    Ok(sampled.tokens)
 }
 
-/// [`sample`] for sequences that draw as numbers `first..`.
+/// What [`sample_with`] does beside [`sample`].
+///
+/// ```
+/// use candle_fused::ops::SampleOptions;
+/// let options = SampleOptions { top_logprobs: Some(5), ..Default::default() };
+/// assert!(options.mask.is_none());
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct SampleOptions {
+    /// Which tokens may be drawn: u32 `[B, ceil(V / 32)]`, where bit `t % 32` of word `t / 32` is set if token t may be.
+    /// XGrammar and llguidance have this layout.
+    pub mask: Option<Tensor>,
+    /// Gives log-probabilities: of the drawn token, and of so many of the likeliest ones, 0 to
+    /// [`MAX_TOP`](super::logprobs::MAX_TOP).
+    pub top_logprobs: Option<usize>,
+}
+
+/// What [`sample_with`] gives.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::{SampleOptions, SamplingParams, sample_with};
+/// let logits = Tensor::new(&[[0f32, 3., 1.]], &Device::Cpu)?;
+/// let params = [SamplingParams::default()];
+/// let sampled = sample_with(&logits, &params, &[&[]], &SampleOptions::default())?;
+/// assert_eq!(sampled.tokens.to_vec1::<u32>()?, [1]);
+/// assert!(sampled.logprobs.is_none());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Sampled {
+    /// `[B]`, u32
+    pub tokens: Tensor,
+    /// Those of the drawn tokens and of the likeliest ones, if they were asked for: of the logits as they are, without
+    /// penalty, mask and temperature, as OpenAI's API and vLLM have them.
+    pub logprobs: Option<Logprobs>,
+}
+
+/// [`sample`] under a mask of allowed tokens, with log-probabilities.
+///
+/// A token that the mask does not allow counts as one whose logit is no number. The others' draws are those of
+/// [`sample`]: each depends on seed, token, number of the draw and sequence alone.
+///
+/// # Errors
+/// As [`sample`]; if the mask has another shape, dtype or device, or allows a sequence nothing; if `top_logprobs` is out
+/// of range.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_fused::ops::{SampleOptions, SamplingParams, sample_with};
+/// let logits = Tensor::new(&[[0f32, 3., 1.]], &Device::Cpu)?;
+/// // Not token 1.
+/// let mask = Some(Tensor::new(&[[0b101u32]], &Device::Cpu)?);
+/// let options = SampleOptions { mask, top_logprobs: Some(1) };
+/// let sampled = sample_with(&logits, &[SamplingParams::default()], &[&[]], &options)?;
+/// assert_eq!(sampled.tokens.to_vec1::<u32>()?, [2]);
+/// let logprobs = sampled.logprobs.unwrap();
+/// assert_eq!(logprobs.top_ids.to_vec2::<u32>()?, [[1]]);
+/// let (chosen, top) = (logprobs.chosen.to_vec1::<f32>()?[0], logprobs.top.to_vec2::<f32>()?[0][0]);
+/// assert!((top - chosen - 2.).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn sample_with(
+    logits: &Tensor,
+    params: &[SamplingParams],
+    history: &[&[u32]],
+    options: &SampleOptions,
+) -> Result<Sampled> {
+    sample_as(logits, params, history, 0, options)
+}
+
+/// [`sample_with`] for sequences that draw as numbers `first..`.
 pub(crate) fn sample_as(
     logits: &Tensor,
     params: &[SamplingParams],
     history: &[&[u32]],
     first: usize,
-) -> Result<Tensor> {
+    options: &SampleOptions,
+) -> Result<Sampled> {
+    let SampleOptions { mask, top_logprobs } = options;
     let [sequences, vocab] = *logits.dims() else {
         bail!(
             "{OP}: logits has shape {:?}, expected [B, V]",
@@ -203,31 +161,79 @@ pub(crate) fn sample_as(
         );
     }
     params.iter().try_for_each(SamplingParams::check)?;
+    if let Some(mask) = mask {
+        check_mask(mask, logits)?;
+    }
+    if let Some(top) = top_logprobs {
+        check_top(OP, "top_logprobs", *top, vocab)?;
+    }
     // Where there is no kernel, the host draws.
     let on_host = crate::fusion::fallback(logits.device()).is_some();
-    let logits = match on_host {
-        true => &logits.to_device(&candle_core::Device::Cpu)?,
-        false => logits,
+    let place = |t: &Tensor| match on_host {
+        true => t.to_device(&Device::Cpu),
+        false => super::view::dense_on_cuda(t),
     };
+    let (logits, mask) = (&place(logits)?, mask.as_ref().map(place).transpose()?);
     let settings: Vec<_> = params
         .iter()
         .enumerate()
-        .map(|(i, p)| p.settings(first + i))
+        .map(|(i, p)| p.settings(first + i).masked(mask.is_some()))
         .collect();
     let op = Sample {
         settings: &settings,
         history,
+        mask: mask.as_ref(),
     };
-    let tokens = super::view::dense_on_cuda(logits)?.apply_op1_no_bwd(&op)?;
-    if tokens.to_vec1::<u32>()?.contains(&NONE) {
-        bail!("{OP}: no logit is a number");
+    let tokens = logits.apply_op1_no_bwd(&op)?;
+    if let Some(row) = tokens.to_vec1::<u32>()?.iter().position(|t| *t == NONE) {
+        return Err(undrawn(row, vocab, mask.as_ref())?);
     }
-    Ok(tokens)
+    let logprobs = top_logprobs.map(|top| logprobs(logits, &tokens, top));
+    Ok(Sampled {
+        tokens,
+        logprobs: logprobs.transpose()?,
+    })
+}
+
+/// Fails unless `mask` fits logits `[B, V]`.
+fn check_mask(mask: &Tensor, logits: &Tensor) -> Result<()> {
+    let (sequences, vocab) = logits.dims2()?;
+    let words = vocab.div_ceil(32);
+    if mask.dtype() != DType::U32 || mask.dims() != [sequences, words] {
+        bail!(
+            "{OP}: mask is {:?} of shape {:?}, expected u32 [{sequences}, {words}], a bit for each token",
+            mask.dtype(),
+            mask.shape()
+        );
+    }
+    if !mask.device().same_device(logits.device()) {
+        bail!("{OP}: mask and logits are on different devices");
+    }
+    Ok(())
+}
+
+/// Why nothing was drawn for sequence `row`.
+fn undrawn(row: usize, vocab: usize, mask: Option<&Tensor>) -> Result<Error> {
+    let Some(mask) = mask else {
+        return Ok(Error::msg(format!("{OP}: no logit is a number")));
+    };
+    let words = mask.get(row)?.to_vec1::<u32>()?;
+    let why = match (0..vocab).any(|token| allows(&words, token)) {
+        true => format!("no logit that the mask of sequence {row} allows is a number"),
+        false => format!("mask allows sequence {row} nothing, expected a token at least"),
+    };
+    Ok(Error::msg(format!("{OP}: {why}")))
+}
+
+/// Whether a sequence's mask allows a token.
+pub(crate) fn allows(mask: &[u32], token: usize) -> bool {
+    mask[token / 32] >> (token % 32) & 1 == 1
 }
 
 struct Sample<'a> {
     settings: &'a [Settings],
     history: &'a [&'a [u32]],
+    mask: Option<&'a Tensor>,
 }
 
 impl CustomOp1 for Sample<'_> {
@@ -236,85 +242,11 @@ impl CustomOp1 for Sample<'_> {
     }
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        cpu::forward(self.settings, self.history, logits, layout)
+        cpu::forward(self, logits, layout)
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda::forward(self.settings, self.history, logits, layout)
+        cuda::forward(self, logits, layout)
     }
-}
-
-/// The plain form: the probability of each token of one sequence, in float64.
-///
-/// # Errors
-/// If the logits cannot be read as float64.
-///
-/// ```
-/// use candle_core::{Device, Tensor};
-/// use candle_fused::ops::sample::{self, SamplingParams};
-/// let logits = Tensor::new(&[0f32, 0., -1e9], &Device::Cpu)?;
-/// let params = SamplingParams { temperature: 1., ..Default::default() };
-/// assert_eq!(sample::reference(&logits, &params, &[])?, [0.5, 0.5, 0.]);
-/// # Ok::<(), candle_core::Error>(())
-/// ```
-pub fn reference(logits: &Tensor, params: &SamplingParams, history: &[u32]) -> Result<Vec<f64>> {
-    let mut scores = logits
-        .to_dtype(DType::F64)?
-        .flatten_all()?
-        .to_vec1::<f64>()?;
-    let lately = &history[history.len().saturating_sub(params.repeat_last_n)..];
-    let penalty = f64::from(params.repeat_penalty);
-    for (token, score) in scores.iter_mut().enumerate() {
-        if lately.contains(&(token as u32)) {
-            *score = if *score >= 0. {
-                *score / penalty
-            } else {
-                *score * penalty
-            };
-        }
-        if params.temperature > 0. {
-            *score /= params.temperature;
-        }
-    }
-    let mut order: Vec<usize> = (0..scores.len()).collect();
-    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
-    if params.temperature == 0. {
-        let mut certain = vec![0.; scores.len()];
-        certain[order[0]] = 1.;
-        return Ok(certain);
-    }
-    if let Some(last) = params.top_k.and_then(|k| order.get(k - 1)) {
-        let least = scores[*last];
-        scores
-            .iter_mut()
-            .filter(|s| **s < least)
-            .for_each(|s| *s = f64::NEG_INFINITY);
-    }
-    let top = scores[order[0]];
-    let softmax = |scores: &[f64]| {
-        let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
-        scores
-            .iter()
-            .map(|s| (s - top).exp() / sum)
-            .collect::<Vec<_>>()
-    };
-    let mut probabilities = softmax(&scores);
-    if let Some(p) = params.top_p {
-        let mut reached = 0.;
-        let mut least = 0.;
-        for token in &order {
-            if reached >= p {
-                break;
-            }
-            reached += probabilities[*token];
-            least = scores[*token];
-        }
-        scores
-            .iter_mut()
-            .filter(|s| **s < least)
-            .for_each(|s| *s = f64::NEG_INFINITY);
-        probabilities = softmax(&scores);
-    }
-    Ok(probabilities)
 }

@@ -40,6 +40,7 @@ fn the_flags_are_those_of_candles_examples_and_our_own() {
             temperature: 0.5,
             top_p: Some(0.9),
             top_k: Some(40),
+            min_p: None,
             repeat_penalty: 1.2,
             repeat_last_n: 32,
             seed: 7,

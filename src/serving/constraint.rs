@@ -1,0 +1,82 @@
+//! Which tokens a request may be given.
+
+use candle_core::Result;
+
+/// What restricts the tokens of a request from one to the next, such as a grammar: the face that XGrammar and llguidance
+/// show. A request with one is submitted by [`Engine::submit_constrained`](super::Engine::submit_constrained). The engine
+/// asks for a mask before each draw and hands in what was drawn, each token once and in order.
+///
+/// ```
+/// use candle_core::Result;
+/// use candle_fused::serving::Constraint;
+/// /// Even tokens, until token 0 comes.
+/// struct Even;
+/// impl Constraint for Even {
+///     fn mask(&mut self, mask: &mut [u32]) -> Result<()> {
+///         mask.fill(0x5555_5555);
+///         Ok(())
+///     }
+///
+///     fn accept(&mut self, token: u32) -> Result<bool> {
+///         Ok(token == 0)
+///     }
+/// }
+/// let mut mask = [0];
+/// Even.mask(&mut mask)?;
+/// assert!(mask[0] & 0b11 == 0b01 && Even.accept(0)?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub trait Constraint: Send {
+    /// Sets the bits of the tokens that may come next: bit `t % 32` of word `t / 32` for token t. All are clear at first;
+    /// those past the vocabulary do not count.
+    ///
+    /// # Errors
+    /// If it cannot be told: the request ends with [`FinishReason::Rejected`](super::FinishReason::Rejected).
+    fn mask(&mut self, mask: &mut [u32]) -> Result<()>;
+
+    /// Takes in the token that was drawn, unless that is one of the request's stop ids; whether the text is complete with
+    /// it.
+    ///
+    /// # Errors
+    /// As [`mask`](Self::mask).
+    fn accept(&mut self, token: u32) -> Result<bool>;
+}
+
+/// A constraint and what it has said last.
+pub(super) struct Constrained {
+    constraint: Box<dyn Constraint>,
+    mask: Vec<u32>,
+}
+
+impl Constrained {
+    pub fn new(constraint: Box<dyn Constraint>, vocab: usize) -> Self {
+        Self {
+            constraint,
+            mask: vec![0; vocab.div_ceil(32)],
+        }
+    }
+
+    /// Asks for the mask of the next draw; it allows nothing where that fails.
+    pub fn look(&mut self) {
+        self.mask.fill(0);
+        if let Err(error) = self.constraint.mask(&mut self.mask) {
+            tracing::warn!("{}: a constraint gives no mask: {error}", super::OP);
+            self.mask.fill(0);
+        }
+    }
+
+    /// The mask of the next draw.
+    pub fn mask(&self) -> &[u32] {
+        &self.mask
+    }
+
+    pub fn accept(&mut self, token: u32) -> Result<bool> {
+        self.constraint.accept(token)
+    }
+}
+
+impl std::fmt::Debug for Constrained {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Constrained").finish_non_exhaustive()
+    }
+}
