@@ -61,6 +61,8 @@ pub(super) struct OnDevice {
     pools: Vec<PagePool>,
     rotaries: Rotaries,
     graph: bool,
+    /// Whether the chains of kernels that a sequence goes through have the same sizes whatever runs beside it.
+    invariant: bool,
     waited: Duration,
     refusal: Option<String>,
     /// Candle's default stream is that of the calling thread.
@@ -93,6 +95,7 @@ impl OnDevice {
             pools: pools.to_vec(),
             rotaries: rotaries.clone(),
             graph: options.graph,
+            invariant: options.batch_invariant,
             waited: Duration::ZERO,
             refusal: None,
             _thread: PhantomData,
@@ -173,8 +176,13 @@ impl OnDevice {
                 self.logprobs_of_singles(last + 1)?;
             }
         }
-        if !batch.chunks.is_empty() {
-            self.chunks(&batch.chunks, sequences)?;
+        let together = if self.invariant {
+            1
+        } else {
+            batch.chunks.len()
+        };
+        for chunks in batch.chunks.chunks(together.max(1)) {
+            self.chunks(chunks, sequences)?;
         }
         self.mail(batch.draws().map(|slot| (slot, top(slot))).collect())
     }
@@ -203,6 +211,7 @@ impl OnDevice {
     /// Slots of the chain that takes the first `used` ones.
     fn bucket(&self, used: usize) -> usize {
         match used {
+            _ if self.invariant => self.count,
             ..=EXACT => used,
             _ => used.next_power_of_two().min(self.count),
         }

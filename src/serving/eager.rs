@@ -16,6 +16,8 @@ pub(super) struct Eager {
     decoder: Decoder,
     kind: DecoderCache,
     pools: Vec<PagePool>,
+    /// Whether each sequence's tokens go through the layers alone.
+    apart: bool,
     drawn: VecDeque<Vec<Drawn>>,
 }
 
@@ -60,8 +62,9 @@ fn at(slots: &[Option<Sequence>], slot: usize) -> Result<&Sequence> {
 }
 
 impl Eager {
-    pub fn new(decoder: &Decoder, kind: &DecoderCache, pools: Vec<PagePool>) -> Self {
+    pub fn new(decoder: &Decoder, kind: &DecoderCache, pools: Vec<PagePool>, apart: bool) -> Self {
         Self {
+            apart,
             decoder: decoder.clone(),
             kind: kind.over(Vec::new()),
             pools,
@@ -81,6 +84,19 @@ impl Eager {
     }
 
     pub fn launch(&mut self, batch: &Batch, slots: &[Option<Sequence>]) -> Result<()> {
+        let drawn = match self.apart {
+            false => self.pass(batch, slots)?,
+            true => {
+                let passes = batch.apart().map(|batch| self.pass(&batch, slots));
+                passes.collect::<Result<Vec<_>>>()?.concat()
+            }
+        };
+        self.drawn.push_back(drawn);
+        Ok(())
+    }
+
+    /// Tokens of any sequences through all layers, and the draws behind them.
+    fn pass(&self, batch: &Batch, slots: &[Option<Sequence>]) -> Result<Vec<Drawn>> {
         let mut rows = Rows::default();
         let mut pages = Vec::new();
         for (slot, position) in &batch.singles {
@@ -104,16 +120,14 @@ impl Eager {
         let embedded = stack.embedding.rows(&ids)?;
         let x = stack.forward_paged(&embedded, &tokens, &self.kind, &self.pools)?;
         if rows.draws.is_empty() {
-            self.drawn.push_back(Vec::new());
-            return Ok(());
+            return Ok(Vec::new());
         }
         let last = Tensor::new(&rows.draws[..], &device)?;
         let last = x.squeeze(0)?.index_select(&last, 0)?;
         let logits = self.decoder.logits(&last)?.to_dtype(DType::F32)?;
         let sequences = rows.drawing.iter().map(|slot| at(slots, *slot));
         let sequences = sequences.collect::<Result<Vec<_>>>()?;
-        self.drawn.push_back(draw(&logits, &sequences)?);
-        Ok(())
+        draw(&logits, &sequences)
     }
 }
 

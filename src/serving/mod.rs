@@ -22,7 +22,8 @@
 //!
 //! Where a token is drawn, it is the one that [`Generation`](crate::generation::Generation) draws: a request's tokens
 //! depend on its own logits, seed and positions, not on its neighbours. Logits themselves may differ in the last bits
-//! with the number of rows that run together, since products choose their kernels by it.
+//! with the number of rows that run together, since products choose their kernels by it; with
+//! [`Options::batch_invariant`] they do not.
 //!
 //! Sources: Orca (Yu et al. 2022) for batching by steps; vLLM (Kwon et al. 2023) for pages and preemption;
 //! Sarathi-Serve (Agrawal et al. 2024) for chunks of prompts; SGLang (Zheng et al. 2024) for shared prefixes.
@@ -73,6 +74,7 @@ const CPU_BYTES: usize = 1 << 30;
 /// let defaults = Options::default();
 /// assert_eq!((defaults.sequences, defaults.page, defaults.prompt_budget), (64, 16, 512));
 /// assert!(defaults.positions.is_none() && defaults.pages.is_none() && defaults.share_prefixes);
+/// assert!(!defaults.batch_invariant);
 /// ```
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -90,6 +92,13 @@ pub struct Options {
     pub prompt_budget: usize,
     /// Whether requests with the same beginning share its pages; true by default.
     pub share_prefixes: bool,
+    /// Whether a request's tokens, to the last bit of its logits, are independent of what runs beside it; false by
+    /// default. Steps then have one size on a GPU, that of `sequences` sequences; chunks of prompts, and on the CPU single
+    /// tokens too, go through the layers one request at a time; whole chunks are what requests share; and a request is let
+    /// in when all pages that it may need are free. That costs speed where few requests run on a GPU or many on the CPU.
+    /// It holds for engines with the same options on one machine, but for requests that begin anew after an error or
+    /// [`Engine::profile`]. On the term: Defeating Nondeterminism in LLM Inference (He and Thinking Machines Lab 2025).
+    pub batch_invariant: bool,
     /// On CUDA, record steps as graphs; true by default.
     pub graph: bool,
 }
@@ -103,6 +112,7 @@ impl Default for Options {
             pages: None,
             prompt_budget: 512,
             share_prefixes: true,
+            batch_invariant: false,
             graph: true,
         }
     }
@@ -128,10 +138,20 @@ impl Options {
         if self.prompt_budget == 0 {
             bail!("{OP}: prompt_budget is 0, expected at least 1");
         }
+        if self.granule() == Some(0) {
+            let (got, page) = (self.prompt_budget, self.page);
+            bail!("{OP}: prompt_budget is {got}, expected a page of {page} with batch_invariant");
+        }
         if self.pages == Some(0) {
             bail!("{OP}: pages is 0, expected at least 1");
         }
         Ok(positions)
+    }
+
+    /// With batch invariance, tokens of a chunk: whole pages.
+    fn granule(&self) -> Option<usize> {
+        let pages = self.prompt_budget / self.page;
+        self.batch_invariant.then_some(pages * self.page)
     }
 
     /// Pages in all, of so many bytes each, where there is room for `bytes`.
@@ -214,7 +234,12 @@ impl Engine {
         let runner = Runner::new(decoder, &mut kind, [count, positions], options)?;
         let pages = Pages::new(count, options.page, options.share_prefixes);
         Ok(Self {
-            schedule: Schedule::new(options.sequences, pages, positions, options.prompt_budget),
+            schedule: Schedule::new(
+                options.sequences,
+                pages,
+                [positions, options.prompt_budget],
+                options.granule(),
+            ),
             runner,
             under_way: VecDeque::new(),
             brought: Vec::new(),

@@ -61,13 +61,13 @@ impl Runner {
                 Err(Refusal::Failed(error)) => return Err(error),
                 Err(Refusal::Unfused(why)) => {
                     tracing::warn!("{OP}: steps without a chain of kernels: {why}");
-                    let eager = Eager::new(decoder, kind, pools);
+                    let eager = Eager::new(decoder, kind, pools, options.batch_invariant);
                     return Ok(Self::Eager(Box::new(eager), Some(why)));
                 }
             }
         }
         let _ = rotaries;
-        let eager = Eager::new(decoder, kind, pools);
+        let eager = Eager::new(decoder, kind, pools, options.batch_invariant);
         Ok(Self::Eager(Box::new(eager), None))
     }
 

@@ -28,6 +28,19 @@ pub(super) struct Batch {
 }
 
 impl Batch {
+    /// Every sequence's part as a batch of its own, draws in the same order.
+    pub fn apart(&self) -> impl Iterator<Item = Batch> {
+        let single = |single: &(usize, usize)| Batch {
+            singles: vec![*single],
+            chunks: Vec::new(),
+        };
+        let chunk = |chunk: &Chunk| Batch {
+            singles: Vec::new(),
+            chunks: vec![*chunk],
+        };
+        (self.singles.iter().map(single)).chain(self.chunks.iter().map(chunk))
+    }
+
     pub fn is_empty(&self) -> bool {
         self.singles.is_empty() && self.chunks.is_empty()
     }
@@ -51,6 +64,8 @@ pub(super) struct Schedule {
     positions: usize,
     /// Tokens of prompts in a step, at most.
     budget: usize,
+    /// With batch invariance, tokens of a chunk: chunks end at multiples of it.
+    granule: Option<usize>,
     /// Slots whose sequence has left them.
     left: Vec<usize>,
     /// Requests that have ended without a draw.
@@ -61,13 +76,19 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    pub fn new(slots: usize, pages: Pages, positions: usize, budget: usize) -> Self {
+    pub fn new(
+        slots: usize,
+        pages: Pages,
+        [positions, budget]: [usize; 2],
+        granule: Option<usize>,
+    ) -> Self {
         Self {
             waiting: BTreeMap::new(),
             slots: (0..slots).map(|_| None).collect(),
             pages,
             positions,
             budget,
+            granule,
             left: Vec::new(),
             ended: Vec::new(),
             prompt_tokens: 0,
@@ -233,13 +254,20 @@ impl Schedule {
         }
     }
 
-    /// As much of what a slot has to read as the budget allows; its pages are there.
+    /// As much of what a slot has to read as the budget allows, or with batch invariance a whole chunk, if there is
+    /// budget for it; its pages are there.
     fn chunk(&mut self, slot: usize, batch: &mut Batch, budget: &mut usize) {
         let Some(sequence) = &mut self.slots[slot] else {
             return;
         };
         let (from, end) = (sequence.written, sequence.tokens.len());
-        let to = end.min(from + *budget);
+        let to = match self.granule {
+            None => end.min(from + *budget),
+            Some(granule) => end.min((from / granule + 1) * granule),
+        };
+        if to - from > *budget {
+            return;
+        }
         *budget -= to - from;
         sequence.written = to;
         if to == end {
@@ -259,9 +287,15 @@ impl Schedule {
             && let Some(slot) = self.slots.iter().position(Option::is_none)
             && let Some((_, mut sequence)) = self.waiting.pop_first()
         {
-            let cached = sequence.reuse(&mut self.pages);
-            // The page of the token that is drawn first is taken as well, so that it is not sent back at once.
-            let missing = sequence.missing(sequence.tokens.len() + 1, &self.pages);
+            let cached = sequence.reuse(&mut self.pages, self.granule);
+            let wanted = match self.granule {
+                // The page of the token that is drawn first is taken as well, so that it is not sent back at once.
+                None => sequence.tokens.len() + 1,
+                // Who begins anew reads in chunks what was written token by token: all pages are taken at once, so that
+                // nobody has to.
+                Some(_) => sequence.longest().min(self.positions),
+            };
+            let missing = sequence.missing(wanted, &self.pages);
             let fits = missing <= self.pages.available();
             // With all pages to itself it may do without that one.
             let alone = self.running().next().is_none();
@@ -298,7 +332,7 @@ impl Schedule {
         };
         // Keys of what is no number are of no use to others.
         if token.is_some() {
-            sequence.publish(&mut self.pages);
+            sequence.publish(&mut self.pages, self.granule.is_some());
         }
         if finish.is_some() {
             self.leave(slot);

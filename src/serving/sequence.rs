@@ -57,10 +57,21 @@ impl Sequence {
         generated >= self.request.max_tokens || self.total() > positions
     }
 
+    /// Positions that it may need.
+    pub fn longest(&self) -> usize {
+        (self.request.prompt.len()).saturating_add(self.request.max_tokens)
+    }
+
     /// Takes over the pages that hold the beginning of its tokens already; the last token is read in any case, since
-    /// its logits are wanted. How many tokens that saves.
-    pub fn reuse(&mut self, pages: &mut Pages) -> usize {
-        let known = self.tokens.len() - 1;
+    /// its logits are wanted. With batch invariance only whole chunks of `granule` tokens are taken over. How many
+    /// tokens that saves.
+    pub fn reuse(&mut self, pages: &mut Pages, granule: Option<usize>) -> usize {
+        let mut known = self.tokens.len() - 1;
+        if let Some(granule) = granule {
+            let (found, _) = pages.find(&self.tokens[..known]);
+            known = found.len() * pages.size() / granule * granule;
+            pages.release(found.into_iter());
+        }
         (self.pages, self.chain) = pages.find(&self.tokens[..known]);
         self.published = self.pages.len();
         self.written = self.published * pages.size();
@@ -73,10 +84,14 @@ impl Sequence {
         wanted.saturating_sub(self.pages.len())
     }
 
-    /// Lets others find the pages that are full of known tokens.
-    pub fn publish(&mut self, pages: &mut Pages) {
+    /// Lets others find the pages that are full of known tokens, or with batch invariance of the prompt's.
+    pub fn publish(&mut self, pages: &mut Pages, invariant: bool) {
         let size = pages.size();
-        let full = self.written.min(self.tokens.len()) / size;
+        let known = match invariant {
+            true => self.request.prompt.len(),
+            false => self.tokens.len(),
+        };
+        let full = self.written.min(known) / size;
         while self.published < full {
             let at = self.published;
             let tokens = &self.tokens[at * size..(at + 1) * size];

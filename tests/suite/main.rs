@@ -59,6 +59,7 @@ mod rope;
 mod sample;
 mod serving;
 mod serving_draws;
+mod serving_invariance;
 mod sizes;
 mod smollm2;
 mod smollm2_error;
