@@ -4,7 +4,8 @@
 //!
 //! A call's way: [`app`] checks its key and finds its path, [`api`] reads its body ([`request`]) and hands the engine's
 //! thread ([`worker`]) a request for each answer. Tokens come back by a channel for each, become text ([`answer`],
-//! [`stop`]) and go out as one body or as a stream ([`response`]). Wherever a client goes away, the receivers of its
+//! [`stop`]) and go out as one body or as a stream ([`response`], [`logprobs`]). [`vocabulary`] holds answers to JSON
+//! schemas. Wherever a client goes away, the receivers of its
 //! tokens are dropped, and the thread cancels its requests.
 
 pub mod answer;
@@ -13,9 +14,11 @@ pub mod app;
 pub mod args;
 pub mod error;
 pub mod load;
+pub mod logprobs;
 pub mod metrics;
 pub mod request;
 pub mod response;
 pub mod server;
 pub mod stop;
+pub mod vocabulary;
 pub mod worker;
