@@ -6,6 +6,7 @@ use common::chat::Message;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::conversation::ChatMessage;
 use crate::error::ApiError;
 use crate::response::Kind;
 
@@ -56,32 +57,6 @@ pub struct Body {
     best_of: Option<i64>,
     echo: Option<bool>,
     suffix: Option<String>,
-}
-
-/// A turn of a conversation.
-#[derive(Debug, Deserialize)]
-#[allow(missing_docs)]
-pub struct ChatMessage {
-    pub role: String,
-    pub content: Option<Content>,
-}
-
-/// What a turn says: a text, or parts of it.
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected a string or an array of parts")]
-#[allow(missing_docs)]
-pub enum Content {
-    Text(String),
-    Parts(Vec<Part>),
-}
-
-/// A part of what a turn says.
-#[derive(Debug, Deserialize)]
-#[allow(missing_docs)]
-pub struct Part {
-    #[serde(rename = "type")]
-    pub kind: String,
-    pub text: Option<String>,
 }
 
 /// One text or several, as text or as tokens.
@@ -468,7 +443,7 @@ impl Body {
         messages
             .iter()
             .enumerate()
-            .map(|(i, m)| turn(i, m))
+            .map(|(i, message)| message.turn(i))
             .collect()
     }
 }
@@ -476,40 +451,3 @@ impl Body {
 /// Whether a stream ends with its usage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage(pub bool);
-
-fn turn(i: usize, message: &ChatMessage) -> Result<Message, ApiError> {
-    let role = match message.role.as_str() {
-        // Templates have no word for the newer name.
-        "system" | "developer" => "system",
-        "user" => "user",
-        "assistant" => "assistant",
-        other => {
-            let param = format!("messages[{i}].role");
-            let message = format!("{param} is '{other}', expected system, user or assistant");
-            return Err(ApiError::invalid(&param, message));
-        }
-    };
-    let param = format!("messages[{i}].content");
-    let content = match &message.content {
-        Some(Content::Text(text)) => text.clone(),
-        Some(Content::Parts(parts)) => {
-            let text = |part: &Part| match (part.kind.as_str(), &part.text) {
-                ("text", Some(text)) => Ok(text.clone()),
-                (kind, _) => {
-                    let message = format!("{param} has a part of type '{kind}', expected text");
-                    Err(ApiError::invalid(&param, message))
-                }
-            };
-            parts
-                .iter()
-                .map(text)
-                .collect::<Result<Vec<_>, _>>()?
-                .concat()
-        }
-        None => {
-            let message = format!("{param} is missing, expected a string");
-            return Err(ApiError::invalid(&param, message));
-        }
-    };
-    Ok(Message { role, content })
-}
