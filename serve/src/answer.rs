@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
-use candle_fused::serving::{FinishReason, Request};
+use candle_fused::serving::{Constraint, FinishReason, Request};
 use common::report;
 use common::token_stream::TokenStream;
 use common::tokenizer::Text;
 use tokio::sync::mpsc;
 
 use crate::error::ApiError;
+use crate::logprobs::Chosen;
 use crate::metrics::{Metrics, Outcome};
 use crate::stop::StopStrings;
 use crate::worker::{Drawn, Tokens};
@@ -22,6 +23,8 @@ const AT_A_TIME: usize = 64;
 pub struct Job {
     /// The engine's part.
     pub request: Request,
+    /// What its tokens are held to.
+    pub constraint: Option<Box<dyn Constraint>>,
     /// Texts that end the answer.
     pub stops: Vec<String>,
 }
@@ -52,6 +55,8 @@ pub struct Update {
     pub index: usize,
     /// Text that has come.
     pub text: String,
+    /// The tokens that have come since the last news, if log-probabilities are asked for: all but an end token.
+    pub chosen: Vec<Chosen>,
     /// Tokens so far.
     pub tokens: usize,
     /// How it has ended, if it has.
@@ -87,6 +92,7 @@ impl Writer {
             let update = Update {
                 index: self.index,
                 text: String::new(),
+                chosen: Vec::new(),
                 tokens: 0,
                 end: Some(Err(error)),
             };
@@ -98,7 +104,7 @@ impl Writer {
     async fn text(&self, mut tokens: Tokens, stops: Vec<String>) -> Result<Outcome, ApiError> {
         let mut stops = StopStrings::new(stops);
         let mut stream = TokenStream::new(self.text.tokenizer());
-        let (mut count, mut drawn) = (0, Vec::new());
+        let (mut count, mut drawn, mut chosen) = (0, Vec::new(), Vec::new());
         loop {
             tokio::select! {
                 biased;
@@ -107,13 +113,14 @@ impl Writer {
                     return Err(ApiError::stopped());
                 },
             }
-            let (text, end) = take(&mut drawn, &mut stream, &mut stops, &mut count)?;
+            let (text, end) = take(&mut drawn, &mut stream, &mut stops, &mut count, &mut chosen)?;
             if text.is_empty() && end.is_none() {
                 continue;
             }
             let update = Update {
                 index: self.index,
                 text,
+                chosen: std::mem::take(&mut chosen),
                 tokens: count,
                 end: end.map(Ok),
             };
@@ -129,19 +136,26 @@ impl Writer {
     }
 }
 
-/// The text of `drawn`, and the answer's end if it is there.
+/// The text of `drawn`, and the answer's end if it is there; `chosen` gets its tokens with their log-probabilities.
 fn take(
     drawn: &mut Vec<Drawn>,
     stream: &mut TokenStream<'_>,
     stops: &mut StopStrings,
     count: &mut usize,
+    chosen: &mut Vec<Chosen>,
 ) -> Result<(String, Option<End>), ApiError> {
     let undecodable = |error: anyhow::Error| ApiError::internal(report::one_line(&error));
     let mut text = String::new();
-    for Drawn { token, finish } in drawn.drain(..) {
+    for drawn in drawn.drain(..) {
+        let Drawn {
+            token,
+            logprobs,
+            finish,
+        } = drawn;
         *count += usize::from(token.is_some());
         // The id that ends a text is none of it.
         if let Some(token) = token.filter(|_| finish != Some(FinishReason::Stop)) {
+            chosen.extend(logprobs.map(|logprobs| Chosen { token, logprobs }));
             let (shown, stopped) = stops.push(&stream.push(token).map_err(undecodable)?);
             text.push_str(&shown);
             if stopped {
@@ -150,10 +164,14 @@ fn take(
         }
         let end = match finish {
             None => continue,
-            Some(FinishReason::Stop) => End::Stop,
+            Some(FinishReason::Stop | FinishReason::Complete) => End::Stop,
             Some(FinishReason::Length) => End::Length,
             Some(FinishReason::Failed) => {
                 let message = "the model's logits are no numbers; its weights may be damaged";
+                return Err(ApiError::internal(message));
+            }
+            Some(FinishReason::Rejected) => {
+                let message = "no token of the model fits the response_format from here on";
                 return Err(ApiError::internal(message));
             }
         };

@@ -19,8 +19,10 @@ use tokio::sync::mpsc;
 use crate::answer::{End, Job, Update, Writer};
 use crate::app::App;
 use crate::error::{ApiError, json_response};
+use crate::logprobs::{Chosen, Listing};
 use crate::request::{Body, Prompt, Usage};
-use crate::response::{Counts, Head, Kind};
+use crate::response::{Answer, Counts, Head, Kind};
+use crate::vocabulary::Guide;
 use crate::worker::Refused;
 
 /// Tokens of a completion where nothing is said, as OpenAI has it.
@@ -59,10 +61,15 @@ async fn answer(app: Arc<App>, kind: Kind, request: Request) -> Result<Response,
     // Templates and tokenizers take their time on long texts.
     let preparing = Arc::clone(&app);
     let prepared = tokio::task::spawn_blocking(move || prepare(&preparing, kind, &body));
-    let (jobs, prompt) = prepared
+    let Prepared {
+        jobs,
+        prompt,
+        listing,
+    } = prepared
         .await
         .map_err(|_| ApiError::internal("the prompt could not be prepared"))??;
     let call = Call {
+        listings: vec![listing; jobs.len()],
         head: Head::new(kind, &app.settings.name),
         prompt,
         answers: jobs.len(),
@@ -102,9 +109,24 @@ fn is_json(headers: &HeaderMap) -> bool {
     kind.is_some_and(|kind| kind.trim().eq_ignore_ascii_case("application/json"))
 }
 
-/// What the engine is asked for, and the tokens of the prompts.
-fn prepare(app: &App, kind: Kind, body: &Body) -> Result<(Vec<Job>, usize), ApiError> {
+/// A call that is understood.
+struct Prepared {
+    /// What the engine is asked for.
+    jobs: Vec<Job>,
+    /// The tokens of the prompts.
+    prompt: usize,
+    /// How log-probabilities are written, if they are wanted.
+    listing: Option<Listing>,
+}
+
+fn prepare(app: &App, kind: Kind, body: &Body) -> Result<Prepared, ApiError> {
     let (answers, sampling, stops) = (body.answers()?, body.sampling()?, body.stops()?);
+    let logprobs = body.logprobs(kind)?;
+    let listing = match logprobs {
+        Some(_) => Some(Listing::new(kind, app.vocabulary("logprobs")?)),
+        None => None,
+    };
+    let guide = guide(app, body)?;
     let stop = body.stop_ids(app.text.end_ids());
     let (prompts, default) = match kind {
         Kind::Text => (texts(app, body)?, Some(COMPLETION_TOKENS)),
@@ -131,12 +153,31 @@ fn prepare(app: &App, kind: Kind, body: &Body) -> Result<(Vec<Job>, usize), ApiE
                     max_tokens,
                     stop: stop.clone(),
                     sampling,
+                    logprobs,
                 },
+                constraint: guide.clone().map(|guide| Box::new(guide) as Box<_>),
                 stops: stops.clone(),
             });
         }
     }
-    Ok((jobs, tokens))
+    Ok(Prepared {
+        jobs,
+        prompt: tokens,
+        listing,
+    })
+}
+
+/// What the answers are held to.
+fn guide(app: &App, body: &Body) -> Result<Option<Guide>, ApiError> {
+    let Some(schema) = body.schema()? else {
+        return Ok(None);
+    };
+    let param = "response_format";
+    let guide = app.vocabulary(param)?.json(&schema).map_err(|error| {
+        let why = one_line(&error);
+        ApiError::invalid(param, format!("{param}: the schema cannot be used: {why}"))
+    })?;
+    Ok(Some(guide))
 }
 
 fn texts(app: &App, body: &Body) -> Result<Vec<Vec<u32>>, ApiError> {
@@ -187,7 +228,10 @@ async fn submit(
     let (sender, updates) = mpsc::channel(WAITING);
     for (index, job) in jobs.into_iter().enumerate() {
         let permit = permits.split(1).ok_or_else(ApiError::stopped)?;
-        let tokens = app.worker.submit(job.request, arrived, permit).await;
+        let tokens = app
+            .worker
+            .submit((job.request, job.constraint), arrived, permit)
+            .await;
         let tokens = tokens.map_err(|refused| match refused {
             Refused::Invalid(what) => ApiError::invalid("", what),
             Refused::Stopped => ApiError::stopped(),
@@ -209,13 +253,22 @@ struct Call {
     head: Head,
     prompt: usize,
     answers: usize,
+    /// How log-probabilities are written, of each answer.
+    listings: Vec<Option<Listing>>,
     updates: mpsc::Receiver<Update>,
 }
 
 impl Call {
+    /// The field `logprobs` for these tokens of an answer.
+    fn logprobs(&mut self, index: usize, chosen: &[Chosen]) -> Value {
+        let listing = self.listings[index].as_mut();
+        listing.map_or(Value::Null, |listing| listing.write(chosen))
+    }
+
     /// The answers once they are whole.
     async fn whole(mut self) -> Result<Response, ApiError> {
         let mut texts = vec![String::new(); self.answers];
+        let mut chosen = vec![Vec::new(); self.answers];
         let mut ends = vec![None; self.answers];
         let mut counts = Counts {
             prompt: self.prompt,
@@ -223,6 +276,7 @@ impl Call {
         };
         while let Some(update) = self.updates.recv().await {
             texts[update.index].push_str(&update.text);
+            chosen[update.index].extend(update.chosen);
             if let Some(end) = update.end {
                 ends[update.index] = Some(end?);
                 counts.answers += update.tokens;
@@ -230,7 +284,13 @@ impl Call {
         }
         let ends: Option<Vec<End>> = ends.into_iter().collect();
         let ends = ends.ok_or_else(ApiError::timeout)?;
-        let answers = texts.into_iter().zip(ends).collect();
+        let answers = texts.into_iter().zip(ends).enumerate();
+        let answers = answers.map(|(index, (text, end))| Answer {
+            text,
+            logprobs: self.logprobs(index, &chosen[index]),
+            end,
+        });
+        let answers = answers.collect();
         Ok(json_response(
             StatusCode::OK,
             &self.head.whole(answers, counts),
@@ -288,6 +348,7 @@ impl Events {
         let Update {
             index,
             text,
+            chosen,
             tokens,
             end,
         } = update;
@@ -296,13 +357,19 @@ impl Events {
             Some(Ok(end)) => Some(end),
             None => None,
         };
+        let mut logprobs = match text.is_empty() && chosen.is_empty() {
+            true => Value::Null,
+            false => self.call.logprobs(index, &chosen),
+        };
         let head = &self.call.head;
         // Clients look for text and for an end in events of their own.
         if !text.is_empty() {
-            self.ready.push_back(data(head.piece(index, &text, None)));
+            let piece = head.piece(index, &text, logprobs.take(), None);
+            self.ready.push_back(data(piece));
         }
         let Some(end) = end else { return };
-        self.ready.push_back(data(head.piece(index, "", Some(end))));
+        let piece = head.piece(index, "", logprobs, Some(end));
+        self.ready.push_back(data(piece));
         self.counts.answers += tokens;
         self.open -= 1;
         if self.open == 0 {

@@ -1,7 +1,7 @@
 //! The server's state, its paths, and what is checked before a call gets to one.
 
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::Router;
@@ -11,6 +11,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use common::chat::ChatTemplate;
+use common::report::one_line;
 use common::tokenizer::Text;
 use serde_json::json;
 use subtle::ConstantTimeEq;
@@ -20,6 +21,7 @@ use crate::api;
 use crate::error::{ApiError, json_response};
 use crate::metrics::Metrics;
 use crate::response;
+use crate::vocabulary::Vocabulary;
 use crate::worker::Worker;
 
 /// What the server is set to.
@@ -48,6 +50,8 @@ pub struct App {
     pub settings: Settings,
     /// The model's tokenizer.
     pub text: Arc<Text>,
+    /// What its tokens stand for, once somebody has asked, or why that cannot be told.
+    vocabulary: OnceLock<Result<Arc<Vocabulary>, String>>,
     /// How the model has conversations written, if it has them.
     pub template: Option<ChatTemplate>,
     /// The engine.
@@ -80,11 +84,25 @@ impl App {
             places: Arc::new(Semaphore::new(places.min(Semaphore::MAX_PERMITS))),
             settings,
             text: Arc::new(text),
+            vocabulary: OnceLock::new(),
             template,
             worker,
             metrics,
             created: response::now(),
         }))
+    }
+
+    /// What the model's tokens stand for; `param` is the argument that needs it.
+    ///
+    /// # Errors
+    /// If the model's tokenizer does not say.
+    pub fn vocabulary(&self, param: &str) -> Result<Arc<Vocabulary>, ApiError> {
+        let make = || match Vocabulary::new(&self.text) {
+            Ok(vocabulary) => Ok(Arc::new(vocabulary)),
+            Err(error) => Err(one_line(&error)),
+        };
+        let vocabulary = self.vocabulary.get_or_init(make).clone();
+        vocabulary.map_err(|why| ApiError::unsupported(param, &why))
     }
 }
 

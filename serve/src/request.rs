@@ -1,11 +1,14 @@
 //! The bodies of requests, and what they ask of the engine.
 
 use candle_fused::ops::SamplingParams;
+use candle_fused::ops::logprobs::MAX_TOP;
 use common::chat::Message;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::conversation::ChatMessage;
 use crate::error::ApiError;
+use crate::response::Kind;
 
 /// Answers to a call at most.
 const MAX_ANSWERS: usize = 128;
@@ -33,14 +36,14 @@ pub struct Body {
     pub stop: Option<Strings>,
     /// As vLLM has them; -1 and 0 are no limit.
     pub top_k: Option<i64>,
+    pub min_p: Option<f64>,
     pub repetition_penalty: Option<f32>,
     pub stop_token_ids: Option<Vec<u32>>,
     pub ignore_eos: Option<bool>,
     frequency_penalty: Option<f64>,
     presence_penalty: Option<f64>,
-    min_p: Option<f64>,
     logit_bias: Option<Value>,
-    logprobs: Option<Value>,
+    logprobs: Option<Logprobs>,
     top_logprobs: Option<i64>,
     prompt_logprobs: Option<i64>,
     response_format: Option<ResponseFormat>,
@@ -54,32 +57,6 @@ pub struct Body {
     best_of: Option<i64>,
     echo: Option<bool>,
     suffix: Option<String>,
-}
-
-/// A turn of a conversation.
-#[derive(Debug, Deserialize)]
-#[allow(missing_docs)]
-pub struct ChatMessage {
-    pub role: String,
-    pub content: Option<Content>,
-}
-
-/// What a turn says: a text, or parts of it.
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected a string or an array of parts")]
-#[allow(missing_docs)]
-pub enum Content {
-    Text(String),
-    Parts(Vec<Part>),
-}
-
-/// A part of what a turn says.
-#[derive(Debug, Deserialize)]
-#[allow(missing_docs)]
-pub struct Part {
-    #[serde(rename = "type")]
-    pub kind: String,
-    pub text: Option<String>,
 }
 
 /// One text or several, as text or as tokens.
@@ -112,10 +89,24 @@ pub struct StreamOptions {
     pub include_usage: Option<bool>,
 }
 
+/// Whether log-probabilities are wanted in a chat, or how many in a completion.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a boolean or a number")]
+enum Logprobs {
+    Wanted(bool),
+    Count(i64),
+}
+
 #[derive(Debug, Deserialize)]
 struct ResponseFormat {
     #[serde(rename = "type")]
     kind: String,
+    json_schema: Option<JsonSchema>,
+}
+
+#[derive(Debug, Deserialize)]
+struct JsonSchema {
+    schema: Option<Value>,
 }
 
 impl Body {
@@ -150,7 +141,6 @@ impl Body {
         let not_zero = |value: Option<f64>| value.is_some_and(|value| value != 0.);
         let repetition = "repetition_penalty is the penalty that there is";
         let leave = "leave it away";
-        let format = self.response_format.as_ref();
         for (asked, param, instead) in [
             (
                 not_zero(self.frequency_penalty),
@@ -162,21 +152,13 @@ impl Body {
                 "presence_penalty",
                 repetition,
             ),
-            (not_zero(self.min_p), "min_p", "top_p and top_k are there"),
             (is(&self.logit_bias), "logit_bias", leave),
-            (is(&self.logprobs), "logprobs", leave),
-            (
-                self.top_logprobs.is_some_and(|n| n != 0),
-                "top_logprobs",
-                leave,
-            ),
             (self.prompt_logprobs.is_some(), "prompt_logprobs", leave),
             (
-                format.is_some_and(|format| format.kind != "text"),
-                "response_format",
-                "only {\"type\": \"text\"} is, so ask for JSON in the prompt",
+                is(&self.guided_json),
+                "guided_json",
+                "response_format takes a JSON schema",
             ),
-            (is(&self.guided_json), "guided_json", leave),
             (is(&self.guided_regex), "guided_regex", leave),
             (
                 self.tools.as_ref().is_some_and(|t| !t.is_empty()),
@@ -291,6 +273,10 @@ impl Body {
             let message = format!("top_p is {p}, expected above 0 and at most 1");
             return Err(ApiError::invalid("top_p", message));
         }
+        if let Some(p) = self.min_p.filter(|p| !(0. ..=1.).contains(p)) {
+            let message = format!("min_p is {p}, expected 0 to 1");
+            return Err(ApiError::invalid("min_p", message));
+        }
         let top_k = match self.top_k {
             None | Some(-1 | 0) => None,
             Some(k) => Some(usize::try_from(k).map_err(|_| {
@@ -302,6 +288,7 @@ impl Body {
             temperature: if temperature < 1e-7 { 0. } else { temperature },
             top_k,
             top_p: self.top_p.filter(|p| *p < 1.),
+            min_p: self.min_p,
             repeat_penalty: self.repetition_penalty.unwrap_or(1.),
             repeat_last_n: SamplingParams::MAX_LAST_N,
             seed: self.seed.map_or_else(rand::random, i64::cast_unsigned),
@@ -314,6 +301,76 @@ impl Body {
             return Err(ApiError::invalid("repetition_penalty", message));
         }
         Ok(params)
+    }
+
+    /// How many of the likeliest tokens are listed with the log-probability of each token, if these are wanted.
+    ///
+    /// # Errors
+    /// If that is out of range, or in the form of the other kind of call.
+    pub fn logprobs(&self, kind: Kind) -> Result<Option<usize>, ApiError> {
+        let invalid = |param: &str, what: String| Err(ApiError::invalid(param, what));
+        let (param, count) = match (kind, self.logprobs) {
+            (Kind::Chat, Some(Logprobs::Count(n))) => {
+                return invalid(
+                    "logprobs",
+                    format!("logprobs is {n}, expected true or false"),
+                );
+            }
+            (Kind::Text, Some(Logprobs::Wanted(true))) => {
+                let message = "logprobs is true, expected a number in a completion";
+                return invalid("logprobs", message.to_owned());
+            }
+            (Kind::Text, Some(Logprobs::Count(n))) => ("logprobs", n),
+            (Kind::Chat, Some(Logprobs::Wanted(true))) => {
+                ("top_logprobs", self.top_logprobs.unwrap_or(0))
+            }
+            (_, None | Some(Logprobs::Wanted(false))) => {
+                return match self.top_logprobs.unwrap_or(0) {
+                    0 => Ok(None),
+                    n => invalid(
+                        "top_logprobs",
+                        format!("top_logprobs is {n} without \"logprobs\": true in a chat"),
+                    ),
+                };
+            }
+        };
+        let within = usize::try_from(count).ok().filter(|n| *n <= MAX_TOP);
+        match within {
+            Some(n) => Ok(Some(n)),
+            None => invalid(
+                param,
+                format!("{param} is {count}, expected 0 to {MAX_TOP}"),
+            ),
+        }
+    }
+
+    /// The JSON schema that an answer has to fit, if it has to.
+    ///
+    /// # Errors
+    /// If the format is of another kind, or its schema is missing.
+    pub fn schema(&self) -> Result<Option<Value>, ApiError> {
+        let Some(format) = &self.response_format else {
+            return Ok(None);
+        };
+        let schema = format.json_schema.as_ref().and_then(|of| of.schema.clone());
+        match (format.kind.as_str(), schema) {
+            ("text", _) => Ok(None),
+            ("json_object", _) => Ok(Some(json!({ "type": "object" }))),
+            ("json_schema", Some(schema)) => Ok(Some(schema)),
+            ("json_schema", None) => {
+                let param = "response_format.json_schema.schema";
+                Err(ApiError::invalid(
+                    param,
+                    format!("{param} is missing, expected a JSON schema"),
+                ))
+            }
+            (other, _) => Err(ApiError::invalid(
+                "response_format",
+                format!(
+                    "response_format is of type '{other}', expected text, json_object or json_schema"
+                ),
+            )),
+        }
     }
 
     /// Texts that end an answer.
@@ -386,7 +443,7 @@ impl Body {
         messages
             .iter()
             .enumerate()
-            .map(|(i, m)| turn(i, m))
+            .map(|(i, message)| message.turn(i))
             .collect()
     }
 }
@@ -394,40 +451,3 @@ impl Body {
 /// Whether a stream ends with its usage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage(pub bool);
-
-fn turn(i: usize, message: &ChatMessage) -> Result<Message, ApiError> {
-    let role = match message.role.as_str() {
-        // Templates have no word for the newer name.
-        "system" | "developer" => "system",
-        "user" => "user",
-        "assistant" => "assistant",
-        other => {
-            let param = format!("messages[{i}].role");
-            let message = format!("{param} is '{other}', expected system, user or assistant");
-            return Err(ApiError::invalid(&param, message));
-        }
-    };
-    let param = format!("messages[{i}].content");
-    let content = match &message.content {
-        Some(Content::Text(text)) => text.clone(),
-        Some(Content::Parts(parts)) => {
-            let text = |part: &Part| match (part.kind.as_str(), &part.text) {
-                ("text", Some(text)) => Ok(text.clone()),
-                (kind, _) => {
-                    let message = format!("{param} has a part of type '{kind}', expected text");
-                    Err(ApiError::invalid(&param, message))
-                }
-            };
-            parts
-                .iter()
-                .map(text)
-                .collect::<Result<Vec<_>, _>>()?
-                .concat()
-        }
-        None => {
-            let message = format!("{param} is missing, expected a string");
-            return Err(ApiError::invalid(&param, message));
-        }
-    };
-    Ok(Message { role, content })
-}

@@ -34,6 +34,17 @@ impl Counts {
     }
 }
 
+/// An answer that has ended.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// All of it.
+    pub text: String,
+    /// Of its tokens, or null.
+    pub logprobs: Value,
+    /// How it has ended.
+    pub end: End,
+}
+
 /// What all bodies of a call have in common.
 #[derive(Clone, Debug)]
 pub struct Head {
@@ -75,11 +86,16 @@ impl Head {
     }
 
     /// The whole response.
-    pub fn whole(&self, answers: Vec<(String, End)>, counts: Counts) -> Value {
-        let choice = |(index, (text, end)): (usize, (String, End))| {
+    pub fn whole(&self, answers: Vec<Answer>, counts: Counts) -> Value {
+        let choice = |(index, answer): (usize, Answer)| {
+            let Answer {
+                text,
+                logprobs,
+                end,
+            } = answer;
             let mut choice = json!({
                 "index": index,
-                "logprobs": null,
+                "logprobs": logprobs,
                 "finish_reason": end.reason(),
             });
             match self.kind {
@@ -116,10 +132,10 @@ impl Head {
         (self.kind == Kind::Chat).then(|| self.chunk(vec![choice]))
     }
 
-    /// A piece of an answer in a stream, or its end.
-    pub fn piece(&self, index: usize, text: &str, end: Option<End>) -> Value {
+    /// A piece of an answer in a stream, or its end, with the log-probabilities of its tokens.
+    pub fn piece(&self, index: usize, text: &str, logprobs: Value, end: Option<End>) -> Value {
         let reason = end.map(End::reason);
-        let mut choice = json!({ "index": index, "logprobs": null, "finish_reason": reason });
+        let mut choice = json!({ "index": index, "logprobs": logprobs, "finish_reason": reason });
         match self.kind {
             Kind::Text => choice["text"] = text.into(),
             Kind::Chat if text.is_empty() => choice["delta"] = json!({}),

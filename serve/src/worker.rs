@@ -7,7 +7,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
-use candle_fused::serving::{Engine, FinishReason, Output, Request, RequestId, Stats};
+use candle_fused::serving::{
+    Constraint, Engine, FinishReason, Output, Request, RequestId, Stats, TokenLogprobs,
+};
 use common::report;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot, watch};
 
@@ -17,10 +19,12 @@ use crate::metrics::Metrics;
 const FAILURES: usize = 3;
 
 /// What a step has brought a request. A channel that closes before an end says that the engine could not go on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Drawn {
     /// The token, if one was drawn.
     pub token: Option<u32>,
+    /// Its log-probabilities, if the request asks for them.
+    pub logprobs: Option<TokenLogprobs>,
     /// Why it was the last, if it was.
     pub finish: Option<FinishReason>,
 }
@@ -44,6 +48,7 @@ enum Command {
 
 struct Submission {
     request: Request,
+    constraint: Option<Box<dyn Constraint>>,
     arrived: Instant,
     tokens: mpsc::UnboundedSender<Drawn>,
     permit: OwnedSemaphorePermit,
@@ -121,13 +126,13 @@ impl Worker {
         let _ = self.alive.clone().changed().await;
     }
 
-    /// Hands a request in; `permit` is kept until it has ended.
+    /// Hands a request in, with what its tokens are held to; `permit` is kept until it has ended.
     ///
     /// # Errors
     /// If the engine refuses it or has stopped.
     pub async fn submit(
         &self,
-        request: Request,
+        (request, constraint): (Request, Option<Box<dyn Constraint>>),
         arrived: Instant,
         permit: OwnedSemaphorePermit,
     ) -> Result<Tokens, Refused> {
@@ -135,6 +140,7 @@ impl Worker {
         let (taken, answer) = oneshot::channel();
         let submission = Submission {
             request,
+            constraint,
             arrived,
             tokens,
             permit,
@@ -196,12 +202,17 @@ impl Loop {
     fn submit(&mut self, submission: Submission) {
         let Submission {
             request,
+            constraint,
             arrived,
             tokens,
             permit,
             taken,
         } = submission;
-        let answer = match self.engine.submit(request) {
+        let submitted = match constraint {
+            Some(constraint) => self.engine.submit_constrained(request, constraint),
+            None => self.engine.submit(request),
+        };
+        let answer = match submitted {
             Ok(id) => {
                 let live = Live {
                     tokens,
@@ -258,7 +269,12 @@ impl Loop {
     }
 
     fn deliver(&mut self, output: Output, now: Instant) {
-        let Output { id, token, finish } = output;
+        let Output {
+            id,
+            token,
+            logprobs,
+            finish,
+        } = output;
         let Some(live) = self.live.get_mut(&id) else {
             return;
         };
@@ -269,7 +285,12 @@ impl Loop {
             }
             live.last = Some(now);
         }
-        let gone = live.tokens.send(Drawn { token, finish }).is_err();
+        let drawn = Drawn {
+            token,
+            logprobs,
+            finish,
+        };
+        let gone = live.tokens.send(drawn).is_err();
         if gone && finish.is_none() {
             self.engine.cancel(id);
         }

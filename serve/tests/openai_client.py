@@ -2,6 +2,8 @@
 The server has SmolLM2, runs 4 requests at once and lets 4 wait."""
 
 import asyncio
+import json
+import math
 import sys
 import urllib.request
 
@@ -109,6 +111,60 @@ def test_many_at_once(clients):
         assert answer.usage.completion_tokens <= 5 + i
 
 
+def test_logprobs(clients):
+    answer = clients.chat(temperature=0, max_tokens=40, logprobs=True, top_logprobs=4)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content, answer
+    for entry in content:
+        assert len(entry.top_logprobs) == 4 and entry.top_logprobs[0].token == entry.token, entry
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1.001, entry
+        assert bytes(entry.bytes).decode() == entry.token
+    chunks = clients.chat(temperature=0, max_tokens=40, logprobs=True, stream=True)
+    lists = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
+    assert [entry.token for entries in lists for entry in entries] == [entry.token for entry in content]
+    answer = clients.completion("The capital of France is", max_tokens=8, temperature=0, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == answer.choices[0].text, answer
+    assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(logprobs.text_offset) == 8
+    assert all(max(top.values()) == own for top, own in zip(logprobs.top_logprobs, logprobs.token_logprobs))
+
+
+def test_min_p(clients):
+    greedy = clients.completion("The capital of France is", max_tokens=8, temperature=0)
+    narrow = clients.completion("The capital of France is", max_tokens=8, temperature=2, extra_body={"min_p": 1})
+    assert greedy.choices[0].text == narrow.choices[0].text
+
+
+def test_json(clients):
+    schema = {
+        "type": "object",
+        "properties": {
+            "capital": {"type": "string", "maxLength": 30},
+            "continent": {"enum": ["Africa", "America", "Asia", "Australia", "Europe"]},
+            "islands": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["capital", "continent", "islands"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "country", "schema": schema, "strict": True}}
+    options = {"max_tokens": 120, "response_format": form}
+    answer = clients.chat(temperature=0, **options)
+    country = json.loads(answer.choices[0].message.content)
+    assert "Paris" in country["capital"] and set(country) == set(schema["properties"]), country
+    assert answer.choices[0].finish_reason == "stop"
+    for choice in clients.chat(temperature=1.3, n=3, **options).choices:
+        country = json.loads(choice.message.content)
+        assert country["continent"] in schema["properties"]["continent"]["enum"], country
+        assert 0 <= country["islands"] <= 9, country
+    chunks = clients.chat(temperature=0, stream=True, **options)
+    assert json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks))["capital"]
+    question = [{"role": "user", "content": "Describe a cat as a JSON object with a name and an age."}]
+    answer = clients.chat(question, temperature=0, max_tokens=150, response_format={"type": "json_object"})
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict), answer
+    assert answer.choices[0].message.content.startswith("{"), answer
+
+
 def refused(kind, code, call):
     try:
         call()
@@ -126,8 +182,9 @@ def test_errors(clients):
         ("temperature", None, {"temperature": 3}),
         ("n", None, {"n": 0}),
         ("stop", None, {"stop": ""}),
-        ("logprobs", "unsupported_parameter", {"logprobs": True}),
-        ("response_format", "unsupported_parameter", {"response_format": {"type": "json_object"}}),
+        ("top_logprobs", None, {"logprobs": True, "top_logprobs": 21}),
+        ("min_p", None, {"extra_body": {"min_p": 2}}),
+        ("response_format", None, {"response_format": {"type": "xml"}}),
         ("tools", "unsupported_parameter", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     ]:
         error = refused(openai.BadRequestError, code, lambda: clients.chat(**options))

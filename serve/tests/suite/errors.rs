@@ -51,7 +51,10 @@ fn completions() -> impl Iterator<Item = Wrong> {
         ("stop", json!(5), string),
         ("stream", json!("yes"), "expected a boolean"),
         ("stream_options", json!({}), "only for streams"),
-        ("logprobs", json!(3), "is not supported"),
+        ("min_p", json!(1.1), "min_p is 1.1, expected 0 to 1"),
+        ("logprobs", json!(21), "logprobs is 21, expected 0 to 20"),
+        ("logprobs", json!(true), "expected a number"),
+        ("logprobs", json!("yes"), "expected a boolean or a number"),
         ("echo", json!(true), "is not supported"),
         ("suffix", json!("end"), "is not supported"),
         ("best_of", json!(2), "is not supported"),
@@ -86,27 +89,49 @@ fn messages() -> impl Iterator<Item = Wrong> {
         .map(|(messages, param, words)| (CHAT, json!({ "messages": messages }), param, words))
 }
 
-/// Chats that ask for what is not there.
-fn unsupported() -> impl Iterator<Item = Wrong> {
-    let schema = json!({ "type": "json_schema", "json_schema": { "name": "a", "schema": {} } });
+/// Chats with one wrong field.
+fn chats() -> impl Iterator<Item = Wrong> {
+    let format = "response_format";
+    let of = |schema: Value| json!({ "type": "json_schema", "json_schema": { "name": "a", "schema": schema } });
     let wrong = [
-        ("logprobs", json!(true)),
-        ("top_logprobs", json!(2)),
-        ("tools", json!([{ "type": "function" }])),
-        ("response_format", json!({ "type": "json_object" })),
-        ("response_format", schema),
+        ("logprobs", json!(3), "expected true or false"),
+        ("top_logprobs", json!(2), "without \"logprobs\": true"),
+        ("tools", json!([{ "type": "function" }]), "is not supported"),
+        (
+            "guided_json",
+            json!({ "type": "object" }),
+            "is not supported",
+        ),
+        (format, json!({ "type": "xml" }), "of type 'xml'"),
+        (format, of(json!({ "type": "cat" })), "cannot be used"),
+        (
+            format,
+            of(json!({ "$ref": "http://127.0.0.1/a" })),
+            "cannot be used",
+        ),
     ];
-    wrong.into_iter().map(|(name, value)| {
+    let calls = wrong.into_iter().map(|(name, value, words)| {
         let mut call = json!({ "messages": user("abc".into()) });
         call[name] = value;
-        (CHAT, call, name, "is not supported")
-    })
+        (CHAT, call, name, words)
+    });
+    let both = json!({ "messages": user("abc".into()), "logprobs": true, "top_logprobs": 21 });
+    let bare = json!({ "messages": user("abc".into()), format: { "type": "json_schema" } });
+    calls.chain([
+        (CHAT, both, "top_logprobs", "is 21, expected 0 to 20"),
+        (
+            CHAT,
+            bare,
+            "response_format.json_schema.schema",
+            "is missing",
+        ),
+    ])
 }
 
 #[tokio::test]
 async fn wrong_arguments_are_named() {
     let server = Server::start(&[]).await;
-    for (path, call, param, words) in completions().chain(messages()).chain(unsupported()) {
+    for (path, call, param, words) in completions().chain(messages()).chain(chats()) {
         let response = server.post(path, &call).await;
         let error = error(response, StatusCode::BAD_REQUEST).await;
         assert_eq!(error["type"], "invalid_request_error", "{call}");

@@ -1,6 +1,7 @@
 //! The server as its clients see it, over a tiny model with random weights.
 
 mod answers;
+mod draws;
 mod errors;
 mod limits;
 mod model;
