@@ -13,7 +13,7 @@
 //! // Zero stays zero, and e^0 is 1.
 //! let functions: [fn(_, &mut [f32]); 6] = [silu, gelu_erf, gelu_tanh, relu, relu2, tanh];
 //! functions.iter().for_each(|f| f(level, &mut x));
-//! [swiglu, geglu, geglu_tanh].map(|f: fn(_, &mut [f32], &[f32])| f(level, &mut x, &[1.; 16]));
+//! [swiglu, geglu, geglu_tanh, relu2_glu].map(|f: fn(_, &mut [f32], &[f32])| f(level, &mut x, &[1.; 16]));
 //! assert_eq!(x, [0.; 16]);
 //! exp_weight(level, &mut x);
 //! assert_eq!(x, [1.; 16]);
@@ -290,6 +290,11 @@ gated!(
     geglu_tanh,
     gelu_tanh_v
 );
+gated!(
+    /// `gate[i] = max(gate[i], 0)^2 * up[i]`
+    relu2_glu,
+    relu2_v
+);
 
 #[cfg(test)]
 mod tests {
@@ -462,8 +467,12 @@ mod tests {
     fn gates_are_what_they_are_alone_times_up() {
         type Gated = fn(Level, &mut [f32], &[f32]);
         type Alone = fn(Level, &mut [f32]);
-        let forms: [(Gated, Alone); 3] =
-            [(swiglu, silu), (geglu, gelu_erf), (geglu_tanh, gelu_tanh)];
+        let forms: [(Gated, Alone); 4] = [
+            (swiglu, silu),
+            (geglu, gelu_erf),
+            (geglu_tanh, gelu_tanh),
+            (relu2_glu, relu2),
+        ];
         for level in Level::available() {
             for len in [0, 1, 7, 8, 31, 100] {
                 for (gated, activate) in forms {

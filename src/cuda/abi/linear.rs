@@ -19,6 +19,7 @@ abi! {
     const ACT_SWIGLU: Count<i32> = 6;
     const ACT_GEGLU: Count<i32> = 7;
     const ACT_GEGLU_TANH: Count<i32> = 8;
+    const ACT_RELU2_GLU: Count<i32> = 9;
 
     /// Matrices of a launch.
     const MAX_WEIGHTS: Count<i32> = 3;

@@ -4,6 +4,7 @@
 //! [`unpacked`] brings what comes out of it into a format of the crate's own.
 
 mod awq;
+mod bitnet;
 mod compressed;
 mod config;
 mod files;

@@ -44,6 +44,13 @@ impl<'a> Tensors<'a> {
         self.source.contains(&self.name(part))
     }
 
+    /// Whether the layer is an embedding or a head, by its name.
+    pub fn is_end(&self) -> bool {
+        ["embed", "wte", "head"]
+            .iter()
+            .any(|part| self.stem.contains(part))
+    }
+
     fn name(&self, part: &str) -> String {
         format!("{}.{part}", self.stem)
     }

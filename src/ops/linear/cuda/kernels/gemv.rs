@@ -69,6 +69,7 @@ pub(crate) fn activation_index(activation: Activation) -> i32 {
         Activation::SwiGlu => abi::ACT_SWIGLU,
         Activation::GeGlu => abi::ACT_GEGLU,
         Activation::GeGluTanh => abi::ACT_GEGLU_TANH,
+        Activation::Relu2Glu => abi::ACT_RELU2_GLU,
     };
     index as i32
 }
