@@ -7,7 +7,8 @@ use crate::support::{device, on_every_device};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::models::{
-    Architecture, CausalLm, Checkpoint, gpt_neox, llama, qwen2, qwen3, save_compressed_tensors,
+    Architecture, CausalLm, Checkpoint, bitnet, gpt_neox, llama, qwen2, qwen3,
+    save_compressed_tensors,
 };
 use candle_fused::quant::{Quantization, Recipe};
 use candle_fused::trace;
@@ -17,7 +18,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 /// Every model, and the format in which its products have to run; FP8 is dense, in `linear`.
-const MODELS: [(&str, &str); 13] = [
+const MODELS: [(&str, &str); 16] = [
     ("llama_gptq_g128", "int4-g128"),
     ("llama_gptq_act_order", "int4-g32-z"),
     ("llama_gptq_own_orders", "int4-g64"),
@@ -31,16 +32,19 @@ const MODELS: [(&str, &str); 13] = [
     ("qwen3_w8a8", "int8"),
     ("qwen3_fp8_block", "linear"),
     ("llama_fp8_channel", "linear"),
+    ("bitnet_offline", "ternary-row"),
+    ("bitnet_online", "ternary-row"),
+    ("bitnet_bitlinear", "ternary-row"),
 ];
 
-struct Model {
+pub struct Model {
     name: &'static str,
     folder: PathBuf,
     config: String,
 }
 
 impl Model {
-    fn open(name: &'static str) -> Result<Self> {
+    pub fn open(name: &'static str) -> Result<Self> {
         let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
         let folder = root.join("tests/data/checkpoints").join(name);
         let config = std::fs::read_to_string(folder.join("config.json"))?;
@@ -62,7 +66,7 @@ impl Model {
         Ok(files)
     }
 
-    fn weights(&self, dtype: DType) -> Result<VarBuilder<'static>> {
+    pub fn weights(&self, dtype: DType) -> Result<VarBuilder<'static>> {
         // SAFETY: nobody changes the repository's files.
         let checkpoint = unsafe { Checkpoint::open(&self.files()?, &self.config) }?;
         Ok(checkpoint.var_builder(dtype, &device()))
@@ -74,11 +78,11 @@ impl Model {
         unsafe { VarBuilder::from_mmaped_safetensors(&self.files()?, dtype, &device()) }
     }
 
-    fn read<C: DeserializeOwned>(&self) -> C {
+    pub fn read<C: DeserializeOwned>(&self) -> C {
         serde_json::from_str(&self.config).expect("a configuration")
     }
 
-    fn golden(&self) -> Result<HashMap<String, Tensor>> {
+    pub fn golden(&self) -> Result<HashMap<String, Tensor>> {
         candle_core::safetensors::load(self.folder.join("golden.safetensors"), &Device::Cpu)
     }
 
@@ -90,6 +94,7 @@ impl Model {
         match self.name.split('_').next() {
             Some("qwen2") => own(&self.read::<qwen2::Config>(), vb, ids, fusion),
             Some("qwen3") => own(&self.read::<qwen3::Config>(), vb, ids, fusion),
+            Some("bitnet") => own(&self.read::<bitnet::Config>(), vb, ids, fusion),
             _ => {
                 let config = self.read::<llama::LlamaConfig>().into_config(false);
                 let mut cache = llama::Cache::new(true, vb.dtype(), &config, vb.device())?;
@@ -100,7 +105,7 @@ impl Model {
     }
 
     /// How far the logits are from the reference.
-    fn error(&self, vb: VarBuilder, fusion: Fusion) -> Result<f64> {
+    pub fn error(&self, vb: VarBuilder, fusion: Fusion) -> Result<f64> {
         let golden = self.golden()?;
         let ids = golden["input_ids"].to_dtype(DType::U32)?;
         let logits = self.logits(vb, &ids.to_device(&device())?, fusion)?;

@@ -5,6 +5,7 @@ mod allocations;
 mod app;
 mod balance;
 mod bench_stats;
+mod bitnet;
 mod checkpoints;
 mod dense;
 mod drop_in;

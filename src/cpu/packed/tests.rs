@@ -110,13 +110,16 @@ fn expect(format: &BlockFormat, row: &[u8], x: &[f32], exact: &[f32]) -> Expecte
     e
 }
 
+fn in_parts(fine: bool) -> Grain {
+    Grain {
+        fine,
+        ..Default::default()
+    }
+}
+
 fn check(dtype: GgmlDType, blocks: &[u8], shape: (usize, usize, usize), x: &[f32]) {
     for fine in [false, true] {
-        let grain = Grain {
-            fine,
-            ..Grain::default()
-        };
-        check_in(grain, dtype, blocks, shape, x);
+        check_in(in_parts(fine), dtype, blocks, shape, x);
     }
 }
 
@@ -393,11 +396,7 @@ fn values_that_are_not_finite_make_their_token_nan_and_no_other() {
             .flat_map(|level| [(level, false), (level, true)])
         {
             let mut q = Q8Activations::default();
-            let grain = Grain {
-                fine,
-                ..Grain::default()
-            };
-            q.refill_by(level, &x, (m, cols), grain).unwrap();
+            q.refill_by(level, &x, (m, cols), in_parts(fine)).unwrap();
             let mut out = vec![0.0; m * rows];
             matrix.forward(level, &q, &mut out).unwrap();
             for (t, out) in out.chunks_exact(rows).enumerate() {
