@@ -63,6 +63,8 @@ abi! {
         norm: i32,
         /// Of x and of the norm's weight and bias.
         dtype: i32,
+        /// Whether rows become whole numbers of a 127th of their largest magnitude, in the kernels that know it.
+        rounds: i32,
     }
 
     /// What happens to an output before it is written: act(y + bias) + residuals.
