@@ -117,11 +117,10 @@ template <typename T, int N, bool BACK> __device__ __forceinline__ void quantize
   each_pack([&](Pack<T, N>& v, uint32_t at, bool kept) {
     if (!kept) normalise(v, at);
     const auto rounded = codes_of(v, scale.inverse);
-    if constexpr (BACK) {
+    if constexpr (BACK)
       store_values(reinterpret_cast<T*>(codes) + at * N, rounded, scale.scale);
-    } else {
+    else
       store_codes(codes + at * N, rounded);
-    }
   });
   if constexpr (BACK) return;
   for (uint32_t at = p.width + g.thread; at < p.pitch; at += g.threads) codes[at] = 0;

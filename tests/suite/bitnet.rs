@@ -1,11 +1,15 @@
 //! BitNet against transformers' own layers in float64, which round their inputs to 8 bits of each token.
 
 use crate::checkpoints::Model;
-use crate::support::{device, on_every_device};
+use crate::per_token::apart;
+use crate::quant_schemes::weight_on;
+use crate::support::{device, on_every_device, randn_on};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::generation::{self, Generation};
 use candle_fused::models::bitnet::{Config, ModelForCausalLM};
 use candle_fused::models::{Checkpoint, llama};
+use candle_fused::ops::linear::reference;
+use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::serving::{self, Engine, Request};
 use candle_fused::{ActivationBits, Fusion};
 
@@ -214,4 +218,32 @@ fn read(tensors: &[(&str, Tensor)]) -> Result<Tensor> {
     let checkpoint = unsafe { Checkpoint::open(&[path], config) }?;
     let vb = checkpoint.var_builder(DType::F32, &Device::Cpu);
     vb.get((4, 8), "layer.weight")
+}
+
+/// In products of every kind: dense ones of each dtype, and INT8 weights that meet many rows in int8 on a GPU.
+#[test]
+fn squared_relu_gates_in_every_product() -> Result<()> {
+    on_every_device(|| {
+        let epilogue = Epilogue {
+            activation: Activation::Relu2Glu,
+            ..Default::default()
+        };
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for m in [1, 3, 16, 70] {
+                let x = (randn_on(&[m, 128], dtype, &device())? * 0.2)?;
+                let dense = |n: usize| randn_on(&[n, 128], dtype, &device()).map(Weight::Dense);
+                let int8 = |n: usize| weight_on(n, 128, "int8".parse()?, &device());
+                for (weights, limit) in [
+                    ([dense(32)?, dense(32)?], 2e-2),
+                    ([int8(32)?, int8(32)?], 5e-2),
+                ] {
+                    let y = quant_linear(&x, Prologue::None, &weights, &epilogue)?;
+                    let expected = reference(&x, Prologue::None, &weights, &epilogue)?;
+                    let error = apart(&y, &expected)?;
+                    assert!(error < limit, "{dtype:?} [{m}, 128]: {error:e}");
+                }
+            }
+        }
+        Ok(())
+    })
 }

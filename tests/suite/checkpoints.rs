@@ -17,8 +17,8 @@ use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-/// Every model, and the format in which its products have to run; FP8 is dense, in `linear`.
-const MODELS: [(&str, &str); 16] = [
+/// Every model, and the format in which its products have to run; FP8 and NF4 are dense, in `linear`.
+const MODELS: [(&str, &str); 18] = [
     ("llama_gptq_g128", "int4-g128"),
     ("llama_gptq_act_order", "int4-g32-z"),
     ("llama_gptq_own_orders", "int4-g64"),
@@ -32,6 +32,8 @@ const MODELS: [(&str, &str); 16] = [
     ("qwen3_w8a8", "int8"),
     ("qwen3_fp8_block", "linear"),
     ("llama_fp8_channel", "linear"),
+    ("llama_nf4", "linear"),
+    ("qwen2_nf4_double", "linear"),
     ("bitnet_offline", "ternary-row"),
     ("bitnet_online", "ternary-row"),
     ("bitnet_bitlinear", "ternary-row"),
@@ -156,6 +158,8 @@ fn a_plain_builder_gives_what_tensors_tell() -> Result<()> {
             ("llama_awq_g64", None),
             ("qwen2_w4a16_asymmetric", None),
             ("llama_w8a16", None),
+            ("llama_nf4", None),
+            ("qwen2_nf4_double", None),
             ("llama_gptq_act_order", Some("checkpoint_format")),
             ("qwen2_gptq_v2", Some("checkpoint_format")),
             ("qwen3_w8a8", Some("models::Checkpoint")),
@@ -190,6 +194,7 @@ fn plain_candle_takes_the_numbers() -> Result<()> {
         "llama_awq_g64",
         "llama_w8a16",
         "llama_fp8_channel",
+        "llama_nf4",
     ] {
         let model = Model::open(name)?;
         let (vb, golden) = (model.weights(DType::F32)?, model.golden()?);
@@ -201,6 +206,20 @@ fn plain_candle_takes_the_numbers() -> Result<()> {
         let last = golden["logits"].narrow(1, ids.dim(1)? - 1, 1)?.squeeze(1)?;
         let error = relative_error(&logits, &last)?;
         assert!(error < 1e-5, "{name}: {error:e}");
+    }
+    Ok(())
+}
+
+/// Values of a table are bitsandbytes' to the bit.
+#[test]
+fn table_values_are_those_of_bitsandbytes() -> Result<()> {
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    for model in ["llama_nf4", "qwen2_nf4_double"] {
+        let opened = Model::open(model)?;
+        let own = opened.weights(DType::F32)?.get((128, 128), name)?;
+        let expected = opened.golden()?["q_proj"].flatten_all()?;
+        let values = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
+        assert_eq!(values(own)?, values(expected)?, "{model}");
     }
     Ok(())
 }

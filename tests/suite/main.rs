@@ -41,6 +41,7 @@ mod paged_append;
 mod paged_attention;
 mod paged_prefill;
 mod pages;
+mod per_token;
 mod pool;
 mod pool_model;
 mod properties;

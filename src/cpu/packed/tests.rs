@@ -111,10 +111,8 @@ fn expect(format: &BlockFormat, row: &[u8], x: &[f32], exact: &[f32]) -> Expecte
 }
 
 fn in_parts(fine: bool) -> Grain {
-    Grain {
-        fine,
-        ..Default::default()
-    }
+    let [wide, whole] = [false; 2];
+    Grain { wide, whole, fine }
 }
 
 fn check(dtype: GgmlDType, blocks: &[u8], shape: (usize, usize, usize), x: &[f32]) {
@@ -391,10 +389,8 @@ fn values_that_are_not_finite_make_their_token_nan_and_no_other() {
         x[cols + 77] = f32::NAN;
         x[3 * cols] = f32::INFINITY;
         x[4 * cols + 511] = f32::NEG_INFINITY;
-        for (level, fine) in Level::available()
-            .into_iter()
-            .flat_map(|level| [(level, false), (level, true)])
-        {
+        let levels = Level::available().into_iter();
+        for (level, fine) in levels.flat_map(|level| [(level, false), (level, true)]) {
             let mut q = Q8Activations::default();
             q.refill_by(level, &x, (m, cols), in_parts(fine)).unwrap();
             let mut out = vec![0.0; m * rows];

@@ -22,6 +22,7 @@ pub enum Format {
     },
     Fp8(Block),
     BitNet(Layer),
+    Nf4,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +48,9 @@ struct Raw {
     linear_class: Option<String>,
     quantization_mode: Option<String>,
     use_rms_norm: Option<bool>,
+    load_in_4bit: Option<bool>,
+    bnb_4bit_quant_type: Option<String>,
+    bnb_4bit_quant_storage: Option<String>,
     modules_to_not_convert: Option<Vec<String>>,
     #[serde(default)]
     config_groups: BTreeMap<String, Group>,
@@ -105,7 +109,7 @@ impl Format {
 }
 
 /// What `quant_method` may be.
-const METHODS: &str = "gptq, awq, compressed-tensors, fp8 or bitnet";
+const METHODS: &str = "gptq, awq, compressed-tensors, fp8, bitnet or bitsandbytes";
 
 /// The error of a field whose value is not taken.
 fn refuse<T>(field: impl Display, value: impl Display, expected: &str) -> Result<T> {
@@ -154,6 +158,7 @@ impl Raw {
             Some("compressed-tensors" | "compressed_tensors") => self.compressed(),
             Some("fp8") => self.fp8(),
             Some("bitnet") => self.bitnet(),
+            Some("bitsandbytes") => self.bitsandbytes(),
             Some(other) => refuse("quant_method", format_args!("`{other}`"), METHODS),
             None => refuse("quant_method", "missing", METHODS),
         }
@@ -190,6 +195,19 @@ impl Raw {
         one_of("fmt", self.fmt.as_deref(), &["e4m3"])?;
         check_block("weight_block_size", self.weight_block_size)?;
         Ok(Format::Fp8(self.weight_block_size))
+    }
+
+    fn bitsandbytes(&self) -> Result<Format> {
+        if self.load_in_4bit != Some(true) {
+            let given = self.load_in_4bit.map_or("missing", |_| "false");
+            return refuse("load_in_4bit", given, "true");
+        }
+        // What nothing is said of is FP4.
+        let kind = self.bnb_4bit_quant_type.as_deref().unwrap_or("fp4");
+        one_of("bnb_4bit_quant_type", Some(kind), &["nf4"])?;
+        let storage = self.bnb_4bit_quant_storage.as_deref();
+        one_of("bnb_4bit_quant_storage", storage, &["uint8"])?;
+        Ok(Format::Nf4)
     }
 
     fn bitnet(&self) -> Result<Format> {
@@ -384,6 +402,9 @@ mod tests {
         assert_eq!(bitnet("bitlinear", "offline"), layer(Layer::Divided));
         assert_eq!(bitnet("autobitlinear", "offline"), layer(Layer::Multiplied));
         assert_eq!(bitnet("autobitlinear", "online"), layer(Layer::Online));
+        let nf4 = json!({"quant_method": "bitsandbytes", "load_in_4bit": true,
+                         "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true});
+        assert_eq!(read(nf4), Ok(Some(Format::Nf4)));
     }
 
     #[test]
@@ -426,6 +447,14 @@ mod tests {
             (
                 json!({"quant_method": "bitnet", "linear_class": "linear"}),
                 "linear_class is `linear`",
+            ),
+            (
+                json!({"quant_method": "bitsandbytes", "load_in_8bit": true}),
+                "load_in_4bit is missing",
+            ),
+            (
+                json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
+                "bnb_4bit_quant_type is `fp4`, expected nf4",
             ),
             (
                 json!({"quant_method": "bitnet", "use_rms_norm": true}),

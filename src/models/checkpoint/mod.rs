@@ -10,6 +10,7 @@ mod config;
 mod files;
 mod fp8;
 mod gptq;
+mod nf4;
 mod packing;
 mod stored;
 mod tensors;

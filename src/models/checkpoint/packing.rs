@@ -4,7 +4,7 @@ use super::config::{Bytes, Format};
 use super::gptq::Zeros;
 use super::tensors::Tensors;
 use super::unpacked::{Target, Unpacked};
-use super::{awq, bitnet, compressed, fp8, gptq};
+use super::{awq, bitnet, compressed, fp8, gptq, nf4};
 use crate::models::weights::arranged;
 use crate::nn::LinearWeight;
 use candle_core::{DType, Result, Tensor, bail};
@@ -18,6 +18,7 @@ pub enum Packing {
     IntQuantized,
     Fp8(fp8::Block),
     BitNet(bitnet::Layer),
+    Nf4,
 }
 
 /// What is read.
@@ -58,6 +59,7 @@ impl Packing {
             Some(Format::BitNet(layer)) if bitnet::is_there(tensors, layer) => {
                 Some(Packing::BitNet(layer))
             }
+            Some(Format::Nf4) | None if nf4::is_there(tensors) => Some(Packing::Nf4),
             Some(_) => None,
             None if tensors.has(gptq::PACKED) => {
                 let (_, dims) = tensors.matrix_of_words(gptq::PACKED)?;
@@ -130,6 +132,7 @@ impl Packing {
             Packing::IntQuantized => compressed::read_bytes(tensors, size),
             Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
             Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Numbers),
+            Packing::Nf4 => return nf4::read(tensors, size).map(Matrix::Numbers),
         };
         codes.map(Matrix::Codes)
     }

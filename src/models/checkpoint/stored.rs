@@ -39,6 +39,12 @@ impl<'a> Stored<'a> {
             }
             false => None,
         };
+        if let Some(Format::Nf4 | Format::Fp8(_)) = format {
+            tracing::info!(
+                "the checkpoint's {format:?} weights are dequantized to {:?}",
+                vb.dtype()
+            );
+        }
         Ok(Self {
             vb,
             on_host,

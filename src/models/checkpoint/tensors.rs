@@ -104,6 +104,11 @@ impl<'a> Tensors<'a> {
         tensor.flatten_all()?.to_vec1()
     }
 
+    /// Bytes, however many.
+    pub fn all_bytes(&self, part: &str) -> Result<Vec<u8>> {
+        self.read(part, DType::U8)?.flatten_all()?.to_vec1()
+    }
+
     /// Numbers, and their shape.
     pub fn numbers(&self, part: &str) -> Result<(Vec<f32>, Vec<usize>)> {
         let tensor = self.read(part, DType::F32)?;

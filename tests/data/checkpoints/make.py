@@ -1,7 +1,7 @@
 """Writes tiny random models in the quantized formats of the hub, packed by the formats' own projects, and what
 transformers computes in float64 with the weights that those projects read back.
 
-    pip install torch transformers safetensors compressed-tensors numpy
+    pip install torch transformers safetensors compressed-tensors bitsandbytes numpy
     pip download --no-deps auto-gptq==0.7.1 autoawq==0.2.9    # unpacked beside each other, in FOLDER
     python tests/data/checkpoints/make.py FOLDER [NAME ..]
 
@@ -14,6 +14,7 @@ import pathlib
 import sys
 import types
 
+import bitsandbytes.functional
 import torch
 
 # transformers compiles BitNet's layers, which takes longer than all else here.
@@ -230,6 +231,22 @@ def bitnet(name, weight, option, tools, generator, orders):
     return {"weight": packed, "weight_scale": scale}, codes.double() * by
 
 
+def nf4(name, weight, option, tools, generator, orders):
+    """bitsandbytes' tensors, and the weight that they stand for."""
+    functional = bitsandbytes.functional
+    packed, state = functional.quantize_4bit(
+        weight.to(getattr(torch, option["bnb_4bit_compute_dtype"])),
+        blocksize=64,
+        compress_statistics=option["bnb_4bit_use_double_quant"],
+        quant_type="nf4",
+    )
+    tensors = {"weight": packed, **{f"weight.{part}": t for part, t in state.as_dict(packed=True).items()}}
+    read = functional.QuantState.from_dict(state.as_dict(packed=True), device="cpu")
+    # Without the rounding to the dtype of the weights that were quantized.
+    read.dtype = torch.float32
+    return tensors, functional.dequantize_4bit(packed, read).double()
+
+
 def with_bitnet_layers(model, tensors, option):
     """The model in float64 with transformers' own layers in place of the linear ones, which round their inputs."""
     weights = {path: layer.weight.data for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
@@ -287,6 +304,18 @@ def compressed_config(format, weights, inputs=None):
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
+    }
+
+
+def nf4_config(dtype, double):
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_use_double_quant": double,
     }
 
 
@@ -367,6 +396,8 @@ MODELS = {
         {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"},
         {},
     ),
+    "llama_nf4": ("llama", nf4, nf4_config("float16", False), {}),
+    "qwen2_nf4_double": ("qwen2", nf4, nf4_config("bfloat16", True), {"tied": True}),
     "llama_fp8_channel": (
         "llama",
         fp8_channel,
@@ -406,7 +437,7 @@ def make(name, tools):
         packed, exact = method(path, layer.weight.data, {**config, **special}, tools, generator, orders)
         tensors.update({f"{path}.{part}": tensor for part, tensor in packed.items()})
         layer.weight.data = exact_weights[path] = exact
-    quantized = {key.rsplit(".", 1)[0] + ".weight" for key in tensors}
+    quantized = {f"{path}.weight" for path in exact_weights}
     for key, tensor in model.state_dict().items():
         if key not in quantized and not (tied and key == "lm_head.weight"):
             tensors[key] = tensor.half()
@@ -428,6 +459,7 @@ def make(name, tools):
             ids = torch.randint(2, SHARED["vocab_size"], (2, 9), generator=generator)
         # What it goes on with, token by token.
         golden["next"] = greedy(model, ids[:1], 8)
+    if method in [bitnet, nf4]:
         golden["q_proj"] = exact_weights["model.layers.0.self_attn.q_proj"].float()
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
