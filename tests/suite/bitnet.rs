@@ -42,9 +42,14 @@ fn weights_are_those_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// The models round where the reference does. On the CPU only f32's own roundings are left; a code of one input more or
-/// less would be a hundred times as much. On a GPU more than eight rows of x are rounded to bf16 in front of the tensor
-/// cores, and with 16 bits there is nothing that flips a code but that.
+/// In f32. On the CPU only its own roundings are left; an input that falls to another step would be a hundred times as
+/// much. On a GPU more than eight rows of x are rounded to bf16 in front of the tensor cores, which makes inputs of the
+/// next product fall so.
+fn limit() -> f64 {
+    if device().is_cpu() { 1e-5 } else { 4e-2 }
+}
+
+/// The models round where the reference does.
 #[test]
 fn logits_are_those_of_rounded_inputs() -> Result<()> {
     on_every_device(|| {
@@ -52,15 +57,14 @@ fn logits_are_those_of_rounded_inputs() -> Result<()> {
             let model = Model::open(name)?;
             let error = |dtype, fusion| model.error(model.weights(dtype)?, fusion);
             let fused = error(DType::F32, Fusion::all())?;
-            let limit = if device().is_cpu() { 1e-5 } else { 2e-2 };
-            assert!(fused < limit, "{name}: {fused:e}");
+            assert!(fused < limit(), "{name}: {fused:e}");
             // Without the fused products of quantized weights, their numbers in dense ones.
             let dense = Fusion {
                 quant_linear: false,
                 ..Fusion::all()
             };
             let dense = error(DType::F32, dense)?;
-            assert!(dense < 1e-5, "{name}: {dense:e} with dense products");
+            assert!(dense < limit(), "{name}: {dense:e} with dense products");
             for dtype in [DType::F16, DType::BF16] {
                 let half = error(dtype, Fusion::all())?;
                 assert!(half < 4e-2, "{name} in {dtype:?}: {half:e}");
@@ -99,7 +103,7 @@ fn tokens_are_those_of_transformers() -> Result<()> {
     on_every_device(|| {
         for name in MODELS {
             let golden = Model::open(name)?.golden()?;
-            let ids = golden["input_ids"].to_dtype(DType::U32)?;
+            let ids = golden["prompt"].to_dtype(DType::U32)?;
             let prompt = ids.to_vec2::<u32>()?.swap_remove(0);
             let next = golden["next"].to_dtype(DType::U32)?;
             let next = next.flatten_all()?.to_vec1::<u32>()?;
@@ -151,8 +155,7 @@ fn every_fusion_gives_the_same_model() -> Result<()> {
         let model = Model::open("bitnet_online")?;
         for name in Fusion::NAMES {
             let error = model.error(model.weights(DType::F32)?, name.parse()?)?;
-            let limit = if device().is_cpu() { 1e-5 } else { 2e-2 };
-            assert!(error < limit, "{name}: {error:e}");
+            assert!(error < limit(), "{name}: {error:e}");
         }
         Ok(())
     })

@@ -318,3 +318,47 @@ fn every_family_takes_packed_matrices() -> Result<()> {
         Ok(())
     })
 }
+
+/// A damaged file of NF4 is one line that names the tensor.
+#[test]
+fn damaged_tables_are_named() -> Result<()> {
+    let model = Model::open("qwen2_nf4_double")?;
+    let tensors =
+        candle_core::safetensors::load(model.folder.join("model.safetensors"), &Device::Cpu)?;
+    let weight = "model.layers.0.self_attn.q_proj.weight";
+    let state = |text: &str| Tensor::new(text.as_bytes(), &Device::Cpu);
+    let short = |part: &str| tensors[&format!("{weight}.{part}")].narrow(0, 0, 8);
+    for (part, tensor, said) in [
+        (".absmax", short("absmax")?, "absmax` has shape [8]"),
+        (
+            ".quant_map",
+            short("quant_map")?,
+            "weight.quant_map has shape [8]",
+        ),
+        (
+            ".nested_quant_map",
+            short("nested_quant_map")?,
+            "expected [256]",
+        ),
+        (".quant_state.bitsandbytes__nf4", state("{}")?, "blocksize"),
+        (
+            ".quant_state.bitsandbytes__nf4",
+            state(r#"{"blocksize": 64, "shape": [64, 128]}"#)?,
+            "says the shape [64, 128], expected [128, 128]",
+        ),
+        (
+            ".quant_state.bitsandbytes__nf4",
+            state(r#"{"blocksize": 48, "shape": [128, 128]}"#)?,
+            "expected a power of two",
+        ),
+    ] {
+        let mut tensors = tensors.clone();
+        tensors.insert(format!("{weight}{part}"), tensor);
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        let error = CausalLm::new(&model.read::<qwen2::Config>(), vb).unwrap_err();
+        let error = error.to_string();
+        let line = first_line(&error);
+        assert!(line.contains(said) && line.contains("q_proj"), "{line}");
+    }
+    Ok(())
+}
