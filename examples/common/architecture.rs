@@ -4,7 +4,7 @@ use std::fmt;
 
 use anyhow::{Result, bail};
 use candle_fused::models::smol::smollm3;
-use candle_fused::models::{gpt_neox, llama, mistral, phi3, qwen2, qwen3};
+use candle_fused::models::{bitnet, gpt_neox, llama, mistral, phi3, qwen2, qwen3};
 use serde_json::Value;
 
 /// An architecture that candle-fused has.
@@ -17,6 +17,7 @@ pub enum Architecture {
     Mistral,
     Phi3,
     SmolLm3,
+    BitNet,
 }
 
 /// A checkpoint's configuration.
@@ -29,6 +30,7 @@ pub enum Config {
     Mistral(mistral::Config),
     Phi3(phi3::Config),
     SmolLm3(smollm3::Config),
+    BitNet(bitnet::Config),
 }
 
 /// What is done for a Llama, whose types differ, and what for the configuration of any other architecture.
@@ -43,12 +45,13 @@ macro_rules! with_config {
             $crate::architecture::Config::Mistral($other) => $as_other,
             $crate::architecture::Config::Phi3($other) => $as_other,
             $crate::architecture::Config::SmolLm3($other) => $as_other,
+            $crate::architecture::Config::BitNet($other) => $as_other,
         }
     };
 }
 
 impl Architecture {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -56,6 +59,7 @@ impl Architecture {
         Self::Mistral,
         Self::Phi3,
         Self::SmolLm3,
+        Self::BitNet,
     ];
 
     /// By `model_type` of a config.json, or `general.architecture` of a GGUF file.
@@ -65,7 +69,7 @@ impl Architecture {
             Some(architecture) => Ok(architecture),
             None => bail!(
                 "models of the architecture '{name}' are not run here; take a llama, qwen2, qwen3, gpt_neox, \
-                 mistral, phi3 or smollm3 model"
+                 mistral, phi3, smollm3 or bitnet model"
             ),
         }
     }
@@ -80,6 +84,7 @@ impl Architecture {
             Self::Mistral => "mistral",
             Self::Phi3 => "phi3",
             Self::SmolLm3 => "smollm3",
+            Self::BitNet => "bitnet",
         }
     }
 
@@ -104,6 +109,7 @@ impl Architecture {
             Self::Mistral => Config::Mistral(serde_json::from_value(json)?),
             Self::Phi3 => Config::Phi3(serde_json::from_value(json)?),
             Self::SmolLm3 => Config::SmolLm3(serde_json::from_value(json)?),
+            Self::BitNet => Config::BitNet(serde_json::from_value(json)?),
         })
     }
 }

@@ -3,7 +3,7 @@
 use std::io::{Read, Seek};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use candle_fused::Fusion;
@@ -71,6 +71,9 @@ pub fn load(
                 Architecture::GptNeox => blocks::<gpt_neox::Config>(file, place, fusion),
                 Architecture::Phi3 => blocks::<phi3::Config>(file, place, fusion),
                 Architecture::SmolLm3 => blocks::<smollm3::Config>(file, place, fusion),
+                Architecture::BitNet => {
+                    bail!("GGUF files of BitNet are not run here; take its safetensors files")
+                }
             }
             .with_context(|| damaged(&path))
         }

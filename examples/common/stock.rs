@@ -31,7 +31,7 @@ pub enum Kind {
 
 impl Kind {
     /// candle-transformers has no GPT-NeoX, and its Qwen and Mistral models either refuse sliding windows or
-    /// mask other positions than Hugging Face. Its Phi-3 and SmolLM3 are not run here.
+    /// mask other positions than Hugging Face. Its Phi-3 and SmolLM3 are not run here, and it has no BitNet.
     pub fn of(weights: &Weights) -> Result<Self> {
         let slides = match weights {
             Weights::Safetensors { config, .. } => config["use_sliding_window"] == true,
@@ -41,7 +41,8 @@ impl Kind {
             Architecture::GptNeox
             | Architecture::Mistral
             | Architecture::Phi3
-            | Architecture::SmolLm3 => Self::PlainCandle,
+            | Architecture::SmolLm3
+            | Architecture::BitNet => Self::PlainCandle,
             Architecture::Qwen2 | Architecture::Qwen3 if slides => Self::PlainCandle,
             _ => Self::Stock,
         })

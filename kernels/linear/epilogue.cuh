@@ -39,6 +39,7 @@ __device__ __forceinline__ float activate(int activation, float v) {
 // What multiplies the gated half.
 __device__ __forceinline__ float gate(int activation, float v) {
   if (activation == ACT_SWIGLU) return silu(v);
+  if (activation == ACT_RELU2_GLU) return activate(ACT_RELU2, v);
   return activate(activation == ACT_GEGLU ? ACT_GELU : ACT_GELU_TANH, v);
 }
 

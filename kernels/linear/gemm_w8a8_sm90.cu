@@ -43,6 +43,9 @@ __device__ __forceinline__ void activate_pairs(const W8A8Product& p, Pairs& y) {
     case ACT_GEGLU_TANH:
       gate_each(y, [](float v) { return activate(ACT_GELU_TANH, v); });
       break;
+    case ACT_RELU2_GLU:
+      gate_each(y, [](float v) { return activate(ACT_RELU2, v); });
+      break;
     case ACT_SILU:
       each(y, [](float v) { return activate(ACT_SILU, v); });
       break;

@@ -192,7 +192,8 @@ template <class Format> struct GemvSm90 {
       if (i < stages_of_row) owned[i] = read_pack(p.prologue.x, p.k, pack_of(i));
     }
     if (p.prologue.norm != NORM_NONE) norm(owned, gains, scratch);
-    const float by = row.take(p.prologue, owned, stages_of_row);
+    // The norm has left this scratch a barrier ago.
+    const float by = row.take(p.prologue, owned, stages_of_row, scratch[0]);
     __syncwarp();
     return by;
   }

@@ -38,7 +38,8 @@ template <class Use> __device__ __forceinline__ void each_stage(const Prologue& 
 }
 
 // One row of x in two parts of int8, 256 times the first and the second: 16 bits. Each is laid out as in
-// ByteRows. Then comes room for the row as it was, and what codes are multiplied by.
+// ByteRows. Then comes room for the row as it was, and what codes are multiplied by. Rows that are to be rounded to
+// 8 bits of each token have nothing in the second part.
 struct TwoByteRow {
   static constexpr int BATCH = 2;
   static constexpr bool SUMS = false, SCALES = true;
@@ -46,8 +47,10 @@ struct TwoByteRow {
   static constexpr float LARGEST = 127 * 256;
   char* at;
   uint32_t k, k_blocks;
+  uint32_t shift;  // of whole numbers, to where the first part is
 
-  __device__ TwoByteRow(const Gemv& p, char* at) : at(at), k(p.k), k_blocks(k_blocks_of(p.k)) {}
+  __device__ TwoByteRow(const Gemv& p, char* at)
+      : at(at), k(p.k), k_blocks(k_blocks_of(p.k)), shift(p.prologue.rounds ? 8 : 0) {}
 
   __device__ uint32_t pitch() const { return k_blocks * K_BLOCK + PAD; }
   __device__ float4* raw() const { return reinterpret_cast<float4*>(at + 2 * pitch()); }
@@ -60,13 +63,14 @@ struct TwoByteRow {
   __device__ float4 get_raw(uint32_t, uint32_t piece) const { return raw()[piece]; }
   __device__ void put_sum(uint32_t, uint32_t, float) const {}
   __device__ void put(uint32_t, uint32_t piece, float4 v) const {
-    const uint32_t w[4] = {ByteRows::whole(v.x), ByteRows::whole(v.z), ByteRows::whole(v.y), ByteRows::whole(v.w)};
+    const uint32_t w[4] = {whole(v.x), whole(v.z), whole(v.y), whole(v.w)};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       uint16_t* to = reinterpret_cast<uint16_t*>(at + part * pitch() + place(piece / 2 * 8)) + piece % 2;
       to[0] = bytes_of(w[0], w[1], part), to[2] = bytes_of(w[2], w[3], part);
     }
   }
+  __device__ __forceinline__ uint32_t whole(float v) const { return ByteRows::whole(v) << shift; }
   // Byte 1 of what is rounded to whole 256s, or byte 0, which has a sign.
   static __device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, int part) {
     return part == 0 ? __byte_perm(a + 128, b + 128, 0x0051) : __byte_perm(a, b, 0x0040);
@@ -75,7 +79,9 @@ struct TwoByteRow {
     return __byte_perm(bytes_of(v[0], v[1], part), bytes_of(v[2], v[3], part), 0x5410);
   }
   // What values are multiplied by; those too small for it are zero.
-  static __device__ float inverse(float largest) { return largest > 1e-33f ? __fdividef(LARGEST, largest) : 0.f; }
+  __device__ float inverse(float largest) const {
+    return largest > 1e-33f ? __fdividef(shift ? 127.f : LARGEST, largest) : 0.f;
+  }
   static __device__ float factor_of(float largest) { return largest * (1.f / (LARGEST * TERNARY_UNIT)); }
   __device__ float put_largest(uint32_t, float largest) const {
     *factor() = factor_of(largest);
@@ -87,8 +93,8 @@ struct TwoByteRow {
     uint32_t even[4], odd[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      even[w] = ByteRows::whole(__uint_as_float(words[w] << 16) * by);
-      odd[w] = ByteRows::whole(__uint_as_float(words[w] & 0xffff0000u) * by);
+      even[w] = whole(__uint_as_float(words[w] << 16) * by);
+      odd[w] = whole(__uint_as_float(words[w] & 0xffff0000u) * by);
     }
 #pragma unroll
     for (int part = 0; part < 2; ++part)
@@ -96,14 +102,15 @@ struct TwoByteRow {
           make_uint2(bytes_of(even, part), bytes_of(odd, part));
   }
   // What a warp has of a row of bf16, and of a row that is longer what is still to be read: each warp has a
-  // factor of its own.
-  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row) const {
+  // factor of its own, unless the row is to have one. `scratch` is that of `ThreadGroup::max`.
+  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row, float* scratch) const {
     uint32_t both = 0;
     each_stage(p, k, owned, stages_of_row, [&](uint32_t, uint4 v) {
       both = __vmaxu2(both, __vmaxu2(__vmaxu2(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu),
                                      __vmaxu2(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu)));
     });
-    const float largest = __uint_as_float(__reduce_max_sync(FULL, max(both << 16, both & 0xffff0000u)));
+    const uint32_t most = __reduce_max_sync(FULL, max(both << 16, both & 0xffff0000u));
+    const float largest = __uint_as_float(p.rounds ? ThreadGroup(CONSUMER_THREADS).max(most, scratch) : most);
     const float by = inverse(largest);
     each_stage(p, k, owned, stages_of_row, [&](uint32_t pack, uint4 v) {
       if (pack < k_blocks * (K_BLOCK / 8)) put_eight(8 * pack, v, by);
@@ -123,7 +130,7 @@ struct PartRow : PartRows<INT4_PADDING> {
   __device__ PartRow(const Gemv& p, char* at) : PartRows<INT4_PADDING>(p, at), pieces(p.k / 4) {}
 
   // As above, with nothing to multiply by.
-  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row) const {
+  __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row, float*) const {
     each_stage(p, 4 * pieces, owned, stages_of_row, [&](uint32_t pack, uint4 v) {
       if (pack < k_blocks * (K_BLOCK / 8)) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
     });

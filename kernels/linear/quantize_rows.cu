@@ -5,6 +5,9 @@
 // One warp or one block owns a row and keeps it in registers; bytes moved are x once and a byte for each value. A row
 // with infinite or undefined values gets a scale that is one of these, so that it spreads to all outputs of the row;
 // a row of zeros has scale 0.
+//
+// `quantize_rows_back` writes q scale, rounded to x's dtype, for products that take x as it is and layers that were
+// trained with their input in 8 bits (BitNet b1.58, Ma et al. 2024).
 #include "common/rows.cuh"
 #include "formats/int8_rows.cuh"
 #include "linear/prologue.cuh"
@@ -18,6 +21,13 @@ template <int N> __device__ __forceinline__ void store_codes(int8_t* to, const C
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = int8_t(codes.v[i]);
   }
+}
+
+template <typename T, int N> __device__ __forceinline__ void store_values(T* to, const Codes<N>& codes, float scale) {
+  Pack<T, N> values;
+#pragma unroll
+  for (int i = 0; i < N; ++i) values.v[i] = from_float<T>(static_cast<float>(static_cast<int8_t>(codes.v[i])) * scale);
+  store(to, values);
 }
 
 // The largest over the row, in each of its threads. `scratch` as for RowGroup::sum.
@@ -35,7 +45,7 @@ __device__ __forceinline__ uint32_t row_max(const RowGroup& g, uint32_t v, uint3
   return over_warp(lane < g.threads / WARP ? scratch[lane] : 0);
 }
 
-template <typename T, int N> __device__ __forceinline__ void quantize_row(const QuantizeRowsParams& p) {
+template <typename T, int N, bool BACK> __device__ __forceinline__ void quantize_row(const QuantizeRowsParams& p) {
   constexpr int K = KEPT<T, N>;
   __shared__ float scratch[3][MAX_WARPS];
   __shared__ uint32_t most_scratch[MAX_WARPS];
@@ -49,7 +59,7 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
   pdl_launch();
   if (g.row >= p.rows) return;
   const T* in = static_cast<const T*>(p.prologue.x) + g.row * p.width;
-  int8_t* codes = p.codes + g.row * p.pitch;
+  int8_t* codes = p.codes + g.row * p.pitch * (BACK ? sizeof(T) : 1);
   Pack<T, N> x[K];
 
   // Calls `take` for all of the thread's packs; what it leaves in those that are kept stays.
@@ -103,19 +113,33 @@ template <typename T, int N> __device__ __forceinline__ void quantize_row(const 
     most.take(v);
   });
   const Scale scale(__uint_as_float(row_max(g, most.widened(), most_scratch)));
-  if (g.thread == 0) p.scales[g.row] = scale.scale;
+  if (!BACK && g.thread == 0) p.scales[g.row] = scale.scale;
   each_pack([&](Pack<T, N>& v, uint32_t at, bool kept) {
     if (!kept) normalise(v, at);
-    store_codes(codes + at * N, codes_of(v, scale.inverse));
+    const auto rounded = codes_of(v, scale.inverse);
+    if constexpr (BACK)
+      store_values(reinterpret_cast<T*>(codes) + at * N, rounded, scale.scale);
+    else
+      store_codes(codes + at * N, rounded);
   });
+  if constexpr (BACK) return;
   for (uint32_t at = p.width + g.thread; at < p.pitch; at += g.threads) codes[at] = 0;
 }
 
-template <typename T> __device__ __forceinline__ void quantize(const QuantizeRowsParams& p) {
+template <typename T, bool BACK> __device__ __forceinline__ void quantize_by_width(const QuantizeRowsParams& p) {
   if (p.vectors)
-    quantize_row<T, VEC<T>>(p);
+    quantize_row<T, VEC<T>, BACK>(p);
   else
-    quantize_row<T, 1>(p);
+    quantize_row<T, 1, BACK>(p);
+}
+
+template <typename T> __device__ __forceinline__ void quantize(const QuantizeRowsParams& p) {
+  quantize_by_width<T, false>(p);
+}
+
+template <typename T> __device__ __forceinline__ void back(const QuantizeRowsParams& p) {
+  quantize_by_width<T, true>(p);
 }
 
 FUSED_ENTRIES(quantize_rows, MAX_WARPS * WARP, QuantizeRowsParams, quantize)
+FUSED_ENTRIES(quantize_rows_back, MAX_WARPS * WARP, QuantizeRowsParams, back)

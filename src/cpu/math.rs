@@ -13,7 +13,7 @@
 //! // Zero stays zero, and e^0 is 1.
 //! let functions: [fn(_, &mut [f32]); 6] = [silu, gelu_erf, gelu_tanh, relu, relu2, tanh];
 //! functions.iter().for_each(|f| f(level, &mut x));
-//! [swiglu, geglu, geglu_tanh].map(|f: fn(_, &mut [f32], &[f32])| f(level, &mut x, &[1.; 16]));
+//! [swiglu, geglu, geglu_tanh, relu2_glu].map(|f: fn(_, &mut [f32], &[f32])| f(level, &mut x, &[1.; 16]));
 //! assert_eq!(x, [0.; 16]);
 //! exp_weight(level, &mut x);
 //! assert_eq!(x, [1.; 16]);
@@ -36,6 +36,10 @@
 //! unsafe { dispatch(level, Chain(&mut lanes)) };
 //! assert!(lanes[..4] == x[..4] && (x[0] - std::f32::consts::E).abs() < 1e-6);
 //! ```
+
+mod gates;
+
+pub use gates::{geglu, geglu_tanh, relu2_glu, swiglu};
 
 use super::simd::Level;
 use super::vector::{BIASED, Kernel, Vector, dispatch};
@@ -234,63 +238,6 @@ map!(
     tanh_v
 );
 
-/// Applies `$f` to a gate and multiplies it by what it gates, likewise.
-macro_rules! gated {
-    ($(#[$doc:meta])* $name:ident, $f:ident) => {
-        $(#[$doc])*
-        ///
-        /// # Panics
-        /// If the slices differ in length.
-        pub fn $name(level: Level, gate: &mut [f32], up: &[f32]) {
-            struct Gated<'a>(&'a mut [f32], &'a [f32]);
-            impl Kernel for Gated<'_> {
-                type Output = ();
-                #[inline(always)]
-                unsafe fn run<V: Vector>(self) {
-                    let mut gates = self.0.chunks_exact_mut(V::LANES);
-                    let mut ups = self.1.chunks_exact(V::LANES);
-                    for (gate, up) in (&mut gates).zip(&mut ups) {
-                        // SAFETY: both chunks have `LANES` elements.
-                        unsafe {
-                            let y = $f(V::load(gate.as_ptr())).mul(V::load(up.as_ptr()));
-                            y.store(gate.as_mut_ptr());
-                        }
-                    }
-                    let (gate, up) = (gates.into_remainder(), ups.remainder());
-                    if !gate.is_empty() {
-                        let mut pad = [0.0f32; 16];
-                        pad[..gate.len()].copy_from_slice(gate);
-                        // SAFETY: no vector has more than 16 lanes.
-                        unsafe { $f(V::load(pad.as_ptr())).store(pad.as_mut_ptr()) }
-                        for ((g, s), u) in gate.iter_mut().zip(pad).zip(up) {
-                            *g = s * u;
-                        }
-                    }
-                }
-            }
-            assert_eq!(gate.len(), up.len(), "gate and up differ in length");
-            // SAFETY: the kernel holds slices.
-            unsafe { dispatch(level, Gated(gate, up)) }
-        }
-    };
-}
-
-gated!(
-    /// `gate[i] = silu(gate[i]) * up[i]`
-    swiglu,
-    silu_v
-);
-gated!(
-    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_erf`]
-    geglu,
-    gelu_erf_v
-);
-gated!(
-    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_tanh`]
-    geglu_tanh,
-    gelu_tanh_v
-);
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -456,27 +403,6 @@ mod tests {
             }
         };
         check("gelu_tanh", gelu_tanh, want, tolerance, smallest);
-    }
-
-    #[test]
-    fn gates_are_what_they_are_alone_times_up() {
-        type Gated = fn(Level, &mut [f32], &[f32]);
-        type Alone = fn(Level, &mut [f32]);
-        let forms: [(Gated, Alone); 3] =
-            [(swiglu, silu), (geglu, gelu_erf), (geglu_tanh, gelu_tanh)];
-        for level in Level::available() {
-            for len in [0, 1, 7, 8, 31, 100] {
-                for (gated, activate) in forms {
-                    let gate: Vec<f32> = (0..len).map(|i| i as f32 * 0.37 - 9.0).collect();
-                    let up: Vec<f32> = (0..len).map(|i| 3.0 - i as f32 * 0.11).collect();
-                    let (mut fused, mut apart) = (gate.clone(), gate);
-                    gated(level, &mut fused, &up);
-                    activate(level, &mut apart);
-                    apart.iter_mut().zip(&up).for_each(|(a, u)| *a *= u);
-                    assert_eq!(fused, apart);
-                }
-            }
-        }
     }
 
     #[test]

@@ -185,9 +185,9 @@ impl Pass {
         let hidden = self.buffer(inner)?;
         let mut products = [
             self.behind(qkv, &block.attention_norm, Activation::None, joint)?,
-            self.added(output, attended)?,
+            self.added(output, block.attention.sub_norm(), attended)?,
             self.behind(up, &block.mlp_norm, activation, hidden)?,
-            self.added(down, hidden)?,
+            self.added(down, block.mlp.sub_norm(), hidden)?,
         ];
         self.dequantize(&mut products)?;
         let [qkv, output, up, down] = &products;
@@ -215,9 +215,10 @@ impl Pass {
         self.scratch.take(OP, self.dtype, len)
     }
 
-    /// A product that is added to the stream.
-    fn added(&self, linear: &Projection, x: Address) -> Result<Product> {
+    /// A product that is added to the stream, behind a norm if one is given.
+    fn added(&self, linear: &Projection, norm: Option<&Norm>, x: Address) -> Result<Product> {
         let at = ProductAt {
+            norm: norm.map_or(Ok(None), |norm| self.norm(norm))?,
             residuals: [self.x, 0],
             ..self.at(x, self.x, self.hidden)
         };

@@ -126,9 +126,8 @@ impl<'a> Writer<'a> {
         };
         let first = self.product(qkv, self.x, first)?;
         let inside = self.product(up, self.x, inside)?;
-        let add = self.added();
-        let output = self.product(output, attended, add)?;
-        let down = self.product(down, hidden, add)?;
+        let output = self.product(output, attended, self.added(block.attention.sub_norm()))?;
+        let down = self.product(down, hidden, self.added(block.mlp.sub_norm()))?;
         let step = self.step(block, (keys, layer), rotary, attended)?;
         let side = match block.parallel {
             true => self.side_by_side(&step, [&first, &inside, &output, &down]),
@@ -195,10 +194,10 @@ impl<'a> Writer<'a> {
         Some((both, pair))
     }
 
-    /// A product that is added to the stream.
-    fn added(&self) -> Around<'static> {
+    /// A product that is added to the stream, behind a norm if one is given.
+    fn added<'n>(&self, norm: Option<&'n Norm>) -> Around<'n> {
         Around {
-            norm: None,
+            norm,
             activation: Activation::None,
             residual: self.x,
             out: self.x,

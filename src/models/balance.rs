@@ -122,8 +122,9 @@ impl<S: Source> Balanced<S> {
             Qkv::Three(parts) => parts.contains(&part),
             Qkv::Joint(name) | Qkv::PerHead(name) => *name == part,
         };
-        // Rows of a gate in one matrix with what it gates cannot be told apart here.
-        let down = (gated && names.up.len() == 2).then_some(Site::Down);
+        // Rows of a gate in one matrix with what it gates cannot be told apart here, and a norm stands in between.
+        let apart = names.up.len() == 2 && !shape.kind.sub_norms;
+        let down = (gated && apart).then_some(Site::Down);
         let (columns, rows) = match part {
             _ if is_qkv => (Some(Site::Attention), None),
             _ if part == names.attention_norm => (None, Some(Site::Attention)),

@@ -63,7 +63,8 @@ impl RawPositions {
 
 /// Models whose layers differ from those of any other module in what no field of their configuration
 /// says.
-const UNLIKE_OTHERS: [&str; 20] = [
+const UNLIKE_OTHERS: [&str; 21] = [
+    "bitnet",
     "qwen3",
     "gpt_neox",
     "phi3",

@@ -122,6 +122,7 @@ static KIND: Kind = Kind {
         attention_norm: "input_layernorm",
         qkv: Qkv::PerHead("attention.query_key_value"),
         head_norms: ["", ""],
+        sub_norms: ["", ""],
         output: "attention.dense",
         mlp_norm: "post_attention_layernorm",
         up: &["mlp.dense_h_to_4h"],
@@ -138,6 +139,7 @@ static KIND: Kind = Kind {
     gguf_unrotated: Unrotated::None,
     norm: NormKind::Layer,
     head_norms: false,
+    sub_norms: false,
     side_by_side: true,
     activation: Activation::Gelu,
     biases: Biases {

@@ -8,9 +8,10 @@
 //! | Mistral | [`mistral::Model`] | [`mistral::ModelWeights`] |
 //! | Phi-3, Phi-3.5, Phi-4-mini | [`phi3::Model`] | [`phi3::ModelWeights`] |
 //! | SmolLM3 | [`smol::smollm3::ModelForCausalLM`] | [`smol::smollm3::ModelWeights`] |
+//! | BitNet b1.58 2B4T | [`bitnet::ModelForCausalLM`] | |
 //! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
 //!
-//! Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors) load as they are; [`Checkpoint`]
+//! Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors, BitNet; FP8 and NF4 as numbers) load as they are; [`Checkpoint`]
 //! opens them. Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
 //! ([`save_quantized`]), and loaded in place (`from_quantized`).
 //!
@@ -18,6 +19,7 @@
 //! [`Fusion::none`](crate::Fusion::none) runs candle's own operations throughout.
 
 mod balance;
+pub mod bitnet;
 mod causal_lm;
 pub(crate) mod checkpoint;
 mod config;

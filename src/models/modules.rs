@@ -1,55 +1,62 @@
 //! Which module takes which file, for errors that point onward.
 
-/// A module below [`models`](super), `general.architecture` of its GGUF files, and `model_type` of its
+/// A module below [`models`](super), `general.architecture` of its GGUF files if it takes any, and `model_type` of its
 /// configurations.
 struct Module {
     name: &'static str,
-    gguf: &'static str,
+    gguf: Option<&'static str>,
     model_type: &'static str,
 }
 
-const MODULES: [Module; 7] = [
+const MODULES: [Module; 8] = [
     Module {
         name: "llama",
-        gguf: "llama",
+        gguf: Some("llama"),
         model_type: "llama",
     },
     Module {
         name: "qwen2",
-        gguf: "qwen2",
+        gguf: Some("qwen2"),
         model_type: "qwen2",
     },
     Module {
         name: "qwen3",
-        gguf: "qwen3",
+        gguf: Some("qwen3"),
         model_type: "qwen3",
     },
     Module {
         name: "gpt_neox",
-        gguf: "gptneox",
+        gguf: Some("gptneox"),
         model_type: "gpt_neox",
     },
     Module {
         name: "mistral",
-        gguf: "mistral",
+        gguf: Some("mistral"),
         model_type: "mistral",
     },
     Module {
         name: "phi3",
-        gguf: "phi3",
+        gguf: Some("phi3"),
         model_type: "phi3",
     },
     Module {
         name: "smol::smollm3",
-        gguf: "smollm3",
+        gguf: Some("smollm3"),
         model_type: "smollm3",
+    },
+    Module {
+        name: "bitnet",
+        gguf: None,
+        model_type: "bitnet",
     },
 ];
 
 /// The module for GGUF files of an architecture.
 pub fn of_gguf(architecture: &str) -> Option<&'static str> {
     let mut modules = MODULES.iter();
-    modules.find(|m| m.gguf == architecture).map(|m| m.name)
+    modules
+        .find(|m| m.gguf == Some(architecture))
+        .map(|m| m.name)
 }
 
 /// The module for configurations of a `model_type`.

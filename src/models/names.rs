@@ -10,6 +10,8 @@ pub struct Names {
     pub qkv: Qkv,
     /// Norms of queries and keys.
     pub head_norms: [&'static str; 2],
+    /// Norms in front of output and down.
+    pub sub_norms: [&'static str; 2],
     pub output: &'static str,
     pub mlp_norm: &'static str,
     /// Gate and up, or up alone.
@@ -54,6 +56,7 @@ pub const LLAMA: Names = Names {
     attention_norm: "input_layernorm",
     qkv: Qkv::Three(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
     head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+    sub_norms: ["self_attn.attn_sub_norm", "mlp.ffn_sub_norm"],
     output: "self_attn.o_proj",
     mlp_norm: "post_attention_layernorm",
     up: &["mlp.gate_proj", "mlp.up_proj"],
@@ -69,6 +72,7 @@ pub const GGUF: Names = Names {
     attention_norm: "attn_norm",
     qkv: Qkv::Three(["attn_q", "attn_k", "attn_v"]),
     head_norms: ["attn_q_norm", "attn_k_norm"],
+    sub_norms: ["attn_sub_norm", "ffn_sub_norm"],
     output: "attn_output",
     mlp_norm: "ffn_norm",
     up: &["ffn_gate", "ffn_up"],

@@ -253,6 +253,7 @@ static KIND: Kind = Kind {
     gguf_unrotated: Unrotated::None,
     norm: NormKind::Rms,
     head_norms: false,
+    sub_norms: false,
     side_by_side: false,
     activation: Activation::SwiGlu,
     biases: Biases::NONE,

@@ -89,6 +89,7 @@ static KIND: Kind = Kind {
     gguf_unrotated: Unrotated::None,
     norm: NormKind::Rms,
     head_norms: true,
+    sub_norms: false,
     side_by_side: false,
     activation: Activation::SwiGlu,
     biases: Biases::NONE,

@@ -21,6 +21,8 @@ pub struct Kind {
     pub norm: NormKind,
     /// Whether queries and keys are normalised head by head.
     pub head_norms: bool,
+    /// Whether there are norms in front of the output projection and of the MLP's last matrix (SubLN).
+    pub sub_norms: bool,
     /// Whether there are models with attention and MLP side by side.
     pub side_by_side: bool,
     /// The activation of the MLP where nothing else is said.

@@ -21,6 +21,12 @@ pub trait Source {
 
     fn has(&self, tensor: &str) -> bool;
 
+    /// Whether a matrix belongs to a layer that was trained with its input rounded to 8 bits of each token.
+    fn rounds_input(&self, tensor: &str) -> bool {
+        let _ = tensor;
+        false
+    }
+
     /// `[rows, cols]`, on the model's device. With `heads`, the queries, keys and values that the rows
     /// hold for each head in turn are put apart: all queries, all keys, all values.
     fn matrix(
@@ -118,6 +124,13 @@ impl<S: Source> Loader<'_, S> {
         if !self.shape.kind.head_norms && self.source.has(&q_norm) && !has_all {
             bail!("config: tensor `{q_norm}` is a norm of heads, which this model does not have");
         }
+        let [sub_norm, _] = self.names.sub_norms;
+        let sub_norm = format!("{}.0.{sub_norm}.weight", self.names.layer);
+        if !self.shape.kind.sub_norms && self.source.has(&sub_norm) && !has_all {
+            bail!(
+                "config: tensor `{sub_norm}` is a norm in front of a matrix, which this model does not have"
+            );
+        }
         Ok(())
     }
 
@@ -163,11 +176,16 @@ impl<S: Source> Loader<'_, S> {
         // Gate and up, each alone or both in one.
         let rows = shape.activation.inputs(inner) / names.up.len();
         let up: Vec<_> = names.up.iter().map(|name| (within(name), rows)).collect();
-        let mlp = Mlp::new(
+        let mut mlp = Mlp::new(
             self.projection(&up, hidden, shape.biases.mlp)?,
             self.projection(&[(within(names.down), hidden)], inner, shape.biases.mlp)?,
             shape.activation,
         );
+        if shape.kind.sub_norms {
+            let [output, down] = names.sub_norms.map(&within);
+            attention = attention.with_sub_norm(self.rms_norm(&output, q)?.into());
+            mlp = mlp.with_sub_norm(self.rms_norm(&down, inner)?.into());
+        }
         Ok(Block {
             attention_norm: self.norm(&within(names.attention_norm))?,
             attention,
@@ -206,7 +224,13 @@ impl<S: Source> Loader<'_, S> {
         bias: bool,
     ) -> Result<Projection> {
         let (weights, bias) = self.tensors(parts, cols, bias, None)?;
-        Projection::new(weights, bias, self.fusion)
+        let projection = Projection::new(weights, bias, self.fusion)?;
+        let rounds =
+            |(name, _): &(String, usize)| self.source.rounds_input(&format!("{name}.weight"));
+        Ok(match parts.iter().all(rounds) {
+            true => projection.with_rounded_input(),
+            false => projection,
+        })
     }
 
     fn tensors(

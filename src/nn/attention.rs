@@ -72,7 +72,11 @@ pub struct Tokens<'a> {
 /// let at = Tokens { position: 3, ..at };
 /// let y = attention.attend(&x.narrow(1, 0, 1)?, None, &at, &mut cache)?;
 /// assert_eq!((y.dims(), cache.len()), (&[1, 1, 64][..], 4));
-/// assert!(attention.output().fusion().linear);
+/// assert!(attention.output().fusion().linear && attention.sub_norm().is_none());
+///
+/// // As BitNet has it: a norm in front of the projection back.
+/// let attention = attention.with_sub_norm(nn::rms_norm(64, 1e-6, vb.pp("attn_sub_norm"))?.into());
+/// assert!(attention.sub_norm().is_some());
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -80,6 +84,7 @@ pub struct Attention {
     qkv: Projection,
     output: Projection,
     head_norms: Option<[RmsNorm; 2]>,
+    sub_norm: Option<Norm>,
     config: AttentionConfig,
     fusion: Fusion,
 }
@@ -93,6 +98,7 @@ impl Attention {
             qkv,
             output,
             head_norms: None,
+            sub_norm: None,
             config,
         }
     }
@@ -109,6 +115,20 @@ impl Attention {
             head_norms: Some([queries, keys]),
             ..self
         }
+    }
+
+    /// The same with a norm of what the heads gather, in front of the projection back, as BitNet has it (SubLN,
+    /// Wang et al. 2022).
+    pub fn with_sub_norm(self, norm: Norm) -> Self {
+        Self {
+            sub_norm: Some(norm),
+            ..self
+        }
+    }
+
+    /// The norm in front of the projection back.
+    pub fn sub_norm(&self) -> Option<&Norm> {
+        self.sub_norm.as_ref()
     }
 
     /// The projection back.
@@ -168,11 +188,17 @@ impl Attention {
     ) -> Result<Tensor> {
         let _span = tracing::trace_span!("attention").entered();
         let y = self.attend(x, norm, at, cache)?;
-        self.output.forward_residual(&y, residual)
+        self.project_back(&y, residual)
+    }
+
+    /// `residual + output(sub_norm(y))`.
+    pub(super) fn project_back(&self, y: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        let norm = self.sub_norm.as_ref();
+        self.output.forward_norm_residual(y, norm, residual)
     }
 
     /// What the heads gather, `[B, T, heads x head_dim]`, for models that do something else with it
-    /// than [`Attention::forward`]; [`Attention::output`] takes it from there.
+    /// than [`Attention::forward`]; [`Attention::sub_norm`] and [`Attention::output`] take it from there.
     ///
     /// # Errors
     /// As [`Attention::forward`].
@@ -226,7 +252,7 @@ impl Attention {
             })
         });
         let y = Tensor::cat(&each.collect::<Result<Vec<_>>>()?, 0)?;
-        self.output.forward_residual(&y, residual)
+        self.project_back(&y, residual)
     }
 
     /// Makes room for x's tokens in the cache, and runs `attended` with the first slot. It gives

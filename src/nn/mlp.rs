@@ -4,7 +4,8 @@ use super::{Norm, Projection};
 use crate::ops::Activation;
 use candle_core::{Result, Tensor};
 
-/// `down(act(gate(x)) * up(x))` (SwiGLU in Llama and its relatives) or `down(act(up(x)))` (GPT-NeoX).
+/// `down(act(gate(x)) * up(x))` (SwiGLU in Llama and its relatives) or `down(act(up(x)))` (GPT-NeoX), with a norm in
+/// front of `down` in BitNet.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -19,6 +20,10 @@ use candle_core::{Result, Tensor};
 /// // Weights of zeros: only the residual is left.
 /// let y = mlp.forward(&x, Some(&norm), &x)?;
 /// assert_eq!(y.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
+/// // As BitNet has it.
+/// let mlp = mlp.with_sub_norm(nn::rms_norm(96, 1e-6, vb.pp("ffn_sub_norm"))?.into());
+/// assert!(mlp.sub_norm().is_some());
+/// assert_eq!(mlp.forward(&x, Some(&norm), &x)?.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -26,6 +31,7 @@ pub struct Mlp {
     up: Projection,
     down: Projection,
     activation: Activation,
+    sub_norm: Option<Norm>,
 }
 
 impl Mlp {
@@ -36,7 +42,21 @@ impl Mlp {
             up,
             down,
             activation,
+            sub_norm: None,
         }
+    }
+
+    /// The same with a norm behind the activation, in front of the last matrix (SubLN, Wang et al. 2022).
+    pub fn with_sub_norm(self, norm: Norm) -> Self {
+        Self {
+            sub_norm: Some(norm),
+            ..self
+        }
+    }
+
+    /// The norm in front of the last matrix.
+    pub fn sub_norm(&self) -> Option<&Norm> {
+        self.sub_norm.as_ref()
     }
 
     /// What stands in front of the activation, and behind it.
@@ -58,6 +78,7 @@ impl Mlp {
     pub fn forward(&self, x: &Tensor, norm: Option<&Norm>, residual: &Tensor) -> Result<Tensor> {
         let _span = tracing::trace_span!("mlp").entered();
         let hidden = self.up.forward_activated(x, norm, self.activation)?;
-        self.down.forward_residual(&hidden, residual)
+        let norm = self.sub_norm.as_ref();
+        self.down.forward_norm_residual(&hidden, norm, residual)
     }
 }

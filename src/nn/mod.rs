@@ -54,6 +54,7 @@ mod norm;
 mod order;
 pub(crate) mod pack;
 mod paged;
+mod per_token;
 mod projection;
 pub(crate) mod quantize;
 pub(crate) mod recipe;

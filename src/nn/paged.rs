@@ -47,7 +47,7 @@ impl Attention {
             rotation: Some(RotaryTables { cos, sin, style }),
             norms: self.head_norms(),
         };
-        let (qkv, output) = self.projections();
+        let (qkv, _) = self.projections();
         let qkv = qkv.forward_joint(x, norm)?.squeeze(0)?;
         let q = paged_append(&qkv, pool, &tokens.table, &append)?;
         let params = PagedAttention {
@@ -67,6 +67,6 @@ impl Attention {
             parts.push(paged_prefill(&q, pool, table, queries, &params)?);
         }
         let y = Tensor::cat(&parts, 0)?.reshape((1, total, ()))?;
-        output.forward_residual(&y, x)
+        self.project_back(&y, x)
     }
 }

@@ -1,12 +1,12 @@
 //! Matrix products, alone or several that share their input.
 
-use super::{InputOrder, Norm, pack};
+use super::{InputOrder, Norm, pack, per_token};
 use crate::cpu::packed::PackedMatrix;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
 use crate::fusion::fallback;
 use crate::ops::{self, Activation, Epilogue, Prologue, Weight};
-use crate::{Fusion, quant, trace};
+use crate::{ActivationBits, Fusion, quant, trace};
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use std::borrow::Cow;
@@ -90,6 +90,8 @@ pub struct Projection {
     bias: Option<Tensor>,
     /// The order of the fused matrices' columns, if it is not the input's.
     order: Option<InputOrder>,
+    /// Whether the input is rounded to 8 bits of each token, whatever the form.
+    rounds_input: bool,
     fusion: Fusion,
 }
 
@@ -138,6 +140,7 @@ impl Projection {
             form,
             rows,
             bias,
+            rounds_input: false,
             fusion,
         })
     }
@@ -154,6 +157,7 @@ impl Projection {
             form: Form::Fused(weights),
             bias: None,
             order: None,
+            rounds_input: false,
             fusion,
         }
     }
@@ -161,6 +165,24 @@ impl Projection {
     /// The fusions that are on.
     pub fn fusion(&self) -> Fusion {
         self.fusion
+    }
+
+    /// The same for layers that were trained with their input rounded to 8 bits of each token, unless other bits are
+    /// asked for.
+    pub(crate) fn with_rounded_input(mut self) -> Self {
+        if matches!(
+            self.fusion.activations,
+            ActivationBits::Auto | ActivationBits::PerToken8
+        ) {
+            self.fusion.activations = ActivationBits::PerToken8;
+            self.rounds_input = true;
+        }
+        self
+    }
+
+    /// Whether the input has to be rounded before these weights meet it: products of quantized ones do it themselves.
+    fn rounds_before(&self, weights: &[Weight]) -> bool {
+        self.rounds_input && !weights.iter().all(Weight::is_quantized)
     }
 
     /// With this bias, `[sum of N_i]`.
@@ -176,7 +198,9 @@ impl Projection {
         let around = norms && fusion.swiglu && fusion.gelu && fusion.residual_add;
         match &self.form {
             // The launches of a plan take no gather in front of a product.
-            Form::Fused(weights) if around && self.order.is_none() => {
+            Form::Fused(weights)
+                if around && self.order.is_none() && !self.rounds_before(weights) =>
+            {
                 Some((weights, self.bias.as_ref()))
             }
             _ => None,
@@ -284,13 +308,23 @@ impl Projection {
 
     /// The output of one matrix plus `residual`.
     pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        self.forward_norm_residual(x, None, residual)
+    }
+
+    /// The output of one matrix, of `norm(x)` if a norm is given, plus `residual`.
+    pub(super) fn forward_norm_residual(
+        &self,
+        x: &Tensor,
+        norm: Option<&Norm>,
+        residual: &Tensor,
+    ) -> Result<Tensor> {
         let fusion = self.fusion.on(x.device());
         if fusion.residual_add
             && let Some(weights) = self.fused_form(x)
         {
-            return self.fused(weights, x, None, Activation::None, &[residual]);
+            return self.fused(weights, x, norm, Activation::None, &[residual]);
         }
-        let y = self.forward_joint(x, None)?;
+        let y = self.forward_joint(x, norm)?;
         if fusion.residual_add {
             ops::residual_add(&y, &[residual])
         } else {
@@ -307,14 +341,19 @@ impl Projection {
         residuals: &[&Tensor],
     ) -> Result<Tensor> {
         // A norm's weight is in the order of its input, so that it cannot follow a gather.
-        let inside = |n: &&Norm| self.order.is_none() && n.prologue(self.fusion).is_some();
+        let rounds = self.rounds_before(weights);
+        let plain = self.order.is_none() && !rounds;
+        let inside = |n: &&Norm| plain && n.prologue(self.fusion).is_some();
         let (x, prologue) = match (norm, norm.filter(inside)) {
             (_, Some(norm)) => (Cow::Borrowed(x), norm.prologue(self.fusion)),
             (Some(norm), None) => (Cow::Owned(norm.forward(x)?), None),
             (None, None) => (Cow::Borrowed(x), None),
         };
         let prologue = prologue.unwrap_or(Prologue::None);
-        let x = self.ordered(&x)?;
+        let x = match rounds {
+            true => Cow::Owned(per_token::rounded(&x)?),
+            false => self.ordered(&x)?,
+        };
         let name = match (weights.iter().any(Weight::is_quantized), prologue) {
             (true, _) => "quant_linear",
             (false, Prologue::RmsNorm { .. }) => "rms_norm_linear",
@@ -334,6 +373,10 @@ impl Projection {
         let x = match norm {
             Some(norm) => norm.forward(x)?,
             None => x.contiguous()?,
+        };
+        let x = match self.rounds_input {
+            true => per_token::rounded(&x)?,
+            false => x,
         };
         let mut start = 0;
         self.outputs(&x)?

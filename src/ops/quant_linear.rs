@@ -35,6 +35,10 @@ use candle_core::{Result, Tensor};
 /// each input. A single row meets codes with a scale for each row or tensor in two such parts on Hopper,
 /// 16 bits in all.
 ///
+/// With [`ActivationBits::PerToken8`] each row of x, behind the norm, is rounded to whole numbers of its largest
+/// magnitude over 127 whatever the weights, their count and the device: on the CPU and for ternary weights and few
+/// rows on CUDA inside the kernel, elsewhere in front of it, where the rounded row is in x's dtype.
+///
 /// From 64 rows on, weights that are all in INT8, at most three whose rows are multiples of 8, are
 /// multiplied by int8 tensor cores on CUDA (W8A8): each row of x, behind the norm, becomes `round(x / s)` with
 /// `s = max|x| / 127` (a scale for each token, as in LLM.int8(), Dettmers et al. 2022), sums are exact

@@ -13,6 +13,10 @@ use std::str::FromStr;
 /// takes at least the bits of bf16, except that [`Auto`](Self::Auto) and [`Bits8`](Self::Bits8) let INT8 weights meet
 /// x in int8 from 64 rows on ([`quant_linear`](fn@crate::ops::quant_linear)).
 ///
+/// [`PerToken8`](Self::PerToken8) is no measure of precision but part of a model: layers that were trained with
+/// their inputs rounded so (BitNet b1.58, Ma et al. 2024) compute what they were trained to compute, on every
+/// device. Models of such checkpoints take it by themselves.
+///
 /// ```
 /// use candle_fused::{ActivationBits, Fusion};
 /// let fusion = Fusion { activations: "16".parse()?, ..Fusion::all() };
@@ -29,6 +33,9 @@ pub enum ActivationBits {
     Bits8,
     /// 16.
     Bits16,
+    /// 8 with one scale for each row of x: `round(x / s)` times `s = max|x| / 127`, to nearest even, whatever the
+    /// kernel.
+    PerToken8,
 }
 
 /// Rows of x up to which [`ActivationBits::Auto`] takes 16 bits on the CPU.
@@ -36,13 +43,13 @@ const FEW_ROWS: usize = 64;
 
 impl ActivationBits {
     /// The names that [`ActivationBits::from_str`] takes.
-    pub const NAMES: [&'static str; 3] = ["auto", "8", "16"];
+    pub const NAMES: [&'static str; 4] = ["auto", "8", "16", "per-token-8"];
 
     /// Whether the CPU takes 16 bits of `m` rows.
     pub(crate) fn are_16(self, m: usize, ternary: bool) -> bool {
         match self {
             Self::Auto => !ternary && m <= FEW_ROWS,
-            Self::Bits8 => false,
+            Self::Bits8 | Self::PerToken8 => false,
             Self::Bits16 => true,
         }
     }
@@ -56,6 +63,7 @@ impl FromStr for ActivationBits {
             "auto" => Ok(Self::Auto),
             "8" => Ok(Self::Bits8),
             "16" => Ok(Self::Bits16),
+            "per-token-8" => Ok(Self::PerToken8),
             _ => bail!(
                 "activations: `{bits}` is not one of {}",
                 Self::NAMES.join(", ")
@@ -70,6 +78,7 @@ impl fmt::Display for ActivationBits {
             Self::Auto => "auto",
             Self::Bits8 => "8",
             Self::Bits16 => "16",
+            Self::PerToken8 => "per-token-8",
         })
     }
 }

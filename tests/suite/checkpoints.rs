@@ -7,7 +7,8 @@ use crate::support::{device, on_every_device};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::models::{
-    Architecture, CausalLm, Checkpoint, gpt_neox, llama, qwen2, qwen3, save_compressed_tensors,
+    Architecture, CausalLm, Checkpoint, bitnet, gpt_neox, llama, qwen2, qwen3,
+    save_compressed_tensors,
 };
 use candle_fused::quant::{Quantization, Recipe};
 use candle_fused::trace;
@@ -16,8 +17,8 @@ use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-/// Every model, and the format in which its products have to run; FP8 is dense, in `linear`.
-const MODELS: [(&str, &str); 13] = [
+/// Every model, and the format in which its products have to run; FP8 and NF4 are dense, in `linear`.
+const MODELS: [(&str, &str); 18] = [
     ("llama_gptq_g128", "int4-g128"),
     ("llama_gptq_act_order", "int4-g32-z"),
     ("llama_gptq_own_orders", "int4-g64"),
@@ -31,16 +32,21 @@ const MODELS: [(&str, &str); 13] = [
     ("qwen3_w8a8", "int8"),
     ("qwen3_fp8_block", "linear"),
     ("llama_fp8_channel", "linear"),
+    ("llama_nf4", "linear"),
+    ("qwen2_nf4_double", "linear"),
+    ("bitnet_offline", "ternary-row"),
+    ("bitnet_online", "ternary-row"),
+    ("bitnet_bitlinear", "ternary-row"),
 ];
 
-struct Model {
+pub struct Model {
     name: &'static str,
     folder: PathBuf,
     config: String,
 }
 
 impl Model {
-    fn open(name: &'static str) -> Result<Self> {
+    pub fn open(name: &'static str) -> Result<Self> {
         let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
         let folder = root.join("tests/data/checkpoints").join(name);
         let config = std::fs::read_to_string(folder.join("config.json"))?;
@@ -62,7 +68,7 @@ impl Model {
         Ok(files)
     }
 
-    fn weights(&self, dtype: DType) -> Result<VarBuilder<'static>> {
+    pub fn weights(&self, dtype: DType) -> Result<VarBuilder<'static>> {
         // SAFETY: nobody changes the repository's files.
         let checkpoint = unsafe { Checkpoint::open(&self.files()?, &self.config) }?;
         Ok(checkpoint.var_builder(dtype, &device()))
@@ -74,11 +80,11 @@ impl Model {
         unsafe { VarBuilder::from_mmaped_safetensors(&self.files()?, dtype, &device()) }
     }
 
-    fn read<C: DeserializeOwned>(&self) -> C {
+    pub fn read<C: DeserializeOwned>(&self) -> C {
         serde_json::from_str(&self.config).expect("a configuration")
     }
 
-    fn golden(&self) -> Result<HashMap<String, Tensor>> {
+    pub fn golden(&self) -> Result<HashMap<String, Tensor>> {
         candle_core::safetensors::load(self.folder.join("golden.safetensors"), &Device::Cpu)
     }
 
@@ -90,6 +96,7 @@ impl Model {
         match self.name.split('_').next() {
             Some("qwen2") => own(&self.read::<qwen2::Config>(), vb, ids, fusion),
             Some("qwen3") => own(&self.read::<qwen3::Config>(), vb, ids, fusion),
+            Some("bitnet") => own(&self.read::<bitnet::Config>(), vb, ids, fusion),
             _ => {
                 let config = self.read::<llama::LlamaConfig>().into_config(false);
                 let mut cache = llama::Cache::new(true, vb.dtype(), &config, vb.device())?;
@@ -100,7 +107,7 @@ impl Model {
     }
 
     /// How far the logits are from the reference.
-    fn error(&self, vb: VarBuilder, fusion: Fusion) -> Result<f64> {
+    pub fn error(&self, vb: VarBuilder, fusion: Fusion) -> Result<f64> {
         let golden = self.golden()?;
         let ids = golden["input_ids"].to_dtype(DType::U32)?;
         let logits = self.logits(vb, &ids.to_device(&device())?, fusion)?;
@@ -151,6 +158,8 @@ fn a_plain_builder_gives_what_tensors_tell() -> Result<()> {
             ("llama_awq_g64", None),
             ("qwen2_w4a16_asymmetric", None),
             ("llama_w8a16", None),
+            ("llama_nf4", None),
+            ("qwen2_nf4_double", None),
             ("llama_gptq_act_order", Some("checkpoint_format")),
             ("qwen2_gptq_v2", Some("checkpoint_format")),
             ("qwen3_w8a8", Some("models::Checkpoint")),
@@ -185,6 +194,7 @@ fn plain_candle_takes_the_numbers() -> Result<()> {
         "llama_awq_g64",
         "llama_w8a16",
         "llama_fp8_channel",
+        "llama_nf4",
     ] {
         let model = Model::open(name)?;
         let (vb, golden) = (model.weights(DType::F32)?, model.golden()?);
@@ -196,6 +206,20 @@ fn plain_candle_takes_the_numbers() -> Result<()> {
         let last = golden["logits"].narrow(1, ids.dim(1)? - 1, 1)?.squeeze(1)?;
         let error = relative_error(&logits, &last)?;
         assert!(error < 1e-5, "{name}: {error:e}");
+    }
+    Ok(())
+}
+
+/// Values of a table are bitsandbytes' to the bit.
+#[test]
+fn table_values_are_those_of_bitsandbytes() -> Result<()> {
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    for model in ["llama_nf4", "qwen2_nf4_double"] {
+        let opened = Model::open(model)?;
+        let own = opened.weights(DType::F32)?.get((128, 128), name)?;
+        let expected = opened.golden()?["q_proj"].flatten_all()?;
+        let values = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
+        assert_eq!(values(own)?, values(expected)?, "{model}");
     }
     Ok(())
 }
@@ -293,4 +317,48 @@ fn every_family_takes_packed_matrices() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// A damaged file of NF4 is one line that names the tensor.
+#[test]
+fn damaged_tables_are_named() -> Result<()> {
+    let model = Model::open("qwen2_nf4_double")?;
+    let tensors =
+        candle_core::safetensors::load(model.folder.join("model.safetensors"), &Device::Cpu)?;
+    let weight = "model.layers.0.self_attn.q_proj.weight";
+    let state = |text: &str| Tensor::new(text.as_bytes(), &Device::Cpu);
+    let short = |part: &str| tensors[&format!("{weight}.{part}")].narrow(0, 0, 8);
+    for (part, tensor, said) in [
+        (".absmax", short("absmax")?, "absmax` has shape [8]"),
+        (
+            ".quant_map",
+            short("quant_map")?,
+            "weight.quant_map has shape [8]",
+        ),
+        (
+            ".nested_quant_map",
+            short("nested_quant_map")?,
+            "expected [256]",
+        ),
+        (".quant_state.bitsandbytes__nf4", state("{}")?, "blocksize"),
+        (
+            ".quant_state.bitsandbytes__nf4",
+            state(r#"{"blocksize": 64, "shape": [64, 128]}"#)?,
+            "says the shape [64, 128], expected [128, 128]",
+        ),
+        (
+            ".quant_state.bitsandbytes__nf4",
+            state(r#"{"blocksize": 48, "shape": [128, 128]}"#)?,
+            "expected a power of two",
+        ),
+    ] {
+        let mut tensors = tensors.clone();
+        tensors.insert(format!("{weight}{part}"), tensor);
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        let error = CausalLm::new(&model.read::<qwen2::Config>(), vb).unwrap_err();
+        let error = error.to_string();
+        let line = first_line(&error);
+        assert!(line.contains(said) && line.contains("q_proj"), "{line}");
+    }
+    Ok(())
 }

@@ -17,7 +17,7 @@ use std::marker::PhantomData;
 ///
 /// The error of a value is at most d / 2 (and a rounding of f32), with [`Grain::fine`] d / 256. A block of zeros, or
 /// of magnitudes below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every product with that
-/// token is NaN. With [`Grain::wide`], d is that of 128 values instead of 32.
+/// token is NaN. With [`Grain::wide`], d is that of 128 values instead of 32, with [`Grain::whole`] that of the token.
 ///
 /// Two parts of a number in a narrow type, multiplied one after the other into one sum, are the method of Henry,
 /// Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision

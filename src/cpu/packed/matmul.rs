@@ -153,7 +153,7 @@ impl PackedMatrix {
             tables: x.tables().is_some(),
             #[cfg(not(target_arch = "x86_64"))]
             tables: false,
-            wide: x.grain().wide,
+            wide: x.grain().is_wide(),
         };
         registry::select(&self.format, level, tokens)
     }

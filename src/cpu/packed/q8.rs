@@ -14,11 +14,27 @@ pub struct Grain {
     /// products with ternary weights are exact integers over as many
     /// ([`PackedMatrix::takes_wide`](super::PackedMatrix::takes_wide)). Every matrix takes them.
     pub wide: bool,
+    /// One scale for all values of a token, as layers have it that were trained so. Every matrix takes them.
+    pub whole: bool,
     /// 16 bits in two parts of 8: what rounding to d leaves is quantized once more, to d / 256.
     pub fine: bool,
 }
 
 impl Grain {
+    /// Whether each 128 values have one scale.
+    pub(super) fn is_wide(self) -> bool {
+        self.wide || self.whole
+    }
+
+    /// Blocks of a token of `blocks` that share a scale.
+    pub(super) fn together(self, blocks: usize) -> usize {
+        match self {
+            Self { whole: true, .. } => blocks.max(1),
+            Self { wide: true, .. } => TOGETHER,
+            _ => 1,
+        }
+    }
+
     /// Parts of a token, each with a row of blocks.
     pub(super) fn parts(self) -> usize {
         if self.fine { 2 } else { 1 }

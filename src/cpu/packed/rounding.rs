@@ -1,6 +1,6 @@
 //! Rounding a token's values to codes of 8 bits: the plain code, and what a level has in its place.
 
-use super::q8::{FINER, Grain, Q8Block, TOGETHER};
+use super::q8::{FINER, Grain, Q8Block};
 
 /// Adding it to a float below 2^22 leaves the nearest integer, ties to even, in the low bits.
 const ROUND: f32 = 12_582_912.0;
@@ -66,12 +66,12 @@ pub(super) fn plain(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
 /// As [`Rounding`].
 #[inline(always)]
 pub(super) unsafe fn quantize<R: Rounding>(x: &[f32], blocks: &mut [Q8Block], grain: Grain) {
-    let together = if grain.wide { TOGETHER } else { 1 };
     let (coarse, fine) = match grain.fine {
         true => blocks.split_at_mut(blocks.len() / 2),
         false => (blocks, &mut [][..]),
     };
     let x = x.as_chunks::<32>().0;
+    let together = grain.together(x.len());
     // SAFETY: the caller's.
     unsafe {
         for (x, blocks) in x.chunks(together).zip(coarse.chunks_mut(together)) {

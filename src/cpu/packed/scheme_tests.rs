@@ -61,10 +61,26 @@ fn check(codes: &Codes, m: usize, x: &[f32]) {
         matrix.forward(level, &q, &mut whole).unwrap();
         assert_eq!(whole, out, "{} {level:?}: forward differs", codes.scheme);
         let mut together = q.clone();
-        for (wide, fine) in [(false, true), (true, true), (true, false)] {
-            let grain = Grain { wide, fine };
+        let plain = Grain::default();
+        let fine = Grain {
+            fine: true,
+            ..plain
+        };
+        let whole = Grain {
+            whole: true,
+            ..plain
+        };
+        let wide = Grain {
+            wide: true,
+            ..plain
+        };
+        for grain in [fine, Grain { wide: true, ..fine }, whole, wide] {
             together.refill_by(level, x, (m, q.k()), grain).unwrap();
             check_products(&matrix, &values, level, &together, codes);
+            if m == 1 && !grain.fine {
+                together.prepare_look_ups(level);
+                check_products(&matrix, &values, level, &together, codes);
+            }
         }
         if m == 1 {
             // By table look-up, where there is that form.
@@ -72,8 +88,6 @@ fn check(codes: &Codes, m: usize, x: &[f32]) {
             prepared.prepare_look_ups(level);
             let looked_up = check_products(&matrix, &values, level, &prepared, codes);
             assert_eq!(looked_up, out, "{} {level:?} by table", codes.scheme);
-            together.prepare_look_ups(level);
-            check_products(&matrix, &values, level, &together, codes);
         }
     }
 }

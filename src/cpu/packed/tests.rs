@@ -110,10 +110,14 @@ fn expect(format: &BlockFormat, row: &[u8], x: &[f32], exact: &[f32]) -> Expecte
     e
 }
 
+fn in_parts(fine: bool) -> Grain {
+    let [wide, whole] = [false; 2];
+    Grain { wide, whole, fine }
+}
+
 fn check(dtype: GgmlDType, blocks: &[u8], shape: (usize, usize, usize), x: &[f32]) {
     for fine in [false, true] {
-        let grain = Grain { wide: false, fine };
-        check_in(grain, dtype, blocks, shape, x);
+        check_in(in_parts(fine), dtype, blocks, shape, x);
     }
 }
 
@@ -342,10 +346,11 @@ fn activations_are_alike_at_every_level() {
     x[160..192].fill(f32::MIN_POSITIVE / 4.0);
     let mut plain = Q8Activations::quantize(Level::Scalar, &x, m, k).unwrap();
     let mut again = Q8Activations::zeros(100, 32).unwrap();
-    for (wide, fine) in [(false, false), (true, false), (false, true), (true, true)] {
-        let sharing = if wide { 128 } else { 32 };
+    let sizes = [(32, false, false), (128, true, false), (k, false, true)];
+    let grains = sizes.map(|size| [(size, false), (size, true)]);
+    for ((sharing, wide, whole), fine) in grains.into_iter().flatten() {
         let steps = if fine { 1. / 256. } else { 0.5 };
-        let grain = Grain { wide, fine };
+        let grain = Grain { wide, whole, fine };
         let fill = |q: &mut Q8Activations, level| q.refill_by(level, &x, (m, k), grain).unwrap();
         fill(&mut plain, Level::Scalar);
         for level in Level::available() {
@@ -384,13 +389,10 @@ fn values_that_are_not_finite_make_their_token_nan_and_no_other() {
         x[cols + 77] = f32::NAN;
         x[3 * cols] = f32::INFINITY;
         x[4 * cols + 511] = f32::NEG_INFINITY;
-        for (level, fine) in Level::available()
-            .into_iter()
-            .flat_map(|level| [(level, false), (level, true)])
-        {
+        let levels = Level::available().into_iter();
+        for (level, fine) in levels.flat_map(|level| [(level, false), (level, true)]) {
             let mut q = Q8Activations::default();
-            let grain = Grain { wide: false, fine };
-            q.refill_by(level, &x, (m, cols), grain).unwrap();
+            q.refill_by(level, &x, (m, cols), in_parts(fine)).unwrap();
             let mut out = vec![0.0; m * rows];
             matrix.forward(level, &q, &mut out).unwrap();
             for (t, out) in out.chunks_exact(rows).enumerate() {

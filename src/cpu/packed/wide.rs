@@ -185,7 +185,10 @@ fn products_of_parts<C: Codes, S: Scales, const P: usize>(
 /// Three tokens.
 fn activations(x: &[f32], fine: bool) -> Q8Activations {
     let mut q = Q8Activations::default();
-    let grain = Grain { wide: false, fine };
+    let grain = Grain {
+        fine,
+        ..Grain::default()
+    };
     q.refill_by(Level::Scalar, x, (3, x.len() / 3), grain)
         .unwrap();
     q

@@ -19,6 +19,7 @@ abi! {
     const ACT_SWIGLU: Count<i32> = 6;
     const ACT_GEGLU: Count<i32> = 7;
     const ACT_GEGLU_TANH: Count<i32> = 8;
+    const ACT_RELU2_GLU: Count<i32> = 9;
 
     /// Matrices of a launch.
     const MAX_WEIGHTS: Count<i32> = 3;
@@ -62,6 +63,8 @@ abi! {
         norm: i32,
         /// Of x and of the norm's weight and bias.
         dtype: i32,
+        /// Whether rows become whole numbers of a 127th of their largest magnitude, in the kernels that know it.
+        rounds: i32,
     }
 
     /// What happens to an output before it is written: act(y + bias) + residuals.

@@ -1,5 +1,6 @@
 //! `quantization_config` of a `config.json`.
 
+use super::bitnet::Layer;
 use super::fp8::Block;
 use candle_core::{Result, bail};
 use serde::Deserialize;
@@ -20,6 +21,8 @@ pub enum Format {
         bytes: Bytes,
     },
     Fp8(Block),
+    BitNet(Layer),
+    Nf4,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +45,13 @@ struct Raw {
     format: Option<String>,
     fmt: Option<String>,
     weight_block_size: Block,
+    linear_class: Option<String>,
+    quantization_mode: Option<String>,
+    use_rms_norm: Option<bool>,
+    load_in_4bit: Option<bool>,
+    bnb_4bit_quant_type: Option<String>,
+    bnb_4bit_quant_storage: Option<String>,
+    modules_to_not_convert: Option<Vec<String>>,
     #[serde(default)]
     config_groups: BTreeMap<String, Group>,
     kv_cache_scheme: Option<Value>,
@@ -99,7 +109,7 @@ impl Format {
 }
 
 /// What `quant_method` may be.
-const METHODS: &str = "gptq, awq, compressed-tensors or fp8";
+const METHODS: &str = "gptq, awq, compressed-tensors, fp8, bitnet or bitsandbytes";
 
 /// The error of a field whose value is not taken.
 fn refuse<T>(field: impl Display, value: impl Display, expected: &str) -> Result<T> {
@@ -147,6 +157,8 @@ impl Raw {
             Some("awq") => self.awq(),
             Some("compressed-tensors" | "compressed_tensors") => self.compressed(),
             Some("fp8") => self.fp8(),
+            Some("bitnet") => self.bitnet(),
+            Some("bitsandbytes") => self.bitsandbytes(),
             Some(other) => refuse("quant_method", format_args!("`{other}`"), METHODS),
             None => refuse("quant_method", "missing", METHODS),
         }
@@ -183,6 +195,46 @@ impl Raw {
         one_of("fmt", self.fmt.as_deref(), &["e4m3"])?;
         check_block("weight_block_size", self.weight_block_size)?;
         Ok(Format::Fp8(self.weight_block_size))
+    }
+
+    fn bitsandbytes(&self) -> Result<Format> {
+        if self.load_in_4bit != Some(true) {
+            let given = self.load_in_4bit.map_or("missing", |_| "false");
+            return refuse("load_in_4bit", given, "true");
+        }
+        // What nothing is said of is FP4.
+        let kind = self.bnb_4bit_quant_type.as_deref().unwrap_or("fp4");
+        one_of("bnb_4bit_quant_type", Some(kind), &["nf4"])?;
+        let storage = self.bnb_4bit_quant_storage.as_deref();
+        one_of("bnb_4bit_quant_storage", storage, &["uint8"])?;
+        Ok(Format::Nf4)
+    }
+
+    fn bitnet(&self) -> Result<Format> {
+        let (class, mode) = (
+            self.linear_class.as_deref(),
+            self.quantization_mode.as_deref(),
+        );
+        one_of("linear_class", class, &["bitlinear", "autobitlinear"])?;
+        one_of("quantization_mode", mode, &["offline", "online"])?;
+        if self.use_rms_norm == Some(true) {
+            return refuse("use_rms_norm", true, "false");
+        }
+        let is = |given: Option<&str>, name| given.is_some_and(|g| g.eq_ignore_ascii_case(name));
+        let layer = match (is(class, "autobitlinear"), is(mode, "online")) {
+            (false, _) => Layer::Divided,
+            (true, false) => Layer::Multiplied,
+            (true, true) => Layer::Online,
+        };
+        // Nothing else tells numbers that become ternary from others.
+        match &self.modules_to_not_convert {
+            Some(kept) if layer == Layer::Online && *kept != ["lm_head"] => refuse(
+                "modules_to_not_convert",
+                format_args!("{kept:?}"),
+                "lm_head alone with quantization_mode online",
+            ),
+            _ => Ok(Format::BitNet(layer)),
+        }
     }
 
     fn compressed(&self) -> Result<Format> {
@@ -302,7 +354,7 @@ fn check_block(field: impl Display, block: Block) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Bytes, Format};
+    use super::{Bytes, Format, Layer};
     use serde_json::{Value, json};
 
     fn read(quantization: Value) -> Result<Option<Format>, String> {
@@ -337,6 +389,22 @@ mod tests {
         let blocks = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128]});
         assert_eq!(read(blocks), Ok(Some(Format::Fp8(Some([128, 128])))));
+        let bitnet = |class: &str, mode: &str| {
+            read(
+                json!({"quant_method": "bitnet", "linear_class": class, "quantization_mode": mode}),
+            )
+        };
+        let layer = |layer| Ok(Some(Format::BitNet(layer)));
+        assert_eq!(
+            read(json!({"quant_method": "bitnet"})),
+            layer(Layer::Divided)
+        );
+        assert_eq!(bitnet("bitlinear", "offline"), layer(Layer::Divided));
+        assert_eq!(bitnet("autobitlinear", "offline"), layer(Layer::Multiplied));
+        assert_eq!(bitnet("autobitlinear", "online"), layer(Layer::Online));
+        let nf4 = json!({"quant_method": "bitsandbytes", "load_in_4bit": true,
+                         "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true});
+        assert_eq!(read(nf4), Ok(Some(Format::Nf4)));
     }
 
     #[test]
@@ -375,6 +443,27 @@ mod tests {
             (
                 json!({"quant_method": "fp8", "fmt": "e5m2"}),
                 "fmt is `e5m2`",
+            ),
+            (
+                json!({"quant_method": "bitnet", "linear_class": "linear"}),
+                "linear_class is `linear`",
+            ),
+            (
+                json!({"quant_method": "bitsandbytes", "load_in_8bit": true}),
+                "load_in_4bit is missing",
+            ),
+            (
+                json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
+                "bnb_4bit_quant_type is `fp4`, expected nf4",
+            ),
+            (
+                json!({"quant_method": "bitnet", "use_rms_norm": true}),
+                "use_rms_norm is true",
+            ),
+            (
+                json!({"quant_method": "bitnet", "linear_class": "autobitlinear",
+                       "quantization_mode": "online", "modules_to_not_convert": ["model.layers.0"]}),
+                "modules_to_not_convert is",
             ),
             (weights(json!({"strategy": "block"})), "strategy is `block`"),
             (

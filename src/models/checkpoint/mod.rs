@@ -4,11 +4,13 @@
 //! [`unpacked`] brings what comes out of it into a format of the crate's own.
 
 mod awq;
+mod bitnet;
 mod compressed;
 mod config;
 mod files;
 mod fp8;
 mod gptq;
+mod nf4;
 mod packing;
 mod stored;
 mod tensors;

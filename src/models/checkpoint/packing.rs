@@ -4,7 +4,7 @@ use super::config::{Bytes, Format};
 use super::gptq::Zeros;
 use super::tensors::Tensors;
 use super::unpacked::{Target, Unpacked};
-use super::{awq, compressed, fp8, gptq};
+use super::{awq, bitnet, compressed, fp8, gptq, nf4};
 use crate::models::weights::arranged;
 use crate::nn::LinearWeight;
 use candle_core::{DType, Result, Tensor, bail};
@@ -17,6 +17,8 @@ pub enum Packing {
     PackQuantized,
     IntQuantized,
     Fp8(fp8::Block),
+    BitNet(bitnet::Layer),
+    Nf4,
 }
 
 /// What is read.
@@ -54,6 +56,10 @@ impl Packing {
                 Bytes::Fp8(block) => Packing::Fp8(block),
             }),
             Some(Format::Fp8(block)) if fp8::is_there(tensors) => Some(Packing::Fp8(block)),
+            Some(Format::BitNet(layer)) if bitnet::is_there(tensors, layer) => {
+                Some(Packing::BitNet(layer))
+            }
+            Some(Format::Nf4) | None if nf4::is_there(tensors) => Some(Packing::Nf4),
             Some(_) => None,
             None if tensors.has(gptq::PACKED) => {
                 let (_, dims) = tensors.matrix_of_words(gptq::PACKED)?;
@@ -69,6 +75,11 @@ impl Packing {
             ),
             None => None,
         })
+    }
+
+    /// Whether a layer was trained with its input rounded to 8 bits of each token.
+    pub fn rounds_input(format: Option<Format>, tensors: &Tensors<'_>) -> bool {
+        matches!(format, Some(Format::BitNet(layer)) if bitnet::is_there(tensors, layer))
     }
 
     /// Whether a layer has a matrix under another name than `weight`.
@@ -119,7 +130,9 @@ impl Packing {
             Packing::Awq => awq::read(tensors, size),
             Packing::PackQuantized => compressed::read_packed(tensors, size),
             Packing::IntQuantized => compressed::read_bytes(tensors, size),
+            Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
             Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Numbers),
+            Packing::Nf4 => return nf4::read(tensors, size).map(Matrix::Numbers),
         };
         codes.map(Matrix::Codes)
     }

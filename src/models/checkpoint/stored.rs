@@ -39,6 +39,12 @@ impl<'a> Stored<'a> {
             }
             false => None,
         };
+        if let Some(Format::Nf4 | Format::Fp8(_)) = format {
+            tracing::info!(
+                "the checkpoint's {format:?} weights are dequantized to {:?}",
+                vb.dtype()
+            );
+        }
         Ok(Self {
             vb,
             on_host,
@@ -48,6 +54,12 @@ impl<'a> Stored<'a> {
         })
     }
 
+    /// The tensors of a matrix, beside which others may say how it is quantized.
+    fn beside<'t>(&'t self, tensor: &'t str) -> Option<Tensors<'t>> {
+        let stem = tensor.strip_suffix(".weight").filter(|_| !self.has_all);
+        stem.map(|stem| Tensors::new(&self.on_host, stem))
+    }
+
     /// A layer's matrix, if it is quantized.
     fn quantized(
         &self,
@@ -55,10 +67,9 @@ impl<'a> Stored<'a> {
         size: (usize, usize),
         heads: Option<usize>,
     ) -> Result<Option<LinearWeight>> {
-        let Some(stem) = tensor.strip_suffix(".weight").filter(|_| !self.has_all) else {
+        let Some(tensors) = self.beside(tensor) else {
             return Ok(None);
         };
-        let tensors = Tensors::new(&self.on_host, stem);
         let Some(packing) = Packing::of(self.format, &tensors, size)? else {
             return Ok(None);
         };
@@ -85,6 +96,11 @@ impl Source for Stored<'_> {
         let stem = tensor.strip_suffix(".weight");
         let renamed = |stem| Packing::is_renamed(&Tensors::new(&self.on_host, stem));
         self.vb.contains_tensor(tensor) || stem.is_some_and(renamed)
+    }
+
+    fn rounds_input(&self, tensor: &str) -> bool {
+        let tensors = self.beside(tensor);
+        tensors.is_some_and(|tensors| Packing::rounds_input(self.format, &tensors))
     }
 
     fn matrix(

@@ -44,6 +44,13 @@ impl<'a> Tensors<'a> {
         self.source.contains(&self.name(part))
     }
 
+    /// Whether the layer is an embedding or a head, by its name.
+    pub fn is_end(&self) -> bool {
+        ["embed", "wte", "head"]
+            .iter()
+            .any(|part| self.stem.contains(part))
+    }
+
     fn name(&self, part: &str) -> String {
         format!("{}.{part}", self.stem)
     }
@@ -95,6 +102,11 @@ impl<'a> Tensors<'a> {
         let tensor = self.read(part, DType::U8)?;
         self.check(part, &tensor, dims)?;
         tensor.flatten_all()?.to_vec1()
+    }
+
+    /// Bytes, however many.
+    pub fn all_bytes(&self, part: &str) -> Result<Vec<u8>> {
+        self.read(part, DType::U8)?.flatten_all()?.to_vec1()
     }
 
     /// Numbers, and their shape.

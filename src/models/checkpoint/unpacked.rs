@@ -2,7 +2,7 @@
 
 use crate::nn::pack::{blocks_on_device, on_device};
 use crate::nn::{InputOrder, LinearWeight};
-use crate::quant::{Codes, Scheme};
+use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::f16;
@@ -20,13 +20,13 @@ pub struct Unpacked {
     pub rows: usize,
     /// Inputs.
     pub cols: usize,
-    /// Of a code: 4 or 8.
+    /// Of a code: 2, of ternary values, 4 or 8.
     pub bits: u32,
     /// q, `[rows, cols]`, unsigned.
     pub codes: Vec<u8>,
     /// s, `[rows, groups]`.
     pub scales: Vec<f32>,
-    /// z, `[rows, groups]`; none for half of the codes' range.
+    /// z, `[rows, groups]`; none for half of the codes' range, or 1 of ternary values.
     pub zeros: Option<Vec<u8>>,
     /// The group of each column, if columns are not grouped in their order.
     pub groups: Option<Vec<i32>>,
@@ -61,6 +61,7 @@ impl Unpacked {
         }
         let order = self.sort(group)?;
         let weight = match self.bits {
+            2 => on_device(&self.into_ternary()?, to.device)?,
             4 => on_device(&self.into_int4(group)?, to.device)?,
             _ if group == self.cols => on_device(&self.into_int8()?, to.device)?,
             _ => {
@@ -91,7 +92,10 @@ impl Unpacked {
 
     /// z where none is stored.
     fn middle(&self) -> u8 {
-        1 << (self.bits - 1)
+        match self.bits {
+            2 => 1,
+            bits => 1 << (bits - 1),
+        }
     }
 
     /// Values of a row that share a scale.
@@ -99,8 +103,8 @@ impl Unpacked {
         let Self {
             rows, cols, bits, ..
         } = *self;
-        if ![4, 8].contains(&bits) {
-            bail!("bits: {bits}, expected 4 or 8");
+        if ![2, 4, 8].contains(&bits) {
+            bail!("bits: {bits}, expected 2, 4 or 8");
         }
         if rows == 0 || cols == 0 || rows.checked_mul(cols) != Some(self.codes.len()) {
             bail!("codes: {} given for {rows} x {cols}", self.codes.len());
@@ -227,6 +231,22 @@ impl Unpacked {
             codes: self.codes.into_iter().map(|q| q as i8).collect(),
             scales: repeated(&scales, times),
             zeros,
+        })
+    }
+
+    fn into_ternary(self) -> Result<Codes> {
+        if self.scales.len() != self.rows || self.zeros.is_some() {
+            bail!("scales: expected one for each row of ternary values, and no zero points");
+        }
+        Ok(Codes {
+            scheme: Scheme::Ternary {
+                scale: TernaryScale::Row,
+            },
+            rows: self.rows,
+            cols: self.cols,
+            codes: self.codes.into_iter().map(|q| q as i8 - 1).collect(),
+            scales: self.scales,
+            zeros: Vec::new(),
         })
     }
 

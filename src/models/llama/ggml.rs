@@ -22,6 +22,7 @@ static NAMES: Names = Names {
     attention_norm: "attention_norm",
     qkv: Qkv::Three(["attention.wq", "attention.wk", "attention.wv"]),
     head_norms: ["attention.q_norm", "attention.k_norm"],
+    sub_norms: ["attention.sub_norm", "feed_forward.sub_norm"],
     output: "attention.wo",
     mlp_norm: "ffn_norm",
     up: &["feed_forward.w1", "feed_forward.w3"],

@@ -3,7 +3,7 @@
 
 use super::op::LinearOp;
 use super::tile::{Finish, Guard, Product, Target, guard};
-use super::{Prologue, Weight};
+use super::{ActivationBits, Prologue, Weight};
 use crate::cpu::packed::{Grain, PackedMatrix, Q8Activations, ROW_GROUP};
 use crate::cpu::simd::{self, Level};
 use crate::cpu::{dense, norm, pool};
@@ -225,6 +225,7 @@ fn activations(
     };
     let grain = Grain {
         wide: all(PackedMatrix::takes_wide),
+        whole: op.bits == ActivationBits::PerToken8,
         fine: op.bits.are_16(m, all(PackedMatrix::is_ternary)),
     };
     quantized.refill_by(level, &input, (m, wide), grain)?;

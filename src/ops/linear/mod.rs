@@ -124,6 +124,8 @@ pub enum Activation {
     GeGlu,
     /// The same with the GELU of [`Activation::GeluTanh`].
     GeGluTanh,
+    /// `max(y[i], 0)^2 * y[i + N / 2]`; otherwise as [`Activation::SwiGlu`] (BitNet b1.58 2B4T, Ma et al. 2025).
+    Relu2Glu,
 }
 
 impl Activation {
@@ -140,6 +142,7 @@ impl Activation {
             Activation::SwiGlu => Some(Activation::Silu),
             Activation::GeGlu => Some(Activation::Gelu),
             Activation::GeGluTanh => Some(Activation::GeluTanh),
+            Activation::Relu2Glu => Some(Activation::Relu2),
             _ => None,
         }
     }

@@ -209,6 +209,7 @@ impl<T: Float> Finish<'_, T> {
             (Activation::SwiGlu, Some(up)) => math::swiglu(level, row, up),
             (Activation::GeGlu, Some(up)) => math::geglu(level, row, up),
             (Activation::GeGluTanh, Some(up)) => math::geglu_tanh(level, row, up),
+            (Activation::Relu2Glu, Some(up)) => math::relu2_glu(level, row, up),
             _ => {}
         }
         let start = token * self.width + columns.start;

@@ -1,7 +1,7 @@
 """Writes tiny random models in the quantized formats of the hub, packed by the formats' own projects, and what
 transformers computes in float64 with the weights that those projects read back.
 
-    pip install torch transformers safetensors compressed-tensors numpy
+    pip install torch transformers safetensors compressed-tensors bitsandbytes numpy
     pip download --no-deps auto-gptq==0.7.1 autoawq==0.2.9    # unpacked beside each other, in FOLDER
     python tests/data/checkpoints/make.py FOLDER [NAME ..]
 
@@ -14,13 +14,20 @@ import pathlib
 import sys
 import types
 
+import bitsandbytes.functional
 import torch
+
+# transformers compiles BitNet's layers, which takes longer than all else here.
+torch._dynamo.config.disable = True
+
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
+from transformers import BitNetConfig, BitNetForCausalLM, BitNetQuantConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations import bitnet as bitnet_layers
 
 FOLDER = pathlib.Path(__file__).parent
 SHARED = {
@@ -39,6 +46,7 @@ FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+    "bitnet": (BitNetForCausalLM, BitNetConfig, {"intermediate_size": 192}),
 }
 # Matrices that share their input have one order of columns.
 SITES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up"}
@@ -207,6 +215,81 @@ def fp8_channel(name, weight, option, tools, generator, orders):
     return tensors, exact
 
 
+def bitnet(name, weight, option, tools, generator, orders):
+    """transformers' tensors of one of BitNet's layers, and the weight that they stand for."""
+    exact = bitnet_layers.WeightQuant.apply(weight)
+    if option.get("quantization_mode") == "online":
+        return {"weight": weight.half()}, exact.double()
+    scale = weight.abs().mean()
+    if option["linear_class"] == "bitlinear":
+        scale = 1 / scale
+    scale = scale.bfloat16().reshape(1)
+    codes = exact.sign()
+    packed = bitnet_layers.pack_weights(codes.clone())
+    assert torch.equal(bitnet_layers.unpack_weights(packed, torch.float32), codes)
+    by = 1 / scale.double() if option["linear_class"] == "bitlinear" else scale.double()
+    return {"weight": packed, "weight_scale": scale}, codes.double() * by
+
+
+def nf4(name, weight, option, tools, generator, orders):
+    """bitsandbytes' tensors, and the weight that they stand for."""
+    functional = bitsandbytes.functional
+    packed, state = functional.quantize_4bit(
+        weight.to(getattr(torch, option["bnb_4bit_compute_dtype"])),
+        blocksize=64,
+        compress_statistics=option["bnb_4bit_use_double_quant"],
+        quant_type="nf4",
+    )
+    tensors = {"weight": packed, **{f"weight.{part}": t for part, t in state.as_dict(packed=True).items()}}
+    read = functional.QuantState.from_dict(state.as_dict(packed=True), device="cpu")
+    # Without the rounding to the dtype of the weights that were quantized.
+    read.dtype = torch.float32
+    return tensors, functional.dequantize_4bit(packed, read).double()
+
+
+def with_bitnet_layers(model, tensors, option):
+    """The model in float64 with transformers' own layers in place of the linear ones, which round their inputs."""
+    weights = {path: layer.weight.data for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    option = BitNetQuantConfig(**{key: value for key, value in option.items() if key != "quant_method"})
+    model = bitnet_layers.replace_with_bitnet_linear(model.double(), ["lm_head"], option)
+    for path, layer in model.named_modules():
+        if not isinstance(layer, (bitnet_layers.BitLinear, bitnet_layers.AutoBitLinear)):
+            continue
+        packed = tensors[f"{path}.weight"]
+        if isinstance(layer, bitnet_layers.BitLinear):
+            layer.dtype, layer.weight = torch.float64, packed
+        elif layer.online_quant:
+            layer.weight = torch.nn.Parameter(packed.double(), requires_grad=False)
+        else:
+            unpacked = bitnet_layers.unpack_weights(packed, torch.float64)
+            layer.weight = torch.nn.Parameter(unpacked, requires_grad=False)
+        if f"{path}.weight_scale" in tensors:
+            layer.weight_scale = tensors[f"{path}.weight_scale"].double()
+        # One-hot inputs are not changed by rounding, so that the product reads the weight back.
+        read = layer(torch.eye(layer.in_features, dtype=torch.float64)).t()
+        assert (read - weights[path]).abs().max() <= 1e-6 * weights[path].abs().max()
+    return model
+
+
+def least_margin(model, ids):
+    """How far an input is at least from the middle of two steps, in steps: f32 rounds it as float64 does if that is
+    more than f32's error."""
+    margins = []
+
+    def look(layer, inputs):
+        x = inputs[0]
+        steps = x * 127 / x.abs().amax(-1, keepdim=True)
+        margins.append(((steps - steps.floor()) - 0.5).abs().min())
+
+    layers = [m for m in model.modules() if isinstance(m, (bitnet_layers.BitLinear, bitnet_layers.AutoBitLinear))]
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return float(min(margins))
+
+
 def gptq_config(bits, group, **more):
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True, **more}
 
@@ -221,6 +304,18 @@ def compressed_config(format, weights, inputs=None):
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
+    }
+
+
+def nf4_config(dtype, double):
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_use_double_quant": double,
     }
 
 
@@ -283,6 +378,26 @@ MODELS = {
         },
         {},
     ),
+    "bitnet_offline": (
+        "bitnet",
+        bitnet,
+        {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
+        {"tied": True},
+    ),
+    "bitnet_online": (
+        "bitnet",
+        bitnet,
+        {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"},
+        {},
+    ),
+    "bitnet_bitlinear": (
+        "bitnet",
+        bitnet,
+        {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"},
+        {},
+    ),
+    "llama_nf4": ("llama", nf4, nf4_config("float16", False), {}),
+    "qwen2_nf4_double": ("qwen2", nf4, nf4_config("bfloat16", True), {"tied": True}),
     "llama_fp8_channel": (
         "llama",
         fp8_channel,
@@ -310,10 +425,10 @@ def make(name, tools):
     model_class, config_class, more = FAMILIES[family]
     generator = torch.Generator().manual_seed(sum(name.encode()))
     tied = special.get("tied", False)
-    model = model_class(config_class(**SHARED, **more, tie_word_embeddings=tied)).float().eval()
+    model = model_class(config_class(**{**SHARED, **more}, tie_word_embeddings=tied)).float().eval()
     draw(model, generator)
     model.tie_weights()
-    tensors, orders = {}, {}
+    tensors, orders, exact_weights = {}, {}, {}
     for path, layer in model.named_modules():
         if not isinstance(layer, torch.nn.Linear) or (path == "lm_head" and not special.get("head")):
             continue
@@ -321,11 +436,13 @@ def make(name, tools):
             continue
         packed, exact = method(path, layer.weight.data, {**config, **special}, tools, generator, orders)
         tensors.update({f"{path}.{part}": tensor for part, tensor in packed.items()})
-        layer.weight.data = exact
-    quantized = {key.rsplit(".", 1)[0] + ".weight" for key in tensors}
+        layer.weight.data = exact_weights[path] = exact
+    quantized = {f"{path}.weight" for path in exact_weights}
     for key, tensor in model.state_dict().items():
         if key not in quantized and not (tied and key == "lm_head.weight"):
             tensors[key] = tensor.half()
+    if method is bitnet:
+        model = with_bitnet_layers(model, tensors, config)
     model = model.double()
     folder = FOLDER / name
     folder.mkdir(exist_ok=True)
@@ -336,10 +453,36 @@ def make(name, tools):
     written["quantization_config"] = config
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     ids = torch.randint(2, SHARED["vocab_size"], (2, 9), generator=generator)
+    golden = {}
+    if method is bitnet:
+        while least_margin(model, ids) < 5e-4:
+            ids = torch.randint(2, SHARED["vocab_size"], (2, 9), generator=generator)
+        # A prompt, and what the model goes on with, token by token.
+        while "next" not in golden:
+            golden["prompt"] = torch.randint(2, SHARED["vocab_size"], (1, 9), generator=generator)
+            tokens, ahead = greedy(model, golden["prompt"], 6)
+            if ahead > 0.05:
+                golden["next"] = tokens
+    if method in [bitnet, nf4]:
+        golden["q_proj"] = exact_weights["model.layers.0.self_attn.q_proj"].float()
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
-    save_file({"input_ids": ids, "logits": logits.float()}, folder / "golden.safetensors")
+    save_file({"input_ids": ids, "logits": logits.float(), **golden}, folder / "golden.safetensors")
     print(name, sum(f.stat().st_size for f in folder.iterdir()) >> 10, "KiB")
+
+
+def greedy(model, ids, count):
+    """The likeliest tokens behind ids, one after another, and how far one is at least ahead of the second, as a part
+    of the largest logit."""
+    tokens, ahead = [], []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[:, -1]
+        best = logits.topk(2).values
+        ahead.append(float((best[0, 0] - best[0, 1]) / logits.abs().max()))
+        tokens.append(logits.argmax(-1))
+        ids = torch.cat([ids, tokens[-1][:, None]], 1)
+    return torch.stack(tokens, 1), min(ahead)
 
 
 def save(folder, tensors, shards):

@@ -28,6 +28,7 @@ pub fn run(data: &[u8]) {
             Config::Mistral(config) => model(config, fusion),
             Config::Phi3(config) => model(config, fusion),
             Config::SmolLm3(config) => model(config, fusion),
+            Config::BitNet(config) => model(config, fusion),
         };
     }
 }

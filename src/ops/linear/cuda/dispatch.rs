@@ -1,5 +1,4 @@
-//! Which kernel takes a product: one table, first match wins. A [`Product`] is cut into segments of one weight format,
-//! each with the kernel that the table chose.
+//! Which kernel takes a product: one table, first match wins.
 
 use super::kernels::{
     gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16,
@@ -7,14 +6,13 @@ use super::kernels::{
     gemv_wna16_sm90,
 };
 use super::plan::Plan;
-use super::problem::{Case, Operand, Operands, ProductAt};
+use super::problem::Case;
 use super::rule::{Formats, Norms, RULE, Rows, Rule};
-use crate::cuda::{Address, KernelInfo, Launcher, Scratch, forced};
-use crate::ops::linear::Weight;
+use crate::cuda::abi::N_TILE_MAX_M;
+use crate::cuda::{KernelInfo, forced};
 use candle_core::{DType, Result, bail};
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::fmt;
 
 /// Plans that a thread keeps: prompts come in many lengths.
 const MAX_PLANS: usize = 4096;
@@ -150,6 +148,7 @@ pub(super) static RULES: &[Rule] = &[
         formats: Formats::INT4_G128.or(Formats::TERNARY),
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
+        rounds_up_to: 1,
         plan: gemv_wna16_sm90::plan,
         note: "of ternary weights those with one scale for a row or the matrix",
         ..RULE
@@ -162,6 +161,7 @@ pub(super) static RULES: &[Rule] = &[
         arch: [90, 90],
         norms: Norms::None,
         int8_x: true,
+        rounds_up_to: MAX,
         plan: gemm_w8a8_cluster::plan,
         note: "small products: the same launch quantizes x",
         ..RULE
@@ -173,6 +173,7 @@ pub(super) static RULES: &[Rule] = &[
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
         int8_x: true,
+        rounds_up_to: MAX,
         plan: gemm_w8a8::sm90,
         note: "a preceding kernel quantizes x",
         ..RULE
@@ -183,6 +184,7 @@ pub(super) static RULES: &[Rule] = &[
         formats: Formats::INT8,
         x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         int8_x: true,
+        rounds_up_to: MAX,
         plan: gemm_w8a8::mma,
         note: "likewise",
         ..RULE
@@ -302,6 +304,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "linear/gemv_wna16.cu",
         formats: Formats::TERNARY,
         x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
+        rounds_up_to: N_TILE_MAX_M,
         plan: gemv_wna16::plan,
         note: "four rows a launch",
         ..RULE
@@ -329,13 +332,18 @@ thread_local! {
     static PLANS: RefCell<HashMap<Case, Plan>> = RefCell::new(HashMap::new());
 }
 
+/// The kernel that is forced, if one is.
+pub(super) fn forced_kernel() -> Result<Option<&'static str>> {
+    let place = forced("linear", kernels(), crate::ops::all_kernels())?;
+    Ok(place.and_then(|place| kernels().nth(place)).map(|k| k.name))
+}
+
 /// The plan for a case.
 ///
 /// # Errors
 /// If no kernel takes it, or the one that is forced does not; the message says why.
 pub(super) fn select(case: &Case) -> Result<Plan> {
-    let place = forced("linear", kernels(), crate::ops::all_kernels())?;
-    if let Some(KernelInfo { name, .. }) = place.and_then(|place| kernels().nth(place)) {
+    if let Some(name) = forced_kernel()? {
         let format = Formats::of(case.weight);
         let rules = RULES.iter().filter(|rule| rule.kernel == name);
         let rules = rules.filter(|rule| rule.formats.contains(format));
@@ -382,108 +390,7 @@ pub fn kernels() -> impl Iterator<Item = KernelInfo> {
     })
 }
 
-fn takes_mixed(kernel: &str) -> bool {
+pub(super) fn takes_mixed(kernel: &str) -> bool {
     let mut rules = RULES.iter().filter(|rule| rule.kernel == kernel);
     rules.any(Rule::takes_mixed)
-}
-
-/// A product ready to run: its segments, each with the kernel that takes it.
-#[derive(Clone, Debug)]
-pub(crate) struct Product {
-    segments: Vec<(Plan, Operands)>,
-}
-
-impl Product {
-    /// Chooses kernels for rows that are at `at` and `weights`, dense ones of which are contiguous: one for each run
-    /// of a format, or one for all where the runs belong together or a run has none of its own.
-    ///
-    /// # Errors
-    /// If the weights are not on a GPU, or no kernel takes the product.
-    pub fn new(launcher: &Launcher, weights: &[Weight], at: &ProductAt) -> Result<Self> {
-        let whole = Operands::new(weights, at)?;
-        let mut segments = whole.segments();
-        if segments.len() > 1 && at.activation.gate().is_none() {
-            let plans = segments.iter().map(|segment| {
-                let plan = select(&segment.case(launcher)).ok()?;
-                (!takes_mixed(plan.kernel)).then_some(plan)
-            });
-            if let Some(plans) = plans.collect::<Option<Vec<_>>>() {
-                return Ok(Self {
-                    segments: plans.into_iter().zip(segments).collect(),
-                });
-            }
-        }
-        let operands = match segments.len() {
-            1 => segments.remove(0),
-            _ => whole,
-        };
-        Self::of(launcher, operands)
-    }
-
-    /// The same for operands that one kernel is to take.
-    ///
-    /// # Errors
-    /// If no kernel takes them.
-    pub fn of(launcher: &Launcher, operands: Operands) -> Result<Self> {
-        let plan = select(&operands.case(launcher))?;
-        Ok(Self {
-            segments: vec![(plan, operands)],
-        })
-    }
-
-    /// The plan and the operands, if one kernel takes everything.
-    pub fn single(&self) -> Option<(&Plan, &Operands)> {
-        match &self.segments[..] {
-            [(plan, operands)] => Some((plan, operands)),
-            _ => None,
-        }
-    }
-
-    /// The quantized weights that are to be dequantized for a library; none if a segment takes them as they are.
-    pub fn to_dequantize(&self) -> Option<&Operands> {
-        let (plan, operands) = self.single()?;
-        let all = operands.weights.iter();
-        let quantized = all.clone().all(|w| matches!(w, Operand::Quantized(_)));
-        (plan.kernel == gemm_dequantized::NAME && quantized).then_some(operands)
-    }
-
-    /// Says where the weights are that [`Product::to_dequantize`] named.
-    pub fn set_dequantized(&mut self, at: Address) {
-        if let [(_, operands)] = &mut self.segments[..] {
-            operands.dequantized = Some(at);
-        }
-    }
-
-    /// Bytes of scratch memory that [`Product::run`] takes at most.
-    pub fn scratch(&self) -> usize {
-        let each = self.segments.iter();
-        each.map(|(plan, operands)| plan.how.scratch(operands))
-            .sum()
-    }
-
-    /// Launches the product.
-    ///
-    /// # Errors
-    /// If a launch fails or memory is short.
-    ///
-    /// # Safety
-    /// Each address holds what its field says, and dense weights live, until the stream has passed the launches. In a
-    /// dependent chain no preceding kernel writes weights, norm or bias.
-    pub unsafe fn run(&self, launcher: &Launcher, scratch: &mut Scratch) -> Result<()> {
-        self.segments.iter().try_for_each(|(plan, operands)| {
-            // SAFETY: the caller's; the plan was made for these operands.
-            unsafe { plan.how.run(launcher, scratch, operands) }
-        })
-    }
-}
-
-/// The kernel of each segment.
-impl fmt::Display for Product {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, (plan, _)) in self.segments.iter().enumerate() {
-            let between = if i > 0 { " and " } else { "" };
-            write!(f, "{between}{plan}")?;
-        }
-        Ok(())
-    }
 }

@@ -1,4 +1,4 @@
-//! The CUDA form. The table ([`dispatch`]) makes a [`Product`] of operands ([`problem`]): it chooses a kernel, whose host
+//! The CUDA form. A [`Product`] is made of operands ([`problem`]): the table ([`dispatch`]) chooses a kernel, whose host
 //! file in [`kernels`] works out a [`plan`] and launches it.
 
 mod dispatch;
@@ -6,14 +6,15 @@ mod kernels;
 mod owned;
 mod plan;
 mod problem;
+mod product;
 mod rule;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub(crate) use dispatch::Product;
 pub use dispatch::kernels as kernel_table;
 pub(crate) use kernels::gemm_dequantized::dequantize_together;
 pub(crate) use kernels::gemv::Gemv;
 pub(crate) use kernels::gemv_dense_pipelined;
 pub(super) use owned::Owned;
 pub(crate) use problem::{Case, Fetch, NormAt, NormKind, Operands, ProductAt};
+pub(crate) use product::Product;

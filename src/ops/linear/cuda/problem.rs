@@ -336,6 +336,15 @@ impl Case {
         self.activation.outputs(self.n())
     }
 
+    /// Whether x is to be rounded to 8 bits of each token.
+    pub fn is_rounded(&self) -> bool {
+        let dense = matches!(
+            self.weight,
+            WeightFormat::Dense(_) | WeightFormat::Mixed { quantized: false }
+        );
+        self.x_bits == ActivationBits::PerToken8 && !dense
+    }
+
     /// Whether one half of the outputs gates the other.
     pub fn gates(&self) -> bool {
         self.activation.gate().is_some()

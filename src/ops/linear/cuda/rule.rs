@@ -109,6 +109,8 @@ pub(super) struct Rule {
     pub pairs: bool,
     /// Whether it rounds x to int8.
     pub int8_x: bool,
+    /// M up to which it rounds x to 8 bits of each token where that is asked for; 0 if it does not.
+    pub rounds_up_to: usize,
     pub plan: fn(&Case) -> Planned,
     /// What a reader of the table should know.
     pub note: &'static str,
@@ -130,6 +132,7 @@ pub(super) const RULE: Rule = Rule {
     gates: true,
     pairs: false,
     int8_x: false,
+    rounds_up_to: 0,
     plan: |_| Err("it has no plan"),
     note: "",
 };
@@ -148,6 +151,9 @@ impl Rule {
         }
         if self.int8_x && case.x_bits == ActivationBits::Bits16 {
             return Err("x is to keep 16 bits");
+        }
+        if case.is_rounded() && case.m > self.rounds_up_to {
+            return Err("it does not round so many rows of x to 8 bits of each token");
         }
         if case.k > self.max_k {
             return Err("K is too long");

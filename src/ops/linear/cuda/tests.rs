@@ -237,6 +237,39 @@ fn a_plan_says_what_it_launches() -> Result<()> {
     Ok(())
 }
 
+/// Rows that are to be rounded to 8 bits of each token meet the kernels that do it themselves, or none.
+#[test]
+fn rows_are_rounded_by_the_kernels_of_few() -> Result<()> {
+    for (name, gpu) in GPUS {
+        for (scheme, m, on_hopper, elsewhere) in [
+            (
+                "ternary-row",
+                1,
+                Some("gemv_wna16_sm90"),
+                Some("gemv_ternary"),
+            ),
+            ("ternary-row", 3, Some("gemv_ternary"), Some("gemv_ternary")),
+            ("ternary-row", 16, None, None),
+            ("int4-g128", 1, None, None),
+            ("int8", 16, None, None),
+            ("int8", 512, Some("gemm_w8a8_sm90"), Some("gemm_w8a8_mma")),
+        ] {
+            let weight = WeightFormat::Quantized(Format::Scheme(scheme.parse()?));
+            for gated in [false, true] {
+                let case = Case {
+                    x_bits: ActivationBits::PerToken8,
+                    norm: Some(super::NormKind::Rms),
+                    ..case(gpu, weight, DType::BF16, m, (4096, 2560, gated))
+                };
+                let found = RULES.iter().find(|rule| rule.chosen(&case).is_ok());
+                let expected = if gpu.arch == 90 { on_hopper } else { elsewhere };
+                assert_eq!(found.map(|rule| rule.kernel), expected, "{name}: {case}");
+            }
+        }
+    }
+    Ok(())
+}
+
 /// What choosing costs the host: with a plan that the thread keeps, and for the first time.
 #[test]
 #[ignore = "a measurement: it prints nanoseconds and holds nothing"]

@@ -17,6 +17,9 @@ use std::sync::Arc;
 
 const OP: &str = "quant_linear";
 
+/// Dtypes that there are kernels for.
+const DTYPES: usize = 3;
+
 /// Tiles of x's rows whose codes stay in the L2 cache while the weights go by.
 const SECTION: usize = 16;
 
@@ -28,6 +31,9 @@ static QUANTIZE: Module = Module::new(
         "quantize_rows_f32",
         "quantize_rows_f16",
         "quantize_rows_bf16",
+        "quantize_rows_back_f32",
+        "quantize_rows_back_f16",
+        "quantize_rows_back_bf16",
     ],
 )
 .with_all_shared_memory();
@@ -221,6 +227,50 @@ unsafe fn quantize(
     codes: Address,
     scales: Address,
 ) -> Result<()> {
+    let (rows, params) = params(at, pitch, codes, scales)?;
+    let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
+    let kernel = dtype_index(at.x_dtype);
+    // SAFETY: the kernel takes `QuantizeRowsParams`; the addresses are the caller's.
+    unsafe {
+        launcher
+            .moving(bytes as u64)
+            .run(&QUANTIZE, kernel, rows.grid(), &params)
+    }
+}
+
+/// The rows at `at` behind its norm, rounded to 8 bits of each, in their dtype
+/// ([`PerToken8`](crate::ActivationBits::PerToken8)).
+///
+/// # Errors
+/// If the launch fails or memory is short.
+///
+/// # Safety
+/// As [`Kernel::run`].
+pub(crate) unsafe fn rounded_rows(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    at: &ProductAt,
+) -> Result<Address> {
+    let values = at.m * at.k;
+    let out = scratch.take(OP, at.x_dtype, values)?;
+    let (rows, params) = params(at, at.k, out, 0)?;
+    let bytes = 2 * values * at.x_dtype.size_in_bytes();
+    let kernel = DTYPES + dtype_index(at.x_dtype);
+    // SAFETY: as in `quantize`; the scratch has room for all rows.
+    unsafe {
+        let launcher = launcher.moving(bytes as u64);
+        launcher.run(&QUANTIZE, kernel, rows.grid(), &params)?;
+    }
+    Ok(out)
+}
+
+/// What the kernels take that round rows.
+fn params(
+    at: &ProductAt,
+    pitch: usize,
+    codes: Address,
+    scales: Address,
+) -> Result<(Rows, QuantizeRowsParams)> {
     let norm = at.norm.map_or([0; 2], |n: NormAt| [n.weight, n.bias]);
     let rows = Rows::new(OP, at.m, at.k, at.x_dtype, &[at.x, norm[0], norm[1]])?;
     let mut params = QuantizeRowsParams {
@@ -240,12 +290,5 @@ unsafe fn quantize(
     if let Some(norm) = at.norm {
         params.prologue.set_norm(norm);
     }
-    let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
-    let kernel = dtype_index(at.x_dtype);
-    // SAFETY: the kernel takes `QuantizeRowsParams`; the addresses are the caller's.
-    unsafe {
-        launcher
-            .moving(bytes as u64)
-            .run(&QUANTIZE, kernel, rows.grid(), &params)
-    }
+    Ok((rows, params))
 }

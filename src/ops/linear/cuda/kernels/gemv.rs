@@ -9,7 +9,7 @@ pub(crate) use crate::cuda::abi::{
 };
 use crate::cuda::abi::{GEMV_WARPS as WARPS, WARP};
 use crate::cuda::{BlockMatrix, GpuSpec, Grid, Launcher, Module, Scratch};
-use crate::ops::linear::Activation;
+use crate::ops::linear::{Activation, ActivationBits};
 use crate::ops::view::dtype_index;
 use candle_core::{DType, Result, bail};
 use std::sync::Arc;
@@ -69,6 +69,7 @@ pub(crate) fn activation_index(activation: Activation) -> i32 {
         Activation::SwiGlu => abi::ACT_SWIGLU,
         Activation::GeGlu => abi::ACT_GEGLU,
         Activation::GeGluTanh => abi::ACT_GEGLU_TANH,
+        Activation::Relu2Glu => abi::ACT_RELU2_GLU,
     };
     index as i32
 }
@@ -253,6 +254,7 @@ impl Gemv {
             params.prologue.set_norm(norm);
         }
         params.prologue.dtype = dtype_index(at.x_dtype) as i32;
+        params.prologue.rounds = (at.x_bits == ActivationBits::PerToken8).into();
         params.epilogue.bias = at.bias;
         params.epilogue.stride = at.stride as u64;
         params.epilogue.dtype = dtype_index(at.x_dtype) as i32;

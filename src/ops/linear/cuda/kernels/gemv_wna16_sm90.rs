@@ -105,6 +105,9 @@ pub(crate) fn plan(case: &Case) -> Planned {
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }
+    if case.is_rounded() && format == Sm90Format::Int4 {
+        return Err("it does not round x for INT4");
+    }
     let mut first = 0;
     let row_groups = case.matrices().all(|rows| {
         first += rows;

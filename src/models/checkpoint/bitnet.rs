@@ -1,0 +1,107 @@
+//! BitNet's layouts, as transformers writes them: ternary matrices whose inputs are rounded to 8 bits of each token.
+//!
+//! | tensor | | |
+//! |---|---|---|
+//! | `weight` | u8 `[N / 4, K]` | bits 2i and 2i + 1 of byte (r, k) are value (i N / 4 + r, k), plus 1 |
+//! | `weight_scale` | of one value | `autobitlinear` multiplies by it, `bitlinear` divides by it |
+//!
+//! `quantization_mode` `online` has numbers `[N, K]` and no scale: it is the mean magnitude m, and values are those
+//! nearest to `w / m` of -1, 0 and 1.
+//!
+//! Method: BitNet b1.58 (Ma et al. 2024).
+
+use super::compressed::SCALE;
+use super::tensors::Tensors;
+use super::unpacked::Unpacked;
+use candle_core::{Result, bail};
+
+/// Values of a byte.
+const IN_BYTE: usize = 4;
+
+/// The least mean magnitude, for matrices of zeros.
+const LEAST: f32 = 1e-5;
+
+/// What a layer does with its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layer {
+    /// `autobitlinear` in mode `offline`: the scale multiplies.
+    Multiplied,
+    /// `bitlinear`: the scale divides.
+    Divided,
+    /// `autobitlinear` in mode `online`: numbers, which become ternary.
+    Online,
+}
+
+/// Whether a layer is one of BitNet's; embeddings and heads are not.
+pub fn is_there(tensors: &Tensors<'_>, layer: Layer) -> bool {
+    match layer {
+        Layer::Multiplied | Layer::Divided => tensors.has("weight") && tensors.has(SCALE),
+        Layer::Online => tensors.has("weight") && !tensors.is_end(),
+    }
+}
+
+/// The matrix of a layer.
+pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), layer: Layer) -> Result<Unpacked> {
+    let (values, dims) = tensors.numbers("weight")?;
+    let (codes, scale) = if layer == Layer::Online {
+        if dims != [rows, cols] {
+            bail!("weight has shape {dims:?}, expected {:?}", [rows, cols]);
+        }
+        nearest(&values)
+    } else {
+        (
+            stored(&values, &dims, (rows, cols))?,
+            scale(tensors, layer)?,
+        )
+    };
+    Ok(Unpacked {
+        rows,
+        cols,
+        bits: 2,
+        codes,
+        scales: vec![scale; rows],
+        zeros: None,
+        groups: None,
+    })
+}
+
+/// What is stored, four values to a byte or one to a number, plus 1.
+fn stored(values: &[f32], dims: &[usize], (rows, cols): (usize, usize)) -> Result<Vec<u8>> {
+    let code = |value: f32| match value {
+        0. => Ok(0),
+        1. => Ok(1),
+        2. => Ok(2),
+        other => bail!("weight: {} is stored, expected -1, 0 or 1", other - 1.),
+    };
+    if dims == [rows, cols] {
+        return values.iter().map(|value| code(value + 1.)).collect();
+    }
+    if !rows.is_multiple_of(IN_BYTE) || dims != [rows / IN_BYTE, cols] {
+        bail!(
+            "weight has shape {dims:?}, expected {rows} rows in bytes of {IN_BYTE} of them: [{rows} / {IN_BYTE}, \
+             {cols}]"
+        );
+    }
+    let field = |i: usize| values.iter().map(move |value| *value as u8 >> (2 * i) & 3);
+    let fields = (0..IN_BYTE).flat_map(field);
+    fields.map(|field| code(f32::from(field))).collect()
+}
+
+/// What the stored values are multiplied by.
+fn scale(tensors: &Tensors<'_>, layer: Layer) -> Result<f32> {
+    let (scale, dims) = tensors.numbers(SCALE)?;
+    match (scale.as_slice(), layer) {
+        ([scale], Layer::Divided) => Ok(1. / scale),
+        ([scale], _) => Ok(*scale),
+        _ => bail!("{SCALE} has shape {dims:?}, expected one value"),
+    }
+}
+
+/// The nearest ternary values, plus 1, and their scale, in f32 as transformers has them.
+fn nearest(values: &[f32]) -> (Vec<u8>, f32) {
+    let sum: f64 = values.iter().map(|w| f64::from(w.abs())).sum();
+    let mean = (sum / values.len().max(1) as f64) as f32;
+    let by = 1. / mean.max(LEAST);
+    let code = |w: &f32| ((w * by).round_ties_even().clamp(-1., 1.) + 1.) as u8;
+    (values.iter().map(code).collect(), 1. / by)
+}
