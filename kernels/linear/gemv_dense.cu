@@ -4,11 +4,13 @@
 
 using namespace fused;
 
-// Small products, with weights of x's 16-bit type and k up to 1024 or 1536.
-FUSED_GEMV_LATENCY(gemv_dense_latency_1024_f16, 750, __half, 4)
-FUSED_GEMV_LATENCY(gemv_dense_latency_1024_bf16, 800, __nv_bfloat16, 4)
-FUSED_GEMV_LATENCY(gemv_dense_latency_1536_f16, 750, __half, 6)
-FUSED_GEMV_LATENCY(gemv_dense_latency_1536_bf16, 800, __nv_bfloat16, 6)
+// Small products, with weights of x's 16-bit type and k up to 1024 or 1536; one N tile a block, or three.
+FUSED_GEMV_LATENCY(gemv_dense_latency_1024_f16, 750, __half, 4, 1)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1024_bf16, 800, __nv_bfloat16, 4, 1)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1536_f16, 750, __half, 6, 1)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1536_bf16, 800, __nv_bfloat16, 6, 1)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1024_n3_f16, 750, __half, 4, 3)
+FUSED_GEMV_LATENCY(gemv_dense_latency_1024_n3_bf16, 800, __nv_bfloat16, 4, 3)
 
 // Several rows of x, and weights of its 16-bit type.
 FUSED_GEMV_CORE(gemv_dense_mma_f16, 2, MmaCore<__half, 8>)

@@ -3,7 +3,8 @@
 // the output is all that counts; an SM has hardly more than one warp at a time to hide it with. Hence fully unrolled
 // code, types known at compile time, and all addresses computed before the PDL wait.
 //
-// A block computes an N tile of 8 output channels; its 8 warps split K. Lane 4 g + t of a warp holds 16 bytes of row
+// A block computes one N tile of 8 output channels, or several where there are more tiles than multiprocessors; its 8
+// warps split K. Lane 4 g + t of a warp holds 16 bytes of row
 // g of the weights and of x for each K block, operands of gemv_dense_mma.cuh's `mma` as they are, so that x is
 // normed in registers and does not pass through shared memory.
 #pragma once
@@ -100,30 +101,38 @@ template <typename T> __device__ __forceinline__ const uint4* packs_of(const voi
   return reinterpret_cast<const uint4*>(static_cast<const T*>(rows) + uint64_t(row) * k);
 }
 
-// k is a multiple of 8 and at most 32 x GEMV_WARPS x STEPS; one block for each 8 rows of weights.
-template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
+// k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS; one block for each 8 x N_TILES rows of weights.
+template <typename T, int K_BLOCKS, int N_TILES> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
+  static_assert(N_TILES <= GEMV_WARPS);
   __shared__ alignas(16) float squares[8][GEMV_WARPS];
-  __shared__ alignas(16) float sums[GEMV_WARPS][WARP][2];
+  __shared__ alignas(16) float sums[N_TILES][GEMV_WARPS][WARP][2];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   // This lane's chunks of 8 values of k: every fourth from `first` up to the end of the warp's share.
   const uint32_t warp_k_blocks = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
   const uint32_t first = 4 * warp * warp_k_blocks + t, end = min(p.k / 8, 4 * (warp + 1) * warp_k_blocks);
   auto has = [&](int s) { return first + 4 * s < end; };
-  auto column = [&](uint32_t r) { return gates(p) ? 4 * blockIdx.x + r / 2 : 8 * blockIdx.x + r; };
+  // Of row r of the block's tile `tile`.
+  auto column = [&](uint32_t tile, uint32_t r) {
+    const uint32_t n = N_TILES * blockIdx.x + tile;
+    return gates(p) ? 4 * n + r / 2 : 8 * n + r;
+  };
   // Past the last column the last is computed again and not written.
-  auto weight_row = [&](uint32_t r) {
-    return min(column(r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
+  auto weight_row = [&](uint32_t tile, uint32_t r) {
+    return min(column(tile, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
   };
 
-  uint32_t row = weight_row(g);
-  const Matrix& matrix = matrix_of(p, row);
-  const uint4* weights = packs_of<T>(matrix.data, row, p.k) + first;
-  uint4 w[K_BLOCKS], x[K_BLOCKS], norm[K_BLOCKS];
+  uint4 w[N_TILES][K_BLOCKS], x[K_BLOCKS], norm[K_BLOCKS];
 #pragma unroll
-  for (int s = 0; s < K_BLOCKS; ++s) {
-    w[s] = make_uint4(0, 0, 0, 0);
-    if (has(s)) w[s] = load_once(weights + 4 * s);
+  for (int tile = 0; tile < N_TILES; ++tile) {
+    uint32_t row = weight_row(tile, g);
+    const Matrix& matrix = matrix_of(p, row);
+    const uint4* weights = packs_of<T>(matrix.data, row, p.k) + first;
+#pragma unroll
+    for (int s = 0; s < K_BLOCKS; ++s) {
+      w[tile][s] = make_uint4(0, 0, 0, 0);
+      if (has(s)) w[tile][s] = load_once(weights + 4 * s);
+    }
   }
   const bool normed = p.prologue.norm != NORM_NONE;
 #pragma unroll
@@ -132,7 +141,10 @@ template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency
     if (normed && has(s)) norm[s] = static_cast<const uint4*>(p.prologue.weight)[first + 4 * s];
   }
   LatencyEpilogue<T> out = {};
-  if (warp == 0) out.prepare(p, g, t, column, weight_row);
+  // Warp i writes tile i.
+  auto own_column = [&](uint32_t r) { return column(warp, r); };
+  auto own_row = [&](uint32_t r) { return weight_row(warp, r); };
+  if (warp < N_TILES) out.prepare(p, g, t, own_column, own_row);
   // Lanes past the last row of x take the last again; what they compute is not written.
   const uint4* from = packs_of<T>(p.prologue.x, min(g, p.m - 1), p.k) + first;
 
@@ -142,7 +154,7 @@ template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency
     x[s] = make_uint4(0, 0, 0, 0);
     if (has(s)) x[s] = __ldcg(from + 4 * s);
   }
-  if (warp == 0) out.prefetch(p.epilogue);
+  if (warp < N_TILES) out.prefetch(p.epilogue);
   if (normed) {
     float sum = 0.f;
 #pragma unroll
@@ -162,20 +174,24 @@ template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency
                         scaled<T>(x[s].z, factor, norm[s].z), scaled<T>(x[s].w, factor, norm[s].w));
     }
   }
-  Accumulator parts[4] = {};
 #pragma unroll
-  for (int s = 0; s < K_BLOCKS; ++s) {
-    mma<T>(parts[s % 2], x[s].x, x[s].y, w[s].x, w[s].y);
-    mma<T>(parts[2 + s % 2], x[s].z, x[s].w, w[s].z, w[s].w);
+  for (int tile = 0; tile < N_TILES; ++tile) {
+    Accumulator parts[4] = {};
+#pragma unroll
+    for (int s = 0; s < K_BLOCKS; ++s) {
+      mma<T>(parts[s % 2], x[s].x, x[s].y, w[tile][s].x, w[tile][s].y);
+      mma<T>(parts[2 + s % 2], x[s].z, x[s].w, w[tile][s].z, w[tile][s].w);
+    }
+    *reinterpret_cast<float2*>(sums[tile][warp][lane]) =
+        make_float2((parts[0].v[0] + parts[1].v[0]) + (parts[2].v[0] + parts[3].v[0]),
+                    (parts[0].v[1] + parts[1].v[1]) + (parts[2].v[1] + parts[3].v[1]));
   }
-  float2 y2 = make_float2((parts[0].v[0] + parts[1].v[0]) + (parts[2].v[0] + parts[3].v[0]),
-                          (parts[0].v[1] + parts[1].v[1]) + (parts[2].v[1] + parts[3].v[1]));
-  *reinterpret_cast<float2*>(sums[warp][lane]) = y2;
   __syncthreads();
-  if (warp > 0) return;
+  if (warp >= N_TILES) return;
+  float2 y2 = *reinterpret_cast<const float2*>(sums[warp][0][lane]);
 #pragma unroll
   for (int other = 1; other < GEMV_WARPS; ++other) {
-    const float2 part = *reinterpret_cast<const float2*>(sums[other][lane]);
+    const float2 part = *reinterpret_cast<const float2*>(sums[warp][other][lane]);
     y2.x += part.x, y2.y += part.y;
   }
   float y[2] = {y2.x, y2.y};
@@ -184,9 +200,10 @@ template <typename T, int K_BLOCKS> __device__ __forceinline__ void gemv_latency
 
 }  // namespace fused
 
-// `NAME`: a kernel for elements of TYPE and up to K_BLOCKS K blocks of a warp, from an architecture on.
-#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS)                                 \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                 \
-      NAME(const __grid_constant__ fused::Gemv p) {                                    \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS>(p); \
+// `NAME`: a kernel for elements of TYPE, up to K_BLOCKS K blocks of a warp and N_TILES N tiles of a block, from an
+// architecture on.
+#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS, N_TILES)                                 \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
+      NAME(const __grid_constant__ fused::Gemv p) {                                             \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS, N_TILES>(p); \
   }

@@ -68,6 +68,11 @@ pub struct EngineArgs {
     /// Read every prompt from its beginning, even if another began with the same tokens.
     #[arg(long)]
     pub no_prefix_cache: bool,
+
+    /// Give every request the tokens that it would get alone, to the last bit of the logits: slower
+    /// where few requests run on a GPU, or many on the CPU.
+    #[arg(long)]
+    pub batch_invariant: bool,
 }
 
 /// What clients may take.
@@ -109,6 +114,7 @@ impl Args {
             pages: self.engine.pages,
             prompt_budget: self.engine.prompt_budget,
             share_prefixes: !self.engine.no_prefix_cache,
+            batch_invariant: self.engine.batch_invariant,
             graph: !self.model.no_graph,
         }
     }

@@ -65,7 +65,7 @@ pub(super) static RULES: &[Rule] = &[
         max_k: gemv_dense::MAX_LATENCY_K,
         norms: Norms::Rms,
         plan: gemv_dense::latency,
-        note: "few output channels: one block a multiprocessor at most",
+        note: "few output channels: one block a multiprocessor at most, of one N tile or three",
         ..RULE
     },
     Rule {
@@ -139,7 +139,7 @@ pub(super) static RULES: &[Rule] = &[
         arch: [80, NEWEST],
         norms: Norms::Rms,
         plan: gemv_gguf::latency,
-        note: "few output channels: one block a multiprocessor at most",
+        note: "few output channels: one block a multiprocessor at most, of one N tile or three",
         ..RULE
     },
     Rule {

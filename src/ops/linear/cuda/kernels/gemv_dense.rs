@@ -29,6 +29,8 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_dense_latency_1024_bf16",
         "gemv_dense_latency_1536_f16",
         "gemv_dense_latency_1536_bf16",
+        "gemv_dense_latency_1024_n3_f16",
+        "gemv_dense_latency_1024_n3_bf16",
     ],
 );
 
@@ -38,6 +40,7 @@ const M1_LARGE: usize = 5;
 const M8: usize = 8;
 const SCALAR: usize = 11;
 const LATENCY: usize = 12;
+const LATENCY_N3: usize = 16;
 
 /// Rows of x that the kernels take.
 pub(super) const MAX_M: usize = 8;
@@ -48,8 +51,10 @@ const LATENCY_K: [usize; 2] = [1024, 1536];
 /// The longer of the two.
 pub(crate) const MAX_LATENCY_K: usize = LATENCY_K[1];
 
-/// Output channels that a block of a small product computes.
-const LATENCY_UNIT: usize = 8;
+/// Output channels of an N tile of a small product, and tiles of a block where there are more of them than
+/// multiprocessors.
+const LATENCY_TILE: usize = 8;
+const LATENCY_TILES: usize = 3;
 const LATENCY_THREADS: u32 = 256;
 
 /// Bytes of weights from which on a warp reads so many that it prefetches more of them.
@@ -97,15 +102,23 @@ fn on_tensor_cores(case: &Case) -> Result<DType, &'static str> {
 pub(crate) fn latency(case: &Case) -> Planned {
     let dtype = on_tensor_cores(case)?;
     let size = LATENCY_K.iter().position(|k| case.k <= *k);
-    let size = size.ok_or("K is too long")?;
-    let outputs = case.activation.outputs(LATENCY_UNIT);
-    let blocks = case.width().div_ceil(outputs);
-    if blocks > case.gpu.sms as usize {
-        return Err("there are more blocks than multiprocessors");
-    }
+    let blocks = |tiles: usize| {
+        let outputs = case.activation.outputs(tiles * LATENCY_TILE);
+        let blocks = case.width().div_ceil(outputs);
+        (blocks <= case.gpu.sms as usize).then_some(blocks)
+    };
+    let several = || (size? == 0).then(|| blocks(LATENCY_TILES)).flatten();
+    let (kernel, blocks) = match (size, blocks(1)) {
+        (None, _) => return Err("K is too long"),
+        (Some(size), Some(blocks)) => (LATENCY + 2 * size, blocks),
+        _ => match several() {
+            Some(blocks) => (LATENCY_N3, blocks),
+            None => return Err("there are more blocks than multiprocessors"),
+        },
+    };
     Ok(Arc::new(GemvPlan {
         module: &MODULE,
-        index: LATENCY + 2 * size + is_bf16(dtype),
+        index: kernel + is_bf16(dtype),
         grid: Grid::line(blocks as u32, LATENCY_THREADS),
         split_k: 1,
         stages: 0,
