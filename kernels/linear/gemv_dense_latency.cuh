@@ -1,12 +1,13 @@
-// GEMV for small matrices, with x and weights of one 16-bit type, up to 8 rows of x, K up to 1536 and few output
+// GEMV for small matrices, with x and weights of one 16-bit type, up to 32 rows of x, K up to 1536 and few output
 // channels: the decode step of a small model. Weights are in registers before x arrives, so the latency from x to
 // the output is all that counts; an SM has hardly more than one warp at a time to hide it with. Hence fully unrolled
 // code, types known at compile time, and all addresses computed before the PDL wait.
 //
 // A block computes one N tile of 8 output channels, or several where there are more tiles than multiprocessors; its 8
 // warps split K. Lane 4 g + t of a warp holds 16 bytes of row
-// g of the weights and of x for each K block, operands of gemv_dense_mma.cuh's `mma` as they are, so that x is
-// normed in registers and does not pass through shared memory.
+// g of the weights and of x for each K block, and of rows g + 8, g + 16 and g + 24 of x where there are M tiles for them:
+// operands of gemv_dense_mma.cuh's `mma` as they are, so that x is normed in registers and does not pass through shared
+// memory.
 #pragma once
 
 #include "linear/gemv_dense_mma.cuh"
@@ -102,10 +103,12 @@ template <typename T> __device__ __forceinline__ const uint4* packs_of(const voi
 }
 
 // k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS; one block for each 8 x N_TILES rows of weights.
-template <typename T, int K_BLOCKS, int N_TILES> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
-  static_assert(N_TILES <= GEMV_WARPS);
-  __shared__ alignas(16) float squares[8][GEMV_WARPS];
-  __shared__ alignas(16) float sums[N_TILES][GEMV_WARPS][WARP][2];
+// M is at most 8 x M_TILES.
+template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
+  // 8 x 8 outputs each, which the warps sum up and write in turns.
+  constexpr int PATCHES = N_TILES * M_TILES, TURNS = (PATCHES + GEMV_WARPS - 1) / GEMV_WARPS;
+  __shared__ alignas(16) float squares[8 * M_TILES][GEMV_WARPS];
+  __shared__ alignas(16) float sums[PATCHES][GEMV_WARPS][WARP][2];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   // This lane's chunks of 8 values of k: every fourth from `first` up to the end of the warp's share.
@@ -122,7 +125,7 @@ template <typename T, int K_BLOCKS, int N_TILES> __device__ __forceinline__ void
     return min(column(tile, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
   };
 
-  uint4 w[N_TILES][K_BLOCKS], x[K_BLOCKS], norm[K_BLOCKS];
+  uint4 w[N_TILES][K_BLOCKS], x[M_TILES][K_BLOCKS], norm[K_BLOCKS];
 #pragma unroll
   for (int tile = 0; tile < N_TILES; ++tile) {
     uint32_t row = weight_row(tile, g);
@@ -140,70 +143,106 @@ template <typename T, int K_BLOCKS, int N_TILES> __device__ __forceinline__ void
     norm[s] = make_uint4(0, 0, 0, 0);
     if (normed && has(s)) norm[s] = static_cast<const uint4*>(p.prologue.weight)[first + 4 * s];
   }
-  LatencyEpilogue<T> out = {};
-  // Warp i writes tile i.
-  auto own_column = [&](uint32_t r) { return column(warp, r); };
-  auto own_row = [&](uint32_t r) { return weight_row(warp, r); };
-  if (warp < N_TILES) out.prepare(p, g, t, own_column, own_row);
+  LatencyEpilogue<T> out[TURNS] = {};
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const uint32_t patch = warp + turn * GEMV_WARPS, tile = patch % N_TILES;
+    auto own_column = [&](uint32_t r) { return column(tile, r); };
+    auto own_row = [&](uint32_t r) { return weight_row(tile, r); };
+    if (patch < PATCHES) out[turn].prepare(p, g + 8 * (patch / N_TILES), t, own_column, own_row);
+  }
   // Lanes past the last row of x take the last again; what they compute is not written.
-  const uint4* from = packs_of<T>(p.prologue.x, min(g, p.m - 1), p.k) + first;
+  const uint4* from[M_TILES];
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m) from[m] = packs_of<T>(p.prologue.x, min(g + 8 * m, p.m - 1), p.k) + first;
 
   pdl_wait();
 #pragma unroll
-  for (int s = 0; s < K_BLOCKS; ++s) {
-    x[s] = make_uint4(0, 0, 0, 0);
-    if (has(s)) x[s] = __ldcg(from + 4 * s);
-  }
-  if (warp < N_TILES) out.prefetch(p.epilogue);
-  if (normed) {
-    float sum = 0.f;
-#pragma unroll
-    for (int s = 0; s < K_BLOCKS; ++s) sum += squares_of<T>(x[s]);
-    sum += __shfl_xor_sync(FULL, sum, 1);
-    sum += __shfl_xor_sync(FULL, sum, 2);
-    if (t == 0) squares[g][warp] = sum;
-    __syncthreads();
-    static_assert(GEMV_WARPS == 8);
-    const float4 a = *reinterpret_cast<const float4*>(&squares[g][0]);
-    const float4 b = *reinterpret_cast<const float4*>(&squares[g][4]);
-    const float total = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
-    const float factor = rsqrtf(__fdividef(total, p.k) + p.prologue.eps);
+  for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
     for (int s = 0; s < K_BLOCKS; ++s) {
-      x[s] = make_uint4(scaled<T>(x[s].x, factor, norm[s].x), scaled<T>(x[s].y, factor, norm[s].y),
-                        scaled<T>(x[s].z, factor, norm[s].z), scaled<T>(x[s].w, factor, norm[s].w));
+      x[m][s] = make_uint4(0, 0, 0, 0);
+      if (has(s)) x[m][s] = __ldcg(from[m] + 4 * s);
+    }
+  }
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    if (warp + turn * GEMV_WARPS < PATCHES) out[turn].prefetch(p.epilogue);
+  }
+  if (normed) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      float sum = 0.f;
+#pragma unroll
+      for (int s = 0; s < K_BLOCKS; ++s) sum += squares_of<T>(x[m][s]);
+      sum += __shfl_xor_sync(FULL, sum, 1);
+      sum += __shfl_xor_sync(FULL, sum, 2);
+      if (t == 0) squares[g + 8 * m][warp] = sum;
+    }
+    __syncthreads();
+    static_assert(GEMV_WARPS == 8);
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      const float4 a = *reinterpret_cast<const float4*>(&squares[g + 8 * m][0]);
+      const float4 b = *reinterpret_cast<const float4*>(&squares[g + 8 * m][4]);
+      const float total = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+      const float factor = rsqrtf(__fdividef(total, p.k) + p.prologue.eps);
+#pragma unroll
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        uint4& v = x[m][s];
+        v = make_uint4(scaled<T>(v.x, factor, norm[s].x), scaled<T>(v.y, factor, norm[s].y),
+                       scaled<T>(v.z, factor, norm[s].z), scaled<T>(v.w, factor, norm[s].w));
+      }
     }
   }
 #pragma unroll
   for (int tile = 0; tile < N_TILES; ++tile) {
-    Accumulator parts[4] = {};
+    // Two M tiles are one operand.
 #pragma unroll
-    for (int s = 0; s < K_BLOCKS; ++s) {
-      mma<T>(parts[s % 2], x[s].x, x[s].y, w[tile][s].x, w[tile][s].y);
-      mma<T>(parts[2 + s % 2], x[s].z, x[s].w, w[tile][s].z, w[tile][s].w);
+    for (int m = 0; m < M_TILES; m += 2) {
+      Accumulator parts[4] = {};
+#pragma unroll
+      for (int s = 0; s < K_BLOCKS; ++s) {
+        const uint4 above = x[m][s], v = w[tile][s];
+        const uint4 below = m + 1 < M_TILES ? x[m + 1 < M_TILES ? m + 1 : m][s] : make_uint4(0, 0, 0, 0);
+        mma<T>(parts[s % 2], above.x, above.y, v.x, v.y, below.x, below.y);
+        mma<T>(parts[2 + s % 2], above.z, above.w, v.z, v.w, below.z, below.w);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (m + half >= M_TILES) continue;
+        float y[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 2 * half + i;
+          y[i] = (parts[0].v[at] + parts[1].v[at]) + (parts[2].v[at] + parts[3].v[at]);
+        }
+        *reinterpret_cast<float2*>(sums[(m + half) * N_TILES + tile][warp][lane]) = make_float2(y[0], y[1]);
+      }
     }
-    *reinterpret_cast<float2*>(sums[tile][warp][lane]) =
-        make_float2((parts[0].v[0] + parts[1].v[0]) + (parts[2].v[0] + parts[3].v[0]),
-                    (parts[0].v[1] + parts[1].v[1]) + (parts[2].v[1] + parts[3].v[1]));
   }
   __syncthreads();
-  if (warp >= N_TILES) return;
-  float2 y2 = *reinterpret_cast<const float2*>(sums[warp][0][lane]);
 #pragma unroll
-  for (int other = 1; other < GEMV_WARPS; ++other) {
-    const float2 part = *reinterpret_cast<const float2*>(sums[warp][other][lane]);
-    y2.x += part.x, y2.y += part.y;
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const uint32_t patch = warp + turn * GEMV_WARPS;
+    if (patch >= PATCHES) return;
+    float2 y2 = *reinterpret_cast<const float2*>(sums[patch][0][lane]);
+#pragma unroll
+    for (int other = 1; other < GEMV_WARPS; ++other) {
+      const float2 part = *reinterpret_cast<const float2*>(sums[patch][other][lane]);
+      y2.x += part.x, y2.y += part.y;
+    }
+    float y[2] = {y2.x, y2.y};
+    out[turn].epilogue(p, y);
   }
-  float y[2] = {y2.x, y2.y};
-  out.epilogue(p, y);
 }
 
 }  // namespace fused
 
-// `NAME`: a kernel for elements of TYPE, up to K_BLOCKS K blocks of a warp and N_TILES N tiles of a block, from an
-// architecture on.
-#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS, N_TILES)                                 \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, 2)                          \
-      NAME(const __grid_constant__ fused::Gemv p) {                                             \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS, N_TILES>(p); \
+// `NAME`: a kernel for elements of TYPE, up to K_BLOCKS K blocks of a warp, N_TILES N tiles of a block and 8 x M_TILES
+// rows of x, from an architecture on. Rows of x beyond 8 take the registers of a second block.
+#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS, N_TILES, M_TILES)                                 \
+  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, M_TILES == 1 ? 2 : 1)                \
+      NAME(const __grid_constant__ fused::Gemv p) {                                                      \
+    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS, N_TILES, M_TILES>(p); \
   }

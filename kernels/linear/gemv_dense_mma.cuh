@@ -14,28 +14,29 @@ struct Accumulator {
   float v[4];
 };
 
-// sums += x weights^T for rows 0..8 of x; rows 8..16 are zero.
+// sums += x weights^T for rows 0..8 of x, and rows 8..16 (`y`), which are zero where they are not given.
 template <typename T>
-__device__ __forceinline__ void mma(Accumulator& c, uint32_t x0, uint32_t x1, uint32_t w0, uint32_t w1) {
+__device__ __forceinline__ void mma(Accumulator& c, uint32_t x0, uint32_t x1, uint32_t w0, uint32_t w1,
+                                    uint32_t y0 = 0, uint32_t y1 = 0) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
-        : "r"(x0), "r"(0), "r"(x1), "r"(w0), "r"(w1));
+        : "r"(x0), "r"(y0), "r"(x1), "r"(y1), "r"(w0), "r"(w1));
   } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
-        : "r"(x0), "r"(0), "r"(x1), "r"(w0), "r"(w1));
+        : "r"(x0), "r"(y0), "r"(x1), "r"(y1), "r"(w0), "r"(w1));
   }
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
   // Turing multiplies 8 values of k at a time.
   static_assert(std::is_same_v<T, __half>, "before sm_80 there is no mma of bf16");
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
       : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
-      : "r"(x0), "r"(0), "r"(w0));
+      : "r"(x0), "r"(y0), "r"(w0));
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
       : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
-      : "r"(x1), "r"(0), "r"(w1));
+      : "r"(x1), "r"(y1), "r"(w1));
 #endif
 }
 

@@ -53,7 +53,9 @@ const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F1
 const DENSE_SM90: [usize; 2] = [2, 256];
 
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
-const GEMV_OF_HALVES: &[Rows] = &[(F16, GEMV), (BF16, GEMV)];
+
+/// More than 8 rows only with K up to 1,536, more than 16 up to 768.
+const LATENCY_OF_HALVES: &[Rows] = &[(F16, [1, 32]), (BF16, [1, 32])];
 
 /// The table. First match wins; a kernel may have several rules.
 pub(super) static RULES: &[Rule] = &[
@@ -61,11 +63,11 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemv_dense_latency",
         source: "linear/gemv_dense.cu",
         formats: Formats::HALF,
-        x: GEMV_OF_HALVES,
+        x: LATENCY_OF_HALVES,
         max_k: gemv_dense::MAX_LATENCY_K,
         norms: Norms::Rms,
         plan: gemv_dense::latency,
-        note: "few output channels: one block a multiprocessor at most, of one N tile or three",
+        note: "few output channels: one block a multiprocessor at most, of one N tile or three; to 8, 16 or 32 rows by K",
         ..RULE
     },
     Rule {

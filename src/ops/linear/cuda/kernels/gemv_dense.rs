@@ -31,6 +31,16 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_dense_latency_1536_bf16",
         "gemv_dense_latency_1024_n3_f16",
         "gemv_dense_latency_1024_n3_bf16",
+        "gemv_dense_latency_768_m16_f16",
+        "gemv_dense_latency_768_m16_bf16",
+        "gemv_dense_latency_1536_m16_f16",
+        "gemv_dense_latency_1536_m16_bf16",
+        "gemv_dense_latency_768_n3_m16_f16",
+        "gemv_dense_latency_768_n3_m16_bf16",
+        "gemv_dense_latency_768_m32_f16",
+        "gemv_dense_latency_768_m32_bf16",
+        "gemv_dense_latency_768_n3_m32_f16",
+        "gemv_dense_latency_768_n3_m32_bf16",
     ],
 );
 
@@ -40,21 +50,43 @@ const M1_LARGE: usize = 5;
 const M8: usize = 8;
 const SCALAR: usize = 11;
 const LATENCY: usize = 12;
-const LATENCY_N3: usize = 16;
 
 /// Rows of x that the kernels take.
 pub(super) const MAX_M: usize = 8;
 
-/// Inputs that the kernels for small products take at most.
-const LATENCY_K: [usize; 2] = [1024, 1536];
+/// A kernel for small products.
+struct Latency {
+    /// Inputs at most.
+    k: usize,
+    /// N tiles of a block.
+    tiles: usize,
+    /// Rows of x at most.
+    m: usize,
+}
 
-/// The longer of the two.
-pub(crate) const MAX_LATENCY_K: usize = LATENCY_K[1];
+/// In the order of the kernels; the first that fits is taken.
+const LATENCIES: [Latency; 8] = [
+    Latency::of(1024, 1, 8),
+    Latency::of(MAX_LATENCY_K, 1, 8),
+    Latency::of(1024, 3, 8),
+    Latency::of(768, 1, 16),
+    Latency::of(MAX_LATENCY_K, 1, 16),
+    Latency::of(768, 3, 16),
+    Latency::of(768, 1, 32),
+    Latency::of(768, 3, 32),
+];
 
-/// Output channels of an N tile of a small product, and tiles of a block where there are more of them than
-/// multiprocessors.
+impl Latency {
+    const fn of(k: usize, tiles: usize, m: usize) -> Self {
+        Self { k, tiles, m }
+    }
+}
+
+/// Inputs of a small product at most.
+pub(crate) const MAX_LATENCY_K: usize = 1536;
+
+/// Output channels of an N tile of a small product.
 const LATENCY_TILE: usize = 8;
-const LATENCY_TILES: usize = 3;
 const LATENCY_THREADS: u32 = 256;
 
 /// Bytes of weights from which on a warp reads so many that it prefetches more of them.
@@ -101,25 +133,20 @@ fn on_tensor_cores(case: &Case) -> Result<DType, &'static str> {
 /// short way through the kernel saves.
 pub(crate) fn latency(case: &Case) -> Planned {
     let dtype = on_tensor_cores(case)?;
-    let size = LATENCY_K.iter().position(|k| case.k <= *k);
-    let blocks = |tiles: usize| {
-        let outputs = case.activation.outputs(tiles * LATENCY_TILE);
-        let blocks = case.width().div_ceil(outputs);
-        (blocks <= case.gpu.sms as usize).then_some(blocks)
+    let blocks = |kernel: &Latency| {
+        let outputs = case.activation.outputs(kernel.tiles * LATENCY_TILE);
+        case.width().div_ceil(outputs)
     };
-    let several = || (size? == 0).then(|| blocks(LATENCY_TILES)).flatten();
-    let (kernel, blocks) = match (size, blocks(1)) {
-        (None, _) => return Err("K is too long"),
-        (Some(size), Some(blocks)) => (LATENCY + 2 * size, blocks),
-        _ => match several() {
-            Some(blocks) => (LATENCY_N3, blocks),
-            None => return Err("there are more blocks than multiprocessors"),
-        },
+    let fits = |kernel: &Latency| {
+        case.k <= kernel.k && case.m <= kernel.m && blocks(kernel) <= case.gpu.sms as usize
+    };
+    let Some(size) = LATENCIES.iter().position(fits) else {
+        return Err("K is too long, or there are more blocks than multiprocessors");
     };
     Ok(Arc::new(GemvPlan {
         module: &MODULE,
-        index: kernel + is_bf16(dtype),
-        grid: Grid::line(blocks as u32, LATENCY_THREADS),
+        index: LATENCY + 2 * size + is_bf16(dtype),
+        grid: Grid::line(blocks(&LATENCIES[size]) as u32, LATENCY_THREADS),
         split_k: 1,
         stages: 0,
         once: case.m,
