@@ -102,6 +102,92 @@ template <typename T> __device__ __forceinline__ const uint4* packs_of(const voi
   return reinterpret_cast<const uint4*>(static_cast<const T*>(rows) + uint64_t(row) * k);
 }
 
+// A lane's chunks of 8 values of k: every fourth from `first` up to the end of its warp's share.
+struct LatencyChunks {
+  uint32_t first, end;
+  __device__ __forceinline__ bool has(int s) const { return first + 4 * s < end; }
+};
+
+// The chunks of a row, zeros where the warp's share has ended.
+template <int K_BLOCKS, class Load>
+__device__ __forceinline__ void load_chunks(const LatencyChunks& chunks, uint4 (&to)[K_BLOCKS], Load load) {
+#pragma unroll
+  for (int s = 0; s < K_BLOCKS; ++s) {
+    to[s] = make_uint4(0, 0, 0, 0);
+    if (chunks.has(s)) to[s] = load(4 * s);
+  }
+}
+
+// RMSNorm of the rows of x, of which each warp has a part; `squares` is the block's.
+template <typename T, int K_BLOCKS, int M_TILES>
+__device__ __forceinline__ void norm_rows(const Gemv& p, uint4 (&x)[M_TILES][K_BLOCKS], const uint4 (&norm)[K_BLOCKS],
+                                          float (&squares)[8 * M_TILES][GEMV_WARPS]) {
+  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4;
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m) {
+    float sum = 0.f;
+#pragma unroll
+    for (int s = 0; s < K_BLOCKS; ++s) sum += squares_of<T>(x[m][s]);
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum += __shfl_xor_sync(FULL, sum, 2);
+    if (lane % 4 == 0) squares[g + 8 * m][warp] = sum;
+  }
+  __syncthreads();
+  static_assert(GEMV_WARPS == 8);
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m) {
+    const float4 a = *reinterpret_cast<const float4*>(&squares[g + 8 * m][0]);
+    const float4 b = *reinterpret_cast<const float4*>(&squares[g + 8 * m][4]);
+    const float total = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+    const float factor = rsqrtf(__fdividef(total, p.k) + p.prologue.eps);
+#pragma unroll
+    for (int s = 0; s < K_BLOCKS; ++s) {
+      uint4& v = x[m][s];
+      v = make_uint4(scaled<T>(v.x, factor, norm[s].x), scaled<T>(v.y, factor, norm[s].y),
+                     scaled<T>(v.z, factor, norm[s].z), scaled<T>(v.w, factor, norm[s].w));
+    }
+  }
+}
+
+// The warp's part of an N tile's outputs, for M tile after M tile: `put` is given each with its lane's two.
+template <typename T, int K_BLOCKS, int M_TILES, class Put>
+__device__ __forceinline__ void multiply_tile(const uint4 (&x)[M_TILES][K_BLOCKS], const uint4 (&w)[K_BLOCKS], Put put) {
+  // Two M tiles are one operand.
+#pragma unroll
+  for (int m = 0; m < M_TILES; m += 2) {
+    Accumulator parts[4] = {};
+#pragma unroll
+    for (int s = 0; s < K_BLOCKS; ++s) {
+      const uint4 above = x[m][s], v = w[s];
+      const uint4 below = m + 1 < M_TILES ? x[m + 1 < M_TILES ? m + 1 : m][s] : make_uint4(0, 0, 0, 0);
+      mma<T>(parts[s % 2], above.x, above.y, v.x, v.y, below.x, below.y);
+      mma<T>(parts[2 + s % 2], above.z, above.w, v.z, v.w, below.z, below.w);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (m + half >= M_TILES) continue;
+      float y[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = 2 * half + i;
+        y[i] = (parts[0].v[at] + parts[1].v[at]) + (parts[2].v[at] + parts[3].v[at]);
+      }
+      put(m + half, make_float2(y[0], y[1]));
+    }
+  }
+}
+
+// The sum of what the warps have put for a lane.
+__device__ __forceinline__ float2 sum_of_warps(const float (&sums)[GEMV_WARPS][WARP][2], uint32_t lane) {
+  float2 y = *reinterpret_cast<const float2*>(sums[0][lane]);
+#pragma unroll
+  for (int warp = 1; warp < GEMV_WARPS; ++warp) {
+    const float2 part = *reinterpret_cast<const float2*>(sums[warp][lane]);
+    y.x += part.x, y.y += part.y;
+  }
+  return y;
+}
+
 // k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS; one block for each 8 x N_TILES rows of weights.
 // M is at most 8 x M_TILES.
 template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
@@ -111,10 +197,8 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
   __shared__ alignas(16) float sums[PATCHES][GEMV_WARPS][WARP][2];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-  // This lane's chunks of 8 values of k: every fourth from `first` up to the end of the warp's share.
   const uint32_t warp_k_blocks = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
-  const uint32_t first = 4 * warp * warp_k_blocks + t, end = min(p.k / 8, 4 * (warp + 1) * warp_k_blocks);
-  auto has = [&](int s) { return first + 4 * s < end; };
+  const LatencyChunks chunks{4 * warp * warp_k_blocks + t, min(p.k / 8, 4 * (warp + 1) * warp_k_blocks)};
   // Of row r of the block's tile `tile`.
   auto column = [&](uint32_t tile, uint32_t r) {
     const uint32_t n = N_TILES * blockIdx.x + tile;
@@ -125,24 +209,17 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
     return min(column(tile, r), p.width - 1) + (gates(p) && r % 2 ? p.width : 0);
   };
 
-  uint4 w[N_TILES][K_BLOCKS], x[M_TILES][K_BLOCKS], norm[K_BLOCKS];
+  uint4 w[N_TILES][K_BLOCKS], x[M_TILES][K_BLOCKS], norm[K_BLOCKS] = {};
 #pragma unroll
   for (int tile = 0; tile < N_TILES; ++tile) {
     uint32_t row = weight_row(tile, g);
     const Matrix& matrix = matrix_of(p, row);
-    const uint4* weights = packs_of<T>(matrix.data, row, p.k) + first;
-#pragma unroll
-    for (int s = 0; s < K_BLOCKS; ++s) {
-      w[tile][s] = make_uint4(0, 0, 0, 0);
-      if (has(s)) w[tile][s] = load_once(weights + 4 * s);
-    }
+    const uint4* weights = packs_of<T>(matrix.data, row, p.k) + chunks.first;
+    load_chunks(chunks, w[tile], [&](int at) { return load_once(weights + at); });
   }
   const bool normed = p.prologue.norm != NORM_NONE;
-#pragma unroll
-  for (int s = 0; s < K_BLOCKS; ++s) {
-    norm[s] = make_uint4(0, 0, 0, 0);
-    if (normed && has(s)) norm[s] = static_cast<const uint4*>(p.prologue.weight)[first + 4 * s];
-  }
+  const uint4* of_norm = static_cast<const uint4*>(p.prologue.weight) + chunks.first;
+  if (normed) load_chunks(chunks, norm, [&](int at) { return of_norm[at]; });
   LatencyEpilogue<T> out[TURNS] = {};
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
@@ -154,85 +231,29 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
   // Lanes past the last row of x take the last again; what they compute is not written.
   const uint4* from[M_TILES];
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m) from[m] = packs_of<T>(p.prologue.x, min(g + 8 * m, p.m - 1), p.k) + first;
+  for (int m = 0; m < M_TILES; ++m) from[m] = packs_of<T>(p.prologue.x, min(g + 8 * m, p.m - 1), p.k) + chunks.first;
 
   pdl_wait();
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m) {
-#pragma unroll
-    for (int s = 0; s < K_BLOCKS; ++s) {
-      x[m][s] = make_uint4(0, 0, 0, 0);
-      if (has(s)) x[m][s] = __ldcg(from[m] + 4 * s);
-    }
-  }
+  for (int m = 0; m < M_TILES; ++m) load_chunks(chunks, x[m], [&](int at) { return __ldcg(from[m] + at); });
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     if (warp + turn * GEMV_WARPS < PATCHES) out[turn].prefetch(p.epilogue);
   }
-  if (normed) {
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m) {
-      float sum = 0.f;
-#pragma unroll
-      for (int s = 0; s < K_BLOCKS; ++s) sum += squares_of<T>(x[m][s]);
-      sum += __shfl_xor_sync(FULL, sum, 1);
-      sum += __shfl_xor_sync(FULL, sum, 2);
-      if (t == 0) squares[g + 8 * m][warp] = sum;
-    }
-    __syncthreads();
-    static_assert(GEMV_WARPS == 8);
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m) {
-      const float4 a = *reinterpret_cast<const float4*>(&squares[g + 8 * m][0]);
-      const float4 b = *reinterpret_cast<const float4*>(&squares[g + 8 * m][4]);
-      const float total = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
-      const float factor = rsqrtf(__fdividef(total, p.k) + p.prologue.eps);
-#pragma unroll
-      for (int s = 0; s < K_BLOCKS; ++s) {
-        uint4& v = x[m][s];
-        v = make_uint4(scaled<T>(v.x, factor, norm[s].x), scaled<T>(v.y, factor, norm[s].y),
-                       scaled<T>(v.z, factor, norm[s].z), scaled<T>(v.w, factor, norm[s].w));
-      }
-    }
-  }
+  if (normed) norm_rows<T>(p, x, norm, squares);
 #pragma unroll
   for (int tile = 0; tile < N_TILES; ++tile) {
-    // Two M tiles are one operand.
-#pragma unroll
-    for (int m = 0; m < M_TILES; m += 2) {
-      Accumulator parts[4] = {};
-#pragma unroll
-      for (int s = 0; s < K_BLOCKS; ++s) {
-        const uint4 above = x[m][s], v = w[tile][s];
-        const uint4 below = m + 1 < M_TILES ? x[m + 1 < M_TILES ? m + 1 : m][s] : make_uint4(0, 0, 0, 0);
-        mma<T>(parts[s % 2], above.x, above.y, v.x, v.y, below.x, below.y);
-        mma<T>(parts[2 + s % 2], above.z, above.w, v.z, v.w, below.z, below.w);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (m + half >= M_TILES) continue;
-        float y[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int at = 2 * half + i;
-          y[i] = (parts[0].v[at] + parts[1].v[at]) + (parts[2].v[at] + parts[3].v[at]);
-        }
-        *reinterpret_cast<float2*>(sums[(m + half) * N_TILES + tile][warp][lane]) = make_float2(y[0], y[1]);
-      }
-    }
+    multiply_tile<T>(x, w[tile], [&](int m, float2 y) {
+      *reinterpret_cast<float2*>(sums[m * N_TILES + tile][warp][lane]) = y;
+    });
   }
   __syncthreads();
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     const uint32_t patch = warp + turn * GEMV_WARPS;
     if (patch >= PATCHES) return;
-    float2 y2 = *reinterpret_cast<const float2*>(sums[patch][0][lane]);
-#pragma unroll
-    for (int other = 1; other < GEMV_WARPS; ++other) {
-      const float2 part = *reinterpret_cast<const float2*>(sums[patch][other][lane]);
-      y2.x += part.x, y2.y += part.y;
-    }
-    float y[2] = {y2.x, y2.y};
+    const float2 sum = sum_of_warps(sums[patch], lane);
+    float y[2] = {sum.x, sum.y};
     out[turn].epilogue(p, y);
   }
 }
