@@ -34,7 +34,7 @@ pub enum ActivationBits {
     /// 16.
     Bits16,
     /// 8 with one scale for each row of x: `round(x / s)` times `s = max|x| / 127`, to nearest even, whatever the
-    /// kernel.
+    /// kernel. Candle's operations, where they stand in for one, take `max|x|` for 1e-5 at least.
     PerToken8,
 }
 

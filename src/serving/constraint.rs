@@ -46,6 +46,8 @@ pub trait Constraint: Send {
 pub(super) struct Constrained {
     constraint: Box<dyn Constraint>,
     mask: Vec<u32>,
+    /// The bits of the mask's last word that stand for tokens.
+    last: u32,
 }
 
 impl Constrained {
@@ -53,6 +55,7 @@ impl Constrained {
         Self {
             constraint,
             mask: vec![0; vocab.div_ceil(32)],
+            last: u32::MAX >> (vocab.wrapping_neg() % 32),
         }
     }
 
@@ -62,6 +65,9 @@ impl Constrained {
         if let Err(error) = self.constraint.mask(&mut self.mask) {
             tracing::warn!("{}: a constraint gives no mask: {error}", super::OP);
             self.mask.fill(0);
+        }
+        if let Some(word) = self.mask.last_mut() {
+            *word &= self.last;
         }
     }
 

@@ -87,7 +87,7 @@ pub(super) struct Drawn {
 pub struct Output {
     /// Whose.
     pub id: RequestId,
-    /// The token that was drawn; none where a request failed.
+    /// The token that was drawn; none where nothing was drawn.
     pub token: Option<u32>,
     /// Of that token, if the request asks for them.
     pub logprobs: Option<TokenLogprobs>,

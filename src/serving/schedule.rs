@@ -332,7 +332,7 @@ impl Schedule {
         };
         // Keys of what is no number are of no use to others.
         if token.is_some() {
-            sequence.publish(&mut self.pages, self.granule.is_some());
+            sequence.publish(&mut self.pages, self.granule);
         }
         if finish.is_some() {
             self.leave(slot);

@@ -84,12 +84,13 @@ impl Sequence {
         wanted.saturating_sub(self.pages.len())
     }
 
-    /// Lets others find the pages that are full of known tokens, or with batch invariance of the prompt's.
-    pub fn publish(&mut self, pages: &mut Pages, invariant: bool) {
+    /// Lets others find the pages that are full of known tokens, or with batch invariance those of the prompt's whole
+    /// chunks of `granule` tokens: what was read in fewer rows may differ in the last bits.
+    pub fn publish(&mut self, pages: &mut Pages, granule: Option<usize>) {
         let size = pages.size();
-        let known = match invariant {
-            true => self.request.prompt.len(),
-            false => self.tokens.len(),
+        let known = match granule {
+            Some(granule) => self.request.prompt.len() / granule * granule,
+            None => self.tokens.len(),
         };
         let full = self.written.min(known) / size;
         while self.published < full {

@@ -132,6 +132,35 @@ fn outputs_are_those_of_a_request_alone_to_the_bit() -> Result<()> {
     })
 }
 
+/// What was read in part of a chunk is not taken over as a part of a whole one.
+#[test]
+fn parts_of_chunks_are_not_shared() -> Result<()> {
+    on_every_device(|| {
+        let model = model("q4_0")?;
+        let text: Vec<u32> = (0..33).map(|i| (11 * i + 5) % 120).collect();
+        let request = |tokens: usize| Request {
+            max_tokens: 12,
+            logprobs: Some(4),
+            ..Request::new(&text[..tokens])
+        };
+        // Alone; behind one that ended in the middle of a chunk; and behind both.
+        let mut outputs = Vec::new();
+        for before in [&[][..], &[24], &[24, 33]] {
+            let mut engine = Engine::new(&model, &options())?;
+            let mut given = Given::new();
+            for tokens in before.iter().copied().chain([33]) {
+                let id = engine.submit(request(tokens))?;
+                while !engine.is_idle() {
+                    step(&mut engine, &mut given)?;
+                }
+                outputs.extend((tokens == 33).then(|| given[&id].clone()));
+            }
+        }
+        assert!(outputs.iter().all(|given| *given == outputs[0]));
+        Ok(())
+    })
+}
+
 #[test]
 fn a_budget_below_a_page_is_refused() -> Result<()> {
     let options = Options {

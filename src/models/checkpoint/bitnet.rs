@@ -47,7 +47,7 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), layer: Layer) -
         if dims != [rows, cols] {
             bail!("weight has shape {dims:?}, expected {:?}", [rows, cols]);
         }
-        nearest(&values)
+        nearest(&values)?
     } else {
         (
             stored(&values, &dims, (rows, cols))?,
@@ -98,10 +98,13 @@ fn scale(tensors: &Tensors<'_>, layer: Layer) -> Result<f32> {
 }
 
 /// The nearest ternary values, plus 1, and their scale, in f32 as transformers has them.
-fn nearest(values: &[f32]) -> (Vec<u8>, f32) {
+fn nearest(values: &[f32]) -> Result<(Vec<u8>, f32)> {
     let sum: f64 = values.iter().map(|w| f64::from(w.abs())).sum();
     let mean = (sum / values.len().max(1) as f64) as f32;
+    if !mean.is_finite() {
+        bail!("weight has values that are no numbers");
+    }
     let by = 1. / mean.max(LEAST);
     let code = |w: &f32| ((w * by).round_ties_even().clamp(-1., 1.) + 1.) as u8;
-    (values.iter().map(code).collect(), 1. / by)
+    Ok((values.iter().map(code).collect(), 1. / by))
 }

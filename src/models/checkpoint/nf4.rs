@@ -77,8 +77,14 @@ fn state(tensors: &Tensors<'_>) -> Result<State> {
 
 /// What each block is multiplied by.
 fn scales(tensors: &Tensors<'_>, state: &State, count: usize) -> Result<Vec<f32>> {
-    let (Some(size), Some(offset)) = (state.nested_blocksize, state.nested_offset) else {
-        return numbers(tensors, "weight.absmax", count);
+    let (size, offset) = match (state.nested_blocksize, state.nested_offset) {
+        (Some(size), Some(offset)) => (size, offset),
+        (None, None) if !tensors.has("weight.nested_absmax") => {
+            return numbers(tensors, "weight.absmax", count);
+        }
+        _ => bail!(
+            "{STATE}: expected nested_blocksize and nested_offset, or neither and plain absmax"
+        ),
     };
     if size == 0 {
         bail!("{STATE}: nested_blocksize is 0");
