@@ -51,12 +51,12 @@ gated!(
     silu_v
 );
 gated!(
-    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_erf`]
+    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_erf`](super::gelu_erf)
     geglu,
     gelu_erf_v
 );
 gated!(
-    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_tanh`]
+    /// `gate[i] = gelu(gate[i]) * up[i]`, with [`gelu_tanh`](super::gelu_tanh)
     geglu_tanh,
     gelu_tanh_v
 );
