@@ -4,10 +4,9 @@
 // code, types known at compile time, and all addresses computed before the PDL wait.
 //
 // A block computes one N tile of 8 output channels, or several where there are more tiles than multiprocessors; its 8
-// warps split K. Lane 4 g + t of a warp holds 16 bytes of row
-// g of the weights and of x for each K block, and of rows g + 8, g + 16 and g + 24 of x where there are M tiles for them:
-// operands of gemv_dense_mma.cuh's `mma` as they are, so that x is normed in registers and does not pass through shared
-// memory.
+// warps split K. Lane 4 g + t of a warp holds 16 bytes of row g of the weights and of x for each K block, and of rows
+// g + 8, g + 16 and g + 24 of x where there are M tiles for them: operands of gemv_dense_mma.cuh's `mma` as they are, so
+// that x is normed in registers and does not pass through shared memory.
 #pragma once
 
 #include "linear/gemv_dense_mma.cuh"
@@ -149,7 +148,7 @@ __device__ __forceinline__ void norm_rows(const Gemv& p, uint4 (&x)[M_TILES][K_B
   }
 }
 
-// The warp's part of an N tile's outputs, for M tile after M tile: `put` is given each with its lane's two.
+// The warp's split-K partial sums of an N tile, one M tile after the other: `put` stores the two of its lane.
 template <typename T, int K_BLOCKS, int M_TILES, class Put>
 __device__ __forceinline__ void multiply_tile(const uint4 (&x)[M_TILES][K_BLOCKS], const uint4 (&w)[K_BLOCKS], Put put) {
   // Two M tiles are one operand.
@@ -177,7 +176,7 @@ __device__ __forceinline__ void multiply_tile(const uint4 (&x)[M_TILES][K_BLOCKS
   }
 }
 
-// The sum of what the warps have put for a lane.
+// The warps' partial sums of a lane's two outputs, added up.
 __device__ __forceinline__ float2 sum_of_warps(const float (&sums)[GEMV_WARPS][WARP][2], uint32_t lane) {
   float2 y = *reinterpret_cast<const float2*>(sums[0][lane]);
 #pragma unroll
@@ -191,10 +190,10 @@ __device__ __forceinline__ float2 sum_of_warps(const float (&sums)[GEMV_WARPS][W
 // k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS; one block for each 8 x N_TILES rows of weights.
 // M is at most 8 x M_TILES.
 template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
-  // 8 x 8 outputs each, which the warps sum up and write in turns.
-  constexpr int PATCHES = N_TILES * M_TILES, TURNS = (PATCHES + GEMV_WARPS - 1) / GEMV_WARPS;
+  // Output tiles of 8 x 8, whose split-K sums the warps reduce and write, a tile a warp at a time.
+  constexpr int OUTPUT_TILES = N_TILES * M_TILES, TURNS = (OUTPUT_TILES + GEMV_WARPS - 1) / GEMV_WARPS;
   __shared__ alignas(16) float squares[8 * M_TILES][GEMV_WARPS];
-  __shared__ alignas(16) float sums[PATCHES][GEMV_WARPS][WARP][2];
+  __shared__ alignas(16) float sums[OUTPUT_TILES][GEMV_WARPS][WARP][2];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const uint32_t warp_k_blocks = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
@@ -223,10 +222,10 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
   LatencyEpilogue<T> out[TURNS] = {};
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
-    const uint32_t patch = warp + turn * GEMV_WARPS, tile = patch % N_TILES;
+    const uint32_t output_tile = warp + turn * GEMV_WARPS, tile = output_tile % N_TILES;
     auto own_column = [&](uint32_t r) { return column(tile, r); };
     auto own_row = [&](uint32_t r) { return weight_row(tile, r); };
-    if (patch < PATCHES) out[turn].prepare(p, g + 8 * (patch / N_TILES), t, own_column, own_row);
+    if (output_tile < OUTPUT_TILES) out[turn].prepare(p, g + 8 * (output_tile / N_TILES), t, own_column, own_row);
   }
   // Lanes past the last row of x take the last again; what they compute is not written.
   const uint4* from[M_TILES];
@@ -238,7 +237,7 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
   for (int m = 0; m < M_TILES; ++m) load_chunks(chunks, x[m], [&](int at) { return __ldcg(from[m] + at); });
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
-    if (warp + turn * GEMV_WARPS < PATCHES) out[turn].prefetch(p.epilogue);
+    if (warp + turn * GEMV_WARPS < OUTPUT_TILES) out[turn].prefetch(p.epilogue);
   }
   if (normed) norm_rows<T>(p, x, norm, squares);
 #pragma unroll
@@ -250,9 +249,9 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
   __syncthreads();
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
-    const uint32_t patch = warp + turn * GEMV_WARPS;
-    if (patch >= PATCHES) return;
-    const float2 sum = sum_of_warps(sums[patch], lane);
+    const uint32_t output_tile = warp + turn * GEMV_WARPS;
+    if (output_tile >= OUTPUT_TILES) return;
+    const float2 sum = sum_of_warps(sums[output_tile], lane);
     float y[2] = {sum.x, sum.y};
     out[turn].epilogue(p, y);
   }
@@ -261,7 +260,7 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
 }  // namespace fused
 
 // `NAME`: a kernel for elements of TYPE, up to K_BLOCKS K blocks of a warp, N_TILES N tiles of a block and 8 x M_TILES
-// rows of x, from an architecture on. Rows of x beyond 8 take the registers of a second block.
+// rows of x, from an architecture on. With more than 8 rows of x there are registers for one block an SM.
 #define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS, N_TILES, M_TILES)                                 \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, M_TILES == 1 ? 2 : 1)                \
       NAME(const __grid_constant__ fused::Gemv p) {                                                      \

@@ -55,7 +55,7 @@ pub struct Update {
     pub index: usize,
     /// Text that has come.
     pub text: String,
-    /// The tokens that have come since the last news, if log-probabilities are asked for: all but an end token.
+    /// Tokens since the last event that was sent, if the request wants log-probabilities: all but a token that ends it.
     pub chosen: Vec<Chosen>,
     /// Tokens so far.
     pub tokens: usize,

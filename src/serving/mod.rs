@@ -138,7 +138,7 @@ impl Options {
         if self.prompt_budget == 0 {
             bail!("{OP}: prompt_budget is 0, expected at least 1");
         }
-        if self.granule() == Some(0) {
+        if self.chunk_tokens() == Some(0) {
             let (got, page) = (self.prompt_budget, self.page);
             bail!("{OP}: prompt_budget is {got}, expected a page of {page} with batch_invariant");
         }
@@ -149,7 +149,7 @@ impl Options {
     }
 
     /// With batch invariance, tokens of a chunk: whole pages.
-    fn granule(&self) -> Option<usize> {
+    fn chunk_tokens(&self) -> Option<usize> {
         let pages = self.prompt_budget / self.page;
         self.batch_invariant.then_some(pages * self.page)
     }
@@ -238,7 +238,7 @@ impl Engine {
                 options.sequences,
                 pages,
                 [positions, options.prompt_budget],
-                options.granule(),
+                options.chunk_tokens(),
             ),
             runner,
             under_way: VecDeque::new(),

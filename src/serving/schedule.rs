@@ -65,7 +65,7 @@ pub(super) struct Schedule {
     /// Tokens of prompts in a step, at most.
     budget: usize,
     /// With batch invariance, tokens of a chunk: chunks end at multiples of it.
-    granule: Option<usize>,
+    chunk_tokens: Option<usize>,
     /// Slots whose sequence has left them.
     left: Vec<usize>,
     /// Requests that have ended without a draw.
@@ -80,7 +80,7 @@ impl Schedule {
         slots: usize,
         pages: Pages,
         [positions, budget]: [usize; 2],
-        granule: Option<usize>,
+        chunk_tokens: Option<usize>,
     ) -> Self {
         Self {
             waiting: BTreeMap::new(),
@@ -88,7 +88,7 @@ impl Schedule {
             pages,
             positions,
             budget,
-            granule,
+            chunk_tokens,
             left: Vec::new(),
             ended: Vec::new(),
             prompt_tokens: 0,
@@ -261,9 +261,9 @@ impl Schedule {
             return;
         };
         let (from, end) = (sequence.written, sequence.tokens.len());
-        let to = match self.granule {
+        let to = match self.chunk_tokens {
             None => end.min(from + *budget),
-            Some(granule) => end.min((from / granule + 1) * granule),
+            Some(chunk_tokens) => end.min((from / chunk_tokens + 1) * chunk_tokens),
         };
         if to - from > *budget {
             return;
@@ -287,8 +287,8 @@ impl Schedule {
             && let Some(slot) = self.slots.iter().position(Option::is_none)
             && let Some((_, mut sequence)) = self.waiting.pop_first()
         {
-            let cached = sequence.reuse(&mut self.pages, self.granule);
-            let wanted = match self.granule {
+            let cached = sequence.reuse(&mut self.pages, self.chunk_tokens);
+            let wanted = match self.chunk_tokens {
                 // The page of the token that is drawn first is taken as well, so that it is not sent back at once.
                 None => sequence.tokens.len() + 1,
                 // Who begins anew reads in chunks what was written token by token: all pages are taken at once, so that
@@ -332,7 +332,7 @@ impl Schedule {
         };
         // Keys of what is no number are of no use to others.
         if token.is_some() {
-            sequence.publish(&mut self.pages, self.granule);
+            sequence.publish(&mut self.pages, self.chunk_tokens);
         }
         if finish.is_some() {
             self.leave(slot);

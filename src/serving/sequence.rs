@@ -63,13 +63,13 @@ impl Sequence {
     }
 
     /// Takes over the pages that hold the beginning of its tokens already; the last token is read in any case, since
-    /// its logits are wanted. With batch invariance only whole chunks of `granule` tokens are taken over. How many
+    /// its logits are wanted. With batch invariance only whole chunks of `chunk_tokens` tokens are taken over. How many
     /// tokens that saves.
-    pub fn reuse(&mut self, pages: &mut Pages, granule: Option<usize>) -> usize {
+    pub fn reuse(&mut self, pages: &mut Pages, chunk_tokens: Option<usize>) -> usize {
         let mut known = self.tokens.len() - 1;
-        if let Some(granule) = granule {
+        if let Some(chunk_tokens) = chunk_tokens {
             let (found, _) = pages.find(&self.tokens[..known]);
-            known = found.len() * pages.size() / granule * granule;
+            known = found.len() * pages.size() / chunk_tokens * chunk_tokens;
             pages.release(found.into_iter());
         }
         (self.pages, self.chain) = pages.find(&self.tokens[..known]);
@@ -85,11 +85,11 @@ impl Sequence {
     }
 
     /// Lets others find the pages that are full of known tokens, or with batch invariance those of the prompt's whole
-    /// chunks of `granule` tokens: what was read in fewer rows may differ in the last bits.
-    pub fn publish(&mut self, pages: &mut Pages, granule: Option<usize>) {
+    /// chunks of `chunk_tokens` tokens: what was read in fewer rows may differ in the last bits.
+    pub fn publish(&mut self, pages: &mut Pages, chunk_tokens: Option<usize>) {
         let size = pages.size();
-        let known = match granule {
-            Some(granule) => self.request.prompt.len() / granule * granule,
+        let known = match chunk_tokens {
+            Some(chunk_tokens) => self.request.prompt.len() / chunk_tokens * chunk_tokens,
             None => self.tokens.len(),
         };
         let full = self.written.min(known) / size;

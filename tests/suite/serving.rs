@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 /// What each request was given, and why it ended.
 type Given = BTreeMap<RequestId, (Vec<u32>, Option<FinishReason>)>;
 
-fn options() -> Options {
+pub fn options() -> Options {
     Options {
         sequences: 4,
         positions: Some(96),

@@ -1,6 +1,7 @@
 //! Log-probabilities and constraints of requests that run together.
 
 use crate::generation::{PROMPTS, load};
+use crate::serving::options;
 use crate::support::{device, on_every_device};
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_fused::Fusion;
@@ -14,16 +15,6 @@ use std::sync::{Arc, Mutex};
 
 /// What each request was given.
 type Given = BTreeMap<RequestId, Vec<Output>>;
-
-fn options() -> Options {
-    Options {
-        sequences: 4,
-        positions: Some(96),
-        page: 8,
-        prompt_budget: 16,
-        ..Default::default()
-    }
-}
 
 fn finish(engine: &mut Engine) -> Result<Given> {
     let mut given = Given::new();
