@@ -68,8 +68,8 @@ __device__ __forceinline__ float read_weight(const void* p, int i, int dtype) {
 }
 
 // What every head's row is multiplied with at a position.
-template <class Core>
-__device__ __forceinline__ void read_angles(const DecodingParams& p, const Shared<Core>& s, uint32_t position,
+template <class Core, class Memory>
+__device__ __forceinline__ void read_angles(const DecodingParams& p, const Memory& s, uint32_t position,
                                             int head_dim) {
   const int pairs = p.pairs;
   const uint64_t row = uint64_t(min(position, p.positions - 1)) * pairs;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void read_angles(const DecodingParams& p, const Share
 
 // One head's row, of which a lane has elements lane, lane + 32, ...: normed and rotated. `scratch`
 // holds head_dim floats.
-template <class Core, int N>
-__device__ __forceinline__ void turn(const DecodingParams& p, const Shared<Core>& s, const float* norm,
+template <class Memory, int N>
+__device__ __forceinline__ void turn(const DecodingParams& p, const Memory& s, const float* norm,
                                      int head_dim, float (&x)[N], float* scratch) {
   const int lane = threadIdx.x % WARP, pairs = p.pairs;
   if (p.q_norm) {
@@ -328,14 +328,18 @@ __device__ __forceinline__ void merge_wide(const DecodingParams& p, const Shared
   }
 }
 
-// Writes the new key and value to where the position is; in pages, if the pool has that page.
-template <class Core>
-__device__ __forceinline__ void append(const DecodingParams& p, const Shared<Core>& s, const Place& at, uint32_t b,
+// The page that a position is in, for a sequence's row of the table.
+__device__ __forceinline__ uint32_t page_of(const DecodingParams& p, uint32_t b, uint32_t position) {
+  return __ldcg(p.pages.entries + uint64_t(b) * p.pages.step + (position >> p.pages.page_bits));
+}
+
+// Writes the new key and value to where the position is; in pages, if the pool has `page`.
+template <class Core, class Memory>
+__device__ __forceinline__ void append(const DecodingParams& p, const Memory& s, const Place& at, uint32_t page,
                                        int head_dim, uint32_t position) {
   uint64_t k_slot = at.plane + uint64_t(position) * head_dim, v_slot = k_slot;
   if constexpr (Core::IN_PAGES) {
     const uint32_t slot = position & (p.pages.page - 1);
-    const uint32_t page = __ldcg(p.pages.entries + uint64_t(b) * p.pages.step + (position >> p.pages.page_bits));
     if (page >= p.pages.pages) return;
     k_slot = page * p.k_strides[0] + slot * p.k_strides[1] + at.kv * p.k_strides[2];
     v_slot = page * p.v_strides[0] + slot * p.v_strides[1] + at.kv * p.v_strides[2];
@@ -402,7 +406,10 @@ __device__ __forceinline__ void epilogue(const DecodingParams& p, const Shared<C
     }
   }
   if (!part.real) return;
-  if (part.leads && at.appends) append<Core>(p, s, at, part.block.z, head_dim, position);
+  if (part.leads && at.appends) {
+    const uint32_t page = Core::IN_PAGES ? page_of(p, part.block.z, position) : 0;
+    append<Core>(p, s, at, page, head_dim, position);
+  }
   if (part.active > 1 && is_last(p.counters + at.row, part.active)) {
     if constexpr (WIDE) merge_wide(p, s, partials, part.active, at.heads, head_dim, at.out);
     else merge_narrow<Core>(p, partials.both, part.active, at.heads, head_dim, at.out);
@@ -442,7 +449,7 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
         keys.end = work.end;
         if constexpr (Core::IN_PAGES) keys.low = work.low;
         core.begin(keys, work.start + first * Core::KEYS, work.active * WARPS * Core::KEYS);
-        read_angles(p, s, position, head_dim);
+        read_angles<Core>(p, s, position, head_dim);
       }
       __syncthreads();
     }

@@ -59,6 +59,18 @@ template <> __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float a, fl
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// Four neighbours, the first at a multiple of four.
+__device__ __forceinline__ void write4(void* p, int dtype, uint64_t i, float4 v) {
+  if (dtype == F32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(p) + i) = v;
+    return;
+  }
+  const bool half = dtype == F16;
+  const uint32_t first = half ? pack2<__half>(v.x, v.y) : pack2<__nv_bfloat16>(v.x, v.y);
+  const uint32_t second = half ? pack2<__half>(v.z, v.w) : pack2<__nv_bfloat16>(v.z, v.w);
+  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p) + i) = make_uint2(first, second);
+}
+
 // The 8 values of 16 bytes.
 template <typename T> __device__ __forceinline__ void unpack8(uint4 words, float (&v)[8]) {
   const uint32_t w[4] = {words.x, words.y, words.z, words.w};

@@ -195,6 +195,11 @@ abi! {
     /// Keys that a warp of these takes at once.
     const DECODING_PAGED_KEYS: Count<i32> = 16;
 
+    /// The forms where there are many sequences, with a ring of stages in shared memory: head dimension, keys of a
+    /// stage, stages.
+    table DECODING_PIPELINED of DecodingPipelined (dim: usize, keys: usize, stages: usize) =
+        [(64, 16, 4), (128, 16, 4)];
+
     /// The forms for everything else: the widest head, the query heads that share a block, warps.
     table DECODING_LANES of DecodingLanes (dim: usize, heads: usize, warps: usize) =
         [(64, 4, 8), (128, 4, 8), (256, 2, 4)];

@@ -31,6 +31,27 @@ const MAX: usize = usize::MAX;
 /// The table. First match wins.
 pub(super) static RULES: &[Rule] = &[
     Rule {
+        kernel: "flash_decoding_pipelined",
+        source: "attention/decode_pipelined.cu",
+        forms: &[
+            Forms::over(
+                DType::F16,
+                [80, NEWEST],
+                HeadSizes::Of(&step::PIPELINED_HEAD_SIZES),
+            ),
+            Forms::over(
+                DType::BF16,
+                [80, NEWEST],
+                HeadSizes::Of(&step::PIPELINED_HEAD_SIZES),
+            ),
+        ],
+        sequences: MAX,
+        with_product: false,
+        split: step::pipelined_split,
+        plan: step::pipelined,
+        note: "keys and values in pages, of sequences enough for half of the multiprocessors: a warp for each key/value head of one, keys through a ring of stages",
+    },
+    Rule {
         kernel: "flash_decoding_mma",
         source: "attention/decode.cu",
         forms: &[

@@ -1,11 +1,11 @@
 //! What is asked of a step of attention: its operands by address, and the [`Case`] that a kernel is chosen by.
 
 use crate::cuda::abi::{DecodingParams, KeyPages, Pages};
-use crate::cuda::{Address, GpuSpec, Launcher};
+use crate::cuda::{Address, GpuSpec, Launcher, UNALIGNED};
 use crate::ops::RopeStyle;
 use crate::ops::linear::cuda::{self as linear, Fetch};
 use crate::ops::view::dtype_index;
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, bail};
 use std::fmt;
 
 /// The widest head whose kernel finds room beside the one in front and has time to rehearse. Wider ones
@@ -77,7 +77,7 @@ impl StepShape {
     }
 
     /// Fails where the kernels' 32-bit counters would not do.
-    pub fn check(&self) -> Result<()> {
+    pub fn check(&self) -> candle_core::Result<()> {
         let projected = self.sequences * (self.heads + 2 * self.kv_heads) * self.head_dim;
         let slots = self.slots;
         if u32::try_from(projected).is_err() || u32::try_from(slots).is_err() {
@@ -110,6 +110,27 @@ impl Step {
         let strides = self.strides();
         let mut strides = strides.as_flattened().iter().map(|s| s * size);
         caches.all(|cache| cache.is_multiple_of(16)) && strides.all(|s| s.is_multiple_of(16))
+    }
+
+    /// Whether the pipelined kernel, which copies 16 bytes at a time and counts them by 32 bits, has its way with the
+    /// step's tensors.
+    fn pipelined(&self) -> Result<(), &'static str> {
+        let Some(pages) = self.pages else {
+            return Err("keys and values are not in pages");
+        };
+        let [k, v] = self.strides();
+        let size = self.shape.cache_dtype.size_in_bytes() as u64;
+        let rows = [self.qkv, self.out].iter().all(|a| a.is_multiple_of(16));
+        if !(rows && self.is_aligned()) {
+            return Err(UNALIGNED);
+        }
+        if k != v {
+            return Err("keys lie otherwise in their pages than values");
+        }
+        match u32::try_from(u64::from(pages.pages) * k[0] * size / 16) {
+            Ok(_) => Ok(()),
+            Err(_) => Err("the pool has 64 GiB or more"),
+        }
     }
 
     /// Elements from page to page, token to token and head to head, of keys and of values.
@@ -202,6 +223,7 @@ impl Operands {
             gpu: launcher.gpu.spec,
             shape: self.step.shape,
             aligned: self.step.is_aligned(),
+            pipelined: self.step.pipelined(),
             product: self.independent.as_ref().map(|b| b.product.case(launcher)),
         }
     }
@@ -214,6 +236,8 @@ pub(super) struct Case {
     pub shape: StepShape,
     /// Whether the caches begin at multiples of 16 bytes.
     pub aligned: bool,
+    /// Why the pipelined kernel cannot read and write the step's tensors, if it cannot.
+    pub pipelined: Result<(), &'static str>,
     /// Of a product beside the step.
     pub product: Option<linear::Case>,
 }

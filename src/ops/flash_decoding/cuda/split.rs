@@ -14,8 +14,12 @@ pub(super) struct Split {
     pub warps: usize,
     /// Keys that a warp takes at once.
     pub keys: usize,
+    /// Tiles of a warp before another block joins, where there are blocks enough for the GPU.
+    pub turns: usize,
     /// Bytes of shared memory that hold queries for tensor cores.
     pub queries: usize,
+    /// Bytes of shared memory of a block that keeps more there than the queries; 0 for what most keep.
+    pub shared: usize,
 }
 
 /// Memory that a step needs beside its tensors.
@@ -27,8 +31,8 @@ pub(crate) struct Partials {
     pub counters: usize,
 }
 
-/// Turns of a warp before another block joins, where there are blocks enough for the GPU.
-const FULL_TURNS: usize = 8;
+/// [`turns`](Split::turns) of warps that are several to a block.
+pub(super) const TURNS: usize = 8;
 
 /// Blocks of a sequence that is long beside many others, at most.
 const MOST_BLOCKS: usize = 32;
@@ -44,16 +48,23 @@ impl Split {
             heads: MAX_HEADS,
             warps,
             keys,
+            turns: TURNS,
             queries: shape.head_dim / 16 * 512,
+            shared: 0,
         }
+    }
+
+    /// Whether there are blocks enough for the GPU if each has all keys of its heads.
+    pub fn is_full(&self, gpu: &GpuSpec, shape: &StepShape) -> bool {
+        shape.paged && 2 * self.rows(shape) >= gpu.sms as usize
     }
 
     /// Tiles of keys that a block takes before another joins. Each warp has one turn: a second one costs a little more.
     /// Where there are blocks enough for the GPU, a sequence's keys only go to several of them where they are many:
     /// sequences in pages may differ in length.
     pub fn tiles(&self, gpu: &GpuSpec, shape: &StepShape) -> usize {
-        let full = shape.paged && 2 * self.rows(shape) >= gpu.sms as usize;
-        self.warps * if full { FULL_TURNS } else { 1 }
+        let full = self.is_full(gpu, shape);
+        self.warps * if full { self.turns } else { 1 }
     }
 
     /// Blocks of a row.
@@ -75,12 +86,15 @@ impl Split {
     }
 
     /// Rows of blocks.
-    fn rows(&self, shape: &StepShape) -> usize {
+    pub fn rows(&self, shape: &StepShape) -> usize {
         shape.sequences * shape.kv_heads * self.parts(shape)
     }
 
     /// Bytes of shared memory of a block: `Shared` of the kernel.
     fn shared(&self, shape: &StepShape) -> usize {
+        if self.shared > 0 {
+            return self.shared;
+        }
         let (d, heads, warps) = (shape.head_dim, shape.group().min(self.heads), self.warps);
         let floats = (MAX_HEADS + 6) * d
             + MAX_HEADS

@@ -1,8 +1,11 @@
-//! `kernels/attention/decode.cu`: a step by itself.
+//! `kernels/attention/decode.cu`, `decode_paged.cu` and `decode_pipelined.cu`: a step by itself.
 
 use super::problem::{Case, Operands, StepShape};
-use super::split::Split;
-use crate::cuda::abi::{DECODING_LANES, DECODING_LANES_KEYS, DECODING_MMA};
+use super::split::{Split, TURNS};
+use crate::cuda::abi::{
+    DECODING_LANES, DECODING_LANES_KEYS, DECODING_MMA, DECODING_PIPELINED, DecodingPipelined,
+    MAX_HEADS,
+};
 use crate::cuda::{Grid, Launcher, Module, UNALIGNED, fatbin};
 use crate::ops::flash_attention::cuda::{Kernel, Planned, head_sizes};
 use candle_core::{DType, Result};
@@ -49,6 +52,25 @@ static PAGED: Module = Module::new(
     ],
 );
 
+/// For many sequences in pages.
+static PIPELINED: Module = Module::new(
+    "decode_pipelined",
+    fatbin!("decode_pipelined"),
+    &[
+        "flash_decoding_pipelined_d64_f16",
+        "flash_decoding_pipelined_d64_bf16",
+        "flash_decoding_pipelined_d128_f16",
+        "flash_decoding_pipelined_d128_bf16",
+    ],
+);
+
+/// Head sizes of these.
+pub(super) const PIPELINED_HEAD_SIZES: [usize; DECODING_PIPELINED.len()] =
+    head_sizes!(DECODING_PIPELINED);
+
+/// Keys of a sequence before a second warp has some of them.
+const PIPELINED_KEYS: usize = 512;
+
 /// Head sizes that tensor cores have a kernel for.
 pub(super) const MMA_HEAD_SIZES: [usize; DECODING_MMA.len()] = head_sizes!(DECODING_MMA);
 
@@ -87,6 +109,48 @@ pub(super) fn mma(case: &Case) -> Planned<Operands> {
     Alone::plan(case, index, mma_split(&case.shape))
 }
 
+/// Bytes of shared memory: the ring of stages, and behind it queries, angles, norms, the new key and value.
+fn pipelined_shared(form: DecodingPipelined) -> usize {
+    let pitch = 2 * form.dim + 16;
+    form.stages * 2 * form.keys * pitch + form.dim / 16 * 512 + 6 * 4 * form.dim
+}
+
+pub(super) fn pipelined_split(shape: &StepShape) -> Option<Split> {
+    let mut forms = DECODING_PIPELINED.iter();
+    let form = *forms.find(|form| form.dim == shape.head_dim)?;
+    shape.paged.then_some(Split {
+        heads: MAX_HEADS,
+        warps: 1,
+        keys: form.keys,
+        turns: PIPELINED_KEYS / form.keys,
+        queries: 0,
+        shared: pipelined_shared(form),
+    })
+}
+
+/// For many sequences in pages.
+pub(super) fn pipelined(case: &Case) -> Planned<Operands> {
+    case.pipelined?;
+    let (shape, split) = (&case.shape, pipelined_split(&case.shape));
+    let split = split.ok_or("it is for other head sizes")?;
+    if !split.is_full(&case.gpu, shape) {
+        return Err("there are few sequences: more blocks share the keys of each");
+    }
+    let mut sizes = PIPELINED_HEAD_SIZES.iter();
+    let place = sizes.position(|dim| *dim == shape.head_dim);
+    let bf16 = usize::from(shape.cache_dtype == DType::BF16);
+    let mut grid = split.grid(&case.gpu, shape)?;
+    // Blocks for keys that most sequences do not have come last: they would leave multiprocessors idle.
+    grid.blocks.rotate_left(1);
+    Ok(Box::new(Alone {
+        module: &PIPELINED,
+        index: place.map_or(0, |place| 2 * place + bf16),
+        split,
+        tiles: split.tiles(&case.gpu, shape),
+        grid,
+    }))
+}
+
 /// The place of the narrowest of the others that has room for a head.
 fn plain_place(shape: &StepShape) -> Option<usize> {
     let mut forms = DECODING_LANES.iter();
@@ -99,7 +163,9 @@ pub(super) fn plain_split(shape: &StepShape) -> Option<Split> {
         heads: form.heads,
         warps: form.warps,
         keys: DECODING_LANES_KEYS,
+        turns: TURNS,
         queries: 0,
+        shared: 0,
     })
 }
 

@@ -53,6 +53,10 @@ fn alone(gpu: GpuSpec, shape: StepShape) -> Case {
         gpu,
         shape,
         aligned: true,
+        pipelined: match shape.paged {
+            true => Ok(()),
+            false => Err("keys and values are not in pages"),
+        },
         product: None,
     }
 }
@@ -206,7 +210,15 @@ fn cases() -> impl Iterator<Item = Case> {
                 product: Some(up(gpu, shape.cache_dtype, 2560)),
                 ..alone(gpu, shape)
             };
-            [alone(gpu, shape), beside]
+            let paged = |sequences| {
+                let shape = StepShape {
+                    sequences,
+                    paged: true,
+                    ..shape
+                };
+                alone(gpu, shape)
+            };
+            [alone(gpu, shape), beside, paged(3), paged(200)]
         })
         .concat()
     })
@@ -233,6 +245,30 @@ fn every_plan_fits_into_the_scratch_memory() {
         }
     }
     assert!(taken > 10_000, "{taken}");
+}
+
+#[test]
+fn many_sequences_in_pages_are_pipelined() -> Result<()> {
+    let gpu = gpu_named("H100");
+    let shape = |sequences, dim| StepShape {
+        paged: true,
+        ..shape([BF16; 2], [9, 3], dim, [sequences, 2048])
+    };
+    for (sequences, dim, expected) in [
+        (21, 64, "flash_decoding_mma"),
+        (22, 64, "flash_decoding_pipelined"),
+        (256, 128, "flash_decoding_pipelined"),
+        (256, 80, "flash_decoding_mma"),
+    ] {
+        let plan = select(&alone(gpu, shape(sequences, dim)))?;
+        assert_eq!(plan.kernel, expected, "{sequences} of {dim}");
+    }
+    let reason = "there are few sequences: more blocks share the keys of each";
+    let forced = with_kernel(Some("flash_decoding_pipelined"), || {
+        select(&alone(gpu, shape(21, 64)))
+    });
+    assert!(forced.expect_err("few").to_string().contains(reason));
+    Ok(())
 }
 
 #[test]

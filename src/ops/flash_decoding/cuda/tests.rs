@@ -179,6 +179,7 @@ fn keys_in_pages_give_what_a_cache_gives() -> Result<()> {
             (&[0, 15, 16, 2047], None),
             (&[40, 1701], Some(100)),
             (&many, None),
+            (&many, Some(300)),
         ] {
             let layer = Layer::at(&device, dim, [dtype, cache], at)?;
             let (k, v) = (layer.k.copy()?, layer.v.copy()?);

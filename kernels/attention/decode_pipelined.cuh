@@ -1,0 +1,425 @@
+// The attention step of decoding where many sequences have their keys and values in pages (decode.cuh has the step).
+//
+// A warp, which is a block, has all keys of a key/value head of one sequence, or a run of them where the sequence is
+// long: nothing is brought together among warps, and the row of the projection is read once for all of its heads. Keys
+// and values come to shared memory by `cp.async` through a ring of stages, so that what is on its way does not depend
+// on registers, and go from there to tensor cores by `ldmatrix`. The new key and value take their place in the last
+// tile. Position, page table and the first stages are read before the PDL wait, as decode.cuh says.
+#pragma once
+
+#include "attention/decode.cuh"
+
+namespace fused {
+
+// Keys and values of one tile after the other, of `SUB` times 16 keys. Rows in shared memory are 16 bytes longer than
+// a head, so that eight of them at the same dimension are in different banks. Places in the pools are counted in units
+// of 16 bytes, and are the same for keys and values.
+template <typename C, int D, int SUB, int STAGES> struct KeyPipeline {
+  using From = KeysInPages;
+  static constexpr bool IN_PAGES = true;
+  static constexpr int WARPS = 1, KEYS = 16 * SUB, STEPS = D / 16, LANE = D / 32;
+  static constexpr int PITCH = 2 * D + 16, TILE = KEYS * PITCH, STAGE = 2 * TILE;
+  // 16-byte pieces of a row, and rows that the warp copies at once.
+  static constexpr int PIECES = D / 8, ROWS = WARP / PIECES, EIGHTS = KEYS / 8;
+  static_assert(D == 64 || D == 128, "a warp copies whole rows, eight keys in whole turns");
+
+  __device__ static int dtype(int) { return std::is_same<C, __half>::value ? F16 : BF16; }
+
+  uint32_t ring;              // in shared memory
+  const uint4* k;             // of the head, and of the lane's piece of a row
+  const uint4* v;
+  uint32_t page, token;       // units
+  uint32_t window, entries, ahead;  // pages of the 32 eights of keys from `window` on, one a lane, and of those behind
+
+  __device__ void begin(const KeysInPages& keys, uint32_t first) {
+    window = first;
+    entries = look(keys, first);
+    ahead = look(keys, first + 8 * WARP);
+  }
+
+  __device__ static uint32_t look(const KeysInPages& keys, uint32_t first) {
+    return keys.entry(first + 8 * (threadIdx.x % WARP));
+  }
+
+  // The tile of keys from `first` on into a stage. Keys that are not there are zeros.
+  __device__ void fetch(const KeysInPages& keys, uint32_t first, uint32_t stage) {
+    if (first >= window + 8 * WARP) {
+      window += 8 * WARP;
+      entries = ahead;
+      ahead = look(keys, window + 8 * WARP);
+    }
+    const int lane = threadIdx.x % WARP, row = lane / PIECES;
+    const uint32_t to = ring + stage * STAGE + row * PITCH + lane % PIECES * 16;
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) {
+      const uint32_t key = first + 8 * j, entry = __shfl_sync(FULL, entries, (key - window) / 8);
+      // A copy of nothing still has to name memory that there is.
+      const bool known = entry < keys.pages;
+      const uint32_t at = (known ? entry : 0) * page + (keys.slot(key) + row) * token;
+#pragma unroll
+      for (int i = 0; i < 8; i += ROWS) {
+        const bool there = known && key + row + i - keys.low < keys.end - keys.low;
+        copy_async(to + (8 * j + i) * PITCH, k + (at + i * token), there);
+        copy_async(to + TILE + (8 * j + i) * PITCH, v + (at + i * token), there);
+      }
+    }
+  }
+
+  // Element d of row `row` of a stage's keys; values are TILE bytes behind.
+  __device__ static uint32_t place(uint32_t stage, uint32_t row, int d) { return stage * STAGE + row * PITCH + 2 * d; }
+};
+
+// Scores of up to MAX_HEADS heads as rows of tensor-core products, and their values: queries and weights in two parts
+// (decode_warp.cuh).
+template <typename C, int D, int SUB> struct PipelinedCore {
+  static constexpr int STEPS = D / 16, KEYS = 16 * SUB;
+
+  uint32_t q[STEPS][4];
+  float o[STEPS][4];
+  float m, l;
+
+  // The place of a query's element among the operands: (high part, low part 4 bytes behind).
+  __device__ static int place(int head, int d) {
+    return (d / 16 * WARP + head * 4 + d % 8 / 2) * 16 + d % 16 / 8 * 8 + d % 2 * 2;
+  }
+
+  __device__ static void put(char* queries, int head, int d, float value) {
+    const C high = from_float<C>(value);
+    char* at = queries + place(head, d);
+    *reinterpret_cast<C*>(at) = high;
+    *reinterpret_cast<C*>(at + 4) = from_float<C>(value - to_float(high));
+  }
+
+  __device__ void start(const char* queries) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const uint4 row = *reinterpret_cast<const uint4*>(queries + (i * WARP + threadIdx.x % WARP) * 16);
+      q[i][0] = row.x, q[i][1] = row.y, q[i][2] = row.z, q[i][3] = row.w;
+      o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+    }
+    m = -INFINITY, l = 0.f;
+  }
+
+  // The tile of keys from `first` on, which lies at `keys_at` in shared memory; those from `end` on are not seen.
+  template <int PITCH, int TILE>
+  __device__ void step(const KeysInPages& keys, uint32_t first, uint32_t end, uint32_t keys_at) {
+    const int lane = threadIdx.x % WARP, t = lane % 4;
+    // Of matrix lane / 8: keys 8 on in the upper two, dimensions 8 on in the second and the fourth.
+    const uint32_t at = keys_at + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
+    float s[2 * SUB][4] = {};
+#pragma unroll
+    for (int u = 0; u < SUB; ++u) {
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        uint32_t b[4];
+        load_matrices(b, at + u * 16 * PITCH + i * 32);
+        mma<C>(s[2 * u], q[i], b[0], b[1]);
+        mma<C>(s[2 * u + 1], q[i], b[2], b[3]);
+      }
+    }
+    float p[2 * SUB][2], top = m;
+    const uint32_t own = first + 2 * t - keys.low, seen = end - keys.low;
+    if (keys.softcap == 0.f) {
+#pragma unroll
+      for (int i = 0; i < 4 * SUB; ++i) p[i / 2][i % 2] = keys.scale * (s[i / 2][i % 2] + s[i / 2][i % 2 + 2]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 * SUB; ++i) p[i / 2][i % 2] = score(keys, s[i / 2][i % 2] + s[i / 2][i % 2 + 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * SUB; ++i) {
+      if (own + i / 2 * 8 + i % 2 >= seen) p[i / 2][i % 2] = -INFINITY;
+      top = fmaxf(top, p[i / 2][i % 2]);
+    }
+    top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
+    const float off = origin(top), fade = exp2_fast(m - off);
+    m = top;
+    l *= fade;
+    // The heads are rows here and columns there.
+    const float fade0 = __shfl_sync(FULL, fade, 8 * t), fade1 = __shfl_sync(FULL, fade, 8 * t + 4);
+#pragma unroll
+    for (int r = 0; r < STEPS; ++r) o[r][0] *= fade0, o[r][1] *= fade1, o[r][2] *= fade0, o[r][3] *= fade1;
+#pragma unroll
+    for (int u = 0; u < SUB; ++u) {
+      uint32_t high[2], low[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float p0 = exp2_fast(p[2 * u + j][0] - off), p1 = exp2_fast(p[2 * u + j][1] - off);
+        l += p0 + p1;
+        high[j] = pack2<C>(p0, p1);
+        const float2 kept = unpack2<C>(high[j]);
+        low[j] = pack2<C>(p0 - kept.x, p1 - kept.y);
+      }
+#pragma unroll
+      for (int r = 0; r < STEPS; ++r) {
+        uint32_t a[4];
+        load_transposed(a, at + TILE + u * 16 * PITCH + r * 32);
+        mma<C>(o[r], a, high[0], high[1]);
+        mma<C>(o[r], a, low[0], low[1]);
+      }
+    }
+  }
+
+  // Where o[r][i] belongs.
+  __device__ static int dimension(int r, int i) { return 16 * r + int(threadIdx.x % WARP) / 4 + i / 2 * 8; }
+  __device__ static int head(int i) { return 2 * int(threadIdx.x % 4) + i % 2; }
+};
+
+// A block's shared memory, behind the ring of stages. The rows of the projection come as they are to the ring's last
+// stage, which is fetched into only when they have left.
+template <int D> struct PipelinedShared {
+  static constexpr int QUERIES = D / 16 * WARP * 16;
+  char* queries;
+  float* cos;
+  float* sin;
+  float* q_norm;
+  float* k_norm;
+  float* k;  // the new key and value, as the cache holds them
+  float* v;
+  const char* rows;  // [heads + 2][D]: queries, the new key, the new value
+
+  __device__ PipelinedShared(char* memory, const char* stage) {
+    queries = memory;
+    cos = reinterpret_cast<float*>(memory + QUERIES);
+    sin = cos + D;
+    q_norm = sin + D;
+    k_norm = q_norm + D;
+    k = k_norm + D;
+    v = k + D;
+    rows = stage;
+  }
+};
+
+// What every head's row is multiplied with, of a lane's elements: read before it is needed.
+template <int D> struct Angles {
+  static constexpr int N = D / 32;
+  float cos[N], sin[N], q_norm[N], k_norm[N];
+
+  __device__ void read(const DecodingParams& p, uint32_t position) {
+    const uint64_t row = uint64_t(position) * p.pairs;
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const uint32_t d = threadIdx.x % WARP + 32 * e, i = p.interleaved ? d / 2 : d < p.pairs ? d : d - p.pairs;
+      const bool rotated = d < 2 * p.pairs;
+      cos[e] = rotated ? __ldg(p.cos + row + i) : 1.f;
+      sin[e] = rotated ? __ldg(p.sin + row + i) : 0.f;
+      q_norm[e] = p.q_norm ? read_weight(p.q_norm, d, p.dtype) : 1.f;
+      k_norm[e] = p.q_norm ? read_weight(p.k_norm, d, p.dtype) : 1.f;
+    }
+  }
+
+  __device__ void place(const PipelinedShared<D>& s) const {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const int d = threadIdx.x % WARP + 32 * e;
+      s.cos[d] = cos[e], s.sin[d] = sin[e], s.q_norm[d] = q_norm[e], s.k_norm[d] = k_norm[e];
+    }
+  }
+};
+
+// A warp's run of tiles.
+struct Run {
+  uint32_t low, start;   // keys that are seen, and where the first tile begins
+  uint32_t first, last;  // tiles
+  uint32_t active;       // blocks that take part
+  bool exists, leads;    // leads: it has the new key
+
+  __device__ Run(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys) {
+    exists = position < p.slots && position < p.positions;
+    low = p.window && position + 1 > p.window ? position + 1 - p.window : 0;
+    start = low / keys * keys;
+    const uint32_t tiles = exists ? (position - start) / keys + 1 : 0;
+    const uint32_t each = max(p.tiles, (tiles + block.of_x - 1) / block.of_x);
+    active = (tiles + each - 1) / each;
+    first = block.x * each;
+    last = min(first + each, tiles);
+    leads = block.x + 1 == active;
+    exists = first < last;
+  }
+};
+
+template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
+  using Pipeline = KeyPipeline<C, D, SUB, STAGES>;
+  using Core = PipelinedCore<C, D, SUB>;
+  static constexpr int N = Pipeline::LANE, KEYS = Pipeline::KEYS;
+  static_assert((MAX_HEADS + 2) * D * 4 <= Pipeline::STAGE, "the rows of the projection fit into a stage");
+
+  const DecodingParams& p;
+  const Block here;
+  const Place at;
+  KeysInPages keys;
+  Pipeline pipeline;
+  Run run;
+  PipelinedShared<D> s;
+  Angles<D> angles;
+
+  __device__ PipelinedDecoding(const DecodingParams& params, const Block& block, char* memory)
+      : p(params), here(block), at(params, block, D, MAX_HEADS), keys(keys_of<Pipeline>(params, at, block.z, D)),
+        run(params, block, UINT32_MAX, KEYS),
+        s(memory + STAGES * Pipeline::STAGE, memory + (STAGES - 1) * Pipeline::STAGE) {
+    const int piece = threadIdx.x % Pipeline::PIECES;
+    pipeline.ring = shared_address(memory);
+    pipeline.k = static_cast<const uint4*>(keys.k) + piece;
+    pipeline.v = static_cast<const uint4*>(keys.v) + piece;
+    pipeline.page = uint32_t(keys.k_page / 8), pipeline.token = uint32_t(keys.k_token / 8);
+  }
+
+  __device__ uint32_t first_key(uint32_t tile) const { return run.start + tile * KEYS; }
+
+  __device__ void fetch(uint32_t tile, uint32_t stage) {
+    if (tile < run.last) pipeline.fetch(keys, first_key(tile), stage);
+    commit_copies();
+  }
+
+  // What the position alone decides: the first tiles, and angles, which are on their way.
+  __device__ void begin(uint32_t position) {
+    run = Run(p, here, position, KEYS);
+    if (!run.exists) return;
+    keys.end = position, keys.low = run.low;
+    pipeline.begin(keys, first_key(run.first));
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) fetch(run.first + i, i);
+    angles.read(p, position);
+  }
+
+  // The rows of the heads, the new key and the new value, 16 bytes at a time: not by copies of the keys' kind, which
+  // would have to be waited for in turn.
+  __device__ void fetch_rows(char* to) const {
+    const int wide = p.dtype == F32, shift = (D == 64 ? 3 : 4) + wide, row = 1 << shift;
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const char*>(p.qkv) + (uint64_t(at.qkv) * 2 << wide));
+#pragma unroll 4
+    for (int i = threadIdx.x; i < (at.heads + 2) * row; i += WARP) {
+      const int job = i >> shift;
+      const uint32_t head = job < at.heads ? at.head + job : p.heads + at.kv + (job > at.heads ? p.kv_heads : 0);
+      reinterpret_cast<uint4*>(to)[i] = __ldcg(from + head * row + i % row);
+    }
+  }
+
+  __device__ void read_row(int job, float (&x)[N]) const {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const int i = job * D + threadIdx.x % WARP + 32 * e;
+      x[e] = p.dtype == F32 ? reinterpret_cast<const float*>(s.rows)[i]
+                            : widen_raw(reinterpret_cast<const uint16_t*>(s.rows)[i], p.dtype);
+    }
+  }
+
+  // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them.
+  __device__ void turn_rows(float (&k)[N], float (&v)[N]) const {
+    const int lane = threadIdx.x % WARP, stored = Pipeline::dtype(0);
+    float x[N];
+#pragma unroll 1
+    for (int job = 0; job < at.heads; ++job) {
+      read_row(job, x);
+      turn(p, s, s.q_norm, D, x, s.k);
+#pragma unroll
+      for (int e = 0; e < N; ++e) Core::put(s.queries, job, lane + 32 * e, rounded_to(p.dtype, x[e]));
+    }
+    read_row(at.heads, k);
+    turn(p, s, s.k_norm, D, k, s.k);
+    read_row(at.heads + 1, v);
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      s.k[lane + 32 * e] = k[e] = rounded_to(stored, k[e]);
+      s.v[lane + 32 * e] = v[e] = rounded_to(stored, v[e]);
+    }
+  }
+
+  // The new key and value in their place of a stage.
+  __device__ void insert(char* memory, uint32_t stage, uint32_t row, const float (&k)[N], const float (&v)[N]) const {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      char* to = memory + Pipeline::place(stage, row, threadIdx.x % WARP + 32 * e);
+      *reinterpret_cast<C*>(to) = from_float<C>(k[e]);
+      *reinterpret_cast<C*>(to + Pipeline::TILE) = from_float<C>(v[e]);
+    }
+  }
+
+  __device__ void attend(char* memory, uint32_t position, const float (&k)[N], const float (&v)[N], Core& core) {
+    uint32_t stage = 0, free = STAGES - 1;
+#pragma unroll 1
+    for (uint32_t tile = run.first; tile < run.last; ++tile) {
+      await_copies_but<STAGES - 2>();
+      __syncwarp();
+      if (run.leads && tile + 1 == run.last) {
+        insert(memory, stage, position - first_key(tile), k, v);
+        __syncwarp();
+      }
+      fetch(tile + STAGES - 1, free);
+      core.template step<Pipeline::PITCH, Pipeline::TILE>(keys, first_key(tile), position + 1,
+                                                          pipeline.ring + stage * Pipeline::STAGE);
+      free = stage;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+  }
+
+  // Means of the heads to y, or, with their weights, to where the last block of the row finds them. They pass through
+  // the ring, which nothing is in any more, so that neighbours in a row are written together.
+  __device__ void finish(char* memory, Core& core) const {
+    const int lane = threadIdx.x % WARP, t = lane % 4;
+    core.l += __shfl_xor_sync(FULL, core.l, 1);
+    core.l += __shfl_xor_sync(FULL, core.l, 2);
+    const float by = core.l == 0.f ? 0.f : __fdividef(1.f, core.l), top = core.m + __log2f(core.l);
+    const float factors[2] = {__shfl_sync(FULL, by, 8 * t), __shfl_sync(FULL, by, 8 * t + 4)};
+    constexpr int PITCH = D + 4;
+    float* means = reinterpret_cast<float*>(memory);  // [MAX_HEADS][D], each with its weight behind it
+    __syncwarp();
+    if (t == 0) means[lane / 4 * PITCH + D] = top;
+#pragma unroll
+    for (int r = 0; r < Core::STEPS; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        means[Core::head(i) * PITCH + Core::dimension(r, i)] = core.o[r][i] * factors[i % 2];
+    }
+    __syncwarp();
+    const Partials partials(p, here, at.row, D);
+    float2* partial = partials.both + here.x * MAX_HEADS * D;
+    for (int i = 4 * lane; i < at.heads * D; i += 4 * WARP) {
+      const float* row = means + i / D * PITCH;
+      const float4 mean = *reinterpret_cast<const float4*>(row + i % D);
+      if (run.active == 1) {
+        write4(p.y, p.dtype, at.out + i, mean);
+      } else {
+        const float weight = row[D];
+        *reinterpret_cast<float4*>(partial + i) = make_float4(mean.x, weight, mean.y, weight);
+        *reinterpret_cast<float4*>(partial + i + 2) = make_float4(mean.z, weight, mean.w, weight);
+      }
+    }
+    if (run.active > 1 && is_last(p.counters + at.row, run.active))
+      merge_narrow<Pipeline>(p, partials.both, run.active, at.heads, D, at.out);
+  }
+
+  __device__ void decode(char* memory) {
+    uint32_t position = read_position(p.position + here.z);
+    for (int i = threadIdx.x; i < PipelinedShared<D>::QUERIES / 16; i += WARP)
+      reinterpret_cast<uint4*>(s.queries)[i] = make_uint4(0, 0, 0, 0);
+    begin(position);
+    pdl_wait();
+    const uint32_t now = read_position(p.position + here.z);
+    fetch_rows(memory + (STAGES - 1) * Pipeline::STAGE);
+    if (now != position) {
+      // What was fetched is another step's.
+      await_copies();
+      position = now;
+      begin(position);
+    }
+    if (!run.exists) return;
+    angles.place(s);
+    const bool appends = run.leads && at.appends;
+    const uint32_t page = appends ? page_of(p, here.z, position) : 0;
+    __syncwarp();
+    float k[N], v[N];
+    turn_rows(k, v);
+    __syncwarp();
+    if (appends) append<Pipeline>(p, s, at, page, D, position);
+    Core core;
+    core.start(s.queries);
+    // The rows have left the stage that is fetched into next.
+    __syncwarp();
+    attend(memory, position, k, v, core);
+    finish(memory, core);
+  }
+};
+
+}  // namespace fused
