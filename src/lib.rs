@@ -71,6 +71,7 @@ pub mod serving;
 pub mod trace;
 
 pub use fusion::{Fusion, with_fallback};
+pub use models::quantized_var_builder;
 pub use quant::ActivationBits;
 
 pub mod quant {

@@ -15,6 +15,9 @@
 //! opens them. Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
 //! ([`save_quantized`]), and loaded in place (`from_quantized`).
 //!
+//! candle-transformers' modules for GGUF files are there by their names: [`quantized_llama`], [`quantized_mistral`],
+//! [`quantized_qwen2`], [`quantized_qwen3`], [`quantized_phi3`] and [`smol::quantized_smollm3`].
+//!
 //! All of them are one decoder of different shapes. A model that is loaded with
 //! [`Fusion::none`](crate::Fusion::none) runs candle's own operations throughout.
 
@@ -34,9 +37,11 @@ pub(crate) mod parts;
 pub mod phi3;
 pub(crate) mod quantized;
 pub mod quantized_llama;
+pub mod quantized_mistral;
 pub mod quantized_phi3;
 pub mod quantized_qwen2;
 pub mod quantized_qwen3;
+pub mod quantized_var_builder;
 mod qwen;
 pub mod qwen2;
 pub mod qwen3;

@@ -10,9 +10,9 @@ use super::config::{RawOther, RawPositions};
 use super::names::{GGUF, LLAMA, Names, Qkv};
 use super::shape::{self, Biases, Describe, Head, Kind, Long, NormKind, Shape, Sliding, Unrotated};
 use super::weights::gated;
-use crate::nn::AttentionConfig;
+use crate::nn::{self, AttentionConfig};
 use crate::ops::{Activation, RopeStyle};
-use candle_core::{Result, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::Deserialize;
 
 /// How rotary frequencies are scaled.
@@ -300,6 +300,57 @@ impl Describe for Config {
         let mut shape = gated(shape, self.hidden_act)?.rotated_by(Vec::new)?;
         (shape.frequencies, shape.long) = self.frequencies(rotated / 2)?;
         Ok(shape)
+    }
+}
+
+/// Rotary tables in half-split form, for queries and keys `[B, H, T, D]`, of which the first dimensions are rotated.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::models::phi3::{Config, RotaryEmbedding};
+/// # let config: Config = serde_json::from_str(
+/// #     r#"{"vocab_size": 32, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96,
+/// #         "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+/// #         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 128}"#,
+/// # ).expect("a configuration");
+/// let rotary = RotaryEmbedding::new(DType::F32, &config, &Device::Cpu)?;
+/// let q = Tensor::ones((1, 4, 3, 16), DType::F32, &Device::Cpu)?;
+/// let (q, k) = rotary.apply_rotary_emb_qkv(&q, &q, 100)?;
+/// assert_eq!((q.dims(), k.dims()), (&[1, 4, 3, 16][..], &[1, 4, 3, 16][..]));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct RotaryEmbedding(nn::RotaryEmbedding);
+
+impl RotaryEmbedding {
+    /// Tables as `cfg` has them, for all of its positions. They are kept in f32, whatever `dtype` is.
+    ///
+    /// # Errors
+    /// If the configuration is impossible.
+    pub fn new(dtype: DType, cfg: &Config, dev: &Device) -> Result<Self> {
+        let _ = dtype;
+        let shape = cfg.shape()?;
+        shape.check()?;
+        let style = RopeStyle::HalfSplit;
+        let mut rotary = nn::RotaryEmbedding::new(shape.frequencies, style, dev)?;
+        if let Some(long) = shape.long {
+            rotary = rotary.with_long(long.frequencies, long.from, long.magnitude);
+        }
+        rotary.reserve(cfg.max_position_embeddings)?;
+        Ok(Self(rotary))
+    }
+
+    /// Queries and keys `[B, H, T, D]` rotated as the tokens at `seqlen_offset..seqlen_offset + T`.
+    ///
+    /// # Errors
+    /// If shapes, dtypes or devices do not fit, or the positions pass the tables.
+    pub fn apply_rotary_emb_qkv(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        seqlen_offset: usize,
+    ) -> Result<(Tensor, Tensor)> {
+        self.0.apply(q, k, seqlen_offset)
     }
 }
 

@@ -41,44 +41,6 @@ fn llama_is_there() {
         llama::Cache,
         llama::Llama,
     )>();
-    let stock = |c: llama::LlamaConfig| candle_transformers::models::llama::LlamaConfig {
-        hidden_size: c.hidden_size,
-        intermediate_size: c.intermediate_size,
-        vocab_size: c.vocab_size,
-        num_hidden_layers: c.num_hidden_layers,
-        num_attention_heads: c.num_attention_heads,
-        num_key_value_heads: c.num_key_value_heads,
-        rms_norm_eps: c.rms_norm_eps,
-        rope_theta: c.rope_theta,
-        bos_token_id: c.bos_token_id,
-        eos_token_id: c.eos_token_id.map(|eos| match eos {
-            llama::LlamaEosToks::Single(id) => {
-                candle_transformers::models::llama::LlamaEosToks::Single(id)
-            }
-            llama::LlamaEosToks::Multiple(ids) => {
-                candle_transformers::models::llama::LlamaEosToks::Multiple(ids)
-            }
-        }),
-        rope_scaling: c.rope_scaling.map(|r| {
-            candle_transformers::models::llama::Llama3RopeConfig {
-                factor: r.factor,
-                low_freq_factor: r.low_freq_factor,
-                high_freq_factor: r.high_freq_factor,
-                original_max_position_embeddings: r.original_max_position_embeddings,
-                rope_type: match r.rope_type {
-                    llama::Llama3RopeType::Llama3 => {
-                        candle_transformers::models::llama::Llama3RopeType::Llama3
-                    }
-                    llama::Llama3RopeType::Default => {
-                        candle_transformers::models::llama::Llama3RopeType::Default
-                    }
-                },
-            }
-        }),
-        max_position_embeddings: c.max_position_embeddings,
-        tie_word_embeddings: c.tie_word_embeddings,
-    };
-    let _: fn(llama::LlamaConfig) -> candle_transformers::models::llama::LlamaConfig = stock;
 }
 
 #[test]
@@ -192,7 +154,22 @@ fn layers_are_there() {
     let _: fn(&mut KvCache, &Tensor, &Tensor) -> Result<(Tensor, Tensor)> = KvCache::append;
     let _: fn(&KvCache) -> usize = KvCache::current_seq_len;
     let _: fn(&mut KvCache) = KvCache::reset;
+    let _: fn(usize) -> nn::kv_cache::ConcatKvCache = nn::kv_cache::ConcatKvCache::new;
+    type Scattered = nn::kv_cache::ScatteredCacheBuilder;
+    let _: fn(usize, usize, DType, &Device) -> Result<Scattered> = Scattered::new;
+    let _: fn(&Scattered, usize, usize) -> Result<nn::kv_cache::ScatteredKvCache> =
+        Scattered::make_cache;
+    let _: fn(&nn::kv_cache::IndicesAndMask) -> &Tensor = nn::kv_cache::IndicesAndMask::mask;
+    let _: fn(usize) -> nn::kv_cache::InterleavedKvCache = nn::kv_cache::InterleavedKvCache::new;
+    type Raw = nn::kv_cache::RawInterleavedKvCache;
+    let _: fn(usize, usize, usize) -> Raw = Raw::new;
+    let _: fn(&mut [f32], &[f32], &[f32], usize, usize) = nn::kv_cache::rope_i_inplace;
     models::<(Linear, Embedding, LayerNorm, RmsNorm, Cache, KvCache)>();
+    fn module<T: Module>() {}
+    module::<Linear>();
+    module::<Embedding>();
+    module::<LayerNorm>();
+    module::<RmsNorm>();
 }
 
 #[test]

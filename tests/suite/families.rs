@@ -5,7 +5,7 @@
 use crate::common::distance::Distance;
 use crate::gguf_file::bytes;
 use crate::golden::{Golden, relative_error};
-use crate::support::{device, on_every_device};
+use crate::support::{device, on_every_device, randn_on};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
@@ -15,7 +15,9 @@ use candle_fused::models::{Architecture, CausalLm, mistral, phi3, quantized_phi3
 use candle_fused::quant::{Quantization, QuantizedFile, Recipe};
 use candle_fused::{Fusion, nn};
 use candle_nn::VarBuilder;
-use candle_transformers::models::{mistral as stock_mistral, smol as stock_smol};
+use candle_transformers::models::{
+    mistral as stock_mistral, phi3 as stock_phi3, smol as stock_smol,
+};
 use std::io::{BufReader, Cursor};
 
 type File = BufReader<std::fs::File>;
@@ -44,6 +46,10 @@ fn every_item_is_there() {
     let _: fn(&phi3::Config, VarBuilder) -> Result<Phi3> = Phi3::new;
     let _: fn(&mut Phi3, &Tensor, usize) -> Result<Tensor> = Phi3::forward;
     let _: fn(&mut Phi3) = Phi3::clear_kv_cache;
+    type Phi3Rotary = phi3::RotaryEmbedding;
+    let _: fn(DType, &phi3::Config, &Device) -> Result<Phi3Rotary> = Phi3Rotary::new;
+    let _: fn(&Phi3Rotary, &Tensor, &Tensor, usize) -> Result<(Tensor, Tensor)> =
+        Phi3Rotary::apply_rotary_emb_qkv;
     type Phi3Gguf = quantized_phi3::ModelWeights;
     let _: fn(bool, Content, &mut File, &Device) -> Result<Phi3Gguf> = Phi3Gguf::from_gguf::<File>;
     let _: fn(&mut Phi3Gguf, &Tensor, usize) -> Result<Tensor> = Phi3Gguf::forward;
@@ -194,6 +200,71 @@ fn smollm3_is_candle_transformers() -> Result<()> {
         // The list matters.
         assert!(relative_error(&all[2], &all[5])? > 1e-3);
         assert!(relative_error(&all[2], &all[8])? > 1e-3);
+        Ok(())
+    })
+}
+
+/// Without factors; with them, which candle-transformers multiplies frequencies by, against the formula.
+#[test]
+fn rotary_tables_of_phi3_are_candle_transformers() -> Result<()> {
+    on_every_device(|| {
+        let c: phi3::Config = Golden::open("phi3_partial")?.config();
+        let theirs = stock_phi3::Config {
+            vocab_size: c.vocab_size,
+            hidden_act: c.hidden_act,
+            hidden_size: c.hidden_size,
+            intermediate_size: c.intermediate_size,
+            num_hidden_layers: c.num_hidden_layers,
+            num_attention_heads: c.num_attention_heads,
+            num_key_value_heads: c.num_key_value_heads,
+            rms_norm_eps: c.rms_norm_eps,
+            rope_theta: c.rope_theta,
+            bos_token_id: None,
+            eos_token_id: None,
+            rope_scaling: None,
+            max_position_embeddings: c.max_position_embeddings,
+            original_max_position_embeddings: None,
+            partial_rotary_factor: c.partial_rotary_factor,
+            tie_word_embeddings: c.tie_word_embeddings,
+        };
+        let dim = c.head_dim();
+        let stock = stock_phi3::RotaryEmbedding::new(DType::F32, &theirs, &device())?;
+        let ours = phi3::RotaryEmbedding::new(DType::F32, &c, &device())?;
+        let q = randn_on(&[1, 4, 3, dim], DType::F32, &device())?;
+        let k = randn_on(&[1, 2, 3, dim], DType::F32, &device())?;
+        for at in [0, 9, c.max_position_embeddings - 3] {
+            let want = stock.apply_rotary_emb_qkv(&q, &k, at)?;
+            let got = ours.apply_rotary_emb_qkv(&q, &k, at)?;
+            // Frequencies there are rounded behind the power, here before it, as in Hugging Face's tables: at
+            // position 511 angles differ by 3e-5.
+            assert!(relative_error(&got.0, &want.0)? < 1e-4);
+            assert!(relative_error(&got.1, &want.1)? < 1e-4);
+        }
+        let past = ours.apply_rotary_emb_qkv(&q, &k, c.max_position_embeddings - 2);
+        assert!(past.is_err());
+
+        let c: phi3::Config = Golden::open("phi3_long")?.config();
+        let (scaling, first) = (&c.rope_scaling, c.original_max_position_embeddings);
+        let (scaling, first) = (scaling.as_ref().expect("factors"), first.expect("a length"));
+        let rotary = phi3::RotaryEmbedding::new(DType::F32, &c, &device())?;
+        let factor = c.max_position_embeddings as f64 / first as f64;
+        let magnitude = (1. + factor.ln() / (first as f64).ln()).sqrt();
+        let pairs = scaling.short_factor.len();
+        let ones = Tensor::ones((1, 1, 1, c.head_dim()), DType::F32, &device())?;
+        for (at, factors) in [
+            (first - 1, &scaling.short_factor),
+            (first, &scaling.long_factor),
+        ] {
+            let (got, _) = rotary.apply_rotary_emb_qkv(&ones, &ones, at)?;
+            let got = got.flatten_all()?.to_vec1::<f32>()?;
+            for (i, factor) in factors.iter().enumerate() {
+                let frequency = c.rope_theta.powf(-(i as f64) / pairs as f64) / f64::from(*factor);
+                let (sin, cos) = (at as f64 * frequency).sin_cos();
+                let want = [cos - sin, cos + sin].map(|x| x * magnitude);
+                let got = [got[i], got[i + pairs]].map(f64::from);
+                assert!((got[0] - want[0]).abs() < 1e-4 && (got[1] - want[1]).abs() < 1e-4);
+            }
+        }
         Ok(())
     })
 }

@@ -9,6 +9,7 @@ mod bitnet;
 mod checkpoints;
 mod dense;
 mod drop_in;
+mod drop_in_configs;
 mod fallback;
 mod families;
 #[cfg(all(feature = "cuda", unix))]
@@ -50,6 +51,7 @@ mod quant_linear;
 mod quant_schemes;
 #[cfg(feature = "cuda")]
 mod quant_schemes_cuda;
+mod quantized_mistral;
 mod qwen;
 mod refusals;
 #[cfg(feature = "cuda")]

@@ -56,7 +56,7 @@ impl<'a, R> File<'a, R> {
 
 impl<R: Seek + Read> File<'_, R> {
     /// What keys and values are stored in.
-    pub(super) fn cache_dtype(&self, fusion: Fusion) -> DType {
+    pub fn cache_dtype(&self, fusion: Fusion) -> DType {
         let mut infos = self.ct.tensor_infos.values();
         let blocks = infos.any(|info| quant::supports(info.ggml_dtype));
         cache_dtype(blocks, self.device, fusion)

@@ -1,10 +1,17 @@
-//! The preallocated key and value cache of one layer, of all positions or of the newest ones.
+//! The preallocated key and value cache of one layer, of all positions or of the newest ones, under the names of
+//! [`candle_nn::kv_cache`].
 
 mod cache;
 mod rotating;
 
 pub use cache::Cache;
 pub use rotating::{RotatingCache, RotatingKvCache};
+
+// What else is there, as it is.
+pub use candle_nn::kv_cache::{
+    ConcatKvCache, IndicesAndMask, InterleavedKvCache, RawInterleavedKvCache,
+    ScatteredCacheBuilder, ScatteredKvCache, rope_i_inplace,
+};
 
 use cache::zeros;
 use candle_core::{DType, Device, Result, Tensor, bail};
