@@ -13,11 +13,12 @@
 //! |---|---|---|---|
 //! | `flash_attn` and its forms | `[B, Tq, Hq, D]` | `[B, Tk, Hkv, D]` | `[B, Tq, Hq, D]` |
 //! | `flash_attn_varlen` and its forms | `[total_q, Hq, D]` | `[total_k, Hkv, D]` | `[total_q, Hq, D]` |
+//! | `flash_attn_varlen_paged_windowed` | `[total_q, Hq, D]` | `[blocks, page, Hkv, D]` | `[total_q, Hq, D]` |
 //!
 //! What goes beyond candle-flash-attn: the CPU; f32 beside f16 and bf16; any head dimension (on a GPU up to
 //! 512); strided last dimensions; GPUs from compute capability 7.5 on; a softcap, windows and slopes in any
-//! combination. What it has and this module has not: `flash_attn_varlen_paged_windowed`, over a paged cache.
-//! As there, tensors that are tracked for gradients are taken, and a backward pass is an error.
+//! combination. What is missing, over pages: prefix ranges and keys behind the query. As there, tensors that
+//! are tracked for gradients are taken (not over pages), and a backward pass is an error.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -34,6 +35,8 @@
 //! The forms for ragged batches have those of [`flash_attention_varlen`](fn@crate::ops::flash_attention_varlen)
 //! besides.
 
+mod paged;
+
 use crate::cpu::simd;
 use crate::ops::flash_attention::{Attention, Form};
 use crate::ops::{AttentionParams, RaggedBatch};
@@ -41,6 +44,7 @@ use crate::ops::{AttentionParams, RaggedBatch};
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
+pub use paged::flash_attn_varlen_paged_windowed;
 
 const FORM: Form = Form {
     op: "flash_attn",

@@ -41,6 +41,23 @@ fn flash_attn_is_there() {
         flash_attn_varlen_alibi_windowed;
     let _: fn(T, T, T, Option<T>, T, T, usize, usize, f32, Size, Size, f32) -> Result<Tensor> =
         flash_attn_varlen_alibi_windowed_softcap;
+    type Paged = fn(
+        T,
+        T,
+        T,
+        T,
+        T,
+        T,
+        Option<T>,
+        usize,
+        usize,
+        f32,
+        Size,
+        Size,
+        usize,
+        Option<f32>,
+    ) -> Result<Tensor>;
+    let _: Paged = flash_attn_varlen_paged_windowed;
 }
 
 #[test]
@@ -283,6 +300,83 @@ fn transposed_views_are_taken() -> Result<()> {
         };
         let same = flash_attention(&q, &k, &k, &params)?;
         assert_eq!(values(&y)?, values(&rows(&same)?)?);
+        Ok(())
+    })
+}
+
+/// The same sequences with keys and values in shuffled blocks, whose other blocks and slots are NaN.
+#[test]
+fn keys_in_pages() -> Result<()> {
+    use flash_attn::flash_attn_varlen_paged_windowed as paged;
+    on_every_device(|| {
+        for (dtype, page) in DTYPES.into_iter().zip([32, 32, 64]) {
+            let x = Inputs::new(dtype)?;
+            let of_sequence = 70usize.div_ceil(page);
+            let blocks = [5u32, 0, 3, 6, 2, 7];
+            let table: Vec<_> = blocks[..2 * of_sequence].to_vec();
+            let pool = |t: &Tensor| -> Result<Tensor> {
+                let nan = Tensor::new(f32::NAN, &device())?.to_dtype(dtype)?;
+                let pool = nan.broadcast_as((8, page, 2, 64))?.contiguous()?;
+                let mut rows: Vec<_> = (0..8).map(|i| pool.get(i)).collect::<Result<_>>()?;
+                for (i, block) in table.iter().enumerate() {
+                    let (b, first) = (i / of_sequence, i % of_sequence * page);
+                    let n = page.min(70 - first);
+                    let some = t.get(b)?.narrow(0, first, n)?;
+                    let rest = nan.broadcast_as((page - n, 2, 64))?;
+                    rows[*block as usize] = match n == page {
+                        true => some.contiguous()?,
+                        false => Tensor::cat(&[&some, &rest.contiguous()?], 0)?,
+                    };
+                }
+                Tensor::stack(&rows, 0)
+            };
+            let (k, v) = (pool(&x.k)?, pool(&x.v)?);
+            let table = Tensor::new(table, &device())?.reshape((2, of_sequence))?;
+            let [q, ..] = x.rows()?;
+            let (of_q, of_k) = (&x.seqlens_q, &x.seqlens_k);
+            for (left, softcap) in [
+                (None, None),
+                (Some(9), None),
+                (None, Some(5.)),
+                (None, Some(0.)),
+            ] {
+                let cap = softcap.filter(|cap| *cap != 0.);
+                let expected = x.expected(cap, false, [left, Some(0)])?;
+                for table in [table.clone(), table.to_dtype(DType::I32)?] {
+                    let y = paged(
+                        &q,
+                        &k,
+                        &v,
+                        of_q,
+                        of_k,
+                        &table,
+                        None,
+                        40,
+                        70,
+                        SCALE,
+                        left,
+                        Some(0),
+                        page,
+                        softcap,
+                    );
+                    x.hold(y, &expected)?;
+                }
+            }
+            let refused = |of_k: &Tensor, ranges: Option<&Tensor>, right: Size, size: usize| {
+                let y = paged(
+                    &q, &k, &v, of_q, of_k, &table, ranges, 40, 70, SCALE, None, right, size, None,
+                );
+                y.expect_err("accepted").to_string()
+            };
+            let said = refused(of_k, Some(&table), Some(0), page);
+            assert!(said.contains("mm_prefix_ranges are given"), "{said}");
+            let said = refused(of_k, None, None, page);
+            assert!(said.contains("window_size_right is None"), "{said}");
+            let said = refused(of_k, None, Some(0), 16);
+            assert!(said.contains("page_block_size is 16"), "{said}");
+            let said = refused(&of_k.narrow(0, 0, 2)?, None, Some(0), page);
+            assert!(said.contains("seqlens_k is U32 [2]"), "{said}");
+        }
         Ok(())
     })
 }
