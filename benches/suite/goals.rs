@@ -3,7 +3,7 @@
 
 use crate::cases::{QUANT_GOALS, SHARE_GOALS};
 use crate::export::Export;
-use crate::figures::{CANDLE, GEMM, ModelRun, OpRun};
+use crate::figures::{CANDLE, DENSE, GEMM, ModelRun, OpRun};
 use crate::form::Form;
 
 /// A figure that is to be at least, or at most, so large.
@@ -183,6 +183,7 @@ fn prefill(export: &Export, what: &str, most: f64, (model, format): (&str, &str)
 fn of_gpu(export: &Export) -> Vec<Goal> {
     let mut goals = of_llamas(export);
     goals.extend(of_bandwidth(export));
+    goals.push(of_ragged(export));
     goals.extend(of_other_models(export));
     goals.extend(over_candle(export));
     goals.extend(of_quantized(export));
@@ -284,6 +285,17 @@ fn of_bandwidth(export: &Export) -> Vec<Goal> {
     SHARE_GOALS.iter().map(goal).collect()
 }
 
+/// Sequences of one length as a ragged batch, over the op that takes no others.
+fn of_ragged(export: &Export) -> Goal {
+    let of = |run: &OpRun| run.side(DENSE).is_some();
+    let reached = least(export, of, |run| run.speedup_over(DENSE));
+    Goal::new(
+        "flash_attention_varlen over flash_attention, prompts of one length",
+        (0.95, "x"),
+        reached,
+    )
+}
+
 /// Products with quantized weights over the library's in bf16; in graphs where they were recorded.
 fn of_quantized(export: &Export) -> Vec<Goal> {
     let mut goals = Vec::new();
@@ -311,6 +323,7 @@ fn of_quantized(export: &Export) -> Vec<Goal> {
 
 fn of_cpu(export: &Export) -> Vec<Goal> {
     let mut goals = of_peers();
+    goals.push(of_ragged(export));
     for model in ["qwen2-0.5b", "qwen3-0.6b"] {
         for (format, must) in [("bf16", 3.), ("f32", 1.5)] {
             let reached = over_stock(export, model, format, Form::Eager);

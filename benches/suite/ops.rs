@@ -3,7 +3,7 @@
 use crate::args::Args;
 use crate::budget::Budget;
 use crate::cases::{Case, Contender};
-use crate::figures::{Bound, CANDLE, FUSED, GEMM, Limits, OpRun, SideRun, Skipped};
+use crate::figures::{Bound, CANDLE, DENSE, FUSED, GEMM, Limits, OpRun, SideRun, Skipped};
 use crate::memory::held_by;
 use crate::place::Place;
 use crate::timing::{Effort, race};
@@ -135,7 +135,11 @@ pub fn checked(place: &Place, contender: &Contender) -> Result<u64> {
 }
 
 fn head(op: &str, place: &Place) {
-    let library = if place.device.is_cuda() { GEMM } else { "" };
+    let library = match (op, place.device.is_cuda()) {
+        ("flash_attention_varlen", _) => DENSE,
+        (_, true) => GEMM,
+        (_, false) => "",
+    };
     println!(
         "\n{op:<47}{CANDLE:>10}{library:>10}{:>10}{:>7}{:>8}{:>8}{:>9}{:>9}{:>6}  {:<8}{:>10}{}",
         "fused",
@@ -161,13 +165,14 @@ fn line(run: &OpRun) {
         })
     };
     let fused = run.fused();
-    let faster = run.speedup().or_else(|| run.speedup_over(GEMM));
+    let over = [CANDLE, GEMM, DENSE];
+    let faster = over.into_iter().find_map(|name| run.speedup_over(name));
     let (name, spread) = (&run.name[run.op.len()..], run.side("fused"));
     println!(
         "{:<47}{:>10}{:>10}{:>10}{:>6.0}%{:>8}{:>8.1}{:>9.1}{:>9.1}{:>5.0}%  {:<8}{:>10}{}",
         name.trim_start(),
         time(CANDLE),
-        time(GEMM),
+        time(GEMM) + &time(DENSE),
         time("fused"),
         100. * spread.map_or(f64::NAN, |side| side.times.noise()),
         faster.map_or_else(String::new, |ratio| format!("{ratio:.2}x")),

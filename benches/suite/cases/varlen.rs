@@ -1,19 +1,29 @@
 //! Attention of prompts of different lengths in one batch without padding.
 
 use super::{Case, Contender, Dims, Expected, Extent, limit};
-use crate::figures::{CANDLE, FUSED, Work};
+use crate::figures::{CANDLE, DENSE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_fused::ops::{self, AttentionParams, RaggedBatch, flash_attention_varlen};
+use candle_fused::ops::{
+    self, AttentionParams, RaggedBatch, flash_attention, flash_attention_varlen,
+};
 
 /// The last queries of each sequence, which are checked.
 const CHECKED: usize = 2;
 
+/// Sequences of one length, whose work the dense op can do too.
+const EQUAL: usize = 4;
+
 pub fn cases(dims: &Dims, dtype: DType, extent: Extent) -> Vec<Case> {
     let prompts = extent.prompts().iter();
     prompts
-        .map(|tokens| case(dims, lengths(*tokens), dtype))
+        .flat_map(|tokens| [lengths(*tokens), vec![tokens / EQUAL; EQUAL]])
+        .map(|lengths| case(dims, lengths, dtype))
         .collect()
+}
+
+fn are_equal(lengths: &[usize]) -> bool {
+    lengths.windows(2).all(|pair| pair[0] == pair[1])
 }
 
 /// Prompts of so many tokens together: each half as long as the one before, the last two alike.
@@ -39,7 +49,10 @@ fn case(dims: &Dims, lengths: Vec<usize>, dtype: DType) -> Case {
     Case {
         op: "flash_attention_varlen",
         model: dims.name.clone(),
-        part: format!("{} prompts", lengths.len()),
+        part: match are_equal(&lengths) {
+            true => format!("{} equal prompts", lengths.len()),
+            false => format!("{} prompts", lengths.len()),
+        },
         rows: tokens,
         context: tokens,
         format: dtype.as_str().to_owned(),
@@ -98,11 +111,26 @@ impl Ragged {
             let y = flash_attention_varlen(&all.q, &all.k, &all.v, &all.batch, &all.params)?;
             Ok(vec![y])
         };
-        let plain = self.plain()?;
-        Ok(vec![
-            Contender::new(CANDLE, vec![self.expected()?], plain),
-            Contender::new(FUSED, vec![self.expected()?], fused),
-        ])
+        let other = match are_equal(&self.lengths) {
+            true => self.dense()?,
+            false => Contender::new(CANDLE, vec![self.expected(false)?], self.plain()?),
+        };
+        let fused = Contender::new(FUSED, vec![self.expected(false)?], fused);
+        Ok(vec![other, fused])
+    }
+
+    /// The op for sequences of one length, with its own layout.
+    fn dense(&self) -> Result<Contender> {
+        let (sequences, n) = (self.lengths.len(), self.lengths[0]);
+        let padded = |t: &Tensor| {
+            let (_, heads, dim) = t.dims3()?;
+            let t = t.reshape((sequences, n, heads, dim))?.transpose(1, 2)?;
+            t.contiguous()
+        };
+        let (q, k, v) = (padded(&self.q)?, padded(&self.k)?, padded(&self.v)?);
+        let params = self.params.clone();
+        let call = move |_| Ok(vec![flash_attention(&q, &k, &v, &params)?]);
+        Ok(Contender::new(DENSE, vec![self.expected(true)?], call))
     }
 
     /// Of a sequence, `[1, H, n, D]`.
@@ -142,11 +170,11 @@ impl Ragged {
         })
     }
 
-    /// The last queries of each sequence.
-    fn expected(&self) -> Result<Expected> {
+    /// The last queries of each sequence; `[B, H, n, D]` if the result is `dense`.
+    fn expected(&self, dense: bool) -> Result<Expected> {
         let (heads, dim) = (self.q.dims()[1], self.q.dims()[2]);
         let (mut first, mut rows, mut values) = (0, Vec::new(), Vec::new());
-        for n in &self.lengths {
+        for (b, n) in self.lengths.iter().enumerate() {
             let checked = CHECKED.min(*n);
             let host = |t: &Tensor, first: usize, n: usize| {
                 Self::sequence(t, first, n)?.to_device(&Device::Cpu)
@@ -160,7 +188,14 @@ impl Ragged {
             )?;
             let y = y.squeeze(0)?.transpose(0, 1)?.flatten_all()?;
             values.extend(y.to_vec1::<f64>()?);
-            rows.extend(start * heads..(start + checked) * heads);
+            match dense {
+                true => {
+                    rows.extend((n - checked..*n).flat_map(|token| {
+                        (0..heads).map(move |head| (b * heads + head) * n + token)
+                    }))
+                }
+                false => rows.extend(start * heads..(start + checked) * heads),
+            }
             first += n;
         }
         Ok(Expected::of_rows(rows, dim, values, limit(self.q.dtype())))

@@ -16,5 +16,5 @@ pub use kernel::Tuned;
 pub use layer::{Chain, Group, Layer, Step};
 pub use limits::{Bound, Limits, Work};
 pub use model::{Last, ModelRun};
-pub use op::{CANDLE, FUSED, GEMM, OpRun, SideRun, Skipped, count_floors};
+pub use op::{CANDLE, DENSE, FUSED, GEMM, OpRun, SideRun, Skipped, count_floors};
 pub use serving::{Arrivals, ServingRun};

@@ -13,6 +13,9 @@ pub const CANDLE: &str = "candle";
 /// The product alone by candle's matmul, which is cuBLAS there, in the dtype of the activations.
 pub const GEMM: &str = "cublas";
 
+/// Attention of sequences of one length, by the op that takes no others.
+pub const DENSE: &str = "dense";
+
 /// An op on one shape.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct OpRun {
