@@ -75,7 +75,7 @@ pub use models::quantized_var_builder;
 pub use quant::ActivationBits;
 
 pub mod quant {
-    //! Quantized weights: the block formats of GGUF files, and the schemes INT8, INT4 and ternary.
+    //! Quantized weights: the block formats of GGUF files, and the schemes INT8, FP8, INT4 and ternary.
     //!
     //! [`BlockFormat`] describes a format of GGUF, [`dequantize`] is the plain way from a file's bytes to
     //! floats; [`quantize`] makes [`Codes`] of weights by a [`Scheme`], and [`Codes::dequantize`] floats
@@ -90,6 +90,7 @@ pub mod quant {
     mod activation_bits;
     mod block;
     mod codes;
+    pub(crate) mod e4m3;
     mod format;
     mod scheme;
     mod unpack;
@@ -99,6 +100,7 @@ pub mod quant {
     pub use codes::Codes;
     pub(crate) use codes::{MIDDLE, ZERO_STEP};
     pub use format::Format;
+    pub(crate) use scheme::FP8_BLOCK;
     pub use scheme::{Scheme, TernaryScale};
     pub(crate) use unpack::SubBlock;
     pub use unpack::dequantize;

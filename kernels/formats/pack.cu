@@ -1,13 +1,12 @@
-// Packs INT8, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is loaded),
+// Packs INT8, FP8, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is loaded),
 // and dequantizes them: all rows, or those that token ids name. An id past the matrix gives a row of NaN: a step
 // inside a CUDA graph has no other way to report it.
 #include "formats/packed.cuh"
 
 using namespace fused;
 
-// A thread writes 16 codes of a row.
-extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    pack_int8(const __grid_constant__ PackParams p) {
+// A thread writes 16 codes of a row. `place` says where each of four goes.
+template <class Place> __device__ __forceinline__ void pack_bytes(const PackParams& p, Place place) {
   pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = Int8::pitch(p.k) / 16, piece = i % pieces;
@@ -17,9 +16,19 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
 #pragma unroll
   for (uint32_t c = 0; c < 16; ++c) {
     const uint32_t at = 16 * piece + c;
-    if (at < p.k) words[c / 4] |= uint32_t(uint8_t(p.codes[row * p.k + at])) << (8 * (c % 4));
+    if (at < p.k) words[c / 4] |= uint32_t(uint8_t(p.codes[row * p.k + at])) << (8 * place(c % 4));
   }
   reinterpret_cast<uint4*>(p.out)[i] = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    pack_int8(const __grid_constant__ PackParams p) {
+  pack_bytes(p, [](uint32_t c) { return c; });
+}
+
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    pack_fp8(const __grid_constant__ PackParams p) {
+  pack_bytes(p, [](uint32_t c) { return Fp8<false>::place(c); });
 }
 
 // A thread writes what a lane has of a row and a K block. `put` adds a code of a block to the words.

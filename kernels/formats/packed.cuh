@@ -1,7 +1,13 @@
-// The layout of packed INT8, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is the
+// The layout of packed INT8, FP8, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is the
 // integer that stands for a weight: weight = scale (code - zero point).
 //
 // INT8 is row-major, a byte for each code, rows padded with zeros to a multiple of 16 bytes.
+//
+// FP8 likewise, of e4m3 floats; of each four the two in the middle have changed places, so that masks and shifts
+// of a word make neighbours of it (fp8_numbers of linear/gemv_wna16_weights.cuh). The sign of a scale says that a NaN is among
+// the codes of a row that share it: its products are NaN, without a look at each code. Scales of blocks of 128 rows
+// by a K block are f32, [block of rows][K block]; in a matrix with a NaN, which has an address of zero points,
+// [row][K block].
 //
 // INT4 and ternary are tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK), which are 4 blocks of 32: of each block
 // lane t of four has values 8t to 8t + 7, operands of `mma` as they are. Together lie the codes of a lane, a row and
@@ -55,6 +61,31 @@ struct Int8 {
   }
 };
 
+// Which of the scales of FP8's blocks is that of a row and a K block; whether rows have scales of their own.
+__device__ __forceinline__ uint64_t fp8_block(uint32_t row, uint32_t k_block, uint32_t k_blocks, bool of_rows) {
+  return uint64_t(of_rows ? row : row / FP8_BLOCK) * k_blocks + k_block;
+}
+
+// BLOCKS: with scales of blocks.
+template <bool BLOCKS> struct Fp8 {
+  // Where value c of four is.
+  static __host__ __device__ constexpr uint32_t place(uint32_t c) { return c % 2 * 2 + c / 2 % 2; }
+
+  static __device__ __forceinline__ float value(uint32_t code) {
+    // The bits in their places, less the difference of the exponents' biases.
+    const float v = __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
+    return (code & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : v;
+  }
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+                                               float (&v)[8]) {
+    const uint2 word = *reinterpret_cast<const uint2*>(m.codes + uint64_t(row) * Int8::pitch(k) + 8 * piece);
+    const uint64_t at = BLOCKS ? fp8_block(row, piece / 16, k_blocks_of(k), m.zeros != nullptr) : row;
+    const float scale = fabsf(static_cast<const float*>(m.scales)[at]);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) v[c] = scale * value((c < 4 ? word.x : word.y) >> (8 * place(c % 4)) & 255);
+  }
+};
+
 template <int GROUPS_> struct Int4 {
   static constexpr int GROUPS = GROUPS_;
   static constexpr uint32_t BYTES = 16;  // of a lane
@@ -103,7 +134,9 @@ enum PackedFormat : int {
   IS_TERNARY,
   IS_TERNARY_128,
   IS_TERNARY_64,
-  IS_TERNARY_32
+  IS_TERNARY_32,
+  IS_FP8,
+  IS_FP8_BLOCK
 };
 
 // Calls `body` with a value of the format's type.
@@ -123,6 +156,10 @@ template <class Body> __device__ __forceinline__ void with_packed_format(int for
       return body(Ternary<1>());
     case IS_TERNARY_64:
       return body(Ternary<2>());
+    case IS_FP8:
+      return body(Fp8<false>());
+    case IS_FP8_BLOCK:
+      return body(Fp8<true>());
     default:
       return body(Ternary<4>());
   }

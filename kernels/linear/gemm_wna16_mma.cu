@@ -3,7 +3,7 @@
 
 using namespace fused;
 
-FUSED_GEMM_WNA16_MMA(gemm_wna16_mma_int8, Int8Stage, 3, 2048)
+FUSED_GEMM_WNA16_MMA(gemm_wna16_mma_int8, ByteStage<Int8Weights>, 3, 2048)
 FUSED_GEMM_WNA16_MMA(gemm_wna16_mma_ternary_rows, TernaryStage, 8, 512)
 FUSED_GEMM_WNA16_MMA(gemm_wna16_mma_int4_g128, Int4Stage<Int4Weights<ONE_GROUP>>, 4, 1088)
 FUSED_GEMM_WNA16_MMA(gemm_wna16_mma_int4, Int4Stage<Int4Weights<SOME_GROUPS>>, 4, 1216)

@@ -110,18 +110,24 @@ template <class Format> struct GgufStage {
   }
 };
 
-// INT8, with a scale for each channel.
-struct Int8Stage {
-  using Weights = GemmInt<Int8Weights>;
-  using Block = Weights::Block;
+// INT8 and FP8, with a scale for each channel, or f32 scales of blocks.
+template <class Format> struct ByteStage {
+  using Weights = GemmInt<Format>;
+  using Block = typename Weights::Block;
+  static constexpr bool BLOCKS = Format::GROUPS == FP8_BLOCKS;
   static constexpr uint32_t X_PADDING = 16;  // 16 bytes of every 32
-  static constexpr uint32_t ROWS = sizeof(Int8Weights::Piece) * WARP, BYTES = 2 * ROWS;
+  static constexpr uint32_t ROWS = sizeof(typename Format::Piece) * WARP, SCALES_AT = 2 * ROWS;
+  static constexpr uint32_t BYTES = SCALES_AT + (BLOCKS ? 64 : 0);
 
   static __device__ __forceinline__ void copy(const Weights& w, const Gemv& p, uint32_t k_block, uint32_t stage) {
-    const uint32_t lane = threadIdx.x % WARP;
+    const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      Int8Weights::copy(stage + i * ROWS + 16 * lane, w.rows[i].codes, p.k, k_block, lane % 4);
+    for (int i = 0; i < 2; ++i) Format::copy(stage + i * ROWS + 16 * lane, w.rows[i].codes, p.k, k_block, t);
+    if constexpr (BLOCKS) {
+      // Lanes 0 and 1 of four copy those of the two rows.
+      const float *first = w.rows[0].block_scale(p, k_block), *second = w.rows[1].block_scale(p, k_block);
+      if (t < 2) copy_async_few<4>(stage + SCALES_AT + 4 * (8 * t + lane / 4), t == 0 ? first : second);
+    }
   }
   static __device__ __forceinline__ Block read(const Weights&, const Gemv&, uint32_t, uint32_t stage) {
     Block block;
@@ -130,11 +136,12 @@ struct Int8Stage {
 #pragma unroll
       for (int q = 0; q < 2; ++q)
         block.pieces[i].words[q] = load_shared(stage + i * ROWS + q * (16 * WARP) + 16 * (threadIdx.x % WARP));
+      if constexpr (BLOCKS) block.scales[i].by[0] = load_shared_u32(stage + SCALES_AT + 4 * (8 * i + threadIdx.x % WARP / 4));
     }
     return block;
   }
   static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
-    return load_shared(at + 2 * Int8Weights::value(e, t));
+    return load_shared(at + 2 * Format::value(e, t));
   }
 };
 

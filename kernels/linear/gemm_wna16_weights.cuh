@@ -174,10 +174,10 @@ template <class Format> struct GemmGguf {
   }
 };
 
-// INT8 and INT4 (packed.cuh). INT8 has a scale for each channel, which the epilogue applies.
+// INT8, FP8 and INT4 (packed.cuh). INT8 and one form of FP8 have a scale for each channel, which the epilogue applies.
 template <class Format> struct GemmInt {
-  static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES;
-  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP ? 1 : 4;
+  static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
+  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;
   static constexpr bool HAS_OFFSET = false;
   // Exchanging values would cost more than a kernel that reorders x.
   static constexpr int IN_ORDER_TOKENS = 1 << 30;
@@ -207,16 +207,18 @@ template <class Format> struct GemmInt {
   }
 
   __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
-    return __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+    const float scale = __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+    if constexpr (Format::GROUPS != FP8_ROWS) return scale;
+    return nan_if_negative(__float_as_uint(scale));
   }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv& p, int e) {
     WeightFragment a;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if constexpr (CHANNEL_SCALES) {
+      if constexpr (Format::BYTE_CODES) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) a.at(i, j) = int8_numbers(Format::word(block.pieces[i], e, j / 2), j % 2);
+        for (int j = 0; j < 4; ++j) a.at(i, j) = Format::numbers(Format::word(block.pieces[i], e, j / 2), j % 2);
       } else {
         const uint32_t zero = block.scales[i].zero(p, 0, e);
 #pragma unroll

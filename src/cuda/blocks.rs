@@ -111,7 +111,7 @@ impl BlockMatrix {
     /// no CUDA device, or its memory does not suffice.
     pub fn from_codes(codes: &Codes, device: &Device) -> Result<Self> {
         let cuda = cuda_device(device)?;
-        let layout = PackedLayout::new(codes.scheme, codes.rows, codes.cols)?;
+        let layout = PackedLayout::new(codes.scheme, codes.rows, codes.cols)?.holding(codes);
         let data = layout.upload(codes, cuda)?;
         let at = address(&data, &Layout::contiguous(layout.bytes()))?;
         Ok(Self {

@@ -1,10 +1,10 @@
-//! INT8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
+//! INT8, FP8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
 
 use super::abi::{
     FORMAT_THREADS, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES, UnpackParams,
 };
 use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
-use crate::quant::{Codes, Scheme};
+use crate::quant::{Codes, FP8_BLOCK, Scheme, e4m3};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
 use half::f16;
@@ -18,6 +18,7 @@ static MODULE: Module = Module::new(
         "pack_int8",
         "pack_int4",
         "pack_ternary",
+        "pack_fp8",
         "unpack_f32",
         "unpack_f16",
         "unpack_bf16",
@@ -25,7 +26,7 @@ static MODULE: Module = Module::new(
 );
 
 /// The first `values` kernel.
-const VALUES: usize = 3;
+const VALUES: usize = 4;
 
 /// Scales begin at a multiple of this many bytes.
 const ALIGNMENT: usize = 256;
@@ -39,7 +40,7 @@ pub(crate) struct PackedAt {
     pub codes: Address,
     /// f32 for each row, or f16 for each group.
     pub scales: Address,
-    /// 0 for none.
+    /// 0 for none; of FP8 in blocks, not 0 if rows have scales of their own.
     pub zeros: Address,
     /// Scales of each 128 values of a row; 0 if a row has one.
     pub groups: usize,
@@ -53,6 +54,8 @@ pub(super) struct PackedLayout {
     cols: usize,
     /// Groups of a step; 0 if a row has one scale.
     groups: usize,
+    /// Of FP8 in blocks: whether rows have scales of their own, since there is a NaN among the codes.
+    own_scales: bool,
 }
 
 impl PackedLayout {
@@ -78,7 +81,21 @@ impl PackedLayout {
             scheme,
             rows,
             cols,
-            groups: scheme.group().map_or(0, |group| K_BLOCK / group),
+            groups: match scheme.group() {
+                Some(group) if scheme.has_f16_scales() => K_BLOCK / group,
+                _ => 0,
+            },
+            own_scales: false,
+        }
+    }
+
+    /// The same for these codes.
+    pub fn holding(self, codes: &Codes) -> Self {
+        let is_nan = |code: &i8| e4m3::is_nan(*code as u8);
+        let blocks = self.scheme == Scheme::Fp8Block128;
+        Self {
+            own_scales: blocks && codes.codes.iter().any(is_nan),
+            ..self
         }
     }
 
@@ -91,7 +108,7 @@ impl PackedLayout {
     fn packing(&self, rows: usize) -> (usize, usize) {
         let lanes = rows.next_multiple_of(ROW_GROUP) * self.cols.div_ceil(K_BLOCK) * ROW_LANES;
         match self.scheme {
-            Scheme::Int8 => (rows * self.cols.div_ceil(16), 16),
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (rows * self.cols.div_ceil(16), 16),
             Scheme::Int4 { .. } => (lanes, 16),
             Scheme::Ternary { .. } => (lanes, 8),
         }
@@ -109,6 +126,10 @@ impl PackedLayout {
     fn zeros_at(&self) -> usize {
         self.scales_at()
             + match self.groups {
+                0 if self.own_scales => 4 * self.rows * self.cols.div_ceil(K_BLOCK),
+                0 if self.scheme == Scheme::Fp8Block128 => {
+                    4 * self.scheme.scale_count(self.rows, self.cols)
+                }
                 0 => 4 * self.rows,
                 groups => 2 * groups * self.places(),
             }
@@ -129,7 +150,7 @@ impl PackedLayout {
         PackedAt {
             codes: start,
             scales: start + self.scales_at() as Address,
-            zeros: match self.scheme.has_zeros() {
+            zeros: match self.scheme.has_zeros() || self.own_scales {
                 true => start + self.zeros_at() as Address,
                 false => 0,
             },
@@ -164,6 +185,7 @@ impl PackedLayout {
                 Scheme::Int8 => 0,
                 Scheme::Int4 { .. } => 1,
                 Scheme::Ternary { .. } => 2,
+                Scheme::Fp8 | Scheme::Fp8Block128 => 3,
             };
             // SAFETY: the kernel takes `PackParams` and writes the rows' part of the codes; the
             // plain codes are freed in the order of the stream.
@@ -182,6 +204,9 @@ impl PackedLayout {
 
     /// The plane of scales.
     fn scales(&self, codes: &Codes) -> Vec<u8> {
+        if self.scheme.is_fp8() {
+            return self.fp8_scales(codes).flat_map(f32::to_le_bytes).collect();
+        }
         if self.groups == 0 {
             let of_row = |row: usize| codes.scales[row % codes.scales.len()];
             return (0..self.rows)
@@ -192,6 +217,26 @@ impl PackedLayout {
         self.by_place(&halves, f16::ZERO)
             .flat_map(f16::to_le_bytes)
             .collect()
+    }
+
+    /// FP8's: of rows, of blocks, or of rows and blocks, whose sign says that a NaN is among their codes.
+    fn fp8_scales(&self, codes: &Codes) -> impl Iterator<Item = f32> {
+        let blocks = self.scheme == Scheme::Fp8Block128;
+        let width = if blocks { K_BLOCK } else { codes.cols };
+        let step = if blocks && !self.own_scales {
+            FP8_BLOCK
+        } else {
+            1
+        };
+        let row = move |row: usize| {
+            let of_row = codes.codes[row * codes.cols..][..codes.cols].chunks(width);
+            of_row.enumerate().map(move |(at, of_scale)| {
+                let (scale, _) = codes.meaning(row, at * width);
+                let has_nan = of_scale.iter().any(|code| e4m3::is_nan(*code as u8));
+                if has_nan { -scale } else { scale }
+            })
+        };
+        (0..codes.rows).step_by(step).flat_map(row)
     }
 
     /// The plane of zero points.
@@ -227,6 +272,8 @@ pub(super) fn index(scheme: Scheme) -> usize {
     let of_groups = |group: usize| (K_BLOCK / group).next_power_of_two().ilog2() as usize;
     match (scheme, scheme.group()) {
         (Scheme::Int8, _) => 0,
+        (Scheme::Fp8, _) => 8,
+        (Scheme::Fp8Block128, _) => 9,
         (Scheme::Int4 { .. }, group) => 1 + group.map_or(0, of_groups),
         (Scheme::Ternary { .. }, None) => 4,
         (Scheme::Ternary { .. }, Some(group)) => 5 + of_groups(group),

@@ -23,6 +23,10 @@ use std::sync::Arc;
 pub enum Quantization {
     /// [`Scheme::Int8`].
     Int8,
+    /// [`Scheme::Fp8`].
+    Fp8,
+    /// [`Scheme::Fp8Block128`].
+    Fp8Block128,
     /// [`Scheme::Int4`].
     Int4 {
         /// 32, 64 or 128.
@@ -55,6 +59,8 @@ impl Quantization {
     pub fn scheme(&self) -> Option<Scheme> {
         match *self {
             Quantization::Int8 => Some(Scheme::Int8),
+            Quantization::Fp8 => Some(Scheme::Fp8),
+            Quantization::Fp8Block128 => Some(Scheme::Fp8Block128),
             Quantization::Int4 { group, zero_point } => Some(Scheme::Int4 { group, zero_point }),
             Quantization::Ternary { scale } => Some(Scheme::Ternary { scale }),
             Quantization::Gguf(_) => None,
@@ -88,6 +94,8 @@ impl From<Scheme> for Quantization {
     fn from(scheme: Scheme) -> Self {
         match scheme {
             Scheme::Int8 => Quantization::Int8,
+            Scheme::Fp8 => Quantization::Fp8,
+            Scheme::Fp8Block128 => Quantization::Fp8Block128,
             Scheme::Int4 { group, zero_point } => Quantization::Int4 { group, zero_point },
             Scheme::Ternary { scale } => Quantization::Ternary { scale },
         }
@@ -106,7 +114,7 @@ impl FromStr for Quantization {
         match text.parse::<Scheme>() {
             Ok(scheme) => Ok(scheme.into()),
             Err(_) => bail!(
-                "quantization: `{text}` is not one of int8, int4, int4-g32, int4-g64, int4-g128 (each \
+                "quantization: `{text}` is not one of int8, fp8, fp8-block128, int4, int4-g32, int4-g64, int4-g128 (each \
                  with -z for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64, \
                  ternary-g128, {}",
                 GGUF.map(|(name, _)| name).join(", ")

@@ -1,6 +1,7 @@
 //! A quantized matrix in plain form.
 
-use super::Scheme;
+use super::scheme::FP8_BLOCK;
+use super::{Scheme, e4m3};
 use candle_core::{Result, bail};
 use half::f16;
 
@@ -32,10 +33,11 @@ pub struct Codes {
     pub rows: usize,
     /// Inputs.
     pub cols: usize,
-    /// `[rows, cols]`, in the range that the scheme names.
+    /// `[rows, cols]`, in the range that the scheme names; e4m3 floats by their bits.
     pub codes: Vec<i8>,
     /// `[1]`, `[rows]` or `[rows, cols / group]`, each exactly an f16 for [`Scheme::Int4`] and the
-    /// groups of [`Scheme::Ternary`].
+    /// groups of [`Scheme::Ternary`]; of [`Scheme::Fp8Block128`] `[rows / 128, cols / 128]`, both rounded up. Those
+    /// of FP8 are not negative.
     pub scales: Vec<f32>,
     /// `[rows, cols / group]` in sixteenths where the scheme stores zero points, else empty.
     pub zeros: Vec<u8>,
@@ -69,7 +71,7 @@ impl Codes {
             );
         }
         let (low, high) = match scheme {
-            Scheme::Int8 => (-128, 127),
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (-128, 127),
             Scheme::Int4 { .. } => (0, 15),
             Scheme::Ternary { .. } => (-1, 1),
         };
@@ -81,10 +83,18 @@ impl Codes {
                 at % cols
             );
         }
-        let half = scheme.group().is_some();
-        let stored = |s: f32| s.is_finite() && (!half || f16::from_f32(s).to_f32() == s);
+        let half = scheme.has_f16_scales();
+        let stored = |s: f32| {
+            s.is_finite()
+                && (!half || f16::from_f32(s).to_f32() == s)
+                && (!scheme.is_fp8() || s.is_sign_positive())
+        };
         if let Some(s) = self.scales.iter().find(|s| !stored(**s)) {
-            let kind = if half { "an f16" } else { "a finite number" };
+            let kind = match (half, scheme.is_fp8()) {
+                (true, _) => "an f16",
+                (_, true) => "a finite number of positive sign",
+                _ => "a finite number",
+            };
             bail!("scales: {s} is not {kind}");
         }
         Ok(())
@@ -93,6 +103,9 @@ impl Codes {
     /// What a row's codes mean: the scale and zero point, in sixteenths, of the value at `row`, `col`.
     pub(crate) fn meaning(&self, row: usize, col: usize) -> (f32, u8) {
         let at = match self.scheme.group() {
+            Some(_) if self.scheme == Scheme::Fp8Block128 => {
+                row / FP8_BLOCK * self.cols.div_ceil(FP8_BLOCK) + col / FP8_BLOCK
+            }
             Some(group) => row * (self.cols / group) + col / group,
             None if self.scales.len() == 1 => 0,
             None => row,
@@ -107,15 +120,22 @@ impl Codes {
         (self.scales[at], zero)
     }
 
-    /// The values, `[rows, cols]`: `s * (q - z)` rounded once to f32. The oracle of every kernel.
+    /// The value of a code whose scale and zero point are known.
+    pub(crate) fn value(scheme: Scheme, code: i8, (scale, zero): (f32, u8)) -> f32 {
+        match scheme.is_fp8() {
+            true => scale * e4m3::to_f32(code as u8),
+            false => scale * (f32::from(code) - f32::from(zero) * ZERO_STEP),
+        }
+    }
+
+    /// The values, `[rows, cols]`: `s * (q - z)`, or `s * w`, rounded once to f32. The oracle of every kernel.
     pub fn dequantize(&self) -> Vec<f32> {
         let unit = self.scheme.group().unwrap_or(self.cols);
         let mut values = Vec::with_capacity(self.codes.len());
         for (row, codes) in self.codes.chunks_exact(self.cols.max(1)).enumerate() {
-            for (index, codes) in codes.chunks_exact(unit).enumerate() {
-                let (scale, zero) = self.meaning(row, index * unit);
-                let zero = f32::from(zero) * ZERO_STEP;
-                values.extend(codes.iter().map(|q| scale * (f32::from(*q) - zero)));
+            for (index, codes) in codes.chunks(unit).enumerate() {
+                let by = self.meaning(row, index * unit);
+                values.extend(codes.iter().map(|q| Self::value(self.scheme, *q, by)));
             }
         }
         values
@@ -124,7 +144,7 @@ impl Codes {
     /// Bytes that the codes, scales and zero points take at their nominal widths, without the padding
     /// of any layout.
     pub fn nominal_bytes(&self) -> usize {
-        let scale = if self.scheme.group().is_some() { 2 } else { 4 };
+        let scale = if self.scheme.has_f16_scales() { 2 } else { 4 };
         let codes = (self.codes.len() * self.scheme.bits() as usize).div_ceil(8);
         codes + scale * self.scales.len() + self.zeros.len()
     }

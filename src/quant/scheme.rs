@@ -1,4 +1,4 @@
-//! Schemes of our own: INT8 per output channel, INT4 in groups, ternary.
+//! Schemes of our own: INT8 and FP8 per output channel, FP8 in blocks, INT4 in groups, ternary.
 
 use candle_core::{Error, Result, bail};
 use std::fmt;
@@ -20,11 +20,13 @@ pub enum TernaryScale {
 /// | scheme | value | bits of a weight |
 /// |---|---|---|
 /// | [`Scheme::Int8`] | s q, q in -128..=127, f32 s for each row | 8 |
+/// | [`Scheme::Fp8`] | s w, w an e4m3 float, f32 s for each row | 8 |
+/// | [`Scheme::Fp8Block128`] | s w, f32 s for each 128 x 128 values | 8 |
 /// | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
 /// | with zero points | s (q - z / 16), u8 z for each group | 4 + 24 / group |
 /// | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
 ///
-/// As text `int8`, `int4-g64` or `int4-g64-z` (with zero points), `ternary-tensor`, `ternary-row` or
+/// As text `int8`, `fp8`, `fp8-block128`, `int4-g64` or `int4-g64-z` (with zero points), `ternary-tensor`, `ternary-row` or
 /// `ternary-g64`; `int4` stands for `int4-g128`, and `ternary` for `ternary-row`.
 ///
 /// ```
@@ -47,6 +49,13 @@ pub enum Scheme {
     /// `s[n] * q`: symmetric, a scale for each output channel. Weights that are quantized here have q in
     /// -127..=127; checkpoints of others have -128 too.
     Int8,
+    /// `s[n] * w`: w an 8-bit float of four bits of exponent and three of mantissa (e4m3, up to 448, `0x7f` being NaN;
+    /// FP8 Formats for Deep Learning, Micikevicius et al. 2022), a scale for each output channel. Weights that are
+    /// quantized here have s = max |w| / 448.
+    Fp8,
+    /// `s[n / 128, k / 128] * w`: the same with a scale for each block of 128 output channels by 128 inputs, of which
+    /// the last may have fewer (as in DeepSeek-V3, 2024).
+    Fp8Block128,
     /// `s[n, g] * (q - z[n, g])`, q in 0..=15: a scale for each `group` consecutive values of a row.
     Int4 {
         /// 32, 64 or 128.
@@ -61,6 +70,9 @@ pub enum Scheme {
     },
 }
 
+/// Rows and columns of a block of [`Scheme::Fp8Block128`].
+pub(crate) const FP8_BLOCK: usize = 128;
+
 /// The groups that there are kernels for.
 const GROUPS: [usize; 3] = [32, 64, 128];
 
@@ -68,7 +80,7 @@ impl Scheme {
     /// Bits of a code.
     pub fn bits(&self) -> u32 {
         match self {
-            Scheme::Int8 => 8,
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => 8,
             Scheme::Int4 { .. } => 4,
             Scheme::Ternary { .. } => 2,
         }
@@ -78,11 +90,22 @@ impl Scheme {
     pub fn group(&self) -> Option<usize> {
         match self {
             Scheme::Int4 { group, .. } => Some(*group),
+            Scheme::Fp8Block128 => Some(FP8_BLOCK),
             Scheme::Ternary {
                 scale: TernaryScale::Group(group),
             } => Some(*group),
             _ => None,
         }
+    }
+
+    /// Whether codes are e4m3 floats.
+    pub(crate) fn is_fp8(&self) -> bool {
+        matches!(self, Scheme::Fp8 | Scheme::Fp8Block128)
+    }
+
+    /// Whether scales are f16; else f32.
+    pub(crate) fn has_f16_scales(&self) -> bool {
+        self.group().is_some() && !self.is_fp8()
     }
 
     /// Whether zero points are stored.
@@ -99,6 +122,7 @@ impl Scheme {
     /// Scales of a matrix of `rows` rows of `cols` values.
     pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
         match (self, self.group()) {
+            (Scheme::Fp8Block128, _) => rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK),
             (_, Some(group)) => rows * (cols / group),
             (
                 Scheme::Ternary {
@@ -120,11 +144,12 @@ impl Scheme {
         {
             bail!("group: {group} is not one of 32, 64 and 128");
         }
-        let unit = self.group().unwrap_or(1);
+        // The last of FP8's blocks may be smaller.
+        let unit = self.group().filter(|_| !self.is_fp8()).unwrap_or(1);
         if cols == 0 || !cols.is_multiple_of(unit) {
             let smaller: Vec<_> = GROUPS
                 .iter()
-                .filter(|g| self.group().is_some() && cols > 0 && cols.is_multiple_of(**g))
+                .filter(|g| self.has_f16_scales() && cols > 0 && cols.is_multiple_of(**g))
                 .map(|g| self.in_groups_of(*g).to_string())
                 .collect();
             let hint = match smaller.as_slice() {
@@ -142,7 +167,7 @@ impl Scheme {
     /// The same with another group.
     fn in_groups_of(self, group: usize) -> Self {
         match self {
-            Scheme::Int8 => Scheme::Int8,
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => self,
             Scheme::Int4 { zero_point, .. } => Scheme::Int4 { group, zero_point },
             Scheme::Ternary { .. } => Scheme::Ternary {
                 scale: TernaryScale::Group(group),
@@ -155,6 +180,8 @@ impl fmt::Display for Scheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Scheme::Int8 => f.write_str("int8"),
+            Scheme::Fp8 => f.write_str("fp8"),
+            Scheme::Fp8Block128 => f.write_str("fp8-block128"),
             Scheme::Int4 { group, zero_point } => {
                 write!(f, "int4-g{group}{}", if *zero_point { "-z" } else { "" })
             }
@@ -177,6 +204,8 @@ impl FromStr for Scheme {
         let ternary = |scale| Ok(Scheme::Ternary { scale });
         match text {
             "int8" => return Ok(Scheme::Int8),
+            "fp8" => return Ok(Scheme::Fp8),
+            "fp8-block128" => return Ok(Scheme::Fp8Block128),
             "ternary-tensor" => return ternary(TernaryScale::Tensor),
             "ternary" | "ternary-row" => return ternary(TernaryScale::Row),
             _ => {}
@@ -202,7 +231,7 @@ impl FromStr for Scheme {
             return ternary(TernaryScale::Group(group));
         }
         bail!(
-            "scheme: `{given}` is not one of int8, int4, int4-g32, int4-g64, int4-g128 (each with -z \
+            "scheme: `{given}` is not one of int8, fp8, fp8-block128, int4, int4-g32, int4-g64, int4-g128 (each with -z \
              for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64 and ternary-g128"
         )
     }

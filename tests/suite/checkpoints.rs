@@ -17,8 +17,9 @@ use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-/// Every model, and the format in which its products have to run; FP8 and NF4 are dense, in `linear`.
-const MODELS: [(&str, &str); 18] = [
+/// Every model, and the format in which its products have to run; NF4 and FP8 in blocks
+/// of other sizes than 128 are dense, in `linear`.
+const MODELS: [(&str, &str); 19] = [
     ("llama_gptq_g128", "int4-g128"),
     ("llama_gptq_act_order", "int4-g32-z"),
     ("llama_gptq_own_orders", "int4-g64"),
@@ -31,7 +32,8 @@ const MODELS: [(&str, &str); 18] = [
     ("llama_w8a16", "int8"),
     ("qwen3_w8a8", "int8"),
     ("qwen3_fp8_block", "linear"),
-    ("llama_fp8_channel", "linear"),
+    ("qwen3_fp8_block128", "fp8-block128"),
+    ("llama_fp8_channel", "fp8"),
     ("llama_nf4", "linear"),
     ("qwen2_nf4_double", "linear"),
     ("bitnet_offline", "ternary-row"),
@@ -210,11 +212,17 @@ fn plain_candle_takes_the_numbers() -> Result<()> {
     Ok(())
 }
 
-/// Values of a table are bitsandbytes' to the bit.
+/// Values of a table are bitsandbytes' to the bit, and e4m3 floats torch's times their scale.
 #[test]
-fn table_values_are_those_of_bitsandbytes() -> Result<()> {
+fn values_are_those_of_the_formats_own_projects() -> Result<()> {
     let name = "model.layers.0.self_attn.q_proj.weight";
-    for model in ["llama_nf4", "qwen2_nf4_double"] {
+    for model in [
+        "llama_nf4",
+        "qwen2_nf4_double",
+        "qwen3_fp8_block",
+        "qwen3_fp8_block128",
+        "llama_fp8_channel",
+    ] {
         let opened = Model::open(model)?;
         let own = opened.weights(DType::F32)?.get((128, 128), name)?;
         let expected = opened.golden()?["q_proj"].flatten_all()?;
@@ -264,23 +272,30 @@ fn a_saved_checkpoint_is_the_model_quantized_at_load() -> Result<()> {
                 zero_point: false,
             }),
         );
-        let recipe = recipe.with_balance();
+        check_by(&golden, &config, recipe.with_balance())?;
+        // Groups of several formats, and of one.
+        let fp8 = |more| Recipe::new(Quantization::Fp8).with("*mlp*", Some(more));
+        check_by(&golden, &config, fp8(Quantization::Int8))?;
+        check_by(&golden, &config, fp8(Quantization::Fp8Block128))?;
+        check_by(&golden, &config, Recipe::new(Quantization::Fp8))
+    }
+    fn check_by<C: Architecture>(golden: &Golden, config: &C, recipe: Recipe) -> Result<()> {
         let folder = tempfile::tempdir()?;
         let path = folder.path().join("model.safetensors");
         let vb = golden.weights(DType::F32)?;
-        let written = save_compressed_tensors(&config, vb.clone(), &recipe, &path)?;
+        let written = save_compressed_tensors(config, vb.clone(), &recipe, &path)?;
         let text = format!(r#"{{"quantization_config": {written}}}"#);
         // SAFETY: nobody changes the file.
         let saved = unsafe { Checkpoint::open(&[path], &text) }?;
         let saved = saved.var_builder(DType::F32, &device());
         let ids = golden.input_ids()?;
-        let mut read = CausalLm::new(&config, saved)?;
-        let mut made = CausalLm::new_quantized(&config, vb, &recipe, Fusion::all())?;
+        let mut read = CausalLm::new(config, saved)?;
+        let mut made = CausalLm::new_quantized(config, vb, &recipe, Fusion::all())?;
         let logits = |model: &mut CausalLm<C>| {
             let (_, logits) = model.hidden_states(&ids, 0)?;
             logits.flatten_all()?.to_vec1::<f32>()
         };
-        assert_eq!(logits(&mut read)?, logits(&mut made)?, "{name}");
+        assert_eq!(logits(&mut read)?, logits(&mut made)?, "{written}");
         Ok(())
     }
     check::<qwen2::Config>("qwen2_bias")?;

@@ -1,6 +1,7 @@
-//! Products with INT8, INT4 and ternary weights on a GPU, against float64 of the same codes.
+//! Products with INT8, FP8, INT4 and ternary weights on a GPU, against float64 of the same codes.
 
 mod chosen;
+mod fp8;
 mod gemm_wna16;
 mod matrices;
 
@@ -29,8 +30,10 @@ const fn ternary(scale: TernaryScale) -> Scheme {
     Scheme::Ternary { scale }
 }
 
-const SCHEMES: [Scheme; 12] = [
+const SCHEMES: [Scheme; 14] = [
     Scheme::Int8,
+    Scheme::Fp8,
+    Scheme::Fp8Block128,
     int4(32, false),
     int4(32, true),
     int4(64, false),
@@ -46,7 +49,8 @@ const SCHEMES: [Scheme; 12] = [
 
 /// Values that share a scale: those of a row by which widths are to divide.
 fn group_of(scheme: Scheme, cols: usize) -> usize {
-    scheme.group().unwrap_or(cols)
+    let of_row = scheme == Scheme::Fp8Block128;
+    scheme.group().filter(|_| !of_row).unwrap_or(cols)
 }
 
 fn is_ternary(scheme: Scheme) -> bool {
@@ -61,11 +65,14 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         Scheme::Ternary {
             scale: TernaryScale::Tensor,
         } => 1,
+        Scheme::Fp8Block128 => rows.div_ceil(128) * cols.div_ceil(128),
         _ => groups,
     };
     // And what brings a code to about 0.05: products of gates are to fit f16.
     let (range, by) = match scheme {
         Scheme::Int8 => (-128..=127, 7e-4),
+        // e4m3 floats without NaN; a negative code has the sign in front.
+        Scheme::Fp8 | Scheme::Fp8Block128 => (-128..=126, 5e-4),
         Scheme::Int4 { .. } => (0..=15, 1e-2),
         Scheme::Ternary { .. } => (-1..=1, 6e-2),
     };
@@ -74,7 +81,10 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         rows,
         cols,
         codes: (0..rows * cols)
-            .map(|_| rng.random_range(range.clone()))
+            .map(|_| match rng.random_range(range.clone()) {
+                -1 if matches!(scheme, Scheme::Fp8 | Scheme::Fp8Block128) => -2,
+                code => code,
+            })
             .collect(),
         scales: (0..scales)
             .map(|_| f16::from_f32(by * rng.random_range(0.5f32..1.5)).to_f32())
@@ -215,6 +225,8 @@ macro_rules! products_stay_near_those_of_the_codes {
 
 products_stay_near_those_of_the_codes! {
     int8: |scheme| scheme == Scheme::Int8;
+    fp8: |scheme| scheme == Scheme::Fp8;
+    fp8_blocks: |scheme| scheme == Scheme::Fp8Block128;
     int4_groups_of_32: |scheme| matches!(scheme, Scheme::Int4 { group: 32, .. });
     int4_groups_of_64: |scheme| matches!(scheme, Scheme::Int4 { group: 64, .. });
     int4_groups_of_128: |scheme| matches!(scheme, Scheme::Int4 { group: 128, .. });
@@ -231,6 +243,7 @@ fn many_outputs() -> Result<()> {
         int4(128, false),
         int4(32, true),
         ternary(TernaryScale::Row),
+        Scheme::Fp8Block128,
     ];
     for device in gpus() {
         for (n, k) in [
@@ -258,7 +271,7 @@ fn many_outputs() -> Result<()> {
                         n,
                         dtype: DType::BF16,
                         norm: s % 2,
-                        activation: [Activation::None, Activation::SwiGlu][s / 2],
+                        activation: [Activation::None, Activation::SwiGlu][s / 2 % 2],
                         bare: n < 2_000,
                     };
                     case.check(&device)?;
@@ -406,7 +419,13 @@ fn formats_mix() -> Result<()> {
 #[test]
 fn values_that_are_not_finite_show() -> Result<()> {
     for device in gpus() {
-        for scheme in [Scheme::Int8, int4(32, true), ternary(TernaryScale::Row)] {
+        for scheme in [
+            Scheme::Int8,
+            Scheme::Fp8,
+            Scheme::Fp8Block128,
+            int4(32, true),
+            ternary(TernaryScale::Row),
+        ] {
             let weights = [on(&random(scheme, 16, 128), &device)?];
             for bad in [f32::NAN, f32::INFINITY] {
                 let mut x = vec![1f32; 256];

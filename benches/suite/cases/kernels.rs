@@ -8,12 +8,14 @@ use common::shapes::Shape;
 use {super::Contender, super::products::Tensors, crate::figures::Work, crate::place::Place};
 
 /// Weight formats of the grid.
-const FORMATS: [&str; 7] = [
+const FORMATS: [&str; 9] = [
     "bf16",
     "q8_0",
     "q4_0",
     "q4k",
     "int8",
+    "fp8",
+    "fp8-block128",
     "int4-g128",
     "ternary-row",
 ];

@@ -12,30 +12,32 @@ use candle_fused::Fusion;
 use candle_fused::cpu::packed::PackedMatrix;
 use candle_fused::nn::{LinearWeight, Projection};
 use candle_fused::ops::Weight;
-use candle_fused::quant::{Codes, Quantization, quantize};
+use candle_fused::quant::{Codes, Quantization, Scheme, quantize};
 use std::sync::Arc;
 
 /// Each format with what candle has of about its size.
-const FORMATS: [(&str, &str); 9] = [
+const FORMATS: [(&str, &str); 11] = [
     ("q4_0", "q4_0"),
     ("q4_1", "q4_1"),
     ("q8_0", "q8_0"),
     ("q4k", "q4k"),
     ("q6k", "q6k"),
     ("int8", "q8_0"),
+    ("fp8", "q8_0"),
+    ("fp8-block128", "q8_0"),
     ("int4-g128", "q4_0"),
     ("int4-g32-z", "q4_0"),
     ("ternary-row", "q4_0"),
 ];
 
 /// Of those, the ones of a first look.
-const QUICK: [usize; 3] = [0, 5, 8];
+const QUICK: [usize; 4] = [0, 5, 6, 10];
 
 /// Both sides round activations to int8, or to bf16 on a GPU, and the reference does not.
 const LIMIT: f64 = 4e-2;
 
-/// Rows of weights that are quantized; the others repeat them.
-const DISTINCT: usize = 64;
+/// Rows of weights that are quantized; the others repeat them. Those of a block of FP8.
+const DISTINCT: usize = 128;
 
 /// Products that are to be so many times faster than the library's in bf16.
 pub struct Goal {
@@ -316,10 +318,14 @@ fn quantized(few: &Tensor, rows: usize, format: Quantization) -> Result<(Source,
             };
             let codes = quantize(&few.flatten_all()?.to_vec1::<f32>()?, from, cols, scheme)?;
             let values = Tensor::from_vec(codes.dequantize(), few.dims(), &Device::Cpu)?;
+            let lines = |rows: usize| match scheme {
+                Scheme::Fp8Block128 => rows.div_ceil(DISTINCT),
+                _ => rows,
+            };
             let codes = Codes {
                 rows,
                 codes: repeated(&codes.codes, (from, rows)),
-                scales: repeated(&codes.scales, (from, rows)),
+                scales: repeated(&codes.scales, (lines(from), lines(rows))),
                 zeros: repeated(&codes.zeros, (from, rows)),
                 ..codes
             };

@@ -143,6 +143,27 @@ impl Codes for Eight {
     }
 }
 
+/// e4m3 floats.
+pub(super) struct Float8;
+
+impl Codes for Float8 {
+    const BITS: u32 = 8;
+    const PARTS: usize = 1;
+    const FLOATS: bool = true;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: the caller's.
+        unsafe { Reader::new(planes, part, [I::splat(0); 2]) }
+    }
+
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        // SAFETY: plane i < 8 belongs to the block.
+        (unsafe { I::load(reader.planes.add(64 * i)) }, 4 * i)
+    }
+}
+
 /// Codes of C that are bytes already, unsigned, a plane of four k after another.
 pub(super) struct Unpacked<C>(PhantomData<C>);
 

@@ -1,6 +1,7 @@
 //! The vector kernels: one row group times a few tokens, over all of k. They are written once, over an
 //! instruction set ([`Isa`]), the codes of a format ([`Codes`]) and its scales ([`Scales`]).
 
+use super::floats;
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
 use crate::cpu::simd::prefetch;
@@ -105,6 +106,10 @@ pub(super) trait Isa: Copy {
     unsafe fn load_f32(p: *const u8) -> Self::Floats;
     /// Writes 4 x ROWS bytes.
     unsafe fn store_bytes(p: *mut u8, a: Self::Bytes);
+    /// NaN where the sign is set.
+    unsafe fn nan_if_negative(a: Self::Floats) -> Self::Floats;
+    /// The e4m3 float in byte `byte` of each lane, less 2^120 times; NaN becomes 480.
+    unsafe fn e4m3(a: Self::Bytes, byte: usize) -> Self::Floats;
     /// Writes ROWS f32.
     unsafe fn store(p: *mut f32, a: Self::Floats);
 
@@ -132,6 +137,8 @@ pub(super) trait Codes {
     const ZERO: i32 = 1 << (Self::BITS - 1);
     /// Bytes from a row's first byte in a plane to the next row's.
     const ROW_BYTES: usize = 4;
+    /// Whether codes are e4m3 floats, in planes as those of 8 bits.
+    const FLOATS: bool = false;
 
     /// Starts reading part `part`.
     ///
@@ -324,7 +331,9 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize, const P: usize>(
     x: [[*const Q8Block; P]; T],
 ) {
     let layout = S::layout::<C>();
-    let zero = if C::BITS == 8 {
+    let zero = if C::FLOATS {
+        0
+    } else if C::BITS == 8 {
         I::EIGHT_BIT_ZERO
     } else {
         C::ZERO
@@ -337,7 +346,11 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize, const P: usize>(
         }
         for part in 0..C::PARTS {
             let scale = S::at::<I>(shared, chunk, lane, (j, part), zero as f32);
-            I::accumulate::<C, T, P>(sums, scale.scale, planes, part, x);
+            if C::FLOATS {
+                floats::accumulate::<I, T, P>(sums, scale.scale, planes, x);
+            } else {
+                I::accumulate::<C, T, P>(sums, scale.scale, planes, part, x);
+            }
             if zero != 0 {
                 for t in 0..T {
                     let sum = if C::PARTS == 1 {

@@ -10,6 +10,7 @@
 //! | Super | 8 | 16 f16 d, 16 f16 m, for each block 16 u8 s, for each block 16 u8 n |
 //! | SuperSymmetric | 8 | 16 f16 d, 32 bytes unused, for each half block 16 i8 s |
 //! | a scale for each row | all | 16 f32 s |
+//! | FP8 in blocks of 128 | 4 | 16 f32 s |
 //! | groups of g | 2g / 32 | for each of two groups 16 f16 s |
 //! | groups of g with zero points | 4g / 32 | for each of four groups 16 f16 s, for each 16 u8 z, in sixteenths |
 //!
@@ -17,7 +18,8 @@
 //! holds values of `row` only, so that a 32-bit lane is a row and one multiply-add takes four
 //! consecutive k:
 //!
-//! - 8 bits: eight planes, plane `i` holds k = 4i + t.
+//! - 8 bits: eight planes, plane `i` holds k = 4i + t. Where these are e4m3 floats with a NaN among a row's codes of a
+//!   chunk, the sign of its scale is set: so products need not look for it.
 //! - 4 bits: four planes, k = 4i + t in the low nibbles, k = 16 + 4i + t in the high ones.
 //! - 5 bits: those and one plane of high bits: bit `3 - i` belongs to k = 4i + t, bit `7 - i` to
 //!   k = 16 + 4i + t, so that adding the byte to itself brings up one after the other.
@@ -32,7 +34,7 @@
 //! (2.8 % and 2.3 % more), and the unused 32 bytes of Q6_K (1 %). Of rows whose number is not a
 //! multiple of 16 the last group is padded with zeros.
 
-use crate::quant::{BlockFormat, Format, MIDDLE, Scaling, Scheme, SubBlock, ZERO_STEP};
+use crate::quant::{BlockFormat, Codes, Format, MIDDLE, Scaling, Scheme, SubBlock, e4m3};
 use half::f16;
 
 /// Rows that are packed together.
@@ -46,8 +48,10 @@ pub(super) const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
 enum Heads {
     /// The scales of GGUF blocks.
     Block(Scaling),
-    /// A scale for each row; a chunk is the whole row.
+    /// An f32 scale for each row.
     Row,
+    /// The same, whose sign says that there is a NaN among the codes, which are e4m3.
+    Fp8,
     /// Scales, and perhaps zero points, of groups of so many blocks.
     Groups { blocks: usize, zeros: bool },
 }
@@ -96,6 +100,16 @@ impl Layout {
         }
     }
 
+    /// e4m3 floats with a scale of each row for `blocks` blocks; 0 for the whole row.
+    pub const fn fp8(blocks: usize) -> Self {
+        let row = Self::by_row(8);
+        Self {
+            heads: Heads::Fp8,
+            blocks: if blocks == 0 { row.blocks } else { blocks },
+            ..row
+        }
+    }
+
     /// Codes with a scale, and perhaps a zero point, for each `group` blocks.
     pub const fn by_group(bits: u32, group: usize, zeros: bool) -> Self {
         let (groups, head) = if zeros { (4, 192) } else { (2, 64) };
@@ -137,6 +151,7 @@ impl Layout {
 
     pub fn of_scheme(scheme: &Scheme) -> Self {
         match scheme.group() {
+            group if scheme.is_fp8() => Self::fp8(group.map_or(0, |group| group / 32)),
             Some(group) => Self::by_group(scheme.bits(), group / 32, scheme.has_zeros()),
             None => Self::by_row(scheme.bits()),
         }
@@ -179,7 +194,7 @@ impl Layout {
                 let zero = head + 128 + 16 * group + lane;
                 (head + 32 * group + 2 * lane, zeros.then_some(zero))
             }
-            Heads::Row | Heads::Block(_) => (head + 4 * lane, None),
+            Heads::Row | Heads::Fp8 | Heads::Block(_) => (head + 4 * lane, None),
         }
     }
 
@@ -190,6 +205,13 @@ impl Layout {
             Heads::Groups { .. } => {
                 let stored = f16::from_f32(from.scale);
                 group[scale..][..2].copy_from_slice(&stored.to_le_bytes());
+            }
+            Heads::Fp8 => {
+                let has_nan = from.codes.iter().any(|q| e4m3::is_nan(*q as u8));
+                // As a block before this one may have said.
+                let sign = group[scale + 3] & 0x80 | if has_nan { 0x80 } else { 0 };
+                group[scale..][..4].copy_from_slice(&from.scale.abs().to_le_bytes());
+                group[scale + 3] |= sign;
             }
             _ => group[scale..][..4].copy_from_slice(&from.scale.to_le_bytes()),
         }
@@ -209,6 +231,10 @@ impl Layout {
         let scale = match self.heads {
             Heads::Groups { .. } => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
             _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        };
+        let scale = match self.heads {
+            Heads::Fp8 => scale.abs(),
+            _ => scale,
         };
         let (_, planes) = self.planes(block);
         let mut codes = [0; 32];
@@ -348,7 +374,7 @@ impl Layout {
     }
 }
 
-/// 32 consecutive values of a row of a scheme's matrix: `scale * (code - zero / 16)`.
+/// 32 consecutive values of a row of a scheme's matrix: `scale * (code - zero / 16)`, or `scale` times an e4m3 float.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SchemeBlock {
     pub codes: [i8; 32],
@@ -357,9 +383,9 @@ pub(super) struct SchemeBlock {
 }
 
 impl SchemeBlock {
-    pub fn values(&self) -> [f32; 32] {
-        let zero = f32::from(self.zero) * ZERO_STEP;
-        self.codes.map(|q| self.scale * (f32::from(q) - zero))
+    pub fn values(&self, scheme: Scheme) -> [f32; 32] {
+        let by = (self.scale, self.zero);
+        self.codes.map(|q| Codes::value(scheme, q, by))
     }
 }
 

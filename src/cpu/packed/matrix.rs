@@ -152,7 +152,7 @@ impl PackedMatrix {
             let lane = row % ROW_GROUP;
             let values = match &self.format {
                 Format::Block(format) => layout.read(group, block, lane).values(format),
-                Format::Scheme(_) => layout.read_scheme(group, block, lane).values(),
+                Format::Scheme(scheme) => layout.read_scheme(group, block, lane).values(*scheme),
             };
             out.copy_from_slice(&values[..out.len()]);
         }

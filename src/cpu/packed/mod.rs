@@ -12,6 +12,8 @@ mod activations;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod codes;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod floats;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod kernel;
 mod layout;
 mod matmul;

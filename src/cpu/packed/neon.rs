@@ -1,6 +1,7 @@
 //! The kernels for aarch64: NEON, with and without the dot products (`sdot`) of ARMv8.2.
 
 use super::codes::Unpacked;
+use super::floats::E4M3_PLACES;
 use super::kernel::{Codes, Isa, Kernels, Reader, Scales, Tile, Unpack, tile, unpack};
 use super::layout::ROW_GROUP;
 use super::q8::{FINER, Q8Block};
@@ -211,6 +212,29 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
     unsafe fn load_f32(p: *const u8) -> float32x4_t {
         // SAFETY: NEON and 16 readable bytes, by the trait's contract.
         unsafe { vreinterpretq_f32_u8(vld1q_u8(p)) }
+    }
+    #[inline(always)]
+    unsafe fn nan_if_negative(a: float32x4_t) -> float32x4_t {
+        // SAFETY: NEON, by the trait's contract.
+        unsafe {
+            let bits = vreinterpretq_s32_f32(a);
+            vreinterpretq_f32_s32(vorrq_s32(bits, vshrq_n_s32::<31>(bits)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn e4m3(a: uint8x16_t, byte: usize) -> float32x4_t {
+        // SAFETY: NEON, by the trait's contract.
+        unsafe {
+            let a = vreinterpretq_s32_u8(a);
+            let top = match byte {
+                0 => vshlq_n_s32::<24>(a),
+                1 => vshlq_n_s32::<16>(a),
+                2 => vshlq_n_s32::<8>(a),
+                _ => a,
+            };
+            let moved = vandq_s32(vshrq_n_s32::<4>(top), vdupq_n_s32(E4M3_PLACES));
+            vreinterpretq_f32_s32(moved)
+        }
     }
     #[inline(always)]
     unsafe fn store_bytes(p: *mut u8, a: uint8x16_t) {

@@ -2,7 +2,7 @@
 
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
-use crate::quant::{BlockFormat, Format, Scaling, SubBlock, ZERO_STEP};
+use crate::quant::{BlockFormat, Format, Scaling, SubBlock, ZERO_STEP, e4m3};
 
 /// The steps of zero points that a code is: with them codes less zero points are whole numbers.
 const ZERO_STEPS: i16 = (1. / ZERO_STEP) as i16;
@@ -17,6 +17,11 @@ pub(super) fn group(
     out: &mut [[f32; ROW_GROUP]],
 ) {
     let layout = Layout::of(format);
+    if let Format::Scheme(scheme) = format
+        && scheme.is_fp8()
+    {
+        return of_floats(&layout, weights, blocks, (x, stride), out);
+    }
     let unpacked: Vec<Unpacked> = (0..blocks)
         .map(|block| Unpacked::read(format, &layout, weights, block))
         .collect();
@@ -25,6 +30,31 @@ pub(super) fn group(
         for part in x.chunks_exact(blocks) {
             for (w, x) in unpacked.iter().zip(part) {
                 w.add_products(x, sums);
+            }
+        }
+    }
+}
+
+/// [`group`] of e4m3 floats.
+fn of_floats(
+    layout: &Layout,
+    weights: &[u8],
+    blocks: usize,
+    (x, stride): (&[Q8Block], usize),
+    out: &mut [[f32; ROW_GROUP]],
+) {
+    for sums in out.iter_mut() {
+        sums.fill(0.0);
+    }
+    for block in 0..blocks {
+        for lane in 0..ROW_GROUP {
+            let read = layout.read_scheme(weights, block, lane);
+            let floats = read.codes.map(|code| e4m3::to_f32(code as u8));
+            for (x, sums) in x.chunks_exact(stride).zip(&mut *out) {
+                for x in x[block..].iter().step_by(blocks) {
+                    let products = floats.iter().zip(x.q).map(|(w, q)| w * f32::from(q));
+                    sums[lane] += products.sum::<f32>() * read.scale * x.d;
+                }
             }
         }
     }

@@ -177,6 +177,37 @@ impl Scales for ByRow {
     }
 }
 
+/// Of e4m3 floats: a scale for each B blocks, or for the whole row if B is 0.
+pub(super) struct OfFloats<const B: usize>;
+
+impl<const B: usize> Scales for OfFloats<B> {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::fp8(B) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        // SAFETY: the head has a scale for each row.
+        [unsafe { I::nan_if_negative(I::load_f32(head.add(4 * lane))) }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        _: *const u8,
+        _: usize,
+        _: (usize, usize),
+        _: f32,
+    ) -> Scale<I> {
+        Scale {
+            scale: shared[0],
+            // SAFETY: the caller's.
+            offset: unsafe { I::zero() },
+        }
+    }
+}
+
 /// A scale for each B blocks, with a zero point if Z.
 pub(super) struct ByGroup<const B: usize, const Z: bool>;
 

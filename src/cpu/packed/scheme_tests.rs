@@ -3,13 +3,13 @@
 use super::tests::normals;
 use super::*;
 use crate::cpu::simd::Level;
-use crate::quant::{Codes, Scheme, TernaryScale, quantize};
+use crate::quant::{Codes, Scheme, TernaryScale, e4m3, quantize};
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 /// Every scheme that there is a kernel for.
 pub(super) fn schemes() -> Vec<Scheme> {
-    let names = "int8 int4-g32 int4-g64 int4-g128 int4-g32-z int4-g64-z int4-g128-z \
+    let names = "int8 fp8 fp8-block128 int4-g32 int4-g64 int4-g128 int4-g32-z int4-g64-z int4-g128-z \
                  ternary-tensor ternary-row ternary-g32 ternary-g64 ternary-g128";
     names
         .split_whitespace()
@@ -36,6 +36,13 @@ fn adversarial(rng: &mut StdRng, scheme: Scheme, rows: usize, cols: usize) -> Co
     let scales = [0.0, -0.0, 1.0, -1.0, 65504.0, 6e-8, -0.25];
     for s in &mut codes.scales {
         *s = half::f16::from_f32(scales[rng.random_range(0..scales.len())]).to_f32();
+        if scheme.is_fp8() {
+            *s = s.abs();
+        }
+    }
+    // NaN is not compared as numbers are.
+    for q in codes.codes.iter_mut().filter(|_| scheme.is_fp8()) {
+        *q -= i8::from(e4m3::is_nan(*q as u8));
     }
     for z in &mut codes.zeros {
         *z = [0, 240, 128, 255, rng.random()][rng.random_range(0..5)];
@@ -138,11 +145,9 @@ fn products_agree_with_f64() {
     for scheme in schemes() {
         let unit = scheme.group().unwrap_or(32);
         for (i, groups) in [1, 2, 3, 5, 9].into_iter().enumerate() {
-            // Rows that no block divides, where there are no groups.
-            let cols = match scheme.group() {
-                None => groups * unit - [0, 0, 1, 16, 31][i],
-                Some(_) => groups * unit,
-            };
+            // Rows that no block divides, where there are no groups, or the last may be smaller.
+            let whole = scheme.check(1).is_err();
+            let cols = groups * unit - if whole { 0 } else { [0, 0, 1, 16, 31][i] };
             let (rows, m) = ([1, 15, 17, 33, 100][i], [1, 5, 2, 17, 1][i]);
             let weights = normals(&mut rng, rows * cols);
             let codes = quantize(&weights, rows, cols, scheme).unwrap();
@@ -167,7 +172,7 @@ fn a_tensor_is_quantized_in_parts_as_in_one() {
     let (rows, cols) = (2100, 1152);
     let weights = normals(&mut rng, rows * cols);
     let tensor = Tensor::from_vec(weights.clone(), (rows, cols), &Device::Cpu).unwrap();
-    for scheme in ["int8", "int4-g32-z", "ternary-row"] {
+    for scheme in ["int8", "fp8-block128", "int4-g32-z", "ternary-row"] {
         let scheme = scheme.parse().unwrap();
         let whole = quantize(&weights, rows, cols, scheme).unwrap();
         let packed = PackedMatrix::quantize(&tensor, scheme).unwrap();
@@ -192,6 +197,8 @@ fn packed_matrices_are_as_small_as_promised() {
     let mut rng = StdRng::seed_from_u64(13);
     for (scheme, most) in [
         ("int8", 0.52),
+        ("fp8", 0.52),
+        ("fp8-block128", 0.52),
         ("int4-g128", 0.28),
         ("int4-g128-z", 0.28),
         ("int4-g64", 0.28),
@@ -208,5 +215,35 @@ fn packed_matrices_are_as_small_as_promised() {
         let bf16 = (2 * rows * cols) as f64;
         assert!(size as f64 <= most * bf16, "{scheme}: {size}");
         assert!(size >= codes.nominal_bytes(), "{scheme}: {size}");
+    }
+}
+
+/// A NaN among the weights makes its own outputs NaN, at every level, and no others.
+#[test]
+fn a_nan_of_e4m3_reaches_its_row_alone() {
+    let (rows, cols, m) = (40, 300, 3);
+    let mut rng = StdRng::seed_from_u64(14);
+    let weights = normals(&mut rng, rows * cols);
+    for scheme in [Scheme::Fp8, Scheme::Fp8Block128] {
+        let mut codes = quantize(&weights, rows, cols, scheme).unwrap();
+        for (row, col, code) in [(0, 0, 0x7f), (17, 299, 0xff), (39, 130, 0x7f)] {
+            codes.codes[row * cols + col] = code as u8 as i8;
+        }
+        let matrix = PackedMatrix::from_codes(&codes).unwrap();
+        assert_eq!(matrix.to_codes().unwrap(), codes);
+        let mut row = vec![0.0; cols];
+        matrix.dequantize_row(17, &mut row).unwrap();
+        let found = row.iter().position(|v| v.is_nan());
+        assert_eq!(found, Some(299), "{scheme}");
+        let x = normals(&mut rng, m * matrix.padded_cols());
+        for level in Level::available() {
+            let q = Q8Activations::quantize(level, &x, m, matrix.padded_cols()).unwrap();
+            let mut out = vec![0.0; m * rows];
+            matrix.forward(level, &q, &mut out).unwrap();
+            for (at, y) in out.iter().enumerate() {
+                let expected = [0, 17, 39].contains(&(at % rows));
+                assert_eq!(y.is_nan(), expected, "{scheme} {level:?} {at}");
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use super::matrix::{PackedBuilder, PackedMatrix};
 use super::q8::TOGETHER;
 use super::store::{FileBytes, Store};
 use crate::cpu::quantize::{quantize_part, sum_of_magnitudes};
-use crate::quant::{Codes, Format, Scheme, TernaryScale};
+use crate::quant::{Codes, FP8_BLOCK, Format, Scheme, TernaryScale};
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -138,6 +138,10 @@ impl PackedMatrix {
             scales: Vec::new(),
             zeros: Vec::new(),
         };
+        let height = match scheme {
+            Scheme::Fp8Block128 => FP8_BLOCK,
+            _ => 1,
+        };
         let scales = scheme.scale_count(self.rows, self.cols);
         for row in 0..self.rows {
             let mut room = Vec::new();
@@ -146,7 +150,8 @@ impl PackedMatrix {
                 let read = layout.read_scheme(group, block, row % ROW_GROUP);
                 let some = 32.min(self.cols - 32 * block);
                 codes.codes.extend(&read.codes[..some]);
-                if block % unit == 0 && codes.scales.len() < scales {
+                let begins = block % unit == 0 && row.is_multiple_of(height);
+                if begins && codes.scales.len() < scales {
                     codes.scales.push(read.scale);
                     if scheme.has_zeros() {
                         codes.zeros.push(read.zero);
@@ -193,7 +198,8 @@ pub(crate) fn packed_bytes(scheme: Scheme, rows: usize, cols: usize) -> Result<u
 
 /// Ranges of rows of about [`PART`] values.
 fn parts(rows: usize, cols: usize) -> impl Iterator<Item = Range<usize>> {
-    let some = (PART / cols.max(1)).max(1).next_multiple_of(ROW_GROUP);
+    // Whole row groups, and whole blocks of FP8.
+    let some = (PART / cols.max(1)).max(1).next_multiple_of(FP8_BLOCK);
     (0..rows)
         .step_by(some)
         .map(move |first| first..(first + some).min(rows))

@@ -11,6 +11,7 @@ use super::scales::*;
 use super::scheme_tests::schemes;
 use super::tests::{normals, quantized};
 use crate::cpu::simd::Level;
+use crate::quant::e4m3::{UNBIAS, to_f32};
 use crate::quant::{BlockFormat, Scheme, quantize};
 use candle_core::quantized::GgmlDType;
 use half::f16;
@@ -100,6 +101,15 @@ impl Isa for Wide {
     unsafe fn load_f32(p: *const u8) -> [f32; 16] {
         // SAFETY: by the trait's contract.
         unsafe { p.cast::<[f32; 16]>().read_unaligned() }
+    }
+    unsafe fn nan_if_negative(a: [f32; 16]) -> [f32; 16] {
+        a.map(|a| if a.is_sign_negative() { f32::NAN } else { a })
+    }
+    unsafe fn e4m3(a: [u8; 64], byte: usize) -> [f32; 16] {
+        from_fn(|i| match a[4 * i + byte] {
+            code if code & 0x7f == 0x7f => 480. / UNBIAS * if code < 0x80 { 1. } else { -1. },
+            code => to_f32(code) / UNBIAS,
+        })
     }
     unsafe fn store_bytes(p: *mut u8, a: [u8; 64]) {
         // SAFETY: by the trait's contract.
@@ -243,6 +253,8 @@ fn kernels_of_16_rows_agree_with_the_scalar_path_for_schemes() {
         let mut plain = vec![0.0; 3 * 16];
         matrix.forward(Level::Scalar, &x, &mut plain).unwrap();
         let all = match (scheme, scheme.group()) {
+            (Scheme::Fp8, _) => products::<Float8, OfFloats<0>>(&matrix, &x),
+            (Scheme::Fp8Block128, _) => products::<Float8, OfFloats<4>>(&matrix, &x),
             (Scheme::Int8, _) => products::<Eight, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, None) => products::<Two, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, Some(32)) => products::<Two, ByGroup<1, false>>(&matrix, &x),

@@ -1,5 +1,6 @@
 //! From weights to codes, row by row or group by group.
 
+mod fp8;
 mod search;
 #[cfg(test)]
 mod tests;
@@ -14,7 +15,7 @@ use std::sync::Mutex;
 
 /// Quantizes `weights`, row-major `rows` x `cols`, over the thread pool.
 ///
-/// Rows of zeros get the scale 0 and codes that mean zero.
+/// Rows of zeros get the scale 0 and codes that mean zero. [`Scheme::Fp8Block128`] counts its blocks from the first row.
 ///
 /// ```
 /// use candle_fused::quant::{Scheme, quantize};
@@ -81,6 +82,9 @@ fn quantize_with(
     scheme: Scheme,
     whole: Option<f32>,
 ) -> Result<Codes> {
+    if scheme.is_fp8() {
+        return Ok(fp8::quantize(weights, rows, cols, scheme));
+    }
     let unit = scheme.group().unwrap_or(cols);
     let units = rows * (cols / unit);
     let mut codes = vec![0i8; weights.len()];
@@ -139,7 +143,7 @@ impl Rows {
 
 /// Fails if the scale of a group has become infinite as an f16.
 fn storable(scheme: Scheme, found: Found) -> Result<Found> {
-    if scheme.group().is_some() && !found.scale.is_finite() {
+    if scheme.has_f16_scales() && !found.scale.is_finite() {
         bail!("the weights are so large that their scale is no f16; take int8");
     }
     Ok(found)

@@ -89,7 +89,10 @@ unsafe fn search_avx2(
 #[inline(always)]
 fn search_plain(scheme: Scheme, weights: &[f32], codes: &mut [i8], whole: Option<f32>) -> Found {
     match scheme {
-        Scheme::Int8 => symmetric(weights, codes, (-127., 127.), 0, |scale| scale),
+        // Those of FP8 are not searched for.
+        Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => {
+            symmetric(weights, codes, (-127., 127.), 0, |scale| scale)
+        }
         Scheme::Int4 {
             zero_point: false, ..
         } => symmetric(weights, codes, (0., 15.), MIDDLE, rounded),

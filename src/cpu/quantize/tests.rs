@@ -15,7 +15,7 @@ fn normals(seed: u64, n: usize) -> Vec<f32> {
 }
 
 fn schemes() -> Vec<Scheme> {
-    let mut all = vec![Scheme::Int8];
+    let mut all = vec![Scheme::Int8, Scheme::Fp8, Scheme::Fp8Block128];
     for group in [32, 64, 128] {
         for zero_point in [false, true] {
             all.push(Scheme::Int4 { group, zero_point });
@@ -41,7 +41,11 @@ fn schemes_are_read_and_written_as_text() {
         assert_eq!(scheme.to_string().parse::<Scheme>().unwrap(), scheme);
     }
     // In either case, with `_` for `-`.
-    for (text, scheme) in [("INT8", "int8"), ("Int4_G64_Z", "int4-g64-z")] {
+    for (text, scheme) in [
+        ("INT8", "int8"),
+        ("Int4_G64_Z", "int4-g64-z"),
+        ("FP8_Block128", "fp8-block128"),
+    ] {
         assert_eq!(text.parse::<Scheme>().unwrap().to_string(), scheme);
     }
     for bad in [
@@ -52,6 +56,7 @@ fn schemes_are_read_and_written_as_text() {
         "ternary-",
         "INT-8",
         "int8-g32",
+        "fp8-g128",
     ] {
         let error = bad.parse::<Scheme>().unwrap_err().to_string();
         assert!(error.contains(&format!("`{bad}`")), "{error}");
@@ -69,7 +74,9 @@ fn codes_are_in_range_and_near_the_weights() {
         let error = squared_error(&weights, &codes) / power;
         // What a uniform quantizer of so many levels leaves of a normal distribution; for INT8 over a
         // row whose largest value is about 3.
+        // Of e4m3 a sixteenth of the value at most, whose squares are 7e-4 on average.
         let most = match scheme.bits() {
+            8 if scheme.is_fp8() => 9e-4,
             8 => 1e-4,
             4 => 0.012,
             _ => 0.28,
@@ -122,6 +129,37 @@ fn the_scale_is_the_best_of_a_search() {
             .iter()
             .map(|w| f64::from(w - scale * (w / scale).round()).powi(2));
         assert!(squared_error(&weights, &codes) <= plain.sum::<f64>() * (1. + 1e-5));
+    }
+}
+
+/// The largest of a row or block is 448, and every code the nearest to its weight.
+#[test]
+fn the_largest_of_a_block_is_448() {
+    let (rows, cols) = (200, 300);
+    let mut weights = normals(6, rows * cols);
+    // Blocks of very different sizes.
+    for (i, w) in weights.iter_mut().enumerate() {
+        *w *= 10f32.powi((i / cols / 128 * 3 + i % cols / 128) as i32);
+    }
+    for (scheme, [height, width]) in [(Scheme::Fp8, [1, cols]), (Scheme::Fp8Block128, [128, 128])] {
+        let codes = quantize(&weights, rows, cols, scheme).unwrap();
+        let across = cols.div_ceil(width);
+        assert_eq!(codes.scales.len(), rows.div_ceil(height) * across);
+        for (index, scale) in codes.scales.iter().enumerate() {
+            let (top, left) = (index / across * height, index % across * width);
+            let places = (top..rows.min(top + height))
+                .flat_map(|row| (left..cols.min(left + width)).map(move |col| row * cols + col));
+            let largest = places.clone().fold(0f32, |m, at| m.max(weights[at].abs()));
+            assert_eq!(*scale, largest / 448.);
+            let code = |at: usize| codes.codes[at] as u8 & 0x7f;
+            assert_eq!(places.map(code).max(), Some(0x7e), "{scheme} {index}");
+        }
+        let values = codes.dequantize();
+        for (at, (w, v)) in weights.iter().zip(values).enumerate() {
+            let (scale, _) = codes.meaning(at / cols, at % cols);
+            let most = (w.abs() / 16.).max(scale / 1024.) * 1.0001;
+            assert!((w - v).abs() <= most, "{scheme} {at}: {v} for {w}");
+        }
     }
 }
 

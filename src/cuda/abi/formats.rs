@@ -7,6 +7,8 @@ abi! {
     const K_BLOCK: Count<u32> = 128;
     /// Rows of codes that are taken together.
     const ROW_GROUP: Count<u32> = 8;
+    /// Rows of a block of FP8 that has a scale; its columns are a K block.
+    const FP8_BLOCK: Count<u32> = 128;
     /// Lanes of a row of codes.
     const ROW_LANES: Count<u32> = 4;
 
@@ -22,7 +24,7 @@ abi! {
         codes: Const<Char>,
         /// f32 for each row, or f16 for each group.
         scales: Const<Void>,
-        /// Null for none.
+        /// Null for none; of FP8 in blocks, not null if rows have scales of their own.
         zeros: Const<u8>,
     }
 

@@ -46,7 +46,8 @@ abi! {
         scales: Const<Void>,
         /// Its first row among all rows; past them for a weight that is not there.
         first: u32,
-        /// Of codes: how many scales of 2 bytes lie in front of the zero points; 0 without zero points.
+        /// Of codes: how many scales of 2 bytes lie in front of the zero points; 0 without zero points. Of FP8 in
+        /// blocks, not 0 if rows have scales of their own.
         zeros: u32,
     }
 

@@ -31,6 +31,17 @@ pub enum Bytes {
     Fp8(Block),
 }
 
+impl Bytes {
+    /// What both are, if one says that: scales of rows need no blocks.
+    fn with(self, other: Self) -> Option<Self> {
+        match (self, other) {
+            (Bytes::Fp8(one), Bytes::Fp8(None)) => Some(Bytes::Fp8(one)),
+            (Bytes::Fp8(None), Bytes::Fp8(other)) => Some(Bytes::Fp8(other)),
+            _ => (self == other).then_some(self),
+        }
+    }
+}
+
 /// `quantization_config` as written: the fields that say how tensors are read, or that numbers change
 /// in a way that nothing here does.
 #[derive(Deserialize)]
@@ -262,20 +273,19 @@ impl Raw {
             group.check(name)?;
         }
         let mut bytes = self.config_groups.values().filter_map(Group::bytes);
-        let first = bytes.next();
-        if bytes.any(|other| Some(other) != first) {
-            return refuse("config_groups", "of several kinds of bytes", "one for all");
+        let first = bytes.next().unwrap_or(Bytes::Int);
+        match bytes.try_fold(first, Bytes::with) {
+            Some(bytes) => Ok(Format::CompressedTensors { bytes }),
+            None => refuse("config_groups", "of several kinds of bytes", "one for all"),
         }
-        Ok(Format::CompressedTensors {
-            bytes: first.unwrap_or(Bytes::Int),
-        })
     }
 }
 
 impl Group {
     /// What its matrices hold, if they have a byte for each value.
     fn bytes(&self) -> Option<Bytes> {
-        let weights = self.weights.as_ref()?;
+        let packed = self.format.as_deref() == Some("pack-quantized");
+        let weights = self.weights.as_ref().filter(|_| !packed)?;
         match weights.is_float() {
             true => Some(Bytes::Fp8(weights.block_structure)),
             false if weights.num_bits == Some(8) => Some(Bytes::Int),

@@ -24,6 +24,7 @@ pub enum Packing {
 /// What is read.
 enum Matrix {
     Codes(Unpacked),
+    Floats(fp8::Floats),
     /// In f32, on the host.
     Numbers(Tensor),
 }
@@ -101,6 +102,7 @@ impl Packing {
     ) -> Result<LinearWeight> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_weight(heads, to),
+            Matrix::Floats(floats) => floats.into_weight(heads, to),
             Matrix::Numbers(values) => {
                 let values = arranged(values.to_dtype(to.dtype)?, heads)?;
                 Ok(LinearWeight::Dense(values.to_device(to.device)?))
@@ -120,6 +122,7 @@ impl Packing {
     ) -> Result<Tensor> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_values(dtype),
+            Matrix::Floats(floats) => floats.into_values()?.to_dtype(dtype),
             Matrix::Numbers(values) => values.to_dtype(dtype),
         }
     }
@@ -131,7 +134,7 @@ impl Packing {
             Packing::PackQuantized => compressed::read_packed(tensors, size),
             Packing::IntQuantized => compressed::read_bytes(tensors, size),
             Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
-            Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Numbers),
+            Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Floats),
             Packing::Nf4 => return nf4::read(tensors, size).map(Matrix::Numbers),
         };
         codes.map(Matrix::Codes)
@@ -142,7 +145,7 @@ impl Packing {
     pub fn codes(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Unpacked> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => Ok(codes),
-            Matrix::Numbers(_) => bail!("numbers, expected codes"),
+            Matrix::Floats(_) | Matrix::Numbers(_) => bail!("numbers, expected codes"),
         }
     }
 }

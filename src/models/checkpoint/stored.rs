@@ -2,6 +2,7 @@
 
 use super::config::Format;
 use super::files::CONFIG;
+use super::fp8;
 use super::packing::Packing;
 use super::tensors::Tensors;
 use super::unpacked::Target;
@@ -39,7 +40,12 @@ impl<'a> Stored<'a> {
             }
             false => None,
         };
-        if let Some(Format::Nf4 | Format::Fp8(_)) = format {
+        let becomes_dense = match format {
+            Some(Format::Nf4) => true,
+            Some(Format::Fp8(block)) => !fp8::is_kept(block),
+            _ => false,
+        };
+        if let Some(format) = format.filter(|_| becomes_dense) {
             tracing::info!(
                 "the checkpoint's {format:?} weights are dequantized to {:?}",
                 vb.dtype()

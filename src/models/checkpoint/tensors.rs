@@ -1,7 +1,7 @@
 //! The tensors of one layer of a checkpoint, on the host.
 
 use crate::cpu::pool;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
 use candle_nn::VarBuilder;
 
 /// Rows that a task unpacks at least.
@@ -107,6 +107,21 @@ impl<'a> Tensors<'a> {
     /// Bytes, however many.
     pub fn all_bytes(&self, part: &str) -> Result<Vec<u8>> {
         self.read(part, DType::U8)?.flatten_all()?.to_vec1()
+    }
+
+    /// e4m3 floats of this shape, by their bits.
+    pub fn floats8(&self, part: &str, dims: &[usize]) -> Result<Vec<i8>> {
+        let tensor = self.read(part, DType::F8E4M3)?;
+        self.check(part, &tensor, dims)?;
+        let tensor = tensor.flatten_all()?;
+        let (storage, layout) = tensor.storage_and_layout();
+        match (&*storage, layout.contiguous_offsets()) {
+            (Storage::Cpu(CpuStorage::F8E4M3(floats)), Some((start, end))) => {
+                let floats = &floats[start..end];
+                Ok(floats.iter().map(|float| float.to_bits() as i8).collect())
+            }
+            _ => bail!("tensor `{}`, expected on the host", self.name(part)),
+        }
     }
 
     /// Numbers, and their shape.

@@ -126,21 +126,14 @@ impl Unpacked {
     /// Rows `[heads, 3, ..]` as `[3, heads, ..]`.
     fn put_apart(&mut self, heads: usize) -> Result<()> {
         let (rows, cols) = (self.rows, self.cols);
-        if heads == 0 || !rows.is_multiple_of(heads.saturating_mul(3)) {
-            bail!("{rows} rows are not queries, keys and values of {heads} heads");
-        }
-        let size = rows / 3 / heads;
-        let source = |row: usize| {
-            let (part, head, within) = (row / (heads * size), row / size % heads, row % size);
-            (3 * head + part) * size + within
-        };
+        let source = put_apart(rows, heads)?;
         let groups = self.scales.len() / rows;
-        self.codes = gathered(&self.codes, cols, rows, source);
-        self.scales = gathered(&self.scales, groups, rows, source);
+        self.codes = gathered(&self.codes, cols, rows, &source);
+        self.scales = gathered(&self.scales, groups, rows, &source);
         self.zeros = self
             .zeros
             .take()
-            .map(|z| gathered(&z, groups, rows, source));
+            .map(|z| gathered(&z, groups, rows, &source));
         Ok(())
     }
 
@@ -311,8 +304,20 @@ fn repeated<T: Copy>(values: &[T], times: usize) -> Vec<T> {
     values.iter().flat_map(each).collect()
 }
 
+/// Where each of the rows `[3, heads, ..]` is among `[heads, 3, ..]`.
+pub fn put_apart(rows: usize, heads: usize) -> Result<impl Fn(usize) -> usize> {
+    if heads == 0 || !rows.is_multiple_of(heads.saturating_mul(3)) {
+        bail!("{rows} rows are not queries, keys and values of {heads} heads");
+    }
+    let size = rows / 3 / heads;
+    Ok(move |row: usize| {
+        let (part, head, within) = (row / (heads * size), row / size % heads, row % size);
+        (3 * head + part) * size + within
+    })
+}
+
 /// Rows of `width` values, row i being that at `source(i)`.
-fn gathered<T: Copy>(
+pub fn gathered<T: Copy>(
     values: &[T],
     width: usize,
     rows: usize,

@@ -1,10 +1,10 @@
-//! Quantized models in the layout of compressed-tensors (`pack-quantized`), which vLLM and transformers
+//! Quantized models in the layouts of compressed-tensors (`pack-quantized`, and `float-quantized` for FP8), which vLLM and transformers
 //! load; `models::checkpoint` reads it back.
 
 use super::save::Saved;
 use crate::models::names::Names;
 use crate::nn::pack::named;
-use crate::quant::{Codes, Format, Scheme};
+use crate::quant::{Codes, FP8_BLOCK, Format, Scheme};
 use candle_core::{Result, bail};
 use half::f16;
 use safetensors::Dtype;
@@ -35,12 +35,17 @@ pub fn layout(
             Saved::Packed(matrix, heads) => {
                 let Format::Scheme(scheme) = matrix.format() else {
                     bail!(
-                        "tensor `{name}` is {}, expected int8 or int4",
+                        "tensor `{name}` is {}, expected int8, fp8 or int4",
                         matrix.format()
                     );
                 };
                 let mut codes = matrix.to_codes()?;
                 if let Some(heads) = heads {
+                    if scheme == Scheme::Fp8Block128 {
+                        bail!(
+                            "tensor `{name}`: rows of {heads} heads stand apart in {scheme}, expected fp8"
+                        );
+                    }
                     put_together(&mut codes, heads);
                 }
                 for (part, saved) in named(&name, parts(codes))? {
@@ -69,12 +74,28 @@ pub fn layout(
 /// `quantization_config`.
 fn config(groups: &BTreeMap<String, (Scheme, Vec<String>)>, ignored: &[String]) -> Value {
     let only = groups.len() == 1;
+    let format_of = |scheme: &Scheme| match scheme.is_fp8() {
+        true => "float-quantized",
+        false => "pack-quantized",
+    };
+    let mut formats = groups.values().map(|(scheme, _)| format_of(scheme));
+    let first = formats.next().unwrap_or("pack-quantized");
+    let format = match formats.all(|other| other == first) {
+        true => first,
+        false => "mixed-precision",
+    };
     let group = |(scheme, stems): &(Scheme, Vec<String>)| {
         let mut weights = json!({
             "num_bits": scheme.bits(), "type": "int", "symmetric": true, "dynamic": false,
             "strategy": "channel",
         });
-        if let Some(group) = scheme.group() {
+        if scheme.is_fp8() {
+            weights["type"] = "float".into();
+        }
+        if *scheme == Scheme::Fp8Block128 {
+            weights["strategy"] = "block".into();
+            weights["block_structure"] = json!([FP8_BLOCK, FP8_BLOCK]);
+        } else if let Some(group) = scheme.group() {
             weights["strategy"] = "group".into();
             weights["group_size"] = group.into();
         }
@@ -82,7 +103,7 @@ fn config(groups: &BTreeMap<String, (Scheme, Vec<String>)>, ignored: &[String]) 
             true => json!(["Linear"]),
             false => json!(stems),
         };
-        json!({ "targets": targets, "weights": weights })
+        json!({ "targets": targets, "weights": weights, "format": format_of(scheme) })
     };
     let groups = groups.values().map(group).enumerate();
     let groups: serde_json::Map<_, _> = groups
@@ -90,7 +111,7 @@ fn config(groups: &BTreeMap<String, (Scheme, Vec<String>)>, ignored: &[String]) 
         .collect();
     json!({
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": format,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignored,
@@ -102,13 +123,16 @@ fn parts(codes: Codes) -> Result<Vec<(&'static str, Saved)>> {
     let Codes {
         scheme, rows, cols, ..
     } = codes;
+    if scheme.is_fp8() {
+        return Ok(floats(codes));
+    }
     // Codes of 4 bits are stored with 8 added, as ours are; those of 8 bits with 128.
     let (bits, offset) = match scheme {
         Scheme::Int8 => (8, 0x80),
         Scheme::Int4 {
             zero_point: false, ..
         } => (4, 0),
-        other => bail!("{other}, expected int8 or int4 without zero points"),
+        other => bail!("{other}, expected int8, fp8 or int4 without zero points"),
     };
     let in_word = 32 / bits;
     let word = |codes: &[i8]| {
@@ -145,6 +169,25 @@ fn parts(codes: Codes) -> Result<Vec<(&'static str, Saved)>> {
         ),
         ("weight_shape", Saved::Raw(Dtype::I64, vec![2], shape)),
     ])
+}
+
+/// The tensors of a matrix of e4m3 floats.
+fn floats(codes: Codes) -> Vec<(&'static str, Saved)> {
+    let (rows, cols) = (codes.rows, codes.cols);
+    let across = codes.scheme.group().map_or(1, |group| cols.div_ceil(group));
+    let down = codes.scales.len() / across.max(1);
+    let scales = codes.scales.iter().flat_map(|s| s.to_le_bytes()).collect();
+    let bytes = codes.codes.iter().map(|q| *q as u8).collect();
+    vec![
+        (
+            "weight",
+            Saved::Raw(Dtype::F8_E4M3, vec![rows, cols], bytes),
+        ),
+        (
+            "weight_scale",
+            Saved::Raw(Dtype::F32, vec![down, across], scales),
+        ),
+    ]
 }
 
 /// Rows `[3, heads, ..]` as the checkpoint has them, `[heads, 3, ..]`.

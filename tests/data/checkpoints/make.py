@@ -378,6 +378,19 @@ MODELS = {
         },
         {},
     ),
+    "qwen3_fp8_block128": (
+        "qwen3",
+        fp8,
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head"],
+        },
+        # Blocks of fewer rows, and of fewer columns.
+        {"config": {"intermediate_size": 192}},
+    ),
     "bitnet_offline": (
         "bitnet",
         bitnet,
@@ -425,7 +438,8 @@ def make(name, tools):
     model_class, config_class, more = FAMILIES[family]
     generator = torch.Generator().manual_seed(sum(name.encode()))
     tied = special.get("tied", False)
-    model = model_class(config_class(**{**SHARED, **more}, tie_word_embeddings=tied)).float().eval()
+    sizes = {**SHARED, **more, **special.get("config", {})}
+    model = model_class(config_class(**sizes, tie_word_embeddings=tied)).float().eval()
     draw(model, generator)
     model.tie_weights()
     tensors, orders, exact_weights = {}, {}, {}
@@ -463,7 +477,7 @@ def make(name, tools):
             tokens, ahead = greedy(model, golden["prompt"], 6)
             if ahead > 0.05:
                 golden["next"] = tokens
-    if method in [bitnet, nf4]:
+    if method in [bitnet, nf4, fp8, fp8_channel]:
         golden["q_proj"] = exact_weights["model.layers.0.self_attn.q_proj"].float()
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits

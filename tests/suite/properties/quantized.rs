@@ -14,7 +14,7 @@ use candle_fused::ops::{Activation, Epilogue, Weight, quant_linear};
 use candle_fused::quant::Quantization;
 use proptest::prelude::*;
 
-const FORMATS: [&str; 14] = [
+const FORMATS: [&str; 16] = [
     "q4_0",
     "q4_1",
     "q5_0",
@@ -24,6 +24,8 @@ const FORMATS: [&str; 14] = [
     "q5k",
     "q6k",
     "int8",
+    "fp8",
+    "fp8-block128",
     "int4-g32",
     "int4-g64-z",
     "int4-g128",

@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 19] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 23] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -48,6 +48,17 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 19] = [
     ("int8", DType::BF16, 1, 4096, 4096, "gemv_wna16"),
     ("int8", DType::BF16, 512, 4096, 4096, "gemm_w8a8_sm90"),
     ("int8", DType::BF16, 512, 576, 1536, "gemm_w8a8_cluster"),
+    ("fp8", DType::BF16, 1, 4096, 4096, "gemv_wna16"),
+    ("fp8-block128", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
+    ("fp8", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
+    (
+        "fp8-block128",
+        DType::BF16,
+        2048,
+        512,
+        512,
+        "gemm_dequantized_cublaslt",
+    ),
     ("ternary-row", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     ("ternary-row", DType::BF16, 16, 4096, 4096, "gemm_wna16_mma"),
     (

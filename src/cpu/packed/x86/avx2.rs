@@ -1,6 +1,7 @@
 //! AVX2, FMA and F16C.
 
 use super::super::codes::Unpacked;
+use super::super::floats::E4M3_PLACES;
 use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Unpack, tile, unpack};
 use super::super::layout::ROW_GROUP;
 use super::super::q8::{FINER, Q8Block};
@@ -233,6 +234,30 @@ impl Isa for Avx2 {
     unsafe fn load_f32(p: *const u8) -> __m256 {
         // SAFETY: 32 readable bytes, by the trait's contract.
         unsafe { _mm256_loadu_ps(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn nan_if_negative(a: __m256) -> __m256 {
+        // SAFETY: the instructions, by the trait's contract.
+        unsafe {
+            let bits = _mm256_castps_si256(a);
+            let signs = _mm256_srai_epi32::<31>(bits);
+            _mm256_castsi256_ps(_mm256_or_si256(bits, signs))
+        }
+    }
+    #[inline(always)]
+    unsafe fn e4m3(a: __m256i, byte: usize) -> __m256 {
+        // SAFETY: the instructions, by the trait's contract.
+        unsafe {
+            let top = match byte {
+                0 => _mm256_slli_epi32::<24>(a),
+                1 => _mm256_slli_epi32::<16>(a),
+                2 => _mm256_slli_epi32::<8>(a),
+                _ => a,
+            };
+            let moved = _mm256_srai_epi32::<4>(top);
+            let places = _mm256_set1_epi32(E4M3_PLACES);
+            _mm256_castsi256_ps(_mm256_and_si256(moved, places))
+        }
     }
     #[inline(always)]
     unsafe fn store_bytes(p: *mut u8, a: __m256i) {

@@ -1,6 +1,7 @@
 //! AVX-512 with VNNI.
 
 use super::super::codes::Unpacked;
+use super::super::floats::E4M3_PLACES;
 use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Tiles, Unpack, tile, unpack};
 use super::super::layout::ROW_GROUP;
 use super::super::q8::{FINER, Q8Block};
@@ -174,6 +175,30 @@ impl Isa for Avx512 {
     unsafe fn load_f32(p: *const u8) -> __m512 {
         // SAFETY: 64 readable bytes, by the trait's contract.
         unsafe { _mm512_loadu_ps(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn nan_if_negative(a: __m512) -> __m512 {
+        // SAFETY: the instructions, by the trait's contract.
+        unsafe {
+            let bits = _mm512_castps_si512(a);
+            let signs = _mm512_srai_epi32::<31>(bits);
+            _mm512_castsi512_ps(_mm512_or_si512(bits, signs))
+        }
+    }
+    #[inline(always)]
+    unsafe fn e4m3(a: __m512i, byte: usize) -> __m512 {
+        // SAFETY: the instructions, by the trait's contract.
+        unsafe {
+            let top = match byte {
+                0 => _mm512_slli_epi32::<24>(a),
+                1 => _mm512_slli_epi32::<16>(a),
+                2 => _mm512_slli_epi32::<8>(a),
+                _ => a,
+            };
+            let moved = _mm512_srai_epi32::<4>(top);
+            let places = _mm512_set1_epi32(E4M3_PLACES);
+            _mm512_castsi512_ps(_mm512_and_si512(moved, places))
+        }
     }
     #[inline(always)]
     unsafe fn store_bytes(p: *mut u8, a: __m512i) {

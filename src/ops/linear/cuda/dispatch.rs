@@ -39,12 +39,12 @@ const W8A8: [usize; 2] = [64, MAX];
 /// than 16; elsewhere it reads weights anew for every 32.
 const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
 const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
-/// INT8 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
+/// INT8, FP8 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
 const WNA16_MMA_OF_INTEGERS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
 const WNA16_MMA_NOTE: &str =
     "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";
 
-/// M of blocks and INT8 for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library.
+/// M of blocks, INT8 and FP8 for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library.
 const WNA16_SM90: [usize; 2] = [2, 1024];
 /// Twice as many rows of operand B keep the bits of f16.
 const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F16, [2, 64])];
@@ -243,6 +243,16 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma_fp8.cu",
+        formats: Formats::FP8,
+        x: WNA16_MMA_SM90,
+        arch: [90, 90],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
         kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_gguf.cu",
         formats: Formats::GGUF.or(Formats::INT8),
@@ -263,6 +273,16 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
+        kernel: "gemm_wna16_sm90",
+        source: "linear/gemm_wna16_sm90_fp8.cu",
+        formats: Formats::FP8,
+        x: WNA16_SM90_OF_EACH,
+        arch: [90, 90],
+        plan: gemm_wna16_sm90::plan,
+        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+        ..RULE
+    },
+    Rule {
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_gguf.cu",
         formats: Formats::GGUF,
@@ -276,6 +296,16 @@ pub(super) static RULES: &[Rule] = &[
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma.cu",
         formats: Formats::INT8.or(Formats::INT4),
+        x: WNA16_MMA_OF_INTEGERS,
+        arch: [80, NEWEST],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma_fp8.cu",
+        formats: Formats::FP8,
         x: WNA16_MMA_OF_INTEGERS,
         arch: [80, NEWEST],
         plan: gemm_wna16_mma::plan,
@@ -314,7 +344,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_wna16",
         source: "linear/gemv_wna16.cu",
-        formats: Formats::INT8.or(Formats::INT4),
+        formats: Formats::INT8.or(Formats::FP8).or(Formats::INT4),
         x: GEMV_OF_EACH,
         plan: gemv_wna16::plan,
         note: "16 bits of f32 and f16 rows in two parts; four rows a launch",

@@ -43,6 +43,8 @@ const FORMATS: [&str; 13] = [
     "q5k",
     "q6k",
     "int8",
+    "fp8",
+    "fp8-block128",
     "int4-g128",
     "int4-g32-z",
     "ternary-row",

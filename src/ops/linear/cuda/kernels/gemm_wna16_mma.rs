@@ -41,6 +41,13 @@ static INTEGERS: Module = Module::new(
 )
 .with_all_shared_memory();
 
+static FP8: Module = Module::new(
+    "gemm_wna16_mma_fp8",
+    fatbin!("gemm_wna16_mma_fp8"),
+    forms!["gemm_wna16_mma_fp8", "gemm_wna16_mma_fp8_block"],
+)
+.with_all_shared_memory();
+
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
     "gemm_wna16_mma_gguf",
@@ -85,6 +92,7 @@ const GGUF_STAGES: [[usize; 2]; 8] = [
     [3, 1792],
 ];
 const INT8_STAGES: [usize; 2] = [3, 2048];
+const FP8_BLOCK_STAGES: [usize; 2] = [3, 2112];
 const TERNARY_STAGES: [usize; 2] = [8, 512];
 const INT4_G128_STAGES: [usize; 2] = [4, 1088];
 const INT4_STAGES: [usize; 2] = [4, 1216];
@@ -103,6 +111,8 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
         }
         WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
             Scheme::Int8 => Ok(of(&INTEGERS, 0, INT8_STAGES, 16)),
+            Scheme::Fp8 => Ok(of(&FP8, 0, INT8_STAGES, 16)),
+            Scheme::Fp8Block128 => Ok(of(&FP8, 1, FP8_BLOCK_STAGES, 16)),
             Scheme::Ternary { .. } if scheme.group().is_none() => {
                 Ok(of(&INTEGERS, 1, TERNARY_STAGES, 64))
             }

@@ -47,6 +47,12 @@ static INTEGERS: Module = Module::new(
     ],
 );
 
+static FP8: Module = Module::new(
+    "gemm_wna16_sm90_fp8",
+    fatbin!("gemm_wna16_sm90_fp8"),
+    forms!["gemm_wna16_sm90_fp8", "gemm_wna16_sm90_fp8_block"],
+);
+
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
     "gemm_wna16_sm90_gguf",
@@ -131,6 +137,8 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
         ),
         WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
             Scheme::Int8 => of(&INTEGERS, 0, Order::INT8, false),
+            Scheme::Fp8 => of(&FP8, 0, Order::INT8, false),
+            Scheme::Fp8Block128 => of(&FP8, 1, Order::INT8, false),
             Scheme::Int4 {
                 group: 128,
                 zero_point: false,

@@ -1,4 +1,4 @@
-//! INT8, INT4 and ternary weights and few rows of x: the weights are read as they are.
+//! INT8, FP8, INT4 and ternary weights and few rows of x: the weights are read as they are.
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
@@ -17,6 +17,8 @@ pub(super) static MODULE: Module = Module::new(
     fatbin!("gemv_wna16"),
     &[
         "gemv_wna16_int8",
+        "gemv_wna16_fp8",
+        "gemv_wna16_fp8_block",
         "gemv_wna16_int4_g128",
         "gemv_wna16_int4",
         "gemv_wna16_int4_g32",
@@ -28,7 +30,9 @@ pub(super) static MODULE: Module = Module::new(
 
 /// How each of them works: K blocks of [`GROUP`] values that a warp prefetches at once, and
 /// bytes behind a row of x in shared memory.
-const CORES: [(usize, usize); 7] = [
+const CORES: [(usize, usize); 9] = [
+    (2, INT8_PADDING),
+    (2, INT8_PADDING),
     (2, INT8_PADDING),
     (4, INT4_PADDING),
     (4, INT4_PADDING),
@@ -39,7 +43,7 @@ const CORES: [(usize, usize); 7] = [
 ];
 
 /// Which of them takes a format, as `PackedFormat` of `kernels/formats/packed.cuh` numbers those.
-const KERNELS: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 6];
+const KERNELS: [usize; 10] = [0, 3, 4, 5, 6, 7, 8, 8, 1, 2];
 
 /// INT4 in groups of 128.
 const G128: usize = 1;
@@ -54,7 +58,7 @@ pub(super) fn kernel_of(scheme: Scheme) -> usize {
 pub(crate) fn plan(case: &Case) -> Planned {
     let scheme = case
         .scheme()
-        .ok_or("the weights are not INT8, INT4 or ternary")?;
+        .ok_or("the weights are not INT8, FP8, INT4 or ternary")?;
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }
