@@ -52,7 +52,7 @@ struct Args {
     out: PathBuf,
 
     /// How the file is laid out: `own`, which the other examples use in place, or `compressed-tensors`, which
-    /// vLLM and transformers load too: int8, and int4 without zero points.
+    /// vLLM and transformers load too: int8, fp8, fp8-block128, and int4 without zero points.
     #[arg(long, value_enum, default_value = "own")]
     layout: Layout,
 

@@ -231,15 +231,23 @@ template <class Format> struct GemmInt {
     return {{block.scales[0].scale(p, 0, g), block.scales[1].scale(p, 0, g)}, {}};
   }
 
-  struct Scales {};
-  static __device__ __forceinline__ Scales scales(const Block&, const Gemv&) { return {}; }
+  // Of FP8 in blocks, whose K block has one: split.
+  struct Scales {
+    uint32_t by[2];
+  };
+  static __device__ __forceinline__ Scales scales(const Block& block, const Gemv& p) {
+    Scales s = {};
+    if constexpr (Format::GROUPS == FP8_BLOCKS)
+      s.by[0] = split(block.scales[0].scale(p, 0, 0)), s.by[1] = split(block.scales[1].scale(p, 0, 0));
+    return s;
+  }
 
-  static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales&, const Gemv& p, int e) {
+  static __device__ __forceinline__ WeightFragment fragment(const Block& block, const Scales& s, const Gemv& p, int e) {
     WeightFragment a = raw(block, p, e);
     if constexpr (!CHANNEL_SCALES) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const SplitScale by(split(block.scales[i].scale(p, 0, e)));
+        const SplitScale by(Format::GROUPS == FP8_BLOCKS ? s.by[i] : split(block.scales[i].scale(p, 0, e)));
 #pragma unroll
         for (int j = 0; j < 4; ++j) a.at(i, j) = by.times(a.at(i, j));
       }

@@ -11,7 +11,7 @@
 //! | BitNet b1.58 2B4T | [`bitnet::ModelForCausalLM`] | |
 //! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
 //!
-//! Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors, BitNet; FP8 and NF4 as numbers) load as they are; [`Checkpoint`]
+//! Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors, FP8, BitNet; NF4 as numbers) load as they are; [`Checkpoint`]
 //! opens them. Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
 //! ([`save_quantized`]), and loaded in place (`from_quantized`).
 //!

@@ -60,8 +60,9 @@ pub fn save_quantized<C: Architecture>(
     save(path.as_ref(), saved, Label::Quantized)
 }
 
-/// The same in the layout of compressed-tensors (`pack-quantized`), which vLLM and transformers load, and
-/// [`Checkpoint`](super::Checkpoint): INT4 without zero points, and INT8 as weights of 8 bits. Gives the
+/// The same in the layouts of compressed-tensors, which vLLM and transformers load, and
+/// [`Checkpoint`](super::Checkpoint): INT4 without zero points and INT8 as weights of 8 bits in `pack-quantized`, FP8
+/// in `float-quantized`. Gives the
 /// `quantization_config`, as JSON, that belongs into the `config.json` beside the file.
 ///
 /// # Errors
