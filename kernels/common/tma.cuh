@@ -101,6 +101,25 @@ __device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map
       : "memory");
 }
 
+// A tile of row groups of `map`, of which each has `column` and following of its own rows together; for the blocks of
+// the cluster whose bits are set in `blocks`.
+__device__ __forceinline__ void bulk_copy_groups(uint32_t to, const TensorMap& map, uint32_t barrier, int column,
+                                                 int group) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(0), "r"(column), "r"(group)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_copy_groups(uint32_t to, const TensorMap& map, uint32_t barrier, int column,
+                                                 int group, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(0), "r"(column), "r"(group), "h"(blocks)
+      : "memory");
+}
+
 // A tile of chunks of rows of `map`, from chunk `chunk` of all rows on.
 __device__ __forceinline__ void bulk_copy_chunks(uint32_t to, const TensorMap& map, uint32_t barrier, int chunk) {
   asm volatile(

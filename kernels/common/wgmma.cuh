@@ -1,5 +1,5 @@
 // Hopper's asynchronous tensor-core products of a warpgroup, 128 threads (`wgmma`): 64 x N outputs and 32 bytes of K,
-// f32 += 16 bits x 16 bits or s32 += s8 x s8, operands in shared memory. Outputs lie in registers as those of `mma`.
+// f32 += 16 bits x 16 bits or e4m3 x e4m3, or s32 += s8 x s8, operands in shared memory. Outputs lie in registers as those of `mma`.
 #pragma once
 
 #include "common/base.cuh"
@@ -213,6 +213,11 @@ __device__ __forceinline__ void wgmma(int (&d)[96], uint64_t a, uint64_t b, int 
 __device__ __forceinline__ void wgmma(int (&d)[128], uint64_t a, uint64_t b, int add) {
   WGMMA_256("+r", "{.reg .pred p; setp.ne.b32 p, %130, 0;\n wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8",
     "%128, %129, p;}", "l"(a), "l"(b), "r"(add));
+}
+// Of e4m3. The tensor cores' own sums have some 14 bits: those of many values are to be added up in f32.
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int add) {
+  WGMMA_128("+f", "{.reg .pred p; setp.ne.b32 p, %66, 0;\n wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
+    "%64, %65, p, 1, 1;}", "l"(a), "l"(b), "r"(add));
 }
 __device__ __forceinline__ void wgmma(__half, float (&d)[32], uint64_t a, uint64_t b, int add) {
   WGMMA_64("+f", "{.reg .pred p; setp.ne.b32 p, %34, 0;\n wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",

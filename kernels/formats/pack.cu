@@ -1,34 +1,43 @@
-// Packs INT8, FP8, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is loaded),
-// and dequantizes them: all rows, or those that token ids name. An id past the matrix gives a row of NaN: a step
+// Packs INT8, FP8, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is
+// loaded), and dequantizes them: all rows, or those that token ids name. An id past the matrix gives a row of NaN: a step
 // inside a CUDA graph has no other way to report it.
 #include "formats/packed.cuh"
 
 using namespace fused;
 
-// A thread writes 16 codes of a row. `place` says where each of four goes.
-template <class Place> __device__ __forceinline__ void pack_bytes(const PackParams& p, Place place) {
+// 16 codes of a row from `first` on; `place` says where each of four goes.
+template <class Place>
+__device__ __forceinline__ uint4 sixteen(const PackParams& p, uint64_t row, uint32_t first, Place place) {
+  uint32_t words[4] = {};
+#pragma unroll
+  for (uint32_t c = 0; c < 16; ++c) {
+    const uint32_t at = first + c;
+    if (at < p.k) words[c / 4] |= uint32_t(uint8_t(p.codes[row * p.k + at])) << (8 * place(c % 4));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    pack_int8(const __grid_constant__ PackParams p) {
   pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t pieces = Int8::pitch(p.k) / 16, piece = i % pieces;
   const uint64_t row = i / pieces;
   if (row >= p.rows) return;
-  uint32_t words[4] = {};
-#pragma unroll
-  for (uint32_t c = 0; c < 16; ++c) {
-    const uint32_t at = 16 * piece + c;
-    if (at < p.k) words[c / 4] |= uint32_t(uint8_t(p.codes[row * p.k + at])) << (8 * place(c % 4));
-  }
-  reinterpret_cast<uint4*>(p.out)[i] = make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    pack_int8(const __grid_constant__ PackParams p) {
-  pack_bytes(p, [](uint32_t c) { return c; });
+  reinterpret_cast<uint4*>(p.out)[i] = sixteen(p, row, 16 * piece, [](uint32_t c) { return c; });
 }
 
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
     pack_fp8(const __grid_constant__ PackParams p) {
-  pack_bytes(p, [](uint32_t c) { return Fp8<false>::place(c); });
+  constexpr uint32_t PIECES = K_BLOCK / 16;
+  pdl_wait();
+  const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x, place = i / PIECES;
+  const uint32_t k_blocks = k_blocks_of(p.k), k_block = place / ROW_GROUP % k_blocks;
+  const uint64_t eight = place / ROW_GROUP / k_blocks, row = eight * ROW_GROUP + place % ROW_GROUP;
+  if (eight * ROW_GROUP >= p.rows) return;
+  uint4 codes = make_uint4(0, 0, 0, 0);
+  if (row < p.rows) codes = sixteen(p, row, k_block * K_BLOCK + i % PIECES * 16, Fp8<false>::place);
+  reinterpret_cast<uint4*>(p.out)[i] = codes;
 }
 
 // A thread writes what a lane has of a row and a K block. `put` adds a code of a block to the words.

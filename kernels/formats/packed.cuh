@@ -1,12 +1,14 @@
-// The layout of packed INT8, FP8, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is the
-// integer that stands for a weight: weight = scale (code - zero point).
+// The layout of packed INT8, FP8, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is
+// the integer that stands for a weight: weight = scale (code - zero point).
 //
 // INT8 is row-major, a byte for each code, rows padded with zeros to a multiple of 16 bytes.
 //
-// FP8 likewise, of e4m3 floats; of each four the two in the middle have changed places, so that masks and shifts
-// of a word make neighbours of it (fp8_numbers of linear/gemv_wna16_weights.cuh). The sign of a scale says that a NaN is among
-// the codes of a row that share it: its products are NaN, without a look at each code. Scales of blocks of 128 rows
-// by a K block are f32, [block of rows][K block]; in a matrix with a NaN, which has an address of zero points,
+// FP8 is tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK) of e4m3 floats: the 128 bytes of a row and a K block
+// together, then other rows, K blocks, row groups; what is missing is zero. Of each four the two in the middle have
+// changed places, so that masks and shifts of a word make neighbours of it (fp8_numbers of
+// linear/gemv_wna16_weights.cuh). The sign of a scale says that a NaN is
+// among the codes of a row that share it: its products are NaN, without a look at each code. Scales of blocks of 128
+// rows by a K block are f32, [block of rows][K block]; in a matrix with a NaN, which has an address of zero points,
 // [row][K block].
 //
 // INT4 and ternary are tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK), which are 4 blocks of 32: of each block
@@ -78,7 +80,8 @@ template <bool BLOCKS> struct Fp8 {
   }
   static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
-    const uint2 word = *reinterpret_cast<const uint2*>(m.codes + uint64_t(row) * Int8::pitch(k) + 8 * piece);
+    const uint64_t row_at = place_of(row, piece / 16, k_blocks_of(k)) * K_BLOCK;
+    const uint2 word = *reinterpret_cast<const uint2*>(m.codes + row_at + 8 * (piece % 16));
     const uint64_t at = BLOCKS ? fp8_block(row, piece / 16, k_blocks_of(k), m.zeros != nullptr) : row;
     const float scale = fabsf(static_cast<const float*>(m.scales)[at]);
 #pragma unroll

@@ -58,11 +58,17 @@ template <int N> struct Columns {
 
   // Read long before it is wanted.
   static __device__ __forceinline__ One read(const W8A8Product& p, const Place& place, uint32_t column) {
+    return read(p, place, column, [](const W8A8Weights& w, uint32_t row) { return w.scales[row]; });
+  }
+  // The same with the scale that `scale_of` tells for a row of a matrix.
+  template <class ScaleOf>
+  static __device__ __forceinline__ One read(const W8A8Product& p, const Place& place, uint32_t column,
+                                             ScaleOf scale_of) {
     const uint32_t piece = column / (N / 2), offset = column % (N / 2);
     One one = {0.f, 0.f};
     if (place.row[0] + (gates(p) ? offset : column) >= place.limit) return one;
     const uint32_t part = piece ? place.part[1] : place.part[0], row = piece ? place.row[1] : place.row[0];
-    one.scale = p.weights[part].scales[row + offset];
+    one.scale = scale_of(p.weights[part], row + offset);
     if (p.epilogue.bias) {
       const uint32_t first = piece ? place.column[1] : place.column[0];
       one.bias = widen_raw(read_raw(p.epilogue.bias, p.epilogue.dtype, first + offset), p.epilogue.dtype);
@@ -74,8 +80,8 @@ template <int N> struct Columns {
   }
 
   // Sums of 2 columns, scaled, with their bias.
-  template <bool BIASED = true>
-  __device__ __forceinline__ void scale2(uint32_t column, float x_scale, const int (&sums)[2], float (&y)[2]) const {
+  template <bool BIASED = true, typename Sum>
+  __device__ __forceinline__ void scale2(uint32_t column, float x_scale, const Sum (&sums)[2], float (&y)[2]) const {
     const float2 s = *reinterpret_cast<const float2*>(scales + column);
     float2 b = {0.f, 0.f};
     if (BIASED) b = *reinterpret_cast<const float2*>(biases + column);
@@ -97,8 +103,8 @@ template <int N> struct Columns {
 
 // What one of STEPS steps has of a thread's sums, by branches: unrolled, an epilogue is longer than the
 // instruction caches, and fetching it takes longer than a small product.
-template <int STEPS, int FIRST = 0, int N, class Index>
-__device__ __forceinline__ void pick(int step, const int (&sums)[N], int (&picked)[2][4][2], Index index) {
+template <int STEPS, int FIRST = 0, typename Sum, int N, class Index>
+__device__ __forceinline__ void pick(int step, const Sum (&sums)[N], Sum (&picked)[2][4][2], Index index) {
   if constexpr (STEPS > 1) {
     constexpr int HALF = STEPS / 2;
     if (step < FIRST + HALF)

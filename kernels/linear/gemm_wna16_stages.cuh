@@ -136,7 +136,8 @@ template <class Format> struct ByteStage {
 #pragma unroll
       for (int q = 0; q < 2; ++q)
         block.pieces[i].words[q] = load_shared(stage + i * ROWS + q * (16 * WARP) + 16 * (threadIdx.x % WARP));
-      if constexpr (BLOCKS) block.scales[i].by[0] = load_shared_u32(stage + SCALES_AT + 4 * (8 * i + threadIdx.x % WARP / 4));
+      const uint32_t row = 8 * i + threadIdx.x % WARP / 4;
+      if constexpr (BLOCKS) block.scales[i].by[0] = load_shared_u32(stage + SCALES_AT + 4 * row);
     }
     return block;
   }

@@ -174,7 +174,7 @@ template <class Format> struct GemmGguf {
   }
 };
 
-// INT8, FP8 and INT4 (packed.cuh). INT8 and one form of FP8 have a scale for each channel, which the epilogue applies.
+// INT8, FP8 and INT4 (packed.cuh). INT8 and FP8 may have a scale for each channel, which the epilogue applies.
 template <class Format> struct GemmInt {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;

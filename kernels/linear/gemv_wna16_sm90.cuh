@@ -1,5 +1,5 @@
-// GEMV for one row of x and packed INT4 or ternary weights on Hopper: y = act(prologue(x) W^T + bias) + residuals, with
-// the weights in a TMA pipeline of 3 to 16 stages in shared memory.
+// GEMV for one row of x and packed FP8, INT4 or ternary weights on Hopper: y = act(prologue(x) W^T + bias) + residuals, with
+// the weights in a TMA pipeline of 2 to 16 stages in shared memory.
 //
 // A GEMV in a decode step is a chain of latencies: the preceding kernel ends, x is read, multiplied, reduced,
 // written. Meanwhile the next kernel's weights should be loading. So a block takes half of an SM's shared memory,
@@ -34,7 +34,8 @@ struct StageState {
 };
 
 template <class Format> struct GemvSm90 {
-  static constexpr uint32_t SCALES = 2 * ROW_GROUP * Format::GROUPS;  // bytes of the scales of 8 rows in a K block
+  // Bytes of the scales of 8 rows in a K block that come with the codes.
+  static constexpr uint32_t SCALES = Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : 0;
   static constexpr uint32_t STAGE_CODES = STAGE_K_BLOCKS * Format::CODES, STAGE_SCALES = STAGE_K_BLOCKS * SCALES;
   static constexpr uint32_t STAGE_BYTES = 2 * (STAGE_CODES + STAGE_SCALES);
 
@@ -109,9 +110,10 @@ template <class Format> struct GemvSm90 {
     return gates(p) ? n_tile * ROW_GROUP + r : n_tile * (2 * ROW_GROUP) + r;
   }
   __device__ float scale_of(uint32_t row) const {
-    if (Format::GROUPS != ROW_SCALES) return 1.f;
+    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS) return 1.f;
     const Matrix& matrix = matrix_of(p, row);
-    return __uint_as_float(load_u32(static_cast<const uint32_t*>(matrix.scales) + row));
+    const uint32_t scale = load_u32(static_cast<const uint32_t*>(matrix.scales) + row);
+    return Format::GROUPS == FP8_ROWS ? nan_if_negative(scale) : __uint_as_float(scale);
   }
   __device__ void prefetch(EpilogueInputs& a, uint32_t i, uint32_t r) const {
     a = {};
@@ -198,10 +200,11 @@ template <class Format> struct GemvSm90 {
     return by;
   }
 
-  // The consumer: this warp's sums of one N tile.
-  __device__ void multiply(const typename Format::Row& x, uint32_t warp, float by, StageState& stage,
+  // The consumer: this warp's sums of N tile `i`.
+  __device__ void multiply(const typename Format::Row& x, uint32_t i, uint32_t warp, float by, StageState& stage,
                            float (*sums)[2 * ROW_GROUP]) const {
     const uint32_t lane = threadIdx.x % WARP;
+    typename Format::BlockScales of_blocks(p, weight_row(i, lane / 4), weight_row(i, lane / 4 + ROW_GROUP));
     typename Format::Sums own = {};
 #pragma unroll 1
     for (uint32_t k_block = CHUNK * warp; k_block < stages_of_row * STAGE_K_BLOCKS; k_block += STAGE_K_BLOCKS) {
@@ -209,11 +212,12 @@ template <class Format> struct GemvSm90 {
       const char* second = pipeline + stage.stage * STAGE_BYTES + 2 * STAGE_CODES + warp * (CHUNK * SCALES);
       const char* codes[2] = {at, at + STAGE_CODES};
       const char* scales[2] = {second, second + STAGE_SCALES};
+      of_blocks.load(k_block, k_blocks);
       barrier_wait(full + 8 * stage.stage, stage.phase);
       if (k_block + CHUNK <= k_blocks) {
-        Format::template multiply<CHUNK>(codes, scales, x, k_block, lane, own);
+        Format::template multiply<CHUNK>(codes, scales, of_blocks, x, k_block, lane, own);
       } else if (k_block < k_blocks) {
-        Format::template multiply<1>(codes, scales, x, k_block, lane, own);
+        Format::template multiply<1>(codes, scales, of_blocks, x, k_block, lane, own);
       }
       // Every lane arrives: no slower than one for all, and racecheck understands it.
       barrier_arrive(empty + 8 * stage.stage);
@@ -258,7 +262,7 @@ template <class Format> struct GemvSm90 {
     for (uint32_t begin = 0;; begin += ROUND) {
 #pragma unroll 1
       for (uint32_t n_tile = begin; n_tile < min(begin + ROUND, n_tiles); ++n_tile)
-        multiply(row, warp, by, stage, sums[n_tile - begin]);
+        multiply(row, n_tile, warp, by, stage, sums[n_tile - begin]);
       sync_first(CONSUMER_THREADS);
       if (i < ROUND) epilogue(a, begin + i, r, sums[i]);
       if (begin + ROUND >= n_tiles) return;

@@ -8,6 +8,7 @@ namespace fused {
 
 struct TernarySm90;
 struct Int4Sm90;
+template <int GROUPS> struct Fp8Sm90;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -142,11 +143,39 @@ struct PartRow : PartRows<INT4_PADDING> {
   }
 };
 
+// What a lane reads of the scales of its two rows: those of FP8's blocks, for the K blocks that it takes next.
+struct NoBlockScales {
+  __device__ NoBlockScales(const Gemv&, uint32_t, uint32_t) {}
+  __device__ void load(uint32_t, uint32_t) {}
+};
+struct Fp8BlockScales {
+  const float* of[2];
+  uint32_t by[CHUNK][2];
+
+  __device__ Fp8BlockScales(const Gemv& p, uint32_t first, uint32_t second) {
+    const uint32_t rows[2] = {first, second};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // Past the last row those of the last, which are not used.
+      uint32_t row = min(rows[i], p.rows - 1);
+      const Matrix& matrix = matrix_of(p, row);
+      of[i] = static_cast<const float*>(matrix.scales) + fp8_block(row, 0, k_blocks_of(p.k), matrix.zeros > 0);
+    }
+  }
+  __device__ __forceinline__ void load(uint32_t k_block, uint32_t k_blocks) {
+#pragma unroll
+    for (uint32_t s = 0; s < CHUNK; ++s) {
+      if (k_block + s < k_blocks) by[s][0] = load_u32(of[0] + k_block + s), by[s][1] = load_u32(of[1] + k_block + s);
+    }
+  }
+};
+
 // The formats. `CODES`: bytes of the codes of 8 rows in a K block; `AHEAD`: stages that are on their way at once,
 // as measured on an H100 (4096 x 14336 in INT4: 12.7 us, 13.1 with twice as many).
 struct TernarySm90 {
   static constexpr uint32_t CODES = 256, GROUPS = ROW_SCALES, AHEAD = 4;
   using Row = TwoByteRow;
+  using BlockScales = NoBlockScales;
 
   struct Sums {
     int v[4][4];
@@ -162,7 +191,7 @@ struct TernarySm90 {
   };
   // N K blocks from `k_block` on, those of a stage whose codes and scales of each 8 rows are at `codes` and `scales`.
   template <int N> static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2],
-                                                                   const Row& x, uint32_t k_block, uint32_t lane,
+                                                                   NoBlockScales, const Row& x, uint32_t k_block, uint32_t lane,
                                                                    Sums& sums) {
     uint32_t words[N][2][2];
 #pragma unroll
@@ -195,6 +224,7 @@ struct TernarySm90 {
 struct Int4Sm90 {
   static constexpr uint32_t CODES = 512, GROUPS = ONE_GROUP, AHEAD = 2;
   using Row = PartRow;
+  using BlockScales = NoBlockScales;
 
   struct Sums {
     float v[2];
@@ -202,8 +232,8 @@ struct Int4Sm90 {
     __device__ void total(float, float (&y)[2]) const { y[0] = v[0], y[1] = v[1]; }
   };
   template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], const Row& x,
-                                                  uint32_t k_block, uint32_t lane, Sums& sums) {
+  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], NoBlockScales,
+                                                  const Row& x, uint32_t k_block, uint32_t lane, Sums& sums) {
     uint4 words[N][2];
     __half by[N][2];
 #pragma unroll
@@ -241,6 +271,62 @@ struct Int4Sm90 {
         float sum = c[s][0][2 * i] + c[s][1][2 * i];
         if (x.parts == 2) sum += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
         sums.v[i] = fmaf(__half2float(by[s][i]), sum, sums.v[i]);
+      }
+    }
+  }
+};
+
+// With scales of rows, which the epilogue applies, or of blocks.
+template <int GROUPS_> struct Fp8Sm90 {
+  static constexpr uint32_t CODES = ROW_GROUP * K_BLOCK, GROUPS = GROUPS_, AHEAD = 2;
+  using Row = PartRow;
+  using BlockScales = typename std::conditional<GROUPS == FP8_BLOCKS, Fp8BlockScales, NoBlockScales>::type;
+  using Sums = Int4Sm90::Sums;
+
+  static __device__ __forceinline__ float scale(const NoBlockScales&, int, int) { return 1.f; }
+  static __device__ __forceinline__ float scale(const Fp8BlockScales& of_blocks, int s, int i) {
+    return nan_if_negative(of_blocks.by[s][i]);
+  }
+  template <int N>
+  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2],
+                                                  const BlockScales& of_blocks, const Row& x, uint32_t k_block,
+                                                  uint32_t lane, Sums& sums) {
+    const uint32_t g = lane / 4, t = lane % 4;
+    uint4 words[N][2][2];  // K block, row, half of it
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[s][i / 2][i % 2] =
+            *reinterpret_cast<const uint4*>(codes[i / 2] + s * CODES + g * K_BLOCK + i % 2 * 64 + 16 * t);
+    }
+    // Sums of the other columns are not used.
+    const uint32_t from = shared_address(x.part(0, g % x.parts)) + 2 * k_block * K_BLOCK + 32 * t;
+    float c[N][2][4] = {};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int s = 0; s < N; ++s) {
+        const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + e / 2 * 128 + e % 2 * 16);
+        uint32_t v[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4& w = words[s][i][e / 2];
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            v[i][j] = fp8_numbers(e % 2 == 0 ? (j < 2 ? w.x : w.y) : (j < 2 ? w.z : w.w), j % 2);
+        }
+        mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
+        mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float sum = c[s][0][2 * i] + c[s][1][2 * i];
+        if (x.parts == 2) sum += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
+        sums.v[i] = fmaf(scale(of_blocks, s, i), sum, sums.v[i]);
       }
     }
   }

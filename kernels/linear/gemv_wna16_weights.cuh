@@ -1,5 +1,5 @@
-// Packed INT8, FP8, INT4 and ternary weights (formats/packed.cuh) as tensor cores take them: codes as operand A, and the
-// scales of a tile.
+// Packed INT8, FP8, INT4 and ternary weights (formats/packed.cuh) as tensor cores take them: codes as operand A, and
+// the scales of a tile.
 #pragma once
 
 #include "linear/stage_x_wna16.cuh"
@@ -258,9 +258,22 @@ struct Int8Codes {
   }
 };
 
-// e4m3 floats in the same places.
+// e4m3 floats, of a row and a K block in the same places.
 template <int GROUPS_> struct Fp8Codes : Int8Codes {
   static constexpr int GROUPS = GROUPS_;
+  static constexpr uint32_t STEP = ROW_GROUP * K_BLOCK;  // bytes from one K block to the next
+
+  static __device__ __forceinline__ uint64_t begin(uint32_t row, uint32_t k) {
+    return place_of(row, 0, k_blocks_of(k)) * K_BLOCK;
+  }
+  static __device__ __forceinline__ void load(Piece& piece, const char* codes, uint32_t, uint32_t k_block, uint32_t) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) piece.words[q] = load_once(codes + k_block * STEP + 64 * q);
+  }
+  static __device__ __forceinline__ void copy(uint32_t to, const char* codes, uint32_t, uint32_t k_block, uint32_t) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) copy_async(to + q * (WARP * BYTES), codes + k_block * STEP + 64 * q);
+  }
 
   static __device__ __forceinline__ uint32_t numbers(uint32_t word, int j) { return fp8_numbers(word, j); }
   // A NaN is in the scale.

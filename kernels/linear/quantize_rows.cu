@@ -8,8 +8,12 @@
 //
 // `quantize_rows_back` writes q scale, rounded to x's dtype, for products that take x as it is and layers that were
 // trained with their input in 8 bits (BitNet b1.58, Ma et al. 2024).
+//
+// `quantize_rows_e4m3` writes 8-bit floats, a scale of max |v| / 448 for each 128 values (as in DeepSeek-V3, 2024), in
+// the order of formats/packed.cuh: the width is a multiple of 128, all addresses are aligned. On Hopper alone.
 #include "common/rows.cuh"
 #include "formats/int8_rows.cuh"
+#include "formats/packed.cuh"
 #include "linear/prologue.cuh"
 
 using namespace fused;
@@ -30,6 +34,44 @@ template <typename T, int N> __device__ __forceinline__ void store_values(T* to,
   store(to, values);
 }
 
+// What a row becomes.
+enum Form { TO_INT8, TO_INT8_AND_BACK, TO_E4M3 };
+
+constexpr float MAX_E4M3 = 448.f;
+
+// Two e4m3 floats, the first in the low byte.
+__device__ __forceinline__ uint32_t e4m3_pair(float a, float b) {
+  uint16_t pair = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+#endif
+  return pair;
+}
+
+// N values of a row, among 128 that a part of a warp has and that share a scale. Gives the scale.
+template <typename T, int N> __device__ __forceinline__ float store_e4m3(int8_t* to, const Pack<T, N>& v) {
+  constexpr int LANES = K_BLOCK / N;
+  const uint32_t lanes = LANES == WARP ? FULL : ((1u << LANES) - 1) << (threadIdx.x % WARP / LANES * LANES);
+  MaxMagnitude<T, N> most;
+  most.take(v);
+  uint32_t bits = most.widened();
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) bits = max(bits, __shfl_xor_sync(lanes, bits, offset));
+  const float largest = __uint_as_float(bits);
+  const bool zeros = largest < MIN_MAGNITUDE;
+  const float inverse = zeros ? 0.f : MAX_E4M3 / largest;
+  Pack<uint32_t, N / 4> words;
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) {
+    float by[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) by[Fp8<false>::place(c)] = to_float(v.v[4 * i + c]) * inverse;
+    words.v[i] = e4m3_pair(by[0], by[1]) | e4m3_pair(by[2], by[3]) << 16;
+  }
+  store(reinterpret_cast<uint32_t*>(to), words);
+  return zeros ? 0.f : largest / MAX_E4M3;
+}
+
 // The largest over the row, in each of its threads. `scratch` as for RowGroup::sum.
 __device__ __forceinline__ uint32_t row_max(const RowGroup& g, uint32_t v, uint32_t* scratch) {
   const auto over_warp = [](uint32_t v) {
@@ -45,14 +87,29 @@ __device__ __forceinline__ uint32_t row_max(const RowGroup& g, uint32_t v, uint3
   return over_warp(lane < g.threads / WARP ? scratch[lane] : 0);
 }
 
-template <typename T, int N, bool BACK> __device__ __forceinline__ void quantize_row(const QuantizeRowsParams& p) {
+// Values from `at * N` on of a row behind its norm.
+template <typename T, int N>
+__device__ __forceinline__ void normalise_pack(const Prologue& p, float mean, float factor, Pack<T, N>& v,
+                                               uint32_t at) {
+  if (p.norm == NORM_NONE) return;
+  const auto w = load<T, N>(static_cast<const T*>(p.weight) + at * N);
+  Pack<T, N> b = {};
+  if (p.bias) b = load<T, N>(static_cast<const T*>(p.bias) + at * N);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float value = to_float(v.v[j]), by = to_float(w.v[j]);
+    v.v[j] = from_float<T>(p.norm == NORM_RMS ? rounded<T>(value * factor) * by
+                                              : fmaf((value - mean) * factor, by, to_float(b.v[j])));
+  }
+}
+
+template <typename T, int N, Form FORM> __device__ __forceinline__ void quantize_row(const QuantizeRowsParams& p) {
   constexpr int K = KEPT<T, N>;
+  constexpr bool BACK = FORM == TO_INT8_AND_BACK;
   __shared__ float scratch[3][MAX_WARPS];
   __shared__ uint32_t most_scratch[MAX_WARPS];
   const RowGroup g(p.warps);
   const uint32_t packs = p.width / N;
-  const T* weight = static_cast<const T*>(p.prologue.weight);
-  const T* bias = static_cast<const T*>(p.prologue.bias);
   const int norm = p.prologue.norm;
   pdl_wait();
   // Not before: the product loads weights without waiting.
@@ -95,18 +152,16 @@ template <typename T, int N, bool BACK> __device__ __forceinline__ void quantize
     const auto centred = spread(g, p.width, p.prologue.eps, each_value, scratch);
     mean = centred.mean, factor = centred.factor;
   }
-  const auto normalise = [&](Pack<T, N>& v, uint32_t at) {
-    if (norm == NORM_NONE) return;
-    const auto w = load<T, N>(weight + at * N);
-    Pack<T, N> b = {};
-    if (bias) b = load<T, N>(bias + at * N);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const float value = to_float(v.v[j]), by = to_float(w.v[j]);
-      v.v[j] = from_float<T>(norm == NORM_RMS ? rounded<T>(value * factor) * by
-                                              : fmaf((value - mean) * factor, by, to_float(b.v[j])));
-    }
-  };
+  const auto normalise = [&](Pack<T, N>& v, uint32_t at) { normalise_pack(p.prologue, mean, factor, v, at); };
+  if constexpr (FORM == TO_E4M3) {
+    constexpr uint32_t LANES = K_BLOCK / N;
+    each_pack([&](Pack<T, N>& v, uint32_t at, bool) {
+      normalise(v, at);
+      const float scale = store_e4m3(codes + at * N, v);
+      if (at % LANES == 0) p.scales[uint64_t(at / LANES) * p.rows + g.row] = scale;
+    });
+    return;
+  }
   MaxMagnitude<T, N> most;
   each_pack([&](Pack<T, N>& v, uint32_t at, bool) {
     normalise(v, at);
@@ -126,20 +181,25 @@ template <typename T, int N, bool BACK> __device__ __forceinline__ void quantize
   for (uint32_t at = p.width + g.thread; at < p.pitch; at += g.threads) codes[at] = 0;
 }
 
-template <typename T, bool BACK> __device__ __forceinline__ void quantize_by_width(const QuantizeRowsParams& p) {
+template <typename T, Form FORM> __device__ __forceinline__ void quantize_by_width(const QuantizeRowsParams& p) {
   if (p.vectors)
-    quantize_row<T, VEC<T>, BACK>(p);
+    quantize_row<T, VEC<T>, FORM>(p);
   else
-    quantize_row<T, 1, BACK>(p);
+    quantize_row<T, 1, FORM>(p);
 }
 
 template <typename T> __device__ __forceinline__ void quantize(const QuantizeRowsParams& p) {
-  quantize_by_width<T, false>(p);
+  quantize_by_width<T, TO_INT8>(p);
 }
 
 template <typename T> __device__ __forceinline__ void back(const QuantizeRowsParams& p) {
-  quantize_by_width<T, true>(p);
+  quantize_by_width<T, TO_INT8_AND_BACK>(p);
+}
+
+template <typename T> __device__ __forceinline__ void e4m3(const QuantizeRowsParams& p) {
+  quantize_row<T, VEC<T>, TO_E4M3>(p);
 }
 
 FUSED_ENTRIES(quantize_rows, MAX_WARPS * WARP, QuantizeRowsParams, quantize)
+FUSED_ENTRIES(quantize_rows_e4m3, MAX_WARPS * WARP, QuantizeRowsParams, e4m3)
 FUSED_ENTRIES(quantize_rows_back, MAX_WARPS * WARP, QuantizeRowsParams, back)

@@ -1,10 +1,11 @@
 //! INT8, FP8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
 
 use super::abi::{
-    FORMAT_THREADS, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES, UnpackParams,
+    FORMAT_THREADS, FP8_BLOCK, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES,
+    UnpackParams,
 };
 use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
-use crate::quant::{Codes, FP8_BLOCK, Scheme, e4m3};
+use crate::quant::{Codes, Scheme, e4m3};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
 use half::f16;
@@ -27,6 +28,8 @@ static MODULE: Module = Module::new(
 
 /// The first `values` kernel.
 const VALUES: usize = 4;
+
+const _: () = assert!(FP8_BLOCK == crate::quant::FP8_BLOCK && K_BLOCK == FP8_BLOCK);
 
 /// Scales begin at a multiple of this many bytes.
 const ALIGNMENT: usize = 256;
@@ -108,7 +111,8 @@ impl PackedLayout {
     fn packing(&self, rows: usize) -> (usize, usize) {
         let lanes = rows.next_multiple_of(ROW_GROUP) * self.cols.div_ceil(K_BLOCK) * ROW_LANES;
         match self.scheme {
-            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (rows * self.cols.div_ceil(16), 16),
+            Scheme::Int8 => (rows * self.cols.div_ceil(16), 16),
+            Scheme::Fp8 | Scheme::Fp8Block128 => (2 * lanes, 16),
             Scheme::Int4 { .. } => (lanes, 16),
             Scheme::Ternary { .. } => (lanes, 8),
         }

@@ -225,7 +225,7 @@ macro_rules! products_stay_near_those_of_the_codes {
 
 products_stay_near_those_of_the_codes! {
     int8: |scheme| scheme == Scheme::Int8;
-    fp8: |scheme| scheme == Scheme::Fp8;
+    fp8_rows: |scheme| scheme == Scheme::Fp8;
     fp8_blocks: |scheme| scheme == Scheme::Fp8Block128;
     int4_groups_of_32: |scheme| matches!(scheme, Scheme::Int4 { group: 32, .. });
     int4_groups_of_64: |scheme| matches!(scheme, Scheme::Int4 { group: 64, .. });

@@ -1,7 +1,6 @@
 //! The vector kernels: one row group times a few tokens, over all of k. They are written once, over an
 //! instruction set ([`Isa`]), the codes of a format ([`Codes`]) and its scales ([`Scales`]).
 
-use super::floats;
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
 use crate::cpu::simd::prefetch;
@@ -114,7 +113,7 @@ pub(super) trait Isa: Copy {
     unsafe fn store(p: *mut f32, a: Self::Floats);
 
     /// Adds the products of part `part` of a block (`planes`) with the blocks of T tokens, P parts each, to `sums`:
-    /// the exact integer dot product, times the weights' scale and the token's. That of a coarse and a fine part is
+    /// the exact integer dot product (of floats the sum in f32), times the weights' scale and the token's. That of a coarse and a fine part is
     /// [`FINER`] times the coarse one plus the fine one, times the fine part's scale.
     unsafe fn accumulate<C: Codes, const T: usize, const P: usize>(
         sums: &mut [Self::Floats; T],
@@ -346,11 +345,7 @@ unsafe fn block<I: Isa, C: Codes, S: Scales, const T: usize, const P: usize>(
         }
         for part in 0..C::PARTS {
             let scale = S::at::<I>(shared, chunk, lane, (j, part), zero as f32);
-            if C::FLOATS {
-                floats::accumulate::<I, T, P>(sums, scale.scale, planes, x);
-            } else {
-                I::accumulate::<C, T, P>(sums, scale.scale, planes, part, x);
-            }
+            I::accumulate::<C, T, P>(sums, scale.scale, planes, part, x);
             if zero != 0 {
                 for t in 0..T {
                     let sum = if C::PARTS == 1 {

@@ -1,7 +1,7 @@
 //! The kernels for aarch64: NEON, with and without the dot products (`sdot`) of ARMv8.2.
 
 use super::codes::Unpacked;
-use super::floats::E4M3_PLACES;
+use super::floats::{self, E4M3_PLACES};
 use super::kernel::{Codes, Isa, Kernels, Reader, Scales, Tile, Unpack, tile, unpack};
 use super::layout::ROW_GROUP;
 use super::q8::{FINER, Q8Block};
@@ -257,6 +257,9 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
     ) {
         // SAFETY: the instructions and the planes and tokens readable, by the trait's contract.
         unsafe {
+            if C::FLOATS {
+                return floats::accumulate::<Self, T, P>(sums, scale, planes, x);
+            }
             let dots = match DOTPROD {
                 true => by_dot_products::<C, T, P>(planes, part, x),
                 false => by_long_products::<C, T, P>(planes, part, x),

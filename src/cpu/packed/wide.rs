@@ -3,6 +3,7 @@
 
 use super::activations::Q8Activations;
 use super::codes::*;
+use super::floats;
 use super::kernel::{Codes, Isa, Scales, UNPACKED_BLOCKS, UNPACKED_BYTES, tile, unpack};
 use super::layout::ROW_GROUP;
 use super::matrix::PackedMatrix;
@@ -129,6 +130,9 @@ impl Isa for Wide {
     ) {
         // SAFETY: by the trait's contract.
         unsafe {
+            if C::FLOATS {
+                return floats::accumulate::<Self, T, P>(sums, scale, planes, x);
+            }
             let mut codes = C::open::<Self>(planes, part);
             let mut dots = [[0i32; 16]; T];
             for i in 0..C::VECTORS {

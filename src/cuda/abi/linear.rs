@@ -270,12 +270,12 @@ abi! {
         count: u64,
     }
 
-    /// Rows of x to int8, with a scale for each.
+    /// Rows of x to int8, with a scale for each, or to e4m3.
     struct QuantizeRowsParams {
         prologue: Prologue,
         /// `[rows, pitch]`, with zeros past the width.
         codes: Mut<i8>,
-        /// `[rows]`
+        /// `[rows]`, or `[width / 128][rows]`, of e4m3.
         scales: Mut<f32>,
         rows: u32,
         width: u32,
@@ -297,17 +297,19 @@ abi! {
     const W8A8_STAGED: Count<i32> = 64;
     const W8A8_STAGED_PITCH: Count<i32> = 2 * W8A8_STAGED + 16;
 
-    /// One of up to three weights in int8 of the same k, side by side in the output.
+    /// One of up to three weights in int8 or e4m3 of the same k, side by side in the output.
     struct W8A8Weights {
-        /// `[rows, k]`, as `Int8` of formats/packed.cuh lays them out.
+        /// `[rows, k]`, as `Int8` or `Fp8` of formats/packed.cuh lays them out.
         codes: Const<i8>,
-        /// `[rows]`
+        /// `[rows]`, or as `Fp8` has those of blocks.
         scales: Const<f32>,
         rows: u32,
         /// Its first among the outputs.
         column: u32,
         /// Its first; past them for a weight that is not there.
         tile: u32,
+        /// Of FP8 in blocks: whether rows have scales of their own.
+        own_scales: u32,
     }
 
     /// A product by integers. Rows of all weights, and the epilogue's rows, are multiples of 8 and begin at
@@ -315,7 +317,7 @@ abi! {
     struct W8A8Product {
         /// `[m, k]`
         x: Const<i8>,
-        /// `[m]`
+        /// `[m]`, or `[k / 128][m]`, of e4m3.
         x_scales: Const<f32>,
         weights: [W8A8Weights; MAX_WEIGHTS],
         epilogue: Epilogue,

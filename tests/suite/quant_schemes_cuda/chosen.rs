@@ -48,7 +48,7 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 23] = [
     ("int8", DType::BF16, 1, 4096, 4096, "gemv_wna16"),
     ("int8", DType::BF16, 512, 4096, 4096, "gemm_w8a8_sm90"),
     ("int8", DType::BF16, 512, 576, 1536, "gemm_w8a8_cluster"),
-    ("fp8", DType::BF16, 1, 4096, 4096, "gemv_wna16"),
+    ("fp8", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     ("fp8-block128", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
     ("fp8", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
     (

@@ -1,7 +1,7 @@
 //! AVX2, FMA and F16C.
 
 use super::super::codes::Unpacked;
-use super::super::floats::E4M3_PLACES;
+use super::super::floats::{self, E4M3_PLACES};
 use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Unpack, tile, unpack};
 use super::super::layout::ROW_GROUP;
 use super::super::q8::{FINER, Q8Block};
@@ -281,6 +281,7 @@ impl Isa for Avx2 {
         // SAFETY: the caller's.
         unsafe {
             match C::BITS {
+                8 if C::FLOATS => floats::accumulate::<Self, T, P>(sums, scale, planes, x),
                 8 => eight_bits::<C, T, P>(sums, scale, planes, x),
                 _ => few_bits::<C, T, P>(sums, scale, planes, part, x),
             }

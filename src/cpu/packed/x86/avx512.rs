@@ -1,7 +1,7 @@
 //! AVX-512 with VNNI.
 
 use super::super::codes::Unpacked;
-use super::super::floats::E4M3_PLACES;
+use super::super::floats::{self, E4M3_PLACES};
 use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Tiles, Unpack, tile, unpack};
 use super::super::layout::ROW_GROUP;
 use super::super::q8::{FINER, Q8Block};
@@ -221,6 +221,9 @@ impl Isa for Avx512 {
     ) {
         // SAFETY: VNNI and the planes and tokens readable, by the trait's contract; k < 32 - 3.
         unsafe {
+            if C::FLOATS {
+                return floats::accumulate::<Self, T, P>(sums, scale, planes, x);
+            }
             let mut codes = C::open::<Self>(planes, part);
             // A single token's products would wait for one another: two sums of every other one.
             let chains = if T * P == 1 { 2 } else { 1 };

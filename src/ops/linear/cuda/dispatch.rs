@@ -147,7 +147,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_wna16_sm90",
         source: "linear/gemv_wna16_sm90.cu",
-        formats: Formats::INT4_G128.or(Formats::TERNARY),
+        formats: Formats::INT4_G128.or(Formats::TERNARY).or(Formats::FP8),
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
         rounds_up_to: 1,
@@ -189,6 +189,17 @@ pub(super) static RULES: &[Rule] = &[
         rounds_up_to: MAX,
         plan: gemm_w8a8::mma,
         note: "likewise",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_fp8_sm90",
+        source: "linear/gemm_fp8_sm90.cu",
+        formats: Formats::FP8,
+        x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
+        arch: [90, 90],
+        bits8: true,
+        plan: gemm_w8a8::fp8,
+        note: "where activations of 8 bits are asked for: a preceding kernel makes e4m3 of x, in groups of 128 values",
         ..RULE
     },
     Rule {

@@ -116,6 +116,8 @@ pub(super) struct Rule {
     pub pairs: bool,
     /// Whether it rounds x to int8.
     pub int8_x: bool,
+    /// Whether it is there only where activations of 8 bits are asked for.
+    pub bits8: bool,
     /// M up to which it rounds x to 8 bits of each token where that is asked for; 0 if it does not.
     pub rounds_up_to: usize,
     pub plan: fn(&Case) -> Planned,
@@ -139,6 +141,7 @@ pub(super) const RULE: Rule = Rule {
     gates: true,
     pairs: false,
     int8_x: false,
+    bits8: false,
     rounds_up_to: 0,
     plan: |_| Err("it has no plan"),
     note: "",
@@ -158,6 +161,9 @@ impl Rule {
         }
         if self.int8_x && case.x_bits == ActivationBits::Bits16 {
             return Err("x is to keep 16 bits");
+        }
+        if self.bits8 && case.x_bits != ActivationBits::Bits8 {
+            return Err("x is not asked for in 8 bits");
         }
         if case.is_rounded() && case.m > self.rounds_up_to {
             return Err("it does not round so many rows of x to 8 bits of each token");

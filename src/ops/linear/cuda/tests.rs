@@ -33,7 +33,7 @@ const SHAPES: [(usize, usize, bool); 17] = [
     (128256, 4096, false),
 ];
 
-const FORMATS: [&str; 13] = [
+const FORMATS: [&str; 15] = [
     "q4_0",
     "q4_1",
     "q5_0",

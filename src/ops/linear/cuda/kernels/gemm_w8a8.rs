@@ -1,5 +1,5 @@
-//! INT8 weights and many rows of x: x becomes int8 too, with a scale for each row, and the tensor cores multiply
-//! integers. One kernel quantizes x, one multiplies.
+//! INT8 or FP8 weights and many rows of x: x becomes int8 too, with a scale for each row, or e4m3, with a scale for each
+//! 128 values, and the tensor cores multiply 8 bits. One kernel quantizes x, one multiplies.
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormAt, Operands, ProductAt};
@@ -7,11 +7,12 @@ use super::gemv::PrologueParams;
 use super::tensor_map::{STAGE_K, tensor_map};
 use super::w8a8_params::{ALIGNMENT, check, pitch, product_params, tensor_maps, tiles_of_w};
 use crate::cuda::abi::{
-    QuantizeRowsParams, W8A8_ROWS as TILE_ROWS, W8A8_SM90, W8A8_SM90_THREADS, W8A8_STAGED_PITCH,
-    W8A8Sm90, W8A8Sm90Params,
+    K_BLOCK, QuantizeRowsParams, W8A8_ROWS as TILE_ROWS, W8A8_SM90, W8A8_SM90_THREADS,
+    W8A8_STAGED_PITCH, W8A8Sm90, W8A8Sm90Params,
 };
 use crate::cuda::{Address, Grid, Launcher, Module, Rows, Scratch, fatbin};
 use crate::ops::view::dtype_index;
+use crate::quant::Scheme;
 use candle_core::{DType, Result};
 use std::sync::Arc;
 
@@ -34,6 +35,9 @@ static QUANTIZE: Module = Module::new(
         "quantize_rows_back_f32",
         "quantize_rows_back_f16",
         "quantize_rows_back_bf16",
+        "quantize_rows_e4m3_f32",
+        "quantize_rows_e4m3_f16",
+        "quantize_rows_e4m3_bf16",
     ],
 )
 .with_all_shared_memory();
@@ -50,6 +54,21 @@ static HOPPER: Module = Module::new(
         "gemm_w8a8_sm90_256_2",
     ],
 );
+
+/// One for each of the first of [`TILES`], of weights with scales of rows and then of those with scales of blocks.
+static FP8: Module = Module::new(
+    "gemm_fp8_sm90",
+    fatbin!("gemm_fp8_sm90"),
+    &[
+        "gemm_fp8_sm90_1",
+        "gemm_fp8_sm90_2",
+        "gemm_fp8_sm90_block_1",
+        "gemm_fp8_sm90_block_2",
+    ],
+);
+
+/// Tiles that [`FP8`] has kernels for: a thread of wider ones would have too many sums.
+const FP8_TILES: usize = 2;
 
 /// How a kernel cuts the product.
 #[derive(Clone, Copy, Debug)]
@@ -89,12 +108,38 @@ impl Tile {
     }
 }
 
+/// Who multiplies.
+#[derive(Clone, Copy, Debug)]
+enum By {
+    /// Warps, int8.
+    Warps,
+    /// Hopper's warpgroups, int8.
+    Warpgroups,
+    /// The same, e4m3.
+    WarpgroupsFp8,
+}
+
+impl By {
+    fn is_fp8(self) -> bool {
+        matches!(self, Self::WarpgroupsFp8)
+    }
+
+    fn module(self) -> &'static Module {
+        match self {
+            Self::Warps => &WARPS,
+            Self::Warpgroups => &HOPPER,
+            Self::WarpgroupsFp8 => &FP8,
+        }
+    }
+}
+
 /// How two launches carry out a product.
 #[derive(Debug)]
 struct TwoLaunches {
     tile: Tile,
-    /// The kernel's place among Hopper's; `None` for that of warps.
-    hopper: Option<usize>,
+    /// The kernel that multiplies, by its place among them.
+    by: By,
+    index: usize,
     /// Tiles of x above one another, of all blocks of a cluster together, and of W beside one another.
     tiles: [usize; 2],
     grid: Grid,
@@ -107,7 +152,8 @@ pub(crate) fn mma(case: &Case) -> Planned {
     let tiles = tiles(case, &tile);
     Ok(Arc::new(TwoLaunches {
         tile,
-        hopper: None,
+        by: By::Warps,
+        index: 0,
         tiles,
         grid: Grid::line((tiles[0] * tiles[1]) as u32, 256),
     }))
@@ -116,6 +162,29 @@ pub(crate) fn mma(case: &Case) -> Planned {
 /// By those of warpgroups, with the tile that takes the shortest time.
 pub(crate) fn sm90(case: &Case) -> Planned {
     check(case)?;
+    on_hopper(case, By::Warpgroups, &TILES, 0)
+}
+
+/// The same of FP8, whose x is in e4m3.
+pub(crate) fn fp8(case: &Case) -> Planned {
+    check(case)?;
+    if !case.k.is_multiple_of(K_BLOCK) {
+        return Err("K is no multiple of 128");
+    }
+    if !case.alignment.x || !case.alignment.norm {
+        return Err("x or the norm does not begin at 16 bytes");
+    }
+    let blocks = case.scheme() == Some(Scheme::Fp8Block128);
+    let half_tile = TILES[0].form.columns / 2;
+    if blocks && case.gates() && !case.width().is_multiple_of(half_tile) {
+        return Err("what gates multiply is in other blocks of rows than a tile's");
+    }
+    let first = if blocks { FP8_TILES } else { 0 };
+    on_hopper(case, By::WarpgroupsFp8, &TILES[..FP8_TILES], first)
+}
+
+/// With one of the tiles, whose kernels are those from `first` on.
+fn on_hopper(case: &Case, by: By, all: &[Tile], first: usize) -> Planned {
     let sms = case.gpu.sms as usize;
     let stages = pitch(case.k).div_ceil(STAGE_K) as f64;
     let time = |(_, tile): &(usize, &Tile)| {
@@ -124,14 +193,15 @@ pub(crate) fn sm90(case: &Case) -> Planned {
         (above * beside).div_ceil(at_once) as f64 * stages * tile.stage + tile.start
     };
     let fits = |(_, tile): &(usize, &Tile)| case.m > TILE_ROWS * (tile.form.cluster - 1);
-    let fitting = TILES.iter().enumerate().filter(fits);
+    let fitting = all.iter().enumerate().filter(fits);
     let least = fitting.min_by(|a, b| time(a).total_cmp(&time(b)));
     let (index, tile) = least.ok_or("there is no tile of so few rows")?;
     let tiles = tiles(case, tile);
     let clusters = (tiles[0] * tiles[1]).min((sms / tile.form.cluster).max(1));
     Ok(Arc::new(TwoLaunches {
         tile: *tile,
-        hopper: Some(index),
+        by,
+        index: first + index,
         tiles,
         grid: Grid {
             cluster: tile.form.cluster as u32,
@@ -151,12 +221,19 @@ fn tiles(case: &Case, tile: &Tile) -> [usize; 2] {
     ]
 }
 
+impl TwoLaunches {
+    /// Scales of x.
+    fn scales(&self, m: usize, k: usize) -> usize {
+        match self.by.is_fp8() {
+            true => m * k.div_ceil(K_BLOCK),
+            false => m,
+        }
+    }
+}
+
 impl Kernel for TwoLaunches {
     fn entry(&self) -> &'static str {
-        match self.hopper {
-            Some(index) => HOPPER.names(index).1,
-            None => WARPS.names(0).1,
-        }
+        self.by.module().names(self.index).1
     }
 
     fn grid(&self) -> Option<Grid> {
@@ -169,7 +246,7 @@ impl Kernel for TwoLaunches {
 
     fn scratch(&self, operands: &Operands) -> usize {
         let ProductAt { m, k, .. } = operands.at;
-        Scratch::room(DType::U8, m * pitch(k)) + Scratch::room(DType::F32, m)
+        Scratch::room(DType::U8, m * pitch(k)) + Scratch::room(DType::F32, self.scales(m, k))
     }
 
     unsafe fn run(
@@ -181,7 +258,7 @@ impl Kernel for TwoLaunches {
         let at = &operands.at;
         let (m, pitch, tile) = (at.m, pitch(at.k), &self.tile);
         let x = scratch.take(OP, DType::U8, m * pitch)?;
-        let scales = scratch.take(OP, DType::F32, m)?;
+        let scales = scratch.take(OP, DType::F32, self.scales(m, at.k))?;
         let section = self.tiles[0].min(SECTION / tile.form.cluster);
         let params = product_params(
             operands,
@@ -199,37 +276,38 @@ impl Kernel for TwoLaunches {
         // SAFETY: the caller's; the scratch has room for the values and scales of all rows, the structs are
         // those of the kernels, and weights are as `kernels/formats/packed.cuh` says.
         unsafe {
-            quantize(launcher, at, pitch, x, scales)?;
-            match self.hopper {
-                None => next.run(&WARPS, 0, self.grid, &params),
-                Some(index) => {
+            quantize(launcher, at, pitch, [x, scales], self.by)?;
+            match self.by {
+                By::Warps => next.run(&WARPS, self.index, self.grid, &params),
+                by => {
                     let params = W8A8Sm90Params {
                         x: tensor_map(x, [m, pitch], TILE_ROWS)?,
-                        weights: tensor_maps(operands, tile.form.columns / 2)?,
+                        weights: tensor_maps(operands, tile.form.columns / 2, by.is_fp8())?,
                         product: params,
                     };
-                    next.run(&HOPPER, index, self.grid, &params)
+                    next.run(by.module(), self.index, self.grid, &params)
                 }
             }
         }
     }
 }
 
-/// Makes int8 of the rows at `at`, behind its norm.
+/// Makes int8, or e4m3, of the rows at `at`, behind its norm.
 ///
 /// # Safety
-/// There is room for the codes of m rows, `pitch` bytes apart, and for m scales; the rest is the
-/// caller's of [`Kernel::run`].
+/// There is room for the codes of m rows, `pitch` bytes apart, and for their scales; the rest is the
+/// caller's of [`Kernel::run`]. For e4m3 rows divide by 128 and everything is aligned to 16 bytes.
 unsafe fn quantize(
     launcher: &Launcher,
     at: &ProductAt,
     pitch: usize,
-    codes: Address,
-    scales: Address,
+    [codes, scales]: [Address; 2],
+    by: By,
 ) -> Result<()> {
     let (rows, params) = params(at, pitch, codes, scales)?;
     let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
-    let kernel = dtype_index(at.x_dtype);
+    let first = if by.is_fp8() { 2 * DTYPES } else { 0 };
+    let kernel = first + dtype_index(at.x_dtype);
     // SAFETY: the kernel takes `QuantizeRowsParams`; the addresses are the caller's.
     unsafe {
         launcher

@@ -214,7 +214,7 @@ impl Kernel for OneLaunch {
         let (form, at) = (&FORMS[self.index], &operands.at);
         let columns = form.columns_of_warpgroup();
         let params = W8A8ClusterParams {
-            weights: tensor_maps(operands, columns / 2)?,
+            weights: tensor_maps(operands, columns / 2, false)?,
             product: product_params(operands, [0; 2], columns, self.tiles, 1)?,
             x: at.x,
             stages: self.stages as u32,

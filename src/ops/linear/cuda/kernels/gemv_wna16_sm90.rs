@@ -1,4 +1,4 @@
-//! One row of x and INT4 or ternary weights on Hopper, which come through a pipeline in shared memory
+//! One row of x and FP8, INT4 or ternary weights on Hopper, which come through a pipeline in shared memory
 //! (`kernels/linear/gemv_wna16_sm90.cuh`).
 //!
 //! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 46.9 us in INT4
@@ -20,14 +20,16 @@ use std::sync::Arc;
 pub(super) static MODULE: Module = Module::new(
     "gemv_wna16_sm90",
     fatbin!("gemv_wna16_sm90"),
-    &["gemv_wna16_sm90_int4_g128", "gemv_wna16_sm90_ternary_rows"],
+    &[
+        "gemv_wna16_sm90_int4_g128",
+        "gemv_wna16_sm90_ternary_rows",
+        "gemv_wna16_sm90_fp8",
+        "gemv_wna16_sm90_fp8_block",
+    ],
 );
 
 /// Threads of a block: those that multiply, and a warp that loads weights.
 const THREADS: usize = GEMV_THREADS + WARP;
-
-/// Stages of a pipeline, at least and at most.
-const STAGES: [usize; 2] = [3, GEMV_SM90_MAX_STAGES];
 
 /// Static shared memory of the kernels at most.
 pub(super) const FIXED_SHARED: usize = 4480;
@@ -39,6 +41,10 @@ pub(super) enum Sm90Format {
     Int4,
     /// With a scale for each row.
     Ternary,
+    /// Likewise.
+    Fp8,
+    /// In blocks.
+    Fp8Block,
 }
 
 impl Sm90Format {
@@ -52,6 +58,8 @@ impl Sm90Format {
             Scheme::Ternary {
                 scale: TernaryScale::Row | TernaryScale::Tensor,
             } => Some(Self::Ternary),
+            Scheme::Fp8 => Some(Self::Fp8),
+            Scheme::Fp8Block128 => Some(Self::Fp8Block),
             _ => None,
         }
     }
@@ -61,6 +69,8 @@ impl Sm90Format {
         match self {
             Self::Int4 => 0,
             Self::Ternary => 1,
+            Self::Fp8 => 2,
+            Self::Fp8Block => 3,
         }
     }
 
@@ -69,7 +79,24 @@ impl Sm90Format {
     /// SM for each. Ternary products are so short that the next one's weights had better be on
     /// their way (Llama-3.2-1B: 1,708 and 1,885).
     fn is_alone(self, case: &Case) -> bool {
-        case.one_cta_per_sm && self == Self::Int4
+        case.one_cta_per_sm && self != Self::Ternary
+    }
+
+    /// Stages of a pipeline at least. Those of FP8 are twice as large as INT4's.
+    fn least_stages(self) -> usize {
+        match self {
+            Self::Int4 | Self::Ternary => 3,
+            Self::Fp8 | Self::Fp8Block => 2,
+        }
+    }
+
+    /// What a block that is alone takes of an SM's shared memory past half of it: anything will do, and what is left
+    /// stays the first level's cache.
+    fn past_half(self, shared: usize) -> usize {
+        match self {
+            Self::Int4 | Self::Ternary => shared / 16,
+            Self::Fp8 | Self::Fp8Block => shared / 8,
+        }
     }
 
     /// Bytes of a stage.
@@ -78,6 +105,7 @@ impl Sm90Format {
         let k_block = match self {
             Self::Int4 => ROW_GROUP * (K_BLOCK / 2 + 2),
             Self::Ternary => ROW_GROUP * K_BLOCK / 4,
+            Self::Fp8 | Self::Fp8Block => ROW_GROUP * K_BLOCK,
         };
         2 * STAGE_K_BLOCKS * k_block
     }
@@ -90,7 +118,9 @@ impl Sm90Format {
         let owns =
             is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * STAGE_K_BLOCKS) <= OWNED);
         match self {
-            Self::Int4 => (2 * values + INT4_PADDING) * if is_bf16 { 1 } else { 2 },
+            Self::Int4 | Self::Fp8 | Self::Fp8Block => {
+                (2 * values + INT4_PADDING) * if is_bf16 { 1 } else { 2 }
+            }
             Self::Ternary if owns => 2 * (values + 16),
             // Two parts, the values they are made from, and what they are multiplied by.
             Self::Ternary => 2 * (values + 16) + 4 * k + 16,
@@ -98,15 +128,15 @@ impl Sm90Format {
     }
 }
 
-/// One row of INT4 in groups of 128, or of ternary weights with a scale for each row.
+/// One row of INT4 in groups of 128, of ternary weights with a scale for each row, or of FP8.
 pub(crate) fn plan(case: &Case) -> Planned {
     let format =
         Sm90Format::of(case.scheme()).ok_or("there is no kernel of this group or scale")?;
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }
-    if case.is_rounded() && format == Sm90Format::Int4 {
-        return Err("it does not round x for INT4");
+    if case.is_rounded() && format != Sm90Format::Ternary {
+        return Err("it rounds x for ternary weights alone");
     }
     let mut first = 0;
     let row_groups = case.matrices().all(|rows| {
@@ -121,12 +151,15 @@ pub(crate) fn plan(case: &Case) -> Planned {
     }
     let gpu = &case.gpu;
     let alone = format.is_alone(case);
-    // Anything past half will do; what is left stays the first level's cache.
-    let more = if alone { gpu.shared as usize / 16 } else { 0 };
+    let more = if alone {
+        format.past_half(gpu.shared as usize)
+    } else {
+        0
+    };
     let room = gpu.share(2) + more - FIXED_SHARED;
     let row = format.row(case);
-    let stages = (room.saturating_sub(row) / format.stage_bytes()).min(STAGES[1]);
-    if stages < STAGES[0] {
+    let stages = (room.saturating_sub(row) / format.stage_bytes()).min(GEMV_SM90_MAX_STAGES);
+    if stages < format.least_stages() {
         return Err("a row of x leaves too little shared memory for a pipeline");
     }
     // As many blocks as SMs, even if there is no work for all: none gets two of one kernel.

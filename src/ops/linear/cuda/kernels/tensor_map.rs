@@ -1,8 +1,8 @@
 //! What TMA is told of weights, and of x.
 
 use crate::cuda::Address;
-use crate::cuda::abi::TensorMap;
 pub(super) use crate::cuda::abi::W8A8_BLOCK_K as STAGE_K;
+use crate::cuda::abi::{K_BLOCK, ROW_GROUP, TensorMap};
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
@@ -78,6 +78,37 @@ pub(super) fn tensor_map(
         swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
     plane.map(start, "codes")
+}
+
+/// Of FP8's codes `[rows, k]` in tiles of 8 rows and 128 columns: so many rows of a column of tiles.
+pub(super) fn groups_map(
+    start: Address,
+    [rows, k]: [usize; 2],
+    rows_of_tile: usize,
+) -> Result<TensorMap> {
+    let (k_blocks, groups) = (k.div_ceil(K_BLOCK), rows.div_ceil(ROW_GROUP));
+    let sizes = [K_BLOCK, ROW_GROUP * k_blocks, groups];
+    let strides = [K_BLOCK, K_BLOCK * ROW_GROUP * k_blocks];
+    let tile = [K_BLOCK, ROW_GROUP, rows_of_tile / ROW_GROUP];
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    // SAFETY: the arrays have the rank of three, or one less for the strides, and outlive the call.
+    let result = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            3,
+            start as *mut std::ffi::c_void,
+            sizes.map(|n| n as u64).as_ptr(),
+            strides.map(|n| n as u64).as_ptr(),
+            tile.map(|n| n as u32).as_ptr(),
+            [1u32; 3].as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    taken(result, map, || format!("[{rows}, {k}] FP8 codes"))
 }
 
 /// A matrix, and the boxes that are copied of it; the contiguous dimension first.

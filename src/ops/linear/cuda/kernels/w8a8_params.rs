@@ -1,8 +1,8 @@
-//! What the kernels that multiply integers share: which products they take, and what they are told of the weights.
+//! What the kernels that multiply 8 bits share: which products they take, and what they are told of the weights.
 
 use super::super::problem::{Case, MAX_MATRICES, Operand, Operands};
 use super::gemv::{EpilogueParams, activation_index};
-use super::tensor_map::tensor_map;
+use super::tensor_map::{groups_map, tensor_map};
 use crate::cuda::abi::{TensorMap, W8A8Weights};
 pub(super) use crate::cuda::abi::{W8A8_ALIGNMENT as ALIGNMENT, W8A8Product as ProductParams};
 use crate::cuda::{Address, PackedAt};
@@ -51,19 +51,23 @@ fn matrices(operands: &Operands) -> Result<Vec<(PackedAt, usize)>> {
     });
     match each.collect::<Option<Vec<_>>>() {
         Some(matrices) if (1..=MAX_MATRICES).contains(&matrices.len()) => Ok(matrices),
-        _ => bail!("quant_linear: expected one to {MAX_MATRICES} matrices in INT8"),
+        _ => bail!("quant_linear: expected one to {MAX_MATRICES} matrices in 8 bits"),
     }
 }
 
-/// What TMA is told of the weights, the first in place of those that are not there.
+/// What TMA is told of the weights, which may be `tiled` as FP8 is, the first in place of those that are not there.
 pub(super) fn tensor_maps(
     operands: &Operands,
     rows_of_tile: usize,
+    tiled: bool,
 ) -> Result<[TensorMap; MAX_MATRICES]> {
     let matrices = matrices(operands)?;
     let map = |i: usize| {
         let (at, rows) = matrices.get(i).unwrap_or(&matrices[0]);
-        tensor_map(at.codes, [*rows, pitch(operands.at.k)], rows_of_tile)
+        match tiled {
+            true => groups_map(at.codes, [*rows, operands.at.k], rows_of_tile),
+            false => tensor_map(at.codes, [*rows, pitch(operands.at.k)], rows_of_tile),
+        }
     };
     Ok([map(0)?, map(1)?, map(2)?])
 }
@@ -85,6 +89,7 @@ pub(super) fn product_params(
         rows: 0,
         column: 0,
         tile: u32::MAX,
+        own_scales: 0,
     };
     let mut weights = [absent; MAX_MATRICES];
     let matrices = matrices(operands)?;
@@ -100,6 +105,7 @@ pub(super) fn product_params(
                 true => u32::MAX,
                 false => tile as u32,
             },
+            own_scales: (codes.zeros != 0).into(),
         };
         column += rows;
         tile += rows.div_ceil(columns);
