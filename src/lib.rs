@@ -82,6 +82,9 @@ pub mod quant {
     //! of them. These plain ways are what every kernel is held against; the products themselves are in
     //! [`ops`](crate::ops).
     //!
+    //! [`KvFormat`] is for keys and values, which are quantized as they are written
+    //! ([`PagePool`](crate::ops::PagePool)).
+    //!
     //! A model is quantized while it loads by a [`Recipe`] (`Llama::load_quantized`,
     //! `CausalLm::new_quantized`), or once for all by
     //! [`save_quantized`](crate::models::save_quantized) into a [`QuantizedFile`], which has the byte
@@ -92,6 +95,7 @@ pub mod quant {
     mod codes;
     pub(crate) mod e4m3;
     mod format;
+    mod kv_format;
     mod scheme;
     mod unpack;
 
@@ -101,6 +105,7 @@ pub mod quant {
     pub(crate) use codes::{MIDDLE, ZERO_STEP};
     pub use format::Format;
     pub(crate) use scheme::FP8_BLOCK;
+    pub use kv_format::{KvCacheType, KvFormat};
     pub use scheme::{Scheme, TernaryScale};
     pub(crate) use unpack::SubBlock;
     pub use unpack::dequantize;

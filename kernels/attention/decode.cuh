@@ -12,6 +12,7 @@
 // are loaded before the PDL wait, and the position is read again after it.
 #pragma once
 
+#include "attention/decode_place.cuh"
 #include "attention/decode_warp.cuh"
 
 namespace fused {
@@ -29,7 +30,7 @@ __device__ __forceinline__ uint32_t read_position(const uint32_t* p) {
 template <class Core> struct Shared {
   char* queries;       // operands of the tensor cores
   float* q;            // [MAX_HEADS][head_dim]
-  float* k;            // the new key and value, as the cache holds them
+  float* k;            // the new key and value, as the cache holds them: codes without their scales
   float* v;
   float* cos;          // of each element; 1 and 0 where it is not rotated
   float* sin;
@@ -39,6 +40,7 @@ template <class Core> struct Shared {
   float* tops;         // of each warp
   float* weights;
   uint32_t* position;  // as it was read before the PDL wait, the same for all threads
+  float* scales;       // of the new key and value, if they are codes
   float* sums;         // [WARPS][heads][stride]
   int stride;
 
@@ -55,7 +57,8 @@ template <class Core> struct Shared {
     tops = fresh + MAX_HEADS;
     weights = tops + Core::WARPS * MAX_HEADS;
     position = reinterpret_cast<uint32_t*>(weights + Core::WARPS * MAX_HEADS);
-    sums = weights + Core::WARPS * MAX_HEADS + 2;
+    scales = weights + Core::WARPS * MAX_HEADS + 1;
+    sums = weights + Core::WARPS * MAX_HEADS + 4;
     stride = head_dim + head_dim % 2 + 2;
   }
 };
@@ -115,52 +118,6 @@ __device__ __forceinline__ void turn(const DecodingParams& p, const Memory& s, c
   __syncwarp();
 }
 
-// This block's place in the grid of the step, which may be a part of the launch's.
-struct Block {
-  uint32_t x, y, z, of_x, of_y;
-};
-
-// What there is to do, as far as the position tells.
-struct Work {
-  uint32_t low, end;    // keys from earlier steps that are seen
-  uint32_t start;       // where the first tile begins
-  uint32_t tiles;
-  uint32_t active;      // blocks that take part
-
-  // Tiles have `keys` keys. In pages they begin at multiples of that.
-  __device__ Work(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys, bool paged) {
-    end = min(position, p.slots);
-    low = p.window && position + 1 > p.window ? min(position + 1 - p.window, end) : 0;
-    start = paged ? low / keys * keys : low;
-    tiles = (end - start + keys - 1) / keys;
-    active = min(block.of_x, max(1u, (tiles + p.tiles - 1) / p.tiles));
-  }
-};
-
-// Which heads a block works on.
-struct Place {
-  uint32_t kv, head;  // key/value head, first query head
-  int heads;
-  bool appends;       // of the blocks with these keys, those of the first query heads append
-  uint32_t qkv, out;  // elements before this sequence's row, and these heads' values
-  uint64_t plane;     // before these heads' cache
-  uint32_t row;       // of blocks
-
-  // `most`: query heads that a block takes.
-  __device__ Place(const DecodingParams& p, const Block& block, int head_dim, uint32_t most) {
-    const uint32_t group = p.heads / p.kv_heads, parts = (group + most - 1) / most;
-    const uint32_t part = block.y % parts, b = block.z;
-    kv = block.y / parts;
-    head = kv * group + part * most;
-    heads = min(group - part * most, most);
-    appends = part == 0;
-    qkv = b * (p.heads + 2 * p.kv_heads) * head_dim;
-    plane = (uint64_t(b) * p.kv_heads + kv) * p.slots * head_dim;
-    out = (b * p.heads + head) * head_dim;
-    row = b * block.of_y + block.y;
-  }
-};
-
 // A lane's part of row `job`: the queries in turn, the new key, the new value.
 template <int N>
 __device__ __forceinline__ void read_row(const DecodingParams& p, const Place& at, int head_dim, int job,
@@ -176,12 +133,34 @@ __device__ __forceinline__ void read_row(const DecodingParams& p, const Place& a
   }
 }
 
+// Leaves what the codes of a row stand for, and gives their scale.
+template <int N>
+__device__ __forceinline__ float place_codes(const float (&x)[N], int format, int head_dim, float* out) {
+  const int lane = threadIdx.x % WARP;
+  float most = 0.f;
+#pragma unroll
+  for (int e = 0; e < N; ++e)
+    if (lane + 32 * e < head_dim) most = larger(most, x[e]);
+#pragma unroll
+  for (int offset = WARP / 2; offset > 0; offset /= 2) most = larger(most, __shfl_xor_sync(FULL, most, offset));
+  const Quantizer quantizer(most, format);
+#pragma unroll
+  for (int e = 0; e < N; ++e)
+    if (lane + 32 * e < head_dim) out[lane + 32 * e] = code_value(quantizer.code(x[e], format), format);
+  return quantizer.scale;
+}
+
 // Leaves the row where it is needed, rotated if it is a query or the key.
 template <class Core, int N>
 __device__ __forceinline__ void place_row(const DecodingParams& p, const Shared<Core>& s, const Place& at,
                                           int head_dim, int job, float (&x)[N]) {
   float* out = job < at.heads ? s.q + job * head_dim : job == at.heads ? s.k : s.v;
   if (job <= at.heads) turn(p, s, job < at.heads ? s.q_norm : s.k_norm, head_dim, x, out);
+  if (job >= at.heads && Core::coded(p.cache_dtype)) {
+    const float scale = place_codes(x, p.cache_dtype, head_dim, out);
+    if (threadIdx.x % WARP == 0) s.scales[job - at.heads] = scale;
+    return;
+  }
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     const int d = int(threadIdx.x % WARP) + 32 * e;
@@ -194,12 +173,13 @@ __device__ __forceinline__ void place_row(const DecodingParams& p, const Shared<
 // Scores of the new key; the last warps, which have the fewest keys.
 template <class Core>
 __device__ __forceinline__ void score_fresh(const Shared<Core>& s, const Keys& keys, int heads) {
+  const float scale = Core::coded(keys.dtype) ? s.scales[0] : 1.f;
   const int lane = threadIdx.x % WARP;
   for (int h = Core::WARPS - 1 - int(threadIdx.x / WARP); h < heads; h += Core::WARPS) {
     float product = 0.f;
     for (int d = lane; d < keys.head_dim; d += WARP) product += s.q[h * keys.head_dim + d] * s.k[d];
     product = warp_sum(product);
-    if (lane == 0) s.fresh[h] = score(keys, product);
+    if (lane == 0) s.fresh[h] = score(keys, product * scale);
   }
 }
 
@@ -212,7 +192,7 @@ struct Value {
 // Element d of head h over the block's first `warps` warps, and the new key where `leads`.
 template <class Core>
 __device__ __forceinline__ Value merge_warps(const Shared<Core>& s, int heads, int h, int d,
-                                             int warps, bool leads) {
+                                             int warps, bool leads, int stored) {
   float tops[Core::WARPS];
   Value r = {leads ? s.fresh[h] : -INFINITY, 0.f, 0.f};
   const float fresh = r.top;
@@ -224,7 +204,7 @@ __device__ __forceinline__ Value merge_warps(const Shared<Core>& s, int heads, i
   const float off = origin(r.top);
   if (leads) {
     r.weight = exp2_fast(fresh - off);
-    r.sum = r.weight * s.v[d];
+    r.sum = r.weight * (Core::coded(stored) ? s.v[d] * s.scales[1] : s.v[d]);
   }
 #pragma unroll
   for (int w = 0; w < Core::WARPS; ++w) {
@@ -328,6 +308,18 @@ __device__ __forceinline__ void merge_wide(const DecodingParams& p, const Shared
   }
 }
 
+// Writes the codes of the new key and value, and their scales.
+template <class Core, class Memory>
+__device__ __forceinline__ void append_codes(const DecodingParams& p, const Memory& s, uint64_t k_slot,
+                                             uint64_t v_slot, const uint64_t (&scale_slots)[2], int head_dim) {
+  for (int d = threadIdx.x; d < head_dim; d += Core::WARPS * WARP) {
+    static_cast<uint8_t*>(p.k_cache)[k_slot + d] = code_of(s.k[d], p.cache_dtype);
+    static_cast<uint8_t*>(p.v_cache)[v_slot + d] = code_of(s.v[d], p.cache_dtype);
+  }
+  if (threadIdx.x == 0) p.pages.k_scales[scale_slots[0]] = s.scales[0];
+  if (threadIdx.x == 0) p.pages.v_scales[scale_slots[1]] = s.scales[1];
+}
+
 // The page that a position is in, for a sequence's row of the table.
 __device__ __forceinline__ uint32_t page_of(const DecodingParams& p, uint32_t b, uint32_t position) {
   return __ldcg(p.pages.entries + uint64_t(b) * p.pages.step + (position >> p.pages.page_bits));
@@ -343,6 +335,11 @@ __device__ __forceinline__ void append(const DecodingParams& p, const Memory& s,
     if (page >= p.pages.pages) return;
     k_slot = page * p.k_strides[0] + slot * p.k_strides[1] + at.kv * p.k_strides[2];
     v_slot = page * p.v_strides[0] + slot * p.v_strides[1] + at.kv * p.v_strides[2];
+    if (Core::coded(p.cache_dtype)) {
+      const uint64_t(&of_k)[2] = p.pages.k_scale_strides, (&of_v)[2] = p.pages.v_scale_strides;
+      const uint64_t scale_slots[2] = {page * of_k[0] + at.kv * of_k[1] + slot, page * of_v[0] + at.kv * of_v[1] + slot};
+      return append_codes<Core>(p, s, k_slot, v_slot, scale_slots, head_dim);
+    }
   }
   const int stored = Core::dtype(p.cache_dtype);
   for (int d = threadIdx.x; d < head_dim; d += Core::WARPS * WARP) {
@@ -358,7 +355,7 @@ __device__ __forceinline__ typename Core::From keys_of(const DecodingParams& p, 
   const Keys keys = {p.k_cache, p.v_cache, at.plane, 0, head_dim, p.cache_dtype,
                      p.softcap > 0.f ? p.scale : p.scale * LOG2E, p.softcap};
   if constexpr (Core::IN_PAGES) {
-    const uint32_t size = p.cache_dtype == F32 ? 4 : 2;
+    const uint32_t size = size_of(p.cache_dtype);
     KeysInPages in = {keys};
     in.first = 0;
     in.k = static_cast<const char*>(keys.k) + at.kv * p.k_strides[2] * size;
@@ -368,6 +365,9 @@ __device__ __forceinline__ typename Core::From keys_of(const DecodingParams& p, 
     in.v_page = p.v_strides[0], in.v_token = p.v_strides[1];
     in.page_bits = p.pages.page_bits, in.pages = p.pages.pages;
     in.low = 0;
+    in.k_scales = p.pages.k_scales + at.kv * p.pages.k_scale_strides[1];
+    in.v_scales = p.pages.v_scales + at.kv * p.pages.v_scale_strides[1];
+    in.k_scale_page = p.pages.k_scale_strides[0], in.v_scale_page = p.pages.v_scale_strides[0];
     return in;
   } else {
     return keys;
@@ -392,7 +392,7 @@ __device__ __forceinline__ void epilogue(const DecodingParams& p, const Shared<C
   const int total = at.heads * head_dim, step = MAX_HEADS * head_dim;
   const Partials partials(p, part.block, at.row, head_dim);
   for (int i = threadIdx.x; i < total; i += THREADS) {
-    const Value v = merge_warps(s, at.heads, i / head_dim, i % head_dim, part.warps, part.leads);
+    const Value v = merge_warps(s, at.heads, i / head_dim, i % head_dim, part.warps, part.leads, p.cache_dtype);
     const float mean = mean_of(v);
     if (!part.real) continue;
     const float top = v.top + __log2f(v.weight);

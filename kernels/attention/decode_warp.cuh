@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "abi/attention.cuh"
-#include "common/dtype.cuh"
+#include "attention/row_operands.cuh"
 #include "common/mma.cuh"
 
 namespace fused {
@@ -34,6 +34,10 @@ struct KeysInPages : Keys {
   uint64_t k_page, k_token, v_page, v_token;
   uint32_t page_bits, pages;
   uint32_t low;         // keys before this are not seen
+  // Of codes: the head's scales, and those from page to page.
+  const float* k_scales;
+  const float* v_scales;
+  uint64_t k_scale_page, v_scale_page;
 
   __device__ uint32_t entry(uint32_t key) const { return key < end ? __ldcg(row + (key >> page_bits)) : UINT32_MAX; }
   __device__ uint32_t slot(uint32_t key) const { return key & ((1u << page_bits) - 1); }
@@ -60,32 +64,6 @@ __device__ __forceinline__ float score(const Keys& keys, float product) {
   return keys.softcap * LOG2E * tanh;
 }
 
-// Loads of the caches: 16, 8 or 4 bytes, or zeros. They pass by the L1 cache, which may hold lines
-// from before another kernel wrote their neighbours.
-__device__ __forceinline__ void fetch16(uint32_t* r, const void* p, bool there) {
-  asm volatile(
-      "{.reg .pred q;\nsetp.ne.u32 q, %5, 0;\n"
-      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@q ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
-      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-      : "l"(p), "r"(uint32_t(there)));
-}
-
-__device__ __forceinline__ void fetch8(uint32_t* r, const void* p, bool there) {
-  asm volatile(
-      "{.reg .pred q;\nsetp.ne.u32 q, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
-      "@q ld.global.cg.v2.u32 {%0, %1}, [%2];}"
-      : "=r"(r[0]), "=r"(r[1])
-      : "l"(p), "r"(uint32_t(there)));
-}
-
-__device__ __forceinline__ void fetch4(uint32_t* r, const void* p, bool there) {
-  asm volatile(
-      "{.reg .pred q;\nsetp.ne.u32 q, %2, 0;\nmov.u32 %0, 0;\n@q ld.global.cg.u32 %0, [%1];}"
-      : "=r"(r[0])
-      : "l"(p), "r"(uint32_t(there)));
-}
-
 template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
   Pack<C, 2> both = {{a, b}};
   return *reinterpret_cast<uint32_t*>(&both);
@@ -93,48 +71,43 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
 
 // Scores are Q K^T with the heads as rows: rows 0-7 are the queries as C stores them, rows 8-15
 // what that left out, so a product is as exact as in f32. Values are V^T P^T with the heads as
-// columns, P again in two parts. Each thread's 16 bytes of a key are the operands of two steps:
-// dimensions may be summed in any order, so they are numbered in the order in which they lie in
-// memory, and neither keys nor values pass through shared memory. Where keys are in pages, eight neighbours are in one
-// page, which is looked up a tile ahead.
+// columns, P again in two parts. Where keys are in pages, eight neighbours are in one page, which is looked up a tile
+// ahead.
+//
+// Products are of codes as they are, if C is a code: scales of keys multiply the scores, and scales of values are a part
+// of P, whose exponents they are added to, so that P is 1 at most whatever they are.
 template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCore {
   using From = std::conditional_t<PAGED, KeysInPages, Keys>;
-  static constexpr bool IN_PAGES = PAGED;
+  using Operand = typename Stored<C>::Operand;
+  using Key = KeyRow<C, D>;
+  using Value = ValueRow<C, D>;
+  static constexpr bool IN_PAGES = PAGED, CODES = Stored<C>::CODES;
+  static_assert(PAGED || !CODES);
   static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, MAX_CORE_HEADS = MAX_HEADS;
   // Elements of a head that a lane of 32 can have.
   static constexpr int LANE = (D + 31) / 32;
   // Bytes of the queries as operands.
   static constexpr int QUERIES = STEPS * WARP * 16;
 
-  uint32_t k[SUB][2][STEPS][2];
-  uint32_t v[SUB][4][STEPS];
+  uint32_t k[SUB][2][Key::REGISTERS];
+  uint32_t v[SUB][4][Value::REGISTERS];
+  // Of codes: the scales of this lane's keys and values.
+  float k_scale[CODES ? 2 * SUB : 1][2], v_scale[CODES ? 2 * SUB : 1][2];
   float o[STEPS][4];
   float m, l;
   uint32_t page[2 * SUB], ahead[2 * SUB];  // of eight keys each: of the tile on its way, and of the one behind it
 
-  // Where a lane finds dimensions 2i, 2i + 1 of its part of the values.
-  __device__ static int dimension(int r) {
-    constexpr int WHOLE = D / 64 * 4, REST = STEPS - WHOLE;
-    const int g = threadIdx.x % WARP / 4;
-    return r < WHOLE ? r / 4 * 64 + 8 * g + 2 * (r % 4) : D / 64 * 64 + g * 2 * REST + 2 * (r - WHOLE);
+  __device__ static int dtype(int given) {
+    return CODES ? given : std::is_same<C, __half>::value ? F16 : BF16;
   }
+  __device__ static bool coded(int) { return CODES; }
 
-  // The place of a query's element among the operands: (high part, low part 4 bytes behind).
-  __device__ static int place(int head, int d) {
-    constexpr int WHOLE = D / 32 * 32;
-    const bool whole = d < WHOLE;
-    const int t = whole ? d / 8 % 4 : (d - WHOLE) / 4;
-    const int step = whole ? d / 32 * 2 + d % 8 / 4 : D / 32 * 2;
-    return step * WARP * 16 + (head * 4 + t) * 16 + d % 4 / 2 * 8 + d % 2 * 2;
-  }
-
-  __device__ static int dtype(int) { return std::is_same<C, __half>::value ? F16 : BF16; }
-
+  // A query's element, and 4 bytes behind it what rounding has left over.
   __device__ static void put(char* queries, int head, int d, float q) {
-    const C high = from_float<C>(q);
-    char* at = queries + place(head, d);
-    *reinterpret_cast<C*>(at) = high;
-    *reinterpret_cast<C*>(at + 4) = from_float<C>(q - to_float(high));
+    const Operand high = from_float<Operand>(q);
+    char* at = queries + Key::place(head, d);
+    *reinterpret_cast<Operand*>(at) = high;
+    *reinterpret_cast<Operand*>(at + 4) = from_float<Operand>(q - to_float(high));
   }
 
   // The first tile, and where the one `stride` keys behind it is.
@@ -178,34 +151,37 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
     else return first + uint64_t(key) * D;
   }
 
-  __device__ void fetch_keys(const From& keys, uint32_t first) {
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  // The scales of the keys that this lane has scores of.
+  __device__ void fetch_scales(const From& keys, uint32_t first, const float* scales, uint64_t of_page,
+                               float (&to)[2 * SUB][2]) {
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {
-      auto& k = this->k[j / 2][j % 2];
-      const uint32_t key = first + j * 8 + g;
-      const C* row = k_row(keys, key, j);
-      const bool there = this->there(keys, key, j);
 #pragma unroll
-      for (int i = 0; i < D / 32; ++i) fetch16(k[2 * i], row + i * 32 + t * 8, there);
-      if constexpr (D % 32 != 0) fetch8(k[STEPS - 1], row + D / 32 * 32 + t * 4, there);
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t key = first + j * 8 + 2 * (threadIdx.x % 4) + i;
+        to[j][i] = fetch_scale(scales + page[j] * of_page + keys.slot(key), there(keys, key, j));
+      }
     }
   }
 
+  __device__ void fetch_keys(const From& keys, uint32_t first) {
+    const int g = threadIdx.x % WARP / 4;
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+      const uint32_t key = first + j * 8 + g;
+      Key::fetch(k[j / 2][j % 2], k_row(keys, key, j), there(keys, key, j));
+    }
+    if constexpr (CODES) fetch_scales(keys, first, keys.k_scales, keys.k_scale_page, k_scale);
+  }
+
   __device__ void fetch_values(const From& keys, uint32_t first) {
-    constexpr int WHOLE = D / 64 * 4, REST = STEPS - WHOLE;
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 4 * SUB; ++j) {
-      auto& v = this->v[j / 4][j % 4];
       const uint32_t key = first + 2 * t + j % 2 + j / 2 * 8;
-      const C* row = v_row(keys, key, j / 2);
-      const bool there = this->there(keys, key, j / 2);
-#pragma unroll
-      for (int i = 0; i < D / 64; ++i) fetch16(&v[4 * i], row + i * 64 + g * 8, there);
-      if constexpr (REST == 2) fetch8(&v[WHOLE], row + D / 64 * 64 + g * 4, there);
-      if constexpr (REST == 1) fetch4(&v[WHOLE], row + D / 64 * 64 + g * 2, there);
+      Value::fetch(v[j / 4][j % 4], v_row(keys, key, j / 2), there(keys, key, j / 2));
     }
+    if constexpr (CODES) fetch_scales(keys, first, keys.v_scales, keys.v_scale_page, v_scale);
   }
 
   __device__ void start() {
@@ -225,13 +201,20 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
       const uint32_t q[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
       for (int j = 0; j < 2 * SUB; ++j)
-        mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
+        mma<Operand>(s[j], q, Key::first(k[j / 2][j % 2], i), Key::second(k[j / 2][j % 2], i));
+    }
+    if constexpr (CODES) {
+#pragma unroll
+      for (int j = 0; j < 2 * SUB; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[j][i] *= k_scale[j][i % 2];
     }
     if (next < tiles) {
       turn_page();
       fetch_keys(keys, start + next * KEYS);
     }
-    float p[2 * SUB][2], top = m;
+    // Exponents of the weights, and what the values' scales add to them; `top` is the largest sum.
+    float p[2 * SUB][2], more[CODES ? 2 * SUB : 1][2], top = m;
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {
 #pragma unroll
@@ -240,7 +223,12 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
         bool seen = key < keys.end;
         if constexpr (PAGED) seen = seen && key >= keys.low;
         p[j][i] = seen ? score(keys, s[j][i] + s[j][i + 2]) : -INFINITY;
-        top = fmaxf(top, p[j][i]);
+        if constexpr (CODES) {
+          more[j][i] = seen ? __log2f(v_scale[j][i]) : 0.f;
+          top = fmaxf(top, p[j][i] + more[j][i]);
+        } else {
+          top = fmaxf(top, p[j][i]);
+        }
       }
     }
     top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
@@ -256,21 +244,21 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
     uint32_t high[2 * SUB], low[2 * SUB];
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {
-      const float p0 = exp2_fast(p[j][0] - off), p1 = exp2_fast(p[j][1] - off);
+      float p0 = exp2_fast(p[j][0] - off), p1 = exp2_fast(p[j][1] - off);
       l += p0 + p1;
-      const C h0 = from_float<C>(p0), h1 = from_float<C>(p1);
+      if constexpr (CODES) p0 = exp2_fast(p[j][0] + more[j][0] - off), p1 = exp2_fast(p[j][1] + more[j][1] - off);
+      const Operand h0 = from_float<Operand>(p0), h1 = from_float<Operand>(p1);
       high[j] = pack(h0, h1);
-      low[j] = pack(from_float<C>(p0 - to_float(h0)), from_float<C>(p1 - to_float(h1)));
+      low[j] = pack(from_float<Operand>(p0 - to_float(h0)), from_float<Operand>(p1 - to_float(h1)));
     }
 #pragma unroll
     for (int u = 0; u < SUB; ++u) {
 #pragma unroll
       for (int r = 0; r < STEPS; ++r) {
-        const uint32_t a[4] = {
-            __byte_perm(v[u][0][r], v[u][1][r], 0x5410), __byte_perm(v[u][0][r], v[u][1][r], 0x7632),
-            __byte_perm(v[u][2][r], v[u][3][r], 0x5410), __byte_perm(v[u][2][r], v[u][3][r], 0x7632)};
-        mma<C>(o[r], a, high[2 * u], high[2 * u + 1]);
-        mma<C>(o[r], a, low[2 * u], low[2 * u + 1]);
+        uint32_t a[4];
+        Value::operand(v[u], r, a);
+        mma<Operand>(o[r], a, high[2 * u], high[2 * u + 1]);
+        mma<Operand>(o[r], a, low[2 * u], low[2 * u + 1]);
       }
     }
     if (next < tiles) {
@@ -287,7 +275,7 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
     if (t == 0) tops[g] = m, weights[g] = l;
 #pragma unroll
     for (int r = 0; r < STEPS; ++r) {
-      float* at = sums + 2 * t * stride + dimension(r);
+      float* at = sums + 2 * t * stride + Value::dimension(r);
       if (2 * t < heads) *reinterpret_cast<float2*>(at) = make_float2(o[r][0], o[r][2]);
       if (2 * t + 1 < heads) *reinterpret_cast<float2*>(at + stride) = make_float2(o[r][1], o[r][3]);
     }
@@ -308,6 +296,7 @@ template <int N, int W, bool PAGED = false> struct LaneCore {
   float m[MAX_CORE_HEADS], l[MAX_CORE_HEADS];
 
   __device__ static int dtype(int given) { return given; }
+  __device__ static bool coded(int dtype) { return PAGED && is_coded(dtype); }
   __device__ static void put(char*, int, int, float) {}
   __device__ void begin(const From&, uint32_t, uint32_t) {}
 
@@ -324,6 +313,7 @@ template <int N, int W, bool PAGED = false> struct LaneCore {
   // a test or a wait.
   template <typename C> __device__ static float element(const C* p) {
     if constexpr (sizeof(C) == 4) return __ldcg(p);
+    else if constexpr (sizeof(C) == 1) return code_value(__ldcg(&p->bits), std::is_same<C, CodeInt8>::value ? INT8 : E4M3);
     else return widen_raw<C>(__ldcg(reinterpret_cast<const uint16_t*>(p)));
   }
 
@@ -335,19 +325,24 @@ template <int N, int W, bool PAGED = false> struct LaneCore {
       const uint32_t own = key + 4 * j;
       bool there = own < keys.end;
       uint64_t k_at = keys.first + uint64_t(own) * keys.head_dim, v_at = k_at;
+      float k_scale = 1.f, v_scale = 1.f;
       if constexpr (PAGED) {
-        const uint32_t page = keys.entry(own);
+        const uint32_t page = keys.entry(own), slot = keys.slot(own);
         there = there && own >= keys.low && page < keys.pages;
-        k_at = page * keys.k_page + keys.slot(own) * keys.k_token;
-        v_at = page * keys.v_page + keys.slot(own) * keys.v_token;
+        k_at = page * keys.k_page + slot * keys.k_token;
+        v_at = page * keys.v_page + slot * keys.v_token;
+        if constexpr (Stored<C>::CODES) {
+          k_scale = fetch_scale(keys.k_scales + page * keys.k_scale_page + slot, there);
+          v_scale = fetch_scale(keys.v_scales + page * keys.v_scale_page + slot, there);
+        }
       }
       const C* k_row = static_cast<const C*>(keys.k) + k_at + c;
       const C* v_row = static_cast<const C*>(keys.v) + v_at + c;
       const int width = there ? keys.head_dim - c : 0;
 #pragma unroll
       for (int e = 0; e < N; ++e) {
-        k[j][e] = 8 * e < width ? element(k_row + 8 * e) : 0.f;
-        v[j][e] = 8 * e < width ? element(v_row + 8 * e) : 0.f;
+        k[j][e] = 8 * e < width ? element(k_row + 8 * e) * k_scale : 0.f;
+        v[j][e] = 8 * e < width ? element(v_row + 8 * e) * v_scale : 0.f;
       }
     }
   }
@@ -360,7 +355,9 @@ template <int N, int W, bool PAGED = false> struct LaneCore {
       const uint32_t key = first + threadIdx.x % WARP / 8;
       float k[TURNS][N], v[TURNS][N];
       // One branch on the type, so that the loads are issued together.
-      if (keys.dtype == F32) rows<float>(k, v, keys, key);
+      if (PAGED && keys.dtype == E4M3) rows<CodeFp8>(k, v, keys, key);
+      else if (PAGED && keys.dtype == INT8) rows<CodeInt8>(k, v, keys, key);
+      else if (keys.dtype == F32) rows<float>(k, v, keys, key);
       else if (keys.dtype == F16) rows<__half>(k, v, keys, key);
       else rows<__nv_bfloat16>(k, v, keys, key);
 #pragma unroll

@@ -71,7 +71,7 @@ __device__ __forceinline__ uint64_t result_at(const PagedAttentionParams& p, con
   return ((uint64_t(s.b) * p.queries + rows.query(r)) * p.heads + rows.head(s.kv, r)) * head_dim;
 }
 
-// A warp's queries, in whole packs of the pools' type, which nothing has to convert: all loads are on their way before
+// A warp's queries, in whole packs of the pools' type, or of 16 bits if those are codes: all loads are on their way before
 // one is waited for.
 template <class Core>
 __device__ __forceinline__ void stage_packs(const PagedAttentionParams& p, const PagedQueries& queries,
@@ -89,9 +89,15 @@ __device__ __forceinline__ void stage_packs(const PagedAttentionParams& p, const
   for (int j = 0; j < TURNS; ++j) {
     const int r = own + j * AT_ONCE;
     if (own >= AT_ONCE || r >= rows.count) continue;
-    const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+    uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) Core::put_pair(queries.operands, r, d + 2 * i, words[i]);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (Core::CODES) {
+        const float2 pair = unpack2<__nv_bfloat16>(words[i]);
+        if (p.dtype == BF16) words[i] = pack2<__half>(pair.x, pair.y);
+      }
+      Core::put_pair(queries.operands, r, d + 2 * i, words[i]);
+    }
   }
 }
 
@@ -269,7 +275,7 @@ __device__ __forceinline__ void merge_paged_records(const PagedAttentionParams& 
 
 __device__ __forceinline__ PagedKeys keys_of(const PagedAttentionParams& p, const Stretch& s, int head_dim) {
   const Pages& pages = p.pages;
-  const uint32_t size = pages.dtype == F32 ? 4 : 2;
+  const uint32_t size = size_of(pages.dtype);
   PagedKeys keys;
   keys.k = static_cast<const char*>(pages.k) + s.kv * pages.k_head * size;
   keys.v = static_cast<const char*>(pages.v) + s.kv * pages.v_head * size;
@@ -278,6 +284,9 @@ __device__ __forceinline__ PagedKeys keys_of(const PagedAttentionParams& p, cons
   keys.v_page = pages.v_page, keys.v_token = pages.v_token;
   keys.page = pages.page, keys.pages = pages.pages;
   keys.from = s.from, keys.to = s.to;
+  keys.k_scales = pages.k_scales, keys.v_scales = pages.v_scales, keys.kv = s.kv;
+  keys.k_scale_page = pages.k_scale_strides[0], keys.k_scale_head = pages.k_scale_strides[1];
+  keys.v_scale_page = pages.v_scale_strides[0], keys.v_scale_head = pages.v_scale_strides[1];
   keys.form = {nullptr, nullptr, 0, 0, head_dim, pages.dtype, p.softcap > 0.f ? p.scale : p.scale * LOG2E, p.softcap};
   return keys;
 }
@@ -322,7 +331,7 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
     bool written = false;
     if constexpr (Core::DIM != 0) {
       written = p.packs && s.whole();
-      if (written) core.finish(p.y, [&](int r) { return result_at(p, s, rows, r, head_dim); }, rows.count);
+      if (written) core.finish(p.y, p.dtype, [&](int r) { return result_at(p, s, rows, r, head_dim); }, rows.count);
     }
     if (!written) {
       // The second is free until the last stretch.

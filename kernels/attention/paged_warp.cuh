@@ -19,6 +19,11 @@ struct PagedKeys {
   uint32_t page, pages;
   uint32_t from, to;        // keys
   Keys form;                // dtype, width, scale and softcap
+  // Of codes: all scales, those from page to page and head to head, and the head.
+  const float* k_scales;
+  const float* v_scales;
+  uint64_t k_scale_page, k_scale_head, v_scale_page, v_scale_head;
+  uint32_t kv;
 
   // These, or others of the same pools.
   __device__ PagedKeys or_else(const PagedKeys& others, bool these) const {
@@ -26,6 +31,7 @@ struct PagedKeys {
     keys.k = these ? k : others.k, keys.v = these ? v : others.v;
     keys.entries = these ? entries : others.entries;
     keys.from = these ? from : others.from, keys.to = these ? to : others.to;
+    keys.kv = these ? kv : others.kv;
     return keys;
   }
   // The page of a key, by the table.
@@ -37,6 +43,12 @@ struct PagedKeys {
   }
   template <typename C> __device__ const C* v_row(uint32_t place) const {
     return reinterpret_cast<const C*>(v) + (place >> 8) * v_page + (place & 255) * v_token;
+  }
+  __device__ const float* k_scale(uint32_t place) const {
+    return k_scales + (place >> 8) * k_scale_page + kv * k_scale_head + (place & 255);
+  }
+  __device__ const float* v_scale(uint32_t place) const {
+    return v_scales + (place >> 8) * v_scale_page + kv * v_scale_head + (place & 255);
   }
 };
 
@@ -83,15 +95,20 @@ template <int KEYS> struct Places {
 };
 
 // As TensorCore, for 8 or 16 rows of queries. 8 are as exact as there: queries and weights in two parts. With 16 the
-// second half of the mma's rows are other queries, and weights are rounded to C.
+// second half of the mma's rows are other queries, and weights are rounded to C (codes: to f16).
 template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
-  using Tile8 = TensorCore<C, D, W, SUB>;
+  using Tile8 = TensorCore<C, D, W, SUB, true>;
+  using Operand = typename Stored<C>::Operand;
+  using Key = KeyRow<C, D>;
+  using Value = ValueRow<C, D>;
+  static constexpr bool CODES = Stored<C>::CODES;
   static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, ROWS = ROWS_, HALVES = ROWS / 8;
   // Bytes of the queries as operands, and the widest head.
   static constexpr int QUERIES = Tile8::QUERIES, WIDEST = D;
 
-  uint32_t k[SUB][2][STEPS][2];
-  uint32_t v[SUB][4][STEPS];
+  uint32_t k[SUB][2][Key::REGISTERS];
+  uint32_t v[SUB][4][Value::REGISTERS];
+  float k_scale, v_scale;  // of codes: of this lane's key, as `Places` has it
   float o[HALVES][STEPS][4];
   float m[HALVES], l[HALVES];
   Sight sight[HALVES];
@@ -101,43 +118,32 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
 
   __device__ static void put(char* queries, int row, int d, float q) {
     if constexpr (HALVES == 1) Tile8::put(queries, row, d, q);
-    else *reinterpret_cast<C*>(queries + Tile8::place(row % 8, d) + row / 8 * 4) = from_float<C>(q);
+    else *reinterpret_cast<Operand*>(queries + Key::place(row % 8, d) + row / 8 * 4) = from_float<Operand>(q);
   }
 
-  // Two neighbours of C's own type, the first of them even.
+  // Two neighbours as operands, the first of them even.
   __device__ static void put_pair(char* queries, int row, int d, uint32_t pair) {
-    char* at = queries + Tile8::place(row % 8, d);
+    char* at = queries + Key::place(row % 8, d);
     if constexpr (HALVES == 1) *reinterpret_cast<uint2*>(at) = make_uint2(pair, 0);
     else *reinterpret_cast<uint32_t*>(at + row / 8 * 4) = pair;
   }
 
   __device__ void fetch_keys(const PagedKeys& keys) {
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    const int g = threadIdx.x % WARP / 4;
 #pragma unroll
-    for (int j = 0; j < 2 * SUB; ++j) {
-      auto& k = this->k[j / 2][j % 2];
-      const C* row = keys.k_row<C>(next.of(j * 8 + g));
-      const bool there = next.there(j * 8 + g);
-#pragma unroll
-      for (int i = 0; i < D / 32; ++i) fetch16(k[2 * i], row + i * 32 + t * 8, there);
-      if constexpr (D % 32 != 0) fetch8(k[STEPS - 1], row + D / 32 * 32 + t * 4, there);
-    }
+    for (int j = 0; j < 2 * SUB; ++j)
+      Key::fetch(k[j / 2][j % 2], keys.k_row<C>(next.of(j * 8 + g)), next.there(j * 8 + g));
+    if constexpr (CODES) k_scale = fetch_scale(keys.k_scale(next.at), next.there(threadIdx.x % KEYS));
   }
 
   __device__ void fetch_values(const PagedKeys& keys) {
-    constexpr int WHOLE = D / 64 * 4, REST = STEPS - WHOLE;
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 4 * SUB; ++j) {
-      auto& v = this->v[j / 4][j % 4];
       const int key = 2 * t + j % 2 + j / 2 * 8;
-      const C* row = keys.v_row<C>(next.of(key));
-      const bool there = next.there(key);
-#pragma unroll
-      for (int i = 0; i < D / 64; ++i) fetch16(&v[4 * i], row + i * 64 + g * 8, there);
-      if constexpr (REST == 2) fetch8(&v[WHOLE], row + D / 64 * 64 + g * 4, there);
-      if constexpr (REST == 1) fetch4(&v[WHOLE], row + D / 64 * 64 + g * 2, there);
+      Value::fetch(v[j / 4][j % 4], keys.v_row<C>(next.of(key)), next.there(key));
     }
+    if constexpr (CODES) v_scale = fetch_scale(keys.v_scale(next.at), next.there(threadIdx.x % KEYS));
   }
 
   __device__ void start(const Sight* sights) {
@@ -150,8 +156,10 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     }
   }
 
-  // Weights of the tile's keys from their products, which they replace; sums so far fade to the new maximum.
-  __device__ void weigh(const PagedKeys& keys, uint32_t first, float (&s)[2 * SUB][4], int h) {
+  // Weights of the tile's keys from their products, which they replace; sums so far fade to the new maximum. `more`: of
+  // codes, what the values' scales add to the exponents.
+  __device__ void weigh(const PagedKeys& keys, uint32_t first, float (&s)[2 * SUB][4],
+                        const float (&more)[CODES ? 2 * SUB : 1][2], int h) {
     const int t = threadIdx.x % 4;
     float top = m[h];
 #pragma unroll
@@ -162,7 +170,8 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
         float& p = s[j][2 * h + i];
         if constexpr (HALVES == 1) p += s[j][2 + i];
         p = (seen >> in_tile & 1) && sight[h].sees(key) ? sight[h].score(keys, p, key) : -INFINITY;
-        top = fmaxf(top, p);
+        if constexpr (CODES) top = fmaxf(top, p == -INFINITY ? p : p + more[j][i]);
+        else top = fmaxf(top, p);
       }
     }
     top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
@@ -180,8 +189,11 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& p = s[j][2 * h + i];
-        p = exp2_fast(p - off);
-        l[h] += p;
+        const float weight = exp2_fast(p - off);
+        l[h] += weight;
+        // Unseen, a scale that is no number is none.
+        if constexpr (CODES) p = p == -INFINITY ? 0.f : exp2_fast(p + more[j][i] - off);
+        else p = weight;
       }
     }
   }
@@ -192,19 +204,33 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {
       const float p0 = s[j][2 * h], p1 = s[j][2 * h + 1];
-      const C h0 = from_float<C>(p0), h1 = from_float<C>(p1);
+      const Operand h0 = from_float<Operand>(p0), h1 = from_float<Operand>(p1);
       high[j] = pack(h0, h1);
-      low[j] = pack(from_float<C>(p0 - to_float(h0)), from_float<C>(p1 - to_float(h1)));
+      low[j] = pack(from_float<Operand>(p0 - to_float(h0)), from_float<Operand>(p1 - to_float(h1)));
     }
 #pragma unroll
     for (int u = 0; u < SUB; ++u) {
 #pragma unroll
       for (int r = 0; r < STEPS; ++r) {
-        const uint32_t a[4] = {
-            __byte_perm(v[u][0][r], v[u][1][r], 0x5410), __byte_perm(v[u][0][r], v[u][1][r], 0x7632),
-            __byte_perm(v[u][2][r], v[u][3][r], 0x5410), __byte_perm(v[u][2][r], v[u][3][r], 0x7632)};
-        mma<C>(o[h][r], a, high[2 * u], high[2 * u + 1]);
-        if constexpr (HALVES == 1) mma<C>(o[h][r], a, low[2 * u], low[2 * u + 1]);
+        uint32_t a[4];
+        Value::operand(v[u], r, a);
+        mma<Operand>(o[h][r], a, high[2 * u], high[2 * u + 1]);
+        if constexpr (HALVES == 1) mma<Operand>(o[h][r], a, low[2 * u], low[2 * u + 1]);
+      }
+    }
+  }
+
+  // Products of codes by the keys' scales, and the values' scales as exponents.
+  __device__ void scale(float (&s)[2 * SUB][4], float (&more)[CODES ? 2 * SUB : 1][2]) const {
+    const float exponent = __log2f(v_scale);
+#pragma unroll
+    for (int j = 0; j < 2 * SUB; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = j * 8 + 2 * (threadIdx.x % 4) + i;
+        const float by = __shfl_sync(FULL, k_scale, key);
+        more[j][i] = __shfl_sync(FULL, exponent, key);
+        s[j][i] *= by, s[j][2 + i] *= by;
       }
     }
   }
@@ -245,11 +271,14 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
         const uint4 row = *reinterpret_cast<const uint4*>(queries.operands + (i * WARP + lane) * 16);
         const uint32_t q[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
-        for (int j = 0; j < 2 * SUB; ++j) mma<C>(s[j], q, k[j / 2][j % 2][i][0], k[j / 2][j % 2][i][1]);
+        for (int j = 0; j < 2 * SUB; ++j)
+          mma<Operand>(s[j], q, Key::first(k[j / 2][j % 2], i), Key::second(k[j / 2][j % 2], i));
       }
+      float more[CODES ? 2 * SUB : 1][2];
+      if constexpr (CODES) scale(s, more);
       fetch_keys(from);
 #pragma unroll
-      for (int h = 0; h < HALVES; ++h) weigh(keys, first, s, h);
+      for (int h = 0; h < HALVES; ++h) weigh(keys, first, s, more, h);
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) add(s, h);
       fetch_values(from);
@@ -270,39 +299,42 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
       if (t == 0 && 8 * h + g < rows) to.tops[8 * h + g] = m[h], to.weights[8 * h + g] = l[h];
 #pragma unroll
       for (int r = 0; r < STEPS; ++r) {
-        float* at = to.sums + row * to.stride + Tile8::dimension(r);
+        float* at = to.sums + row * to.stride + Value::dimension(r);
         if (row < rows) *reinterpret_cast<float2*>(at) = make_float2(o[h][r][0], o[h][r][2]);
         if (row + 1 < rows) *reinterpret_cast<float2*>(at + to.stride) = make_float2(o[h][r][1], o[h][r][3]);
       }
     }
   }
 
-  // The results as C, if these were all keys; `of` gives the place of a row.
-  template <typename F> __device__ void finish(void* y, F of, int rows) {
+  // The results as C, or of codes as bf16 or f16, if these were all keys; `of` gives the place of a row.
+  template <typename F> __device__ void finish(void* y, int dtype, F of, int rows) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       const float by = l[h] == 0.f ? 0.f : __fdividef(1.f, l[h]);
       const float by0 = __shfl_sync(FULL, by, 8 * t), by1 = __shfl_sync(FULL, by, 8 * t + 4);
       const int row = 8 * h + 2 * t;
-      if (row < rows) finish_row<0>(y, of(row), h, by0);
-      if (row + 1 < rows) finish_row<1>(y, of(row + 1), h, by1);
+      if (row < rows) finish_row<0>(y, dtype, of(row), h, by0);
+      if (row + 1 < rows) finish_row<1>(y, dtype, of(row + 1), h, by1);
     }
   }
 
   // The first or second of the rows whose values this thread has: eight neighbours in each 64 dimensions.
-  template <int SECOND> __device__ void finish_row(void* results, uint64_t at, int h, float by) {
+  template <int SECOND> __device__ void finish_row(void* results, int dtype, uint64_t at, int h, float by) {
     constexpr int WHOLE = D / 64 * 4;
     uint32_t words[STEPS];
 #pragma unroll
-    for (int r = 0; r < STEPS; ++r) words[r] = pack2<C>(o[h][r][SECOND] * by, o[h][r][2 + SECOND] * by);
+    for (int r = 0; r < STEPS; ++r) {
+      const float low = o[h][r][SECOND] * by, high = o[h][r][2 + SECOND] * by;
+      words[r] = CODES && dtype == BF16 ? pack2<__nv_bfloat16>(low, high) : pack2<Operand>(low, high);
+    }
     uint16_t* y = static_cast<uint16_t*>(results) + at;
 #pragma unroll
     for (int r = 0; r < WHOLE; r += 4)
-      *reinterpret_cast<uint4*>(y + Tile8::dimension(r)) =
+      *reinterpret_cast<uint4*>(y + Value::dimension(r)) =
           make_uint4(words[r], words[r + 1], words[r + 2], words[r + 3]);
 #pragma unroll
-    for (int r = WHOLE; r < STEPS; ++r) *reinterpret_cast<uint32_t*>(y + Tile8::dimension(r)) = words[r];
+    for (int r = WHOLE; r < STEPS; ++r) *reinterpret_cast<uint32_t*>(y + Value::dimension(r)) = words[r];
   }
 };
 
@@ -332,10 +364,13 @@ template <int N, int W> struct PagedLaneCore {
     const int c = threadIdx.x % 8, width = there ? keys.form.head_dim - c : 0;
     const C* k_row = keys.k_row<C>(place) + c;
     const C* v_row = keys.v_row<C>(place) + c;
+    float k_scale = 1.f, v_scale = 1.f;
+    if constexpr (Stored<C>::CODES)
+      k_scale = fetch_scale(keys.k_scale(place), there), v_scale = fetch_scale(keys.v_scale(place), there);
 #pragma unroll
     for (int e = 0; e < N; ++e) {
-      k[e] = 8 * e < width ? LaneCore<N, W>::element(k_row + 8 * e) : 0.f;
-      v[e] = 8 * e < width ? LaneCore<N, W>::element(v_row + 8 * e) : 0.f;
+      k[e] = 8 * e < width ? LaneCore<N, W>::element(k_row + 8 * e) * k_scale : 0.f;
+      v[e] = 8 * e < width ? LaneCore<N, W>::element(v_row + 8 * e) * v_scale : 0.f;
     }
   }
 
@@ -349,7 +384,9 @@ template <int N, int W> struct PagedLaneCore {
         const bool there = places.there(i);
         float k[N], v[N];
         // One branch on the type, so that the loads are issued together.
-        if (keys.form.dtype == F32) row<float>(k, v, keys, place, there);
+        if (keys.form.dtype == E4M3) row<CodeFp8>(k, v, keys, place, there);
+        else if (keys.form.dtype == INT8) row<CodeInt8>(k, v, keys, place, there);
+        else if (keys.form.dtype == F32) row<float>(k, v, keys, place, there);
         else if (keys.form.dtype == F16) row<__half>(k, v, keys, place, there);
         else row<__nv_bfloat16>(k, v, keys, place, there);
 #pragma unroll

@@ -2,9 +2,11 @@
 //
 // x [N, heads + 2 kv_heads, D]: of each token the first `heads` are rotated to y [N, heads, D], the next `kv_heads` are
 // rotated into the token's slot of k, the last are copied into that of v. The slot follows from the token's sequence,
-// its position and the table of pages; what has no slot is left out, and its queries are zeros. A few lanes own a head.
+// its position and the table of pages; what has no slot is left out, and its queries are zeros. A few lanes own a head. For
+// pools of codes they go through it twice: for its largest magnitude, and to quantize.
 // Bytes moved: x once, y and the slots once.
 #include "abi/paged.cuh"
+#include "attention/stored.cuh"
 #include "pointwise/rope.cuh"
 
 using namespace fused;
@@ -42,6 +44,30 @@ __device__ __forceinline__ uint32_t page_of(const Pages& pages, uint32_t sequenc
   return id < pages.pages ? id : NOWHERE;
 }
 
+// Keys or values of one head into their place as codes, and their scale.
+template <bool VECTORS, typename T>
+__device__ __forceinline__ void append_codes(const PagedAppendParams& p, Head<T> head, uint32_t position,
+                                             uint32_t pairs, uint8_t* codes, float* scale) {
+  constexpr int N = VECTORS ? VEC<T> : 1;
+  const int format = p.pages.dtype;
+  if (head.weight) head.template normalise<N>(p.dim, p.eps);
+  float most = 0.f;
+  each_turned<N>(p, head, position, pairs, [&](uint32_t, const float (&v)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) most = larger(most, v[j]);
+  });
+  for (uint32_t offset = head.lanes / 2; offset > 0; offset /= 2)
+    most = larger(most, __shfl_xor_sync(head.own_lanes(), most, offset));
+  const Quantizer quantizer(most, format);
+  each_turned<N>(p, head, position, pairs, [&](uint32_t at, const float (&v)[N]) {
+    Pack<uint8_t, N> own;
+#pragma unroll
+    for (int j = 0; j < N; ++j) own.v[j] = quantizer.code(v[j], format);
+    store(codes + at, own);
+  });
+  if (head.lane == 0) *scale = quantizer.scale;
+}
+
 template <typename T, bool VECTORS> __device__ __forceinline__ void append_head(const PagedAppendParams& p) {
   pdl_launch();
   pdl_wait();
@@ -70,13 +96,18 @@ template <typename T, bool VECTORS> __device__ __forceinline__ void append_head(
   if (page == NOWHERE) return;
   const bool key = h < p.heads + p.kv_heads;
   const uint32_t plane = h - p.heads - (key ? 0 : p.kv_heads), slot = position % p.pages.page;
-  if (key) {
-    head.weight = static_cast<const T*>(p.k_norm);
-    const uint64_t at = page * p.pages.k_page + slot * p.pages.k_token + plane * p.pages.k_head;
-    append<VECTORS>(p, head, position, p.pairs, at, p.pages.k, p.pages.dtype);
+  const Pages& pages = p.pages;
+  const uint64_t at = key ? page * pages.k_page + slot * pages.k_token + plane * pages.k_head
+                          : page * pages.v_page + slot * pages.v_token + plane * pages.v_head;
+  const uint32_t pairs = key ? p.pairs : 0;
+  void* pool = key ? pages.k : pages.v;
+  if (key) head.weight = static_cast<const T*>(p.k_norm);
+  if (is_coded(pages.dtype)) {
+    const uint64_t(&strides)[2] = key ? pages.k_scale_strides : pages.v_scale_strides;
+    float* scale = (key ? pages.k_scales : pages.v_scales) + page * strides[0] + plane * strides[1] + slot;
+    append_codes<VECTORS>(p, head, position, pairs, static_cast<uint8_t*>(pool) + at, scale);
   } else {
-    const uint64_t at = page * p.pages.v_page + slot * p.pages.v_token + plane * p.pages.v_head;
-    append<VECTORS>(p, head, position, 0, at, p.pages.v, p.pages.dtype);
+    append<VECTORS>(p, head, position, pairs, at, pool, pages.dtype);
   }
 }
 
@@ -111,5 +142,6 @@ extern "C" __global__ void __launch_bounds__(COPY_PAGES_THREADS)
   pdl_wait();
   if (p.size == 16) copy_page<uint4>(p);
   else if (p.size == 4) copy_page<uint32_t>(p);
-  else copy_page<uint16_t>(p);
+  else if (p.size == 2) copy_page<uint16_t>(p);
+  else copy_page<uint8_t>(p);
 }

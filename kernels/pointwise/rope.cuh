@@ -35,6 +35,11 @@ template <typename T> struct Head {
   float factor;
   uint32_t lane, lanes;
 
+  // Heads of one warp differ in what is done with them, so each exchanges values among its own lanes.
+  __device__ __forceinline__ unsigned own_lanes() const {
+    return (FULL >> (WARP - lanes)) << (threadIdx.x % WARP / lanes * lanes);
+  }
+
   template <int N> __device__ __forceinline__ void read(uint32_t at, float (&out)[N]) const {
     const auto v = load<T, N>(x + at);
 #pragma unroll
@@ -53,10 +58,8 @@ template <typename T> struct Head {
 #pragma unroll
       for (int j = 0; j < N; ++j) squares = fmaf(to_float(v.v[j]), to_float(v.v[j]), squares);
     }
-    // Heads of one warp differ in whether they have a norm, so each sums among its own lanes.
-    const unsigned own = (FULL >> (WARP - lanes)) << (threadIdx.x % WARP / lanes * lanes);
     for (uint32_t offset = lanes / 2; offset > 0; offset /= 2)
-      squares += __shfl_xor_sync(own, squares, offset);
+      squares += __shfl_xor_sync(own_lanes(), squares, offset);
     factor = 1.f / sqrtf(squares / dim + eps);
   }
 };
@@ -68,16 +71,16 @@ template <typename O, int N> __device__ __forceinline__ void write(O* y, const f
   store(y, out);
 }
 
-// Turns the first `pairs` pairs of the head and copies the rest.
-template <int N, typename P, typename T, typename O>
-__device__ __forceinline__ void turn(const P& p, const Head<T>& head, uint32_t position, uint32_t pairs, O* y) {
+// Turns the first `pairs` pairs of the head and copies the rest: hands out N neighbours at a time, from an element on.
+template <int N, typename P, typename T, typename F>
+__device__ __forceinline__ void each_turned(const P& p, const Head<T>& head, uint32_t position, uint32_t pairs, F out) {
   const uint32_t turns = pairs / N, all = turns + (p.dim - 2 * pairs) / N;
   for (uint32_t u = head.lane; u < all; u += head.lanes) {
     float a[N], b[N];
     if (u >= turns) {
       const uint32_t at = 2 * pairs + (u - turns) * N;
       head.template read<N>(at, a);
-      write(y + at, a);
+      out(at, a);
       continue;
     }
     const uint32_t first = p.interleaved ? 2 * u * N : u * N;
@@ -104,9 +107,14 @@ __device__ __forceinline__ void turn(const P& p, const Head<T>& head, uint32_t p
         b[j] = fmaf(o, c[j], e * s[j]);
       }
     }
-    write(y + first, a);
-    write(y + second, b);
+    out(first, a);
+    out(second, b);
   }
+}
+
+template <int N, typename P, typename T, typename O>
+__device__ __forceinline__ void turn(const P& p, const Head<T>& head, uint32_t position, uint32_t pairs, O* y) {
+  each_turned<N>(p, head, position, pairs, [&](uint32_t at, const float (&v)[N]) { write(y + at, v); });
 }
 
 // Keys or values of one head into their place, in the type of the cache.

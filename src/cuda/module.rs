@@ -154,11 +154,14 @@ impl Module {
     }
 }
 
-/// The place of f32, f16 or bf16 among a module's kernels for each of them.
+/// The number of an element type in the kernels; of f32, f16 and bf16 also the place among a module's kernels for each
+/// of them. F8E4M3 and U8 stand for codes of keys and values ([`KvFormat::stored`](crate::quant::KvFormat::stored)).
 pub(crate) fn dtype_index(dtype: DType) -> usize {
     match dtype {
         DType::F32 => abi::F32,
         DType::F16 => abi::F16,
+        DType::F8E4M3 => abi::E4M3,
+        DType::U8 => abi::INT8,
         _ => abi::BF16,
     }
 }

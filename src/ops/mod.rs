@@ -64,7 +64,7 @@ pub use paged_append::{PagedAppend, TokenMap, copy_pages, paged_append};
 #[doc(inline)]
 pub use paged_attention::{PagedAttention, paged_attention};
 pub use paged_prefill::{RaggedQueries, paged_prefill};
-pub use pages::{PageLayout, PagePool, PageTable};
+pub use pages::{PageLayout, PagePool, PageScales, PageTable};
 #[doc(inline)]
 pub use quant_linear::{quant_linear, quant_linear_with};
 #[doc(inline)]

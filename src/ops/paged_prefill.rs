@@ -15,8 +15,8 @@ const OP: &str = "paged_prefill";
 /// * `q`: `[total_q, Hq, D]`, f32, f16 or bf16: the queries of all sequences, prompts, chunks of prompts and single
 ///   tokens mixed, one sequence behind the other
 /// * `pool`: keys and values of all sequences, those of the new tokens among them
-///   ([`paged_append`](fn@super::paged_append) writes them); f32, f16 or bf16, which may differ from q's dtype; Hkv
-///   divides Hq, and query head `h` reads key/value head `h / (Hq / Hkv)`
+///   ([`paged_append`](fn@super::paged_append) writes them); f32, f16 or bf16, which may differ from q's dtype, or
+///   quantized; Hkv divides Hq, and query head `h` reads key/value head `h / (Hq / Hkv)`
 /// * `table`: each sequence's pages and length, B sequences
 /// * `queries`: which rows of q are whose
 /// * result: `[total_q, Hq, D]` in q's dtype, contiguous; zeros in rows that no sequence has, and where no key is seen

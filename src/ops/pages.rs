@@ -1,7 +1,12 @@
 //! Pools of pages that hold keys and values of many sequences, and the tables of whose pages are which.
 
+mod scales;
+
 use super::view::{check_apart, float, span};
 use candle_core::{DType, Device, Result, Tensor, bail};
+
+pub use scales::PageScales;
+pub(crate) use scales::scale_strides;
 
 /// In which order a page has its tokens and heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +20,10 @@ pub enum PageLayout {
 /// Keys and values in pages of a fixed number of tokens, shared by any number of sequences. On CUDA a page has
 /// 256 tokens at most, and a pool fewer than 2^24 pages.
 ///
+/// With [`scales`](Self::scales), keys and values are codes of 8 bits: what is written is quantized, after norms and
+/// rotation, each head of each token by itself ([`KvFormat::quantize`](crate::quant::KvFormat::quantize)), so that what
+/// a token leaves does not depend on its neighbours; what is read is `scale * value(code)`.
+///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_fused::ops::{PageLayout, PagePool};
@@ -26,12 +35,15 @@ pub enum PageLayout {
 /// ```
 #[derive(Clone, Debug)]
 pub struct PagePool {
-    /// Keys in the order of `layout`, f32, f16 or bf16; a head's elements side by side, otherwise any strides.
+    /// Keys in the order of `layout`, f32, f16 or bf16, or codes, u8; a head's elements side by side, otherwise any
+    /// strides.
     pub k: Tensor,
     /// Values, as the keys.
     pub v: Tensor,
     /// The order of the dimensions.
     pub layout: PageLayout,
+    /// What codes are read by; none for floats.
+    pub scales: Option<PageScales>,
 }
 
 impl PagePool {
@@ -52,6 +64,7 @@ impl PagePool {
             k: part(0)?,
             v: part(1)?,
             layout,
+            scales: None,
         })
     }
 }
@@ -89,13 +102,14 @@ pub(crate) struct PoolSizes {
 }
 
 impl PagePool {
-    pub(crate) fn dtype(&self) -> DType {
-        self.k.dtype()
-    }
-
     /// The sizes, if keys and values fit each other.
     pub(crate) fn checked(&self, op: &str) -> Result<PoolSizes> {
-        let Self { k, v, layout } = self;
+        let Self {
+            k,
+            v,
+            layout,
+            scales,
+        } = self;
         let &[pages, a, b, dim] = k.dims() else {
             let expected = match layout {
                 PageLayout::Nhd => "[pages, page, Hkv, D]",
@@ -106,7 +120,13 @@ impl PagePool {
                 k.shape()
             );
         };
-        float(op, "pool.k", k.dtype())?;
+        match scales {
+            Some(_) if k.dtype() != DType::U8 => {
+                bail!("{op}: pool.k is {:?}, expected U8 with scales", k.dtype())
+            }
+            Some(_) => {}
+            None => float(op, "pool.k", k.dtype())?,
+        }
         if v.dims() != k.dims() || v.dtype() != k.dtype() {
             bail!(
                 "{op}: pool.v is {:?} {:?}, expected pool.k's {:?} {:?}",
@@ -131,19 +151,26 @@ impl PagePool {
                 bail!("{op}: the elements of a head of {name} have to lie side by side");
             }
         }
-        Ok(PoolSizes {
+        let sizes = PoolSizes {
             pages,
             page,
             kv_heads,
             dim,
-        })
+        };
+        self.check_scales(op, sizes)?;
+        Ok(sizes)
     }
 
-    /// Fails if keys and values overlap each other or one of `read`: they are written in place.
+    /// Fails if keys, values and scales overlap each other or one of `read`: they are written in place.
     pub(crate) fn check_written(&self, op: &str, read: &[(&str, &Tensor)]) -> Result<()> {
         let both = [("pool.k", &self.k), ("pool.v", &self.v)];
         if !self.interleaves(op)? {
             check_apart(op, &both, &[])?;
+        }
+        if let Some(scales) = &self.scales {
+            let written = [("pool.scales.k", &scales.k), ("pool.scales.v", &scales.v)];
+            check_apart(op, &written, &both)?;
+            check_apart(op, &written, read)?;
         }
         both.iter()
             .try_for_each(|one| check_apart(op, std::slice::from_ref(one), read))

@@ -98,6 +98,7 @@ pub(super) fn span(op: &str, name: &str, t: &Tensor) -> Result<Range<usize>> {
         Storage::Cpu(CpuStorage::F16(v)) => v.as_ptr().addr(),
         Storage::Cpu(CpuStorage::BF16(v)) => v.as_ptr().addr(),
         Storage::Cpu(CpuStorage::U32(v)) => v.as_ptr().addr(),
+        Storage::Cpu(CpuStorage::U8(v)) => v.as_ptr().addr(),
         #[cfg(feature = "cuda")]
         Storage::Cuda(storage) => {
             let whole = Layout::contiguous(layout.shape());

@@ -1,12 +1,15 @@
 //! New keys and values in pages against float64, and copies of pages.
 
-use crate::pages::{FORMS, Form, pool, rows, table, there};
+mod quantized;
+
+use crate::pages::{FORMS, Form, numbers, pool, quantized, rows, table, there};
 use crate::support::{devices, randn, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::paged_append::{
     PagedAppend, RotaryTables, TokenMap, copy_pages, paged_append, reference,
 };
 use candle_fused::ops::{HeadNorms, PageLayout, PagePool, PageTable, RopeStyle};
+use candle_fused::quant::KvFormat;
 
 /// Shapes, types and features of one case.
 #[derive(Clone, Copy, Debug)]
@@ -21,6 +24,7 @@ struct Case {
     style: RopeStyle,
     dtype: DType,
     pool: DType,
+    codes: Option<KvFormat>,
     norms: bool,
 }
 
@@ -34,6 +38,7 @@ const CASE: Case = Case {
     style: RopeStyle::HalfSplit,
     dtype: DType::F32,
     pool: DType::F32,
+    codes: None,
     norms: false,
 };
 
@@ -42,11 +47,18 @@ type Tokens = [Option<(usize, usize)>];
 
 impl Case {
     fn limit(&self) -> f64 {
-        match (self.dtype, self.pool) {
+        let rounded = match (self.dtype, self.pool) {
             (DType::F32, DType::F32) => 2e-6,
             (DType::BF16, _) | (_, DType::BF16) => 2e-2,
             _ => 3e-3,
-        }
+        };
+        // Half a step of a row whose largest magnitude is the largest of all.
+        rounded
+            + match self.codes {
+                Some(KvFormat::Fp8) => 16. / 448.,
+                Some(KvFormat::Int8) => 0.5 / 127.,
+                None => 0.,
+            }
     }
 
     /// Where token `position` of a sequence with these pages is among rows of tokens, heads and elements of the pool.
@@ -59,6 +71,10 @@ impl Case {
         let (kv_heads, dim) = (self.kv_heads, self.dim);
         let pages = lengths.iter().map(|n| n.div_ceil(self.page)).sum::<usize>() + 2;
         let before = pool(self.form, [pages, self.page, kv_heads, dim], self.pool)?;
+        let before = match self.codes {
+            Some(format) => quantized(&before, self.form, format)?,
+            None => before,
+        };
         let rows = rows(lengths, [pages, self.page], false, 11);
         let table = table(self.form, &rows, lengths, self.page, device)?;
         let width = (self.heads + 2 * kv_heads) * dim;
@@ -94,9 +110,10 @@ impl Case {
                 "q: {message}"
             );
         }
+        let (on, before) = (numbers(&on)?, numbers(&before)?);
         for (name, got, before, new) in [
-            ("k", &on.k, &before.k, &expected[1]),
-            ("v", &on.v, &before.v, &expected[2]),
+            ("k", &on[0], &before[0], &expected[1]),
+            ("v", &on[1], &before[1], &expected[2]),
         ] {
             let token_rows = |t: &Tensor| match self.form.layout {
                 PageLayout::Nhd => t.contiguous(),

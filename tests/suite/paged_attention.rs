@@ -1,10 +1,13 @@
 //! Attention over pages against float64.
 
-use crate::pages::{FORMS, Form, lengths, pool, rows, table, there};
+mod quantized;
+
+use crate::pages::{FORMS, Form, lengths, pool, quantized, rows, table, there};
 use crate::support::{devices, randn, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::paged_attention::{PagedAttention, paged_attention, reference};
 use candle_fused::ops::{AttentionParams, PageLayout, PagePool, PageTable, flash_attention};
+use candle_fused::quant::KvFormat;
 
 /// Shapes, types and features of one case.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +20,7 @@ struct Case {
     queries: usize,
     dtype: DType,
     pool: DType,
+    codes: Option<KvFormat>,
     window: Option<usize>,
     softcap: Option<f32>,
     alibi: bool,
@@ -32,6 +36,7 @@ const CASE: Case = Case {
     queries: 1,
     dtype: DType::F32,
     pool: DType::F32,
+    codes: None,
     window: None,
     softcap: None,
     alibi: false,
@@ -41,6 +46,8 @@ const CASE: Case = Case {
 impl Case {
     fn limit(&self) -> f64 {
         match (self.dtype, self.pool) {
+            // Tensor cores take queries and weights as two f16 each.
+            (DType::F32, DType::F32) if self.codes.is_some() => 1e-5,
             (DType::F32, DType::F32) => 4e-6,
             (DType::BF16, _) | (_, DType::BF16) => 1.6e-2,
             _ => 2e-3,
@@ -55,6 +62,10 @@ impl Case {
             [pages, self.page, self.kv_heads, self.dim],
             self.pool,
         )?;
+        let all = match self.codes {
+            Some(format) => quantized(&all, self.form, format)?,
+            None => all,
+        };
         let rows = rows(lengths, [pages, self.page], self.shared, 7);
         let on = |device: &Device| table(self.form, &rows, lengths, self.page, device);
         let dims = [lengths.len(), self.queries, self.heads, self.dim];
@@ -233,6 +244,7 @@ fn pages_in_order_are_a_cache() -> Result<()> {
             k: pages.squeeze(0)?.narrow(0, 0, 1)?.reshape((5, 8, 2, 64))?,
             v: pages.squeeze(0)?.narrow(0, 1, 1)?.reshape((5, 8, 2, 64))?,
             layout: PageLayout::Nhd,
+            scales: None,
         };
         let table = PageTable::Padded {
             block_table: Tensor::new(&[[0u32, 1, 2, 3, 4]], &device)?,

@@ -1,12 +1,15 @@
 //! Attention of ragged queries over pages against float64.
 
-use crate::pages::{FORMS, Form, pool, rows, table, there};
+mod quantized;
+
+use crate::pages::{FORMS, Form, pool, quantized, rows, table, there};
 use crate::support::{devices, randn, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::paged_prefill::{paged_prefill, reference};
 use candle_fused::ops::{
     AttentionParams, PagedAttention, RaggedBatch, RaggedQueries, flash_attention_varlen,
 };
+use candle_fused::quant::KvFormat;
 
 /// Shapes, types and features of one case.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +21,7 @@ struct Case {
     page: usize,
     dtype: DType,
     pool: DType,
+    codes: Option<KvFormat>,
     window: Option<usize>,
     softcap: Option<f32>,
     alibi: bool,
@@ -32,6 +36,7 @@ const CASE: Case = Case {
     page: 16,
     dtype: DType::F32,
     pool: DType::F32,
+    codes: None,
     window: None,
     softcap: None,
     alibi: false,
@@ -77,6 +82,10 @@ impl Case {
         let pages = lengths.iter().map(|n| n.div_ceil(self.page)).sum::<usize>() + 2;
         let sizes = [pages, self.page, self.kv_heads, self.dim];
         let all = pool(self.form, sizes, self.pool)?;
+        let all = match self.codes {
+            Some(format) => quantized(&all, self.form, format)?,
+            None => all,
+        };
         let rows = rows(&lengths, [pages, self.page], self.shared, 11);
         let on = |device: &Device| table(self.form, &rows, &lengths, self.page, device);
         let total: usize = batch.iter().map(|[queries, _]| queries).sum();

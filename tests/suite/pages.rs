@@ -2,7 +2,8 @@
 
 use crate::support::randn;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_fused::ops::{PageLayout, PagePool, PageTable};
+use candle_fused::ops::{PageLayout, PagePool, PageScales, PageTable};
+use candle_fused::quant::KvFormat;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -65,20 +66,80 @@ pub fn pool_of(
         k: draw(&[pages, a, b, dim])?,
         v: draw(&[pages, a, b, dim])?,
         layout: form.layout,
+        scales: None,
     })
+}
+
+/// A pool of floats as codes of a format, head by head as they are appended, on the CPU.
+pub fn quantized(pool: &PagePool, form: Form, format: KvFormat) -> Result<PagePool> {
+    let one = |t: &Tensor| {
+        let ((pages, a, b, dim), dims) = (t.dims4()?, t.dims());
+        let rows = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let mut codes = vec![0; rows.len()];
+        let of_rows = rows.chunks_exact(dim).zip(codes.chunks_exact_mut(dim));
+        let scales: Vec<_> = of_rows.map(|(row, own)| format.quantize(row, own)).collect();
+        let scales = Tensor::from_vec(scales, (pages, a, b), &Device::Cpu)?;
+        let scales = match form.layout {
+            PageLayout::Nhd => scales.transpose(1, 2)?.contiguous()?,
+            PageLayout::Hnd => scales,
+        };
+        Ok::<_, candle_core::Error>((Tensor::from_vec(codes, dims, &Device::Cpu)?, scales))
+    };
+    let ((k, k_scales), (v, v_scales)) = (one(&pool.k)?, one(&pool.v)?);
+    let scales = PageScales {
+        format,
+        k: k_scales,
+        v: v_scales,
+    };
+    let pool = PagePool {
+        k,
+        v,
+        layout: form.layout,
+        scales: Some(scales),
+    };
+    there(&pool, form, &Device::Cpu)
+}
+
+/// Keys and values of a pool as floats in its own order, on the CPU.
+pub fn numbers(pool: &PagePool) -> Result<[Tensor; 2]> {
+    let Some(PageScales { format, k, v }) = &pool.scales else {
+        return Ok([pool.k.clone(), pool.v.clone()]);
+    };
+    let one = |t: &Tensor, scales: &Tensor| {
+        let (codes, cpu) = (t.to_device(&Device::Cpu)?.flatten_all()?, Device::Cpu);
+        let codes = codes.to_vec1::<u8>()?.into_iter();
+        let codes = Tensor::from_iter(codes.map(|code| format.value(code)), &cpu)?;
+        let scales = scales.to_device(&cpu)?;
+        let scales = match pool.layout {
+            PageLayout::Nhd => scales.transpose(1, 2)?,
+            PageLayout::Hnd => scales,
+        };
+        codes.reshape(t.dims())?.broadcast_mul(&scales.unsqueeze(3)?)
+    };
+    Ok([one(&pool.k, k)?, one(&pool.v, v)?])
 }
 
 /// The same on a device, in tensors of its own and in one storage if it was.
 pub fn there(pool: &PagePool, form: Form, device: &Device) -> Result<PagePool> {
     let copy = |t: &Tensor| t.copy()?.contiguous()?.to_device(device)?.copy();
+    let scales = |scales: &PageScales| {
+        Ok::<_, candle_core::Error>(PageScales {
+            format: scales.format,
+            k: copy(&scales.k)?,
+            v: copy(&scales.v)?,
+        })
+    };
+    let scales = pool.scales.as_ref().map(scales).transpose()?;
     if form.combined {
         let both = Tensor::stack(&[copy(&pool.k)?, copy(&pool.v)?], 1)?;
-        return PagePool::combined(&both, form.layout);
+        let pool = PagePool::combined(&both, form.layout)?;
+        return Ok(PagePool { scales, ..pool });
     }
     Ok(PagePool {
         k: copy(&pool.k)?,
         v: copy(&pool.v)?,
         layout: form.layout,
+        scales,
     })
 }
 

@@ -25,7 +25,7 @@ use half::{bf16, f16};
 use plan::{Plan, State, padded, state_len};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-pub use view::{AnyView, Output, Pages, View};
+pub use view::{AnyView, Output, Pages, Scales, View};
 
 /// Up to this many rows are dotted with each key; more are multiplied in tiles.
 const FEW_ROWS: usize = 16;
@@ -207,8 +207,8 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Copies the rows of keys or values `from .. from + n` to `dst` as f32, [`padded`] apart and
-    /// zero past `dim`.
+    /// Copies the rows of keys or values `from .. from + n` to `dst` as f32, multiplied with their scales where there are
+    /// some, [`padded`] apart and zero past `dim`.
     ///
     /// # Safety
     /// The processor has `V`'s instructions; the keys exist; `dst` may be written for `n` rows.
@@ -226,6 +226,11 @@ impl<T: Element> Task<'_, T> {
                     row,
                     dim,
                 );
+                if let Some(scale) = x.scale(self.kv_head, from + i) {
+                    for j in 0..dim {
+                        *row.add(j) *= scale;
+                    }
+                }
                 for j in dim..width {
                     *row.add(j) = 0.0;
                 }

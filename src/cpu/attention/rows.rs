@@ -69,10 +69,10 @@ pub(super) unsafe fn run<V: Vector, T: Element>(task: &Task<'_, T>) {
     }
 }
 
-/// Whether rows of keys or values are read where they are: whole vectors, side by side.
+/// Whether rows of keys or values are read where they are: whole vectors, side by side, without scales.
 #[inline(always)]
 fn in_place<V: Vector, T: Element>(task: &Task<'_, T>, x: &View<'_, T>) -> bool {
-    x.strides[3] == 1 && task.problem.sizes.dim.is_multiple_of(V::LANES)
+    x.scales.is_none() && x.strides[3] == 1 && task.problem.sizes.dim.is_multiple_of(V::LANES)
 }
 
 /// Dot products of the task's rows with the keys `key .. key + n`; `copy` has room for a block of them.

@@ -10,6 +10,19 @@ pub struct View<'a, T> {
     offset: usize,
     pub(super) strides: [usize; 4],
     pages: Option<Pages<'a>>,
+    pub(super) scales: Option<Scales<'a>>,
+}
+
+/// Factors that the rows of a view in pages are multiplied with, one for each: a page's lie head by head, those of a head
+/// token by token.
+#[derive(Clone, Copy, Debug)]
+pub struct Scales<'a> {
+    /// All factors.
+    pub data: &'a [f32],
+    /// The first one.
+    pub offset: usize,
+    /// From page to page, and from head to head.
+    pub strides: [usize; 2],
 }
 
 /// The pages that the tokens of a view lie in, one behind the other.
@@ -26,11 +39,11 @@ pub struct Pages<'a> {
 }
 
 impl Pages<'_> {
-    /// Where a token is, tokens of a page lying `stride` elements apart.
+    /// The page of a token, and its slot there.
     #[inline(always)]
-    fn place(&self, token: usize, stride: usize) -> usize {
+    fn place(&self, token: usize) -> (usize, usize) {
         let at = self.skip + token;
-        self.table[at / self.page] as usize * self.stride + at % self.page * stride
+        (self.table[at / self.page] as usize, at % self.page)
     }
 }
 
@@ -51,6 +64,7 @@ impl<'a, T: Copy> View<'a, T> {
             offset,
             strides,
             pages: None,
+            scales: None,
         })
     }
 
@@ -75,6 +89,21 @@ impl<'a, T: Copy> View<'a, T> {
             offset,
             pages: Some(pages),
             ..view
+        })
+    }
+
+    /// The view with factors for its rows, of `heads` heads; none if it is not in pages or a factor would lie outside
+    /// `scales.data`.
+    pub fn scaled(self, scales: Scales<'a>, heads: usize) -> Option<Self> {
+        let pages = self.pages?;
+        let [of_page, of_head] = scales.strides;
+        let last = pages.table.iter().max().map_or(0, |id| *id as usize);
+        let last = last.checked_mul(of_page)?.checked_add(scales.offset)?;
+        let last = last.checked_add(heads.saturating_sub(1).checked_mul(of_head)?)?;
+        let end = last.checked_add(pages.page)?;
+        (pages.table.is_empty() || heads == 0 || end <= scales.data.len()).then_some(Self {
+            scales: Some(scales),
+            ..self
         })
     }
 
@@ -111,12 +140,28 @@ impl<'a, T: Copy> View<'a, T> {
     #[inline(always)]
     pub(super) unsafe fn row(&self, i: usize, j: usize, k: usize) -> *const T {
         let token = match self.pages {
-            Some(pages) => pages.place(k, self.strides[2]),
+            Some(pages) => {
+                let (page, slot) = pages.place(k);
+                page * pages.stride + slot * self.strides[2]
+            }
             None => k * self.strides[2],
         };
         let at = self.offset + i * self.strides[0] + j * self.strides[1] + token;
         // SAFETY: `new` or `paged` has checked the highest index.
         unsafe { self.data.as_ptr().add(at) }
+    }
+
+    /// What the row of token `k` in head `j` is multiplied with, if with anything.
+    ///
+    /// # Safety
+    /// The indices are below the view's dimensions.
+    #[inline(always)]
+    pub(super) unsafe fn scale(&self, j: usize, k: usize) -> Option<f32> {
+        let (scales, pages) = (self.scales.as_ref()?, self.pages.as_ref()?);
+        let (page, slot) = pages.place(k);
+        let at = scales.offset + page * scales.strides[0] + j * scales.strides[1] + slot;
+        // SAFETY: `scaled` has checked the highest index.
+        Some(unsafe { *scales.data.get_unchecked(at) })
     }
 }
 

@@ -282,12 +282,14 @@ pub unsafe fn dispatch<K: Kernel>(level: Level, kernel: K) -> K::Output {
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
+mod codes;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 #[cfg(target_arch = "aarch64")]
 pub(super) use aarch64::widen_f16;
+pub use codes::{E4m3, Int8};
 
 #[cfg(test)]
 mod tests;

@@ -12,6 +12,12 @@ abi! {
         indptr: Const<u32>,
         /// `[sequences]`: tokens of each, or, in CSR form, tokens of its last page.
         lengths: Const<u32>,
+        /// Of codes: `[pages, kv_heads, page]` by these strides in elements, from page to page and head to head; null for
+        /// floats.
+        k_scales: Mut<f32>,
+        v_scales: Mut<f32>,
+        k_scale_strides: [u64; 2],
+        v_scale_strides: [u64; 2],
         /// Entries from one sequence to the next in a padded table.
         step: u32,
         width: u32,

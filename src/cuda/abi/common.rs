@@ -10,6 +10,9 @@ abi! {
     const F32: Count<i32> = 0;
     const F16: Count<i32> = 1;
     const BF16: Count<i32> = 2;
+    /// Codes of 8 bits, which keys and values alone may be.
+    const E4M3: Count<i32> = 3;
+    const INT8: Count<i32> = 4;
 
     /// A tensor as `cuTensorMapEncodeTiled` describes it.
     struct TensorMap align(64) {

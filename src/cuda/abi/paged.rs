@@ -18,6 +18,12 @@ abi! {
         v_page: u64,
         v_token: u64,
         v_head: u64,
+        /// Of codes: `[pages, kv_heads, page]` by these strides in elements, from page to page and head to head; null for
+        /// floats.
+        k_scales: Mut<f32>,
+        v_scales: Mut<f32>,
+        k_scale_strides: [u64; 2],
+        v_scale_strides: [u64; 2],
         /// Entries from one sequence to the next in a padded table.
         step: u32,
         width: u32,
@@ -138,7 +144,7 @@ abi! {
         kv_heads: u32,
         /// Of a head of a token.
         pieces: u32,
-        /// Bytes of a piece: 16, 4 or 2.
+        /// Bytes of a piece: 16, 4, 2 or 1.
         size: i32,
     }
 }

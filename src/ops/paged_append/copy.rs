@@ -1,14 +1,14 @@
 //! Copies of pages within a pool.
 
 use super::COPY;
-use crate::ops::pages::{PagePool, PoolSizes};
-use crate::ops::view::{Float, inference_only};
+use crate::ops::pages::{PagePool, PoolSizes, scale_strides};
+use crate::ops::view::inference_only;
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Tensor, bail};
 use std::collections::HashSet;
 
-/// Copies pages, keys and values: page `pairs[i][0]` to page `pairs[i][1]`, as a sequence that forks needs its last,
+/// Copies pages, keys and values, with their scales if they are quantized: page `pairs[i][0]` to page `pairs[i][1]`, as a sequence that forks needs its last,
 /// unfinished page for itself.
 ///
 /// * `pool`: written in place
@@ -43,23 +43,35 @@ pub fn copy_pages(pool: &PagePool, pairs: &Tensor) -> Result<()> {
             bail!("{COPY}: {name} is on another device than pool.k");
         }
     }
-    inference_only(COPY, [("pool.k", &pool.k), ("pool.v", &pool.v)])?;
+    inference_only(COPY, pool.named())?;
     pool.check_written(COPY, &[("pairs", pairs)])?;
     #[cfg(feature = "cuda")]
     if pairs.device().is_cuda() {
         return super::cuda::copy(pool, sizes, pairs);
     }
     let pairs = checked(sizes, pairs.to_vec2::<u32>()?)?;
-    trace::record(COPY, || format!("cpu {}", pool.dtype().as_str()));
-    for t in [&pool.k, &pool.v] {
-        let strides = pool.strides(t);
-        t.inplace_op1(&Copy {
+    trace::record(COPY, || format!("cpu {}", pool.stored_name()));
+    for (t, strides, sizes) in rows_of_all(pool, sizes) {
+        t.inplace_op1(&Copies {
             sizes,
             strides,
             pairs: &pairs,
         })?;
     }
     Ok(())
+}
+
+/// Each tensor of the pool with its strides from page to page, token to token and head to head, and its sizes: scales
+/// are heads of one element.
+pub(super) fn rows_of_all(
+    pool: &PagePool,
+    sizes: PoolSizes,
+) -> Vec<(&Tensor, [usize; 3], PoolSizes)> {
+    let codes = [&pool.k, &pool.v].map(|t| (t, pool.strides(t), sizes));
+    let of_one = PoolSizes { dim: 1, ..sizes };
+    let scales = pool.scales.iter().flat_map(|s| [&s.k, &s.v]);
+    let scales = scales.map(|t| (t, scale_strides(t), of_one));
+    codes.into_iter().chain(scales).collect()
 }
 
 /// The pairs, if each page is there and their order does not matter.
@@ -87,14 +99,14 @@ fn checked(sizes: PoolSizes, pairs: Vec<Vec<u32>>) -> Result<Vec<[usize; 2]>> {
     Ok(pairs)
 }
 
-struct Copy<'a> {
+struct Copies<'a> {
     sizes: PoolSizes,
     /// From page to page, token to token, head to head.
     strides: [usize; 3],
     pairs: &'a [[usize; 2]],
 }
 
-impl InplaceOp1 for Copy<'_> {
+impl InplaceOp1 for Copies<'_> {
     fn name(&self) -> &'static str {
         COPY
     }
@@ -105,8 +117,9 @@ impl InplaceOp1 for Copy<'_> {
             CpuStorage::F32(pool) => self.copy(&mut pool[start..]),
             CpuStorage::F16(pool) => self.copy(&mut pool[start..]),
             CpuStorage::BF16(pool) => self.copy(&mut pool[start..]),
+            CpuStorage::U8(pool) => self.copy(&mut pool[start..]),
             other => bail!(
-                "{COPY}: pool is {:?}, expected f32, f16 or bf16",
+                "{COPY}: pool is {:?}, expected f32, f16, bf16 or u8",
                 other.dtype()
             ),
         }
@@ -114,8 +127,8 @@ impl InplaceOp1 for Copy<'_> {
     }
 }
 
-impl Copy<'_> {
-    fn copy<T: Float>(&self, pool: &mut [T]) {
+impl Copies<'_> {
+    fn copy<T: Copy>(&self, pool: &mut [T]) {
         let [of_page, of_token, of_head] = self.strides;
         let PoolSizes {
             page,

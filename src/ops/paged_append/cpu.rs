@@ -3,14 +3,15 @@
 
 use super::{OP, PagedAppend};
 use crate::cpu::{pool, rope as core};
-use crate::ops::pages::{PagePool, PageTable, PoolSizes, check_page};
+use crate::ops::pages::{PagePool, PageTable, PoolSizes, check_page, scale_strides};
 use crate::ops::rope::cpu::{Angles, HeadNorm, normalise};
-use crate::ops::view::{Float, dispatch_float, elements, gathered};
+use crate::ops::view::{Float, cpu_storage, dispatch_float, elements, gathered};
 use crate::ops::{HeadNorms, RopeStyle};
+use crate::quant::KvFormat;
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CustomOp1, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail,
+    CpuStorage, CustomOp1, InplaceOp1, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail,
 };
 
 /// Tokens that are worth a task of their own.
@@ -42,13 +43,18 @@ pub(super) fn append(
         places: &places,
     };
     let key = append.heads;
-    for (t, first, rotated) in [(&pool.k, key, true), (&pool.v, key + sizes.kv_heads, false)] {
+    let scales = pool.scales.as_ref();
+    for (t, scales, first, rotated) in [
+        (&pool.k, scales.map(|s| (&s.k, s.format)), key, true),
+        (&pool.v, scales.map(|s| (&s.v, s.format)), key + sizes.kv_heads, false),
+    ] {
         let norm = if rotated { k_norm.as_ref() } else { None };
-        let write = Write {
-            rows: rows(first, sizes.kv_heads, rotated, norm),
-            strides: pool.strides(t),
-        };
-        t.inplace_op2(qkv, &write)?;
+        let rows = rows(first, sizes.kv_heads, rotated, norm);
+        let strides = pool.strides(t);
+        match scales {
+            Some((scales, format)) => quantize(&rows, qkv, format, (t, strides), scales)?,
+            None => t.inplace_op2(qkv, &Write { rows, strides })?,
+        }
     }
     qkv.apply_op1_no_bwd(&Queries(rows(0, append.heads, true, q_norm.as_ref())))
 }
@@ -165,6 +171,87 @@ impl Rows<'_> {
     }
 }
 
+/// Writes keys or values into their pages as codes, and their scales.
+fn quantize(
+    rows: &Rows<'_>,
+    qkv: &Tensor,
+    format: KvFormat,
+    (codes, strides): (&Tensor, [usize; 3]),
+    scales: &Tensor,
+) -> Result<()> {
+    let (heads, dim) = (rows.heads, rows.dim);
+    let numbers: Vec<f32> = {
+        let (storage, layout) = qkv.storage_and_layout();
+        let storage = cpu_storage(&storage)?;
+        let width = layout.dims()[1];
+        dispatch_float!(storage.dtype(), OP, "qkv", T => {
+            rows.computed(&elements::<T>(storage, layout)?, width)
+        })
+    };
+    let mut own = vec![0; numbers.len()];
+    let of_rows = numbers.chunks_exact(dim).zip(own.chunks_exact_mut(dim));
+    let own_scales: Vec<f32> = of_rows
+        .map(|(row, codes)| format.quantize(row, codes))
+        .collect();
+    let places = rows.places;
+    codes.inplace_op1(&Scatter {
+        rows: &own[..],
+        size: [heads, dim],
+        strides,
+        places,
+    })?;
+    scales.inplace_op1(&Scatter {
+        rows: &own_scales[..],
+        size: [heads, 1],
+        strides: scale_strides(scales),
+        places,
+    })
+}
+
+/// Rows of all tokens on their way into pages.
+struct Scatter<'a, C> {
+    rows: &'a [C],
+    /// Heads of a token, and elements of a head.
+    size: [usize; 2],
+    /// Of the pool: from page to page, token to token, head to head.
+    strides: [usize; 3],
+    places: &'a [Option<Place>],
+}
+
+impl<C: Copy> Scatter<'_, C> {
+    fn write(&self, pool: &mut [C]) {
+        let ([heads, dim], [of_page, of_token, of_head]) = (self.size, self.strides);
+        for (place, row) in self.places.iter().zip(self.rows.chunks_exact(heads * dim)) {
+            let Some(place) = place else { continue };
+            let token = place.page * of_page + place.slot * of_token;
+            for (head, row) in row.chunks_exact(dim).enumerate() {
+                pool[token + head * of_head..][..dim].copy_from_slice(row);
+            }
+        }
+    }
+}
+
+macro_rules! scatter {
+    ($t:ty, $variant:ident) => {
+        impl InplaceOp1 for Scatter<'_, $t> {
+            fn name(&self) -> &'static str {
+                OP
+            }
+
+            fn cpu_fwd(&self, pool: &mut CpuStorage, layout: &Layout) -> Result<()> {
+                let CpuStorage::$variant(pool) = pool else {
+                    let (got, expected) = (pool.dtype(), stringify!($variant));
+                    bail!("{OP}: the pool holds {got:?}, expected {expected}");
+                };
+                self.write(&mut pool[layout.start_offset()..]);
+                Ok(())
+            }
+        }
+    };
+}
+scatter!(u8, U8);
+scatter!(f32, F32);
+
 /// Writes keys or values into their pages.
 struct Write<'a> {
     rows: Rows<'a>,
@@ -201,15 +288,13 @@ impl InplaceOp2 for Write<'_> {
 
 impl Write<'_> {
     fn write<C: Float>(&self, pool: &mut [C], rows: &[C]) {
-        let (dim, own) = (self.rows.dim, self.rows.heads * self.rows.dim);
-        let [of_page, of_token, of_head] = self.strides;
-        for (place, row) in self.rows.places.iter().zip(rows.chunks_exact(own)) {
-            let Some(place) = place else { continue };
-            let token = place.page * of_page + place.slot * of_token;
-            for (head, row) in row.chunks_exact(dim).enumerate() {
-                pool[token + head * of_head..][..dim].copy_from_slice(row);
-            }
-        }
+        let scatter = Scatter {
+            rows,
+            size: [self.rows.heads, self.rows.dim],
+            strides: self.strides,
+            places: self.rows.places,
+        };
+        scatter.write(pool);
     }
 }
 

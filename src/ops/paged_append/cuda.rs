@@ -1,5 +1,6 @@
 //! The CUDA form: queries, keys and values of all tokens in one launch; copies of pages in another.
 
+use super::copy::rows_of_all;
 use super::{COPY, HeadNorms, OP, PagedAppend, TokenMap};
 use crate::cuda::abi::{
     COPY_PAGES_THREADS, CopyPagesParams, PagedAppendParams, Pages, ROPE_THREADS, WARP,
@@ -225,8 +226,24 @@ impl AppendAt {
     }
 }
 
-/// [`super::copy_pages`] behind its guards.
+/// [`super::copy_pages`] behind its guards: keys and values in one launch, and scales in another.
 pub(super) fn copy(pool: &PagePool, sizes: PoolSizes, pairs: &Tensor) -> Result<()> {
+    if pairs.dims()[0] == 0 {
+        return Ok(());
+    }
+    if pairs.stride()[1] != 1 {
+        bail!("{COPY}: the elements of a pair have to lie side by side");
+    }
+    let all = rows_of_all(pool, sizes);
+    let (both, _) = all.as_chunks::<2>();
+    both.iter().try_for_each(|both| copy_both(both, pairs))
+}
+
+/// Copies keys and values, or their scales.
+fn copy_both(
+    [(k, k_strides, sizes), (v, v_strides, _)]: &[(&Tensor, [usize; 3], PoolSizes); 2],
+    pairs: &Tensor,
+) -> Result<()> {
     let Device::Cuda(device) = pairs.device() else {
         bail!("{COPY}: pairs is not on a CUDA device");
     };
@@ -235,17 +252,10 @@ pub(super) fn copy(pool: &PagePool, sizes: PoolSizes, pairs: &Tensor) -> Result<
         page,
         kv_heads,
         dim,
-    } = sizes;
-    if pairs.dims()[0] == 0 {
-        return Ok(());
-    }
-    if pairs.stride()[1] != 1 {
-        bail!("{COPY}: the elements of a pair have to lie side by side");
-    }
-    let element = pool.dtype().size_in_bytes();
-    let [k_strides, v_strides] = [&pool.k, &pool.v].map(|t| pool.strides(t));
-    let (k, v) = (address_of(&pool.k)?, address_of(&pool.v)?);
-    let bytes = k_strides.iter().chain(&v_strides).map(|s| s * element);
+    } = *sizes;
+    let element = k.dtype().size_in_bytes();
+    let (k, v) = (address_of(k)?, address_of(v)?);
+    let bytes = k_strides.iter().chain(v_strides).map(|s| s * element);
     let fits = |size: usize| {
         let aligned = [k, v].iter().all(|a| a.is_multiple_of(size as u64));
         let whole = (dim * element).is_multiple_of(size);
@@ -262,7 +272,7 @@ pub(super) fn copy(pool: &PagePool, sizes: PoolSizes, pairs: &Tensor) -> Result<
         );
     }
     trace::record(COPY, || format!("cuda {size} bytes at once"));
-    let pieces = |strides: [usize; 3]| strides.map(|s| (s * element / size) as u64);
+    let pieces = |strides: &[usize; 3]| strides.map(|s| (s * element / size) as u64);
     let ([k_page, k_token, k_head], [v_page, v_token, v_head]) =
         (pieces(k_strides), pieces(v_strides));
     let params = CopyPagesParams {

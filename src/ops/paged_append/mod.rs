@@ -52,12 +52,14 @@ pub struct PagedAppend<'a> {
 ///
 /// * `qkv`: `[N, (Hq + 2 Hkv) D]`, f32, f16 or bf16: queries, then keys, then values of N tokens, of any sequences in
 ///   any order
-/// * `pool`: f32, f16 or bf16, which may differ from qkv's dtype; written in place. No two tokens go to one slot
+/// * `pool`: f32, f16 or bf16, which may differ from qkv's dtype, or quantized; written in place. No two tokens go to
+///   one slot
 /// * `table`: as [`paged_attention`](fn@super::paged_attention) takes it, which then counts the new tokens too;
 ///   lengths are not read here, and in a CSR table only `indptr` and `indices` are
 /// * result: `[N, Hq, D]` in qkv's dtype; zeros where a row is no token
 ///
-/// Everything is computed in f32 and rounded as by [`rope_append`](fn@super::rope_append). On CUDA one launch does it,
+/// Everything is computed in f32 and rounded as by [`rope_append`](fn@super::rope_append); keys and values for a
+/// quantized pool are not rounded before they are quantized, head by head. On CUDA one launch does it,
 /// which reads map, positions and table itself.
 ///
 /// Sources: PagedAttention (Kwon et al. 2023); RoFormer (Su et al. 2021).
@@ -115,7 +117,7 @@ pub fn paged_append(
     if let Some(HeadNorms { q, k, .. }) = append.norms {
         read.extend([("norms.q", q), ("norms.k", k)]);
     }
-    let pools = [("pool.k", &pool.k), ("pool.v", &pool.v)];
+    let pools = pool.named();
     for (name, t) in read.iter().chain(&pools) {
         if !t.device().same_device(qkv.device()) {
             bail!("{OP}: {name} is on another device than qkv");

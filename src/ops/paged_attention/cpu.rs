@@ -2,23 +2,30 @@
 //! at once.
 
 use super::Op;
-use crate::cpu::attention::{AnyView, Output, Pages, Rule, Sequences, Sizes, View, attend};
+use crate::cpu::attention::{AnyView, Output, Pages, Rule, Scales, Sequences, Sizes, View, attend};
 use crate::cpu::simd;
+use crate::cpu::vector::{E4m3, Element, Int8};
 use crate::ops::pages::check_page;
-use crate::ops::view::{Float, cpu_storage, dispatch_float};
+use crate::ops::view::{cpu_storage, dispatch_float};
+use crate::quant::KvFormat;
 use crate::trace;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, bail};
 use std::ops::Range;
 
 pub(super) fn forward(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
     trace::record(op.name, || {
-        let (q, kv) = (q.dtype().as_str(), op.pages.dtype().as_str());
+        let (q, kv) = (q.dtype().as_str(), op.pages.stored_name());
         let (sequences, level) = (op.sequences, simd::level().name());
         format!("cpu {level} {sequences} sequences q {q} kv {kv}")
     });
-    let out =
-        dispatch_float!(op.pages.dtype(), op.name, "pool.k", T => of_pool::<T>(op, q, layout))?;
+    let out = match op.pages.scales.as_ref().map(|scales| scales.format) {
+        Some(KvFormat::Fp8) => of_pool(op, q, layout, |s| Ok(E4m3::of(s.as_slice()?))),
+        Some(KvFormat::Int8) => of_pool(op, q, layout, |s| Ok(Int8::of(s.as_slice()?))),
+        None => dispatch_float!(op.pages.k.dtype(), op.name, "pool.k", T => {
+            of_pool(op, q, layout, |s| s.as_slice::<T>())
+        }),
+    }?;
     Ok((out, layout.shape().clone()))
 }
 
@@ -57,10 +64,11 @@ fn seen(op: &Op<'_>, rows: Vec<Range<usize>>) -> Result<Vec<Seen>> {
 }
 
 /// The keys or values that a sequence's queries see, `[1, Hkv, tokens, D]`.
-fn paged<'a, T: Float>(
+fn paged<'a, T: Element>(
     op: &Op<'_>,
     (data, layout): (&'a [T], &Layout),
     strides: [usize; 3],
+    scales: Option<Scales<'a>>,
     seen: &'a Seen,
 ) -> Result<View<'a, T>> {
     let [of_page, of_token, of_head] = strides;
@@ -73,17 +81,45 @@ fn paged<'a, T: Float>(
     let dims = [1, op.pool.kv_heads, seen.tokens.len(), op.pool.dim];
     let strides = [0, of_head, of_token, 1];
     let view = View::paged(data, layout.start_offset(), dims, strides, pages);
-    inside(op, view)
+    inside(
+        op,
+        match scales {
+            Some(scales) => view.and_then(|view| view.scaled(scales, op.pool.kv_heads)),
+            None => view,
+        },
+    )
 }
 
-fn of_pool<T: Float>(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
+/// The factors of keys or values that are codes.
+fn factors<'a>(storage: &'a Storage, layout: &Layout) -> Result<Scales<'a>> {
+    let stride = layout.stride();
+    Ok(Scales {
+        data: cpu_storage(storage)?.as_slice::<f32>()?,
+        offset: layout.start_offset(),
+        strides: [stride[0], stride[1]],
+    })
+}
+
+/// `elements`: the pool's storage as what it holds.
+fn of_pool<T: Element>(
+    op: &Op<'_>,
+    q: &CpuStorage,
+    layout: &Layout,
+    elements: impl Fn(&CpuStorage) -> Result<&[T]>,
+) -> Result<CpuStorage> {
     let len = layout.shape().elem_count();
     let width = op.heads * op.pool.dim;
     let seen = seen(op, op.rows(len / width.max(1))?)?;
     let (k, k_layout) = op.pages.k.storage_and_layout();
     let (v, v_layout) = op.pages.v.storage_and_layout();
-    let k = (cpu_storage(&k)?.as_slice::<T>()?, k_layout);
-    let v = (cpu_storage(&v)?.as_slice::<T>()?, v_layout);
+    let k = (elements(cpu_storage(&k)?)?, k_layout);
+    let v = (elements(cpu_storage(&v)?)?, v_layout);
+    let scales = op.pages.scales.as_ref();
+    let held = scales.map(|s| [s.k.storage_and_layout(), s.v.storage_and_layout()]);
+    let scales = match &held {
+        Some([k, v]) => [Some(factors(&k.0, k.1)?), Some(factors(&v.0, v.1)?)],
+        None => [None; 2],
+    };
     let of_sequences = seen.iter().map(|seen| {
         let sizes = Sizes {
             batch: 1,
@@ -96,8 +132,8 @@ fn of_pool<T: Float>(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<Cpu
         Ok(Sequences {
             sizes,
             q: queries(op, q, layout, &seen.rows)?,
-            k: paged(op, k, op.pages.strides(&op.pages.k), seen)?,
-            v: paged(op, v, op.pages.strides(&op.pages.v), seen)?,
+            k: paged(op, k, op.pages.strides(&op.pages.k), scales[0], seen)?,
+            v: paged(op, v, op.pages.strides(&op.pages.v), scales[1], seen)?,
             first: seen.rows.start * width,
         })
     });

@@ -53,8 +53,8 @@ impl Default for PagedAttention {
 /// * `q`: `[B, T, Hq, D]`, f32, f16 or bf16: a token of each sequence (T = 1), or several to verify a draft; any
 ///   number is taken, up to 16 are what it is made for
 /// * `pool`: keys and values of all sequences, those of the T tokens among them
-///   ([`paged_append`](fn@super::paged_append) writes them); f32, f16 or bf16, which may differ from q's dtype; Hkv
-///   divides Hq, and query head `h` reads key/value head `h / (Hq / Hkv)`
+///   ([`paged_append`](fn@super::paged_append) writes them); f32, f16 or bf16, which may differ from q's dtype, or
+///   quantized; Hkv divides Hq, and query head `h` reads key/value head `h / (Hq / Hkv)`
 /// * `table`: each sequence's pages and length, B sequences
 /// * result: `[B, T, Hq, D]` in q's dtype
 ///
@@ -169,9 +169,9 @@ impl<'a> Op<'a> {
                 pool.kv_heads
             );
         }
-        for (name, t) in [("q", q), ("pool.v", &pages.v)] {
+        for (argument, t) in [("q", q), ("pool.v", &pages.v)] {
             if !t.device().same_device(pages.k.device()) {
-                bail!("{name}: {name} is on another device than pool.k");
+                bail!("{name}: {argument} is on another device than pool.k");
             }
         }
         let ragged = ragged.map(|r| r.checked(name, sequences, q)).transpose()?;
@@ -193,12 +193,8 @@ impl<'a> Op<'a> {
     /// The result for queries that the op was made for.
     pub(super) fn apply(&self, q: &Tensor) -> Result<Tensor> {
         let slopes = self.params.alibi_slopes.iter().map(|t| ("alibi_slopes", t));
-        let given = [
-            ("q", q),
-            ("pool.k", &self.pages.k),
-            ("pool.v", &self.pages.v),
-        ];
-        inference_only(self.name, given.into_iter().chain(slopes))?;
+        let given = std::iter::once(("q", q)).chain(self.pages.named());
+        inference_only(self.name, given.chain(slopes))?;
         // A kernel follows any strides but those within a head.
         let packed = self.pool.dim <= 1 || q.stride()[q.rank() - 1] == 1;
         let q = if packed { q.clone() } else { dense_on_cuda(q)? };

@@ -46,7 +46,7 @@ pub(in crate::ops) fn reference_of(
 ) -> Result<Vec<f64>> {
     let op = Op::new(name, q, pool, table, params, ragged)?;
     let sizes = op.pool;
-    let (q, k, v) = (float64(q)?, float64(&pool.k)?, float64(&pool.v)?);
+    let (q, k, v) = (float64(q)?, pool.numbers(false)?, pool.numbers(true)?);
     let slopes = op.slopes.as_ref().map(float64).transpose()?;
     let rows = table.rows(name)?;
     let lengths = table.lengths(name, sizes.page, &rows)?;

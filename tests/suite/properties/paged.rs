@@ -84,6 +84,7 @@ impl Paged {
             k: pool.k.broadcast_add(&junk)?,
             v: pool.v.broadcast_add(&junk)?,
             layout: pool.layout,
+            scales: None,
         })
     }
 
