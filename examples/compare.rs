@@ -11,8 +11,9 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device};
+use candle_fused::quant::KvCacheType;
 use clap::{Parser, ValueEnum};
 
 use common::app::QUESTION;
@@ -97,6 +98,10 @@ fn main() -> ExitCode {
 fn run() -> Result<()> {
     let args: Args = args::parse(std::env::args_os(), DEFAULT_MODEL)?;
     args::set_threads(args.model.threads);
+    ensure!(
+        args.model.kv_cache == KvCacheType::Auto,
+        "--kv-cache: both sides are compared with caches as the model has them"
+    );
     let json = args
         .json
         .as_deref()

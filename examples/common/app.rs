@@ -8,6 +8,7 @@ use anyhow::{Result, bail, ensure};
 use candle_core::Device;
 #[cfg(feature = "cuda")]
 use candle_fused::generation::Options;
+use candle_fused::quant::KvCacheType;
 
 use super::args::{self, Args};
 use super::compare::Comparison;
@@ -48,6 +49,10 @@ pub fn run(defaults: &Defaults) -> Result<()> {
     ensure!(
         !args.stock || args.model.quantize.recipe().is_none(),
         "--stock runs plain candle, which has no such formats; leave --quantize away"
+    );
+    ensure!(
+        args.model.kv_cache == KvCacheType::Auto || !(args.stock || args.compare),
+        "--kv-cache is for the fused model alone; leave --stock and --compare away"
     );
     let json = args
         .json
@@ -94,7 +99,8 @@ pub fn run(defaults: &Defaults) -> Result<()> {
     if args.profile {
         return profile(&args, model.as_ref(), &prompt(&args, defaults, &text)?);
     }
-    let generator = Generator::new(model, &args.sampling, text.end_ids(), !args.model.no_graph);
+    let (graph, kv_cache) = (!args.model.no_graph, args.model.kv_cache);
+    let generator = Generator::new(model, &args.sampling, text.end_ids(), graph, kv_cache);
     let mut session = Session::new(&text, generator, std::io::stdout().lock());
     match (&args.prompt, args.chat) {
         (Some(prompt), false) => session.complete(prompt)?,
@@ -138,6 +144,7 @@ fn profile(args: &Args, model: &dyn TextModel, prompt: &[u32]) -> Result<()> {
         let options = Options {
             positions: Some(prompt.len() + 2),
             graph: !args.model.no_graph,
+            kv_cache: args.model.kv_cache,
             ..Default::default()
         };
         let mut generation = model.generation(&options)?;

@@ -11,6 +11,7 @@ use super::report::one_line;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device};
 use candle_fused::ops::SamplingParams;
+use candle_fused::quant::KvCacheType;
 use candle_fused::{ActivationBits, Fusion};
 use clap::{Args as ClapArgs, Parser, ValueEnum};
 
@@ -103,6 +104,11 @@ pub struct ModelArgs {
     /// 64 tokens at once and 8 for longer prompts. 16 bits answer as f32 does, 8 are faster.
     #[arg(long, value_name = "BITS", default_value_t, value_parser = activations)]
     pub activations: ActivationBits,
+
+    /// What keys and values are kept in: auto (as the model has them), bf16, or 8 bits, which take
+    /// half the memory: fp8 or int8.
+    #[arg(long, value_name = "TYPE", default_value_t, value_parser = kv_cache)]
+    pub kv_cache: KvCacheType,
 
     /// On a GPU, launch every kernel of a step instead of replaying a recorded CUDA graph.
     #[arg(long)]
@@ -303,6 +309,11 @@ fn fusion(text: &str) -> Result<Fusion, String> {
 
 /// Reads the bits of activations.
 pub fn activations(text: &str) -> Result<ActivationBits, String> {
+    parsed(text)
+}
+
+/// Reads what keys and values are kept in.
+pub fn kv_cache(text: &str) -> Result<KvCacheType, String> {
     parsed(text)
 }
 

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_fused::generation::{Generation, Options};
 use candle_fused::ops::{self, SamplingParams};
+use candle_fused::quant::KvCacheType;
 use candle_fused::serving::{self, Engine};
 
 use super::args::SamplingArgs;
@@ -90,25 +91,29 @@ enum Chooser {
     Device(Box<DeviceLoop>),
 }
 
-/// The token loop on the GPU, made when it is known how long the text may become.
+/// The model's own token loop, made when it is known how long the text may become.
 struct DeviceLoop {
     graph: bool,
+    kv_cache: KvCacheType,
     generation: Option<Generation>,
     /// Positions that it has room for.
     room: usize,
 }
 
 impl Generator {
-    /// `end_ids` end a text; `graph` lets a GPU record its step.
+    /// `end_ids` end a text; `graph` lets a GPU record its step; `kv_cache` other than as the model has it is for the
+    /// model's own token loop.
     pub fn new(
         model: Box<dyn TextModel>,
         sampling: &SamplingArgs,
         end_ids: &[u32],
         graph: bool,
+        kv_cache: KvCacheType,
     ) -> Self {
-        let chooser = if model.chooses_tokens() {
+        let chooser = if model.chooses_tokens() || kv_cache != KvCacheType::Auto {
             Chooser::Device(Box::new(DeviceLoop {
                 graph,
+                kv_cache,
                 generation: None,
                 room: 0,
             }))
@@ -230,6 +235,7 @@ impl DeviceLoop {
                     positions: Some(self.room),
                     sampling: sampling.params(),
                     graph: self.graph,
+                    kv_cache: self.kv_cache,
                     ..Default::default()
                 };
                 let generation = none.insert(model.generation(&options)?);

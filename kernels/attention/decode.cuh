@@ -335,10 +335,12 @@ __device__ __forceinline__ void append(const DecodingParams& p, const Memory& s,
     if (page >= p.pages.pages) return;
     k_slot = page * p.k_strides[0] + slot * p.k_strides[1] + at.kv * p.k_strides[2];
     v_slot = page * p.v_strides[0] + slot * p.v_strides[1] + at.kv * p.v_strides[2];
-    if (Core::coded(p.cache_dtype)) {
-      const uint64_t(&of_k)[2] = p.pages.k_scale_strides, (&of_v)[2] = p.pages.v_scale_strides;
-      const uint64_t scale_slots[2] = {page * of_k[0] + at.kv * of_k[1] + slot, page * of_v[0] + at.kv * of_v[1] + slot};
-      return append_codes<Core>(p, s, k_slot, v_slot, scale_slots, head_dim);
+    if constexpr (Core::CODES) {
+      if (Core::coded(p.cache_dtype)) {
+        const uint64_t(&of_k)[2] = p.pages.k_scale_strides, (&of_v)[2] = p.pages.v_scale_strides;
+        const uint64_t slots[2] = {page * of_k[0] + at.kv * of_k[1] + slot, page * of_v[0] + at.kv * of_v[1] + slot};
+        return append_codes<Core>(p, s, k_slot, v_slot, slots, head_dim);
+      }
     }
   }
   const int stored = Core::dtype(p.cache_dtype);

@@ -16,7 +16,7 @@ namespace fused {
 // of 16 bytes, and are the same for keys and values.
 template <typename C, int D, int SUB, int STAGES> struct KeyPipeline {
   using From = KeysInPages;
-  static constexpr bool IN_PAGES = true;
+  static constexpr bool IN_PAGES = true, CODES = false;
   static constexpr int WARPS = 1, KEYS = 16 * SUB, STEPS = D / 16, LANE = D / 32;
   static constexpr int PITCH = 2 * D + 16, TILE = KEYS * PITCH, STAGE = 2 * TILE;
   // 16-byte pieces of a row, and rows that the warp copies at once.

@@ -286,7 +286,7 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
 // c has dimensions c, c + 8, ...; each eighth of a warp has sums of its own until the end.
 template <int N, int W, bool PAGED = false> struct LaneCore {
   using From = std::conditional_t<PAGED, KeysInPages, Keys>;
-  static constexpr bool IN_PAGES = PAGED;
+  static constexpr bool IN_PAGES = PAGED, CODES = PAGED;  // CODES: there may be some
   static constexpr int DIM = 0, WARPS = W, LANE = N / 4, QUERIES = 0, KEYS = DECODING_LANES_KEYS;
   static constexpr int MAX_CORE_HEADS = N > 16 ? 2 : 4;
   // Turns of 4 keys whose loads are under way together.

@@ -338,8 +338,8 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
   }
 };
 
-// As LaneCore: any head dimension up to 8 N, any type, any alignment; up to ROWS queries.
-template <int N, int W> struct PagedLaneCore {
+// As LaneCore: any head dimension up to 8 N, any type of floats, or of codes, any alignment; up to ROWS queries.
+template <int N, int W, bool CODES = false> struct PagedLaneCore {
   static constexpr int DIM = 0, WARPS = W, KEYS = PAGED_PLAIN_KEYS, ROWS = N > 16 ? 2 : 4;
   static constexpr int QUERIES = 0, WIDEST = 8 * N;
 
@@ -384,11 +384,16 @@ template <int N, int W> struct PagedLaneCore {
         const bool there = places.there(i);
         float k[N], v[N];
         // One branch on the type, so that the loads are issued together.
-        if (keys.form.dtype == E4M3) row<CodeFp8>(k, v, keys, place, there);
-        else if (keys.form.dtype == INT8) row<CodeInt8>(k, v, keys, place, there);
-        else if (keys.form.dtype == F32) row<float>(k, v, keys, place, there);
-        else if (keys.form.dtype == F16) row<__half>(k, v, keys, place, there);
-        else row<__nv_bfloat16>(k, v, keys, place, there);
+        if constexpr (CODES) {
+          if (keys.form.dtype == E4M3) row<CodeFp8>(k, v, keys, place, there);
+          else row<CodeInt8>(k, v, keys, place, there);
+        } else if (keys.form.dtype == F32) {
+          row<float>(k, v, keys, place, there);
+        } else if (keys.form.dtype == F16) {
+          row<__half>(k, v, keys, place, there);
+        } else {
+          row<__nv_bfloat16>(k, v, keys, place, there);
+        }
 #pragma unroll
         for (int h = 0; h < ROWS; ++h)
           if (h < rows) one(keys, queries.sights[h], h, queries.q + h * keys.form.head_dim, k, v, int(first) + i, there);

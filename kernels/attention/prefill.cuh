@@ -102,6 +102,17 @@ __device__ __forceinline__ int64_t in_pages(const KeyPages& pages, const uint32_
   return page < pages.pages ? page * strides[0] + (token - place * pages.page) * strides[2] : -1;
 }
 
+// The place of a scale of codes.
+__device__ __forceinline__ uint64_t scale_at(const uint64_t (&strides)[2], uint64_t page, uint32_t kv_head, uint32_t slot) {
+  return page * strides[0] + kv_head * strides[1] + slot;
+}
+
+// The same of a token of a sequence in `row`, whose page is there.
+__device__ __forceinline__ uint64_t scale_in_pages(const KeyPages& pages, const uint32_t* row,
+                                                   const uint64_t (&strides)[2], uint32_t kv_head, uint32_t token) {
+  return scale_at(strides, row[token / pages.page], kv_head, token % pages.page);
+}
+
 // The keys that a query sees: from..to.
 struct Range {
   int from, to;

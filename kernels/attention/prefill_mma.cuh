@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/prefill.cuh"
+#include "formats/kv_codes.cuh"
 #include "common/mma.cuh"
 
 namespace fused {
@@ -366,9 +367,55 @@ template <typename T, int D> struct Copier {
       if (c >= PIECES) c -= PIECES, ++r;
     }
   }
+
+  // The same of codes: 8 of a row at a time.
+  __device__ __forceinline__ void copy_codes(const Params& p, const uint32_t* table, uint32_t to, const uint8_t* k,
+                                             const uint8_t* v, int first_key, int count, int kv_head) const {
+    const KeyPages& pages = p.pages;
+    int r = row, c = piece;
+#pragma unroll 4
+    while (r < Tile<D>::KEYS) {
+      const uint32_t token = first_key + r, id = r < count ? table[token >> pages.page_bits] : pages.pages;
+      const bool there = id < pages.pages;
+      const int64_t page = there ? id : 0, slot = there ? token & (pages.page - 1) : 0;
+      const int64_t k_at = page * p.k_strides[0] + slot * p.k_strides[2] + c * 8;
+      const int64_t v_at = page * p.v_strides[0] + slot * p.v_strides[2] + c * 8;
+      uint2 keys = make_uint2(0, 0), values = keys;
+      float of_key = 0.f, of_value = 0.f;
+      if (there) {
+        keys = __ldcg(reinterpret_cast<const uint2*>(k + k_at));
+        values = __ldcg(reinterpret_cast<const uint2*>(v + v_at));
+        of_key = __ldcg(pages.k_scales + scale_at(pages.k_scale_strides, page, kv_head, slot));
+        of_value = __ldcg(pages.v_scales + scale_at(pages.v_scale_strides, page, kv_head, slot));
+      }
+      const uint32_t at = to + (r * Tile<D>::ROW + c * 8) * 2;
+      put_codes(at, keys, of_key, p.kv_type);
+      put_codes(at + Tile<D>::BYTES, values, of_value, p.kv_type);
+      r += row_step;
+      c += piece_step;
+      if (c >= PIECES) c -= PIECES, ++r;
+    }
+  }
+
+  // 8 codes as T.
+  __device__ __forceinline__ static void put_codes(uint32_t to, uint2 codes, float scale, int format) {
+    Pack<uint32_t, 4> out;
+    const uint32_t words[2] = {codes.x, codes.y};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = i % 2 ? words[i / 2] >> 16 : words[i / 2];
+      const bool whole = format == INT8;
+      const uint32_t pair = whole ? widen_codes<CodeInt8, false>(word) : widen_codes<CodeFp8, false>(word);
+      const float2 v = unpack2<__half>(pair);
+      out.v[i] = pack2<T>(v.x * scale, v.y * scale);
+    }
+    store_shared(to, out);
+  }
 };
 
-template <typename T, int D, bool SPLIT, Batch B> __device__ __forceinline__ void attend(const Params& p) {
+// CODES: keys and values in pages are codes, which become T on their way to shared memory.
+template <typename T, int D, bool SPLIT, Batch B, bool CODES = false>
+__device__ __forceinline__ void attend(const Params& p) {
   extern __shared__ __align__(16) char shared[];
   using Warp = Rows<T, D, SPLIT, B>;
   constexpr int KEYS = Tile<D>::KEYS, BYTES = Tile<D>::BYTES;
@@ -393,17 +440,23 @@ template <typename T, int D, bool SPLIT, Batch B> __device__ __forceinline__ voi
   const int to = (max(visible(p, of, block.place(p, last_row).query).to, 0) + KEYS - 1) / KEYS;
   const int64_t k_start = start_of<B>(p.k_strides, block.batch, of.first_key);
   const int64_t v_start = start_of<B>(p.v_strides, block.batch, of.first_key);
-  const T* k = static_cast<const T*>(p.k) + k_start + block.kv_head * p.k_strides[1];
-  const T* v = static_cast<const T*>(p.v) + v_start + block.kv_head * p.v_strides[1];
+  using S = typename std::conditional<CODES, uint8_t, T>::type;
+  const S* k = static_cast<const S*>(p.k) + k_start + block.kv_head * p.k_strides[1];
+  const S* v = static_cast<const S*>(p.v) + v_start + block.kv_head * p.v_strides[1];
   const Copier<T, D> copier(thread, threads);
   const uint32_t* table = nullptr;
   if constexpr (B == Batch::PAGED) table = table_row(p.pages, p.pages.lengths, block.batch).entries;
   const auto fetch = [&](int tile, int stage) {
     const uint32_t at = tiles + stage * 2 * BYTES;
     const int first_key = tile * KEYS, count = of.keys - first_key;
-    if constexpr (B == Batch::PAGED) return copier.copy_pages(p, table, at, k, v, first_key, count);
-    copier.copy(at, k + first_key * p.k_strides[2], p.k_strides[2], count);
-    copier.copy(at + BYTES, v + first_key * p.v_strides[2], p.v_strides[2], count);
+    if constexpr (CODES) {
+      copier.copy_codes(p, table, at, k, v, first_key, count, block.kv_head);
+    } else if constexpr (B == Batch::PAGED) {
+      copier.copy_pages(p, table, at, k, v, first_key, count);
+    } else {
+      copier.copy(at, k + first_key * p.k_strides[2], p.k_strides[2], count);
+      copier.copy(at + BYTES, v + first_key * p.v_strides[2], p.v_strides[2], count);
+    }
   };
   if constexpr (B == Batch::DENSE) {
     pdl_launch();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/prefill.cuh"
+#include "formats/kv_codes.cuh"
 
 namespace fused {
 
@@ -60,10 +61,11 @@ __device__ __forceinline__ float general_score(const Params& p, float s, const f
 }
 
 // A tile of keys or values as f32; what lies past the head or the sequence, or in pages that the pool has not, is zero.
-// `table`: the sequence's pages, if its keys are in pages.
+// `table`: the sequence's pages, if its keys are in pages, and `scales` the scales of their codes, if they are codes.
 template <typename S, Batch B>
 __device__ __forceinline__ void read_tile(const Params& p, float* to, const void* from, int64_t start,
-                                          const int64_t (&strides)[4], const uint32_t* table, int first, int end) {
+                                          const int64_t (&strides)[4], const uint32_t* table, const float* scales,
+                                          const uint64_t (&scale_strides)[2], int first, int end) {
   for (int i = threadIdx.x; i < S::KEYS * S::D; i += THREADS) {
     const int row = i / S::D, d = i % S::D;
     bool valid = first + row < end && d < p.dim;
@@ -71,6 +73,15 @@ __device__ __forceinline__ void read_tile(const Params& p, float* to, const void
     if constexpr (B == Batch::PAGED) {
       at = valid ? in_pages(p.pages, table, strides, first + row) : -1;
       valid = at >= 0;
+      if (is_coded(p.kv_type)) {
+        float value = 0.f;
+        if (valid) {
+          const uint64_t of = scale_in_pages(p.pages, table, scale_strides, blockIdx.x, first + row);
+          value = scales[of] * code_value(static_cast<const uint8_t*>(from)[start + at + d * strides[3]], p.kv_type);
+        }
+        to[row * S::PITCH + d] = value;
+        continue;
+      }
     }
     to[row * S::PITCH + d] = valid ? read(from, p.kv_type, start + at + d * strides[3]) : 0.f;
   }
@@ -245,14 +256,14 @@ template <typename S, Batch B> __device__ __forceinline__ void attend(const Para
   if constexpr (B == Batch::PAGED) table = table_row(p.pages, p.pages.lengths, batch).entries;
   for (int first = from; first < to; first += S::KEYS) {
     __syncthreads();
-    read_tile<S, B>(p, tile, p.k, k_start, p.k_strides, table, first, of.keys);
+    read_tile<S, B>(p, tile, p.k, k_start, p.k_strides, table, p.pages.k_scales, p.pages.k_scale_strides, first, of.keys);
     __syncthreads();
     if (works) {
       state.scores(q, tile);
       state.softmax(p, of, kv_head, block_row, first, weights);
     }
     __syncthreads();
-    read_tile<S, B>(p, tile, p.v, v_start, p.v_strides, table, first, of.keys);
+    read_tile<S, B>(p, tile, p.v, v_start, p.v_strides, table, p.pages.v_scales, p.pages.v_scale_strides, first, of.keys);
     __syncthreads();
     if (works) state.outputs(weights, tile);
   }

@@ -1,10 +1,10 @@
 // Rows of keys and values in a warp's registers, from their loads to the operands of `mma.sync`. Dimensions may be
 // summed in any order, so they are numbered in the order in which they lie in memory: each thread's 16 bytes of a key are
 // the operands of two steps of 16 dimensions, or of four if they are codes, and neither keys nor values pass through
-// shared memory. Codes become f16 on the way (stored.cuh).
+// shared memory. Codes become f16 on the way (formats/kv_codes.cuh).
 #pragma once
 
-#include "attention/stored.cuh"
+#include "formats/kv_codes.cuh"
 
 namespace fused {
 

@@ -6,7 +6,7 @@
 // pools of codes they go through it twice: for its largest magnitude, and to quantize.
 // Bytes moved: x once, y and the slots once.
 #include "abi/paged.cuh"
-#include "attention/stored.cuh"
+#include "formats/kv_codes.cuh"
 #include "pointwise/rope.cuh"
 
 using namespace fused;

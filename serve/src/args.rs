@@ -112,6 +112,7 @@ impl Args {
             positions: self.engine.positions,
             page: self.engine.page,
             pages: self.engine.pages,
+            kv_cache: self.model.kv_cache,
             prompt_budget: self.engine.prompt_budget,
             share_prefixes: !self.engine.no_prefix_cache,
             batch_invariant: self.engine.batch_invariant,

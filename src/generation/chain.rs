@@ -37,19 +37,17 @@ pub(crate) struct PagedKeys<'a> {
 }
 
 impl Keys<'_> {
-    /// Keys and values of each layer.
-    pub fn tensors(&self) -> Result<Vec<(Tensor, Tensor)>> {
+    /// Keys and values of each layer, and their scales.
+    pub fn tensors(&self) -> Result<Vec<Tensor>> {
         match self {
             Keys::Caches(caches) => {
-                let held = |cache: &KvCache| {
-                    let (k, v) = cache.buffers()?;
-                    Ok((k.clone(), v.clone()))
-                };
-                caches.iter().map(held).collect()
+                let held = caches.iter().map(KvCache::buffers);
+                let held = held.collect::<Result<Vec<_>>>()?.into_iter();
+                Ok(held.flat_map(|(k, v)| [k.clone(), v.clone()]).collect())
             }
             Keys::Pages(pages) => {
-                let pools = pages.pools.iter();
-                Ok(pools.map(|pool| (pool.k.clone(), pool.v.clone())).collect())
+                let held = pages.pools.iter().flat_map(PagePool::named);
+                Ok(held.map(|(_, t)| t.clone()).collect())
             }
         }
     }

@@ -1,17 +1,19 @@
 //! The token loop on a GPU: every step is the same chain of kernels over the same addresses, and
 //! the host only reads what it leaves behind.
 
-use super::chain::Keys;
+use super::chain::{Keys, PagedKeys};
+use super::paged::PagedCache;
 use super::plan::Plan;
 use super::prefill;
+use super::prefill_paged::Rows;
 use super::refusal::Refusal;
 use super::state::{MAIL_SLOTS, State};
-use super::{Options, PartTime, Sequence};
-use crate::cuda::{Graph, Launcher, nvtx};
+use super::{Held, Options, PartTime, Sequence};
+use crate::cuda::{Graph, Launcher, address_of, nvtx};
 use crate::models::decoder::{Decoder, DecoderCache, Rotaries};
 use crate::nn::KvCache;
 use crate::ops::sample::NONE;
-use candle_core::{CudaDevice, Result, bail};
+use candle_core::{CudaDevice, Device, Result, Tensor, bail};
 use std::marker::PhantomData;
 
 /// Tokens of a prompt that go through the layers together: what lies between the steps of a layer
@@ -29,14 +31,39 @@ pub(super) struct OnDevice {
     plan: Plan,
     state: State,
     rotaries: Rotaries,
-    /// For each sequence, its part of every layer.
-    caches: Vec<Vec<prefill::Cache>>,
+    keys: SequenceKeys,
     graph: Recorded,
     ahead: usize,
     positions: usize,
     /// Candle's default stream is that of the calling thread: on another thread nothing would wait
     /// for the steps that are under way.
     _thread: PhantomData<*const ()>,
+}
+
+/// Where the sequences' keys and values are.
+enum SequenceKeys {
+    /// For each sequence, its part of every layer.
+    Caches(Vec<Vec<prefill::Cache>>),
+    /// And u32 `[sequences, width]`, their table on the GPU.
+    Pages(Box<PagedCache>, Tensor),
+}
+
+impl SequenceKeys {
+    fn new(device: &CudaDevice, held: &Held, sequences: usize) -> Result<Self> {
+        match held {
+            Held::Caches(caches) => {
+                let of = |index| caches.iter().map(|b| part(b, index)).collect();
+                (0..sequences)
+                    .map(of)
+                    .collect::<Result<_>>()
+                    .map(Self::Caches)
+            }
+            Held::Pages(pages) => {
+                let table = Tensor::new(&pages.table[..], &Device::Cuda(device.clone()))?;
+                Ok(Self::Pages(pages.clone(), table))
+            }
+        }
+    }
 }
 
 /// What has come of the recording.
@@ -57,29 +84,30 @@ impl OnDevice {
         device: &CudaDevice,
         decoder: &Decoder,
         kind: &mut DecoderCache,
-        buffers: &[KvCache],
+        held: &Held,
         positions: usize,
         options: &Options,
     ) -> std::result::Result<Self, Refusal> {
         let vocab = decoder.stack.embedding.vocab_size();
         let state = State::new(device, vocab, options.sequences)?;
         let rotaries = kind.rotaries(positions)?;
-        let plan = Plan::new(
-            device,
-            decoder,
-            &Keys::Caches(buffers),
-            rotaries,
-            &state.ends(),
-        )?;
+        let keys = SequenceKeys::new(device, held, options.sequences)?;
+        let of_plan = match &keys {
+            SequenceKeys::Caches(_) => Keys::Caches(held.caches()),
+            SequenceKeys::Pages(pages, table) => Keys::Pages(PagedKeys {
+                pools: &pages.pools,
+                table: address_of(table)?,
+                width: pages.width,
+            }),
+        };
+        let plan = Plan::new(device, decoder, &of_plan, rotaries, &state.ends())?;
         Ok(Self {
             decoder: decoder.clone(),
             device: device.clone(),
             plan,
             state,
             rotaries: rotaries.clone(),
-            caches: (0..options.sequences)
-                .map(|index| buffers.iter().map(|b| part(b, index)).collect())
-                .collect::<Result<_>>()?,
+            keys,
             graph: if options.graph {
                 Recorded::Due
             } else {
@@ -115,25 +143,43 @@ impl OnDevice {
         let _named = nvtx::range("prefill");
         self.settle()?;
         let logits = sequences[index].read(&self.decoder, ids, |_, position| {
-            let model = prefill::Model {
-                decoder: &self.decoder,
-                rotaries: &self.rotaries,
-                caches: &self.caches[index],
-                end: position + ids.len(),
-            };
-            let read = |ids: &[u32], position| prefill::read(&self.device, &model, ids, position);
+            let end = position + ids.len();
             let mut first = position;
             let mut rest = ids;
             while rest.len() > MAX_TOKENS {
                 let (some, others) = rest.split_at(MAX_TOKENS);
-                read(some, first)?;
+                self.read(index, some, first, end)?;
                 (first, rest) = (first + some.len(), others);
             }
-            read(rest, first)
+            self.read(index, rest, first, end)
         })?;
         let token = self.state.draw(&logits, index, &sequences[index])?;
         sequences[index].pending = Some(token);
         Ok(token)
+    }
+
+    /// The logits behind a part of a prompt that reaches to `end`.
+    fn read(&self, index: usize, ids: &[u32], position: usize, end: usize) -> Result<Tensor> {
+        let (decoder, rotaries) = (&self.decoder, &self.rotaries);
+        match &self.keys {
+            SequenceKeys::Caches(caches) => {
+                let model = prefill::Model {
+                    decoder,
+                    rotaries,
+                    caches: &caches[index],
+                    end,
+                };
+                prefill::read(&self.device, &model, ids, position)
+            }
+            SequenceKeys::Pages(pages, _) => {
+                let mut rows = Rows::new(pages.width);
+                rows.add(ids, position, pages.of(index), true);
+                match rows.read(&self.device, decoder, rotaries, &pages.pools)? {
+                    Some(logits) => Ok(logits),
+                    None => bail!("generation: a prompt leaves no logits"),
+                }
+            }
+        }
     }
 
     /// Takes in the pending token of every sequence that has one, and draws the next.

@@ -2,13 +2,16 @@
 //! read one after the other; the tokens of a step go through the layers together, so that weights are read once.
 
 use super::Sequence;
+use super::paged::{PagedCache, Run};
 use crate::models::decoder::Decoder;
 use crate::ops::SamplingParams;
 use crate::ops::sample::{SampleOptions, sample_as};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 pub(super) struct Eager {
     pub decoder: Decoder,
+    /// Where keys and values are, if not in the sequences' caches.
+    pub pages: Option<Box<PagedCache>>,
     /// Why a GPU does not run steps as a chain of kernels.
     pub refusal: Option<String>,
 }
@@ -18,10 +21,23 @@ impl Eager {
     pub fn extend(&self, index: usize, sequence: &mut Sequence, ids: &[u32]) -> Result<u32> {
         let decoder = &self.decoder;
         let logits = sequence.read(decoder, ids, |cache, position| {
-            cache.set_len(position);
-            let input = Tensor::new(ids, cache.device())?.unsqueeze(0)?;
-            let embedded = decoder.stack.embedding.rows(&input)?;
-            let x = decoder.stack.forward(&embedded, position, cache)?;
+            let x = match &self.pages {
+                Some(pages) => {
+                    let tokens = ids.len();
+                    let run = Run {
+                        index,
+                        position,
+                        tokens,
+                    };
+                    pages.forward(decoder, ids, &[run], usize::from(tokens == 1))?
+                }
+                None => {
+                    cache.set_len(position);
+                    let input = Tensor::new(ids, cache.device())?.unsqueeze(0)?;
+                    let embedded = decoder.stack.embedding.rows(&input)?;
+                    decoder.stack.forward(&embedded, position, cache)?
+                }
+            };
             decoder.last_logits(&x)?.to_dtype(DType::F32)
         })?;
         let token = sample_one(&logits, index, &sequence.sampling, &sequence.ids)?;
@@ -46,24 +62,22 @@ impl Eager {
     /// The step of several sequences, each with its number and pending token.
     fn step_together(&self, waiting: &mut [(usize, u32, &mut Sequence)]) -> Result<()> {
         let decoder = &self.decoder;
-        let Some((_, _, first)) = waiting.first() else {
-            return Ok(());
-        };
-        let device = first.cache.device().clone();
-        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
-        for (_, token, sequence) in waiting.iter_mut() {
+        let (mut tokens, mut runs) = (Vec::new(), Vec::new());
+        for (index, token, sequence) in waiting.iter_mut() {
             sequence.check(decoder, &[*token])?;
             sequence.cache.set_len(sequence.ids.len());
             tokens.push(*token);
-            positions.push(sequence.ids.len());
+            runs.push(Run {
+                index: *index,
+                position: sequence.ids.len(),
+                tokens: 1,
+            });
         }
-        let input = Tensor::new(tokens, &device)?.unsqueeze(1)?;
-        let embedded = decoder.stack.embedding.rows(&input)?;
-        let mut caches: Vec<_> = waiting.iter_mut().map(|(_, _, s)| &mut s.cache).collect();
-        let x = decoder
-            .stack
-            .forward_each(&embedded, &positions, &mut caches)?;
-        let logits = decoder.last_logits(&x)?.to_dtype(DType::F32)?;
+        let x = match &self.pages {
+            Some(pages) => pages.forward(decoder, &tokens, &runs, runs.len())?,
+            None => self.forward_each(&tokens, &runs, waiting)?,
+        };
+        let logits = decoder.logits(&x.flatten(0, 1)?)?.to_dtype(DType::F32)?;
         for (row, (index, token, sequence)) in waiting.iter_mut().enumerate() {
             sequence.ids.push(*token);
             let logits = logits.narrow(0, row, 1)?;
@@ -71,6 +85,26 @@ impl Eager {
             sequence.pending = Some(next);
         }
         Ok(())
+    }
+}
+
+impl Eager {
+    /// A token of each sequence through all layers, `[S, 1, H]`, over their own caches.
+    fn forward_each(
+        &self,
+        tokens: &[u32],
+        runs: &[Run],
+        waiting: &mut [(usize, u32, &mut Sequence)],
+    ) -> Result<Tensor> {
+        let stack = &self.decoder.stack;
+        let mut caches: Vec<_> = waiting.iter_mut().map(|(_, _, s)| &mut s.cache).collect();
+        let Some(first) = caches.first() else {
+            bail!("generation: no sequence takes a step");
+        };
+        let input = Tensor::new(tokens, first.device())?.unsqueeze(1)?;
+        let embedded = stack.embedding.rows(&input)?;
+        let positions: Vec<_> = runs.iter().map(|run| run.position).collect();
+        stack.forward_each(&embedded, &positions, &mut caches)
     }
 }
 

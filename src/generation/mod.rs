@@ -44,6 +44,7 @@ pub(crate) mod chain;
 #[cfg(feature = "cuda")]
 mod device;
 mod eager;
+pub(crate) mod paged;
 #[cfg(feature = "cuda")]
 mod pages;
 #[cfg(feature = "cuda")]
@@ -65,7 +66,9 @@ use crate::models::parts::Parts;
 use crate::nn::KvCache;
 #[doc(inline)]
 pub use crate::ops::sample::SamplingParams;
+use crate::quant::KvCacheType;
 use candle_core::{Result, bail};
+use paged::PagedCache;
 use sequence::{Mark, Sequence, buffers, sequence};
 
 /// How a [`Generation`] is set up.
@@ -84,6 +87,8 @@ pub struct Options {
     /// Positions that each sequence has room for, prompt included; by default 2048, or the model's context
     /// length if that is less. Keys and values take their memory at once.
     pub positions: Option<usize>,
+    /// What keys and values are kept in; as the model has them by default.
+    pub kv_cache: KvCacheType,
     /// How tokens are chosen, by default the likeliest; [`Generation::set_sampling`] sets it for one
     /// sequence.
     pub sampling: SamplingParams,
@@ -103,6 +108,7 @@ impl Default for Options {
         Self {
             sequences: 1,
             positions: None,
+            kv_cache: KvCacheType::Auto,
             sampling: SamplingParams::default(),
             stop: Vec::new(),
             graph: true,
@@ -198,15 +204,15 @@ impl Generation {
             bail!("generation: stop id {id} is out of the vocabulary of {vocab}");
         }
         let mut kind = model.empty_cache()?;
-        let buffers = buffers(decoder, &kind, options.sequences, positions)?;
         kind.rotaries(positions)?;
+        let held = Held::new(decoder, &kind, positions, options)?;
         let sequences = (0..options.sequences)
-            .map(|index| sequence(&buffers, &kind, index, positions, &options.sampling))
+            .map(|index| sequence(held.caches(), &kind, index, positions, &options.sampling))
             .collect::<Result<Vec<_>>>()?;
         Ok(Self {
             sequences,
             stop: options.stop.clone(),
-            engine: Engine::new(decoder, &mut kind, &buffers, positions, options)?,
+            engine: Engine::new(decoder, &mut kind, held, positions, options)?,
         })
     }
 
@@ -376,18 +382,59 @@ impl Generation {
     }
 }
 
+/// Keys and values of all sequences, in every layer.
+enum Held {
+    /// In buffers.
+    Caches(Vec<KvCache>),
+    /// In pages, if they are quantized.
+    Pages(Box<PagedCache>),
+}
+
+impl Held {
+    fn new(
+        decoder: &Decoder,
+        kind: &DecoderCache,
+        positions: usize,
+        options: &Options,
+    ) -> Result<Self> {
+        let (count, kv_cache) = (options.sequences, options.kv_cache);
+        if kv_cache.format().is_some() {
+            let sizes = [count, positions];
+            let pages = PagedCache::new(decoder, kind, sizes, kv_cache)?;
+            return Ok(Self::Pages(Box::new(pages)));
+        }
+        let dtype = kv_cache.dtype(kind.dtype());
+        buffers(decoder, kind.device(), dtype, [count, positions]).map(Self::Caches)
+    }
+
+    /// The buffers; none for pages.
+    fn caches(&self) -> &[KvCache] {
+        match self {
+            Self::Caches(caches) => caches,
+            Self::Pages(_) => &[],
+        }
+    }
+
+    fn pages(self) -> Option<Box<PagedCache>> {
+        match self {
+            Self::Caches(_) => None,
+            Self::Pages(pages) => Some(pages),
+        }
+    }
+}
+
 impl Engine {
     /// The chain of kernels where the model and its device allow it.
     fn new(
         decoder: &Decoder,
         kind: &mut DecoderCache,
-        buffers: &[KvCache],
+        held: Held,
         positions: usize,
         options: &Options,
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
         let refusal = if let candle_core::Device::Cuda(device) = kind.device().clone() {
-            match device::OnDevice::new(&device, decoder, kind, buffers, positions, options) {
+            match device::OnDevice::new(&device, decoder, kind, &held, positions, options) {
                 Ok(engine) => return Ok(Engine::Device(Box::new(engine))),
                 Err(refusal::Refusal::Failed(error)) => return Err(error),
                 Err(refusal::Refusal::Unfused(why)) => {
@@ -400,9 +447,10 @@ impl Engine {
         };
         #[cfg(not(feature = "cuda"))]
         let refusal = None;
-        let _ = (kind, buffers, positions, options);
+        let _ = (kind, positions, options);
         Ok(Engine::Eager(Box::new(eager::Eager {
             decoder: decoder.clone(),
+            pages: held.pages(),
             refusal,
         })))
     }

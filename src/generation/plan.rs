@@ -30,7 +30,7 @@ pub(crate) struct Plan {
 
 struct Held {
     _decoder: Decoder,
-    _caches: Vec<(Tensor, Tensor)>,
+    _caches: Vec<Tensor>,
     _tables: Rotaries,
     _buffers: Vec<CudaStorage>,
 }

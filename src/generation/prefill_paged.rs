@@ -1,22 +1,116 @@
 //! Chunks of the prompts of several sequences on a GPU, keys and values in pages.
 
+use super::chain::PagedKeys;
 use super::pages::padded;
 use super::prefill::{LayerKeys, OP, PagedRows, Pass};
 use crate::cpu::attention::Sizes;
 use crate::cuda::{Address, Scratch, address_of};
-use crate::models::decoder::Block;
+use crate::models::decoder::{Block, Decoder, Rotaries};
 use crate::nn::RotaryEmbedding;
+use crate::ops::PagePool;
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_attention::cuda::{self as flash_attention, Call, Operand, Ragged};
 use crate::ops::paged_append::cuda::AppendAt;
 use crate::ops::paged_attention::cuda::{key_pages, operands};
-use candle_core::{CudaDevice, Result, Tensor};
+use candle_core::{CudaDevice, Device, Result, Tensor};
 
-/// Reads the rows, and gives the logits f32 `[draws, V]`; none if there are no draws.
-///
-/// # Errors
-/// If a layer is not fused throughout, or memory is short.
-pub(crate) fn read(device: &CudaDevice, rows: &PagedRows<'_>) -> Result<Option<Tensor>> {
+/// Rows of several sequences, one behind the other.
+pub(crate) struct Rows {
+    ids: Vec<u32>,
+    positions: Vec<u32>,
+    owners: Vec<u32>,
+    ends: Vec<u32>,
+    lengths: Vec<u32>,
+    last: Vec<u32>,
+    table: Vec<u32>,
+    width: usize,
+    longest: usize,
+}
+
+impl Rows {
+    /// None yet, of sequences of up to `width` pages.
+    pub fn new(width: usize) -> Self {
+        Self {
+            ids: Vec::new(),
+            positions: Vec::new(),
+            owners: Vec::new(),
+            ends: vec![0],
+            lengths: Vec::new(),
+            last: Vec::new(),
+            table: Vec::new(),
+            width,
+            longest: 0,
+        }
+    }
+
+    /// Tokens of one more sequence, from position `from` on, whose pages are these; `draws`: the logits behind the last
+    /// are wanted.
+    pub fn add(&mut self, ids: &[u32], from: usize, pages: &[u32], draws: bool) {
+        let (owner, end) = (self.lengths.len() as u32, from + ids.len());
+        self.ids.extend(ids);
+        self.positions.extend(from as u32..end as u32);
+        self.owners.resize(self.ids.len(), owner);
+        self.ends.push(self.ids.len() as u32);
+        self.lengths.push(end as u32);
+        if draws {
+            self.last.push(self.ids.len() as u32 - 1);
+        }
+        self.table.extend(pages);
+        self.table.resize(self.lengths.len() * self.width, u32::MAX);
+        self.longest = self.longest.max(ids.len());
+    }
+
+    /// Reads them, and gives the logits f32 `[draws, V]`; none if there are no draws.
+    ///
+    /// # Errors
+    /// If a layer is not fused throughout, or memory is short.
+    pub fn read(
+        &self,
+        device: &CudaDevice,
+        decoder: &Decoder,
+        rotaries: &Rotaries,
+        pools: &[PagePool],
+    ) -> Result<Option<Tensor>> {
+        let lists = [
+            &self.ids,
+            &self.positions,
+            &self.owners,
+            &self.ends,
+            &self.lengths,
+            &self.last,
+            &self.table,
+        ];
+        let words: Vec<u32> = lists.iter().flat_map(|list| list.iter().copied()).collect();
+        let words = Tensor::new(words, &Device::Cuda(device.clone()))?;
+        let mut starts = [address_of(&words)?; 7];
+        for i in 1..lists.len() {
+            starts[i] = starts[i - 1] + 4 * lists[i - 1].len() as Address;
+        }
+        let [ids, positions, owners, ends, lengths, last, table] = starts;
+        let rows = PagedRows {
+            decoder,
+            rotaries,
+            keys: PagedKeys {
+                pools,
+                table,
+                width: self.width,
+            },
+            lengths,
+            sequences: self.lengths.len(),
+            ids,
+            positions,
+            owners,
+            tokens: self.ids.len(),
+            cu_seqlens: ends,
+            longest: self.longest,
+            last,
+            draws: self.last.len(),
+        };
+        read(device, &rows)
+    }
+}
+
+fn read(device: &CudaDevice, rows: &PagedRows<'_>) -> Result<Option<Tensor>> {
     let decoder = rows.decoder;
     let mut kept = Scratch::new(device);
     let mut pass = Pass::new(device, decoder, [rows.ids, rows.tokens as u64], &mut kept)?;
@@ -97,7 +191,7 @@ impl Pass {
             pages: Some(key_pages(&pages, rows.lengths)),
             y,
             q_dtype: self.dtype,
-            kv_dtype: pool.dtype(),
+            kv_dtype: pool.stored(),
             sizes: Sizes {
                 batch: rows.sequences,
                 heads,

@@ -3,7 +3,7 @@
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::KvCache;
 use crate::ops::sample::SamplingParams;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// One sequence.
 pub(super) struct Sequence {
@@ -99,9 +99,9 @@ impl Sequence {
 /// Keys and values of every layer, for all sequences.
 pub(super) fn buffers(
     decoder: &Decoder,
-    kind: &DecoderCache,
-    sequences: usize,
-    positions: usize,
+    device: &Device,
+    dtype: DType,
+    [sequences, positions]: [usize; 2],
 ) -> Result<Vec<KvCache>> {
     decoder
         .stack
@@ -110,7 +110,7 @@ pub(super) fn buffers(
         .map(|block| {
             let config = block.attention.config();
             let shape = (sequences, config.kv_heads, config.head_dim);
-            KvCache::preallocated(shape, positions, kind.dtype(), kind.device())
+            KvCache::preallocated(shape, positions, dtype, device)
         })
         .collect::<Result<_>>()
         .map_err(|e| {

@@ -262,7 +262,7 @@ impl<'a> Writer<'a> {
                 let rows = [keys.table, keys.width as u64, sequences as u64];
                 let (pages, sizes) = padded(pool, rows)?;
                 let slots = keys.width * sizes.page;
-                ([pages.k, pages.v], Some(pages), slots, pool.dtype())
+                ([pages.k, pages.v], Some(pages), slots, pool.stored())
             }
         };
         let [k_cache, v_cache] = caches;

@@ -71,7 +71,7 @@ pub use load::{
 pub use mlp::Mlp;
 pub use norm::{LayerNorm, Norm, RmsNorm};
 pub use order::InputOrder;
-pub(crate) use paged::PagedTokens;
+pub(crate) use paged::{PagedRun, PagedTokens};
 pub(crate) use projection::in_f32;
 pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;

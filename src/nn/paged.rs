@@ -5,7 +5,7 @@ use crate::ops::{
     PagePool, PageTable, PagedAppend, PagedAttention, RaggedQueries, RotaryTables, TokenMap,
     paged_append, paged_attention, paged_prefill,
 };
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 /// N tokens of any sequences, and where their keys and values are: first the sequences that have one token, then
 /// those that have several.
@@ -21,6 +21,75 @@ pub(crate) struct PagedTokens {
     pub singles: Option<(usize, PageTable)>,
     /// Of the others, if there are any.
     pub ragged: Option<(PageTable, RaggedQueries)>,
+}
+
+/// Tokens of one sequence, one behind the other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PagedRun<'a> {
+    /// The sequence's pages, those of these tokens among them.
+    pub pages: &'a [u32],
+    /// The position of the first.
+    pub first: usize,
+    pub tokens: usize,
+}
+
+impl PagedTokens {
+    /// The tokens of all `runs`, of which the first `singles` have one.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn new(runs: &[PagedRun<'_>], singles: usize, device: &Device) -> Result<Self> {
+        let width = runs.iter().map(|run| run.pages.len()).max().unwrap_or(0);
+        // What stands behind the last page is not read.
+        let padded = runs.iter().flat_map(|run| {
+            let behind = std::iter::repeat_n(u32::MAX, width - run.pages.len());
+            run.pages.iter().copied().chain(behind)
+        });
+        let block_table = Tensor::from_vec(padded.collect(), (runs.len(), width), device)?;
+        let lengths = runs.iter().map(|run| (run.first + run.tokens) as u32);
+        let lengths = Tensor::from_vec(lengths.collect(), runs.len(), device)?;
+        let part = |from: usize, count: usize| -> Result<Option<PageTable>> {
+            if count == 0 {
+                return Ok(None);
+            }
+            Ok(Some(PageTable::Padded {
+                block_table: block_table.narrow(0, from, count)?,
+                lengths: lengths.narrow(0, from, count)?,
+            }))
+        };
+        let single_table = part(0, singles)?.map(|table| (singles, table));
+        let ragged = match part(singles, runs.len() - singles)? {
+            Some(table) => {
+                let (mut ends, mut longest) = (vec![0], 0);
+                for run in &runs[singles..] {
+                    ends.push(ends[ends.len() - 1] + run.tokens as u32);
+                    longest = longest.max(run.tokens);
+                }
+                let queries = RaggedQueries {
+                    cu_seqlens_q: Tensor::new(ends, device)?,
+                    max_seqlen_q: longest,
+                };
+                Some((table, queries))
+            }
+            None => None,
+        };
+        let places = runs
+            .iter()
+            .flat_map(|run| run.first..run.first + run.tokens);
+        let positions: Vec<u32> = places.map(|position| position as u32).collect();
+        let owners = runs.iter().enumerate();
+        let owners = owners.flat_map(|(b, run)| std::iter::repeat_n(b as u32, run.tokens));
+        Ok(Self {
+            owners: Tensor::new(owners.collect::<Vec<_>>(), device)?,
+            positions: Tensor::new(positions, device)?,
+            table: PageTable::Padded {
+                block_table,
+                lengths,
+            },
+            singles: single_table,
+            ragged,
+        })
+    }
 }
 
 impl Attention {

@@ -24,6 +24,12 @@ const LEAST: f32 = 1e-30;
 
 impl KvFormat {
     /// The value of the largest code.
+    ///
+    /// ```
+    /// use candle_fused::quant::KvFormat;
+    /// assert_eq!([KvFormat::Fp8, KvFormat::Int8].map(KvFormat::largest), [448., 127.]);
+    /// assert_eq!(KvFormat::Fp8.largest(), KvFormat::Fp8.value(0x7e));
+    /// ```
     pub const fn largest(self) -> f32 {
         match self {
             Self::Fp8 => 448.,
@@ -147,6 +153,13 @@ impl KvCacheType {
     pub const NAMES: [&'static str; 4] = ["auto", "bf16", "fp8", "int8"];
 
     /// The format of the codes, if there are codes.
+    ///
+    /// ```
+    /// use candle_fused::quant::{KvCacheType, KvFormat};
+    /// assert_eq!("fp8".parse::<KvCacheType>()?.format(), Some(KvFormat::Fp8));
+    /// assert_eq!(KvCacheType::Bf16.format(), None);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn format(self) -> Option<KvFormat> {
         match self {
             Self::Quantized(format) => Some(format),
@@ -180,7 +193,10 @@ impl FromStr for KvCacheType {
             "bf16" => Ok(Self::Bf16),
             "fp8" => Ok(Self::Quantized(KvFormat::Fp8)),
             "int8" => Ok(Self::Quantized(KvFormat::Int8)),
-            _ => bail!("kv_cache: `{name}` is not one of {}", Self::NAMES.join(", ")),
+            _ => bail!(
+                "kv_cache: `{name}` is not one of {}",
+                Self::NAMES.join(", ")
+            ),
         }
     }
 }

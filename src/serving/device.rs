@@ -12,14 +12,13 @@ use crate::cuda::{Address, Graph, Launcher, Pinned, address_of, nvtx};
 use crate::generation::PartTime;
 use crate::generation::chain::{Keys, PagedKeys};
 use crate::generation::plan::Plan;
-use crate::generation::prefill::PagedRows;
-use crate::generation::prefill_paged;
+use crate::generation::prefill_paged::Rows;
 use crate::generation::refusal::Refusal;
 use crate::models::decoder::{Decoder, Rotaries};
 use crate::ops::PagePool;
 use crate::ops::logprobs::{MAX_TOP, cuda as logprobs};
 use crate::ops::sample::{NONE, cuda as sample};
-use candle_core::{CudaDevice, Result, Tensor, bail};
+use candle_core::{CudaDevice, Result, bail};
 use std::collections::{BTreeMap, VecDeque};
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering;
@@ -255,9 +254,12 @@ impl OnDevice {
         }
         let mut rows = Rows::new(self.slots.width());
         for chunk in chunks {
-            rows.add(chunk, sequence(chunk.slot)?);
+            let sequence = sequence(chunk.slot)?;
+            let tokens = &sequence.tokens[chunk.from..chunk.to];
+            rows.add(tokens, chunk.from, &sequence.pages, chunk.draws);
         }
-        let Some(logits) = self.read(&rows)? else {
+        let read = rows.read(&self.device, &self.decoder, &self.rotaries, &self.pools)?;
+        let Some(logits) = read else {
             return Ok(());
         };
         let (launcher, vocab) = (Launcher::new(&self.device)?, logits.dims()[1]);
@@ -278,39 +280,6 @@ impl OnDevice {
             }
         }
         Ok(())
-    }
-
-    /// The logits behind the rows that are wanted.
-    fn read(&self, rows: &Rows) -> Result<Option<Tensor>> {
-        let lists = rows.lists();
-        let words: Vec<u32> = lists.iter().flat_map(|list| list.iter().copied()).collect();
-        let words = Tensor::new(words, &candle_core::Device::Cuda(self.device.clone()))?;
-        let base = address_of(&words)?;
-        let mut starts = [base; 7];
-        for i in 1..lists.len() {
-            starts[i] = starts[i - 1] + 4 * lists[i - 1].len() as Address;
-        }
-        let [ids, positions, owners, ends, lengths, last, table] = starts;
-        let read = PagedRows {
-            decoder: &self.decoder,
-            rotaries: &self.rotaries,
-            keys: PagedKeys {
-                pools: &self.pools,
-                table,
-                width: rows.width,
-            },
-            lengths,
-            sequences: rows.lengths.len(),
-            ids,
-            positions,
-            owners,
-            tokens: rows.ids.len(),
-            cu_seqlens: ends,
-            longest: rows.longest,
-            last,
-            draws: rows.last.len(),
-        };
-        prefill_paged::read(&self.device, &read)
     }
 
     /// Sends the tokens of these slots to the host, and the log-probabilities that are wanted.
@@ -382,61 +351,5 @@ impl Drop for OnDevice {
     fn drop(&mut self) {
         // The GPU still writes to the host's memory until the last step is through.
         let _ = self.settle();
-    }
-}
-
-/// The rows of a step's chunks.
-struct Rows {
-    ids: Vec<u32>,
-    positions: Vec<u32>,
-    owners: Vec<u32>,
-    ends: Vec<u32>,
-    lengths: Vec<u32>,
-    last: Vec<u32>,
-    table: Vec<u32>,
-    width: usize,
-    longest: usize,
-}
-
-impl Rows {
-    fn new(width: usize) -> Self {
-        Self {
-            ids: Vec::new(),
-            positions: Vec::new(),
-            owners: Vec::new(),
-            ends: vec![0],
-            lengths: Vec::new(),
-            last: Vec::new(),
-            table: Vec::new(),
-            width,
-            longest: 0,
-        }
-    }
-
-    fn add(&mut self, chunk: &Chunk, sequence: &Sequence) {
-        let owner = self.lengths.len() as u32;
-        self.ids.extend(&sequence.tokens[chunk.from..chunk.to]);
-        self.positions.extend(chunk.from as u32..chunk.to as u32);
-        self.owners.resize(self.ids.len(), owner);
-        self.ends.push(self.ids.len() as u32);
-        self.lengths.push(chunk.to as u32);
-        if chunk.draws {
-            self.last.push(self.ids.len() as u32 - 1);
-        }
-        self.table.extend(&sequence.pages);
-        self.table.resize(self.lengths.len() * self.width, u32::MAX);
-        self.longest = self.longest.max(chunk.to - chunk.from);
-    }
-
-    fn lists(&self) -> [&[u32]; 7] {
-        [
-            &self.ids,
-            &self.positions,
-            &self.owners,
-            &self.ends,
-            &self.lengths,
-            &self.last,
-            &self.table,
-        ]
     }
 }

@@ -6,10 +6,10 @@ use super::request::{Drawn, TokenLogprobs};
 use super::schedule::Batch;
 use super::sequence::Sequence;
 use crate::models::decoder::{Decoder, DecoderCache};
-use crate::nn::PagedTokens;
+use crate::nn::{PagedRun, PagedTokens};
 use crate::ops::sample::allows;
-use crate::ops::{Logprobs, PagePool, PageTable, RaggedQueries, SampleOptions, sample_with};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use crate::ops::{Logprobs, PagePool, SampleOptions, sample_with};
+use candle_core::{DType, Result, Tensor, bail};
 use std::collections::VecDeque;
 
 pub(super) struct Eager {
@@ -23,28 +23,23 @@ pub(super) struct Eager {
 
 /// A step's rows: single tokens first, then chunks.
 #[derive(Default)]
-struct Rows {
+struct Rows<'a> {
     ids: Vec<u32>,
-    positions: Vec<u32>,
-    /// The number of a row's sequence in the step.
-    owners: Vec<u32>,
-    /// Of each sequence: tokens with this step's, and where its rows end.
-    lengths: Vec<u32>,
-    ends: Vec<u32>,
+    runs: Vec<PagedRun<'a>>,
     /// Rows behind which a token is drawn, and whose.
     draws: Vec<u32>,
     drawing: Vec<usize>,
 }
 
-impl Rows {
-    fn add(&mut self, ids: &[u32], first: usize) {
-        let owner = self.lengths.len() as u32;
-        self.ids.extend_from_slice(ids);
-        let places = first as u32..(first + ids.len()) as u32;
-        self.lengths.push(places.end);
-        self.positions.extend(places);
-        self.owners.extend(ids.iter().map(|_| owner));
-        self.ends.push(self.ids.len() as u32);
+impl<'a> Rows<'a> {
+    /// Tokens of a sequence, from position `first` on.
+    fn add(&mut self, sequence: &'a Sequence, first: usize, end: usize) {
+        self.ids.extend_from_slice(&sequence.tokens[first..end]);
+        self.runs.push(PagedRun {
+            pages: &sequence.pages,
+            first,
+            tokens: end - first,
+        });
     }
 
     fn draw(&mut self, slot: usize) {
@@ -98,23 +93,18 @@ impl Eager {
     /// Tokens of any sequences through all layers, and the draws behind them.
     fn pass(&self, batch: &Batch, slots: &[Option<Sequence>]) -> Result<Vec<Drawn>> {
         let mut rows = Rows::default();
-        let mut pages = Vec::new();
         for (slot, position) in &batch.singles {
-            let sequence = at(slots, *slot)?;
-            rows.add(&sequence.tokens[*position..=*position], *position);
+            rows.add(at(slots, *slot)?, *position, *position + 1);
             rows.draw(*slot);
-            pages.push(&sequence.pages[..]);
         }
         for chunk in &batch.chunks {
-            let sequence = at(slots, chunk.slot)?;
-            rows.add(&sequence.tokens[chunk.from..chunk.to], chunk.from);
+            rows.add(at(slots, chunk.slot)?, chunk.from, chunk.to);
             if chunk.draws {
                 rows.draw(chunk.slot);
             }
-            pages.push(&sequence.pages[..]);
         }
         let device = self.kind.device().clone();
-        let tokens = paged_tokens(&rows, batch.singles.len(), &pages, &device)?;
+        let tokens = PagedTokens::new(&rows.runs, batch.singles.len(), &device)?;
         let ids = Tensor::new(&rows.ids[..], &device)?.unsqueeze(0)?;
         let stack = &self.decoder.stack;
         let embedded = stack.embedding.rows(&ids)?;
@@ -129,56 +119,6 @@ impl Eager {
         let sequences = sequences.collect::<Result<Vec<_>>>()?;
         draw(&logits, &sequences)
     }
-}
-
-/// The tokens of `rows` and where their keys are, `pages` of each sequence.
-fn paged_tokens(
-    rows: &Rows,
-    singles: usize,
-    pages: &[&[u32]],
-    device: &Device,
-) -> Result<PagedTokens> {
-    let width = pages.iter().map(|row| row.len()).max().unwrap_or(0);
-    // What stands behind the last page is not read.
-    let padded = pages.iter().flat_map(|row| {
-        let behind = std::iter::repeat_n(u32::MAX, width - row.len());
-        row.iter().copied().chain(behind)
-    });
-    let block_table = Tensor::from_vec(padded.collect(), (pages.len(), width), device)?;
-    let lengths = Tensor::new(&rows.lengths[..], device)?;
-    let part = |from: usize, count: usize| -> Result<Option<PageTable>> {
-        if count == 0 {
-            return Ok(None);
-        }
-        Ok(Some(PageTable::Padded {
-            block_table: block_table.narrow(0, from, count)?,
-            lengths: lengths.narrow(0, from, count)?,
-        }))
-    };
-    let single_table = part(0, singles)?.map(|table| (singles, table));
-    let ragged = match part(singles, pages.len() - singles)? {
-        Some(table) => {
-            let mut ends = vec![0];
-            ends.extend(rows.ends[singles..].iter().map(|end| end - singles as u32));
-            let longest = ends.windows(2).map(|e| e[1] - e[0]).max().unwrap_or(0);
-            let queries = RaggedQueries {
-                cu_seqlens_q: Tensor::new(ends, device)?,
-                max_seqlen_q: longest as usize,
-            };
-            Some((table, queries))
-        }
-        None => None,
-    };
-    Ok(PagedTokens {
-        owners: Tensor::new(&rows.owners[..], device)?,
-        positions: Tensor::new(&rows.positions[..], device)?,
-        table: PageTable::Padded {
-            block_table,
-            lengths,
-        },
-        singles: single_table,
-        ragged,
-    })
 }
 
 /// The next token of each sequence.

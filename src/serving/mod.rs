@@ -44,6 +44,7 @@ use crate::generation::PartTime;
 use crate::models::decoder::DecoderCache;
 use crate::models::parts::Parts;
 use crate::ops::logprobs::MAX_TOP;
+use crate::quant::KvCacheType;
 use candle_core::{Result, bail};
 use constraint::Constrained;
 use pages::Pages;
@@ -88,6 +89,9 @@ pub struct Options {
     /// Pages in all; by default as many as `sequences` sequences of `positions` could need, if 80 % of the GPU's free
     /// memory has room for them, or 1 GiB on the CPU, and otherwise as many as there is room for.
     pub pages: Option<usize>,
+    /// What keys and values are kept in; as the model has them by default. 8 bits have room for nearly twice the tokens
+    /// of 16.
+    pub kv_cache: KvCacheType,
     /// Tokens of prompts that a step reads beside the others' single tokens; 512 by default.
     pub prompt_budget: usize,
     /// Whether requests with the same beginning share its pages; true by default.
@@ -110,6 +114,7 @@ impl Default for Options {
             positions: None,
             page: 16,
             pages: None,
+            kv_cache: KvCacheType::Auto,
             prompt_budget: 512,
             share_prefixes: true,
             batch_invariant: false,
@@ -228,7 +233,8 @@ impl Engine {
         let room = runner::room(kind.device(), CPU_BYTES)?;
         let of_page = decoder.stack.blocks.iter().map(|block| {
             let config = block.attention.config();
-            2 * options.page * config.kv_heads * config.head_dim * kind.dtype().size_in_bytes()
+            let row = options.kv_cache.row_bytes(config.head_dim, kind.dtype());
+            2 * options.page * config.kv_heads * row
         });
         let count = options.count(positions, of_page.sum(), room)?;
         let runner = Runner::new(decoder, &mut kind, [count, positions], options)?;

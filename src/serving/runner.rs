@@ -9,11 +9,11 @@ use super::sequence::Sequence;
 use super::{OP, Options};
 use crate::fusion::fallback;
 use crate::generation::PartTime;
+use crate::generation::paged::pools;
 #[cfg(feature = "cuda")]
 use crate::generation::refusal::Refusal;
 use crate::models::decoder::{Decoder, DecoderCache};
-use crate::ops::{PageLayout, PagePool};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, bail};
 use std::time::Duration;
 
 pub(super) enum Runner {
@@ -52,7 +52,13 @@ impl Runner {
                 bail!("{OP}: attention of layer {i} is not fused, which keys in pages need");
             }
         }
-        let pools = pools(decoder, kind, pages, options.page)?;
+        let sizes = [pages, options.page];
+        let pools = pools(decoder, kind, sizes, options.kv_cache).map_err(|e| {
+            let page = options.page;
+            e.context(format!(
+                "{OP}: no room for {pages} pages of {page} tokens could be made"
+            ))
+        })?;
         let rotaries = kind.rotaries(positions)?.clone();
         #[cfg(feature = "cuda")]
         if let Device::Cuda(device) = kind.device() {
@@ -144,32 +150,4 @@ impl Runner {
             Runner::Device(device) => device.refusal(),
         }
     }
-}
-
-/// Pages of every layer, keys and values of a page one behind the other.
-fn pools(
-    decoder: &Decoder,
-    kind: &DecoderCache,
-    pages: usize,
-    page: usize,
-) -> Result<Vec<PagePool>> {
-    let pool = |config: crate::nn::AttentionConfig| {
-        let (heads, dim) = (config.kv_heads, config.head_dim);
-        // On the CPU a task reads the tokens of one head: side by side, the hardware fetches them ahead.
-        let (layout, [a, b]) = match kind.device().is_cpu() {
-            true => (PageLayout::Hnd, [heads, page]),
-            false => (PageLayout::Nhd, [page, heads]),
-        };
-        let all = Tensor::zeros((pages, 2, a, b, dim), kind.dtype(), kind.device())?;
-        PagePool::combined(&all, layout)
-    };
-    let blocks = decoder.stack.blocks.iter();
-    blocks
-        .map(|block| pool(block.attention.config()))
-        .collect::<Result<_>>()
-        .map_err(|e| {
-            e.context(format!(
-                "{OP}: no room for {pages} pages of {page} tokens could be made"
-            ))
-        })
 }

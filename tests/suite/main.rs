@@ -51,6 +51,7 @@ mod quant_linear;
 mod quant_schemes;
 #[cfg(feature = "cuda")]
 mod quant_schemes_cuda;
+mod quantized_cache;
 mod quantized_mistral;
 mod qwen;
 mod refusals;

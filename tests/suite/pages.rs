@@ -77,7 +77,9 @@ pub fn quantized(pool: &PagePool, form: Form, format: KvFormat) -> Result<PagePo
         let rows = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let mut codes = vec![0; rows.len()];
         let of_rows = rows.chunks_exact(dim).zip(codes.chunks_exact_mut(dim));
-        let scales: Vec<_> = of_rows.map(|(row, own)| format.quantize(row, own)).collect();
+        let scales: Vec<_> = of_rows
+            .map(|(row, own)| format.quantize(row, own))
+            .collect();
         let scales = Tensor::from_vec(scales, (pages, a, b), &Device::Cpu)?;
         let scales = match form.layout {
             PageLayout::Nhd => scales.transpose(1, 2)?.contiguous()?,
@@ -114,7 +116,9 @@ pub fn numbers(pool: &PagePool) -> Result<[Tensor; 2]> {
             PageLayout::Nhd => scales.transpose(1, 2)?,
             PageLayout::Hnd => scales,
         };
-        codes.reshape(t.dims())?.broadcast_mul(&scales.unsqueeze(3)?)
+        codes
+            .reshape(t.dims())?
+            .broadcast_mul(&scales.unsqueeze(3)?)
     };
     Ok([one(&pool.k, k)?, one(&pool.v, v)?])
 }

@@ -132,6 +132,23 @@ fn outputs_are_those_of_a_request_alone_to_the_bit() -> Result<()> {
     })
 }
 
+/// A token's codes and scale are its own, so that pages of them are shared as others are.
+#[test]
+fn so_they_are_over_quantized_pages() -> Result<()> {
+    on_every_device(|| {
+        for kv_cache in ["fp8", "int8"] {
+            let options = Options {
+                kv_cache: kv_cache.parse()?,
+                ..options()
+            };
+            for format in ["bf16", "q4_0"] {
+                assert_eq!(differing(format, &options, 60)?, 0, "{format} {kv_cache}");
+            }
+        }
+        Ok(())
+    })
+}
+
 /// What was read in part of a chunk is not taken over as a part of a whole one.
 #[test]
 fn parts_of_chunks_are_not_shared() -> Result<()> {

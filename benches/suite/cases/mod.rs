@@ -6,6 +6,7 @@ mod elementwise;
 mod kernels;
 mod paged;
 mod picked;
+mod pools;
 mod products;
 mod quantized;
 mod sweep;

@@ -1,20 +1,25 @@
 //! A step of many sequences whose keys and values lie in pages: the append and the attention.
 
 use super::picked::spread;
+use super::pools::{self, Stored};
 use super::{Case, Contender, Dims, Expected, Extent, limit};
 use crate::figures::{CANDLE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::ops::{
-    self, PageLayout, PagePool, PageTable, PagedAppend, PagedAttention, RaggedQueries, RopeStyle,
-    RotaryTables, TokenMap, paged_append, paged_attention, paged_prefill,
+    self, PagePool, PageTable, PagedAppend, PagedAttention, RaggedQueries, RopeStyle, RotaryTables,
+    TokenMap, paged_append, paged_attention, paged_prefill,
 };
+use candle_fused::quant::KvFormat;
 
 /// Tokens of a page.
 const PAGE: usize = 16;
 
 /// Bytes of keys and values that have to come near the memory's bandwidth.
 const LARGE: [usize; 2] = [64 << 20, 256 << 20];
+
+/// Keys and values of 8 bits.
+const FORMATS: [KvFormat; 2] = [KvFormat::Fp8, KvFormat::Int8];
 
 /// Sequences of a model's step.
 const SEQUENCES: usize = 16;
@@ -27,9 +32,20 @@ pub fn cases(dims: &Dims, dtype: DType, extent: Extent) -> Vec<Case> {
     };
     let attention = |context: &usize| {
         let lengths = mixed(SEQUENCES, SEQUENCES * context);
-        attention(&dims.name, "mixed", shape, lengths, dtype)
+        attention(
+            &dims.name,
+            "mixed",
+            shape,
+            lengths,
+            (dtype, Stored::Floats(dtype)),
+        )
     };
     let mut cases: Vec<_> = extent.contexts()[..2].iter().map(attention).collect();
+    let lengths = mixed(SEQUENCES, SEQUENCES * extent.contexts()[1]);
+    cases.extend(FORMATS.map(|format| {
+        let stored = Stored::Codes(format);
+        attention(&dims.name, "mixed", shape, lengths.clone(), (dtype, stored))
+    }));
     cases.push(append(&dims.name, shape, dtype));
     cases.push(prefill(&dims.name, shape, dtype));
     cases
@@ -48,9 +64,18 @@ pub fn large() -> Vec<Case> {
             let tokens = bytes / (2 * shape.kv_heads * dim * DType::BF16.size_in_bytes());
             for sequences in [1, 16, 256] {
                 let (name, part) = (format!("32 heads of {dim}"), format!("{}MB", bytes >> 20));
-                let lengths = mixed(sequences, tokens);
-                cases.push(attention(&name, &part, shape, lengths, DType::BF16));
+                let (lengths, dtype) = (mixed(sequences, tokens), DType::BF16);
+                let stored = (dtype, Stored::Floats(dtype));
+                cases.push(attention(&name, &part, shape, lengths, stored));
             }
+        }
+        for sequences in [1, 8] {
+            let (name, part) = (format!("32 heads of {dim}"), format!("{sequences}x32k"));
+            let formats = FORMATS.map(Stored::Codes).into_iter();
+            cases.extend(formats.chain([Stored::Floats(DType::BF16)]).map(|stored| {
+                let lengths = vec![1 << 15; sequences];
+                attention(&name, &part, shape, lengths, (DType::BF16, stored))
+            }));
         }
     }
     cases
@@ -72,16 +97,23 @@ struct Heads {
     dim: usize,
 }
 
-fn attention(model: &str, part: &str, shape: Heads, lengths: Vec<usize>, dtype: DType) -> Case {
+fn attention(
+    model: &str,
+    part: &str,
+    shape: Heads,
+    lengths: Vec<usize>,
+    (dtype, stored): (DType, Stored),
+) -> Case {
     let Heads {
         heads,
         kv_heads,
         dim,
     } = shape;
     let (sequences, tokens): (usize, usize) = (lengths.len(), lengths.iter().sum());
+    let queries = 2 * dim * sequences * heads * dtype.size_in_bytes();
     let work = Work {
         flops: 4. * (tokens * heads * dim) as f64,
-        ..Work::moving(2 * dim * (tokens * kv_heads + sequences * heads), dtype)
+        bytes: (2 * tokens * kv_heads * stored.row(dim) + queries) as f64,
     };
     Case {
         op: "paged_attention",
@@ -89,10 +121,10 @@ fn attention(model: &str, part: &str, shape: Heads, lengths: Vec<usize>, dtype: 
         part: part.to_owned(),
         rows: sequences,
         context: tokens / sequences,
-        format: dtype.as_str().to_owned(),
+        format: stored.name(),
         work,
         build: Box::new(move |place| {
-            Step::new(place, shape, lengths.clone(), dtype)?.attention(place)
+            Step::new(place, shape, lengths.clone(), (dtype, stored))?.attention(place)
         }),
     }
 }
@@ -108,7 +140,8 @@ fn append(model: &str, shape: Heads, dtype: DType) -> Case {
         format: dtype.as_str().to_owned(),
         work: Work::moving(2 * SEQUENCES * width, dtype),
         build: Box::new(move |place| {
-            Step::new(place, shape, vec![PAGE; SEQUENCES], dtype)?.append(place)
+            let stored = (dtype, Stored::Floats(dtype));
+            Step::new(place, shape, vec![PAGE; SEQUENCES], stored)?.append(place)
         }),
     }
 }
@@ -136,7 +169,8 @@ fn prefill(model: &str, shape: Heads, dtype: DType) -> Case {
         format: dtype.as_str().to_owned(),
         work,
         build: Box::new(move |place| {
-            Step::new(place, shape, vec![tokens; prompts], dtype)?.prefill(place)
+            let stored = (dtype, Stored::Floats(dtype));
+            Step::new(place, shape, vec![tokens; prompts], stored)?.prefill(place)
         }),
     }
 }
@@ -155,7 +189,12 @@ struct Step {
 }
 
 impl Step {
-    fn new(place: &Place, shape: Heads, lengths: Vec<usize>, dtype: DType) -> Result<Self> {
+    fn new(
+        place: &Place,
+        shape: Heads,
+        lengths: Vec<usize>,
+        (dtype, stored): (DType, Stored),
+    ) -> Result<Self> {
         let counts = lengths.iter().map(|n| n.div_ceil(PAGE));
         let (pages, width) = (counts.clone().sum::<usize>(), counts.clone().max());
         // Neighbours in a sequence are far from each other: a step that has no divisor in common with the count.
@@ -169,22 +208,12 @@ impl Step {
         });
         let padded = Tensor::from_iter(padded, &place.device)?;
         let dims = [pages, PAGE, shape.kv_heads, shape.dim];
-        let first = PagePool {
-            k: place.x(&dims, dtype)?,
-            v: place.x(&dims, dtype)?,
-            layout: PageLayout::Nhd,
-        };
-        let bytes = 2 * dims.iter().product::<usize>() * dtype.size_in_bytes();
+        let first = stored.pool(place, dims)?;
+        let bytes = 2 * pages * PAGE * shape.kv_heads * stored.row(shape.dim);
         Ok(Self {
             shape,
             q: place.x(&[lengths.len(), 1, shape.heads, shape.dim], dtype)?,
-            pools: place.in_turns(bytes, first, |pool| {
-                Ok(PagePool {
-                    k: pool.k.copy()?,
-                    v: pool.v.copy()?,
-                    layout: pool.layout,
-                })
-            })?,
+            pools: place.in_turns(bytes, first, pools::copied)?,
             table: PageTable::Padded {
                 block_table: padded.reshape((rows.len(), ()))?,
                 lengths: Tensor::from_iter(lengths.iter().map(|n| *n as u32), &place.device)?,
@@ -213,7 +242,8 @@ impl Step {
             Contender::new(FUSED, vec![self.expected()?], fused).in_graph(self.lengths.len());
         // As long as candle's copies of everything are no measurement of their own.
         let bytes: usize = self.lengths.iter().sum::<usize>() * self.shape.heads * self.shape.dim;
-        if 16 * bytes > place.room() / 8 || self.lengths.len() > SEQUENCES {
+        let large = 16 * bytes > place.room() / 8 || self.lengths.len() > SEQUENCES;
+        if large || self.pools[0].scales.is_some() {
             return Ok(vec![fused]);
         }
         let plain = Contender::new(CANDLE, vec![self.expected()?], self.plain(place)?);
@@ -259,15 +289,7 @@ impl Step {
         let (mut rows, mut values) = (Vec::new(), Vec::new());
         for b in spread(self.lengths.len(), 2) {
             let ids = Tensor::new(&self.rows[b][..], self.q.device())?;
-            let own = |pool: &Tensor| {
-                let head = pool.narrow(2, kv_heads - 1, 1)?.contiguous()?;
-                head.index_select(&ids, 0)?.to_device(&Device::Cpu)
-            };
-            let pool = PagePool {
-                k: own(&self.pools[0].k)?,
-                v: own(&self.pools[0].v)?,
-                layout: PageLayout::Nhd,
-            };
+            let pool = pools::head(&self.pools[0], kv_heads - 1, &ids)?;
             let table = PageTable::Padded {
                 block_table: Tensor::arange(0, self.rows[b].len() as u32, &Device::Cpu)?
                     .unsqueeze(0)?,
@@ -298,16 +320,8 @@ impl Step {
                 max_seqlen_q: tokens,
             })
         };
-        let own = |pool: &Tensor| {
-            let ids = Tensor::new(&self.rows[0][..], pool.device())?;
-            let head = pool.narrow(2, shape.kv_heads - 1, 1)?.contiguous()?;
-            head.index_select(&ids, 0)?.to_device(&cpu)
-        };
-        let pool = PagePool {
-            k: own(&self.pools[0].k)?,
-            v: own(&self.pools[0].v)?,
-            layout: PageLayout::Nhd,
-        };
+        let ids = Tensor::new(&self.rows[0][..], &place.device)?;
+        let pool = pools::head(&self.pools[0], shape.kv_heads - 1, &ids)?;
         let table = PageTable::Padded {
             block_table: Tensor::arange(0, self.rows[0].len() as u32, &cpu)?.unsqueeze(0)?,
             lengths: Tensor::new(&[tokens as u32], &cpu)?,

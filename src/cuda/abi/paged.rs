@@ -64,7 +64,7 @@ abi! {
         window: u32,
         /// Of q and y.
         dtype: i32,
-        /// Whether q is of the pools' dtype and has 16-byte pieces.
+        /// Whether q is of the pools' dtype, or of 16 bits over codes, and has 16-byte pieces.
         packs: i32,
         scale: f32,
         softcap: f32,
@@ -80,6 +80,15 @@ abi! {
         (80, 16, 8, 3), (80, 16, 16, 3),
         (96, 16, 8, 3), (96, 16, 16, 3),
         (128, 16, 8, 3), (128, 16, 16, 2),
+        (256, 16, 8, 2)
+    ];
+
+    /// The same over codes.
+    table PAGED_CODES of PagedCodes (dim: usize, keys: usize, rows: usize, blocks: usize) = [
+        (64, 32, 8, 3), (64, 16, 16, 3),
+        (80, 32, 8, 3), (80, 16, 16, 3),
+        (96, 16, 8, 3), (96, 16, 16, 3),
+        (128, 16, 8, 3), (128, 32, 16, 2),
         (256, 16, 8, 2)
     ];
 

@@ -1,7 +1,7 @@
 //! Copies of pages within a pool.
 
 use super::COPY;
-use crate::ops::pages::{PagePool, PoolSizes, scale_strides};
+use crate::ops::pages::{PagePool, PoolSizes};
 use crate::ops::view::inference_only;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -51,7 +51,7 @@ pub fn copy_pages(pool: &PagePool, pairs: &Tensor) -> Result<()> {
     }
     let pairs = checked(sizes, pairs.to_vec2::<u32>()?)?;
     trace::record(COPY, || format!("cpu {}", pool.stored_name()));
-    for (t, strides, sizes) in rows_of_all(pool, sizes) {
+    for (t, strides, sizes) in pool.parts(sizes) {
         t.inplace_op1(&Copies {
             sizes,
             strides,
@@ -59,19 +59,6 @@ pub fn copy_pages(pool: &PagePool, pairs: &Tensor) -> Result<()> {
         })?;
     }
     Ok(())
-}
-
-/// Each tensor of the pool with its strides from page to page, token to token and head to head, and its sizes: scales
-/// are heads of one element.
-pub(super) fn rows_of_all(
-    pool: &PagePool,
-    sizes: PoolSizes,
-) -> Vec<(&Tensor, [usize; 3], PoolSizes)> {
-    let codes = [&pool.k, &pool.v].map(|t| (t, pool.strides(t), sizes));
-    let of_one = PoolSizes { dim: 1, ..sizes };
-    let scales = pool.scales.iter().flat_map(|s| [&s.k, &s.v]);
-    let scales = scales.map(|t| (t, scale_strides(t), of_one));
-    codes.into_iter().chain(scales).collect()
 }
 
 /// The pairs, if each page is there and their order does not matter.

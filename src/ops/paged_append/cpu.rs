@@ -46,7 +46,12 @@ pub(super) fn append(
     let scales = pool.scales.as_ref();
     for (t, scales, first, rotated) in [
         (&pool.k, scales.map(|s| (&s.k, s.format)), key, true),
-        (&pool.v, scales.map(|s| (&s.v, s.format)), key + sizes.kv_heads, false),
+        (
+            &pool.v,
+            scales.map(|s| (&s.v, s.format)),
+            key + sizes.kv_heads,
+            false,
+        ),
     ] {
         let norm = if rotated { k_norm.as_ref() } else { None };
         let rows = rows(first, sizes.kv_heads, rotated, norm);

@@ -1,6 +1,5 @@
 //! The CUDA form: queries, keys and values of all tokens in one launch; copies of pages in another.
 
-use super::copy::rows_of_all;
 use super::{COPY, HeadNorms, OP, PagedAppend, TokenMap};
 use crate::cuda::abi::{
     COPY_PAGES_THREADS, CopyPagesParams, PagedAppendParams, Pages, ROPE_THREADS, WARP,
@@ -234,7 +233,7 @@ pub(super) fn copy(pool: &PagePool, sizes: PoolSizes, pairs: &Tensor) -> Result<
     if pairs.stride()[1] != 1 {
         bail!("{COPY}: the elements of a pair have to lie side by side");
     }
-    let all = rows_of_all(pool, sizes);
+    let all = pool.parts(sizes);
     let (both, _) = all.as_chunks::<2>();
     both.iter().try_for_each(|both| copy_both(both, pairs))
 }

@@ -65,7 +65,9 @@ impl Default for PagedAttention {
 /// whatever the sequences' lengths are: lengths and table are read by the kernel alone, and the grid follows from
 /// shapes, so that a captured graph serves changing batches. Tensor cores take 8 queries of a key/value head at a
 /// time, or 16 where there are more than 8 and q is of the pool's dtype; with 16 the weights are rounded to that dtype
-/// before they multiply the values. q, and a view of it, is read where it lies if a head's elements lie side by side.
+/// before they multiply the values. Codes become f16 in registers, and so do queries, in two parts where they are 8: they
+/// may be 65504 at most. Scales of keys multiply the scores, and scales of values the weights. q, and a view of it, is
+/// read where it lies if a head's elements lie side by side.
 ///
 /// Sources: PagedAttention (Kwon et al. 2023); Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023); Stream-K (Osama,
 /// Merrill, Cecka, Garland, Owens, 2023); FlashInfer (Ye et al. 2025).

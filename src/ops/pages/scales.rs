@@ -22,6 +22,14 @@ impl PagePool {
     ///
     /// # Errors
     /// If memory is short.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_fused::ops::{PageLayout, PagePool};
+    /// let pool = PagePool::zeros([8, 16, 2, 64], PageLayout::Nhd, DType::F16, &Device::Cpu)?;
+    /// assert_eq!(pool.v.dims(), [8, 16, 2, 64]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn zeros(
         [pages, page, kv_heads, dim]: [usize; 4],
         layout: PageLayout,
@@ -32,7 +40,10 @@ impl PagePool {
             PageLayout::Nhd => [page, kv_heads],
             PageLayout::Hnd => [kv_heads, page],
         };
-        Self::combined(&Tensor::zeros((pages, 2, a, b, dim), dtype, device)?, layout)
+        Self::combined(
+            &Tensor::zeros((pages, 2, a, b, dim), dtype, device)?,
+            layout,
+        )
     }
 
     /// The same for quantized keys and values.
@@ -88,6 +99,13 @@ impl PagePool {
         }
     }
 
+    /// What kernels are chosen by: a dtype, or what stands for codes of a format.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn stored(&self) -> DType {
+        let format = self.scales.as_ref().map(|scales| scales.format);
+        format.map_or(self.k.dtype(), KvFormat::stored)
+    }
+
     /// All tensors by name.
     pub(crate) fn named(&self) -> Vec<(&'static str, &Tensor)> {
         let mut all = vec![("pool.k", &self.k), ("pool.v", &self.v)];
@@ -95,6 +113,16 @@ impl PagePool {
             all.extend([("pool.scales.k", &scales.k), ("pool.scales.v", &scales.v)]);
         }
         all
+    }
+
+    /// Each tensor with its strides from page to page, token to token and head to head, and its sizes: scales are heads
+    /// of one element.
+    pub(crate) fn parts(&self, sizes: PoolSizes) -> Vec<(&Tensor, [usize; 3], PoolSizes)> {
+        let rows = [&self.k, &self.v].map(|t| (t, self.strides(t), sizes));
+        let of_one = PoolSizes { dim: 1, ..sizes };
+        let scales = self.scales.iter().flat_map(|s| [&s.k, &s.v]);
+        let scales = scales.map(|t| (t, scale_strides(t), of_one));
+        rows.into_iter().chain(scales).collect()
     }
 
     /// Fails if the scales do not fit a pool of these sizes.
@@ -143,12 +171,15 @@ impl PagePool {
                 of_rows[(token / page * kv_heads + head) * page + token % page]
             }
         };
-        let numbers = codes.chunks_exact(dim).enumerate().flat_map(|(row, codes)| {
-            let (scale, format) = (scale(row), scales.format);
-            codes
-                .iter()
-                .map(move |code| scale * f64::from(format.value(*code)))
-        });
+        let numbers = codes
+            .chunks_exact(dim)
+            .enumerate()
+            .flat_map(|(row, codes)| {
+                let (scale, format) = (scale(row), scales.format);
+                codes
+                    .iter()
+                    .map(move |code| scale * f64::from(format.value(*code)))
+            });
         Ok(numbers.collect())
     }
 }

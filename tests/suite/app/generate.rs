@@ -58,6 +58,7 @@ fn generator(flags: &str, end_ids: &[u32]) -> (Generator, Log) {
             &args.sampling,
             end_ids,
             true,
+            args.model.kv_cache,
         ),
         log,
     )

@@ -165,6 +165,9 @@ fn scales_that_overlap_are_refused() -> Result<()> {
     };
     let result = paged_append(&randn(&[1, 48], DType::F32)?, &all, &table, &append);
     let said = result.expect_err("an error").to_string();
-    assert!(said.contains("pool.scales.v and pool.scales.k overlap"), "{said}");
+    assert!(
+        said.contains("pool.scales.v and pool.scales.k overlap"),
+        "{said}"
+    );
     Ok(())
 }

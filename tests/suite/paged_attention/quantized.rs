@@ -172,7 +172,12 @@ fn what_is_no_number_stays_so() -> Result<()> {
             for (length, numbers) in [(20, true), (21, false)] {
                 let rows = [vec![0, 1]];
                 let table = crate::pages::table(form, &rows, &[length], 16, &device)?;
-                let y = values(&paged_attention(&q, &on, &table, &PagedAttention::default())?)?;
+                let y = values(&paged_attention(
+                    &q,
+                    &on,
+                    &table,
+                    &PagedAttention::default(),
+                )?)?;
                 assert!(y.iter().all(|y| y.is_finite() == numbers), "{device:?}");
             }
         }
@@ -196,7 +201,10 @@ fn bad_scales_are_named() -> Result<()> {
     assert!(changed(&|t| t.narrow(0, 0, 3))?.contains("pool.scales.v is F32 [3, 2, 8]"));
     assert!(changed(&|t| t.to_dtype(DType::F16))?.contains("pool.scales.v is F16"));
     let apart = changed(&|t| t.transpose(1, 2)?.contiguous()?.transpose(1, 2))?;
-    assert!(apart.contains("pool.scales.v have to lie side by side"), "{apart}");
+    assert!(
+        apart.contains("pool.scales.v have to lie side by side"),
+        "{apart}"
+    );
     let mut floats = pool(FORMS[1], [4, 8, 2, 16], DType::F32)?;
     floats.scales = all.scales.clone();
     assert!(said(&q, &floats, &good, &params).contains("pool.k is F32, expected U8 with scales"));

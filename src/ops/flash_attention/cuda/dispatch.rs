@@ -59,6 +59,20 @@ pub(super) static RULES: &[Rule] = &[
         note: "rows of keys and values in whole 16-byte pieces; few rows of queries share the keys out among warps",
     },
     Rule {
+        kernel: "flash_attention_codes",
+        source: "attention/paged_prefill_codes.cu",
+        forms: &[
+            mma::codes(DType::F16, DType::F8E4M3, 75),
+            mma::codes(DType::F16, DType::U8, 75),
+            mma::codes(DType::BF16, DType::F8E4M3, 80),
+            mma::codes(DType::BF16, DType::U8, 80),
+        ],
+        queries: 1,
+        general: true,
+        plan: mma::plan,
+        note: "FP8 and INT8 in pages, which become q's dtype on their way to shared memory; as `flash_attention_mma` otherwise",
+    },
+    Rule {
         kernel: "flash_attention_plain",
         source: "attention/prefill_plain.cu",
         forms: &[Forms::of_each(HeadSizes::UpTo(plain::WIDEST))],

@@ -1,6 +1,6 @@
 //! `kernels/attention/prefill.cu`: tensor cores by `mma.sync`, from sm_75 on.
 
-use super::forms::head_sizes;
+use super::forms::{Forms, HeadSizes, NEWEST, head_sizes};
 use super::plan::{Kernel, Planned};
 use super::problem::{Call, Case};
 use crate::cuda::abi::AttentionParams as Params;
@@ -76,6 +76,32 @@ static PAGED: Module = Module::new(
     ],
 );
 
+/// Over codes in pages.
+static CODES: Module = Module::new(
+    "paged_prefill_codes",
+    fatbin!("paged_prefill_codes"),
+    &[
+        "paged_prefill_codes_d64_f16",
+        "paged_prefill_codes_d80_f16",
+        "paged_prefill_codes_d96_f16",
+        "paged_prefill_codes_d128_f16",
+        "paged_prefill_codes_d256_f16",
+        "paged_prefill_codes_d64_bf16",
+        "paged_prefill_codes_d80_bf16",
+        "paged_prefill_codes_d96_bf16",
+        "paged_prefill_codes_d128_bf16",
+        "paged_prefill_codes_d256_bf16",
+    ],
+);
+
+/// Queries of a dtype over codes, from an architecture on.
+pub(super) const fn codes(q: DType, kv: DType, arch: u32) -> Forms {
+    Forms {
+        q: Some(q),
+        ..Forms::over(kv, [arch, NEWEST], HeadSizes::Of(&HEAD_SIZES))
+    }
+}
+
 /// Head sizes that there are kernels for.
 pub(super) const HEAD_SIZES: [usize; ATTENTION_MMA.len()] = head_sizes!(ATTENTION_MMA);
 
@@ -146,7 +172,10 @@ impl Mma {
             (1, 4)
         };
         let mut mma = Self {
-            module: case.batch.of([&MODULE, &RAGGED, &PAGED]),
+            module: match case.kv {
+                DType::F8E4M3 | DType::U8 => &CODES,
+                _ => case.batch.of([&MODULE, &RAGGED, &PAGED]),
+            },
             index,
             tile,
             grid: Grid::line(0, 0),

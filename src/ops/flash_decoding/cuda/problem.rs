@@ -67,6 +67,7 @@ pub(crate) struct StepShape {
     /// Rotated pairs of a head.
     pub pairs: usize,
     pub dtype: DType,
+    /// Of codes, what stands for their format.
     pub cache_dtype: DType,
 }
 
@@ -152,6 +153,10 @@ impl Step {
             page: p.page,
             page_bits: p.page.trailing_zeros(),
             pages: p.pages,
+            k_scales: p.k_scales,
+            v_scales: p.v_scales,
+            k_scale_strides: p.k_scale_strides,
+            v_scale_strides: p.v_scale_strides,
             ..Default::default()
         })
     }

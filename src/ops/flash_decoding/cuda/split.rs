@@ -99,7 +99,7 @@ impl Split {
         let floats = (MAX_HEADS + 6) * d
             + MAX_HEADS
             + 2 * warps * MAX_HEADS
-            + 2
+            + 4
             + warps * heads * (d + d % 2 + 2);
         self.queries + 4 * floats
     }

@@ -71,6 +71,24 @@ pub(super) const PIPELINED_HEAD_SIZES: [usize; DECODING_PIPELINED.len()] =
 /// Keys of a sequence before a second warp has some of them.
 const PIPELINED_KEYS: usize = 512;
 
+/// The same over codes, for tensor cores: in e4m3 and in whole numbers.
+static CODES: Module = Module::new(
+    "decode_paged_codes",
+    fatbin!("decode_paged_codes"),
+    &[
+        "flash_decoding_paged_d64_fp8",
+        "flash_decoding_paged_d64_int8",
+        "flash_decoding_paged_d80_fp8",
+        "flash_decoding_paged_d80_int8",
+        "flash_decoding_paged_d96_fp8",
+        "flash_decoding_paged_d96_int8",
+        "flash_decoding_paged_d128_fp8",
+        "flash_decoding_paged_d128_int8",
+        "flash_decoding_paged_d256_fp8",
+        "flash_decoding_paged_d256_int8",
+    ],
+);
+
 /// Head sizes that tensor cores have a kernel for.
 pub(super) const MMA_HEAD_SIZES: [usize; DECODING_MMA.len()] = head_sizes!(DECODING_MMA);
 
@@ -151,6 +169,19 @@ pub(super) fn pipelined(case: &Case) -> Planned<Operands> {
     }))
 }
 
+/// On tensor cores over codes in pages.
+pub(super) fn codes(case: &Case) -> Planned<Operands> {
+    if !case.aligned {
+        return Err(UNALIGNED);
+    }
+    let int8 = usize::from(case.shape.cache_dtype == DType::U8);
+    let index = mma_place(&case.shape).map(|place| 2 * place + int8);
+    Ok(Box::new(Alone {
+        module: &CODES,
+        ..Alone::new(case, index, mma_split(&case.shape))?
+    }))
+}
+
 /// The place of the narrowest of the others that has room for a head.
 fn plain_place(shape: &StepShape) -> Option<usize> {
     let mut forms = DECODING_LANES.iter();
@@ -177,17 +208,25 @@ pub(super) fn plain(case: &Case) -> Planned<Operands> {
 
 impl Alone {
     fn plan(case: &Case, index: Option<usize>, split: Option<Split>) -> Planned<Operands> {
+        Ok(Box::new(Self::new(case, index, split)?))
+    }
+
+    fn new(
+        case: &Case,
+        index: Option<usize>,
+        split: Option<Split>,
+    ) -> std::result::Result<Self, &'static str> {
         let (Some(index), Some(split)) = (index, split) else {
             return Err("it is for other head sizes");
         };
         let grid = split.grid(&case.gpu, &case.shape)?;
-        Ok(Box::new(Self {
+        Ok(Self {
             module: if case.shape.paged { &PAGED } else { &MODULE },
             index,
             split,
             tiles: split.tiles(&case.gpu, &case.shape),
             grid,
-        }))
+        })
     }
 }
 

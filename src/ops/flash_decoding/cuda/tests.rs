@@ -15,16 +15,16 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
 /// A layer's tensors: projection, caches, tables, positions.
-struct Layer {
-    qkv: Tensor,
+pub(super) struct Layer {
+    pub qkv: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position: Tensor,
+    pub cos: Tensor,
+    pub sin: Tensor,
+    pub position: Tensor,
 }
 
-const SLOTS: usize = 2048;
+pub(super) const SLOTS: usize = 2048;
 
 impl Layer {
     fn new(device: &Device, dim: usize, dtype: DType, cache: DType) -> Result<Self> {
@@ -32,7 +32,7 @@ impl Layer {
     }
 
     /// Of sequences whose next tokens are at these positions.
-    fn at(device: &Device, dim: usize, [dtype, cache]: [DType; 2], at: &[u32]) -> Result<Self> {
+    pub fn at(device: &Device, dim: usize, [dtype, cache]: [DType; 2], at: &[u32]) -> Result<Self> {
         let sequences = at.len();
         let randn = |shape: &[usize], dtype| {
             Tensor::randn(0f32, 1., shape, &Device::Cpu)?
@@ -63,7 +63,7 @@ impl Layer {
         })
     }
 
-    fn shape(&self) -> StepShape {
+    pub fn shape(&self) -> StepShape {
         let dim = self.k.dims()[3];
         StepShape {
             sequences: self.position.elem_count(),
@@ -134,7 +134,7 @@ fn a_recorded_step_gives_what_a_launch_gives() -> Result<()> {
 }
 
 /// A layer's caches cut into pages, in any order, and the table of them.
-fn in_pages(layer: &Layer, page: usize) -> Result<(PagePool, Tensor, Vec<usize>)> {
+pub(super) fn in_pages(layer: &Layer, page: usize) -> Result<(PagePool, Tensor, Vec<usize>)> {
     let (sequences, heads, _, dim) = layer.k.dims4()?;
     let each = SLOTS / page;
     let mut order: Vec<usize> = (0..sequences * each).collect();
@@ -226,11 +226,11 @@ fn keys_in_pages_give_what_a_cache_gives() -> Result<()> {
 }
 
 /// Scratch memory of a step, and the step over it.
-struct Prepared {
-    out: Tensor,
+pub(super) struct Prepared {
+    pub out: Tensor,
     _partial: Tensor,
-    counters: Tensor,
-    step: Step,
+    pub counters: Tensor,
+    pub step: Step,
 }
 
 impl Prepared {
@@ -238,7 +238,7 @@ impl Prepared {
         Self::of(launcher, layer, layer.shape())
     }
 
-    fn of(launcher: &Launcher, layer: &Layer, shape: StepShape) -> Result<Self> {
+    pub fn of(launcher: &Launcher, layer: &Layer, shape: StepShape) -> Result<Self> {
         let (device, gpu) = (layer.qkv.device(), launcher.gpu);
         let width = shape.heads * shape.head_dim;
         let out = Tensor::zeros((shape.sequences, width), shape.dtype, device)?;
@@ -275,7 +275,7 @@ impl Prepared {
 }
 
 /// The largest difference, and the largest value of `b`.
-fn difference(a: &Tensor, b: &Tensor) -> Result<[f32; 2]> {
+pub(super) fn difference(a: &Tensor, b: &Tensor) -> Result<[f32; 2]> {
     let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
     let (a, b) = (flat(a)?, flat(b)?);
     let differences = a.iter().zip(&b).map(|(a, b)| (a - b).abs());

@@ -41,11 +41,29 @@ pub(super) static RULES: &[Rule] = &[
         note: "8 queries of a key/value head in a warp, or 16 of the pools' dtype; rows of keys and values in whole 16-byte pieces",
     },
     Rule {
+        kernel: "paged_attention_codes",
+        source: "attention/paged_attention_codes.cu",
+        forms: &[
+            Forms::over(
+                DType::F8E4M3,
+                [75, NEWEST],
+                HeadSizes::Of(&kernels::MMA_HEAD_SIZES),
+            ),
+            Forms::over(
+                DType::U8,
+                [75, NEWEST],
+                HeadSizes::Of(&kernels::MMA_HEAD_SIZES),
+            ),
+        ],
+        plan: kernels::codes,
+        note: "FP8 and INT8, which become f16 in registers; as `paged_attention_mma` otherwise",
+    },
+    Rule {
         kernel: "paged_attention_plain",
         source: "attention/paged_attention.cu",
         forms: &[Forms::of_each(HeadSizes::UpTo(kernels::WIDEST))],
         plan: kernels::plain,
-        note: "multiply-adds in f32, any strides; 2 to 4 queries of a key/value head in a warp",
+        note: "multiply-adds in f32, any strides, codes too; 2 to 4 queries of a key/value head in a warp",
     },
 ];
 

@@ -2,7 +2,8 @@
 
 use super::problem::{Call, Case};
 use crate::cuda::abi::{
-    PAGED_MMA, PAGED_PLAIN, PAGED_PLAIN_KEYS, PAGED_WARPS, PagedMma, PagedPlain, WARP,
+    PAGED_CODES, PAGED_MMA, PAGED_PLAIN, PAGED_PLAIN_KEYS, PAGED_WARPS, PagedCodes, PagedMma,
+    PagedPlain, WARP,
 };
 use crate::cuda::{Grid, Launcher, Module, UNALIGNED, fatbin};
 use crate::ops::flash_attention::cuda::{Kernel, Planned};
@@ -37,6 +38,35 @@ static MODULE: Module = Module::new(
     ],
 );
 
+/// Over codes: of each form in e4m3 and in whole numbers, then those for everything else.
+static CODES: Module = Module::new(
+    "paged_attention_codes",
+    fatbin!("paged_attention_codes"),
+    &[
+        "paged_attention_codes_d64_r8_fp8",
+        "paged_attention_codes_d64_r8_int8",
+        "paged_attention_codes_d64_r16_fp8",
+        "paged_attention_codes_d64_r16_int8",
+        "paged_attention_codes_d80_r8_fp8",
+        "paged_attention_codes_d80_r8_int8",
+        "paged_attention_codes_d80_r16_fp8",
+        "paged_attention_codes_d80_r16_int8",
+        "paged_attention_codes_d96_r8_fp8",
+        "paged_attention_codes_d96_r8_int8",
+        "paged_attention_codes_d96_r16_fp8",
+        "paged_attention_codes_d96_r16_int8",
+        "paged_attention_codes_d128_r8_fp8",
+        "paged_attention_codes_d128_r8_int8",
+        "paged_attention_codes_d128_r16_fp8",
+        "paged_attention_codes_d128_r16_int8",
+        "paged_attention_codes_d256_r8_fp8",
+        "paged_attention_codes_d256_r8_int8",
+        "paged_attention_codes_any64",
+        "paged_attention_codes_any128",
+        "paged_attention_codes_any256",
+    ],
+);
+
 /// Head sizes that tensor cores have a kernel for.
 pub(super) const MMA_HEAD_SIZES: [usize; 5] = [64, 80, 96, 128, 256];
 
@@ -50,6 +80,7 @@ pub(super) const FEWEST_ROWS: usize = 2;
 /// A kernel and its grid.
 #[derive(Debug)]
 struct Paged {
+    module: &'static Module,
     index: usize,
     rows: usize,
     /// Keys of a unit of work.
@@ -59,19 +90,23 @@ struct Paged {
     grid: Grid,
 }
 
+/// The place among so many forms, each a head size and rows, of the one with 16 rows if there are more than 8 that may be
+/// rounded.
+fn place(case: &Case, count: usize, form: impl Fn(usize) -> [usize; 2]) -> Option<usize> {
+    let of_rows = |rows| (0..count).position(|i| form(i) == [case.sizes.dim, rows]);
+    let many = case.rows() > 8 && case.is_narrow();
+    let place = if many { of_rows(16) } else { None };
+    place.or(of_rows(8))
+}
+
 /// On tensor cores: with 16 rows if there are more than 8, of the pools' own dtype.
 pub(super) fn mma(case: &Case) -> Planned<Call> {
     if !case.aligned {
         return Err(UNALIGNED);
     }
-    let many = case.rows() > 8 && case.dtype == case.pool_dtype;
-    let fits = |form: &PagedMma| form.dim == case.sizes.dim;
-    let of_rows = |rows| {
-        let mut forms = PAGED_MMA.iter();
-        forms.position(|form| fits(form) && form.rows == rows)
-    };
-    let place = if many { of_rows(16) } else { None };
-    let place = place.or(of_rows(8)).ok_or("it is for other head sizes")?;
+    let form = |i: usize| [PAGED_MMA[i].dim, PAGED_MMA[i].rows];
+    let place = place(case, PAGED_MMA.len(), form);
+    let place = place.ok_or("it is for other head sizes")?;
     let PagedMma {
         dim,
         keys,
@@ -79,7 +114,27 @@ pub(super) fn mma(case: &Case) -> Planned<Call> {
         blocks,
     } = PAGED_MMA[place];
     let bf16 = usize::from(case.pool_dtype == DType::BF16);
-    Paged::plan(case, 2 * place + bf16, [keys, rows, blocks], dim / 16 * 512)
+    let kernel = (&MODULE, 2 * place + bf16);
+    Paged::plan(case, kernel, [keys, rows, blocks], dim / 16 * 512)
+}
+
+/// On tensor cores over codes, which they take as f16.
+pub(super) fn codes(case: &Case) -> Planned<Call> {
+    if !case.aligned {
+        return Err(UNALIGNED);
+    }
+    let form = |i: usize| [PAGED_CODES[i].dim, PAGED_CODES[i].rows];
+    let place = place(case, PAGED_CODES.len(), form);
+    let place = place.ok_or("it is for other head sizes")?;
+    let PagedCodes {
+        dim,
+        keys,
+        rows,
+        blocks,
+    } = PAGED_CODES[place];
+    let int8 = usize::from(case.pool_dtype == DType::U8);
+    let kernel = (&CODES, 2 * place + int8);
+    Paged::plan(case, kernel, [keys, rows, blocks], dim / 16 * 512)
 }
 
 /// By multiply-adds in f32.
@@ -88,16 +143,19 @@ pub(super) fn plain(case: &Case) -> Planned<Call> {
     let place = forms.position(|form| case.sizes.dim <= form.dim);
     let place = place.ok_or("it is for other head sizes")?;
     let PagedPlain { rows, blocks, .. } = PAGED_PLAIN[place];
-    let index = 2 * PAGED_MMA.len() + place;
     let queries = 4 * rows * case.sizes.dim;
-    Paged::plan(case, index, [PAGED_PLAIN_KEYS, rows, blocks], queries)
+    let kernel = match case.pool_dtype {
+        DType::F8E4M3 | DType::U8 => (&CODES, 2 * PAGED_CODES.len() + place),
+        _ => (&MODULE, 2 * PAGED_MMA.len() + place),
+    };
+    Paged::plan(case, kernel, [PAGED_PLAIN_KEYS, rows, blocks], queries)
 }
 
 impl Paged {
     /// `queries`: bytes of shared memory that hold them.
     fn plan(
         case: &Case,
-        index: usize,
+        (module, index): (&'static Module, usize),
         [keys, rows, blocks]: [usize; 3],
         queries: usize,
     ) -> Planned<Call> {
@@ -118,6 +176,7 @@ impl Paged {
         let blocks = (case.gpu.sms as usize * blocks).min(units) as u32;
         let threads = (WARP * PAGED_WARPS) as u32;
         Ok(Box::new(Self {
+            module,
             index,
             rows,
             keys,
@@ -129,7 +188,7 @@ impl Paged {
 
 impl Kernel<Call> for Paged {
     fn entry(&self) -> &'static str {
-        MODULE.names(self.index).1
+        self.module.names(self.index).1
     }
 
     fn grid(&self) -> Grid {
@@ -146,6 +205,6 @@ impl Kernel<Call> for Paged {
     unsafe fn run(&self, launcher: &Launcher, call: &Call) -> Result<()> {
         let params = call.params(self.parts);
         // SAFETY: the kernel takes `PagedAttentionParams`; the addresses are the caller's.
-        unsafe { launcher.run(&MODULE, self.index, self.grid, &params) }
+        unsafe { launcher.run(self.module, self.index, self.grid, &params) }
     }
 }

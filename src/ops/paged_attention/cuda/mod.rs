@@ -11,12 +11,12 @@ pub(crate) mod table_tests;
 use super::Op;
 use crate::cuda::abi::Pages;
 use crate::cuda::{Address, Launcher, address, address_of, alloc};
-use crate::ops::pages::{PagePool, PageTable, PoolSizes};
+use crate::ops::pages::{PagePool, PageScales, PageTable, PoolSizes, scale_strides};
 use crate::ops::view::dtype_index;
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
-use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
+use candle_core::{CudaStorage, DType, Error, Layout, Result, Shape, Tensor, bail};
 pub(crate) use prefill::{key_pages, operands};
 use problem::Call;
 
@@ -73,6 +73,14 @@ pub(crate) fn pool_pages(
     }
     let [k_page, k_token, k_head] = pool.strides(&pool.k).map(|s| s as u64);
     let [v_page, v_token, v_head] = pool.strides(&pool.v).map(|s| s as u64);
+    let scales = |t: &Tensor| {
+        let [page, _, head] = scale_strides(t).map(|s| s as u64);
+        Ok::<_, Error>((address_of(t)?, [page, head]))
+    };
+    let ((k_scales, k_scale_strides), (v_scales, v_scale_strides)) = match &pool.scales {
+        Some(PageScales { k, v, .. }) => (scales(k)?, scales(v)?),
+        None => Default::default(),
+    };
     Ok(Pages {
         entries,
         indptr,
@@ -84,12 +92,16 @@ pub(crate) fn pool_pages(
         v_page,
         v_token,
         v_head,
+        k_scales,
+        v_scales,
+        k_scale_strides,
+        v_scale_strides,
         step: step as u32,
         width: width as u32,
         sequences: sequences as u32,
         page: page as u32,
         pages: pages as u32,
-        dtype: dtype_index(pool.dtype()) as i32,
+        dtype: dtype_index(pool.stored()) as i32,
     })
 }
 
@@ -141,7 +153,7 @@ fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> 
         queries: op.queries,
         heads: op.heads,
         dtype: q.dtype(),
-        pool_dtype: op.pages.dtype(),
+        pool_dtype: op.pages.stored(),
         scale: op.params.scale,
         softcap: op.params.softcap,
         window: op.params.window,

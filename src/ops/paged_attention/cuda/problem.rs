@@ -64,11 +64,11 @@ impl Call {
         offsets.all(|offset| offset.is_multiple_of(16))
     }
 
-    /// Whether q is of the pools' dtype and its rows begin at multiples of 16 bytes.
+    /// Whether q is of the pools' dtype, or of 16 bits over codes, and its rows begin at multiples of 16 bytes.
     fn has_packs(&self) -> bool {
         let mut strides = self.q_strides.iter();
         let whole = strides.all(|s| (s * self.dtype.size_in_bytes()).is_multiple_of(16));
-        self.dtype == self.pool_dtype && whole && self.q.is_multiple_of(16)
+        narrow(self.dtype, self.pool_dtype) && whole && self.q.is_multiple_of(16)
     }
 
     /// What the kernels take, of which so many warps have the rows of a key/value head.
@@ -103,6 +103,12 @@ impl Call {
     }
 }
 
+/// Whether queries are of the dtype that tensor cores multiply them in, or need no more bits than it has.
+fn narrow(dtype: DType, pool_dtype: DType) -> bool {
+    let coded = matches!(pool_dtype, DType::F8E4M3 | DType::U8);
+    dtype == pool_dtype || coded && dtype != DType::F32
+}
+
 /// All that the choice of a kernel may depend on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Case {
@@ -124,6 +130,11 @@ impl Case {
     /// Queries that read a key/value head.
     pub fn rows(&self) -> usize {
         self.queries * (self.heads / self.sizes.kv_heads)
+    }
+
+    /// Whether queries may be rounded to what tensor cores multiply.
+    pub fn is_narrow(&self) -> bool {
+        narrow(self.dtype, self.pool_dtype)
     }
 }
 

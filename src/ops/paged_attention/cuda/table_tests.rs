@@ -3,7 +3,7 @@
 use super::dispatch::{RULES, select};
 use super::kernels::{FEWEST_ROWS, MOST_ROWS};
 use super::problem::Case;
-use crate::cuda::abi::{PAGED_MMA, PAGED_PLAIN};
+use crate::cuda::abi::{PAGED_CODES, PAGED_MMA, PAGED_PLAIN};
 use crate::cuda::table_tests::{GPUS, gpu_named};
 use crate::cuda::with_kernel;
 use crate::ops::flash_attention::cuda::table_tests::{MODELS, forms};
@@ -40,6 +40,10 @@ pub(crate) fn plans() -> Result<String> {
             let plan = select(&case([DType::BF16; 2], heads, dim, queries))?;
             writeln!(text, "  {queries}: {plan}").expect("a string");
         }
+        for (pool, queries) in [(DType::F8E4M3, 1), (DType::F8E4M3, 16), (DType::U8, 1)] {
+            let plan = select(&case([DType::BF16, pool], heads, dim, queries))?;
+            writeln!(text, "  {queries} over {}: {plan}", pool.as_str()).expect("a string");
+        }
         let case = case([DType::F32, DType::BF16], heads, dim, 4);
         writeln!(text, "  4 in f32: {}", select(&case)?).expect("a string");
         let plan = select(&Case {
@@ -71,8 +75,10 @@ fn every_head_size_up_to_256_has_a_kernel() -> Result<()> {
         for dim in 1..=256 {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 for queries in [1, 16] {
-                    let case = case([dtype; 2], [32, 8], dim, queries);
-                    select(&Case { gpu, ..case })?;
+                    for pool in [dtype, DType::F8E4M3, DType::U8] {
+                        let case = case([dtype, pool], [32, 8], dim, queries);
+                        select(&Case { gpu, ..case })?;
+                    }
                 }
             }
         }
@@ -86,6 +92,7 @@ fn every_head_size_up_to_256_has_a_kernel() -> Result<()> {
 #[test]
 fn scratch_memory_has_room_for_every_form() {
     let rows = PAGED_MMA.iter().map(|form| form.rows);
+    let rows = rows.chain(PAGED_CODES.iter().map(|form| form.rows));
     let rows = rows.chain(PAGED_PLAIN.iter().map(|form| form.rows));
     assert!(
         rows.clone()
