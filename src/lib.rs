@@ -104,8 +104,8 @@ pub mod quant {
     pub use codes::Codes;
     pub(crate) use codes::{MIDDLE, ZERO_STEP};
     pub use format::Format;
-    pub(crate) use scheme::FP8_BLOCK;
     pub use kv_format::{KvCacheType, KvFormat};
+    pub(crate) use scheme::FP8_BLOCK;
     pub use scheme::{Scheme, TernaryScale};
     pub(crate) use unpack::SubBlock;
     pub use unpack::dequantize;
