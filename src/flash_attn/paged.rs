@@ -84,6 +84,7 @@ pub fn flash_attn_varlen_paged_windowed(
         k: k.clone(),
         v: v.clone(),
         layout: PageLayout::Nhd,
+        scales: None,
     };
     let queries = RaggedQueries {
         cu_seqlens_q: seqlens_q.clone(),
