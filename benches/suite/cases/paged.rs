@@ -30,7 +30,7 @@ pub fn cases(dims: &Dims, dtype: DType, extent: Extent) -> Vec<Case> {
         kv_heads: dims.kv_heads,
         dim: dims.head_dim,
     };
-    let attention = |context: &usize| {
+    let of_context = |context: &usize| {
         let lengths = mixed(SEQUENCES, SEQUENCES * context);
         attention(
             &dims.name,
@@ -40,7 +40,7 @@ pub fn cases(dims: &Dims, dtype: DType, extent: Extent) -> Vec<Case> {
             (dtype, Stored::Floats(dtype)),
         )
     };
-    let mut cases: Vec<_> = extent.contexts()[..2].iter().map(attention).collect();
+    let mut cases: Vec<_> = extent.contexts()[..2].iter().map(of_context).collect();
     let lengths = mixed(SEQUENCES, SEQUENCES * extent.contexts()[1]);
     cases.extend(FORMATS.map(|format| {
         let stored = Stored::Codes(format);

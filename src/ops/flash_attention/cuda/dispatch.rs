@@ -52,16 +52,6 @@ pub(super) static RULES: &[Rule] = &[
                     HeadSizes::Of(mma::HEAD_SIZES_OF_F32),
                 )
             },
-        ],
-        queries: 1,
-        general: true,
-        plan: mma::plan,
-        note: "rows of keys and values in whole 16-byte pieces; few rows of queries share the keys out among warps",
-    },
-    Rule {
-        kernel: "flash_attention_codes",
-        source: "attention/paged_prefill_codes.cu",
-        forms: &[
             mma::codes(DType::F16, DType::F8E4M3, 75),
             mma::codes(DType::F16, DType::U8, 75),
             mma::codes(DType::BF16, DType::F8E4M3, 80),
@@ -70,7 +60,7 @@ pub(super) static RULES: &[Rule] = &[
         queries: 1,
         general: true,
         plan: mma::plan,
-        note: "FP8 and INT8 in pages, which become q's dtype on their way to shared memory; as `flash_attention_mma` otherwise",
+        note: "rows of keys and values in whole 16-byte pieces; few rows of queries share the keys out among warps; FP8 (f8e4m3) and INT8 (u8) in pages, which become q's dtype on their way to shared memory, in paged_prefill_codes.cu",
     },
     Rule {
         kernel: "flash_attention_plain",

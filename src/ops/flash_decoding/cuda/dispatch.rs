@@ -65,17 +65,6 @@ pub(super) static RULES: &[Rule] = &[
                 [80, NEWEST],
                 HeadSizes::Of(&step::MMA_HEAD_SIZES),
             ),
-        ],
-        sequences: MAX,
-        with_product: false,
-        split: step::mma_split,
-        plan: step::mma,
-        note: "up to 8 query heads of a key/value head in a block, if shared memory has room for them; caches that begin at multiples of 16 bytes",
-    },
-    Rule {
-        kernel: "flash_decoding_codes",
-        source: "attention/decode_paged_codes.cu",
-        forms: &[
             Forms::over(
                 DType::F8E4M3,
                 [75, NEWEST],
@@ -90,8 +79,8 @@ pub(super) static RULES: &[Rule] = &[
         sequences: MAX,
         with_product: false,
         split: step::mma_split,
-        plan: step::codes,
-        note: "FP8 and INT8 in pages, which become f16 in registers; as `flash_decoding_mma` otherwise",
+        plan: step::mma,
+        note: "up to 8 query heads of a key/value head in a block, if shared memory has room for them; caches that begin at multiples of 16 bytes; FP8 (f8e4m3) and INT8 (u8) in pages, which become f16 in registers, in decode_paged_codes.cu",
     },
     Rule {
         kernel: "flash_decoding_plain",

@@ -122,8 +122,9 @@ pub(super) fn mma(case: &Case) -> Planned<Operands> {
     if !case.aligned {
         return Err(UNALIGNED);
     }
-    let bf16 = usize::from(case.shape.cache_dtype == DType::BF16);
-    let index = mma_place(&case.shape).map(|place| 2 * place + bf16);
+    // Of each head size one in f16 or e4m3, and one in bf16 or whole numbers.
+    let second = matches!(case.shape.cache_dtype, DType::BF16 | DType::U8);
+    let index = mma_place(&case.shape).map(|place| 2 * place + usize::from(second));
     Alone::plan(case, index, mma_split(&case.shape))
 }
 
@@ -169,19 +170,6 @@ pub(super) fn pipelined(case: &Case) -> Planned<Operands> {
     }))
 }
 
-/// On tensor cores over codes in pages.
-pub(super) fn codes(case: &Case) -> Planned<Operands> {
-    if !case.aligned {
-        return Err(UNALIGNED);
-    }
-    let int8 = usize::from(case.shape.cache_dtype == DType::U8);
-    let index = mma_place(&case.shape).map(|place| 2 * place + int8);
-    Ok(Box::new(Alone {
-        module: &CODES,
-        ..Alone::new(case, index, mma_split(&case.shape))?
-    }))
-}
-
 /// The place of the narrowest of the others that has room for a head.
 fn plain_place(shape: &StepShape) -> Option<usize> {
     let mut forms = DECODING_LANES.iter();
@@ -208,25 +196,22 @@ pub(super) fn plain(case: &Case) -> Planned<Operands> {
 
 impl Alone {
     fn plan(case: &Case, index: Option<usize>, split: Option<Split>) -> Planned<Operands> {
-        Ok(Box::new(Self::new(case, index, split)?))
-    }
-
-    fn new(
-        case: &Case,
-        index: Option<usize>,
-        split: Option<Split>,
-    ) -> std::result::Result<Self, &'static str> {
         let (Some(index), Some(split)) = (index, split) else {
             return Err("it is for other head sizes");
         };
         let grid = split.grid(&case.gpu, &case.shape)?;
-        Ok(Self {
-            module: if case.shape.paged { &PAGED } else { &MODULE },
+        let tensor_cores = split.queries > 0;
+        Ok(Box::new(Self {
+            module: match case.shape.cache_dtype {
+                DType::F8E4M3 | DType::U8 if tensor_cores => &CODES,
+                _ if case.shape.paged => &PAGED,
+                _ => &MODULE,
+            },
             index,
             split,
             tiles: split.tiles(&case.gpu, &case.shape),
             grid,
-        })
+        }))
     }
 }
 

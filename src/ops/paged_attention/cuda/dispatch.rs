@@ -36,14 +36,6 @@ pub(super) static RULES: &[Rule] = &[
                 [80, NEWEST],
                 HeadSizes::Of(&kernels::MMA_HEAD_SIZES),
             ),
-        ],
-        plan: kernels::mma,
-        note: "8 queries of a key/value head in a warp, or 16 of the pools' dtype; rows of keys and values in whole 16-byte pieces",
-    },
-    Rule {
-        kernel: "paged_attention_codes",
-        source: "attention/paged_attention_codes.cu",
-        forms: &[
             Forms::over(
                 DType::F8E4M3,
                 [75, NEWEST],
@@ -55,8 +47,8 @@ pub(super) static RULES: &[Rule] = &[
                 HeadSizes::Of(&kernels::MMA_HEAD_SIZES),
             ),
         ],
-        plan: kernels::codes,
-        note: "FP8 and INT8, which become f16 in registers; as `paged_attention_mma` otherwise",
+        plan: kernels::mma,
+        note: "8 queries of a key/value head in a warp, or 16 of the pools' dtype; rows of keys and values in whole 16-byte pieces; FP8 (f8e4m3) and INT8 (u8), which become f16 in registers, in paged_attention_codes.cu",
     },
     Rule {
         kernel: "paged_attention_plain",

@@ -104,6 +104,9 @@ pub(super) fn mma(case: &Case) -> Planned<Call> {
     if !case.aligned {
         return Err(UNALIGNED);
     }
+    if case.is_coded() {
+        return codes(case);
+    }
     let form = |i: usize| [PAGED_MMA[i].dim, PAGED_MMA[i].rows];
     let place = place(case, PAGED_MMA.len(), form);
     let place = place.ok_or("it is for other head sizes")?;
@@ -118,11 +121,8 @@ pub(super) fn mma(case: &Case) -> Planned<Call> {
     Paged::plan(case, kernel, [keys, rows, blocks], dim / 16 * 512)
 }
 
-/// On tensor cores over codes, which they take as f16.
-pub(super) fn codes(case: &Case) -> Planned<Call> {
-    if !case.aligned {
-        return Err(UNALIGNED);
-    }
+/// Over codes, which tensor cores take as f16.
+fn codes(case: &Case) -> Planned<Call> {
     let form = |i: usize| [PAGED_CODES[i].dim, PAGED_CODES[i].rows];
     let place = place(case, PAGED_CODES.len(), form);
     let place = place.ok_or("it is for other head sizes")?;
@@ -144,9 +144,9 @@ pub(super) fn plain(case: &Case) -> Planned<Call> {
     let place = place.ok_or("it is for other head sizes")?;
     let PagedPlain { rows, blocks, .. } = PAGED_PLAIN[place];
     let queries = 4 * rows * case.sizes.dim;
-    let kernel = match case.pool_dtype {
-        DType::F8E4M3 | DType::U8 => (&CODES, 2 * PAGED_CODES.len() + place),
-        _ => (&MODULE, 2 * PAGED_MMA.len() + place),
+    let kernel = match case.is_coded() {
+        true => (&CODES, 2 * PAGED_CODES.len() + place),
+        false => (&MODULE, 2 * PAGED_MMA.len() + place),
     };
     Paged::plan(case, kernel, [PAGED_PLAIN_KEYS, rows, blocks], queries)
 }

@@ -105,8 +105,12 @@ impl Call {
 
 /// Whether queries are of the dtype that tensor cores multiply them in, or need no more bits than it has.
 fn narrow(dtype: DType, pool_dtype: DType) -> bool {
-    let coded = matches!(pool_dtype, DType::F8E4M3 | DType::U8);
-    dtype == pool_dtype || coded && dtype != DType::F32
+    dtype == pool_dtype || coded(pool_dtype) && dtype != DType::F32
+}
+
+/// Whether a dtype stands for codes.
+fn coded(pool_dtype: DType) -> bool {
+    matches!(pool_dtype, DType::F8E4M3 | DType::U8)
 }
 
 /// All that the choice of a kernel may depend on.
@@ -130,6 +134,11 @@ impl Case {
     /// Queries that read a key/value head.
     pub fn rows(&self) -> usize {
         self.queries * (self.heads / self.sizes.kv_heads)
+    }
+
+    /// Whether keys and values are codes.
+    pub fn is_coded(&self) -> bool {
+        coded(self.pool_dtype)
     }
 
     /// Whether queries may be rounded to what tensor cores multiply.
