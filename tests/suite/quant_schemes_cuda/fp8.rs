@@ -150,8 +150,8 @@ fn in_e4m3(x: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(values, x.dims(), &Device::Cpu)
 }
 
-/// Behind rounding x as the kernel does, what is left is that of sums in f32: with the tensor cores' own 14 bits over all
-/// of K it would be 1e-3 and more.
+/// Behind rounding x as the kernel does, what is left is that of sums: of the tensor cores' own 14 bits within 128 of K,
+/// and in f32 beyond, so that it does not grow with K.
 #[test]
 fn products_of_e4m3_add_up_in_f32() -> Result<()> {
     for device in hoppers()? {
@@ -173,7 +173,7 @@ fn products_of_e4m3_add_up_in_f32() -> Result<()> {
                     quant_linear_with(&x, Prologue::None, &weights, &none, bits)
                 })?;
                 let error = widest_error(&got, &expected.concat())?;
-                assert!(error < 2e-4, "{scheme} {m}x{n}x{k}: {error:e}");
+                assert!(error < 8e-4, "{scheme} {m}x{n}x{k}: {error:e}");
             }
         }
     }

@@ -46,8 +46,9 @@ fn matrices_are_as_small_as_promised() -> Result<()> {
     for device in gpus() {
         for (scheme, most) in [
             (Scheme::Int8, 0.52),
-            (Scheme::Fp8, 0.52),
-            (Scheme::Fp8Block128, 0.52),
+            // In tiles of 128 columns: 576 take the room of 640.
+            (Scheme::Fp8, 0.57),
+            (Scheme::Fp8Block128, 0.57),
             (int4(128, false), 0.28),
             (int4(128, true), 0.28),
             (ternary(TernaryScale::Row), 0.15),
