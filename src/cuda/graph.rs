@@ -97,7 +97,7 @@ impl Graph {
         let capture = unsafe { Capture::begin(stream.0)? };
         let recorded = body(&launcher);
         let template = capture.end(recorded)?;
-        let kernels = template.nodes()?.len();
+        let kernels = template.kernels()?;
         // SAFETY: the template is valid; the executable graph is a copy.
         let exec =
             unsafe { result::graph::instantiate(template.0, sys::CUgraphInstantiate_flags(0)) };
@@ -148,11 +148,7 @@ pub fn count_launches(device: &CudaDevice, body: impl FnOnce() -> Result<()>) ->
     // SAFETY: the stream is candle's, alive through this call, and captures only here.
     let capture = unsafe { Capture::begin(stream.cu_stream())? };
     let recorded = body();
-    let template = capture.end(recorded)?;
-    let nodes = template.nodes()?;
-    // SAFETY: the nodes are those of a graph that exists.
-    let kernels = nodes.iter().filter(|node| unsafe { is_kernel(**node) });
-    Ok(kernels.count())
+    capture.end(recorded)?.kernels()
 }
 
 /// # Safety
@@ -235,6 +231,13 @@ impl Template {
             unsafe { sys::cuGraphGetNodes(self.0, nodes.as_mut_ptr(), &mut count) }.result();
         told("nodes", listed)?;
         Ok(nodes)
+    }
+
+    fn kernels(&self) -> Result<usize> {
+        let nodes = self.nodes()?;
+        // SAFETY: the nodes are those of a graph that exists.
+        let kernels = nodes.iter().filter(|node| unsafe { is_kernel(**node) });
+        Ok(kernels.count())
     }
 }
 

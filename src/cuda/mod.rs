@@ -3,6 +3,7 @@
 
 pub(crate) mod abi;
 mod blocks;
+mod counters;
 mod force;
 mod gpu;
 mod graph;
@@ -23,6 +24,7 @@ pub(crate) mod table_tests;
 
 pub use blocks::BlockMatrix;
 pub(crate) use blocks::{Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype};
+pub(crate) use counters::zeros_before_launch;
 pub(crate) use force::forced;
 pub use force::with_kernel;
 pub(crate) use gpu::{Gpu, GpuSpec, MAX_GPUS};

@@ -30,10 +30,10 @@ pub struct Replay<T> {
 impl<T> Replay<T> {
     /// Runs `body` once on the host and records its launches on `device` instead of making them:
     /// those of this crate's ops, and candle's products by cuBLAS. What else the body has candle do
-    /// happens at once and is no part of the replay. Tensors that ops make have no values before
-    /// [`Replay::launch`], so the body is not to read them. Call it once before: what is done at the
-    /// first call, such as loading kernels, does not belong in a graph. Recordings of several threads
-    /// wait for each other.
+    /// happens at once and is no part of the replay, nor is what `ops::sample` copies from the host.
+    /// Tensors that ops make have no values before [`Replay::launch`], so the body is not to read them.
+    /// Call it once before: what is done at the first call, such as loading kernels, does not belong in
+    /// a graph. Recordings of several threads wait for each other.
     ///
     /// # Errors
     /// If the body fails, is recorded within another, or if the driver has no memory pools.

@@ -167,6 +167,48 @@ fn a_replay_reads_pages_and_lengths_anew() -> Result<()> {
     Ok(())
 }
 
+/// Blocks of a launch count in memory that other launches of the same recording use for something else.
+#[test]
+#[ignore = "needs the GPU for itself"]
+fn each_of_many_recorded_calls_counts_by_itself() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        let (sequences, heads, dim, page, width) = (3, 8, 64, 16, 200);
+        let all = [sequences * width, 2, page, 2, dim];
+        let pool = PagePool::combined(&randn_on(&all, DType::BF16, &gpu)?, PageLayout::Nhd)?;
+        let entries = Tensor::arange(0, (sequences * width) as u32, &gpu)?;
+        // Long enough for many blocks to share a sequence, which the last of them finishes.
+        let table = PageTable::Padded {
+            block_table: entries.reshape((sequences, width))?,
+            lengths: Tensor::new(&[3_200u32, 1_700, 900], &gpu)?,
+        };
+        let params = PagedAttention {
+            scale: 0.1,
+            ..Default::default()
+        };
+        let queries: Vec<_> = (0..32)
+            .map(|_| randn_on(&[sequences, 1, heads, dim], DType::BF16, &gpu))
+            .collect::<Result<_>>()?;
+        let each = |q: &Tensor| paged_attention(q, &pool, &table, &params);
+        let expected: Vec<_> = queries
+            .iter()
+            .map(|q| values(&each(q)?))
+            .collect::<Result<_>>()?;
+        for _ in 0..8 {
+            let calls = || queries.iter().map(each).collect::<Result<Vec<_>>>();
+            // SAFETY: tests that are ignored by default run alone.
+            let mut replay = unsafe { Replay::record(gpu.as_cuda_device()?, calls)? };
+            for _ in 0..2 {
+                // SAFETY: the operands are those that were recorded.
+                unsafe { replay.launch()? };
+                for (result, expected) in replay.results().iter().zip(&expected) {
+                    assert_eq!(&values(result)?, expected);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// One launch takes a ragged batch, and reads the lengths when it runs.
 #[test]
 #[ignore = "needs the GPU for itself"]

@@ -14,7 +14,7 @@ mod tests;
 mod with_gemv;
 
 use super::{OP, Op};
-use crate::cuda::{Launcher, address, address_of, alloc};
+use crate::cuda::{Launcher, address, address_of, alloc, zeros_before_launch};
 use crate::ops::flash_attention::cuda::Plan;
 use crate::trace;
 use candle_core::backend::BackendStorage;
@@ -98,7 +98,7 @@ pub(super) fn forward(
     let stream = device.cuda_stream();
     let sizes = partials(launcher.gpu, &shape)?;
     let partial = alloc(OP, device, DType::U8, sizes.bytes)?;
-    let counters = device.alloc_zeros::<u32>(sizes.counters)?;
+    let counters = zeros_before_launch(&launcher, device, sizes.counters)?;
     let norms = config
         .norms
         .map(|n| Ok::<_, candle_core::Error>((n.q.contiguous()?, n.k.contiguous()?)));

@@ -10,7 +10,7 @@ pub(crate) mod table_tests;
 
 use super::Op;
 use crate::cuda::abi::Pages;
-use crate::cuda::{Address, Launcher, address, address_of, alloc};
+use crate::cuda::{Address, Launcher, address, address_of, alloc, zeros_before_launch};
 use crate::ops::pages::{PagePool, PageScales, PageTable, PoolSizes, scale_strides};
 use crate::ops::view::dtype_index;
 use crate::trace;
@@ -167,7 +167,7 @@ fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> 
     let slots = 2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS;
     let partial = alloc(name, device, DType::F32, slots * (op.pool.dim + 1))?;
     let parts = (op.queries * op.heads / op.pool.kv_heads).div_ceil(kernels::FEWEST_ROWS);
-    let counters = device.alloc_zeros::<u32>(op.sequences * op.pool.kv_heads * parts)?;
+    let counters = zeros_before_launch(&launcher, device, op.sequences * op.pool.kv_heads * parts)?;
     call.means = address(&partial, &Layout::contiguous(slots))?;
     call.tops = call.means + (4 * slots * op.pool.dim) as u64;
     call.counters = counters.device_ptr(&device.cuda_stream()).0;
