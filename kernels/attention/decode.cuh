@@ -71,8 +71,8 @@ __device__ __forceinline__ float read_weight(const void* p, int i, int dtype) {
 }
 
 // What every head's row is multiplied with at a position.
-template <class Core, class Memory>
-__device__ __forceinline__ void read_angles(const DecodingParams& p, const Memory& s, uint32_t position,
+template <class Core>
+__device__ __forceinline__ void read_angles(const DecodingParams& p, const Shared<Core>& s, uint32_t position,
                                             int head_dim) {
   const int pairs = p.pairs;
   const uint64_t row = uint64_t(min(position, p.positions - 1)) * pairs;
@@ -451,7 +451,7 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
         keys.end = work.end;
         if constexpr (Core::IN_PAGES) keys.low = work.low;
         core.begin(keys, work.start + first * Core::KEYS, work.active * WARPS * Core::KEYS);
-        read_angles<Core>(p, s, position, head_dim);
+        read_angles(p, s, position, head_dim);
       }
       __syncthreads();
     }

@@ -1,10 +1,9 @@
 // The attention step of decoding where many sequences have their keys and values in pages (decode.cuh has the step).
 //
-// A warp, which is a block, has all keys of a key/value head of one sequence, or a run of them where the sequence is
-// long: nothing is brought together among warps, and the row of the projection is read once for all of its heads. Keys
-// and values come to shared memory by `cp.async` through a ring of stages, so that what is on its way does not depend
-// on registers, and go from there to tensor cores by `ldmatrix`. The new key and value take their place in the last
-// tile. Position, page table and the first stages are read before the PDL wait, as decode.cuh says.
+// A block is one warp. It has all keys of a key/value head of one sequence, or a range of them where the sequence is
+// long: no sums are merged among warps, and the row of the projection is read once for all query heads. Keys and values
+// are prefetched into a ring of pipeline stages in shared memory by `cp.async`, so that the bytes in flight do not depend
+// on registers, and go from there to tensor cores by `ldmatrix`. The new key and value are written into the last tile. Position, page table and the first stages are read before the PDL wait, as decode.cuh says.
 #pragma once
 
 #include "attention/decode.cuh"
@@ -12,24 +11,26 @@
 namespace fused {
 
 // Keys and values of one tile after the other, of `SUB` times 16 keys. Rows in shared memory are 16 bytes longer than
-// a head, so that eight of them at the same dimension are in different banks. Places in the pools are counted in units
-// of 16 bytes, and are the same for keys and values.
+// a head, so that ldmatrix reads eight of them without bank conflicts. Offsets into the pools are in units of 16 bytes,
+// which fit 32 bits, and are the same for keys and values.
 template <typename C, int D, int SUB, int STAGES> struct KeyPipeline {
   using From = KeysInPages;
   static constexpr bool IN_PAGES = true, CODES = false;
   static constexpr int WARPS = 1, KEYS = 16 * SUB, STEPS = D / 16, LANE = D / 32;
   static constexpr int PITCH = 2 * D + 16, TILE = KEYS * PITCH, STAGE = 2 * TILE;
   // 16-byte pieces of a row, and rows that the warp copies at once.
-  static constexpr int PIECES = D / 8, ROWS = WARP / PIECES, EIGHTS = KEYS / 8;
-  static_assert(D == 64 || D == 128, "a warp copies whole rows, eight keys in whole turns");
+  static constexpr int PIECES = D / 8, ROWS = WARP / PIECES;
+  static_assert(D == 64 || D == 128, "ROWS divides 8");
 
   __device__ static int dtype(int) { return std::is_same<C, __half>::value ? F16 : BF16; }
 
   uint32_t ring;              // in shared memory
   const uint4* k;             // of the head, and of the lane's piece of a row
   const uint4* v;
-  uint32_t page, token;       // units
-  uint32_t window, entries, ahead;  // pages of the 32 eights of keys from `window` on, one a lane, and of those behind
+  uint32_t page, token;       // strides, in 16 bytes
+  // Entries of the page table, one a lane: a page holds a multiple of 8 keys, so lane i has that of keys window + 8 i on.
+  // `ahead`: those of the next 256 keys.
+  uint32_t window, entries, ahead;
 
   __device__ void begin(const KeysInPages& keys, uint32_t first) {
     window = first;
@@ -51,7 +52,7 @@ template <typename C, int D, int SUB, int STAGES> struct KeyPipeline {
     const int lane = threadIdx.x % WARP, row = lane / PIECES;
     const uint32_t to = ring + stage * STAGE + row * PITCH + lane % PIECES * 16;
 #pragma unroll
-    for (int j = 0; j < EIGHTS; ++j) {
+    for (int j = 0; j < KEYS / 8; ++j) {
       const uint32_t key = first + 8 * j, entry = __shfl_sync(FULL, entries, (key - window) / 8);
       // A copy of nothing still has to name memory that there is.
       const bool known = entry < keys.pages;
@@ -84,10 +85,7 @@ template <typename C, int D, int SUB> struct PipelinedCore {
   }
 
   __device__ static void put(char* queries, int head, int d, float value) {
-    const C high = from_float<C>(value);
-    char* at = queries + place(head, d);
-    *reinterpret_cast<C*>(at) = high;
-    *reinterpret_cast<C*>(at + 4) = from_float<C>(value - to_float(high));
+    put_in_two<C>(queries + place(head, d), value);
   }
 
   __device__ void start(const char* queries) {
@@ -131,15 +129,7 @@ template <typename C, int D, int SUB> struct PipelinedCore {
       if (own + i / 2 * 8 + i % 2 >= seen) p[i / 2][i % 2] = -INFINITY;
       top = fmaxf(top, p[i / 2][i % 2]);
     }
-    top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
-    const float off = origin(top), fade = exp2_fast(m - off);
-    m = top;
-    l *= fade;
-    // The heads are rows here and columns there.
-    const float fade0 = __shfl_sync(FULL, fade, 8 * t), fade1 = __shfl_sync(FULL, fade, 8 * t + 4);
-#pragma unroll
-    for (int r = 0; r < STEPS; ++r) o[r][0] *= fade0, o[r][1] *= fade1, o[r][2] *= fade0, o[r][3] *= fade1;
+    const float off = rescale(top, m, l, o);
 #pragma unroll
     for (int u = 0; u < SUB; ++u) {
       uint32_t high[2], low[2];
@@ -191,8 +181,9 @@ template <int D> struct PipelinedShared {
   }
 };
 
-// What every head's row is multiplied with, of a lane's elements: read before it is needed.
-template <int D> struct Angles {
+// What a lane's elements of every head's row are multiplied with, as `read_angles` of decode.cuh has it, but in
+// registers: the loads are issued before the wait for the preceding kernel, and waited for behind it.
+template <int D> struct LaneFactors {
   static constexpr int N = D / 32;
   float cos[N], sin[N], q_norm[N], k_norm[N];
 
@@ -218,25 +209,25 @@ template <int D> struct Angles {
   }
 };
 
-// A warp's run of tiles.
-struct Run {
-  uint32_t low, start;   // keys that are seen, and where the first tile begins
-  uint32_t first, last;  // tiles
-  uint32_t active;       // blocks that take part
-  bool exists, leads;    // leads: it has the new key
+// The tiles of a block: `first` up to `last`.
+struct TileRange {
+  uint32_t low, start;  // the first key that is seen, and where the first tile begins
+  uint32_t first, last;
+  uint32_t active;      // blocks with tiles
+  bool leads;           // whether the new key is among them
 
-  __device__ Run(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys) {
-    exists = position < p.slots && position < p.positions;
+  __device__ TileRange(const DecodingParams& p, const Block& block, uint32_t position, uint32_t keys) {
+    const bool valid = position < p.slots && position < p.positions;
     low = p.window && position + 1 > p.window ? position + 1 - p.window : 0;
     start = low / keys * keys;
-    const uint32_t tiles = exists ? (position - start) / keys + 1 : 0;
+    const uint32_t tiles = valid ? (position - start) / keys + 1 : 0;
     const uint32_t each = max(p.tiles, (tiles + block.of_x - 1) / block.of_x);
     active = (tiles + each - 1) / each;
     first = block.x * each;
     last = min(first + each, tiles);
     leads = block.x + 1 == active;
-    exists = first < last;
   }
+  __device__ bool empty() const { return first >= last; }
 };
 
 template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
@@ -250,13 +241,13 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
   const Place at;
   KeysInPages keys;
   Pipeline pipeline;
-  Run run;
+  TileRange range;
   PipelinedShared<D> s;
-  Angles<D> angles;
+  LaneFactors<D> factors;
 
   __device__ PipelinedDecoding(const DecodingParams& params, const Block& block, char* memory)
       : p(params), here(block), at(params, block, D, MAX_HEADS), keys(keys_of<Pipeline>(params, at, block.z, D)),
-        run(params, block, UINT32_MAX, KEYS),
+        range(params, block, UINT32_MAX, KEYS),
         s(memory + STAGES * Pipeline::STAGE, memory + (STAGES - 1) * Pipeline::STAGE) {
     const int piece = threadIdx.x % Pipeline::PIECES;
     pipeline.ring = shared_address(memory);
@@ -265,26 +256,26 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     pipeline.page = uint32_t(keys.k_page / 8), pipeline.token = uint32_t(keys.k_token / 8);
   }
 
-  __device__ uint32_t first_key(uint32_t tile) const { return run.start + tile * KEYS; }
+  __device__ uint32_t first_key(uint32_t tile) const { return range.start + tile * KEYS; }
 
   __device__ void fetch(uint32_t tile, uint32_t stage) {
-    if (tile < run.last) pipeline.fetch(keys, first_key(tile), stage);
+    if (tile < range.last) pipeline.fetch(keys, first_key(tile), stage);
     commit_copies();
   }
 
   // What the position alone decides: the first tiles, and angles, which are on their way.
   __device__ void begin(uint32_t position) {
-    run = Run(p, here, position, KEYS);
-    if (!run.exists) return;
-    keys.end = position, keys.low = run.low;
-    pipeline.begin(keys, first_key(run.first));
+    range = TileRange(p, here, position, KEYS);
+    if (range.empty()) return;
+    keys.end = position, keys.low = range.low;
+    pipeline.begin(keys, first_key(range.first));
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) fetch(run.first + i, i);
-    angles.read(p, position);
+    for (int i = 0; i < STAGES - 1; ++i) fetch(range.first + i, i);
+    factors.read(p, position);
   }
 
-  // The rows of the heads, the new key and the new value, 16 bytes at a time: not by copies of the keys' kind, which
-  // would have to be waited for in turn.
+  // The rows of the heads, the new key and the new value, 16 bytes at a time. Not by `cp.async`: its groups complete in
+  // order, so these would wait for the keys.
   __device__ void fetch_rows(char* to) const {
     const int wide = p.dtype == F32, shift = (D == 64 ? 3 : 4) + wide, row = 1 << shift;
     const uint4* from = reinterpret_cast<const uint4*>(static_cast<const char*>(p.qkv) + (uint64_t(at.qkv) * 2 << wide));
@@ -339,10 +330,10 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
   __device__ void attend(char* memory, uint32_t position, const float (&k)[N], const float (&v)[N], Core& core) {
     uint32_t stage = 0, free = STAGES - 1;
 #pragma unroll 1
-    for (uint32_t tile = run.first; tile < run.last; ++tile) {
+    for (uint32_t tile = range.first; tile < range.last; ++tile) {
       await_copies_but<STAGES - 2>();
       __syncwarp();
-      if (run.leads && tile + 1 == run.last) {
+      if (range.leads && tile + 1 == range.last) {
         insert(memory, stage, position - first_key(tile), k, v);
         __syncwarp();
       }
@@ -354,8 +345,8 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     }
   }
 
-  // Means of the heads to y, or, with their weights, to where the last block of the row finds them. They pass through
-  // the ring, which nothing is in any more, so that neighbours in a row are written together.
+  // Means of the heads to y, or, with their weights, to the partial results that the last block merges. They pass through
+  // the ring, which is free by now, so that stores are coalesced.
   __device__ void finish(char* memory, Core& core) const {
     const int lane = threadIdx.x % WARP, t = lane % 4;
     core.l += __shfl_xor_sync(FULL, core.l, 1);
@@ -378,7 +369,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     for (int i = 4 * lane; i < at.heads * D; i += 4 * WARP) {
       const float* row = means + i / D * PITCH;
       const float4 mean = *reinterpret_cast<const float4*>(row + i % D);
-      if (run.active == 1) {
+      if (range.active == 1) {
         write4(p.y, p.dtype, at.out + i, mean);
       } else {
         const float weight = row[D];
@@ -386,8 +377,8 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
         *reinterpret_cast<float4*>(partial + i + 2) = make_float4(mean.z, weight, mean.w, weight);
       }
     }
-    if (run.active > 1 && is_last(p.counters + at.row, run.active))
-      merge_narrow<Pipeline>(p, partials.both, run.active, at.heads, D, at.out);
+    if (range.active > 1 && is_last(p.counters + at.row, range.active))
+      merge_narrow<Pipeline>(p, partials.both, range.active, at.heads, D, at.out);
   }
 
   __device__ void decode(char* memory) {
@@ -404,9 +395,9 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
       position = now;
       begin(position);
     }
-    if (!run.exists) return;
-    angles.place(s);
-    const bool appends = run.leads && at.appends;
+    if (range.empty()) return;
+    factors.place(s);
+    const bool appends = range.leads && at.appends;
     const uint32_t page = appends ? page_of(p, here.z, position) : 0;
     __syncwarp();
     float k[N], v[N];

@@ -69,9 +69,33 @@ template <typename C> __device__ __forceinline__ uint32_t pack(C a, C b) {
   return *reinterpret_cast<uint32_t*>(&both);
 }
 
+// A number as an operand of C, and 4 bytes behind it what rounding has left over.
+template <typename C> __device__ __forceinline__ void put_in_two(char* at, float value) {
+  const C high = from_float<C>(value);
+  *reinterpret_cast<C*>(at) = high;
+  *reinterpret_cast<C*>(at + 4) = from_float<C>(value - to_float(high));
+}
+
+// Online softmax: takes the running sums of a head, `l` and `o`, from the maximum `m` so far to that of `top` over the
+// four lanes that share the head's scores. Returns what is taken off scores from here on.
+template <int STEPS>
+__device__ __forceinline__ float rescale(float top, float& m, float& l, float (&o)[STEPS][4]) {
+  const int t = threadIdx.x % 4;
+  top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
+  const float off = origin(top), fade = exp2_fast(m - off);
+  m = top;
+  l *= fade;
+  // Heads are rows of the scores and columns of o.
+  const float fade0 = __shfl_sync(FULL, fade, 8 * t), fade1 = __shfl_sync(FULL, fade, 8 * t + 4);
+#pragma unroll
+  for (int r = 0; r < STEPS; ++r) o[r][0] *= fade0, o[r][1] *= fade1, o[r][2] *= fade0, o[r][3] *= fade1;
+  return off;
+}
+
 // Scores are Q K^T with the heads as rows: rows 0-7 are the queries as C stores them, rows 8-15
 // what that left out, so a product is as exact as in f32. Values are V^T P^T with the heads as
-// columns, P again in two parts. Where keys are in pages, eight neighbours are in one page, which is looked up a tile
+// columns, P again in two parts. A page holds a multiple of 8 keys, so it is looked up once for 8 of them, a tile
 // ahead.
 //
 // Products are of codes as they are, if C is a code: scales of keys multiply the scores, and scales of values are a part
@@ -104,10 +128,7 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
 
   // A query's element, and 4 bytes behind it what rounding has left over.
   __device__ static void put(char* queries, int head, int d, float q) {
-    const Operand high = from_float<Operand>(q);
-    char* at = queries + Key::place(head, d);
-    *reinterpret_cast<Operand*>(at) = high;
-    *reinterpret_cast<Operand*>(at + 4) = from_float<Operand>(q - to_float(high));
+    put_in_two<Operand>(queries + Key::place(head, d), q);
   }
 
   // The first tile, and where the one `stride` keys behind it is.
@@ -231,16 +252,7 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
         }
       }
     }
-    top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
-    const float off = origin(top), fade = exp2_fast(m - off);
-    m = top;
-    l *= fade;
-    // The heads are rows here and columns there.
-    const float fade0 = __shfl_sync(FULL, fade, 8 * t), fade1 = __shfl_sync(FULL, fade, 8 * t + 4);
-#pragma unroll
-    for (int r = 0; r < STEPS; ++r)
-      o[r][0] *= fade0, o[r][1] *= fade1, o[r][2] *= fade0, o[r][3] *= fade1;
+    const float off = rescale(top, m, l, o);
     uint32_t high[2 * SUB], low[2 * SUB];
 #pragma unroll
     for (int j = 0; j < 2 * SUB; ++j) {

@@ -33,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
   pdl_wait();
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x, place = i / PIECES;
   const uint32_t k_blocks = k_blocks_of(p.k), k_block = place / ROW_GROUP % k_blocks;
-  const uint64_t eight = place / ROW_GROUP / k_blocks, row = eight * ROW_GROUP + place % ROW_GROUP;
-  if (eight * ROW_GROUP >= p.rows) return;
+  const uint64_t group = place / ROW_GROUP / k_blocks, row = group * ROW_GROUP + place % ROW_GROUP;
+  if (group * ROW_GROUP >= p.rows) return;
   uint4 codes = make_uint4(0, 0, 0, 0);
   if (row < p.rows) codes = sixteen(p, row, k_block * K_BLOCK + i % PIECES * 16, Fp8<false>::place);
   reinterpret_cast<uint4*>(p.out)[i] = codes;
@@ -48,8 +48,8 @@ template <class Format, class Put> __device__ __forceinline__ void pack(const Pa
   const uint32_t t = i % ROW_LANES, k_blocks = k_blocks_of(p.k);
   const uint64_t place = i / ROW_LANES;
   const uint32_t k_block = place / ROW_GROUP % k_blocks;
-  const uint64_t eight = place / ROW_GROUP / k_blocks, row = eight * ROW_GROUP + place % ROW_GROUP;
-  if (eight * ROW_GROUP >= p.rows) return;
+  const uint64_t group = place / ROW_GROUP / k_blocks, row = group * ROW_GROUP + place % ROW_GROUP;
+  if (group * ROW_GROUP >= p.rows) return;
   uint32_t words[WORDS] = {};
   if (row < p.rows) {
 #pragma unroll

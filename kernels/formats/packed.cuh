@@ -4,10 +4,10 @@
 // INT8 is row-major, a byte for each code, rows padded with zeros to a multiple of 16 bytes.
 //
 // FP8 is tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK) of e4m3 floats: the 128 bytes of a row and a K block
-// together, then other rows, K blocks, row groups; what is missing is zero. Of each four the two in the middle have
-// changed places, so that masks and shifts of a word make neighbours of it (fp8_numbers of
-// linear/gemv_wna16_weights.cuh). The sign of a scale says that a NaN is
-// among the codes of a row that share it: its products are NaN, without a look at each code. Scales of blocks of 128
+// together, then other rows, K blocks, row groups; padding is zero. Of each four codes the second and the third are
+// swapped, so that masks and shifts of a word give pairs of neighbours (fp8_numbers of linear/gemv_wna16_weights.cuh). A
+// negative scale marks a row with a NaN among the codes that share the scale: its products are NaN, and kernels need not
+// test each code. Scales of blocks of 128
 // rows by a K block are f32, [block of rows][K block]; in a matrix with a NaN, which has an address of zero points,
 // [row][K block].
 //

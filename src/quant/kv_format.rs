@@ -1,5 +1,6 @@
 //! Keys and values of 8 bits: a code for each element, and a scale for each row.
 
+use super::e4m3;
 use candle_core::{DType, Error, Result, bail};
 use half::f16;
 use std::fmt;
@@ -32,7 +33,7 @@ impl KvFormat {
     /// ```
     pub const fn largest(self) -> f32 {
         match self {
-            Self::Fp8 => 448.,
+            Self::Fp8 => e4m3::MAX,
             Self::Int8 => 127.,
         }
     }
@@ -66,16 +67,8 @@ impl KvFormat {
     #[inline(always)]
     pub fn code(self, x: f32) -> u8 {
         match self {
-            Self::Fp8 => {
-                let sign = (x.to_bits() >> 24) as u8 & 0x80;
-                let x = x.abs().min(self.largest());
-                let bits = x.to_bits();
-                sign | match x < 1. / 64. {
-                    // Multiples of 2^-9.
-                    true => (x * 512.).round_ties_even() as u8,
-                    false => ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20) as u8 & 0x7f ^ 0x40,
-                }
-            }
+            // NaN as the largest.
+            Self::Fp8 => e4m3::from_f32(x.abs().min(e4m3::MAX).copysign(x)),
             Self::Int8 => (x.round_ties_even().clamp(-127., 127.) as i8).cast_unsigned(),
         }
     }

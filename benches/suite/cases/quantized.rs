@@ -36,7 +36,7 @@ const QUICK: [usize; 4] = [0, 5, 6, 10];
 /// Both sides round activations to int8, or to bf16 on a GPU, and the reference does not.
 const LIMIT: f64 = 4e-2;
 
-/// Rows of weights that are quantized; the others repeat them. Those of a block of FP8.
+/// Rows of weights that are quantized; the others repeat them. A block of FP8 has as many, so that blocks repeat too.
 const DISTINCT: usize = 128;
 
 /// Products that are to be so many times faster than the library's in bf16.
