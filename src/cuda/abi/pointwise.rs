@@ -207,4 +207,11 @@ abi! {
         /// Of the logits.
         dtype: i32,
     }
+
+    const ZEROS_THREADS: Count<i32> = 256;
+
+    struct ZerosParams {
+        at: Mut<u32>,
+        count: u32,
+    }
 }
