@@ -71,6 +71,18 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_shared_float4(uint32_t at) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at));
+  return v;
+}
+
+__device__ __forceinline__ float2 load_shared_float2(uint32_t at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
+  return v;
+}
+
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
@@ -82,6 +94,10 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint32_t first, uint32
 __device__ __forceinline__ void store_shared(uint32_t to, const Pack<uint32_t, 4>& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.v[0]), "r"(v.v[1]), "r"(v.v[2]), "r"(v.v[3])
                : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 // 16 bytes to shared memory; before sm_80 the copy is done at once.

@@ -176,7 +176,7 @@ abi! {
         pairs: u32,
         /// 0 for none.
         window: u32,
-        /// Of keys, that a block takes before another joins; at least its warps.
+        /// Of keys, that a block takes before another joins, at least its warps; or that a cluster does.
         tiles: u32,
         /// Of qkv, the norms and y.
         dtype: i32,
@@ -205,6 +205,11 @@ abi! {
     /// stage, stages.
     table DECODING_PIPELINED of DecodingPipelined (dim: usize, keys: usize, stages: usize) =
         [(64, 16, 4), (128, 16, 4)];
+
+    /// The forms of few sequences on Hopper, in clusters of blocks: head dimension.
+    table DECODING_CLUSTER of DecodingCluster (dim: usize) = [(64), (128)];
+    /// A warp takes 16 keys at once.
+    const DECODING_CLUSTER_WARPS: Count<i32> = 4;
 
     /// The forms for everything else: the widest head, the query heads that share a block, warps.
     table DECODING_LANES of DecodingLanes (dim: usize, heads: usize, warps: usize) =

@@ -2,11 +2,13 @@
 
 use super::{CASE, Case};
 use crate::support::{architecture, devices};
-use candle_core::{DType, Result};
+use candle_core::{DType, Device, Result};
 use candle_fused::cuda::with_kernel;
+use candle_fused::ops::RopeStyle;
 use candle_fused::ops::flash_decoding::kernel_table;
 use candle_fused::trace;
 
+const CLUSTER: &str = "flash_decoding_cluster";
 const MMA: &str = "flash_decoding_mma";
 const PLAIN: &str = "flash_decoding_plain";
 
@@ -15,9 +17,14 @@ const PLAIN: &str = "flash_decoding_plain";
 type Choice = ([DType; 2], [usize; 2], usize, &'static [&'static str]);
 
 const CHOICES: [Choice; 7] = [
-    ([DType::F16; 2], [9, 3], 64, &[MMA, PLAIN]),
-    ([DType::BF16; 2], [32, 8], 128, &[MMA, PLAIN]),
-    ([DType::F32, DType::BF16], [14, 2], 64, &[MMA, PLAIN]),
+    ([DType::F16; 2], [9, 3], 64, &[CLUSTER, MMA, PLAIN]),
+    ([DType::BF16; 2], [32, 8], 128, &[CLUSTER, MMA, PLAIN]),
+    (
+        [DType::F32, DType::BF16],
+        [14, 2],
+        64,
+        &[CLUSTER, MMA, PLAIN],
+    ),
     ([DType::BF16; 2], [8, 1], 256, &[MMA, PLAIN]),
     ([DType::F16; 2], [4, 4], 192, &[PLAIN]),
     ([DType::F32; 2], [9, 3], 64, &[PLAIN]),
@@ -67,6 +74,101 @@ fn the_table_says_which_kernel_runs() -> Result<()> {
             }
             // A name of another table leaves attention alone.
             assert_eq!(run(Some("gemv_dense"))?, chosen);
+        }
+    }
+    Ok(())
+}
+
+/// Every kernel that takes the case, against float64.
+fn check_each_kernel(case: &Case, device: &Device, positions: &[u32]) -> Result<usize> {
+    let mut taken = 0;
+    for kernel in kernel_table() {
+        match with_kernel(Some(kernel.name), || case.check(device, positions)) {
+            Ok(()) => taken += 1,
+            Err(error) => {
+                let refused = format!("kernel {} cannot take q ", kernel.name);
+                assert!(error.to_string().contains(&refused), "{error}");
+            }
+        }
+    }
+    Ok(taken)
+}
+
+#[test]
+fn every_kernel_has_every_feature() -> Result<()> {
+    use DType::{BF16, F16, F32};
+    for device in devices().iter().filter(|device| device.is_cuda()) {
+        for (dim, [dtype, cache]) in [
+            (64, [F16, F16]),
+            (64, [F32, F16]),
+            (128, [BF16, BF16]),
+            (128, [F32, BF16]),
+        ] {
+            let case = Case {
+                dim,
+                rotated: dim,
+                dtype,
+                cache,
+                norms: true,
+                ..CASE
+            };
+            let cases = [
+                case,
+                Case {
+                    style: RopeStyle::Interleaved,
+                    ..case
+                },
+                Case {
+                    window: Some(100),
+                    ..case
+                },
+                Case {
+                    softcap: Some(3.),
+                    norms: false,
+                    ..case
+                },
+                // As many query heads as a block takes, and more.
+                Case {
+                    heads: 8,
+                    kv_heads: 1,
+                    ..case
+                },
+                Case {
+                    heads: 24,
+                    kv_heads: 1,
+                    norms: false,
+                    ..case
+                },
+            ];
+            for case in cases {
+                // On both sides of the borders of warps and of blocks.
+                for positions in [&[0, 15, 16, 63, 64, 65, 127][..], &[128, 255, 699], &[512]] {
+                    let taken = check_each_kernel(&case, device, positions)?;
+                    assert!(taken >= 2, "{case:?}: {taken}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_takes_long_contexts() -> Result<()> {
+    for device in devices().iter().filter(|device| device.is_cuda()) {
+        for (dim, dtype) in [(64, DType::F16), (128, DType::BF16)] {
+            let case = Case {
+                heads: 8,
+                kv_heads: 2,
+                dim,
+                rotated: dim,
+                slots: 9000,
+                dtype,
+                cache: dtype,
+                ..CASE
+            };
+            for position in [2046, 2047, 2048, 5000, 8999] {
+                assert!(check_each_kernel(&case, device, &[position])? >= 2);
+            }
         }
     }
     Ok(())

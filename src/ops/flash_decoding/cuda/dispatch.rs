@@ -2,7 +2,7 @@
 
 use super::problem::{Case, Operands, StepShape};
 use super::split::{Partials, Split};
-use super::{OP, step, with_gemv};
+use super::{OP, cluster, step, with_gemv};
 use crate::cuda::{GpuSpec, KernelInfo};
 use crate::ops::flash_attention::cuda as table;
 use crate::ops::flash_attention::cuda::{Forms, HeadSizes, NEWEST, Plan, Planned};
@@ -50,6 +50,27 @@ pub(super) static RULES: &[Rule] = &[
         split: step::pipelined_split,
         plan: step::pipelined,
         note: "keys and values in pages, of sequences enough for half of the multiprocessors: a warp for each key/value head of one, keys through a ring of stages",
+    },
+    Rule {
+        kernel: "flash_decoding_cluster",
+        source: "attention/decode_cluster.cu",
+        forms: &[
+            Forms::over(
+                DType::F16,
+                [90, NEWEST],
+                HeadSizes::Of(&cluster::HEAD_SIZES),
+            ),
+            Forms::over(
+                DType::BF16,
+                [90, NEWEST],
+                HeadSizes::Of(&cluster::HEAD_SIZES),
+            ),
+        ],
+        sequences: MAX,
+        with_product: false,
+        split: cluster::split,
+        plan: cluster::plan,
+        note: "up to as many rows of keys as there are multiprocessors, with room for 32 MiB in each sequence, and heads that are rotated whole or not at all: clusters of small blocks, whose sums meet in distributed shared memory",
     },
     Rule {
         kernel: "flash_decoding_mma",

@@ -1,6 +1,7 @@
 //! The CUDA form: one launch for a whole step of attention. The table ([`dispatch`]) chooses a kernel for a step
 //! ([`problem`]), alone or beside a product; its host file has planned the launch.
 
+mod cluster;
 #[cfg(test)]
 mod codes_tests;
 mod dispatch;

@@ -113,6 +113,24 @@ impl Step {
         caches.all(|cache| cache.is_multiple_of(16)) && strides.all(|s| s.is_multiple_of(16))
     }
 
+    /// Whether the kernel in clusters, whose lanes have runs of elements, has its way with the step's tensors.
+    fn clustered(&self) -> Result<(), &'static str> {
+        let rows = [self.qkv, self.out].iter().all(|a| a.is_multiple_of(16));
+        let norms = [self.q_norm, self.k_norm];
+        let norms = norms.iter().all(|a| a.is_multiple_of(16));
+        if !(rows && norms && self.is_aligned()) {
+            return Err(UNALIGNED);
+        }
+        let dtypes = [self.shape.dtype, self.shape.cache_dtype];
+        if dtypes[0] != dtypes[1] && dtypes[0] != DType::F32 {
+            return Err("the projection is of another 16-bit type than the caches");
+        }
+        match self.shape.pairs == 0 || 2 * self.shape.pairs == self.shape.head_dim {
+            true => Ok(()),
+            false => Err("only a part of each head is rotated"),
+        }
+    }
+
     /// Whether the pipelined kernel, which copies 16 bytes at a time and counts them by 32 bits, has its way with the
     /// step's tensors.
     fn pipelined(&self) -> Result<(), &'static str> {
@@ -229,6 +247,7 @@ impl Operands {
             shape: self.step.shape,
             aligned: self.step.is_aligned(),
             pipelined: self.step.pipelined(),
+            clustered: self.step.clustered(),
             product: self.independent.as_ref().map(|b| b.product.case(launcher)),
         }
     }
@@ -243,6 +262,8 @@ pub(super) struct Case {
     pub aligned: bool,
     /// Why the pipelined kernel cannot read and write the step's tensors, if it cannot.
     pub pipelined: Result<(), &'static str>,
+    /// Likewise of the kernel in clusters.
+    pub clustered: Result<(), &'static str>,
     /// Of a product beside the step.
     pub product: Option<linear::Case>,
 }

@@ -4,7 +4,7 @@ use super::StepShape;
 use super::dispatch::{RULES, partials, select};
 use super::problem::Case;
 use crate::cuda::table_tests::{GPUS, gather, gpu_named};
-use crate::cuda::{GpuSpec, with_kernel};
+use crate::cuda::{GpuSpec, UNALIGNED, with_kernel};
 use crate::ops::flash_attention::cuda::Rule as _;
 use crate::ops::flash_attention::cuda::table_tests::{
     HEAD_SIZES, HEADS, MODELS, forms, head_sizes,
@@ -57,6 +57,7 @@ fn alone(gpu: GpuSpec, shape: StepShape) -> Case {
             true => Ok(()),
             false => Err("keys and values are not in pages"),
         },
+        clustered: Ok(()),
         product: None,
     }
 }
@@ -65,21 +66,23 @@ fn name(case: &Case) -> Option<&'static str> {
     Some(select(case).ok()?.kernel)
 }
 
-/// By dtypes and GPU: for heads the head sizes that a kernel takes, whatever the slots and sequences.
+/// Sequences and slots of few keys, of many, and of many sequences.
+const SIZES: [[usize; 2]; 3] = [[1, 2048], [1, 200_000], [150, 2048]];
+
+/// By dtypes, sizes and GPU: for heads the head sizes that a kernel takes.
 pub(crate) fn choices() -> String {
     let mut text = String::new();
-    for dtypes in DTYPES {
+    for (dtypes, sizes) in DTYPES
+        .into_iter()
+        .flat_map(|dtypes| SIZES.map(|sizes| (dtypes, sizes)))
+    {
         let mut of_gpus = Vec::new();
         for (gpu_name, gpu) in GPUS {
             let mut of_heads = Vec::new();
             for heads in HEADS {
                 let mut of_kernels = Vec::new();
                 for dim in HEAD_SIZES {
-                    let of = |sizes| name(&alone(gpu, shape(dtypes, heads, dim, sizes)));
-                    let kernel = of([1, 4096]);
-                    for sizes in [[1, 1], [1, 100_000], [3, 512], [8, 4096], [64, 2048]] {
-                        assert_eq!(of(sizes), kernel, "{dtypes:?} {heads:?} {dim} {sizes:?}");
-                    }
+                    let kernel = name(&alone(gpu, shape(dtypes, heads, dim, sizes)));
                     let kernel = kernel.unwrap_or("none").to_owned();
                     gather(&mut of_kernels, dim.to_string(), kernel);
                 }
@@ -95,8 +98,11 @@ pub(crate) fn choices() -> String {
             gather(&mut of_gpus, gpu_name.to_owned(), lines.collect());
         }
         let [q, kv] = dtypes.map(|dtype| dtype.as_str());
+        let [sequences, slots] = sizes;
         for (gpus, lines) in of_gpus {
-            write!(text, "\nq {q}, kv {kv}, {}\n{lines}", gpus.join(", ")).expect("a string");
+            let gpus = gpus.join(", ");
+            writeln!(text, "\nq {q}, kv {kv}, {sequences} x {slots}, {gpus}").expect("a string");
+            text.push_str(&lines);
         }
     }
     text
@@ -132,6 +138,7 @@ pub(crate) fn plans() -> Result<String> {
             }
             let case = Case {
                 aligned: false,
+                clustered: Err(UNALIGNED),
                 ..alone(gpu_named(gpu), shape(dtypes, heads, dim, [1, 4096]))
             };
             let plan = select(&case)?.with_reason();
@@ -255,7 +262,7 @@ fn many_sequences_in_pages_are_pipelined() -> Result<()> {
         ..shape([BF16; 2], [9, 3], dim, [sequences, 2048])
     };
     for (sequences, dim, expected) in [
-        (21, 64, "flash_decoding_mma"),
+        (21, 64, "flash_decoding_cluster"),
         (22, 64, "flash_decoding_pipelined"),
         (256, 128, "flash_decoding_pipelined"),
         (256, 80, "flash_decoding_mma"),
