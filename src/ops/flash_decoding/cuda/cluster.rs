@@ -82,10 +82,17 @@ struct Clustered {
     tiles: usize,
 }
 
+/// Blocks that are on a GPU at once, as far as they are worth it: those of wide heads have twice as many registers.
+fn at_once(gpu: &GpuSpec, shape: &StepShape) -> usize {
+    gpu.sms as usize * if shape.head_dim == 64 { 4 } else { 2 }
+}
+
 /// Blocks of a row, and of a cluster. Two blocks for each multiprocessor leave room for the next kernel's.
 fn blocks(gpu: &GpuSpec, shape: &StepShape, rows: usize) -> [usize; 2] {
     let useful = shape.slots.div_ceil(KEYS * DECODING_CLUSTER_WARPS);
-    let blocks = (2 * gpu.sms as usize / rows).min(useful).max(1);
+    // Two for a row are faster than one, even where they are more than two for a multiprocessor.
+    let pair = (at_once(gpu, shape) / rows).min(2);
+    let blocks = (2 * gpu.sms as usize / rows).max(pair).min(useful).max(1);
     let cluster = 1 << blocks.min(CLUSTER).ilog2();
     match shape.slots <= cluster * DECODING_CLUSTER_WARPS * TURNS * KEYS {
         true => [cluster; 2],
@@ -98,8 +105,8 @@ pub(super) fn plan(case: &Case) -> Planned<Operands> {
     let (gpu, shape) = (&case.gpu, &case.shape);
     let split = split(shape).ok_or("it is for other head sizes")?;
     let rows = split.rows(shape);
-    if rows > gpu.sms as usize {
-        return Err("there are many sequences: they fill the GPU without sharing keys out");
+    if rows > at_once(gpu, shape) {
+        return Err("there are more rows of keys than blocks find room on the GPU");
     }
     let key = shape.head_dim * shape.cache_dtype.size_in_bytes();
     let bytes = 2 * shape.slots * shape.kv_heads * key;

@@ -31,27 +31,6 @@ const MAX: usize = usize::MAX;
 /// The table. First match wins.
 pub(super) static RULES: &[Rule] = &[
     Rule {
-        kernel: "flash_decoding_pipelined",
-        source: "attention/decode_pipelined.cu",
-        forms: &[
-            Forms::over(
-                DType::F16,
-                [80, NEWEST],
-                HeadSizes::Of(&step::PIPELINED_HEAD_SIZES),
-            ),
-            Forms::over(
-                DType::BF16,
-                [80, NEWEST],
-                HeadSizes::Of(&step::PIPELINED_HEAD_SIZES),
-            ),
-        ],
-        sequences: MAX,
-        with_product: false,
-        split: step::pipelined_split,
-        plan: step::pipelined,
-        note: "keys and values in pages, of sequences enough for half of the multiprocessors: a warp for each key/value head of one, keys through a ring of stages",
-    },
-    Rule {
         kernel: "flash_decoding_cluster",
         source: "attention/decode_cluster.cu",
         forms: &[
@@ -70,7 +49,28 @@ pub(super) static RULES: &[Rule] = &[
         with_product: false,
         split: cluster::split,
         plan: cluster::plan,
-        note: "up to as many rows of keys as there are multiprocessors, with room for 32 MiB in each sequence, and heads that are rotated whole or not at all: clusters of small blocks, whose sums meet in distributed shared memory",
+        note: "few sequences (up to four key/value heads for a multiprocessor, two of 128), caches with room for up to 32 MiB of each, heads that are rotated whole or not at all: clusters of small blocks, whose sums meet in distributed shared memory",
+    },
+    Rule {
+        kernel: "flash_decoding_pipelined",
+        source: "attention/decode_pipelined.cu",
+        forms: &[
+            Forms::over(
+                DType::F16,
+                [80, NEWEST],
+                HeadSizes::Of(&step::PIPELINED_HEAD_SIZES),
+            ),
+            Forms::over(
+                DType::BF16,
+                [80, NEWEST],
+                HeadSizes::Of(&step::PIPELINED_HEAD_SIZES),
+            ),
+        ],
+        sequences: MAX,
+        with_product: false,
+        split: step::pipelined_split,
+        plan: step::pipelined,
+        note: "many sequences with keys and values in pages: a warp for each key/value head of one, keys through a ring of stages",
     },
     Rule {
         kernel: "flash_decoding_mma",

@@ -1,7 +1,7 @@
 //! A recorded step, which rehearses before it waits, against one that is launched by itself.
 
-use super::{Attention, IndependentProduct, Step, StepShape, partials};
-use crate::cuda::{Graph, Launcher, address_of};
+use super::{Attention, IndependentProduct, Step, StepShape, kernel_table, partials};
+use crate::cuda::{Graph, Launcher, address_of, with_kernel};
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
 use crate::ops::linear;
 use crate::ops::linear::cuda::{NormAt, NormKind, Operands, ProductAt};
@@ -15,6 +15,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
 /// A layer's tensors: projection, caches, tables, positions.
+#[derive(Clone)]
 pub(super) struct Layer {
     pub qkv: Tensor,
     k: Tensor,
@@ -182,47 +183,74 @@ fn keys_in_pages_give_what_a_cache_gives() -> Result<()> {
             (&many, Some(300)),
         ] {
             let layer = Layer::at(&device, dim, [dtype, cache], at)?;
-            let (k, v) = (layer.k.copy()?, layer.v.copy()?);
-            let expected = layer.eager_in(&k, &v, window)?;
-            let (pool, table, order) = in_pages(&layer, page)?;
-            let sizes = pool.checked("test")?;
-            let width = (SLOTS / page) as u64;
-            let rows = [address_of(&table)?, 0, width, width, at.len() as u64];
-            let pages = pool_pages("test", &pool, sizes, rows)?;
-            let shape = StepShape {
-                paged: true,
-                ..layer.shape()
-            };
-            let mut prepared = Prepared::of(&launcher, &layer, shape)?;
-            let step = &mut prepared.step;
-            (step.k_cache, step.v_cache) = (pages.k, pages.v);
-            (step.pages, step.window) = (Some(pages), window.unwrap_or(0));
-            let attention = Attention::new(&launcher, *step, None)?;
-            // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
-            let record = |l: &Launcher| (0..2).try_for_each(|_| unsafe { attention.run(l) });
-            let mut graph = Graph::capture(launcher.gpu, record)?;
-            // SAFETY: as above; candle's stream carries everything else, too.
-            unsafe { graph.launch(launcher.stream)? };
-            let bound = match dtype {
-                DType::BF16 => 1e-2,
-                DType::F16 => 2e-3,
-                _ => 1e-5,
-            };
-            let [error, most] = difference(&prepared.out, &expected)?;
-            let what = format!("{dim} {dtype:?} {cache:?} {page} {at:?} {window:?}");
-            assert!(error <= bound * most, "{what}: {error} of {most}");
-            assert!(prepared.counters.to_vec1::<u32>()?.iter().all(|c| *c == 0));
-            // The new keys and values are where the cache has them, and nothing else has changed.
-            let written = Layer { k, v, ..layer };
-            let (after, _, again) = in_pages(&written, page)?;
-            assert_eq!(order, again);
-            for (ours, cache) in [(&pool.k, &after.k), (&pool.v, &after.v)] {
-                let [error, _] = difference(ours, cache)?;
-                assert_eq!(error, 0., "{what}");
-            }
+            let taken: Result<usize> = kernel_table().try_fold(0, |taken, kernel| {
+                let takes = check_pages(&launcher, &layer, page, window, kernel.name)?;
+                Ok(taken + usize::from(takes))
+            });
+            // What takes any dtype does, and where caches have 16 bits, tensor cores do.
+            let least = if cache == DType::F32 { 1 } else { 2 };
+            let taken = taken?;
+            assert!(taken >= least, "{dim} {dtype:?} {cache:?} {at:?}: {taken}");
         }
     }
     Ok(())
+}
+
+/// The step over a layer's keys in pages against the step over its caches, if the kernel takes it.
+fn check_pages(
+    launcher: &Launcher,
+    layer: &Layer,
+    page: usize,
+    window: Option<usize>,
+    kernel: &str,
+) -> Result<bool> {
+    let (k, v) = (layer.k.copy()?, layer.v.copy()?);
+    let (pool, table, order) = in_pages(layer, page)?;
+    let sizes = pool.checked("test")?;
+    let width = (SLOTS / page) as u64;
+    let sequences = layer.position.elem_count() as u64;
+    let rows = [address_of(&table)?, 0, width, width, sequences];
+    let pages = pool_pages("test", &pool, sizes, rows)?;
+    let shape = StepShape {
+        paged: true,
+        ..layer.shape()
+    };
+    let mut prepared = Prepared::of(launcher, layer, shape)?;
+    let step = &mut prepared.step;
+    (step.k_cache, step.v_cache) = (pages.k, pages.v);
+    (step.pages, step.window) = (Some(pages), window.unwrap_or(0));
+    let attention = with_kernel(Some(kernel), || Attention::new(launcher, *step, None));
+    let Ok(attention) = attention else {
+        return Ok(false);
+    };
+    let expected = layer.eager_in(&k, &v, window)?;
+    // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
+    let record = |l: &Launcher| (0..2).try_for_each(|_| unsafe { attention.run(l) });
+    let mut graph = Graph::capture(launcher.gpu, record)?;
+    // SAFETY: as above; candle's stream carries everything else, too.
+    unsafe { graph.launch(launcher.stream)? };
+    let bound = match layer.qkv.dtype() {
+        DType::BF16 => 1e-2,
+        DType::F16 => 2e-3,
+        _ => 1e-5,
+    };
+    let [error, most] = difference(&prepared.out, &expected)?;
+    let what = format!("{kernel} {shape:?} {page} {window:?}");
+    assert!(error <= bound * most, "{what}: {error} of {most}");
+    assert!(prepared.counters.to_vec1::<u32>()?.iter().all(|c| *c == 0));
+    // The new keys and values are where the cache has them, and nothing else has changed.
+    let written = Layer {
+        k,
+        v,
+        ..layer.clone()
+    };
+    let (after, _, again) = in_pages(&written, page)?;
+    assert_eq!(order, again);
+    for (ours, cache) in [(&pool.k, &after.k), (&pool.v, &after.v)] {
+        let [error, _] = difference(ours, cache)?;
+        assert_eq!(error, 0., "{what}");
+    }
+    Ok(true)
 }
 
 /// Scratch memory of a step, and the step over it.
