@@ -246,10 +246,19 @@ fn check_pages(
     };
     let (after, _, again) = in_pages(&written, page)?;
     assert_eq!(order, again);
-    for (ours, cache) in [(&pool.k, &after.k), (&pool.v, &after.v)] {
-        let [error, _] = difference(ours, cache)?;
-        assert_eq!(error, 0., "{what}");
-    }
+    let [error, _] = difference(&pool.v, &after.v)?;
+    assert_eq!(error, 0., "{what}");
+    // Kernels multiply and add in their own order before they round a key.
+    let rounding = match layer.k.dtype() {
+        DType::BF16 => 8e-3,
+        DType::F16 => 1e-3,
+        _ => 1e-6,
+    };
+    let [error, most] = difference(&pool.k, &after.k)?;
+    assert!(error <= rounding * most, "{what}: {error} of {most}");
+    let differing = pool.k.ne(&after.k)?.to_dtype(DType::F32)?.sum_all()?;
+    let new = (shape.sequences * shape.kv_heads * shape.head_dim) as f32;
+    assert!(differing.to_scalar::<f32>()? <= new, "{what}");
     Ok(true)
 }
 
