@@ -49,12 +49,6 @@ template <int TOKENS> struct GemmShape {
   static constexpr int STAGED_TOKENS = GEMM_WNA16_STAGED_TOKENS;
 };
 
-__device__ __forceinline__ float2 load_pair(uint32_t at) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
-  return v;
-}
-
 template <class Weights, int TOKENS> struct GemmWna16 {
   using Shape = GemmShape<TOKENS>;
   static constexpr int STAGES = Shape::STAGES;
@@ -207,11 +201,11 @@ template <class Weights, int TOKENS> struct GemmWna16 {
         if constexpr (Weights::GROUPS == 1) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float2 part = load_pair(at + e * TOKENS * 4);
+            const float2 part = load_shared_float2(at + e * TOKENS * 4);
             x.x += part.x, x.y += part.y;
           }
         } else {
-          x = load_pair(at + group * 4 / Weights::GROUPS * TOKENS * 4);
+          x = load_shared_float2(at + group * 4 / Weights::GROUPS * TOKENS * 4);
         }
       }
 #pragma unroll
