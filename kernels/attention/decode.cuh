@@ -9,7 +9,8 @@
 // enough for a few hundred keys, writes y at once.
 //
 // Keys before the position were written by earlier steps, which are complete if the position is what it is: so they
-// are loaded before the PDL wait, and the position is read again after it.
+// are loaded before the PDL wait, and the position is read again after it. A chain of launches in which an earlier kernel
+// writes such keys while the position stays the same is not allowed.
 #pragma once
 
 #include "attention/decode_place.cuh"

@@ -3,7 +3,7 @@
 
 using namespace fused;
 
-// Blocks that fit into an SM's registers.
+// Blocks of an SM that the compiler leaves registers for.
 constexpr int blocks_of(int d) { return d == 64 ? 4 : 3; }
 
 #define DECODING(NAME, X, C, D, PAGED)                                                                 \

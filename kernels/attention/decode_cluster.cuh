@@ -1,8 +1,8 @@
-// The attention step of decoding where a launch waits for latency, not for memory (decode.cuh has the step): one
-// sequence, or a few.
+// The attention step of decoding where latency bounds a launch, not memory (decode.cuh has the step): one sequence, or a
+// few dozen.
 //
 // A cluster of small blocks shares the keys of one key/value head. Its blocks send their sums to the first one through
-// distributed shared memory, which takes some 0.4 us where memory and an atomic counter take 2. Only sequences so long
+// distributed shared memory, which takes some 0.4 us where memory and an atomic counter take 1.3. Only sequences so long
 // that a cluster would go over its keys several times are shared among clusters, whose results pass through memory.
 //
 // Before the PDL wait come the first tile of keys and the rotation's angles. What comes behind it is a chain of few
@@ -232,8 +232,8 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
     }
   }
 
-  // Softmax weights as operands, and in what is left of them after rounding as rows 8-15. Takes earlier sums to the
-  // new maximum.
+  // Softmax weights as operands: rounded in rows 0-7, and in rows 8-15 what rounding has left of them. Takes earlier
+  // sums to the new maximum.
   __device__ void weigh(float (&s)[2][4], uint32_t tile, bool earlier, uint32_t (&a)[4]) {
     if (keys.softcap == 0.f) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Zeros for the counters of a kernel in a recording: a graph takes no memset of memory that is free when it is made.
+// Zeros for the counters of a kernel in a recording: a graph cannot hold a memset of memory that is already freed when
+// the graph is instantiated.
 #include "abi/pointwise.cuh"
 #include "common/base.cuh"
 

@@ -41,7 +41,8 @@ impl<T> Replay<T> {
     /// # Safety
     /// No other thread of the process uses the GPU meanwhile, nor before what it allocated in the
     /// meantime is gone: the recording's memory pool is the device's for as long as the body runs, and
-    /// ends with the recording.
+    /// ends with the recording. What the body appends to a cache is not read by a `flash_decoding` of the same body:
+    /// its kernels may read keys before those of the calls in front are complete.
     pub unsafe fn record(device: &CudaDevice, body: impl FnOnce() -> Result<T>) -> Result<Self> {
         let gpu = Gpu::of(device)?;
         gpu.bind()?;

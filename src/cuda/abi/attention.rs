@@ -206,7 +206,7 @@ abi! {
     table DECODING_PIPELINED of DecodingPipelined (dim: usize, keys: usize, stages: usize) =
         [(64, 16, 4), (128, 16, 4)];
 
-    /// The forms of few sequences on Hopper, in clusters of blocks: head dimension.
+    /// The forms of one sequence or a few dozen on Hopper, in clusters of blocks: head dimension.
     table DECODING_CLUSTER of DecodingCluster (dim: usize) = [(64), (128)];
     /// A warp takes 16 keys at once.
     const DECODING_CLUSTER_WARPS: Count<i32> = 4;

@@ -94,6 +94,11 @@ fn check_each_kernel(case: &Case, device: &Device, positions: &[u32]) -> Result<
     Ok(taken)
 }
 
+/// Kernels that take steps over caches of 16 bits with heads of 64 and 128.
+fn expected(device: &Device) -> Result<usize> {
+    Ok(if architecture(device)? == 90 { 3 } else { 2 })
+}
+
 #[test]
 fn every_kernel_has_every_feature() -> Result<()> {
     use DType::{BF16, F16, F32};
@@ -144,7 +149,7 @@ fn every_kernel_has_every_feature() -> Result<()> {
                 // On both sides of the borders of warps and of blocks.
                 for positions in [&[0, 15, 16, 63, 64, 65, 127][..], &[128, 255, 699], &[512]] {
                     let taken = check_each_kernel(&case, device, positions)?;
-                    assert!(taken >= 2, "{case:?}: {taken}");
+                    assert!(taken >= expected(device)?, "{case:?}: {taken}");
                 }
             }
         }
@@ -167,7 +172,8 @@ fn every_kernel_takes_long_contexts() -> Result<()> {
                 ..CASE
             };
             for position in [2046, 2047, 2048, 5000, 8999] {
-                assert!(check_each_kernel(&case, device, &[position])? >= 2);
+                let taken = check_each_kernel(&case, device, &[position])?;
+                assert!(taken >= expected(device)?, "{case:?}: {taken}");
             }
         }
     }

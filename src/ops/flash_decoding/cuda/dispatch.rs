@@ -49,7 +49,7 @@ pub(super) static RULES: &[Rule] = &[
         with_product: false,
         split: cluster::split,
         plan: cluster::plan,
-        note: "few sequences (up to four key/value heads for a multiprocessor, two of 128), caches with room for up to 32 MiB of each, heads that are rotated whole or not at all: clusters of small blocks, whose sums meet in distributed shared memory",
+        note: "projections in f32 or in the caches' dtype; up to four rows of blocks (a key/value head of a sequence) for each multiprocessor with heads of 64, two with heads of 128; caches with room for up to 32 MiB of each sequence; heads that are rotated whole or not at all. Clusters of small blocks, whose sums meet in distributed shared memory",
     },
     Rule {
         kernel: "flash_decoding_pipelined",
@@ -70,7 +70,7 @@ pub(super) static RULES: &[Rule] = &[
         with_product: false,
         split: step::pipelined_split,
         plan: step::pipelined,
-        note: "many sequences with keys and values in pages: a warp for each key/value head of one, keys through a ring of stages",
+        note: "keys and values in pages, of sequences enough for half of the multiprocessors: a warp for each key/value head of one, keys through a ring of stages",
     },
     Rule {
         kernel: "flash_decoding_mma",
