@@ -1,6 +1,8 @@
 // The attention step of decoding in clusters of blocks (decode_cluster.cuh): over a cache of slots, and over pages.
 #include "attention/decode_cluster.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
 using namespace fused;
 
 // Blocks of an SM that the compiler leaves registers for.
@@ -9,7 +11,7 @@ constexpr int blocks_of(int d) { return d == 64 ? 4 : 3; }
 #define DECODING(NAME, X, C, D, PAGED)                                                                 \
   extern "C" __global__ void __launch_bounds__(DECODING_CLUSTER_WARPS* WARP, blocks_of(D))              \
       flash_decoding_cluster_##NAME(const __grid_constant__ fused::DecodingParams p) {                 \
-    if constexpr (COMPILED_FOR >= 900) decode_in_cluster<X, C, D, PAGED>(p);                           \
+    decode_in_cluster<X, C, D, PAGED>(p);                                                              \
   }
 
 // Of the projection's type, and over the cache's.
@@ -24,3 +26,5 @@ constexpr int blocks_of(int d) { return d == 64 ? 4 : 3; }
   DECODING(paged_d##D##_f32_bf16, float, __nv_bfloat16, D, true)
 
 FUSED_DECODING_CLUSTER(DECODING_DIM)
+
+#endif

@@ -18,7 +18,7 @@
 
 namespace fused {
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // A block's shared memory, as byte offsets: the barrier, maxima and weights of each warp, the rotated rows, the sums of
 // each warp, and in a cluster's first block what the others send. `flash_decoding/cuda/cluster.rs` has the same.
