@@ -25,9 +25,10 @@ namespace fused {
 template <int D> struct ClusterMemory {
   static constexpr int WARPS = DECODING_CLUSTER_WARPS;
   static constexpr int TOPS = 16, WEIGHTS = TOPS + MAX_HEADS * WARPS * 4, ROWS = WEIGHTS + MAX_HEADS * WARPS * 4;
-  // From row to row, so that eight lanes which read 16 bytes of two rows hit all banks once.
+  // Bytes from row to row: eight lanes that read 16 bytes each of two rows have no bank conflict.
   static constexpr int ROW = 2 * D + 64;
-  // From head to head. 16 sums and a gap of 4 for each lane of four, so that their stores hit different banks.
+  // Bytes from head to head. Behind each 16 sums, which one lane stores, a gap of 4 keeps the lanes' stores off the same
+  // banks.
   static constexpr int SUMS = D == 64 ? 320 : 704;
   __device__ static int place(int d) { return 4 * (d / 16 * 20 + d % 16); }
 
@@ -36,7 +37,7 @@ template <int D> struct ClusterMemory {
   __device__ int rest(int job) const { return ROWS + (heads + 1 + job) * ROW; }
   __device__ int sums() const { return rest(rests ? heads : 0); }
   __device__ int received() const { return sums() + WARPS * heads * SUMS; }
-  // From sender to sender: sums, and behind them each head's maximum and weight, which are `bytes`.
+  // Bytes from sender to sender: sums, and behind them each head's maximum and weight, which are `bytes`.
   __device__ int step() const { return heads * (D * 4 + 16); }
   __device__ int bytes() const { return heads * (D * 4 + 8); }
 };
@@ -122,7 +123,7 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
 
   // Rotated rows to shared memory, the new key and value to the cache.
   __device__ void place_rows() {
-    // One round, but for eight heads and the new key.
+    // Eight half-warps take the rows in one iteration, unless there are nine: eight heads and the new key.
 #pragma unroll 1
     for (int job = 2 * warp + lane / 16, base = 0; base <= at.heads; base += 2 * WARPS, job += 2 * WARPS) {
       if (base > 0) {

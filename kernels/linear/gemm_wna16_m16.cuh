@@ -276,14 +276,9 @@ struct GemmM16 {
     const uint32_t batch = from / BATCH, turn = batch % TURNS, barrier = barriers + 8 * turn;
     barrier_wait(barrier, batch / TURNS % 2);
     if (threadIdx.x == 0) barrier_expect(barrier, GIVEN);
-    const float2 own = load_pair(given + TURNS * GIVEN + 8 * threadIdx.x);
-    const float2 other = load_pair(given + turn * GIVEN + 8 * threadIdx.x);
+    const float2 own = load_shared_float2(given + TURNS * GIVEN + 8 * threadIdx.x);
+    const float2 other = load_shared_float2(given + turn * GIVEN + 8 * threadIdx.x);
     epilogue(from, rank, make_float2(own.x + other.x, own.y + other.y));
-  }
-  static __device__ __forceinline__ float2 load_pair(uint32_t at) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
-    return v;
   }
 #endif
 

@@ -147,7 +147,7 @@ struct GemmM16Tma : GemmM16 {
     const float2 own = rank ? make_float2(y.y, y.w) : make_float2(y.x, y.z);
     barrier_wait(barrier, batch / 2 % 2);
     if (threadIdx.x == 0) barrier_expect(barrier, GIVEN);
-    const float2 theirs = load_pair(at);
+    const float2 theirs = load_shared_float2(at);
     const uint32_t n_tile = from + threadIdx.x / (SUMS / 4),
                    m = threadIdx.x / WARP % 2 * 8 + row_of(lane() % 4 * 2 + rank);
     if (n_tile < n_tiles && m < p.m)

@@ -38,6 +38,14 @@ const CASE: Case = Case {
     softcap: None,
 };
 
+/// More positions than a few blocks take at once.
+const LONG: Case = Case {
+    heads: 8,
+    kv_heads: 2,
+    slots: 9000,
+    ..CASE
+};
+
 impl Case {
     fn limit(&self) -> f64 {
         match (self.dtype, self.cache) {
@@ -235,13 +243,10 @@ fn a_long_context() -> Result<()> {
     for device in devices() {
         for (dim, cache) in [(64, DType::F16), (128, DType::BF16), (64, DType::F32)] {
             let case = Case {
-                heads: 8,
-                kv_heads: 2,
                 dim,
                 rotated: dim,
-                slots: 9000,
                 cache,
-                ..CASE
+                ..LONG
             };
             case.check(&device, &[8999])?;
         }

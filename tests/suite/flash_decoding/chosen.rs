@@ -1,6 +1,6 @@
 //! Which kernel runs: what the trace names, and each kernel that takes a step against float64.
 
-use super::{CASE, Case};
+use super::{CASE, Case, LONG};
 use crate::support::{architecture, devices};
 use candle_core::{DType, Device, Result};
 use candle_fused::cuda::with_kernel;
@@ -162,14 +162,11 @@ fn every_kernel_takes_long_contexts() -> Result<()> {
     for device in devices().iter().filter(|device| device.is_cuda()) {
         for (dim, dtype) in [(64, DType::F16), (128, DType::BF16)] {
             let case = Case {
-                heads: 8,
-                kv_heads: 2,
                 dim,
                 rotated: dim,
-                slots: 9000,
                 dtype,
                 cache: dtype,
-                ..CASE
+                ..LONG
             };
             for position in [2046, 2047, 2048, 5000, 8999] {
                 let taken = check_each_kernel(&case, device, &[position])?;

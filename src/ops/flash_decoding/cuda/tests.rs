@@ -244,7 +244,13 @@ fn check_pages(
         Ok(attention) => attention,
         Err(error) => return refused(&error).map(|()| false),
     };
-    let expected = layer.eager_in(&k, &v, window)?;
+    // The pipelined kernel takes pages alone; it norms and rotates as this one does, bit for bit.
+    let over_slots = match kernel {
+        "flash_decoding_pipelined" => "flash_decoding_mma",
+        kernel => kernel,
+    };
+    let eager = || layer.eager_in(&k, &v, window);
+    let expected = with_kernel(Some(over_slots), eager)?;
     // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
     let record = |l: &Launcher| (0..2).try_for_each(|_| unsafe { attention.run(l) });
     let mut graph = Graph::capture(launcher.gpu, record)?;
@@ -267,19 +273,10 @@ fn check_pages(
     };
     let (after, _, again) = in_pages(&written, page)?;
     assert_eq!(order, again);
-    let [error, _] = difference(&pool.v, &after.v)?;
-    assert_eq!(error, 0., "{what}");
-    // Kernels multiply and add in their own order before they round a key.
-    let rounding = match layer.k.dtype() {
-        DType::BF16 => 8e-3,
-        DType::F16 => 1e-3,
-        _ => 1e-6,
-    };
-    let [error, most] = difference(&pool.k, &after.k)?;
-    assert!(error <= rounding * most, "{what}: {error} of {most}");
-    let differing = pool.k.ne(&after.k)?.to_dtype(DType::F32)?.sum_all()?;
-    let new = (shape.sequences * shape.kv_heads * shape.head_dim) as f32;
-    assert!(differing.to_scalar::<f32>()? <= new, "{what}");
+    for (ours, cache) in [(&pool.k, &after.k), (&pool.v, &after.v)] {
+        let [error, _] = difference(ours, cache)?;
+        assert_eq!(error, 0., "{what}");
+    }
     Ok(true)
 }
 
