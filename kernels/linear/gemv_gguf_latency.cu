@@ -3,15 +3,19 @@
 
 using namespace fused;
 
-#define SMALL(SUFFIX, FORMAT)                                        \
-  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_##SUFFIX, FORMAT, 1, 16) \
-  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_wide_##SUFFIX, FORMAT, 3, 8)
+#define SMALL(TYPE_SUFFIX, TYPE, SUFFIX, FORMAT)                                                     \
+  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_##TYPE_SUFFIX##_##SUFFIX, TYPE, FORMAT, 1, 16)           \
+  FUSED_GEMV_GGUF_LATENCY(gemv_gguf_latency_wide_##TYPE_SUFFIX##_##SUFFIX, TYPE, FORMAT, 3, 8)
+#define SMALL_OF_EACH(SUFFIX, FORMAT)          \
+  SMALL(f32, float, SUFFIX, FORMAT)            \
+  SMALL(f16, __half, SUFFIX, FORMAT)           \
+  SMALL(bf16, __nv_bfloat16, SUFFIX, FORMAT)
 
-SMALL(q4_0, Q4_0)
-SMALL(q4_1, Q4_1)
-SMALL(q5_0, Q5_0)
-SMALL(q5_1, Q5_1)
-SMALL(q8_0, Q8_0)
-SMALL(q4_k, Q4_K)
-SMALL(q5_k, Q5_K)
-SMALL(q6_k, Q6_K)
+SMALL_OF_EACH(q4_0, Q4_0)
+SMALL_OF_EACH(q4_1, Q4_1)
+SMALL_OF_EACH(q5_0, Q5_0)
+SMALL_OF_EACH(q5_1, Q5_1)
+SMALL_OF_EACH(q8_0, Q8_0)
+SMALL_OF_EACH(q4_k, Q4_K)
+SMALL_OF_EACH(q5_k, Q5_K)
+SMALL_OF_EACH(q6_k, Q6_K)

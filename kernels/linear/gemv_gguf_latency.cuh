@@ -1,72 +1,61 @@
-// GEMV for small matrices in GGUF blocks and up to 4 rows of f32 x: the decode step of a small quantized model. As in
+// GEMV for small matrices in GGUF blocks and up to 4 rows of x: the decode step of a small quantized model. As in
 // gemv_dense_latency.cuh the latency from x to the output is all that counts.
 //
 // A warp multiplies one group of 128 k values of N_TILES times 8 output channels, so no warp has a second K block.
-// Lane 4 g + t has quarter t of row g. Here x is operand A: the first bf16 parts of its rows, and the second parts
-// (gemv_gguf.cuh) as rows 8 and following. The factor of an RMS norm is one per row, so it multiplies the sums, and
-// no warp waits for the others before the end. The sum of a block's x, for offsets, is a product with ones.
+// Lane 4 g + t has quarter t of row g. All that does not depend on x comes before the PDL wait, while the preceding
+// kernel runs: weights are dequantized to f32 and multiplied by the norm's weights there. What follows is 32
+// multiply-adds for each row of x and 8 outputs. They take a warp less time than `mma` would, whose operands hold f32 x
+// in two parts. The factor of an RMS norm is one per row, so it multiplies the sums, and no warp waits for the others
+// before the end; nothing is rounded in between.
 #pragma once
 
+#include "formats/gguf.cuh"
 #include "linear/gemv_dense_latency.cuh"
-#include "linear/gemv_gguf.cuh"
 
 namespace fused {
 
-constexpr int LATENCY_ROWS = 4;  // of x
-constexpr uint32_t BF16_ONES = 0x3f803f80u;
+constexpr int LATENCY_ROWS = N_TILE_MAX_M;  // of x
 
-// D += A B for a block's 32 values: A the two parts of x as `SplitRows` lays them out, B 8 columns.
-__device__ __forceinline__ void multiply_parts(float (&c)[4], uint32_t high0, uint32_t low0, uint32_t high1,
-                                               uint32_t low1, uint32_t b0, uint32_t b1) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(high0), "r"(low0), "r"(high1), "r"(low1), "r"(b0), "r"(b1));
-#endif
-}
-
-// What a lane has of 8 rows of weights and its warp's group, ready to be multiplied.
+// What a lane has of 8 rows of weights and its warp's group, in f32: of each half block four values.
 template <class Format> struct LatencyWeights {
-  uint32_t numbers[GROUP][4];
-  // Of outputs 2t and 2t + 1 for each block: other lanes' rows.
-  float by[GROUP][Format::SCALES][2], plus[GROUP][2];
+  float4 values[GROUP][2];
 
-  __device__ __forceinline__ void unpack(const typename Format::Piece& piece, uint32_t t) {
-    float own[Format::SCALES];
+  __device__ __forceinline__ void unpack(const typename Format::Piece& piece) {
+    float own[Format::SCALES];  // of block t
 #pragma unroll
     for (int h = 0; h < Format::SCALES; ++h) own[h] = Format::multiplier(piece.scale, piece.factors, h);
     const float offset = Format::offset(piece.scale, piece.factors);
 #pragma unroll
     for (int b = 0; b < GROUP; ++b) {
       const auto codes = Format::codes(piece, b);
+      float plus = 0.f;
+      if constexpr (Format::HAS_OFFSET) plus = __shfl_sync(FULL, offset, b, 4);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) numbers[b][j] = Format::bf16_numbers(codes, j);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int lane = 4 * (2 * t + i) + b;
-#pragma unroll
-        for (int h = 0; h < Format::SCALES; ++h) by[b][h][i] = __shfl_sync(FULL, own[h], lane);
-        if (Format::HAS_OFFSET) plus[b][i] = __shfl_sync(FULL, offset, lane);
+      for (int h = 0; h < 2; ++h) {
+        const float by = __shfl_sync(FULL, own[h % Format::SCALES], b, 4);
+        const float2 first = unpack2<__nv_bfloat16>(Format::bf16_numbers(codes, 2 * h));
+        const float2 second = unpack2<__nv_bfloat16>(Format::bf16_numbers(codes, 2 * h + 1));
+        values[b][h] = make_float4(fmaf(first.x, by, plus), fmaf(first.y, by, plus), fmaf(second.x, by, plus),
+                                   fmaf(second.y, by, plus));
       }
     }
   }
-};
 
-// Each warp's group of x: for each row and block its first parts, then its second ones.
-struct LatencyRows {
-  char* at;  // of this warp
-
-  static constexpr uint32_t PITCH = GROUP * BLOCK * 4;
-
-  __device__ __forceinline__ void put(uint32_t row, uint32_t lane, float4 v) const {
-    char* to = at + row * PITCH + lane / 8 * (4 * BLOCK) + lane % 4 * 16 + lane % 8 / 4 * 8;
-    const uint32_t a = split(v.x), b = split(v.y), c = split(v.z), d = split(v.w);
-    *reinterpret_cast<uint2*>(to) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
-    *reinterpret_cast<uint2*>(to + 2 * BLOCK) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
+  __device__ __forceinline__ void scale(int b, int h, float4 norm) {
+    float4& v = values[b][h];
+    v = make_float4(v.x * norm.x, v.y * norm.y, v.z * norm.z, v.w * norm.w);
   }
-  // Quarter t of a block of a row, first or second parts.
-  __device__ __forceinline__ uint4 get(uint32_t row, int block, uint32_t t, int part) const {
-    return *reinterpret_cast<const uint4*>(at + row * PITCH + block * (4 * BLOCK) + part * (2 * BLOCK) + t * 16);
+
+  // Keeps the compiler from moving what has been computed behind the PDL wait.
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int b = 0; b < GROUP; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float4& v = values[b][h];
+        asm volatile("" : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w));
+      }
+    }
   }
 };
 
@@ -98,36 +87,90 @@ template <int N_TILES> struct LatencyTiles {
   }
 };
 
-// Stages a warp's group of the rows of x in two parts, and sums their squares if there is a norm.
-template <int WARPS>
-__device__ __forceinline__ void stage_rows(const LatencyRows& rows, const float4 (&x)[LATENCY_ROWS], uint32_t m,
-                                           bool normed, float4 norm, float (&squares)[LATENCY_ROWS][WARPS]) {
-  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-#pragma unroll
-  for (int r = 0; r < LATENCY_ROWS; ++r) {
-    if (r >= m) break;
-    const float4 v = x[r];
-    rows.put(r, lane, make_float4(v.x * norm.x, v.y * norm.y, v.z * norm.z, v.w * norm.w));
-    if (normed) {
-      const float sum = warp_sum(fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w));
-      if (lane == 0) squares[r][warp] = sum;
-    }
+// A warp's group of a row of k values, four at a time.
+struct LatencyGroup {
+  uint32_t first, fours;  // its first four, and those of the row
+
+  // Quarter t of half block h of block b.
+  static __device__ __forceinline__ uint32_t place(int b, int h, uint32_t t) { return 8 * b + 4 * h + t; }
+  __device__ __forceinline__ bool has(uint32_t place) const { return first + place < fours; }
+};
+
+// Four elements as they are stored, and in f32.
+template <typename T> using Four = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+template <typename T> __device__ __forceinline__ float4 widen_four(Four<T> raw) {
+  if constexpr (sizeof(T) == 4) {
+    return make_float4(__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w));
+  } else {
+    const float2 a = unpack2<T>(raw.x), b = unpack2<T>(raw.y);
+    return make_float4(a.x, a.y, b.x, b.y);
   }
-  __syncwarp();
 }
 
-// Adds the sums of all warps for an N tile, and applies the norm's factor.
+// The weights of all N tiles, dequantized and multiplied by the norm's, if there is one.
+template <typename T, class Format, int N_TILES>
+__device__ __forceinline__ void prepare_weights(const Gemv& p, const LatencyGroup& group, uint32_t t,
+                                                const typename Format::Piece (&pieces)[N_TILES],
+                                                LatencyWeights<Format> (&weights)[N_TILES]) {
+#pragma unroll
+  for (int u = 0; u < N_TILES; ++u) weights[u].unpack(pieces[u]);
+  if (p.prologue.norm != NORM_NONE) {
+    const Four<T>* norm = static_cast<const Four<T>*>(p.prologue.weight) + group.first;
+#pragma unroll
+    for (int b = 0; b < GROUP; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t place = group.place(b, h, t);
+        Four<T> raw = {};
+        if (group.has(place)) raw = __ldg(norm + place);
+        const float4 v = widen_four<T>(raw);
+#pragma unroll
+        for (int u = 0; u < N_TILES; ++u) weights[u].scale(b, h, v);
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < N_TILES; ++u) weights[u].pin();
+}
+
+// A lane's part of the products of a row of x, which lies in shared memory, with a row of each N tile.
+template <class Format, int N_TILES>
+__device__ __forceinline__ void multiply_row(const LatencyWeights<Format> (&weights)[N_TILES], const float4 (&x)[WARP],
+                                             uint32_t t, float (&y)[N_TILES]) {
+  float4 sums[N_TILES] = {};
+#pragma unroll
+  for (int b = 0; b < GROUP; ++b) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 v = x[LatencyGroup::place(b, h, t)];
+#pragma unroll
+      for (int u = 0; u < N_TILES; ++u) {
+        const float4& w = weights[u].values[b][h];
+        float4& sum = sums[u];
+        sum.x = fmaf(w.x, v.x, sum.x), sum.y = fmaf(w.y, v.y, sum.y);
+        sum.z = fmaf(w.z, v.z, sum.z), sum.w = fmaf(w.w, v.w, sum.w);
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < N_TILES; ++u) y[u] = (sums[u].x + sums[u].y) + (sums[u].z + sums[u].w);
+}
+
+// Adds the sums of all warps for an N tile, outputs 2t and 2t + 1 of row g of x, and applies the norm's factor.
 template <int WARPS>
-__device__ __forceinline__ void reduce_sums(const Gemv& p, float (&total)[2], const float2 (&sums)[WARPS][WARP],
-                                            bool normed, const float (&squares)[LATENCY_ROWS][WARPS]) {
-  const uint32_t lane = threadIdx.x % WARP, warps = blockDim.x / WARP, g = lane / 4;
+__device__ __forceinline__ void reduce_sums(const Gemv& p, float (&total)[2],
+                                            const float (&sums)[WARPS][LATENCY_ROWS][8],
+                                            const float (&squares)[LATENCY_ROWS][WARPS]) {
+  const uint32_t lane = threadIdx.x % WARP, warps = blockDim.x / WARP, t = lane % 4;
+  const uint32_t row = min(lane / 4, LATENCY_ROWS - 1);
+  const bool normed = p.prologue.norm != NORM_NONE;
   float square = 0.f;
 #pragma unroll
   for (int other = 0; other < WARPS; ++other) {
     if (other >= warps) break;
-    const float2 part = sums[other][lane];
+    const float2 part = *reinterpret_cast<const float2*>(&sums[other][row][2 * t]);
     total[0] += part.x, total[1] += part.y;
-    if (normed) square += squares[min(g, LATENCY_ROWS - 1)][other];
+    if (normed) square += squares[row][other];
   }
   if (normed) {
     const float factor = rsqrtf(__fdividef(square, p.k) + p.prologue.eps);
@@ -135,84 +178,72 @@ __device__ __forceinline__ void reduce_sums(const Gemv& p, float (&total)[2], co
   }
 }
 
-// Each of at most WARPS warps has a group of k, and there are as many groups as warps; one block for
-// N_TILES times 8 rows of weights. x, the RMS norm, bias, residuals and outputs are
-// f32.
-template <class Format, int N_TILES, int WARPS> __device__ __forceinline__ void gemv_gguf_latency(const Gemv& p) {
-  __shared__ alignas(16) char staged[WARPS][LATENCY_ROWS * LatencyRows::PITCH];
-  __shared__ alignas(16) float2 sums[N_TILES][WARPS][WARP];
+// Each of at most WARPS warps has a group of k, and there are as many groups as warps; one block for N_TILES times 8
+// rows of weights. x, the norm's weight, bias and residuals are of T.
+template <typename T, class Format, int N_TILES, int WARPS>
+__device__ __forceinline__ void gemv_gguf_latency(const Gemv& p) {
+  __shared__ float4 staged[WARPS][LATENCY_ROWS][WARP];
+  __shared__ alignas(16) float sums[N_TILES][WARPS][LATENCY_ROWS][8];
   __shared__ float squares[LATENCY_ROWS][WARPS];
   pdl_launch();
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const LatencyTiles<N_TILES> tiles = {p};
+  const LatencyGroup group = {warp * WARP, p.k / 4};
   typename Format::Piece pieces[N_TILES];
   tiles.template load<Format>(pieces, warp, g, t);
-  // 4 values of each row are this lane's to split.
-  const uint32_t four = warp * WARP + lane;
-  const bool mine = four < p.k / 4, normed = p.prologue.norm != NORM_NONE;
-  float4 norm = make_float4(1.f, 1.f, 1.f, 1.f);
-  if (normed && mine) norm = static_cast<const float4*>(p.prologue.weight)[four];
-  LatencyEpilogue<float> out = {};
+  LatencyEpilogue<T> out = {};
   if (warp < N_TILES) {
     out.prepare(
         p, g, t, [&](uint32_t r) { return tiles.column(warp, r); },
         [&](uint32_t r) { return tiles.weight_row(warp, r); });
   }
-  const float4* from = static_cast<const float4*>(p.prologue.x) + four;
+  LatencyWeights<Format> weights[N_TILES];
+  prepare_weights<T, Format>(p, group, t, pieces, weights);
+  const Four<T>* from = static_cast<const Four<T>*>(p.prologue.x) + group.first + lane;
 
   pdl_wait();
-  float4 x[LATENCY_ROWS] = {};
+  Four<T> raw[LATENCY_ROWS] = {};
 #pragma unroll
   for (int r = 0; r < LATENCY_ROWS; ++r) {
-    if (r < p.m && mine) x[r] = __ldcg(from + r * (p.k / 4));
+    if (r < p.m && group.has(lane)) raw[r] = __ldcg(from + r * group.fours);
   }
   if (warp < N_TILES) out.prefetch(p.epilogue);
-  LatencyWeights<Format> weights[N_TILES];
+  float4 x[LATENCY_ROWS];
 #pragma unroll
-  for (int u = 0; u < N_TILES; ++u) weights[u].unpack(pieces[u], t);
-
-  const LatencyRows rows = {staged[warp]};
-  stage_rows<WARPS>(rows, x, p.m, normed, norm, squares);
-  float y[N_TILES][2] = {};
+  for (int r = 0; r < LATENCY_ROWS; ++r) {
+    x[r] = widen_four<T>(raw[r]);
+    if (r < p.m) staged[warp][r][lane] = x[r];
+  }
+  __syncwarp();
+  float y[LATENCY_ROWS][N_TILES] = {};
 #pragma unroll
-  for (int b = 0; b < GROUP; ++b) {
-    uint4 high = make_uint4(0, 0, 0, 0), low = high;
-    if (g < p.m) high = rows.get(g, b, t, 0), low = rows.get(g, b, t, 1);
-    float whole[4] = {};
-    if constexpr (Format::HAS_OFFSET) {
-      multiply_parts(whole, high.x, low.x, high.y, low.y, BF16_ONES, BF16_ONES);
-      multiply_parts(whole, high.z, low.z, high.w, low.w, BF16_ONES, BF16_ONES);
-    }
-#pragma unroll
-    for (int u = 0; u < N_TILES; ++u) {
-      const auto& w = weights[u];
-      constexpr int LAST = Format::SCALES - 1;
-      float c[Format::SCALES][4] = {};
-      multiply_parts(c[0], high.x, low.x, high.y, low.y, w.numbers[b][0], w.numbers[b][1]);
-      multiply_parts(c[LAST], high.z, low.z, high.w, low.w, w.numbers[b][2], w.numbers[b][3]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int h = 0; h < Format::SCALES; ++h) y[u][i] = fmaf(w.by[b][h][i], c[h][i] + c[h][i + 2], y[u][i]);
-        if constexpr (Format::HAS_OFFSET) y[u][i] = fmaf(w.plus[b][i], whole[i] + whole[i + 2], y[u][i]);
-      }
+  for (int r = 0; r < LATENCY_ROWS; ++r) {
+    if (r >= p.m) break;
+    multiply_row<Format>(weights, staged[warp][r], t, y[r]);
+    if (p.prologue.norm != NORM_NONE) {
+      const float4 v = x[r];
+      const float square = warp_sum(fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w));
+      if (lane == 0) squares[r][warp] = square;
     }
   }
 #pragma unroll
-  for (int u = 0; u < N_TILES; ++u) sums[u][warp][lane] = make_float2(y[u][0], y[u][1]);
+  for (int u = 0; u < N_TILES; ++u) {
+    const float quarters[LATENCY_ROWS] = {y[0][u], y[1][u], y[2][u], y[3][u]};
+    sums[u][warp][t][g] = SixteenRows::sum_of_quarters(quarters);
+  }
   __syncthreads();
   if (warp >= N_TILES) return;
   float total[2] = {};
-  reduce_sums<WARPS>(p, total, sums[warp], normed, squares);
+  reduce_sums<WARPS>(p, total, sums[warp], squares);
   out.epilogue(p, total);
 }
 
 }  // namespace fused
 
-// `NAME`: a kernel for blocks of FORMAT, N_TILES times 8 rows of weights, and up to WARPS groups of k. Turing
-// has no bf16, and never runs it.
-#define FUSED_GEMV_GGUF_LATENCY(NAME, FORMAT, N_TILES, WARPS)                                      \
-  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                                \
-      NAME(const __grid_constant__ fused::Gemv p) {                                                \
-    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<FORMAT, N_TILES, WARPS>(p); \
+// `NAME`: a kernel for x of TYPE and blocks of FORMAT, N_TILES times 8 rows of weights, and up to WARPS groups of k.
+// Turing has no bf16, and never runs it.
+#define FUSED_GEMV_GGUF_LATENCY(NAME, TYPE, FORMAT, N_TILES, WARPS)                                      \
+  extern "C" __global__ void __launch_bounds__(WARPS * fused::WARP)                                      \
+      NAME(const __grid_constant__ fused::Gemv p) {                                                      \
+    if constexpr (fused::COMPILED_FOR >= 800) fused::gemv_gguf_latency<TYPE, FORMAT, N_TILES, WARPS>(p); \
   }

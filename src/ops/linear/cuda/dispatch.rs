@@ -137,7 +137,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemv_gguf_latency",
         source: "linear/gemv_gguf_latency.cu",
         formats: Formats::GGUF,
-        x: &[(F32, [1, 4])],
+        x: &[(F32, [1, 4]), (F16, [1, 4]), (BF16, [1, 4])],
         arch: [80, NEWEST],
         norms: Norms::Rms,
         plan: gemv_gguf::latency,

@@ -23,32 +23,67 @@ pub(super) static MODULE: Module = Module::new(
     ],
 );
 
-/// The kernels with 8 output channels for a block, and then with 24.
+/// The kernels with 8 output channels for a block, and then with 24; by the dtype of x.
 static LATENCY: Module = Module::new(
     "gemv_gguf_latency",
     fatbin!("gemv_gguf_latency"),
     &[
-        "gemv_gguf_latency_q4_0",
-        "gemv_gguf_latency_q4_1",
-        "gemv_gguf_latency_q5_0",
-        "gemv_gguf_latency_q5_1",
-        "gemv_gguf_latency_q8_0",
-        "gemv_gguf_latency_q4_k",
-        "gemv_gguf_latency_q5_k",
-        "gemv_gguf_latency_q6_k",
-        "gemv_gguf_latency_wide_q4_0",
-        "gemv_gguf_latency_wide_q4_1",
-        "gemv_gguf_latency_wide_q5_0",
-        "gemv_gguf_latency_wide_q5_1",
-        "gemv_gguf_latency_wide_q8_0",
-        "gemv_gguf_latency_wide_q4_k",
-        "gemv_gguf_latency_wide_q5_k",
-        "gemv_gguf_latency_wide_q6_k",
+        "gemv_gguf_latency_f32_q4_0",
+        "gemv_gguf_latency_f32_q4_1",
+        "gemv_gguf_latency_f32_q5_0",
+        "gemv_gguf_latency_f32_q5_1",
+        "gemv_gguf_latency_f32_q8_0",
+        "gemv_gguf_latency_f32_q4_k",
+        "gemv_gguf_latency_f32_q5_k",
+        "gemv_gguf_latency_f32_q6_k",
+        "gemv_gguf_latency_f16_q4_0",
+        "gemv_gguf_latency_f16_q4_1",
+        "gemv_gguf_latency_f16_q5_0",
+        "gemv_gguf_latency_f16_q5_1",
+        "gemv_gguf_latency_f16_q8_0",
+        "gemv_gguf_latency_f16_q4_k",
+        "gemv_gguf_latency_f16_q5_k",
+        "gemv_gguf_latency_f16_q6_k",
+        "gemv_gguf_latency_bf16_q4_0",
+        "gemv_gguf_latency_bf16_q4_1",
+        "gemv_gguf_latency_bf16_q5_0",
+        "gemv_gguf_latency_bf16_q5_1",
+        "gemv_gguf_latency_bf16_q8_0",
+        "gemv_gguf_latency_bf16_q4_k",
+        "gemv_gguf_latency_bf16_q5_k",
+        "gemv_gguf_latency_bf16_q6_k",
+        "gemv_gguf_latency_wide_f32_q4_0",
+        "gemv_gguf_latency_wide_f32_q4_1",
+        "gemv_gguf_latency_wide_f32_q5_0",
+        "gemv_gguf_latency_wide_f32_q5_1",
+        "gemv_gguf_latency_wide_f32_q8_0",
+        "gemv_gguf_latency_wide_f32_q4_k",
+        "gemv_gguf_latency_wide_f32_q5_k",
+        "gemv_gguf_latency_wide_f32_q6_k",
+        "gemv_gguf_latency_wide_f16_q4_0",
+        "gemv_gguf_latency_wide_f16_q4_1",
+        "gemv_gguf_latency_wide_f16_q5_0",
+        "gemv_gguf_latency_wide_f16_q5_1",
+        "gemv_gguf_latency_wide_f16_q8_0",
+        "gemv_gguf_latency_wide_f16_q4_k",
+        "gemv_gguf_latency_wide_f16_q5_k",
+        "gemv_gguf_latency_wide_f16_q6_k",
+        "gemv_gguf_latency_wide_bf16_q4_0",
+        "gemv_gguf_latency_wide_bf16_q4_1",
+        "gemv_gguf_latency_wide_bf16_q5_0",
+        "gemv_gguf_latency_wide_bf16_q5_1",
+        "gemv_gguf_latency_wide_bf16_q8_0",
+        "gemv_gguf_latency_wide_bf16_q4_k",
+        "gemv_gguf_latency_wide_bf16_q5_k",
+        "gemv_gguf_latency_wide_bf16_q6_k",
     ],
 );
 
-/// Before the first kernel for 24 output channels.
-const WIDE: usize = 8;
+/// GGUF formats.
+const FORMATS: usize = 8;
+
+/// Dtypes of x, in the order of the kernels for small products.
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// Output channels of a block of a small product, and the groups of k that it has warps for.
 const LATENCY_SHAPES: [(usize, usize); 2] = [(8, 16), (24, 8)];
@@ -80,8 +115,10 @@ fn format(case: &Case) -> Result<usize, &'static str> {
 /// Small products, a block for each SM at most.
 pub(crate) fn latency(case: &Case) -> Planned {
     let format = format(case)?;
-    if case.x != DType::F32 || case.out != DType::F32 {
-        return Err("it takes f32 only");
+    let dtype = DTYPES.iter().position(|dtype| *dtype == case.x);
+    let dtype = dtype.ok_or("x is of another dtype")?;
+    if case.out != DType::F32 && case.out != case.x {
+        return Err("the output is neither f32 nor of x's dtype");
     }
     let groups = case.k.div_ceil(GROUP);
     let shapes = LATENCY_SHAPES.iter().enumerate();
@@ -95,7 +132,7 @@ pub(crate) fn latency(case: &Case) -> Planned {
         .ok_or("there are more blocks than multiprocessors, or K is too long")?;
     Ok(Arc::new(GemvPlan {
         module: &LATENCY,
-        index: wide * WIDE + format,
+        index: (wide * DTYPES.len() + dtype) * FORMATS + format,
         grid: Grid::line(blocks as u32, 32 * groups as u32),
         split_k: 1,
         stages: 0,
