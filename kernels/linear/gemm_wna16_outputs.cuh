@@ -96,50 +96,193 @@ struct TileOutputs {
     return v;
   }
 
-  // 8 sums of a token, from value `at` of each plane on.
-  __device__ __forceinline__ void gather(float (&y)[8], uint32_t at) const {
+  // For each of several tokens its 8 sums, from value `at` of each plane on. All are on their way together.
+  template <int COUNT>
+  __device__ __forceinline__ void gather(float (&y)[COUNT][8], const uint32_t (&at)[COUNT], uint32_t offset) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = 0.f;
+    for (int n = 0; n < COUNT; ++n) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[n][i] = 0.f;
+    }
     for (uint32_t r = 0; r < split_k; ++r) {
       for (uint32_t q = 0; q < planes; ++q) {
-        const uint32_t from = sums + 4 * (q * plane + at);
-        const float4 a = load(from, r), b = load(from + 16, r);
-        y[0] += a.x, y[1] += a.y, y[2] += a.z, y[3] += a.w;
-        y[4] += b.x, y[5] += b.y, y[6] += b.z, y[7] += b.w;
+        float4 v[COUNT][2];
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+          const uint32_t from = sums + 4 * (q * plane + at[n] + offset);
+          v[n][0] = load(from, r), v[n][1] = load(from + 16, r);
+        }
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float* to = y[n] + 4 * i;
+            to[0] += v[n][i].x, to[1] += v[n][i].y, to[2] += v[n][i].z, to[3] += v[n][i].w;
+          }
+        }
       }
     }
   }
 
-  // Every thread that takes part in it, 8 channels of a token at a time: those from `first` on, `step` apart.
-  __device__ __forceinline__ void write(uint32_t first, uint32_t step) const {
+  // Every thread that takes part in it, 8 channels of a token at a time, COUNT of them together: those from `first`
+  // on, `step` apart.
+  template <int COUNT = 1> __device__ __forceinline__ void write(uint32_t first, uint32_t step) const {
     const Epilogue& e = p.epilogue;
     const bool gated = gates(p);
     // A power of two.
     const uint32_t pieces = gated ? n_tiles : 2 * n_tiles, pieces_log2 = 31 - __clz(pieces);
 #pragma unroll 1
-    for (uint32_t i = first; i < tokens * pieces; i += step) {
-      const uint32_t token = i >> pieces_log2, piece = i & (pieces - 1);
-      const uint32_t n_tile = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
-      const uint32_t column = n_tile_column(p, first_n_tile + n_tile, 0) + 8 * half;
-      if (column >= p.width) continue;
-      const uint32_t at = token * pitch + 16 * n_tile + 8 * half;
-      const uint64_t to = uint64_t(first_token + token) * e.stride + column;
-      const EightOutputs outputs(e, column, to, p.width, vectors);
-      float y[8];
-      gather(y, at);
-      outputs.add_bias(y, 0);
-      if (gated) {
-        float up[8];
-        gather(up, at + 8);
-        outputs.add_bias(up, p.width);
+    for (uint32_t i = first; i < tokens * pieces; i += COUNT * step) {
+      uint32_t at[COUNT], columns[COUNT];
+      uint64_t to[COUNT];
+      bool there[COUNT];
+      float residuals[COUNT][8] = {};
 #pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = gate(e.activation, y[j]) * up[j];
-      } else if (e.activation != ACT_NONE) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = activate(e.activation, y[j]);
+      for (int n = 0; n < COUNT; ++n) {
+        const uint32_t token = (i + n * step) >> pieces_log2, piece = (i + n * step) & (pieces - 1);
+        const uint32_t n_tile = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
+        columns[n] = n_tile_column(p, first_n_tile + n_tile, 0) + 8 * half;
+        there[n] = token < tokens && columns[n] < p.width;
+        at[n] = there[n] ? token * pitch + 16 * n_tile + 8 * half : 0;
+        to[n] = uint64_t(first_token + token) * e.stride + columns[n];
+        if (there[n]) EightOutputs(e, columns[n], to[n], p.width, vectors).add_residuals(residuals[n]);
       }
-      outputs.add_residuals(y);
-      outputs.write(y);
+      float y[COUNT][8], up[COUNT][8];
+      gather(y, at, 0);
+      if (gated) gather(up, at, 8);
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) {
+        if (!there[n]) continue;
+        const EightOutputs outputs(e, columns[n], to[n], p.width, vectors);
+        outputs.add_bias(y[n], 0);
+        if (gated) {
+          outputs.add_bias(up[n], p.width);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) y[n][j] = gate(e.activation, y[n][j]) * up[n][j];
+        } else if (e.activation != ACT_NONE) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) y[n][j] = activate(e.activation, y[n][j]);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[n][j] += residuals[n][j];
+        outputs.write(y[n]);
+      }
+    }
+  }
+};
+
+// 8 neighbouring elements as they are stored.
+template <typename T> struct EightValues {
+  static constexpr int WORDS = sizeof(T) / 2;  // of 16 bytes
+  uint4 raw[WORDS];
+
+  __device__ __forceinline__ void load(const void* from, uint64_t at) {
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const T*>(from) + at);
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) raw[i] = __ldcg(p + i);
+  }
+  __device__ __forceinline__ void add_to(float (&y)[8]) const {
+    float v[8];
+    if constexpr (WORDS == 1) {
+      unpack8<T>(raw[0], v);
+    } else {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(raw);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = __uint_as_float(words[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] += v[j];
+  }
+  static __device__ __forceinline__ void store(void* out, uint64_t at, const float (&y)[8]) {
+    uint4* p = reinterpret_cast<uint4*>(static_cast<T*>(out) + at);
+    if constexpr (WORDS == 1) {
+      *p = make_uint4(pack2<T>(y[0], y[1]), pack2<T>(y[2], y[3]), pack2<T>(y[4], y[5]), pack2<T>(y[6], y[7]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float* v = y + 4 * i;
+        p[i] = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+      }
+    }
+  }
+};
+
+// The outputs of a warp's N tile of 16 channels and many tokens, straight from the accumulators of `wgmma`: of lane
+// 4 g + t, channel 8 h + g of token 8 j + 2 t + i is value 4 j + 2 h + i. So many tokens at a time pass through shared
+// memory of the warp's own, and it waits for no other. Outputs, bias and residuals are of T, and 16-byte accesses fit
+// them.
+template <typename T, int TOKENS> struct WarpOutputs {
+  static constexpr uint32_t CHUNK = 32, PITCH = 20;  // with this pitch no bank is met twice
+
+  const Gemv& p;
+  float* staged;  // `[CHUNK][PITCH]`, of this warp
+  uint32_t n_tile, first_token;
+
+  static __device__ __forceinline__ void stage(float* staged, const float* sums) {
+    const uint32_t lane = threadIdx.x % WARP;
+    float* to = staged + lane % 4 * 2 * PITCH + lane / 4;
+#pragma unroll
+    for (int j = 0; j < CHUNK / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[(8 * j + i % 2) * PITCH + i / 2 * 8] = sums[4 * j + i];
+    }
+  }
+  static __device__ __forceinline__ void read(const float* from, float (&y)[8]) {
+    const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+    y[0] = a.x, y[1] = a.y, y[2] = a.z, y[3] = a.w, y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
+  }
+  __device__ __forceinline__ void add(const void* from, uint64_t at, float (&y)[8]) const {
+    if (!from) return;
+    EightValues<T> v;
+    v.load(from, at);
+    v.add_to(y);
+  }
+
+  // A lane's 8 channels of a token of the chunk.
+  __device__ __forceinline__ void write_eight(uint32_t chunk, uint32_t token, uint32_t channel) const {
+    const Epilogue& e = p.epilogue;
+    const bool gated = gates(p);
+    const uint32_t column = n_tile_column(p, n_tile, 0) + channel;
+    const float* from = staged + token * PITCH + channel;
+    token += first_token + chunk * CHUNK;
+    if (column >= p.width || token >= p.m) return;
+    float y[8];
+    read(from, y);
+    add(e.bias, column, y);
+    if (gated) {
+      float up[8];
+      read(from + 8, up);
+      add(e.bias, p.width + column, up);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) y[j] = gate(e.activation, y[j]) * up[j];
+    } else if (e.activation != ACT_NONE) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) y[j] = activate(e.activation, y[j]);
+    }
+    const uint64_t to = token * e.stride + column;
+    add(e.residuals[0], to, y);
+    add(e.residuals[1], to, y);
+    EightValues<T>::store(e.out, to, y);
+  }
+
+  __device__ __forceinline__ void write(const float (&sums)[TOKENS / 2]) const {
+    const uint32_t lane = threadIdx.x % WARP;
+#pragma unroll 1
+    for (uint32_t chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
+      if (first_token + chunk * CHUNK >= p.m) break;
+      __syncwarp();  // what the chunk before left has been read
+      // Sums are in registers, which have no addresses.
+#pragma unroll
+      for (int i = 0; i < TOKENS / CHUNK; ++i) {
+        if (i == chunk) stage(staged, sums + i * (CHUNK / 2));
+      }
+      __syncwarp();
+      if (gates(p)) {
+        write_eight(chunk, lane, 0);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) write_eight(chunk, 16 * i + lane % 16, lane / 16 * 8);
+      }
     }
   }
 };

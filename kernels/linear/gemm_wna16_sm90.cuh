@@ -55,7 +55,7 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   static constexpr bool BY_GROUPS = Shape::SCALES_SUMS && !Weights::CHANNEL_SCALES;
 
   // x is read in its own order: weights, of which there are fewer, take it.
-  static constexpr bool IN_ORDER = TOKENS >= Weights::IN_ORDER_TOKENS;
+  static constexpr bool IN_ORDER = TOKENS == Weights::IN_ORDER_TOKENS;
 
   // A tile: of channels, and its first row of operand B.
   struct Place {
@@ -327,11 +327,24 @@ template <class Weights, int TOKENS> struct GemmWna16 {
     stage_sums<TOKENS>(shared_sums + 16 * warp(), sums, 0);
     cluster_sync_memory();
     outputs(stages, at.n, at.first_row / g.parts, TOKENS)
-        .write(rank * Shape::CONSUMERS + threadIdx.x, g.split_k * Shape::CONSUMERS);
+        .template write<(TOKENS > 64 ? 2 : 1)>(rank * Shape::CONSUMERS + threadIdx.x, g.split_k * Shape::CONSUMERS);
+  }
+
+  // Of a type that outputs, bias and residuals share.
+  template <typename T>
+  __device__ __forceinline__ void write_warp(float* staged, const float (&sums)[TOKENS / 2], Place at) const {
+    using Outputs = WarpOutputs<T, TOKENS>;
+    Outputs{p, staged + warp() * (Outputs::CHUNK * Outputs::PITCH), at.n * Shape::WARPS + warp(), at.first_row}.write(
+        sums);
   }
 
   // A CTA that shares no K, while the producer fills the stages for the next tile.
   __device__ __forceinline__ void write_own_tile(float* staged, const float (&sums)[TOKENS / 2], Place at) const {
+    const Epilogue& e = p.epilogue;
+    if (g.vectors && g.parts == 1 && e.out_dtype == e.dtype) {
+      if (e.dtype == BF16) return write_warp<__nv_bfloat16>(staged, sums, at);
+      if (e.dtype == F32) return write_warp<float>(staged, sums, at);
+    }
     constexpr int COUNT = Shape::STAGED_TOKENS;
 #pragma unroll 1
     for (int chunk = 0; chunk < TOKENS / COUNT; ++chunk) {
@@ -369,15 +382,17 @@ template <class Weights, int TOKENS> struct GemmWna16 {
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] *= by[i / 2 % 2];
       }
       if (!Shape::PRODUCER || g.split_k > 1) return write_shared_tile(shared_sums, sums, at);
-      const Place done = at;
-      tile = next_tile(tile);
-      if (tile < g.tiles) {
-        at = place(tile);
-        weights = Weights(p, at.n * Shape::WARPS + warp());
-        prefetch(blocks, weights);
+      if constexpr (Shape::PRODUCER) {
+        const Place done = at;
+        tile = next_tile(tile);
+        if (tile < g.tiles) {
+          at = place(tile);
+          weights = Weights(p, at.n * Shape::WARPS + warp());
+          prefetch(blocks, weights);
+        }
+        write_own_tile(shared_sums + STAGES * Shape::STAGE / 4, sums, done);
+        if (tile >= g.tiles) return;
       }
-      write_own_tile(shared_sums + STAGES * Shape::STAGE / 4, sums, done);
-      if (tile >= g.tiles) return;
     }
   }
 };

@@ -72,7 +72,7 @@ template <class Format> struct GemmGguf {
   static constexpr int GROUPS = Format::SCALES * 4;  // of 128 values of K
   // Whether sums of x count.
   static constexpr bool HAS_OFFSET = Format::HAS_OFFSET;
-  // Tokens of a tile from which on lanes of wgmma put their weights in order; whether those are loaded early.
+  // Tokens of a tile with which lanes of wgmma put their weights in order; whether those are loaded early.
   static constexpr int IN_ORDER_TOKENS = GEMM_WNA16_GGUF_IN_ORDER;
   static constexpr bool LOADS_EARLY = true;
 
@@ -180,7 +180,7 @@ template <class Format> struct GemmInt {
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;
   static constexpr bool HAS_OFFSET = false;
   // Exchanging values would cost more than a kernel that reorders x.
-  static constexpr int IN_ORDER_TOKENS = 1 << 30;
+  static constexpr int IN_ORDER_TOKENS = 0;
   static constexpr bool LOADS_EARLY = false;
   using TileScales1 = TileScales<Format::GROUPS, Format::ZEROS, 1>;
 
@@ -262,7 +262,7 @@ template <int GROUPS_> struct GemmTernary {
   static constexpr bool CHANNEL_SCALES = GROUPS_ == ROW_SCALES;
   static constexpr int GROUPS = 4;
   static constexpr bool HAS_OFFSET = false;
-  static constexpr int IN_ORDER_TOKENS = 1 << 30;
+  static constexpr int IN_ORDER_TOKENS = 0;
   static constexpr bool LOADS_EARLY = false;
   using Format = TernaryWeights<GROUPS_>;
   using TileScales1 = TileScales<GROUPS_, false, 1>;

@@ -181,7 +181,8 @@ abi! {
     const GEMM_WNA16_SUMS_TOKENS: Count<i32> = 32;
     /// Tokens of a tile up to which a block has no producer of its own, and a multiprocessor two blocks.
     const GEMM_WNA16_SMALL_TOKENS: Count<i32> = 64;
-    /// Tokens of a tile from which on x is read in its own order, for GGUF blocks.
+    /// Tokens of a tile with which x is read in its own order, for GGUF blocks. With more, the exchange of weights takes
+    /// longer than a kernel that reorders x.
     const GEMM_WNA16_GGUF_IN_ORDER: Count<i32> = 128;
     /// Tokens whose sums are in shared memory together, of a tile that no other block shares.
     const GEMM_WNA16_STAGED_TOKENS: Count<i32> = 64;

@@ -77,7 +77,7 @@ const SPLIT_M: usize = 8;
 struct Order {
     /// Where the bits of a value's index go among 64 (`GemmWna16Params::x`).
     bits: u32,
-    /// Tokens of a tile from which on the kernel puts weights in order instead, and x is as it is.
+    /// Tokens of a tile with which the kernel puts weights in order instead, and x is as it is; 0 for none.
     in_order: usize,
 }
 
@@ -90,17 +90,17 @@ impl Order {
     /// 8t to 8t + 7 of 32.
     const INT4: Self = Self {
         bits: 0x521430,
-        in_order: usize::MAX,
+        in_order: 0,
     };
     /// 16t to 16t + 15 of 64.
     const INT8: Self = Self {
         bits: 0x215430,
-        in_order: usize::MAX,
+        in_order: 0,
     };
     /// As INT4, codes j and j + 4 in one word.
     const TERNARY: Self = Self {
         bits: 0x521043,
-        in_order: usize::MAX,
+        in_order: 0,
     };
 }
 
@@ -326,7 +326,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     };
     let rows = case.m * parts;
     let tiling = Tiling::of(&case.gpu, case.n(), rows, case.k.div_ceil(BLOCK_K));
-    let in_order = FORMS[tiling.form].tokens >= of.order.in_order;
+    let in_order = FORMS[tiling.form].tokens == of.order.in_order;
     Ok(Arc::new(Gemm {
         module: of.module,
         index: of.first + tiling.form,
