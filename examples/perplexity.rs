@@ -4,13 +4,14 @@
 //! cargo run --release --example perplexity
 //! cargo run --release --example perplexity -- --formats f32,int8,int4-g32-z --tokens 2048
 //! cargo run --release --example perplexity -- --model FOLDER --text book.txt
+//! cargo run --release --example perplexity -- --formats f32,int4-g64,smollm2-gptq/
 //! ```
 //! The text is read in windows that know nothing of each other. `f32` is the model's weights turned into
 //! f32; of a GGUF file these are what its blocks are worth, so a file that is quantized already is the
 //! measure of all the others here, not the model that it was once made of. Head and embedding stay in
 //! f32 in all formats but bf16.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -44,7 +45,8 @@ struct Args {
     text: Option<PathBuf>,
 
     /// Formats to measure, joined by commas; f32 is always measured. With `+balance` behind it, of
-    /// matrices whose columns have been brought to like sizes.
+    /// matrices whose columns have been brought to like sizes. A folder is a model that `quantize` saved, with this
+    /// one's tokens.
     #[arg(long, value_name = "LIST", default_value = FORMATS)]
     formats: String,
 
@@ -82,6 +84,8 @@ struct Format {
     dtype: DType,
     quantization: Option<Quantization>,
     balanced: bool,
+    /// Another model's files.
+    files: Option<ModelFiles>,
 }
 
 /// How a model does.
@@ -187,10 +191,19 @@ impl Format {
             dtype,
             quantization: None,
             balanced: false,
+            files: None,
         };
         match name {
             "f32" => return Ok(dense(DType::F32)),
             "bf16" => return Ok(dense(DType::BF16)),
+            _ if Path::new(name).is_dir() => {
+                let located = source::locate(Some(name), None, &SourceOptions::from_env())?;
+                return Ok(Self {
+                    name: located.name,
+                    files: Some(located.files),
+                    ..dense(DType::F32)
+                });
+            }
             _ => {}
         }
         let (format, balanced) = match name.strip_suffix("+balance") {
@@ -200,7 +213,9 @@ impl Format {
         let quantization: Quantization = match format.parse() {
             Ok(quantization) => quantization,
             Err(_) => {
-                bail!("--formats: `{name}` is not f32, bf16 or a format that --quantize takes")
+                bail!(
+                    "--formats: `{name}` is not f32, bf16, a format that --quantize takes or a folder"
+                )
             }
         };
         Ok(Self {
@@ -214,7 +229,7 @@ impl Format {
     /// which is wider, takes this format; the remark says what the others take.
     fn load(&self, files: &ModelFiles, fusion: Fusion) -> Result<(Box<dyn TextModel>, String)> {
         let load = |recipe: Option<&Recipe>| {
-            let weights = weights::open(files)?;
+            let weights = weights::open(self.files.as_ref().unwrap_or(files))?;
             fused::load(weights, Some(self.dtype), &Device::Cpu, fusion, recipe)
         };
         let new = |quantization| match self.balanced {

@@ -6,7 +6,10 @@
 //! cargo run --release --example quantize -- --model Qwen/Qwen3-0.6B --quantize int8 --out qwen3-int8
 //! cargo run --release --example smollm -- --model smollm2-int4
 //! cargo run --release --example quantize -- --quantize int4-g64 --layout compressed-tensors --out for-vllm
+//! cargo run --release --example quantize -- --quantize int4-g64 --calibrate TEXT.txt --out smollm2-gptq
 //! ```
+//! With `--calibrate` a text goes through the model, and matrices are rounded so that what they make of it changes least
+//! (GPTQ).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +17,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{DType, Device};
-use candle_fused::models::{self, llama, save_compressed_tensors, save_quantized};
+use candle_fused::models::{
+    self, Calibration, calibrate, llama, save_compressed_tensors, save_quantized,
+};
 use candle_fused::quant::Recipe;
 use candle_nn::VarBuilder;
 use clap::{Parser, ValueEnum};
@@ -22,6 +27,7 @@ use serde_json::{Value, json};
 
 use common::architecture::Config;
 use common::args;
+use common::calibrate::CalibrateArgs;
 use common::quantize::QuantizeArgs;
 use common::report::{self, bytes};
 use common::source::{self, DEFAULT_MODEL, ModelFiles, SourceOptions};
@@ -62,6 +68,9 @@ struct Args {
 
     #[command(flatten)]
     quantize: QuantizeArgs,
+
+    #[command(flatten)]
+    calibrate: CalibrateArgs,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,8 +86,13 @@ impl Layout {
         config: &C,
         vb: VarBuilder,
         recipe: &Recipe,
+        calibration: Option<&Calibration>,
         target: &Path,
     ) -> Result<Option<Value>> {
+        let recipe = match calibration {
+            Some(calibration) => &calibrate(config, vb.clone(), recipe, calibration)?,
+            None => recipe,
+        };
         match self {
             Self::Own => {
                 save_quantized(config, vb, recipe, target)?;
@@ -121,11 +135,18 @@ fn run() -> Result<()> {
     beside(&located.files, &checkpoint, &text, &args.out)?;
     let Checkpoint { config, vb, .. } = checkpoint;
     let layout = args.layout;
+    let folder = args.out.join("calibration");
+    let calibration = args.calibrate.calibration(&text, &folder)?;
+    let calibration = calibration.as_ref();
     let quantization = with_config!(
         &config,
-        config => layout.save(config, vb, &recipe, &target),
-        config => layout.save(config, vb, &recipe, &target),
+        config => layout.save(config, vb, &recipe, calibration, &target),
+        config => layout.save(config, vb, &recipe, calibration, &target),
     )?;
+    if calibration.is_some() {
+        fs::remove_dir_all(&folder)
+            .with_context(|| format!("cannot remove {}", folder.display()))?;
+    }
     if let Some(quantization) = quantization {
         let path = args.out.join("config.json");
         let mut config = validate::json(&path)?;

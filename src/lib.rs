@@ -113,6 +113,7 @@ pub mod quant {
     // What works with formats lives in rooms above them; users find it here.
     pub use crate::cpu::quantize::quantize;
     pub use crate::models::quantized::QuantizedFile;
+    pub use crate::nn::gptq;
     pub use crate::nn::quantize::{quantize_linear, while_loading};
     pub use crate::nn::recipe::{Progress, Quantization, Recipe};
     pub use crate::nn::rounded::Rounded;

@@ -4,6 +4,7 @@
 pub mod app;
 pub mod architecture;
 pub mod args;
+pub mod calibrate;
 pub mod chat;
 pub mod compare;
 pub mod comparison;

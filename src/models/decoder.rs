@@ -59,9 +59,15 @@ impl Block {
         self.behind_attention(x, &h)
     }
 
-    fn behind_attention(&self, x: &Tensor, h: &Tensor) -> Result<Tensor> {
-        let input = if self.parallel { x } else { h };
-        self.mlp.forward(input, Some(&self.mlp_norm), h)
+    /// What the layer makes of what enters it, `x`, and of the residual stream behind its attention, `h`.
+    pub fn behind_attention(&self, x: &Tensor, h: &Tensor) -> Result<Tensor> {
+        self.mlp
+            .forward(self.mlp_input(x, h), Some(&self.mlp_norm), h)
+    }
+
+    /// Which of the two goes through the MLP's norm.
+    pub fn mlp_input<'t>(&self, x: &'t Tensor, h: &'t Tensor) -> &'t Tensor {
+        if self.parallel { x } else { h }
     }
 }
 

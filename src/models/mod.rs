@@ -13,7 +13,7 @@
 //!
 //! Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors, FP8, BitNet; NF4 as numbers) load as they are; [`Checkpoint`]
 //! opens them. Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
-//! ([`save_quantized`]), and loaded in place (`from_quantized`).
+//! ([`save_quantized`]), and loaded in place (`from_quantized`). [`calibrate()`] quantizes them by what a text makes of them.
 //!
 //! candle-transformers' modules for GGUF files are there by their names: [`quantized_llama`], [`quantized_mistral`],
 //! [`quantized_qwen2`], [`quantized_qwen3`], [`quantized_phi3`] and [`smol::quantized_smollm3`].
@@ -23,6 +23,7 @@
 
 mod balance;
 pub mod bitnet;
+mod calibrate;
 mod causal_lm;
 pub(crate) mod checkpoint;
 mod config;
@@ -51,6 +52,7 @@ pub(crate) mod shape;
 pub mod smol;
 mod weights;
 
+pub use calibrate::{Calibration, CalibrationProgress, calibrate};
 pub use causal_lm::{BaseModel, CausalLm};
 pub use checkpoint::Checkpoint;
 pub use gguf::GgufModel;

@@ -13,14 +13,17 @@ use super::names::{Names, Qkv};
 use super::shape::{Head, Shape};
 use super::weights::{Loader, Source, arranged};
 use crate::Fusion;
-use crate::nn::pack::{dense, named, pack};
+use crate::cpu::packed::PackedMatrix;
+use crate::nn::pack::{dense, named, on_device, pack};
 use crate::nn::recipe::{Progress, Quantization, Recipe};
 use crate::nn::{Embedding, LinearWeight, Projection};
 use crate::ops::Weight;
+use crate::quant::Format;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use save::{Label, Saved, save};
+pub(super) use save::{Label, Saved, save};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Quantizes a model by `recipe` and writes it to `path` in the format of
 /// [`QuantizedFile`](crate::quant::QuantizedFile), from which [`Llama`](super::llama::Llama) and
@@ -184,7 +187,10 @@ impl<'a, S: Source> Quantizing<'a, S> {
         quantization: Quantization,
         heads: Option<usize>,
     ) -> Result<Weight> {
-        let weight = named(name, pack(matrix, quantization))?;
+        let weight = match self.recipe.finished(name) {
+            Some(done) => named(name, finished(done, matrix, quantization))?,
+            None => named(name, pack(matrix, quantization))?,
+        };
         if let Weight::Packed(packed) = &weight {
             self.save(name, || Saved::Packed(packed.clone(), heads));
         }
@@ -369,6 +375,23 @@ impl Mapped<'_> {
             );
         }
         Ok(tensor)
+    }
+}
+
+/// What a calibration has made of a matrix, on its device.
+fn finished(
+    done: &Arc<PackedMatrix>,
+    matrix: &Tensor,
+    quantization: Quantization,
+) -> Result<Weight> {
+    let (rows, cols) = matrix.dims2()?;
+    let asked = quantization.scheme().map(Format::Scheme);
+    if (done.rows(), done.cols()) != (rows, cols) || asked != Some(done.format()) {
+        bail!("calibrated as {done:?}, expected {quantization}, {rows} x {cols}");
+    }
+    match matrix.device() {
+        Device::Cpu => Ok(Weight::Packed(Arc::clone(done))),
+        device => on_device(&done.to_codes()?, device),
     }
 }
 

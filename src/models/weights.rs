@@ -93,7 +93,7 @@ impl<S: Source> Loader<'_, S> {
     }
 
     /// That the shape is possible, and the last layer there, before anything is read.
-    fn check(&self) -> Result<()> {
+    pub fn check(&self) -> Result<()> {
         self.shape.check()?;
         if !self.fusion.is_none()
             && let Some(dtype) = self.source.dtype()
@@ -134,7 +134,8 @@ impl<S: Source> Loader<'_, S> {
         Ok(())
     }
 
-    fn table(&mut self, tied: bool) -> Result<(Embedding, Option<Projection>)> {
+    /// The embedding, and a head that shares it.
+    pub fn table(&mut self, tied: bool) -> Result<(Embedding, Option<Projection>)> {
         let name = format!("{}.weight", self.names.embedding);
         let size = (self.shape.vocab, self.shape.hidden);
         let head = format!("{}.weight", self.names.head);
@@ -158,7 +159,8 @@ impl<S: Source> Loader<'_, S> {
         })
     }
 
-    fn block(&mut self, layer: usize) -> Result<Block> {
+    /// One layer.
+    pub fn block(&mut self, layer: usize) -> Result<Block> {
         let (names, shape, fusion) = (self.names, self.shape, self.fusion);
         let within = |part: &str| format!("{}.{layer}.{part}", names.layer);
         let [hidden, inner] = [shape.hidden, shape.intermediate];

@@ -192,7 +192,7 @@ impl Attention {
     }
 
     /// `residual + output(sub_norm(y))`.
-    pub(super) fn project_back(&self, y: &Tensor, residual: &Tensor) -> Result<Tensor> {
+    pub(crate) fn project_back(&self, y: &Tensor, residual: &Tensor) -> Result<Tensor> {
         let norm = self.sub_norm.as_ref();
         self.output.forward_norm_residual(y, norm, residual)
     }

@@ -60,13 +60,11 @@ impl Mlp {
     }
 
     /// What stands in front of the activation, and behind it.
-    #[cfg(feature = "cuda")]
     pub(crate) fn projections(&self) -> (&Projection, &Projection) {
         (&self.up, &self.down)
     }
 
     /// What is between the matrices.
-    #[cfg(feature = "cuda")]
     pub(crate) fn activation(&self) -> Activation {
         self.activation
     }

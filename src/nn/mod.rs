@@ -46,6 +46,7 @@
 mod attention;
 mod convert;
 mod embedding;
+pub mod gptq;
 pub mod kv_cache;
 mod linear;
 mod load;

@@ -1,8 +1,10 @@
 //! Which matrices of a model are quantized, and how.
 
+use crate::cpu::packed::PackedMatrix;
 use crate::quant::{BlockFormat, Scheme, TernaryScale};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Error, Result, bail};
+use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -150,6 +152,9 @@ pub struct Progress<'a> {
 /// What hears of the [`Progress`].
 type Listener = Arc<dyn Fn(Progress<'_>) + Send + Sync>;
 
+/// Matrices that a calibration has quantized, by their names, with the rows of heads put apart.
+pub(crate) type Finished = HashMap<String, Arc<PackedMatrix>>;
+
 /// Which matrices of a model are quantized, and how.
 ///
 /// The matrices of the layers follow the first pattern that matches their name, else the recipe's
@@ -177,6 +182,7 @@ pub struct Recipe {
     embedding: Option<Quantization>,
     balanced: bool,
     listener: Option<Listener>,
+    finished: Arc<Finished>,
 }
 
 impl Recipe {
@@ -222,6 +228,17 @@ impl Recipe {
     pub fn with_balance(mut self) -> Self {
         self.balanced = true;
         self
+    }
+
+    /// With these matrices, for the model that they were calibrated for.
+    pub(crate) fn with_finished(mut self, finished: Finished) -> Self {
+        self.finished = Arc::new(finished);
+        self
+    }
+
+    /// What a calibration has made of the matrix of this name.
+    pub(crate) fn finished(&self, name: &str) -> Option<&Arc<PackedMatrix>> {
+        self.finished.get(name)
     }
 
     /// Calls `listener` after every matrix.

@@ -8,8 +8,8 @@ mod tests;
 use crate::cpu::{pool, simd};
 use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::{Result, bail};
-pub(crate) use search::sum_of_magnitudes;
-use search::{Found, mean_magnitude, search};
+use search::{Found, Unit, mean_magnitude, search};
+pub(crate) use search::{Rounding, sum_of_magnitudes};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -38,9 +38,21 @@ pub fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Re
     } = scheme
     {
         let scale = mean_magnitude(weights);
-        return quantize_with(weights, rows, cols, scheme, Some(scale));
+        return quantize_with(weights, rows, cols, scheme, Some(scale), None);
     }
-    quantize_with(weights, rows, cols, scheme, None)
+    quantize_with(weights, rows, cols, scheme, None, None)
+}
+
+/// [`quantize`] with squared errors that count `counts[k]` in column k, in INT8 or INT4.
+pub(crate) fn quantize_weighted(
+    weights: &[f32],
+    rows: usize,
+    scheme: Scheme,
+    counts: &[f32],
+) -> Result<Codes> {
+    let cols = counts.len();
+    check(weights, &(0..rows), cols, scheme)?;
+    quantize_with(weights, rows, cols, scheme, None, Some(counts))
 }
 
 /// [`quantize`] of some rows of a matrix, `whole` being the scale of a matrix that has one only.
@@ -52,7 +64,7 @@ pub(crate) fn quantize_part(
     whole: Option<f32>,
 ) -> Result<Codes> {
     check(weights, part, cols, scheme)?;
-    quantize_with(weights, part.len(), cols, scheme, whole)
+    quantize_with(weights, part.len(), cols, scheme, whole, None)
 }
 
 fn check(weights: &[f32], rows: &Range<usize>, cols: usize, scheme: Scheme) -> Result<()> {
@@ -81,6 +93,7 @@ fn quantize_with(
     cols: usize,
     scheme: Scheme,
     whole: Option<f32>,
+    counts: Option<&[f32]>,
 ) -> Result<Codes> {
     if scheme.is_fp8() {
         return Ok(fp8::quantize(weights, rows, cols, scheme));
@@ -96,8 +109,12 @@ fn quantize_with(
     pool::for_rows(&mut codes, cols, 1, |first, part| {
         for (i, codes) in part.chunks_exact_mut(unit).enumerate() {
             let index = first * in_row + i;
-            let weights = &weights[index * unit..][..unit];
-            let result = storable(scheme, search(level, scheme, weights, codes, whole));
+            let one = Unit {
+                weights: &weights[index * unit..][..unit],
+                counts: counts.map(|counts| &counts[index % in_row * unit..][..unit]),
+                whole,
+            };
+            let result = storable(scheme, search(level, scheme, one, codes));
             match result {
                 // SAFETY: this task has the rows of `part` alone, and there is a unit for each.
                 Ok(one) => unsafe { scales.set(index, one) },

@@ -52,22 +52,25 @@ pub(crate) fn sum_of_magnitudes(weights: &[f32]) -> f64 {
     weights.iter().map(|w| f64::from(w.abs())).sum()
 }
 
-/// The codes of a row or group, and what they mean; `whole` is the scale of a matrix that has one only. A
-/// scale that f16 does not hold is infinite.
-pub(super) fn search(
-    level: Level,
-    scheme: Scheme,
-    weights: &[f32],
-    codes: &mut [i8],
-    whole: Option<f32>,
-) -> Found {
+/// A row or group.
+#[derive(Clone, Copy)]
+pub(super) struct Unit<'a> {
+    pub weights: &'a [f32],
+    /// How much the squared error of each counts; else all alike.
+    pub counts: Option<&'a [f32]>,
+    /// The scale of a matrix that has one only.
+    pub whole: Option<f32>,
+}
+
+/// The codes of a row or group, and what they mean. A scale that f16 does not hold is infinite.
+pub(super) fn search(level: Level, scheme: Scheme, unit: Unit<'_>, codes: &mut [i8]) -> Found {
     #[cfg(target_arch = "x86_64")]
     if level.supported() >= Level::Avx2 {
         // SAFETY: the processor has the level, and with it AVX2.
-        return unsafe { search_avx2(scheme, weights, codes, whole) };
+        return unsafe { search_avx2(scheme, unit, codes) };
     }
     let _ = level;
-    search_plain(scheme, weights, codes, whole)
+    search_plain(scheme, unit, codes)
 }
 
 /// [`search_plain`] compiled for AVX2.
@@ -76,34 +79,29 @@ pub(super) fn search(
 /// The processor has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn search_avx2(
-    scheme: Scheme,
-    weights: &[f32],
-    codes: &mut [i8],
-    whole: Option<f32>,
-) -> Found {
-    search_plain(scheme, weights, codes, whole)
+unsafe fn search_avx2(scheme: Scheme, unit: Unit<'_>, codes: &mut [i8]) -> Found {
+    search_plain(scheme, unit, codes)
 }
 
 /// Plain code that vectorizes and rounds alike at every level.
 #[inline(always)]
-fn search_plain(scheme: Scheme, weights: &[f32], codes: &mut [i8], whole: Option<f32>) -> Found {
+fn search_plain(scheme: Scheme, unit: Unit<'_>, codes: &mut [i8]) -> Found {
     match scheme {
         // Those of FP8 are not searched for.
         Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => {
-            symmetric(weights, codes, (-127., 127.), 0, |scale| scale)
+            symmetric(unit, codes, (-127., 127.), 0, |scale| scale)
         }
         Scheme::Int4 {
             zero_point: false, ..
-        } => symmetric(weights, codes, (0., 15.), MIDDLE, rounded),
-        Scheme::Int4 { .. } => with_zero_point(weights, codes),
+        } => symmetric(unit, codes, (0., 15.), MIDDLE, rounded),
+        Scheme::Int4 { .. } => with_zero_point(unit, codes),
         Scheme::Ternary { scale } => {
-            let mean = whole.unwrap_or_else(|| mean_magnitude(weights));
+            let mean = unit.whole.unwrap_or_else(|| mean_magnitude(unit.weights));
             let scale = match scale {
                 TernaryScale::Group(_) => rounded(mean),
                 TernaryScale::Tensor | TernaryScale::Row => mean,
             };
-            ternary(weights, codes, scale)
+            ternary(unit.weights, codes, scale)
         }
     }
 }
@@ -115,7 +113,7 @@ fn rounded(scale: f32) -> f32 {
 
 /// From weights to codes: `clamp(round(w * inverse + zero), low, high)`.
 #[derive(Clone, Copy)]
-struct Rounding {
+pub(crate) struct Rounding {
     inverse: f32,
     zero: f32,
     low: f32,
@@ -123,8 +121,23 @@ struct Rounding {
 }
 
 impl Rounding {
+    /// To codes of INT8 or INT4 whose scale and zero point, in sixteenths, are known.
+    pub(crate) fn new(scheme: Scheme, scale: f32, zero: u8) -> Self {
+        let (low, high) = match scheme {
+            Scheme::Int4 { .. } => (0., 15.),
+            _ => (-127., 127.),
+        };
+        Self {
+            inverse: if scale == 0. { 0. } else { 1. / scale },
+            zero: f32::from(zero) * ZERO_STEP,
+            low,
+            high,
+        }
+    }
+
+    /// The code of a weight, as a number.
     #[inline(always)]
-    fn code(&self, w: f32) -> f32 {
+    pub(crate) fn code(&self, w: f32) -> f32 {
         // Within 2^22, so that adding ROUND rounds; far values are clipped anyway.
         ((w * self.inverse + self.zero).clamp(self.low, self.high) + ROUND) - ROUND
     }
@@ -134,6 +147,7 @@ impl Rounding {
 struct Trial {
     scale: f32,
     zero: f32,
+    /// How many there are, or the sum of how much each counts.
     count: f32,
     /// Sums of r, v, r^2, r v and v^2.
     r: f32,
@@ -145,29 +159,45 @@ struct Trial {
 
 impl Trial {
     #[inline(always)]
-    fn of(weights: &[f32], by: Rounding) -> Self {
+    fn of(weights: &[f32], counts: Option<&[f32]>, by: Rounding) -> Self {
         let mut sums = [[0f32; 16]; 5];
-        let mut add = |lane: usize, w: f32| {
+        let mut add = |lane: usize, w: f32, count: f32| {
             let v = by.code(w) - by.zero;
             let r = w * by.inverse - v;
             for (sum, term) in sums.iter_mut().zip([r, v, r * r, r * v, v * v]) {
-                sum[lane] += term;
+                sum[lane] += count * term;
             }
         };
         let (whole, rest) = weights.as_chunks::<16>();
-        for weights in whole {
-            for (lane, w) in weights.iter().enumerate() {
-                add(lane, *w);
+        match counts {
+            None => {
+                for weights in whole {
+                    for (lane, w) in weights.iter().enumerate() {
+                        add(lane, *w, 1.);
+                    }
+                }
+                for (lane, w) in rest.iter().enumerate() {
+                    add(lane, *w, 1.);
+                }
+            }
+            Some(counts) => {
+                let (some, last) = counts.as_chunks::<16>();
+                for (weights, counts) in whole.iter().zip(some) {
+                    for (lane, (w, count)) in weights.iter().zip(counts).enumerate() {
+                        add(lane, *w, *count);
+                    }
+                }
+                for (lane, (w, count)) in rest.iter().zip(last).enumerate() {
+                    add(lane, *w, *count);
+                }
             }
         }
-        for (lane, w) in rest.iter().enumerate() {
-            add(lane, *w);
-        }
         let [r, v, rr, rv, vv] = sums.map(|sum| sum.iter().sum());
+        let all = weights.len() as f32;
         Self {
             scale: 1. / by.inverse,
             zero: by.zero,
-            count: weights.len() as f32,
+            count: counts.map_or(all, |counts| counts.iter().sum()),
             r,
             v,
             rr,
@@ -241,12 +271,15 @@ impl Best {
 /// codes lie below it than above, a negative scale may be best.
 #[inline(always)]
 fn symmetric(
-    weights: &[f32],
+    unit: Unit<'_>,
     codes: &mut [i8],
     (low, high): (f32, f32),
     zero: u8,
     store: impl Fn(f32) -> f32,
 ) -> Found {
+    let Unit {
+        weights, counts, ..
+    } = unit;
     let amax = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
     let middle = f32::from(zero) * ZERO_STEP;
     let (below, above) = (middle - low, high - middle);
@@ -262,7 +295,7 @@ fn symmetric(
         for sign in signs {
             for clip in 0..CLIPS {
                 let inverse = sign * below / (amax * (1. - clip as f32 * CLIP_STEP));
-                best.consider(&Trial::of(weights, by(inverse)), zero, &store);
+                best.consider(&Trial::of(weights, counts, by(inverse)), zero, &store);
             }
         }
     }
@@ -284,7 +317,10 @@ fn write(weights: &[f32], codes: &mut [i8], by: Rounding) {
 
 /// The best scale and zero point of codes 0..=15.
 #[inline(always)]
-fn with_zero_point(weights: &[f32], codes: &mut [i8]) -> Found {
+fn with_zero_point(unit: Unit<'_>, codes: &mut [i8]) -> Found {
+    let Unit {
+        weights, counts, ..
+    } = unit;
     let (bottom, top) = weights
         .iter()
         .fold((0f32, 0f32), |(b, t), w| (b.min(*w), t.max(*w)));
@@ -298,7 +334,7 @@ fn with_zero_point(weights: &[f32], codes: &mut [i8]) -> Found {
     let mut best = Best::none(MIDDLE);
     // A line through the codes that a rounding gives, with its zero point as it is stored.
     let mut attempt = |by: Rounding| {
-        let trial = Trial::of(weights, by);
+        let trial = Trial::of(weights, counts, by);
         best.consider(&trial, stored(trial.best_zero()), rounded);
         best.found
     };

@@ -261,6 +261,12 @@ impl QuantizedFile {
         named(name, packed)
     }
 
+    /// The same of whatever size it is.
+    pub(crate) fn whole_matrix(&self, name: &str) -> Result<PackedMatrix> {
+        let (_, matrix) = self.quantized(name)?;
+        self.matrix(name, matrix.rows, matrix.cols)
+    }
+
     /// The matrix as the fused product takes it: on the CPU in place, on a GPU repacked.
     pub(crate) fn weight(
         &self,
