@@ -89,6 +89,8 @@ pub mod quant {
     //! `CausalLm::new_quantized`), or once for all by
     //! [`save_quantized`](crate::models::save_quantized) into a [`QuantizedFile`], which has the byte
     //! layout; single layers of other models by [`quantize_linear`] and [`while_loading`].
+    //! [`calibrate`](crate::models::calibrate()) rounds a model's INT4 and INT8 matrices by what a text makes of them;
+    //! [`gptq`] does that for single matrices.
 
     mod activation_bits;
     mod block;

@@ -268,7 +268,7 @@ fn rows_may_come_in_any_number_of_parts_and_dtypes() -> Result<()> {
         let inverse = hessian.inverse(&Options::default())?;
         gptq::quantize(&weights, 3, cols, Scheme::Int8, &inverse)
     };
-    let whole = codes(&[x.clone()])?;
+    let whole = codes(std::slice::from_ref(&x))?;
     let parts = codes(&[x.narrow(0, 0, 3)?, x.narrow(0, 3, 4)?])?;
     let turned = codes(&[x.transpose(0, 1)?])?;
     for other in [&parts, &turned] {
@@ -277,7 +277,7 @@ fn rows_may_come_in_any_number_of_parts_and_dtypes() -> Result<()> {
     }
     let half = x.to_dtype(candle_core::DType::BF16)?;
     assert_eq!(
-        codes(&[half.clone()])?,
+        codes(std::slice::from_ref(&half))?,
         codes(&[half.to_dtype(candle_core::DType::F32)?])?
     );
     Ok(())

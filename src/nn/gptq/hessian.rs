@@ -73,8 +73,8 @@ impl Hessian {
         }
         let x = x.reshape((rows, inputs))?.contiguous()?;
         let values = x.flatten_all()?.to_vec1::<f32>()?;
-        // NaN is not below anything.
-        if let Some(at) = values.iter().position(|v| !(v.abs() < MOST)) {
+        let wrong = |v: &f32| v.is_nan() || v.abs() >= MOST;
+        if let Some(at) = values.iter().position(wrong) {
             bail!(
                 "x: {} at row {}, column {}, expected a finite number below {MOST:e}",
                 values[at],
