@@ -47,7 +47,8 @@ impl<'a, S: Source> Held<'a, S> {
         if let Some(held) = self.tensors.get(tensor) {
             return Ok(held.clone());
         }
-        let read = read(&mut self.source)?.to_dtype(DType::F32)?;
+        // Weights of a model that has been trained are variables, which fused operations refuse.
+        let read = read(&mut self.source)?.to_dtype(DType::F32)?.detach();
         self.tensors.insert(tensor.to_owned(), read.clone());
         Ok(read)
     }
@@ -87,7 +88,8 @@ impl<S: Source> Source for Held<'_, S> {
         _: Option<&str>,
         _: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
-        let table = self.source.matrix(tensor, size)?.to_dtype(DType::F32)?;
+        let table = self.source.matrix(tensor, size)?;
+        let table = table.to_dtype(DType::F32)?.detach();
         let table = match self.recipe.of_embedding(tensor) {
             Some(quantization) => named(tensor, rounded(&table, quantization))?,
             None => table,

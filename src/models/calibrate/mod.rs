@@ -189,8 +189,8 @@ impl fmt::Debug for Calibration {
 ///
 /// # Errors
 /// If `vb` is not on the CPU, the calibration does not fit the model (its memory, window or tokens), an activation is
-/// no number, the calibration's folder cannot be written or has layers of another calibration; or as the model's
-/// `new_quantized`.
+/// no number or all inputs of a matrix are zero, the calibration's folder cannot be written or has layers of another
+/// calibration; or as the model's `new_quantized`.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -202,8 +202,12 @@ impl fmt::Debug for Calibration {
 /// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
 /// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
 /// # };
-/// # let vb = candle_nn::VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &Device::Cpu);
+/// # let weights = candle_nn::VarMap::new();
+/// # let vb = candle_nn::VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu);
 /// # candle_fused::models::llama::Llama::load(vb.clone(), &config)?;
+/// # for weight in weights.all_vars() {
+/// #     weight.set(&Tensor::randn(0f32, 1., weight.dims(), &Device::Cpu)?)?;
+/// # }
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.safetensors");
 /// let ids: Vec<u32> = (0..256).map(|i| i * i % 31).collect();
