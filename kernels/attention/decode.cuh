@@ -144,7 +144,14 @@ __device__ __forceinline__ float place_codes(const float (&x)[N], int format, in
     if (lane + 32 * e < head_dim) most = larger(most, x[e]);
 #pragma unroll
   for (int offset = WARP / 2; offset > 0; offset /= 2) most = larger(most, __shfl_xor_sync(FULL, most, offset));
-  const Quantizer quantizer(most, format);
+  Quantizer quantizer(most, format);
+  if (format == E4M3) {
+    uint32_t errors[Quantizer::STEPS] = {};
+#pragma unroll
+    for (int e = 0; e < N; ++e)
+      if (lane + 32 * e < head_dim) quantizer.add_errors(x[e], errors);
+    quantizer.take_best(errors, WARP, FULL);
+  }
 #pragma unroll
   for (int e = 0; e < N; ++e)
     if (lane + 32 * e < head_dim) out[lane + 32 * e] = code_value(quantizer.code(x[e], format), format);

@@ -73,8 +73,20 @@ __device__ __forceinline__ uint32_t code_of(float x, int format) {
   return sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20 & 0x7f) ^ 0x40);
 }
 
+// The sum over lanes of a warp, of which `mask` has a power of two.
+__device__ __forceinline__ uint32_t sum_of_lanes(uint32_t v, uint32_t lanes, uint32_t mask) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(mask, v);
+#else
+  for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(mask, v, offset);
+  return v;
+#endif
+}
+
 // How a row whose largest magnitude is `most` is quantized, as `KvFormat::quantize` has it.
 struct Quantizer {
+  // Scales that a row of e4m3 may have.
+  static constexpr int STEPS = 16;
   float by, scale;
 
   __device__ Quantizer(float most, int format) {
@@ -86,6 +98,33 @@ struct Quantizer {
     if (most >= LEAST && most < INFINITY) by = __fdiv_rn(largest, most), scale = __fdiv_rn(most, largest);
   }
   __device__ uint32_t code(float x, int format) const { return by == 0.f ? 0 : code_of(x * by, format); }
+
+  // Adds the errors of an element with each scale: whole numbers, so that their sum is the same in any order.
+  __device__ __forceinline__ void add_errors(float x, uint32_t (&errors)[STEPS]) const {
+    constexpr float UNIT = 1.f / 32.f, ONES = 8388608.f;
+    const float t = fabsf(__fmul_rn(x, by));
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const float up = 1.f + step / float(STEPS), down = 1.f / up;
+      const uint32_t bits = __float_as_uint(__fmul_rn(t, down));
+      const float nearest = __uint_as_float((bits + 0x7ffff + (bits >> 20 & 1)) & ~0xfffffu);
+      const float weighed = __fmul_rn(t, __fsub_rn(t, __fmul_rn(nearest, up)));
+      const float error = __fmul_rn(__fmul_rn(weighed, weighed), UNIT);
+      errors[step] += __float_as_uint(__fadd_rn(error, ONES)) - 0x4b000000u;
+    }
+  }
+  // Takes the scale with the least sum over the lanes of a row.
+  __device__ __forceinline__ void take_best(const uint32_t (&errors)[STEPS], uint32_t lanes, uint32_t mask) {
+    uint32_t least = UINT32_MAX;
+    float up = 1.f, down = 1.f;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const uint32_t error = sum_of_lanes(errors[step], lanes, mask);
+      const float own = 1.f + step / float(STEPS);
+      if (error < least) least = error, up = own, down = 1.f / own;
+    }
+    by = __fmul_rn(by, down), scale = __fmul_rn(scale, up);
+  }
 };
 
 // The larger magnitude, where NaN is larger than all numbers; by the order of the bits.

@@ -3,7 +3,7 @@
 // x [N, heads + 2 kv_heads, D]: of each token the first `heads` are rotated to y [N, heads, D], the next `kv_heads` are
 // rotated into the token's slot of k, the last are copied into that of v. The slot follows from the token's sequence,
 // its position and the table of pages; what has no slot is left out, and its queries are zeros. A few lanes own a head. For
-// pools of codes they go through it twice: for its largest magnitude, and to quantize.
+// pools of codes they go through it for its largest magnitude, for the best scale of e4m3, and to quantize.
 // Bytes moved: x once, y and the slots once.
 #include "abi/paged.cuh"
 #include "formats/kv_codes.cuh"
@@ -58,7 +58,15 @@ __device__ __forceinline__ void append_codes(const PagedAppendParams& p, Head<T>
   });
   for (uint32_t offset = head.lanes / 2; offset > 0; offset /= 2)
     most = larger(most, __shfl_xor_sync(head.own_lanes(), most, offset));
-  const Quantizer quantizer(most, format);
+  Quantizer quantizer(most, format);
+  if (format == E4M3) {
+    uint32_t errors[Quantizer::STEPS] = {};
+    each_turned<N>(p, head, position, pairs, [&](uint32_t, const float (&v)[N]) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) quantizer.add_errors(v[j], errors);
+    });
+    quantizer.take_best(errors, head.lanes, head.own_lanes());
+  }
   each_turned<N>(p, head, position, pairs, [&](uint32_t at, const float (&v)[N]) {
     Pack<uint8_t, N> own;
 #pragma unroll
