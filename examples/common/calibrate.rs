@@ -59,7 +59,8 @@ pub struct CalibrateArgs {
 }
 
 impl CalibrateArgs {
-    /// The calibration that is asked for, if one is, with bars that show how far it is; layers are kept in `folder`.
+    /// The calibration that the flags ask for, with progress bars; none without `--calibrate`. Finished layers are kept
+    /// in `folder`.
     pub fn calibration(&self, text: &Text, folder: &Path) -> Result<Option<Calibration>> {
         let Some(path) = &self.calibrate else {
             return Ok(None);

@@ -96,7 +96,8 @@ struct TileOutputs {
     return v;
   }
 
-  // For each of several tokens its 8 sums, from value `at` of each plane on. All are on their way together.
+  // The 8 sums of each of COUNT tokens, from value `at` of each plane on. Loads of all tokens are issued before any is
+  // used.
   template <int COUNT>
   __device__ __forceinline__ void gather(float (&y)[COUNT][8], const uint32_t (&at)[COUNT], uint32_t offset) const {
 #pragma unroll
@@ -124,8 +125,7 @@ struct TileOutputs {
     }
   }
 
-  // Every thread that takes part in it, 8 channels of a token at a time, COUNT of them together: those from `first`
-  // on, `step` apart.
+  // Writes items `first`, `first + step` and so on, each 8 channels of a token; COUNT items are in flight together.
   template <int COUNT = 1> __device__ __forceinline__ void write(uint32_t first, uint32_t step) const {
     const Epilogue& e = p.epilogue;
     const bool gated = gates(p);
@@ -208,11 +208,11 @@ template <typename T> struct EightValues {
 };
 
 // The outputs of a warp's N tile of 16 channels and many tokens, straight from the accumulators of `wgmma`: of lane
-// 4 g + t, channel 8 h + g of token 8 j + 2 t + i is value 4 j + 2 h + i. So many tokens at a time pass through shared
-// memory of the warp's own, and it waits for no other. Outputs, bias and residuals are of T, and 16-byte accesses fit
-// them.
+// 4 g + t, channel 8 h + g of token 8 j + 2 t + i is value 4 j + 2 h + i. CHUNK tokens at a time are staged in the
+// warp's part of shared memory, so the CTA needs no barrier. Outputs, bias and residuals have type T, aligned for
+// 16-byte accesses.
 template <typename T, int TOKENS> struct WarpOutputs {
-  static constexpr uint32_t CHUNK = 32, PITCH = 20;  // with this pitch no bank is met twice
+  static constexpr uint32_t CHUNK = 32, PITCH = 20;  // f32 of a token, free of bank conflicts
 
   const Gemv& p;
   float* staged;  // `[CHUNK][PITCH]`, of this warp

@@ -16,7 +16,7 @@ namespace fused {
 
 constexpr int LATENCY_ROWS = N_TILE_MAX_M;  // of x
 
-// What a lane has of 8 rows of weights and its warp's group, in f32: of each half block four values.
+// A lane's weights in f32: of one row of an 8-row tile, over the 128 values of K of its warp, four of each half block.
 template <class Format> struct LatencyWeights {
   float4 values[GROUP][2];
 
@@ -179,7 +179,7 @@ __device__ __forceinline__ void reduce_sums(const Gemv& p, float (&total)[2],
 }
 
 // Each of at most WARPS warps has a group of k, and there are as many groups as warps; one block for N_TILES times 8
-// rows of weights. x, the norm's weight, bias and residuals are of T.
+// rows of weights. x, the norm's weight, bias and residuals have type T.
 template <typename T, class Format, int N_TILES, int WARPS>
 __device__ __forceinline__ void gemv_gguf_latency(const Gemv& p) {
   __shared__ float4 staged[WARPS][LATENCY_ROWS][WARP];
