@@ -74,6 +74,16 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
   return v;
 }
 
+// Of a word that another block writes and reads: what the writer has written before is there once the reader has seen it.
+__device__ __forceinline__ void store_release(uint32_t* at, uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* at) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
 // Volatile: issued where they stand, before a PDL wait that they need not wait for.
 __device__ __forceinline__ uint32_t load_u8(const void* p) {
   uint16_t v;

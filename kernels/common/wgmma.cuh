@@ -183,6 +183,13 @@ template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t a
   return uint64_t((at & 0x3ffff) >> 4) | uint64_t(between_pieces >> 4) << 16 |
          uint64_t(8 * SWIZZLE >> 4) << 32 | KIND << 62;
 }
+// The lower half of it, to which a sixteenth of a distance in bytes may be added, and the whole of such a half.
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t at, int between_pieces) {
+  return static_cast<uint32_t>(descriptor<128>(at, between_pieces));
+}
+__device__ __forceinline__ uint64_t descriptor_at(uint32_t low) {
+  return descriptor<128>(0, 0) | low;
+}
 
 // The first factor in shared memory too, both with consecutive summands to a row. The result starts
 // from zero if `add` is 0.

@@ -103,6 +103,9 @@ template <typename T> __device__ __forceinline__ void narrow(const NarrowParams&
   const T* weight = static_cast<const T*>(p.weight);
   pdl_launch();
   pdl_wait();
+  if (blockIdx.x == 0) {
+    for (uint32_t c = threadIdx.x; c < p.counter_count; c += FORMAT_THREADS) p.counters[c] = 0;
+  }
   const float factor = weight ? norm_factor(p, x, scratch) : 1.f;
   uint16_t out[NARROW_VALUES], rest[NARROW_VALUES];
 #pragma unroll

@@ -165,7 +165,7 @@ template <class Stage, int TOKENS> struct GemmMma {
   // A warp's sums, `[token][channel]`, scaled.
   __device__ __forceinline__ void leave(const Weights& weights, float (&sums)[SETS][M_TILES][4], float* to) const {
     float by[2] = {1.f, 1.f};
-    if constexpr (Weights::CHANNEL_SCALES) by[0] = weights.channel_scale(p, 0), by[1] = weights.channel_scale(p, 1);
+    if constexpr (Weights::CHANNEL_SCALES) by[0] = weights.channel_scale(0), by[1] = weights.channel_scale(1);
     const uint32_t row = sums_pitch();
     to += k_warp * TOKENS * row + 16 * (warp() % n_warps) + lane() / 4;
 #pragma unroll

@@ -5,13 +5,15 @@
 // brings to shared memory in stages of 128 values of K. A block has two such warpgroups, side by side in N, and a
 // producer warpgroup. The blocks of a cluster split K: each leaves its sums in its shared memory, and each adds up and
 // writes a part of the outputs through distributed shared memory, always in the order of K. Where there are tiles
-// enough for all multiprocessors, they do not: a block takes one tile after the other, writes the outputs of one while
-// the producer brings x of the next, and the two blocks of a cluster, side by side in N, share x (TMA multicast).
+// enough for all multiprocessors, they do not: a block takes one tile after the other, or a share of the K blocks of all
+// (gemm_wna16_schedule.cuh), writes the outputs of one while the producer brings x of the next, and the two blocks of a
+// cluster, side by side in N, share x (TMA multicast).
 //
 // Weights go from memory to registers without shared memory. All loads of the loop share one scoreboard, so a warp
-// that waits for some waits for all. GGUF blocks are loaded at the beginning of the step before their own, when nothing
-// else is on its way, and have that step's time; integers, whose loads are fewer, at the end of the step before that.
-// The first loads begin in front of the wait for the preceding kernel.
+// that waits for some waits for all. Those of a block of K are issued at the beginning of the step before its own, behind
+// the wait for that step's, and have a step's time; with few tokens, where other warps of the multiprocessor hide the
+// wait and each instruction counts, those of integers at the end of the step before that. The first begin in front of
+// the wait for the preceding kernel.
 //
 // For few tokens, where issuing instructions bounds a product, weights are not scaled: a group of them gives sums of
 // its own, which are scaled in f32. What a GGUF format adds to all weights of a block meets the sum of its 32 values
@@ -25,70 +27,39 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "linear/gemm_wna16_outputs.cuh"
+#include "linear/gemm_wna16_schedule.cuh"
 #include "linear/gemm_wna16_weights.cuh"
 
 namespace fused {
 
-template <int TOKENS> struct GemmShape {
-  static constexpr int WARPS = 8, CONSUMERS = WARPS * WARP;
-  // Whether a warpgroup of its own brings x; where there are few tokens a consumer does that beside its products, and
-  // two blocks of a multiprocessor have more registers.
-  static constexpr bool PRODUCER = TOKENS > GEMM_WNA16_SMALL_TOKENS;
-  static constexpr int THREADS = CONSUMERS + (PRODUCER ? 128 : 0);
-  static constexpr int CHANNELS = GEMM_WNA16_CHANNELS;
-  static_assert(CHANNELS == 16 * WARPS);
-  static constexpr int STAGES = TOKENS >= 256 ? 3 : TOKENS >= 64 ? 4 : 6;
-  // Whether groups are scaled as sums, which there are fewer of than weights.
-  static constexpr bool SCALES_SUMS = TOKENS <= GEMM_WNA16_SUMS_TOKENS;
-  static constexpr int BLOCKS = PRODUCER ? 1 : 2;     // of an SM
-  static constexpr uint32_t HALF = TOKENS * 128;      // 64 values of K
-  static constexpr uint32_t STAGE = 2 * HALF;
-  static constexpr uint32_t PITCH = CHANNELS + 4;     // f32 of a token's sums
-  static constexpr uint32_t X_SUMS = SCALES_SUMS ? TOKENS * 16 : 0;  // of each 32 values of K, of a stage
-  // Tokens whose sums lie behind the stages on their way to memory, where a CTA has several tiles.
-  static constexpr int STAGED_TOKENS = GEMM_WNA16_STAGED_TOKENS;
-};
-
-template <class Weights, int TOKENS> struct GemmWna16 {
+template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   using Shape = GemmShape<TOKENS>;
+  using Schedule = GemmSchedule<TOKENS>;
+  using typename Schedule::Place;
+  using typename Schedule::Segment;
+  using Schedule::cluster, Schedule::g, Schedule::k_blocks, Schedule::p, Schedule::rank;
+  using Schedule::lane, Schedule::warp, Schedule::place, Schedule::first_segment, Schedule::advance;
   static constexpr int STAGES = Shape::STAGES;
   static constexpr bool BY_GROUPS = Shape::SCALES_SUMS && !Weights::CHANNEL_SCALES;
 
-  // x is read in its own order: weights, of which there are fewer, take it.
-  static constexpr bool IN_ORDER = TOKENS == Weights::IN_ORDER_TOKENS;
+  // Whether the loads of a block of K are issued at the beginning of the step before its own, or at the end of the step
+  // before that.
+  static constexpr bool LOADS_EARLY = Weights::loads_early(TOKENS);
 
-  // A tile: of channels, and its first row of operand B.
-  struct Place {
-    uint32_t n, first_row;
-  };
-
-  const GemmWna16Params& g;
-  const Gemv& p;
-  const uint32_t cluster, rank;  // CTAs of the cluster, and which of them this is
-  const uint32_t begin, end;     // blocks of K
   const uint32_t stages, barriers;
-  const uint32_t emptied;  // the first stage's barrier in the CTA that the lane tells
-
-  static __device__ uint32_t warp() { return threadIdx.x / WARP; }
-  static __device__ uint32_t lane() { return threadIdx.x % WARP; }
+  const uint32_t first_operand;  // of the first stage, as a descriptor
+  const uint32_t emptied;        // the first stage's barrier in the CTA that the lane tells
 
   __device__ __forceinline__ GemmWna16(const GemmWna16Params& g, uint32_t stages, uint32_t barriers)
-      : g(g), p(g.product), cluster(max(g.split_k, g.sharing)), rank(blockIdx.x % cluster),
-        begin(g.split_k > 1 ? k_blocks_of(p.k) * rank / g.split_k : 0),
-        end(g.split_k > 1 ? k_blocks_of(p.k) * (rank + 1) / g.split_k : k_blocks_of(p.k)),
-        stages(stages), barriers(barriers),
+      : GemmSchedule<TOKENS>(g), stages(stages), barriers(barriers), first_operand(descriptor_low(stages, 16)),
         emptied(in_block(barriers + 8 * STAGES, g.sharing > 1 ? lane() % 2 : rank)) {}
-
-  // The tiles of a cluster, or of each of the CTAs that share x.
-  __device__ __forceinline__ uint32_t first_tile() const { return blockIdx.x / cluster; }
-  __device__ __forceinline__ uint32_t next_tile(uint32_t tile) const { return tile + gridDim.x / cluster; }
-  __device__ __forceinline__ Place place(uint32_t tile) const {
-    const uint32_t n = tile / g.m_tiles;
-    return {g.sharing > 1 ? n * g.sharing + rank : n, tile % g.m_tiles * TOKENS};
-  }
 
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); }
+
+  // Of a stage's operand B, 32 bytes of each token, `at` bytes behind the first.
+  __device__ __forceinline__ uint64_t operand(uint32_t stage, uint32_t at) const { return descriptor_at(stage + at / 16); }
+  __device__ __forceinline__ uint32_t operands(int stage) const { return first_operand + stage * (Shape::STAGE / 16); }
 
   __device__ __forceinline__ uint32_t x_sums(int stage) const {
     return stages + STAGES * Shape::STAGE + stage * Shape::X_SUMS;
@@ -123,36 +94,40 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   __device__ __forceinline__ void produce() const {
     PipelineState<STAGES> pipeline;
     uint32_t copied = 0;
-    for (uint32_t tile = first_tile(); tile < g.tiles; tile = next_tile(tile)) {
-      const uint32_t first_row = place(tile).first_row;
-      for (uint32_t k_block = begin; k_block < end; ++k_block) {
+    Segment segment = first_segment();
+    do {
+      const uint32_t first_row = place(segment.tile).first_row;
+      for (uint32_t k_block = segment.begin; k_block < segment.end; ++k_block) {
         if (copied >= STAGES) barrier_wait(empty(pipeline.stage), pipeline.phase ^ 1);
         copy(pipeline.stage, first_row, k_block);
         pipeline.next();
         ++copied;
       }
-    }
+    } while (advance(segment));
   }
 
+  // The stage before another.
+  static __device__ __forceinline__ int before(int stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
+
+  // `add`: 0 for the first block of K of a segment.
   __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], const typename Weights::Block& block, int stage,
-                                           int done, int& add) const {
+                                           int add) const {
     const auto scales = Weights::scales(block, p);
+    const uint32_t b = operands(stage);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       WeightFragment a = Weights::fragment(block, scales, p, e);
-      if constexpr (IN_ORDER) Weights::put_in_order(a);
       // In front of the fence, which orders registers that are ready.
 #pragma unroll
       for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(a.v[i]));
-      const uint32_t x = stages + stage * Shape::STAGE + e / 2 * Shape::HALF + e % 2 * 64;
+      const uint32_t x = e / 2 * Shape::HALF + e % 2 * 64;
       wgmma_fence();
-      wgmma_k_major(sums, a.v, descriptor<128>(x, 16), add);
-      wgmma_k_major(sums, a.v + 4, descriptor<128>(x + 32, 16), 1);
-      add = 1;
+      wgmma_k_major(sums, a.v, operand(b, x), e == 0 ? add : 1);
+      wgmma_k_major(sums, a.v + 4, operand(b, x + 32), 1);
       wgmma_commit();
       // The products before these are complete: their registers are free, and so is their stage.
       wgmma_wait<1>();
-      if (e == 0 && done >= 0) release(done);
+      if (e == 0 && add) release(before(stage));
     }
   }
 
@@ -160,26 +135,27 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   __device__ __forceinline__ void multiply_groups(float (&sums)[TOKENS / 2], const typename Weights::Block& block,
                                                   int stage) const {
     constexpr int GROUPS = Weights::GROUPS;
+    const uint32_t b = operands(stage);
     float c[2][TOKENS / 2];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       WeightFragment a = Weights::raw(block, p, e);
 #pragma unroll
       for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(a.v[i]));
-      const uint32_t x = stages + stage * Shape::STAGE + e / 2 * Shape::HALF + e % 2 * 64;
+      const uint32_t x = e / 2 * Shape::HALF + e % 2 * 64;
       if constexpr (GROUPS == 8) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           wgmma_fence();
-          wgmma_k_major(c[h], a.v + 4 * h, descriptor<128>(x + 32 * h, 16), 0);
+          wgmma_k_major(c[h], a.v + 4 * h, operand(b, x + 32 * h), 0);
           wgmma_commit();
           if (2 * e + h > 0) wgmma_wait<1>(), settle(c[1 - h]), add_group(sums, c[1 - h], block, stage, 2 * e + h - 1);
         }
       } else {
         const int set = GROUPS == 4 ? e % 2 : 0;
         wgmma_fence();
-        wgmma_k_major(c[set], a.v, descriptor<128>(x, 16), GROUPS == 1 && e > 0);
-        wgmma_k_major(c[set], a.v + 4, descriptor<128>(x + 32, 16), 1);
+        wgmma_k_major(c[set], a.v, operand(b, x), GROUPS == 1 && e > 0);
+        wgmma_k_major(c[set], a.v + 4, operand(b, x + 32), 1);
         wgmma_commit();
         if (e > 0) wgmma_wait<1>();
         if (GROUPS == 4 && e > 0) settle(c[1 - set]), add_group(sums, c[1 - set], block, stage, e - 1);
@@ -218,65 +194,72 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   }
 
   // Products of a block of K, whose x has come.
-  __device__ __forceinline__ void step(float (&sums)[TOKENS / 2], const typename Weights::Block& block, int stage, int done,
-                                       int& add) const {
+  __device__ __forceinline__ void step(float (&sums)[TOKENS / 2], const typename Weights::Block& block, int stage,
+                                       int add) const {
     if constexpr (BY_GROUPS) {
       multiply_groups(sums, block, stage);
-      if (done >= 0) release(done);
+      if (add) release(before(stage));
     } else {
-      multiply(sums, block, stage, done, add);
+      multiply(sums, block, stage, add);
     }
   }
 
   using Block = typename Weights::Block;
 
-  // Those that are loaded in front of a tile.
-  __device__ __forceinline__ void prefetch(Block (&blocks)[2], const Weights& weights) const {
-    weights.load(blocks[0], p, begin);
-    if (!Weights::LOADS_EARLY && begin + 1 < end) weights.load(blocks[1], p, begin + 1);
+  // Those that are loaded in front of a segment.
+  __device__ __forceinline__ void prefetch(Block (&blocks)[2], const Weights& weights, const Segment& of) const {
+    weights.load(blocks[0], p, of.begin);
+    if (!LOADS_EARLY && of.begin + 1 < of.end) weights.load(blocks[1], p, of.begin + 1);
   }
 
-  // Waits for what has been loaded.
-  static __device__ __forceinline__ void arrived(Block& block) {
-    static_assert(sizeof(Block) % 4 == 0);
-    uint32_t* words = reinterpret_cast<uint32_t*>(&block);
-#pragma unroll
-    for (int i = 0; i < int(sizeof(Block) / 4); ++i) asm volatile("" : "+r"(words[i]));
-  }
+  // 0, which is known only after a block has been loaded: an address that it is added to cannot be read before.
+  __device__ __forceinline__ uint32_t after(const Block& block) const { return Weights::loaded(block) & (g.split_k >> 16); }
 
-  // The sums of a tile, not scaled by channel. Its first blocks of K are on their way.
-  __device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
-                                                uint32_t first_row, PipelineState<STAGES>& pipeline) const {
+  // The sums of a segment, not scaled by channel. Its first blocks of K are on their way.
+  __device__ __forceinline__ void multiply_segment(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
+                                                   const Segment& of, PipelineState<STAGES>& pipeline) const {
+    const uint32_t end = of.end;
     if constexpr (BY_GROUPS) {
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.f;
     }
-    int done = -1, add = 0;
-    uint32_t done_phase = 0;
-#pragma unroll 1
-    for (uint32_t k_block = begin; k_block < end; k_block += 2) {
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        if (k_block + d >= end) break;
-        barrier_wait(full(pipeline.stage), pipeline.phase);
-        if constexpr (Weights::LOADS_EARLY) {
-          arrived(blocks[d]);
-          if (k_block + d + 1 < end) weights.load(blocks[1 - d], p, k_block + d + 1);
-        }
-        step(sums, blocks[d], pipeline.stage, done, add);
-        if (!Weights::LOADS_EARLY && k_block + d + 2 < end) weights.load(blocks[d], p, k_block + d + 2);
-        // Where there is no producer: the stage before this one is free as soon as all warps have come so far.
-        if (!Shape::PRODUCER && threadIdx.x == 0 && done >= 0 && k_block + d - 1 + STAGES < end) {
-          barrier_wait(empty(done), done_phase);
-          copy(done, first_row, k_block + d - 1 + STAGES);
-        }
-        done = pipeline.stage, done_phase = pipeline.phase;
-        pipeline.next();
+    int add = 0;
+    const auto next = [&](int d, uint32_t k_block) {
+      barrier_wait(full(pipeline.stage), pipeline.phase);
+      if constexpr (LOADS_EARLY) {
+        // The branch waits for this step's block, and keeps the new loads where they are.
+        const uint32_t following = k_block + 1 + after(blocks[d]);
+        if (following < end) weights.load(blocks[1 - d], p, following), __syncwarp();
       }
+      step(sums, blocks[d], pipeline.stage, add);
+      if (!LOADS_EARLY && k_block + 2 < end) weights.load(blocks[d], p, k_block + 2);
+      // Where there is no producer: the stage before this one is free as soon as all warps have come so far.
+      if (!Shape::PRODUCER && threadIdx.x == 0 && add && k_block - 1 + STAGES < end) {
+        const int done = before(pipeline.stage);
+        barrier_wait(empty(done), pipeline.phase ^ (pipeline.stage == 0));
+        copy(done, place(of.tile).first_row, k_block - 1 + STAGES);
+      }
+      add = 1;
+      pipeline.next();
+    };
+    uint32_t k_block = of.begin;
+    if constexpr (Shape::PRODUCER) {
+      static_assert(LOADS_EARLY);
+#pragma unroll 1
+      for (; k_block < end; ++k_block) {
+        // The condition keeps the compiler from moving them at the end of the step before, too soon for the loads.
+        if (k_block > of.begin) blocks[0] = blocks[1];
+        next(0, k_block);
+      }
+    } else {
+      // In pairs, without moves. A branch out of the middle of the loop would move all sums.
+#pragma unroll 1
+      for (; k_block + 1 < end; k_block += 2) next(0, k_block), next(1, k_block + 1);
+      if (k_block < end) next(0, k_block);
     }
     wgmma_wait<0>();
     settle(sums);
-    if (Shape::PRODUCER) release(done);
+    if (Shape::PRODUCER) release(before(pipeline.stage));
   }
 
   // Tokens `first` to `first + COUNT` of the warp's sums: `[token][channel]`.
@@ -362,36 +345,40 @@ template <class Weights, int TOKENS> struct GemmWna16 {
   }
 
   __device__ __forceinline__ void consume(float* shared_sums) const {
-    uint32_t tile = first_tile();
-    Place at = place(tile);
+    Segment segment = first_segment();
+    Place at = place(segment.tile);
     Weights weights(p, at.n * Shape::WARPS + warp());
+    weights.keep();
     Block blocks[2];
-    prefetch(blocks, weights);
+    prefetch(blocks, weights, segment);
     pdl_wait();
     if (!Shape::PRODUCER && threadIdx.x == 0) {
-      for (int i = 0; i < STAGES && begin + i < end; ++i) copy(i, at.first_row, begin + i);
+      for (int i = 0; i < STAGES && segment.begin + i < segment.end; ++i) copy(i, at.first_row, segment.begin + i);
     }
     PipelineState<STAGES> pipeline;
 #pragma unroll 1
     while (true) {
       float sums[TOKENS / 2];
-      multiply_tile(sums, blocks, weights, at.first_row, pipeline);
+      multiply_segment(sums, blocks, weights, segment, pipeline);
       if constexpr (Weights::CHANNEL_SCALES) {
-        const float by[2] = {weights.channel_scale(p, 0), weights.channel_scale(p, 1)};
+        const float by[2] = {weights.channel_scale(0), weights.channel_scale(1)};
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] *= by[i / 2 % 2];
       }
       if (!Shape::PRODUCER || g.split_k > 1) return write_shared_tile(shared_sums, sums, at);
       if constexpr (Shape::PRODUCER) {
-        const Place done = at;
-        tile = next_tile(tile);
-        if (tile < g.tiles) {
-          at = place(tile);
-          weights = Weights(p, at.n * Shape::WARPS + warp());
-          prefetch(blocks, weights);
+        if (segment.end < k_blocks) {
+          this->leave_partial(sums);
+        } else {
+          if (segment.begin > 0) this->add_partials(sums, segment);
+          write_own_tile(shared_sums + STAGES * Shape::STAGE / 4, sums, at);
         }
-        write_own_tile(shared_sums + STAGES * Shape::STAGE / 4, sums, done);
-        if (tile >= g.tiles) return;
+        if (!advance(segment)) return;
+        // Not in front of the outputs, which need the registers.
+        at = place(segment.tile);
+        weights = Weights(p, at.n * Shape::WARPS + warp());
+        weights.keep();
+        prefetch(blocks, weights, segment);
       }
     }
   }
@@ -401,8 +388,10 @@ template <class Weights, int TOKENS> __device__ __forceinline__ void gemm_wna16(
   using Shape = GemmShape<TOKENS>;
   extern __shared__ char shared[];
   __shared__ __align__(8) uint64_t barriers[2 * Shape::STAGES];
-  const uint32_t base = shared_address(shared), stages = (base + 1023) & ~1023u;
-  const GemmWna16<Weights, TOKENS> gemm(g, stages, shared_address(barriers));
+  const uint32_t base = shared_address(shared);
+  uint32_t stages = (base + 1023) & ~1023u, first_barrier = shared_address(barriers);
+  asm volatile("" : "+r"(stages), "+r"(first_barrier));  // or they are computed again in the loop
+  const GemmWna16<Weights, TOKENS> gemm(g, stages, first_barrier);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::STAGES; ++i) {
       barrier_init(gemm.full(i), 1);

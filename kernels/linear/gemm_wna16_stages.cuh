@@ -137,7 +137,7 @@ template <class Format> struct ByteStage {
       for (int q = 0; q < 2; ++q)
         block.pieces[i].words[q] = load_shared(stage + i * ROWS + q * (16 * WARP) + 16 * (threadIdx.x % WARP));
       const uint32_t row = 8 * i + threadIdx.x % WARP / 4;
-      if constexpr (BLOCKS) block.scales[i].by[0] = load_shared_u32(stage + SCALES_AT + 4 * row);
+      if constexpr (BLOCKS) block.scales[i].by = load_shared_u32(stage + SCALES_AT + 4 * row);
     }
     return block;
   }
@@ -190,13 +190,13 @@ template <class Format> struct Int4Stage {
       block.pieces[i].words[2] = v.z, block.pieces[i].words[3] = v.w;
       const uint32_t g = 8 * i + lane / 4, at = static_cast<uint32_t>(first(w.rows[i], p, k_block));
       const uint32_t scales = stage + SCALES_AT + SCALES * g;
-      auto& by = block.scales[i].by[0];
+      auto& by = block.scales[i].by;
       by[0] = load_shared_u32(scales) >> (SOME && p.groups == 4 ? 0 : 16 * (at % 2));
       if constexpr (SOME) by[1] = load_shared_u32(scales + 4);
       if constexpr (Format::ZEROS) {
-        block.scales[i].zeros[0] = 0x80808080u;
+        block.scales[i].zeros = 0x80808080u;
         if (p.weights[w.rows[i].which].zeros > 0)
-          block.scales[i].zeros[0] = load_shared_u32(stage + ZEROS_AT + 4 * g) >> (8 * (at % 4));
+          block.scales[i].zeros = load_shared_u32(stage + ZEROS_AT + 4 * g) >> (8 * (at % 4));
       }
     }
     return block;

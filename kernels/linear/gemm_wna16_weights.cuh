@@ -7,8 +7,7 @@
 // is taken as the sum of two bf16 numbers, s = high + low, and fma(q, high, q * low) is rounded once.
 //
 // Lane 4 g + t of a warp has channels g and g + 8. It holds of each 32 values of K the 8 that memory has for lane t,
-// in an order of the format's own (`order` of the host file). Either x is stored in that order, or lanes put their
-// weights in order, which pays where each weight meets many tokens.
+// in an order of the format's own (`order` of the host file), in which x is stored for it.
 #pragma once
 
 #include "formats/gguf.cuh"
@@ -24,14 +23,6 @@ struct WeightFragment {
   __device__ __forceinline__ uint32_t& at(int row, int j) { return v[4 * (j / 2) + 2 * (j % 2) + row]; }
 };
 
-// Of 8 pairs of values, lane t has 2t and 2t + 1, and gets t and t + 4.
-__device__ __forceinline__ void exchange_2_pairs(uint32_t& a, uint32_t& b) {
-  const uint32_t t = threadIdx.x % 4;
-  const bool upper = t >= 2, odd = t % 2;
-  const uint32_t one = __shfl_sync(FULL, upper ? b : a, t / 2 + (odd ? 2 : 0), 4);
-  const uint32_t other = __shfl_sync(FULL, upper ? a : b, t / 2 + (odd ? 0 : 2), 4);
-  a = odd ? other : one, b = odd ? one : other;
-}
 __device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
   uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -66,15 +57,18 @@ struct GroupScale {
   float by[2], plus[2];
 };
 
+// The compiler would compute these addresses again for every load, to have fewer registers.
+__device__ __forceinline__ void keep_in_registers(const char*& a, const char*& b) {
+  asm volatile("" : "+l"(a), "+l"(b));
+}
+
 // GGUF blocks (gguf.cuh).
 template <class Format> struct GemmGguf {
   static constexpr bool CHANNEL_SCALES = false;
   static constexpr int GROUPS = Format::SCALES * 4;  // of 128 values of K
   // Whether sums of x count.
   static constexpr bool HAS_OFFSET = Format::HAS_OFFSET;
-  // Tokens of a tile with which lanes of wgmma put their weights in order; whether those are loaded early.
-  static constexpr int IN_ORDER_TOKENS = GEMM_WNA16_GGUF_IN_ORDER;
-  static constexpr bool LOADS_EARLY = true;
+  static __device__ __forceinline__ constexpr bool loads_early(int) { return true; }
 
   struct Block {
     typename Format::Piece pieces[2];
@@ -93,14 +87,22 @@ template <class Format> struct GemmGguf {
     }
   }
 
+  __device__ __forceinline__ void keep() { keep_in_registers(rows[0], rows[1]); }
+
   __device__ __forceinline__ void load(Block& block, const Gemv&, uint32_t k_block) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) block.pieces[i] = Format::load(rows[i], groups, k_block, threadIdx.x % 4);
   }
 
-  static __device__ __forceinline__ void put_in_order(WeightFragment& a) {
+  // A word of each load.
+  static __device__ __forceinline__ uint32_t loaded(const Block& block) {
+    uint32_t all = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) exchange_2_pairs(a.at(i, 0), a.at(i, 1)), exchange_2_pairs(a.at(i, 2), a.at(i, 3));
+    for (int i = 0; i < 2; ++i) {
+      const auto& piece = block.pieces[i];
+      all ^= piece.low[0] ^ piece.high[0] ^ piece.scale ^ piece.factors;
+    }
+    return all;
   }
 
   // Numbers that are not scaled yet.
@@ -174,40 +176,133 @@ template <class Format> struct GemmGguf {
   }
 };
 
+template <class Piece> __device__ __forceinline__ uint32_t word_of(const Piece& piece) {
+  return reinterpret_cast<const uint32_t*>(&piece)[0];
+}
+
+// The scales, and zero points, of a row and a K block, of which every lane has those of its rows.
+template <int GROUPS, bool ZEROS> struct BlockScales {
+  uint32_t by[GROUPS == ONE_GROUP ? 1 : 2], zeros;
+
+  // Where those of K block 0 lie.
+  struct Place {
+    const char *scales, *zeros;  // null without zero points
+
+    __device__ __forceinline__ Place(const Gemv& p, const PackedRow& row) {
+      const Matrix& m = p.weights[row.which];
+      const uint64_t first = row.place(0, p.k) * count(p);
+      scales = static_cast<const char*>(m.scales) + 2 * first;
+      zeros = ZEROS && m.zeros > 0 ? static_cast<const char*>(m.scales) + 2 * uint64_t(m.zeros) + first : nullptr;
+    }
+  };
+  static __device__ __forceinline__ uint32_t count(const Gemv& p) { return GROUPS == SOME_GROUPS ? p.groups : GROUPS; }
+
+  __device__ __forceinline__ void load(const Gemv& p, const Place& row, uint32_t k_block) {
+    const uint32_t groups = count(p), at = k_block * ROW_GROUP * groups;
+    const bool has_zeros = ZEROS && row.zeros;
+    if (groups == 1) {
+      by[0] = load_u16(row.scales + 2 * at);
+    } else if (groups == 2) {
+      by[0] = load_u32(row.scales + 2 * at);
+    } else {
+      const uint2 both = load_u64(row.scales + 2 * at);
+      by[0] = both.x;
+      if constexpr (GROUPS != ONE_GROUP) by[1] = both.y;
+    }
+    zeros = 0x80808080u;
+    if (has_zeros) {
+      const char* from = row.zeros + at;
+      zeros = groups == 1 ? load_u8(from) : groups == 2 ? load_u16(from) : load_u32(from);
+    }
+  }
+  __device__ __forceinline__ uint32_t loaded() const { return by[0] ^ zeros; }
+  // The scale of the group that has 32 values from `32 * e` on.
+  __device__ __forceinline__ float scale(const Gemv& p, int e) const {
+    const uint32_t group = e * count(p) / 4;
+    uint32_t word = by[0];
+    if constexpr (GROUPS != ONE_GROUP) {
+      if (group >= 2) word = by[1];
+    }
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * (group % 2)))));
+  }
+  // Its zero point as two bf16: the upper half of the f32.
+  __device__ __forceinline__ uint32_t zero(const Gemv& p, int e) const {
+    if constexpr (!ZEROS) return 0x41004100u;
+    const float zero = ZERO_STEP * static_cast<float>(zeros >> (8 * (e * count(p) / 4)) & 255);
+    return __byte_perm(__float_as_uint(zero), 0, 0x3232);
+  }
+};
+// The epilogue's scales of channels.
+struct ChannelScale {
+  struct Place {
+    const float* at;
+    __device__ __forceinline__ Place(const Gemv& p, const PackedRow& row)
+        : at(static_cast<const float*>(p.weights[row.which].scales) + row.row) {}
+  };
+  __device__ __forceinline__ void load(const Gemv&, const Place&, uint32_t) {}
+  __device__ __forceinline__ uint32_t loaded() const { return 0; }
+  __device__ __forceinline__ float scale(const Gemv&, int) const { return 1.f; }
+  __device__ __forceinline__ uint32_t zero(const Gemv&, int) const { return 0; }
+};
+template <> struct BlockScales<ROW_SCALES, false> : ChannelScale {};
+template <> struct BlockScales<FP8_ROWS, false> : ChannelScale {};
+template <> struct BlockScales<FP8_BLOCKS, false> {
+  uint32_t by;
+
+  struct Place {
+    const char* scales;
+    __device__ __forceinline__ Place(const Gemv& p, const PackedRow& row)
+        : scales(reinterpret_cast<const char*>(row.block_scale(p, 0))) {}
+  };
+  __device__ __forceinline__ void load(const Gemv&, const Place& row, uint32_t k_block) {
+    by = load_u32(row.scales + 4 * k_block);
+  }
+  __device__ __forceinline__ uint32_t loaded() const { return by; }
+  __device__ __forceinline__ float scale(const Gemv&, int) const { return nan_if_negative(by); }
+  __device__ __forceinline__ uint32_t zero(const Gemv&, int) const { return 0; }
+};
+
 // INT8, FP8 and INT4 (packed.cuh). INT8 and FP8 may have a scale for each channel, which the epilogue applies.
 template <class Format> struct GemmInt {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;
   static constexpr bool HAS_OFFSET = false;
-  // Exchanging values would cost more than a kernel that reorders x.
-  static constexpr int IN_ORDER_TOKENS = 0;
-  static constexpr bool LOADS_EARLY = false;
-  using TileScales1 = TileScales<Format::GROUPS, Format::ZEROS, 1>;
+  static __device__ __forceinline__ constexpr bool loads_early(int tokens) {
+    return tokens >= (Format::BYTE_CODES ? 128 : 64);
+  }
+  using Scales1 = BlockScales<Format::GROUPS, Format::ZEROS>;
 
   struct Block {
     typename Format::Piece pieces[2];
-    TileScales1 scales[2];
+    Scales1 scales[2];
   };
 
   PackedRow rows[2];
-  uint32_t blocks;
+  typename Scales1::Place places[2];
 
-  __device__ __forceinline__ GemmInt(const Gemv& p, uint32_t n_tile) : blocks(k_blocks_of(p.k)) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      rows[i] = PackedRow::of<Format>(p, n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
+  __device__ __forceinline__ GemmInt(const Gemv& p, uint32_t n_tile)
+      : rows{PackedRow::of_lane<Format>(p, n_tile, 0), PackedRow::of_lane<Format>(p, n_tile, 1)},
+        places{{p, rows[0]}, {p, rows[1]}} {}
+
+  __device__ __forceinline__ void keep() {
+    keep_in_registers(rows[0].codes, rows[1].codes);
+    if constexpr (!CHANNEL_SCALES) keep_in_registers(places[0].scales, places[1].scales);
   }
 
   __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Format::load(block.pieces[i], rows[i].codes, p.k, k_block, threadIdx.x % 4);
-      if constexpr (!CHANNEL_SCALES) block.scales[i].prefetch(p, rows[i], k_block, blocks, threadIdx.x % 4);
+      block.scales[i].load(p, places[i], k_block);
     }
   }
+  // A word of each load.
+  static __device__ __forceinline__ uint32_t loaded(const Block& block) {
+    return word_of(block.pieces[0]) ^ word_of(block.pieces[1]) ^ block.scales[0].loaded() ^ block.scales[1].loaded();
+  }
 
-  __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
-    const float scale = __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+  __device__ __forceinline__ float channel_scale(int i) const {
+    const float scale = __ldg(places[i].at);
     if constexpr (Format::GROUPS != FP8_ROWS) return scale;
     return nan_if_negative(__float_as_uint(scale));
   }
@@ -220,7 +315,7 @@ template <class Format> struct GemmInt {
 #pragma unroll
         for (int j = 0; j < 4; ++j) a.at(i, j) = Format::numbers(Format::word(block.pieces[i], e, j / 2), j % 2);
       } else {
-        const uint32_t zero = block.scales[i].zero(p, 0, e);
+        const uint32_t zero = block.scales[i].zero(p, e);
 #pragma unroll
         for (int j = 0; j < 4; ++j) a.at(i, j) = int4_numbers<Format::ZEROS>(block.pieces[i].words[e], j, zero);
       }
@@ -228,17 +323,17 @@ template <class Format> struct GemmInt {
     return a;
   }
   static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
-    return {{block.scales[0].scale(p, 0, g), block.scales[1].scale(p, 0, g)}, {}};
+    return {{block.scales[0].scale(p, g), block.scales[1].scale(p, g)}, {}};
   }
 
-  // Of FP8 in blocks, whose K block has one: split.
+  // Where a K block has one: split.
   struct Scales {
     uint32_t by[2];
   };
   static __device__ __forceinline__ Scales scales(const Block& block, const Gemv& p) {
     Scales s = {};
-    if constexpr (Format::GROUPS == FP8_BLOCKS)
-      s.by[0] = split(block.scales[0].scale(p, 0, 0)), s.by[1] = split(block.scales[1].scale(p, 0, 0));
+    if constexpr (GROUPS == 1 && !CHANNEL_SCALES)
+      s.by[0] = split(block.scales[0].scale(p, 0)), s.by[1] = split(block.scales[1].scale(p, 0));
     return s;
   }
 
@@ -247,7 +342,7 @@ template <class Format> struct GemmInt {
     if constexpr (!CHANNEL_SCALES) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const SplitScale by(Format::GROUPS == FP8_BLOCKS ? s.by[i] : split(block.scales[i].scale(p, 0, e)));
+        const SplitScale by(GROUPS == 1 ? s.by[i] : split(block.scales[i].scale(p, e)));
 #pragma unroll
         for (int j = 0; j < 4; ++j) a.at(i, j) = by.times(a.at(i, j));
       }
@@ -262,36 +357,40 @@ template <int GROUPS_> struct GemmTernary {
   static constexpr bool CHANNEL_SCALES = GROUPS_ == ROW_SCALES;
   static constexpr int GROUPS = 4;
   static constexpr bool HAS_OFFSET = false;
-  static constexpr int IN_ORDER_TOKENS = 0;
-  static constexpr bool LOADS_EARLY = false;
+  static __device__ __forceinline__ constexpr bool loads_early(int tokens) { return tokens >= 64; }
   using Format = TernaryWeights<GROUPS_>;
-  using TileScales1 = TileScales<GROUPS_, false, 1>;
+  using Scales1 = BlockScales<GROUPS_, false>;
 
   struct Block {
     typename Format::Piece pieces[2];
-    TileScales1 scales[2];
+    Scales1 scales[2];
   };
 
   PackedRow rows[2];
-  uint32_t blocks;
+  typename Scales1::Place places[2];
 
-  __device__ __forceinline__ GemmTernary(const Gemv& p, uint32_t n_tile) : blocks(k_blocks_of(p.k)) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      rows[i] = PackedRow::of<Format>(p, n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
+  __device__ __forceinline__ GemmTernary(const Gemv& p, uint32_t n_tile)
+      : rows{PackedRow::of_lane<Format>(p, n_tile, 0), PackedRow::of_lane<Format>(p, n_tile, 1)},
+        places{{p, rows[0]}, {p, rows[1]}} {}
+
+  __device__ __forceinline__ void keep() {
+    keep_in_registers(rows[0].codes, rows[1].codes);
+    if constexpr (!CHANNEL_SCALES) keep_in_registers(places[0].scales, places[1].scales);
   }
 
   __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Format::load(block.pieces[i], rows[i].codes, p.k, k_block, threadIdx.x % 4);
-      if constexpr (!CHANNEL_SCALES) block.scales[i].prefetch(p, rows[i], k_block, blocks, threadIdx.x % 4);
+      block.scales[i].load(p, places[i], k_block);
     }
   }
-
-  __device__ __forceinline__ float channel_scale(const Gemv& p, int i) const {
-    return 0.5f * __ldg(static_cast<const float*>(p.weights[rows[i].which].scales) + rows[i].row);
+  // A word of each load.
+  static __device__ __forceinline__ uint32_t loaded(const Block& block) {
+    return word_of(block.pieces[0]) ^ word_of(block.pieces[1]) ^ block.scales[0].loaded() ^ block.scales[1].loaded();
   }
+
+  __device__ __forceinline__ float channel_scale(int i) const { return 0.5f * __ldg(places[i].at); }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv&, int e) {
     WeightFragment a;
@@ -303,7 +402,7 @@ template <int GROUPS_> struct GemmTernary {
     return a;
   }
   static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
-    return {{0.5f * block.scales[0].scale(p, 0, g), 0.5f * block.scales[1].scale(p, 0, g)}, {}};
+    return {{0.5f * block.scales[0].scale(p, g), 0.5f * block.scales[1].scale(p, g)}, {}};
   }
 
   struct Scales {};
@@ -315,7 +414,7 @@ template <int GROUPS_> struct GemmTernary {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // Of one code, rounding is that of the scale.
-        const uint32_t by = __byte_perm(pack2<__nv_bfloat16>(0.5f * block.scales[i].scale(p, 0, e), 0.f), 0, 0x1010);
+        const uint32_t by = __byte_perm(pack2<__nv_bfloat16>(0.5f * block.scales[i].scale(p, e), 0.f), 0, 0x1010);
 #pragma unroll
         for (int j = 0; j < 4; ++j) a.at(i, j) = bf16x2_mul(a.at(i, j), by);
       }

@@ -103,6 +103,9 @@ struct PackedRow {
     const char* codes = static_cast<const char*>(p.weights[which].data);
     return {codes + Format::begin(row, p.k) + Format::BYTES * t, row, which};
   }
+  // Row g or, with i, g + 8 of an N tile for lane 4 g + t.
+  template <class Format> static __device__ __forceinline__ PackedRow of_lane(const Gemv& p, uint32_t n_tile, int i);
+
   __device__ __forceinline__ uint64_t place(uint32_t k_block, uint32_t k) const {
     return place_of(row, k_block, k_blocks_of(k));
   }
@@ -122,6 +125,11 @@ __device__ __forceinline__ uint32_t n_tile_column(const Gemv& p, uint32_t n_tile
 }
 __device__ __forceinline__ uint32_t n_tile_row(const Gemv& p, uint32_t n_tile, uint32_t r) {
   return min(n_tile_column(p, n_tile, r), p.width - 1) + (gates(p) && r >= 8 ? p.width : 0);
+}
+
+template <class Format>
+__device__ __forceinline__ PackedRow PackedRow::of_lane(const Gemv& p, uint32_t n_tile, int i) {
+  return of<Format>(p, n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
 }
 
 // The scales and zero points of a lane for a row and a tile of K blocks: lane t has the f16 scales, and the zero

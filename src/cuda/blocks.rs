@@ -354,6 +354,9 @@ pub(crate) struct Arranged {
     /// `[pitch / 32][sums_pitch]` of f32: sums over 32 values; 0 for none.
     pub sums: Address,
     pub sums_pitch: usize,
+    /// Words that become 0, for the next kernel to count with.
+    pub counters: Address,
+    pub counter_count: usize,
 }
 
 /// Launches the conversion.
@@ -369,6 +372,8 @@ pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
         parts: 1,
         sums: 0,
         sums_pitch: 0,
+        counters: 0,
+        counter_count: 0,
     });
     let chunks = arranged.pitch.div_ceil(FORMAT_CHUNK).max(1);
     let params = NarrowParams {
@@ -385,6 +390,8 @@ pub(crate) unsafe fn narrow(launcher: &Launcher, at: &Narrow) -> Result<()> {
         eps,
         out_dtype: dtype_index(at.out_dtype) as i32,
         vectors: (at.x.is_multiple_of(aligned) && weight.is_multiple_of(aligned)).into(),
+        counters: arranged.counters,
+        counter_count: arranged.counter_count as u32,
     };
     let Ok(blocks) = u32::try_from(at.rows * chunks) else {
         bail!("{OP}: {} rows are past what a GPU takes at once", at.rows);

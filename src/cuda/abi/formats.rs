@@ -111,5 +111,8 @@ abi! {
         out_dtype: i32,
         /// Whether 4 elements of x and of the weight are aligned.
         vectors: i32,
+        /// Words that become 0, for the next kernel to count with.
+        counters: Mut<u32>,
+        counter_count: u32,
     }
 }

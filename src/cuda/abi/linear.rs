@@ -181,25 +181,23 @@ abi! {
     const GEMM_WNA16_SUMS_TOKENS: Count<i32> = 32;
     /// Tokens of a tile up to which a block has no producer of its own, and a multiprocessor two blocks.
     const GEMM_WNA16_SMALL_TOKENS: Count<i32> = 64;
-    /// Tokens of a tile with which x is read in its own order, for GGUF blocks. With more, the exchange of weights takes
-    /// longer than a kernel that reorders x.
-    const GEMM_WNA16_GGUF_IN_ORDER: Count<i32> = 128;
     /// Tokens whose sums are in shared memory together, of a tile that no other block shares.
     const GEMM_WNA16_STAGED_TOKENS: Count<i32> = 64;
 
     /// Quantized weights and 16-bit activations, any number of tokens.
     struct GemmWna16Params {
-        /// Operand B: `parts` rows of each token; in small tiles in the order of the weights' format, which says what
-        /// is small. A box is `[64][T]`, or `[64][T / 2]` where two blocks share it.
+        /// Operand B: `parts` rows of each token, in the order of the weights' format. A box is `[64][T]`, or
+        /// `[64][T / 2]` where two blocks share it.
         x: TensorMap,
         /// `[k / 32][rows of operand B]` of f32: its sums over 32 values. A box is `[T][4]`.
         x_sums: TensorMap,
         /// Without prologue.
         product: Gemv,
         m_tiles: u32,
-        /// Of channels by tokens: of a cluster of blocks which share K, or of `sharing` blocks each, which take one
-        /// such tile after the other.
-        tiles: u32,
+        /// What a cluster has that shares no K: tiles of channels by tokens, for each of its `sharing` blocks, or blocks
+        /// of K of all such tiles (stream-K). The first `larger_shares` clusters have one more.
+        share: u32,
+        larger_shares: u32,
         split_k: u32,
         /// Blocks of a cluster, side by side in N, which share x: 1 or 2.
         sharing: u32,
@@ -207,6 +205,10 @@ abi! {
         parts: u32,
         /// Whether 16-byte accesses fit bias, residuals and outputs.
         vectors: i32,
+        /// Of stream-K, or null: `[blocks][8 warps][T / 8][32 lanes][4]`, sums that a block leaves for a later one.
+        partial_sums: Mut<f32>,
+        /// `[blocks][8 warps]`, whether they are there: 0 before the launch.
+        flags: Mut<u32>,
     }
 
     /// Tiles of the GEMM for dense weights on Hopper: output channels, tokens, and stages of 64 values of K, with which

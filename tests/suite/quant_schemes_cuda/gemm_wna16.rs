@@ -154,6 +154,47 @@ fn they_are_as_exact_as_the_librarys_product_of_dequantized_weights() -> Result<
     Ok(())
 }
 
+/// Stream-K on 132 multiprocessors: tiles that several clusters share, and rows and channels that fill no tile. Some
+/// rows are held to float64; all rows are the same bits in every launch.
+#[test]
+fn clusters_have_shares_of_all_tiles() -> Result<()> {
+    let subject = &SUBJECTS[0];
+    let (n, k) = (4344, 2048);
+    for device in subject.gpus()? {
+        for (name, weights) in subject.pairs(n, k, &device)? {
+            let weights = &weights[..1];
+            for m in [450, 512] {
+                let x = randn_on(&[m, k], DType::BF16, &device)?;
+                let product = |kernel| {
+                    with_kernel(Some(kernel), || {
+                        quant_linear(&x, Prologue::None, weights, &Epilogue::default())
+                    })
+                };
+                let rows = Tensor::new(&[0u32, 127, 128, 300, m as u32 - 1], &device)?;
+                let some = x.index_select(&rows, 0)?;
+                let expected = reference(&some, Prologue::None, weights, &Epilogue::default())?;
+                let expected = Tensor::new(expected.concat(), &Device::Cpu)?.reshape((5, n))?;
+                let ours = product(subject.kernel)?;
+                let of = |y: &Tensor| error(&y.index_select(&rows, 0)?, &expected);
+                let (our_error, theirs) = (of(&ours)?, of(&product(LIBRARY)?)?);
+                assert!(
+                    our_error <= 1.02 * theirs,
+                    "{name} M {m}: {our_error:e}, the library {theirs:e}"
+                );
+                for _ in 0..3 {
+                    let again = (product(subject.kernel)? - &ours)?.to_dtype(DType::F32)?;
+                    assert_eq!(
+                        again.abs()?.max_all()?.to_scalar::<f32>()?,
+                        0.,
+                        "{name} M {m}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Norms, gates, bias, residuals, three dtypes of x, output channels that fill neither a tile nor 8, and values of K
 /// that fill no block.
 #[test]

@@ -371,6 +371,8 @@ impl Kernel for Gemm {
                 parts: self.parts,
                 sums: 0,
                 sums_pitch: 0,
+                counters: 0,
+                counter_count: 0,
             };
             // SAFETY: the caller's; the scratch has room for all rows.
             unsafe { narrowed_to(launcher, scratch, at, DType::BF16, x, Some(arranged))? };

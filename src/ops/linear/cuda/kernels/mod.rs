@@ -13,6 +13,7 @@ mod gemm_wna16;
 pub(super) mod gemm_wna16_m16;
 pub(super) mod gemm_wna16_mma;
 pub(super) mod gemm_wna16_sm90;
+mod gemm_wna16_tiling;
 pub(super) mod gemv;
 pub(super) mod gemv_dense;
 pub(crate) mod gemv_dense_pipelined;
