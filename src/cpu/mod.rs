@@ -3,6 +3,8 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 pub(crate) mod attention;
 pub mod dense;
 pub mod math;

@@ -1,5 +1,7 @@
 //! Which instruction set the cores use, decided once per process.
 
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use std::sync::OnceLock;
 
 /// Instruction sets of this architecture that a core may have a path for, in rising order.
@@ -21,6 +23,9 @@ pub enum Level {
     /// AVX-512 F, BW, VL, DQ and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// The same, and AMX with products of bf16, on Linux.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     /// NEON, which every aarch64 processor has.
     #[cfg(target_arch = "aarch64")]
     Neon,
@@ -37,6 +42,8 @@ impl Level {
         Level::Avx2,
         #[cfg(target_arch = "x86_64")]
         Level::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Level::Amx,
         #[cfg(target_arch = "aarch64")]
         Level::Neon,
         #[cfg(target_arch = "aarch64")]
@@ -59,6 +66,15 @@ impl Level {
         self.min(best())
     }
 
+    /// This level but for AMX's tiles, which few products use: the rest of that level is AVX-512's.
+    pub(super) fn without_tiles(self) -> Level {
+        #[cfg(target_arch = "x86_64")]
+        if self == Level::Amx {
+            return Level::Avx512;
+        }
+        self
+    }
+
     /// The name that `CANDLE_FUSED_SIMD` takes.
     pub fn name(self) -> &'static str {
         match self {
@@ -67,6 +83,8 @@ impl Level {
             Level::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Level::Amx => "amx",
             #[cfg(target_arch = "aarch64")]
             Level::Neon => "neon",
             #[cfg(target_arch = "aarch64")]
@@ -76,8 +94,8 @@ impl Level {
 }
 
 /// The level in use: the best that the processor has, or less where the environment variable
-/// `CANDLE_FUSED_SIMD` asks for less (`scalar`; `avx2`, `avx512` on x86; `neon`, `dotprod` on
-/// aarch64).
+/// `CANDLE_FUSED_SIMD` asks for less (`scalar`; `avx2`, `avx512`, `amx` on x86; `neon`,
+/// `dotprod` on aarch64).
 ///
 /// ```
 /// use candle_fused::cpu::simd;
@@ -127,6 +145,7 @@ fn detect() -> Level {
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vnni");
     match (avx2, avx512) {
+        (true, true) if amx::available() => Level::Amx,
         (true, true) => Level::Avx512,
         (true, false) => Level::Avx2,
         _ => Level::Scalar,

@@ -265,6 +265,9 @@ fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
         y?;
         let kernel = match simd::level() {
             Level::Scalar => "scalar".to_owned(),
+            // AMX multiplies dense weights only.
+            #[cfg(target_arch = "x86_64")]
+            Level::Amx => format!("avx512{form}"),
             level => format!("{}{form}", level.name()),
         };
         let (call, _) = calls.iter().next().expect("a call");

@@ -3,14 +3,20 @@
 //!
 //! A single token is bound by memory: one stream of weights, asked for a page ahead. A few tokens
 //! share each weight row while it is in the first-level cache. Many tokens are bound by arithmetic and
-//! go to the gemm crate.
+//! go to the gemm crate, or with AMX and weights in bf16 to its tiles.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod dot;
 mod many;
 
 use crate::cpu::simd::Level;
 use crate::cpu::vector::{Element, Kernel, Vector, dispatch};
 use dot::Operands;
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
+#[cfg(target_arch = "x86_64")]
+use std::any::TypeId;
 use std::ops::Range;
 
 /// Tokens from which the gemm crate's packing pays; measured with SmolLM2's shapes on Zen 3.
@@ -21,7 +27,8 @@ const MANY: usize = 48;
 /// `x` holds `m` tokens of `k` floats and `w` `n` weight rows of `k`, both row-major without gaps.
 /// Only the `m * n` elements named above are written. For few tokens the order
 /// of the additions depends on the level, `k` and `m` only; for many it is the gemm crate's, which
-/// may differ in the last bits with how a product is cut, and so with the number of threads.
+/// may differ in the last bits with how a product is cut, and so with the number of threads. Many tokens with weights
+/// in bf16 and AMX have the order of its tiles, which depends on `k` only.
 ///
 /// # Panics
 /// If a slice is shorter than its shape says, or `out_stride < n` while `m > 1`.
@@ -80,6 +87,26 @@ pub fn matmul<T: Element>(
         out: out.as_mut_ptr(),
         out_stride,
     };
+    #[cfg(target_arch = "x86_64")]
+    if m >= MANY
+        && k > 0
+        && level.supported() == Level::Amx
+        && TypeId::of::<T>() == TypeId::of::<bf16>()
+    {
+        let o = Operands {
+            w: w.as_ptr().cast(),
+            x: o.x,
+            out: o.out,
+            m,
+            k,
+            n,
+            out_stride,
+        };
+        // SAFETY: the weights are in bf16; the slices were just checked against the shapes, and the processor has AMX.
+        if unsafe { amx::products(o) } {
+            return;
+        }
+    }
     // SAFETY: the slices were just checked against the shapes, and `out` is borrowed mutably.
     unsafe { dispatch(level, Product(o)) }
 }

@@ -293,7 +293,7 @@ impl Q8Row<'_> {
         match level {
             // SAFETY: the caller made sure that the processor has this level.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => unsafe { levels::avx512(x, self.blocks, self.grain) },
+            Level::Avx512 | Level::Amx => unsafe { levels::avx512(x, self.blocks, self.grain) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => unsafe { levels::avx2(x, self.blocks, self.grain) },

@@ -69,6 +69,7 @@ pub(super) enum Run {
 
 /// The kernel for weights of `format` and activations `x` at a level that the processor has.
 pub(super) fn select(format: &Format, level: Level, x: Tokens) -> Kernel {
+    let level = level.without_tiles();
     #[cfg(target_arch = "x86_64")]
     if let Some(kernel) = one_token(format, level, x) {
         return kernel;
@@ -184,7 +185,7 @@ fn of<C: Codes + 'static, S: Scales + 'static>(level: Level) -> Option<&'static 
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => Some(avx2::kernels::<C, S>()),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => Some(avx512::kernels::<C, S>()),
+        Level::Avx512 | Level::Amx => Some(avx512::kernels::<C, S>()),
         #[cfg(target_arch = "aarch64")]
         Level::Neon => Some(neon::neon_kernels::<C, S>()),
         #[cfg(target_arch = "aarch64")]
@@ -230,7 +231,8 @@ mod tests {
             write!(text, "  {case:<21}").unwrap();
         }
         for format in formats {
-            for level in Level::ALL {
+            let levels = Level::ALL.iter().filter(|l| **l == l.without_tiles());
+            for level in levels {
                 let name = format.to_string();
                 write!(text, "\n{name:<15} {:<7}", level.name()).unwrap();
                 for (_, tokens) in CASES {

@@ -1,0 +1,154 @@
+//! Intel AMX: eight tile registers of up to 16 rows of 64 bytes, and products of them.
+//!
+//! Rust has no stable intrinsics for it, so the instructions are assembly. The compiler knows nothing of tiles and
+//! never touches them: they keep what one block of assembly leaves for the next. A thread configures them, works,
+//! and releases them, as tiles in use cost every context switch 8 KB.
+
+#[cfg(test)]
+mod emulated;
+
+use std::arch::asm;
+use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
+
+/// Rows of a whole tile.
+pub(super) const ROWS: usize = 16;
+/// Bytes of a row of a whole tile.
+pub(super) const ROW_BYTES: usize = 64;
+
+/// The tiles that kernels run on: in unit tests on a processor without AMX an emulation.
+#[cfg(not(test))]
+pub(super) type Tiles = Amx;
+#[cfg(test)]
+pub(super) use emulated::Tiles;
+
+/// The shapes of tiles, as `ldtilecfg` reads them.
+#[repr(C, align(64))]
+pub(super) struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Config {
+    /// Tile `i` with `shapes[i]` = (rows, bytes of a row).
+    pub const fn new(shapes: [(usize, usize); 8]) -> Self {
+        let mut this = Self {
+            palette: 1,
+            start_row: 0,
+            reserved: [0; 14],
+            row_bytes: [0; 16],
+            rows: [0; 16],
+        };
+        let mut i = 0;
+        while i < shapes.len() {
+            let (rows, bytes) = shapes[i];
+            assert!(rows <= ROWS && bytes <= ROW_BYTES);
+            (this.rows[i], this.row_bytes[i]) = (rows as u8, bytes as u16);
+            i += 1;
+        }
+        this
+    }
+}
+
+/// Operations on tiles, which are named by number.
+///
+/// # Safety
+/// All need a processor that has AMX for this process ([`available`]), all but `configure` a configuration in this
+/// thread in which the shapes of their tiles fit, and memory that is good for the rows that they read or write.
+pub(super) trait TileOps {
+    /// Gives the tiles their shapes and zeroes them.
+    unsafe fn configure(config: &Config);
+    /// Ends the use of tiles in this thread until they are configured anew.
+    unsafe fn release();
+    /// Tile T = 0.
+    unsafe fn zero<const T: u8>();
+    /// Tile T = the rows at `p`, `stride` bytes apart.
+    unsafe fn load<const T: u8>(p: *const u8, stride: usize);
+    /// Writes the rows of tile T to `p`, `stride` bytes apart.
+    unsafe fn store<const T: u8>(p: *mut u8, stride: usize);
+    /// `C[m][n] += sum over k of A[m][k] B[k / 2][2 n + k % 2]` in f32, with A and B in bf16.
+    unsafe fn dot_bf16<const C: u8, const A: u8, const B: u8>();
+}
+
+/// The instructions.
+pub(super) struct Amx;
+
+impl TileOps for Amx {
+    #[inline(always)]
+    unsafe fn configure(config: &Config) {
+        // SAFETY: AMX, by the trait's contract.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) config, options(nostack, preserves_flags)) }
+    }
+    #[inline(always)]
+    unsafe fn release() {
+        // SAFETY: AMX, by the trait's contract.
+        unsafe { asm!("tilerelease", options(nostack, preserves_flags)) }
+    }
+    #[inline(always)]
+    unsafe fn zero<const T: u8>() {
+        // SAFETY: AMX and a configured tile, by the trait's contract.
+        unsafe { asm!("tilezero tmm{t}", t = const T, options(nomem, nostack, preserves_flags)) }
+    }
+    #[inline(always)]
+    unsafe fn load<const T: u8>(p: *const u8, stride: usize) {
+        // SAFETY: AMX, a configured tile and readable rows, by the trait's contract.
+        unsafe {
+            asm!("tileloadd tmm{t}, [{p} + {s}*1]", t = const T, p = in(reg) p, s = in(reg) stride,
+                options(readonly, nostack, preserves_flags));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store<const T: u8>(p: *mut u8, stride: usize) {
+        // SAFETY: AMX, a configured tile and writable rows, by the trait's contract.
+        unsafe {
+            asm!("tilestored [{p} + {s}*1], tmm{t}", t = const T, p = in(reg) p, s = in(reg) stride,
+                options(nostack, preserves_flags));
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_bf16<const C: u8, const A: u8, const B: u8>() {
+        // SAFETY: AMX-BF16 and configured tiles, by the trait's contract.
+        unsafe {
+            asm!("tdpbf16ps tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
+                options(nomem, nostack, preserves_flags));
+        }
+    }
+}
+
+/// Whether the processor has tiles with products of bf16 and this process may use them, which is asked of
+/// the kernel here: Linux keeps room for tiles only in processes that have asked, for all their threads.
+///
+/// The processor must have AVX.
+pub(super) fn available() -> bool {
+    /// AMX-BF16 and AMX-TILE in EDX of leaf 7.
+    const FEATURES: u32 = 1 << 22 | 1 << 24;
+    /// The states of tiles' shapes and contents in XCR0.
+    const STATES: u64 = 1 << 17 | 1 << 18;
+    if !cfg!(target_os = "linux") {
+        return false;
+    }
+    // Newer compilers have them safe.
+    #[allow(unused_unsafe)]
+    // SAFETY: every processor of 64 bits has cpuid.
+    let (leaves, features) = unsafe { (__cpuid(0).eax, __cpuid_count(7, 0).edx) };
+    // SAFETY: a processor with AVX that the system has enabled has xgetbv.
+    let states = unsafe { _xgetbv(0) };
+    leaves >= 7 && features & FEATURES == FEATURES && states & STATES == STATES && permitted()
+}
+
+/// Asks Linux for tiles: `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`. Kernels before 5.16 know no such thing
+/// and refuse; so does any where a thread's signal stack is too small for the tiles.
+fn permitted() -> bool {
+    const ARCH_PRCTL: usize = 158;
+    const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+    const XFEATURE_XTILEDATA: usize = 18;
+    let result: isize;
+    // SAFETY: this is Linux, and the call changes nothing but a permission; `syscall` overwrites rcx and r11.
+    unsafe {
+        asm!("syscall", inout("rax") ARCH_PRCTL => result, in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") XFEATURE_XTILEDATA, lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    result == 0
+}
