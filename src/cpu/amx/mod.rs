@@ -129,10 +129,7 @@ pub(super) fn available() -> bool {
     if !cfg!(target_os = "linux") {
         return false;
     }
-    // Newer compilers have them safe.
-    #[allow(unused_unsafe)]
-    // SAFETY: every processor of 64 bits has cpuid.
-    let (leaves, features) = unsafe { (__cpuid(0).eax, __cpuid_count(7, 0).edx) };
+    let (leaves, features) = (__cpuid(0).eax, __cpuid_count(7, 0).edx);
     // SAFETY: a processor with AVX that the system has enabled has xgetbv.
     let states = unsafe { _xgetbv(0) };
     leaves >= 7 && features & FEATURES == FEATURES && states & STATES == STATES && permitted()
