@@ -199,7 +199,6 @@ template <int GROUPS, bool ZEROS> struct BlockScales {
 
   __device__ __forceinline__ void load(const Gemv& p, const Place& row, uint32_t k_block) {
     const uint32_t groups = count(p), at = k_block * ROW_GROUP * groups;
-    const bool has_zeros = ZEROS && row.zeros;
     if (groups == 1) {
       by[0] = load_u16(row.scales + 2 * at);
     } else if (groups == 2) {
@@ -210,7 +209,7 @@ template <int GROUPS, bool ZEROS> struct BlockScales {
       if constexpr (GROUPS != ONE_GROUP) by[1] = both.y;
     }
     zeros = 0x80808080u;
-    if (has_zeros) {
+    if (ZEROS && row.zeros) {
       const char* from = row.zeros + at;
       zeros = groups == 1 ? load_u8(from) : groups == 2 ? load_u16(from) : load_u32(from);
     }
@@ -223,13 +222,12 @@ template <int GROUPS, bool ZEROS> struct BlockScales {
     if constexpr (GROUPS != ONE_GROUP) {
       if (group >= 2) word = by[1];
     }
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * (group % 2)))));
+    return half_of(word, group % 2);
   }
-  // Its zero point as two bf16: the upper half of the f32.
+  // Its zero point as two bf16.
   __device__ __forceinline__ uint32_t zero(const Gemv& p, int e) const {
     if constexpr (!ZEROS) return 0x41004100u;
-    const float zero = ZERO_STEP * static_cast<float>(zeros >> (8 * (e * count(p) / 4)) & 255);
-    return __byte_perm(__float_as_uint(zero), 0, 0x3232);
+    return zero_point(zeros, e * count(p) / 4);
   }
 };
 // The epilogue's scales of channels.
@@ -262,25 +260,20 @@ template <> struct BlockScales<FP8_BLOCKS, false> {
   __device__ __forceinline__ uint32_t zero(const Gemv&, int) const { return 0; }
 };
 
-// INT8, FP8 and INT4 (packed.cuh). INT8 and FP8 may have a scale for each channel, which the epilogue applies.
-template <class Format> struct GemmInt {
+// What a lane has of an N tile of packed weights: two rows, and of each its codes and scales of a K block.
+template <class Format> struct PackedBlocks {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
-  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;
-  static constexpr bool HAS_OFFSET = false;
-  static __device__ __forceinline__ constexpr bool loads_early(int tokens) {
-    return tokens >= (Format::BYTE_CODES ? 128 : 64);
-  }
-  using Scales1 = BlockScales<Format::GROUPS, Format::ZEROS>;
+  using Scales = BlockScales<Format::GROUPS, Format::ZEROS>;
 
   struct Block {
     typename Format::Piece pieces[2];
-    Scales1 scales[2];
+    Scales scales[2];
   };
 
   PackedRow rows[2];
-  typename Scales1::Place places[2];
+  typename Scales::Place places[2];
 
-  __device__ __forceinline__ GemmInt(const Gemv& p, uint32_t n_tile)
+  __device__ __forceinline__ PackedBlocks(const Gemv& p, uint32_t n_tile)
       : rows{PackedRow::of_lane<Format>(p, n_tile, 0), PackedRow::of_lane<Format>(p, n_tile, 1)},
         places{{p, rows[0]}, {p, rows[1]}} {}
 
@@ -300,6 +293,18 @@ template <class Format> struct GemmInt {
   static __device__ __forceinline__ uint32_t loaded(const Block& block) {
     return word_of(block.pieces[0]) ^ word_of(block.pieces[1]) ^ block.scales[0].loaded() ^ block.scales[1].loaded();
   }
+};
+
+// INT8, FP8 and INT4 (packed.cuh). INT8 and FP8 may have a scale for each channel, which the epilogue applies.
+template <class Format> struct GemmInt : PackedBlocks<Format> {
+  using PackedBlocks<Format>::CHANNEL_SCALES;
+  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;
+  static constexpr bool HAS_OFFSET = false;
+  static __device__ __forceinline__ constexpr bool loads_early(int tokens) {
+    return tokens >= (Format::BYTE_CODES ? 128 : 64);
+  }
+  using typename PackedBlocks<Format>::Block;
+  using PackedBlocks<Format>::PackedBlocks, PackedBlocks<Format>::places;
 
   __device__ __forceinline__ float channel_scale(int i) const {
     const float scale = __ldg(places[i].at);
@@ -353,42 +358,14 @@ template <class Format> struct GemmInt {
 
 // Ternary (packed.cuh). Pair j is codes j and j + 4, whose two bits become sign and lowest exponent bit: twice the
 // code in bf16.
-template <int GROUPS_> struct GemmTernary {
-  static constexpr bool CHANNEL_SCALES = GROUPS_ == ROW_SCALES;
+template <int GROUPS_> struct GemmTernary : PackedBlocks<TernaryWeights<GROUPS_>> {
+  using PackedBlocks<TernaryWeights<GROUPS_>>::CHANNEL_SCALES;
   static constexpr int GROUPS = 4;
   static constexpr bool HAS_OFFSET = false;
   static __device__ __forceinline__ constexpr bool loads_early(int tokens) { return tokens >= 64; }
   using Format = TernaryWeights<GROUPS_>;
-  using Scales1 = BlockScales<GROUPS_, false>;
-
-  struct Block {
-    typename Format::Piece pieces[2];
-    Scales1 scales[2];
-  };
-
-  PackedRow rows[2];
-  typename Scales1::Place places[2];
-
-  __device__ __forceinline__ GemmTernary(const Gemv& p, uint32_t n_tile)
-      : rows{PackedRow::of_lane<Format>(p, n_tile, 0), PackedRow::of_lane<Format>(p, n_tile, 1)},
-        places{{p, rows[0]}, {p, rows[1]}} {}
-
-  __device__ __forceinline__ void keep() {
-    keep_in_registers(rows[0].codes, rows[1].codes);
-    if constexpr (!CHANNEL_SCALES) keep_in_registers(places[0].scales, places[1].scales);
-  }
-
-  __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Format::load(block.pieces[i], rows[i].codes, p.k, k_block, threadIdx.x % 4);
-      block.scales[i].load(p, places[i], k_block);
-    }
-  }
-  // A word of each load.
-  static __device__ __forceinline__ uint32_t loaded(const Block& block) {
-    return word_of(block.pieces[0]) ^ word_of(block.pieces[1]) ^ block.scales[0].loaded() ^ block.scales[1].loaded();
-  }
+  using typename PackedBlocks<Format>::Block;
+  using PackedBlocks<Format>::PackedBlocks, PackedBlocks<Format>::places;
 
   __device__ __forceinline__ float channel_scale(int i) const { return 0.5f * __ldg(places[i].at); }
 

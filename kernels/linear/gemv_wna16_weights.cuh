@@ -132,6 +132,12 @@ __device__ __forceinline__ PackedRow PackedRow::of_lane(const Gemv& p, uint32_t 
   return of<Format>(p, n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i), threadIdx.x % 4);
 }
 
+// Zero point i of four, which are stored in sixteenths, as two bf16: the upper half of the f32.
+__device__ __forceinline__ uint32_t zero_point(uint32_t bytes, uint32_t i) {
+  const float zero = ZERO_STEP * static_cast<float>(bytes >> (8 * i) & 255);
+  return __byte_perm(__float_as_uint(zero), 0, 0x3232);
+}
+
 // The scales and zero points of a lane for a row and a tile of K blocks: lane t has the f16 scales, and the zero
 // points, of K blocks t, 4 + t and so on; or the scale of the row.
 template <int GROUPS, bool ZEROS, int K_BLOCKS> struct TileScales {
@@ -175,12 +181,10 @@ template <int GROUPS, bool ZEROS, int K_BLOCKS> struct TileScales {
     const uint32_t word = __shfl_sync(FULL, own, s % 4, 4);
     return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * (group % 2)))));
   }
-  // Its zero point as two bf16: the upper half of the f32.
+  // Its zero point as two bf16.
   __device__ __forceinline__ uint32_t zero(const Gemv& p, int s, int e) const {
     if constexpr (!ZEROS) return 0x41004100u;
-    const uint32_t bytes = __shfl_sync(FULL, zeros[s / 4], s % 4, 4);
-    const float zero = ZERO_STEP * static_cast<float>(bytes >> (8 * (e * groups(p) / 4)) & 255);
-    return __byte_perm(__float_as_uint(zero), 0, 0x3232);
+    return zero_point(__shfl_sync(FULL, zeros[s / 4], s % 4, 4), e * groups(p) / 4);
   }
 };
 template <int K_BLOCKS> struct TileScales<ROW_SCALES, false, K_BLOCKS> {

@@ -215,7 +215,7 @@ unsafe fn split(
                 finite &= is_finite(_mm512_castps_si512(x), 0x7f80_0000);
                 let mut rest = x;
                 for tile in tiles.iter_mut() {
-                    // The upper half of the bits: what is left has eight bits less, exactly.
+                    // Truncated to bf16. The remainder is exact in f32, with eight significant bits fewer.
                     let upper =
                         _mm512_and_si512(_mm512_castps_si512(rest), _mm512_set1_epi32(!0xffff));
                     rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(upper));
