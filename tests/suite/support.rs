@@ -29,10 +29,50 @@ fn gpu() -> Option<Device> {
 /// handles on one GPU count as on different devices.
 #[cfg(feature = "cuda")]
 fn gpu() -> Option<Device> {
+    lent::GPU.with(lent::Lent::device)
+}
+
+/// Devices that threads lend one another, so that none is dropped while the tests run: candle destroys its handle of
+/// cuBLAS with it, which waits for the whole context, and driver 580.159.04 reads a null pointer now and then where
+/// another thread records a CUDA graph at that time.
+#[cfg(feature = "cuda")]
+mod lent {
+    use candle_core::Device;
+    use std::sync::Mutex;
+
+    static FREE: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+
     thread_local! {
-        static GPU: Option<Device> = Device::new_cuda(0).ok();
+        pub static GPU: Lent = Lent::new();
     }
-    GPU.with(Clone::clone)
+
+    /// A device, as long as the thread runs.
+    pub struct Lent(Option<Device>);
+
+    impl Lent {
+        fn new() -> Self {
+            let free = FREE.lock().expect("no panic holds it").pop();
+            Self(free.or_else(|| Device::new_cuda(0).ok()))
+        }
+
+        pub fn device(&self) -> Option<Device> {
+            self.0.clone()
+        }
+    }
+
+    impl Drop for Lent {
+        fn drop(&mut self) {
+            let Some(device) = self.0.take() else {
+                return;
+            };
+            // The next thread has a stream of its own. The first wait may only tell of what an earlier drop has left.
+            let _ = device.synchronize();
+            match device.synchronize() {
+                Ok(()) => FREE.lock().expect("no panic holds it").push(device),
+                Err(_) => std::mem::forget(device),
+            }
+        }
+    }
 }
 
 thread_local! {
