@@ -8,7 +8,7 @@ use super::sequence::Sequence;
 use super::slots::{LOGPROBS, Slots};
 use super::{OP, Options};
 use crate::cuda::profile::Event;
-use crate::cuda::{Address, Graph, Launcher, Pinned, address_of, nvtx};
+use crate::cuda::{Address, Gpu, Graph, Launcher, Pinned, address_of, nvtx};
 use crate::generation::PartTime;
 use crate::generation::chain::{Keys, PagedKeys};
 use crate::generation::plan::Plan;
@@ -57,6 +57,7 @@ pub(super) struct OnDevice {
     count: usize,
     decoder: Decoder,
     device: CudaDevice,
+    gpu: &'static Gpu,
     pools: Vec<PagePool>,
     rotaries: Rotaries,
     graph: bool,
@@ -91,6 +92,7 @@ impl OnDevice {
             count,
             decoder: decoder.clone(),
             device: device.clone(),
+            gpu,
             pools: pools.to_vec(),
             rotaries: rotaries.clone(),
             graph: options.graph,
@@ -131,9 +133,10 @@ impl OnDevice {
     /// Waits for what is under way.
     fn settle(&mut self) -> Result<()> {
         self.under_way.clear();
-        let launcher = Launcher::new(&self.device)?;
+        // Not by a `Launcher`: that fails where an earlier drop has left an error, and the GPU would go on writing to the
+        // mailbox.
         // SAFETY: the stream is candle's.
-        unsafe { launcher.gpu.wait(launcher.stream) }
+        unsafe { self.gpu.wait(self.device.cuda_stream().cu_stream()) }
     }
 
     /// The chain for the first `count` slots.
