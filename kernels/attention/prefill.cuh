@@ -69,31 +69,52 @@ __device__ __forceinline__ int64_t start_of(const int64_t (&strides)[4], int bat
   return B == Batch::DENSE ? batch * strides[0] : first_row * strides[2];
 }
 
-// The same of a padded batch: the rows behind each sequence.
-template <typename Params, typename F>
-__device__ __forceinline__ void each_padding(const Params& p, int sequences, int64_t width, F zero) {
-  const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  const int blocks = gridDim.x * gridDim.y * gridDim.z, share = max(blocks / sequences, 1), groups = blocks / share;
-  if (block / share >= groups) return;
-  for (int batch = block / share; batch < sequences; batch += groups) {
-    const int tokens = padded_length(p, batch);
-    const int64_t from = (int64_t(batch) * p.pitch + tokens) * width, count = (p.pitch - tokens) * width;
-    for (int64_t i = block % share * blockDim.x + threadIdx.x; i < count; i += share * blockDim.x) zero(from + i);
-  }
-}
+// The threads of each block that write zeros into rows of y that no sequence has.
+struct Zeroing {
+  uint32_t thread, threads;
+  static __device__ __forceinline__ Zeroing all() { return {threadIdx.x, blockDim.x}; }
+};
 
-// Calls `zero` with each element of y in rows that no sequence has: the blocks share them out.
-template <Batch B, typename Params, typename F>
-__device__ __forceinline__ void each_left_over(const Params& p, int sequences, int dim, F zero) {
-  if (B == Batch::RAGGED && p.pitch) return each_padding(p, sequences, int64_t(p.heads) * dim, zero);
-  const uint32_t total = p.total_q, first = min(p.cu_q[0], total), last = max(min(p.cu_q[sequences], total), first);
-  if (last - first == total) return;
-  const int64_t width = int64_t(p.heads) * dim, before = first * width, gap = (last - first) * width;
-  const int64_t block = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  const int64_t threads = int64_t(gridDim.x) * gridDim.y * gridDim.z * blockDim.x;
-  for (int64_t i = block * blockDim.x + threadIdx.x; i < total * width - gap; i += threads)
-    zero(i < before ? i : i + gap);
-}
+// Rows of y that no sequence has. What says whether there are any is read when this is made, and waited for when it is
+// used: in between the lengths of the block's own sequence can be asked for.
+template <Batch B, typename Params> struct LeftOver {
+  const Params& p;
+  const int sequences, dim;
+  uint32_t first, last;  // the rows that sequences have, if they are one behind the other
+
+  __device__ __forceinline__ LeftOver(const Params& p, int sequences, int dim)
+      : p(p), sequences(sequences), dim(dim), first(0), last(0) {
+    if (B != Batch::DENSE && !is_padded()) first = p.cu_q[0], last = p.cu_q[sequences];
+  }
+  __device__ __forceinline__ bool is_padded() const { return B == Batch::RAGGED && p.pitch; }
+
+  // Calls `zero` with each element: the blocks share them out.
+  template <typename F> __device__ __forceinline__ void each(Zeroing by, F zero) const {
+    if (B == Batch::DENSE) return;
+    if (is_padded()) return each_padding(by, zero);
+    const uint32_t total = p.total_q, from = min(first, total), to = max(min(last, total), from);
+    if (to - from == total) return;
+    const int64_t width = int64_t(p.heads) * dim, before = from * width, gap = (to - from) * width;
+    const int64_t block = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64_t step = int64_t(gridDim.x) * gridDim.y * gridDim.z * by.threads;
+    for (int64_t i = block * by.threads + by.thread; i < total * width - gap; i += step)
+      zero(i < before ? i : i + gap);
+  }
+
+ private:
+  // Of a padded batch, the rows behind each sequence.
+  template <typename F> __device__ __forceinline__ void each_padding(Zeroing by, F zero) const {
+    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int blocks = gridDim.x * gridDim.y * gridDim.z, share = max(blocks / sequences, 1), groups = blocks / share;
+    if (block / share >= groups) return;
+    const int64_t width = int64_t(p.heads) * dim;
+    for (int batch = block / share; batch < sequences; batch += groups) {
+      const int tokens = padded_length(p, batch);
+      const int64_t from = (int64_t(batch) * p.pitch + tokens) * width, count = (p.pitch - tokens) * width;
+      for (int64_t i = block % share * by.threads + by.thread; i < count; i += share * by.threads) zero(from + i);
+    }
+  }
+};
 
 // Elements from the first page to a token of a sequence in `row`, or -1 where the pool has no such page.
 __device__ __forceinline__ int64_t in_pages(const KeyPages& pages, const uint32_t* row, const int64_t (&strides)[4],

@@ -426,10 +426,11 @@ __device__ __forceinline__ void attend(const Params& p) {
   if constexpr (B != Batch::DENSE) {
     pdl_launch();
     pdl_wait();
-    using Y = typename std::conditional<SPLIT, float, T>::type;
-    each_left_over<B>(p, gridDim.z, D, [&](int64_t at) { static_cast<Y*>(p.y)[at] = from_float<Y>(0.f); });
   }
+  const LeftOver<B, Params> left_over(p, gridDim.z, D);
   const Block<B> block(p);
+  using Y = typename std::conditional<SPLIT, float, T>::type;
+  left_over.each(Zeroing::all(), [&](int64_t at) { static_cast<Y*>(p.y)[at] = from_float<Y>(0.f); });
   if (B != Batch::DENSE && block_row >= block.rows) return;
   const Sequence& of = block.of;
   const int first_row = block_row + row_warp * 16;

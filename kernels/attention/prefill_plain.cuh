@@ -231,8 +231,9 @@ template <typename S, Batch B> __device__ __forceinline__ void attend(const Para
   const int block_row = (gridDim.y - 1 - blockIdx.y) * S::BLOCK_ROWS;
   pdl_launch();
   pdl_wait();
-  if constexpr (B != Batch::DENSE) each_left_over<B>(p, gridDim.z, p.dim, [&](int64_t at) { write(p.y, p.q_type, at, 0.f); });
+  const LeftOver<B, Params> left_over(p, gridDim.z, p.dim);
   const Sequence of = sequence<B>(p, batch);
+  left_over.each(Zeroing::all(), [&](int64_t at) { write(p.y, p.q_type, at, 0.f); });
   const int rows = of.queries * p.group;
   if (B != Batch::DENSE && block_row >= rows) return;
   const int last_row = min(block_row + S::BLOCK_ROWS, rows) - 1;

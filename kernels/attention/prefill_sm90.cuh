@@ -208,7 +208,8 @@ template <typename T, typename C> struct Consumer {
   }
 
   // The scores of the first tile.
-  __device__ __forceinline__ void begin(int tile) {
+  // `meanwhile` is done while the tensor cores work.
+  template <typename F> __device__ __forceinline__ void begin(int tile, F meanwhile) {
     float shrink[2];
     barrier_wait(barriers.k_full(k_slot()), at_k.phase);
     take_turn<C>(number);
@@ -216,6 +217,7 @@ template <typename T, typename C> struct Consumer {
     rows.scores(q, k + k_slot() * C::TILE_BYTES);
     wgmma_commit();
     pass_turn<C>(number);
+    meanwhile();
     wgmma_wait<0>();
     settle(rows.s);
     free_k();
@@ -306,8 +308,9 @@ __device__ __forceinline__ void consume(const AttentionSm90Params& p, Barriers<C
     int tile = work.tiles - 1 - self.lane;
     if (tile >= 0) {
       bool add = false;
-      self.begin(tile);
-      if (C::VARLEN && (tile + 1) * C::KEYS > of.keys) self.clear_values(shared_v, of.keys - tile * C::KEYS);
+      self.begin(tile, [&] {
+        if (C::VARLEN && (tile + 1) * C::KEYS > of.keys) self.clear_values(shared_v, of.keys - tile * C::KEYS);
+      });
       for (tile -= C::LANES; tile >= 0; tile -= C::LANES) {
         self.step(tile, add);
         add = true;
@@ -350,11 +353,16 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const A
   __syncthreads();
   pdl_launch();
   pdl_wait();
-  if constexpr (C::VARLEN)
-    each_left_over<C::BATCH>(p, p.columns / p.heads, C::D, [&](int64_t at) { static_cast<T*>(p.y)[at] = from_float<T>(0.f); });
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(C::PRODUCER_REGISTERS));
-    if (threadIdx.x < C::PRODUCERS) produce<C>(p, barriers, q, k, v);
+    if (threadIdx.x < C::PRODUCERS) {
+      produce<C>(p, barriers, q, k, v);
+    } else if (threadIdx.x >= WARP) {
+      // These warps have nothing else to do.
+      const LeftOver<C::BATCH, AttentionSm90Params> left_over(p, p.columns / p.heads, C::D);
+      const auto zero = [&](int64_t at) { static_cast<T*>(p.y)[at] = from_float<T>(0.f); };
+      left_over.each({threadIdx.x - WARP, 128 - WARP}, zero);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(C::REGISTERS));
     consume<T, C>(p, barriers, q, k, v, shared + (k - start), shared + (v - start));
