@@ -49,21 +49,27 @@ template <typename T, int CHANNELS, int TOKENS, int STAGES> struct GemmDense {
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); }
 
-  // Both halves of the tile's channels, each of one matrix. What lies past a matrix comes as zeros.
-  __device__ __forceinline__ void copy_weights(int stage, uint32_t k) const {
-    barrier_expect(full(stage), STAGE);
-    const bool gated = gates(p);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t row = gated ? h * p.width + n * HALF : n * CHANNELS + h * HALF;
-      const uint32_t which = (row >= p.weights[1].first) + (row >= p.weights[2].first);
-      bulk_copy_rows(stages + stage * STAGE + h * (W_BYTES / 2), g.weights[which], full(stage), k * STAGE_K,
-                     row - p.weights[which].first);
-    }
+  // Channels of the tile that lie in one matrix, side by side.
+  struct Box {
+    const TensorMap* map;
+    int row;
+  };
+  __device__ __forceinline__ Box box(uint32_t row) const {
+    const uint32_t which = (row >= p.weights[1].first) + (row >= p.weights[2].first);
+    return {&g.weights[which], int(row - p.weights[which].first)};
   }
 
-  // One thread.
+  // One thread. What lies past a matrix comes as zeros.
   __device__ __forceinline__ void produce() const {
+    const bool halves = g.halves != 0;
+    const Box first = box(gates(p) ? n * HALF : n * CHANNELS);
+    const Box second = box(!halves ? 0 : gates(p) ? p.width + n * HALF : n * CHANNELS + HALF);
+    const auto copy_weights = [&](int stage, uint32_t k) {
+      const uint32_t to = stages + stage * STAGE, barrier = full(stage);
+      barrier_expect(barrier, STAGE);
+      bulk_copy_rows(to, *first.map, barrier, k * STAGE_K, first.row);
+      if (halves) bulk_copy_rows(to + W_BYTES / 2, *second.map, barrier, k * STAGE_K, second.row);
+    };
     PipelineState<STAGES> pipeline;
     const uint32_t early = min(begin + STAGES, end);
     for (uint32_t k = begin; k < early; ++k) copy_weights(k - begin, k);

@@ -96,77 +96,64 @@ struct TileOutputs {
     return v;
   }
 
-  // The 8 sums of each of COUNT tokens, from value `at` of each plane on. Loads of all tokens are issued before any is
-  // used.
-  template <int COUNT>
-  __device__ __forceinline__ void gather(float (&y)[COUNT][8], const uint32_t (&at)[COUNT], uint32_t offset) const {
+  // Blocks of the cluster whose sums are on their way at once.
+  static constexpr int AHEAD = 4;
+
+  // The 8 sums of a token, from value `at` of each plane on.
+  __device__ __forceinline__ void gather(float (&y)[8], uint32_t at) const {
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) y[n][i] = 0.f;
-    }
-    for (uint32_t r = 0; r < split_k; ++r) {
+    for (int i = 0; i < 8; ++i) y[i] = 0.f;
+    for (uint32_t r = 0; r < split_k; r += AHEAD) {
       for (uint32_t q = 0; q < planes; ++q) {
-        float4 v[COUNT][2];
+        const uint32_t from = sums + 4 * (q * plane + at);
+        float4 v[AHEAD][2];
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) {
-          const uint32_t from = sums + 4 * (q * plane + at[n] + offset);
-          v[n][0] = load(from, r), v[n][1] = load(from + 16, r);
+        for (int b = 0; b < AHEAD; ++b) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) v[b][i] = r + b < split_k ? load(from + 16 * i, r + b) : float4{};
         }
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) {
+        for (int b = 0; b < AHEAD; ++b) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            float* to = y[n] + 4 * i;
-            to[0] += v[n][i].x, to[1] += v[n][i].y, to[2] += v[n][i].z, to[3] += v[n][i].w;
+            float* to = y + 4 * i;
+            to[0] += v[b][i].x, to[1] += v[b][i].y, to[2] += v[b][i].z, to[3] += v[b][i].w;
           }
         }
       }
     }
   }
 
-  // Writes items `first`, `first + step` and so on, each 8 channels of a token; COUNT items are in flight together.
-  template <int COUNT = 1> __device__ __forceinline__ void write(uint32_t first, uint32_t step) const {
+  // Writes items `first`, `first + step` and so on, each 8 channels of a token.
+  __device__ __forceinline__ void write(uint32_t first, uint32_t step) const {
     const Epilogue& e = p.epilogue;
     const bool gated = gates(p);
     // A power of two.
     const uint32_t pieces = gated ? n_tiles : 2 * n_tiles, pieces_log2 = 31 - __clz(pieces);
 #pragma unroll 1
-    for (uint32_t i = first; i < tokens * pieces; i += COUNT * step) {
-      uint32_t at[COUNT], columns[COUNT];
-      uint64_t to[COUNT];
-      bool there[COUNT];
-      float residuals[COUNT][8] = {};
+    for (uint32_t i = first; i < tokens * pieces; i += step) {
+      const uint32_t token = i >> pieces_log2, piece = i & (pieces - 1);
+      const uint32_t n_tile = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
+      const uint32_t column = n_tile_column(p, first_n_tile + n_tile, 0) + 8 * half;
+      if (column >= p.width) continue;
+      const EightOutputs outputs(e, column, uint64_t(first_token + token) * e.stride + column, p.width, vectors);
+      float residuals[8] = {}, y[8], up[8];
+      outputs.add_residuals(residuals);
+      const uint32_t at = token * pitch + 16 * n_tile + 8 * half;
+      gather(y, at);
+      if (gated) gather(up, at + 8);
+      outputs.add_bias(y, 0);
+      if (gated) {
+        outputs.add_bias(up, p.width);
 #pragma unroll
-      for (int n = 0; n < COUNT; ++n) {
-        const uint32_t token = (i + n * step) >> pieces_log2, piece = (i + n * step) & (pieces - 1);
-        const uint32_t n_tile = gated ? piece : piece / 2, half = gated ? 0 : piece % 2;
-        columns[n] = n_tile_column(p, first_n_tile + n_tile, 0) + 8 * half;
-        there[n] = token < tokens && columns[n] < p.width;
-        at[n] = there[n] ? token * pitch + 16 * n_tile + 8 * half : 0;
-        to[n] = uint64_t(first_token + token) * e.stride + columns[n];
-        if (there[n]) EightOutputs(e, columns[n], to[n], p.width, vectors).add_residuals(residuals[n]);
+        for (int j = 0; j < 8; ++j) y[j] = gate(e.activation, y[j]) * up[j];
+      } else if (e.activation != ACT_NONE) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[j] = activate(e.activation, y[j]);
       }
-      float y[COUNT][8], up[COUNT][8];
-      gather(y, at, 0);
-      if (gated) gather(up, at, 8);
 #pragma unroll
-      for (int n = 0; n < COUNT; ++n) {
-        if (!there[n]) continue;
-        const EightOutputs outputs(e, columns[n], to[n], p.width, vectors);
-        outputs.add_bias(y[n], 0);
-        if (gated) {
-          outputs.add_bias(up[n], p.width);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) y[n][j] = gate(e.activation, y[n][j]) * up[n][j];
-        } else if (e.activation != ACT_NONE) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) y[n][j] = activate(e.activation, y[n][j]);
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y[n][j] += residuals[n][j];
-        outputs.write(y[n]);
-      }
+      for (int j = 0; j < 8; ++j) y[j] += residuals[j];
+      outputs.write(y);
     }
   }
 };

@@ -310,7 +310,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
     stage_sums<TOKENS>(shared_sums + 16 * warp(), sums, 0);
     cluster_sync_memory();
     outputs(stages, at.n, at.first_row / g.parts, TOKENS)
-        .template write<(TOKENS > 64 ? 2 : 1)>(rank * Shape::CONSUMERS + threadIdx.x, g.split_k * Shape::CONSUMERS);
+        .write(rank * Shape::CONSUMERS + threadIdx.x, g.split_k * Shape::CONSUMERS);
   }
 
   // Of a type that outputs, bias and residuals share.

@@ -1,10 +1,10 @@
-// GEMV for small matrices, with x and weights of one 16-bit type, up to 32 rows of x, K up to 1536 and few output
+// Products of small matrices, with x and weights of one 16-bit type, up to 64 rows of x, K up to 3072 and few output
 // channels: the decode step of a small model. Weights are in registers before x arrives, so the latency from x to
 // the output is all that counts; an SM has hardly more than one warp at a time to hide it with. Hence fully unrolled
 // code, types known at compile time, and all addresses computed before the PDL wait.
 //
-// A block computes one N tile of 8 output channels, or several where there are more tiles than multiprocessors; its 8
-// warps split K. Lane 4 g + t of a warp holds 16 bytes of row g of the weights and of x for each K block, and of rows
+// A block computes one N tile of 8 output channels, or several where there are more tiles than multiprocessors, for up to
+// 8 x M_TILES rows of x; more rows take as many blocks more. Its 8 warps split K. Lane 4 g + t of a warp holds 16 bytes of row g of the weights and of x for each K block, and of rows
 // g + 8, g + 16 and g + 24 of x where there are M tiles for them: operands of gemv_dense_mma.cuh's `mma` as they are, so
 // that x is normed in registers and does not pass through shared memory.
 #pragma once
@@ -13,31 +13,10 @@
 
 namespace fused {
 
-__device__ __forceinline__ uint32_t as_word(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
-__device__ __forceinline__ uint32_t as_word(__nv_bfloat162 v) { return *reinterpret_cast<uint32_t*>(&v); }
-
 // round(round(v * factor) * weight) for the two values of a word.
 template <typename T> __device__ __forceinline__ uint32_t scaled(uint32_t word, float factor, uint32_t weight) {
   const float2 v = unpack2<T>(word);
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 normed = __floats2half2_rn(v.x * factor, v.y * factor);
-    return as_word(__hmul2(normed, *reinterpret_cast<__half2*>(&weight)));
-  } else {
-    const __nv_bfloat162 normed = __floats2bfloat162_rn(v.x * factor, v.y * factor);
-    return as_word(__hmul2(normed, *reinterpret_cast<__nv_bfloat162*>(&weight)));
-  }
-}
-
-template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
-  float v[8];
-  unpack8<T>(pack, v);
-  float even = v[0] * v[0], odd = v[1] * v[1];
-#pragma unroll
-  for (int i = 2; i < 8; i += 2) {
-    even = fmaf(v[i], v[i], even);
-    odd = fmaf(v[i + 1], v[i + 1], odd);
-  }
-  return even + odd;
+  return multiply_pairs<T>(pack2<T>(v.x * factor, v.y * factor), weight);
 }
 
 // The outputs that a lane of the first warp writes: columns 2t and 2t + 1 of row g of x, or the one
@@ -187,14 +166,16 @@ __device__ __forceinline__ float2 sum_of_warps(const float (&sums)[GEMV_WARPS][W
   return y;
 }
 
-// k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS; one block for each 8 x N_TILES rows of weights.
-// M is at most 8 x M_TILES.
+// k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS; one block for each 8 x N_TILES rows of weights (x) and
+// 8 x M_TILES rows of x (y).
 template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
   // Output tiles of 8 x 8, whose split-K sums the warps reduce and write, a tile a warp at a time.
   constexpr int OUTPUT_TILES = N_TILES * M_TILES, TURNS = (OUTPUT_TILES + GEMV_WARPS - 1) / GEMV_WARPS;
   __shared__ alignas(16) float squares[8 * M_TILES][GEMV_WARPS];
-  __shared__ alignas(16) float sums[OUTPUT_TILES][GEMV_WARPS][WARP][2];
+  extern __shared__ __align__(16) char shared[];
+  auto& sums = *reinterpret_cast<float (*)[OUTPUT_TILES][GEMV_WARPS][WARP][2]>(shared);
   pdl_launch();
+  const uint32_t first_row = blockIdx.y * (8 * M_TILES);
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const uint32_t warp_k_blocks = ((p.k + 31) / 32 + GEMV_WARPS - 1) / GEMV_WARPS;
   const LatencyChunks chunks{4 * warp * warp_k_blocks + t, min(p.k / 8, 4 * (warp + 1) * warp_k_blocks)};
@@ -225,12 +206,12 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
     const uint32_t output_tile = warp + turn * GEMV_WARPS, tile = output_tile % N_TILES;
     auto own_column = [&](uint32_t r) { return column(tile, r); };
     auto own_row = [&](uint32_t r) { return weight_row(tile, r); };
-    if (output_tile < OUTPUT_TILES) out[turn].prepare(p, g + 8 * (output_tile / N_TILES), t, own_column, own_row);
+    if (output_tile < OUTPUT_TILES) out[turn].prepare(p, first_row + g + 8 * (output_tile / N_TILES), t, own_column, own_row);
   }
   // Lanes past the last row of x take the last again; what they compute is not written.
   const uint4* from[M_TILES];
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m) from[m] = packs_of<T>(p.prologue.x, min(g + 8 * m, p.m - 1), p.k) + chunks.first;
+  for (int m = 0; m < M_TILES; ++m) from[m] = packs_of<T>(p.prologue.x, min(first_row + g + 8 * m, p.m - 1), p.k) + chunks.first;
 
   pdl_wait();
 #pragma unroll
@@ -258,11 +239,3 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
 }
 
 }  // namespace fused
-
-// `NAME`: a kernel for elements of TYPE, up to K_BLOCKS K blocks of a warp, N_TILES N tiles of a block and 8 x M_TILES
-// rows of x, from an architecture on. With more than 8 rows of x there are registers for one block an SM.
-#define FUSED_GEMV_LATENCY(NAME, FROM, TYPE, K_BLOCKS, N_TILES, M_TILES)                                 \
-  extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS, M_TILES == 1 ? 2 : 1)                \
-      NAME(const __grid_constant__ fused::Gemv p) {                                                      \
-    if constexpr (fused::COMPILED_FOR >= FROM) fused::gemv_latency<TYPE, K_BLOCKS, N_TILES, M_TILES>(p); \
-  }

@@ -211,23 +211,35 @@ abi! {
         flags: Mut<u32>,
     }
 
+    /// Blocks of the kernel for small dense matrices: K at most, N tiles of 8 output channels, and rows of x.
+    table GEMV_DENSE_LATENCY of GemvDenseLatencyForm (k: usize, n_tiles: usize, rows: usize) = [
+        (1024, 1, 8), (1536, 1, 8), (1024, 3, 8), (768, 1, 16), (1536, 1, 16), (768, 3, 16),
+        (768, 1, 32), (768, 2, 32), (768, 3, 32), (768, 6, 32), (1536, 1, 32), (1536, 2, 32),
+        (1024, 4, 8), (1024, 6, 8), (2048, 1, 8), (2048, 2, 8), (2048, 3, 8), (3072, 1, 8),
+        (1024, 4, 16), (1024, 6, 16), (2048, 1, 16), (2048, 2, 16), (2048, 3, 16), (3072, 1, 16),
+        (1024, 4, 32), (1024, 6, 32), (2048, 1, 32)
+    ];
+
     /// Tiles of the GEMM for dense weights on Hopper: output channels, tokens, and stages of 64 values of K, with which
     /// a multiprocessor has room for two blocks.
     table GEMM_DENSE_SM90 of GemmDenseForm (channels: usize, tokens: usize, stages: usize) = [
-        (64, 8, 10), (64, 16, 10), (64, 32, 8), (64, 64, 6), (64, 128, 4), (128, 64, 4), (128, 128, 3)
+        (64, 8, 10), (64, 16, 10), (64, 32, 8), (64, 64, 6), (64, 128, 4), (128, 8, 6), (128, 16, 6),
+        (128, 32, 5), (128, 64, 4), (128, 128, 3)
     ];
 
     /// Dense weights and x of one 16-bit type.
     struct GemmDenseParams {
         /// Boxes of `[64][T]`.
         x: TensorMap,
-        /// Of each matrix, boxes of `[64][channels / 2]`.
+        /// Of each matrix, boxes of `[64][channels]`, or of half as many channels.
         weights: [TensorMap; MAX_WEIGHTS],
         /// Without prologue.
         product: Gemv,
         m_tiles: u32,
         /// Blocks of a cluster, which share K.
         split_k: u32,
+        /// Whether the halves of a tile's channels are not side by side in one matrix.
+        halves: i32,
         /// Whether 16-byte accesses fit bias, residuals and outputs.
         vectors: i32,
     }

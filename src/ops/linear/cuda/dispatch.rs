@@ -2,8 +2,8 @@
 
 use super::kernels::{
     gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16,
-    gemm_wna16_mma, gemm_wna16_sm90, gemv_dense, gemv_dense_pipelined, gemv_gguf, gemv_wna16,
-    gemv_wna16_sm90,
+    gemm_wna16_mma, gemm_wna16_sm90, gemv_dense, gemv_dense_latency, gemv_dense_pipelined,
+    gemv_gguf, gemv_wna16, gemv_wna16_sm90,
 };
 use super::plan::Plan;
 use super::problem::Case;
@@ -54,20 +54,23 @@ const DENSE_SM90: [usize; 2] = [2, 256];
 
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 
-/// More than 8 rows only with K up to 1,536, more than 16 up to 768.
-const LATENCY_OF_HALVES: &[Rows] = &[(F16, [1, 32]), (BF16, [1, 32])];
+/// As many as blocks of 8, 16 or 32 of them have a multiprocessor each.
+const LATENCY_OF_HALVES: &[Rows] = &[
+    (F16, [1, gemv_dense_latency::MAX_M]),
+    (BF16, [1, gemv_dense_latency::MAX_M]),
+];
 
 /// The table. First match wins; a kernel may have several rules.
 pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_dense_latency",
-        source: "linear/gemv_dense.cu",
+        source: "linear/gemv_dense_latency.cu",
         formats: Formats::HALF,
         x: LATENCY_OF_HALVES,
-        max_k: gemv_dense::MAX_LATENCY_K,
+        max_k: gemv_dense_latency::MAX_K,
         norms: Norms::Rms,
-        plan: gemv_dense::latency,
-        note: "few output channels: one block a multiprocessor at most, of one N tile or three; to 8, 16 or 32 rows by K",
+        plan: gemv_dense_latency::plan,
+        note: "small matrices: one block a multiprocessor at most, of 1 to 6 N tiles and 8 to 32 rows",
         ..RULE
     },
     Rule {

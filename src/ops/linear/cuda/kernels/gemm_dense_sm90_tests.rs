@@ -1,135 +1,16 @@
 //! The dense GEMM for Hopper against float64, in every tiling; and what each tiling takes.
 
 use super::super::plan::Kernel;
-use super::super::problem::{Case, NormAt, NormKind, Operand, Operands, ProductAt};
+use super::super::problem::{Case, Operands};
+use super::dense_product::{Product, Shape};
 use super::gemm_dense;
 use super::gemm_dense_sm90::{Gemm, MAX_SPLIT_K, Tiling};
 use super::gemv_dense;
 use crate::cuda::abi::GEMM_DENSE_SM90 as FORMS;
 use crate::cuda::profile::Event;
-use crate::cuda::{Graph, Launcher, Scratch, address_of};
-use crate::ops::{Activation, ActivationBits};
-use candle_core::{D, DType, Device, Result, Tensor};
-
-/// What a product is of.
-#[derive(Clone, Copy, Debug)]
-struct Shape {
-    m: usize,
-    k: usize,
-    weights: [usize; 3],
-    activation: Activation,
-    norm: bool,
-    residuals: bool,
-    dtype: DType,
-}
-
-struct Product {
-    shape: Shape,
-    x: Tensor,
-    gain: Tensor,
-    w: Vec<Tensor>,
-    bias: Tensor,
-    residual: Tensor,
-    y: Tensor,
-}
-
-impl Product {
-    fn new(device: &Device, shape: Shape) -> Result<Self> {
-        let k = shape.k;
-        let present = shape.weights.iter().filter(|rows| **rows > 0);
-        let w = present.map(|rows| {
-            let w = Tensor::randn(0f32, 1. / (k as f32).sqrt(), (*rows, k), device)?;
-            w.to_dtype(shape.dtype)
-        });
-        Self::of(device, shape, w.collect::<Result<_>>()?)
-    }
-
-    fn of(device: &Device, shape: Shape, w: Vec<Tensor>) -> Result<Self> {
-        let randn = |dims: &[usize]| Tensor::randn(0f32, 1., dims, device)?.to_dtype(shape.dtype);
-        let Shape { m, k, weights, .. } = shape;
-        let rows = weights.iter().sum::<usize>();
-        let width = shape.activation.outputs(rows);
-        Ok(Self {
-            x: randn(&[m, k])?,
-            gain: randn(&[k])?,
-            w,
-            bias: randn(&[rows])?,
-            residual: randn(&[m, width])?,
-            y: Tensor::zeros((m, width), shape.dtype, device)?,
-            shape,
-        })
-    }
-
-    fn operands(&self, w: &[Tensor]) -> Result<Operands> {
-        let Shape {
-            m, k, dtype, norm, ..
-        } = self.shape;
-        let weights = w.iter().map(|w| {
-            Ok(Operand::Dense {
-                address: address_of(w)?,
-                rows: w.dims()[0],
-                dtype,
-            })
-        });
-        let weight = address_of(&self.gain)?;
-        let norm_at = NormAt {
-            kind: NormKind::Rms,
-            weight,
-            bias: 0,
-            eps: 1e-5,
-        };
-        let added = |t: &Tensor| match self.shape.residuals {
-            true => address_of(t),
-            false => Ok(0),
-        };
-        Ok(Operands {
-            weights: weights.collect::<Result<_>>()?,
-            at: ProductAt {
-                x: address_of(&self.x)?,
-                norm: norm.then_some(norm_at),
-                bias: added(&self.bias)?,
-                activation: self.shape.activation,
-                residuals: [added(&self.residual)?; 2],
-                out: address_of(&self.y)?,
-                stride: self.y.dims()[1],
-                m,
-                k,
-                x_dtype: dtype,
-                x_bits: ActivationBits::Auto,
-                out_dtype: dtype,
-            },
-            second: None,
-            fetch: None,
-            dequantized: None,
-        })
-    }
-
-    fn expected(&self) -> Result<Tensor> {
-        let exact = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
-        let mut x = exact(&self.x)?;
-        if self.shape.norm {
-            let squares = (x.sqr()?.mean_keepdim(D::Minus1)? + 1e-5)?;
-            let normed = x.broadcast_div(&squares.sqrt()?)?;
-            let normed = normed.broadcast_mul(&exact(&self.gain)?)?;
-            // As the kernel in front rounds it.
-            x = normed.to_dtype(self.shape.dtype)?.to_dtype(DType::F64)?;
-        }
-        let all = Tensor::cat(&self.w, 0)?;
-        let mut y = x.matmul(&exact(&all)?.t()?)?;
-        if self.shape.residuals {
-            y = y.broadcast_add(&exact(&self.bias)?)?;
-        }
-        if self.shape.activation == Activation::SwiGlu {
-            let width = self.y.dims()[1];
-            let up = y.narrow(1, width, width)?;
-            y = y.narrow(1, 0, width)?.silu()?.mul(&up)?;
-        }
-        match self.shape.residuals {
-            true => y + (exact(&self.residual)? * 2.)?,
-            false => Ok(y),
-        }
-    }
-}
+use crate::cuda::{Graph, Launcher, Scratch};
+use crate::ops::Activation;
+use candle_core::{DType, Device, Result, Tensor};
 
 fn tilings(case: &Case) -> Vec<(Tiling, Gemm)> {
     let forms = (0..FORMS.len()).flat_map(|form| (1..=MAX_SPLIT_K).map(move |k| (form, k)));
@@ -172,18 +53,10 @@ fn every_tiling_agrees_with_float64() -> Result<()> {
                 };
                 let product = Product::new(&device, shape)?;
                 let operands = product.operands(&product.w)?;
-                let expected = product.expected()?;
-                let most = expected.abs()?.max_all()?.to_scalar::<f64>()?;
-                let bound = if dtype == DType::BF16 { 8e-3 } else { 1e-3 } * most.max(1.);
                 let tilings = tilings(&operands.case(&launcher));
                 assert!(tilings.len() >= 10, "{shape:?}: {}", tilings.len());
                 for (tiling, gemm) in tilings {
-                    let mut scratch = Scratch::new(device.as_cuda_device()?);
-                    // SAFETY: the tensors have the sizes that the product takes.
-                    unsafe { gemm.run(&launcher, &mut scratch, &operands)? };
-                    let y = product.y.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
-                    let error = (y - &expected)?.abs()?.max_all()?.to_scalar::<f64>()?;
-                    assert!(error <= bound, "{shape:?} {tiling:?}: {error} of {most}");
+                    product.assert_close(&launcher, &gemm, &operands, &format!("{tiling:?}"))?;
                 }
             }
         }

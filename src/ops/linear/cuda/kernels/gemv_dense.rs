@@ -3,10 +3,9 @@
 use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::{Core, GemvPlan, is_bf16};
-use crate::cuda::{Grid, Module, fatbin};
+use crate::cuda::{Module, fatbin};
 use crate::ops::view::dtype_index;
 use candle_core::DType;
-use std::sync::Arc;
 
 /// In the order of the constants below.
 pub(super) static MODULE: Module = Module::new(
@@ -25,22 +24,6 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_dense_m8_f16",
         "gemv_dense_m8_bf16",
         "gemv_dense_m8_scalar",
-        "gemv_dense_latency_1024_f16",
-        "gemv_dense_latency_1024_bf16",
-        "gemv_dense_latency_1536_f16",
-        "gemv_dense_latency_1536_bf16",
-        "gemv_dense_latency_1024_n3_f16",
-        "gemv_dense_latency_1024_n3_bf16",
-        "gemv_dense_latency_768_m16_f16",
-        "gemv_dense_latency_768_m16_bf16",
-        "gemv_dense_latency_1536_m16_f16",
-        "gemv_dense_latency_1536_m16_bf16",
-        "gemv_dense_latency_768_n3_m16_f16",
-        "gemv_dense_latency_768_n3_m16_bf16",
-        "gemv_dense_latency_768_m32_f16",
-        "gemv_dense_latency_768_m32_bf16",
-        "gemv_dense_latency_768_n3_m32_f16",
-        "gemv_dense_latency_768_n3_m32_bf16",
     ],
 );
 
@@ -49,45 +32,9 @@ const M1: usize = 2;
 const M1_LARGE: usize = 5;
 const M8: usize = 8;
 const SCALAR: usize = 11;
-const LATENCY: usize = 12;
 
 /// Rows of x that the kernels take.
 pub(super) const MAX_M: usize = 8;
-
-/// A kernel for small products.
-struct Latency {
-    /// Inputs at most.
-    k: usize,
-    /// N tiles of a block.
-    tiles: usize,
-    /// Rows of x at most.
-    m: usize,
-}
-
-/// In the order of the kernels; the first that fits is taken.
-const LATENCIES: [Latency; 8] = [
-    Latency::of(1024, 1, 8),
-    Latency::of(MAX_LATENCY_K, 1, 8),
-    Latency::of(1024, 3, 8),
-    Latency::of(768, 1, 16),
-    Latency::of(MAX_LATENCY_K, 1, 16),
-    Latency::of(768, 3, 16),
-    Latency::of(768, 1, 32),
-    Latency::of(768, 3, 32),
-];
-
-impl Latency {
-    const fn of(k: usize, tiles: usize, m: usize) -> Self {
-        Self { k, tiles, m }
-    }
-}
-
-/// Inputs of a small product at most.
-pub(crate) const MAX_LATENCY_K: usize = 1536;
-
-/// Output channels of an N tile of a small product.
-const LATENCY_TILE: usize = 8;
-const LATENCY_THREADS: u32 = 256;
 
 /// Bytes of weights from which on a warp reads so many that it prefetches more of them.
 const LARGE: usize = 24 << 20;
@@ -121,37 +68,12 @@ fn vectors(case: &Case) -> Result<DType, &'static str> {
 }
 
 /// The dtype of weights that tensor cores multiply with x as they are.
-fn on_tensor_cores(case: &Case) -> Result<DType, &'static str> {
+pub(super) fn on_tensor_cores(case: &Case) -> Result<DType, &'static str> {
     let dtype = vectors(case)?;
     match case.x == dtype && (case.gpu.arch >= 80 || dtype == DType::F16) {
         true => Ok(dtype),
         false => Err("tensor cores do not take these types"),
     }
-}
-
-/// Small products, a block for each SM at most: with more, staging x again and again costs what the
-/// short way through the kernel saves.
-pub(crate) fn latency(case: &Case) -> Planned {
-    let dtype = on_tensor_cores(case)?;
-    let blocks = |kernel: &Latency| {
-        let outputs = case.activation.outputs(kernel.tiles * LATENCY_TILE);
-        case.width().div_ceil(outputs)
-    };
-    let fits = |kernel: &Latency| {
-        case.k <= kernel.k && case.m <= kernel.m && blocks(kernel) <= case.gpu.sms as usize
-    };
-    let Some(size) = LATENCIES.iter().position(fits) else {
-        return Err("K is too long, or there are more blocks than multiprocessors");
-    };
-    Ok(Arc::new(GemvPlan {
-        module: &MODULE,
-        index: LATENCY + 2 * size + is_bf16(dtype),
-        grid: Grid::line(blocks(&LATENCIES[size]) as u32, LATENCY_THREADS),
-        split_k: 1,
-        stages: 0,
-        once: case.m,
-        row: None,
-    }))
 }
 
 /// Several rows of x in 16 bits, by `mma`.

@@ -2,6 +2,8 @@
 //! knows no other family's.
 
 mod cublaslt;
+#[cfg(test)]
+mod dense_product;
 pub(super) mod gemm_dense;
 pub(super) mod gemm_dense_sm90;
 #[cfg(test)]
@@ -16,6 +18,9 @@ pub(super) mod gemm_wna16_sm90;
 mod gemm_wna16_tiling;
 pub(super) mod gemv;
 pub(super) mod gemv_dense;
+pub(super) mod gemv_dense_latency;
+#[cfg(test)]
+mod gemv_dense_latency_tests;
 pub(crate) mod gemv_dense_pipelined;
 #[cfg(test)]
 mod gemv_dense_tests;

@@ -23,7 +23,7 @@ fn plans_leave_room_for_static_shared_memory() -> Result<()> {
         }
         Ok::<_, candle_core::Error>(())
     };
-    check(&gemv_dense::MODULE, 0..16, gemv::FIXED_SHARED)?;
+    check(&gemv_dense::MODULE, 0..12, gemv::FIXED_SHARED)?;
     check(&gemv_gguf::MODULE, 0..8, gemv::FIXED_SHARED)?;
     check(&gemv_wna16::MODULE, 0..7, gemv::FIXED_SHARED)?;
     check(
