@@ -56,6 +56,7 @@ mod order;
 pub(crate) mod pack;
 mod paged;
 mod per_token;
+mod plain;
 mod projection;
 pub(crate) mod quantize;
 pub(crate) mod recipe;
