@@ -1,8 +1,9 @@
 //! Mistral.
 //!
 //! [`Model`] and [`Config`] have the names and signatures of `candle_transformers::models::mistral`:
-//! changing the import is the whole change. [`Model::embed_tokens`] gives this crate's [`Embedding`]. A window is Hugging Face's, of `sliding_window` positions with
-//! the token's own, in every layer; candle-transformers sees one more, and only within a prompt.
+//! changing the import is the whole change. [`Model::embed_tokens`] gives this crate's [`Embedding`]. A window
+//! is Hugging Face's, of `sliding_window` positions with the token's own, in every layer; candle-transformers
+//! sees one more, and only within a prompt.
 //!
 //! Method: Mistral 7B (Jiang et al. 2023).
 
