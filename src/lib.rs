@@ -55,7 +55,9 @@
 //! models and layers take candle's operations.
 //!
 //! # What is absent
-//! Kernels for Metal, batches of padded sequences, stop strings, training (there is no backward pass).
+//! Kernels for Metal, stop strings, training (there is no backward pass). Models take batches of prompts of one length,
+//! without padding; sequences of different lengths side by side are [`generation::Generation`]'s and
+//! [`serving::Engine`]'s, and attention of padded batches is [`ops::flash_attention_padded()`].
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

@@ -4,7 +4,8 @@
 use super::amx;
 use std::sync::OnceLock;
 
-/// Instruction sets of this architecture that a core may have a path for, in rising order.
+/// Instruction sets of this architecture that a core may have a path for, in rising order. More may come, so a
+/// `match` needs an arm for the rest.
 ///
 /// ```
 /// use candle_fused::cpu::simd::{self, Level};
@@ -14,6 +15,7 @@ use std::sync::OnceLock;
 /// assert_eq!(Level::Scalar.name(), "scalar");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum Level {
     /// Plain Rust, right on every architecture.
     Scalar,

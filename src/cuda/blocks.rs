@@ -52,6 +52,25 @@ const NARROW: usize = 3;
 /// A quantized matrix, rows x cols, in a GPU's memory: GGUF blocks or the codes of a
 /// [`Scheme`](crate::quant::Scheme), in their precision and about their size, in the order in which
 /// tensor cores take them (`kernels/formats/gguf.cuh`, `kernels/formats/packed.cuh`).
+///
+/// ```no_run
+/// use candle_core::quantized::{GgmlDType, QTensor};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::cuda::BlockMatrix;
+/// use candle_fused::quant::{Scheme, quantize};
+/// let device = Device::new_cuda(0)?;
+/// // Blocks of GGUF, from a tensor of candle's or from the bytes of a file.
+/// let weights = Tensor::ones((64, 256), DType::F32, &device)?;
+/// let blocks = BlockMatrix::from_qtensor(&QTensor::quantize(&weights, GgmlDType::Q4K)?)?;
+/// assert_eq!((blocks.rows(), blocks.cols()), (64, 256));
+/// let zeros = BlockMatrix::new(GgmlDType::Q8_0, 64, 32, &[0; 64 * 34], &device)?;
+/// assert_eq!(zeros.dequantize(DType::F32)?.dims(), [64, 32]);
+/// // Codes of a scheme.
+/// let codes = quantize(&[1.; 64 * 256], 64, 256, Scheme::Int8)?;
+/// let int8 = BlockMatrix::from_codes(&codes, &device)?;
+/// println!("{int8:?}: {} in {} bytes", int8.format(), int8.size_in_bytes());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct BlockMatrix {
     stored: Stored,
     rows: usize,

@@ -16,6 +16,24 @@ thread_local! {
 /// choose. A product takes it if the kernel is for its weight format. An op fails, with the reason, where the
 /// kernel does not take its shape, and with all names where no table has the name. The environment variable
 /// `CANDLE_FUSED_KERNEL` does the same for the whole process.
+///
+/// ```no_run
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::ops::linear::kernel_table;
+/// use candle_fused::ops::{Epilogue, linear};
+/// use candle_fused::{cuda, trace};
+/// let device = Device::new_cuda(0)?;
+/// let x = Tensor::zeros((1, 4096), DType::BF16, &device)?;
+/// let w = Tensor::zeros((4096, 4096), DType::BF16, &device)?;
+/// for kernel in kernel_table() {
+///     let product = || cuda::with_kernel(Some(kernel.name), || linear(&x, &w, &Epilogue::default()));
+///     match trace::capture(product) {
+///         (Ok(_), calls) => println!("{calls}"),
+///         (Err(why), _) => println!("{why}"),
+///     }
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn with_kernel<T>(name: Option<&str>, body: impl FnOnce() -> T) -> T {
     /// Puts back what was forced before, also where the body panics.
     struct Before(Option<Arc<str>>);

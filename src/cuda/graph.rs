@@ -142,6 +142,20 @@ impl Drop for Graph {
 /// # Errors
 /// If the body fails, or does what cannot be recorded, such as reading a result, or if another thread
 /// waits for the whole GPU meanwhile, as dropping a device handle does.
+///
+/// ```no_run
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::cuda::count_launches;
+/// use candle_fused::ops::rms_norm;
+/// let device = Device::new_cuda(0)?;
+/// let x = Tensor::zeros((1, 4096), DType::BF16, &device)?;
+/// let norm = Tensor::ones(4096, DType::BF16, &device)?;
+/// let body = || rms_norm(&x, &norm, 1e-5).map(drop);
+/// // Kernels are loaded at the first call.
+/// body()?;
+/// assert_eq!(count_launches(device.as_cuda_device()?, body)?, 1);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn count_launches(device: &CudaDevice, body: impl FnOnce() -> Result<()>) -> Result<usize> {
     Gpu::of(device)?.bind()?;
     let stream = device.cuda_stream();

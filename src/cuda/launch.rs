@@ -239,6 +239,17 @@ impl Launcher {
 }
 
 /// Kernels launched so far by the fused ops of this process; a replayed graph counts none.
+///
+/// ```no_run
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::{cuda, ops};
+/// let device = Device::new_cuda(0)?;
+/// let x = Tensor::zeros((1, 4096), DType::BF16, &device)?;
+/// let before = cuda::launches();
+/// ops::residual_add(&x, &[&x])?;
+/// assert_eq!(cuda::launches() - before, 1);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn launches() -> u64 {
     LAUNCHES.load(Ordering::Relaxed)
 }

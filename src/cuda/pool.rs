@@ -11,6 +11,13 @@ use sys::CUmemPool_attribute as attribute;
 ///
 /// # Errors
 /// If the driver refuses.
+///
+/// ```no_run
+/// use candle_core::Device;
+/// let device = Device::new_cuda(0)?;
+/// candle_fused::cuda::keep_freed_memory(device.as_cuda_device()?, true)?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn keep_freed_memory(device: &CudaDevice, keep: bool) -> Result<()> {
     let threshold = if keep { u64::MAX } else { 0 };
     set(
@@ -25,6 +32,18 @@ pub fn keep_freed_memory(device: &CudaDevice, keep: bool) -> Result<()> {
 ///
 /// # Errors
 /// If the driver refuses.
+///
+/// ```no_run
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::cuda::{peak_memory, reset_peak_memory};
+/// let device = Device::new_cuda(0)?;
+/// let cuda = device.as_cuda_device()?;
+/// reset_peak_memory(cuda)?;
+/// let before = peak_memory(cuda)?;
+/// let x = Tensor::zeros((1024, 1024), DType::F32, &device)?;
+/// assert!(peak_memory(cuda)? >= before + 4 * 1024 * 1024);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn peak_memory(device: &CudaDevice) -> Result<u64> {
     let mut bytes = 0u64;
     let pool = pool(device)?;

@@ -41,6 +41,21 @@ struct Record {
 ///
 /// # Errors
 /// If the events cannot be made or read.
+///
+/// ```no_run
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::cuda::profile;
+/// use candle_fused::ops::rms_norm;
+/// let device = Device::new_cuda(0)?;
+/// let x = Tensor::zeros((64, 4096), DType::BF16, &device)?;
+/// let norm = Tensor::ones(4096, DType::BF16, &device)?;
+/// let (_, launches) = profile::capture(device.as_cuda_device()?, || rms_norm(&x, &norm, 1e-5))?;
+/// for launch in launches {
+///     let rate = launch.bytes as f64 / launch.seconds / 1e9;
+///     println!("{} {:.1} us, {rate:.0} GB/s", launch.kernel, launch.seconds * 1e6);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn capture<T>(
     device: &CudaDevice,
     body: impl FnOnce() -> Result<T>,
@@ -162,6 +177,14 @@ const COPY: usize = 512 << 20;
 ///
 /// # Errors
 /// If there is no room for two such buffers.
+///
+/// ```no_run
+/// use candle_core::Device;
+/// use candle_fused::cuda::profile::copy_bandwidth;
+/// let device = Device::new_cuda(0)?;
+/// println!("{:.0} GB/s", copy_bandwidth(device.as_cuda_device()?)? / 1e9);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub fn copy_bandwidth(device: &CudaDevice) -> Result<f64> {
     Gpu::of(device)?.bind()?;
     let (_buffers, events) = copies(device, 12)?;

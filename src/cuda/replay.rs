@@ -18,6 +18,25 @@ static CURRENT: Mutex<()> = Mutex::new(());
 ///
 /// This is for measuring: launched one by one, kernels of a few microseconds wait for the host and
 /// for each other, which they do not where a model decodes.
+///
+/// ```no_run
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_fused::cuda::Replay;
+/// use candle_fused::ops::{Epilogue, linear, rms_norm};
+/// let device = Device::new_cuda(0)?;
+/// let x = Tensor::zeros((1, 4096), DType::BF16, &device)?;
+/// let norm = Tensor::ones(4096, DType::BF16, &device)?;
+/// let w = Tensor::zeros((4096, 4096), DType::BF16, &device)?;
+/// let body = || linear(&rms_norm(&x, &norm, 1e-5)?, &w, &Epilogue::default());
+/// // What is done at the first call is no part of the recording.
+/// body()?;
+/// // SAFETY: no other thread uses the GPU.
+/// let mut replay = unsafe { Replay::record(device.as_cuda_device()?, body)? };
+/// // SAFETY: x, the norm and w are alive.
+/// unsafe { replay.launch()? };
+/// println!("{} launches: {}", replay.kernels(), replay.results());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Replay<T> {
     graph: Graph,

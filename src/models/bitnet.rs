@@ -112,7 +112,7 @@ impl TryFrom<RawConfig> for Config {
 }
 
 static KIND: Kind = Kind {
-    gguf: "bitnet-b1.58",
+    gguf: &["bitnet-b1.58"],
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::HalfSplit,

@@ -115,7 +115,7 @@ impl TryFrom<RawConfig> for Config {
 }
 
 static KIND: Kind = Kind {
-    gguf: "gptneox",
+    gguf: &["gptneox"],
     names: Names {
         embedding: "gpt_neox.embed_in",
         layer: "gpt_neox.layers",

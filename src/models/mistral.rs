@@ -1,8 +1,9 @@
 //! Mistral.
 //!
 //! [`Model`] and [`Config`] have the names and signatures of `candle_transformers::models::mistral`:
-//! changing the import is the whole change. A window is Hugging Face's, of `sliding_window` positions with
-//! the token's own, in every layer; candle-transformers sees one more, and only within a prompt.
+//! changing the import is the whole change. [`Model::embed_tokens`] gives this crate's [`Embedding`]. A window
+//! is Hugging Face's, of `sliding_window` positions with the token's own, in every layer; candle-transformers
+//! sees one more, and only within a prompt.
 //!
 //! Method: Mistral 7B (Jiang et al. 2023).
 
@@ -148,7 +149,7 @@ impl TryFrom<RawConfig> for Config {
 
 static KIND: Kind = Kind {
     // Converters write Mistral as a Llama.
-    gguf: "llama",
+    gguf: &["llama", "mistral"],
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::Interleaved,
@@ -202,7 +203,7 @@ impl Describe for Config {
 /// A Mistral model with dense weights and its head.
 pub type Model = super::CausalLm<Config>;
 
-/// A Mistral model with GGUF weights.
+/// A Mistral model with GGUF weights, whose metadata has the prefix `llama` or `mistral`.
 pub type ModelWeights = super::GgufModel<Config>;
 
 impl Model {

@@ -1,4 +1,4 @@
-//! Language models with candle-transformers' names and signatures.
+//! Language models with candle-transformers' names and signatures; modules say where a type is this crate's own.
 //!
 //! | | safetensors | GGUF |
 //! |---|---|---|

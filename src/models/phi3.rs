@@ -1,6 +1,7 @@
 //! Phi-3, Phi-3.5 and Phi-4-mini.
 //!
-//! [`Model`] and [`Config`] have the names and signatures of `candle_transformers::models::phi3`. Windows,
+//! [`Model`] and [`Config`] have the names and signatures of `candle_transformers::models::phi3`, and [`Config`] one
+//! field more, [`sliding_window`](Config::sliding_window). Windows,
 //! which are ignored there, and long rotary factors are Hugging Face's: a call that reaches past the first
 //! context length turns all of its tokens by the long factors, and what is held stays as it was turned.
 //!
@@ -238,7 +239,7 @@ impl TryFrom<RawConfig> for Config {
 }
 
 static KIND: Kind = Kind {
-    gguf: "phi3",
+    gguf: &["phi3"],
     names: Names {
         qkv: Qkv::Joint("self_attn.qkv_proj"),
         up: &["mlp.gate_up_proj"],

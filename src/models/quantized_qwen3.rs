@@ -1,4 +1,5 @@
-//! Qwen3 from GGUF files, under the names of `candle_transformers::models::quantized_qwen3`.
+//! Qwen3 from GGUF files, under the names of `candle_transformers::models::quantized_qwen3`. The layers that
+//! [`Gguf`] gives are this crate's.
 
 pub use super::qwen3::ModelWeights;
 

@@ -90,7 +90,7 @@ impl TryFrom<RawConfig> for Config {
 }
 
 static KIND: Kind = Kind {
-    gguf: "qwen2",
+    gguf: &["qwen2"],
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::HalfSplit,

@@ -82,7 +82,7 @@ impl TryFrom<RawConfig> for Config {
 }
 
 static KIND: Kind = Kind {
-    gguf: "qwen3",
+    gguf: &["qwen3"],
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::HalfSplit,

@@ -8,8 +8,9 @@ use candle_core::{Result, bail};
 /// What all models of an architecture have in common.
 #[derive(Debug)]
 pub struct Kind {
-    /// `general.architecture` of a GGUF file, and the prefix of its metadata.
-    pub gguf: &'static str,
+    /// `general.architecture` of a GGUF file, and the prefix of its metadata: what converters write, then what else
+    /// there is.
+    pub gguf: &'static [&'static str],
     /// Tensors of a safetensors checkpoint.
     pub names: Names,
     /// Tensors of a GGUF file.

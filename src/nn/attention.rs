@@ -1,10 +1,11 @@
 //! Self-attention with rotary positions over a preallocated cache.
 
+use super::plain::{plain_attention, plain_rope};
 use super::{KvCache, Norm, Projection, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
 use crate::fusion::fallback;
 use crate::ops::view::inference_only;
-use crate::ops::{self, AttentionParams, HeadNorms, RopeAppend, RopeStyle, Rotation};
+use crate::ops::{self, AttentionParams, HeadNorms, RopeAppend, Rotation};
 use crate::trace;
 use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
 
@@ -39,6 +40,13 @@ pub struct Tokens<'a> {
     /// Added to the scores instead of the causal mask, for encoders: f32, broadcast to
     /// `[B, heads, T, keys]`.
     pub mask: Option<&'a Tensor>,
+}
+
+impl<'a> Tokens<'a> {
+    /// What `tokens` of them are rotated by.
+    fn rotation(&self, tokens: usize) -> Rotation<'a> {
+        self.rotary.rotation_of(self.position, tokens)
+    }
 }
 
 /// Projections to queries, keys and values, rotation, causal attention and the projection back.
@@ -333,16 +341,9 @@ impl Attention {
         let AttentionConfig {
             heads, kv_heads, ..
         } = self.config;
-        let (cos, sin) = at.rotary.tables_up_to(at.position + qkv.dim(1)?);
-        let rotation = Rotation {
-            cos,
-            sin,
-            position: at.position,
-            style: at.rotary.style(),
-        };
         let (k_buffer, v_buffer) = cache.buffers()?;
         let append = RopeAppend {
-            rotation,
+            rotation: at.rotation(qkv.dim(1)?),
             heads,
             kv_heads,
             slot,
@@ -384,66 +385,10 @@ impl Attention {
             None => [None, None],
         };
         let (k_buffer, v_buffer) = cache.buffers()?;
-        let k = plain_rope(&heads(&k, k_norm)?, at)?;
+        let rotation = at.rotation(tokens);
+        let k = plain_rope(&heads(&k, k_norm)?, &rotation)?;
         k_buffer.slice_set(&k.to_dtype(k_buffer.dtype())?, 2, slot)?;
         v_buffer.slice_set(&heads(&v, None)?.to_dtype(v_buffer.dtype())?, 2, slot)?;
-        plain_rope(&heads(&q, q_norm)?, at)
+        plain_rope(&heads(&q, q_norm)?, &rotation)
     }
-}
-
-/// Rotation of `[B, H, T, D]` with candle's operations; dimensions past the tables are kept.
-fn plain_rope(x: &Tensor, at: &Tokens<'_>) -> Result<Tensor> {
-    let (_, _, tokens, head_dim) = x.dims4()?;
-    let (cos, sin) = at.rotary.tables_up_to(at.position + tokens);
-    let cos = cos.narrow(0, at.position, tokens)?.to_dtype(x.dtype())?;
-    let sin = sin.narrow(0, at.position, tokens)?.to_dtype(x.dtype())?;
-    let rotated = 2 * cos.dim(1)?;
-    let turn = match at.rotary.style() {
-        RopeStyle::HalfSplit => candle_nn::rotary_emb::rope,
-        RopeStyle::Interleaved => candle_nn::rotary_emb::rope_i,
-    };
-    if rotated == head_dim {
-        return turn(x, &cos, &sin);
-    }
-    let part = |start, len| x.narrow(3, start, len)?.contiguous();
-    let first = turn(&part(0, rotated)?, &cos, &sin)?;
-    Tensor::cat(&[first, part(rotated, head_dim - rotated)?], 3)
-}
-
-/// Attention as candle-transformers writes it: repeated keys, materialised scores in f32.
-fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<Tensor> {
-    let (batch, heads, tokens, head_dim) = q.dims4()?;
-    let (_, kv_heads, keys, _) = k.dims4()?;
-    let repeat = |t: &Tensor| -> Result<Tensor> {
-        t.to_dtype(DType::F32)?
-            .unsqueeze(2)?
-            .expand((batch, kv_heads, heads / kv_heads, keys, head_dim))?
-            .reshape((batch, heads, keys, head_dim))
-    };
-    let mut scores = (q
-        .to_dtype(DType::F32)?
-        .contiguous()?
-        .matmul(&repeat(k)?.t()?)?
-        * f64::from(params.scale))?;
-    if let Some(mask) = &params.mask {
-        scores = scores.broadcast_add(mask)?;
-    }
-    let window = params.window.unwrap_or(usize::MAX);
-    if (params.causal && tokens > 1) || window < keys {
-        let first = keys - tokens;
-        let hidden = (0..tokens).flat_map(|i| {
-            let own = first + i;
-            (0..keys).map(move |j| {
-                let ahead = params.causal && j > own;
-                match ahead || own.saturating_sub(j) >= window {
-                    true => f32::NEG_INFINITY,
-                    false => 0.,
-                }
-            })
-        });
-        let mask = Tensor::from_iter(hidden, q.device())?.reshape((tokens, keys))?;
-        scores = scores.broadcast_add(&mask)?;
-    }
-    let weights = candle_nn::ops::softmax(&scores, D::Minus1)?;
-    weights.matmul(&repeat(v)?)?.to_dtype(q.dtype())
 }

@@ -4,7 +4,9 @@
 use super::quantize::loaded;
 use super::{Embedding, LayerNorm, Linear, RmsNorm};
 use candle_core::Result;
-use candle_nn::{LayerNormConfig, VarBuilder};
+use candle_nn::VarBuilder;
+
+pub use candle_nn::LayerNormConfig;
 
 /// A layer of `weight` `[out_dim, in_dim]` and `bias` `[out_dim]`, as `candle_nn::linear`.
 ///

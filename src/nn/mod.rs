@@ -56,6 +56,7 @@ mod order;
 pub(crate) mod pack;
 mod paged;
 mod per_token;
+mod plain;
 mod projection;
 pub(crate) mod quantize;
 pub(crate) mod recipe;
@@ -67,7 +68,8 @@ pub use embedding::Embedding;
 pub use kv_cache::KvCache;
 pub use linear::Linear;
 pub use load::{
-    embedding, layer_norm, layer_norm_no_bias, linear, linear_b, linear_no_bias, rms_norm,
+    LayerNormConfig, embedding, layer_norm, layer_norm_no_bias, linear, linear_b, linear_no_bias,
+    rms_norm,
 };
 pub use mlp::Mlp;
 pub use norm::{LayerNorm, Norm, RmsNorm};
@@ -76,3 +78,6 @@ pub(crate) use paged::{PagedRun, PagedTokens};
 pub(crate) use projection::in_f32;
 pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;
+
+/// Rotations of tensors as candle_nn has them; [`ops::rope`](fn@crate::ops::rope) takes any view.
+pub use candle_nn::rotary_emb;

@@ -28,8 +28,14 @@ pub fn quantize_linear(layer: candle_nn::Linear, scheme: Scheme) -> Result<Linea
     Linear::from_quantized(weight, layer.bias().cloned(), layer.weight().device())
 }
 
+/// What [`while_loading`] has been asked for, and the matrices that were read since.
+struct Loading {
+    recipe: Recipe,
+    matrices: Vec<String>,
+}
+
 thread_local! {
-    static RECIPE: RefCell<Option<Recipe>> = const { RefCell::new(None) };
+    static LOADING: RefCell<Option<Loading>> = const { RefCell::new(None) };
 }
 
 /// Runs `load`, in which the layers that [`nn::linear`](fn@crate::nn::linear),
@@ -37,6 +43,9 @@ thread_local! {
 /// this thread are quantized by `recipe`, under the names that their `VarBuilder` gives them: a candle
 /// model that takes its layers from [`nn`](crate::nn) is quantized without another change. `recipe`'s
 /// head and embedding do not count here, since a layer does not know what it is; patterns do.
+///
+/// # Errors
+/// Those of `load`, or if one of `recipe`'s patterns matches none of these layers.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -50,24 +59,46 @@ thread_local! {
 ///     candle_core::Result::Ok((layer, nn::linear(32, 8, vb.pp("head"))?))
 /// })?;
 /// assert!(layer.is_quantized() && !head.is_quantized());
+/// // No layer has such a name.
+/// let recipe = recipe.with("heads.*", None);
+/// let refused = quant::while_loading(&recipe, || nn::linear(32, 8, vb.pp("head")));
+/// assert!(refused.unwrap_err().to_string().contains("`heads.*` matches no matrix"));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-pub fn while_loading<T>(recipe: &Recipe, load: impl FnOnce() -> T) -> T {
+pub fn while_loading<T, E: From<candle_core::Error>>(
+    recipe: &Recipe,
+    load: impl FnOnce() -> std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
     /// Puts back what was there, even if `load` panics.
-    struct Outer(Option<Recipe>);
+    struct Outer(Option<Loading>);
     impl Drop for Outer {
         fn drop(&mut self) {
-            RECIPE.set(self.0.take());
+            LOADING.set(self.0.take());
         }
     }
-    let _outer = Outer(RECIPE.replace(Some(recipe.clone())));
-    load()
+    let loading = Loading {
+        recipe: recipe.clone(),
+        matrices: Vec::new(),
+    };
+    let _outer = Outer(LOADING.replace(Some(loading)));
+    let loaded = load()?;
+    let matrices = || {
+        LOADING
+            .take()
+            .map_or(Vec::new(), |loading| loading.matrices)
+    };
+    recipe.check_patterns(matrices)?;
+    Ok(loaded)
 }
 
 /// A layer that was just read, quantized if [`while_loading`] asks for it.
 pub(crate) fn loaded(layer: candle_nn::Linear, name: &str) -> Result<Linear> {
     let name = format!("{name}.weight");
-    let asked = RECIPE.with_borrow(|recipe| recipe.as_ref().and_then(|r| r.of(&name)));
+    let asked = LOADING.with_borrow_mut(|loading| {
+        let loading = loading.as_mut()?;
+        loading.matrices.push(name.clone());
+        loading.recipe.of(&name)
+    });
     match asked {
         None => Ok(layer.into()),
         Some(quantization) => {

@@ -196,7 +196,7 @@ impl Recipe {
 
     /// Matrices whose name matches `pattern`, in which `*` stands for any characters; `None` leaves them
     /// as they are. Patterns that were given first win. One that matches no matrix of a model is refused when
-    /// the model is loaded or saved.
+    /// the model is loaded or saved, and by [`while_loading`](crate::quant::while_loading).
     pub fn with(mut self, pattern: &str, quantization: Option<Quantization>) -> Self {
         self.patterns.push((pattern.to_owned(), quantization));
         self

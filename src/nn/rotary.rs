@@ -1,7 +1,10 @@
 //! Rotary position tables.
 
+use super::plain::plain_rope;
 use crate::cpu::pool;
+use crate::fusion::fallback;
 use crate::ops::{self, RopeStyle, Rotation};
+use crate::trace;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Rows of the tables that are worth handing to another thread.
@@ -127,18 +130,21 @@ impl RotaryEmbedding {
     }
 
     /// Queries and keys `[B, H, T, D]` rotated as the tokens at `offset..offset + T`, see
-    /// [`rope`](fn@crate::ops::rope).
+    /// [`rope`](fn@crate::ops::rope); by candle's own operations on a device that has no kernels here.
     ///
     /// # Errors
     /// If shapes, dtypes or devices do not fit, or the positions pass the tables.
     pub fn apply(&self, q: &Tensor, k: &Tensor, offset: usize) -> Result<(Tensor, Tensor)> {
-        let (cos, sin) = self.tables_up_to(offset + q.dims().get(2).copied().unwrap_or(0));
-        let rotation = Rotation {
-            cos,
-            sin,
-            ..self.rotation(offset)
+        let rotation = self.rotation_of(offset, q.dims().get(2).copied().unwrap_or(0));
+        let Some(why) = fallback(q.device()) else {
+            return Ok((ops::rope(q, &rotation)?, ops::rope(k, &rotation)?));
         };
-        Ok((ops::rope(q, &rotation)?, ops::rope(k, &rotation)?))
+        let plain = |x: &Tensor| {
+            ops::rope::check(x, &rotation)?;
+            trace::record("rope", || format!("candle: {why}"));
+            plain_rope(x, &rotation)
+        };
+        Ok((plain(q)?, plain(k)?))
     }
 
     /// What the ops rotate by, for tokens from `position` on.
@@ -148,6 +154,16 @@ impl RotaryEmbedding {
             sin: &self.sin,
             position,
             style: self.style,
+        }
+    }
+
+    /// The same with the tables of a call whose `tokens` stand from `position` on.
+    pub(crate) fn rotation_of(&self, position: usize, tokens: usize) -> Rotation<'_> {
+        let (cos, sin) = self.tables_up_to(position.saturating_add(tokens));
+        Rotation {
+            cos,
+            sin,
+            ..self.rotation(position)
         }
     }
 

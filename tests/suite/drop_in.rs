@@ -103,7 +103,7 @@ fn qwen_is_there() {
 
 #[test]
 fn layers_are_there() {
-    use candle_nn::LayerNormConfig;
+    use nn::LayerNormConfig;
     use nn::kv_cache::Cache;
     use nn::{Embedding, KvCache, LayerNorm, Linear, RmsNorm};
     let _: fn(Tensor, Option<Tensor>) -> Linear = Linear::new;
@@ -164,6 +164,9 @@ fn layers_are_there() {
     type Raw = nn::kv_cache::RawInterleavedKvCache;
     let _: fn(usize, usize, usize) -> Raw = Raw::new;
     let _: fn(&mut [f32], &[f32], &[f32], usize, usize) = nn::kv_cache::rope_i_inplace;
+    use nn::rotary_emb::{rope, rope_i, rope_i_slow, rope_slow, rope_thd};
+    let _: [fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>; 5] =
+        [rope, rope_i, rope_i_slow, rope_slow, rope_thd];
     models::<(Linear, Embedding, LayerNorm, RmsNorm, Cache, KvCache)>();
     fn module<T: Module>() {}
     module::<Linear>();

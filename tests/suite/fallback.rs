@@ -9,7 +9,11 @@ use crate::support::{device, on_every_device, randn_on, values};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_fused::generation::Options;
-use candle_fused::nn::{LayerNorm, Linear, Norm, Projection, RmsNorm};
+use candle_fused::models::smol::quantized_smollm3;
+use candle_fused::models::{phi3, quantized_qwen3};
+use candle_fused::nn::kv_cache::RotatingKvCache;
+use candle_fused::nn::{LayerNorm, Linear, Norm, Projection, RmsNorm, RotaryEmbedding};
+use candle_fused::ops::{AttentionParams, RopeStyle};
 use candle_fused::{Fusion, trace, with_fallback};
 
 /// That nothing but candle's own operations ran, and that the trace says why.
@@ -18,6 +22,15 @@ fn told(calls: &trace::Calls) {
     for (call, _) in calls.iter() {
         assert_eq!(call.path, "candle: the fallback is forced", "{}", call.op);
     }
+}
+
+/// Sums of 64 values in another order, in f32. Gated products reach some hundreds.
+fn close(got: &Tensor, want: &Tensor) -> Result<()> {
+    assert_eq!(got.dims(), want.dims());
+    for (a, b) in values(got)?.iter().zip(&values(want)?) {
+        assert!((a - b).abs() < 1e-4 * (1. + b.abs()), "{a} for {b}");
+    }
+    Ok(())
 }
 
 #[test]
@@ -75,14 +88,6 @@ fn layers_take_candles_operations_and_say_why() -> Result<()> {
         Box::new(RmsNorm::new(weight.clone(), 1e-5)),
         Box::new(LayerNorm::new(weight, bias, 1e-5)),
     ];
-    let close = |got: &Tensor, want: &Tensor| -> Result<()> {
-        let (got, want) = (values(got)?, values(want)?);
-        // Sums of 64 values in another order, in f32. Gated products reach some hundreds.
-        for (a, b) in got.iter().zip(&want) {
-            assert!((a - b).abs() < 1e-4 * (1. + b.abs()), "{a} for {b}");
-        }
-        Ok(())
-    };
     for layer in &layers {
         let want = layer.forward(&x)?;
         let (got, calls) = trace::capture(|| with_fallback(|| layer.forward(&x)));
@@ -110,6 +115,107 @@ fn layers_take_candles_operations_and_say_why() -> Result<()> {
         let (got, calls) = trace::capture(|| with_fallback(run));
         told(&calls);
         close(&got?, &run()?)?;
+    }
+    Ok(())
+}
+
+/// Queries and keys rotated from a position on.
+type Rotate<'a> = &'a dyn Fn(&Tensor, &Tensor, usize) -> Result<(Tensor, Tensor)>;
+
+#[test]
+fn rotary_embeddings_take_candles_operations_and_say_why() -> Result<()> {
+    let cpu = Device::Cpu;
+    let table = |dims, style| RotaryEmbedding::with_theta(dims, 1e4, 64, style, &cpu);
+    let half = table(16, RopeStyle::HalfSplit)?;
+    // Dimensions past the tables are kept.
+    let part = table(8, RopeStyle::Interleaved)?;
+    let qwen = quantized_qwen3::RotaryEmbedding::new(DType::F32, 16, 64, 1e6, &cpu)?;
+    let long = phi3::RotaryEmbedding::new(DType::F32, &phi3_config(), &cpu)?;
+    let smol = |interleaved| {
+        let config = smollm3_config();
+        quantized_smollm3::RotaryEmbedding::new(DType::F32, &config, &cpu, interleaved)
+    };
+    let smol = [smol(false)?, smol(true)?];
+    let all: [Rotate<'_>; 6] = [
+        &|q, k, at| half.apply(q, k, at),
+        &|q, k, at| part.apply(q, k, at),
+        &|q, k, at| qwen.apply(q, k, at),
+        &|q, k, at| long.apply_rotary_emb_qkv(q, k, at),
+        &|q, k, at| smol[0].apply_rotary_emb(q, k, at),
+        &|q, k, at| smol[1].apply_rotary_emb(q, k, at),
+    ];
+    // As a projection gives them: heads behind tokens.
+    let heads = |n| randn_on(&[2, 3, n, 16], DType::F32, &cpu)?.transpose(1, 2);
+    let (q, k) = (heads(4)?, heads(2)?);
+    for rotate in all {
+        // Within the first context length of Phi-3's, and past it.
+        for position in [0, 30] {
+            let want = rotate(&q, &k, position)?;
+            let (got, calls) = trace::capture(|| with_fallback(|| rotate(&q, &k, position)));
+            told(&calls);
+            assert_eq!(calls.count("rope"), 2);
+            let got = got?;
+            close(&got.0, &want.0)?;
+            close(&got.1, &want.1)?;
+        }
+        let refused = |q: &Tensor, position| {
+            let rotated = with_fallback(|| rotate(q, &k, position));
+            rotated.expect_err("accepted").to_string()
+        };
+        // As everywhere else.
+        assert!(refused(&q, 1 << 40).contains("positions"));
+        assert!(refused(&q.to_dtype(DType::U32)?, 0).contains("U32"));
+    }
+    Ok(())
+}
+
+fn phi3_config() -> phi3::Config {
+    let config = r#"{"vocab_size": 32, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4, "max_position_embeddings": 64, "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1, 1, 1, 1, 1, 1, 1, 1],
+                         "long_factor": [2, 2, 3, 3, 4, 4, 5, 5]}}"#;
+    serde_json::from_str(config).expect("a configuration")
+}
+
+fn smollm3_config() -> quantized_smollm3::QuantizedConfig {
+    quantized_smollm3::QuantizedConfig {
+        vocab_size: 32,
+        hidden_size: 64,
+        intermediate_size: 96,
+        num_hidden_layers: 1,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        max_position_embeddings: 64,
+        rope_theta: 1e4,
+        rms_norm_eps: 1e-5,
+        rope_dimension_count: 16,
+        no_rope_layer_interval: None,
+    }
+}
+
+#[test]
+fn a_rotating_cache_takes_candles_operations_and_says_why() -> Result<()> {
+    let cpu = Device::Cpu;
+    for softcap in [None, Some(2.)] {
+        let params = AttentionParams {
+            scale: 0.25,
+            softcap,
+            ..Default::default()
+        };
+        let mut caches = [(); 2].map(|()| RotatingKvCache::new(2, 5));
+        // A prompt, tokens, a chunk that passes the window's end, and one that is longer than the window.
+        for tokens in [3, 1, 1, 3, 1, 7, 1] {
+            let heads = |n| randn_on(&[2, n, tokens, 16], DType::F32, &cpu);
+            let (q, k, v) = (heads(4)?, heads(2)?, heads(2)?);
+            let [fused, plain] = &mut caches;
+            let want = fused.attend(&q, &k, &v, &params)?;
+            let (got, calls) =
+                trace::capture(|| with_fallback(|| plain.attend(&q, &k, &v, &params)));
+            told(&calls);
+            assert_eq!(calls.count("flash_attention"), 1);
+            close(&got?, &want)?;
+        }
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::generation::Options;
-use candle_fused::models::{GgufModel, llama, quantized_llama, quantized_qwen3, qwen2};
+use candle_fused::models::{GgufModel, llama, mistral, quantized_llama, quantized_qwen3, qwen2};
 use candle_transformers::models::quantized_llama as stock;
 use std::io::Cursor;
 
@@ -66,6 +66,61 @@ fn architectures_of_other_names_are_candle_transformers() -> Result<()> {
         let mut unnamed = File::of(&golden)?;
         unnamed.content.metadata.remove("general.architecture");
         unnamed.load::<llama::Config>(Fusion::all())?;
+        Ok(())
+    })
+}
+
+/// Mistral's keys may have its own prefix, also where the architecture is a Llama's by name.
+#[test]
+fn mistral_is_read_by_either_prefix() -> Result<()> {
+    on_every_device(|| {
+        let golden = Golden::open("mistral_window")?;
+        let ids = golden.input_ids()?.narrow(0, 0, 1)?;
+        let renamed = || -> Result<File> {
+            let mut file = File::of(&golden)?;
+            let keys: Vec<_> = file.content.metadata.drain().collect();
+            let own = keys
+                .into_iter()
+                .map(|(key, value)| match key.strip_prefix("llama.") {
+                    Some(key) => (format!("mistral.{key}"), value),
+                    None => (key, value),
+                });
+            file.content.metadata.extend(own);
+            Ok(file)
+        };
+        let mut as_llama = File::of(&golden)?.load::<mistral::Config>(Fusion::all())?;
+        let want = as_llama.forward(&ids, 0)?.to_vec2::<f32>()?;
+        for name in ["mistral", "llama"] {
+            let file = renamed()?.with("general.architecture", text(name));
+            let got = file
+                .load::<mistral::Config>(Fusion::all())?
+                .forward(&ids, 0)?;
+            assert_eq!(got.to_vec2::<f32>()?, want);
+        }
+        let refused = |file: File| -> String {
+            let loaded = file.load::<mistral::Config>(Fusion::all());
+            loaded.expect_err("accepted").to_string()
+        };
+        // What is wrong is named as the file has it.
+        let said = refused(renamed()?.with("mistral.block_count", Value::U32(9)));
+        assert!(said.contains("mistral.block_count is 9"), "{said}");
+        // The module that a Llama's error points to is the one that takes it.
+        let file = renamed()?.with("general.architecture", text("mistral"));
+        let said = file
+            .load::<llama::Config>(Fusion::all())
+            .expect_err("accepted");
+        let said = said.to_string();
+        assert!(
+            said.contains("`candle_fused::models::mistral` takes it"),
+            "{said}"
+        );
+        let mut other = renamed()?.with("general.architecture", text("mamba"));
+        other
+            .content
+            .metadata
+            .retain(|key, _| !key.starts_with("mistral."));
+        let said = refused(other);
+        assert!(said.contains("expected `llama` or `mistral`"), "{said}");
         Ok(())
     })
 }

@@ -5,6 +5,7 @@ use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_fused::nn::{self, Linear, LinearWeight, Norm, Projection, RotaryEmbedding};
 use candle_fused::ops::{self, Activation, Epilogue, Prologue, RopeStyle, Weight};
+use candle_fused::quant::{self, Quantization, Recipe};
 use candle_fused::{Fusion, trace};
 use candle_nn::{LayerNormConfig, VarBuilder, VarMap};
 use std::collections::HashMap;
@@ -322,6 +323,39 @@ fn quantized_matrices_of_candle_come_along() -> Result<()> {
         assert!(widest_error(&y?, &expected)? < 1e-2);
         assert_eq!(calls.count("quant_linear"), 1, "{calls}");
     }
+    Ok(())
+}
+
+#[test]
+fn patterns_that_match_no_layer_are_refused() -> Result<()> {
+    let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+    let layer = |name: &str| nn::linear_no_bias(64, 32, vb.pp(name));
+    let recipe = Recipe::new(Quantization::Int8);
+    let with = |pattern| recipe.clone().with(pattern, None);
+    let kept = quant::while_loading(&with("head.weight"), || layer("head"))?;
+    assert!(!kept.is_quantized());
+    let said = message(quant::while_loading(&with("haed.*"), || layer("head")));
+    assert!(said.contains("`haed.*` matches no matrix"), "{said}");
+    assert!(said.contains("head.weight"), "{said}");
+    // What keeps a model from loading is said first.
+    let missing = VarBuilder::from_tensors(HashMap::new(), DType::F32, &Device::Cpu);
+    let said = message(quant::while_loading(&with("haed.*"), || {
+        nn::linear_no_bias(64, 32, missing.pp("up"))
+    }));
+    assert!(said.contains("up.weight"), "{said}");
+    // Without patterns a model may have no such layer. Errors may be a caller's own.
+    let none = quant::while_loading(&recipe, || anyhow::Ok(7));
+    assert!(matches!(none, Ok(7)));
+    let none = quant::while_loading(&with("*"), || anyhow::Ok(7));
+    assert!(none.is_err());
+    // One within another, which goes on behind it, though it failed.
+    let (first, last) = quant::while_loading(&with("first.*"), || {
+        let first = layer("first")?;
+        assert!(quant::while_loading(&with("first.*"), || layer("inner")).is_err());
+        Result::Ok((first, layer("last")?))
+    })?;
+    assert!(!first.is_quantized() && last.is_quantized());
+    assert!(!layer("behind")?.is_quantized());
     Ok(())
 }
 

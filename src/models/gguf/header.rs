@@ -68,7 +68,8 @@ impl Header {
     /// If the metadata is not that of `kind`'s architecture, or a value is missing, out of range or at odds with the
     /// tensors, by its name.
     pub fn read(ct: &Content, kind: &Kind) -> Result<Self> {
-        let header = Metadata { ct, kind }.header()?;
+        let metadata = Metadata::of(ct, kind);
+        let header = metadata.header()?;
         let sizes = [
             header.hidden,
             header.intermediate,
@@ -79,7 +80,7 @@ impl Header {
             header.head_dim,
             header.max_positions,
         ];
-        check_sizes(&format!("gguf: {}.", kind.gguf), GGUF_SIZES, sizes)?;
+        check_sizes(&format!("gguf: {}", metadata.key("")), GGUF_SIZES, sizes)?;
         Ok(header)
     }
 
@@ -114,13 +115,27 @@ impl Header {
     }
 }
 
-/// Metadata under the architecture's prefix.
+/// Metadata under one of the architecture's prefixes.
 struct Metadata<'a> {
     ct: &'a Content,
     kind: &'a Kind,
+    /// The first that the file has, if it has one.
+    prefix: Option<&'static str>,
 }
 
-impl Metadata<'_> {
+impl<'a> Metadata<'a> {
+    fn of(ct: &'a Content, kind: &'a Kind) -> Self {
+        let has = |prefix: &&str| {
+            let mut keys = ct.metadata.keys();
+            keys.any(|key| key.strip_prefix(prefix).is_some_and(|k| k.starts_with('.')))
+        };
+        Self {
+            ct,
+            kind,
+            prefix: kind.gguf.iter().copied().find(|prefix| has(prefix)),
+        }
+    }
+
     fn header(&self) -> Result<Header> {
         self.check()?;
         let heads = self.number("attention.head_count")?;
@@ -210,7 +225,7 @@ impl Metadata<'_> {
     /// llama.cpp orders the rows by the architecture, whatever the keys are called.
     fn style(&self) -> RopeStyle {
         match self.architecture() {
-            Some(name) if name != self.kind.gguf && HALF_SPLIT.contains(&name) => {
+            Some(name) if !self.kind.gguf.contains(&name) && HALF_SPLIT.contains(&name) => {
                 RopeStyle::HalfSplit
             }
             _ => self.kind.gguf_style,
@@ -295,15 +310,16 @@ impl Metadata<'_> {
     }
 
     fn check(&self) -> Result<()> {
-        let prefix = format!("{}.", self.kind.gguf);
-        let ours = self.ct.metadata.keys().any(|key| key.starts_with(&prefix));
+        let known = self.kind.gguf;
         match self.architecture() {
-            Some(name) if name != self.kind.gguf && !ours => bail!(
+            Some(name) if self.prefix.is_none() && !known.contains(&name) => bail!(
                 "gguf: architecture is `{name}`, expected `{}`{}",
-                self.kind.gguf,
+                known.join("` or `"),
                 modules::hint(modules::of_gguf(name))
             ),
-            None if !ours => bail!("gguf: metadata `general.architecture` is missing"),
+            None if self.prefix.is_none() => {
+                bail!("gguf: metadata `general.architecture` is missing")
+            }
             _ => {}
         }
         if self.number_or("expert_count", 0)? > 0 {
@@ -331,7 +347,7 @@ impl Metadata<'_> {
     }
 
     fn key(&self, name: &str) -> String {
-        format!("{}.{name}", self.kind.gguf)
+        format!("{}.{name}", self.prefix.unwrap_or(self.kind.gguf[0]))
     }
 
     fn value(&self, name: &str) -> Option<&Value> {

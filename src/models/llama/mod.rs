@@ -32,7 +32,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 static KIND: Kind = Kind {
-    gguf: "llama",
+    gguf: &["llama"],
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::Interleaved,

@@ -184,7 +184,7 @@ impl TryFrom<RawConfig> for Config {
 }
 
 static KIND: Kind = Kind {
-    gguf: "smollm3",
+    gguf: &["smollm3"],
     names: LLAMA,
     gguf_names: GGUF,
     gguf_style: RopeStyle::Interleaved,

@@ -1,7 +1,10 @@
 //! A cache of the newest positions only: the buffer of a sliding window, written round and round.
 
 use super::Cache;
+use crate::fusion::fallback;
+use crate::nn::plain::plain_attention;
 use crate::ops::flash_attention::{AttentionParams, check, flash_attention};
+use crate::trace;
 use candle_core::{Device, Error, Result, Tensor, bail};
 
 /// Keys or values of the newest `max_seq_len` positions, under the names of `candle_nn::kv_cache::RotatingCache`.
@@ -184,6 +187,17 @@ impl RotatingCache {
     }
 }
 
+/// [`flash_attention`](fn@crate::ops::flash_attention), or candle's own operations on a device that has no kernels here.
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<Tensor> {
+    match fallback(q.device()) {
+        None => flash_attention(q, k, v, params),
+        Some(why) => {
+            trace::record("flash_attention", || format!("candle: {why}"));
+            plain_attention(q, k, v, params)
+        }
+    }
+}
+
 /// Keys and values of the newest `max_seq_len` positions, under the names of `candle_nn::kv_cache::RotatingKvCache`:
 /// the cache of a sliding window, whose memory does not grow with the sequence.
 ///
@@ -357,7 +371,7 @@ impl RotatingKvCache {
                 ..params.clone()
             };
             let (keys, values) = self.append(k, v)?;
-            return flash_attention(q, &keys, &values, &unordered);
+            return attention(q, &keys, &values, &unordered);
         }
         let with = |cache: &RotatingCache, new: &Tensor| -> Result<Tensor> {
             let mut parts = cache.in_order()?;
@@ -368,7 +382,7 @@ impl RotatingKvCache {
             parts.push(new);
             Tensor::cat(&parts, 2)
         };
-        let y = flash_attention(q, &with(&self.k, k)?, &with(&self.v, v)?, &windowed)?;
+        let y = attention(q, &with(&self.k, k)?, &with(&self.v, v)?, &windowed)?;
         self.append(k, v)?;
         Ok(y)
     }

@@ -74,13 +74,18 @@ pub struct RotaryTables<'a> {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn rope(x: &Tensor, rotation: &Rotation<'_>) -> Result<Tensor> {
-    let (_, _, tokens, head_dim) = four(OP, "x", x)?;
-    check_tables(OP, rotation, tokens, head_dim, x)?;
-    inference_only(OP, [("x", x)])?;
+    check(x, rotation)?;
     // A kernel follows any strides but those within a head.
-    let packed = head_dim <= 1 || x.stride()[3] == 1;
+    let packed = x.dims()[3] <= 1 || x.stride()[3] == 1;
     let x = if packed { x.clone() } else { dense_on_cuda(x)? };
     x.apply_op1_no_bwd(&cpu::Rope { rotation })
+}
+
+/// Fails where [`rope`] does, before it computes anything.
+pub(crate) fn check(x: &Tensor, rotation: &Rotation<'_>) -> Result<()> {
+    let (_, _, tokens, head_dim) = four(OP, "x", x)?;
+    check_tables(OP, rotation, tokens, head_dim, x)?;
+    inference_only(OP, [("x", x)])
 }
 
 /// The RMSNorms of each head's queries and keys that Qwen3 has in front of the rotation: one head
