@@ -35,7 +35,10 @@ pub fn run(args: &Args) -> Result<()> {
             args.host
         ));
     }
-    let (app, loaded) = load(args, key)?;
+    let (app, loaded) = {
+        let _within = runtime.enter();
+        load(args, key)?
+    };
     say(loaded);
     runtime.block_on(async {
         let signals = server::signals()?;
