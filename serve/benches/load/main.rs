@@ -84,7 +84,9 @@ impl Args {
 }
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let mut args = Args::parse();
+    // Where there are flags of the server, cargo's own comes behind them.
+    args.server.retain(|flag| flag != "--bench");
     report::run_main(|| match args.be {
         Some(process::Role::Server) => program::run(&args.of_server()?),
         Some(process::Role::Engine) => offline::run(&args),
