@@ -1,7 +1,7 @@
 //! All figures of a run, as `--export` writes them. `benches/README.md` describes the fields.
 
 use crate::figures::{
-    Curve, Layer, Limits, ModelRun, OpRun, ServingRun, Skipped, Tuned, count_floors,
+    Curve, Layer, Limits, ModelRun, OpRun, PrefixRun, ServingRun, Skipped, Tuned, count_floors,
 };
 use crate::machine::Machine;
 use crate::nvml::Clocks;
@@ -33,6 +33,8 @@ pub struct Export {
     pub sweep: Vec<OpRun>,
     #[serde(default)]
     pub serving: Vec<ServingRun>,
+    #[serde(default)]
+    pub prefixes: Vec<PrefixRun>,
     #[serde(default)]
     pub tune: Vec<Tuned>,
 }
@@ -73,6 +75,7 @@ impl Export {
             all.layers.extend(run.layers);
             all.scaling.extend(run.scaling);
             all.serving.extend(run.serving);
+            all.prefixes.extend(run.prefixes);
             all.sweep.extend(run.sweep);
             all.tune.extend(run.tune);
         }

@@ -32,6 +32,7 @@ mod nvml;
 mod ops;
 mod place;
 mod plots;
+mod prefix;
 mod run;
 mod scaling;
 mod serving;

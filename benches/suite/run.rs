@@ -126,6 +126,7 @@ fn measure(args: &Args) -> Result<Export> {
         scaling: Vec::new(),
         sweep: Vec::new(),
         serving: Vec::new(),
+        prefixes: Vec::new(),
         tune: Vec::new(),
     };
     #[cfg(feature = "cuda")]
@@ -158,7 +159,7 @@ fn measure(args: &Args) -> Result<Export> {
         log("sweep");
     }
     if args.has(Section::Serving) {
-        export.serving = serving::run(&place, args, &budget)?;
+        (export.serving, export.prefixes) = serving::run(&place, args, &budget)?;
         log("serving");
     }
     export.limits = limits::measure(&place, args.quick)?.better(&export.limits);

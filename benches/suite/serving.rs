@@ -1,12 +1,13 @@
 //! Many requests at once: all at the same time, which shows how fast steps are, and arriving at random, which shows how
-//! long each waits.
+//! long each waits. Then requests with a shared prefix.
 
 use crate::args::Args;
 use crate::budget::Budget;
 use crate::child;
-use crate::figures::{Arrivals, ServingRun};
+use crate::figures::{Arrivals, PrefixRun, ServingRun};
 use crate::form::Form;
 use crate::place::Place;
+use crate::prefix;
 use anyhow::{Context, Result};
 use candle_fused::generation::PartTime;
 use candle_fused::serving::{Engine, Options, Output, Request, RequestId};
@@ -29,7 +30,11 @@ const EACH: usize = 4;
 const LOAD: f64 = 0.7;
 
 /// Measures every model that is wanted.
-pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ServingRun>> {
+pub fn run(
+    place: &Place,
+    args: &Args,
+    budget: &Budget,
+) -> Result<(Vec<ServingRun>, Vec<PrefixRun>)> {
     let cuda = place.device.is_cuda();
     gpu::tune(&place.device, true)?;
     let models = match args.models.is_empty() {
@@ -48,10 +53,12 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ServingRun
     println!(
         "\nserving: prompts of {PROMPT}, {GENERATED} tokens behind each; then arrivals at random"
     );
-    let mut runs = Vec::new();
+    let (mut runs, mut prefixes) = (Vec::new(), Vec::new());
     for model in &models {
         for format in &formats {
-            if budget.is_spent() || !args.wants(&format!("serving {model} {format}")) {
+            let name = format!("serving {model} {format}");
+            let (all, prefix) = (args.wants(&name), args.wants(&format!("{name} prefix")));
+            if budget.is_spent() || !(all || prefix) {
                 continue;
             }
             let job = child::Job {
@@ -63,24 +70,19 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ServingRun
                 positions: 0,
             };
             let loaded = child::load(&job, &place.device)?;
-            for sequences in &sequences {
-                let mut served = Served::new(loaded.as_ref(), (model, format), *sequences)?;
-                let all = served
-                    .offline()
-                    .with_context(|| format!("{model} in {format}"))?;
-                line(&all);
-                // What a request takes of a step's time, all sequences being busy.
-                let rate = LOAD * all.tokens_per_second / (GENERATED as f64);
-                runs.push(all);
-                if !args.quick {
-                    let arriving = served.arriving(rate)?;
-                    line(&arriving);
-                    runs.push(arriving);
-                }
+            let what = || format!("{model} in {format}");
+            for sequences in sequences.iter().filter(|_| all) {
+                let served = Served::new(loaded.as_ref(), (model, format), *sequences)?;
+                runs.extend(served.run(args.quick).with_context(what)?);
+            }
+            if prefix {
+                let name = (model.as_str(), format.as_str());
+                let run = prefix::run(loaded.as_ref(), name, (cuda, args.quick));
+                prefixes.push(run.with_context(what)?);
             }
         }
     }
-    Ok(runs)
+    Ok((runs, prefixes))
 }
 
 /// A model under an engine.
@@ -165,6 +167,21 @@ impl<'a> Served<'a> {
             vocab: model.vocab_size(),
             sequences,
         })
+    }
+
+    /// All at once, then arriving at random, unless it is to be quick.
+    fn run(mut self, quick: bool) -> Result<Vec<ServingRun>> {
+        let all = self.offline()?;
+        line(&all);
+        // What a request takes of a step's time, all sequences being busy.
+        let rate = LOAD * all.tokens_per_second / (GENERATED as f64);
+        let mut runs = vec![all];
+        if !quick {
+            let arriving = self.arriving(rate)?;
+            line(&arriving);
+            runs.push(arriving);
+        }
+        Ok(runs)
     }
 
     fn stories(&self) -> Stories {

@@ -32,7 +32,7 @@ pub fn tune(device: &Device, on: bool) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(cuda) = device {
         if on {
-            // SAFETY: the examples use a device from one thread and on one stream.
+            // SAFETY: the examples and the server use a device from one thread and on one stream.
             unsafe { cuda.disable_event_tracking() };
         }
         candle_fused::cuda::keep_freed_memory(cuda, on)?;

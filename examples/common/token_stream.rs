@@ -22,7 +22,6 @@ enum Kind {
     /// Every token stands for bytes, written as printable characters.
     Bytes {
         pending: Vec<u8>,
-        byte_of: HashMap<char, u8>,
         added: HashMap<u32, Option<String>>,
     },
     /// Any other decoder, which is asked about a short window of tokens at a time: its text for
@@ -36,7 +35,6 @@ impl<'a> TokenStream<'a> {
         let kind = match tokenizer.get_decoder() {
             Some(DecoderWrapper::ByteLevel(_)) => Kind::Bytes {
                 pending: Vec::new(),
-                byte_of: printable_bytes(),
                 added: tokenizer
                     .get_added_tokens_decoder()
                     .into_iter()
@@ -54,18 +52,14 @@ impl<'a> TokenStream<'a> {
     /// Adds a token; returns the text that became whole by it, which may be empty.
     pub fn push(&mut self, token: u32) -> Result<String> {
         match &mut self.kind {
-            Kind::Bytes {
-                pending,
-                byte_of,
-                added,
-            } => {
+            Kind::Bytes { pending, added } => {
                 match added.get(&token) {
                     Some(content) => pending.extend(content.iter().flat_map(|text| text.bytes())),
                     None => {
                         let piece = self.tokenizer.id_to_token(token).unwrap_or_default();
                         for c in piece.chars() {
-                            match byte_of.get(&c) {
-                                Some(byte) => pending.push(*byte),
+                            match byte_of(c) {
+                                Some(byte) => pending.push(byte),
                                 None => pending.extend(c.encode_utf8(&mut [0; 4]).bytes()),
                             }
                         }
@@ -146,20 +140,15 @@ fn take_whole(pending: &mut Vec<u8>) -> String {
     text
 }
 
-/// The printable characters that byte-level vocabularies write bytes as: themselves where they are
-/// printable in Latin-1, else the characters from U+0100 on, in order (GPT-2's `bytes_to_unicode`).
-fn printable_bytes() -> HashMap<char, u8> {
-    let mut next = 0x100;
-    (0..=255u8)
-        .map(|byte| {
-            let c = match byte {
-                b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF => char::from(byte),
-                _ => {
-                    next += 1;
-                    char::from_u32(next - 1).unwrap_or_default()
-                }
-            };
-            (c, byte)
-        })
-        .collect()
+/// The byte that a byte-level vocabulary writes as this character. Bytes are written as themselves where they are
+/// printable in Latin-1, else as the characters from U+0100 on, in order (GPT-2's `bytes_to_unicode`).
+fn byte_of(c: char) -> Option<u8> {
+    // U+0100 stands for byte 0, and so on: the first 33 bytes, then 127 to 160, then 173.
+    match u32::from(c) {
+        code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => u8::try_from(code).ok(),
+        code @ 0x100..=0x120 => u8::try_from(code - 0x100).ok(),
+        code @ 0x121..=0x142 => u8::try_from(code - 0x121 + 0x7f).ok(),
+        0x143 => Some(0xad),
+        _ => None,
+    }
 }

@@ -7,6 +7,8 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::quantized::gguf_file::Content;
 use serde_json::Value;
 use tokenizers::Tokenizer;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use super::chat::{ChatTemplate, Message};
 use super::gguf_vocab;
@@ -96,6 +98,33 @@ impl Text {
         })
     }
 
+    /// Tokens for a model that has none of its own, `vocab` in all: the bytes, and behind them words that mean nothing.
+    /// None ends a text, and a text is read byte by byte.
+    pub fn made_up(vocab: usize) -> Result<Self> {
+        let mut bytes: Vec<char> = ByteLevel::alphabet().into_iter().collect();
+        bytes.sort_unstable();
+        ensure!(
+            vocab >= bytes.len(),
+            "a vocabulary of {vocab} has no room for all bytes, expected at least {}",
+            bytes.len()
+        );
+        let words = (0..vocab - bytes.len()).map(word);
+        let tokens = bytes.iter().copied().map(String::from).chain(words);
+        let ids: Vocab = tokens.zip(0..).collect();
+        let model = BPE::builder().vocab_and_merges(ids, Vec::new()).build();
+        let model = model.map_err(|error| anyhow!("no tokenizer can be made ({error})"))?;
+        let mut tokenizer = Tokenizer::new(model);
+        tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+        tokenizer.with_decoder(Some(ByteLevel::default()));
+        Ok(Self {
+            tokenizer,
+            end_ids: Vec::new(),
+            bos_token: None,
+            eos_token: None,
+            template: None,
+        })
+    }
+
     /// The tokens that end a text.
     pub fn end_ids(&self) -> &[u32] {
         &self.end_ids
@@ -166,6 +195,18 @@ impl Text {
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
+}
+
+/// The `n`th made-up word: a space, as byte-level vocabularies write it, and at least three letters, the digits of `n`.
+fn word(n: usize) -> String {
+    let mut letters = Vec::new();
+    let mut rest = n;
+    while rest > 0 || letters.len() < 3 {
+        letters.push(char::from(b'a' + (rest % 26) as u8));
+        rest /= 26;
+    }
+    letters.push('Ġ');
+    letters.iter().rev().collect()
 }
 
 fn from_json(path: &Path) -> Result<Tokenizer> {

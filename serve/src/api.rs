@@ -364,12 +364,12 @@ impl Events {
         let head = &self.call.head;
         // Clients look for text and for an end in events of their own.
         if !text.is_empty() {
-            let piece = head.piece(index, &text, logprobs.take(), None);
-            self.ready.push_back(data(piece));
+            let piece = head.piece(index, &text, &logprobs.take(), None);
+            self.ready.push_back(Event::default().data(piece));
         }
         let Some(end) = end else { return };
-        let piece = head.piece(index, "", logprobs, Some(end));
-        self.ready.push_back(data(piece));
+        let piece = head.piece(index, "", &logprobs, Some(end));
+        self.ready.push_back(Event::default().data(piece));
         self.counts.answers += tokens;
         self.open -= 1;
         if self.open == 0 {

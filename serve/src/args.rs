@@ -6,6 +6,7 @@ use std::time::Duration;
 use candle_fused::serving::Options;
 use clap::Parser;
 use common::args::{ModelArgs, at_least_one};
+use common::shapes::Shape;
 
 /// The variable that holds the API key.
 pub const KEY: &str = "CANDLE_FUSED_API_KEY";
@@ -26,6 +27,11 @@ pub struct Args {
     /// The model's name in the API [default: the file's, folder's or hub's].
     #[arg(long)]
     pub name: Option<String>,
+
+    /// Serve random weights in the shape of a published model, to measure it without its download: texts are made-up
+    /// words.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "revision", "mmap"])]
+    pub shape: Option<Shape>,
 
     #[command(flatten)]
     #[allow(missing_docs)]

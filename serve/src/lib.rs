@@ -1,6 +1,7 @@
 //! An OpenAI-compatible server over [`candle_fused::serving::Engine`].
 //!
-//! [`load`] finds a model and starts its engine, [`server`] takes connections until a signal comes.
+//! [`program`] is the whole of it: [`load`] finds a model and starts its engine, [`server`] takes connections until a
+//! signal comes.
 //!
 //! A call's way: [`app`] checks its key and finds its path, [`api`] reads its body ([`request`], [`conversation`]) and
 //! hands the engine's thread ([`worker`]) a request for each answer, with what holds it to a JSON schema
@@ -17,6 +18,7 @@ pub mod error;
 pub mod load;
 pub mod logprobs;
 pub mod metrics;
+pub mod program;
 pub mod request;
 pub mod response;
 pub mod server;

@@ -2,6 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::answer::End;
@@ -43,6 +44,35 @@ pub struct Answer {
     pub logprobs: Value,
     /// How it has ended.
     pub end: End,
+}
+
+/// The body of a piece: there is one for each token, so it is written without a [`Value`] in between.
+#[derive(Serialize)]
+struct Piece<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: [PieceChoice<'a>; 1],
+}
+
+#[derive(Serialize)]
+struct PieceChoice<'a> {
+    index: usize,
+    logprobs: &'a Value,
+    finish_reason: Option<&'static str>,
+    /// Of a completion.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<&'a str>,
+    /// Of a chat.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    delta: Option<Delta<'a>>,
+}
+
+#[derive(Serialize)]
+struct Delta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
 }
 
 /// What all bodies of a call have in common.
@@ -133,15 +163,27 @@ impl Head {
     }
 
     /// A piece of an answer in a stream, or its end, with the log-probabilities of its tokens.
-    pub fn piece(&self, index: usize, text: &str, logprobs: Value, end: Option<End>) -> Value {
-        let reason = end.map(End::reason);
-        let mut choice = json!({ "index": index, "logprobs": logprobs, "finish_reason": reason });
-        match self.kind {
-            Kind::Text => choice["text"] = text.into(),
-            Kind::Chat if text.is_empty() => choice["delta"] = json!({}),
-            Kind::Chat => choice["delta"] = json!({ "content": text }),
-        }
-        self.chunk(vec![choice])
+    pub fn piece(&self, index: usize, text: &str, logprobs: &Value, end: Option<End>) -> String {
+        let content = Some(text).filter(|text| !text.is_empty());
+        let (object, text, delta) = match self.kind {
+            Kind::Text => ("text_completion", Some(text), None),
+            Kind::Chat => ("chat.completion.chunk", None, Some(Delta { content })),
+        };
+        let piece = Piece {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            choices: [PieceChoice {
+                index,
+                logprobs,
+                finish_reason: end.map(End::reason),
+                text,
+                delta,
+            }],
+        };
+        // It has strings and numbers only, which can always be written.
+        serde_json::to_string(&piece).unwrap_or_default()
     }
 
     /// What a stream says last, if it was asked to.
@@ -161,4 +203,35 @@ pub fn model(name: &str, created: u64, room: usize) -> Value {
         "owned_by": "candle-fused",
         "max_model_len": room,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(kind: Kind, text: &str, end: Option<End>) -> Value {
+        let piece = Head::new(kind, "m").piece(2, text, &Value::Null, end);
+        let mut piece: Value = serde_json::from_str(&piece).expect("JSON");
+        assert!(piece["id"].is_string() && piece["created"].is_u64() && piece["model"] == "m");
+        json!([piece["object"], piece["choices"].take()])
+    }
+
+    #[test]
+    fn pieces_have_the_form_of_their_kind() {
+        let choice = json!({ "index": 2, "logprobs": null, "finish_reason": null, "text": "\"\n" });
+        let text = piece(Kind::Text, "\"\n", None);
+        assert_eq!(text, json!(["text_completion", [choice]]));
+        let end = json!({ "index": 2, "logprobs": null, "finish_reason": "stop", "text": "" });
+        let text = piece(Kind::Text, "", Some(End::Stop));
+        assert_eq!(text, json!(["text_completion", [end]]));
+
+        let choice = json!({
+            "index": 2, "logprobs": null, "finish_reason": null, "delta": { "content": "a" },
+        });
+        let chat = piece(Kind::Chat, "a", None);
+        assert_eq!(chat, json!(["chat.completion.chunk", [choice]]));
+        let end = json!({ "index": 2, "logprobs": null, "finish_reason": "length", "delta": {} });
+        let chat = piece(Kind::Chat, "", Some(End::Length));
+        assert_eq!(chat, json!(["chat.completion.chunk", [end]]));
+    }
 }

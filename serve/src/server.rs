@@ -36,6 +36,8 @@ pub async fn serve(
     loop {
         tokio::select! {
             (stream, _) = Listener::accept(&mut listener) => {
+                // Tokens are small: otherwise one waits until the client has acknowledged the one before, up to 40 ms.
+                let _ = stream.set_nodelay(true);
                 let connection = http.serve_connection(TokioIo::new(stream), service.clone());
                 // It fails where the client goes away or speaks no HTTP, which is the client's affair.
                 tokio::spawn(connections.watch(connection));

@@ -1,5 +1,6 @@
 //! The engine on a thread of its own. It is synchronous, and on CUDA bound to the thread that made it: requests come
-//! in by one channel, tokens go out by one channel for each request.
+//! in by one channel, tokens go out by one channel for each request. A task hands them on there, so that the engine's
+//! thread wakes the server's threads once for a step and not once for a token.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use candle_fused::serving::{
     Constraint, Engine, FinishReason, Output, Request, RequestId, Stats, TokenLogprobs,
 };
 use common::report;
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot, watch};
 
 use crate::metrics::Metrics;
@@ -41,6 +43,9 @@ pub enum Refused {
     Stopped,
 }
 
+/// What a step has brought, and whom.
+type Brought = Vec<(mpsc::UnboundedSender<Drawn>, Drawn)>;
+
 enum Command {
     Submit(Box<Submission>),
     Stop,
@@ -67,13 +72,15 @@ impl Worker {
     /// Starts the thread, on which `make` makes the engine, with pages of `page` tokens.
     ///
     /// # Errors
-    /// If `make` fails, or the thread cannot be started.
+    /// If `make` fails, the thread cannot be started, or this is not called within a Tokio runtime.
     pub fn start(
         make: impl FnOnce() -> Result<Engine> + Send + 'static,
         page: usize,
         metrics: Arc<Metrics>,
     ) -> Result<Self> {
+        let runtime = Handle::try_current().context("there is no runtime for the server")?;
         let (commands, received) = channel();
+        let (steps, brought) = mpsc::unbounded_channel();
         let (made, ready) = channel();
         let (living, alive) = watch::channel(());
         let run = move || {
@@ -91,6 +98,7 @@ impl Worker {
                 engine,
                 metrics,
                 live: HashMap::new(),
+                steps,
                 stats: Stats::default(),
                 failures: 0,
             };
@@ -103,6 +111,7 @@ impl Worker {
         let room = ready
             .recv()
             .map_err(|_| anyhow!("the engine's thread has ended"))??;
+        runtime.spawn(hand_on(brought));
         Ok(Self {
             commands,
             room,
@@ -158,6 +167,16 @@ impl Worker {
     }
 }
 
+/// Hands on what steps bring, until the engine's thread ends.
+async fn hand_on(mut steps: mpsc::UnboundedReceiver<Brought>) {
+    while let Some(brought) = steps.recv().await {
+        for (tokens, drawn) in brought {
+            // Of a request that is left the engine's thread hears by the same channel's end.
+            let _ = tokens.send(drawn);
+        }
+    }
+}
+
 /// A request that is under way.
 struct Live {
     tokens: mpsc::UnboundedSender<Drawn>,
@@ -171,6 +190,8 @@ struct Loop {
     engine: Engine,
     metrics: Arc<Metrics>,
     live: HashMap<RequestId, Live>,
+    /// To [`hand_on`].
+    steps: mpsc::UnboundedSender<Brought>,
     /// What the metrics know.
     stats: Stats,
     failures: usize,
@@ -248,8 +269,11 @@ impl Loop {
                 self.failures = 0;
                 let now = Instant::now();
                 self.metrics.step(now - begun);
-                for output in outputs {
-                    self.deliver(output, now);
+                let all = outputs.into_iter();
+                let brought: Brought = all.filter_map(|o| self.bring(o, now)).collect();
+                if !brought.is_empty() {
+                    // The task ends with the runtime only.
+                    let _ = self.steps.send(brought);
                 }
             }
             Err(error) => {
@@ -268,16 +292,19 @@ impl Loop {
         }
     }
 
-    fn deliver(&mut self, output: Output, now: Instant) {
+    /// Whom an output is for; nobody if the request is gone.
+    fn bring(
+        &mut self,
+        output: Output,
+        now: Instant,
+    ) -> Option<(mpsc::UnboundedSender<Drawn>, Drawn)> {
         let Output {
             id,
             token,
             logprobs,
             finish,
         } = output;
-        let Some(live) = self.live.get_mut(&id) else {
-            return;
-        };
+        let live = self.live.get_mut(&id)?;
         if token.is_some() {
             match live.last {
                 None => self.metrics.first_token(now - live.arrived),
@@ -290,13 +317,11 @@ impl Loop {
             logprobs,
             finish,
         };
-        let gone = live.tokens.send(drawn).is_err();
-        if gone && finish.is_none() {
-            self.engine.cancel(id);
-        }
-        if gone || finish.is_some() {
-            self.live.remove(&id);
-        }
+        let tokens = match finish {
+            Some(_) => self.live.remove(&id)?.tokens,
+            None => live.tokens.clone(),
+        };
+        Some((tokens, drawn))
     }
 
     fn report(&mut self) {

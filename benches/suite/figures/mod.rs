@@ -17,4 +17,4 @@ pub use layer::{Chain, Group, Layer, Step};
 pub use limits::{Bound, Limits, Work};
 pub use model::{Last, ModelRun};
 pub use op::{CANDLE, DENSE, FUSED, GEMM, OpRun, SideRun, Skipped, count_floors};
-pub use serving::{Arrivals, ServingRun};
+pub use serving::{Arrivals, PrefixRun, ServingRun};

@@ -1,5 +1,6 @@
 //! Many requests at once.
 
+use crate::stats::Times;
 use serde::{Deserialize, Serialize};
 
 /// How requests come.
@@ -50,4 +51,27 @@ pub struct ServingRun {
     pub parts: Vec<(String, usize, f64, u64)>,
     /// Why steps are no graphs.
     pub refusal: Option<String>,
+}
+
+/// Requests one after the other whose prompts begin with the same tokens, with a prefix cache and without.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct PrefixRun {
+    pub model: String,
+    pub format: String,
+    /// Tokens that all prompts begin with, and tokens of its own behind them.
+    pub prefix: usize,
+    pub suffix: usize,
+    /// Prompt tokens of the measured requests with the cache, and of those the ones that it had.
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+    /// From a request's arrival to its first token.
+    pub cached: Times,
+    pub uncached: Times,
+}
+
+impl PrefixRun {
+    /// The time to a first token with the cache, over that without.
+    pub fn share(&self) -> f64 {
+        self.cached.median / self.uncached.median
+    }
 }

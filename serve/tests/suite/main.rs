@@ -4,6 +4,7 @@ mod answers;
 mod draws;
 mod errors;
 mod limits;
+mod load_rates;
 mod model;
 mod pages;
 #[cfg(unix)]

@@ -3,6 +3,10 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
+use candle_fused_serve::args::Args;
+use clap::Parser;
+use common::shapes::Shape;
+
 use crate::model;
 
 #[tokio::test]
@@ -28,4 +32,14 @@ async fn sigterm_ends_it() {
     assert!(sent.expect("a shell").success());
     assert_eq!(lines.collect::<Vec<_>>(), ["shutting down"]);
     assert!(child.wait().expect("an end").success());
+}
+
+#[test]
+fn a_shape_stands_in_the_place_of_a_model() {
+    let parse = |flags: &[&str]| {
+        let all = ["candle-fused-serve", "--shape", "llama-3.2-1b"];
+        Args::try_parse_from(all.iter().chain(flags))
+    };
+    assert_eq!(parse(&[]).expect("flags").shape, Some(Shape::Llama1b));
+    assert!(parse(&["--model", "a.gguf"]).is_err() && parse(&["--mmap"]).is_err());
 }

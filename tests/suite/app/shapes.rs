@@ -1,9 +1,12 @@
+use std::collections::HashSet;
+
 use candle_core::{DType, Result, Shape as Dims};
 use candle_nn::var_builder::SimpleBackend;
 use clap::ValueEnum;
 
 use crate::common::shapes::{RandomWeights, Shape, tokens};
 use crate::common::source::ModelFiles;
+use crate::common::tokenizer::Text;
 use crate::common::weights::{self, Weights};
 use crate::support::{devices, values};
 use common::with_config;
@@ -21,8 +24,23 @@ fn every_shape_is_a_configuration() {
         );
         assert_eq!(weights.vocab_size().unwrap(), vocab, "{shape:?}");
         assert_eq!(Weights::Random(*shape).dtype(None).unwrap(), DType::BF16);
-        assert!(weights.text().is_err());
     }
+}
+
+#[test]
+fn random_weights_come_with_a_token_for_every_id() {
+    let text = Weights::Random(Shape::SmolLm2).text().unwrap();
+    assert!(text.end_ids().is_empty() && !text.has_chat_template());
+    let ids = text.encode_prompt("Grüße!").unwrap();
+    // A token for each byte.
+    assert_eq!(ids.len(), 8);
+    assert_eq!(text.tokenizer().decode(&ids, true).unwrap(), "Grüße!");
+    let vocab = Weights::Random(Shape::SmolLm2).vocab_size().unwrap() as u32;
+    let words = (0..vocab).map(|id| text.tokenizer().id_to_token(id).unwrap());
+    assert_eq!(words.collect::<HashSet<_>>().len(), vocab as usize);
+    let decoded = text.tokenizer().decode(&[256, 256 + 27, vocab - 1], true);
+    assert_eq!(decoded.unwrap(), " aaa abb cuip");
+    assert!(Text::made_up(255).is_err());
 }
 
 #[test]

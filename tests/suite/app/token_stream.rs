@@ -9,6 +9,7 @@ use tokenizers::normalizers::Replace;
 use super::tiny;
 use crate::allocations::allocations;
 use crate::common::token_stream::TokenStream;
+use crate::common::tokenizer::Text;
 
 /// The text in pieces, the last of them what `finish` gives.
 fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
@@ -73,6 +74,17 @@ fn characters_come_whole_however_they_are_split() {
         .get_ids()
         .to_vec();
     assert_eq!(pieces(&tokenizer, &ids), ["", "é", ""]);
+}
+
+#[test]
+fn every_byte_of_utf_8_comes_back() {
+    let text = Text::made_up(256).unwrap();
+    // All first and second bytes, and first bytes of four.
+    let all = (1..0x800).chain((0x800..0x11_0000).step_by(0x3ff));
+    let written: String = all.filter_map(char::from_u32).collect();
+    let ids = text.encode_prompt(&written).unwrap();
+    assert_eq!(ids.len(), written.len());
+    assert!(pieces(text.tokenizer(), &ids).concat() == written);
 }
 
 #[test]

@@ -4,13 +4,14 @@ use super::source::{Token, closing, files, read, tokens};
 
 const FILE: usize = 500;
 const FUNCTION: usize = 80;
-const FOLDERS: [&str; 7] = [
+const FOLDERS: [&str; 8] = [
     "src",
     "kernels",
     "tests",
     "benches",
     "examples",
     "serve/src",
+    "serve/benches",
     "serve/tests",
 ];
 
