@@ -114,8 +114,8 @@ fn recordings_stand_handles() -> Result<()> {
     recordings_stand("handles made and dropped", handles, |_| false)
 }
 
-/// Neither candle nor this crate waits for a whole context. A program may, but driver 580.159.04 does not stand
-/// it while another thread records: every millisecond, its own cuCtxSynchronize soon reads a null pointer. Here it
+/// This crate does not wait for a whole context. candle does where a device handle is dropped, with cuBLAS's, and a
+/// program may, but driver 580.159.04 does not stand it while another thread records: every millisecond, its own cuCtxSynchronize soon reads a null pointer. Here it
 /// is called less often; a process that it ends all the same is told, and another one tried. Whatever else goes
 /// wrong fails.
 #[test]
