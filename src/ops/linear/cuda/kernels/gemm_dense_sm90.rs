@@ -100,14 +100,14 @@ impl Tiling {
         }
     }
 
-    /// Measured on an H200 over the products of SmolLM2-135M, Llama-3.2-1B and Llama-3-8B, 8 to 64 rows: as many blocks
-    /// share K as give each multiprocessor one, and a tile has all tokens; where K is too short to be shared, tokens
-    /// are. Where there are more tiles of 64 channels than the GPU takes at once, tiles of 128 read W in larger pieces.
+    /// Measured over the products of SmolLM2-135M, Llama-3.2-1B and Llama-3-8B, 8 to 256 rows: as many blocks share K as
+    /// fill the GPU once, and a tile has all tokens; where K is too short to be shared, tokens are. Where there are more
+    /// tiles of 64 channels than the GPU takes at once, tiles of 128 read W in larger pieces.
     pub fn of(case: &Case) -> std::result::Result<Self, &'static str> {
         let sms = case.gpu.sms as usize;
         let k_stages = case.k.div_ceil(STAGE_K);
         let n_tiles = case.n().div_ceil(64);
-        let wanted = (15 * sms / 16).div_ceil(n_tiles);
+        let wanted = (5 * sms / 4 + n_tiles / 2) / n_tiles;
         let split_k = wanted.clamp(1, (k_stages / SHARE).clamp(1, MAX_SPLIT_K));
         // Two blocks of a multiprocessor at a time.
         let wide = n_tiles * split_k > 2 * sms;

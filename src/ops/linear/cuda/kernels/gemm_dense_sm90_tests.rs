@@ -2,7 +2,7 @@
 
 use super::super::plan::Kernel;
 use super::super::problem::{Case, Operands};
-use super::dense_product::{Product, Shape};
+use super::dense_product_tests::{Product, Shape};
 use super::gemm_dense;
 use super::gemm_dense_sm90::{Gemm, MAX_SPLIT_K, Tiling};
 use super::gemv_dense;

@@ -1,6 +1,6 @@
 //! Every form of the kernel for small dense matrices against float64.
 
-use super::dense_product::{Product, Shape};
+use super::dense_product_tests::{Product, Shape};
 use super::gemv::is_bf16;
 use super::gemv_dense_latency::{check, of};
 use crate::cuda::Launcher;

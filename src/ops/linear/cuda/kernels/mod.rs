@@ -3,7 +3,7 @@
 
 mod cublaslt;
 #[cfg(test)]
-mod dense_product;
+mod dense_product_tests;
 pub(super) mod gemm_dense;
 pub(super) mod gemm_dense_sm90;
 #[cfg(test)]
