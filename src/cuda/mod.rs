@@ -39,6 +39,7 @@ pub(crate) use memory::{
 pub(crate) use module::{Module, dtype_index, fatbin};
 pub(crate) use packed::{PackedAt, ValuesOf, values};
 pub(crate) use pinned::Pinned;
+pub(crate) use pool::give_back_freed_memory;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
 pub use replay::Replay;
 pub(crate) use rows::{PIECES, Rows, UNALIGNED};

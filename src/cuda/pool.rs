@@ -67,6 +67,19 @@ pub fn reset_peak_memory(device: &CudaDevice) -> Result<()> {
     set(device, attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)
 }
 
+/// Waits for candle's stream, and gives what the pool keeps of freed memory back to the driver.
+///
+/// # Errors
+/// If something on the stream failed, or the driver refuses.
+pub(crate) fn give_back_freed_memory(device: &CudaDevice) -> Result<()> {
+    let stream = device.cuda_stream();
+    // SAFETY: the stream is candle's.
+    unsafe { Gpu::of(device)?.wait(stream.cu_stream())? };
+    let pool = pool(device)?;
+    // SAFETY: the pool is the device's. What tensors hold stays theirs.
+    told(unsafe { sys::cuMemPoolTrimTo(pool, 0) })
+}
+
 fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
     let gpu = Gpu::of(device)?;
     gpu.bind()?;

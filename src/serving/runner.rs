@@ -27,7 +27,8 @@ pub(super) enum Runner {
 pub(super) fn room(device: &Device, on_cpu: usize) -> Result<usize> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
-        crate::cuda::Launcher::new(device)?.gpu.bind()?;
+        // What loading has freed is of use too.
+        crate::cuda::give_back_freed_memory(device)?;
         let (free, _) = candle_core::cuda_backend::cudarc::driver::result::mem_get_info()
             .map_err(candle_core::Error::wrap)?;
         return Ok(free / 5 * 4);

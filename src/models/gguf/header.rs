@@ -119,7 +119,7 @@ impl Header {
 struct Metadata<'a> {
     ct: &'a Content,
     kind: &'a Kind,
-    /// The first that the file has, if it has one.
+    /// The architecture's own, or else the first that the file has, if it has one.
     prefix: Option<&'static str>,
 }
 
@@ -129,11 +129,15 @@ impl<'a> Metadata<'a> {
             let mut keys = ct.metadata.keys();
             keys.any(|key| key.strip_prefix(prefix).is_some_and(|k| k.starts_with('.')))
         };
-        Self {
+        let all = Self {
             ct,
             kind,
-            prefix: kind.gguf.iter().copied().find(|prefix| has(prefix)),
-        }
+            prefix: None,
+        };
+        let mut present = kind.gguf.iter().copied().filter(has);
+        let own = present.clone().find(|own| all.architecture() == Some(*own));
+        let prefix = own.or_else(|| present.next());
+        Self { prefix, ..all }
     }
 
     fn header(&self) -> Result<Header> {
