@@ -16,12 +16,6 @@ template <typename T, int N> __device__ __forceinline__ void norm_row(const RmsN
   const T* weight = static_cast<const T*>(p.weight);
   Pack<T, N> x[K];
   pdl_launch();
-  // Weights of a model, which no preceding kernel writes, into the L1 cache: there are no registers for them yet.
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
-    const uint32_t at = g.thread + i * g.threads;
-    if (at < packs) asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + at * N));
-  }
   pdl_wait();
   if (g.row >= p.rows) return;
   const uint64_t start = g.row * p.width;
