@@ -75,8 +75,8 @@ struct Zeroing {
   static __device__ __forceinline__ Zeroing all() { return {threadIdx.x, blockDim.x}; }
 };
 
-// Rows of y that no sequence has. What says whether there are any is read when this is made, and waited for when it is
-// used: in between the lengths of the block's own sequence can be asked for.
+// Rows of y that no sequence has. The constructor loads the cumulative lengths that say whether there are any, and `each`
+// uses them: loads that stand between the two overlap with these.
 template <Batch B, typename Params> struct LeftOver {
   const Params& p;
   const int sequences, dim;

@@ -207,8 +207,7 @@ template <typename T, typename C> struct Consumer {
     rows.softmax(p.unit, shrink);
   }
 
-  // The scores of the first tile.
-  // `meanwhile` is done while the tensor cores work.
+  // The scores of the first tile; `meanwhile` runs while the tensor cores compute them.
   template <typename F> __device__ __forceinline__ void begin(int tile, F meanwhile) {
     float shrink[2];
     barrier_wait(barriers.k_full(k_slot()), at_k.phase);

@@ -82,24 +82,4 @@ template <typename T> __device__ __forceinline__ void unpack8(uint4 words, float
   }
 }
 
-// The products of two words' values, each rounded to T.
-template <typename T> __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-  using Pair = typename std::conditional<std::is_same_v<T, __half>, __half2, __nv_bfloat162>::type;
-  const Pair product = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
-  return *reinterpret_cast<const uint32_t*>(&product);
-}
-
-// The sum of the squares of the 8 values of 16 bytes.
-template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
-  float v[8];
-  unpack8<T>(pack, v);
-  float even = v[0] * v[0], odd = v[1] * v[1];
-#pragma unroll
-  for (int i = 2; i < 8; i += 2) {
-    even = fmaf(v[i], v[i], even);
-    odd = fmaf(v[i + 1], v[i + 1], odd);
-  }
-  return even + odd;
-}
-
 }  // namespace fused

@@ -3,15 +3,36 @@
 // the output is all that counts; an SM has hardly more than one warp at a time to hide it with. Hence fully unrolled
 // code, types known at compile time, and all addresses computed before the PDL wait.
 //
-// A block computes one N tile of 8 output channels, or several where there are more tiles than multiprocessors, for up to
-// 8 x M_TILES rows of x; more rows take as many blocks more. Its 8 warps split K. Lane 4 g + t of a warp holds 16 bytes of row g of the weights and of x for each K block, and of rows
-// g + 8, g + 16 and g + 24 of x where there are M tiles for them: operands of gemv_dense_mma.cuh's `mma` as they are, so
-// that x is normed in registers and does not pass through shared memory.
+// A block computes one N tile of 8 output channels, or several where there are more tiles than multiprocessors, for
+// up to 8 x M_TILES rows of x; more rows take more blocks. Its 8 warps split K. Lane 4 g + t of a warp holds 16 bytes
+// of row g of the weights and of x for each K block, and of rows g + 8, g + 16 and g + 24 of x where there are M
+// tiles for them: operands of gemv_dense_mma.cuh's `mma` as they are, so that x is normed in registers and does not
+// pass through shared memory.
 #pragma once
 
 #include "linear/gemv_dense_mma.cuh"
 
 namespace fused {
+
+// The products of two words' values, each rounded to T.
+template <typename T> __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  using Pair = typename std::conditional<std::is_same_v<T, __half>, __half2, __nv_bfloat162>::type;
+  const Pair product = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+
+// The sum of the squares of the 8 values of 16 bytes.
+template <typename T> __device__ __forceinline__ float squares_of(uint4 pack) {
+  float v[8];
+  unpack8<T>(pack, v);
+  float even = v[0] * v[0], odd = v[1] * v[1];
+#pragma unroll
+  for (int i = 2; i < 8; i += 2) {
+    even = fmaf(v[i], v[i], even);
+    odd = fmaf(v[i + 1], v[i + 1], odd);
+  }
+  return even + odd;
+}
 
 // round(round(v * factor) * weight) for the two values of a word.
 template <typename T> __device__ __forceinline__ uint32_t scaled(uint32_t word, float factor, uint32_t weight) {
@@ -166,8 +187,8 @@ __device__ __forceinline__ float2 sum_of_warps(const float (&sums)[GEMV_WARPS][W
   return y;
 }
 
-// k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS; one block for each 8 x N_TILES rows of weights (x) and
-// 8 x M_TILES rows of x (y).
+// k is a multiple of 8 and at most 32 x GEMV_WARPS x K_BLOCKS. blockIdx.x counts groups of 8 x N_TILES output channels,
+// blockIdx.y groups of 8 x M_TILES rows of x.
 template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __forceinline__ void gemv_latency(const Gemv& p) {
   // Output tiles of 8 x 8, whose split-K sums the warps reduce and write, a tile a warp at a time.
   constexpr int OUTPUT_TILES = N_TILES * M_TILES, TURNS = (OUTPUT_TILES + GEMV_WARPS - 1) / GEMV_WARPS;
@@ -206,12 +227,14 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
     const uint32_t output_tile = warp + turn * GEMV_WARPS, tile = output_tile % N_TILES;
     auto own_column = [&](uint32_t r) { return column(tile, r); };
     auto own_row = [&](uint32_t r) { return weight_row(tile, r); };
-    if (output_tile < OUTPUT_TILES) out[turn].prepare(p, first_row + g + 8 * (output_tile / N_TILES), t, own_column, own_row);
+    if (output_tile < OUTPUT_TILES)
+      out[turn].prepare(p, first_row + g + 8 * (output_tile / N_TILES), t, own_column, own_row);
   }
   // Lanes past the last row of x take the last again; what they compute is not written.
   const uint4* from[M_TILES];
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m) from[m] = packs_of<T>(p.prologue.x, min(first_row + g + 8 * m, p.m - 1), p.k) + chunks.first;
+  for (int m = 0; m < M_TILES; ++m)
+    from[m] = packs_of<T>(p.prologue.x, min(first_row + g + 8 * m, p.m - 1), p.k) + chunks.first;
 
   pdl_wait();
 #pragma unroll
