@@ -18,8 +18,36 @@ pub(super) struct Shape {
     pub dtype: DType,
 }
 
+/// M, K, the rows of up to three weights, what becomes of the sums, and whether x is normed.
+pub(super) type Size = (usize, usize, [usize; 3], Activation, bool);
+
+/// Calls `check` with a random product of each size, in both 16-bit types, with bias and residuals and without.
+pub(super) fn each_product(
+    device: &Device,
+    sizes: &[Size],
+    mut check: impl FnMut(&Product) -> Result<()>,
+) -> Result<()> {
+    for &(m, k, weights, activation, norm) in sizes {
+        for dtype in [DType::BF16, DType::F16] {
+            for residuals in [false, true] {
+                let shape = Shape {
+                    m,
+                    k,
+                    weights,
+                    activation,
+                    norm,
+                    residuals,
+                    dtype,
+                };
+                check(&Product::new(device, shape)?)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 pub(super) struct Product {
-    shape: Shape,
+    pub shape: Shape,
     x: Tensor,
     gain: Tensor,
     pub w: Vec<Tensor>,

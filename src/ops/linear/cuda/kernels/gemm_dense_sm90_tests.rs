@@ -2,7 +2,7 @@
 
 use super::super::plan::Kernel;
 use super::super::problem::{Case, Operands};
-use super::dense_product_tests::{Product, Shape};
+use super::dense_product_tests::{Product, Shape, each_product};
 use super::gemm_dense;
 use super::gemm_dense_sm90::{Gemm, MAX_SPLIT_K, Tiling};
 use super::gemv_dense;
@@ -32,36 +32,24 @@ fn every_tiling_agrees_with_float64() -> Result<()> {
     }
     let swiglu = Activation::SwiGlu;
     // Rows and K that tiles do not divide, matrices whose borders lie within a tile, one matrix and two that gate.
-    for (m, k, weights, activation, norm) in [
+    let sizes = [
         (9, 576, [576, 192, 192], Activation::None, true),
         (33, 1000, [1000, 0, 0], Activation::None, false),
         (70, 2048, [192, 0, 0], swiglu, true),
         (130, 328, [100, 100, 0], swiglu, false),
         (300, 520, [64, 64, 61], Activation::None, false),
         (16, 72, [129, 0, 0], Activation::None, true),
-    ] {
-        for dtype in [DType::BF16, DType::F16] {
-            for residuals in [false, true] {
-                let shape = Shape {
-                    m,
-                    k,
-                    weights,
-                    activation,
-                    norm,
-                    residuals,
-                    dtype,
-                };
-                let product = Product::new(&device, shape)?;
-                let operands = product.operands(&product.w)?;
-                let tilings = tilings(&operands.case(&launcher));
-                assert!(tilings.len() >= 10, "{shape:?}: {}", tilings.len());
-                for (tiling, gemm) in tilings {
-                    product.assert_close(&launcher, &gemm, &operands, &format!("{tiling:?}"))?;
-                }
-            }
+    ];
+    each_product(&device, &sizes, |product| {
+        let operands = product.operands(&product.w)?;
+        let tilings = tilings(&operands.case(&launcher));
+        let (shape, count) = (product.shape, tilings.len());
+        assert!(count >= 10, "{shape:?}: {count}");
+        for (tiling, gemm) in tilings {
+            product.assert_close(&launcher, &gemm, &operands, &format!("{tiling:?}"))?;
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Bytes of weights that do not stay in the L2 cache.
