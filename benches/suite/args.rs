@@ -25,7 +25,7 @@ pub struct Args {
     pub models: Vec<String>,
 
     /// Formats of the table of models: dtypes, or what `--quantize` of the examples takes; with `+head`
-    /// the head is quantized too. With --kernel and --tune the formats of the weights.
+    /// the head is quantized too. With --kernel, --tune and --cliffs the formats of the weights.
     #[arg(long, alias = "format", value_delimiter = ',')]
     pub formats: Vec<String>,
 
@@ -42,11 +42,16 @@ pub struct Args {
     #[arg(long, conflicts_with = "kernel")]
     pub tune: bool,
 
-    /// Products for --kernel and --tune.
+    /// Time what that table chooses, over the rows of x and beside cuBLAS, and say where more rows or one row less
+    /// take much less time [default products: two of Llama-3-8B].
+    #[arg(long, conflicts_with_all = ["kernel", "tune"])]
+    pub cliffs: bool,
+
+    /// Products for --kernel, --tune and --cliffs.
     #[arg(long = "shape", value_name = "MxNxK", value_delimiter = ',')]
     pub shapes: Vec<Mnk>,
 
-    /// Dtypes of x for --kernel and --tune [default: bf16].
+    /// Dtypes of x for --kernel, --tune and --cliffs [default: bf16].
     #[arg(long = "dtype", value_name = "DTYPE", value_delimiter = ',')]
     pub dtypes: Vec<DType>,
 
@@ -151,7 +156,7 @@ impl FromStr for Mnk {
 impl Args {
     /// Whether single kernels are timed; nothing else is then, unless it is named.
     pub fn times_kernels(&self) -> bool {
-        self.tune || !self.kernel.is_empty()
+        self.tune || self.cliffs || !self.kernel.is_empty()
     }
 
     pub fn has(&self, section: Section) -> bool {

@@ -8,6 +8,7 @@
 //! cargo bench -- --export run.json --plots plots --markdown plots/README.md
 //! cargo bench -- --baseline run.json --fail-on-regression
 //! cargo bench --features cuda -- --tune           # is the table of kernels right?
+//! cargo bench --features cuda -- --cliffs         # over the rows of x: beside cuBLAS, and where times jump
 //! ```
 //! Each contender's result is checked against the op's float64 `reference()` before it is timed; what
 //! the memory and the library's products deliver is measured in the same run. docs/performance.md
@@ -18,6 +19,8 @@ mod baseline;
 mod budget;
 mod cases;
 mod child;
+#[cfg(feature = "cuda")]
+mod cliffs;
 mod export;
 mod figures;
 mod form;

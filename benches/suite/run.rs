@@ -73,17 +73,21 @@ fn list(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What --kernel and --tune time.
+/// What --kernel, --tune and --cliffs time.
 fn kernel_cases(args: &Args) -> Result<Vec<KernelCase>> {
     let shape = |name: &String| {
         Shape::from_str(name, true).map_err(|_| anyhow!("--models: {name} is no named shape"))
     };
+    let extent = Extent::of(args.quick);
     let grid = Grid {
-        shapes: args.shapes.iter().map(|s| (s.m, s.n, s.k)).collect(),
+        shapes: match args.cliffs && args.shapes.is_empty() {
+            true => cases::rows_of_large(extent),
+            false => args.shapes.iter().map(|s| (s.m, s.n, s.k)).collect(),
+        },
         formats: &args.formats,
         dtypes: &args.dtypes,
         models: args.models.iter().map(shape).collect::<Result<_>>()?,
-        extent: Extent::of(args.quick),
+        extent,
     };
     Ok(grid.cases()?)
 }
@@ -102,7 +106,7 @@ fn measure(args: &Args) -> Result<Export> {
     let device = device(args)?;
     ensure!(
         device.is_cuda() || !args.times_kernels(),
-        "--kernel and --tune time CUDA kernels: they need a GPU, and `cargo bench --features cuda`"
+        "--kernel, --tune and --cliffs time CUDA kernels: they need a GPU, and `cargo bench --features cuda`"
     );
     let nvml = device.is_cuda().then(Nvml::open).flatten();
     let place = Place::new(device, args.quick)?;
@@ -131,7 +135,12 @@ fn measure(args: &Args) -> Result<Export> {
     };
     #[cfg(feature = "cuda")]
     if args.times_kernels() {
-        export.tune = crate::tune::run(&place, kernel_cases(args)?, args, &budget)?;
+        let run = if args.cliffs {
+            crate::cliffs::run
+        } else {
+            crate::tune::run
+        };
+        export.tune = run(&place, kernel_cases(args)?, args, &budget)?;
         log("kernels");
     }
     if args.has(Section::Models) {

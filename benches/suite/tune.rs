@@ -159,15 +159,15 @@ fn asked(kernel: &str, call: &Call) -> Result<Result<String, String>> {
 }
 
 /// What a call launches, as the trace has it.
-struct Launched {
+pub struct Launched {
     /// Of the table: several where a product is cut into parts.
-    kernels: Vec<&'static str>,
+    pub kernels: Vec<&'static str>,
     /// Names, entries, grids and parameters.
-    plan: String,
+    pub plan: String,
 }
 
 impl Launched {
-    fn by(call: &Call) -> Result<Self> {
+    pub fn by(call: &Call) -> Result<Self> {
         let (result, calls) = trace::capture(|| call(0));
         result?;
         let mut found = Vec::new();

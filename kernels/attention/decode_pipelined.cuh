@@ -2,8 +2,9 @@
 //
 // A block is one warp. It has all keys of a key/value head of one sequence, or a range of them where the sequence is
 // long: no sums are merged among warps, and the row of the projection is read once for all query heads. Keys and values
-// are prefetched into a ring of pipeline stages in shared memory by `cp.async`, so that the bytes in flight do not depend
-// on registers, and go from there to tensor cores by `ldmatrix`. The new key and value are written into the last tile. Position, page table and the first stages are read before the PDL wait, as decode.cuh says.
+// are prefetched into a ring of pipeline stages in shared memory by `cp.async`, so that the bytes in flight do not
+// depend on registers, and go from there to tensor cores by `ldmatrix`. The new key and value are written into the last
+// tile. Position, page table, angles and the first stage are read before the PDL wait, as decode.cuh says.
 #pragma once
 
 #include "attention/decode.cuh"
@@ -28,7 +29,8 @@ template <typename C, int D, int SUB, int STAGES> struct KeyPipeline {
   const uint4* k;             // of the head, and of the lane's piece of a row
   const uint4* v;
   uint32_t page, token;       // strides, in 16 bytes
-  // Entries of the page table, one a lane: a page holds a multiple of 8 keys, so lane i has that of keys window + 8 i on.
+  // Entries of the page table, one a lane: a page holds a multiple of 8 keys, so lane i has that of keys window + 8 i
+  // on.
   // `ahead`: those of the next 256 keys.
   uint32_t window, entries, ahead;
 
@@ -161,21 +163,13 @@ template <typename C, int D, int SUB> struct PipelinedCore {
 template <int D> struct PipelinedShared {
   static constexpr int QUERIES = D / 16 * WARP * 16;
   char* queries;
-  float* cos;
-  float* sin;
-  float* q_norm;
-  float* k_norm;
-  float* k;  // the new key and value, as the cache holds them
+  float* k;          // the new key and value, as the cache holds them
   float* v;
   const char* rows;  // [heads + 2][D]: queries, the new key, the new value
 
   __device__ PipelinedShared(char* memory, const char* stage) {
     queries = memory;
-    cos = reinterpret_cast<float*>(memory + QUERIES);
-    sin = cos + D;
-    q_norm = sin + D;
-    k_norm = q_norm + D;
-    k = k_norm + D;
+    k = reinterpret_cast<float*>(memory + QUERIES);
     v = k + D;
     rows = stage;
   }
@@ -197,14 +191,6 @@ template <int D> struct LaneFactors {
       sin[e] = rotated ? __ldg(p.sin + row + i) : 0.f;
       q_norm[e] = p.q_norm ? read_weight(p.q_norm, d, p.dtype) : 1.f;
       k_norm[e] = p.q_norm ? read_weight(p.k_norm, d, p.dtype) : 1.f;
-    }
-  }
-
-  __device__ void place(const PipelinedShared<D>& s) const {
-#pragma unroll
-    for (int e = 0; e < N; ++e) {
-      const int d = threadIdx.x % WARP + 32 * e;
-      s.cos[d] = cos[e], s.sin[d] = sin[e], s.q_norm[d] = q_norm[e], s.k_norm[d] = k_norm[e];
     }
   }
 };
@@ -263,28 +249,39 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     commit_copies();
   }
 
-  // What the position alone decides: the first tiles, and angles, which are on their way.
+  // What the position alone decides: angles and the first tile, which are on their way.
   __device__ void begin(uint32_t position) {
     range = TileRange(p, here, position, KEYS);
     if (range.empty()) return;
     keys.end = position, keys.low = range.low;
-    pipeline.begin(keys, first_key(range.first));
-#pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) fetch(range.first + i, i);
+    // In front of the wait for the pages.
     factors.read(p, position);
+    pipeline.begin(keys, first_key(range.first));
+    fetch(range.first, 0);
   }
 
-  // The rows of the heads, the new key and the new value, 16 bytes at a time. Not by `cp.async`: its groups complete in
-  // order, so these would wait for the keys.
-  __device__ void fetch_rows(char* to) const {
-    const int wide = p.dtype == F32, shift = (D == 64 ? 3 : 4) + wide, row = 1 << shift;
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const char*>(p.qkv) + (uint64_t(at.qkv) * 2 << wide));
-#pragma unroll 4
-    for (int i = threadIdx.x; i < (at.heads + 2) * row; i += WARP) {
-      const int job = i >> shift;
+  // Pieces of 16 bytes of a row, and of a lane's part of all rows.
+  __device__ int row_shift() const { return (D == 64 ? 3 : 4) + (p.dtype == F32); }
+  static constexpr int LANE_PIECES = (MAX_HEADS + 2) * (D / 4) / WARP;
+
+  // The rows of the heads, the new key and the new value. Not by `cp.async`: its groups complete in order, so these
+  // would wait for the keys.
+  __device__ void load_rows(uint4 (&rows)[LANE_PIECES]) const {
+    const int shift = row_shift(), row = 1 << shift, count = (at.heads + 2) * row;
+    const uint4* from =
+        reinterpret_cast<const uint4*>(static_cast<const char*>(p.qkv) + (uint64_t(at.qkv) * 2 << (p.dtype == F32)));
+#pragma unroll
+    for (int j = 0; j < LANE_PIECES; ++j) {
+      const int i = threadIdx.x + j * WARP, job = i >> shift;
       const uint32_t head = job < at.heads ? at.head + job : p.heads + at.kv + (job > at.heads ? p.kv_heads : 0);
-      reinterpret_cast<uint4*>(to)[i] = __ldcg(from + head * row + i % row);
+      if (i < count) rows[j] = __ldcg(from + head * row + i % row);
     }
+  }
+  __device__ void place_rows(char* to, const uint4 (&rows)[LANE_PIECES]) const {
+    const int count = (at.heads + 2) << row_shift();
+#pragma unroll
+    for (int j = 0; j < LANE_PIECES; ++j)
+      if (int(threadIdx.x) + j * WARP < count) reinterpret_cast<uint4*>(to)[threadIdx.x + j * WARP] = rows[j];
   }
 
   __device__ void read_row(int job, float (&x)[N]) const {
@@ -296,19 +293,60 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     }
   }
 
-  // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them.
+  // As `turn` of decode.cuh, with angles and norms in registers. What a value is rotated with belongs to the same lane
+  // where the whole head is rotated by halves.
+  __device__ void turn_row(const float (&norm)[N], float (&x)[N]) const {
+    const int lane = threadIdx.x % WARP, pairs = p.pairs;
+    if (p.q_norm) {
+      float squares = 0.f;
+#pragma unroll
+      for (int e = 0; e < N; ++e) squares += x[e] * x[e];
+      const float factor = rsqrtf(warp_sum(squares) / D + p.eps);
+#pragma unroll
+      for (int e = 0; e < N; ++e) x[e] = rounded_to(p.dtype, rounded_to(p.dtype, x[e] * factor) * norm[e]);
+    }
+    float other[N];
+    if (!p.interleaved && 2 * pairs == D) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) other[e] = x[(e + N / 2) % N];
+    } else if (p.interleaved) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) other[e] = __shfl_xor_sync(FULL, x[e], 1);
+    } else {
+#pragma unroll
+      for (int e = 0; e < N; ++e) s.k[lane + 32 * e] = x[e];
+      __syncwarp();
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        const int d = lane + 32 * e;
+        other[e] = d < 2 * pairs ? s.k[d < pairs ? d + pairs : d - pairs] : 0.f;
+      }
+      __syncwarp();
+    }
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const int d = lane + 32 * e;
+      const bool first = p.interleaved ? d % 2 == 0 : d < pairs;
+      if (d < 2 * pairs) x[e] = x[e] * factors.cos[e] + (first ? -other[e] : other[e]) * factors.sin[e];
+    }
+  }
+
+  // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them. The key goes the
+  // same way as the queries, so that its instructions are there already.
   __device__ void turn_rows(float (&k)[N], float (&v)[N]) const {
     const int lane = threadIdx.x % WARP, stored = Pipeline::dtype(0);
-    float x[N];
 #pragma unroll 1
-    for (int job = 0; job < at.heads; ++job) {
-      read_row(job, x);
-      turn(p, s, s.q_norm, D, x, s.k);
+    for (int job = 0; job <= at.heads; ++job) {
+      const bool is_key = job == at.heads;
+      float norm[N];
 #pragma unroll
-      for (int e = 0; e < N; ++e) Core::put(s.queries, job, lane + 32 * e, rounded_to(p.dtype, x[e]));
+      for (int e = 0; e < N; ++e) norm[e] = is_key ? factors.k_norm[e] : factors.q_norm[e];
+      read_row(job, k);
+      turn_row(norm, k);
+      if (is_key) break;
+#pragma unroll
+      for (int e = 0; e < N; ++e) Core::put(s.queries, job, lane + 32 * e, rounded_to(p.dtype, k[e]));
     }
-    read_row(at.heads, k);
-    turn(p, s, s.k_norm, D, k, s.k);
     read_row(at.heads + 1, v);
 #pragma unroll
     for (int e = 0; e < N; ++e) {
@@ -345,8 +383,8 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     }
   }
 
-  // Means of the heads to y, or, with their weights, to the partial results that the last block merges. They pass through
-  // the ring, which is free by now, so that stores are coalesced.
+  // Means of the heads to y, or, with their weights, to the partial results that the last block merges. They pass
+  // through the ring, which is free by now, so that stores are coalesced.
   __device__ void finish(char* memory, Core& core) const {
     const int lane = threadIdx.x % WARP, t = lane % 4;
     core.l += __shfl_xor_sync(FULL, core.l, 1);
@@ -387,16 +425,22 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
       reinterpret_cast<uint4*>(s.queries)[i] = make_uint4(0, 0, 0, 0);
     begin(position);
     pdl_wait();
+    // In front of all tiles but one: behind more of them, rows would arrive later.
+    uint4 rows[LANE_PIECES];
+    load_rows(rows);
     const uint32_t now = read_position(p.position + here.z);
-    fetch_rows(memory + (STAGES - 1) * Pipeline::STAGE);
+#pragma unroll 1
+    for (int i = 1; i < STAGES - 1; ++i) fetch(range.first + i, i);
+    place_rows(memory + (STAGES - 1) * Pipeline::STAGE, rows);
     if (now != position) {
       // What was fetched is another step's.
       await_copies();
       position = now;
       begin(position);
+#pragma unroll 1
+      for (int i = 1; i < STAGES - 1; ++i) fetch(range.first + i, i);
     }
     if (range.empty()) return;
-    factors.place(s);
     const bool appends = range.leads && at.appends;
     const uint32_t page = appends ? page_of(p, here.z, position) : 0;
     __syncwarp();

@@ -10,14 +10,29 @@ struct TableRow {
   uint32_t length;  // tokens
 };
 
+// What a table has of one sequence, as it is read: nothing waits for it yet.
+struct TableEntry {
+  uint32_t given, from, to;
+
+  template <typename Table>
+  __device__ static TableEntry read(const Table& table, const uint32_t* lengths, uint32_t b) {
+    TableEntry entry = {__ldcg(lengths + b), 0, 0};
+    if (table.indptr) entry.from = __ldcg(table.indptr + b), entry.to = __ldcg(table.indptr + b + 1);
+    return entry;
+  }
+};
+
 // The row of sequence b of a padded table or one in CSR form. Whatever the table says, entries are within it.
 template <typename Table>
+__device__ __forceinline__ TableRow table_row(const Table& table, uint32_t b, const TableEntry& entry) {
+  if (!table.indptr) return {table.entries + uint64_t(b) * table.step, min(entry.given, table.width * table.page)};
+  const uint32_t from = min(entry.from, table.width);
+  const uint32_t count = min(max(entry.to, from), table.width) - from;
+  return {table.entries + from, count == 0 ? 0 : (count - 1) * table.page + min(entry.given, table.page)};
+}
+template <typename Table>
 __device__ __forceinline__ TableRow table_row(const Table& table, const uint32_t* lengths, uint32_t b) {
-  const uint32_t given = __ldcg(lengths + b);
-  if (!table.indptr) return {table.entries + uint64_t(b) * table.step, min(given, table.width * table.page)};
-  const uint32_t from = min(__ldcg(table.indptr + b), table.width);
-  const uint32_t count = min(max(__ldcg(table.indptr + b + 1), from), table.width) - from;
-  return {table.entries + from, count == 0 ? 0 : (count - 1) * table.page + min(given, table.page)};
+  return table_row(table, b, TableEntry::read(table, lengths, b));
 }
 
 }  // namespace fused

@@ -4,75 +4,17 @@
 // of the heads that read it, T (heads / kv_heads); a warp takes up to ROWS of them together, so each key is read once
 // for them. Keys are shared out in equal parts over the warps of a grid that follows from shapes (paged_share.cuh). A
 // warp goes through its share stretch by stretch: one head of one sequence. Of a head whose keys are all in one stretch
-// it writes y, otherwise it leaves sums in shared memory. The block brings those of its warps together when all are
-// done, and leaves in turn what others have a part of; the last of those (an atomic counter, which it resets) merges
-// them in the order of the keys.
+// it writes y, otherwise it leaves sums in shared memory, which are merged when all warps are done (paged_merge.cuh).
 //
 // Bytes moved: the keys and values that are seen, once for ROWS queries.
 #pragma once
 
-#include "attention/decode.cuh"
-#include "attention/paged_share.cuh"
-#include "attention/paged_warp.cuh"
+#include "attention/paged_merge.cuh"
 
 namespace fused {
 
-// What a warp has left of a stretch.
-struct PagedRecord {
-  Stretch s;
-  bool there;
-};
-
-// A block's shared memory. Of each warp the first and the last stretch may be incomplete.
-template <class Core> struct PagedShared {
-  static constexpr int RECORDS = 2 * Core::WARPS;
-
-  char* memory;
-  int bytes;             // of a warp's queries
-  int rows;              // that a record has
-  float* partials;       // [RECORDS]: tops [rows], weights [rows], sums [rows][stride]
-  int stride;
-
-  __device__ PagedShared(char* memory, const PagedAttentionParams& p, int head_dim) : memory(memory) {
-    bytes = Core::DIM ? Core::QUERIES : 4 * Core::ROWS * head_dim;
-    rows = min(Core::ROWS, int(p.queries * (p.heads / p.kv_heads) + 1) / 2 * 2);
-    stride = head_dim + head_dim % 2 + 2;
-    partials = reinterpret_cast<float*>(memory + Core::WARPS * (bytes + Core::ROWS * sizeof(Sight)));
-  }
-
-  __device__ PagedQueries queries(int warp) const {
-    char* own = memory + warp * bytes;
-    Sight* sights = reinterpret_cast<Sight*>(memory + Core::WARPS * bytes) + warp * Core::ROWS;
-    return {own, reinterpret_cast<float*>(own), sights};
-  }
-  __device__ PagedPartial partial(int record) const {
-    float* own = partials + record * rows * (2 + stride);
-    return {own, own + rows, own + 2 * rows, stride};
-  }
-};
-
-// The rows of a stretch: queries of the heads that read a key/value head.
-struct PagedRows {
-  uint32_t group, first;
-  int count;
-
-  __device__ PagedRows(const PagedAttentionParams& p, uint32_t part, int most) {
-    group = p.heads / p.kv_heads;
-    first = part * most;
-    count = min(int(p.queries * group - first), most);
-  }
-  __device__ uint32_t query(int row) const { return (first + row) / group; }
-  __device__ uint32_t head(uint32_t kv, int row) const { return kv * group + (first + row) % group; }
-};
-
-// Where row r's result begins.
-__device__ __forceinline__ uint64_t result_at(const PagedAttentionParams& p, const Stretch& s, const PagedRows& rows,
-                                              int r, int head_dim) {
-  return ((uint64_t(s.b) * p.queries + rows.query(r)) * p.heads + rows.head(s.kv, r)) * head_dim;
-}
-
-// A warp's queries, in whole packs of the pools' type, or of 16 bits if those are codes: all loads are on their way before
-// one is waited for.
+// A warp's queries, in whole packs of the pools' type, or of 16 bits if those are codes: all loads are on their way
+// before one is waited for.
 template <class Core>
 __device__ __forceinline__ void stage_packs(const PagedAttentionParams& p, const PagedQueries& queries,
                                             const Stretch& s, const PagedRows& rows) {
@@ -151,128 +93,6 @@ __device__ __forceinline__ void stage_queries(const PagedAttentionParams& p, con
   __syncwarp();
 }
 
-// Neighbours that another block has written.
-template <int N> __device__ __forceinline__ Pack<float, N> load_cached(const float* p) {
-  if constexpr (N == 1) {
-    return {__ldcg(p)};
-  } else {
-    const float4 v = __ldcg(reinterpret_cast<const float4*>(p));
-    return {v.x, v.y, v.z, v.w};
-  }
-}
-
-// Results of the blocks `first` .. `last` as y: each left its part of these keys first in its share, but for `first`,
-// which had others before it if `behind`.
-template <class Core>
-__device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p, const Stretch& s,
-                                                   const PagedRows& rows, uint32_t first, uint32_t last, bool behind,
-                                                   int head_dim) {
-  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, BATCH = 16, WIDTH = Core::DIM ? 4 : 1;
-  // Of each row: what is taken off the scores, and what the sums are multiplied with.
-  __shared__ float origins[ROWS], factors[ROWS];
-  const int lane = threadIdx.x % WARP;
-  const auto slot = [&](uint32_t b) { return 2 * b * ROWS + (behind && b == first ? ROWS : 0); };
-#pragma unroll 1
-  for (int r = threadIdx.x / WARP; r < rows.count; r += Core::WARPS) {
-    float top = -INFINITY, total = 0.f;
-#pragma unroll 1
-    for (uint32_t b = first + lane; b <= last; b += WARP) {
-      const float own = __ldcg(p.tops + slot(b) + r), higher = fmaxf(top, own), off = origin(higher);
-      total = total * exp2_fast(top - off) + exp2_fast(own - off);
-      top = higher;
-    }
-    const float off = origin(warp_max(top));
-    total = warp_sum(total * exp2_fast(top - off));
-    if (lane == 0) origins[r] = off, factors[r] = total == 0.f ? 0.f : __fdividef(1.f, total);
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x * WIDTH; i < rows.count * head_dim; i += THREADS * WIDTH) {
-    const int r = i / head_dim;
-    const float off = origins[r];
-    Pack<float, WIDTH> sum = {};
-#pragma unroll 1
-    for (uint32_t from = first; from <= last; from += BATCH) {
-      Pack<float, WIDTH> means[BATCH];
-      float tops[BATCH];
-#pragma unroll
-      for (int u = 0; u < BATCH; ++u) {
-        const uint32_t at = slot(min(from + u, last));
-        tops[u] = __ldcg(p.tops + at + r);
-        means[u] = load_cached<WIDTH>(p.means + uint64_t(at) * head_dim + i);
-      }
-#pragma unroll
-      for (int u = 0; u < BATCH; ++u) {
-        const float share = from + u <= last ? exp2_fast(tops[u] - off) : 0.f;
-#pragma unroll
-        for (int e = 0; e < WIDTH; ++e) sum.v[e] = fmaf(share, means[u].v[e], sum.v[e]);
-      }
-    }
-    const uint64_t at = result_at(p, s, rows, r, head_dim) + i % head_dim;
-#pragma unroll
-    for (int e = 0; e < WIDTH; ++e) write(p.y, p.dtype, at + e, sum.v[e] * factors[r]);
-  }
-}
-
-// Brings the records of one head, a bit of `members` each, together as stretch `s`, and then the blocks. Loads from
-// shared memory are for all records at once, there or not.
-template <class Core>
-__device__ __forceinline__ void merge_paged_records(const PagedAttentionParams& p, const PagedShared<Core>& shared,
-                                                    uint32_t members, const Share& share, const Stretch& s,
-                                                    int head_dim) {
-  constexpr int ROWS = Core::ROWS, THREADS = Core::WARPS * WARP, RECORDS = PagedShared<Core>::RECORDS;
-  constexpr int WIDTH = Core::DIM ? 2 : 1;
-  const PagedRows rows(p, s.part, ROWS);
-  const uint32_t slot = (2 * blockIdx.x + (s.begin == share.begin ? 0 : 1)) * ROWS;
-  const bool whole = s.whole();
-  const auto there = [&](int i) { return members >> i & 1; };
-  // What each record counts for.
-  if (threadIdx.x < rows.count) {
-    const int r = threadIdx.x;
-    float shares[RECORDS], top = -INFINITY, weight = 0.f;
-#pragma unroll
-    for (int i = 0; i < RECORDS; ++i) {
-      shares[i] = there(i) ? shared.partial(i).tops[r] : -INFINITY;
-      top = fmaxf(top, shares[i]);
-    }
-    const float off = origin(top);
-#pragma unroll
-    for (int i = 0; i < RECORDS; ++i) {
-      shares[i] = exp2_fast(shares[i] - off);
-      if (there(i)) weight = fmaf(shares[i], shared.partial(i).weights[r], weight);
-    }
-    const float by = weight == 0.f ? 0.f : __fdividef(1.f, weight);
-#pragma unroll
-    for (int i = 0; i < RECORDS; ++i)
-      if (there(i)) shared.partial(i).weights[r] = shares[i] * by;
-    if (!whole) p.tops[slot + r] = top + __log2f(weight);
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = WIDTH * threadIdx.x; i < rows.count * head_dim; i += WIDTH * THREADS) {
-    const int r = i / head_dim, d = i % head_dim;
-    Pack<float, WIDTH> mean = {};
-#pragma unroll
-    for (int j = 0; j < RECORDS; ++j) {
-      if (!there(j)) continue;
-      const PagedPartial partial = shared.partial(j);
-      const auto sum = load<float, WIDTH>(partial.sums + r * partial.stride + d);
-#pragma unroll
-      for (int e = 0; e < WIDTH; ++e) mean.v[e] = fmaf(partial.weights[r], sum.v[e], mean.v[e]);
-    }
-    if (!whole) {
-      store(p.means + uint64_t(slot) * head_dim + i, mean);
-      continue;
-    }
-#pragma unroll
-    for (int e = 0; e < WIDTH; ++e) write(p.y, p.dtype, result_at(p, s, rows, r, head_dim) + d + e, mean.v[e]);
-  }
-  if (whole) return;
-  const uint32_t first = share.owner(s.first), last = share.owner(s.last);
-  if (is_last(p.counters + s.counter(p), last - first + 1))
-    merge_paged_blocks<Core>(p, s, rows, first, last, share.begin_of(first) != s.first, head_dim);
-}
-
 __device__ __forceinline__ PagedKeys keys_of(const PagedAttentionParams& p, const Stretch& s, int head_dim) {
   const Pages& pages = p.pages;
   const uint32_t size = size_of(pages.dtype);
@@ -311,20 +131,19 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
                                            PagedRecord* records, const Share& share, const Start& start, int head_dim) {
   const int warp = threadIdx.x / WARP;
   const PagedQueries queries = shared.queries(warp);
-  Walk<Core::KEYS> walk(p, share.begin_of(warp, Core::WARPS), share.begin_of(warp + 1, Core::WARPS), start);
-  if (!walk.more()) return;
+  Walk<Core::KEYS> walk(p, share.begin_of(warp, shared.warps), share.begin_of(warp + 1, shared.warps), start);
+  Stretch s;
+  if (!walk.next(p, s)) return;
   Core core;
-  Stretch s = walk.next(p);
   core.look(keys_of(p, s, head_dim));
 #pragma unroll 1
   for (int ended = 0;; ++ended) {
     stage_queries<Core>(p, queries, s, head_dim);
     // Behind the queries: all warps begin at once, and whoever asks later waits for all their keys.
     if (ended == 0) core.begin(keys_of(p, s, head_dim));
-    const bool more = walk.more();
     Stretch upcoming = s;
-    upcoming.from = upcoming.to = 0;
-    if (more) upcoming = walk.next(p);
+    const bool more = walk.next(p, upcoming);
+    if (!more) upcoming.from = upcoming.to = 0;
     const PagedRows rows(p, s.part, Core::ROWS);
     core.start(queries.sights);
     core.run(keys_of(p, s, head_dim), keys_of(p, upcoming, head_dim), queries, rows.count);
@@ -348,29 +167,18 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
 
 template <class Core> __device__ __forceinline__ void paged_attention(const PagedAttentionParams& p) {
   extern __shared__ uint4 memory[];
-  constexpr int RECORDS = PagedShared<Core>::RECORDS;
-  __shared__ PagedRecord records[RECORDS];
-  pdl_launch();
-  pdl_wait();
+  __shared__ PagedRecord records[2 * Core::WARPS];
   const int head_dim = Core::DIM ? Core::DIM : int(p.head_dim);
   const PagedShared<Core> shared(reinterpret_cast<char*>(memory), p, head_dim);
+  if (threadIdx.x < shared.records()) records[threadIdx.x].there = false;
+  pdl_launch();
+  pdl_wait();
   Start start;
-  if (threadIdx.x < RECORDS) records[threadIdx.x].there = false;
-  const Share share = share_of_block<Core::KEYS, Core::WARPS>(p, p.kv_heads * p.parts, start);
+  const Share share = share_of_block<Core::KEYS>(p, p.kv_heads * p.parts, shared.plan(), start);
   if (blockIdx.x >= share.blocks) return;
   paged_warp(p, shared, records, share, start, head_dim);
   __syncthreads();
-#pragma unroll 1
-  for (int from = 0, to; from < RECORDS; from = to) {
-    to = from + 1;
-    if (!records[from].there) continue;
-    Stretch s = records[from].s;
-    uint32_t members = 1u << from;
-#pragma unroll 1
-    for (; to < RECORDS && (!records[to].there || records[to].s.first == s.first); ++to)
-      if (records[to].there) s.end = records[to].s.end, members |= 1u << to;
-    merge_paged_records(p, shared, members, share, s, head_dim);
-  }
+  merge_paged(p, shared, records, share, head_dim);
 }
 
 }  // namespace fused

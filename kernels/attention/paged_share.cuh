@@ -1,8 +1,9 @@
 // What each warp of attention over pages works on, worked out by its block from the sequences' lengths (Stream-K: equal
 // parts of all the work, wherever sequences begin and end).
 //
-// Work is counted in units of UNIT keys of one part (rows of queries) of one key/value head of one sequence; a sequence
-// without keys counts as one unit, so that somebody writes its zeros. Units are in order of sequence, head, part, key.
+// Work is counted in units of UNIT keys of one part (rows of queries) of one key/value head of one sequence, and one
+// more unit in front of each head, without keys, for the time that a warp takes to begin with another head. Units are
+// in order of sequence, head, part, key.
 #pragma once
 
 #include "abi/paged.cuh"
@@ -17,22 +18,41 @@ struct Sequence {
   uint32_t length, first;
 
   Sequence() = default;
-  __device__ Sequence(const PagedAttentionParams& p, uint32_t b) {
-    const TableRow row = table_row(p.pages, p.lengths, b);
+  __device__ Sequence(const PagedAttentionParams& p, uint32_t b, const TableEntry& entry) {
+    const TableRow row = table_row(p.pages, b, entry);
     entries = row.entries, length = row.length;
     const uint32_t seen = p.window + p.queries - 1;
     first = p.window && length > seen ? length - seen : 0;
   }
+  __device__ Sequence(const PagedAttentionParams& p, uint32_t b)
+      : Sequence(p, b, TableEntry::read(p.pages, p.lengths, b)) {}
 
-  template <int UNIT> __device__ uint32_t units() const { return max(1u, (length - first + UNIT - 1) / UNIT); }
+  template <int UNIT> __device__ uint32_t units() const { return 1 + (length - first + UNIT - 1) / UNIT; }
 };
 
-// The units begin .. end of a block: of `total` each of `blocks` has `each`, and the first `more` of them one more. The
-// host has seen to it that 32 bits count all units.
+// The sum over the lanes up to this one.
+__device__ __forceinline__ uint32_t warp_scan(uint32_t v) {
+#pragma unroll
+  for (int offset = 1; offset < WARP; offset *= 2) {
+    const uint32_t left = __shfl_up_sync(FULL, v, offset);
+    if (threadIdx.x % WARP >= offset) v += left;
+  }
+  return v;
+}
+
+// The units begin .. end of a block: of `total` each of `blocks` has `each`, and the first `more` of them one more;
+// there are so few blocks that each has `least`. The host has seen to it that 32 bits count all units.
 struct Share {
   uint32_t blocks, each, more;
   uint32_t begin, end;
 
+  __device__ Share(uint32_t total, uint32_t least) {
+    blocks = min(gridDim.x, max(total / least, 1u));
+    each = total / blocks;
+    more = total - each * blocks;
+    begin = begin_of(blockIdx.x);
+    end = begin_of(blockIdx.x + 1);
+  }
   // The block that has a unit.
   __device__ uint32_t owner(uint32_t unit) const {
     const uint32_t larger = more * (each + 1);
@@ -40,6 +60,8 @@ struct Share {
   }
   __device__ uint32_t begin_of(uint32_t block) const { return block * each + min(block, more); }
   __device__ uint32_t begin_of(uint32_t warp, uint32_t warps) const { return begin + warp * (end - begin) / warps; }
+  // Whether a block has units of others in front of a head whose keys begin at unit `first`.
+  __device__ bool is_behind(uint32_t block, uint32_t first) const { return begin_of(block) + 1 < first; }
 };
 
 // Where a warp's share begins: its sequence, and the units of the sequences before that.
@@ -48,54 +70,48 @@ struct Start {
   Sequence sequence;
 };
 
-// All threads of the block, WARPS warps of them; `heads`: key/value heads times parts.
-template <int UNIT, int WARPS>
-__device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, uint32_t heads, Start& start) {
-  constexpr int THREADS = WARPS * WARP;
-  __shared__ uint32_t sums[WARPS];
-  __shared__ Start starts[WARPS];
-  const uint32_t count = p.pages.sequences, each = (count + THREADS - 1) / THREADS;
+// What a thread has of the sequences when a block works out its share: the first of its own, and the units of those up
+// to its last, counted from its warp's first.
+struct SharePlan {
+  Sequence sequence;
+  uint32_t upto;
+};
+
+// All threads of the block; `heads`: key/value heads times parts; `plan`: [threads] of shared memory.
+template <int UNIT>
+__device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, uint32_t heads, SharePlan* plan,
+                                                Start& start) {
+  __shared__ uint32_t sums[WARP];
+  const uint32_t threads = blockDim.x, warps = threads / WARP, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t count = p.pages.sequences, each = (count + threads - 1) / threads;
   const uint32_t from = min(threadIdx.x * each, count), to = min(from + each, count);
-  Sequence sequence(p, min(from, count - 1));
-  uint32_t own = from < to ? sequence.units<UNIT>() : 0;
+  const Sequence first(p, min(from, count - 1));
+  uint32_t upto = from < to ? first.units<UNIT>() : 0;
 #pragma unroll 1
-  for (uint32_t b = from + 1; b < to; ++b) own += Sequence(p, b).units<UNIT>();
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  uint32_t upto = own;
-#pragma unroll
-  for (int offset = 1; offset < WARP; offset *= 2) {
-    const uint32_t left = __shfl_up_sync(FULL, upto, offset);
-    if (lane >= offset) upto += left;
-  }
+  for (uint32_t b = from + 1; b < to; ++b) upto += Sequence(p, b).units<UNIT>();
+  upto = warp_scan(upto);
   if (lane == WARP - 1) sums[warp] = upto;
-  // Where ranges of a table overlap until 32 bits do not count the units, a share may begin nowhere.
-  if (threadIdx.x == 0)
-    for (int w = 0; w < WARPS; ++w) starts[w] = {0, 0, sequence};
+  plan[threadIdx.x] = {first, upto};
   __syncthreads();
-  uint32_t all = 0;
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) {
-    if (w < warp) upto += sums[w];
-    all += sums[w];
-  }
-  Share share;
-  const uint32_t total = all * heads;
-  share.blocks = min(gridDim.x, total);
-  share.each = total / share.blocks;
-  share.more = total - share.each * share.blocks;
-  share.begin = share.begin_of(blockIdx.x);
-  share.end = share.begin_of(blockIdx.x + 1);
-  uint32_t b = from, before = upto - own;
+  const uint32_t in_warps = warp_scan(lane < warps ? sums[lane] : 0);
+  const uint32_t total = __shfl_sync(FULL, in_warps, WARP - 1) * heads;
+  const Share share(total, warps);
+  const uint32_t unit = share.begin_of(warp, warps) / heads;
+  // The thread whose sequences have the unit. Where ranges of a table overlap until 32 bits do not count the units,
+  // there may be none, and the search ends at the last.
+  const int part = min(__popc(__ballot_sync(FULL, in_warps <= unit)), int(warps) - 1);
+  uint32_t before = part ? __shfl_sync(FULL, in_warps, max(part - 1, 0)) : 0;
+  const int place = min(__popc(__ballot_sync(FULL, before + plan[part * WARP + lane].upto <= unit)), WARP - 1);
+  const SharePlan* found = plan + part * WARP + place;
+  if (place) before += found[-1].upto;
+  uint32_t b = min((part * WARP + place) * each, count - 1);
+  Sequence sequence = found->sequence;
 #pragma unroll 1
-  for (int w = 0; w < WARPS; ++w) {
-    const uint32_t unit = share.begin_of(w, WARPS) / heads;
-    if (unit < before || unit >= upto) continue;
-#pragma unroll 1
-    for (uint32_t units; before + (units = sequence.units<UNIT>()) <= unit; sequence = Sequence(p, ++b)) before += units;
-    starts[w] = {b, before * heads, sequence};
-  }
+  for (uint32_t units; b + 1 < count && before + (units = sequence.units<UNIT>()) <= unit; sequence = Sequence(p, ++b))
+    before += units;
+  start = {b, before * heads, sequence};
+  // Other things lie there from now on.
   __syncthreads();
-  start = starts[warp];
   return share;
 }
 
@@ -105,7 +121,7 @@ struct Stretch {
   uint32_t length;        // of the sequence
   uint32_t b, kv, part;
   uint32_t from, to;      // keys
-  uint32_t first, last;   // units of the part
+  uint32_t first, last;   // units of the part with keys; of a head without keys the one in front
   uint32_t begin, end;    // those of the stretch
 
   __device__ bool whole() const { return begin == first && end == last + 1; }
@@ -119,36 +135,40 @@ template <int UNIT> struct Walk {
   uint32_t before;    // units of the sequences before this one
   uint32_t b;
   Sequence sequence;
-  Sequence ahead;     // the one behind it, so that nobody has to wait for its length
+  TableEntry ahead;   // of the one behind it, so that nobody has to wait for its length
 
   __device__ Walk(const PagedAttentionParams& p, uint32_t begin, uint32_t end, const Start& start)
       : unit(begin), end(end), before(start.before), b(start.b), sequence(start.sequence),
-        ahead(p, min(b + 1, p.pages.sequences - 1)) {}
+        ahead(TableEntry::read(p.pages, p.lengths, behind(p))) {}
 
-  __device__ bool more() const { return unit < end; }
+  __device__ uint32_t behind(const PagedAttentionParams& p) const { return min(b + 1, p.pages.sequences - 1); }
 
-  __device__ Stretch next(const PagedAttentionParams& p) {
+  // The next stretch, if there is one.
+  __device__ bool next(const PagedAttentionParams& p, Stretch& s) {
     const uint32_t heads = p.kv_heads * p.parts;
-    uint32_t units = sequence.units<UNIT>();
-    if (unit == before + units * heads) {
-      before = unit;
-      sequence = ahead;
-      b = min(b + 1, p.pages.sequences - 1);
-      ahead = Sequence(p, min(b + 1, p.pages.sequences - 1));
-      units = sequence.units<UNIT>();
+    while (unit < end) {
+      uint32_t units = sequence.units<UNIT>();
+      if (unit == before + units * heads) {
+        before = unit;
+        b = behind(p);
+        sequence = Sequence(p, b, ahead);
+        ahead = TableEntry::read(p.pages, p.lengths, behind(p));
+        units = sequence.units<UNIT>();
+      }
+      const uint32_t in_sequence = unit - before, head = min(in_sequence / units, heads - 1);
+      const uint32_t from = in_sequence % units, to = min(units, from + end - unit), keyless = min(units - 1, 1u);
+      s.first = unit - from + keyless, s.last = unit - from + units - 1;
+      s.begin = max(unit, s.first), s.end = unit - from + to;
+      unit = s.end;
+      // The end of a share may leave no more than the unit in front of the keys.
+      if (s.begin >= s.end) continue;
+      s.entries = sequence.entries, s.length = sequence.length;
+      s.b = b, s.kv = head / p.parts, s.part = head % p.parts;
+      s.from = sequence.first + (s.begin - s.first) * UNIT;
+      s.to = min(sequence.length, sequence.first + (s.end - s.first) * UNIT);
+      return true;
     }
-    const uint32_t in_sequence = unit - before, head = min(in_sequence / units, heads - 1);
-    const uint32_t from = in_sequence % units;
-    const uint32_t count = min(units - from, end - unit);
-    Stretch s;
-    s.entries = sequence.entries, s.length = sequence.length;
-    s.b = b, s.kv = head / p.parts, s.part = head % p.parts;
-    s.from = sequence.first + from * UNIT;
-    s.to = min(sequence.length, s.from + count * UNIT);
-    s.first = unit - from, s.last = s.first + units - 1;
-    s.begin = unit, s.end = unit + count;
-    unit += count;
-    return s;
+    return false;
   }
 };
 

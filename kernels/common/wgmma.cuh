@@ -334,6 +334,10 @@ __device__ __forceinline__ void wgmma_k_major(float (&d)[64], const uint32_t* a,
   WGMMA_128("+f", "{.reg .pred p; setp.ne.b32 p, %69, 0;\n wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
     "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
+__device__ __forceinline__ void wgmma_k_major(float (&d)[96], const uint32_t* a, uint64_t b, int add) {
+  WGMMA_192("+f", "{.reg .pred p; setp.ne.b32 p, %101, 0;\n wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16",
+    "{%96, %97, %98, %99}, %100, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
 __device__ __forceinline__ void wgmma_k_major(float (&d)[128], const uint32_t* a, uint64_t b, int add) {
   WGMMA_256("+f", "{.reg .pred p; setp.ne.b32 p, %133, 0;\n wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
     "{%128, %129, %130, %131}, %132, p, 1, 1, 0;}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));

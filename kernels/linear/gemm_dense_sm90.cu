@@ -1,9 +1,11 @@
 // y = act(x W^T + bias) + residuals for dense W and x of one 16-bit type on Hopper, for few to some hundred tokens.
 //
 // The transposed problem: `wgmma` has 64 output channels of W as operand A and T tokens of x as operand B, both in
-// shared memory, where TMA brings them in stages of 64 values of K. A block has a warpgroup for each 64 channels of its
-// tile, and a producer warp. The blocks of a cluster split K: each leaves its sums in its shared memory, and each adds
-// up and writes a part of the outputs through distributed shared memory, always in the order of K.
+// shared memory, where TMA brings them in stages of 64 values of K. Where a tile has fewer than T tokens, TMA brings no
+// more: it would make zeros of those behind the last row of x, which takes it longer than rows that are there. A block
+// has a warpgroup for each 64 channels of its tile, and a producer warp. The blocks of a cluster split K: each leaves
+// its sums in its shared memory, and each adds up and writes a part of the outputs through distributed shared memory,
+// always in the order of K.
 //
 // Such products are bound by reading W. The producer fills all stages with it in front of the wait for the preceding
 // kernel, and two blocks have room on a multiprocessor, so that the next kernel of a chain can load its first weights
@@ -43,7 +45,7 @@ template <typename T, int CHANNELS, int TOKENS, int STAGES> struct GemmDense {
 
   __device__ __forceinline__ GemmDense(const GemmDenseParams& g, uint32_t stages, uint32_t barriers)
       : g(g), p(g.product), rank(blockIdx.x % g.split_k), n(blockIdx.x / g.split_k / g.m_tiles),
-        first_token(blockIdx.x / g.split_k % g.m_tiles * TOKENS), begin(stages_of(p.k) * rank / g.split_k),
+        first_token(blockIdx.x / g.split_k % g.m_tiles * g.tokens), begin(stages_of(p.k) * rank / g.split_k),
         end(stages_of(p.k) * (rank + 1) / g.split_k), stages(stages), barriers(barriers) {}
 
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
@@ -66,7 +68,7 @@ template <typename T, int CHANNELS, int TOKENS, int STAGES> struct GemmDense {
     const Box second = box(!halves ? 0 : gates(p) ? p.width + n * HALF : n * CHANNELS + HALF);
     const auto copy_weights = [&](int stage, uint32_t k) {
       const uint32_t to = stages + stage * STAGE, barrier = full(stage);
-      barrier_expect(barrier, STAGE);
+      barrier_expect(barrier, W_BYTES + g.tokens * ROW);
       bulk_copy_rows(to, *first.map, barrier, k * STAGE_K, first.row);
       if (halves) bulk_copy_rows(to + W_BYTES / 2, *second.map, barrier, k * STAGE_K, second.row);
     };
@@ -126,7 +128,7 @@ template <typename T, int CHANNELS, int TOKENS, int STAGES> struct GemmDense {
 
   __device__ __forceinline__ void write() const {
     const TileOutputs outputs{p,         stages,      PITCH, 1, 0, g.split_k, n * (CHANNELS / 16), CHANNELS / 16,
-                              first_token, min(uint32_t(TOKENS), p.m - first_token), g.vectors != 0};
+                              first_token, min(g.tokens, p.m - first_token), g.vectors != 0};
     outputs.write(rank * CONSUMERS + threadIdx.x, g.split_k * CONSUMERS);
   }
 };

@@ -20,7 +20,7 @@ template <int TOKENS> struct GemmShape {
   static constexpr int THREADS = CONSUMERS + (PRODUCER ? 128 : 0);
   static constexpr int CHANNELS = GEMM_WNA16_CHANNELS;
   static_assert(CHANNELS == 16 * WARPS);
-  static constexpr int STAGES = TOKENS >= 256 ? 3 : TOKENS >= 64 ? 4 : 6;
+  static constexpr int STAGES = TOKENS >= 192 ? 3 : TOKENS >= 64 ? 4 : 6;
   // Whether groups are scaled as sums, which there are fewer of than weights.
   static constexpr bool SCALES_SUMS = TOKENS <= GEMM_WNA16_SUMS_TOKENS;
   static constexpr int BLOCKS = PRODUCER ? 1 : 2;     // of an SM

@@ -27,6 +27,23 @@ const ROWS: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 512];
 const QUICK: [usize; 3] = [1, 16, 128];
 const MOST_OF_HEAD: usize = 16;
 
+/// Of Llama-3-8B, N and K: many output channels, and a long sum.
+const LARGE: [(usize, usize); 2] = [(14336, 4096), (4096, 14336)];
+
+/// M, N and K of those two: every number of rows to 128 and some beyond, or on both sides of where kernels change.
+pub fn rows_of_large(extent: Extent) -> Vec<(usize, usize, usize)> {
+    let beyond = [192, 256, 384, 512, 1024, 2048, 4096];
+    let rows: Vec<usize> = match extent {
+        Extent::Full => (1..=128).chain(beyond).collect(),
+        Extent::Quick => vec![
+            1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 80, 96, 97, 112, 128, 129,
+            256, 512, 2048,
+        ],
+    };
+    let of = |(n, k)| rows.iter().map(move |m| (*m, n, k)).collect::<Vec<_>>();
+    LARGE.into_iter().flat_map(of).collect()
+}
+
 /// A product of `m` rows of x by weights in a format, with what a model has around it.
 pub struct KernelCase {
     pub model: String,

@@ -14,7 +14,7 @@ mod varlen;
 
 pub use attention::Attention;
 pub use dims::Dims;
-pub use kernels::{Grid, KernelCase};
+pub use kernels::{Grid, KernelCase, rows_of_large};
 pub use picked::Expected;
 pub use products::{Part, Product, Tensors};
 pub use quantized::GOALS as QUANT_GOALS;

@@ -175,7 +175,7 @@ abi! {
     /// Tokens of a tile of the GEMM for quantized weights on Hopper, and stages of x. A tile has 128 output
     /// channels.
     table GEMM_WNA16 of GemmWna16Form (tokens: usize, stages: usize) =
-        [(8, 6), (16, 6), (32, 6), (64, 4), (128, 4), (256, 3)];
+        [(8, 6), (16, 6), (32, 6), (64, 4), (128, 4), (192, 3), (256, 3)];
     const GEMM_WNA16_CHANNELS: Count<i32> = 128;
     /// Tokens of a tile up to which groups are scaled as sums.
     const GEMM_WNA16_SUMS_TOKENS: Count<i32> = 32;
@@ -229,13 +229,15 @@ abi! {
 
     /// Dense weights and x of one 16-bit type.
     struct GemmDenseParams {
-        /// Boxes of `[64][T]`.
+        /// Boxes of `[64][tokens]`.
         x: TensorMap,
         /// Of each matrix, boxes of `[64][channels]`, or of half as many channels.
         weights: [TensorMap; MAX_WEIGHTS],
         /// Without prologue.
         product: Gemv,
         m_tiles: u32,
+        /// Of a tile: a multiple of 8, up to those that the kernel has room for.
+        tokens: u32,
         /// Blocks of a cluster, which share K.
         split_k: u32,
         /// Whether the halves of a tile's channels are not side by side in one matrix.

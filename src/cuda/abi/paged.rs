@@ -70,31 +70,31 @@ abi! {
         softcap: f32,
     }
 
-    /// Of the kernels below.
-    const PAGED_WARPS: Count<i32> = 4;
+    /// Of a block of the kernels below, where shared memory has room for what so many leave. One has a multiprocessor
+    /// to itself.
+    const PAGED_WARPS: Count<i32> = 8;
 
-    /// The forms for tensor cores: head dimension, keys that a warp takes at once, rows (queries of a key/value head)
-    /// of a warp, and blocks of a multiprocessor.
-    table PAGED_MMA of PagedMma (dim: usize, keys: usize, rows: usize, blocks: usize) = [
-        (64, 32, 8, 3), (64, 16, 16, 3),
-        (80, 16, 8, 3), (80, 16, 16, 3),
-        (96, 16, 8, 3), (96, 16, 16, 3),
-        (128, 16, 8, 3), (128, 16, 16, 2),
-        (256, 16, 8, 2)
+    /// The forms for tensor cores: head dimension, keys that a warp takes at once, and rows (queries of a key/value
+    /// head) of a warp.
+    table PAGED_MMA of PagedMma (dim: usize, keys: usize, rows: usize) = [
+        (64, 32, 8), (64, 16, 16),
+        (80, 16, 8), (80, 16, 16),
+        (96, 16, 8), (96, 16, 16),
+        (128, 16, 8), (128, 16, 16),
+        (256, 16, 8)
     ];
 
     /// The same over codes.
-    table PAGED_CODES of PagedCodes (dim: usize, keys: usize, rows: usize, blocks: usize) = [
-        (64, 32, 8, 3), (64, 16, 16, 3),
-        (80, 32, 8, 3), (80, 16, 16, 3),
-        (96, 16, 8, 3), (96, 16, 16, 3),
-        (128, 16, 8, 3), (128, 32, 16, 2),
-        (256, 16, 8, 2)
+    table PAGED_CODES of PagedCodes (dim: usize, keys: usize, rows: usize) = [
+        (64, 32, 8), (64, 16, 16),
+        (80, 32, 8), (80, 16, 16),
+        (96, 16, 8), (96, 16, 16),
+        (128, 16, 8), (128, 32, 16),
+        (256, 16, 8)
     ];
 
-    /// The forms for everything else: the widest head, rows of a warp, and blocks of a multiprocessor.
-    table PAGED_PLAIN of PagedPlain (dim: usize, rows: usize, blocks: usize) =
-        [(64, 4, 3), (128, 4, 2), (256, 2, 2)];
+    /// The forms for everything else: the widest head, and rows of a warp.
+    table PAGED_PLAIN of PagedPlain (dim: usize, rows: usize) = [(64, 4), (128, 4), (256, 2)];
     /// Keys that a warp of these takes at once.
     const PAGED_PLAIN_KEYS: Count<i32> = 16;
 

@@ -110,15 +110,10 @@ pub(super) fn mma(case: &Case) -> Planned<Call> {
     let form = |i: usize| [PAGED_MMA[i].dim, PAGED_MMA[i].rows];
     let place = place(case, PAGED_MMA.len(), form);
     let place = place.ok_or("it is for other head sizes")?;
-    let PagedMma {
-        dim,
-        keys,
-        rows,
-        blocks,
-    } = PAGED_MMA[place];
+    let PagedMma { dim, keys, rows } = PAGED_MMA[place];
     let bf16 = usize::from(case.pool_dtype == DType::BF16);
     let kernel = (&MODULE, 2 * place + bf16);
-    Paged::plan(case, kernel, [keys, rows, blocks], dim / 16 * 512)
+    Paged::plan(case, kernel, [keys, rows], dim / 16 * 512)
 }
 
 /// Over codes, which tensor cores take as f16.
@@ -126,15 +121,10 @@ fn codes(case: &Case) -> Planned<Call> {
     let form = |i: usize| [PAGED_CODES[i].dim, PAGED_CODES[i].rows];
     let place = place(case, PAGED_CODES.len(), form);
     let place = place.ok_or("it is for other head sizes")?;
-    let PagedCodes {
-        dim,
-        keys,
-        rows,
-        blocks,
-    } = PAGED_CODES[place];
+    let PagedCodes { dim, keys, rows } = PAGED_CODES[place];
     let int8 = usize::from(case.pool_dtype == DType::U8);
     let kernel = (&CODES, 2 * place + int8);
-    Paged::plan(case, kernel, [keys, rows, blocks], dim / 16 * 512)
+    Paged::plan(case, kernel, [keys, rows], dim / 16 * 512)
 }
 
 /// By multiply-adds in f32.
@@ -142,46 +132,56 @@ pub(super) fn plain(case: &Case) -> Planned<Call> {
     let mut forms = PAGED_PLAIN.iter();
     let place = forms.position(|form| case.sizes.dim <= form.dim);
     let place = place.ok_or("it is for other head sizes")?;
-    let PagedPlain { rows, blocks, .. } = PAGED_PLAIN[place];
+    let PagedPlain { rows, .. } = PAGED_PLAIN[place];
     let queries = 4 * rows * case.sizes.dim;
     let kernel = match case.is_coded() {
         true => (&CODES, 2 * PAGED_CODES.len() + place),
         false => (&MODULE, 2 * PAGED_MMA.len() + place),
     };
-    Paged::plan(case, kernel, [PAGED_PLAIN_KEYS, rows, blocks], queries)
+    Paged::plan(case, kernel, [PAGED_PLAIN_KEYS, rows], queries)
+}
+
+/// Bytes of a block: `PagedShared` of the kernel. Where each warp leaves two records of its rows lies earlier the plan of
+/// the shares, and later what threads have of the merge of blocks.
+fn shared_memory(case: &Case, warps: usize, rows: usize, queries: usize) -> usize {
+    /// `SharePlan`, and four sums with what they are relative to.
+    const OF_THREAD: usize = 24;
+    let dim = case.sizes.dim;
+    let held = rows.min(case.rows().next_multiple_of(2));
+    let records = 4 * 2 * held * (2 + dim + dim % 2 + 2);
+    warps * (queries + 4 * 3 * rows + records.max(WARP * OF_THREAD))
 }
 
 impl Paged {
-    /// `queries`: bytes of shared memory that hold them.
+    /// `queries`: bytes of shared memory that hold those of a warp.
     fn plan(
         case: &Case,
         (module, index): (&'static Module, usize),
-        [keys, rows, blocks]: [usize; 3],
+        [keys, rows]: [usize; 2],
         queries: usize,
     ) -> Planned<Call> {
-        let dim = case.sizes.dim;
-        // `PagedShared` of the kernel: each warp's queries and what they see, and two records of rows.
-        let held = rows.min(case.rows().next_multiple_of(2));
-        let floats = 3 * rows + 2 * held * (2 + dim + dim % 2 + 2);
-        let shared = PAGED_WARPS * (queries + 4 * floats);
-        if shared > case.gpu.shared as usize {
+        let shared = |warps: &usize| shared_memory(case, *warps, rows, queries);
+        let room = case.gpu.shared as usize;
+        let mut counts = [PAGED_WARPS, PAGED_WARPS / 2, PAGED_WARPS / 4].into_iter();
+        let Some(warps) = counts.find(|warps| shared(warps) <= room) else {
             return Err("the rows of a block's warps do not fit into shared memory");
-        }
+        };
         let parts = case.rows().div_ceil(rows);
-        let units = (case.pages * case.sizes.page).div_ceil(keys) + case.sequences;
+        // A sequence may have a page that is not full, and has a unit in front of its keys.
+        let units = (case.pages * case.sizes.page).div_ceil(keys) + 2 * case.sequences;
         let units = units.saturating_mul(case.sizes.kv_heads * parts);
         if u32::try_from(units).is_err() {
             return Err("the table has more keys than the kernel counts");
         }
-        let blocks = (case.gpu.sms as usize * blocks).min(units) as u32;
-        let threads = (WARP * PAGED_WARPS) as u32;
+        let blocks = (case.gpu.sms as usize * (PAGED_WARPS / warps)).min(units) as u32;
+        let threads = (WARP * warps) as u32;
         Ok(Box::new(Self {
             module,
             index,
             rows,
             keys,
             parts,
-            grid: Grid::new([blocks, 1, 1], threads, shared as u32),
+            grid: Grid::new([blocks, 1, 1], threads, shared(&warps) as u32),
         }))
     }
 }

@@ -135,14 +135,15 @@ const LARGE: usize = 4 << 20;
 /// Why another kernel is the faster one.
 fn check_speed(case: &Case) -> std::result::Result<(), &'static str> {
     let large = 2 * case.n() * case.k >= LARGE;
-    // cuBLASLt is faster for more rows, unless there are many output channels, or one half of them gates the other, for
-    // which it needs a kernel behind it. Products of small matrices by themselves are faster here up to 64 rows, but a
+    // cuBLASLt is faster for more than 32 rows, or 64 where there are many output channels, unless one half of them gates
+    // the other, for which it needs a kernel behind it. Products of small matrices by themselves are faster here up to 64 rows, but a
     // step of 64 sequences of SmolLM2 takes 1.27 ms with them and 1.07 ms with the library.
     let n_tiles = case.n() / 64;
     let many_channels = large && n_tiles >= case.gpu.sms as usize;
     let most = match (case.gates(), many_channels) {
         (true, _) if n_tiles <= 2 * case.gpu.sms as usize => 256,
-        (true, _) | (false, true) => 128,
+        (true, _) => 128,
+        (false, true) => 64,
         (false, false) => 32,
     };
     match case.m <= most && (large || case.m > gemv_dense::MAX_M) {
@@ -157,6 +158,8 @@ pub(super) struct Gemm {
     index: usize,
     tiling: Tiling,
     m_tiles: usize,
+    /// Of a tile: as many in each as they have together, and no more.
+    tokens: usize,
     grid: Grid,
     /// Whether a tile's channels come as two boxes of W.
     halves: bool,
@@ -186,6 +189,7 @@ impl Gemm {
             index: is_bf16(dtype) * FORMS.len() + tiling.form,
             tiling,
             m_tiles,
+            tokens: case.m.div_ceil(m_tiles).next_multiple_of(8),
             grid,
             halves: tiling.halves(case),
             vectors: case.alignment.outputs && case.width().is_multiple_of(8),
@@ -243,10 +247,11 @@ impl Kernel for Gemm {
         let mut product = Gemv::of(operands)?;
         product.prologue.norm = NORM_NONE as i32;
         let params = GemmDenseParams {
-            x: operand_map(x, [at.m, at.k], form.tokens)?,
+            x: operand_map(x, [at.m, at.k], self.tokens)?,
             weights,
             product,
             m_tiles: self.m_tiles as u32,
+            tokens: self.tokens as u32,
             split_k: self.tiling.split_k as u32,
             halves: self.halves.into(),
             vectors: self.vectors.into(),

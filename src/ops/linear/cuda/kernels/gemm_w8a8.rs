@@ -222,6 +222,11 @@ fn tiles(case: &Case, tile: &Tile) -> [usize; 2] {
 }
 
 impl TwoLaunches {
+    /// Of x, that there is memory for: whole tiles, as TMA is slow to make zeros of rows that are not there.
+    fn whole_rows(&self) -> usize {
+        self.tiles[0] * TILE_ROWS * self.tile.form.cluster
+    }
+
     /// Scales of x.
     fn scales(&self, m: usize, k: usize) -> usize {
         match self.by.is_fp8() {
@@ -246,7 +251,8 @@ impl Kernel for TwoLaunches {
 
     fn scratch(&self, operands: &Operands) -> usize {
         let ProductAt { m, k, .. } = operands.at;
-        Scratch::room(DType::U8, m * pitch(k)) + Scratch::room(DType::F32, self.scales(m, k))
+        Scratch::room(DType::U8, self.whole_rows() * pitch(k))
+            + Scratch::room(DType::F32, self.scales(m, k))
     }
 
     unsafe fn run(
@@ -257,7 +263,7 @@ impl Kernel for TwoLaunches {
     ) -> Result<()> {
         let at = &operands.at;
         let (m, pitch, tile) = (at.m, pitch(at.k), &self.tile);
-        let x = scratch.take(OP, DType::U8, m * pitch)?;
+        let x = scratch.take(OP, DType::U8, self.whole_rows() * pitch)?;
         let scales = scratch.take(OP, DType::F32, self.scales(m, at.k))?;
         let section = self.tiles[0].min(SECTION / tile.form.cluster);
         let params = product_params(
@@ -281,7 +287,7 @@ impl Kernel for TwoLaunches {
                 By::Warps => next.run(&WARPS, self.index, self.grid, &params),
                 by => {
                     let params = W8A8Sm90Params {
-                        x: tensor_map(x, [m, pitch], TILE_ROWS)?,
+                        x: tensor_map(x, [self.whole_rows(), pitch], TILE_ROWS)?,
                         weights: tensor_maps(operands, tile.form.columns / 2, by.is_fp8())?,
                         product: params,
                     };

@@ -24,7 +24,7 @@ macro_rules! forms {
     ($($name:literal),+) => {
         &[$(
             concat!($name, "_8"), concat!($name, "_16"), concat!($name, "_32"),
-            concat!($name, "_64"), concat!($name, "_128"), concat!($name, "_256"),
+            concat!($name, "_64"), concat!($name, "_128"), concat!($name, "_192"), concat!($name, "_256"),
         )+]
     };
 }
@@ -157,7 +157,11 @@ pub(crate) fn plan(case: &Case) -> Planned {
     };
     let rows = case.m * parts;
     let k_blocks = case.k.div_ceil(BLOCK_K);
-    let tiling = Tiling::of(&case.gpu, case.n(), rows, k_blocks);
+    let is_int4 = matches!(
+        case.weight,
+        WeightFormat::Quantized(Format::Scheme(Scheme::Int4 { .. }))
+    );
+    let tiling = Tiling::of(&case.gpu, [case.n(), rows, k_blocks], is_int4);
     Ok(Arc::new(Gemm {
         module: of.module,
         index: of.first + tiling.form,
@@ -174,6 +178,10 @@ pub(crate) fn plan(case: &Case) -> Planned {
 struct OperandB {
     x: Address,
     rows: usize,
+    /// That there is memory for: whole tiles. TMA takes longer for a row outside a matrix, which it makes zeros of, than
+    /// for one inside (some 3.3 ns on an H200): a tile of 128 rows with 65 of them took longer than a full one. What the
+    /// others hold only reaches sums that nobody writes.
+    whole_rows: usize,
     pitch: usize,
     sums: Address,
     sums_pitch: usize,
@@ -189,6 +197,7 @@ impl Gemm {
         OperandB {
             x: at.x,
             rows,
+            whole_rows: self.tiling.m_tiles * FORMS[self.tiling.form].tokens,
             pitch: at.k.next_multiple_of(64),
             sums: 0,
             sums_pitch: rows.next_multiple_of(4),
@@ -213,7 +222,7 @@ impl Gemm {
         at: &ProductAt,
     ) -> Result<OperandB> {
         let mut b = self.shape(at);
-        b.x = scratch.take(OP, DType::BF16, b.rows * b.pitch)?;
+        b.x = scratch.take(OP, DType::BF16, b.whole_rows * b.pitch)?;
         if self.sums {
             b.sums = scratch.take(OP, DType::F32, b.pitch / 32 * b.sums_pitch)?;
         }
@@ -260,7 +269,7 @@ impl Kernel for Gemm {
         let (partial_sums, flags) = self.partial_sums();
         Scratch::room(DType::F32, partial_sums)
             + Scratch::room(DType::U32, flags)
-            + Scratch::room(DType::BF16, b.rows * b.pitch)
+            + Scratch::room(DType::BF16, b.whole_rows * b.pitch)
             + Scratch::room(DType::F32, b.pitch / 32 * b.sums_pitch)
             + Scratch::room(operands.at.x_dtype, operands.at.m * operands.at.k)
     }
@@ -279,7 +288,7 @@ impl Kernel for Gemm {
         let tokens = FORMS[self.tiling.form].tokens;
         let (share, larger_shares) = self.tiling.shares(&self.grid);
         let params = GemmWna16Params {
-            x: operand_map(b.x, [b.rows, b.pitch], tokens / self.tiling.sharing())?,
+            x: operand_map(b.x, [b.whole_rows, b.pitch], tokens / self.tiling.sharing())?,
             x_sums: match self.sums {
                 true => sums_map(b.sums, [b.pitch / 32, b.sums_pitch], tokens)?,
                 false => TensorMap { opaque: [0; 16] },
