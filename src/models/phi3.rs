@@ -1,8 +1,8 @@
 //! Phi-3, Phi-3.5 and Phi-4-mini.
 //!
 //! [`Model`] and [`Config`] have the names and signatures of `candle_transformers::models::phi3`, and [`Config`] one
-//! field more, [`sliding_window`](Config::sliding_window). Windows,
-//! which are ignored there, and long rotary factors are Hugging Face's: a call that reaches past the first
+//! field more, [`sliding_window`](Config::sliding_window), since nothing else that `Model::new` is given has it.
+//! Windows, which are ignored there, and long rotary factors are Hugging Face's: a call that reaches past the first
 //! context length turns all of its tokens by the long factors, and what is held stays as it was turned.
 //!
 //! Method: Phi-3 Technical Report (Abdin et al. 2024); LongRoPE (Ding et al. 2024).

@@ -18,7 +18,7 @@ use std::io::{BufReader, Cursor};
 
 type File = BufReader<std::fs::File>;
 
-fn models<T: Clone + std::fmt::Debug>() {}
+fn models<T: Clone + std::fmt::Debug + Send + Sync + Unpin + 'static>() {}
 
 #[test]
 fn llama_is_there() {

@@ -1,5 +1,5 @@
 //! Every field of candle-transformers' configurations, by name and type: one that is missing, and one that it does not
-//! have, does not compile.
+//! have, does not compile. So callers' struct literals, patterns and matches compile with either.
 
 use candle_fused::models::smol::{quantized_smollm3, smollm3};
 use candle_fused::models::{llama, mistral, phi3, quantized_mistral, qwen2, qwen3};
@@ -25,6 +25,22 @@ fn eos(eos: stock::llama::LlamaEosToks) -> llama::LlamaEosToks {
         stock::llama::LlamaEosToks::Single(id) => llama::LlamaEosToks::Single(id),
         stock::llama::LlamaEosToks::Multiple(ids) => llama::LlamaEosToks::Multiple(ids),
     }
+}
+
+/// A caller's matches, which have no arm for variants that candle-transformers lacks.
+#[test]
+fn enums_have_no_variants_more() {
+    let _: fn(llama::LlamaEosToks) -> stock::llama::LlamaEosToks = |eos| match eos {
+        llama::LlamaEosToks::Single(id) => stock::llama::LlamaEosToks::Single(id),
+        llama::LlamaEosToks::Multiple(ids) => stock::llama::LlamaEosToks::Multiple(ids),
+    };
+    let _: fn(llama::Llama3RopeType) -> stock::llama::Llama3RopeType = |kind| match kind {
+        llama::Llama3RopeType::Llama3 => stock::llama::Llama3RopeType::Llama3,
+        llama::Llama3RopeType::Default => stock::llama::Llama3RopeType::Default,
+    };
+    let _: fn(phi3::RopeScalingType) -> stock::phi3::RopeScalingType = |kind| match kind {
+        phi3::RopeScalingType::LongRope => stock::phi3::RopeScalingType::LongRope,
+    };
 }
 
 fn scaling(scaling: stock::llama::Llama3RopeConfig) -> llama::Llama3RopeConfig {
@@ -180,7 +196,7 @@ fn factors(scaling: stock::phi3::RopeScaling) -> phi3::RopeScaling {
     }
 }
 
-/// Phi-3's has one field more, the window that candle-transformers ignores.
+/// Phi-3's has one field more, the window that candle-transformers ignores: a literal has to name it.
 #[test]
 fn phis_and_smollms() {
     same_fields!(

@@ -78,6 +78,12 @@ fn every_item_is_there() {
     let _: fn(&mut Quantized, &Tensor, usize) -> Result<Tensor> = Quantized::forward;
     let _: fn(&mut Quantized) = Quantized::clear_kv_cache;
     let _: fn(&Quantized) -> &QuantizedConfig = Quantized::config;
+
+    fn models<T: Clone + std::fmt::Debug + Send + Sync + Unpin + 'static>() {}
+    models::<(mistral::Config, Mistral)>();
+    models::<(phi3::Config, Phi3, Phi3Rotary, Phi3Gguf)>();
+    models::<(smollm3::Config, smollm3::Model, SmolLm3)>();
+    models::<(QuantizedConfig, Rotary, Quantized)>();
 }
 
 /// Same shape, dtype and, in f32, the same values.

@@ -26,6 +26,13 @@ fn flash_attn_is_there() {
             op.softcap,
         );
     });
+    let _ = FlashAttn {
+        softmax_scale: 1.,
+        alibi_slopes: None,
+        window_size_left: None,
+        window_size_right: Some(0),
+        softcap: None,
+    };
     let _: fn(T, T, T, f32, bool) -> Result<Tensor> = flash_attn;
     let _: fn(T, T, T, f32, Size, Size) -> Result<Tensor> = flash_attn_windowed;
     let _: fn(T, T, T, T, f32, bool) -> Result<Tensor> = flash_attn_alibi;
@@ -72,6 +79,13 @@ fn flash_attn_v3_is_there() {
             op.use_gqa_packing,
         );
     });
+    let _ = FlashAttn {
+        softmax_scale: 1.,
+        alibi_slopes: None,
+        window_size_left: None,
+        window_size_right: Some(0),
+        use_gqa_packing: true,
+    };
     let _: fn(T, T, T, f32, bool, bool) -> Result<Tensor> = flash_attn;
     let _: fn(T, T, T, f32, Size, Size, bool) -> Result<Tensor> = flash_attn_windowed;
     let _: fn(T, T, T, T, f32, bool, bool) -> Result<Tensor> = flash_attn_alibi;
