@@ -1,4 +1,4 @@
-//! What the sides took, and where their tokens part.
+//! What the sides took, where their tokens part, and which of them are those of f32.
 
 use crate::side::{Model, Run, Side};
 use anyhow::Result;
@@ -11,7 +11,7 @@ fn median(mut times: Vec<Duration>) -> f64 {
     times[times.len() / 2].as_secs_f64()
 }
 
-/// Tokens a second, and tokens beside those of the first side.
+/// Tokens a second, and tokens beside those of the first side and of candle's own model in f32.
 pub fn report(
     sides: &mut [Side],
     exact: impl FnOnce() -> Result<Box<dyn Model>>,
@@ -45,11 +45,20 @@ pub fn report(
             None => {}
         }
     }
-    if !parted.is_empty() {
-        let mut exact = exact()?;
-        for (i, at) in parted {
-            part(sides, &mut *exact, i, prompt, &tokens[0][..at], device)?;
-        }
+    let mut exact = exact()?;
+    let right = Run::of(&mut *exact, prompt, tokens[0].len(), device)?.tokens;
+    println!("candle's own model with the same numbers in f32: {right:?}");
+    for (side, tokens) in sides.iter().zip(&tokens) {
+        let same = tokens.iter().zip(&right).take_while(|(a, b)| a == b);
+        println!(
+            "  {}: the first {} of {} tokens are those",
+            side.name,
+            same.count(),
+            right.len()
+        );
+    }
+    for (i, at) in parted {
+        part(sides, &mut *exact, i, prompt, &tokens[0][..at], device)?;
     }
     println!();
     for side in sides.iter_mut().skip(1) {
