@@ -3,7 +3,8 @@
 //! ```text
 //! cargo run --release --example requantize -- SmolLM2-135M-Instruct.Q4_1.gguf q8_0 out.gguf
 //! ```
-//! The token embedding keeps its type, and so do matrices whose width does not divide by the block.
+//! The token embedding keeps its type, and so do matrices whose width does not divide by the block. `f32` dequantizes
+//! all of them: the file by which others of the same numbers are judged.
 //! `q4_k_m` is llama.cpp's mix of the same name: Q4_K, with Q6_K for the value and down matrices of
 //! the first and last eighth of the layers and every third between them, and for the table that gives
 //! the logits. A matrix whose width does not divide by 256 is Q5_0 in place of Q4_K and Q8_0 in place
@@ -24,7 +25,7 @@ use std::path::PathBuf;
 struct Args {
     /// The file to read.
     input: PathBuf,
-    /// q4_0, q4_1, q5_0, q5_1, q8_0, q4k, q5k, q6k or q4_k_m.
+    /// q4_0, q4_1, q5_0, q5_1, q8_0, q4k, q5k, q6k, q4_k_m or f32.
     #[arg(value_parser = target)]
     target: Target,
     /// The file to write.
@@ -36,6 +37,8 @@ struct Args {
 enum Target {
     /// All of them this type.
     One(GgmlDType),
+    /// No blocks, in the embedding neither.
+    Dequantized,
     /// llama.cpp's Q4_K_M.
     Q4KM,
 }
@@ -43,6 +46,7 @@ enum Target {
 fn target(name: &str) -> Result<Target, String> {
     match (name, name.parse()) {
         ("q4_k_m", _) => Ok(Target::Q4KM),
+        ("f32", _) => Ok(Target::Dequantized),
         (_, Ok(Quantization::Gguf(dtype))) => Ok(Target::One(dtype)),
         _ => Err("not a block type that is known here".into()),
     }
@@ -54,6 +58,7 @@ impl Target {
         let dtype = match self {
             Target::One(_) if name == "token_embd.weight" => return None,
             Target::One(dtype) => dtype,
+            Target::Dequantized => GgmlDType::F32,
             Target::Q4KM => mixed(name, width, content),
         };
         width.is_multiple_of(dtype.block_size()).then_some(dtype)
