@@ -85,8 +85,9 @@ impl AttentionParams {
 /// * result: `[B, Hq, Tq, D]` in q's dtype, a transposed view of `[B, Tq, Hq, D]` in memory, so that
 ///   `y.transpose(1, 2)?.reshape((b, t, ()))?` copies nothing
 ///
-/// candle-flash-attn's functions, with its layout `[B, T, H, D]`, are in [`crate::flash_attn`]; its
-/// `softmax_scale` is `scale`, which is 1 by default here. Batches of sequences of different lengths are
+/// Tensors in candle-flash-attn's layout, `[B, T, H, D]`, are passed as `q.transpose(1, 2)?`, which copies nothing;
+/// its `softmax_scale` is `scale`, which is 1 by default here. Its functions by their own names and layout are in
+/// [`crate::flash_attn`]. Batches of sequences of different lengths are
 /// [`flash_attention_varlen`](fn@super::flash_attention_varlen)'s, and with padding
 /// [`flash_attention_padded`](fn@super::flash_attention_padded)'s.
 ///
