@@ -7,6 +7,7 @@
 mod amx;
 pub(crate) mod attention;
 pub mod dense;
+pub(crate) mod grid;
 pub mod math;
 pub mod norm;
 pub mod packed;

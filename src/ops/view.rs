@@ -14,17 +14,35 @@ pub trait Float: WithDType + Element {
     fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
         Cow::Owned(values.iter().map(|v| v.to_f32()).collect())
     }
+
+    /// The values themselves, if they are f32.
+    fn as_f32(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
+
+    /// The values themselves, if they are bf16.
+    fn as_bf16(_: &[Self]) -> Option<&[bf16]> {
+        None
+    }
 }
 
 impl Float for f32 {
     fn widen_slice(values: &[Self]) -> Cow<'_, [f32]> {
         Cow::Borrowed(values)
     }
+
+    fn as_f32(values: &[Self]) -> Option<&[f32]> {
+        Some(values)
+    }
 }
 
 impl Float for f16 {}
 
-impl Float for bf16 {}
+impl Float for bf16 {
+    fn as_bf16(values: &[Self]) -> Option<&[bf16]> {
+        Some(values)
+    }
+}
 
 /// Fails unless the ops compute in `dtype`.
 pub(super) fn float(op: &str, argument: &str, dtype: DType) -> Result<()> {

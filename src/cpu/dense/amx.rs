@@ -2,7 +2,8 @@
 //!
 //! A token in f32 is the sum of three numbers in bf16, 24 bits in all, so that each product is three of tiles with f32
 //! sums: as exact as f32, at 170 multiplications a cycle where AVX-512 has 32. The method is that of Henry, Tang and
-//! Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019).
+//! Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019). A
+//! token in bf16 is one part: the two others would only add zeros.
 //!
 //! Loops from the outside: [`TOKENS`] tokens, [`DEPTH`] of k (of both, what stays in the second-level cache, split once),
 //! [`WEIGHTS`] weight rows (in the first-level cache, interleaved once), 32 tokens: four tiles of sums.
@@ -12,22 +13,21 @@ use crate::cpu::amx::{self, Config, ROW_BYTES, ROWS, TileOps};
 use half::bf16;
 use std::arch::x86_64::*;
 use std::cell::RefCell;
+use std::ops::Range;
 
-/// Tokens that are split at a time: with [`DEPTH`] and [`PARTS`] 768 KB.
-const TOKENS: usize = 256;
+/// Tokens that are split at a time: with [`DEPTH`] and three parts 768 KB.
+pub(super) const TOKENS: usize = 256;
 /// Columns of them.
 const DEPTH: usize = 512;
 /// Weight rows of a panel, which are two tiles side by side.
 const WEIGHTS: usize = 2 * ROWS;
-/// Numbers in bf16 that a token's value is the sum of.
-const PARTS: usize = 3;
 /// Columns of a tile.
 const STEP: usize = ROW_BYTES / size_of::<bf16>();
 
 /// A row of a tile.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Row([u16; STEP]);
+pub(super) struct Row([u16; STEP]);
 
 /// A tile of operands.
 type Tile = [Row; ROWS];
@@ -41,7 +41,7 @@ struct Sums([[f32; ROWS]; ROWS]);
 #[derive(Default)]
 struct Room {
     /// For each 16 tokens and each 32 columns a tile of each part.
-    x: Vec<[Tile; PARTS]>,
+    x: Vec<Tile>,
     /// For each 32 columns two tiles: row i of a tile has columns 2i and 2i + 1 of each weight row.
     w: Vec<[Tile; 2]>,
 }
@@ -50,13 +50,50 @@ thread_local! {
     static ROOM: RefCell<Room> = RefCell::default();
 }
 
+/// What a thread has in hand.
+pub(super) struct Part {
+    tokens: Range<usize>,
+    columns: Range<usize>,
+}
+
+/// What the values of tokens are.
+pub(super) trait Source: Sized {
+    /// Numbers in bf16 that a value is the sum of.
+    const PARTS: usize;
+
+    /// Splits tokens into tiles of their parts, with zeros for tokens and columns that a last tile lacks; false if a
+    /// value is not finite.
+    ///
+    /// # Safety
+    /// As [`panel`].
+    unsafe fn split(o: &Operands<bf16, Self>, part: &Part, tiles: &mut Vec<Tile>) -> bool;
+}
+
+impl Source for f32 {
+    const PARTS: usize = 3;
+
+    unsafe fn split(o: &Operands<bf16, f32>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
+        // SAFETY: the caller's.
+        unsafe { split(o, part, tiles) }
+    }
+}
+
+impl Source for bf16 {
+    const PARTS: usize = 1;
+
+    unsafe fn split(o: &Operands<bf16, bf16>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
+        // SAFETY: the caller's.
+        unsafe { copy(o, part, tiles) }
+    }
+}
+
 /// All dot products of the operands; false, with `out` in an unspecified state, if one of the operands is not finite: a
 /// zero part of a token would make an infinite weight NaN.
 ///
 /// # Safety
 /// As [`dot::rows`](super::dot::rows); the processor has AVX-512, and AMX as [`amx::Tiles`] need it.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
+pub(super) unsafe fn products<X: Source>(o: Operands<bf16, X>) -> bool {
     const CONFIG: Config = Config::new([(ROWS, ROW_BYTES); 8]);
     let mut room = ROOM.take();
     // SAFETY: AMX, by the caller.
@@ -64,9 +101,12 @@ pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
     let finite = (0..o.m).step_by(TOKENS).all(|first| {
         let tokens = first..o.m.min(first + TOKENS);
         (0..o.k).step_by(DEPTH).all(|k| {
-            let columns = k..o.k.min(k + DEPTH);
+            let part = Part {
+                tokens: tokens.clone(),
+                columns: k..o.k.min(k + DEPTH),
+            };
             // SAFETY: the caller's; tokens and columns lie within the operands, and the tiles are configured.
-            unsafe { panel(&o, tokens.clone(), columns, &mut room) }
+            unsafe { panel(&o, &part, &mut room) }
         })
     });
     // SAFETY: AMX, by the caller.
@@ -82,29 +122,25 @@ pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
 /// As [`products`], of tokens and columns of `o`; the tiles are configured.
 #[inline]
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn panel(
-    o: &Operands<bf16>,
-    tokens: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
-    room: &mut Room,
-) -> bool {
-    let steps = columns.len().div_ceil(STEP);
+unsafe fn panel<X: Source>(o: &Operands<bf16, X>, part: &Part, room: &mut Room) -> bool {
+    let Part { tokens, columns } = part;
+    let token_tile = columns.len().div_ceil(STEP) * X::PARTS;
     // SAFETY: the caller's.
-    if !unsafe { split(o, &tokens, &columns, &mut room.x) } {
+    if !unsafe { X::split(o, part, &mut room.x) } {
         return false;
     }
     let mut sums = [[Sums([[0.; ROWS]; ROWS]); 2]; 2];
     for row in (0..o.n).step_by(WEIGHTS) {
         let rows = row..o.n.min(row + WEIGHTS);
         // SAFETY: the caller's; the rows are there.
-        if !unsafe { interleave(o, &rows, &columns, &mut room.w) } {
+        if !unsafe { interleave(o, &rows, columns, &mut room.w) } {
             return false;
         }
-        for (pair, x) in room.x.chunks(2 * steps).enumerate() {
+        for (pair, x) in room.x.chunks(2 * token_tile).enumerate() {
             let first = tokens.start + pair * 2 * ROWS;
-            // SAFETY: the tiles are configured, and `x` and `w` have `steps` steps of one or two token tiles.
-            unsafe { block::<amx::Tiles>(x, &room.w, &mut sums) };
-            for (i, sums) in sums[..x.len() / steps].iter().enumerate() {
+            // SAFETY: the tiles are configured, and `x` and `w` have the steps of one or two token tiles.
+            unsafe { block::<amx::Tiles, X>(x, &room.w, &mut sums) };
+            for (i, sums) in sums[..x.len() / token_tile].iter().enumerate() {
                 for (j, sums) in sums.iter().enumerate() {
                     let (t, r) = (first + ROWS * i, rows.start + ROWS * j);
                     let count = tokens.end.saturating_sub(t).min(ROWS);
@@ -125,8 +161,8 @@ unsafe fn panel(
 /// `out` has these results.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn add(
-    o: &Operands<bf16>,
+unsafe fn add<X>(
+    o: &Operands<bf16, X>,
     sums: &Sums,
     (t, count): (usize, usize),
     (r, width): (usize, usize),
@@ -152,8 +188,8 @@ unsafe fn add(
 /// # Safety
 /// The tiles are configured, and `x` has the steps of `w` once or twice.
 #[inline]
-unsafe fn block<O: TileOps>(x: &[[Tile; PARTS]], w: &[[Tile; 2]], sums: &mut [[Sums; 2]; 2]) {
-    let (first, second) = x.split_at(w.len());
+unsafe fn block<O: TileOps, X: Source>(x: &[Tile], w: &[[Tile; 2]], sums: &mut [[Sums; 2]; 2]) {
+    let (first, second) = x.split_at(w.len() * X::PARTS);
     // SAFETY: the caller's; all operands are whole tiles.
     unsafe {
         O::zero::<0>();
@@ -163,12 +199,12 @@ unsafe fn block<O: TileOps>(x: &[[Tile; PARTS]], w: &[[Tile; 2]], sums: &mut [[S
         for (step, w) in w.iter().enumerate() {
             O::load::<6>((&raw const w[0]).cast(), ROW_BYTES);
             O::load::<7>((&raw const w[1]).cast(), ROW_BYTES);
-            for part in 0..PARTS {
-                O::load::<4>((&raw const first[step][part]).cast(), ROW_BYTES);
+            for part in step * X::PARTS..(step + 1) * X::PARTS {
+                O::load::<4>((&raw const first[part]).cast(), ROW_BYTES);
                 O::dot_bf16::<0, 4, 6>();
                 O::dot_bf16::<1, 4, 7>();
-                if let Some(second) = second.get(step) {
-                    O::load::<5>((&raw const second[part]).cast(), ROW_BYTES);
+                if let Some(second) = second.get(part) {
+                    O::load::<5>((&raw const *second).cast(), ROW_BYTES);
                     O::dot_bf16::<2, 5, 6>();
                     O::dot_bf16::<3, 5, 7>();
                 }
@@ -181,66 +217,100 @@ unsafe fn block<O: TileOps>(x: &[[Tile; PARTS]], w: &[[Tile; 2]], sums: &mut [[S
     }
 }
 
-/// Splits tokens into tiles of their parts, with zeros for tokens and columns that a last tile lacks; false if a value is
-/// not finite.
+/// Room for `parts` tiles of each step of tokens, with zeros for tokens that the last tile lacks.
+fn make_room(tokens: usize, steps: usize, parts: usize, tiles: &mut Vec<Tile>) {
+    let zero = [Row([0; STEP]); ROWS];
+    tiles.resize(tokens.div_ceil(ROWS) * steps * parts, zero);
+    if !tokens.is_multiple_of(ROWS) {
+        let last = tiles.len() - steps * parts;
+        tiles[last..].fill(zero);
+    }
+}
+
+/// [`Source::split`] of f32.
 ///
 /// # Safety
 /// As [`panel`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn split(
-    o: &Operands<bf16>,
-    tokens: &std::ops::Range<usize>,
-    columns: &std::ops::Range<usize>,
-    tiles: &mut Vec<[Tile; PARTS]>,
-) -> bool {
+unsafe fn split(o: &Operands<bf16>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
+    let Part { tokens, columns } = part;
+    let parts = <f32 as Source>::PARTS;
     let steps = columns.len().div_ceil(STEP);
-    let zero = [[Row([0; STEP]); ROWS]; PARTS];
-    tiles.resize(tokens.len().div_ceil(ROWS) * steps, zero);
-    if !tokens.len().is_multiple_of(ROWS) {
-        let last = tiles.len() - steps;
-        tiles[last..].fill(zero);
-    }
-    let mut finite = true;
+    make_room(tokens.len(), steps, parts, tiles);
+    // Word 2i of the first half and 2i + 1 of the second go to places i and 16 + i.
+    let apart: [u16; STEP] = std::array::from_fn(|i| (2 * (i % ROWS) + i / ROWS) as u16);
+    // SAFETY: a vector of as many bytes.
+    let apart = unsafe { _mm512_loadu_si512(apart.as_ptr().cast()) };
+    let mut exponents = _mm512_setzero_si512();
     for (t, token) in tokens.clone().enumerate() {
-        for (step, tiles) in tiles[t / ROWS * steps..][..steps].iter_mut().enumerate() {
-            for half in 0..2 {
-                let column = columns.start + step * STEP + half * ROWS;
-                let mask = mask(columns.end.saturating_sub(column).min(ROWS));
-                // SAFETY: the mask leaves the values of the token that are there.
-                let x = unsafe {
-                    let x = o.x.add(token * o.k).wrapping_add(column);
-                    _mm512_maskz_loadu_ps(mask as u16, x)
-                };
-                finite &= is_finite(_mm512_castps_si512(x), 0x7f80_0000);
-                let mut rest = x;
-                for tile in tiles.iter_mut() {
-                    // Truncated to bf16. The remainder is exact in f32, with eight significant bits fewer.
+        let own = &mut tiles[t / ROWS * steps * parts..][..steps * parts];
+        for (step, tiles) in own.chunks_exact_mut(parts).enumerate() {
+            let column = columns.start + step * STEP;
+            let mask = mask((columns.end - column).min(STEP));
+            // SAFETY: the mask leaves the values of the token that are there.
+            let mut rest = unsafe {
+                let x = o.x.add(token * o.k).wrapping_add(column);
+                [
+                    _mm512_maskz_loadu_ps(mask as u16, x),
+                    _mm512_maskz_loadu_ps((mask >> ROWS) as u16, x.wrapping_add(ROWS)),
+                ]
+            };
+            for x in rest {
+                let exponent = _mm512_set1_epi32(0x7f80_0000);
+                let own = _mm512_and_si512(_mm512_castps_si512(x), exponent);
+                exponents = _mm512_max_epu32(exponents, own);
+            }
+            for tile in tiles.iter_mut() {
+                // Truncated to bf16. The remainder is exact in f32, with eight significant bits fewer.
+                let [low, high] = rest.map(|x| _mm512_castps_si512(x));
+                let both = _mm512_mask_mov_epi16(_mm512_srli_epi32::<16>(low), 0xaaaa_aaaa, high);
+                let row = (&raw mut tile[t % ROWS]).cast();
+                // SAFETY: a row of a tile has 64 bytes.
+                unsafe { _mm512_store_si512(row, _mm512_permutexvar_epi16(apart, both)) };
+                rest = rest.map(|x| {
                     let upper =
-                        _mm512_and_si512(_mm512_castps_si512(rest), _mm512_set1_epi32(!0xffff));
-                    rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(upper));
-                    let narrow = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(upper));
-                    let to = &mut tile[t % ROWS].0[half * ROWS..][..ROWS];
-                    // SAFETY: `to` has 16 values.
-                    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), narrow) };
-                }
+                        _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(!0xffff));
+                    _mm512_sub_ps(x, _mm512_castsi512_ps(upper))
+                });
             }
         }
     }
-    finite
+    _mm512_cmpeq_epi32_mask(exponents, _mm512_set1_epi32(0x7f80_0000)) == 0
+}
+
+/// [`Source::split`] of bf16, which are their only part.
+///
+/// # Safety
+/// As [`panel`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn copy(o: &Operands<bf16, bf16>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
+    let Part { tokens, columns } = part;
+    let steps = columns.len().div_ceil(STEP);
+    make_room(tokens.len(), steps, 1, tiles);
+    let mut exponents = _mm512_setzero_si512();
+    for (t, token) in tokens.clone().enumerate() {
+        for (step, tile) in tiles[t / ROWS * steps..][..steps].iter_mut().enumerate() {
+            let column = columns.start + step * STEP;
+            let mask = mask((columns.end - column).min(STEP));
+            let row = (&raw mut tile[t % ROWS]).cast();
+            // SAFETY: the mask leaves the values of the token that are there, and a row of a tile has 64 bytes.
+            let x = unsafe {
+                let x = _mm512_maskz_loadu_epi16(mask, o.x.add(token * o.k + column).cast());
+                _mm512_store_si512(row, x);
+                x
+            };
+            let own = _mm512_and_si512(x, _mm512_set1_epi16(0x7f80));
+            exponents = _mm512_max_epu16(exponents, own);
+        }
+    }
+    _mm512_cmpeq_epi16_mask(exponents, _mm512_set1_epi16(0x7f80)) == 0
 }
 
 /// The lowest `count` bits.
 fn mask(count: usize) -> u32 {
     (1u64 << count).wrapping_sub(1) as u32
-}
-
-/// Whether no lane has all bits of `exponent`.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn is_finite(bits: __m512i, exponent: i32) -> bool {
-    let exponent = _mm512_set1_epi32(exponent);
-    _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent) == 0
 }
 
 /// Interleaves the columns of up to 32 weight rows by twos, with zeros for rows and columns that a last tile lacks; false
@@ -250,14 +320,14 @@ fn is_finite(bits: __m512i, exponent: i32) -> bool {
 /// As [`panel`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn interleave(
-    o: &Operands<bf16>,
-    rows: &std::ops::Range<usize>,
-    columns: &std::ops::Range<usize>,
+unsafe fn interleave<X>(
+    o: &Operands<bf16, X>,
+    rows: &Range<usize>,
+    columns: &Range<usize>,
     tiles: &mut Vec<[Tile; 2]>,
 ) -> bool {
     tiles.resize(columns.len().div_ceil(STEP), [[Row([0; STEP]); ROWS]; 2]);
-    let mut finite = true;
+    let mut exponents = _mm512_setzero_si512();
     for (step, tiles) in tiles.iter_mut().enumerate() {
         let column = columns.start + step * STEP;
         let mask = mask((columns.end - column).min(STEP));
@@ -272,8 +342,8 @@ unsafe fn interleave(
                         _mm512_maskz_loadu_epi16(mask, w.cast())
                     };
                 }
-                // A lane is two weights.
-                finite &= is_finite(*words, 0x7f80) && is_finite(*words, 0x7f80_0000);
+                let own = _mm512_and_si512(*words, _mm512_set1_epi16(0x7f80));
+                exponents = _mm512_max_epu16(exponents, own);
             }
             for (to, words) in tile.iter_mut().zip(transposed(words)) {
                 // SAFETY: a row of a tile has 64 bytes.
@@ -281,7 +351,7 @@ unsafe fn interleave(
             }
         }
     }
-    finite
+    _mm512_cmpeq_epi16_mask(exponents, _mm512_set1_epi16(0x7f80)) == 0
 }
 
 /// Word j of row i as word i of row j: by twos, by fours, and then runs of four words.
@@ -327,7 +397,7 @@ mod tests {
     use rand::{Rng, SeedableRng, rngs::StdRng};
 
     /// The products, between NaNs that have to stay; none if an operand is not finite.
-    fn run(x: &[f32], w: &[bf16], (m, n, k): (usize, usize, usize)) -> Option<Vec<f32>> {
+    fn run<X: Source>(x: &[X], w: &[bf16], (m, n, k): (usize, usize, usize)) -> Option<Vec<f32>> {
         let out_stride = n + 3;
         let mut out = vec![f32::NAN; m * out_stride];
         let o = Operands {
@@ -382,6 +452,11 @@ mod tests {
                 let error = (f64::from(got) - sum).abs();
                 assert!(error <= limit, "{m} x {n} x {k} at {i}: {got} for {sum}");
             }
+            // The parts that tokens in bf16 do not have are zeros.
+            let narrow: Vec<_> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+            let wide: Vec<_> = narrow.iter().map(|x| x.to_f32()).collect();
+            let shape = (m, n, k);
+            assert_eq!(run(&narrow, &w, shape), run(&wide, &w, shape), "{shape:?}");
         }
     }
 
@@ -400,6 +475,8 @@ mod tests {
                 let mut x = x.clone();
                 x[at] = bad;
                 let (_, w) = operands(50, 20, 70);
+                assert_eq!(run(&x, &w, shape), None);
+                let x: Vec<_> = x.into_iter().map(bf16::from_f32).collect();
                 assert_eq!(run(&x, &w, shape), None);
             }
         }

@@ -9,8 +9,8 @@ use crate::cpu::vector::{Element, Vector};
 /// The operands of [`rows`]: `m` tokens of `k` floats, `n` weight rows of `k`, and where the results
 /// go.
 #[derive(Clone, Copy)]
-pub(super) struct Operands<T> {
-    pub x: *const f32,
+pub(super) struct Operands<T, X = f32> {
+    pub x: *const X,
     pub m: usize,
     pub k: usize,
     pub w: *const T,

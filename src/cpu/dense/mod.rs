@@ -10,14 +10,14 @@ mod amx;
 mod dot;
 mod many;
 
+use crate::cpu::grid::Costs;
+pub use crate::cpu::grid::TaskGrid;
 use crate::cpu::simd::Level;
-use crate::cpu::vector::{Element, Kernel, Vector, dispatch};
+use crate::cpu::vector::{Element, Kernel, Vector, dispatch, widen_all};
 use dot::Operands;
-#[cfg(target_arch = "x86_64")]
 use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use std::any::TypeId;
-use std::ops::Range;
 
 /// Tokens from which the gemm crate's packing pays; measured with SmolLM2's shapes on Zen 3.
 const MANY: usize = 48;
@@ -55,29 +55,7 @@ pub fn matmul<T: Element>(
     if m == 0 || n == 0 {
         return;
     }
-    let size = |a: usize, b: usize| a.checked_mul(b).expect("a shape within the address space");
-    assert!(
-        x.len() >= size(m, k),
-        "x holds {} floats, {m} x {k} are needed",
-        x.len()
-    );
-    assert!(
-        w.len() >= size(n, k),
-        "w holds {} weights, {n} x {k} are needed",
-        w.len()
-    );
-    assert!(
-        m == 1 || out_stride >= n,
-        "rows of {n} results overlap at a stride of {out_stride}"
-    );
-    let reach = size(m - 1, out_stride)
-        .checked_add(n)
-        .expect("a shape within the address space");
-    assert!(
-        out.len() >= reach,
-        "out holds {} floats, {reach} are needed",
-        out.len()
-    );
+    check((x.len(), w.len(), out.len()), (m, n, k), out_stride);
     let o = Operands {
         x: x.as_ptr(),
         m,
@@ -88,11 +66,7 @@ pub fn matmul<T: Element>(
         out_stride,
     };
     #[cfg(target_arch = "x86_64")]
-    if m >= MANY
-        && k > 0
-        && level.supported() == Level::Amx
-        && TypeId::of::<T>() == TypeId::of::<bf16>()
-    {
+    if k > 0 && in_tiles::<T>(level, m) {
         let o = Operands {
             w: w.as_ptr().cast(),
             x: o.x,
@@ -109,6 +83,69 @@ pub fn matmul<T: Element>(
     }
     // SAFETY: the slices were just checked against the shapes, and `out` is borrowed mutably.
     unsafe { dispatch(level, Product(o)) }
+}
+
+/// As [`matmul`], of tokens in bf16, where [`takes_bf16`] says so.
+pub(crate) fn matmul_bf16(
+    level: Level,
+    (x, w): (&[bf16], &[bf16]),
+    (m, n, k): (usize, usize, usize),
+    out: &mut [f32],
+    out_stride: usize,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    check((x.len(), w.len(), out.len()), (m, n, k), out_stride);
+    #[cfg(target_arch = "x86_64")]
+    if k > 0 && in_tiles::<bf16>(level, m) {
+        let o = Operands {
+            x: x.as_ptr(),
+            m,
+            k,
+            w: w.as_ptr(),
+            n,
+            out: out.as_mut_ptr(),
+            out_stride,
+        };
+        // SAFETY: the slices were just checked against the shapes, and the processor has AMX.
+        if unsafe { amx::products(o) } {
+            return;
+        }
+    }
+    let mut wide = vec![0.; m * k];
+    widen_all(level, &x[..m * k], &mut wide);
+    matmul(level, &wide, m, k, w, n, out, out_stride);
+}
+
+/// Whether products of `m` tokens in bf16 with weights in bf16 are faster without widening the tokens.
+pub(crate) fn takes_bf16(level: Level, m: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return in_tiles::<bf16>(level, m);
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (level, m);
+        false
+    }
+}
+
+/// Panics unless slices of these lengths hold the operands.
+fn check((x, w, out): (usize, usize, usize), (m, n, k): (usize, usize, usize), out_stride: usize) {
+    let size = |a: usize, b: usize| a.checked_mul(b).expect("a shape within the address space");
+    assert!(x >= size(m, k), "x holds {x} values, {m} x {k} are needed");
+    assert!(
+        w >= size(n, k),
+        "w holds {} weights, {n} x {k} are needed",
+        w
+    );
+    assert!(
+        m == 1 || out_stride >= n,
+        "rows of {n} results overlap at a stride of {out_stride}"
+    );
+    let reach = size(m - 1, out_stride)
+        .checked_add(n)
+        .expect("a shape within the address space");
+    assert!(out >= reach, "out holds {} floats, {reach} are needed", out);
 }
 
 struct Product<T>(Operands<T>);
@@ -131,46 +168,36 @@ impl<T: Element> Kernel for Product<T> {
     }
 }
 
-/// How a product of `m` tokens with `n` weight rows is cut into cells, one for each task.
-///
-/// A cell is a range of tokens and a range of weight rows, as [`matmul`] takes them: `x` from the
-/// first token on, `w` from the first row on, and `out` from their result on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TaskGrid {
-    m: usize,
-    n: usize,
-    tokens: usize,
-    rows: usize,
-}
+/// What the gemm crate packs, of cells of many tokens. Its tiles have 8 tokens and 48 weight rows with AVX-512.
+const GEMM: Costs = Costs {
+    token: 16,
+    row: 20,
+    task: WORTH,
+    unit: (8, 48),
+    least: MANY + 8,
+    most: (512, 512),
+};
 
-impl TaskGrid {
-    /// How many cells there are; none if the product is empty.
-    pub fn cells(&self) -> usize {
-        self.m.div_ceil(self.tokens) * self.n.div_ceil(self.rows)
-    }
+/// What AMX's tiles are made of.
+#[cfg(target_arch = "x86_64")]
+const TILES: Costs = Costs {
+    token: 48,
+    row: 48,
+    task: 8 * WORTH,
+    unit: (32, 32),
+    least: MANY + 32,
+    most: (amx::TOKENS, 512),
+};
 
-    /// The tokens and the weight rows of the cell `index < cells()`.
-    pub fn cell(&self, index: usize) -> (Range<usize>, Range<usize>) {
-        let across = self.n.div_ceil(self.rows);
-        let (i, j) = (index / across * self.tokens, index % across * self.rows);
-        (
-            i..(i + self.tokens).min(self.m),
-            j..(j + self.rows).min(self.n),
-        )
-    }
-
-    /// The most tokens and weight rows that a cell has.
-    pub fn largest(&self) -> (usize, usize) {
-        (self.tokens.min(self.m), self.rows.min(self.n))
-    }
-}
+/// Multiplications that take about as long as it takes to hand a task over.
+const WORTH: usize = 16 * 1024;
 
 /// Cuts a product of `m` tokens with `n` weight rows of length `k` for `threads` threads.
 ///
-/// Weight rows are divided and tokens kept together, since weights are what has to be read (few
-/// tokens) or packed (many); tokens are divided only where there are too few rows. There are up to
-/// four cells for each thread, so that a thread that is held up leaves its share to the others, but
-/// no more than leave each worth handing over and divide evenly.
+/// Of few tokens weight rows are divided and tokens kept together, since weights are what has to be read. There are up
+/// to four cells for each thread then, so that a thread that is held up leaves its share to the others, but no more
+/// than leave each worth handing over and divide evenly. Of many tokens both are divided, as evenly as what each cell
+/// has to pack allows.
 ///
 /// ```
 /// let grid = candle_fused::cpu::dense::task_grid(1, 4096, 4096, 4);
@@ -179,20 +206,12 @@ impl TaskGrid {
 /// assert_eq!((rows, grid.largest().0), (4096, 1));
 /// ```
 pub fn task_grid(m: usize, n: usize, k: usize, threads: usize) -> TaskGrid {
-    /// Multiplications that take about as long as it takes to hand a task over.
-    const WORTH: usize = 16 * 1024;
+    if m >= MANY {
+        return TaskGrid::balanced(&GEMM, (m, n, k), threads);
+    }
     let work = m.saturating_mul(n).saturating_mul(k);
     let threads = threads.clamp(1, (work / WORTH).max(1));
-    let unit = if m < MANY { 8 } else { 32 };
-    if m >= MANY && n <= unit * (threads - 1) {
-        let tokens = m.div_ceil(threads).next_multiple_of(12).max(MANY);
-        return TaskGrid {
-            m,
-            n,
-            tokens,
-            rows: n.max(1),
-        };
-    }
+    let unit = 8;
     // The rows of the thread that has most to do.
     let most = |rows: usize| n.div_ceil(rows).div_ceil(threads) * rows;
     let each = (work / WORTH / threads).clamp(1, 4);
@@ -201,12 +220,27 @@ pub fn task_grid(m: usize, n: usize, k: usize, threads: usize) -> TaskGrid {
         .map(|each| n.div_ceil(threads * each).next_multiple_of(unit).max(unit))
         .min_by_key(|rows| most(*rows))
         .unwrap_or(unit);
-    TaskGrid {
-        m,
-        n,
-        tokens: m.max(1),
-        rows,
+    TaskGrid::by_rows(m, n, rows, unit)
+}
+
+/// The same for weights of type `T` at a level.
+pub(crate) fn task_grid_of<T: Element>(
+    level: Level,
+    (m, n, k): (usize, usize, usize),
+    threads: usize,
+) -> TaskGrid {
+    #[cfg(target_arch = "x86_64")]
+    if in_tiles::<T>(level, m) {
+        return TaskGrid::balanced(&TILES, (m, n, k), threads);
     }
+    let _ = level;
+    task_grid(m, n, k, threads)
+}
+
+/// Whether products of `m` tokens with weights of type `T` go to AMX's tiles.
+#[cfg(target_arch = "x86_64")]
+fn in_tiles<T: Element>(level: Level, m: usize) -> bool {
+    m >= MANY && level.supported() == Level::Amx && TypeId::of::<T>() == TypeId::of::<bf16>()
 }
 
 #[cfg(test)]
@@ -251,9 +285,9 @@ mod tests {
             (512, 3072),
         ] {
             let grid = task_grid(m, n, 576, 2);
-            let (_, rows) = grid.largest();
+            let (tokens, rows) = grid.largest();
             assert_eq!(grid.cells() % 2, 0);
-            assert_eq!(grid.cells() * rows, n);
+            assert_eq!(grid.cells() * tokens * rows, m * n);
         }
     }
 

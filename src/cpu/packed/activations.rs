@@ -9,6 +9,7 @@ use super::x86::{ternary::TableLine, ternary_avx2};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
+use std::cell::Cell;
 use std::marker::PhantomData;
 
 /// A matrix of activations, m tokens x k, quantized to 8 bits in blocks of 32 along k:
@@ -52,7 +53,8 @@ use std::marker::PhantomData;
 pub struct Q8Activations {
     m: usize,
     k: usize,
-    /// A row for each token, or two if they are fine: the coarse part, then the fine one.
+    /// A row for each token, or two if they are fine: the coarse part, then the fine one. Behind them is what larger
+    /// activations left, so that what comes after them need not be cleared.
     blocks: Vec<Q8Block>,
     grain: Grain,
     /// Tables of sums of a single token, and whether they have been made.
@@ -69,7 +71,7 @@ impl Q8Activations {
         #[cfg(target_arch = "x86_64")]
         if self.m == 1 && !self.grain.fine && level.supported() == Level::Avx2 {
             // SAFETY: the processor has this level.
-            unsafe { ternary_avx2::tables(&self.blocks, &mut self.tables.0) };
+            unsafe { ternary_avx2::tables(&self.blocks[..self.k / 32], &mut self.tables.0) };
             self.tables.1 = true;
         }
         let _ = level;
@@ -125,14 +127,37 @@ impl Q8Activations {
         }
         self.resize(m, k, grain)?;
         let level = level.supported();
-        // A task should outweigh its hand-over: about 16,000 values are 2 microseconds.
-        let task = (16_384 / k).max(1);
         let rows = self.rows();
-        pool::for_ranges(m, task, |range| {
+        pool::for_ranges(m, rows_of_a_task(k), |range| {
             for t in range {
                 // SAFETY: the ranges are disjoint, so no other task has this row.
                 unsafe { rows.row(t) }.quantize_at(level, &x[t * k..][..k]);
             }
+        });
+        Ok(())
+    }
+
+    /// As [`Self::refill_by`], of rows that `make` writes, given their number: into zeros, or over another row.
+    pub(crate) fn refill_from(
+        &mut self,
+        level: Level,
+        (m, k): (usize, usize),
+        grain: Grain,
+        make: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> Result<()> {
+        self.resize(m, k, grain)?;
+        let level = level.supported();
+        let rows = self.rows();
+        pool::for_ranges(m, rows_of_a_task(k), |range| {
+            let mut made = MADE.take();
+            made.clear();
+            made.resize(k, 0.);
+            for t in range {
+                make(t, &mut made);
+                // SAFETY: the ranges are disjoint, so no other task has this row.
+                unsafe { rows.row(t) }.quantize_at(level, &made);
+            }
+            MADE.set(made);
         });
         Ok(())
     }
@@ -154,7 +179,9 @@ impl Q8Activations {
         let Some(len) = blocks.and_then(|n| n.checked_mul(grain.parts())) else {
             bail!("m: {m} rows of {k} values are too many");
         };
-        self.blocks.resize(len, Q8Block::ZERO);
+        if self.blocks.len() < len {
+            self.blocks.resize(len, Q8Block::ZERO);
+        }
         (self.m, self.k, self.grain) = (m, k, grain);
         self.forget_look_ups();
         Ok(())
@@ -231,8 +258,23 @@ impl Q8Activations {
     }
 
     pub(super) fn blocks(&self) -> &[Q8Block] {
-        &self.blocks
+        &self.blocks[..self.m * self.parts() * (self.k / 32)]
     }
+
+    /// Bytes of its memory.
+    pub(crate) fn bytes(&self) -> usize {
+        size_of_val(self.blocks.as_slice())
+    }
+}
+
+thread_local! {
+    /// The row in hand, kept from task to task.
+    static MADE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// Rows of `k` values that outweigh the hand-over of a task: about 16,000 values are 2 microseconds.
+fn rows_of_a_task(k: usize) -> usize {
+    (16_384 / k).max(1)
 }
 
 /// The rows of a [`Q8Activations`], to be filled from several threads.

@@ -233,6 +233,40 @@ pub unsafe fn narrow<V: Vector, T: Element>(src: *const f32, dst: *mut T, n: usi
     }
 }
 
+/// Widens a row.
+pub(crate) fn widen_all<T: Element>(level: Level, src: &[T], dst: &mut [f32]) {
+    struct Widen<'a, T>(&'a [T], &'a mut [f32]);
+    impl<T: Element> Kernel for Widen<'_, T> {
+        type Output = ();
+        #[inline(always)]
+        unsafe fn run<V: Vector>(self) {
+            // SAFETY: two slices of one length; the instructions are the caller's.
+            unsafe { widen::<V, T>(self.0.as_ptr(), 1, self.1.as_mut_ptr(), self.0.len()) }
+        }
+    }
+    assert_eq!(src.len(), dst.len());
+    // SAFETY: the kernel holds slices of one length.
+    unsafe { dispatch(level, Widen(src, dst)) }
+}
+
+/// Rounds a row to `T`.
+///
+/// # Safety
+/// `dst` may be written for as many elements as `src` has, and does not overlap it.
+pub(crate) unsafe fn narrow_all<T: Element>(level: Level, src: &[f32], dst: *mut T) {
+    struct Narrow<'a, T>(&'a [f32], *mut T);
+    impl<T: Element> Kernel for Narrow<'_, T> {
+        type Output = ();
+        #[inline(always)]
+        unsafe fn run<V: Vector>(self) {
+            // SAFETY: the caller's of `narrow_all`, and of `run`.
+            unsafe { narrow::<V, T>(self.0.as_ptr(), self.1, self.0.len()) }
+        }
+    }
+    // SAFETY: the caller's.
+    unsafe { dispatch(level, Narrow(src, dst)) }
+}
+
 /// A core, generic over the vector.
 pub trait Kernel {
     /// What the core returns.

@@ -10,6 +10,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod input;
 mod launch;
 mod op;
 mod reference;

@@ -2,9 +2,10 @@
 //! and the epilogue that turns a row of it into elements.
 
 use super::{Activation, Weight};
+use crate::cpu::grid::TaskGrid;
 use crate::cpu::packed::{PackedMatrix, Q8Activations, ROW_GROUP};
 use crate::cpu::simd::Level;
-use crate::cpu::{dense, math};
+use crate::cpu::{dense, math, vector};
 use crate::ops::view::{Float, cpu_storage, elements};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, bail};
@@ -72,11 +73,19 @@ enum Values<'a> {
     Packed(&'a PackedMatrix),
 }
 
+/// Rows that are multiplied with dense weights.
+#[derive(Clone, Copy)]
+pub(super) enum Rows<'a> {
+    F32(&'a [f32]),
+    /// Where all weights are in bf16 too.
+    Bf16(&'a [bf16]),
+}
+
 /// The products of all rows of x with all weights, to be computed cell by cell.
 pub(super) struct Product<'a> {
     pub level: Level,
     /// `[m, k]`, after the prologue.
-    pub input: &'a [f32],
+    pub input: Rows<'a>,
     /// The same, quantized, if a weight needs it.
     pub quantized: Option<&'a Q8Activations>,
     pub k: usize,
@@ -109,6 +118,18 @@ impl Product<'_> {
         }
     }
 
+    /// How the product with dense weights is cut into cells.
+    pub fn dense_grid(&self, shape: (usize, usize, usize), threads: usize) -> TaskGrid {
+        let all_bf16 = self
+            .matrices
+            .iter()
+            .all(|m| matches!(m.values, Values::BF16(_)));
+        match all_bf16 {
+            true => dense::task_grid_of::<bf16>(self.level, shape, threads),
+            false => dense::task_grid_of::<f32>(self.level, shape, threads),
+        }
+    }
+
     fn part(
         &self,
         matrix: &Matrix<'_>,
@@ -120,7 +141,15 @@ impl Product<'_> {
         match &matrix.values {
             Values::F32(w) => self.dense(w, rows, tokens, out, stride),
             Values::F16(w) => self.dense(w, rows, tokens, out, stride),
-            Values::BF16(w) => self.dense(w, rows, tokens, out, stride),
+            Values::BF16(w) => match self.input {
+                Rows::F32(_) => self.dense(w, rows, tokens, out, stride),
+                Rows::Bf16(x) => {
+                    let (k, shape) = (self.k, (tokens.len(), rows.len(), self.k));
+                    let x = &x[tokens.start * k..tokens.end * k];
+                    let w = &w[rows.start * k..rows.end * k];
+                    dense::matmul_bf16(self.level, (x, w), shape, out, stride);
+                }
+            },
             Values::Packed(w) => self.packed(w, rows, tokens, out, stride),
         }
     }
@@ -134,7 +163,10 @@ impl Product<'_> {
         stride: usize,
     ) {
         let k = self.k;
-        let x = &self.input[tokens.start * k..tokens.end * k];
+        let Rows::F32(x) = self.input else {
+            unreachable!("tokens stay in bf16 where all weights are");
+        };
+        let x = &x[tokens.start * k..tokens.end * k];
         let w = &w[rows.start * k..rows.end * k];
         dense::matmul(self.level, x, tokens.len(), k, w, rows.len(), out, stride);
     }
@@ -220,7 +252,7 @@ impl<T: Float> Finish<'_, T> {
         }
         // SAFETY: `start..start + columns.len()` lies in this cell's part of the `m * width`
         // elements that the target was allocated for.
-        unsafe { target.write(start, row) }
+        unsafe { target.write(level, start, row) }
     }
 }
 
@@ -240,10 +272,8 @@ impl<T: Float> Target<T> {
     /// # Safety
     /// `start..start + row.len()` must lie inside the allocation, and no other thread may write
     /// there.
-    unsafe fn write(&self, start: usize, row: &[f32]) {
-        for (i, y) in row.iter().enumerate() {
-            // SAFETY: the caller's obligation.
-            unsafe { self.0.add(start + i).write(T::from_f32(*y)) };
-        }
+    unsafe fn write(&self, level: Level, start: usize, row: &[f32]) {
+        // SAFETY: the caller's obligation; a tile does not overlap the output.
+        unsafe { vector::narrow_all(level, row, self.0.add(start)) };
     }
 }
