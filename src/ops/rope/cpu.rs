@@ -16,6 +16,9 @@ use std::borrow::Cow;
 /// Tokens that are worth a task of their own: about 4 microseconds of work.
 const GRAIN: usize = 16;
 
+/// Tokens of a head that are written to the cache by one task.
+const RUN: usize = 4 * GRAIN;
+
 /// [`super::rope_append`] behind its guards.
 pub(super) fn append(
     qkv: &Tensor,
@@ -218,9 +221,12 @@ impl Queries<'_> {
         let angles = self.angles;
         let qkv = elements::<T>(qkv, layout)?;
         let norm = self.norm.map(HeadNorm::weight::<T>);
-        let mut out = vec![T::from_f32(0.); batch * tokens * heads * head_dim];
-        pool::for_rows(&mut out, (heads * head_dim).max(1), GRAIN, |first, rows| {
-            let mut normed = vec![T::from_f32(0.); head_dim];
+        let len = batch * tokens * heads * head_dim;
+        let mut out = Vec::with_capacity(len);
+        let room = &mut out.spare_capacity_mut()[..len];
+        pool::for_rows(room, (heads * head_dim).max(1), GRAIN, |first, rows| {
+            let mut buffers = vec![T::from_f32(0.); 2 * head_dim];
+            let (normed, turned) = buffers.split_at_mut(head_dim);
             for (i, out) in rows.chunks_exact_mut(heads * head_dim).enumerate() {
                 let (cos, sin) = angles.at((first + i) % tokens);
                 let row = &qkv[(first + i) * width..][..heads * head_dim];
@@ -228,11 +234,14 @@ impl Queries<'_> {
                     .chunks_exact(head_dim)
                     .zip(out.chunks_exact_mut(head_dim))
                 {
-                    let x = normalise(norm.as_ref(), x, &mut normed);
-                    core::rotate(rotation.style, x, cos, sin, y);
+                    let x = normalise(norm.as_ref(), x, normed);
+                    core::rotate(rotation.style, x, cos, sin, turned);
+                    y.write_copy_of_slice(turned);
                 }
             }
         });
+        // SAFETY: every row was written, and rows are whole heads.
+        unsafe { out.set_len(len) };
         let shape = Shape::from((batch, tokens, heads, head_dim));
         Ok((T::to_cpu_storage_owned(out), shape))
     }
@@ -289,31 +298,43 @@ impl Append<'_> {
         let (heads, head_dim) = (self.append.kv_heads, self.head_dim);
         let slots = layout.dims()[2];
         let norm = self.norm.map(HeadNorm::weight::<T>);
-        // One plane of the cache for each sequence and head; a single token is too little to share.
-        let grain = if tokens < GRAIN { usize::MAX / 2 } else { 1 };
-        pool::for_rows(
-            &mut cache[start..end],
-            (slots * head_dim).max(1),
-            grain,
-            |first, planes| {
-                let mut normed = vec![T::from_f32(0.); head_dim];
-                for (i, plane) in planes.chunks_exact_mut(slots * head_dim).enumerate() {
-                    let (b, h) = ((first + i) / heads, (first + i) % heads);
-                    let written = &mut plane[self.append.slot * head_dim..];
-                    for (t, out) in written.chunks_exact_mut(head_dim).take(tokens).enumerate() {
-                        let column = (b * tokens + t) * width + self.first + h * head_dim;
-                        let x = &qkv[column..column + head_dim];
-                        if self.rotated {
-                            let (cos, sin) = self.angles.at(t);
-                            let x = normalise(norm.as_ref(), x, &mut normed);
-                            core::rotate(self.append.rotation.style, x, cos, sin, out);
-                        } else {
-                            core::copy(x, out);
-                        }
-                    }
+        let write = |normed: &mut [T], plane: usize, first: usize, values: &mut [C]| {
+            let (b, h) = (plane / heads, plane % heads);
+            for (i, out) in values.chunks_exact_mut(head_dim).enumerate() {
+                let t = first + i;
+                let column = (b * tokens + t) * width + self.first + h * head_dim;
+                let x = &qkv[column..column + head_dim];
+                if self.rotated {
+                    let (cos, sin) = self.angles.at(t);
+                    let x = normalise(norm.as_ref(), x, normed);
+                    core::rotate(self.append.rotation.style, x, cos, sin, out);
+                } else {
+                    core::copy(x, out);
                 }
-            },
-        );
+            }
+        };
+        // A plane of the cache for each sequence and head.
+        let planes = cache[start..end].chunks_exact_mut((slots * head_dim).max(1));
+        let planes =
+            planes.map(|plane| &mut plane[self.append.slot * head_dim..][..tokens * head_dim]);
+        if tokens < GRAIN {
+            // Too little to share.
+            let mut normed = vec![T::from_f32(0.); head_dim];
+            planes
+                .enumerate()
+                .for_each(|(plane, values)| write(&mut normed, plane, 0, values));
+            return Ok(());
+        }
+        let runs = planes.enumerate().flat_map(|(plane, values)| {
+            let runs = values.chunks_mut(RUN * head_dim).enumerate();
+            runs.map(move |(run, values)| (plane, run * RUN, values))
+        });
+        pool::for_rows(&mut runs.collect::<Vec<_>>(), 1, 1, |_, runs| {
+            let mut normed = vec![T::from_f32(0.); head_dim];
+            for (plane, first, values) in runs {
+                write(&mut normed, *plane, *first, values);
+            }
+        });
         Ok(())
     }
 }
