@@ -2,6 +2,7 @@
 
 use crate::form::Form;
 use candle_core::DType;
+use clap::builder::TypedValueParser;
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -67,9 +68,10 @@ pub struct Args {
     #[arg(long)]
     pub cpu: bool,
 
-    /// Threads on the CPU.
-    #[arg(long)]
-    pub threads: Option<usize>,
+    /// Threads on the CPU. Several, as `1,2,4`, ask for a table of prompts and decoding over them, and for nothing
+    /// else that is not named.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..).map(usize::from))]
+    pub threads: Vec<usize>,
 
     /// Write all figures to FILE as JSON (benches/README.md describes it).
     #[arg(long, value_name = "FILE")]
@@ -125,6 +127,8 @@ pub enum Section {
     Scaling,
     /// One product over the number of rows, format by format.
     Sweep,
+    /// Prompts and decoding of a model on the CPU over the numbers of --threads.
+    Threads,
     /// Many requests at once: all at the same time, and arriving at random.
     Serving,
     /// Ways of fusing a norm with a ternary product, on a GPU.
@@ -162,12 +166,18 @@ impl Args {
     pub fn has(&self, section: Section) -> bool {
         match self.sections.is_empty() {
             true if self.times_kernels() => false,
+            true if self.threads.len() > 1 => section == Section::Threads,
             true => matches!(
                 section,
                 Section::Ops | Section::Models | Section::Layers | Section::Scaling
             ),
             false => self.sections.contains(&section),
         }
+    }
+
+    /// Threads of what is measured with one number of them.
+    pub fn most_threads(&self) -> Option<usize> {
+        self.threads.iter().max().copied()
     }
 
     pub fn wants(&self, name: &str) -> bool {

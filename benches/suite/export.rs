@@ -1,7 +1,8 @@
 //! All figures of a run, as `--export` writes them. `benches/README.md` describes the fields.
 
 use crate::figures::{
-    Curve, Layer, Limits, ModelRun, OpRun, PrefixRun, ServingRun, Skipped, Tuned, count_floors,
+    Curve, Layer, Limits, ModelRun, OpRun, PrefixRun, ServingRun, Skipped, ThreadRun, Tuned,
+    count_floors,
 };
 use crate::machine::Machine;
 use crate::nvml::Clocks;
@@ -10,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// Raised when a field changes its meaning or goes; new fields do not raise it.
-pub const SCHEMA: u32 = 1;
+const SCHEMA: u32 = 1;
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Export {
@@ -36,10 +37,32 @@ pub struct Export {
     #[serde(default)]
     pub prefixes: Vec<PrefixRun>,
     #[serde(default)]
+    pub threads: Vec<ThreadRun>,
+    #[serde(default)]
     pub tune: Vec<Tuned>,
 }
 
 impl Export {
+    /// That of a run that has yet to measure anything else.
+    pub fn new(machine: Machine, limits: Limits) -> Self {
+        Self {
+            schema: SCHEMA,
+            machine,
+            limits,
+            clocks: Vec::new(),
+            ops: Vec::new(),
+            skipped: Vec::new(),
+            models: Vec::new(),
+            layers: Vec::new(),
+            scaling: Vec::new(),
+            sweep: Vec::new(),
+            serving: Vec::new(),
+            prefixes: Vec::new(),
+            threads: Vec::new(),
+            tune: Vec::new(),
+        }
+    }
+
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read {}", path.display()))?;
@@ -76,6 +99,7 @@ impl Export {
             all.scaling.extend(run.scaling);
             all.serving.extend(run.serving);
             all.prefixes.extend(run.prefixes);
+            all.threads.extend(run.threads);
             all.sweep.extend(run.sweep);
             all.tune.extend(run.tune);
         }

@@ -5,6 +5,7 @@
 //! cargo bench --features cuda                     # on a GPU, if there is one
 //! cargo bench -- --quick                          # few shapes, under two minutes
 //! cargo bench -- --sections ops --filter rms_norm_linear,flash
+//! cargo bench -- --cpu --threads 1,2,4            # prompts and decoding over the number of threads
 //! cargo bench -- --export run.json --plots plots --markdown plots/README.md
 //! cargo bench -- --baseline run.json --fail-on-regression
 //! cargo bench --features cuda -- --tune           # is the table of kernels right?
@@ -42,6 +43,7 @@ mod serving;
 mod stats;
 #[cfg(feature = "cuda")]
 mod ternary;
+mod threads;
 mod timing;
 #[cfg(feature = "cuda")]
 mod tune;

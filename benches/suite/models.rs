@@ -142,7 +142,7 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>>
             format: format.clone(),
             form,
             cpu: !gpu,
-            threads: args.threads,
+            threads: args.most_threads(),
             positions: plan.positions(),
         };
         let forms = group.iter().flat_map(|(model, format, forms)| {

@@ -3,13 +3,13 @@
 use crate::args::{Args, Section};
 use crate::budget::Budget;
 use crate::cases::{Extent, Grid, KernelCase};
-use crate::export::{Export, SCHEMA};
+use crate::export::Export;
 use crate::figures::{Limits, count_floors};
 use crate::machine::Machine;
 use crate::nvml::{Clocks, Nvml};
 use crate::place::Place;
 use crate::{
-    baseline, cases, goals, layers, limits, markdown, models, ops, plots, scaling, serving,
+    baseline, cases, goals, layers, limits, markdown, models, ops, plots, scaling, serving, threads,
 };
 use anyhow::{Result, anyhow, ensure};
 use candle_core::Device;
@@ -100,7 +100,7 @@ fn device(args: &Args) -> Result<Device> {
 }
 
 fn measure(args: &Args) -> Result<Export> {
-    if let Some(threads) = args.threads {
+    if let Some(threads) = args.most_threads() {
         candle_fused::cpu::pool::set_threads(threads);
     }
     let device = device(args)?;
@@ -118,21 +118,7 @@ fn measure(args: &Args) -> Result<Export> {
     let limits = limits::measure(&place, args.quick)?;
     log("limits");
     show(&limits);
-    let mut export = Export {
-        schema: SCHEMA,
-        machine,
-        limits,
-        clocks: Vec::new(),
-        ops: Vec::new(),
-        skipped: Vec::new(),
-        models: Vec::new(),
-        layers: Vec::new(),
-        scaling: Vec::new(),
-        sweep: Vec::new(),
-        serving: Vec::new(),
-        prefixes: Vec::new(),
-        tune: Vec::new(),
-    };
+    let mut export = Export::new(machine, limits);
     #[cfg(feature = "cuda")]
     if args.times_kernels() {
         let run = if args.cliffs {
@@ -142,6 +128,10 @@ fn measure(args: &Args) -> Result<Export> {
         };
         export.tune = run(&place, kernel_cases(args)?, args, &budget)?;
         log("kernels");
+    }
+    if args.has(Section::Threads) {
+        export.threads = threads::run(&place, args, &budget)?;
+        log("threads");
     }
     if args.has(Section::Models) {
         export.models = models::run(&place, args, &budget)?;

@@ -166,7 +166,7 @@ fn positions(place: &Place, args: &Args, sizes: &Sizes, budget: &Budget) -> Resu
             format: format.to_owned(),
             form,
             cpu: !gpu,
-            threads: args.threads,
+            threads: args.most_threads(),
             positions: most + STEPS + 2,
         })?;
         child.turn(16, 3)?;

@@ -66,7 +66,7 @@ pub fn run(
                 format: format.clone(),
                 form: Form::Graph,
                 cpu: !cuda,
-                threads: args.threads,
+                threads: args.most_threads(),
                 positions: 0,
             };
             let loaded = child::load(&job, &place.device)?;

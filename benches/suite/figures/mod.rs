@@ -8,6 +8,7 @@ mod limits;
 mod model;
 mod op;
 mod serving;
+mod threads;
 
 pub use curve::{Curve, Over};
 #[cfg(feature = "cuda")]
@@ -18,3 +19,4 @@ pub use limits::{Bound, Limits, Work};
 pub use model::{Last, ModelRun};
 pub use op::{CANDLE, DENSE, FUSED, GEMM, OpRun, SideRun, Skipped, count_floors};
 pub use serving::{Arrivals, PrefixRun, ServingRun};
+pub use threads::ThreadRun;
