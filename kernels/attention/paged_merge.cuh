@@ -183,8 +183,7 @@ __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p
         left[WIDTH] = own.top, left[WIDTH + 1] = own.weight;
       }
       __syncthreads();
-      if (part > 0) break;
-      for (uint32_t q = 1; q < parts; ++q) {
+      for (uint32_t q = 1; part == 0 && q < parts; ++q) {
         const float* left = shared.left(q * threads + i);
         Pack<float, WIDTH> sums[1];
 #pragma unroll
@@ -193,6 +192,8 @@ __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p
         own.add(tops, weights, sums);
       }
     }
+    // Threads that are left over have no part either.
+    if (part > 0) break;
     const float by = own.weight == 0.f ? 0.f : __fdividef(1.f, own.weight);
     const uint64_t at = result_at(p, s, rows, r, head_dim) + i * WIDTH % head_dim;
     if constexpr (WIDTH == 4) {

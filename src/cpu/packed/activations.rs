@@ -56,6 +56,8 @@ pub struct Q8Activations {
     /// A row for each token, or two if they are fine: the coarse part, then the fine one. Behind them is what larger
     /// activations left, so that what comes after them need not be cleared.
     blocks: Vec<Q8Block>,
+    /// Blocks of these activations.
+    filled: usize,
     grain: Grain,
     /// Tables of sums of a single token, and whether they have been made.
     #[cfg(target_arch = "x86_64")]
@@ -137,7 +139,7 @@ impl Q8Activations {
         Ok(())
     }
 
-    /// As [`Self::refill_by`], of rows that `make` writes, given their number: into zeros, or over another row.
+    /// As [`Self::refill_by`], of rows that `make` writes, given their number, over another row.
     pub(crate) fn refill_from(
         &mut self,
         level: Level,
@@ -150,7 +152,6 @@ impl Q8Activations {
         let rows = self.rows();
         pool::for_ranges(m, rows_of_a_task(k), |range| {
             let mut made = MADE.take();
-            made.clear();
             made.resize(k, 0.);
             for t in range {
                 make(t, &mut made);
@@ -182,7 +183,7 @@ impl Q8Activations {
         if self.blocks.len() < len {
             self.blocks.resize(len, Q8Block::ZERO);
         }
-        (self.m, self.k, self.grain) = (m, k, grain);
+        (self.m, self.k, self.grain, self.filled) = (m, k, grain, len);
         self.forget_look_ups();
         Ok(())
     }
@@ -258,12 +259,12 @@ impl Q8Activations {
     }
 
     pub(super) fn blocks(&self) -> &[Q8Block] {
-        &self.blocks[..self.m * self.parts() * (self.k / 32)]
+        &self.blocks[..self.filled]
     }
 
     /// Bytes of its memory.
     pub(crate) fn bytes(&self) -> usize {
-        size_of_val(self.blocks.as_slice())
+        size_of::<Q8Block>() * self.blocks.capacity()
     }
 }
 

@@ -17,7 +17,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 /// Rows of x up to which only outputs are divided between threads.
-const FEW_TOKENS: usize = 8;
+pub(super) const FEW_TOKENS: usize = 8;
 
 /// Cells of products with packed weights, which unpack weights and fetch tokens that other cores have quantized. The
 /// f32 tile of the largest (128 KB) stays in the second-level cache beside the weights it is made from.
@@ -51,7 +51,7 @@ fn forward_as<T: Float>(
     let shape = Shape::from(dims);
 
     let x = elements::<T>(x, layout)?;
-    let mut input = Input::take();
+    let mut input = Input::take(m);
     input.fill(op, level, &x, (m, k))?;
     let quantized = &input.quantized;
     let packed = op.weights.iter().any(|w| matches!(w, Weight::Packed(_)));
@@ -97,7 +97,7 @@ fn forward_as<T: Float>(
         width: op.width(),
     };
     let out = run(&product, &finish, m);
-    input.keep();
+    input.keep(m);
     Ok((T::to_cpu_storage_owned(out), shape))
 }
 
@@ -133,7 +133,9 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
     } else {
         let (shape, threads) = ((m, width, product.k), pool::threads());
         let grid = match product.quantized {
-            Some(_) => TaskGrid::balanced(&PACKED, shape, threads),
+            Some(_) if product.is_packed() => TaskGrid::balanced(&PACKED, shape, threads),
+            // Dense weights beside packed ones: in cells of fewer tokens their sums would be in another order.
+            Some(_) => TaskGrid::balanced(&PACKED, shape, 1),
             None => product.dense_grid(shape, threads),
         };
         pool::run(grid.cells(), |task| {

@@ -1,5 +1,6 @@
 //! The rows of x as the products read them: widened and normalised, and quantized for packed weights.
 
+use super::cpu::FEW_TOKENS;
 use super::op::LinearOp;
 use super::tile::Rows;
 use super::{ActivationBits, Prologue, Weight};
@@ -19,7 +20,14 @@ const GRAIN: usize = 8;
 const KEPT_BYTES: usize = 16 << 20;
 
 thread_local! {
-    static INPUT: Cell<Input> = Cell::default();
+    /// Of few rows and of many. A step's few go through the memory of the step before, which is small and in the caches,
+    /// whatever prompts left.
+    static INPUTS: [Cell<Input>; 2] = Default::default();
+}
+
+/// Which of those rows belong to.
+fn place(m: usize) -> usize {
+    usize::from(m > FEW_TOKENS)
 }
 
 #[derive(Default)]
@@ -34,16 +42,17 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// That of the op before: memory that is there needs neither be cleared nor mapped again.
-    pub fn take() -> Self {
-        INPUT.take()
+    /// That of the op before of about as many rows: memory that is there needs neither be cleared nor mapped again.
+    pub fn take(m: usize) -> Self {
+        INPUTS.with(|inputs| inputs[place(m)].take())
     }
 
     /// Leaves its memory to the next op of this thread.
-    pub fn keep(self) {
-        let rows = size_of_val(self.rows.as_slice()) + size_of_val(self.narrow.as_slice());
-        if rows + self.quantized.bytes() <= KEPT_BYTES {
-            INPUT.set(self);
+    pub fn keep(self, m: usize) {
+        let (rows, narrow) = (self.rows.capacity(), self.narrow.capacity());
+        let bytes = size_of::<f32>() * rows + size_of::<bf16>() * narrow;
+        if bytes + self.quantized.bytes() <= KEPT_BYTES {
+            INPUTS.with(|inputs| inputs[place(m)].set(self));
         }
     }
 
@@ -125,10 +134,12 @@ impl Input {
         };
         match own.filter(|_| k == wide) {
             Some(x) => self.quantized.refill_by(level, x, (m, k), grain)?,
-            // Zeros up to `wide` stay what they are.
             None => self
                 .quantized
-                .refill_from(level, (m, wide), grain, |t, out| row(t, &mut out[..k]))?,
+                .refill_from(level, (m, wide), grain, |t, out| {
+                    row(t, &mut out[..k]);
+                    out[k..].fill(0.);
+                })?,
         }
         let looks_up = |w: &Weight| matches!(w, Weight::Packed(w) if w.looks_up(m));
         if op.weights.iter().any(looks_up) {

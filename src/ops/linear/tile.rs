@@ -118,6 +118,12 @@ impl Product<'_> {
         }
     }
 
+    /// Whether all weights are packed.
+    pub fn is_packed(&self) -> bool {
+        let mut matrices = self.matrices.iter();
+        matrices.all(|matrix| matches!(matrix.values, Values::Packed(_)))
+    }
+
     /// How the product with dense weights is cut into cells.
     pub fn dense_grid(&self, shape: (usize, usize, usize), threads: usize) -> TaskGrid {
         let all_bf16 = self

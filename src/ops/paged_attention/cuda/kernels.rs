@@ -10,7 +10,7 @@ use crate::ops::flash_attention::cuda::{Kernel, Planned};
 use candle_core::{DType, Result};
 
 /// In the order of the forms: those for tensor cores in f16 and bf16, then those for everything else.
-static MODULE: Module = Module::new(
+pub(super) static MODULE: Module = Module::new(
     "paged_attention",
     fatbin!("paged_attention"),
     &[
@@ -39,7 +39,7 @@ static MODULE: Module = Module::new(
 );
 
 /// Over codes: of each form in e4m3 and in whole numbers, then those for everything else.
-static CODES: Module = Module::new(
+pub(super) static CODES: Module = Module::new(
     "paged_attention_codes",
     fatbin!("paged_attention_codes"),
     &[
@@ -141,6 +141,9 @@ pub(super) fn plain(case: &Case) -> Planned<Call> {
     Paged::plan(case, kernel, [PAGED_PLAIN_KEYS, rows], queries)
 }
 
+/// Bytes of static shared memory of a block, at most.
+pub(super) const FIXED_SHARED: usize = 1280;
+
 /// Bytes of a block: `PagedShared` of the kernel. Where each warp leaves two records of its rows lies earlier the plan of
 /// the shares, and later what threads have of the merge of blocks.
 fn shared_memory(case: &Case, warps: usize, rows: usize, queries: usize) -> usize {
@@ -161,9 +164,9 @@ impl Paged {
         queries: usize,
     ) -> Planned<Call> {
         let shared = |warps: &usize| shared_memory(case, *warps, rows, queries);
-        let room = case.gpu.shared as usize;
+        let fits = |warps: &usize, blocks| shared(warps) + FIXED_SHARED <= case.gpu.share(blocks);
         let mut counts = [PAGED_WARPS, PAGED_WARPS / 2, PAGED_WARPS / 4].into_iter();
-        let Some(warps) = counts.find(|warps| shared(warps) <= room) else {
+        let Some(warps) = counts.find(|warps| fits(warps, 1)) else {
             return Err("the rows of a block's warps do not fit into shared memory");
         };
         let parts = case.rows().div_ceil(rows);
@@ -173,7 +176,9 @@ impl Paged {
         if u32::try_from(units).is_err() {
             return Err("the table has more keys than the kernel counts");
         }
-        let blocks = (case.gpu.sms as usize * (PAGED_WARPS / warps)).min(units) as u32;
+        let mut at_once = (1..=PAGED_WARPS / warps).rev();
+        let at_once = at_once.find(|blocks| fits(&warps, *blocks)).unwrap_or(1);
+        let blocks = (case.gpu.sms as usize * at_once).min(units) as u32;
         let threads = (WARP * warps) as u32;
         Ok(Box::new(Self {
             module,

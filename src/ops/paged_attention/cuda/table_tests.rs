@@ -1,14 +1,14 @@
 //! The table of kernels without a GPU: what it chooses, and its part of docs/kernels.md.
 
 use super::dispatch::{RULES, select};
-use super::kernels::{FEWEST_ROWS, MOST_ROWS};
+use super::kernels::{self, FEWEST_ROWS, FIXED_SHARED, MOST_ROWS};
 use super::problem::Case;
 use crate::cuda::abi::{PAGED_CODES, PAGED_MMA, PAGED_PLAIN};
 use crate::cuda::table_tests::{GPUS, gpu_named};
-use crate::cuda::with_kernel;
+use crate::cuda::{Launcher, with_kernel};
 use crate::ops::flash_attention::cuda::table_tests::{MODELS, forms};
 use crate::ops::pages::PoolSizes;
-use candle_core::{DType, Result};
+use candle_core::{DType, Device, Result};
 use std::fmt::Write as _;
 
 fn case(dtypes: [DType; 2], [heads, kv_heads]: [usize; 2], dim: usize, queries: usize) -> Case {
@@ -74,10 +74,12 @@ fn every_head_size_up_to_256_has_a_kernel() -> Result<()> {
     for (_, gpu) in GPUS {
         for dim in 1..=256 {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
-                for queries in [1, 16] {
+                for rows in 1..=17 {
                     for pool in [dtype, DType::F8E4M3, DType::U8] {
-                        let case = case([dtype, pool], [32, 8], dim, queries);
-                        select(&Case { gpu, ..case })?;
+                        let case = case([dtype, pool], [2 * rows, 2], dim, 1);
+                        let plan = select(&Case { gpu, ..case })?;
+                        let shared = plan.how.grid().shared as usize;
+                        assert!(shared + FIXED_SHARED <= gpu.shared as usize, "{plan}");
                     }
                 }
             }
@@ -86,6 +88,24 @@ fn every_head_size_up_to_256_has_a_kernel() -> Result<()> {
     let wide = case([DType::F16; 2], [32, 8], 257, 1);
     let error = select(&wide).expect_err("too wide").to_string();
     assert!(error.contains("other head sizes"), "{error}");
+    Ok(())
+}
+
+/// Plans are made before kernels are loaded: what they leave for static shared memory has to suffice.
+#[test]
+fn plans_leave_room_for_static_shared_memory_on_cuda() -> Result<()> {
+    let Ok(device) = Device::new_cuda(0) else {
+        return Ok(());
+    };
+    let gpu = Launcher::new(device.as_cuda_device()?)?.gpu;
+    for module in [&kernels::MODULE, &kernels::CODES] {
+        for (name, bytes) in module.static_shared(gpu)? {
+            assert!(
+                bytes as usize <= FIXED_SHARED,
+                "{name} has {bytes} bytes of static shared memory, plans leave {FIXED_SHARED}"
+            );
+        }
+    }
     Ok(())
 }
 
