@@ -61,22 +61,23 @@ impl TaskGrid {
         threads: usize,
     ) -> Self {
         let threads = threads.max(1);
-        let cut = |tokens, across| Self {
-            tokens: Cut::new(m, tokens, costs.unit.0),
-            rows: Cut::new(n, across, costs.unit.1),
+        let cut = |token_parts, row_parts| Self {
+            tokens: Cut::new(m, token_parts, costs.unit.0),
+            rows: Cut::new(n, row_parts, costs.unit.1),
         };
-        let (fewest, least) = (m.div_ceil(costs.most.0).max(1), n.div_ceil(costs.most.1));
-        let largest = cut(fewest, least);
+        // The fewest parts that there may be.
+        let (of_tokens, of_rows) = (m.div_ceil(costs.most.0).max(1), n.div_ceil(costs.most.1));
+        let largest = cut(of_tokens, of_rows);
         if threads == 1 {
             return largest;
         }
         let mut best = (u64::MAX, largest);
-        for tokens in [1, 2, 3, 4, 6, 8, 12, 16].map(|times| times * fewest) {
-            if tokens > fewest && m / tokens < costs.least {
+        for token_parts in [1, 2, 3, 4, 6, 8, 12, 16].map(|times| times * of_tokens) {
+            if token_parts > of_tokens && m / token_parts < costs.least {
                 break;
             }
             for rounds in 1..=ROUNDS {
-                let grid = cut(tokens, (rounds * threads / tokens).max(least));
+                let grid = cut(token_parts, (rounds * threads / token_parts).max(of_rows));
                 let time = grid.time(costs, k, threads);
                 if time < best.0 {
                     best = (time, grid);
@@ -86,8 +87,8 @@ impl TaskGrid {
         best.1
     }
 
-    /// Four times what the thread with most cells takes, and three quarters of a cell for threads that are held up, as
-    /// was measured with two threads on a core.
+    /// What the thread with most cells takes, and three quarters of a cell for threads that are held up, as was measured
+    /// with two threads on a core; all of that four times.
     fn time(&self, costs: &Costs, k: usize, threads: usize) -> u64 {
         let (tokens, rows) = self.largest();
         let cell = tokens * (rows + costs.token) + rows * costs.row + costs.task / k.max(1);

@@ -224,17 +224,18 @@ pub fn task_grid(m: usize, n: usize, k: usize, threads: usize) -> TaskGrid {
     TaskGrid::by_rows(m, n, rows, unit)
 }
 
-/// The same for weights of type `T` at a level.
-pub(crate) fn task_grid_of<T: Element>(
+/// The same at a level, for weights in bf16 or not.
+pub(crate) fn task_grid_at(
     level: Level,
+    is_bf16: bool,
     (m, n, k): (usize, usize, usize),
     threads: usize,
 ) -> TaskGrid {
     #[cfg(target_arch = "x86_64")]
-    if in_tiles::<T>(level, m) {
+    if is_bf16 && takes_bf16(level, m) {
         return TaskGrid::balanced(&TILES, (m, n, k), threads);
     }
-    let _ = level;
+    let _ = (level, is_bf16);
     task_grid(m, n, k, threads)
 }
 

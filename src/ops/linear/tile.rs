@@ -130,10 +130,7 @@ impl Product<'_> {
             .matrices
             .iter()
             .all(|m| matches!(m.values, Values::BF16(_)));
-        match all_bf16 {
-            true => dense::task_grid_of::<bf16>(self.level, shape, threads),
-            false => dense::task_grid_of::<f32>(self.level, shape, threads),
-        }
+        dense::task_grid_at(self.level, all_bf16, shape, threads)
     }
 
     fn part(
