@@ -2,7 +2,7 @@
 //! each with its epilogue while it is in cache.
 
 use super::Weight;
-use super::input::Input;
+use super::input::{FEW_TOKENS, Input};
 use super::op::LinearOp;
 use super::tile::{Finish, Guard, Product, Target, guard};
 use crate::cpu::grid::{Costs, TaskGrid};
@@ -15,9 +15,6 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
 use std::cell::RefCell;
 use std::ops::Range;
-
-/// Rows of x up to which only outputs are divided between threads.
-pub(super) const FEW_TOKENS: usize = 8;
 
 /// Cells of products with packed weights, which unpack weights and fetch tokens that other cores have quantized. The
 /// f32 tile of the largest (128 KB) stays in the second-level cache beside the weights it is made from.

@@ -1,6 +1,5 @@
 //! The rows of x as the products read them: widened and normalised, and quantized for packed weights.
 
-use super::cpu::FEW_TOKENS;
 use super::op::LinearOp;
 use super::tile::Rows;
 use super::{ActivationBits, Prologue, Weight};
@@ -12,6 +11,9 @@ use crate::ops::view::{Float, cpu_storage, elements};
 use candle_core::{DType, Result};
 use half::bf16;
 use std::cell::Cell;
+
+/// Rows of x up to which only outputs are divided between threads.
+pub(super) const FEW_TOKENS: usize = 8;
 
 /// Rows of x that are worth a task of their own.
 const GRAIN: usize = 8;
