@@ -9,12 +9,10 @@ use crate::ops::checked;
 use crate::place::Place;
 use crate::stats::Times;
 use crate::timing::{Effort, race};
-use crate::tune::Launched;
+use crate::tune::{Launched, tuned};
 use anyhow::{Context, Result};
-use candle_core::Tensor;
 use candle_fused::cuda::with_kernel;
 use std::collections::BTreeMap;
-use std::rc::Rc;
 
 /// The library's product, of weights in the dtype of x.
 const CUBLAS: &str = "gemm_dense_cublaslt";
@@ -55,7 +53,7 @@ pub fn run(
 }
 
 fn time(place: &Place, case: &KernelCase, library: &mut Library, effort: Effort) -> Result<Tuned> {
-    let contender = recorded(case.contender(place)?);
+    let contender = case.contender(place)?.recorded();
     checked(place, &contender)?;
     let launched = Launched::by(&contender.call)?;
     let taken = race(place, std::slice::from_ref(&contender), effort)?.remove(0);
@@ -86,20 +84,8 @@ fn time(place: &Place, case: &KernelCase, library: &mut Library, effort: Effort)
         graph: Some(of_library),
         ..Default::default()
     };
-    Ok(Tuned {
-        name: case.name(),
-        model: case.model.clone(),
-        part: case.product.name().to_owned(),
-        m: case.m,
-        n: case.product.n(),
-        k: case.product.k,
-        format: case.format.clone(),
-        x: case.x.as_str().to_owned(),
-        work: case.work(),
-        chosen: chosen.name.clone(),
-        host: taken.host,
-        kernels: vec![chosen, cublas],
-    })
+    let name = chosen.name.clone();
+    Ok(tuned(case, name, taken.host, vec![chosen, cublas]))
 }
 
 /// The product of weights in the dtype of x, by cuBLAS.
@@ -112,23 +98,10 @@ fn of_library(place: &Place, case: &KernelCase, effort: Effort) -> Result<Times>
         format: case.x.as_str().to_owned(),
     };
     let Contender { call, expected, .. } = dense.contender(place)?;
-    let call: Rc<dyn Fn(usize) -> candle_core::Result<Vec<Tensor>>> = call.into();
     let forced = move |turn| with_kernel(Some(CUBLAS), || call(turn));
-    let taken = race(
-        place,
-        &[recorded(Contender::new(CUBLAS, expected, forced))],
-        effort,
-    )?
-    .remove(0);
+    let forced = Contender::new(CUBLAS, expected, forced).recorded();
+    let taken = race(place, &[forced], effort)?.remove(0);
     Ok(taken.graph.unwrap_or(taken.times))
-}
-
-/// Timed in a CUDA graph, as a model decodes.
-fn recorded(contender: Contender) -> Contender {
-    Contender {
-        in_graph: true,
-        ..contender
-    }
 }
 
 /// Of the table's choice: in a graph, if it can be recorded.

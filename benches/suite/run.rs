@@ -108,6 +108,9 @@ fn measure(args: &Args) -> Result<Export> {
         device.is_cuda() || !args.times_kernels(),
         "--kernel, --tune and --cliffs time CUDA kernels: they need a GPU, and `cargo bench --features cuda`"
     );
+    if args.has(Section::Threads) {
+        threads::check(&device, args)?;
+    }
     let nvml = device.is_cuda().then(Nvml::open).flatten();
     let place = Place::new(device, args.quick)?;
     let budget = Budget::new(args.budget);
@@ -130,7 +133,7 @@ fn measure(args: &Args) -> Result<Export> {
         log("kernels");
     }
     if args.has(Section::Threads) {
-        export.threads = threads::run(&place, args, &budget)?;
+        export.threads = threads::run(args, &budget)?;
         log("threads");
     }
     if args.has(Section::Models) {

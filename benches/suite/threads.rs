@@ -6,9 +6,9 @@ use crate::cases::Extent;
 use crate::child::{Child, Job};
 use crate::figures::ThreadRun;
 use crate::form::Form;
-use crate::place::Place;
 use crate::stats::Times;
 use anyhow::{Context, Result, ensure};
+use candle_core::Device;
 use common::comparison::median;
 
 /// Tokens of a prompt, and in front of the steps.
@@ -18,16 +18,21 @@ const PROMPT: usize = 64;
 /// What is measured if no formats are named: all in floats, and as small files hold models.
 const FORMATS: [&str; 3] = ["f32", "bf16", "q4_0+head"];
 
-/// Measures every model and format that is wanted on every number of threads.
-pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ThreadRun>> {
+/// Fails if the threads of a run on `device` do not make a table.
+pub fn check(device: &Device, args: &Args) -> Result<()> {
     ensure!(
-        place.device.is_cpu(),
+        device.is_cpu(),
         "several --threads measure the CPU: add --cpu"
     );
     ensure!(
         !args.threads.is_empty(),
         "how many threads? Name them, as --threads 1,2,4"
     );
+    Ok(())
+}
+
+/// Measures every model and format that is wanted on every number of threads.
+pub fn run(args: &Args, budget: &Budget) -> Result<Vec<ThreadRun>> {
     let models: Vec<_> = match args.models.is_empty() {
         true => vec![Extent::Quick.models()[0].name().to_owned()],
         false => args.models.clone(),

@@ -101,12 +101,8 @@ fn time(place: &Place, case: &KernelCase, kernels: &[&str], effort: Effort) -> R
     let (mut sides, mut runs) = (vec![table], Vec::new());
     for kernel in kernels {
         let (call, name) = (call.clone(), (*kernel).to_owned());
-        let forced = Contender {
-            in_graph: true,
-            ..Contender::new(kernel, expected.clone(), move |turn| {
-                with_kernel(Some(&name), || call(turn))
-            })
-        };
+        let forced = move |turn| with_kernel(Some(&name), || call(turn));
+        let forced = Contender::new(kernel, expected.clone(), forced).recorded();
         let mut run = KernelRun {
             name: (*kernel).to_owned(),
             ..Default::default()
@@ -126,7 +122,17 @@ fn time(place: &Place, case: &KernelCase, kernels: &[&str], effort: Effort) -> R
     for (run, taken) in runs.iter_mut().filter(|r| r.plan.is_some()).zip(taken) {
         (run.times, run.graph) = (Some(taken.times), taken.graph);
     }
-    Ok(Tuned {
+    Ok(tuned(case, chosen, host, runs))
+}
+
+/// The figures of a product.
+pub fn tuned(
+    case: &KernelCase,
+    chosen: String,
+    host: Option<f64>,
+    kernels: Vec<KernelRun>,
+) -> Tuned {
+    Tuned {
         name: case.name(),
         model: case.model.clone(),
         part: case.product.name().to_owned(),
@@ -138,8 +144,8 @@ fn time(place: &Place, case: &KernelCase, kernels: &[&str], effort: Effort) -> R
         work: case.work(),
         chosen,
         host,
-        kernels: runs,
-    })
+        kernels,
+    }
 }
 
 /// What a kernel launches for a call that it is forced on, or why it does not take it.

@@ -87,6 +87,15 @@ __device__ __forceinline__ void read_angles(const DecodingParams& p, const Share
   }
 }
 
+// 1 / rms of a head's row, of which a lane has N elements, those past its end zero.
+template <int N>
+__device__ __forceinline__ float rms_factor(const DecodingParams& p, const float (&x)[N], int head_dim) {
+  float squares = 0.f;
+#pragma unroll
+  for (int e = 0; e < N; ++e) squares += x[e] * x[e];
+  return rsqrtf(warp_sum(squares) / head_dim + p.eps);
+}
+
 // One head's row, of which a lane has elements lane, lane + 32, ...: normed and rotated. `scratch`
 // holds head_dim floats.
 template <class Memory, int N>
@@ -94,10 +103,7 @@ __device__ __forceinline__ void turn(const DecodingParams& p, const Memory& s, c
                                      int head_dim, float (&x)[N], float* scratch) {
   const int lane = threadIdx.x % WARP, pairs = p.pairs;
   if (p.q_norm) {
-    float squares = 0.f;
-#pragma unroll
-    for (int e = 0; e < N; ++e) squares += x[e] * x[e];
-    const float factor = rsqrtf(warp_sum(squares) / head_dim + p.eps);
+    const float factor = rms_factor(p, x, head_dim);
 #pragma unroll
     for (int e = 0; e < N; ++e) {
       const int d = lane + 32 * e;

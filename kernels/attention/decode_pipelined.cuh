@@ -298,10 +298,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
   __device__ void turn_row(const float (&norm)[N], float (&x)[N]) const {
     const int lane = threadIdx.x % WARP, pairs = p.pairs;
     if (p.q_norm) {
-      float squares = 0.f;
-#pragma unroll
-      for (int e = 0; e < N; ++e) squares += x[e] * x[e];
-      const float factor = rsqrtf(warp_sum(squares) / D + p.eps);
+      const float factor = rms_factor(p, x, D);
 #pragma unroll
       for (int e = 0; e < N; ++e) x[e] = rounded_to(p.dtype, rounded_to(p.dtype, x[e] * factor) * norm[e]);
     }

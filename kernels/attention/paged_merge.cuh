@@ -1,6 +1,6 @@
-// How attention over pages brings together what warps and blocks have left of a head (paged.cuh): first the records of
-// a block's warps, in shared memory, a row to a warp; then, for heads that several blocks have keys of, what the blocks
-// have left in memory, by the last of them (an atomic counter, which it resets).
+// How attention over pages merges the partial results of a head (paged.cuh): first those of a block's warps, which are
+// records in shared memory, a row of the head to a warp; then, for heads whose keys several blocks share, those that
+// these blocks have stored in global memory, by the block that is last (an atomic counter, which it resets).
 #pragma once
 
 #include "attention/decode.cuh"
@@ -17,7 +17,7 @@ struct PagedRecord {
 
 // A block's shared memory. Of each warp the first and the last stretch may be incomplete.
 template <class Core> struct PagedShared {
-  // What a thread leaves of its part of an output when blocks are merged: sums, and what they are relative to.
+  // Floats of a thread's partial result when blocks are merged: sums of values, their maximum score, and their weight.
   static constexpr int WIDTH = Core::DIM ? 4 : 1, LEFT = WIDTH + 2;
 
   char* memory;
@@ -45,7 +45,7 @@ template <class Core> struct PagedShared {
     float* own = partials + record * rows * (2 + stride);
     return {own, own + rows, own + 2 * rows, stride};
   }
-  // Where the records lie later and earlier, [threads] each.
+  // In the memory of the records, `[threads]` each: the plan before there are records, partial results behind them.
   __device__ SharePlan* plan() const { return reinterpret_cast<SharePlan*>(partials); }
   __device__ float* left(int thread) const { return partials + LEFT * thread; }
 };
@@ -111,7 +111,7 @@ template <int N> __device__ __forceinline__ Pack<float, N> load_cached(const flo
   }
 }
 
-// Where a block leaves its part of a head: a block has such parts of two heads at most, the first and the last.
+// Where a block stores its partial result of a head: it has one of two heads at most, the first and the last.
 template <class Core> __device__ __forceinline__ uint32_t slot_of(uint32_t block, bool behind) {
   return (2 * block + behind) * Core::ROWS;
 }
@@ -144,8 +144,8 @@ template <int WIDTH> struct PagedMean {
   }
 };
 
-// Results of the blocks `first` .. `last` as y: each left its part of these keys first in its share, but for `first`,
-// which had others before it if `behind`. The threads share out outputs, and what is left of them blocks.
+// y from the partial results of the blocks `first` .. `last`. The head is the first of each block's share, but of block
+// `first` it is the last if `behind`. Where there are more threads than outputs, several share the blocks of an output.
 template <class Core>
 __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p, const PagedShared<Core>& shared,
                                                    const Stretch& s, const PagedRows& rows, uint32_t first,
@@ -192,7 +192,7 @@ __device__ __forceinline__ void merge_paged_blocks(const PagedAttentionParams& p
         own.add(tops, weights, sums);
       }
     }
-    // Threads that are left over have no part either.
+    // Neither do threads write that are more than whole sets of outputs.
     if (part > 0) break;
     const float by = own.weight == 0.f ? 0.f : __fdividef(1.f, own.weight);
     const uint64_t at = result_at(p, s, rows, r, head_dim) + i * WIDTH % head_dim;
@@ -211,7 +211,7 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* at, uint32_t v) {
   return before;
 }
 
-// A warp brings row r of the `members` of a head together, in y, or for the merge of blocks if others have keys of it.
+// A warp merges row r of a head's `members` into y, or into the block's partial result if other blocks have keys of it.
 template <class Core>
 __device__ __forceinline__ void merge_paged_row(const PagedAttentionParams& p, const PagedShared<Core>& shared,
                                                 uint32_t members, const Stretch& s, bool behind, int r, int head_dim) {
@@ -259,12 +259,12 @@ __device__ __forceinline__ void merge_paged_row(const PagedAttentionParams& p, c
   }
 }
 
-// Brings together what the warps of the block have left, row by row, and then the blocks of heads that several have.
+// Merges the records of the block's warps, and then, where it is the last block of a head, those of the blocks.
 template <class Core>
 __device__ __forceinline__ void merge_paged(const PagedAttentionParams& p, const PagedShared<Core>& shared,
                                             const PagedRecord* records, const Share& share, int head_dim) {
-  // Blocks that have brought their part of a head, by whether it is the first in the share.
-  __shared__ uint32_t brought[2];
+  // Whether the block is the last of its first head, and of its last.
+  __shared__ uint32_t is_last_of[2];
   const PagedHeads heads(records, shared.records());
   const int jobs = heads.count() * shared.rows;
 #pragma unroll 1
@@ -284,12 +284,12 @@ __device__ __forceinline__ void merge_paged(const PagedAttentionParams& p, const
       last = add_acq_rel(counter, 1) == share.owner(s.last) - share.owner(s.first);
       if (last) *counter = 0;
     }
-    brought[threadIdx.x] = last;
+    is_last_of[threadIdx.x] = last;
   }
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    if (!brought[i]) continue;
+    if (!is_last_of[i]) continue;
     const Stretch s = PagedHeads::stretch(records, heads.members(ends[i]));
     const uint32_t first = share.owner(s.first), last = share.owner(s.last);
     merge_paged_blocks(p, shared, s, PagedRows(p, s.part, Core::ROWS), first, last, share.is_behind(first, s.first),

@@ -1,10 +1,10 @@
 // y = act(x W^T + bias) + residuals for dense W and x of one 16-bit type on Hopper, for few to some hundred tokens.
 //
 // The transposed problem: `wgmma` has 64 output channels of W as operand A and T tokens of x as operand B, both in
-// shared memory, where TMA brings them in stages of 64 values of K. Where a tile has fewer than T tokens, TMA brings no
-// more: it would make zeros of those behind the last row of x, which takes it longer than rows that are there. A block
-// has a warpgroup for each 64 channels of its tile, and a producer warp. The blocks of a cluster split K: each leaves
-// its sums in its shared memory, and each adds up and writes a part of the outputs through distributed shared memory,
+// shared memory, where TMA loads them in pipeline stages of 64 values of K. A box of x has as many rows as the tile has
+// tokens and no more: filling out-of-bounds rows with zeros takes TMA longer than loading as many. A block has a
+// warpgroup for each 64 channels of its tile, and a producer warp. The blocks of a cluster split K: each leaves its
+// sums in its shared memory, and each adds up and writes a part of the outputs through distributed shared memory,
 // always in the order of K.
 //
 // Such products are bound by reading W. The producer fills all stages with it in front of the wait for the preceding

@@ -103,6 +103,14 @@ impl Contender {
         Self { doubted, ..self }
     }
 
+    /// The same, timed in a graph too.
+    pub fn recorded(self) -> Self {
+        Self {
+            in_graph: true,
+            ..self
+        }
+    }
+
     /// The same, timed in a graph too if it has few enough rows: so many sequences decode side by side.
     pub fn in_graph(self, rows: usize) -> Self {
         Self {

@@ -63,12 +63,10 @@ pub fn cases(place: &Place, extent: Extent) -> Vec<Case> {
 /// The same case, timed in a graph for any number of rows.
 fn in_graph(case: Case) -> Case {
     let build = case.build;
-    let contender = |contender| Contender {
-        in_graph: true,
-        ..contender
-    };
     Case {
-        build: Box::new(move |place| Ok(build(place)?.into_iter().map(contender).collect())),
+        build: Box::new(move |place| {
+            Ok(build(place)?.into_iter().map(Contender::recorded).collect())
+        }),
         ..case
     }
 }

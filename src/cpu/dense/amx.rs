@@ -262,7 +262,7 @@ unsafe fn split(o: &Operands<bf16>, part: &Part, tiles: &mut Vec<Tile>) -> bool 
                 exponents = _mm512_max_epu32(exponents, own);
             }
             for tile in tiles.iter_mut() {
-                // Truncated to bf16. The remainder is exact in f32, with eight significant bits fewer.
+                // The upper 16 bits are the value truncated to bf16. What is left, value minus that, is exact in f32.
                 let [low, high] = rest.map(|x| _mm512_castps_si512(x));
                 let both = _mm512_mask_mov_epi16(_mm512_srli_epi32::<16>(low), 0xaaaa_aaaa, high);
                 let row = (&raw mut tile[t % ROWS]).cast();

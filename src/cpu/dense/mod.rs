@@ -133,11 +133,7 @@ pub(crate) fn takes_bf16(level: Level, m: usize) -> bool {
 fn check((x, w, out): (usize, usize, usize), (m, n, k): (usize, usize, usize), out_stride: usize) {
     let size = |a: usize, b: usize| a.checked_mul(b).expect("a shape within the address space");
     assert!(x >= size(m, k), "x holds {x} values, {m} x {k} are needed");
-    assert!(
-        w >= size(n, k),
-        "w holds {} weights, {n} x {k} are needed",
-        w
-    );
+    assert!(w >= size(n, k), "w holds {w} weights, {n} x {k} are needed");
     assert!(
         m == 1 || out_stride >= n,
         "rows of {n} results overlap at a stride of {out_stride}"
@@ -145,7 +141,7 @@ fn check((x, w, out): (usize, usize, usize), (m, n, k): (usize, usize, usize), o
     let reach = size(m - 1, out_stride)
         .checked_add(n)
         .expect("a shape within the address space");
-    assert!(out >= reach, "out holds {} floats, {reach} are needed", out);
+    assert!(out >= reach, "out holds {out} floats, {reach} are needed");
 }
 
 struct Product<T>(Operands<T>);

@@ -70,8 +70,8 @@ abi! {
         softcap: f32,
     }
 
-    /// Of a block of the kernels below, where shared memory has room for what so many leave. One has a multiprocessor
-    /// to itself.
+    /// Warps of a block of the kernels below at most: fewer where shared memory has no room for their partial results.
+    /// A multiprocessor has one block of so many.
     const PAGED_WARPS: Count<i32> = 8;
 
     /// The forms for tensor cores: head dimension, keys that a warp takes at once, and rows (queries of a key/value

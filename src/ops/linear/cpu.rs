@@ -2,7 +2,7 @@
 //! each with its epilogue while it is in cache.
 
 use super::Weight;
-use super::input::{FEW_TOKENS, Input};
+use super::input::{FEW_TOKENS, Input, grown};
 use super::op::LinearOp;
 use super::tile::{Finish, Guard, Product, Target, guard};
 use crate::cpu::grid::{Costs, TaskGrid};
@@ -106,10 +106,10 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
     let cell = |tokens: Range<usize>, columns: Range<usize>| {
         TILES.with_borrow_mut(|[first, second]| {
             let (rows, cols) = (tokens.len(), columns.len());
-            let first = tile(first, rows * cols);
+            let first = grown(first, rows * cols);
             product.cell(columns.clone(), tokens.clone(), first);
             let gated = finish.activation.gate().is_some();
-            let second = tile(second, if gated { rows * cols } else { 0 });
+            let second = grown(second, if gated { rows * cols } else { 0 });
             if gated {
                 let up = columns.start + width..columns.end + width;
                 product.cell(up, tokens.clone(), second);
@@ -148,14 +148,6 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
 thread_local! {
     /// The f32 tile of the cell in hand, and that of the gated half.
     static TILES: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
-}
-
-/// The first `len` values of what is kept, which grows to the longest.
-fn tile(kept: &mut Vec<f32>, len: usize) -> &mut [f32] {
-    if kept.len() < len {
-        kept.resize(len, 0.);
-    }
-    &mut kept[..len]
 }
 
 /// What the products run on, for the trace: the kernels of packed weights, the level for dense ones.

@@ -27,6 +27,14 @@ thread_local! {
     static INPUTS: [Cell<Input>; 2] = Default::default();
 }
 
+/// The first `len` values of what is kept, which grows to the longest.
+pub(super) fn grown<T: Clone + Default>(kept: &mut Vec<T>, len: usize) -> &mut [T] {
+    if kept.len() < len {
+        kept.resize(len, T::default());
+    }
+    &mut kept[..len]
+}
+
 /// Which of those rows belong to.
 fn place(m: usize) -> usize {
     usize::from(m > FEW_TOKENS)
@@ -88,64 +96,25 @@ impl Input {
         let is_packed = |w: &Weight| matches!(w, Weight::Packed(_));
         self.in_bf16 = stays_bf16::<T>(op, level, m);
         if self.in_bf16 && !matches!(op.prologue, Prologue::None) {
-            if self.narrow.len() < m * k {
-                self.narrow.resize(m * k, bf16::ZERO);
-            }
-            pool::for_rows(&mut self.narrow[..m * k], k, GRAIN, |first, rows| {
+            pool::for_rows(grown(&mut self.narrow, m * k), k, GRAIN, |first, rows| {
                 for (i, out) in rows.chunks_exact_mut(k).enumerate() {
                     prologue.normed(&x[(first + i) * k..][..k], out);
                 }
             });
         }
-        let wide = !self.in_bf16 && own(op, x).is_none();
-        if wide && op.weights.iter().any(|w| !is_packed(w)) {
-            if self.rows.len() < m * k {
-                self.rows.resize(m * k, 0.);
-            }
-            pool::for_rows(&mut self.rows[..m * k], k, GRAIN, |first, rows| {
+        let own = own(op, x);
+        let made = !self.in_bf16 && own.is_none() && op.weights.iter().any(|w| !is_packed(w));
+        if made {
+            pool::for_rows(grown(&mut self.rows, m * k), k, GRAIN, |first, rows| {
                 for (i, out) in rows.chunks_exact_mut(k).enumerate() {
                     row(first + i, out);
                 }
             });
         }
         if op.weights.iter().any(is_packed) {
-            self.quantize(op, level, own(op, x), (m, k), row)?;
-        }
-        Ok(())
-    }
-
-    /// Fills `quantized` with the rows in 8 or 16 bits and what the weights need beside them. Rows that have to be made
-    /// are `row`'s, which are quantized while they are in the cache.
-    fn quantize(
-        &mut self,
-        op: &LinearOp<'_>,
-        level: Level,
-        own: Option<&[f32]>,
-        (m, k): (usize, usize),
-        row: impl Fn(usize, &mut [f32]) + Sync,
-    ) -> Result<()> {
-        let wide = k.next_multiple_of(32);
-        let all = |holds: fn(&PackedMatrix) -> bool| {
-            let holds = |w: &Weight| matches!(w, Weight::Packed(w) if holds(w));
-            op.weights.iter().all(holds)
-        };
-        let grain = Grain {
-            wide: all(PackedMatrix::takes_wide),
-            whole: op.bits == ActivationBits::PerToken8,
-            fine: op.bits.are_16(m, all(PackedMatrix::is_ternary)),
-        };
-        match own.filter(|_| k == wide) {
-            Some(x) => self.quantized.refill_by(level, x, (m, k), grain)?,
-            None => self
-                .quantized
-                .refill_from(level, (m, wide), grain, |t, out| {
-                    row(t, &mut out[..k]);
-                    out[k..].fill(0.);
-                })?,
-        }
-        let looks_up = |w: &Weight| matches!(w, Weight::Packed(w) if w.looks_up(m));
-        if op.weights.iter().any(looks_up) {
-            self.quantized.prepare_look_ups(level);
+            // What dense weights are multiplied with, if they have had rows made already.
+            let own = own.or(made.then(|| &self.rows[..m * k]));
+            quantize(&mut self.quantized, op, level, own, (m, k), row)?;
         }
         Ok(())
     }
@@ -159,6 +128,40 @@ impl Input {
             (false, _) => Rows::F32(own(op, x).unwrap_or(&self.rows)),
         }
     }
+}
+
+/// Fills `quantized` with the rows in 8 or 16 bits and what the weights need beside them. Rows that have to be made
+/// are `row`'s, which are quantized while they are in the cache.
+fn quantize(
+    quantized: &mut Q8Activations,
+    op: &LinearOp<'_>,
+    level: Level,
+    own: Option<&[f32]>,
+    (m, k): (usize, usize),
+    row: impl Fn(usize, &mut [f32]) + Sync,
+) -> Result<()> {
+    let wide = k.next_multiple_of(32);
+    let all = |holds: fn(&PackedMatrix) -> bool| {
+        let holds = |w: &Weight| matches!(w, Weight::Packed(w) if holds(w));
+        op.weights.iter().all(holds)
+    };
+    let grain = Grain {
+        wide: all(PackedMatrix::takes_wide),
+        whole: op.bits == ActivationBits::PerToken8,
+        fine: op.bits.are_16(m, all(PackedMatrix::is_ternary)),
+    };
+    match own.filter(|_| k == wide) {
+        Some(x) => quantized.refill_by(level, x, (m, k), grain)?,
+        None => quantized.refill_from(level, (m, wide), grain, |t, out| {
+            row(t, &mut out[..k]);
+            out[k..].fill(0.);
+        })?,
+    }
+    let looks_up = |w: &Weight| matches!(w, Weight::Packed(w) if w.looks_up(m));
+    if op.weights.iter().any(looks_up) {
+        quantized.prepare_look_ups(level);
+    }
+    Ok(())
 }
 
 /// x itself, where it is what the weights are multiplied with.

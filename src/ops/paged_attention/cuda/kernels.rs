@@ -144,8 +144,8 @@ pub(super) fn plain(case: &Case) -> Planned<Call> {
 /// Bytes of static shared memory of a block, at most.
 pub(super) const FIXED_SHARED: usize = 1280;
 
-/// Bytes of a block: `PagedShared` of the kernel. Where each warp leaves two records of its rows lies earlier the plan of
-/// the shares, and later what threads have of the merge of blocks.
+/// Bytes of a block: `PagedShared` of the kernel. The memory of the two records of each warp has the plan of the shares
+/// before there are records, and the threads' partial results of the merge of blocks behind them.
 fn shared_memory(case: &Case, warps: usize, rows: usize, queries: usize) -> usize {
     /// `SharePlan`, and four sums with what they are relative to.
     const OF_THREAD: usize = 24;

@@ -158,7 +158,7 @@ pub(super) struct Gemm {
     index: usize,
     tiling: Tiling,
     m_tiles: usize,
-    /// Of a tile: as many in each as they have together, and no more.
+    /// Tokens of a tile, and rows of its TMA box: those of x shared evenly among the tiles, in multiples of 8.
     tokens: usize,
     grid: Grid,
     /// Whether a tile's channels come as two boxes of W.

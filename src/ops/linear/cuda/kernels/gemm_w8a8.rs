@@ -222,7 +222,7 @@ fn tiles(case: &Case, tile: &Tile) -> [usize; 2] {
 }
 
 impl TwoLaunches {
-    /// Of x, that there is memory for: whole tiles, as TMA is slow to make zeros of rows that are not there.
+    /// Rows of x that are allocated: those of whole tiles, so that no row of a TMA box is out of bounds, which is slow.
     fn whole_rows(&self) -> usize {
         self.tiles[0] * TILE_ROWS * self.tile.form.cluster
     }

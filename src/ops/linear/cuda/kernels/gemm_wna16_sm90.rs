@@ -179,9 +179,9 @@ pub(crate) fn plan(case: &Case) -> Planned {
 struct OperandB {
     x: Address,
     rows: usize,
-    /// That there is memory for: whole tiles. TMA takes longer for a row outside a matrix, which it makes zeros of, than
-    /// for one inside (some 3.3 ns on an H200): a tile of 128 rows with 65 of them took longer than a full one. What the
-    /// others hold only reaches sums that nobody writes.
+    /// Rows that are allocated: those of whole tiles, so that no row of a TMA box is out of bounds. Filling such rows with
+    /// zeros takes TMA longer than loading them (some 3.3 ns each on an H200). The rows behind `rows` are uninitialized,
+    /// and their sums are not stored.
     whole_rows: usize,
     pitch: usize,
     sums: Address,

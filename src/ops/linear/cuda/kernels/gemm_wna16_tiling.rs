@@ -42,9 +42,9 @@ const TIMES: [[f64; 3]; 7] = [
     [f64::NAN, 0., 10.4],
 ];
 
-/// What becomes bf16. In tiles of 256 tokens the sums leave a thread few registers for that: on an H200 14336x4096 with
-/// 256 rows takes 49.6 in INT4, 57.4 in Q4_0, 66 in FP8 and 75 in Q8_0, where 192 rows in tiles of 192 take 39.2, 41.5,
-/// 39.3 and 47.0.
+/// Weight formats, by what dequantizing costs in tiles of 256 tokens, whose accumulators leave a thread few registers:
+/// on an H200 14336x4096 with 256 rows takes 49.6 in INT4, 57.4 in Q4_0, 66 in FP8 and 75 in Q8_0, and with 192 rows, in
+/// tiles of 192, 39.2, 41.5, 39.3 and 47.0.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Codes {
     Int4,
