@@ -144,6 +144,13 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float v, float* 
   return total;
 }
 
+// threadIdx.x, read anew wherever it is asked for: what is computed from it takes no registers in a loop before.
+__device__ __forceinline__ uint32_t thread_now() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // A barrier for the first `threads` of a block, which are whole warps: the others do something else.
 __device__ __forceinline__ void sync_first(uint32_t threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");

@@ -25,6 +25,14 @@ __device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t rank) {
 __device__ __forceinline__ void barrier_arrive_at(uint32_t there) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
+// Likewise, by the threads for which `arrives` holds, without a branch.
+__device__ __forceinline__ void barrier_arrive_if(bool arrives, uint32_t there) {
+  asm volatile(
+      "{\n.reg .pred arrives;\nsetp.ne.b32 arrives, %0, 0;\n"
+      "@arrives mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%1];\n}" ::"r"(uint32_t(arrives)),
+      "r"(there)
+      : "memory");
+}
 // The same at the barrier that stands at the same address in another block.
 __device__ __forceinline__ void barrier_arrive(uint32_t at, uint32_t rank) { barrier_arrive_at(in_block(at, rank)); }
 // All threads of all blocks of the cluster, which need not be together. It orders no accesses either.

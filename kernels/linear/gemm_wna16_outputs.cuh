@@ -206,7 +206,7 @@ template <typename T, int TOKENS> struct WarpOutputs {
   uint32_t n_tile, first_token;
 
   static __device__ __forceinline__ void stage(float* staged, const float* sums) {
-    const uint32_t lane = threadIdx.x % WARP;
+    const uint32_t lane = thread_now() % WARP;
     float* to = staged + lane % 4 * 2 * PITCH + lane / 4;
 #pragma unroll
     for (int j = 0; j < CHUNK / 8; ++j) {
@@ -253,7 +253,7 @@ template <typename T, int TOKENS> struct WarpOutputs {
   }
 
   __device__ __forceinline__ void write(const float (&sums)[TOKENS / 2]) const {
-    const uint32_t lane = threadIdx.x % WARP;
+    const uint32_t lane = thread_now() % WARP;
 #pragma unroll 1
     for (uint32_t chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
       if (first_token + chunk * CHUNK >= p.m) break;

@@ -18,6 +18,8 @@ template <int TOKENS> struct GemmShape {
   // two blocks of a multiprocessor have more registers.
   static constexpr bool PRODUCER = TOKENS > GEMM_WNA16_SMALL_TOKENS;
   static constexpr int THREADS = CONSUMERS + (PRODUCER ? 128 : 0);
+  // Of a thread. A CTA with a producer has 168 for each of its threads: with more in all, `setmaxnreg` waits for ever.
+  static constexpr int PRODUCER_REGISTERS = TOKENS == 256 ? 24 : 40, CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
   static constexpr int CHANNELS = GEMM_WNA16_CHANNELS;
   static_assert(CHANNELS == 16 * WARPS);
   static constexpr int STAGES = TOKENS >= 192 ? 3 : TOKENS >= 64 ? 4 : 6;
@@ -49,8 +51,10 @@ template <int TOKENS> struct GemmSchedule {
   const uint32_t cluster, rank;  // CTAs of the cluster, and which of them this is
   const uint32_t k_blocks;
 
-  static __device__ uint32_t warp() { return threadIdx.x / WARP; }
-  static __device__ uint32_t lane() { return threadIdx.x % WARP; }
+  // Where there is a producer, consumers have no registers for them between their uses.
+  static __device__ uint32_t thread() { return Shape::PRODUCER ? thread_now() : threadIdx.x; }
+  static __device__ uint32_t warp() { return thread() / WARP; }
+  static __device__ uint32_t lane() { return thread() % WARP; }
 
   __device__ __forceinline__ explicit GemmSchedule(const GemmWna16Params& g)
       : g(g), p(g.product), cluster(max(g.split_k, g.sharing)), rank(blockIdx.x % cluster), k_blocks(k_blocks_of(p.k)) {}

@@ -48,11 +48,9 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
 
   const uint32_t stages, barriers;
   const uint32_t first_operand;  // of the first stage, as a descriptor
-  const uint32_t emptied;        // the first stage's barrier in the CTA that the lane tells
 
   __device__ __forceinline__ GemmWna16(const GemmWna16Params& g, uint32_t stages, uint32_t barriers)
-      : GemmSchedule<TOKENS>(g), stages(stages), barriers(barriers), first_operand(descriptor_low(stages, 16)),
-        emptied(in_block(barriers + 8 * STAGES, g.sharing > 1 ? lane() % 2 : rank)) {}
+      : GemmSchedule<TOKENS>(g), stages(stages), barriers(barriers), first_operand(descriptor_low(stages, 16)) {}
 
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); }
@@ -82,13 +80,19 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
     bulk_copy_rows(to, g.x, full(stage), 128 * k_block, first_row);
     bulk_copy_rows(to + Shape::HALF, g.x, full(stage), 128 * k_block + 64, first_row);
   }
-  // A warp has read a stage: its first lanes tell the CTAs that fill it. No branch stands between products.
-  __device__ __forceinline__ void release(int stage) const {
-    if constexpr (Shape::PRODUCER) {
-      if (lane() < g.sharing) barrier_arrive_at(emptied + 8 * stage);
-    } else {
-      if (lane() == 0) barrier_arrive(empty(stage));
+  // What tells the CTAs that fill a stage that the warp has read it: one of its first lanes for each of them.
+  struct Release {
+    bool arrives;
+    uint32_t first;  // the first stage's barrier in that CTA
+
+    // No branch stands between products.
+    __device__ __forceinline__ void operator()(int stage, bool read = true) const {
+      barrier_arrive_if(arrives & read, first + 8 * stage);
     }
+  };
+  __device__ __forceinline__ Release release(uint32_t emptied) const {
+    const uint32_t lane = thread_now() % WARP;
+    return {lane < g.sharing, in_block(emptied, g.sharing > 1 ? lane % 2 : rank_in_cluster())};
   }
   // One thread of the producer, which runs ahead into the next tile.
   __device__ __forceinline__ void produce() const {
@@ -109,11 +113,12 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   // The stage before another.
   static __device__ __forceinline__ int before(int stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
 
-  // `add`: 0 for the first block of K of a segment.
-  __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], const typename Weights::Block& block, int stage,
-                                           int add) const {
+  // `b`: x of the stage, as a descriptor. `add`: 0 for the first block of K of a segment. `free` is called when the
+  // products before these are complete.
+  template <class Free>
+  __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], const typename Weights::Block& block, uint32_t b,
+                                           int add, Free free) const {
     const auto scales = Weights::scales(block, p);
-    const uint32_t b = operands(stage);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       WeightFragment a = Weights::fragment(block, scales, p, e);
@@ -125,9 +130,8 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
       wgmma_k_major(sums, a.v, operand(b, x), e == 0 ? add : 1);
       wgmma_k_major(sums, a.v + 4, operand(b, x + 32), 1);
       wgmma_commit();
-      // The products before these are complete: their registers are free, and so is their stage.
       wgmma_wait<1>();
-      if (e == 0 && add) release(before(stage));
+      if (e == 0) free();
     }
   }
 
@@ -196,11 +200,14 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   // Products of a block of K, whose x has come.
   __device__ __forceinline__ void step(float (&sums)[TOKENS / 2], const typename Weights::Block& block, int stage,
                                        int add) const {
+    const auto free = [&] {
+      if (add && lane() == 0) barrier_arrive(empty(before(stage)));
+    };
     if constexpr (BY_GROUPS) {
       multiply_groups(sums, block, stage);
-      if (add) release(before(stage));
+      free();
     } else {
-      multiply(sums, block, stage, add);
+      multiply(sums, block, operands(stage), add, free);
     }
   }
 
@@ -215,10 +222,41 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   // 0, which is known only after a block has been loaded: an address that it is added to cannot be read before.
   __device__ __forceinline__ uint32_t after(const Block& block) const { return Weights::loaded(block) & (g.split_k >> 16); }
 
-  // The sums of a segment, not scaled by channel. Its first blocks of K are on their way.
+  // The sums of a segment, not scaled by channel, in a CTA with a producer. The first block of K is on its way. `steps`
+  // counts the stages, and both phases of their barriers.
+  //
+  // `ptxas` spills what is live while outputs are written, and then loads it in every step, or waits for a weight to store
+  // it. So what the loop uses begins to live in front of it.
   __device__ __forceinline__ void multiply_segment(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
-                                                   const Segment& of, PipelineState<STAGES>& pipeline) const {
+                                                  const Segment& of, uint32_t& steps) const {
+    uint32_t k_block = of.begin, end = of.end, first_full = barriers, first_x = first_operand, step = steps;
+    asm volatile("" : "+r"(k_block), "+r"(end), "+r"(first_full), "+r"(first_x), "+r"(step));
+    blocks[1] = blocks[0];
+    int add = 0;
+#pragma unroll 1
+    for (; k_block < end; ++k_block) {
+      // The condition keeps the compiler from moving them at the end of the step before, too soon for the loads.
+      if (add) blocks[0] = blocks[1];
+      const uint32_t stage = step < STAGES ? step : step - STAGES;
+      const Release free = release(first_full + 8 * STAGES);  // here its latency is hidden
+      barrier_wait(first_full + 8 * stage, step >= STAGES);
+      // The branch waits for this step's block, and keeps the new loads where they are.
+      const uint32_t following = k_block + 1 + after(blocks[0]);
+      if (following < end) weights.load(blocks[1], p, following), __syncwarp();
+      multiply(sums, blocks[0], first_x + stage * (Shape::STAGE / 16), add, [&] { free(before(stage), add); });
+      add = 1;
+      step = step == 2 * STAGES - 1 ? 0 : step + 1;
+    }
+    wgmma_wait<0>();
+    settle(sums);
+    release(empty(0))(before(step < STAGES ? step : step - STAGES));
+    steps = step;
+  }
+  // The same where there is no producer.
+  __device__ __forceinline__ void multiply_segment(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
+                                                   const Segment& of) const {
     const uint32_t end = of.end;
+    PipelineState<STAGES> pipeline;
     if constexpr (BY_GROUPS) {
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.f;
@@ -233,8 +271,8 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
       }
       step(sums, blocks[d], pipeline.stage, add);
       if (!LOADS_EARLY && k_block + 2 < end) weights.load(blocks[d], p, k_block + 2);
-      // Where there is no producer: the stage before this one is free as soon as all warps have come so far.
-      if (!Shape::PRODUCER && threadIdx.x == 0 && add && k_block - 1 + STAGES < end) {
+      // The stage before this one is free as soon as all warps have come so far.
+      if (threadIdx.x == 0 && add && k_block - 1 + STAGES < end) {
         const int done = before(pipeline.stage);
         barrier_wait(empty(done), pipeline.phase ^ (pipeline.stage == 0));
         copy(done, place(of.tile).first_row, k_block - 1 + STAGES);
@@ -243,23 +281,12 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
       pipeline.next();
     };
     uint32_t k_block = of.begin;
-    if constexpr (Shape::PRODUCER) {
-      static_assert(LOADS_EARLY);
+    // In pairs, without moves. A branch out of the middle of the loop would move all sums.
 #pragma unroll 1
-      for (; k_block < end; ++k_block) {
-        // The condition keeps the compiler from moving them at the end of the step before, too soon for the loads.
-        if (k_block > of.begin) blocks[0] = blocks[1];
-        next(0, k_block);
-      }
-    } else {
-      // In pairs, without moves. A branch out of the middle of the loop would move all sums.
-#pragma unroll 1
-      for (; k_block + 1 < end; k_block += 2) next(0, k_block), next(1, k_block + 1);
-      if (k_block < end) next(0, k_block);
-    }
+    for (; k_block + 1 < end; k_block += 2) next(0, k_block), next(1, k_block + 1);
+    if (k_block < end) next(0, k_block);
     wgmma_wait<0>();
     settle(sums);
-    if (Shape::PRODUCER) release(before(pipeline.stage));
   }
 
   // Tokens `first` to `first + COUNT` of the warp's sums: `[token][channel]`.
@@ -355,11 +382,15 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
     if (!Shape::PRODUCER && threadIdx.x == 0) {
       for (int i = 0; i < STAGES && segment.begin + i < segment.end; ++i) copy(i, at.first_row, segment.begin + i);
     }
-    PipelineState<STAGES> pipeline;
+    uint32_t steps = 0;
 #pragma unroll 1
     while (true) {
       float sums[TOKENS / 2];
-      multiply_segment(sums, blocks, weights, segment, pipeline);
+      if constexpr (Shape::PRODUCER) {
+        multiply_segment(sums, blocks, weights, segment, steps);
+      } else {
+        multiply_segment(sums, blocks, weights, segment);
+      }
       if constexpr (Weights::CHANNEL_SCALES) {
         const float by[2] = {weights.channel_scale(0), weights.channel_scale(1)};
 #pragma unroll
@@ -405,13 +436,13 @@ template <class Weights, int TOKENS> __device__ __forceinline__ void gemm_wna16(
   pdl_launch();
   float* sums = reinterpret_cast<float*>(shared + (stages - base));
   if (Shape::PRODUCER && threadIdx.x >= Shape::CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(40));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::PRODUCER_REGISTERS));
     pdl_wait();
     if (threadIdx.x == Shape::CONSUMERS) gemm.produce();
     __syncwarp();
     if (g.split_k > 1) cluster_sync_memory();
   } else {
-    if constexpr (Shape::PRODUCER) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
+    if constexpr (Shape::PRODUCER) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::CONSUMER_REGISTERS));
     gemm.consume(sums);
   }
   // No block's shared memory goes while others read it.

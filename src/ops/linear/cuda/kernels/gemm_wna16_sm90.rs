@@ -5,7 +5,7 @@
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands, ProductAt, WeightFormat};
 use super::gemm_dequantized::narrowed_to;
-use super::gemm_wna16_tiling::{Codes, Tiling};
+use super::gemm_wna16_tiling::Tiling;
 use super::gemv::Gemv;
 use super::tensor_map::{operand_map, sums_map};
 use crate::cuda::abi::{
@@ -157,12 +157,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     };
     let rows = case.m * parts;
     let k_blocks = case.k.div_ceil(BLOCK_K);
-    let codes = match case.weight {
-        WeightFormat::Quantized(Format::Scheme(Scheme::Int4 { .. })) => Codes::Int4,
-        WeightFormat::Quantized(Format::Block(block)) if block.bits < 8 => Codes::Gguf,
-        _ => Codes::Other,
-    };
-    let tiling = Tiling::of(&case.gpu, [case.n(), rows, k_blocks], codes);
+    let tiling = Tiling::of(&case.gpu, [case.n(), rows, k_blocks]);
     Ok(Arc::new(Gemm {
         module: of.module,
         index: of.first + tiling.form,

@@ -20,7 +20,6 @@ pub(super) struct Tiling {
     n_tiles: usize,
     pub m_tiles: usize,
     k_blocks: usize,
-    codes: Codes,
     /// Whether a multiprocessor has one block, where two would fit.
     alone: bool,
     /// Whether clusters have equal shares of the blocks of K of all tiles, and not whole tiles.
@@ -29,9 +28,8 @@ pub(super) struct Tiling {
 
 /// What a GPU takes, in microseconds: for a block of K where a multiprocessor has one block, where it has two, and for
 /// the rest of a tile. The first two are those of an H100, the next two of an H200, by INT4 and Q4_0; the last two, and
-/// what follows, are the fit to 90 tilings on an H200 with which the choice is within 5 % of the best of each product.
-///
-/// A block of K of the last form takes what [`Codes`] says.
+/// what follows, are the fit to 90 tilings on an H200 with which the choice is within 5 % of the best of each product. A
+/// block of K of the last form takes 1.36 in INT4, 1.45 in Q4_K and FP8 and 1.52 in Q8_0.
 const TIMES: [[f64; 3]; 7] = [
     [0.62, 1.15, 3.],
     [0.65, 1.2, 3.],
@@ -39,31 +37,8 @@ const TIMES: [[f64; 3]; 7] = [
     [0.85, 1.6, 4.],
     [0.97, 0., 4.4],
     [1.2, 0., 7.],
-    [f64::NAN, 0., 10.4],
+    [1.42, 0., 10.4],
 ];
-
-/// Weight formats, by what dequantizing costs in tiles of 256 tokens, whose accumulators leave a thread few registers:
-/// on an H200 14336x4096 with 256 rows takes 49.6 in INT4, 57.4 in Q4_0, 66 in FP8 and 75 in Q8_0, and with 192 rows, in
-/// tiles of 192, 39.2, 41.5, 39.3 and 47.0.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Codes {
-    Int4,
-    /// GGUF's of fewer than 8 bits.
-    Gguf,
-    /// Of a byte, and ternary.
-    Other,
-}
-
-impl Codes {
-    /// Microseconds of a block of K in tiles of 256 tokens.
-    fn large(self) -> f64 {
-        match self {
-            Self::Int4 => 1.36,
-            Self::Gguf => 1.55,
-            Self::Other => 1.8,
-        }
-    }
-}
 
 /// For each further tile of a persistent block, for sums that it leaves for another or adds, and for those of more than
 /// 64 tokens that go through a cluster.
@@ -86,8 +61,8 @@ fn clusters(gpu: &GpuSpec, blocks: usize) -> usize {
 impl Tiling {
     /// That with the shortest time for so many output channels (or gated pairs of them), rows of operand B and
     /// blocks of K.
-    pub fn of(gpu: &GpuSpec, [channels, rows, k_blocks]: [usize; 3], codes: Codes) -> Self {
-        let whole = |form| Self::whole(form, [channels, rows, k_blocks], codes);
+    pub fn of(gpu: &GpuSpec, [channels, rows, k_blocks]: [usize; 3]) -> Self {
+        let whole = |form| Self::whole(form, [channels, rows, k_blocks]);
         let mut best = (f64::INFINITY, whole(0));
         for (form, GemmWna16Form { tokens, .. }) in FORMS.iter().enumerate() {
             let whole = whole(form);
@@ -110,14 +85,13 @@ impl Tiling {
         best.1
     }
 
-    fn whole(form: usize, [channels, rows, k_blocks]: [usize; 3], codes: Codes) -> Self {
+    fn whole(form: usize, [channels, rows, k_blocks]: [usize; 3]) -> Self {
         Self {
             form,
             split_k: 1,
             n_tiles: channels.div_ceil(CHANNELS),
             m_tiles: rows.div_ceil(FORMS[form].tokens),
             k_blocks,
-            codes,
             alone: false,
             stream_k: false,
         }
@@ -125,10 +99,7 @@ impl Tiling {
 
     /// Microseconds.
     fn time(&self, gpu: &GpuSpec) -> f64 {
-        let [mut one, two, rest] = TIMES[self.form];
-        if self.form + 1 == FORMS.len() {
-            one = self.codes.large();
-        }
+        let [one, two, rest] = TIMES[self.form];
         if self.stream_k {
             let share = (self.tiles() * self.k_blocks).div_ceil(self.clusters(gpu));
             let further = share.div_ceil(self.k_blocks) - 1;
@@ -243,7 +214,7 @@ impl Tiling {
 
 #[cfg(test)]
 mod tests {
-    use super::{Codes, FORMS, GpuSpec, Tiling};
+    use super::{FORMS, GpuSpec, Tiling};
 
     #[test]
     fn tiles_fill_an_h100() {
@@ -274,7 +245,7 @@ mod tests {
             ((4344, 512, 2048), (128, 1, true)),
             ((4344, 450, 2048), (128, 1, true)),
         ] {
-            let tiling = Tiling::of(&gpu, [channels, rows, k.div_ceil(128)], Codes::Int4);
+            let tiling = Tiling::of(&gpu, [channels, rows, k.div_ceil(128)]);
             let got = (FORMS[tiling.form].tokens, tiling.split_k, tiling.stream_k);
             assert_eq!(got, expected, "{channels} x {rows} x {k}");
             assert!(tiling.shared(&gpu) <= gpu.shared as usize);
