@@ -16,7 +16,6 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use candle_fused::cpu::pool;
 use candle_fused::quant::{Quantization, Recipe, TernaryScale};
@@ -24,12 +23,13 @@ use candle_fused::{ActivationBits, Fusion};
 use clap::Parser;
 
 use common::generate::TextModel;
+use common::requantize::fallback;
 use common::source::{self, DEFAULT_MODEL, ModelFiles, SourceOptions};
 use common::{args, fused, report, weights};
 
 /// Everything there is, f32 first.
 const FORMATS: &str = "f32,bf16,int8,int8+balance,int4-g32,int4-g64,int4-g128,int4-g32-z,int4-g64-z,int4-g128-z,\
-                       ternary-row,ternary-g64,q8_0,q6k,q5_1,q5_0,q5k,q4_1,q4_0,q4k";
+                       ternary-row,ternary-g64,q8_0,q6k,q5_1,q5_0,q5k,q4_1,q4_0,q4k,q3k,q2k";
 
 /// Measures what quantization costs.
 #[derive(Parser, Debug)]
@@ -263,9 +263,9 @@ fn narrower(quantization: Quantization) -> Option<Quantization> {
         } => Some(Quantization::Ternary {
             scale: TernaryScale::Group(64),
         }),
-        Quantization::Gguf(GgmlDType::Q4K) => Some(Quantization::Gguf(GgmlDType::Q5_0)),
-        Quantization::Gguf(GgmlDType::Q5K) => Some(Quantization::Gguf(GgmlDType::Q5_1)),
-        Quantization::Gguf(GgmlDType::Q6K) => Some(Quantization::Gguf(GgmlDType::Q8_0)),
+        Quantization::Gguf(dtype) => Some(fallback(dtype))
+            .filter(|other| *other != dtype)
+            .map(Quantization::Gguf),
         _ => None,
     }
 }

@@ -25,7 +25,7 @@ use std::path::PathBuf;
 struct Args {
     /// The file to read.
     input: PathBuf,
-    /// q4_0, q4_1, q5_0, q5_1, q8_0, q4k, q5k, q6k, q4_k_m or f32.
+    /// q4_0, q4_1, q5_0, q5_1, q8_0, q2k, q3k, q4k, q5k, q6k, q4_k_m or f32.
     #[arg(value_parser = target)]
     target: Target,
     /// The file to write.

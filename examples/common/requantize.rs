@@ -12,6 +12,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 /// What a matrix that is no multiple of 256 wide becomes in place of a K-quant, as in llama.cpp.
 pub fn fallback(dtype: GgmlDType) -> GgmlDType {
     match dtype {
+        GgmlDType::Q2K | GgmlDType::Q3K => GgmlDType::Q4_0,
         GgmlDType::Q4K => GgmlDType::Q5_0,
         GgmlDType::Q5K => GgmlDType::Q5_1,
         GgmlDType::Q6K => GgmlDType::Q8_0,

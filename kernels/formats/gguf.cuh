@@ -6,16 +6,17 @@
 // block. A row has these planes, one after the other:
 //
 //   low      16 bytes for each group and lane, a word for each block: 4 bits of its 8 codes. For
-//            8 bits 2 words for each of the blocks 0 and 1
-//   high     4 bytes for each group and lane for 5 bits, 8 for 6, 16 for 8: what is left
+//            8 bits 2 words for each of the blocks 0 and 1. For 2 and 3 bits 8 bytes: 2 bits of the codes
+//   high     4 bytes for each group and lane for 3 and 5 bits, 8 for 6, 16 for 8: what is left
 //   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks
-//   factors  K formats only, 2 bytes for each block: s and n (u8), or the two s of Q6_K (i8)
+//   factors  K formats only, 2 bytes for each block: s and n (u8), or the two s of Q3_K and Q6_K (i8), or for each
+//            half of Q2_K a byte of s and, above it, n
 //
 // and padding to a multiple of 16 bytes. Codes are unpacked from a word in pairs, one in each half of 32 bits: pair j
 // of a lane's 8 is codes 2j and 2j + 1. It is
 //
-//   low      bits 4j and 16 + 4j of the block's word
-//   high, 5  bits 4b + j and 16 + 4b + j of the word, b being the block
+//   low      bits 4j and 16 + 4j of the block's word; for 2 and 3 bits as the high ones of 6
+//   high, 5  bits 4b + j and 16 + 4b + j of the word, b being the block; for 3 bits likewise
 //   high, 6  bits 2i and 16 + 2i of word b / 2, i being 4 (b % 2) + j, and those above them
 //   8 bits   bytes j % 2 and 2 + j % 2 of word j / 2 of the block, two's complement
 #pragma once
@@ -26,7 +27,7 @@
 namespace fused {
 
 // As the host numbers them.
-constexpr int SYMMETRIC = 0, AFFINE = 1, SUPER = 2, SUPER_SYMMETRIC = 3;
+constexpr int SYMMETRIC = 0, AFFINE = 1, SUPER = 2, SUPER_16 = 3, SUPER_SYMMETRIC = 4;
 
 __host__ __device__ constexpr uint32_t groups_of(uint32_t k) { return (k + GROUP * BLOCK - 1) / (GROUP * BLOCK); }
 
@@ -36,16 +37,21 @@ __device__ __forceinline__ float half_of(uint32_t word, int i) {
 
 template <int BITS_, int SCALING_> struct Blocks {
   static constexpr int BITS = BITS_, SCALING = SCALING_;
-  static constexpr bool IS_SUPER = SCALING == SUPER || SCALING == SUPER_SYMMETRIC;
-  static constexpr bool HAS_OFFSET = SCALING == AFFINE || SCALING == SUPER;
-  static constexpr uint32_t HIGH = 4 * (BITS - 4);  // bytes of a group and lane
+  static constexpr bool IS_SUPER = SCALING == SUPER || SCALING == SUPER_16 || SCALING == SUPER_SYMMETRIC;
+  static constexpr bool HAS_OFFSET = SCALING == AFFINE || SCALING == SUPER || SCALING == SUPER_16;
+  static constexpr int LOW_BITS = BITS < 4 ? 2 : 4, HIGH_BITS = BITS - LOW_BITS;
+  static constexpr uint32_t LOW = 4 * LOW_BITS, HIGH = 4 * HIGH_BITS;  // bytes of a group and lane
+  // Of a pair.
+  static constexpr uint32_t LOW_MASK = 0x00010001u * ((1 << LOW_BITS) - 1);
+  static constexpr uint32_t HIGH_MASK = 0x00010001u * (((1 << HIGH_BITS) - 1) << LOW_BITS);
   static constexpr uint32_t SCALE = HAS_OFFSET ? 4 : 2;
-  static constexpr int SCALES = SCALING == SUPER_SYMMETRIC ? 2 : 1;  // of a block, one for each half
+  // Of a block, one for each half; and as many offsets, if there are any.
+  static constexpr int SCALES = SCALING == SUPER_16 || SCALING == SUPER_SYMMETRIC ? 2 : 1;
   static constexpr int ZERO = HAS_OFFSET || BITS == 8 ? 0 : 1 << (BITS - 1);
 
   // Where planes begin within a row of some groups, and how long the row is.
-  static __host__ __device__ constexpr uint32_t high_at(uint32_t groups) { return 64 * groups; }
-  static __host__ __device__ constexpr uint32_t scales_at(uint32_t groups) { return (64 + 4 * HIGH) * groups; }
+  static __host__ __device__ constexpr uint32_t high_at(uint32_t groups) { return 4 * LOW * groups; }
+  static __host__ __device__ constexpr uint32_t scales_at(uint32_t groups) { return 4 * (LOW + HIGH) * groups; }
   static __host__ __device__ constexpr uint32_t factors_at(uint32_t groups) {
     return scales_at(groups) + (IS_SUPER ? groups / 2 : GROUP * groups) * SCALE;
   }
@@ -55,7 +61,7 @@ template <int BITS_, int SCALING_> struct Blocks {
 
   // What lane t has of a group: the codes of all blocks, and the scales of block t.
   struct Piece {
-    uint32_t low[4];
+    uint32_t low[LOW_BITS];
     uint32_t high[HIGH == 0 ? 1 : HIGH / 4];
     uint32_t scale, factors;
   };
@@ -63,16 +69,22 @@ template <int BITS_, int SCALING_> struct Blocks {
   static __device__ __forceinline__ Piece load(const char* row, uint32_t groups, uint32_t group, uint32_t t) {
     Piece p;
     const uint32_t lane = 4 * group + t;
-    const uint4 low = load_once(row + 16 * lane);
-    p.low[0] = low.x, p.low[1] = low.y, p.low[2] = low.z, p.low[3] = low.w;
+    const char* low = row + LOW * lane;
+    if constexpr (LOW_BITS == 2) {
+      const uint2 v = load_u64(low);
+      p.low[0] = v.x, p.low[1] = v.y;
+    } else {
+      const uint4 v = load_once(low);
+      p.low[0] = v.x, p.low[1] = v.y, p.low[2] = v.z, p.low[3] = v.w;
+    }
     const char* high = row + high_at(groups) + HIGH * lane;
     p.high[0] = 0;
-    if constexpr (BITS == 5) p.high[0] = load_u32(high);
-    if constexpr (BITS == 6) {
+    if constexpr (HIGH_BITS == 1) p.high[0] = load_u32(high);
+    if constexpr (HIGH_BITS == 2) {
       const uint2 v = load_u64(high);
       p.high[0] = v.x, p.high[1] = v.y;
     }
-    if constexpr (BITS == 8) {
+    if constexpr (HIGH_BITS == 4) {
       const uint4 v = load_once(high);
       p.high[0] = v.x, p.high[1] = v.y, p.high[2] = v.z, p.high[3] = v.w;
     }
@@ -94,12 +106,14 @@ template <int BITS_, int SCALING_> struct Blocks {
   static __device__ __forceinline__ float multiplier(uint32_t scale, uint32_t factors, int half) {
     const float d = half_of(scale, 0);
     if constexpr (SCALING == SUPER) return d * static_cast<float>(factors & 255);
+    if constexpr (SCALING == SUPER_16) return d * static_cast<float>(factors >> (8 * half) & 15);
     if constexpr (SCALING == SUPER_SYMMETRIC) return d * static_cast<float>(static_cast<int8_t>(factors >> (8 * half)));
     return d;
   }
-  static __device__ __forceinline__ float offset(uint32_t scale, uint32_t factors) {
+  static __device__ __forceinline__ float offset(uint32_t scale, uint32_t factors, int half) {
     if constexpr (SCALING == AFFINE) return half_of(scale, 1);
     if constexpr (SCALING == SUPER) return -(half_of(scale, 1) * static_cast<float>(factors >> 8));
+    if constexpr (SCALING == SUPER_16) return -(half_of(scale, 1) * static_cast<float>(factors >> (8 * half + 4) & 15));
     return 0.f;
   }
 
@@ -115,10 +129,10 @@ template <int BITS_, int SCALING_> struct Blocks {
     if constexpr (BITS == 8) {
       return b < 2 ? Codes{{p.low[2 * b], p.low[2 * b + 1]}, 0, 0}
                    : Codes{{p.high[2 * b - 4], p.high[2 * b - 3]}, 0, 0};
-    } else if constexpr (BITS == 6) {
-      return {{p.low[b]}, p.high[b / 2], 8 * (b % 2)};
     } else {
-      return {{p.low[b]}, p.high[0], 4 * b};
+      const uint32_t low = LOW_BITS == 2 ? p.low[b / 2] >> (8 * (b % 2)) : p.low[b];
+      if constexpr (HIGH_BITS == 2) return {{low}, p.high[b / 2], 8 * (b % 2)};
+      else return {{low}, p.high[0], 4 * b};
     }
   }
 
@@ -128,8 +142,10 @@ template <int BITS_, int SCALING_> struct Blocks {
       return {
           {pick(b, p.low[0], p.low[2], p.high[0], p.high[2]), pick(b, p.low[1], p.low[3], p.high[1], p.high[3])}, 0, 0};
     } else {
-      const uint32_t low = pick(b, p.low[0], p.low[1], p.low[2], p.low[3]);
-      if constexpr (BITS == 6) return {{low}, (b < 2 ? p.high[0] : p.high[1]) >> (8 * (b % 2)), 0};
+      uint32_t low;
+      if constexpr (LOW_BITS == 2) low = (b < 2 ? p.low[0] : p.low[1]) >> (8 * (b % 2));
+      else low = pick(b, p.low[0], p.low[1], p.low[2], p.low[3]);
+      if constexpr (HIGH_BITS == 2) return {{low}, (b < 2 ? p.high[0] : p.high[1]) >> (8 * (b % 2)), 0};
       else return {{low}, p.high[0] >> (4 * b), 0};
     }
   }
@@ -141,15 +157,18 @@ template <int BITS_, int SCALING_> struct Blocks {
       const uint2 v = load_u64(row + (b < 2 ? 0 : high_at(groups)) + 16 * lane + 8 * (b % 2));
       return {{v.x, v.y}, 0, 0};
     }
-    Codes c = {{load_u32(row + 16 * lane + 4 * b)}, 0, 0};
+    const char* low = row + LOW * lane;
+    Codes c = {{LOW_BITS == 2 ? load_u32(low + 4 * (b / 2)) >> (8 * (b % 2)) : load_u32(low + 4 * b)}, 0, 0};
     const char* high = row + high_at(groups) + HIGH * lane;
-    if constexpr (BITS == 5) c.high = load_u32(high), c.shift = 4 * b;
-    if constexpr (BITS == 6) c.high = load_u32(high + 4 * (b / 2)), c.shift = 8 * (b % 2);
+    if constexpr (HIGH_BITS == 1) c.high = load_u32(high), c.shift = 4 * b;
+    if constexpr (HIGH_BITS == 2) c.high = load_u32(high + 4 * (b / 2)), c.shift = 8 * (b % 2);
     return c;
   }
 
-  static __device__ __forceinline__ uint32_t shifted(uint32_t word, int right) {
-    return right >= 0 ? word >> right : word << -right;
+  // The word that has the high bits of pair j where HIGH_MASK is.
+  static __device__ __forceinline__ uint32_t high_word(const Codes& c, int j) {
+    const int right = c.shift + HIGH_BITS * j - LOW_BITS;
+    return right >= 0 ? c.high >> right : c.high << -right;
   }
 
   // Codes 2j and 2j + 1 in the low bits of both halves of a word, 8 bits as bytes.
@@ -157,10 +176,9 @@ template <int BITS_, int SCALING_> struct Blocks {
     if constexpr (BITS == 8) {
       return c.low[j / 2] >> (8 * (j % 2)) & 0x00ff00ffu;
     } else {
-      uint32_t v = c.low[0] >> (4 * j) & 0x000f000fu;
-      if constexpr (BITS == 5) v |= shifted(c.high, c.shift + j - 4) & 0x00100010u;
-      if constexpr (BITS == 6) v |= shifted(c.high, c.shift + 2 * j - 4) & 0x00300030u;
-      return v;
+      const uint32_t v = c.low[0] >> (LOW_BITS * j) & LOW_MASK;
+      if constexpr (HIGH_BITS == 0) return v;
+      else return v | (high_word(c, j) & HIGH_MASK);
     }
   }
 
@@ -180,9 +198,8 @@ template <int BITS_, int SCALING_> struct Blocks {
       const uint32_t v = c.low[j / 2] >> (8 * (j % 2));
       biased = masked_or(v, 0x007f007fu, 0x43004300u), bias = masked_or(v, 0x00800080u, 0x43004300u);
     } else {
-      biased = masked_or(c.low[0] >> (4 * j), 0x000f000fu, 0x43004300u);
-      if constexpr (BITS == 5) biased = masked_or(shifted(c.high, c.shift + j - 4), 0x00100010u, biased);
-      if constexpr (BITS == 6) biased = masked_or(shifted(c.high, c.shift + 2 * j - 4), 0x00300030u, biased);
+      biased = masked_or(c.low[0] >> (LOW_BITS * j), LOW_MASK, 0x43004300u);
+      if constexpr (HIGH_BITS > 0) biased = masked_or(high_word(c, j), HIGH_MASK, biased);
     }
     uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -205,11 +222,10 @@ template <int BITS_, int SCALING_> struct Blocks {
                                                  Body body) {
     uint32_t scale, factors;
     load_scale(row, groups, block, scale, factors);
-    const float plus = offset(scale, factors);
     const Codes c = codes(row, groups, block, t);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float by = multiplier(scale, factors, half);
+      const float by = multiplier(scale, factors, half), plus = offset(scale, factors, half);
       const float2 a = exact(c, 2 * half, by, plus), b = exact(c, 2 * half + 1, by, plus);
       body(16 * half + 4 * t, make_float4(a.x, a.y, b.x, b.y));
     }
@@ -221,12 +237,14 @@ using Q4_1 = Blocks<4, AFFINE>;
 using Q5_0 = Blocks<5, SYMMETRIC>;
 using Q5_1 = Blocks<5, AFFINE>;
 using Q8_0 = Blocks<8, SYMMETRIC>;
+using Q2_K = Blocks<2, SUPER_16>;
+using Q3_K = Blocks<3, SUPER_SYMMETRIC>;
 using Q4_K = Blocks<4, SUPER>;
 using Q5_K = Blocks<5, SUPER>;
 using Q6_K = Blocks<6, SUPER_SYMMETRIC>;
 
 // Formats that are known when a kernel runs, in the host's order.
-enum FormatIndex : int { IS_Q4_0, IS_Q4_1, IS_Q5_0, IS_Q5_1, IS_Q8_0, IS_Q4_K, IS_Q5_K, IS_Q6_K };
+enum FormatIndex : int { IS_Q4_0, IS_Q4_1, IS_Q5_0, IS_Q5_1, IS_Q8_0, IS_Q2_K, IS_Q3_K, IS_Q4_K, IS_Q5_K, IS_Q6_K };
 
 // Calls `body` with a value of the format's type.
 template <class Body> __device__ __forceinline__ void with_format(int format, Body body) {
@@ -241,6 +259,10 @@ template <class Body> __device__ __forceinline__ void with_format(int format, Bo
       return body(Q5_1());
     case IS_Q8_0:
       return body(Q8_0());
+    case IS_Q2_K:
+      return body(Q2_K());
+    case IS_Q3_K:
+      return body(Q3_K());
     case IS_Q4_K:
       return body(Q4_K());
     case IS_Q5_K:

@@ -9,15 +9,30 @@ __device__ __forceinline__ uint32_t nibble(uint32_t byte, bool high) { return hi
 
 // 32 values of a block: `index` counts them within it. See `quant` for the layouts.
 template <int BITS, int SCALING> struct Source {
-  static constexpr bool IS_SUPER = SCALING == SUPER || SCALING == SUPER_SYMMETRIC;
-  static constexpr int BLOCKS = IS_SUPER ? 8 : 1;
+  static constexpr int BLOCKS = Blocks<BITS, SCALING>::IS_SUPER ? 8 : 1;
   static constexpr int SCALES = SCALING == AFFINE ? 4 : 2;
-  static constexpr int BYTES = SCALING == SUPER_SYMMETRIC ? 210
+  static constexpr int BYTES = SCALING == SUPER_SYMMETRIC ? (BITS == 3 ? 110 : 210)
+                               : SCALING == SUPER_16      ? 84
                                : SCALING == SUPER         ? (BITS == 4 ? 144 : 176)
                                                           : SCALES + 4 * BITS;
 
+  // A byte has the bit pairs of four times 32 values.
+  static __device__ __forceinline__ uint32_t bit_pair(const uint8_t* pairs, int index, int i) {
+    return pairs[index / 4 * 32 + i] >> (2 * (index % 4)) & 3;
+  }
+
+  // The factor of Q3_K's 16 values j: the low 4 bits are nibbles of bytes 0 to 7, the high 2 are pairs of the others.
+  static __device__ __forceinline__ uint32_t six_bits(const uint8_t* packed, int j) {
+    const uint32_t low = nibble(packed[j % 8], j >= 8), high = packed[8 + j % 4] >> (2 * (j / 4)) & 3;
+    return ((low | high << 4) - 32) & 255;
+  }
+
   static __device__ __forceinline__ uint32_t code(const uint8_t* block, int index, int i) {
-    if constexpr (SCALING == SUPER_SYMMETRIC) {
+    if constexpr (SCALING == SUPER_16) {
+      return bit_pair(block + 16, index, i);
+    } else if constexpr (SCALING == SUPER_SYMMETRIC && BITS == 3) {
+      return bit_pair(block + 32, index, i) | (block[i] >> index & 1) << 2;
+    } else if constexpr (SCALING == SUPER_SYMMETRIC) {
       const int half = index / 4, quarter = index % 4;
       const uint32_t low = nibble(block[64 * half + quarter % 2 * 32 + i], quarter >= 2);
       return low | (block[128 + 32 * half + i] >> (2 * quarter) & 3) << 4;
@@ -33,12 +48,16 @@ template <int BITS, int SCALING> struct Source {
   }
 
   static __device__ __forceinline__ uint32_t scale(const uint8_t* block) {
-    if constexpr (SCALING == SUPER_SYMMETRIC) return word16(block + 208);
+    if constexpr (SCALING == SUPER_SYMMETRIC) return word16(block + BYTES - 2);
     if constexpr (SCALING == SYMMETRIC) return word16(block);
-    return word16(block) | word16(block + 2) << 16;
+    const uint8_t* both = SCALING == SUPER_16 ? block + BYTES - 4 : block;
+    return word16(both) | word16(both + 2) << 16;
   }
 
   static __device__ __forceinline__ uint32_t factors(const uint8_t* block, int j) {
+    if constexpr (SCALING == SUPER_16) return word16(block + 2 * j);
+    if constexpr (SCALING == SUPER_SYMMETRIC && BITS == 3)
+      return six_bits(block + 96, 2 * j) | six_bits(block + 96, 2 * j + 1) << 8;
     if constexpr (SCALING == SUPER_SYMMETRIC) return word16(block + 192 + 2 * j);
     if constexpr (SCALING != SUPER) return 0;
     const uint8_t* packed = block + 4;
@@ -73,17 +92,20 @@ template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Re
       if constexpr (BITS == 8) {
         words[2 * b + j / 2] |= code << (8 * (j % 2) + half);
       } else {
-        words[b] |= (code & 15) << (4 * j + half);
-        if constexpr (BITS == 5) words[4] |= (code >> 4) << (4 * b + j + half);
-        if constexpr (BITS == 6) words[4 + b / 2] |= (code >> 4) << (8 * (b % 2) + 2 * j + half);
+        constexpr int LOW = To::LOW_BITS;
+        const uint32_t first = code & ((1 << LOW) - 1), rest = code >> LOW, pair = 8 * (b % 2) + 2 * j + half;
+        if constexpr (LOW == 2) words[b / 2] |= first << pair;
+        else words[b] |= first << (4 * j + half);
+        if constexpr (To::HIGH_BITS == 1) words[LOW] |= rest << (4 * b + j + half);
+        if constexpr (To::HIGH_BITS == 2) words[LOW + b / 2] |= rest << pair;
       }
     }
   }
   char* to = p.out + row * To::pitch(groups);
-  uint32_t* low = reinterpret_cast<uint32_t*>(to + 16 * lane);
+  uint32_t* low = reinterpret_cast<uint32_t*>(to + To::LOW * lane);
   uint32_t* high = reinterpret_cast<uint32_t*>(to + To::high_at(groups) + To::HIGH * lane);
 #pragma unroll
-  for (int w = 0; w < BITS; ++w) (w < 4 ? low[w] : high[w - 4]) = words[w];
+  for (int w = 0; w < BITS; ++w) (w < To::LOW_BITS ? low[w] : high[w - To::LOW_BITS]) = words[w];
 
   // The scales of block `lane`.
   uint32_t scale = 0, factors = 0;
@@ -115,6 +137,8 @@ REPACK(q4_1, 4, AFFINE)
 REPACK(q5_0, 5, SYMMETRIC)
 REPACK(q5_1, 5, AFFINE)
 REPACK(q8_0, 8, SYMMETRIC)
+REPACK(q2_k, 2, SUPER_16)
+REPACK(q3_k, 3, SUPER_SYMMETRIC)
 REPACK(q4_k, 4, SUPER)
 REPACK(q5_k, 5, SUPER)
 REPACK(q6_k, 6, SUPER_SYMMETRIC)

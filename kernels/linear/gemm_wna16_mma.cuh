@@ -6,8 +6,8 @@
 // (gemm_wna16_weights.cuh). Up to TOKENS rows of x are operands B. They pass through shared memory in slabs of K, two at a
 // time, at whose borders the warps wait for one another.
 //
-// Groups of weights are scaled as sums, in f32. What a GGUF format adds to all weights of a block is multiplied with
-// the sum of its 32 values of x, which is a product of x with ones.
+// Groups of weights are scaled as sums, in f32. What a GGUF format adds to all weights of a block, or of a half of it, is
+// multiplied with the sum of its values of x, which is a product of x with ones.
 //
 // x of more than 8 significant bits comes as two rows for each token, the second what rounding to bf16 leaves over;
 // their sums are added up.
@@ -117,7 +117,6 @@ template <class Stage, int TOKENS> struct GemmMma {
     const auto block = Stage::read(weights, p, k_block, pipeline + stage * Stage::BYTES);
     // Of each 32 values of K: one group of them, two of 16, or a quarter of one.
     constexpr int HALVES = Weights::GROUPS == 8 ? 2 : 1;
-    static_assert(HALVES == 1 || !HAS_OFFSET, "an offset belongs to 32 values");
     float c[HALVES][M_TILES][4] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -133,20 +132,20 @@ template <class Stage, int TOKENS> struct GemmMma {
           mma_bf16(sums[SETS - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v[n].z, v[n].w);
         }
       } else {
-        float x_sums[M_TILES][4] = {};
+        float x_sums[HALVES][M_TILES][4] = {};
 #pragma unroll
         for (int n = 0; n < M_TILES; ++n) {
           mma_bf16(c[0][n], a.v[0], a.v[1], a.v[2], a.v[3], v[n].x, v[n].y);
           mma_bf16(c[HALVES - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v[n].z, v[n].w);
           if constexpr (HAS_OFFSET) {
-            mma_bf16(x_sums[n], ONES, ONES, ONES, ONES, v[n].x, v[n].y);
-            mma_bf16(x_sums[n], ONES, ONES, ONES, ONES, v[n].z, v[n].w);
+            mma_bf16(x_sums[0][n], ONES, ONES, ONES, ONES, v[n].x, v[n].y);
+            mma_bf16(x_sums[HALVES - 1][n], ONES, ONES, ONES, ONES, v[n].z, v[n].w);
           }
         }
         if (Weights::GROUPS == 1 && e < 3) continue;
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
-          add_group(sums[0], c[h], x_sums, block, Weights::GROUPS == 1 ? 0 : HALVES * e + h);
+          add_group(sums[0], c[h], x_sums[h], block, Weights::GROUPS == 1 ? 0 : HALVES * e + h);
 #pragma unroll
           for (int n = 0; n < M_TILES; ++n) c[h][n][0] = c[h][n][1] = c[h][n][2] = c[h][n][3] = 0.f;
         }

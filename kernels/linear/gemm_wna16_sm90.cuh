@@ -40,7 +40,9 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   using Schedule::cluster, Schedule::g, Schedule::k_blocks, Schedule::p, Schedule::rank;
   using Schedule::lane, Schedule::warp, Schedule::place, Schedule::first_segment, Schedule::advance;
   static constexpr int STAGES = Shape::STAGES;
-  static constexpr bool BY_GROUPS = Shape::SCALES_SUMS && !Weights::CHANNEL_SCALES;
+  // Sums of x are those of 32 values: weights with an offset for each 16 are dequantized.
+  static constexpr bool BY_GROUPS =
+      Shape::SCALES_SUMS && !Weights::CHANNEL_SCALES && !(Weights::HAS_OFFSET && Weights::GROUPS > 4);
 
   // Whether the loads of a block of K are issued at the beginning of the step before its own, or at the end of the step
   // before that.
@@ -66,7 +68,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   // One thread: x of a block of K on its way to a stage.
   __device__ __forceinline__ void copy(int stage, uint32_t first_row, uint32_t k_block) const {
     const uint32_t to = stages + stage * Shape::STAGE;
-    const bool with_sums = Shape::SCALES_SUMS && Weights::HAS_OFFSET;
+    const bool with_sums = BY_GROUPS && Weights::HAS_OFFSET;
     barrier_expect(full(stage), Shape::STAGE + (with_sums ? Shape::X_SUMS : 0));
     if (with_sums) bulk_copy_rows(x_sums(stage), g.x_sums, full(stage), first_row, 4 * k_block);
     if (Shape::PRODUCER && g.sharing > 1) {

@@ -35,7 +35,7 @@ template <class Format> struct GgufStage {
   using Weights = GemmGguf<Format>;
   using Block = typename Weights::Block;
   static constexpr uint32_t X_PADDING = 32;  // lanes read 8 bytes
-  static constexpr uint32_t LOW = 16 * WARP, HIGH = Format::HIGH * WARP;  // of 8 rows
+  static constexpr uint32_t LOW = Format::LOW * WARP, HIGH = Format::HIGH * WARP;  // of 8 rows
   // Of a row: the scales of its four blocks, or the word that has that of its superblock, and three words of factors.
   static constexpr uint32_t SCALES = Format::IS_SUPER ? 4 : GROUP * Format::SCALE, FACTORS = Format::IS_SUPER ? 12 : 0;
   static constexpr uint32_t SCALES_AT = 2 * (LOW + HIGH), FACTORS_AT = SCALES_AT + 16 * SCALES;
@@ -45,7 +45,9 @@ template <class Format> struct GgufStage {
     const uint32_t lane = threadIdx.x % WARP, t = lane % 4, place = 4 * k_block + t;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      copy_async(stage + i * LOW + 16 * lane, w.rows[i] + 16 * place);
+      const char* low = w.rows[i] + Format::LOW * place;
+      if constexpr (Format::LOW == 16) copy_async(stage + i * LOW + Format::LOW * lane, low);
+      else copy_async_few<Format::LOW>(stage + i * LOW + Format::LOW * lane, low);
       const char* high = w.rows[i] + Format::high_at(w.groups) + Format::HIGH * place;
       const uint32_t to = stage + 2 * LOW + i * HIGH + Format::HIGH * lane;
       if constexpr (Format::HIGH == 16) copy_async(to, high);
@@ -76,8 +78,14 @@ template <class Format> struct GgufStage {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       auto& piece = block.pieces[i];
-      const uint4 low = load_shared(stage + i * LOW + 16 * lane);
-      piece.low[0] = low.x, piece.low[1] = low.y, piece.low[2] = low.z, piece.low[3] = low.w;
+      const uint32_t low = stage + i * LOW + Format::LOW * lane;
+      if constexpr (Format::LOW == 8) {
+        const uint2 v = load_shared_u64(low);
+        piece.low[0] = v.x, piece.low[1] = v.y;
+      } else {
+        const uint4 v = load_shared(low);
+        piece.low[0] = v.x, piece.low[1] = v.y, piece.low[2] = v.z, piece.low[3] = v.w;
+      }
       const uint32_t high = stage + 2 * LOW + i * HIGH + Format::HIGH * lane;
       piece.high[0] = 0;
       if constexpr (Format::HIGH == 4) piece.high[0] = load_shared_u32(high);

@@ -124,7 +124,8 @@ template <class Format> struct GemmGguf {
       const float by = Format::multiplier(piece.scale, piece.factors, g % Format::SCALES);
       s.by[i] = __shfl_sync(FULL, by, g / Format::SCALES, 4);
       if constexpr (Format::HAS_OFFSET)
-        s.plus[i] = __shfl_sync(FULL, Format::offset(piece.scale, piece.factors), g / Format::SCALES, 4);
+        s.plus[i] = __shfl_sync(FULL, Format::offset(piece.scale, piece.factors, g % Format::SCALES),
+                                g / Format::SCALES, 4);
     }
     return s;
   }
@@ -132,7 +133,7 @@ template <class Format> struct GemmGguf {
   // What turns the codes of the GGUF block that the lane has scales of into values.
   struct Scales {
     uint32_t by[2][Format::SCALES];  // f32, or split where there is no offset
-    float plus[2];
+    float plus[2][Format::SCALES];
   };
   static __device__ __forceinline__ Scales scales(const Block& block, const Gemv&) {
     Scales s;
@@ -143,8 +144,8 @@ template <class Format> struct GemmGguf {
       for (int h = 0; h < Format::SCALES; ++h) {
         const float by = Format::multiplier(piece.scale, piece.factors, h);
         s.by[i][h] = Format::HAS_OFFSET ? __float_as_uint(by) : split(by);
+        s.plus[i][h] = Format::offset(piece.scale, piece.factors, h);
       }
-      s.plus[i] = Format::offset(piece.scale, piece.factors);
     }
     return s;
   }
@@ -155,20 +156,21 @@ template <class Format> struct GemmGguf {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const auto codes = Format::codes(block.pieces[i], e);
-      if constexpr (Format::HAS_OFFSET) {
-        const float by = __uint_as_float(__shfl_sync(FULL, s.by[i][0], e, 4)), plus = __shfl_sync(FULL, s.plus[i], e, 4);
+      constexpr int PAIRS = 4 / Format::SCALES;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 q = unpack2<__nv_bfloat16>(Format::bf16_numbers(codes, j));
-          a.at(i, j) = pack2<__nv_bfloat16>(fmaf(q.x, by, plus), fmaf(q.y, by, plus));
-        }
-      } else {
+      for (int h = 0; h < Format::SCALES; ++h) {
+        const uint32_t scale = __shfl_sync(FULL, s.by[i][h], e, 4);
+        if constexpr (Format::HAS_OFFSET) {
+          const float by = __uint_as_float(scale), plus = __shfl_sync(FULL, s.plus[i][h], e, 4);
 #pragma unroll
-        for (int h = 0; h < Format::SCALES; ++h) {
-          const SplitScale by(__shfl_sync(FULL, s.by[i][h], e, 4));
+          for (int j = PAIRS * h; j < PAIRS * (h + 1); ++j) {
+            const float2 q = unpack2<__nv_bfloat16>(Format::bf16_numbers(codes, j));
+            a.at(i, j) = pack2<__nv_bfloat16>(fmaf(q.x, by, plus), fmaf(q.y, by, plus));
+          }
+        } else {
+          const SplitScale by(scale);
 #pragma unroll
-          for (int j = 4 / Format::SCALES * h; j < 4 / Format::SCALES * (h + 1); ++j)
-            a.at(i, j) = by.times(Format::bf16_numbers(codes, j));
+          for (int j = PAIRS * h; j < PAIRS * (h + 1); ++j) a.at(i, j) = by.times(Format::bf16_numbers(codes, j));
         }
       }
     }

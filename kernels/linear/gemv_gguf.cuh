@@ -5,7 +5,7 @@
 // in two bf16 parts, the second the rounding error of the first, as columns 2m and 2m + 1 for row m: 16 bits of
 // precision over all of f32's range. The products of a block are summed exactly in an accumulator of their own,
 // which is scaled in f32. The offset of a block (m of Q4_1, minima of the K formats), in two parts too, is multiplied
-// with the sum of the block's x.
+// with the sum of the block's x; Q2_K has one for each half of a block.
 //
 // Lane 4 g + t loads quarter t of rows g and g + 8, and ends up with their sums for row t of x. Turing, without
 // bf16, multiplies by f32 multiply-adds.
@@ -18,22 +18,22 @@ namespace fused {
 
 // Rows of x as the tensor cores take them: of each block 32 first parts, then 32 second ones, in the
 // order of formats/gguf.cuh: quarter t of the first half, then of the second, for each t in turn. Behind
-// all rows, for each row and part, the sums of its blocks, each twice.
-template <bool HAS_SUMS> struct SplitRows {
-  static constexpr int BATCH = 4;
-  static constexpr bool SUMS = HAS_SUMS, SCALES = false;
+// all rows, for each row and part, the sums of its blocks or of their halves (SUMS of a block), each twice.
+template <int SUMS_> struct SplitRows {
+  static constexpr int BATCH = 4, SUMS = SUMS_;
+  static constexpr bool SCALES = false;
   char* at;
   uint32_t m, groups;
 
   __device__ uint32_t pitch() const { return groups * GROUP * BLOCK * 4; }
   __device__ char* block(uint32_t row, uint32_t block) const { return at + row * pitch() + block * BLOCK * 4; }
-  __device__ uint32_t* sum(uint32_t row, uint32_t part, uint32_t block) const {
-    return reinterpret_cast<uint32_t*>(at + m * pitch()) + (2 * row + part) * groups * GROUP + block;
+  __device__ uint32_t* sum(uint32_t row, uint32_t part, uint32_t i) const {
+    return reinterpret_cast<uint32_t*>(at + m * pitch()) + (2 * row + part) * groups * GROUP * SUMS + i;
   }
-  __device__ void put_sum(uint32_t row, uint32_t block, float v) const {
+  __device__ void put_sum(uint32_t row, uint32_t i, float v) const {
     const uint32_t parts = split(v);
-    *sum(row, 0, block) = __byte_perm(parts, 0, 0x1010);
-    *sum(row, 1, block) = __byte_perm(parts, 0, 0x3232);
+    *sum(row, 0, i) = __byte_perm(parts, 0, 0x1010);
+    *sum(row, 1, i) = __byte_perm(parts, 0, 0x3232);
   }
 
   // Values 4 * piece and following of a row, f32 in their order until they are split.
@@ -48,7 +48,7 @@ template <bool HAS_SUMS> struct SplitRows {
     for (uint32_t i = threadIdx.x; i < m * tail * BLOCK; i += blockDim.x) {
       const uint32_t row = i / (tail * BLOCK), word = i % (tail * BLOCK);
       reinterpret_cast<uint32_t*>(block(row, first))[word] = 0;
-      if (word < tail) put_sum(row, first + word, 0.f);
+      if (word < tail * SUMS) put_sum(row, first * SUMS + word, 0.f);
     }
   }
   __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
@@ -62,7 +62,7 @@ template <bool HAS_SUMS> struct SplitRows {
 
 template <class Format, int K_BLOCKS_> struct GgufCore : SixteenRows {
   static constexpr int K_BLOCKS = K_BLOCKS_, SCALES = Format::SCALES;
-  using XRows = SplitRows<Format::HAS_OFFSET>;
+  using XRows = SplitRows<Format::HAS_OFFSET ? SCALES : 0>;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   // Turing has no bf16: its lanes multiply by themselves.
   static constexpr bool MMA = false;
@@ -120,13 +120,15 @@ template <class Format, int K_BLOCKS_> struct GgufCore : SixteenRows {
 #pragma unroll
       for (int s = 0; s < K_BLOCKS; ++s) {
         if (k_block + s >= end) break;
-        float by[2][SCALES], plus[2];
+        float by[2][SCALES], plus[2][SCALES];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const auto& piece = pieces[s][i];
 #pragma unroll
-          for (int h = 0; h < SCALES; ++h) by[i][h] = Format::multiplier(piece.scale, piece.factors, h);
-          plus[i] = Format::offset(piece.scale, piece.factors);
+          for (int h = 0; h < SCALES; ++h) {
+            by[i][h] = Format::multiplier(piece.scale, piece.factors, h);
+            plus[i][h] = Format::offset(piece.scale, piece.factors, h);
+          }
         }
         if constexpr (MMA) {
           if constexpr (Format::HAS_OFFSET) add_offsets(p, x, plus, k_block + s, sums);
@@ -139,28 +141,43 @@ template <class Format, int K_BLOCKS_> struct GgufCore : SixteenRows {
     }
 
     // The offset of block t is k values 2t and 2t + 1 of 8, in two parts, both of which meet the
-    // first part of the block's sum and then, in the next column, the second.
-    static __device__ __forceinline__ void add_offsets(const Gemv& p, const XRows& x, const float (&plus)[2],
+    // first part of the block's sum and then, in the next column, the second. Those of second halves are 8 more.
+    static __device__ __forceinline__ void add_offsets(const Gemv& p, const XRows& x, const float (&plus)[2][SCALES],
                                                        uint32_t k_block, Sums& sums) {
-      uint32_t sum = 0;
-      if (group() < 2 * p.m) sum = *x.sum(group() / 2, group() % 2, k_block * GROUP + member());
+      uint32_t sum[SCALES] = {};
+      if (group() < 2 * p.m) {
+        const uint32_t* from = x.sum(group() / 2, group() % 2, SCALES * (k_block * GROUP + member()));
+#pragma unroll
+        for (int h = 0; h < SCALES; ++h) sum[h] = from[h];
+      }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
       float(&c)[4] = sums.added;
-      asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(split(plus[0])), "r"(split(plus[1])), "r"(sum));
+      if constexpr (SCALES == 2) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(split(plus[0][0])), "r"(split(plus[1][0])), "r"(split(plus[0][1])), "r"(split(plus[1][1])),
+              "r"(sum[0]), "r"(sum[1]));
+      } else {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(split(plus[0][0])), "r"(split(plus[1][0])), "r"(sum[0]));
+      }
 #endif
     }
 
     static __device__ __forceinline__ void add_offsets_on_lanes(const Gemv& p, const XRows& x,
-                                                                const float (&plus)[2], uint32_t k_block, Sums& sums) {
+                                                                const float (&plus)[2][SCALES], uint32_t k_block,
+                                                                Sums& sums) {
 #pragma unroll
       for (int m = 0; m < MAX_M; ++m) {
         if (m >= p.m) break;
-        const uint32_t block = k_block * GROUP + member();
-        const float sum = __uint_as_float(*x.sum(m, 0, block) << 16) + __uint_as_float(*x.sum(m, 1, block) << 16);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) sums.parts[i][m] = fmaf(plus[i], sum, sums.parts[i][m]);
+        for (int h = 0; h < SCALES; ++h) {
+          const uint32_t at = SCALES * (k_block * GROUP + member()) + h;
+          const float sum = __uint_as_float(*x.sum(m, 0, at) << 16) + __uint_as_float(*x.sum(m, 1, at) << 16);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) sums.parts[i][m] = fmaf(plus[i][h], sum, sums.parts[i][m]);
+        }
       }
     }
 

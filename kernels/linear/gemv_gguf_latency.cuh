@@ -21,17 +21,21 @@ template <class Format> struct LatencyWeights {
   float4 values[GROUP][2];
 
   __device__ __forceinline__ void unpack(const typename Format::Piece& piece) {
-    float own[Format::SCALES];  // of block t
+    float own[Format::SCALES], offset[Format::SCALES];  // of block t
 #pragma unroll
-    for (int h = 0; h < Format::SCALES; ++h) own[h] = Format::multiplier(piece.scale, piece.factors, h);
-    const float offset = Format::offset(piece.scale, piece.factors);
+    for (int h = 0; h < Format::SCALES; ++h) {
+      own[h] = Format::multiplier(piece.scale, piece.factors, h);
+      offset[h] = Format::offset(piece.scale, piece.factors, h);
+    }
 #pragma unroll
     for (int b = 0; b < GROUP; ++b) {
       const auto codes = Format::codes(piece, b);
       float plus = 0.f;
-      if constexpr (Format::HAS_OFFSET) plus = __shfl_sync(FULL, offset, b, 4);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        if constexpr (Format::HAS_OFFSET) {
+          if (h < Format::SCALES) plus = __shfl_sync(FULL, offset[h], b, 4);
+        }
         const float by = __shfl_sync(FULL, own[h % Format::SCALES], b, 4);
         const float2 first = unpack2<__nv_bfloat16>(Format::bf16_numbers(codes, 2 * h));
         const float2 second = unpack2<__nv_bfloat16>(Format::bf16_numbers(codes, 2 * h + 1));

@@ -26,13 +26,13 @@ __device__ __forceinline__ float rounded_to(int dtype, float v) {
 //
 //   struct Rows {
 //     static constexpr int BATCH;      // pieces that a thread loads at once
-//     static constexpr bool SUMS;      // whether the sums of 32 values each are wanted
+//     static constexpr int SUMS;       // how many sums of x are wanted of 32 values: 0, 1, or 2 of 16 each
 //     static constexpr bool SCALES;    // whether a row's largest magnitude is
 //     // 4 values as they are; the thread that put them reads them back.
 //     void put_raw(uint32_t row, uint32_t piece, float4) const;
 //     float4 get_raw(uint32_t row, uint32_t piece) const;
 //     void put(uint32_t row, uint32_t piece, float4) const;   // as the core takes them
-//     void put_sum(uint32_t row, uint32_t block, float) const;
+//     void put_sum(uint32_t row, uint32_t i, float) const;    // the row's i-th
 //     float put_largest(uint32_t row, float) const;           // what values are multiplied by then
 //     void clear_tail(uint32_t m, uint32_t k) const;          // all threads: zeros behind the last value
 //   };
@@ -152,11 +152,12 @@ template <class Rows> struct RowStage {
       }
       __syncwarp();  // the parts of a block go where its raw values are
       if (mine) rows.put(row, piece, v);
-      if constexpr (Rows::SUMS) {
+      if constexpr (Rows::SUMS > 0) {
+        constexpr int LANES = 8 / Rows::SUMS;  // that have the values of a sum
         float sum = (v.x + v.y) + (v.z + v.w);
 #pragma unroll
-        for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL, sum, offset);
-        if (mine && lane % 8 == 0) rows.put_sum(row, piece / 8, sum);
+        for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL, sum, offset);
+        if (mine && lane % LANES == 0) rows.put_sum(row, piece / LANES, sum);
       }
     }
     if constexpr (Rows::SCALES) {

@@ -12,7 +12,8 @@ namespace fused {
 template <uint32_t PAD_> struct PartRows {
   static constexpr uint32_t PAD = PAD_;
   static constexpr int BATCH = 2;
-  static constexpr bool SUMS = false, SCALES = false;
+  static constexpr int SUMS = 0;
+  static constexpr bool SCALES = false;
   char* at;
   uint32_t m, k_blocks, parts;
 
@@ -108,7 +109,8 @@ constexpr float TERNARY_UNIT = 64.f;
 // values 0, 2, 4 and 6 of 8, then the others.
 struct ByteRows {
   static constexpr int BATCH = 2;
-  static constexpr bool SUMS = false, SCALES = true;
+  static constexpr int SUMS = 0;
+  static constexpr bool SCALES = true;
   static constexpr uint32_t PAD = TERNARY_PADDING;
   char* at;
   uint32_t m, k, k_blocks;

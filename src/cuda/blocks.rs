@@ -27,6 +27,8 @@ static REPACK: Module = Module::new(
         "repack_q5_0",
         "repack_q5_1",
         "repack_q8_0",
+        "repack_q2_k",
+        "repack_q3_k",
         "repack_q4_k",
         "repack_q5_k",
         "repack_q6_k",
@@ -440,13 +442,13 @@ pub(crate) fn product_dtype(gpu: &GpuSpec, x: DType) -> DType {
 
 /// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats/gguf.cuh`.
 fn pitch(format: &BlockFormat, groups: usize) -> usize {
-    use crate::quant::Scaling::{Affine, Super, SuperSymmetric, Symmetric};
+    use crate::quant::Scaling::{Affine, Super, Super16, SuperSymmetric, Symmetric};
     let codes = 16 * format.bits as usize;
     let scales = match format.scaling {
         Symmetric => 4 * 2,
         Affine => 4 * 4,
         // For two groups 4 or 2 bytes, and 2 bytes for each block.
-        Super => 2 + 4 * 2,
+        Super | Super16 => 2 + 4 * 2,
         SuperSymmetric => 1 + 4 * 2,
     };
     (groups * (codes + scales)).next_multiple_of(16)

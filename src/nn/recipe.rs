@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 /// How a matrix is quantized while a model is loaded.
 ///
-/// As text a [`Scheme`]'s name or that of a GGUF type: `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q8_0`, `q4k`,
-/// `q5k` or `q6k`, in either case, with `_` or without:
+/// As text a [`Scheme`]'s name or that of a GGUF type: `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q8_0`, `q2k`,
+/// `q3k`, `q4k`, `q5k` or `q6k`, in either case, with `_` or without:
 ///
 /// ```
 /// use candle_fused::quant::Quantization;
@@ -45,12 +45,14 @@ pub enum Quantization {
     Gguf(GgmlDType),
 }
 
-const GGUF: [(&str, GgmlDType); 8] = [
+const GGUF: [(&str, GgmlDType); 10] = [
     ("q4_0", GgmlDType::Q4_0),
     ("q4_1", GgmlDType::Q4_1),
     ("q5_0", GgmlDType::Q5_0),
     ("q5_1", GgmlDType::Q5_1),
     ("q8_0", GgmlDType::Q8_0),
+    ("q2k", GgmlDType::Q2K),
+    ("q3k", GgmlDType::Q3K),
     ("q4k", GgmlDType::Q4K),
     ("q5k", GgmlDType::Q5K),
     ("q6k", GgmlDType::Q6K),

@@ -5,7 +5,7 @@ use super::linear::{ActivationBits, Epilogue, Prologue, Weight, launch};
 use candle_core::{Result, Tensor};
 
 /// `y = act(prologue(x) Wᵀ + bias) + residuals` with W in GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1,
-/// Q8_0, Q4_K, Q5_K, Q6_K) or by a [`Scheme`](crate::quant::Scheme) (INT8, FP8, INT4, ternary); on the CPU
+/// Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K) or by a [`Scheme`](crate::quant::Scheme) (INT8, FP8, INT4, ternary); on the CPU
 /// activations are quantized in blocks of 32, or of 128 where all weights are ternary with scales
 /// of tensors, rows or groups of 128, to 16 bits up to 64 rows of x and to 8 above ([`quant_linear_with`] and
 /// [`ActivationBits`] change that).

@@ -12,6 +12,8 @@ pub enum Scaling {
     Affine,
     /// (d s) q - m n: a scale and a minimum for 256 values, and factors of both for 32.
     Super,
+    /// (d s) q - m n: the same with factors of both for 16.
+    Super16,
     /// (d s) (q - zero): a scale for 256 values and a factor for 16.
     SuperSymmetric,
 }
@@ -28,12 +30,14 @@ pub enum Scaling {
 /// | Q5_0 | 32 | d f16, 32 high bits, 16 nibble pairs | d (q - 16) |
 /// | Q5_1 | 32 | d f16, m f16, 32 high bits, 16 nibble pairs | d q + m |
 /// | Q8_0 | 32 | d f16, 32 i8 | d q, q signed |
+/// | Q2_K | 256 | 16 nibble pairs (s, n), 64 bytes of bit pairs, d f16, m f16 | (d s) q - m n |
+/// | Q3_K | 256 | 32 bytes of high bits, 64 bytes of bit pairs, 12 of 6-bit s, d f16 | (d (s - 32)) (q - 4) |
 /// | Q4_K | 256 | d f16, m f16, 12 of 6-bit pairs (s, n), 128 nibble pairs | (d s) q - m n |
 /// | Q5_K | 256 | as Q4_K with 32 bytes of high bits before the nibbles | (d s) q - m n |
 /// | Q6_K | 256 | 128 nibble pairs, 64 bytes of bit pairs, 16 i8 s, d f16 | (d s) (q - 32) |
 ///
 /// In the 32-wide formats byte `i` of the nibble pairs holds value `i` low and value `i + 16` high.
-/// In the K formats s and n belong to 32 values, in Q6_K s belongs to 16.
+/// In Q4_K and Q5_K s and n belong to 32 values, in the other K formats to 16.
 ///
 /// ```
 /// use candle_core::quantized::GgmlDType;
@@ -61,12 +65,14 @@ pub struct BlockFormat {
 
 impl BlockFormat {
     /// All of them, by candle's names.
-    pub const DTYPES: [GgmlDType; 8] = [
+    pub const DTYPES: [GgmlDType; 10] = [
         GgmlDType::Q4_0,
         GgmlDType::Q4_1,
         GgmlDType::Q5_0,
         GgmlDType::Q5_1,
         GgmlDType::Q8_0,
+        GgmlDType::Q2K,
+        GgmlDType::Q3K,
         GgmlDType::Q4K,
         GgmlDType::Q5K,
         GgmlDType::Q6K,
@@ -77,19 +83,21 @@ impl BlockFormat {
     /// # Errors
     /// If `dtype` is not one of [`Self::DTYPES`].
     pub fn of(dtype: GgmlDType) -> Result<Self> {
-        use Scaling::{Affine, Super, SuperSymmetric, Symmetric};
+        use Scaling::{Affine, Super, Super16, SuperSymmetric, Symmetric};
         let (values, bytes, bits, scaling) = match dtype {
             GgmlDType::Q4_0 => (32, 18, 4, Symmetric),
             GgmlDType::Q4_1 => (32, 20, 4, Affine),
             GgmlDType::Q5_0 => (32, 22, 5, Symmetric),
             GgmlDType::Q5_1 => (32, 24, 5, Affine),
             GgmlDType::Q8_0 => (32, 34, 8, Symmetric),
+            GgmlDType::Q2K => (256, 84, 2, Super16),
+            GgmlDType::Q3K => (256, 110, 3, SuperSymmetric),
             GgmlDType::Q4K => (256, 144, 4, Super),
             GgmlDType::Q5K => (256, 176, 5, Super),
             GgmlDType::Q6K => (256, 210, 6, SuperSymmetric),
             other => bail!(
                 "dtype: {other:?} is not supported, expected one of \
-                 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K"
+                 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K"
             ),
         };
         Ok(Self {
@@ -139,7 +147,7 @@ impl BlockFormat {
 /// ```
 /// use candle_core::quantized::GgmlDType;
 /// use candle_fused::quant::supports;
-/// assert!(supports(GgmlDType::Q4K) && !supports(GgmlDType::Q2K));
+/// assert!(supports(GgmlDType::Q4K) && !supports(GgmlDType::Q8K));
 /// ```
 pub fn supports(dtype: GgmlDType) -> bool {
     BlockFormat::of(dtype).is_ok()

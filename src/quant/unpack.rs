@@ -14,10 +14,10 @@ pub(crate) struct SubBlock {
     pub d: f16,
     /// The block's offset or scale of the minima.
     pub m: f16,
-    /// Factors of `d`: one for all 32 values, or for `SuperSymmetric` an i8 for each 16.
+    /// Factors of `d`: one for all 32 values, or one for each 16, which is an i8 for `SuperSymmetric`.
     pub scales: [u8; 2],
-    /// The factor of `m`.
-    pub min: u8,
+    /// Factors of `m`, likewise.
+    pub mins: [u8; 2],
 }
 
 impl SubBlock {
@@ -27,7 +27,7 @@ impl SubBlock {
         d: f16::ZERO,
         m: f16::ZERO,
         scales: [0; 2],
-        min: 0,
+        mins: [0; 2],
     };
 
     /// Reads values `32 * index..32 * (index + 1)` of a block.
@@ -49,7 +49,16 @@ impl SubBlock {
             Scaling::Affine => (sub.d, sub.m) = (half(0), half(2)),
             Scaling::Super => {
                 (sub.d, sub.m) = (half(0), half(2));
-                (sub.scales[0], sub.min) = six_bit_pair(&block[4..16], index);
+                (sub.scales[0], sub.mins[0]) = six_bit_pair(&block[4..16], index);
+            }
+            Scaling::Super16 => {
+                (sub.d, sub.m) = (half(80), half(82));
+                let pairs = [block[2 * index], block[2 * index + 1]];
+                (sub.scales, sub.mins) = (pairs.map(|p| p & 15), pairs.map(|p| p >> 4));
+            }
+            Scaling::SuperSymmetric if format.bits == 3 => {
+                sub.d = half(108);
+                sub.scales = [0, 1].map(|h| six_bits(&block[96..108], 2 * index + h) as u8);
             }
             Scaling::SuperSymmetric => {
                 sub.d = half(208);
@@ -72,12 +81,18 @@ impl SubBlock {
             Scaling::Affine => codes.map(|q| f32::from(q) * d + m),
             Scaling::Super => {
                 let scale = d * f32::from(self.scales[0]);
-                let min = m * f32::from(self.min);
+                let min = m * f32::from(self.mins[0]);
                 codes.map(|q| scale * f32::from(q) - min)
+            }
+            Scaling::Super16 => {
+                let scales = self.scales.map(|s| d * f32::from(s));
+                let mins = self.mins.map(|n| m * f32::from(n));
+                std::array::from_fn(|i| scales[i / 16] * f32::from(codes[i]) - mins[i / 16])
             }
             Scaling::SuperSymmetric => {
                 let scales = self.scales.map(|s| d * f32::from(s as i8));
-                std::array::from_fn(|i| scales[i / 16] * f32::from(i16::from(codes[i]) - 32))
+                let zero = 1i16 << (format.bits - 1);
+                std::array::from_fn(|i| scales[i / 16] * f32::from(i16::from(codes[i]) - zero))
             }
         }
     }
@@ -94,6 +109,15 @@ fn six_bit_pair(packed: &[u8], j: usize) -> (u8, u8) {
         let min = low >> 4 | packed[j] >> 6 << 4;
         (scale, min)
     }
+}
+
+/// The factor of Q3_K's 16 values `j`, less its 32: the low 4 bits are nibbles of bytes 0..8, low ones first; the high
+/// 2 bits are pairs of bytes 8..12, the lowest of each byte first.
+#[inline(always)]
+fn six_bits(packed: &[u8], j: usize) -> i8 {
+    let low = packed[j % 8] >> (4 * (j / 8)) & 15;
+    let high = packed[8 + j % 4] >> (2 * (j / 4)) & 3;
+    (low | high << 4) as i8 - 32
 }
 
 /// Code `i` of the 32 at `index`.
@@ -122,6 +146,10 @@ fn read_code(format: &BlockFormat, block: &[u8], index: usize, i: usize) -> u8 {
             };
             nibble(nibbles[index / 2 * 32 + i], index % 2 == 1) | high << 4
         }
+        (Scaling::Super16, _) => bit_pair(&block[16..80], index, i),
+        (Scaling::SuperSymmetric, 3) => {
+            bit_pair(&block[32..96], index, i) | (block[i] >> index & 1) << 2
+        }
         (Scaling::SuperSymmetric, _) => {
             let (half, quarter) = (index / 4, index % 4);
             let low = nibble(block[64 * half + quarter % 2 * 32 + i], quarter >= 2);
@@ -129,6 +157,11 @@ fn read_code(format: &BlockFormat, block: &[u8], index: usize, i: usize) -> u8 {
             low | high << 4
         }
     }
+}
+
+/// Code `i` of the 32 at `index` of bit pairs: a byte has those of four times 32 values.
+fn bit_pair(pairs: &[u8], index: usize, i: usize) -> u8 {
+    pairs[index / 4 * 32 + i] >> (2 * (index % 4)) & 3
 }
 
 /// Values of consecutive blocks: `out[i]` is value `i` of `blocks`, bit for bit what candle's

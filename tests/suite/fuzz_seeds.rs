@@ -159,6 +159,8 @@ fn tensor_seeds() -> Seeds {
         GgmlDType::Q4K,
         GgmlDType::Q5K,
         GgmlDType::Q6K,
+        GgmlDType::Q2K,
+        GgmlDType::Q3K,
     ];
     let seed = |(i, dtype): (usize, &GgmlDType)| {
         let mut bytes = vec![i as u8, 1];

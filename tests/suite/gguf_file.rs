@@ -14,12 +14,21 @@ use std::io::Cursor;
 /// The bytes of a GGUF file with the golden model's weights, matrices in `dtype` where their width
 /// divides by its blocks.
 pub fn bytes(golden: &Golden, dtype: GgmlDType) -> Result<Vec<u8>> {
-    let config: serde_json::Value = golden.config();
     let weights =
         candle_core::safetensors::load(golden.folder.join("model.safetensors"), &Device::Cpu)?;
+    mixed_bytes(&golden.config(), &weights, |_| dtype)
+}
+
+/// The same of weights by Hugging Face's names, each matrix in the type that its GGUF name gets.
+pub fn mixed_bytes(
+    config: &serde_json::Value,
+    weights: &HashMap<String, Tensor>,
+    dtype: impl Fn(&str) -> GgmlDType,
+) -> Result<Vec<u8>> {
     let mut tensors = HashMap::new();
-    for (name, tensor) in &weights {
-        let (name, tensor) = converted(name, tensor, &config)?;
+    for (name, tensor) in weights {
+        let (name, tensor) = converted(name, tensor, config)?;
+        let dtype = dtype(&name);
         let whole = tensor.dim(D::Minus1)?.is_multiple_of(dtype.block_size());
         let dtype = if tensor.rank() == 2 && whole {
             dtype
@@ -28,8 +37,9 @@ pub fn bytes(golden: &Golden, dtype: GgmlDType) -> Result<Vec<u8>> {
         };
         tensors.insert(name, QTensor::quantize(&tensor, dtype)?);
     }
-    if golden.model_type() == "llama" {
-        let config = golden.config::<LlamaConfig>().into_config(false);
+    if config["model_type"] == "llama" {
+        let config: LlamaConfig = serde_json::from_value(config.clone()).expect("a configuration");
+        let config = config.into_config(false);
         if let Some(scaling) = &config.rope_scaling {
             let factors = Tensor::new(rope_factors(&config, scaling), &Device::Cpu)?;
             let factors = QTensor::quantize(&factors, GgmlDType::F32)?;
@@ -51,7 +61,7 @@ pub fn bytes(golden: &Golden, dtype: GgmlDType) -> Result<Vec<u8>> {
         }
     }
     let mut file = Cursor::new(Vec::new());
-    let metadata = metadata(&config);
+    let metadata = metadata(config);
     let metadata: Vec<_> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
     let tensors: Vec<_> = tensors.iter().map(|(k, v)| (k.as_str(), v)).collect();
     gguf_file::write(&mut file, &metadata, &tensors)?;

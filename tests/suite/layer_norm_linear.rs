@@ -61,7 +61,12 @@ fn norm_then_product(x: &Tensor, dtype: DType) -> Result<()> {
 #[test]
 fn it_stands_in_front_of_blocks() -> Result<()> {
     for device in devices() {
-        for dtype in [GgmlDType::Q4_0, GgmlDType::Q8_0, GgmlDType::Q6K] {
+        for dtype in [
+            GgmlDType::Q4_0,
+            GgmlDType::Q8_0,
+            GgmlDType::Q2K,
+            GgmlDType::Q6K,
+        ] {
             for (m, k) in [(1, 512), (3, 1536), (8, 2304), (33, 768)] {
                 let randn = |dims: &[usize]| randn_on(dims, DType::F32, &device);
                 let (x, weight, bias) = ((randn(&[m, k])? + 3.)?, randn(&[k])?, randn(&[k])?);

@@ -1,17 +1,18 @@
 //! Llama from GGUF files: against Hugging Face's outputs, candle-transformers, and damage.
 
 use crate::common::distance::Distance;
-use crate::gguf_file::{bytes, ids, load};
+use crate::gguf_file::{bytes, ids, load, mixed_bytes};
 use crate::golden::{Golden, relative_error};
-use crate::support::{device, on_every_device};
+use crate::support::{device, on_every_device, randn};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
-use candle_core::{DType, Device, IndexOp, Result};
+use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_fused::models::llama::{Cache, Llama, dequantize_gguf};
 use candle_fused::{Fusion, trace};
 use candle_nn::VarBuilder;
 use candle_transformers::models::quantized_llama;
 use proptest::prelude::*;
+use std::collections::HashMap;
 use std::io::Cursor;
 
 const BLOCK_TYPES: [GgmlDType; 5] = [
@@ -54,22 +55,91 @@ fn every_block_type_is_as_exact_as_candles() -> Result<()> {
         let golden = Golden::open("llama_gqa_tied")?;
         let input = golden.input_ids()?;
         for dtype in BLOCK_TYPES {
-            let bytes = bytes(&golden, dtype)?;
-            let mut reader = Cursor::new(&bytes);
-            let content = Content::read(&mut reader)?;
-            let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &device())?;
-            let vb = VarBuilder::from_tensors(tensors, DType::F32, &device());
-            let mut cache = Cache::new(true, DType::F32, &config, &device())?;
-            let (_, exact) = Llama::load(vb, &config)?.hidden_states(&input, 0, &mut cache)?;
-            let error = |fusion| -> Result<f64> {
-                let (_, logits) = load(&bytes, fusion)?.hidden_states(&input, 0)?;
-                Ok(Distance::between(&logits, &exact)?.relative_norm())
-            };
-            let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
-            assert!(fused < plain, "{dtype:?}: {fused:e}, candle's {plain:e}");
+            as_exact_as_candle(&bytes(&golden, dtype)?, &input, &format!("{dtype:?}"))?;
         }
         Ok(())
     })
+}
+
+fn as_exact_as_candle(bytes: &[u8], input: &Tensor, name: &str) -> Result<()> {
+    let mut reader = Cursor::new(bytes);
+    let content = Content::read(&mut reader)?;
+    let (config, tensors) = dequantize_gguf(&content, &mut reader, DType::F32, &device())?;
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &device());
+    let mut cache = Cache::new(true, DType::F32, &config, &device())?;
+    let (_, exact) = Llama::load(vb, &config)?.hidden_states(input, 0, &mut cache)?;
+    let error = |fusion| -> Result<f64> {
+        let (_, logits) = load(bytes, fusion)?.hidden_states(input, 0)?;
+        Ok(Distance::between(&logits, &exact)?.relative_norm())
+    };
+    let (fused, plain) = (error(Fusion::all())?, error(Fusion::none())?);
+    assert!(fused < plain, "{name}: {fused:e}, candle's {plain:e}");
+    Ok(())
+}
+
+/// The K types are 256 wide; files in Q3_K_M mix them as this does, the others are their smaller relatives.
+#[test]
+fn files_that_mix_k_types_are_as_exact_as_candles() -> Result<()> {
+    use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K};
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        let mut config: serde_json::Value = golden.config();
+        config["hidden_size"] = 256.into();
+        config["intermediate_size"] = 512.into();
+        config["head_dim"] = 64.into();
+        let mut weights = HashMap::new();
+        for (name, like) in
+            candle_core::safetensors::load(golden.folder.join("model.safetensors"), &Device::Cpu)?
+        {
+            let dims = widened(&name, like.dims(), &config);
+            let values = randn(&dims, DType::F32)?;
+            let values = match dims.len() {
+                1 => values.affine(0.1, 1.)?,
+                _ => values.affine(0.06, 0.)?,
+            };
+            weights.insert(name, values);
+        }
+        let input = golden.input_ids()?;
+        // Of the head's table, the values, the down matrices, and all others.
+        for mix in [
+            [Q2K; 4],
+            [Q3K; 4],
+            [Q6K, Q5K, Q4K, Q3K],
+            [Q6K, Q3K, Q3K, Q2K],
+        ] {
+            let file = mixed_bytes(&config, &weights, |name| {
+                let of = |part: &str| name.contains(part);
+                mix[[of("token_embd"), of("attn_v"), of("ffn_down"), true]
+                    .iter()
+                    .position(|is| *is)
+                    .expect("the last")]
+            })?;
+            as_exact_as_candle(&file, &input, &format!("{mix:?}"))?;
+            let mut model = load(&file, Fusion::all())?;
+            for (len, position) in [(9, 0), (1, 9)] {
+                let part = input.narrow(0, 0, 1)?.narrow(1, position, len)?;
+                let (logits, calls) = trace::capture(|| model.forward(&part, position));
+                logits?;
+                assert!(calls.count("quant_linear") > 3 && calls.count("linear") == 0);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The dimensions of a tensor of the tiny llama in a model of `config`'s widths.
+fn widened(name: &str, dims: &[usize], config: &serde_json::Value) -> Vec<usize> {
+    let size = |key: &str| config[key].as_u64().expect("a size") as usize;
+    let (hidden, inner) = (size("hidden_size"), size("intermediate_size"));
+    let heads = hidden * size("num_key_value_heads") / size("num_attention_heads");
+    match name.rsplit('.').nth(1).expect("a part") {
+        "embed_tokens" => vec![dims[0], hidden],
+        "q_proj" | "o_proj" => vec![hidden, hidden],
+        "k_proj" | "v_proj" => vec![heads, hidden],
+        "gate_proj" | "up_proj" => vec![inner, hidden],
+        "down_proj" => vec![hidden, inner],
+        _ => vec![hidden],
+    }
 }
 
 #[test]

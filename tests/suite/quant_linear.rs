@@ -59,7 +59,7 @@ macro_rules! products_of_each_format {
     ($module:ident: $shapes:expr) => {
         mod $module {
             products_of_each_format! {
-                $shapes, q4_0: Q4_0, q4_1: Q4_1, q5_0: Q5_0, q5_1: Q5_1, q8_0: Q8_0, q4_k: Q4K,
+                $shapes, q4_0: Q4_0, q4_1: Q4_1, q5_0: Q5_0, q5_1: Q5_1, q8_0: Q8_0, q2_k: Q2K, q3_k: Q3K, q4_k: Q4K,
                 q5_k: Q5K, q6_k: Q6K,
             }
         }

@@ -217,6 +217,8 @@ fn recipes_say_what_they_cannot_do() -> Result<()> {
         ("TERNARY_ROW", "ternary-row"),
         ("q4_k", "q4k"),
         ("Q4_K", "q4k"),
+        ("Q2_K", "q2k"),
+        ("q3_k", "q3k"),
         ("Q80", "q8_0"),
     ] {
         assert_eq!(text.parse::<Quantization>()?.to_string(), name);

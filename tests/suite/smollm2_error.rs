@@ -25,12 +25,14 @@ use std::sync::Arc;
 
 const CPU: &Device = &Device::Cpu;
 
-const BLOCK_TYPES: [GgmlDType; 8] = [
+const BLOCK_TYPES: [GgmlDType; 10] = [
     GgmlDType::Q4_0,
     GgmlDType::Q4_1,
     GgmlDType::Q5_0,
     GgmlDType::Q5_1,
     GgmlDType::Q8_0,
+    GgmlDType::Q2K,
+    GgmlDType::Q3K,
     GgmlDType::Q4K,
     GgmlDType::Q5K,
     GgmlDType::Q6K,

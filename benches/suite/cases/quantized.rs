@@ -16,10 +16,12 @@ use candle_fused::quant::{Codes, Quantization, Scheme, quantize};
 use std::sync::Arc;
 
 /// Each format with what candle has of about its size.
-const FORMATS: [(&str, &str); 11] = [
+const FORMATS: [(&str, &str); 13] = [
     ("q4_0", "q4_0"),
     ("q4_1", "q4_1"),
     ("q8_0", "q8_0"),
+    ("q2k", "q2k"),
+    ("q3k", "q3k"),
     ("q4k", "q4k"),
     ("q6k", "q6k"),
     ("int8", "q8_0"),
@@ -31,7 +33,7 @@ const FORMATS: [(&str, &str); 11] = [
 ];
 
 /// Of those, the ones of a first look.
-const QUICK: [usize; 4] = [0, 5, 6, 10];
+const QUICK: [usize; 4] = [0, 7, 8, 12];
 
 /// Both sides round activations to int8, or to bf16 on a GPU, and the reference does not.
 const LIMIT: f64 = 4e-2;

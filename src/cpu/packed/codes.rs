@@ -6,9 +6,9 @@ use super::kernel::{Codes, Isa, Reader};
 use std::marker::PhantomData;
 
 /// 2 bits: ternary.
-pub(super) struct Two;
+pub(super) struct Ternary;
 
-impl Codes for Two {
+impl Codes for Ternary {
     const BITS: u32 = 2;
     const PARTS: usize = 1;
     const ZERO: i32 = 1;
@@ -27,6 +27,71 @@ impl Codes for Two {
             let left = reader.high[i / 4];
             reader.high[i / 4] = I::shr2(left);
             (I::and(left, I::splat(3)), 4 * i)
+        }
+    }
+}
+
+/// 2 bits, with a scale for each half of the block.
+pub(super) struct Two;
+
+impl Codes for Two {
+    const BITS: u32 = 2;
+    const PARTS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: two planes belong to the block.
+        let pairs = unsafe { I::load(planes.add(64 * part)) };
+        Reader::new(planes, part, [pairs; 2])
+    }
+
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        // SAFETY: the caller's.
+        unsafe {
+            let left = reader.high[0];
+            reader.high[0] = I::shr2(left);
+            (I::and(left, I::splat(3)), 16 * reader.part + 4 * i)
+        }
+    }
+}
+
+/// 3 bits, with a scale for each half of the block.
+pub(super) struct Three;
+
+impl Codes for Three {
+    const BITS: u32 = 3;
+    const PARTS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: three planes belong to the block.
+        unsafe {
+            let [a, b, c] = [0, 1, 2].map(|plane| I::load(planes.add(64 * plane)));
+            let pairs = match part {
+                0 => [a, b],
+                _ => {
+                    // The fourth bits of all nibbles, one below the other.
+                    let fourth = I::splat(0x88);
+                    let low = I::shr1(I::and(a, fourth));
+                    let two = I::shr1(I::or(low, I::and(b, fourth)));
+                    [c, I::shr1(I::or(two, I::and(c, fourth)))]
+                }
+            };
+            Reader::new(planes, part, pairs)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        let pair = reader.high[i / 2];
+        // SAFETY: the caller's.
+        unsafe {
+            let codes = match i % 2 {
+                0 => pair,
+                _ => I::shr4(pair),
+            };
+            (I::and(codes, I::splat(7)), 16 * reader.part + 4 * i)
         }
     }
 }

@@ -80,6 +80,8 @@ pub(super) trait Isa: Copy {
     unsafe fn double(a: Self::Bytes) -> Self::Bytes;
     /// Each byte shifted left by 2; its low 2 bits are anything.
     unsafe fn shl2(a: Self::Bytes) -> Self::Bytes;
+    /// Each byte shifted right by 1; its high bit is anything.
+    unsafe fn shr1(a: Self::Bytes) -> Self::Bytes;
     /// Each byte shifted right by 2; its high 2 bits are anything.
     unsafe fn shr2(a: Self::Bytes) -> Self::Bytes;
     /// Each byte shifted right by 4; its high 4 bits are anything.
@@ -96,6 +98,8 @@ pub(super) trait Isa: Copy {
     unsafe fn load_f16(p: *const u8) -> Self::Floats;
     /// Reads ROWS u8.
     unsafe fn load_u8(p: *const u8) -> Self::Floats;
+    /// Reads the low and the high nibbles of ROWS bytes.
+    unsafe fn load_nibbles(p: *const u8) -> [Self::Floats; 2];
     /// Reads ROWS i8.
     unsafe fn load_i8(p: *const u8) -> Self::Floats;
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
@@ -160,7 +164,7 @@ pub(super) trait Codes {
 pub(super) struct Reader<I: Isa, C: ?Sized> {
     pub planes: *const u8,
     pub part: usize,
-    /// High bits of codes still to come, if any.
+    /// High bits of codes, or whole codes, that are still to come, if any.
     pub high: [I::Bytes; 2],
     codes: PhantomData<C>,
 }

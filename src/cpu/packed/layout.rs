@@ -8,13 +8,14 @@
 //! | Symmetric | 2 | 16 f16 d of each block |
 //! | Affine | 1 | 16 f16 d, 16 f16 m |
 //! | Super | 8 | 16 f16 d, 16 f16 m, for each block 16 u8 s, for each block 16 u8 n |
+//! | Super16 | 8 | 16 f16 d, 16 f16 m, for each half block 16 bytes with s low and n high |
 //! | SuperSymmetric | 8 | 16 f16 d, 32 bytes unused, for each half block 16 i8 s |
 //! | a scale for each row | all | 16 f32 s |
 //! | FP8 in blocks of 128 | 4 | 16 f32 s |
 //! | groups of g | 2g / 32 | for each of two groups 16 f16 s |
 //! | groups of g with zero points | 4g / 32 | for each of four groups 16 f16 s, for each 16 u8 z, in sixteenths |
 //!
-//! Codes lie in planes of 64 bytes: byte `4 * row + t` of plane `i` (of 2 bits: byte `16 * t + row`)
+//! Codes lie in planes of 64 bytes: byte `4 * row + t` of plane `i` (of ternary ones: byte `16 * t + row`)
 //! holds values of `row` only, so that a 32-bit lane is a row and one multiply-add takes four
 //! consecutive k:
 //!
@@ -25,14 +26,16 @@
 //!   k = 16 + 4i + t, so that adding the byte to itself brings up one after the other.
 //! - 6 bits: those and a plane of bit pairs for each half of k; within it the pairs of i = 0, 1, 2, 3
 //!   start at bits 4, 2, 0 and 6.
-//! - 2 bits: two planes, bits 2i and 2i + 1 of plane `p` hold one more than the code of
-//!   k = 16p + 4i + t. Here the 16 rows lie side by side, as a table look-up takes them: a nibble is
-//!   two codes, and the rows of one t share their table.
+//! - 3 bits: three planes. The low 3 bits of plane `i`'s nibbles hold k = 8i + t (low nibbles) and k = 8i + 4 + t;
+//!   their fourth bits are bit `i` of k = 24 + t and k = 28 + t, so that an operation takes 2 bits of these codes.
+//! - 2 bits: two planes, bits 2i and 2i + 1 of plane `p` hold k = 16p + 4i + t.
+//! - ternary: the same bits hold one more than the code. Here the 16 rows lie side by side, as a table look-up takes
+//!   them: a nibble is two codes, and the rows of one t share their table.
 //!
 //! Heads and planes are multiples of 64 bytes, so every plane is one aligned cache line. The size is
-//! that of the GGUF blocks, but for the 6-bit factors of Q4_K and Q5_K, which take a byte here
-//! (2.8 % and 2.3 % more), and the unused 32 bytes of Q6_K (1 %). Of rows whose number is not a
-//! multiple of 16 the last group is padded with zeros.
+//! that of the GGUF blocks, but for the 6-bit factors of Q4_K, Q5_K and Q3_K, which take a byte here
+//! (2.8 %, 2.3 % and 3.6 % more), and the unused 32 bytes of Q6_K and Q3_K (1 % and 1.8 %). Of rows whose number is
+//! not a multiple of 16 the last group is padded with zeros.
 
 use crate::quant::{BlockFormat, Codes, Format, MIDDLE, Scaling, Scheme, SubBlock, e4m3};
 use half::f16;
@@ -77,7 +80,7 @@ impl Layout {
         let (blocks, head) = match scaling {
             Scaling::Symmetric => (2, 64),
             Scaling::Affine => (1, 64),
-            Scaling::Super | Scaling::SuperSymmetric => (8, 64 + 256),
+            Scaling::Super | Scaling::Super16 | Scaling::SuperSymmetric => (8, 64 + 256),
         };
         Self {
             bits,
@@ -219,7 +222,7 @@ impl Layout {
             group[zero] = from.zero;
         }
         let (_, planes) = self.planes(block);
-        let offset = if self.bits == 2 { 1 } else { 0 };
+        let offset = if self.is_ternary() { 1 } else { 0 };
         let codes = from.codes.map(|q| (q + offset) as u8);
         self.write_codes(&mut group[planes + self.row_bytes() * lane..], &codes);
     }
@@ -251,9 +254,14 @@ impl Layout {
         }
     }
 
+    /// Whether the codes are those of ternary weights.
+    const fn is_ternary(&self) -> bool {
+        self.bits == 2 && !matches!(self.heads, Heads::Block(_))
+    }
+
     /// Bytes from a row's first byte in a plane to the next row's.
     const fn row_bytes(&self) -> usize {
-        if self.bits == 2 { 1 } else { 4 }
+        if self.is_ternary() { 1 } else { 4 }
     }
 
     /// Where row `lane`'s numbers of block `block` lie, for GGUF blocks.
@@ -264,6 +272,7 @@ impl Layout {
         let (d, m, scales, min) = match self.heads {
             Heads::Block(Scaling::Affine) => (0, Some(32), None, None),
             Heads::Block(Scaling::Super) => (0, Some(32), Some(64 + 16 * j), Some(192 + 16 * j)),
+            Heads::Block(Scaling::Super16) => (0, Some(32), Some(64 + 32 * j), None),
             Heads::Block(Scaling::SuperSymmetric) => (0, None, Some(64 + 32 * j), None),
             _ => (32 * j, None, None, None),
         };
@@ -276,10 +285,15 @@ impl Layout {
         }
     }
 
+    /// Whether a factor of m stands above that of d.
+    fn has_factor_pairs(&self) -> bool {
+        self.heads == Heads::Block(Scaling::Super16)
+    }
+
     /// How many factors of d a block has.
     fn factors(&self) -> usize {
         match self.heads {
-            Heads::Block(Scaling::SuperSymmetric) => 2,
+            Heads::Block(Scaling::Super16 | Scaling::SuperSymmetric) => 2,
             _ => 1,
         }
     }
@@ -299,17 +313,21 @@ impl Layout {
             group[m..][..2].copy_from_slice(&sub.m.to_le_bytes());
         }
         if let Some(scales) = place.scales {
-            for (s, factor) in sub.scales[..self.factors()].iter().enumerate() {
-                group[scales + 16 * s] = *factor;
+            for s in 0..self.factors() {
+                let above = match self.has_factor_pairs() {
+                    true => sub.mins[s] << 4,
+                    false => 0,
+                };
+                group[scales + 16 * s] = sub.scales[s] | above;
             }
         }
         if let Some(min) = place.min {
-            group[min] = sub.min;
+            group[min] = sub.mins[0];
         }
         place.codes
     }
 
-    /// Writes the codes of one row, of 8, 4 or 2 bits; `planes` starts at its byte of the block's first
+    /// Writes the codes of one row of a scheme's matrix; `planes` starts at its byte of the block's first
     /// plane.
     fn write_codes(&self, planes: &mut [u8], codes: &[u8; 32]) {
         if self.bits == 8 {
@@ -318,7 +336,7 @@ impl Layout {
             }
             return;
         }
-        if self.bits == 2 {
+        if self.is_ternary() {
             for (at, codes) in (0..).step_by(64).zip(codes.chunks_exact(16)) {
                 for t in 0..4 {
                     let code = |i: usize| codes[4 * i + t] << (2 * i);
@@ -347,7 +365,13 @@ impl Layout {
                 *factor = group[scales + 16 * s];
             }
         }
-        sub.min = place.min.map_or(0, |min| group[min]);
+        if self.has_factor_pairs() {
+            sub.mins = sub.scales.map(|pair| pair >> 4);
+            sub.scales = sub.scales.map(|pair| pair & 15);
+        }
+        if let Some(min) = place.min {
+            sub.mins[0] = group[min];
+        }
         self.read_codes(&group[place.codes..], &mut sub.codes);
         sub
     }
@@ -356,20 +380,20 @@ impl Layout {
     pub fn read_codes(&self, planes: &[u8], codes: &mut [u8; 32]) {
         for (k, code) in codes.iter_mut().enumerate() {
             let (half, i, t) = (k / 16, k % 16 / 4, k % 4);
-            if self.bits == 8 {
-                *code = planes[64 * (k / 4) + t];
-                continue;
-            }
-            if self.bits == 2 {
-                *code = planes[64 * half + 16 * t] >> (2 * i) & 3;
-                continue;
-            }
-            let high = match self.bits {
-                5 => planes[256 + t] >> (4 * half + 3 - i) & 1,
-                6 => planes[256 + 64 * half + t] >> PAIR_SHIFT[i] & 3,
-                _ => 0,
+            let nibble = |plane: usize, half: usize| planes[64 * plane + t] >> (4 * half) & 15;
+            *code = match self.bits {
+                8 => planes[64 * (k / 4) + t],
+                2 if self.is_ternary() => planes[64 * half + 16 * t] >> (2 * i) & 3,
+                2 => planes[64 * half + t] >> (2 * i) & 3,
+                3 if k < 24 => nibble(k / 8, i % 2) & 7,
+                3 => (0..3).fold(0, |code, bit| code | nibble(bit, i % 2) >> 3 << bit),
+                5 => nibble(i, half) | (planes[256 + t] >> (4 * half + 3 - i) & 1) << 4,
+                6 => {
+                    let high = planes[256 + 64 * half + t] >> PAIR_SHIFT[i] & 3;
+                    nibble(i, half) | high << 4
+                }
+                _ => nibble(i, half),
             };
-            *code = planes[64 * i + t] >> (4 * half) & 15 | high << 4;
         }
     }
 }

@@ -140,6 +140,11 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
         unsafe { vshlq_n_u8::<2>(a) }
     }
     #[inline(always)]
+    unsafe fn shr1(a: uint8x16_t) -> uint8x16_t {
+        // SAFETY: NEON, by the trait's contract.
+        unsafe { vshrq_n_u8::<1>(a) }
+    }
+    #[inline(always)]
     unsafe fn shr2(a: uint8x16_t) -> uint8x16_t {
         // SAFETY: NEON, by the trait's contract.
         unsafe { vshrq_n_u8::<2>(a) }
@@ -185,9 +190,17 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
     #[inline(always)]
     unsafe fn load_u8(p: *const u8) -> float32x4_t {
         // SAFETY: NEON and 4 readable bytes, by the trait's contract.
+        unsafe { widen_u8(vcreate_u8(u64::from(p.cast::<u32>().read_unaligned()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> [float32x4_t; 2] {
+        // SAFETY: NEON and 4 readable bytes, by the trait's contract.
         unsafe {
             let bytes = vcreate_u8(u64::from(p.cast::<u32>().read_unaligned()));
-            vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))))
+            [
+                widen_u8(vand_u8(bytes, vdup_n_u8(15))),
+                widen_u8(vshr_n_u8::<4>(bytes)),
+            ]
         }
     }
     #[inline(always)]
@@ -274,6 +287,13 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
             }
         }
     }
+}
+
+/// The first four bytes as f32.
+#[inline]
+#[target_feature(enable = "neon")]
+fn widen_u8(bytes: uint8x8_t) -> float32x4_t {
+    vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))))
 }
 
 /// The dot products of four rows with T tokens. Codes of fewer than 8 bits are the same numbers as

@@ -2,13 +2,13 @@
 //! have the choice written out, and a test compares them.
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use super::codes::{Eight, Five, Float8, Four, Six, Two};
+use super::codes::{Eight, Five, Float8, Four, Six, Ternary, Three, Two};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel::{Codes, Kernels, Scales, Tiles, Unpack};
 #[cfg(target_arch = "aarch64")]
 use super::neon;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use super::scales::{Affine, ByGroup, ByRow, OfFloats, Super, SuperSymmetric, Symmetric};
+use super::scales::{Affine, ByGroup, ByRow, OfFloats, Super, Super16, SuperSymmetric, Symmetric};
 #[cfg(target_arch = "x86_64")]
 use super::{
     q8::TOGETHER,
@@ -150,6 +150,8 @@ fn tiles(format: &Format, level: Level) -> Option<&'static Kernels> {
             GgmlDType::Q5_0 => of::<Five, Symmetric>(level),
             GgmlDType::Q5_1 => of::<Five, Affine>(level),
             GgmlDType::Q8_0 => of::<Eight, Symmetric>(level),
+            GgmlDType::Q2K => of::<Two, Super16>(level),
+            GgmlDType::Q3K => of::<Three, SuperSymmetric>(level),
             GgmlDType::Q4K => of::<Four, Super>(level),
             GgmlDType::Q5K => of::<Five, Super>(level),
             GgmlDType::Q6K => of::<Six, SuperSymmetric>(level),
@@ -168,10 +170,10 @@ fn tiles(format: &Format, level: Level) -> Option<&'static Kernels> {
             _ => None,
         },
         Format::Scheme(scheme @ Scheme::Ternary { .. }) => match scheme.group() {
-            None => of::<Two, ByRow>(level),
-            Some(32) => of::<Two, ByGroup<1, false>>(level),
-            Some(64) => of::<Two, ByGroup<2, false>>(level),
-            Some(128) => of::<Two, ByGroup<4, false>>(level),
+            None => of::<Ternary, ByRow>(level),
+            Some(32) => of::<Ternary, ByGroup<1, false>>(level),
+            Some(64) => of::<Ternary, ByGroup<2, false>>(level),
+            Some(128) => of::<Ternary, ByGroup<4, false>>(level),
             _ => None,
         },
     }

@@ -20,7 +20,7 @@ pub(super) fn rows<'a>(
     lane: usize,
     group: &mut [u8],
 ) {
-    use Scaling::{Affine, Super, SuperSymmetric, Symmetric};
+    use Scaling::{Affine, Super, Super16, SuperSymmetric, Symmetric};
     // Each arm is a copy of the code with these two known.
     match (format.bits, format.scaling) {
         (4, Symmetric) => strips(4, Symmetric, format, rows, lane, group),
@@ -28,6 +28,8 @@ pub(super) fn rows<'a>(
         (8, Symmetric) => strips(8, Symmetric, format, rows, lane, group),
         (4, Affine) => strips(4, Affine, format, rows, lane, group),
         (5, Affine) => strips(5, Affine, format, rows, lane, group),
+        (2, Super16) => strips(2, Super16, format, rows, lane, group),
+        (3, SuperSymmetric) => strips(3, SuperSymmetric, format, rows, lane, group),
         (4, Super) => strips(4, Super, format, rows, lane, group),
         (5, Super) => strips(5, Super, format, rows, lane, group),
         (6, SuperSymmetric) => strips(6, SuperSymmetric, format, rows, lane, group),
@@ -114,6 +116,23 @@ fn planes(format: &BlockFormat, block: &[u8], index: usize, out: &mut [u8]) {
                 write(4, all);
             }
         }
+        (Scaling::Super16, _) => {
+            let pairs = &block[16 + index / 4 * 32..][..32];
+            for part in 0..2 {
+                let code = |i: usize| bit_pairs(pairs, 4 * part + i, index) << (2 * i);
+                write(part, code(0) | code(1) | code(2) | code(3));
+            }
+        }
+        (Scaling::SuperSymmetric, 3) => {
+            let (high, pairs) = (&block[..32], &block[32 + index / 4 * 32..][..32]);
+            let code =
+                |i: usize| bit_pairs(pairs, i, index) | (word(high, i) >> index & 0x0101_0101) << 2;
+            let last = code(6) | code(7) << 4;
+            for i in 0..3 {
+                let bits = last >> i & 0x1111_1111;
+                write(i, code(2 * i) | code(2 * i + 1) << 4 | bits << 3);
+            }
+        }
         (Scaling::SuperSymmetric, _) => {
             let (half, quarter) = (index / 4, index % 4);
             let low = &block[64 * half + quarter % 2 * 32..][..32];
@@ -131,6 +150,12 @@ fn planes(format: &BlockFormat, block: &[u8], index: usize, out: &mut [u8]) {
             }
         }
     }
+}
+
+/// Word `i` of the codes of 32 values `index` of a block, of whose bit pairs a byte has four.
+#[inline(always)]
+fn bit_pairs(pairs: &[u8], i: usize, index: usize) -> u32 {
+    word(pairs, i) >> (2 * (index % 4)) & 0x0303_0303
 }
 
 /// Words `i` and `i + 4` of codes in the low (`half` 0) or high nibbles of their bytes, as one.

@@ -131,7 +131,7 @@ fn signed(format: &BlockFormat, code: u8) -> i16 {
     match format.scaling {
         Scaling::Symmetric if format.bits == 8 => i16::from(code as i8),
         Scaling::Symmetric | Scaling::SuperSymmetric => i16::from(code) - (1 << (format.bits - 1)),
-        Scaling::Affine | Scaling::Super => i16::from(code),
+        Scaling::Affine | Scaling::Super | Scaling::Super16 => i16::from(code),
     }
 }
 
@@ -141,7 +141,11 @@ fn scale(format: &BlockFormat, sub: &SubBlock, half: usize) -> (f32, f32) {
     match format.scaling {
         Scaling::Symmetric => (d, 0.0),
         Scaling::Affine => (d, m),
-        Scaling::Super => (d * f32::from(sub.scales[0]), -m * f32::from(sub.min)),
+        Scaling::Super => (d * f32::from(sub.scales[0]), -m * f32::from(sub.mins[0])),
+        Scaling::Super16 => (
+            d * f32::from(sub.scales[half]),
+            -m * f32::from(sub.mins[half]),
+        ),
         Scaling::SuperSymmetric => (d * f32::from(sub.scales[half] as i8), 0.0),
     }
 }

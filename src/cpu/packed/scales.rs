@@ -109,6 +109,42 @@ impl Scales for Super {
     }
 }
 
+/// [`Scaling::Super16`].
+pub(super) struct Super16;
+
+impl Scales for Super16 {
+    const BY_ROWS: bool = true;
+
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::new(C::BITS, Scaling::Super16) }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        // SAFETY: the head begins as that of `Super`.
+        unsafe { Super::open::<I>(head, lane) }
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (j, part): (usize, usize),
+        _: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has a byte with both factors for each row and each of 16 half blocks.
+        unsafe {
+            let [factor, min] = I::load_nibbles(head.add(64 + 32 * j + 16 * part + lane));
+            Scale {
+                scale: I::mul(shared[0], factor),
+                offset: I::mul(shared[1], min),
+            }
+        }
+    }
+}
+
 /// [`Scaling::SuperSymmetric`].
 pub(super) struct SuperSymmetric;
 

@@ -39,7 +39,8 @@ fn adversarial(rng: &mut StdRng, dtype: GgmlDType, rows: usize, cols: usize) -> 
         let at: &[usize] = match format.scaling {
             Scaling::Symmetric => &[0],
             Scaling::Affine | Scaling::Super => &[0, 2],
-            Scaling::SuperSymmetric => &[208],
+            Scaling::Super16 => &[80, 82],
+            Scaling::SuperSymmetric => &[format.bytes - 2],
         };
         for &at in at {
             let scale = f16::from_f32(scales[rng.random_range(0..scales.len())]);
@@ -98,7 +99,10 @@ fn expect(format: &BlockFormat, row: &[u8], x: &[f32], exact: &[f32]) -> Expecte
                 Scaling::Symmetric if format.bits == 8 => d * (255.0 + zero),
                 Scaling::Symmetric => d * (code + zero),
                 Scaling::Affine => d * code + m,
-                Scaling::Super => d * f64::from(sub.scales[0]) * code + m * f64::from(sub.min),
+                Scaling::Super => d * f64::from(sub.scales[0]) * code + m * f64::from(sub.mins[0]),
+                Scaling::Super16 => {
+                    d * f64::from(sub.scales[k / 16]) * code + m * f64::from(sub.mins[k / 16])
+                }
                 Scaling::SuperSymmetric => {
                     d * f64::from(sub.scales[k / 16] as i8).abs() * (code + zero)
                 }
@@ -140,13 +144,9 @@ fn check_in(
             for (t, row) in dequantized.chunks_exact_mut(cols).enumerate() {
                 q.dequantize_row(t, row).unwrap();
             }
-            for t in 0..m {
-                let at = t * cols..(t + 1) * cols;
-                expected.extend(
-                    blocks
-                        .chunks_exact(row_bytes)
-                        .map(|row| expect(&format, row, &dequantized[at.clone()], &x[at.clone()])),
-                );
+            for (near, exact) in dequantized.chunks_exact(cols).zip(x.chunks_exact(cols)) {
+                let rows = blocks.chunks_exact(row_bytes);
+                expected.extend(rows.map(|row| expect(&format, row, near, exact)));
             }
         }
         let mut out = vec![f32::NAN; m * rows];
@@ -187,10 +187,8 @@ fn check_in(
 fn dot_exact(format: &BlockFormat, row: &[u8], x: &[f32]) -> f64 {
     let mut w = vec![0.0; row.len() / format.bytes * format.values];
     dequantize(format.dtype, row, &mut w).unwrap();
-    w.iter()
-        .zip(x)
-        .map(|(w, x)| f64::from(*w) * f64::from(*x))
-        .sum()
+    let products = w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
+    products.sum()
 }
 
 #[test]
@@ -247,8 +245,8 @@ fn unpacking_agrees_with_candle_bit_for_bit() {
                 quantized(&mut rng, dtype, rows, cols),
                 adversarial(&mut rng, dtype, rows, cols),
             ] {
-                let storage =
-                    QStorage::from_data(Cow::Borrowed(&blocks), &Device::Cpu, dtype).unwrap();
+                let data = Cow::Borrowed(&blocks[..]);
+                let storage = QStorage::from_data(data, &Device::Cpu, dtype).unwrap();
                 let tensor = QTensor::new(storage, (rows, cols)).unwrap();
                 let theirs = tensor.dequantize(&Device::Cpu).unwrap();
                 let theirs = theirs.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -293,7 +291,7 @@ fn a_matrix_of_pieces_is_the_matrix_of_the_whole() {
         let padded = 64 * row_bytes;
         let size = whole.size_in_bytes();
         assert!(
-            size >= padded && size <= padded + padded / 32,
+            size >= padded && size <= padded + padded / 18,
             "{dtype:?}: {size} of {padded}"
         );
         assert_eq!(whole.group(0, &mut Vec::new()).as_ptr().align_offset(64), 0);
@@ -426,7 +424,7 @@ fn what_does_not_fit_is_refused_by_name() {
     let pack = |dtype, rows, cols, bytes| {
         PackedMatrix::pack(dtype, rows, cols, &vec![0; bytes]).map(|_| ())
     };
-    fails(pack(GgmlDType::Q2K, 1, 256, 84), "dtype");
+    fails(pack(GgmlDType::Q8K, 1, 256, 292), "dtype");
     fails(pack(GgmlDType::F32, 1, 32, 128), "dtype");
     fails(pack(GgmlDType::Q4_0, 1, 33, 18), "cols");
     fails(pack(GgmlDType::Q4_0, 1, 0, 0), "cols");

@@ -60,6 +60,9 @@ impl Isa for Wide {
     unsafe fn shl2(a: [u8; 64]) -> [u8; 64] {
         shift(a, |a| a << 2)
     }
+    unsafe fn shr1(a: [u8; 64]) -> [u8; 64] {
+        shift(a, |a| a >> 1)
+    }
     unsafe fn shr2(a: [u8; 64]) -> [u8; 64] {
         shift(a, |a| a >> 2)
     }
@@ -88,6 +91,11 @@ impl Isa for Wide {
     unsafe fn load_u8(p: *const u8) -> [f32; 16] {
         // SAFETY: by the trait's contract.
         unsafe { read::<16>(p) }.map(f32::from)
+    }
+    unsafe fn load_nibbles(p: *const u8) -> [[f32; 16]; 2] {
+        // SAFETY: by the trait's contract.
+        let bytes = unsafe { read::<16>(p) };
+        [bytes.map(|b| b & 15), bytes.map(|b| b >> 4)].map(|nibbles| nibbles.map(f32::from))
     }
     unsafe fn load_i8(p: *const u8) -> [f32; 16] {
         // SAFETY: by the trait's contract.
@@ -227,6 +235,8 @@ fn kernels_of_16_rows_agree_with_the_scalar_path() {
             GgmlDType::Q5_0 => products::<Five, Symmetric>(&matrix, &x),
             GgmlDType::Q5_1 => products::<Five, Affine>(&matrix, &x),
             GgmlDType::Q8_0 => products::<Eight, Symmetric>(&matrix, &x),
+            GgmlDType::Q2K => products::<Two, Super16>(&matrix, &x),
+            GgmlDType::Q3K => products::<Three, SuperSymmetric>(&matrix, &x),
             GgmlDType::Q4K => products::<Four, Super>(&matrix, &x),
             GgmlDType::Q5K => products::<Five, Super>(&matrix, &x),
             _ => products::<Six, SuperSymmetric>(&matrix, &x),
@@ -260,10 +270,14 @@ fn kernels_of_16_rows_agree_with_the_scalar_path_for_schemes() {
             (Scheme::Fp8, _) => products::<Float8, OfFloats<0>>(&matrix, &x),
             (Scheme::Fp8Block128, _) => products::<Float8, OfFloats<4>>(&matrix, &x),
             (Scheme::Int8, _) => products::<Eight, ByRow>(&matrix, &x),
-            (Scheme::Ternary { .. }, None) => products::<Two, ByRow>(&matrix, &x),
-            (Scheme::Ternary { .. }, Some(32)) => products::<Two, ByGroup<1, false>>(&matrix, &x),
-            (Scheme::Ternary { .. }, Some(64)) => products::<Two, ByGroup<2, false>>(&matrix, &x),
-            (Scheme::Ternary { .. }, _) => products::<Two, ByGroup<4, false>>(&matrix, &x),
+            (Scheme::Ternary { .. }, None) => products::<Ternary, ByRow>(&matrix, &x),
+            (Scheme::Ternary { .. }, Some(32)) => {
+                products::<Ternary, ByGroup<1, false>>(&matrix, &x)
+            }
+            (Scheme::Ternary { .. }, Some(64)) => {
+                products::<Ternary, ByGroup<2, false>>(&matrix, &x)
+            }
+            (Scheme::Ternary { .. }, _) => products::<Ternary, ByGroup<4, false>>(&matrix, &x),
             (_, Some(32)) if scheme.has_zeros() => products::<Four, ByGroup<1, true>>(&matrix, &x),
             (_, Some(64)) if scheme.has_zeros() => products::<Four, ByGroup<2, true>>(&matrix, &x),
             (_, _) if scheme.has_zeros() => products::<Four, ByGroup<4, true>>(&matrix, &x),

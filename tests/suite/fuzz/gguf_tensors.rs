@@ -10,7 +10,7 @@ use candle_fused::ops::{Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::quant::{self, BlockFormat};
 use std::sync::Arc;
 
-const DTYPES: [GgmlDType; 10] = [
+const DTYPES: [GgmlDType; 11] = [
     GgmlDType::Q4_0,
     GgmlDType::Q4_1,
     GgmlDType::Q5_0,
@@ -20,6 +20,7 @@ const DTYPES: [GgmlDType; 10] = [
     GgmlDType::Q5K,
     GgmlDType::Q6K,
     GgmlDType::Q2K,
+    GgmlDType::Q3K,
     GgmlDType::F16,
 ];
 

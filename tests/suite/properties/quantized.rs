@@ -14,12 +14,14 @@ use candle_fused::ops::{Activation, Epilogue, Weight, quant_linear};
 use candle_fused::quant::Quantization;
 use proptest::prelude::*;
 
-const FORMATS: [&str; 16] = [
+const FORMATS: [&str; 18] = [
     "q4_0",
     "q4_1",
     "q5_0",
     "q5_1",
     "q8_0",
+    "q2k",
+    "q3k",
     "q4k",
     "q5k",
     "q6k",

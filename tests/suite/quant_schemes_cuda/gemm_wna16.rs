@@ -49,12 +49,14 @@ const SUBJECTS: [Subject; 2] = [
 
 const LIBRARY: &str = "gemm_dequantized_cublaslt";
 
-const GGUF: [GgmlDType; 8] = [
+const GGUF: [GgmlDType; 10] = [
     GgmlDType::Q4_0,
     GgmlDType::Q4_1,
     GgmlDType::Q5_0,
     GgmlDType::Q5_1,
     GgmlDType::Q8_0,
+    GgmlDType::Q2K,
+    GgmlDType::Q3K,
     GgmlDType::Q4K,
     GgmlDType::Q5K,
     GgmlDType::Q6K,

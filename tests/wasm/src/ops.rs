@@ -69,10 +69,10 @@ pub fn schemes() -> Result<()> {
 }
 
 pub fn blocks() -> Result<()> {
-    use GgmlDType::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    use GgmlDType::{Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
     let (rows, cols) = (36, 512);
     let values = noise(&[rows, cols])?;
-    for dtype in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K] {
+    for dtype in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {
         let blocks = QTensor::quantize(&values, dtype)?;
         let packed = PackedMatrix::pack(dtype, rows, cols, &blocks.data()?)?;
         let weight = Weight::Packed(Arc::new(packed));

@@ -169,6 +169,11 @@ impl Isa for Avx2 {
         unsafe { _mm256_slli_epi16::<2>(a) }
     }
     #[inline(always)]
+    unsafe fn shr1(a: __m256i) -> __m256i {
+        // SAFETY: AVX2, by the trait's contract.
+        unsafe { _mm256_srli_epi16::<1>(a) }
+    }
+    #[inline(always)]
     unsafe fn shr2(a: __m256i) -> __m256i {
         // SAFETY: AVX2, by the trait's contract.
         unsafe { _mm256_srli_epi16::<2>(a) }
@@ -214,6 +219,15 @@ impl Isa for Avx2 {
     unsafe fn load_u8(p: *const u8) -> __m256 {
         // SAFETY: AVX2 and 8 readable bytes, by the trait's contract.
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> [__m256; 2] {
+        // SAFETY: AVX2 and 8 readable bytes, by the trait's contract.
+        unsafe {
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+            let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+            [low, _mm256_srli_epi32::<4>(bytes)].map(|v| _mm256_cvtepi32_ps(v))
+        }
     }
     #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> __m256 {
@@ -307,7 +321,7 @@ unsafe fn few_bits<C: Codes, const T: usize, const P: usize>(
         let ones = _mm256_set1_epi16(1);
         let mut codes = C::open::<Avx2>(planes, part);
         let run = match C::BITS {
-            2 | 4 => 8,
+            ..=4 => C::VECTORS,
             5 => 4,
             _ => 2,
         };

@@ -116,6 +116,11 @@ impl Isa for Avx512 {
         unsafe { _mm512_slli_epi16::<2>(a) }
     }
     #[inline(always)]
+    unsafe fn shr1(a: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract.
+        unsafe { _mm512_srli_epi16::<1>(a) }
+    }
+    #[inline(always)]
     unsafe fn shr2(a: __m512i) -> __m512i {
         // SAFETY: AVX-512, by the trait's contract.
         unsafe { _mm512_srli_epi16::<2>(a) }
@@ -155,6 +160,15 @@ impl Isa for Avx512 {
     unsafe fn load_u8(p: *const u8) -> __m512 {
         // SAFETY: AVX-512 and 16 readable bytes, by the trait's contract.
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> [__m512; 2] {
+        // SAFETY: AVX-512 and 16 readable bytes, by the trait's contract.
+        unsafe {
+            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+            let low = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
+            [low, _mm512_srli_epi32::<4>(bytes)].map(|v| _mm512_cvtepi32_ps(v))
+        }
     }
     #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> __m512 {

@@ -2,7 +2,7 @@
 //! one exact integer: scales are applied once for four blocks, and with AVX-512 codes are multiplied where they lie in
 //! their bytes.
 
-use super::super::codes::Two;
+use super::super::codes::Ternary;
 use super::super::kernel::{Isa, Scales};
 use super::super::layout::ROW_GROUP;
 use super::super::q8::Q8Block;
@@ -37,7 +37,7 @@ pub(in super::super) type OneToken =
 /// scale, as the weights' have.
 ///
 /// # Safety
-/// The processor has `I`, `weights` points to a row group of `Two` with S of `blocks` blocks, `x` to as many, which
+/// The processor has `I`, `weights` points to a row group of `Ternary` with S of `blocks` blocks, `x` to as many, which
 /// are those of `dots`.
 #[inline(always)]
 pub(super) unsafe fn group<I: Isa, S: Scales, D: Dots<I, H>, const H: usize, const RUN: usize>(
@@ -47,7 +47,7 @@ pub(super) unsafe fn group<I: Isa, S: Scales, D: Dots<I, H>, const H: usize, con
     dots: D,
     sums: &mut [f32; ROW_GROUP],
 ) {
-    let layout = S::layout::<Two>();
+    let layout = S::layout::<Ternary>();
     let lanes: [usize; H] = std::array::from_fn(|h| h * I::ROWS);
     // SAFETY: chunk by chunk this walks over the group and the token, which the caller vouches for.
     unsafe {

@@ -33,12 +33,14 @@ const SHAPES: [(usize, usize, bool); 17] = [
     (128256, 4096, false),
 ];
 
-const FORMATS: [&str; 15] = [
+const FORMATS: [&str; 17] = [
     "q4_0",
     "q4_1",
     "q5_0",
     "q5_1",
     "q8_0",
+    "q2k",
+    "q3k",
     "q4k",
     "q5k",
     "q6k",

@@ -58,6 +58,8 @@ static GGUF: Module = Module::new(
         "gemm_wna16_mma_gguf_q5_0",
         "gemm_wna16_mma_gguf_q5_1",
         "gemm_wna16_mma_gguf_q8_0",
+        "gemm_wna16_mma_gguf_q2_k",
+        "gemm_wna16_mma_gguf_q3_k",
         "gemm_wna16_mma_gguf_q4_k",
         "gemm_wna16_mma_gguf_q5_k",
         "gemm_wna16_mma_gguf_q6_k"
@@ -81,12 +83,14 @@ struct Of {
 }
 
 /// Stages of a warp and bytes of each, as the kernels assert them.
-const GGUF_STAGES: [[usize; 2]; 8] = [
+const GGUF_STAGES: [[usize; 2]; 10] = [
     [4, 1152],
     [4, 1280],
     [4, 1408],
     [4, 1536],
     [3, 2176],
+    [8, 768],
+    [4, 1024],
     [4, 1280],
     [4, 1536],
     [3, 1792],

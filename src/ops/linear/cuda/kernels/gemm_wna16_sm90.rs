@@ -57,6 +57,8 @@ static GGUF: Module = Module::new(
         "gemm_wna16_sm90_gguf_q5_0",
         "gemm_wna16_sm90_gguf_q5_1",
         "gemm_wna16_sm90_gguf_q8_0",
+        "gemm_wna16_sm90_gguf_q2_k",
+        "gemm_wna16_sm90_gguf_q3_k",
         "gemm_wna16_sm90_gguf_q4_k",
         "gemm_wna16_sm90_gguf_q5_k",
         "gemm_wna16_sm90_gguf_q6_k"
@@ -88,7 +90,7 @@ struct Of {
     sums: bool,
 }
 
-/// Whether something is added to all values of a block.
+/// Whether something is added to all values of a block, whose sum of x is taken then.
 fn has_offset(scaling: Scaling) -> bool {
     matches!(scaling, Scaling::Affine | Scaling::Super)
 }

@@ -4,6 +4,7 @@ use super::super::plan::Planned;
 use super::super::problem::{Case, WeightFormat};
 use super::gemv::{Core, GemvPlan};
 use crate::cuda::{Grid, Module, fatbin, kernel_index};
+use crate::quant::{BlockFormat, Format, Scaling};
 use candle_core::DType;
 use std::sync::Arc;
 
@@ -17,6 +18,8 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_gguf_q5_0",
         "gemv_gguf_q5_1",
         "gemv_gguf_q8_0",
+        "gemv_gguf_q2_k",
+        "gemv_gguf_q3_k",
         "gemv_gguf_q4_k",
         "gemv_gguf_q5_k",
         "gemv_gguf_q6_k",
@@ -33,6 +36,8 @@ static LATENCY: Module = Module::new(
         "gemv_gguf_latency_f32_q5_0",
         "gemv_gguf_latency_f32_q5_1",
         "gemv_gguf_latency_f32_q8_0",
+        "gemv_gguf_latency_f32_q2_k",
+        "gemv_gguf_latency_f32_q3_k",
         "gemv_gguf_latency_f32_q4_k",
         "gemv_gguf_latency_f32_q5_k",
         "gemv_gguf_latency_f32_q6_k",
@@ -41,6 +46,8 @@ static LATENCY: Module = Module::new(
         "gemv_gguf_latency_f16_q5_0",
         "gemv_gguf_latency_f16_q5_1",
         "gemv_gguf_latency_f16_q8_0",
+        "gemv_gguf_latency_f16_q2_k",
+        "gemv_gguf_latency_f16_q3_k",
         "gemv_gguf_latency_f16_q4_k",
         "gemv_gguf_latency_f16_q5_k",
         "gemv_gguf_latency_f16_q6_k",
@@ -49,6 +56,8 @@ static LATENCY: Module = Module::new(
         "gemv_gguf_latency_bf16_q5_0",
         "gemv_gguf_latency_bf16_q5_1",
         "gemv_gguf_latency_bf16_q8_0",
+        "gemv_gguf_latency_bf16_q2_k",
+        "gemv_gguf_latency_bf16_q3_k",
         "gemv_gguf_latency_bf16_q4_k",
         "gemv_gguf_latency_bf16_q5_k",
         "gemv_gguf_latency_bf16_q6_k",
@@ -57,6 +66,8 @@ static LATENCY: Module = Module::new(
         "gemv_gguf_latency_wide_f32_q5_0",
         "gemv_gguf_latency_wide_f32_q5_1",
         "gemv_gguf_latency_wide_f32_q8_0",
+        "gemv_gguf_latency_wide_f32_q2_k",
+        "gemv_gguf_latency_wide_f32_q3_k",
         "gemv_gguf_latency_wide_f32_q4_k",
         "gemv_gguf_latency_wide_f32_q5_k",
         "gemv_gguf_latency_wide_f32_q6_k",
@@ -65,6 +76,8 @@ static LATENCY: Module = Module::new(
         "gemv_gguf_latency_wide_f16_q5_0",
         "gemv_gguf_latency_wide_f16_q5_1",
         "gemv_gguf_latency_wide_f16_q8_0",
+        "gemv_gguf_latency_wide_f16_q2_k",
+        "gemv_gguf_latency_wide_f16_q3_k",
         "gemv_gguf_latency_wide_f16_q4_k",
         "gemv_gguf_latency_wide_f16_q5_k",
         "gemv_gguf_latency_wide_f16_q6_k",
@@ -73,6 +86,8 @@ static LATENCY: Module = Module::new(
         "gemv_gguf_latency_wide_bf16_q5_0",
         "gemv_gguf_latency_wide_bf16_q5_1",
         "gemv_gguf_latency_wide_bf16_q8_0",
+        "gemv_gguf_latency_wide_bf16_q2_k",
+        "gemv_gguf_latency_wide_bf16_q3_k",
         "gemv_gguf_latency_wide_bf16_q4_k",
         "gemv_gguf_latency_wide_bf16_q5_k",
         "gemv_gguf_latency_wide_bf16_q6_k",
@@ -80,7 +95,7 @@ static LATENCY: Module = Module::new(
 );
 
 /// GGUF formats.
-const FORMATS: usize = 8;
+const FORMATS: usize = BlockFormat::DTYPES.len();
 
 /// Dtypes of x, in the order of the kernels for small products.
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -141,6 +156,14 @@ pub(crate) fn latency(case: &Case) -> Planned {
     }))
 }
 
+/// Sums of x of a group: of the blocks, or of their halves where these have an offset each.
+fn sums_of_group(case: &Case) -> usize {
+    match case.weight {
+        WeightFormat::Quantized(Format::Block(block)) if block.scaling == Scaling::Super16 => 8,
+        _ => 4,
+    }
+}
+
 /// Four rows a launch.
 pub(crate) fn plan(case: &Case) -> Planned {
     let short = case.k < SHORT;
@@ -152,8 +175,8 @@ pub(crate) fn plan(case: &Case) -> Planned {
         k_block: GROUP / 4,
         // Warps that share a short row run out of groups: with N tiles enough they need not.
         prefetched: if short && case.n() >= MANY { 8 } else { 2 },
-        // Two parts of 16 bits for each value, and twice for the sum of each block of 32.
-        row: case.k.div_ceil(GROUP) * (4 * GROUP + 32),
+        // Two parts of 16 bits for each value, and twice for each sum.
+        row: case.k.div_ceil(GROUP) * (4 * GROUP + 8 * sums_of_group(case)),
         padded: false,
         fills: false,
     };
