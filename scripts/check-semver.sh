@@ -7,7 +7,7 @@
 # ~/.cache/candle-fused-ci/tools). Build products go to $CARGO_TARGET_DIR as always.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-baseline="${1:-045e8e1}"
+baseline="${1:-3970e84}"
 tools="${CANDLE_FUSED_TOOLS:-$HOME/.cache/candle-fused-ci/tools}"
 export PATH="$tools/bin:$PATH"
 

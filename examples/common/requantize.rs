@@ -9,7 +9,8 @@ use candle_core::Device;
 use candle_core::quantized::gguf_file::{self, Content};
 use candle_core::quantized::{GgmlDType, QTensor};
 
-/// What a matrix that is no multiple of 256 wide becomes in place of a K-quant, as in llama.cpp.
+/// What a matrix that is no multiple of 256 wide becomes in place of a K-quant, as in llama.cpp; Q2_K and Q3_K
+/// become Q4_0, for candle has no IQ4_NL.
 pub fn fallback(dtype: GgmlDType) -> GgmlDType {
     match dtype {
         GgmlDType::Q2K | GgmlDType::Q3K => GgmlDType::Q4_0,

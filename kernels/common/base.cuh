@@ -144,7 +144,7 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float v, float* 
   return total;
 }
 
-// threadIdx.x, read anew wherever it is asked for: what is computed from it takes no registers in a loop before.
+// threadIdx.x, by a volatile read: the compiler does not keep values that are derived from it live across an earlier loop.
 __device__ __forceinline__ uint32_t thread_now() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

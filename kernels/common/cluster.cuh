@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t rank) {
 __device__ __forceinline__ void barrier_arrive_at(uint32_t there) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
-// Likewise, by the threads for which `arrives` holds, without a branch.
+// Likewise, predicated: by the threads for which `arrives` holds, without a branch.
 __device__ __forceinline__ void barrier_arrive_if(bool arrives, uint32_t there) {
   asm volatile(
       "{\n.reg .pred arrives;\nsetp.ne.b32 arrives, %0, 0;\n"

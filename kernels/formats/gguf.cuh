@@ -10,12 +10,13 @@
 //   high     4 bytes for each group and lane for 3 and 5 bits, 8 for 6, 16 for 8: what is left
 //   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks
 //   factors  K formats only, 2 bytes for each block: s and n (u8), or the two s of Q3_K and Q6_K (i8), or for each
-//            half of Q2_K a byte of s and, above it, n
+//            half of Q2_K a byte, s in its low and n in its high 4 bits
 //
 // and padding to a multiple of 16 bytes. Codes are unpacked from a word in pairs, one in each half of 32 bits: pair j
 // of a lane's 8 is codes 2j and 2j + 1. It is
 //
-//   low      bits 4j and 16 + 4j of the block's word; for 2 and 3 bits as the high ones of 6
+//   low      bits 4j and 16 + 4j of the block's word; for 2 and 3 bits, bits 2i and 16 + 2i of word b / 2 and those
+//           above them, i being 4 (b % 2) + j
 //   high, 5  bits 4b + j and 16 + 4b + j of the word, b being the block; for 3 bits likewise
 //   high, 6  bits 2i and 16 + 2i of word b / 2, i being 4 (b % 2) + j, and those above them
 //   8 bits   bytes j % 2 and 2 + j % 2 of word j / 2 of the block, two's complement

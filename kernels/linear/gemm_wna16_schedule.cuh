@@ -18,7 +18,9 @@ template <int TOKENS> struct GemmShape {
   // two blocks of a multiprocessor have more registers.
   static constexpr bool PRODUCER = TOKENS > GEMM_WNA16_SMALL_TOKENS;
   static constexpr int THREADS = CONSUMERS + (PRODUCER ? 128 : 0);
-  // Of a thread. A CTA with a producer has 168 for each of its threads: with more in all, `setmaxnreg` waits for ever.
+  // Of a thread. A CTA with a producer is launched with 168 for each of its 384 threads: with more in all, `setmaxnreg`
+  // waits for ever.
+  static_assert(!PRODUCER || THREADS == 384);
   static constexpr int PRODUCER_REGISTERS = TOKENS == 256 ? 24 : 40, CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
   static constexpr int CHANNELS = GEMM_WNA16_CHANNELS;
   static_assert(CHANNELS == 16 * WARPS);
@@ -51,7 +53,7 @@ template <int TOKENS> struct GemmSchedule {
   const uint32_t cluster, rank;  // CTAs of the cluster, and which of them this is
   const uint32_t k_blocks;
 
-  // Where there is a producer, consumers have no registers for them between their uses.
+  // Where there is a producer they are read from %tid anew: kept live, they would be spilled in the main loop.
   static __device__ uint32_t thread() { return Shape::PRODUCER ? thread_now() : threadIdx.x; }
   static __device__ uint32_t warp() { return thread() / WARP; }
   static __device__ uint32_t lane() { return thread() % WARP; }

@@ -17,7 +17,7 @@
 //
 // For few tokens, where issuing instructions bounds a product, weights are not scaled: a group of them gives sums of
 // its own, which are scaled in f32. What a GGUF format adds to all weights of a block meets the sum of its 32 values
-// of x, which the preceding kernel has computed.
+// of x, which the preceding kernel has computed. Q2_K, which adds to each 16, is dequantized here too.
 //
 // x of more than 8 significant bits comes as two rows of operand B for each token, the second what rounding to bf16
 // leaves over; their sums are added up.
@@ -225,12 +225,13 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   __device__ __forceinline__ uint32_t after(const Block& block) const { return Weights::loaded(block) & (g.split_k >> 16); }
 
   // The sums of a segment, not scaled by channel, in a CTA with a producer. The first block of K is on its way. `steps`
-  // counts the stages, and both phases of their barriers.
+  // is the step modulo 2 STAGES: its stage is steps % STAGES, the parity of its barriers steps / STAGES.
   //
-  // `ptxas` spills what is live while outputs are written, and then loads it in every step, or waits for a weight to store
-  // it. So what the loop uses begins to live in front of it.
+  // `ptxas` spills a value along its whole live range, so one that is live while outputs are written would be loaded from
+  // local memory in every step, and a weight stored there as soon as it comes. Live ranges begin in front of the loop.
   __device__ __forceinline__ void multiply_segment(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
                                                   const Segment& of, uint32_t& steps) const {
+    static_assert(Shape::PRODUCER && LOADS_EARLY && !BY_GROUPS);
     uint32_t k_block = of.begin, end = of.end, first_full = barriers, first_x = first_operand, step = steps;
     asm volatile("" : "+r"(k_block), "+r"(end), "+r"(first_full), "+r"(first_x), "+r"(step));
     blocks[1] = blocks[0];

@@ -77,7 +77,7 @@ fn as_exact_as_candle(bytes: &[u8], input: &Tensor, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The K types are 256 wide; files in Q3_K_M mix them as this does, the others are their smaller relatives.
+/// The K types are 256 wide. Files in Q3_K_M mix them as the first does; the others are Q2_K, Q3_K_S and Q3_K_L.
 #[test]
 fn files_that_mix_k_types_are_as_exact_as_candles() -> Result<()> {
     use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K};

@@ -8,11 +8,13 @@ use common::shapes::Shape;
 use {super::Contender, super::products::Tensors, crate::figures::Work, crate::place::Place};
 
 /// Weight formats of the grid.
-const FORMATS: [&str; 9] = [
+const FORMATS: [&str; 11] = [
     "bf16",
     "q8_0",
     "q4_0",
+    "q2k",
     "q4k",
+    "q6k",
     "int8",
     "fp8",
     "fp8-block128",

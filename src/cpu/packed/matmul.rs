@@ -33,7 +33,7 @@ impl PackedMatrix {
     /// `out[(t - tokens.start) * out_stride + (r - rows.start)]` = sum over k of W[r, k] x[t, k], for
     /// the given rows and tokens, on the calling thread.
     ///
-    /// The dot product of each 32 (Q6_K: 16) codes is exact; these are added up in f32 along k, so
+    /// The dot product of each 32 (Q2_K, Q3_K and Q6_K: 16) codes is exact; these are added up in f32 along k, so
     /// that levels differ by roundings of f32 only. A `level` that the processor does not have gives
     /// its best instead.
     ///

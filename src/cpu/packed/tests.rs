@@ -289,9 +289,11 @@ fn a_matrix_of_pieces_is_the_matrix_of_the_whole() {
             assert_eq!(whole.group(group, &mut one), pieces, "{dtype:?}");
         }
         let padded = 64 * row_bytes;
+        // Q3_K has its scales in bytes.
+        let more = if dtype == GgmlDType::Q3K { 18 } else { 32 };
         let size = whole.size_in_bytes();
         assert!(
-            size >= padded && size <= padded + padded / 18,
+            size >= padded && size <= padded + padded / more,
             "{dtype:?}: {size} of {padded}"
         );
         assert_eq!(whole.group(0, &mut Vec::new()).as_ptr().align_offset(64), 0);

@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 23] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 24] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -34,10 +34,11 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 23] = [
     ("int4-g128", DType::BF16, 17, 4096, 4096, "gemm_wna16_sm90"),
     ("int4-g128", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
     ("int4-g128", DType::BF16, 4096, 512, 512, "gemm_wna16_sm90"),
+    ("int4-g128", DType::F16, 100, 512, 512, "gemm_wna16_sm90"),
     (
         "int4-g128",
         DType::F16,
-        100,
+        513,
         512,
         512,
         "gemm_dequantized_cublaslt",
@@ -57,7 +58,7 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 23] = [
         2048,
         512,
         512,
-        "gemm_dequantized_cublaslt",
+        "gemm_wna16_sm90",
     ),
     ("ternary-row", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     ("ternary-row", DType::BF16, 16, 4096, 4096, "gemm_wna16_mma"),

@@ -32,7 +32,7 @@ const SUBJECTS: [Subject; 2] = [
         kernel: "gemm_wna16_sm90",
         architectures: 90..=90,
         rows: &[2, 8, 9, 16, 31, 64, 100, 128, 300, 700],
-        few: &[2, 5, 12, 20, 50],
+        few: &[2, 5, 12, 20, 50, 100, 130],
         takes: |_| true,
         most: |_| usize::MAX,
     },
@@ -165,14 +165,15 @@ fn clusters_have_shares_of_all_tiles() -> Result<()> {
     for device in subject.gpus()? {
         for (name, weights) in subject.pairs(n, k, &device)? {
             let weights = &weights[..1];
-            for m in [450, 512] {
-                let x = randn_on(&[m, k], DType::BF16, &device)?;
+            // f16 has two rows of operand B for each token.
+            for (m, dtype) in [(450, DType::BF16), (512, DType::BF16), (225, DType::F16)] {
+                let x = randn_on(&[m, k], dtype, &device)?;
                 let product = |kernel| {
                     with_kernel(Some(kernel), || {
                         quant_linear(&x, Prologue::None, weights, &Epilogue::default())
                     })
                 };
-                let rows = Tensor::new(&[0u32, 127, 128, 300, m as u32 - 1], &device)?;
+                let rows = Tensor::new(&[0u32, 127, 128, 200, m as u32 - 1], &device)?;
                 let some = x.index_select(&rows, 0)?;
                 let expected = reference(&some, Prologue::None, weights, &Epilogue::default())?;
                 let expected = Tensor::new(expected.concat(), &Device::Cpu)?.reshape((5, n))?;
@@ -215,7 +216,9 @@ fn with_prologues(subject: &Subject, device: &Device) -> Result<()> {
             for (j, &m) in subject.few.iter().enumerate() {
                 let dtype = [DType::F32, DType::F16, DType::BF16][(i + j + f) % 3];
                 let most = (subject.most)(&name) / if dtype == DType::F16 { 2 } else { 1 };
-                if m > most {
+                // Tiles of few tokens round the weights of Q2_K, so the kernel refuses rows that are to keep 16 bits.
+                let rounds = subject.kernel == "gemm_wna16_sm90" && name == "Q2K";
+                if m > most || (rounds && dtype == DType::F32 && m <= 8) {
                     continue;
                 }
                 let activation = ACTIVATIONS[(i + f + j) % ACTIVATIONS.len()];

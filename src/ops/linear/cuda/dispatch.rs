@@ -44,10 +44,11 @@ const WNA16_MMA_OF_INTEGERS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16
 const WNA16_MMA_NOTE: &str =
     "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";
 
-/// M of blocks, INT8 and FP8 for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library.
-const WNA16_SM90: [usize; 2] = [2, 1024];
-/// Twice as many rows of operand B keep the bits of f16.
-const WNA16_SM90_OF_EACH: &[Rows] = &[(BF16, WNA16_SM90), (F32, WNA16_SM90), (F16, [2, 64])];
+/// M for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library, as measured on an
+/// H200 with 14336x4096: GGUF blocks, which dequantize fast, and all others. Twice as many rows of operand B keep the bits
+/// of f16.
+const WNA16_SM90_BLOCKS: &[Rows] = &[(BF16, [2, 1536]), (F32, [2, 1536]), (F16, [2, 192])];
+const WNA16_SM90: &[Rows] = &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 512])];
 
 /// M of dense weights for which `gemm_dense_sm90` may be the fastest kernel; its plan says for which products.
 const DENSE_SM90: [usize; 2] = [2, 256];
@@ -237,6 +238,16 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
+        kernel: "gemm_wna16_sm90",
+        source: "linear/gemm_wna16_sm90_gguf.cu",
+        formats: Formats::GGUF,
+        x: &[(BF16, [2, 16])],
+        arch: [90, 90],
+        plan: gemm_wna16_sm90::many_channels,
+        note: "Q3_K and Q6_K, whose scales of 16 values cost the next kernel more, with many output channels",
+        ..RULE
+    },
+    Rule {
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_gguf.cu",
         formats: Formats::GGUF,
@@ -270,7 +281,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_gguf.cu",
         formats: Formats::GGUF.or(Formats::INT8),
-        x: WNA16_SM90_OF_EACH,
+        x: WNA16_SM90_BLOCKS,
         arch: [90, 90],
         plan: gemm_wna16_sm90::plan,
         note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
@@ -280,7 +291,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90.cu",
         formats: Formats::INT4.or(Formats::TERNARY),
-        x: &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 64])],
+        x: WNA16_SM90,
         arch: [90, 90],
         plan: gemm_wna16_sm90::plan,
         note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
@@ -290,7 +301,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_fp8.cu",
         formats: Formats::FP8,
-        x: WNA16_SM90_OF_EACH,
+        x: WNA16_SM90,
         arch: [90, 90],
         plan: gemm_wna16_sm90::plan,
         note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",

@@ -90,9 +90,19 @@ struct Of {
     sums: bool,
 }
 
-/// Whether something is added to all values of a block, whose sum of x is taken then.
-fn has_offset(scaling: Scaling) -> bool {
-    matches!(scaling, Scaling::Affine | Scaling::Super)
+/// Whether kernels for few tokens add what a format adds to the values of a block by their sum of x, as `BY_GROUPS` and
+/// `HAS_OFFSET` in `kernels/linear/` say. Those of [`Scaling::Super16`] dequantize weights instead, rounded to bf16: their
+/// offsets would want sums of 16 values.
+fn takes_sums_of_x(scaling: Scaling) -> bool {
+    match scaling {
+        Scaling::Affine | Scaling::Super => true,
+        Scaling::Symmetric | Scaling::SuperSymmetric | Scaling::Super16 => false,
+    }
+}
+
+/// Whether tiles of few tokens have their weights rounded, too.
+fn rounds_weights(case: &Case) -> bool {
+    matches!(case.weight, WeightFormat::Quantized(Format::Block(block)) if block.scaling == Scaling::Super16)
 }
 
 fn of(case: &Case) -> std::result::Result<Of, &'static str> {
@@ -109,7 +119,7 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
             &GGUF,
             kernel_index(format),
             order::GGUF,
-            has_offset(block.scaling),
+            takes_sums_of_x(block.scaling),
         ),
         WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
             Scheme::Int8 => of(&INTEGERS, 0, order::INT8, false),
@@ -146,6 +156,20 @@ struct Gemm {
     vectors: bool,
 }
 
+/// Output channels from which on the kernel beats `gemm_wna16_mma` for 2 to 16 rows of x and [`Scaling::SuperSymmetric`]:
+/// on an H200 14336x4096 takes 25 to 28 us instead of 34 to 42, 6144x4096 the same as there, smaller products up to 1.4
+/// times as long.
+const MANY_CHANNELS: usize = 12_288;
+
+/// Few rows and blocks with a scale for each 16 values.
+pub(crate) fn many_channels(case: &Case) -> Planned {
+    let of_halves = matches!(case.weight, WeightFormat::Quantized(Format::Block(block)) if block.scaling == Scaling::SuperSymmetric);
+    if !of_halves || case.n() < MANY_CHANNELS {
+        return Err("scales are not those of 16 values, or there are few output channels");
+    }
+    plan(case)
+}
+
 /// Any number of tokens, K and N.
 pub(crate) fn plan(case: &Case) -> Planned {
     let of = of(case)?;
@@ -157,6 +181,9 @@ pub(crate) fn plan(case: &Case) -> Planned {
         DType::F32 if case.m > SPLIT_M => 1,
         _ => 2,
     };
+    if parts == 2 && case.x == DType::F32 && rounds_weights(case) {
+        return Err("weights with an offset for each 16 values would be rounded to bf16");
+    }
     let rows = case.m * parts;
     let k_blocks = case.k.div_ceil(BLOCK_K);
     let tiling = Tiling::of(&case.gpu, [case.n(), rows, k_blocks]);
