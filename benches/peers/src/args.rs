@@ -24,10 +24,18 @@ pub struct Args {
     /// Threads that do nothing but take time away meanwhile.
     #[arg(long, default_value_t = 0)]
     pub busy: u32,
+    /// A built `llama-bench` of ik_llama.cpp, which is measured beside the others.
+    #[arg(long, value_name = "PATH")]
+    pub ik: Option<PathBuf>,
     /// The report's path without its extension: .md and .json are written.
     #[arg(long, default_value = "../runs/peers")]
     pub out: PathBuf,
 }
+
+/// Tokens of the prompt that is measured, and behind which decoding is.
+pub const PREFILL: usize = 512;
+pub const NEAR: usize = 64;
+pub const FAR: usize = 2000;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

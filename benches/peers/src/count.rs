@@ -1,7 +1,8 @@
 //! One decode step or one prompt of one side, in a function that a profiler can be told to watch.
 
+use crate::args::PREFILL;
 use crate::model::Sequence;
-use crate::plan::{POSITIONS, PREFILL, TEXT};
+use crate::plan::{POSITIONS, TEXT};
 use crate::serve::Side;
 use anyhow::{Result, ensure};
 use clap::ValueEnum;

@@ -1,4 +1,4 @@
-//! candle-fused beside llama.cpp on the CPU: the same file, prompt tokens and number of threads.
+//! candle-fused beside llama.cpp, and ik_llama.cpp, on the CPU: the same file, prompt tokens and number of threads.
 //!
 //! ```text
 //! cargo run --release -- --threads 2 --model SmolLM2-135M-Instruct.Q4_1.gguf
@@ -13,6 +13,7 @@ mod fused;
 #[path = "../../../examples/common/gguf_vocab.rs"]
 #[allow(dead_code, reason = "the examples use more of it")]
 mod gguf_vocab;
+mod ik;
 mod llama;
 mod model;
 mod peer;
@@ -68,6 +69,7 @@ fn main() -> Result<()> {
             rounds: args.rounds as usize,
             steps: args.steps as usize,
             wanted: &wanted,
+            ik: args.ik.as_deref(),
         };
         results.push(plan.measure()?);
     }

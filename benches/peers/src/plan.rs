@@ -1,7 +1,8 @@
 //! What is asked of the sides, in which order.
 
-use crate::args::Measure;
+use crate::args::{FAR, Measure, NEAR, PREFILL};
 use crate::child::Side;
+use crate::ik::{Bench, Setting};
 use crate::peer::Peer;
 use crate::serve::Request;
 use anyhow::{Result, ensure};
@@ -18,9 +19,6 @@ pub const TEXT: &str = include_str!("../../../LICENSE-APACHE");
 /// A short prompt for the time to the first token.
 const SHORT: &str = "The quick brown fox jumps over the lazy dog near the river bank";
 
-pub const PREFILL: usize = 512;
-const FAR: usize = 2000;
-const NEAR: usize = 64;
 pub const POSITIONS: usize = 2048;
 
 /// The tokens that a side's sequences hold.
@@ -41,6 +39,9 @@ pub struct Results {
 pub struct Series {
     pub measure: Measure,
     pub values: Vec<(Peer, Vec<f64>)>,
+    /// Of ik_llama.cpp, if it is measured: none of what its program does not tell.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ik: Vec<(Setting, Vec<f64>)>,
 }
 
 /// What to do with one file.
@@ -50,6 +51,8 @@ pub struct Plan<'a> {
     pub rounds: usize,
     pub steps: usize,
     pub wanted: &'a [Measure],
+    /// A built `llama-bench` of ik_llama.cpp.
+    pub ik: Option<&'a Path>,
 }
 
 impl Plan<'_> {
@@ -64,6 +67,10 @@ impl Plan<'_> {
                 .map(|measure| Series {
                     measure: *measure,
                     values: Peer::ALL.map(|peer| (peer, Vec::new())).to_vec(),
+                    ik: match self.ik {
+                        Some(_) => Setting::ALL.map(|setting| (setting, Vec::new())).to_vec(),
+                        None => Vec::new(),
+                    },
                 })
                 .collect(),
             tokens: Vec::new(),
@@ -76,16 +83,36 @@ impl Plan<'_> {
                 if series.measure == Measure::PeakMemory && round > 0 {
                     continue;
                 }
-                for turn in 0..sides.len() {
+                let all = sides.len() + series.ik.len();
+                for turn in 0..all {
                     // Nobody is always first.
-                    let index = (round + turn) % sides.len();
-                    let value = self.once(series.measure, index, &mut sides[index])?;
-                    series.values[index].1.push(value);
+                    let index = (round + turn) % all;
+                    if let Some(side) = sides.get_mut(index) {
+                        let value = self.once(series.measure, index, side)?;
+                        series.values[index].1.push(value);
+                    } else {
+                        let (setting, values) = &mut series.ik[index - sides.len()];
+                        values.extend(self.of_ik(*setting, series.measure)?);
+                    }
                 }
             }
             eprintln!("{}: round {} of {}", results.model, round + 1, self.rounds);
         }
         Ok(results)
+    }
+
+    /// One value of ik_llama.cpp, if its program measures that.
+    fn of_ik(&self, setting: Setting, measure: Measure) -> Result<Option<f64>> {
+        let Some(program) = self.ik else {
+            return Ok(None);
+        };
+        let bench = Bench {
+            program,
+            model: self.model,
+            threads: self.threads,
+            steps: self.steps,
+        };
+        bench.once(setting, measure)
     }
 
     /// A process for each side, with a sequence of 512 tokens and one of 2000.

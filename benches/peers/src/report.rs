@@ -1,6 +1,7 @@
 //! Medians and their spread, as a table and as JSON.
 
 use crate::args::{Args, Measure};
+use crate::ik::Setting;
 use crate::peer::Peer;
 use crate::plan::{Results, Series};
 use anyhow::{Context, Result};
@@ -54,8 +55,8 @@ impl Report {
             write!(text, ", {} busy threads beside them", self.busy).expect("a String takes it");
         }
         text.push_str(
-            ". Medians with the lowest and highest. The ratio is candle-fused's value over that of \
-             llama.cpp's better setting, round by round: tokens/s should be above 1, time and \
+            ". Medians with the lowest and highest. Ratios are candle-fused's value over that of the \
+             other's better setting, round by round: tokens/s should be above 1, time and \
              memory below.\n",
         );
         for model in &self.models {
@@ -66,38 +67,61 @@ impl Report {
     }
 }
 
+/// Each column's name and values, without the ratios.
+fn columns(series: &Series) -> Vec<(&'static str, &[f64])> {
+    let sides = series
+        .values
+        .iter()
+        .map(|(peer, values)| (peer.name(), &values[..]));
+    let ik = series
+        .ik
+        .iter()
+        .map(|(setting, values)| (setting.name(), &values[..]));
+    sides.chain(ik).collect()
+}
+
 fn table(model: &Results) -> String {
     let mut text = format!(
         "\n### {} ({} MB)\n\n|",
         model.model,
         model.bytes / 1_000_000
     );
-    for peer in Peer::ALL {
-        text.push_str(" | ");
-        text.push_str(peer.name());
+    let Some(first) = model.measures.first() else {
+        return text;
+    };
+    for (name, _) in columns(first) {
+        text.push_str(&format!(" | {name}"));
     }
-    text.push_str(" | ratio |\n|---|---|---|---|---|\n");
+    text.push_str(" | over llama.cpp |");
+    if !first.ik.is_empty() {
+        text.push_str(" over ik_llama.cpp |");
+    }
+    let cells = columns(first).len() + 2 + usize::from(!first.ik.is_empty());
+    text.push_str(&format!("\n|{}\n", "---|".repeat(cells)));
     for series in &model.measures {
         let unit = Unit::of(series.measure);
         text.push_str(&format!("| {} |", unit.title));
-        for (_, values) in &series.values {
-            let [low, middle, high] = spread(values).map(|value| value * unit.scale);
-            let digits = unit.digits;
-            text.push_str(&format!(" **{middle:.digits$}**"));
-            if values.len() > 1 {
-                text.push_str(&format!(" ({low:.digits$} to {high:.digits$})"));
-            }
-            text.push_str(" |");
+        for (_, values) in columns(series) {
+            let scaled: Vec<_> = values.iter().map(|value| value * unit.scale).collect();
+            text.push_str(&cell(&scaled, unit.digits, ""));
         }
-        let ratios = ratios(series, unit.more);
-        let [low, middle, high] = spread(&ratios);
-        text.push_str(&format!(" **{middle:.2}x**"));
-        if ratios.len() > 1 {
-            text.push_str(&format!(" ({low:.2} to {high:.2})"));
+        text.push_str(&cell(&ratios(series, unit.more), 2, "x"));
+        if !series.ik.is_empty() {
+            text.push_str(&cell(&ratios_over_ik(series, unit.more), 2, "x"));
         }
-        text.push_str(" |\n");
+        text.push('\n');
     }
     text
+}
+
+/// The median with the lowest and the highest; nothing if there are no values.
+fn cell(values: &[f64], digits: usize, unit: &str) -> String {
+    let [low, middle, high] = spread(values);
+    match values.len() {
+        0 => " |".to_owned(),
+        1 => format!(" **{middle:.digits$}{unit}** |"),
+        _ => format!(" **{middle:.digits$}{unit}** ({low:.digits$} to {high:.digits$}) |"),
+    }
 }
 
 /// The greedy tokens beside each other.
@@ -146,17 +170,31 @@ impl Unit {
     }
 }
 
+fn values(series: &Series, peer: Peer) -> &[f64] {
+    let found = series.values.iter().find(|(other, _)| *other == peer);
+    found.map_or(&[][..], |(_, values)| values)
+}
+
 /// candle-fused's values over those of llama.cpp's setting with the better median, round by round.
 fn ratios(series: &Series, more: bool) -> Vec<f64> {
-    let values = |peer: Peer| {
-        let found = series.values.iter().find(|(other, _)| *other == peer);
+    let rivals = [Peer::LlamaFlash, Peer::LlamaPlain].map(|peer| values(series, peer));
+    over(values(series, Peer::Fused), rivals, more)
+}
+
+/// The same over ik_llama.cpp's better setting.
+fn ratios_over_ik(series: &Series, more: bool) -> Vec<f64> {
+    let of = |setting: Setting| {
+        let found = series.ik.iter().find(|(other, _)| *other == setting);
         found.map_or(&[][..], |(_, values)| values)
     };
-    let rivals = [values(Peer::LlamaFlash), values(Peer::LlamaPlain)];
-    let [flash, plain] = rivals.map(|values| spread(values)[1]);
-    let rival = rivals[usize::from((plain > flash) == more)];
-    values(Peer::Fused)
-        .iter()
+    over(values(series, Peer::Fused), Setting::ALL.map(of), more)
+}
+
+/// Values over those of the rival with the better median; `more`: whether more of it is better.
+fn over(ours: &[f64], rivals: [&[f64]; 2], more: bool) -> Vec<f64> {
+    let [one, other] = rivals.map(|values| spread(values)[1]);
+    let rival = rivals[usize::from((other > one) == more)];
+    ours.iter()
         .zip(rival)
         .map(|(ours, theirs)| ours / theirs)
         .collect()
