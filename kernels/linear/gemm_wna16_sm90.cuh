@@ -82,19 +82,20 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
     bulk_copy_rows(to, g.x, full(stage), 128 * k_block, first_row);
     bulk_copy_rows(to + Shape::HALF, g.x, full(stage), 128 * k_block + 64, first_row);
   }
-  // What tells the CTAs that fill a stage that the warp has read it: one of its first lanes for each of them.
-  struct Release {
+  // The "empty" barriers of the CTAs that fill this CTA's stages: each of a warp's first lanes arrives at those of one.
+  struct EmptyBarriers {
     bool arrives;
-    uint32_t first;  // the first stage's barrier in that CTA
+    uint32_t first;  // that of the first stage in the lane's CTA
 
-    // No branch stands between products.
-    __device__ __forceinline__ void operator()(int stage, bool read = true) const {
+    // The warp has read the stage, if `read`. Predicated: a branch between products would serialize them.
+    __device__ __forceinline__ void release(int stage, bool read = true) const {
       barrier_arrive_if(arrives & read, first + 8 * stage);
     }
   };
-  __device__ __forceinline__ Release release(uint32_t emptied) const {
+  // `first`: that of the first stage in this CTA.
+  __device__ __forceinline__ EmptyBarriers empty_barriers(uint32_t first) const {
     const uint32_t lane = thread_now() % WARP;
-    return {lane < g.sharing, in_block(emptied, g.sharing > 1 ? lane % 2 : rank_in_cluster())};
+    return {lane < g.sharing, in_block(first, g.sharing > 1 ? lane % 2 : rank_in_cluster())};
   }
   // One thread of the producer, which runs ahead into the next tile.
   __device__ __forceinline__ void produce() const {
@@ -115,11 +116,11 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   // The stage before another.
   static __device__ __forceinline__ int before(int stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
 
-  // `b`: x of the stage, as a descriptor. `add`: 0 for the first block of K of a segment. `free` is called when the
-  // products before these are complete.
-  template <class Free>
+  // `b`: x of the stage, as a descriptor. `add`: 0 for the first block of K of a segment. `release_previous` is
+  // called when the products of the block before are complete, so that its stage may be filled again.
+  template <class Release>
   __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], const typename Weights::Block& block, uint32_t b,
-                                           int add, Free free) const {
+                                           int add, Release release_previous) const {
     const auto scales = Weights::scales(block, p);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -133,7 +134,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
       wgmma_k_major(sums, a.v + 4, operand(b, x + 32), 1);
       wgmma_commit();
       wgmma_wait<1>();
-      if (e == 0) free();
+      if (e == 0) release_previous();
     }
   }
 
@@ -200,16 +201,16 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   }
 
   // Products of a block of K, whose x has come.
-  __device__ __forceinline__ void step(float (&sums)[TOKENS / 2], const typename Weights::Block& block, int stage,
-                                       int add) const {
-    const auto free = [&] {
+  __device__ __forceinline__ void multiply_block(float (&sums)[TOKENS / 2], const typename Weights::Block& block,
+                                                 int stage, int add) const {
+    const auto release_previous = [&] {
       if (add && lane() == 0) barrier_arrive(empty(before(stage)));
     };
     if constexpr (BY_GROUPS) {
       multiply_groups(sums, block, stage);
-      free();
+      release_previous();
     } else {
-      multiply(sums, block, operands(stage), add, free);
+      multiply(sums, block, operands(stage), add, release_previous);
     }
   }
 
@@ -230,7 +231,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   // `ptxas` spills a value along its whole live range, so one that is live while outputs are written would be loaded from
   // local memory in every step, and a weight stored there as soon as it comes. Live ranges begin in front of the loop.
   __device__ __forceinline__ void multiply_segment(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
-                                                  const Segment& of, uint32_t& steps) const {
+                                                   const Segment& of, uint32_t& steps) const {
     static_assert(Shape::PRODUCER && LOADS_EARLY && !BY_GROUPS);
     uint32_t k_block = of.begin, end = of.end, first_full = barriers, first_x = first_operand, step = steps;
     asm volatile("" : "+r"(k_block), "+r"(end), "+r"(first_full), "+r"(first_x), "+r"(step));
@@ -241,18 +242,20 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
       // The condition keeps the compiler from moving them at the end of the step before, too soon for the loads.
       if (add) blocks[0] = blocks[1];
       const uint32_t stage = step < STAGES ? step : step - STAGES;
-      const Release free = release(first_full + 8 * STAGES);  // here its latency is hidden
+      // Read here, the latency of %tid is hidden.
+      const EmptyBarriers empties = empty_barriers(first_full + 8 * STAGES);
       barrier_wait(first_full + 8 * stage, step >= STAGES);
       // The branch waits for this step's block, and keeps the new loads where they are.
       const uint32_t following = k_block + 1 + after(blocks[0]);
       if (following < end) weights.load(blocks[1], p, following), __syncwarp();
-      multiply(sums, blocks[0], first_x + stage * (Shape::STAGE / 16), add, [&] { free(before(stage), add); });
+      multiply(sums, blocks[0], first_x + stage * (Shape::STAGE / 16), add,
+               [&] { empties.release(before(stage), add); });
       add = 1;
       step = step == 2 * STAGES - 1 ? 0 : step + 1;
     }
     wgmma_wait<0>();
     settle(sums);
-    release(empty(0))(before(step < STAGES ? step : step - STAGES));
+    empty_barriers(empty(0)).release(before(step < STAGES ? step : step - STAGES));
     steps = step;
   }
   // The same where there is no producer.
@@ -272,7 +275,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
         const uint32_t following = k_block + 1 + after(blocks[d]);
         if (following < end) weights.load(blocks[1 - d], p, following), __syncwarp();
       }
-      step(sums, blocks[d], pipeline.stage, add);
+      multiply_block(sums, blocks[d], pipeline.stage, add);
       if (!LOADS_EARLY && k_block + 2 < end) weights.load(blocks[d], p, k_block + 2);
       // The stage before this one is free as soon as all warps have come so far.
       if (threadIdx.x == 0 && add && k_block - 1 + STAGES < end) {

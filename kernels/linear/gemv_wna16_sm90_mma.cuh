@@ -43,7 +43,8 @@ template <class Use> __device__ __forceinline__ void each_stage(const Prologue& 
 // 8 bits of each token have nothing in the second part.
 struct TwoByteRow {
   static constexpr int BATCH = 2;
-  static constexpr int SUMS = 0, SCALES = true;
+  static constexpr int SUMS = 0;
+  static constexpr bool SCALES = true;
   static constexpr uint32_t PAD = 16;  // lanes of both parts meet no bank twice
   static constexpr float LARGEST = 127 * 256;
   char* at;

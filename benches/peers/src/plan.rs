@@ -75,6 +75,12 @@ impl Plan<'_> {
                 .collect(),
             tokens: Vec::new(),
         };
+        let bench = self.ik.map(|program| Bench {
+            program,
+            model: self.model,
+            threads: self.threads,
+            steps: self.steps,
+        });
         // Once for the page cache, too.
         let mut sides = self.start(&mut results)?;
         for round in 0..self.rounds {
@@ -90,29 +96,15 @@ impl Plan<'_> {
                     if let Some(side) = sides.get_mut(index) {
                         let value = self.once(series.measure, index, side)?;
                         series.values[index].1.push(value);
-                    } else {
+                    } else if let Some(bench) = &bench {
                         let (setting, values) = &mut series.ik[index - sides.len()];
-                        values.extend(self.of_ik(*setting, series.measure)?);
+                        values.extend(bench.once(*setting, series.measure)?);
                     }
                 }
             }
             eprintln!("{}: round {} of {}", results.model, round + 1, self.rounds);
         }
         Ok(results)
-    }
-
-    /// One value of ik_llama.cpp, if its program measures that.
-    fn of_ik(&self, setting: Setting, measure: Measure) -> Result<Option<f64>> {
-        let Some(program) = self.ik else {
-            return Ok(None);
-        };
-        let bench = Bench {
-            program,
-            model: self.model,
-            threads: self.threads,
-            steps: self.steps,
-        };
-        bench.once(setting, measure)
     }
 
     /// A process for each side, with a sequence of 512 tokens and one of 2000.

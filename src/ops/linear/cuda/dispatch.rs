@@ -45,8 +45,8 @@ const WNA16_MMA_NOTE: &str =
     "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";
 
 /// M for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library, as measured on an
-/// H200 with 14336x4096: GGUF blocks, which dequantize fast, and all others. Twice as many rows of operand B keep the bits
-/// of f16.
+/// H200 with 14336x4096: GGUF blocks, which dequantize fast, and all others (INT8 with whole activations, which is with the
+/// blocks here, was not). Twice as many rows of operand B keep the bits of f16.
 const WNA16_SM90_BLOCKS: &[Rows] = &[(BF16, [2, 1536]), (F32, [2, 1536]), (F16, [2, 192])];
 const WNA16_SM90: &[Rows] = &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 512])];
 
@@ -244,7 +244,7 @@ pub(super) static RULES: &[Rule] = &[
         x: &[(BF16, [2, 16])],
         arch: [90, 90],
         plan: gemm_wna16_sm90::many_channels,
-        note: "Q3_K and Q6_K, whose scales of 16 values cost the next kernel more, with many output channels",
+        note: "Q3_K and Q6_K with many output channels: their scales, one for each 16 values, cost gemm_wna16_mma more",
         ..RULE
     },
     Rule {

@@ -4,7 +4,7 @@ use crate::cuda::abi;
 pub(crate) use crate::cuda::abi::{Fetch, MAX_WEIGHTS as MAX_MATRICES};
 use crate::cuda::{Address, BlockMatrix, GpuSpec, Launcher, address_of};
 use crate::ops::linear::{Activation, ActivationBits, Weight};
-use crate::quant::{Format, Scheme};
+use crate::quant::{Format, Scaling, Scheme};
 use candle_core::{DType, Result, bail};
 use std::fmt;
 use std::sync::Arc;
@@ -326,6 +326,14 @@ pub(crate) struct Case {
 }
 
 impl Case {
+    /// How codes become values, of weights in GGUF blocks.
+    pub fn block_scaling(&self) -> Option<Scaling> {
+        match self.weight {
+            WeightFormat::Quantized(Format::Block(block)) => Some(block.scaling),
+            _ => None,
+        }
+    }
+
     /// Output channels of all matrices: N.
     pub fn n(&self) -> usize {
         self.rows.iter().sum()

@@ -1,6 +1,7 @@
 //! The table of kernels without a GPU: what it chooses over a grid of cases, and its part of docs/kernels.md.
 
 use super::dispatch::{RULES, select};
+use super::kernels::gemm_wna16_sm90;
 use super::problem::{Alignment, Case, MAX_MATRICES, WeightFormat};
 use crate::cuda::table_tests::{GPUS, architectures, assert_current, gather, gpu_named, runs};
 use crate::cuda::{GpuSpec, with_kernel};
@@ -270,6 +271,23 @@ fn rows_are_rounded_by_the_kernels_of_few() -> Result<()> {
                 assert_eq!(found.map(|rule| rule.kernel), expected, "{name}: {case}");
             }
         }
+    }
+    Ok(())
+}
+
+/// Weights of Q2_K are rounded to bf16 by `gemm_wna16_sm90`, so it is not for f32 rows that keep 16 bits.
+#[test]
+fn q2_k_is_not_rounded_for_few_f32_rows() -> Result<()> {
+    let h100 = gpu_named("H100");
+    for (dtype, x, m, takes) in [
+        (GgmlDType::Q2K, DType::F32, 8, false),
+        (GgmlDType::Q2K, DType::F32, 9, true),
+        (GgmlDType::Q2K, DType::BF16, 8, true),
+        (GgmlDType::Q3K, DType::F32, 8, true),
+    ] {
+        let weight = WeightFormat::Quantized(Format::Block(BlockFormat::of(dtype)?));
+        let planned = gemm_wna16_sm90::plan(&case(h100, weight, x, m, (4096, 4096, false)));
+        assert_eq!(planned.is_ok(), takes, "{dtype:?} {x:?} {m}");
     }
     Ok(())
 }

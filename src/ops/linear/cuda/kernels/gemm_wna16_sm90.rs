@@ -100,11 +100,6 @@ fn takes_sums_of_x(scaling: Scaling) -> bool {
     }
 }
 
-/// Whether tiles of few tokens have their weights rounded, too.
-fn rounds_weights(case: &Case) -> bool {
-    matches!(case.weight, WeightFormat::Quantized(Format::Block(block)) if block.scaling == Scaling::Super16)
-}
-
 fn of(case: &Case) -> std::result::Result<Of, &'static str> {
     let of = |module, index: usize, order, sums| {
         Ok(Of {
@@ -157,15 +152,17 @@ struct Gemm {
 }
 
 /// Output channels from which on the kernel beats `gemm_wna16_mma` for 2 to 16 rows of x and [`Scaling::SuperSymmetric`]:
-/// on an H200 14336x4096 takes 25 to 28 us instead of 34 to 42, 6144x4096 the same as there, smaller products up to 1.4
-/// times as long.
+/// on an H200 14336x4096 takes 25 to 28 us instead of 34 to 42; with 2 rows 6144x4096 takes 0.89x to 0.97x of the time of
+/// `gemm_wna16_mma`, 4096x4096 1.2x to 1.4x.
 const MANY_CHANNELS: usize = 12_288;
 
 /// Few rows and blocks with a scale for each 16 values.
 pub(crate) fn many_channels(case: &Case) -> Planned {
-    let of_halves = matches!(case.weight, WeightFormat::Quantized(Format::Block(block)) if block.scaling == Scaling::SuperSymmetric);
-    if !of_halves || case.n() < MANY_CHANNELS {
-        return Err("scales are not those of 16 values, or there are few output channels");
+    if case.block_scaling() != Some(Scaling::SuperSymmetric) {
+        return Err("the weights are neither Q3_K nor Q6_K");
+    }
+    if case.n() < MANY_CHANNELS {
+        return Err("there are few output channels");
     }
     plan(case)
 }
@@ -181,7 +178,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
         DType::F32 if case.m > SPLIT_M => 1,
         _ => 2,
     };
-    if parts == 2 && case.x == DType::F32 && rounds_weights(case) {
+    if parts == 2 && case.x == DType::F32 && case.block_scaling() == Some(Scaling::Super16) {
         return Err("weights with an offset for each 16 values would be rounded to bf16");
     }
     let rows = case.m * parts;

@@ -4,7 +4,7 @@ use super::super::plan::Planned;
 use super::super::problem::{Case, WeightFormat};
 use super::gemv::{Core, GemvPlan};
 use crate::cuda::{Grid, Module, fatbin, kernel_index};
-use crate::quant::{BlockFormat, Format, Scaling};
+use crate::quant::{BlockFormat, Scaling};
 use candle_core::DType;
 use std::sync::Arc;
 
@@ -158,8 +158,8 @@ pub(crate) fn latency(case: &Case) -> Planned {
 
 /// Sums of x of a group: of the blocks, or of their halves where these have an offset each.
 fn sums_of_group(case: &Case) -> usize {
-    match case.weight {
-        WeightFormat::Quantized(Format::Block(block)) if block.scaling == Scaling::Super16 => 8,
+    match case.block_scaling() {
+        Some(Scaling::Super16) => 8,
         _ => 4,
     }
 }
