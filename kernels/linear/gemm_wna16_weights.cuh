@@ -265,6 +265,8 @@ template <> struct BlockScales<FP8_BLOCKS, false> {
 // What a lane has of an N tile of packed weights: two rows, and of each its codes and scales of a K block.
 template <class Format> struct PackedBlocks {
   static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
+  // Weights of numbers as they are.
+  static constexpr float UNIT = 1.f;
   using Scales = BlockScales<Format::GROUPS, Format::ZEROS>;
 
   struct Block {
@@ -362,6 +364,7 @@ template <class Format> struct GemmInt : PackedBlocks<Format> {
 // code in bf16.
 template <int GROUPS_> struct GemmTernary : PackedBlocks<TernaryWeights<GROUPS_>> {
   using PackedBlocks<TernaryWeights<GROUPS_>>::CHANNEL_SCALES;
+  static constexpr float UNIT = 0.5f;
   static constexpr int GROUPS = 4;
   static constexpr bool HAS_OFFSET = false;
   static __device__ __forceinline__ constexpr bool loads_early(int tokens) { return tokens >= 64; }
@@ -369,7 +372,7 @@ template <int GROUPS_> struct GemmTernary : PackedBlocks<TernaryWeights<GROUPS_>
   using typename PackedBlocks<Format>::Block;
   using PackedBlocks<Format>::PackedBlocks, PackedBlocks<Format>::places;
 
-  __device__ __forceinline__ float channel_scale(int i) const { return 0.5f * __ldg(places[i].at); }
+  __device__ __forceinline__ float channel_scale(int i) const { return UNIT * __ldg(places[i].at); }
 
   static __device__ __forceinline__ WeightFragment raw(const Block& block, const Gemv&, int e) {
     WeightFragment a;
@@ -381,7 +384,7 @@ template <int GROUPS_> struct GemmTernary : PackedBlocks<TernaryWeights<GROUPS_>
     return a;
   }
   static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
-    return {{0.5f * block.scales[0].scale(p, g), 0.5f * block.scales[1].scale(p, g)}, {}};
+    return {{UNIT * block.scales[0].scale(p, g), UNIT * block.scales[1].scale(p, g)}, {}};
   }
 
   struct Scales {};
@@ -393,7 +396,7 @@ template <int GROUPS_> struct GemmTernary : PackedBlocks<TernaryWeights<GROUPS_>
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // Of one code, rounding is that of the scale.
-        const uint32_t by = __byte_perm(pack2<__nv_bfloat16>(0.5f * block.scales[i].scale(p, e), 0.f), 0, 0x1010);
+        const uint32_t by = __byte_perm(pack2<__nv_bfloat16>(UNIT * block.scales[i].scale(p, e), 0.f), 0, 0x1010);
 #pragma unroll
         for (int j = 0; j < 4; ++j) a.at(i, j) = bf16x2_mul(a.at(i, j), by);
       }

@@ -1,101 +1,35 @@
 // GEMV for one row of x and packed FP8, INT4 or ternary weights on Hopper: y = act(prologue(x) W^T + bias) + residuals, with
-// the weights in a TMA pipeline of 2 to 16 stages in shared memory.
+// the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A GEMV in a decode step is a chain of latencies: the preceding kernel ends, x is read, multiplied, reduced,
 // written. Meanwhile the next kernel's weights should be loading. So a block takes half of an SM's shared memory,
-// and that of the next kernel fills its own pipeline in the other half. One producer thread issues the copies, only
-// as many at a time as keep the memory busy: loads of x must not queue behind all of them.
+// and that of the next kernel fills its own pipeline in the other half.
 //
-// An N tile is 16 output channels, operand A of a 16-row `mma`; a stage is 16 K blocks of an N tile. Consumer warp w
+// An N tile is 16 output channels, operand A of a 16-row `mma`. Consumer warp w
 // multiplies K blocks 2w and 2w + 1 of every stage, for all N tiles, so it needs only that part of x (`owned`, in
 // registers), and after the PDL wait no warp waits for another until the sums are added.
 #pragma once
 
-#include "common/tma.cuh"
-#include "linear/gemv_wna16_sm90_mma.cuh"
+#include "linear/weight_stream_sm90.cuh"
 
 namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-constexpr uint32_t STAGE_K_BLOCKS = CHUNK * CONSUMER_WARPS;  // K blocks of a stage
-static_assert(STAGE_K_BLOCKS == GEMV_SM90_K_BLOCKS);
-constexpr uint32_t MAX_STAGES = GEMV_SM90_MAX_STAGES;
 constexpr int ROUND = 8;  // N tiles whose sums are added at once
 constexpr int GAINS = 2;  // packs of the norm's weight that a thread loads before the PDL wait
 
-// The current stage of the pipeline, and the parity of its barriers.
-struct StageState {
-  uint32_t stage, phase;
-
-  __device__ __forceinline__ void next(uint32_t stages) {
-    if (++stage == stages) stage = 0, phase ^= 1;
-  }
-};
-
-template <class Format> struct GemvSm90 {
-  // Bytes of the scales of 8 rows in a K block that come with the codes.
-  static constexpr uint32_t SCALES = Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : 0;
-  static constexpr uint32_t STAGE_CODES = STAGE_K_BLOCKS * Format::CODES, STAGE_SCALES = STAGE_K_BLOCKS * SCALES;
-  static constexpr uint32_t STAGE_BYTES = 2 * (STAGE_CODES + STAGE_SCALES);
-
-  const Gemv& p;
-  uint32_t k_blocks, stages_of_row, n_tiles;  // of a row; this block's
-  char* pipeline;
-  char* xs;
-  uint32_t full, empty;  // barriers of stages
+template <class Format> struct GemvSm90 : WeightStream<Format> {
+  using Stream = WeightStream<Format>;
+  using Stream::empty, Stream::full, Stream::n_tile, Stream::p, Stream::scale_of, Stream::stages_of_row, Stream::tiles;
+  using Stream::weight_row, Stream::k_blocks;
+  char* const xs;
 
   __device__ GemvSm90(const Gemv& p, char* memory, uint32_t barriers)
-      : p(p), k_blocks(k_blocks_of(p.k)), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS),
-        pipeline(memory), xs(memory + p.stages * STAGE_BYTES), full(barriers), empty(barriers + 8 * MAX_STAGES) {
-    const uint32_t outputs = gates(p) ? ROW_GROUP : 2 * ROW_GROUP, all = (p.width + outputs - 1) / outputs;
-    n_tiles = (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
-  }
+      : Stream(p, of_block(p), memory, barriers), xs(memory + p.stages * Stream::STAGE_BYTES) {}
 
-  // The row of the weights that is row r of N tile i of this block.
-  __device__ uint32_t weight_row(uint32_t i, uint32_t r) const {
-    const uint32_t n_tile = blockIdx.x + i * gridDim.x;
-    if (gates(p)) return n_tile * ROW_GROUP + r % ROW_GROUP + (r < ROW_GROUP ? 0 : p.width);
-    return n_tile * (2 * ROW_GROUP) + r;
-  }
-
-  // The producer: one thread loads all weights. A copy costs it some 50 ns, so copies are large.
-  __device__ void produce() const {
-    const uint64_t policy = evict_first();
-    StageState next = {}, behind = {};
-    const uint32_t ahead = min(Format::AHEAD, p.stages);
-    uint32_t i = 0;
-#pragma unroll 1
-    for (uint32_t n_tile = 0; n_tile < n_tiles; ++n_tile) {
-      const char *codes[2], *scales[2];
-#pragma unroll
-      for (int o = 0; o < 2; ++o) {
-        // Past the last row the last are read again and not used.
-        uint32_t row = min(weight_row(n_tile, o * ROW_GROUP), p.rows - 1);
-        const Matrix& matrix = matrix_of(p, row);
-        const uint64_t place = uint64_t(row / ROW_GROUP) * k_blocks;
-        codes[o] = static_cast<const char*>(matrix.data) + place * Format::CODES;
-        scales[o] = static_cast<const char*>(matrix.scales) + place * SCALES;
-      }
-#pragma unroll 1
-      for (uint32_t k_block = 0; k_block < k_blocks; k_block += STAGE_K_BLOCKS, ++i) {
-        if (i >= p.stages) barrier_wait(empty + 8 * next.stage, next.phase ^ 1);
-        if (i >= ahead) {
-          barrier_wait(full + 8 * behind.stage, behind.phase);
-          behind.next(p.stages);
-        }
-        const uint32_t n = min(STAGE_K_BLOCKS, k_blocks - k_block), at = full + 8 * next.stage;
-        const uint32_t to = shared_address(pipeline) + next.stage * STAGE_BYTES;
-        barrier_expect(at, 2 * n * (Format::CODES + SCALES));
-#pragma unroll
-        for (int o = 0; o < 2; ++o) {
-          bulk_copy(to + o * STAGE_CODES, codes[o] + k_block * Format::CODES, n * Format::CODES, at, policy);
-          if (SCALES > 0)
-            bulk_copy(to + 2 * STAGE_CODES + o * STAGE_SCALES, scales[o] + k_block * SCALES, n * SCALES, at, policy);
-        }
-        next.next(p.stages);
-      }
-    }
+  static __device__ __forceinline__ BlockTiles of_block(const Gemv& p) {
+    return {blockIdx.x, gridDim.x, (Stream::n_tiles(p) + gridDim.x - 1 - blockIdx.x) / gridDim.x};
   }
 
   // What the thread that writes row `r` of an N tile reads ahead.
@@ -105,15 +39,8 @@ template <class Format> struct GemvSm90 {
   };
   // Its output, or one past the last.
   __device__ uint32_t column(uint32_t i, uint32_t r) const {
-    const uint32_t n_tile = blockIdx.x + i * gridDim.x;
-    if (i >= n_tiles || (gates(p) && r >= ROW_GROUP)) return p.width;
-    return gates(p) ? n_tile * ROW_GROUP + r : n_tile * (2 * ROW_GROUP) + r;
-  }
-  __device__ float scale_of(uint32_t row) const {
-    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS) return 1.f;
-    const Matrix& matrix = matrix_of(p, row);
-    const uint32_t scale = load_u32(static_cast<const uint32_t*>(matrix.scales) + row);
-    return Format::GROUPS == FP8_ROWS ? nan_if_negative(scale) : __uint_as_float(scale);
+    if (i >= tiles.count || (gates(p) && r >= ROW_GROUP)) return p.width;
+    return n_tile_column(p, n_tile(i), r);
   }
   __device__ void prefetch(EpilogueInputs& a, uint32_t i, uint32_t r) const {
     a = {};
@@ -208,10 +135,7 @@ template <class Format> struct GemvSm90 {
     typename Format::Sums own = {};
 #pragma unroll 1
     for (uint32_t k_block = CHUNK * warp; k_block < stages_of_row * STAGE_K_BLOCKS; k_block += STAGE_K_BLOCKS) {
-      const char* at = pipeline + stage.stage * STAGE_BYTES + warp * (CHUNK * Format::CODES);
-      const char* second = pipeline + stage.stage * STAGE_BYTES + 2 * STAGE_CODES + warp * (CHUNK * SCALES);
-      const char* codes[2] = {at, at + STAGE_CODES};
-      const char* scales[2] = {second, second + STAGE_SCALES};
+      auto [codes, scales] = this->of_warp(stage.stage, warp);
       of_blocks.load(k_block, k_blocks);
       barrier_wait(full + 8 * stage.stage, stage.phase);
       if (k_block + CHUNK <= k_blocks) {
@@ -230,15 +154,11 @@ template <class Format> struct GemvSm90 {
 
   __device__ void run(float (*sums)[CONSUMER_WARPS][2 * ROW_GROUP], float (*scratch)[CONSUMER_WARPS]) const {
     const uint32_t warp = threadIdx.x / WARP;
-    if (threadIdx.x < p.stages) {
-      barrier_init(full + 8 * threadIdx.x, 1);
-      barrier_init(empty + 8 * threadIdx.x, CONSUMER_THREADS);
-    }
-    barriers_made();
+    this->make_barriers();
     __syncthreads();
     pdl_launch();
     if (warp == CONSUMER_WARPS) {
-      if (threadIdx.x % WARP == 0) produce();
+      if (threadIdx.x % WARP == 0) this->produce();
       return;
     }
     typename Format::Row row(p, xs);
@@ -254,18 +174,18 @@ template <class Format> struct GemvSm90 {
     EpilogueInputs a = {};
     if (i < ROUND) prefetch(a, i, r);
     pdl_wait();
-    if (n_tiles == 0) return;
+    if (tiles.count == 0) return;
     if (i < ROUND) load_residuals(a, i, r);
     const float by = stage(row, stages, gains, scratch);
     StageState stage = {};
 #pragma unroll 1
     for (uint32_t begin = 0;; begin += ROUND) {
 #pragma unroll 1
-      for (uint32_t n_tile = begin; n_tile < min(begin + ROUND, n_tiles); ++n_tile)
+      for (uint32_t n_tile = begin; n_tile < min(begin + ROUND, tiles.count); ++n_tile)
         multiply(row, n_tile, warp, by, stage, sums[n_tile - begin]);
       sync_first(CONSUMER_THREADS);
       if (i < ROUND) epilogue(a, begin + i, r, sums[i]);
-      if (begin + ROUND >= n_tiles) return;
+      if (begin + ROUND >= tiles.count) return;
       sync_first(CONSUMER_THREADS);
       if (i < ROUND) prefetch(a, begin + ROUND + i, r), load_residuals(a, begin + ROUND + i, r);
     }

@@ -263,7 +263,7 @@ fn many_outputs() -> Result<()> {
             (1_000, 2048),
         ] {
             for (s, scheme) in schemes.into_iter().enumerate() {
-                for m in [1, 11, 16] {
+                for m in [1, 5, 11, 16] {
                     let case = Case {
                         scheme,
                         m,

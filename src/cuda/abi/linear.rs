@@ -150,6 +150,23 @@ abi! {
     const GEMV_SM90_MAX_STAGES: Count<u32> = 16;
     const GEMV_SM90_OWNED: Count<i32> = 8;
 
+    /// Warps of the skinny GEMM that write outputs, and its threads: with these, those that multiply and a warp that
+    /// brings weights.
+    const SKINNY_EPILOGUE_WARPS: Count<i32> = 2;
+    const SKINNY_THREADS: Count<i32> = WARP * (GEMV_WARPS + 1 + SKINNY_EPILOGUE_WARPS);
+
+    /// Up to 16 rows of x, all in shared memory, and packed weights.
+    struct GemmSkinnyParams {
+        /// Without prologue; its x are `rows` rows of bf16.
+        product: Gemv,
+        /// Of operand B.
+        rows: u32,
+        /// Rows of operand B for each token: 1 or 2.
+        parts: u32,
+        /// Whether 16-byte accesses fit bias, residuals and outputs.
+        vectors: i32,
+    }
+
     /// Rows of x of a launch for up to 16 of them, warps of a block, K blocks whose x a warp has at a time, and
     /// N tiles of a batch.
     const M16_ROWS: Count<i32> = 16;

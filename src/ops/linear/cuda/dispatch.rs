@@ -2,8 +2,8 @@
 
 use super::kernels::{
     gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16,
-    gemm_wna16_mma, gemm_wna16_sm90, gemv_dense, gemv_dense_latency, gemv_dense_pipelined,
-    gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+    gemm_wna16_mma, gemm_wna16_skinny, gemm_wna16_sm90, gemv_dense, gemv_dense_latency,
+    gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
 };
 use super::plan::Plan;
 use super::problem::Case;
@@ -31,6 +31,9 @@ const SEVERAL: [usize; 2] = [2, GEMV[1]];
 /// M of the tensor-core kernels for INT4 in groups of 128, which multiply in bf16. Few f32 rows keep 16 bits as two
 /// parts elsewhere; more are rounded to bf16, as for the library.
 const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
+
+/// M of the kernel that has all rows of x in shared memory: f16, and f32 up to M = 8, in two parts.
+const WNA16_SKINNY: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 const W8A8: [usize; 2] = [64, MAX];
@@ -207,6 +210,16 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
+        kernel: "gemm_wna16_skinny_sm90",
+        source: "linear/gemm_wna16_skinny_sm90.cu",
+        formats: Formats::INT4_G128.or(Formats::TERNARY).or(Formats::FP8),
+        x: WNA16_SKINNY,
+        arch: [90, NEWEST],
+        plan: gemm_wna16_skinny::where_fastest,
+        note: "as many rows of x as fit into shared memory; of ternary weights those with one scale for a row or the matrix",
+        ..RULE
+    },
+    Rule {
         kernel: "gemm_wna16_m16_cluster",
         source: "linear/gemm_wna16_m16_cluster.cu",
         formats: Formats::INT4_G128,
@@ -244,7 +257,7 @@ pub(super) static RULES: &[Rule] = &[
         x: &[(BF16, [2, 16])],
         arch: [90, 90],
         plan: gemm_wna16_sm90::many_channels,
-        note: "Q3_K and Q6_K with many output channels: their scales, one for each 16 values, cost gemm_wna16_mma more",
+        note: "Q2_K, Q3_K and Q6_K with many output channels: their scales, one for each 16 values, cost gemm_wna16_mma more",
         ..RULE
     },
     Rule {
@@ -373,6 +386,16 @@ pub(super) static RULES: &[Rule] = &[
         x: GEMV_OF_EACH,
         plan: gemv_wna16::plan,
         note: "16 bits of f32 and f16 rows in two parts; four rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_skinny_sm90",
+        source: "linear/gemm_wna16_skinny_sm90.cu",
+        formats: Formats::INT4_G128.or(Formats::TERNARY).or(Formats::FP8),
+        x: WNA16_SKINNY,
+        arch: [90, NEWEST],
+        plan: gemm_wna16_skinny::plan,
+        note: "where it is forced",
         ..RULE
     },
     Rule {

@@ -4,6 +4,7 @@ use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormKind, Operand, Operands, ProductAt};
 use super::cublaslt::WORKSPACE;
 use super::gemm_dense::{Gemms, check, normalised};
+use crate::cuda::abi::IN_ORDER;
 use crate::cuda::{
     Address, Arranged, Grid, Launcher, Narrow, Scratch, dequantize, narrow, product_dtype,
 };
@@ -98,6 +99,31 @@ pub(super) unsafe fn narrowed(
     let out = scratch.take(OP, dtype, m * k)?;
     // SAFETY: the caller's; the scratch has room for all rows.
     unsafe { narrowed_to(launcher, scratch, at, dtype, out, None)? };
+    Ok(out)
+}
+
+/// The rows of x behind the norm as two rows of bf16 each, the second what rounding to bf16 leaves over.
+///
+/// # Safety
+/// As [`Kernel::run`].
+pub(super) unsafe fn narrowed_in_parts(
+    launcher: &Launcher,
+    scratch: &mut Scratch,
+    at: &ProductAt,
+) -> Result<Address> {
+    const PARTS: usize = 2;
+    let out = scratch.take(OP, DType::BF16, PARTS * at.m * at.k)?;
+    let arranged = Arranged {
+        order: IN_ORDER as u32,
+        pitch: at.k,
+        parts: PARTS,
+        sums: 0,
+        sums_pitch: 0,
+        counters: 0,
+        counter_count: 0,
+    };
+    // SAFETY: the caller's; the scratch has room for all rows.
+    unsafe { narrowed_to(launcher, scratch, at, DType::BF16, out, Some(arranged))? };
     Ok(out)
 }
 

@@ -3,13 +3,12 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands, WeightFormat};
-use super::gemm_dequantized::{narrowed, narrowed_to};
+use super::gemm_dequantized::{narrowed, narrowed_in_parts};
 use super::gemv::Gemv;
 use crate::cuda::abi::{
-    GEMM_WNA16_MMA_MAX_WARPS as MAX_WARPS, GemmWna16MmaParams, IN_ORDER, K_BLOCK, N_TILE,
-    NORM_NONE, WARP,
+    GEMM_WNA16_MMA_MAX_WARPS as MAX_WARPS, GemmWna16MmaParams, K_BLOCK, N_TILE, NORM_NONE, WARP,
 };
-use crate::cuda::{Arranged, GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index};
+use crate::cuda::{GpuSpec, Grid, Launcher, Module, Scratch, fatbin, kernel_index};
 use crate::ops::view::dtype_index;
 use crate::quant::{Format, Scheme};
 use candle_core::{DType, Result};
@@ -17,8 +16,6 @@ use std::sync::Arc;
 
 /// The rules' name.
 pub(crate) const NAME: &str = "gemm_wna16_mma";
-
-const OP: &str = "quant_linear";
 
 /// Rows of operand B of a format's kernels.
 const TOKENS: [usize; 3] = [8, 16, 32];
@@ -364,23 +361,12 @@ impl Kernel for Gemm {
         let at = &operands.at;
         let rows = at.m * self.parts;
         let mut product = Gemv::of(operands)?;
-        product.prologue.x = if self.parts == 1 {
-            // SAFETY: the caller's.
-            unsafe { narrowed(launcher, scratch, at, DType::BF16)? }
-        } else {
-            let x = scratch.take(OP, DType::BF16, rows * at.k)?;
-            let arranged = Arranged {
-                order: IN_ORDER as u32,
-                pitch: at.k,
-                parts: self.parts,
-                sums: 0,
-                sums_pitch: 0,
-                counters: 0,
-                counter_count: 0,
-            };
-            // SAFETY: the caller's; the scratch has room for all rows.
-            unsafe { narrowed_to(launcher, scratch, at, DType::BF16, x, Some(arranged))? };
-            x
+        // SAFETY: the caller's.
+        product.prologue.x = unsafe {
+            match self.parts {
+                1 => narrowed(launcher, scratch, at, DType::BF16)?,
+                _ => narrowed_in_parts(launcher, scratch, at)?,
+            }
         };
         product.prologue.norm = NORM_NONE as i32;
         product.prologue.dtype = dtype_index(DType::BF16) as i32;

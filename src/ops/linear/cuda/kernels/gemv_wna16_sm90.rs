@@ -49,7 +49,7 @@ pub(super) enum Sm90Format {
 
 impl Sm90Format {
     /// That of a scheme, if it has one.
-    fn of(scheme: Option<Scheme>) -> Option<Self> {
+    pub(super) fn of(scheme: Option<Scheme>) -> Option<Self> {
         match scheme? {
             Scheme::Int4 {
                 group: K_BLOCK,
@@ -65,7 +65,7 @@ impl Sm90Format {
     }
 
     /// The kernel's place in its module.
-    fn index(self) -> usize {
+    pub(super) fn index(self) -> usize {
         match self {
             Self::Int4 => 0,
             Self::Ternary => 1,
@@ -83,7 +83,7 @@ impl Sm90Format {
     }
 
     /// Stages of a pipeline at least. Those of FP8 are twice as large as INT4's.
-    fn least_stages(self) -> usize {
+    pub(super) fn least_stages(self) -> usize {
         match self {
             Self::Int4 | Self::Ternary => 3,
             Self::Fp8 | Self::Fp8Block => 2,
@@ -100,7 +100,7 @@ impl Sm90Format {
     }
 
     /// Bytes of a stage.
-    fn stage_bytes(self) -> usize {
+    pub(super) fn stage_bytes(self) -> usize {
         // Codes and f16 scales of 8 rows in a K block.
         let k_block = match self {
             Self::Int4 => ROW_GROUP * (K_BLOCK / 2 + 2),
@@ -128,16 +128,10 @@ impl Sm90Format {
     }
 }
 
-/// One row of INT4 in groups of 128, of ternary weights with a scale for each row, or of FP8.
-pub(crate) fn plan(case: &Case) -> Planned {
+/// The format of the weights, if they can be copied in groups of 8 rows.
+pub(super) fn streamed(case: &Case) -> Result<Sm90Format, &'static str> {
     let format =
         Sm90Format::of(case.scheme()).ok_or("there is no kernel of this group or scale")?;
-    if !case.alignment.x || !case.alignment.norm {
-        return Err("x or the norm does not begin at 16 bytes");
-    }
-    if case.is_rounded() && format != Sm90Format::Ternary {
-        return Err("it rounds x for ternary weights alone");
-    }
     let mut first = 0;
     let row_groups = case.matrices().all(|rows| {
         first += rows;
@@ -148,6 +142,18 @@ pub(crate) fn plan(case: &Case) -> Planned {
         || (case.gates() && !case.width().is_multiple_of(ROW_GROUP))
     {
         return Err("matrices do not end with whole 8 rows, or K is no multiple of 8");
+    }
+    Ok(format)
+}
+
+/// One row of INT4 in groups of 128, of ternary weights with a scale for each row, or of FP8.
+pub(crate) fn plan(case: &Case) -> Planned {
+    let format = streamed(case)?;
+    if !case.alignment.x || !case.alignment.norm {
+        return Err("x or the norm does not begin at 16 bytes");
+    }
+    if case.is_rounded() && format != Sm90Format::Ternary {
+        return Err("it rounds x for ternary weights alone");
     }
     let gpu = &case.gpu;
     let alone = format.is_alone(case);

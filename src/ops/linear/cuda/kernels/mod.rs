@@ -14,6 +14,7 @@ pub(super) mod gemm_w8a8_cluster;
 mod gemm_wna16;
 pub(super) mod gemm_wna16_m16;
 pub(super) mod gemm_wna16_mma;
+pub(super) mod gemm_wna16_skinny;
 pub(super) mod gemm_wna16_sm90;
 mod gemm_wna16_tiling;
 pub(super) mod gemv;

@@ -1,8 +1,8 @@
 //! What plans leave for static shared memory, against what loaded kernels have.
 
 use super::{
-    gemm_w8a8_cluster, gemm_wna16_m16, gemv, gemv_dense, gemv_dense_pipelined, gemv_gguf,
-    gemv_wna16, gemv_wna16_sm90,
+    gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_skinny, gemv, gemv_dense, gemv_dense_pipelined,
+    gemv_gguf, gemv_wna16, gemv_wna16_sm90,
 };
 use crate::cuda::{Launcher, Module};
 use candle_core::{Device, Result};
@@ -30,6 +30,11 @@ fn plans_leave_room_for_static_shared_memory() -> Result<()> {
         &gemv_wna16_sm90::MODULE,
         0..2,
         gemv_wna16_sm90::FIXED_SHARED,
+    )?;
+    check(
+        &gemm_wna16_skinny::MODULE,
+        0..8,
+        gemm_wna16_skinny::FIXED_SHARED,
     )?;
     let pipelined = gemv_dense_pipelined::FIXED_SHARED;
     check(&gemv_dense_pipelined::MODULE, 0..4, pipelined)?;

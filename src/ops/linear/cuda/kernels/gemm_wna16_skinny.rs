@@ -1,0 +1,195 @@
+//! Up to 16 rows of x, all in shared memory, and FP8, INT4 or ternary weights on Hopper, which come through a pipeline
+//! (`kernels/linear/gemm_wna16_skinny_sm90.cuh`).
+
+use super::super::plan::{Kernel, Planned};
+use super::super::problem::{Case, Operands};
+use super::gemm_dequantized::{narrowed, narrowed_in_parts};
+use super::gemv::Gemv;
+use super::gemv_wna16_sm90::{Sm90Format, streamed};
+use crate::cuda::abi::{
+    GEMV_SM90_MAX_STAGES, GEMV_WARPS, GemmSkinnyParams, K_BLOCK, N_TILE, NORM_NONE, ROW_GROUP,
+    SKINNY_EPILOGUE_WARPS, SKINNY_THREADS,
+};
+use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin};
+use candle_core::{DType, Result};
+use std::sync::Arc;
+
+/// For 8 and 16 rows of operand B, in the order of [`Sm90Format::index`].
+pub(super) static MODULE: Module = Module::new(
+    "gemm_wna16_skinny_sm90",
+    fatbin!("gemm_wna16_skinny_sm90"),
+    &[
+        "gemm_wna16_skinny_sm90_int4_g128_8",
+        "gemm_wna16_skinny_sm90_int4_g128_16",
+        "gemm_wna16_skinny_sm90_ternary_rows_8",
+        "gemm_wna16_skinny_sm90_ternary_rows_16",
+        "gemm_wna16_skinny_sm90_fp8_8",
+        "gemm_wna16_skinny_sm90_fp8_16",
+        "gemm_wna16_skinny_sm90_fp8_block_8",
+        "gemm_wna16_skinny_sm90_fp8_block_16",
+    ],
+);
+
+/// Rows of operand B of a kernel.
+const ROWS: [usize; 2] = [8, 16];
+
+/// Static shared memory of the kernels at most.
+pub(super) const FIXED_SHARED: usize = 320;
+
+/// Stages from which on more of them gain nothing.
+const STAGES: usize = 8;
+
+/// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
+const SPLIT_M: usize = 8;
+
+/// The product, and in front of it x in bf16 where it is not.
+#[derive(Debug)]
+struct Gemm {
+    format: Sm90Format,
+    /// The kernel's place in [`ROWS`].
+    form: usize,
+    /// Rows of operand B for each token.
+    parts: usize,
+    stages: usize,
+    grid: Grid,
+    /// Whether 16-byte accesses fit outputs.
+    vectors: bool,
+}
+
+/// Bytes between rows of x in shared memory beside their values: lanes that read several rows have no bank conflicts.
+fn padding(format: Sm90Format) -> usize {
+    match format {
+        Sm90Format::Int4 | Sm90Format::Ternary => 64,
+        Sm90Format::Fp8 | Sm90Format::Fp8Block => 16,
+    }
+}
+
+/// Output channels from which on INT4 is faster here than by `gemm_wna16_m16`, whose warps keep x in registers: on an H100
+/// 14336x4096 takes 0.87x to 0.89x of its time with 2 to 8 rows, 6144x4096 1.02x to 1.06x, 4096x4096 1.3x.
+const MANY_CHANNELS: usize = 12_288;
+/// K past which x would come in pieces there: 4096x14336 takes 0.90x to 0.97x of `gemm_wna16_m16_tma`.
+const LONG_K: usize = 4096;
+
+/// Products for which it is the fastest kernel.
+pub(crate) fn where_fastest(case: &Case) -> Planned {
+    let parts = parts(case);
+    let rows = case.m * parts;
+    let slow = match streamed(case)? {
+        // The kernels for INT4 alone take bf16.
+        Sm90Format::Int4 if parts > 1 => false,
+        Sm90Format::Int4 => rows > ROWS[0] || (case.n() < MANY_CHANNELS && case.k <= LONG_K),
+        Sm90Format::Ternary => rows > ROWS[0],
+        Sm90Format::Fp8 | Sm90Format::Fp8Block => false,
+    };
+    if slow {
+        return Err("another kernel is faster for so many rows and output channels");
+    }
+    plan(case)
+}
+
+/// Rows of operand B for each token.
+fn parts(case: &Case) -> usize {
+    match case.x {
+        DType::BF16 => 1,
+        DType::F32 if case.m > SPLIT_M => 1,
+        _ => 2,
+    }
+}
+
+/// As many rows as fit into shared memory beside a pipeline.
+pub(crate) fn plan(case: &Case) -> Planned {
+    let format = streamed(case)?;
+    let parts = parts(case);
+    let rows = case.m * parts;
+    let form = ROWS
+        .iter()
+        .position(|most| rows <= *most)
+        .ok_or("there are more rows of operand B than 16")?;
+    let sums = SKINNY_EPILOGUE_WARPS * GEMV_WARPS * ROWS[form] * (N_TILE + 4) * 4;
+    let x = rows * (2 * case.k.next_multiple_of(K_BLOCK) + padding(format));
+    let gpu = &case.gpu;
+    let stages_in = |room: usize| room.saturating_sub(sums + x) / format.stage_bytes();
+    let most = STAGES.min(GEMV_SM90_MAX_STAGES);
+    // Half of a multiprocessor's shared memory, if that does: the next kernel begins beside this one.
+    let half = stages_in(gpu.share(2) - FIXED_SHARED);
+    let stages = match half >= format.least_stages() && !case.one_cta_per_sm {
+        true => half.min(most),
+        false => stages_in(gpu.shared as usize - FIXED_SHARED).min(most),
+    };
+    if stages < format.least_stages() {
+        return Err("rows of x leave too little shared memory for a pipeline");
+    }
+    let channels = if case.gates() { ROW_GROUP } else { N_TILE };
+    let blocks = case.width().div_ceil(channels).min(gpu.sms as usize);
+    let mut shared = sums + stages * format.stage_bytes() + x;
+    if case.one_cta_per_sm {
+        shared = shared.max(gpu.share(2));
+    }
+    Ok(Arc::new(Gemm {
+        format,
+        form,
+        parts,
+        stages,
+        grid: Grid::new([blocks as u32, 1, 1], SKINNY_THREADS as u32, shared as u32),
+        vectors: case.alignment.outputs && case.width().is_multiple_of(8),
+    }))
+}
+
+impl Gemm {
+    fn index(&self) -> usize {
+        ROWS.len() * self.format.index() + self.form
+    }
+}
+
+impl Kernel for Gemm {
+    fn entry(&self) -> &'static str {
+        MODULE.names(self.index()).1
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        Some(self.grid)
+    }
+
+    fn details(&self) -> String {
+        format!("{} stages", self.stages)
+    }
+
+    fn scratch(&self, operands: &Operands) -> usize {
+        let values = operands.at.m * operands.at.k;
+        Scratch::room(DType::BF16, self.parts * values) + Scratch::room(operands.at.x_dtype, values)
+    }
+
+    unsafe fn run(
+        &self,
+        launcher: &Launcher,
+        scratch: &mut Scratch,
+        operands: &Operands,
+    ) -> Result<()> {
+        let at = &operands.at;
+        let mut product = Gemv::of(operands)?;
+        // SAFETY: the caller's.
+        product.prologue.x = unsafe {
+            match self.parts {
+                1 => narrowed(launcher, scratch, at, DType::BF16)?,
+                _ => narrowed_in_parts(launcher, scratch, at)?,
+            }
+        };
+        product.prologue.norm = NORM_NONE as i32;
+        product.stages = self.stages as u32;
+        let rows = at.m * self.parts;
+        let params = GemmSkinnyParams {
+            product,
+            rows: rows as u32,
+            parts: self.parts as u32,
+            vectors: self.vectors.into(),
+        };
+        let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
+        let bytes = operands.weight_bytes() + 2 * rows * at.k + outputs;
+        // SAFETY: the caller's; the struct is the kernel's.
+        unsafe {
+            launcher
+                .moving(bytes as u64)
+                .run(&MODULE, self.index(), self.grid, &params)
+        }
+    }
+}
