@@ -77,7 +77,7 @@ pub use models::quantized_var_builder;
 pub use quant::ActivationBits;
 
 pub mod quant {
-    //! Quantized weights: the block formats of GGUF files, and the schemes INT8, FP8, INT4 and ternary.
+    //! Quantized weights: the block formats of GGUF files, and the schemes INT8, FP8, NVFP4, INT4 and ternary.
     //!
     //! [`BlockFormat`] describes a format of GGUF, [`dequantize`] is the plain way from a file's bytes to
     //! floats; [`quantize`] makes [`Codes`] of weights by a [`Scheme`], and [`Codes::dequantize`] floats
@@ -97,6 +97,7 @@ pub mod quant {
     mod activation_bits;
     mod block;
     mod codes;
+    pub(crate) mod e2m1;
     pub(crate) mod e4m3;
     mod format;
     mod kv_format;
@@ -109,7 +110,7 @@ pub mod quant {
     pub(crate) use codes::{MIDDLE, ZERO_STEP};
     pub use format::Format;
     pub use kv_format::{KvCacheType, KvFormat};
-    pub(crate) use scheme::FP8_BLOCK;
+    pub(crate) use scheme::{FP8_BLOCK, NVFP4_GROUP};
     pub use scheme::{Scheme, TernaryScale};
     pub(crate) use unpack::SubBlock;
     pub use unpack::dequantize;

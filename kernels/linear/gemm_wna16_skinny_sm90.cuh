@@ -1,4 +1,4 @@
-// GEMM for up to 16 rows of bf16 x and packed FP8, INT4 or ternary weights on Hopper: y = act(x W^T + bias) + residuals,
+// GEMM for up to 16 rows of bf16 x and packed FP8, NVFP4, INT4 or ternary weights on Hopper: y = act(x W^T + bias) + residuals,
 // with all of x in shared memory and the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A block has N tiles of 16 output channels, one after the other. Its warps are specialized: one brings weights, eight
@@ -18,10 +18,17 @@
 namespace fused {
 
 struct SkinnyInt4;
+struct SkinnyNvfp4;
 template <int GROUPS> struct SkinnyFp8;
 struct SkinnyTernary;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// A lane's codes of 4 bits of a row and a K block.
+__device__ __forceinline__ Int4Weights<ONE_GROUP>::Piece read_words(const char* codes) {
+  const uint4 v = *reinterpret_cast<const uint4*>(codes + 16 * (threadIdx.x % WARP));
+  return {{v.x, v.y, v.z, v.w}};
+}
 
 // The formats: how a stage of the pipeline has them (`Stream`), how operands A are made of them and where those meet x
 // (`Stage`), and how a lane reads what it has of K block `s` of a warp's two.
@@ -35,11 +42,27 @@ struct SkinnyInt4 {
     Stage::Block block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 v = *reinterpret_cast<const uint4*>(at.codes[i] + s * Int4Sm90::CODES + 16 * lane);
-      auto& words = block.pieces[i].words;
-      words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+      block.pieces[i] = read_words(at.codes[i] + s * Int4Sm90::CODES);
       block.scales[i].by[0] =
           *reinterpret_cast<const uint16_t*>(at.scales[i] + s * Stream::SCALES + lane / 4 * sizeof(__half));
+    }
+    return block;
+  }
+};
+
+struct SkinnyNvfp4 {
+  using Stream = WeightStream<Nvfp4Sm90>;
+  using Stage = Nvfp4Stage;
+  using BlockScales = NoBlockScales;
+
+  static __device__ __forceinline__ Stage::Block read(const Stream::WarpStage& at, const BlockScales&, int s) {
+    const uint32_t lane = threadIdx.x % WARP, half = lane % 4 / 2 * 4;
+    Stage::Block block;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      block.pieces[i] = read_words(at.codes[i] + s * Nvfp4Sm90::CODES);
+      block.scales[i].by = *reinterpret_cast<const uint32_t*>(
+          at.scales[i] + s * Stream::SCALES + lane / 4 * Nvfp4::SCALES + half);
     }
     return block;
   }

@@ -154,13 +154,37 @@ template <class Format> struct ByteStage {
   }
 };
 
-// INT4, with scales of groups, and zero points where the format may have them.
-template <class Format> struct Int4Stage {
+// Codes of 4 bits.
+template <class Format> struct WordStage {
   using Weights = GemmInt<Format>;
   using Block = typename Weights::Block;
   static constexpr uint32_t X_PADDING = 64;  // lanes read 16 bytes
-  static constexpr bool SOME = Format::GROUPS == SOME_GROUPS;
   static constexpr uint32_t ROWS = Format::BYTES * WARP;  // codes of 8 rows
+
+  static __device__ __forceinline__ void copy_codes(const Weights& w, uint32_t k_block, uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      copy_async(stage + i * ROWS + Format::BYTES * (threadIdx.x % WARP),
+                 w.rows[i].codes + k_block * (ROW_GROUP * ROW_LANES * Format::BYTES));
+  }
+  static __device__ __forceinline__ void read_codes(Block& block, uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 v = load_shared(stage + i * ROWS + Format::BYTES * (threadIdx.x % WARP));
+      block.pieces[i].words[0] = v.x, block.pieces[i].words[1] = v.y;
+      block.pieces[i].words[2] = v.z, block.pieces[i].words[3] = v.w;
+    }
+  }
+  static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
+    return load_shared(at + 64 * e + 16 * t);
+  }
+};
+
+// INT4, with scales of groups, and zero points where the format may have them.
+template <class Format> struct Int4Stage : WordStage<Format> {
+  using typename WordStage<Format>::Weights, typename WordStage<Format>::Block;
+  using WordStage<Format>::ROWS;
+  static constexpr bool SOME = Format::GROUPS == SOME_GROUPS;
   // Of a row: two or four scales, and four zero points. Where the row has fewer, they are among those.
   static constexpr uint32_t SCALES = SOME ? 8 : 4, SCALES_AT = 2 * ROWS, ZEROS_AT = SCALES_AT + 16 * SCALES;
   static constexpr uint32_t BYTES = ZEROS_AT + (Format::ZEROS ? 64 : 0);
@@ -171,9 +195,7 @@ template <class Format> struct Int4Stage {
   }
   static __device__ __forceinline__ void copy(const Weights& w, const Gemv& p, uint32_t k_block, uint32_t stage) {
     const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      copy_async(stage + i * ROWS + Format::BYTES * lane, w.rows[i].codes + k_block * (ROW_GROUP * ROW_LANES * Format::BYTES));
+    WordStage<Format>::copy_codes(w, k_block, stage);
     // Lanes 0 and 1 of four copy the scales of both rows, lanes 2 and 3 the zero points.
     const PackedRow& row = t % 2 == 0 ? w.rows[0] : w.rows[1];
     const Matrix& m = p.weights[row.which];
@@ -191,11 +213,9 @@ template <class Format> struct Int4Stage {
   static __device__ __forceinline__ Block read(const Weights& w, const Gemv& p, uint32_t k_block, uint32_t stage) {
     const uint32_t lane = threadIdx.x % WARP;
     Block block;
+    WordStage<Format>::read_codes(block, stage);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 v = load_shared(stage + i * ROWS + Format::BYTES * lane);
-      block.pieces[i].words[0] = v.x, block.pieces[i].words[1] = v.y;
-      block.pieces[i].words[2] = v.z, block.pieces[i].words[3] = v.w;
       const uint32_t g = 8 * i + lane / 4, at = static_cast<uint32_t>(first(w.rows[i], p, k_block));
       const uint32_t scales = stage + SCALES_AT + SCALES * g;
       auto& by = block.scales[i].by;
@@ -209,8 +229,28 @@ template <class Format> struct Int4Stage {
     }
     return block;
   }
-  static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
-    return load_shared(at + 64 * e + 16 * t);
+};
+
+// NVFP4, with a scale for each channel and one for each 16 values.
+struct Nvfp4Stage : WordStage<Nvfp4Weights> {
+  static constexpr uint32_t SCALES_AT = 2 * ROWS, BYTES = SCALES_AT + 16 * Nvfp4::SCALES;
+
+  static __device__ __forceinline__ void copy(const Weights& w, const Gemv&, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
+    copy_codes(w, k_block, stage);
+    // Lanes 0 and 1 of four, which have those of the first halves, copy all scales of 16 values of both rows.
+    const char* scales = t == 0 ? w.places[0].scales : w.places[1].scales;
+    const uint32_t to = stage + SCALES_AT + Nvfp4::SCALES * (8 * t + lane / 4);
+    if (t < 2) copy_async_few<8>(to, scales + k_block * (ROW_GROUP * Nvfp4::SCALES));
+  }
+  static __device__ __forceinline__ Block read(const Weights&, const Gemv&, uint32_t, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP, half = lane % 4 / 2 * 4;
+    Block block;
+    read_codes(block, stage);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      block.scales[i].by = load_shared_u32(stage + SCALES_AT + Nvfp4::SCALES * (8 * i + lane / 4) + half);
+    return block;
   }
 };
 

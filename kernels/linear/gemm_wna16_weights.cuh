@@ -23,14 +23,6 @@ struct WeightFragment {
   __device__ __forceinline__ uint32_t& at(int row, int j) { return v[4 * (j / 2) + 2 * (j % 2) + row]; }
 };
 
-__device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
-  uint32_t out = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  // Without the negative zero of an addend a product of -0 would become +0.
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
-#endif
-  return out;
-}
 __device__ __forceinline__ uint32_t bf16x2_fma(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -262,9 +254,29 @@ template <> struct BlockScales<FP8_BLOCKS, false> {
   __device__ __forceinline__ uint32_t zero(const Gemv&, int) const { return 0; }
 };
 
+// The epilogue's scales of channels beside those of 16 values, of which a lane has those of its half of each block.
+template <> struct BlockScales<ROWS_AND_HALVES, false> {
+  uint32_t by;
+
+  struct Place {
+    const float* at;
+    const char* scales;
+    __device__ __forceinline__ Place(const Gemv& p, const PackedRow& row)
+        : at(ChannelScale::Place(p, row).at), scales(row.half_scales(p, 0, threadIdx.x % 4)) {}
+  };
+  __device__ __forceinline__ void load(const Gemv&, const Place& row, uint32_t k_block) {
+    by = load_u32(row.scales + k_block * (ROW_GROUP * Nvfp4::SCALES));
+  }
+  __device__ __forceinline__ uint32_t loaded() const { return by; }
+  __device__ __forceinline__ float scale(const Gemv&, int) const { return 1.f; }
+  // What codes of block e are multiplied by.
+  __device__ __forceinline__ uint32_t zero(const Gemv&, int e) const { return nvfp4_scale(by, e); }
+};
+
 // What a lane has of an N tile of packed weights: two rows, and of each its codes and scales of a K block.
 template <class Format> struct PackedBlocks {
-  static constexpr bool CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
+  static constexpr bool ONLY_CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
+  static constexpr bool CHANNEL_SCALES = ONLY_CHANNEL_SCALES || Format::GROUPS == ROWS_AND_HALVES;
   // Weights of numbers as they are.
   static constexpr float UNIT = 1.f;
   using Scales = BlockScales<Format::GROUPS, Format::ZEROS>;
@@ -283,7 +295,7 @@ template <class Format> struct PackedBlocks {
 
   __device__ __forceinline__ void keep() {
     keep_in_registers(rows[0].codes, rows[1].codes);
-    if constexpr (!CHANNEL_SCALES) keep_in_registers(places[0].scales, places[1].scales);
+    if constexpr (!ONLY_CHANNEL_SCALES) keep_in_registers(places[0].scales, places[1].scales);
   }
 
   __device__ __forceinline__ void load(Block& block, const Gemv& p, uint32_t k_block) const {
@@ -299,7 +311,7 @@ template <class Format> struct PackedBlocks {
   }
 };
 
-// INT8, FP8 and INT4 (packed.cuh). INT8 and FP8 may have a scale for each channel, which the epilogue applies.
+// INT8, FP8, NVFP4 and INT4 (packed.cuh). INT8, FP8 and NVFP4 may have a scale for each channel, which the epilogue applies.
 template <class Format> struct GemmInt : PackedBlocks<Format> {
   using PackedBlocks<Format>::CHANNEL_SCALES;
   static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;
@@ -312,6 +324,7 @@ template <class Format> struct GemmInt : PackedBlocks<Format> {
 
   __device__ __forceinline__ float channel_scale(int i) const {
     const float scale = __ldg(places[i].at);
+    if constexpr (Format::GROUPS == ROWS_AND_HALVES) return NVFP4_UNIT * scale;
     if constexpr (Format::GROUPS != FP8_ROWS) return scale;
     return nan_if_negative(__float_as_uint(scale));
   }
@@ -326,7 +339,7 @@ template <class Format> struct GemmInt : PackedBlocks<Format> {
       } else {
         const uint32_t zero = block.scales[i].zero(p, e);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) a.at(i, j) = int4_numbers<Format::ZEROS>(block.pieces[i].words[e], j, zero);
+        for (int j = 0; j < 4; ++j) a.at(i, j) = Format::numbers(block.pieces[i].words[e], j, zero);
       }
     }
     return a;

@@ -1,5 +1,5 @@
-// GEMV for one row of x and packed FP8, INT4 or ternary weights on Hopper: y = act(prologue(x) W^T + bias) + residuals, with
-// the weights in a TMA pipeline (weight_stream_sm90.cuh).
+// GEMV for one row of x and packed FP8, NVFP4, INT4 or ternary weights on Hopper: y = act(prologue(x) W^T + bias) +
+// residuals, with the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A GEMV in a decode step is a chain of latencies: the preceding kernel ends, x is read, multiplied, reduced,
 // written. Meanwhile the next kernel's weights should be loading. So a block takes half of an SM's shared memory,

@@ -9,6 +9,7 @@ namespace fused {
 struct TernarySm90;
 struct Int4Sm90;
 template <int GROUPS> struct Fp8Sm90;
+struct Nvfp4Sm90;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -272,6 +273,58 @@ struct Int4Sm90 {
         float sum = c[s][0][2 * i] + c[s][1][2 * i];
         if (x.parts == 2) sum += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
         sums.v[i] = fmaf(__half2float(by[s][i]), sum, sums.v[i]);
+      }
+    }
+  }
+};
+
+// In the places of INT4, with the scales of 16 values in front of the products and those of rows in the epilogue.
+struct Nvfp4Sm90 {
+  static constexpr uint32_t CODES = Int4Sm90::CODES, GROUPS = ROWS_AND_HALVES, AHEAD = 2;
+  using Row = PartRow;
+  using BlockScales = NoBlockScales;
+  using Sums = Int4Sm90::Sums;
+
+  template <int N>
+  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], NoBlockScales,
+                                                  const Row& x, uint32_t k_block, uint32_t lane, Sums& sums) {
+    uint4 words[N][2];
+    uint32_t by[N][2];
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words[s][i] = *reinterpret_cast<const uint4*>(codes[i] + s * CODES + 16 * lane);
+        const char* of_row = scales[i] + (s * ROW_GROUP + lane / 4) * Nvfp4::SCALES;
+        by[s][i] = *reinterpret_cast<const uint32_t*>(of_row + lane % 4 / 2 * 4);
+      }
+    }
+    // Sums of the other columns are not used.
+    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
+    float c[N][2][4] = {};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int s = 0; s < N; ++s) {
+        const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + 64 * e);
+        uint32_t v[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4& w = words[s][i];
+          const uint32_t word = e == 0 ? w.x : e == 1 ? w.y : e == 2 ? w.z : w.w, scale = nvfp4_scale(by[s][i], e);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) v[i][j] = Nvfp4Weights::numbers(word, j, scale);
+        }
+        mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
+        mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sums.v[i] += c[s][0][2 * i] + c[s][1][2 * i];
+        if (x.parts == 2) sums.v[i] += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
       }
     }
   }

@@ -1,4 +1,4 @@
-// Packed INT8, FP8, INT4 and ternary weights (formats/packed.cuh) as tensor cores take them: codes as operand A, and
+// Packed INT8, FP8, NVFP4, INT4 and ternary weights (formats/packed.cuh) as tensor cores take them: codes as operand A, and
 // the scales of a tile.
 #pragma once
 
@@ -11,6 +11,15 @@ __device__ __forceinline__ uint32_t less_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+#endif
+  return out;
+}
+
+__device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  // Without the negative zero of an addend a product of -0 would become +0.
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
 #endif
   return out;
 }
@@ -65,13 +74,14 @@ __device__ __forceinline__ uint32_t int8_numbers(uint32_t word, int j) {
 // in their places, and then what the exponents' biases differ by, 2^120. Subnormal numbers are exact too.
 __device__ __forceinline__ uint32_t fp8_numbers(uint32_t word, int j) {
   const uint32_t signs = j == 0 ? word << 8 : word, rest = j == 0 ? word << 4 : word >> 4;
-  const uint32_t v = masked_or(signs, 0x80008000u, rest & 0x07f007f0u);
-  uint32_t out = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  // Without the negative zero of an addend a product of -0 would become +0.
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(v), "r"(0x7b807b80u), "r"(0x80008000u));
-#endif
-  return out;
+  return bf16x2_mul(masked_or(signs, 0x80008000u, rest & 0x07f007f0u), 0x7b807b80u);
+}
+
+// The scale of the half of block e that a lane has values of, 2^118 times, as two bf16: multiplied by it, pairs of codes
+// as nvfp4_pair gives them are NVFP4_UNIT less than their numbers, exactly.
+constexpr float NVFP4_UNIT = 256.f;
+__device__ __forceinline__ uint32_t nvfp4_scale(uint32_t bytes, int e) {
+  return (__byte_perm(bytes, 0, 0x4040 | e * 0x0101) << 4) + 0x75807580u;
 }
 
 // What a scale of FP8 multiplies by: NaN where its sign is set.
@@ -91,6 +101,8 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
 // Groups of a K block: so many, up to four as the kernel's parameters say, or a scale for each row; of FP8 one for each
 // row, or one for each block of rows and K block.
 constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0, FP8_ROWS = 6, FP8_BLOCKS = 7;
+// A scale for each row and one for each 16 values, by which codes are multiplied first.
+constexpr int ROWS_AND_HALVES = 8;
 
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
 struct PackedRow {
@@ -113,6 +125,11 @@ struct PackedRow {
   __device__ __forceinline__ const float* block_scale(const Gemv& p, uint32_t k_block) const {
     const Matrix& m = p.weights[which];
     return static_cast<const float*>(m.scales) + fp8_block(row, k_block, k_blocks_of(p.k), m.zeros > 0);
+  }
+  // Where the scales of 16 values are that lane t has of a K block of NVFP4.
+  __device__ __forceinline__ const char* half_scales(const Gemv& p, uint32_t k_block, uint32_t t) const {
+    const Matrix& m = p.weights[which];
+    return static_cast<const char*>(m.scales) + 2 * uint64_t(m.zeros) + place(k_block, p.k) * Nvfp4::SCALES + t / 2 * 4;
   }
 };
 
@@ -227,6 +244,26 @@ template <int K_BLOCKS> struct TileScales<FP8_BLOCKS, false, K_BLOCKS> {
   __device__ __forceinline__ uint32_t zero(const Gemv&, int, int) const { return 0; }
 };
 
+// Lane t has the scales of 16 values of K block t.
+template <int K_BLOCKS> struct TileScales<ROWS_AND_HALVES, false, K_BLOCKS> : TileScales<ROW_SCALES, false, K_BLOCKS> {
+  static_assert(K_BLOCKS <= 4, "a lane for each");
+  uint2 halves;
+
+  __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t k_block, uint32_t end,
+                                           uint32_t t) {
+    TileScales<ROW_SCALES, false, K_BLOCKS>::prefetch(p, row, k_block, end, t);
+    if (t < K_BLOCKS && k_block + t < end) halves = load_u64(row.half_scales(p, k_block + t, 0));
+  }
+  __device__ __forceinline__ float scale(const Gemv&, int, int) const {
+    return NVFP4_UNIT * __uint_as_float(this->by);
+  }
+  // Those of K block s that the lane has values of.
+  __device__ __forceinline__ uint32_t zero(const Gemv&, int s, int) const {
+    const uint32_t first = __shfl_sync(FULL, halves.x, s, 4), second = __shfl_sync(FULL, halves.y, s, 4);
+    return threadIdx.x % 4 < 2 ? first : second;
+  }
+};
+
 // The formats as cores take them. A piece is what a lane has of a row and a K block: four times 8 values.
 // `value` says where the 8 begin within a K block, for lane t.
 struct Int8Codes {
@@ -326,6 +363,19 @@ template <class Codes> struct ByteWeights : Codes {
 using Int8Weights = ByteWeights<Int8Codes>;
 template <int GROUPS> using Fp8Weights = ByteWeights<Fp8Codes<GROUPS>>;
 
+// Operands of codes of which a block has a word.
+template <class Format>
+__device__ __forceinline__ Operands word_operands(const typename Format::Piece& a, const typename Format::Piece& b, int e,
+                                                  const uint32_t (&by)[2]) {
+  Operands v;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    v.v[2 * j] = Format::numbers(a.words[e], j, by[0]);
+    v.v[2 * j + 1] = Format::numbers(b.words[e], j, by[1]);
+  }
+  return v;
+}
+
 template <int GROUPS_> struct Int4Weights {
   static constexpr int K_BLOCKS = 4, GROUPS = GROUPS_;
   // Those of one group have a kernel without zero points.
@@ -345,15 +395,12 @@ template <int GROUPS_> struct Int4Weights {
     piece.words[0] = v.x, piece.words[1] = v.y, piece.words[2] = v.z, piece.words[3] = v.w;
   }
   static __device__ __forceinline__ uint32_t value(int e, uint32_t t) { return 32 * e + 8 * t; }
+  static __device__ __forceinline__ uint32_t numbers(uint32_t word, int j, uint32_t zero) {
+    return int4_numbers<ZEROS>(word, j, zero);
+  }
   static __device__ __forceinline__ Operands operands(const Piece& a, const Piece& b, int e,
                                                       const uint32_t (&zeros)[2]) {
-    Operands v;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v.v[2 * j] = int4_numbers<ZEROS>(a.words[e], j, zeros[0]);
-      v.v[2 * j + 1] = int4_numbers<ZEROS>(b.words[e], j, zeros[1]);
-    }
-    return v;
+    return word_operands<Int4Weights>(a, b, e, zeros);
   }
   // 136 more each than their numbers, without zero points.
   static __device__ __forceinline__ Operands biased_operands(const Piece& a, const Piece& b, int e) {
@@ -373,6 +420,31 @@ template <int GROUPS_> struct Int4Weights {
     for (int c = 0; c < 8; ++c) {
       const int code = word >> (4 * (c / 2) + 16 * (c % 2)) & 15;
       w[c] = static_cast<float>(code) - __uint_as_float(zero & 0xffff0000u);
+    }
+    return XRows::dot(w, x);
+  }
+};
+
+// In the places of INT4. What that has zero points for are the scales of 16 values.
+struct Nvfp4Weights : Int4Weights<ONE_GROUP> {
+  static constexpr int GROUPS = ROWS_AND_HALVES;
+
+  static __device__ __forceinline__ uint32_t numbers(uint32_t word, int j, uint32_t scale) {
+    return bf16x2_mul(nvfp4_pair(word, j), scale);
+  }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const Piece& a, const Piece& b, int e,
+                                                  const uint32_t (&scales)[2], uint4 x) {
+    const uint32_t by[2] = {nvfp4_scale(scales[0], e), nvfp4_scale(scales[1], e)};
+    mma_both(c, word_operands<Nvfp4Weights>(a, b, e, by), x);
+  }
+  static __device__ __forceinline__ float dot(const Piece& piece, int e, uint32_t scales, const XRows::Eight& x) {
+    const float by = __uint_as_float(nvfp4_scale(scales, e) & 0xffff0000u);
+    const uint32_t word = pick(e, piece.words[0], piece.words[1], piece.words[2], piece.words[3]);
+    float w[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const uint32_t pair = nvfp4_pair(word, c / 2);
+      w[c] = __uint_as_float(c % 2 == 0 ? pair << 16 : pair & 0xffff0000u) * by;
     }
     return XRows::dot(w, x);
   }

@@ -1,4 +1,4 @@
-// The weights of the kernels for few rows of x on Hopper: packed FP8, INT4 or ternary weights (formats/packed.cuh), N tile
+// The weights of the kernels for few rows of x on Hopper: packed FP8, NVFP4, INT4 or ternary weights (formats/packed.cuh), N tile
 // by N tile, in a TMA pipeline of 2 to 16 stages in shared memory. A stage is 16 K blocks of an N tile of 16 output
 // channels. One producer thread issues the copies, only as many at a time as keep the memory busy: loads of x must not
 // queue behind all of them.
@@ -31,7 +31,9 @@ struct BlockTiles {
 
 template <class Format> struct WeightStream {
   // Bytes of the scales of 8 rows in a K block that come with the codes.
-  static constexpr uint32_t SCALES = Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : 0;
+  static constexpr bool HALVES = Format::GROUPS == ROWS_AND_HALVES;
+  static constexpr uint32_t SCALES =
+      Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : HALVES ? Nvfp4::SCALES * ROW_GROUP : 0;
   static constexpr uint32_t STAGE_CODES = STAGE_K_BLOCKS * Format::CODES, STAGE_SCALES = STAGE_K_BLOCKS * SCALES;
   static constexpr uint32_t STAGE_BYTES = 2 * (STAGE_CODES + STAGE_SCALES);
 
@@ -69,9 +71,10 @@ template <class Format> struct WeightStream {
   }
   // The scale of a row, where rows have one.
   __device__ float scale_of(uint32_t row) const {
-    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS) return 1.f;
+    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS && !HALVES) return 1.f;
     const Matrix& matrix = matrix_of(p, row);
     const uint32_t scale = load_u32(static_cast<const uint32_t*>(matrix.scales) + row);
+    if (HALVES) return NVFP4_UNIT * __uint_as_float(scale);
     return Format::GROUPS == FP8_ROWS ? nan_if_negative(scale) : __uint_as_float(scale);
   }
 
@@ -91,7 +94,8 @@ template <class Format> struct WeightStream {
         const Matrix& matrix = matrix_of(p, row);
         const uint64_t place = uint64_t(row / ROW_GROUP) * k_blocks;
         codes[o] = static_cast<const char*>(matrix.data) + place * Format::CODES;
-        scales[o] = static_cast<const char*>(matrix.scales) + place * SCALES;
+        const uint64_t behind_rows = HALVES ? 2 * uint64_t(matrix.zeros) : 0;
+        scales[o] = static_cast<const char*>(matrix.scales) + behind_rows + place * SCALES;
       }
 #pragma unroll 1
       for (uint32_t k_block = 0; k_block < k_blocks; k_block += STAGE_K_BLOCKS, ++i) {

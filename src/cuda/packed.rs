@@ -1,14 +1,15 @@
-//! INT8, FP8, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
+//! INT8, FP8, NVFP4, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
 
 use super::abi::{
     FORMAT_THREADS, FP8_BLOCK, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES,
     UnpackParams,
 };
 use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
-use crate::quant::{Codes, Scheme, e4m3};
+use crate::quant::{Codes, NVFP4_GROUP, Scheme, e4m3};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
 use half::f16;
+use std::borrow::Cow;
 
 const OP: &str = "quant_linear";
 
@@ -20,6 +21,7 @@ static MODULE: Module = Module::new(
         "pack_int4",
         "pack_ternary",
         "pack_fp8",
+        "pack_nvfp4",
         "unpack_f32",
         "unpack_f16",
         "unpack_bf16",
@@ -27,9 +29,12 @@ static MODULE: Module = Module::new(
 );
 
 /// The first `values` kernel.
-const VALUES: usize = 4;
+const VALUES: usize = 5;
 
 const _: () = assert!(FP8_BLOCK == crate::quant::FP8_BLOCK && K_BLOCK == FP8_BLOCK);
+
+/// Scales of 16 values that a row of NVFP4 has in a K block, a byte each.
+const NVFP4_SCALES: usize = K_BLOCK / NVFP4_GROUP;
 
 /// Scales begin at a multiple of this many bytes.
 const ALIGNMENT: usize = 256;
@@ -43,7 +48,7 @@ pub(crate) struct PackedAt {
     pub codes: Address,
     /// f32 for each row, or f16 for each group.
     pub scales: Address,
-    /// 0 for none; of FP8 in blocks, not 0 if rows have scales of their own.
+    /// 0 for none; of FP8 in blocks, not 0 if rows have scales of their own; of NVFP4 the scales of 16 values.
     pub zeros: Address,
     /// Scales of each 128 values of a row; 0 if a row has one.
     pub groups: usize,
@@ -113,7 +118,7 @@ impl PackedLayout {
         match self.scheme {
             Scheme::Int8 => (rows * self.cols.div_ceil(16), 16),
             Scheme::Fp8 | Scheme::Fp8Block128 => (2 * lanes, 16),
-            Scheme::Int4 { .. } => (lanes, 16),
+            Scheme::Int4 { .. } | Scheme::Nvfp4 => (lanes, 16),
             Scheme::Ternary { .. } => (lanes, 8),
         }
     }
@@ -134,6 +139,7 @@ impl PackedLayout {
                 0 if self.scheme == Scheme::Fp8Block128 => {
                     4 * self.scheme.scale_count(self.rows, self.cols)
                 }
+                0 if self.scheme == Scheme::Nvfp4 => (4 * self.rows).next_multiple_of(ALIGNMENT),
                 0 => 4 * self.rows,
                 groups => 2 * groups * self.places(),
             }
@@ -141,10 +147,10 @@ impl PackedLayout {
 
     /// Bytes in all.
     pub fn bytes(&self) -> usize {
-        let zeros = if self.scheme.has_zeros() {
-            self.groups * self.places()
-        } else {
-            0
+        let zeros = match self.scheme {
+            Scheme::Nvfp4 => NVFP4_SCALES * self.places(),
+            _ if self.scheme.has_zeros() => self.groups * self.places(),
+            _ => 0,
         };
         self.zeros_at() + zeros
     }
@@ -154,9 +160,12 @@ impl PackedLayout {
         PackedAt {
             codes: start,
             scales: start + self.scales_at() as Address,
-            zeros: match self.scheme.has_zeros() || self.own_scales {
-                true => start + self.zeros_at() as Address,
-                false => 0,
+            zeros: match self.scheme {
+                _ if self.scheme.has_zeros() || self.own_scales => {
+                    start + self.zeros_at() as Address
+                }
+                Scheme::Nvfp4 => start + self.zeros_at() as Address,
+                _ => 0,
             },
             groups: self.groups,
         }
@@ -174,7 +183,7 @@ impl PackedLayout {
         let launcher = Launcher::new(device)?;
         let rows_of_chunk = (CHUNK / self.cols).next_multiple_of(ROW_GROUP);
         let mut out = start;
-        for chunk in codes.codes.chunks(rows_of_chunk * self.cols) {
+        for chunk in without_hidden(codes).chunks(rows_of_chunk * self.cols) {
             let rows = chunk.len() / self.cols;
             let raw = device.clone_htod(chunk)?;
             let (from, _guard) = raw.device_ptr(raw.stream());
@@ -190,6 +199,7 @@ impl PackedLayout {
                 Scheme::Int4 { .. } => 1,
                 Scheme::Ternary { .. } => 2,
                 Scheme::Fp8 | Scheme::Fp8Block128 => 3,
+                Scheme::Nvfp4 => 4,
             };
             // SAFETY: the kernel takes `PackParams` and writes the rows' part of the codes; the
             // plain codes are freed in the order of the stream.
@@ -243,12 +253,28 @@ impl PackedLayout {
         (0..codes.rows).step_by(step).flat_map(row)
     }
 
-    /// The plane of zero points.
+    /// The plane of zero points, or of NVFP4's scales of 16 values.
     fn zeros(&self, codes: &Codes) -> Vec<u8> {
-        match self.scheme.has_zeros() {
-            true => self.by_place(&codes.zeros, 0).collect(),
-            false => Vec::new(),
+        match self.scheme {
+            Scheme::Nvfp4 => self.nvfp4_scales(codes),
+            _ if self.scheme.has_zeros() => self.by_place(&codes.zeros, 0).collect(),
+            _ => Vec::new(),
         }
+    }
+
+    /// Of each row and K block those of the first halves of its four blocks, then of the second.
+    fn nvfp4_scales(&self, codes: &Codes) -> Vec<u8> {
+        let (k_blocks, across) = (self.cols.div_ceil(K_BLOCK), self.cols / NVFP4_GROUP);
+        let mut plane = vec![0; NVFP4_SCALES * self.places()];
+        for (row, scales) in codes.group_scales.chunks_exact(across).enumerate() {
+            for (group, b) in scales.iter().enumerate() {
+                let (k_block, within) = (group / NVFP4_SCALES, group % NVFP4_SCALES);
+                let place = (row / ROW_GROUP * k_blocks + k_block) * ROW_GROUP + row % ROW_GROUP;
+                let at = within % 2 * (NVFP4_SCALES / 2) + within / 2;
+                plane[place * NVFP4_SCALES + at] = without_subnormals(*b);
+            }
+        }
+        plane
     }
 
     /// What groups have, in the order of the kernels.
@@ -271,6 +297,34 @@ impl PackedLayout {
     }
 }
 
+/// An e4m3 number of positive sign with 5 bits of exponent, none of them special: 2^(e - 10) (1 + m / 8); 0 for 0.
+fn without_subnormals(b: u8) -> u8 {
+    /// Of f32, where e is 0.
+    const BIAS: u32 = 127 - 10;
+    let bits = e4m3::to_f32(b).to_bits();
+    (bits >> 20).saturating_sub(BIAS << 3) as u8
+}
+
+/// The codes, with zeros where a scale of NVFP4 is zero, since the kernels' scales are not.
+fn without_hidden(codes: &Codes) -> Cow<'_, [i8]> {
+    let groups = codes.codes.chunks_exact(NVFP4_GROUP);
+    let hidden = |(b, group): (&u8, &[i8])| *b == 0 && group.iter().any(|q| *q != 0);
+    if !codes.group_scales.iter().zip(groups).any(hidden) {
+        return Cow::Borrowed(&codes.codes);
+    }
+    let mut all = codes.codes.clone();
+    for (b, group) in codes
+        .group_scales
+        .iter()
+        .zip(all.chunks_exact_mut(NVFP4_GROUP))
+    {
+        if *b == 0 {
+            group.fill(0);
+        }
+    }
+    Cow::Owned(all)
+}
+
 /// A scheme's format as `PackedFormat` of the kernels numbers it.
 pub(super) fn index(scheme: Scheme) -> usize {
     let of_groups = |group: usize| (K_BLOCK / group).next_power_of_two().ilog2() as usize;
@@ -278,6 +332,7 @@ pub(super) fn index(scheme: Scheme) -> usize {
         (Scheme::Int8, _) => 0,
         (Scheme::Fp8, _) => 8,
         (Scheme::Fp8Block128, _) => 9,
+        (Scheme::Nvfp4, _) => 10,
         (Scheme::Int4 { .. }, group) => 1 + group.map_or(0, of_groups),
         (Scheme::Ternary { .. }, None) => 4,
         (Scheme::Ternary { .. }, Some(group)) => 5 + of_groups(group),

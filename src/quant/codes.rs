@@ -1,7 +1,7 @@
 //! A quantized matrix in plain form.
 
-use super::scheme::FP8_BLOCK;
-use super::{Scheme, e4m3};
+use super::scheme::{FP8_BLOCK, NVFP4_GROUP};
+use super::{Scheme, e2m1, e4m3};
 use candle_core::{Result, bail};
 use half::f16;
 
@@ -33,7 +33,7 @@ pub struct Codes {
     pub rows: usize,
     /// Inputs.
     pub cols: usize,
-    /// `[rows, cols]`, in the range that the scheme names; e4m3 floats by their bits.
+    /// `[rows, cols]`, in the range that the scheme names; e4m3 and e2m1 floats by their bits.
     pub codes: Vec<i8>,
     /// `[1]`, `[rows]` or `[rows, cols / group]`, each exactly an f16 for [`Scheme::Int4`] and the
     /// groups of [`Scheme::Ternary`]; of [`Scheme::Fp8Block128`] `[rows / 128, cols / 128]`, both rounded up. Those
@@ -41,6 +41,8 @@ pub struct Codes {
     pub scales: Vec<f32>,
     /// `[rows, cols / group]` in sixteenths where the scheme stores zero points, else empty.
     pub zeros: Vec<u8>,
+    /// `[rows, cols / 16]`, the e4m3 scales of [`Scheme::Nvfp4`] by their bits, numbers of positive sign; else empty.
+    pub group_scales: Vec<u8>,
 }
 
 impl Codes {
@@ -70,9 +72,19 @@ impl Codes {
                 self.zeros.len()
             );
         }
+        let groups = scheme.group_scale_count(*rows, *cols);
+        if self.group_scales.len() != groups {
+            bail!(
+                "group_scales: {} given, expected {groups} for {rows} x {cols} in {scheme}",
+                self.group_scales.len()
+            );
+        }
+        if let Some(b) = self.group_scales.iter().find(|b| **b >= e4m3::NAN) {
+            bail!("group_scales: {b:#x}, expected an e4m3 number of positive sign");
+        }
         let (low, high) = match scheme {
             Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (-128, 127),
-            Scheme::Int4 { .. } => (0, 15),
+            Scheme::Nvfp4 | Scheme::Int4 { .. } => (0, 15),
             Scheme::Ternary { .. } => (-1, 1),
         };
         if let Some(at) = self.codes.iter().position(|q| !(low..=high).contains(q)) {
@@ -100,9 +112,11 @@ impl Codes {
         Ok(())
     }
 
-    /// What a row's codes mean: the scale and zero point, in sixteenths, of the value at `row`, `col`.
+    /// What a row's codes mean: of the value at `row`, `col` the scale, and the zero point in sixteenths or the e4m3 scale of
+    /// its group.
     pub(crate) fn meaning(&self, row: usize, col: usize) -> (f32, u8) {
         let at = match self.scheme.group() {
+            _ if self.scheme == Scheme::Nvfp4 => row,
             Some(_) if self.scheme == Scheme::Fp8Block128 => {
                 row / FP8_BLOCK * self.cols.div_ceil(FP8_BLOCK) + col / FP8_BLOCK
             }
@@ -115,20 +129,23 @@ impl Codes {
                 zero_point: true, ..
             } => self.zeros[at],
             Scheme::Int4 { .. } => MIDDLE,
+            Scheme::Nvfp4 => self.group_scales[row * (self.cols / NVFP4_GROUP) + col / NVFP4_GROUP],
             _ => 0,
         };
         (self.scales[at], zero)
     }
 
-    /// The value of a code whose scale and zero point are known.
-    pub(crate) fn value(scheme: Scheme, code: i8, (scale, zero): (f32, u8)) -> f32 {
-        match scheme.is_fp8() {
-            true => scale * e4m3::to_f32(code as u8),
-            false => scale * (f32::from(code) - f32::from(zero) * ZERO_STEP),
+    /// The value of a code whose meaning is known.
+    pub(crate) fn value(scheme: Scheme, code: i8, (scale, other): (f32, u8)) -> f32 {
+        match scheme {
+            Scheme::Fp8 | Scheme::Fp8Block128 => scale * e4m3::to_f32(code as u8),
+            // The product of two small floats is exact.
+            Scheme::Nvfp4 => scale * (e2m1::to_f32(code as u8) * e4m3::to_f32(other)),
+            _ => scale * (f32::from(code) - f32::from(other) * ZERO_STEP),
         }
     }
 
-    /// The values, `[rows, cols]`: `s * (q - z)`, or `s * w`, rounded once to f32. The oracle of every kernel.
+    /// The values, `[rows, cols]`: `s * (q - z)`, `s * w` or `s * (b w)`, rounded once to f32. The oracle of every kernel.
     pub fn dequantize(&self) -> Vec<f32> {
         let unit = self.scheme.group().unwrap_or(self.cols);
         let mut values = Vec::with_capacity(self.codes.len());
@@ -146,6 +163,6 @@ impl Codes {
     pub fn nominal_bytes(&self) -> usize {
         let scale = if self.scheme.has_f16_scales() { 2 } else { 4 };
         let codes = (self.codes.len() * self.scheme.bits() as usize).div_ceil(8);
-        codes + scale * self.scales.len() + self.zeros.len()
+        codes + scale * self.scales.len() + self.zeros.len() + self.group_scales.len()
     }
 }

@@ -1,4 +1,4 @@
-//! Schemes of our own: INT8 and FP8 per output channel, FP8 in blocks, INT4 in groups, ternary.
+//! Schemes of our own: INT8 and FP8 per output channel, FP8 in blocks, NVFP4, INT4 in groups, ternary.
 
 use candle_core::{Error, Result, bail};
 use std::fmt;
@@ -22,12 +22,13 @@ pub enum TernaryScale {
 /// | [`Scheme::Int8`] | s q, q in -128..=127, f32 s for each row | 8 |
 /// | [`Scheme::Fp8`] | s w, w an e4m3 float, f32 s for each row | 8 |
 /// | [`Scheme::Fp8Block128`] | s w, f32 s for each 128 x 128 values | 8 |
+/// | [`Scheme::Nvfp4`] | s b w, w an e2m1 float, e4m3 b for each 16 values, f32 s for each row | 4.5 |
 /// | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
 /// | with zero points | s (q - z / 16), u8 z for each group | 4 + 24 / group |
 /// | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
 ///
-/// As text `int8`, `fp8`, `fp8-block128`, `int4-g64` or `int4-g64-z` (with zero points), `ternary-tensor`, `ternary-row` or
-/// `ternary-g64`; `int4` stands for `int4-g128`, and `ternary` for `ternary-row`.
+/// As text `int8`, `fp8`, `fp8-block128`, `nvfp4`, `int4-g64` or `int4-g64-z` (with zero points), `ternary-tensor`,
+/// `ternary-row` or `ternary-g64`; `int4` stands for `int4-g128`, and `ternary` for `ternary-row`.
 ///
 /// ```
 /// use candle_fused::quant::Scheme;
@@ -56,6 +57,11 @@ pub enum Scheme {
     /// `s[n / 128, k / 128] * w`: the same with a scale for each block of 128 output channels by 128 inputs, of which
     /// the last may have fewer (as in DeepSeek-V3, 2024).
     Fp8Block128,
+    /// `s[n] * b[n, k / 16] * w`: w a 4-bit float of two bits of exponent and one of mantissa (e2m1: 0, 0.5, 1, 1.5, 2,
+    /// 3, 4, 6 and their negatives; OCP Microscaling Formats, 2023), b an e4m3 float for each 16 consecutive values of a
+    /// row, and s for each output channel (NVIDIA's NVFP4, 2025, whose s are one over the global scale of a matrix).
+    /// Weights that are quantized here have s = max |W| / 2688 of the whole matrix, and b = max |w| / (6 s).
+    Nvfp4,
     /// `s[n, g] * (q - z[n, g])`, q in 0..=15: a scale for each `group` consecutive values of a row.
     Int4 {
         /// 32, 64 or 128.
@@ -73,6 +79,9 @@ pub enum Scheme {
 /// Rows and columns of a block of [`Scheme::Fp8Block128`].
 pub(crate) const FP8_BLOCK: usize = 128;
 
+/// Consecutive values of a row that share an e4m3 scale of [`Scheme::Nvfp4`].
+pub(crate) const NVFP4_GROUP: usize = 16;
+
 /// The groups that there are kernels for.
 const GROUPS: [usize; 3] = [32, 64, 128];
 
@@ -81,7 +90,7 @@ impl Scheme {
     pub fn bits(&self) -> u32 {
         match self {
             Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => 8,
-            Scheme::Int4 { .. } => 4,
+            Scheme::Nvfp4 | Scheme::Int4 { .. } => 4,
             Scheme::Ternary { .. } => 2,
         }
     }
@@ -91,6 +100,7 @@ impl Scheme {
         match self {
             Scheme::Int4 { group, .. } => Some(*group),
             Scheme::Fp8Block128 => Some(FP8_BLOCK),
+            Scheme::Nvfp4 => Some(NVFP4_GROUP),
             Scheme::Ternary {
                 scale: TernaryScale::Group(group),
             } => Some(*group),
@@ -105,7 +115,11 @@ impl Scheme {
 
     /// Whether scales are f16; else f32.
     pub(crate) fn has_f16_scales(&self) -> bool {
-        self.group().is_some() && !self.is_fp8()
+        match self {
+            Scheme::Int4 { .. } => true,
+            Scheme::Ternary { scale } => matches!(scale, TernaryScale::Group(_)),
+            _ => false,
+        }
     }
 
     /// Whether zero points are stored.
@@ -123,6 +137,7 @@ impl Scheme {
     pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
         match (self, self.group()) {
             (Scheme::Fp8Block128, _) => rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK),
+            (Scheme::Nvfp4, _) => rows,
             (_, Some(group)) => rows * (cols / group),
             (
                 Scheme::Ternary {
@@ -134,12 +149,21 @@ impl Scheme {
         }
     }
 
+    /// e4m3 scales of a matrix of `rows` rows of `cols` values.
+    pub(crate) fn group_scale_count(&self, rows: usize, cols: usize) -> usize {
+        match self {
+            Scheme::Nvfp4 => rows * (cols / NVFP4_GROUP),
+            _ => 0,
+        }
+    }
+
     /// Checks that rows of `cols` values can be quantized so.
     ///
     /// # Errors
-    /// If the group is not 32, 64 or 128, or `cols` is not a positive multiple of the group.
+    /// If the group of INT4 or of ternary weights is not 32, 64 or 128, or `cols` is not a positive multiple of the group.
     pub fn check(&self, cols: usize) -> Result<()> {
-        if let Some(group) = self.group()
+        if self.has_f16_scales()
+            && let Some(group) = self.group()
             && !GROUPS.contains(&group)
         {
             bail!("group: {group} is not one of 32, 64 and 128");
@@ -167,7 +191,7 @@ impl Scheme {
     /// The same with another group.
     fn in_groups_of(self, group: usize) -> Self {
         match self {
-            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => self,
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 | Scheme::Nvfp4 => self,
             Scheme::Int4 { zero_point, .. } => Scheme::Int4 { group, zero_point },
             Scheme::Ternary { .. } => Scheme::Ternary {
                 scale: TernaryScale::Group(group),
@@ -182,6 +206,7 @@ impl fmt::Display for Scheme {
             Scheme::Int8 => f.write_str("int8"),
             Scheme::Fp8 => f.write_str("fp8"),
             Scheme::Fp8Block128 => f.write_str("fp8-block128"),
+            Scheme::Nvfp4 => f.write_str("nvfp4"),
             Scheme::Int4 { group, zero_point } => {
                 write!(f, "int4-g{group}{}", if *zero_point { "-z" } else { "" })
             }
@@ -206,6 +231,7 @@ impl FromStr for Scheme {
             "int8" => return Ok(Scheme::Int8),
             "fp8" => return Ok(Scheme::Fp8),
             "fp8-block128" => return Ok(Scheme::Fp8Block128),
+            "nvfp4" => return Ok(Scheme::Nvfp4),
             "ternary-tensor" => return ternary(TernaryScale::Tensor),
             "ternary" | "ternary-row" => return ternary(TernaryScale::Row),
             _ => {}
@@ -231,7 +257,7 @@ impl FromStr for Scheme {
             return ternary(TernaryScale::Group(group));
         }
         bail!(
-            "scheme: `{given}` is not one of int8, fp8, fp8-block128, int4, int4-g32, int4-g64, int4-g128 (each with -z \
+            "scheme: `{given}` is not one of int8, fp8, fp8-block128, nvfp4, int4, int4-g32, int4-g64, int4-g128 (each with -z \
              for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64 and ternary-g128"
         )
     }

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 
 /// Every model, and the format in which its products have to run; NF4 and FP8 in blocks
 /// of other sizes than 128 are dense, in `linear`.
-const MODELS: [(&str, &str); 19] = [
+const MODELS: [(&str, &str); 21] = [
     ("llama_gptq_g128", "int4-g128"),
     ("llama_gptq_act_order", "int4-g32-z"),
     ("llama_gptq_own_orders", "int4-g64"),
@@ -34,6 +34,8 @@ const MODELS: [(&str, &str); 19] = [
     ("qwen3_fp8_block", "linear"),
     ("qwen3_fp8_block128", "fp8-block128"),
     ("llama_fp8_channel", "fp8"),
+    ("llama_nvfp4", "nvfp4"),
+    ("qwen3_nvfp4_w4a4", "nvfp4"),
     ("llama_nf4", "linear"),
     ("qwen2_nf4_double", "linear"),
     ("bitnet_offline", "ternary-row"),
@@ -161,6 +163,7 @@ fn a_plain_builder_gives_what_tensors_tell() -> Result<()> {
             ("qwen2_w4a16_asymmetric", None),
             ("llama_w8a16", None),
             ("llama_nf4", None),
+            ("llama_nvfp4", None),
             ("qwen2_nf4_double", None),
             ("llama_gptq_act_order", Some("checkpoint_format")),
             ("qwen2_gptq_v2", Some("checkpoint_format")),
@@ -197,6 +200,7 @@ fn plain_candle_takes_the_numbers() -> Result<()> {
         "llama_w8a16",
         "llama_fp8_channel",
         "llama_nf4",
+        "llama_nvfp4",
     ] {
         let model = Model::open(name)?;
         let (vb, golden) = (model.weights(DType::F32)?, model.golden()?);
@@ -228,6 +232,24 @@ fn values_are_those_of_the_formats_own_projects() -> Result<()> {
         let expected = opened.golden()?["q_proj"].flatten_all()?;
         let values = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
         assert_eq!(values(own)?, values(expected)?, "{model}");
+    }
+    Ok(())
+}
+
+/// Those of NVFP4 are the exact products of their three factors within a rounding of f32 or two: here a matrix is multiplied
+/// by one over its global scale.
+#[test]
+fn values_of_nvfp4_are_those_of_the_formats_own_project() -> Result<()> {
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    for model in ["llama_nvfp4", "qwen3_nvfp4_w4a4"] {
+        let opened = Model::open(model)?;
+        let own = opened.weights(DType::F32)?.get((128, 128), name)?;
+        let expected = opened.golden()?["q_proj"].flatten_all()?;
+        let values = |t: Tensor| t.flatten_all()?.to_vec1::<f32>();
+        for (own, expected) in values(own)?.iter().zip(values(expected)?) {
+            let most = 2. * f32::EPSILON * expected.abs();
+            assert!((own - expected).abs() <= most, "{own} for {expected}");
+        }
     }
     Ok(())
 }
@@ -321,8 +343,9 @@ fn every_family_takes_packed_matrices() -> Result<()> {
                 let mut model = subject::over(&golden, vb, fusion)?;
                 Ok::<_, candle_core::Error>(model.hidden_states(&ids, 0)?.1)
             };
-            let expected = logits(packers::rounded(weights.clone())?, Fusion::none())?;
             for format in packers::Format::ALL {
+                let rounded = packers::rounded(weights.clone(), format)?;
+                let expected = logits(rounded, Fusion::none())?;
                 let packed = packers::packed(weights.clone(), format)?;
                 let plain = relative_error(&logits(packed.clone(), Fusion::none())?, &expected)?;
                 assert!(plain < 1e-6, "{name} {format:?}: {plain:e}");

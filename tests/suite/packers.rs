@@ -1,7 +1,8 @@
 //! Tiny checkpoints in the formats of the hub: matrices rounded to 4 bits in groups of 32 columns, with a
-//! zero point of 8, and packed bit by bit.
+//! zero point of 8, or to NVFP4, and packed bit by bit.
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_fused::quant::{self, Scheme};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
@@ -11,12 +12,13 @@ pub enum Format {
     Gptq,
     Awq,
     PackQuantized,
+    Nvfp4,
 }
 
 const GROUP: usize = 32;
 
 impl Format {
-    pub const ALL: [Self; 3] = [Self::Gptq, Self::Awq, Self::PackQuantized];
+    pub const ALL: [Self; 4] = [Self::Gptq, Self::Awq, Self::PackQuantized, Self::Nvfp4];
 
     /// `quantization_config` of a model.
     pub fn config(self) -> Value {
@@ -31,6 +33,9 @@ impl Format {
             Self::PackQuantized => json!({"quant_method": "compressed-tensors",
                 "format": "pack-quantized", "config_groups": {"group_0": {"weights":
                     {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}}}}),
+            Self::Nvfp4 => json!({"quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized", "config_groups": {"group_0": {"weights":
+                    {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}}}),
         }
     }
 }
@@ -52,10 +57,17 @@ pub fn packed(weights: HashMap<String, Tensor>, format: Format) -> Result<HashMa
 }
 
 /// The same tensors with the numbers that the codes of the layers' matrices stand for.
-pub fn rounded(weights: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
+pub fn rounded(
+    weights: HashMap<String, Tensor>,
+    format: Format,
+) -> Result<HashMap<String, Tensor>> {
     let rounded = |(name, tensor): (String, Tensor)| {
         if stem(&name, &tensor).is_none() {
             return Ok((name, tensor));
+        }
+        if format == Format::Nvfp4 {
+            let values = nvfp4(&tensor)?.dequantize();
+            return Ok((name, Tensor::from_vec(values, tensor.dims(), &Device::Cpu)?));
         }
         let codes = Codes::of(&tensor)?;
         let values: Vec<f32> = (0..tensor.elem_count())
@@ -92,6 +104,39 @@ impl Codes {
     }
 }
 
+fn nvfp4(weight: &Tensor) -> Result<quant::Codes> {
+    let (rows, cols) = weight.dims2()?;
+    let values: Vec<f32> = weight.flatten_all()?.to_vec1()?;
+    quant::quantize(&values, rows, cols, Scheme::Nvfp4)
+}
+
+fn nvfp4_matrix(weight: &Tensor) -> Result<Vec<(&'static str, Tensor)>> {
+    let (rows, cols) = weight.dims2()?;
+    let codes = nvfp4(weight)?;
+    let byte = |pair: &[i8]| (pair[0] | pair[1] << 4) as u8;
+    let bytes: Vec<u8> = codes.codes.chunks_exact(2).map(byte).collect();
+    let by_group = codes.group_scales.iter().map(|b| {
+        let (exponent, mantissa) = (i32::from(b >> 3), f32::from(b & 7));
+        match exponent {
+            0 => mantissa / 512.,
+            _ => (8. + mantissa) * 2f32.powi(exponent - 10),
+        }
+    });
+    let scales: Vec<f32> = by_group.collect();
+    let scales = Tensor::from_vec(scales, (rows, cols / 16), &Device::Cpu)?;
+    Ok(vec![
+        (
+            "weight_packed",
+            Tensor::from_vec(bytes, (rows, cols / 2), &Device::Cpu)?,
+        ),
+        ("weight_scale", scales.to_dtype(DType::F8E4M3)?),
+        (
+            "weight_global_scale",
+            Tensor::new(&[1. / codes.scales[0]], &Device::Cpu)?,
+        ),
+    ])
+}
+
 fn matrix(weight: &Tensor, format: Format) -> Result<Vec<(&'static str, Tensor)>> {
     const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
     let (rows, cols) = weight.dims2()?;
@@ -115,6 +160,7 @@ fn matrix(weight: &Tensor, format: Format) -> Result<Vec<(&'static str, Tensor)>
         Format::Gptq => by_group(7)?,
         Format::Awq => by_group(8)?,
         Format::PackQuantized => vec![("weight_scale", scales)],
+        Format::Nvfp4 => return nvfp4_matrix(weight),
     };
     let size = (rows, cols);
     parts.push(match format {
@@ -126,7 +172,7 @@ fn matrix(weight: &Tensor, format: Format) -> Result<Vec<(&'static str, Tensor)>
             let field = |n, k| (k * (rows / 8) + n / 8, place(n), code(n * cols + k));
             ("qweight", words((cols, rows / 8), size, field)?)
         }
-        Format::PackQuantized => {
+        _ => {
             let field = |n, k| ((n * cols + k) / 8, k % 8, code(n * cols + k));
             ("weight_packed", words((rows, cols / 8), size, field)?)
         }

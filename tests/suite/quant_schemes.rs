@@ -1,4 +1,4 @@
-//! INT8, FP8, INT4 and ternary: products in every fused form, whole models, files, foreign layers.
+//! INT8, FP8, NVFP4, INT4 and ternary: products in every fused form, whole models, files, foreign layers.
 
 use crate::golden::{Golden, relative_error};
 use crate::linear::{ACTIVATIONS, error};
@@ -16,10 +16,11 @@ use candle_fused::{Fusion, nn, trace};
 use candle_nn::VarBuilder;
 use std::sync::{Arc, Mutex};
 
-const SCHEMES: [&str; 8] = [
+const SCHEMES: [&str; 9] = [
     "int8",
     "fp8",
     "fp8-block128",
+    "nvfp4",
     "int4-g32",
     "int4-g64-z",
     "int4-g128",
@@ -224,7 +225,7 @@ fn quantized_models_are_what_their_weights_are_worth() -> Result<()> {
     on_every_device(|| {
         for name in ["llama3_rope", "qwen2_bias", "gpt_neox_parallel"] {
             let golden = Golden::open(name)?;
-            for format in ["int4-g32-z", "fp8", "fp8-block128", "ternary-row", "q4_1"] {
+            for format in "int4-g32-z fp8 fp8-block128 nvfp4 ternary-row q4_1".split(' ') {
                 let recipe = Recipe::new(format.parse()?);
                 let of = |fusion| {
                     let mut model = quantized(&golden, DType::F32, &recipe, fusion)?;
@@ -248,7 +249,7 @@ fn a_saved_model_is_used_where_it_is_mapped() -> Result<()> {
                 .with("*.0.*", Some("int4-g32-z".parse()?))
                 .with("*.1.*att*", None);
             // Heads and tables of every kind.
-            let format: Quantization = ["int4-g32", "fp8-block128"][i / 2 % 2].parse()?;
+            let format: Quantization = ["int4-g32", "fp8-block128", "nvfp4"][i / 2 % 3].parse()?;
             if i % 2 == 0 {
                 recipe = recipe.with_head(format);
             }

@@ -1,4 +1,4 @@
-//! Products with INT8, FP8, INT4 and ternary weights on a GPU, against float64 of the same codes.
+//! Products with INT8, FP8, NVFP4, INT4 and ternary weights on a GPU, against float64 of the same codes.
 
 mod chosen;
 mod fp8;
@@ -30,10 +30,11 @@ const fn ternary(scale: TernaryScale) -> Scheme {
     Scheme::Ternary { scale }
 }
 
-const SCHEMES: [Scheme; 14] = [
+const SCHEMES: [Scheme; 15] = [
     Scheme::Int8,
     Scheme::Fp8,
     Scheme::Fp8Block128,
+    Scheme::Nvfp4,
     int4(32, false),
     int4(32, true),
     int4(64, false),
@@ -66,6 +67,7 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
             scale: TernaryScale::Tensor,
         } => 1,
         Scheme::Fp8Block128 => rows.div_ceil(128) * cols.div_ceil(128),
+        Scheme::Nvfp4 => rows,
         _ => groups,
     };
     // And what brings a code to about 0.05: products of gates are to fit f16.
@@ -73,6 +75,8 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         Scheme::Int8 => (-128..=127, 7e-4),
         // e4m3 floats without NaN; a negative code has the sign in front.
         Scheme::Fp8 | Scheme::Fp8Block128 => (-128..=126, 5e-4),
+        // Under scales of groups of 1 on average.
+        Scheme::Nvfp4 => (0..=15, 2e-2),
         Scheme::Int4 { .. } => (0..=15, 1e-2),
         Scheme::Ternary { .. } => (-1..=1, 6e-2),
     };
@@ -92,6 +96,16 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         zeros: match scheme.has_zeros() {
             true => (0..groups).map(|_| rng.random_range(0..=255)).collect(),
             false => Vec::new(),
+        },
+        group_scales: match scheme {
+            // 0, the subnormal ones, and 0.25 to 2.
+            Scheme::Nvfp4 => (0..groups)
+                .map(|at| match at % 9 {
+                    0 => rng.random_range(0..8),
+                    _ => rng.random_range(0x28..=0x40),
+                })
+                .collect(),
+            _ => Vec::new(),
         },
     }
 }
@@ -227,6 +241,7 @@ products_stay_near_those_of_the_codes! {
     int8: |scheme| scheme == Scheme::Int8;
     fp8_rows: |scheme| scheme == Scheme::Fp8;
     fp8_blocks: |scheme| scheme == Scheme::Fp8Block128;
+    nvfp4: |scheme| scheme == Scheme::Nvfp4;
     int4_groups_of_32: |scheme| matches!(scheme, Scheme::Int4 { group: 32, .. });
     int4_groups_of_64: |scheme| matches!(scheme, Scheme::Int4 { group: 64, .. });
     int4_groups_of_128: |scheme| matches!(scheme, Scheme::Int4 { group: 128, .. });
@@ -244,6 +259,7 @@ fn many_outputs() -> Result<()> {
         int4(32, true),
         ternary(TernaryScale::Row),
         Scheme::Fp8Block128,
+        Scheme::Nvfp4,
     ];
     for device in gpus() {
         for (n, k) in [
@@ -423,6 +439,7 @@ fn values_that_are_not_finite_show() -> Result<()> {
             Scheme::Int8,
             Scheme::Fp8,
             Scheme::Fp8Block128,
+            Scheme::Nvfp4,
             int4(32, true),
             ternary(TernaryScale::Row),
         ] {

@@ -47,6 +47,7 @@ fn matrix(rows: usize, cols: usize, device: &Device) -> Result<Matrix> {
         codes,
         scales,
         zeros: Vec::new(),
+        group_scales: Vec::new(),
     };
     Ok(Matrix {
         weight: Weight::Blocks(Arc::new(BlockMatrix::from_codes(&codes, device)?)),

@@ -8,7 +8,7 @@ use common::shapes::Shape;
 use {super::Contender, super::products::Tensors, crate::figures::Work, crate::place::Place};
 
 /// Weight formats of the grid.
-const FORMATS: [&str; 11] = [
+const FORMATS: [&str; 12] = [
     "bf16",
     "q8_0",
     "q4_0",
@@ -18,6 +18,7 @@ const FORMATS: [&str; 11] = [
     "int8",
     "fp8",
     "fp8-block128",
+    "nvfp4",
     "int4-g128",
     "ternary-row",
 ];

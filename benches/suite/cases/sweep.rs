@@ -7,13 +7,14 @@ use crate::place::Place;
 use candle_core::DType;
 
 /// Weight formats beside the dense ones, each with what candle has of about its size.
-const FORMATS: [(&str, &str); 8] = [
+const FORMATS: [(&str, &str); 9] = [
     ("q8_0", "q8_0"),
     ("q4_0", "q4_0"),
     ("q4k", "q4k"),
     ("int8", "q8_0"),
     ("fp8", "q8_0"),
     ("fp8-block128", "q8_0"),
+    ("nvfp4", "q4_0"),
     ("int4-g128", "q4_0"),
     ("ternary-row", "q4_0"),
 ];

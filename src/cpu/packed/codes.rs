@@ -3,6 +3,7 @@
 //! `layout.rs`.
 
 use super::kernel::{Codes, Isa, Reader};
+use crate::quant::e2m1;
 use std::marker::PhantomData;
 
 /// 2 bits: ternary.
@@ -226,6 +227,41 @@ impl Codes for Float8 {
     unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
         // SAFETY: plane i < 8 belongs to the block.
         (unsafe { I::load(reader.planes.add(64 * i)) }, 4 * i)
+    }
+}
+
+/// e2m1 floats, as twice their value and [`Codes::ZERO`] more, with a scale for each half of the block.
+pub(super) struct Float4;
+
+/// What e2m1 codes become.
+const FLOATS4: [u8; 16] = {
+    let mut all = [0; 16];
+    let mut code = 0;
+    while code < 16 {
+        all[code] = (e2m1::doubled(code as u8) as i32 + Float4::ZERO) as u8;
+        code += 1;
+    }
+    all
+};
+
+impl Codes for Float4 {
+    const BITS: u32 = 4;
+    const PARTS: usize = 2;
+    /// Bytes are unsigned to products.
+    const ZERO: i32 = 12;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: the caller's.
+        Reader::new(planes, part, [unsafe { I::splat(0) }; 2])
+    }
+
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        let half = reader.part;
+        // SAFETY: the caller's.
+        let codes = unsafe { I::look_up(&FLOATS4, reader.nibbles(i, half)) };
+        (codes, 16 * half + 4 * i)
     }
 }
 

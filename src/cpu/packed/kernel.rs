@@ -88,6 +88,8 @@ pub(super) trait Isa: Copy {
     unsafe fn shr4(a: Self::Bytes) -> Self::Bytes;
     /// Signed codes as `dot` takes them.
     unsafe fn eight_bits(a: Self::Bytes) -> Self::Bytes;
+    /// The byte of a table for each nibble.
+    unsafe fn look_up(table: &[u8; 16], nibbles: Self::Bytes) -> Self::Bytes;
     /// Of four runs of 16 bytes from `p` on, the first ROWS of each: row by row the byte of each run.
     unsafe fn quads(p: *const u8) -> Self::Bytes;
 
@@ -102,6 +104,8 @@ pub(super) trait Isa: Copy {
     unsafe fn load_nibbles(p: *const u8) -> [Self::Floats; 2];
     /// Reads ROWS i8.
     unsafe fn load_i8(p: *const u8) -> Self::Floats;
+    /// Reads ROWS e4m3 floats of positive sign, less 2^8 times; NaN becomes 480.
+    unsafe fn load_e4m3(p: *const u8) -> Self::Floats;
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// a b + c
     unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;

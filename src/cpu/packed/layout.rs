@@ -12,6 +12,7 @@
 //! | SuperSymmetric | 8 | 16 f16 d, 32 bytes unused, for each half block 16 i8 s |
 //! | a scale for each row | all | 16 f32 s |
 //! | FP8 in blocks of 128 | 4 | 16 f32 s |
+//! | NVFP4 | 16 | 16 f32 s, for each half block 16 e4m3 b |
 //! | groups of g | 2g / 32 | for each of two groups 16 f16 s |
 //! | groups of g with zero points | 4g / 32 | for each of four groups 16 f16 s, for each 16 u8 z, in sixteenths |
 //!
@@ -55,6 +56,8 @@ enum Heads {
     Row,
     /// The same, whose sign says that there is a NaN among the codes, which are e4m3.
     Fp8,
+    /// An f32 scale for each row, and an e4m3 one for each half block.
+    RowAndHalves,
     /// Scales, and perhaps zero points, of groups of so many blocks.
     Groups { blocks: usize, zeros: bool },
 }
@@ -113,6 +116,19 @@ impl Layout {
         }
     }
 
+    /// 4 bits with a scale for each row and one for each half block.
+    pub const fn nvfp4() -> Self {
+        /// Half a KB of scales to 4 KB of codes.
+        const BLOCKS: usize = 16;
+        Self {
+            bits: 4,
+            heads: Heads::RowAndHalves,
+            blocks: BLOCKS,
+            head: 64 + 32 * BLOCKS,
+            codes: 256,
+        }
+    }
+
     /// Codes with a scale, and perhaps a zero point, for each `group` blocks.
     pub const fn by_group(bits: u32, group: usize, zeros: bool) -> Self {
         let (groups, head) = if zeros { (4, 192) } else { (2, 64) };
@@ -154,6 +170,7 @@ impl Layout {
 
     pub fn of_scheme(scheme: &Scheme) -> Self {
         match scheme.group() {
+            _ if *scheme == Scheme::Nvfp4 => Self::nvfp4(),
             group if scheme.is_fp8() => Self::fp8(group.map_or(0, |group| group / 32)),
             Some(group) => Self::by_group(scheme.bits(), group / 32, scheme.has_zeros()),
             None => Self::by_row(scheme.bits()),
@@ -188,14 +205,18 @@ impl Layout {
         (head, head + self.head + j * self.codes)
     }
 
-    /// Where row `lane`'s scale and zero point of block `block` lie, for schemes.
-    fn scheme_place(&self, block: usize, lane: usize) -> (usize, Option<usize>) {
+    /// Where row `lane`'s scale of block `block` lies, and what else each half of its values has, for schemes.
+    fn scheme_place(&self, block: usize, lane: usize) -> (usize, Option<[usize; 2]>) {
         let (head, _) = self.planes(block);
         match self.heads {
             Heads::Groups { blocks, zeros } => {
                 let group = block % self.blocks / blocks;
                 let zero = head + 128 + 16 * group + lane;
-                (head + 32 * group + 2 * lane, zeros.then_some(zero))
+                (head + 32 * group + 2 * lane, zeros.then_some([zero; 2]))
+            }
+            Heads::RowAndHalves => {
+                let first = head + 64 + 32 * (block % self.blocks) + lane;
+                (head + 4 * lane, Some([first, first + ROW_GROUP]))
             }
             Heads::Row | Heads::Fp8 | Heads::Block(_) => (head + 4 * lane, None),
         }
@@ -203,7 +224,7 @@ impl Layout {
 
     /// Writes block `block` of row `lane` of a scheme's matrix into `group`.
     pub fn write_scheme(&self, group: &mut [u8], block: usize, lane: usize, from: &SchemeBlock) {
-        let (scale, zero) = self.scheme_place(block, lane);
+        let (scale, others) = self.scheme_place(block, lane);
         match self.heads {
             Heads::Groups { .. } => {
                 let stored = f16::from_f32(from.scale);
@@ -218,8 +239,8 @@ impl Layout {
             }
             _ => group[scale..][..4].copy_from_slice(&from.scale.to_le_bytes()),
         }
-        if let Some(zero) = zero {
-            group[zero] = from.zero;
+        for (at, other) in others.iter().flatten().zip(from.others) {
+            group[*at] = other;
         }
         let (_, planes) = self.planes(block);
         let offset = if self.is_ternary() { 1 } else { 0 };
@@ -229,7 +250,7 @@ impl Layout {
 
     /// Reads block `block` of row `lane` of a scheme's matrix back.
     pub fn read_scheme(&self, group: &[u8], block: usize, lane: usize) -> SchemeBlock {
-        let (scale, zero) = self.scheme_place(block, lane);
+        let (scale, others) = self.scheme_place(block, lane);
         let bytes = &group[scale..];
         let scale = match self.heads {
             Heads::Groups { .. } => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
@@ -250,7 +271,7 @@ impl Layout {
         SchemeBlock {
             codes: codes.map(|q| q as i8 - offset),
             scale,
-            zero: zero.map_or(usual, |zero| group[zero]),
+            others: others.map_or([usual; 2], |others| others.map(|at| group[at])),
         }
     }
 
@@ -398,18 +419,20 @@ impl Layout {
     }
 }
 
-/// 32 consecutive values of a row of a scheme's matrix: `scale * (code - zero / 16)`, or `scale` times an e4m3 float.
+/// 32 consecutive values of a row of a scheme's matrix, as [`Codes::value`] has them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SchemeBlock {
     pub codes: [i8; 32],
     pub scale: f32,
-    pub zero: u8,
+    /// The zero point, or the e4m3 scale, of each half.
+    pub others: [u8; 2],
 }
 
 impl SchemeBlock {
     pub fn values(&self, scheme: Scheme) -> [f32; 32] {
-        let by = (self.scale, self.zero);
-        self.codes.map(|q| Codes::value(scheme, q, by))
+        std::array::from_fn(|i| {
+            Codes::value(scheme, self.codes[i], (self.scale, self.others[i / 16]))
+        })
     }
 }
 

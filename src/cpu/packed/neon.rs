@@ -159,6 +159,11 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
         a
     }
     #[inline(always)]
+    unsafe fn look_up(table: &[u8; 16], nibbles: uint8x16_t) -> uint8x16_t {
+        // SAFETY: NEON, by the trait's contract; the table is readable.
+        unsafe { vqtbl1q_u8(vld1q_u8(table.as_ptr()), nibbles) }
+    }
+    #[inline(always)]
     unsafe fn quads(p: *const u8) -> uint8x16_t {
         // SAFETY: NEON and 4 readable bytes in each of four runs, by the trait's contract.
         unsafe {
@@ -209,6 +214,15 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
         unsafe {
             let bytes = vcreate_s8(u64::from(p.cast::<u32>().read_unaligned()));
             vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+        }
+    }
+    /// As f16, whose bias is 8 more, with the bits in their places.
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> float32x4_t {
+        // SAFETY: NEON and 4 readable bytes, by the trait's contract.
+        unsafe {
+            let bytes = vcreate_u8(u64::from(p.cast::<u32>().read_unaligned()));
+            widen_f16(vshl_n_u16::<7>(vget_low_u16(vmovl_u8(bytes))))
         }
     }
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
-use crate::quant::{BlockFormat, Format, Scaling, SubBlock, ZERO_STEP, e4m3};
+use crate::quant::{BlockFormat, Format, Scaling, Scheme, SubBlock, ZERO_STEP, e2m1, e4m3};
 
 /// The steps of zero points that a code is: with them codes less zero points are whole numbers.
 const ZERO_STEPS: i16 = (1. / ZERO_STEP) as i16;
@@ -77,7 +77,7 @@ impl Unpacked {
         for lane in 0..ROW_GROUP {
             match format {
                 Format::Block(format) => this.read_block(format, layout, weights, block, lane),
-                Format::Scheme(_) => this.read_scheme(layout, weights, block, lane),
+                Format::Scheme(scheme) => this.read_scheme(*scheme, layout, weights, block, lane),
             }
         }
         this
@@ -100,13 +100,27 @@ impl Unpacked {
         }
     }
 
-    fn read_scheme(&mut self, layout: &Layout, weights: &[u8], block: usize, lane: usize) {
+    fn read_scheme(
+        &mut self,
+        scheme: Scheme,
+        layout: &Layout,
+        weights: &[u8],
+        block: usize,
+        lane: usize,
+    ) {
         let read = layout.read_scheme(weights, block, lane);
-        for (column, code) in self.codes.iter_mut().zip(read.codes) {
-            column[lane] = i16::from(code) * ZERO_STEPS - i16::from(read.zero);
+        let is_nvfp4 = scheme == Scheme::Nvfp4;
+        for (k, (column, code)) in self.codes.iter_mut().zip(read.codes).enumerate() {
+            column[lane] = match is_nvfp4 {
+                true => i16::from(e2m1::doubled(code as u8)),
+                false => i16::from(code) * ZERO_STEPS - i16::from(read.others[k / 16]),
+            };
         }
-        for half in 0..2 {
-            self.scales[half][lane] = read.scale * ZERO_STEP;
+        for (half, other) in read.others.into_iter().enumerate() {
+            self.scales[half][lane] = match is_nvfp4 {
+                true => 0.5 * read.scale * e4m3::to_f32(other),
+                false => read.scale * ZERO_STEP,
+            };
         }
     }
 

@@ -244,6 +244,45 @@ impl<const B: usize> Scales for OfFloats<B> {
     }
 }
 
+/// A scale for each row, and an e4m3 one for each half block.
+pub(super) struct RowAndHalves;
+
+impl Scales for RowAndHalves {
+    const BY_ROWS: bool = true;
+
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::nvfp4() }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        /// What scales are read less, by what codes are more.
+        const MORE: f32 = 256. / 2.;
+        // SAFETY: the head has a scale for each row.
+        [unsafe { I::mul(I::load_f32(head.add(4 * lane)), I::set(MORE)) }; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        (j, part): (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        // SAFETY: the head has an e4m3 scale for each row and each of 32 half blocks.
+        unsafe {
+            let by = I::load_e4m3(head.add(64 + 32 * j + 16 * part + lane));
+            let scale = I::mul(shared[0], by);
+            Scale {
+                scale,
+                offset: I::mul(scale, I::set(-zero)),
+            }
+        }
+    }
+}
+
 /// A scale for each B blocks, with a zero point if Z.
 pub(super) struct ByGroup<const B: usize, const Z: bool>;
 

@@ -9,7 +9,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 
 /// Every scheme that there is a kernel for.
 pub(super) fn schemes() -> Vec<Scheme> {
-    let names = "int8 fp8 fp8-block128 int4-g32 int4-g64 int4-g128 int4-g32-z int4-g64-z int4-g128-z \
+    let names = "int8 fp8 fp8-block128 nvfp4 int4-g32 int4-g64 int4-g128 int4-g32-z int4-g64-z int4-g128-z \
                  ternary-tensor ternary-row ternary-g32 ternary-g64 ternary-g128";
     names
         .split_whitespace()
@@ -43,6 +43,9 @@ fn adversarial(rng: &mut StdRng, scheme: Scheme, rows: usize, cols: usize) -> Co
     // NaN is not compared as numbers are.
     for q in codes.codes.iter_mut().filter(|_| scheme.is_fp8()) {
         *q -= i8::from(e4m3::is_nan(*q as u8));
+    }
+    for b in &mut codes.group_scales {
+        *b = [0, 1, 7, 8, 0x7e, rng.random_range(0..0x7f)][rng.random_range(0..6)];
     }
     for z in &mut codes.zeros {
         *z = [0, 240, 128, 255, rng.random()][rng.random_range(0..5)];
@@ -118,7 +121,10 @@ fn check_products(
         for r in 0..rows {
             let (mut want, mut magnitude) = (0f64, 0f64);
             for (k, x) in row[..cols].iter().enumerate() {
-                let (scale, _) = codes.meaning(r, k);
+                let (mut scale, other) = codes.meaning(r, k);
+                if codes.scheme == Scheme::Nvfp4 {
+                    scale *= e4m3::to_f32(other);
+                }
                 want += f64::from(values[r * cols + k]) * f64::from(*x);
                 // What a core adds up: codes with an offset of 128 or 15, and the offset.
                 let most = f64::from(1u32 << codes.scheme.bits()) * 2.0;
@@ -172,7 +178,7 @@ fn a_tensor_is_quantized_in_parts_as_in_one() {
     let (rows, cols) = (2100, 1152);
     let weights = normals(&mut rng, rows * cols);
     let tensor = Tensor::from_vec(weights.clone(), (rows, cols), &Device::Cpu).unwrap();
-    for scheme in ["int8", "fp8-block128", "int4-g32-z", "ternary-row"] {
+    for scheme in ["int8", "fp8-block128", "nvfp4", "int4-g32-z", "ternary-row"] {
         let scheme = scheme.parse().unwrap();
         let whole = quantize(&weights, rows, cols, scheme).unwrap();
         let packed = PackedMatrix::quantize(&tensor, scheme).unwrap();
@@ -199,6 +205,7 @@ fn packed_matrices_are_as_small_as_promised() {
         ("int8", 0.52),
         ("fp8", 0.52),
         ("fp8-block128", 0.52),
+        ("nvfp4", 0.288),
         ("int4-g128", 0.28),
         ("int4-g128-z", 0.28),
         ("int4-g64", 0.28),

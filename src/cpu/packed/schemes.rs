@@ -4,8 +4,8 @@ use super::layout::{Layout, ROW_GROUP, SchemeBlock};
 use super::matrix::{PackedBuilder, PackedMatrix};
 use super::q8::TOGETHER;
 use super::store::{FileBytes, Store};
-use crate::cpu::quantize::{quantize_part, sum_of_magnitudes};
-use crate::quant::{Codes, FP8_BLOCK, Format, Scheme, TernaryScale};
+use crate::cpu::quantize::{largest_magnitude, quantize_part, sum_of_magnitudes};
+use crate::quant::{Codes, FP8_BLOCK, Format, NVFP4_GROUP, Scheme, TernaryScale};
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ impl PackedMatrix {
         let (rows, cols) = weight.dims2()?;
         scheme.check(cols)?;
         let mut builder = PackedBuilder::new(scheme.into(), rows, cols)?;
-        let mean = match scheme {
+        let whole = match scheme {
             Scheme::Ternary {
                 scale: TernaryScale::Tensor,
             } => {
@@ -45,11 +45,18 @@ impl PackedMatrix {
                 }
                 Some((sum / (rows * cols).max(1) as f64) as f32)
             }
+            Scheme::Nvfp4 => {
+                let mut largest = 0f32;
+                for part in parts(rows, cols) {
+                    largest = largest.max(largest_magnitude(&widened(weight, part)?));
+                }
+                Some(largest)
+            }
             _ => None,
         };
         for part in parts(rows, cols) {
             let values = widened(weight, part.clone())?;
-            let codes = quantize_part(&values, &part, cols, scheme, mean)?;
+            let codes = quantize_part(&values, &part, cols, scheme, whole)?;
             builder.push_codes(&codes)?;
         }
         builder.finish()
@@ -129,7 +136,10 @@ impl PackedMatrix {
             bail!("the matrix is {}, expected a scheme", self.format);
         };
         let layout = Layout::of_scheme(&scheme);
-        let unit = scheme.group().map_or(self.blocks(), |group| group / 32);
+        let unit = match scheme.group() {
+            Some(group) if scheme != Scheme::Nvfp4 => group / 32,
+            _ => self.blocks(),
+        };
         let mut codes = Codes {
             scheme,
             rows: self.rows,
@@ -137,6 +147,7 @@ impl PackedMatrix {
             codes: Vec::with_capacity(self.rows * self.cols),
             scales: Vec::new(),
             zeros: Vec::new(),
+            group_scales: Vec::new(),
         };
         let height = match scheme {
             Scheme::Fp8Block128 => FP8_BLOCK,
@@ -150,11 +161,15 @@ impl PackedMatrix {
                 let read = layout.read_scheme(group, block, row % ROW_GROUP);
                 let some = 32.min(self.cols - 32 * block);
                 codes.codes.extend(&read.codes[..some]);
+                if scheme == Scheme::Nvfp4 {
+                    let groups = some / NVFP4_GROUP;
+                    codes.group_scales.extend(&read.others[..groups]);
+                }
                 let begins = block % unit == 0 && row.is_multiple_of(height);
                 if begins && codes.scales.len() < scales {
                     codes.scales.push(read.scale);
                     if scheme.has_zeros() {
-                        codes.zeros.push(read.zero);
+                        codes.zeros.push(read.others[0]);
                     }
                 }
             }
@@ -171,11 +186,17 @@ impl PackedBuilder {
         self.push_with(codes.rows, |layout, group, row, lane| {
             let values = &codes.codes[row * cols..][..cols];
             for (block, values) in values.chunks(32).enumerate() {
-                let (scale, zero) = codes.meaning(row, 32 * block);
+                let (scale, first) = codes.meaning(row, 32 * block);
+                let second = match values.len() > NVFP4_GROUP {
+                    true => codes.meaning(row, 32 * block + NVFP4_GROUP).1,
+                    // Of values that are not there.
+                    false if codes.scheme == Scheme::Nvfp4 => 0,
+                    false => first,
+                };
                 let mut read = SchemeBlock {
                     codes: [0; 32],
                     scale,
-                    zero,
+                    others: [first, second],
                 };
                 read.codes[..values.len()].copy_from_slice(values);
                 layout.write_scheme(group, block, lane, &read);

@@ -72,6 +72,9 @@ impl Isa for Wide {
     unsafe fn eight_bits(a: [u8; 64]) -> [u8; 64] {
         a.map(|a| a ^ 0x80)
     }
+    unsafe fn look_up(table: &[u8; 16], nibbles: [u8; 64]) -> [u8; 64] {
+        nibbles.map(|nibble| table[usize::from(nibble)])
+    }
     unsafe fn quads(p: *const u8) -> [u8; 64] {
         // SAFETY: by the trait's contract.
         let runs = unsafe { read::<64>(p) };
@@ -100,6 +103,10 @@ impl Isa for Wide {
     unsafe fn load_i8(p: *const u8) -> [f32; 16] {
         // SAFETY: by the trait's contract.
         unsafe { read::<16>(p) }.map(|b| f32::from(b as i8))
+    }
+    unsafe fn load_e4m3(p: *const u8) -> [f32; 16] {
+        // SAFETY: by the trait's contract.
+        unsafe { read::<16>(p) }.map(|b| to_f32(b) / 256.)
     }
     unsafe fn mul(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         from_fn(|i| a[i] * b[i])
@@ -269,6 +276,7 @@ fn kernels_of_16_rows_agree_with_the_scalar_path_for_schemes() {
         let all = match (scheme, scheme.group()) {
             (Scheme::Fp8, _) => products::<Float8, OfFloats<0>>(&matrix, &x),
             (Scheme::Fp8Block128, _) => products::<Float8, OfFloats<4>>(&matrix, &x),
+            (Scheme::Nvfp4, _) => products::<Float4, RowAndHalves>(&matrix, &x),
             (Scheme::Int8, _) => products::<Eight, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, None) => products::<Ternary, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, Some(32)) => {

@@ -51,6 +51,7 @@ pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme
         codes,
         scales,
         zeros: Vec::new(),
+        group_scales: Vec::new(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! From weights to codes, row by row or group by group.
 
 mod fp8;
+mod nvfp4;
 mod search;
 #[cfg(test)]
 mod tests;
@@ -8,6 +9,7 @@ mod tests;
 use crate::cpu::{pool, simd};
 use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::{Result, bail};
+pub(crate) use nvfp4::largest_magnitude;
 use search::{Found, Unit, mean_magnitude, search};
 pub(crate) use search::{Rounding, sum_of_magnitudes};
 use std::ops::Range;
@@ -33,14 +35,14 @@ use std::sync::Mutex;
 /// its group would not be an f16.
 pub fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Result<Codes> {
     check(weights, &(0..rows), cols, scheme)?;
-    if let Scheme::Ternary {
-        scale: TernaryScale::Tensor,
-    } = scheme
-    {
-        let scale = mean_magnitude(weights);
-        return quantize_with(weights, rows, cols, scheme, Some(scale), None);
-    }
-    quantize_with(weights, rows, cols, scheme, None, None)
+    let whole = match scheme {
+        Scheme::Ternary {
+            scale: TernaryScale::Tensor,
+        } => Some(mean_magnitude(weights)),
+        Scheme::Nvfp4 => Some(largest_magnitude(weights)),
+        _ => None,
+    };
+    quantize_with(weights, rows, cols, scheme, whole, None)
 }
 
 /// [`quantize`] with squared errors that count `counts[k]` in column k, in INT8 or INT4.
@@ -55,7 +57,8 @@ pub(crate) fn quantize_weighted(
     quantize_with(weights, rows, cols, scheme, None, Some(counts))
 }
 
-/// [`quantize`] of some rows of a matrix, `whole` being the scale of a matrix that has one only.
+/// [`quantize`] of some rows of a matrix, `whole` being the scale of a matrix that has one only, or the largest magnitude
+/// of one in NVFP4.
 pub(crate) fn quantize_part(
     weights: &[f32],
     part: &Range<usize>,
@@ -97,6 +100,10 @@ fn quantize_with(
 ) -> Result<Codes> {
     if scheme.is_fp8() {
         return Ok(fp8::quantize(weights, rows, cols, scheme));
+    }
+    if scheme == Scheme::Nvfp4 {
+        let largest = whole.unwrap_or_else(|| largest_magnitude(weights));
+        return Ok(nvfp4::quantize(weights, rows, cols, largest));
     }
     let unit = scheme.group().unwrap_or(cols);
     let units = rows * (cols / unit);
@@ -140,6 +147,7 @@ fn quantize_with(
         codes,
         scales,
         zeros,
+        group_scales: Vec::new(),
     })
 }
 

@@ -15,7 +15,12 @@ fn normals(seed: u64, n: usize) -> Vec<f32> {
 }
 
 fn schemes() -> Vec<Scheme> {
-    let mut all = vec![Scheme::Int8, Scheme::Fp8, Scheme::Fp8Block128];
+    let mut all = vec![
+        Scheme::Int8,
+        Scheme::Fp8,
+        Scheme::Fp8Block128,
+        Scheme::Nvfp4,
+    ];
     for group in [32, 64, 128] {
         for zero_point in [false, true] {
             all.push(Scheme::Int4 { group, zero_point });
@@ -45,6 +50,7 @@ fn schemes_are_read_and_written_as_text() {
         ("INT8", "int8"),
         ("Int4_G64_Z", "int4-g64-z"),
         ("FP8_Block128", "fp8-block128"),
+        ("NVFP4", "nvfp4"),
     ] {
         assert_eq!(text.parse::<Scheme>().unwrap().to_string(), scheme);
     }
@@ -57,6 +63,7 @@ fn schemes_are_read_and_written_as_text() {
         "INT-8",
         "int8-g32",
         "fp8-g128",
+        "nvfp4-g16",
     ] {
         let error = bad.parse::<Scheme>().unwrap_err().to_string();
         assert!(error.contains(&format!("`{bad}`")), "{error}");
@@ -129,6 +136,50 @@ fn the_scale_is_the_best_of_a_search() {
             .iter()
             .map(|w| f64::from(w - scale * (w / scale).round()).powi(2));
         assert!(squared_error(&weights, &codes) <= plain.sum::<f64>() * (1. + 1e-5));
+    }
+}
+
+/// By compressed-tensors' formulas: the largest of a matrix is 448 times 6, the scale of a group the e4m3 number nearest to
+/// what makes 6 of its largest, and every code the nearest to its weight.
+#[test]
+fn the_largest_of_a_group_of_nvfp4_is_near_6() {
+    use crate::quant::{e2m1, e4m3};
+    let (rows, cols) = (20, 48);
+    let mut weights = normals(7, rows * cols);
+    // Groups of very different sizes, and of zeros.
+    for (group, weights) in weights.chunks_mut(16).enumerate() {
+        let by = [1., 1e-3, 30., 0.][group % 4];
+        weights.iter_mut().for_each(|w| *w *= by);
+    }
+    let codes = quantize(&weights, rows, cols, Scheme::Nvfp4).unwrap();
+    codes.check().unwrap();
+    let largest = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+    let global = 448. * 6. / largest;
+    assert!(codes.scales.iter().all(|s| *s == 1. / global));
+    let values: Vec<f32> = (0..8).map(e2m1::to_f32).collect();
+    for (group, b) in codes.group_scales.iter().enumerate() {
+        let (weights, codes) = (
+            &weights[16 * group..][..16],
+            &codes.codes[16 * group..][..16],
+        );
+        let most = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+        assert_eq!(*b, e4m3::from_f32(most * global / 6.), "{group}");
+        let scale = f64::from(e4m3::to_f32(*b)) / f64::from(global);
+        if scale == 0. {
+            assert!(codes.iter().all(|q| *q == 0));
+            continue;
+        }
+        for (w, q) in weights.iter().zip(codes) {
+            let w = f64::from(*w) / scale;
+            let off = |v: f32| (w.abs() - f64::from(v)).abs();
+            let nearest = values.iter().map(|v| off(*v)).fold(f64::MAX, f64::min);
+            let own = e2m1::to_f32(*q as u8);
+            assert!(off(own.abs()) <= nearest + 1e-6, "{w}: {own}");
+            assert!(
+                own == 0. || own.is_sign_negative() == (w < 0.),
+                "{w}: {own}"
+            );
+        }
     }
 }
 
@@ -281,4 +332,12 @@ fn codes_that_do_not_fit_are_named() {
     assert!(refused(&|c| c.rows = 3).contains("codes"));
     assert!(refused(&|c| c.scales.truncate(1)).contains("scales"));
     assert!(refused(&|c| c.zeros.truncate(1)).contains("zeros"));
+    assert!(refused(&|c| c.group_scales.push(1)).contains("group_scales: 1 given, expected 0"));
+    let good = quantize(&normals(3, 256), 2, 128, Scheme::Nvfp4).unwrap();
+    for (at, b) in [(3, 0x7f), (15, 0x80)] {
+        let mut codes = good.clone();
+        codes.group_scales[at] = b;
+        let error = codes.check().unwrap_err().to_string();
+        assert!(error.contains(&format!("group_scales: {b:#x}")), "{error}");
+    }
 }

@@ -2,6 +2,7 @@
 
 use super::bitnet::Layer;
 use super::fp8::Block;
+use crate::quant::NVFP4_GROUP;
 use candle_core::{Result, bail};
 use serde::Deserialize;
 use serde_json::Value;
@@ -19,11 +20,16 @@ pub enum Format {
     CompressedTensors {
         /// What matrices of a byte for each value hold.
         bytes: Bytes,
+        /// Whether activations are not quantized that are to be NVFP4.
+        wide_inputs: bool,
     },
     Fp8(Block),
     BitNet(Layer),
     Nf4,
 }
+
+/// What compressed-tensors calls NVFP4.
+const NVFP4: &str = "nvfp4-pack-quantized";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bytes {
@@ -249,7 +255,7 @@ impl Raw {
     }
 
     fn compressed(&self) -> Result<Format> {
-        let packings = ["pack-quantized", "int-quantized", "float-quantized"];
+        let packings = ["pack-quantized", "int-quantized", "float-quantized", NVFP4];
         let of_all = [&packings[..], &["mixed-precision"]].concat();
         one_of("format", self.format.as_deref(), &of_all)?;
         if let Some(sparsity) = &self.sparsity_config {
@@ -275,7 +281,10 @@ impl Raw {
         let mut bytes = self.config_groups.values().filter_map(Group::bytes);
         let first = bytes.next().unwrap_or(Bytes::Int);
         match bytes.try_fold(first, Bytes::with) {
-            Some(bytes) => Ok(Format::CompressedTensors { bytes }),
+            Some(bytes) => Ok(Format::CompressedTensors {
+                bytes,
+                wide_inputs: self.config_groups.values().any(Group::has_small_inputs),
+            }),
             None => refuse("config_groups", "of several kinds of bytes", "one for all"),
         }
     }
@@ -284,13 +293,21 @@ impl Raw {
 impl Group {
     /// What its matrices hold, if they have a byte for each value.
     fn bytes(&self) -> Option<Bytes> {
-        let packed = self.format.as_deref() == Some("pack-quantized");
+        let packed = ["pack-quantized", NVFP4].map(Some);
+        let packed = packed.contains(&self.format.as_deref());
         let weights = self.weights.as_ref().filter(|_| !packed)?;
         match weights.is_float() {
+            true if weights.num_bits == Some(4) => None,
             true => Some(Bytes::Fp8(weights.block_structure)),
             false if weights.num_bits == Some(8) => Some(Bytes::Int),
             false => None,
         }
+    }
+
+    /// Whether its activations are floats of 4 bits.
+    fn has_small_inputs(&self) -> bool {
+        let inputs = self.input_activations.as_ref();
+        inputs.is_some_and(|inputs| inputs.is_float() && inputs.num_bits == Some(4))
     }
 
     fn check(&self, name: &str) -> Result<()> {
@@ -336,10 +353,17 @@ impl Arguments {
         self.r#type.as_deref() == Some("float")
     }
 
-    /// FP8, whose activations are not quantized here, whatever is said of them.
+    /// FP8 and NVFP4, whose activations are not quantized here, whatever is said of them.
     fn check_float(&self, prefix: &str) -> Result<()> {
+        if self.num_bits == Some(4) {
+            return self.check_nvfp4(prefix);
+        }
         if let Some(bits) = self.num_bits.filter(|bits| *bits != 8) {
-            return refuse(format_args!("{prefix}.num_bits"), bits, "8 with type float");
+            return refuse(
+                format_args!("{prefix}.num_bits"),
+                bits,
+                "4 or 8 with type float",
+            );
         }
         one_of(
             format_args!("{prefix}.strategy"),
@@ -350,6 +374,24 @@ impl Arguments {
             format_args!("{prefix}.block_structure"),
             self.block_structure,
         )
+    }
+
+    fn check_nvfp4(&self, prefix: &str) -> Result<()> {
+        let strategy = self.strategy.as_deref().unwrap_or("missing");
+        one_of(
+            format_args!("{prefix}.strategy"),
+            Some(strategy),
+            &["tensor_group"],
+        )?;
+        let group = self.group_size.unwrap_or(NVFP4_GROUP as i64);
+        match group == NVFP4_GROUP as i64 {
+            true => Ok(()),
+            false => refuse(
+                format_args!("{prefix}.group_size"),
+                group,
+                "16 with floats of 4 bits",
+            ),
+        }
     }
 }
 
@@ -363,132 +405,4 @@ fn check_block(field: impl Display, block: Block) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::{Bytes, Format, Layer};
-    use serde_json::{Value, json};
-
-    fn read(quantization: Value) -> Result<Option<Format>, String> {
-        let config = json!({"model_type": "llama", "quantization_config": quantization});
-        Format::of_config(&config.to_string()).map_err(|e| e.to_string())
-    }
-
-    fn weights(fields: Value) -> Value {
-        json!({"quant_method": "compressed-tensors", "format": "pack-quantized",
-               "config_groups": {"group_0": {"targets": ["Linear"], "weights": fields}}})
-    }
-
-    #[test]
-    fn formats_are_read() {
-        let gptq = |zeros_as_they_are| Ok(Some(Format::Gptq { zeros_as_they_are }));
-        assert_eq!(read(Value::Null), Ok(None));
-        let v1 = json!({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": true});
-        assert_eq!(read(v1), gptq(false));
-        let v2 = json!({"quant_method": "gptq", "bits": 8, "group_size": -1,
-                        "checkpoint_format": "gptq_v2"});
-        assert_eq!(read(v2), gptq(true));
-        let awq = json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"});
-        assert_eq!(read(awq), Ok(Some(Format::Awq)));
-        let w8a8 = json!({"quant_method": "compressed-tensors", "format": "int-quantized",
-            "config_groups": {"group_0": {
-                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": false},
-                "input_activations": {"num_bits": 8, "type": "int", "dynamic": true}}}});
-        let bytes = |bytes| Ok(Some(Format::CompressedTensors { bytes }));
-        assert_eq!(read(w8a8), bytes(Bytes::Int));
-        let float = json!({"type": "float", "num_bits": 8, "strategy": "channel"});
-        assert_eq!(read(weights(float)), bytes(Bytes::Fp8(None)));
-        let blocks = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-                            "weight_block_size": [128, 128]});
-        assert_eq!(read(blocks), Ok(Some(Format::Fp8(Some([128, 128])))));
-        let bitnet = |class: &str, mode: &str| {
-            read(
-                json!({"quant_method": "bitnet", "linear_class": class, "quantization_mode": mode}),
-            )
-        };
-        let layer = |layer| Ok(Some(Format::BitNet(layer)));
-        assert_eq!(
-            read(json!({"quant_method": "bitnet"})),
-            layer(Layer::Divided)
-        );
-        assert_eq!(bitnet("bitlinear", "offline"), layer(Layer::Divided));
-        assert_eq!(bitnet("autobitlinear", "offline"), layer(Layer::Multiplied));
-        assert_eq!(bitnet("autobitlinear", "online"), layer(Layer::Online));
-        let nf4 = json!({"quant_method": "bitsandbytes", "load_in_4bit": true,
-                         "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true});
-        assert_eq!(read(nf4), Ok(Some(Format::Nf4)));
-    }
-
-    #[test]
-    fn what_cannot_be_had_is_named() {
-        let gptq = |field: &str, value: Value| {
-            let mut config = json!({"quant_method": "gptq", "bits": 4, "group_size": 128});
-            config[field] = value;
-            config
-        };
-        for (config, names) in [
-            (json!({"bits": 4}), "quant_method is missing"),
-            (json!({"quant_method": "hqq"}), "quant_method is `hqq`"),
-            (gptq("bits", json!(3)), "bits is 3, expected 4 or 8"),
-            (gptq("group_size", json!(16)), "group_size is 16"),
-            (gptq("group_size", json!(48)), "group_size is 48"),
-            (gptq("checkpoint_format", json!("marlin")), "`marlin`"),
-            (gptq("is_marlin_format", json!(true)), "is_marlin_format"),
-            (gptq("bits", json!("4")), "quantization_config"),
-            (
-                json!({"quant_method": "awq", "bits": 4, "version": "gemv"}),
-                "version is `gemv`, expected gemm",
-            ),
-            (weights(json!({"num_bits": 2})), "weights.num_bits is 2"),
-            (
-                weights(json!({"num_bits": 4, "group_size": 16})),
-                "weights.group_size is 16",
-            ),
-            (
-                weights(json!({"type": "float", "num_bits": 4})),
-                "weights.num_bits is 4, expected 8",
-            ),
-            (
-                json!({"quant_method": "fp8", "weight_block_size": [0, 128]}),
-                "weight_block_size is [0, 128]",
-            ),
-            (
-                json!({"quant_method": "fp8", "fmt": "e5m2"}),
-                "fmt is `e5m2`",
-            ),
-            (
-                json!({"quant_method": "bitnet", "linear_class": "linear"}),
-                "linear_class is `linear`",
-            ),
-            (
-                json!({"quant_method": "bitsandbytes", "load_in_8bit": true}),
-                "load_in_4bit is missing",
-            ),
-            (
-                json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
-                "bnb_4bit_quant_type is `fp4`, expected nf4",
-            ),
-            (
-                json!({"quant_method": "bitnet", "use_rms_norm": true}),
-                "use_rms_norm is true",
-            ),
-            (
-                json!({"quant_method": "bitnet", "linear_class": "autobitlinear",
-                       "quantization_mode": "online", "modules_to_not_convert": ["model.layers.0"]}),
-                "modules_to_not_convert is",
-            ),
-            (weights(json!({"strategy": "block"})), "strategy is `block`"),
-            (
-                json!({"quant_method": "compressed-tensors", "format": "int-quantized",
-                    "config_groups": {"g": {"input_activations": {"num_bits": 4, "dynamic": true}}}}),
-                "config_groups.g.input_activations.num_bits is 4, expected 8",
-            ),
-            (
-                json!({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}),
-                "kv_cache_scheme",
-            ),
-        ] {
-            let error = read(config.clone()).unwrap_err();
-            let line = error.lines().next().unwrap_or_default();
-            assert!(line.contains(names), "{config}: {error}");
-        }
-    }
-}
+mod tests;

@@ -143,6 +143,7 @@ impl Floats {
             codes: self.codes,
             scales,
             zeros: Vec::new(),
+            group_scales: Vec::new(),
         };
         if let Some(heads) = heads {
             let source = put_apart(rows, heads)?;

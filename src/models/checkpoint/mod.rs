@@ -11,6 +11,7 @@ mod files;
 mod fp8;
 mod gptq;
 mod nf4;
+mod nvfp4;
 mod packing;
 mod stored;
 mod tensors;

@@ -4,7 +4,7 @@ use super::config::{Bytes, Format};
 use super::gptq::Zeros;
 use super::tensors::Tensors;
 use super::unpacked::{Target, Unpacked};
-use super::{awq, bitnet, compressed, fp8, gptq, nf4};
+use super::{awq, bitnet, compressed, fp8, gptq, nf4, nvfp4};
 use crate::models::weights::arranged;
 use crate::nn::LinearWeight;
 use candle_core::{DType, Result, Tensor, bail};
@@ -17,6 +17,7 @@ pub enum Packing {
     PackQuantized,
     IntQuantized,
     Fp8(fp8::Block),
+    Nvfp4,
     BitNet(bitnet::Layer),
     Nf4,
 }
@@ -25,6 +26,7 @@ pub enum Packing {
 enum Matrix {
     Codes(Unpacked),
     Floats(fp8::Floats),
+    Floats4(nvfp4::Floats4),
     /// In f32, on the host.
     Numbers(Tensor),
 }
@@ -49,10 +51,13 @@ impl Packing {
                 }))
             }
             Some(Format::Awq) if tensors.has(awq::PACKED) => Some(Packing::Awq),
+            Some(Format::CompressedTensors { .. }) | None if nvfp4::is_there(tensors) => {
+                Some(Packing::Nvfp4)
+            }
             Some(Format::CompressedTensors { .. }) if tensors.has(compressed::PACKED) => {
                 Some(Packing::PackQuantized)
             }
-            Some(Format::CompressedTensors { bytes }) if scaled => Some(match bytes {
+            Some(Format::CompressedTensors { bytes, .. }) if scaled => Some(match bytes {
                 Bytes::Int => Packing::IntQuantized,
                 Bytes::Fp8(block) => Packing::Fp8(block),
             }),
@@ -103,6 +108,7 @@ impl Packing {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_weight(heads, to),
             Matrix::Floats(floats) => floats.into_weight(heads, to),
+            Matrix::Floats4(floats) => floats.into_weight(heads, to),
             Matrix::Numbers(values) => {
                 let values = arranged(values.to_dtype(to.dtype)?, heads)?;
                 Ok(LinearWeight::Dense(values.to_device(to.device)?))
@@ -123,6 +129,7 @@ impl Packing {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_values(dtype),
             Matrix::Floats(floats) => floats.into_values()?.to_dtype(dtype),
+            Matrix::Floats4(floats) => floats.into_values()?.to_dtype(dtype),
             Matrix::Numbers(values) => values.to_dtype(dtype),
         }
     }
@@ -135,6 +142,7 @@ impl Packing {
             Packing::IntQuantized => compressed::read_bytes(tensors, size),
             Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
             Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Floats),
+            Packing::Nvfp4 => return nvfp4::read(tensors, size).map(Matrix::Floats4),
             Packing::Nf4 => return nf4::read(tensors, size).map(Matrix::Numbers),
         };
         codes.map(Matrix::Codes)
@@ -145,7 +153,9 @@ impl Packing {
     pub fn codes(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Unpacked> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => Ok(codes),
-            Matrix::Floats(_) | Matrix::Numbers(_) => bail!("numbers, expected codes"),
+            Matrix::Floats(_) | Matrix::Floats4(_) | Matrix::Numbers(_) => {
+                bail!("numbers, expected codes")
+            }
         }
     }
 }

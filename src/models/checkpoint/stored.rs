@@ -51,6 +51,14 @@ impl<'a> Stored<'a> {
                 vb.dtype()
             );
         }
+        if let Some(Format::CompressedTensors {
+            wide_inputs: true, ..
+        }) = format
+        {
+            tracing::info!(
+                "the checkpoint's NVFP4 weights meet activations as they are, which are to be NVFP4 too"
+            );
+        }
         Ok(Self {
             vb,
             on_host,

@@ -224,6 +224,7 @@ impl Unpacked {
             codes: self.codes.into_iter().map(|q| q as i8).collect(),
             scales: repeated(&scales, times),
             zeros,
+            group_scales: Vec::new(),
         })
     }
 
@@ -240,6 +241,7 @@ impl Unpacked {
             codes: self.codes.into_iter().map(|q| q as i8 - 1).collect(),
             scales: self.scales,
             zeros: Vec::new(),
+            group_scales: Vec::new(),
         })
     }
 
@@ -261,6 +263,7 @@ impl Unpacked {
             codes: self.codes.into_iter().map(signed).collect(),
             scales: self.scales,
             zeros: Vec::new(),
+            group_scales: Vec::new(),
         })
     }
 

@@ -23,6 +23,7 @@ torch._dynamo.config.disable = True
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import save_file
 from transformers import BitNetConfig, BitNetForCausalLM, BitNetQuantConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -215,6 +216,35 @@ def fp8_channel(name, weight, option, tools, generator, orders):
     return tensors, exact
 
 
+def nvfp4(name, weight, option, tools, generator, orders):
+    """compressed-tensors' tensors, and the weight that they stand for."""
+    group = option["config_groups"]["group_0"]
+    inputs = group.get("input_activations")
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(**group["weights"]),
+        input_activations=QuantizationArgs(**inputs) if inputs else None,
+    )
+    low, high = weight.amin(), weight.amax()
+    whole = generate_gparam(low, high)
+    groups = weight.unflatten(1, (-1, 16))
+    scales, _ = calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights, whole)
+    state = {"weight": weight, "weight_scale": scales, "weight_global_scale": whole}
+    if inputs:
+        state["input_global_scale"] = torch.tensor([2688.0 / 4])
+    compressor = BaseCompressor.load_from_registry(option["format"])
+    tensors = compressor.compress(state, scheme)
+    packed = tensors["weight_packed"]
+    codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1).long()
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    numbers = magnitudes[codes & 7] * torch.where(codes < 8, 1, -1)
+    exact = numbers * tensors["weight_scale"].double().repeat_interleave(16, 1) / whole.double()
+    read = compressor.decompress(dict(tensors), scheme)["weight"].double()
+    # It reads numbers of bf16.
+    assert ((read - exact).abs() <= 1e-2 * exact.abs()).all()
+    return tensors, exact
+
+
 def bitnet(name, weight, option, tools, generator, orders):
     """transformers' tensors of one of BitNet's layers, and the weight that they stand for."""
     exact = bitnet_layers.WeightQuant.apply(weight)
@@ -320,6 +350,7 @@ def nf4_config(dtype, double):
 
 
 GROUPED = {"num_bits": 4, "strategy": "group"}
+FLOATS4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 # Family, method, quantization_config, what is special.
 MODELS = {
@@ -411,6 +442,24 @@ MODELS = {
     ),
     "llama_nf4": ("llama", nf4, nf4_config("float16", False), {}),
     "qwen2_nf4_double": ("qwen2", nf4, nf4_config("bfloat16", True), {"tied": True}),
+    "llama_nvfp4": (
+        "llama",
+        nvfp4,
+        compressed_config("nvfp4-pack-quantized", {**FLOATS4, "scale_dtype": "torch.float8_e4m3fn"}),
+        {},
+    ),
+    # Activations are to be NVFP4 too, which nothing here makes of them.
+    "qwen3_nvfp4_w4a4": (
+        "qwen3",
+        nvfp4,
+        compressed_config(
+            "nvfp4-pack-quantized",
+            {**FLOATS4, "scale_dtype": "torch.float8_e4m3fn"},
+            {**FLOATS4, "dynamic": "local"},
+        ),
+        # No whole block of 32 columns at the end.
+        {"config": {"intermediate_size": 208}},
+    ),
     "llama_fp8_channel": (
         "llama",
         fp8_channel,
@@ -477,7 +526,7 @@ def make(name, tools):
             tokens, ahead = greedy(model, golden["prompt"], 6)
             if ahead > 0.05:
                 golden["next"] = tokens
-    if method in [bitnet, nf4, fp8, fp8_channel]:
+    if method in [bitnet, nf4, fp8, fp8_channel, nvfp4]:
         golden["q_proj"] = exact_weights["model.layers.0.self_attn.q_proj"].float()
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits

@@ -30,6 +30,7 @@ fn every_code_is_its_value() -> Result<()> {
                     .collect(),
                 scales: vec![1.; if scheme == Scheme::Fp8 { rows } else { 2 }],
                 zeros: Vec::new(),
+                group_scales: Vec::new(),
             };
             let matrix = BlockMatrix::from_codes(&codes, &device)?;
             let values = matrix.dequantize(DType::F32)?.flatten_all()?;
@@ -67,6 +68,7 @@ fn products_of_single_codes_are_exact() -> Result<()> {
                 codes,
                 scales: vec![0.5; if scheme == Scheme::Fp8 { rows } else { 2 }],
                 zeros: Vec::new(),
+                group_scales: Vec::new(),
             };
             let values = Tensor::from_vec(codes.dequantize(), (rows, cols), &Device::Cpu)?;
             let expected = values.sum(1)?.to_vec1::<f32>()?;

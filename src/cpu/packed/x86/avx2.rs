@@ -188,6 +188,14 @@ impl Isa for Avx2 {
         a
     }
     #[inline(always)]
+    unsafe fn look_up(table: &[u8; 16], nibbles: __m256i) -> __m256i {
+        // SAFETY: AVX2, by the trait's contract; the table is readable.
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles)
+        }
+    }
+    #[inline(always)]
     unsafe fn quads(p: *const u8) -> __m256i {
         // SAFETY: AVX2 and 8 readable bytes in each of four runs, by the trait's contract.
         unsafe {
@@ -233,6 +241,15 @@ impl Isa for Avx2 {
     unsafe fn load_i8(p: *const u8) -> __m256 {
         // SAFETY: AVX2 and 8 readable bytes, by the trait's contract.
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
+    }
+    /// As f16, whose bias is 8 more, with the bits in their places.
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> __m256 {
+        // SAFETY: F16C and 8 readable bytes, by the trait's contract.
+        unsafe {
+            let bytes = _mm_cvtepu8_epi16(_mm_loadl_epi64(p.cast()));
+            _mm256_cvtph_ps(_mm_slli_epi16::<7>(bytes))
+        }
     }
     #[inline(always)]
     unsafe fn mul(a: __m256, b: __m256) -> __m256 {

@@ -137,6 +137,14 @@ impl Isa for Avx512 {
         unsafe { _mm512_xor_si512(a, _mm512_set1_epi8(-128)) }
     }
     #[inline(always)]
+    unsafe fn look_up(table: &[u8; 16], nibbles: __m512i) -> __m512i {
+        // SAFETY: AVX-512, by the trait's contract; the table is readable.
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles)
+        }
+    }
+    #[inline(always)]
     unsafe fn quads(p: *const u8) -> __m512i {
         // SAFETY: AVX-512 and 64 readable bytes, by the trait's contract.
         unsafe { transposed(Self::load(p)) }
@@ -174,6 +182,15 @@ impl Isa for Avx512 {
     unsafe fn load_i8(p: *const u8) -> __m512 {
         // SAFETY: AVX-512 and 16 readable bytes, by the trait's contract.
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    /// As f16, whose bias is 8 more, with the bits in their places.
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> __m512 {
+        // SAFETY: AVX-512 and 16 readable bytes, by the trait's contract.
+        unsafe {
+            let bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast()));
+            _mm512_cvtph_ps(_mm256_slli_epi16::<7>(bytes))
+        }
     }
     #[inline(always)]
     unsafe fn mul(a: __m512, b: __m512) -> __m512 {

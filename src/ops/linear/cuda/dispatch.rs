@@ -42,7 +42,7 @@ const W8A8: [usize; 2] = [64, MAX];
 /// than 16; elsewhere it reads weights anew for every 32.
 const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
 const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
-/// INT8, FP8 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
+/// INT8, FP8, NVFP4 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
 const WNA16_MMA_OF_INTEGERS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
 const WNA16_MMA_NOTE: &str =
     "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";
@@ -154,7 +154,10 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_wna16_sm90",
         source: "linear/gemv_wna16_sm90.cu",
-        formats: Formats::INT4_G128.or(Formats::TERNARY).or(Formats::FP8),
+        formats: Formats::INT4_G128
+            .or(Formats::TERNARY)
+            .or(Formats::FP8)
+            .or(Formats::NVFP4),
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
         rounds_up_to: 1,
@@ -212,7 +215,10 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemm_wna16_skinny_sm90",
         source: "linear/gemm_wna16_skinny_sm90.cu",
-        formats: Formats::INT4_G128.or(Formats::TERNARY).or(Formats::FP8),
+        formats: Formats::INT4_G128
+            .or(Formats::TERNARY)
+            .or(Formats::FP8)
+            .or(Formats::NVFP4),
         x: WNA16_SKINNY,
         arch: [90, NEWEST],
         plan: gemm_wna16_skinny::where_fastest,
@@ -291,6 +297,16 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
+        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma_nvfp4.cu",
+        formats: Formats::NVFP4,
+        x: WNA16_MMA_SM90,
+        arch: [90, 90],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
         kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_gguf.cu",
         formats: Formats::GGUF.or(Formats::INT8),
@@ -314,6 +330,16 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_fp8.cu",
         formats: Formats::FP8,
+        x: WNA16_SM90,
+        arch: [90, 90],
+        plan: gemm_wna16_sm90::plan,
+        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_sm90",
+        source: "linear/gemm_wna16_sm90_nvfp4.cu",
+        formats: Formats::NVFP4,
         x: WNA16_SM90,
         arch: [90, 90],
         plan: gemm_wna16_sm90::plan,
@@ -352,6 +378,16 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma_nvfp4.cu",
+        formats: Formats::NVFP4,
+        x: WNA16_MMA_OF_INTEGERS,
+        arch: [80, NEWEST],
+        plan: gemm_wna16_mma::plan,
+        note: WNA16_MMA_NOTE,
+        ..RULE
+    },
+    Rule {
+        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma.cu",
         formats: Formats::TERNARY,
         x: WNA16_MMA,
@@ -382,7 +418,10 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_wna16",
         source: "linear/gemv_wna16.cu",
-        formats: Formats::INT8.or(Formats::FP8).or(Formats::INT4),
+        formats: Formats::INT8
+            .or(Formats::FP8)
+            .or(Formats::NVFP4)
+            .or(Formats::INT4),
         x: GEMV_OF_EACH,
         plan: gemv_wna16::plan,
         note: "16 bits of f32 and f16 rows in two parts; four rows a launch",
@@ -391,7 +430,10 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemm_wna16_skinny_sm90",
         source: "linear/gemm_wna16_skinny_sm90.cu",
-        formats: Formats::INT4_G128.or(Formats::TERNARY).or(Formats::FP8),
+        formats: Formats::INT4_G128
+            .or(Formats::TERNARY)
+            .or(Formats::FP8)
+            .or(Formats::NVFP4),
         x: WNA16_SKINNY,
         arch: [90, NEWEST],
         plan: gemm_wna16_skinny::plan,

@@ -34,7 +34,7 @@ const SHAPES: [(usize, usize, bool); 17] = [
     (128256, 4096, false),
 ];
 
-const FORMATS: [&str; 17] = [
+const FORMATS: [&str; 18] = [
     "q4_0",
     "q4_1",
     "q5_0",
@@ -48,6 +48,7 @@ const FORMATS: [&str; 17] = [
     "int8",
     "fp8",
     "fp8-block128",
+    "nvfp4",
     "int4-g128",
     "int4-g32-z",
     "ternary-row",

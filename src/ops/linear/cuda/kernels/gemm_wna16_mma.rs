@@ -45,6 +45,13 @@ static FP8: Module = Module::new(
 )
 .with_all_shared_memory();
 
+static NVFP4: Module = Module::new(
+    "gemm_wna16_mma_nvfp4",
+    fatbin!("gemm_wna16_mma_nvfp4"),
+    forms!["gemm_wna16_mma_nvfp4"],
+)
+.with_all_shared_memory();
+
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
     "gemm_wna16_mma_gguf",
@@ -94,6 +101,7 @@ const GGUF_STAGES: [[usize; 2]; 10] = [
 ];
 const INT8_STAGES: [usize; 2] = [3, 2048];
 const FP8_BLOCK_STAGES: [usize; 2] = [3, 2112];
+const NVFP4_STAGES: [usize; 2] = [4, 1152];
 const TERNARY_STAGES: [usize; 2] = [8, 512];
 const INT4_G128_STAGES: [usize; 2] = [4, 1088];
 const INT4_STAGES: [usize; 2] = [4, 1216];
@@ -114,6 +122,7 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
             Scheme::Int8 => Ok(of(&INTEGERS, 0, INT8_STAGES, 16)),
             Scheme::Fp8 => Ok(of(&FP8, 0, INT8_STAGES, 16)),
             Scheme::Fp8Block128 => Ok(of(&FP8, 1, FP8_BLOCK_STAGES, 16)),
+            Scheme::Nvfp4 => Ok(of(&NVFP4, 0, NVFP4_STAGES, 64)),
             Scheme::Ternary { .. } if scheme.group().is_none() => {
                 Ok(of(&INTEGERS, 1, TERNARY_STAGES, 64))
             }
