@@ -145,6 +145,11 @@ impl PackedLayout {
             }
     }
 
+    /// Whether kernels are given an address behind the scales: of zero points, of scales of 16 values, or as a sign.
+    fn has_second_plane(&self) -> bool {
+        self.scheme.has_zeros() || self.scheme == Scheme::Nvfp4 || self.own_scales
+    }
+
     /// Bytes in all.
     pub fn bytes(&self) -> usize {
         let zeros = match self.scheme {
@@ -160,12 +165,9 @@ impl PackedLayout {
         PackedAt {
             codes: start,
             scales: start + self.scales_at() as Address,
-            zeros: match self.scheme {
-                _ if self.scheme.has_zeros() || self.own_scales => {
-                    start + self.zeros_at() as Address
-                }
-                Scheme::Nvfp4 => start + self.zeros_at() as Address,
-                _ => 0,
+            zeros: match self.has_second_plane() {
+                true => start + self.zeros_at() as Address,
+                false => 0,
             },
             groups: self.groups,
         }

@@ -20,12 +20,12 @@ const SCHEMES: [&str; 9] = [
     "int8",
     "fp8",
     "fp8-block128",
-    "nvfp4",
     "int4-g32",
     "int4-g64-z",
     "int4-g128",
     "ternary-row",
     "ternary-g64",
+    "nvfp4",
 ];
 
 /// A random matrix in a scheme, in the form that the device takes.

@@ -24,7 +24,7 @@ abi! {
         codes: Const<Char>,
         /// f32 for each row, or f16 for each group.
         scales: Const<Void>,
-        /// Null for none; of FP8 in blocks, not null if rows have scales of their own.
+        /// Null for none; of FP8 in blocks, not null if rows have scales of their own; of NVFP4 the scales of 16 values.
         zeros: Const<u8>,
     }
 

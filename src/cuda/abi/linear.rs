@@ -47,7 +47,7 @@ abi! {
         /// Its first row among all rows; past them for a weight that is not there.
         first: u32,
         /// Of codes: how many scales of 2 bytes lie in front of the zero points; 0 without zero points. Of FP8 in
-        /// blocks, not 0 if rows have scales of their own.
+        /// blocks, not 0 if rows have scales of their own. Of NVFP4 the same in front of the scales of 16 values.
         zeros: u32,
     }
 
