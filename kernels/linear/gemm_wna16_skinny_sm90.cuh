@@ -111,15 +111,15 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
   using Stream = typename Format::Stream;
   using Stage = typename Format::Stage;
   using Weights = typename Stage::Weights;
-  using Stream::empty, Stream::full, Stream::k_blocks, Stream::n_tile, Stream::p, Stream::stages_of_row, Stream::tiles;
+  using Stream::empty, Stream::full, Stream::k_blocks, Stream::n_tile, Stream::p, Stream::stages_of_row, Stream::n_tiles;
   static constexpr int EPILOGUE_WARPS = SKINNY_EPILOGUE_WARPS, BUFFERS = EPILOGUE_WARPS;
   static constexpr uint32_t ROWS = 8 * M_TILES;
   // Sums of a warp and an N tile, `[row][channel]` in f32, free of bank conflicts.
   static constexpr uint32_t PITCH = 2 * ROW_GROUP + 4, PLANE = ROWS * PITCH, BUFFER = CONSUMER_WARPS * PLANE;
   static constexpr bool BY_GROUPS = !Weights::CHANNEL_SCALES;
-  // Sums of each warp's two K blocks, and for few rows of both halves of 32 values of K: a product that goes on from the
-  // sums of another waits for it.
-  static constexpr int HALVES = M_TILES == 1 ? 2 : 1;
+  // Sets of sums for each of a warp's K blocks. With few rows both halves of each 32 values of K have one: a product that
+  // adds to the sums of another waits for it.
+  static constexpr int SETS = M_TILES == 1 ? 2 : 1;
   using Sums = float[M_TILES][4];
   static_assert(!Weights::HAS_OFFSET && (!BY_GROUPS || Weights::GROUPS == 1));
 
@@ -130,15 +130,11 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
 
   // `barriers`: two of each stage and of each buffer.
   __device__ __forceinline__ GemmSkinny(const GemmSkinnyParams& g, char* memory, uint32_t barriers)
-      : Stream(g.product, of_block(g.product), memory + BUFFERS * BUFFER * sizeof(float), barriers), g(g),
+      : Stream(g.product, memory + BUFFERS * BUFFER * sizeof(float), barriers), g(g),
         sums(reinterpret_cast<float*>(memory)),
         x(shared_address(memory) + uint32_t(BUFFERS * BUFFER * sizeof(float)) + p.stages * Stream::STAGE_BYTES),
         x_pitch(k_blocks * (2 * K_BLOCK) + Stage::X_PADDING), filled(barriers + 16 * MAX_STAGES),
         freed(filled + 8 * BUFFERS) {}
-
-  static __device__ __forceinline__ BlockTiles of_block(const Gemv& p) {
-    return {blockIdx.x, gridDim.x, (Stream::n_tiles(p) + gridDim.x - 1 - blockIdx.x) / gridDim.x};
-  }
 
   // A consumer warp: the K blocks that it has of x, zeros where x has no values.
   __device__ __forceinline__ void load_x(uint32_t warp) const {
@@ -166,11 +162,11 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
   template <int N>
   __device__ __forceinline__ void multiply(const typename Stream::WarpStage& at,
                                            const typename Format::BlockScales& of_blocks, uint32_t k_block,
-                                           const uint32_t (&rows)[M_TILES], Sums (&y)[CHUNK][HALVES]) const {
+                                           const uint32_t (&rows)[M_TILES], Sums (&y)[CHUNK][SETS]) const {
     typename Stage::Block blocks[N];
 #pragma unroll
     for (int s = 0; s < N; ++s) blocks[s] = Format::read(at, of_blocks, s);
-    Sums of_group[N][HALVES] = {};
+    Sums of_group[N][SETS] = {};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
@@ -179,9 +175,9 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
 #pragma unroll
         for (int n = 0; n < M_TILES; ++n) {
           const uint4 v = Stage::x(rows[n] + (k_block + s) * (2 * K_BLOCK), e, threadIdx.x % 4);
-          Sums(&to)[HALVES] = BY_GROUPS ? of_group[s] : y[s];
+          Sums(&to)[SETS] = BY_GROUPS ? of_group[s] : y[s];
           mma_bf16(to[0][n], a.v[0], a.v[1], a.v[2], a.v[3], v.x, v.y);
-          mma_bf16(to[HALVES - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v.z, v.w);
+          mma_bf16(to[SETS - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v.z, v.w);
         }
       }
     }
@@ -194,7 +190,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float sum = of_group[s][0][n][i];
-            if constexpr (HALVES == 2) sum += of_group[s][1][n][i];
+            if constexpr (SETS == 2) sum += of_group[s][1][n][i];
             y[0][0][n][i] = fmaf(scale.by[i / 2], sum, y[0][0][n][i]);
           }
         }
@@ -207,7 +203,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
                                                 StageState& stage, Sums& y) const {
     const uint32_t lane = threadIdx.x % WARP;
     typename Format::BlockScales of_blocks(p, this->weight_row(i, lane / 4), this->weight_row(i, lane / 4 + ROW_GROUP));
-    Sums parts[CHUNK][HALVES] = {};
+    Sums parts[CHUNK][SETS] = {};
 #pragma unroll 1
     for (uint32_t k_block = CHUNK * warp; k_block < stages_of_row * STAGE_K_BLOCKS; k_block += STAGE_K_BLOCKS) {
       const auto at = this->of_warp(stage.stage, warp);
@@ -229,7 +225,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
 #pragma unroll
         for (int s = 0; s < CHUNK; ++s) {
 #pragma unroll
-          for (int h = 0; h < HALVES; ++h) y[n][i] += parts[s][h][n][i];
+          for (int h = 0; h < SETS; ++h) y[n][i] += parts[s][h][n][i];
         }
       }
     }
@@ -269,7 +265,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
     for (int n = 0; n < M_TILES; ++n) rows[n] = x + min(8 * n + lane / 4, g.rows - 1) * x_pitch;
     StageState stage = {};
 #pragma unroll 1
-    for (uint32_t i = 0; i < tiles.count; ++i) {
+    for (uint32_t i = 0; i < n_tiles; ++i) {
       const float by[2] = {channel_scale(i, lane / 4), channel_scale(i, lane / 4 + ROW_GROUP)};
       Sums y;
       multiply_tile(i, warp, rows, stage, y);
@@ -283,7 +279,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
   // An epilogue warp: the outputs of every second N tile.
   __device__ __forceinline__ void write(uint32_t first) const {
 #pragma unroll 1
-    for (uint32_t i = first; i < tiles.count; i += EPILOGUE_WARPS) {
+    for (uint32_t i = first; i < n_tiles; i += EPILOGUE_WARPS) {
       const uint32_t buffer = i % BUFFERS;
       const TileOutputs outputs = {p,         shared_address(sums + buffer * BUFFER),
                                    PITCH,     CONSUMER_WARPS,

@@ -277,7 +277,7 @@ template <> struct BlockScales<ROWS_AND_HALVES, false> {
 template <class Format> struct PackedBlocks {
   static constexpr bool ONLY_CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
   static constexpr bool CHANNEL_SCALES = ONLY_CHANNEL_SCALES || Format::GROUPS == ROWS_AND_HALVES;
-  // Weights of numbers as they are.
+  // What a number of `raw` is to be multiplied by, before its scale.
   static constexpr float UNIT = 1.f;
   using Scales = BlockScales<Format::GROUPS, Format::ZEROS>;
 

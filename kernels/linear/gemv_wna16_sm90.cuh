@@ -21,16 +21,12 @@ constexpr int GAINS = 2;  // packs of the norm's weight that a thread loads befo
 
 template <class Format> struct GemvSm90 : WeightStream<Format> {
   using Stream = WeightStream<Format>;
-  using Stream::empty, Stream::full, Stream::n_tile, Stream::p, Stream::scale_of, Stream::stages_of_row, Stream::tiles;
+  using Stream::empty, Stream::full, Stream::n_tile, Stream::p, Stream::scale_of, Stream::stages_of_row, Stream::n_tiles;
   using Stream::weight_row, Stream::k_blocks;
   char* const xs;
 
   __device__ GemvSm90(const Gemv& p, char* memory, uint32_t barriers)
-      : Stream(p, of_block(p), memory, barriers), xs(memory + p.stages * Stream::STAGE_BYTES) {}
-
-  static __device__ __forceinline__ BlockTiles of_block(const Gemv& p) {
-    return {blockIdx.x, gridDim.x, (Stream::n_tiles(p) + gridDim.x - 1 - blockIdx.x) / gridDim.x};
-  }
+      : Stream(p, memory, barriers), xs(memory + p.stages * Stream::STAGE_BYTES) {}
 
   // What the thread that writes row `r` of an N tile reads ahead.
   struct EpilogueInputs {
@@ -39,7 +35,7 @@ template <class Format> struct GemvSm90 : WeightStream<Format> {
   };
   // Its output, or one past the last.
   __device__ uint32_t column(uint32_t i, uint32_t r) const {
-    if (i >= tiles.count || (gates(p) && r >= ROW_GROUP)) return p.width;
+    if (i >= n_tiles || (gates(p) && r >= ROW_GROUP)) return p.width;
     return n_tile_column(p, n_tile(i), r);
   }
   __device__ void prefetch(EpilogueInputs& a, uint32_t i, uint32_t r) const {
@@ -174,18 +170,18 @@ template <class Format> struct GemvSm90 : WeightStream<Format> {
     EpilogueInputs a = {};
     if (i < ROUND) prefetch(a, i, r);
     pdl_wait();
-    if (tiles.count == 0) return;
+    if (n_tiles == 0) return;
     if (i < ROUND) load_residuals(a, i, r);
     const float by = stage(row, stages, gains, scratch);
     StageState stage = {};
 #pragma unroll 1
     for (uint32_t begin = 0;; begin += ROUND) {
 #pragma unroll 1
-      for (uint32_t n_tile = begin; n_tile < min(begin + ROUND, tiles.count); ++n_tile)
+      for (uint32_t n_tile = begin; n_tile < min(begin + ROUND, n_tiles); ++n_tile)
         multiply(row, n_tile, warp, by, stage, sums[n_tile - begin]);
       sync_first(CONSUMER_THREADS);
       if (i < ROUND) epilogue(a, begin + i, r, sums[i]);
-      if (begin + ROUND >= tiles.count) return;
+      if (begin + ROUND >= n_tiles) return;
       sync_first(CONSUMER_THREADS);
       if (i < ROUND) prefetch(a, begin + ROUND + i, r), load_residuals(a, begin + ROUND + i, r);
     }

@@ -24,34 +24,29 @@ struct StageState {
   }
 };
 
-// N tiles of a block: so many from the first on, each so many behind the one before.
-struct BlockTiles {
-  uint32_t first, step, count;
-};
-
+// A block has every gridDim.x-th N tile, from that of its number on.
 template <class Format> struct WeightStream {
   // Bytes of the scales of 8 rows in a K block that come with the codes.
-  static constexpr bool HALVES = Format::GROUPS == ROWS_AND_HALVES;
+  static constexpr bool HAS_SCALES_OF_16 = Format::GROUPS == ROWS_AND_HALVES;
   static constexpr uint32_t SCALES =
-      Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : HALVES ? Nvfp4::SCALES * ROW_GROUP : 0;
+      Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : HAS_SCALES_OF_16 ? Nvfp4::SCALES * ROW_GROUP : 0;
   static constexpr uint32_t STAGE_CODES = STAGE_K_BLOCKS * Format::CODES, STAGE_SCALES = STAGE_K_BLOCKS * SCALES;
   static constexpr uint32_t STAGE_BYTES = 2 * (STAGE_CODES + STAGE_SCALES);
 
   const Gemv& p;
   const uint32_t k_blocks, stages_of_row;  // of a row
-  const BlockTiles tiles;
+  const uint32_t n_tiles;                  // of this block
   char* const pipeline;
   const uint32_t full, empty;  // barriers of stages
 
   // `barriers`: room for two barriers of each stage.
-  __device__ __forceinline__ WeightStream(const Gemv& p, BlockTiles tiles, char* pipeline, uint32_t barriers)
-      : p(p), k_blocks(k_blocks_of(p.k)), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS), tiles(tiles),
-        pipeline(pipeline), full(barriers), empty(barriers + 8 * MAX_STAGES) {}
+  __device__ __forceinline__ WeightStream(const Gemv& p, char* pipeline, uint32_t barriers)
+      : p(p), k_blocks(k_blocks_of(p.k)), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS),
+        n_tiles(of_block(p)), pipeline(pipeline), full(barriers), empty(barriers + 8 * MAX_STAGES) {}
 
-  // N tiles of the product.
-  static __device__ __forceinline__ uint32_t n_tiles(const Gemv& p) {
-    const uint32_t outputs = n_tile_outputs(p);
-    return (p.width + outputs - 1) / outputs;
+  static __device__ __forceinline__ uint32_t of_block(const Gemv& p) {
+    const uint32_t outputs = n_tile_outputs(p), all = (p.width + outputs - 1) / outputs;
+    return (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
   }
 
   // Some threads of the block, before they synchronize.
@@ -63,7 +58,7 @@ template <class Format> struct WeightStream {
     barriers_made();
   }
 
-  __device__ uint32_t n_tile(uint32_t i) const { return tiles.first + i * tiles.step; }
+  __device__ uint32_t n_tile(uint32_t i) const { return blockIdx.x + i * gridDim.x; }
   // The row of the weights that is row r of N tile i of this block.
   __device__ uint32_t weight_row(uint32_t i, uint32_t r) const {
     if (gates(p)) return n_tile(i) * ROW_GROUP + r % ROW_GROUP + (r < ROW_GROUP ? 0 : p.width);
@@ -71,10 +66,10 @@ template <class Format> struct WeightStream {
   }
   // The scale of a row, where rows have one.
   __device__ float scale_of(uint32_t row) const {
-    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS && !HALVES) return 1.f;
+    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS && !HAS_SCALES_OF_16) return 1.f;
     const Matrix& matrix = matrix_of(p, row);
     const uint32_t scale = load_u32(static_cast<const uint32_t*>(matrix.scales) + row);
-    if (HALVES) return NVFP4_UNIT * __uint_as_float(scale);
+    if (HAS_SCALES_OF_16) return NVFP4_UNIT * __uint_as_float(scale);
     return Format::GROUPS == FP8_ROWS ? nan_if_negative(scale) : __uint_as_float(scale);
   }
 
@@ -85,7 +80,7 @@ template <class Format> struct WeightStream {
     const uint32_t ahead = min(Format::AHEAD, p.stages);
     uint32_t i = 0;
 #pragma unroll 1
-    for (uint32_t n_tile = 0; n_tile < tiles.count; ++n_tile) {
+    for (uint32_t n_tile = 0; n_tile < n_tiles; ++n_tile) {
       const char *codes[2], *scales[2];
 #pragma unroll
       for (int o = 0; o < 2; ++o) {
@@ -94,7 +89,7 @@ template <class Format> struct WeightStream {
         const Matrix& matrix = matrix_of(p, row);
         const uint64_t place = uint64_t(row / ROW_GROUP) * k_blocks;
         codes[o] = static_cast<const char*>(matrix.data) + place * Format::CODES;
-        const uint64_t behind_rows = HALVES ? 2 * uint64_t(matrix.zeros) : 0;
+        const uint64_t behind_rows = HAS_SCALES_OF_16 ? 2 * uint64_t(matrix.zeros) : 0;
         scales[o] = static_cast<const char*>(matrix.scales) + behind_rows + place * SCALES;
       }
 #pragma unroll 1

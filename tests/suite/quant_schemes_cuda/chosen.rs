@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 27] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 30] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -43,17 +43,48 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 27] = [
         512,
         "gemm_dequantized_cublaslt",
     ),
-    ("int4-g128", DType::F16, 4, 4096, 4096, "gemm_wna16_mma"),
+    (
+        "int4-g128",
+        DType::F16,
+        4,
+        4096,
+        4096,
+        "gemm_wna16_skinny_sm90",
+    ),
     ("int4-g32-z", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
     ("int8", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
     ("int8", DType::BF16, 1, 4096, 4096, "gemv_wna16"),
     ("int8", DType::BF16, 512, 4096, 4096, "gemm_w8a8_sm90"),
     ("int8", DType::BF16, 512, 576, 1536, "gemm_w8a8_cluster"),
     ("fp8", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
-    ("fp8-block128", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
+    (
+        "fp8-block128",
+        DType::BF16,
+        8,
+        4096,
+        4096,
+        "gemm_wna16_skinny_sm90",
+    ),
     ("fp8", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
     ("nvfp4", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
-    ("nvfp4", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
+    (
+        "nvfp4",
+        DType::BF16,
+        8,
+        4096,
+        4096,
+        "gemm_wna16_skinny_sm90",
+    ),
+    ("fp8", DType::BF16, 16, 512, 14336, "gemm_wna16_mma"),
+    ("int4-g128", DType::BF16, 8, 4096, 4096, "gemm_wna16_m16"),
+    (
+        "ternary-row",
+        DType::BF16,
+        8,
+        4096,
+        4096,
+        "gemm_wna16_skinny_sm90",
+    ),
     ("nvfp4", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
     (
         "fp8-block128",

@@ -64,6 +64,41 @@ const LATENCY_OF_HALVES: &[Rows] = &[
     (BF16, [1, gemv_dense_latency::MAX_M]),
 ];
 
+/// Formats whose codes and scales of 8 rows lie together, so that bulk copies take them.
+const STREAMED: Formats = Formats::INT4_G128
+    .or(Formats::TERNARY)
+    .or(Formats::FP8)
+    .or(Formats::NVFP4);
+
+/// What rules of a kernel have in common.
+const MMA_SM90: Rule = Rule {
+    kernel: gemm_wna16_mma::NAME,
+    x: WNA16_MMA_SM90,
+    arch: [90, 90],
+    plan: gemm_wna16_mma::plan,
+    note: WNA16_MMA_NOTE,
+    ..RULE
+};
+const SM90: Rule = Rule {
+    kernel: "gemm_wna16_sm90",
+    arch: [90, 90],
+    plan: gemm_wna16_sm90::plan,
+    note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+    ..RULE
+};
+
+/// Where it is forced.
+const SKINNY: Rule = Rule {
+    kernel: "gemm_wna16_skinny_sm90",
+    source: "linear/gemm_wna16_skinny_sm90.cu",
+    formats: STREAMED,
+    x: WNA16_SKINNY,
+    arch: [90, NEWEST],
+    plan: gemm_wna16_skinny::plan,
+    note: "where it is forced",
+    ..RULE
+};
+
 /// The table. First match wins; a kernel may have several rules.
 pub(super) static RULES: &[Rule] = &[
     Rule {
@@ -154,10 +189,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_wna16_sm90",
         source: "linear/gemv_wna16_sm90.cu",
-        formats: Formats::INT4_G128
-            .or(Formats::TERNARY)
-            .or(Formats::FP8)
-            .or(Formats::NVFP4),
+        formats: STREAMED,
         x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
         arch: [90, NEWEST],
         rounds_up_to: 1,
@@ -213,17 +245,9 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
-        kernel: "gemm_wna16_skinny_sm90",
-        source: "linear/gemm_wna16_skinny_sm90.cu",
-        formats: Formats::INT4_G128
-            .or(Formats::TERNARY)
-            .or(Formats::FP8)
-            .or(Formats::NVFP4),
-        x: WNA16_SKINNY,
-        arch: [90, NEWEST],
         plan: gemm_wna16_skinny::where_fastest,
         note: "as many rows of x as fit into shared memory; of ternary weights those with one scale for a row or the matrix",
-        ..RULE
+        ..SKINNY
     },
     Rule {
         kernel: "gemm_wna16_m16_cluster",
@@ -267,84 +291,48 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_gguf.cu",
         formats: Formats::GGUF,
-        x: WNA16_MMA_SM90,
-        arch: [90, 90],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA_SM90
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma.cu",
         formats: Formats::INT8.or(Formats::TERNARY).or(Formats::INT4),
-        x: WNA16_MMA_SM90,
-        arch: [90, 90],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA_SM90
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_fp8.cu",
         formats: Formats::FP8,
-        x: WNA16_MMA_SM90,
-        arch: [90, 90],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA_SM90
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_nvfp4.cu",
         formats: Formats::NVFP4,
-        x: WNA16_MMA_SM90,
-        arch: [90, 90],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA_SM90
     },
     Rule {
-        kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_gguf.cu",
         formats: Formats::GGUF.or(Formats::INT8),
         x: WNA16_SM90_BLOCKS,
-        arch: [90, 90],
-        plan: gemm_wna16_sm90::plan,
-        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
-        ..RULE
+        ..SM90
     },
     Rule {
-        kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90.cu",
         formats: Formats::INT4.or(Formats::TERNARY),
         x: WNA16_SM90,
-        arch: [90, 90],
-        plan: gemm_wna16_sm90::plan,
-        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
-        ..RULE
+        ..SM90
     },
     Rule {
-        kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_fp8.cu",
         formats: Formats::FP8,
         x: WNA16_SM90,
-        arch: [90, 90],
-        plan: gemm_wna16_sm90::plan,
-        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
-        ..RULE
+        ..SM90
     },
     Rule {
-        kernel: "gemm_wna16_sm90",
         source: "linear/gemm_wna16_sm90_nvfp4.cu",
         formats: Formats::NVFP4,
         x: WNA16_SM90,
-        arch: [90, 90],
-        plan: gemm_wna16_sm90::plan,
-        note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
-        ..RULE
+        ..SM90
     },
     Rule {
         kernel: gemm_wna16_mma::NAME,
@@ -427,19 +415,7 @@ pub(super) static RULES: &[Rule] = &[
         note: "16 bits of f32 and f16 rows in two parts; four rows a launch",
         ..RULE
     },
-    Rule {
-        kernel: "gemm_wna16_skinny_sm90",
-        source: "linear/gemm_wna16_skinny_sm90.cu",
-        formats: Formats::INT4_G128
-            .or(Formats::TERNARY)
-            .or(Formats::FP8)
-            .or(Formats::NVFP4),
-        x: WNA16_SKINNY,
-        arch: [90, NEWEST],
-        plan: gemm_wna16_skinny::plan,
-        note: "where it is forced",
-        ..RULE
-    },
+    SKINNY,
     Rule {
         kernel: gemm_dequantized::NAME,
         source: "formats/dequantize.cu",
