@@ -27,8 +27,10 @@ pub const PACKED: &str = "weight_packed";
 /// What its scale is called in either layout.
 pub const SCALE: &str = "weight_scale";
 
-const ZERO_POINT: &str = "weight_zero_point";
-const GROUPS: &str = "weight_g_idx";
+/// What zero points are called.
+pub const ZERO_POINT: &str = "weight_zero_point";
+/// What the groups of columns that are not in order are called.
+pub const GROUPS: &str = "weight_g_idx";
 
 /// The matrix of a layer in `pack-quantized`.
 pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Unpacked> {

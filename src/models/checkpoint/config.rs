@@ -20,6 +20,8 @@ pub enum Format {
     CompressedTensors {
         /// What matrices of a byte for each value hold.
         bytes: Bytes,
+        /// Whether all matrices of packed codes are NVFP4.
+        nvfp4: bool,
         /// Whether activations are not quantized that are to be NVFP4.
         wide_inputs: bool,
     },
@@ -283,10 +285,22 @@ impl Raw {
         match bytes.try_fold(first, Bytes::with) {
             Some(bytes) => Ok(Format::CompressedTensors {
                 bytes,
+                nvfp4: self.packs_nvfp4_alone(),
                 wide_inputs: self.config_groups.values().any(Group::has_small_inputs),
             }),
             None => refuse("config_groups", "of several kinds of bytes", "one for all"),
         }
+    }
+
+    /// Of compressed-tensors, whose groups may say nothing of their format.
+    fn packs_nvfp4_alone(&self) -> bool {
+        let of = |group: &Group| group.format.clone().or(self.format.clone());
+        let mut formats: Vec<_> = self.config_groups.values().map(of).collect();
+        if formats.is_empty() {
+            formats.push(self.format.clone());
+        }
+        let has = |name| formats.iter().any(|format| format.as_deref() == Some(name));
+        has(NVFP4) && !has("pack-quantized") && !has("mixed-precision")
     }
 }
 

@@ -8,7 +8,7 @@
 //!
 //! Format: NVFP4 (NVIDIA, 2025). Activations are not quantized here, whatever the configuration says of them.
 
-use super::compressed::{PACKED, SCALE};
+use super::compressed::{GROUPS, PACKED, SCALE, ZERO_POINT};
 use super::tensors::Tensors;
 use super::unpacked::{Target, gathered, put_apart};
 use crate::nn::LinearWeight;
@@ -18,7 +18,7 @@ use candle_core::{Device, Result, Tensor, bail};
 
 const GLOBAL: &str = "weight_global_scale";
 
-/// Whether a layer has such a matrix.
+/// Whether a layer has such a matrix, by its tensors alone.
 pub fn is_there(tensors: &Tensors<'_>) -> bool {
     tensors.has(PACKED) && tensors.has(GLOBAL)
 }
@@ -28,14 +28,24 @@ pub struct Floats4(Codes);
 
 /// The matrix `[rows, cols]` of a layer.
 pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Floats4> {
+    for part in [ZERO_POINT, GROUPS] {
+        if tensors.has(part) {
+            bail!("{part} is there, expected none beside NVFP4");
+        }
+    }
+    if !tensors.has(GLOBAL) {
+        bail!("{GLOBAL} is missing, expected it beside {PACKED} of NVFP4");
+    }
     if !cols.is_multiple_of(NVFP4_GROUP) {
         bail!("{PACKED}: {cols} columns, expected a multiple of {NVFP4_GROUP}");
     }
     let bytes = tensors.bytes(PACKED, &[rows, cols / 2])?;
     let group_scales = tensors.floats8(SCALE, &[rows, cols / NVFP4_GROUP])?;
     let global = match tensors.numbers(GLOBAL)?.0.as_slice() {
-        [global] if global.is_finite() && *global != 0. => *global,
-        other => bail!("{GLOBAL} is {other:?}, expected one number other than 0"),
+        [global] if *global > 0. && global.is_normal() && (1. / global).is_normal() => *global,
+        other => bail!(
+            "{GLOBAL} is {other:?}, expected one positive normal number with such a reciprocal"
+        ),
     };
     let both = |byte: u8| [(byte & 15) as i8, (byte >> 4) as i8];
     let codes = Codes {
@@ -83,3 +93,6 @@ impl Floats4 {
         )
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -51,6 +51,11 @@ impl Packing {
                 }))
             }
             Some(Format::Awq) if tensors.has(awq::PACKED) => Some(Packing::Awq),
+            Some(Format::CompressedTensors { nvfp4: true, .. })
+                if tensors.has(compressed::PACKED) =>
+            {
+                Some(Packing::Nvfp4)
+            }
             Some(Format::CompressedTensors { .. }) | None if nvfp4::is_there(tensors) => {
                 Some(Packing::Nvfp4)
             }

@@ -28,9 +28,14 @@ fn formats_are_read() {
         "config_groups": {"group_0": {
             "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": false},
             "input_activations": {"num_bits": 8, "type": "int", "dynamic": true}}}});
-    let compressed =
-        |bytes, wide_inputs| Ok(Some(Format::CompressedTensors { bytes, wide_inputs }));
-    let bytes = |bytes| compressed(bytes, false);
+    let compressed = |bytes, nvfp4, wide_inputs| {
+        Ok(Some(Format::CompressedTensors {
+            bytes,
+            nvfp4,
+            wide_inputs,
+        }))
+    };
+    let bytes = |bytes| compressed(bytes, false, false);
     assert_eq!(read(w8a8), bytes(Bytes::Int));
     let float = json!({"type": "float", "num_bits": 8, "strategy": "channel"});
     assert_eq!(read(weights(float)), bytes(Bytes::Fp8(None)));
@@ -38,9 +43,9 @@ fn formats_are_read() {
         json!({"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16});
     let mut config = weights(nvfp4.clone());
     config["format"] = json!("nvfp4-pack-quantized");
-    assert_eq!(read(config.clone()), bytes(Bytes::Int));
+    assert_eq!(read(config.clone()), compressed(Bytes::Int, true, false));
     config["config_groups"]["group_0"]["input_activations"] = nvfp4;
-    assert_eq!(read(config), compressed(Bytes::Int, true));
+    assert_eq!(read(config), compressed(Bytes::Int, true, true));
     let blocks = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                         "weight_block_size": [128, 128]});
     assert_eq!(read(blocks), Ok(Some(Format::Fp8(Some([128, 128])))));
