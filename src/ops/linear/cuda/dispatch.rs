@@ -49,7 +49,8 @@ const WNA16_MMA_NOTE: &str =
 
 /// M for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library, as measured on an
 /// H200 with 14336x4096: GGUF blocks, which dequantize fast, and all others (INT8 with whole activations, which is with the
-/// blocks here, was not). Twice as many rows of operand B keep the bits of f16.
+/// blocks here, was not). Twice as many rows of operand B keep the bits of f16; weights are rounded to bf16 from 33 rows of
+/// operand B on, whatever x is.
 const WNA16_SM90_BLOCKS: &[Rows] = &[(BF16, [2, 1536]), (F32, [2, 1536]), (F16, [2, 192])];
 const WNA16_SM90: &[Rows] = &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 512])];
 
