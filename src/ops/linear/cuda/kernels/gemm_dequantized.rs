@@ -82,6 +82,18 @@ impl Kernel for Dequantized {
     }
 }
 
+/// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
+const SPLIT_M: usize = 8;
+
+/// Rows of operand B that the kernels in bf16 have for each row of x.
+pub(super) fn parts(case: &Case) -> usize {
+    match case.x {
+        DType::BF16 => 1,
+        DType::F32 if case.m > SPLIT_M => 1,
+        _ => 2,
+    }
+}
+
 /// The rows of x as `dtype`, f16 or bf16, behind the norm.
 ///
 /// # Safety

@@ -3,7 +3,7 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands, WeightFormat};
-use super::gemm_dequantized::{narrowed, narrowed_in_parts};
+use super::gemm_dequantized::{narrowed, narrowed_in_parts, parts};
 use super::gemv::Gemv;
 use crate::cuda::abi::{
     GEMM_WNA16_MMA_MAX_WARPS as MAX_WARPS, GemmWna16MmaParams, K_BLOCK, N_TILE, NORM_NONE, WARP,
@@ -70,9 +70,6 @@ static GGUF: Module = Module::new(
     ],
 )
 .with_all_shared_memory();
-
-/// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
-const SPLIT_M: usize = 8;
 
 /// The kernels of a format, and what they have in shared memory.
 #[derive(Clone, Copy, Debug)]
@@ -310,11 +307,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     if !case.k.is_multiple_of(8) {
         return Err("K is no multiple of 8");
     }
-    let parts = match case.x {
-        DType::BF16 => 1,
-        DType::F32 if case.m > SPLIT_M => 1,
-        _ => 2,
-    };
+    let parts = parts(case);
     let channels = if case.gates() { N_TILE / 2 } else { N_TILE };
     let shape = Shape {
         n_tiles: case.width().div_ceil(channels),

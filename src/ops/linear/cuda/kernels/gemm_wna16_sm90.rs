@@ -4,7 +4,7 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands, ProductAt, WeightFormat};
-use super::gemm_dequantized::narrowed_to;
+use super::gemm_dequantized::{narrowed_to, parts};
 use super::gemm_wna16_tiling::Tiling;
 use super::gemv::Gemv;
 use super::tensor_map::{operand_map, sums_map};
@@ -70,9 +70,6 @@ static GGUF: Module = Module::new(
         "gemm_wna16_sm90_gguf_q6_k"
     ],
 );
-
-/// M up to which f32 keeps 16 bits, as two rows of operand B; past it x is rounded to bf16, as for the library.
-const SPLIT_M: usize = 8;
 
 /// How the weights of a format lie: where the bits of a value's index go among 64 (`NarrowParams::order`).
 mod order {
@@ -183,11 +180,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     if !case.k.is_multiple_of(4) {
         return Err("K is no multiple of 4");
     }
-    let parts = match case.x {
-        DType::BF16 => 1,
-        DType::F32 if case.m > SPLIT_M => 1,
-        _ => 2,
-    };
+    let parts = parts(case);
     if parts == 2 && case.x == DType::F32 && case.block_scaling() == Some(Scaling::Super16) {
         return Err("weights with an offset for each 16 values would be rounded to bf16");
     }
