@@ -2,12 +2,22 @@
 //! dense checkpoints.
 
 use super::{Config, KIND};
+use crate::cpu::pool;
 use crate::models::gguf::{File, Header};
 use crate::ops::RopeStyle;
+use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::io::{Read, Seek};
+use std::sync::{Mutex, PoisonError};
+
+/// Values of tensors that are dequantized in parallel and are in host memory together, but for one that has more.
+const TOGETHER: usize = 1 << 26;
+
+/// Hugging Face's name of a tensor, the heads whose rows are permuted, if they are, and what the file has.
+type Stored = (String, Option<usize>, QTensor);
 
 /// The configuration of a llama GGUF file and its tensors as a dense checkpoint: dequantized to
 /// `dtype`, under Hugging Face's names and in its row order, so that `VarBuilder::from_tensors` and
@@ -46,22 +56,51 @@ pub fn dequantize_gguf<R: Seek + Read>(
     if ct.tensor_infos.contains_key("rope_freqs.weight") {
         bail!("gguf: scaled rotary frequencies (`rope_freqs.weight`) have no dense configuration");
     }
+    // As the file says, which may be anything.
+    let count = |dims: &[usize]| dims.iter().fold(1usize, |n, dim| n.saturating_mul(*dim));
+    let infos = ct.tensor_infos.iter();
+    let mut names: Vec<_> = infos.map(|(n, i)| (n, count(i.shape.dims()))).collect();
+    // The largest first, so that none is left for one thread at the end.
+    names.sort_by_key(|(name, count)| (Reverse(*count), *name));
     let mut tensors = HashMap::new();
-    for name in ct.tensor_infos.keys() {
-        let Some((dense, heads)) = dense_name(name, &cfg) else {
-            bail!("gguf: tensor `{name}` is not one of a llama model's");
-        };
-        let tensor = file
-            .any(name, &Device::Cpu)?
-            .dequantize(&Device::Cpu)?
-            .to_dtype(dtype)?;
-        let tensor = match (heads, header.style) {
-            (Some(heads), RopeStyle::Interleaved) => half_split_rows(&tensor, heads)?,
-            _ => tensor,
-        };
-        tensors.insert(dense, tensor.to_device(device)?);
+    let mut names = names.into_iter().peekable();
+    while names.peek().is_some() {
+        let (mut stored, mut values) = (Vec::new(), 0usize);
+        while let Some((name, count)) =
+            names.next_if(|(_, more)| stored.is_empty() || values.saturating_add(*more) <= TOGETHER)
+        {
+            let Some((dense, heads)) = dense_name(name, &cfg) else {
+                bail!("gguf: tensor `{name}` is not one of a llama model's");
+            };
+            let heads = heads.filter(|_| header.style == RopeStyle::Interleaved);
+            stored.push((dense, heads, file.any(name, &Device::Cpu)?));
+            values = values.saturating_add(count);
+        }
+        for ((dense, ..), tensor) in stored.iter().zip(dequantize(&stored, dtype)) {
+            tensors.insert(dense.clone(), tensor?.to_device(device)?);
+        }
     }
     Ok((cfg, tensors))
+}
+
+/// The numbers of tensors in the rows' order of Hugging Face, a thread for each.
+fn dequantize(stored: &[Stored], dtype: DType) -> impl Iterator<Item = Result<Tensor>> {
+    let done: Vec<_> = stored.iter().map(|_| Mutex::new(None)).collect();
+    pool::run(stored.len(), |i| {
+        let (_, heads, tensor) = &stored[i];
+        let tensor = tensor
+            .dequantize(&Device::Cpu)
+            .and_then(|tensor| tensor.to_dtype(dtype))
+            .and_then(|tensor| match heads {
+                Some(heads) => half_split_rows(&tensor, *heads),
+                None => Ok(tensor),
+            });
+        *done[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(tensor);
+    });
+    done.into_iter().map(|tensor| {
+        let tensor = tensor.into_inner().unwrap_or_else(PoisonError::into_inner);
+        tensor.unwrap_or_else(|| bail!("gguf: a tensor was not dequantized"))
+    })
 }
 
 /// Hugging Face's name of a GGUF tensor, and the heads whose rows are permuted, if they are.
