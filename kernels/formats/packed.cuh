@@ -26,8 +26,8 @@
 //
 // NVFP4 has an f32 scale for each row and, where others have zero points, 8 bytes for a row and a K block: of halves h = 0
 // and 1 of its four blocks, byte 4h + b that of block b, so that a lane's four are a word. A byte is 2^(e - 10) (1 + m / 8)
-// with 5 bits of e above 3 of m, which e4m3's numbers are without exceptions for subnormal ones; what is multiplied by
-// zero has codes of zero.
+// with 5 bits of exponent e above 3 of mantissa m, so that e4m3's subnormal numbers need no case of their own. No byte
+// is 0: codes whose scale is 0 are 0 themselves.
 #pragma once
 
 #include "abi/formats.cuh"

@@ -106,7 +106,7 @@ struct SkinnyTernary {
   }
 };
 
-// M_TILES: eights of rows of operand B.
+// M_TILES: tiles of 8 rows of operand B.
 template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
   using Stream = typename Format::Stream;
   using Stage = typename Format::Stage;

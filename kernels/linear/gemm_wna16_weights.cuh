@@ -255,14 +255,14 @@ template <> struct BlockScales<FP8_BLOCKS, false> {
 };
 
 // The epilogue's scales of channels beside those of 16 values, of which a lane has those of its half of each block.
-template <> struct BlockScales<ROWS_AND_HALVES, false> {
+template <> struct BlockScales<ROW_AND_GROUP16_SCALES, false> {
   uint32_t by;
 
   struct Place {
     const float* at;
     const char* scales;
     __device__ __forceinline__ Place(const Gemv& p, const PackedRow& row)
-        : at(ChannelScale::Place(p, row).at), scales(row.half_scales(p, 0, threadIdx.x % 4)) {}
+        : at(ChannelScale::Place(p, row).at), scales(row.group16_scales(p, 0, threadIdx.x % 4)) {}
   };
   __device__ __forceinline__ void load(const Gemv&, const Place& row, uint32_t k_block) {
     by = load_u32(row.scales + k_block * (ROW_GROUP * Nvfp4::SCALES));
@@ -276,7 +276,7 @@ template <> struct BlockScales<ROWS_AND_HALVES, false> {
 // What a lane has of an N tile of packed weights: two rows, and of each its codes and scales of a K block.
 template <class Format> struct PackedBlocks {
   static constexpr bool ONLY_CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
-  static constexpr bool CHANNEL_SCALES = ONLY_CHANNEL_SCALES || Format::GROUPS == ROWS_AND_HALVES;
+  static constexpr bool CHANNEL_SCALES = ONLY_CHANNEL_SCALES || Format::GROUPS == ROW_AND_GROUP16_SCALES;
   // What a number of `raw` is to be multiplied by, before its scale.
   static constexpr float UNIT = 1.f;
   using Scales = BlockScales<Format::GROUPS, Format::ZEROS>;
@@ -324,7 +324,7 @@ template <class Format> struct GemmInt : PackedBlocks<Format> {
 
   __device__ __forceinline__ float channel_scale(int i) const {
     const float scale = __ldg(places[i].at);
-    if constexpr (Format::GROUPS == ROWS_AND_HALVES) return NVFP4_UNIT * scale;
+    if constexpr (Format::GROUPS == ROW_AND_GROUP16_SCALES) return NVFP4_UNIT * scale;
     if constexpr (Format::GROUPS != FP8_ROWS) return scale;
     return nan_if_negative(__float_as_uint(scale));
   }

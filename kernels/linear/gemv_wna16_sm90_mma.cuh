@@ -223,6 +223,32 @@ struct TernarySm90 {
   }
 };
 
+// Adds the products of N K blocks of codes of 4 bits. `numbers` makes operands of pair j of a word, that of row i of K block
+// s and its values from 32 e on.
+template <int N, class Row, class Numbers>
+__device__ __forceinline__ void word_products(float (&c)[N][2][4], const uint4 (&words)[N][2], const Row& x,
+                                              uint32_t k_block, uint32_t lane, Numbers numbers) {
+  // Sums of the other columns are not used.
+  const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+      const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + 64 * e);
+      uint32_t v[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4& w = words[s][i];
+        const uint32_t word = e == 0 ? w.x : e == 1 ? w.y : e == 2 ? w.z : w.w;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[i][j] = numbers(word, j, s, i, e);
+      }
+      mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
+      mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
+    }
+  }
+}
+
 struct Int4Sm90 {
   static constexpr uint32_t CODES = 512, GROUPS = ONE_GROUP, AHEAD = 2;
   using Row = PartRow;
@@ -246,26 +272,10 @@ struct Int4Sm90 {
         by[s][i] = *reinterpret_cast<const __half*>(scales[i] + s * (2 * ROW_GROUP) + lane / 4 * 2);
       }
     }
-    // Sums of the other columns are not used.
-    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
     float c[N][2][4] = {};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int s = 0; s < N; ++s) {
-        const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + 64 * e);
-        uint32_t v[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint4& w = words[s][i];
-          const uint32_t word = e == 0 ? w.x : e == 1 ? w.y : e == 2 ? w.z : w.w;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) v[i][j] = int4_numbers<false>(word, j, 0);
-        }
-        mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
-        mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
-      }
-    }
+    word_products(c, words, x, k_block, lane, [](uint32_t word, int j, int, int, int) {
+      return int4_numbers<false>(word, j, 0);
+    });
 #pragma unroll
     for (int s = 0; s < N; ++s) {
 #pragma unroll
@@ -280,7 +290,7 @@ struct Int4Sm90 {
 
 // In the places of INT4, with the scales of 16 values in front of the products and those of rows in the epilogue.
 struct Nvfp4Sm90 {
-  static constexpr uint32_t CODES = Int4Sm90::CODES, GROUPS = ROWS_AND_HALVES, AHEAD = 2;
+  static constexpr uint32_t CODES = Int4Sm90::CODES, GROUPS = ROW_AND_GROUP16_SCALES, AHEAD = 2;
   using Row = PartRow;
   using BlockScales = NoBlockScales;
   using Sums = Int4Sm90::Sums;
@@ -299,26 +309,10 @@ struct Nvfp4Sm90 {
         by[s][i] = *reinterpret_cast<const uint32_t*>(of_row + lane % 4 / 2 * 4);
       }
     }
-    // Sums of the other columns are not used.
-    const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
     float c[N][2][4] = {};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int s = 0; s < N; ++s) {
-        const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + 64 * e);
-        uint32_t v[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint4& w = words[s][i];
-          const uint32_t word = e == 0 ? w.x : e == 1 ? w.y : e == 2 ? w.z : w.w, scale = nvfp4_scale(by[s][i], e);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) v[i][j] = Nvfp4Weights::numbers(word, j, scale);
-        }
-        mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
-        mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
-      }
-    }
+    word_products(c, words, x, k_block, lane, [&](uint32_t word, int j, int s, int i, int e) {
+      return Nvfp4Weights::numbers(word, j, nvfp4_scale(by[s][i], e));
+    });
 #pragma unroll
     for (int s = 0; s < N; ++s) {
 #pragma unroll

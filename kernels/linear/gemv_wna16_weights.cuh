@@ -102,7 +102,7 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
 // row, or one for each block of rows and K block.
 constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0, FP8_ROWS = 6, FP8_BLOCKS = 7;
 // A scale for each row and one for each 16 values, by which codes are multiplied first.
-constexpr int ROWS_AND_HALVES = 8;
+constexpr int ROW_AND_GROUP16_SCALES = 8;
 
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
 struct PackedRow {
@@ -127,7 +127,7 @@ struct PackedRow {
     return static_cast<const float*>(m.scales) + fp8_block(row, k_block, k_blocks_of(p.k), m.zeros > 0);
   }
   // Where the scales of 16 values are that lane t has of a K block of NVFP4.
-  __device__ __forceinline__ const char* half_scales(const Gemv& p, uint32_t k_block, uint32_t t) const {
+  __device__ __forceinline__ const char* group16_scales(const Gemv& p, uint32_t k_block, uint32_t t) const {
     const Matrix& m = p.weights[which];
     return static_cast<const char*>(m.scales) + 2 * uint64_t(m.zeros) + place(k_block, p.k) * Nvfp4::SCALES + t / 2 * 4;
   }
@@ -245,14 +245,14 @@ template <int K_BLOCKS> struct TileScales<FP8_BLOCKS, false, K_BLOCKS> {
 };
 
 // Lane t has the scales of 16 values of K block t.
-template <int K_BLOCKS> struct TileScales<ROWS_AND_HALVES, false, K_BLOCKS> : TileScales<ROW_SCALES, false, K_BLOCKS> {
+template <int K_BLOCKS> struct TileScales<ROW_AND_GROUP16_SCALES, false, K_BLOCKS> : TileScales<ROW_SCALES, false, K_BLOCKS> {
   static_assert(K_BLOCKS <= 4, "a lane for each");
   uint2 halves;
 
   __device__ __forceinline__ void prefetch(const Gemv& p, const PackedRow& row, uint32_t k_block, uint32_t end,
                                            uint32_t t) {
     TileScales<ROW_SCALES, false, K_BLOCKS>::prefetch(p, row, k_block, end, t);
-    if (t < K_BLOCKS && k_block + t < end) halves = load_u64(row.half_scales(p, k_block + t, 0));
+    if (t < K_BLOCKS && k_block + t < end) halves = load_u64(row.group16_scales(p, k_block + t, 0));
   }
   __device__ __forceinline__ float scale(const Gemv&, int, int) const {
     return NVFP4_UNIT * __uint_as_float(this->by);
@@ -427,7 +427,7 @@ template <int GROUPS_> struct Int4Weights {
 
 // In the places of INT4. What that has zero points for are the scales of 16 values.
 struct Nvfp4Weights : Int4Weights<ONE_GROUP> {
-  static constexpr int GROUPS = ROWS_AND_HALVES;
+  static constexpr int GROUPS = ROW_AND_GROUP16_SCALES;
 
   static __device__ __forceinline__ uint32_t numbers(uint32_t word, int j, uint32_t scale) {
     return bf16x2_mul(nvfp4_pair(word, j), scale);

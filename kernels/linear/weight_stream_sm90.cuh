@@ -24,12 +24,12 @@ struct StageState {
   }
 };
 
-// A block has every gridDim.x-th N tile, from that of its number on.
+// A block has N tiles blockIdx.x, blockIdx.x + gridDim.x and so on.
 template <class Format> struct WeightStream {
   // Bytes of the scales of 8 rows in a K block that come with the codes.
-  static constexpr bool HAS_SCALES_OF_16 = Format::GROUPS == ROWS_AND_HALVES;
+  static constexpr bool HAS_GROUP16_SCALES = Format::GROUPS == ROW_AND_GROUP16_SCALES;
   static constexpr uint32_t SCALES =
-      Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : HAS_SCALES_OF_16 ? Nvfp4::SCALES * ROW_GROUP : 0;
+      Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : HAS_GROUP16_SCALES ? Nvfp4::SCALES * ROW_GROUP : 0;
   static constexpr uint32_t STAGE_CODES = STAGE_K_BLOCKS * Format::CODES, STAGE_SCALES = STAGE_K_BLOCKS * SCALES;
   static constexpr uint32_t STAGE_BYTES = 2 * (STAGE_CODES + STAGE_SCALES);
 
@@ -66,10 +66,10 @@ template <class Format> struct WeightStream {
   }
   // The scale of a row, where rows have one.
   __device__ float scale_of(uint32_t row) const {
-    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS && !HAS_SCALES_OF_16) return 1.f;
+    if (Format::GROUPS != ROW_SCALES && Format::GROUPS != FP8_ROWS && !HAS_GROUP16_SCALES) return 1.f;
     const Matrix& matrix = matrix_of(p, row);
     const uint32_t scale = load_u32(static_cast<const uint32_t*>(matrix.scales) + row);
-    if (HAS_SCALES_OF_16) return NVFP4_UNIT * __uint_as_float(scale);
+    if (HAS_GROUP16_SCALES) return NVFP4_UNIT * __uint_as_float(scale);
     return Format::GROUPS == FP8_ROWS ? nan_if_negative(scale) : __uint_as_float(scale);
   }
 
@@ -89,7 +89,7 @@ template <class Format> struct WeightStream {
         const Matrix& matrix = matrix_of(p, row);
         const uint64_t place = uint64_t(row / ROW_GROUP) * k_blocks;
         codes[o] = static_cast<const char*>(matrix.data) + place * Format::CODES;
-        const uint64_t behind_rows = HAS_SCALES_OF_16 ? 2 * uint64_t(matrix.zeros) : 0;
+        const uint64_t behind_rows = HAS_GROUP16_SCALES ? 2 * uint64_t(matrix.zeros) : 0;
         scales[o] = static_cast<const char*>(matrix.scales) + behind_rows + place * SCALES;
       }
 #pragma unroll 1

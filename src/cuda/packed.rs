@@ -185,7 +185,7 @@ impl PackedLayout {
         let launcher = Launcher::new(device)?;
         let rows_of_chunk = (CHUNK / self.cols).next_multiple_of(ROW_GROUP);
         let mut out = start;
-        for chunk in without_hidden(codes).chunks(rows_of_chunk * self.cols) {
+        for chunk in zeroed_where_scales_are(codes).chunks(rows_of_chunk * self.cols) {
             let rows = chunk.len() / self.cols;
             let raw = device.clone_htod(chunk)?;
             let (from, _guard) = raw.device_ptr(raw.stream());
@@ -308,7 +308,7 @@ fn without_subnormals(b: u8) -> u8 {
 }
 
 /// The codes, with zeros where a scale of NVFP4 is zero, since the kernels' scales are not.
-fn without_hidden(codes: &Codes) -> Cow<'_, [i8]> {
+fn zeroed_where_scales_are(codes: &Codes) -> Cow<'_, [i8]> {
     let groups = codes.codes.chunks_exact(NVFP4_GROUP);
     let hidden = |(b, group): (&u8, &[i8])| *b == 0 && group.iter().any(|q| *q != 0);
     if !codes.group_scales.iter().zip(groups).any(hidden) {

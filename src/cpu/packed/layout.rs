@@ -57,7 +57,7 @@ enum Heads {
     /// The same, whose sign says that there is a NaN among the codes, which are e4m3.
     Fp8,
     /// An f32 scale for each row, and an e4m3 one for each half block.
-    RowAndHalves,
+    RowAndGroup16,
     /// Scales, and perhaps zero points, of groups of so many blocks.
     Groups { blocks: usize, zeros: bool },
 }
@@ -122,7 +122,7 @@ impl Layout {
         const BLOCKS: usize = 16;
         Self {
             bits: 4,
-            heads: Heads::RowAndHalves,
+            heads: Heads::RowAndGroup16,
             blocks: BLOCKS,
             head: 64 + 32 * BLOCKS,
             codes: 256,
@@ -214,7 +214,7 @@ impl Layout {
                 let zero = head + 128 + 16 * group + lane;
                 (head + 32 * group + 2 * lane, zeros.then_some([zero; 2]))
             }
-            Heads::RowAndHalves => {
+            Heads::RowAndGroup16 => {
                 let first = head + 64 + 32 * (block % self.blocks) + lane;
                 (head + 4 * lane, Some([first, first + ROW_GROUP]))
             }

@@ -9,7 +9,7 @@ use super::kernel::{Codes, Kernels, Scales, Tiles, Unpack};
 use super::neon;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::scales::{
-    Affine, ByGroup, ByRow, OfFloats, RowAndHalves, Super, Super16, SuperSymmetric, Symmetric,
+    Affine, ByGroup, ByRow, OfFloats, RowAndGroup16, Super, Super16, SuperSymmetric, Symmetric,
 };
 #[cfg(target_arch = "x86_64")]
 use super::{
@@ -162,7 +162,7 @@ fn tiles(format: &Format, level: Level) -> Option<&'static Kernels> {
         Format::Scheme(Scheme::Int8) => of::<Eight, ByRow>(level),
         Format::Scheme(Scheme::Fp8) => of::<Float8, OfFloats<0>>(level),
         Format::Scheme(Scheme::Fp8Block128) => of::<Float8, OfFloats<4>>(level),
-        Format::Scheme(Scheme::Nvfp4) => of::<Float4, RowAndHalves>(level),
+        Format::Scheme(Scheme::Nvfp4) => of::<Float4, RowAndGroup16>(level),
         Format::Scheme(Scheme::Int4 { group, zero_point }) => match (group, zero_point) {
             (32, false) => of::<Four, ByGroup<1, false>>(level),
             (64, false) => of::<Four, ByGroup<2, false>>(level),

@@ -245,9 +245,9 @@ impl<const B: usize> Scales for OfFloats<B> {
 }
 
 /// A scale for each row, and an e4m3 one for each half block.
-pub(super) struct RowAndHalves;
+pub(super) struct RowAndGroup16;
 
-impl Scales for RowAndHalves {
+impl Scales for RowAndGroup16 {
     const BY_ROWS: bool = true;
 
     #[inline(always)]

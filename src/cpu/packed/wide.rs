@@ -276,7 +276,7 @@ fn kernels_of_16_rows_agree_with_the_scalar_path_for_schemes() {
         let all = match (scheme, scheme.group()) {
             (Scheme::Fp8, _) => products::<Float8, OfFloats<0>>(&matrix, &x),
             (Scheme::Fp8Block128, _) => products::<Float8, OfFloats<4>>(&matrix, &x),
-            (Scheme::Nvfp4, _) => products::<Float4, RowAndHalves>(&matrix, &x),
+            (Scheme::Nvfp4, _) => products::<Float4, RowAndGroup16>(&matrix, &x),
             (Scheme::Int8, _) => products::<Eight, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, None) => products::<Ternary, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, Some(32)) => {

@@ -1,7 +1,7 @@
 //! e4m3 floats: the largest magnitude of what shares a scale becomes 448.
 
+use super::floats::{encode, largest_magnitude};
 use crate::cpu::pool;
-use crate::cpu::simd::{Level, level};
 use crate::quant::{Codes, FP8_BLOCK, Scheme, e4m3};
 
 /// Below this a scale would be no number that an f32 can divide by.
@@ -21,7 +21,7 @@ pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme
             let end = rows.min(begin + height);
             for row in weights[begin * cols..end * cols].chunks_exact(cols) {
                 for (scale, weights) in scales.iter_mut().zip(row.chunks(width)) {
-                    *scale = weights.iter().fold(*scale, |most, w| most.max(w.abs()));
+                    *scale = scale.max(largest_magnitude(weights));
                 }
             }
             for scale in scales {
@@ -40,7 +40,7 @@ pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme
             let scales = &scales[row / height * across..][..across];
             let weights = weights[row * cols..][..cols].chunks(width);
             for ((codes, weights), scale) in codes.chunks_mut(width).zip(weights).zip(scales) {
-                encode(level(), weights, *scale, codes);
+                encode(weights, *scale, codes, e4m3::from_f32);
             }
         }
     });
@@ -52,34 +52,5 @@ pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme
         scales,
         zeros: Vec::new(),
         group_scales: Vec::new(),
-    }
-}
-
-/// The codes nearest to weights over their scale.
-fn encode(level: Level, weights: &[f32], scale: f32, codes: &mut [i8]) {
-    if scale == 0. {
-        return codes.fill(0);
-    }
-    #[cfg(target_arch = "x86_64")]
-    if level >= Level::Avx2 {
-        // SAFETY: the processor has the level, and with it AVX2.
-        return unsafe { encode_avx2(weights, scale, codes) };
-    }
-    let _ = level;
-    encode_plain(weights, scale, codes);
-}
-
-/// # Safety
-/// The processor has AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn encode_avx2(weights: &[f32], scale: f32, codes: &mut [i8]) {
-    encode_plain(weights, scale, codes);
-}
-
-#[inline(always)]
-fn encode_plain(weights: &[f32], scale: f32, codes: &mut [i8]) {
-    for (code, w) in codes.iter_mut().zip(weights) {
-        *code = e4m3::from_f32(w / scale) as i8;
     }
 }

@@ -1,5 +1,6 @@
 //! From weights to codes, row by row or group by group.
 
+mod floats;
 mod fp8;
 mod nvfp4;
 mod search;
@@ -9,7 +10,7 @@ mod tests;
 use crate::cpu::{pool, simd};
 use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::{Result, bail};
-pub(crate) use nvfp4::largest_magnitude;
+pub(crate) use floats::largest_magnitude;
 use search::{Found, Unit, mean_magnitude, search};
 pub(crate) use search::{Rounding, sum_of_magnitudes};
 use std::ops::Range;

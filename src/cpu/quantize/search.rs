@@ -7,6 +7,7 @@
 //! costs less than the coarse steps that they would force on all others (OCTAV, Sakr et al. 2022).
 //! Ternary is the absmean of BitNet b1.58 (Ma et al. 2024): scale = mean |w|, round, clip.
 
+use super::floats::largest_magnitude;
 use crate::cpu::simd::Level;
 use crate::quant::{MIDDLE, Scheme, TernaryScale, ZERO_STEP};
 use half::f16;
@@ -280,7 +281,7 @@ fn symmetric(
     let Unit {
         weights, counts, ..
     } = unit;
-    let amax = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+    let amax = largest_magnitude(weights);
     let middle = f32::from(zero) * ZERO_STEP;
     let (below, above) = (middle - low, high - middle);
     let signs: &[f32] = if below > above { &[1., -1.] } else { &[1.] };

@@ -23,7 +23,7 @@ pub enum Format {
         /// Whether all matrices of packed codes are NVFP4.
         nvfp4: bool,
         /// Whether activations are not quantized that are to be NVFP4.
-        wide_inputs: bool,
+        ignores_nvfp4_inputs: bool,
     },
     Fp8(Block),
     BitNet(Layer),
@@ -286,7 +286,7 @@ impl Raw {
             Some(bytes) => Ok(Format::CompressedTensors {
                 bytes,
                 nvfp4: self.packs_nvfp4_alone(),
-                wide_inputs: self.config_groups.values().any(Group::has_small_inputs),
+                ignores_nvfp4_inputs: self.config_groups.values().any(Group::has_small_inputs),
             }),
             None => refuse("config_groups", "of several kinds of bytes", "one for all"),
         }

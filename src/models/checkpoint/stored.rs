@@ -52,7 +52,8 @@ impl<'a> Stored<'a> {
             );
         }
         if let Some(Format::CompressedTensors {
-            wide_inputs: true, ..
+            ignores_nvfp4_inputs: true,
+            ..
         }) = format
         {
             tracing::info!(

@@ -28,11 +28,11 @@ fn formats_are_read() {
         "config_groups": {"group_0": {
             "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": false},
             "input_activations": {"num_bits": 8, "type": "int", "dynamic": true}}}});
-    let compressed = |bytes, nvfp4, wide_inputs| {
+    let compressed = |bytes, nvfp4, ignores_nvfp4_inputs| {
         Ok(Some(Format::CompressedTensors {
             bytes,
             nvfp4,
-            wide_inputs,
+            ignores_nvfp4_inputs,
         }))
     };
     let bytes = |bytes| compressed(bytes, false, false);

@@ -21,7 +21,7 @@ fn what_nvfp4_does_not_have_is_refused() {
     let format = Format::CompressedTensors {
         bytes: Bytes::Int,
         nvfp4: true,
-        wide_inputs: false,
+        ignores_nvfp4_inputs: false,
     };
     let read = |parts: &[(&str, Tensor)], size| {
         let named = |(part, tensor): &(&str, Tensor)| (format!("layer.{part}"), tensor.clone());

@@ -114,21 +114,25 @@ pub(super) unsafe fn narrowed(
     Ok(out)
 }
 
-/// The rows of x behind the norm as two rows of bf16 each, the second what rounding to bf16 leaves over.
+/// The rows of x behind the norm as `parts` rows of bf16 each, the second what rounding to bf16 leaves over.
 ///
 /// # Safety
 /// As [`Kernel::run`].
-pub(super) unsafe fn narrowed_in_parts(
+pub(super) unsafe fn operand_b(
     launcher: &Launcher,
     scratch: &mut Scratch,
     at: &ProductAt,
+    parts: usize,
 ) -> Result<Address> {
-    const PARTS: usize = 2;
-    let out = scratch.take(OP, DType::BF16, PARTS * at.m * at.k)?;
+    if parts == 1 {
+        // SAFETY: the caller's.
+        return unsafe { narrowed(launcher, scratch, at, DType::BF16) };
+    }
+    let out = scratch.take(OP, DType::BF16, parts * at.m * at.k)?;
     let arranged = Arranged {
         order: IN_ORDER as u32,
         pitch: at.k,
-        parts: PARTS,
+        parts,
         sums: 0,
         sums_pitch: 0,
         counters: 0,
@@ -139,7 +143,13 @@ pub(super) unsafe fn narrowed_in_parts(
     Ok(out)
 }
 
-/// The same at `out`, as `arranged` says.
+/// The scratch memory that [`operand_b`] takes at most.
+pub(super) fn operand_b_room(at: &ProductAt, parts: usize) -> usize {
+    let values = at.m * at.k;
+    Scratch::room(DType::BF16, parts * values) + Scratch::room(at.x_dtype, values)
+}
+
+/// The rows of x behind the norm at `out` as `dtype`, as `arranged` says.
 ///
 /// # Safety
 /// As [`Kernel::run`]; `out` has room for all rows, and their sums have room where they go.

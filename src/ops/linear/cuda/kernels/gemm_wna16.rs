@@ -2,7 +2,7 @@
 
 use super::super::plan::Kernel;
 use super::super::problem::Operands;
-use super::gemm_dequantized::narrowed;
+use super::gemm_dequantized::{operand_b, operand_b_room};
 use super::gemv::Gemv;
 use super::tensor_map::rows_map;
 use crate::cuda::abi::{GemmM16Params, GemmM16TmaParams, NORM_NONE};
@@ -74,8 +74,7 @@ impl Kernel for GemmPlan {
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
-        Scratch::room(DType::BF16, operands.at.m * operands.at.k)
-            + Scratch::room(operands.at.x_dtype, operands.at.m * operands.at.k)
+        operand_b_room(&operands.at, 1)
     }
 
     unsafe fn run(
@@ -87,7 +86,7 @@ impl Kernel for GemmPlan {
         let at = &operands.at;
         let mut product = Gemv::of(operands)?;
         // SAFETY: the caller's.
-        let x = unsafe { narrowed(launcher, scratch, at, DType::BF16)? };
+        let x = unsafe { operand_b(launcher, scratch, at, 1)? };
         product.prologue.norm = NORM_NONE as i32;
         product.prologue.dtype = dtype_index(DType::BF16) as i32;
         product.split_k = self.split_k as u32;

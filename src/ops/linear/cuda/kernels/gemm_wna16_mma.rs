@@ -3,7 +3,7 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands, WeightFormat};
-use super::gemm_dequantized::{narrowed, narrowed_in_parts, parts};
+use super::gemm_dequantized::{operand_b, operand_b_room, parts};
 use super::gemv::Gemv;
 use crate::cuda::abi::{
     GEMM_WNA16_MMA_MAX_WARPS as MAX_WARPS, GemmWna16MmaParams, K_BLOCK, N_TILE, NORM_NONE, WARP,
@@ -350,8 +350,7 @@ impl Kernel for Gemm {
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
-        let values = operands.at.m * operands.at.k;
-        Scratch::room(DType::BF16, self.parts * values) + Scratch::room(operands.at.x_dtype, values)
+        operand_b_room(&operands.at, self.parts)
     }
 
     unsafe fn run(
@@ -364,12 +363,7 @@ impl Kernel for Gemm {
         let rows = at.m * self.parts;
         let mut product = Gemv::of(operands)?;
         // SAFETY: the caller's.
-        product.prologue.x = unsafe {
-            match self.parts {
-                1 => narrowed(launcher, scratch, at, DType::BF16)?,
-                _ => narrowed_in_parts(launcher, scratch, at)?,
-            }
-        };
+        product.prologue.x = unsafe { operand_b(launcher, scratch, at, self.parts)? };
         product.prologue.norm = NORM_NONE as i32;
         product.prologue.dtype = dtype_index(DType::BF16) as i32;
         product.split_k = self.tiling.split_k as u32;

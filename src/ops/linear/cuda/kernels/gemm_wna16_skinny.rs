@@ -3,7 +3,7 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands};
-use super::gemm_dequantized::{narrowed, narrowed_in_parts, parts};
+use super::gemm_dequantized::{operand_b, operand_b_room, parts};
 use super::gemv::Gemv;
 use super::gemv_wna16_sm90::{Sm90Format, streamed};
 use crate::cuda::abi::{
@@ -11,7 +11,7 @@ use crate::cuda::abi::{
     SKINNY_EPILOGUE_WARPS, SKINNY_THREADS,
 };
 use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin};
-use candle_core::{DType, Result};
+use candle_core::Result;
 use std::sync::Arc;
 
 /// For 8 and 16 rows of operand B, in the order of [`Sm90Format::index`].
@@ -153,8 +153,7 @@ impl Kernel for Gemm {
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
-        let values = operands.at.m * operands.at.k;
-        Scratch::room(DType::BF16, self.parts * values) + Scratch::room(operands.at.x_dtype, values)
+        operand_b_room(&operands.at, self.parts)
     }
 
     unsafe fn run(
@@ -166,12 +165,7 @@ impl Kernel for Gemm {
         let at = &operands.at;
         let mut product = Gemv::of(operands)?;
         // SAFETY: the caller's.
-        product.prologue.x = unsafe {
-            match self.parts {
-                1 => narrowed(launcher, scratch, at, DType::BF16)?,
-                _ => narrowed_in_parts(launcher, scratch, at)?,
-            }
-        };
+        product.prologue.x = unsafe { operand_b(launcher, scratch, at, self.parts)? };
         product.prologue.norm = NORM_NONE as i32;
         product.stages = self.stages as u32;
         let rows = at.m * self.parts;
