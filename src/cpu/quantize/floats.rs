@@ -1,5 +1,6 @@
 //! What quantizing to small floats of any format shares.
 
+#[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{Level, level};
 
 /// The largest magnitude of finite weights.
