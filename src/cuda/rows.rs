@@ -5,7 +5,7 @@ use super::{Address, Grid};
 use candle_core::{DType, Result, bail};
 
 /// Why 16-byte accesses do not fit, for the trace.
-pub(crate) const PIECES: &str = "rows that are no whole 16-byte pieces";
+pub(crate) const PIECES: &str = "rows not aligned to 16 bytes";
 pub(crate) const UNALIGNED: &str = "a tensor that does not begin at 16 bytes";
 
 /// Rows of one width, as kernels over rows take them. The threads of a row depend on its width

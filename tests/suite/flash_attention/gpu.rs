@@ -48,7 +48,7 @@ fn tensor_cores_take_what_they_can() {
     let mut odd = case(5, 3, 64, DType::F16);
     odd.kv = Kv::Transposed;
     for (case, why) in [
-        (odd, "rows that are no whole 16-byte pieces"),
+        (odd, "rows not aligned to 16 bytes"),
         (case(5, 3, 72, DType::F16), "it is for other head sizes"),
     ] {
         let path = path(&case, &causal(case.dim));

@@ -165,7 +165,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "linear/gemv_dense.cu",
         x: GEMV_OF_EACH,
         plan: gemv_dense::scalar,
-        note: "rows that are no whole pieces of 16 aligned bytes",
+        note: "rows not aligned to 16 bytes",
         ..RULE
     },
     Rule {

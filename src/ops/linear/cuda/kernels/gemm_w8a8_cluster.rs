@@ -173,7 +173,7 @@ struct OneLaunch {
 pub(crate) fn plan(case: &Case) -> Planned {
     check(case)?;
     if !case.k.is_multiple_of(16) || !case.alignment.x {
-        return Err("rows of x are not whole pieces of 16 aligned bytes");
+        return Err("rows of x are not aligned to 16 bytes");
     }
     let index = FORMS.iter().position(|form| form.takes(case));
     let index = index.ok_or("none of its tiles fills the GPU with one block a multiprocessor")?;

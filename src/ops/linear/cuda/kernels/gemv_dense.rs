@@ -56,7 +56,7 @@ pub(super) fn check_vectors(case: &Case, dtype: DType) -> Result<(), &'static st
     let a = &case.alignment;
     match whole(case.x) && whole(dtype) && a.x && a.norm && a.weights {
         true => Ok(()),
-        false => Err("rows of x or weights are not whole pieces of 16 aligned bytes"),
+        false => Err("rows of x or weights are not aligned to 16 bytes"),
     }
 }
 
