@@ -12,8 +12,9 @@ use std::collections::BTreeSet;
 #[test]
 fn the_page_of_kernels_is_current() {
     let parts = [
-        "# Kernels on CUDA\n\nOf each table the first row that fits is taken; `CANDLE_FUSED_KERNEL=name` forces one, and \
-         `candle_fused::trace::capture` tells which ran. A test writes this page from the tables.\n"
+        "# Kernels on CUDA\n\nIn each table the first row that matches a call is used. `CANDLE_FUSED_KERNEL=name` forces a kernel, and \
+         `candle_fused::trace::capture` shows which one ran. Compute capability `any` is 7.5 or newer. A test writes this page \
+         from the tables.\n"
             .to_owned(),
         linear::cuda::tests::page(),
         prompts::page(),

@@ -64,7 +64,7 @@ pub(super) fn plan(case: &Case) -> Planned<Operands> {
     if product.dense() != Some(shape.cache_dtype) {
         return Err("the product's weights are of another dtype");
     }
-    if product.border.is_some() {
+    if product.k_split.is_some() {
         return Err("the product has two matrices along K");
     }
     if !case.aligned {

@@ -43,9 +43,9 @@ const W8A8: [usize; 2] = [64, MAX];
 const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
 const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
 /// INT8, FP8, NVFP4 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
-const WNA16_MMA_OF_INTEGERS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
-const WNA16_MMA_NOTE: &str =
-    "up to 32 rows of operand B read weights once; f16, and f32 up to M = 8, in two parts";
+const WNA16_MMA_128_ROWS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
+const WNA16_MMA_NOTE: &str = "weights are read once for every 32 rows of operand B; a row of f16, or of f32 up to M = 8, \
+                              takes two rows (bf16 high and low part)";
 
 /// M for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library, as measured on an
 /// H200 with 14336x4096: GGUF blocks, which dequantize fast, and all others (INT8 with whole activations, which is with the
@@ -59,8 +59,8 @@ const DENSE_SM90: [usize; 2] = [2, 256];
 
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 
-/// As many as blocks of 8, 16 or 32 of them have a multiprocessor each.
-const LATENCY_OF_HALVES: &[Rows] = &[
+/// Weights of 16 bits: M up to which each block, of 8, 16 or 32 rows, has a multiprocessor of its own.
+const LATENCY_16_BIT: &[Rows] = &[
     (F16, [1, gemv_dense_latency::MAX_M]),
     (BF16, [1, gemv_dense_latency::MAX_M]),
 ];
@@ -88,7 +88,7 @@ const SM90: Rule = Rule {
     ..RULE
 };
 
-/// Where it is forced.
+/// The rule that takes it wherever it is forced; the table has one with `plan_if_fastest` before it.
 const SKINNY: Rule = Rule {
     kernel: "gemm_wna16_skinny_sm90",
     source: "linear/gemm_wna16_skinny_sm90.cu",
@@ -96,7 +96,7 @@ const SKINNY: Rule = Rule {
     x: WNA16_SKINNY,
     arch: [90, NEWEST],
     plan: gemm_wna16_skinny::plan,
-    note: "where it is forced",
+    note: "only if forced (CANDLE_FUSED_KERNEL)",
     ..RULE
 };
 
@@ -105,8 +105,8 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_dense_latency",
         source: "linear/gemv_dense_latency.cu",
-        formats: Formats::HALF,
-        x: LATENCY_OF_HALVES,
+        formats: Formats::DENSE_16_BIT,
+        x: LATENCY_16_BIT,
         max_k: gemv_dense_latency::MAX_K,
         norms: Norms::Rms,
         plan: gemv_dense_latency::plan,
@@ -116,7 +116,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: gemv_dense_pipelined::NAME,
         source: "linear/gemv_dense_pipelined.cu",
-        formats: Formats::HALF,
+        formats: Formats::DENSE_16_BIT,
         x: &[(F16, [1, 1]), (BF16, [1, 1])],
         arch: [80, NEWEST],
         pairs: true,
@@ -127,7 +127,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemm_dense_sm90",
         source: "linear/gemm_dense_sm90.cu",
-        formats: Formats::HALF,
+        formats: Formats::DENSE_16_BIT,
         x: &[(F16, DENSE_SM90), (BF16, DENSE_SM90)],
         arch: [90, 90],
         plan: gemm_dense_sm90::plan,
@@ -137,7 +137,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_dense_mma",
         source: "linear/gemv_dense.cu",
-        formats: Formats::HALF,
+        formats: Formats::DENSE_16_BIT,
         x: &[(F16, SEVERAL), (BF16, SEVERAL)],
         max_k: gemv_dense::MAX_MMA_K,
         plan: gemv_dense::mma,
@@ -246,7 +246,7 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     Rule {
-        plan: gemm_wna16_skinny::where_fastest,
+        plan: gemm_wna16_skinny::plan_if_fastest,
         note: "as many rows of x as fit into shared memory; of ternary weights those with one scale for a row or the matrix",
         ..SKINNY
     },
@@ -287,7 +287,7 @@ pub(super) static RULES: &[Rule] = &[
         formats: Formats::GGUF,
         x: &[(BF16, [2, 16])],
         arch: [90, 90],
-        plan: gemm_wna16_sm90::many_channels,
+        plan: gemm_wna16_sm90::plan_few_rows_group16,
         note: "Q2_K, Q3_K and Q6_K with many output channels: their scales, one for each 16 values, cost gemm_wna16_mma more",
         ..RULE
     },
@@ -349,7 +349,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma.cu",
         formats: Formats::INT8.or(Formats::INT4),
-        x: WNA16_MMA_OF_INTEGERS,
+        x: WNA16_MMA_128_ROWS,
         arch: [80, NEWEST],
         plan: gemm_wna16_mma::plan,
         note: WNA16_MMA_NOTE,
@@ -359,7 +359,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_fp8.cu",
         formats: Formats::FP8,
-        x: WNA16_MMA_OF_INTEGERS,
+        x: WNA16_MMA_128_ROWS,
         arch: [80, NEWEST],
         plan: gemm_wna16_mma::plan,
         note: WNA16_MMA_NOTE,
@@ -369,7 +369,7 @@ pub(super) static RULES: &[Rule] = &[
         kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_nvfp4.cu",
         formats: Formats::NVFP4,
-        x: WNA16_MMA_OF_INTEGERS,
+        x: WNA16_MMA_128_ROWS,
         arch: [80, NEWEST],
         plan: gemm_wna16_mma::plan,
         note: WNA16_MMA_NOTE,
@@ -449,7 +449,7 @@ pub(super) fn select(case: &Case) -> Result<Plan> {
         let (mut known, mut refusal) = (false, "");
         for rule in rules {
             known = true;
-            match rule.chosen(case) {
+            match rule.try_plan(case) {
                 Ok(plan) => return Ok(plan),
                 Err(reason) => refusal = reason,
             }
@@ -461,7 +461,7 @@ pub(super) fn select(case: &Case) -> Result<Plan> {
     if let Some(plan) = PLANS.with_borrow(|plans| plans.get(case).cloned()) {
         return Ok(plan);
     }
-    let Some(plan) = RULES.iter().find_map(|rule| rule.chosen(case).ok()) else {
+    let Some(plan) = RULES.iter().find_map(|rule| rule.try_plan(case).ok()) else {
         let reasons = RULES
             .iter()
             .filter(|rule| rule.formats.contains(Formats::of(case.weight)))

@@ -163,7 +163,7 @@ pub(crate) struct Operands {
     /// Side by side in the output.
     pub weights: Vec<Operand>,
     pub at: ProductAt,
-    /// A second matrix `[rows, k - border]` beside the only one, which is `[rows, border]` then, and that border.
+    /// A second matrix `[rows, k - k_split]` beside the only one, which is `[rows, k_split]` then, and `k_split`.
     pub second: Option<(Address, usize)>,
     /// What a pipelined GEMV prefetches for the next kernel.
     pub fetch: Option<Fetch>,
@@ -262,7 +262,7 @@ impl Operands {
             m: at.m,
             k: at.k,
             rows,
-            border: self.second.map(|(_, border)| border),
+            k_split: self.second.map(|(_, k_split)| k_split),
             norm: at.norm.map(|n| n.kind),
             activation: at.activation,
             bias: at.bias != 0,
@@ -314,8 +314,8 @@ pub(crate) struct Case {
     pub k: usize,
     /// Output channels of each matrix, 0 for none; of a mixed product of all in the first.
     pub rows: [usize; MAX_MATRICES],
-    /// Values of k of the first of two matrices that lie side by side along k.
-    pub border: Option<usize>,
+    /// Where two matrices lie side by side along K: the columns of the first.
+    pub k_split: Option<usize>,
     pub norm: Option<NormKind>,
     pub activation: Activation,
     pub bias: bool,

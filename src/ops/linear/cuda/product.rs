@@ -29,8 +29,8 @@ impl Segment {
         let forced = forced_kernel()?;
         let rounds = |rule: &&Rule| forced.is_none_or(|name| rule.kernel == name);
         let mut rounding = RULES.iter().filter(rounds);
-        let rounded =
-            (case.is_rounded() && !rounding.any(|rule| rule.chosen(&case).is_ok())).then(|| {
+        let rounded = (case.is_rounded() && !rounding.any(|rule| rule.try_plan(&case).is_ok()))
+            .then(|| {
                 let at = operands.at;
                 // The address follows when there is one.
                 operands.at.x = 0;

@@ -12,7 +12,8 @@ pub(super) struct Formats(u16);
 
 impl Formats {
     pub const F32: Self = Self(1);
-    pub const HALF: Self = Self(1 << 1);
+    /// Dense weights in f16 or bf16.
+    pub const DENSE_16_BIT: Self = Self(1 << 1);
     pub const GGUF: Self = Self(1 << 2);
     pub const INT8: Self = Self(1 << 3);
     /// INT4 in groups of 128 without zero points.
@@ -27,7 +28,7 @@ impl Formats {
     pub const FP8: Self = Self(1 << 9);
     pub const NVFP4: Self = Self(1 << 10);
 
-    pub const DENSE: Self = Self::F32.or(Self::HALF);
+    pub const DENSE: Self = Self::F32.or(Self::DENSE_16_BIT);
     pub const INT4: Self = Self::INT4_G128.or(Self::INT4_OTHER);
     pub const QUANTIZED: Self = Self::GGUF
         .or(Self::INT8)
@@ -39,7 +40,7 @@ impl Formats {
     /// Each with its name.
     const NAMES: [(Self, &'static str); 11] = [
         (Self::F32, "f32"),
-        (Self::HALF, "f16, bf16"),
+        (Self::DENSE_16_BIT, "f16, bf16"),
         (Self::GGUF, "GGUF"),
         (Self::INT8, "INT8"),
         (Self::FP8, "FP8"),
@@ -58,7 +59,7 @@ impl Formats {
     pub fn of(format: WeightFormat) -> Self {
         match format {
             WeightFormat::Dense(DType::F32) => Self::F32,
-            WeightFormat::Dense(_) => Self::HALF,
+            WeightFormat::Dense(_) => Self::DENSE_16_BIT,
             WeightFormat::Quantized(Format::Block(_)) => Self::GGUF,
             WeightFormat::Quantized(Format::Scheme(scheme)) => match scheme {
                 Scheme::Int8 => Self::INT8,
@@ -147,7 +148,7 @@ pub(super) const RULE: Rule = Rule {
     int8_x: false,
     bits8: false,
     rounds_up_to: 0,
-    plan: |_| Err("it has no plan"),
+    plan: |_| Err("the rule names no plan"),
     note: "",
 };
 
@@ -164,13 +165,13 @@ impl Rule {
             return Err("M is out of its range for this dtype of x");
         }
         if self.int8_x && case.x_bits == ActivationBits::Bits16 {
-            return Err("x is to keep 16 bits");
+            return Err("x has to keep 16 bits, and it rounds x to int8");
         }
         if self.bits8 && case.x_bits != ActivationBits::Bits8 {
-            return Err("x is not asked for in 8 bits");
+            return Err("it rounds x to 8 bits, which was not asked for");
         }
         if case.is_rounded() && case.m > self.rounds_up_to {
-            return Err("it does not round so many rows of x to 8 bits of each token");
+            return Err("it does not round this many rows of x to 8 bits of each token");
         }
         if case.k > self.max_k {
             return Err("K is too long");
@@ -180,18 +181,19 @@ impl Rule {
         }
         match (self.norms, case.norm) {
             (_, None) | (Norms::Any, _) | (Norms::Rms, Some(NormKind::Rms)) => {}
-            _ => return Err("it does not have this norm in front"),
+            _ => return Err("it cannot apply this norm as its prologue"),
         }
         if case.gates() && !self.gates {
-            return Err("it does not gate");
+            return Err("it cannot apply SwiGLU or another gate");
         }
-        if case.border.is_some() && !self.pairs {
+        if case.k_split.is_some() && !self.pairs {
             return Err("it does not take two matrices along K");
         }
         (self.plan)(case)
     }
 
-    pub fn chosen(&self, case: &Case) -> std::result::Result<Plan, &'static str> {
+    /// The plan with the name of the kernel, or why the rule does not take the case.
+    pub fn try_plan(&self, case: &Case) -> std::result::Result<Plan, &'static str> {
         let how = self.plan(case)?;
         Ok(Plan {
             kernel: self.kernel,

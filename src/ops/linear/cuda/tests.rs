@@ -94,7 +94,7 @@ fn case(
         m,
         k,
         rows,
-        border: None,
+        k_split: None,
         norm: gated.then_some(super::NormKind::Rms),
         activation: match gated {
             true => Activation::SwiGlu,
@@ -267,7 +267,7 @@ fn rows_are_rounded_by_the_kernels_of_few() -> Result<()> {
                     norm: Some(super::NormKind::Rms),
                     ..case(gpu, weight, DType::BF16, m, (4096, 2560, gated))
                 };
-                let found = RULES.iter().find(|rule| rule.chosen(&case).is_ok());
+                let found = RULES.iter().find(|rule| rule.try_plan(&case).is_ok());
                 let expected = if gpu.arch == 90 { on_hopper } else { elsewhere };
                 assert_eq!(found.map(|rule| rule.kernel), expected, "{name}: {case}");
             }

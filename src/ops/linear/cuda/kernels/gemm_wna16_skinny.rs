@@ -77,8 +77,8 @@ const LONG_K: usize = 4096;
 /// 2.65 us instead of 4.09 and 4096x1024 4.24 instead of 4.96, on an H100 4096x4096 8.8 instead of 8.7.
 const FEW_WEIGHTS: usize = 8 << 20;
 
-/// Products for which it is the fastest kernel.
-pub(crate) fn where_fastest(case: &Case) -> Planned {
+/// The plan where it is the fastest kernel.
+pub(crate) fn plan_if_fastest(case: &Case) -> Planned {
     let parts = parts(case);
     let rows = case.m * parts;
     let slow = match streamed(case)? {

@@ -155,13 +155,13 @@ struct Gemm {
     vectors: bool,
 }
 
-/// Output channels from which on the kernel beats `gemm_wna16_mma` for 2 to 16 rows of x and scales of 16 values: on an
-/// H200 14336x4096 takes 25 to 28 us in Q3_K and Q6_K instead of 34 to 42, and in Q2_K 26 to 28 instead of 27 to 38; with 2 rows 6144x4096 takes 0.89x to 0.97x of the time of
-/// `gemm_wna16_mma`, 4096x4096 1.2x to 1.4x.
+/// Output channels from which on the kernel is faster than `gemm_wna16_mma` for 2 to 16 rows of x and groups of 16 values:
+/// on an H200 14336x4096 takes 25 to 28 us in Q3_K and Q6_K instead of 34 to 42, and in Q2_K 26 to 28 instead of 27 to 38.
+/// With 2 rows 6144x4096 takes 0.89x to 0.97x of the time of `gemm_wna16_mma`, 4096x4096 1.2x to 1.4x.
 const MANY_CHANNELS: usize = 12_288;
 
-/// Few rows and blocks with a scale for each 16 values.
-pub(crate) fn many_channels(case: &Case) -> Planned {
+/// The plan for few rows of x and block types with a scale for each 16 values.
+pub(crate) fn plan_few_rows_group16(case: &Case) -> Planned {
     if !matches!(
         case.block_scaling(),
         Some(Scaling::SuperSymmetric | Scaling::Super16)

@@ -141,9 +141,9 @@ pub(crate) fn spread(case: &Case, room: Room) -> std::result::Result<(Grid, usiz
     Ok((grid, stages))
 }
 
-/// Where it is the faster way: a large product behind a layer norm, or two matrices along k.
+/// The plan where it is the faster kernel: a large product with a layer norm as its prologue, or two matrices along K.
 pub(crate) fn plan(case: &Case) -> Planned {
-    let faster = case.border.is_some() || (case.norm == Some(NormKind::Layer) && is_large(case));
+    let faster = case.k_split.is_some() || (case.norm == Some(NormKind::Layer) && is_large(case));
     if !faster {
         return Err("other kernels are faster without a layer norm or for few weights");
     }
@@ -222,7 +222,7 @@ impl Pipelined {
     /// On the whole GPU, whatever other kernels there are.
     pub fn new(case: &Case) -> std::result::Result<Self, &'static str> {
         let (grid, stages) = spread(case, Room::whole(&case.gpu))?;
-        let pair = if case.border.is_some() { PAIR } else { 0 };
+        let pair = if case.k_split.is_some() { PAIR } else { 0 };
         Ok(Self {
             index: pair + is_bf16(case.x),
             grid,
