@@ -102,7 +102,7 @@ impl Graph {
         let exec =
             unsafe { result::graph::instantiate(template.0, sys::CUgraphInstantiate_flags(0)) };
         Ok(Self {
-            exec: told("instantiation", exec)?,
+            exec: with_context("instantiation", exec)?,
             gpu,
             kernels,
         })
@@ -120,7 +120,7 @@ impl Graph {
     pub unsafe fn launch(&mut self, stream: sys::CUstream) -> Result<()> {
         self.gpu.bind()?;
         // SAFETY: the executable graph is valid; the rest is the caller's.
-        told("launch", unsafe {
+        with_context("launch", unsafe {
             result::graph::launch(self.exec, stream)
         })
     }
@@ -188,7 +188,7 @@ impl Capture {
         // other threads allocate, free or load meanwhile (cuThreadExchangeStreamCaptureMode).
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the caller's.
-        told("begin", unsafe {
+        with_context("begin", unsafe {
             result::stream::begin_capture(stream, mode)
         })?;
         Ok(Self { stream, open: true })
@@ -203,7 +203,7 @@ impl Capture {
         let invalidated = status == Ok(CU_STREAM_CAPTURE_STATUS_INVALIDATED)
             || ended == Err(DriverError(INVALIDATED));
         let broken = |error| Broken { error, invalidated };
-        let template = told("end", ended.map(Template)).map_err(broken);
+        let template = with_context("end", ended.map(Template)).map_err(broken);
         recorded.map_err(broken)?;
         match template? {
             Template(graph) if graph.is_null() => {
@@ -238,12 +238,12 @@ impl Template {
         // SAFETY: the graph is valid; without an array the call gives the number of nodes.
         let counted =
             unsafe { sys::cuGraphGetNodes(self.0, std::ptr::null_mut(), &mut count) }.result();
-        told("nodes", counted)?;
+        with_context("nodes", counted)?;
         let mut nodes = vec![std::ptr::null_mut(); count];
         // SAFETY: the array has room for as many.
         let listed =
             unsafe { sys::cuGraphGetNodes(self.0, nodes.as_mut_ptr(), &mut count) }.result();
-        told("nodes", listed)?;
+        with_context("nodes", listed)?;
         Ok(nodes)
     }
 
@@ -270,7 +270,7 @@ struct Stream(sys::CUstream);
 impl Stream {
     fn new() -> Result<Self> {
         let kind = result::stream::StreamKind::NonBlocking;
-        Ok(Self(told("stream", result::stream::create(kind))?))
+        Ok(Self(with_context("stream", result::stream::create(kind))?))
     }
 }
 
@@ -281,7 +281,7 @@ impl Drop for Stream {
     }
 }
 
-fn told<T>(what: &str, result: std::result::Result<T, DriverError>) -> Result<T> {
+fn with_context<T>(what: &str, result: std::result::Result<T, DriverError>) -> Result<T> {
     match result {
         Ok(value) => Ok(value),
         Err(e) => bail!("cuda: the graph's {what} failed: {e}"),

@@ -55,7 +55,7 @@ pub fn peak_memory(device: &CudaDevice) -> Result<u64> {
             (&raw mut bytes).cast(),
         )
     };
-    told(result)?;
+    with_context(result)?;
     Ok(bytes)
 }
 
@@ -77,7 +77,7 @@ pub(crate) fn give_back_freed_memory(device: &CudaDevice) -> Result<()> {
     unsafe { Gpu::of(device)?.wait(stream.cu_stream())? };
     let pool = pool(device)?;
     // SAFETY: the pool is the device's. What tensors hold stays theirs.
-    told(unsafe { sys::cuMemPoolTrimTo(pool, 0) })
+    with_context(unsafe { sys::cuMemPoolTrimTo(pool, 0) })
 }
 
 fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
@@ -85,17 +85,17 @@ fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
     gpu.bind()?;
     let mut pool = std::ptr::null_mut();
     // SAFETY: the ordinal is that of a device in use.
-    told(unsafe { sys::cuDeviceGetDefaultMemPool(&mut pool, gpu.ordinal as i32) })?;
+    with_context(unsafe { sys::cuDeviceGetDefaultMemPool(&mut pool, gpu.ordinal as i32) })?;
     Ok(pool)
 }
 
 fn set(device: &CudaDevice, which: attribute, mut value: u64) -> Result<()> {
     let pool = pool(device)?;
     // SAFETY: both attributes that are set here are u64.
-    told(unsafe { sys::cuMemPoolSetAttribute(pool, which, (&raw mut value).cast()) })
+    with_context(unsafe { sys::cuMemPoolSetAttribute(pool, which, (&raw mut value).cast()) })
 }
 
-pub(super) fn told(result: sys::CUresult) -> Result<()> {
+pub(super) fn with_context(result: sys::CUresult) -> Result<()> {
     match result {
         sys::CUresult::CUDA_SUCCESS => Ok(()),
         error => bail!("cuda: the memory pool: {}", DriverError(error)),

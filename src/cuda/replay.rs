@@ -3,7 +3,7 @@
 use super::gpu::Gpu;
 use super::graph::Graph;
 use super::launch::{Launcher, is_recording, record_with};
-use super::pool::told;
+use super::pool::with_context;
 use candle_core::cuda_backend::cudarc::cublas;
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::{CudaDevice, Error, Result, bail};
@@ -169,12 +169,14 @@ impl Pool {
             gpu,
         };
         // SAFETY: both live through the call.
-        told(unsafe { sys::cuMemPoolCreate(&mut made.pool, &props) })?;
+        with_context(unsafe { sys::cuMemPoolCreate(&mut made.pool, &props) })?;
         // What was freed stays mapped: the graph writes there.
         let mut all = u64::MAX;
         let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         // SAFETY: the attribute is a u64.
-        told(unsafe { sys::cuMemPoolSetAttribute(made.pool, threshold, (&raw mut all).cast()) })?;
+        with_context(unsafe {
+            sys::cuMemPoolSetAttribute(made.pool, threshold, (&raw mut all).cast())
+        })?;
         Ok(made)
     }
 
@@ -184,8 +186,8 @@ impl Pool {
         let mut before = std::ptr::null_mut();
         // SAFETY: the device is in use, and the pool lives longer than it is the current one.
         unsafe {
-            told(sys::cuDeviceGetMemPool(&mut before, device))?;
-            told(sys::cuDeviceSetMemPool(device, self.pool))?;
+            with_context(sys::cuDeviceGetMemPool(&mut before, device))?;
+            with_context(sys::cuDeviceSetMemPool(device, self.pool))?;
         }
         Ok(Current { before, device })
     }

@@ -1,4 +1,4 @@
-//! What a decode step is written down with: where it begins and ends, where keys and values are, and its launches.
+//! What a plan of a decode step is made of: its inputs and outputs, where keys and values are, and its launches.
 
 use crate::cuda::{Address, address_of};
 use crate::nn::{KvCache, Norm};
@@ -9,9 +9,9 @@ use crate::ops::linear::cuda::{NormAt, NormKind, Product};
 use crate::ops::sample::cuda as sample;
 use candle_core::{DType, Result, Tensor};
 
-/// What a step finds on the GPU and leaves there.
+/// A step's inputs and outputs on the GPU.
 #[derive(Clone, Copy)]
-pub(crate) struct Ends {
+pub(crate) struct StepIo {
     pub sequences: usize,
     /// u32 `[sequences]`: the tokens that the step takes in, and where they stand.
     pub token: Address,
@@ -53,8 +53,8 @@ impl Keys<'_> {
     }
 }
 
-/// One step of the model.
-pub(super) enum Work {
+/// One launch of the step, or a product of several.
+pub(super) enum StepOp {
     Embedding(Lookup),
     Linear(Product),
     /// Alone, or beside a product.

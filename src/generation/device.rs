@@ -100,7 +100,7 @@ impl OnDevice {
                 width: pages.width,
             }),
         };
-        let plan = Plan::new(device, decoder, &of_plan, rotaries, &state.ends())?;
+        let plan = Plan::new(device, decoder, &of_plan, rotaries, &state.io())?;
         Ok(Self {
             decoder: decoder.clone(),
             device: device.clone(),
@@ -127,13 +127,13 @@ impl OnDevice {
     }
 
     /// Steps that the graph has in a row.
-    fn together(&self) -> usize {
+    fn steps_per_graph(&self) -> usize {
         self.ahead.clamp(1, TOGETHER)
     }
 
     pub fn kernels_per_step(&self) -> usize {
         match &self.graph {
-            Recorded::Done(graph) => graph.kernels() / self.together(),
+            Recorded::Done(graph) => graph.kernels() / self.steps_per_graph(),
             _ => self.plan.len(),
         }
     }
@@ -141,7 +141,7 @@ impl OnDevice {
     /// Reads `ids` into sequence `index` and draws the token to follow.
     pub fn extend(&mut self, sequences: &mut [Sequence], index: usize, ids: &[u32]) -> Result<u32> {
         let _named = nvtx::range("prefill");
-        self.settle()?;
+        self.drain()?;
         let logits = sequences[index].read(&self.decoder, ids, |_, position| {
             let end = position + ids.len();
             let mut first = position;
@@ -190,7 +190,7 @@ impl OnDevice {
             Err(e) => {
                 // The GPU may be a part of a step ahead: the next one begins from what the host knows.
                 // Of two errors the first is the one to tell.
-                let _ = self.settle();
+                let _ = self.drain();
                 return Err(e);
             }
         };
@@ -208,9 +208,9 @@ impl OnDevice {
             self.state.upload(sequences)?;
         }
         let most = room.min(1 + self.ahead);
-        while self.state.in_flight() + self.together() <= most {
+        while self.state.in_flight() + self.steps_per_graph() <= most {
             self.launch()?;
-            self.state.launched(self.together());
+            self.state.launched(self.steps_per_graph());
         }
         if self.state.in_flight() == 0 {
             // There is no room for as many as the graph has.
@@ -229,27 +229,27 @@ impl OnDevice {
     }
 
     /// Waits for the steps that are under way and forgets what they gave.
-    pub fn settle(&mut self) -> Result<()> {
-        self.state.settle()
+    pub fn drain(&mut self) -> Result<()> {
+        self.state.drain()
     }
 
     /// What each part of a step takes, at the sequences' positions.
     pub fn profile(&mut self, sequences: &[Sequence], rounds: usize) -> Result<Vec<PartTime>> {
-        self.settle()?;
+        self.drain()?;
         let positions: Vec<_> = sequences.iter().map(|s| s.ids.len()).collect();
         let state = &mut self.state;
         let times = self
             .plan
             .profile(&self.device, &positions, rounds, || state.upload(sequences))?;
-        self.settle()?;
+        self.drain()?;
         Ok(times)
     }
 
     /// As many steps as the graph has.
     fn launch(&mut self) -> Result<()> {
         let launcher = Launcher::new(&self.device)?;
-        let (plan, together) = (&self.plan, self.together());
-        let steps = |launcher: &Launcher| (0..together).try_for_each(|_| plan.launch(launcher));
+        let (plan, count) = (&self.plan, self.steps_per_graph());
+        let steps = |launcher: &Launcher| (0..count).try_for_each(|_| plan.launch(launcher));
         if let Recorded::Due = self.graph {
             self.graph = match Graph::capture(launcher.gpu, steps) {
                 Ok(graph) => Recorded::Done(graph),
@@ -278,6 +278,6 @@ fn part(cache: &KvCache, index: usize) -> Result<prefill::Cache> {
 impl Drop for OnDevice {
     fn drop(&mut self) {
         // The GPU still writes to the host's memory until the last step is through.
-        let _ = self.settle();
+        let _ = self.drain();
     }
 }

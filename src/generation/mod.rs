@@ -225,7 +225,7 @@ impl Generation {
         sampling.check()?;
         #[cfg(feature = "cuda")]
         if let Engine::Device(device) = &mut self.engine {
-            device.settle()?;
+            device.drain()?;
         }
         self.sequences[index].sampling = sampling;
         Ok(())
@@ -311,7 +311,7 @@ impl Generation {
         }
         #[cfg(feature = "cuda")]
         if let Engine::Device(device) = &mut self.engine {
-            device.settle()?;
+            device.drain()?;
         }
         let sequence = &mut self.sequences[index];
         sequence.ids.truncate(len);

@@ -1,13 +1,12 @@
-//! A decode step written down: which kernels run over which addresses, from token ids to next
-//! tokens. Five steps a layer: q, k, v behind the norm; attention with rotation and append; the
-//! output projection with the residual; gate and up, or up alone, behind the norm; down with the
-//! residual. Where attention and MLP stand side by side, up comes before the residual. Keys and
-//! values are in a cache of slots for each sequence, or in pages that a table has for it.
+//! The plan of a decode step: its launches in order, with their addresses, from token ids to next tokens. A layer has
+//! five: norm with q, k and v; attention with rotation and append; the output projection with the residual; norm with
+//! gate and up, or with up alone; down with the residual. Where attention and MLP run in parallel, up comes before
+//! the output projection. Keys and values are in one cache for each sequence, or in pages by a table.
 
 use super::PartTime;
-use super::chain::{Ends, Keys, Work};
+use super::chain::{Keys, StepIo, StepOp};
 use super::refusal::{Refusal, unfused};
-use super::writer::Writer;
+use super::writer::PlanBuilder;
 use crate::cuda::profile::Event;
 use crate::cuda::{Address, Graph, Launcher, Scratch, moved};
 use crate::models::decoder::{Decoder, Rotaries};
@@ -17,14 +16,14 @@ use crate::ops::sample::cuda as sample;
 use candle_core::{CudaDevice, CudaStorage, Result, Tensor};
 use std::cell::RefCell;
 
-/// The launches of a decode step, in order, and what they work on.
+/// The launches of a decode step, in order, and the memory that they use.
 pub(crate) struct Plan {
     /// Each with the name of its part of the model.
-    work: Vec<(&'static str, Work)>,
+    work: Vec<(&'static str, StepOp)>,
     sequences: u32,
     /// What products need between their launches; the steps of a chain take turns.
     scratch: RefCell<Scratch>,
-    /// Whose addresses stand in the work, beside those of the ends and a table of pages.
+    /// The owners of the addresses in `work`, but for those of `StepIo` and of a page table.
     _held: Held,
 }
 
@@ -43,33 +42,33 @@ impl Plan {
         decoder: &Decoder,
         keys: &Keys<'_>,
         rotaries: &Rotaries,
-        ends: &Ends,
+        io: &StepIo,
     ) -> std::result::Result<Self, Refusal> {
         let Some(table) = decoder.stack.embedding.table() else {
             return unfused("the embedding is not in the GPU's memory");
         };
-        let lookup = Lookup::new(table, ends.token, 0, ends.sequences)?;
-        let mut writer = Writer::new(device, lookup, ends)?;
+        let lookup = Lookup::new(table, io.token, 0, io.sequences)?;
+        let mut builder = PlanBuilder::new(device, lookup, io)?;
         for (i, block) in decoder.stack.blocks.iter().enumerate() {
-            let written = writer.block(i, block, keys, rotaries.of(block));
+            let written = builder.block(i, block, keys, rotaries.of(block));
             written.map_err(|refusal| refusal.within(format_args!("layer {i}")))?;
         }
-        let written = writer.head(&decoder.head, &decoder.stack.norm);
+        let written = builder.head(&decoder.head, &decoder.stack.norm);
         written.map_err(|refusal| refusal.within(format_args!("head")))?;
-        let products = writer.work.iter().map(|(_, work)| match work {
-            Work::Linear(product) => product.scratch(),
+        let products = builder.work.iter().map(|(_, work)| match work {
+            StepOp::Linear(product) => product.scratch(),
             _ => 0,
         });
         let scratch = Scratch::fixed("generation", device, products.max().unwrap_or(0))?;
         Ok(Self {
-            work: writer.work,
-            sequences: ends.sequences as u32,
+            work: builder.work,
+            sequences: io.sequences as u32,
             scratch: RefCell::new(scratch),
             _held: Held {
                 _decoder: decoder.clone(),
                 _caches: keys.tensors()?,
                 _tables: rotaries.clone(),
-                _buffers: writer.buffers,
+                _buffers: builder.buffers,
             },
         })
     }
@@ -77,7 +76,7 @@ impl Plan {
     /// Where a step leaves its logits, f32 `[sequences, vocab]`, until the next one.
     pub fn logits(&self) -> Option<Address> {
         self.work.iter().find_map(|(_, work)| match work {
-            Work::Sample(step) => Some(step.logits),
+            StepOp::Sample(step) => Some(step.logits),
             _ => None,
         })
     }
@@ -158,8 +157,8 @@ impl Plan {
         let of = |shape: &StepShape| {
             2 * shape.kv_heads * shape.head_dim * shape.cache_dtype.size_in_bytes()
         };
-        let row = |work: &Work| match work {
-            Work::Attention(attention) => of(attention.shape()),
+        let row = |work: &StepOp| match work {
+            StepOp::Attention(attention) => of(attention.shape()),
             _ => 0,
         };
         self.work
@@ -169,20 +168,20 @@ impl Plan {
             .sum()
     }
 
-    fn launch_one(&self, launcher: &Launcher, work: &Work) -> Result<()> {
-        // SAFETY: every address stands for a buffer that `_held` or the owner of the ends keeps, in the size
+    fn launch_one(&self, launcher: &Launcher, work: &StepOp) -> Result<()> {
+        // SAFETY: every address stands for a buffer that `_held` or the owner of `StepIo` keeps, in the size
         // that the work asks for, and all of it is used on candle's stream alone. In the chain no
         // kernel writes what a later one reads before it waits: those are weights and tables.
         unsafe {
             match work {
-                Work::Embedding(lookup) => embedding::launch(launcher, lookup),
-                Work::Linear(product) => {
+                StepOp::Embedding(lookup) => embedding::launch(launcher, lookup),
+                StepOp::Linear(product) => {
                     let mut scratch = self.scratch.borrow_mut();
                     scratch.reset();
                     product.run(&launcher.with_one_cta_per_sm(), &mut scratch)
                 }
-                Work::Attention(attention) => attention.run(launcher),
-                Work::Sample(step) => sample::launch(launcher, self.sequences, *step),
+                StepOp::Attention(attention) => attention.run(launcher),
+                StepOp::Sample(step) => sample::launch(launcher, self.sequences, *step),
             }
         }
     }

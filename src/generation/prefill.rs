@@ -185,9 +185,9 @@ impl Pass {
         let hidden = self.buffer(inner)?;
         let mut products = [
             self.behind(qkv, &block.attention_norm, Activation::None, joint)?,
-            self.added(output, block.attention.sub_norm(), attended)?,
+            self.residual_product(output, block.attention.sub_norm(), attended)?,
             self.behind(up, &block.mlp_norm, activation, hidden)?,
-            self.added(down, block.mlp.sub_norm(), hidden)?,
+            self.residual_product(down, block.mlp.sub_norm(), hidden)?,
         ];
         self.dequantize(&mut products)?;
         let [qkv, output, up, down] = &products;
@@ -215,8 +215,13 @@ impl Pass {
         self.scratch.take(OP, self.dtype, len)
     }
 
-    /// A product that is added to the stream, behind a norm if one is given.
-    fn added(&self, linear: &Projection, norm: Option<&Norm>, x: Address) -> Result<Product> {
+    /// A product that is added to the residual stream, with `norm` as its prologue if one is given.
+    fn residual_product(
+        &self,
+        linear: &Projection,
+        norm: Option<&Norm>,
+        x: Address,
+    ) -> Result<Product> {
         let at = ProductAt {
             norm: norm.map_or(Ok(None), |norm| self.norm(norm))?,
             residuals: [self.x, 0],

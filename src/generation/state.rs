@@ -2,7 +2,7 @@
 //! reads tokens.
 
 use super::Sequence;
-use super::chain::Ends;
+use super::chain::StepIo;
 use crate::cuda::{Address, Gpu, Launcher, Pinned, address_of};
 use crate::ops::SamplingParams;
 use crate::ops::sample::NONE;
@@ -59,8 +59,8 @@ impl State {
     }
 
     /// What a step finds here and leaves.
-    pub fn ends(&self) -> Ends {
-        Ends {
+    pub fn io(&self) -> StepIo {
+        StepIo {
             sequences: self.sequences,
             token: self.region(0),
             position: self.region(self.sequences),
@@ -217,7 +217,7 @@ impl State {
     }
 
     /// Waits until nothing is under way.
-    pub fn settle(&mut self) -> Result<()> {
+    pub fn drain(&mut self) -> Result<()> {
         let under_way = self.in_flight() > 0 || self.current;
         // Also where waiting fails: what the GPU holds is of no use then.
         (self.launched, self.read, self.current) = (0, 0, false);

@@ -1,6 +1,6 @@
-//! Writes a decode step down, layer by layer.
+//! Builds the plan of a decode step, layer by layer.
 
-use super::chain::{Ends, Keys, Work, norm_at};
+use super::chain::{Keys, StepIo, StepOp, norm_at};
 use super::pages::padded;
 use super::refusal::{Refusal, unfused};
 use crate::cuda::{Address, Launcher, address, address_of, alloc};
@@ -14,12 +14,12 @@ use crate::ops::view::dtype_index;
 use crate::ops::{Activation, HeadNorms};
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result};
 
-/// Writes a plan, and makes the buffers between its steps.
-pub(super) struct Writer<'a> {
+/// Builds a plan, and allocates the buffers between its launches.
+pub(super) struct PlanBuilder<'a> {
     device: &'a CudaDevice,
     launcher: Launcher,
-    ends: &'a Ends,
-    pub work: Vec<(&'static str, Work)>,
+    io: &'a StepIo,
+    pub work: Vec<(&'static str, StepOp)>,
     pub buffers: Vec<CudaStorage>,
     dtype: DType,
     /// The residual stream, `[sequences, hidden]`: each layer adds to it in place.
@@ -40,7 +40,7 @@ const WITH_UP: &str = "attention+up";
 
 /// What a product does beside multiplying.
 #[derive(Clone, Copy)]
-struct Around<'a> {
+struct ProductOptions<'a> {
     norm: Option<&'a Norm>,
     activation: Activation,
     residual: Address,
@@ -48,9 +48,9 @@ struct Around<'a> {
     out_dtype: DType,
 }
 
-impl<'a> Around<'a> {
-    /// A norm in front.
-    fn behind(norm: &'a Norm, out: Address, out_dtype: DType) -> Self {
+impl<'a> ProductOptions<'a> {
+    /// A product with this norm as its prologue.
+    fn after_norm(norm: &'a Norm, out: Address, out_dtype: DType) -> Self {
         Self {
             norm: Some(norm),
             activation: Activation::None,
@@ -61,13 +61,13 @@ impl<'a> Around<'a> {
     }
 }
 
-impl<'a> Writer<'a> {
-    pub fn new(device: &'a CudaDevice, mut lookup: Lookup, ends: &'a Ends) -> Result<Self> {
+impl<'a> PlanBuilder<'a> {
+    pub fn new(device: &'a CudaDevice, mut lookup: Lookup, io: &'a StepIo) -> Result<Self> {
         let (dtype, hidden) = (lookup.dtype(), lookup.width());
-        let mut writer = Self {
+        let mut builder = Self {
             device,
             launcher: Launcher::new(device)?,
-            ends,
+            io,
             work: Vec::new(),
             buffers: Vec::new(),
             dtype,
@@ -75,10 +75,10 @@ impl<'a> Writer<'a> {
             between: [(0, 0); 2],
             scratch: None,
         };
-        writer.x = writer.buffer(dtype, ends.sequences * hidden)?;
-        lookup.out = writer.x;
-        writer.work.push(("embedding", Work::Embedding(lookup)));
-        Ok(writer)
+        builder.x = builder.buffer(dtype, io.sequences * hidden)?;
+        lookup.out = builder.x;
+        builder.work.push(("embedding", StepOp::Embedding(lookup)));
+        Ok(builder)
     }
 
     fn buffer(&mut self, dtype: DType, len: usize) -> Result<Address> {
@@ -91,7 +91,7 @@ impl<'a> Writer<'a> {
     /// One of the buffers between steps, at least `width` wide.
     fn between(&mut self, which: usize, width: usize) -> Result<Address> {
         if self.between[which].1 < width {
-            let len = self.ends.sequences * width;
+            let len = self.io.sequences * width;
             self.between[which] = (self.buffer(self.dtype, len)?, width);
         }
         Ok(self.between[which].0)
@@ -118,16 +118,20 @@ impl<'a> Writer<'a> {
         // One row of both lies side by side, so that one product can take them.
         let attended = self.between(INNER, width + inner)?;
         let size = self.dtype.size_in_bytes();
-        let hidden = attended + (self.ends.sequences * width * size) as Address;
-        let first = Around::behind(&block.attention_norm, q, self.dtype);
-        let inside = Around {
+        let hidden = attended + (self.io.sequences * width * size) as Address;
+        let first = ProductOptions::after_norm(&block.attention_norm, q, self.dtype);
+        let inside = ProductOptions {
             activation: block.mlp.activation(),
-            ..Around::behind(&block.mlp_norm, hidden, self.dtype)
+            ..ProductOptions::after_norm(&block.mlp_norm, hidden, self.dtype)
         };
         let first = self.product(qkv, self.x, first)?;
         let inside = self.product(up, self.x, inside)?;
-        let output = self.product(output, attended, self.added(block.attention.sub_norm()))?;
-        let down = self.product(down, hidden, self.added(block.mlp.sub_norm()))?;
+        let output = self.product(
+            output,
+            attended,
+            self.residual_options(block.attention.sub_norm()),
+        )?;
+        let down = self.product(down, hidden, self.residual_options(block.mlp.sub_norm()))?;
         let step = self.step(block, (keys, layer), rotary, attended)?;
         let side = match block.parallel {
             true => self.side_by_side(&step, [&first, &inside, &output, &down]),
@@ -143,30 +147,30 @@ impl<'a> Writer<'a> {
             }
             _ => first,
         };
-        self.work.push(("qkv", Work::Linear(first)));
+        self.work.push(("qkv", StepOp::Linear(first)));
         let inside_name = match block.mlp.activation().gate() {
             Some(_) => "gate_up",
             None => "up",
         };
         if let Some((both, pair)) = side {
-            self.work.push((WITH_UP, Work::Attention(Box::new(both))));
-            self.work.push(("output+down", Work::Linear(pair)));
+            self.work.push((WITH_UP, StepOp::Attention(Box::new(both))));
+            self.work.push(("output+down", StepOp::Linear(pair)));
             return Ok(());
         }
         let attention = Attention::new(&self.launcher, step, None);
         let attention = attention.map_err(|e| Refusal::Unfused(e.to_string()))?;
-        let attention = Work::Attention(Box::new(attention));
+        let attention = StepOp::Attention(Box::new(attention));
         if block.parallel {
             // Both read the stream before either adds to it.
-            self.work.push((inside_name, Work::Linear(inside)));
+            self.work.push((inside_name, StepOp::Linear(inside)));
             self.work.push((ATTENTION, attention));
-            self.work.push(("output", Work::Linear(output)));
+            self.work.push(("output", StepOp::Linear(output)));
         } else {
             self.work.push((ATTENTION, attention));
-            self.work.push(("output", Work::Linear(output)));
-            self.work.push((inside_name, Work::Linear(inside)));
+            self.work.push(("output", StepOp::Linear(output)));
+            self.work.push((inside_name, StepOp::Linear(inside)));
         }
-        self.work.push(("down", Work::Linear(down)));
+        self.work.push(("down", StepOp::Linear(down)));
         Ok(())
     }
 
@@ -194,9 +198,9 @@ impl<'a> Writer<'a> {
         Some((both, pair))
     }
 
-    /// A product that is added to the stream, behind a norm if one is given.
-    fn added<'n>(&self, norm: Option<&'n Norm>) -> Around<'n> {
-        Around {
+    /// Options of a product that is added to the residual stream, with `norm` as its prologue if one is given.
+    fn residual_options<'n>(&self, norm: Option<&'n Norm>) -> ProductOptions<'n> {
+        ProductOptions {
             norm,
             activation: Activation::None,
             residual: self.x,
@@ -209,7 +213,7 @@ impl<'a> Writer<'a> {
         &self,
         linear: &Projection,
         x: Address,
-        around: Around<'_>,
+        options: ProductOptions<'_>,
     ) -> std::result::Result<Product, Refusal> {
         let Some((weights, bias)) = linear.fused_parts() else {
             return unfused(
@@ -217,7 +221,7 @@ impl<'a> Writer<'a> {
             );
         };
         let rows = linear.rows().iter().sum::<usize>();
-        let norm = match around.norm {
+        let norm = match options.norm {
             Some(norm) => match norm_at(norm, self.dtype)? {
                 Some(at) => Some(at),
                 None => return unfused("a norm is of another dtype than the stream"),
@@ -228,15 +232,15 @@ impl<'a> Writer<'a> {
             x,
             norm,
             bias: bias.map_or(Ok(0), address_of)?,
-            activation: around.activation,
-            residuals: [around.residual, 0],
-            out: around.out,
-            stride: around.activation.outputs(rows),
-            m: self.ends.sequences,
+            activation: options.activation,
+            residuals: [options.residual, 0],
+            out: options.out,
+            stride: options.activation.outputs(rows),
+            m: self.io.sequences,
             k: weights.first().map_or(0, |w| w.cols()),
             x_dtype: self.dtype,
             x_bits: linear.fusion().activations,
-            out_dtype: around.out_dtype,
+            out_dtype: options.out_dtype,
         };
         let product = Product::new(&self.launcher.with_one_cta_per_sm(), weights, &at);
         product.map_err(|e| Refusal::Unfused(e.to_string()))
@@ -251,7 +255,7 @@ impl<'a> Writer<'a> {
     ) -> std::result::Result<Step, Refusal> {
         let config = block.attention.config();
         let (cos, sin) = rotary.tables();
-        let sequences = self.ends.sequences;
+        let sequences = self.io.sequences;
         let (caches, pages, slots, cache_dtype) = match keys {
             Keys::Caches(caches) => {
                 let (k, v) = caches[layer].buffers()?;
@@ -297,7 +301,7 @@ impl<'a> Writer<'a> {
             out,
             partial,
             counters,
-            position: self.ends.position,
+            position: self.io.position,
             shape,
             style: rotary.style(),
             scale: 1. / (config.head_dim as f32).sqrt(),
@@ -324,16 +328,16 @@ impl<'a> Writer<'a> {
     /// The head behind the last norm, and the choice of the next tokens.
     pub fn head(&mut self, head: &Projection, norm: &Norm) -> std::result::Result<(), Refusal> {
         let vocab = head.rows().iter().sum::<usize>();
-        let logits = self.buffer(DType::F32, self.ends.sequences * vocab)?;
-        let around = Around::behind(norm, logits, DType::F32);
-        let head = self.product(head, self.x, around)?;
-        self.work.push(("head", Work::Linear(head)));
+        let logits = self.buffer(DType::F32, self.io.sequences * vocab)?;
+        let options = ProductOptions::after_norm(norm, logits, DType::F32);
+        let head = self.product(head, self.x, options)?;
+        self.work.push(("head", StepOp::Linear(head)));
         let step = sample::Step {
             dtype: dtype_index(DType::F32) as i32,
             logits,
-            ..self.ends.sampling
+            ..self.io.sampling
         };
-        self.work.push(("sample", Work::Sample(step)));
+        self.work.push(("sample", StepOp::Sample(step)));
         Ok(())
     }
 }

@@ -60,7 +60,7 @@ impl Constrained {
     }
 
     /// Asks for the mask of the next draw; it allows nothing where that fails.
-    pub fn look(&mut self) {
+    pub fn update_mask(&mut self) {
         self.mask.fill(0);
         if let Err(error) = self.constraint.mask(&mut self.mask) {
             tracing::warn!("{}: a constraint gives no mask: {error}", super::OP);

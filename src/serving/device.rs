@@ -124,14 +124,14 @@ impl OnDevice {
     }
 
     pub fn reset(&mut self) {
-        let _ = self.settle();
+        let _ = self.drain();
         for slot in 0..self.count {
             let _ = self.slots.leave(slot);
         }
     }
 
     /// Waits for what is under way.
-    fn settle(&mut self) -> Result<()> {
+    fn drain(&mut self) -> Result<()> {
         self.under_way.clear();
         // Not by a `Launcher`: that fails where an earlier drop has left an error, and the GPU would go on writing to the
         // mailbox.
@@ -147,8 +147,8 @@ impl OnDevice {
                 table: self.slots.table(),
                 width: self.slots.width(),
             });
-            let ends = self.slots.ends(0, count);
-            let plan = Plan::new(&self.device, &self.decoder, &keys, &self.rotaries, &ends)?;
+            let io = self.slots.io(0, count);
+            let plan = Plan::new(&self.device, &self.decoder, &keys, &self.rotaries, &io)?;
             self.steps.insert(count, Step { graph: None, plan });
         }
         match self.steps.get_mut(&count) {
@@ -186,7 +186,7 @@ impl OnDevice {
         for chunks in batch.chunks.chunks(together.max(1)) {
             self.chunks(chunks, sequences)?;
         }
-        self.mail(batch.draws().map(|slot| (slot, top(slot))).collect())
+        self.copy_results_to_host(batch.draws().map(|slot| (slot, top(slot))).collect())
     }
 
     /// The log-probabilities of what the step of the first `used` slots has drawn.
@@ -203,7 +203,7 @@ impl OnDevice {
     /// What each part of a step of the first slots takes that a step in `positions` needs; who is in them is to begin
     /// anew.
     pub fn profile(&mut self, positions: &[usize], rounds: usize) -> Result<Vec<PartTime>> {
-        self.settle()?;
+        self.drain()?;
         let bucket = self.bucket(positions.len());
         let device = self.device.clone();
         let step = self.step(bucket)?;
@@ -271,7 +271,7 @@ impl OnDevice {
             let logits = logits + (4 * row * vocab) as Address;
             let step = sample::Step {
                 logits,
-                ..self.slots.ends(slot, 1).sampling
+                ..self.slots.io(slot, 1).sampling
             };
             // SAFETY: the addresses are those of one slot and of one row of logits, which is freed in the order of the
             // stream.
@@ -286,7 +286,7 @@ impl OnDevice {
     }
 
     /// Sends the tokens of these slots to the host, and the log-probabilities that are wanted.
-    fn mail(&mut self, slots: Vec<(usize, Option<usize>)>) -> Result<()> {
+    fn copy_results_to_host(&mut self, slots: Vec<(usize, Option<usize>)>) -> Result<()> {
         let launcher = Launcher::new(&self.device)?;
         let words = slots.iter().max().map_or(0, |(last, _)| last + 1);
         let mail = self.turn * self.count;
@@ -328,14 +328,14 @@ impl OnDevice {
             let token = words[step.mail + slot].load(Ordering::Acquire);
             Drawn {
                 token: (token != NONE).then_some(token),
-                logprobs: top.map(|top| self.told(step.mail, *slot, top)),
+                logprobs: top.map(|top| self.read_logprobs(step.mail, *slot, top)),
             }
         });
         Ok(drawn.collect())
     }
 
-    /// What the mail that begins at `mail` has of a slot's log-probabilities.
-    fn told(&self, mail: usize, slot: usize, top: usize) -> TokenLogprobs {
+    /// A slot's log-probabilities in the results that begin at `mail`.
+    fn read_logprobs(&self, mail: usize, slot: usize, top: usize) -> TokenLogprobs {
         let words = &self.logprobs.words()[mail * LOGPROBS..];
         let word = |at: usize| words[at].load(Ordering::Acquire);
         let (ids, tops) = (self.count, self.count * (1 + MAX_TOP));
@@ -353,6 +353,6 @@ impl OnDevice {
 impl Drop for OnDevice {
     fn drop(&mut self) {
         // The GPU still writes to the host's memory until the last step is through.
-        let _ = self.settle();
+        let _ = self.drain();
     }
 }

@@ -382,7 +382,7 @@ impl Engine {
         self.brought.extend(self.schedule.take_ended());
         let idle = batch.is_empty();
         if !idle {
-            self.schedule.look(&batch);
+            self.schedule.update_masks(&batch);
             self.runner.launch(&batch, &self.schedule.slots)?;
             let slots = &self.schedule.slots;
             let draw = |slot: usize| slots[slot].as_ref().map(|s| (slot, s.id, s.beginning));

@@ -115,11 +115,11 @@ impl Schedule {
     }
 
     /// Has constraints say what may be drawn in a step.
-    pub fn look(&mut self, batch: &Batch) {
+    pub fn update_masks(&mut self, batch: &Batch) {
         for slot in batch.draws() {
             let sequence = self.slots[slot].as_mut();
             if let Some(constrained) = sequence.and_then(|s| s.constrained.as_mut()) {
-                constrained.look();
+                constrained.update_mask();
             }
         }
     }

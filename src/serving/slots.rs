@@ -2,7 +2,7 @@
 
 use super::sequence::Sequence;
 use crate::cuda::{Address, Launcher, Pinned};
-use crate::generation::chain::Ends;
+use crate::generation::chain::StepIo;
 use crate::ops::SamplingParams;
 use crate::ops::logprobs::{MAX_TOP, cuda as logprobs};
 use crate::ops::sample::cuda::{self as sample, SETTINGS};
@@ -115,12 +115,12 @@ impl Slots {
         self.words.device_ptr(&self.device.cuda_stream()).0 + 4 * at as Address
     }
 
-    /// The ends of a step of the slots `first .. first + count`.
-    pub fn ends(&self, first: usize, count: usize) -> Ends {
+    /// Inputs and outputs of a step of the slots `first .. first + count`.
+    pub fn io(&self, first: usize, count: usize) -> StepIo {
         let stream = self.device.cuda_stream();
         let settings = self.word(WORDS, 0) + (4 * SETTINGS * first) as Address;
         let behind = |base: Address, bytes: usize| base + (first * bytes) as Address;
-        Ends {
+        StepIo {
             sequences: count,
             token: self.word(TOKEN, first),
             position: self.word(POSITION, first),
@@ -192,14 +192,14 @@ impl Slots {
     pub fn enter(&mut self, slot: usize, sequence: &Sequence) -> Result<()> {
         let (tokens, sampling) = (&sequence.tokens, &sequence.request.sampling);
         // The place of the token before, which the kernel counts up.
-        self.put(POSITION, slot, (tokens.len() as u32).wrapping_sub(1))?;
+        self.write_word(POSITION, slot, (tokens.len() as u32).wrapping_sub(1))?;
         let at = WORDS * self.count + SETTINGS * slot;
         let mut settings = self.words.slice_mut(at..at + SETTINGS);
         let masked = sequence.constrained.is_some();
         let words = sampling.settings(0).masked(masked).words();
         self.device.memcpy_htod(&words, &mut settings)?;
         let wanted = sequence.request.logprobs.map_or(0, |top| 1 + top);
-        self.put(WANTED, slot, wanted as u32)?;
+        self.write_word(WANTED, slot, wanted as u32)?;
         if sampling.repeat_penalty == 1. {
             return Ok(());
         }
@@ -215,16 +215,16 @@ impl Slots {
 
     /// Nobody is in a slot any more: steps pass it over.
     pub fn leave(&mut self, slot: usize) -> Result<()> {
-        self.put(POSITION, slot, VACANT)?;
+        self.write_word(POSITION, slot, VACANT)?;
         self.pages[slot * self.width..][..self.known[slot]].fill(NONE);
         if self.known[slot] > 0 {
-            self.spoil(slot);
+            self.mark_pages_stale(slot);
         }
         self.known[slot] = 0;
         Ok(())
     }
 
-    fn put(&mut self, which: usize, slot: usize, word: u32) -> Result<()> {
+    fn write_word(&mut self, which: usize, slot: usize, word: u32) -> Result<()> {
         let at = which * self.count + slot;
         let mut word_at = self.words.slice_mut(at..=at);
         self.device.memcpy_htod(&[word], &mut word_at)
@@ -237,11 +237,11 @@ impl Slots {
             let row = &mut self.pages[slot * self.width..][..self.width];
             row[known..pages.len()].copy_from_slice(&pages[known..]);
             self.known[slot] = pages.len();
-            self.spoil(slot);
+            self.mark_pages_stale(slot);
         }
     }
 
-    fn spoil(&mut self, slot: usize) {
+    fn mark_pages_stale(&mut self, slot: usize) {
         self.stale = match self.stale.is_empty() {
             true => slot..slot + 1,
             false => self.stale.start.min(slot)..self.stale.end.max(slot + 1),

@@ -48,7 +48,7 @@ fn forward_as<T: Float>(
     let shape = Shape::from(dims);
 
     let x = elements::<T>(x, layout)?;
-    let mut input = Input::take(m);
+    let mut input = Input::take_cached(m);
     input.fill(op, level, &x, (m, k))?;
     let quantized = &input.quantized;
     let packed = op.weights.iter().any(|w| matches!(w, Weight::Packed(_)));
@@ -94,7 +94,7 @@ fn forward_as<T: Float>(
         width: op.width(),
     };
     let out = run(&product, &finish, m);
-    input.keep(m);
+    input.return_to_cache(m);
     Ok((T::to_cpu_storage_owned(out), shape))
 }
 

@@ -35,8 +35,8 @@ pub(super) fn grown<T: Clone + Default>(kept: &mut Vec<T>, len: usize) -> &mut [
     &mut kept[..len]
 }
 
-/// Which of those rows belong to.
-fn place(m: usize) -> usize {
+/// The index in `INPUTS` of the memory for `m` rows.
+fn cache_index(m: usize) -> usize {
     usize::from(m > FEW_TOKENS)
 }
 
@@ -52,17 +52,17 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// That of the op before of about as many rows: memory that is there needs neither be cleared nor mapped again.
-    pub fn take(m: usize) -> Self {
-        INPUTS.with(|inputs| inputs[place(m)].take())
+    /// The memory of an earlier op with about as many rows, which needs neither be cleared nor mapped again.
+    pub fn take_cached(m: usize) -> Self {
+        INPUTS.with(|inputs| inputs[cache_index(m)].take())
     }
 
-    /// Leaves its memory to the next op of this thread.
-    pub fn keep(self, m: usize) {
+    /// Keeps the memory for the next op of this thread.
+    pub fn return_to_cache(self, m: usize) {
         let (rows, narrow) = (self.rows.capacity(), self.narrow.capacity());
         let bytes = size_of::<f32>() * rows + size_of::<bf16>() * narrow;
         if bytes + self.quantized.bytes() <= KEPT_BYTES {
-            INPUTS.with(|inputs| inputs[place(m)].set(self));
+            INPUTS.with(|inputs| inputs[cache_index(m)].set(self));
         }
     }
 
@@ -102,7 +102,7 @@ impl Input {
                 }
             });
         }
-        let own = own(op, x);
+        let own = unconverted_rows(op, x);
         let made = !self.in_bf16 && own.is_none() && op.weights.iter().any(|w| !is_packed(w));
         if made {
             pool::for_rows(grown(&mut self.rows, m * k), k, GRAIN, |first, rows| {
@@ -125,7 +125,7 @@ impl Input {
         match (self.in_bf16, T::as_bf16(x).filter(|_| is_own)) {
             (true, Some(x)) => Rows::Bf16(x),
             (true, None) => Rows::Bf16(&self.narrow),
-            (false, _) => Rows::F32(own(op, x).unwrap_or(&self.rows)),
+            (false, _) => Rows::F32(unconverted_rows(op, x).unwrap_or(&self.rows)),
         }
     }
 }
@@ -165,7 +165,7 @@ fn quantize(
 }
 
 /// x itself, where it is what the weights are multiplied with.
-fn own<'a, T: Float>(op: &LinearOp<'_>, x: &'a [T]) -> Option<&'a [f32]> {
+fn unconverted_rows<'a, T: Float>(op: &LinearOp<'_>, x: &'a [T]) -> Option<&'a [f32]> {
     T::as_f32(x).filter(|_| matches!(op.prologue, Prologue::None))
 }
 

@@ -118,7 +118,7 @@ impl Plan {
         // f32 inputs are multiplied as f32, never as TF32.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let mut plan = Self {
-            description: told(result::create_matmul_desc(
+            description: with_context(result::create_matmul_desc(
                 compute,
                 sys::cudaDataType::CUDA_R_32F,
             ))?,
@@ -132,7 +132,7 @@ impl Plan {
             (output, n, m, gemm.stride),
         ];
         for (layout, (dtype, rows, columns, leading)) in plan.layouts.iter_mut().zip(matrices) {
-            *layout = told(result::create_matrix_layout(
+            *layout = with_context(result::create_matrix_layout(
                 dtype,
                 rows,
                 columns,
@@ -147,7 +147,7 @@ impl Plan {
         }
         let found = match plan.heuristic(handle, alignment) {
             Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => return Ok(None),
-            found => told(found)?,
+            found => with_context(found)?,
         };
         (plan.algorithm, plan.workspace) = (found.algo, found.workspaceSize);
         Ok(Some(plan))
@@ -156,7 +156,7 @@ impl Plan {
     fn set<T: Copy>(&self, which: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<()> {
         let size = size_of::<T>();
         // SAFETY: the description is alive, and the library copies `size` bytes.
-        told(unsafe {
+        with_context(unsafe {
             result::set_matmul_desc_attribute(self.description, which, from_ref(value).cast(), size)
         })
     }
@@ -238,7 +238,7 @@ impl Plan {
             .library(("cublasLt", "matmul"), || {
                 // SAFETY: the plan's layouts describe what is at the addresses, which the caller vouches
                 // for. The workspace is freed in the stream's order.
-                told(unsafe {
+                with_context(unsafe {
                     result::matmul(
                         handle,
                         self.description,
@@ -273,7 +273,7 @@ fn handle(ordinal: usize) -> Result<sys::cublasLtHandle_t> {
     if let Some(handle) = HANDLES[ordinal].get() {
         return Ok(handle.0);
     }
-    let made = Handle(told(result::create_handle())?);
+    let made = Handle(with_context(result::create_handle())?);
     Ok(HANDLES[ordinal].get_or_init(|| made).0)
 }
 
@@ -285,6 +285,6 @@ fn data_type(dtype: DType) -> sys::cudaDataType {
     }
 }
 
-fn told<T>(outcome: std::result::Result<T, CublasError>) -> Result<T> {
+fn with_context<T>(outcome: std::result::Result<T, CublasError>) -> Result<T> {
     outcome.map_err(|e| Error::Msg(format!("cuda: a product of cuBLASLt failed: {e}")))
 }
