@@ -1,4 +1,5 @@
-//! Fused operations that make language models on [candle](candle_core) fast without leaving candle.
+//! Fused CPU and CUDA kernels for language models on [candle](candle_core): norms, GEMM with prologue and epilogue,
+//! attention, quantized weights, and the decode step as one CUDA graph.
 //!
 //! | You have | Call |
 //! |---|---|
@@ -44,15 +45,16 @@
 //! # How it is built
 //! A decoder layer at batch 1 is a chain of a few dependent steps. Whatever touches only one row
 //! between two steps belongs inside a step, as its prologue or its epilogue. So an op combines a
-//! prologue (a norm), a weight format (f32, f16, bf16, GGUF blocks, INT8, INT4, ternary) and an
+//! prologue (a norm), a weight format (f32, f16, bf16, GGUF blocks, INT8, FP8, NVFP4, INT4, ternary) and an
 //! epilogue (bias, activation, gating, residual). [`cpu`] has the cores, with SIMD chosen at run time,
 //! and the thread pool.
 //!
 //! # Features
-//! The feature `cuda` adds CUDA kernels to every op, `cuda` with settings, memory and kernels of a GPU, and
-//! replays `generation`'s steps as CUDA graphs; it needs nvcc to build. These pages are built without it.
-//! `nvtx` names launches in Nsight's timelines, `mkl`, `accelerate` and `metal` are candle's own; on a Metal device
-//! models and layers take candle's operations.
+//! - `cuda`: CUDA kernels for every op, the module `cuda` (a GPU's settings, memory and kernels), and decode steps of
+//!   [`generation`] and [`serving`] as CUDA graphs. It needs nvcc to build. These pages are built without it.
+//! - `nvtx`: `cuda`, and names of launches in Nsight's timelines.
+//! - `mkl`, `accelerate`: candle's own, for its unfused products on the CPU.
+//! - `metal`: candle's own. On a Metal device models and layers run candle's operations, and single ops are an error.
 //!
 //! # What is absent
 //! Kernels for Metal, stop strings, training (there is no backward pass). Models take batches of prompts of one length,

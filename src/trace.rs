@@ -14,8 +14,8 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! An op that falls back to a slower form says why behind a colon: `cuda scalar f16: rows that are no
-//! whole 16-byte pieces`. What is not in the list was not fused: candle's own operations are not
+//! An op that takes a slower path says why after a colon: `cuda scalar f16: rows not aligned to
+//! 16 bytes`. What is not in the list was not fused: candle's own operations are not
 //! recorded.
 
 use std::cell::RefCell;
@@ -28,7 +28,7 @@ pub struct Call {
     /// The op's stem, as in `rms_norm_linear`.
     pub op: &'static str,
     /// Device, instruction set or kernel, dtypes and what was fused in, as in `cpu avx2 q4_1 +swiglu`;
-    /// behind a colon, why it was no faster one.
+    /// after a colon, why a slower path was taken.
     pub path: String,
 }
 

@@ -1,5 +1,8 @@
-//! The way from an op to a kernel: `kernels/<folder>/<stem>.cu` becomes a fatbin at build time (`Module`), is
-//! loaded once per GPU (`Gpu`), and is launched on candle's stream (`Launcher`).
+//! A GPU's settings, its memory, and which kernel runs: [`with_kernel`] and `CANDLE_FUSED_KERNEL` force a kernel,
+//! [`Replay`] times calls of ops as a CUDA graph.
+//!
+//! Inside the crate this is the way from an op to a kernel: `kernels/<folder>/<stem>.cu` becomes a fatbin at build time
+//! (`Module`), is loaded once per GPU (`Gpu`), and is launched on candle's stream (`Launcher`).
 
 pub(crate) mod abi;
 mod blocks;

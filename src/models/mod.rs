@@ -11,14 +11,17 @@
 //! | BitNet b1.58 2B4T | [`bitnet::ModelForCausalLM`] | |
 //! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
 //!
-//! Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors, FP8, BitNet; NF4 as numbers) load as they are; [`Checkpoint`]
-//! opens them. Dense weights can be quantized while they are loaded (`load_quantized`, `new_quantized`), saved so
-//! ([`save_quantized`]), and loaded in place (`from_quantized`). [`calibrate()`] quantizes them by what a text makes of them.
+//! [`Checkpoint`] opens checkpoints that are already quantized: GPTQ, AWQ, compressed-tensors, FP8, NVFP4 and BitNet
+//! keep their codes, bitsandbytes' NF4 is dequantized at load.
 //!
-//! candle-transformers' modules for GGUF files are there by their names: [`quantized_llama`], [`quantized_mistral`],
+//! Dense weights can be quantized while they load (`load_quantized`, `new_quantized`), saved in that form
+//! ([`save_quantized`]), and used where the file is mapped (`from_quantized`). [`calibrate()`] is GPTQ: it rounds them so
+//! that the layers' outputs on a text change least.
+//!
+//! candle-transformers' modules for GGUF files have the same names here: [`quantized_llama`], [`quantized_mistral`],
 //! [`quantized_qwen2`], [`quantized_qwen3`], [`quantized_phi3`] and [`smol::quantized_smollm3`].
 //!
-//! All of them are one decoder of different shapes. A model that is loaded with
+//! All models are one decoder with different shapes. A model that is loaded with
 //! [`Fusion::none`](crate::Fusion::none) runs candle's own operations throughout.
 
 mod balance;

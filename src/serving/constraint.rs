@@ -2,9 +2,9 @@
 
 use candle_core::Result;
 
-/// What restricts the tokens of a request from one to the next, such as a grammar: the face that XGrammar and llguidance
-/// show. A request with one is submitted by [`Engine::submit_constrained`](super::Engine::submit_constrained). The engine
-/// asks for a mask before each draw and hands in what was drawn, each token once and in order.
+/// Restricts which token of a request may come next, such as a grammar does; the interface fits XGrammar and llguidance.
+/// [`Engine::submit_constrained`](super::Engine::submit_constrained) submits a request with one. The engine calls
+/// [`mask`](Self::mask) before each draw and [`accept`](Self::accept) with each drawn token, once and in order.
 ///
 /// ```
 /// use candle_core::Result;
@@ -31,7 +31,7 @@ pub trait Constraint: Send {
     /// those past the vocabulary do not count.
     ///
     /// # Errors
-    /// If it cannot be told: the request ends with [`FinishReason::Rejected`](super::FinishReason::Rejected).
+    /// If the mask cannot be computed; the request then ends with [`FinishReason::Rejected`](super::FinishReason::Rejected).
     fn mask(&mut self, mask: &mut [u32]) -> Result<()>;
 
     /// Takes in the token that was drawn, unless that is one of the request's stop ids; whether the text is complete with
@@ -42,7 +42,7 @@ pub trait Constraint: Send {
     fn accept(&mut self, token: u32) -> Result<bool>;
 }
 
-/// A constraint and what it has said last.
+/// A constraint and its last mask.
 pub(super) struct Constrained {
     constraint: Box<dyn Constraint>,
     mask: Vec<u32>,
@@ -59,7 +59,7 @@ impl Constrained {
         }
     }
 
-    /// Asks for the mask of the next draw; it allows nothing where that fails.
+    /// Computes the mask of the next draw; no token is allowed if that fails.
     pub fn update_mask(&mut self) {
         self.mask.fill(0);
         if let Err(error) = self.constraint.mask(&mut self.mask) {

@@ -1,9 +1,9 @@
 //! Many requests at once: continuous batching over pages of keys and values.
 //!
-//! Requests come and go between steps. Each [`Engine::step`] takes in one token of every request that is under way,
-//! and chunks of the prompts of new ones, under a budget, so that no prompt stalls the others. Keys and values lie in
-//! pages that are taken when they are needed; full pages are kept under what they hold, so that requests with the same
-//! beginning read it once.
+//! Requests join and leave between steps. Each [`Engine::step`] processes one token of every running request, and
+//! chunks of new prompts up to a budget of tokens, so that a long prompt does not stall the others (chunked prefill).
+//! Keys and values are in pages, which are allocated as they are needed. Full pages are cached by their tokens, so that
+//! requests with the same prefix compute it once.
 //!
 //! ```no_run
 //! use candle_fused::serving::{Engine, Options, Request};
@@ -96,12 +96,17 @@ pub struct Options {
     pub prompt_budget: usize,
     /// Whether requests with the same beginning share its pages; true by default.
     pub share_prefixes: bool,
-    /// Whether a request's tokens, to the last bit of its logits, are independent of what runs beside it; false by
-    /// default. Steps then have one size on a GPU, that of `sequences` sequences; chunks of prompts, and on the CPU single
-    /// tokens too, go through the layers one request at a time; whole chunks are what requests share; and a request is let
-    /// in when all pages that it may need are free. That costs speed where few requests run on a GPU or many on the CPU.
-    /// It holds for engines with the same options on one machine, but for requests that begin anew after an error or
-    /// [`Engine::profile`]. On the term: Defeating Nondeterminism in LLM Inference (He and Thinking Machines Lab 2025).
+    /// Whether a request's logits, to the last bit, and so its tokens are independent of the other requests; false by
+    /// default. Then:
+    ///
+    /// - every step on a GPU has the size of `sequences` sequences;
+    /// - chunks of prompts, and on the CPU single tokens too, run one request at a time;
+    /// - requests share whole chunks of a prompt only;
+    /// - a request is admitted when all pages that it may need are free.
+    ///
+    /// That costs speed with few requests on a GPU or many on the CPU. It holds for engines with the same options on
+    /// one machine, except for requests that are restarted after an error or [`Engine::profile`]. On the term: Defeating
+    /// Nondeterminism in LLM Inference (He and Thinking Machines Lab 2025).
     pub batch_invariant: bool,
     /// On CUDA, record steps as graphs; true by default.
     pub graph: bool,

@@ -114,7 +114,7 @@ impl Schedule {
         self.running().any(|s| s.constrained.is_some())
     }
 
-    /// Has constraints say what may be drawn in a step.
+    /// Updates the masks of all constraints that draw in a step.
     pub fn update_masks(&mut self, batch: &Batch) {
         for slot in batch.draws() {
             let sequence = self.slots[slot].as_mut();

@@ -1,5 +1,5 @@
-//! The guards, and the CustomOp that candle hands over to the device: on CUDA the operands by address, and the launch of
-//! the product that the table makes of them.
+//! Checks of the arguments, and the CustomOp that candle calls on the tensors' device. On CUDA it takes the operands'
+//! addresses, chooses the kernel by the table, and launches it.
 
 use super::cpu;
 use super::op::LinearOp;

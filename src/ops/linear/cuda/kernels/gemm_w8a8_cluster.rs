@@ -1,5 +1,5 @@
-//! Small products by integers on Hopper in one launch: its blocks make int8 of x themselves, which a kernel
-//! of its own takes as long for as the product.
+//! Small INT8 products on Hopper in one launch: its blocks quantize x to int8 themselves. A kernel of its own for
+//! that takes as long as the product.
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands};
