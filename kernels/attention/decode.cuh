@@ -8,9 +8,9 @@
 // `partial`; the last one, by an atomic counter, merges them and resets the counter. One block alone, which is
 // enough for a few hundred keys, writes y at once.
 //
-// Keys before the position were written by earlier steps, which are complete if the position is what it is: so they
-// are loaded before the PDL wait, and the position is read again after it. A chain of launches in which an earlier kernel
-// writes such keys while the position stays the same is not allowed.
+// Keys before the position were written by earlier steps, which are complete once the position has its value. So these
+// keys are loaded before the PDL wait, and the position is read again after it. A chain of launches in which an earlier
+// kernel writes such keys while the position stays the same is not allowed.
 #pragma once
 
 #include "attention/decode_place.cuh"
@@ -448,9 +448,9 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
   if (rehearses(p) && threadIdx.x == 0) *s.position = read_position(p.position + here.z);
   __syncthreads();
 
-  // The rehearsal goes the same way without queries. It leaves nothing behind but the keys in
-  // registers, the angles in shared memory, and the instructions in the caches: fetching those line
-  // by line once the queries are there would cost as much as the work.
+  // Pass 0 is a warm-up before the PDL wait: the same code without queries. All that remains of it are the keys in
+  // registers, the angles in shared memory, and the instructions in the caches. Fetching these line by line once the
+  // queries are there would take as long as the work.
 #pragma unroll 1
   for (int pass = rehearses(p) ? 0 : 1; pass < 2; ++pass) {
     const bool real = pass == 1;

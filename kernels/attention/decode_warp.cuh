@@ -93,13 +93,12 @@ __device__ __forceinline__ float rescale(float top, float& m, float& l, float (&
   return off;
 }
 
-// Scores are Q K^T with the heads as rows: rows 0-7 are the queries as C stores them, rows 8-15
-// what that left out, so a product is as exact as in f32. Values are V^T P^T with the heads as
-// columns, P again in two parts. A page holds a multiple of 8 keys, so it is looked up once for 8 of them, a tile
-// ahead.
+// Scores are Q K^T with the heads as rows: rows 0-7 are the queries rounded to C, rows 8-15 what the rounding left over,
+// so a product is as exact as in f32. Outputs are V^T P^T with the heads as columns, P again in two parts. A page holds a
+// multiple of 8 keys, so the page table is read once for every 8 keys, a tile ahead.
 //
-// Products are of codes as they are, if C is a code: scales of keys multiply the scores, and scales of values are a part
-// of P, whose exponents they are added to, so that P is 1 at most whatever they are.
+// If C is a code, products are of the codes themselves. Scales of keys multiply the scores. Logarithms of the scales of
+// values are added to the exponents of P, so that P is at most 1 whatever the scales are.
 template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCore {
   using From = std::conditional_t<PAGED, KeysInPages, Keys>;
   using Operand = typename Stored<C>::Operand;

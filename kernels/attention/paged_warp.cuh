@@ -63,14 +63,15 @@ struct Sight {
   }
 };
 
-// Queries of a stretch in a warp's shared memory.
+// The queries of a stretch in a warp's shared memory. A stretch is the part of one head of one sequence that a warp has
+// in its share of the keys.
 struct PagedQueries {
   char* operands;  // for tensor cores
   float* q;        // [ROWS][head_dim], for lanes
   Sight* sights;   // [ROWS]
 };
 
-// What a warp leaves of a stretch for others, in shared memory: rows `stride` floats apart.
+// A warp's partial results of a stretch in shared memory, to be merged with those of others: rows `stride` floats apart.
 struct PagedPartial {
   float* tops;
   float* weights;
@@ -244,7 +245,8 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     ahead = keys.entry(Places<KEYS>::key(keys.from + KEYS));
   }
 
-  // The entry of this lane's key so many tiles behind `first`, which goes on in `then`.
+  // The page table's entry of this lane's key, `tiles` tiles after `first`; after the last tile of `keys` come those of
+  // `then`.
   __device__ uint32_t entry_behind(const PagedKeys& keys, const PagedKeys& then, uint32_t first, uint32_t tiles) const {
     const bool own = first + tiles * KEYS < keys.to;
     const uint32_t behind = (keys.to - first + KEYS - 1) / KEYS;
@@ -252,11 +254,11 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     return keys.or_else(then, own).entry(Places<KEYS>::key(key));
   }
 
-  // All tiles, one at least, of which the first has been fetched; then the first of `then` has been.
+  // Computes all tiles, at least one. The first has been fetched before the call; the first of `then` is fetched in it.
   __device__ void run(const PagedKeys& keys, const PagedKeys& then, const PagedQueries& queries, int) {
     const int lane = threadIdx.x % WARP;
     bool more = true;
-    // What comes behind a stretch of one tile was not known when that was begun.
+    // With a stretch of one tile, the tile after it was not known when that one was fetched.
     if (keys.from + KEYS >= keys.to) ahead = then.entry(Places<KEYS>::key(then.from));
 #pragma unroll 1
     for (uint32_t first = keys.from; more; first += KEYS) {

@@ -267,7 +267,7 @@ template <typename T, int D, bool SPLIT, Batch B> struct Rows {
     }
   }
 
-  // Leaves this warp's part of a row for the first group to take.
+  // Stores this warp's maxima, sums and outputs in shared memory, for the first group of warps to merge.
   __device__ void leave(float4* shared) const {
     const int lane = threadIdx.x % WARP;
     shared[lane] = make_float4(top[0], top[1], sum[0], sum[1]);
@@ -276,6 +276,7 @@ template <typename T, int D, bool SPLIT, Batch B> struct Rows {
       shared[(n + 1) * WARP + lane] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
   }
 
+  // Merges what `leave` has stored into this warp's maxima, sums and outputs.
   __device__ void take(const Params& p, const float4* shared) {
     const int lane = threadIdx.x % WARP;
     const float unit = p.general ? 1.f : p.scale * LOG2E;

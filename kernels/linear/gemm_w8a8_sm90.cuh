@@ -127,10 +127,10 @@ template <int N, int CLUSTER, class Kind> struct Tiles {
   static constexpr int STAGES = N == 128 ? 6 : 4;
   static constexpr int STAGE_BYTES = X_BYTES + N * BLOCK_K;
   static constexpr int PIECE = N / 2;
-  // Threads that the registers would do for: of the 384 each has 96 or 168 at the launch. Narrow tiles leave
-  // registers to the preceding kernel, at whose side their first weights are fetched.
+  // Threads for the launch bounds, which set the registers of each of the block's 384 threads at the launch: 96 with 640,
+  // 168 with 384. Narrow tiles leave registers to the preceding kernel, beside which their first weights are loaded.
   static constexpr int THREADS = N * Kind::SETS == 128 ? 640 : 384;
-  // Then, of a thread.
+  // Registers of a thread after the launch, of a producer and of a consumer.
   static constexpr int PRODUCER = 24, CONSUMER = N * Kind::SETS == 128 ? 128 : 240;
   static constexpr int STAGED = W8A8_STAGED, PITCH = W8A8_STAGED_PITCH;
 

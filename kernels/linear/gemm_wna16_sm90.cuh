@@ -9,11 +9,11 @@
 // (gemm_wna16_schedule.cuh), writes the outputs of one while the producer brings x of the next, and the two blocks of a
 // cluster, side by side in N, share x (TMA multicast).
 //
-// Weights go from memory to registers without shared memory. All loads of the loop share one scoreboard, so a warp
-// that waits for some waits for all. Those of a block of K are issued at the beginning of the step before its own, behind
-// the wait for that step's, and have a step's time; with few tokens, where other warps of the multiprocessor hide the
-// wait and each instruction counts, those of integers at the end of the step before that. The first begin in front of
-// the wait for the preceding kernel.
+// Weights go from global memory straight to registers. All loads of the loop share one scoreboard, so a warp that waits
+// for one load waits for all. The loads of a block of K are issued at the beginning of the step before its own, after
+// that step's wait for its own weights, and so have a step's time. With few tokens other warps of the multiprocessor hide
+// the wait and each instruction counts: there integer weights are loaded at the end of the step before that one. The
+// first loads are issued before the wait for the preceding kernel.
 //
 // For few tokens, where issuing instructions bounds a product, weights are not scaled: a group of them gives sums of
 // its own, which are scaled in f32. What a GGUF format adds to all weights of a block meets the sum of its 32 values
@@ -216,7 +216,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
 
   using Block = typename Weights::Block;
 
-  // Those that are loaded in front of a segment.
+  // Loads the blocks of K that have to be in registers before the loop over a segment begins.
   __device__ __forceinline__ void prefetch(Block (&blocks)[2], const Weights& weights, const Segment& of) const {
     weights.load(blocks[0], p, of.begin);
     if (!LOADS_EARLY && of.begin + 1 < of.end) weights.load(blocks[1], p, of.begin + 1);

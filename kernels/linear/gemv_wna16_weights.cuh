@@ -6,7 +6,7 @@
 
 namespace fused {
 
-// Numbers of bf16, less others: exact for codes and 128 more, and for codes and zero points.
+// a - b of two bf16 each. Exact where a is 128 plus a code and b is 128, and where a is a code and b its zero point.
 __device__ __forceinline__ uint32_t less_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -63,8 +63,8 @@ template <bool ZEROS> __device__ __forceinline__ uint32_t int4_numbers(uint32_t 
   return ZEROS ? less_bf16x2(less_bf16x2(v, 0x43004300u), zero) : less_bf16x2(v, 0x43084308u);
 }
 
-// Codes 2j and 2j + 1 of a word of INT8 as bf16. A code below 128 is the low bits of the mantissa of 128;
-// the top bit of a byte, set, makes 256 of the 128 that is taken off.
+// Codes 2j and 2j + 1 of a word of INT8 as bf16. The low 7 bits of a byte become the mantissa of a number from 128 on;
+// 128 is subtracted, or 256 if the byte's top bit is set.
 __device__ __forceinline__ uint32_t int8_numbers(uint32_t word, int j) {
   const uint32_t v = __byte_perm(word, 0, j == 0 ? 0x4140 : 0x4342);
   return less_bf16x2(masked_or(v, 0x007f007fu, 0x43004300u), masked_or(v, 0x00800080u, 0x43004300u));
@@ -77,8 +77,8 @@ __device__ __forceinline__ uint32_t fp8_numbers(uint32_t word, int j) {
   return bf16x2_mul(masked_or(signs, 0x80008000u, rest & 0x07f007f0u), 0x7b807b80u);
 }
 
-// The scale of the half of block e that a lane has values of, 2^118 times, as two bf16: multiplied by it, pairs of codes
-// as nvfp4_pair gives them are NVFP4_UNIT less than their numbers, exactly.
+// 2^118 times the scale of the lane's half of block e, as two bf16. A pair of codes from nvfp4_pair times this scale is
+// exactly 1 / NVFP4_UNIT of the values.
 constexpr float NVFP4_UNIT = 256.f;
 __device__ __forceinline__ uint32_t nvfp4_scale(uint32_t bytes, int e) {
   return (__byte_perm(bytes, 0, 0x4040 | e * 0x0101) << 4) + 0x75807580u;
