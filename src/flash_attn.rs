@@ -5,9 +5,9 @@
 //! `shims/candle-flash-attn` in the place of candle-flash-attn, for candle-transformers too.
 //!
 //! `softmax(softmax_scale q kᵀ + bias) v`, where the queries are the last positions: query `i` stands at
-//! `Tk - Tq + i`. It sees the keys from `window_size_left` before to `window_size_right` behind its position;
+//! `Tk - Tq + i`. It sees the keys from `window_size_left` before to `window_size_right` after its position;
 //! `None` is without a limit, `causal` is a `window_size_right` of 0. `alibi_slopes[h]` times the distance of
-//! query and key is taken off the scores of head `h`, behind the softcap.
+//! query and key is taken off the scores of head `h`, after the softcap.
 //!
 //! | | q | k, v | result |
 //! |---|---|---|---|
@@ -17,7 +17,7 @@
 //!
 //! What goes beyond candle-flash-attn: the CPU; f32 beside f16 and bf16; any head dimension (on a GPU up to
 //! 512); strided last dimensions; GPUs from compute capability 7.5 on; a softcap, windows and slopes in any
-//! combination. What is missing, over pages: prefix ranges and keys behind the query. As there, tensors that
+//! combination. What is missing, over pages: prefix ranges and keys after the query. As there, tensors that
 //! are tracked for gradients are taken (not over pages), and a backward pass is an error.
 //!
 //! ```
@@ -70,7 +70,7 @@ pub struct FlashAttn {
     pub alibi_slopes: Option<Tensor>,
     /// Keys before a query's position that it sees.
     pub window_size_left: Option<usize>,
-    /// Keys behind it.
+    /// Keys after it.
     pub window_size_right: Option<usize>,
     /// Scores become `softcap * tanh(score / softcap)`; 0 is none.
     pub softcap: Option<f32>,

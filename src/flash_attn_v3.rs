@@ -31,7 +31,7 @@ pub struct FlashAttn {
     pub alibi_slopes: Option<Tensor>,
     /// Keys before a query's position that it sees.
     pub window_size_left: Option<usize>,
-    /// Keys behind it.
+    /// Keys after it.
     pub window_size_right: Option<usize>,
     /// Changes nothing.
     pub use_gqa_packing: bool,

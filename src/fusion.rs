@@ -67,11 +67,11 @@ switches! {
         residual_add,
         /// RMS norms that stand alone run as [`rms_norm`](fn@crate::ops::rms_norm).
         rms_norm,
-        /// RMS norms run as the prologue of the matrix product behind them.
+        /// RMS norms run as the prologue of the matrix product after them.
         rms_norm_linear,
         /// Layer norms that stand alone run as [`layer_norm`](fn@crate::ops::layer_norm).
         layer_norm,
-        /// Layer norms run as the prologue of the matrix product behind them.
+        /// Layer norms run as the prologue of the matrix product after them.
         layer_norm_linear,
         /// Dense matrix products run as [`crate::ops::linear`](fn@crate::ops::linear).
         linear,

@@ -265,7 +265,7 @@ impl BlockMatrix {
     }
 }
 
-/// The values of matrices, one behind the other, at `out`.
+/// The values of matrices, one after the other, at `out`.
 ///
 /// # Safety
 /// `out` is aligned to 16 bytes and has room for all of them, until the stream has passed this.

@@ -28,7 +28,7 @@ pub(crate) struct GpuSpec {
 }
 
 impl GpuSpec {
-    /// Shared memory, static and dynamic, that each of so many blocks of one SM can have, in bytes.
+    /// Shared memory, static and dynamic, that each of `blocks` blocks of one SM can have, in bytes.
     pub fn share(&self, blocks: usize) -> usize {
         (self.shared as usize + RESERVED) / blocks - RESERVED
     }

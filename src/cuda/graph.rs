@@ -113,7 +113,7 @@ impl Graph {
         self.kernels
     }
 
-    /// Replays the chain on `stream`, behind what is there.
+    /// Replays the chain on `stream`, after what is there.
     ///
     /// # Safety
     /// Every address that was recorded is still valid, and stays so until the stream has passed.

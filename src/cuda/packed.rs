@@ -387,7 +387,7 @@ pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
     }
 }
 
-/// Blocks along x for so many threads.
+/// Blocks along x for `threads` threads.
 pub(super) fn line(threads: usize) -> Result<Grid> {
     match u32::try_from(threads.div_ceil(FORMAT_THREADS)) {
         Ok(blocks) => Ok(Grid::line(blocks, FORMAT_THREADS as u32)),

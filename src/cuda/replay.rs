@@ -93,7 +93,7 @@ impl<T> Replay<T> {
         }
     }
 
-    /// Launches everything on candle's stream, behind what is there.
+    /// Launches everything on candle's stream, after what is there.
     ///
     /// # Errors
     /// If the driver refuses.

@@ -10,7 +10,7 @@ const OP: &str = "flash_attn_varlen_paged";
 /// It may be i32 too, and comes to the host then.
 ///
 /// `window_size_right` has to be 0, and `mm_prefix_ranges` `None`: pages are read by
-/// [`paged_prefill`](fn@crate::ops::paged_prefill), where no query sees a key behind its own. Blocks may be of any
+/// [`paged_prefill`](fn@crate::ops::paged_prefill), where no query sees a key after its own. Blocks may be of any
 /// size (on a GPU up to 256).
 ///
 /// # Errors

@@ -17,7 +17,7 @@ pub(super) struct Eager {
 }
 
 impl Eager {
-    /// Reads `ids` behind what the sequence holds and draws the token to follow.
+    /// Appends `ids` to what the sequence holds and draws the token to follow.
     pub fn extend(&self, index: usize, sequence: &mut Sequence, ids: &[u32]) -> Result<u32> {
         let decoder = &self.decoder;
         let logits = sequence.read(decoder, ids, |cache, position| {

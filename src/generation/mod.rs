@@ -231,7 +231,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Reads `ids` behind what sequence `index` holds, and draws the token to follow. The token that
+    /// Appends `ids` to what sequence `index` holds, and draws the token to follow. The token that
     /// was drawn last belongs to `ids` if it is to stay, a stop id too.
     ///
     /// # Errors

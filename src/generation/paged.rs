@@ -1,4 +1,4 @@
-//! Keys and values of several sequences in pages: each sequence has as many as its positions need, one behind the other.
+//! Keys and values of several sequences in pages: each sequence has as many as its positions need, in order.
 
 use crate::models::decoder::{Decoder, DecoderCache};
 use crate::nn::{AttentionConfig, PagedRun, PagedTokens};
@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 /// Tokens of a page.
 const PAGE: usize = 64;
 
-/// Pages of every layer, keys and values of a page one behind the other.
+/// Pages of every layer, the values of a page after its keys.
 pub(crate) fn pools(
     decoder: &Decoder,
     kind: &DecoderCache,

@@ -27,7 +27,7 @@ pub(super) struct Model<'a> {
     pub rotaries: &'a Rotaries,
     /// Of the sequence.
     pub caches: &'a [Cache],
-    /// The position behind the whole prompt, which may come in parts.
+    /// The position after the whole prompt, which may come in parts.
     pub end: usize,
 }
 
@@ -61,7 +61,7 @@ pub(super) enum LayerKeys<'a> {
     Pages(&'a PagedRows<'a>, usize),
 }
 
-/// Reads `ids` at `position` and following, and gives the logits f32 `[1, V]` behind the last of them.
+/// Reads `ids` at `position` and following, and gives the logits f32 `[1, V]` after the last of them.
 ///
 /// # Errors
 /// If a layer is not fused throughout, or memory is short.
@@ -91,7 +91,7 @@ pub(super) fn read(
     pass.logits(device, decoder, last, 1)
 }
 
-/// The rows of a prompt on their way through the layers.
+/// The rows of a prompt as they go through the layers.
 pub(super) struct Pass {
     pub launcher: Launcher,
     pub scratch: Scratch,
@@ -105,7 +105,7 @@ pub(super) struct Pass {
 }
 
 impl Pass {
-    /// With the embedded rows of so many ids at this address; `kept` has the stream's memory.
+    /// With the embedded rows of `tokens` ids at the address `ids`; `kept` has the stream's memory.
     pub fn new(
         device: &CudaDevice,
         decoder: &Decoder,
@@ -145,7 +145,7 @@ impl Pass {
         self.x + (row * self.hidden * self.dtype.size_in_bytes()) as Address
     }
 
-    /// The logits f32 `[rows, V]` behind so many rows of the stream, one behind the other from `x` on.
+    /// The logits f32 `[rows, V]` after each of `rows` rows of the stream, contiguous from `x` on.
     pub fn logits(
         &mut self,
         device: &CudaDevice,
@@ -230,7 +230,7 @@ impl Pass {
         self.product(linear, at)
     }
 
-    /// A product of the stream behind a norm.
+    /// A product of the stream with a norm as its prologue.
     fn behind(
         &self,
         linear: &Projection,

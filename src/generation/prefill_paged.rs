@@ -14,7 +14,7 @@ use crate::ops::paged_append::cuda::AppendAt;
 use crate::ops::paged_attention::cuda::{key_pages, operands};
 use candle_core::{CudaDevice, Device, Result, Tensor};
 
-/// Rows of several sequences, one behind the other.
+/// Rows of several sequences, one sequence after the other.
 pub(crate) struct Rows {
     ids: Vec<u32>,
     positions: Vec<u32>,

@@ -44,7 +44,7 @@ impl Sequence {
         Ok(logits)
     }
 
-    /// Whether `ids` can be read behind what is held.
+    /// Whether `ids` can be appended to what is held.
     pub fn check(&self, decoder: &Decoder, ids: &[u32]) -> Result<()> {
         let position = self.ids.len();
         if ids.is_empty() {

@@ -325,7 +325,7 @@ impl<'a> PlanBuilder<'a> {
         Ok(*self.scratch.insert((partial, counters)))
     }
 
-    /// The head behind the last norm, and the choice of the next tokens.
+    /// The head with the last norm as its prologue, and the choice of the next tokens.
     pub fn head(&mut self, head: &Projection, norm: &Norm) -> std::result::Result<(), Refusal> {
         let vocab = head.rows().iter().sum::<usize>();
         let logits = self.buffer(DType::F32, self.io.sequences * vocab)?;

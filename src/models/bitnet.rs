@@ -1,6 +1,6 @@
 //! BitNet b1.58 2B4T.
 //!
-//! A Llama whose matrices are ternary, with a norm in front of the output projection and of the MLP's last matrix, and
+//! A Llama whose matrices are ternary, with a norm before the output projection and of the MLP's last matrix, and
 //! squared ReLU as the gate: `down(norm(max(gate(x), 0)^2 * up(x)))`. Checkpoints are transformers' (`quant_method`
 //! `bitnet`), packed or as the numbers that training left; [`Checkpoint`](super::Checkpoint) opens them. Their layers
 //! take their input in 8 bits of each token, as they were trained

@@ -36,11 +36,11 @@ use std::marker::PhantomData;
 /// let mut model = ModelForCausalLM::new(&config, vb.clone())?;
 /// assert_eq!((model.vocab_size(), model.max_positions()), (32, 128));
 /// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
-/// // Logits behind the last token, then those of one token more.
+/// // Logits after the last token, then those of one token more.
 /// assert_eq!(model.forward(&ids, 0)?.dims(), [1, 1, 32]);
 /// assert_eq!(model.forward(&ids.narrow(1, 0, 1)?, 3)?.dims(), [1, 1, 32]);
 /// model.clear_kv_cache();
-/// // The embedding, then behind each layer, and the logits of every token.
+/// // The embedding, then the output of each layer, and the logits of every token.
 /// let (states, logits) = model.hidden_states(&ids, 0)?;
 /// assert_eq!((states.len(), logits.dims()), (3, &[1, 3, 32][..]));
 ///

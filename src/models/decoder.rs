@@ -59,7 +59,7 @@ impl Block {
         self.behind_attention(x, &h)
     }
 
-    /// What the layer makes of what enters it, `x`, and of the residual stream behind its attention, `h`.
+    /// What the layer makes of what enters it, `x`, and of the residual stream after its attention, `h`.
     pub fn behind_attention(&self, x: &Tensor, h: &Tensor) -> Result<Tensor> {
         self.mlp
             .forward(self.mlp_input(x, h), Some(&self.mlp_norm), h)
@@ -178,7 +178,7 @@ impl DecoderCache {
         Ok(&self.rotaries)
     }
 
-    /// Positions up to which a token's rotation does not depend on those behind it.
+    /// Positions up to which a token's rotation does not depend on later ones.
     pub fn even_positions(&self) -> usize {
         self.rotaries.rotated.even_positions()
     }

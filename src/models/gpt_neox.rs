@@ -41,7 +41,7 @@ pub struct Config {
     pub max_position_embeddings: usize,
     /// Added to the variance in every norm.
     pub layer_norm_eps: f64,
-    /// `x + attention(norm1(x)) + mlp(norm2(x))` instead of one behind the other.
+    /// `x + attention(norm1(x)) + mlp(norm2(x))` instead of one after the other.
     pub use_parallel_residual: bool,
     /// Whether the projections of attention have biases.
     pub attention_bias: bool,

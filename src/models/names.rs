@@ -4,13 +4,13 @@
 #[derive(Debug)]
 pub struct Names {
     pub embedding: &'static str,
-    /// In front of a layer's number; the names below stand behind it.
+    /// The part before a layer's number; the names below come after it.
     pub layer: &'static str,
     pub attention_norm: &'static str,
     pub qkv: Qkv,
     /// Norms of queries and keys.
     pub head_norms: [&'static str; 2],
-    /// Norms in front of output and down.
+    /// Norms before output and down.
     pub sub_norms: [&'static str; 2],
     pub output: &'static str,
     pub mlp_norm: &'static str,

@@ -40,7 +40,7 @@ pub struct Config {
     pub max_position_embeddings: usize,
     /// Positions that a sliding layer sees.
     pub sliding_window: usize,
-    /// Layers in front of the first that slides.
+    /// Layers before the first that slides.
     pub max_window_layers: usize,
     /// Whether the head shares the embedding's weights.
     pub tie_word_embeddings: bool,
@@ -197,7 +197,7 @@ impl Model {
 
     /// What leaves the final norm, `[B, T, hidden]`, for `input_ids` `[B, T]` (u32) at positions
     /// `seqlen_offset..seqlen_offset + T`. With `attn_mask` `[B, seqlen_offset + T]` (integers) every
-    /// token sees all positions whose mask is not 0, before it and behind it; without, attention is
+    /// token sees all positions whose mask is not 0, before it and after it; without, attention is
     /// causal.
     ///
     /// # Errors

@@ -41,7 +41,7 @@ pub struct Config {
     pub max_position_embeddings: usize,
     /// Positions that a sliding layer sees.
     pub sliding_window: Option<usize>,
-    /// Layers in front of the first that slides.
+    /// Layers before the first that slides.
     pub max_window_layers: usize,
     /// Whether the head shares the embedding's weights.
     pub tie_word_embeddings: bool,

@@ -22,7 +22,7 @@ pub struct Kind {
     pub norm: NormKind,
     /// Whether queries and keys are normalised head by head.
     pub head_norms: bool,
-    /// Whether there are norms in front of the output projection and of the MLP's last matrix (SubLN).
+    /// Whether there are norms before the output projection and of the MLP's last matrix (SubLN).
     pub sub_norms: bool,
     /// Whether there are models with attention and MLP side by side.
     pub side_by_side: bool,
@@ -32,7 +32,7 @@ pub struct Kind {
     pub biases: Biases,
 }
 
-/// Which norm stands in front of attention and MLP.
+/// Which norm comes before attention and MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     Rms,
@@ -56,7 +56,7 @@ pub struct Shape {
     pub unrotated: Unrotated,
     pub eps: f64,
     pub activation: Activation,
-    /// `x + attention(norm1(x)) + mlp(norm2(x))` instead of one behind the other.
+    /// `x + attention(norm1(x)) + mlp(norm2(x))` instead of one after the other.
     pub parallel: bool,
     /// Which biases a checkpoint must have; others are used where it has them.
     pub biases: Biases,
@@ -100,9 +100,9 @@ pub struct Long {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unrotated {
     None,
-    /// The last of each so many.
+    /// The last of each group of this many.
     Every(usize),
-    /// By layer; those behind the list are rotated.
+    /// By layer; those past its end are rotated.
     Listed(Vec<bool>),
 }
 
@@ -143,7 +143,7 @@ pub const CONFIG_SIZES: [&str; 8] = [
     "max_position_embeddings",
 ];
 
-/// What a GGUF file calls them, behind its architecture.
+/// What a GGUF file calls them, after its architecture.
 pub const GGUF_SIZES: [&str; 8] = [
     "embedding_length",
     "feed_forward_length",

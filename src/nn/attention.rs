@@ -82,7 +82,7 @@ impl<'a> Tokens<'a> {
 /// assert_eq!((y.dims(), cache.len()), (&[1, 1, 64][..], 4));
 /// assert!(attention.output().fusion().linear && attention.sub_norm().is_none());
 ///
-/// // As BitNet has it: a norm in front of the projection back.
+/// // As BitNet has it: a norm before the projection back.
 /// let attention = attention.with_sub_norm(nn::rms_norm(64, 1e-6, vb.pp("attn_sub_norm"))?.into());
 /// assert!(attention.sub_norm().is_some());
 /// # Ok::<(), candle_core::Error>(())
@@ -116,7 +116,7 @@ impl Attention {
         Self { fusion, ..self }
     }
 
-    /// The same with norms of each head's queries and keys in front of the rotation, as Qwen3 has
+    /// The same with norms of each head's queries and keys before the rotation, as Qwen3 has
     /// them.
     pub fn with_head_norms(self, queries: RmsNorm, keys: RmsNorm) -> Self {
         Self {
@@ -125,7 +125,7 @@ impl Attention {
         }
     }
 
-    /// The same with a norm of what the heads gather, in front of the projection back, as BitNet has it (SubLN,
+    /// The same with a norm of what the heads gather, before the projection back, as BitNet has it (SubLN,
     /// Wang et al. 2022).
     pub fn with_sub_norm(self, norm: Norm) -> Self {
         Self {
@@ -134,7 +134,7 @@ impl Attention {
         }
     }
 
-    /// The norm in front of the projection back.
+    /// The norm before the projection back.
     pub fn sub_norm(&self) -> Option<&Norm> {
         self.sub_norm.as_ref()
     }

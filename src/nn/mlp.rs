@@ -1,4 +1,4 @@
-//! The two matrices behind attention, with a gate or without.
+//! The two matrices after attention, with a gate or without.
 
 use super::{Norm, Projection};
 use crate::ops::Activation;
@@ -35,8 +35,8 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    /// From the matrices in front of the activation as one [`Projection`] (gate and up, in this
-    /// order, for [`Activation::SwiGlu`] and other activations with a gate), and the matrix behind it. What is fused is what is in them.
+    /// From the matrices before the activation as one [`Projection`] (gate and up, in this
+    /// order, for [`Activation::SwiGlu`] and other activations with a gate), and the matrix after it. What is fused is what is in them.
     pub fn new(up: Projection, down: Projection, activation: Activation) -> Self {
         Self {
             up,
@@ -46,7 +46,7 @@ impl Mlp {
         }
     }
 
-    /// The same with a norm behind the activation, in front of the last matrix (SubLN, Wang et al. 2022).
+    /// The same with a norm after the activation, before the last matrix (SubLN, Wang et al. 2022).
     pub fn with_sub_norm(self, norm: Norm) -> Self {
         Self {
             sub_norm: Some(norm),
@@ -54,12 +54,12 @@ impl Mlp {
         }
     }
 
-    /// The norm in front of the last matrix.
+    /// The norm before the last matrix.
     pub fn sub_norm(&self) -> Option<&Norm> {
         self.sub_norm.as_ref()
     }
 
-    /// What stands in front of the activation, and behind it.
+    /// The matrices before the activation, and the one after it.
     pub(crate) fn projections(&self) -> (&Projection, &Projection) {
         (&self.up, &self.down)
     }

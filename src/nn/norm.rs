@@ -164,7 +164,7 @@ impl LayerNorm {
         self.eps
     }
 
-    /// As the norm in front of a part of a layer.
+    /// As the norm before a part of a layer.
     pub(super) fn into_norm(self) -> Norm {
         match self {
             Self {
@@ -206,7 +206,7 @@ impl Module for LayerNorm {
     }
 }
 
-/// The norm in front of a part of a layer.
+/// The norm before a part of a layer.
 #[derive(Clone, Debug)]
 pub enum Norm {
     /// [`RmsNorm`]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 ///
 /// GPTQ with act order quantizes columns by their importance, so that a group's columns lie apart. Sorted
 /// by group at load they are a matrix of ordinary groups, and the input is gathered in the same order
-/// in front of each product.
+/// before each product.
 #[derive(Clone, Debug)]
 pub struct InputOrder {
     order: Arc<[u32]>,

@@ -12,7 +12,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::sync::Arc;
 
-/// An error with the tensor's name in front.
+/// An error that begins with the tensor's name.
 pub(crate) fn named<T>(name: &str, result: Result<T>) -> Result<T> {
     match result {
         Ok(value) => Ok(value),

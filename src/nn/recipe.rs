@@ -222,7 +222,7 @@ impl Recipe {
 
     /// Brings the columns of the layers' matrices to like sizes before they are quantized, which
     /// serves formats whose scales belong to whole rows, such as INT8: columns are multiplied by powers
-    /// of two, and the norm's weight (and bias) in front of them is divided by them; in a gated MLP the
+    /// of two, and the norm's weight (and bias) before them is divided by them; in a gated MLP the
     /// last matrix's columns, and the rows of the one before it. What the model computes in f32 or bf16
     /// without quantization stays the same to the bit (numbers of f16 below its normal ones are
     /// rounded), but those weights and norms are no longer the checkpoint's. It looks at weights alone,

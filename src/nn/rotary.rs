@@ -20,7 +20,7 @@ const ROWS: usize = 64;
 /// let rotary = RotaryEmbedding::with_theta(64, 1e4, 512, RopeStyle::HalfSplit, &Device::Cpu)?;
 /// let q = Tensor::ones((1, 8, 3, 64), DType::F32, &Device::Cpu)?;
 /// let k = Tensor::ones((1, 2, 3, 64), DType::F32, &Device::Cpu)?;
-/// // Three tokens behind 100 others.
+/// // Three tokens after 100 others.
 /// let (q, k) = rotary.apply(&q, &k, 100)?;
 /// # assert_eq!((q.dims(), k.dims()), (&[1, 8, 3, 64][..], &[1, 2, 3, 64][..]));
 /// # Ok::<(), candle_core::Error>(())
@@ -219,12 +219,12 @@ impl RotaryEmbedding {
         (&self.cos, &self.sin)
     }
 
-    /// Positions up to which a token's rotation does not depend on those behind it.
+    /// Positions up to which a token's rotation does not depend on later ones.
     pub(crate) fn even_positions(&self) -> usize {
         self.long.as_ref().map_or(usize::MAX, |long| long.from)
     }
 
-    /// The tables of a call whose tokens stand in front of position `end`: past a model's first context
+    /// The tables of a call whose tokens come before position `end`: past a model's first context
     /// length, all of them turn by its long frequencies.
     pub(crate) fn tables_up_to(&self, end: usize) -> (&Tensor, &Tensor) {
         match &self.long {

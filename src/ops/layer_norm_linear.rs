@@ -6,7 +6,7 @@ use super::rms_norm_linear::parts;
 use candle_core::{Result, Tensor};
 
 /// `y_i = act(layer_norm(x, norm_weight, norm_bias, eps) W_iᵀ + bias) + residuals`: one norm feeding
-/// one or several weight matrices in one step, as GPT-NeoX has it in front of attention and MLP.
+/// one or several weight matrices in one step, as GPT-NeoX has it before attention and MLP.
 ///
 /// * `x`: `[.., K]`, f32, f16 or bf16, any layout
 /// * `norm_weight`, `norm_bias`: `[K]`, in x's dtype

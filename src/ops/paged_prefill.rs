@@ -13,7 +13,7 @@ const OP: &str = "paged_prefill";
 /// `L - n + i` and sees keys `0 ..= L - n + i`.
 ///
 /// * `q`: `[total_q, Hq, D]`, f32, f16 or bf16: the queries of all sequences, prompts, chunks of prompts and single
-///   tokens mixed, one sequence behind the other
+///   tokens mixed, one sequence after the other
 /// * `pool`: keys and values of all sequences, those of the new tokens among them
 ///   ([`paged_append`](fn@super::paged_append) writes them); f32, f16 or bf16, which may differ from q's dtype, or
 ///   quantized; Hkv divides Hq, and query head `h` reads key/value head `h / (Hq / Hkv)`

@@ -47,7 +47,7 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// Views of a pool that has keys and values of a page one behind the other: `[pages, 2, page, Hkv, D]` or
+    /// Views of a pool that has the values of a page after its keys: `[pages, 2, page, Hkv, D]` or
     /// `[pages, 2, Hkv, page, D]`.
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl PagePool {
 /// page `j / page`. All tensors are u32 and on the pools' device; sequences may share pages.
 #[derive(Clone, Debug)]
 pub enum PageTable {
-    /// The pages of all sequences one behind the other, as FlashInfer has them.
+    /// The pages of all sequences one sequence after the other, as FlashInfer has them.
     Csr {
         /// `[B + 1]`: sequence b has `indices[indptr[b] .. indptr[b + 1]]`.
         indptr: Tensor,
@@ -84,7 +84,7 @@ pub enum PageTable {
     },
     /// A row of pages for each sequence, as vLLM has them.
     Padded {
-        /// `[B, max_pages]`; entries behind the last page of a sequence are not read.
+        /// `[B, max_pages]`; entries after the last page of a sequence are not read.
         block_table: Tensor,
         /// `[B]`: tokens of each sequence.
         lengths: Tensor,

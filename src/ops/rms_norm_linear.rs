@@ -47,7 +47,7 @@ pub fn rms_norm_linear(
     parts("rms_norm_linear", x, prologue, weights, epilogue)
 }
 
-/// The product of several dense weights behind a norm, a view for each.
+/// The product of several dense weights after a norm, a view for each.
 pub(super) fn parts(
     name: &'static str,
     x: &Tensor,

@@ -108,7 +108,7 @@ pub(super) fn float64(t: &Tensor) -> Result<Vec<f64>> {
         .to_vec1()
 }
 
-/// The addresses of a tensor's elements, from the first byte to the one behind the last.
+/// The addresses of a tensor's elements, from the first byte to one past the last.
 pub(super) fn span(op: &str, name: &str, t: &Tensor) -> Result<Range<usize>> {
     let (storage, layout) = t.storage_and_layout();
     let start = match &*storage {

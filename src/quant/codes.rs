@@ -12,7 +12,7 @@ pub(crate) const ZERO_STEP: f32 = 1. / 16.;
 /// The zero point of codes of 0 to 15 where none is stored: 8.
 pub(crate) const MIDDLE: u8 = 8 * 16;
 
-/// A quantized matrix in plain form, a byte for each code, on its way into the layout of a device.
+/// A quantized matrix in plain form, a byte for each code, before it gets the layout of a device.
 ///
 /// ```
 /// use candle_fused::quant::{Scheme, quantize};

@@ -245,7 +245,7 @@ impl OnDevice {
         }
     }
 
-    /// Chunks of prompts, and the first tokens behind those that end.
+    /// Chunks of prompts, and the first tokens after those that end.
     fn chunks(&mut self, chunks: &[Chunk], sequences: &[Option<Sequence>]) -> Result<()> {
         let sequence = |slot: usize| match &sequences[slot] {
             Some(sequence) => Ok(sequence),

@@ -26,7 +26,7 @@ pub(super) struct Eager {
 struct Rows<'a> {
     ids: Vec<u32>,
     runs: Vec<PagedRun<'a>>,
-    /// Rows behind which a token is drawn, and whose.
+    /// Rows after which a token is drawn, and whose.
     draws: Vec<u32>,
     drawing: Vec<usize>,
 }
@@ -90,7 +90,7 @@ impl Eager {
         Ok(())
     }
 
-    /// Tokens of any sequences through all layers, and the draws behind them.
+    /// Tokens of any sequences through all layers, and the draws after them.
     fn pass(&self, batch: &Batch, slots: &[Option<Sequence>]) -> Result<Vec<Drawn>> {
         let mut rows = Rows::default();
         for (slot, position) in &batch.singles {

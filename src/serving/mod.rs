@@ -265,7 +265,7 @@ impl Engine {
         self.positions
     }
 
-    /// Puts a request behind those that wait.
+    /// Queues a request after those that wait.
     ///
     /// # Errors
     /// If its prompt is empty or too long, an id is out of the vocabulary, or a parameter is out of range.

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-/// What a full page holds: the tokens in it, behind those of a chain of full pages.
+/// What a full page holds: the tokens in it, after those of a chain of full pages.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Content {
     /// Of the page before it; [`ROOT`] for a first page.
@@ -141,7 +141,7 @@ impl Pages {
         (pages, chain)
     }
 
-    /// Says that `page` is full of `tokens`, behind the chain `before`; its own chain is given. Where another page
+    /// Says that `page` is full of `tokens`, after the chain `before`; its own chain is given. Where another page
     /// holds the same, that one stays the one that is found.
     pub fn publish(&mut self, page: u32, before: Chain, tokens: &[u32]) -> Chain {
         if !self.sharing {

@@ -21,14 +21,14 @@ pub struct Request {
     /// How tokens are chosen, by default the likeliest. A draw depends on the seed, the token's position and the
     /// logits alone, not on what runs beside it.
     pub sampling: SamplingParams,
-    /// Gives the log-probability of each token, and of so many of the likeliest ones in its place, 0 to
+    /// Gives the log-probability of each token, and of this many of the likeliest ones in its place, 0 to
     /// [`MAX_TOP`](crate::ops::logprobs::MAX_TOP): of the logits as they are, without penalty, mask and temperature. None
     /// by default.
     pub logprobs: Option<usize>,
 }
 
 impl Request {
-    /// The likeliest 256 tokens behind `prompt`.
+    /// The likeliest 256 tokens after `prompt`.
     pub fn new(prompt: impl Into<Vec<u32>>) -> Self {
         Self {
             prompt: prompt.into(),

@@ -38,7 +38,7 @@ pub(super) fn room(device: &Device, on_cpu: usize) -> Result<usize> {
 }
 
 impl Runner {
-    /// With `pages` pages, for sequences of up to so many positions.
+    /// With `pages` pages, for sequences of up to `positions` positions.
     pub fn new(
         decoder: &Decoder,
         kind: &mut DecoderCache,

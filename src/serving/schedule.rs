@@ -15,7 +15,7 @@ pub(super) struct Chunk {
     /// Positions `from .. to`.
     pub from: usize,
     pub to: usize,
-    /// Whether these are the last: a token is drawn behind them.
+    /// Whether these are the last: a token is drawn after them.
     pub draws: bool,
 }
 
@@ -211,7 +211,7 @@ impl Schedule {
         batch.singles.sort_unstable();
     }
 
-    /// Makes room for so many positions, if need be at the cost of the youngest; whether it could.
+    /// Makes room for `positions` positions, if need be at the cost of the youngest; whether it could.
     fn reserve(&mut self, slot: usize, positions: usize) -> bool {
         loop {
             let Some(sequence) = &mut self.slots[slot] else {

@@ -12,7 +12,7 @@ pub(super) struct Sequence {
     pub request: Request,
     /// What restricts its tokens: it knows those of `tokens` that were drawn.
     pub constrained: Option<Constrained>,
-    /// The prompt, and behind it the tokens that were drawn and read back.
+    /// The prompt, followed by the tokens that were drawn and read back.
     pub tokens: Vec<u32>,
     /// Draws that are under way.
     pub under_way: usize,

@@ -32,15 +32,15 @@ pub(super) struct Slots {
     masks_sent: Option<Pinned>,
     /// Of each slot [`LOGPROBS`]: all log-probabilities of drawn tokens, then the likeliest tokens, then theirs.
     logprobs: CudaSlice<u32>,
-    /// `[count, width]`, and what the host has of it.
+    /// `[count, width]`: the page table on the GPU.
     table: CudaSlice<u32>,
     pages: Vec<u32>,
-    /// Rows of it on their way to the GPU: a table for each step that may be under way, and for the one that is
+    /// Rows of the table in flight to the GPU: a table for each step that may be under way, and for the one that is
     /// launched. From memory that is not page-locked the driver may wait for the stream first.
     sent: Pinned,
     sendings: usize,
     width: usize,
-    /// Pages of each slot that the host's table has.
+    /// How many pages of each slot are in `pages`.
     known: Vec<usize>,
     /// Slots whose pages differ from the GPU's.
     stale: Range<usize>,
@@ -52,7 +52,7 @@ const ARRIVED: usize = 2;
 
 const WANTED: usize = 3;
 
-/// Words of a slot in front of the settings.
+/// Words of a slot before the settings.
 const WORDS: usize = 4;
 
 /// Words of a slot's log-probabilities.
@@ -64,7 +64,7 @@ const VACANT: u32 = 0xf000_0000;
 impl Slots {
     /// `count` slots, all empty, of up to `width` pages each.
     ///
-    /// Of the steps behind an [`upload`](Self::upload), all but the last `ahead` are through before the next one.
+    /// Of the steps after an [`upload`](Self::upload), all but the last `ahead` are through before the next one.
     pub fn new(
         device: &CudaDevice,
         [count, width]: [usize; 2],
@@ -188,7 +188,7 @@ impl Slots {
         unsafe { sent.copy_to(at, to, mask.len(), launcher.stream) }
     }
 
-    /// Puts a sequence into a slot: the draw that follows is that behind its tokens.
+    /// Puts a sequence into a slot: the next draw is that after its tokens.
     pub fn enter(&mut self, slot: usize, sequence: &Sequence) -> Result<()> {
         let (tokens, sampling) = (&sequence.tokens, &sequence.request.sampling);
         // The place of the token before, which the kernel counts up.

@@ -34,7 +34,7 @@ pub struct Pages<'a> {
     pub page: usize,
     /// Elements from page to page.
     pub stride: usize,
-    /// Tokens of the first page that are in front of the view's.
+    /// Tokens of the first page that come before the view's.
     pub skip: usize,
 }
 

@@ -1,4 +1,4 @@
-//! How a job is handed over, its tasks are taken, and its end is told.
+//! How a job is handed over, its tasks are taken, and its end is reported.
 //!
 //! The atomics, locks and waits are those of `super::sync`: the pool's are the standard library's, and
 //! `tests/suite/pool_model.rs` includes this file with loom's, which tries every order of steps.

@@ -64,7 +64,7 @@ abi! {
         scale: f32,
         /// 0 without one.
         softcap: f32,
-        /// Keys behind a query's own position that it sees; negative without a limit.
+        /// Keys after a query's own position that it sees; negative without a limit.
         right: i32,
         /// 0 without one.
         window: i32,

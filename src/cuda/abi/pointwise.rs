@@ -166,7 +166,7 @@ abi! {
         step: Mut<u32>,
         /// On the host, `[mail_slots, sequences]`: step + 1 above the token; may be null.
         mailbox: Mut<LongLong>,
-        /// `[sequences, vocab]`, logits behind the penalty, needed by top-k and top-p.
+        /// `[sequences, vocab]`, logits after the penalty, needed by top-k and top-p.
         scores: Mut<f32>,
         /// `[sequences, chunks]`: the highest logit, the best score, the bits of its token.
         partial: Mut<Float4>,

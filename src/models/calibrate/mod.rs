@@ -20,7 +20,7 @@ use std::sync::Arc;
 use steps::Step;
 use walk::Walk;
 
-/// Activations that [`Calibration`] holds unless it is told otherwise: 4 GiB.
+/// Activations that [`Calibration`] holds by default: 4 GiB.
 const MEMORY: u64 = 4 << 30;
 
 /// How far a calibration is.
@@ -47,7 +47,7 @@ type Listener = Arc<dyn Fn(CalibrationProgress<'_>) + Send + Sync>;
 /// use candle_fused::models::Calibration;
 /// use candle_fused::quant::gptq::Options;
 /// let ids: Vec<u32> = (0..1000).collect();
-/// // Windows of 256 tokens; the 232 behind the last whole one are left out.
+/// // Windows of 256 tokens; the 232 after the last whole one are left out.
 /// let calibration = Calibration::new(&ids, 256)?
 ///     .with_options(Options { damping: 0.02, ..Options::default() })
 ///     .with_memory(1 << 30)
@@ -102,7 +102,7 @@ impl Calibration {
         Self { memory, ..self }
     }
 
-    /// Writes every layer to `folder` as soon as it is done, and goes on behind those that are there: so a calibration
+    /// Writes every layer to `folder` as soon as it is done, and goes on after those that are there: so a calibration
     /// that was stopped ends as if it had not been.
     pub fn with_folder(self, folder: impl AsRef<Path>) -> Self {
         Self {

@@ -55,7 +55,7 @@ impl Step {
     }
 }
 
-/// Some windows of the text on their way through a layer.
+/// Some windows of the text as they go through a layer.
 pub struct Part {
     /// What enters the layer, `[B, T, hidden]`.
     pub x: Tensor,

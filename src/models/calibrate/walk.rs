@@ -22,7 +22,7 @@ use std::sync::Arc;
 /// Tokens that go through a layer at a time.
 const TOGETHER: usize = 2048;
 
-/// A text on its way through the layers.
+/// A text as it goes through the layers.
 pub struct Walk<'a, S> {
     loader: Loader<'a, Held<'a, S>>,
     recipe: &'a Recipe,

@@ -1,4 +1,4 @@
-//! A quantized matrix out of its packing, on its way into a format of the crate's own.
+//! A quantized matrix out of its packing, before it gets a format of the crate's own.
 
 use crate::nn::pack::{blocks_on_device, on_device};
 use crate::nn::{InputOrder, LinearWeight};

@@ -39,7 +39,7 @@ use std::marker::PhantomData;
 /// let logits = model.forward(&ids, 0)?;
 /// assert_eq!(logits.dims(), [1, 32]);
 /// model.clear_kv_cache();
-/// // The embedding, then behind each layer, and the logits of every token.
+/// // The embedding, then the output of each layer, and the logits of every token.
 /// let (states, logits) = model.hidden_states(&ids, 0)?;
 /// assert_eq!((states.len(), logits.dims()), (2, &[1, 3, 32][..]));
 ///

@@ -142,7 +142,7 @@ impl Cache {
 /// let embedded = model.embed(&ids.narrow(1, 0, 1)?)?;
 /// assert_eq!(model.forward_input_embed(&embedded, 3, &mut cache)?.dims(), [1, 32]);
 /// cache.clear();
-/// // The embedding, then behind each layer, and the logits of every token.
+/// // The embedding, then the output of each layer, and the logits of every token.
 /// let (states, logits) = model.hidden_states(&ids, 0, &mut cache)?;
 /// assert_eq!((states.len(), logits.dims()), (3, &[1, 3, 32][..]));
 ///
@@ -295,9 +295,9 @@ impl Llama {
     }
 
     /// The logits `[B, vocab]` (f32) after the last of `x` `[B, T]` (u32 token ids), which are rotated as
-    /// positions `index_pos..index_pos + T` and stand behind those in the cache.
+    /// positions `index_pos..index_pos + T` and come after those in the cache.
     ///
-    /// Position 0 starts over; a position that is held is written over, and what stood behind it is given
+    /// Position 0 starts over; a position that is held is written over, and what stood after it is given
     /// up. One further on than the next leaves no hole: its tokens take the next slots.
     ///
     /// # Errors

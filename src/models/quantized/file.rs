@@ -8,7 +8,7 @@
 //! | key | value |
 //! |---|---|
 //! | `candle_fused.layout` | `2`, the version of this description |
-//! | `candle_fused.NAME` | `SCHEME ROWSxCOLS`, as `int4-g64-z 1536x576`; with ` heads=N` behind it if the rows of queries, keys and values stood together for each of N heads and now stand apart |
+//! | `candle_fused.NAME` | `SCHEME ROWSxCOLS`, as `int4-g64-z 1536x576`; followed by ` heads=N` if the rows of queries, keys and values stood together for each of N heads and now stand apart |
 //!
 //! A row group of `K` columns is
 //!

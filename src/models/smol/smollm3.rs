@@ -15,7 +15,7 @@ use crate::ops::{Activation, RopeStyle};
 use candle_core::{Result, bail};
 use serde::Deserialize;
 
-/// Where nothing is said, the last of so many layers is not rotated.
+/// By default, the last of each group of this many layers is not rotated.
 pub(super) const INTERVAL: usize = 4;
 
 /// A `config.json` of a SmolLM3 model, of transformers 4 or 5; values that the model here cannot honour are

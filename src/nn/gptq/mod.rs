@@ -2,7 +2,7 @@
 //!
 //! Rounding each weight to the nearest code makes the error of the weights small. What counts is the error of
 //! the product, `||X Wᵀ - X W'ᵀ||²` over the inputs X that the layer meets, and there an error in one column can be
-//! made up for by the columns behind it. GPTQ (Frantar et al. 2022, after Optimal Brain Surgeon, Hassibi & Stork
+//! made up for by the columns after it. GPTQ (Frantar et al. 2022, after Optimal Brain Surgeon, Hassibi & Stork
 //! 1993) rounds the columns of a row w one after the other:
 //!
 //! ```text
@@ -16,7 +16,7 @@
 //! - The columns with the largest `H[k, k]` come first (act order). Scales and zero points are found before any column
 //!   is visited (static groups): so groups stay consecutive columns, and no table of columns is stored.
 //! - They are searched for as [`quant::quantize`](crate::quant::quantize) does it, but an error in column k counts
-//!   `1 / N[k, k]²`: that is what it costs once the columns behind it have made up for it.
+//!   `1 / N[k, k]²`: that is what it costs once the columns after it have made up for it.
 //! - λ is `damping` times the mean of `H`'s diagonal. The factor 2 of H cancels out.
 //! - Columns go in blocks: within a block they update each other, and at its end the block updates all columns that are
 //!   still to come in one matrix product (lazy updates).

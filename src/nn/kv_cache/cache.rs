@@ -117,7 +117,7 @@ impl Cache {
         }
     }
 
-    /// Writes `src` behind what is held.
+    /// Writes `src` after what is held.
     ///
     /// # Errors
     /// If `src` differs from what is held in another dimension than the one that grows, or on another
@@ -192,7 +192,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Room for `tokens` positions from `slot` on, which count as written; what stood behind is given up.
+    /// Room for `tokens` positions from `slot` on, which count as written; what stood after them is given up.
     pub(super) fn make_room(&mut self, slot: usize, tokens: usize) -> Result<()> {
         let end = slot.saturating_add(tokens);
         if end > self.limit && !self.open {

@@ -19,7 +19,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 /// Keys and values of the positions seen so far; in a layer of [`Attention`](super::Attention)
 /// `[B, Hkv, capacity, D]` each.
 ///
-/// Capacity grows by doubling up to the limit; steps write in place behind what is there, and attention
+/// Capacity grows by doubling up to the limit; steps write in place after what is there, and attention
 /// reads a strided view, so nothing is concatenated or copied from token to token.
 ///
 /// ```
@@ -123,7 +123,7 @@ impl KvCache {
         })
     }
 
-    /// Counts `len` slots as written: what lies behind is given up, or was written by whoever says so.
+    /// Counts `len` slots as written: what comes after is given up, or was written by whoever says so.
     pub(crate) fn set_len(&mut self, len: usize) {
         self.k.set_len(len);
         self.v.set_len(len);
@@ -226,7 +226,7 @@ impl KvCache {
         self.gaps.clear();
     }
 
-    /// Writes keys and values behind those that are there, and gives views of all.
+    /// Writes keys and values after those that are there, and gives views of all.
     ///
     /// The views read the cache's own memory: they hold what they show until the cache is
     /// [reset](KvCache::reset) or set back and written again.
@@ -284,8 +284,8 @@ impl KvCache {
     /// Makes room for `tokens` positions from `position` on, counts them as written and returns the slot
     /// of the first.
     ///
-    /// A position behind all that are held takes the next slot, also if it leaves a gap. One that is held
-    /// is written over, and what stood behind it is given up.
+    /// A position after all that are held takes the next slot, also if it leaves a gap. One that is held
+    /// is written over, and what stood after it is given up.
     ///
     /// # Errors
     /// If the limit is passed, or the batch is not the cache's.

@@ -23,7 +23,7 @@ use candle_core::{Device, Error, Result, Tensor, bail};
 /// assert_eq!((cache.dim(), cache.max_seq_len(), cache.current_seq_len(), cache.offset()), (1, 4, 5, 1));
 /// assert_eq!(cache.current_data()?.expect("four positions").dims(), [1, 4, 8]);
 /// assert_eq!(cache.positions(1), [4, 5, 2, 3]);
-/// // Two queries more: the first does not see what comes behind it.
+/// // Two queries more: the first does not see the second.
 /// let mask = cache.attn_mask(2, &Device::Cpu)?.expect("a mask");
 /// assert_eq!(mask.dims(), [2, 4]);
 /// cache.reset();
@@ -147,7 +147,7 @@ impl RotatingCache {
             .collect()
     }
 
-    /// The positions of what [`RotatingCache::append`] gives for so many more.
+    /// The positions of what [`RotatingCache::append`] gives for `seq_len` more.
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
         let end = self.len + seq_len;
         if seq_len >= self.size {

@@ -31,15 +31,15 @@ pub struct AttentionParams {
     /// Query `i` sees keys `0 ..= Tk - Tq + i`: the queries are the last positions.
     pub causal: bool,
     /// Sliding window: query `i`, at position `Tk - Tq + i`, sees no key more than `window - 1`
-    /// before its own position. Without `causal` it still sees all keys behind it.
+    /// before its own position. Without `causal` it still sees all keys after it.
     pub window: Option<usize>,
-    /// Query `i` sees no key more than so many behind its own position; 0 is the same as `causal`, which
+    /// Query `i` sees no key more than this many positions after its own; 0 is the same as `causal`, which
     /// goes before it.
     pub window_right: Option<usize>,
     /// Scores become `softcap * tanh(score / softcap)`, before the mask.
     pub softcap: Option<f32>,
     /// ALiBi: `alibi_slopes[h] * |Tk - Tq + i - j|` is taken off the score of query `i` and key `j` in head
-    /// `h`, behind the softcap: `[Hq]`, f32, f16 or bf16.
+    /// `h`, after the softcap: `[Hq]`, f32, f16 or bf16.
     pub alibi_slopes: Option<Tensor>,
     /// Added to the scores: f32, f16 or bf16, broadcast to `[B, Hq, Tq, Tk]`; -inf hides a key.
     pub mask: Option<Tensor>,
@@ -60,7 +60,7 @@ impl Default for AttentionParams {
 }
 
 impl AttentionParams {
-    /// Keys behind a query's own position that it sees.
+    /// Keys after a query's own position that it sees.
     pub(crate) fn right(&self) -> Option<usize> {
         if self.causal {
             Some(0)

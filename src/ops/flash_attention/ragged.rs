@@ -1,4 +1,4 @@
-//! Sequences of different lengths, one behind the other without padding, or each padded to as many rows.
+//! Sequences of different lengths, one after the other without padding, or each padded to as many rows.
 
 use super::check::Form;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -21,7 +21,7 @@ pub struct RaggedBatch {
 /// How long the sequences of a batch are.
 #[derive(Clone, Debug)]
 pub(crate) enum Lengths {
-    /// One behind the other.
+    /// One after the other.
     Cumulative(RaggedBatch),
     /// `[sequences]`, contiguous: of queries and of keys, each in `pitch` rows.
     Padded { lengths: Tensor, pitch: usize },

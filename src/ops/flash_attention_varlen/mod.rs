@@ -22,7 +22,7 @@ pub(crate) const FORM: Form = Form {
 /// `y = softmax(scale q kᵀ) v` of every sequence by itself, for every head, over the keys that each query
 /// sees.
 ///
-/// * `q`: `[total_q, Hq, D]`, f32, f16 or bf16: the queries of all sequences, one sequence behind the other
+/// * `q`: `[total_q, Hq, D]`, f32, f16 or bf16: the queries of all sequences, one sequence after the other
 /// * `k`, `v`: `[total_k, Hkv, D]`, f32, f16 or bf16, both of one type; Hkv divides Hq, and query head `h`
 ///   reads key/value head `h / (Hq / Hkv)`
 /// * `batch`: where sequences begin and end; one may have more keys than queries, or none at all

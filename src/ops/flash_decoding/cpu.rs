@@ -78,7 +78,7 @@ fn one(op: &Op<'_>, qkv: &Tensor, b: usize, position: usize) -> Result<Tensor> {
         .reshape((1, ()))
 }
 
-/// The rows, which lie one behind the other, as a tensor of their own.
+/// The rows, which are contiguous, as a tensor of their own.
 fn rows(storage: &CpuStorage, layout: &Layout) -> Result<Tensor> {
     let len = match storage {
         CpuStorage::F32(v) => v.len(),

@@ -175,7 +175,7 @@ fn stays_bf16<T: Float>(op: &LinearOp<'_>, level: Level, m: usize) -> bool {
     T::DTYPE == DType::BF16 && op.weights.iter().all(is_bf16) && dense::takes_bf16(level, m)
 }
 
-/// What a row of x goes through in front of the products.
+/// What a row of x goes through before the products.
 struct Normed<'a, T> {
     level: Level,
     prologue: Prologue<'a>,

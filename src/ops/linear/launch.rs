@@ -104,7 +104,7 @@ pub(crate) fn launch(
     dense_on_cuda(x)?.apply_op1_no_bwd(&op)
 }
 
-/// That matrices of so many rows are a gate and what it gates.
+/// Checks that matrices with these rows are a gate and what it gates.
 pub(crate) fn check_gated(name: &str, activation: Activation, rows: &[usize]) -> Result<()> {
     match *rows {
         [gate, up] if gate == up => Ok(()),

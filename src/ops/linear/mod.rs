@@ -148,7 +148,7 @@ impl Activation {
         }
     }
 
-    /// Rows of weights for so many outputs.
+    /// Rows of weights for `outputs` outputs.
     pub(crate) fn inputs(self, outputs: usize) -> usize {
         match self.gate() {
             Some(_) => 2 * outputs,

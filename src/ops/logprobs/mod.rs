@@ -100,7 +100,7 @@ pub fn logprobs(logits: &Tensor, tokens: &Tensor, top: usize) -> Result<Logprobs
     }
 }
 
-/// Fails unless so many tokens of `vocab` can be listed.
+/// Fails unless this many tokens of `vocab` can be listed.
 pub(super) fn check_top(op: &str, name: &str, top: usize, vocab: usize) -> Result<()> {
     let most = MAX_TOP.min(vocab);
     if top > most {

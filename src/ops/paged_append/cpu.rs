@@ -17,7 +17,7 @@ use candle_core::{
 /// Tokens that are worth a task of their own.
 const GRAIN: usize = 16;
 
-/// [`super::paged_append`] behind its guards.
+/// [`super::paged_append`] after its checks.
 pub(super) fn append(
     qkv: &Tensor,
     pool: &PagePool,
@@ -213,7 +213,7 @@ fn quantize(
     })
 }
 
-/// Rows of all tokens on their way into pages.
+/// Rows of all tokens to be written into pages.
 struct Scatter<'a, C> {
     rows: &'a [C],
     /// Heads of a token, and elements of a head.

@@ -34,7 +34,7 @@ const COPIES: usize = 3;
 /// Blocks that share a page at most.
 const BLOCKS_OF_PAGE: usize = 8;
 
-/// [`super::paged_append`] behind its guards.
+/// [`super::paged_append`] after its checks.
 pub(super) fn append(
     qkv: &Tensor,
     pool: &PagePool,
@@ -225,7 +225,7 @@ impl AppendAt {
     }
 }
 
-/// [`super::copy_pages`] behind its guards: keys and values in one launch, and scales in another.
+/// [`super::copy_pages`] after its checks: keys and values in one launch, and scales in another.
 pub(super) fn copy(pool: &PagePool, sizes: PoolSizes, pairs: &Tensor) -> Result<()> {
     if pairs.dims()[0] == 0 {
         return Ok(());

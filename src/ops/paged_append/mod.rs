@@ -27,7 +27,7 @@ pub enum TokenMap<'a> {
     OneEach,
     /// `[N]`, u32: the sequence of each token; `u32::MAX` stands for a row that is no token.
     Sequences(&'a Tensor),
-    /// `[B + 1]`, u32: sequence b has tokens `cu_seqlens[b] .. cu_seqlens[b + 1]`; rows behind the last are no tokens.
+    /// `[B + 1]`, u32: sequence b has tokens `cu_seqlens[b] .. cu_seqlens[b + 1]`; rows after the last are no tokens.
     CuSeqlens(&'a Tensor),
 }
 

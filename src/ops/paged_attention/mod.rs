@@ -31,7 +31,7 @@ pub struct PagedAttention {
     /// Scores become `softcap * tanh(score / softcap)`.
     pub softcap: Option<f32>,
     /// ALiBi: `alibi_slopes[h] * (p - j)` is taken off the score of a query at position `p` and key `j` in head
-    /// `h`, behind the softcap: `[Hq]`, f32, f16 or bf16.
+    /// `h`, after the softcap: `[Hq]`, f32, f16 or bf16.
     pub alibi_slopes: Option<Tensor>,
 }
 
@@ -104,7 +104,7 @@ pub fn paged_attention(
     Op::new(OP, q, pool, table, params, None)?.apply(q)
 }
 
-/// The queries of a ragged batch, one sequence behind the other.
+/// The queries of a ragged batch, one sequence after the other.
 #[derive(Clone, Debug)]
 pub struct RaggedQueries {
     /// `[B + 1]`, u32: sequence b has rows `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` of q.

@@ -19,7 +19,7 @@ const GRAIN: usize = 16;
 /// Tokens of a head that are written to the cache by one task.
 const RUN: usize = 4 * GRAIN;
 
-/// [`super::rope_append`] behind its guards.
+/// [`super::rope_append`] after its checks.
 pub(super) fn append(
     qkv: &Tensor,
     append: &RopeAppend<'_>,

@@ -289,7 +289,7 @@ pub(super) fn forward_tokens(
     Ok((out, layout.shape().clone()))
 }
 
-/// [`super::rope_append`] behind its guards.
+/// [`super::rope_append`] after its checks.
 pub(super) fn append(
     qkv: &Tensor,
     append: &RopeAppend<'_>,

@@ -88,7 +88,7 @@ pub(crate) fn check(x: &Tensor, rotation: &Rotation<'_>) -> Result<()> {
     inference_only(OP, [("x", x)])
 }
 
-/// The RMSNorms of each head's queries and keys that Qwen3 has in front of the rotation: one head
+/// The RMSNorms of each head's queries and keys that Qwen3 has before the rotation: one head
 /// at a time, rounded as [`rms_norm`](fn@crate::ops::rms_norm) does.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadNorms<'a> {
@@ -139,7 +139,7 @@ pub struct RopeAppend<'a> {
 ///     slot: 5,
 ///     norms: None,
 /// };
-/// // Two query heads, a key head and a value head of 8, for one token behind five others.
+/// // Two query heads, a key head and a value head of 8, for one token after five others.
 /// let (k_cache, v_cache) = (zeros(&[1, 1, 16, 8])?, zeros(&[1, 1, 16, 8])?);
 /// let qkv = Tensor::ones((1, 1, 32), DType::F32, &Device::Cpu)?;
 /// let q = rope_append(&qkv, &append, &k_cache, &v_cache)?;

@@ -70,7 +70,7 @@ pub struct SampleOptions {
     /// Which tokens may be drawn: u32 `[B, ceil(V / 32)]`, where bit `t % 32` of word `t / 32` is set if token t may be.
     /// XGrammar and llguidance have this layout.
     pub mask: Option<Tensor>,
-    /// Gives log-probabilities: of the drawn token, and of so many of the likeliest ones, 0 to
+    /// Gives log-probabilities: of the drawn token, and of this many of the likeliest ones, 0 to
     /// [`MAX_TOP`](super::logprobs::MAX_TOP).
     pub top_logprobs: Option<usize>,
 }

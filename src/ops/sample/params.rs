@@ -4,7 +4,7 @@ use super::OP;
 use candle_core::{Result, bail};
 
 /// How the next token is chosen from its logits, in this order: repeat penalty, temperature, top-k,
-/// softmax, top-p, min-p, draw. That is the order of transformers; vLLM has min-p in front of top-k and top-p, so that
+/// softmax, top-p, min-p, draw. That is the order of transformers; vLLM has min-p before top-k and top-p, so that
 /// top-p there is a share of what min-p has left.
 ///
 /// ```

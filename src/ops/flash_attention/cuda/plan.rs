@@ -36,7 +36,7 @@ pub(crate) struct Plan<O> {
     /// The rule's name.
     pub kernel: &'static str,
     pub how: Box<dyn Kernel<O>>,
-    /// The kernel in front of it in the table, and why that one does not take the case.
+    /// The kernel before it in the table, and why that one does not take the case.
     pub passed: Option<(&'static str, &'static str)>,
 }
 
@@ -55,7 +55,7 @@ impl<O> fmt::Display for Plan<O> {
 }
 
 impl<O> Plan<O> {
-    /// The same, and behind a colon why it is not the kernel in front.
+    /// The same, and after a colon why it is not the kernel before it in the table.
     pub fn with_reason(&self) -> String {
         match self.passed {
             Some((kernel, reason)) => format!("{self}: not {kernel}, {reason}"),

@@ -54,12 +54,12 @@ pub(crate) struct Call {
     pub sizes: Sizes,
     pub scale: f32,
     pub softcap: Option<f32>,
-    /// Keys behind its own position that a query sees; 0 is causal.
+    /// Keys after its own position that a query sees; 0 is causal.
     pub right: Option<usize>,
     pub window: Option<usize>,
 }
 
-/// Where the sequences of a ragged batch are, one behind the other in tensors whose batch is one.
+/// Where the sequences of a ragged batch are, one after the other in tensors whose batch is one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ragged {
     /// `[sequences + 1]`, u32; with a pitch `[sequences]`, their lengths.
@@ -212,9 +212,9 @@ pub(super) struct Alignment {
 pub(super) enum Batch {
     /// All as long.
     Dense,
-    /// One behind the other: only the GPU knows how long they are, at most as `sizes` says.
+    /// One after the other: only the GPU knows how long they are, at most as `sizes` says.
     Ragged,
-    /// Likewise, with keys and values in pages of so many tokens.
+    /// Likewise, with keys and values in pages of this many tokens.
     Paged(usize),
 }
 
@@ -282,7 +282,7 @@ impl Case {
         }
     }
 
-    /// A grid of so many blocks for each key/value head.
+    /// A grid of `each` blocks for each key/value head.
     pub fn blocks(&self, each: usize) -> std::result::Result<[u32; 3], &'static str> {
         let (kv_heads, batch) = (self.sizes.kv_heads, self.sizes.batch);
         match each.max(batch) > 65535 {

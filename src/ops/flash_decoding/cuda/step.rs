@@ -128,7 +128,7 @@ pub(super) fn mma(case: &Case) -> Planned<Operands> {
     Alone::plan(case, index, mma_split(&case.shape))
 }
 
-/// Bytes of shared memory: the ring of stages, and behind it queries, the new key and value.
+/// Bytes of shared memory: the ring of stages, and after it queries, the new key and value.
 fn pipelined_shared(form: DecodingPipelined) -> usize {
     let pitch = 2 * form.dim + 16;
     form.stages * 2 * form.keys * pitch + form.dim / 16 * 512 + 2 * 4 * form.dim

@@ -9,7 +9,7 @@ use candle_core::{DType, Result, bail};
 use std::fmt;
 use std::sync::Arc;
 
-/// Which norm is in front of a product, as the kernels number them.
+/// Which norm is the prologue of a product, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum NormKind {
     Rms = abi::NORM_RMS as isize,
@@ -78,7 +78,7 @@ impl ProductAt {
     }
 }
 
-/// An address so many bytes on; 0 stays 0.
+/// An address advanced by `bytes`; 0 stays 0.
 pub(super) fn offset(base: Address, bytes: usize) -> Address {
     match base {
         0 => 0,

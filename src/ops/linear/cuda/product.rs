@@ -17,7 +17,7 @@ use std::fmt;
 struct Segment {
     plan: Plan,
     operands: Operands,
-    /// Where x is that is to be rounded in front of the kernel, and its norm.
+    /// Where x is that is to be rounded before the kernel, and its norm.
     rounded: Option<ProductAt>,
 }
 
@@ -109,7 +109,7 @@ impl Product {
         })
     }
 
-    /// The plan and the operands, if one kernel takes everything and nothing is launched in front of it.
+    /// The plan and the operands, if one kernel takes everything and nothing is launched before it.
     pub fn single(&self) -> Option<(&Plan, &Operands)> {
         match &self.segments[..] {
             [segment] if segment.rounded.is_none() => Some((&segment.plan, &segment.operands)),

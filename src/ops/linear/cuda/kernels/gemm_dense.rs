@@ -32,10 +32,10 @@ const WIDEN: usize = 2;
 
 const THREADS: u32 = SUMS_EPILOGUE_THREADS as u32;
 
-/// Products by the library with what comes behind them.
+/// Products by the library with what follows them.
 #[derive(Clone, Debug)]
 pub(super) struct Gemms<'a> {
-    /// Rows of x behind the norm, in `dtype`.
+    /// Rows of x after the norm, in `dtype`.
     pub x: Address,
     pub dtype: DType,
     /// Matrices `[rows, k]` with their rows and dtypes, side by side in the output.
@@ -147,7 +147,7 @@ impl Gemms<'_> {
             && self.weights.iter().all(|(.., dtype)| *dtype == self.dtype)
     }
 
-    /// Launches the products, and what comes behind them.
+    /// Launches the products, and what follows them.
     ///
     /// # Safety
     /// Each address holds what its field says until the stream has passed the launches.
@@ -325,7 +325,7 @@ unsafe fn finish(launcher: &Launcher, at: &ProductAt, rows: usize, sums: Address
     }
 }
 
-/// Rows of x behind the norm, or x itself where there is none.
+/// Rows of x after the norm, or x itself where there is none.
 ///
 /// # Safety
 /// The addresses hold what their fields say until the stream has passed the launch.

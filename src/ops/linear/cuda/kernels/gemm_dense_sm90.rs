@@ -1,6 +1,6 @@
 //! Dense weights and x of one 16-bit type on Hopper, for few to some hundred rows of x: `wgmma` with both operands in
 //! shared memory (`kernels/linear/gemm_dense_sm90.cu`). A preceding kernel applies a norm, while the product's first
-//! weights are on their way.
+//! weights are in flight.
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, MAX_MATRICES, Operand, Operands};
@@ -152,7 +152,7 @@ fn check_speed(case: &Case) -> std::result::Result<(), &'static str> {
     }
 }
 
-/// The product, with the norm in front of it.
+/// The product, after a kernel for the norm.
 #[derive(Debug)]
 pub(super) struct Gemm {
     index: usize,

@@ -94,7 +94,7 @@ pub(super) fn parts(case: &Case) -> usize {
     }
 }
 
-/// The rows of x as `dtype`, f16 or bf16, behind the norm.
+/// The rows of x as `dtype`, f16 or bf16, after the norm.
 ///
 /// # Safety
 /// As [`Kernel::run`].
@@ -114,7 +114,7 @@ pub(super) unsafe fn narrowed(
     Ok(out)
 }
 
-/// The rows of x behind the norm as `parts` rows of bf16 each, the second what rounding to bf16 leaves over.
+/// The rows of x after the norm as `parts` rows of bf16 each, the second what rounding to bf16 leaves over.
 ///
 /// # Safety
 /// As [`Kernel::run`].
@@ -149,7 +149,7 @@ pub(super) fn operand_b_room(at: &ProductAt, parts: usize) -> usize {
     Scratch::room(DType::BF16, parts * values) + Scratch::room(at.x_dtype, values)
 }
 
-/// The rows of x behind the norm at `out` as `dtype`, as `arranged` says.
+/// The rows of x after the norm at `out` as `dtype`, as `arranged` says.
 ///
 /// # Safety
 /// As [`Kernel::run`]; `out` has room for all rows, and their sums have room where they go.

@@ -99,7 +99,7 @@ const TILES: [Tile; 3] = [
 ];
 
 impl Tile {
-    /// Dynamic shared memory: the stages, wherever it begins, and outputs on their way.
+    /// Dynamic shared memory: the stages, wherever it begins, and outputs before they are stored.
     fn shared(&self) -> usize {
         let W8A8Sm90 {
             columns, stages, ..
@@ -298,7 +298,7 @@ impl Kernel for TwoLaunches {
     }
 }
 
-/// Makes int8, or e4m3, of the rows at `at`, behind its norm.
+/// Makes int8, or e4m3, of the rows at `at`, after its norm.
 ///
 /// # Safety
 /// There is room for the codes of m rows, `pitch` bytes apart, and for their scales; the rest is the
@@ -322,7 +322,7 @@ unsafe fn quantize(
     }
 }
 
-/// The rows at `at` behind its norm, rounded to 8 bits of each, in their dtype
+/// The rows at `at` after its norm, rounded to 8 bits of each, in their dtype
 /// ([`PerToken8`](crate::ActivationBits::PerToken8)).
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! What the tensor-core kernels for INT4 in groups of 128 share: bf16 rows of x, and launches of so many of them.
+//! What the tensor-core kernels for INT4 in groups of 128 share: bf16 rows of x, and one launch for each group of them.
 
 use super::super::plan::Kernel;
 use super::super::problem::Operands;
@@ -10,7 +10,7 @@ use crate::cuda::{Grid, Launcher, Module, Scratch};
 use crate::ops::view::dtype_index;
 use candle_core::{DType, Result};
 
-/// How the kernels carry out a product: one launch for each so many rows of x.
+/// How the kernels carry out a product: one launch for each group of rows of x.
 #[derive(Debug)]
 pub(super) struct GemmPlan {
     pub module: &'static Module,
@@ -24,7 +24,7 @@ pub(super) struct GemmPlan {
     pub grid: Grid,
 }
 
-/// What a kernel is told beside the product.
+/// A kernel's parameters beside the product.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FormParams {
     /// Blocks of a cluster.

@@ -189,7 +189,7 @@ const TIMES: [Times; 3] = [
 /// A slab of x behind another; more where the pipeline of weights is shorter than a warp's part of the slab.
 const SLAB: f64 = 190.;
 const SHORT_SLAB: f64 = 380.;
-/// For each K block of 8 rows of x, in front of the first product.
+/// For each K block of 8 rows of x, before the first product.
 const FIRST_SLAB: f64 = 14.;
 /// Adding up the sums of a warp, and those of a cluster, and of each of its CTAs.
 const WARP_SUMS: f64 = 30.;
@@ -290,7 +290,7 @@ impl Tiling {
     }
 }
 
-/// The product, and in front of it x in bf16 where it is not.
+/// The product, after a kernel that converts x to bf16 where it is not.
 #[derive(Debug)]
 struct Gemm {
     of: Of,

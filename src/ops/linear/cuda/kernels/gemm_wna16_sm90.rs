@@ -138,7 +138,7 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
     }
 }
 
-/// The product, and in front of it x where it is not as the kernel takes it.
+/// The product, after a kernel that arranges x where it is not as this one takes it.
 #[derive(Debug)]
 struct Gemm {
     module: &'static Module,

@@ -46,14 +46,14 @@ const BETWEEN: f64 = 0.25;
 const LEFT: f64 = 3.4;
 const EXCHANGED: f64 = 3.1;
 
-/// Blocks of K of a cluster's share, at least: fewer are not worth what sums on their way through memory take.
+/// Blocks of K of a cluster's share, at least: fewer are not worth what the sums' way through memory takes.
 const SHARE: usize = 8;
 
 /// Clusters of 1 to 8 blocks, each alone on its multiprocessor, that an H100 of 132 has room for: they lie within
 /// groups of 16 or 18 multiprocessors.
 const CLUSTERS: [usize; 8] = [132, 66, 39, 30, 22, 17, 15, 15];
 
-/// Clusters of so many blocks that a GPU has room for.
+/// How many clusters of this many blocks a GPU has room for.
 fn clusters(gpu: &GpuSpec, blocks: usize) -> usize {
     (CLUSTERS[blocks - 1] * gpu.sms as usize / CLUSTERS[0]).max(1)
 }

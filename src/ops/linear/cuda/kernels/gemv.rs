@@ -153,7 +153,7 @@ impl Core {
     }
 }
 
-/// How GEMV kernels carry out a product: one launch for each so many rows of x.
+/// How GEMV kernels carry out a product: one launch for each group of rows of x.
 #[derive(Debug)]
 pub(super) struct GemvPlan {
     pub module: &'static Module,

@@ -96,7 +96,7 @@ pub(crate) fn mma(case: &Case) -> Planned {
     GemvPlan::of_core(case, &MODULE, &core)
 }
 
-/// K of several rows from which on the library is faster: rows of x leave little shared memory for weights on their way.
+/// K of several rows from which on the library is faster: rows of x leave little shared memory for weights in flight.
 /// 4 rows of 8,192 take 1.09 times as long as there on an H100, and of 14,336 1.37 times.
 pub(crate) const MAX_MMA_K: usize = 8191;
 

@@ -1,4 +1,4 @@
-//! What TMA is told of weights, and of x.
+//! TMA's tensor maps of weights, and of x.
 
 use crate::cuda::Address;
 pub(super) use crate::cuda::abi::W8A8_BLOCK_K as STAGE_K;

@@ -1,4 +1,4 @@
-//! What the kernels that multiply 8 bits share: which products they take, and what they are told of the weights.
+//! What the kernels that multiply 8 bits share: which products they take, and how the weights are passed to them.
 
 use super::super::problem::{Case, MAX_MATRICES, Operand, Operands};
 use super::gemv::{EpilogueParams, activation_index};
@@ -55,7 +55,7 @@ fn matrices(operands: &Operands) -> Result<Vec<(PackedAt, usize)>> {
     }
 }
 
-/// What TMA is told of the weights, which may be `tiled` as FP8 is, the first in place of those that are not there.
+/// The tensor maps of the weights, which may be `tiled` as FP8 is, the first in place of those that are not there.
 pub(super) fn tensor_maps(
     operands: &Operands,
     rows_of_tile: usize,
