@@ -64,7 +64,7 @@ abi! {
         norm: i32,
         /// Of x and of the norm's weight and bias.
         dtype: i32,
-        /// Whether rows become whole numbers of a 127th of their largest magnitude, in the kernels that know it.
+        /// Whether rows are quantized to int8 with one scale each (largest magnitude over 127), in kernels that support it.
         rounds: i32,
     }
 

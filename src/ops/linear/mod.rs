@@ -148,7 +148,7 @@ impl Activation {
         }
     }
 
-    /// Rows of weights for `outputs` outputs.
+    /// The output channels of the weights for a result of `outputs` columns: twice as many with a gate.
     pub(crate) fn inputs(self, outputs: usize) -> usize {
         match self.gate() {
             Some(_) => 2 * outputs,

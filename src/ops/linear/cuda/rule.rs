@@ -168,7 +168,7 @@ impl Rule {
             return Err("x has to keep 16 bits, and it rounds x to int8");
         }
         if self.bits8 && case.x_bits != ActivationBits::Bits8 {
-            return Err("it rounds x to 8 bits, which was not asked for");
+            return Err("it quantizes x to int8, which was not asked for");
         }
         if case.is_rounded() && case.m > self.rounds_up_to {
             return Err("it does not round this many rows of x to 8 bits of each token");
