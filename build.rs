@@ -4,13 +4,16 @@
 //! Environment: `NVCC` (the compiler), `CUDA_HOME`, `CUDA_PATH` (where its toolkit stands),
 //! `NVCC_CCBIN` (its host compiler), and the architectures: `CANDLE_FUSED_COMPUTE_CAP` or else
 //! `CUDA_COMPUTE_CAP`, each `80,90`, `native` or `all` (the default). The first is there because
-//! candle's own kernels read the second and take one number only.
+//! candle's own kernels read the second and take one number only. Where
+//! `CANDLE_FUSED_KERNEL_CACHE` names a folder, fatbins are kept there too, for builds into other
+//! target directories.
 
 #[path = "src/cuda/abi/header.rs"]
 mod abi;
 
 use std::env;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,6 +22,9 @@ use std::thread;
 /// What a build without `CUDA_COMPUTE_CAP` runs on without the driver compiling anything: Turing,
 /// Ampere (A100, RTX 30, Jetson Orin), Ada, Hopper. On newer GPUs the driver compiles PTX.
 const ARCHITECTURES: [&str; 6] = ["75", "80", "86", "87", "89", "90a"];
+
+/// The variable that names the folder of fatbins which outlives a target directory.
+const CACHE: &str = "CANDLE_FUSED_KERNEL_CACHE";
 
 /// The sources, in folders; includes are relative to it.
 const KERNELS: &str = "kernels";
@@ -37,6 +43,7 @@ fn main() {
         "NVCC_CCBIN",
         "CANDLE_FUSED_COMPUTE_CAP",
         "CUDA_COMPUTE_CAP",
+        CACHE,
     ] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
@@ -65,18 +72,26 @@ fn build() -> Result<(), String> {
     let headers = headers(&out)?;
     let sources = files(Path::new(KERNELS), "cu")?;
     check_stems(&sources)?;
-    let stale: Vec<_> = sources
-        .iter()
-        .map(|source| Unit::new(source, &out, &nvcc, &arguments, &headers))
-        .collect::<Result<Vec<_>, _>>()?
-        .into_iter()
-        .filter(|unit| !unit.is_current())
-        .collect();
+    let cache = variable(CACHE).map(PathBuf::from);
+    if let Some(folder) = &cache {
+        fs::create_dir_all(folder).map_err(|e| format!("{CACHE}: {}: {e}", folder.display()))?;
+    }
+    let mut stale = Vec::new();
+    for source in &sources {
+        let unit = Unit::new(source, &out, &nvcc, &arguments, &headers)?;
+        if !unit.is_current() && !unit.is_copied_from(cache.as_deref()) {
+            stale.push(unit);
+        }
+    }
     let jobs = variable("NUM_JOBS").and_then(|n| n.parse().ok());
     let next = AtomicUsize::new(0);
     let worker = || -> Result<(), String> {
         while let Some(unit) = stale.get(next.fetch_add(1, Ordering::Relaxed)) {
             unit.compile(&nvcc, &arguments)?;
+            if let Some(folder) = &cache {
+                unit.copy_to(folder)
+                    .map_err(|e| format!("{CACHE}: {}: {e}", folder.display()))?;
+            }
         }
         Ok(())
     };
@@ -111,6 +126,12 @@ impl Unit {
         let stem = source.file_stem().unwrap_or_default();
         let fatbin = out.join(stem).with_extension("fatbin");
         let mut made_from = format!("{}\n{}\n", nvcc.version, arguments.join(" "));
+        // Comments change nothing but the numbers of lines.
+        let numbered = arguments.iter().any(|argument| argument == "-lineinfo");
+        let read = |path: &Path| {
+            let text = read(path)?;
+            Ok::<_, String>(if numbered { text } else { code_of(&text) })
+        };
         let text = read(source)?;
         let mut wanted = vec![text.clone()];
         made_from.push_str(&text);
@@ -154,6 +175,80 @@ impl Unit {
         fs::write(&self.stamp, &self.made_from)
             .map_err(|e| format!("{}: {e}", self.stamp.display()))
     }
+
+    /// The fatbin's place in a cache, and its stamp's.
+    fn cached(&self, cache: &Path) -> (PathBuf, PathBuf) {
+        let mut hasher = DefaultHasher::new();
+        self.made_from.hash(&mut hasher);
+        let stem = self.fatbin.file_stem().unwrap_or_default();
+        let name = format!("{}-{:016x}", stem.to_string_lossy(), hasher.finish());
+        let fatbin = cache.join(name + ".fatbin");
+        (fatbin.clone(), fatbin.with_extension("stamp"))
+    }
+
+    /// Whether there was a cache that had the fatbin, which is in its place now.
+    fn is_copied_from(&self, cache: Option<&Path>) -> bool {
+        cache.is_some_and(|cache| {
+            let (fatbin, stamp) = self.cached(cache);
+            fs::read_to_string(&stamp).is_ok_and(|s| s == self.made_from)
+                && fs::copy(&fatbin, &self.fatbin).is_ok()
+                && fs::write(&self.stamp, &self.made_from).is_ok()
+        })
+    }
+
+    /// Files appear in the cache whole, for builds that run at the same time, and the stamp last.
+    fn copy_to(&self, cache: &Path) -> std::io::Result<()> {
+        let (fatbin, stamp) = self.cached(cache);
+        for (from, to) in [(&self.fatbin, fatbin), (&self.stamp, stamp)] {
+            let part = to.with_extension(format!("{}.part", std::process::id()));
+            fs::copy(from, &part)?;
+            fs::rename(part, to)?;
+        }
+        Ok(())
+    }
+}
+
+/// C++ without comments and without the lines that are blank then. A `'` between digits begins no
+/// character.
+fn code_of(text: &str) -> String {
+    let mut code = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(c) = rest.chars().next() {
+        let length = match c {
+            '/' if rest.starts_with("//") => {
+                rest = &rest[rest.find('\n').unwrap_or(rest.len())..];
+                continue;
+            }
+            '/' if rest.starts_with("/*") => {
+                rest = rest[2..].find("*/").map_or("", |end| &rest[end + 4..]);
+                code.push(' ');
+                continue;
+            }
+            '"' => literal(rest),
+            '\'' if !code.ends_with(|c: char| c.is_ascii_alphanumeric()) => literal(rest),
+            other => other.len_utf8(),
+        };
+        code.push_str(&rest[..length]);
+        rest = &rest[length..];
+    }
+    let lines = code.lines().map(str::trim_end);
+    let lines: Vec<_> = lines.filter(|line| !line.is_empty()).collect();
+    lines.join("\n")
+}
+
+/// The length of the literal at the start of `text`, its quotes among it.
+fn literal(text: &str) -> usize {
+    let quote = text.chars().next();
+    let mut escaped = false;
+    for (at, c) in text.char_indices().skip(1) {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            c if Some(c) == quote => return at + 1,
+            _ => {}
+        }
+    }
+    text.len()
 }
 
 /// The CUDA compiler.

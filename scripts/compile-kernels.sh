@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Compiles kernels/ for every architecture with the build script itself, from nothing, and prints
-# how long that took and which kernels keep values in local memory (spilled registers or arrays
-# that are indexed at run time). Needs nvcc and rustc, no GPU.
+# Compiles kernels/ for every architecture with the build script itself, and prints how long that
+# took and which kernels keep values in local memory (spilled registers or arrays that are indexed
+# at run time). Needs nvcc and rustc, no GPU.
 #
 #   scripts/compile-kernels.sh
 #
-# CANDLE_FUSED_COMPUTE_CAP and NUM_JOBS narrow what is compiled and how many at once.
+# CANDLE_FUSED_COMPUTE_CAP and NUM_JOBS narrow what is compiled and how many at once. All is
+# compiled from nothing, unless CANDLE_FUSED_KERNEL_CACHE names a folder that has it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work="$(mktemp -d)"
