@@ -11,9 +11,6 @@ use crate::quant::e4m3::UNBIAS;
 /// The sign, and the lowest bits of the exponent with the highest of the mantissa.
 pub(super) const E4M3_PLACES: i32 = 0x87f0_0000_u32 as i32;
 
-/// Sums that a token's products are added to in turns, so that they need not wait for one another.
-const CHAINS: usize = 4;
-
 /// [`Isa::accumulate`] of e4m3 floats.
 ///
 /// # Safety
@@ -27,26 +24,25 @@ pub(super) unsafe fn accumulate<I: Isa, const T: usize, const P: usize>(
 ) {
     // SAFETY: the planes and tokens are readable, by the caller's contract.
     unsafe {
-        let q: [[f32; 32]; T] = x.map(|parts| whole_numbers(parts));
-        let chains = CHAINS.div_ceil(T);
-        let mut dots = [[I::zero(); CHAINS]; T];
+        let mut q = [[0.; 32]; T];
+        for t in 0..T {
+            whole_numbers::<I, P>(x[t], &mut q[t]);
+        }
+        // One sum, in order of k, whatever the tile: a token's result does not depend on how many there are. Blocks
+        // need not wait for one another.
+        let mut dots = [I::zero(); T];
         for i in 0..8 {
             let codes = I::load(planes.add(64 * i));
             for byte in 0..4 {
                 let w = I::e4m3(codes, byte);
                 for t in 0..T {
-                    let dot = &mut dots[t][byte % chains];
-                    *dot = I::fma(w, I::set(q[t][4 * i + byte]), *dot);
+                    dots[t] = I::fma(w, I::set(q[t][4 * i + byte]), dots[t]);
                 }
             }
         }
-        let (one, unbias) = (I::set(1.), I::set(UNBIAS));
+        let unbias = I::set(UNBIAS);
         for t in 0..T {
-            let mut dot = dots[t][0];
-            for other in &dots[t][1..chains] {
-                dot = I::fma(*other, one, dot);
-            }
-            let product = I::mul(I::mul(dot, unbias), scale);
+            let product = I::mul(I::mul(dots[t], unbias), scale);
             sums[t] = I::fma(product, I::set((*x[t][P - 1]).d), sums[t]);
         }
     }
@@ -55,13 +51,19 @@ pub(super) unsafe fn accumulate<I: Isa, const T: usize, const P: usize>(
 /// The codes of a token's block, in units of its finest part.
 ///
 /// # Safety
-/// The parts are readable.
+/// The processor has `I`, and the parts are readable.
 #[inline(always)]
-unsafe fn whole_numbers<const P: usize>(parts: [*const Q8Block; P]) -> [f32; 32] {
-    // SAFETY: the caller's.
-    let parts = parts.map(|part| unsafe { &(*part).q });
-    std::array::from_fn(|k| {
-        let code = |sum, q: &[i8; 32]| FINER * sum + i32::from(q[k]);
-        parts.into_iter().fold(0, code) as f32
-    })
+unsafe fn whole_numbers<I: Isa, const P: usize>(parts: [*const Q8Block; P], out: &mut [f32; 32]) {
+    // SAFETY: the caller's; a vector's place lies within the 32 codes.
+    unsafe {
+        let finer = I::set(FINER as f32);
+        for k in (0..32).step_by(I::ROWS) {
+            let codes = |part: usize| (&raw const (*parts[part]).q).cast::<u8>().add(k);
+            let mut sum = I::load_i8(codes(0));
+            for part in 1..P {
+                sum = I::fma(sum, finer, I::load_i8(codes(part)));
+            }
+            I::store(out.as_mut_ptr().add(k), sum);
+        }
+    }
 }

@@ -2,10 +2,11 @@
 
 use super::super::codes::Unpacked;
 use super::super::floats::{self, E4M3_PLACES};
-use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Unpack, tile, unpack};
+use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Tiles, Unpack, tile, unpack};
 use super::super::layout::ROW_GROUP;
-use super::super::q8::{FINER, Q8Block};
+use super::super::q8::Q8Block;
 use super::super::scales::Ready;
+use super::dot_avx2;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -19,15 +20,22 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
         &Kernels {
             names: ["avx2_tiles", "avx2_unpacked_tiles"],
             packed: [
-                &[
-                    (4, by_halves::<C, S, 4, 1> as Tile),
-                    (2, by_halves::<C, S, 2, 1>),
-                    (1, at_once::<C, S, 1>),
-                ],
-                &[
-                    (2, by_halves::<C, S, 2, 2> as Tile),
-                    (1, at_once::<C, S, 2>),
-                ],
+                match C::FLOATS {
+                    true => const { up_to_8_tokens::<C, S, 1>() },
+                    false => &[
+                        (4, by_halves::<C, S, 4, 1> as Tile),
+                        (2, by_halves::<C, S, 2, 1>),
+                        (1, at_once::<C, S, 1>),
+                    ],
+                },
+                match C::BITS {
+                    8 => const { up_to_8_tokens::<C, S, 2>() },
+                    // A sum for each part takes twice the registers.
+                    _ => &[
+                        (2, by_halves::<C, S, 2, 2> as Tile),
+                        (1, at_once::<C, S, 2>),
+                    ],
+                },
             ],
             unpacked: match C::BITS {
                 8 => None,
@@ -48,6 +56,16 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
             },
         }
     }
+}
+
+/// The tiles of codes that take long to be made ready for a multiplication, which more tokens share.
+const fn up_to_8_tokens<C: Codes + 'static, S: Scales + 'static, const P: usize>() -> Tiles {
+    &[
+        (8, by_halves::<C, S, 8, P> as Tile),
+        (4, by_halves::<C, S, 4, P>),
+        (2, by_halves::<C, S, 2, P>),
+        (1, at_once::<C, S, P>),
+    ]
 }
 
 /// One token: both halves of the group in one pass, so that memory is read front to back.
@@ -96,39 +114,6 @@ unsafe fn unpack_group<C: Codes, S: Scales>(
         // SAFETY: the caller's.
         unsafe { unpack::<Avx2, C, S>(weights, blocks.clone(), lane, out) }
     }
-}
-
-/// Four bytes, repeated.
-///
-/// # Safety
-/// AVX2, and 4 readable bytes at `p`.
-#[inline(always)]
-unsafe fn broadcast(p: *const u8) -> __m256i {
-    // SAFETY: the caller's.
-    unsafe { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
-}
-
-/// Keeps the compiler from moving sums across this point: it would unpack all codes of a block
-/// first, which is more than the registers hold.
-///
-/// # Safety
-/// AVX2.
-#[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn in_order<const T: usize, const P: usize>(
-    mut sums: [[__m256i; P]; T],
-) -> [[__m256i; P]; T] {
-    for sum in sums.as_flattened_mut() {
-        // SAFETY: the statement is empty.
-        unsafe {
-            std::arch::asm!(
-                "/* {0} */",
-                inout(ymm_reg) * sum,
-                options(nomem, nostack, preserves_flags)
-            );
-        }
-    }
-    sums
 }
 
 impl Isa for Avx2 {
@@ -313,119 +298,12 @@ impl Isa for Avx2 {
         unsafe {
             match C::BITS {
                 8 if C::FLOATS => floats::accumulate::<Self, T, P>(sums, scale, planes, x),
-                8 => eight_bits::<C, T, P>(sums, scale, planes, x),
-                _ => few_bits::<C, T, P>(sums, scale, planes, part, x),
-            }
-        }
-    }
-}
-
-/// Pairs of products are summed in i16, and as many of those as cannot overflow: 8 x 2 x 15 x 127,
-/// 4 x 2 x 31 x 127 and 2 x 2 x 63 x 127 are below 2^15.
-///
-/// # Safety
-/// See [`Isa::accumulate`].
-#[inline(always)]
-unsafe fn few_bits<C: Codes, const T: usize, const P: usize>(
-    sums: &mut [__m256; T],
-    scale: __m256,
-    planes: *const u8,
-    part: usize,
-    x: [[*const Q8Block; P]; T],
-) {
-    // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
-    unsafe {
-        let ones = _mm256_set1_epi16(1);
-        let mut codes = C::open::<Avx2>(planes, part);
-        let run = match C::BITS {
-            ..=4 => C::VECTORS,
-            5 => 4,
-            _ => 2,
-        };
-        let mut dots = [[_mm256_setzero_si256(); P]; T];
-        for start in (0..C::VECTORS).step_by(run) {
-            let mut pairs = [[_mm256_setzero_si256(); P]; T];
-            for i in start..start + run {
-                let (w, k) = codes.next(i);
-                for t in 0..T {
-                    for p in 0..P {
-                        let q = (&raw const (*x[t][p]).q).cast::<u8>();
-                        let product = _mm256_maddubs_epi16(w, broadcast(q.add(k)));
-                        pairs[t][p] = _mm256_add_epi16(pairs[t][p], product);
-                    }
+                8 if P == 2 && T > 2 => {
+                    dot_avx2::eight_bits_by_16::<C, T, P>(sums, scale, planes, x)
                 }
-                if T * P > 1 {
-                    pairs = in_order(pairs);
-                }
+                8 => dot_avx2::eight_bits::<C, T, P>(sums, scale, planes, x),
+                _ => dot_avx2::few_bits::<C, T, P>(sums, scale, planes, part, x),
             }
-            for t in 0..T {
-                for p in 0..P {
-                    let sum = _mm256_madd_epi16(pairs[t][p], ones);
-                    dots[t][p] = _mm256_add_epi32(dots[t][p], sum);
-                }
-            }
-        }
-        finish(sums, scale, dots, x);
-    }
-}
-
-/// |w| times x with w's sign: at most 2 x 128 x 127 for a pair, and x is never -128.
-///
-/// # Safety
-/// See [`Isa::accumulate`].
-#[inline(always)]
-unsafe fn eight_bits<C: Codes, const T: usize, const P: usize>(
-    sums: &mut [__m256; T],
-    scale: __m256,
-    planes: *const u8,
-    x: [[*const Q8Block; P]; T],
-) {
-    // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
-    unsafe {
-        let ones = _mm256_set1_epi16(1);
-        let mut codes = C::open::<Avx2>(planes, 0);
-        let mut dots = [[_mm256_setzero_si256(); P]; T];
-        for i in 0..C::VECTORS {
-            let (w, k) = codes.next(i);
-            let magnitude = _mm256_abs_epi8(w);
-            for t in 0..T {
-                for p in 0..P {
-                    let q = (&raw const (*x[t][p]).q).cast::<u8>();
-                    let signed = _mm256_sign_epi8(broadcast(q.add(k)), w);
-                    let pairs = _mm256_maddubs_epi16(magnitude, signed);
-                    dots[t][p] = _mm256_add_epi32(dots[t][p], _mm256_madd_epi16(pairs, ones));
-                }
-            }
-            if T * P > 1 {
-                dots = in_order(dots);
-            }
-        }
-        finish(sums, scale, dots, x);
-    }
-}
-
-/// Adds the scaled dot products to the sums.
-///
-/// # Safety
-/// See [`Isa::accumulate`].
-#[inline(always)]
-unsafe fn finish<const T: usize, const P: usize>(
-    sums: &mut [__m256; T],
-    scale: __m256,
-    dots: [[__m256i; P]; T],
-    x: [[*const Q8Block; P]; T],
-) {
-    for t in 0..T {
-        // SAFETY: the caller's.
-        unsafe {
-            let mut dot = dots[t][0];
-            if P == 2 {
-                dot = _mm256_slli_epi32::<{ FINER.ilog2() as i32 }>(dot);
-                dot = _mm256_add_epi32(dot, dots[t][1]);
-            }
-            let product = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), scale);
-            let d = _mm256_set1_ps((*x[t][P - 1]).d);
-            sums[t] = _mm256_fmadd_ps(product, d, sums[t]);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 pub(super) mod avx2;
 pub(super) mod avx512;
+mod dot_avx2;
 pub(super) mod rounding;
 pub(super) mod ternary;
 pub(super) mod ternary_avx2;
