@@ -117,7 +117,7 @@ pub mod quant {
     pub(crate) use unpack::SubBlock;
     pub use unpack::dequantize;
 
-    // What works with formats lives in rooms above them; users find it here.
+    // What works with formats lives in modules above them; users find it here.
     pub use crate::cpu::quantize::quantize;
     pub use crate::models::quantized::QuantizedFile;
     pub use crate::nn::gptq;

@@ -5,7 +5,7 @@
 //! that are only compiled (`no_run`) do not count. What the feature `cuda` adds is left out: it needs a GPU.
 
 use super::source::{files, read, root, tokens};
-use super::{LIBRARY, floor, room};
+use super::{LIBRARY, layer, top_module};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -106,7 +106,7 @@ fn functions(text: &str) -> Vec<Function> {
 }
 
 /// Files whose module is public all the way from the root, and the names that they hand on from others, with the
-/// room that these are in.
+/// top-level module that these are in.
 fn public() -> (BTreeSet<PathBuf>, BTreeSet<(String, String)>) {
     let (mut public, mut names) = (BTreeSet::new(), BTreeSet::new());
     let mut open = vec![PathBuf::from(LIBRARY)];
@@ -127,10 +127,10 @@ fn public() -> (BTreeSet<PathBuf>, BTreeSet<(String, String)>) {
                 let last = (i + 2..end).filter(|i| tokens[*i].is_word() && at(i + 1) != "::");
                 let from = match at(i + 2) {
                     "crate" => at(i + 4),
-                    name if floor(name).is_some() => name,
-                    // What lib.rs writes out is the face of this room.
+                    name if layer(name).is_some() => name,
+                    // What lib.rs writes out is the public face of this module.
                     _ if path == Path::new(LIBRARY) => "quant",
-                    _ => room(&path),
+                    _ => top_module(&path),
                 };
                 names.extend(last.map(|i| (from.to_owned(), at(i).to_owned())));
             }
@@ -160,7 +160,7 @@ fn public_functions_have_examples_that_run() {
         let all = examples(&text);
         for function in functions(&text) {
             let item = function.owner.as_ref().unwrap_or(&function.name);
-            let handed_on = names.contains(&(room(&path).to_owned(), item.clone()));
+            let handed_on = names.contains(&(top_module(&path).to_owned(), item.clone()));
             if !public.contains(&path) && !handed_on {
                 continue;
             }

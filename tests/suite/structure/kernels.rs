@@ -4,8 +4,8 @@ use super::source;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The folders from the ground up; those of one floor include nothing of each other.
-const FLOORS: &[&[&str]] = &[
+/// The folders in layers, the lowest first; those of one layer include nothing of each other.
+const LAYERS: &[&[&str]] = &[
     &["common"],
     &["formats"],
     &["linear", "pointwise"],
@@ -15,9 +15,9 @@ const FLOORS: &[&[&str]] = &[
 /// What the build script writes from src/cuda/abi.
 const WRITTEN: &str = "abi";
 
-fn floor(path: &Path) -> Option<usize> {
+fn layer(path: &Path) -> Option<usize> {
     let folder = path.iter().next()?.to_str()?;
-    FLOORS.iter().position(|folders| folders.contains(&folder))
+    LAYERS.iter().position(|folders| folders.contains(&folder))
 }
 
 /// The files below kernels/, relative to it.
@@ -43,8 +43,8 @@ fn kernels_include_only_folders_below() {
     let (files, mut wrong, mut count) = (kernels(&[".cu", ".cuh"]), Vec::new(), 0);
     for from in &files {
         assert!(
-            floor(from).is_some(),
-            "FLOORS lacks kernels/{}",
+            layer(from).is_some(),
+            "LAYERS lacks kernels/{}",
             from.display()
         );
         for to in includes(from) {
@@ -53,7 +53,7 @@ fn kernels_include_only_folders_below() {
                 continue;
             }
             let beside = from.parent() == to.parent();
-            if !files.contains(&to) || !(beside || floor(&to) < floor(from)) {
+            if !files.contains(&to) || !(beside || layer(&to) < layer(from)) {
                 wrong.push(format!("{} -> {}", from.display(), to.display()));
             }
         }

@@ -19,8 +19,8 @@ const ROOTS: [&str; 4] = [
     "benches/peers/src/main.rs",
 ];
 
-/// The rooms of src from the ground up; those of one floor do not name each other.
-const FLOORS: &[&[&str]] = &[
+/// The top-level modules of src in layers, the lowest first; those of one layer do not use each other.
+const LAYERS: &[&[&str]] = &[
     &["quant", "trace"],
     &["fusion"],
     &["cpu", "cuda"],
@@ -31,16 +31,16 @@ const FLOORS: &[&[&str]] = &[
     &["serving"],
 ];
 
-/// The room of a file: `src/cpu/packed/mod.rs` is in `cpu`, `src/trace.rs` in `trace`. The benchmarks are
-/// one room: `benches/suite/plots/mod.rs` is in `suite`.
-fn room(path: &Path) -> &str {
+/// The top-level module of a file: `src/cpu/packed/mod.rs` is in `cpu`, `src/trace.rs` in `trace`. The benchmarks
+/// are one: `benches/suite/plots/mod.rs` is in `suite`.
+fn top_module(path: &Path) -> &str {
     let name = path.components().nth(1).expect("a file in a folder");
     let name = Path::new(name.as_os_str()).file_stem().expect("a name");
     name.to_str().expect("a name in UTF-8")
 }
 
-fn floor(room: &str) -> Option<usize> {
-    FLOORS.iter().position(|rooms| rooms.contains(&room))
+fn layer(module: &str) -> Option<usize> {
+    LAYERS.iter().position(|layer| layer.contains(&module))
 }
 
 /// Files that are no module of their crate.
@@ -87,16 +87,16 @@ fn arrows_are_found() {
 }
 
 #[test]
-fn rooms_name_only_rooms_below() {
+fn modules_use_only_lower_layers() {
     let mut upward = Vec::new();
     for (from, targets) in Crate::read(LIBRARY).arrows() {
         for to in targets {
-            let (a, b) = (room(&from), room(&to));
+            let (a, b) = (top_module(&from), top_module(&to));
             if a == "lib" || a == b {
                 continue;
             }
-            assert!(floor(a).is_some(), "FLOORS lacks src/{a}");
-            if floor(b).is_none_or(|b| floor(a) <= Some(b)) {
+            assert!(layer(a).is_some(), "LAYERS lacks src/{a}");
+            if layer(b).is_none_or(|b| layer(a) <= Some(b)) {
                 upward.push(format!("{} -> {}", from.display(), to.display()));
             }
         }
@@ -113,12 +113,12 @@ fn is_part(file: &Path, module: &Path) -> bool {
     }
 }
 
-/// Files of its room that can be reached from `start` by arrows, other than from a part to its module.
+/// Files of its top-level module that can be reached from `start` by arrows, other than from a part to its module.
 fn reached(arrows: &Arrows, start: &Path) -> BTreeSet<PathBuf> {
     let (mut found, mut open) = (BTreeSet::new(), vec![start.to_owned()]);
     while let Some(from) = open.pop() {
         for to in arrows.get(&from).into_iter().flatten() {
-            let counts = room(to) == room(start) && !is_part(&from, to);
+            let counts = top_module(to) == top_module(start) && !is_part(&from, to);
             if counts && found.insert(to.clone()) {
                 open.push(to.clone());
             }
