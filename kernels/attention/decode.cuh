@@ -18,8 +18,9 @@
 
 namespace fused {
 
-// Only where dependent launches are.
-__device__ __forceinline__ bool rehearses(const DecodingParams& p) { return COMPILED_FOR >= 900 && p.rehearse; }
+// Whether all is run once without effect before the wait for the preceding kernel, which brings the instructions into
+// the caches. Only where dependent launches are.
+__device__ __forceinline__ bool warms_up(const DecodingParams& p) { return COMPILED_FOR >= 900 && p.warm_up; }
 
 __device__ __forceinline__ uint32_t read_position(const uint32_t* p) {
   uint32_t v;
@@ -99,7 +100,7 @@ __device__ __forceinline__ float rms_factor(const DecodingParams& p, const float
 // One head's row, of which a lane has elements lane, lane + 32, ...: normed and rotated. `scratch`
 // holds head_dim floats.
 template <class Memory, int N>
-__device__ __forceinline__ void turn(const DecodingParams& p, const Memory& s, const float* norm,
+__device__ __forceinline__ void apply_rope(const DecodingParams& p, const Memory& s, const float* norm,
                                      int head_dim, float (&x)[N], float* scratch) {
   const int lane = threadIdx.x % WARP, pairs = p.pairs;
   if (p.q_norm) {
@@ -169,7 +170,7 @@ template <class Core, int N>
 __device__ __forceinline__ void place_row(const DecodingParams& p, const Shared<Core>& s, const Place& at,
                                           int head_dim, int job, float (&x)[N]) {
   float* out = job < at.heads ? s.q + job * head_dim : job == at.heads ? s.k : s.v;
-  if (job <= at.heads) turn(p, s, job < at.heads ? s.q_norm : s.k_norm, head_dim, x, out);
+  if (job <= at.heads) apply_rope(p, s, job < at.heads ? s.q_norm : s.k_norm, head_dim, x, out);
   if (job >= at.heads && Core::coded(p.cache_dtype)) {
     const float scale = place_codes(x, p.cache_dtype, head_dim, out);
     if (threadIdx.x % WARP == 0) s.scales[job - at.heads] = scale;
@@ -392,7 +393,7 @@ __device__ __forceinline__ typename Core::From keys_of(const DecodingParams& p, 
 
 // What a block takes part in.
 struct Part {
-  bool real;        // false: a rehearsal
+  bool real;        // false: the warm-up
   uint32_t active;  // blocks
   int warps;        // of this block that have had keys
   bool leads;       // whether it has the new key
@@ -445,14 +446,14 @@ template <class Core> __device__ __forceinline__ void decode(const DecodingParam
   Work work(p, here, 0, Core::KEYS, Core::IN_PAGES);
   uint32_t position = UINT32_MAX;
   for (int i = threadIdx.x; i < Core::QUERIES / 16; i += WARPS * WARP) memory[i] = make_uint4(0, 0, 0, 0);
-  if (rehearses(p) && threadIdx.x == 0) *s.position = read_position(p.position + here.z);
+  if (warms_up(p) && threadIdx.x == 0) *s.position = read_position(p.position + here.z);
   __syncthreads();
 
   // Pass 0 is a warm-up before the PDL wait: the same code without queries. All that remains of it are the keys in
   // registers, the angles in shared memory, and the instructions in the caches. Fetching these line by line once the
   // queries are there would take as long as the work.
 #pragma unroll 1
-  for (int pass = rehearses(p) ? 0 : 1; pass < 2; ++pass) {
+  for (int pass = warms_up(p) ? 0 : 1; pass < 2; ++pass) {
     const bool real = pass == 1;
     if (real) pdl_wait();
     const uint32_t now = real ? read_position(p.position + here.z) : *s.position;

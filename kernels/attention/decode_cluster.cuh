@@ -130,7 +130,7 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
         row.fetch_norm(p, job < at.heads ? p.q_norm : p.k_norm);
         fetch_row(job);
       }
-      row.turn(p);
+      row.apply_rope(p);
       if (job > at.heads) continue;
       const uint32_t to = shared + Memory::ROWS + job * Memory::ROW;
       const int at_x = Row::place_x(p), at_y = Row::place_y(p);
@@ -283,7 +283,7 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
       score_tile(s);
       const bool more = tile + stride < tiles;
       if (more) {
-        core.turn_page();
+        core.advance_page();
         core.fetch_keys(keys, start + (tile + stride) * KEYS);
       }
       uint32_t a[4];

@@ -293,9 +293,9 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     }
   }
 
-  // As `turn` of decode.cuh, with angles and norms in registers. What a value is rotated with belongs to the same lane
-  // where the whole head is rotated by halves.
-  __device__ void turn_row(const float (&norm)[N], float (&x)[N]) const {
+  // As `apply_rope` of decode.cuh, with angles and norms in registers. What a value is rotated with belongs to the same
+  // lane where the whole head is rotated by halves.
+  __device__ void apply_rope_to_row(const float (&norm)[N], float (&x)[N]) const {
     const int lane = threadIdx.x % WARP, pairs = p.pairs;
     if (p.q_norm) {
       const float factor = rms_factor(p, x, D);
@@ -339,7 +339,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
 #pragma unroll
       for (int e = 0; e < N; ++e) norm[e] = is_key ? factors.k_norm[e] : factors.q_norm[e];
       read_row(job, k);
-      turn_row(norm, k);
+      apply_rope_to_row(norm, k);
       if (is_key) break;
 #pragma unroll
       for (int e = 0; e < N; ++e) Core::put(s.queries, job, lane + 32 * e, rounded_to(p.dtype, k[e]));

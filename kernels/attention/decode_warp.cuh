@@ -133,7 +133,7 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
   // The first tile, and where the one `stride` keys behind it is.
   __device__ void begin(const From& keys, uint32_t first, uint32_t stride) {
     look(keys, first);
-    turn_page();
+    advance_page();
     fetch_keys(keys, first);
     fetch_values(keys, first);
     look(keys, first + stride);
@@ -146,7 +146,7 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
     }
   }
 
-  __device__ void turn_page() {
+  __device__ void advance_page() {
     if constexpr (PAGED) {
 #pragma unroll
       for (int j = 0; j < 2 * SUB; ++j) page[j] = ahead[j];
@@ -230,7 +230,7 @@ template <typename C, int D, int W, int SUB, bool PAGED = false> struct TensorCo
         for (int i = 0; i < 4; ++i) s[j][i] *= k_scale[j][i % 2];
     }
     if (next < tiles) {
-      turn_page();
+      advance_page();
       fetch_keys(keys, start + next * KEYS);
     }
     // Exponents of the weights, and what the values' scales add to them; `top` is the largest sum.

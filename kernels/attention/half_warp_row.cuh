@@ -53,7 +53,7 @@ template <typename X, int D> struct HalfWarpRow {
   }
 
   // The norm and the rotation, where there are any.
-  __device__ void turn(const DecodingParams& p) {
+  __device__ void apply_rope(const DecodingParams& p) {
 #pragma unroll
     for (int i = 0; i < RUN; ++i) x[i] = element(a, i), y[i] = element(b, i);
     if (p.q_norm) {

@@ -88,7 +88,7 @@ __device__ __forceinline__ void stage_queries(const PagedAttentionParams& p, con
   if (lane < Core::ROWS) {
     const int r = min(lane, rows.count - 1), at = int(s.length) - int(p.queries) + int(rows.query(r));
     const float slope = p.slopes ? LOG2E * __ldg(p.slopes + rows.head(s.kv, r)) : 0.f;
-    queries.sights[lane] = {at, p.window ? at + 1 - int(p.window) : INT32_MIN, slope};
+    queries.visible[lane] = {at, p.window ? at + 1 - int(p.window) : INT32_MIN, slope};
   }
   __syncwarp();
 }
@@ -145,7 +145,7 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
     const bool more = walk.next(p, upcoming);
     if (!more) upcoming.from = upcoming.to = 0;
     const PagedRows rows(p, s.part, Core::ROWS);
-    core.start(queries.sights);
+    core.start(queries.visible);
     core.run(keys_of(p, s, head_dim), keys_of(p, upcoming, head_dim), queries, rows.count);
     bool written = false;
     if constexpr (Core::DIM != 0) {

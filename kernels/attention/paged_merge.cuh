@@ -32,14 +32,14 @@ template <class Core> struct PagedShared {
     bytes = Core::DIM ? Core::QUERIES : 4 * Core::ROWS * head_dim;
     rows = min(Core::ROWS, int(p.queries * (p.heads / p.kv_heads) + 1) / 2 * 2);
     stride = head_dim + head_dim % 2 + 2;
-    partials = reinterpret_cast<float*>(memory + warps * (bytes + Core::ROWS * sizeof(Sight)));
+    partials = reinterpret_cast<float*>(memory + warps * (bytes + Core::ROWS * sizeof(VisibleKeys)));
   }
 
   __device__ int records() const { return 2 * warps; }
   __device__ PagedQueries queries(int warp) const {
     char* own = memory + warp * bytes;
-    Sight* sights = reinterpret_cast<Sight*>(memory + warps * bytes) + warp * Core::ROWS;
-    return {own, reinterpret_cast<float*>(own), sights};
+    VisibleKeys* visible = reinterpret_cast<VisibleKeys*>(memory + warps * bytes) + warp * Core::ROWS;
+    return {own, reinterpret_cast<float*>(own), visible};
   }
   __device__ PagedPartial partial(int record) const {
     float* own = partials + record * rows * (2 + stride);

@@ -53,7 +53,7 @@ struct PagedKeys {
 };
 
 // A query's own position, negative before the first key; the first that it sees; its slope in units of log 2.
-struct Sight {
+struct VisibleKeys {
   int at, low;
   float slope;
 
@@ -68,7 +68,7 @@ struct Sight {
 struct PagedQueries {
   char* operands;  // for tensor cores
   float* q;        // [ROWS][head_dim], for lanes
-  Sight* sights;   // [ROWS]
+  VisibleKeys* visible;  // [ROWS]
 };
 
 // A warp's partial results of a stretch in shared memory, to be merged with those of others: rows `stride` floats apart.
@@ -112,7 +112,7 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
   float k_scale, v_scale;  // of codes: of this lane's key, as `Places` has it
   float o[HALVES][STEPS][4];
   float m[HALVES], l[HALVES];
-  Sight sight[HALVES];
+  VisibleKeys visible[HALVES];
   uint32_t seen;           // keys of the tile that was fetched
   Places<KEYS> next;       // of the one behind it
   uint32_t ahead;          // the entry of this lane's key in the one behind that
@@ -147,10 +147,10 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     if constexpr (CODES) v_scale = fetch_scale(keys.v_scale(next.at), next.there(threadIdx.x % KEYS));
   }
 
-  __device__ void start(const Sight* sights) {
+  __device__ void start(const VisibleKeys* of_queries) {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      sight[h] = sights[h * 8 + threadIdx.x % WARP / 4];
+      visible[h] = of_queries[h * 8 + threadIdx.x % WARP / 4];
       m[h] = -INFINITY, l[h] = 0.f;
 #pragma unroll
       for (int r = 0; r < STEPS; ++r) o[h][r][0] = o[h][r][1] = o[h][r][2] = o[h][r][3] = 0.f;
@@ -170,7 +170,7 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
         const int in_tile = j * 8 + 2 * t + i, key = int(first) + in_tile;
         float& p = s[j][2 * h + i];
         if constexpr (HALVES == 1) p += s[j][2 + i];
-        p = (seen >> in_tile & 1) && sight[h].sees(key) ? sight[h].score(keys, p, key) : -INFINITY;
+        p = (seen >> in_tile & 1) && visible[h].sees(key) ? visible[h].score(keys, p, key) : -INFINITY;
         if constexpr (CODES) top = fmaxf(top, p == -INFINITY ? p : p + more[j][i]);
         else top = fmaxf(top, p);
       }
@@ -352,7 +352,7 @@ template <int N, int W, bool CODES = false> struct PagedLaneCore {
   __device__ void look(const PagedKeys&) {}
   __device__ void begin(const PagedKeys&) {}
 
-  __device__ void start(const Sight*) {
+  __device__ void start(const VisibleKeys*) {
 #pragma unroll
     for (int h = 0; h < ROWS; ++h) {
       m[h] = -INFINITY, l[h] = 0.f;
@@ -398,7 +398,8 @@ template <int N, int W, bool CODES = false> struct PagedLaneCore {
         }
 #pragma unroll
         for (int h = 0; h < ROWS; ++h)
-          if (h < rows) one(keys, queries.sights[h], h, queries.q + h * keys.form.head_dim, k, v, int(first) + i, there);
+          if (h < rows)
+            one(keys, queries.visible[h], h, queries.q + h * keys.form.head_dim, k, v, int(first) + i, there);
       }
     }
     gather(rows);
@@ -420,7 +421,7 @@ template <int N, int W, bool CODES = false> struct PagedLaneCore {
   }
 
   // A key, and its value, for one query.
-  __device__ void one(const PagedKeys& keys, const Sight& sight, int h, const float* q, const float (&k)[N],
+  __device__ void one(const PagedKeys& keys, const VisibleKeys& visible, int h, const float* q, const float (&k)[N],
                       const float (&v)[N], int key, bool there) {
     const int c = threadIdx.x % 8, width = keys.form.head_dim - c;
     float p = 0.f;
@@ -428,7 +429,7 @@ template <int N, int W, bool CODES = false> struct PagedLaneCore {
     for (int e = 0; e < N; ++e) p += (8 * e < width ? q[c + 8 * e] : 0.f) * k[e];
 #pragma unroll
     for (int offset = 4; offset > 0; offset /= 2) p += __shfl_xor_sync(FULL, p, offset);
-    p = there && sight.sees(key) ? sight.score(keys, p, key) : -INFINITY;
+    p = there && visible.sees(key) ? visible.score(keys, p, key) : -INFINITY;
     const float top = fmaxf(m[h], p), off = origin(top), fade = exp2_fast(m[h] - off);
     const float weight = exp2_fast(p - off);
     m[h] = top;

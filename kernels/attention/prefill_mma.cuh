@@ -268,7 +268,7 @@ template <typename T, int D, bool SPLIT, Batch B> struct Rows {
   }
 
   // Stores this warp's maxima, sums and outputs in shared memory, for the first group of warps to merge.
-  __device__ void leave(float4* shared) const {
+  __device__ void store_partial(float4* shared) const {
     const int lane = threadIdx.x % WARP;
     shared[lane] = make_float4(top[0], top[1], sum[0], sum[1]);
 #pragma unroll
@@ -276,8 +276,8 @@ template <typename T, int D, bool SPLIT, Batch B> struct Rows {
       shared[(n + 1) * WARP + lane] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
   }
 
-  // Merges what `leave` has stored into this warp's maxima, sums and outputs.
-  __device__ void take(const Params& p, const float4* shared) {
+  // Merges what `store_partial` has stored into this warp's maxima, sums and outputs.
+  __device__ void merge_partial(const Params& p, const float4* shared) {
     const int lane = threadIdx.x % WARP;
     const float unit = p.general ? 1.f : p.scale * LOG2E;
     const float4 other = shared[lane];
@@ -487,11 +487,11 @@ __device__ __forceinline__ void attend(const Params& p) {
   if (p.key_groups > 1) {
     constexpr int LEFT = (D / 8 + 1) * WARP * 16;
     barrier(1 + part, threads);
-    if (part > 0) state.leave(reinterpret_cast<float4*>(own + row_warp * LEFT));
+    if (part > 0) state.store_partial(reinterpret_cast<float4*>(own + row_warp * LEFT));
     __syncthreads();
     if (part > 0) return;
     for (int i = 1; i < p.key_groups; ++i)
-      state.take(p, reinterpret_cast<const float4*>(shared + i * p.group_bytes + row_warp * LEFT));
+      state.merge_partial(p, reinterpret_cast<const float4*>(shared + i * p.group_bytes + row_warp * LEFT));
   }
   state.write(p);
 }

@@ -98,8 +98,8 @@ template <typename T, typename C> struct Rows {
     for (int n = 0; n < KEYS / 4; ++n) weights[n] = pack2<T>(s[2 * n], s[2 * n + 1]);
   }
 
-  // Leaves these rows' part of the sums for the first warpgroup to take.
-  __device__ __forceinline__ void leave(char* outputs, char* sums) const {
+  // Stores these rows' maxima, sums and outputs in shared memory, for the first warpgroup to merge.
+  __device__ __forceinline__ void store_partial(char* outputs, char* sums) const {
     const int thread = threadIdx.x % 128;
     float4* to = reinterpret_cast<float4*>(outputs);
 #pragma unroll
@@ -108,7 +108,7 @@ template <typename T, typename C> struct Rows {
     reinterpret_cast<float4*>(sums)[thread] = make_float4(top[0], top[1], sum[0], sum[1]);
   }
 
-  __device__ __forceinline__ void take(float unit, const char* outputs, const char* sums) {
+  __device__ __forceinline__ void merge_partial(float unit, const char* outputs, const char* sums) {
     const int thread = threadIdx.x % 128;
     const float4 its = reinterpret_cast<const float4*>(sums)[thread];
     float mine[2], other[2];
@@ -318,11 +318,11 @@ __device__ __forceinline__ void consume(const AttentionSm90Params& p, Barriers<C
     }
     if constexpr (C::SHARE) {
       constexpr int LANE_BYTES = C::STAGES * C::TILE_BYTES;
-      if (number > 0) self.rows.leave(shared_k + number * LANE_BYTES, shared_v + number * LANE_BYTES);
+      if (number > 0) self.rows.store_partial(shared_k + number * LANE_BYTES, shared_v + number * LANE_BYTES);
       asm volatile("bar.sync 1, %0;" ::"n"(128 * C::CONSUMERS) : "memory");
       if (number > 0) return;
       for (int i = 1; i < min(C::LANES, work.tiles); ++i)
-        self.rows.take(p.unit, shared_k + i * LANE_BYTES, shared_v + i * LANE_BYTES);
+        self.rows.merge_partial(p.unit, shared_k + i * LANE_BYTES, shared_v + i * LANE_BYTES);
     }
     self.rows.write(p, work, first_row);
   }

@@ -286,7 +286,7 @@ template <class F> struct Operands {
     // A K block, or half of one. How many products there are is known beforehand, since with a branch among them the
     // compiler has those behind it wait for those in front. There are zeros behind W's k: what lies behind that of x
     // does not matter.
-    const auto take = [&](uint32_t k_block, uint32_t stage, auto products) {
+    const auto consume = [&](uint32_t k_block, uint32_t stage, auto products) {
       const uint64_t rows = w + stage * (F::STAGE / 16);
 #pragma unroll
       for (int i = 0; i < decltype(products)::value; ++i)
@@ -307,15 +307,15 @@ template <class F> struct Operands {
 #pragma unroll 1
       for (; k_block + 2 <= halves / 2; k_block += 2) {
         begin(k_block, 4);
-        take(k_block, k_block, all);
-        take(k_block + 1, k_block + 1, all);
+        consume(k_block, k_block, all);
+        consume(k_block + 1, k_block + 1, all);
         wgmma_commit();
       }
       if (const uint32_t rest = halves % 4) {
         begin(k_block, rest);
-        if (rest == 1) take(k_block, k_block, half);
-        if (rest > 1) take(k_block, k_block, all);
-        if (rest > 2) take(k_block + 1, k_block + 1, half);
+        if (rest == 1) consume(k_block, k_block, half);
+        if (rest > 1) consume(k_block, k_block, all);
+        if (rest > 2) consume(k_block + 1, k_block + 1, half);
         wgmma_commit();
       }
     } else {
@@ -324,7 +324,7 @@ template <class F> struct Operands {
         if (k_block % 2 == 0) part_comes(k_block / 2);
         barrier_wait(full_at + 8 * stage, phase);
         wgmma_fence();
-        take(k_block, stage, products);
+        consume(k_block, stage, products);
         wgmma_commit();
         if (!F::WHOLE && k_block > 0) {
           wgmma_wait<1>();

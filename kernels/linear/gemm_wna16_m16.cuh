@@ -224,7 +224,7 @@ struct GemmM16 {
   }
 
   // Stores a warp's sums of one of a batch's N tiles, added to those of its former passes.
-  __device__ __forceinline__ void leave(const float (&sums)[M_TILES][4], uint32_t n_tile, bool again) const {
+  __device__ __forceinline__ void store_sums(const float (&sums)[M_TILES][4], uint32_t n_tile, bool again) const {
     float4* mine = reinterpret_cast<float4*>(parts) + ((n_tile + place) * p.split_k + part) * (SUMS / 4) + lane();
 #pragma unroll
     for (int n = 0; n < M_TILES; ++n) {
@@ -354,7 +354,7 @@ struct GemmM16 {
             prefetch(ahead, at);
             if (++stage == STAGES) stage = 0;
           }
-          leave(sums, n_tile - from, pass > 0);
+          store_sums(sums, n_tile - from, pass > 0);
         }
         if (passes > 1 && (pass + 1 < passes || to < n_tiles)) load(x, (pass + 1) % passes);
       }

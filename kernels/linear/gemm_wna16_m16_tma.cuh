@@ -199,7 +199,7 @@ struct GemmM16Tma : GemmM16 {
         x_stage.next();
         if (++stage == STAGES) stage = 0;
       }
-      leave(sums, 0, false);
+      store_sums(sums, 0, false);
       __syncthreads();
       float4 total = {};
       add(total);

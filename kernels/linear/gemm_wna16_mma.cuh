@@ -162,7 +162,7 @@ template <class Stage, int TOKENS> struct GemmMma {
   }
 
   // A warp's sums, `[token][channel]`, scaled.
-  __device__ __forceinline__ void leave(const Weights& weights, float (&sums)[SETS][M_TILES][4], float* to) const {
+  __device__ __forceinline__ void store_sums(const Weights& weights, float (&sums)[SETS][M_TILES][4], float* to) const {
     float by[2] = {1.f, 1.f};
     if constexpr (Weights::CHANNEL_SCALES) by[0] = weights.channel_scale(0), by[1] = weights.channel_scale(1);
     const uint32_t row = sums_pitch();
@@ -213,7 +213,7 @@ template <class Stage, int TOKENS> struct GemmMma {
     // Nobody reads stages and x any more: sums take their place.
     await_copies();
     __syncthreads();
-    leave(weights, sums, memory);
+    store_sums(weights, sums, memory);
     write_outputs(shared);
   }
 

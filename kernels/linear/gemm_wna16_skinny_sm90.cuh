@@ -238,7 +238,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
     return Weights::UNIT * this->scale_of(min(this->weight_row(i, r), p.rows - 1));
   }
 
-  __device__ __forceinline__ void leave(const Sums& y, const float (&by)[2], float* to) const {
+  __device__ __forceinline__ void store_sums(const Sums& y, const float (&by)[2], float* to) const {
     const uint32_t t = threadIdx.x % 4;
     to += threadIdx.x % WARP / 4;
 #pragma unroll
@@ -271,7 +271,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
       multiply_tile(i, warp, rows, stage, y);
       const uint32_t buffer = i % BUFFERS, turn = i / BUFFERS;
       if (turn > 0) barrier_wait(freed + 8 * buffer, turn % 2 ^ 1);
-      leave(y, by, sums + buffer * BUFFER + warp * PLANE);
+      store_sums(y, by, sums + buffer * BUFFER + warp * PLANE);
       barrier_arrive(filled + 8 * buffer);
     }
   }

@@ -98,7 +98,7 @@ template <typename T, bool VECTORS> __device__ __forceinline__ void append_head(
     }
     head.weight = static_cast<const T*>(p.q_norm);
     if (head.weight) head.template normalise<N>(p.dim, p.eps);
-    turn<N>(p, head, position, p.pairs, y);
+    apply_rope<N>(p, head, position, p.pairs, y);
     return;
   }
   if (page == NOWHERE) return;

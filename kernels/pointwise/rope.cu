@@ -36,7 +36,7 @@ template <typename T, bool VECTORS> __device__ __forceinline__ void rope_head(co
     }
     head.weight = static_cast<const T*>(p.q_norm);
     if (head.weight) head.template normalise<N>(p.dim, p.eps);
-    turn<N>(p, head, position, p.pairs, y);
+    apply_rope<N>(p, head, position, p.pairs, y);
     return;
   }
   const bool key = h < p.heads + p.kv_heads;

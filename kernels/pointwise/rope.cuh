@@ -113,7 +113,7 @@ __device__ __forceinline__ void each_turned(const P& p, const Head<T>& head, uin
 }
 
 template <int N, typename P, typename T, typename O>
-__device__ __forceinline__ void turn(const P& p, const Head<T>& head, uint32_t position, uint32_t pairs, O* y) {
+__device__ __forceinline__ void apply_rope(const P& p, const Head<T>& head, uint32_t position, uint32_t pairs, O* y) {
   each_turned<N>(p, head, position, pairs, [&](uint32_t at, const float (&v)[N]) { write(y + at, v); });
 }
 
@@ -123,7 +123,7 @@ __device__ __forceinline__ void append_as(const P& p, Head<T>& head, uint32_t po
                                           void* cache) {
   constexpr int N = !VECTORS ? 1 : VEC<T> < VEC<C> ? VEC<T> : VEC<C>;
   if (head.weight) head.template normalise<N>(p.dim, p.eps);
-  turn<N>(p, head, position, pairs, static_cast<C*>(cache) + at);
+  apply_rope<N>(p, head, position, pairs, static_cast<C*>(cache) + at);
 }
 
 template <bool VECTORS, typename P, typename T>

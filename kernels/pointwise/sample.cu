@@ -148,7 +148,7 @@ __device__ Best restricted(const SampleParams& p, const SampleSettings& s, uint3
 }
 
 // What the next step finds: the token at `position`, and the host's copy of it if there is a `step` to count.
-__device__ void leave(const SampleParams& p, uint32_t b, uint32_t token, uint32_t position, uint32_t step) {
+__device__ void write_result(const SampleParams& p, uint32_t b, uint32_t token, uint32_t position, uint32_t step) {
   p.token[b] = token;
   p.position[b] = position;
   if (p.history) p.history[uint64_t(b) * p.history_slots + position % p.history_slots] = token;
@@ -322,5 +322,5 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample(const __grid
     // Nothing is drawn where no logit is a number.
     if (found.token != NO_TOKEN) best = restricted(p, d.s, b, d.number, found.score, bins, scratch);
   }
-  if (gathered && threadIdx.x == 0) leave(p, b, best.token, d.number, step);
+  if (gathered && threadIdx.x == 0) write_result(p, b, best.token, d.number, step);
 }

@@ -183,7 +183,7 @@ abi! {
         cache_dtype: i32,
         interleaved: i32,
         /// Whether there is time before the preceding kernel is complete.
-        rehearse: i32,
+        warm_up: i32,
         scale: f32,
         softcap: f32,
         eps: f32,

@@ -8,12 +8,11 @@ use crate::ops::view::dtype_index;
 use candle_core::{DType, bail};
 use std::fmt;
 
-/// The widest head whose kernel finds room beside the one in front and has time to rehearse, of `decode.cuh`'s kernels
-/// (those in clusters and the pipelined one never do). Wider ones
-/// take most of a multiprocessor's registers, so they begin when the queries are there, and a
-/// rehearsal would only delay them (on an H100 Qwen3-0.6B's step takes 0.87 ms with it and 0.81 without,
-/// but SmolLM2-135M's 0.42 and 0.44).
-const REHEARSED: usize = 64;
+/// The widest head for which `decode.cuh`'s kernels warm up (`warms_up` there; those in clusters and the pipelined one
+/// never do). Wider ones take most of a multiprocessor's registers, so that they find no room beside the preceding
+/// kernel and begin when the queries are there. A warm-up would only delay them (on an H100 Qwen3-0.6B's step takes 0.87
+/// ms with it and 0.81 without, but SmolLM2-135M's 0.42 and 0.44).
+const WIDEST_WARMED_UP: usize = 64;
 
 /// One step of attention on raw addresses; 0 stands for no tensor.
 #[derive(Clone, Copy, Debug)]
@@ -211,10 +210,10 @@ impl Step {
             dtype: dtype_index(shape.dtype) as i32,
             cache_dtype: dtype_index(shape.cache_dtype) as i32,
             interleaved: (self.style == RopeStyle::Interleaved).into(),
-            // Only where there is a wait to rehearse before, and not where blocks follow one another.
-            rehearse: (launcher.dependent
+            // Only where there is a wait to warm up before, and not where blocks follow one another.
+            warm_up: (launcher.dependent
                 && launcher.gpu.arch >= 90
-                && shape.head_dim <= REHEARSED
+                && shape.head_dim <= WIDEST_WARMED_UP
                 && shape.sequences * shape.kv_heads <= launcher.gpu.sms as usize)
                 .into(),
             scale: self.scale,
