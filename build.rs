@@ -69,7 +69,16 @@ fn build() -> Result<(), String> {
     }
     let out = PathBuf::from(env::var("OUT_DIR").map_err(|e| format!("OUT_DIR: {e}"))?);
     abi::write(&out)?;
-    let headers = headers(&out)?;
+    // Comments change nothing but the numbers of lines.
+    let numbered = arguments.iter().any(|argument| argument == "-lineinfo");
+    let code = |path: &Path| {
+        Ok(if numbered {
+            read(path)?
+        } else {
+            code_of(&read(path)?)
+        })
+    };
+    let headers = headers(&out, code)?;
     let sources = files(Path::new(KERNELS), "cu")?;
     check_stems(&sources)?;
     let cache = variable(CACHE).map(PathBuf::from);
@@ -78,7 +87,8 @@ fn build() -> Result<(), String> {
     }
     let mut stale = Vec::new();
     for source in &sources {
-        let unit = Unit::new(source, &out, &nvcc, &arguments, &headers)?;
+        let made_from = format!("{}\n{}\n", nvcc.version, arguments.join(" "));
+        let unit = Unit::new(source, &out, made_from, &code(source)?, &headers);
         if !unit.is_current() && !unit.is_copied_from(cache.as_deref()) {
             stale.push(unit);
         }
@@ -116,43 +126,34 @@ struct Unit {
 }
 
 impl Unit {
+    /// Of a source with this code; `made_from` is what all units are made from.
     fn new(
         source: &Path,
         out: &Path,
-        nvcc: &Nvcc,
-        arguments: &[String],
-        headers: &[(String, PathBuf)],
-    ) -> Result<Self, String> {
-        let stem = source.file_stem().unwrap_or_default();
-        let fatbin = out.join(stem).with_extension("fatbin");
-        let mut made_from = format!("{}\n{}\n", nvcc.version, arguments.join(" "));
-        // Comments change nothing but the numbers of lines.
-        let numbered = arguments.iter().any(|argument| argument == "-lineinfo");
-        let read = |path: &Path| {
-            let text = read(path)?;
-            Ok::<_, String>(if numbered { text } else { code_of(&text) })
-        };
-        let text = read(source)?;
-        let mut wanted = vec![text.clone()];
-        made_from.push_str(&text);
+        mut made_from: String,
+        code: &str,
+        headers: &[(String, String)],
+    ) -> Self {
+        made_from.push_str(code);
         // Only the headers that are reached: a change in one kernel's own header is its own matter.
-        let mut seen = vec![false; headers.len()];
+        let (mut wanted, mut seen) = (vec![code], vec![false; headers.len()]);
         while let Some(text) = wanted.pop() {
             for ((name, header), seen) in headers.iter().zip(&mut seen) {
                 if !*seen && text.contains(&format!("\"{name}\"")) {
                     *seen = true;
-                    let text = read(header)?;
-                    made_from.push_str(&text);
-                    wanted.push(text);
+                    made_from.push_str(header);
+                    wanted.push(header);
                 }
             }
         }
-        Ok(Self {
+        let stem = source.file_stem().unwrap_or_default();
+        let fatbin = out.join(stem).with_extension("fatbin");
+        Self {
             source: source.to_owned(),
             stamp: fatbin.with_extension("stamp"),
             fatbin,
             made_from,
-        })
+        }
     }
 
     fn is_current(&self) -> bool {
@@ -328,9 +329,12 @@ fn read(path: &Path) -> Result<String, String> {
     fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Headers, and the names that they are included by: `common/mma.cuh` of ours, `abi/common.cuh` of the
+/// The code of headers by the names that they are included by: `common/mma.cuh` of ours, `abi/common.cuh` of the
 /// written ones.
-fn headers(out: &Path) -> Result<Vec<(String, PathBuf)>, String> {
+fn headers(
+    out: &Path,
+    code: impl Fn(&Path) -> Result<String, String>,
+) -> Result<Vec<(String, String)>, String> {
     let ours = (Path::new(KERNELS), Path::new(KERNELS).to_owned());
     let written = (out, out.join("abi"));
     let mut headers = Vec::new();
@@ -338,7 +342,7 @@ fn headers(out: &Path) -> Result<Vec<(String, PathBuf)>, String> {
         for path in files(&folder, "cuh")? {
             let name = path.strip_prefix(root).unwrap_or(&path);
             let parts: Vec<_> = name.iter().map(|part| part.to_string_lossy()).collect();
-            headers.push((parts.join("/"), path));
+            headers.push((parts.join("/"), code(&path)?));
         }
     }
     Ok(headers)
