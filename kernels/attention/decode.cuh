@@ -18,8 +18,7 @@
 
 namespace fused {
 
-// Whether all is run once without effect before the wait for the preceding kernel, which brings the instructions into
-// the caches. Only where dependent launches are.
+// Whether all is run once without effect before the PDL wait, which brings the instructions into the caches.
 __device__ __forceinline__ bool warms_up(const DecodingParams& p) { return COMPILED_FOR >= 900 && p.warm_up; }
 
 __device__ __forceinline__ uint32_t read_position(const uint32_t* p) {

@@ -151,7 +151,7 @@ fn circles(sources: &Crate) -> String {
 }
 
 #[test]
-fn no_files_of_a_room_name_each_other_in_a_circle() {
+fn no_files_of_a_module_use_each_other_in_a_circle() {
     let circles: String = ROOTS.map(|root| circles(&Crate::read(root))).concat();
     assert!(circles.is_empty(), "{circles}");
 }

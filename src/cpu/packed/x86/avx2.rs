@@ -299,10 +299,10 @@ impl Isa for Avx2 {
             match C::BITS {
                 8 if C::FLOATS => floats::accumulate::<Self, T, P>(sums, scale, planes, x),
                 8 if P == 2 && T > 2 => {
-                    dot_avx2::eight_bits_by_16::<C, T, P>(sums, scale, planes, x)
+                    dot_avx2::eight_bits_by_16::<Self, C, T, P>(sums, scale, planes, x)
                 }
-                8 => dot_avx2::eight_bits::<C, T, P>(sums, scale, planes, x),
-                _ => dot_avx2::few_bits::<C, T, P>(sums, scale, planes, part, x),
+                8 => dot_avx2::eight_bits::<Self, C, T, P>(sums, scale, planes, x),
+                _ => dot_avx2::few_bits::<Self, C, T, P>(sums, scale, planes, part, x),
             }
         }
     }

@@ -1,8 +1,7 @@
 //! Integer dot products with AVX2, which has no instruction that adds four products of bytes to a sum of 32 bits.
 
-use super::super::kernel::Codes;
+use super::super::kernel::{Codes, Isa};
 use super::super::q8::{FINER, Q8Block};
-use super::avx2::Avx2;
 use std::arch::x86_64::*;
 
 /// Four bytes, repeated.
@@ -44,7 +43,7 @@ unsafe fn in_order<const T: usize, const P: usize>(
 /// # Safety
 /// See [`Isa::accumulate`](super::super::kernel::Isa::accumulate).
 #[inline(always)]
-pub(super) unsafe fn few_bits<C: Codes, const T: usize, const P: usize>(
+pub(super) unsafe fn few_bits<I: Isa<Bytes = __m256i>, C: Codes, const T: usize, const P: usize>(
     sums: &mut [__m256; T],
     scale: __m256,
     planes: *const u8,
@@ -54,7 +53,7 @@ pub(super) unsafe fn few_bits<C: Codes, const T: usize, const P: usize>(
     // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
     unsafe {
         let ones = _mm256_set1_epi16(1);
-        let mut codes = C::open::<Avx2>(planes, part);
+        let mut codes = C::open::<I>(planes, part);
         let run = match C::BITS {
             ..=4 => C::VECTORS,
             5 => 4,
@@ -124,7 +123,12 @@ unsafe fn low_bytes(a: __m256i) -> __m256i {
 /// # Safety
 /// See [`Isa::accumulate`](super::super::kernel::Isa::accumulate).
 #[inline(always)]
-pub(super) unsafe fn eight_bits_by_16<C: Codes, const T: usize, const P: usize>(
+pub(super) unsafe fn eight_bits_by_16<
+    I: Isa<Bytes = __m256i>,
+    C: Codes,
+    const T: usize,
+    const P: usize,
+>(
     sums: &mut [__m256; T],
     scale: __m256,
     planes: *const u8,
@@ -136,7 +140,7 @@ pub(super) unsafe fn eight_bits_by_16<C: Codes, const T: usize, const P: usize>(
         for t in 0..T {
             tokens[t] = sixteen_bits(x[t][0], x[t][P - 1]);
         }
-        let mut codes = C::open::<Avx2>(planes, 0);
+        let mut codes = C::open::<I>(planes, 0);
         let mut dots = [[_mm256_setzero_si256(); 1]; T];
         for i in 0..C::VECTORS {
             let (w, k) = codes.next(i);
@@ -161,7 +165,12 @@ pub(super) unsafe fn eight_bits_by_16<C: Codes, const T: usize, const P: usize>(
 /// # Safety
 /// See [`Isa::accumulate`](super::super::kernel::Isa::accumulate).
 #[inline(always)]
-pub(super) unsafe fn eight_bits<C: Codes, const T: usize, const P: usize>(
+pub(super) unsafe fn eight_bits<
+    I: Isa<Bytes = __m256i>,
+    C: Codes,
+    const T: usize,
+    const P: usize,
+>(
     sums: &mut [__m256; T],
     scale: __m256,
     planes: *const u8,
@@ -170,7 +179,7 @@ pub(super) unsafe fn eight_bits<C: Codes, const T: usize, const P: usize>(
     // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
     unsafe {
         let ones = _mm256_set1_epi16(1);
-        let mut codes = C::open::<Avx2>(planes, 0);
+        let mut codes = C::open::<I>(planes, 0);
         let mut dots = [[_mm256_setzero_si256(); P]; T];
         for i in 0..C::VECTORS {
             let (w, k) = codes.next(i);
