@@ -89,7 +89,7 @@ fn build() -> Result<(), String> {
     for source in &sources {
         let made_from = format!("{}\n{}\n", nvcc.version, arguments.join(" "));
         let unit = Unit::new(source, &out, made_from, &code(source)?, &headers);
-        if !unit.is_current() && !unit.is_copied_from(cache.as_deref()) {
+        if !unit.is_current() && !unit.restore_from(cache.as_deref()) {
             stale.push(unit);
         }
     }
@@ -99,7 +99,7 @@ fn build() -> Result<(), String> {
         while let Some(unit) = stale.get(next.fetch_add(1, Ordering::Relaxed)) {
             unit.compile(&nvcc, &arguments)?;
             if let Some(folder) = &cache {
-                unit.copy_to(folder)
+                unit.save_to(folder)
                     .map_err(|e| format!("{CACHE}: {}: {e}", folder.display()))?;
             }
         }
@@ -187,8 +187,8 @@ impl Unit {
         (fatbin.clone(), fatbin.with_extension("stamp"))
     }
 
-    /// Whether there was a cache that had the fatbin, which is in its place now.
-    fn is_copied_from(&self, cache: Option<&Path>) -> bool {
+    /// Copies the fatbin from a cache into its place; whether there was one that had it.
+    fn restore_from(&self, cache: Option<&Path>) -> bool {
         cache.is_some_and(|cache| {
             let (fatbin, stamp) = self.cached(cache);
             fs::read_to_string(&stamp).is_ok_and(|s| s == self.made_from)
@@ -198,7 +198,7 @@ impl Unit {
     }
 
     /// Files appear in the cache whole, for builds that run at the same time, and the stamp last.
-    fn copy_to(&self, cache: &Path) -> std::io::Result<()> {
+    fn save_to(&self, cache: &Path) -> std::io::Result<()> {
         let (fatbin, stamp) = self.cached(cache);
         for (from, to) in [(&self.fatbin, fatbin), (&self.stamp, stamp)] {
             let part = to.with_extension(format!("{}.part", std::process::id()));

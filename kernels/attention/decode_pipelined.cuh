@@ -330,7 +330,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
 
   // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them. The key goes the
   // same way as the queries, so that its instructions are there already.
-  __device__ void turn_rows(float (&k)[N], float (&v)[N]) const {
+  __device__ void prepare_rows(float (&k)[N], float (&v)[N]) const {
     const int lane = threadIdx.x % WARP, stored = Pipeline::dtype(0);
 #pragma unroll 1
     for (int job = 0; job <= at.heads; ++job) {
@@ -442,7 +442,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     const uint32_t page = appends ? page_of(p, here.z, position) : 0;
     __syncwarp();
     float k[N], v[N];
-    turn_rows(k, v);
+    prepare_rows(k, v);
     __syncwarp();
     if (appends) append<Pipeline>(p, s, at, page, D, position);
     Core core;

@@ -58,7 +58,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
     }
 }
 
-/// The tiles of codes that take long to be made ready for a multiplication, which more tokens share.
+/// Tiles of up to eight tokens, for codes that are costly to widen or to convert: all tokens of a tile share that.
 const fn up_to_8_tokens<C: Codes + 'static, S: Scales + 'static, const P: usize>() -> Tiles {
     &[
         (8, by_halves::<C, S, 8, P> as Tile),
@@ -299,7 +299,8 @@ impl Isa for Avx2 {
             match C::BITS {
                 8 if C::FLOATS => floats::accumulate::<Self, T, P>(sums, scale, planes, x),
                 8 if P == 2 && T > 2 => {
-                    dot_avx2::eight_bits_by_16::<Self, C, T, P>(sums, scale, planes, x)
+                    let x = x.map(|x| [x[0], x[P - 1]]);
+                    dot_avx2::eight_bits_by_16::<Self, C, T>(sums, scale, planes, x)
                 }
                 8 => dot_avx2::eight_bits::<Self, C, T, P>(sums, scale, planes, x),
                 _ => dot_avx2::few_bits::<Self, C, T, P>(sums, scale, planes, part, x),

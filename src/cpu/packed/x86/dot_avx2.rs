@@ -93,7 +93,7 @@ pub(super) unsafe fn few_bits<I: Isa<Bytes = __m256i>, C: Codes, const T: usize,
 /// # Safety
 /// AVX2, and the blocks readable.
 #[inline(always)]
-unsafe fn sixteen_bits(coarse: *const Q8Block, fine: *const Q8Block) -> [__m256i; 2] {
+unsafe fn sixteen_bits([coarse, fine]: [*const Q8Block; 2]) -> [__m256i; 2] {
     const { assert!(FINER == 256) };
     // SAFETY: the caller's.
     unsafe {
@@ -107,7 +107,7 @@ unsafe fn sixteen_bits(coarse: *const Q8Block, fine: *const Q8Block) -> [__m256i
     }
 }
 
-/// The bytes of even number, signed.
+/// The lower byte of each 16-bit lane, sign-extended.
 ///
 /// # Safety
 /// AVX2.
@@ -123,22 +123,17 @@ unsafe fn low_bytes(a: __m256i) -> __m256i {
 /// # Safety
 /// See [`Isa::accumulate`](super::super::kernel::Isa::accumulate).
 #[inline(always)]
-pub(super) unsafe fn eight_bits_by_16<
-    I: Isa<Bytes = __m256i>,
-    C: Codes,
-    const T: usize,
-    const P: usize,
->(
+pub(super) unsafe fn eight_bits_by_16<I: Isa<Bytes = __m256i>, C: Codes, const T: usize>(
     sums: &mut [__m256; T],
     scale: __m256,
     planes: *const u8,
-    x: [[*const Q8Block; P]; T],
+    x: [[*const Q8Block; 2]; T],
 ) {
     // SAFETY: AVX2 and the planes and tokens readable, by the trait's contract; k < 32 - 3.
     unsafe {
         let mut tokens = [[_mm256_setzero_si256(); 2]; T];
         for t in 0..T {
-            tokens[t] = sixteen_bits(x[t][0], x[t][P - 1]);
+            tokens[t] = sixteen_bits(x[t]);
         }
         let mut codes = C::open::<I>(planes, 0);
         let mut dots = [[_mm256_setzero_si256(); 1]; T];
@@ -152,11 +147,10 @@ pub(super) unsafe fn eight_bits_by_16<
                     dots[t][0] = _mm256_add_epi32(dots[t][0], products);
                 }
             }
-            if T > 1 {
-                dots = in_order(dots);
-            }
+            dots = in_order(dots);
         }
-        finish(sums, scale, dots, x.map(|x| [x[P - 1]]));
+        // The numbers are in steps of the fine part's scale.
+        finish(sums, scale, dots, x.map(|[_, fine]| [fine]));
     }
 }
 
