@@ -45,7 +45,7 @@
 //! # How it is built
 //! A decoder layer at batch 1 is a chain of a few dependent steps. Whatever touches only one row
 //! between two steps belongs inside a step, as its prologue or its epilogue. So an op combines a
-//! prologue (a norm), a weight format (f32, f16, bf16, GGUF blocks, INT8, FP8, NVFP4, INT4, ternary) and an
+//! prologue (a norm), a weight format (f32, f16, bf16, GGUF blocks, INT8, FP8, NVFP4, NF4, INT4, ternary) and an
 //! epilogue (bias, activation, gating, residual). [`cpu`] has the cores, with SIMD chosen at run time,
 //! and the thread pool.
 //!
@@ -79,7 +79,7 @@ pub use models::quantized_var_builder;
 pub use quant::ActivationBits;
 
 pub mod quant {
-    //! Quantized weights: the block formats of GGUF files, and the schemes INT8, FP8, NVFP4, INT4 and ternary.
+    //! Quantized weights: the block formats of GGUF files, and the schemes INT8, FP8, NVFP4, NF4, INT4 and ternary.
     //!
     //! [`BlockFormat`] describes a format of GGUF, [`dequantize`] is the plain way from a file's bytes to
     //! floats; [`quantize`] makes [`Codes`] of weights by a [`Scheme`], and [`Codes::dequantize`] floats
@@ -103,6 +103,7 @@ pub mod quant {
     pub(crate) mod e4m3;
     mod format;
     mod kv_format;
+    pub(crate) mod nf4;
     mod scheme;
     mod unpack;
 
@@ -112,7 +113,7 @@ pub mod quant {
     pub(crate) use codes::{MIDDLE, ZERO_STEP};
     pub use format::Format;
     pub use kv_format::{KvCacheType, KvFormat};
-    pub(crate) use scheme::{FP8_BLOCK, NVFP4_GROUP};
+    pub(crate) use scheme::{FP8_BLOCK, NF4_GROUP, NVFP4_GROUP};
     pub use scheme::{Scheme, TernaryScale};
     pub(crate) use unpack::SubBlock;
     pub use unpack::dequantize;

@@ -9,8 +9,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 #[derive(ClapArgs, Clone, Debug, Default)]
 #[command(next_help_heading = "Quantization")]
 pub struct QuantizeArgs {
-    /// Quantize the layers' matrices: int8, fp8, fp8-block128, nvfp4, int4-g32, int4-g64, int4-g128 (with -z for zero
-    /// points), ternary-tensor, ternary-row, ternary-g32, ternary-g64, ternary-g128, or a GGUF type such as q4_0.
+    /// Quantize the layers' matrices: int8, fp8, fp8-block128, nvfp4, nf4, int4-g32, int4-g64, int4-g128 (with -z for
+    /// zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64, ternary-g128, or a GGUF type such as q4_0.
     #[arg(long, value_name = "FORMAT", value_parser = quantization)]
     pub quantize: Option<Quantization>,
 

@@ -1,4 +1,4 @@
-// Packs INT8, FP8, NVFP4, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is
+// Packs INT8, FP8, NVFP4, NF4, INT4 or ternary weights, given as a byte each, into the layouts of packed.cuh (when a model is
 // loaded), and dequantizes them: all rows, or those that token ids name. An id past the matrix gives a row of NaN: a step
 // inside a CUDA graph has no other way to report it.
 #include "formats/packed.cuh"
@@ -83,6 +83,11 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
     pack_nvfp4(const __grid_constant__ PackParams p) {
   pack<Nvfp4>(p, Nvfp4::put);
+}
+
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    pack_nf4(const __grid_constant__ PackParams p) {
+  pack<Nf4>(p, Nf4::put);
 }
 
 // A thread has 8 values.

@@ -1,4 +1,4 @@
-// The layout of packed INT8, FP8, NVFP4, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is
+// The layout of packed INT8, FP8, NVFP4, NF4, INT4 and ternary weights, which pack.cu writes, and their dequantization. A code is
 // the integer that stands for a weight: weight = scale (code - zero point).
 //
 // INT8 is row-major, a byte for each code, rows padded with zeros to a multiple of 16 bytes.
@@ -11,18 +11,21 @@
 // rows by a K block are f32, [block of rows][K block]; in a matrix with a NaN, which has an address of zero points,
 // [row][K block].
 //
-// INT4, NVFP4 and ternary are tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK), which are 4 blocks of 32: of each block
+// INT4, NVFP4, NF4 and ternary are tiles of 8 rows (ROW_GROUP) by 128 columns (K_BLOCK), which are 4 blocks of 32: of each block
 // lane t of four has values 8t to 8t + 7, operands of `mma` as they are. Together lie the codes of a lane, a row and
 // a K block, then follow the other lanes, rows, K blocks and row groups; what is missing is zero.
 //
 //   INT4     a word for each block, codes 2j and 2j + 1 of the 8 at bits 4j and 16 + 4j
 //   NVFP4    the same, where of code s e e m of pair j < 3 bit s is at 15 - 3j and e e m at 8 - 3j, and of pair 3 s at 14,
 //            e e at 11 and m at 13, so that a shift and a mask give most pairs as bf16 has their bits
+//   NF4      the same, as nf4.cuh has them
 //   ternary  a word for each two blocks, code c of the 8 at bits 4c and 4c + 2, two's complement
 //
 // Scales are f32, one for each row, or f16, GROUPS for each K block, in the order of the codes: those of a row and a
 // K block together, then other rows, K blocks, row groups. Zero points are bytes likewise, in sixteenths: a code less
 // its zero point has 8 significant bits at most, so that bf16 holds it exactly.
+//
+// NF4 has f32 scales, two for each K block, in the order of the codes likewise.
 //
 // NVFP4 has an f32 scale for each row and, where others have zero points, 8 bytes for a row and a K block: of halves h = 0
 // and 1 of its four blocks, byte 4h + b that of block b, so that a lane's four are a word. A byte is 2^(e - 10) (1 + m / 8)
@@ -32,6 +35,7 @@
 
 #include "abi/formats.cuh"
 #include "common/base.cuh"
+#include "formats/nf4.cuh"
 
 namespace fused {
 
@@ -146,6 +150,19 @@ struct Nvfp4 {
   }
 };
 
+// Its dequantization.
+struct Nf4Values : Nf4 {
+  static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
+                                               float (&v)[8]) {
+    const uint32_t block = piece % 16 / 4;
+    const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
+    const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block];
+    const float scale = static_cast<const float*>(m.scales)[2 * place + block / 2];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) v[c] = scale * value(word, c);
+  }
+};
+
 template <int GROUPS_> struct Ternary {
   static constexpr int GROUPS = GROUPS_;
   static constexpr uint32_t BYTES = 8;
@@ -177,7 +194,8 @@ enum PackedFormat : int {
   IS_TERNARY_32,
   IS_FP8,
   IS_FP8_BLOCK,
-  IS_NVFP4
+  IS_NVFP4,
+  IS_NF4
 };
 
 // Calls `body` with a value of the format's type.
@@ -203,6 +221,8 @@ template <class Body> __device__ __forceinline__ void with_packed_format(int for
       return body(Fp8<true>());
     case IS_NVFP4:
       return body(Nvfp4());
+    case IS_NF4:
+      return body(Nf4Values());
     default:
       return body(Ternary<4>());
   }

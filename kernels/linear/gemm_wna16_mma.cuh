@@ -115,7 +115,7 @@ template <class Stage, int TOKENS> struct GemmMma {
   __device__ __forceinline__ void multiply(const Weights& weights, float (&sums)[SETS][M_TILES][4], uint32_t stage,
                                            uint32_t slab, uint32_t k_block, uint32_t place) const {
     const auto block = Stage::read(weights, p, k_block, pipeline + stage * Stage::BYTES);
-    // Of each 32 values of K: one group of them, two of 16, or a quarter of one.
+    // Of each 32 values of K: one group of them, two of 16, or a part of one.
     constexpr int HALVES = Weights::GROUPS == 8 ? 2 : 1;
     float c[HALVES][M_TILES][4] = {};
 #pragma unroll
@@ -142,10 +142,11 @@ template <class Stage, int TOKENS> struct GemmMma {
             mma_bf16(x_sums[HALVES - 1][n], ONES, ONES, ONES, ONES, v[n].z, v[n].w);
           }
         }
-        if (Weights::GROUPS == 1 && e < 3) continue;
+        constexpr int LENGTH = Weights::GROUPS < 4 ? 4 / Weights::GROUPS : 1;  // of a group, in 32 values
+        if ((e + 1) % LENGTH > 0) continue;
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
-          add_group(sums[0], c[h], x_sums[h], block, Weights::GROUPS == 1 ? 0 : HALVES * e + h);
+          add_group(sums[0], c[h], x_sums[h], block, Weights::GROUPS < 4 ? e / LENGTH : HALVES * e + h);
 #pragma unroll
           for (int n = 0; n < M_TILES; ++n) c[h][n][0] = c[h][n][1] = c[h][n][2] = c[h][n][3] = 0.f;
         }

@@ -1,4 +1,4 @@
-// GEMM for up to 16 rows of bf16 x and packed FP8, NVFP4, INT4 or ternary weights on Hopper: y = act(x W^T + bias) + residuals,
+// GEMM for up to 16 rows of bf16 x and packed FP8, NVFP4, NF4, INT4 or ternary weights on Hopper: y = act(x W^T + bias) + residuals,
 // with all of x in shared memory and the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A block has N tiles of 16 output channels, one after the other. Its warps are specialized: one brings weights, eight
@@ -19,6 +19,7 @@ namespace fused {
 
 struct SkinnyInt4;
 struct SkinnyNvfp4;
+struct SkinnyNf4;
 template <int GROUPS> struct SkinnyFp8;
 struct SkinnyTernary;
 
@@ -63,6 +64,24 @@ struct SkinnyNvfp4 {
       block.pieces[i] = read_words(at.codes[i] + s * Nvfp4Sm90::CODES);
       block.scales[i].by = *reinterpret_cast<const uint32_t*>(
           at.scales[i] + s * Stream::SCALES + lane / 4 * Nvfp4::SCALES + half);
+    }
+    return block;
+  }
+};
+
+struct SkinnyNf4 {
+  using Stream = WeightStream<Nf4Sm90>;
+  using Stage = Nf4Stage;
+  using BlockScales = NoBlockScales;
+
+  static __device__ __forceinline__ Stage::Block read(const Stream::WarpStage& at, const BlockScales&, int s) {
+    const uint32_t lane = threadIdx.x % WARP;
+    Stage::Block block;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      block.pieces[i] = read_words(at.codes[i] + s * Nf4Sm90::CODES);
+      block.scales[i].by =
+          *reinterpret_cast<const uint2*>(at.scales[i] + s * Stream::SCALES + lane / 4 * Nf4::SCALES);
     }
     return block;
   }
@@ -121,7 +140,7 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
   // adds to the sums of another waits for it.
   static constexpr int SETS = M_TILES == 1 ? 2 : 1;
   using Sums = float[M_TILES][4];
-  static_assert(!Weights::HAS_OFFSET && (!BY_GROUPS || Weights::GROUPS == 1));
+  static_assert(!Weights::HAS_OFFSET && (!BY_GROUPS || Weights::GROUPS <= 2));
 
   const GemmSkinnyParams& g;
   float* const sums;             // [BUFFERS][CONSUMER_WARPS][ROWS][PITCH]
@@ -180,20 +199,25 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
           mma_bf16(to[SETS - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v.z, v.w);
         }
       }
+      if constexpr (BY_GROUPS) {
+        constexpr int LENGTH = 4 / Weights::GROUPS;  // of a group, in 32 values
+        if ((e + 1) % LENGTH > 0) continue;
+#pragma unroll
+        for (int s = 0; s < N; ++s) add_group(y[0][0], of_group[s], Weights::group(blocks[s], p, e / LENGTH));
+      }
     }
-    if constexpr (BY_GROUPS) {
+  }
+
+  // Adds a group's sums, which begin again from zero.
+  static __device__ __forceinline__ void add_group(Sums& y, Sums (&of_group)[SETS], const GroupScale& scale) {
 #pragma unroll
-      for (int s = 0; s < N; ++s) {
-        const GroupScale scale = Weights::group(blocks[s], p, 0);
+    for (int n = 0; n < M_TILES; ++n) {
 #pragma unroll
-        for (int n = 0; n < M_TILES; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float sum = of_group[s][0][n][i];
-            if constexpr (SETS == 2) sum += of_group[s][1][n][i];
-            y[0][0][n][i] = fmaf(scale.by[i / 2], sum, y[0][0][n][i]);
-          }
-        }
+      for (int i = 0; i < 4; ++i) {
+        float sum = of_group[0][n][i];
+        if constexpr (SETS == 2) sum += of_group[1][n][i];
+        y[n][i] = fmaf(scale.by[i / 2], sum, y[n][i]);
+        of_group[0][n][i] = of_group[SETS - 1][n][i] = 0.f;
       }
     }
   }

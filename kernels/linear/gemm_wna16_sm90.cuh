@@ -159,13 +159,14 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
           if (2 * e + h > 0) wgmma_wait<1>(), settle(c[1 - h]), add_group(sums, c[1 - h], block, stage, 2 * e + h - 1);
         }
       } else {
-        const int set = GROUPS == 4 ? e % 2 : 0;
+        constexpr int LENGTH = 4 / GROUPS;  // of a group, in 32 values
+        const int set = e / LENGTH % 2;
         wgmma_fence();
-        wgmma_k_major(c[set], a.v, operand(b, x), GROUPS == 1 && e > 0);
+        wgmma_k_major(c[set], a.v, operand(b, x), e % LENGTH > 0);
         wgmma_k_major(c[set], a.v + 4, operand(b, x + 32), 1);
         wgmma_commit();
         if (e > 0) wgmma_wait<1>();
-        if (GROUPS == 4 && e > 0) settle(c[1 - set]), add_group(sums, c[1 - set], block, stage, e - 1);
+        if (e > 0 && e % LENGTH == 0) settle(c[1 - set]), add_group(sums, c[1 - set], block, stage, e / LENGTH - 1);
       }
     }
     wgmma_wait<0>();

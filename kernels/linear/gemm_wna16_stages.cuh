@@ -254,6 +254,28 @@ struct Nvfp4Stage : WordStage<Nvfp4Weights> {
   }
 };
 
+// NF4, with two f32 scales.
+struct Nf4Stage : WordStage<Nf4Weights> {
+  static constexpr uint32_t SCALES_AT = 2 * ROWS, BYTES = SCALES_AT + 16 * Nf4::SCALES;
+
+  static __device__ __forceinline__ void copy(const Weights& w, const Gemv&, uint32_t k_block, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
+    copy_codes(w, k_block, stage);
+    // Lanes 0 and 1 of four copy the scales of the two rows.
+    const char* scales = t == 0 ? w.places[0].scales : w.places[1].scales;
+    const uint32_t to = stage + SCALES_AT + Nf4::SCALES * (8 * t + lane / 4);
+    if (t < 2) copy_async_few<8>(to, scales + k_block * (ROW_GROUP * Nf4::SCALES));
+  }
+  static __device__ __forceinline__ Block read(const Weights&, const Gemv&, uint32_t, uint32_t stage) {
+    Block block;
+    read_codes(block, stage);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      block.scales[i].by = load_shared_u64(stage + SCALES_AT + Nf4::SCALES * (8 * i + threadIdx.x % WARP / 4));
+    return block;
+  }
+};
+
 // Ternary, with a scale for each channel.
 struct TernaryStage {
   using Weights = GemmTernary<ROW_SCALES>;

@@ -273,6 +273,23 @@ template <> struct BlockScales<ROW_AND_GROUP16_SCALES, false> {
   __device__ __forceinline__ uint32_t zero(const Gemv&, int e) const { return nvfp4_scale(by, e); }
 };
 
+// NF4's.
+template <> struct BlockScales<TWO_F32_GROUPS, false> {
+  uint2 by;
+
+  struct Place {
+    const char* scales;
+    __device__ __forceinline__ Place(const Gemv& p, const PackedRow& row)
+        : scales(static_cast<const char*>(p.weights[row.which].scales) + row.place(0, p.k) * Nf4::SCALES) {}
+  };
+  __device__ __forceinline__ void load(const Gemv&, const Place& row, uint32_t k_block) {
+    by = load_u64(row.scales + k_block * (ROW_GROUP * Nf4::SCALES));
+  }
+  __device__ __forceinline__ uint32_t loaded() const { return by.x; }
+  __device__ __forceinline__ float scale(const Gemv&, int e) const { return __uint_as_float(e < 2 ? by.x : by.y); }
+  __device__ __forceinline__ uint32_t zero(const Gemv&, int) const { return 0; }
+};
+
 // What a lane has of an N tile of packed weights: two rows, and of each its codes and scales of a K block.
 template <class Format> struct PackedBlocks {
   static constexpr bool ONLY_CHANNEL_SCALES = Format::GROUPS == ROW_SCALES || Format::GROUPS == FP8_ROWS;
@@ -311,10 +328,12 @@ template <class Format> struct PackedBlocks {
   }
 };
 
-// INT8, FP8, NVFP4 and INT4 (packed.cuh). INT8, FP8 and NVFP4 may have a scale for each channel, which the epilogue applies.
+// INT8, FP8, NVFP4, NF4 and INT4 (packed.cuh). INT8, FP8 and NVFP4 may have a scale for each channel, which the epilogue applies.
 template <class Format> struct GemmInt : PackedBlocks<Format> {
   using PackedBlocks<Format>::CHANNEL_SCALES;
-  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1 : 4;
+  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1
+                                : Format::GROUPS == TWO_F32_GROUPS                          ? 2
+                                                                                            : 4;
   static constexpr bool HAS_OFFSET = false;
   static __device__ __forceinline__ constexpr bool loads_early(int tokens) {
     return tokens >= (Format::BYTE_CODES ? 128 : 64);
@@ -345,7 +364,8 @@ template <class Format> struct GemmInt : PackedBlocks<Format> {
     return a;
   }
   static __device__ __forceinline__ GroupScale group(const Block& block, const Gemv& p, int g) {
-    return {{block.scales[0].scale(p, g), block.scales[1].scale(p, g)}, {}};
+    const int e = 4 / GROUPS * g;
+    return {{block.scales[0].scale(p, e), block.scales[1].scale(p, e)}, {}};
   }
 
   // Where a K block has one: split.

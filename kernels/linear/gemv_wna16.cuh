@@ -1,7 +1,7 @@
-// A core of gemv.cuh for packed INT8, FP8, NVFP4, INT4 or ternary weights (formats/packed.cuh), by tensor cores: an N tile of
+// A core of gemv.cuh for packed INT8, FP8, NVFP4, NF4, INT4 or ternary weights (formats/packed.cuh), by tensor cores: an N tile of
 // 16 output channels and up to 4 rows of x.
 //
-// INT8, FP8, NVFP4 and INT4, less their zero points, are exact in bf16: operand A of `mma.m16n8k16`. Operand B is x in bf16,
+// INT8, FP8, NVFP4 and INT4, less their zero points, are exact in bf16, and NF4's values rounded to it: operand A of `mma.m16n8k16`. Operand B is x in bf16,
 // as column 2m for row m; x of other types has two bf16 parts, the second, in column 2m + 1, the rounding error of the
 // first: 16 bits of precision over all of f32's range. Ternary weights become int8 for `mma.m16n8k32`, with x
 // quantized to int8, a scale per row.
@@ -9,7 +9,7 @@
 // The products of a group are summed in an accumulator of their own, which is scaled in f32.
 #pragma once
 
-#include "linear/gemv_wna16_weights.cuh"
+#include "linear/gemv_wna16_nf4.cuh"
 
 namespace fused {
 

@@ -10,6 +10,7 @@ struct TernarySm90;
 struct Int4Sm90;
 template <int GROUPS> struct Fp8Sm90;
 struct Nvfp4Sm90;
+struct Nf4Sm90;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -224,8 +225,8 @@ struct TernarySm90 {
 };
 
 // Adds the products of N K blocks of codes of 4 bits. `numbers` makes operands of pair j of a word, that of row i of K block
-// s and its values from 32 e on.
-template <int N, class Row, class Numbers>
+// s and its values from 32 e on. Both halves of each 32 values have their sums, or, if BY_64, both halves of a K block.
+template <bool BY_64 = false, int N, class Row, class Numbers>
 __device__ __forceinline__ void word_products(float (&c)[N][2][4], const uint4 (&words)[N][2], const Row& x,
                                               uint32_t k_block, uint32_t lane, Numbers numbers) {
   // Sums of the other columns are not used.
@@ -243,8 +244,8 @@ __device__ __forceinline__ void word_products(float (&c)[N][2][4], const uint4 (
 #pragma unroll
         for (int j = 0; j < 4; ++j) v[i][j] = numbers(word, j, s, i, e);
       }
-      mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
-      mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
+      mma_bf16(c[s][BY_64 ? e / 2 : 0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
+      mma_bf16(c[s][BY_64 ? e / 2 : 1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
     }
   }
 }
@@ -319,6 +320,43 @@ struct Nvfp4Sm90 {
       for (int i = 0; i < 2; ++i) {
         sums.v[i] += c[s][0][2 * i] + c[s][1][2 * i];
         if (x.parts == 2) sums.v[i] += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
+      }
+    }
+  }
+};
+
+// The same, with f32 scales of 64 values.
+struct Nf4Sm90 {
+  static constexpr uint32_t CODES = Int4Sm90::CODES, GROUPS = TWO_F32_GROUPS, AHEAD = 2;
+  using Row = PartRow;
+  using BlockScales = NoBlockScales;
+  using Sums = Int4Sm90::Sums;
+
+  template <int N>
+  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], NoBlockScales,
+                                                  const Row& x, uint32_t k_block, uint32_t lane, Sums& sums) {
+    uint4 words[N][2];
+    float2 by[N][2];
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words[s][i] = *reinterpret_cast<const uint4*>(codes[i] + s * CODES + 16 * lane);
+        by[s][i] = *reinterpret_cast<const float2*>(scales[i] + (s * ROW_GROUP + lane / 4) * Nf4::SCALES);
+      }
+    }
+    float c[N][2][4] = {};
+    word_products<true>(c, words, x, k_block, lane, [](uint32_t word, int j, int, int, int) { return nf4_pair(word, j); });
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+          float sum = c[s][group][2 * i];
+          if (x.parts == 2) sum += c[s][group][2 * i + 1];
+          sums.v[i] = fmaf(group == 0 ? by[s][i].x : by[s][i].y, sum, sums.v[i]);
+        }
       }
     }
   }

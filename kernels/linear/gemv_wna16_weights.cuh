@@ -1,4 +1,4 @@
-// Packed INT8, FP8, NVFP4, INT4 and ternary weights (formats/packed.cuh) as tensor cores take them: codes as operand A, and
+// Packed INT8, FP8, NVFP4, NF4, INT4 and ternary weights (formats/packed.cuh) as tensor cores take them: codes as operand A, and
 // the scales of a tile.
 #pragma once
 
@@ -103,6 +103,8 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
 constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0, FP8_ROWS = 6, FP8_BLOCKS = 7;
 // A scale for each row and one for each 16 values, by which codes are multiplied first.
 constexpr int ROW_AND_GROUP16_SCALES = 8;
+// Two groups, with f32 scales.
+constexpr int TWO_F32_GROUPS = 9;
 
 // A row of weights: what a lane has of its codes begins at `codes`, and its matrix is number `which`.
 struct PackedRow {

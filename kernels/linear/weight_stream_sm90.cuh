@@ -1,4 +1,4 @@
-// The weights of the kernels for few rows of x on Hopper: packed FP8, NVFP4, INT4 or ternary weights (formats/packed.cuh), N tile
+// The weights of the kernels for few rows of x on Hopper: packed FP8, NVFP4, NF4, INT4 or ternary weights (formats/packed.cuh), N tile
 // by N tile, in a TMA pipeline of 2 to 16 stages in shared memory. A stage is 16 K blocks of an N tile of 16 output
 // channels. One producer thread issues the copies, only as many at a time as keep the memory busy: loads of x must not
 // queue behind all of them.
@@ -29,7 +29,10 @@ template <class Format> struct WeightStream {
   // Bytes of the scales of 8 rows in a K block that come with the codes.
   static constexpr bool HAS_GROUP16_SCALES = Format::GROUPS == ROW_AND_GROUP16_SCALES;
   static constexpr uint32_t SCALES =
-      Format::GROUPS == ONE_GROUP ? 2 * ROW_GROUP : HAS_GROUP16_SCALES ? Nvfp4::SCALES * ROW_GROUP : 0;
+      Format::GROUPS == ONE_GROUP        ? 2 * ROW_GROUP
+      : Format::GROUPS == TWO_F32_GROUPS ? Nf4::SCALES * ROW_GROUP
+      : HAS_GROUP16_SCALES               ? Nvfp4::SCALES * ROW_GROUP
+                                         : 0;
   static constexpr uint32_t STAGE_CODES = STAGE_K_BLOCKS * Format::CODES, STAGE_SCALES = STAGE_K_BLOCKS * SCALES;
   static constexpr uint32_t STAGE_BYTES = 2 * (STAGE_CODES + STAGE_SCALES);
 

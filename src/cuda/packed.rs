@@ -1,4 +1,4 @@
-//! INT8, FP8, NVFP4, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
+//! INT8, FP8, NVFP4, NF4, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
 
 use super::abi::{
     FORMAT_THREADS, FP8_BLOCK, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES,
@@ -22,6 +22,7 @@ static MODULE: Module = Module::new(
         "pack_ternary",
         "pack_fp8",
         "pack_nvfp4",
+        "pack_nf4",
         "unpack_f32",
         "unpack_f16",
         "unpack_bf16",
@@ -29,7 +30,7 @@ static MODULE: Module = Module::new(
 );
 
 /// The first `values` kernel.
-const VALUES: usize = 5;
+const VALUES: usize = 6;
 
 const _: () = assert!(FP8_BLOCK == crate::quant::FP8_BLOCK && K_BLOCK == FP8_BLOCK);
 
@@ -46,7 +47,7 @@ const CHUNK: usize = 32 << 20;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PackedAt {
     pub codes: Address,
-    /// f32 for each row, or f16 for each group.
+    /// f32 for each row, or f16 for each group, which of NF4 are f32 too.
     pub scales: Address,
     /// 0 for none; of FP8 in blocks, not 0 if rows have scales of their own; of NVFP4 the scales of 16 values.
     pub zeros: Address,
@@ -90,7 +91,7 @@ impl PackedLayout {
             rows,
             cols,
             groups: match scheme.group() {
-                Some(group) if scheme.has_f16_scales() => K_BLOCK / group,
+                Some(group) if scheme.has_f16_scales() || scheme == Scheme::Nf4 => K_BLOCK / group,
                 _ => 0,
             },
             own_scales: false,
@@ -118,7 +119,7 @@ impl PackedLayout {
         match self.scheme {
             Scheme::Int8 => (rows * self.cols.div_ceil(16), 16),
             Scheme::Fp8 | Scheme::Fp8Block128 => (2 * lanes, 16),
-            Scheme::Int4 { .. } | Scheme::Nvfp4 => (lanes, 16),
+            Scheme::Int4 { .. } | Scheme::Nvfp4 | Scheme::Nf4 => (lanes, 16),
             Scheme::Ternary { .. } => (lanes, 8),
         }
     }
@@ -141,6 +142,7 @@ impl PackedLayout {
                 }
                 0 if self.scheme == Scheme::Nvfp4 => (4 * self.rows).next_multiple_of(ALIGNMENT),
                 0 => 4 * self.rows,
+                groups if self.scheme == Scheme::Nf4 => 4 * groups * self.places(),
                 groups => 2 * groups * self.places(),
             }
     }
@@ -202,6 +204,7 @@ impl PackedLayout {
                 Scheme::Ternary { .. } => 2,
                 Scheme::Fp8 | Scheme::Fp8Block128 => 3,
                 Scheme::Nvfp4 => 4,
+                Scheme::Nf4 => 5,
             };
             // SAFETY: the kernel takes `PackParams` and writes the rows' part of the codes; the
             // plain codes are freed in the order of the stream.
@@ -228,6 +231,10 @@ impl PackedLayout {
             return (0..self.rows)
                 .flat_map(|row| of_row(row).to_le_bytes())
                 .collect();
+        }
+        if self.scheme == Scheme::Nf4 {
+            let scales = self.by_place(&codes.scales, 0.);
+            return scales.flat_map(f32::to_le_bytes).collect();
         }
         let halves: Vec<_> = codes.scales.iter().map(|s| f16::from_f32(*s)).collect();
         self.by_place(&halves, f16::ZERO)
@@ -335,6 +342,7 @@ pub(super) fn index(scheme: Scheme) -> usize {
         (Scheme::Fp8, _) => 8,
         (Scheme::Fp8Block128, _) => 9,
         (Scheme::Nvfp4, _) => 10,
+        (Scheme::Nf4, _) => 11,
         (Scheme::Int4 { .. }, group) => 1 + group.map_or(0, of_groups),
         (Scheme::Ternary { .. }, None) => 4,
         (Scheme::Ternary { .. }, Some(group)) => 5 + of_groups(group),

@@ -11,8 +11,8 @@
 //! | BitNet b1.58 2B4T | [`bitnet::ModelForCausalLM`] | |
 //! | Pythia, GPT-NeoX-20B | [`gpt_neox::ModelForCausalLM`] | [`gpt_neox::ModelWeights`] |
 //!
-//! [`Checkpoint`] opens checkpoints that are already quantized: GPTQ, AWQ, compressed-tensors, FP8, NVFP4 and BitNet
-//! keep their codes, bitsandbytes' NF4 is dequantized at load.
+//! [`Checkpoint`] opens checkpoints that are already quantized: GPTQ, AWQ, compressed-tensors, FP8, NVFP4,
+//! bitsandbytes' NF4 and BitNet keep their codes.
 //!
 //! Dense weights can be quantized while they load (`load_quantized`, `new_quantized`), saved in that form
 //! ([`save_quantized`]), and used where the file is mapped (`from_quantized`). [`calibrate()`] is GPTQ: it rounds them so

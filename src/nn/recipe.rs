@@ -31,6 +31,8 @@ pub enum Quantization {
     Fp8Block128,
     /// [`Scheme::Nvfp4`].
     Nvfp4,
+    /// [`Scheme::Nf4`].
+    Nf4,
     /// [`Scheme::Int4`].
     Int4 {
         /// 32, 64 or 128.
@@ -68,6 +70,7 @@ impl Quantization {
             Quantization::Fp8 => Some(Scheme::Fp8),
             Quantization::Fp8Block128 => Some(Scheme::Fp8Block128),
             Quantization::Nvfp4 => Some(Scheme::Nvfp4),
+            Quantization::Nf4 => Some(Scheme::Nf4),
             Quantization::Int4 { group, zero_point } => Some(Scheme::Int4 { group, zero_point }),
             Quantization::Ternary { scale } => Some(Scheme::Ternary { scale }),
             Quantization::Gguf(_) => None,
@@ -104,6 +107,7 @@ impl From<Scheme> for Quantization {
             Scheme::Fp8 => Quantization::Fp8,
             Scheme::Fp8Block128 => Quantization::Fp8Block128,
             Scheme::Nvfp4 => Quantization::Nvfp4,
+            Scheme::Nf4 => Quantization::Nf4,
             Scheme::Int4 { group, zero_point } => Quantization::Int4 { group, zero_point },
             Scheme::Ternary { scale } => Quantization::Ternary { scale },
         }
@@ -122,7 +126,7 @@ impl FromStr for Quantization {
         match text.parse::<Scheme>() {
             Ok(scheme) => Ok(scheme.into()),
             Err(_) => bail!(
-                "quantization: `{text}` is not one of int8, fp8, fp8-block128, nvfp4, int4, int4-g32, int4-g64, int4-g128 \
+                "quantization: `{text}` is not one of int8, fp8, fp8-block128, nvfp4, nf4, int4, int4-g32, int4-g64, int4-g128 \
                  (each with -z for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64, \
                  ternary-g128, {}",
                 GGUF.map(|(name, _)| name).join(", ")

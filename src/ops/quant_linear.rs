@@ -1,11 +1,11 @@
-//! Matrix products over quantized weights: GGUF blocks, INT8, FP8, NVFP4, INT4 and ternary.
+//! Matrix products over quantized weights: GGUF blocks, INT8, FP8, NVFP4, NF4, INT4 and ternary.
 
 pub use super::linear::reference;
 use super::linear::{ActivationBits, Epilogue, Prologue, Weight, launch};
 use candle_core::{Result, Tensor};
 
 /// `y = act(prologue(x) Wᵀ + bias) + residuals` with W in GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1,
-/// Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K) or by a [`Scheme`](crate::quant::Scheme) (INT8, FP8, NVFP4, INT4, ternary); on
+/// Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K) or by a [`Scheme`](crate::quant::Scheme) (INT8, FP8, NVFP4, NF4, INT4, ternary); on
 /// the CPU activations are quantized in blocks of 32, or of 128 where all weights are ternary with scales
 /// of tensors, rows or groups of 128, to 16 bits up to 64 rows of x and to 8 above ([`quant_linear_with`] and
 /// [`ActivationBits`] change that).
@@ -17,7 +17,7 @@ use candle_core::{Result, Tensor};
 ///   [`Activation::SwiGlu`](super::Activation::SwiGlu), in x's dtype
 ///
 /// On the CPU, dot products of a block are exact in integers and accumulated over blocks in f32; those of FP8 are
-/// sums in f32 of exact products, and those of NVFP4 are exact for each 16 values. The
+/// sums in f32 of exact products, those of NVFP4 are exact for each 16 values, and those of NF4 are sums in f32. The
 /// quantized activations are what the result differs by from a product with the dequantized weights: at
 /// most half a step of `max|x| / 127` for each input of a block in 8 bits, and a 256th of a step in 16, which are
 /// two parts of 8. The method is that of ggml's `Q8_1`
@@ -30,7 +30,8 @@ use candle_core::{Result, Tensor};
 /// INT8 and INT4 codes are multiplied on CUDA as the whole numbers they are, and e4m3 floats of FP8 as they are in bf16,
 /// with sums of a group in f32 before its scale; on Hopper, more than 32 rows meet FP8 in blocks rounded to bf16. A row
 /// of weights with a NaN of e4m3 gives outputs of NaN, and no others. NVFP4's floats times their scales of 16 values are
-/// exact in bf16, and sums are multiplied with the scale of the row. Up to 8 rows of x lose nothing if they are bf16, and keep 16 bits otherwise;
+/// exact in bf16, and sums are multiplied with the scale of the row. NF4's values are rounded to bf16 (0.1 % on average), and
+/// with more than 32 rows their products with scales are. Up to 8 rows of x lose nothing if they are bf16, and keep 16 bits otherwise;
 /// from there on up to 128 rows of bf16 or f32 are rounded to bf16 (after the idea of Marlin, Frantar
 /// et al. 2024: codes go from memory to the tensor cores' registers); what has more rows, or is f16, takes
 /// the way of GGUF blocks. Ternary codes meet up to 64 rows of x in int8, rounded to whole numbers of

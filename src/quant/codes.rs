@@ -1,7 +1,7 @@
 //! A quantized matrix in plain form.
 
 use super::scheme::{FP8_BLOCK, NVFP4_GROUP};
-use super::{Scheme, e2m1, e4m3};
+use super::{Scheme, e2m1, e4m3, nf4};
 use candle_core::{Result, bail};
 use half::f16;
 
@@ -84,7 +84,7 @@ impl Codes {
         }
         let (low, high) = match scheme {
             Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (-128, 127),
-            Scheme::Nvfp4 | Scheme::Int4 { .. } => (0, 15),
+            Scheme::Nvfp4 | Scheme::Nf4 | Scheme::Int4 { .. } => (0, 15),
             Scheme::Ternary { .. } => (-1, 1),
         };
         if let Some(at) = self.codes.iter().position(|q| !(low..=high).contains(q)) {
@@ -141,11 +141,12 @@ impl Codes {
             Scheme::Fp8 | Scheme::Fp8Block128 => scale * e4m3::to_f32(code as u8),
             // The product of two small floats is exact.
             Scheme::Nvfp4 => scale * (e2m1::to_f32(code as u8) * e4m3::to_f32(other)),
+            Scheme::Nf4 => scale * nf4::to_f32(code as u8),
             _ => scale * (f32::from(code) - f32::from(other) * ZERO_STEP),
         }
     }
 
-    /// The values, `[rows, cols]`: `s * (q - z)`, `s * w` or `s * (b w)`, rounded once to f32. The oracle of every kernel.
+    /// The values, `[rows, cols]`: `s * (q - z)`, `s * w`, `s * (b w)` or `s * t`, rounded once to f32. The oracle of every kernel.
     pub fn dequantize(&self) -> Vec<f32> {
         let unit = self.scheme.group().unwrap_or(self.cols);
         let mut values = Vec::with_capacity(self.codes.len());

@@ -1,4 +1,4 @@
-//! Schemes of our own: INT8 and FP8 per output channel, FP8 in blocks, NVFP4, INT4 in groups, ternary.
+//! Schemes of our own: INT8 and FP8 per output channel, FP8 in blocks, NVFP4, NF4, INT4 in groups, ternary.
 
 use candle_core::{Error, Result, bail};
 use std::fmt;
@@ -23,12 +23,13 @@ pub enum TernaryScale {
 /// | [`Scheme::Fp8`] | s w, w an e4m3 float, f32 s for each row | 8 |
 /// | [`Scheme::Fp8Block128`] | s w, f32 s for each 128 x 128 values | 8 |
 /// | [`Scheme::Nvfp4`] | s b w, w an e2m1 float, e4m3 b for each 16 values, f32 s for each row | 4.5 |
+/// | [`Scheme::Nf4`] | s t, t one of a table of 16 values, f32 s for each 64 values | 4.5 |
 /// | [`Scheme::Int4`] | s (q - 8), q in 0..=15, f16 s for each group | 4 + 16 / group |
 /// | with zero points | s (q - z / 16), u8 z for each group | 4 + 24 / group |
 /// | [`Scheme::Ternary`] | s q, q in -1..=1, f32 s for the matrix or each row, or f16 s for each group | 2, or 2 + 16 / group |
 ///
-/// As text `int8`, `fp8`, `fp8-block128`, `nvfp4`, `int4-g64` or `int4-g64-z` (with zero points), `ternary-tensor`,
-/// `ternary-row` or `ternary-g64`; `int4` stands for `int4-g128`, and `ternary` for `ternary-row`.
+/// As text `int8`, `fp8`, `fp8-block128`, `nvfp4`, `nf4`, `int4-g64` or `int4-g64-z` (with zero points),
+/// `ternary-tensor`, `ternary-row` or `ternary-g64`; `int4` stands for `int4-g128`, and `ternary` for `ternary-row`.
 ///
 /// ```
 /// use candle_fused::quant::Scheme;
@@ -62,6 +63,10 @@ pub enum Scheme {
     /// row, and s for each output channel (NVIDIA's NVFP4, 2025, whose s are one over the global scale of a matrix).
     /// Weights that are quantized here have s = max |W| / 2688 of the whole matrix, and b = max |w| / (6 s).
     Nvfp4,
+    /// `s[n, k / 64] * table[q]`, q in 0..=15: 4-bit NormalFloat, whose table has the quantiles of a normal distribution
+    /// from -1 to 1 (QLoRA, Dettmers et al. 2023; bitsandbytes' values), with a scale for each 64 consecutive values of a
+    /// row. Weights that are quantized here have s = max |w|.
+    Nf4,
     /// `s[n, g] * (q - z[n, g])`, q in 0..=15: a scale for each `group` consecutive values of a row.
     Int4 {
         /// 32, 64 or 128.
@@ -82,6 +87,9 @@ pub(crate) const FP8_BLOCK: usize = 128;
 /// Consecutive values of a row that share an e4m3 scale of [`Scheme::Nvfp4`].
 pub(crate) const NVFP4_GROUP: usize = 16;
 
+/// Consecutive values of a row that share a scale of [`Scheme::Nf4`].
+pub(crate) const NF4_GROUP: usize = 64;
+
 /// The groups that there are kernels for.
 const GROUPS: [usize; 3] = [32, 64, 128];
 
@@ -90,7 +98,7 @@ impl Scheme {
     pub fn bits(&self) -> u32 {
         match self {
             Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => 8,
-            Scheme::Nvfp4 | Scheme::Int4 { .. } => 4,
+            Scheme::Nvfp4 | Scheme::Nf4 | Scheme::Int4 { .. } => 4,
             Scheme::Ternary { .. } => 2,
         }
     }
@@ -101,6 +109,7 @@ impl Scheme {
             Scheme::Int4 { group, .. } => Some(*group),
             Scheme::Fp8Block128 => Some(FP8_BLOCK),
             Scheme::Nvfp4 => Some(NVFP4_GROUP),
+            Scheme::Nf4 => Some(NF4_GROUP),
             Scheme::Ternary {
                 scale: TernaryScale::Group(group),
             } => Some(*group),
@@ -111,6 +120,11 @@ impl Scheme {
     /// Whether codes are e4m3 floats.
     pub(crate) fn is_fp8(&self) -> bool {
         matches!(self, Scheme::Fp8 | Scheme::Fp8Block128)
+    }
+
+    /// Whether products on the CPU multiply codes as f32, and not as whole numbers.
+    pub(crate) fn multiplies_in_f32(&self) -> bool {
+        self.is_fp8() || *self == Scheme::Nf4
     }
 
     /// Whether scales are f16; else f32.
@@ -191,7 +205,7 @@ impl Scheme {
     /// The same with another group.
     fn in_groups_of(self, group: usize) -> Self {
         match self {
-            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 | Scheme::Nvfp4 => self,
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 | Scheme::Nvfp4 | Scheme::Nf4 => self,
             Scheme::Int4 { zero_point, .. } => Scheme::Int4 { group, zero_point },
             Scheme::Ternary { .. } => Scheme::Ternary {
                 scale: TernaryScale::Group(group),
@@ -207,6 +221,7 @@ impl fmt::Display for Scheme {
             Scheme::Fp8 => f.write_str("fp8"),
             Scheme::Fp8Block128 => f.write_str("fp8-block128"),
             Scheme::Nvfp4 => f.write_str("nvfp4"),
+            Scheme::Nf4 => f.write_str("nf4"),
             Scheme::Int4 { group, zero_point } => {
                 write!(f, "int4-g{group}{}", if *zero_point { "-z" } else { "" })
             }
@@ -232,6 +247,7 @@ impl FromStr for Scheme {
             "fp8" => return Ok(Scheme::Fp8),
             "fp8-block128" => return Ok(Scheme::Fp8Block128),
             "nvfp4" => return Ok(Scheme::Nvfp4),
+            "nf4" => return Ok(Scheme::Nf4),
             "ternary-tensor" => return ternary(TernaryScale::Tensor),
             "ternary" | "ternary-row" => return ternary(TernaryScale::Row),
             _ => {}
@@ -257,8 +273,8 @@ impl FromStr for Scheme {
             return ternary(TernaryScale::Group(group));
         }
         bail!(
-            "scheme: `{given}` is not one of int8, fp8, fp8-block128, nvfp4, int4, int4-g32, int4-g64, int4-g128 (each with -z \
-             for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64 and ternary-g128"
+            "scheme: `{given}` is not one of int8, fp8, fp8-block128, nvfp4, nf4, int4, int4-g32, int4-g64, int4-g128 (each with \
+             -z for zero points), ternary-tensor, ternary-row, ternary-g32, ternary-g64 and ternary-g128"
         )
     }
 }

@@ -17,8 +17,8 @@ use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-/// Every model, and the format in which its products have to run; NF4 and FP8 in blocks
-/// of other sizes than 128 are dense, in `linear`.
+/// Every model, and the format in which its products have to run; FP8 in blocks of other sizes than 128 is dense, in
+/// `linear`.
 const MODELS: [(&str, &str); 21] = [
     ("llama_gptq_g128", "int4-g128"),
     ("llama_gptq_act_order", "int4-g32-z"),
@@ -36,8 +36,8 @@ const MODELS: [(&str, &str); 21] = [
     ("llama_fp8_channel", "fp8"),
     ("llama_nvfp4", "nvfp4"),
     ("qwen3_nvfp4_w4a4", "nvfp4"),
-    ("llama_nf4", "linear"),
-    ("qwen2_nf4_double", "linear"),
+    ("llama_nf4", "nf4"),
+    ("qwen2_nf4_double", "nf4"),
     ("bitnet_offline", "ternary-row"),
     ("bitnet_online", "ternary-row"),
     ("bitnet_bitlinear", "ternary-row"),

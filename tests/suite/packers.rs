@@ -1,5 +1,5 @@
 //! Tiny checkpoints in the formats of the hub: matrices rounded to 4 bits in groups of 32 columns, with a
-//! zero point of 8, or to NVFP4, and packed bit by bit.
+//! zero point of 8, to NVFP4 or to NF4, and packed bit by bit.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::quant::{self, Scheme};
@@ -13,12 +13,19 @@ pub enum Format {
     Awq,
     PackQuantized,
     Nvfp4,
+    Nf4,
 }
 
 const GROUP: usize = 32;
 
 impl Format {
-    pub const ALL: [Self; 4] = [Self::Gptq, Self::Awq, Self::PackQuantized, Self::Nvfp4];
+    pub const ALL: [Self; 5] = [
+        Self::Gptq,
+        Self::Awq,
+        Self::PackQuantized,
+        Self::Nvfp4,
+        Self::Nf4,
+    ];
 
     /// `quantization_config` of a model.
     pub fn config(self) -> Value {
@@ -36,6 +43,8 @@ impl Format {
             Self::Nvfp4 => json!({"quant_method": "compressed-tensors",
                 "format": "nvfp4-pack-quantized", "config_groups": {"group_0": {"weights":
                     {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}}}),
+            Self::Nf4 => json!({"quant_method": "bitsandbytes", "load_in_4bit": true,
+                "bnb_4bit_quant_type": "nf4"}),
         }
     }
 }
@@ -65,8 +74,13 @@ pub fn rounded(
         if stem(&name, &tensor).is_none() {
             return Ok((name, tensor));
         }
-        if format == Format::Nvfp4 {
-            let values = nvfp4(&tensor)?.dequantize();
+        let codes = match format {
+            Format::Nvfp4 => Some(nvfp4(&tensor)?),
+            Format::Nf4 => Some(nf4(&tensor)?),
+            _ => None,
+        };
+        if let Some(codes) = codes {
+            let values = codes.dequantize();
             return Ok((name, Tensor::from_vec(values, tensor.dims(), &Device::Cpu)?));
         }
         let codes = Codes::of(&tensor)?;
@@ -137,6 +151,38 @@ fn nvfp4_matrix(weight: &Tensor) -> Result<Vec<(&'static str, Tensor)>> {
     ])
 }
 
+/// Groups of bitsandbytes go on from a row to the next.
+fn nf4(weight: &Tensor) -> Result<quant::Codes> {
+    let values: Vec<f32> = weight.flatten_all()?.to_vec1()?;
+    quant::quantize(&values, 1, values.len(), Scheme::Nf4)
+}
+
+fn nf4_matrix(weight: &Tensor) -> Result<Vec<(&'static str, Tensor)>> {
+    let codes = nf4(weight)?;
+    let byte = |pair: &[i8]| (pair[0] << 4 | pair[1]) as u8;
+    let bytes: Vec<u8> = codes.codes.chunks_exact(2).map(byte).collect();
+    let every = quant::Codes {
+        cols: 64,
+        codes: (0..64).map(|i| i % 16).collect(),
+        scales: vec![1.],
+        ..codes.clone()
+    };
+    let state = json!({"quant_type": "nf4", "blocksize": 64, "shape": weight.dims()}).to_string();
+    let cpu = &Device::Cpu;
+    Ok(vec![
+        ("weight", Tensor::new(bytes, cpu)?.reshape(((), 1))?),
+        ("weight.absmax", Tensor::new(codes.scales, cpu)?),
+        (
+            "weight.quant_map",
+            Tensor::new(&every.dequantize()[..16], cpu)?,
+        ),
+        (
+            "weight.quant_state.bitsandbytes__nf4",
+            Tensor::new(state.as_bytes(), cpu)?,
+        ),
+    ])
+}
+
 fn matrix(weight: &Tensor, format: Format) -> Result<Vec<(&'static str, Tensor)>> {
     const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
     let (rows, cols) = weight.dims2()?;
@@ -161,6 +207,7 @@ fn matrix(weight: &Tensor, format: Format) -> Result<Vec<(&'static str, Tensor)>
         Format::Awq => by_group(8)?,
         Format::PackQuantized => vec![("weight_scale", scales)],
         Format::Nvfp4 => return nvfp4_matrix(weight),
+        Format::Nf4 => return nf4_matrix(weight),
     };
     let size = (rows, cols);
     parts.push(match format {

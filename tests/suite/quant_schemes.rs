@@ -1,4 +1,4 @@
-//! INT8, FP8, NVFP4, INT4 and ternary: products in every fused form, whole models, files, foreign layers.
+//! INT8, FP8, NVFP4, NF4, INT4 and ternary: products in every fused form, whole models, files, foreign layers.
 
 use crate::golden::{Golden, relative_error};
 use crate::linear::{ACTIVATIONS, error};
@@ -16,7 +16,7 @@ use candle_fused::{Fusion, nn, trace};
 use candle_nn::VarBuilder;
 use std::sync::{Arc, Mutex};
 
-const SCHEMES: [&str; 9] = [
+const SCHEMES: [&str; 10] = [
     "int8",
     "fp8",
     "fp8-block128",
@@ -26,6 +26,7 @@ const SCHEMES: [&str; 9] = [
     "ternary-row",
     "ternary-g64",
     "nvfp4",
+    "nf4",
 ];
 
 /// A random matrix in a scheme, in the form that the device takes.
@@ -86,8 +87,8 @@ fn products_in_every_fused_form_stay_within_the_error_of_their_activations() -> 
                 let expected = reference(&x, prologue, &weights, &epilogue)?;
                 let error = error(&got?, &expected)?;
                 let unit = if dtype == DType::F32 { 1e-6 } else { 8e-3 };
-                // Ternary weights meet activations of 8 bits on a GPU too.
-                let rounding = match name.starts_with("ternary") {
+                // Ternary weights meet activations of 8 bits on a GPU too, and NF4's values are rounded to bf16.
+                let rounding = match name.starts_with("ternary") || name == "nf4" {
                     true => &Device::Cpu,
                     false => &device,
                 };
@@ -225,7 +226,7 @@ fn quantized_models_are_what_their_weights_are_worth() -> Result<()> {
     on_every_device(|| {
         for name in ["llama3_rope", "qwen2_bias", "gpt_neox_parallel"] {
             let golden = Golden::open(name)?;
-            for format in "int4-g32-z fp8 fp8-block128 nvfp4 ternary-row q4_1".split(' ') {
+            for format in "int4-g32-z fp8 fp8-block128 nvfp4 nf4 ternary-row q4_1".split(' ') {
                 let recipe = Recipe::new(format.parse()?);
                 let of = |fusion| {
                     let mut model = quantized(&golden, DType::F32, &recipe, fusion)?;

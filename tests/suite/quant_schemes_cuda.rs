@@ -1,4 +1,4 @@
-//! Products with INT8, FP8, NVFP4, INT4 and ternary weights on a GPU, against float64 of the same codes.
+//! Products with INT8, FP8, NVFP4, NF4, INT4 and ternary weights on a GPU, against float64 of the same codes.
 
 mod chosen;
 mod fp8;
@@ -30,11 +30,12 @@ const fn ternary(scale: TernaryScale) -> Scheme {
     Scheme::Ternary { scale }
 }
 
-const SCHEMES: [Scheme; 15] = [
+const SCHEMES: [Scheme; 16] = [
     Scheme::Int8,
     Scheme::Fp8,
     Scheme::Fp8Block128,
     Scheme::Nvfp4,
+    Scheme::Nf4,
     int4(32, false),
     int4(32, true),
     int4(64, false),
@@ -77,6 +78,7 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         Scheme::Fp8 | Scheme::Fp8Block128 => (-128..=126, 5e-4),
         // Under scales of groups of 1 on average.
         Scheme::Nvfp4 => (0..=15, 2e-2),
+        Scheme::Nf4 => (0..=15, 1e-1),
         Scheme::Int4 { .. } => (0..=15, 1e-2),
         Scheme::Ternary { .. } => (-1..=1, 6e-2),
     };
@@ -146,12 +148,13 @@ fn rows_in_bytes(device: &Device) -> Result<usize> {
 /// Up to 8 rows keep 16 bits of each input (5e-6; gates multiply two such sums), more rows and the
 /// weights are rounded to bf16 (0.16 % together). Ternary weights meet some rows in bytes: behind a
 /// norm 0.8 % of a deviation of the inputs on average, and so of the outputs, four times that rarely;
-/// without one the oracle rounds alike.
+/// without one the oracle rounds alike. NF4's values are rounded to bf16 (0.1 %), however few rows there are.
 fn tolerance(scheme: Scheme, m: usize, normed: bool, in_bytes: usize) -> f64 {
     let bytes = is_ternary(scheme) && m <= in_bytes;
     match m {
         _ if bytes && normed => 3e-2,
         _ if bytes => 1e-4,
+        _ if scheme == Scheme::Nf4 => 1e-2,
         ..=8 => 1e-4,
         // Activations become int8 too: steps of a 40th of a deviation, in hundreds of inputs.
         _ if scheme == Scheme::Int8 && m >= 64 => 2.5e-2,
@@ -242,6 +245,7 @@ products_stay_near_those_of_the_codes! {
     fp8_rows: |scheme| scheme == Scheme::Fp8;
     fp8_blocks: |scheme| scheme == Scheme::Fp8Block128;
     nvfp4: |scheme| scheme == Scheme::Nvfp4;
+    nf4: |scheme| scheme == Scheme::Nf4;
     int4_groups_of_32: |scheme| matches!(scheme, Scheme::Int4 { group: 32, .. });
     int4_groups_of_64: |scheme| matches!(scheme, Scheme::Int4 { group: 64, .. });
     int4_groups_of_128: |scheme| matches!(scheme, Scheme::Int4 { group: 128, .. });
@@ -260,6 +264,7 @@ fn many_outputs() -> Result<()> {
         ternary(TernaryScale::Row),
         Scheme::Fp8Block128,
         Scheme::Nvfp4,
+        Scheme::Nf4,
     ];
     for device in gpus() {
         for (n, k) in [
@@ -440,6 +445,7 @@ fn values_that_are_not_finite_show() -> Result<()> {
             Scheme::Fp8,
             Scheme::Fp8Block128,
             Scheme::Nvfp4,
+            Scheme::Nf4,
             int4(32, true),
             ternary(TernaryScale::Row),
         ] {

@@ -8,7 +8,7 @@ use common::shapes::Shape;
 use {super::Contender, super::products::Tensors, crate::figures::Work, crate::place::Place};
 
 /// Weight formats of the grid.
-const FORMATS: [&str; 12] = [
+const FORMATS: [&str; 13] = [
     "bf16",
     "q8_0",
     "q4_0",
@@ -19,6 +19,7 @@ const FORMATS: [&str; 12] = [
     "fp8",
     "fp8-block128",
     "nvfp4",
+    "nf4",
     "int4-g128",
     "ternary-row",
 ];

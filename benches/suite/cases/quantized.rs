@@ -16,7 +16,7 @@ use candle_fused::quant::{Codes, Quantization, Scheme, quantize};
 use std::sync::Arc;
 
 /// Each format with what candle has of about its size.
-const FORMATS: [(&str, &str); 14] = [
+const FORMATS: [(&str, &str); 15] = [
     ("q4_0", "q4_0"),
     ("q4_1", "q4_1"),
     ("q8_0", "q8_0"),
@@ -28,13 +28,14 @@ const FORMATS: [(&str, &str); 14] = [
     ("fp8", "q8_0"),
     ("fp8-block128", "q8_0"),
     ("nvfp4", "q4_0"),
+    ("nf4", "q4_0"),
     ("int4-g128", "q4_0"),
     ("int4-g32-z", "q4_0"),
     ("ternary-row", "q4_0"),
 ];
 
 /// Of those, the ones of a first look.
-const QUICK: [usize; 4] = [0, 7, 8, 13];
+const QUICK: [usize; 4] = [0, 7, 8, 14];
 
 /// Both sides round activations to int8, or to bf16 on a GPU, and the reference does not.
 const LIMIT: f64 = 4e-2;

@@ -7,7 +7,7 @@ use crate::place::Place;
 use candle_core::DType;
 
 /// Weight formats beside the dense ones, each with what candle has of about its size.
-const FORMATS: [(&str, &str); 9] = [
+const FORMATS: [(&str, &str); 10] = [
     ("q8_0", "q8_0"),
     ("q4_0", "q4_0"),
     ("q4k", "q4k"),
@@ -15,6 +15,7 @@ const FORMATS: [(&str, &str); 9] = [
     ("fp8", "q8_0"),
     ("fp8-block128", "q8_0"),
     ("nvfp4", "q4_0"),
+    ("nf4", "q4_0"),
     ("int4-g128", "q4_0"),
     ("ternary-row", "q4_0"),
 ];

@@ -3,7 +3,7 @@
 //! `layout.rs`.
 
 use super::kernel::{Codes, Isa, Reader};
-use crate::quant::e2m1;
+use crate::quant::{e2m1, e4m3, nf4};
 use std::marker::PhantomData;
 
 /// 2 bits: ternary.
@@ -216,6 +216,7 @@ impl Codes for Float8 {
     const BITS: u32 = 8;
     const PARTS: usize = 1;
     const FLOATS: bool = true;
+    const FLOATS_LESS: f32 = e4m3::UNBIAS;
 
     #[inline(always)]
     unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
@@ -227,6 +228,48 @@ impl Codes for Float8 {
     unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
         // SAFETY: plane i < 8 belongs to the block.
         (unsafe { I::load(reader.planes.add(64 * i)) }, 4 * i)
+    }
+
+    #[inline(always)]
+    unsafe fn float<I: Isa>(codes: I::Bytes, byte: usize) -> I::Floats {
+        // SAFETY: the caller's.
+        unsafe { I::e4m3(codes, byte) }
+    }
+}
+
+/// Places in the table of NF4.
+pub(super) struct NormalFloat4;
+
+impl Codes for NormalFloat4 {
+    const BITS: u32 = 4;
+    const PARTS: usize = 1;
+    const FLOATS: bool = true;
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(planes: *const u8, part: usize) -> Reader<I, Self> {
+        // SAFETY: the caller's.
+        unsafe { Reader::new(planes, part, [I::splat(0); 2]) }
+    }
+
+    /// The high nibbles of bytes are anything.
+    #[inline(always)]
+    unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize) {
+        let (half, plane) = (i / 4, i % 4);
+        // SAFETY: plane < 4 belongs to the block.
+        unsafe {
+            let codes = I::load(reader.planes.add(64 * plane));
+            let codes = match half {
+                0 => codes,
+                _ => I::shr4(codes),
+            };
+            (codes, 16 * half + 4 * plane)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn float<I: Isa>(codes: I::Bytes, byte: usize) -> I::Floats {
+        // SAFETY: the caller's.
+        unsafe { I::look_up_f32(&nf4::TABLE, codes, byte) }
     }
 }
 

@@ -1,22 +1,21 @@
-//! Products of e4m3 floats with quantized activations, in f32.
+//! Products of e4m3 floats, and of those of a table, with quantized activations, in f32.
 //!
-//! A code whose bits stand where an f32 has them is its value over 2^120, subnormal ones too, as an f32 of these bits
-//! is. The activations' codes are whole numbers of up to 16 bits, so that products are exact and their sums far from
-//! the ends of f32's range.
+//! An e4m3 code whose bits stand where an f32 has them is its value over 2^120, subnormal ones too, as an f32 of these bits
+//! is. The activations' codes are whole numbers of up to 16 bits, so that products of e4m3 are exact, and
+//! sums far from the ends of f32's range.
 
-use super::kernel::Isa;
+use super::kernel::{Codes, Isa};
 use super::q8::{FINER, Q8Block};
-use crate::quant::e4m3::UNBIAS;
 
 /// The sign, and the lowest bits of the exponent with the highest of the mantissa.
 pub(super) const E4M3_PLACES: i32 = 0x87f0_0000_u32 as i32;
 
-/// [`Isa::accumulate`] of e4m3 floats.
+/// [`Isa::accumulate`] of codes that are [`Codes::FLOATS`].
 ///
 /// # Safety
 /// As there.
 #[inline(always)]
-pub(super) unsafe fn accumulate<I: Isa, const T: usize, const P: usize>(
+pub(super) unsafe fn accumulate<I: Isa, C: Codes, const T: usize, const P: usize>(
     sums: &mut [I::Floats; T],
     scale: I::Floats,
     planes: *const u8,
@@ -31,18 +30,19 @@ pub(super) unsafe fn accumulate<I: Isa, const T: usize, const P: usize>(
         // One sum, in order of k, whatever the tile: a token's result does not depend on how many there are. Blocks
         // need not wait for one another.
         let mut dots = [I::zero(); T];
-        for i in 0..8 {
-            let codes = I::load(planes.add(64 * i));
+        let mut codes = C::open::<I>(planes, 0);
+        for i in 0..C::VECTORS {
+            let (codes, k) = codes.next(i);
             for byte in 0..4 {
-                let w = I::e4m3(codes, byte);
+                let w = C::float::<I>(codes, byte);
                 for t in 0..T {
-                    dots[t] = I::fma(w, I::set(q[t][4 * i + byte]), dots[t]);
+                    dots[t] = I::fma(w, I::set(q[t][k + byte]), dots[t]);
                 }
             }
         }
-        let unbias = I::set(UNBIAS);
+        let less = I::set(C::FLOATS_LESS);
         for t in 0..T {
-            let product = I::mul(I::mul(dots[t], unbias), scale);
+            let product = I::mul(I::mul(dots[t], less), scale);
             sums[t] = I::fma(product, I::set((*x[t][P - 1]).d), sums[t]);
         }
     }

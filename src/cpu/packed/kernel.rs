@@ -88,6 +88,8 @@ pub(super) trait Isa: Copy {
     unsafe fn shr4(a: Self::Bytes) -> Self::Bytes;
     /// Signed codes as `dot` takes them.
     unsafe fn eight_bits(a: Self::Bytes) -> Self::Bytes;
+    /// The number of a table for the low nibble of byte `byte` of each lane.
+    unsafe fn look_up_f32(table: &[f32; 16], a: Self::Bytes, byte: usize) -> Self::Floats;
     /// The byte of a table for each nibble.
     unsafe fn look_up(table: &[u8; 16], nibbles: Self::Bytes) -> Self::Bytes;
     /// Of four runs of 16 bytes from `p` on, the first ROWS of each: row by row the byte of each run.
@@ -144,8 +146,10 @@ pub(super) trait Codes {
     const ZERO: i32 = 1 << (Self::BITS - 1);
     /// Bytes from a row's first byte in a plane to the next row's.
     const ROW_BYTES: usize = 4;
-    /// Whether codes are e4m3 floats, in planes as those of 8 bits.
+    /// Whether products take codes as f32, by [`Self::float`], and not as whole numbers.
     const FLOATS: bool = false;
+    /// What [`Self::float`] is less.
+    const FLOATS_LESS: f32 = 1.;
 
     /// Starts reading part `part`.
     ///
@@ -162,6 +166,15 @@ pub(super) trait Codes {
     unsafe fn next<I: Isa>(reader: &mut Reader<I, Self>, i: usize) -> (I::Bytes, usize)
     where
         Self: Sized;
+
+    /// What the code in byte `byte` of each lane stands for, less [`Self::FLOATS_LESS`] times; only of [`Self::FLOATS`].
+    ///
+    /// # Safety
+    /// The processor has `I`.
+    unsafe fn float<I: Isa>(codes: I::Bytes, byte: usize) -> I::Floats {
+        let _ = (codes, byte);
+        unreachable!("codes are whole numbers")
+    }
 }
 
 /// A block's planes on their way to vectors.

@@ -13,6 +13,7 @@
 //! | a scale for each row | all | 16 f32 s |
 //! | FP8 in blocks of 128 | 4 | 16 f32 s |
 //! | NVFP4 | 16 | 16 f32 s, for each half block 16 e4m3 b |
+//! | NF4 | 2 | 16 f32 s |
 //! | groups of g | 2g / 32 | for each of two groups 16 f16 s |
 //! | groups of g with zero points | 4g / 32 | for each of four groups 16 f16 s, for each 16 u8 z, in sixteenths |
 //!
@@ -52,7 +53,7 @@ pub(super) const PAIR_SHIFT: [usize; 4] = [4, 2, 0, 6];
 enum Heads {
     /// The scales of GGUF blocks.
     Block(Scaling),
-    /// An f32 scale for each row.
+    /// An f32 scale for each row, of all or of some blocks.
     Row,
     /// The same, whose sign says that there is a NaN among the codes, which are e4m3.
     Fp8,
@@ -129,6 +130,14 @@ impl Layout {
         }
     }
 
+    /// 4 bits with an f32 scale of each row for two blocks.
+    pub const fn nf4() -> Self {
+        Self {
+            blocks: 2,
+            ..Self::by_row(4)
+        }
+    }
+
     /// Codes with a scale, and perhaps a zero point, for each `group` blocks.
     pub const fn by_group(bits: u32, group: usize, zeros: bool) -> Self {
         let (groups, head) = if zeros { (4, 192) } else { (2, 64) };
@@ -171,6 +180,7 @@ impl Layout {
     pub fn of_scheme(scheme: &Scheme) -> Self {
         match scheme.group() {
             _ if *scheme == Scheme::Nvfp4 => Self::nvfp4(),
+            _ if *scheme == Scheme::Nf4 => Self::nf4(),
             group if scheme.is_fp8() => Self::fp8(group.map_or(0, |group| group / 32)),
             Some(group) => Self::by_group(scheme.bits(), group / 32, scheme.has_zeros()),
             None => Self::by_row(scheme.bits()),

@@ -46,6 +46,7 @@ macro_rules! kernels {
                     packed: tiles!($tile, C, S),
                     unpacked: match C::BITS {
                         8 => None,
+                        _ if C::FLOATS => None,
                         _ => Some((
                             neon_unpack::<C, S> as Unpack,
                             tiles!($tile, Unpacked<C>, Ready),
@@ -162,6 +163,24 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
     unsafe fn look_up(table: &[u8; 16], nibbles: uint8x16_t) -> uint8x16_t {
         // SAFETY: NEON, by the trait's contract; the table is readable.
         unsafe { vqtbl1q_u8(vld1q_u8(table.as_ptr()), nibbles) }
+    }
+    /// The places of a number's four bytes are four times its own, and 0 to 3 more.
+    #[inline(always)]
+    unsafe fn look_up_f32(table: &[f32; 16], a: uint8x16_t, byte: usize) -> float32x4_t {
+        // SAFETY: NEON, by the trait's contract; the table is readable.
+        unsafe {
+            let a = vreinterpretq_u32_u8(a);
+            let moved = match byte {
+                0 => a,
+                1 => vshrq_n_u32::<8>(a),
+                2 => vshrq_n_u32::<16>(a),
+                _ => vshrq_n_u32::<24>(a),
+            };
+            let codes = vandq_u32(moved, vdupq_n_u32(15));
+            let places = vmlaq_n_u32(vdupq_n_u32(0x0302_0100), codes, 0x0404_0404);
+            let table = vld1q_u8_x4(table.as_ptr().cast());
+            vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(places)))
+        }
     }
     #[inline(always)]
     unsafe fn quads(p: *const u8) -> uint8x16_t {
@@ -285,7 +304,7 @@ impl<const DOTPROD: bool> Isa for Neon<DOTPROD> {
         // SAFETY: the instructions and the planes and tokens readable, by the trait's contract.
         unsafe {
             if C::FLOATS {
-                return floats::accumulate::<Self, T, P>(sums, scale, planes, x);
+                return floats::accumulate::<Self, C, T, P>(sums, scale, planes, x);
             }
             let dots = match DOTPROD {
                 true => by_dot_products::<C, T, P>(planes, part, x),

@@ -2,14 +2,15 @@
 //! have the choice written out, and a test compares them.
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use super::codes::{Eight, Five, Float4, Float8, Four, Six, Ternary, Three, Two};
+use super::codes::{Eight, Five, Float4, Float8, Four, NormalFloat4, Six, Ternary, Three, Two};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel::{Codes, Kernels, Scales, Tiles, Unpack};
 #[cfg(target_arch = "aarch64")]
 use super::neon;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::scales::{
-    Affine, ByGroup, ByRow, OfFloats, RowAndGroup16, Super, Super16, SuperSymmetric, Symmetric,
+    Affine, ByGroup, ByRow, ByTwoBlocks, OfFloats, RowAndGroup16, Super, Super16, SuperSymmetric,
+    Symmetric,
 };
 #[cfg(target_arch = "x86_64")]
 use super::{
@@ -163,6 +164,7 @@ fn tiles(format: &Format, level: Level) -> Option<&'static Kernels> {
         Format::Scheme(Scheme::Fp8) => of::<Float8, OfFloats<0>>(level),
         Format::Scheme(Scheme::Fp8Block128) => of::<Float8, OfFloats<4>>(level),
         Format::Scheme(Scheme::Nvfp4) => of::<Float4, RowAndGroup16>(level),
+        Format::Scheme(Scheme::Nf4) => of::<NormalFloat4, ByTwoBlocks>(level),
         Format::Scheme(Scheme::Int4 { group, zero_point }) => match (group, zero_point) {
             (32, false) => of::<Four, ByGroup<1, false>>(level),
             (64, false) => of::<Four, ByGroup<2, false>>(level),

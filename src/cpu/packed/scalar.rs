@@ -2,7 +2,7 @@
 
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
-use crate::quant::{BlockFormat, Format, Scaling, Scheme, SubBlock, ZERO_STEP, e2m1, e4m3};
+use crate::quant::{BlockFormat, Format, Scaling, Scheme, SubBlock, ZERO_STEP, e2m1, e4m3, nf4};
 
 /// The steps of zero points that a code is: with them codes less zero points are whole numbers.
 const ZERO_STEPS: i16 = (1. / ZERO_STEP) as i16;
@@ -18,9 +18,9 @@ pub(super) fn group(
 ) {
     let layout = Layout::of(format);
     if let Format::Scheme(scheme) = format
-        && scheme.is_fp8()
+        && scheme.multiplies_in_f32()
     {
-        return of_floats(&layout, weights, blocks, (x, stride), out);
+        return of_floats(*scheme, &layout, weights, blocks, (x, stride), out);
     }
     let unpacked: Vec<Unpacked> = (0..blocks)
         .map(|block| Unpacked::read(format, &layout, weights, block))
@@ -35,8 +35,9 @@ pub(super) fn group(
     }
 }
 
-/// [`group`] of e4m3 floats.
+/// [`group`] of e4m3 floats, or those of a table.
 fn of_floats(
+    scheme: Scheme,
     layout: &Layout,
     weights: &[u8],
     blocks: usize,
@@ -49,7 +50,10 @@ fn of_floats(
     for block in 0..blocks {
         for lane in 0..ROW_GROUP {
             let read = layout.read_scheme(weights, block, lane);
-            let floats = read.codes.map(|code| e4m3::to_f32(code as u8));
+            let floats = read.codes.map(|code| match scheme {
+                Scheme::Nf4 => nf4::to_f32(code as u8),
+                _ => e4m3::to_f32(code as u8),
+            });
             for (x, sums) in x.chunks_exact(stride).zip(&mut *out) {
                 for x in x[block..].iter().step_by(blocks) {
                     let products = floats.iter().zip(x.q).map(|(w, q)| w * f32::from(q));

@@ -213,6 +213,34 @@ impl Scales for ByRow {
     }
 }
 
+/// An f32 scale for each two blocks.
+pub(super) struct ByTwoBlocks;
+
+impl Scales for ByTwoBlocks {
+    #[inline(always)]
+    fn layout<C: Codes>() -> Layout {
+        const { Layout::nf4() }
+    }
+
+    #[inline(always)]
+    unsafe fn open<I: Isa>(head: *const u8, lane: usize) -> [I::Floats; 2] {
+        // SAFETY: the head begins as that of `ByRow`.
+        unsafe { ByRow::open::<I>(head, lane) }
+    }
+
+    #[inline(always)]
+    unsafe fn at<I: Isa>(
+        shared: [I::Floats; 2],
+        head: *const u8,
+        lane: usize,
+        place: (usize, usize),
+        zero: f32,
+    ) -> Scale<I> {
+        // SAFETY: the caller's.
+        unsafe { ByRow::at::<I>(shared, head, lane, place, zero) }
+    }
+}
+
 /// Of e4m3 floats: a scale for each B blocks, or for the whole row if B is 0.
 pub(super) struct OfFloats<const B: usize>;
 

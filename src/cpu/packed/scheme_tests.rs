@@ -9,8 +9,8 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 
 /// Every scheme that there is a kernel for.
 pub(super) fn schemes() -> Vec<Scheme> {
-    let names = "int8 fp8 fp8-block128 nvfp4 int4-g32 int4-g64 int4-g128 int4-g32-z int4-g64-z int4-g128-z \
-                 ternary-tensor ternary-row ternary-g32 ternary-g64 ternary-g128";
+    let names = "int8 fp8 fp8-block128 nvfp4 nf4 int4-g32 int4-g64 int4-g128 int4-g32-z int4-g64-z \
+                 int4-g128-z ternary-tensor ternary-row ternary-g32 ternary-g64 ternary-g128";
     names
         .split_whitespace()
         .map(|n| n.parse().unwrap())
@@ -141,7 +141,7 @@ fn check_products(
                 codes.scheme
             );
         }
-        if codes.scheme.is_fp8() {
+        if codes.scheme.multiplies_in_f32() {
             // In f32 the order of a sum shows: it is the same whatever the tile.
             let some = rows.min(ROW_GROUP);
             let mut alone = vec![f32::NAN; some];
@@ -192,7 +192,14 @@ fn a_tensor_is_quantized_in_parts_as_in_one() {
     let (rows, cols) = (2100, 1152);
     let weights = normals(&mut rng, rows * cols);
     let tensor = Tensor::from_vec(weights.clone(), (rows, cols), &Device::Cpu).unwrap();
-    for scheme in ["int8", "fp8-block128", "nvfp4", "int4-g32-z", "ternary-row"] {
+    for scheme in [
+        "int8",
+        "fp8-block128",
+        "nvfp4",
+        "nf4",
+        "int4-g32-z",
+        "ternary-row",
+    ] {
         let scheme = scheme.parse().unwrap();
         let whole = quantize(&weights, rows, cols, scheme).unwrap();
         let packed = PackedMatrix::quantize(&tensor, scheme).unwrap();
@@ -220,6 +227,7 @@ fn packed_matrices_are_as_small_as_promised() {
         ("fp8", 0.52),
         ("fp8-block128", 0.52),
         ("nvfp4", 0.288),
+        ("nf4", 0.282),
         ("int4-g128", 0.28),
         ("int4-g128-z", 0.28),
         ("int4-g64", 0.28),

@@ -75,6 +75,9 @@ impl Isa for Wide {
     unsafe fn look_up(table: &[u8; 16], nibbles: [u8; 64]) -> [u8; 64] {
         nibbles.map(|nibble| table[usize::from(nibble)])
     }
+    unsafe fn look_up_f32(table: &[f32; 16], a: [u8; 64], byte: usize) -> [f32; 16] {
+        from_fn(|i| table[usize::from(a[4 * i + byte] & 15)])
+    }
     unsafe fn quads(p: *const u8) -> [u8; 64] {
         // SAFETY: by the trait's contract.
         let runs = unsafe { read::<64>(p) };
@@ -146,7 +149,7 @@ impl Isa for Wide {
         // SAFETY: by the trait's contract.
         unsafe {
             if C::FLOATS {
-                return floats::accumulate::<Self, T, P>(sums, scale, planes, x);
+                return floats::accumulate::<Self, C, T, P>(sums, scale, planes, x);
             }
             let mut codes = C::open::<Self>(planes, part);
             let mut dots = [[0i32; 16]; T];
@@ -171,7 +174,7 @@ impl Isa for Wide {
     }
 }
 
-/// Three tokens times the first row group, packed and (but for 8 bits) unpacked.
+/// Three tokens times the first row group, packed and (but for 8 bits and floats) unpacked.
 fn products<C: Codes, S: Scales>(
     matrix: &PackedMatrix,
     x: &Q8Activations,
@@ -194,7 +197,7 @@ fn products_of_parts<C: Codes, S: Scales, const P: usize>(
     unsafe {
         tile::<Wide, C, S, 3, P, 1>(group.as_ptr(), blocks, x, stride, 0, packed.as_mut_ptr())
     };
-    if C::BITS == 8 {
+    if C::BITS == 8 || C::FLOATS {
         return vec![packed];
     }
     let mut unpacked = [[0.0; ROW_GROUP]; 3];
@@ -277,6 +280,7 @@ fn kernels_of_16_rows_agree_with_the_scalar_path_for_schemes() {
             (Scheme::Fp8, _) => products::<Float8, OfFloats<0>>(&matrix, &x),
             (Scheme::Fp8Block128, _) => products::<Float8, OfFloats<4>>(&matrix, &x),
             (Scheme::Nvfp4, _) => products::<Float4, RowAndGroup16>(&matrix, &x),
+            (Scheme::Nf4, _) => products::<NormalFloat4, ByTwoBlocks>(&matrix, &x),
             (Scheme::Int8, _) => products::<Eight, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, None) => products::<Ternary, ByRow>(&matrix, &x),
             (Scheme::Ternary { .. }, Some(32)) => {

@@ -1,4 +1,4 @@
-//! What quantizing to small floats of any format shares.
+//! What quantizing to small floats of any format, and to those of a table, shares.
 
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{Level, level};
@@ -9,10 +9,10 @@ pub(crate) fn largest_magnitude(weights: &[f32]) -> f32 {
     weights.iter().fold(0f32, |most, w| most.max(w.abs()))
 }
 
-/// The codes of weights over their scale, by `nearest`; 0 where that is 0.
+/// The codes of weights over their scale, by `nearest`; that of 0 where the scale is 0.
 pub(super) fn encode(weights: &[f32], scale: f32, codes: &mut [i8], nearest: impl Fn(f32) -> u8) {
     if scale == 0. {
-        return codes.fill(0);
+        return codes.fill(nearest(0.) as i8);
     }
     #[cfg(target_arch = "x86_64")]
     if level() >= Level::Avx2 {

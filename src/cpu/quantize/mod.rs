@@ -2,6 +2,7 @@
 
 mod floats;
 mod fp8;
+mod nf4;
 mod nvfp4;
 mod search;
 #[cfg(test)]
@@ -105,6 +106,9 @@ fn quantize_with(
     if scheme == Scheme::Nvfp4 {
         let largest = whole.unwrap_or_else(|| largest_magnitude(weights));
         return Ok(nvfp4::quantize(weights, rows, cols, largest));
+    }
+    if scheme == Scheme::Nf4 {
+        return Ok(nf4::quantize(weights, rows, cols));
     }
     let unit = scheme.group().unwrap_or(cols);
     let units = rows * (cols / unit);

@@ -88,8 +88,8 @@ unsafe fn search_avx2(scheme: Scheme, unit: Unit<'_>, codes: &mut [i8]) -> Found
 #[inline(always)]
 fn search_plain(scheme: Scheme, unit: Unit<'_>, codes: &mut [i8]) -> Found {
     match scheme {
-        // Those of floats are not searched for.
-        Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 | Scheme::Nvfp4 => {
+        // Those of floats and of a table are not searched for.
+        Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 | Scheme::Nvfp4 | Scheme::Nf4 => {
             symmetric(unit, codes, (-127., 127.), 0, |scale| scale)
         }
         Scheme::Int4 {

@@ -20,6 +20,7 @@ fn schemes() -> Vec<Scheme> {
         Scheme::Fp8,
         Scheme::Fp8Block128,
         Scheme::Nvfp4,
+        Scheme::Nf4,
     ];
     for group in [32, 64, 128] {
         for zero_point in [false, true] {
@@ -51,6 +52,7 @@ fn schemes_are_read_and_written_as_text() {
         ("Int4_G64_Z", "int4-g64-z"),
         ("FP8_Block128", "fp8-block128"),
         ("NVFP4", "nvfp4"),
+        ("NF4", "nf4"),
     ] {
         assert_eq!(text.parse::<Scheme>().unwrap().to_string(), scheme);
     }
@@ -64,6 +66,7 @@ fn schemes_are_read_and_written_as_text() {
         "int8-g32",
         "fp8-g128",
         "nvfp4-g16",
+        "nf4-g64",
     ] {
         let error = bad.parse::<Scheme>().unwrap_err().to_string();
         assert!(error.contains(&format!("`{bad}`")), "{error}");
@@ -136,6 +139,33 @@ fn the_scale_is_the_best_of_a_search() {
             .iter()
             .map(|w| f64::from(w - scale * (w / scale).round()).powi(2));
         assert!(squared_error(&weights, &codes) <= plain.sum::<f64>() * (1. + 1e-5));
+    }
+}
+
+/// The scale is the largest magnitude, and every code the nearest to its weight.
+#[test]
+fn the_largest_of_a_group_of_nf4_is_1() {
+    use crate::quant::nf4;
+    let (rows, cols) = (5, 192);
+    let mut weights = normals(8, rows * cols);
+    weights[64..128].fill(0.);
+    weights[128..192].iter_mut().for_each(|w| *w *= 1e-38);
+    let quantized = quantize(&weights, rows, cols, Scheme::Nf4).unwrap();
+    quantized.check().unwrap();
+    for (group, weights) in weights.chunks(64).enumerate() {
+        let codes = &quantized.codes[64 * group..][..64];
+        let scale = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+        assert_eq!(quantized.scales[group], scale);
+        for (code, w) in codes.iter().zip(weights) {
+            let distance = |v: f32| (w - scale * v).abs();
+            let least = nf4::TABLE
+                .into_iter()
+                .map(distance)
+                .fold(f32::MAX, f32::min);
+            let own = distance(nf4::to_f32(*code as u8));
+            assert!(own <= least * (1. + 1e-4), "{w}: {code}");
+            assert!(scale != 0. || *code == 7);
+        }
     }
 }
 

@@ -22,7 +22,7 @@ abi! {
     /// A matrix of codes on the device.
     struct PackedMatrix {
         codes: Const<Char>,
-        /// f32 for each row, or f16 for each group.
+        /// f32 for each row, or f16 for each group, which of NF4 are f32 too.
         scales: Const<Void>,
         /// Null for none; of FP8 in blocks, not null if rows have scales of their own; of NVFP4 the scales of 16 values.
         zeros: Const<u8>,

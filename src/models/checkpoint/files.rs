@@ -20,8 +20,8 @@ pub const CONFIG: &str = "config.json";
 /// `Llama::load`, `ModelForCausalLM::new` and their relatives take GPTQ, AWQ (`gemm`) and
 /// compressed-tensors (`pack-quantized`, `int-quantized`) from its [`VarBuilder`] as they are: in INT4
 /// or INT8 on the crate's own kernels; FP8 with scales of rows, of the matrix or of blocks of 128 x 128 values in FP8;
-/// and BitNet in ternary, whose layers take their input in 8 bits of each token. FP8 in other blocks and bitsandbytes'
-/// NF4 weights are dequantized at load. From a plain `VarBuilder` of safetensors files they take what
+/// bitsandbytes' NF4 in blocks of multiples of 64 values in NF4; and BitNet in ternary, whose layers take their input in
+/// 8 bits of each token. FP8 and NF4 in other blocks are dequantized at load. From a plain `VarBuilder` of safetensors files they take what
 /// the tensors alone tell: AWQ, `pack-quantized`, NF4, and GPTQ with symmetric weights.
 ///
 /// As a backend of a `VarBuilder` it turns quantized matrices into numbers where their `weight` is asked

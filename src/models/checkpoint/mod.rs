@@ -10,6 +10,7 @@ mod config;
 mod files;
 mod fp8;
 mod gptq;
+mod kept;
 mod nf4;
 mod nvfp4;
 mod packing;

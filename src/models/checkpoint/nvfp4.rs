@@ -9,12 +9,10 @@
 //! Format: NVFP4 (NVIDIA, 2025). Activations are not quantized here, whatever the configuration says of them.
 
 use super::compressed::{GROUPS, PACKED, SCALE, ZERO_POINT};
+use super::kept::Kept;
 use super::tensors::Tensors;
-use super::unpacked::{Target, gathered, put_apart};
-use crate::nn::LinearWeight;
-use crate::nn::pack::on_device;
 use crate::quant::{Codes, NVFP4_GROUP, Scheme};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, bail};
 
 const GLOBAL: &str = "weight_global_scale";
 
@@ -23,11 +21,8 @@ pub fn is_there(tensors: &Tensors<'_>) -> bool {
     tensors.has(PACKED) && tensors.has(GLOBAL)
 }
 
-/// A matrix as it is stored.
-pub struct Floats4(Codes);
-
 /// The matrix `[rows, cols]` of a layer.
-pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Floats4> {
+pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Kept> {
     for part in [ZERO_POINT, GROUPS] {
         if tensors.has(part) {
             bail!("{part} is there, expected none beside NVFP4");
@@ -58,40 +53,7 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Float
         group_scales: group_scales.into_iter().map(|b| b as u8).collect(),
     };
     codes.check()?;
-    Ok(Floats4(codes))
-}
-
-impl Floats4 {
-    /// The weight on its device, with the rows of `heads` put apart as [`Source::matrix`] has it.
-    ///
-    /// [`Source::matrix`]: crate::models::weights::Source::matrix
-    ///
-    /// # Errors
-    /// If the rows are not those of `heads`, or the device's memory does not suffice.
-    pub fn into_weight(mut self, heads: Option<usize>, to: Target<'_>) -> Result<LinearWeight> {
-        let Codes { rows, cols, .. } = self.0;
-        if let Some(heads) = heads {
-            // All rows have one scale.
-            let (codes, source) = (&mut self.0, put_apart(rows, heads)?);
-            codes.codes = gathered(&codes.codes, cols, rows, &source);
-            let groups = cols / NVFP4_GROUP;
-            codes.group_scales = gathered(&codes.group_scales, groups, rows, &source);
-        }
-        if to.fused {
-            return Ok(LinearWeight::Packed(on_device(&self.0, to.device)?));
-        }
-        let values = self.into_values()?.to_dtype(to.dtype)?;
-        Ok(LinearWeight::Dense(values.to_device(to.device)?))
-    }
-
-    /// The numbers, in f32 on the host.
-    pub fn into_values(self) -> Result<Tensor> {
-        Tensor::from_vec(
-            self.0.dequantize(),
-            (self.0.rows, self.0.cols),
-            &Device::Cpu,
-        )
-    }
+    Ok(Kept(codes))
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use super::config::{Bytes, Format};
 use super::gptq::Zeros;
+use super::kept::Kept;
 use super::tensors::Tensors;
 use super::unpacked::{Target, Unpacked};
 use super::{awq, bitnet, compressed, fp8, gptq, nf4, nvfp4};
@@ -26,7 +27,7 @@ pub enum Packing {
 enum Matrix {
     Codes(Unpacked),
     Floats(fp8::Floats),
-    Floats4(nvfp4::Floats4),
+    Kept(Kept),
     /// In f32, on the host.
     Numbers(Tensor),
 }
@@ -113,7 +114,7 @@ impl Packing {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_weight(heads, to),
             Matrix::Floats(floats) => floats.into_weight(heads, to),
-            Matrix::Floats4(floats) => floats.into_weight(heads, to),
+            Matrix::Kept(codes) => codes.into_weight(heads, to),
             Matrix::Numbers(values) => {
                 let values = arranged(values.to_dtype(to.dtype)?, heads)?;
                 Ok(LinearWeight::Dense(values.to_device(to.device)?))
@@ -134,7 +135,7 @@ impl Packing {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_values(dtype),
             Matrix::Floats(floats) => floats.into_values()?.to_dtype(dtype),
-            Matrix::Floats4(floats) => floats.into_values()?.to_dtype(dtype),
+            Matrix::Kept(codes) => codes.into_values()?.to_dtype(dtype),
             Matrix::Numbers(values) => values.to_dtype(dtype),
         }
     }
@@ -147,8 +148,14 @@ impl Packing {
             Packing::IntQuantized => compressed::read_bytes(tensors, size),
             Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
             Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Floats),
-            Packing::Nvfp4 => return nvfp4::read(tensors, size).map(Matrix::Floats4),
-            Packing::Nf4 => return nf4::read(tensors, size).map(Matrix::Numbers),
+            Packing::Nvfp4 => return nvfp4::read(tensors, size).map(Matrix::Kept),
+            Packing::Nf4 => {
+                let stored = nf4::read(tensors, size)?;
+                return match stored.codes() {
+                    Some(codes) => Ok(Matrix::Kept(Kept(codes))),
+                    None => stored.into_values().map(Matrix::Numbers),
+                };
+            }
         };
         codes.map(Matrix::Codes)
     }
@@ -158,7 +165,7 @@ impl Packing {
     pub fn codes(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Unpacked> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => Ok(codes),
-            Matrix::Floats(_) | Matrix::Floats4(_) | Matrix::Numbers(_) => {
+            Matrix::Floats(_) | Matrix::Kept(_) | Matrix::Numbers(_) => {
                 bail!("numbers, expected codes")
             }
         }

@@ -41,7 +41,6 @@ impl<'a> Stored<'a> {
             false => None,
         };
         let becomes_dense = match format {
-            Some(Format::Nf4) => true,
             Some(Format::Fp8(block)) => !fp8::is_kept(block),
             _ => false,
         };

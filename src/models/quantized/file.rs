@@ -18,6 +18,7 @@
 //! | fp8 | the row | 16 f32 scales, whose sign says that a NaN is among the codes | the same, of e4m3 floats |
 //! | fp8-block128 | 128 columns | the same | the same |
 //! | nvfp4 | 512 columns | 16 f32 scales; for each 16 columns 16 e4m3 scales | 4 planes: byte `4 row + t` of plane `i` is column 4i + t (low nibble) and 16 + 4i + t (high), of e2m1 floats |
+//! | nf4 | 64 columns | 16 f32 scales | the same, of places in a table |
 //! | int4-gG | 2 groups | for each group 16 f16 scales | 4 planes: byte `4 row + t` of plane `i` is column 4i + t (low nibble) and 16 + 4i + t (high) |
 //! | int4-gG-z | 4 groups | for each group 16 f16 scales; for each 16 u8 zero points, in sixteenths | the same |
 //! | ternary-tensor, ternary-row | the row | 16 f32 scales | 2 planes: bits 2i and 2i + 1 of byte `16 t + row` of plane `p` are column 16p + 4i + t, plus 1 |

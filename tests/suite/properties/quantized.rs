@@ -14,7 +14,7 @@ use candle_fused::ops::{Activation, Epilogue, Weight, quant_linear};
 use candle_fused::quant::Quantization;
 use proptest::prelude::*;
 
-const FORMATS: [&str; 19] = [
+const FORMATS: [&str; 20] = [
     "q4_0",
     "q4_1",
     "q5_0",
@@ -29,6 +29,7 @@ const FORMATS: [&str; 19] = [
     "fp8",
     "fp8-block128",
     "nvfp4",
+    "nf4",
     "int4-g32",
     "int4-g64-z",
     "int4-g128",

@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 30] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 33] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -86,6 +86,9 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 30] = [
         "gemm_wna16_skinny_sm90",
     ),
     ("nvfp4", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
+    ("nf4", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
+    ("nf4", DType::BF16, 8, 4096, 4096, "gemm_wna16_skinny_sm90"),
+    ("nf4", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
     (
         "fp8-block128",
         DType::BF16,

@@ -51,6 +51,7 @@ fn matrices_are_as_small_as_promised() -> Result<()> {
             (Scheme::Fp8Block128, 0.57),
             // Four bits and a half; 576 columns take the room of 640.
             (Scheme::Nvfp4, 0.32),
+            (Scheme::Nf4, 0.32),
             (int4(128, false), 0.28),
             (int4(128, true), 0.28),
             (ternary(TernaryScale::Row), 0.15),

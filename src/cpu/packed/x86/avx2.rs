@@ -28,10 +28,10 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                         (1, at_once::<C, S, 1>),
                     ],
                 },
-                match C::BITS {
-                    8 => const { up_to_8_tokens::<C, S, 2>() },
+                match C::FLOATS || C::BITS == 8 {
+                    true => const { up_to_8_tokens::<C, S, 2>() },
                     // A sum for each part takes twice the registers.
-                    _ => &[
+                    false => &[
                         (2, by_halves::<C, S, 2, 2> as Tile),
                         (1, at_once::<C, S, 2>),
                     ],
@@ -39,6 +39,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
             ],
             unpacked: match C::BITS {
                 8 => None,
+                _ if C::FLOATS => None,
                 _ => Some((
                     unpack_group::<C, S> as Unpack,
                     [
@@ -180,6 +181,24 @@ impl Isa for Avx2 {
             _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles)
         }
     }
+    /// A permutation takes the low 3 bits of a lane, and a blend its sign.
+    #[inline(always)]
+    unsafe fn look_up_f32(table: &[f32; 16], a: __m256i, byte: usize) -> __m256 {
+        // SAFETY: AVX2, by the trait's contract; the table is readable.
+        unsafe {
+            let (index, sign) = match byte {
+                0 => (a, _mm256_slli_epi32::<28>(a)),
+                1 => (_mm256_srli_epi32::<8>(a), _mm256_slli_epi32::<20>(a)),
+                2 => (_mm256_srli_epi32::<16>(a), _mm256_slli_epi32::<12>(a)),
+                _ => (_mm256_srli_epi32::<24>(a), _mm256_slli_epi32::<4>(a)),
+            };
+            let half = |from: usize| {
+                let half = _mm256_loadu_ps(table.as_ptr().add(from));
+                _mm256_permutevar8x32_ps(half, index)
+            };
+            _mm256_blendv_ps(half(0), half(8), _mm256_castsi256_ps(sign))
+        }
+    }
     #[inline(always)]
     unsafe fn quads(p: *const u8) -> __m256i {
         // SAFETY: AVX2 and 8 readable bytes in each of four runs, by the trait's contract.
@@ -297,7 +316,7 @@ impl Isa for Avx2 {
         // SAFETY: the caller's.
         unsafe {
             match C::BITS {
-                8 if C::FLOATS => floats::accumulate::<Self, T, P>(sums, scale, planes, x),
+                _ if C::FLOATS => floats::accumulate::<Self, C, T, P>(sums, scale, planes, x),
                 8 if P == 2 && T > 2 => {
                     let x = x.map(|x| [x[0], x[P - 1]]);
                     dot_avx2::eight_bits_by_16::<Self, C, T>(sums, scale, planes, x)

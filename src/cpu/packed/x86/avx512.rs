@@ -144,6 +144,20 @@ impl Isa for Avx512 {
             _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles)
         }
     }
+    /// A permutation takes the low 4 bits of a lane.
+    #[inline(always)]
+    unsafe fn look_up_f32(table: &[f32; 16], a: __m512i, byte: usize) -> __m512 {
+        // SAFETY: AVX-512, by the trait's contract; the table is readable.
+        unsafe {
+            let index = match byte {
+                0 => a,
+                1 => _mm512_srli_epi32::<8>(a),
+                2 => _mm512_srli_epi32::<16>(a),
+                _ => _mm512_srli_epi32::<24>(a),
+            };
+            _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr()))
+        }
+    }
     #[inline(always)]
     unsafe fn quads(p: *const u8) -> __m512i {
         // SAFETY: AVX-512 and 64 readable bytes, by the trait's contract.
@@ -253,7 +267,7 @@ impl Isa for Avx512 {
         // SAFETY: VNNI and the planes and tokens readable, by the trait's contract; k < 32 - 3.
         unsafe {
             if C::FLOATS {
-                return floats::accumulate::<Self, T, P>(sums, scale, planes, x);
+                return floats::accumulate::<Self, C, T, P>(sums, scale, planes, x);
             }
             let mut codes = C::open::<Self>(planes, part);
             // A single token's products would wait for one another: two sums of every other one.

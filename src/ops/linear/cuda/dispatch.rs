@@ -42,7 +42,7 @@ const W8A8: [usize; 2] = [64, MAX];
 /// than 16; elsewhere it reads weights anew for every 32.
 const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
 const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
-/// INT8, FP8, NVFP4 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
+/// INT8, FP8, NVFP4, NF4 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
 const WNA16_MMA_128_ROWS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
 const WNA16_MMA_NOTE: &str = "weights are read once for every 32 rows of operand B; a row of f16, or of f32 up to M = 8, \
                               takes two rows (bf16 high and low part)";
@@ -69,7 +69,8 @@ const LATENCY_16_BIT: &[Rows] = &[
 const STREAMED: Formats = Formats::INT4_G128
     .or(Formats::TERNARY)
     .or(Formats::FP8)
-    .or(Formats::NVFP4);
+    .or(Formats::NVFP4)
+    .or(Formats::NF4);
 
 /// What rules of a kernel have in common.
 const MMA_SM90: Rule = Rule {
@@ -79,6 +80,11 @@ const MMA_SM90: Rule = Rule {
     plan: gemm_wna16_mma::plan,
     note: WNA16_MMA_NOTE,
     ..RULE
+};
+const MMA: Rule = Rule {
+    x: WNA16_MMA_128_ROWS,
+    arch: [80, NEWEST],
+    ..MMA_SM90
 };
 const SM90: Rule = Rule {
     kernel: "gemm_wna16_sm90",
@@ -312,6 +318,11 @@ pub(super) static RULES: &[Rule] = &[
         ..MMA_SM90
     },
     Rule {
+        source: "linear/gemm_wna16_mma_nf4.cu",
+        formats: Formats::NF4,
+        ..MMA_SM90
+    },
+    Rule {
         source: "linear/gemm_wna16_sm90_gguf.cu",
         formats: Formats::GGUF.or(Formats::INT8),
         x: WNA16_SM90_BLOCKS,
@@ -336,54 +347,42 @@ pub(super) static RULES: &[Rule] = &[
         ..SM90
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_sm90_nf4.cu",
+        formats: Formats::NF4,
+        x: WNA16_SM90,
+        ..SM90
+    },
+    Rule {
         source: "linear/gemm_wna16_mma_gguf.cu",
         formats: Formats::GGUF,
         x: WNA16_MMA,
-        arch: [80, NEWEST],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma.cu",
         formats: Formats::INT8.or(Formats::INT4),
-        x: WNA16_MMA_128_ROWS,
-        arch: [80, NEWEST],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_fp8.cu",
         formats: Formats::FP8,
-        x: WNA16_MMA_128_ROWS,
-        arch: [80, NEWEST],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
         source: "linear/gemm_wna16_mma_nvfp4.cu",
         formats: Formats::NVFP4,
-        x: WNA16_MMA_128_ROWS,
-        arch: [80, NEWEST],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA
     },
     Rule {
-        kernel: gemm_wna16_mma::NAME,
+        source: "linear/gemm_wna16_mma_nf4.cu",
+        formats: Formats::NF4,
+        ..MMA
+    },
+    Rule {
         source: "linear/gemm_wna16_mma.cu",
         formats: Formats::TERNARY,
         x: WNA16_MMA,
-        arch: [80, NEWEST],
-        plan: gemm_wna16_mma::plan,
-        note: WNA16_MMA_NOTE,
-        ..RULE
+        ..MMA
     },
     Rule {
         kernel: "gemv_gguf",
@@ -410,6 +409,7 @@ pub(super) static RULES: &[Rule] = &[
         formats: Formats::INT8
             .or(Formats::FP8)
             .or(Formats::NVFP4)
+            .or(Formats::NF4)
             .or(Formats::INT4),
         x: GEMV_OF_EACH,
         plan: gemv_wna16::plan,

@@ -27,6 +27,7 @@ impl Formats {
     pub const MIXED: Self = Self(1 << 8);
     pub const FP8: Self = Self(1 << 9);
     pub const NVFP4: Self = Self(1 << 10);
+    pub const NF4: Self = Self(1 << 11);
 
     pub const DENSE: Self = Self::F32.or(Self::DENSE_16_BIT);
     pub const INT4: Self = Self::INT4_G128.or(Self::INT4_OTHER);
@@ -34,17 +35,19 @@ impl Formats {
         .or(Self::INT8)
         .or(Self::FP8)
         .or(Self::NVFP4)
+        .or(Self::NF4)
         .or(Self::INT4)
         .or(Self::TERNARY);
 
     /// Each with its name.
-    const NAMES: [(Self, &'static str); 11] = [
+    const NAMES: [(Self, &'static str); 12] = [
         (Self::F32, "f32"),
         (Self::DENSE_16_BIT, "f16, bf16"),
         (Self::GGUF, "GGUF"),
         (Self::INT8, "INT8"),
         (Self::FP8, "FP8"),
         (Self::NVFP4, "NVFP4"),
+        (Self::NF4, "NF4"),
         (Self::INT4_G128, "INT4 g128"),
         (Self::INT4_OTHER, "other INT4"),
         (Self::TERNARY, "ternary"),
@@ -65,6 +68,7 @@ impl Formats {
                 Scheme::Int8 => Self::INT8,
                 Scheme::Fp8 | Scheme::Fp8Block128 => Self::FP8,
                 Scheme::Nvfp4 => Self::NVFP4,
+                Scheme::Nf4 => Self::NF4,
                 Scheme::Int4 {
                     group: 128,
                     zero_point: false,

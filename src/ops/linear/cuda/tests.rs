@@ -34,7 +34,7 @@ const SHAPES: [(usize, usize, bool); 17] = [
     (128256, 4096, false),
 ];
 
-const FORMATS: [&str; 18] = [
+const FORMATS: [&str; 19] = [
     "q4_0",
     "q4_1",
     "q5_0",
@@ -49,6 +49,7 @@ const FORMATS: [&str; 18] = [
     "fp8",
     "fp8-block128",
     "nvfp4",
+    "nf4",
     "int4-g128",
     "int4-g32-z",
     "ternary-row",

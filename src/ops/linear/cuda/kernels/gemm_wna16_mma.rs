@@ -52,6 +52,13 @@ static NVFP4: Module = Module::new(
 )
 .with_all_shared_memory();
 
+static NF4: Module = Module::new(
+    "gemm_wna16_mma_nf4",
+    fatbin!("gemm_wna16_mma_nf4"),
+    forms!["gemm_wna16_mma_nf4"],
+)
+.with_all_shared_memory();
+
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
     "gemm_wna16_mma_gguf",
@@ -99,6 +106,7 @@ const GGUF_STAGES: [[usize; 2]; 10] = [
 const INT8_STAGES: [usize; 2] = [3, 2048];
 const FP8_BLOCK_STAGES: [usize; 2] = [3, 2112];
 const NVFP4_STAGES: [usize; 2] = [4, 1152];
+const NF4_STAGES: [usize; 2] = [4, 1152];
 const TERNARY_STAGES: [usize; 2] = [8, 512];
 const INT4_G128_STAGES: [usize; 2] = [4, 1088];
 const INT4_STAGES: [usize; 2] = [4, 1216];
@@ -120,6 +128,7 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
             Scheme::Fp8 => Ok(of(&FP8, 0, INT8_STAGES, 16)),
             Scheme::Fp8Block128 => Ok(of(&FP8, 1, FP8_BLOCK_STAGES, 16)),
             Scheme::Nvfp4 => Ok(of(&NVFP4, 0, NVFP4_STAGES, 64)),
+            Scheme::Nf4 => Ok(of(&NF4, 0, NF4_STAGES, 64)),
             Scheme::Ternary { .. } if scheme.group().is_none() => {
                 Ok(of(&INTEGERS, 1, TERNARY_STAGES, 64))
             }

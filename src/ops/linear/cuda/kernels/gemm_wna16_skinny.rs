@@ -1,4 +1,4 @@
-//! Up to 16 rows of x, all in shared memory, and FP8, NVFP4, INT4 or ternary weights on Hopper, which come through a pipeline
+//! Up to 16 rows of x, all in shared memory, and FP8, NVFP4, NF4, INT4 or ternary weights on Hopper, which come through a pipeline
 //! (`kernels/linear/gemm_wna16_skinny_sm90.cuh`).
 
 use super::super::plan::{Kernel, Planned};
@@ -29,6 +29,8 @@ pub(super) static MODULE: Module = Module::new(
         "gemm_wna16_skinny_sm90_fp8_block_16",
         "gemm_wna16_skinny_sm90_nvfp4_8",
         "gemm_wna16_skinny_sm90_nvfp4_16",
+        "gemm_wna16_skinny_sm90_nf4_8",
+        "gemm_wna16_skinny_sm90_nf4_16",
     ],
 );
 
@@ -62,7 +64,7 @@ struct Gemm {
 /// Bytes between rows of x in shared memory beside their values: lanes that read several rows have no bank conflicts.
 fn padding(format: Sm90Format) -> usize {
     match format {
-        Sm90Format::Int4 | Sm90Format::Nvfp4 | Sm90Format::Ternary => 64,
+        Sm90Format::Int4 | Sm90Format::Nvfp4 | Sm90Format::Nf4 | Sm90Format::Ternary => 64,
         Sm90Format::Fp8 | Sm90Format::Fp8Block => 16,
     }
 }
@@ -86,7 +88,7 @@ pub(crate) fn plan_if_fastest(case: &Case) -> Planned {
         Sm90Format::Int4 if parts > 1 => false,
         Sm90Format::Int4 => rows > ROWS[0] || (case.n() < MANY_CHANNELS && case.k <= LONG_K),
         Sm90Format::Ternary => rows > ROWS[0] && case.n() * case.k > FEW_WEIGHTS,
-        Sm90Format::Fp8 | Sm90Format::Fp8Block | Sm90Format::Nvfp4 => false,
+        Sm90Format::Fp8 | Sm90Format::Fp8Block | Sm90Format::Nvfp4 | Sm90Format::Nf4 => false,
     };
     if slow {
         return Err("another kernel is faster for so many rows and output channels");

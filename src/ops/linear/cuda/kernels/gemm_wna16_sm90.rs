@@ -53,6 +53,12 @@ static NVFP4: Module = Module::new(
     forms!["gemm_wna16_sm90_nvfp4"],
 );
 
+static NF4: Module = Module::new(
+    "gemm_wna16_sm90_nf4",
+    fatbin!("gemm_wna16_sm90_nf4"),
+    forms!["gemm_wna16_sm90_nf4"],
+);
+
 /// In the order of `BlockFormat::DTYPES`.
 static GGUF: Module = Module::new(
     "gemm_wna16_sm90_gguf",
@@ -75,7 +81,7 @@ static GGUF: Module = Module::new(
 mod order {
     /// Lane t has values 4t to 4t + 3 of each half of 32.
     pub const GGUF: u32 = 0x542130;
-    /// 8t to 8t + 7 of 32; NVFP4 too.
+    /// 8t to 8t + 7 of 32; NVFP4 and NF4 too.
     pub const INT4: u32 = 0x521430;
     /// 16t to 16t + 15 of 64.
     pub const INT8: u32 = 0x215430;
@@ -124,6 +130,7 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
             Scheme::Fp8 => of(&FP8, 0, order::INT8, false),
             Scheme::Fp8Block128 => of(&FP8, 1, order::INT8, false),
             Scheme::Nvfp4 => of(&NVFP4, 0, order::INT4, false),
+            Scheme::Nf4 => of(&NF4, 0, order::INT4, false),
             Scheme::Int4 {
                 group: 128,
                 zero_point: false,

@@ -1,4 +1,4 @@
-//! INT8, FP8, NVFP4, INT4 and ternary weights and few rows of x: the weights are read as they are.
+//! INT8, FP8, NVFP4, NF4, INT4 and ternary weights and few rows of x: the weights are read as they are.
 
 use super::super::plan::Planned;
 use super::super::problem::Case;
@@ -26,12 +26,13 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_wna16_ternary_g128",
         "gemv_wna16_ternary",
         "gemv_wna16_nvfp4",
+        "gemv_wna16_nf4",
     ],
 );
 
 /// How each of them works: K blocks of [`GROUP`] values that a warp prefetches at once, and
 /// bytes behind a row of x in shared memory.
-const CORES: [(usize, usize); 10] = [
+const CORES: [(usize, usize); 11] = [
     (2, INT8_PADDING),
     (2, INT8_PADDING),
     (2, INT8_PADDING),
@@ -42,10 +43,11 @@ const CORES: [(usize, usize); 10] = [
     (4, TERNARY_PADDING),
     (4, TERNARY_PADDING),
     (4, INT4_PADDING),
+    (4, INT4_PADDING),
 ];
 
 /// Which of them takes a format, as `PackedFormat` of `kernels/formats/packed.cuh` numbers those.
-const KERNELS: [usize; 11] = [0, 3, 4, 5, 6, 7, 8, 8, 1, 2, 9];
+const KERNELS: [usize; 12] = [0, 3, 4, 5, 6, 7, 8, 8, 1, 2, 9, 10];
 
 /// INT4 in groups of 128.
 const G128: usize = 1;
@@ -60,7 +62,7 @@ pub(super) fn kernel_of(scheme: Scheme) -> usize {
 pub(crate) fn plan(case: &Case) -> Planned {
     let scheme = case
         .scheme()
-        .ok_or("the weights are not INT8, FP8, NVFP4, INT4 or ternary")?;
+        .ok_or("the weights are not INT8, FP8, NVFP4, NF4, INT4 or ternary")?;
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }

@@ -1,4 +1,4 @@
-//! One row of x and FP8, NVFP4, INT4 or ternary weights on Hopper, which come through a pipeline in shared memory
+//! One row of x and FP8, NVFP4, NF4, INT4 or ternary weights on Hopper, which come through a pipeline in shared memory
 //! (`kernels/linear/gemv_wna16_sm90.cuh`).
 //!
 //! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 46.9 us in INT4
@@ -12,7 +12,7 @@ use crate::cuda::abi::{
     GEMV_THREADS, INT4_PADDING, K_BLOCK, ROW_GROUP, WARP,
 };
 use crate::cuda::{Grid, Module, fatbin};
-use crate::quant::{NVFP4_GROUP, Scheme, TernaryScale};
+use crate::quant::{NF4_GROUP, NVFP4_GROUP, Scheme, TernaryScale};
 use candle_core::DType;
 use std::sync::Arc;
 
@@ -26,6 +26,7 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_wna16_sm90_fp8",
         "gemv_wna16_sm90_fp8_block",
         "gemv_wna16_sm90_nvfp4",
+        "gemv_wna16_sm90_nf4",
     ],
 );
 
@@ -47,6 +48,7 @@ pub(super) enum Sm90Format {
     /// In blocks.
     Fp8Block,
     Nvfp4,
+    Nf4,
 }
 
 impl Sm90Format {
@@ -63,6 +65,7 @@ impl Sm90Format {
             Scheme::Fp8 => Some(Self::Fp8),
             Scheme::Fp8Block128 => Some(Self::Fp8Block),
             Scheme::Nvfp4 => Some(Self::Nvfp4),
+            Scheme::Nf4 => Some(Self::Nf4),
             _ => None,
         }
     }
@@ -75,6 +78,7 @@ impl Sm90Format {
             Self::Fp8 => 2,
             Self::Fp8Block => 3,
             Self::Nvfp4 => 4,
+            Self::Nf4 => 5,
         }
     }
 
@@ -89,7 +93,7 @@ impl Sm90Format {
     /// Stages of a pipeline at least. Those of FP8 are twice as large as INT4's.
     pub(super) fn least_stages(self) -> usize {
         match self {
-            Self::Int4 | Self::Ternary | Self::Nvfp4 => 3,
+            Self::Int4 | Self::Ternary | Self::Nvfp4 | Self::Nf4 => 3,
             Self::Fp8 | Self::Fp8Block => 2,
         }
     }
@@ -98,7 +102,7 @@ impl Sm90Format {
     /// stays the first level's cache.
     fn past_half(self, shared: usize) -> usize {
         match self {
-            Self::Int4 | Self::Ternary | Self::Nvfp4 => shared / 16,
+            Self::Int4 | Self::Ternary | Self::Nvfp4 | Self::Nf4 => shared / 16,
             Self::Fp8 | Self::Fp8Block => shared / 8,
         }
     }
@@ -110,6 +114,7 @@ impl Sm90Format {
             Self::Int4 => ROW_GROUP * (K_BLOCK / 2 + 2),
             Self::Ternary => ROW_GROUP * K_BLOCK / 4,
             Self::Nvfp4 => ROW_GROUP * (K_BLOCK / 2 + K_BLOCK / NVFP4_GROUP),
+            Self::Nf4 => ROW_GROUP * (K_BLOCK / 2 + 4 * (K_BLOCK / NF4_GROUP)),
             Self::Fp8 | Self::Fp8Block => ROW_GROUP * K_BLOCK,
         };
         2 * STAGE_K_BLOCKS * k_block
@@ -123,7 +128,7 @@ impl Sm90Format {
         let owns =
             is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * STAGE_K_BLOCKS) <= OWNED);
         match self {
-            Self::Int4 | Self::Fp8 | Self::Fp8Block | Self::Nvfp4 => {
+            Self::Int4 | Self::Fp8 | Self::Fp8Block | Self::Nvfp4 | Self::Nf4 => {
                 (2 * values + INT4_PADDING) * if is_bf16 { 1 } else { 2 }
             }
             Self::Ternary if owns => 2 * (values + 16),
@@ -151,7 +156,7 @@ pub(super) fn streamed(case: &Case) -> Result<Sm90Format, &'static str> {
     Ok(format)
 }
 
-/// One row of INT4 in groups of 128, of ternary weights with a scale for each row, of FP8 or of NVFP4.
+/// One row of INT4 in groups of 128, of ternary weights with a scale for each row, of FP8, NVFP4 or NF4.
 pub(crate) fn plan(case: &Case) -> Planned {
     let format = streamed(case)?;
     if !case.alignment.x || !case.alignment.norm {

@@ -33,7 +33,7 @@ fn plans_leave_room_for_static_shared_memory() -> Result<()> {
     )?;
     check(
         &gemm_wna16_skinny::MODULE,
-        0..10,
+        0..12,
         gemm_wna16_skinny::FIXED_SHARED,
     )?;
     let pipelined = gemv_dense_pipelined::FIXED_SHARED;

@@ -1,0 +1,11 @@
+// The GEMM of gemm_wna16_sm90.cuh for NF4 weights.
+// Compiled for sm_90a alone: the host launches it on no other architecture.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+#include "linear/gemm_wna16_sm90.cuh"
+
+using namespace fused;
+
+FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_nf4, GemmInt<Nf4Weights>)
+
+#endif
