@@ -295,14 +295,7 @@ fn file_seeds() -> Result<Seeds> {
     let config: qwen3::Config = serde_json::from_str(CONFIG).expect("a configuration");
     let folder = tempfile::tempdir()?;
     let mut seeds = Vec::new();
-    for scheme in [
-        "int8",
-        "fp8-block128",
-        "nvfp4",
-        "nf4",
-        "int4-g32-z",
-        "ternary-row",
-    ] {
+    for scheme in ["int8", "fp8-block128", "nvfp4", "int4-g32-z", "ternary-row"] {
         let vb = VarBuilder::from_tensors(weights("qwen3")?, DType::F32, &Device::Cpu);
         let path = folder.path().join(scheme);
         let recipe = Recipe::new(scheme.parse()?).with_head(scheme.parse()?);

@@ -116,6 +116,10 @@ impl Packing {
             Matrix::Floats(floats) => floats.into_weight(heads, to),
             Matrix::Kept(codes) => codes.into_weight(heads, to),
             Matrix::Numbers(values) => {
+                tracing::debug!(
+                    "{self:?} weights that no kernel takes become {:?}",
+                    to.dtype
+                );
                 let values = arranged(values.to_dtype(to.dtype)?, heads)?;
                 Ok(LinearWeight::Dense(values.to_device(to.device)?))
             }
