@@ -185,39 +185,38 @@ template <class Format, int M_TILES> struct GemmSkinny : Format::Stream {
     typename Stage::Block blocks[N];
 #pragma unroll
     for (int s = 0; s < N; ++s) blocks[s] = Format::read(at, of_blocks, s);
-    Sums of_group[N][SETS] = {};
+    constexpr int GROUPS = BY_GROUPS ? Weights::GROUPS : 1, LENGTH = 4 / GROUPS;  // of a K block; in 32 values
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int group = 0; group < GROUPS; ++group) {
+      Sums of_group[N][SETS] = {};
 #pragma unroll
-      for (int s = 0; s < N; ++s) {
-        const WeightFragment a = Weights::raw(blocks[s], p, e);
+      for (int e = LENGTH * group; e < LENGTH * (group + 1); ++e) {
 #pragma unroll
-        for (int n = 0; n < M_TILES; ++n) {
-          const uint4 v = Stage::x(rows[n] + (k_block + s) * (2 * K_BLOCK), e, threadIdx.x % 4);
-          Sums(&to)[SETS] = BY_GROUPS ? of_group[s] : y[s];
-          mma_bf16(to[0][n], a.v[0], a.v[1], a.v[2], a.v[3], v.x, v.y);
-          mma_bf16(to[SETS - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v.z, v.w);
+        for (int s = 0; s < N; ++s) {
+          const WeightFragment a = Weights::raw(blocks[s], p, e);
+#pragma unroll
+          for (int n = 0; n < M_TILES; ++n) {
+            const uint4 v = Stage::x(rows[n] + (k_block + s) * (2 * K_BLOCK), e, threadIdx.x % 4);
+            Sums(&to)[SETS] = BY_GROUPS ? of_group[s] : y[s];
+            mma_bf16(to[0][n], a.v[0], a.v[1], a.v[2], a.v[3], v.x, v.y);
+            mma_bf16(to[SETS - 1][n], a.v[4], a.v[5], a.v[6], a.v[7], v.z, v.w);
+          }
         }
       }
       if constexpr (BY_GROUPS) {
-        constexpr int LENGTH = 4 / Weights::GROUPS;  // of a group, in 32 values
-        if ((e + 1) % LENGTH > 0) continue;
 #pragma unroll
-        for (int s = 0; s < N; ++s) add_group(y[0][0], of_group[s], Weights::group(blocks[s], p, e / LENGTH));
-      }
-    }
-  }
-
-  // Adds a group's sums, which begin again from zero.
-  static __device__ __forceinline__ void add_group(Sums& y, Sums (&of_group)[SETS], const GroupScale& scale) {
+        for (int s = 0; s < N; ++s) {
+          const GroupScale scale = Weights::group(blocks[s], p, group);
 #pragma unroll
-    for (int n = 0; n < M_TILES; ++n) {
+          for (int n = 0; n < M_TILES; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float sum = of_group[0][n][i];
-        if constexpr (SETS == 2) sum += of_group[1][n][i];
-        y[n][i] = fmaf(scale.by[i / 2], sum, y[n][i]);
-        of_group[0][n][i] = of_group[SETS - 1][n][i] = 0.f;
+            for (int i = 0; i < 4; ++i) {
+              float sum = of_group[s][0][n][i];
+              if constexpr (SETS == 2) sum += of_group[s][1][n][i];
+              y[0][0][n][i] = fmaf(scale.by[i / 2], sum, y[0][0][n][i]);
+            }
+          }
+        }
       }
     }
   }
