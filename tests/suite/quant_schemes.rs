@@ -226,15 +226,8 @@ fn quantized_models_are_what_their_weights_are_worth() -> Result<()> {
     on_every_device(|| {
         for name in ["llama3_rope", "qwen2_bias", "gpt_neox_parallel"] {
             let golden = Golden::open(name)?;
-            for format in "int4-g32-z fp8 fp8-block128 nvfp4 nf4 ternary-row q4_1".split(' ') {
-                let mut recipe = Recipe::new(format.parse()?);
-                if format == "nf4" {
-                    // Widths of 160 are no whole groups of 64.
-                    if name.starts_with("gpt_neox") {
-                        continue;
-                    }
-                    recipe = recipe.with("*down_proj*", Some(Quantization::Int8));
-                }
+            for format in "int4-g32-z fp8 fp8-block128 nvfp4 ternary-row q4_1".split(' ') {
+                let recipe = Recipe::new(format.parse()?);
                 let of = |fusion| {
                     let mut model = quantized(&golden, DType::F32, &recipe, fusion)?;
                     logits(&golden, model.as_mut())
