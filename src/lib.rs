@@ -106,6 +106,7 @@ pub mod quant {
     pub(crate) mod nf4;
     mod scheme;
     mod unpack;
+    pub(crate) mod words;
 
     pub use activation_bits::ActivationBits;
     pub use block::{BlockFormat, Scaling, supports};

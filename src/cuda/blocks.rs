@@ -134,6 +134,16 @@ impl BlockMatrix {
         let cuda = cuda_device(device)?;
         let layout = PackedLayout::new(codes.scheme, codes.rows, codes.cols)?.holding(codes);
         let data = layout.upload(codes, cuda)?;
+        Self::of_codes(codes, layout, data, device)
+    }
+
+    /// A matrix whose codes are packed in `data`.
+    pub(super) fn of_codes(
+        codes: &Codes,
+        layout: PackedLayout,
+        data: CudaStorage,
+        device: &Device,
+    ) -> Result<Self> {
         let at = address(&data, &Layout::contiguous(layout.bytes()))?;
         Ok(Self {
             stored: Stored::Codes(layout, Format::Scheme(codes.scheme)),
@@ -476,7 +486,7 @@ fn format_index(dtype: GgmlDType) -> usize {
     all.position(|known| *known == dtype).unwrap_or(0)
 }
 
-fn cuda_device(device: &Device) -> Result<&CudaDevice> {
+pub(super) fn cuda_device(device: &Device) -> Result<&CudaDevice> {
     match device {
         Device::Cuda(device) => Ok(device),
         _ => bail!("device: expected a CUDA device"),

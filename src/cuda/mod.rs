@@ -24,6 +24,7 @@ mod scratch;
 mod table;
 #[cfg(test)]
 pub(crate) mod table_tests;
+mod words;
 
 pub use blocks::BlockMatrix;
 pub(crate) use blocks::{Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype};

@@ -4,9 +4,11 @@ use super::abi::{
     FORMAT_THREADS, FP8_BLOCK, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES,
     UnpackParams,
 };
+use super::words::WordsOnDevice;
 use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
+use crate::quant::words::Words;
 use crate::quant::{Codes, NVFP4_GROUP, Scheme, e4m3};
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, result};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
 use half::f16;
 use std::borrow::Cow;
@@ -181,15 +183,47 @@ impl PackedLayout {
     /// If the codes are not those of such a matrix, or the device's memory does not suffice.
     pub fn upload(&self, codes: &Codes, device: &CudaDevice) -> Result<CudaStorage> {
         codes.check()?;
+        let plain = zeroed_where_scales_are(codes);
+        self.pack(codes, device, |first, rows| {
+            let chunk = &plain[first * self.cols..][..rows * self.cols];
+            Ok(device.clone_htod(chunk)?)
+        })
+    }
+
+    /// The same of codes that are still in words: `codes` has none.
+    ///
+    /// # Errors
+    /// Likewise, or if a code has no word, or no column of its own in `order`.
+    pub fn upload_words(
+        &self,
+        codes: &Codes,
+        (words, order): (&Words, Option<&[u32]>),
+        device: &CudaDevice,
+    ) -> Result<CudaStorage> {
+        codes.check_scales()?;
+        if !matches!(self.scheme, Scheme::Int8 | Scheme::Int4 { .. }) {
+            bail!("codes: {} in words, expected INT8 or INT4", self.scheme);
+        }
+        let words = WordsOnDevice::new(words, order, (self.rows, self.cols), device)?;
+        self.pack(codes, device, |first, rows| words.unpack(first, rows))
+    }
+
+    /// Packs plain codes, which `plain` gives on the device for a first row and a number of rows, and uploads scales.
+    fn pack(
+        &self,
+        codes: &Codes,
+        device: &CudaDevice,
+        plain: impl Fn(usize, usize) -> Result<CudaSlice<i8>>,
+    ) -> Result<CudaStorage> {
         let (scales, zeros) = (self.scales(codes), self.zeros(codes));
         let data = alloc(OP, device, DType::U8, self.bytes())?;
         let start = address(&data, &Layout::contiguous(self.bytes()))?;
         let launcher = Launcher::new(device)?;
         let rows_of_chunk = (CHUNK / self.cols).next_multiple_of(ROW_GROUP);
         let mut out = start;
-        for chunk in zeroed_where_scales_are(codes).chunks(rows_of_chunk * self.cols) {
-            let rows = chunk.len() / self.cols;
-            let raw = device.clone_htod(chunk)?;
+        for first in (0..self.rows).step_by(rows_of_chunk) {
+            let rows = rows_of_chunk.min(self.rows - first);
+            let raw = plain(first, rows)?;
             let (from, _guard) = raw.device_ptr(raw.stream());
             let (threads, bytes) = self.packing(rows);
             let params = PackParams {

@@ -7,6 +7,8 @@ use crate::cpu::quantize::quantize;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
 use crate::ops::Weight;
+#[cfg(feature = "cuda")]
+use crate::quant::words::Words;
 use crate::quant::{BlockFormat, Codes};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -60,6 +62,17 @@ pub(crate) fn on_device(codes: &Codes, device: &Device) -> Result<Weight> {
             other.location()
         ),
     }
+}
+
+/// Codes that are still in words in the layout of a GPU, as [`BlockMatrix::from_words`].
+#[cfg(feature = "cuda")]
+pub(crate) fn words_on_device(
+    codes: &Codes,
+    words: (&Words, Option<&[u32]>),
+    device: &Device,
+) -> Result<Weight> {
+    let matrix = BlockMatrix::from_words(codes, words, device)?;
+    Ok(Weight::Blocks(Arc::new(matrix)))
 }
 
 /// GGUF blocks `[rows, cols]` in the layout of a device.

@@ -51,13 +51,40 @@ impl Codes {
     /// # Errors
     /// If a length, a code or a scale is not what the scheme asks for.
     pub fn check(&self) -> Result<()> {
+        self.scheme.check(self.cols)?;
+        self.check_codes()?;
+        self.check_scales()
+    }
+
+    fn check_codes(&self) -> Result<()> {
+        let Self {
+            scheme, rows, cols, ..
+        } = self;
+        if rows.checked_mul(*cols) != Some(self.codes.len()) {
+            bail!("codes: {} given for {rows} x {cols}", self.codes.len());
+        }
+        let (low, high) = match scheme {
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (-128, 127),
+            Scheme::Nvfp4 | Scheme::Nf4 | Scheme::Int4 { .. } => (0, 15),
+            Scheme::Ternary { .. } => (-1, 1),
+        };
+        if let Some(at) = self.codes.iter().position(|q| !(low..=high).contains(q)) {
+            bail!(
+                "codes: {} at row {}, column {}, expected {low} to {high}",
+                self.codes[at],
+                at / cols,
+                at % cols
+            );
+        }
+        Ok(())
+    }
+
+    /// [`Self::check`] without the codes, which may be elsewhere.
+    pub(crate) fn check_scales(&self) -> Result<()> {
         let Self {
             scheme, rows, cols, ..
         } = self;
         scheme.check(*cols)?;
-        if rows.checked_mul(*cols) != Some(self.codes.len()) {
-            bail!("codes: {} given for {rows} x {cols}", self.codes.len());
-        }
         let scales = scheme.scale_count(*rows, *cols);
         if self.scales.len() != scales {
             bail!(
@@ -81,19 +108,6 @@ impl Codes {
         }
         if let Some(b) = self.group_scales.iter().find(|b| **b >= e4m3::NAN) {
             bail!("group_scales: {b:#x}, expected an e4m3 number of positive sign");
-        }
-        let (low, high) = match scheme {
-            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (-128, 127),
-            Scheme::Nvfp4 | Scheme::Nf4 | Scheme::Int4 { .. } => (0, 15),
-            Scheme::Ternary { .. } => (-1, 1),
-        };
-        if let Some(at) = self.codes.iter().position(|q| !(low..=high).contains(q)) {
-            bail!(
-                "codes: {} at row {}, column {}, expected {low} to {high}",
-                self.codes[at],
-                at / cols,
-                at % cols
-            );
         }
         let half = scheme.has_f16_scales();
         let stored = |s: f32| {

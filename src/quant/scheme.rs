@@ -47,6 +47,7 @@ pub enum TernaryScale {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Scheme {
     /// `s[n] * q`: symmetric, a scale for each output channel. Weights that are quantized here have q in
     /// -127..=127; checkpoints of others have -128 too.

@@ -37,6 +37,30 @@ abi! {
         k: u32,
     }
 
+    struct UnpackWordsParams {
+        /// 32 / bits codes each.
+        words: Const<u32>,
+        /// `[k]`: the column of the words that each column is; null for those in order.
+        order: Const<u32>,
+        /// `[rows, k]`
+        codes: Mut<i8>,
+        /// Rows to unpack, from `first` on.
+        rows: u64,
+        first: u64,
+        /// Words from one row, or one word's rows, to the next, and likewise of columns.
+        row_step: u64,
+        col_step: u64,
+        k: u32,
+        /// Binary logarithms of the rows and columns that share a word, of which one is 0.
+        row_log: u32,
+        col_log: u32,
+        /// The field of the i-th code of a word, 4 bits each.
+        fields: u32,
+        bits: u32,
+        /// Bits of a code that are inverted.
+        flip: u32,
+    }
+
     struct UnpackParams {
         matrix: PackedMatrix,
         /// `[count]`, or null for all rows.

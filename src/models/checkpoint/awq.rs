@@ -10,21 +10,21 @@
 
 use super::tensors::{Tensors, unpack};
 use super::unpacked::Unpacked;
+use super::words::InWords;
+use crate::quant::words::{WordLayout, Words};
 use candle_core::{Result, bail};
 
 /// What a layer's matrix is called.
 pub const PACKED: &str = "qweight";
 
-const BITS: u32 = 4;
-
 /// Codes of a word.
 const IN_WORD: usize = 8;
 
-/// The field of each row of eight: the inverse of 0, 2, 4, 6, 1, 3, 5, 7.
-const FIELD: [u32; IN_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
+/// The fields of eight rows, the first row's in the lowest 4 bits: the inverse of 0, 2, 4, 6, 1, 3, 5, 7.
+const FIELDS: u32 = 0x7362_5140;
 
 /// The matrix of a layer.
-pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Unpacked> {
+pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<InWords> {
     if !rows.is_multiple_of(IN_WORD) {
         bail!("{rows} rows, expected a multiple of {IN_WORD}");
     }
@@ -32,19 +32,24 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Unpac
     let scales = tensors.scales_by_group("scales", (rows, cols))?;
     let groups = scales.len() / rows;
     let zeros = tensors.words("qzeros", &[groups, rows / IN_WORD])?;
-    let place = |n: usize, k: usize| {
-        let word = k * (rows / IN_WORD) + n / IN_WORD;
-        (word, FIELD[n % IN_WORD] * BITS)
+    let layout = WordLayout {
+        bits: 4,
+        of_rows: true,
+        row_step: 1,
+        col_step: rows / IN_WORD,
+        fields: FIELDS,
     };
-    Ok(Unpacked {
+    let rest = Unpacked {
         rows,
         cols,
-        bits: BITS,
-        codes: unpack(&words, (rows, cols), BITS, place),
+        bits: layout.bits,
+        codes: Vec::new(),
         scales,
-        zeros: Some(unpack(&zeros, (rows, groups), BITS, place)),
+        zeros: Some(unpack(&zeros, (rows, groups), layout)),
         groups: None,
-    })
+    };
+    let words = Words { words, layout };
+    Ok(InWords { rest, words })
 }
 
 /// Whether words of this shape hold `rows` rows of `cols` codes.

@@ -19,6 +19,8 @@
 
 use super::tensors::{Tensors, unpack};
 use super::unpacked::Unpacked;
+use super::words::InWords;
+use crate::quant::words::{IN_ORDER, WordLayout, Words};
 use candle_core::{Result, bail};
 
 /// What a layer's matrix is called in `pack-quantized`.
@@ -33,7 +35,7 @@ pub const ZERO_POINT: &str = "weight_zero_point";
 pub const GROUPS: &str = "weight_g_idx";
 
 /// The matrix of a layer in `pack-quantized`.
-pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Unpacked> {
+pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<InWords> {
     let (words, dims) = tensors.matrix_of_words(PACKED)?;
     let in_word = |bits: u32| (32 / bits) as usize;
     let fits = |bits: &u32| dims == [rows, cols.div_ceil(in_word(*bits))];
@@ -48,31 +50,38 @@ pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Resul
     let zeros = match tensors.has(ZERO_POINT) {
         true => {
             let words = tensors.words(ZERO_POINT, &[rows.div_ceil(in_word), groups])?;
-            let place = |n: usize, g: usize| (n / in_word * groups + g, field(n, in_word, bits));
-            Some(unpack(&words, (rows, groups), bits, place))
+            let layout = WordLayout {
+                bits,
+                of_rows: true,
+                row_step: groups,
+                col_step: 1,
+                fields: IN_ORDER,
+            };
+            Some(unpack(&words, (rows, groups), layout))
         }
         false => None,
     };
-    // A shift, since a division would take longer than the rest.
-    let log = in_word.trailing_zeros();
-    let place = |n: usize, k: usize| (n * dims[1] + (k >> log), field(k, in_word, bits));
-    Ok(Unpacked {
+    let layout = WordLayout {
+        bits,
+        of_rows: false,
+        row_step: dims[1],
+        col_step: 1,
+        fields: IN_ORDER,
+    };
+    let rest = Unpacked {
         rows,
         cols,
         bits,
-        codes: unpack(&words, (rows, cols), bits, place),
+        codes: Vec::new(),
         scales,
         zeros,
         groups: match tensors.has(GROUPS) {
             true => Some(tensors.integers(GROUPS, &[cols])?),
             false => None,
         },
-    })
-}
-
-/// Bits below code `at` in its word of a power of two of codes.
-fn field(at: usize, in_word: usize, bits: u32) -> u32 {
-    (at & (in_word - 1)) as u32 * bits
+    };
+    let words = Words { words, layout };
+    Ok(InWords { rest, words })
 }
 
 /// The matrix of a layer in `int-quantized`.

@@ -11,8 +11,10 @@
 //!
 //! Method: GPTQ (Frantar et al. 2022).
 
-use super::tensors::{Tensors, fields, transposed, unpack};
+use super::tensors::{Tensors, fields, transposed};
 use super::unpacked::Unpacked;
+use super::words::InWords;
+use crate::quant::words::{IN_ORDER, WordLayout, Words};
 use candle_core::{Result, bail};
 
 /// What a layer's matrix is called.
@@ -30,11 +32,7 @@ pub enum Zeros {
 }
 
 /// The matrix of a layer.
-pub fn read(
-    tensors: &Tensors<'_>,
-    (rows, cols): (usize, usize),
-    stored: Zeros,
-) -> Result<Unpacked> {
+pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), stored: Zeros) -> Result<InWords> {
     let (words, dims) = tensors.matrix_of_words(PACKED)?;
     let Some(bits) = [4, 8]
         .into_iter()
@@ -59,18 +57,24 @@ pub fn read(
         true => Some(tensors.integers("g_idx", &[cols])?),
         false => None,
     };
-    // A shift, since a division would take longer than the rest.
-    let log = in_word.trailing_zeros();
-    let place = |n: usize, k: usize| ((k >> log) * rows + n, (k & (in_word - 1)) as u32 * bits);
-    Ok(Unpacked {
+    let layout = WordLayout {
+        bits,
+        of_rows: false,
+        row_step: 1,
+        col_step: rows,
+        fields: IN_ORDER,
+    };
+    let rest = Unpacked {
         rows,
         cols,
         bits,
-        codes: unpack(&words, (rows, cols), bits, place),
+        codes: Vec::new(),
         scales,
         zeros,
         groups,
-    })
+    };
+    let words = Words { words, layout };
+    Ok(InWords { rest, words })
 }
 
 /// Whether words of this shape hold `rows` rows of `cols` codes.

@@ -19,6 +19,7 @@ mod tensors;
 #[cfg(test)]
 mod tests;
 mod unpacked;
+mod words;
 
 pub use files::Checkpoint;
 pub use stored::Stored;

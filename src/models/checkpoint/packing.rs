@@ -5,6 +5,7 @@ use super::gptq::Zeros;
 use super::kept::Kept;
 use super::tensors::Tensors;
 use super::unpacked::{Target, Unpacked};
+use super::words::InWords;
 use super::{awq, bitnet, compressed, fp8, gptq, nf4, nvfp4};
 use crate::models::weights::arranged;
 use crate::nn::LinearWeight;
@@ -26,6 +27,7 @@ pub enum Packing {
 /// What is read.
 enum Matrix {
     Codes(Unpacked),
+    Words(InWords),
     Floats(fp8::Floats),
     Kept(Kept),
     /// In f32, on the host.
@@ -113,6 +115,7 @@ impl Packing {
     ) -> Result<LinearWeight> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_weight(heads, to),
+            Matrix::Words(words) => words.into_weight(heads, to),
             Matrix::Floats(floats) => floats.into_weight(heads, to),
             Matrix::Kept(codes) => codes.into_weight(heads, to),
             Matrix::Numbers(values) => {
@@ -138,6 +141,7 @@ impl Packing {
     ) -> Result<Tensor> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_values(dtype),
+            Matrix::Words(words) => words.unpacked().into_values(dtype),
             Matrix::Floats(floats) => floats.into_values()?.to_dtype(dtype),
             Matrix::Kept(codes) => codes.into_values()?.to_dtype(dtype),
             Matrix::Numbers(values) => values.to_dtype(dtype),
@@ -146,9 +150,11 @@ impl Packing {
 
     fn matrix(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Matrix> {
         let codes = match self {
-            Packing::Gptq(zeros) => gptq::read(tensors, size, zeros),
-            Packing::Awq => awq::read(tensors, size),
-            Packing::PackQuantized => compressed::read_packed(tensors, size),
+            Packing::Gptq(zeros) => return gptq::read(tensors, size, zeros).map(Matrix::Words),
+            Packing::Awq => return awq::read(tensors, size).map(Matrix::Words),
+            Packing::PackQuantized => {
+                return compressed::read_packed(tensors, size).map(Matrix::Words);
+            }
             Packing::IntQuantized => compressed::read_bytes(tensors, size),
             Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
             Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Floats),
@@ -157,7 +163,14 @@ impl Packing {
                 let stored = nf4::read(tensors, size)?;
                 return match stored.codes() {
                     Some(codes) => Ok(Matrix::Kept(Kept(codes))),
-                    None => stored.into_values().map(Matrix::Numbers),
+                    None => {
+                        tracing::info!(
+                            "`{}` is dequantized: NF4 stays as it is with bitsandbytes' table, blocks of a multiple of \
+                             64 and rows of whole blocks",
+                            tensors.stem()
+                        );
+                        stored.into_values().map(Matrix::Numbers)
+                    }
                 };
             }
         };
@@ -169,6 +182,7 @@ impl Packing {
     pub fn codes(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Unpacked> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => Ok(codes),
+            Matrix::Words(words) => Ok(words.unpacked()),
             Matrix::Floats(_) | Matrix::Kept(_) | Matrix::Numbers(_) => {
                 bail!("numbers, expected codes")
             }

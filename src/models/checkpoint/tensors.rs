@@ -1,6 +1,7 @@
 //! The tensors of one layer of a checkpoint, on the host.
 
 use crate::cpu::pool;
+use crate::quant::words::WordLayout;
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
 use candle_nn::VarBuilder;
 
@@ -49,6 +50,11 @@ impl<'a> Tensors<'a> {
         ["embed", "wte", "head"]
             .iter()
             .any(|part| self.stem.contains(part))
+    }
+
+    /// The layer's name.
+    pub fn stem(&self) -> &str {
+        self.stem
     }
 
     fn name(&self, part: &str) -> String {
@@ -163,15 +169,9 @@ pub fn fields(words: &[u32], bits: u32) -> Vec<u8> {
     words.iter().flat_map(of).collect()
 }
 
-/// Codes `[rows, cols]` out of words in which they lie in any way: `place` gives the word of a code, and
-/// the bits below it there.
-pub fn unpack(
-    words: &[u32],
-    (rows, cols): (usize, usize),
-    bits: u32,
-    place: impl Fn(usize, usize) -> (usize, u32) + Sync,
-) -> Vec<u8> {
-    let mask = (1 << bits) - 1;
+/// Codes `[rows, cols]` out of their words.
+pub fn unpack(words: &[u32], (rows, cols): (usize, usize), layout: WordLayout) -> Vec<u8> {
+    let mask = (1 << layout.bits) - 1;
     let mut codes = vec![0u8; rows * cols];
     pool::for_rows(&mut codes, cols, GRAIN, |first, part| {
         let count = part.len() / cols;
@@ -180,7 +180,7 @@ pub fn unpack(
             for row in 0..count {
                 let out = &mut part[row * cols + tile..row * cols + end];
                 for (col, code) in (tile..).zip(out) {
-                    let (word, shift) = place(first + row, col);
+                    let (word, shift) = layout.place(first + row, col);
                     *code = (words[word] >> shift & mask) as u8;
                 }
             }

@@ -100,14 +100,23 @@ impl Unpacked {
 
     /// Values of a row that share a scale.
     fn check(&self) -> Result<usize> {
+        let (rows, cols) = (self.rows, self.cols);
+        if rows.checked_mul(cols) != Some(self.codes.len()) {
+            bail!("codes: {} given for {rows} x {cols}", self.codes.len());
+        }
+        self.check_scales()
+    }
+
+    /// The same without the codes, which may be elsewhere.
+    pub(super) fn check_scales(&self) -> Result<usize> {
         let Self {
             rows, cols, bits, ..
         } = *self;
         if ![2, 4, 8].contains(&bits) {
             bail!("bits: {bits}, expected 2, 4 or 8");
         }
-        if rows == 0 || cols == 0 || rows.checked_mul(cols) != Some(self.codes.len()) {
-            bail!("codes: {} given for {rows} x {cols}", self.codes.len());
+        if rows == 0 || cols == 0 {
+            bail!("codes: a matrix of {rows} x {cols}, expected some");
         }
         let count = self.scales.len();
         let groups = count / rows;
@@ -139,7 +148,23 @@ impl Unpacked {
 
     /// Sorts the columns by their groups; gives the column that each was, or none if they are in order.
     fn sort(&mut self, group: usize) -> Result<Option<Vec<u32>>> {
-        let Some(groups) = self.groups.take() else {
+        let order = self.order(group)?;
+        self.groups = None;
+        if let Some(order) = &order {
+            let mut sorted = vec![0; self.cols];
+            for row in self.codes.chunks_exact_mut(self.cols) {
+                for (to, from) in sorted.iter_mut().zip(order) {
+                    *to = row[*from as usize];
+                }
+                row.copy_from_slice(&sorted);
+            }
+        }
+        Ok(order)
+    }
+
+    /// The columns in the order of their groups; none if they are in that order.
+    pub(super) fn order(&self, group: usize) -> Result<Option<Vec<u32>>> {
+        let Some(groups) = &self.groups else {
             return Ok(None);
         };
         let cols = self.cols;
@@ -161,13 +186,6 @@ impl Unpacked {
                 "group index: expected each of the {} groups for {group} of the {cols} columns",
                 cols / group
             );
-        }
-        let mut sorted = vec![0; cols];
-        for row in self.codes.chunks_exact_mut(cols) {
-            for (to, from) in sorted.iter_mut().zip(&order) {
-                *to = row[*from as usize];
-            }
-            row.copy_from_slice(&sorted);
         }
         Ok(Some(order))
     }
@@ -191,18 +209,28 @@ impl Unpacked {
     }
 
     fn into_int4(self, group: usize) -> Result<Codes> {
+        let shell = self.int4(group)?;
+        if let Some(q) = self.codes.iter().find(|q| **q > 15) {
+            bail!("codes: {q}, expected 0 to 15");
+        }
+        Ok(Codes {
+            codes: self.codes.into_iter().map(|q| q as i8).collect(),
+            ..shell
+        })
+    }
+
+    /// As INT4, without the codes.
+    pub(super) fn int4(&self, group: usize) -> Result<Codes> {
         let Some(ours) = [128, 64, 32]
             .into_iter()
             .find(|ours| group.is_multiple_of(*ours))
         else {
             bail!("groups of {group} columns, expected a multiple of 32");
         };
-        if let Some(q) = self.codes.iter().find(|q| **q > 15) {
-            bail!("codes: {q}, expected 0 to 15");
-        }
         let times = group / ours;
         let middle = self.middle();
-        let zeros = self.zeros.filter(|z| z.iter().any(|z| *z != middle));
+        let zeros = self.zeros.as_ref();
+        let zeros = zeros.filter(|z| z.iter().any(|z| *z != middle));
         let zeros = match zeros {
             Some(zeros) => {
                 if let Some(z) = zeros.iter().find(|z| **z > 15) {
@@ -221,7 +249,7 @@ impl Unpacked {
             },
             rows: self.rows,
             cols: self.cols,
-            codes: self.codes.into_iter().map(|q| q as i8).collect(),
+            codes: Vec::new(),
             scales: repeated(&scales, times),
             zeros,
             group_scales: Vec::new(),
@@ -255,13 +283,22 @@ impl Unpacked {
     }
 
     fn into_int8(self) -> Result<Codes> {
+        let shell = self.int8()?;
+        Ok(Codes {
+            codes: self.codes.into_iter().map(signed).collect(),
+            ..shell
+        })
+    }
+
+    /// As INT8, without the codes.
+    pub(super) fn int8(&self) -> Result<Codes> {
         self.check_middle()?;
         Ok(Codes {
             scheme: Scheme::Int8,
             rows: self.rows,
             cols: self.cols,
-            codes: self.codes.into_iter().map(signed).collect(),
-            scales: self.scales,
+            codes: Vec::new(),
+            scales: self.scales.clone(),
             zeros: Vec::new(),
             group_scales: Vec::new(),
         })

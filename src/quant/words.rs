@@ -1,0 +1,57 @@
+//! Codes in words of 32 bits, as the checkpoints of other programs have them.
+
+/// Fields of a word in order, the first in the lowest bits.
+pub(crate) const IN_ORDER: u32 = 0x7654_3210;
+
+/// Where the codes of a matrix are among its words. The codes of a word are those of neighbouring columns, or of
+/// neighbouring rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WordLayout {
+    /// Bits of a code: 4 or 8.
+    pub bits: u32,
+    /// Whether the codes of a word are of neighbouring rows.
+    pub of_rows: bool,
+    /// Words from a row to the next, or from the rows of a word to the next ones.
+    pub row_step: usize,
+    /// The same of columns.
+    pub col_step: usize,
+    /// The field of the i-th code of a word, i of 4 bits each.
+    pub fields: u32,
+}
+
+impl WordLayout {
+    /// Binary logarithms of the rows and of the columns that share a word.
+    pub fn logs(&self) -> [u32; 2] {
+        let log = (32 / self.bits).ilog2();
+        match self.of_rows {
+            true => [log, 0],
+            false => [0, log],
+        }
+    }
+
+    /// The word of a code, and the bits below it there.
+    #[inline]
+    pub fn place(&self, row: usize, col: usize) -> (usize, u32) {
+        let [rows, cols] = self.logs();
+        let word = (row >> rows) * self.row_step + (col >> cols) * self.col_step;
+        let within = (row & ((1 << rows) - 1)) + (col & ((1 << cols) - 1));
+        let field = self.fields >> (4 * within as u32) & 15;
+        (word, field * self.bits)
+    }
+}
+
+/// The words of a matrix.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Words {
+    pub words: Vec<u32>,
+    pub layout: WordLayout,
+}
+
+impl Words {
+    /// Whether every code of so many rows and columns has its word.
+    #[cfg(feature = "cuda")]
+    pub fn hold(&self, rows: usize, cols: usize) -> bool {
+        // Places grow with rows and with columns.
+        rows > 0 && cols > 0 && self.layout.place(rows - 1, cols - 1).0 < self.words.len()
+    }
+}
