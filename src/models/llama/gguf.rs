@@ -5,16 +5,21 @@ use super::{Config, KIND};
 use crate::cpu::pool;
 use crate::models::gguf::{File, Header};
 use crate::ops::RopeStyle;
-use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::Content;
+use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::io::{Read, Seek};
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// Values of tensors that are dequantized in parallel and are in host memory together, but for one that has more.
 const TOGETHER: usize = 1 << 26;
+
+/// Values that a thread dequantizes at a time, if that is a whole number of rows.
+const PIECE: usize = 1 << 20;
 
 /// Hugging Face's name of a tensor, the heads whose rows are permuted, if they are, and what the file has.
 type Stored = (String, Option<usize>, QTensor);
@@ -83,24 +88,76 @@ pub fn dequantize_gguf<R: Seek + Read>(
     Ok((cfg, tensors))
 }
 
-/// The numbers of tensors in the rows' order of Hugging Face, a thread for each.
-fn dequantize(stored: &[Stored], dtype: DType) -> impl Iterator<Item = Result<Tensor>> {
-    let done: Vec<_> = stored.iter().map(|_| Mutex::new(None)).collect();
-    pool::run(stored.len(), |i| {
-        let (_, heads, tensor) = &stored[i];
-        let tensor = tensor
-            .dequantize(&Device::Cpu)
-            .and_then(|tensor| tensor.to_dtype(dtype))
-            .and_then(|tensor| match heads {
-                Some(heads) => half_split_rows(&tensor, *heads),
-                None => Ok(tensor),
-            });
-        *done[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(tensor);
+/// The numbers of tensors in the rows' order of Hugging Face. Threads share tensors out in pieces of some rows, so that
+/// none is left alone with a large one.
+fn dequantize(stored: &[Stored], dtype: DType) -> Vec<Result<Tensor>> {
+    let pieces: Vec<_> = stored
+        .iter()
+        .enumerate()
+        .flat_map(|(i, (.., tensor))| pieces(tensor).map(move |rows| (i, rows)))
+        .collect();
+    let parts = in_parallel(pieces.len(), |i| {
+        let (tensor, rows) = &pieces[i];
+        dequantize_rows(&stored[*tensor].2, rows.clone(), dtype)
     });
-    done.into_iter().map(|tensor| {
-        let tensor = tensor.into_inner().unwrap_or_else(PoisonError::into_inner);
-        tensor.unwrap_or_else(|| bail!("gguf: a tensor was not dequantized"))
+    let mut of_tensor: Vec<_> = stored.iter().map(|_| Vec::new()).collect();
+    for ((tensor, _), part) in pieces.iter().zip(parts) {
+        of_tensor[*tensor].push(part);
+    }
+    // Taken out by the thread that joins them, so that they are freed then.
+    let of_tensor: Vec<_> = of_tensor.into_iter().map(Mutex::new).collect();
+    in_parallel(stored.len(), |i| {
+        let mut parts = of_tensor[i].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts: Vec<Tensor> = parts.drain(..).collect::<Result<_>>()?;
+        let whole = match parts.len() {
+            1 => parts.swap_remove(0),
+            _ => Tensor::cat(&parts, 0)?,
+        };
+        match stored[i].1 {
+            Some(heads) => half_split_rows(&whole, heads),
+            None => Ok(whole),
+        }
     })
+}
+
+/// The rows of a tensor in pieces of some [`PIECE`] values; a tensor that is no matrix is one piece.
+fn pieces(tensor: &QTensor) -> impl Iterator<Item = Range<usize>> + use<> {
+    let (rows, step) = match tensor.shape().dims() {
+        [rows, width] => (*rows, (PIECE / width).max(1)),
+        _ => (1, 1),
+    };
+    (0..rows)
+        .step_by(step)
+        .map(move |row| row..(row + step).min(rows))
+}
+
+/// Some rows of a tensor, or, if it is no matrix, all of it.
+fn dequantize_rows(tensor: &QTensor, rows: Range<usize>, dtype: DType) -> Result<Tensor> {
+    let cpu = Device::Cpu;
+    let part = match tensor.shape().dims() {
+        [all, width] if rows.len() < *all => {
+            let data = tensor.data()?;
+            let row = data.len() / all;
+            let bytes = Cow::Borrowed(&data[rows.start * row..rows.end * row]);
+            let storage = QStorage::from_data(bytes, &cpu, tensor.dtype())?;
+            QTensor::new(storage, (rows.len(), *width))?.dequantize(&cpu)?
+        }
+        _ => tensor.dequantize(&cpu)?,
+    };
+    part.to_dtype(dtype)
+}
+
+/// What `f` makes of each number below `count`, by the pool's threads.
+fn in_parallel<T: Send>(count: usize, f: impl Fn(usize) -> Result<T> + Sync) -> Vec<Result<T>> {
+    let done: Vec<_> = (0..count).map(|_| Mutex::new(None)).collect();
+    pool::run(count, |i| {
+        *done[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(f(i));
+    });
+    let results = done.into_iter().map(|result| {
+        let result = result.into_inner().unwrap_or_else(PoisonError::into_inner);
+        result.unwrap_or_else(|| bail!("gguf: a tensor was not dequantized"))
+    });
+    results.collect()
 }
 
 /// Hugging Face's name of a GGUF tensor, and the heads whose rows are permuted, if they are.
@@ -197,4 +254,39 @@ fn config(header: &Header) -> Result<Config> {
         max_position_embeddings: header.max_positions,
         tie_word_embeddings: false,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::quantized::GgmlDType;
+
+    #[test]
+    fn pieces_of_a_tensor_are_the_tensor() -> Result<()> {
+        let (rows, width) = (3 * PIECE / 512 + 8, 512);
+        let values = (0..rows * width).map(|i| ((i * 37) % 1009) as f32 - 500.);
+        let values = Tensor::from_iter(values, &Device::Cpu)?.reshape((rows, width))?;
+        for dtype in [GgmlDType::Q4_1, GgmlDType::F16] {
+            let tensor = QTensor::quantize(&values, dtype)?;
+            let whole = tensor.dequantize(&Device::Cpu)?.to_dtype(DType::BF16)?;
+            assert_eq!(pieces(&tensor).count(), 4);
+            let vector = QTensor::quantize(&values.get(0)?, GgmlDType::F32)?;
+            let mut stored = vec![
+                ("w".to_owned(), None, tensor),
+                ("v".to_owned(), None, vector),
+            ];
+            let same = |ours: &Tensor, expected: &Tensor| -> Result<bool> {
+                let differ = ours.ne(expected)?.to_dtype(DType::F32)?.sum_all()?;
+                Ok(differ.to_scalar::<f32>()? == 0.)
+            };
+            let ours = dequantize(&stored, DType::BF16);
+            assert!(same(ours[0].as_ref().unwrap(), &whole)?, "{dtype:?}");
+            let row = values.get(0)?.to_dtype(DType::BF16)?;
+            assert!(same(ours[1].as_ref().unwrap(), &row)?, "{dtype:?}");
+            stored[0].1 = Some(2);
+            let ours = dequantize(&stored, DType::BF16).remove(0)?;
+            assert!(same(&ours, &half_split_rows(&whole, 2)?)?, "{dtype:?}");
+        }
+        Ok(())
+    }
 }
