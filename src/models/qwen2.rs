@@ -211,7 +211,9 @@ impl Model {
         let Some(mask) = attn_mask else {
             return self.base.forward(input_ids, seqlen_offset);
         };
-        let (batch, tokens) = input_ids.dims2()?;
+        let [batch, tokens] = *input_ids.dims() else {
+            bail!("input_ids: {:?}, expected [B, T]", input_ids.dims());
+        };
         let keys = seqlen_offset + tokens;
         if mask.dims() != [batch, keys] {
             bail!(

@@ -57,7 +57,10 @@ impl Source for VarBuilder<'_> {
         tied: Option<&str>,
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
-        let table = self.get(size, tensor)?;
+        let table = match self.get(size, tensor) {
+            Ok(table) => table,
+            Err(error) => return Err(onward(self, tensor, error)),
+        };
         let head = match tied {
             Some(_) => {
                 let weight = LinearWeight::Dense(table.clone());

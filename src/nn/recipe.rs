@@ -22,6 +22,7 @@ use std::sync::Arc;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Quantization {
     /// [`Scheme::Int8`].
     Int8,

@@ -154,16 +154,6 @@ fn layers_are_there() {
     let _: fn(&mut KvCache, &Tensor, &Tensor) -> Result<(Tensor, Tensor)> = KvCache::append;
     let _: fn(&KvCache) -> usize = KvCache::current_seq_len;
     let _: fn(&mut KvCache) = KvCache::reset;
-    let _: fn(usize) -> nn::kv_cache::ConcatKvCache = nn::kv_cache::ConcatKvCache::new;
-    type Scattered = nn::kv_cache::ScatteredCacheBuilder;
-    let _: fn(usize, usize, DType, &Device) -> Result<Scattered> = Scattered::new;
-    let _: fn(&Scattered, usize, usize) -> Result<nn::kv_cache::ScatteredKvCache> =
-        Scattered::make_cache;
-    let _: fn(&nn::kv_cache::IndicesAndMask) -> &Tensor = nn::kv_cache::IndicesAndMask::mask;
-    let _: fn(usize) -> nn::kv_cache::InterleavedKvCache = nn::kv_cache::InterleavedKvCache::new;
-    type Raw = nn::kv_cache::RawInterleavedKvCache;
-    let _: fn(usize, usize, usize) -> Raw = Raw::new;
-    let _: fn(&mut [f32], &[f32], &[f32], usize, usize) = nn::kv_cache::rope_i_inplace;
     use nn::rotary_emb::{rope, rope_i, rope_i_slow, rope_slow, rope_thd};
     let _: [fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>; 5] =
         [rope, rope_i, rope_i_slow, rope_slow, rope_thd];
@@ -173,6 +163,53 @@ fn layers_are_there() {
     module::<Embedding>();
     module::<LayerNorm>();
     module::<RmsNorm>();
+}
+
+#[test]
+fn the_other_caches_have_candles_signatures() {
+    use nn::kv_cache::{
+        ConcatKvCache as Concat, IndicesAndMask, InterleavedKvCache as Interleaved,
+        RawInterleavedKvCache as Raw, ScatteredCacheBuilder as Builder,
+        ScatteredKvCache as Scattered,
+    };
+    let _: fn(usize, usize, DType, &Device) -> Result<Builder> = Builder::new;
+    let _: fn(&Builder, usize, usize) -> Result<Scattered> = Builder::make_cache;
+    let _: fn(&Builder) -> &[usize] = Builder::positions;
+    let _: fn(&mut Builder) = Builder::reset;
+    let _: fn(&Builder) -> usize = Builder::batch_size;
+    let _: fn(&mut Builder, usize) = Builder::reset_batch_index;
+    let _: fn(&mut Builder, usize, &[bool]) -> Result<IndicesAndMask> = Builder::indices_and_mask;
+    let _: fn(&Builder) -> &Device = Builder::device;
+    let _: fn(&IndicesAndMask) -> &Tensor = IndicesAndMask::mask;
+    type Pair = (Tensor, Tensor);
+    let _: fn(&mut Scattered, &Tensor, &Tensor, &IndicesAndMask) -> Result<Pair> =
+        Scattered::append;
+    let _: [fn(&Scattered) -> &Tensor; 2] = [Scattered::k, Scattered::v];
+
+    let _: fn(usize) -> Concat = Concat::new;
+    let _: [fn(&Concat) -> usize; 2] = [Concat::current_seq_len, Concat::dim];
+    let _: fn(&Concat) -> bool = Concat::is_empty;
+    let _: fn(&mut Concat, &Tensor, &Tensor) -> Result<Pair> = Concat::append;
+    let _: fn(&mut Concat) = Concat::reset;
+    let _: [fn(&Concat) -> Option<&Tensor>; 2] = [Concat::k, Concat::v];
+    let _: [fn(&mut Concat) -> Option<&mut Tensor>; 2] = [Concat::k_mut, Concat::v_mut];
+    let _: fn(Concat) -> Option<Pair> = Concat::into_inner;
+
+    let _: fn(usize) -> Interleaved = Interleaved::new;
+    let _: [fn(&Interleaved) -> usize; 2] = [Interleaved::current_seq_len, Interleaved::head_dim];
+    let _: fn(&Interleaved) -> bool = Interleaved::is_empty;
+    let _: fn(&mut Interleaved, &Tensor, &Tensor) -> Result<Tensor> = Interleaved::append;
+    let _: fn(&Interleaved) -> Option<&Tensor> = Interleaved::kv;
+    let _: fn(&mut Interleaved) = Interleaved::reset;
+
+    let _: fn(usize, usize, usize) -> Raw = Raw::new;
+    let _: [fn(&Raw) -> usize; 3] = [Raw::len, Raw::h_kv, Raw::d];
+    let _: fn(&Raw) -> bool = Raw::is_empty;
+    let _: fn(&mut Raw, &[f32], &[f32]) = Raw::write_kv;
+    let _: fn(&mut Raw, &[f32], &[f32], usize) = Raw::write_kv_batch;
+    let _: fn(&Raw) -> &[f32] = Raw::data;
+    let _: fn(&mut Raw) = Raw::reset;
+    let _: fn(&mut [f32], &[f32], &[f32], usize, usize) = nn::kv_cache::rope_i_inplace;
 }
 
 #[test]

@@ -80,7 +80,8 @@ fn random(scheme: Scheme, rows: usize, cols: usize) -> Codes {
         Scheme::Nvfp4 => (0..=15, 2e-2),
         Scheme::Nf4 => (0..=15, 1e-1),
         Scheme::Int4 { .. } => (0..=15, 1e-2),
-        Scheme::Ternary { .. } => (-1..=1, 6e-2),
+        // Ternary.
+        _ => (-1..=1, 6e-2),
     };
     Codes {
         scheme,

@@ -7,7 +7,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::models::llama::{Cache, Llama, LlamaConfig};
-use candle_fused::models::{qwen3, save_quantized};
+use candle_fused::models::{qwen2, qwen3, save_quantized};
 use candle_fused::nn::{LinearWeight, Projection};
 use candle_fused::ops::{
     Activation, Epilogue, RopeAppend, RopeStyle, Rotation, linear, rms_norm_linear, rope_append,
@@ -117,6 +117,11 @@ fn rope_append_speaks_under_its_own_name() -> Result<()> {
     ] {
         assert!(error.starts_with("rope_append: "), "{error}");
     }
+    let whole = |t: Tensor| t.to_dtype(DType::U32);
+    let error = said(run(&whole(qkv.clone())?, append(0, 0), &cache()?));
+    assert!(error.starts_with("rope_append: qkv is U32"), "{error}");
+    let error = said(run(&qkv, append(0, 0), &whole(cache()?)?));
+    assert!(error.starts_with("rope_append: k_cache is U32"), "{error}");
     Ok(())
 }
 
@@ -129,6 +134,11 @@ fn ids_and_dtypes_are_refused_early() -> Result<()> {
     let mut cache = Cache::new(true, DType::F32, &config, &cpu)?;
     let flat = Tensor::new(&[1u32, 2], &cpu)?;
     let error = said(llama.forward(&flat, 0, &mut cache));
+    assert!(error.contains("input_ids: [2], expected [B, T]"), "{error}");
+    let golden = Golden::open("qwen2_bias")?;
+    let mut qwen = qwen2::Model::new(&golden.config(), golden.weights(DType::F32)?)?;
+    let mask = Tensor::ones((1, 2), DType::F32, &cpu)?;
+    let error = said(qwen.forward(&flat, 0, Some(&mask)));
     assert!(error.contains("input_ids: [2], expected [B, T]"), "{error}");
     let golden = Golden::open("qwen3_qknorm")?;
     let mut qwen = qwen3::ModelForCausalLM::new(&golden.config(), golden.weights(DType::F32)?)?;
@@ -177,12 +187,14 @@ fn a_quantized_file_points_to_its_loader() -> Result<()> {
     let config = golden.config::<LlamaConfig>().into_config(false);
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.safetensors");
-    let recipe = Recipe::new(Quantization::Int8);
-    save_quantized(&config, golden.weights(DType::F32)?, &recipe, &path)?;
-    let bytes = std::fs::read(&path)?;
-    let vb = VarBuilder::from_buffered_safetensors(bytes, DType::F32, &Device::Cpu)?;
-    let error = said(Llama::load(vb, &config));
-    assert!(error.contains("`from_quantized`"), "{error}");
+    let plain = Recipe::new(Quantization::Int8);
+    for recipe in [plain.clone(), plain.with_embedding(Quantization::Int8)] {
+        save_quantized(&config, golden.weights(DType::F32)?, &recipe, &path)?;
+        let bytes = std::fs::read(&path)?;
+        let vb = VarBuilder::from_buffered_safetensors(bytes, DType::F32, &Device::Cpu)?;
+        let error = said(Llama::load(vb, &config));
+        assert!(error.contains("`from_quantized`"), "{error}");
+    }
     Ok(())
 }
 

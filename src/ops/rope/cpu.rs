@@ -1,6 +1,6 @@
 //! The CPU form: three ops, since each writes one tensor.
 
-use super::{HeadNorms, OP, RopeAppend, RopeStyle, RotaryTables, Rotation};
+use super::{APPEND, HeadNorms, OP, RopeAppend, RopeStyle, RotaryTables, Rotation};
 use crate::cpu::vector::Element;
 use crate::cpu::{norm, pool, rope as core, simd};
 use crate::ops::view::{Float, cpu_storage, dispatch_float, elements, gathered};
@@ -198,18 +198,18 @@ struct Queries<'a> {
 
 impl CustomOp1 for Queries<'_> {
     fn name(&self) -> &'static str {
-        OP
+        APPEND
     }
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let cached = self.append.kv_heads;
-        trace::record(OP, || {
+        trace::record(APPEND, || {
             let norm = if self.norm.is_some() { " +norm" } else { "" };
             let dtype = qkv.dtype().as_str();
             let gathered = gathered(layout);
             format!("cpu scalar {dtype}{norm} +append of {cached} heads{gathered}")
         });
-        dispatch_float!(qkv.dtype(), OP, "qkv", T => self.forward::<T>(qkv, layout))
+        dispatch_float!(qkv.dtype(), APPEND, "qkv", T => self.forward::<T>(qkv, layout))
     }
 }
 
@@ -261,7 +261,7 @@ struct Append<'a> {
 
 impl InplaceOp2 for Append<'_> {
     fn name(&self) -> &'static str {
-        OP
+        APPEND
     }
 
     fn cpu_fwd(
@@ -271,14 +271,14 @@ impl InplaceOp2 for Append<'_> {
         qkv: &CpuStorage,
         layout: &Layout,
     ) -> Result<()> {
-        dispatch_float!(qkv.dtype(), OP, "qkv", T => {
+        dispatch_float!(qkv.dtype(), APPEND, "qkv", T => {
             let qkv = elements::<T>(qkv, layout)?;
             let dims = layout.shape().dims3()?;
             match cache {
                 CpuStorage::F32(cache) => self.write(cache, cache_layout, &qkv, dims),
                 CpuStorage::F16(cache) => self.write(cache, cache_layout, &qkv, dims),
                 CpuStorage::BF16(cache) => self.write(cache, cache_layout, &qkv, dims),
-                other => bail!("{OP}: the cache is {:?}, expected f32, f16 or bf16", other.dtype()),
+                other => bail!("{APPEND}: the cache is {:?}, expected f32, f16 or bf16", other.dtype()),
             }
         })
     }
@@ -293,7 +293,7 @@ impl Append<'_> {
         (_, tokens, width): (usize, usize, usize),
     ) -> Result<()> {
         let Some((start, end)) = layout.contiguous_offsets() else {
-            bail!("{OP}: the cache is not contiguous");
+            bail!("{APPEND}: the cache is not contiguous");
         };
         let (heads, head_dim) = (self.append.kv_heads, self.head_dim);
         let slots = layout.dims()[2];

@@ -1,6 +1,6 @@
 //! The CUDA form: queries, keys and values of all heads in one launch.
 
-use super::{HeadNorms, OP, RopeAppend, RopeStyle, RotaryTables, Rotation};
+use super::{APPEND, HeadNorms, OP, RopeAppend, RopeStyle, RotaryTables, Rotation};
 use crate::cuda::abi::{ROPE_THREADS, RopeParams, WARP};
 use crate::cuda::{
     Address, Grid, Launcher, Module, PIECES, UNALIGNED, address, address_of, alloc, fatbin,
@@ -332,18 +332,18 @@ struct Append {
 
 impl CustomOp1 for Append {
     fn name(&self) -> &'static str {
-        OP
+        APPEND
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("{OP}: qkv is on the CPU, expected a tensor on a CUDA device")
+        bail!("{APPEND}: qkv is on the CPU, expected a tensor on a CUDA device")
     }
 
     fn cuda_fwd(&self, qkv: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         let (batch, tokens, width) = layout.shape().dims3()?;
         let RopeAt { heads, dim, .. } = self.at;
         let count = batch * tokens * heads * dim;
-        let out = alloc(OP, qkv.device(), qkv.dtype(), count)?;
+        let out = alloc(APPEND, qkv.device(), qkv.dtype(), count)?;
         let at = RopeAt {
             x: address(qkv, layout)?,
             x_strides: [tokens * width, width, dim],

@@ -8,7 +8,7 @@ mod tokens;
 pub use crate::cpu::rope::RopeStyle;
 pub use tokens::{reference_tokens, rope_tokens};
 
-use super::view::{check_apart, check_storages, dense_on_cuda, float64, inference_only};
+use super::view::{check_apart, check_storages, dense_on_cuda, float, float64, inference_only};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 const OP: &str = "rope";
@@ -168,6 +168,9 @@ pub fn rope_append(
             append.kv_heads
         );
     }
+    float(APPEND, "qkv", qkv.dtype())?;
+    float(APPEND, "k_cache", k_cache.dtype())?;
+    float(APPEND, "v_cache", v_cache.dtype())?;
     check_tables(APPEND, &append.rotation, tokens, head_dim, qkv)?;
     check_caches(qkv, append, k_cache, v_cache, head_dim)?;
     inference_only(
