@@ -6,9 +6,9 @@ use crate::form::Form;
 use crate::nvml::Meter;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
-use candle_fused::Fusion;
 use candle_fused::generation::Options;
 use candle_fused::quant::{Quantization, Recipe};
+use candle_fused::{ActivationBits, Fusion};
 use clap::ValueEnum;
 use common::compare::launches;
 use common::measure::Runner;
@@ -218,12 +218,23 @@ pub fn load(job: &Job, device: &Device) -> Result<Box<dyn common::generate::Text
     };
     // Whose activations stay as they are.
     let dtype = dtype.or((job.cpu && recipe.is_some()).then_some(DType::F32));
+    let fusion = Fusion {
+        activations: activations(&job.model),
+        ..Fusion::all()
+    };
     match job.form {
-        form if form.is_fused() => {
-            fused::load(weights, dtype, device, Fusion::all(), recipe.as_ref())
-        }
+        form if form.is_fused() => fused::load(weights, dtype, device, fusion, recipe.as_ref()),
         _ if recipe.is_some() => bail!("plain candle does not quantize what it loads"),
         _ => stock::load(weights, dtype, device),
+    }
+}
+
+/// How a model's quantized products take their activations.
+fn activations(model: &str) -> ActivationBits {
+    match shapes::Shape::from_str(model, true) {
+        // As its layers were trained.
+        Ok(shapes::Shape::BitNet) => ActivationBits::PerToken8,
+        _ => ActivationBits::Auto,
     }
 }
 

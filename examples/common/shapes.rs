@@ -27,6 +27,8 @@ pub enum Shape {
     Pythia160m,
     #[value(name = "pythia-2.8b")]
     Pythia28b,
+    #[value(name = "bitnet-2b-4t")]
+    BitNet,
 }
 
 impl Shape {
@@ -91,6 +93,13 @@ impl Shape {
             }),
             Self::Pythia160m => pythia(768, 12, 12),
             Self::Pythia28b => pythia(2560, 32, 32),
+            Self::BitNet => json!({
+                "model_type": "bitnet",
+                "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30,
+                "num_attention_heads": 20, "num_key_value_heads": 5, "vocab_size": 128_256,
+                "max_position_embeddings": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5,
+                "hidden_act": "relu2", "tie_word_embeddings": true,
+            }),
         }
     }
 }
