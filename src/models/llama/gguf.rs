@@ -270,7 +270,7 @@ mod tests {
             let tensor = QTensor::quantize(&values, dtype)?;
             let whole = tensor.dequantize(&Device::Cpu)?.to_dtype(DType::BF16)?;
             assert_eq!(pieces(&tensor).count(), 4);
-            let vector = QTensor::quantize(&values.get(0)?, GgmlDType::F32)?;
+            let vector = QTensor::quantize(&values.get(0)?.copy()?, GgmlDType::F32)?;
             let mut stored = vec![
                 ("w".to_owned(), None, tensor),
                 ("v".to_owned(), None, vector),

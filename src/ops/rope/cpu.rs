@@ -203,7 +203,7 @@ impl CustomOp1 for Queries<'_> {
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let cached = self.append.kv_heads;
-        trace::record(APPEND, || {
+        trace::record(OP, || {
             let norm = if self.norm.is_some() { " +norm" } else { "" };
             let dtype = qkv.dtype().as_str();
             let gathered = gathered(layout);
