@@ -7,7 +7,7 @@
 # ~/.cache/candle-fused-ci/tools). Build products go to $CARGO_TARGET_DIR as always.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-baseline="${1:-3970e84}"
+baseline="${1:-6c7e82b}"
 tools="${CANDLE_FUSED_TOOLS:-$HOME/.cache/candle-fused-ci/tools}"
 export PATH="$tools/bin:$PATH"
 
