@@ -70,9 +70,9 @@ pub fn safetensors(file: &Path) -> Result<()> {
     let quantized = QuantizedFile::is_quantized(&header_bytes);
     // A matrix with a scale is quantized, in a way that the configuration tells.
     let scaled = |name: &str| {
-        ["scale", "scale_inv"]
+        ["_scale", "_scale_inv", ".absmax"]
             .iter()
-            .any(|scale| header.get(format!("{name}_{scale}")).is_some())
+            .any(|scale| header.get(format!("{name}{scale}")).is_some())
     };
     for (name, tensor) in header.as_object().into_iter().flatten() {
         let dtype = tensor["dtype"].as_str().unwrap_or_default();

@@ -6,6 +6,7 @@
 
 pub(crate) mod abi;
 mod blocks;
+mod blocks_from_words;
 mod counters;
 mod force;
 mod gpu;

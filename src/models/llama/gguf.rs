@@ -270,7 +270,10 @@ mod tests {
             let tensor = QTensor::quantize(&values, dtype)?;
             let whole = tensor.dequantize(&Device::Cpu)?.to_dtype(DType::BF16)?;
             assert_eq!(pieces(&tensor).count(), 4);
-            let vector = QTensor::quantize(&values.get(0)?.copy()?, GgmlDType::F32)?;
+            let vector = {
+                let row = Tensor::new(values.get(0)?.to_vec1::<f32>()?, &Device::Cpu)?;
+                QTensor::quantize(&row, GgmlDType::F32)?
+            };
             let mut stored = vec![
                 ("w".to_owned(), None, tensor),
                 ("v".to_owned(), None, vector),

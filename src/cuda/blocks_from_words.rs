@@ -1,0 +1,171 @@
+//! Matrices of codes that are still in the words of a checkpoint.
+
+use super::BlockMatrix;
+use super::blocks::cuda_device;
+use super::packed::PackedLayout;
+use crate::quant::Codes;
+use crate::quant::words::Words;
+use candle_core::{Device, Result};
+
+impl BlockMatrix {
+    /// [`Self::from_codes`] of INT8 or INT4 codes that are still in words, which the GPU unpacks: `codes` has none. The
+    /// second of `words` names the column of the words that each column is, if they are not in order. Beside the matrix
+    /// all of its words are in the device's memory meanwhile.
+    ///
+    /// # Errors
+    /// As there, or if a code has no word.
+    pub(crate) fn from_words(
+        codes: &Codes,
+        words: (&Words, Option<&[u32]>),
+        device: &Device,
+    ) -> Result<Self> {
+        let layout = PackedLayout::new(codes.scheme, codes.rows, codes.cols)?;
+        let data = layout.upload_words(codes, words, cuda_device(device)?)?;
+        Self::of_codes(codes, layout, data, device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::Scheme;
+    use crate::quant::words::{IN_ORDER, WordLayout};
+    use candle_core::DType;
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    /// Codes `[rows, cols]` in words of a layout.
+    fn packed(codes: &[u8], (rows, cols): (usize, usize), layout: WordLayout) -> Words {
+        let mut words = vec![0u32; layout.place(rows - 1, cols - 1).0 + 1];
+        for (at, code) in codes.iter().enumerate() {
+            let (word, shift) = layout.place(at / cols, at % cols);
+            words[word] |= u32::from(*code) << shift;
+        }
+        Words { words, layout }
+    }
+
+    /// What a GPU makes of words is what it makes of a byte for each code.
+    fn check(
+        device: &Device,
+        (rows, cols): (usize, usize),
+        layout: WordLayout,
+        sorted: bool,
+    ) -> Result<()> {
+        let mut rng = StdRng::seed_from_u64((rows + cols) as u64);
+        let eight = layout.bits == 8;
+        let raw: Vec<u8> = (0..rows * cols)
+            .map(|_| rng.random::<u8>() & ((1u16 << layout.bits) - 1) as u8)
+            .collect();
+        let words = packed(&raw, (rows, cols), layout);
+        let order: Vec<u32> = match sorted {
+            true => (0..cols as u32).rev().collect(),
+            false => (0..cols as u32).collect(),
+        };
+        let flip = if eight { 0x80 } else { 0 };
+        let code = |at: usize| raw[at / cols * cols + order[at % cols] as usize] ^ flip;
+        let scheme = match eight {
+            true => Scheme::Int8,
+            false => Scheme::Int4 {
+                group: 32,
+                zero_point: false,
+            },
+        };
+        let scales = scheme.scale_count(rows, cols);
+        let shell = Codes {
+            scheme,
+            rows,
+            cols,
+            codes: Vec::new(),
+            scales: (0..scales).map(|i| 1. + (i % 7) as f32).collect(),
+            zeros: Vec::new(),
+            group_scales: Vec::new(),
+        };
+        let codes = Codes {
+            codes: (0..rows * cols).map(|at| code(at) as i8).collect(),
+            ..shell.clone()
+        };
+        let order = sorted.then_some(order.as_slice());
+        let ours = BlockMatrix::from_words(&shell, (&words, order), device)?;
+        let expected = BlockMatrix::from_codes(&codes, device)?;
+        let [ours, expected] = [ours, expected].map(|m| m.dequantize(DType::F32));
+        let differ = ours?.ne(&expected?)?.to_dtype(DType::F32)?.max_all()?;
+        assert_eq!(
+            differ.to_scalar::<f32>()?,
+            0.,
+            "{rows} x {cols}, {layout:?}, sorted: {sorted}"
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn a_gpu_unpacks_words_as_the_host_does() -> Result<()> {
+        let Ok(device) = Device::new_cuda(0) else {
+            return Ok(());
+        };
+        let columns = |bits, rows| WordLayout {
+            bits,
+            of_rows: false,
+            row_step: 1,
+            col_step: rows,
+            fields: IN_ORDER,
+        };
+        for sorted in [false, true] {
+            // GPTQ, AWQ, and rows one behind the other, whose last word is not full.
+            check(&device, (24, 160), columns(4, 24), sorted)?;
+            check(&device, (13, 132), columns(8, 13), sorted)?;
+            let awq = WordLayout {
+                bits: 4,
+                of_rows: true,
+                row_step: 1,
+                col_step: 5,
+                fields: 0x7362_5140,
+            };
+            check(&device, (40, 96), awq, sorted)?;
+            let rows = WordLayout {
+                bits: 8,
+                of_rows: false,
+                row_step: 9,
+                col_step: 1,
+                fields: IN_ORDER,
+            };
+            check(&device, (21, 36), rows, sorted)?;
+        }
+        // More codes than are unpacked at a time.
+        check(&device, (8200, 4104), columns(8, 8200), false)
+    }
+
+    #[test]
+    fn words_that_are_not_there_are_refused() -> Result<()> {
+        let Ok(device) = Device::new_cuda(0) else {
+            return Ok(());
+        };
+        let layout = WordLayout {
+            bits: 8,
+            of_rows: false,
+            row_step: 1,
+            col_step: 8,
+            fields: IN_ORDER,
+        };
+        let shell = Codes {
+            scheme: Scheme::Int8,
+            rows: 8,
+            cols: 32,
+            codes: Vec::new(),
+            scales: vec![1.; 8],
+            zeros: Vec::new(),
+            group_scales: Vec::new(),
+        };
+        let words = |count| Words {
+            words: vec![0; count],
+            layout,
+        };
+        let said = |words: &Words, order: Option<&[u32]>| {
+            let refused = BlockMatrix::from_words(&shell, (words, order), &device);
+            refused.err().map(|e| e.to_string()).unwrap_or_default()
+        };
+        assert!(said(&words(63), None).contains("63 words given for 8 x 32"));
+        assert!(said(&words(64), Some(&[32; 32])).contains("order: 32 columns"));
+        assert_eq!(said(&words(64), None), "");
+        Ok(())
+    }
+}
