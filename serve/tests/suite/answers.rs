@@ -88,8 +88,13 @@ async fn a_seed_gives_the_same_answers_again() {
     let mut call = call(0, 1);
     call["seed"] = Value::Null;
     let first = server.answer(COMPLETIONS, &call).await;
-    let second = server.answer(COMPLETIONS, &call).await;
-    assert_ne!(text(&first, 0), text(&second, 0));
+    // Two of them can be alike by chance, since the model likes one token much more than the others.
+    let mut differs = false;
+    for _ in 0..8 {
+        let other = server.answer(COMPLETIONS, &call).await;
+        differs |= text(&first, 0) != text(&other, 0);
+    }
+    assert!(differs);
 }
 
 #[tokio::test]
