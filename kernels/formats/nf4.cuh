@@ -2,10 +2,10 @@
 //
 // Of a word, codes 0 to 3 of the 8 (`half` 0) and 4 to 7 lie apart. Bits 0 to 2 of code i of a half are at 16 half + 4i, as
 // selectors of byte permutations, and its bit 3 is the top bit of byte i, or 4 below it for half 1, so that a permutation
-// spreads it over a byte. Codes are stored with bits 0 to 2 turned over: what is missing is zero, and so is its value.
+// spreads it over a byte. Codes are stored with bits 0 to 2 inverted, so that padding with zeros has the value zero.
 //
-// A permutation looks 4 bytes up in 8 by 3 bits: of four codes, two for the low bytes of the bf16 values, two for the high
-// bytes, a selection by bit 3 for either, and one for each pair that puts its bytes together. That is 21 instructions for
+// A byte permutation (`prmt`) selects 4 of 8 bytes by 3 bits each. For four codes it takes two for the low bytes of the
+// bf16 values, two for the high bytes, a selection by bit 3 for either, and one for each pair to join its bytes. That is 21 instructions for
 // 8 codes, of which INT4 takes 11. A table of the 256 pairs in shared memory takes 3 instructions for a pair, but 3 to 4
 // passes of a load whose lanes meet banks at random, or 32 KB with a copy for each bank, of which all kernels for few rows
 // would have less for stages and x.
@@ -21,6 +21,7 @@ static __device__ const float NF4_VALUES[16] = {
     0.f,         -0.091050036f, -0.18477343f, -0.28444138f, -0.3949175f, -0.52507305f, -0.6961928f,  -1.f,
     1.f,         0.72295684f,   0.562617f,    0.44070983f,  0.33791524f, 0.2461123f,   0.1609302f,   0.0795803f,
 };
+
 // The bytes that the selector's nibbles name, of a and then b; those whose nibble has its top bit set are the sign of theirs.
 __device__ __forceinline__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t out;

@@ -119,8 +119,9 @@ impl Packing {
             Matrix::Floats(floats) => floats.into_weight(heads, to),
             Matrix::Kept(codes) => codes.into_weight(heads, to),
             Matrix::Numbers(values) => {
-                tracing::debug!(
-                    "{self:?} weights that no kernel takes become {:?}",
+                tracing::info!(
+                    "`{}`: {self:?} weights that no kernel takes become {:?}",
+                    tensors.stem(),
                     to.dtype
                 );
                 let values = arranged(values.to_dtype(to.dtype)?, heads)?;
@@ -163,14 +164,7 @@ impl Packing {
                 let stored = nf4::read(tensors, size)?;
                 return match stored.codes() {
                     Some(codes) => Ok(Matrix::Kept(Kept(codes))),
-                    None => {
-                        tracing::info!(
-                            "`{}` is dequantized: NF4 stays as it is with bitsandbytes' table, blocks of a multiple of \
-                             64 and rows of whole blocks",
-                            tensors.stem()
-                        );
-                        stored.into_values().map(Matrix::Numbers)
-                    }
+                    None => stored.into_values().map(Matrix::Numbers),
                 };
             }
         };
