@@ -8,7 +8,8 @@
 //   low      16 bytes for each group and lane, a word for each block: 4 bits of its 8 codes. For
 //            8 bits 2 words for each of the blocks 0 and 1. For 2 and 3 bits 8 bytes: 2 bits of the codes
 //   high     4 bytes for each group and lane for 3 and 5 bits, 8 for 6, 16 for 8: what is left
-//   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks
+//   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks, then padding to a multiple of
+//            16 bytes
 //   factors  K formats only, 2 bytes for each block: s and n (u8), or the two s of Q3_K and Q6_K (i8), or for each
 //            half of Q2_K a byte, s in its low and n in its high 4 bits
 //
@@ -54,7 +55,7 @@ template <int BITS_, int SCALING_> struct Blocks {
   static __host__ __device__ constexpr uint32_t high_at(uint32_t groups) { return 4 * LOW * groups; }
   static __host__ __device__ constexpr uint32_t scales_at(uint32_t groups) { return 4 * (LOW + HIGH) * groups; }
   static __host__ __device__ constexpr uint32_t factors_at(uint32_t groups) {
-    return scales_at(groups) + (IS_SUPER ? groups / 2 : GROUP * groups) * SCALE;
+    return scales_at(groups) + ((IS_SUPER ? groups / 2 : GROUP * groups) * SCALE + 15) / 16 * 16;
   }
   static __host__ __device__ constexpr uint32_t pitch(uint32_t groups) {
     return (factors_at(groups) + (IS_SUPER ? 2 * GROUP * groups : 0) + 15) / 16 * 16;

@@ -29,6 +29,19 @@ __device__ __forceinline__ uint2 load_shared_u64(uint32_t at) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
   return v;
 }
+// 0, 4, 8 or 16 bytes.
+template <int BYTES, int WORDS> __device__ __forceinline__ void load_shared_words(uint32_t at, uint32_t (&words)[WORDS]) {
+  static_assert(BYTES <= 4 * WORDS, "room for all");
+  if constexpr (BYTES == 4) words[0] = load_shared_u32(at);
+  if constexpr (BYTES == 8) {
+    const uint2 v = load_shared_u64(at);
+    words[0] = v.x, words[1] = v.y;
+  }
+  if constexpr (BYTES == 16) {
+    const uint4 v = load_shared(at);
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+  }
+}
 
 // GGUF blocks. `x` says how the 8 values of a lane that a block of 32 meets lie among those of x in their own order.
 template <class Format> struct GgufStage {
@@ -36,8 +49,8 @@ template <class Format> struct GgufStage {
   using Block = typename Weights::Block;
   static constexpr uint32_t X_PADDING = 32;  // lanes read 8 bytes
   static constexpr uint32_t LOW = Format::LOW * WARP, HIGH = Format::HIGH * WARP;  // of 8 rows
-  // Of a row: the scales of its four blocks, or the word that has that of its superblock, and three words of factors.
-  static constexpr uint32_t SCALES = Format::IS_SUPER ? 4 : GROUP * Format::SCALE, FACTORS = Format::IS_SUPER ? 12 : 0;
+  // Of a row: the scales of its four blocks, or the word that has that of its superblock, and the factors.
+  static constexpr uint32_t SCALES = Format::IS_SUPER ? 4 : GROUP * Format::SCALE, FACTORS = Format::IS_SUPER ? 8 : 0;
   static constexpr uint32_t SCALES_AT = 2 * (LOW + HIGH), FACTORS_AT = SCALES_AT + 16 * SCALES;
   static constexpr uint32_t BYTES = (FACTORS_AT + 16 * FACTORS + 15) / 16 * 16;
 
@@ -63,12 +76,7 @@ template <class Format> struct GgufStage {
       else if constexpr (SCALES == 16) copy_async(to, from + SCALES * k_block);
       else copy_async_few<8>(to, from + SCALES * k_block);
     } else if constexpr (Format::IS_SUPER) {
-      // 8 bytes from any multiple of 2.
-      const uint32_t at = Format::factors_at(w.groups) + 8 * k_block, to = stage + FACTORS_AT + FACTORS * g;
-      const char* from = row + at / 4 * 4;
-      copy_async_few<4>(to, from);
-      copy_async_few<4>(to + 4, from + 4);
-      if (at % 4 > 0) copy_async_few<4>(to + 8, from + 8);
+      copy_async_few<8>(stage + FACTORS_AT + FACTORS * g, row + Format::factors_at(w.groups) + FACTORS * k_block);
     }
   }
 
@@ -78,31 +86,14 @@ template <class Format> struct GgufStage {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       auto& piece = block.pieces[i];
-      const uint32_t low = stage + i * LOW + Format::LOW * lane;
-      if constexpr (Format::LOW == 8) {
-        const uint2 v = load_shared_u64(low);
-        piece.low[0] = v.x, piece.low[1] = v.y;
-      } else {
-        const uint4 v = load_shared(low);
-        piece.low[0] = v.x, piece.low[1] = v.y, piece.low[2] = v.z, piece.low[3] = v.w;
-      }
-      const uint32_t high = stage + 2 * LOW + i * HIGH + Format::HIGH * lane;
+      load_shared_words<Format::LOW>(stage + i * LOW + Format::LOW * lane, piece.low);
       piece.high[0] = 0;
-      if constexpr (Format::HIGH == 4) piece.high[0] = load_shared_u32(high);
-      if constexpr (Format::HIGH == 8) {
-        const uint2 v = load_shared_u64(high);
-        piece.high[0] = v.x, piece.high[1] = v.y;
-      }
-      if constexpr (Format::HIGH == 16) {
-        const uint4 v = load_shared(high);
-        piece.high[0] = v.x, piece.high[1] = v.y, piece.high[2] = v.z, piece.high[3] = v.w;
-      }
+      load_shared_words<Format::HIGH>(stage + 2 * LOW + i * HIGH + Format::HIGH * lane, piece.high);
       const uint32_t g = 8 * i + lane / 4, scales = stage + SCALES_AT + SCALES * g;
       if constexpr (Format::IS_SUPER) {
         // Of two superblocks to a word, that of every second group.
         piece.scale = Format::SCALE == 4 ? load_shared_u32(scales) : load_shared_u16(scales + k_block / 2 % 2 * 2);
-        const uint32_t odd = Format::factors_at(w.groups) % 4;
-        piece.factors = load_shared_u16(stage + FACTORS_AT + FACTORS * g + odd + 2 * t);
+        piece.factors = load_shared_u16(stage + FACTORS_AT + FACTORS * g + 2 * t);
       } else {
         piece.scale = Format::SCALE == 4 ? load_shared_u32(scales + 4 * t) : load_shared_u16(scales + 2 * t);
         piece.factors = 0;

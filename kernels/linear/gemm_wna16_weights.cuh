@@ -331,9 +331,9 @@ template <class Format> struct PackedBlocks {
 // INT8, FP8, NVFP4, NF4 and INT4 (packed.cuh). INT8, FP8 and NVFP4 may have a scale for each channel, which the epilogue applies.
 template <class Format> struct GemmInt : PackedBlocks<Format> {
   using PackedBlocks<Format>::CHANNEL_SCALES;
-  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS ? 1
-                                : Format::GROUPS == TWO_F32_GROUPS                          ? 2
-                                                                                            : 4;
+  static constexpr int GROUPS = Format::GROUPS == ONE_GROUP || Format::GROUPS == FP8_BLOCKS        ? 1
+                                : Format::GROUPS == TWO_GROUPS || Format::GROUPS == TWO_F32_GROUPS ? 2
+                                                                                                   : 4;
   static constexpr bool HAS_OFFSET = false;
   static __device__ __forceinline__ constexpr bool loads_early(int tokens) {
     return tokens >= (Format::BYTE_CODES ? 128 : 64);

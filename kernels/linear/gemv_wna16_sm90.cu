@@ -1,11 +1,17 @@
-// GEMV for one row of x on Hopper: INT4 in groups of 128, ternary weights with a scale per row, FP8, NVFP4 and NF4.
+// GEMV for one row of x on Hopper: INT8, INT4, ternary weights with a scale per row, FP8, NVFP4 and NF4.
 #include "linear/gemv_wna16_sm90.cuh"
 
 using namespace fused;
 
-FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g128, Int4Sm90)
-FUSED_GEMV_SM90(gemv_wna16_sm90_ternary_rows, TernarySm90)
-FUSED_GEMV_SM90(gemv_wna16_sm90_fp8, Fp8Sm90<FP8_ROWS>)
-FUSED_GEMV_SM90(gemv_wna16_sm90_fp8_block, Fp8Sm90<FP8_BLOCKS>)
-FUSED_GEMV_SM90(gemv_wna16_sm90_nvfp4, Nvfp4Sm90)
-FUSED_GEMV_SM90(gemv_wna16_sm90_nf4, Nf4Sm90)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g128, 16896, PartProducts<StreamedInt4<1, false>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g64, 17408, PartProducts<StreamedInt4<2, false>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g32, 18432, PartProducts<StreamedInt4<4, false>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g128_z, 17152, PartProducts<StreamedInt4<1, true>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g64_z, 17920, PartProducts<StreamedInt4<2, true>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int4_g32_z, 19456, PartProducts<StreamedInt4<4, true>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_int8, 33792, PartProducts<StreamedInt8>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_ternary_rows, 8192, TernaryProducts)
+FUSED_GEMV_SM90(gemv_wna16_sm90_fp8, 32768, PartProducts<StreamedFp8<FP8_ROWS>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_fp8_block, 32768, PartProducts<StreamedFp8<FP8_BLOCKS>>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_nvfp4, 18432, PartProducts<StreamedNvfp4>)
+FUSED_GEMV_SM90(gemv_wna16_sm90_nf4, 18432, PartProducts<StreamedNf4>)

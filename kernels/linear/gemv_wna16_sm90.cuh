@@ -1,4 +1,4 @@
-// GEMV for one row of x and packed FP8, NVFP4, NF4, INT4 or ternary weights on Hopper: y = act(prologue(x) W^T + bias) +
+// GEMV for one row of x and packed weights on Hopper: y = act(prologue(x) W^T + bias) +
 // residuals, with the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A GEMV in a decode step is a chain of latencies: the preceding kernel ends, x is read, multiplied, reduced,
@@ -10,7 +10,7 @@
 // registers), and after the PDL wait no warp waits for another until the sums are added.
 #pragma once
 
-#include "linear/weight_stream_sm90.cuh"
+#include "linear/gemv_wna16_sm90_mma.cuh"
 
 namespace fused {
 
@@ -19,10 +19,10 @@ namespace fused {
 constexpr int ROUND = 8;  // N tiles whose sums are added at once
 constexpr int GAINS = 2;  // packs of the norm's weight that a thread loads before the PDL wait
 
-template <class Format> struct GemvSm90 : WeightStream<Format> {
-  using Stream = WeightStream<Format>;
-  using Stream::empty, Stream::full, Stream::n_tile, Stream::p, Stream::scale_of, Stream::stages_of_row, Stream::n_tiles;
-  using Stream::weight_row, Stream::k_blocks;
+template <class Products> struct GemvSm90 : Products::Stream {
+  using Stream = typename Products::Stream;
+  using Row = typename Products::Row;
+  using Stream::n_tile, Stream::n_tiles, Stream::p, Stream::scale_of, Stream::stages_of_row, Stream::weight_row;
   char* const xs;
 
   __device__ GemvSm90(const Gemv& p, char* memory, uint32_t barriers)
@@ -103,7 +103,7 @@ template <class Format> struct GemvSm90 : WeightStream<Format> {
   }
 
   // Stages this warp's part of x in shared memory, and returns the factor of its products.
-  __device__ float stage(const typename Format::Row& row, const RowStage<typename Format::Row>& stage,
+  __device__ float stage(const Row& row, const RowStage<Row>& stage,
                          const uint4 (&gains)[GAINS], float (*scratch)[CONSUMER_WARPS]) const {
     if (!owns()) {
       stage.stage(p.prologue.x, 0);
@@ -124,27 +124,11 @@ template <class Format> struct GemvSm90 : WeightStream<Format> {
   }
 
   // The consumer: this warp's sums of N tile `i`.
-  __device__ void multiply(const typename Format::Row& x, uint32_t i, uint32_t warp, float by, StageState& stage,
+  __device__ void multiply(const Row& x, uint32_t i, uint32_t warp, float by, StageState& stage,
                            float (*sums)[2 * ROW_GROUP]) const {
-    const uint32_t lane = threadIdx.x % WARP;
-    typename Format::BlockScales of_blocks(p, weight_row(i, lane / 4), weight_row(i, lane / 4 + ROW_GROUP));
-    typename Format::Sums own = {};
-#pragma unroll 1
-    for (uint32_t k_block = CHUNK * warp; k_block < stages_of_row * STAGE_K_BLOCKS; k_block += STAGE_K_BLOCKS) {
-      auto [codes, scales] = this->of_warp(stage.stage, warp);
-      of_blocks.load(k_block, k_blocks);
-      barrier_wait(full + 8 * stage.stage, stage.phase);
-      if (k_block + CHUNK <= k_blocks) {
-        Format::template multiply<CHUNK>(codes, scales, of_blocks, x, k_block, lane, own);
-      } else if (k_block < k_blocks) {
-        Format::template multiply<1>(codes, scales, of_blocks, x, k_block, lane, own);
-      }
-      // Every lane arrives: no slower than one for all, and racecheck understands it.
-      barrier_arrive(empty + 8 * stage.stage);
-      stage.next(p.stages);
-    }
     float y[2];
-    own.total(by, y);
+    Products::multiply(*this, x, i, warp, by, stage, y);
+    const uint32_t lane = threadIdx.x % WARP;
     if (lane % 4 == 0) sums[warp][lane / 4] = y[0], sums[warp][lane / 4 + ROW_GROUP] = y[1];
   }
 
@@ -153,12 +137,9 @@ template <class Format> struct GemvSm90 : WeightStream<Format> {
     this->make_barriers();
     __syncthreads();
     pdl_launch();
-    if (warp == CONSUMER_WARPS) {
-      if (threadIdx.x % WARP == 0) this->produce();
-      return;
-    }
-    typename Format::Row row(p, xs);
-    RowStage<typename Format::Row> stages(p, row, scratch[0], ThreadGroup(CONSUMER_THREADS));
+    if (warp == CONSUMER_WARPS) return this->produce();
+    Row row(p, xs);
+    RowStage<Row> stages(p, row, scratch[0], ThreadGroup(CONSUMER_THREADS));
     uint4 gains[GAINS];
     if (!owns()) {
       stages.prefetch();
@@ -190,21 +171,22 @@ template <class Format> struct GemvSm90 : WeightStream<Format> {
 
 #endif
 
-template <class Format> __device__ __forceinline__ void gemv_sm90(const Gemv& p) {
+template <class Products, uint32_t STAGE_BYTES> __device__ __forceinline__ void gemv_sm90(const Gemv& p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static_assert(Products::Stream::STAGE_BYTES == STAGE_BYTES, "the host's");
   extern __shared__ float4 dynamic_shared[];
   __shared__ float sums[ROUND][CONSUMER_WARPS][2 * ROW_GROUP];
   __shared__ alignas(16) float scratch[2][CONSUMER_WARPS];
   __shared__ uint64_t barriers[2 * MAX_STAGES];
-  GemvSm90<Format>(p, reinterpret_cast<char*>(dynamic_shared), shared_address(barriers)).run(sums, scratch);
+  GemvSm90<Products>(p, reinterpret_cast<char*>(dynamic_shared), shared_address(barriers)).run(sums, scratch);
 #endif
 }
 
 }  // namespace fused
 
-// `NAME`: a kernel for one row and weights of this format.
-#define FUSED_GEMV_SM90(NAME, FORMAT)                                                \
+// `NAME`: a kernel for one row and these products, and the bytes of a stage as the host knows them.
+#define FUSED_GEMV_SM90(NAME, STAGE_BYTES, ...)                                      \
   extern "C" __global__ void __launch_bounds__(fused::GEMV_THREADS + fused::WARP, 2) \
       NAME(const __grid_constant__ fused::Gemv p) {                                  \
-    fused::gemv_sm90<fused::FORMAT>(p);                                              \
+    fused::gemv_sm90<__VA_ARGS__, STAGE_BYTES>(p);                                   \
   }

@@ -2,21 +2,15 @@
 // with a warp's part of a stage. Hopper only.
 #pragma once
 
-#include "linear/gemv_wna16.cuh"
+#include "linear/streamed_weights_sm90.cuh"
 
 namespace fused {
 
-struct TernarySm90;
-struct Int4Sm90;
-template <int GROUPS> struct Fp8Sm90;
-struct Nvfp4Sm90;
-struct Nf4Sm90;
+struct TernaryProducts;
+template <class Format> struct PartProducts;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-constexpr uint32_t CHUNK = 2;                  // K blocks that a warp takes at once; one may be left over
-constexpr uint32_t CONSUMER_WARPS = GEMV_WARPS;  // that multiply
-constexpr uint32_t CONSUMER_THREADS = CONSUMER_WARPS * WARP;
 constexpr int OWNED = GEMV_SM90_OWNED;
 
 // Where the 8 values of a row begin that a lane has of its warp's part of a stage's K blocks, over 8.
@@ -146,39 +140,11 @@ struct PartRow : PartRows<INT4_PADDING> {
   }
 };
 
-// What a lane reads of the scales of its two rows: those of FP8's blocks, for the K blocks that it takes next.
-struct NoBlockScales {
-  __device__ NoBlockScales(const Gemv&, uint32_t, uint32_t) {}
-  __device__ void load(uint32_t, uint32_t) {}
-};
-struct Fp8BlockScales {
-  const float* of[2];
-  uint32_t by[CHUNK][2];
-
-  __device__ Fp8BlockScales(const Gemv& p, uint32_t first, uint32_t second) {
-    const uint32_t rows[2] = {first, second};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      // Past the last row those of the last, which are not used.
-      uint32_t row = min(rows[i], p.rows - 1);
-      const Matrix& matrix = matrix_of(p, row);
-      of[i] = static_cast<const float*>(matrix.scales) + fp8_block(row, 0, k_blocks_of(p.k), matrix.zeros > 0);
-    }
-  }
-  __device__ __forceinline__ void load(uint32_t k_block, uint32_t k_blocks) {
-#pragma unroll
-    for (uint32_t s = 0; s < CHUNK; ++s) {
-      if (k_block + s < k_blocks) by[s][0] = load_u32(of[0] + k_block + s), by[s][1] = load_u32(of[1] + k_block + s);
-    }
-  }
-};
-
-// The formats. `CODES`: bytes of the codes of 8 rows in a K block; `AHEAD`: stages that are on their way at once,
-// as measured on an H100 (4096 x 14336 in INT4: 12.7 us, 13.1 with twice as many).
-struct TernarySm90 {
-  static constexpr uint32_t CODES = 256, GROUPS = ROW_SCALES, AHEAD = 4;
+// Ternary weights and int8: whole numbers to the end of K.
+struct TernaryProducts {
+  using Format = StreamedTernary;
+  using Stream = WeightStream<Format>;
   using Row = TwoByteRow;
-  using BlockScales = NoBlockScales;
 
   struct Sums {
     int v[4][4];
@@ -192,16 +158,16 @@ struct TernarySm90 {
       }
     }
   };
-  // N K blocks from `k_block` on, those of a stage whose codes and scales of each 8 rows are at `codes` and `scales`.
-  template <int N> static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2],
-                                                                   NoBlockScales, const Row& x, uint32_t k_block, uint32_t lane,
-                                                                   Sums& sums) {
+  // N K blocks from `k_block` on.
+  template <int N>
+  static __device__ __forceinline__ void add(const Stream::WarpStage& at, const Row& x, uint32_t k_block, Sums& sums) {
+    const uint32_t lane = threadIdx.x % WARP;
     uint32_t words[N][2][2];
 #pragma unroll
     for (int s = 0; s < N; ++s) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint2 v = *reinterpret_cast<const uint2*>(codes[i] + s * CODES + 8 * lane);
+        const uint2 v = *reinterpret_cast<const uint2*>(at.codes(i, s) + 8 * lane);
         words[s][i][0] = v.x, words[s][i][1] = v.y;
       }
     }
@@ -222,199 +188,41 @@ struct TernarySm90 {
       }
     }
   }
-};
 
-// Adds the products of N K blocks of codes of 4 bits. `numbers` makes operands of pair j of a word, that of row i of K block
-// s and its values from 32 e on. Both halves of each 32 values have their sums, or, if BY_64, both halves of a K block.
-template <bool BY_64 = false, int N, class Row, class Numbers>
-__device__ __forceinline__ void word_products(float (&c)[N][2][4], const uint4 (&words)[N][2], const Row& x,
-                                              uint32_t k_block, uint32_t lane, Numbers numbers) {
-  // Sums of the other columns are not used.
-  const uint32_t from = shared_address(x.part(0, lane / 4 % x.parts)) + 2 * k_block * K_BLOCK + 16 * (lane % 4);
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-      const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + 64 * e);
-      uint32_t v[2][4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4& w = words[s][i];
-        const uint32_t word = e == 0 ? w.x : e == 1 ? w.y : e == 2 ? w.z : w.w;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) v[i][j] = numbers(word, j, s, i, e);
+  // Sums of rows g and g + 8 of N tile `i`.
+  static __device__ __forceinline__ void multiply(const Stream& stream, const Row& x, uint32_t, uint32_t warp, float by,
+                                                  StageState& stage, float (&y)[2]) {
+    Sums sums = {};
+#pragma unroll 1
+    for (uint32_t k_block = CHUNK * warp; k_block < stream.stages_of_row * STAGE_K_BLOCKS; k_block += STAGE_K_BLOCKS) {
+      const auto at = stream.of_warp(stage.stage, warp);
+      barrier_wait(stream.full + 8 * stage.stage, stage.phase);
+      if (k_block + CHUNK <= stream.k_blocks) {
+        add<CHUNK>(at, x, k_block, sums);
+      } else if (k_block < stream.k_blocks) {
+        add<1>(at, x, k_block, sums);
       }
-      mma_bf16(c[s][BY_64 ? e / 2 : 0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
-      mma_bf16(c[s][BY_64 ? e / 2 : 1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
+      barrier_arrive(stream.empty + 8 * stage.stage);
+      stage.next(stream.p.stages);
     }
-  }
-}
-
-struct Int4Sm90 {
-  static constexpr uint32_t CODES = 512, GROUPS = ONE_GROUP, AHEAD = 2;
-  using Row = PartRow;
-  using BlockScales = NoBlockScales;
-
-  struct Sums {
-    float v[2];
-
-    __device__ void total(float, float (&y)[2]) const { y[0] = v[0], y[1] = v[1]; }
-  };
-  template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], NoBlockScales,
-                                                  const Row& x, uint32_t k_block, uint32_t lane, Sums& sums) {
-    uint4 words[N][2];
-    __half by[N][2];
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        words[s][i] = *reinterpret_cast<const uint4*>(codes[i] + s * CODES + 16 * lane);
-        by[s][i] = *reinterpret_cast<const __half*>(scales[i] + s * (2 * ROW_GROUP) + lane / 4 * 2);
-      }
-    }
-    float c[N][2][4] = {};
-    word_products(c, words, x, k_block, lane, [](uint32_t word, int j, int, int, int) {
-      return int4_numbers<false>(word, j, 0);
-    });
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float sum = c[s][0][2 * i] + c[s][1][2 * i];
-        if (x.parts == 2) sum += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
-        sums.v[i] = fmaf(__half2float(by[s][i]), sum, sums.v[i]);
-      }
-    }
+    sums.total(by, y);
   }
 };
 
-// In the places of INT4, with the scales of 16 values in front of the products and those of rows in the epilogue.
-struct Nvfp4Sm90 {
-  static constexpr uint32_t CODES = Int4Sm90::CODES, GROUPS = ROW_AND_GROUP16_SCALES, AHEAD = 2;
+// All other formats and bf16: every column of operand B is the row, or, of two parts, every second one a part.
+template <class Format_> struct PartProducts {
+  using Format = Format_;
+  using Stream = WeightStream<Format>;
+  using Products = StreamedProducts<Format, 1>;
   using Row = PartRow;
-  using BlockScales = NoBlockScales;
-  using Sums = Int4Sm90::Sums;
 
-  template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], NoBlockScales,
-                                                  const Row& x, uint32_t k_block, uint32_t lane, Sums& sums) {
-    uint4 words[N][2];
-    uint32_t by[N][2];
+  static __device__ __forceinline__ void multiply(const Stream& stream, const Row& row, uint32_t i, uint32_t warp, float,
+                                                  StageState& stage, float (&y)[2]) {
+    const uint32_t x[1] = {shared_address(row.part(0, threadIdx.x % WARP / 4 % row.parts))};
+    typename Products::Sums sums;
+    Products::multiply(stream, i, warp, x, stage, sums);
 #pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        words[s][i] = *reinterpret_cast<const uint4*>(codes[i] + s * CODES + 16 * lane);
-        const char* of_row = scales[i] + (s * ROW_GROUP + lane / 4) * Nvfp4::SCALES;
-        by[s][i] = *reinterpret_cast<const uint32_t*>(of_row + lane % 4 / 2 * 4);
-      }
-    }
-    float c[N][2][4] = {};
-    word_products(c, words, x, k_block, lane, [&](uint32_t word, int j, int s, int i, int e) {
-      return Nvfp4Weights::numbers(word, j, nvfp4_scale(by[s][i], e));
-    });
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        sums.v[i] += c[s][0][2 * i] + c[s][1][2 * i];
-        if (x.parts == 2) sums.v[i] += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
-      }
-    }
-  }
-};
-
-// The same, with f32 scales of 64 values.
-struct Nf4Sm90 {
-  static constexpr uint32_t CODES = Int4Sm90::CODES, GROUPS = TWO_F32_GROUPS, AHEAD = 2;
-  using Row = PartRow;
-  using BlockScales = NoBlockScales;
-  using Sums = Int4Sm90::Sums;
-
-  template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&scales)[2], NoBlockScales,
-                                                  const Row& x, uint32_t k_block, uint32_t lane, Sums& sums) {
-    uint4 words[N][2];
-    float2 by[N][2];
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        words[s][i] = *reinterpret_cast<const uint4*>(codes[i] + s * CODES + 16 * lane);
-        by[s][i] = *reinterpret_cast<const float2*>(scales[i] + (s * ROW_GROUP + lane / 4) * Nf4::SCALES);
-      }
-    }
-    float c[N][2][4] = {};
-    word_products<true>(c, words, x, k_block, lane, [](uint32_t word, int j, int, int, int) { return nf4_pair(word, j); });
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int group = 0; group < 2; ++group) {
-          float sum = c[s][group][2 * i];
-          if (x.parts == 2) sum += c[s][group][2 * i + 1];
-          sums.v[i] = fmaf(group == 0 ? by[s][i].x : by[s][i].y, sum, sums.v[i]);
-        }
-      }
-    }
-  }
-};
-
-// With scales of rows, which the epilogue applies, or of blocks.
-template <int GROUPS_> struct Fp8Sm90 {
-  static constexpr uint32_t CODES = ROW_GROUP * K_BLOCK, GROUPS = GROUPS_, AHEAD = 2;
-  using Row = PartRow;
-  using BlockScales = typename std::conditional<GROUPS == FP8_BLOCKS, Fp8BlockScales, NoBlockScales>::type;
-  using Sums = Int4Sm90::Sums;
-
-  static __device__ __forceinline__ float scale(const NoBlockScales&, int, int) { return 1.f; }
-  static __device__ __forceinline__ float scale(const Fp8BlockScales& of_blocks, int s, int i) {
-    return nan_if_negative(of_blocks.by[s][i]);
-  }
-  template <int N>
-  static __device__ __forceinline__ void multiply(const char* (&codes)[2], const char* (&)[2],
-                                                  const BlockScales& of_blocks, const Row& x, uint32_t k_block,
-                                                  uint32_t lane, Sums& sums) {
-    const uint32_t g = lane / 4, t = lane % 4;
-    uint4 words[N][2][2];  // K block, row, half of it
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[s][i / 2][i % 2] =
-            *reinterpret_cast<const uint4*>(codes[i / 2] + s * CODES + g * K_BLOCK + i % 2 * 64 + 16 * t);
-    }
-    // Sums of the other columns are not used.
-    const uint32_t from = shared_address(x.part(0, g % x.parts)) + 2 * k_block * K_BLOCK + 32 * t;
-    float c[N][2][4] = {};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int s = 0; s < N; ++s) {
-        const uint4 of_x = load_shared(from + 2 * s * K_BLOCK + e / 2 * 128 + e % 2 * 16);
-        uint32_t v[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint4& w = words[s][i][e / 2];
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            v[i][j] = fp8_numbers(e % 2 == 0 ? (j < 2 ? w.x : w.y) : (j < 2 ? w.z : w.w), j % 2);
-        }
-        mma_bf16(c[s][0], v[0][0], v[1][0], v[0][1], v[1][1], of_x.x, of_x.y);
-        mma_bf16(c[s][1], v[0][2], v[1][2], v[0][3], v[1][3], of_x.z, of_x.w);
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float sum = c[s][0][2 * i] + c[s][1][2 * i];
-        if (x.parts == 2) sum += c[s][0][2 * i + 1] + c[s][1][2 * i + 1];
-        sums.v[i] = fmaf(scale(of_blocks, s, i), sum, sums.v[i]);
-      }
-    }
+    for (int i = 0; i < 2; ++i) y[i] = sums[0][2 * i] + (row.parts == 2 ? sums[0][2 * i + 1] : 0.f);
   }
 };
 

@@ -100,7 +100,7 @@ __device__ __forceinline__ uint32_t ternary_bytes(const uint32_t (&words)[2], in
 
 // Groups of a K block: so many, up to four as the kernel's parameters say, or a scale for each row; of FP8 one for each
 // row, or one for each block of rows and K block.
-constexpr int ONE_GROUP = 1, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0, FP8_ROWS = 6, FP8_BLOCKS = 7;
+constexpr int ONE_GROUP = 1, TWO_GROUPS = 2, FOUR_GROUPS = 4, SOME_GROUPS = 5, ROW_SCALES = 0, FP8_ROWS = 6, FP8_BLOCKS = 7;
 // A scale for each row and one for each 16 values, by which codes are multiplied first.
 constexpr int ROW_AND_GROUP16_SCALES = 8;
 // Two groups, with f32 scales.
@@ -378,10 +378,10 @@ __device__ __forceinline__ Operands word_operands(const typename Format::Piece& 
   return v;
 }
 
-template <int GROUPS_> struct Int4Weights {
+// Kernels for one group alone have no zero points, unless they say so.
+template <int GROUPS_, bool ZEROS_ = GROUPS_ != ONE_GROUP> struct Int4Weights {
   static constexpr int K_BLOCKS = 4, GROUPS = GROUPS_;
-  // Those of one group have a kernel without zero points.
-  static constexpr bool ZEROS = GROUPS != ONE_GROUP, BYTE_CODES = false;
+  static constexpr bool ZEROS = ZEROS_, BYTE_CODES = false;
   using XRows = PartRows<INT4_PADDING>;
   using Sum = float;
   struct alignas(16) Piece {

@@ -453,15 +453,18 @@ pub(crate) fn product_dtype(gpu: &GpuSpec, x: DType) -> DType {
 /// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats/gguf.cuh`.
 fn pitch(format: &BlockFormat, groups: usize) -> usize {
     use crate::quant::Scaling::{Affine, Super, Super16, SuperSymmetric, Symmetric};
-    let codes = 16 * format.bits as usize;
-    let scales = match format.scaling {
-        Symmetric => 4 * 2,
-        Affine => 4 * 4,
-        // For two groups 4 or 2 bytes, and 2 bytes for each block.
-        Super | Super16 => 2 + 4 * 2,
-        SuperSymmetric => 1 + 4 * 2,
+    let codes = 16 * format.bits as usize * groups;
+    let scales: usize = match format.scaling {
+        Symmetric => GROUP * groups * 2,
+        Affine => GROUP * groups * 4,
+        Super | Super16 => groups / 2 * 4,
+        SuperSymmetric => groups / 2 * 2,
     };
-    (groups * (codes + scales)).next_multiple_of(16)
+    let factors = match format.scaling {
+        Symmetric | Affine => 0,
+        Super | Super16 | SuperSymmetric => GROUP * groups * 2,
+    };
+    (codes + scales.next_multiple_of(16) + factors).next_multiple_of(16)
 }
 
 /// Bytes that a matrix of rows x cols takes in a GPU's memory.

@@ -1,4 +1,4 @@
-//! The CUDA form. A [`Product`] is made of operands ([`problem`]): the table ([`dispatch`]) chooses a kernel, whose host
+//! The CUDA form. A [`Product`] is made of operands ([`problem`]): the table ([`table`]) chooses a kernel, whose host
 //! file in [`kernels`] works out a [`plan`] and launches it.
 
 mod dispatch;
@@ -8,6 +8,7 @@ mod plan;
 mod problem;
 mod product;
 mod rule;
+mod table;
 #[cfg(test)]
 pub(crate) mod tests;
 

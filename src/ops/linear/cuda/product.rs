@@ -1,12 +1,13 @@
 //! A product: segments of one weight format, each with the kernel that the table chose, behind one that rounds x where
 //! that is asked for and the kernel does not.
 
-use super::dispatch::{RULES, forced_kernel, select, takes_mixed};
+use super::dispatch::{forced_kernel, select, takes_mixed};
 use super::kernels::gemm_dequantized;
 use super::kernels::gemm_w8a8::rounded_rows;
 use super::plan::Plan;
 use super::problem::{Operand, Operands, ProductAt};
 use super::rule::Rule;
+use super::table::RULES;
 use crate::cuda::{Address, Launcher, Scratch};
 use crate::ops::linear::{ActivationBits, Weight};
 use candle_core::Result;

@@ -1,8 +1,9 @@
 //! The table of kernels without a GPU: what it chooses over a grid of cases, and its part of docs/kernels.md.
 
-use super::dispatch::{RULES, select};
+use super::dispatch::select;
 use super::kernels::gemm_wna16_sm90;
 use super::problem::{Alignment, Case, MAX_MATRICES, WeightFormat};
+use super::table::RULES;
 use crate::cuda::table_tests::{GPUS, architectures, assert_current, gather, gpu_named, runs};
 use crate::cuda::{GpuSpec, with_kernel};
 use crate::ops::linear::{Activation, ActivationBits};
@@ -160,7 +161,7 @@ fn choices_are_the_committed_ones() -> Result<()> {
 pub(crate) fn page() -> String {
     let mut text = String::from(
         "## `linear` and its relatives\n\nWhich kernel takes a product. M are the rows of x (tokens), N the output \
-         channels, K the inputs. The table is [dispatch.rs](../src/ops/linear/cuda/dispatch.rs).\n\n\
+         channels, K the inputs. The table is [table.rs](../src/ops/linear/cuda/table.rs).\n\n\
          | kernel | weights | x: M | K | compute capability | norm as the prologue | SwiGLU, GeGLU | source | |\n\
          |---|---|---|---|---|---|---|---|---|\n",
     );

@@ -1,11 +1,11 @@
-//! Up to 16 rows of x, all in shared memory, and FP8, NVFP4, NF4, INT4 or ternary weights on Hopper, which come through a pipeline
+//! Up to 16 rows of x, all in shared memory, and packed weights on Hopper, which come through a pipeline
 //! (`kernels/linear/gemm_wna16_skinny_sm90.cuh`).
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands};
 use super::gemm_dequantized::{operand_b, operand_b_room, parts};
 use super::gemv::Gemv;
-use super::gemv_wna16_sm90::{Sm90Format, streamed};
+use super::streamed::{Streamed, streamed};
 use crate::cuda::abi::{
     GEMV_SM90_MAX_STAGES, GEMV_WARPS, GemmSkinnyParams, K_BLOCK, N_TILE, NORM_NONE, ROW_GROUP,
     SKINNY_EPILOGUE_WARPS, SKINNY_THREADS,
@@ -14,13 +14,25 @@ use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin};
 use candle_core::Result;
 use std::sync::Arc;
 
-/// For 8 and 16 rows of operand B, in the order of [`Sm90Format::index`].
+/// For 8 and 16 rows of operand B, in the order of [`Streamed::index`].
 pub(super) static MODULE: Module = Module::new(
     "gemm_wna16_skinny_sm90",
     fatbin!("gemm_wna16_skinny_sm90"),
     &[
         "gemm_wna16_skinny_sm90_int4_g128_8",
         "gemm_wna16_skinny_sm90_int4_g128_16",
+        "gemm_wna16_skinny_sm90_int4_g64_8",
+        "gemm_wna16_skinny_sm90_int4_g64_16",
+        "gemm_wna16_skinny_sm90_int4_g32_8",
+        "gemm_wna16_skinny_sm90_int4_g32_16",
+        "gemm_wna16_skinny_sm90_int4_g128_z_8",
+        "gemm_wna16_skinny_sm90_int4_g128_z_16",
+        "gemm_wna16_skinny_sm90_int4_g64_z_8",
+        "gemm_wna16_skinny_sm90_int4_g64_z_16",
+        "gemm_wna16_skinny_sm90_int4_g32_z_8",
+        "gemm_wna16_skinny_sm90_int4_g32_z_16",
+        "gemm_wna16_skinny_sm90_int8_8",
+        "gemm_wna16_skinny_sm90_int8_16",
         "gemm_wna16_skinny_sm90_ternary_rows_8",
         "gemm_wna16_skinny_sm90_ternary_rows_16",
         "gemm_wna16_skinny_sm90_fp8_8",
@@ -50,7 +62,7 @@ const HALF_STAGES: usize = 3;
 /// The product, after a kernel that converts x to bf16 where it is not.
 #[derive(Debug)]
 struct Gemm {
-    format: Sm90Format,
+    format: Streamed,
     /// The kernel's place in [`ROWS`].
     form: usize,
     /// Rows of operand B for each token.
@@ -62,10 +74,10 @@ struct Gemm {
 }
 
 /// Bytes between rows of x in shared memory beside their values: lanes that read several rows have no bank conflicts.
-fn padding(format: Sm90Format) -> usize {
+fn padding(format: Streamed) -> usize {
     match format {
-        Sm90Format::Int4 | Sm90Format::Nvfp4 | Sm90Format::Nf4 | Sm90Format::Ternary => 64,
-        Sm90Format::Fp8 | Sm90Format::Fp8Block => 16,
+        Streamed::Int4 { .. } | Streamed::Nvfp4 | Streamed::Nf4 | Streamed::Ternary => 64,
+        Streamed::Fp8 | Streamed::Fp8Block | Streamed::Int8 => 16,
     }
 }
 
@@ -84,11 +96,13 @@ pub(crate) fn plan_if_fastest(case: &Case) -> Planned {
     let parts = parts(case);
     let rows = case.m * parts;
     let slow = match streamed(case)? {
-        // The kernels for INT4 alone take bf16.
-        Sm90Format::Int4 if parts > 1 => false,
-        Sm90Format::Int4 => rows > ROWS[0] || (case.n() < MANY_CHANNELS && case.k <= LONG_K),
-        Sm90Format::Ternary => rows > ROWS[0] && case.n() * case.k > FEW_WEIGHTS,
-        Sm90Format::Fp8 | Sm90Format::Fp8Block | Sm90Format::Nvfp4 | Sm90Format::Nf4 => false,
+        // The kernels for INT4 in groups of 128 alone take bf16.
+        Streamed::Int4 {
+            groups: 1,
+            zero_point: false,
+        } if parts == 1 => rows > ROWS[0] || (case.n() < MANY_CHANNELS && case.k <= LONG_K),
+        Streamed::Ternary => rows > ROWS[0] && case.n() * case.k > FEW_WEIGHTS,
+        _ => false,
     };
     if slow {
         return Err("another kernel is faster for so many rows and output channels");

@@ -30,5 +30,6 @@ pub(super) mod gemv_wna16;
 pub(super) mod gemv_wna16_sm90;
 #[cfg(test)]
 mod static_shared_tests;
+mod streamed;
 mod tensor_map;
 mod w8a8_params;

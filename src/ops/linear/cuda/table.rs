@@ -1,0 +1,422 @@
+//! Which kernel takes a product: one table, first match wins.
+
+use super::kernels::{
+    gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16,
+    gemm_wna16_mma, gemm_wna16_skinny, gemm_wna16_sm90, gemv_dense, gemv_dense_latency,
+    gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+};
+use super::rule::{Formats, Norms, RULE, Rows, Rule};
+use crate::cuda::abi::N_TILE_MAX_M;
+use candle_core::DType;
+
+const F32: DType = DType::F32;
+const F16: DType = DType::F16;
+const BF16: DType = DType::BF16;
+
+const MAX: usize = usize::MAX;
+const NEWEST: u32 = u32::MAX;
+
+/// M of all GEMV kernels but for ternary weights.
+const GEMV: [usize; 2] = [1, 8];
+const SEVERAL: [usize; 2] = [2, GEMV[1]];
+
+/// M of the tensor-core kernels for INT4 in groups of 128, which multiply in bf16. Few f32 rows keep 16 bits as two
+/// parts elsewhere; more are rounded to bf16, as for the library.
+const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
+
+/// M of the kernel that has all rows of x in shared memory: f16, and f32 up to M = 8, in two parts.
+const WNA16_SKINNY: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
+
+/// M from which on x is quantized for INT8 weights, as measured on an H100.
+const W8A8: [usize; 2] = [64, MAX];
+
+/// M of the kernel for some tens of rows. On Hopper another one takes more
+/// than 16; elsewhere it reads weights anew for every 32.
+const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
+const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
+/// INT8, FP8, NVFP4, NF4 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
+const WNA16_MMA_128_ROWS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
+const WNA16_MMA_NOTE: &str = "weights are read once for every 32 rows of operand B; a row of f16, or of f32 up to M = 8, \
+                              takes two rows (bf16 high and low part)";
+
+/// M for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library, as measured on an
+/// H200 with 14336x4096: GGUF blocks, which dequantize fast, and all others (INT8 with whole activations, which is with the
+/// blocks here, was not). Twice as many rows of operand B keep the bits of f16; weights are rounded to bf16 from 33 rows of
+/// operand B on, whatever x is.
+const WNA16_SM90_BLOCKS: &[Rows] = &[(BF16, [2, 1536]), (F32, [2, 1536]), (F16, [2, 192])];
+const WNA16_SM90: &[Rows] = &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 512])];
+
+/// M of dense weights for which `gemm_dense_sm90` may be the fastest kernel; its plan says for which products.
+const DENSE_SM90: [usize; 2] = [2, 256];
+
+const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
+
+/// Weights of 16 bits: M up to which each block, of 8, 16 or 32 rows, has a multiprocessor of its own.
+const LATENCY_16_BIT: &[Rows] = &[
+    (F16, [1, gemv_dense_latency::MAX_M]),
+    (BF16, [1, gemv_dense_latency::MAX_M]),
+];
+
+/// Formats of codes that the pipelines for few rows take.
+const STREAMED: Formats = Formats::INT4
+    .or(Formats::INT8)
+    .or(Formats::TERNARY)
+    .or(Formats::FP8)
+    .or(Formats::NVFP4)
+    .or(Formats::NF4);
+
+/// What rules of a kernel have in common.
+const MMA_SM90: Rule = Rule {
+    kernel: gemm_wna16_mma::NAME,
+    x: WNA16_MMA_SM90,
+    arch: [90, 90],
+    plan: gemm_wna16_mma::plan,
+    note: WNA16_MMA_NOTE,
+    ..RULE
+};
+const MMA: Rule = Rule {
+    x: WNA16_MMA_128_ROWS,
+    arch: [80, NEWEST],
+    ..MMA_SM90
+};
+const SM90: Rule = Rule {
+    kernel: "gemm_wna16_sm90",
+    arch: [90, 90],
+    plan: gemm_wna16_sm90::plan,
+    note: "a preceding kernel narrows x; f16, and f32 up to M = 8, in two parts",
+    ..RULE
+};
+
+const SKINNY: Rule = Rule {
+    kernel: "gemm_wna16_skinny_sm90",
+    source: "linear/gemm_wna16_skinny_sm90.cu",
+    formats: STREAMED,
+    x: WNA16_SKINNY,
+    arch: [90, NEWEST],
+    plan: gemm_wna16_skinny::plan_if_fastest,
+    note: "as many rows of x as fit into shared memory; of ternary weights those with one scale for a row or the matrix",
+    ..RULE
+};
+/// The rule that takes it wherever it is forced.
+const SKINNY_FORCED: Rule = Rule {
+    plan: gemm_wna16_skinny::plan,
+    note: "only if forced (CANDLE_FUSED_KERNEL)",
+    ..SKINNY
+};
+
+/// The table. First match wins; a kernel may have several rules.
+pub(super) static RULES: &[Rule] = &[
+    Rule {
+        kernel: "gemv_dense_latency",
+        source: "linear/gemv_dense_latency.cu",
+        formats: Formats::DENSE_16_BIT,
+        x: LATENCY_16_BIT,
+        max_k: gemv_dense_latency::MAX_K,
+        norms: Norms::Rms,
+        plan: gemv_dense_latency::plan,
+        note: "small matrices: one block a multiprocessor at most, of 1 to 6 N tiles and 8 to 32 rows",
+        ..RULE
+    },
+    Rule {
+        kernel: gemv_dense_pipelined::NAME,
+        source: "linear/gemv_dense_pipelined.cu",
+        formats: Formats::DENSE_16_BIT,
+        x: &[(F16, [1, 1]), (BF16, [1, 1])],
+        arch: [80, NEWEST],
+        pairs: true,
+        plan: gemv_dense_pipelined::plan,
+        note: "with a layer norm as the prologue, from 8 MB of weights on, and two matrices along K",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_dense_sm90",
+        source: "linear/gemm_dense_sm90.cu",
+        formats: Formats::DENSE_16_BIT,
+        x: &[(F16, DENSE_SM90), (BF16, DENSE_SM90)],
+        arch: [90, 90],
+        plan: gemm_dense_sm90::plan,
+        note: "the norm in a preceding kernel, while the first weights come",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_dense_mma",
+        source: "linear/gemv_dense.cu",
+        formats: Formats::DENSE_16_BIT,
+        x: &[(F16, SEVERAL), (BF16, SEVERAL)],
+        max_k: gemv_dense::MAX_MMA_K,
+        plan: gemv_dense::mma,
+        note: "rows of x that fit into shared memory together; bf16 from 8.0 on",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_dense_m8",
+        source: "linear/gemv_dense.cu",
+        x: &[(F32, SEVERAL), (F16, SEVERAL), (BF16, SEVERAL)],
+        plan: gemv_dense::m8,
+        note: "multiply-adds in f32",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_dense",
+        source: "linear/gemv_dense.cu",
+        x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
+        plan: gemv_dense::m1,
+        note: "multiply-adds in f32",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_dense_scalar",
+        source: "linear/gemv_dense.cu",
+        x: GEMV_OF_EACH,
+        plan: gemv_dense::scalar,
+        note: "rows not aligned to 16 bytes",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_dense_cublaslt",
+        source: "linear/gemm_dense.cu",
+        formats: Formats::DENSE.or(Formats::MIXED_DENSE),
+        plan: gemm_dense::plan,
+        note: "the norm in a preceding kernel, activation and second residual in a following one",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_gguf_latency",
+        source: "linear/gemv_gguf_latency.cu",
+        formats: Formats::GGUF,
+        x: &[(F32, [1, 4]), (F16, [1, 4]), (BF16, [1, 4])],
+        arch: [80, NEWEST],
+        norms: Norms::Rms,
+        plan: gemv_gguf::latency,
+        note: "few output channels: one block a multiprocessor at most, of one N tile or three",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_wna16_sm90",
+        source: "linear/gemv_wna16_sm90.cu",
+        formats: STREAMED,
+        x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
+        arch: [90, NEWEST],
+        rounds_up_to: 1,
+        plan: gemv_wna16_sm90::plan,
+        note: "of ternary weights those with one scale for a row or the matrix",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_w8a8_cluster",
+        source: "linear/gemm_w8a8_cluster.cu",
+        formats: Formats::INT8,
+        x: &[(F16, W8A8), (BF16, W8A8)],
+        arch: [90, 90],
+        norms: Norms::None,
+        int8_x: true,
+        rounds_up_to: MAX,
+        plan: gemm_w8a8_cluster::plan,
+        note: "small products: the same launch quantizes x",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_w8a8_sm90",
+        source: "linear/gemm_w8a8_sm90.cu",
+        formats: Formats::INT8,
+        x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
+        arch: [90, 90],
+        int8_x: true,
+        rounds_up_to: MAX,
+        plan: gemm_w8a8::sm90,
+        note: "a preceding kernel quantizes x",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_w8a8_mma",
+        source: "linear/gemm_w8a8.cu",
+        formats: Formats::INT8,
+        x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
+        int8_x: true,
+        rounds_up_to: MAX,
+        plan: gemm_w8a8::mma,
+        note: "likewise",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_fp8_sm90",
+        source: "linear/gemm_fp8_sm90.cu",
+        formats: Formats::FP8,
+        x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
+        arch: [90, 90],
+        bits8: true,
+        plan: gemm_w8a8::fp8,
+        note: "where activations of 8 bits are asked for: a preceding kernel makes e4m3 of x, in groups of 128 values",
+        ..RULE
+    },
+    SKINNY,
+    Rule {
+        kernel: "gemm_wna16_m16_cluster",
+        source: "linear/gemm_wna16_m16_cluster.cu",
+        formats: Formats::INT4_G128,
+        x: WNA16_M16,
+        arch: [90, NEWEST],
+        gates: false,
+        plan: gemm_wna16_m16::cluster,
+        note: "few output channels and K up to 2,048; 16 rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_m16_tma",
+        source: "linear/gemm_wna16_m16_tma.cu",
+        formats: Formats::INT4_G128,
+        x: WNA16_M16,
+        arch: [90, NEWEST],
+        plan: gemm_wna16_m16::tma,
+        note: "K past 4,096; 16 rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_m16",
+        source: "linear/gemm_wna16_m16.cu",
+        formats: Formats::INT4_G128,
+        x: WNA16_M16,
+        arch: [80, NEWEST],
+        plan: gemm_wna16_m16::plan,
+        note: "16 rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_wna16_sm90",
+        source: "linear/gemm_wna16_sm90_gguf.cu",
+        formats: Formats::GGUF,
+        x: &[(BF16, [2, 16])],
+        arch: [90, 90],
+        plan: gemm_wna16_sm90::plan_few_rows_group16,
+        note: "Q2_K, Q3_K and Q6_K with many output channels: their scales, one for each 16 values, cost gemm_wna16_mma more",
+        ..RULE
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_gguf.cu",
+        formats: Formats::GGUF,
+        ..MMA_SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma.cu",
+        formats: Formats::INT8.or(Formats::TERNARY).or(Formats::INT4),
+        ..MMA_SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_fp8.cu",
+        formats: Formats::FP8,
+        ..MMA_SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_nvfp4.cu",
+        formats: Formats::NVFP4,
+        ..MMA_SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_nf4.cu",
+        formats: Formats::NF4,
+        ..MMA_SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90_gguf.cu",
+        formats: Formats::GGUF.or(Formats::INT8),
+        x: WNA16_SM90_BLOCKS,
+        ..SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90.cu",
+        formats: Formats::INT4.or(Formats::TERNARY),
+        x: WNA16_SM90,
+        ..SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90_fp8.cu",
+        formats: Formats::FP8,
+        x: WNA16_SM90,
+        ..SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90_nvfp4.cu",
+        formats: Formats::NVFP4,
+        x: WNA16_SM90,
+        ..SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90_nf4.cu",
+        formats: Formats::NF4,
+        x: WNA16_SM90,
+        ..SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_gguf.cu",
+        formats: Formats::GGUF,
+        x: WNA16_MMA,
+        ..MMA
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma.cu",
+        formats: Formats::INT8.or(Formats::INT4),
+        ..MMA
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_fp8.cu",
+        formats: Formats::FP8,
+        ..MMA
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_nvfp4.cu",
+        formats: Formats::NVFP4,
+        ..MMA
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_nf4.cu",
+        formats: Formats::NF4,
+        ..MMA
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma.cu",
+        formats: Formats::TERNARY,
+        x: WNA16_MMA,
+        ..MMA
+    },
+    Rule {
+        kernel: "gemv_gguf",
+        source: "linear/gemv_gguf.cu",
+        formats: Formats::GGUF,
+        x: GEMV_OF_EACH,
+        plan: gemv_gguf::plan,
+        note: "four rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_ternary",
+        source: "linear/gemv_wna16.cu",
+        formats: Formats::TERNARY,
+        x: &[(F32, [1, 64]), (F16, [1, 64]), (BF16, [1, 64])],
+        rounds_up_to: N_TILE_MAX_M,
+        plan: gemv_wna16::plan,
+        note: "four rows a launch",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_wna16",
+        source: "linear/gemv_wna16.cu",
+        formats: Formats::INT8
+            .or(Formats::FP8)
+            .or(Formats::NVFP4)
+            .or(Formats::NF4)
+            .or(Formats::INT4),
+        x: GEMV_OF_EACH,
+        plan: gemv_wna16::plan,
+        note: "16 bits of f32 and f16 rows in two parts; four rows a launch",
+        ..RULE
+    },
+    SKINNY_FORCED,
+    Rule {
+        kernel: gemm_dequantized::NAME,
+        source: "formats/dequantize.cu",
+        formats: Formats::QUANTIZED.or(Formats::MIXED),
+        plan: gemm_dequantized::plan,
+        note: "a preceding kernel applies an RMS norm and narrows x, a layer norm has a kernel of its own; activation and second residual in a following one",
+        ..RULE
+    },
+];
