@@ -21,8 +21,7 @@ template <typename T> __device__ __forceinline__ void dequantize(const Dequantiz
   T* out = static_cast<T*>(p.out) + i * BLOCK;
   with_format(from.format, [&](auto format) {
     using F = decltype(format);
-    const char* data = from.data + row * F::pitch(groups);
-    F::quarter(data, groups, block, thread % 4, [&](int at, float4 v) {
+    F::quarter(F::row(from.data, row, groups), groups, block, thread % 4, [&](int at, float4 v) {
       Pack<T, 4> values;
       values.v[0] = from_float<T>(v.x), values.v[1] = from_float<T>(v.y);
       values.v[2] = from_float<T>(v.z), values.v[3] = from_float<T>(v.w);

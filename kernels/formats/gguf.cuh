@@ -3,17 +3,17 @@
 //
 // A row is cut into blocks of 32 values and groups of 4 blocks; the last group is padded with zeros. Codes are
 // distributed to 4 lanes as operands of `mma.m16n8k16`: of each half block lane t has values 4t to 4t + 3, so 8 of a
-// block. A row has these planes, one after the other:
+// block. Rows lie in tiles of 8 (ROW_GROUP), the last one filled up with zeros. A tile has these planes, one after the
+// other; within each lie together what lanes have of a row and a group, then follow the other rows and groups:
 //
 //   low      16 bytes for each group and lane, a word for each block: 4 bits of its 8 codes. For
 //            8 bits 2 words for each of the blocks 0 and 1. For 2 and 3 bits 8 bytes: 2 bits of the codes
 //   high     4 bytes for each group and lane for 3 and 5 bits, 8 for 6, 16 for 8: what is left
-//   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks, then padding to a multiple of
-//            16 bytes
+//   scales   for each block d (f16), or d and m (f16 each); in the K formats for 8 blocks
 //   factors  K formats only, 2 bytes for each block: s and n (u8), or the two s of Q3_K and Q6_K (i8), or for each
 //            half of Q2_K a byte, s in its low and n in its high 4 bits
 //
-// and padding to a multiple of 16 bytes. Codes are unpacked from a word in pairs, one in each half of 32 bits: pair j
+// Planes and tiles have whole 16 bytes. Codes are unpacked from a word in pairs, one in each half of 32 bits: pair j
 // of a lane's 8 is codes 2j and 2j + 1. It is
 //
 //   low      bits 4j and 16 + 4j of the block's word; for 2 and 3 bits, bits 2i and 16 + 2i of word b / 2 and those
@@ -37,6 +37,15 @@ __device__ __forceinline__ float half_of(uint32_t word, int i) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * i))));
 }
 
+// Lanes that have a group of a tile: four for each row.
+constexpr uint32_t LANES = ROW_GROUP * GROUP;
+
+// A row: its tile, and the first of its lanes.
+struct BlockRow {
+  const char* tile;
+  uint32_t lane;
+};
+
 template <int BITS_, int SCALING_> struct Blocks {
   static constexpr int BITS = BITS_, SCALING = SCALING_;
   static constexpr bool IS_SUPER = SCALING == SUPER || SCALING == SUPER_16 || SCALING == SUPER_SYMMETRIC;
@@ -51,14 +60,25 @@ template <int BITS_, int SCALING_> struct Blocks {
   static constexpr int SCALES = SCALING == SUPER_16 || SCALING == SUPER_SYMMETRIC ? 2 : 1;
   static constexpr int ZERO = HAS_OFFSET || BITS == 8 ? 0 : 1 << (BITS - 1);
 
-  // Where planes begin within a row of some groups, and how long the row is.
-  static __host__ __device__ constexpr uint32_t high_at(uint32_t groups) { return 4 * LOW * groups; }
-  static __host__ __device__ constexpr uint32_t scales_at(uint32_t groups) { return 4 * (LOW + HIGH) * groups; }
-  static __host__ __device__ constexpr uint32_t factors_at(uint32_t groups) {
-    return scales_at(groups) + ((IS_SUPER ? groups / 2 : GROUP * groups) * SCALE + 15) / 16 * 16;
+  // Bytes of a plane for a tile and a group. The K formats have one scale for two groups.
+  static constexpr uint32_t LOW_BYTES = LANES * LOW, HIGH_BYTES = LANES * HIGH;
+  static constexpr uint32_t SCALE_BYTES = IS_SUPER ? ROW_GROUP / 2 * SCALE : LANES * SCALE;
+  static constexpr uint32_t FACTOR_BYTES = IS_SUPER ? LANES * 2 : 0;
+
+  // Where planes begin within a tile of so many groups, and how long the tile is.
+  static __host__ __device__ constexpr uint64_t high_at(uint32_t groups) { return uint64_t(LOW_BYTES) * groups; }
+  static __host__ __device__ constexpr uint64_t scales_at(uint32_t groups) {
+    return uint64_t(LOW_BYTES + HIGH_BYTES) * groups;
   }
-  static __host__ __device__ constexpr uint32_t pitch(uint32_t groups) {
-    return (factors_at(groups) + (IS_SUPER ? 2 * GROUP * groups : 0) + 15) / 16 * 16;
+  static __host__ __device__ constexpr uint64_t factors_at(uint32_t groups) {
+    return uint64_t(LOW_BYTES + HIGH_BYTES + SCALE_BYTES) * groups;
+  }
+  static __host__ __device__ constexpr uint64_t tile_bytes(uint32_t groups) {
+    return uint64_t(LOW_BYTES + HIGH_BYTES + SCALE_BYTES + FACTOR_BYTES) * groups;
+  }
+  static __device__ __forceinline__ BlockRow row(const void* data, uint64_t row, uint32_t groups) {
+    const char* tile = static_cast<const char*>(data) + row / ROW_GROUP * tile_bytes(groups);
+    return {tile, static_cast<uint32_t>(row % ROW_GROUP * GROUP)};
   }
 
   // What lane t has of a group: the codes of all blocks, and the scales of block t.
@@ -68,10 +88,10 @@ template <int BITS_, int SCALING_> struct Blocks {
     uint32_t scale, factors;
   };
 
-  static __device__ __forceinline__ Piece load(const char* row, uint32_t groups, uint32_t group, uint32_t t) {
+  static __device__ __forceinline__ Piece load(const BlockRow& row, uint32_t groups, uint32_t group, uint32_t t) {
     Piece p;
-    const uint32_t lane = 4 * group + t;
-    const char* low = row + LOW * lane;
+    const uint32_t lane = LANES * group + row.lane + t;
+    const char* low = row.tile + LOW * lane;
     if constexpr (LOW_BITS == 2) {
       const uint2 v = load_u64(low);
       p.low[0] = v.x, p.low[1] = v.y;
@@ -79,7 +99,7 @@ template <int BITS_, int SCALING_> struct Blocks {
       const uint4 v = load_once(low);
       p.low[0] = v.x, p.low[1] = v.y, p.low[2] = v.z, p.low[3] = v.w;
     }
-    const char* high = row + high_at(groups) + HIGH * lane;
+    const char* high = row.tile + high_at(groups) + HIGH * lane;
     p.high[0] = 0;
     if constexpr (HIGH_BITS == 1) p.high[0] = load_u32(high);
     if constexpr (HIGH_BITS == 2) {
@@ -90,17 +110,21 @@ template <int BITS_, int SCALING_> struct Blocks {
       const uint4 v = load_once(high);
       p.high[0] = v.x, p.high[1] = v.y, p.high[2] = v.z, p.high[3] = v.w;
     }
-    load_scale(row, groups, lane, p.scale, p.factors);
+    load_scale(row.tile, groups, lane, p.scale, p.factors);
     return p;
   }
 
-  // The scales of one block, as they are stored.
-  static __device__ __forceinline__ void load_scale(const char* row, uint32_t groups, uint32_t block,
-                                                    uint32_t& scale, uint32_t& factors) {
-    const char* at = row + scales_at(groups) + (IS_SUPER ? block / 8 : block) * SCALE;
+  // The scales of one block, as they are stored: that of lane t of a row and a group, counted in lanes of the tile.
+  static __device__ __forceinline__ void load_scale(const char* tile, uint32_t groups, uint32_t lane, uint32_t& scale,
+                                                    uint32_t& factors) {
+    const char* at = tile + scales_at(groups) + scale_place(lane) * SCALE;
     scale = SCALE == 4 ? load_u32(at) : load_u16(at);
     factors = 0;
-    if constexpr (IS_SUPER) factors = load_u16(row + factors_at(groups) + 2 * block);
+    if constexpr (IS_SUPER) factors = load_u16(tile + factors_at(groups) + 2 * lane);
+  }
+  // Its scale among those of the tile.
+  static __host__ __device__ constexpr uint32_t scale_place(uint32_t lane) {
+    return IS_SUPER ? lane / (2 * LANES) * ROW_GROUP + lane % LANES / GROUP : lane;
   }
 
   // What the codes of a half of the block are multiplied by, and what is added to them then,
@@ -153,15 +177,15 @@ template <int BITS_, int SCALING_> struct Blocks {
   }
 
   // The same from memory.
-  static __device__ __forceinline__ Codes codes(const char* row, uint32_t groups, uint32_t block, uint32_t t) {
-    const uint32_t lane = block / GROUP * GROUP + t, b = block % GROUP;
+  static __device__ __forceinline__ Codes codes(const BlockRow& row, uint32_t groups, uint32_t block, uint32_t t) {
+    const uint32_t lane = block / GROUP * LANES + row.lane + t, b = block % GROUP;
     if constexpr (BITS == 8) {
-      const uint2 v = load_u64(row + (b < 2 ? 0 : high_at(groups)) + 16 * lane + 8 * (b % 2));
+      const uint2 v = load_u64(row.tile + (b < 2 ? 0 : high_at(groups)) + 16 * lane + 8 * (b % 2));
       return {{v.x, v.y}, 0, 0};
     }
-    const char* low = row + LOW * lane;
+    const char* low = row.tile + LOW * lane;
     Codes c = {{LOW_BITS == 2 ? load_u32(low + 4 * (b / 2)) >> (8 * (b % 2)) : load_u32(low + 4 * b)}, 0, 0};
-    const char* high = row + high_at(groups) + HIGH * lane;
+    const char* high = row.tile + high_at(groups) + HIGH * lane;
     if constexpr (HIGH_BITS == 1) c.high = load_u32(high), c.shift = 4 * b;
     if constexpr (HIGH_BITS == 2) c.high = load_u32(high + 4 * (b / 2)), c.shift = 8 * (b % 2);
     return c;
@@ -220,10 +244,10 @@ template <int BITS_, int SCALING_> struct Blocks {
 
   // Calls `body` with quarter t of both halves of a block: where its 4 values stand, and them.
   template <class Body>
-  static __device__ __forceinline__ void quarter(const char* row, uint32_t groups, uint32_t block, uint32_t t,
+  static __device__ __forceinline__ void quarter(const BlockRow& row, uint32_t groups, uint32_t block, uint32_t t,
                                                  Body body) {
     uint32_t scale, factors;
-    load_scale(row, groups, block, scale, factors);
+    load_scale(row.tile, groups, block / GROUP * LANES + row.lane + block % GROUP, scale, factors);
     const Codes c = codes(row, groups, block, t);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -68,7 +68,7 @@ template <int BITS, int SCALING> struct Source {
   }
 };
 
-// A thread writes what a lane has of a group.
+// A thread writes what a lane has of a group: zeros in rows that fill up the last tile.
 template <int BITS, int SCALING> __device__ __forceinline__ void repack(const RepackParams& p) {
   using To = Blocks<BITS, SCALING>;
   using From = Source<BITS, SCALING>;
@@ -76,14 +76,15 @@ template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Re
   const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
   const uint32_t groups = groups_of(p.blocks_of_row * BLOCK);
   const uint64_t row = i / (GROUP * groups);
-  if (row >= p.rows) return;
-  const uint32_t lane = i % (GROUP * groups), t = lane % GROUP;
+  if (row >= (p.rows + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP) return;
+  const uint32_t block = i % (GROUP * groups), t = block % GROUP;
+  const uint32_t blocks = row < p.rows ? p.blocks_of_row : 0;
   uint32_t words[BITS] = {};
 #pragma unroll
   for (uint32_t b = 0; b < GROUP; ++b) {
-    const uint32_t block = lane / GROUP * GROUP + b;
-    if (block >= p.blocks_of_row) break;
-    const uint64_t at = row * p.blocks_of_row + block;
+    const uint32_t from_block = block / GROUP * GROUP + b;
+    if (from_block >= blocks) break;
+    const uint64_t at = row * p.blocks_of_row + from_block;
     const uint8_t* from = p.blocks + at / From::BLOCKS * From::BYTES;
 #pragma unroll
     for (uint32_t c = 0; c < 8; ++c) {
@@ -101,29 +102,31 @@ template <int BITS, int SCALING> __device__ __forceinline__ void repack(const Re
       }
     }
   }
-  char* to = p.out + row * To::pitch(groups);
-  uint32_t* low = reinterpret_cast<uint32_t*>(to + To::LOW * lane);
-  uint32_t* high = reinterpret_cast<uint32_t*>(to + To::high_at(groups) + To::HIGH * lane);
+  const BlockRow to = To::row(p.out, row, groups);
+  char* const tile = p.out + (to.tile - p.out);
+  const uint32_t lane = block / GROUP * LANES + to.lane + t;
+  uint32_t* low = reinterpret_cast<uint32_t*>(tile + To::LOW * lane);
+  uint32_t* high = reinterpret_cast<uint32_t*>(tile + To::high_at(groups) + To::HIGH * lane);
 #pragma unroll
   for (int w = 0; w < BITS; ++w) (w < To::LOW_BITS ? low[w] : high[w - To::LOW_BITS]) = words[w];
 
-  // The scales of block `lane`.
+  // The scales of the block whose number is the thread's.
   uint32_t scale = 0, factors = 0;
-  if (lane < p.blocks_of_row) {
-    const uint64_t at = row * p.blocks_of_row + lane;
+  if (block < blocks) {
+    const uint64_t at = row * p.blocks_of_row + block;
     const uint8_t* from = p.blocks + at / From::BLOCKS * From::BYTES;
     scale = From::scale(from);
     factors = From::factors(from, at % From::BLOCKS);
   }
-  char* scales = to + To::scales_at(groups) + (To::IS_SUPER ? lane / 8 : lane) * To::SCALE;
-  if (!To::IS_SUPER || lane % 8 == 0) {
+  char* scales = tile + To::scales_at(groups) + To::scale_place(lane) * To::SCALE;
+  if (!To::IS_SUPER || block % 8 == 0) {
     if (To::SCALE == 4) {
       *reinterpret_cast<uint32_t*>(scales) = scale;
     } else {
       *reinterpret_cast<uint16_t*>(scales) = scale;
     }
   }
-  if (To::IS_SUPER) *reinterpret_cast<uint16_t*>(to + To::factors_at(groups) + 2 * lane) = factors;
+  if (To::IS_SUPER) *reinterpret_cast<uint16_t*>(tile + To::factors_at(groups) + 2 * lane) = factors;
 }
 
 #define REPACK(NAME, BITS, SCALING)                            \

@@ -1,4 +1,4 @@
-// GEMM for up to 16 rows of bf16 x and packed weights on Hopper: y = act(x W^T + bias) + residuals, with all of x in shared memory and the weights in a TMA pipeline (weight_stream_sm90.cuh).
+// GEMM for up to 16 rows of bf16 x and packed weights or GGUF blocks on Hopper: y = act(x W^T + bias) + residuals, with all of x in shared memory and the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A block has N tiles of 16 output channels, one after the other. Its warps are specialized: one brings weights, eight
 // multiply, two write outputs. Of each stage of 16 K blocks consumer warp w multiplies K blocks 2w and 2w + 1, for all N
@@ -29,10 +29,13 @@ template <class Format, int M_TILES> struct GemmSkinny : WeightStream<Format> {
   static constexpr uint32_t ROWS = 8 * M_TILES;
   // Sums of a warp and an N tile, `[row][channel]` in f32, free of bank conflicts.
   static constexpr uint32_t PITCH = 2 * ROW_GROUP + 4, PLANE = ROWS * PITCH, BUFFER = CONSUMER_WARPS * PLANE;
+  // Sums of x for each 32 values, of those kernels that want them.
+  static constexpr int X_SUMS = Products::X_SUMS;
 
   const GemmSkinnyParams& g;
   float* const sums;             // [BUFFERS][CONSUMER_WARPS][ROWS][PITCH]
   const uint32_t x, x_pitch;     // in shared memory
+  const uint32_t x_sums, x_sums_pitch;
   const uint32_t filled, freed;  // barriers of buffers
 
   // `barriers`: two of each stage and of each buffer.
@@ -40,7 +43,8 @@ template <class Format, int M_TILES> struct GemmSkinny : WeightStream<Format> {
       : Stream(g.product, memory + BUFFERS * BUFFER * sizeof(float), barriers), g(g),
         sums(reinterpret_cast<float*>(memory)),
         x(shared_address(memory) + uint32_t(BUFFERS * BUFFER * sizeof(float)) + p.stages * Stream::STAGE_BYTES),
-        x_pitch(k_blocks * (2 * K_BLOCK) + Stage::X_PADDING), filled(barriers + 16 * MAX_STAGES),
+        x_pitch(k_blocks * (2 * K_BLOCK) + Stage::X_PADDING), x_sums(x + g.rows * x_pitch),
+        x_sums_pitch(k_blocks * (K_BLOCK / 32 * X_SUMS * sizeof(uint2)) + SKINNY_SUMS_PADDING), filled(barriers + 16 * MAX_STAGES),
         freed(filled + 8 * BUFFERS) {}
 
   // A consumer warp: the K blocks that it has of x, zeros where x has no values.
@@ -62,7 +66,26 @@ template <class Format, int M_TILES> struct GemmSkinny : WeightStream<Format> {
     }
     commit_copies();
     await_copies();
+    if constexpr (X_SUMS > 0) sum_x(warp);
     __syncwarp();
+  }
+
+  // Each lane the values that it has copied.
+  __device__ __forceinline__ void sum_x(uint32_t warp) const {
+    constexpr uint32_t LANES = 4 / X_SUMS;
+    const uint32_t lane = threadIdx.x % WARP;
+#pragma unroll 1
+    for (uint32_t stage = 0; stage < stages_of_row; ++stage) {
+      const uint32_t pack = (stage * STAGE_K_BLOCKS + CHUNK * warp) * (K_BLOCK / 8) + lane;
+      const bool in_row = pack < k_blocks * (K_BLOCK / 8);
+#pragma unroll 2
+      for (uint32_t row = 0; row < g.rows; ++row) {
+        const float sum = sum_of_packs<LANES>(in_row ? load_shared(x + row * x_pitch + 16 * pack) : uint4{});
+        const uint2 parts = both_parts(sum);
+        if (in_row && lane % LANES == 0)
+          store_shared(x_sums + row * x_sums_pitch + pack / LANES * sizeof(uint2), parts.x, parts.y);
+      }
+    }
   }
 
   // What a channel's sums are multiplied by.
@@ -94,16 +117,19 @@ template <class Format, int M_TILES> struct GemmSkinny : WeightStream<Format> {
   __device__ __forceinline__ void consume(uint32_t warp) const {
     const uint32_t lane = threadIdx.x % WARP;
     load_x(warp);
-    uint32_t rows[M_TILES];
+    uint32_t rows[M_TILES], sums_of_rows[M_TILES];
     // Rows that are not there are read as the last: nobody writes their outputs.
 #pragma unroll
-    for (int n = 0; n < M_TILES; ++n) rows[n] = x + min(8 * n + lane / 4, g.rows - 1) * x_pitch;
+    for (int n = 0; n < M_TILES; ++n) {
+      const uint32_t row = min(8 * n + lane / 4, g.rows - 1);
+      rows[n] = x + row * x_pitch, sums_of_rows[n] = x_sums + row * x_sums_pitch;
+    }
     StageState stage = {};
 #pragma unroll 1
     for (uint32_t i = 0; i < n_tiles; ++i) {
       const float by[2] = {channel_scale(i, lane / 4), channel_scale(i, lane / 4 + ROW_GROUP)};
       Sums y;
-      Products::multiply(*this, i, warp, rows, stage, y);
+      Products::multiply(*this, i, warp, rows, sums_of_rows, stage, y);
       const uint32_t buffer = i % BUFFERS, turn = i / BUFFERS;
       if (turn > 0) barrier_wait(freed + 8 * buffer, turn % 2 ^ 1);
       store_sums(y, by, sums + buffer * BUFFER + warp * PLANE);

@@ -55,32 +55,33 @@ template <class Format> struct GgufStage {
   static constexpr uint32_t BYTES = (FACTORS_AT + 16 * FACTORS + 15) / 16 * 16;
 
   static __device__ __forceinline__ void copy(const Weights& w, const Gemv&, uint32_t k_block, uint32_t stage) {
-    const uint32_t lane = threadIdx.x % WARP, t = lane % 4, place = 4 * k_block + t;
+    const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const char* low = w.rows[i] + Format::LOW * place;
+      const uint32_t place = LANES * k_block + w.rows[i].lane + t;
+      const char* low = w.rows[i].tile + Format::LOW * place;
       if constexpr (Format::LOW == 16) copy_async(stage + i * LOW + Format::LOW * lane, low);
       else copy_async_few<Format::LOW>(stage + i * LOW + Format::LOW * lane, low);
-      const char* high = w.rows[i] + Format::high_at(w.groups) + Format::HIGH * place;
+      const char* high = w.rows[i].tile + Format::high_at(w.groups) + Format::HIGH * place;
       const uint32_t to = stage + 2 * LOW + i * HIGH + Format::HIGH * lane;
       if constexpr (Format::HIGH == 16) copy_async(to, high);
       else if constexpr (Format::HIGH > 0) copy_async_few<Format::HIGH>(to, high);
     }
     // Lanes 0 and 1 of four copy the scales of both rows, lanes 2 and 3 the factors.
-    const char* row = t % 2 == 0 ? w.rows[0] : w.rows[1];
-    const uint32_t g = t % 2 * 8 + lane / 4;
+    const BlockRow& row = t % 2 == 0 ? w.rows[0] : w.rows[1];
+    const uint32_t g = t % 2 * 8 + lane / 4, first = LANES * k_block + row.lane;
     if (t < 2) {
-      const char* from = row + Format::scales_at(w.groups);
-      const uint32_t to = stage + SCALES_AT + SCALES * g;
-      if constexpr (Format::IS_SUPER) copy_async_few<4>(to, from + k_block / 2 * Format::SCALE / 4 * 4);
-      else if constexpr (SCALES == 16) copy_async(to, from + SCALES * k_block);
-      else copy_async_few<8>(to, from + SCALES * k_block);
+      const char* from = row.tile + Format::scales_at(w.groups);
+      const uint32_t to = stage + SCALES_AT + SCALES * g, at = Format::SCALE * Format::scale_place(first);
+      if constexpr (Format::IS_SUPER) copy_async_few<4>(to, from + at / 4 * 4);
+      else if constexpr (SCALES == 16) copy_async(to, from + at);
+      else copy_async_few<8>(to, from + at);
     } else if constexpr (Format::IS_SUPER) {
-      copy_async_few<8>(stage + FACTORS_AT + FACTORS * g, row + Format::factors_at(w.groups) + FACTORS * k_block);
+      copy_async_few<8>(stage + FACTORS_AT + FACTORS * g, row.tile + Format::factors_at(w.groups) + 2 * first);
     }
   }
 
-  static __device__ __forceinline__ Block read(const Weights& w, const Gemv&, uint32_t k_block, uint32_t stage) {
+  static __device__ __forceinline__ Block read(const Weights& w, const Gemv&, uint32_t, uint32_t stage) {
     const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
     Block block;
 #pragma unroll
@@ -91,8 +92,9 @@ template <class Format> struct GgufStage {
       load_shared_words<Format::HIGH>(stage + 2 * LOW + i * HIGH + Format::HIGH * lane, piece.high);
       const uint32_t g = 8 * i + lane / 4, scales = stage + SCALES_AT + SCALES * g;
       if constexpr (Format::IS_SUPER) {
-        // Of two superblocks to a word, that of every second group.
-        piece.scale = Format::SCALE == 4 ? load_shared_u32(scales) : load_shared_u16(scales + k_block / 2 % 2 * 2);
+        // Scales of two rows may share a word.
+        const uint32_t odd = w.rows[i].lane / GROUP % 2;
+        piece.scale = Format::SCALE == 4 ? load_shared_u32(scales) : load_shared_u16(scales + 2 * odd);
         piece.factors = load_shared_u16(stage + FACTORS_AT + FACTORS * g + 2 * t);
       } else {
         piece.scale = Format::SCALE == 4 ? load_shared_u32(scales + 4 * t) : load_shared_u16(scales + 2 * t);

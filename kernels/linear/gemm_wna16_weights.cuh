@@ -66,7 +66,7 @@ template <class Format> struct GemmGguf {
     typename Format::Piece pieces[2];
   };
 
-  const char* rows[2];
+  BlockRow rows[2];
   uint32_t groups;
 
   __device__ __forceinline__ GemmGguf(const Gemv& p, uint32_t n_tile) : groups(groups_of(p.k)) {
@@ -75,11 +75,11 @@ template <class Format> struct GemmGguf {
       uint32_t r = n_tile_row(p, n_tile, threadIdx.x % WARP / 4 + 8 * i);
       const uint32_t which = (r >= p.weights[1].first) + (r >= p.weights[2].first);
       r -= p.weights[which].first;
-      rows[i] = static_cast<const char*>(p.weights[which].data) + uint64_t(r) * Format::pitch(groups);
+      rows[i] = Format::row(p.weights[which].data, r, groups);
     }
   }
 
-  __device__ __forceinline__ void keep() { keep_in_registers(rows[0], rows[1]); }
+  __device__ __forceinline__ void keep() { keep_in_registers(rows[0].tile, rows[1].tile); }
 
   __device__ __forceinline__ void load(Block& block, const Gemv&, uint32_t k_block) const {
 #pragma unroll
@@ -120,6 +120,11 @@ template <class Format> struct GemmGguf {
                                 g / Format::SCALES, 4);
     }
     return s;
+  }
+
+  // The offset of row i and half h of the GGUF block that the lane has scales of.
+  static __device__ __forceinline__ float offset(const Block& block, int i, int h) {
+    return Format::offset(block.pieces[i].scale, block.pieces[i].factors, h);
   }
 
   // What turns the codes of the GGUF block that the lane has scales of into values.

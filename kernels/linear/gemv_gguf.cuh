@@ -73,14 +73,14 @@ template <class Format, int K_BLOCKS_> struct GgufCore : SixteenRows {
   static __device__ uint32_t k_blocks(const Gemv& p) { return groups_of(p.k); }
 
   struct Rows {
-    const char* row[2];
+    BlockRow row[2];
 
     template <class Find> __device__ void enter(const Gemv& p, Find find) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t r = find(group() + 8 * i);
         const Matrix& matrix = matrix_of(p, r);
-        row[i] = static_cast<const char*>(matrix.data) + uint64_t(r) * Format::pitch(groups_of(p.k));
+        row[i] = Format::row(matrix.data, r, groups_of(p.k));
       }
     }
   };

@@ -85,8 +85,7 @@ template <int N_TILES> struct LatencyTiles {
     for (int u = 0; u < N_TILES; ++u) {
       uint32_t row = weight_row(u, g);
       const Matrix& matrix = matrix_of(p, row);
-      pieces[u] = Format::load(static_cast<const char*>(matrix.data) + uint64_t(row) * Format::pitch(groups), groups,
-                               warp, t);
+      pieces[u] = Format::load(Format::row(matrix.data, row, groups), groups, warp, t);
     }
   }
 };

@@ -1,4 +1,4 @@
-// GEMV for one row of x and packed weights on Hopper: y = act(prologue(x) W^T + bias) +
+// GEMV for one row of x and packed weights or GGUF blocks on Hopper: y = act(prologue(x) W^T + bias) +
 // residuals, with the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A GEMV in a decode step is a chain of latencies: the preceding kernel ends, x is read, multiplied, reduced,

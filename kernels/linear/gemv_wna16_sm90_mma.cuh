@@ -121,22 +121,38 @@ struct TwoByteRow {
   }
 };
 
-// One row of x in one or two parts of bf16.
-struct PartRow : PartRows<INT4_PADDING> {
+// One row of x in one or two parts of bf16. Behind them come, where weights have offsets, SUMS sums of x for each 32 values:
+// two parts of each, every one twice. Where the row has two parts, columns of both meet the sums: half of each.
+template <int SUMS_> struct PartRow : PartRows<INT4_PADDING> {
+  static constexpr int SUMS = SUMS_;
   uint32_t pieces;
 
   __device__ PartRow(const Gemv& p, char* at) : PartRows<INT4_PADDING>(p, at), pieces(p.k / 4) {}
 
+  __device__ __forceinline__ uint2* sums() const { return reinterpret_cast<uint2*>(at + parts * pitch()); }
+  __device__ __forceinline__ void put_sum(uint32_t, uint32_t i, float v) const {
+    sums()[i] = both_parts(parts == 2 ? 0.5f * v : v);
+  }
+
   // As above, with nothing to multiply by.
   __device__ float take(const Prologue& p, const uint4 (&owned)[OWNED], uint32_t stages_of_row, float*) const {
     each_stage(p, 4 * pieces, owned, stages_of_row, [&](uint32_t pack, uint4 v) {
-      if (pack < k_blocks * (K_BLOCK / 8)) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
+      const bool in_row = pack < k_blocks * (K_BLOCK / 8);
+      if (in_row) reinterpret_cast<uint4*>(part(0, 0))[pack] = v;
+      if constexpr (SUMS > 0) {
+        const float sum = sum_of_packs<4 / SUMS>(v);
+        if (in_row && pack % (4 / SUMS) == 0) put_sum(0, pack / (4 / SUMS), sum);
+      }
     });
     return 1.f;
   }
   __device__ float taken() const { return 1.f; }
   __device__ void clear_tail(uint32_t threads) const {
     for (uint32_t i = pieces + threadIdx.x; i < k_blocks * (K_BLOCK / 4); i += threads) put(0, i, float4{});
+    if constexpr (SUMS > 0) {
+      for (uint32_t i = pieces / 8 * SUMS + threadIdx.x; i < k_blocks * (K_BLOCK / 32) * SUMS; i += threads)
+        put_sum(0, i, 0.f);
+    }
   }
 };
 
@@ -167,7 +183,7 @@ struct TernaryProducts {
     for (int s = 0; s < N; ++s) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint2 v = *reinterpret_cast<const uint2*>(at.codes(i, s) + 8 * lane);
+        const uint2 v = *reinterpret_cast<const uint2*>(at.template at<0>(i, s) + 8 * lane);
         words[s][i][0] = v.x, words[s][i][1] = v.y;
       }
     }
@@ -214,13 +230,14 @@ template <class Format_> struct PartProducts {
   using Format = Format_;
   using Stream = WeightStream<Format>;
   using Products = StreamedProducts<Format, 1>;
-  using Row = PartRow;
+  using Row = PartRow<Products::X_SUMS>;
 
   static __device__ __forceinline__ void multiply(const Stream& stream, const Row& row, uint32_t i, uint32_t warp, float,
                                                   StageState& stage, float (&y)[2]) {
-    const uint32_t x[1] = {shared_address(row.part(0, threadIdx.x % WARP / 4 % row.parts))};
+    const uint32_t part = threadIdx.x % WARP / 4 % row.parts;
+    const uint32_t x[1] = {shared_address(row.part(0, part))}, x_sums[1] = {shared_address(row.sums())};
     typename Products::Sums sums;
-    Products::multiply(stream, i, warp, x, stage, sums);
+    Products::multiply(stream, i, warp, x, x_sums, stage, sums);
 #pragma unroll
     for (int i = 0; i < 2; ++i) y[i] = sums[0][2 * i] + (row.parts == 2 ? sums[0][2 * i + 1] : 0.f);
   }

@@ -15,6 +15,7 @@ struct StreamedNf4;
 template <int GROUPS> struct StreamedFp8;
 struct StreamedInt8;
 struct StreamedTernary;
+template <class Blocks> struct StreamedGguf;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -63,7 +64,7 @@ constexpr uint32_t WORD_CODES = ROW_GROUP * K_BLOCK / 2;  // bytes of 8 rows and
 
 // With GROUPS groups in a K block.
 template <int GROUPS, bool ZEROS> struct StreamedInt4 : StreamedFormat {
-  using Planes = TilePlanes<WORD_CODES, ROW_GROUP * GROUPS * sizeof(__half), ZEROS ? ROW_GROUP * GROUPS : 0>;
+  using Planes = CodePlanes<WORD_CODES, ROW_GROUP * GROUPS * sizeof(__half), ZEROS ? ROW_GROUP * GROUPS : 0>;
   using Stage = Int4Stage<Int4Weights<GROUPS, ZEROS>>;
 
   static __device__ __forceinline__ typename Stage::Block read(const typename Planes::WarpStage& at,
@@ -72,10 +73,10 @@ template <int GROUPS, bool ZEROS> struct StreamedInt4 : StreamedFormat {
     typename Stage::Block block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const auto piece = read_words(at.codes(i, s));
+      const auto piece = read_words(at.template at<0>(i, s));
       for (int e = 0; e < 4; ++e) block.pieces[i].words[e] = piece.words[e];
       auto& scales = block.scales[i];
-      const char* by = at.scales(i, s) + row * GROUPS * sizeof(__half);
+      const char* by = at.template at<1>(i, s) + row * GROUPS * sizeof(__half);
       if constexpr (GROUPS == 1) scales.by[0] = *reinterpret_cast<const uint16_t*>(by);
       if constexpr (GROUPS == 2) scales.by[0] = *reinterpret_cast<const uint32_t*>(by);
       if constexpr (GROUPS == 4) {
@@ -83,7 +84,7 @@ template <int GROUPS, bool ZEROS> struct StreamedInt4 : StreamedFormat {
         scales.by[0] = both.x, scales.by[1] = both.y;
       }
       if constexpr (ZEROS) {
-        const char* zeros = at.second(i, s) + row * GROUPS;
+        const char* zeros = at.template at<2>(i, s) + row * GROUPS;
         if constexpr (GROUPS == 1) scales.zeros = *reinterpret_cast<const uint8_t*>(zeros);
         if constexpr (GROUPS == 2) scales.zeros = *reinterpret_cast<const uint16_t*>(zeros);
         if constexpr (GROUPS == 4) scales.zeros = *reinterpret_cast<const uint32_t*>(zeros);
@@ -94,7 +95,7 @@ template <int GROUPS, bool ZEROS> struct StreamedInt4 : StreamedFormat {
 };
 
 struct StreamedNvfp4 : StreamedFormat {
-  using Planes = TilePlanes<WORD_CODES, 0, ROW_GROUP * Nvfp4::SCALES>;
+  using Planes = CodePlanes<WORD_CODES, 0, ROW_GROUP * Nvfp4::SCALES>;
   using Stage = Nvfp4Stage;
   static constexpr bool ROW_SCALES = true;
   static __device__ __forceinline__ float row_scale(uint32_t bits) { return NVFP4_UNIT * __uint_as_float(bits); }
@@ -104,30 +105,30 @@ struct StreamedNvfp4 : StreamedFormat {
     Stage::Block block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      block.pieces[i] = read_words(at.codes(i, s));
-      block.scales[i].by = *reinterpret_cast<const uint32_t*>(at.second(i, s) + lane / 4 * Nvfp4::SCALES + half);
+      block.pieces[i] = read_words(at.template at<0>(i, s));
+      block.scales[i].by = *reinterpret_cast<const uint32_t*>(at.template at<2>(i, s) + lane / 4 * Nvfp4::SCALES + half);
     }
     return block;
   }
 };
 
 struct StreamedNf4 : StreamedFormat {
-  using Planes = TilePlanes<WORD_CODES, ROW_GROUP * Nf4::SCALES>;
+  using Planes = CodePlanes<WORD_CODES, ROW_GROUP * Nf4::SCALES>;
   using Stage = Nf4Stage;
 
   static __device__ __forceinline__ Stage::Block read(const Planes::WarpStage& at, const NoBlockScales&, int s) {
     Stage::Block block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      block.pieces[i] = read_words(at.codes(i, s));
-      block.scales[i].by = *reinterpret_cast<const uint2*>(at.scales(i, s) + threadIdx.x % WARP / 4 * Nf4::SCALES);
+      block.pieces[i] = read_words(at.template at<0>(i, s));
+      block.scales[i].by = *reinterpret_cast<const uint2*>(at.template at<1>(i, s) + threadIdx.x % WARP / 4 * Nf4::SCALES);
     }
     return block;
   }
 };
 
 template <int GROUPS> struct StreamedFp8 : StreamedFormat {
-  using Planes = TilePlanes<ROW_GROUP * K_BLOCK>;
+  using Planes = CodePlanes<ROW_GROUP * K_BLOCK>;
   using Stage = ByteStage<Fp8Weights<GROUPS>>;
   using BlockScales = typename std::conditional<GROUPS == FP8_BLOCKS, Fp8BlockScales, NoBlockScales>::type;
   static constexpr bool ROW_SCALES = GROUPS == FP8_ROWS;
@@ -142,7 +143,7 @@ template <int GROUPS> struct StreamedFp8 : StreamedFormat {
 #pragma unroll
       for (int q = 0; q < 2; ++q)
         block.pieces[i].words[q] =
-            *reinterpret_cast<const uint4*>(at.codes(i, s) + row * K_BLOCK + 64 * q + 16 * t);
+            *reinterpret_cast<const uint4*>(at.template at<0>(i, s) + row * K_BLOCK + 64 * q + 16 * t);
       if constexpr (GROUPS == FP8_BLOCKS) block.scales[i].by = of_blocks.by[s][i];
     }
     return block;
@@ -167,7 +168,7 @@ struct StreamedInt8 : StreamedFormat {
 
 // With a scale for each row.
 struct StreamedTernary : StreamedFormat {
-  using Planes = TilePlanes<ROW_GROUP * K_BLOCK / 4>;
+  using Planes = CodePlanes<ROW_GROUP * K_BLOCK / 4>;
   using Stage = TernaryStage;
   static constexpr uint32_t AHEAD = 4;
   static constexpr bool ROW_SCALES = true;
@@ -176,32 +177,89 @@ struct StreamedTernary : StreamedFormat {
     Stage::Block block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint2 v = *reinterpret_cast<const uint2*>(at.codes(i, s) + 8 * (threadIdx.x % WARP));
+      const uint2 v = *reinterpret_cast<const uint2*>(at.template at<0>(i, s) + 8 * (threadIdx.x % WARP));
       block.pieces[i].words[0] = v.x, block.pieces[i].words[1] = v.y;
     }
     return block;
   }
 };
 
+template <class Blocks> struct StreamedGguf : StreamedFormat {
+  using Planes = GgufPlanes<Blocks>;
+  using Stage = GgufStage<Blocks>;
+
+  static __device__ __forceinline__ typename Stage::Block read(const typename Planes::WarpStage& at,
+                                                               const NoBlockScales&, int s) {
+    const uint32_t lane = threadIdx.x % WARP;
+    typename Stage::Block block;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      auto& piece = block.pieces[i];
+      load_shared_words<Blocks::LOW>(shared_address(at.template at<0>(i, s)) + Blocks::LOW * lane, piece.low);
+      piece.high[0] = 0;
+      load_shared_words<Blocks::HIGH>(shared_address(at.template at<1>(i, s)) + Blocks::HIGH * lane, piece.high);
+      // Both K blocks of a warp have one scale in the K formats.
+      const uint32_t scale = shared_address(at.template at<2>(i, Blocks::IS_SUPER ? 0 : s)) +
+                             (Blocks::IS_SUPER ? lane / GROUP : lane) * Blocks::SCALE;
+      piece.scale = Blocks::SCALE == 4 ? load_shared_u32(scale) : load_shared_u16(scale);
+      piece.factors = 0;
+      if constexpr (Blocks::IS_SUPER) piece.factors = load_shared_u16(shared_address(at.template at<3>(i, s)) + 2 * lane);
+    }
+    return block;
+  }
+};
+
+// Two bf16 parts of a sum of x, each twice: as operand B has them.
+__device__ __forceinline__ uint2 both_parts(float sum) {
+  const uint32_t parts = split(sum);
+  return make_uint2(__byte_perm(parts, 0, 0x1010), __byte_perm(parts, 0, 0x3232));
+}
+// The sum of 8 bf16 values of each of LANES lanes side by side.
+template <int LANES> __device__ __forceinline__ float sum_of_packs(uint4 pack) {
+  float v[8];
+  unpack8<__nv_bfloat16>(pack, v);
+  float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL, sum, offset);
+  return sum;
+}
+
 // The products of an N tile with a warp's part of K, and M_TILES tiles of 8 rows of operand B.
 template <class Format, int M_TILES> struct StreamedProducts {
   using Stream = WeightStream<Format>;
   using Stage = typename Format::Stage;
   using Weights = typename Stage::Weights;
-  static_assert(!Weights::HAS_OFFSET, "sums of x are not there");
   static constexpr bool BY_GROUPS = !Weights::CHANNEL_SCALES;
   // Groups of a K block, and how many products of 16 values of K a group has.
   static constexpr int GROUPS = BY_GROUPS ? Weights::GROUPS : 1, LENGTH = 8 / GROUPS;
   // Sets of sums of a group, or, without groups, of each of a warp's K blocks: a product that adds to the sums of another
   // waits for it.
   static constexpr int SETS = M_TILES == 1 && LENGTH > 1 ? 2 : 1;
+  // Sums of x that meet the offsets of a block of 32 weights.
+  static constexpr int X_SUMS = !Weights::HAS_OFFSET ? 0 : GROUPS == 8 ? 2 : 1;
   using Sums = float[M_TILES][4];
+
+  // Adds the offsets of a K block times sums of x. That of block t is values 2t and 2t + 1 of k, in two parts that meet the
+  // first part of the block's sum, and so are values 2t + 8 and 2t + 9, which meet the second part.
+  static __device__ __forceinline__ void add_offsets(const typename Stage::Block& block, const uint32_t (&x_sums)[M_TILES],
+                                                     uint32_t k_block, Sums& y) {
+#pragma unroll
+    for (int h = 0; h < X_SUMS; ++h) {
+      const uint32_t first = split(Weights::offset(block, 0, h)), second = split(Weights::offset(block, 1, h));
+#pragma unroll
+      for (int n = 0; n < M_TILES; ++n) {
+        const uint2 v = load_shared_u64(x_sums[n] + 8 * ((4 * k_block + threadIdx.x % 4) * X_SUMS + h));
+        mma_bf16(y[n], first, second, first, second, v.x, v.y);
+      }
+    }
+  }
 
   // Adds the products of K blocks `k_block` and, with N = 2, the one after it.
   template <int N>
   static __device__ __forceinline__ void add(const Gemv& p, const typename Stream::WarpStage& at,
                                              const typename Format::BlockScales& of_blocks, uint32_t k_block,
-                                             const uint32_t (&x)[M_TILES], Sums (&y)[CHUNK][SETS]) {
+                                             const uint32_t (&x)[M_TILES], const uint32_t (&x_sums)[M_TILES],
+                                             Sums (&y)[CHUNK][SETS]) {
     typename Stage::Block blocks[N];
 #pragma unroll
     for (int s = 0; s < N; ++s) blocks[s] = Format::read(at, of_blocks, s);
@@ -227,6 +285,10 @@ template <class Format, int M_TILES> struct StreamedProducts {
         }
       }
     }
+    if constexpr (Weights::HAS_OFFSET) {
+#pragma unroll
+      for (int s = 0; s < N; ++s) add_offsets(blocks[s], x_sums, k_block + s, y[0][0]);
+    }
   }
 
   // Adds the scaled sums of a group, which are zero then.
@@ -244,9 +306,11 @@ template <class Format, int M_TILES> struct StreamedProducts {
     }
   }
 
-  // The sums of N tile `i`, without the scales of rows. `x`: where the lane's rows of operand B begin in shared memory.
+  // The sums of N tile `i`, without the scales of rows. `x` and `x_sums`: where the lane's rows of operand B and of their
+  // sums begin in shared memory.
   static __device__ __forceinline__ void multiply(const Stream& stream, uint32_t i, uint32_t warp,
-                                                  const uint32_t (&x)[M_TILES], StageState& stage, Sums& y) {
+                                                  const uint32_t (&x)[M_TILES], const uint32_t (&x_sums)[M_TILES],
+                                                  StageState& stage, Sums& y) {
     const Gemv& p = stream.p;
     const uint32_t lane = threadIdx.x % WARP;
     typename Format::BlockScales of_blocks(p, stream.weight_row(i, lane / 4), stream.weight_row(i, lane / 4 + ROW_GROUP));
@@ -257,9 +321,9 @@ template <class Format, int M_TILES> struct StreamedProducts {
       of_blocks.load(k_block, stream.k_blocks);
       barrier_wait(stream.full + 8 * stage.stage, stage.phase);
       if (k_block + CHUNK <= stream.k_blocks) {
-        add<CHUNK>(p, at, of_blocks, k_block, x, parts);
+        add<CHUNK>(p, at, of_blocks, k_block, x, x_sums, parts);
       } else if (k_block < stream.k_blocks) {
-        add<1>(p, at, of_blocks, k_block, x, parts);
+        add<1>(p, at, of_blocks, k_block, x, x_sums, parts);
       }
       // Every lane arrives: no slower than one for all, and racecheck understands it.
       barrier_arrive(stream.empty + 8 * stage.stage);

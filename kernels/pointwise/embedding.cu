@@ -27,8 +27,7 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
     with_format(p.format, [&](auto format) {
       using F = decltype(format);
       const uint32_t groups = groups_of(p.columns * BLOCK);
-      const char* row = static_cast<const char*>(p.table) + uint64_t(id) * F::pitch(groups);
-      F::quarter(row, groups, block, thread % 4, [&](int at, float4 v) { out[at / 4] = v; });
+      F::quarter(F::row(p.table, id, groups), groups, block, thread % 4, [&](int at, float4 v) { out[at / 4] = v; });
     });
   }
 }

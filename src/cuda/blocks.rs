@@ -2,7 +2,7 @@
 
 use super::abi::{
     BLOCK, DequantizeParams, DequantizeSource, FORMAT_CHUNK, FORMAT_THREADS, GROUP, IN_ORDER,
-    MAX_SOURCES, NarrowParams, RepackParams,
+    MAX_SOURCES, NarrowParams, ROW_GROUP, RepackParams,
 };
 use super::packed::{self, PackedAt, PackedLayout, ValuesOf, line, values};
 use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
@@ -182,7 +182,7 @@ impl BlockMatrix {
         let groups = cols.div_ceil(GROUP_VALUES);
         let (Ok(_), Some(bytes)) = (
             u32::try_from(cols.max(rows)),
-            rows.checked_mul(pitch(&format, groups)),
+            tiles_bytes(&format, rows, cols),
         ) else {
             bail!("rows: {rows} rows of {cols} values are past what the kernels take");
         };
@@ -194,8 +194,8 @@ impl BlockMatrix {
             rows: rows as u64,
             blocks_of_row: (cols / BLOCK) as u32,
         };
-        let grid = line(rows * groups * 4)?;
-        // SAFETY: the kernel takes `RepackParams` and writes rows of this pitch.
+        let grid = line(rows.next_multiple_of(ROW_GROUP) * groups * GROUP)?;
+        // SAFETY: the kernel takes `RepackParams` and writes whole tiles, for which there is room.
         unsafe { Launcher::new(cuda)?.run(&REPACK, format_index(format.dtype), grid, &params)? };
         Ok(Self {
             stored: Stored::Blocks(format),
@@ -450,27 +450,29 @@ pub(crate) fn product_dtype(gpu: &GpuSpec, x: DType) -> DType {
     }
 }
 
-/// Bytes from one row to the next, as `Blocks::pitch` of `kernels/formats/gguf.cuh`.
-fn pitch(format: &BlockFormat, groups: usize) -> usize {
+/// Bytes of a row and a group, all planes together, as in `kernels/formats/gguf.cuh`: a tile has those of 8 rows.
+pub(crate) fn group_bytes(format: &BlockFormat) -> usize {
     use crate::quant::Scaling::{Affine, Super, Super16, SuperSymmetric, Symmetric};
-    let codes = 16 * format.bits as usize * groups;
-    let scales: usize = match format.scaling {
-        Symmetric => GROUP * groups * 2,
-        Affine => GROUP * groups * 4,
-        Super | Super16 => groups / 2 * 4,
-        SuperSymmetric => groups / 2 * 2,
-    };
-    let factors = match format.scaling {
-        Symmetric | Affine => 0,
-        Super | Super16 | SuperSymmetric => GROUP * groups * 2,
-    };
-    (codes + scales.next_multiple_of(16) + factors).next_multiple_of(16)
+    16 * format.bits as usize
+        + match format.scaling {
+            Symmetric => GROUP * 2,
+            Affine => GROUP * 4,
+            // For two groups 4 or 2 bytes, and 2 bytes for each block.
+            Super | Super16 => 2 + GROUP * 2,
+            SuperSymmetric => 1 + GROUP * 2,
+        }
+}
+
+/// Bytes of a matrix: whole tiles of 8 rows.
+fn tiles_bytes(format: &BlockFormat, rows: usize, cols: usize) -> Option<usize> {
+    let row = group_bytes(format) * cols.div_ceil(GROUP_VALUES);
+    rows.checked_next_multiple_of(ROW_GROUP)?.checked_mul(row)
 }
 
 /// Bytes that a matrix of rows x cols takes in a GPU's memory.
 pub(crate) fn stored_bytes(format: Format, rows: usize, cols: usize) -> usize {
     match format {
-        Format::Block(format) => rows * pitch(&format, cols.div_ceil(GROUP_VALUES)),
+        Format::Block(format) => tiles_bytes(&format, rows, cols).unwrap_or(usize::MAX),
         Format::Scheme(scheme) => PackedLayout::of(scheme, rows, cols).bytes(),
     }
 }

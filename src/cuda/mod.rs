@@ -28,7 +28,9 @@ pub(crate) mod table_tests;
 mod words;
 
 pub use blocks::BlockMatrix;
-pub(crate) use blocks::{Arranged, Narrow, dequantize, kernel_index, narrow, product_dtype};
+pub(crate) use blocks::{
+    Arranged, Narrow, dequantize, group_bytes, kernel_index, narrow, product_dtype,
+};
 pub(crate) use counters::zeros_before_launch;
 pub(crate) use force::forced;
 pub use force::with_kernel;

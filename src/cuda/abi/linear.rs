@@ -154,6 +154,8 @@ abi! {
     /// brings weights.
     const SKINNY_EPILOGUE_WARPS: Count<i32> = 2;
     const SKINNY_THREADS: Count<i32> = WARP * (GEMV_WARPS + 1 + SKINNY_EPILOGUE_WARPS);
+    /// Bytes behind each row's sums of x in its shared memory: lanes that read several rows have no bank conflicts.
+    const SKINNY_SUMS_PADDING: Count<u32> = 32;
 
     /// Up to 16 rows of x, all in shared memory, and packed weights.
     struct GemmSkinnyParams {

@@ -87,6 +87,17 @@ const SM90: Rule = Rule {
     ..RULE
 };
 
+const GEMV_SM90: Rule = Rule {
+    kernel: "gemv_wna16_sm90",
+    source: "linear/gemv_wna16_sm90.cu",
+    formats: STREAMED,
+    x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
+    arch: [90, NEWEST],
+    rounds_up_to: 1,
+    plan: gemv_wna16_sm90::plan,
+    note: "of ternary weights those with one scale for a row or the matrix",
+    ..RULE
+};
 const SKINNY: Rule = Rule {
     kernel: "gemm_wna16_skinny_sm90",
     source: "linear/gemm_wna16_skinny_sm90.cu",
@@ -191,16 +202,12 @@ pub(super) static RULES: &[Rule] = &[
         note: "few output channels: one block a multiprocessor at most, of one N tile or three",
         ..RULE
     },
+    GEMV_SM90,
     Rule {
-        kernel: "gemv_wna16_sm90",
-        source: "linear/gemv_wna16_sm90.cu",
-        formats: STREAMED,
-        x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
-        arch: [90, NEWEST],
-        rounds_up_to: 1,
-        plan: gemv_wna16_sm90::plan,
-        note: "of ternary weights those with one scale for a row or the matrix",
-        ..RULE
+        source: "linear/gemv_wna16_sm90_gguf.cu",
+        formats: Formats::GGUF,
+        note: "",
+        ..GEMV_SM90
     },
     Rule {
         kernel: "gemm_w8a8_cluster",
@@ -250,6 +257,12 @@ pub(super) static RULES: &[Rule] = &[
         ..RULE
     },
     SKINNY,
+    Rule {
+        source: "linear/gemm_wna16_skinny_sm90_gguf.cu",
+        formats: Formats::GGUF,
+        note: "as many rows of x as fit into shared memory",
+        ..SKINNY
+    },
     Rule {
         kernel: "gemm_wna16_m16_cluster",
         source: "linear/gemm_wna16_m16_cluster.cu",

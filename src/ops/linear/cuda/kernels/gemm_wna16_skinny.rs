@@ -1,20 +1,20 @@
-//! Up to 16 rows of x, all in shared memory, and packed weights on Hopper, which come through a pipeline
+//! Up to 16 rows of x, all in shared memory, and packed weights or GGUF blocks on Hopper, which come through a pipeline
 //! (`kernels/linear/gemm_wna16_skinny_sm90.cuh`).
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands};
 use super::gemm_dequantized::{operand_b, operand_b_room, parts};
 use super::gemv::Gemv;
-use super::streamed::{Streamed, streamed};
+use super::streamed::{Source, Streamed, streamed};
 use crate::cuda::abi::{
     GEMV_SM90_MAX_STAGES, GEMV_WARPS, GemmSkinnyParams, K_BLOCK, N_TILE, NORM_NONE, ROW_GROUP,
-    SKINNY_EPILOGUE_WARPS, SKINNY_THREADS,
+    SKINNY_EPILOGUE_WARPS, SKINNY_SUMS_PADDING, SKINNY_THREADS,
 };
 use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin};
 use candle_core::Result;
 use std::sync::Arc;
 
-/// For 8 and 16 rows of operand B, in the order of [`Streamed::index`].
+/// For 8 and 16 rows of operand B, in the order of [`Streamed::kernel`].
 pub(super) static MODULE: Module = Module::new(
     "gemm_wna16_skinny_sm90",
     fatbin!("gemm_wna16_skinny_sm90"),
@@ -43,6 +43,32 @@ pub(super) static MODULE: Module = Module::new(
         "gemm_wna16_skinny_sm90_nvfp4_16",
         "gemm_wna16_skinny_sm90_nf4_8",
         "gemm_wna16_skinny_sm90_nf4_16",
+    ],
+);
+pub(super) static GGUF: Module = Module::new(
+    "gemm_wna16_skinny_sm90_gguf",
+    fatbin!("gemm_wna16_skinny_sm90_gguf"),
+    &[
+        "gemm_wna16_skinny_sm90_q4_0_8",
+        "gemm_wna16_skinny_sm90_q4_0_16",
+        "gemm_wna16_skinny_sm90_q4_1_8",
+        "gemm_wna16_skinny_sm90_q4_1_16",
+        "gemm_wna16_skinny_sm90_q5_0_8",
+        "gemm_wna16_skinny_sm90_q5_0_16",
+        "gemm_wna16_skinny_sm90_q5_1_8",
+        "gemm_wna16_skinny_sm90_q5_1_16",
+        "gemm_wna16_skinny_sm90_q8_0_8",
+        "gemm_wna16_skinny_sm90_q8_0_16",
+        "gemm_wna16_skinny_sm90_q2_k_8",
+        "gemm_wna16_skinny_sm90_q2_k_16",
+        "gemm_wna16_skinny_sm90_q3_k_8",
+        "gemm_wna16_skinny_sm90_q3_k_16",
+        "gemm_wna16_skinny_sm90_q4_k_8",
+        "gemm_wna16_skinny_sm90_q4_k_16",
+        "gemm_wna16_skinny_sm90_q5_k_8",
+        "gemm_wna16_skinny_sm90_q5_k_16",
+        "gemm_wna16_skinny_sm90_q6_k_8",
+        "gemm_wna16_skinny_sm90_q6_k_16",
     ],
 );
 
@@ -78,6 +104,7 @@ fn padding(format: Streamed) -> usize {
     match format {
         Streamed::Int4 { .. } | Streamed::Nvfp4 | Streamed::Nf4 | Streamed::Ternary => 64,
         Streamed::Fp8 | Streamed::Fp8Block | Streamed::Int8 => 16,
+        Streamed::Gguf(_) => 32,
     }
 }
 
@@ -120,7 +147,12 @@ pub(crate) fn plan(case: &Case) -> Planned {
         .position(|most| rows <= *most)
         .ok_or("there are more rows of operand B than 16")?;
     let sums = SKINNY_EPILOGUE_WARPS * GEMV_WARPS * ROWS[form] * (N_TILE + 4) * 4;
-    let x = rows * (2 * case.k.next_multiple_of(K_BLOCK) + padding(format));
+    let values = case.k.next_multiple_of(K_BLOCK);
+    let x_sums = match format.x_sums(values) {
+        0 => 0,
+        bytes => bytes + SKINNY_SUMS_PADDING,
+    };
+    let x = rows * (2 * values + padding(format) + x_sums);
     let gpu = &case.gpu;
     let stages_in = |room: usize| room.saturating_sub(sums + x) / format.stage_bytes();
     let most = STAGES.min(GEMV_SM90_MAX_STAGES);
@@ -150,14 +182,21 @@ pub(crate) fn plan(case: &Case) -> Planned {
 }
 
 impl Gemm {
-    fn index(&self) -> usize {
-        ROWS.len() * self.format.index() + self.form
+    /// The kernel, and its place in its module.
+    fn kernel(&self) -> (&'static Module, usize) {
+        let (source, index) = self.format.kernel();
+        let module = match source {
+            Source::Codes => &MODULE,
+            Source::Gguf => &GGUF,
+        };
+        (module, ROWS.len() * index + self.form)
     }
 }
 
 impl Kernel for Gemm {
     fn entry(&self) -> &'static str {
-        MODULE.names(self.index()).1
+        let (module, index) = self.kernel();
+        module.names(index).1
     }
 
     fn grid(&self) -> Option<Grid> {
@@ -193,11 +232,12 @@ impl Kernel for Gemm {
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = operands.weight_bytes() + 2 * rows * at.k + outputs;
+        let (module, index) = self.kernel();
         // SAFETY: the caller's; the struct is the kernel's.
         unsafe {
             launcher
                 .moving(bytes as u64)
-                .run(&MODULE, self.index(), self.grid, &params)
+                .run(module, index, self.grid, &params)
         }
     }
 }

@@ -1,4 +1,4 @@
-//! One row of x and packed weights on Hopper, which come through a pipeline in shared memory
+//! One row of x and packed weights or GGUF blocks on Hopper, which come through a pipeline in shared memory
 //! (`kernels/linear/gemv_wna16_sm90.cuh`).
 //!
 //! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 46.9 us in INT4
@@ -7,7 +7,7 @@
 use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::GemvPlan;
-use super::streamed::{Streamed, streamed};
+use super::streamed::{Source, Streamed, streamed};
 use crate::cuda::abi::{
     GEMV_SM90_K_BLOCKS as STAGE_K_BLOCKS, GEMV_SM90_MAX_STAGES, GEMV_SM90_OWNED as OWNED,
     GEMV_THREADS, INT4_PADDING, K_BLOCK, WARP,
@@ -16,7 +16,7 @@ use crate::cuda::{Grid, Module, fatbin};
 use candle_core::DType;
 use std::sync::Arc;
 
-/// As [`Streamed::index`] numbers them.
+/// As [`Streamed::kernel`] numbers them.
 pub(super) static MODULE: Module = Module::new(
     "gemv_wna16_sm90",
     fatbin!("gemv_wna16_sm90"),
@@ -33,6 +33,22 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_wna16_sm90_fp8_block",
         "gemv_wna16_sm90_nvfp4",
         "gemv_wna16_sm90_nf4",
+    ],
+);
+pub(super) static GGUF: Module = Module::new(
+    "gemv_wna16_sm90_gguf",
+    fatbin!("gemv_wna16_sm90_gguf"),
+    &[
+        "gemv_wna16_sm90_q4_0",
+        "gemv_wna16_sm90_q4_1",
+        "gemv_wna16_sm90_q5_0",
+        "gemv_wna16_sm90_q5_1",
+        "gemv_wna16_sm90_q8_0",
+        "gemv_wna16_sm90_q2_k",
+        "gemv_wna16_sm90_q3_k",
+        "gemv_wna16_sm90_q4_k",
+        "gemv_wna16_sm90_q5_k",
+        "gemv_wna16_sm90_q6_k",
     ],
 );
 
@@ -66,7 +82,7 @@ fn row(format: Streamed, case: &Case) -> usize {
     let is_bf16 = case.x == DType::BF16;
     if format != Streamed::Ternary {
         let parts = if is_bf16 { 1 } else { 2 };
-        return (2 * values + INT4_PADDING) * parts;
+        return (2 * values + INT4_PADDING) * parts + format.x_sums(values);
     }
     let owns = is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * STAGE_K_BLOCKS) <= OWNED);
     // Two parts, the values they are made from, and what they are multiplied by.
@@ -102,9 +118,13 @@ pub(crate) fn plan(case: &Case) -> Planned {
     // shared memory, an SM has to be idle before it divides its cache anew.
     let used = stages * format.stage_bytes() + row;
     let shared = if alone { room } else { used };
+    let (source, index) = format.kernel();
     Ok(Arc::new(GemvPlan {
-        module: &MODULE,
-        index: format.index(),
+        module: match source {
+            Source::Codes => &MODULE,
+            Source::Gguf => &GGUF,
+        },
+        index,
         grid: Grid::new([gpu.sms, 1, 1], THREADS as u32, shared as u32),
         split_k: 1,
         stages,

@@ -28,8 +28,10 @@ fn plans_leave_room_for_static_shared_memory() -> Result<()> {
     check(&gemv_wna16::MODULE, 0..7, gemv::FIXED_SHARED)?;
     let sm90 = gemv_wna16_sm90::FIXED_SHARED;
     check(&gemv_wna16_sm90::MODULE, 0..12, sm90)?;
+    check(&gemv_wna16_sm90::GGUF, 0..10, sm90)?;
     let skinny = gemm_wna16_skinny::FIXED_SHARED;
     check(&gemm_wna16_skinny::MODULE, 0..24, skinny)?;
+    check(&gemm_wna16_skinny::GGUF, 0..20, skinny)?;
     let pipelined = gemv_dense_pipelined::FIXED_SHARED;
     check(&gemv_dense_pipelined::MODULE, 0..4, pipelined)?;
     let m16 = gemm_wna16_m16::FIXED_SHARED;

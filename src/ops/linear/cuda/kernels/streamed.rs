@@ -1,9 +1,10 @@
 //! The weights that the kernels for few rows of x on Hopper take through a pipeline in shared memory
 //! (`kernels/linear/weight_stream_sm90.cuh`).
 
-use super::super::problem::Case;
+use super::super::problem::{Case, WeightFormat};
 use crate::cuda::abi::{GEMV_SM90_K_BLOCKS as STAGE_K_BLOCKS, K_BLOCK, N_TILE, ROW_GROUP};
-use crate::quant::{NF4_GROUP, NVFP4_GROUP, Scheme, TernaryScale};
+use crate::cuda::{group_bytes, kernel_index};
+use crate::quant::{BlockFormat, Format, NF4_GROUP, NVFP4_GROUP, Scaling, Scheme, TernaryScale};
 
 /// A format that there are kernels for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,10 +23,25 @@ pub(super) enum Streamed {
     Fp8Block,
     Nvfp4,
     Nf4,
+    Gguf(BlockFormat),
+}
+
+/// The kernels of one source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Codes,
+    Gguf,
 }
 
 impl Streamed {
-    fn of(scheme: Scheme) -> Option<Self> {
+    fn of(weight: WeightFormat) -> Option<Self> {
+        let WeightFormat::Quantized(format) = weight else {
+            return None;
+        };
+        let scheme = match format {
+            Format::Block(format) => return Some(Self::Gguf(format)),
+            Format::Scheme(scheme) => scheme,
+        };
         match scheme {
             Scheme::Int4 { group, zero_point } if K_BLOCK.is_multiple_of(group) => {
                 let groups = K_BLOCK / group;
@@ -43,9 +59,9 @@ impl Streamed {
         }
     }
 
-    /// The place of the kernel among those of its module.
-    pub(super) fn index(self) -> usize {
-        match self {
+    /// The kernel's source, and its place there.
+    pub(super) fn kernel(self) -> (Source, usize) {
+        let codes = match self {
             Self::Int4 { groups, zero_point } => {
                 groups.trailing_zeros() as usize + if zero_point { 3 } else { 0 }
             }
@@ -55,7 +71,11 @@ impl Streamed {
             Self::Fp8Block => 9,
             Self::Nvfp4 => 10,
             Self::Nf4 => 11,
-        }
+            Self::Gguf(format) => {
+                return (Source::Gguf, kernel_index(Format::Block(format)));
+            }
+        };
+        (Source::Codes, codes)
     }
 
     /// Stages of a pipeline at least: fewer where they are large.
@@ -78,8 +98,21 @@ impl Streamed {
             Self::Nf4 => K_BLOCK / 2 + 4 * (K_BLOCK / NF4_GROUP),
             Self::Fp8 | Self::Fp8Block => K_BLOCK,
             Self::Int8 => return N_TILE * (STAGE_K_BLOCKS * K_BLOCK + 64),
+            Self::Gguf(format) => group_bytes(&format),
         };
         N_TILE * STAGE_K_BLOCKS * k_block
+    }
+
+    /// Bytes of the sums of so many values of a row of x, which meet the weights' offsets: two bf16 parts, each twice.
+    pub(super) fn x_sums(self, values: usize) -> usize {
+        match self {
+            Self::Gguf(format) => match format.scaling {
+                Scaling::Affine | Scaling::Super => values / 32 * 8,
+                Scaling::Super16 => values / 16 * 8,
+                Scaling::Symmetric | Scaling::SuperSymmetric => 0,
+            },
+            _ => 0,
+        }
     }
 }
 
@@ -88,8 +121,7 @@ const LARGE_STAGE: usize = 24 << 10;
 
 /// The format of the weights, if the pipeline takes them.
 pub(super) fn streamed(case: &Case) -> Result<Streamed, &'static str> {
-    let format = case.scheme().and_then(Streamed::of);
-    let format = format.ok_or("there is no kernel of this group or scale")?;
+    let format = Streamed::of(case.weight).ok_or("there is no kernel of this group or scale")?;
     if !case.k.is_multiple_of(8) {
         return Err("K is no multiple of 8");
     }
@@ -117,40 +149,55 @@ pub(super) fn streamed(case: &Case) -> Result<Streamed, &'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::Streamed;
-    use crate::quant::Scheme;
+    use super::super::super::problem::WeightFormat;
+    use super::{Source, Streamed};
+    use crate::quant::{BlockFormat, Format, Scheme};
     use std::str::FromStr;
 
-    /// The source, whose kernels assert the bytes of their stages.
-    const SOURCE: &str = include_str!("../../../../../kernels/linear/gemv_wna16_sm90.cu");
+    /// The sources, whose kernels assert the bytes of their stages.
+    const SOURCES: [(Source, &str); 2] = [
+        (
+            Source::Codes,
+            include_str!("../../../../../kernels/linear/gemv_wna16_sm90.cu"),
+        ),
+        (
+            Source::Gguf,
+            include_str!("../../../../../kernels/linear/gemv_wna16_sm90_gguf.cu"),
+        ),
+    ];
 
     #[test]
     fn stages_are_those_that_the_kernels_assert() {
         let schemes = [
-            "int4-g128",
-            "int4-g64",
-            "int4-g32",
-            "int4-g128-z",
-            "int4-g64-z",
-            "int4-g32-z",
             "int8",
+            "int4-g32",
+            "int4-g64",
+            "int4-g128",
+            "int4-g32-z",
+            "int4-g64-z",
+            "int4-g128-z",
             "ternary-row",
             "fp8",
             "fp8-block128",
             "nvfp4",
             "nf4",
         ];
-        let kernels = SOURCE
-            .lines()
-            .filter(|line| line.starts_with("FUSED_GEMV_SM90("));
-        for (i, (name, kernel)) in schemes.iter().zip(kernels).enumerate() {
-            let streamed = Streamed::of(Scheme::from_str(name).unwrap()).unwrap();
-            assert_eq!(streamed.index(), i, "{name}: {kernel}");
+        let schemes = schemes.map(|name| Format::Scheme(Scheme::from_str(name).unwrap()));
+        let blocks =
+            BlockFormat::DTYPES.map(|dtype| Format::Block(BlockFormat::of(dtype).unwrap()));
+        for format in schemes.into_iter().chain(blocks) {
+            let streamed = Streamed::of(WeightFormat::Quantized(format)).unwrap();
+            let (source, index) = streamed.kernel();
+            let (_, text) = SOURCES.iter().find(|(of, _)| *of == source).unwrap();
+            let kernels = text
+                .lines()
+                .filter(|line| line.starts_with("FUSED_GEMV_SM90("));
+            let kernel = kernels.clone().nth(index).unwrap();
             let bytes = kernel.split(", ").nth(1).unwrap();
             assert_eq!(
                 bytes,
                 streamed.stage_bytes().to_string(),
-                "{name}: {kernel}"
+                "{format}: {kernel}"
             );
         }
     }
