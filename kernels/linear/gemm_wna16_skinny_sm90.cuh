@@ -1,4 +1,5 @@
-// GEMM for up to 16 rows of bf16 x and packed weights or GGUF blocks on Hopper: y = act(x W^T + bias) + residuals, with all of x in shared memory and the weights in a TMA pipeline (weight_stream_sm90.cuh).
+// GEMM for up to 16 rows of bf16 x and packed weights or GGUF blocks on Hopper: y = act(x W^T + bias) + residuals, with
+// all of x in shared memory and the weights in a TMA pipeline (weight_stream_sm90.cuh).
 //
 // A block has N tiles of 16 output channels, one after the other. Its warps are specialized: one brings weights, eight
 // multiply, two write outputs. Of each stage of 16 K blocks consumer warp w multiplies K blocks 2w and 2w + 1, for all N
@@ -44,8 +45,8 @@ template <class Format, int M_TILES> struct GemmSkinny : WeightStream<Format> {
         sums(reinterpret_cast<float*>(memory)),
         x(shared_address(memory) + uint32_t(BUFFERS * BUFFER * sizeof(float)) + p.stages * Stream::STAGE_BYTES),
         x_pitch(k_blocks * (2 * K_BLOCK) + Stage::X_PADDING), x_sums(x + g.rows * x_pitch),
-        x_sums_pitch(k_blocks * (K_BLOCK / 32 * X_SUMS * sizeof(uint2)) + SKINNY_SUMS_PADDING), filled(barriers + 16 * MAX_STAGES),
-        freed(filled + 8 * BUFFERS) {}
+        x_sums_pitch(k_blocks * (K_BLOCK / 32 * X_SUMS * sizeof(uint2)) + SKINNY_SUMS_PADDING),
+        filled(barriers + 16 * MAX_STAGES), freed(filled + 8 * BUFFERS) {}
 
   // A consumer warp: the K blocks that it has of x, zeros where x has no values.
   __device__ __forceinline__ void load_x(uint32_t warp) const {

@@ -12,7 +12,7 @@ use candle_fused::Fusion;
 use candle_fused::cpu::packed::PackedMatrix;
 use candle_fused::nn::{LinearWeight, Projection};
 use candle_fused::ops::Weight;
-use candle_fused::quant::{Codes, Quantization, Scheme, quantize};
+use candle_fused::quant::{Codes, Quantization, Scheme, TernaryScale, quantize};
 use std::sync::Arc;
 
 /// Each format with what candle has of about its size.
@@ -324,6 +324,9 @@ fn quantized(few: &Tensor, rows: usize, format: Quantization) -> Result<(Source,
             let values = Tensor::from_vec(codes.dequantize(), few.dims(), &Device::Cpu)?;
             let lines = |rows: usize| match scheme {
                 Scheme::Fp8Block128 => rows.div_ceil(DISTINCT),
+                Scheme::Ternary {
+                    scale: TernaryScale::Tensor,
+                } => 1,
                 _ => rows,
             };
             let codes = Codes {

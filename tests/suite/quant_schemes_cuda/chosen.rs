@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 33] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 37] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -51,9 +51,28 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 33] = [
         4096,
         "gemm_wna16_skinny_sm90",
     ),
-    ("int4-g32-z", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
-    ("int8", DType::BF16, 8, 4096, 4096, "gemm_wna16_mma"),
-    ("int8", DType::BF16, 1, 4096, 4096, "gemv_wna16"),
+    ("int4-g32-z", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
+    (
+        "int4-g32-z",
+        DType::BF16,
+        8,
+        4096,
+        4096,
+        "gemm_wna16_skinny_sm90",
+    ),
+    ("int4-g128-z", DType::F32, 1, 4096, 4096, "gemv_wna16_sm90"),
+    // Zero points of a tile of 8 rows are not whole 16 bytes.
+    ("int4-g128-z", DType::BF16, 1, 4096, 640, "gemv_wna16"),
+    (
+        "int4-g64",
+        DType::F16,
+        4,
+        4096,
+        4096,
+        "gemm_wna16_skinny_sm90",
+    ),
+    ("int8", DType::BF16, 8, 4096, 4096, "gemm_wna16_skinny_sm90"),
+    ("int8", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     ("int8", DType::BF16, 512, 4096, 4096, "gemm_w8a8_sm90"),
     ("int8", DType::BF16, 512, 576, 1536, "gemm_w8a8_cluster"),
     ("fp8", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),

@@ -1,4 +1,4 @@
-//! The tensor-core GEMMs for quantized weights, that of Hopper and that for few rows: every format, tile of tokens,
+//! The tensor-core GEMMs for quantized weights, those of Hopper and that for few rows: every format, tile of tokens,
 //! dtype, prologue and epilogue, held to float64 and to what cuBLAS makes of the same weights in bf16.
 
 use super::{SCHEMES, gpus, on, random};
@@ -33,7 +33,7 @@ const ANY_SHAPES: [(usize, usize); 3] = [(100, 256), (77, 512), (264, 768)];
 /// Those that fill no tile of 16, in matrices that begin at whole 8 of them.
 const WHOLE_EIGHTS: [(usize, usize); 3] = [(104, 256), (72, 2128), (264, 768)];
 
-const SUBJECTS: [Subject; 3] = [
+const SUBJECTS: [Subject; 4] = [
     Subject {
         kernel: "gemm_wna16_sm90",
         architectures: 90..=90,
@@ -59,19 +59,18 @@ const SUBJECTS: [Subject; 3] = [
         rows: &[2, 7, 8, 9, 16],
         few: &[2, 4, 5, 8, 9, 12, 16],
         shapes: WHOLE_EIGHTS,
-        takes: |format| {
-            [
-                "int4-g128",
-                "ternary-row",
-                "ternary-tensor",
-                "fp8",
-                "fp8-block128",
-                "nvfp4",
-                "nf4",
-            ]
-            .contains(&format)
-        },
+        takes: |format| !format.starts_with("ternary-g"),
         most: |_| 16,
+    },
+    Subject {
+        kernel: "gemv_wna16_sm90",
+        architectures: 90..=i32::MAX,
+        rows: &[1],
+        few: &[1],
+        shapes: WHOLE_EIGHTS,
+        takes: |format| !format.starts_with("ternary-g"),
+        // One of f16 is two parts.
+        most: |_| 2,
     },
 ];
 
