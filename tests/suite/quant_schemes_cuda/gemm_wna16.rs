@@ -106,7 +106,7 @@ impl Subject {
         let mut all = Vec::new();
         for dtype in GGUF {
             let name = format!("{dtype:?}");
-            if (self.takes)(&name) {
+            if (self.takes)(&name) && k.is_multiple_of(dtype.block_size()) {
                 let matrix = || blocks_on(n, k, dtype, device);
                 all.push((name, [matrix()?, matrix()?]));
             }
