@@ -3,8 +3,8 @@
 //
 // A row is cut into blocks of 32 values and groups of 4 blocks; the last group is padded with zeros. Codes are
 // distributed to 4 lanes as operands of `mma.m16n8k16`: of each half block lane t has values 4t to 4t + 3, so 8 of a
-// block. Rows lie in tiles of 8 (ROW_GROUP), the last one filled up with zeros. A tile has these planes, one after the
-// other; within each lie together what lanes have of a row and a group, then follow the other rows and groups:
+// block. Rows lie in tiles of 8 (ROW_GROUP), the last one padded with zeros. A tile has these planes, one after the other,
+// each in the order [group][row][lane]:
 //
 //   low      16 bytes for each group and lane, a word for each block: 4 bits of its 8 codes. For
 //            8 bits 2 words for each of the blocks 0 and 1. For 2 and 3 bits 8 bytes: 2 bits of the codes

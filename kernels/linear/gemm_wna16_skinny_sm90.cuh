@@ -91,10 +91,12 @@ template <class Format, int M_TILES> struct GemmSkinny : WeightStream<Format> {
 
   // What a channel's sums are multiplied by.
   __device__ __forceinline__ float channel_scale(uint32_t i, uint32_t r) const {
-    if constexpr (Products::BY_GROUPS) return 1.f;
-    else
-    // Past the last row that of the last, which is not used.
-    return Weights::UNIT * this->scale_of(min(this->weight_row(i, r), p.rows - 1));
+    if constexpr (Products::BY_GROUPS) {
+      return 1.f;
+    } else {
+      // Past the last row that of the last, which is not used.
+      return Weights::UNIT * this->scale_of(min(this->weight_row(i, r), p.rows - 1));
+    }
   }
 
   __device__ __forceinline__ void store_sums(const Sums& y, const float (&by)[2], float* to) const {

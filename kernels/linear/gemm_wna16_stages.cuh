@@ -162,11 +162,8 @@ template <class Format> struct WordStage {
   }
   static __device__ __forceinline__ void read_codes(Block& block, uint32_t stage) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 v = load_shared(stage + i * ROWS + Format::BYTES * (threadIdx.x % WARP));
-      block.pieces[i].words[0] = v.x, block.pieces[i].words[1] = v.y;
-      block.pieces[i].words[2] = v.z, block.pieces[i].words[3] = v.w;
-    }
+    for (int i = 0; i < 2; ++i)
+      load_shared_words<Format::BYTES>(stage + i * ROWS + Format::BYTES * (threadIdx.x % WARP), block.pieces[i].words);
   }
   static __device__ __forceinline__ uint4 x(uint32_t at, uint32_t e, uint32_t t) {
     return load_shared(at + 64 * e + 16 * t);
@@ -287,10 +284,8 @@ struct TernaryStage {
   static __device__ __forceinline__ Block read(const Weights&, const Gemv&, uint32_t, uint32_t stage) {
     Block block;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint2 v = load_shared_u64(stage + i * ROWS + Format::BYTES * (threadIdx.x % WARP));
-      block.pieces[i].words[0] = v.x, block.pieces[i].words[1] = v.y;
-    }
+    for (int i = 0; i < 2; ++i)
+      load_shared_words<Format::BYTES>(stage + i * ROWS + Format::BYTES * (threadIdx.x % WARP), block.pieces[i].words);
     return block;
   }
   // Values j and j + 4 meet codes j and j + 4.
