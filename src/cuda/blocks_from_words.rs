@@ -30,18 +30,19 @@ mod tests {
     use super::*;
     use crate::quant::Scheme;
     use crate::quant::words::{IN_ORDER, WordLayout};
-    use candle_core::DType;
+    use candle_core::{DType, Tensor};
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
     /// Codes `[rows, cols]` in words of a layout.
-    fn packed(codes: &[u8], (rows, cols): (usize, usize), layout: WordLayout) -> Words {
-        let mut words = vec![0u32; layout.place(rows - 1, cols - 1).0 + 1];
+    fn packed(codes: &[u8], (rows, cols): (usize, usize), layout: WordLayout) -> Result<Words> {
+        let mut words = vec![0i32; layout.place(rows - 1, cols - 1).0 + 1];
         for (at, code) in codes.iter().enumerate() {
             let (word, shift) = layout.place(at / cols, at % cols);
-            words[word] |= u32::from(*code) << shift;
+            words[word] |= (u32::from(*code) << shift) as i32;
         }
-        Words { words, layout }
+        let words = Tensor::new(words, &Device::Cpu)?;
+        Ok(Words { words, layout })
     }
 
     /// What a GPU makes of words is what it makes of a byte for each code.
@@ -56,7 +57,11 @@ mod tests {
         let raw: Vec<u8> = (0..rows * cols)
             .map(|_| rng.random::<u8>() & ((1u16 << layout.bits) - 1) as u8)
             .collect();
-        let words = packed(&raw, (rows, cols), layout);
+        let on_host = packed(&raw, (rows, cols), layout)?;
+        let on_device = Words {
+            words: on_host.words.to_device(device)?,
+            layout,
+        };
         let order: Vec<u32> = match sorted {
             true => (0..cols as u32).rev().collect(),
             false => (0..cols as u32).collect(),
@@ -85,15 +90,16 @@ mod tests {
             ..shell.clone()
         };
         let order = sorted.then_some(order.as_slice());
-        let ours = BlockMatrix::from_words(&shell, (&words, order), device)?;
-        let expected = BlockMatrix::from_codes(&codes, device)?;
-        let [ours, expected] = [ours, expected].map(|m| m.dequantize(DType::F32));
-        let differ = ours?.ne(&expected?)?.to_dtype(DType::F32)?.max_all()?;
-        assert_eq!(
-            differ.to_scalar::<f32>()?,
-            0.,
-            "{rows} x {cols}, {layout:?}, sorted: {sorted}"
-        );
+        let expected = BlockMatrix::from_codes(&codes, device)?.dequantize(DType::F32)?;
+        for words in [on_host, on_device] {
+            let ours = BlockMatrix::from_words(&shell, (&words, order), device)?;
+            let differ = ours.dequantize(DType::F32)?.ne(&expected)?;
+            assert_eq!(
+                differ.to_dtype(DType::F32)?.max_all()?.to_scalar::<f32>()?,
+                0.,
+                "{rows} x {cols}, {layout:?}, sorted: {sorted}"
+            );
+        }
         Ok(())
     }
 
@@ -155,17 +161,17 @@ mod tests {
             zeros: Vec::new(),
             group_scales: Vec::new(),
         };
-        let words = |count| Words {
-            words: vec![0; count],
-            layout,
+        let said = |count: usize, order: Option<&[u32]>| -> Result<String> {
+            let words = Words {
+                words: Tensor::new(vec![0i32; count], &Device::Cpu)?,
+                layout,
+            };
+            let refused = BlockMatrix::from_words(&shell, (&words, order), &device);
+            Ok(refused.err().map(|e| e.to_string()).unwrap_or_default())
         };
-        let said = |words: &Words, order: Option<&[u32]>| {
-            let refused = BlockMatrix::from_words(&shell, (words, order), &device);
-            refused.err().map(|e| e.to_string()).unwrap_or_default()
-        };
-        assert!(said(&words(63), None).contains("63 words given for 8 x 32"));
-        assert!(said(&words(64), Some(&[32; 32])).contains("order: 32 columns"));
-        assert_eq!(said(&words(64), None), "");
+        assert!(said(63, None)?.contains("63 words given for 8 x 32"));
+        assert!(said(64, Some(&[32; 32]))?.contains("order: 32 columns"));
+        assert_eq!(said(64, None)?, "");
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ use super::abi::{FORMAT_THREADS, UnpackWordsParams};
 use super::{Address, Grid, Launcher, Module, fatbin};
 use crate::quant::words::{WordLayout, Words};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
-use candle_core::{CudaDevice, Error, Result, bail};
+use candle_core::{CudaDevice, Device, Error, Result, Storage, Tensor, bail};
 
 static MODULE: Module = Module::new("unpack_words", fatbin!("unpack_words"), &["unpack_words"]);
 
@@ -12,14 +12,15 @@ static MODULE: Module = Module::new("unpack_words", fatbin!("unpack_words"), &["
 pub(super) struct WordsOnDevice<'a> {
     device: &'a CudaDevice,
     layout: WordLayout,
-    words: CudaSlice<u32>,
+    /// In i32, one behind the other.
+    words: Tensor,
     /// The column of the words that each column is, if they are not in order.
     order: Option<CudaSlice<u32>>,
     cols: usize,
 }
 
 impl<'a> WordsOnDevice<'a> {
-    /// Uploads the words of a matrix, whose columns divide by 4.
+    /// The words of a matrix, whose columns divide by 4. They are uploaded if they are not there yet.
     ///
     /// # Errors
     /// If a code has no word, `order` names no columns, or the device's memory does not suffice.
@@ -32,7 +33,7 @@ impl<'a> WordsOnDevice<'a> {
         if !words.hold(rows, cols) {
             bail!(
                 "codes: {} words given for {rows} x {cols}",
-                words.words.len()
+                words.words.elem_count()
             );
         }
         if let Some(order) = order
@@ -43,7 +44,7 @@ impl<'a> WordsOnDevice<'a> {
         Ok(Self {
             device,
             layout: words.layout,
-            words: device.clone_htod(&words.words)?,
+            words: words.words.to_device(&Device::Cuda(device.clone()))?,
             order: order.map(|order| device.clone_htod(order)).transpose()?,
             cols,
         })
@@ -64,9 +65,15 @@ impl<'a> WordsOnDevice<'a> {
         let layout = self.layout;
         let [row_log, col_log] = layout.logs();
         {
-            let (words, _words) = self.words.device_ptr(self.words.stream());
+            let (storage, of_words) = self.words.storage_and_layout();
+            let Storage::Cuda(storage) = &*storage else {
+                bail!("codes: words on the host, expected on a GPU");
+            };
+            let words = storage.as_cuda_slice::<i32>()?;
+            let words = words.slice(of_words.start_offset()..);
+            let stream = self.device.cuda_stream();
+            let (words, _words) = words.device_ptr(&stream);
             let order = self.order.as_ref().map(|o| o.device_ptr(o.stream()));
-            let stream = codes.stream().clone();
             let (out, _out) = codes.device_ptr_mut(&stream);
             let params = UnpackWordsParams {
                 words,

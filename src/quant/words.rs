@@ -1,5 +1,7 @@
 //! Codes in words of 32 bits, as the checkpoints of other programs have them.
 
+use candle_core::{Device, Result, Tensor};
+
 /// Fields of a word in order, the first in the lowest bits.
 pub(crate) const IN_ORDER: u32 = 0x7654_3210;
 
@@ -41,17 +43,23 @@ impl WordLayout {
 }
 
 /// The words of a matrix.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub(crate) struct Words {
-    pub words: Vec<u32>,
+    /// In i32, one behind the other, on the host or on the GPU that unpacks them.
+    pub words: Tensor,
     pub layout: WordLayout,
 }
 
 impl Words {
+    pub fn on_host(&self) -> Result<Vec<u32>> {
+        let words = self.words.to_device(&Device::Cpu)?.to_vec1::<i32>()?;
+        Ok(words.into_iter().map(|word| word as u32).collect())
+    }
+
     /// Whether every code of so many rows and columns has its word.
     #[cfg(feature = "cuda")]
     pub fn hold(&self, rows: usize, cols: usize) -> bool {
         // Places grow with rows and with columns.
-        rows > 0 && cols > 0 && self.layout.place(rows - 1, cols - 1).0 < self.words.len()
+        rows > 0 && cols > 0 && self.layout.place(rows - 1, cols - 1).0 < self.words.elem_count()
     }
 }

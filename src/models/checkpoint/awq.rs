@@ -28,7 +28,13 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<InWor
     if !rows.is_multiple_of(IN_WORD) {
         bail!("{rows} rows, expected a multiple of {IN_WORD}");
     }
-    let words = tensors.words(PACKED, &[cols, rows / IN_WORD])?;
+    let (words, dims) = tensors.codes_in_words(PACKED)?;
+    if !is_packed(dims, (rows, cols)) {
+        bail!(
+            "{PACKED} has shape {dims:?}, expected [{cols}, {}]",
+            rows / IN_WORD
+        );
+    }
     let scales = tensors.scales_by_group("scales", (rows, cols))?;
     let groups = scales.len() / rows;
     let zeros = tensors.words("qzeros", &[groups, rows / IN_WORD])?;

@@ -36,7 +36,7 @@ pub const GROUPS: &str = "weight_g_idx";
 
 /// The matrix of a layer in `pack-quantized`.
 pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<InWords> {
-    let (words, dims) = tensors.matrix_of_words(PACKED)?;
+    let (words, dims) = tensors.codes_in_words(PACKED)?;
     let in_word = |bits: u32| (32 / bits) as usize;
     let fits = |bits: &u32| dims == [rows, cols.div_ceil(in_word(*bits))];
     let Some(bits) = [4, 8].into_iter().find(fits) else {

@@ -135,8 +135,8 @@ impl Read for Checkpoint {
         self.tensors.get(name).is_ok()
     }
 
-    fn read(&self, name: &str, dtype: DType) -> Result<Tensor> {
-        self.get_unchecked(name, dtype, &Device::Cpu)
+    fn read_on(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.get_unchecked(name, dtype, device)
     }
 }
 

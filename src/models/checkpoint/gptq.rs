@@ -33,7 +33,7 @@ pub enum Zeros {
 
 /// The matrix of a layer.
 pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), stored: Zeros) -> Result<InWords> {
-    let (words, dims) = tensors.matrix_of_words(PACKED)?;
+    let (words, dims) = tensors.codes_in_words(PACKED)?;
     let Some(bits) = [4, 8]
         .into_iter()
         .find(|bits| is_packed(dims, (rows, cols), *bits))

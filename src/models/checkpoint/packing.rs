@@ -9,7 +9,7 @@ use super::words::InWords;
 use super::{awq, bitnet, compressed, fp8, gptq, nf4, nvfp4};
 use crate::models::weights::arranged;
 use crate::nn::LinearWeight;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// How the matrix of a quantized layer is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +76,7 @@ impl Packing {
             Some(Format::Nf4) | None if nf4::is_there(tensors) => Some(Packing::Nf4),
             Some(_) => None,
             None if tensors.has(gptq::PACKED) => {
-                let (_, dims) = tensors.matrix_of_words(gptq::PACKED)?;
+                let (_, dims) = tensors.codes_in_words(gptq::PACKED)?;
                 Some(match awq::is_packed(dims, size) {
                     true => Packing::Awq,
                     false => Packing::Gptq(Zeros::Unknown),
@@ -113,7 +113,9 @@ impl Packing {
         heads: Option<usize>,
         to: Target<'_>,
     ) -> Result<LinearWeight> {
-        match self.matrix(tensors, size)? {
+        let on_gpu = to.fused && heads.is_none() && to.device.is_cuda();
+        let words_on = if on_gpu { to.device } else { &Device::Cpu };
+        match self.matrix(&tensors.with_words_on(words_on), size)? {
             Matrix::Codes(codes) => codes.into_weight(heads, to),
             Matrix::Words(words) => words.into_weight(heads, to),
             Matrix::Floats(floats) => floats.into_weight(heads, to),
@@ -142,7 +144,7 @@ impl Packing {
     ) -> Result<Tensor> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => codes.into_values(dtype),
-            Matrix::Words(words) => words.unpacked().into_values(dtype),
+            Matrix::Words(words) => words.unpacked()?.into_values(dtype),
             Matrix::Floats(floats) => floats.into_values()?.to_dtype(dtype),
             Matrix::Kept(codes) => codes.into_values()?.to_dtype(dtype),
             Matrix::Numbers(values) => values.to_dtype(dtype),
@@ -176,7 +178,7 @@ impl Packing {
     pub fn codes(self, tensors: &Tensors<'_>, size: (usize, usize)) -> Result<Unpacked> {
         match self.matrix(tensors, size)? {
             Matrix::Codes(codes) => Ok(codes),
-            Matrix::Words(words) => Ok(words.unpacked()),
+            Matrix::Words(words) => words.unpacked(),
             Matrix::Floats(_) | Matrix::Kept(_) | Matrix::Numbers(_) => {
                 bail!("numbers, expected codes")
             }

@@ -2,7 +2,7 @@
 
 use crate::cpu::pool;
 use crate::quant::words::WordLayout;
-use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
 use candle_nn::VarBuilder;
 
 /// Rows that a task unpacks at least.
@@ -15,8 +15,7 @@ const TILE: usize = 64;
 pub trait Read {
     fn contains(&self, name: &str) -> bool;
 
-    /// A tensor on the host.
-    fn read(&self, name: &str, dtype: DType) -> Result<Tensor>;
+    fn read_on(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor>;
 }
 
 impl Read for VarBuilder<'_> {
@@ -24,8 +23,9 @@ impl Read for VarBuilder<'_> {
         self.contains_tensor(name)
     }
 
-    fn read(&self, name: &str, dtype: DType) -> Result<Tensor> {
-        self.get_unchecked_dtype(name, dtype)
+    fn read_on(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let there = self.clone().set_device(device.clone());
+        there.get_unchecked_dtype(name, dtype)
     }
 }
 
@@ -33,12 +33,28 @@ impl Read for VarBuilder<'_> {
 pub struct Tensors<'a> {
     source: &'a dyn Read,
     stem: &'a str,
+    /// Where words of codes are read to. All else is read to the host.
+    words_on: &'a Device,
 }
 
 impl<'a> Tensors<'a> {
-    /// From a source whose tensors are on the host.
     pub fn new(source: &'a dyn Read, stem: &'a str) -> Self {
-        Self { source, stem }
+        Self {
+            source,
+            stem,
+            words_on: &Device::Cpu,
+        }
+    }
+
+    /// The same, whose words of codes go to a device as they are: of a mapped file without a copy on the host.
+    pub fn with_words_on<'b>(&self, device: &'b Device) -> Tensors<'b>
+    where
+        'a: 'b,
+    {
+        Tensors {
+            words_on: device,
+            ..*self
+        }
     }
 
     pub fn has(&self, part: &str) -> bool {
@@ -62,7 +78,7 @@ impl<'a> Tensors<'a> {
     }
 
     fn read(&self, part: &str, dtype: DType) -> Result<Tensor> {
-        self.source.read(&self.name(part), dtype)
+        self.source.read_on(&self.name(part), dtype, &Device::Cpu)
     }
 
     fn check(&self, part: &str, tensor: &Tensor, dims: &[usize]) -> Result<()> {
@@ -76,18 +92,15 @@ impl<'a> Tensors<'a> {
         Ok(())
     }
 
-    /// Words of 32 bits `[rows, cols]`, whose size is not known before.
-    pub fn matrix_of_words(&self, part: &str) -> Result<(Vec<u32>, [usize; 2])> {
-        let tensor = self.read(part, DType::I32)?;
+    /// Words of codes, one behind the other, and their size `[rows, cols]`.
+    pub fn codes_in_words(&self, part: &str) -> Result<(Tensor, [usize; 2])> {
+        let name = self.name(part);
+        let tensor = self.source.read_on(&name, DType::I32, self.words_on)?;
         let [rows, cols] = match *tensor.dims() {
             [rows, cols] => [rows, cols],
-            ref dims => bail!(
-                "tensor `{}` has shape {dims:?}, expected two dimensions",
-                self.name(part)
-            ),
+            ref dims => bail!("tensor `{name}` has shape {dims:?}, expected two dimensions"),
         };
-        let words = tensor.flatten_all()?.to_vec1::<i32>()?;
-        Ok((words.into_iter().map(|w| w as u32).collect(), [rows, cols]))
+        Ok((tensor.flatten_all()?, [rows, cols]))
     }
 
     /// Words of 32 bits of this shape.

@@ -20,12 +20,15 @@ pub struct InWords {
 
 impl InWords {
     /// With its codes, a byte each.
-    pub fn unpacked(self) -> Unpacked {
+    ///
+    /// # Errors
+    /// If the words are on a GPU that does not give them back.
+    pub fn unpacked(self) -> Result<Unpacked> {
         let size = (self.rest.rows, self.rest.cols);
-        Unpacked {
-            codes: unpack(&self.words.words, size, self.words.layout),
+        Ok(Unpacked {
+            codes: unpack(&self.words.on_host()?, size, self.words.layout),
             ..self.rest
-        }
+        })
     }
 
     /// As [`Unpacked::into_weight`].
@@ -41,7 +44,7 @@ impl InWords {
         {
             return Ok(weight);
         }
-        self.unpacked().into_weight(heads, to)
+        self.unpacked()?.into_weight(heads, to)
     }
 
     /// The weight, if it has a format that a GPU makes of words.
