@@ -424,15 +424,14 @@ __device__ __forceinline__ void attend(const Params& p) {
   const int row_warp = warp & (p.row_warps - 1);  // a power of two
   const int threads = p.row_warps * WARP, thread = threadIdx.x & (threads - 1);
   const int block_row = first_row_of_block(p);
+  const Copier<T, D> copier(thread, threads);
   if constexpr (B != Batch::DENSE) {
     pdl_launch();
     pdl_wait();
   }
   const LeftOver<B, Params> left_over(p, gridDim.z, D);
   const Block<B> block(p);
-  using Y = typename std::conditional<SPLIT, float, T>::type;
-  left_over.each(Zeroing::all(), [&](int64_t at) { static_cast<Y*>(p.y)[at] = from_float<Y>(0.f); });
-  if (B != Batch::DENSE && block_row >= block.rows) return;
+  const bool has_rows = B == Batch::DENSE || block_row < block.rows;
   const Sequence& of = block.of;
   const int first_row = block_row + row_warp * 16;
   char* own = shared + part * p.group_bytes;
@@ -445,7 +444,6 @@ __device__ __forceinline__ void attend(const Params& p) {
   using S = typename std::conditional<CODES, uint8_t, T>::type;
   const S* k = static_cast<const S*>(p.k) + k_start + block.kv_head * p.k_strides[1];
   const S* v = static_cast<const S*>(p.v) + v_start + block.kv_head * p.v_strides[1];
-  const Copier<T, D> copier(thread, threads);
   const uint32_t* table = nullptr;
   if constexpr (B == Batch::PAGED) table = table_row(p.pages, p.pages.lengths, block.batch).entries;
   const auto fetch = [&](int tile, int stage) {
@@ -465,7 +463,10 @@ __device__ __forceinline__ void attend(const Params& p) {
     pdl_wait();
   }
   int tile = from + part, stage = 0;
-  if (tile < to) fetch(tile, 0);
+  if (has_rows && tile < to) fetch(tile, 0);
+  using Y = typename std::conditional<SPLIT, float, T>::type;
+  left_over.each(Zeroing::all(), [&](int64_t at) { static_cast<Y*>(p.y)[at] = from_float<Y>(0.f); });
+  if (!has_rows) return;
   Warp state;
   state.begin(p, block, first_row);
   char* q_shared = shared + p.key_groups * p.group_bytes + warp * Tile<D>::Q_BYTES;

@@ -39,12 +39,15 @@ template <typename T, typename C> struct Rows {
     }
   }
 
-  // Begins to add the product of weights and values.
-  __device__ __forceinline__ void outputs(uint32_t v, bool add) {
+  // Begins to add the product of weights and values, of which the sequence has the first `count`. The values behind
+  // them are another sequence's, and a weight of 0 would not hide a NaN among them. So a product of 16 keys that are
+  // all behind the end, whose weights are 0, reads the first 16 instead.
+  __device__ __forceinline__ void outputs(uint32_t v, bool add, int count) {
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i)
-      wgmma(T(), o, weights + 4 * i,
-            descriptor<C::SWIZZLE>(v + i * 16 * C::SWIZZLE, KEYS * C::SWIZZLE), add || i > 0);
+    for (int i = 0; i < KEYS / 16; ++i) {
+      const int first = C::VARLEN && i * 16 >= count ? 0 : i * 16;
+      wgmma(T(), o, weights + 4 * i, descriptor<C::SWIZZLE>(v + first * C::SWIZZLE, KEYS * C::SWIZZLE), add || i > 0);
+    }
   }
 
   __device__ __forceinline__ void hide(int first_key) {
@@ -184,7 +187,8 @@ template <typename T, typename C> struct Consumer {
   const bool elected;            // one thread of each warp
   PipelineState<C::STAGES> at_k, at_v;
   Rows<T, C> rows;
-  int all;  // from this key on some of the rows see nothing
+  int all;    // from this key on some of the rows see nothing
+  int count;  // keys of the sequence in the tile whose outputs come next
 
   __device__ __forceinline__ Consumer(const AttentionSm90Params& p, Barriers<SLOTS> barriers, int number, uint32_t q,
                                       uint32_t k, uint32_t v)
@@ -225,12 +229,13 @@ template <typename T, typename C> struct Consumer {
     if (tile >= C::LANES) barrier_wait(barriers.k_full(k_slot()), at_k.phase);
   }
 
-  // Makes zeros of the values from row `count` of the first tile on, which are not the sequence's: a
-  // weight of 0 would not hide one that is no number. All that share the tile do it, each before its own products.
-  __device__ __forceinline__ void clear_values(char* values, int count) {
+  // Zeros the values behind the sequence's end among the 16 keys in which it ends, for the same reason. Each
+  // warpgroup that reads the tile does it, before its own products.
+  __device__ __forceinline__ void clear_values(char* values) {
+    if (count % 16 == 0) return;
     barrier_wait(barriers.v_full(v_slot()), at_v.phase);
     char* const tile = values + v_slot() * C::TILE_BYTES;
-    const int bytes = (C::KEYS - count) * C::SWIZZLE;
+    const int bytes = (16 - count % 16) * C::SWIZZLE;
     for (int piece = 0; piece < C::D / C::PIECE; ++piece)
       for (int i = threadIdx.x % 128 * 16; i < bytes; i += 128 * 16)
         *reinterpret_cast<uint4*>(tile + (piece * C::KEYS + count) * C::SWIZZLE + i) = make_uint4(0, 0, 0, 0);
@@ -246,8 +251,9 @@ template <typename T, typename C> struct Consumer {
     rows.scores(q, k + k_slot() * C::TILE_BYTES);
     wgmma_commit();
     barrier_wait(barriers.v_full(v_slot()), at_v.phase);
-    rows.outputs(v + v_slot() * C::TILE_BYTES, add);
+    rows.outputs(v + v_slot() * C::TILE_BYTES, add, count);
     wgmma_commit();
+    count = C::KEYS;
     pass_turn<C>(number);
     wgmma_wait<1>();
     settle(rows.s);
@@ -270,7 +276,7 @@ template <typename T, typename C> struct Consumer {
     if (elected) barrier_arrive(barriers.q_free());
     barrier_wait(barriers.v_full(v_slot()), at_v.phase);
     wgmma_fence();
-    rows.outputs(v + v_slot() * C::TILE_BYTES, add);
+    rows.outputs(v + v_slot() * C::TILE_BYTES, add, count);
     wgmma_commit();
     wgmma_wait<0>();
     settle(rows.o);
@@ -307,8 +313,9 @@ __device__ __forceinline__ void consume(const AttentionSm90Params& p, Barriers<C
     int tile = work.tiles - 1 - self.lane;
     if (tile >= 0) {
       bool add = false;
+      self.count = min(of.keys - tile * C::KEYS, int(C::KEYS));
       self.begin(tile, [&] {
-        if (C::VARLEN && (tile + 1) * C::KEYS > of.keys) self.clear_values(shared_v, of.keys - tile * C::KEYS);
+        if constexpr (C::VARLEN) self.clear_values(shared_v);
       });
       for (tile -= C::LANES; tile >= 0; tile -= C::LANES) {
         self.step(tile, add);
