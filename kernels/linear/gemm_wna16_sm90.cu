@@ -1,4 +1,4 @@
-// The GEMM of gemm_wna16_sm90.cuh for INT8, INT4 and ternary weights.
+// The GEMM of gemm_wna16_sm90.cuh for INT8 and ternary weights.
 // Compiled for sm_90a alone: the host launches it on no other architecture.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -7,8 +7,6 @@
 using namespace fused;
 
 FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int8, GemmInt<Int8Weights>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4_g128, GemmInt<Int4Weights<ONE_GROUP>>)
-FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_int4, GemmInt<Int4Weights<SOME_GROUPS>>)
 FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary_rows, GemmTernary<ROW_SCALES>)
 FUSED_GEMM_WNA16_SM90(gemm_wna16_sm90_ternary, GemmTernary<SOME_GROUPS>)
 

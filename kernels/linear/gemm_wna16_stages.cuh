@@ -170,18 +170,18 @@ template <class Format> struct WordStage {
   }
 };
 
-// INT4, with scales of groups, and zero points where the format may have them.
+// INT4, with scales of groups, and zero points where the format has them.
 template <class Format> struct Int4Stage : WordStage<Format> {
   using typename WordStage<Format>::Weights, typename WordStage<Format>::Block;
   using WordStage<Format>::ROWS;
-  static constexpr bool SOME = Format::GROUPS == SOME_GROUPS;
-  // Of a row: two or four scales, and four zero points. Where the row has fewer, they are among those.
-  static constexpr uint32_t SCALES = SOME ? 8 : 4, SCALES_AT = 2 * ROWS, ZEROS_AT = SCALES_AT + 16 * SCALES;
+  static constexpr uint32_t GROUPS = Format::GROUPS;
+  // Of a row: bytes of two or four scales; and four zero points. Where the row has fewer, they are among those.
+  static constexpr uint32_t SCALES = GROUPS == 4 ? 8 : 4, SCALES_AT = 2 * ROWS, ZEROS_AT = SCALES_AT + 16 * SCALES;
   static constexpr uint32_t BYTES = ZEROS_AT + (Format::ZEROS ? 64 : 0);
 
   // Where a K block's scales and zero points of a row begin, counted in them.
   static __device__ __forceinline__ uint64_t first(const PackedRow& row, const Gemv& p, uint32_t k_block) {
-    return row.place(k_block, p.k) * (SOME ? p.groups : 1);
+    return row.place(k_block, p.k) * GROUPS;
   }
   static __device__ __forceinline__ void copy(const Weights& w, const Gemv& p, uint32_t k_block, uint32_t stage) {
     const uint32_t lane = threadIdx.x % WARP, t = lane % 4;
@@ -194,9 +194,8 @@ template <class Format> struct Int4Stage : WordStage<Format> {
     const uint64_t at = first(row, p, k_block);
     if (t < 2) {
       const uint32_t to = stage + SCALES_AT + SCALES * g;
-      if (SOME && p.groups == 4) copy_async_few<8>(to, scales + 2 * at);
-      else copy_async_few<4>(to, scales + at / 2 * 4);
-    } else if (Format::ZEROS && m.zeros > 0) {
+      copy_async_few<SCALES>(to, scales + 2 * (at / (SCALES / 2) * (SCALES / 2)));
+    } else if (Format::ZEROS) {
       copy_async_few<4>(stage + ZEROS_AT + 4 * g, scales + 2 * uint64_t(m.zeros) + at / 4 * 4);
     }
   }
@@ -209,13 +208,9 @@ template <class Format> struct Int4Stage : WordStage<Format> {
       const uint32_t g = 8 * i + lane / 4, at = static_cast<uint32_t>(first(w.rows[i], p, k_block));
       const uint32_t scales = stage + SCALES_AT + SCALES * g;
       auto& by = block.scales[i].by;
-      by[0] = load_shared_u32(scales) >> (SOME && p.groups == 4 ? 0 : 16 * (at % 2));
-      if constexpr (SOME) by[1] = load_shared_u32(scales + 4);
-      if constexpr (Format::ZEROS) {
-        block.scales[i].zeros = 0x80808080u;
-        if (p.weights[w.rows[i].which].zeros > 0)
-          block.scales[i].zeros = load_shared_u32(stage + ZEROS_AT + 4 * g) >> (8 * (at % 4));
-      }
+      by[0] = load_shared_u32(scales) >> (GROUPS == 1 ? 16 * (at % 2) : 0);
+      if constexpr (GROUPS == 4) by[1] = load_shared_u32(scales + 4);
+      if constexpr (Format::ZEROS) block.scales[i].zeros = load_shared_u32(stage + ZEROS_AT + 4 * g) >> (8 * (at % 4));
     }
     return block;
   }

@@ -185,13 +185,13 @@ template <int GROUPS, bool ZEROS> struct BlockScales {
 
   // Where those of K block 0 lie.
   struct Place {
-    const char *scales, *zeros;  // null without zero points
+    const char *scales, *zeros;  // zeros: null without zero points
 
     __device__ __forceinline__ Place(const Gemv& p, const PackedRow& row) {
       const Matrix& m = p.weights[row.which];
       const uint64_t first = row.place(0, p.k) * count(p);
       scales = static_cast<const char*>(m.scales) + 2 * first;
-      zeros = ZEROS && m.zeros > 0 ? static_cast<const char*>(m.scales) + 2 * uint64_t(m.zeros) + first : nullptr;
+      zeros = ZEROS ? static_cast<const char*>(m.scales) + 2 * uint64_t(m.zeros) + first : nullptr;
     }
   };
   static __device__ __forceinline__ uint32_t count(const Gemv& p) { return GROUPS == SOME_GROUPS ? p.groups : GROUPS; }
@@ -207,13 +207,12 @@ template <int GROUPS, bool ZEROS> struct BlockScales {
       by[0] = both.x;
       if constexpr (GROUPS != ONE_GROUP) by[1] = both.y;
     }
-    zeros = 0x80808080u;
-    if (ZEROS && row.zeros) {
+    if constexpr (ZEROS) {
       const char* from = row.zeros + at;
       zeros = groups == 1 ? load_u8(from) : groups == 2 ? load_u16(from) : load_u32(from);
     }
   }
-  __device__ __forceinline__ uint32_t loaded() const { return by[0] ^ zeros; }
+  __device__ __forceinline__ uint32_t loaded() const { return ZEROS ? by[0] ^ zeros : by[0]; }
   // The scale of the group that has 32 values from `32 * e` on.
   __device__ __forceinline__ float scale(const Gemv& p, int e) const {
     const uint32_t group = e * count(p) / 4;

@@ -26,7 +26,7 @@ template <class Products> struct GemvSm90 : Products::Stream {
   char* const xs;
 
   __device__ GemvSm90(const Gemv& p, char* memory, uint32_t barriers)
-      : Stream(p, memory, barriers), xs(memory + p.stages * Stream::STAGE_BYTES) {}
+      : Stream(p, StreamShare(k_blocks_of(p.k)), memory, barriers), xs(memory + p.stages * Stream::STAGE_BYTES) {}
 
   // What the thread that writes row `r` of an N tile reads ahead.
   struct EpilogueInputs {

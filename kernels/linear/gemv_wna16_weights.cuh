@@ -178,17 +178,16 @@ template <int GROUPS, bool ZEROS, int K_BLOCKS> struct TileScales {
       if (s >= end || 4 * l + t >= K_BLOCKS) continue;
       const uint64_t first = row.place(s, p.k) * count;
       const char *at = scales + 2 * first, *zero = scales + 2 * uint64_t(zeros_at) + first;
-      if constexpr (ZEROS) zeros[l] = 0x80808080u;
       if (count == 1) {
         by[l][0] = load_u16(at);
-        if (zeros_at > 0) zeros[l] = load_u8(zero);
+        if constexpr (ZEROS) zeros[l] = load_u8(zero);
       } else if (count == 2) {
         by[l][0] = load_u32(at);
-        if (zeros_at > 0) zeros[l] = load_u16(zero);
+        if constexpr (ZEROS) zeros[l] = load_u16(zero);
       } else {
         const uint2 both = load_u64(at);
         by[l][0] = both.x, by[l][WORDS - 1] = both.y;
-        if (zeros_at > 0) zeros[l] = load_u32(zero);
+        if constexpr (ZEROS) zeros[l] = load_u32(zero);
       }
     }
   }
@@ -378,8 +377,7 @@ __device__ __forceinline__ Operands word_operands(const typename Format::Piece& 
   return v;
 }
 
-// Kernels for one group alone have no zero points, unless they say so.
-template <int GROUPS_, bool ZEROS_ = GROUPS_ != ONE_GROUP> struct Int4Weights {
+template <int GROUPS_, bool ZEROS_ = false> struct Int4Weights {
   static constexpr int K_BLOCKS = 4, GROUPS = GROUPS_;
   static constexpr bool ZEROS = ZEROS_, BYTE_CODES = false;
   using XRows = PartRows<INT4_PADDING>;

@@ -312,13 +312,13 @@ template <class Format, int M_TILES> struct StreamedProducts {
                                                   const uint32_t (&x)[M_TILES], const uint32_t (&x_sums)[M_TILES],
                                                   StageState& stage, Sums& y) {
     const Gemv& p = stream.p;
-    const uint32_t lane = threadIdx.x % WARP;
+    const uint32_t lane = threadIdx.x % WARP, first = stream.share.first_k_block;
     typename Format::BlockScales of_blocks(p, stream.weight_row(i, lane / 4), stream.weight_row(i, lane / 4 + ROW_GROUP));
     Sums parts[CHUNK][SETS] = {};
 #pragma unroll 1
     for (uint32_t k_block = CHUNK * warp; k_block < stream.stages_of_row * STAGE_K_BLOCKS; k_block += STAGE_K_BLOCKS) {
       const auto at = stream.of_warp(stage.stage, warp);
-      of_blocks.load(k_block, stream.k_blocks);
+      of_blocks.load(first + k_block, first + stream.k_blocks);
       barrier_wait(stream.full + 8 * stage.stage, stage.phase);
       if (k_block + CHUNK <= stream.k_blocks) {
         add<CHUNK>(p, at, of_blocks, k_block, x, x_sums, parts);

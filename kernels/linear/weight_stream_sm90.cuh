@@ -23,26 +23,42 @@ struct StageState {
   }
 };
 
-// A block has N tiles blockIdx.x, blockIdx.x + gridDim.x and so on. `Format`: one of streamed_weights_sm90.cuh.
+// What a block multiplies: N tiles `first`, `first + step` and so on, and so many K blocks of each from `first_k_block` on.
+// Blocks of a cluster share K out, in whole stages.
+struct StreamShare {
+  uint32_t first, step, first_k_block, k_blocks;
+
+  __device__ __forceinline__ StreamShare(uint32_t k_blocks)
+      : first(blockIdx.x), step(gridDim.x), first_k_block(0), k_blocks(k_blocks) {}
+  __device__ __forceinline__ StreamShare(uint32_t k_blocks, uint32_t cluster_size)
+      : first(blockIdx.x / cluster_size), step(gridDim.x / cluster_size) {
+    const uint32_t rank = blockIdx.x % cluster_size, stages = (k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS;
+    first_k_block = rank * stages / cluster_size * STAGE_K_BLOCKS;
+    this->k_blocks = min((rank + 1) * stages / cluster_size * STAGE_K_BLOCKS, k_blocks) - first_k_block;
+  }
+};
+
+// `Format`: one of streamed_weights_sm90.cuh. K blocks count from the first of the block's share.
 template <class Format> struct WeightStream {
   using Planes = typename Format::Planes;
   using WarpStage = typename Planes::WarpStage;
   static constexpr uint32_t STAGE_BYTES = Planes::STAGE_BYTES;
 
   const Gemv& p;
-  const uint32_t k_blocks, stages_of_row;  // of a row
+  const StreamShare share;
+  const uint32_t k_blocks, stages_of_row;  // of this block's part of a row
   const uint32_t n_tiles;                  // of this block
   char* const pipeline;
   const uint32_t full, empty;  // barriers of stages
 
   // `barriers`: room for two barriers of each stage.
-  __device__ __forceinline__ WeightStream(const Gemv& p, char* pipeline, uint32_t barriers)
-      : p(p), k_blocks(k_blocks_of(p.k)), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS),
-        n_tiles(of_block(p)), pipeline(pipeline), full(barriers), empty(barriers + 8 * MAX_STAGES) {}
+  __device__ __forceinline__ WeightStream(const Gemv& p, const StreamShare& share, char* pipeline, uint32_t barriers)
+      : p(p), share(share), k_blocks(share.k_blocks), stages_of_row((k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS),
+        n_tiles(of_block()), pipeline(pipeline), full(barriers), empty(barriers + 8 * MAX_STAGES) {}
 
-  static __device__ __forceinline__ uint32_t of_block(const Gemv& p) {
+  __device__ __forceinline__ uint32_t of_block() const {
     const uint32_t outputs = n_tile_outputs(p), all = (p.width + outputs - 1) / outputs;
-    return (all + gridDim.x - 1 - blockIdx.x) / gridDim.x;
+    return (all + share.step - 1 - share.first) / share.step;
   }
 
   // Some threads of the block, before they synchronize.
@@ -54,7 +70,7 @@ template <class Format> struct WeightStream {
     barriers_made();
   }
 
-  __device__ uint32_t n_tile(uint32_t i) const { return blockIdx.x + i * gridDim.x; }
+  __device__ uint32_t n_tile(uint32_t i) const { return share.first + i * share.step; }
   // The row of the weights that is row r of N tile i of this block.
   __device__ uint32_t weight_row(uint32_t i, uint32_t r) const {
     if (gates(p)) return n_tile(i) * ROW_GROUP + r % ROW_GROUP + (r < ROW_GROUP ? 0 : p.width);
@@ -81,13 +97,14 @@ template <class Format> struct WeightStream {
       const Matrix& matrix = matrix_of(p, row);
       const typename Planes::Source source(matrix, row, p.k);
 #pragma unroll 1
-      for (uint32_t k_block = 0; k_block < k_blocks; k_block += STAGE_K_BLOCKS, ++i) {
+      for (uint32_t done = 0; done < k_blocks; done += STAGE_K_BLOCKS, ++i) {
         if (i >= p.stages) barrier_wait(empty + 8 * next.stage, next.phase ^ 1);
         if (i >= ahead) {
           barrier_wait(full + 8 * behind.stage, behind.phase);
           behind.next(p.stages);
         }
-        const uint32_t n = min(STAGE_K_BLOCKS, k_blocks - k_block), at = full + 8 * next.stage;
+        const uint32_t k_block = share.first_k_block + done, n = min(STAGE_K_BLOCKS, k_blocks - done);
+        const uint32_t at = full + 8 * next.stage;
         if (lane == 0) barrier_expect(at, 2 * ROW_GROUP / Planes::LANE_ROWS * source.bytes(k_block, n));
         __syncwarp();
         if (lane * Planes::LANE_ROWS < 2 * ROW_GROUP)

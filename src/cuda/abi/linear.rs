@@ -157,7 +157,7 @@ abi! {
     /// Bytes behind each row's sums of x in its shared memory: lanes that read several rows have no bank conflicts.
     const SKINNY_SUMS_PADDING: Count<u32> = 32;
 
-    /// Up to 16 rows of x, all in shared memory, and packed weights.
+    /// Up to 32 rows of x, all in shared memory, and packed weights.
     struct GemmSkinnyParams {
         /// Without prologue; its x are `rows` rows of bf16.
         product: Gemv,
@@ -167,6 +167,8 @@ abi! {
         parts: u32,
         /// Whether 16-byte accesses fit bias, residuals and outputs.
         vectors: i32,
+        /// Blocks (CTAs) of a cluster, which share K: not more than there are tokens.
+        cluster_size: u32,
     }
 
     /// Rows of x of a launch for up to 16 of them, warps of a block, K blocks whose x a warp has at a time, and

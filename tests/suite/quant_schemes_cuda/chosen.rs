@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 37] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 39] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -31,7 +31,16 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 37] = [
         "gemm_wna16_m16_tma",
     ),
     ("int4-g128", DType::BF16, 16, 14336, 4096, "gemm_wna16_m16"),
-    ("int4-g128", DType::BF16, 17, 4096, 4096, "gemm_wna16_sm90"),
+    (
+        "int4-g128",
+        DType::BF16,
+        17,
+        4096,
+        4096,
+        "gemm_wna16_skinny_sm90",
+    ),
+    ("int4-g128", DType::BF16, 33, 4096, 4096, "gemm_wna16_sm90"),
+    ("int4-g64", DType::BF16, 17, 14336, 4096, "gemm_wna16_sm90"),
     ("int4-g128", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
     ("int4-g128", DType::BF16, 4096, 512, 512, "gemm_wna16_sm90"),
     ("int4-g128", DType::F16, 100, 512, 512, "gemm_wna16_sm90"),

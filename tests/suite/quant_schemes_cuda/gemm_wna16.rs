@@ -9,7 +9,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::cuda::with_kernel;
 use candle_fused::ops::linear::reference;
-use candle_fused::ops::{Epilogue, Prologue, Weight, quant_linear};
+use candle_fused::ops::{Activation, Epilogue, Prologue, Weight, quant_linear};
 use candle_fused::trace;
 use std::ops::RangeInclusive;
 
@@ -49,18 +49,18 @@ const SUBJECTS: [Subject; 4] = [
         rows: &[2, 8, 9, 16, 31, 64],
         few: &[2, 5, 12, 20, 32],
         shapes: ANY_SHAPES,
-        // Groups of INT4 and ternary weights have kernels of their own.
-        takes: |format| !format.starts_with("int4") && !format.starts_with("ternary-g"),
+        // Ternary weights in groups have kernels of their own.
+        takes: |format| !format.starts_with("ternary-g"),
         most: |format| if format == "int8" { 16 } else { 64 },
     },
     Subject {
         kernel: "gemm_wna16_skinny_sm90",
         architectures: 90..=i32::MAX,
-        rows: &[2, 7, 8, 9, 16],
-        few: &[2, 4, 5, 8, 9, 12, 16],
+        rows: &[2, 7, 8, 9, 16, 17, 20],
+        few: &[2, 4, 5, 8, 9, 12, 16, 20, 32],
         shapes: WHOLE_EIGHTS,
         takes: |format| !format.starts_with("ternary-g"),
-        most: |_| 16,
+        most: |_| 32,
     },
     Subject {
         kernel: "gemv_wna16_sm90",
@@ -348,34 +348,73 @@ fn apart(subject: &Subject, device: &Device) -> Result<()> {
 }
 
 /// So many output channels that a block of `gemm_wna16_skinny_sm90` fills each of its buffers more than once, and values
-/// of K that fill no stage. Held to what the library makes of the same weights; all rows are the same bits in every launch.
+/// of K that fill no stage.
 #[test]
 fn blocks_have_many_tiles() -> Result<()> {
     let subject = &SUBJECTS[2];
-    let (n, k) = (16 * 132 * 5 + 24, 2304);
     for device in subject.gpus()? {
-        for (name, weights) in subject.pairs(n, k, &device)? {
-            for m in [2, 3, 8, 16] {
-                let x = randn_on(&[m, k], DType::BF16, &device)?;
-                let product = |kernel| {
-                    with_kernel(Some(kernel), || {
-                        quant_linear(&x, Prologue::None, &weights[..1], &Epilogue::default())
-                    })?
-                    .to_dtype(DType::F32)
-                };
-                let (ours, theirs) = (product(subject.kernel)?, product(LIBRARY)?);
-                let scale = theirs.abs()?.max_all()?.to_scalar::<f32>()?;
-                let apart = (&ours - &theirs)?.abs()?.max_all()?.to_scalar::<f32>()?;
-                assert!(
-                    apart <= 1e-2 * scale,
-                    "{name} M {m}: {apart:e} of {scale:e}"
-                );
-                for _ in 0..3 {
-                    let again = (product(subject.kernel)? - &ours)?.abs()?.max_all()?;
-                    assert_eq!(again.to_scalar::<f32>()?, 0., "{name} M {m}");
-                }
+        many_tiles(subject, [16 * 132 * 5 + 24, 2304], &[2, 3, 8, 16], &device)?;
+    }
+    Ok(())
+}
+
+/// The same where clusters of two and of four blocks share K, and some blocks have more of it than others.
+#[test]
+fn clusters_of_few_rows_share_k() -> Result<()> {
+    let subject = &SUBJECTS[2];
+    for device in subject.gpus()? {
+        let calls = many_tiles(subject, [16 * 66 * 3 + 24, 6144], &[11, 12], &device)?;
+        assert!(calls.contains("clusters of 2"), "{calls}");
+        let calls = many_tiles(subject, [16 * 30 * 5 + 8, 10_240], &[12], &device)?;
+        assert!(calls.contains("clusters of 4"), "{calls}");
+    }
+    Ok(())
+}
+
+/// Held to what the library makes of the same weights, with gates, bias and a residual; all rows are the same bits in
+/// every launch. The trace of the calls is returned.
+fn many_tiles(
+    subject: &Subject,
+    [n, k]: [usize; 2],
+    rows: &[usize],
+    device: &Device,
+) -> Result<String> {
+    let mut traces = String::new();
+    for (i, (name, weights)) in subject.pairs(n, k, device)?.into_iter().enumerate() {
+        for (j, m) in rows.iter().enumerate() {
+            let gated = (i + j) % 2 == 0;
+            let (weights, activation) = match gated {
+                true => (&weights[..], Activation::SwiGlu),
+                false => (&weights[..1], Activation::None),
+            };
+            let x = randn_on(&[*m, k], DType::BF16, device)?;
+            let bias = randn_on(&[n * weights.len()], DType::BF16, device)?;
+            let residual = randn_on(&[*m, n], DType::BF16, device)?;
+            let epilogue = Epilogue {
+                bias: Some(&bias),
+                activation,
+                residuals: &[&residual],
+            };
+            let product = |kernel| {
+                let y = with_kernel(Some(kernel), || {
+                    quant_linear(&x, Prologue::None, weights, &epilogue)
+                })?;
+                y.to_dtype(DType::F32)
+            };
+            let (ours, calls) = trace::capture(|| product(subject.kernel));
+            traces += &calls.to_string();
+            let (ours, theirs) = (ours?, product(LIBRARY)?);
+            let scale = theirs.abs()?.max_all()?.to_scalar::<f32>()?;
+            let apart = (&ours - &theirs)?.abs()?.max_all()?.to_scalar::<f32>()?;
+            assert!(
+                apart <= 1e-2 * scale,
+                "{name} {m}x{n}x{k}: {apart:e} of {scale:e}"
+            );
+            for _ in 0..3 {
+                let again = (product(subject.kernel)? - &ours)?.abs()?.max_all()?;
+                assert_eq!(again.to_scalar::<f32>()?, 0., "{name} {m}x{n}x{k}");
             }
         }
     }
-    Ok(())
+    Ok(traces)
 }

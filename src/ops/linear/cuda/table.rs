@@ -24,8 +24,9 @@ const SEVERAL: [usize; 2] = [2, GEMV[1]];
 /// parts elsewhere; more are rounded to bf16, as for the library.
 const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
 
-/// M of the kernel that has all rows of x in shared memory: f16, and f32 up to M = 8, in two parts.
-const WNA16_SKINNY: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
+/// M of the kernel that has all rows of x in shared memory: f16, and f32 up to M = 8, in two parts. Its plan says for which
+/// products.
+const WNA16_SKINNY: &[Rows] = &[(BF16, [2, 32]), (F32, [2, 32]), (F16, [2, 16])];
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 const W8A8: [usize; 2] = [64, MAX];
@@ -311,7 +312,12 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         source: "linear/gemm_wna16_mma.cu",
-        formats: Formats::INT8.or(Formats::TERNARY).or(Formats::INT4),
+        formats: Formats::INT8.or(Formats::TERNARY),
+        ..MMA_SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_int4.cu",
+        formats: Formats::INT4,
         ..MMA_SM90
     },
     Rule {
@@ -331,13 +337,25 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         source: "linear/gemm_wna16_sm90_gguf.cu",
-        formats: Formats::GGUF.or(Formats::INT8),
+        formats: Formats::GGUF,
         x: WNA16_SM90_BLOCKS,
         ..SM90
     },
     Rule {
         source: "linear/gemm_wna16_sm90.cu",
-        formats: Formats::INT4.or(Formats::TERNARY),
+        formats: Formats::INT8,
+        x: WNA16_SM90_BLOCKS,
+        ..SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90.cu",
+        formats: Formats::TERNARY,
+        x: WNA16_SM90,
+        ..SM90
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90_int4.cu",
+        formats: Formats::INT4,
         x: WNA16_SM90,
         ..SM90
     },
@@ -367,7 +385,12 @@ pub(super) static RULES: &[Rule] = &[
     },
     Rule {
         source: "linear/gemm_wna16_mma.cu",
-        formats: Formats::INT8.or(Formats::INT4),
+        formats: Formats::INT8,
+        ..MMA
+    },
+    Rule {
+        source: "linear/gemm_wna16_mma_int4.cu",
+        formats: Formats::INT4,
         ..MMA
     },
     Rule {

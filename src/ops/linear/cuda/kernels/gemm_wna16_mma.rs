@@ -5,6 +5,7 @@ use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands, WeightFormat};
 use super::gemm_dequantized::{operand_b, operand_b_room, parts};
 use super::gemv::Gemv;
+use super::int4_form;
 use crate::cuda::abi::{
     GEMM_WNA16_MMA_MAX_WARPS as MAX_WARPS, GemmWna16MmaParams, K_BLOCK, N_TILE, NORM_NONE, WARP,
 };
@@ -29,11 +30,21 @@ macro_rules! forms {
 static INTEGERS: Module = Module::new(
     "gemm_wna16_mma",
     fatbin!("gemm_wna16_mma"),
+    forms!["gemm_wna16_mma_int8", "gemm_wna16_mma_ternary_rows"],
+)
+.with_all_shared_memory();
+
+/// In the order of [`int4_form`].
+static INT4: Module = Module::new(
+    "gemm_wna16_mma_int4",
+    fatbin!("gemm_wna16_mma_int4"),
     forms![
-        "gemm_wna16_mma_int8",
-        "gemm_wna16_mma_ternary_rows",
         "gemm_wna16_mma_int4_g128",
-        "gemm_wna16_mma_int4"
+        "gemm_wna16_mma_int4_g64",
+        "gemm_wna16_mma_int4_g32",
+        "gemm_wna16_mma_int4_g128_z",
+        "gemm_wna16_mma_int4_g64_z",
+        "gemm_wna16_mma_int4_g32_z"
     ],
 )
 .with_all_shared_memory();
@@ -108,8 +119,14 @@ const FP8_BLOCK_STAGES: [usize; 2] = [3, 2112];
 const NVFP4_STAGES: [usize; 2] = [4, 1152];
 const NF4_STAGES: [usize; 2] = [4, 1152];
 const TERNARY_STAGES: [usize; 2] = [8, 512];
-const INT4_G128_STAGES: [usize; 2] = [4, 1088];
-const INT4_STAGES: [usize; 2] = [4, 1216];
+const INT4_STAGES: [[usize; 2]; 6] = [
+    [4, 1088],
+    [4, 1088],
+    [4, 1152],
+    [4, 1152],
+    [4, 1152],
+    [4, 1216],
+];
 
 fn of(case: &Case) -> std::result::Result<Of, &'static str> {
     let of = |module, index: usize, stages, padding| Of {
@@ -133,11 +150,10 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
                 Ok(of(&INTEGERS, 1, TERNARY_STAGES, 64))
             }
             Scheme::Ternary { .. } => Err("ternary weights in groups"),
-            Scheme::Int4 {
-                group: 128,
-                zero_point: false,
-            } => Ok(of(&INTEGERS, 2, INT4_G128_STAGES, 64)),
-            Scheme::Int4 { .. } => Ok(of(&INTEGERS, 3, INT4_STAGES, 64)),
+            Scheme::Int4 { group, zero_point } => {
+                let form = int4_form(group, zero_point);
+                Ok(of(&INT4, form, INT4_STAGES[form], 64))
+            }
         },
         _ => Err("the weights are not quantized"),
     }

@@ -1,48 +1,60 @@
-//! Up to 16 rows of x, all in shared memory, and packed weights or GGUF blocks on Hopper, which come through a pipeline
+//! Up to 32 rows of x, all in shared memory, and packed weights or GGUF blocks on Hopper, which come through a pipeline
 //! (`kernels/linear/gemm_wna16_skinny_sm90.cuh`).
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, Operands};
 use super::gemm_dequantized::{operand_b, operand_b_room, parts};
+use super::gemm_wna16_tiling::clusters;
 use super::gemv::Gemv;
 use super::streamed::{Source, Streamed, streamed};
 use crate::cuda::abi::{
-    GEMV_SM90_MAX_STAGES, GEMV_WARPS, GemmSkinnyParams, K_BLOCK, N_TILE, NORM_NONE, ROW_GROUP,
-    SKINNY_EPILOGUE_WARPS, SKINNY_SUMS_PADDING, SKINNY_THREADS,
+    GEMV_SM90_K_BLOCKS, GEMV_SM90_MAX_STAGES, GEMV_WARPS, GemmSkinnyParams, K_BLOCK, N_TILE,
+    NORM_NONE, ROW_GROUP, SKINNY_EPILOGUE_WARPS, SKINNY_SUMS_PADDING, SKINNY_THREADS,
 };
 use crate::cuda::{Grid, Launcher, Module, Scratch, fatbin};
-use candle_core::Result;
 use std::sync::Arc;
 
-/// For 8 and 16 rows of operand B, in the order of [`Streamed::kernel`].
+/// For 8, 16 and 32 rows of operand B, in the order of [`Streamed::kernel`].
 pub(super) static MODULE: Module = Module::new(
     "gemm_wna16_skinny_sm90",
     fatbin!("gemm_wna16_skinny_sm90"),
     &[
         "gemm_wna16_skinny_sm90_int4_g128_8",
         "gemm_wna16_skinny_sm90_int4_g128_16",
+        "gemm_wna16_skinny_sm90_int4_g128_32",
         "gemm_wna16_skinny_sm90_int4_g64_8",
         "gemm_wna16_skinny_sm90_int4_g64_16",
+        "gemm_wna16_skinny_sm90_int4_g64_32",
         "gemm_wna16_skinny_sm90_int4_g32_8",
         "gemm_wna16_skinny_sm90_int4_g32_16",
+        "gemm_wna16_skinny_sm90_int4_g32_32",
         "gemm_wna16_skinny_sm90_int4_g128_z_8",
         "gemm_wna16_skinny_sm90_int4_g128_z_16",
+        "gemm_wna16_skinny_sm90_int4_g128_z_32",
         "gemm_wna16_skinny_sm90_int4_g64_z_8",
         "gemm_wna16_skinny_sm90_int4_g64_z_16",
+        "gemm_wna16_skinny_sm90_int4_g64_z_32",
         "gemm_wna16_skinny_sm90_int4_g32_z_8",
         "gemm_wna16_skinny_sm90_int4_g32_z_16",
+        "gemm_wna16_skinny_sm90_int4_g32_z_32",
         "gemm_wna16_skinny_sm90_int8_8",
         "gemm_wna16_skinny_sm90_int8_16",
+        "gemm_wna16_skinny_sm90_int8_32",
         "gemm_wna16_skinny_sm90_ternary_rows_8",
         "gemm_wna16_skinny_sm90_ternary_rows_16",
+        "gemm_wna16_skinny_sm90_ternary_rows_32",
         "gemm_wna16_skinny_sm90_fp8_8",
         "gemm_wna16_skinny_sm90_fp8_16",
+        "gemm_wna16_skinny_sm90_fp8_32",
         "gemm_wna16_skinny_sm90_fp8_block_8",
         "gemm_wna16_skinny_sm90_fp8_block_16",
+        "gemm_wna16_skinny_sm90_fp8_block_32",
         "gemm_wna16_skinny_sm90_nvfp4_8",
         "gemm_wna16_skinny_sm90_nvfp4_16",
+        "gemm_wna16_skinny_sm90_nvfp4_32",
         "gemm_wna16_skinny_sm90_nf4_8",
         "gemm_wna16_skinny_sm90_nf4_16",
+        "gemm_wna16_skinny_sm90_nf4_32",
     ],
 );
 pub(super) static GGUF: Module = Module::new(
@@ -51,32 +63,47 @@ pub(super) static GGUF: Module = Module::new(
     &[
         "gemm_wna16_skinny_sm90_gguf_q4_0_8",
         "gemm_wna16_skinny_sm90_gguf_q4_0_16",
+        "gemm_wna16_skinny_sm90_gguf_q4_0_32",
         "gemm_wna16_skinny_sm90_gguf_q4_1_8",
         "gemm_wna16_skinny_sm90_gguf_q4_1_16",
+        "gemm_wna16_skinny_sm90_gguf_q4_1_32",
         "gemm_wna16_skinny_sm90_gguf_q5_0_8",
         "gemm_wna16_skinny_sm90_gguf_q5_0_16",
+        "gemm_wna16_skinny_sm90_gguf_q5_0_32",
         "gemm_wna16_skinny_sm90_gguf_q5_1_8",
         "gemm_wna16_skinny_sm90_gguf_q5_1_16",
+        "gemm_wna16_skinny_sm90_gguf_q5_1_32",
         "gemm_wna16_skinny_sm90_gguf_q8_0_8",
         "gemm_wna16_skinny_sm90_gguf_q8_0_16",
+        "gemm_wna16_skinny_sm90_gguf_q8_0_32",
         "gemm_wna16_skinny_sm90_gguf_q2_k_8",
         "gemm_wna16_skinny_sm90_gguf_q2_k_16",
+        "gemm_wna16_skinny_sm90_gguf_q2_k_32",
         "gemm_wna16_skinny_sm90_gguf_q3_k_8",
         "gemm_wna16_skinny_sm90_gguf_q3_k_16",
+        "gemm_wna16_skinny_sm90_gguf_q3_k_32",
         "gemm_wna16_skinny_sm90_gguf_q4_k_8",
         "gemm_wna16_skinny_sm90_gguf_q4_k_16",
+        "gemm_wna16_skinny_sm90_gguf_q4_k_32",
         "gemm_wna16_skinny_sm90_gguf_q5_k_8",
         "gemm_wna16_skinny_sm90_gguf_q5_k_16",
+        "gemm_wna16_skinny_sm90_gguf_q5_k_32",
         "gemm_wna16_skinny_sm90_gguf_q6_k_8",
         "gemm_wna16_skinny_sm90_gguf_q6_k_16",
+        "gemm_wna16_skinny_sm90_gguf_q6_k_32",
     ],
 );
 
 /// Rows of operand B of a kernel.
-const ROWS: [usize; 2] = [8, 16];
+const ROWS: [usize; 3] = [8, 16, 32];
+
+/// Blocks of a cluster, which share K where x has no room in one.
+const CLUSTERS: [usize; 3] = [1, 2, 4];
+/// Slots of an epilogue warp for sums from other blocks of its cluster.
+const SLOTS: usize = 2;
 
 /// Static shared memory of the kernels at most.
-pub(super) const FIXED_SHARED: usize = 320;
+pub(super) const FIXED_SHARED: usize = 352;
 
 /// Stages from which on more of them gain nothing.
 const STAGES: usize = 8;
@@ -91,6 +118,7 @@ struct Gemm {
     format: Streamed,
     /// The kernel's place in [`ROWS`].
     form: usize,
+    cluster_size: usize,
     /// Rows of operand B for each token.
     parts: usize,
     stages: usize,
@@ -114,71 +142,132 @@ const MANY_CHANNELS: usize = 12_288;
 /// K past which x would come in pieces there: 4096x14336 takes 0.90x to 0.97x of `gemm_wna16_m16_tma`.
 const LONG_K: usize = 4096;
 
-/// Ternary weights up to which more than 8 rows are faster here than by `gemm_wna16_mma`: on an H200 16 rows of 576x576 take
+/// Ternary weights up to which more than 8 rows are faster here than by `gemm_wna16_mma`, and weights with offsets up to
+/// which more than 16 rows are (24 rows of Q4_K: 2048x2048 8.3 instead of 8.8 us, 8192x2048 13.5 instead of 13.2): on an H200 16 rows of 576x576 take
 /// 2.65 us instead of 4.09 and 4096x1024 4.24 instead of 4.96, on an H100 4096x4096 8.8 instead of 8.7.
 const FEW_WEIGHTS: usize = 8 << 20;
+
+/// Output channels from which on more than 16 rows are faster by `gemm_wna16_sm90`: on an H200 17 rows of INT4 in groups of
+/// 64 take 23.5 us instead of 20.1 at 14336x4096, but 9.1 instead of 10.6 at 8192x2048 and 4.8 instead of 9.3 at 3072x1024.
+const WIDE: usize = 12_288;
+
+/// Output channels from which on clusters were measured: 16 rows of 4096x14336 take 18.3 us in INT4 in groups of 64 instead
+/// of 21.8, 24 rows of 2048x8192 12.0 instead of 13.3.
+const CHANNELS_OF_CLUSTERS: usize = 2048;
 
 /// The plan where it is the fastest kernel.
 pub(crate) fn plan_if_fastest(case: &Case) -> Planned {
     let parts = parts(case);
     let rows = case.m * parts;
-    let slow = match streamed(case)? {
+    let format = streamed(case)?;
+    let few_weights = case.n() * case.k <= FEW_WEIGHTS;
+    let slow = match format {
         // The kernels for INT4 in groups of 128 alone take bf16.
         Streamed::Int4 {
             groups: 1,
             zero_point: false,
-        } if parts == 1 => rows > ROWS[0] || (case.n() < MANY_CHANNELS && case.k <= LONG_K),
-        Streamed::Ternary => rows > ROWS[0] && case.n() * case.k > FEW_WEIGHTS,
-        _ => false,
+        } if parts == 1 && rows <= ROWS[1] => {
+            rows > ROWS[0] || (case.n() < MANY_CHANNELS && case.k <= LONG_K)
+        }
+        Streamed::Ternary => rows > ROWS[0] && !few_weights,
+        // Each tile of 8 rows has products with the offsets.
+        format if format.x_sums(K_BLOCK) > 0 => rows > ROWS[1] && !few_weights,
+        _ => rows > ROWS[1] && case.n() >= WIDE,
     };
-    if slow {
+    let gemm = gemm(case)?;
+    if slow || (gemm.cluster_size > 1 && case.n() < CHANNELS_OF_CLUSTERS) {
         return Err("another kernel is faster for so many rows and output channels");
     }
-    plan(case)
+    Ok(Arc::new(gemm))
 }
 
-/// As many rows as fit into shared memory beside a pipeline.
+/// As many rows as fit into shared memory beside a pipeline, in a block or in those of a cluster.
 pub(crate) fn plan(case: &Case) -> Planned {
+    Ok(Arc::new(gemm(case)?))
+}
+
+fn gemm(case: &Case) -> Result<Gemm, &'static str> {
     let format = streamed(case)?;
     let parts = parts(case);
     let rows = case.m * parts;
     let form = ROWS
         .iter()
         .position(|most| rows <= *most)
-        .ok_or("there are more rows of operand B than 16")?;
-    let sums = SKINNY_EPILOGUE_WARPS * GEMV_WARPS * ROWS[form] * (N_TILE + 4) * 4;
-    let values = case.k.next_multiple_of(K_BLOCK);
-    let x_sums = match format.x_sums(values) {
-        0 => 0,
-        bytes => bytes + SKINNY_SUMS_PADDING,
-    };
-    let x = rows * (2 * values + padding(format) + x_sums);
+        .ok_or("there are more rows of operand B than 32")?;
+    let stages = case.k.div_ceil(STAGE_VALUES);
+    let fit = CLUSTERS
+        .into_iter()
+        .filter(|size| *size <= case.m.min(stages))
+        .find_map(|size| Some((size, Room::new(case, format, form, rows, size)?)));
+    let (cluster_size, room) =
+        fit.ok_or("rows of x leave too little shared memory for a pipeline")?;
     let gpu = &case.gpu;
-    let stages_in = |room: usize| room.saturating_sub(sums + x) / format.stage_bytes();
-    let most = STAGES.min(GEMV_SM90_MAX_STAGES);
-    // Half of a multiprocessor's shared memory, if that does: the next kernel begins beside this one.
-    let half = stages_in(gpu.share(2) - FIXED_SHARED);
-    let stages = match half >= HALF_STAGES && !case.one_cta_per_sm {
-        true => half.min(most),
-        false => stages_in(gpu.shared as usize - FIXED_SHARED).min(most),
-    };
-    if stages < format.least_stages() {
-        return Err("rows of x leave too little shared memory for a pipeline");
-    }
     let channels = if case.gates() { ROW_GROUP } else { N_TILE };
-    let blocks = case.width().div_ceil(channels).min(gpu.sms as usize);
-    let mut shared = sums + stages * format.stage_bytes() + x;
+    let clusters = case
+        .width()
+        .div_ceil(channels)
+        .min(clusters(gpu, cluster_size));
+    let mut shared = room.fixed + room.stages * format.stage_bytes();
     if case.one_cta_per_sm {
         shared = shared.max(gpu.share(2));
     }
-    Ok(Arc::new(Gemm {
+    let blocks = (clusters * cluster_size) as u32;
+    let mut grid = Grid::new([blocks, 1, 1], SKINNY_THREADS as u32, shared as u32);
+    grid.cluster = cluster_size as u32;
+    Ok(Gemm {
         format,
         form,
+        cluster_size,
         parts,
-        stages,
-        grid: Grid::new([blocks as u32, 1, 1], SKINNY_THREADS as u32, shared as u32),
+        stages: room.stages,
+        grid,
         vectors: case.alignment.outputs && case.width().is_multiple_of(8),
-    }))
+    })
+}
+
+/// Values of K of a stage.
+const STAGE_VALUES: usize = GEMV_SM90_K_BLOCKS * K_BLOCK;
+
+/// What a block has in shared memory: stages, and the bytes of all else.
+struct Room {
+    stages: usize,
+    fixed: usize,
+}
+
+impl Room {
+    /// None if too few stages fit.
+    fn new(
+        case: &Case,
+        format: Streamed,
+        form: usize,
+        rows: usize,
+        cluster_size: usize,
+    ) -> Option<Self> {
+        let plane = ROWS[form] * (N_TILE + 4) * 4;
+        let received = match cluster_size {
+            1 => 0,
+            _ => SKINNY_EPILOGUE_WARPS * SLOTS * plane,
+        };
+        let sums = SKINNY_EPILOGUE_WARPS * GEMV_WARPS * plane + received;
+        // Of the block that has most of K.
+        let of_block = case.k.div_ceil(STAGE_VALUES).div_ceil(cluster_size) * STAGE_VALUES;
+        let values = of_block.min(case.k.next_multiple_of(K_BLOCK));
+        let x_sums = match format.x_sums(values) {
+            0 => 0,
+            bytes => bytes + SKINNY_SUMS_PADDING,
+        };
+        let fixed = sums + rows * (2 * values + padding(format) + x_sums);
+        let gpu = &case.gpu;
+        let stages_in = |room: usize| room.saturating_sub(fixed) / format.stage_bytes();
+        let most = STAGES.min(GEMV_SM90_MAX_STAGES);
+        // Half of a multiprocessor's shared memory, if that does: the next kernel begins beside this one.
+        let half = stages_in(gpu.share(2) - FIXED_SHARED);
+        let stages = match half >= HALF_STAGES && !case.one_cta_per_sm {
+            true => half.min(most),
+            false => stages_in(gpu.shared as usize - FIXED_SHARED).min(most),
+        };
+        (stages >= format.least_stages()).then_some(Self { stages, fixed })
+    }
 }
 
 impl Gemm {
@@ -204,7 +293,11 @@ impl Kernel for Gemm {
     }
 
     fn details(&self) -> String {
-        format!("{} stages", self.stages)
+        let clusters = match self.cluster_size {
+            1 => String::new(),
+            size => format!("clusters of {size}, "),
+        };
+        format!("{clusters}{} stages", self.stages)
     }
 
     fn scratch(&self, operands: &Operands) -> usize {
@@ -216,7 +309,7 @@ impl Kernel for Gemm {
         launcher: &Launcher,
         scratch: &mut Scratch,
         operands: &Operands,
-    ) -> Result<()> {
+    ) -> candle_core::Result<()> {
         let at = &operands.at;
         let mut product = Gemv::of(operands)?;
         // SAFETY: the caller's.
@@ -229,6 +322,7 @@ impl Kernel for Gemm {
             rows: rows as u32,
             parts: self.parts as u32,
             vectors: self.vectors.into(),
+            cluster_size: self.cluster_size as u32,
         };
         let outputs = at.m * at.stride * at.out_dtype.size_in_bytes();
         let bytes = operands.weight_bytes() + 2 * rows * at.k + outputs;

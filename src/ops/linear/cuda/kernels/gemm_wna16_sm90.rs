@@ -7,6 +7,7 @@ use super::super::problem::{Case, Operands, ProductAt, WeightFormat};
 use super::gemm_dequantized::{narrowed_to, parts};
 use super::gemm_wna16_tiling::Tiling;
 use super::gemv::Gemv;
+use super::int4_form;
 use super::tensor_map::{operand_map, sums_map};
 use crate::cuda::abi::{
     GEMM_WNA16 as FORMS, GEMM_WNA16_CHANNELS as CHANNELS, GEMM_WNA16_SUMS_TOKENS as SUMS_TOKENS,
@@ -34,10 +35,22 @@ static INTEGERS: Module = Module::new(
     fatbin!("gemm_wna16_sm90"),
     forms![
         "gemm_wna16_sm90_int8",
-        "gemm_wna16_sm90_int4_g128",
-        "gemm_wna16_sm90_int4",
         "gemm_wna16_sm90_ternary_rows",
         "gemm_wna16_sm90_ternary"
+    ],
+);
+
+/// In the order of [`int4_form`].
+static INT4: Module = Module::new(
+    "gemm_wna16_sm90_int4",
+    fatbin!("gemm_wna16_sm90_int4"),
+    forms![
+        "gemm_wna16_sm90_int4_g128",
+        "gemm_wna16_sm90_int4_g64",
+        "gemm_wna16_sm90_int4_g32",
+        "gemm_wna16_sm90_int4_g128_z",
+        "gemm_wna16_sm90_int4_g64_z",
+        "gemm_wna16_sm90_int4_g32_z"
     ],
 );
 
@@ -131,15 +144,13 @@ fn of(case: &Case) -> std::result::Result<Of, &'static str> {
             Scheme::Fp8Block128 => of(&FP8, 1, order::INT8, false),
             Scheme::Nvfp4 => of(&NVFP4, 0, order::INT4, false),
             Scheme::Nf4 => of(&NF4, 0, order::INT4, false),
-            Scheme::Int4 {
-                group: 128,
-                zero_point: false,
-            } => of(&INTEGERS, 1, order::INT4, false),
-            Scheme::Int4 { .. } => of(&INTEGERS, 2, order::INT4, false),
-            Scheme::Ternary { .. } if scheme.group().is_none() => {
-                of(&INTEGERS, 3, order::TERNARY, false)
+            Scheme::Int4 { group, zero_point } => {
+                of(&INT4, int4_form(group, zero_point), order::INT4, false)
             }
-            Scheme::Ternary { .. } => of(&INTEGERS, 4, order::TERNARY, false),
+            Scheme::Ternary { .. } if scheme.group().is_none() => {
+                of(&INTEGERS, 1, order::TERNARY, false)
+            }
+            Scheme::Ternary { .. } => of(&INTEGERS, 2, order::TERNARY, false),
         },
         _ => Err("the weights are not quantized"),
     }

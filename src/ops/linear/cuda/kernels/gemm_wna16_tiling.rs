@@ -54,7 +54,7 @@ const SHARE: usize = 8;
 const CLUSTERS: [usize; 8] = [132, 66, 39, 30, 22, 17, 15, 15];
 
 /// How many clusters of this many blocks a GPU has room for.
-fn clusters(gpu: &GpuSpec, blocks: usize) -> usize {
+pub(super) fn clusters(gpu: &GpuSpec, blocks: usize) -> usize {
     (CLUSTERS[blocks - 1] * gpu.sms as usize / CLUSTERS[0]).max(1)
 }
 

@@ -3,15 +3,16 @@
 use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::{Core, GemvPlan};
+use super::int4_form;
 use crate::cuda::abi::{
     INT4_PADDING, INT8_PADDING, K_BLOCK as GROUP, N_TILE, N_TILE_MAX_M as ROWS_OF_LAUNCH,
     TERNARY_PADDING,
 };
-use crate::cuda::{Module, fatbin, kernel_index};
-use crate::quant::{Format, Scheme};
+use crate::cuda::{Module, fatbin};
+use crate::quant::Scheme;
 use candle_core::DType;
 
-/// One takes INT4 in groups that the others do not, and so for ternary.
+/// One takes ternary weights in groups of any size.
 pub(super) static MODULE: Module = Module::new(
     "gemv_wna16",
     fatbin!("gemv_wna16"),
@@ -20,8 +21,11 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_wna16_fp8",
         "gemv_wna16_fp8_block",
         "gemv_wna16_int4_g128",
-        "gemv_wna16_int4",
+        "gemv_wna16_int4_g64",
         "gemv_wna16_int4_g32",
+        "gemv_wna16_int4_g128_z",
+        "gemv_wna16_int4_g64_z",
+        "gemv_wna16_int4_g32_z",
         "gemv_wna16_ternary_rows",
         "gemv_wna16_ternary_g128",
         "gemv_wna16_ternary",
@@ -32,10 +36,13 @@ pub(super) static MODULE: Module = Module::new(
 
 /// How each of them works: K blocks of [`GROUP`] values that a warp prefetches at once, and
 /// bytes behind a row of x in shared memory.
-const CORES: [(usize, usize); 11] = [
+const CORES: [(usize, usize); 14] = [
     (2, INT8_PADDING),
     (2, INT8_PADDING),
     (2, INT8_PADDING),
+    (4, INT4_PADDING),
+    (4, INT4_PADDING),
+    (4, INT4_PADDING),
     (4, INT4_PADDING),
     (4, INT4_PADDING),
     (4, INT4_PADDING),
@@ -46,16 +53,21 @@ const CORES: [(usize, usize); 11] = [
     (4, INT4_PADDING),
 ];
 
-/// Which of them takes a format, as `PackedFormat` of `kernels/formats/packed.cuh` numbers those.
-const KERNELS: [usize; 12] = [0, 3, 4, 5, 6, 7, 8, 8, 1, 2, 9, 10];
-
-/// INT4 in groups of 128.
-const G128: usize = 1;
-
-/// Which of the kernels takes a scheme: those for one group know no zero points.
+/// Which of the kernels takes a scheme.
 pub(super) fn kernel_of(scheme: Scheme) -> usize {
-    let index = kernel_index(Format::Scheme(scheme));
-    KERNELS[index] + usize::from(scheme.has_zeros() && index == G128)
+    match scheme {
+        Scheme::Int8 => 0,
+        Scheme::Fp8 => 1,
+        Scheme::Fp8Block128 => 2,
+        Scheme::Int4 { group, zero_point } => 3 + int4_form(group, zero_point),
+        Scheme::Ternary { .. } => match scheme.group() {
+            None => 9,
+            Some(GROUP) => 10,
+            Some(_) => 11,
+        },
+        Scheme::Nvfp4 => 12,
+        Scheme::Nf4 => 13,
+    }
 }
 
 /// Four rows a launch.

@@ -2,6 +2,7 @@
 //! (`kernels/linear/weight_stream_sm90.cuh`).
 
 use super::super::problem::{Case, WeightFormat};
+use super::int4_form;
 use crate::cuda::abi::{GEMV_SM90_K_BLOCKS as STAGE_K_BLOCKS, K_BLOCK, N_TILE, ROW_GROUP};
 use crate::cuda::{group_bytes, kernel_index};
 use crate::quant::{BlockFormat, Format, NF4_GROUP, NVFP4_GROUP, Scaling, Scheme, TernaryScale};
@@ -62,9 +63,7 @@ impl Streamed {
     /// The kernel's source, and its place there.
     pub(super) fn kernel(self) -> (Source, usize) {
         let codes = match self {
-            Self::Int4 { groups, zero_point } => {
-                groups.trailing_zeros() as usize + if zero_point { 3 } else { 0 }
-            }
+            Self::Int4 { groups, zero_point } => int4_form(K_BLOCK / groups, zero_point),
             Self::Int8 => 6,
             Self::Ternary => 7,
             Self::Fp8 => 8,
