@@ -133,6 +133,12 @@ fn error(y: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok(error)
 }
 
+/// Whether a kernel refused more than 16 rows of operand B because x has no room in shared memory.
+fn has_no_room(product: &Result<Tensor>, rows: usize) -> bool {
+    let error = product.as_ref().err().map(ToString::to_string);
+    rows > 16 && error.is_some_and(|e| e.contains("rows of x leave too little shared memory"))
+}
+
 /// What the error is to that of the library's product at most. NF4's values are rounded to bf16 before they meet a scale
 /// and are rounded again.
 fn most_error(format: &str) -> f64 {
@@ -152,6 +158,9 @@ fn exact(subject: &Subject, device: &Device, k: usize) -> Result<()> {
                 })
             };
             let (ours, calls) = trace::capture(|| product(kernel));
+            if has_no_room(&ours, m) {
+                continue;
+            }
             let path = &calls.iter().next().expect("a call").0.path;
             assert!(path.contains(kernel), "{path}");
             let expected = reference(&x, Prologue::None, weights, &Epilogue::default())?;
@@ -286,8 +295,12 @@ fn with_prologues(subject: &Subject, device: &Device) -> Result<()> {
                 };
                 let got = with_kernel(Some(subject.kernel), || {
                     quant_linear(&x, prologue, &weights, &epilogue)
-                })?;
-                let expected = reference(&x, prologue, &weights, &epilogue)?.concat();
+                });
+                if has_no_room(&got, 2 * m) {
+                    continue;
+                }
+                let (got, expected) = (got?, reference(&x, prologue, &weights, &epilogue)?);
+                let expected = expected.concat();
                 // x and weights are rounded to bf16 where M is past 8, NF4's values in any case, the result to its dtype.
                 let unit = match dtype {
                     DType::F32 => 1e-4,
