@@ -161,12 +161,13 @@ fn exact(subject: &Subject, device: &Device, k: usize) -> Result<()> {
             if has_no_room(&ours, m) {
                 continue;
             }
+            let ours = ours?;
             let path = &calls.iter().next().expect("a call").0.path;
             assert!(path.contains(kernel), "{path}");
             let expected = reference(&x, Prologue::None, weights, &Epilogue::default())?;
             let expected = Tensor::new(expected.concat(), &Device::Cpu)?.reshape((m, 200))?;
             let (ours, theirs) = (
-                error(&ours?, &expected)?,
+                error(&ours, &expected)?,
                 error(&product(LIBRARY)?, &expected)?,
             );
             assert!(

@@ -448,6 +448,11 @@ pub(super) static RULES: &[Rule] = &[
     },
     SKINNY_FORCED,
     Rule {
+        source: "linear/gemm_wna16_skinny_sm90_gguf.cu",
+        formats: Formats::GGUF,
+        ..SKINNY_FORCED
+    },
+    Rule {
         kernel: gemm_dequantized::NAME,
         source: "formats/dequantize.cu",
         formats: Formats::QUANTIZED.or(Formats::MIXED),
