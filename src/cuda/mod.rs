@@ -44,7 +44,7 @@ pub(crate) use memory::{
     Address, address, address_of, alloc, copy_slots, cuda_storage, stack_rows,
 };
 pub(crate) use module::{Module, dtype_index, fatbin};
-pub(crate) use packed::{PackedAt, ValuesOf, values};
+pub(crate) use packed::{PackedAt, ValuesOf, groups_log2, values};
 pub(crate) use pinned::Pinned;
 pub(crate) use pool::give_back_freed_memory;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};

@@ -368,18 +368,22 @@ fn zeroed_where_scales_are(codes: &Codes) -> Cow<'_, [i8]> {
     Cow::Owned(all)
 }
 
+/// The binary logarithm of the groups of a K block.
+pub(crate) fn groups_log2(group: usize) -> usize {
+    (K_BLOCK / group).next_power_of_two().ilog2() as usize
+}
+
 /// A scheme's format as `PackedFormat` of the kernels numbers it.
 pub(super) fn index(scheme: Scheme) -> usize {
-    let of_groups = |group: usize| (K_BLOCK / group).next_power_of_two().ilog2() as usize;
     match (scheme, scheme.group()) {
         (Scheme::Int8, _) => 0,
         (Scheme::Fp8, _) => 8,
         (Scheme::Fp8Block128, _) => 9,
         (Scheme::Nvfp4, _) => 10,
         (Scheme::Nf4, _) => 11,
-        (Scheme::Int4 { .. }, group) => 1 + group.map_or(0, of_groups),
+        (Scheme::Int4 { .. }, group) => 1 + group.map_or(0, groups_log2),
         (Scheme::Ternary { .. }, None) => 4,
-        (Scheme::Ternary { .. }, Some(group)) => 5 + of_groups(group),
+        (Scheme::Ternary { .. }, Some(group)) => 5 + groups_log2(group),
     }
 }
 

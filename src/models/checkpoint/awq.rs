@@ -29,12 +29,7 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<InWor
         bail!("{rows} rows, expected a multiple of {IN_WORD}");
     }
     let (words, dims) = tensors.codes_in_words(PACKED)?;
-    if !is_packed(dims, (rows, cols)) {
-        bail!(
-            "{PACKED} has shape {dims:?}, expected [{cols}, {}]",
-            rows / IN_WORD
-        );
-    }
+    tensors.check(PACKED, &dims, &[cols, rows / IN_WORD])?;
     let scales = tensors.scales_by_group("scales", (rows, cols))?;
     let groups = scales.len() / rows;
     let zeros = tensors.words("qzeros", &[groups, rows / IN_WORD])?;

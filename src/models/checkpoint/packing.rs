@@ -113,8 +113,10 @@ impl Packing {
         heads: Option<usize>,
         to: Target<'_>,
     ) -> Result<LinearWeight> {
-        let on_gpu = to.fused && heads.is_none() && to.device.is_cuda();
-        let words_on = if on_gpu { to.device } else { &Device::Cpu };
+        let words_on = match to.unpacks_words(heads) {
+            true => to.device,
+            false => &Device::Cpu,
+        };
         match self.matrix(&tensors.with_words_on(words_on), size)? {
             Matrix::Codes(codes) => codes.into_weight(heads, to),
             Matrix::Words(words) => words.into_weight(heads, to),

@@ -81,12 +81,12 @@ impl<'a> Tensors<'a> {
         self.source.read_on(&self.name(part), dtype, &Device::Cpu)
     }
 
-    fn check(&self, part: &str, tensor: &Tensor, dims: &[usize]) -> Result<()> {
-        if tensor.dims() != dims {
+    /// That a tensor has the shape that is expected.
+    pub fn check(&self, part: &str, dims: &[usize], expected: &[usize]) -> Result<()> {
+        if dims != expected {
             bail!(
-                "tensor `{}` has shape {:?}, expected {dims:?}",
-                self.name(part),
-                tensor.dims()
+                "tensor `{}` has shape {dims:?}, expected {expected:?}",
+                self.name(part)
             );
         }
         Ok(())
@@ -112,14 +112,14 @@ impl<'a> Tensors<'a> {
     /// Whole numbers of this shape.
     pub fn integers(&self, part: &str, dims: &[usize]) -> Result<Vec<i32>> {
         let tensor = self.read(part, DType::I32)?;
-        self.check(part, &tensor, dims)?;
+        self.check(part, tensor.dims(), dims)?;
         tensor.flatten_all()?.to_vec1()
     }
 
     /// Bytes of this shape; signed ones by their bits.
     pub fn bytes(&self, part: &str, dims: &[usize]) -> Result<Vec<u8>> {
         let tensor = self.read(part, DType::U8)?;
-        self.check(part, &tensor, dims)?;
+        self.check(part, tensor.dims(), dims)?;
         tensor.flatten_all()?.to_vec1()
     }
 
@@ -131,7 +131,7 @@ impl<'a> Tensors<'a> {
     /// e4m3 floats of this shape, by their bits.
     pub fn floats8(&self, part: &str, dims: &[usize]) -> Result<Vec<i8>> {
         let tensor = self.read(part, DType::F8E4M3)?;
-        self.check(part, &tensor, dims)?;
+        self.check(part, tensor.dims(), dims)?;
         let tensor = tensor.flatten_all()?;
         let (storage, layout) = tensor.storage_and_layout();
         match (&*storage, layout.contiguous_offsets()) {

@@ -42,6 +42,13 @@ pub struct Target<'a> {
     pub fused: bool,
 }
 
+impl Target<'_> {
+    /// Whether a GPU unpacks words of codes itself, of a matrix whose `heads` are put apart on the host, if any are.
+    pub fn unpacks_words(&self, heads: Option<usize>) -> bool {
+        heads.is_none() && self.fused && self.device.is_cuda()
+    }
+}
+
 impl Unpacked {
     /// The weight on its device, with the rows of `heads` put apart as [`Source::matrix`] has it.
     ///

@@ -37,9 +37,7 @@ impl InWords {
     /// As there.
     pub fn into_weight(self, heads: Option<usize>, to: Target<'_>) -> Result<LinearWeight> {
         #[cfg(feature = "cuda")]
-        if heads.is_none()
-            && to.fused
-            && to.device.is_cuda()
+        if to.unpacks_words(heads)
             && let Some(weight) = self.on_gpu(to)?
         {
             return Ok(weight);

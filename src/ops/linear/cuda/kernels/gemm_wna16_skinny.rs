@@ -142,9 +142,10 @@ const MANY_CHANNELS: usize = 12_288;
 /// K past which x would come in pieces there: 4096x14336 takes 0.90x to 0.97x of `gemm_wna16_m16_tma`.
 const LONG_K: usize = 4096;
 
-/// Ternary weights up to which more than 8 rows are faster here than by `gemm_wna16_mma`, and weights with offsets up to
-/// which more than 16 rows are (24 rows of Q4_K: 2048x2048 8.3 instead of 8.8 us, 8192x2048 13.5 instead of 13.2): on an H200 16 rows of 576x576 take
-/// 2.65 us instead of 4.09 and 4096x1024 4.24 instead of 4.96, on an H100 4096x4096 8.8 instead of 8.7.
+/// Weights of a product up to which more than 8 rows are faster here where they are ternary, and more than 16 where they
+/// have offsets. 16 rows of ternary weights, `gemm_wna16_mma` in brackets: 576x576 2.65 us (4.09) and 4096x1024 4.24 (4.96)
+/// on an H200, 4096x4096 8.8 (8.7) on an H100. 24 rows of Q4_K, `gemm_wna16_sm90` in brackets: 2048x2048 8.3 us (8.8) and
+/// 8192x2048 13.5 (13.2) on an H200.
 const FEW_WEIGHTS: usize = 8 << 20;
 
 /// Output channels from which on more than 16 rows are faster by `gemm_wna16_sm90`: on an H200 17 rows of INT4 in groups of
@@ -175,7 +176,13 @@ pub(crate) fn plan_if_fastest(case: &Case) -> Planned {
         _ => rows > ROWS[1] && case.n() >= WIDE,
     };
     let gemm = gemm(case)?;
-    if slow || (gemm.cluster_size > 1 && case.n() < CHANNELS_OF_CLUSTERS) {
+    let slow_cluster = match gemm.cluster_size {
+        1 => false,
+        // 16 rows of 4096x14336 take 26.8 us in INT8 instead of 24.8 by `gemm_wna16_mma`, and 25.1 in FP8 instead of 24.4.
+        4 if format.codes_are_bytes() && rows <= ROWS[1] => true,
+        _ => case.n() < CHANNELS_OF_CLUSTERS,
+    };
+    if slow || slow_cluster {
         return Err("another kernel is faster for so many rows and output channels");
     }
     Ok(Arc::new(gemm))

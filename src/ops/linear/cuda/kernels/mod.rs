@@ -34,10 +34,9 @@ mod streamed;
 mod tensor_map;
 mod w8a8_params;
 
-use crate::cuda::abi::K_BLOCK;
+use crate::cuda::groups_log2;
 
 /// The place of INT4 among a source's six kernels for it: groups of 128, 64 and 32, and the same with zero points.
 fn int4_form(group: usize, zero_point: bool) -> usize {
-    let groups = (K_BLOCK / group).max(1);
-    groups.ilog2() as usize + if zero_point { 3 } else { 0 }
+    groups_log2(group) + if zero_point { 3 } else { 0 }
 }

@@ -77,6 +77,11 @@ impl Streamed {
         (Source::Codes, codes)
     }
 
+    /// Whether each code has a byte of its own, in no blocks.
+    pub(super) fn codes_are_bytes(self) -> bool {
+        matches!(self, Self::Int8 | Self::Fp8 | Self::Fp8Block)
+    }
+
     /// Stages of a pipeline at least: fewer where they are large.
     pub(super) fn least_stages(self) -> usize {
         match self.stage_bytes() {
