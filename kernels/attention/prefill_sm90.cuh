@@ -135,12 +135,6 @@ template <typename T, typename C> struct Rows {
     }
   }
 
-  // Those of rows that see no key.
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < D / 2; ++n) o[n] = 0.f;
-  }
-
   __device__ __forceinline__ void write(const AttentionSm90Params& p, const Work<C>& work, int first_row) const {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -303,12 +297,6 @@ __device__ __forceinline__ void consume(const AttentionSm90Params& p, Barriers<C
     const Sequence of = work.of(p);
     self.all = p.causal ? of.keys - of.queries + part_row + 1 : of.keys;
     self.rows.begin(p, of, first_row);
-    if (C::VARLEN && work.tiles == 0) {
-      self.rows.clear();
-      if (!C::SHARE || number == 0) self.rows.write(p, work, first_row);
-      --n;
-      continue;
-    }
     barrier_wait(barriers.q_full(), n & 1);
     int tile = work.tiles - 1 - self.lane;
     if (tile >= 0) {
@@ -332,6 +320,24 @@ __device__ __forceinline__ void consume(const AttentionSm90Params& p, Barriers<C
         self.rows.merge_partial(p.unit, shared_k + i * LANE_BYTES, shared_v + i * LANE_BYTES);
     }
     self.rows.write(p, work, first_row);
+  }
+}
+
+// Outputs of rows that see no key, by some threads of the block.
+template <typename T, typename C>
+__device__ __forceinline__ void write_zeros(const AttentionSm90Params& p, uint32_t thread, uint32_t threads) {
+  constexpr uint32_t PAIRS = C::D / 2;
+  // Where sequences have as many keys as queries, each row sees one.
+  const bool alike = p.pitch || (p.cu_q == p.cu_k && p.total_q <= p.total_k);
+  if (C::BATCH == Batch::RAGGED && alike) return;
+  Work<C> work;
+  while (work.template next<false>(p)) {
+    const Sequence of = work.of(p);
+    const uint32_t count = min(C::ROWS, of.queries - work.first_row) * PAIRS;
+    for (uint32_t i = thread; i < count; i += threads) {
+      const int64_t row = output_row<C::BATCH>(p, of, work.batch, work.first_row + i / PAIRS);
+      static_cast<uint32_t*>(p.y)[(row * p.heads + work.head) * PAIRS + i % PAIRS] = 0;
+    }
   }
 }
 
@@ -368,6 +374,7 @@ template <typename T, typename C> __device__ __forceinline__ void attend(const A
       const LeftOver<C::BATCH, AttentionSm90Params> left_over(p, p.columns / p.heads, C::D);
       const auto zero = [&](int64_t at) { static_cast<T*>(p.y)[at] = from_float<T>(0.f); };
       left_over.each({threadIdx.x - WARP, 128 - WARP}, zero);
+      if constexpr (C::VARLEN) write_zeros<T, C>(p, threadIdx.x - WARP, 128 - WARP);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(C::REGISTERS));

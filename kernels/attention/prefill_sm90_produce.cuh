@@ -58,7 +58,8 @@ template <typename C> struct Work {
     return sequence<Batch::DENSE>(p, batch);
   }
 
-  __device__ __forceinline__ bool next(const AttentionSm90Params& p) {
+  // The next one whose last row, which sees the most keys, sees some; or, if not `KEYS`, none.
+  template <bool KEYS = true> __device__ __forceinline__ bool next(const AttentionSm90Params& p) {
     const int grid = gridDim.x, rounds = (p.section * p.tiles + grid - 1) / grid;
     for (;; ++turn) {
       const int start = turn / rounds * p.section, columns = min(p.section, p.columns - start);
@@ -77,7 +78,8 @@ template <typename C> struct Work {
       }
       const int last = min(first_row + C::ROWS, of.queries) - 1;
       const int keys = p.causal ? of.keys - of.queries + last + 1 : of.keys;
-      tiles = ((C::VARLEN ? max(keys, 0) : keys) + C::KEYS - 1) / C::KEYS;
+      if (C::VARLEN && keys > 0 != KEYS) continue;
+      tiles = (keys + C::KEYS - 1) / C::KEYS;
       ++turn;
       return true;
     }
@@ -112,10 +114,6 @@ __device__ __forceinline__ void produce(const AttentionSm90Params& p, Barriers<C
   const int group = p.heads / p.kv_heads;
   int before = 0;  // tiles of earlier work, of which there is none where keys are shared
   for (int n = 0; work.next(p); ++n) {
-    if (C::VARLEN && work.tiles == 0) {
-      --n;  // there are no queries to load
-      continue;
-    }
     const Sequence of = work.of(p);
     const int kv_head = work.head / group;
     TableRow row;
