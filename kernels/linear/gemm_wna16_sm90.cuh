@@ -262,7 +262,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
   // The same where there is no producer.
   __device__ __forceinline__ void multiply_segment(float (&sums)[TOKENS / 2], Block (&blocks)[2], const Weights& weights,
                                                    const Segment& of) const {
-    const uint32_t end = of.end;
+    const uint32_t end = of.end, first_row = place(of.tile).first_row;
     PipelineState<STAGES> pipeline;
     if constexpr (BY_GROUPS) {
 #pragma unroll
@@ -282,7 +282,7 @@ template <class Weights, int TOKENS> struct GemmWna16 : GemmSchedule<TOKENS> {
       if (threadIdx.x == 0 && add && k_block - 1 + STAGES < end) {
         const int done = before(pipeline.stage);
         barrier_wait(empty(done), pipeline.phase ^ (pipeline.stage == 0));
-        copy(done, place(of.tile).first_row, k_block - 1 + STAGES);
+        copy(done, first_row, k_block - 1 + STAGES);
       }
       add = 1;
       pipeline.next();
