@@ -47,6 +47,35 @@ fn a_dequantized_file_is_the_checkpoint_it_was_made_from() -> Result<()> {
     })
 }
 
+/// A GPU makes them of the blocks itself.
+#[test]
+fn dequantized_numbers_are_the_same_on_every_device() -> Result<()> {
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        for block_type in BLOCK_TYPES {
+            let bytes = bytes(&golden, block_type)?;
+            let content = Content::read(&mut Cursor::new(&bytes))?;
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let on = |device: &Device| {
+                    dequantize_gguf(&content, &mut Cursor::new(&bytes), dtype, device)
+                };
+                let ((_, ours), (_, expected)) = (on(&device())?, on(&Device::Cpu)?);
+                assert_eq!(ours.len(), expected.len());
+                for (name, tensor) in &expected {
+                    let ours = ours[name].to_device(&Device::Cpu)?;
+                    let differ = ours.ne(tensor)?.to_dtype(DType::F32)?.sum_all()?;
+                    assert_eq!(
+                        differ.to_scalar::<f32>()?,
+                        0.,
+                        "{block_type:?} {dtype:?} {name}"
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
 /// The error against the same weights in f32 is held to that of candle's own quantized products, which round
 /// activations to int8.
 #[test]

@@ -3,8 +3,12 @@
 
 use super::{Config, KIND};
 use crate::cpu::pool;
+#[cfg(feature = "cuda")]
+use crate::cuda::BlockMatrix;
 use crate::models::gguf::{File, Header};
 use crate::ops::RopeStyle;
+#[cfg(feature = "cuda")]
+use crate::quant;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -21,8 +25,8 @@ const TOGETHER: usize = 1 << 26;
 /// Values that a thread dequantizes at a time, if that is a whole number of rows.
 const PIECE: usize = 1 << 20;
 
-/// Hugging Face's name of a tensor, the heads whose rows are permuted, if they are, and what the file has.
-type Stored = (String, Option<usize>, QTensor);
+/// Hugging Face's name of a tensor, and its blocks in the rows' order of Hugging Face.
+type Stored = (String, QTensor);
 
 /// The configuration of a llama GGUF file and its tensors as a dense checkpoint: dequantized to
 /// `dtype`, under Hugging Face's names and in its row order, so that `VarBuilder::from_tensors` and
@@ -77,28 +81,51 @@ pub fn dequantize_gguf<R: Seek + Read>(
             let Some((dense, heads)) = dense_name(name, &cfg) else {
                 bail!("gguf: tensor `{name}` is not one of a llama model's");
             };
-            let heads = heads.filter(|_| header.style == RopeStyle::Interleaved);
-            stored.push((dense, heads, file.any(name, &Device::Cpu)?));
+            let mut tensor = file.any(name, &Device::Cpu)?;
+            if let Some(heads) = heads.filter(|_| header.style == RopeStyle::Interleaved) {
+                tensor = half_split_rows(&tensor, name, heads)?;
+            }
+            // A fraction of the bytes that its numbers have, which the GPU is then sent.
+            #[cfg(feature = "cuda")]
+            if let Some(numbers) = dequantize_on_gpu(&tensor, dtype, device)? {
+                tensors.insert(dense, numbers);
+                continue;
+            }
+            stored.push((dense, tensor));
             values = values.saturating_add(count);
         }
-        for ((dense, ..), tensor) in stored.iter().zip(dequantize(&stored, dtype)) {
+        for ((dense, _), tensor) in stored.iter().zip(dequantize(&stored, dtype)) {
             tensors.insert(dense.clone(), tensor?.to_device(device)?);
         }
     }
     Ok((cfg, tensors))
 }
 
-/// The numbers of tensors in the rows' order of Hugging Face. Threads share tensors out in pieces of some rows, so that
-/// none is left alone with a large one.
+/// The numbers of a matrix on a CUDA device, if the kernels for blocks take it.
+#[cfg(feature = "cuda")]
+fn dequantize_on_gpu(tensor: &QTensor, dtype: DType, device: &Device) -> Result<Option<Tensor>> {
+    let &[rows, width] = tensor.shape().dims() else {
+        return Ok(None);
+    };
+    let numbers = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    if !device.is_cuda() || !numbers || !quant::supports(tensor.dtype()) {
+        return Ok(None);
+    }
+    let blocks = BlockMatrix::new(tensor.dtype(), rows, width, &tensor.data()?, device)?;
+    blocks.dequantize(dtype).map(Some)
+}
+
+/// The numbers of tensors. Threads share tensors out in pieces of some rows, so that none is left alone with a large
+/// one.
 fn dequantize(stored: &[Stored], dtype: DType) -> Vec<Result<Tensor>> {
     let pieces: Vec<_> = stored
         .iter()
         .enumerate()
-        .flat_map(|(i, (.., tensor))| pieces(tensor).map(move |rows| (i, rows)))
+        .flat_map(|(i, (_, tensor))| pieces(tensor).map(move |rows| (i, rows)))
         .collect();
     let parts = in_parallel(pieces.len(), |i| {
         let (tensor, rows) = &pieces[i];
-        dequantize_rows(&stored[*tensor].2, rows.clone(), dtype)
+        dequantize_rows(&stored[*tensor].1, rows.clone(), dtype)
     });
     let mut of_tensor: Vec<_> = stored.iter().map(|_| Vec::new()).collect();
     for ((tensor, _), part) in pieces.iter().zip(parts) {
@@ -109,13 +136,9 @@ fn dequantize(stored: &[Stored], dtype: DType) -> Vec<Result<Tensor>> {
     in_parallel(stored.len(), |i| {
         let mut parts = of_tensor[i].lock().unwrap_or_else(PoisonError::into_inner);
         let mut parts: Vec<Tensor> = parts.drain(..).collect::<Result<_>>()?;
-        let whole = match parts.len() {
-            1 => parts.swap_remove(0),
-            _ => Tensor::cat(&parts, 0)?,
-        };
-        match stored[i].1 {
-            Some(heads) => half_split_rows(&whole, heads),
-            None => Ok(whole),
+        match parts.len() {
+            1 => Ok(parts.swap_remove(0)),
+            _ => Tensor::cat(&parts, 0),
         }
     })
 }
@@ -186,15 +209,25 @@ fn dense_name(name: &str, cfg: &Config) -> Option<(String, Option<usize>)> {
 }
 
 /// Undoes the row order of GGUF's llama files, where rotated pairs are neighbours.
-fn half_split_rows(w: &Tensor, heads: usize) -> Result<Tensor> {
-    let rows = w.dim(0)?;
-    if rows == 0 || !rows.is_multiple_of(2 * heads) {
-        bail!("gguf: {rows} rows of queries or keys do not divide into {heads} heads of pairs");
+fn half_split_rows(tensor: &QTensor, name: &str, heads: usize) -> Result<QTensor> {
+    let rows = tensor.shape().dims().first().copied().unwrap_or(0);
+    let data = tensor.data()?;
+    if rows == 0 || !rows.is_multiple_of(2 * heads) || !data.len().is_multiple_of(rows) {
+        bail!(
+            "gguf: tensor `{name}` has shape {:?}, expected rows of {heads} heads of pairs",
+            tensor.shape()
+        );
     }
-    let rest = w.elem_count() / rows;
-    w.reshape((heads, rows / heads / 2, 2, rest))?
-        .transpose(1, 2)?
-        .reshape(w.dims())
+    let row = data.len() / rows;
+    let mut split = Vec::with_capacity(data.len());
+    for head in data.chunks_exact(rows / heads * row) {
+        for half in [0, row] {
+            let of_pairs = head.chunks_exact(2 * row).map(|pair| &pair[half..][..row]);
+            of_pairs.for_each(|bytes| split.extend_from_slice(bytes));
+        }
+    }
+    let storage = QStorage::from_data(Cow::Owned(split), &Device::Cpu, tensor.dtype())?;
+    QTensor::new(storage, tensor.shape().clone())
 }
 
 /// The configuration that a llama GGUF file's metadata gives, checked against the tensors that the
@@ -274,9 +307,11 @@ mod tests {
                 let row = Tensor::new(values.get(0)?.to_vec1::<f32>()?, &Device::Cpu)?;
                 QTensor::quantize(&row, GgmlDType::F32)?
             };
-            let mut stored = vec![
-                ("w".to_owned(), None, tensor),
-                ("v".to_owned(), None, vector),
+            let split = half_split_rows(&tensor, "w", 2)?;
+            let stored = vec![
+                ("w".to_owned(), tensor),
+                ("v".to_owned(), vector),
+                ("split".to_owned(), split),
             ];
             let same = |ours: &Tensor, expected: &Tensor| -> Result<bool> {
                 let differ = ours.ne(expected)?.to_dtype(DType::F32)?.sum_all()?;
@@ -286,9 +321,9 @@ mod tests {
             assert!(same(ours[0].as_ref().unwrap(), &whole)?, "{dtype:?}");
             let row = values.get(0)?.to_dtype(DType::BF16)?;
             assert!(same(ours[1].as_ref().unwrap(), &row)?, "{dtype:?}");
-            stored[0].1 = Some(2);
-            let ours = dequantize(&stored, DType::BF16).remove(0)?;
-            assert!(same(&ours, &half_split_rows(&whole, 2)?)?, "{dtype:?}");
+            let pairs = whole.reshape((2, rows / 4, 2, width))?;
+            let split = pairs.transpose(1, 2)?.reshape((rows, width))?;
+            assert!(same(ours[2].as_ref().unwrap(), &split)?, "{dtype:?}");
         }
         Ok(())
     }
