@@ -180,8 +180,9 @@ fn take(
         if stopped {
             return Ok((text, Some(End::Stop)));
         }
-        text.push_str(&stops.finish());
-        return Ok((text, Some(end)));
+        let (shown, stopped) = stops.finish();
+        text.push_str(&shown);
+        return Ok((text, Some(if stopped { End::Stop } else { end })));
     }
     Ok((text, None))
 }

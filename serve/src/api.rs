@@ -137,9 +137,15 @@ fn prepare(app: &App, kind: Kind, body: &Body) -> Result<Prepared, ApiError> {
         app.settings.sequences + app.settings.max_queue,
     );
     if asked > most {
+        let param = if prompts.len() > most { "prompt" } else { "n" };
         let message = format!("{asked} answers are asked for, expected at most {most} in a call");
-        return Err(ApiError::invalid("n", message));
+        return Err(ApiError::invalid(param, message));
     }
+    let vocab_size = app.worker.vocab_size();
+    prompts
+        .iter()
+        .try_for_each(|ids| known("prompt", ids, vocab_size))?;
+    known("stop_token_ids", &stop, vocab_size)?;
     let tokens = prompts.iter().map(Vec::len).sum();
     let mut jobs = Vec::with_capacity(asked);
     for prompt in prompts {
@@ -165,6 +171,17 @@ fn prepare(app: &App, kind: Kind, body: &Body) -> Result<Prepared, ApiError> {
         prompt: tokens,
         listing,
     })
+}
+
+/// Fails if an id is not below `vocab_size`.
+fn known(param: &str, ids: &[u32], vocab_size: usize) -> Result<(), ApiError> {
+    match ids.iter().find(|id| **id as usize >= vocab_size) {
+        Some(id) => Err(ApiError::invalid(
+            param,
+            format!("{param}: token {id} is out of the vocabulary of {vocab_size}"),
+        )),
+        None => Ok(()),
+    }
 }
 
 /// What the answers are held to.

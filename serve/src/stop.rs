@@ -22,14 +22,19 @@ impl StopStrings {
             return (piece.to_owned(), false);
         }
         self.held.push_str(piece);
-        let found = self.strings.iter().filter_map(|s| self.held.find(s));
-        if let Some(at) = found.min() {
+        let from = self.held.len() - self.open();
+        // Behind `from`, one that begins earlier may still come.
+        if let Some(at) = self.found().filter(|at| *at <= from) {
             self.held.truncate(at);
             return (std::mem::take(&mut self.held), true);
         }
-        let from = self.held.len() - self.open();
         let rest = self.held.split_off(from);
         (std::mem::replace(&mut self.held, rest), false)
+    }
+
+    /// Where the first of those begins that are there as a whole.
+    fn found(&self) -> Option<usize> {
+        self.strings.iter().filter_map(|s| self.held.find(s)).min()
     }
 
     /// The bytes at the end that may be the beginning of a stop string.
@@ -41,9 +46,12 @@ impl StopStrings {
         self.strings.iter().filter_map(longest).max().unwrap_or(0)
     }
 
-    /// What was held back, where the text ends.
-    pub fn finish(&mut self) -> String {
-        std::mem::take(&mut self.held)
+    /// What of the text that was held back can be shown where the text ends, and whether a stop string came behind
+    /// that.
+    pub fn finish(&mut self) -> (String, bool) {
+        let found = self.found();
+        self.held.truncate(found.unwrap_or(usize::MAX));
+        (std::mem::take(&mut self.held), found.is_some())
     }
 }
 
@@ -62,8 +70,9 @@ mod tests {
                 return (all, true);
             }
         }
-        all.push(stops.finish());
-        (all, false)
+        let (text, stopped) = stops.finish();
+        all.push(text);
+        (all, stopped)
     }
 
     #[test]
@@ -90,6 +99,16 @@ mod tests {
     fn the_one_that_begins_first_counts() {
         assert_eq!(shown(&["c", "bcd"], &["abcd"]), (vec!["a".into()], true));
         assert_eq!(shown(&["é"], &["caf", "é!"]).0, ["caf", ""]);
+        // Also if one within it comes as a whole before.
+        let stops = ["abcX", "bc"];
+        for pieces in [&["_abcX"] as &[_], &["_abc", "X"], &["_a", "bc", "X"]] {
+            let (text, stopped) = shown(&stops, pieces);
+            assert_eq!((text.concat(), stopped), ("_".into(), true), "{pieces:?}");
+        }
+        for pieces in [&["_abcY"] as &[_], &["_abc", "Y"], &["_abc"]] {
+            let (text, stopped) = shown(&stops, pieces);
+            assert_eq!((text.concat(), stopped), ("_a".into(), true), "{pieces:?}");
+        }
     }
 
     /// However the text is cut, the same is shown.

@@ -64,6 +64,7 @@ struct Submission {
 pub struct Worker {
     commands: Sender<Command>,
     room: usize,
+    vocab_size: usize,
     /// Closed by the thread's end.
     alive: watch::Receiver<()>,
 }
@@ -93,7 +94,7 @@ impl Worker {
                 }
             };
             let room = engine.positions().min(engine.stats().pages * page);
-            let _ = made.send(Ok(room));
+            let _ = made.send(Ok((room, engine.vocab_size())));
             let state = Loop {
                 engine,
                 metrics,
@@ -108,15 +109,21 @@ impl Worker {
             .name("engine".to_owned())
             .spawn(run)
             .context("the engine's thread cannot be started")?;
-        let room = ready
+        let (room, vocab_size) = ready
             .recv()
             .map_err(|_| anyhow!("the engine's thread has ended"))??;
         runtime.spawn(hand_on(brought));
         Ok(Self {
             commands,
             room,
+            vocab_size,
             alive,
         })
+    }
+
+    /// Token ids are below this.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
     }
 
     /// Tokens of a request at most, prompt included.

@@ -146,12 +146,16 @@ async fn wrong_arguments_are_named() {
 #[tokio::test]
 async fn ids_out_of_the_vocabulary_are_refused() {
     let server = Server::start(&[]).await;
-    for call in [
-        json!({ "prompt": [5, 256] }),
-        json!({ "prompt": "a", "stop_token_ids": [256] }),
+    for (call, param) in [
+        (json!({ "prompt": [5, 256] }), "prompt"),
+        (
+            json!({ "prompt": "a", "stop_token_ids": [256] }),
+            "stop_token_ids",
+        ),
     ] {
         let response = server.post(COMPLETIONS, &call).await;
         let error = error(response, StatusCode::BAD_REQUEST).await;
+        assert_eq!(error["param"], param, "{error}");
         let message = error["message"].as_str().expect("a message");
         assert!(message.contains("token 256 is out of the vocabulary"));
     }
