@@ -219,7 +219,7 @@ impl PackedLayout {
         let data = alloc(OP, device, DType::U8, self.bytes())?;
         let start = address(&data, &Layout::contiguous(self.bytes()))?;
         let launcher = Launcher::new(device)?;
-        let rows_of_chunk = (CHUNK / self.cols).next_multiple_of(ROW_GROUP);
+        let rows_of_chunk = (CHUNK / self.cols).max(1).next_multiple_of(ROW_GROUP);
         let mut out = start;
         for first in (0..self.rows).step_by(rows_of_chunk) {
             let rows = rows_of_chunk.min(self.rows - first);

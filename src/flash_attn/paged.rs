@@ -69,6 +69,13 @@ pub fn flash_attn_varlen_paged_windowed(
             seqlens_k.dtype()
         );
     }
+    if q.device().is_cpu() {
+        let ends = seqlens_k.to_vec1::<u32>()?;
+        if let Some(b) = (1..ends.len()).find(|b| ends[*b] < ends[b - 1]) {
+            let (from, to) = (ends[b - 1], ends[b]);
+            bail!("{OP}: seqlens_k decreases from {from} to {to} at {b}");
+        }
+    }
     let sequences = of_k[0] - 1;
     let ends = seqlens_k.narrow(0, 1, sequences)?;
     let lengths = (ends - seqlens_k.narrow(0, 0, sequences)?)?;

@@ -306,9 +306,6 @@ impl Generation {
     /// If there is no such sequence.
     pub fn truncate(&mut self, index: usize, len: usize) -> Result<()> {
         self.check(index)?;
-        if len > self.sequences[index].ids.len() {
-            return Ok(());
-        }
         #[cfg(feature = "cuda")]
         if let Engine::Device(device) = &mut self.engine {
             device.drain()?;

@@ -265,6 +265,11 @@ impl Engine {
         self.positions
     }
 
+    /// Token ids are below this.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab
+    }
+
     /// Queues a request after those that wait.
     ///
     /// # Errors
@@ -337,12 +342,13 @@ impl Engine {
         if let Some(top) = request.logprobs.filter(|top| *top > most) {
             bail!("{OP}: logprobs is {top}, expected 0 to {most}");
         }
-        let ids = request.prompt.iter().chain(&request.stop);
-        if let Some(id) = ids.into_iter().find(|id| **id as usize >= self.vocab) {
-            bail!(
-                "{OP}: token {id} is out of the vocabulary of {}",
-                self.vocab
-            );
+        for (name, ids) in [("prompt", &request.prompt), ("stop", &request.stop)] {
+            if let Some(id) = ids.iter().find(|id| **id as usize >= self.vocab) {
+                bail!(
+                    "{OP}: {name}: token {id} is out of the vocabulary of {}",
+                    self.vocab
+                );
+            }
         }
         let id = RequestId(self.submitted);
         self.submitted += 1;

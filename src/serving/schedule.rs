@@ -233,15 +233,20 @@ impl Schedule {
                 _ if awaited => return false,
                 _ => {
                     self.leave(slot);
-                    self.ended.push(Output {
-                        id,
-                        token: None,
-                        logprobs: None,
-                        finish: Some(FinishReason::Length),
-                    });
+                    self.end_full(id);
                 }
             }
         }
+    }
+
+    /// Tells that a request has no page for its next token, and that there is none to be had.
+    fn end_full(&mut self, id: RequestId) {
+        self.ended.push(Output {
+            id,
+            token: None,
+            logprobs: None,
+            finish: Some(FinishReason::Length),
+        });
     }
 
     /// Goes on with prompts that have been begun.
@@ -306,6 +311,12 @@ impl Schedule {
             }
             let taken = (0..missing).map_while(|_| self.pages.take());
             sequence.pages.extend(taken);
+            // Sent back when its last token had no page: alone, it has all that there are.
+            if sequence.missing(sequence.tokens.len(), &self.pages) > 0 {
+                sequence.give_up(&mut self.pages);
+                self.end_full(sequence.id);
+                continue;
+            }
             self.prompt_tokens += sequence.tokens.len() as u64;
             self.cached_tokens += cached as u64;
             self.slots[slot] = Some(sequence);

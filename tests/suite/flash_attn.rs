@@ -392,6 +392,10 @@ fn keys_in_pages() -> Result<()> {
             assert!(said.contains("page_block_size is 16"), "{said}");
             let said = refused(&of_k.narrow(0, 0, 2)?, None, Some(0), page);
             assert!(said.contains("seqlens_k is U32 [2]"), "{said}");
+            if device().is_cpu() {
+                let said = refused(&Tensor::new(&[0u32, 5, 3], &device())?, None, Some(0), page);
+                assert!(said.contains("seqlens_k decreases from 5 to 3"), "{said}");
+            }
         }
         Ok(())
     })

@@ -171,6 +171,13 @@ fn a_sequence_goes_on_from_wherever_it_is_cut() -> Result<()> {
         }
         let text = [&PROMPTS[0][..5], &PROMPTS[2][..4]].concat();
         assert_eq!(tokens, by_forward(&model, &text, 12)?);
+        // All that it holds stays, and the token that was drawn last is forgotten.
+        let held = generation.ids(0).to_vec();
+        generation.truncate(0, usize::MAX)?;
+        assert_eq!(
+            (generation.ids(0), generation.pending(0)),
+            (&held[..], None)
+        );
         Ok(())
     })
 }

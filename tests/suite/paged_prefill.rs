@@ -7,7 +7,7 @@ use crate::support::{devices, randn, values, widest_error};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_fused::ops::paged_prefill::{paged_prefill, reference};
 use candle_fused::ops::{
-    AttentionParams, PagedAttention, RaggedBatch, RaggedQueries, flash_attention_varlen,
+    AttentionParams, PageTable, PagedAttention, RaggedBatch, RaggedQueries, flash_attention_varlen,
 };
 use candle_fused::quant::KvFormat;
 
@@ -274,6 +274,28 @@ fn pages_in_order_are_a_ragged_batch() -> Result<()> {
                 flash_attention_varlen(&q, &flat(&pages.k)?, &flat(&pages.v)?, &ragged, &params)?;
             assert_eq!(values(&ours)?, values(&theirs)?, "{dtype:?} on {device:?}");
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_are_zeros_where_there_is_no_sequence() -> Result<()> {
+    for device in devices() {
+        let all = pool(FORMS[1], [4, 8, 2, 64], DType::F32)?;
+        let on = PageTable::Padded {
+            block_table: Tensor::zeros((0, 2), DType::U32, &device)?,
+            lengths: Tensor::zeros(0, DType::U32, &device)?,
+        };
+        let q = randn(&[5, 4, 64], DType::F32)?.to_device(&device)?;
+        let y = paged_prefill(
+            &q,
+            &there(&all, FORMS[1], &device)?,
+            &on,
+            &queries(&[], 0, &device)?,
+            &PagedAttention::default(),
+        )?;
+        assert_eq!(y.dims(), q.dims());
+        assert!(values(&y)?.iter().all(|y| *y == 0.), "{device:?}");
     }
     Ok(())
 }

@@ -158,9 +158,9 @@ impl Attention {
     /// Of the result for queries of this layout, whose dimensions are batch, heads, tokens, dim.
     pub(super) fn shape(&self, q: &Layout) -> Result<Shape> {
         let ([batch, heads, queries, dim], _) = dimensions(self.form.op, q, "q")?;
-        Ok(match self.ragged {
-            Some(Lengths::Padded { pitch, .. }) => {
-                Shape::from((queries / pitch.max(1), pitch, heads, dim))
+        Ok(match &self.ragged {
+            Some(Lengths::Padded { lengths, pitch }) => {
+                Shape::from((lengths.dims()[0], *pitch, heads, dim))
             }
             Some(Lengths::Cumulative(_)) => Shape::from((queries, heads, dim)),
             None => Shape::from((batch, queries, heads, dim)),

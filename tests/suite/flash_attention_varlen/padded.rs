@@ -232,6 +232,10 @@ fn whole_sequences_are_the_dense_form() -> Result<()> {
         let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
         let copied = flash_attention_padded(&q, &k, &v, &lengths, &params(64))?;
         assert_eq!(values(&copied)?, values(&got)?);
+        let none = q.narrow(2, 0, 0)?;
+        let zero = Tensor::zeros(3, DType::U32, &device)?;
+        let nothing = flash_attention_padded(&none, &none, &none, &zero, &params(64));
+        assert_eq!(nothing?.dims(), none.dims());
     }
     Ok(())
 }

@@ -103,7 +103,8 @@ impl Call {
 
     /// Likewise to the right: the last query may see all keys.
     fn narrow_right(&self) -> Option<usize> {
-        self.right.filter(|right| *right + 1 < self.queries())
+        self.right
+            .filter(|right| right.saturating_add(1) < self.queries())
     }
 
     /// Fails where a kernel's 32-bit counters would not do.

@@ -14,7 +14,7 @@ use crate::cuda::{Address, Launcher, address, address_of, alloc, zeros_before_la
 use crate::ops::pages::{PagePool, PageScales, PageTable, PoolSizes, scale_strides};
 use crate::ops::view::dtype_index;
 use crate::trace;
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{CudaStorage, DType, Error, Layout, Result, Shape, Tensor, bail};
 pub(crate) use prefill::{key_pages, operands};
@@ -111,10 +111,12 @@ pub(super) fn forward(
     layout: &Layout,
 ) -> Result<(CudaStorage, Shape)> {
     let (device, len) = (q.device(), layout.shape().elem_count());
-    let out = alloc(op.name, device, q.dtype(), len)?;
-    if len == 0 {
-        return Ok((out, layout.shape().clone()));
+    // Rows that no sequence has are zeros; without sequences there is nothing to launch.
+    if len == 0 || op.sequences == 0 {
+        let zeros = device.zeros_impl(layout.shape(), q.dtype())?;
+        return Ok((zeros, layout.shape().clone()));
     }
+    let out = alloc(op.name, device, q.dtype(), len)?;
     let y = address(&out, &Layout::contiguous(len))?;
     match op.ragged {
         Some(_) => prefill::run(op, q, layout, y)?,
