@@ -135,7 +135,7 @@ fn refuse<T>(field: impl Display, value: impl Display, expected: &str) -> Result
     bail!("config: quantization_config: {field} is {value}, expected {expected}")
 }
 
-/// That a text, where it is given, is one of those that are taken.
+/// That a text, where it is given, is one of those that are taken, in whichever case.
 fn one_of(field: impl Display, value: Option<&str>, taken: &[&str]) -> Result<()> {
     match value {
         Some(value) if !taken.iter().any(|one| one.eq_ignore_ascii_case(value)) => {
@@ -143,6 +143,11 @@ fn one_of(field: impl Display, value: Option<&str>, taken: &[&str]) -> Result<()
         }
         _ => Ok(()),
     }
+}
+
+/// Whether a text that [`one_of`] takes is this one.
+fn is(given: Option<&str>, name: &str) -> bool {
+    given.is_some_and(|given| given.eq_ignore_ascii_case(name))
 }
 
 /// That weights of these bits in these groups have a format here.
@@ -196,7 +201,7 @@ impl Raw {
         one_of("format", self.format.as_deref(), &known)?;
         let format = format.or(self.format.as_deref());
         Ok(Format::Gptq {
-            zeros_as_they_are: format == Some("gptq_v2"),
+            zeros_as_they_are: is(format, "gptq_v2"),
         })
     }
 
@@ -239,7 +244,6 @@ impl Raw {
         if self.use_rms_norm == Some(true) {
             return refuse("use_rms_norm", true, "false");
         }
-        let is = |given: Option<&str>, name| given.is_some_and(|g| g.eq_ignore_ascii_case(name));
         let layer = match (is(class, "autobitlinear"), is(mode, "online")) {
             (false, _) => Layer::Divided,
             (true, false) => Layer::Multiplied,
@@ -299,7 +303,7 @@ impl Raw {
         if formats.is_empty() {
             formats.push(self.format.clone());
         }
-        let has = |name| formats.iter().any(|format| format.as_deref() == Some(name));
+        let has = |name| formats.iter().any(|format| is(format.as_deref(), name));
         has(NVFP4) && !has("pack-quantized") && !has("mixed-precision")
     }
 }
@@ -307,8 +311,8 @@ impl Raw {
 impl Group {
     /// What its matrices hold, if they have a byte for each value.
     fn bytes(&self) -> Option<Bytes> {
-        let packed = ["pack-quantized", NVFP4].map(Some);
-        let packed = packed.contains(&self.format.as_deref());
+        let mut packings = ["pack-quantized", NVFP4].into_iter();
+        let packed = packings.any(|name| is(self.format.as_deref(), name));
         let weights = self.weights.as_ref().filter(|_| !packed)?;
         match weights.is_float() {
             true if weights.num_bits == Some(4) => None,
@@ -364,7 +368,7 @@ impl Group {
 
 impl Arguments {
     fn is_float(&self) -> bool {
-        self.r#type.as_deref() == Some("float")
+        is(self.r#type.as_deref(), "float")
     }
 
     /// FP8 and NVFP4, whose activations are not quantized here, whatever is said of them.

@@ -22,6 +22,11 @@ fn formats_are_read() {
     let v2 = json!({"quant_method": "gptq", "bits": 8, "group_size": -1,
                     "checkpoint_format": "gptq_v2"});
     assert_eq!(read(v2), gptq(true));
+    let version =
+        |field: &str, value: &str| json!({"quant_method": "gptq", "bits": 4, field: value});
+    assert_eq!(read(version("checkpoint_format", "GPTQ_V2")), gptq(true));
+    assert_eq!(read(version("format", "Gptq_v2")), gptq(true));
+    assert_eq!(read(version("checkpoint_format", "GPTQ")), gptq(false));
     let awq = json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"});
     assert_eq!(read(awq), Ok(Some(Format::Awq)));
     let w8a8 = json!({"quant_method": "compressed-tensors", "format": "int-quantized",
@@ -45,7 +50,15 @@ fn formats_are_read() {
     config["format"] = json!("nvfp4-pack-quantized");
     assert_eq!(read(config.clone()), compressed(Bytes::Int, true, false));
     config["config_groups"]["group_0"]["input_activations"] = nvfp4;
+    assert_eq!(read(config.clone()), compressed(Bytes::Int, true, true));
+    config["format"] = json!("NVFP4-pack-quantized");
     assert_eq!(read(config), compressed(Bytes::Int, true, true));
+    // Of codes that are packed nothing is said of bytes, however it is written.
+    let eight = json!({"weights": {"num_bits": 8, "type": "int"}, "format": "Pack-Quantized"});
+    let float = json!({"weights": {"num_bits": 8, "type": "Float"}, "format": "float-quantized"});
+    let mixed = json!({"quant_method": "compressed-tensors", "format": "mixed-precision",
+                       "config_groups": {"group_0": eight, "group_1": float}});
+    assert_eq!(read(mixed), bytes(Bytes::Fp8(None)));
     let blocks = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                         "weight_block_size": [128, 128]});
     assert_eq!(read(blocks), Ok(Some(Format::Fp8(Some([128, 128])))));
