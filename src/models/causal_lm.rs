@@ -100,8 +100,9 @@ impl<C: Architecture> CausalLm<C> {
     /// quantized model is ever held.
     ///
     /// # Errors
-    /// As [`CausalLm::new`], or by the tensor's name if its width does not divide by the group or block
-    /// of its quantization, it holds a NaN or an infinity, or the device has no kernels for it.
+    /// As [`CausalLm::new`], or by the tensor's name if it is quantized already, its width does not divide
+    /// by the group or block of its quantization, it holds a NaN or an infinity, or the device has no
+    /// kernels for it.
     pub fn new_quantized(cfg: &C, vb: VarBuilder, recipe: &Recipe, fusion: Fusion) -> Result<Self> {
         let shape = cfg.shape()?;
         let cache = cache(&shape, vb.dtype(), vb.device())?;

@@ -32,7 +32,7 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// If `vb` is not on the CPU, the recipe asks for GGUF types, the file cannot be written, or as the
-/// model's `new_quantized`.
+/// model's `new_quantized`: a tensor that is quantized already is one.
 ///
 /// ```
 /// use candle_core::{DType, Device};

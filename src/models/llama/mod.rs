@@ -196,8 +196,9 @@ impl Llama {
     /// quantized model is ever held.
     ///
     /// # Errors
-    /// As [`Llama::load`], or by the tensor's name if its width does not divide by the group or block of
-    /// its quantization, it holds a NaN or an infinity, or the device has no kernels for it.
+    /// As [`Llama::load`], or by the tensor's name if it is quantized already, its width does not divide by
+    /// the group or block of its quantization, it holds a NaN or an infinity, or the device has no kernels
+    /// for it.
     pub fn load_quantized(
         vb: VarBuilder,
         cfg: &Config,
