@@ -1,5 +1,7 @@
 //! Quantized checkpoints of the hub, packed by the formats' own projects, against float64.
 
+mod altered;
+
 use crate::golden::{Golden, relative_error};
 use crate::packers;
 use crate::subject;

@@ -42,7 +42,10 @@ pub fn is_there(tensors: &Tensors<'_>, layer: Layer) -> bool {
 
 /// The matrix of a layer.
 pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), layer: Layer) -> Result<Unpacked> {
-    let (values, dims) = tensors.numbers("weight")?;
+    let (values, dims) = match layer {
+        Layer::Online => tensors.numbers("weight")?,
+        Layer::Multiplied | Layer::Divided => tensors.numbers_or_bytes("weight")?,
+    };
     let (codes, scale) = if layer == Layer::Online {
         if dims != [rows, cols] {
             bail!("weight has shape {dims:?}, expected {:?}", [rows, cols]);
@@ -81,6 +84,10 @@ fn stored(values: &[f32], dims: &[usize], (rows, cols): (usize, usize)) -> Resul
             "weight has shape {dims:?}, expected {rows} rows in bytes of {IN_BYTE} of them: [{rows} / {IN_BYTE}, \
              {cols}]"
         );
+    }
+    let is_byte = |value: &f32| (0. ..=255.).contains(value) && value.fract() == 0.;
+    if let Some(value) = values.iter().find(|value| !is_byte(value)) {
+        bail!("weight: {value} is stored, expected bytes of {IN_BYTE} values");
     }
     let field = |i: usize| values.iter().map(move |value| *value as u8 >> (2 * i) & 3);
     let fields = (0..IN_BYTE).flat_map(field);

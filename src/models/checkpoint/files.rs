@@ -2,7 +2,7 @@
 
 use super::config::Format;
 use super::packing::Packing;
-use super::tensors::{Read, Tensors};
+use super::tensors::{AS_STORED, CONFIG, Read, Tensors, called};
 use crate::nn::pack::named;
 use candle_core::safetensors::{Load, MmapedSafetensors};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
@@ -10,9 +10,6 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use safetensors::Dtype;
 use std::path::Path;
-
-/// The name under which [`Checkpoint`] hands on its `config.json`. No tensor has it.
-pub const CONFIG: &str = "config.json";
 
 /// A checkpoint of the hub, dense or quantized: its safetensors files, mapped, and its `config.json`,
 /// whose `quantization_config` says how quantized matrices are stored.
@@ -23,6 +20,9 @@ pub const CONFIG: &str = "config.json";
 /// bitsandbytes' NF4 in blocks of multiples of 64 values in NF4; and BitNet in ternary, whose layers take their input in
 /// 8 bits of each token. FP8 and NF4 in other blocks are dequantized at load. From a plain `VarBuilder` of safetensors files they take what
 /// the tensors alone tell: AWQ, `pack-quantized`, NF4, and GPTQ with symmetric weights.
+///
+/// A tensor that is stored in another dtype than its format has is an error. The builder may be given a prefix or
+/// other names: the configuration goes along.
 ///
 /// As a backend of a `VarBuilder` it turns quantized matrices into numbers where their `weight` is asked
 /// for, so that any candle model can load it, as large as if it were dense.
@@ -119,15 +119,20 @@ impl Checkpoint {
 
     /// A tensor as it is stored; signed bytes, which candle has not, as unsigned ones of the same bits.
     fn stored(&self, name: &str, device: &Device) -> Result<Tensor> {
-        if name == CONFIG {
+        if is_config(name) {
             return Tensor::new(self.config.as_bytes(), device);
         }
         let view = self.tensors.get(name)?;
         match view.dtype() {
             Dtype::I8 => Tensor::from_raw_buffer(view.data(), DType::U8, view.shape(), device),
-            _ => view.load(device),
+            _ => named(name, view.load(device)),
         }
     }
+}
+
+/// Whether the configuration is asked for, behind whatever a builder puts in front of its names.
+fn is_config(name: &str) -> bool {
+    name.ends_with(CONFIG)
 }
 
 impl Read for Checkpoint {
@@ -135,8 +140,8 @@ impl Read for Checkpoint {
         self.tensors.get(name).is_ok()
     }
 
-    fn read_on(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.get_unchecked(name, dtype, device)
+    fn read_on(&self, name: &str, _: DType, device: &Device) -> Result<Tensor> {
+        self.stored(name, device)
     }
 }
 
@@ -145,23 +150,34 @@ impl SimpleBackend for Checkpoint {
         if let Some(values) = named(name, self.values(&s, name, dtype, dev))? {
             return Ok(values);
         }
-        let tensor = self.get_unchecked(name, dtype, dev)?;
+        let tensor = self.stored(name, dev)?;
+        // Codes whose scales are not there are no numbers.
+        if name.ends_with(".weight") && dtype.is_float() && tensor.dtype().is_int() {
+            bail!(
+                "tensor `{name}` is {}, expected f32, f16 or bf16",
+                called(tensor.dtype())
+            );
+        }
         if tensor.shape() != &s {
             bail!(
                 "tensor `{name}` has shape {:?}, expected {s:?}",
                 tensor.shape()
             );
         }
-        Ok(tensor)
+        tensor.to_dtype(dtype)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, dev: &Device) -> Result<Tensor> {
-        self.stored(name, dev)?.to_dtype(dtype)
+        let tensor = self.stored(name, dev)?;
+        match dtype {
+            AS_STORED => Ok(tensor),
+            _ => tensor.to_dtype(dtype),
+        }
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let stem = name.strip_suffix(".weight");
         let renamed = |stem| Packing::is_renamed(&Tensors::new(self, stem));
-        name == CONFIG || self.contains(name) || stem.is_some_and(renamed)
+        is_config(name) || self.contains(name) || stem.is_some_and(renamed)
     }
 }

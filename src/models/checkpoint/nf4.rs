@@ -125,7 +125,7 @@ impl Blocks {
 }
 
 fn state(tensors: &Tensors<'_>) -> Result<State> {
-    match serde_json::from_slice(&tensors.all_bytes(STATE)?) {
+    match serde_json::from_slice(&tensors.all_bytes(STATE)?.0) {
         Ok(state) => Ok(state),
         Err(e) => bail!("{STATE}: {e}"),
     }

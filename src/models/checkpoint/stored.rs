@@ -1,10 +1,9 @@
 //! The tensors of a `VarBuilder` as a model takes them.
 
 use super::config::Format;
-use super::files::CONFIG;
 use super::fp8;
 use super::packing::Packing;
-use super::tensors::Tensors;
+use super::tensors::{CONFIG, Tensors};
 use super::unpacked::Target;
 use crate::Fusion;
 use crate::fusion::fallback;

@@ -11,10 +11,18 @@ const GRAIN: usize = 128;
 /// Columns whose words stay in the cache while rows are unpacked.
 const TILE: usize = 64;
 
+/// The name under which a `Checkpoint` hands on its `config.json`. No tensor has it, and none that ends in it.
+pub const CONFIG: &str = "config.json";
+
+/// Asked for this dtype, a `Checkpoint` gives a tensor in the one that it is stored in. A `VarBuilder` has no other way
+/// to tell, and nothing is lost: candle converts nothing to 4-bit floats.
+pub const AS_STORED: DType = DType::F4;
+
 /// Where tensors are read from.
 pub trait Read {
     fn contains(&self, name: &str) -> bool;
 
+    /// A tensor as it is stored; in `dtype` if the source does not tell what that is.
     fn read_on(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor>;
 }
 
@@ -25,7 +33,64 @@ impl Read for VarBuilder<'_> {
 
     fn read_on(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let there = self.clone().set_device(device.clone());
+        if self.contains_tensor(CONFIG)
+            && let Ok(stored) = there.get_unchecked_dtype(name, AS_STORED)
+        {
+            return Ok(stored);
+        }
+        // A file without a configuration, or a backend around a `Checkpoint` that converts by itself.
         there.get_unchecked_dtype(name, dtype)
+    }
+}
+
+/// What a tensor holds.
+#[derive(Clone, Copy)]
+struct Kind {
+    /// What it is read as.
+    dtype: DType,
+    /// What it may be stored as: the same values, or the same bits.
+    stored: &'static [DType],
+    /// The same for people.
+    expected: &'static str,
+}
+
+/// Words of codes, and indices.
+const WORDS: Kind = Kind {
+    dtype: DType::I32,
+    stored: &[DType::I32, DType::U32, DType::I64],
+    expected: "i32",
+};
+
+/// Bytes, of which candle has unsigned ones alone.
+const BYTES: Kind = Kind {
+    dtype: DType::U8,
+    stored: &[DType::U8],
+    expected: "u8 or i8",
+};
+
+const FLOATS8: Kind = Kind {
+    dtype: DType::F8E4M3,
+    stored: &[DType::F8E4M3],
+    expected: "f8e4m3",
+};
+
+const NUMBERS: Kind = Kind {
+    dtype: DType::F32,
+    stored: &[DType::F32, DType::F16, DType::BF16, DType::F64],
+    expected: "f32, f16 or bf16",
+};
+
+const NUMBERS_OR_BYTES: Kind = Kind {
+    dtype: DType::F32,
+    stored: &[DType::F32, DType::F16, DType::BF16, DType::F64, DType::U8],
+    expected: "u8, f32, f16 or bf16",
+};
+
+/// What a stored dtype is called: signed bytes come as unsigned ones.
+pub fn called(dtype: DType) -> &'static str {
+    match dtype {
+        DType::U8 => "u8 or i8",
+        other => other.as_str(),
     }
 }
 
@@ -77,8 +142,22 @@ impl<'a> Tensors<'a> {
         format!("{}.{part}", self.stem)
     }
 
-    fn read(&self, part: &str, dtype: DType) -> Result<Tensor> {
-        self.source.read_on(&self.name(part), dtype, &Device::Cpu)
+    /// A tensor as it is stored, which is one of what its kind may be.
+    fn stored(&self, part: &str, kind: Kind, device: &Device) -> Result<Tensor> {
+        let name = self.name(part);
+        let tensor = self.source.read_on(&name, kind.dtype, device)?;
+        if !kind.stored.contains(&tensor.dtype()) {
+            bail!(
+                "tensor `{name}` is {}, expected {}",
+                called(tensor.dtype()),
+                kind.expected
+            );
+        }
+        Ok(tensor)
+    }
+
+    fn read(&self, part: &str, kind: Kind) -> Result<Tensor> {
+        self.stored(part, kind, &Device::Cpu)?.to_dtype(kind.dtype)
     }
 
     /// That a tensor has the shape that is expected.
@@ -95,7 +174,15 @@ impl<'a> Tensors<'a> {
     /// Words of codes, one behind the other, and their size `[rows, cols]`.
     pub fn codes_in_words(&self, part: &str) -> Result<(Tensor, [usize; 2])> {
         let name = self.name(part);
-        let tensor = self.source.read_on(&name, DType::I32, self.words_on)?;
+        let tensor = self.stored(part, WORDS, self.words_on)?;
+        // GPUs have no conversion for it.
+        let tensor = match tensor.dtype() == WORDS.dtype {
+            true => tensor,
+            false => tensor
+                .to_device(&Device::Cpu)?
+                .to_dtype(WORDS.dtype)?
+                .to_device(self.words_on)?,
+        };
         let [rows, cols] = match *tensor.dims() {
             [rows, cols] => [rows, cols],
             ref dims => bail!("tensor `{name}` has shape {dims:?}, expected two dimensions"),
@@ -111,26 +198,28 @@ impl<'a> Tensors<'a> {
 
     /// Whole numbers of this shape.
     pub fn integers(&self, part: &str, dims: &[usize]) -> Result<Vec<i32>> {
-        let tensor = self.read(part, DType::I32)?;
+        let tensor = self.read(part, WORDS)?;
         self.check(part, tensor.dims(), dims)?;
         tensor.flatten_all()?.to_vec1()
     }
 
     /// Bytes of this shape; signed ones by their bits.
     pub fn bytes(&self, part: &str, dims: &[usize]) -> Result<Vec<u8>> {
-        let tensor = self.read(part, DType::U8)?;
-        self.check(part, tensor.dims(), dims)?;
-        tensor.flatten_all()?.to_vec1()
+        let (bytes, stored) = self.all_bytes(part)?;
+        self.check(part, &stored, dims)?;
+        Ok(bytes)
     }
 
-    /// Bytes, however many.
-    pub fn all_bytes(&self, part: &str) -> Result<Vec<u8>> {
-        self.read(part, DType::U8)?.flatten_all()?.to_vec1()
+    /// Bytes, and their shape.
+    pub fn all_bytes(&self, part: &str) -> Result<(Vec<u8>, Vec<usize>)> {
+        let tensor = self.read(part, BYTES)?;
+        let dims = tensor.dims().to_vec();
+        Ok((tensor.flatten_all()?.to_vec1()?, dims))
     }
 
     /// e4m3 floats of this shape, by their bits.
     pub fn floats8(&self, part: &str, dims: &[usize]) -> Result<Vec<i8>> {
-        let tensor = self.read(part, DType::F8E4M3)?;
+        let tensor = self.read(part, FLOATS8)?;
         self.check(part, tensor.dims(), dims)?;
         let tensor = tensor.flatten_all()?;
         let (storage, layout) = tensor.storage_and_layout();
@@ -145,7 +234,16 @@ impl<'a> Tensors<'a> {
 
     /// Numbers, and their shape.
     pub fn numbers(&self, part: &str) -> Result<(Vec<f32>, Vec<usize>)> {
-        let tensor = self.read(part, DType::F32)?;
+        self.values(part, NUMBERS)
+    }
+
+    /// The same of what may be bytes too.
+    pub fn numbers_or_bytes(&self, part: &str) -> Result<(Vec<f32>, Vec<usize>)> {
+        self.values(part, NUMBERS_OR_BYTES)
+    }
+
+    fn values(&self, part: &str, kind: Kind) -> Result<(Vec<f32>, Vec<usize>)> {
+        let tensor = self.read(part, kind)?;
         let dims = tensor.dims().to_vec();
         Ok((tensor.flatten_all()?.to_vec1()?, dims))
     }
