@@ -6,7 +6,8 @@
 //! |---|---|---|
 //! | `weight_packed` | i32 `[N, K / P]` | field j of word (n, i), low bits first, is code (n, P i + j) plus half of the range |
 //! | `weight_scale` | `[N, groups]`, or of one value | |
-//! | `weight_zero_point` | i32 `[N / P, groups]`, if there | field j of word (i, g) is that of row P i + j, plus half of the range |
+//! | `weight_zero_point` | i32 `[N / P, groups]` or one word, if there | field j of word (i, g) is that of row P i + j, plus half of the range |
+//! | | or i8, as the scale | as it is |
 //! | `weight_g_idx` | i32 `[K]`, if there | the group of each column |
 //!
 //! `int-quantized`:
@@ -17,7 +18,7 @@
 //! | `weight_scale` | `[N, groups]`, or of one value | |
 //! | `weight_zero_point` | i8, as the scale, if there | |
 
-use super::tensors::{Tensors, unpack};
+use super::tensors::{Tensors, Whole, unpack};
 use super::unpacked::Unpacked;
 use super::words::InWords;
 use crate::quant::words::{IN_ORDER, WordLayout, Words};
@@ -44,21 +45,10 @@ pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Resul
             "{PACKED} has shape {dims:?}, expected [{rows}, {cols} * bits / 32] with 4 or 8 bits"
         );
     };
-    let in_word = in_word(bits);
     let scales = scales(tensors, (rows, cols))?;
     let groups = scales.len() / rows;
     let zeros = match tensors.has(ZERO_POINT) {
-        true => {
-            let words = tensors.words(ZERO_POINT, &[rows.div_ceil(in_word), groups])?;
-            let layout = WordLayout {
-                bits,
-                of_rows: true,
-                row_step: groups,
-                col_step: 1,
-                fields: IN_ORDER,
-            };
-            Some(unpack(&words, (rows, groups), layout))
-        }
+        true => Some(packed_zeros(tensors, bits, (rows, groups))?),
         false => None,
     };
     let layout = WordLayout {
@@ -86,7 +76,7 @@ pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Resul
 
 /// The matrix of a layer in `int-quantized`.
 pub fn read_bytes(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Unpacked> {
-    let unsigned = |bytes: Vec<u8>| bytes.into_iter().map(|q| q ^ 0x80).collect();
+    let unsigned = |bytes: Vec<u8>| -> Vec<u8> { bytes.into_iter().map(|q| q ^ 0x80).collect() };
     let scales = scales(tensors, (rows, cols))?;
     let groups = scales.len() / rows;
     Ok(Unpacked {
@@ -96,11 +86,82 @@ pub fn read_bytes(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result
         codes: unsigned(tensors.bytes("weight", &[rows, cols])?),
         scales,
         zeros: match tensors.has(ZERO_POINT) {
-            true => Some(unsigned(tensors.bytes(ZERO_POINT, &[rows, groups])?)),
+            true => {
+                let (zeros, dims) = tensors.all_bytes(ZERO_POINT)?;
+                Some(of_groups(unsigned(zeros), &dims, (rows, groups))?)
+            }
             false => None,
         },
         groups: None,
     })
+}
+
+/// Zero points `[rows, groups]` beside packed codes. Those of a tensor are not packed themselves.
+fn packed_zeros(
+    tensors: &Tensors<'_>,
+    bits: u32,
+    (rows, groups): (usize, usize),
+) -> Result<Vec<u8>> {
+    let (stored, dims) = tensors.words_or_bytes(ZERO_POINT)?;
+    let words = match stored {
+        Whole::Words(words) => words,
+        Whole::Bytes(bytes) => {
+            let half = 1i16 << (bits - 1);
+            let unsigned = |byte: u8| match i16::from(byte as i8) + half {
+                zero if (0..2 * half).contains(&zero) => Ok(zero as u8),
+                zero => bail!(
+                    "{ZERO_POINT}: {}, expected {} to {}",
+                    zero - half,
+                    -half,
+                    half - 1
+                ),
+            };
+            let zeros = bytes.into_iter().map(unsigned).collect::<Result<_>>()?;
+            return of_groups(zeros, &dims, (rows, groups));
+        }
+    };
+    let high = rows.div_ceil((32 / bits) as usize);
+    match *dims {
+        [n, g] if [n, g] == [high, groups] => (),
+        [n] if n == high && groups == 1 => (),
+        _ => match words.as_slice() {
+            [word] => return Ok(vec![lone_field(*word, bits)?; rows * groups]),
+            _ => bail!(
+                "{ZERO_POINT} has shape {dims:?}, expected one value, or words of the zero points of {rows} rows: \
+                 [{high}, {groups}]"
+            ),
+        },
+    }
+    let layout = WordLayout {
+        bits,
+        of_rows: true,
+        row_step: groups,
+        col_step: 1,
+        fields: IN_ORDER,
+    };
+    Ok(unpack(&words, (rows, groups), layout))
+}
+
+/// The one value of a word, with the other fields padded or the same. A negative number that was not packed has neither.
+fn lone_field(word: u32, bits: u32) -> Result<u8> {
+    let mask = (1 << bits) - 1;
+    let field = word & mask;
+    match word == field || word == field * (u32::MAX / mask) {
+        true => Ok(field as u8),
+        false => bail!("{ZERO_POINT} is the word {word:#010x}, expected one field of {bits} bits"),
+    }
+}
+
+/// Zero points `[rows, groups]`, of which one for all, or one for each row, may be stored.
+fn of_groups(zeros: Vec<u8>, dims: &[usize], (rows, groups): (usize, usize)) -> Result<Vec<u8>> {
+    match *dims {
+        [n, g] if [n, g] == [rows, groups] => Ok(zeros),
+        [n] if n == rows && groups == 1 => Ok(zeros),
+        _ if zeros.len() == 1 => Ok(vec![zeros[0]; rows * groups]),
+        _ => bail!(
+            "{ZERO_POINT} has shape {dims:?}, expected one value, or those of the scales: [{rows}, {groups}]"
+        ),
+    }
 }
 
 /// `[rows, groups]`.

@@ -68,6 +68,12 @@ const BYTES: Kind = Kind {
     expected: "u8 or i8",
 };
 
+const WORDS_OR_BYTES: Kind = Kind {
+    dtype: DType::I32,
+    stored: &[DType::I32, DType::U32, DType::I64, DType::U8],
+    expected: "i32, or i8",
+};
+
 const FLOATS8: Kind = Kind {
     dtype: DType::F8E4M3,
     stored: &[DType::F8E4M3],
@@ -92,6 +98,13 @@ pub fn called(dtype: DType) -> &'static str {
         DType::U8 => "u8 or i8",
         other => other.as_str(),
     }
+}
+
+/// Whole numbers as they are stored.
+pub enum Whole {
+    Words(Vec<u32>),
+    /// Signed ones by their bits.
+    Bytes(Vec<u8>),
 }
 
 /// The tensors whose names begin with a layer's.
@@ -215,6 +228,19 @@ impl<'a> Tensors<'a> {
         let tensor = self.read(part, BYTES)?;
         let dims = tensor.dims().to_vec();
         Ok((tensor.flatten_all()?.to_vec1()?, dims))
+    }
+
+    /// Words or bytes, whichever is stored, and their shape. A source that does not tell has words.
+    pub fn words_or_bytes(&self, part: &str) -> Result<(Whole, Vec<usize>)> {
+        let tensor = self.stored(part, WORDS_OR_BYTES, &Device::Cpu)?;
+        let (dtype, dims) = (tensor.dtype(), tensor.dims().to_vec());
+        let tensor = tensor.flatten_all()?;
+        if dtype == BYTES.dtype {
+            return Ok((Whole::Bytes(tensor.to_vec1()?), dims));
+        }
+        let words: Vec<i32> = tensor.to_dtype(WORDS.dtype)?.to_vec1()?;
+        let words = words.into_iter().map(|w| w as u32).collect();
+        Ok((Whole::Words(words), dims))
     }
 
     /// e4m3 floats of this shape, by their bits.

@@ -32,6 +32,15 @@ impl Raw {
         }
     }
 
+    fn i8(shape: &[usize], values: &[i8]) -> Self {
+        Self::new(Dtype::I8, shape, values.iter().map(|v| *v as u8))
+    }
+
+    fn i32(shape: &[usize], values: &[i32]) -> Self {
+        let data = values.iter().flat_map(|v| v.to_le_bytes());
+        Self::new(Dtype::I32, shape, data)
+    }
+
     fn f32(shape: &[usize], values: &[f32]) -> Self {
         let data = values.iter().flat_map(|v| v.to_le_bytes());
         Self::new(Dtype::F32, shape, data)
@@ -118,7 +127,7 @@ fn a_prefix_and_other_names_keep_the_configuration() -> Result<()> {
 fn other_dtypes_are_named() -> Result<()> {
     use Dtype::{BF16, F8_E4M3, F8_E8M0, F16, F32, I8, I32, U8};
     let [numbers, bytes, words, floats] = ["f32, f16 or bf16", "u8 or i8", "i32", "f8e4m3"];
-    let ternary = "u8, f32, f16 or bf16";
+    let (either, ternary) = ("i32, or i8", "u8, f32, f16 or bf16");
     for (name, part, dtype, expected) in [
         ("qwen3_fp8_block", "weight", BF16, floats),
         ("qwen3_fp8_block128", "weight", I8, floats),
@@ -134,6 +143,7 @@ fn other_dtypes_are_named() -> Result<()> {
         ("llama_gptq_int8", "scales", I32, numbers),
         ("llama_awq_g64", "qweight", F32, words),
         ("llama_w8a16", "weight_packed", F16, words),
+        ("qwen2_w4a16_asymmetric", "weight_zero_point", F16, either),
         ("llama_nvfp4", "weight_packed", I32, bytes),
         ("llama_nvfp4", "weight_scale", F16, floats),
         ("llama_nf4", "weight", F16, bytes),
@@ -209,4 +219,128 @@ fn other_dtypes_of_the_same_values_are_taken() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// One of [`LAYER`]'s numbers by the definition, with a scale and a zero point for each row.
+fn worth(codes: &[i32], scales: &[f32], zeros: &[i32]) -> Vec<u32> {
+    let rows = codes.chunks_exact(128).zip(scales).zip(zeros);
+    rows.flat_map(|((row, s), z)| row.iter().map(move |q| (s * (q - z) as f32).to_bits()))
+        .collect()
+}
+
+/// One for all rows, or one for each, beside a scale of the same or of another shape.
+#[test]
+fn zero_points_are_shared_as_scales_are() -> Result<()> {
+    let one = |value| (vec![1], vec![value; 128]);
+    let scales: Vec<f32> = (1..=128).map(|n| n as f32 / 1024.).collect();
+    let zeros: Vec<i8> = (0..128).map(|n| (n % 16 - 8) as i8).collect();
+    let scales = [
+        one(0.25),
+        (vec![128], scales.clone()),
+        (vec![128, 1], scales),
+    ];
+    let zeros = [
+        (vec![1], vec![-3i8; 128]),
+        (vec![], vec![5; 128]),
+        (vec![128], zeros.clone()),
+        (vec![128, 1], zeros),
+    ];
+    for name in ["qwen3_w8a8", "qwen2_w4a16_asymmetric"] {
+        let model = Model::open(name)?;
+        let tensors = tensors(&model)?;
+        let packed = tensors.get(&format!("{LAYER}.weight_packed"));
+        let codes: Vec<i32> = match packed {
+            Some(packed) => {
+                let fields = |word| {
+                    (0..8).map(move |j| (u32::from_le_bytes(word) >> (4 * j) & 15) as i32 - 8)
+                };
+                packed.words().flat_map(fields).collect()
+            }
+            None => {
+                let bytes = tensors[&format!("{LAYER}.weight")].data.iter();
+                bytes.map(|byte| i32::from(*byte as i8)).collect()
+            }
+        };
+        // In words, eight zero points in each, where codes are.
+        let in_words = |(shape, zeros): &(Vec<usize>, Vec<i8>)| {
+            let word = |eight: &[i8]| {
+                let fields = eight.iter().rev();
+                fields.fold(0u32, |word, z| word << 4 | (z + 8) as u32) as i32
+            };
+            let words: Vec<i32> = zeros.chunks_exact(8).map(word).collect();
+            match shape.first() {
+                Some(128) => Raw::i32(&[&[16], &shape[1..]].concat(), &words),
+                _ => Raw::i32(shape, &words[..1]),
+            }
+        };
+        for (scale_shape, scales) in &scales {
+            for zeros in &zeros {
+                let count = |shape: &[usize]| shape.iter().product::<usize>();
+                let bytes = Raw::i8(&zeros.0, &zeros.1[..count(&zeros.0)]);
+                let stored = [Some(bytes), packed.is_some().then(|| in_words(zeros))];
+                let wide: Vec<i32> = zeros.1.iter().map(|z| i32::from(*z)).collect();
+                let expected = worth(&codes, scales, &wide);
+                for zeros in stored.into_iter().flatten() {
+                    let said = format!("{name}: {:?} {:?}", zeros.dtype, zeros.shape);
+                    let scale = Raw::f32(scale_shape, &scales[..count(scale_shape)]);
+                    let mut tensors = tensors.clone();
+                    tensors.insert(format!("{LAYER}.weight_scale"), scale);
+                    tensors.insert(format!("{LAYER}.weight_zero_point"), zeros);
+                    let vb = open(&written(&tensors)?, &model.config)?;
+                    let values = vb.get((128, 128), &format!("{LAYER}.weight"))?;
+                    let values: Vec<f32> = values.flatten_all()?.to_vec1()?;
+                    let values: Vec<u32> = values.iter().map(|v| v.to_bits()).collect();
+                    assert!(values == expected, "{said}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Zero points of another shape, or that are none.
+#[test]
+fn other_zero_points_are_named() -> Result<()> {
+    let scale = Raw::f32(&[1], &[0.5]);
+    for (name, zeros, said) in [
+        (
+            "qwen3_w8a8",
+            Raw::i8(&[2], &[0; 2]),
+            "has shape [2], expected one value",
+        ),
+        (
+            "qwen2_w4a16_asymmetric",
+            Raw::i8(&[2], &[0; 2]),
+            "has shape [2], expected one value",
+        ),
+        (
+            "qwen2_w4a16_asymmetric",
+            Raw::i32(&[2], &[0; 2]),
+            "has shape [2], expected one value",
+        ),
+        (
+            "qwen2_w4a16_asymmetric",
+            Raw::i8(&[1], &[8]),
+            "8, expected -8 to 7",
+        ),
+        (
+            "qwen2_w4a16_asymmetric",
+            Raw::i32(&[1], &[-3]),
+            "0xfffffffd, expected one field",
+        ),
+    ] {
+        let model = Model::open(name)?;
+        let mut tensors = tensors(&model)?;
+        tensors.insert(format!("{LAYER}.weight_scale"), scale.clone());
+        tensors.insert(format!("{LAYER}.weight_zero_point"), zeros);
+        let vb = open(&written(&tensors)?, &model.config)?;
+        let error = model.error(vb, Fusion::all()).expect_err(name).to_string();
+        let line = first_line(&error);
+        assert!(
+            line.contains("up_proj") && line.contains("weight_zero_point"),
+            "{line}"
+        );
+        assert!(line.contains(said), "{line}");
+    }
+    Ok(())
 }
