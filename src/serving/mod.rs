@@ -197,7 +197,7 @@ struct UnderWay {
 /// let model = Llama::load(vb, &config)?;
 /// let options = Options { sequences: 4, positions: Some(64), ..Default::default() };
 /// let mut engine = Engine::new(&model, &options)?;
-/// assert_eq!(engine.positions(), 64);
+/// assert_eq!((engine.positions(), engine.vocab_size()), (64, 32));
 /// let first = engine.submit(Request { max_tokens: 3, ..Request::new([1, 2, 3]) })?;
 /// let second = engine.submit(Request { max_tokens: 60, ..Request::new([4, 5]) })?;
 /// let (mut tokens, mut finish) = (0, None);
