@@ -42,6 +42,26 @@ impl Region {
             .advise_range(Advice::HugePage, part.start, part.len());
     }
 
+    /// Has the system replace the small pages of a part by a huge page, without a change to what they hold, now.
+    ///
+    /// # Errors
+    /// Where it cannot, and of the kind `InvalidInput` where it cannot in general.
+    #[cfg(target_os = "linux")]
+    pub fn collapse(&self, part: Range<usize>) -> Result<()> {
+        /// `MADV_COLLAPSE`, of Linux 6.1, which not every C library names.
+        const COLLAPSE: libc::c_int = 25;
+        assert!(part.start <= part.end && part.end <= self.0.len());
+        // SAFETY: the part lies within the mapping, which lives as long as `self`, and keeps what it holds.
+        let failed = unsafe {
+            let first = self.0.as_mut_ptr().add(part.start);
+            libc::madvise(first.cast(), part.len(), COLLAPSE)
+        };
+        match failed {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    }
+
     /// Elsewhere pages come when they are written.
     #[cfg(not(target_os = "linux"))]
     pub fn hand_out(&self, _: &Range<usize>) {}
