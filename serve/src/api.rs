@@ -144,8 +144,8 @@ fn prepare(app: &App, kind: Kind, body: &Body) -> Result<Prepared, ApiError> {
     let vocab_size = app.worker.vocab_size();
     prompts
         .iter()
-        .try_for_each(|ids| known("prompt", ids, vocab_size))?;
-    known("stop_token_ids", &stop, vocab_size)?;
+        .try_for_each(|ids| check_ids("prompt", ids, vocab_size))?;
+    check_ids("stop_token_ids", &stop, vocab_size)?;
     let tokens = prompts.iter().map(Vec::len).sum();
     let mut jobs = Vec::with_capacity(asked);
     for prompt in prompts {
@@ -174,7 +174,7 @@ fn prepare(app: &App, kind: Kind, body: &Body) -> Result<Prepared, ApiError> {
 }
 
 /// Fails if an id is not below `vocab_size`.
-fn known(param: &str, ids: &[u32], vocab_size: usize) -> Result<(), ApiError> {
+fn check_ids(param: &str, ids: &[u32], vocab_size: usize) -> Result<(), ApiError> {
     match ids.iter().find(|id| **id as usize >= vocab_size) {
         Some(id) => Err(ApiError::invalid(
             param,

@@ -1,5 +1,6 @@
 //! The form over keys and values in pages.
 
+use crate::ops::flash_attention::cumulative_lengths;
 use crate::ops::{PageLayout, PagePool, PageTable, PagedAttention, RaggedQueries, paged_prefill};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -70,11 +71,7 @@ pub fn flash_attn_varlen_paged_windowed(
         );
     }
     if q.device().is_cpu() {
-        let ends = seqlens_k.to_vec1::<u32>()?;
-        if let Some(b) = (1..ends.len()).find(|b| ends[*b] < ends[b - 1]) {
-            let (from, to) = (ends[b - 1], ends[b]);
-            bail!("{OP}: seqlens_k decreases from {from} to {to} at {b}");
-        }
+        cumulative_lengths(OP, "seqlens_k", seqlens_k)?;
     }
     let sequences = of_k[0] - 1;
     let ends = seqlens_k.narrow(0, 1, sequences)?;

@@ -233,14 +233,14 @@ impl Schedule {
                 _ if awaited => return false,
                 _ => {
                     self.leave(slot);
-                    self.end_full(id);
+                    self.end_without_page(id);
                 }
             }
         }
     }
 
     /// Tells that a request has no page for its next token, and that there is none to be had.
-    fn end_full(&mut self, id: RequestId) {
+    fn end_without_page(&mut self, id: RequestId) {
         self.ended.push(Output {
             id,
             token: None,
@@ -314,7 +314,7 @@ impl Schedule {
             // Sent back when its last token had no page: alone, it has all that there are.
             if sequence.missing(sequence.tokens.len(), &self.pages) > 0 {
                 sequence.give_up(&mut self.pages);
-                self.end_full(sequence.id);
+                self.end_without_page(sequence.id);
                 continue;
             }
             self.prompt_tokens += sequence.tokens.len() as u64;

@@ -18,7 +18,7 @@
 //! | `weight_scale` | `[N, groups]`, or of one value | |
 //! | `weight_zero_point` | i8, as the scale, if there | |
 
-use super::tensors::{Tensors, Whole, unpack};
+use super::tensors::{StoredInts, Tensors, unpack};
 use super::unpacked::Unpacked;
 use super::words::InWords;
 use crate::quant::words::{IN_ORDER, WordLayout, Words};
@@ -88,7 +88,11 @@ pub fn read_bytes(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result
         zeros: match tensors.has(ZERO_POINT) {
             true => {
                 let (zeros, dims) = tensors.all_bytes(ZERO_POINT)?;
-                Some(of_groups(unsigned(zeros), &dims, (rows, groups))?)
+                Some(broadcast_zero_points(
+                    unsigned(zeros),
+                    &dims,
+                    (rows, groups),
+                )?)
             }
             false => None,
         },
@@ -104,8 +108,8 @@ fn packed_zeros(
 ) -> Result<Vec<u8>> {
     let (stored, dims) = tensors.words_or_bytes(ZERO_POINT)?;
     let words = match stored {
-        Whole::Words(words) => words,
-        Whole::Bytes(bytes) => {
+        StoredInts::Words(words) => words,
+        StoredInts::Bytes(bytes) => {
             let half = 1i16 << (bits - 1);
             let unsigned = |byte: u8| match i16::from(byte as i8) + half {
                 zero if (0..2 * half).contains(&zero) => Ok(zero as u8),
@@ -117,7 +121,7 @@ fn packed_zeros(
                 ),
             };
             let zeros = bytes.into_iter().map(unsigned).collect::<Result<_>>()?;
-            return of_groups(zeros, &dims, (rows, groups));
+            return broadcast_zero_points(zeros, &dims, (rows, groups));
         }
     };
     let high = rows.div_ceil((32 / bits) as usize);
@@ -153,7 +157,11 @@ fn lone_field(word: u32, bits: u32) -> Result<u8> {
 }
 
 /// Zero points `[rows, groups]`, of which one for all, or one for each row, may be stored.
-fn of_groups(zeros: Vec<u8>, dims: &[usize], (rows, groups): (usize, usize)) -> Result<Vec<u8>> {
+fn broadcast_zero_points(
+    zeros: Vec<u8>,
+    dims: &[usize],
+    (rows, groups): (usize, usize),
+) -> Result<Vec<u8>> {
     match *dims {
         [n, g] if [n, g] == [rows, groups] => Ok(zeros),
         [n] if n == rows && groups == 1 => Ok(zeros),

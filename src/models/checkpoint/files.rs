@@ -2,7 +2,7 @@
 
 use super::config::Format;
 use super::packing::Packing;
-use super::tensors::{AS_STORED, CONFIG, Read, Tensors, called};
+use super::tensors::{AS_STORED, CONFIG, Read, Tensors, stored_dtype};
 use crate::nn::pack::named;
 use candle_core::safetensors::{Load, MmapedSafetensors};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
@@ -155,7 +155,7 @@ impl SimpleBackend for Checkpoint {
         if name.ends_with(".weight") && dtype.is_float() && tensor.dtype().is_int() {
             bail!(
                 "tensor `{name}` is {}, expected f32, f16 or bf16",
-                called(tensor.dtype())
+                stored_dtype(tensor.dtype())
             );
         }
         if tensor.shape() != &s {

@@ -93,15 +93,15 @@ const NUMBERS_OR_BYTES: Kind = Kind {
 };
 
 /// What a stored dtype is called: signed bytes come as unsigned ones.
-pub fn called(dtype: DType) -> &'static str {
+pub fn stored_dtype(dtype: DType) -> &'static str {
     match dtype {
         DType::U8 => "u8 or i8",
         other => other.as_str(),
     }
 }
 
-/// Whole numbers as they are stored.
-pub enum Whole {
+/// StoredInts numbers as they are stored.
+pub enum StoredInts {
     Words(Vec<u32>),
     /// Signed ones by their bits.
     Bytes(Vec<u8>),
@@ -162,7 +162,7 @@ impl<'a> Tensors<'a> {
         if !kind.stored.contains(&tensor.dtype()) {
             bail!(
                 "tensor `{name}` is {}, expected {}",
-                called(tensor.dtype()),
+                stored_dtype(tensor.dtype()),
                 kind.expected
             );
         }
@@ -209,7 +209,7 @@ impl<'a> Tensors<'a> {
         Ok(words.into_iter().map(|w| w as u32).collect())
     }
 
-    /// Whole numbers of this shape.
+    /// StoredInts numbers of this shape.
     pub fn integers(&self, part: &str, dims: &[usize]) -> Result<Vec<i32>> {
         let tensor = self.read(part, WORDS)?;
         self.check(part, tensor.dims(), dims)?;
@@ -231,16 +231,16 @@ impl<'a> Tensors<'a> {
     }
 
     /// Words or bytes, whichever is stored, and their shape. A source that does not tell has words.
-    pub fn words_or_bytes(&self, part: &str) -> Result<(Whole, Vec<usize>)> {
+    pub fn words_or_bytes(&self, part: &str) -> Result<(StoredInts, Vec<usize>)> {
         let tensor = self.stored(part, WORDS_OR_BYTES, &Device::Cpu)?;
         let (dtype, dims) = (tensor.dtype(), tensor.dims().to_vec());
         let tensor = tensor.flatten_all()?;
         if dtype == BYTES.dtype {
-            return Ok((Whole::Bytes(tensor.to_vec1()?), dims));
+            return Ok((StoredInts::Bytes(tensor.to_vec1()?), dims));
         }
         let words: Vec<i32> = tensor.to_dtype(WORDS.dtype)?.to_vec1()?;
         let words = words.into_iter().map(|w| w as u32).collect();
-        Ok((Whole::Words(words), dims))
+        Ok((StoredInts::Words(words), dims))
     }
 
     /// e4m3 floats of this shape, by their bits.

@@ -16,6 +16,7 @@ use candle_core::{Device, Result, Tensor, bail};
 pub(crate) use attention::{Attention, joined};
 pub(crate) use check::{Form, facts};
 pub use ragged::RaggedBatch;
+pub(crate) use ragged::cumulative_lengths;
 
 #[cfg(feature = "cuda")]
 pub use crate::cuda::KernelInfo;

@@ -73,6 +73,19 @@ impl Lengths {
     }
 }
 
+/// Cumulative lengths on the host.
+///
+/// # Errors
+/// If they decrease.
+pub(crate) fn cumulative_lengths(op: &str, name: &str, lengths: &Tensor) -> Result<Vec<u32>> {
+    let lengths = lengths.to_vec1::<u32>()?;
+    if let Some(b) = (1..lengths.len()).find(|b| lengths[*b] < lengths[b - 1]) {
+        let (from, to) = (lengths[b - 1], lengths[b]);
+        bail!("{op}: {name} decreases from {from} to {to} at {b}");
+    }
+    Ok(lengths)
+}
+
 /// A sequence's rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
@@ -121,14 +134,9 @@ impl RaggedBatch {
     /// # Errors
     /// If lengths decrease, reach past the rows that there are, or pass `max_seqlen_q`.
     pub(crate) fn ranges(&self, op: &str, total_q: usize, total_k: usize) -> Result<Vec<Rows>> {
-        let [q, k] = self.named().map(|(name, lengths)| {
-            let lengths = lengths.to_vec1::<u32>()?;
-            if let Some(b) = (1..lengths.len()).find(|b| lengths[*b] < lengths[b - 1]) {
-                let (from, to) = (lengths[b - 1], lengths[b]);
-                bail!("{op}: {name} decreases from {from} to {to} at {b}");
-            }
-            Ok(lengths)
-        });
+        let [q, k] = self
+            .named()
+            .map(|(name, lengths)| cumulative_lengths(op, name, lengths));
         let (q, k) = (q?, k?);
         for (name, lengths, rows, total) in [
             ("cu_seqlens_q", &q, "q", total_q),
