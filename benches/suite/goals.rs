@@ -184,7 +184,7 @@ fn prefill(export: &Export, what: &str, most: f64, (model, format): (&str, &str)
 fn of_gpu(export: &Export) -> Vec<Goal> {
     let mut goals = of_llamas(export);
     goals.extend(of_bandwidth(export));
-    goals.push(of_ragged(export));
+    goals.extend(of_ragged(export));
     goals.extend(of_other_models(export));
     goals.extend(over_candle(export));
     goals.extend(of_quantized(export));
@@ -305,15 +305,14 @@ fn of_bandwidth(export: &Export) -> Vec<Goal> {
     SHARE_GOALS.iter().map(goal).collect()
 }
 
-/// Sequences of one length as a ragged batch, over the op that takes no others.
-fn of_ragged(export: &Export) -> Goal {
-    let of = |run: &OpRun| run.side(DENSE).is_some();
-    let reached = least(export, of, |run| run.speedup_over(DENSE));
-    Goal::new(
-        "flash_attention_varlen over flash_attention, prompts of one length",
-        (0.95, "x"),
-        reached,
-    )
+/// Sequences of one length as a ragged batch and in pages, over the op that takes no others.
+fn of_ragged(export: &Export) -> [Goal; 2] {
+    [("flash_attention_varlen", 0.95), ("paged_prefill", 0.93)].map(|(op, must)| {
+        let of = |run: &OpRun| run.op == op && run.side(DENSE).is_some();
+        let reached = least(export, of, |run| run.speedup_over(DENSE));
+        let name = format!("{op} over flash_attention, prompts of one length");
+        Goal::new(&name, (must, "x"), reached)
+    })
 }
 
 /// Products with quantized weights over the library's in bf16; in graphs where they were recorded.
@@ -343,7 +342,7 @@ fn of_quantized(export: &Export) -> Vec<Goal> {
 
 fn of_cpu(export: &Export) -> Vec<Goal> {
     let mut goals = of_peers();
-    goals.push(of_ragged(export));
+    goals.extend(of_ragged(export));
     for model in ["qwen2-0.5b", "qwen3-0.6b"] {
         for (format, must) in [("bf16", 3.), ("f32", 1.5)] {
             let reached = over_stock(export, model, format, Form::Eager);

@@ -136,7 +136,7 @@ pub fn checked(place: &Place, contender: &Contender) -> Result<u64> {
 
 fn head(op: &str, place: &Place) {
     let library = match (op, place.device.is_cuda()) {
-        ("flash_attention_varlen", _) => DENSE,
+        ("flash_attention_varlen" | "paged_prefill", _) => DENSE,
         (_, true) => GEMM,
         (_, false) => "",
     };

@@ -3,12 +3,13 @@
 use super::picked::spread;
 use super::pools::{self, Stored};
 use super::{Case, Contender, Dims, Expected, Extent, limit};
-use crate::figures::{CANDLE, FUSED, Work};
+use crate::figures::{CANDLE, DENSE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_fused::ops::{
-    self, PagePool, PageTable, PagedAppend, PagedAttention, RaggedQueries, RopeStyle, RotaryTables,
-    TokenMap, paged_append, paged_attention, paged_prefill,
+    self, AttentionParams, PagePool, PageTable, PagedAppend, PagedAttention, RaggedQueries,
+    RopeStyle, RotaryTables, TokenMap, flash_attention, paged_append, paged_attention,
+    paged_prefill,
 };
 use candle_fused::quant::KvFormat;
 
@@ -47,7 +48,7 @@ pub fn cases(dims: &Dims, dtype: DType, extent: Extent) -> Vec<Case> {
         attention(&dims.name, "mixed", shape, lengths.clone(), (dtype, stored))
     }));
     cases.push(append(&dims.name, shape, dtype));
-    cases.push(prefill(&dims.name, shape, dtype));
+    cases.extend(PROMPTS.map(|tokens| prefill(&dims.name, shape, tokens, dtype)));
     cases
 }
 
@@ -146,11 +147,12 @@ fn append(model: &str, shape: Heads, dtype: DType) -> Case {
     }
 }
 
-/// Prompts of a chunk, and their tokens.
-const PROMPTS: [usize; 2] = [4, 128];
+/// Prompts of a chunk, and tokens that each has.
+const CHUNK: usize = 4;
+const PROMPTS: [usize; 3] = [128, 512, 1024];
 
-fn prefill(model: &str, shape: Heads, dtype: DType) -> Case {
-    let [prompts, tokens] = PROMPTS;
+fn prefill(model: &str, shape: Heads, tokens: usize, dtype: DType) -> Case {
+    let prompts = CHUNK;
     let Heads {
         heads,
         kv_heads,
@@ -163,7 +165,7 @@ fn prefill(model: &str, shape: Heads, dtype: DType) -> Case {
     Case {
         op: "paged_prefill",
         model: model.to_owned(),
-        part: "prompts".to_owned(),
+        part: format!("{prompts} equal prompts"),
         rows: prompts * tokens,
         context: tokens,
         format: dtype.as_str().to_owned(),
@@ -311,7 +313,7 @@ impl Step {
     /// All tokens of all sequences; expected are those of the last head of the first sequence, alone in its table.
     fn prefill(&self, place: &Place) -> Result<Vec<Contender>> {
         let (all, shape, cpu) = (self.clone(), self.shape, Device::Cpu);
-        let [prompts, tokens] = PROMPTS;
+        let (prompts, tokens) = (self.lengths.len(), self.lengths[0]);
         let q = place.x(&[prompts * tokens, shape.heads, shape.dim], self.q.dtype())?;
         let queries = |prompts: usize, device: &Device| {
             let ends = (0..=prompts).map(|b| (b * tokens) as u32);
@@ -331,14 +333,44 @@ impl Step {
         let values =
             ops::paged_prefill::reference(&first, &pool, &table, &queries(1, &cpu)?, &self.params)?;
         let rows = (0..tokens).map(|row| row * shape.heads + shape.heads - 1);
-        let expected = Expected::of_rows(rows.collect(), shape.dim, values, limit(q.dtype()));
+        let of_dense = (0..tokens).map(|row| (shape.heads - 1) * tokens + row);
+        let [expected, dense] = [rows.collect(), of_dense.collect()]
+            .map(|rows| Expected::of_rows(rows, shape.dim, values.clone(), limit(q.dtype())));
+        let dense = Contender::new(DENSE, vec![dense], self.dense(&q)?);
         let queries = queries(prompts, &place.device)?;
         let fused = move |turn: usize| {
             let pool = &all.pools[turn % all.pools.len()];
             let y = paged_prefill(&q, pool, &all.table, &queries, &all.params)?;
             Ok(vec![y])
         };
-        Ok(vec![Contender::new(FUSED, vec![expected], fused)])
+        Ok(vec![dense, Contender::new(FUSED, vec![expected], fused)])
+    }
+
+    /// The op for tensors `[B, H, n, D]`, with the same keys and values, which take turns as well.
+    fn dense(&self, q: &Tensor) -> Result<impl Fn(usize) -> Result<Vec<Tensor>> + use<>> {
+        let (prompts, tokens) = (self.lengths.len(), self.lengths[0]);
+        let heads_first = |t: &Tensor| {
+            let (_, heads, dim) = t.dims3()?;
+            let t = t.reshape((prompts, tokens, heads, dim))?;
+            t.transpose(1, 2)?.contiguous()
+        };
+        let ids = Tensor::new(self.rows.concat(), q.device())?;
+        let of_pages = |pool: &Tensor| heads_first(&pool.index_select(&ids, 0)?.flatten(0, 1)?);
+        let pools = self
+            .pools
+            .iter()
+            .map(|pool| Ok((of_pages(&pool.k)?, of_pages(&pool.v)?)))
+            .collect::<Result<Vec<_>>>()?;
+        let q = heads_first(q)?;
+        let params = AttentionParams {
+            scale: self.params.scale,
+            causal: true,
+            ..Default::default()
+        };
+        Ok(move |turn: usize| {
+            let (k, v) = &pools[turn % pools.len()];
+            Ok(vec![flash_attention(&q, k, v, &params)?])
+        })
     }
 
     /// The last token of each sequence.
