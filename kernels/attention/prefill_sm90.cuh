@@ -10,6 +10,12 @@
 
 namespace fused {
 
+// The descriptor of keys or values of a tile, from `at` on.
+template <typename C> __device__ __forceinline__ uint64_t tile_descriptor(uint32_t at) {
+  constexpr uint64_t MORE = (C::GROUP_BYTES - 8 * C::SWIZZLE) >> 4;
+  return descriptor<C::SWIZZLE>(at, C::PIECE_BYTES) + (MORE << 32);
+}
+
 // One warpgroup's 64 rows. A thread holds rows lane / 4 and lane / 4 + 8 of its warp's 16.
 template <typename T, typename C> struct Rows {
   static constexpr int D = C::D, KEYS = C::KEYS;
@@ -35,7 +41,7 @@ template <typename T, typename C> struct Rows {
     for (int i = 0; i < D / 16; ++i) {
       const int piece = i * 16 / C::PIECE, inside = i * 32 % C::SWIZZLE;
       wgmma(T(), s, descriptor<C::SWIZZLE>(q + piece * C::ROWS * C::SWIZZLE + inside, 0),
-            descriptor<C::SWIZZLE>(k + piece * KEYS * C::SWIZZLE + inside, 0), i > 0);
+            tile_descriptor<C>(k + piece * C::PIECE_BYTES + inside), i > 0);
     }
   }
 
@@ -46,7 +52,7 @@ template <typename T, typename C> struct Rows {
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) {
       const int first = C::VARLEN && i * 16 >= count ? 0 : i * 16;
-      wgmma(T(), o, weights + 4 * i, descriptor<C::SWIZZLE>(v + first * C::SWIZZLE, KEYS * C::SWIZZLE), add || i > 0);
+      wgmma(T(), o, weights + 4 * i, tile_descriptor<C>(v + first / 8 * C::GROUP_BYTES), add || i > 0);
     }
   }
 
@@ -231,8 +237,10 @@ template <typename T, typename C> struct Consumer {
     char* const tile = values + v_slot() * C::TILE_BYTES;
     const int bytes = (16 - count % 16) * C::SWIZZLE;
     for (int piece = 0; piece < C::D / C::PIECE; ++piece)
-      for (int i = threadIdx.x % 128 * 16; i < bytes; i += 128 * 16)
-        *reinterpret_cast<uint4*>(tile + (piece * C::KEYS + count) * C::SWIZZLE + i) = make_uint4(0, 0, 0, 0);
+      for (int i = threadIdx.x % 128 * 16; i < bytes; i += 128 * 16) {
+        const int row = count + i / C::SWIZZLE, at = row / 8 * C::GROUP_BYTES + row % 8 * C::SWIZZLE;
+        *reinterpret_cast<uint4*>(tile + piece * C::PIECE_BYTES + at + i % C::SWIZZLE) = make_uint4(0, 0, 0, 0);
+      }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, 128;" ::"r"(1 + C::CONSUMERS + number) : "memory");
   }

@@ -25,11 +25,15 @@ template <int D_, int CONSUMERS_, int KEYS_, bool SHARE_, Batch BATCH_> struct C
   // Threads that load. Pages are copied one by one, by the lanes of a warp.
   static constexpr int PRODUCERS = BATCH == Batch::PAGED ? WARP : 1;
   // Of a thread, out of the 168 or 128 that each has at the launch.
-  static constexpr int PRODUCER_REGISTERS = PRODUCERS > 1 ? 56 : CONSUMERS == 2 ? 24 : 32;
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS > 2 ? 32 : PRODUCERS > 1 ? 40 : 24;
   static constexpr int REGISTERS = ((CONSUMERS == 2 ? 504 : 512) - PRODUCER_REGISTERS) / CONSUMERS;
   // Elements of a piece of a row: as many as a swizzle of up to 128 bytes divides D into.
   static constexpr int PIECE = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;
   static constexpr int SWIZZLE = 2 * PIECE;
+  // Where keys and values of a tile lie: bytes from a piece of a row to its next, and from 8 rows to the next 8. A piece
+  // of all rows is together; or, of rows that come page by page, 8 rows with all their pieces, as one copy leaves them.
+  static constexpr int PIECE_BYTES = BATCH == Batch::PAGED ? 8 * SWIZZLE : KEYS * SWIZZLE;
+  static constexpr int GROUP_BYTES = BATCH == Batch::PAGED ? 8 * 2 * D : 8 * SWIZZLE;
   static constexpr int Q_BYTES = ROWS * D * 2;
   static constexpr int TILE_BYTES = KEYS * D * 2;
 };
@@ -89,22 +93,31 @@ template <typename C> struct Work {
   Sequence ragged;
 };
 
-// Keys or values of a tile that begins with key `first`, page by page of a sequence; its pages are those of `row`. The
-// lanes of a warp share the pages out, and the pieces of their rows. A page that the pool has not comes as zeros.
+// Rows of a page, in groups of 8, with the pieces of a head: from piece `piece` of the rows and group `group` on.
+__device__ __forceinline__ void bulk_copy_page(uint32_t to, const TensorMap& map, uint32_t barrier, int piece, int group,
+                                               int page) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %3, %4, %5, %6}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(0), "r"(piece), "r"(group), "r"(page)
+      : "memory");
+}
+
+// Keys or values of a tile that begins with key `first`, page by page of a sequence; its pages are those of `row`, and its
+// head begins with piece `piece` of the rows. Each lane of a warp copies a page: 40 ns on an H200, however few rows and
+// pieces it has. A page that the pool has not comes as zeros.
 template <typename C>
 __device__ __forceinline__ void load_pages(const KeyPages& pages, const TableRow& row, const TensorMap& map, uint32_t to,
-                                           uint32_t barrier, int first, int kv_head) {
-  constexpr int PIECES = C::D / C::PIECE;
+                                           uint32_t barrier, int first, int piece) {
+  static_assert(C::KEYS / 8 <= WARP, "pages have 8 tokens or more");
   const int lane = threadIdx.x, tokens = pages.piece;
-  const int count = (min(C::KEYS, int(row.length) - first) + tokens - 1) / tokens * PIECES;
-  if (lane == 0) barrier_expect(barrier, count * tokens * C::SWIZZLE);
+  const int count = (min(C::KEYS, int(row.length) - first) + tokens - 1) / tokens;
+  if (lane == 0) barrier_expect(barrier, count * tokens * 2 * C::D);
   __syncwarp();
-  for (int i = lane; i < count; i += WARP) {
-    const int part = i / PIECES, piece = i % PIECES, token = first + part * tokens;
-    const uint32_t page = min(row.entries[token >> pages.page_bits], pages.pages);
-    bulk_copy_piece(to + (piece * C::KEYS + part * tokens) * C::SWIZZLE, map, barrier, token & (pages.page - 1), piece,
-                    kv_head, page);
-  }
+  if (lane >= count) return;
+  const int token = first + lane * tokens;
+  const uint32_t page = min(row.entries[token >> pages.page_bits], pages.pages);
+  bulk_copy_page(to + lane * tokens * 2 * C::D, map, barrier, piece, (token & (pages.page - 1)) / 8, page);
 }
 
 template <typename C>
@@ -119,18 +132,18 @@ __device__ __forceinline__ void produce(const AttentionSm90Params& p, Barriers<C
     TableRow row;
     if constexpr (C::BATCH == Batch::PAGED) row = table_row(p.pages, p.pages.lengths, work.batch);
     // The i-th tile, counted from the last.
-    const auto fetch_tile = [&](int i, const TensorMap& map, uint32_t to, uint32_t full, uint32_t free) {
+    const auto fetch_tile = [&](int i, const TensorMap& map, int head_pieces, uint32_t to, uint32_t full, uint32_t free) {
       const int count = before + i / C::LANES, slot = i % C::LANES * C::STAGES + count % C::STAGES;
       barrier_wait(free + 8 * slot, count / C::STAGES % 2 ^ 1);
       const int token = (work.tiles - 1 - i) * C::KEYS;
       if constexpr (C::BATCH == Batch::PAGED)
-        return load_pages<C>(p.pages, row, map, to + slot * C::TILE_BYTES, full + 8 * slot, token, kv_head);
+        return load_pages<C>(p.pages, row, map, to + slot * C::TILE_BYTES, full + 8 * slot, token, kv_head * head_pieces);
       barrier_expect(full + 8 * slot, C::TILE_BYTES);
       bulk_copy(to + slot * C::TILE_BYTES, map, full + 8 * slot, of.first_key + token,
                 kv_head, C::VARLEN ? 0 : work.batch);
     };
-    const auto fetch_k = [&](int i) { fetch_tile(i, p.k, k, barriers.k_full(0), barriers.k_free(0)); };
-    const auto fetch_v = [&](int i) { fetch_tile(i, p.v, v, barriers.v_full(0), barriers.v_free(0)); };
+    const auto fetch_k = [&](int i) { fetch_tile(i, p.k, p.k_head_pieces, k, barriers.k_full(0), barriers.k_free(0)); };
+    const auto fetch_v = [&](int i) { fetch_tile(i, p.v, p.v_head_pieces, v, barriers.v_full(0), barriers.v_free(0)); };
     barrier_wait(barriers.q_free(), n % 2 ^ 1);
     if (threadIdx.x == 0) {
       barrier_expect(barriers.q_full(), C::Q_BYTES);

@@ -100,7 +100,8 @@ abi! {
     /// Without mask, window and softcap, on Hopper.
     struct AttentionSm90Params {
         /// Dimensions, innermost first: a piece of a row as long as the swizzle, tokens, pieces of a row,
-        /// heads, batch or pages.
+        /// heads, batch. Of keys and values in pages: a piece, 8 tokens, pieces of the rows of all heads, groups of 8
+        /// tokens, pages.
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
@@ -128,6 +129,9 @@ abi! {
         total_k: i32,
         /// Rows from a sequence of a padded batch to the next; 0 where lengths are cumulative.
         pitch: i32,
+        /// Pieces from a head to the next, in pages.
+        k_head_pieces: i32,
+        v_head_pieces: i32,
     }
 
     /// The forms for Hopper: head dimension, consumer warpgroups of 64 rows, keys of a tile, and whether

@@ -28,6 +28,14 @@ impl Operand {
     }
 }
 
+impl Operand {
+    /// The largest power of two, 128 at most, of which the distance of its heads is a multiple, in bytes.
+    fn head_alignment(&self, dtype: DType) -> u64 {
+        let apart = self.strides[1] as u64 * dtype.size_in_bytes() as u64;
+        1 << apart.trailing_zeros().min(7)
+    }
+}
+
 /// The largest power of two that divides it, 16 at most.
 fn alignment(address: Address) -> u64 {
     1 << address.trailing_zeros().min(4)
@@ -124,6 +132,7 @@ impl Call {
     /// What a kernel is chosen by.
     pub(super) fn case(&self, gpu: GpuSpec) -> Case {
         let [k, v] = [self.k, self.v].map(|operand| operand.alignment(self.kv_dtype));
+        let heads = [self.k, self.v].map(|operand| operand.head_alignment(self.kv_dtype));
         Case {
             gpu,
             q: self.q_dtype,
@@ -143,6 +152,7 @@ impl Call {
             alignment: Alignment {
                 q: self.q.alignment(self.q_dtype),
                 kv: k.min(v),
+                kv_heads: heads[0].min(heads[1]),
                 y: alignment(self.y),
             },
         }
@@ -204,6 +214,8 @@ pub(super) struct Alignment {
     pub q: u64,
     /// Of keys and values.
     pub kv: u64,
+    /// Of the distance of their heads: 128 at most.
+    pub kv_heads: u64,
     /// Of the output's first row.
     pub y: u64,
 }
@@ -278,6 +290,7 @@ impl Case {
             alignment: Alignment {
                 q: 16,
                 kv: 16,
+                kv_heads: 128,
                 y: 16,
             },
         }

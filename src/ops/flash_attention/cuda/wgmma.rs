@@ -3,7 +3,7 @@
 use super::forms::head_sizes;
 use super::plan::{Kernel, Planned};
 use super::problem::{Batch, Call, Case, Operand};
-use crate::cuda::abi::{ATTENTION_SM90, AttentionSm90, AttentionSm90Params, KeyPages, TensorMap};
+use crate::cuda::abi::{ATTENTION_SM90, AttentionSm90, AttentionSm90Params, TensorMap};
 use crate::cuda::{Grid, Launcher, Module, PIECES, fatbin};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 use candle_core::{DType, Result, bail};
@@ -162,6 +162,11 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
     {
         return Err("its tiles are no whole pages, nor pages whole tiles");
     }
+    if let Batch::Paged(_) = case.batch
+        && case.alignment.kv_heads < 2 * config.piece() as u64
+    {
+        return Err("heads of keys and values are no whole pieces of a row apart");
+    }
     let tiles = tiles(&config);
     let items = tiles * columns;
     if i32::try_from(items).is_err() {
@@ -205,34 +210,36 @@ impl Kernel<Call> for Wgmma {
             Some(_) => 1,
             None => sizes.batch,
         };
-        let pieces = sizes.dim / config.piece();
-        let queries = Tiles {
-            dims: [total_q, pieces, sizes.heads, batch],
-            rows: config.rows(),
-            pieces,
+        let queries = rows_map(
+            &call.q,
+            &config,
+            [total_q, sizes.heads, batch],
+            config.rows(),
+        );
+        let copied = call
+            .pages
+            .map(|pages| config.of_page(pages.page as usize).unwrap_or(8));
+        let keys = |operand: &Operand| match (call.pages, copied) {
+            (Some(pages), Some(copied)) => {
+                let dims = [pages.page, pages.pages].map(|n| n as usize);
+                pages_map(operand, &config, sizes.kv_heads, dims, copied)
+            }
+            _ => rows_map(
+                operand,
+                &config,
+                [sizes.keys, sizes.kv_heads, batch],
+                config.keys,
+            ),
         };
-        // A page is copied piece by piece of its rows: those of a tile are not side by side.
-        let of_page = |page| config.of_page(page).unwrap_or(page);
-        let keys = match call.pages {
-            Some(KeyPages { page, pages, .. }) => Tiles {
-                dims: [page as usize, pieces, sizes.kv_heads, pages as usize],
-                rows: of_page(page as usize),
-                pieces: 1,
-            },
-            None => Tiles {
-                dims: [sizes.keys, pieces, sizes.kv_heads, batch],
-                rows: config.keys,
-                pieces,
-            },
-        };
+        let head_pieces = |operand: &Operand| (operand.strides[1] / config.piece() as i64) as i32;
         let params = AttentionSm90Params {
             q: tensor_map(call, &call.q, &queries)?,
-            k: tensor_map(call, &call.k, &keys)?,
-            v: tensor_map(call, &call.v, &keys)?,
+            k: tensor_map(call, &call.k, &keys(&call.k))?,
+            v: tensor_map(call, &call.v, &keys(&call.v))?,
             y: call.y,
             cu_q: call.ragged.map_or(0, |ragged| ragged.cu_q),
             cu_k: call.ragged.map_or(0, |ragged| ragged.cu_k),
-            pages: call.key_pages(keys.rows),
+            pages: call.key_pages(copied.unwrap_or(0)),
             heads: sizes.heads as i32,
             kv_heads: sizes.kv_heads as i32,
             queries: sizes.queries as i32,
@@ -245,6 +252,8 @@ impl Kernel<Call> for Wgmma {
             total_q: total_q as i32,
             total_k: sizes.keys as i32,
             pitch: call.ragged.map_or(0, |ragged| ragged.pitch as i32),
+            k_head_pieces: head_pieces(&call.k),
+            v_head_pieces: head_pieces(&call.v),
         };
         // SAFETY: the kernel takes `AttentionSm90Params`; the addresses are the caller's.
         unsafe { launcher.run(self.module, self.index, self.grid, &params) }
@@ -283,47 +292,72 @@ fn section(case: &Case, tiles: usize, blocks: usize) -> usize {
     sizes.group() * kv_heads.min(sizes.batch * sizes.kv_heads)
 }
 
-/// A tensor's dimensions as TMA sees them, and the tiles that it is copied in.
-struct Tiles {
-    /// Tokens, pieces of their rows, heads, sequences or pages.
-    dims: [usize; 4],
-    /// Tokens of a tile, and pieces of their rows.
-    rows: usize,
-    pieces: usize,
+/// A tensor as TMA sees it, innermost dimension first, which is a piece of a row: its dimensions, the elements from one
+/// to the next of each but that one, and the box that a copy takes.
+struct Boxes {
+    dims: [usize; 5],
+    strides: [i64; 4],
+    tile: [usize; 5],
 }
 
-/// The TMA descriptor of a tensor of batch (or pages), heads, tokens, dim: tiles of some tokens of one head, which
-/// lie in shared memory piece by piece of the rows.
-fn tensor_map(call: &Call, operand: &Operand, tiles: &Tiles) -> Result<TensorMap> {
+/// Rows of one head: tokens, pieces of their rows, heads, sequences. A copy takes `rows` tokens, which lie in shared
+/// memory piece by piece.
+fn rows_map(
+    operand: &Operand,
+    config: &AttentionSm90,
+    [tokens, heads, batch]: [usize; 3],
+    rows: usize,
+) -> Boxes {
+    let [batch_stride, head, token, _] = operand.strides;
+    let (piece, pieces) = (config.piece(), config.dim / config.piece());
+    Boxes {
+        dims: [piece, tokens, pieces, heads, batch],
+        strides: [token, piece as i64, head, batch_stride],
+        tile: [piece, rows, pieces, 1, 1],
+    }
+}
+
+/// Pages: 8 tokens, pieces of their rows of all heads, groups of 8 tokens, pages. A copy takes one head of `rows` tokens
+/// of a page, which lie in shared memory 8 by 8 and within these piece by piece.
+fn pages_map(
+    operand: &Operand,
+    config: &AttentionSm90,
+    heads: usize,
+    [page, pages]: [usize; 2],
+    rows: usize,
+) -> Boxes {
+    let [page_stride, head, token, _] = operand.strides;
+    let (piece, pieces) = (config.piece(), config.dim / config.piece());
+    // The last head ends with its own pieces.
+    let all_pieces = (heads - 1) * (head as usize / piece) + pieces;
+    Boxes {
+        dims: [piece, 8, all_pieces, page / 8, pages],
+        strides: [token, piece as i64, 8 * token, page_stride],
+        tile: [piece, 8, pieces, rows / 8, 1],
+    }
+}
+
+/// The TMA descriptor.
+fn tensor_map(call: &Call, operand: &Operand, boxes: &Boxes) -> Result<TensorMap> {
     let size = call.q_dtype.size_in_bytes();
     let data_type = match call.q_dtype {
         DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
-    let [tokens, pieces, heads, batch] = tiles.dims;
-    let piece = call.sizes.dim / pieces;
-    let swizzle = match piece {
+    let swizzle = match boxes.dims[0] {
         64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
         _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
     };
-    let [batch_stride, head_stride, token_stride, _] = operand.strides;
-    let dims = [piece, tokens, pieces, heads, batch].map(|d| d as u64);
+    let dims = boxes.dims.map(|d| d as u64);
     // A dimension of one element may have any stride: 16 is always taken.
-    let stride = |stride: i64, dim: usize| {
-        if dim > 1 {
-            stride as u64 * size as u64
-        } else {
-            16
+    let mut strides = [16; 4];
+    for (i, stride) in strides.iter_mut().enumerate() {
+        if boxes.dims[i + 1] > 1 {
+            *stride = boxes.strides[i] as u64 * size as u64;
         }
-    };
-    let strides = [
-        stride(token_stride, tokens),
-        stride(piece as i64, pieces),
-        stride(head_stride, heads),
-        stride(batch_stride, batch),
-    ];
-    let tile = [piece, tiles.rows, tiles.pieces, 1, 1].map(|d| d as u32);
+    }
+    let tile = boxes.tile.map(|d| d as u32);
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     // SAFETY: all arrays have the rank of five, or one less for the strides, and outlive the call.
     let result = unsafe {
