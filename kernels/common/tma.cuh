@@ -70,16 +70,6 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const TensorMap& map, uin
       : "memory");
 }
 
-// The same of one piece of the rows alone.
-__device__ __forceinline__ void bulk_copy_piece(uint32_t to, const TensorMap& map, uint32_t barrier, int token,
-                                                int piece, int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(0), "r"(token), "r"(piece), "r"(head), "r"(batch)
-      : "memory");
-}
-
 // A tile of rows of `map`, as above.
 __device__ __forceinline__ void bulk_copy_rows(uint32_t to, const TensorMap& map, uint32_t barrier,
                                                int column, int row) {

@@ -212,7 +212,7 @@ impl Kernel<Call> for Wgmma {
         };
         let queries = rows_map(
             &call.q,
-            &config,
+            config,
             [total_q, sizes.heads, batch],
             config.rows(),
         );
@@ -222,11 +222,11 @@ impl Kernel<Call> for Wgmma {
         let keys = |operand: &Operand| match (call.pages, copied) {
             (Some(pages), Some(copied)) => {
                 let dims = [pages.page, pages.pages].map(|n| n as usize);
-                pages_map(operand, &config, sizes.kv_heads, dims, copied)
+                pages_map(operand, config, sizes.kv_heads, dims, copied)
             }
             _ => rows_map(
                 operand,
-                &config,
+                config,
                 [sizes.keys, sizes.kv_heads, batch],
                 config.keys,
             ),
