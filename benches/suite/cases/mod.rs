@@ -242,3 +242,10 @@ pub fn limit(dtype: DType) -> f64 {
         _ => 4e-2,
     }
 }
+
+/// Rows `[B n, H, D]` of sequences of one length as `[B, H, n, D]`.
+fn heads_first(rows: &Tensor, sequences: usize) -> Result<Tensor> {
+    let (total, heads, dim) = rows.dims3()?;
+    let rows = rows.reshape((sequences, total / sequences, heads, dim))?;
+    rows.transpose(1, 2)?.contiguous()
+}

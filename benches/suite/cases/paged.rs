@@ -2,7 +2,7 @@
 
 use super::picked::spread;
 use super::pools::{self, Stored};
-use super::{Case, Contender, Dims, Expected, Extent, limit};
+use super::{Case, Contender, Dims, Expected, Extent, heads_first, limit};
 use crate::figures::{CANDLE, DENSE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -152,27 +152,26 @@ const CHUNK: usize = 4;
 const PROMPTS: [usize; 3] = [128, 512, 1024];
 
 fn prefill(model: &str, shape: Heads, tokens: usize, dtype: DType) -> Case {
-    let prompts = CHUNK;
     let Heads {
         heads,
         kv_heads,
         dim,
     } = shape;
     let work = Work {
-        flops: 2. * (prompts * tokens * tokens * heads * dim) as f64,
-        ..Work::moving(2 * dim * prompts * tokens * (kv_heads + heads), dtype)
+        flops: 2. * (CHUNK * tokens * tokens * heads * dim) as f64,
+        ..Work::moving(2 * dim * CHUNK * tokens * (kv_heads + heads), dtype)
     };
     Case {
         op: "paged_prefill",
         model: model.to_owned(),
-        part: format!("{prompts} equal prompts"),
-        rows: prompts * tokens,
+        part: format!("{CHUNK} equal prompts"),
+        rows: CHUNK * tokens,
         context: tokens,
         format: dtype.as_str().to_owned(),
         work,
         build: Box::new(move |place| {
             let stored = (dtype, Stored::Floats(dtype));
-            Step::new(place, shape, vec![tokens; prompts], stored)?.prefill(place)
+            Step::new(place, shape, vec![tokens; CHUNK], stored)?.prefill(place)
         }),
     }
 }
@@ -348,12 +347,7 @@ impl Step {
 
     /// The op for tensors `[B, H, n, D]`, with the same keys and values, which take turns as well.
     fn dense(&self, q: &Tensor) -> Result<impl Fn(usize) -> Result<Vec<Tensor>> + use<>> {
-        let (prompts, tokens) = (self.lengths.len(), self.lengths[0]);
-        let heads_first = |t: &Tensor| {
-            let (_, heads, dim) = t.dims3()?;
-            let t = t.reshape((prompts, tokens, heads, dim))?;
-            t.transpose(1, 2)?.contiguous()
-        };
+        let heads_first = |t: &Tensor| heads_first(t, self.lengths.len());
         let ids = Tensor::new(self.rows.concat(), q.device())?;
         let of_pages = |pool: &Tensor| heads_first(&pool.index_select(&ids, 0)?.flatten(0, 1)?);
         let pools = self

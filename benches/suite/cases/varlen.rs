@@ -1,6 +1,6 @@
 //! Attention of prompts of different lengths in one batch without padding.
 
-use super::{Case, Contender, Dims, Expected, Extent, limit};
+use super::{Case, Contender, Dims, Expected, Extent, heads_first, limit};
 use crate::figures::{CANDLE, DENSE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{DType, Device, Result, Tensor};
@@ -121,12 +121,7 @@ impl Ragged {
 
     /// The op for sequences of one length, with its own layout.
     fn dense(&self) -> Result<Contender> {
-        let (sequences, n) = (self.lengths.len(), self.lengths[0]);
-        let padded = |t: &Tensor| {
-            let (_, heads, dim) = t.dims3()?;
-            let t = t.reshape((sequences, n, heads, dim))?.transpose(1, 2)?;
-            t.contiguous()
-        };
+        let padded = |t: &Tensor| heads_first(t, self.lengths.len());
         let (q, k, v) = (padded(&self.q)?, padded(&self.k)?, padded(&self.v)?);
         let params = self.params.clone();
         let call = move |_| Ok(vec![flash_attention(&q, &k, &v, &params)?]);

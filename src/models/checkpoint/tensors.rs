@@ -100,7 +100,7 @@ pub fn stored_dtype(dtype: DType) -> &'static str {
     }
 }
 
-/// StoredInts numbers as they are stored.
+/// Whole numbers as they are stored.
 pub enum StoredInts {
     Words(Vec<u32>),
     /// Signed ones by their bits.
@@ -209,7 +209,7 @@ impl<'a> Tensors<'a> {
         Ok(words.into_iter().map(|w| w as u32).collect())
     }
 
-    /// StoredInts numbers of this shape.
+    /// Whole numbers of this shape.
     pub fn integers(&self, part: &str, dims: &[usize]) -> Result<Vec<i32>> {
         let tensor = self.read(part, WORDS)?;
         self.check(part, tensor.dims(), dims)?;

@@ -26,9 +26,7 @@ impl Operand {
         let steps = outer.iter().map(|stride| (stride * size) as u64);
         alignment(steps.fold(self.address, |bits, step| bits | step))
     }
-}
 
-impl Operand {
     /// The largest power of two, 128 at most, of which the distance of its heads is a multiple, in bytes.
     fn head_alignment(&self, dtype: DType) -> u64 {
         let apart = self.strides[1] as u64 * dtype.size_in_bytes() as u64;
