@@ -26,6 +26,7 @@ enum class Batch {
 // The rows of a sequence among those of the tensors.
 struct Sequence {
   int first_query, first_key, queries, keys;  // the first ones are 0 where sequences do not share a dimension
+  const uint32_t* pages;                      // its entries of the table, if keys are in pages
 };
 
 // Of what the lengths say, what is there: they may be anything.
@@ -41,18 +42,19 @@ template <typename Params> __device__ __forceinline__ int padded_length(const Pa
 
 template <Batch B, typename Params> __device__ __forceinline__ Sequence sequence(const Params& p, int batch) {
   if constexpr (B == Batch::DENSE) {
-    return {0, 0, p.queries, p.keys};
+    return {0, 0, p.queries, p.keys, nullptr};
   } else {
     if (B == Batch::RAGGED && p.pitch) {
       const int first = batch * p.pitch, tokens = padded_length(p, batch);
-      return {first, first, tokens, tokens};
+      return {first, first, tokens, tokens, nullptr};
     }
     const int2 q = between(p.cu_q, batch, p.total_q);
     if constexpr (B == Batch::PAGED) {
-      return {q.x, 0, q.y, int(table_row(p.pages, p.pages.lengths, batch).length)};
+      const TableRow row = table_row(p.pages, p.pages.lengths, batch);
+      return {q.x, 0, q.y, int(row.length), row.entries};
     } else {
       const int2 k = between(p.cu_k, batch, p.total_k);
-      return {q.x, k.x, q.y, k.y};
+      return {q.x, k.x, q.y, k.y, nullptr};
     }
   }
 }

@@ -444,15 +444,13 @@ __device__ __forceinline__ void attend(const Params& p) {
   using S = typename std::conditional<CODES, uint8_t, T>::type;
   const S* k = static_cast<const S*>(p.k) + k_start + block.kv_head * p.k_strides[1];
   const S* v = static_cast<const S*>(p.v) + v_start + block.kv_head * p.v_strides[1];
-  const uint32_t* table = nullptr;
-  if constexpr (B == Batch::PAGED) table = table_row(p.pages, p.pages.lengths, block.batch).entries;
   const auto fetch = [&](int tile, int stage) {
     const uint32_t at = tiles + stage * 2 * BYTES;
     const int first_key = tile * KEYS, count = of.keys - first_key;
     if constexpr (CODES) {
-      copier.copy_codes(p, table, at, k, v, first_key, count, block.kv_head);
+      copier.copy_codes(p, of.pages, at, k, v, first_key, count, block.kv_head);
     } else if constexpr (B == Batch::PAGED) {
-      copier.copy_pages(p, table, at, k, v, first_key, count);
+      copier.copy_pages(p, of.pages, at, k, v, first_key, count);
     } else {
       copier.copy(at, k + first_key * p.k_strides[2], p.k_strides[2], count);
       copier.copy(at + BYTES, v + first_key * p.v_strides[2], p.v_strides[2], count);

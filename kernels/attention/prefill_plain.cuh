@@ -253,18 +253,16 @@ template <typename S, Batch B> __device__ __forceinline__ void attend(const Para
   const bool works = block_row + threadIdx.x / WARP * 2 * S::ROWS < rows;
   const int64_t k_start = start_of<B>(p.k_strides, batch, of.first_key) + kv_head * p.k_strides[1];
   const int64_t v_start = start_of<B>(p.v_strides, batch, of.first_key) + kv_head * p.v_strides[1];
-  const uint32_t* table = nullptr;
-  if constexpr (B == Batch::PAGED) table = table_row(p.pages, p.pages.lengths, batch).entries;
   for (int first = from; first < to; first += S::KEYS) {
     __syncthreads();
-    read_tile<S, B>(p, tile, p.k, k_start, p.k_strides, table, p.pages.k_scales, p.pages.k_scale_strides, first, of.keys);
+    read_tile<S, B>(p, tile, p.k, k_start, p.k_strides, of.pages, p.pages.k_scales, p.pages.k_scale_strides, first, of.keys);
     __syncthreads();
     if (works) {
       state.scores(q, tile);
       state.softmax(p, of, kv_head, block_row, first, weights);
     }
     __syncthreads();
-    read_tile<S, B>(p, tile, p.v, v_start, p.v_strides, table, p.pages.v_scales, p.pages.v_scale_strides, first, of.keys);
+    read_tile<S, B>(p, tile, p.v, v_start, p.v_strides, of.pages, p.pages.v_scales, p.pages.v_scale_strides, first, of.keys);
     __syncthreads();
     if (works) state.outputs(weights, tile);
   }

@@ -12,8 +12,7 @@ namespace fused {
 
 // The descriptor of keys or values of a tile, from `at` on.
 template <typename C> __device__ __forceinline__ uint64_t tile_descriptor(uint32_t at) {
-  constexpr uint64_t MORE = (C::GROUP_BYTES - 8 * C::SWIZZLE) >> 4;
-  return descriptor<C::SWIZZLE>(at, C::PIECE_BYTES) + (MORE << 32);
+  return descriptor<C::SWIZZLE>(at, C::PIECE_BYTES, C::GROUP_BYTES);
 }
 
 // One warpgroup's 64 rows. A thread holds rows lane / 4 and lane / 4 + 8 of its warp's 16.

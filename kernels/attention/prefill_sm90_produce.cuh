@@ -103,22 +103,32 @@ __device__ __forceinline__ void bulk_copy_page(uint32_t to, const TensorMap& map
       : "memory");
 }
 
-// Keys or values of a tile that begins with key `first`, page by page of a sequence; its pages are those of `row`, and its
-// head begins with piece `piece` of the rows. Each lane of a warp copies a page: 40 ns on an H200, however few rows and
-// pieces it has. A page that the pool has not comes as zeros.
-template <typename C>
-__device__ __forceinline__ void load_pages(const KeyPages& pages, const TableRow& row, const TensorMap& map, uint32_t to,
-                                           uint32_t barrier, int first, int piece) {
+// The copies of a tile's keys or values that begin with key `first` of a sequence, page by page. Each lane of a warp
+// copies a page: 40 ns on an H200, however few rows and pieces it has. The constructor requests the page's entry of the
+// table, and `issue` uses it: what is waited for between the two overlaps with that. A page that the pool has not comes as
+// zeros.
+template <typename C> struct PageCopies {
   static_assert(C::KEYS / 8 <= WARP, "pages have 8 tokens or more");
-  const int lane = threadIdx.x, tokens = pages.piece;
-  const int count = (min(C::KEYS, int(row.length) - first) + tokens - 1) / tokens;
-  if (lane == 0) barrier_expect(barrier, count * tokens * 2 * C::D);
-  __syncwarp();
-  if (lane >= count) return;
-  const int token = first + lane * tokens;
-  const uint32_t page = min(row.entries[token >> pages.page_bits], pages.pages);
-  bulk_copy_page(to + lane * tokens * 2 * C::D, map, barrier, piece, (token & (pages.page - 1)) / 8, page);
-}
+  const KeyPages& pages;
+  const int lane, count, token;  // of the warp; of the tile; this lane's first
+  uint32_t entry;
+
+  __device__ __forceinline__ PageCopies(const KeyPages& pages, const Sequence& of, int first)
+      : pages(pages), lane(threadIdx.x), count((min(C::KEYS, of.keys - first) + pages.piece - 1) / pages.piece),
+        token(first + lane * pages.piece), entry(0) {
+    if (lane < count) entry = of.pages[token >> pages.page_bits];
+  }
+
+  // The head begins with piece `piece` of the rows.
+  __device__ __forceinline__ void issue(const TensorMap& map, uint32_t to, uint32_t barrier, int piece) const {
+    const int bytes = pages.piece * 2 * C::D;
+    if (lane == 0) barrier_expect(barrier, count * bytes);
+    __syncwarp();
+    if (lane >= count) return;
+    const int group = (token & (pages.page - 1)) / 8;
+    bulk_copy_page(to + lane * bytes, map, barrier, piece, group, min(entry, pages.pages));
+  }
+};
 
 template <typename C>
 __device__ __forceinline__ void produce(const AttentionSm90Params& p, Barriers<C::LANES * C::STAGES> barriers,
@@ -129,15 +139,17 @@ __device__ __forceinline__ void produce(const AttentionSm90Params& p, Barriers<C
   for (int n = 0; work.next(p); ++n) {
     const Sequence of = work.of(p);
     const int kv_head = work.head / group;
-    TableRow row;
-    if constexpr (C::BATCH == Batch::PAGED) row = table_row(p.pages, p.pages.lengths, work.batch);
     // The i-th tile, counted from the last.
     const auto fetch_tile = [&](int i, const TensorMap& map, int head_pieces, uint32_t to, uint32_t full, uint32_t free) {
       const int count = before + i / C::LANES, slot = i % C::LANES * C::STAGES + count % C::STAGES;
-      barrier_wait(free + 8 * slot, count / C::STAGES % 2 ^ 1);
       const int token = (work.tiles - 1 - i) * C::KEYS;
-      if constexpr (C::BATCH == Batch::PAGED)
-        return load_pages<C>(p.pages, row, map, to + slot * C::TILE_BYTES, full + 8 * slot, token, kv_head * head_pieces);
+      const auto wait = [&] { barrier_wait(free + 8 * slot, count / C::STAGES % 2 ^ 1); };
+      if constexpr (C::BATCH == Batch::PAGED) {
+        const PageCopies<C> copies(p.pages, of, token);
+        wait();
+        return copies.issue(map, to + slot * C::TILE_BYTES, full + 8 * slot, kv_head * head_pieces);
+      }
+      wait();
       barrier_expect(full + 8 * slot, C::TILE_BYTES);
       bulk_copy(to + slot * C::TILE_BYTES, map, full + 8 * slot, of.first_key + token,
                 kv_head, C::VARLEN ? 0 : work.batch);

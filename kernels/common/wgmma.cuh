@@ -176,12 +176,14 @@ namespace fused {
         KIND(d[127])                                                                                      \
       : __VA_ARGS__)
 
-// The descriptor of a matrix in shared memory, in rows of SWIZZLE bytes as a bulk
-// copy lays them; `between_pieces` matters only where a product takes more than one such piece.
-template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t at, int between_pieces) {
+// The descriptor of a matrix in shared memory, in rows of SWIZZLE bytes as a bulk copy lays them. `between_pieces`, the
+// bytes from such a piece to the next, matters only where a product takes more than one; `between_groups` are those from
+// 8 rows to the next 8, which follow one another unless it says otherwise.
+template <int SWIZZLE>
+__device__ __forceinline__ uint64_t descriptor(uint32_t at, int between_pieces, int between_groups = 8 * SWIZZLE) {
   constexpr uint64_t KIND = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
   return uint64_t((at & 0x3ffff) >> 4) | uint64_t(between_pieces >> 4) << 16 |
-         uint64_t(8 * SWIZZLE >> 4) << 32 | KIND << 62;
+         uint64_t(between_groups >> 4) << 32 | KIND << 62;
 }
 // The lower half of it, to which a sixteenth of a distance in bytes may be added, and the whole of such a half.
 __device__ __forceinline__ uint32_t descriptor_low(uint32_t at, int between_pieces) {

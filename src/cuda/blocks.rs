@@ -71,6 +71,7 @@ const NARROW: usize = 3;
 /// let codes = quantize(&[1.; 64 * 256], 64, 256, Scheme::Int8)?;
 /// let int8 = BlockMatrix::from_codes(&codes, &device)?;
 /// println!("{int8:?}: {} in {} bytes", int8.format(), int8.size_in_bytes());
+/// assert!(int8.device().same_device(&device));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub struct BlockMatrix {

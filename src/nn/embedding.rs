@@ -85,6 +85,20 @@ impl Embedding {
     ///
     /// # Errors
     /// If candle has no memory for an empty tensor.
+    ///
+    /// ```no_run
+    /// use candle_core::{Device, Tensor};
+    /// use candle_fused::cuda::BlockMatrix;
+    /// use candle_fused::nn::Embedding;
+    /// use candle_fused::quant::{Scheme, quantize};
+    /// use std::sync::Arc;
+    /// let device = Device::new_cuda(0)?;
+    /// let codes = quantize(&[0.5; 4 * 32], 4, 32, Scheme::Int8)?;
+    /// let embedding = Embedding::from_blocks(Arc::new(BlockMatrix::from_codes(&codes, &device)?))?;
+    /// let row = embedding.forward(&Tensor::new(&[3u32], &device)?)?;
+    /// assert_eq!(row.dims(), [1, 32]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     #[cfg(feature = "cuda")]
     pub fn from_blocks(table: Arc<BlockMatrix>) -> Result<Self> {
         Ok(Self {

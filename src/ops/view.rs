@@ -3,7 +3,9 @@
 use crate::cpu::vector::Element;
 #[cfg(feature = "cuda")]
 pub(crate) use crate::cuda::dtype_index;
-use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, DType, Device, DeviceLocation, Layout, Result, Storage, Tensor, WithDType, bail,
+};
 use half::{bf16, f16};
 use std::borrow::Cow;
 use std::ops::Range;
@@ -73,6 +75,27 @@ pub(super) fn check_like(op: &str, argument: &str, t: &Tensor, x: &Tensor) -> Re
         );
     }
     check_kind(op, argument, t, x)
+}
+
+/// Fails if a tensor is where no op runs, or [is tracked for gradients](inference_only).
+pub(super) fn check_tensors<'a>(
+    op: &str,
+    tensors: impl IntoIterator<Item = (&'static str, &'a Tensor)>,
+) -> Result<()> {
+    tensors.into_iter().try_for_each(|(name, t)| {
+        check_place(op, name, t.device().location())?;
+        inference_only(op, [(name, t)])
+    })
+}
+
+fn check_place(op: &str, name: &str, place: DeviceLocation) -> Result<()> {
+    match place {
+        DeviceLocation::Cpu | DeviceLocation::Cuda { .. } => Ok(()),
+        DeviceLocation::Metal { .. } => bail!(
+            "{op}: {name} is on {place:?}, expected the CPU or a CUDA device: without fusions models and layers take \
+             candle's own operations"
+        ),
+    }
 }
 
 /// Fails if a tensor is a variable or was computed from one: the ops have no gradients, and training
@@ -263,3 +286,22 @@ macro_rules! dispatch_float {
     };
 }
 pub(crate) use dispatch_float;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_devices_are_refused_by_name() {
+        for place in [DeviceLocation::Cpu, DeviceLocation::Cuda { gpu_id: 1 }] {
+            assert!(check_place("rms_norm", "x", place).is_ok());
+        }
+        let place = DeviceLocation::Metal { gpu_id: 0 };
+        let error = check_place("rope_append", "k", place)
+            .unwrap_err()
+            .to_string();
+        let expected =
+            "rope_append: k is on Metal { gpu_id: 0 }, expected the CPU or a CUDA device";
+        assert!(error.starts_with(expected), "{error}");
+    }
+}

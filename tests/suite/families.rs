@@ -120,11 +120,11 @@ fn mistral_is_candle_transformers() -> Result<()> {
         let mut stock = stock_mistral::Model::new(&stock_config, weights()?)?;
         let mut model = mistral::Model::new(&config, weights()?)?;
         let ids = golden.input_ids()?;
-        for (start, len) in [(0, 7), (7, 3), (10, 1)] {
+        for (start, len, position) in [(0, 7, 0), (7, 3, 7), (10, 1, 12)] {
             let chunk = ids.narrow(1, start, len)?;
             same(
-                &model.forward(&chunk, start)?,
-                &stock.forward(&chunk, start)?,
+                &model.forward(&chunk, position)?,
+                &stock.forward(&chunk, position)?,
             )?;
         }
         model.clear_kv_cache();
@@ -467,7 +467,8 @@ fn what_configurations_cannot_say_is_named() {
     let phi3 = |change| said::<phi3::Config>("phi3_long", change);
     assert_eq!(phi3(None), "");
     let yarn = json!({"rope_type": "yarn", "rope_theta": 1e4});
-    assert!(phi3(Some(("rope_parameters", yarn))).contains("`yarn`"));
+    assert!(phi3(Some(("rope_parameters", yarn.clone()))).contains("`yarn`"));
+    assert!(mistral(Some(("rope_parameters", yarn))).contains("`yarn`"));
     let half = json!({"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]});
     assert!(phi3(Some(("rope_parameters", half))).contains("long_factor"));
     assert!(phi3(Some(("attention_bias", json!(true)))).contains("attention_bias"));

@@ -1,10 +1,12 @@
 //! Sequences of a generation each by itself: stop ids, parking, sampling.
 
 use crate::generation::{PROMPTS, by_forward, load, options};
+use crate::golden::Golden;
 use crate::support::on_every_device;
-use candle_core::Result;
+use candle_core::{DType, Result};
 use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options, SamplingParams};
+use candle_fused::models::llama::{Llama, LlamaConfig};
 
 /// A stop id ends its sequence, whether it is drawn by the prompt or later, and no other; what was given
 /// stays, and the slot can be used again.
@@ -53,6 +55,25 @@ fn stop_ids_end_their_sequence() -> Result<()> {
         let text = [PROMPTS[0], &first[..end]].concat();
         assert_eq!(generation.extend(0, &text)?, first[end]);
         assert!(generation.is_finished(0) && generation.pending(0).is_none());
+        Ok(())
+    })
+}
+
+/// Room by default is the model's context, or 2,048 positions of a longer one.
+#[test]
+fn positions_by_default_are_the_context_or_2048() -> Result<()> {
+    on_every_device(|| {
+        for (context, positions) in [(512, 512), (4096, 2048)] {
+            let golden = Golden::open("llama_gqa_tied")?;
+            let mut config = golden.config::<LlamaConfig>().into_config(false);
+            config.max_position_embeddings = context;
+            let model = Llama::load(golden.weights(DType::F32)?, &config)?;
+            let mut generation = Generation::new(&model, &Options::default())?;
+            let full = generation.extend(0, &vec![1; positions + 1]).unwrap_err();
+            let expected = format!("{positions} positions");
+            assert!(full.to_string().contains(&expected), "{full}");
+            generation.extend(0, &vec![1; positions])?;
+        }
         Ok(())
     })
 }

@@ -70,6 +70,26 @@ fn architectures_of_other_names_are_candle_transformers() -> Result<()> {
     })
 }
 
+/// Single tokens at positions past what is cached are rotated by these, and stand in the next slot.
+#[test]
+fn positions_that_run_ahead_are_candle_transformers() -> Result<()> {
+    on_every_device(|| {
+        let golden = Golden::open("llama_gqa_tied")?;
+        let ids = golden.input_ids()?.narrow(0, 0, 1)?;
+        for fusion in [Fusion::all(), Fusion::none()] {
+            let mut want = File::of(&golden)?.stock()?;
+            let mut got = File::of(&golden)?.load::<llama::Config>(fusion)?;
+            for (start, len, position) in [(0, 6, 0), (6, 1, 7), (7, 1, 8), (8, 1, 12)] {
+                let chunk = ids.narrow(1, start, len)?;
+                let want = want.forward(&chunk, position)?;
+                let error = relative_error(&got.forward(&chunk, position)?, &want)?;
+                assert!(error < 1e-5, "{fusion} {position}: {error:e}");
+            }
+        }
+        Ok(())
+    })
+}
+
 /// Mistral's keys may have its own prefix, also where the architecture is a Llama's by name.
 #[test]
 fn mistral_is_read_by_either_prefix() -> Result<()> {

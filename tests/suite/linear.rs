@@ -8,7 +8,7 @@ use candle_fused::ops::{
 };
 use proptest::prelude::*;
 
-/// All there are.
+/// All but `Relu2Glu`, whose outputs are too large for f16 here: `bitnet` and `per_token` have it.
 pub const ACTIVATIONS: [Activation; 9] = [
     Activation::None,
     Activation::Silu,

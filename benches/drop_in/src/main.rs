@@ -144,7 +144,7 @@ fn sides(args: &Args, form: Form, device: &Device) -> Result<Sides> {
     };
     let checkpoint = Checkpoint::new(&args.model, dtype, device)?;
     let mut sides = vec![Side::new("stock", stock::dense(&checkpoint, false)?)];
-    if cfg!(feature = "flash-attn") && device.is_cuda() && form == Form::Bf16 {
+    if cfg!(feature = "flash-attn") && device.is_cuda() {
         sides.push(Side::new(
             "stock, use_flash_attn",
             stock::dense(&checkpoint, true)?,

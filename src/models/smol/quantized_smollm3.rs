@@ -131,7 +131,10 @@ impl RotaryEmbedding {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_fused::models::smol::quantized_smollm3::{QuantizedModelForCausalLM, RotaryEmbedding};
+/// use candle_core::quantized::gguf_file::Content;
+/// use candle_fused::models::smol::quantized_smollm3::{
+///     QuantizedConfig, QuantizedModelForCausalLM, RotaryEmbedding,
+/// };
 /// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.gguf");
@@ -144,6 +147,9 @@ impl RotaryEmbedding {
 /// // Every fourth layer is not rotated.
 /// let config = model.config();
 /// assert!(!config.should_skip_rope(0) && config.should_skip_rope(3) && config.head_dim() == 16);
+/// // As a file's metadata has it.
+/// let metadata = Content::read(&mut std::fs::File::open(&path)?)?;
+/// assert_eq!(QuantizedConfig::from_gguf(&metadata)?.vocab_size, config.vocab_size);
 ///
 /// let rotary = RotaryEmbedding::new(DType::F32, config, &Device::Cpu, false)?;
 /// assert_eq!(rotary.cos_sin_at(0).0, [1.; 8]);

@@ -2,7 +2,7 @@
 
 pub(crate) mod cuda;
 
-use super::view::inference_only;
+use super::view::check_tensors;
 use crate::cuda::BlockMatrix;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
@@ -35,7 +35,7 @@ pub(crate) fn embedding(table: Table<'_>, ids: &Tensor) -> Result<Tensor> {
         );
     }
     if let Table::Dense(table) = table {
-        inference_only(OP, [("the table", table)])?;
+        check_tensors(OP, [("the table", table)])?;
     }
     ids.contiguous()?.apply_op1_no_bwd(&Embedding { table })
 }

@@ -9,7 +9,7 @@ mod op;
 mod ragged;
 mod reference;
 
-use super::view::inference_only;
+use super::view::check_tensors;
 use crate::cpu::simd::{self, Level};
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -165,7 +165,7 @@ pub fn flash_attention_at(
 ) -> Result<Tensor> {
     let op = checked(level, q, k, v, params)?;
     let given = params.tensors().chain([("q", q), ("k", k), ("v", v)]);
-    inference_only(op.form.op, given)?;
+    check_tensors(op.form.op, given)?;
     q.apply_op3_no_bwd(k, v, &op)?.transpose(1, 2)
 }
 
@@ -186,7 +186,7 @@ pub(crate) fn check_head_dim(device: &Device, dim: usize) -> Result<()> {
 pub(crate) fn check(q: &Tensor, k: &Tensor, v: &Tensor, params: &AttentionParams) -> Result<()> {
     checked(Level::Scalar, q, k, v, params)?;
     let given = params.tensors().chain([("q", q), ("k", k), ("v", v)]);
-    inference_only(check::FORM.op, given)
+    check_tensors(check::FORM.op, given)
 }
 
 fn checked(

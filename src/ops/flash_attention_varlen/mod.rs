@@ -3,7 +3,7 @@
 mod padded;
 
 use super::flash_attention::{self, Attention, AttentionParams, Form, facts};
-use super::view::inference_only;
+use super::view::check_tensors;
 use crate::cpu::simd::{self, Level};
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -105,7 +105,7 @@ pub fn flash_attention_varlen_at(
         ("cu_seqlens_k", &batch.cu_seqlens_k),
     ];
     let given = params.tensors().chain(lengths);
-    inference_only(FORM.op, given.chain([("q", q), ("k", k), ("v", v)]))?;
+    check_tensors(FORM.op, given.chain([("q", q), ("k", k), ("v", v)]))?;
     q.apply_op3_no_bwd(k, v, &op)
 }
 

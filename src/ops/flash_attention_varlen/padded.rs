@@ -2,7 +2,7 @@
 
 use crate::cpu::simd::{self, Level};
 use crate::ops::flash_attention::{self, Attention, AttentionParams, Form, facts, joined};
-use crate::ops::view::inference_only;
+use crate::ops::view::check_tensors;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// As this op takes queries, keys and values.
@@ -90,7 +90,7 @@ pub fn flash_attention_padded_at(
 ) -> Result<Tensor> {
     let op = checked(level, [q, k, v], lengths, params)?;
     let given = params.tensors().chain([("lengths", lengths)]);
-    inference_only(FORM.op, given.chain([("q", q), ("k", k), ("v", v)]))?;
+    check_tensors(FORM.op, given.chain([("q", q), ("k", k), ("v", v)]))?;
     let one_behind_the_other = |t: &Tensor| match joined(t.dims(), t.stride()) {
         Some(_) => Ok(t.clone()),
         None => t.transpose(1, 2)?.contiguous()?.transpose(1, 2),

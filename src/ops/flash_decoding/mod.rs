@@ -7,7 +7,7 @@ pub(crate) mod cuda;
 mod reference;
 
 use super::rope::check_rotary_tables;
-use super::view::{check_apart, check_storages, float, inference_only};
+use super::view::{check_apart, check_storages, check_tensors, float};
 use super::{HeadNorms, RopeStyle};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -106,7 +106,7 @@ pub fn flash_decoding(
     op.check(qkv)?;
     let norms = config.norms.map(|n| [("norms.q", n.q), ("norms.k", n.k)]);
     let caches = [("k_cache", k_cache), ("v_cache", v_cache), ("qkv", qkv)];
-    inference_only(OP, caches.into_iter().chain(norms.into_iter().flatten()))?;
+    check_tensors(OP, caches.into_iter().chain(norms.into_iter().flatten()))?;
     qkv.contiguous()?.apply_op1_no_bwd(&op)
 }
 

@@ -4,8 +4,8 @@
 pub(crate) mod cuda;
 
 use super::view::{
-    Float, check_kind, check_like, cpu_storage, dense_on_cuda, dispatch_float, elements, float64,
-    gathered, inference_only,
+    Float, check_kind, check_like, check_tensors, cpu_storage, dense_on_cuda, dispatch_float,
+    elements, float64, gathered,
 };
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
@@ -81,7 +81,7 @@ pub fn layer_norm_residual(
 ) -> Result<(Tensor, Tensor)> {
     check(x, weight, bias)?;
     check_like(OP, "residual", residual, x)?;
-    inference_only(OP, [("residual", residual)])?;
+    check_tensors(OP, [("residual", residual)])?;
     let both = dense_on_cuda(x)?.apply_op1_no_bwd(&LayerNorm {
         weight,
         bias,
@@ -109,7 +109,7 @@ fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
         check_kind(OP, argument, t, x)?;
     }
     let bias_given = bias.map(|bias| ("bias", bias));
-    inference_only(
+    check_tensors(
         OP,
         [("x", x), ("weight", weight)].into_iter().chain(bias_given),
     )

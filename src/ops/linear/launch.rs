@@ -4,7 +4,7 @@
 use super::cpu;
 use super::op::LinearOp;
 use super::{Activation, ActivationBits, Epilogue, Prologue, Weight};
-use crate::ops::view::{dense_on_cuda, float, inference_only};
+use crate::ops::view::{check_tensors, dense_on_cuda, float};
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 use std::fmt::Display;
 #[cfg(feature = "cuda")]
@@ -131,7 +131,7 @@ fn check_untracked(op: &LinearOp<'_>, x: &Tensor) -> Result<()> {
     let residuals = op.epilogue.residuals.iter().map(|r| ("residuals", *r));
     let bias = op.epilogue.bias.map(|b| ("bias", b));
     let rest = norm.chain(residuals).chain(bias).chain([("x", x)]);
-    inference_only(op.name, weights.chain(rest))
+    check_tensors(op.name, weights.chain(rest))
 }
 
 fn check_weights(name: &str, device: &Device, k: usize, weights: &[Weight]) -> Result<usize> {

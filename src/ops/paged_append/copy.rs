@@ -2,7 +2,7 @@
 
 use super::COPY;
 use crate::ops::pages::{PagePool, PoolSizes};
-use crate::ops::view::inference_only;
+use crate::ops::view::check_tensors;
 use crate::trace;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Tensor, bail};
@@ -43,7 +43,7 @@ pub fn copy_pages(pool: &PagePool, pairs: &Tensor) -> Result<()> {
             bail!("{COPY}: {name} is on another device than pool.k");
         }
     }
-    inference_only(COPY, pool.named())?;
+    check_tensors(COPY, pool.named())?;
     pool.check_written(COPY, &[("pairs", pairs)])?;
     #[cfg(feature = "cuda")]
     if pairs.device().is_cuda() {

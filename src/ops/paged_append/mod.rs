@@ -9,7 +9,7 @@ mod reference;
 use super::HeadNorms;
 use super::pages::{PagePool, PageTable, PoolSizes};
 use super::rope::check_rotary_tables;
-use super::view::{check_storages, float, inference_only};
+use super::view::{check_storages, check_tensors, float};
 use candle_core::{DType, Result, Tensor, bail};
 
 pub use super::rope::RotaryTables;
@@ -123,7 +123,7 @@ pub fn paged_append(
             bail!("{OP}: {name} is on another device than qkv");
         }
     }
-    inference_only(OP, read.iter().chain(&pools).copied())?;
+    check_tensors(OP, read.iter().chain(&pools).copied())?;
     check_storages(OP, &pools, ("qkv", qkv))?;
     pool.check_written(OP, &read)?;
     #[cfg(feature = "cuda")]

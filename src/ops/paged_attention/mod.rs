@@ -6,7 +6,7 @@ pub(crate) mod cuda;
 mod reference;
 
 use super::pages::{PagePool, PageTable, PoolSizes};
-use super::view::{dense_on_cuda, float, inference_only};
+use super::view::{check_tensors, dense_on_cuda, float};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
@@ -196,7 +196,7 @@ impl<'a> Op<'a> {
     pub(super) fn apply(&self, q: &Tensor) -> Result<Tensor> {
         let slopes = self.params.alibi_slopes.iter().map(|t| ("alibi_slopes", t));
         let given = std::iter::once(("q", q)).chain(self.pages.named());
-        inference_only(self.name, given.chain(slopes))?;
+        check_tensors(self.name, given.chain(slopes))?;
         // A kernel follows any strides but those within a head.
         let packed = self.pool.dim <= 1 || q.stride()[q.rank() - 1] == 1;
         let q = if packed { q.clone() } else { dense_on_cuda(q)? };

@@ -4,8 +4,8 @@
 mod cuda;
 
 use super::view::{
-    Float, check_like, cpu_storage, dense_on_cuda, dispatch_float, elements, float, float64,
-    gathered, inference_only,
+    Float, check_like, check_tensors, cpu_storage, dense_on_cuda, dispatch_float, elements, float,
+    float64, gathered,
 };
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
@@ -51,7 +51,7 @@ pub fn residual_add(x: &Tensor, residuals: &[&Tensor]) -> Result<Tensor> {
     }
     float(OP, "x", x.dtype())?;
     let residual = residuals.iter().map(|r| ("a residual", *r));
-    inference_only(OP, residual.chain([("x", x)]))?;
+    check_tensors(OP, residual.chain([("x", x)]))?;
     dense_on_cuda(x)?.apply_op1_no_bwd(&ResidualAdd { residuals })
 }
 

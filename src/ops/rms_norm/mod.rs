@@ -4,8 +4,8 @@
 pub(crate) mod cuda;
 
 use super::view::{
-    Float, check_kind, check_like, cpu_storage, dense_on_cuda, dispatch_float, elements, float64,
-    gathered, inference_only,
+    Float, check_kind, check_like, check_tensors, cpu_storage, dense_on_cuda, dispatch_float,
+    elements, float64, gathered,
 };
 use crate::cpu::{norm, pool, simd};
 use crate::trace;
@@ -77,7 +77,7 @@ pub fn rms_norm_residual(
 ) -> Result<(Tensor, Tensor)> {
     check(x, weight)?;
     check_like(OP, "residual", residual, x)?;
-    inference_only(OP, [("residual", residual)])?;
+    check_tensors(OP, [("residual", residual)])?;
     let op = RmsNorm {
         weight,
         eps: eps as f32,
@@ -88,7 +88,7 @@ pub fn rms_norm_residual(
 }
 
 fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
-    inference_only(OP, [("x", x), ("weight", weight)])?;
+    check_tensors(OP, [("x", x), ("weight", weight)])?;
     let Some(&k) = x.dims().last() else {
         bail!("{OP}: x is a scalar, expected [.., K]");
     };

@@ -8,7 +8,7 @@ mod tokens;
 pub use crate::cpu::rope::RopeStyle;
 pub use tokens::{reference_tokens, rope_tokens};
 
-use super::view::{check_apart, check_storages, dense_on_cuda, float, float64, inference_only};
+use super::view::{check_apart, check_storages, check_tensors, dense_on_cuda, float, float64};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 const OP: &str = "rope";
@@ -85,7 +85,7 @@ pub fn rope(x: &Tensor, rotation: &Rotation<'_>) -> Result<Tensor> {
 pub(crate) fn check(x: &Tensor, rotation: &Rotation<'_>) -> Result<()> {
     let (_, _, tokens, head_dim) = four(OP, "x", x)?;
     check_tables(OP, rotation, tokens, head_dim, x)?;
-    inference_only(OP, [("x", x)])
+    check_tensors(OP, [("x", x)])
 }
 
 /// The RMSNorms of each head's queries and keys that Qwen3 has before the rotation: one head
@@ -173,7 +173,7 @@ pub fn rope_append(
     float(APPEND, "v_cache", v_cache.dtype())?;
     check_tables(APPEND, &append.rotation, tokens, head_dim, qkv)?;
     check_caches(qkv, append, k_cache, v_cache, head_dim)?;
-    inference_only(
+    check_tensors(
         APPEND,
         [("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)],
     )?;
@@ -193,7 +193,7 @@ pub fn rope_append(
         if !weight.device().same_device(qkv.device()) {
             bail!("{APPEND}: {argument} and qkv are on different devices");
         }
-        inference_only(APPEND, [(argument, weight)])?;
+        check_tensors(APPEND, [(argument, weight)])?;
     }
     let caches = [("k_cache", k_cache), ("v_cache", v_cache)];
     check_storages(APPEND, &caches, ("qkv", qkv))?;
@@ -297,7 +297,7 @@ fn check_tables(
             r.position
         );
     }
-    inference_only(op, [("cos", r.cos), ("sin", r.sin)])?;
+    check_tensors(op, [("cos", r.cos), ("sin", r.sin)])?;
     for (argument, table) in [("cos", r.cos), ("sin", r.sin)] {
         if !table.device().same_device(x.device()) {
             bail!("{op}: {argument} and the input are on different devices");

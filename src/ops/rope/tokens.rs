@@ -2,7 +2,7 @@
 
 use super::cpu::{Angles, rotate_rows};
 use super::{RotaryTables, Rotation, check_tables, rotate};
-use crate::ops::view::{dense_on_cuda, float64, inference_only};
+use crate::ops::view::{check_tensors, dense_on_cuda, float64};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
@@ -40,7 +40,7 @@ const OP: &str = "rope_tokens";
 /// ```
 pub fn rope_tokens(x: &Tensor, positions: &Tensor, tables: &RotaryTables<'_>) -> Result<Tensor> {
     check(x, positions, tables)?;
-    inference_only(OP, [("x", x)])?;
+    check_tensors(OP, [("x", x)])?;
     // A kernel follows any strides but those within a head.
     let packed = x.dims()[2] <= 1 || x.stride()[2] == 1;
     let x = if packed { x.clone() } else { dense_on_cuda(x)? };

@@ -1,7 +1,8 @@
 //! Examples in documentation.
 //!
 //! The rule: the documentation of a public function has an example that runs and calls it, or that of its module has.
-//! A method's may stand anywhere in the documentation of its file, since one example of a type shows several. Examples
+//! A method's may stand anywhere in the documentation of its file, since one example of a type shows several; functions of
+//! a type without `self` are called by its name there, or an alias's. Examples
 //! that are only compiled (`no_run`) do not count. What the feature `cuda` adds is left out: it needs a GPU.
 
 use super::source::{files, read, root, tokens};
@@ -15,6 +16,8 @@ struct Function {
     line: usize,
     /// The type, of a method.
     owner: Option<String>,
+    /// Whether it is called on a value.
+    on_self: bool,
     /// Its own documentation.
     docs: String,
 }
@@ -99,6 +102,11 @@ fn functions(text: &str) -> Vec<Function> {
             name: rest[..end.unwrap_or(rest.len())].to_owned(),
             line: at + 1,
             owner: owner.clone().filter(|_| indent == 4),
+            on_self: lines[at..]
+                .iter()
+                .take_while(|line| !line.trim_start().starts_with(')'))
+                .take(2)
+                .any(|line| line.contains("self,") || line.contains("self)")),
             docs: above.into_iter().rev().collect::<Vec<_>>().join("\n"),
         });
     }
@@ -140,6 +148,22 @@ fn public() -> (BTreeSet<PathBuf>, BTreeSet<(String, String)>) {
     (public, names)
 }
 
+/// Public names for types with parameters, and the types.
+fn aliases() -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for path in files("src", &[".rs"]) {
+        for line in read(&path).lines() {
+            let alias = line.strip_prefix("pub type ");
+            if let Some((alias, of)) = alias.and_then(|rest| rest.split_once(" = ")) {
+                let path = of.split('<').next().unwrap_or(of);
+                let of = path.rsplit("::").next().unwrap_or(path);
+                found.push((alias.to_owned(), of.to_owned()));
+            }
+        }
+    }
+    found
+}
+
 /// Whether the rule leaves a file out.
 fn is_left_out(path: &Path) -> bool {
     let name = path.to_string_lossy();
@@ -148,7 +172,7 @@ fn is_left_out(path: &Path) -> bool {
 
 #[test]
 fn public_functions_have_examples_that_run() {
-    let (public, names) = public();
+    let ((public, names), aliases) = (public(), aliases());
     let (mut count, mut wrong) = (0, Vec::new());
     for path in files("src", &[".rs"])
         .into_iter()
@@ -169,7 +193,16 @@ fn public_functions_have_examples_that_run() {
                 Some(_) => &all,
                 None => &format!("{module}{}", examples(&function.docs)),
             };
-            if !calls(code, &function.name) {
+            let name = &function.name;
+            let called = match &function.owner {
+                Some(owner) if !function.on_self => {
+                    let of_owner = aliases.iter().filter(|(_, of)| of == owner);
+                    let owners = of_owner.map(|(alias, _)| alias).chain([owner]);
+                    owners.map(|owner| format!("{owner}::{name}")).collect()
+                }
+                _ => vec![name.clone()],
+            };
+            if !called.iter().any(|called| calls(code, called)) {
                 let (path, Function { name, line, .. }) = (path.display(), function);
                 wrong.push(format!("{path}:{line}: `{name}`"));
             }
