@@ -85,27 +85,30 @@ impl AttentionSm90 {
     }
 
     /// What the case takes, in units of what a block takes for a key if its warpgroups have rows of their own. Blocks come
-    /// in waves, one to a multiprocessor, longest rows first, and a wave takes as long as its first block. The constants
-    /// fit 464 cases on an H200 (heads of 64 and 128, 4 to 512 heads of all sequences, 64 to 2,048 queries, up to 8,192
-    /// keys): the faster form is chosen, or one at most 5 % slower, in all but 11.
+    /// in waves, one to a multiprocessor, longest rows first, and a wave takes as long as its mean block. The constants fit
+    /// 464 cases on an H200 (heads of 64 and 128, 4 to 512 heads of all sequences, 64 to 2,048 queries, up to 8,192 keys):
+    /// the faster form is chosen, or one at most 5 % slower, in all but 6, and these lose at most 11 %.
     fn cost(&self, case: &Case) -> f64 {
-        let (per_key, per_block) = if self.share { (0.55, 200.) } else { (1., 250.) };
-        let (sizes, sms) = (&case.sizes, case.gpu.sms as usize);
-        let (columns, tiles) = (
-            sizes.batch * sizes.heads,
-            sizes.queries.div_ceil(self.rows()),
-        );
-        let keys = keys_of_a_sequence(case);
-        let of_wave = |wave: usize| {
-            let last_row = (tiles - wave * sms / columns) * self.rows();
-            let hidden = if case.causal {
-                sizes.queries.saturating_sub(last_row)
-            } else {
-                0
-            };
-            per_key * keys.saturating_sub(hidden) as f64 + per_block
+        let (per_key, per_block) = match (self.share, self.keys) {
+            (true, ..=64) => (0.66, 200.),
+            (true, _) => (0.5, 200.),
+            (false, _) => (1., 300.),
         };
-        (0..(tiles * columns).div_ceil(sms)).map(of_wave).sum()
+        let (sizes, sms) = (&case.sizes, case.gpu.sms as usize);
+        let columns = sizes.batch * sizes.heads;
+        let tiles = sizes.queries.div_ceil(self.rows());
+        let (keys, blocks) = (keys_of_a_sequence(case), tiles * columns);
+        let seen = |block: usize| {
+            let last_row = (tiles - block / columns) * self.rows();
+            let hidden = sizes.queries.saturating_sub(last_row);
+            keys.saturating_sub(if case.causal { hidden } else { 0 }) as f64
+        };
+        let of_wave = |wave: usize| {
+            let ends = [wave * sms, blocks.min((wave + 1) * sms) - 1];
+            per_key * 0.5 * ends.map(seen).iter().sum::<f64>() + per_block
+        };
+        let all = (0..blocks.div_ceil(sms)).map(of_wave).sum::<f64>();
+        all.max(per_key * keys as f64 + per_block)
     }
 
     /// Tokens of a page that are copied at once; none if a tile is no whole number of them.
