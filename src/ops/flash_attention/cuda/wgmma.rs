@@ -84,10 +84,11 @@ impl AttentionSm90 {
         2 * self.dim * (self.rows() + lanes * 2 * 2 * self.keys) + 1024
     }
 
-    /// What the case takes, in units of what a block takes for a key if its warpgroups have rows of their own. Blocks come
-    /// in waves, one to a multiprocessor, longest rows first, and a wave takes as long as its mean block. The constants fit
-    /// 464 cases on an H200 (heads of 64 and 128, 4 to 512 heads of all sequences, 64 to 2,048 queries, up to 8,192 keys):
-    /// the faster form is chosen, or one at most 5 % slower, in all but 6, and these lose at most 11 %.
+    /// The estimated time of the case, in units of the time that a block whose warpgroups have rows of their own takes for
+    /// one key. Blocks run in waves, one on each multiprocessor, most keys first, and a wave takes as long as its mean
+    /// block. The constants are fitted to 464 causal cases on an H200 (heads of 64 and 128, 4 to 512 heads of all
+    /// sequences, 64 to 2,048 queries in powers of two, up to 8,192 keys): the faster form is chosen, or one at most 5 %
+    /// slower, in all but 6, and these lose at most 11 %.
     fn cost(&self, case: &Case) -> f64 {
         let (per_key, per_block) = match (self.share, self.keys) {
             (true, ..=64) => (0.66, 200.),
@@ -162,8 +163,8 @@ struct Wgmma {
     copied: Option<usize>,
 }
 
-/// By a kernel whose warpgroups have rows of their own, or by one whose warpgroups have the same rows and share the keys
-/// out, if there is one of the head size and it takes less time.
+/// The kernel whose warpgroups have rows of queries of their own, or, if there is one for the head size and its estimated
+/// time is shorter, the one whose warpgroups have the same rows and split the keys.
 pub(super) fn plan(case: &Case) -> Planned<Call> {
     if let Some(reason) = refusal(case) {
         return Err(reason);
