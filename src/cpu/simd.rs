@@ -25,7 +25,7 @@ pub enum Level {
     /// AVX-512 F, BW, VL, DQ and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// The same, and AMX with products of bf16, on Linux.
+    /// The same, and AMX with products of bf16 and conversion to bf16, on Linux.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// NEON, which every aarch64 processor has.

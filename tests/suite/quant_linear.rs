@@ -265,7 +265,9 @@ fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
         y?;
         let kernel = match simd::level() {
             Level::Scalar => "scalar".to_owned(),
-            // AMX multiplies dense weights only.
+            // AMX multiplies tokens in 8 bits only.
+            #[cfg(target_arch = "x86_64")]
+            Level::Amx if bits == 8 => "amx_tiles".to_owned(),
             #[cfg(target_arch = "x86_64")]
             Level::Amx => format!("avx512{form}"),
             level => format!("{}{form}", level.name()),

@@ -6,6 +6,8 @@
 
 #[cfg(test)]
 mod emulated;
+pub(super) mod product;
+pub(super) mod tokens;
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
@@ -117,7 +119,7 @@ impl TileOps for Amx {
     }
 }
 
-/// Whether the processor has tiles with products of bf16 and this process may use them, which is asked of
+/// Whether the processor has tiles with products of bf16 and conversion to bf16, and this process may use them, which is asked of
 /// the kernel here: Linux keeps room for tiles only in processes that have asked, for all their threads.
 ///
 /// The processor must have AVX.
@@ -126,7 +128,8 @@ pub(super) fn available() -> bool {
     const FEATURES: u32 = 1 << 22 | 1 << 24;
     /// The states of tiles' shapes and contents in XCR0.
     const STATES: u64 = 1 << 17 | 1 << 18;
-    if !cfg!(target_os = "linux") {
+    // Every processor with these tiles converts to bf16, too, but a hypervisor may hide it.
+    if !cfg!(target_os = "linux") || !is_x86_feature_detected!("avx512bf16") {
         return false;
     }
     let (leaves, features) = (__cpuid(0).eax, __cpuid_count(7, 0).edx);

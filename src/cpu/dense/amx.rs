@@ -3,87 +3,65 @@
 //! A token in f32 is the sum of three numbers in bf16, 24 bits in all, so that each product is three of tiles with f32
 //! sums: as exact as f32, at 170 multiplications a cycle where AVX-512 has 32. The method is that of Henry, Tang and
 //! Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019). A
-//! token in bf16 is one part: the two others would only add zeros.
-//!
-//! Loops from the outside: [`TOKENS`] tokens, [`DEPTH`] of k (of both, what stays in the second-level cache, split once),
-//! [`WEIGHTS`] weight rows (in the first-level cache, interleaved once), 32 tokens: four tiles of sums.
+//! token in bf16 is one part.
 
 use super::dot::Operands;
-use crate::cpu::amx::{self, Config, ROW_BYTES, ROWS, TileOps};
+use crate::cpu::amx::ROWS;
+use crate::cpu::amx::product::{self, Results, STEP, Tile, WEIGHTS, Weights};
+use crate::cpu::amx::tokens::TokenTiles;
+use crate::cpu::simd::prefetch;
 use half::bf16;
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Tokens that are split at a time: with [`DEPTH`] and three parts 768 KB.
+/// Parts of a token in f32.
+const PARTS: usize = 3;
+
+/// Tokens in f32 that are split at a time: a run of steps of them has 768 KB, which should stay in the second-level cache.
 pub(super) const TOKENS: usize = 256;
-/// Columns of them.
-const DEPTH: usize = 512;
-/// Weight rows of a panel, which are two tiles side by side.
-const WEIGHTS: usize = 2 * ROWS;
-/// Columns of a tile.
-const STEP: usize = ROW_BYTES / size_of::<bf16>();
 
-/// A row of a tile.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(super) struct Row([u16; STEP]);
-
-/// A tile of operands.
-type Tile = [Row; ROWS];
-
-/// Sums of a token tile and a weight tile.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Sums([[f32; ROWS]; ROWS]);
-
-/// The panels of a thread.
-#[derive(Default)]
-struct Room {
-    /// For each 16 tokens and each 32 columns a tile of each part.
-    x: Vec<Tile>,
-    /// For each 32 columns two tiles: row i of a tile has columns 2i and 2i + 1 of each weight row.
-    w: Vec<[Tile; 2]>,
-}
+/// Tokens in bf16 that are multiplied at a time: 1 MB.
+pub(super) const TOKENS_BF16: usize = 512;
 
 thread_local! {
-    static ROOM: RefCell<Room> = RefCell::default();
+    /// The tokens in hand.
+    static SPLIT: RefCell<TokenTiles> = RefCell::default();
 }
 
-/// What a thread has in hand.
-pub(super) struct Part {
-    tokens: Range<usize>,
-    columns: Range<usize>,
+/// Weight rows in bf16. With `FINITE`, weights that are not make [`Weights::tiles`] false.
+struct Rows<const FINITE: bool> {
+    w: *const bf16,
+    k: usize,
 }
 
-/// What the values of tokens are.
-pub(super) trait Source: Sized {
-    /// Numbers in bf16 that a value is the sum of.
-    const PARTS: usize;
-
-    /// Splits tokens into tiles of their parts, with zeros for tokens and columns that a last tile lacks; false if a
-    /// value is not finite.
-    ///
-    /// # Safety
-    /// As [`panel`].
-    unsafe fn split(o: &Operands<bf16, Self>, part: &Part, tiles: &mut Vec<Tile>) -> bool;
+/// The columns that some steps have of `k`.
+fn columns(k: usize, steps: &Range<usize>) -> Range<usize> {
+    steps.start * STEP..k.min(steps.end * STEP)
 }
 
-impl Source for f32 {
-    const PARTS: usize = 3;
-
-    unsafe fn split(o: &Operands<bf16, f32>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
+impl<const FINITE: bool> Weights for Rows<FINITE> {
+    unsafe fn tiles(
+        &self,
+        rows: &Range<usize>,
+        steps: &Range<usize>,
+        out: &mut [[Tile; 2]],
+    ) -> bool {
         // SAFETY: the caller's.
-        unsafe { split(o, part, tiles) }
+        let finite = unsafe { interleave(self, rows, &columns(self.k, steps), out) };
+        finite || !FINITE
     }
-}
 
-impl Source for bf16 {
-    const PARTS: usize = 1;
-
-    unsafe fn split(o: &Operands<bf16, bf16>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
-        // SAFETY: the caller's.
-        unsafe { copy(o, part, tiles) }
+    /// Runs of columns are too short for the hardware's prefetching.
+    fn request(&self, rows: &Range<usize>, steps: &Range<usize>) {
+        let columns = columns(self.k, steps);
+        for row in rows.clone() {
+            let first = self.w.wrapping_add(row * self.k + columns.start);
+            for column in (0..columns.len()).step_by(STEP) {
+                prefetch::<2, _>(first.wrapping_add(column));
+            }
+        }
     }
 }
 
@@ -91,221 +69,133 @@ impl Source for bf16 {
 /// zero part of a token would make an infinite weight NaN.
 ///
 /// # Safety
-/// As [`dot::rows`](super::dot::rows); the processor has AVX-512, and AMX as [`amx::Tiles`] need it.
+/// As [`dot::rows`](super::dot::rows); the processor has AVX-512, and AMX as [`crate::cpu::amx::Tiles`] need it.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-pub(super) unsafe fn products<X: Source>(o: Operands<bf16, X>) -> bool {
-    const CONFIG: Config = Config::new([(ROWS, ROW_BYTES); 8]);
-    let mut room = ROOM.take();
-    // SAFETY: AMX, by the caller.
-    unsafe { amx::Tiles::configure(&CONFIG) };
-    let finite = (0..o.m).step_by(TOKENS).all(|first| {
-        let tokens = first..o.m.min(first + TOKENS);
-        (0..o.k).step_by(DEPTH).all(|k| {
-            let part = Part {
-                tokens: tokens.clone(),
-                columns: k..o.k.min(k + DEPTH),
-            };
-            // SAFETY: the caller's; tokens and columns lie within the operands, and the tiles are configured.
-            unsafe { panel(&o, &part, &mut room) }
-        })
-    });
-    // SAFETY: AMX, by the caller.
-    unsafe { amx::Tiles::release() };
-    ROOM.set(room);
-    finite
-}
-
-/// The part of the products of some tokens that some columns have, which is added to that of the columns before; false
-/// if an operand is not finite.
-///
-/// # Safety
-/// As [`products`], of tokens and columns of `o`; the tiles are configured.
-#[inline]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn panel<X: Source>(o: &Operands<bf16, X>, part: &Part, room: &mut Room) -> bool {
-    let Part { tokens, columns } = part;
-    let token_tile = columns.len().div_ceil(STEP) * X::PARTS;
+pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
+    let k = o.k;
     // SAFETY: the caller's.
-    if !unsafe { X::split(o, part, &mut room.x) } {
-        return false;
-    }
-    let mut sums = [[Sums([[0.; ROWS]; ROWS]); 2]; 2];
-    for row in (0..o.n).step_by(WEIGHTS) {
-        let rows = row..o.n.min(row + WEIGHTS);
-        // SAFETY: the caller's; the rows are there.
-        if !unsafe { interleave(o, &rows, columns, &mut room.w) } {
-            return false;
-        }
-        for (pair, x) in room.x.chunks(2 * token_tile).enumerate() {
-            let first = tokens.start + pair * 2 * ROWS;
-            // SAFETY: the tiles are configured, and `x` and `w` have the steps of one or two token tiles.
-            unsafe { block::<amx::Tiles, X>(x, &room.w, &mut sums) };
-            for (i, sums) in sums[..x.len() / token_tile].iter().enumerate() {
-                for (j, sums) in sums.iter().enumerate() {
-                    let (t, r) = (first + ROWS * i, rows.start + ROWS * j);
-                    let count = tokens.end.saturating_sub(t).min(ROWS);
-                    let width = rows.end.saturating_sub(r).min(ROWS);
-                    // SAFETY: `count` tokens from t on and `width` rows from r on are there, and so are their results.
-                    unsafe { add(o, sums, (t, count), (r, width), columns.start == 0) };
-                }
+    let all = unsafe { std::slice::from_raw_parts(o.x, o.m * k) };
+    let mut x = SPLIT.take();
+    let w = Rows::<true> { w: o.w, k };
+    let done = (0..o.m).step_by(TOKENS).all(|first| {
+        let m = (o.m - first).min(TOKENS);
+        let finite = AtomicBool::new(true);
+        x.fill((m, k, PARTS), m, |token, steps, row, tiles| {
+            let token = &all[(first + token) * k..][..k];
+            // SAFETY: the processor has AVX-512, by the caller.
+            if !unsafe { split(&token[columns(k, steps)], row, tiles) } {
+                finite.store(false, Ordering::Relaxed);
             }
-        }
-    }
-    true
+        });
+        let results = Results {
+            rows: 0..o.n,
+            tokens: 0..m,
+            out: o.out.wrapping_add(first * o.out_stride),
+            stride: o.out_stride,
+        };
+        // SAFETY: the caller's; there are such tokens.
+        finite.into_inner() && unsafe { product::products(&w, &x, &results) }
+    });
+    SPLIT.set(x);
+    done
 }
 
-/// Adds `count` rows of `width` sums to the results of tokens from `t` and weight rows from `r` on, or writes them if
-/// they are the first.
+/// Fills `tiles` with tokens in bf16, `m` rows of `k` values.
 ///
 /// # Safety
-/// `out` has these results.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn add<X>(
-    o: &Operands<bf16, X>,
-    sums: &Sums,
-    (t, count): (usize, usize),
-    (r, width): (usize, usize),
-    first: bool,
+/// The processor has AVX-512.
+pub(super) unsafe fn fill_bf16(tiles: &mut TokenTiles, x: &[bf16], m: usize) {
+    let k = x.len() / m.max(1);
+    let grain = super::WORTH.div_ceil(k.max(1));
+    tiles.fill((m, k, 1), grain, |token, steps, row, tiles| {
+        let token = &x[token * k..][..k];
+        // SAFETY: the caller's.
+        unsafe { copy(&token[columns(k, steps)], row, tiles) };
+    });
+}
+
+/// All dot products of `tokens` with `n` rows of weights, which may be anything.
+///
+/// # Safety
+/// As [`products`], of tokens and columns that `x` has.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+pub(super) unsafe fn products_bf16(
+    x: &TokenTiles,
+    tokens: Range<usize>,
+    w: &[bf16],
+    (n, k): (usize, usize),
+    (out, stride): (*mut f32, usize),
 ) {
-    let mask = ((1u32 << width) - 1) as u16;
-    for (i, sums) in sums.0[..count].iter().enumerate() {
-        // SAFETY: the caller's; lanes beyond `width` are neither read nor written.
-        unsafe {
-            let out = o.out.add((t + i) * o.out_stride).wrapping_add(r);
-            let mut sum = _mm512_load_ps(sums.as_ptr());
-            if !first {
-                sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, out));
-            }
-            _mm512_mask_storeu_ps(out, mask, sum);
-        }
-    }
+    let w = Rows::<false> { w: w.as_ptr(), k };
+    let rows = 0..n;
+    let results = Results {
+        rows,
+        tokens,
+        out,
+        stride,
+    };
+    // SAFETY: the caller's.
+    unsafe { product::products(&w, x, &results) };
 }
 
-/// One or two tiles of tokens times two tiles of weights, over all steps: a tile of tokens' steps lie one behind the
-/// other.
+/// Splits all columns of some steps into the tiles of their parts, with zeros for columns that the last tile lacks; false
+/// if a value is not finite.
 ///
 /// # Safety
-/// The tiles are configured, and `x` has the steps of `w` once or twice.
-#[inline]
-unsafe fn block<O: TileOps, X: Source>(x: &[Tile], w: &[[Tile; 2]], sums: &mut [[Sums; 2]; 2]) {
-    let (first, second) = x.split_at(w.len() * X::PARTS);
-    // SAFETY: the caller's; all operands are whole tiles.
-    unsafe {
-        O::zero::<0>();
-        O::zero::<1>();
-        O::zero::<2>();
-        O::zero::<3>();
-        for (step, w) in w.iter().enumerate() {
-            O::load::<6>((&raw const w[0]).cast(), ROW_BYTES);
-            O::load::<7>((&raw const w[1]).cast(), ROW_BYTES);
-            for part in step * X::PARTS..(step + 1) * X::PARTS {
-                O::load::<4>((&raw const first[part]).cast(), ROW_BYTES);
-                O::dot_bf16::<0, 4, 6>();
-                O::dot_bf16::<1, 4, 7>();
-                if let Some(second) = second.get(part) {
-                    O::load::<5>((&raw const *second).cast(), ROW_BYTES);
-                    O::dot_bf16::<2, 5, 6>();
-                    O::dot_bf16::<3, 5, 7>();
-                }
-            }
-        }
-        O::store::<0>((&raw mut sums[0][0]).cast(), ROW_BYTES);
-        O::store::<1>((&raw mut sums[0][1]).cast(), ROW_BYTES);
-        O::store::<2>((&raw mut sums[1][0]).cast(), ROW_BYTES);
-        O::store::<3>((&raw mut sums[1][1]).cast(), ROW_BYTES);
-    }
-}
-
-/// Room for `parts` tiles of each step of tokens, with zeros for tokens that the last tile lacks.
-fn make_room(tokens: usize, steps: usize, parts: usize, tiles: &mut Vec<Tile>) {
-    let zero = [Row([0; STEP]); ROWS];
-    tiles.resize(tokens.div_ceil(ROWS) * steps * parts, zero);
-    if !tokens.is_multiple_of(ROWS) {
-        let last = tiles.len() - steps * parts;
-        tiles[last..].fill(zero);
-    }
-}
-
-/// [`Source::split`] of f32.
-///
-/// # Safety
-/// As [`panel`].
+/// The processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn split(o: &Operands<bf16>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
-    let Part { tokens, columns } = part;
-    let parts = <f32 as Source>::PARTS;
-    let steps = columns.len().div_ceil(STEP);
-    make_room(tokens.len(), steps, parts, tiles);
+unsafe fn split(x: &[f32], row: usize, tiles: &mut [Tile]) -> bool {
     // Word 2i of the first half and 2i + 1 of the second go to places i and 16 + i.
     let apart: [u16; STEP] = std::array::from_fn(|i| (2 * (i % ROWS) + i / ROWS) as u16);
     // SAFETY: a vector of as many bytes.
     let apart = unsafe { _mm512_loadu_si512(apart.as_ptr().cast()) };
     let mut exponents = _mm512_setzero_si512();
-    for (t, token) in tokens.clone().enumerate() {
-        let own = &mut tiles[t / ROWS * steps * parts..][..steps * parts];
-        for (step, tiles) in own.chunks_exact_mut(parts).enumerate() {
-            let column = columns.start + step * STEP;
-            let mask = mask((columns.end - column).min(STEP));
-            // SAFETY: the mask leaves the values of the token that are there.
-            let mut rest = unsafe {
-                let x = o.x.add(token * o.k).wrapping_add(column);
-                [
-                    _mm512_maskz_loadu_ps(mask as u16, x),
-                    _mm512_maskz_loadu_ps((mask >> ROWS) as u16, x.wrapping_add(ROWS)),
-                ]
-            };
-            for x in rest {
-                let exponent = _mm512_set1_epi32(0x7f80_0000);
-                let own = _mm512_and_si512(_mm512_castps_si512(x), exponent);
-                exponents = _mm512_max_epu32(exponents, own);
-            }
-            for tile in tiles.iter_mut() {
-                // The upper 16 bits are the value truncated to bf16. What is left, value minus that, is exact in f32.
-                let [low, high] = rest.map(|x| _mm512_castps_si512(x));
-                let both = _mm512_mask_mov_epi16(_mm512_srli_epi32::<16>(low), 0xaaaa_aaaa, high);
-                let row = (&raw mut tile[t % ROWS]).cast();
-                // SAFETY: a row of a tile has 64 bytes.
-                unsafe { _mm512_store_si512(row, _mm512_permutexvar_epi16(apart, both)) };
-                rest = rest.map(|x| {
-                    let upper =
-                        _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(!0xffff));
-                    _mm512_sub_ps(x, _mm512_castsi512_ps(upper))
-                });
-            }
+    for (x, tiles) in x.chunks(STEP).zip(tiles.chunks_exact_mut(PARTS)) {
+        let mask = mask(x.len());
+        // SAFETY: the mask leaves the values that are there.
+        let mut rest = unsafe {
+            let x = x.as_ptr();
+            [
+                _mm512_maskz_loadu_ps(mask as u16, x),
+                _mm512_maskz_loadu_ps((mask >> ROWS) as u16, x.wrapping_add(ROWS)),
+            ]
+        };
+        for x in rest {
+            let exponent = _mm512_set1_epi32(0x7f80_0000);
+            let own = _mm512_and_si512(_mm512_castps_si512(x), exponent);
+            exponents = _mm512_max_epu32(exponents, own);
+        }
+        for tile in tiles {
+            // The upper 16 bits are the value truncated to bf16. What is left, value minus that, is exact in f32.
+            let [low, high] = rest.map(|x| _mm512_castps_si512(x));
+            let both = _mm512_mask_mov_epi16(_mm512_srli_epi32::<16>(low), 0xaaaa_aaaa, high);
+            let row = (&raw mut tile[row]).cast();
+            // SAFETY: a row of a tile has 64 bytes.
+            unsafe { _mm512_store_si512(row, _mm512_permutexvar_epi16(apart, both)) };
+            rest = rest.map(|x| {
+                let upper = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(!0xffff));
+                _mm512_sub_ps(x, _mm512_castsi512_ps(upper))
+            });
         }
     }
     _mm512_cmpeq_epi32_mask(exponents, _mm512_set1_epi32(0x7f80_0000)) == 0
 }
 
-/// [`Source::split`] of bf16, which are their only part.
+/// The same of values in bf16, which are their only part.
 ///
 /// # Safety
-/// As [`panel`].
+/// The processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn copy(o: &Operands<bf16, bf16>, part: &Part, tiles: &mut Vec<Tile>) -> bool {
-    let Part { tokens, columns } = part;
-    let steps = columns.len().div_ceil(STEP);
-    make_room(tokens.len(), steps, 1, tiles);
-    let mut exponents = _mm512_setzero_si512();
-    for (t, token) in tokens.clone().enumerate() {
-        for (step, tile) in tiles[t / ROWS * steps..][..steps].iter_mut().enumerate() {
-            let column = columns.start + step * STEP;
-            let mask = mask((columns.end - column).min(STEP));
-            let row = (&raw mut tile[t % ROWS]).cast();
-            // SAFETY: the mask leaves the values of the token that are there, and a row of a tile has 64 bytes.
-            let x = unsafe {
-                let x = _mm512_maskz_loadu_epi16(mask, o.x.add(token * o.k + column).cast());
-                _mm512_store_si512(row, x);
-                x
-            };
-            let own = _mm512_and_si512(x, _mm512_set1_epi16(0x7f80));
-            exponents = _mm512_max_epu16(exponents, own);
+unsafe fn copy(x: &[bf16], row: usize, tiles: &mut [Tile]) {
+    for (x, tile) in x.chunks(STEP).zip(tiles) {
+        // SAFETY: the mask leaves the values that are there, and a row of a tile has 64 bytes.
+        unsafe {
+            let values = _mm512_maskz_loadu_epi16(mask(x.len()), x.as_ptr().cast());
+            _mm512_store_si512((&raw mut tile[row]).cast(), values);
         }
     }
-    _mm512_cmpeq_epi16_mask(exponents, _mm512_set1_epi16(0x7f80)) == 0
 }
 
 /// The lowest `count` bits.
@@ -317,16 +207,16 @@ fn mask(count: usize) -> u32 {
 /// if a weight is not finite.
 ///
 /// # Safety
-/// As [`panel`].
+/// There are such rows and columns, and the processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn interleave<X>(
-    o: &Operands<bf16, X>,
+unsafe fn interleave<const FINITE: bool>(
+    w: &Rows<FINITE>,
     rows: &Range<usize>,
     columns: &Range<usize>,
-    tiles: &mut Vec<[Tile; 2]>,
+    tiles: &mut [[Tile; 2]],
 ) -> bool {
-    tiles.resize(columns.len().div_ceil(STEP), [[Row([0; STEP]); ROWS]; 2]);
+    debug_assert!(rows.len() <= WEIGHTS);
     let mut exponents = _mm512_setzero_si512();
     for (step, tiles) in tiles.iter_mut().enumerate() {
         let column = columns.start + step * STEP;
@@ -338,12 +228,14 @@ unsafe fn interleave<X>(
                 if row < rows.end {
                     // SAFETY: the mask leaves the weights of the row that are there.
                     *words = unsafe {
-                        let w = o.w.add(row * o.k + column);
+                        let w = w.w.add(row * w.k + column);
                         _mm512_maskz_loadu_epi16(mask, w.cast())
                     };
                 }
-                let own = _mm512_and_si512(*words, _mm512_set1_epi16(0x7f80));
-                exponents = _mm512_max_epu16(exponents, own);
+                if FINITE {
+                    let own = _mm512_and_si512(*words, _mm512_set1_epi16(0x7f80));
+                    exponents = _mm512_max_epu16(exponents, own);
+                }
             }
             for (to, words) in tile.iter_mut().zip(transposed(words)) {
                 // SAFETY: a row of a tile has 64 bytes.
@@ -393,31 +285,57 @@ fn transposed(r: [__m512i; 16]) -> [__m512i; 16] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::amx::Tiles;
     use crate::cpu::simd::{self, Level};
     use rand::{Rng, SeedableRng, rngs::StdRng};
 
     /// The products, between NaNs that have to stay; none if an operand is not finite.
-    fn run<X: Source>(x: &[X], w: &[bf16], (m, n, k): (usize, usize, usize)) -> Option<Vec<f32>> {
-        let out_stride = n + 3;
-        let mut out = vec![f32::NAN; m * out_stride];
-        let o = Operands {
-            x: x.as_ptr(),
-            m,
-            k,
-            w: w.as_ptr(),
-            n,
-            out: out.as_mut_ptr(),
-            out_stride,
-        };
-        // SAFETY: the slices have these shapes; the callers have looked for AVX-512.
-        let finite = unsafe { products(o) };
-        assert!(!amx::Tiles::in_use(), "tiles are released");
+    fn run(
+        (m, n, k): (usize, usize, usize),
+        products: impl FnOnce((*mut f32, usize)) -> bool,
+    ) -> Option<Vec<f32>> {
+        let stride = n + 3;
+        let mut out = vec![f32::NAN; m * stride];
+        let finite = products((out.as_mut_ptr(), stride));
+        assert!(!Tiles::in_use(), "tiles are released");
         let gaps = out
-            .chunks_exact(out_stride)
+            .chunks_exact(stride)
             .all(|row| row[n..].iter().all(|v| v.is_nan()));
         assert!(gaps, "{m} x {n} x {k}: written beyond a row");
-        let rows = out.chunks_exact(out_stride).flat_map(|row| &row[..n]);
+        let rows = out.chunks_exact(stride).flat_map(|row| &row[..n]);
         finite.then(|| rows.copied().collect())
+    }
+
+    fn of_f32(x: &[f32], w: &[bf16], shape: (usize, usize, usize)) -> Option<Vec<f32>> {
+        let (m, n, k) = shape;
+        run(shape, |(out, out_stride)| {
+            let (x, w) = (x.as_ptr(), w.as_ptr());
+            let o = Operands {
+                x,
+                m,
+                k,
+                w,
+                n,
+                out,
+                out_stride,
+            };
+            // SAFETY: the slices have these shapes; the callers have looked for AVX-512.
+            unsafe { products(o) }
+        })
+    }
+
+    fn of_bf16(x: &[bf16], w: &[bf16], shape: (usize, usize, usize)) -> Vec<f32> {
+        let (m, n, k) = shape;
+        let all = run(shape, |out| {
+            let mut tiles = TokenTiles::default();
+            // SAFETY: as above.
+            unsafe {
+                fill_bf16(&mut tiles, x, m);
+                products_bf16(&tiles, 0..m, w, (n, k), out);
+            }
+            true
+        });
+        all.unwrap()
     }
 
     fn operands(m: usize, n: usize, k: usize) -> (Vec<f32>, Vec<bf16>) {
@@ -443,20 +361,21 @@ mod tests {
         ];
         for (m, n, k) in shapes {
             let (x, w) = operands(m, n, k);
-            let out = run(&x, &w, (m, n, k)).expect("finite");
-            for (i, got) in out.into_iter().enumerate() {
-                let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
-                let terms = x.iter().zip(w).map(|(x, w)| f64::from(*x) * w.to_f64());
-                let (sum, size) = terms.fold((0., 0.), |(s, a), t| (s + t, a + t.abs()));
-                let limit = f64::from(f32::EPSILON) * (k as f64).sqrt().max(2.) * size;
-                let error = (f64::from(got) - sum).abs();
-                assert!(error <= limit, "{m} x {n} x {k} at {i}: {got} for {sum}");
-            }
-            // The parts that tokens in bf16 do not have are zeros.
+            let out = of_f32(&x, &w, (m, n, k)).expect("finite");
+            // Tokens in bf16 are one part, and their sums are in another order.
             let narrow: Vec<_> = x.iter().map(|x| bf16::from_f32(*x)).collect();
             let wide: Vec<_> = narrow.iter().map(|x| x.to_f32()).collect();
-            let shape = (m, n, k);
-            assert_eq!(run(&narrow, &w, shape), run(&wide, &w, shape), "{shape:?}");
+            let of_narrow = of_bf16(&narrow, &w, (m, n, k));
+            for (x, out) in [(x, out), (wide, of_narrow)] {
+                for (i, got) in out.into_iter().enumerate() {
+                    let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
+                    let terms = x.iter().zip(w).map(|(x, w)| f64::from(*x) * w.to_f64());
+                    let (sum, size) = terms.fold((0., 0.), |(s, a), t| (s + t, a + t.abs()));
+                    let limit = f64::from(f32::EPSILON) * (k as f64).sqrt().max(2.) * size;
+                    let error = (f64::from(got) - sum).abs();
+                    assert!(error <= limit, "{m} x {n} x {k} at {i}: {got} for {sum}");
+                }
+            }
         }
     }
 
@@ -471,15 +390,21 @@ mod tests {
             for at in [0, 69, 1399] {
                 let mut w = w.clone();
                 w[at] = bf16::from_f32(bad);
-                assert_eq!(run(&x, &w, shape), None);
+                assert_eq!(of_f32(&x, &w, shape), None);
                 let mut x = x.clone();
                 x[at] = bad;
                 let (_, w) = operands(50, 20, 70);
-                assert_eq!(run(&x, &w, shape), None);
+                assert_eq!(of_f32(&x, &w, shape), None);
                 let x: Vec<_> = x.into_iter().map(bf16::from_f32).collect();
-                assert_eq!(run(&x, &w, shape), None);
+                for (i, y) in of_bf16(&x, &w, shape).into_iter().enumerate() {
+                    assert_eq!(
+                        y.is_finite(),
+                        i / 20 != at / 70,
+                        "{bad} at {at}: {y} at {i}"
+                    );
+                }
             }
         }
-        assert!(run(&x, &w, shape).is_some());
+        assert!(of_f32(&x, &w, shape).is_some());
     }
 }

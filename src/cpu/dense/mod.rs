@@ -10,14 +10,17 @@ mod amx;
 mod dot;
 mod many;
 
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx::tokens::TokenTiles;
 use crate::cpu::grid::Costs;
 pub use crate::cpu::grid::TaskGrid;
 use crate::cpu::simd::Level;
-use crate::cpu::vector::{Element, Kernel, Vector, dispatch, widen_all};
+use crate::cpu::vector::{Element, Kernel, Vector, dispatch};
 use dot::Operands;
 use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use std::any::TypeId;
+use std::ops::Range;
 
 /// Tokens from which the gemm crate's packing pays; measured with SmolLM2's shapes on Zen 3.
 const MANY: usize = 48;
@@ -85,37 +88,57 @@ pub fn matmul<T: Element>(
     unsafe { dispatch(level, Product(o)) }
 }
 
-/// As [`matmul`], of tokens in bf16, where [`takes_bf16`] says so.
-pub(crate) fn matmul_bf16(
-    level: Level,
-    (x, w): (&[bf16], &[bf16]),
-    (m, n, k): (usize, usize, usize),
-    out: &mut [f32],
-    out_stride: usize,
-) {
-    if m == 0 || n == 0 {
-        return;
-    }
-    check((x.len(), w.len(), out.len()), (m, n, k), out_stride);
+/// Tokens in bf16 as products with weights in bf16 take them, where [`takes_bf16`] says so.
+#[derive(Default)]
+pub(crate) struct Bf16Tokens {
     #[cfg(target_arch = "x86_64")]
-    if k > 0 && in_tiles::<bf16>(level, m) {
-        let o = Operands {
-            x: x.as_ptr(),
-            m,
-            k,
-            w: w.as_ptr(),
-            n,
-            out: out.as_mut_ptr(),
-            out_stride,
-        };
-        // SAFETY: the slices were just checked against the shapes, and the processor has AMX.
-        if unsafe { amx::products(o) } {
-            return;
+    tiles: TokenTiles,
+    shape: (usize, usize),
+}
+
+impl Bf16Tokens {
+    /// Of `m` rows, spread over the pool; the level is one that takes them.
+    pub fn fill(&mut self, level: Level, x: &[bf16], m: usize) {
+        assert!(takes_bf16(level, m));
+        self.shape = (m, x.len() / m);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: such a level has AVX-512.
+        unsafe {
+            amx::fill_bf16(&mut self.tiles, x, m);
         }
     }
-    let mut wide = vec![0.; m * k];
-    widen_all(level, &x[..m * k], &mut wide);
-    matmul(level, &wide, m, k, w, n, out, out_stride);
+
+    /// As [`matmul`], of some of the tokens with weights `[n, k]`.
+    pub fn matmul(
+        &self,
+        tokens: Range<usize>,
+        (w, n): (&[bf16], usize),
+        out: &mut [f32],
+        out_stride: usize,
+    ) {
+        let (m, k) = self.shape;
+        assert!(tokens.end <= m, "tokens {tokens:?} of {m}");
+        if tokens.is_empty() || n == 0 {
+            return;
+        }
+        let count = tokens.len();
+        check((count * k, w.len(), out.len()), (count, n, k), out_stride);
+        let out = (out.as_mut_ptr(), out_stride);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the slices were just checked against the shapes, and the tokens' level has AMX.
+        unsafe {
+            amx::products_bf16(&self.tiles, tokens, w, (n, k), out);
+        }
+        let _ = out;
+    }
+
+    /// Bytes of its memory.
+    pub fn bytes(&self) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        return self.tiles.bytes();
+        #[cfg(not(target_arch = "x86_64"))]
+        0
+    }
 }
 
 /// Whether products of `m` tokens in bf16 with weights in bf16 are faster without widening the tokens.
@@ -175,7 +198,7 @@ const GEMM: Costs = Costs {
     most: (512, 512),
 };
 
-/// What AMX's tiles are made of.
+/// What AMX's tiles are made of, of tokens in f32.
 #[cfg(target_arch = "x86_64")]
 const TILES: Costs = Costs {
     token: 48,
@@ -184,6 +207,15 @@ const TILES: Costs = Costs {
     unit: (32, 32),
     least: MANY + 32,
     most: (amx::TOKENS, 512),
+};
+
+/// The same of tokens in bf16, which have a third of the products.
+#[cfg(target_arch = "x86_64")]
+const TILES_BF16: Costs = Costs {
+    token: 16,
+    row: 100,
+    most: (amx::TOKENS_BF16, 256),
+    ..TILES
 };
 
 /// Multiplications that take about as long as it takes to hand a task over.
@@ -220,18 +252,19 @@ pub fn task_grid(m: usize, n: usize, k: usize, threads: usize) -> TaskGrid {
     TaskGrid::by_rows(m, n, rows, unit)
 }
 
-/// The same at a level, for weights in bf16 or not.
+/// The same at a level, for tokens and weights in bf16 or not.
 pub(crate) fn task_grid_at(
     level: Level,
-    is_bf16: bool,
+    [x_bf16, w_bf16]: [bool; 2],
     (m, n, k): (usize, usize, usize),
     threads: usize,
 ) -> TaskGrid {
     #[cfg(target_arch = "x86_64")]
-    if is_bf16 && takes_bf16(level, m) {
-        return TaskGrid::balanced(&TILES, (m, n, k), threads);
+    if w_bf16 && takes_bf16(level, m) {
+        let costs = if x_bf16 { &TILES_BF16 } else { &TILES };
+        return TaskGrid::balanced(costs, (m, n, k), threads);
     }
-    let _ = (level, is_bf16);
+    let _ = (level, x_bf16, w_bf16);
     task_grid(m, n, k, threads)
 }
 

@@ -3,9 +3,13 @@
 use super::q8::{Grain, Q8Block};
 use super::rounding;
 #[cfg(target_arch = "x86_64")]
+use super::x86::amx;
+#[cfg(target_arch = "x86_64")]
 use super::x86::rounding as levels;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{ternary::TableLine, ternary_avx2};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx::tokens::TokenTiles;
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
@@ -47,6 +51,8 @@ use std::marker::PhantomData;
 /// unsafe { rows.row(0) }.quantize(level, &x[..32])?;
 /// // For products with ternary weights.
 /// activations.prepare_look_ups(level);
+/// // For products in AMX's tiles, where the processor has them.
+/// activations.prepare_tiles(level);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -62,7 +68,14 @@ pub struct Q8Activations {
     /// Tables of sums of a single token, and whether they have been made.
     #[cfg(target_arch = "x86_64")]
     tables: (Vec<TableLine>, bool),
+    /// All tokens as AMX multiplies them, and whether they have been made.
+    #[cfg(target_arch = "x86_64")]
+    tiles: (TokenTiles, bool),
 }
+
+/// Tokens from which on AMX's tiles are faster than AVX-512.
+#[cfg(target_arch = "x86_64")]
+const TILES_FROM: usize = 32;
 
 impl Q8Activations {
     /// Makes the tables from which [`PackedMatrix::matmul`](super::PackedMatrix::matmul) with ternary
@@ -77,6 +90,41 @@ impl Q8Activations {
             self.tables.1 = true;
         }
         let _ = level;
+    }
+
+    /// Makes what products in AMX's tiles take: the values of all tokens in bf16, which changes each by at most 2^-9 of
+    /// itself. Nothing happens where the level has no AMX, tokens have 16 bits, or there are too few of them.
+    pub fn prepare_tiles(&mut self, level: Level) {
+        #[cfg(target_arch = "x86_64")]
+        if self.m >= TILES_FROM && !self.grain.fine && level.supported() == Level::Amx {
+            // SAFETY: the processor has this level.
+            unsafe { self.make_tiles() };
+        }
+        let _ = level;
+    }
+
+    /// # Safety
+    /// The processor has AVX-512 with bf16.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) unsafe fn make_tiles(&mut self) {
+        let blocks = &self.blocks[..self.m * (self.k / 32)];
+        // SAFETY: the caller's.
+        unsafe { amx::fill(&mut self.tiles.0, blocks, self.m) };
+        self.tiles.1 = true;
+    }
+
+    /// All tokens in tiles, if they have been made.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn tiles(&self) -> Option<&TokenTiles> {
+        self.tiles.1.then_some(&self.tiles.0)
+    }
+
+    /// Whether products take AMX's tiles.
+    pub(crate) fn has_tiles(&self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.tiles.1;
+        #[cfg(not(target_arch = "x86_64"))]
+        false
     }
 
     /// The tables of the only token, if they have been made.
@@ -184,22 +232,23 @@ impl Q8Activations {
             self.blocks.resize(len, Q8Block::ZERO);
         }
         (self.m, self.k, self.grain, self.filled) = (m, k, grain, len);
-        self.forget_look_ups();
+        self.forget();
         Ok(())
     }
 
-    /// The tables are of rows that are about to change.
-    fn forget_look_ups(&mut self) {
+    /// What was made of the rows, which are about to change.
+    fn forget(&mut self) {
         #[cfg(target_arch = "x86_64")]
         {
             self.tables.1 = false;
+            self.tiles.1 = false;
         }
     }
 
     /// A handle by which several threads can fill different rows at the same time, with scales and bits as
     /// they were last.
     pub fn rows_mut(&mut self) -> Q8Rows<'_> {
-        self.forget_look_ups();
+        self.forget();
         self.rows()
     }
 
@@ -264,7 +313,10 @@ impl Q8Activations {
 
     /// Bytes of its memory.
     pub(crate) fn bytes(&self) -> usize {
-        size_of::<Q8Block>() * self.blocks.capacity()
+        let blocks = size_of::<Q8Block>() * self.blocks.capacity();
+        #[cfg(target_arch = "x86_64")]
+        let blocks = blocks + self.tiles.0.bytes();
+        blocks
     }
 }
 

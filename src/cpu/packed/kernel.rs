@@ -3,6 +3,8 @@
 
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
+#[cfg(target_arch = "x86_64")]
+use super::x86::amx::Dequantize;
 use crate::cpu::simd::prefetch;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -52,6 +54,9 @@ pub(super) struct Kernels {
     pub packed: [Tiles; 2],
     /// For many tokens: unpack once, then these, likewise.
     pub unpacked: Option<(Unpack, [Tiles; 2])>,
+    /// For many tokens in AMX's tiles, which AVX-512's level has the kernel for.
+    #[cfg(target_arch = "x86_64")]
+    pub dequantize: Option<Dequantize>,
 }
 
 /// An instruction set: vectors whose 32-bit lanes are `ROWS` rows.

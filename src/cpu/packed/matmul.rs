@@ -9,6 +9,10 @@ use super::q8::Q8Block;
 use super::registry::{self, Kernel, Run, Tokens};
 use super::scalar;
 use super::store::Line;
+#[cfg(target_arch = "x86_64")]
+use super::x86::amx;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx::product::Results;
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
@@ -34,7 +38,8 @@ impl PackedMatrix {
     /// the given rows and tokens, on the calling thread.
     ///
     /// The dot product of each 32 (Q2_K, Q3_K and Q6_K: 16) codes is exact; these are added up in f32 along k, so
-    /// that levels differ by roundings of f32 only. A `level` that the processor does not have gives
+    /// that levels differ by roundings of f32 only. In AMX's tiles ([`Q8Activations::prepare_tiles`]) weights and
+    /// activations are rounded to bf16, each by at most 2^-9 of itself, and summed in f32. A `level` that the processor does not have gives
     /// its best instead.
     ///
     /// # Errors
@@ -109,6 +114,25 @@ impl PackedMatrix {
     ) {
         debug_assert!(self.check(&rows, x, &tokens).is_ok());
         let level = level.supported();
+        #[cfg(target_arch = "x86_64")]
+        if let Run::Amx(dequantize) = self.kernel(level, x, tokens.len()).run
+            && let (Some((all, bytes)), Some(x)) = (self.groups().packed(), x.tiles())
+        {
+            let groups = amx::Groups {
+                dequantize,
+                all,
+                bytes,
+                blocks: self.blocks(),
+            };
+            let results = Results {
+                rows,
+                tokens,
+                out,
+                stride: out_stride,
+            };
+            // SAFETY: the processor has AMX, for which tiles were made; the rest is the caller's.
+            return unsafe { amx::products(&groups, x, &results) };
+        }
         let some = self.tokens_at_a_time(x.parts());
         let mut one = [[0.0; ROW_GROUP]; 8];
         let mut many = Vec::new();
@@ -139,6 +163,17 @@ impl PackedMatrix {
         ROOM.set(room);
     }
 
+    /// Whether products with `x` are AMX's. Row groups that are packed anew for each use are read in order.
+    fn takes_tiles(&self, x: &Q8Activations) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return x.has_tiles() && self.groups().packed().is_some();
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = x;
+            false
+        }
+    }
+
     /// Tokens of so many parts that are multiplied with one row group after another.
     fn tokens_at_a_time(&self, parts: usize) -> usize {
         (TOKEN_BYTES / (self.blocks() * parts * size_of::<Q8Block>())).max(8) / 8 * 8
@@ -154,6 +189,7 @@ impl PackedMatrix {
             #[cfg(not(target_arch = "x86_64"))]
             tables: false,
             wide: x.grain().is_wide(),
+            tiles: self.takes_tiles(x),
         };
         registry::select(&self.format, level, tokens)
     }
@@ -220,6 +256,8 @@ impl PackedMatrix {
                     }
                 }
             }
+            #[cfg(target_arch = "x86_64")]
+            Run::Amx(_) => unreachable!("products in tiles have all of k at once"),
             // SAFETY: as above; this is the only token, of which the kernel knows whether it has tables.
             #[cfg(target_arch = "x86_64")]
             Run::OneToken(kernel) => unsafe {

@@ -199,6 +199,15 @@ enum Held<'a> {
 }
 
 impl<'a> RowGroups<'a> {
+    /// All groups and the bytes of one, where they lie one behind the other.
+    #[cfg(target_arch = "x86_64")]
+    pub fn packed(&self) -> Option<(&'a [u8], usize)> {
+        match self.held {
+            Held::Packed(bytes) => Some((bytes, self.size)),
+            Held::Rows(..) => None,
+        }
+    }
+
     /// The bytes of group `index`, packed into `room` where the blocks lie in rows.
     #[inline]
     pub fn get<'b>(&self, index: usize, room: &'b mut Vec<Line>) -> &'b [u8]

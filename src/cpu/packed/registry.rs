@@ -15,7 +15,7 @@ use super::scales::{
 #[cfg(target_arch = "x86_64")]
 use super::{
     q8::TOGETHER,
-    x86::{avx2, avx512, ternary::OneToken, ternary_avx2, ternary_avx512},
+    x86::{amx::Dequantize, avx2, avx512, ternary::OneToken, ternary_avx2, ternary_avx512},
 };
 use crate::cpu::simd::Level;
 use crate::quant::Format;
@@ -45,6 +45,8 @@ pub(super) struct Tokens {
     pub wide: bool,
     /// Whether they have two parts.
     pub fine: bool,
+    /// Whether they are in AMX's tiles, too, and the matrix can be read in any order.
+    pub tiles: bool,
 }
 
 /// A kernel for a product.
@@ -65,6 +67,9 @@ pub(super) enum Run {
     /// The same, of weights that are unpacked first.
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     Unpacked(Unpack, Tiles),
+    /// In AMX's tiles, of weights that are dequantized first.
+    #[cfg(target_arch = "x86_64")]
+    Amx(Dequantize),
     /// A single token at once.
     #[cfg(target_arch = "x86_64")]
     OneToken(OneToken),
@@ -72,6 +77,8 @@ pub(super) enum Run {
 
 /// The kernel for weights of `format` and activations `x` at a level that the processor has.
 pub(super) fn select(format: &Format, level: Level, x: Tokens) -> Kernel {
+    #[cfg(target_arch = "x86_64")]
+    let has_tiles = x.tiles && level == Level::Amx;
     let level = level.without_tiles();
     #[cfg(target_arch = "x86_64")]
     if let Some(kernel) = one_token(format, level, x) {
@@ -79,6 +86,13 @@ pub(super) fn select(format: &Format, level: Level, x: Tokens) -> Kernel {
     }
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     if let Some(kernels) = tiles(format, level) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(dequantize) = kernels.dequantize.filter(|_| has_tiles) {
+            return Kernel {
+                name: "amx_tiles",
+                run: Run::Amx(dequantize),
+            };
+        }
         let [packed, unpacked] = kernels.names;
         let two_parts = usize::from(x.fine);
         return match kernels.unpacked {
@@ -214,17 +228,25 @@ mod tests {
             tables,
             wide,
             fine: false,
+            tiles: false,
         }
     }
 
     /// What products are asked for with; a kernel for one token of several is that for 2 to 15.
-    const CASES: [(&str, Tokens); 6] = [
+    const CASES: [(&str, Tokens); 7] = [
         ("M=1", case(1, true, false, false)),
         ("M=1, wide", case(1, true, false, true)),
         ("M=1, tables", case(1, true, true, false)),
         ("M=1, tables, wide", case(1, true, true, true)),
         ("M=2..15", case(15, false, false, false)),
         ("M>=16", case(16, false, false, false)),
+        (
+            "M>=32, AMX's tiles",
+            Tokens {
+                tiles: true,
+                ..case(32, false, false, false)
+            },
+        ),
     ];
 
     /// A line for each format and level, with a column for each case.
@@ -238,8 +260,7 @@ mod tests {
             write!(text, "  {case:<21}").unwrap();
         }
         for format in formats {
-            let levels = Level::ALL.iter().filter(|l| **l == l.without_tiles());
-            for level in levels {
+            for level in Level::ALL {
                 let name = format.to_string();
                 write!(text, "\n{name:<15} {:<7}", level.name()).unwrap();
                 for (_, tokens) in CASES {

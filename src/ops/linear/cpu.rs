@@ -27,6 +27,16 @@ const PACKED: Costs = Costs {
     most: (256, 128),
 };
 
+/// The same in AMX's tiles. Tokens are in tiles already, and weights are dequantized for the tokens of a cell.
+const TILES: Costs = Costs {
+    token: 4,
+    row: 100,
+    task: 512 * 1024,
+    unit: (32, 2 * ROW_GROUP),
+    least: 96,
+    most: (512, 256),
+};
+
 pub(super) fn forward(
     op: &LinearOp<'_>,
     x: &CpuStorage,
@@ -104,7 +114,7 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
     let mut out = Vec::with_capacity(m * width);
     let target = Target(out.as_mut_ptr());
     let cell = |tokens: Range<usize>, columns: Range<usize>| {
-        TILES.with_borrow_mut(|[first, second]| {
+        RESULTS.with_borrow_mut(|[first, second]| {
             let (rows, cols) = (tokens.len(), columns.len());
             let first = grown(first, rows * cols);
             product.cell(columns.clone(), tokens.clone(), first);
@@ -130,7 +140,10 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
     } else {
         let (shape, threads) = ((m, width, product.k), pool::threads());
         let grid = match product.quantized {
-            Some(_) if product.is_packed() => TaskGrid::balanced(&PACKED, shape, threads),
+            Some(x) if product.is_packed() => {
+                let costs = if x.has_tiles() { &TILES } else { &PACKED };
+                TaskGrid::balanced(costs, shape, threads)
+            }
             // Dense weights beside packed ones: in cells of fewer tokens their sums would be in another order.
             Some(_) => TaskGrid::balanced(&PACKED, shape, 1),
             None => product.dense_grid(shape, threads),
@@ -147,7 +160,7 @@ fn run<T: Float>(product: &Product<'_>, finish: &Finish<'_, T>, m: usize) -> Vec
 
 thread_local! {
     /// The f32 tile of the cell in hand, and that of the gated half.
-    static TILES: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+    static RESULTS: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
 /// What the products run on, for the trace: the kernels of packed weights, the level for dense ones.

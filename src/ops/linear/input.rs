@@ -19,7 +19,7 @@ pub(super) const FEW_TOKENS: usize = 8;
 const GRAIN: usize = 8;
 
 /// What a thread keeps from one op to the next: prompts of some hundred tokens of all but the largest models.
-const KEPT_BYTES: usize = 16 << 20;
+const KEPT_BYTES: usize = 32 << 20;
 
 thread_local! {
     /// Of few rows and of many. A step's few go through the memory of the step before, which is small and in the caches,
@@ -46,7 +46,8 @@ pub(super) struct Input {
     rows: Vec<f32>,
     /// The same in bf16.
     narrow: Vec<bf16>,
-    /// Whether the products take those, or x's own rows in bf16.
+    /// Those or x's own, and whether the products take them.
+    tokens: dense::Bf16Tokens,
     in_bf16: bool,
     pub quantized: Q8Activations,
 }
@@ -61,7 +62,7 @@ impl Input {
     pub fn return_to_cache(self, m: usize) {
         let (rows, narrow) = (self.rows.capacity(), self.narrow.capacity());
         let bytes = size_of::<f32>() * rows + size_of::<bf16>() * narrow;
-        if bytes + self.quantized.bytes() <= KEPT_BYTES {
+        if bytes + self.quantized.bytes() + self.tokens.bytes() <= KEPT_BYTES {
             INPUTS.with(|inputs| inputs[cache_index(m)].set(self));
         }
     }
@@ -102,6 +103,11 @@ impl Input {
                 }
             });
         }
+        if self.in_bf16 {
+            let own = T::as_bf16(x).filter(|_| matches!(op.prologue, Prologue::None));
+            let rows = own.unwrap_or_else(|| &self.narrow[..m * k]);
+            self.tokens.fill(level, rows, m);
+        }
         let own = unconverted_rows(op, x);
         let made = !self.in_bf16 && own.is_none() && op.weights.iter().any(|w| !is_packed(w));
         if made {
@@ -121,11 +127,9 @@ impl Input {
 
     /// The rows `[m, k]` that dense weights are multiplied with.
     pub fn rows<'a, T: Float>(&'a self, op: &LinearOp<'_>, x: &'a [T]) -> Rows<'a> {
-        let is_own = matches!(op.prologue, Prologue::None);
-        match (self.in_bf16, T::as_bf16(x).filter(|_| is_own)) {
-            (true, Some(x)) => Rows::Bf16(x),
-            (true, None) => Rows::Bf16(&self.narrow),
-            (false, _) => Rows::F32(unconverted_rows(op, x).unwrap_or(&self.rows)),
+        match self.in_bf16 {
+            true => Rows::Bf16(&self.tokens),
+            false => Rows::F32(unconverted_rows(op, x).unwrap_or(&self.rows)),
         }
     }
 }
@@ -161,6 +165,7 @@ fn quantize(
     if op.weights.iter().any(looks_up) {
         quantized.prepare_look_ups(level);
     }
+    quantized.prepare_tiles(level);
     Ok(())
 }
 

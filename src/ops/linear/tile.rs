@@ -78,7 +78,7 @@ enum Values<'a> {
 pub(super) enum Rows<'a> {
     F32(&'a [f32]),
     /// Where all weights are in bf16 too.
-    Bf16(&'a [bf16]),
+    Bf16(&'a dense::Bf16Tokens),
 }
 
 /// The products of all rows of x with all weights, to be computed cell by cell.
@@ -130,7 +130,8 @@ impl Product<'_> {
             .matrices
             .iter()
             .all(|m| matches!(m.values, Values::BF16(_)));
-        dense::task_grid_at(self.level, all_bf16, shape, threads)
+        let x_bf16 = matches!(self.input, Rows::Bf16(_));
+        dense::task_grid_at(self.level, [x_bf16, all_bf16], shape, threads)
     }
 
     fn part(
@@ -147,10 +148,8 @@ impl Product<'_> {
             Values::BF16(w) => match self.input {
                 Rows::F32(_) => self.dense(w, rows, tokens, out, stride),
                 Rows::Bf16(x) => {
-                    let (k, shape) = (self.k, (tokens.len(), rows.len(), self.k));
-                    let x = &x[tokens.start * k..tokens.end * k];
-                    let w = &w[rows.start * k..rows.end * k];
-                    dense::matmul_bf16(self.level, (x, w), shape, out, stride);
+                    let w = &w[rows.start * self.k..rows.end * self.k];
+                    x.matmul(tokens, (w, rows.len()), out, stride);
                 }
             },
             Values::Packed(w) => self.packed(w, rows, tokens, out, stride),

@@ -55,6 +55,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                     ],
                 )),
             },
+            dequantize: None,
         }
     }
 }

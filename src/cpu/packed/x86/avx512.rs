@@ -6,6 +6,7 @@ use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Tiles, Unpack, til
 use super::super::layout::ROW_GROUP;
 use super::super::q8::{FINER, Q8Block};
 use super::super::scales::Ready;
+use super::amx;
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -32,6 +33,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                     ],
                 )),
             },
+            dequantize: Some(amx::dequantize::<C, S>),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The kernels for x86: a file for each level, and for each level what it has for a token and ternary codes.
 
+pub(super) mod amx;
 pub(super) mod avx2;
 pub(super) mod avx512;
 mod dot_avx2;

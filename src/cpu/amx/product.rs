@@ -1,0 +1,209 @@
+//! Products of tokens in tiles with weights that become tiles where they are needed.
+//!
+//! Loops from the outside: a run of steps of k, 32 weight rows, which become tiles, 32 tokens, whose tiles stay in the
+//! second-level cache: four tiles of sums.
+
+use super::tokens::{DEPTH, TokenTiles};
+use super::{Config, ROW_BYTES, ROWS, TileOps, Tiles};
+use std::arch::x86_64::*;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Numbers in bf16 of a tile's row: columns of a product that are multiplied at once.
+pub(in crate::cpu) const STEP: usize = ROW_BYTES / size_of::<u16>();
+
+/// Weight rows that are multiplied with tokens at a time, in two tiles side by side.
+pub(in crate::cpu) const WEIGHTS: usize = 2 * ROWS;
+
+/// A row of a tile.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(in crate::cpu) struct Row(pub [u16; STEP]);
+
+/// A tile of operands.
+pub(in crate::cpu) type Tile = [Row; ROWS];
+
+/// A tile of zeros.
+pub(in crate::cpu) const ZEROS: Tile = [Row([0; STEP]); ROWS];
+
+/// Where the tiles of weights come from.
+pub(in crate::cpu) trait Weights {
+    /// Makes the two tiles of each of these steps: row i of a tile has columns 2i and 2i + 1 of each of 16 rows. What
+    /// stands in the place of rows beyond the last one is not looked at. False if the product must not be made of tiles.
+    ///
+    /// # Safety
+    /// The processor has what the implementation needs, and there are such rows, at most [`WEIGHTS`], and steps.
+    unsafe fn tiles(
+        &self,
+        rows: &Range<usize>,
+        steps: &Range<usize>,
+        out: &mut [[Tile; 2]],
+    ) -> bool;
+
+    /// Asks for weights that are next, if there are such rows.
+    fn request(&self, rows: &Range<usize>, steps: &Range<usize>);
+}
+
+/// The results of some weight rows with some tokens.
+pub(in crate::cpu) struct Results {
+    pub rows: Range<usize>,
+    pub tokens: Range<usize>,
+    /// Where the first row's result of the first token goes.
+    pub out: *mut f32,
+    /// How far the next token's is.
+    pub stride: usize,
+}
+
+thread_local! {
+    /// The weights in hand: two tiles for each step.
+    static IN_HAND: RefCell<Vec<[Tile; 2]>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Computes results; false, with these unspecified, if the weights say so.
+///
+/// # Safety
+/// The processor has AVX-512, AMX as [`Tiles`] need it, and what the weights need; there are such rows and tokens, and
+/// their results' places are writable.
+#[target_feature(enable = "avx512f")]
+pub(in crate::cpu) unsafe fn products(w: &impl Weights, x: &TokenTiles, to: &Results) -> bool {
+    const CONFIG: Config = Config::new([(ROWS, ROW_BYTES); 8]);
+    let mut in_hand = IN_HAND.take();
+    in_hand.resize(DEPTH, [ZEROS; 2]);
+    // SAFETY: AMX, by the caller.
+    unsafe { Tiles::configure(&CONFIG) };
+    let done = x.depths().all(|steps| {
+        let tiles = &mut in_hand[..steps.len()];
+        to.rows.clone().step_by(WEIGHTS).all(|row| {
+            let end = |row: usize| to.rows.end.min(row + WEIGHTS);
+            let rows = row..end(row);
+            w.request(&(rows.end..end(rows.end)), &steps);
+            // SAFETY: the caller's; there are such rows and steps, and tiles are configured.
+            unsafe { w.tiles(&rows, &steps, tiles) && with_all_tokens(x, to, &rows, &steps, tiles) }
+        })
+    });
+    // SAFETY: AMX, by the caller.
+    unsafe { Tiles::release() };
+    IN_HAND.set(in_hand);
+    done
+}
+
+/// Multiplies some rows' tiles of weights with all tokens and adds the products to the results. Always true.
+///
+/// # Safety
+/// As [`products`], of rows and steps that there are; tiles are configured.
+#[target_feature(enable = "avx512f")]
+unsafe fn with_all_tokens(
+    x: &TokenTiles,
+    to: &Results,
+    rows: &Range<usize>,
+    steps: &Range<usize>,
+    weights: &[[Tile; 2]],
+) -> bool {
+    let mut sums = [[Sums::ZEROS; 2]; 2];
+    let tiles = to.tokens.start / ROWS..to.tokens.end.div_ceil(ROWS);
+    for tile in tiles.clone().step_by(2) {
+        let tokens = [tile, tile + 1].map(|tile| match tiles.contains(&tile) {
+            true => x.of(tile, steps),
+            false => &[],
+        });
+        // SAFETY: tiles are configured, and each step has its tiles of tokens and weights.
+        unsafe { block::<Tiles>(tokens, x.parts(), weights, &mut sums) };
+        for (i, sums) in sums.iter().enumerate() {
+            let first = (tile + i) * ROWS;
+            let tokens = to.tokens.start.max(first)..to.tokens.end.min(first + ROWS);
+            if tokens.is_empty() {
+                continue;
+            }
+            for (sums, row) in sums.iter().zip(rows.clone().step_by(ROWS)) {
+                let at = (tokens.start - to.tokens.start) * to.stride + (row - to.rows.start);
+                let of_tile = tokens.start - first..tokens.end - first;
+                let width = (rows.end - row).min(ROWS);
+                // SAFETY: these tokens' results of `width` rows from `row` on are there.
+                unsafe {
+                    let out = (to.out.add(at), to.stride);
+                    add(sums, of_tile, width, out, steps.start == 0);
+                }
+            }
+        }
+    }
+    true
+}
+
+/// Sums of a token tile and a weight tile.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Sums([[f32; ROWS]; ROWS]);
+
+impl Sums {
+    const ZEROS: Self = Self([[0.; ROWS]; ROWS]);
+}
+
+/// One or two tiles of tokens times two tiles of weights, over all steps. A token tile has `parts` tiles for each step,
+/// whose products are added up; `second` may be empty.
+///
+/// # Safety
+/// All tiles are configured as whole ones, and `first` has `parts` tiles for each step of `w`, as `second` has if it is
+/// not empty.
+#[inline(always)]
+unsafe fn block<O: TileOps>(
+    [first, second]: [&[Tile]; 2],
+    parts: usize,
+    w: &[[Tile; 2]],
+    sums: &mut [[Sums; 2]; 2],
+) {
+    debug_assert!(first.len() == parts * w.len());
+    debug_assert!(second.is_empty() || second.len() == first.len());
+    // SAFETY: the caller's; all operands are whole tiles.
+    unsafe {
+        O::zero::<0>();
+        O::zero::<1>();
+        O::zero::<2>();
+        O::zero::<3>();
+        for (step, w) in w.iter().enumerate() {
+            O::load::<6>((&raw const w[0]).cast(), ROW_BYTES);
+            O::load::<7>((&raw const w[1]).cast(), ROW_BYTES);
+            for part in step * parts..(step + 1) * parts {
+                O::load::<4>((&raw const first[part]).cast(), ROW_BYTES);
+                O::dot_bf16::<0, 4, 6>();
+                O::dot_bf16::<1, 4, 7>();
+                if let Some(second) = second.get(part) {
+                    O::load::<5>((&raw const *second).cast(), ROW_BYTES);
+                    O::dot_bf16::<2, 5, 6>();
+                    O::dot_bf16::<3, 5, 7>();
+                }
+            }
+        }
+        O::store::<0>((&raw mut sums[0][0]).cast(), ROW_BYTES);
+        O::store::<1>((&raw mut sums[0][1]).cast(), ROW_BYTES);
+        O::store::<2>((&raw mut sums[1][0]).cast(), ROW_BYTES);
+        O::store::<3>((&raw mut sums[1][1]).cast(), ROW_BYTES);
+    }
+}
+
+/// Adds the first `width` sums of tokens `tokens` of a tile to results at `out`, whose rows are `stride` apart, or
+/// writes them if they are the first.
+///
+/// # Safety
+/// `out` has `width` places for each of these tokens.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn add(
+    sums: &Sums,
+    tokens: Range<usize>,
+    width: usize,
+    (out, stride): (*mut f32, usize),
+    first: bool,
+) {
+    let mask = ((1u32 << width) - 1) as u16;
+    for (i, sums) in sums.0[tokens].iter().enumerate() {
+        // SAFETY: the caller's; lanes beyond `width` are neither read nor written.
+        unsafe {
+            let out = out.add(i * stride);
+            let mut sum = _mm512_load_ps(sums.as_ptr());
+            if !first {
+                sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, out));
+            }
+            _mm512_mask_storeu_ps(out, mask, sum);
+        }
+    }
+}

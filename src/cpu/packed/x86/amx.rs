@@ -1,0 +1,360 @@
+//! Many tokens in AMX's tiles, both operands in bf16.
+//!
+//! A tile of bf16 takes 32 columns: one block. So a token's block, dequantized, is a row of a tile, and a row group's
+//! block is a tile. Sums stay in tiles over all of k, as no scale is left to apply. (With tiles of int8 they would have
+//! to leave them after each block, which costs more than the products.) Rounding a weight and an activation to bf16
+//! changes each by at most 2^-9 of itself; what the activations' 8 bits have lost is several times as much.
+
+use super::super::kernel::{Codes, Isa, Scales};
+use super::super::layout::ROW_GROUP;
+use super::super::q8::Q8Block;
+use super::avx512::Avx512;
+use crate::cpu::amx::ROWS;
+use crate::cpu::amx::product::{self, Results, STEP, Tile, Weights};
+use crate::cpu::amx::tokens::TokenTiles;
+use crate::cpu::simd::prefetch;
+use std::arch::x86_64::*;
+use std::mem::transmute;
+use std::ops::Range;
+
+const _: () = assert!(STEP == 32 && ROWS == ROW_GROUP);
+
+/// Dequantizes blocks of the row group at `weights` to one of the tiles of each step of `out`.
+///
+/// # Safety
+/// The processor has AVX-512 with bf16, `weights` points to a row group of the kernel's format that has these blocks,
+/// and `out` has as many steps.
+pub(in super::super) type Dequantize =
+    unsafe fn(weights: *const u8, blocks: Range<usize>, out: &mut [[Tile; 2]], which: usize);
+
+/// [`Dequantize`] for codes C with scales S.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")]
+pub(in super::super) unsafe fn dequantize<C: Codes, S: Scales>(
+    weights: *const u8,
+    blocks: Range<usize>,
+    out: &mut [[Tile; 2]],
+    which: usize,
+) {
+    let layout = S::layout::<C>();
+    let zero = match C::BITS {
+        _ if C::FLOATS => 0,
+        8 => Avx512::EIGHT_BIT_ZERO,
+        _ => C::ZERO,
+    };
+    // Word 2i of the first half and 2i + 1 of the second go to lane i.
+    let pairs: [u16; STEP] = std::array::from_fn(|i| (i / 2 + i % 2 * ROWS) as u16);
+    // SAFETY: a vector of as many bytes; then block by block this walks over the group, which the caller vouches for.
+    unsafe {
+        let pairs = _mm512_loadu_si512(pairs.as_ptr().cast());
+        for (block, out) in blocks.zip(out) {
+            let (chunk, j) = (block / layout.blocks, block % layout.blocks);
+            let head = weights.add(chunk * layout.chunk());
+            let planes = head.add(layout.head + j * layout.codes);
+            let shared = S::open::<Avx512>(head, 0);
+            for part in 0..C::PARTS {
+                let scale = S::at::<Avx512>(shared, head, 0, (j, part), zero as f32);
+                let ready = [scale.scale, above(scale.scale, scale.offset)];
+                let mut codes = C::open::<Avx512>(planes, part);
+                for i in 0..C::VECTORS {
+                    let (codes, k) = codes.next(i);
+                    for (pair, row) in out[which][k / 2..][..2].iter_mut().enumerate() {
+                        let even = value::<C>(codes, 2 * pair, ready);
+                        let odd = value::<C>(codes, 2 * pair + 1, ready);
+                        let both: __m512i = transmute(_mm512_cvtne2ps_pbh(odd, even));
+                        let row = (&raw mut *row).cast();
+                        _mm512_store_si512(row, _mm512_permutexvar_epi16(pairs, both));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What [`value`] adds to a code: with it the code is a run of bits of an f32.
+const MORE: f32 = 256.;
+
+/// The offset of codes that are [`MORE`] than they should be.
+#[inline]
+#[target_feature(enable = "avx512f,fma")]
+fn above(scale: __m512, offset: __m512) -> __m512 {
+    _mm512_fnmadd_ps(scale, _mm512_set1_ps(MORE), offset)
+}
+
+/// What the code in byte `byte` of each lane stands for, given its scale and the offset of [`above`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+fn value<C: Codes>(codes: __m512i, byte: usize, [scale, offset]: [__m512; 2]) -> __m512 {
+    if C::FLOATS {
+        // SAFETY: the processor has AVX-512, by this function's features.
+        let float = unsafe { C::float::<Avx512>(codes, byte) };
+        return _mm512_mul_ps(_mm512_mul_ps(float, _mm512_set1_ps(C::FLOATS_LESS)), scale);
+    }
+    /// The highest eight bits of the mantissa.
+    const CODE: i32 = 0xff << 15;
+    let moved = match byte {
+        0 => _mm512_slli_epi32::<15>(codes),
+        1 => _mm512_slli_epi32::<7>(codes),
+        2 => _mm512_srli_epi32::<1>(codes),
+        _ => _mm512_srli_epi32::<9>(codes),
+    };
+    // `moved & CODE | MORE`
+    let bits = _mm512_ternarylogic_epi32::<0xf8>(
+        _mm512_set1_epi32(MORE.to_bits() as i32),
+        moved,
+        _mm512_set1_epi32(CODE),
+    );
+    _mm512_fmadd_ps(_mm512_castsi512_ps(bits), scale, offset)
+}
+
+/// Fills `tiles` with `m` tokens, whose blocks lie one behind the other.
+///
+/// # Safety
+/// The processor has AVX-512 with bf16.
+pub(in super::super) unsafe fn fill(tiles: &mut TokenTiles, all: &[Q8Block], m: usize) {
+    let blocks = all.len() / m.max(1);
+    let grain = TASK.div_ceil(blocks.max(1));
+    tiles.fill((m, STEP * blocks, 1), grain, |token, steps, row, tiles| {
+        let token = &all[token * blocks..][..blocks];
+        // SAFETY: the caller's.
+        unsafe { dequantize_token(&token[steps.clone()], row, tiles) };
+    });
+}
+
+/// Blocks that outweigh the hand-over of a task.
+const TASK: usize = 1024;
+
+/// Dequantizes a token's blocks into the rows of tiles: row `row` of a tile for each.
+///
+/// # Safety
+/// The processor has AVX-512 with bf16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn dequantize_token(blocks: &[Q8Block], row: usize, tiles: &mut [Tile]) {
+    for (block, tile) in blocks.iter().zip(tiles) {
+        let d = _mm512_set1_ps(block.d);
+        // SAFETY: 16 codes from either place on are there, and a row of a tile has 64 bytes.
+        unsafe {
+            let half = |at: usize| {
+                let codes = _mm_loadu_si128(block.q.as_ptr().add(at).cast());
+                _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)), d)
+            };
+            let both: __m512i = transmute(_mm512_cvtne2ps_pbh(half(16), half(0)));
+            _mm512_store_si512((&raw mut tile[row]).cast(), both);
+        }
+    }
+}
+
+/// The row groups of a matrix, `bytes` apart.
+pub(in super::super) struct Groups<'a> {
+    pub dequantize: Dequantize,
+    pub all: &'a [u8],
+    pub bytes: usize,
+    /// Blocks of a row.
+    pub blocks: usize,
+}
+
+impl Weights for Groups<'_> {
+    unsafe fn tiles(
+        &self,
+        rows: &Range<usize>,
+        steps: &Range<usize>,
+        out: &mut [[Tile; 2]],
+    ) -> bool {
+        for (which, row) in rows.clone().step_by(ROW_GROUP).enumerate() {
+            let group = self.all[row / ROW_GROUP * self.bytes..].as_ptr();
+            // SAFETY: the caller's; rows begin with a group's first, and a step is a block.
+            unsafe { (self.dequantize)(group, steps.clone(), out, which) };
+        }
+        true
+    }
+
+    /// Runs of blocks are too short for the hardware's prefetching.
+    fn request(&self, rows: &Range<usize>, steps: &Range<usize>) {
+        let block = self.bytes / self.blocks;
+        for row in rows.clone().step_by(ROW_GROUP) {
+            let first = row / ROW_GROUP * self.bytes;
+            for line in (first + steps.start * block..first + steps.end * block).step_by(64) {
+                prefetch::<2, _>(self.all.as_ptr().wrapping_add(line));
+            }
+        }
+    }
+}
+
+/// The products of a matrix's rows, from a group's first on, with tokens of as many blocks.
+///
+/// # Safety
+/// The processor has AVX-512 with bf16, and AMX as [`crate::cpu::amx::Tiles`] need it; the groups are of the format of
+/// `dequantize`; there are such rows and tokens, and their results' places are writable.
+pub(in super::super) unsafe fn products(w: &Groups<'_>, x: &TokenTiles, to: &Results) {
+    // SAFETY: the caller's.
+    unsafe { product::products(w, x, to) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::amx::Tiles;
+    use crate::cpu::packed::registry::{self, Run, Tokens};
+    use crate::cpu::packed::scheme_tests::schemes;
+    use crate::cpu::packed::tests::{normals, quantized};
+    use crate::cpu::packed::{Grain, PackedMatrix, Q8Activations};
+    use crate::cpu::simd::{self, Level};
+    use crate::quant::{BlockFormat, quantize};
+    use rand::{SeedableRng, rngs::StdRng};
+
+    /// Whether the kernels can run here, on emulated tiles at least.
+    fn can_run() -> bool {
+        simd::best() >= Level::Avx512 && is_x86_feature_detected!("avx512bf16")
+    }
+
+    fn matrices(rows: usize, cols: usize) -> Vec<PackedMatrix> {
+        let mut rng = StdRng::seed_from_u64(47);
+        let values = normals(&mut rng, rows * cols);
+        let blocks = BlockFormat::DTYPES.map(|dtype| {
+            let blocks = quantized(&mut rng, dtype, rows, cols);
+            PackedMatrix::pack(dtype, rows, cols, &blocks).unwrap()
+        });
+        let schemes = schemes().into_iter().map(|scheme| {
+            PackedMatrix::from_codes(&quantize(&values, rows, cols, scheme).unwrap()).unwrap()
+        });
+        blocks.into_iter().chain(schemes).collect()
+    }
+
+    fn run(
+        matrix: &PackedMatrix,
+        x: &mut Q8Activations,
+        rows: Range<usize>,
+        tokens: Range<usize>,
+    ) -> Vec<f32> {
+        // SAFETY: the callers have looked for the instructions.
+        unsafe { x.make_tiles() };
+        let case = Tokens {
+            count: tokens.len(),
+            only: false,
+            tables: false,
+            wide: false,
+            fine: false,
+            tiles: true,
+        };
+        let kernel = registry::select(&matrix.format, Level::Amx, case);
+        let Run::Amx(dequantize) = kernel.run else {
+            panic!("{matrix:?} has {}", kernel.name);
+        };
+        let (all, bytes) = matrix.groups().packed().unwrap();
+        let stride = rows.len() + 3;
+        let mut out = vec![f32::NAN; tokens.len() * stride];
+        let size = rows.len();
+        let groups = Groups {
+            dequantize,
+            all,
+            bytes,
+            blocks: matrix.blocks(),
+        };
+        let results = Results {
+            rows,
+            tokens,
+            out: out.as_mut_ptr(),
+            stride,
+        };
+        // SAFETY: rows and tokens are the matrices', and `out` has a row for each token.
+        unsafe { products(&groups, x.tiles().unwrap(), &results) };
+        assert!(!Tiles::in_use(), "tiles are released");
+        let mut lines = out.chunks_exact(stride);
+        assert!(
+            lines.all(|line| line[size..].iter().all(|v| v.is_nan())),
+            "{matrix:?}: written beyond a row"
+        );
+        out.chunks_exact(stride)
+            .flat_map(|line| &line[..size])
+            .copied()
+            .collect()
+    }
+
+    #[test]
+    fn every_format_is_multiplied_in_bf16() {
+        if !can_run() {
+            return;
+        }
+        // More than a run of steps, which does not end with one.
+        let (rows, cols, m) = (70, 1280, 50);
+        for matrix in matrices(rows, cols) {
+            let mut rng = StdRng::seed_from_u64(48);
+            for grain in [
+                Grain::default(),
+                Grain {
+                    whole: true,
+                    ..Grain::default()
+                },
+            ] {
+                let mut x = Q8Activations::default();
+                let values = normals(&mut rng, m * cols);
+                x.refill_by(simd::best(), &values, (m, cols), grain)
+                    .unwrap();
+                // All of it, and a part that begins and ends within tiles.
+                for (some, tokens) in [(0..rows, 0..m), (16..39, 5..38)] {
+                    let out = run(&matrix, &mut x, some.clone(), tokens.clone());
+                    let (mut w, mut token) = (vec![0.; cols], vec![0.; cols]);
+                    let (mut errors, mut values) = (0., 0.);
+                    for (at, got) in out.into_iter().enumerate() {
+                        let t = tokens.start + at / some.len();
+                        let row = some.start + at % some.len();
+                        matrix.dequantize_row(row, &mut w).unwrap();
+                        x.dequantize_row(t, &mut token).unwrap();
+                        let terms = w.iter().zip(&token);
+                        let terms = terms.map(|(w, x)| f64::from(*w) * f64::from(*x));
+                        let (exact, size) = terms.fold((0., 0.), |(s, a), t| (s + t, a + t.abs()));
+                        let error = (f64::from(got) - exact).abs();
+                        // Both operands are off by 2^-9 of themselves at most, and sums by roundings of f32.
+                        assert!(
+                            error <= size * (1. / 256. + 1e-5),
+                            "{matrix:?} at {t}, {row}: {got} for {exact}"
+                        );
+                        (errors, values) = (errors + error * error, values + exact * exact);
+                    }
+                    // By the mean squares it is far less than by the sum of magnitudes.
+                    assert!(
+                        errors <= values * 3e-3 * 3e-3,
+                        "{matrix:?}, {grain:?}: {}",
+                        (errors / values).sqrt()
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_token_that_is_not_finite_spoils_its_own_results_only() {
+        if !can_run() {
+            return;
+        }
+        let matrix = &matrices(32, 768)[0];
+        let mut values = normals(&mut StdRng::seed_from_u64(49), 40 * 768);
+        values[3 * 768 + 5] = f32::INFINITY;
+        let mut x = Q8Activations::quantize(simd::best(), &values, 40, 768).unwrap();
+        for (at, got) in run(matrix, &mut x, 0..32, 0..40).into_iter().enumerate() {
+            assert_eq!(got.is_nan(), at / 32 == 3, "{at}");
+        }
+    }
+
+    #[test]
+    fn tokens_change_with_the_rows_they_are_made_of() {
+        if !can_run() {
+            return;
+        }
+        let matrix = &matrices(16, 256)[0];
+        let [ones, twos] = [1f32, 2.].map(|v| vec![v; 33 * 256]);
+        let mut x = Q8Activations::quantize(simd::best(), &ones, 33, 256).unwrap();
+        let before = run(matrix, &mut x, 0..16, 0..33);
+        x.refill(simd::best(), &twos[..20 * 256], 20, 256).unwrap();
+        assert!(x.tiles().is_none());
+        let after = run(matrix, &mut x, 0..16, 0..20);
+        assert!(
+            before
+                .iter()
+                .zip(after)
+                .all(|(before, after)| 2. * before == after)
+        );
+    }
+}
