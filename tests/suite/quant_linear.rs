@@ -257,6 +257,7 @@ fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
         (1, "_tiles", 16),
         (15, "_tiles", 16),
         (16, "_unpacked_tiles", 16),
+        (48, "_unpacked_tiles", 16),
         (65, "_unpacked_tiles", 8),
     ] {
         let x = randn(&[m, 64], DType::F32)?;
@@ -265,9 +266,9 @@ fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
         y?;
         let kernel = match simd::level() {
             Level::Scalar => "scalar".to_owned(),
-            // AMX multiplies tokens in 8 bits only.
+            // AMX multiplies many tokens only.
             #[cfg(target_arch = "x86_64")]
-            Level::Amx if bits == 8 => "amx_tiles".to_owned(),
+            Level::Amx if m >= 48 => "amx_tiles".to_owned(),
             #[cfg(target_arch = "x86_64")]
             Level::Amx => format!("avx512{form}"),
             level => format!("{}{form}", level.name()),

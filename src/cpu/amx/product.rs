@@ -28,8 +28,13 @@ pub(in crate::cpu) const ZEROS: Tile = [Row([0; STEP]); ROWS];
 
 /// Where the tiles of weights come from.
 pub(in crate::cpu) trait Weights {
-    /// Makes the two tiles of each of these steps: row i of a tile has columns 2i and 2i + 1 of each of 16 rows. What
-    /// stands in the place of rows beyond the last one is not looked at. False if the product must not be made of tiles.
+    /// Numbers in bf16 that a weight is the sum of. Part i of a token is multiplied with part j of a weight where i + j is
+    /// less than the number of the token's parts: what is left out is about as much as the last parts' rounding.
+    const PARTS: usize;
+
+    /// Makes the two tiles of each part of each of these steps, the parts of a step one behind the other: row i of a tile
+    /// has columns 2i and 2i + 1 of each of 16 rows. What stands in the place of rows beyond the last one is not looked
+    /// at. False if the product must not be made of tiles.
     ///
     /// # Safety
     /// The processor has what the implementation needs, and there are such rows, at most [`WEIGHTS`], and steps.
@@ -65,20 +70,22 @@ thread_local! {
 /// The processor has AVX-512, AMX as [`Tiles`] need it, and what the weights need; there are such rows and tokens, and
 /// their results' places are writable.
 #[target_feature(enable = "avx512f")]
-pub(in crate::cpu) unsafe fn products(w: &impl Weights, x: &TokenTiles, to: &Results) -> bool {
+pub(in crate::cpu) unsafe fn products<W: Weights>(w: &W, x: &TokenTiles, to: &Results) -> bool {
     const CONFIG: Config = Config::new([(ROWS, ROW_BYTES); 8]);
     let mut in_hand = IN_HAND.take();
-    in_hand.resize(DEPTH, [ZEROS; 2]);
+    in_hand.resize(W::PARTS * DEPTH, [ZEROS; 2]);
     // SAFETY: AMX, by the caller.
     unsafe { Tiles::configure(&CONFIG) };
     let done = x.depths().all(|steps| {
-        let tiles = &mut in_hand[..steps.len()];
+        let tiles = &mut in_hand[..W::PARTS * steps.len()];
         to.rows.clone().step_by(WEIGHTS).all(|row| {
             let end = |row: usize| to.rows.end.min(row + WEIGHTS);
             let rows = row..end(row);
             w.request(&(rows.end..end(rows.end)), &steps);
             // SAFETY: the caller's; there are such rows and steps, and tiles are configured.
-            unsafe { w.tiles(&rows, &steps, tiles) && with_all_tokens(x, to, &rows, &steps, tiles) }
+            unsafe {
+                w.tiles(&rows, &steps, tiles) && with_all_tokens::<W>(x, to, &rows, &steps, tiles)
+            }
         })
     });
     // SAFETY: AMX, by the caller.
@@ -92,7 +99,7 @@ pub(in crate::cpu) unsafe fn products(w: &impl Weights, x: &TokenTiles, to: &Res
 /// # Safety
 /// As [`products`], of rows and steps that there are; tiles are configured.
 #[target_feature(enable = "avx512f")]
-unsafe fn with_all_tokens(
+unsafe fn with_all_tokens<W: Weights>(
     x: &TokenTiles,
     to: &Results,
     rows: &Range<usize>,
@@ -107,7 +114,7 @@ unsafe fn with_all_tokens(
             false => &[],
         });
         // SAFETY: tiles are configured, and each step has its tiles of tokens and weights.
-        unsafe { block::<Tiles>(tokens, x.parts(), weights, &mut sums) };
+        unsafe { block::<Tiles, W>(tokens, x.parts(), weights, &mut sums) };
         for (i, sums) in sums.iter().enumerate() {
             let first = (tile + i) * ROWS;
             let tokens = to.tokens.start.max(first)..to.tokens.end.min(first + ROWS);
@@ -138,20 +145,20 @@ impl Sums {
     const ZEROS: Self = Self([[0.; ROWS]; ROWS]);
 }
 
-/// One or two tiles of tokens times two tiles of weights, over all steps. A token tile has `parts` tiles for each step,
-/// whose products are added up; `second` may be empty.
+/// One or two tiles of tokens times two tiles of weights, over all steps and parts. A token tile has `parts` tiles for
+/// each step; `second` may be empty.
 ///
 /// # Safety
 /// All tiles are configured as whole ones, and `first` has `parts` tiles for each step of `w`, as `second` has if it is
 /// not empty.
 #[inline(always)]
-unsafe fn block<O: TileOps>(
+unsafe fn block<O: TileOps, W: Weights>(
     [first, second]: [&[Tile]; 2],
     parts: usize,
     w: &[[Tile; 2]],
     sums: &mut [[Sums; 2]; 2],
 ) {
-    debug_assert!(first.len() == parts * w.len());
+    debug_assert!(first.len() * W::PARTS == parts * w.len());
     debug_assert!(second.is_empty() || second.len() == first.len());
     // SAFETY: the caller's; all operands are whole tiles.
     unsafe {
@@ -159,10 +166,11 @@ unsafe fn block<O: TileOps>(
         O::zero::<1>();
         O::zero::<2>();
         O::zero::<3>();
-        for (step, w) in w.iter().enumerate() {
+        for (i, w) in w.iter().enumerate() {
+            let (step, part_of_w) = (i / W::PARTS, i % W::PARTS);
             O::load::<6>((&raw const w[0]).cast(), ROW_BYTES);
             O::load::<7>((&raw const w[1]).cast(), ROW_BYTES);
-            for part in step * parts..(step + 1) * parts {
+            for part in step * parts..(step + 1) * parts - part_of_w {
                 O::load::<4>((&raw const first[part]).cast(), ROW_BYTES);
                 O::dot_bf16::<0, 4, 6>();
                 O::dot_bf16::<1, 4, 7>();

@@ -42,6 +42,8 @@ fn columns(k: usize, steps: &Range<usize>) -> Range<usize> {
 }
 
 impl<const FINITE: bool> Weights for Rows<FINITE> {
+    const PARTS: usize = 1;
+
     unsafe fn tiles(
         &self,
         rows: &Range<usize>,

@@ -73,9 +73,9 @@ pub struct Q8Activations {
     tiles: (TokenTiles, bool),
 }
 
-/// Tokens from which on AMX's tiles are faster than AVX-512.
+/// Tokens of one part and of two from which on AMX's tiles are faster than AVX-512.
 #[cfg(target_arch = "x86_64")]
-const TILES_FROM: usize = 32;
+const TILES_FROM: [usize; 2] = [32, 48];
 
 impl Q8Activations {
     /// Makes the tables from which [`PackedMatrix::matmul`](super::PackedMatrix::matmul) with ternary
@@ -93,10 +93,11 @@ impl Q8Activations {
     }
 
     /// Makes what products in AMX's tiles take: the values of all tokens in bf16, which changes each by at most 2^-9 of
-    /// itself. Nothing happens where the level has no AMX, tokens have 16 bits, or there are too few of them.
+    /// itself, or with [`Grain::fine`] in two such parts (2^-18). Nothing happens where the level has no AMX, or there are
+    /// too few tokens.
     pub fn prepare_tiles(&mut self, level: Level) {
         #[cfg(target_arch = "x86_64")]
-        if self.m >= TILES_FROM && !self.grain.fine && level.supported() == Level::Amx {
+        if self.m >= TILES_FROM[self.parts() - 1] && level.supported() == Level::Amx {
             // SAFETY: the processor has this level.
             unsafe { self.make_tiles() };
         }
@@ -107,9 +108,9 @@ impl Q8Activations {
     /// The processor has AVX-512 with bf16.
     #[cfg(target_arch = "x86_64")]
     pub(super) unsafe fn make_tiles(&mut self) {
-        let blocks = &self.blocks[..self.m * (self.k / 32)];
+        let (blocks, parts) = (&self.blocks[..self.filled], self.parts());
         // SAFETY: the caller's.
-        unsafe { amx::fill(&mut self.tiles.0, blocks, self.m) };
+        unsafe { amx::fill(&mut self.tiles.0, blocks, (self.m, parts)) };
         self.tiles.1 = true;
     }
 

@@ -54,9 +54,9 @@ pub(super) struct Kernels {
     pub packed: [Tiles; 2],
     /// For many tokens: unpack once, then these, likewise.
     pub unpacked: Option<(Unpack, [Tiles; 2])>,
-    /// For many tokens in AMX's tiles, which AVX-512's level has the kernel for.
+    /// For many tokens in AMX's tiles, of one part and of two, which AVX-512's level has the kernels for.
     #[cfg(target_arch = "x86_64")]
-    pub dequantize: Option<Dequantize>,
+    pub dequantize: Option<[Dequantize; 2]>,
 }
 
 /// An instruction set: vectors whose 32-bit lanes are `ROWS` rows.

@@ -118,17 +118,17 @@ impl PackedMatrix {
         if let Run::Amx(dequantize) = self.kernel(level, x, tokens.len()).run
             && let (Some((all, bytes)), Some(x)) = (self.groups().packed(), x.tiles())
         {
-            let groups = amx::Groups {
-                dequantize,
-                all,
-                bytes,
-                blocks: self.blocks(),
-            };
             let results = Results {
                 rows,
                 tokens,
                 out,
                 stride: out_stride,
+            };
+            let groups = amx::Groups {
+                dequantize,
+                all,
+                bytes,
+                blocks: self.blocks(),
             };
             // SAFETY: the processor has AMX, for which tiles were made; the rest is the caller's.
             return unsafe { amx::products(&groups, x, &results) };

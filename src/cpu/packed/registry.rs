@@ -90,7 +90,7 @@ pub(super) fn select(format: &Format, level: Level, x: Tokens) -> Kernel {
         if let Some(dequantize) = kernels.dequantize.filter(|_| has_tiles) {
             return Kernel {
                 name: "amx_tiles",
-                run: Run::Amx(dequantize),
+                run: Run::Amx(dequantize[usize::from(x.fine)]),
             };
         }
         let [packed, unpacked] = kernels.names;

@@ -33,7 +33,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                     ],
                 )),
             },
-            dequantize: Some(amx::dequantize::<C, S>),
+            dequantize: Some([amx::dequantize::<C, S, 1>, amx::dequantize::<C, S, 2>]),
         }
     }
 }
