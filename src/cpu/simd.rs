@@ -69,12 +69,12 @@ impl Level {
     }
 
     /// This level but for AMX's tiles, which few products use: the rest of that level is AVX-512's.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn without_tiles(self) -> Level {
-        #[cfg(target_arch = "x86_64")]
-        if self == Level::Amx {
-            return Level::Avx512;
+        match self {
+            Level::Amx => Level::Avx512,
+            other => other,
         }
-        self
     }
 
     /// The name that `CANDLE_FUSED_SIMD` takes.

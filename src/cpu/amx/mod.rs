@@ -16,6 +16,19 @@ use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 pub(super) const ROWS: usize = 16;
 /// Bytes of a row of a whole tile.
 pub(super) const ROW_BYTES: usize = 64;
+/// Numbers in bf16 of a tile's row: columns of a product that are multiplied at once.
+pub(super) const STEP: usize = ROW_BYTES / size_of::<u16>();
+
+/// A row of a tile.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(super) struct Row(pub [u16; STEP]);
+
+/// A tile of operands.
+pub(super) type Tile = [Row; ROWS];
+
+/// A tile of zeros.
+pub(super) const ZEROS: Tile = [Row([0; STEP]); ROWS];
 
 /// The tiles that kernels run on: in unit tests on a processor without AMX an emulation.
 #[cfg(not(test))]

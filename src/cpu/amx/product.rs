@@ -4,27 +4,13 @@
 //! second-level cache: four tiles of sums.
 
 use super::tokens::{DEPTH, TokenTiles};
-use super::{Config, ROW_BYTES, ROWS, TileOps, Tiles};
+use super::{Config, ROW_BYTES, ROWS, Tile, TileOps, Tiles, ZEROS};
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Numbers in bf16 of a tile's row: columns of a product that are multiplied at once.
-pub(in crate::cpu) const STEP: usize = ROW_BYTES / size_of::<u16>();
-
 /// Weight rows that are multiplied with tokens at a time, in two tiles side by side.
 pub(in crate::cpu) const WEIGHTS: usize = 2 * ROWS;
-
-/// A row of a tile.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
-pub(in crate::cpu) struct Row(pub [u16; STEP]);
-
-/// A tile of operands.
-pub(in crate::cpu) type Tile = [Row; ROWS];
-
-/// A tile of zeros.
-pub(in crate::cpu) const ZEROS: Tile = [Row([0; STEP]); ROWS];
 
 /// Where the tiles of weights come from.
 pub(in crate::cpu) trait Weights {

@@ -1,7 +1,6 @@
 //! Tokens in tiles.
 
-use super::product::{STEP, Tile, ZEROS};
-use super::{ROW_BYTES, ROWS};
+use super::{ROWS, STEP, Tile, ZEROS};
 use crate::cpu::pool;
 use std::ops::Range;
 
@@ -84,7 +83,7 @@ impl TokenTiles {
 
     /// Bytes of its memory.
     pub fn bytes(&self) -> usize {
-        ROWS * ROW_BYTES * self.tiles.capacity()
+        size_of::<Tile>() * self.tiles.capacity()
     }
 
     fn place(&self, tile: usize, steps: &Range<usize>) -> Range<usize> {

@@ -6,9 +6,9 @@
 //! token in bf16 is one part.
 
 use super::dot::Operands;
-use crate::cpu::amx::ROWS;
-use crate::cpu::amx::product::{self, Results, STEP, Tile, WEIGHTS, Weights};
+use crate::cpu::amx::product::{self, Results, WEIGHTS, Weights};
 use crate::cpu::amx::tokens::TokenTiles;
+use crate::cpu::amx::{ROWS, STEP, Tile};
 use crate::cpu::simd::prefetch;
 use half::bf16;
 use std::arch::x86_64::*;

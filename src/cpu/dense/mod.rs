@@ -98,7 +98,7 @@ pub(crate) struct Bf16Tokens {
 
 impl Bf16Tokens {
     /// Of `m` rows, spread over the pool; the level is one that takes them.
-    pub fn fill(&mut self, level: Level, x: &[bf16], m: usize) {
+    pub(crate) fn fill(&mut self, level: Level, x: &[bf16], m: usize) {
         assert!(takes_bf16(level, m));
         self.shape = (m, x.len() / m);
         #[cfg(target_arch = "x86_64")]
@@ -109,7 +109,7 @@ impl Bf16Tokens {
     }
 
     /// As [`matmul`], of some of the tokens with weights `[n, k]`.
-    pub fn matmul(
+    pub(crate) fn matmul(
         &self,
         tokens: Range<usize>,
         (w, n): (&[bf16], usize),
@@ -133,7 +133,7 @@ impl Bf16Tokens {
     }
 
     /// Bytes of its memory.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         #[cfg(target_arch = "x86_64")]
         return self.tiles.bytes();
         #[cfg(not(target_arch = "x86_64"))]

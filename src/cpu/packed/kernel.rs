@@ -4,7 +4,7 @@
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
 #[cfg(target_arch = "x86_64")]
-use super::x86::amx::Dequantize;
+use crate::cpu::amx::Tile as AmxTile;
 use crate::cpu::simd::prefetch;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -46,6 +46,15 @@ pub(super) type Tiles = &'static [(usize, Tile)];
 /// has these blocks, and `out` has room for [`UNPACKED_BYTES`]; there are at most [`UNPACKED_BLOCKS`].
 pub(super) type Unpack = unsafe fn(weights: *const u8, blocks: Range<usize>, out: *mut u8);
 
+/// Dequantizes blocks of the row group at `weights` to one of the tiles of each part of each step of `out`.
+///
+/// # Safety
+/// The processor has AVX-512 with bf16, `weights` points to a row group of the kernel's format that has these blocks,
+/// and `out` has the parts of as many steps.
+#[cfg(target_arch = "x86_64")]
+pub(super) type Dequantize =
+    unsafe fn(weights: *const u8, blocks: Range<usize>, out: &mut [[AmxTile; 2]], which: usize);
+
 /// The kernels for codes with scales at a level.
 pub(super) struct Kernels {
     /// The names of the packed and of the unpacked form.
@@ -54,7 +63,7 @@ pub(super) struct Kernels {
     pub packed: [Tiles; 2],
     /// For many tokens: unpack once, then these, likewise.
     pub unpacked: Option<(Unpack, [Tiles; 2])>,
-    /// For many tokens in AMX's tiles, of one part and of two, which AVX-512's level has the kernels for.
+    /// For many tokens in AMX's tiles, of one part and of two.
     #[cfg(target_arch = "x86_64")]
     pub dequantize: Option<[Dequantize; 2]>,
 }

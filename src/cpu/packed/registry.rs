@@ -3,6 +3,8 @@
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::codes::{Eight, Five, Float4, Float8, Four, NormalFloat4, Six, Ternary, Three, Two};
+#[cfg(target_arch = "x86_64")]
+use super::kernel::Dequantize;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel::{Codes, Kernels, Scales, Tiles, Unpack};
 #[cfg(target_arch = "aarch64")]
@@ -15,7 +17,7 @@ use super::scales::{
 #[cfg(target_arch = "x86_64")]
 use super::{
     q8::TOGETHER,
-    x86::{amx::Dequantize, avx2, avx512, ternary::OneToken, ternary_avx2, ternary_avx512},
+    x86::{amx, avx2, avx512, ternary::OneToken, ternary_avx2, ternary_avx512},
 };
 use crate::cpu::simd::Level;
 use crate::quant::Format;
@@ -78,16 +80,13 @@ pub(super) enum Run {
 /// The kernel for weights of `format` and activations `x` at a level that the processor has.
 pub(super) fn select(format: &Format, level: Level, x: Tokens) -> Kernel {
     #[cfg(target_arch = "x86_64")]
-    let has_tiles = x.tiles && level == Level::Amx;
-    let level = level.without_tiles();
-    #[cfg(target_arch = "x86_64")]
-    if let Some(kernel) = one_token(format, level, x) {
+    if let Some(kernel) = one_token(format, level.without_tiles(), x) {
         return kernel;
     }
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     if let Some(kernels) = tiles(format, level) {
         #[cfg(target_arch = "x86_64")]
-        if let Some(dequantize) = kernels.dequantize.filter(|_| has_tiles) {
+        if let Some(dequantize) = kernels.dequantize.filter(|_| x.tiles) {
             return Kernel {
                 name: "amx_tiles",
                 run: Run::Amx(dequantize[usize::from(x.fine)]),
@@ -206,7 +205,9 @@ fn of<C: Codes + 'static, S: Scales + 'static>(level: Level) -> Option<&'static 
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => Some(avx2::kernels::<C, S>()),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 | Level::Amx => Some(avx512::kernels::<C, S>()),
+        Level::Avx512 => Some(avx512::kernels::<C, S>()),
+        #[cfg(target_arch = "x86_64")]
+        Level::Amx => Some(amx::kernels::<C, S>()),
         #[cfg(target_arch = "aarch64")]
         Level::Neon => Some(neon::neon_kernels::<C, S>()),
         #[cfg(target_arch = "aarch64")]

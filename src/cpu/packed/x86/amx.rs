@@ -8,13 +8,13 @@
 //! the method of Henry, Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 //! Computations", 2019).
 
-use super::super::kernel::{Codes, Isa, Scales};
+use super::super::kernel::{Codes, Dequantize, Isa, Kernels, Scales};
 use super::super::layout::ROW_GROUP;
 use super::super::q8::{FINER, Q8Block};
-use super::avx512::Avx512;
-use crate::cpu::amx::ROWS;
-use crate::cpu::amx::product::{self, Results, STEP, Tile, Weights};
+use super::avx512::{self, Avx512};
+use crate::cpu::amx::product::{self, Results, Weights};
 use crate::cpu::amx::tokens::TokenTiles;
+use crate::cpu::amx::{ROWS, STEP, Tile};
 use crate::cpu::simd::prefetch;
 use std::arch::x86_64::*;
 use std::mem::transmute;
@@ -22,20 +22,22 @@ use std::ops::Range;
 
 const _: () = assert!(STEP == 32 && ROWS == ROW_GROUP);
 
-/// Dequantizes blocks of the row group at `weights` to one of the tiles of each part of each step of `out`.
-///
-/// # Safety
-/// The processor has AVX-512 with bf16, `weights` points to a row group of the kernel's format that has these blocks,
-/// and `out` has the parts of as many steps.
-pub(in super::super) type Dequantize =
-    unsafe fn(weights: *const u8, blocks: Range<usize>, out: &mut [[Tile; 2]], which: usize);
+/// AVX-512's kernels, and those for tiles.
+pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'static Kernels {
+    const {
+        &Kernels {
+            dequantize: Some([dequantize::<C, S, 1>, dequantize::<C, S, 2>]),
+            ..*avx512::kernels::<C, S>()
+        }
+    }
+}
 
 /// [`Dequantize`] for codes C with scales S, to P parts.
 ///
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")]
-pub(in super::super) unsafe fn dequantize<C: Codes, S: Scales, const P: usize>(
+unsafe fn dequantize<C: Codes, S: Scales, const P: usize>(
     weights: *const u8,
     blocks: Range<usize>,
     out: &mut [[Tile; 2]],

@@ -6,7 +6,6 @@ use super::super::kernel::{Codes, Isa, Kernels, Scales, Tile, Tiles, Unpack, til
 use super::super::layout::ROW_GROUP;
 use super::super::q8::{FINER, Q8Block};
 use super::super::scales::Ready;
-use super::amx;
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -16,7 +15,8 @@ use std::ops::Range;
 pub struct Avx512;
 
 /// The kernels for codes C with scales S.
-pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'static Kernels {
+pub(in super::super) const fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'static Kernels
+{
     const {
         &Kernels {
             names: ["avx512_tiles", "avx512_unpacked_tiles"],
@@ -33,7 +33,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                     ],
                 )),
             },
-            dequantize: Some([amx::dequantize::<C, S, 1>, amx::dequantize::<C, S, 2>]),
+            dequantize: None,
         }
     }
 }
