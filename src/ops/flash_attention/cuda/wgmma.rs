@@ -86,14 +86,14 @@ impl AttentionSm90 {
 
     /// The estimated time of the case, in units of the time that a block whose warpgroups have rows of their own takes for
     /// one key. Blocks run in waves, one on each multiprocessor, most keys first, and a wave takes as long as its mean
-    /// block. The constants are fitted to 464 causal cases on an H200 (heads of 64 and 128, 4 to 512 heads of all
-    /// sequences, 64 to 2,048 queries in powers of two, up to 8,192 keys): the faster form is chosen, or one at most 5 %
-    /// slower, in all but 6, and these lose at most 11 %.
+    /// block. The constants are fitted to 1,110 cases on an H200 (heads of 64 and 128, 4 to 512 heads of all
+    /// sequences, 33 to 8,192 queries, up to 8,192 keys, causal or not): the faster form is chosen, or one at most 5 %
+    /// slower, in all but 16, and these lose at most 11 %.
     fn cost(&self, case: &Case) -> f64 {
         let (per_key, per_block) = match (self.share, self.keys) {
-            (true, ..=64) => (0.66, 200.),
-            (true, _) => (0.5, 200.),
-            (false, _) => (1., 300.),
+            (true, ..=64) => (0.66, 125.),
+            (true, _) => (0.5, 125.),
+            (false, _) => (1., 150.),
         };
         let (sizes, sms) = (&case.sizes, case.gpu.sms as usize);
         let columns = sizes.batch * sizes.heads;
