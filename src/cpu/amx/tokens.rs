@@ -1,6 +1,6 @@
 //! Tokens in tiles.
 
-use super::{ROWS, STEP, Tile, ZEROS};
+use super::{ROWS, Row, STEP, Tile, ZEROS};
 use crate::cpu::pool;
 use std::ops::Range;
 
@@ -23,16 +23,9 @@ pub(in crate::cpu) struct TokenTiles {
 }
 
 impl TokenTiles {
-    /// Makes room for `m` tokens of `k` columns, and has `write` write all rows: given the token and some of its steps,
-    /// the row that it has in the tiles of these, `parts` for each step. Rows that no token has are zeros.
-    ///
-    /// One task writes at least `tokens` tokens.
-    pub fn fill(
-        &mut self,
-        (m, k, parts): (usize, usize, usize),
-        tokens: usize,
-        write: impl Fn(usize, &Range<usize>, usize, &mut [Tile]) + Sync,
-    ) {
+    /// Makes room for `m` tokens of `k` columns in `parts` parts, whose rows are to be written: those that a last tile
+    /// has beyond them are zeros.
+    pub fn prepare(&mut self, (m, k, parts): (usize, usize, usize)) -> TokenRows<'_> {
         *self = Self {
             tiles: std::mem::take(&mut self.tiles),
             across: m.div_ceil(ROWS),
@@ -44,27 +37,34 @@ impl TokenTiles {
         if self.tiles.len() < len {
             self.tiles.resize(len, ZEROS);
         }
-        let (all, this) = (Tiles(self.tiles.as_mut_ptr()), &*self);
-        pool::for_ranges(this.across, tokens.div_ceil(ROWS), |some| {
-            for tile in some {
-                let tokens = tile * ROWS..m.min((tile + 1) * ROWS);
-                for steps in this.depths() {
-                    // SAFETY: these tiles are there, no other task has them, and nobody reads them meanwhile.
-                    let tiles = unsafe { all.some(this.place(tile, &steps)) };
-                    if tokens.len() < ROWS {
-                        tiles.fill(ZEROS);
-                    }
-                    for (row, token) in tokens.clone().enumerate() {
-                        write(token, &steps, row, tiles);
-                    }
-                }
+        if !m.is_multiple_of(ROWS) {
+            for steps in self.depths() {
+                let place = self.place(self.across - 1, &steps);
+                self.tiles[place].fill(ZEROS);
             }
+        }
+        TokenRows {
+            first: self.tiles.as_mut_ptr(),
+            of: self,
+        }
+    }
+
+    /// As [`Self::prepare`], and has `write` write all tokens, at least `grain` in a task.
+    pub fn fill(
+        &mut self,
+        shape: (usize, usize, usize),
+        grain: usize,
+        write: impl Fn(usize, &TokenRows<'_>) + Sync,
+    ) {
+        let rows = self.prepare(shape);
+        pool::for_ranges(shape.0, grain, |tokens| {
+            tokens.for_each(|token| write(token, &rows));
         });
     }
 
     /// All steps, in runs of up to [`DEPTH`], or half as many of several parts.
     pub fn depths(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let depth = if self.parts == 1 { DEPTH } else { DEPTH / 2 };
+        let depth = self.depth();
         let steps = self.steps;
         (0..steps)
             .step_by(depth)
@@ -86,6 +86,10 @@ impl TokenTiles {
         size_of::<Tile>() * self.tiles.capacity()
     }
 
+    fn depth(&self) -> usize {
+        if self.parts == 1 { DEPTH } else { DEPTH / 2 }
+    }
+
     fn place(&self, tile: usize, steps: &Range<usize>) -> Range<usize> {
         let len = self.parts * steps.len();
         let first = self.parts * steps.start * self.across + tile * len;
@@ -93,18 +97,28 @@ impl TokenTiles {
     }
 }
 
-/// Tiles that several tasks write, each its own.
-struct Tiles(*mut Tile);
+/// Rows of tiles that are to be written, from several threads.
+pub(in crate::cpu) struct TokenRows<'a> {
+    first: *mut Tile,
+    of: &'a TokenTiles,
+}
 
-// SAFETY: it stands for a `&mut [Tile]`, whose parts the callers of `some` keep apart.
-unsafe impl Sync for Tiles {}
+// SAFETY: it stands for a `&mut [Tile]`, whose rows the callers of `row` keep apart; of `of` it reads no tiles.
+unsafe impl Sync for TokenRows<'_> {}
 
-impl Tiles {
+impl TokenRows<'_> {
+    /// The row that a token has in the tile of a step and part.
+    ///
     /// # Safety
-    /// The tiles exist, and nobody else has them while the result lives.
-    #[expect(clippy::mut_from_ref, reason = "callers keep the tiles apart")]
-    unsafe fn some(&self, range: Range<usize>) -> &mut [Tile] {
+    /// There are such a token, step and part, and while the result lives nobody else has asked for its row.
+    #[expect(clippy::mut_from_ref, reason = "callers keep the rows apart")]
+    pub unsafe fn row(&self, token: usize, step: usize, part: usize) -> &mut Row {
+        let depth = self.of.depth();
+        let start = step / depth * depth;
+        let steps = start..self.of.steps.min(start + depth);
+        let place = self.of.place(token / ROWS, &steps);
+        let tile = place.start + (step - start) * self.of.parts + part;
         // SAFETY: the caller's.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
+        unsafe { &mut (*self.first.add(tile))[token % ROWS] }
     }
 }

@@ -7,7 +7,7 @@
 
 use super::dot::Operands;
 use crate::cpu::amx::product::{self, Results, WEIGHTS, Weights};
-use crate::cpu::amx::tokens::TokenTiles;
+use crate::cpu::amx::tokens::{TokenRows, TokenTiles};
 use crate::cpu::amx::{ROWS, STEP, Tile};
 use crate::cpu::simd::prefetch;
 use half::bf16;
@@ -82,10 +82,10 @@ pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
     let done = (0..o.m).step_by(TOKENS).all(|first| {
         let m = (o.m - first).min(TOKENS);
         let finite = AtomicBool::new(true);
-        x.fill((m, k, PARTS), m, |token, steps, row, tiles| {
-            let token = &all[(first + token) * k..][..k];
-            // SAFETY: the processor has AVX-512, by the caller.
-            if !unsafe { split(&token[columns(k, steps)], row, tiles) } {
+        x.fill((m, k, PARTS), m, |token, rows| {
+            let values = &all[(first + token) * k..][..k];
+            // SAFETY: the processor has AVX-512, by the caller; this token is nobody else's.
+            if !unsafe { split(values, token, rows) } {
                 finite.store(false, Ordering::Relaxed);
             }
         });
@@ -109,10 +109,9 @@ pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
 pub(super) unsafe fn fill_bf16(tiles: &mut TokenTiles, x: &[bf16], m: usize) {
     let k = x.len() / m.max(1);
     let grain = super::WORTH.div_ceil(k.max(1));
-    tiles.fill((m, k, 1), grain, |token, steps, row, tiles| {
-        let token = &x[token * k..][..k];
-        // SAFETY: the caller's.
-        unsafe { copy(&token[columns(k, steps)], row, tiles) };
+    tiles.fill((m, k, 1), grain, |token, rows| {
+        // SAFETY: the caller's; this token is nobody else's.
+        unsafe { copy(&x[token * k..][..k], token, rows) };
     });
 }
 
@@ -140,20 +139,19 @@ pub(super) unsafe fn products_bf16(
     unsafe { product::products(&w, x, &results) };
 }
 
-/// Splits all columns of some steps into the tiles of their parts, with zeros for columns that the last tile lacks; false
-/// if a value is not finite.
+/// Splits a token into its parts' rows, with zeros for columns that the last tile lacks; false if a value is not finite.
 ///
 /// # Safety
-/// The processor has AVX-512.
+/// The processor has AVX-512, and nobody else has this token's rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn split(x: &[f32], row: usize, tiles: &mut [Tile]) -> bool {
+unsafe fn split(x: &[f32], token: usize, rows: &TokenRows<'_>) -> bool {
     // Word 2i of the first half and 2i + 1 of the second go to places i and 16 + i.
     let apart: [u16; STEP] = std::array::from_fn(|i| (2 * (i % ROWS) + i / ROWS) as u16);
     // SAFETY: a vector of as many bytes.
     let apart = unsafe { _mm512_loadu_si512(apart.as_ptr().cast()) };
     let mut exponents = _mm512_setzero_si512();
-    for (x, tiles) in x.chunks(STEP).zip(tiles.chunks_exact_mut(PARTS)) {
+    for (step, x) in x.chunks(STEP).enumerate() {
         let mask = mask(x.len());
         // SAFETY: the mask leaves the values that are there.
         let mut rest = unsafe {
@@ -168,13 +166,15 @@ unsafe fn split(x: &[f32], row: usize, tiles: &mut [Tile]) -> bool {
             let own = _mm512_and_si512(_mm512_castps_si512(x), exponent);
             exponents = _mm512_max_epu32(exponents, own);
         }
-        for tile in tiles {
+        for part in 0..PARTS {
             // The upper 16 bits are the value truncated to bf16. What is left, value minus that, is exact in f32.
             let [low, high] = rest.map(|x| _mm512_castps_si512(x));
             let both = _mm512_mask_mov_epi16(_mm512_srli_epi32::<16>(low), 0xaaaa_aaaa, high);
-            let row = (&raw mut tile[row]).cast();
-            // SAFETY: a row of a tile has 64 bytes.
-            unsafe { _mm512_store_si512(row, _mm512_permutexvar_epi16(apart, both)) };
+            // SAFETY: the caller's; a row of a tile has 64 bytes.
+            unsafe {
+                let row = &raw mut *rows.row(token, step, part);
+                _mm512_store_si512(row.cast(), _mm512_permutexvar_epi16(apart, both));
+            }
             rest = rest.map(|x| {
                 let upper = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(!0xffff));
                 _mm512_sub_ps(x, _mm512_castsi512_ps(upper))
@@ -187,15 +187,16 @@ unsafe fn split(x: &[f32], row: usize, tiles: &mut [Tile]) -> bool {
 /// The same of values in bf16, which are their only part.
 ///
 /// # Safety
-/// The processor has AVX-512.
+/// As [`split`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn copy(x: &[bf16], row: usize, tiles: &mut [Tile]) {
-    for (x, tile) in x.chunks(STEP).zip(tiles) {
-        // SAFETY: the mask leaves the values that are there, and a row of a tile has 64 bytes.
+unsafe fn copy(x: &[bf16], token: usize, rows: &TokenRows<'_>) {
+    for (step, x) in x.chunks(STEP).enumerate() {
+        // SAFETY: the caller's; the mask leaves the values that are there, and a row of a tile has 64 bytes.
         unsafe {
             let values = _mm512_maskz_loadu_epi16(mask(x.len()), x.as_ptr().cast());
-            _mm512_store_si512((&raw mut tile[row]).cast(), values);
+            let row = &raw mut *rows.row(token, step, 0);
+            _mm512_store_si512(row.cast(), values);
         }
     }
 }

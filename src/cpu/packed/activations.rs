@@ -9,7 +9,7 @@ use super::x86::rounding as levels;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{ternary::TableLine, ternary_avx2};
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::amx::tokens::TokenTiles;
+use crate::cpu::amx::tokens::{TokenRows, TokenTiles};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
@@ -22,7 +22,8 @@ use std::marker::PhantomData;
 ///
 /// The error of a value is at most d / 2 (and a rounding of f32), with [`Grain::fine`] d / 256. A block of zeros, or
 /// of magnitudes below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every product with that
-/// token is NaN. With [`Grain::wide`], d is that of 128 values instead of 32, with [`Grain::whole`] that of the token.
+/// token is NaN. Of many tokens, where the level has AMX, bf16 takes the place of 8 bits in products, and two numbers in bf16
+/// that of 16 ([`Grain::fine`]): these are off by 2^-9 and 2^-18 of themselves at most. With [`Grain::wide`], d is that of 128 values instead of 32, with [`Grain::whole`] that of the token.
 ///
 /// Two parts of a number in a narrow type, multiplied one after the other into one sum, are the method of Henry,
 /// Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
@@ -51,8 +52,6 @@ use std::marker::PhantomData;
 /// unsafe { rows.row(0) }.quantize(level, &x[..32])?;
 /// // For products with ternary weights.
 /// activations.prepare_look_ups(level);
-/// // For products in AMX's tiles, where the processor has them.
-/// activations.prepare_tiles(level);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -68,14 +67,22 @@ pub struct Q8Activations {
     /// Tables of sums of a single token, and whether they have been made.
     #[cfg(target_arch = "x86_64")]
     tables: (Vec<TableLine>, bool),
-    /// All tokens as AMX multiplies them, and whether they have been made.
+    /// All tokens as AMX multiplies them, and whether they are there.
     #[cfg(target_arch = "x86_64")]
     tiles: (TokenTiles, bool),
 }
 
-/// Tokens of one part and of two from which on AMX's tiles are faster than AVX-512.
-#[cfg(target_arch = "x86_64")]
-const TILES_FROM: [usize; 2] = [32, 48];
+/// Whether tokens are put into tiles for AMX, too, which multiplies as many faster than AVX-512. Tokens that have one scale
+/// are whole numbers to a model that was trained so, and stay such numbers.
+fn takes_tiles(level: Level, m: usize, grain: Grain) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return level == Level::Amx && !grain.whole && m >= if grain.fine { 48 } else { 32 };
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (level, m, grain);
+        false
+    }
+}
 
 impl Q8Activations {
     /// Makes the tables from which [`PackedMatrix::matmul`](super::PackedMatrix::matmul) with ternary
@@ -92,29 +99,7 @@ impl Q8Activations {
         let _ = level;
     }
 
-    /// Makes what products in AMX's tiles take: the values of all tokens in bf16, which changes each by at most 2^-9 of
-    /// itself, or with [`Grain::fine`] in two such parts (2^-18). Nothing happens where the level has no AMX, or there are
-    /// too few tokens.
-    pub fn prepare_tiles(&mut self, level: Level) {
-        #[cfg(target_arch = "x86_64")]
-        if self.m >= TILES_FROM[self.parts() - 1] && level.supported() == Level::Amx {
-            // SAFETY: the processor has this level.
-            unsafe { self.make_tiles() };
-        }
-        let _ = level;
-    }
-
-    /// # Safety
-    /// The processor has AVX-512 with bf16.
-    #[cfg(target_arch = "x86_64")]
-    pub(super) unsafe fn make_tiles(&mut self) {
-        let (blocks, parts) = (&self.blocks[..self.filled], self.parts());
-        // SAFETY: the caller's.
-        unsafe { amx::fill(&mut self.tiles.0, blocks, (self.m, parts)) };
-        self.tiles.1 = true;
-    }
-
-    /// All tokens in tiles, if they have been made.
+    /// All tokens in tiles, if they are there.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn tiles(&self) -> Option<&TokenTiles> {
         self.tiles.1.then_some(&self.tiles.0)
@@ -178,7 +163,7 @@ impl Q8Activations {
         }
         self.resize(m, k, grain)?;
         let level = level.supported();
-        let rows = self.rows();
+        let rows = self.rows(takes_tiles(level, m, grain));
         pool::for_ranges(m, rows_of_a_task(k), |range| {
             for t in range {
                 // SAFETY: the ranges are disjoint, so no other task has this row.
@@ -198,7 +183,7 @@ impl Q8Activations {
     ) -> Result<()> {
         self.resize(m, k, grain)?;
         let level = level.supported();
-        let rows = self.rows();
+        let rows = self.rows(takes_tiles(level, m, grain));
         pool::for_ranges(m, rows_of_a_task(k), |range| {
             let mut made = MADE.take();
             made.resize(k, 0.);
@@ -250,14 +235,23 @@ impl Q8Activations {
     /// they were last.
     pub fn rows_mut(&mut self) -> Q8Rows<'_> {
         self.forget();
-        self.rows()
+        self.rows(false)
     }
 
-    fn rows(&mut self) -> Q8Rows<'_> {
+    /// With `tiles` the processor has AVX-512 with bf16, and rows are written there, too.
+    pub(super) fn rows(&mut self, tiles: bool) -> Q8Rows<'_> {
+        let (m, k, parts) = (self.m, self.k, self.parts());
+        #[cfg(target_arch = "x86_64")]
+        {
+            self.tiles.1 = tiles;
+        }
+        let _ = tiles;
         Q8Rows {
             first: self.blocks.as_mut_ptr(),
-            m: self.m,
-            blocks: self.parts() * (self.k / 32),
+            #[cfg(target_arch = "x86_64")]
+            tiles: tiles.then(|| self.tiles.0.prepare((m, k, parts))),
+            m,
+            blocks: parts * (k / 32),
             grain: self.grain,
             life: PhantomData,
         }
@@ -334,6 +328,8 @@ fn rows_of_a_task(k: usize) -> usize {
 /// The rows of a [`Q8Activations`], to be filled from several threads.
 pub struct Q8Rows<'a> {
     first: *mut Q8Block,
+    #[cfg(target_arch = "x86_64")]
+    tiles: Option<TokenRows<'a>>,
     m: usize,
     /// Of a token, in all its parts.
     blocks: usize,
@@ -358,8 +354,12 @@ impl Q8Rows<'_> {
         // this handle's life; the caller keeps rows apart.
         let blocks =
             unsafe { std::slice::from_raw_parts_mut(self.first.add(t * self.blocks), self.blocks) };
-        let grain = self.grain;
-        Q8Row { blocks, grain }
+        Q8Row {
+            blocks,
+            #[cfg(target_arch = "x86_64")]
+            tiles: self.tiles.as_ref().map(|rows| (rows, t)),
+            grain: self.grain,
+        }
     }
 }
 
@@ -367,6 +367,9 @@ impl Q8Rows<'_> {
 pub struct Q8Row<'a> {
     /// In all parts.
     blocks: &'a mut [Q8Block],
+    /// The rows of all tokens in tiles, and which is this token.
+    #[cfg(target_arch = "x86_64")]
+    tiles: Option<(&'a TokenRows<'a>, usize)>,
     grain: Grain,
 }
 
@@ -394,6 +397,12 @@ impl Q8Row<'_> {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => unsafe { levels::avx2(x, self.blocks, self.grain) },
             _ => rounding::plain(x, self.blocks, self.grain),
+        }
+        #[cfg(target_arch = "x86_64")]
+        if let Some((rows, token)) = self.tiles {
+            let place = (token, self.grain.parts());
+            // SAFETY: tiles are there only where the processor has AVX-512 with bf16, and this token is nobody else's.
+            unsafe { amx::write_token(x, self.blocks, place, rows) };
         }
     }
 }

@@ -38,7 +38,7 @@ impl PackedMatrix {
     /// the given rows and tokens, on the calling thread.
     ///
     /// The dot product of each 32 (Q2_K, Q3_K and Q6_K: 16) codes is exact; these are added up in f32 along k, so
-    /// that levels differ by roundings of f32 only. In AMX's tiles ([`Q8Activations::prepare_tiles`]) weights and
+    /// that levels differ by roundings of f32 only. In AMX's tiles weights and
     /// activations are rounded to bf16, each by at most 2^-9 of itself, and summed in f32. A `level` that the processor does not have gives
     /// its best instead.
     ///
@@ -116,7 +116,7 @@ impl PackedMatrix {
         let level = level.supported();
         #[cfg(target_arch = "x86_64")]
         if let Run::Amx(dequantize) = self.kernel(level, x, tokens.len()).run
-            && let (Some((all, bytes)), Some(x)) = (self.groups().packed(), x.tiles())
+            && let Some(x) = x.tiles()
         {
             let results = Results {
                 rows,
@@ -124,12 +124,8 @@ impl PackedMatrix {
                 out,
                 stride: out_stride,
             };
-            let groups = amx::Groups {
-                dequantize,
-                all,
-                bytes,
-                blocks: self.blocks(),
-            };
+            let all = self.groups();
+            let groups = amx::Groups { dequantize, all };
             // SAFETY: the processor has AMX, for which tiles were made; the rest is the caller's.
             return unsafe { amx::products(&groups, x, &results) };
         }
@@ -163,17 +159,6 @@ impl PackedMatrix {
         ROOM.set(room);
     }
 
-    /// Whether products with `x` are AMX's. Row groups that are packed anew for each use are read in order.
-    fn takes_tiles(&self, x: &Q8Activations) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return x.has_tiles() && self.groups().packed().is_some();
-        #[cfg(not(target_arch = "x86_64"))]
-        {
-            let _ = x;
-            false
-        }
-    }
-
     /// Tokens of so many parts that are multiplied with one row group after another.
     fn tokens_at_a_time(&self, parts: usize) -> usize {
         (TOKEN_BYTES / (self.blocks() * parts * size_of::<Q8Block>())).max(8) / 8 * 8
@@ -189,7 +174,7 @@ impl PackedMatrix {
             #[cfg(not(target_arch = "x86_64"))]
             tables: false,
             wide: x.grain().is_wide(),
-            tiles: self.takes_tiles(x),
+            tiles: x.has_tiles(),
         };
         registry::select(&self.format, level, tokens)
     }

@@ -168,6 +168,7 @@ impl PackedMatrix {
     pub(super) fn groups(&self) -> RowGroups<'_> {
         RowGroups {
             rows: self.rows,
+            blocks: self.blocks(),
             size: Layout::of(&self.format).group(self.blocks()),
             held: match (&self.store, &self.format) {
                 (Store::InPlace(blocks), Format::Block(format)) => Held::Rows(blocks, format),
@@ -185,6 +186,8 @@ impl PackedMatrix {
 /// The row groups of a matrix.
 pub(super) struct RowGroups<'a> {
     rows: usize,
+    /// 32-wide blocks of a row.
+    blocks: usize,
     /// Bytes of a group.
     size: usize,
     held: Held<'a>,
@@ -199,12 +202,41 @@ enum Held<'a> {
 }
 
 impl<'a> RowGroups<'a> {
-    /// All groups and the bytes of one, where they lie one behind the other.
+    /// Some blocks of group `index`, which begin and end with a chunk or the row, and where these are in the bytes: all
+    /// of it, or these blocks packed into `room` where they lie in rows.
     #[cfg(target_arch = "x86_64")]
-    pub fn packed(&self) -> Option<(&'a [u8], usize)> {
+    pub fn part<'b>(
+        &self,
+        index: usize,
+        blocks: &Range<usize>,
+        room: &'b mut Vec<Line>,
+    ) -> (&'b [u8], Range<usize>)
+    where
+        'a: 'b,
+    {
         match self.held {
-            Held::Packed(bytes) => Some((bytes, self.size)),
-            Held::Rows(..) => None,
+            Held::Packed(_) => (self.get(index, room), blocks.clone()),
+            Held::Rows(rows, format) => {
+                let of_row = of_row(format, blocks);
+                let size = Layout::of_blocks(format).group(blocks.len());
+                (
+                    self.pack(index, rows, format, of_row, size, room),
+                    0..blocks.len(),
+                )
+            }
+        }
+    }
+
+    /// About the bytes that some blocks of group `index` have, or those of its first row where blocks lie in rows.
+    #[cfg(target_arch = "x86_64")]
+    pub fn bytes(&self, index: usize, blocks: &Range<usize>) -> &'a [u8] {
+        match self.held {
+            Held::Packed(groups) => {
+                let block = self.size / self.blocks;
+                let first = index * self.size;
+                &groups[first + blocks.start * block..first + blocks.end * block]
+            }
+            Held::Rows(rows, format) => &rows.row(index * ROW_GROUP)[of_row(format, blocks)],
         }
     }
 
@@ -214,22 +246,43 @@ impl<'a> RowGroups<'a> {
     where
         'a: 'b,
     {
-        let (blocks, format) = match self.held {
-            Held::Packed(groups) => return &groups[index * self.size..][..self.size],
-            Held::Rows(blocks, format) => (blocks, format),
-        };
+        match self.held {
+            Held::Packed(groups) => &groups[index * self.size..][..self.size],
+            Held::Rows(rows, format) => {
+                let of_row = of_row(format, &(0..self.blocks));
+                self.pack(index, rows, format, of_row, self.size, room)
+            }
+        }
+    }
+
+    /// Packs the bytes `of_row` of each row of group `index`, `size` bytes when packed.
+    fn pack<'b>(
+        &self,
+        index: usize,
+        blocks: &InPlace,
+        format: &BlockFormat,
+        of_row: Range<usize>,
+        size: usize,
+        room: &'b mut Vec<Line>,
+    ) -> &'b [u8] {
         let first = index * ROW_GROUP;
         let count = ROW_GROUP.min(self.rows - first);
         if count < ROW_GROUP {
             // The rows that are missing would leave what another group had there.
             room.clear();
         }
-        room.resize(self.size / 64, Line::ZERO);
-        let rows = (first..first + count).map(|row| blocks.row(row));
+        room.resize(size / 64, Line::ZERO);
+        let rows = (first..first + count).map(|row| &blocks.row(row)[of_row.clone()]);
         let group = bytes_mut(room);
         repack::rows(format, rows, 0, group);
         group
     }
+}
+
+/// The bytes that some 32-wide blocks have in a row of GGUF blocks.
+fn of_row(format: &BlockFormat, blocks: &Range<usize>) -> Range<usize> {
+    let each = format.values / 32;
+    blocks.start / each * format.bytes..blocks.end.div_ceil(each) * format.bytes
 }
 
 /// Puts a [`PackedMatrix`] together from the rows of several tensors, such as q, k and v, without

@@ -6,7 +6,7 @@
 //! llama.cpp's repacked formats (`q4_0_8x8`); 16 rows, one layout for all formats and an f32 scale
 //! for every 32 activations (128 for ternary weights) are particular to this one. `layout.rs` has the bytes.
 //!
-//! AMX multiplies tiles of bf16, which both operands are dequantized to (`x86/amx.rs`).
+//! AMX multiplies tiles of bf16, which weights are dequantized to (`x86/amx.rs`).
 //!
 //! [`Q8Activations`] are made once for each step and serve every matrix that reads the same input.
 

@@ -165,7 +165,6 @@ fn quantize(
     if op.weights.iter().any(looks_up) {
         quantized.prepare_look_ups(level);
     }
-    quantized.prepare_tiles(level);
     Ok(())
 }
 

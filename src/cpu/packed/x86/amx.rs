@@ -1,22 +1,25 @@
 //! Many tokens in AMX's tiles, both operands in bf16.
 //!
-//! A tile of bf16 takes 32 columns: one block. So a token's block, dequantized, is a row of a tile, and a row group's
-//! block is a tile. Sums stay in tiles over all of k, as no scale is left to apply. (With tiles of int8 they would have
-//! to leave them after each block, which costs more than the products.) Rounding a weight and an activation to bf16
-//! changes each by at most 2^-9 of itself; what the activations' 8 bits have lost is several times as much. Activations
-//! of 16 bits, and the weights for them, are the sum of two numbers in bf16 each (2^-18), and a product is three of tiles:
-//! the method of Henry, Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-//! Computations", 2019).
+//! A tile of bf16 takes 32 columns: one block. So 32 values of a token are a row of a tile, and a row group's block,
+//! dequantized, is a tile. Sums stay in tiles over all of k, as no scale is left to apply. (With tiles of int8 they would
+//! have to leave them after each block, which costs more than the products.) Rounding to bf16 changes a weight or a value by
+//! at most 2^-9 of itself, which is a fraction of what 8 bits for a block of activations lose. Where these have 16 bits,
+//! they and the weights are the sum of two numbers in bf16 each (2^-18), and a product is three of tiles: the method of
+//! Henry, Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations",
+//! 2019).
 
 use super::super::kernel::{Codes, Dequantize, Isa, Kernels, Scales};
 use super::super::layout::ROW_GROUP;
-use super::super::q8::{FINER, Q8Block};
+use super::super::matrix::RowGroups;
+use super::super::q8::Q8Block;
+use super::super::store::Line;
 use super::avx512::{self, Avx512};
 use crate::cpu::amx::product::{self, Results, Weights};
-use crate::cpu::amx::tokens::TokenTiles;
+use crate::cpu::amx::tokens::{TokenRows, TokenTiles};
 use crate::cpu::amx::{ROWS, STEP, Tile};
 use crate::cpu::simd::prefetch;
 use std::arch::x86_64::*;
+use std::cell::RefCell;
 use std::mem::transmute;
 use std::ops::Range;
 
@@ -133,76 +136,49 @@ fn value<C: Codes>(codes: __m512i, byte: usize, [scale, offset]: [__m512; 2]) ->
     _mm512_fmadd_ps(_mm512_castsi512_ps(bits), scale, offset)
 }
 
-/// Fills `tiles` with `m` tokens of `parts` parts, whose rows of blocks lie one behind the other.
+/// Writes a token's values into the rows of its parts. A block whose values are not all finite, which shows in its
+/// scale, is NaN.
 ///
 /// # Safety
-/// The processor has AVX-512 with bf16.
-pub(in super::super) unsafe fn fill(
-    tiles: &mut TokenTiles,
-    all: &[Q8Block],
-    (m, parts): (usize, usize),
+/// The processor has AVX-512 with bf16; nobody else has this token's rows, which are of as many blocks.
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(in super::super) unsafe fn write_token(
+    x: &[f32],
+    blocks: &[Q8Block],
+    (token, parts): (usize, usize),
+    rows: &TokenRows<'_>,
 ) {
-    let blocks = all.len() / (m * parts).max(1);
-    let grain = TASK.div_ceil(blocks.max(1));
-    let shape = (m, STEP * blocks, parts);
-    tiles.fill(shape, grain, |token, steps, row, tiles| {
-        let of_part = |part: usize| &all[(token * parts + part) * blocks..][steps.clone()];
-        // SAFETY: the caller's.
-        unsafe {
-            match parts {
-                1 => dequantize_token([of_part(0)], row, tiles),
-                _ => dequantize_token([of_part(0), of_part(1)], row, tiles),
-            }
-        }
-    });
-}
-
-/// Blocks that outweigh the hand-over of a task.
-const TASK: usize = 1024;
-
-/// Dequantizes a token's blocks of P parts into the rows of tiles: row `row` of P tiles for each.
-///
-/// # Safety
-/// The processor has AVX-512 with bf16.
-#[target_feature(enable = "avx512f,avx512bf16,fma")]
-unsafe fn dequantize_token<const P: usize>(
-    blocks: [&[Q8Block]; P],
-    row: usize,
-    tiles: &mut [Tile],
-) {
-    for (i, tiles) in tiles.chunks_exact_mut(P).enumerate() {
-        let blocks = blocks.map(|blocks| &blocks[i]);
-        let d = _mm512_set1_ps(blocks[P - 1].d);
-        let mut rest = [0, 16].map(|at| {
-            let codes = blocks.map(|block| {
-                // SAFETY: 16 codes from either place on are there.
-                let codes = unsafe { _mm_loadu_si128(block.q.as_ptr().add(at).cast()) };
-                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))
-            });
-            let finer = _mm512_set1_ps(FINER as f32);
-            let all = codes.into_iter();
-            let all = all.reduce(|coarse, fine| _mm512_fmadd_ps(coarse, finer, fine));
-            _mm512_mul_ps(all.unwrap_or_else(|| _mm512_setzero_ps()), d)
+    for (step, (x, block)) in x.as_chunks::<STEP>().0.iter().zip(blocks).enumerate() {
+        // Zero or NaN.
+        let spoiled = _mm512_set1_ps(0. * block.d);
+        let mut rest = [0, ROWS].map(|at| {
+            // SAFETY: 16 values from either place on are there.
+            _mm512_add_ps(unsafe { _mm512_loadu_ps(x.as_ptr().add(at)) }, spoiled)
         });
-        for tile in tiles {
+        for part in 0..parts {
             let both = part_of(&mut rest);
-            // SAFETY: a row of a tile has 64 bytes.
-            unsafe { _mm512_store_si512((&raw mut tile[row]).cast(), both) };
+            // SAFETY: the caller's; a row of a tile has 64 bytes.
+            unsafe {
+                let row = &raw mut *rows.row(token, step, part);
+                _mm512_store_si512(row.cast(), both);
+            }
         }
     }
 }
 
-/// The row groups of a matrix, `bytes` apart, and how they become as many parts as tokens have.
+/// The row groups of a matrix, and how they become as many parts as tokens have.
 pub(in super::super) struct Groups<'a> {
     pub dequantize: Dequantize,
-    pub all: &'a [u8],
-    pub bytes: usize,
-    /// Blocks of a row.
-    pub blocks: usize,
+    pub all: RowGroups<'a>,
 }
 
 /// The same, of which P parts are made.
 struct InParts<'a, const P: usize>(&'a Groups<'a>);
+
+thread_local! {
+    /// Blocks of the row group in hand, of a matrix that is not packed.
+    static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
 
 impl<const P: usize> Weights for InParts<'_, P> {
     const PARTS: usize = P;
@@ -213,23 +189,21 @@ impl<const P: usize> Weights for InParts<'_, P> {
         steps: &Range<usize>,
         out: &mut [[Tile; 2]],
     ) -> bool {
-        let groups = self.0;
+        let mut room = ROOM.take();
         for (which, row) in rows.clone().step_by(ROW_GROUP).enumerate() {
-            let group = groups.all[row / ROW_GROUP * groups.bytes..].as_ptr();
+            let (group, steps) = self.0.all.part(row / ROW_GROUP, steps, &mut room);
             // SAFETY: the caller's; rows begin with a group's first, and a step is a block.
-            unsafe { (groups.dequantize)(group, steps.clone(), out, which) };
+            unsafe { (self.0.dequantize)(group.as_ptr(), steps, out, which) };
         }
+        ROOM.set(room);
         true
     }
 
     /// Runs of blocks are too short for the hardware's prefetching.
     fn request(&self, rows: &Range<usize>, steps: &Range<usize>) {
-        let groups = self.0;
-        let block = groups.bytes / groups.blocks;
         for row in rows.clone().step_by(ROW_GROUP) {
-            let first = row / ROW_GROUP * groups.bytes;
-            for line in (first + steps.start * block..first + steps.end * block).step_by(64) {
-                prefetch::<2, _>(groups.all.as_ptr().wrapping_add(line));
+            for line in self.0.all.bytes(row / ROW_GROUP, steps).chunks(64) {
+                prefetch::<2, _>(line.as_ptr());
             }
         }
     }
@@ -280,14 +254,30 @@ mod tests {
         blocks.into_iter().chain(schemes).collect()
     }
 
+    /// Quantizes tokens, whatever their number, and puts them into tiles.
+    fn fill(x: &mut Q8Activations, values: &[f32], (m, k): (usize, usize), grain: Grain) {
+        x.refill_by(Level::Scalar, values, (m, k), grain).unwrap();
+        let rows = x.rows(true);
+        for (t, values) in values.chunks_exact(k).enumerate() {
+            // SAFETY: no other row is in use.
+            unsafe { rows.row(t) }
+                .quantize(simd::best(), values)
+                .unwrap();
+        }
+    }
+
+    fn in_tiles(values: &[f32], shape: (usize, usize), grain: Grain) -> Q8Activations {
+        let mut x = Q8Activations::default();
+        fill(&mut x, values, shape, grain);
+        x
+    }
+
     fn run(
         matrix: &PackedMatrix,
-        x: &mut Q8Activations,
+        x: &Q8Activations,
         rows: Range<usize>,
         tokens: Range<usize>,
     ) -> Vec<f32> {
-        // SAFETY: the callers have looked for the instructions.
-        unsafe { x.make_tiles() };
         let case = Tokens {
             count: tokens.len(),
             only: false,
@@ -300,16 +290,11 @@ mod tests {
         let Run::Amx(dequantize) = kernel.run else {
             panic!("{matrix:?} has {}", kernel.name);
         };
-        let (all, bytes) = matrix.groups().packed().unwrap();
         let stride = rows.len() + 3;
         let mut out = vec![f32::NAN; tokens.len() * stride];
         let size = rows.len();
-        let groups = Groups {
-            dequantize,
-            all,
-            bytes,
-            blocks: matrix.blocks(),
-        };
+        let all = matrix.groups();
+        let groups = Groups { dequantize, all };
         let results = Results {
             rows,
             tokens,
@@ -339,29 +324,25 @@ mod tests {
         let (rows, cols, m) = (70, 1280, 50);
         for matrix in matrices(rows, cols) {
             let mut rng = StdRng::seed_from_u64(48);
-            for (whole, fine) in [(false, false), (true, false), (false, true)] {
+            for fine in [false, true] {
                 let grain = Grain {
-                    wide: false,
-                    whole,
                     fine,
+                    ..Grain::default()
                 };
                 // By the mean squares it is far less than by the sum of magnitudes.
                 let most: f64 = if fine { 1e-5 } else { 3e-3 };
-                let mut x = Q8Activations::default();
                 let values = normals(&mut rng, m * cols);
-                x.refill_by(simd::best(), &values, (m, cols), grain)
-                    .unwrap();
+                let x = in_tiles(&values, (m, cols), grain);
                 // All of it, and a part that begins and ends within tiles.
                 for (some, tokens) in [(0..rows, 0..m), (16..39, 5..38)] {
-                    let out = run(&matrix, &mut x, some.clone(), tokens.clone());
-                    let (mut w, mut token) = (vec![0.; cols], vec![0.; cols]);
-                    let (mut errors, mut values) = (0., 0.);
+                    let out = run(&matrix, &x, some.clone(), tokens.clone());
+                    let mut w = vec![0.; cols];
+                    let (mut errors, mut squares) = (0., 0.);
                     for (at, got) in out.into_iter().enumerate() {
                         let t = tokens.start + at / some.len();
                         let row = some.start + at % some.len();
                         matrix.dequantize_row(row, &mut w).unwrap();
-                        x.dequantize_row(t, &mut token).unwrap();
-                        let terms = w.iter().zip(&token);
+                        let terms = w.iter().zip(&values[t * cols..]);
                         let terms = terms.map(|(w, x)| f64::from(*w) * f64::from(*x));
                         let (exact, size) = terms.fold((0., 0.), |(s, a), t| (s + t, a + t.abs()));
                         let error = (f64::from(got) - exact).abs();
@@ -370,9 +351,9 @@ mod tests {
                             error <= size * (1. / 256. + 1e-5),
                             "{matrix:?} at {t}, {row}: {got} for {exact}"
                         );
-                        (errors, values) = (errors + error * error, values + exact * exact);
+                        (errors, squares) = (errors + error * error, squares + exact * exact);
                     }
-                    let error = (errors / values).sqrt();
+                    let error = (errors / squares).sqrt();
                     assert!(error <= most, "{matrix:?}, {grain:?}: {error}");
                 }
             }
@@ -387,8 +368,8 @@ mod tests {
         let matrix = &matrices(32, 768)[0];
         let mut values = normals(&mut StdRng::seed_from_u64(49), 40 * 768);
         values[3 * 768 + 5] = f32::INFINITY;
-        let mut x = Q8Activations::quantize(simd::best(), &values, 40, 768).unwrap();
-        for (at, got) in run(matrix, &mut x, 0..32, 0..40).into_iter().enumerate() {
+        let x = in_tiles(&values, (40, 768), Grain::default());
+        for (at, got) in run(matrix, &x, 0..32, 0..40).into_iter().enumerate() {
             assert_eq!(got.is_nan(), at / 32 == 3, "{at}");
         }
     }
@@ -400,11 +381,12 @@ mod tests {
         }
         let matrix = &matrices(16, 256)[0];
         let [ones, twos] = [1f32, 2.].map(|v| vec![v; 33 * 256]);
-        let mut x = Q8Activations::quantize(simd::best(), &ones, 33, 256).unwrap();
-        let before = run(matrix, &mut x, 0..16, 0..33);
-        x.refill(simd::best(), &twos[..20 * 256], 20, 256).unwrap();
+        let mut x = in_tiles(&ones, (33, 256), Grain::default());
+        let before = run(matrix, &x, 0..16, 0..33);
+        fill(&mut x, &twos[..20 * 256], (20, 256), Grain::default());
+        let after = run(matrix, &x, 0..16, 0..20);
+        x.reset(20, 256).unwrap();
         assert!(x.tiles().is_none());
-        let after = run(matrix, &mut x, 0..16, 0..20);
         assert!(
             before
                 .iter()
