@@ -38,9 +38,8 @@ impl PackedMatrix {
     /// the given rows and tokens, on the calling thread.
     ///
     /// The dot product of each 32 (Q2_K, Q3_K and Q6_K: 16) codes is exact; these are added up in f32 along k, so
-    /// that levels differ by roundings of f32 only. In AMX's tiles weights and
-    /// activations are rounded to bf16, each by at most 2^-9 of itself, and summed in f32. A `level` that the processor does not have gives
-    /// its best instead.
+    /// that levels differ by roundings of f32 only. AMX takes weights and many tokens in bf16 instead, in one part or two
+    /// ([`Q8Activations`]), with sums in f32. A `level` that the processor does not have gives its best instead.
     ///
     /// # Errors
     /// If `rows` does not start on a multiple of [`ROW_GROUP`] or reaches past the matrix, `tokens`
