@@ -23,7 +23,7 @@ use candle_core::{Result, Tensor};
 /// two parts of 8. The method is that of ggml's `Q8_1` activations; the row-interleaved weight layout follows its
 /// repacked kernels in idea. With AMX, bf16 takes the place of 8 bits for 32 rows and more: inputs and dequantized weights
 /// are off by 2^-9 of themselves at most, and sums are in f32. Two numbers in bf16 for each take the place of 16 bits for
-/// 48 rows and more (after Henry, Tang and Heinecke 2019).
+/// 48 rows and more (after Henry, Tang and Heinecke 2019), but not that of the 8 bits of `PerToken8`.
 ///
 /// On CUDA, up to 8 rows of x are taken as two bf16 parts each, 16 bits in all, and multiplied with
 /// the codes in f32 (2^-17 of each input); more rows and the weights are rounded to bf16 (to f16

@@ -10,8 +10,8 @@ use std::str::FromStr;
 /// On the CPU, x is quantized in blocks of 32 values (128 for ternary weights). 8 bits are off by at most half a
 /// step of `max|x| / 127`, 16 bits by a 256th of that step, and cost 1.5 to 1.9 times as much where arithmetic
 /// bounds the product (many rows), and little where reading the weights does (one row). With AMX, bf16
-/// takes the place of 8 bits for many rows, and two numbers in bf16 that of 16, for x and weights alike. On CUDA, every kernel
-/// takes at least the bits of bf16, except that [`Auto`](Self::Auto) and [`Bits8`](Self::Bits8) let INT8 weights meet
+/// takes the place of 8 bits for many rows, and two numbers in bf16 that of 16, for x and weights alike
+/// ([`PerToken8`](Self::PerToken8) excepted). On CUDA, every kernel takes at least the bits of bf16, except that [`Auto`](Self::Auto) and [`Bits8`](Self::Bits8) let INT8 weights meet
 /// x in int8 from 64 rows on ([`quant_linear`](fn@crate::ops::quant_linear)), and that `Bits8` lets FP8 weights on Hopper
 /// meet x in e4m3 floats from there on, with a scale for each 128 values of a row.
 ///

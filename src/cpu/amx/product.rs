@@ -46,7 +46,7 @@ pub(in crate::cpu) struct Results {
 }
 
 thread_local! {
-    /// The weights in hand: two tiles for each step.
+    /// The weights in hand: two tiles for each step and part.
     static IN_HAND: RefCell<Vec<[Tile; 2]>> = const { RefCell::new(Vec::new()) };
 }
 

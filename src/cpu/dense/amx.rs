@@ -25,6 +25,9 @@ pub(super) const TOKENS: usize = 256;
 /// Tokens in bf16 that are multiplied at a time: 1 MB.
 pub(super) const TOKENS_BF16: usize = 512;
 
+/// What a thread keeps of tokens in f32: all of them but for very long rows.
+const KEPT_BYTES: usize = 8 << 20;
+
 thread_local! {
     /// The tokens in hand.
     static SPLIT: RefCell<TokenTiles> = RefCell::default();
@@ -98,7 +101,9 @@ pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
         // SAFETY: the caller's; there are such tokens.
         finite.into_inner() && unsafe { product::products(&w, &x, &results) }
     });
-    SPLIT.set(x);
+    if x.bytes() <= KEPT_BYTES {
+        SPLIT.set(x);
+    }
     done
 }
 

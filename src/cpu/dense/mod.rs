@@ -141,7 +141,8 @@ impl Bf16Tokens {
     }
 }
 
-/// Whether products of `m` tokens in bf16 with weights in bf16 are faster without widening the tokens.
+/// Whether products of `m` tokens in bf16 with weights in bf16 are faster without widening the tokens, of which each
+/// has a value at least.
 pub(crate) fn takes_bf16(level: Level, m: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     return in_tiles::<bf16>(level, m);

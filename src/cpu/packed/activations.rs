@@ -22,8 +22,11 @@ use std::marker::PhantomData;
 ///
 /// The error of a value is at most d / 2 (and a rounding of f32), with [`Grain::fine`] d / 256. A block of zeros, or
 /// of magnitudes below 1e-35, is zero. A block with a NaN or an infinity gets d = NaN, so that every product with that
-/// token is NaN. Of many tokens, where the level has AMX, bf16 takes the place of 8 bits in products, and two numbers in bf16
-/// that of 16 ([`Grain::fine`]): these are off by 2^-9 and 2^-18 of themselves at most. With [`Grain::wide`], d is that of 128 values instead of 32, with [`Grain::whole`] that of the token.
+/// token is NaN. With [`Grain::wide`], d is that of 128 values instead of 32, with [`Grain::whole`] that of the token.
+///
+/// Of many tokens that are quantized at once at a level with AMX, bf16 takes the place of 8 bits in products, and two
+/// numbers in bf16 that of 16 bits: these are off by 2^-9 and 2^-18 of themselves at most. Tokens with one scale
+/// ([`Grain::whole`]) stay whole numbers.
 ///
 /// Two parts of a number in a narrow type, multiplied one after the other into one sum, are the method of Henry,
 /// Tang and Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
@@ -72,8 +75,8 @@ pub struct Q8Activations {
     tiles: (TokenTiles, bool),
 }
 
-/// Whether tokens are put into tiles for AMX, too, which multiplies as many faster than AVX-512. Tokens that have one scale
-/// are whole numbers to a model that was trained so, and stay such numbers.
+/// Whether tokens are put into tiles for AMX, too, which multiplies as many faster than AVX-512. Tokens that have one
+/// scale are whole numbers to a model that was trained so, and stay such numbers.
 fn takes_tiles(level: Level, m: usize, grain: Grain) -> bool {
     #[cfg(target_arch = "x86_64")]
     return level == Level::Amx && !grain.whole && m >= if grain.fine { 48 } else { 32 };

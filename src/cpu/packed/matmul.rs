@@ -39,7 +39,7 @@ impl PackedMatrix {
     ///
     /// The dot product of each 32 (Q2_K, Q3_K and Q6_K: 16) codes is exact; these are added up in f32 along k, so
     /// that levels differ by roundings of f32 only. AMX takes weights and many tokens in bf16 instead, in one part or two
-    /// ([`Q8Activations`]), with sums in f32. A `level` that the processor does not have gives its best instead.
+    /// ([`Q8Activations`]), with sums in f32, unless the tokens were filled by row. A `level` that the processor does not have gives its best instead.
     ///
     /// # Errors
     /// If `rows` does not start on a multiple of [`ROW_GROUP`] or reaches past the matrix, `tokens`

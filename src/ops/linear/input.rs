@@ -95,7 +95,7 @@ impl Input {
         };
         let row = |t: usize, out: &mut [f32]| prologue.widened(&x[t * k..][..k], out);
         let is_packed = |w: &Weight| matches!(w, Weight::Packed(_));
-        self.in_bf16 = stays_bf16::<T>(op, level, m);
+        self.in_bf16 = stays_bf16::<T>(op, level, (m, k));
         if self.in_bf16 && !matches!(op.prologue, Prologue::None) {
             pool::for_rows(grown(&mut self.narrow, m * k), k, GRAIN, |first, rows| {
                 for (i, out) in rows.chunks_exact_mut(k).enumerate() {
@@ -174,9 +174,12 @@ fn unconverted_rows<'a, T: Float>(op: &LinearOp<'_>, x: &'a [T]) -> Option<&'a [
 }
 
 /// Whether rows of `T` are multiplied as they are, in bf16. A norm gives bf16 too.
-fn stays_bf16<T: Float>(op: &LinearOp<'_>, level: Level, m: usize) -> bool {
+fn stays_bf16<T: Float>(op: &LinearOp<'_>, level: Level, (m, k): (usize, usize)) -> bool {
     let is_bf16 = |w: &Weight| matches!(w, Weight::Dense(w) if w.dtype() == DType::BF16);
-    T::DTYPE == DType::BF16 && op.weights.iter().all(is_bf16) && dense::takes_bf16(level, m)
+    k > 0
+        && T::DTYPE == DType::BF16
+        && op.weights.iter().all(is_bf16)
+        && dense::takes_bf16(level, m)
 }
 
 /// What a row of x goes through before the products.
