@@ -132,8 +132,8 @@ impl TileOps for Amx {
     }
 }
 
-/// Whether the processor has tiles with products of bf16 and conversion to bf16, and this process may use them, which is asked of
-/// the kernel here: Linux keeps room for tiles only in processes that have asked, for all their threads.
+/// Whether the processor has tiles with products of bf16 and conversion to bf16, and this process may use them. Linux
+/// reserves memory for tiles only in processes that have requested it, for all their threads; the request is made here.
 ///
 /// The processor must have AVX.
 pub(super) fn available() -> bool {

@@ -14,8 +14,9 @@ pub(in crate::cpu) const WEIGHTS: usize = 2 * ROWS;
 
 /// Where the tiles of weights come from.
 pub(in crate::cpu) trait Weights {
-    /// Numbers in bf16 that a weight is the sum of. Part i of a token is multiplied with part j of a weight where i + j is
-    /// less than the number of the token's parts: what is left out is about as much as the last parts' rounding.
+    /// Numbers in bf16 that a weight is the sum of. Part i of a token is multiplied with part j of a weight where i + j
+    /// is less than the number of the token's parts. The products left out are about as large as the rounding of the last
+    /// parts.
     const PARTS: usize;
 
     /// Makes the two tiles of each part of each of these steps, the parts of a step one behind the other: row i of a tile
@@ -31,8 +32,8 @@ pub(in crate::cpu) trait Weights {
         out: &mut [[Tile; 2]],
     ) -> bool;
 
-    /// Asks for weights that are next, if there are such rows.
-    fn request(&self, rows: &Range<usize>, steps: &Range<usize>);
+    /// Prefetches the weights of rows that come next; the range may be empty.
+    fn prefetch(&self, rows: &Range<usize>, steps: &Range<usize>);
 }
 
 /// The results of some weight rows with some tokens.
@@ -67,10 +68,14 @@ pub(in crate::cpu) unsafe fn products<W: Weights>(w: &W, x: &TokenTiles, to: &Re
         to.rows.clone().step_by(WEIGHTS).all(|row| {
             let end = |row: usize| to.rows.end.min(row + WEIGHTS);
             let rows = row..end(row);
-            w.request(&(rows.end..end(rows.end)), &steps);
+            w.prefetch(&(rows.end..end(rows.end)), &steps);
             // SAFETY: the caller's; there are such rows and steps, and tiles are configured.
             unsafe {
-                w.tiles(&rows, &steps, tiles) && with_all_tokens::<W>(x, to, &rows, &steps, tiles)
+                let usable = w.tiles(&rows, &steps, tiles);
+                if usable {
+                    with_all_tokens::<W>(x, to, &rows, &steps, tiles);
+                }
+                usable
             }
         })
     });
@@ -80,7 +85,7 @@ pub(in crate::cpu) unsafe fn products<W: Weights>(w: &W, x: &TokenTiles, to: &Re
     done
 }
 
-/// Multiplies some rows' tiles of weights with all tokens and adds the products to the results. Always true.
+/// Multiplies some rows' tiles of weights with all tokens and adds the products to the results.
 ///
 /// # Safety
 /// As [`products`], of rows and steps that there are; tiles are configured.
@@ -91,7 +96,7 @@ unsafe fn with_all_tokens<W: Weights>(
     rows: &Range<usize>,
     steps: &Range<usize>,
     weights: &[[Tile; 2]],
-) -> bool {
+) {
     let mut sums = [[Sums::ZEROS; 2]; 2];
     let tiles = to.tokens.start / ROWS..to.tokens.end.div_ceil(ROWS);
     for tile in tiles.clone().step_by(2) {
@@ -119,7 +124,6 @@ unsafe fn with_all_tokens<W: Weights>(
             }
         }
     }
-    true
 }
 
 /// Sums of a token tile and a weight tile.

@@ -113,7 +113,7 @@ impl TokenRows<'_> {
     /// The row that a token has in the tile of a step and part.
     ///
     /// # Safety
-    /// There are such a token, step and part, and while the result lives nobody else has asked for its row.
+    /// `token`, `step` and `part` exist, and no other reference to their row is alive.
     #[expect(clippy::mut_from_ref, reason = "callers keep the rows apart")]
     pub unsafe fn row(&self, token: usize, step: usize, part: usize) -> &mut Row {
         let depth = self.of.depth();

@@ -59,7 +59,7 @@ impl<const FINITE: bool> Weights for Rows<FINITE> {
     }
 
     /// Runs of columns are too short for the hardware's prefetching.
-    fn request(&self, rows: &Range<usize>, steps: &Range<usize>) {
+    fn prefetch(&self, rows: &Range<usize>, steps: &Range<usize>) {
         let columns = columns(self.k, steps);
         for row in rows.clone() {
             let first = self.w.wrapping_add(row * self.k + columns.start);
@@ -120,7 +120,7 @@ pub(super) unsafe fn fill_bf16(tiles: &mut TokenTiles, x: &[bf16], m: usize) {
     });
 }
 
-/// All dot products of `tokens` with `n` rows of weights, which may be anything.
+/// All dot products of `tokens` with `n` weight rows. Weights may be infinite or NaN.
 ///
 /// # Safety
 /// As [`products`], of tokens and columns that `x` has.

@@ -75,8 +75,8 @@ pub struct Q8Activations {
     tiles: (TokenTiles, bool),
 }
 
-/// Whether tokens are put into tiles for AMX, too, which multiplies as many faster than AVX-512. Tokens that have one
-/// scale are whole numbers to a model that was trained so, and stay such numbers.
+/// Whether tokens are put into tiles, too: AMX multiplies this many faster than AVX-512. Tokens with one scale belong to
+/// models that were trained with inputs rounded so, and are multiplied as the whole numbers they are.
 fn takes_tiles(level: Level, m: usize, grain: Grain) -> bool {
     #[cfg(target_arch = "x86_64")]
     return level == Level::Amx && !grain.whole && m >= if grain.fine { 48 } else { 32 };

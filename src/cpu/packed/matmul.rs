@@ -4,11 +4,10 @@ use super::activations::Q8Activations;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::kernel::{Tiles, UNPACKED_BLOCKS, UNPACKED_BYTES};
 use super::layout::ROW_GROUP;
-use super::matrix::PackedMatrix;
+use super::matrix::{PackedMatrix, ROOM};
 use super::q8::Q8Block;
 use super::registry::{self, Kernel, Run, Tokens};
 use super::scalar;
-use super::store::Line;
 #[cfg(target_arch = "x86_64")]
 use super::x86::amx;
 #[cfg(target_arch = "x86_64")]
@@ -16,7 +15,6 @@ use crate::cpu::amx::product::Results;
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
 use candle_core::{Result, bail};
-use std::cell::RefCell;
 use std::ops::Range;
 
 /// Bytes of activations that are multiplied with one row group after another: they should stay in
@@ -27,11 +25,6 @@ const TOKEN_BYTES: usize = 192 * 1024;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[repr(align(64))]
 struct Scratch([u8; UNPACKED_BYTES]);
-
-thread_local! {
-    /// The row group in hand, of a matrix that is not packed.
-    static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-}
 
 impl PackedMatrix {
     /// `out[(t - tokens.start) * out_stride + (r - rows.start)]` = sum over k of W[r, k] x[t, k], for

@@ -8,6 +8,7 @@ use crate::cpu::pool;
 use crate::quant::{self, BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -181,6 +182,11 @@ impl PackedMatrix {
     pub(super) fn group<'a>(&'a self, index: usize, room: &'a mut Vec<Line>) -> &'a [u8] {
         self.groups().get(index, room)
     }
+}
+
+thread_local! {
+    /// The row group in hand, or some of its blocks, of a matrix that is not packed.
+    pub(super) static ROOM: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
 /// The row groups of a matrix.
