@@ -3,8 +3,6 @@
 //! Nothing here knows about tensors: cores take slices, and the ops in [`crate::ops`] check shapes
 //! and layouts before they hand them over.
 
-#[cfg(target_arch = "x86_64")]
-mod amx;
 pub(crate) mod attention;
 pub mod dense;
 pub(crate) mod grid;
@@ -15,4 +13,6 @@ pub mod pool;
 pub(crate) mod quantize;
 pub mod rope;
 pub mod simd;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 pub mod vector;

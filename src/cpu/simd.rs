@@ -1,7 +1,7 @@
 //! Which instruction set the cores use, decided once per process.
 
 #[cfg(target_arch = "x86_64")]
-use super::amx;
+use super::tiles::amx;
 use std::sync::OnceLock;
 
 /// Instruction sets of this architecture that a core may have a path for, in rising order. More may come, so a
@@ -25,7 +25,10 @@ pub enum Level {
     /// AVX-512 F, BW, VL, DQ and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// The same, and AMX with products of bf16 and conversion to bf16, on Linux.
+    /// The same, and products of bf16 and conversion to it.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// The same, and AMX with products of bf16, on Linux.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// NEON, which every aarch64 processor has.
@@ -44,6 +47,8 @@ impl Level {
         Level::Avx2,
         #[cfg(target_arch = "x86_64")]
         Level::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512Bf16,
         #[cfg(target_arch = "x86_64")]
         Level::Amx,
         #[cfg(target_arch = "aarch64")]
@@ -68,11 +73,11 @@ impl Level {
         self.min(best())
     }
 
-    /// This level but for AMX's tiles, which few products use: the rest of that level is AVX-512's.
+    /// This level but for products of bf16, in AMX's tiles or without: the rest of these levels is AVX-512's.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn without_tiles(self) -> Level {
         match self {
-            Level::Amx => Level::Avx512,
+            Level::Avx512Bf16 | Level::Amx => Level::Avx512,
             other => other,
         }
     }
@@ -86,6 +91,8 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
+            Level::Avx512Bf16 => "avx512bf16",
+            #[cfg(target_arch = "x86_64")]
             Level::Amx => "amx",
             #[cfg(target_arch = "aarch64")]
             Level::Neon => "neon",
@@ -96,8 +103,8 @@ impl Level {
 }
 
 /// The level in use: the best that the processor has, or less where the environment variable
-/// `CANDLE_FUSED_SIMD` asks for less (`scalar`; `avx2`, `avx512`, `amx` on x86; `neon`,
-/// `dotprod` on aarch64).
+/// `CANDLE_FUSED_SIMD` asks for less (`scalar`; `avx2`, `avx512`, `avx512bf16`, `amx` on x86;
+/// `neon`, `dotprod` on aarch64).
 ///
 /// ```
 /// use candle_fused::cpu::simd;
@@ -146,8 +153,11 @@ fn detect() -> Level {
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vnni");
+    let bf16 = is_x86_feature_detected!("avx512bf16");
     match (avx2, avx512) {
-        (true, true) if amx::available() => Level::Amx,
+        // Every processor with these tiles has bf16 without them, too, but a hypervisor may hide it.
+        (true, true) if bf16 && amx::available() => Level::Amx,
+        (true, true) if bf16 => Level::Avx512Bf16,
         (true, true) => Level::Avx512,
         (true, false) => Level::Avx2,
         _ => Level::Scalar,

@@ -270,7 +270,7 @@ fn the_trace_names_the_kernel_on_the_cpu() -> Result<()> {
             #[cfg(target_arch = "x86_64")]
             Level::Amx if m >= 48 => "amx_tiles".to_owned(),
             #[cfg(target_arch = "x86_64")]
-            Level::Amx => format!("avx512{form}"),
+            Level::Avx512Bf16 | Level::Amx => format!("avx512{form}"),
             level => format!("{}{form}", level.name()),
         };
         let (call, _) = calls.iter().next().expect("a call");

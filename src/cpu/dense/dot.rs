@@ -40,14 +40,37 @@ impl<T> Operands<T> {
     }
 }
 
-/// All dot products of the operands, in tiles of up to four tokens by `R` weight rows; a weight row
-/// is read from memory once and meets all tokens while it is in the first-level cache.
+/// Floats of tokens, 2 MB, that meet all weights before the next tokens do: cores have about as much of their caches.
+const TOKENS: usize = 512 * 1024;
+
+/// All dot products of the operands, in tiles of up to four tokens by `R` weight rows.
 ///
 /// # Safety
 /// The matrices of `o` are valid for their sizes, `out` for `(m - 1) * out_stride + n` floats that
 /// nothing else touches meanwhile, and the processor has the instruction set of `V`.
 #[inline(always)]
 pub(super) unsafe fn rows<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
+    let most = (TOKENS / o.k.max(1)).max(4).next_multiple_of(4);
+    for first in (0..o.m).step_by(most) {
+        // SAFETY: first < m.
+        let rest = unsafe { o.at(first, 0) };
+        // SAFETY: as the caller's, of fewer tokens.
+        unsafe {
+            all_rows::<V, T, R>(Operands {
+                m: rest.m.min(most),
+                ..rest
+            });
+        }
+    }
+}
+
+/// The same of tokens that stay in a cache: a weight row is read from memory once and meets all of them while it is in
+/// the first-level cache.
+///
+/// # Safety
+/// As [`rows`].
+#[inline(always)]
+unsafe fn all_rows<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
     let mut j = 0;
     while j < o.n {
         // SAFETY: j < n, and each arm covers `step` rows, which are no more than are left.

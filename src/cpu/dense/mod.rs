@@ -3,18 +3,18 @@
 //!
 //! A single token is bound by memory: one stream of weights, asked for a page ahead. A few tokens
 //! share each weight row while it is in the first-level cache. Many tokens are bound by arithmetic and
-//! go to the gemm crate, or with AMX and weights in bf16 to its tiles.
+//! go to the gemm crate. Weights in bf16 are multiplied in tiles where the processor has products of bf16.
 
-#[cfg(target_arch = "x86_64")]
-mod amx;
 mod dot;
 mod many;
-
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::amx::tokens::TokenTiles;
+mod tiles;
+
 use crate::cpu::grid::Costs;
 pub use crate::cpu::grid::TaskGrid;
 use crate::cpu::simd::Level;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::tiles::tokens::TokenTiles;
 use crate::cpu::vector::{Element, Kernel, Vector, dispatch};
 use dot::Operands;
 use half::bf16;
@@ -22,8 +22,17 @@ use half::bf16;
 use std::any::TypeId;
 use std::ops::Range;
 
-/// Tokens from which the gemm crate's packing pays; measured with SmolLM2's shapes on Zen 3.
-const MANY: usize = 48;
+/// Tokens from which the gemm crate's packing pays, between what was measured on Zen 4 (128 and more) and on an Intel
+/// Xeon (about 60).
+const MANY: usize = 96;
+
+/// Tokens from which AMX takes those in f32, which are split into three numbers in bf16.
+#[cfg(target_arch = "x86_64")]
+const SPLIT: usize = 48;
+
+/// Tokens in bf16 from which tiles pay, of which weights are made for 32 tokens at a time.
+#[cfg(target_arch = "x86_64")]
+const TILED: usize = 16;
 
 /// `out[i * out_stride + j] = sum over p of x[i * k + p] * w[j * k + p]`, accumulated in f32.
 ///
@@ -80,7 +89,7 @@ pub fn matmul<T: Element>(
             out_stride,
         };
         // SAFETY: the weights are in bf16; the slices were just checked against the shapes, and the processor has AMX.
-        if unsafe { amx::products(o) } {
+        if unsafe { tiles::products(o) } {
             return;
         }
     }
@@ -104,13 +113,14 @@ impl Bf16Tokens {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: such a level has AVX-512.
         unsafe {
-            amx::fill_bf16(&mut self.tiles, x, m);
+            tiles::fill_bf16(&mut self.tiles, x, m);
         }
     }
 
     /// As [`matmul`], of some of the tokens with weights `[n, k]`.
     pub(crate) fn matmul(
         &self,
+        level: Level,
         tokens: Range<usize>,
         (w, n): (&[bf16], usize),
         out: &mut [f32],
@@ -118,6 +128,7 @@ impl Bf16Tokens {
     ) {
         let (m, k) = self.shape;
         assert!(tokens.end <= m, "tokens {tokens:?} of {m}");
+        assert!(takes_bf16(level, m));
         if tokens.is_empty() || n == 0 {
             return;
         }
@@ -125,11 +136,11 @@ impl Bf16Tokens {
         check((count * k, w.len(), out.len()), (count, n, k), out_stride);
         let out = (out.as_mut_ptr(), out_stride);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the slices were just checked against the shapes, and the tokens' level has AMX.
+        // SAFETY: the slices were just checked against the shapes, and the processor has the level, which takes bf16.
         unsafe {
-            amx::products_bf16(&self.tiles, tokens, w, (n, k), out);
+            tiles::products_bf16(level.supported(), &self.tiles, tokens, w, (n, k), out);
         }
-        let _ = out;
+        let _ = (level, out);
     }
 
     /// Bytes of its memory.
@@ -145,7 +156,7 @@ impl Bf16Tokens {
 /// has a value at least.
 pub(crate) fn takes_bf16(level: Level, m: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return in_tiles::<bf16>(level, m);
+    return m >= TILED && level.supported() >= Level::Avx512Bf16;
     #[cfg(not(target_arch = "x86_64"))]
     {
         let _ = (level, m);
@@ -206,8 +217,8 @@ const TILES: Costs = Costs {
     row: 48,
     task: 8 * WORTH,
     unit: (32, 32),
-    least: MANY + 32,
-    most: (amx::TOKENS, 512),
+    least: SPLIT + 32,
+    most: (tiles::TOKENS, 512),
 };
 
 /// The same of tokens in bf16, which have a third of the products.
@@ -215,8 +226,19 @@ const TILES: Costs = Costs {
 const TILES_BF16: Costs = Costs {
     token: 16,
     row: 100,
-    most: (amx::TOKENS_BF16, 256),
+    least: 64,
+    most: (tiles::TOKENS_BF16, 256),
     ..TILES
+};
+
+/// The same with AVX-512's products of bf16, of which a cycle has a sixteenth.
+#[cfg(target_arch = "x86_64")]
+const VECTORS: Costs = Costs {
+    token: 4,
+    row: 8,
+    task: 2 * WORTH,
+    unit: (16, 32),
+    ..TILES_BF16
 };
 
 /// Multiplications that take about as long as it takes to hand a task over.
@@ -261,18 +283,25 @@ pub(crate) fn task_grid_at(
     threads: usize,
 ) -> TaskGrid {
     #[cfg(target_arch = "x86_64")]
-    if w_bf16 && takes_bf16(level, m) {
-        let costs = if x_bf16 { &TILES_BF16 } else { &TILES };
-        return TaskGrid::balanced(costs, (m, n, k), threads);
+    {
+        let costs = match level.supported() {
+            Level::Amx if x_bf16 => Some(&TILES_BF16),
+            Level::Amx if w_bf16 && in_tiles::<bf16>(level, m) => Some(&TILES),
+            _ if x_bf16 => Some(&VECTORS),
+            _ => None,
+        };
+        if let Some(costs) = costs {
+            return TaskGrid::balanced(costs, (m, n, k), threads);
+        }
     }
     let _ = (level, x_bf16, w_bf16);
     task_grid(m, n, k, threads)
 }
 
-/// Whether products of `m` tokens with weights of type `T` go to AMX's tiles.
+/// Whether products of `m` tokens in f32 with weights of type `T` go to AMX's tiles.
 #[cfg(target_arch = "x86_64")]
 fn in_tiles<T: Element>(level: Level, m: usize) -> bool {
-    m >= MANY && level.supported() == Level::Amx && TypeId::of::<T>() == TypeId::of::<bf16>()
+    m >= SPLIT && level.supported() == Level::Amx && TypeId::of::<T>() == TypeId::of::<bf16>()
 }
 
 #[cfg(test)]

@@ -8,10 +8,10 @@ use super::x86::amx;
 use super::x86::rounding as levels;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{ternary::TableLine, ternary_avx2};
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::amx::tokens::{TokenRows, TokenTiles};
 use crate::cpu::pool;
 use crate::cpu::simd::Level;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::tiles::tokens::{TokenRows, TokenTiles};
 use candle_core::{Result, bail};
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -395,7 +395,9 @@ impl Q8Row<'_> {
         match level {
             // SAFETY: the caller made sure that the processor has this level.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Amx => unsafe { levels::avx512(x, self.blocks, self.grain) },
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
+                levels::avx512(x, self.blocks, self.grain)
+            },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => unsafe { levels::avx2(x, self.blocks, self.grain) },

@@ -3,9 +3,9 @@
 
 use super::layout::{Layout, ROW_GROUP};
 use super::q8::Q8Block;
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::amx::Tile as AmxTile;
 use crate::cpu::simd::prefetch;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::tiles::Tile as AmxTile;
 use std::marker::PhantomData;
 use std::ops::Range;
 

@@ -205,7 +205,7 @@ fn of<C: Codes + 'static, S: Scales + 'static>(level: Level) -> Option<&'static 
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => Some(avx2::kernels::<C, S>()),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => Some(avx512::kernels::<C, S>()),
+        Level::Avx512 | Level::Avx512Bf16 => Some(avx512::kernels::<C, S>()),
         #[cfg(target_arch = "x86_64")]
         Level::Amx => Some(amx::kernels::<C, S>()),
         #[cfg(target_arch = "aarch64")]

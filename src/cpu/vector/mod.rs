@@ -307,7 +307,7 @@ pub unsafe fn dispatch<K: Kernel>(level: Level, kernel: K) -> K::Output {
         Level::Avx2 => unsafe { x86::run_avx2(kernel) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `best()` has detected what the function enables.
-        Level::Avx512 | Level::Amx => unsafe { x86::run_avx512(kernel) },
+        Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe { x86::run_avx512(kernel) },
         #[cfg(target_arch = "aarch64")]
         // SAFETY: NEON belongs to the architecture.
         Level::Neon | Level::Dotprod => unsafe { kernel.run::<aarch64::Neon>() },

@@ -149,7 +149,7 @@ impl Product<'_> {
                 Rows::F32(_) => self.dense(w, rows, tokens, out, stride),
                 Rows::Bf16(x) => {
                     let w = &w[rows.start * self.k..rows.end * self.k];
-                    x.matmul(tokens, (w, rows.len()), out, stride);
+                    x.matmul(self.level, tokens, (w, rows.len()), out, stride);
                 }
             },
             Values::Packed(w) => self.packed(w, rows, tokens, out, stride),

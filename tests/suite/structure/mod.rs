@@ -48,7 +48,7 @@ fn is_outside(name: &str) -> bool {
     let tests = [
         "tests.rs",
         "src/cpu/packed/wide.rs",
-        "src/cpu/amx/emulated.rs",
+        "src/cpu/tiles/emulated.rs",
     ];
     let is_test = tests.iter().any(|end| name.ends_with(end));
     // Of the build script, and taken in by `include!`.

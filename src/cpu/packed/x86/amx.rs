@@ -13,10 +13,10 @@ use super::super::layout::ROW_GROUP;
 use super::super::matrix::{ROOM, RowGroups};
 use super::super::q8::Q8Block;
 use super::avx512::{self, Avx512};
-use crate::cpu::amx::product::{self, Results, Weights};
-use crate::cpu::amx::tokens::{TokenRows, TokenTiles};
-use crate::cpu::amx::{ROWS, STEP, Tile};
 use crate::cpu::simd::prefetch;
+use crate::cpu::tiles::product::{self, Results, Weights};
+use crate::cpu::tiles::tokens::{TokenRows, TokenTiles};
+use crate::cpu::tiles::{ROWS, STEP, Tile, Tiles};
 use std::arch::x86_64::*;
 use std::mem::transmute;
 use std::ops::Range;
@@ -199,14 +199,14 @@ impl<const P: usize> Weights for InParts<'_, P> {
 /// The products of a matrix's rows, from a group's first on, with tokens of as many blocks.
 ///
 /// # Safety
-/// The processor has AVX-512 with bf16, and AMX as [`crate::cpu::amx::Tiles`] need it; the groups are of the format of
+/// The processor has AVX-512 with bf16, and AMX as [`Tiles`] need it; the groups are of the format of
 /// `dequantize`; there are such rows and tokens, and their results' places are writable.
 pub(in super::super) unsafe fn products(w: &Groups<'_>, x: &TokenTiles, to: &Results) {
     // SAFETY: the caller's.
     unsafe {
         match x.parts() {
-            1 => product::products(&InParts::<1>(w), x, to),
-            _ => product::products(&InParts::<2>(w), x, to),
+            1 => product::products::<Tiles, _>(&InParts::<1>(w), x, to),
+            _ => product::products::<Tiles, _>(&InParts::<2>(w), x, to),
         };
     }
 }
@@ -214,7 +214,6 @@ pub(in super::super) unsafe fn products(w: &Groups<'_>, x: &TokenTiles, to: &Res
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::amx::Tiles;
     use crate::cpu::packed::registry::{self, Run, Tokens};
     use crate::cpu::packed::scheme_tests::schemes;
     use crate::cpu::packed::tests::{normals, quantized};
@@ -226,7 +225,7 @@ mod tests {
 
     /// Whether the kernels can run here, on emulated tiles at least.
     fn can_run() -> bool {
-        simd::best() >= Level::Avx512 && is_x86_feature_detected!("avx512bf16")
+        simd::best() >= Level::Avx512Bf16
     }
 
     /// Of every format, and of those of GGUF in place, too.

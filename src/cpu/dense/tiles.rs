@@ -1,15 +1,16 @@
-//! Products of many tokens with weights in bf16, in AMX's tiles.
+//! Products with weights in bf16, in tiles.
 //!
-//! A token in f32 is the sum of three numbers in bf16, 24 bits in all, so that each product is three of tiles with f32
+//! With AMX a token in f32 is the sum of three numbers in bf16, 24 bits in all, so that each product is three of tiles with f32
 //! sums: as exact as f32, at 170 multiplications a cycle where AVX-512 has 32. The method is that of Henry, Tang and
 //! Heinecke ("Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019). A
 //! token in bf16 is one part.
 
 use super::dot::Operands;
-use crate::cpu::amx::product::{self, Results, WEIGHTS, Weights};
-use crate::cpu::amx::tokens::{TokenRows, TokenTiles};
-use crate::cpu::amx::{ROWS, STEP, Tile};
-use crate::cpu::simd::prefetch;
+use crate::cpu::simd::{Level, prefetch};
+use crate::cpu::tiles::product::{self, Results, WEIGHTS, Weights};
+use crate::cpu::tiles::tokens::{TokenRows, TokenTiles};
+use crate::cpu::tiles::vectors::Vectors;
+use crate::cpu::tiles::{ROWS, STEP, Tile, Tiles};
 use half::bf16;
 use std::arch::x86_64::*;
 use std::cell::RefCell;
@@ -74,7 +75,7 @@ impl<const FINITE: bool> Weights for Rows<FINITE> {
 /// zero part of a token would make an infinite weight NaN.
 ///
 /// # Safety
-/// As [`dot::rows`](super::dot::rows); the processor has AVX-512, and AMX as [`crate::cpu::amx::Tiles`] need it.
+/// As [`dot::rows`](super::dot::rows); the processor has AVX-512, and AMX as [`Tiles`] need it.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
     let k = o.k;
@@ -99,7 +100,7 @@ pub(super) unsafe fn products(o: Operands<bf16>) -> bool {
             stride: o.out_stride,
         };
         // SAFETY: the caller's; there are such tokens.
-        finite.into_inner() && unsafe { product::products(&w, &x, &results) }
+        finite.into_inner() && unsafe { product::products::<Tiles, _>(&w, &x, &results) }
     });
     if x.bytes() <= KEPT_BYTES {
         SPLIT.set(x);
@@ -120,12 +121,13 @@ pub(super) unsafe fn fill_bf16(tiles: &mut TokenTiles, x: &[bf16], m: usize) {
     });
 }
 
-/// All dot products of `tokens` with `n` weight rows. Weights may be infinite or NaN.
+/// All dot products of `tokens` with `n` weight rows, in AMX's tiles at its level. Weights may be infinite or NaN.
 ///
 /// # Safety
-/// As [`products`], of tokens and columns that `x` has.
+/// As [`products`], of tokens and columns that `x` has; without AMX the processor has AVX-512's products of bf16.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn products_bf16(
+    level: Level,
     x: &TokenTiles,
     tokens: Range<usize>,
     w: &[bf16],
@@ -141,7 +143,12 @@ pub(super) unsafe fn products_bf16(
         stride,
     };
     // SAFETY: the caller's.
-    unsafe { product::products(&w, x, &results) };
+    unsafe {
+        match level {
+            Level::Amx => product::products::<Tiles, _>(&w, x, &results),
+            _ => product::products::<Vectors, _>(&w, x, &results),
+        }
+    };
 }
 
 /// Splits a token into its parts' rows, with zeros for columns that the last tile lacks; false if a value is not finite.
@@ -293,8 +300,7 @@ fn transposed(r: [__m512i; 16]) -> [__m512i; 16] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::amx::Tiles;
-    use crate::cpu::simd::{self, Level};
+    use crate::cpu::simd;
     use rand::{Rng, SeedableRng, rngs::StdRng};
 
     /// The products, between NaNs that have to stay; none if an operand is not finite.
@@ -332,14 +338,20 @@ mod tests {
         })
     }
 
-    fn of_bf16(x: &[bf16], w: &[bf16], shape: (usize, usize, usize)) -> Vec<f32> {
+    /// The levels whose products of bf16 can run here, AMX's on emulated tiles at least.
+    fn levels() -> impl Iterator<Item = Level> {
+        let vectors = Some(Level::Avx512Bf16).filter(|level| level.supported() == *level);
+        vectors.into_iter().chain([Level::Amx])
+    }
+
+    fn of_bf16(level: Level, x: &[bf16], w: &[bf16], shape: (usize, usize, usize)) -> Vec<f32> {
         let (m, n, k) = shape;
         let all = run(shape, |out| {
             let mut tiles = TokenTiles::default();
             // SAFETY: as above.
             unsafe {
                 fill_bf16(&mut tiles, x, m);
-                products_bf16(&tiles, 0..m, w, (n, k), out);
+                products_bf16(level, &tiles, 0..m, w, (n, k), out);
             }
             true
         });
@@ -360,6 +372,8 @@ mod tests {
         }
         // One value, tiles that are not full on every side, and more than a panel.
         let shapes = [
+            (17, 33, 70),
+            (40, 5, 64),
             (48, 1, 1),
             (49, 33, 31),
             (63, 17, 33),
@@ -373,8 +387,8 @@ mod tests {
             // Tokens in bf16 are one part, and their sums are in another order.
             let narrow: Vec<_> = x.iter().map(|x| bf16::from_f32(*x)).collect();
             let wide: Vec<_> = narrow.iter().map(|x| x.to_f32()).collect();
-            let of_narrow = of_bf16(&narrow, &w, (m, n, k));
-            for (x, out) in [(x, out), (wide, of_narrow)] {
+            let of_narrow = levels().map(|level| (&wide, of_bf16(level, &narrow, &w, (m, n, k))));
+            for (x, out) in of_narrow.chain([(&x, out)]) {
                 for (i, got) in out.into_iter().enumerate() {
                     let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
                     let terms = x.iter().zip(w).map(|(x, w)| f64::from(*x) * w.to_f64());
@@ -404,7 +418,9 @@ mod tests {
                 let (_, w) = operands(50, 20, 70);
                 assert_eq!(of_f32(&x, &w, shape), None);
                 let x: Vec<_> = x.into_iter().map(bf16::from_f32).collect();
-                for (i, y) in of_bf16(&x, &w, shape).into_iter().enumerate() {
+                let all = levels()
+                    .flat_map(|level| of_bf16(level, &x, &w, shape).into_iter().enumerate());
+                for (i, y) in all {
                     assert_eq!(
                         y.is_finite(),
                         i / 20 != at / 70,

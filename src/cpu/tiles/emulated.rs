@@ -1,6 +1,7 @@
 //! Tiles in plain Rust, for unit tests on processors without AMX.
 
-use super::{Amx, Config, ROW_BYTES, ROWS, TileOps};
+use super::amx::{Amx, Config, TileOps};
+use super::{ROW_BYTES, ROWS};
 use crate::cpu::simd::{self, Level};
 use half::bf16;
 use std::cell::RefCell;

@@ -4,7 +4,7 @@
 //! second-level cache: four tiles of sums.
 
 use super::tokens::{DEPTH, TokenTiles};
-use super::{Config, ROW_BYTES, ROWS, Tile, TileOps, Tiles, ZEROS};
+use super::{ROWS, Tile, ZEROS};
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -36,6 +36,34 @@ pub(in crate::cpu) trait Weights {
     fn prefetch(&self, rows: &Range<usize>, steps: &Range<usize>);
 }
 
+/// What multiplies tiles.
+pub(in crate::cpu) trait Multiply {
+    /// Prepares this thread.
+    ///
+    /// # Safety
+    /// The processor has what the implementation needs.
+    unsafe fn begin();
+
+    /// Releases what [`Self::begin`] has taken.
+    ///
+    /// # Safety
+    /// As [`Self::begin`], which this thread has called.
+    unsafe fn end();
+
+    /// The first `count` tokens of two tiles times two tiles of weights, over all steps and parts. A token tile has
+    /// `parts` tiles for each step; the second one may be empty. Sums of other tokens are unspecified.
+    ///
+    /// # Safety
+    /// As [`Self::end`].
+    unsafe fn block<W: Weights>(
+        tokens: [&[Tile]; 2],
+        count: usize,
+        parts: usize,
+        weights: &[[Tile; 2]],
+        sums: &mut [[Sums; 2]; 2],
+    );
+}
+
 /// The results of some weight rows with some tokens.
 pub(in crate::cpu) struct Results {
     pub rows: Range<usize>,
@@ -54,33 +82,36 @@ thread_local! {
 /// Computes results; false, with these unspecified, if the weights say so.
 ///
 /// # Safety
-/// The processor has AVX-512, AMX as [`Tiles`] need it, and what the weights need; there are such rows and tokens, and
-/// their results' places are writable.
+/// The processor has AVX-512 and what `M` and the weights need; there are such rows and tokens, and their results'
+/// places are writable.
 #[target_feature(enable = "avx512f")]
-pub(in crate::cpu) unsafe fn products<W: Weights>(w: &W, x: &TokenTiles, to: &Results) -> bool {
-    const CONFIG: Config = Config::new([(ROWS, ROW_BYTES); 8]);
+pub(in crate::cpu) unsafe fn products<M: Multiply, W: Weights>(
+    w: &W,
+    x: &TokenTiles,
+    to: &Results,
+) -> bool {
     let mut in_hand = IN_HAND.take();
     in_hand.resize(W::PARTS * DEPTH, [ZEROS; 2]);
-    // SAFETY: AMX, by the caller.
-    unsafe { Tiles::configure(&CONFIG) };
+    // SAFETY: the caller's.
+    unsafe { M::begin() };
     let done = x.depths().all(|steps| {
         let tiles = &mut in_hand[..W::PARTS * steps.len()];
         to.rows.clone().step_by(WEIGHTS).all(|row| {
             let end = |row: usize| to.rows.end.min(row + WEIGHTS);
             let rows = row..end(row);
             w.prefetch(&(rows.end..end(rows.end)), &steps);
-            // SAFETY: the caller's; there are such rows and steps, and tiles are configured.
+            // SAFETY: the caller's; there are such rows and steps, and the thread is prepared.
             unsafe {
                 let usable = w.tiles(&rows, &steps, tiles);
                 if usable {
-                    with_all_tokens::<W>(x, to, &rows, &steps, tiles);
+                    with_all_tokens::<M, W>(x, to, &rows, &steps, tiles);
                 }
                 usable
             }
         })
     });
-    // SAFETY: AMX, by the caller.
-    unsafe { Tiles::release() };
+    // SAFETY: the caller's.
+    unsafe { M::end() };
     IN_HAND.set(in_hand);
     done
 }
@@ -88,9 +119,9 @@ pub(in crate::cpu) unsafe fn products<W: Weights>(w: &W, x: &TokenTiles, to: &Re
 /// Multiplies some rows' tiles of weights with all tokens and adds the products to the results.
 ///
 /// # Safety
-/// As [`products`], of rows and steps that there are; tiles are configured.
+/// As [`products`], of rows and steps that there are; the thread is prepared.
 #[target_feature(enable = "avx512f")]
-unsafe fn with_all_tokens<W: Weights>(
+unsafe fn with_all_tokens<M: Multiply, W: Weights>(
     x: &TokenTiles,
     to: &Results,
     rows: &Range<usize>,
@@ -104,8 +135,9 @@ unsafe fn with_all_tokens<W: Weights>(
             true => x.of(tile, steps),
             false => &[],
         });
-        // SAFETY: tiles are configured, and each step has its tiles of tokens and weights.
-        unsafe { block::<Tiles, W>(tokens, x.parts(), weights, &mut sums) };
+        let count = to.tokens.end - tile * ROWS;
+        // SAFETY: the caller's.
+        unsafe { M::block::<W>(tokens, count, x.parts(), weights, &mut sums) };
         for (i, sums) in sums.iter().enumerate() {
             let first = (tile + i) * ROWS;
             let tokens = to.tokens.start.max(first)..to.tokens.end.min(first + ROWS);
@@ -126,56 +158,13 @@ unsafe fn with_all_tokens<W: Weights>(
     }
 }
 
-/// Sums of a token tile and a weight tile.
+/// Sums of a token tile and a weight tile, a row for each token.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Sums([[f32; ROWS]; ROWS]);
+pub(in crate::cpu) struct Sums(pub [[f32; ROWS]; ROWS]);
 
 impl Sums {
     const ZEROS: Self = Self([[0.; ROWS]; ROWS]);
-}
-
-/// One or two tiles of tokens times two tiles of weights, over all steps and parts. A token tile has `parts` tiles for
-/// each step; `second` may be empty.
-///
-/// # Safety
-/// All tiles are configured as whole ones, and `first` has `parts` tiles for each step of `w`, as `second` has if it is
-/// not empty.
-#[inline(always)]
-unsafe fn block<O: TileOps, W: Weights>(
-    [first, second]: [&[Tile]; 2],
-    parts: usize,
-    w: &[[Tile; 2]],
-    sums: &mut [[Sums; 2]; 2],
-) {
-    debug_assert!(first.len() * W::PARTS == parts * w.len());
-    debug_assert!(second.is_empty() || second.len() == first.len());
-    // SAFETY: the caller's; all operands are whole tiles.
-    unsafe {
-        O::zero::<0>();
-        O::zero::<1>();
-        O::zero::<2>();
-        O::zero::<3>();
-        for (i, w) in w.iter().enumerate() {
-            let (step, part_of_w) = (i / W::PARTS, i % W::PARTS);
-            O::load::<6>((&raw const w[0]).cast(), ROW_BYTES);
-            O::load::<7>((&raw const w[1]).cast(), ROW_BYTES);
-            for part in step * parts..(step + 1) * parts - part_of_w {
-                O::load::<4>((&raw const first[part]).cast(), ROW_BYTES);
-                O::dot_bf16::<0, 4, 6>();
-                O::dot_bf16::<1, 4, 7>();
-                if let Some(second) = second.get(part) {
-                    O::load::<5>((&raw const *second).cast(), ROW_BYTES);
-                    O::dot_bf16::<2, 5, 6>();
-                    O::dot_bf16::<3, 5, 7>();
-                }
-            }
-        }
-        O::store::<0>((&raw mut sums[0][0]).cast(), ROW_BYTES);
-        O::store::<1>((&raw mut sums[0][1]).cast(), ROW_BYTES);
-        O::store::<2>((&raw mut sums[1][0]).cast(), ROW_BYTES);
-        O::store::<3>((&raw mut sums[1][1]).cast(), ROW_BYTES);
-    }
 }
 
 /// Adds the first `width` sums of tokens `tokens` of a tile to results at `out`, whose rows are `stride` apart, or

@@ -4,37 +4,10 @@
 //! never touches them: they keep what one block of assembly leaves for the next. A thread configures them, works,
 //! and releases them, as tiles in use cost every context switch 8 KB.
 
-#[cfg(test)]
-mod emulated;
-pub(super) mod product;
-pub(super) mod tokens;
-
+use super::product::{Multiply, Sums, Weights};
+use super::{ROW_BYTES, ROWS, Tile};
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
-
-/// Rows of a whole tile.
-pub(super) const ROWS: usize = 16;
-/// Bytes of a row of a whole tile.
-pub(super) const ROW_BYTES: usize = 64;
-/// Numbers in bf16 of a tile's row: columns of a product that are multiplied at once.
-pub(super) const STEP: usize = ROW_BYTES / size_of::<u16>();
-
-/// A row of a tile.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
-pub(super) struct Row(pub [u16; STEP]);
-
-/// A tile of operands.
-pub(super) type Tile = [Row; ROWS];
-
-/// A tile of zeros.
-pub(super) const ZEROS: Tile = [Row([0; STEP]); ROWS];
-
-/// The tiles that kernels run on: in unit tests on a processor without AMX an emulation.
-#[cfg(not(test))]
-pub(super) type Tiles = Amx;
-#[cfg(test)]
-pub(super) use emulated::Tiles;
 
 /// The shapes of tiles, as `ldtilecfg` reads them.
 #[repr(C, align(64))]
@@ -42,8 +15,8 @@ pub(super) struct Config {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
-    row_bytes: [u16; 16],
-    rows: [u8; 16],
+    pub(super) row_bytes: [u16; 16],
+    pub(super) rows: [u8; 16],
 }
 
 impl Config {
@@ -88,7 +61,7 @@ pub(super) trait TileOps {
 }
 
 /// The instructions.
-pub(super) struct Amx;
+pub(in crate::cpu) struct Amx;
 
 impl TileOps for Amx {
     #[inline(always)]
@@ -132,17 +105,69 @@ impl TileOps for Amx {
     }
 }
 
-/// Whether the processor has tiles with products of bf16 and conversion to bf16, and this process may use them. Linux
+impl<O: TileOps> Multiply for O {
+    #[inline(always)]
+    unsafe fn begin() {
+        const CONFIG: Config = Config::new([(ROWS, ROW_BYTES); 8]);
+        // SAFETY: AMX, by the caller.
+        unsafe { O::configure(&CONFIG) };
+    }
+
+    #[inline(always)]
+    unsafe fn end() {
+        // SAFETY: AMX, by the caller.
+        unsafe { O::release() };
+    }
+
+    #[inline(always)]
+    unsafe fn block<W: Weights>(
+        [first, second]: [&[Tile]; 2],
+        _: usize,
+        parts: usize,
+        weights: &[[Tile; 2]],
+        sums: &mut [[Sums; 2]; 2],
+    ) {
+        debug_assert!(first.len() * W::PARTS == parts * weights.len());
+        debug_assert!(second.is_empty() || second.len() == first.len());
+        // SAFETY: all tiles are configured as whole ones, by `begin`, and all operands are whole tiles.
+        unsafe {
+            O::zero::<0>();
+            O::zero::<1>();
+            O::zero::<2>();
+            O::zero::<3>();
+            for (i, w) in weights.iter().enumerate() {
+                let (step, part_of_w) = (i / W::PARTS, i % W::PARTS);
+                O::load::<6>((&raw const w[0]).cast(), ROW_BYTES);
+                O::load::<7>((&raw const w[1]).cast(), ROW_BYTES);
+                for part in step * parts..(step + 1) * parts - part_of_w {
+                    O::load::<4>((&raw const first[part]).cast(), ROW_BYTES);
+                    O::dot_bf16::<0, 4, 6>();
+                    O::dot_bf16::<1, 4, 7>();
+                    if let Some(second) = second.get(part) {
+                        O::load::<5>((&raw const *second).cast(), ROW_BYTES);
+                        O::dot_bf16::<2, 5, 6>();
+                        O::dot_bf16::<3, 5, 7>();
+                    }
+                }
+            }
+            O::store::<0>((&raw mut sums[0][0]).cast(), ROW_BYTES);
+            O::store::<1>((&raw mut sums[0][1]).cast(), ROW_BYTES);
+            O::store::<2>((&raw mut sums[1][0]).cast(), ROW_BYTES);
+            O::store::<3>((&raw mut sums[1][1]).cast(), ROW_BYTES);
+        }
+    }
+}
+
+/// Whether the processor has tiles with products of bf16, and this process may use them. Linux
 /// reserves memory for tiles only in processes that have requested it, for all their threads; the request is made here.
 ///
 /// The processor must have AVX.
-pub(super) fn available() -> bool {
+pub(in crate::cpu) fn available() -> bool {
     /// AMX-BF16 and AMX-TILE in EDX of leaf 7.
     const FEATURES: u32 = 1 << 22 | 1 << 24;
     /// The states of tiles' shapes and contents in XCR0.
     const STATES: u64 = 1 << 17 | 1 << 18;
-    // Every processor with these tiles converts to bf16, too, but a hypervisor may hide it.
-    if !cfg!(target_os = "linux") || !is_x86_feature_detected!("avx512bf16") {
+    if !cfg!(target_os = "linux") {
         return false;
     }
     let (leaves, features) = (__cpuid(0).eax, __cpuid_count(7, 0).edx);
