@@ -76,11 +76,7 @@ unsafe fn all_rows<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
         // SAFETY: j < n, and each arm covers `step` rows, which are no more than are left.
         unsafe {
             let step = if o.n - j >= R {
-                let rows = o.at(0, j);
-                for line in 0..(R * o.k * size_of::<T>()).div_ceil(64) {
-                    prefetch::<1, _>(rows.w.wrapping_byte_add(AHEAD + line * 64));
-                }
-                tokens::<V, T, R>(rows);
+                tokens::<V, T, R>(o.at(0, j));
                 R
             } else {
                 tokens::<V, T, 1>(o.at(0, j));
@@ -91,25 +87,34 @@ unsafe fn all_rows<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
     }
 }
 
-/// The tiles of `R` weight rows with all tokens.
+/// The tiles of `R` weight rows with all tokens, of which the first tile asks for the next rows.
 ///
 /// # Safety
 /// As [`rows`]; `R <= n`.
 #[inline(always)]
 unsafe fn tokens<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
-    let mut i = 0;
-    while i < o.m {
-        // SAFETY: i < m, and each arm covers no more tokens than are left.
-        unsafe {
-            let rest = o.at(i, 0);
-            match rest.m {
-                1 => tile::<V, T, 1, R>(rest),
-                2 => tile::<V, T, 2, R>(rest),
-                3 => tile::<V, T, 3, R>(rest),
-                _ => tile::<V, T, 4, R>(rest),
-            }
+    // SAFETY: the caller's.
+    unsafe { up_to_four::<V, T, R, true>(o) };
+    for i in (4..o.m).step_by(4) {
+        // SAFETY: i < m.
+        unsafe { up_to_four::<V, T, R, false>(o.at(i, 0)) };
+    }
+}
+
+/// The tile of `R` weight rows with the first tokens.
+///
+/// # Safety
+/// As [`rows`]; `R <= n` and there is a token.
+#[inline(always)]
+unsafe fn up_to_four<V: Vector, T: Element, const R: usize, const AHEAD: bool>(o: Operands<T>) {
+    // SAFETY: each arm covers no more tokens than there are.
+    unsafe {
+        match o.m {
+            1 => tile::<V, T, 1, R, AHEAD>(o),
+            2 => tile::<V, T, 2, R, AHEAD>(o),
+            3 => tile::<V, T, 3, R, AHEAD>(o),
+            _ => tile::<V, T, 4, R, AHEAD>(o),
         }
-        i += 4;
     }
 }
 
@@ -132,18 +137,22 @@ pub(super) unsafe fn single<V: Vector, T: Element>(o: Operands<T>) {
         // SAFETY: j < n; `p` stays within the row as in `tile`; a prefetch may point anywhere.
         unsafe {
             let w = o.w.add(j * o.k);
+            let ahead = |p: usize, count: usize| {
+                for line in 0..(count * size_of::<T>()).div_ceil(64) {
+                    prefetch::<2, _>(w.wrapping_add(p).wrapping_byte_add(AHEAD + line * 64));
+                }
+            };
             let mut acc = [V::splat(0.0); SUMS];
             let mut p = 0;
             while p + SUMS * V::LANES <= o.k {
-                for line in 0..(SUMS * V::LANES * size_of::<T>()).div_ceil(64) {
-                    prefetch::<2, _>(w.add(p).wrapping_byte_add(AHEAD + line * 64));
-                }
+                ahead(p, SUMS * V::LANES);
                 for (u, sum) in acc.iter_mut().enumerate() {
                     let x = V::load(o.x.add(p + u * V::LANES));
                     *sum = x.mul_add(T::load::<V>(w.add(p + u * V::LANES)), *sum);
                 }
                 p += SUMS * V::LANES;
             }
+            ahead(p, o.k - p);
             while p + V::LANES <= o.k {
                 acc[0] = V::load(o.x.add(p)).mul_add(T::load::<V>(w.add(p)), acc[0]);
                 p += V::LANES;
@@ -164,18 +173,26 @@ pub(super) unsafe fn single<V: Vector, T: Element>(o: Operands<T>) {
     }
 }
 
-/// One tile of `M` tokens by `R` weight rows.
+/// One tile of `M` tokens by `R` weight rows. With `AHEAD` it asks for the next `R` weight rows, line by line: all of them
+/// at once would be more than a core has requests for.
 ///
 /// # Safety
 /// As [`rows`]; `M <= m` and `R <= n`.
 #[inline(always)]
-unsafe fn tile<V: Vector, T: Element, const M: usize, const R: usize>(o: Operands<T>) {
+unsafe fn tile<V: Vector, T: Element, const M: usize, const R: usize, const AHEAD: bool>(
+    o: Operands<T>,
+) {
     // SAFETY: `p + V::LANES <= k` in the loop, so that all loads stay within their rows; the tail is
     // copied to buffers of `V::LANES`; the stores are within `out` by M <= m and R <= n.
     unsafe {
         let mut acc = [[V::splat(0.0); R]; M];
         let mut p = 0;
         while p + V::LANES <= o.k {
+            if AHEAD && (p * size_of::<T>()).is_multiple_of(64) {
+                for r in 0..R {
+                    prefetch::<2, _>(o.w.wrapping_add((R + r) * o.k + p));
+                }
+            }
             let w: [V; R] = std::array::from_fn(|r| T::load::<V>(o.w.add(r * o.k + p)));
             for (i, sums) in acc.iter_mut().enumerate() {
                 let x = V::load(o.x.add(i * o.k + p));

@@ -26,6 +26,10 @@ use std::ops::Range;
 /// Xeon (about 60).
 const MANY: usize = 96;
 
+/// Columns from which a core reads eight weight rows at once faster than one after the other. On Zen 4 it does from 4,096
+/// on, alone by 1.2 to 1.6 times; of rows of 576 it loses up to a fifth.
+const LONG: usize = 2048;
+
 /// Tokens from which AMX takes those in f32, which are split into three numbers in bf16.
 #[cfg(target_arch = "x86_64")]
 const SPLIT: usize = 48;
@@ -189,7 +193,8 @@ impl<T: Element> Kernel for Product<T> {
         // SAFETY: the caller's obligation is the same.
         unsafe {
             match self.0.m {
-                1 => dot::single::<V, T>(self.0),
+                1 if self.0.k < LONG => dot::single::<V, T>(self.0),
+                1 => dot::rows::<V, T, 8>(self.0),
                 MANY.. => many::products::<V, T>(self.0),
                 // Four tokens by four rows take sixteen sums, more than sixteen registers hold.
                 3.. if V::REGISTERS < 32 => dot::rows::<V, T, 3>(self.0),
