@@ -3,10 +3,15 @@
 use super::block::{self, Left, Rows};
 use super::{Plan, Task, View, padded};
 use crate::cpu::math::{exp_weight_v, tanh_v};
+use crate::cpu::simd::prefetch;
 use crate::cpu::vector::{Element, Vector};
 
 /// Keys between two corrections of the running maximum.
 const KEYS: usize = 128;
+
+/// Keys that are asked for at a time, and how many keys before they are used.
+const STEP: usize = 8;
+const AHEAD: usize = 32;
 
 /// Scratch elements that [`run`] uses.
 pub(super) fn scratch(plan: &Plan, dim: usize) -> usize {
@@ -100,8 +105,42 @@ unsafe fn dots_of_block<V: Vector, T: Element>(
         }
         // What is written past a run's end is written again by the next one.
         for (done, count, keys) in runs(task, keys, key, n) {
-            let at = scores.at.add(done);
-            block::dots::<V, T>((rows, vectors, count), q, keys, Rows { at, ..scores });
+            let mut first = 0;
+            while first < count {
+                let len = STEP.min(count - first);
+                request(task, key + done + first, len);
+                let at = scores.at.add(done + first);
+                let at = Rows { at, ..scores };
+                let keys = Rows {
+                    at: keys.at.add(first * keys.row),
+                    ..keys
+                };
+                block::dots::<V, T>((rows, vectors, len), q, keys, at);
+                first += len;
+            }
+        }
+    }
+}
+
+/// Asks for the values `key .. key + n` and for as many keys that come later. Rows of a head lie apart, so that the
+/// processor does not ask for them early enough by itself.
+///
+/// # Safety
+/// The values exist.
+#[inline(always)]
+unsafe fn request<T: Element>(task: &Task<'_, T>, key: usize, n: usize) {
+    let p = task.problem;
+    let (ahead, end) = (key + AHEAD, task.reach().1);
+    let later = n.min(end.saturating_sub(ahead));
+    for (x, first, n) in [(&p.k, ahead, later), (&p.v, key, n)] {
+        // SAFETY: these keys are below the task's end.
+        for (_, count, rows) in unsafe { runs(task, x, first, n) } {
+            for i in 0..count {
+                for line in 0..(p.sizes.dim * size_of::<T>()).div_ceil(64) {
+                    let row = rows.at.wrapping_add(i * rows.row);
+                    prefetch::<2, _>(row.wrapping_byte_add(64 * line));
+                }
+            }
         }
     }
 }

@@ -15,16 +15,16 @@ pub use crate::cpu::grid::TaskGrid;
 use crate::cpu::simd::Level;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::tiles::tokens::TokenTiles;
-use crate::cpu::vector::{Element, Kernel, Vector, dispatch};
+use crate::cpu::vector::{Element, Kernel, Vector, dispatch, is_f32};
 use dot::Operands;
 use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use std::any::TypeId;
 use std::ops::Range;
 
-/// Tokens from which the gemm crate's packing pays, between what was measured on Zen 4 (128 and more) and on an Intel
-/// Xeon (about 60).
-const MANY: usize = 96;
+/// Tokens from which the gemm crate's packing pays: with weights in f32, and in 16 bits, which are widened for it. On
+/// Zen 4 it pays from about 100 and 250 on, on an Intel Xeon (Sapphire Rapids) from 50 and 90.
+const MANY: [usize; 2] = [72, 96];
 
 /// Columns from which a core reads eight weight rows at once faster than one after the other. On Zen 4 it does from 4,096
 /// on, alone by 1.2 to 1.6 times; of rows of 576 it loses up to a fifth.
@@ -34,9 +34,9 @@ const LONG: usize = 2048;
 #[cfg(target_arch = "x86_64")]
 const SPLIT: usize = 48;
 
-/// Tokens in bf16 from which tiles pay, of which weights are made for 32 tokens at a time.
+/// Tokens in bf16 from which weights are made tiles of, by AMX and without it.
 #[cfg(target_arch = "x86_64")]
-const TILED: usize = 16;
+const TILED: [usize; 2] = [9, 16];
 
 /// `out[i * out_stride + j] = sum over p of x[i * k + p] * w[j * k + p]`, accumulated in f32.
 ///
@@ -160,7 +160,11 @@ impl Bf16Tokens {
 /// has a value at least.
 pub(crate) fn takes_bf16(level: Level, m: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return m >= TILED && level.supported() >= Level::Avx512Bf16;
+    return match level.supported() {
+        Level::Amx => m >= TILED[0],
+        Level::Avx512Bf16 => m >= TILED[1],
+        _ => false,
+    };
     #[cfg(not(target_arch = "x86_64"))]
     {
         let _ = (level, m);
@@ -195,7 +199,7 @@ impl<T: Element> Kernel for Product<T> {
             match self.0.m {
                 1 if self.0.k < LONG => dot::single::<V, T>(self.0),
                 1 => dot::rows::<V, T, 8>(self.0),
-                MANY.. => many::products::<V, T>(self.0),
+                m if m >= MANY[usize::from(!is_f32::<T>())] => many::products::<V, T>(self.0),
                 // Four tokens by four rows take sixteen sums, more than sixteen registers hold.
                 3.. if V::REGISTERS < 32 => dot::rows::<V, T, 3>(self.0),
                 _ => dot::rows::<V, T, 4>(self.0),
@@ -231,7 +235,6 @@ const TILES: Costs = Costs {
 const TILES_BF16: Costs = Costs {
     token: 16,
     row: 100,
-    least: 64,
     most: (tiles::TOKENS_BF16, 256),
     ..TILES
 };
@@ -263,7 +266,7 @@ const WORTH: usize = 16 * 1024;
 /// assert_eq!((rows, grid.largest().0), (4096, 1));
 /// ```
 pub fn task_grid(m: usize, n: usize, k: usize, threads: usize) -> TaskGrid {
-    if m >= MANY {
+    if m >= MANY[0] {
         return TaskGrid::balanced(&GEMM, (m, n, k), threads);
     }
     let work = m.saturating_mul(n).saturating_mul(k);
