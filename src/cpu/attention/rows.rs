@@ -9,7 +9,7 @@ use crate::cpu::vector::{Element, Vector};
 /// Keys between two corrections of the running maximum.
 const KEYS: usize = 128;
 
-/// Keys that are asked for at a time, and how many keys before they are used.
+/// Keys that are prefetched at a time, and how many keys ahead of their use.
 const STEP: usize = 8;
 const AHEAD: usize = 32;
 
@@ -108,7 +108,7 @@ unsafe fn dots_of_block<V: Vector, T: Element>(
             let mut first = 0;
             while first < count {
                 let len = STEP.min(count - first);
-                request(task, key + done + first, len);
+                prefetch_rows(task, key + done + first, len);
                 let at = scores.at.add(done + first);
                 let at = Rows { at, ..scores };
                 let keys = Rows {
@@ -122,13 +122,13 @@ unsafe fn dots_of_block<V: Vector, T: Element>(
     }
 }
 
-/// Asks for the values `key .. key + n` and for as many keys that come later. Rows of a head lie apart, so that the
-/// processor does not ask for them early enough by itself.
+/// Prefetches the values `key .. key + n` and as many keys, [`AHEAD`] later. The hardware's prefetching stops where rows of
+/// a head do not lie side by side, as from page to page.
 ///
 /// # Safety
 /// The values exist.
 #[inline(always)]
-unsafe fn request<T: Element>(task: &Task<'_, T>, key: usize, n: usize) {
+unsafe fn prefetch_rows<T: Element>(task: &Task<'_, T>, key: usize, n: usize) {
     let p = task.problem;
     let (ahead, end) = (key + AHEAD, task.reach().1);
     let later = n.min(end.saturating_sub(ahead));

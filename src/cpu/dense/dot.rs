@@ -87,7 +87,7 @@ unsafe fn all_rows<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
     }
 }
 
-/// The tiles of `R` weight rows with all tokens, of which the first tile asks for the next rows.
+/// The tiles of `R` weight rows with all tokens, of which the first one prefetches the next rows.
 ///
 /// # Safety
 /// As [`rows`]; `R <= n`.
@@ -173,8 +173,8 @@ pub(super) unsafe fn single<V: Vector, T: Element>(o: Operands<T>) {
     }
 }
 
-/// One tile of `M` tokens by `R` weight rows. With `AHEAD` it asks for the next `R` weight rows, line by line: all of them
-/// at once would be more than a core has requests for.
+/// One tile of `M` tokens by `R` weight rows. With `AHEAD` it prefetches the next `R` weight rows line by line: all of
+/// them at once are more lines than a core can have under way.
 ///
 /// # Safety
 /// As [`rows`]; `M <= m` and `R <= n`.
