@@ -10,7 +10,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 /// Token counts around the single-token, few-token and many-token paths and their tiles.
-const TOKENS: [usize; 12] = [1, 2, 3, 4, 5, 9, 47, 48, 53, 96, 97, 110];
+const TOKENS: [usize; 14] = [1, 2, 3, 4, 5, 9, 48, 53, 71, 72, 95, 96, 97, 110];
 /// (n, k): one element, odd sizes, less than a vector, edges of vectors, odd and long rows.
 const SHAPES: [(usize, usize); 10] = [
     (1, 1),
@@ -73,10 +73,24 @@ fn products_agree_with_float64() {
     }
 }
 
+/// Rows of several pieces, read by eights for one token, and more tokens than are multiplied at a time.
+#[test]
+fn long_rows_agree_with_float64() {
+    for level in Level::available() {
+        for (n, k) in [(7, 2056), (8, 4097), (9, 8200), (70, 4098)] {
+            for m in [1, 5, 90, 97] {
+                check::<f32>(level, m, n, k, 0, 5);
+                check::<f16>(level, m, n, k, 3, 6);
+                check::<bf16>(level, m, n, k, 1, 7);
+            }
+        }
+    }
+}
+
 #[test]
 fn an_empty_product_writes_nothing_and_an_empty_sum_is_zero() {
     for level in Level::available() {
-        for m in [1, 4, 48] {
+        for m in [1, 4, 48, 100] {
             let mut out = vec![7f32; m * 2];
             matmul::<f32>(level, &[], m, 0, &[], 0, &mut out, 0);
             assert!(out.iter().all(|v| *v == 7.));
@@ -90,7 +104,7 @@ fn an_empty_product_writes_nothing_and_an_empty_sum_is_zero() {
 fn infinities_and_nans_stay_in_their_row() {
     let k = 40;
     for level in Level::available() {
-        for m in [2, 60] {
+        for m in [2, 60, 100] {
             let mut x = vec![1f32; m * k];
             x[k] = f32::NAN;
             let mut w = vec![bf16::ONE; 3 * k];
@@ -110,7 +124,7 @@ fn infinities_and_nans_stay_in_their_row() {
 fn results_do_not_depend_on_the_rows_of_a_task() {
     let (n, k) = (77, 130);
     let mut rng = StdRng::seed_from_u64(4);
-    for m in [1, 5, 64] {
+    for m in [1, 5, 64, 100] {
         let x = values(&mut rng, m * k);
         let w = values(&mut rng, n * k);
         for level in Level::available() {
@@ -122,7 +136,7 @@ fn results_do_not_depend_on_the_rows_of_a_task() {
                     let count = rows.min(n - j);
                     matmul(level, &x, m, k, &w[j * k..], count, &mut parts[j..], n);
                 }
-                if m < 48 {
+                if m < 72 {
                     assert_eq!(parts, whole, "{level:?}, {m} tokens, {rows} rows");
                 }
                 for (a, b) in pairs(&parts, &whole).unwrap() {

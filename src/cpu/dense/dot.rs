@@ -106,14 +106,14 @@ unsafe fn tokens<V: Vector, T: Element, const R: usize>(o: Operands<T>) {
 /// # Safety
 /// As [`rows`]; `R <= n` and there is a token.
 #[inline(always)]
-unsafe fn up_to_four<V: Vector, T: Element, const R: usize, const AHEAD: bool>(o: Operands<T>) {
+unsafe fn up_to_four<V: Vector, T: Element, const R: usize, const PREFETCH: bool>(o: Operands<T>) {
     // SAFETY: each arm covers no more tokens than there are.
     unsafe {
         match o.m {
-            1 => tile::<V, T, 1, R, AHEAD>(o),
-            2 => tile::<V, T, 2, R, AHEAD>(o),
-            3 => tile::<V, T, 3, R, AHEAD>(o),
-            _ => tile::<V, T, 4, R, AHEAD>(o),
+            1 => tile::<V, T, 1, R, PREFETCH>(o),
+            2 => tile::<V, T, 2, R, PREFETCH>(o),
+            3 => tile::<V, T, 3, R, PREFETCH>(o),
+            _ => tile::<V, T, 4, R, PREFETCH>(o),
         }
     }
 }
@@ -173,13 +173,13 @@ pub(super) unsafe fn single<V: Vector, T: Element>(o: Operands<T>) {
     }
 }
 
-/// One tile of `M` tokens by `R` weight rows. With `AHEAD` it prefetches the next `R` weight rows line by line: all of
+/// One tile of `M` tokens by `R` weight rows. With `PREFETCH` it prefetches the next `R` weight rows line by line: all of
 /// them at once are more lines than a core can have under way.
 ///
 /// # Safety
 /// As [`rows`]; `M <= m` and `R <= n`.
 #[inline(always)]
-unsafe fn tile<V: Vector, T: Element, const M: usize, const R: usize, const AHEAD: bool>(
+unsafe fn tile<V: Vector, T: Element, const M: usize, const R: usize, const PREFETCH: bool>(
     o: Operands<T>,
 ) {
     // SAFETY: `p + V::LANES <= k` in the loop, so that all loads stay within their rows; the tail is
@@ -188,7 +188,7 @@ unsafe fn tile<V: Vector, T: Element, const M: usize, const R: usize, const AHEA
         let mut acc = [[V::splat(0.0); R]; M];
         let mut p = 0;
         while p + V::LANES <= o.k {
-            if AHEAD && (p * size_of::<T>()).is_multiple_of(64) {
+            if PREFETCH && (p * size_of::<T>()).is_multiple_of(64) {
                 for r in 0..R {
                     prefetch::<2, _>(o.w.wrapping_add((R + r) * o.k + p));
                 }

@@ -1,9 +1,10 @@
 //! Dense matrix products y = x Wᵀ: the part of one task of the pool, and how to cut a product into
 //! tasks.
 //!
-//! A single token is bound by memory: one stream of weights, asked for a page ahead. A few tokens
-//! share each weight row while it is in the first-level cache. Many tokens are bound by arithmetic and
-//! go to the gemm crate. Weights in bf16 are multiplied in tiles where the processor has products of bf16.
+//! A single token is bound by memory: one stream of weights, prefetched a page ahead, or eight where rows are long. A
+//! few tokens share each weight row while it is in the first-level cache. Many tokens are bound by arithmetic and
+//! go to the gemm crate. Where the processor has products of bf16, tokens and weights in bf16 go to tiles, and with AMX
+//! tokens in f32 do, too.
 
 mod dot;
 mod many;
@@ -23,11 +24,12 @@ use std::any::TypeId;
 use std::ops::Range;
 
 /// Tokens from which the gemm crate's packing pays: with weights in f32, and in 16 bits, which are widened for it. On
-/// Zen 4 it pays from about 100 and 250 on, on an Intel Xeon (Sapphire Rapids) from 50 and 90.
+/// Zen 4 it pays from about 100 and 250 on, on an Intel Xeon (Sapphire Rapids) from 50 and 90; other processors were not
+/// measured.
 const MANY: [usize; 2] = [72, 96];
 
-/// Columns from which a core reads eight weight rows at once faster than one after the other. On Zen 4 it does from 4,096
-/// on, alone by 1.2 to 1.6 times; of rows of 576 it loses up to a fifth.
+/// Columns from which one token reads eight weight rows at once. On Zen 4 one thread is 1.2 to 1.6 times as fast so with
+/// rows of 4,096 and 14,336, and about as fast with 1,536; with 576, two threads lose up to a fifth.
 const LONG: usize = 2048;
 
 /// Tokens from which AMX takes those in f32, which are split into three numbers in bf16.
@@ -209,13 +211,14 @@ impl<T: Element> Kernel for Product<T> {
 }
 
 /// What the gemm crate packs, of cells of many tokens. Its tiles have 8 tokens and 48 weight rows with AVX-512. Up to 64
-/// by 64 it adds up in another order, which no cell of more tokens shall meet: the smallest has 73.
+/// by 64 it adds up in another order, which no cell of more tokens shall meet, nor shall a cell have too few for the gemm
+/// crate where the whole product has enough.
 const GEMM: Costs = Costs {
     token: 16,
     row: 20,
     task: WORTH,
     unit: (8, 48),
-    least: 80,
+    least: MANY[1],
     most: (512, 512),
 };
 

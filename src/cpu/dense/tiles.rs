@@ -121,10 +121,12 @@ pub(super) unsafe fn fill_bf16(tiles: &mut TokenTiles, x: &[bf16], m: usize) {
     });
 }
 
-/// All dot products of `tokens` with `n` weight rows, in AMX's tiles at its level. Weights may be infinite or NaN.
+/// All dot products of `tokens` with `n` weight rows: by AMX at its level, by AVX-512's products of bf16 at others. Weights
+/// may be infinite or NaN.
 ///
 /// # Safety
-/// As [`products`], of tokens and columns that `x` has; without AMX the processor has AVX-512's products of bf16.
+/// The matrices are valid for their sizes, of tokens and columns that `x` has, `out` for all results; the processor has
+/// AVX-512, and AMX as [`Tiles`] need it or products of bf16.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn products_bf16(
     level: Level,
@@ -397,6 +399,35 @@ mod tests {
                     let error = (f64::from(got) - sum).abs();
                     assert!(error <= limit, "{m} x {n} x {k} at {i}: {got} for {sum}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn some_of_the_tokens_have_the_results_that_all_have() {
+        if simd::best() < Level::Avx512 {
+            return;
+        }
+        let (m, n, k) = (70, 35, 100);
+        let (x, w) = operands(m, n, k);
+        let x: Vec<_> = x.into_iter().map(bf16::from_f32).collect();
+        for level in levels() {
+            let all = of_bf16(level, &x, &w, (m, n, k));
+            let mut tiles = TokenTiles::default();
+            // SAFETY: the slice has this shape, and the processor has AVX-512.
+            unsafe { fill_bf16(&mut tiles, &x, m) };
+            for tokens in [0..9, 16..32, 5..23, 31..33, 40..70, 69..70] {
+                let shape = (tokens.len(), n, k);
+                let some = run(shape, |out| {
+                    // SAFETY: as above, of tokens that there are.
+                    unsafe { products_bf16(level, &tiles, tokens.clone(), &w, (n, k), out) };
+                    true
+                });
+                assert_eq!(
+                    some.unwrap(),
+                    all[tokens.start * n..tokens.end * n],
+                    "{tokens:?}"
+                );
             }
         }
     }
