@@ -174,7 +174,7 @@ pub(super) unsafe fn single<V: Vector, T: Element>(o: Operands<T>) {
 }
 
 /// One tile of `M` tokens by `R` weight rows. With `PREFETCH` it prefetches the next `R` weight rows line by line: all of
-/// them at once are more lines than a core can have under way.
+/// them at once are more misses than a core can have in flight.
 ///
 /// # Safety
 /// As [`rows`]; `M <= m` and `R <= n`.
