@@ -20,10 +20,10 @@ namespace fused {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// A block's shared memory, as byte offsets: the barrier, maxima and weights of each warp, the rotated rows, the sums of
+// A block's shared memory, as byte offsets: two barriers, maxima and weights of each warp, the rotated rows, the sums of
 // each warp, and in a cluster's first block what the others send. `flash_decoding/cuda/cluster.rs` has the same.
 template <int D> struct ClusterMemory {
-  static constexpr int WARPS = DECODING_CLUSTER_WARPS;
+  static constexpr int WARPS = DECODING_CLUSTER_WARPS, SECOND_BARRIER = 8;
   static constexpr int TOPS = 16, WEIGHTS = TOPS + MAX_HEADS * WARPS * 4, ROWS = WEIGHTS + MAX_HEADS * WARPS * 4;
   // Bytes from row to row: eight lanes that read 16 bytes each of two rows have no bank conflict.
   static constexpr int ROW = 2 * D + 64;
@@ -47,23 +47,15 @@ struct Sums {
   float4 values;
   float top, weight;
 
-  __device__ void add(float4 v, float of_top, float of_weight) {
-    const float larger = fmaxf(top, of_top), off = origin(larger);
-    const float own = exp2_fast(top - off), other = exp2_fast(of_top - off);
-    values = make_float4(values.x * own + v.x * other, values.y * own + v.y * other, values.z * own + v.z * other,
-                         values.w * own + v.w * other);
-    weight = weight * own + of_weight * other;
-    top = larger;
-  }
-
   __device__ float4 mean() const {
     const float by = weight == 0.f ? 0.f : __fdividef(1.f, weight);
     return make_float4(values.x * by, values.y * by, values.z * by, values.w * by);
   }
 };
 
-// The projection and y are of X, keys and values of C.
-template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
+// The projection and y are of X, keys and values of C. Where the same launch computes it (decode_with_qkv.cuh),
+// COMPUTES is the number of query heads, whose rows are in shared memory, and X is C; it is 0 elsewhere.
+template <typename X, typename C, int D, bool PAGED, int COMPUTES = 0> struct ClusterDecoding {
   static constexpr bool RESTS = sizeof(X) > sizeof(C);
   static constexpr int WARPS = DECODING_CLUSTER_WARPS, STEPS = D / 16, WORDS = D / 8, PIECES = D / 32;
   using Core = TensorCore<C, D, WARPS, 1, PAGED>;
@@ -79,6 +71,7 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
   const uint32_t shared;               // as an address, like what follows
   const Memory layout;
   const uint32_t sums, received;
+  uint32_t projected_rows;  // in shared memory: the query heads' one by one, the key's and the value's
   const int lane, warp, g, t;
   typename Core::From keys;
   Core core;
@@ -91,15 +84,28 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
   float m, l;
 
   __device__ ClusterDecoding(const DecodingParams& params, const Block& block, uint32_t blocks, uint32_t memory)
-      : p(params), here(block), at(params, block, D, MAX_HEADS), cluster(blocks), rank(block.x % blocks),
+      : p(params), here(block), at(place_of(params, block)), cluster(blocks), rank(block.x % blocks),
         team(block.x / blocks), shared(memory), layout{at.heads, RESTS}, sums(memory + layout.sums()),
-        received(memory + layout.received()), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), g(lane / 4),
-        t(lane % 4), keys(keys_of<Core>(params, at, block.z, D)), position(UINT32_MAX), tiles(0), active(1),
+        received(memory + layout.received()), projected_rows(0), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP),
+        g(lane / 4), t(lane % 4), keys(keys_of<Core>(params, at, block.z, D)), position(UINT32_MAX), tiles(0), active(1),
         leads(false) {}
+
+  // With the number of heads as a constant, if it is one.
+  __device__ static Place place_of(const DecodingParams& params, const Block& block) {
+    Place place(params, block, D, MAX_HEADS);
+    if (COMPUTES > 0) place.heads = COMPUTES;
+    return place;
+  }
 
   __device__ uint32_t first() const { return here.x * WARPS + warp; }
   __device__ const X* projected(uint32_t head) const { return static_cast<const X*>(p.qkv) + at.qkv + head * D; }
   __device__ bool idle() const { return here.x >= active || tiles == 0; }
+  // Blocks of this cluster that have keys.
+  __device__ uint32_t blocks_of_team() const {
+    return tiles == 0 || team * cluster >= active ? 0 : min(cluster, active - team * cluster);
+  }
+  // Behind all else in shared memory.
+  __device__ uint32_t product() const { return received + (cluster - 1) * layout.step(); }
 
   // What the position alone decides. Keys up to it are seen; those before it are in the cache.
   __device__ void begin(uint32_t now) {
@@ -118,7 +124,8 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
 
   // Row `job` of the heads', behind which is the new key's.
   __device__ void fetch_row(int job) {
-    row.fetch_row(p, projected(job < at.heads ? at.head + job : p.heads + at.kv), job <= at.heads);
+    if constexpr (COMPUTES > 0) row.load_row(p, projected_rows + min(job, at.heads) * D * sizeof(X));
+    else row.fetch_row(p, projected(job < at.heads ? at.head + job : p.heads + at.kv), job <= at.heads);
   }
 
   // Rotated rows to shared memory, the new key and value to the cache.
@@ -163,6 +170,15 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
 
   // The new value, as a lane has values.
   __device__ void fetch_value() {
+    if constexpr (COMPUTES > 0) {
+      const uint32_t of_value = projected_rows + (at.heads + 1) * D * sizeof(X);
+#pragma unroll
+      for (int i = 0; i < STEPS; i += 4) {
+        const uint4 v = load_shared(of_value + (i * 16 + g * 8) * sizeof(X));
+        fresh_value[i] = v.x, fresh_value[i + 1] = v.y, fresh_value[i + 2] = v.z, fresh_value[i + 3] = v.w;
+      }
+      return;
+    }
     const X* value = projected(p.heads + p.kv_heads + at.kv);
     if constexpr (!RESTS) {
       Core::Value::fetch(fresh_value, value, true);
@@ -349,22 +365,30 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
     if (i % D == 0) send(in_block(from_here + at.heads * D * 4 + i / D * 8, 0), make_float2(r.top, r.weight), barrier);
   }
 
-  // What the cluster's other blocks have sent.
-  __device__ void add_received(Sums& r, uint32_t blocks, int i) const {
-#pragma unroll 1
-    for (uint32_t b = 1; b < blocks; ++b) {
-      const uint32_t from = received + (b - 1) * layout.step();
-      const float2 of_head = load_shared_float2(from + at.heads * D * 4 + i / D * 8);
-      r.add(load_shared_float4(from + 4 * i), of_head.x, of_head.y);
+  // What `count` blocks have sent, to the sums r. The loads of the second loop do not wait for one another.
+  __device__ void add_received(Sums& r, uint32_t count, int i) const {
+    const uint32_t weights = received + at.heads * D * 4 + i / D * 8;
+    float top = r.top;
+    for (uint32_t b = 0; b < count; ++b) top = fmaxf(top, load_shared_float2(weights + b * layout.step()).x);
+    const float off = origin(top), own = exp2_fast(r.top - off);
+    r = {make_float4(r.values.x * own, r.values.y * own, r.values.z * own, r.values.w * own), top, r.weight * own};
+#pragma unroll 4
+    for (uint32_t b = 0; b < count; ++b) {
+      const float2 of_head = load_shared_float2(weights + b * layout.step());
+      const float4 v = load_shared_float4(received + b * layout.step() + 4 * i);
+      const float share = exp2_fast(of_head.x - off);
+      r.values.x = fmaf(v.x, share, r.values.x), r.values.y = fmaf(v.y, share, r.values.y);
+      r.values.z = fmaf(v.z, share, r.values.z), r.values.w = fmaf(v.w, share, r.values.w);
+      r.weight = fmaf(of_head.y, share, r.weight);
     }
   }
 
   // Brings warps, blocks and clusters together, and writes y.
   __device__ void finish() {
-    const uint32_t blocks = min(cluster, active - team * cluster);
+    const uint32_t blocks = blocks_of_team();
     if (blocks > 1) {
       // The first block's barrier is there before others send.
-      cluster_wait();
+      if constexpr (COMPUTES == 0) cluster_wait();
       if (rank == 0 && threadIdx.x == 0) barrier_expect(shared, (blocks - 1) * layout.bytes());
     }
     const Partials partials(p, here, at.row, D);
@@ -377,7 +401,7 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
       }
       if (blocks > 1) {
         barrier_wait(shared, 0);
-        add_received(r, blocks, i);
+        add_received(r, blocks - 1, i);
       }
       const float4 mean = r.mean();
       if (active <= cluster) {
@@ -394,22 +418,35 @@ template <typename X, typename C, int D, bool PAGED> struct ClusterDecoding {
     if (is_last(p.counters + at.row, teams)) merge_narrow<Core>(p, partials.both, teams, at.heads, D, at.out);
   }
 
-  __device__ void decode() {
+  // All that can be fetched before the PDL wait, if the sequence stands at this position.
+  __device__ void prepare(uint32_t expected) {
     row.fetch_norm(p, 2 * warp + lane / 16 < at.heads ? p.q_norm : p.k_norm);
-    begin(read_position(p.position + here.z));
-    pdl_wait();
-    const uint32_t now = read_position(p.position + here.z);
+    begin(expected);
+  }
+
+  // This half-warp's first row, and the new value.
+  __device__ void take_rows() {
     fetch_row(2 * warp + lane / 16);
     fetch_value();
-    // What was fetched is another step's.
-    if (now != position) begin(now);
-    if (idle()) return;
+  }
+
+  __device__ void attend_and_finish() {
     place_rows();
     __syncthreads();
     attend();
     store();
     __syncthreads();
     finish();
+  }
+
+  __device__ void decode() {
+    prepare(read_position(p.position + here.z));
+    pdl_wait();
+    const uint32_t now = read_position(p.position + here.z);
+    take_rows();
+    // What was fetched is another step's.
+    if (now != position) begin(now);
+    if (!idle()) attend_and_finish();
   }
 };
 

@@ -32,6 +32,22 @@ template <typename X, int D> struct HalfWarpRow {
     fetch<4 * WORDS>(b, row + place_y(p), there);
   }
 
+  // The same from shared memory.
+  __device__ void load_row(const DecodingParams& p, uint32_t row) {
+    load_words(a, row + place_x(p) * sizeof(X));
+    load_words(b, row + place_y(p) * sizeof(X));
+  }
+
+  __device__ static void load_words(uint32_t (&to)[WORDS], uint32_t at) {
+    static_assert(WORDS <= 2);
+    if constexpr (WORDS == 1) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(at));
+    } else {
+      const float2 words = load_shared_float2(at);
+      to[0] = __float_as_uint(words.x), to[1] = __float_as_uint(words.y);
+    }
+  }
+
   __device__ void fetch_angles(const DecodingParams& p, uint32_t position) {
     const uint64_t at = uint64_t(position) * p.pairs + threadIdx.x % 16 * RUN;
 #pragma unroll

@@ -36,7 +36,8 @@ pub(crate) struct Module {
     stem: &'static str,
     fatbin: &'static [u8],
     kernels: &'static [&'static str],
-    all_shared: bool,
+    /// Of an SM's cache that is to be shared memory, where the driver is not to decide: percent.
+    carveout: Option<i32>,
     loaded: [OnceLock<Box<[Function]>>; MAX_GPUS],
 }
 
@@ -58,7 +59,7 @@ impl Module {
             stem,
             fatbin,
             kernels,
-            all_shared: false,
+            carveout: None,
             loaded: [const { OnceLock::new() }; MAX_GPUS],
         }
     }
@@ -66,7 +67,14 @@ impl Module {
     /// Lets blocks of the next kernel start beside those of this module's, however much shared memory they
     /// take: an SM divides its cache anew only when it is idle.
     pub const fn with_all_shared_memory(mut self) -> Self {
-        self.all_shared = true;
+        self.carveout = Some(100);
+        self
+    }
+
+    /// Makes as little of an SM's cache shared memory as a block takes. Then few blocks of other kernels find room
+    /// beside it.
+    pub const fn with_least_shared_memory(mut self) -> Self {
+        self.carveout = Some(0);
         self
     }
 
@@ -116,8 +124,8 @@ impl Module {
                     Err(e) => bail!("cuda: kernel `{name}` of {}.cu: {e}", self.stem),
                 };
                 let static_shared = allow_shared(gpu, function)?;
-                if self.all_shared {
-                    prefer_shared(function)?;
+                if let Some(percent) = self.carveout {
+                    prefer_carveout(function, percent)?;
                 }
                 Ok(Function {
                     handle: function,
@@ -186,12 +194,12 @@ fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<u32> {
     Ok(u32::try_from(fixed).unwrap_or(0))
 }
 
-/// Makes all of the cache (100 %) shared memory while the kernel runs.
-fn prefer_shared(function: CUfunction) -> Result<()> {
+/// Asks for so much of the cache as shared memory while the kernel runs.
+fn prefer_carveout(function: CUfunction, percent: i32) -> Result<()> {
     set_attribute(
         function,
         attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-        100,
+        percent,
     )
 }
 

@@ -1,7 +1,8 @@
 //! The plan of a decode step: its launches in order, with their addresses, from token ids to next tokens. A layer has
 //! five: norm with q, k and v; attention with rotation and append; the output projection with the residual; norm with
-//! gate and up, or with up alone; down with the residual. Where attention and MLP run in parallel, up comes before
-//! the output projection. Keys and values are in one cache for each sequence, or in pages by a table.
+//! gate and up, or with up alone; down with the residual. In small models the first two are one launch. Where attention
+//! and MLP run in parallel, up comes before the output projection. Keys and values are in one cache for each sequence,
+//! or in pages by a table.
 
 use super::PartTime;
 use super::chain::{Keys, StepIo, StepOp};

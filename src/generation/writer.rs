@@ -7,7 +7,9 @@ use crate::cuda::{Address, Launcher, address, address_of, alloc};
 use crate::models::decoder::Block;
 use crate::nn::{Norm, Projection, RotaryEmbedding};
 use crate::ops::embedding::cuda::Lookup;
-use crate::ops::flash_decoding::cuda::{Attention, IndependentProduct, Step, StepShape, partials};
+use crate::ops::flash_decoding::cuda::{
+    Attention, Companion, IndependentProduct, Step, StepShape, partials,
+};
 use crate::ops::linear::cuda::{Operands, Product, ProductAt, gemv_dense_pipelined as pipelined};
 use crate::ops::sample::cuda as sample;
 use crate::ops::view::dtype_index;
@@ -37,6 +39,19 @@ const INNER: usize = 1;
 /// Parts of the model that read keys and values.
 const ATTENTION: &str = "attention";
 const WITH_UP: &str = "attention+up";
+const WITH_QKV: &str = "qkv+attention";
+
+/// The products of a layer.
+struct Products {
+    /// To queries, keys and values.
+    first: Product,
+    /// The projection back.
+    output: Product,
+    /// The MLP's first.
+    inside: Product,
+    inside_name: &'static str,
+    down: Product,
+}
 
 /// What a product does beside multiplying.
 #[derive(Clone, Copy)]
@@ -97,7 +112,7 @@ impl<'a> PlanBuilder<'a> {
         Ok(self.between[which].0)
     }
 
-    /// The steps of a layer, five or, side by side, three.
+    /// The steps of a layer: five, or less where one launch takes several (see [`Plan`](super::plan::Plan)).
     pub fn block(
         &mut self,
         layer: usize,
@@ -124,72 +139,99 @@ impl<'a> PlanBuilder<'a> {
             activation: block.mlp.activation(),
             ..ProductOptions::after_norm(&block.mlp_norm, hidden, self.dtype)
         };
-        let first = self.product(qkv, self.x, first)?;
-        let inside = self.product(up, self.x, inside)?;
-        let output = self.product(
-            output,
-            attended,
-            self.residual_options(block.attention.sub_norm()),
-        )?;
-        let down = self.product(down, hidden, self.residual_options(block.mlp.sub_norm()))?;
-        let step = self.step(block, (keys, layer), rotary, attended)?;
-        let side = match block.parallel {
-            true => self.side_by_side(&step, [&first, &inside, &output, &down]),
-            false => None,
+        let products = Products {
+            first: self.product(qkv, self.x, first)?,
+            output: self.product(
+                output,
+                attended,
+                self.residual_options(block.attention.sub_norm()),
+            )?,
+            inside: self.product(up, self.x, inside)?,
+            inside_name: match block.mlp.activation().gate() {
+                Some(_) => "gate_up",
+                None => "up",
+            },
+            down: self.product(down, hidden, self.residual_options(block.mlp.sub_norm()))?,
         };
-        let first = match (&side, first.single()) {
-            (Some(_), Some((_, operands))) => {
+        let step = self.step(block, (keys, layer), rotary, attended)?;
+        if block.parallel {
+            return self.side_by_side(step, products);
+        }
+        match self.with_qkv(&step, &products.first) {
+            Some(attention) => self.push_attention(WITH_QKV, attention),
+            None => {
+                self.work.push(("qkv", StepOp::Linear(products.first)));
+                let attention = self.attention(step)?;
+                self.push_attention(ATTENTION, attention);
+            }
+        }
+        let output = StepOp::Linear(products.output);
+        self.work.push(("output", output));
+        let inside = StepOp::Linear(products.inside);
+        self.work.push((products.inside_name, inside));
+        self.work.push(("down", StepOp::Linear(products.down)));
+        Ok(())
+    }
+
+    fn attention(&self, step: Step) -> std::result::Result<Attention, Refusal> {
+        let attention = Attention::new(&self.launcher, step, None);
+        attention.map_err(|e| Refusal::Unfused(e.to_string()))
+    }
+
+    fn push_attention(&mut self, name: &'static str, attention: Attention) {
+        let attention = StepOp::Attention(Box::new(attention));
+        self.work.push((name, attention));
+    }
+
+    /// The steps of a layer whose MLP stands beside attention: three where kernels take two at once, or five.
+    fn side_by_side(&mut self, step: Step, products: Products) -> std::result::Result<(), Refusal> {
+        let Some((both, pair)) = self.in_pairs(&step, &products) else {
+            let attention = self.attention(step)?;
+            self.work.push(("qkv", StepOp::Linear(products.first)));
+            // Both read the stream before either adds to it.
+            let inside = StepOp::Linear(products.inside);
+            self.work.push((products.inside_name, inside));
+            self.push_attention(ATTENTION, attention);
+            let output = StepOp::Linear(products.output);
+            self.work.push(("output", output));
+            self.work.push(("down", StepOp::Linear(products.down)));
+            return Ok(());
+        };
+        let first = match products.first.single() {
+            Some((_, operands)) => {
                 let operands = Operands {
                     fetch: Some(step.earlier()),
                     ..operands.clone()
                 };
                 Product::of(&self.launcher.with_one_cta_per_sm(), operands)?
             }
-            _ => first,
+            None => products.first,
         };
         self.work.push(("qkv", StepOp::Linear(first)));
-        let inside_name = match block.mlp.activation().gate() {
-            Some(_) => "gate_up",
-            None => "up",
-        };
-        if let Some((both, pair)) = side {
-            self.work.push((WITH_UP, StepOp::Attention(Box::new(both))));
-            self.work.push(("output+down", StepOp::Linear(pair)));
-            return Ok(());
-        }
-        let attention = Attention::new(&self.launcher, step, None);
-        let attention = attention.map_err(|e| Refusal::Unfused(e.to_string()))?;
-        let attention = StepOp::Attention(Box::new(attention));
-        if block.parallel {
-            // Both read the stream before either adds to it.
-            self.work.push((inside_name, StepOp::Linear(inside)));
-            self.work.push((ATTENTION, attention));
-            self.work.push(("output", StepOp::Linear(output)));
-        } else {
-            self.work.push((ATTENTION, attention));
-            self.work.push(("output", StepOp::Linear(output)));
-            self.work.push((inside_name, StepOp::Linear(inside)));
-        }
-        self.work.push(("down", StepOp::Linear(down)));
+        self.push_attention(WITH_UP, both);
+        self.work.push(("output+down", StepOp::Linear(pair)));
         Ok(())
     }
 
+    /// Attention with the products in front of it, where a kernel takes both.
+    fn with_qkv(&self, step: &Step, first: &Product) -> Option<Attention> {
+        let (_, operands) = first.single()?;
+        let companion = Companion::Qkv(operands.clone());
+        Attention::new(&self.launcher, *step, Some(companion)).ok()
+    }
+
     /// Attention with the first half of the MLP, and both ways back in one product.
-    fn side_by_side(
-        &self,
-        step: &Step,
-        [first, inside, output, down]: [&Product; 4],
-    ) -> Option<(Attention, Product)> {
+    fn in_pairs(&self, step: &Step, products: &Products) -> Option<(Attention, Product)> {
         let [(first, _), (_, inside), (_, output), (_, down)] = [
-            first.single()?,
-            inside.single()?,
-            output.single()?,
-            down.single()?,
+            products.first.single()?,
+            products.inside.single()?,
+            products.output.single()?,
+            products.down.single()?,
         ];
-        let independent = IndependentProduct {
+        let independent = Companion::Independent(IndependentProduct {
             product: inside.clone(),
             ready: first.kernel == pipelined::NAME,
-        };
+        });
         let both = Attention::new(&self.launcher, *step, Some(independent)).ok()?;
         let mut pair = pipelined::pair(output, down)?;
         // The second bias is added as a residual is: there is one row.

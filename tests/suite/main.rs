@@ -24,6 +24,7 @@ mod fuzz_replay;
 mod fuzz_seeds;
 mod generation;
 mod generation_slots;
+mod generation_steps;
 mod gguf_file;
 mod gguf_keys;
 mod golden;

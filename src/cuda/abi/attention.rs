@@ -231,6 +231,19 @@ abi! {
         ready: u32,
     }
 
+    /// The product for queries, keys and values, and the attention step that takes them.
+    struct DecodeWithQkvParams {
+        /// Without a projection.
+        attention: DecodingParams,
+        /// Without an output.
+        product: Gemv,
+    }
+
+    /// The forms with the product in front: head dimension, query heads of a key/value head, K at most.
+    table DECODE_WITH_QKV of DecodeWithQkv (dim: usize, group: usize, k: usize) = [(64, 3, 640)];
+    /// Blocks of a cluster of these.
+    const DECODE_WITH_QKV_BLOCKS: Count<i32> = 8;
+
     /// The forms with a GEMV: head dimension.
     table DECODE_WITH_GEMV of DecodeWithGemv (dim: usize) = [(64), (80), (96), (128)];
     /// Keys that a warp of these takes at once.

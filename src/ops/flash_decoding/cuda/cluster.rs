@@ -35,7 +35,7 @@ static MODULE: Module = Module::new(
 pub(super) const HEAD_SIZES: [usize; DECODING_CLUSTER.len()] = head_sizes!(DECODING_CLUSTER);
 
 /// Keys of a tile, which a warp takes at once: `KEYS` of the kernel.
-const KEYS: usize = 16;
+pub(super) const KEYS: usize = 16;
 
 /// Tiles of a warp before another cluster joins: one more tile costs some 0.8 us, a second cluster 2.
 const TURNS: usize = 4;
@@ -46,10 +46,10 @@ const TURNS: usize = 4;
 const LONG: usize = 32 << 20;
 
 /// Blocks of a cluster at most, which every GPU with clusters takes.
-const CLUSTER: usize = 8;
+pub(super) const CLUSTER: usize = 8;
 
 /// Bytes of shared memory of a block: `ClusterMemory` of the kernel.
-fn shared(shape: &StepShape, cluster: usize) -> usize {
+pub(super) fn shared(shape: &StepShape, cluster: usize) -> usize {
     let (d, heads, warps) = (
         shape.head_dim,
         shape.group().min(MAX_HEADS),
@@ -83,19 +83,24 @@ struct Clustered {
     tiles: usize,
 }
 
+/// Tiles that a cluster of so many blocks takes before another joins.
+pub(super) fn tiles(cluster: usize) -> usize {
+    cluster * DECODING_CLUSTER_WARPS * TURNS
+}
+
 /// Blocks on a GPU at once up to which the kernel was the fastest one, with heads of 64 and with wide ones.
 fn at_once(gpu: &GpuSpec, shape: &StepShape) -> usize {
     gpu.sms as usize * if shape.head_dim == 64 { 4 } else { 2 }
 }
 
 /// Blocks of a row, and of a cluster. Two blocks for each multiprocessor leave room for the next kernel's.
-fn blocks(gpu: &GpuSpec, shape: &StepShape, rows: usize) -> [usize; 2] {
+pub(super) fn blocks(gpu: &GpuSpec, shape: &StepShape, rows: usize) -> [usize; 2] {
     let useful = shape.slots.div_ceil(KEYS * DECODING_CLUSTER_WARPS);
     // With heads of 64 two for a row are faster than one, even where they are more than two for a multiprocessor.
     let pair = (at_once(gpu, shape) / rows).min(2);
     let blocks = (2 * gpu.sms as usize / rows).max(pair).min(useful).max(1);
     let cluster = 1 << blocks.min(CLUSTER).ilog2();
-    match shape.slots <= cluster * DECODING_CLUSTER_WARPS * TURNS * KEYS {
+    match shape.slots <= tiles(cluster) * KEYS {
         true => [cluster; 2],
         false => [blocks / cluster * cluster, cluster],
     }
@@ -139,7 +144,7 @@ pub(super) fn plan(case: &Case) -> Planned<Operands> {
             cluster: cluster as u32,
             ..Grid::new(grid.map(|n| n as u32), threads, shared as u32)
         },
-        tiles: cluster * DECODING_CLUSTER_WARPS * TURNS,
+        tiles: tiles(cluster),
     }))
 }
 

@@ -1,8 +1,8 @@
 //! Which kernel takes a step of attention: one table, first match wins.
 
-use super::problem::{Case, Operands, StepShape};
+use super::problem::{Case, Operands, Role, StepShape};
 use super::split::{Partials, Split};
-use super::{OP, cluster, step, with_gemv};
+use super::{OP, cluster, step, with_gemv, with_qkv};
 use crate::cuda::{GpuSpec, KernelInfo};
 use crate::ops::flash_attention::cuda as table;
 use crate::ops::flash_attention::cuda::{Forms, HeadSizes, NEWEST, Plan, Planned};
@@ -17,8 +17,8 @@ pub(super) struct Rule {
     pub forms: &'static [Forms],
     /// At most.
     pub sequences: usize,
-    /// Whether it takes steps beside a product, or steps alone.
-    pub with_product: bool,
+    /// The product that it takes beside the step; none: it takes steps alone.
+    pub product: Option<Role>,
     /// How it shares the keys out.
     pub split: fn(&StepShape) -> Option<Split>,
     pub plan: fn(&Case) -> Planned<Operands>,
@@ -46,7 +46,7 @@ pub(super) static RULES: &[Rule] = &[
             ),
         ],
         sequences: MAX,
-        with_product: false,
+        product: None,
         split: cluster::split,
         plan: cluster::plan,
         note: "projections in f32 or in the caches' dtype; up to four rows of blocks (a key/value head of a sequence) for each multiprocessor with heads of 64, two with heads of 128; caches with room for up to 32 MiB of each sequence; heads that are rotated whole or not at all. Clusters of small blocks, whose sums meet in distributed shared memory",
@@ -67,7 +67,7 @@ pub(super) static RULES: &[Rule] = &[
             ),
         ],
         sequences: MAX,
-        with_product: false,
+        product: None,
         split: step::pipelined_split,
         plan: step::pipelined,
         note: "keys and values in pages, of sequences enough for half of the multiprocessors: a warp for each key/value head of one, keys through a ring of stages",
@@ -98,7 +98,7 @@ pub(super) static RULES: &[Rule] = &[
             ),
         ],
         sequences: MAX,
-        with_product: false,
+        product: None,
         split: step::mma_split,
         plan: step::mma,
         note: "up to 8 query heads of a key/value head in a block, if shared memory has room for them; caches that begin at multiples of 16 bytes; FP8 (f8e4m3) and INT8 (u8) in pages, which become f16 in registers, in decode_paged_codes.cu",
@@ -108,7 +108,7 @@ pub(super) static RULES: &[Rule] = &[
         source: "attention/decode.cu",
         forms: &[Forms::of_each(HeadSizes::UpTo(step::WIDEST))],
         sequences: MAX,
-        with_product: false,
+        product: None,
         split: step::plain_split,
         plan: step::plain,
         note: "multiply-adds in f32",
@@ -129,10 +129,31 @@ pub(super) static RULES: &[Rule] = &[
             ),
         ],
         sequences: 1,
-        with_product: true,
+        product: Some(Role::Beside),
         split: with_gemv::split,
         plan: with_gemv::plan,
         note: "in models whose MLP stands beside attention: its first product, of one dense matrix of the same dtype, in the same launch",
+    },
+    Rule {
+        kernel: "flash_decoding_with_qkv",
+        source: "attention/decode_with_qkv.cu",
+        forms: &[
+            Forms::of(
+                DType::F16,
+                [90, NEWEST],
+                HeadSizes::Of(&with_qkv::HEAD_SIZES),
+            ),
+            Forms::of(
+                DType::BF16,
+                [90, NEWEST],
+                HeadSizes::Of(&with_qkv::HEAD_SIZES),
+            ),
+        ],
+        sequences: 1,
+        product: Some(Role::Qkv),
+        split: cluster::split,
+        plan: with_qkv::plan,
+        note: "`flash_decoding_cluster` with the products for q, k and v, and RMSNorm in front of them, in the same launch: dense matrices of the same dtype and K up to 640, three query heads for each key/value head",
     },
 ];
 
@@ -157,10 +178,14 @@ impl table::Rule<Case> for Rule {
     }
 
     fn plan(&self, case: &Case) -> Planned<Operands> {
-        match (self.with_product, case.product.is_some()) {
-            (true, false) => return Err("there is no product beside the step"),
-            (false, true) => return Err("it takes no product beside the step"),
-            _ => {}
+        let role = case.product.as_ref().map(|(role, _)| *role);
+        if role != self.product {
+            return Err(match (self.product, role) {
+                (None, _) => "it takes no product beside the step",
+                (Some(_), None) => "there is no product beside the step",
+                (Some(Role::Beside), _) => "the product gives the step's queries, keys and values",
+                (Some(Role::Qkv), _) => "the product does not give queries, keys and values",
+            });
         }
         if let Some(reason) = self.refusal(&case.gpu, &case.shape) {
             return Err(reason);

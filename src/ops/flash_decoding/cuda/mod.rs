@@ -1,5 +1,5 @@
 //! The CUDA form: one launch for a whole step of attention. The table ([`dispatch`]) chooses a kernel for a step
-//! ([`problem`]), alone or beside a product; its host file has planned the launch.
+//! ([`problem`]), alone or with a product; its host file has planned the launch.
 
 mod cluster;
 #[cfg(test)]
@@ -13,6 +13,9 @@ pub(crate) mod table_tests;
 #[cfg(test)]
 mod tests;
 mod with_gemv;
+mod with_qkv;
+#[cfg(test)]
+mod with_qkv_tests;
 
 use super::{OP, Op};
 use crate::cuda::{Launcher, address, address_of, alloc, zeros_before_launch};
@@ -25,9 +28,9 @@ use problem::Operands;
 
 pub use dispatch::kernels as kernel_table;
 pub(crate) use dispatch::partials;
-pub(crate) use problem::{IndependentProduct, Step, StepShape};
+pub(crate) use problem::{Companion, IndependentProduct, Step, StepShape};
 
-/// A step of attention ready to run: alone or beside a product, with the kernel that takes it.
+/// A step of attention ready to run: alone or with a product, with the kernel that takes it.
 #[derive(Debug)]
 pub(crate) struct Attention {
     plan: Plan<Operands>,
@@ -39,13 +42,9 @@ impl Attention {
     ///
     /// # Errors
     /// If none takes the step, with the product if there is one.
-    pub fn new(
-        launcher: &Launcher,
-        step: Step,
-        independent: Option<IndependentProduct>,
-    ) -> Result<Self> {
+    pub fn new(launcher: &Launcher, step: Step, companion: Option<Companion>) -> Result<Self> {
         step.shape.check()?;
-        let operands = Operands { step, independent };
+        let operands = Operands { step, companion };
         let plan = dispatch::select(&operands.case(launcher))?;
         Ok(Self { plan, operands })
     }
@@ -61,7 +60,7 @@ impl Attention {
     ///
     /// # Safety
     /// Every address that is not 0 is valid for the shape given at its field until the stream has passed
-    /// the launch, and the counters are zero; for the product beside it as for one of few rows.
+    /// the launch, and the counters are zero; for the product in the same launch as for one of few rows.
     pub unsafe fn run(&self, launcher: &Launcher) -> Result<()> {
         // SAFETY: the caller's; the plan was made for these operands.
         unsafe { self.plan.how.run(launcher, &self.operands) }

@@ -232,11 +232,20 @@ pub(crate) struct IndependentProduct {
     pub ready: bool,
 }
 
+/// A product that the launch of a step computes as well.
+#[derive(Clone, Debug)]
+pub(crate) enum Companion {
+    /// Beside the step.
+    Independent(IndependentProduct),
+    /// The step's queries, keys and values.
+    Qkv(linear::Operands),
+}
+
 /// A step, and the product that the same launch computes.
 #[derive(Clone, Debug)]
 pub(crate) struct Operands {
     pub step: Step,
-    pub independent: Option<IndependentProduct>,
+    pub companion: Option<Companion>,
 }
 
 impl Operands {
@@ -248,9 +257,21 @@ impl Operands {
             aligned: self.step.is_aligned(),
             pipelined: self.step.pipelined(),
             clustered: self.step.clustered(),
-            product: self.independent.as_ref().map(|b| b.product.case(launcher)),
+            product: self.companion.as_ref().map(|companion| match companion {
+                Companion::Independent(beside) => (Role::Beside, beside.product.case(launcher)),
+                Companion::Qkv(product) => (Role::Qkv, product.case(launcher)),
+            }),
         }
     }
+}
+
+/// What a product is to the step of its launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// Neither needs the other.
+    Beside,
+    /// It gives the step's queries, keys and values.
+    Qkv,
 }
 
 /// All that the choice of a kernel may depend on.
@@ -264,8 +285,8 @@ pub(super) struct Case {
     pub pipelined: Result<(), &'static str>,
     /// Likewise of the kernel in clusters.
     pub clustered: Result<(), &'static str>,
-    /// Of a product beside the step.
-    pub product: Option<linear::Case>,
+    /// A product in the same launch.
+    pub product: Option<(Role, linear::Case)>,
 }
 
 /// As in `q bf16 [1, 9, 64] over bf16 [1, 3, 2048, 64] on sm_90`.
@@ -292,7 +313,8 @@ impl fmt::Display for Case {
             f.write_str(" in pages")?;
         }
         match &self.product {
-            Some(product) => write!(f, " beside {product}"),
+            Some((Role::Beside, product)) => write!(f, " beside {product}"),
+            Some((Role::Qkv, product)) => write!(f, " behind {product}"),
             None => write!(f, " on sm_{}", self.gpu.arch),
         }
     }

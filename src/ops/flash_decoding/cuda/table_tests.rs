@@ -2,7 +2,7 @@
 
 use super::StepShape;
 use super::dispatch::{RULES, partials, select};
-use super::problem::Case;
+use super::problem::{Case, Role};
 use crate::cuda::abi::MAX_HEADS;
 use crate::cuda::table_tests::{GPUS, gather, gpu_named};
 use crate::cuda::{GpuSpec, UNALIGNED, with_kernel};
@@ -11,7 +11,7 @@ use crate::ops::flash_attention::cuda::table_tests::{
     HEAD_SIZES, HEADS, MODELS, forms, head_sizes,
 };
 use crate::ops::linear::cuda as linear;
-use crate::ops::linear::cuda::tests::parallel_mlp;
+use crate::ops::linear::cuda::tests::{normed_qkv, parallel_mlp};
 use candle_core::{DType, Result};
 use std::fmt::Write as _;
 
@@ -123,7 +123,33 @@ fn up(gpu: GpuSpec, dtype: DType, hidden: usize) -> linear::Case {
     parallel_mlp(gpu, dtype, [4 * hidden, hidden])
 }
 
-/// Whole plans: of models' steps, and of those beside a product.
+/// Hidden size, query and key/value heads, and their size, of models whose attention may come with its products.
+const SMALL: [(&str, usize, [usize; 2], usize); 4] = [
+    ("SmolLM2-135M", 576, [9, 3], 64),
+    ("SmolLM2-360M", 960, [15, 5], 64),
+    ("Qwen3-0.6B", 1024, [16, 8], 128),
+    ("Llama-3.2-1B", 2048, [32, 8], 64),
+];
+
+/// A step with the products for its queries, keys and values.
+fn with_qkv(gpu: GpuSpec, hidden: usize, shape: StepShape) -> Case {
+    let rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+    let product = normed_qkv(gpu, shape.dtype, [rows, hidden]);
+    Case {
+        product: Some((Role::Qkv, product)),
+        ..alone(gpu, shape)
+    }
+}
+
+/// A plan, or that there is none.
+fn write_plan(text: &mut String, model: &str, case: &Case) {
+    match select(case) {
+        Ok(plan) => writeln!(text, "  {model}: {plan}").expect("a string"),
+        Err(_) => writeln!(text, "  {model}: none").expect("a string"),
+    }
+}
+
+/// Whole plans: of models' steps, and of those with a product.
 pub(crate) fn plans() -> Result<String> {
     let mut text = String::new();
     for gpu in ["T4", "A100", "H100"] {
@@ -154,12 +180,19 @@ pub(crate) fn plans() -> Result<String> {
         .expect("a string");
         for (model, hidden, heads, dim) in PARALLEL {
             let case = Case {
-                product: Some(up(gpu, F16, hidden)),
+                product: Some((Role::Beside, up(gpu, F16, hidden))),
                 ..alone(gpu, shape([F16; 2], [heads; 2], dim, [1, 2048]))
             };
-            match select(&case) {
-                Ok(plan) => writeln!(text, "  {model}: {plan}").expect("a string"),
-                Err(_) => writeln!(text, "  {model}: none").expect("a string"),
+            write_plan(&mut text, model, &case);
+        }
+    }
+    for (name, gpu) in GPUS {
+        writeln!(text, "\nwith the products for q, k and v, bf16, {name}").expect("a string");
+        for (model, hidden, heads, dim) in SMALL {
+            for slots in [2048, 8192] {
+                let shape = shape([BF16; 2], heads, dim, [1, slots]);
+                let model = format!("{model}, {slots} slots");
+                write_plan(&mut text, &model, &with_qkv(gpu, hidden, shape));
             }
         }
     }
@@ -169,9 +202,9 @@ pub(crate) fn plans() -> Result<String> {
 /// The table's part of docs/kernels.md.
 pub(crate) fn page() -> String {
     let mut text = String::from(
-        "## `flash_decoding`\n\nWhich kernel takes a step of one token a sequence, by itself or beside a product. The \
+        "## `flash_decoding`\n\nWhich kernel takes a step of one token a sequence, by itself or with a product. The \
          table is [dispatch.rs](../src/ops/flash_decoding/cuda/dispatch.rs).\n\n\
-         | kernel | q over the caches: head sizes (compute capability) | sequences | beside a product | source | |\n\
+         | kernel | q over the caches: head sizes (compute capability) | sequences | a product in the same launch | source | |\n\
          |---|---|---|---|---|---|\n",
     );
     for rule in RULES {
@@ -184,7 +217,11 @@ pub(crate) fn page() -> String {
             "| `{}` | {} | {sequences} | {} | {} | {} |",
             rule.kernel,
             forms(rule.forms),
-            if rule.with_product { "yes" } else { "no" },
+            match rule.product {
+                Some(Role::Beside) => "beside the step",
+                Some(Role::Qkv) => "for q, k and v",
+                None => "none",
+            },
             rule.source,
             rule.note,
         )
@@ -215,9 +252,10 @@ fn cases() -> impl Iterator<Item = Case> {
     shapes.flat_map(|shape| {
         GPUS.map(|(_, gpu)| {
             let beside = Case {
-                product: Some(up(gpu, shape.cache_dtype, 2560)),
+                product: Some((Role::Beside, up(gpu, shape.cache_dtype, 2560))),
                 ..alone(gpu, shape)
             };
+            let qkv = with_qkv(gpu, 576, shape);
             let paged = |sequences| {
                 let shape = StepShape {
                     sequences,
@@ -226,7 +264,7 @@ fn cases() -> impl Iterator<Item = Case> {
                 };
                 alone(gpu, shape)
             };
-            [alone(gpu, shape), beside, paged(3), paged(200)]
+            [alone(gpu, shape), beside, qkv, paged(3), paged(200)]
         })
         .concat()
     })
@@ -295,7 +333,7 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
     let gpu = gpu_named("H100");
     let step = alone(gpu, shape([BF16; 2], [32, 32], 80, [1, 2048]));
     let beside = Case {
-        product: Some(up(gpu, BF16, 2560)),
+        product: Some((Role::Beside, up(gpu, BF16, 2560))),
         ..step
     };
     let kernel = |name, case: &Case| with_kernel(Some(name), || select(case));
@@ -314,6 +352,7 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
         assert_eq!(kernel(name, case)?.kernel, expected, "{name}");
     }
     let wide = alone(gpu, shape([BF16; 2], [8, 8], 192, [1, 2048]));
+    let small = with_qkv(gpu, 576, shape([BF16; 2], [9, 3], 64, [1, 2048]));
     for (name, case, expected) in [
         ("flash_decoding_mma", &wide, "it is for other head sizes"),
         (
@@ -325,6 +364,16 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
             "flash_decoding_with_gemv",
             &step,
             "there is no product beside the step",
+        ),
+        (
+            "flash_decoding_with_qkv",
+            &beside,
+            "the product does not give queries, keys and values",
+        ),
+        (
+            "flash_decoding_with_gemv",
+            &small,
+            "the product gives the step's queries, keys and values",
         ),
         (
             "no_such",

@@ -1,6 +1,6 @@
 //! A recorded step, whose kernel does what it can before it waits, against one that is launched by itself.
 
-use super::{Attention, IndependentProduct, Step, StepShape, kernel_table, partials};
+use super::{Attention, Companion, IndependentProduct, Step, StepShape, kernel_table, partials};
 use crate::cuda::{Graph, Launcher, address_of, with_kernel};
 use crate::ops::flash_decoding::{FlashDecoding, flash_decoding};
 use crate::ops::linear;
@@ -18,8 +18,8 @@ use rand::seq::SliceRandom;
 #[derive(Clone)]
 pub(super) struct Layer {
     pub qkv: Tensor,
-    k: Tensor,
-    v: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
     pub cos: Tensor,
     pub sin: Tensor,
     pub position: Tensor,
@@ -52,7 +52,7 @@ impl Layer {
     }
 
     /// The same with one sequence, whose next token is at `position`.
-    fn of_one(device: &Device, dim: usize, dtype: DType, position: u32) -> Result<Self> {
+    pub fn of_one(device: &Device, dim: usize, dtype: DType, position: u32) -> Result<Self> {
         let layer = Self::new(device, dim, dtype, dtype)?;
         let first = |t: &Tensor| t.narrow(0, 0, 1)?.copy();
         Ok(Self {
@@ -65,15 +65,15 @@ impl Layer {
     }
 
     pub fn shape(&self) -> StepShape {
-        let dim = self.k.dims()[3];
+        let [slots, dim] = [2, 3].map(|i| self.k.dims()[i]);
         StepShape {
             sequences: self.position.elem_count(),
             heads: 9,
             kv_heads: 3,
             head_dim: dim,
-            slots: SLOTS,
+            slots,
             paged: false,
-            positions: SLOTS,
+            positions: slots,
             pairs: dim / 2,
             dtype: self.qkv.dtype(),
             cache_dtype: self.k.dtype(),
@@ -85,8 +85,13 @@ impl Layer {
     }
 
     /// The step over these caches.
-    fn eager_in(&self, k: &Tensor, v: &Tensor, window: Option<usize>) -> Result<Tensor> {
-        let config = FlashDecoding {
+    pub fn eager_in(&self, k: &Tensor, v: &Tensor, window: Option<usize>) -> Result<Tensor> {
+        let config = self.config(window);
+        flash_decoding(&self.qkv, k, v, &self.position, &config)
+    }
+
+    pub fn config(&self, window: Option<usize>) -> FlashDecoding<'_> {
+        FlashDecoding {
             heads: 9,
             cos: &self.cos,
             sin: &self.sin,
@@ -95,8 +100,7 @@ impl Layer {
             scale: 0.125,
             window,
             softcap: None,
-        };
-        flash_decoding(&self.qkv, k, v, &self.position, &config)
+        }
     }
 }
 
@@ -289,7 +293,7 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    fn new(launcher: &Launcher, layer: &Layer) -> Result<Self> {
+    pub fn new(launcher: &Launcher, layer: &Layer) -> Result<Self> {
         Self::of(launcher, layer, layer.shape())
     }
 
@@ -449,7 +453,10 @@ fn attention_beside_a_product_gives_what_both_give_alone() -> Result<()> {
             let both = Attention::new(
                 &launcher,
                 prepared.step,
-                Some(IndependentProduct { product, ready }),
+                Some(Companion::Independent(IndependentProduct {
+                    product,
+                    ready,
+                })),
             )?;
             // SAFETY: the tensors have the sizes that step and product ask for, and outlive the graph.
             let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { both.run(l) });

@@ -1,7 +1,7 @@
 //! `kernels/attention/decode_with_gemv.cu`: a step of attention beside a product that does not need it, in one launch.
 
 use super::OP;
-use super::problem::{Case, Operands, StepShape};
+use super::problem::{Case, Companion, Operands, StepShape};
 use super::split::Split;
 use crate::cuda::abi::{DECODE_WITH_GEMV, DECODE_WITH_GEMV_KEYS, DecodeWithGemvParams};
 use crate::cuda::{Grid, Launcher, Module, UNALIGNED, fatbin};
@@ -53,7 +53,7 @@ fn product_blocks(sms: u32, attending: u32) -> usize {
 pub(super) fn plan(case: &Case) -> Planned<Operands> {
     let (shape, sms) = (&case.shape, case.gpu.sms);
     let product = case.product.as_ref();
-    let product = product.ok_or("there is no product beside the step")?;
+    let (_, product) = product.ok_or("there is no product beside the step")?;
     if shape.paged {
         return Err("keys and values are in pages");
     }
@@ -112,7 +112,7 @@ impl Kernel<Operands> for Together {
     }
 
     unsafe fn run(&self, launcher: &Launcher, operands: &Operands) -> Result<()> {
-        let Some(independent) = &operands.independent else {
+        let Some(Companion::Independent(independent)) = &operands.companion else {
             bail!("{OP}: there is no product beside the step");
         };
         let mut product = Gemv::of(&independent.product)?;

@@ -119,6 +119,14 @@ pub(crate) fn parallel_mlp(gpu: GpuSpec, dtype: DType, [n, k]: [usize; 2]) -> Ca
     }
 }
 
+/// The products for q, k and v of one row, behind RMSNorm.
+pub(crate) fn normed_qkv(gpu: GpuSpec, dtype: DType, [n, k]: [usize; 2]) -> Case {
+    Case {
+        norm: Some(super::NormKind::Rms),
+        ..case(gpu, WeightFormat::Dense(dtype), dtype, 1, (n, k, false))
+    }
+}
+
 /// All M to 130, and then powers of two.
 fn rows_of_x() -> impl Iterator<Item = usize> {
     (1..=130).chain((8..=12).map(|power| 1 << power))
