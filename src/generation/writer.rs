@@ -112,7 +112,7 @@ impl<'a> PlanBuilder<'a> {
         Ok(self.between[which].0)
     }
 
-    /// The steps of a layer: five, or less where one launch takes several (see [`Plan`](super::plan::Plan)).
+    /// The steps of a layer: five, or fewer where one launch takes several (see [`Plan`](super::plan::Plan)).
     pub fn block(
         &mut self,
         layer: usize,

@@ -1,8 +1,9 @@
-//! Small models, whose layers take fewer launches on a GPU: each token is as likely as any to the model in f32.
+//! Small models, whose layers take fewer launches on a GPU: the logit of each token is nearly the highest one of the model
+//! in f32.
 
 #[cfg(feature = "cuda")]
 use crate::support::architecture;
-use crate::support::{device, on_every_device};
+use crate::support::{device, on_every_device, randn};
 use candle_core::{DType, Result, Tensor};
 use candle_fused::Fusion;
 use candle_fused::generation::{Generation, Options};
@@ -39,12 +40,18 @@ fn config(kv_heads: usize) -> Config {
 fn weights(config: &Config, dtype: DType) -> Result<HashMap<String, Tensor>> {
     let hidden = config.hidden_size;
     let kv = hidden / 3;
-    let randn = |rows: usize, columns: usize| {
-        let scale = 1. / (columns as f32).sqrt();
-        Tensor::randn(0f32, scale, (rows, columns), &candle_core::Device::Cpu)?.to_dtype(dtype)
+    let matrix = |rows: usize, columns: usize| {
+        let scale = 1. / (columns as f64).sqrt();
+        (randn(&[rows, columns], DType::F32)? * scale)?.to_dtype(dtype)
     };
-    let gain = || Tensor::rand(0.5f32, 1.5, hidden, &candle_core::Device::Cpu)?.to_dtype(dtype);
-    let embedding = (randn(VOCAB, hidden)? * 8.)?;
+    // Between about 0.5 and 1.5.
+    let gain = || {
+        randn(&[hidden], DType::F32)?
+            .tanh()?
+            .affine(0.5, 1.)?
+            .to_dtype(dtype)
+    };
+    let embedding = (matrix(VOCAB, hidden)? * 8.)?;
     let mut all = HashMap::from([
         ("model.embed_tokens.weight".to_owned(), embedding),
         ("model.norm.weight".to_owned(), gain()?),
@@ -53,13 +60,13 @@ fn weights(config: &Config, dtype: DType) -> Result<HashMap<String, Tensor>> {
         let mut put = |name: &str, weight: Tensor| {
             all.insert(format!("model.layers.{layer}.{name}.weight"), weight);
         };
-        put("self_attn.q_proj", randn(hidden, hidden)?);
-        put("self_attn.k_proj", randn(kv, hidden)?);
-        put("self_attn.v_proj", randn(kv, hidden)?);
-        put("self_attn.o_proj", randn(hidden, hidden)?);
-        put("mlp.gate_proj", randn(INNER, hidden)?);
-        put("mlp.up_proj", randn(INNER, hidden)?);
-        put("mlp.down_proj", randn(hidden, INNER)?);
+        put("self_attn.q_proj", matrix(hidden, hidden)?);
+        put("self_attn.k_proj", matrix(kv, hidden)?);
+        put("self_attn.v_proj", matrix(kv, hidden)?);
+        put("self_attn.o_proj", matrix(hidden, hidden)?);
+        put("mlp.gate_proj", matrix(INNER, hidden)?);
+        put("mlp.up_proj", matrix(INNER, hidden)?);
+        put("mlp.down_proj", matrix(hidden, INNER)?);
         put("input_layernorm", gain()?);
         put("post_attention_layernorm", gain()?);
     }
@@ -115,7 +122,7 @@ fn tokens_are_the_likeliest_to_the_model_in_f32() -> Result<()> {
         for (kv_heads, dtype) in [(1, DType::F16), (3, DType::BF16), (3, DType::F16)] {
             let config = config(kv_heads);
             let [exact, fused] = models(&config, dtype)?;
-            for positions in [300, 5000] {
+            for positions in [300, 2048, 5000] {
                 let options = Options {
                     positions: Some(positions),
                     ..Default::default()
@@ -129,7 +136,7 @@ fn tokens_are_the_likeliest_to_the_model_in_f32() -> Result<()> {
                 let bound = if dtype == DType::BF16 { 0.6 } else { 0.1 };
                 assert!(off <= bound, "{kv_heads} {dtype:?} {positions}: {off}");
                 #[cfg(feature = "cuda")]
-                if device().is_cuda() {
+                if device().is_cuda() && positions <= 2048 {
                     check_parts(&mut generation)?;
                 }
             }

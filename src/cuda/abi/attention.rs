@@ -233,9 +233,9 @@ abi! {
 
     /// The product for queries, keys and values, and the attention step that takes them.
     struct DecodeWithQkvParams {
-        /// Without a projection.
+        /// Whose `qkv` is not read.
         attention: DecodingParams,
-        /// Without an output.
+        /// Whose output is not written.
         product: Gemv,
     }
 

@@ -82,7 +82,7 @@ fn the_table_says_which_kernel_runs() -> Result<()> {
 /// Every kernel that takes the case, against float64.
 fn check_each_kernel(case: &Case, device: &Device, positions: &[u32]) -> Result<usize> {
     let mut taken = 0;
-    // Without the product for q, k and v that one takes no step. Its own tests are in the library.
+    // That one refuses all of these cases, and would draw numbers for each. Its own tests are in the library.
     let alone = |name: &str| name != "flash_decoding_with_qkv";
     for kernel in kernel_table().filter(|kernel| alone(kernel.name)) {
         match with_kernel(Some(kernel.name), || case.check(device, positions)) {

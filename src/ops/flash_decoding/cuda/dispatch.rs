@@ -17,7 +17,7 @@ pub(super) struct Rule {
     pub forms: &'static [Forms],
     /// At most.
     pub sequences: usize,
-    /// The product that it takes beside the step; none: it takes steps alone.
+    /// The product that it takes in the same launch; none: it takes steps alone.
     pub product: Option<Role>,
     /// How it shares the keys out.
     pub split: fn(&StepShape) -> Option<Split>,
@@ -153,7 +153,7 @@ pub(super) static RULES: &[Rule] = &[
         product: Some(Role::Qkv),
         split: cluster::split,
         plan: with_qkv::plan,
-        note: "`flash_decoding_cluster` with the products for q, k and v, and RMSNorm in front of them, in the same launch: dense matrices of the same dtype and K up to 640, three query heads for each key/value head",
+        note: "`flash_decoding_cluster` with the products for q, k and v, and RMSNorm in front of them, in the same launch: dense matrices of the same dtype and K up to 640, three query heads for each key/value head, room for up to 2,048 keys",
     },
 ];
 
@@ -181,8 +181,8 @@ impl table::Rule<Case> for Rule {
         let role = case.product.as_ref().map(|(role, _)| *role);
         if role != self.product {
             return Err(match (self.product, role) {
-                (None, _) => "it takes no product beside the step",
-                (Some(_), None) => "there is no product beside the step",
+                (None, _) => "it takes no product in the same launch",
+                (Some(_), None) => "there is no product for the same launch",
                 (Some(Role::Beside), _) => "the product gives the step's queries, keys and values",
                 (Some(Role::Qkv), _) => "the product does not give queries, keys and values",
             });

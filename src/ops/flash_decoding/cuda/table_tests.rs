@@ -358,12 +358,12 @@ fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
         (
             "flash_decoding_plain",
             &beside,
-            "it takes no product beside the step",
+            "it takes no product in the same launch",
         ),
         (
             "flash_decoding_with_gemv",
             &step,
-            "there is no product beside the step",
+            "there is no product for the same launch",
         ),
         (
             "flash_decoding_with_qkv",

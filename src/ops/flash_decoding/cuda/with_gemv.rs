@@ -53,7 +53,7 @@ fn product_blocks(sms: u32, attending: u32) -> usize {
 pub(super) fn plan(case: &Case) -> Planned<Operands> {
     let (shape, sms) = (&case.shape, case.gpu.sms);
     let product = case.product.as_ref();
-    let (_, product) = product.ok_or("there is no product beside the step")?;
+    let (_, product) = product.ok_or("there is no product for the same launch")?;
     if shape.paged {
         return Err("keys and values are in pages");
     }

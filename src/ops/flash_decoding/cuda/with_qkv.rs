@@ -67,6 +67,16 @@ fn check_product(case: &linear::Case, shape: &StepShape) -> std::result::Result<
 
 /// A step of one sequence, and the product that gives its queries, keys and values.
 pub(super) fn plan(case: &Case) -> Planned<Operands> {
+    // Each cluster of a key/value head computes the head's rows. What that costs where a cache has room for so many
+    // keys that they are several has not been timed.
+    match case.shape.slots > cluster::tiles(BLOCKS) * cluster::KEYS {
+        true => Err("there is room for more keys than one cluster takes"),
+        false => for_any_room(case),
+    }
+}
+
+/// The same, whatever room there is for keys.
+pub(super) fn for_any_room(case: &Case) -> Planned<Operands> {
     case.clustered?;
     let (gpu, shape) = (&case.gpu, &case.shape);
     let product = case.product.as_ref();

@@ -1,11 +1,13 @@
 //! The step with the products in front of it against both in float64, recorded and replayed.
 
+use super::dispatch::select;
+use super::problem::Operands;
 use super::tests::{Layer, Prepared, SLOTS, difference, in_pages};
-use super::{Attention, Companion};
+use super::{Companion, with_qkv};
 use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding;
 use crate::ops::linear;
-use crate::ops::linear::cuda::{NormAt, NormKind, Operands, ProductAt};
+use crate::ops::linear::cuda::{self as products, NormAt, NormKind, ProductAt};
 use crate::ops::paged_attention::cuda::pool_pages;
 use crate::ops::{Activation, ActivationBits, Epilogue, Prologue, Weight};
 use candle_core::{DType, Device, Result, Tensor};
@@ -49,7 +51,7 @@ impl Qkv {
         weights.map(|w| Ok(Weight::Dense(w?))).collect()
     }
 
-    fn operands(&self, out: &Tensor) -> Result<Operands> {
+    fn operands(&self, out: &Tensor) -> Result<products::Operands> {
         let optional = |t: &Option<Tensor>| t.as_ref().map_or(Ok(0), address_of);
         let norm = self.norm.as_ref().map(|weight| {
             Ok::<_, candle_core::Error>(NormAt {
@@ -73,7 +75,7 @@ impl Qkv {
             x_bits: ActivationBits::Auto,
             out_dtype: self.x.dtype(),
         };
-        Operands::new(&self.weights(self.x.device())?, &at)
+        products::Operands::new(&self.weights(self.x.device())?, &at)
     }
 
     /// What it gives, from float64.
@@ -169,10 +171,19 @@ fn check(layer: &Layer, product: &Qkv, form: Form) -> Result<()> {
         (ours.k, ours.v) = (pool.k, pool.v);
     }
     let qkv = product.operands(&ours.qkv)?;
-    let all = Attention::new(&launcher, *step, Some(Companion::Qkv(qkv)))?;
-    assert_eq!(all.plan.kernel, "flash_decoding_with_qkv");
+    let operands = Operands {
+        step: *step,
+        companion: Some(Companion::Qkv(qkv)),
+    };
+    let case = operands.case(&launcher);
+    let chosen = select(&case).map(|plan| plan.kernel);
+    match layer.k.dim(2)? > SLOTS {
+        true => assert!(chosen.is_err(), "one cluster would not take all keys"),
+        false => assert_eq!(chosen?, "flash_decoding_with_qkv"),
+    }
+    let all = with_qkv::for_any_room(&case).expect("a plan");
     // SAFETY: the tensors have the sizes that step and products ask for, and outlive the graph.
-    let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { all.run(l) });
+    let record = |l: &Launcher| (0..3).try_for_each(|_| unsafe { all.run(l, &operands) });
     let mut graph = Graph::capture(launcher.gpu, record)?;
     for _ in 0..2 {
         // SAFETY: as above; candle's stream carries everything else, too.
