@@ -36,7 +36,7 @@ pub(crate) struct Module {
     stem: &'static str,
     fatbin: &'static [u8],
     kernels: &'static [&'static str],
-    /// Of an SM's cache that is to be shared memory, where the driver is not to decide: percent.
+    /// The preferred shared-memory carveout of an SM's L1 cache, in percent; none: the driver chooses.
     carveout: Option<i32>,
     loaded: [OnceLock<Box<[Function]>>; MAX_GPUS],
 }
@@ -194,7 +194,7 @@ fn allow_shared(gpu: &Gpu, function: CUfunction) -> Result<u32> {
     Ok(u32::try_from(fixed).unwrap_or(0))
 }
 
-/// Asks for so much of the cache as shared memory while the kernel runs.
+/// Sets the preferred shared-memory carveout of an SM's L1 cache, in percent.
 fn prefer_carveout(function: CUfunction, percent: i32) -> Result<()> {
     set_attribute(
         function,

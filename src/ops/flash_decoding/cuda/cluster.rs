@@ -46,7 +46,7 @@ const TURNS: usize = 4;
 const LONG: usize = 32 << 20;
 
 /// Blocks of a cluster at most, which every GPU with clusters takes.
-pub(super) const CLUSTER: usize = 8;
+const CLUSTER: usize = 8;
 
 /// Bytes of shared memory of a block: `ClusterMemory` of the kernel.
 pub(super) fn shared(shape: &StepShape, cluster: usize) -> usize {
