@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 39] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 40] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -125,7 +125,22 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 39] = [
         512,
         "gemm_wna16_sm90",
     ),
-    ("ternary-row", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
+    (
+        "ternary-row",
+        DType::BF16,
+        1,
+        4096,
+        4096,
+        "gemv_ternary_latency",
+    ),
+    (
+        "ternary-row",
+        DType::BF16,
+        1,
+        28672,
+        4096,
+        "gemv_wna16_sm90",
+    ),
     ("ternary-row", DType::BF16, 16, 4096, 4096, "gemm_wna16_mma"),
     (
         "ternary-row",

@@ -33,7 +33,7 @@ const ANY_SHAPES: [(usize, usize); 3] = [(100, 256), (77, 512), (264, 768)];
 /// Those that fill no tile of 16, in matrices that begin at whole 8 of them.
 const WHOLE_EIGHTS: [(usize, usize); 3] = [(104, 256), (72, 2128), (264, 768)];
 
-const SUBJECTS: [Subject; 4] = [
+const SUBJECTS: [Subject; 5] = [
     Subject {
         kernel: "gemm_wna16_sm90",
         architectures: 90..=90,
@@ -70,6 +70,15 @@ const SUBJECTS: [Subject; 4] = [
         shapes: WHOLE_EIGHTS,
         takes: |format| !format.starts_with("ternary-g"),
         // One of f16 is two parts.
+        most: |_| 2,
+    },
+    Subject {
+        kernel: "gemv_ternary_latency",
+        architectures: 90..=i32::MAX,
+        rows: &[1],
+        few: &[1],
+        shapes: WHOLE_EIGHTS,
+        takes: |format| matches!(format, "ternary-row" | "ternary-tensor"),
         most: |_| 2,
     },
 ];
@@ -277,6 +286,8 @@ fn with_prologues(subject: &Subject, device: &Device) -> Result<()> {
                 ];
                 let prologue = match (f + j) % 3 {
                     0 => Prologue::None,
+                    // It takes RMS norms alone.
+                    2 if subject.kernel == "gemv_ternary_latency" => Prologue::None,
                     1 => Prologue::RmsNorm {
                         weight: &norm[0],
                         eps: 1e-5,
@@ -381,6 +392,19 @@ fn clusters_of_few_rows_share_k() -> Result<()> {
         assert!(calls.contains("clusters of 2"), "{calls}");
         let calls = many_tiles(subject, [16 * 30 * 5 + 8, 10_240], &[12], &device)?;
         assert!(calls.contains("clusters of 4"), "{calls}");
+    }
+    Ok(())
+}
+
+/// `gemv_ternary_latency` with more outputs of a block than threads, and with more shares of K than warps in its longest
+/// rows; with and without a gate.
+#[test]
+fn one_row_and_all_ternary_weights_of_a_block() -> Result<()> {
+    let subject = &SUBJECTS[4];
+    for device in subject.gpus()? {
+        for shape in [[40_008, 256], [1_064, 8_192]] {
+            many_tiles(subject, shape, &[1, 1], &device)?;
+        }
     }
     Ok(())
 }

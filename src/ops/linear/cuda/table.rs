@@ -3,7 +3,7 @@
 use super::kernels::{
     gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16,
     gemm_wna16_mma, gemm_wna16_skinny, gemm_wna16_sm90, gemv_dense, gemv_dense_latency,
-    gemv_dense_pipelined, gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+    gemv_dense_pipelined, gemv_gguf, gemv_ternary_latency, gemv_wna16, gemv_wna16_sm90,
 };
 use super::rule::{Formats, Norms, RULE, Rows, Rule};
 use crate::cuda::abi::N_TILE_MAX_M;
@@ -52,6 +52,8 @@ const DENSE_SM90: [usize; 2] = [2, 256];
 
 const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 
+const ONE_ROW: &[Rows] = &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])];
+
 /// Weights of 16 bits: M up to which each block, of 8, 16 or 32 rows, has a multiprocessor of its own.
 const LATENCY_16_BIT: &[Rows] = &[
     (F16, [1, gemv_dense_latency::MAX_M]),
@@ -92,7 +94,7 @@ const GEMV_SM90: Rule = Rule {
     kernel: "gemv_wna16_sm90",
     source: "linear/gemv_wna16_sm90.cu",
     formats: STREAMED,
-    x: &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])],
+    x: ONE_ROW,
     arch: [90, NEWEST],
     rounds_up_to: 1,
     plan: gemv_wna16_sm90::plan,
@@ -201,6 +203,19 @@ pub(super) static RULES: &[Rule] = &[
         norms: Norms::Rms,
         plan: gemv_gguf::latency,
         note: "few output channels: one block a multiprocessor at most, of one N tile or three",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemv_ternary_latency",
+        source: "linear/gemv_ternary_latency.cu",
+        formats: Formats::TERNARY,
+        x: ONE_ROW,
+        arch: [90, NEWEST],
+        norms: Norms::Rms,
+        max_k: gemv_ternary_latency::MAX_K,
+        rounds_up_to: 1,
+        plan: gemv_ternary_latency::plan,
+        note: "all weights in shared memory, those with one scale for a row or the matrix",
         ..RULE
     },
     GEMV_SM90,

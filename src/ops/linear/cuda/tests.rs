@@ -261,7 +261,7 @@ fn rows_are_rounded_by_the_kernels_of_few() -> Result<()> {
             (
                 "ternary-row",
                 1,
-                Some("gemv_wna16_sm90"),
+                Some("gemv_ternary_latency"),
                 Some("gemv_ternary"),
             ),
             ("ternary-row", 3, Some("gemv_ternary"), Some("gemv_ternary")),

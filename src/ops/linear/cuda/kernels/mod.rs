@@ -26,6 +26,7 @@ pub(crate) mod gemv_dense_pipelined;
 #[cfg(test)]
 mod gemv_dense_tests;
 pub(super) mod gemv_gguf;
+pub(super) mod gemv_ternary_latency;
 pub(super) mod gemv_wna16;
 pub(super) mod gemv_wna16_sm90;
 #[cfg(test)]

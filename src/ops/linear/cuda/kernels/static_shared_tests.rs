@@ -2,7 +2,7 @@
 
 use super::{
     gemm_w8a8_cluster, gemm_wna16_m16, gemm_wna16_skinny, gemv, gemv_dense, gemv_dense_pipelined,
-    gemv_gguf, gemv_wna16, gemv_wna16_sm90,
+    gemv_gguf, gemv_ternary_latency, gemv_wna16, gemv_wna16_sm90,
 };
 use crate::cuda::{Launcher, Module};
 use candle_core::{Device, Result};
@@ -29,6 +29,8 @@ fn plans_leave_room_for_static_shared_memory() -> Result<()> {
     let sm90 = gemv_wna16_sm90::FIXED_SHARED;
     check(&gemv_wna16_sm90::MODULE, 0..12, sm90)?;
     check(&gemv_wna16_sm90::GGUF, 0..10, sm90)?;
+    let ternary = gemv_ternary_latency::FIXED_SHARED;
+    check(&gemv_ternary_latency::MODULE, 0..6, ternary)?;
     let skinny = gemm_wna16_skinny::FIXED_SHARED;
     check(&gemm_wna16_skinny::MODULE, 0..24, skinny)?;
     check(&gemm_wna16_skinny::GGUF, 0..20, skinny)?;

@@ -1,0 +1,417 @@
+// GEMV for ternary weights and one row of x on Hopper, where all weights of the product fit into the GPU's shared memory:
+// y = act(prologue(x) W^T + bias) + residuals.
+//
+// In a decode step of a ternary model most products are so small: the largest of a layer of BitNet-2B-4T has 67 KB of
+// weights for each multiprocessor. A block copies all of its weights before the PDL wait, while the preceding kernel runs.
+// What follows is bound by instructions: every block norms and quantizes the whole row, and on Hopper an integer
+// instruction takes a scheduler two cycles. So rows are normed in pairs of 16-bit values, and few warps work, because each
+// of them pays for the reductions.
+//
+// Codes meet x as operand A of `mma.m16n8k32`, as bytes without a sign. A byte has four codes in two's complement. With
+// their upper bits flipped they are 1, 2 and 3 for -1, 0 and 1; a mask leaves one of them, times 1, 4, 16 or 64 by its
+// place, in one instruction for four codes. Each place has a sum of its own, which is divided at the end, and twice the sum
+// of x is subtracted once. Sums are whole numbers, which warps add in shared memory in any order.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/tma.cuh"
+#include "formats/packed.cuh"
+#include "linear/gemv_dense_latency.cuh"
+#include "linear/stage_x.cuh"
+
+namespace fused {
+
+constexpr int TERNARY_WARPS = GEMV_WARPS, TERNARY_THREADS = TERNARY_WARPS * WARP;
+constexpr int TERNARY_PACKS = 4;  // of 8 values of x that a thread has
+constexpr int TERNARY_GAINS = 2;  // of which it loads the norm's weight before the PDL wait
+constexpr int TERNARY_SHARE = 6;  // K blocks of which a warp has x in registers at most
+
+// What a warp multiplies: `length` K blocks from `first` on, and from every `step` behind it, of every `teams`th N tile.
+struct TernaryTurn {
+  uint32_t first, length, step, team, teams;
+};
+
+struct TernaryScratch {
+  TernaryTurn turns[TERNARY_WARPS];
+  alignas(16) float squares[TERNARY_WARPS];  // of the row of x
+  uint32_t largest[TERNARY_WARPS];
+  int total;
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+constexpr uint32_t CODE_BYTES = ROW_GROUP * ROW_LANES * Ternary<0>::BYTES;  // of 8 rows and a K block
+
+// The larger magnitudes of two words' values, NaN if one is.
+template <typename T> __device__ __forceinline__ uint32_t largest_pairs(uint32_t a, uint32_t b) {
+  using Pair = typename std::conditional<std::is_same_v<T, __half>, __half2, __nv_bfloat162>::type;
+  const Pair most = __hmax2_nan(__habs2(*reinterpret_cast<const Pair*>(&a)), __habs2(*reinterpret_cast<const Pair*>(&b)));
+  return *reinterpret_cast<const uint32_t*>(&most);
+}
+
+// 8 values of T as they are stored.
+template <typename T> struct EightRaw {
+  static constexpr int WORDS = 2 * sizeof(T);
+  uint32_t words[WORDS];
+
+  __device__ __forceinline__ void load(const void* row, uint32_t pack) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) {
+      const uint4 v = __ldcg(static_cast<const uint4*>(row) + (pack * WORDS + i) / 4);
+      words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+    }
+  }
+  __device__ __forceinline__ void widen(float (&v)[8]) const {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        v[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 pair = unpack2<T>(words[i]);
+        v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+      }
+    }
+  }
+  __device__ __forceinline__ float squares() const {
+    float v[8], sum = 0.f;
+    widen(v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
+    return sum;
+  }
+  // Rounded where Hugging Face's Llama rounds: before the weight, and after it.
+  __device__ __forceinline__ void norm(float factor, const EightRaw& gain) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        words[i] = __float_as_uint(__uint_as_float(words[i]) * factor * __uint_as_float(gain.words[i]));
+      } else {
+        words[i] = scaled<T>(words[i], factor, gain.words[i]);
+      }
+    }
+  }
+  // The bits of the largest magnitude as f32 has them, of which those of NaN are the largest.
+  __device__ __forceinline__ uint32_t largest() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        bits = max(bits, words[i] & 0x7fffffffu);
+      } else {
+        bits = largest_pairs<T>(bits, words[i]);
+      }
+    }
+    if constexpr (sizeof(T) == 4) {
+      return bits;
+    } else {
+      const float2 pair = unpack2<T>(bits);
+      return max(__float_as_uint(pair.x), __float_as_uint(pair.y));
+    }
+  }
+};
+
+// x in PARTS parts of int8: one, or 256 times the first and the second, which are 16 bits.
+template <typename T, int PARTS> struct TernaryLatency {
+  static constexpr int DTYPE = sizeof(T) == 4 ? F32 : BF16;  // 16-bit types are read alike
+  static constexpr float MOST = PARTS == 1 ? 127.f : 127.f * 256.f;
+
+  const Gemv& p;
+  const uint32_t k_blocks;
+  const uint32_t row_groups;  // of this block
+  char* const codes;          // [row groups][K blocks][CODE_BYTES]
+  char* const x_codes;        // [PARTS][K blocks][K_BLOCK]
+  int* const sums;            // [row groups][ROW_GROUP]
+  float* const scales;        // likewise
+  TernaryScratch& scratch;
+  const uint32_t barrier;     // of codes
+
+  static __device__ __forceinline__ uint32_t of_block(const Gemv& p) {
+    const uint32_t all = (p.width + ROW_GROUP - 1) / ROW_GROUP;
+    return (all + gridDim.x - 1 - blockIdx.x) / gridDim.x << gates(p);
+  }
+  __device__ __forceinline__ TernaryLatency(const Gemv& p, char* memory, TernaryScratch& scratch, uint32_t barrier)
+      : p(p), k_blocks(k_blocks_of(p.k)), row_groups(of_block(p)), codes(memory),
+        x_codes(memory + row_groups * k_blocks * CODE_BYTES),
+        sums(reinterpret_cast<int*>(x_codes + PARTS * k_blocks * K_BLOCK)),
+        scales(reinterpret_cast<float*>(sums + row_groups * ROW_GROUP)), scratch(scratch), barrier(barrier) {}
+
+  __device__ __forceinline__ bool normed() const { return p.prologue.norm != NORM_NONE; }
+
+  // The first column of 8 outputs of this block, and the row of the weights that a row group begins with: where one half of
+  // the outputs gates the other, gates and what they gate take turns.
+  __device__ __forceinline__ uint32_t column(uint32_t i) const { return (blockIdx.x + i * gridDim.x) * ROW_GROUP; }
+  __device__ __forceinline__ uint32_t first_row(uint32_t row_group) const {
+    return gates(p) ? column(row_group / 2) + row_group % 2 * p.width : column(row_group);
+  }
+
+  // The first warp: a lane for each row group.
+  __device__ __forceinline__ void copy_codes() const {
+    const uint32_t bytes = k_blocks * CODE_BYTES;
+    if (threadIdx.x == 0) {
+      barrier_init(barrier, 1);
+      barriers_made();
+      barrier_expect(barrier, row_groups * bytes);
+    }
+    __syncwarp();
+    const uint64_t policy = evict_first();
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < row_groups; i += WARP) {
+      uint32_t row = first_row(i);
+      const Matrix& matrix = matrix_of(p, row);
+      const char* from = static_cast<const char*>(matrix.data) + uint64_t(row / ROW_GROUP) * bytes;
+      bulk_copy(shared_address(codes) + i * bytes, from, bytes, barrier, policy);
+    }
+  }
+  // The second warp: sums of 0, and scales. Rows past the last one have its scale, and are not written.
+  __device__ __forceinline__ void clear_sums() const {
+    const uint32_t lane = threadIdx.x % WARP;
+    if (lane == 0) scratch.total = 0;
+#pragma unroll 1
+    for (uint32_t i = lane; i < row_groups * ROW_GROUP; i += WARP) {
+      uint32_t row = min(first_row(i / ROW_GROUP) + i % ROW_GROUP, p.rows - 1);
+      const Matrix& matrix = matrix_of(p, row);
+      sums[i] = 0, scales[i] = __uint_as_float(load_u32(static_cast<const uint32_t*>(matrix.scales) + row));
+    }
+  }
+  // The third warp: what each warp does. K is divided into `split_k` shares; warps that are more than shares divide N
+  // tiles. It is kept in shared memory: the compiler would put it off until behind the wait.
+  __device__ __forceinline__ void set_turns() const {
+    const uint32_t warp = threadIdx.x % WARP;
+    if (warp >= TERNARY_WARPS) return;
+    const uint32_t length = (k_blocks + p.split_k - 1) / p.split_k;
+    const uint32_t at_once = min(p.split_k, TERNARY_WARPS), team = warp / at_once;
+    scratch.turns[warp] = {(warp - team * at_once) * length, length, at_once * length, team, TERNARY_WARPS / at_once};
+  }
+
+  __device__ __forceinline__ uint32_t pack(int i) const { return threadIdx.x + i * TERNARY_THREADS; }
+  __device__ __forceinline__ bool has(int i) const { return pack(i) < p.k / 8; }
+
+  // RMSNorm of what this thread has of x.
+  __device__ __forceinline__ void norm(EightRaw<T> (&x)[TERNARY_PACKS], const EightRaw<T> (&gains)[TERNARY_GAINS]) const {
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < TERNARY_PACKS; ++i) {
+      if (has(i)) squares += x[i].squares();
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % WARP == 0) scratch.squares[threadIdx.x / WARP] = squares;
+    __syncthreads();
+    squares = 0.f;
+#pragma unroll
+    for (int w = 0; w < TERNARY_WARPS; ++w) squares += scratch.squares[w];
+    const float factor = rsqrtf(__fdividef(squares, p.k) + p.prologue.eps);
+#pragma unroll
+    for (int i = 0; i < TERNARY_PACKS; ++i) {
+      if (!has(i)) break;
+      EightRaw<T> gain = gains[i % TERNARY_GAINS];
+      if (i >= TERNARY_GAINS) gain.load(p.prologue.weight, pack(i));
+      x[i].norm(factor, gain);
+    }
+  }
+
+  // The largest magnitude of the row; NaN if there is one.
+  __device__ __forceinline__ float largest(const EightRaw<T> (&x)[TERNARY_PACKS]) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < TERNARY_PACKS; ++i) {
+      if (has(i)) bits = max(bits, x[i].largest());
+    }
+    bits = __reduce_max_sync(FULL, bits);
+    if (threadIdx.x % WARP == 0) scratch.largest[threadIdx.x / WARP] = bits;
+    __syncthreads();
+    bits = 0;
+#pragma unroll
+    for (int w = 0; w < TERNARY_WARPS; ++w) bits = max(bits, scratch.largest[w]);
+    return __uint_as_float(bits);
+  }
+
+  // Byte 0 of four words, or byte 1 of what is rounded to whole 256s.
+  template <bool HIGH> static __device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    if constexpr (HIGH) {
+      return __byte_perm(__byte_perm(a + 128, b + 128, 0x0051), __byte_perm(c + 128, d + 128, 0x0051), 0x5410);
+    } else {
+      return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+    }
+  }
+  template <bool HIGH> __device__ __forceinline__ int put_part(char* to, const uint32_t (&whole)[8]) const {
+    const uint32_t even = bytes_of<HIGH>(whole[0], whole[2], whole[4], whole[6]);
+    const uint32_t odd = bytes_of<HIGH>(whole[1], whole[3], whole[5], whole[7]);
+    *reinterpret_cast<uint32_t*>(to) = even, *reinterpret_cast<uint32_t*>(to + 16) = odd;
+    return __dp4a(static_cast<int>(even), 0x01010101, __dp4a(static_cast<int>(odd), 0x01010101, 0));
+  }
+  // 8 values in parts; gives the sum of their whole numbers. What lane t meets in a K block is together, as registers of
+  // operand B: values 0, 2, 4 and 6 of its 8 of blocks 0, 2, 1 and 3, then the others of each.
+  __device__ __forceinline__ int put(uint32_t pack, const EightRaw<T>& x, float by) const {
+    float v[8];
+    x.widen(v);
+    uint32_t whole[8];  // in the lower bits: a sum has no others left
+#pragma unroll
+    for (int j = 0; j < 8; ++j) whole[j] = __float_as_uint(__fadd_rn(__fmul_rn(v[j], by), 12582912.f));
+    const uint32_t block = pack % 16 / 4;
+    char* to = x_codes + pack / 16 * K_BLOCK + pack % 4 * 32 + block % 2 * 8 + block / 2 * 4;
+    if constexpr (PARTS == 1) {
+      return put_part<false>(to, whole);
+    } else {
+      return 256 * put_part<true>(to, whole) + put_part<false>(to + k_blocks * K_BLOCK, whole);
+    }
+  }
+
+  // The prologue: codes of x in shared memory. Sums are to be multiplied by what it gives.
+  __device__ __forceinline__ float stage(EightRaw<T> (&x)[TERNARY_PACKS], const EightRaw<T> (&gains)[TERNARY_GAINS]) const {
+    if (normed()) norm(x, gains);
+    const float most = largest(x);
+    // Values too small for it are zero.
+    const float by = most > 1e-33f ? __fdividef(MOST, most) : 0.f;
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < TERNARY_PACKS; ++i) {
+      // Zeros behind the last value.
+      if (pack(i) >= k_blocks * (K_BLOCK / 8)) break;
+      total += put(pack(i), x[i], by);
+    }
+    total = __reduce_add_sync(FULL, total);
+    if (threadIdx.x % WARP == 0) atomicAdd(&scratch.total, total);
+    return most * (1.f / MOST);
+  }
+
+  // Codes I of all bytes of a word, with their upper bits flipped. A variable has those bits: with two constants it would
+  // be two instructions.
+  template <int I> static __device__ __forceinline__ uint32_t field(uint32_t word, uint32_t flip) {
+    uint32_t v;
+    asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(v) : "r"(word), "r"(flip), "n"(0x03030303u << (2 * I)));
+    return v;
+  }
+  template <int I>
+  static __device__ __forceinline__ void add(int (&c)[4], uint2 a, uint2 b, uint32_t flip, uint32_t x0, uint32_t x1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(field<I>(a.x, flip)), "r"(field<I>(b.x, flip)), "r"(field<I>(a.y, flip)), "r"(field<I>(b.y, flip)), "r"(x0),
+          "r"(x1));
+  }
+
+  // Adds the sums of N tiles over `count` K blocks. An N tile is two row groups; the last may be alone. Every column of
+  // operand B is the row, or, of two parts, every second one a part.
+  __device__ __forceinline__ void multiply(uint32_t first, uint32_t count, const TernaryTurn& turn) const {
+    const uint32_t lane = threadIdx.x % WARP, g = lane / 4, pitch = k_blocks * CODE_BYTES;
+    const uint32_t part = PARTS == 2 ? g % 2 * (k_blocks * K_BLOCK) : 0;
+    const uint32_t from_x = shared_address(x_codes) + part + first * K_BLOCK + lane % 4 * 32;
+    uint4 x[TERNARY_SHARE][2];
+#pragma unroll
+    for (int s = 0; s < TERNARY_SHARE; ++s) {
+      if (s < count) x[s][0] = load_shared(from_x + s * K_BLOCK), x[s][1] = load_shared(from_x + s * K_BLOCK + 16);
+    }
+    uint32_t flip;
+    asm volatile("mov.u32 %0, 0xaaaaaaaa;" : "=r"(flip));
+#pragma unroll 1
+    for (uint32_t i = 2 * turn.team; i < row_groups; i += 2 * turn.teams) {
+      const char* upper = codes + i * pitch + first * CODE_BYTES + 8 * lane;
+      const char* lower = upper + (i + 1 < row_groups ? pitch : 0);
+      int c[4][4] = {};
+#pragma unroll
+      for (int s = 0; s < TERNARY_SHARE; ++s) {
+        if (s >= count) break;
+        const uint2 a = *reinterpret_cast<const uint2*>(upper + s * CODE_BYTES);
+        const uint2 b = *reinterpret_cast<const uint2*>(lower + s * CODE_BYTES);
+        add<0>(c[0], a, b, flip, x[s][0].x, x[s][0].y);
+        add<1>(c[1], a, b, flip, x[s][0].z, x[s][0].w);
+        add<2>(c[2], a, b, flip, x[s][1].x, x[s][1].y);
+        add<3>(c[3], a, b, flip, x[s][1].z, x[s][1].w);
+      }
+      if (lane % 4 != 0) continue;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int sum = 0;
+#pragma unroll
+        for (int at = 2 * r; at < 2 * r + PARTS; ++at)
+          sum = 256 * sum + c[0][at] + (c[1][at] >> 2) + (c[2][at] >> 4) + (c[3][at] >> 6);
+        if (i + r < row_groups) atomicAdd(&sums[(i + r) * ROW_GROUP + g], sum);
+      }
+    }
+  }
+
+  // Output `o` of this block.
+  __device__ __forceinline__ void epilogue(uint32_t o, float factor, const uint32_t (&residuals)[2]) const {
+    const Epilogue& e = p.epilogue;
+    const uint32_t column = this->column(o / ROW_GROUP) + o % ROW_GROUP;
+    if (column >= p.width) return;
+    const auto total = [&](uint32_t row_group, uint32_t row) {
+      const uint32_t i = row_group * ROW_GROUP + o % ROW_GROUP;
+      const float y = factor * scales[i] * static_cast<float>(sums[i] - 2 * scratch.total);
+      return e.bias ? y + widen_raw<T>(read_raw(e.bias, DTYPE, row)) : y;
+    };
+    float y;
+    if (gates(p)) {
+      y = gate(e.activation, total(o / ROW_GROUP * 2, column)) * total(o / ROW_GROUP * 2 + 1, column + p.width);
+    } else {
+      y = activate(e.activation, total(o / ROW_GROUP, column));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) y += e.residuals[r] ? widen_raw<T>(residuals[r]) : 0.f;
+    write(e.out, e.out_dtype, column, y);
+  }
+  __device__ __forceinline__ void load_residuals(uint32_t o, uint32_t (&residuals)[2]) const {
+    const Epilogue& e = p.epilogue;
+    const uint32_t column = this->column(o / ROW_GROUP) + o % ROW_GROUP;
+    if (column >= p.width) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) residuals[r] = e.residuals[r] ? read_raw(e.residuals[r], DTYPE, column) : 0;
+  }
+
+  __device__ __forceinline__ void run() const {
+    // Few warps work here: the preceding kernel runs on the same SM.
+    const uint32_t warp = threadIdx.x / WARP, outputs = (row_groups >> gates(p)) * ROW_GROUP;
+    if (warp == 0) copy_codes();
+    pdl_launch();
+    if (warp == 1) clear_sums();
+    if (warp == 2) set_turns();
+    EightRaw<T> x[TERNARY_PACKS], gains[TERNARY_GAINS];
+#pragma unroll
+    for (int i = 0; i < TERNARY_GAINS; ++i) {
+      if (normed() && has(i)) gains[i].load(p.prologue.weight, pack(i));
+    }
+    __syncthreads();
+    pdl_wait();
+#pragma unroll
+    for (int i = 0; i < TERNARY_PACKS; ++i) {
+      x[i] = {};
+      if (has(i)) x[i].load(p.prologue.x, pack(i));
+    }
+    uint32_t residuals[2] = {};
+    if (threadIdx.x < outputs) load_residuals(threadIdx.x, residuals);
+    const float factor = stage(x, gains);
+    __syncthreads();
+    barrier_wait(barrier, 0);
+    const TernaryTurn turn = scratch.turns[warp];
+    if (turn.team < turn.teams) {
+#pragma unroll 1
+      for (uint32_t first = turn.first; first < k_blocks; first += turn.step)
+        multiply(first, min(turn.length, k_blocks - first), turn);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t o = threadIdx.x; o < outputs; o += TERNARY_THREADS) {
+      if (o >= TERNARY_THREADS) load_residuals(o, residuals);
+      epilogue(o, factor, residuals);
+    }
+  }
+};
+
+#endif
+
+template <typename T, int PARTS> __device__ __forceinline__ void gemv_ternary_latency(const Gemv& p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ float4 dynamic_shared[];
+  __shared__ TernaryScratch scratch;
+  __shared__ uint64_t barrier;
+  TernaryLatency<T, PARTS>(p, reinterpret_cast<char*>(dynamic_shared), scratch, shared_address(&barrier)).run();
+#endif
+}
+
+}  // namespace fused
+
+// `NAME`: a kernel for x, the norm's weight, bias and residuals of TYPE, with x in PARTS parts.
+#define FUSED_GEMV_TERNARY_LATENCY(NAME, TYPE, PARTS)                     \
+  extern "C" __global__ void __launch_bounds__(fused::TERNARY_THREADS, 2) \
+      NAME(const __grid_constant__ fused::Gemv p) {                       \
+    fused::gemv_ternary_latency<TYPE, PARTS>(p);                          \
+  }

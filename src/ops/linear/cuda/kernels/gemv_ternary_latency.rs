@@ -1,0 +1,116 @@
+//! Ternary weights and one row of x on Hopper, where all weights fit into shared memory
+//! (`kernels/linear/gemv_ternary_latency.cuh`).
+
+use super::super::plan::Planned;
+use super::super::problem::Case;
+use super::gemv::GemvPlan;
+use super::streamed::{Streamed, streamed};
+use crate::cuda::abi::{GEMV_THREADS, GEMV_WARPS as WARPS, K_BLOCK, ROW_GROUP};
+use crate::cuda::{Grid, Module, fatbin};
+use candle_core::DType;
+use std::sync::Arc;
+
+/// By the dtype of x, with x in 8 bits and in 16. Products of one layer take different amounts of shared memory: without
+/// one carveout for all, four of BitNet-2B-4T take 18.1 us on an H200, and 15.4 with it.
+pub(super) static MODULE: Module = Module::new(
+    "gemv_ternary_latency",
+    fatbin!("gemv_ternary_latency"),
+    &[
+        "gemv_ternary_latency_8_f32",
+        "gemv_ternary_latency_16_f32",
+        "gemv_ternary_latency_8_f16",
+        "gemv_ternary_latency_16_f16",
+        "gemv_ternary_latency_8_bf16",
+        "gemv_ternary_latency_16_bf16",
+    ],
+)
+.with_all_shared_memory();
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Static shared memory of the kernels at most.
+pub(super) const FIXED_SHARED: usize = 256;
+
+/// The most values of a row of x: a thread has four packs of 8.
+pub(in super::super) const MAX_K: usize = GEMV_THREADS * 32;
+
+/// K blocks of which a warp has x in registers at most.
+const MAX_SHARE: usize = 6;
+
+/// Bytes of the codes of a row group in a K block.
+const CODE_BYTES: usize = ROW_GROUP * K_BLOCK / 4;
+
+/// One row of x.
+pub(crate) fn plan(case: &Case) -> Planned {
+    if streamed(case)? != Streamed::Ternary {
+        return Err("the weights are not ternary");
+    }
+    if !case.alignment.x || !case.alignment.norm {
+        return Err("x or the norm does not begin at 16 bytes");
+    }
+    let dtype = DTYPES.iter().position(|dtype| *dtype == case.x);
+    let dtype = dtype.ok_or("x is of another dtype")?;
+    let gpu = &case.gpu;
+    let parts = if case.is_rounded() { 1 } else { 2 };
+    let outputs = case.width().div_ceil(ROW_GROUP).div_ceil(gpu.sms as usize);
+    let row_groups = if case.gates() { 2 * outputs } else { outputs };
+    let k_blocks = case.k.div_ceil(K_BLOCK);
+    // Codes, a sum and a scale for each row; x.
+    let shared = row_groups * (k_blocks * CODE_BYTES + ROW_GROUP * 8) + parts * k_blocks * K_BLOCK;
+    // The weights of the next kernel come meanwhile.
+    if shared + FIXED_SHARED > gpu.share(2) as usize {
+        return Err("a block's weights do not fit into half of a multiprocessor's shared memory");
+    }
+    // As many blocks as SMs, even if there is no work for all: none gets two of one kernel.
+    Ok(Arc::new(GemvPlan {
+        module: &MODULE,
+        index: 2 * dtype + parts - 1,
+        grid: Grid::new([gpu.sms, 1, 1], GEMV_THREADS as u32, shared as u32),
+        split_k: shares(k_blocks, row_groups),
+        stages: 0,
+        once: 1,
+        row: None,
+    }))
+}
+
+/// The shares of K with which a warp has the least to do: warps that are more than shares divide N tiles of two row
+/// groups. The end of an N tile costs as much as a K block of it.
+fn shares(k_blocks: usize, row_groups: usize) -> usize {
+    let cost = |shares: &usize| {
+        let at_once = (*shares).min(WARPS);
+        let tiles = row_groups.div_ceil(2).div_ceil(WARPS / at_once);
+        shares.div_ceil(at_once) * tiles * (k_blocks.div_ceil(*shares) + 1)
+    };
+    let shares = (1..=MAX_SHARE).map(|length| k_blocks.div_ceil(length));
+    shares.min_by_key(cost).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MAX_SHARE, shares};
+
+    #[test]
+    fn warps_divide_k_and_row_groups() {
+        // BitNet-2B-4T: QKV, output projection, gate and up, down; then one K block.
+        for (k_blocks, row_groups, expected) in
+            [(20, 4, 4), (20, 3, 4), (20, 14, 4), (54, 3, 14), (1, 1, 1)]
+        {
+            assert_eq!(
+                shares(k_blocks, row_groups),
+                expected,
+                "{k_blocks} K blocks, {row_groups} row groups"
+            );
+        }
+    }
+
+    /// No share is empty, and the registers of a warp hold each.
+    #[test]
+    fn shares_are_whole() {
+        for k_blocks in 1..=64 {
+            for row_groups in 1..=16 {
+                let shares = shares(k_blocks, row_groups);
+                let length = k_blocks.div_ceil(shares);
+                assert!((shares - 1) * length < k_blocks && length <= MAX_SHARE);
+            }
+        }
+    }
+}
