@@ -24,6 +24,7 @@ macro_rules! tiles {
         [
             &[
                 (4, $tile::<$codes, $scales, 4, 1> as Tile),
+                (3, $tile::<$codes, $scales, 3, 1>),
                 (2, $tile::<$codes, $scales, 2, 1>),
                 (1, $tile::<$codes, $scales, 1, 1>),
             ],

@@ -197,7 +197,7 @@ fn products_agree_with_f64() {
     for dtype in BlockFormat::DTYPES {
         let all_rows = [1, 15, 16, 17, 100, 33];
         for (i, cols) in columns(dtype).iter().enumerate() {
-            for (j, m) in [1, 2, 3, 4, 5, 17].into_iter().enumerate() {
+            for (j, m) in [1, 2, 3, 4, 5, 7, 17].into_iter().enumerate() {
                 let shape = (all_rows[(i + j) % all_rows.len()], *cols, m);
                 let blocks = quantized(&mut rng, dtype, shape.0, shape.1);
                 let x = tokens(&mut rng, m, *cols);

@@ -24,13 +24,14 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                     true => const { up_to_8_tokens::<C, S, 1>() },
                     false => &[
                         (4, by_halves::<C, S, 4, 1> as Tile),
+                        (3, by_halves::<C, S, 3, 1>),
                         (2, by_halves::<C, S, 2, 1>),
                         (1, at_once::<C, S, 1>),
                     ],
                 },
                 match C::FLOATS || C::BITS == 8 {
                     true => const { up_to_8_tokens::<C, S, 2>() },
-                    // A sum for each part takes twice the registers.
+                    // A sum for each part takes twice the registers: three tokens of 4-bit codes take as long as four.
                     false => &[
                         (2, by_halves::<C, S, 2, 2> as Tile),
                         (1, at_once::<C, S, 2>),
@@ -45,6 +46,7 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                     [
                         &[
                             (4, by_halves::<Unpacked<C>, Ready, 4, 1> as Tile),
+                            (3, by_halves::<Unpacked<C>, Ready, 3, 1>),
                             (2, by_halves::<Unpacked<C>, Ready, 2, 1>),
                             (1, by_halves::<Unpacked<C>, Ready, 1, 1>),
                         ],
@@ -65,6 +67,7 @@ const fn up_to_8_tokens<C: Codes + 'static, S: Scales + 'static, const P: usize>
     &[
         (8, by_halves::<C, S, 8, P> as Tile),
         (4, by_halves::<C, S, 4, P>),
+        (3, by_halves::<C, S, 3, P>),
         (2, by_halves::<C, S, 2, P>),
         (1, at_once::<C, S, P>),
     ]

@@ -43,6 +43,7 @@ const fn tiles<C: Codes + 'static, S: Scales + 'static, const P: usize>() -> Til
     let all: Tiles = &[
         (8, group::<C, S, 8, P> as Tile),
         (4, group::<C, S, 4, P>),
+        (3, group::<C, S, 3, P>),
         (2, group::<C, S, 2, P>),
         (1, group::<C, S, 1, P>),
     ];
