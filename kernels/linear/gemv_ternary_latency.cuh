@@ -1,11 +1,11 @@
 // GEMV for ternary weights and one row of x on Hopper, where all weights of the product fit into the GPU's shared memory:
 // y = act(prologue(x) W^T + bias) + residuals.
 //
-// In a decode step of a ternary model most products are so small: the largest of a layer of BitNet-2B-4T has 67 KB of
-// weights for each multiprocessor. A block copies all of its weights before the PDL wait, while the preceding kernel runs.
-// What follows is bound by instructions: every block norms and quantizes the whole row, and on Hopper an integer
-// instruction takes a scheduler two cycles. So rows are normed in pairs of 16-bit values, and few warps work, because each
-// of them pays for the reductions.
+// In a decode step of a ternary model most products are so small: the largest of a layer of BitNet-2B-4T has 61 or 72 KB of
+// weights for each multiprocessor of 132. A block copies all of its weights before the PDL wait, while the preceding
+// kernel runs. What follows is bound by instructions: every block norms and quantizes the whole row, and on Hopper an
+// integer instruction takes a scheduler two cycles. So rows are normed in pairs of 16-bit values, and few warps work,
+// because each of them pays for the reductions.
 //
 // Codes meet x as operand A of `mma.m16n8k32`, as bytes without a sign. A byte has four codes in two's complement. With
 // their upper bits flipped they are 1, 2 and 3 for -1, 0 and 1; a mask leaves one of them, times 1, 4, 16 or 64 by its
@@ -17,7 +17,6 @@
 #include "common/tma.cuh"
 #include "formats/packed.cuh"
 #include "linear/gemv_dense_latency.cuh"
-#include "linear/stage_x.cuh"
 
 namespace fused {
 
@@ -26,7 +25,8 @@ constexpr int TERNARY_PACKS = 4;  // of 8 values of x that a thread has
 constexpr int TERNARY_GAINS = 2;  // of which it loads the norm's weight before the PDL wait
 constexpr int TERNARY_SHARE = 6;  // K blocks of which a warp has x in registers at most
 
-// What a warp multiplies: `length` K blocks from `first` on, and from every `step` behind it, of every `teams`th N tile.
+// What a warp multiplies: `length` K blocks from `first` on, and from every `step` behind it, of every `teams`th N tile
+// from tile `team` on.
 struct TernaryTurn {
   uint32_t first, length, step, team, teams;
 };

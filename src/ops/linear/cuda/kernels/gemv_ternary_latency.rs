@@ -10,7 +10,7 @@ use crate::cuda::{Grid, Module, fatbin};
 use candle_core::DType;
 use std::sync::Arc;
 
-/// By the dtype of x, with x in 8 bits and in 16. Products of one layer take different amounts of shared memory: without
+/// By the dtype of x, with x in 8 bits and in 16. Products of a layer take different amounts of shared memory: without
 /// one carveout for all, four of BitNet-2B-4T take 18.1 us on an H200, and 15.4 with it.
 pub(super) static MODULE: Module = Module::new(
     "gemv_ternary_latency",
@@ -57,7 +57,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     // Codes, a sum and a scale for each row; x.
     let shared = row_groups * (k_blocks * CODE_BYTES + ROW_GROUP * 8) + parts * k_blocks * K_BLOCK;
     // The weights of the next kernel come meanwhile.
-    if shared + FIXED_SHARED > gpu.share(2) as usize {
+    if shared + FIXED_SHARED > gpu.share(2) {
         return Err("a block's weights do not fit into half of a multiprocessor's shared memory");
     }
     // As many blocks as SMs, even if there is no work for all: none gets two of one kernel.
@@ -86,7 +86,21 @@ fn shares(k_blocks: usize, row_groups: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::{MAX_SHARE, shares};
+    use super::{MAX_K, MAX_SHARE, shares};
+    use crate::cuda::abi::GEMV_THREADS;
+
+    const KERNEL: &str = include_str!("../../../../../kernels/linear/gemv_ternary_latency.cuh");
+
+    #[test]
+    fn limits_are_the_kernels() {
+        for (name, value) in [
+            ("TERNARY_SHARE", MAX_SHARE),
+            ("TERNARY_PACKS", MAX_K / (8 * GEMV_THREADS)),
+        ] {
+            let constant = format!("constexpr int {name} = {value};");
+            assert!(KERNEL.contains(&constant), "{constant}");
+        }
+    }
 
     #[test]
     fn warps_divide_k_and_row_groups() {
