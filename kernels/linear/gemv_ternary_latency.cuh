@@ -23,16 +23,16 @@ namespace fused {
 constexpr int TERNARY_WARPS = GEMV_WARPS, TERNARY_THREADS = TERNARY_WARPS * WARP;
 constexpr int TERNARY_PACKS = 4;  // of 8 values of x that a thread has
 constexpr int TERNARY_GAINS = 2;  // of which it loads the norm's weight before the PDL wait
-constexpr int TERNARY_SHARE = 6;  // K blocks of which a warp has x in registers at most
+constexpr int TERNARY_SLICE = 6;  // K blocks of a split-K slice at most: a warp has their x in registers
 
-// What a warp multiplies: `length` K blocks from `first` on, and from every `step` behind it, of every `teams`th N tile
-// from tile `team` on.
-struct TernaryTurn {
+// What a warp multiplies: split-K slices of `length` K blocks, from K block `first` on in steps of `step`, and of those
+// N tile `team` and every `teams`th one after it.
+struct TernaryWork {
   uint32_t first, length, step, team, teams;
 };
 
 struct TernaryScratch {
-  TernaryTurn turns[TERNARY_WARPS];
+  TernaryWork work[TERNARY_WARPS];
   alignas(16) float squares[TERNARY_WARPS];  // of the row of x
   uint32_t largest[TERNARY_WARPS];
   int total;
@@ -138,7 +138,7 @@ template <typename T, int PARTS> struct TernaryLatency {
   __device__ __forceinline__ bool normed() const { return p.prologue.norm != NORM_NONE; }
 
   // The first column of 8 outputs of this block, and the row of the weights that a row group begins with: where one half of
-  // the outputs gates the other, gates and what they gate take turns.
+  // the outputs gates the other, row groups of gates alternate with those of what they gate.
   __device__ __forceinline__ uint32_t column(uint32_t i) const { return (blockIdx.x + i * gridDim.x) * ROW_GROUP; }
   __device__ __forceinline__ uint32_t first_row(uint32_t row_group) const {
     return gates(p) ? column(row_group / 2) + row_group % 2 * p.width : column(row_group);
@@ -173,14 +173,14 @@ template <typename T, int PARTS> struct TernaryLatency {
       sums[i] = 0, scales[i] = __uint_as_float(load_u32(static_cast<const uint32_t*>(matrix.scales) + row));
     }
   }
-  // The third warp: what each warp does. K is divided into `split_k` shares; warps that are more than shares divide N
-  // tiles. It is kept in shared memory: the compiler would put it off until behind the wait.
-  __device__ __forceinline__ void set_turns() const {
+  // The third warp: what each warp does. K is split into `split_k` slices. If there are more warps than slices, teams of
+  // warps divide the N tiles. The result is kept in shared memory: the compiler would move the divisions after the wait.
+  __device__ __forceinline__ void assign_work() const {
     const uint32_t warp = threadIdx.x % WARP;
     if (warp >= TERNARY_WARPS) return;
     const uint32_t length = (k_blocks + p.split_k - 1) / p.split_k;
     const uint32_t at_once = min(p.split_k, TERNARY_WARPS), team = warp / at_once;
-    scratch.turns[warp] = {(warp - team * at_once) * length, length, at_once * length, team, TERNARY_WARPS / at_once};
+    scratch.work[warp] = {(warp - team * at_once) * length, length, at_once * length, team, TERNARY_WARPS / at_once};
   }
 
   __device__ __forceinline__ uint32_t pack(int i) const { return threadIdx.x + i * TERNARY_THREADS; }
@@ -291,24 +291,24 @@ template <typename T, int PARTS> struct TernaryLatency {
 
   // Adds the sums of N tiles over `count` K blocks. An N tile is two row groups; the last may be alone. Every column of
   // operand B is the row, or, of two parts, every second one a part.
-  __device__ __forceinline__ void multiply(uint32_t first, uint32_t count, const TernaryTurn& turn) const {
+  __device__ __forceinline__ void multiply(uint32_t first, uint32_t count, const TernaryWork& work) const {
     const uint32_t lane = threadIdx.x % WARP, g = lane / 4, pitch = k_blocks * CODE_BYTES;
     const uint32_t part = PARTS == 2 ? g % 2 * (k_blocks * K_BLOCK) : 0;
     const uint32_t from_x = shared_address(x_codes) + part + first * K_BLOCK + lane % 4 * 32;
-    uint4 x[TERNARY_SHARE][2];
+    uint4 x[TERNARY_SLICE][2];
 #pragma unroll
-    for (int s = 0; s < TERNARY_SHARE; ++s) {
+    for (int s = 0; s < TERNARY_SLICE; ++s) {
       if (s < count) x[s][0] = load_shared(from_x + s * K_BLOCK), x[s][1] = load_shared(from_x + s * K_BLOCK + 16);
     }
     uint32_t flip;
     asm volatile("mov.u32 %0, 0xaaaaaaaa;" : "=r"(flip));
 #pragma unroll 1
-    for (uint32_t i = 2 * turn.team; i < row_groups; i += 2 * turn.teams) {
+    for (uint32_t i = 2 * work.team; i < row_groups; i += 2 * work.teams) {
       const char* upper = codes + i * pitch + first * CODE_BYTES + 8 * lane;
       const char* lower = upper + (i + 1 < row_groups ? pitch : 0);
       int c[4][4] = {};
 #pragma unroll
-      for (int s = 0; s < TERNARY_SHARE; ++s) {
+      for (int s = 0; s < TERNARY_SLICE; ++s) {
         if (s >= count) break;
         const uint2 a = *reinterpret_cast<const uint2*>(upper + s * CODE_BYTES);
         const uint2 b = *reinterpret_cast<const uint2*>(lower + s * CODE_BYTES);
@@ -363,7 +363,7 @@ template <typename T, int PARTS> struct TernaryLatency {
     if (warp == 0) copy_codes();
     pdl_launch();
     if (warp == 1) clear_sums();
-    if (warp == 2) set_turns();
+    if (warp == 2) assign_work();
     EightRaw<T> x[TERNARY_PACKS], gains[TERNARY_GAINS];
 #pragma unroll
     for (int i = 0; i < TERNARY_GAINS; ++i) {
@@ -381,11 +381,11 @@ template <typename T, int PARTS> struct TernaryLatency {
     const float factor = stage(x, gains);
     __syncthreads();
     barrier_wait(barrier, 0);
-    const TernaryTurn turn = scratch.turns[warp];
-    if (turn.team < turn.teams) {
+    const TernaryWork work = scratch.work[warp];
+    if (work.team < work.teams) {
 #pragma unroll 1
-      for (uint32_t first = turn.first; first < k_blocks; first += turn.step)
-        multiply(first, min(turn.length, k_blocks - first), turn);
+      for (uint32_t first = work.first; first < k_blocks; first += work.step)
+        multiply(first, min(work.length, k_blocks - first), work);
     }
     __syncthreads();
 #pragma unroll 1

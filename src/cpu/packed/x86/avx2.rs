@@ -31,7 +31,8 @@ pub(in super::super) fn kernels<C: Codes + 'static, S: Scales + 'static>() -> &'
                 },
                 match C::FLOATS || C::BITS == 8 {
                     true => const { up_to_8_tokens::<C, S, 2>() },
-                    // A sum for each part takes twice the registers: three tokens of 4-bit codes take as long as four.
+                    // A sum for each part takes twice the registers: 4-bit codes took longer with a tile of three than
+                    // with two tiles.
                     false => &[
                         (2, by_halves::<C, S, 2, 2> as Tile),
                         (1, at_once::<C, S, 2>),

@@ -7,7 +7,7 @@ use super::gemv::GemvPlan;
 use super::streamed::{Streamed, streamed};
 use crate::cuda::abi::{GEMV_THREADS, GEMV_WARPS as WARPS, K_BLOCK, ROW_GROUP};
 use crate::cuda::{Grid, Module, fatbin};
-use candle_core::DType;
+use crate::ops::view::dtype_index;
 use std::sync::Arc;
 
 /// By the dtype of x, with x in 8 bits and in 16. Products of a layer take different amounts of shared memory: without
@@ -25,7 +25,6 @@ pub(super) static MODULE: Module = Module::new(
     ],
 )
 .with_all_shared_memory();
-const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// Static shared memory of the kernels at most.
 pub(super) const FIXED_SHARED: usize = 256;
@@ -33,8 +32,8 @@ pub(super) const FIXED_SHARED: usize = 256;
 /// The most values of a row of x: a thread has four packs of 8.
 pub(in super::super) const MAX_K: usize = GEMV_THREADS * 32;
 
-/// K blocks of which a warp has x in registers at most.
-const MAX_SHARE: usize = 6;
+/// K blocks of a split-K slice at most: a warp has their x in registers.
+const MAX_SLICE: usize = 6;
 
 /// Bytes of the codes of a row group in a K block.
 const CODE_BYTES: usize = ROW_GROUP * K_BLOCK / 4;
@@ -47,8 +46,6 @@ pub(crate) fn plan(case: &Case) -> Planned {
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }
-    let dtype = DTYPES.iter().position(|dtype| *dtype == case.x);
-    let dtype = dtype.ok_or("x is of another dtype")?;
     let gpu = &case.gpu;
     let parts = if case.is_rounded() { 1 } else { 2 };
     let outputs = case.width().div_ceil(ROW_GROUP).div_ceil(gpu.sms as usize);
@@ -63,30 +60,30 @@ pub(crate) fn plan(case: &Case) -> Planned {
     // As many blocks as SMs, even if there is no work for all: none gets two of one kernel.
     Ok(Arc::new(GemvPlan {
         module: &MODULE,
-        index: 2 * dtype + parts - 1,
+        index: 2 * dtype_index(case.x) + parts - 1,
         grid: Grid::new([gpu.sms, 1, 1], GEMV_THREADS as u32, shared as u32),
-        split_k: shares(k_blocks, row_groups),
+        split_k: slices(k_blocks, row_groups),
         stages: 0,
         once: 1,
         row: None,
     }))
 }
 
-/// The shares of K with which a warp has the least to do: warps that are more than shares divide N tiles of two row
-/// groups. The end of an N tile costs as much as a K block of it.
-fn shares(k_blocks: usize, row_groups: usize) -> usize {
-    let cost = |shares: &usize| {
-        let at_once = (*shares).min(WARPS);
+/// The number of split-K slices with which a warp has the least work. If there are more warps than slices, they divide
+/// the N tiles of two row groups. Adding up an N tile's sums costs about as much as one of its K blocks.
+fn slices(k_blocks: usize, row_groups: usize) -> usize {
+    let cost = |slices: &usize| {
+        let at_once = (*slices).min(WARPS);
         let tiles = row_groups.div_ceil(2).div_ceil(WARPS / at_once);
-        shares.div_ceil(at_once) * tiles * (k_blocks.div_ceil(*shares) + 1)
+        slices.div_ceil(at_once) * tiles * (k_blocks.div_ceil(*slices) + 1)
     };
-    let shares = (1..=MAX_SHARE).map(|length| k_blocks.div_ceil(length));
-    shares.min_by_key(cost).unwrap_or(1)
+    let slices = (1..=MAX_SLICE).map(|length| k_blocks.div_ceil(length));
+    slices.min_by_key(cost).unwrap_or(1)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{MAX_K, MAX_SHARE, shares};
+    use super::{MAX_K, MAX_SLICE, slices};
     use crate::cuda::abi::GEMV_THREADS;
 
     const KERNEL: &str = include_str!("../../../../../kernels/linear/gemv_ternary_latency.cuh");
@@ -94,7 +91,7 @@ mod tests {
     #[test]
     fn limits_are_the_kernels() {
         for (name, value) in [
-            ("TERNARY_SHARE", MAX_SHARE),
+            ("TERNARY_SLICE", MAX_SLICE),
             ("TERNARY_PACKS", MAX_K / (8 * GEMV_THREADS)),
         ] {
             let constant = format!("constexpr int {name} = {value};");
@@ -109,21 +106,21 @@ mod tests {
             [(20, 4, 4), (20, 3, 4), (20, 14, 4), (54, 3, 14), (1, 1, 1)]
         {
             assert_eq!(
-                shares(k_blocks, row_groups),
+                slices(k_blocks, row_groups),
                 expected,
                 "{k_blocks} K blocks, {row_groups} row groups"
             );
         }
     }
 
-    /// No share is empty, and the registers of a warp hold each.
+    /// No slice is empty, and the registers of a warp hold each.
     #[test]
-    fn shares_are_whole() {
+    fn slices_are_whole() {
         for k_blocks in 1..=64 {
             for row_groups in 1..=16 {
-                let shares = shares(k_blocks, row_groups);
-                let length = k_blocks.div_ceil(shares);
-                assert!((shares - 1) * length < k_blocks && length <= MAX_SHARE);
+                let slices = slices(k_blocks, row_groups);
+                let length = k_blocks.div_ceil(slices);
+                assert!((slices - 1) * length < k_blocks && length <= MAX_SLICE);
             }
         }
     }
