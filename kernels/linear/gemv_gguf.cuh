@@ -21,7 +21,7 @@ namespace fused {
 // all rows, for each row and part, the sums of its blocks or of their halves (SUMS of a block), each twice.
 template <int SUMS_> struct SplitRows {
   static constexpr int BATCH = 4, SUMS = SUMS_;
-  static constexpr bool SCALES = false;
+  static constexpr bool SCALES = false, K_BLOCK_SCALES = false;
   char* at;
   uint32_t m, groups;
 

@@ -137,7 +137,7 @@ template <class Products> struct GemvSm90 : Products::Stream {
     this->make_barriers();
     __syncthreads();
     pdl_launch();
-    if (warp == CONSUMER_WARPS) return this->produce();
+    if (warp == CONSUMER_WARPS) return this->template produce<Products::AHEAD>();
     Row row(p, xs);
     RowStage<Row> stages(p, row, scratch[0], ThreadGroup(CONSUMER_THREADS));
     uint4 gains[GAINS];

@@ -40,7 +40,7 @@ template <class Use> __device__ __forceinline__ void each_stage(const Prologue& 
 struct TwoByteRow {
   static constexpr int BATCH = 2;
   static constexpr int SUMS = 0;
-  static constexpr bool SCALES = true;
+  static constexpr bool SCALES = true, K_BLOCK_SCALES = false;
   static constexpr uint32_t PAD = 16;  // lanes of both parts meet no bank twice
   static constexpr float LARGEST = 127 * 256;
   char* at;
@@ -160,6 +160,7 @@ template <int SUMS_> struct PartRow : PartRows<INT4_PADDING> {
 struct TernaryProducts {
   using Format = StreamedTernary;
   using Stream = WeightStream<Format>;
+  static constexpr uint32_t AHEAD = Format::AHEAD;
   using Row = TwoByteRow;
 
   struct Sums {
@@ -225,10 +226,11 @@ struct TernaryProducts {
   }
 };
 
-// All other formats and bf16: every column of operand B is the row, or, of two parts, every second one a part.
+// Other formats and bf16: every column of operand B is the row, or, of two parts, every second one a part.
 template <class Format_> struct PartProducts {
   using Format = Format_;
   using Stream = WeightStream<Format>;
+  static constexpr uint32_t AHEAD = Format::AHEAD;
   using Products = StreamedProducts<Format, 1>;
   using Row = PartRow<Products::X_SUMS>;
 

@@ -13,7 +13,7 @@ template <uint32_t PAD_> struct PartRows {
   static constexpr uint32_t PAD = PAD_;
   static constexpr int BATCH = 2;
   static constexpr int SUMS = 0;
-  static constexpr bool SCALES = false;
+  static constexpr bool SCALES = false, K_BLOCK_SCALES = false;
   char* at;
   uint32_t m, k_blocks, parts;
 
@@ -110,7 +110,7 @@ constexpr float TERNARY_UNIT = 64.f;
 struct ByteRows {
   static constexpr int BATCH = 2;
   static constexpr int SUMS = 0;
-  static constexpr bool SCALES = true;
+  static constexpr bool SCALES = true, K_BLOCK_SCALES = false;
   static constexpr uint32_t PAD = TERNARY_PADDING;
   char* at;
   uint32_t m, k, k_blocks;

@@ -83,12 +83,13 @@ template <class Format> struct WeightStream {
     return Format::row_scale(load_u32(static_cast<const uint32_t*>(matrix.scales) + row));
   }
 
-  // The producer: a warp, of which some lanes copy. A copy costs its lane some 50 ns, so copies are large.
-  __device__ void produce() const {
+  // The producer: a warp, of which some lanes copy. A copy costs its lane some 50 ns, so copies are large. AHEAD: stages
+  // that are on their way at once.
+  template <uint32_t AHEAD = Format::AHEAD> __device__ void produce() const {
     const uint64_t policy = evict_first();
     const uint32_t lane = threadIdx.x % WARP;
     StageState next = {}, behind = {};
-    const uint32_t ahead = min(Format::AHEAD, p.stages);
+    const uint32_t ahead = min(AHEAD, p.stages);
     uint32_t i = 0;
 #pragma unroll 1
     for (uint32_t n_tile = 0; n_tile < n_tiles; ++n_tile) {

@@ -41,6 +41,10 @@ use candle_core::{Result, Tensor};
 /// each input. A single row meets codes with a scale for each row or tensor in two such parts on Hopper,
 /// 16 bits in all.
 ///
+/// On Hopper, a single row meets codes of 4 bits (INT4, Q4_0, Q4_1, Q4_K) as whole numbers, too: 128 of its values, or
+/// 256 in bf16, are multiples of a power of two, in two int8 parts. An input is off by at most a 2^15th of their largest
+/// magnitude, and those of bf16 down to a 64th of that are exact. Sums of a group are exact in integers.
+///
 /// With [`ActivationBits::PerToken8`] each row of x, after the norm, is rounded to whole numbers of its largest
 /// magnitude over 127 whatever the weights, their count and the device: on the CPU and for ternary weights and few
 /// rows on CUDA inside the kernel, elsewhere before it, where the rounded row is in x's dtype.

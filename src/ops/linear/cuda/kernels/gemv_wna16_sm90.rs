@@ -1,5 +1,6 @@
 //! One row of x and packed weights or GGUF blocks on Hopper, which come through a pipeline in shared memory
-//! (`kernels/linear/gemv_wna16_sm90.cuh`).
+//! (`kernels/linear/gemv_wna16_sm90.cuh`); those of 4 bits meet x in 16-bit integers
+//! (`kernels/linear/gemv_wna16_sm90_nibbles.cuh`).
 //!
 //! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 46.9 us in INT4
 //! and 29.9 us in ternary; by the kernels for several rows they take 59.7 and 40.8.
@@ -7,7 +8,7 @@
 use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::GemvPlan;
-use super::streamed::{Source, Streamed, streamed};
+use super::streamed::{Nibbles, Source, Streamed, streamed};
 use crate::cuda::abi::{
     GEMV_SM90_K_BLOCKS as STAGE_K_BLOCKS, GEMV_SM90_MAX_STAGES, GEMV_SM90_OWNED as OWNED,
     GEMV_THREADS, INT4_PADDING, K_BLOCK, WARP,
@@ -80,13 +81,24 @@ fn row(format: Streamed, case: &Case) -> usize {
     let k = case.k;
     let values = k.next_multiple_of(K_BLOCK);
     let is_bf16 = case.x == DType::BF16;
-    if format != Streamed::Ternary {
-        let parts = if is_bf16 { 1 } else { 2 };
-        return (2 * values + INT4_PADDING) * parts + format.x_sums(values);
-    }
     let owns = is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * STAGE_K_BLOCKS) <= OWNED);
-    // Two parts, the values they are made from, and what they are multiplied by.
-    2 * (values + 16) + if owns { 0 } else { 4 * k + 16 }
+    // Two bytes of each value, and the values they are made from.
+    let bytes = 2 * (values + 16) + if owns { 0 } else { 4 * k };
+    if format == Streamed::Ternary {
+        // And what they are multiplied by.
+        return bytes + if owns { 0 } else { 16 };
+    }
+    if let Some(Nibbles { groups, offsets }) = format.nibbles() {
+        // f32 of each K block: its scale, and sums of its groups, which meet offsets.
+        let entry = match (offsets, groups) {
+            (false, _) => 1,
+            (true, 1) => 2,
+            (true, groups) => 2 * groups,
+        };
+        return bytes + (values / K_BLOCK * entry * size_of::<f32>()).next_multiple_of(16);
+    }
+    let parts = if is_bf16 { 1 } else { 2 };
+    (2 * values + INT4_PADDING) * parts + format.x_sums(values)
 }
 
 /// One row of x.

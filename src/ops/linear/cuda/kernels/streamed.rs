@@ -27,6 +27,15 @@ pub(super) enum Streamed {
     Gguf(BlockFormat),
 }
 
+/// Codes of 4 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Nibbles {
+    /// Of a K block.
+    pub groups: usize,
+    /// Whether groups have zero points or offsets of their own.
+    pub offsets: bool,
+}
+
 /// The kernels of one source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
@@ -80,6 +89,21 @@ impl Streamed {
     /// Whether each code has a byte of its own, in no blocks.
     pub(super) fn codes_are_bytes(self) -> bool {
         matches!(self, Self::Int8 | Self::Fp8 | Self::Fp8Block)
+    }
+
+    /// What there is to know of codes that are all of 4 bits, which the kernels for one row multiply as they are.
+    pub(super) fn nibbles(self) -> Option<Nibbles> {
+        match self {
+            Self::Int4 { groups, zero_point } => Some(Nibbles {
+                groups,
+                offsets: zero_point,
+            }),
+            Self::Gguf(format) if format.bits == 4 => Some(Nibbles {
+                groups: K_BLOCK / 32,
+                offsets: format.scaling != Scaling::Symmetric,
+            }),
+            _ => None,
+        }
     }
 
     /// Stages of a pipeline at least: fewer where they are large.
