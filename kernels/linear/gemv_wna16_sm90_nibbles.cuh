@@ -2,8 +2,8 @@
 // `mma` of int8 multiplies codes by each of its two bytes.
 //
 // On Hopper integer instructions run at half rate, and to unpack codes to bf16 takes longer than to load them: for 512
-// weights 16 `lop3`, 12 shifts, 16 subtractions and two `mma`, where int8 takes four `lop3`, two shifts and one `mma`.
-// Zero points and offsets meet sums of x.
+// weights a warp executes 8 `lop3`, 6 shifts, 8 subtractions and two `mma`, where int8 takes four `lop3`, two shifts and
+// one `mma`. Zero points and offsets are applied as their product with the sum of a group's x.
 #pragma once
 
 #include "linear/gemv_wna16_sm90_mma.cuh"
@@ -19,7 +19,9 @@ template <class Codes> struct NibbleProducts;
 // The power of two by which a K block of x is quantized: its largest magnitude becomes 14 bits and a sign at least, and
 // at most 127.5 times 256, so that the upper byte has a sign, too. Values of bf16 down to 1/64 of the largest stay exact.
 struct KBlockScale {
-  static constexpr uint32_t PAST_127 = 0x10200;  // what takes 1.992 times a power of two to the next one
+  // Added to the bits of an f32, it carries into the exponent from a mantissa of 1.9921 on: x times 2^14 over the power of
+  // two is rounded to at most 32639, which is 127 * 256 + 127.
+  static constexpr uint32_t PAST_127 = 0x10200;
   float scale, inverse;
 
   // `largest`: bits of f32. K blocks of less than 2^-111 are zero.
@@ -67,9 +69,10 @@ template <class Blocks> struct GgufNibbles {
   }
 };
 
-// One row of x as two bytes of each value, 256 times the first and the second, in planes. What lane t meets in a K block
-// is together: of each 8 values those of the lower codes of a word's bytes, then those of the upper ones. Behind the planes
-// are, for each K block, the scaled sums of its groups and its scale, and then room for the row as it was.
+// One row of x as two bytes of each value, in a plane of upper bytes and one of lower bytes: 256 times the first and the
+// second, both with a sign. What lane t multiplies in a K block is together: of each 8 values v those that the lower codes
+// of a word's bytes are multiplied by, v0 v4 v1 v5, then those for the upper codes, v2 v6 v3 v7. Behind the planes are, for
+// each K block, the scaled sums of its groups and its scale, and then room for the row as it was.
 template <class Codes> struct Int16Row {
   static constexpr int BATCH = 2;
   static constexpr int SUMS = 0;
@@ -78,7 +81,7 @@ template <class Codes> struct Int16Row {
   static constexpr uint32_t PAD = 16;  // lanes of both planes meet no bank twice
   static constexpr uint32_t SCALE_AT = Codes::OFFSETS ? GROUPS : 0;
   static constexpr uint32_t ENTRY = !Codes::OFFSETS ? 1 : GROUPS == 1 ? 2 : 2 * GROUPS;  // f32 of a K block
-  static constexpr float UNIT = Codes::OFFSETS ? 1.f : 1.f / 16;  // of codes as operands
+  static constexpr float UNIT = Codes::OFFSETS ? 1.f : 1.f / 16;  // without offsets operands are 16 times the codes
   char* at;
   uint32_t k, k_blocks;
 
@@ -91,7 +94,7 @@ template <class Codes> struct Int16Row {
   __device__ __forceinline__ uint2* place(uint32_t value, uint32_t t, int part) const {
     return reinterpret_cast<uint2*>(at + part * pitch() + value / K_BLOCK * K_BLOCK + 32 * t + value % K_BLOCK / 32 * 8);
   }
-  // Eight bytes of the first four values and of the others.
+  // The bytes of 8 values in that order, from those of the first four and of the others.
   static __device__ __forceinline__ uint2 eight(uint32_t first, uint32_t second) {
     return make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
   }
@@ -275,7 +278,7 @@ template <class Codes> struct NibbleProducts {
     Block blocks[N];
 #pragma unroll
     for (int s = 0; s < N; ++s) blocks[s] = Format::read(at, none, s);
-    // Of the columns of operand B every second one is a plane; the sums of one of each are used.
+    // Even columns of operand B are the plane of upper bytes, odd ones that of lower bytes. One of each is enough.
     const uint32_t from = shared_address(x.at) + lane / 4 % 2 * x.pitch() + k_block * K_BLOCK + 32 * (lane % 4);
     uint32_t flip;
     asm volatile("mov.u32 %0, 0x88888888;" : "=r"(flip));

@@ -91,7 +91,7 @@ impl Streamed {
         matches!(self, Self::Int8 | Self::Fp8 | Self::Fp8Block)
     }
 
-    /// What there is to know of codes that are all of 4 bits, which the kernels for one row multiply as they are.
+    /// What there is to know of codes that are all of 4 bits, which the kernels for one row multiply as int8.
     pub(super) fn nibbles(self) -> Option<Nibbles> {
         match self {
             Self::Int4 { groups, zero_point } => Some(Nibbles {
