@@ -1,4 +1,4 @@
-// Codes of 4 bits and one row of x in 16-bit integers (gemv_wna16_sm90.cuh): x is quantized in K blocks of 128 values, and
+// 4-bit codes and one row of x in 16-bit integers (gemv_wna16_sm90.cuh): x is quantized in K blocks of 128 values, and
 // `mma` of int8 multiplies codes by each of its two bytes.
 //
 // On Hopper integer instructions run at half rate, and to unpack codes to bf16 takes longer than to load them: for 512
@@ -95,7 +95,7 @@ template <class Codes> struct Int16Row {
     return reinterpret_cast<uint2*>(at + part * pitch() + value / K_BLOCK * K_BLOCK + 32 * t + value % K_BLOCK / 32 * 8);
   }
   // The bytes of 8 values in that order, from those of the first four and of the others.
-  static __device__ __forceinline__ uint2 eight(uint32_t first, uint32_t second) {
+  static __device__ __forceinline__ uint2 interleave(uint32_t first, uint32_t second) {
     return make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
   }
 
@@ -147,7 +147,7 @@ template <class Codes> struct Int16Row {
     for (int part = 0; part < 2; ++part) {
       bytes[part][0] = bytes_of(part, {whole(v.x, by), whole(v.y, by), whole(v.z, by), whole(v.w, by)});
       const uint32_t own = bytes[part][0], other = __shfl_xor_sync(FULL, own, OTHER);
-      if (part == second) words = second ? eight(other, own) : eight(own, other);
+      if (part == second) words = second ? interleave(other, own) : interleave(own, other);
     }
     if (4 * piece < k_blocks * K_BLOCK)
       *place(4 * piece, Codes::BOTH_HALVES ? piece % 4 : piece / 2 % 4, second) = words;
@@ -175,7 +175,7 @@ template <class Codes> struct Int16Row {
         else second = other;
         to = t % 2 * 2 + upper;
       }
-      if (value < k_blocks * K_BLOCK) *place(value, to, part) = eight(first, second);
+      if (value < k_blocks * K_BLOCK) *place(value, to, part) = interleave(first, second);
     }
     put_entry<16 / GROUPS>(value, bytes, by.scale);
   }

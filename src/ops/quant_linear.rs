@@ -26,14 +26,14 @@ use candle_core::{Result, Tensor};
 /// 48 rows and more (after Henry, Tang and Heinecke 2019), but not that of the 8 bits of `PerToken8`.
 ///
 /// On CUDA, up to 8 rows of x are taken as two bf16 parts each, 16 bits in all, and multiplied with
-/// the codes in f32 (2^-17 of each input; one row and codes of 4 bits on Hopper: below); more rows and the weights are rounded to bf16 (to f16
+/// the codes in f32 (2^-17 of each input; one row and 4-bit codes on Hopper: below); more rows and the weights are rounded to bf16 (to f16
 /// where x is f16 or the GPU has no bf16) for one product with sums in f32.
 ///
 /// INT8 and INT4 codes are multiplied on CUDA as the whole numbers they are, and e4m3 floats of FP8 as they are in bf16,
 /// with sums of a group in f32 before its scale; on Hopper, more than 32 rows meet FP8 in blocks rounded to bf16. A row
 /// of weights with a NaN of e4m3 gives outputs of NaN, and no others. NVFP4's floats times their scales of 16 values are
 /// exact in bf16, and sums are multiplied with the scale of the row. NF4's values are rounded to bf16 (0.1 % on average), and
-/// with more than 32 rows their products with scales are. Up to 8 rows of x lose nothing if they are bf16, and keep 16 bits otherwise (but for one row of INT4 on Hopper);
+/// with more than 32 rows their products with scales are. Up to 8 rows of x lose nothing if they are bf16, and keep 16 bits otherwise (one row of INT4 on Hopper: below);
 /// from there on up to 128 rows of bf16 or f32 are rounded to bf16 (after the idea of Marlin, Frantar
 /// et al. 2024: codes go from memory to the tensor cores' registers); what has more rows, or is f16, takes
 /// the way of GGUF blocks. Ternary codes meet up to 64 rows of x in int8, rounded to whole numbers of
@@ -41,7 +41,7 @@ use candle_core::{Result, Tensor};
 /// each input. A single row meets codes with a scale for each row or tensor in two such parts on Hopper,
 /// 16 bits in all.
 ///
-/// On Hopper, a single row meets codes of 4 bits (INT4, Q4_0, Q4_1, Q4_K) as whole numbers, too: 128 of its values, or
+/// On Hopper, a single row is quantized for 4-bit codes (INT4, Q4_0, Q4_1, Q4_K), too: 128 of its values, or
 /// 256 in bf16, are rounded to multiples of a power of two, in two int8 parts. An input is off by at most 1/32639 of their
 /// largest magnitude, and those of bf16 down to a 64th of that are exact. Sums of a group are exact in integers. If one
 /// of them is not finite, all outputs are NaN; below 2^-111 all count as zero.

@@ -98,7 +98,7 @@ const GEMV_SM90: Rule = Rule {
     arch: [90, NEWEST],
     rounds_up_to: 1,
     plan: gemv_wna16_sm90::plan,
-    note: "INT4 meets x in 16-bit integers; of ternary weights those with one scale for a row or the matrix",
+    note: "for INT4 x is quantized to 16-bit integers; of ternary weights those with one scale for a row or the matrix",
     ..RULE
 };
 const SKINNY: Rule = Rule {
@@ -222,7 +222,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         source: "linear/gemv_wna16_sm90_gguf.cu",
         formats: Formats::GGUF,
-        note: "codes of 4 bits meet x in 16-bit integers",
+        note: "for Q4_0, Q4_1 and Q4_K x is quantized to 16-bit integers",
         ..GEMV_SM90
     },
     Rule {

@@ -1,5 +1,5 @@
 //! One row of x and packed weights or GGUF blocks on Hopper, which come through a pipeline in shared memory
-//! (`kernels/linear/gemv_wna16_sm90.cuh`); those of 4 bits meet x in 16-bit integers
+//! (`kernels/linear/gemv_wna16_sm90.cuh`); for those of 4 bits x is quantized to 16-bit integers
 //! (`kernels/linear/gemv_wna16_sm90_nibbles.cuh`).
 //!
 //! On an H100, in graphs of dependent launches, the products of a layer of Llama-3-8B take 29.9 us in ternary, by the
