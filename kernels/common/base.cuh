@@ -159,8 +159,9 @@ __device__ __forceinline__ void sync_first(uint32_t threads) {
 // Programmatic dependent launch (compute capability 9.0 and up; nothing elsewhere). A kernel lets
 // the next one start early, and waits for the one before to be complete and visible. Every thread
 // that reads what an earlier kernel wrote, or writes anything global, waits first; weights, which
-// no kernel of a decode step writes, may be read before: a kernel that writes them lets none start
-// early. A kernel whose blocks do not all wait would let the next kernel overtake the one before.
+// no kernel of a decode step writes, may be read before: what reads those that formats/dequantize.cu
+// and formats/pack.cu write is not launched as a dependent one. A kernel whose blocks do not all wait
+// would let the next kernel overtake the one before.
 __device__ __forceinline__ void pdl_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

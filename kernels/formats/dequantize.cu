@@ -8,7 +8,7 @@ using namespace fused;
 
 template <typename T> __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
   // A quarter for each thread, so that a warp writes whole sectors.
-  const uint64_t thread = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x, i = thread / 4;
+  const uint32_t i = blockIdx.x * (FORMAT_THREADS / 4) + threadIdx.x / 4;
   pdl_launch();
   pdl_wait();
   if (i >= p.total) return;
@@ -16,12 +16,12 @@ template <typename T> __device__ __forceinline__ void dequantize(const Dequantiz
 #pragma unroll
   for (int s = 1; s < MAX_SOURCES; ++s) source += i >= p.sources[s].first;
   const DequantizeSource& from = p.sources[source];
-  const uint64_t within = i - from.first, row = within / from.blocks_of_row;
-  const uint32_t block = within % from.blocks_of_row, groups = groups_of(from.blocks_of_row * BLOCK);
-  T* out = static_cast<T*>(p.out) + i * BLOCK;
+  const uint32_t within = i - uint32_t(from.first), row = within / from.blocks_of_row;
+  const uint32_t block = within - row * from.blocks_of_row, groups = groups_of(from.blocks_of_row * BLOCK);
+  T* out = static_cast<T*>(p.out) + uint64_t(i) * BLOCK;
   with_format(from.format, [&](auto format) {
     using F = decltype(format);
-    F::quarter(F::row(from.data, row, groups), groups, block, thread % 4, [&](int at, float4 v) {
+    F::quarter(F::row(from.data, row, groups), groups, block, threadIdx.x % 4, [&](int at, float4 v) {
       Pack<T, 4> values;
       values.v[0] = from_float<T>(v.x), values.v[1] = from_float<T>(v.y);
       values.v[2] = from_float<T>(v.z), values.v[3] = from_float<T>(v.w);

@@ -90,22 +90,18 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
   pack<Nf4>(p, Nf4::put);
 }
 
-// A thread has 8 values.
-template <typename T> __device__ __forceinline__ void values(const UnpackParams& p) {
-  pdl_wait();
-  const uint64_t i = blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x;
-  const uint32_t pieces = (p.k + 7) / 8, piece = i % pieces;
-  const uint64_t at = i / pieces;
-  if (at >= p.count) return;
-  const uint64_t row = p.ids ? p.ids[at] : at;
-  float v[8];
-  if (row < p.rows) {
-    with_packed_format(p.format, [&](auto format) { decltype(format)::eight(p.matrix, p.k, row, piece, v); });
-  } else {
+// 8 values of a row, as far as it has them.
+template <typename T> __device__ __forceinline__ void put_values(const UnpackParams& p, uint32_t row, uint32_t piece,
+                                                                 const float (&v)[8]) {
+  T* out = static_cast<T*>(p.out) + uint64_t(row) * p.k + 8 * piece;
+  // A matrix may begin behind one with an odd number of values.
+  if (sizeof(T) == 2 && p.k % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    Pack<T, 8> all;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) v[c] = __uint_as_float(0x7fffffffu);
+    for (int j = 0; j < 8; ++j) all.v[j] = from_float<T>(v[j]);
+    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&all);
+    return;
   }
-  T* out = static_cast<T*>(p.out) + at * p.k + 8 * piece;
 #pragma unroll
   for (uint32_t c = 0; c < 8; c += 4) {
     if (8 * piece + c >= p.k) break;
@@ -116,4 +112,48 @@ template <typename T> __device__ __forceinline__ void values(const UnpackParams&
   }
 }
 
+// A thread has 8 values.
+template <typename T> __device__ __forceinline__ void values(const UnpackParams& p) {
+  pdl_launch();
+  pdl_wait();
+  const uint32_t i = blockIdx.x * FORMAT_THREADS + threadIdx.x;
+  const uint32_t pieces = (p.k + 7) / 8, at = i / pieces, piece = i - at * pieces;
+  if (at >= p.count) return;
+  const uint32_t row = p.ids ? p.ids[at] : at;
+  float v[8];
+  if (row < p.rows) {
+    with_packed_format(p.format, [&](auto format) { decltype(format)::eight(p.matrix, p.k, row, piece, v); });
+  } else {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) v[c] = __uint_as_float(0x7fffffffu);
+  }
+  put_values<T>(p, at, piece, v);
+}
+
 FUSED_ENTRIES(unpack, FORMAT_THREADS, UnpackParams, values)
+
+// All rows of a format whose codes lie in tiles: a warp has a tile, each lane 32 values of a row.
+template <typename T> __device__ __forceinline__ void tiles(const UnpackParams& p) {
+  pdl_launch();
+  pdl_wait();
+  const uint32_t k_blocks = k_blocks_of(p.k), tile = (blockIdx.x * FORMAT_THREADS + threadIdx.x) / WARP;
+  const uint32_t lane = threadIdx.x % WARP, t = lane % 4, group = tile / k_blocks, k_block = tile - group * k_blocks;
+  const uint32_t row = group * ROW_GROUP + lane / 4;
+  if (row >= p.rows) return;
+  with_packed_format(p.format, [&](auto format) {
+    using F = decltype(format);
+    if constexpr (F::HAS_TILES) {
+      const typename F::Lane codes(p.matrix, row, uint64_t(tile) * ROW_GROUP + lane / 4, t);
+#pragma unroll
+      for (int block = 0; block < 4; ++block) {
+        const uint32_t piece = k_block * (K_BLOCK / 8) + 4 * block + t;
+        if (8 * piece >= p.k) return;
+        float v[8];
+        codes.eight(block, v);
+        put_values<T>(p, row, piece, v);
+      }
+    }
+  });
+}
+
+FUSED_ENTRIES(unpack_tiles, FORMAT_THREADS, UnpackParams, tiles)

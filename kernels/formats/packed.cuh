@@ -43,6 +43,16 @@ constexpr float ZERO_STEP = 1.f / 16;
 
 __host__ __device__ constexpr uint32_t k_blocks_of(uint32_t k) { return (k + K_BLOCK - 1) / K_BLOCK; }
 
+// A lane's codes of a row and a K block.
+__device__ __forceinline__ void load_words(uint32_t (&words)[4], const char* from) {
+  const uint4 v = *reinterpret_cast<const uint4*>(from);
+  words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+}
+__device__ __forceinline__ void load_words(uint32_t (&words)[2], const char* from) {
+  const uint2 v = *reinterpret_cast<const uint2*>(from);
+  words[0] = v.x, words[1] = v.y;
+}
+
 // The place of a row and a K block among the rows and K blocks of a matrix.
 __device__ __forceinline__ uint64_t place_of(uint32_t row, uint32_t k_block, uint32_t k_blocks) {
   return (uint64_t(row / ROW_GROUP) * k_blocks + k_block) * ROW_GROUP + row % ROW_GROUP;
@@ -58,6 +68,7 @@ __device__ __forceinline__ float scale_at(const PackedMatrix& m, uint32_t row, u
 // One byte for each code. The bytes of a row are those of its k, brought to a multiple of 16.
 struct Int8 {
   static constexpr int GROUPS = 0;
+  static constexpr bool HAS_TILES = false;
 
   static __host__ __device__ constexpr uint32_t pitch(uint32_t k) { return (k + 15) / 16 * 16; }
 
@@ -81,6 +92,8 @@ __device__ __forceinline__ uint64_t fp8_block(uint32_t row, uint32_t k_block, ui
 
 // BLOCKS: with scales of blocks.
 template <bool BLOCKS> struct Fp8 {
+  static constexpr bool HAS_TILES = false;
+
   // Where value c of four is.
   static __host__ __device__ constexpr uint32_t place(uint32_t c) { return c % 2 * 2 + c / 2 % 2; }
 
@@ -102,6 +115,7 @@ template <bool BLOCKS> struct Fp8 {
 
 template <int GROUPS_> struct Int4 {
   static constexpr int GROUPS = GROUPS_;
+  static constexpr bool HAS_TILES = true;
   static constexpr uint32_t BYTES = 16;  // of a lane
   static constexpr int ZERO = 8 * 16;
 
@@ -110,12 +124,40 @@ template <int GROUPS_> struct Int4 {
     const uint32_t block = piece % 16 / 4;
     const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
     const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block];
-    const float scale = scale_at<GROUPS>(m, row, place, block);
-    const float zero = ZERO_STEP * (m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO);
+    values(word, scale_at<GROUPS>(m, row, place, block), zero_at(m, place, block), v);
+  }
+
+  // What a lane has of a row and a K block, which are at `place`.
+  struct Lane {
+    uint32_t words[4];
+    float scales[GROUPS], zeros[GROUPS];
+
+    __device__ __forceinline__ Lane(const PackedMatrix& m, uint32_t, uint64_t place, uint32_t t) {
+      load_words(words, m.codes + (place * ROW_LANES + t) * BYTES);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        scales[g] = scale_at<GROUPS>(m, 0, place, 4 / GROUPS * g);
+        zeros[g] = zero_at(m, place, 4 / GROUPS * g);
+      }
+    }
+    // The 8 values of a block.
+    __device__ __forceinline__ void eight(int block, float (&v)[8]) const {
+      values(words[block], scales[block * GROUPS / 4], zeros[block * GROUPS / 4], v);
+    }
+  };
+
+ private:
+  static __device__ __forceinline__ float zero_at(const PackedMatrix& m, uint64_t place, uint32_t block) {
+    return ZERO_STEP * (m.zeros ? m.zeros[place * GROUPS + block * GROUPS / 4] : ZERO);
+  }
+  static __device__ __forceinline__ void values(uint32_t word, float scale, float zero, float (&v)[8]) {
+    // Codes become bits of 2^19, whose last bit is a sixteenth: conversions of integers are slow.
+    zero += 0x1p19f;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const int code = word >> (4 * (c / 2) + 16 * (c % 2)) & 15;
-      v[c] = scale * (static_cast<float>(code) - zero);
+      const int from = 4 * (c / 2) + 16 * (c % 2);
+      const uint32_t sixteenths = (from < 4 ? word << 4 : word >> (from - 4)) & 0xf0;
+      v[c] = scale * (__uint_as_float(0x49000000 | sixteenths) - zero);
     }
   }
 };
@@ -127,6 +169,7 @@ __device__ __forceinline__ uint32_t nvfp4_pair(uint32_t word, int j) {
 }
 
 struct Nvfp4 {
+  static constexpr bool HAS_TILES = true;
   static constexpr uint32_t BYTES = 16, SCALES = 8;  // of a lane; of a row and a K block
 
   static __device__ __forceinline__ void put(uint32_t* words, uint32_t b, uint32_t c, uint32_t code) {
@@ -140,8 +183,26 @@ struct Nvfp4 {
     const uint32_t block = piece % 16 / 4, t = piece % 4;
     const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
     const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + t) * BYTES)[block];
-    const float of_row = static_cast<const float*>(m.scales)[row];
-    const float by = scale(m.zeros[place * SCALES + t / 2 * 4 + block]);
+    values(word, static_cast<const float*>(m.scales)[row], m.zeros[place * SCALES + t / 2 * 4 + block], v);
+  }
+
+  struct Lane {
+    uint32_t words[4], by;  // a byte for each block
+    float of_row;
+
+    __device__ __forceinline__ Lane(const PackedMatrix& m, uint32_t row, uint64_t place, uint32_t t)
+        : by(*reinterpret_cast<const uint32_t*>(m.zeros + place * SCALES + t / 2 * 4)),
+          of_row(static_cast<const float*>(m.scales)[row]) {
+      load_words(words, m.codes + (place * ROW_LANES + t) * BYTES);
+    }
+    __device__ __forceinline__ void eight(int block, float (&v)[8]) const {
+      values(words[block], of_row, by >> (8 * block) & 255, v);
+    }
+  };
+
+ private:
+  static __device__ __forceinline__ void values(uint32_t word, float of_row, uint32_t byte, float (&v)[8]) {
+    const float by = scale(byte);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const uint32_t pair = nvfp4_pair(word, c / 2);
@@ -152,12 +213,30 @@ struct Nvfp4 {
 
 // Its dequantization.
 struct Nf4Values : Nf4 {
+  static constexpr bool HAS_TILES = true;
+
   static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
                                                float (&v)[8]) {
     const uint32_t block = piece % 16 / 4;
     const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
     const uint32_t word = reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block];
-    const float scale = static_cast<const float*>(m.scales)[2 * place + block / 2];
+    values(word, static_cast<const float*>(m.scales)[2 * place + block / 2], v);
+  }
+
+  struct Lane {
+    uint32_t words[4];
+    float scales[2];
+
+    __device__ __forceinline__ Lane(const PackedMatrix& m, uint32_t, uint64_t place, uint32_t t) {
+      load_words(words, m.codes + (place * ROW_LANES + t) * BYTES);
+      const float2 both = static_cast<const float2*>(m.scales)[place];
+      scales[0] = both.x, scales[1] = both.y;
+    }
+    __device__ __forceinline__ void eight(int block, float (&v)[8]) const { values(words[block], scales[block / 2], v); }
+  };
+
+ private:
+  static __device__ __forceinline__ void values(uint32_t word, float scale, float (&v)[8]) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) v[c] = scale * value(word, c);
   }
@@ -165,6 +244,7 @@ struct Nf4Values : Nf4 {
 
 template <int GROUPS_> struct Ternary {
   static constexpr int GROUPS = GROUPS_;
+  static constexpr bool HAS_TILES = true;
   static constexpr uint32_t BYTES = 8;
 
   static __device__ __forceinline__ void eight(const PackedMatrix& m, uint32_t k, uint32_t row, uint32_t piece,
@@ -173,7 +253,25 @@ template <int GROUPS_> struct Ternary {
     const uint64_t place = place_of(row, piece / 16, k_blocks_of(k));
     const uint32_t word =
         reinterpret_cast<const uint32_t*>(m.codes + (place * ROW_LANES + piece % 4) * BYTES)[block / 2];
-    const float scale = scale_at<GROUPS>(m, row, place, block);
+    values(word, block, scale_at<GROUPS>(m, row, place, block), v);
+  }
+
+  struct Lane {
+    uint32_t words[2];
+    float scales[4];
+
+    __device__ __forceinline__ Lane(const PackedMatrix& m, uint32_t row, uint64_t place, uint32_t t) {
+      load_words(words, m.codes + (place * ROW_LANES + t) * BYTES);
+#pragma unroll
+      for (int b = 0; b < 4; ++b) scales[b] = scale_at<GROUPS>(m, row, place, b);
+    }
+    __device__ __forceinline__ void eight(int block, float (&v)[8]) const {
+      values(words[block / 2], block, scales[block], v);
+    }
+  };
+
+ private:
+  static __device__ __forceinline__ void values(uint32_t word, uint32_t block, float scale, float (&v)[8]) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const int code = static_cast<int>(word << (30 - 4 * c - 2 * (block % 2))) >> 30;

@@ -21,7 +21,7 @@ namespace fused {
 // all rows, for each row and part, the sums of its blocks or of their halves (SUMS of a block), each twice.
 template <int SUMS_> struct SplitRows {
   static constexpr int BATCH = 4, SUMS = SUMS_;
-  static constexpr bool SCALES = false, K_BLOCK_SCALES = false;
+  static constexpr bool SCALES = false;
   char* at;
   uint32_t m, groups;
 
@@ -42,7 +42,6 @@ template <int SUMS_> struct SplitRows {
   }
   __device__ void put_raw(uint32_t row, uint32_t piece, float4 v) const { *raw(row, piece) = v; }
   __device__ float4 get_raw(uint32_t row, uint32_t piece) const { return *raw(row, piece); }
-  __device__ float put_largest(uint32_t, float) const { return 1.f; }
   __device__ void clear_tail(uint32_t m, uint32_t k) const {
     const uint32_t first = k / BLOCK, tail = groups * GROUP - first;
     for (uint32_t i = threadIdx.x; i < m * tail * BLOCK; i += blockDim.x) {

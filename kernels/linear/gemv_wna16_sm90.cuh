@@ -22,6 +22,7 @@ constexpr int GAINS = 2;  // packs of the norm's weight that a thread loads befo
 template <class Products> struct GemvSm90 : Products::Stream {
   using Stream = typename Products::Stream;
   using Row = typename Products::Row;
+  using Staging = typename Products::Staging;  // of rows that warps do not own
   using Stream::n_tile, Stream::n_tiles, Stream::p, Stream::scale_of, Stream::stages_of_row, Stream::weight_row;
   char* const xs;
 
@@ -70,7 +71,7 @@ template <class Products> struct GemvSm90 : Products::Stream {
     write(e.out, e.out_dtype, column, y);
   }
 
-  // Whether each warp owns its part of x in registers. Otherwise the block stages all of x together.
+  // Whether each warp owns its part of x in registers.
   __device__ bool owns() const {
     return p.prologue.dtype == BF16 && (p.prologue.norm == NORM_NONE || stages_of_row <= OWNED);
   }
@@ -103,14 +104,9 @@ template <class Products> struct GemvSm90 : Products::Stream {
   }
 
   // Stages this warp's part of x in shared memory, and returns the factor of its products.
-  __device__ float stage(const Row& row, const RowStage<Row>& stage,
-                         const uint4 (&gains)[GAINS], float (*scratch)[CONSUMER_WARPS]) const {
-    if (!owns()) {
-      stage.stage(p.prologue.x, 0);
-      row.clear_tail(CONSUMER_THREADS);
-      sync_first(CONSUMER_THREADS);
-      return row.taken();
-    }
+  __device__ float stage(const Row& row, const Staging& staging, const uint4 (&gains)[GAINS],
+                         float (*scratch)[CONSUMER_WARPS]) const {
+    if (!owns()) return staging.run(stages_of_row);
     uint4 owned[OWNED];
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
@@ -139,10 +135,10 @@ template <class Products> struct GemvSm90 : Products::Stream {
     pdl_launch();
     if (warp == CONSUMER_WARPS) return this->template produce<Products::AHEAD>();
     Row row(p, xs);
-    RowStage<Row> stages(p, row, scratch[0], ThreadGroup(CONSUMER_THREADS));
+    Staging staging(p, row, scratch);
     uint4 gains[GAINS];
     if (!owns()) {
-      stages.prefetch();
+      staging.prefetch();
     } else if (p.prologue.norm != NORM_NONE) {
 #pragma unroll
       for (int i = 0; i < GAINS; ++i) gains[i] = read_pack(p.prologue.weight, p.k, pack_of(i));
@@ -153,7 +149,7 @@ template <class Products> struct GemvSm90 : Products::Stream {
     pdl_wait();
     if (n_tiles == 0) return;
     if (i < ROUND) load_residuals(a, i, r);
-    const float by = stage(row, stages, gains, scratch);
+    const float by = stage(row, staging, gains, scratch);
     StageState stage = {};
 #pragma unroll 1
     for (uint32_t begin = 0;; begin += ROUND) {

@@ -40,7 +40,7 @@ template <class Use> __device__ __forceinline__ void each_stage(const Prologue& 
 struct TwoByteRow {
   static constexpr int BATCH = 2;
   static constexpr int SUMS = 0;
-  static constexpr bool SCALES = true, K_BLOCK_SCALES = false;
+  static constexpr bool SCALES = true;
   static constexpr uint32_t PAD = 16;  // lanes of both parts meet no bank twice
   static constexpr float LARGEST = 127 * 256;
   char* at;
@@ -59,7 +59,6 @@ struct TwoByteRow {
 
   __device__ void put_raw(uint32_t, uint32_t piece, float4 v) const { raw()[piece] = v; }
   __device__ float4 get_raw(uint32_t, uint32_t piece) const { return raw()[piece]; }
-  __device__ void put_sum(uint32_t, uint32_t, float) const {}
   __device__ void put(uint32_t, uint32_t piece, float4 v) const {
     const uint32_t w[4] = {whole(v.x), whole(v.z), whole(v.y), whole(v.w)};
 #pragma unroll
@@ -69,13 +68,6 @@ struct TwoByteRow {
     }
   }
   __device__ __forceinline__ uint32_t whole(float v) const { return ByteRows::whole(v) << shift; }
-  // Byte 1 of what is rounded to whole 256s, or byte 0, which has a sign.
-  static __device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, int part) {
-    return part == 0 ? __byte_perm(a + 128, b + 128, 0x0051) : __byte_perm(a, b, 0x0040);
-  }
-  static __device__ __forceinline__ uint32_t bytes_of(const uint32_t (&v)[4], int part) {
-    return __byte_perm(bytes_of(v[0], v[1], part), bytes_of(v[2], v[3], part), 0x5410);
-  }
   // What values are multiplied by; those too small for it are zero.
   __device__ float inverse(float largest) const {
     return largest > 1e-33f ? __fdividef(shift ? 127.f : LARGEST, largest) : 0.f;
@@ -156,12 +148,27 @@ template <int SUMS_> struct PartRow : PartRows<INT4_PADDING> {
   }
 };
 
+// How a row comes to shared memory of which warps do not own their parts: the whole block stages it.
+template <class Row> struct BlockStaging : RowStage<Row> {
+  __device__ BlockStaging(const Gemv& p, Row row, float (*scratch)[CONSUMER_WARPS])
+      : RowStage<Row>(p, row, scratch[0], ThreadGroup(CONSUMER_THREADS)) {}
+
+  // The factor of all products.
+  __device__ float run(uint32_t) const {
+    this->stage(this->p.prologue.x, 0);
+    this->rows.clear_tail(CONSUMER_THREADS);
+    sync_first(CONSUMER_THREADS);
+    return this->rows.taken();
+  }
+};
+
 // Ternary weights and int8: whole numbers to the end of K.
 struct TernaryProducts {
   using Format = StreamedTernary;
   using Stream = WeightStream<Format>;
   static constexpr uint32_t AHEAD = Format::AHEAD;
   using Row = TwoByteRow;
+  using Staging = BlockStaging<Row>;
 
   struct Sums {
     int v[4][4];
@@ -233,6 +240,7 @@ template <class Format_> struct PartProducts {
   static constexpr uint32_t AHEAD = Format::AHEAD;
   using Products = StreamedProducts<Format, 1>;
   using Row = PartRow<Products::X_SUMS>;
+  using Staging = BlockStaging<Row>;
 
   static __device__ __forceinline__ void multiply(const Stream& stream, const Row& row, uint32_t i, uint32_t warp, float,
                                                   StageState& stage, float (&y)[2]) {

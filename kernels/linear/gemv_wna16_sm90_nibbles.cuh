@@ -16,7 +16,7 @@ template <class Codes> struct NibbleProducts;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The power of two by which a K block of x is quantized: its largest magnitude becomes 14 bits and a sign at least, and
+// The power of two by which two K blocks of x are quantized: their largest magnitude becomes 14 bits and a sign at least, and
 // at most 127.5 times 256, so that the upper byte has a sign, too. Values of bf16 down to 1/64 of the largest stay exact.
 struct KBlockScale {
   // Added to the bits of an f32, it carries into the exponent from a mantissa of 1.9921 on: x times 2^14 over the power of
@@ -72,11 +72,9 @@ template <class Blocks> struct GgufNibbles {
 // One row of x as two bytes of each value, in a plane of upper bytes and one of lower bytes: 256 times the first and the
 // second, both with a sign. What lane t multiplies in a K block is together: of each 8 values v those that the lower codes
 // of a word's bytes are multiplied by, v0 v4 v1 v5, then those for the upper codes, v2 v6 v3 v7. Behind the planes are, for
-// each K block, the scaled sums of its groups and its scale, and then room for the row as it was.
+// each K block, the scaled sums of its groups and its scale. Each warp quantizes the K blocks that it multiplies, and waits
+// for no other, but for a norm's sums.
 template <class Codes> struct Int16Row {
-  static constexpr int BATCH = 2;
-  static constexpr int SUMS = 0;
-  static constexpr bool SCALES = false, K_BLOCK_SCALES = true;
   static constexpr int GROUPS = Codes::GROUPS;
   static constexpr uint32_t PAD = 16;  // lanes of both planes meet no bank twice
   static constexpr uint32_t SCALE_AT = Codes::OFFSETS ? GROUPS : 0;
@@ -89,7 +87,6 @@ template <class Codes> struct Int16Row {
 
   __device__ __forceinline__ uint32_t pitch() const { return k_blocks * K_BLOCK + PAD; }
   __device__ __forceinline__ float* entries() const { return reinterpret_cast<float*>(at + 2 * pitch()); }
-  __device__ float4* raw() const { return reinterpret_cast<float4*>(entries() + (k_blocks * ENTRY + 3) / 4 * 4); }
   // Where 8 values of the block of 32 that has value `value` lie, those that lane t meets.
   __device__ __forceinline__ uint2* place(uint32_t value, uint32_t t, int part) const {
     return reinterpret_cast<uint2*>(at + part * pitch() + value / K_BLOCK * K_BLOCK + 32 * t + value % K_BLOCK / 32 * 8);
@@ -99,16 +96,6 @@ template <class Codes> struct Int16Row {
     return make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
   }
 
-  __device__ void put_raw(uint32_t, uint32_t piece, float4 v) const { raw()[piece] = v; }
-  __device__ float4 get_raw(uint32_t, uint32_t piece) const { return raw()[piece]; }
-  __device__ void put_sum(uint32_t, uint32_t, float) const {}
-  __device__ void put(uint32_t, uint32_t, float4) const {}
-  __device__ float put_largest(uint32_t, float) const { return 1.f; }
-
-  // Byte 1 of what is rounded to whole 256s, or byte 0, which has a sign.
-  static __device__ __forceinline__ uint32_t bytes_of(int part, const uint32_t (&whole)[4]) {
-    return TwoByteRow::bytes_of(whole, part);
-  }
   static __device__ __forceinline__ uint32_t whole(float v, const KBlockScale& by) {
     return __float_as_uint(fmaf(v, by.inverse, 12582912.f));
   }
@@ -134,37 +121,15 @@ template <class Codes> struct Int16Row {
     if (in_row && value % K_BLOCK == 0) entry[SCALE_AT] = scale * UNIT;
   }
 
-  // A warp's 32 pieces of 4 values, which are a K block. Two lanes have the first and the second four of 8 values that
-  // belong together; the one stores the upper bytes, the other the lower ones.
-  __device__ void put_k_block(uint32_t piece, float4 v) const {
-    const uint32_t largest = max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
-    const KBlockScale by(__reduce_max_sync(FULL, largest));
-    constexpr uint32_t OTHER = Codes::BOTH_HALVES ? 4 : 1;
-    const bool second = piece & OTHER;
-    uint32_t bytes[2][1];
-    uint2 words;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      bytes[part][0] = bytes_of(part, {whole(v.x, by), whole(v.y, by), whole(v.z, by), whole(v.w, by)});
-      const uint32_t own = bytes[part][0], other = __shfl_xor_sync(FULL, own, OTHER);
-      if (part == second) words = second ? interleave(other, own) : interleave(own, other);
-    }
-    if (4 * piece < k_blocks * K_BLOCK)
-      *place(4 * piece, Codes::BOTH_HALVES ? piece % 4 : piece / 2 % 4, second) = words;
-    put_entry<32 / GROUPS>(4 * piece, bytes, by.scale);
-  }
-
-  // 8 values of bf16, which are values `value` and following.
-  __device__ __forceinline__ void put_pack(uint32_t value, uint4 pack, const KBlockScale& by) const {
-    const uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w}, t = value % 32 / 8;
+  // Values `value` and the 7 behind it. All lanes of a warp put theirs, 256 values side by side.
+  __device__ __forceinline__ void put_eight(uint32_t value, const float (&x)[8], const KBlockScale& by) const {
+    const uint32_t t = value % 32 / 8;
     uint32_t v[8], bytes[2][2];
 #pragma unroll
-    for (int w = 0; w < 4; ++w)
-      v[2 * w] = whole(__uint_as_float(words[w] << 16), by),
-             v[2 * w + 1] = whole(__uint_as_float(words[w] & 0xffff0000u), by);
+    for (int i = 0; i < 8; ++i) v[i] = whole(x[i], by);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      uint32_t first = bytes_of(part, {v[0], v[1], v[2], v[3]}), second = bytes_of(part, {v[4], v[5], v[6], v[7]});
+      uint32_t first = bytes_of({v[0], v[1], v[2], v[3]}, part), second = bytes_of({v[4], v[5], v[6], v[7]}, part);
       bytes[part][0] = first, bytes[part][1] = second;
       uint32_t to = t;
       if constexpr (Codes::BOTH_HALVES) {
@@ -194,7 +159,9 @@ template <class Codes> struct Int16Row {
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
       if (first + i >= stages_of_row) break;
-      put_pack(8 * pack_of(first + i), packs[i], KBlockScale(largest[i]));
+      float v[8];
+      unpack8<__nv_bfloat16>(packs[i], v);
+      put_eight(8 * pack_of(first + i), v, KBlockScale(largest[i]));
     }
   }
   // Of a row that is longer than what the warp has of it the rest is still to be read.
@@ -210,15 +177,146 @@ template <class Codes> struct Int16Row {
     }
     return 1.f;
   }
-  __device__ float taken() const { return 1.f; }
-  // Zeros behind the last value are in its K block.
-  __device__ void clear_tail(uint32_t) const {}
+};
+
+// 8 values side by side as they are stored; the second half is there for f32 only.
+struct RawEight {
+  uint4 halves[2];
+
+  // Those of `pack` of a row of k values, zeros behind it.
+  __device__ __forceinline__ void read(const void* from, int dtype, uint32_t k, uint32_t pack) {
+    halves[0] = halves[1] = uint4{};
+    if (pack >= k / 8) return;
+    const uint4* at = static_cast<const uint4*>(from) + (dtype == F32 ? 2 * pack : pack);
+    halves[0] = __ldcg(at);
+    if (dtype == F32) halves[1] = __ldcg(at + 1);
+  }
+  __device__ __forceinline__ void widen(int dtype, float (&v)[8]) const {
+    if (dtype == BF16) return unpack8<__nv_bfloat16>(halves[0], v);
+    if (dtype == F16) return unpack8<__half>(halves[0], v);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      v[4 * i] = __uint_as_float(halves[i].x), v[4 * i + 1] = __uint_as_float(halves[i].y);
+      v[4 * i + 2] = __uint_as_float(halves[i].z), v[4 * i + 3] = __uint_as_float(halves[i].w);
+    }
+  }
+};
+
+// The largest magnitude that a warp has, as bits, of which those of NaN are the largest.
+__device__ __forceinline__ uint32_t largest_of_warp(const float (&v)[8]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) largest = max(largest, magnitude(v[i]));
+  return __reduce_max_sync(FULL, largest);
+}
+
+// How rows of f32 and f16 come there, and those of bf16 that are too long for the registers and have a norm.
+template <class Codes> struct NibbleStaging {
+  // Stages whose values a lane has at once: they are put side by side, for they wait for shuffles.
+  static constexpr uint32_t BATCH = 2;
+  const Prologue& x;
+  const Int16Row<Codes>& row;
+  float (*const scratch)[CONSUMER_WARPS];
+  RawEight gain;  // of the first stage, before the PDL wait
+
+  __device__ NibbleStaging(const Gemv& p, const Int16Row<Codes>& row, float (*scratch)[CONSUMER_WARPS])
+      : x(p.prologue), row(row), scratch(scratch) {}
+
+  __device__ __forceinline__ void prefetch() {
+    if (x.norm != NORM_NONE) gain.read(x.weight, x.dtype, row.k, pack_of(0));
+  }
+
+  __device__ __forceinline__ void read(RawEight (&to)[BATCH], uint32_t first) const {
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) to[i].read(x.x, x.dtype, row.k, pack_of(first + i));
+  }
+
+  // The mean of the row's values, or of the squares of what they are off the mean.
+  __device__ __forceinline__ float mean_of(RawEight (&own)[BATCH], uint32_t stages_of_row, bool squares, float mean) const {
+    float sum = 0.f;
+#pragma unroll 1
+    for (uint32_t first = 0; first < stages_of_row; first += BATCH) {
+      if (stages_of_row > BATCH) read(own, first);
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        if (pack_of(first + i) >= row.k / 8) break;
+        float v[8];
+        own[i].widen(x.dtype, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += squares ? (v[j] - mean) * (v[j] - mean) : v[j];
+      }
+    }
+    return __fdividef(ThreadGroup(CONSUMER_THREADS).sum(sum, scratch[squares]), row.k);
+  }
+
+  // Rounded as the norm's own kernel rounds.
+  __device__ __forceinline__ void norm(float (&v)[8], const RawEight& gain, uint32_t pack, float mean, float factor) const {
+    float w[8], b[8] = {};
+    gain.widen(x.dtype, w);
+    if (x.bias) {
+      RawEight bias;
+      bias.read(x.bias, x.dtype, row.k, pack);
+      bias.widen(x.dtype, b);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float scaled = (v[j] - mean) * factor;
+      v[j] = rounded_to(x.dtype, x.norm == NORM_LAYER ? fmaf(scaled, w[j], b[j]) : rounded_to(x.dtype, scaled) * w[j]);
+    }
+  }
+
+  __device__ __forceinline__ void put(const RawEight (&own)[BATCH], uint32_t first, float mean, float factor,
+                                      uint32_t stages_of_row) const {
+    float v[BATCH][8];
+    uint32_t largest[BATCH];
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      const uint32_t pack = pack_of(first + i);
+      own[i].widen(x.dtype, v[i]);
+      if (x.norm != NORM_NONE && pack < row.k / 8) {
+        RawEight gain = this->gain;
+        if (first + i > 0) gain.read(x.weight, x.dtype, row.k, pack);
+        norm(v[i], gain, pack, mean, factor);
+      }
+      largest[i] = largest_of_warp(v[i]);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      if (first + i < stages_of_row) row.put_eight(8 * pack_of(first + i), v[i], KBlockScale(largest[i]));
+    }
+  }
+
+  // The factor of all products.
+  __device__ float run(uint32_t stages_of_row) const {
+    RawEight own[BATCH], next[BATCH];
+    read(own, 0);
+    float mean = 0.f, factor = 1.f;
+    if (x.norm != NORM_NONE) {
+#pragma unroll 1
+      for (int squares = x.norm == NORM_LAYER ? 0 : 1; squares < 2; ++squares) {
+        const float total = mean_of(own, stages_of_row, squares, mean);
+        if (squares) factor = rsqrtf(total + x.eps);
+        else mean = total;
+      }
+      if (stages_of_row > BATCH) read(own, 0);
+    }
+#pragma unroll 1
+    for (uint32_t first = 0; first < stages_of_row; first += BATCH) {
+      read(next, first + BATCH);
+      put(own, first, mean, factor, stages_of_row);
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) own[i] = next[i];
+    }
+    __syncwarp();
+    return 1.f;
+  }
 };
 
 template <class Codes> struct NibbleProducts {
   using Format = typename Codes::Format;
   using Stream = WeightStream<Format>;
   using Row = Int16Row<Codes>;
+  using Staging = NibbleStaging<Codes>;
   using Block = typename Codes::Block;
   // Eight layers of Llama-3-8B in INT4 and its head take 1.6 % less time on an H200 than with two.
   static constexpr uint32_t AHEAD = 3;

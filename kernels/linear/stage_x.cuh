@@ -28,14 +28,12 @@ __device__ __forceinline__ float rounded_to(int dtype, float v) {
 //     static constexpr int BATCH;      // pieces that a thread loads at once
 //     static constexpr int SUMS;       // how many sums of x are wanted of 32 values: 0, 1, or 2 of 16 each
 //     static constexpr bool SCALES;    // whether a row's largest magnitude is
-//     static constexpr bool K_BLOCK_SCALES;  // whether the row is put K block by K block, each by a whole warp
 //     // 4 values as they are; the thread that put them reads them back.
 //     void put_raw(uint32_t row, uint32_t piece, float4) const;
 //     float4 get_raw(uint32_t row, uint32_t piece) const;
 //     void put(uint32_t row, uint32_t piece, float4) const;   // as the core takes them
-//     void put_k_block(uint32_t piece, float4) const;         // a K block's 32 pieces of 4 values, with zeros behind K
-//     void put_sum(uint32_t row, uint32_t i, float) const;    // the row's i-th
-//     float put_largest(uint32_t row, float) const;           // what values are multiplied by then
+//     void put_sum(uint32_t row, uint32_t i, float) const;    // if SUMS: the row's i-th
+//     float put_largest(uint32_t row, float) const;           // if SCALES: what values are multiplied by then
 //     void clear_tail(uint32_t m, uint32_t k) const;          // all threads: zeros behind the last value
 //   };
 template <class Rows> struct RowStage {
@@ -145,10 +143,6 @@ template <class Rows> struct RowStage {
         // What this thread itself has put there.
         v = rows.get_raw(row, piece);
         if (norms) v = normed(v, piece, centres, mean, factor);
-      }
-      if constexpr (Rows::K_BLOCK_SCALES) {
-        rows.put_k_block(piece, v);
-        continue;
       }
       if constexpr (Rows::SCALES) {
         // As bits, of which those of NaN are the largest.

@@ -13,7 +13,7 @@ template <uint32_t PAD_> struct PartRows {
   static constexpr uint32_t PAD = PAD_;
   static constexpr int BATCH = 2;
   static constexpr int SUMS = 0;
-  static constexpr bool SCALES = false, K_BLOCK_SCALES = false;
+  static constexpr bool SCALES = false;
   char* at;
   uint32_t m, k_blocks, parts;
 
@@ -47,7 +47,6 @@ template <uint32_t PAD_> struct PartRows {
     *words(row, 0, piece) = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410));
     if (parts == 2) *words(row, 1, piece) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
   }
-  __device__ float put_largest(uint32_t, float) const { return 1.f; }
   // A row of bf16 as it is, k being a multiple of 8.
   __device__ bool take(const char* x, uint32_t row, uint32_t k, const ThreadGroup& group, float*) const {
     // All of it on its way at once, without registers.
@@ -104,13 +103,21 @@ template <uint32_t PAD_> struct PartRows {
 // What the numbers of ternary codes are multiplied by as operands: they take the upper two bits of a byte.
 constexpr float TERNARY_UNIT = 64.f;
 
+// Of whole numbers byte 1 when they are rounded to whole 256s, or byte 0, which has a sign.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, int part) {
+  return part == 0 ? __byte_perm(a + 128, b + 128, 0x0051) : __byte_perm(a, b, 0x0040);
+}
+__device__ __forceinline__ uint32_t bytes_of(const uint32_t (&v)[4], int part) {
+  return __byte_perm(bytes_of(v[0], v[1], part), bytes_of(v[2], v[3], part), 0x5410);
+}
+
 // Rows of x in int8, filled up with zeros to whole K blocks, then room for the rows as they were, then what
 // each row's codes are multiplied by. What lane t meets in a K block is together: for each block of 32 its
 // values 0, 2, 4 and 6 of 8, then the others.
 struct ByteRows {
   static constexpr int BATCH = 2;
   static constexpr int SUMS = 0;
-  static constexpr bool SCALES = true, K_BLOCK_SCALES = false;
+  static constexpr bool SCALES = true;
   static constexpr uint32_t PAD = TERNARY_PADDING;
   char* at;
   uint32_t m, k, k_blocks;
@@ -137,7 +144,6 @@ struct ByteRows {
   __device__ void put(uint32_t row, uint32_t piece, float4 v) const {
     put_bytes(row, piece, __byte_perm(whole(v.x), whole(v.z), 0x0040), __byte_perm(whole(v.y), whole(v.w), 0x0040));
   }
-  __device__ void put_sum(uint32_t, uint32_t, float) const {}
   // A row of zeros has codes of zero.
   __device__ float put_largest(uint32_t row, float largest) const {
     scales()[row] = largest / (127.f * TERNARY_UNIT);

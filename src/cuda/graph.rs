@@ -91,6 +91,7 @@ impl Graph {
             stream: stream.0,
             dependent: true,
             one_cta_per_sm: false,
+            recorded: true,
             bytes: 0,
         };
         // SAFETY: the stream has just been made, is not capturing, and outlives the capture.

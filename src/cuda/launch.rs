@@ -72,6 +72,9 @@ pub(crate) struct Launcher {
     /// The blocks of attention leave SMs one by one, and those of the next kernel go where they find room: if that
     /// is room for two, some SMs have two and others none, and so on from kernel to kernel.
     pub one_cta_per_sm: bool,
+    /// Whether it is launched from a recording (a CUDA graph) at all times but the first, so that launches cost the host
+    /// nothing.
+    pub recorded: bool,
     /// What the next launch has to read and write at least, for the profile.
     pub bytes: u64,
 }
@@ -90,6 +93,7 @@ impl Launcher {
             stream: device.cuda_stream().cu_stream(),
             dependent: false,
             one_cta_per_sm: false,
+            recorded: false,
             bytes: 0,
         })
     }

@@ -2,7 +2,7 @@
 
 use super::abi::{
     FORMAT_THREADS, FP8_BLOCK, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES,
-    UnpackParams,
+    UnpackParams, WARP,
 };
 use super::words::WordsOnDevice;
 use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
@@ -28,11 +28,16 @@ static MODULE: Module = Module::new(
         "unpack_f32",
         "unpack_f16",
         "unpack_bf16",
+        "unpack_tiles_f32",
+        "unpack_tiles_f16",
+        "unpack_tiles_bf16",
     ],
 );
 
-/// The first `values` kernel.
+/// The first `unpack` kernel.
 const VALUES: usize = 6;
+/// The first `unpack_tiles` kernel.
+const TILES: usize = 9;
 
 const _: () = assert!(FP8_BLOCK == crate::quant::FP8_BLOCK && K_BLOCK == FP8_BLOCK);
 
@@ -387,6 +392,13 @@ pub(super) fn index(scheme: Scheme) -> usize {
     }
 }
 
+/// Whether a format's codes lie in tiles, as `HAS_TILES` of the kernels says.
+fn has_tiles(format: usize) -> bool {
+    [Scheme::Int8, Scheme::Fp8, Scheme::Fp8Block128]
+        .iter()
+        .all(|scheme| index(*scheme) != format)
+}
+
 /// Values of a matrix: all of its rows, or those that ids name.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ValuesOf {
@@ -422,21 +434,32 @@ pub(crate) unsafe fn values(launcher: &Launcher, at: &ValuesOf) -> Result<()> {
         k: u32::try_from(at.cols).map_err(Error::wrap)?,
         format: at.format as i32,
     };
-    // Eight values for a thread.
-    let grid = line(at.count * at.cols.div_ceil(8))?;
+    let (first, grid) = match at.ids == 0 && has_tiles(at.format) {
+        // A warp for each tile.
+        true => {
+            debug_assert_eq!(at.count, at.rows, "without ids all rows are wanted");
+            let tiles = at.rows.div_ceil(ROW_GROUP) * at.cols.div_ceil(K_BLOCK);
+            (TILES, line(tiles * WARP)?)
+        }
+        // Eight values for a thread.
+        false => (VALUES, line(at.count * at.cols.div_ceil(8))?),
+    };
     let bytes = at.count * at.cols * (1 + at.dtype.size_in_bytes());
     // SAFETY: the kernel takes `UnpackParams`; the rest is the caller's.
     unsafe {
         launcher
             .moving(bytes as u64)
-            .run(&MODULE, VALUES + dtype_index(at.dtype), grid, &params)
+            .run(&MODULE, first + dtype_index(at.dtype), grid, &params)
     }
 }
 
-/// Blocks along x for `threads` threads.
+/// Blocks along x for `threads` threads, whose numbers kernels have in 32 bits.
 pub(super) fn line(threads: usize) -> Result<Grid> {
-    match u32::try_from(threads.div_ceil(FORMAT_THREADS)) {
-        Ok(blocks) => Ok(Grid::line(blocks, FORMAT_THREADS as u32)),
-        Err(_) => bail!("{OP}: {threads} blocks are past what a GPU takes at once"),
+    match u32::try_from(threads.next_multiple_of(FORMAT_THREADS)) {
+        Ok(threads) => Ok(Grid::line(
+            threads / FORMAT_THREADS as u32,
+            FORMAT_THREADS as u32,
+        )),
+        Err(_) => bail!("{OP}: {threads} threads are past what a launch has"),
     }
 }

@@ -99,6 +99,11 @@ impl Scratch {
         Ok(at)
     }
 
+    /// Bytes that were taken at most between two resets.
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
     /// Gives everything back.
     pub fn reset(&mut self) {
         self.most = self.most.max(self.taken);

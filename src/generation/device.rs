@@ -5,6 +5,7 @@ use super::chain::{Keys, PagedKeys};
 use super::paged::PagedCache;
 use super::plan::Plan;
 use super::prefill;
+use super::prefill_graph::PromptGraphs;
 use super::prefill_paged::Rows;
 use super::refusal::Refusal;
 use super::state::{MAIL_SLOTS, State};
@@ -33,6 +34,7 @@ pub(super) struct OnDevice {
     rotaries: Rotaries,
     keys: SequenceKeys,
     graph: Recorded,
+    prompts: PromptGraphs,
     ahead: usize,
     positions: usize,
     /// Candle's default stream is that of the calling thread: on another thread nothing would wait
@@ -113,6 +115,7 @@ impl OnDevice {
             } else {
                 Recorded::Unwanted
             },
+            prompts: PromptGraphs::new(options.graph),
             ahead: options.ahead.min(MAIL_SLOTS - 1),
             positions,
             _thread: PhantomData,
@@ -142,24 +145,30 @@ impl OnDevice {
     pub fn extend(&mut self, sequences: &mut [Sequence], index: usize, ids: &[u32]) -> Result<u32> {
         let _named = nvtx::range("prefill");
         self.drain()?;
-        let logits = sequences[index].read(&self.decoder, ids, |_, position| {
-            let end = position + ids.len();
-            let mut first = position;
-            let mut rest = ids;
-            while rest.len() > MAX_TOKENS {
-                let (some, others) = rest.split_at(MAX_TOKENS);
-                self.read(index, some, first, end)?;
-                (first, rest) = (first + some.len(), others);
-            }
-            self.read(index, rest, first, end)
-        })?;
+        sequences[index].check(&self.decoder, ids)?;
+        let position = sequences[index].ids.len();
+        let logits = self.read_parts(index, ids, position)?;
+        sequences[index].took(ids);
         let token = self.state.draw(&logits, index, &sequences[index])?;
         sequences[index].pending = Some(token);
         Ok(token)
     }
 
+    /// The logits behind a prompt, which is read in parts.
+    fn read_parts(&mut self, index: usize, ids: &[u32], position: usize) -> Result<Tensor> {
+        let end = position + ids.len();
+        let mut first = position;
+        let mut rest = ids;
+        while rest.len() > MAX_TOKENS {
+            let (some, others) = rest.split_at(MAX_TOKENS);
+            self.read(index, some, first, end)?;
+            (first, rest) = (first + some.len(), others);
+        }
+        self.read(index, rest, first, end)
+    }
+
     /// The logits behind a part of a prompt that reaches to `end`.
-    fn read(&self, index: usize, ids: &[u32], position: usize, end: usize) -> Result<Tensor> {
+    fn read(&mut self, index: usize, ids: &[u32], position: usize, end: usize) -> Result<Tensor> {
         let (decoder, rotaries) = (&self.decoder, &self.rotaries);
         match &self.keys {
             SequenceKeys::Caches(caches) => {
@@ -169,7 +178,15 @@ impl OnDevice {
                     caches: &caches[index],
                     end,
                 };
-                prefill::read(&self.device, &model, ids, position)
+                let is_whole = position == 0 && end == ids.len();
+                let bucket = self.prompts.bucket(&self.device, &model, ids.len());
+                match bucket.filter(|_| is_whole) {
+                    Some(rows) => {
+                        let place = (index, rows);
+                        self.prompts.read(&self.device, &model, place, ids)
+                    }
+                    None => prefill::read(&self.device, &model, ids, position),
+                }
             }
             SequenceKeys::Pages(pages, _) => {
                 let mut rows = Rows::new(pages.width);

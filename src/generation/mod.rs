@@ -52,6 +52,8 @@ pub(crate) mod plan;
 #[cfg(feature = "cuda")]
 pub(crate) mod prefill;
 #[cfg(feature = "cuda")]
+mod prefill_graph;
+#[cfg(feature = "cuda")]
 pub(crate) mod prefill_paged;
 #[cfg(feature = "cuda")]
 pub(crate) mod refusal;
@@ -94,7 +96,8 @@ pub struct Options {
     pub sampling: SamplingParams,
     /// Ids that end a sequence: it gives the id, and then none any more; no ids by default.
     pub stop: Vec<u32>,
-    /// On CUDA, record the step as a graph; true by default.
+    /// On CUDA, record the step as a graph, and on Hopper the prompts of small models that are read a second time, which
+    /// are filled up to 16, 32, 63 or a multiple of 64 rows for it; true by default.
     pub graph: bool,
     /// On CUDA, the steps that the GPU may be ahead of the tokens that were read, 63 at most; 2 by default.
     pub ahead: usize,

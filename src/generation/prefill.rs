@@ -74,27 +74,37 @@ pub(super) fn read(
     let decoder = model.decoder;
     let ids = Tensor::new(ids, &Device::Cuda(device.clone()))?;
     let tokens = ids.elem_count();
-    let mut kept = Scratch::new(device);
+    let (mut kept, mut scratch) = (Scratch::new(device), Scratch::new(device));
     // The ids live until the logits are there.
-    let mut pass = Pass::new(
-        device,
-        decoder,
-        [address_of(&ids)?, tokens as u64],
-        &mut kept,
-    )?;
-    (pass.position, pass.end) = (position, model.end);
-    for (block, cache) in decoder.stack.blocks.iter().zip(model.caches) {
-        pass.block(block, LayerKeys::Cache(cache), model.rotaries.of(block))?;
-        pass.scratch.reset();
-    }
+    let at = [address_of(&ids)?, tokens as u64];
+    let mut pass = Pass::new(launcher(device)?, &mut scratch, decoder, at, &mut kept)?;
+    pass.layers(model, position)?;
     let last = pass.row(tokens - 1);
     pass.logits(device, decoder, last, 1)
 }
 
+/// For the kernels of a prompt, on candle's stream.
+pub(super) fn launcher(device: &CudaDevice) -> Result<Launcher> {
+    Ok(Launcher {
+        // An event between two launches would keep them apart anyway.
+        dependent: !profile::is_capturing(),
+        one_cta_per_sm: true,
+        ..Launcher::new(device)?
+    })
+}
+
+/// Of `tokens` ids at the address `ids`, to an address that is still to be given.
+pub(super) fn lookup(decoder: &Decoder, ids: Address, tokens: usize) -> Result<Lookup> {
+    let Some(table) = decoder.stack.embedding.table() else {
+        bail!("{OP}: the embedding is not on the GPU");
+    };
+    Lookup::new(table, ids, 0, tokens)
+}
+
 /// The rows of a prompt as they go through the layers.
-pub(super) struct Pass {
+pub(super) struct Pass<'a> {
     pub launcher: Launcher,
-    pub scratch: Scratch,
+    pub scratch: &'a mut Scratch,
     pub dtype: DType,
     pub hidden: usize,
     pub tokens: usize,
@@ -104,40 +114,47 @@ pub(super) struct Pass {
     pub x: Address,
 }
 
-impl Pass {
-    /// With the embedded rows of `tokens` ids at the address `ids`; `kept` has the stream's memory.
+impl<'a> Pass<'a> {
+    /// With the embedded rows of `tokens` ids at the address `ids`; `kept` has the stream's memory, and `scratch` what
+    /// lies between the kernels of a layer.
     pub fn new(
-        device: &CudaDevice,
+        launcher: Launcher,
+        scratch: &'a mut Scratch,
         decoder: &Decoder,
         [ids, tokens]: [Address; 2],
         kept: &mut Scratch,
     ) -> Result<Self> {
-        let Some(table) = decoder.stack.embedding.table() else {
-            bail!("{OP}: the embedding is not on the GPU");
-        };
         let tokens = tokens as usize;
-        let mut lookup = Lookup::new(table, ids, 0, tokens)?;
-        let (dtype, hidden) = (lookup.dtype(), lookup.width());
-        let x = kept.take(OP, dtype, tokens * hidden)?;
-        lookup.out = x;
-        let pass = Self {
-            launcher: Launcher {
-                // An event between two launches would keep them apart anyway.
-                dependent: !profile::is_capturing(),
-                one_cta_per_sm: true,
-                ..Launcher::new(device)?
-            },
-            scratch: Scratch::new(device),
-            dtype,
-            hidden,
-            tokens,
-            position: 0,
-            end: 0,
-            x,
-        };
+        let mut lookup = lookup(decoder, ids, tokens)?;
+        lookup.out = kept.take(OP, lookup.dtype(), tokens * lookup.width())?;
+        let pass = Self::over(launcher, scratch, &lookup, lookup.out);
         // SAFETY: x has room for all rows; the ids are the caller's.
         unsafe { embedding::launch(&pass.launcher, &lookup)? };
         Ok(pass)
+    }
+
+    /// Over a stream at `x`, as `lookup` makes it.
+    pub fn over(launcher: Launcher, scratch: &'a mut Scratch, lookup: &Lookup, x: Address) -> Self {
+        Self {
+            launcher,
+            scratch,
+            dtype: lookup.dtype(),
+            hidden: lookup.width(),
+            tokens: lookup.count,
+            position: 0,
+            end: 0,
+            x,
+        }
+    }
+
+    /// Takes the rows, whose first is at `position`, through all layers.
+    pub fn layers(&mut self, model: &Model<'_>, position: usize) -> Result<()> {
+        (self.position, self.end) = (position, model.end);
+        for (block, cache) in model.decoder.stack.blocks.iter().zip(model.caches) {
+            self.block(block, LayerKeys::Cache(cache), model.rotaries.of(block))?;
+            self.scratch.reset();
+        }
+        Ok(())
     }
 
     /// A row of the stream.
@@ -292,14 +309,14 @@ impl Pass {
     fn run(&mut self, product: &Product) -> Result<()> {
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of
         // the stream; nothing writes weights, norms or biases.
-        unsafe { product.run(&self.launcher, &mut self.scratch) }
+        unsafe { product.run(&self.launcher, self.scratch) }
     }
 
     /// Dequantizes the weights of a layer that the library is to multiply, in one launch.
     fn dequantize(&mut self, products: &mut [Product]) -> Result<()> {
         let wanted: Vec<_> = products.iter().filter_map(Product::to_dequantize).collect();
         // SAFETY: as for `run`.
-        let starts = unsafe { dequantize_together(&self.launcher, &mut self.scratch, &wanted)? };
+        let starts = unsafe { dequantize_together(&self.launcher, self.scratch, &wanted)? };
         let wanting = products.iter_mut().filter(|p| p.to_dequantize().is_some());
         for (product, start) in wanting.zip(starts) {
             product.set_dequantized(start);

@@ -2,7 +2,7 @@
 
 use super::chain::PagedKeys;
 use super::pages::padded;
-use super::prefill::{LayerKeys, OP, PagedRows, Pass};
+use super::prefill::{LayerKeys, OP, PagedRows, Pass, launcher};
 use crate::cpu::attention::Sizes;
 use crate::cuda::{Address, Scratch, address_of};
 use crate::models::decoder::{Block, Decoder, Rotaries};
@@ -112,8 +112,9 @@ impl Rows {
 
 fn read(device: &CudaDevice, rows: &PagedRows<'_>) -> Result<Option<Tensor>> {
     let decoder = rows.decoder;
-    let mut kept = Scratch::new(device);
-    let mut pass = Pass::new(device, decoder, [rows.ids, rows.tokens as u64], &mut kept)?;
+    let (mut kept, mut scratch) = (Scratch::new(device), Scratch::new(device));
+    let at = [rows.ids, rows.tokens as u64];
+    let mut pass = Pass::new(launcher(device)?, &mut scratch, decoder, at, &mut kept)?;
     for (layer, block) in decoder.stack.blocks.iter().enumerate() {
         let rotary = rows.rotaries.of(block);
         pass.block(block, LayerKeys::Pages(rows, layer), rotary)?;
@@ -130,7 +131,7 @@ fn read(device: &CudaDevice, rows: &PagedRows<'_>) -> Result<Option<Tensor>> {
     pass.logits(device, decoder, out, rows.draws).map(Some)
 }
 
-impl Pass {
+impl Pass<'_> {
     /// Rotation, append and attention, from `[tokens, (heads + 2 kv_heads) D]` to `[tokens, heads D]`.
     pub(super) fn paged(
         &mut self,

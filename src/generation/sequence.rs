@@ -39,9 +39,14 @@ impl Sequence {
     ) -> Result<Tensor> {
         self.check(decoder, ids)?;
         let logits = forward(&mut self.cache, self.ids.len())?;
+        self.took(ids);
+        Ok(logits)
+    }
+
+    /// Counts `ids`, whose keys and values are held now.
+    pub fn took(&mut self, ids: &[u32]) {
         self.ids.extend_from_slice(ids);
         self.pending = None;
-        Ok(logits)
     }
 
     /// Whether `ids` can be appended to what is held.

@@ -81,7 +81,10 @@ impl<'a> PlanBuilder<'a> {
         let (dtype, hidden) = (lookup.dtype(), lookup.width());
         let mut builder = Self {
             device,
-            launcher: Launcher::new(device)?,
+            launcher: Launcher {
+                recorded: true,
+                ..Launcher::new(device)?
+            },
             io,
             work: Vec::new(),
             buffers: Vec::new(),

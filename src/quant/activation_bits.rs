@@ -12,7 +12,7 @@ use std::str::FromStr;
 /// bounds the product (many rows), and little where reading the weights does (one row). With AMX, bf16
 /// takes the place of 8 bits for many rows, and two numbers in bf16 that of 16, for x and weights alike
 /// ([`PerToken8`](Self::PerToken8) excepted). On CUDA, every kernel takes at least the bits of bf16, except that one row
-/// of x is quantized for 4-bit codes on Hopper, to 16-bit integers with a scale for each 128 or 256 values, that
+/// of x is quantized for 4-bit codes on Hopper, to 16-bit integers with a scale for each 256 values, that
 /// [`Auto`](Self::Auto) and [`Bits8`](Self::Bits8) let INT8 weights meet x in int8 from 64 rows on
 /// ([`quant_linear`](fn@crate::ops::quant_linear)), and that `Bits8` lets FP8 weights on Hopper meet x in e4m3 floats
 /// from there on, with a scale for each 128 values of a row.

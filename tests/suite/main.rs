@@ -23,6 +23,7 @@ mod fuzz;
 mod fuzz_replay;
 mod fuzz_seeds;
 mod generation;
+mod generation_prompts;
 mod generation_slots;
 mod generation_steps;
 mod gguf_file;

@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 40] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 43] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -41,8 +41,25 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 40] = [
     ),
     ("int4-g128", DType::BF16, 33, 4096, 4096, "gemm_wna16_sm90"),
     ("int4-g64", DType::BF16, 17, 14336, 4096, "gemm_wna16_sm90"),
-    ("int4-g128", DType::BF16, 512, 4096, 4096, "gemm_wna16_sm90"),
-    ("int4-g128", DType::BF16, 4096, 512, 512, "gemm_wna16_sm90"),
+    ("int4-g128", DType::BF16, 511, 4096, 4096, "gemm_wna16_sm90"),
+    (
+        "int4-g128",
+        DType::BF16,
+        512,
+        4096,
+        4096,
+        "gemm_dequantized_cublaslt",
+    ),
+    ("int4-g128", DType::BF16, 48, 512, 512, "gemm_wna16_mma"),
+    ("int4-g128", DType::BF16, 511, 512, 512, "gemm_wna16_sm90"),
+    (
+        "int4-g128",
+        DType::BF16,
+        4096,
+        512,
+        512,
+        "gemm_dequantized_cublaslt",
+    ),
     ("int4-g128", DType::F16, 100, 512, 512, "gemm_wna16_sm90"),
     (
         "int4-g128",

@@ -268,6 +268,7 @@ impl Operands {
             bias: at.bias != 0,
             residuals: at.residuals.iter().filter(|r| **r != 0).count(),
             one_cta_per_sm: launcher.one_cta_per_sm,
+            recorded: launcher.recorded,
             alignment: Alignment {
                 x: aligned(&[at.x]),
                 norm: aligned(&norm),
@@ -322,6 +323,8 @@ pub(crate) struct Case {
     pub residuals: usize,
     /// Whether it is launched in a chain with kernels of other kinds, see [`Launcher::one_cta_per_sm`].
     pub one_cta_per_sm: bool,
+    /// Whether it is recorded, see [`Launcher::recorded`].
+    pub recorded: bool,
     pub alignment: Alignment,
 }
 

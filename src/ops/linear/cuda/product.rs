@@ -85,12 +85,13 @@ impl Product {
         let whole = Operands::new(weights, at)?;
         let mut segments = whole.segments();
         if segments.len() > 1 && at.activation.gate().is_none() {
-            let each = segments.iter().map(|operands| {
-                let segment = Segment::of(launcher, operands.clone()).ok()?;
-                (!takes_mixed(segment.plan.kernel)).then_some(segment)
-            });
-            if let Some(segments) = each.collect::<Option<_>>() {
-                return Ok(Self { segments });
+            let each = segments
+                .iter()
+                .map(|operands| Segment::of(launcher, operands.clone()));
+            let each: Vec<_> = each.filter_map(Result::ok).collect();
+            // Where all of them are the library's, it takes them together.
+            if each.len() == segments.len() && !each.iter().all(|s| takes_mixed(s.plan.kernel)) {
+                return Ok(Self { segments: each });
             }
         }
         let operands = match segments.len() {

@@ -31,19 +31,16 @@ const WNA16_SKINNY: &[Rows] = &[(BF16, [2, 32]), (F32, [2, 32]), (F16, [2, 16])]
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 const W8A8: [usize; 2] = [64, MAX];
 
-/// M of the kernel for some tens of rows. On Hopper another one takes more
-/// than 16; elsewhere it reads weights anew for every 32.
-const WNA16_MMA_SM90: &[Rows] = &[(BF16, [2, 16]), (F32, [2, 16]), (F16, [2, 8])];
+/// M of the kernel for some tens of rows, which reads weights anew for every 32. On Hopper its plan says for which products.
 const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
 /// INT8, FP8, NVFP4, NF4 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
 const WNA16_MMA_128_ROWS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
 const WNA16_MMA_NOTE: &str = "weights are read once for every 32 rows of operand B; a row of f16, or of f32 up to M = 8, \
                               takes two rows (bf16 high and low part)";
 
-/// M for which, on Hopper, dequantizing in tensor cores' registers beats dequantizing for the library, as measured on an
-/// H200 with 14336x4096: GGUF blocks, which dequantize fast, and all others (INT8 with whole activations, which is with the
-/// blocks here, was not). Twice as many rows of operand B keep the bits of f16; weights are rounded to bf16 from 33 rows of
-/// operand B on, whatever x is.
+/// M for which, on Hopper, dequantizing in tensor cores' registers may beat dequantizing for the library:
+/// `gemm_dequantized::plan_if_fastest` says for which products it does not. Twice as many rows of operand B keep the bits of
+/// f16; weights are rounded to bf16 from 33 rows of operand B on, whatever x is.
 const WNA16_SM90_BLOCKS: &[Rows] = &[(BF16, [2, 1536]), (F32, [2, 1536]), (F16, [2, 192])];
 const WNA16_SM90: &[Rows] = &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 512])];
 
@@ -71,15 +68,16 @@ const STREAMED: Formats = Formats::INT4
 /// What rules of a kernel have in common.
 const MMA_SM90: Rule = Rule {
     kernel: gemm_wna16_mma::NAME,
-    x: WNA16_MMA_SM90,
+    x: WNA16_MMA,
     arch: [90, 90],
-    plan: gemm_wna16_mma::plan,
+    plan: gemm_wna16_mma::plan_on_hopper,
     note: WNA16_MMA_NOTE,
     ..RULE
 };
 const MMA: Rule = Rule {
     x: WNA16_MMA_128_ROWS,
     arch: [80, NEWEST],
+    plan: gemm_wna16_mma::plan,
     ..MMA_SM90
 };
 const SM90: Rule = Rule {
@@ -109,6 +107,14 @@ const SKINNY: Rule = Rule {
     arch: [90, NEWEST],
     plan: gemm_wna16_skinny::plan_if_fastest,
     note: "as many rows of x as fit into shared memory; of ternary weights those with one scale for a row or the matrix",
+    ..RULE
+};
+const DEQUANTIZED: Rule = Rule {
+    kernel: gemm_dequantized::NAME,
+    source: "formats/dequantize.cu",
+    formats: Formats::QUANTIZED,
+    plan: gemm_dequantized::plan,
+    note: "a preceding kernel applies an RMS norm and narrows x, a layer norm has a kernel of its own; activation and second residual in a following one",
     ..RULE
 };
 /// The rule that takes it wherever it is forced.
@@ -351,6 +357,13 @@ pub(super) static RULES: &[Rule] = &[
         ..MMA_SM90
     },
     Rule {
+        formats: Formats::GGUF.or(Formats::INT4),
+        arch: [90, 90],
+        plan: gemm_dequantized::plan_if_fastest,
+        note: "up to 8 million weights from 65 rows on in a CUDA graph, from 512 on outside; more weights from weights / 32,768 rows on, unless one half gates the other; f16 counts twice",
+        ..DEQUANTIZED
+    },
+    Rule {
         source: "linear/gemm_wna16_sm90_gguf.cu",
         formats: Formats::GGUF,
         x: WNA16_SM90_BLOCKS,
@@ -468,11 +481,7 @@ pub(super) static RULES: &[Rule] = &[
         ..SKINNY_FORCED
     },
     Rule {
-        kernel: gemm_dequantized::NAME,
-        source: "formats/dequantize.cu",
         formats: Formats::QUANTIZED.or(Formats::MIXED),
-        plan: gemm_dequantized::plan,
-        note: "a preceding kernel applies an RMS norm and narrows x, a layer norm has a kernel of its own; activation and second residual in a following one",
-        ..RULE
+        ..DEQUANTIZED
     },
 ];

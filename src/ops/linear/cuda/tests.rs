@@ -105,6 +105,7 @@ fn case(
         bias: false,
         residuals: 0,
         one_cta_per_sm: false,
+        recorded: false,
         alignment: Alignment::ALL,
     }
 }

@@ -82,21 +82,20 @@ fn row(format: Streamed, case: &Case) -> usize {
     let values = k.next_multiple_of(K_BLOCK);
     let is_bf16 = case.x == DType::BF16;
     let owns = is_bf16 && (case.norm.is_none() || k.div_ceil(K_BLOCK * STAGE_K_BLOCKS) <= OWNED);
-    // Two bytes of each value, and the values they are made from.
-    let bytes = 2 * (values + 16) + if owns { 0 } else { 4 * k };
     if format == Streamed::Ternary {
-        // And what they are multiplied by.
-        return bytes + if owns { 0 } else { 16 };
+        // Two bytes of each value, the values they are made from, and what they are multiplied by.
+        return 2 * (values + 16) + if owns { 0 } else { 4 * k + 16 };
     }
     if let Some(Nibbles { groups, offsets }) = format.nibbles() {
-        // f32 of each K block, as the kernel's `Int16Row::ENTRY`: its scale, and where there are offsets sums of its
-        // groups, filled up to 16 bytes.
+        // Two bytes of each value, and f32 of each K block, as the kernel's `Int16Row::ENTRY`: its scale, and where there
+        // are offsets sums of its groups, filled up to 16 bytes.
         let entry = match (offsets, groups) {
             (false, _) => 1,
             (true, 1) => 2,
             (true, groups) => 2 * groups,
         };
-        return bytes + (values / K_BLOCK * entry * size_of::<f32>()).next_multiple_of(16);
+        let entries = values / K_BLOCK * entry * size_of::<f32>();
+        return 2 * (values + 16) + entries.next_multiple_of(16);
     }
     let parts = if is_bf16 { 1 } else { 2 };
     (2 * values + INT4_PADDING) * parts + format.x_sums(values)
