@@ -5,6 +5,8 @@ use crate::cpu::packed::PackedMatrix;
 use crate::cuda::BlockMatrix;
 #[cfg(feature = "cuda")]
 use crate::ops::embedding::{Table, embedding};
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+use crate::ops::linear::cuda::choose_early;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -38,6 +40,15 @@ enum Rows {
     Blocks(Arc<BlockMatrix>),
 }
 
+/// A model whose rows have this dtype is being loaded to the device.
+fn on_gpu(device: &Device, dtype: DType) {
+    #[cfg(all(feature = "cuda", target_os = "linux"))]
+    if let Device::Cuda(device) = device {
+        choose_early(device, dtype);
+    }
+    let _ = (device, dtype);
+}
+
 impl Embedding {
     /// From a table `[vocab, hidden_size]`, which is what counts: `hidden_size` is there for
     /// candle_nn's signature.
@@ -48,6 +59,7 @@ impl Embedding {
 
     /// From a table `[vocab, hidden]`.
     pub(crate) fn from_table(values: Tensor) -> Self {
+        on_gpu(values.device(), values.dtype());
         Self {
             rows: Rows::Dense,
             values,
@@ -101,6 +113,7 @@ impl Embedding {
     /// ```
     #[cfg(feature = "cuda")]
     pub fn from_blocks(table: Arc<BlockMatrix>) -> Result<Self> {
+        on_gpu(table.device(), DType::F32);
         Ok(Self {
             values: Tensor::zeros((0, table.cols()), DType::F32, &Device::Cpu)?,
             rows: Rows::Blocks(table),

@@ -13,6 +13,8 @@ mod table;
 pub(crate) mod tests;
 
 pub use dispatch::kernels as kernel_table;
+#[cfg(target_os = "linux")]
+pub(crate) use kernels::cublaslt_early::choose_early;
 pub(crate) use kernels::gemm_dequantized::dequantize_together;
 pub(crate) use kernels::gemv::Gemv;
 pub(crate) use kernels::gemv_dense_pipelined;

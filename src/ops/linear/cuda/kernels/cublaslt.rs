@@ -16,6 +16,9 @@ pub(super) const WORKSPACE: usize = 32 << 20;
 /// `CUBLAS_OP_T`, which the bindings of cuBLASLt leave out.
 const TRANSPOSED: i32 = 1;
 
+/// Bytes that tensors are aligned to at most, as far as the library's choice is concerned.
+const ALIGNMENT: u32 = 256;
+
 /// Plans that a thread keeps: prompts come in many lengths.
 const MAX_PLANS: usize = 1024;
 
@@ -38,6 +41,25 @@ pub(super) struct Gemm {
     pub stride: usize,
     pub dtype: DType,
     pub out_dtype: DType,
+}
+
+impl Gemm {
+    /// Of contiguous rows without addresses, m x n x k, in the dtypes of operands and output.
+    pub(super) fn of_shape([m, n, k]: [usize; 3], [dtype, out_dtype]: [DType; 2]) -> Self {
+        Self {
+            x: 0,
+            weight: 0,
+            bias: 0,
+            residual: 0,
+            out: 0,
+            m,
+            n,
+            k,
+            stride: n,
+            dtype,
+            out_dtype,
+        }
+    }
 }
 
 /// What a plan depends on.
@@ -85,7 +107,9 @@ impl Drop for Plan {
 pub(super) unsafe fn run(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Result<bool> {
     let handle = handle(launcher.gpu.ordinal)?;
     let addresses = [gemm.x, gemm.weight, gemm.bias, gemm.residual, gemm.out];
-    let alignment = addresses.iter().fold(256u64, |all, a| all | a);
+    let alignment = addresses
+        .iter()
+        .fold(ALIGNMENT.into(), |all: u64, a| all | a);
     let key = Key {
         ordinal: launcher.gpu.ordinal,
         shape: [gemm.m, gemm.n, gemm.k, gemm.stride],
@@ -107,6 +131,11 @@ pub(super) unsafe fn run(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm
         // SAFETY: the caller's; the plan was made for this product.
         unsafe { plan.launch(handle, launcher, scratch, gemm) }.map(|()| true)
     })
+}
+
+/// Chooses an algorithm and forgets it, on a thread whose context is that of the GPU.
+pub(super) fn choose(ordinal: usize, gemm: &Gemm) -> Result<()> {
+    Plan::new(handle(ordinal)?, gemm, ALIGNMENT).map(drop)
 }
 
 impl Plan {

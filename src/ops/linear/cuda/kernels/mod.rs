@@ -2,6 +2,8 @@
 //! knows no other family's.
 
 mod cublaslt;
+#[cfg(target_os = "linux")]
+pub(crate) mod cublaslt_early;
 #[cfg(test)]
 mod dense_product_tests;
 pub(super) mod gemm_dense;
