@@ -72,8 +72,8 @@ pub(crate) struct Launcher {
     /// The blocks of attention leave SMs one by one, and those of the next kernel go where they find room: if that
     /// is room for two, some SMs have two and others none, and so on from kernel to kernel.
     pub one_cta_per_sm: bool,
-    /// Whether it is launched from a recording (a CUDA graph) at all times but the first, so that launches cost the host
-    /// nothing.
+    /// Whether kernels are chosen for a CUDA graph, in which a launch costs the host nothing. Also set for the same kernels
+    /// outside of one, so that both give the same bits.
     pub recorded: bool,
     /// What the next launch has to read and write at least, for the profile.
     pub bytes: u64,

@@ -178,9 +178,11 @@ impl OnDevice {
                     caches: &caches[index],
                     end,
                 };
-                let is_whole = position == 0 && end == ids.len();
-                let bucket = self.prompts.bucket(&self.device, &model, ids.len());
-                match bucket.filter(|_| is_whole) {
+                let bucket = match position == 0 && end == ids.len() {
+                    true => self.prompts.bucket(&self.device, &model, ids.len()),
+                    false => None,
+                };
+                match bucket {
                     Some(rows) => {
                         let place = (index, rows);
                         self.prompts.read(&self.device, &model, place, ids)

@@ -246,7 +246,7 @@ fn launched(
     let mut stream = Scratch::new(device);
     let ids = device.clone_htod(rows)?;
     let at = [address_of(device, &ids), rows.len() as u64];
-    // The kernels of the recording.
+    // The kernels that the graph will have.
     let launcher = Launcher {
         recorded: true,
         ..launcher(device)?

@@ -44,7 +44,8 @@ pub(super) struct Gemm {
 }
 
 impl Gemm {
-    /// Of contiguous rows without addresses, m x n x k, in the dtypes of operands and output.
+    /// The shape alone, without addresses: contiguous rows, m x n x k, in the dtypes of operands and output.
+    #[cfg(target_os = "linux")]
     pub(super) fn of_shape([m, n, k]: [usize; 3], [dtype, out_dtype]: [DType; 2]) -> Self {
         Self {
             x: 0,
@@ -134,6 +135,7 @@ pub(super) unsafe fn run(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm
 }
 
 /// Chooses an algorithm and forgets it, on a thread whose context is that of the GPU.
+#[cfg(target_os = "linux")]
 pub(super) fn choose(ordinal: usize, gemm: &Gemm) -> Result<()> {
     Plan::new(handle(ordinal)?, gemm, ALIGNMENT).map(drop)
 }

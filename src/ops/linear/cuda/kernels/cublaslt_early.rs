@@ -35,7 +35,8 @@ pub(crate) fn choose_early(device: &CudaDevice, dtype: DType) {
     }
     let work = move || {
         if gpu.bind().is_ok() {
-            // Outputs, and sums in front of a gate; quantized weights and rows of f32 meet in 16 bits.
+            // Outputs in the dtype of the operands, and the f32 sums that a gated activation reads. Rows of f32 are
+            // multiplied by quantized weights in a 16-bit dtype.
             let pairs = match dtype {
                 DType::F32 => [product_dtype(gpu, dtype), dtype],
                 _ => [dtype; 2],

@@ -16,18 +16,19 @@ pub(crate) const NAME: &str = "gemm_dequantized_cublaslt";
 
 const OP: &str = "quant_linear";
 
-/// Weights of a product up to which it is faster on Hopper to dequantize them for the library. On an H200 512 rows of x in bf16, `gemm_wna16_sm90` in brackets: 576x576 5.5 us (13.9) in Q4_1 and 5.5 (13.5) in INT4 in groups of
-/// 32, 3072x576 8.2 (12.1) and 7.6 (11.7), 3072x2048 16.7 (22.6) and 15.4 (21.3). With 96 rows 576x576 takes 5.3 (7.3) and
-/// 5.3 (6.9), 3072x2048 12.2 (15.1) and 10.9 (14.3).
+/// Weights of a product up to which it is faster on Hopper to dequantize them for cuBLASLt from [`RECORDED`] or
+/// [`LAUNCHED`] rows on. On an H200 512 rows of x in bf16, `gemm_wna16_sm90` in brackets: 576x576 5.5 us (13.9) in Q4_1
+/// and 5.5 (13.5) in INT4 in groups of 32, 3072x576 8.2 (12.1) and 7.6 (11.7), 3072x2048 16.7 (22.6) and 15.4 (21.3).
+/// With 96 rows 576x576 takes 5.3 (7.3) and 5.3 (6.9), 3072x2048 12.2 (15.1) and 10.9 (14.3).
 const FEW_WEIGHTS: usize = 8 << 20;
 
-/// Rows from which on it is with few weights, in a recording and elsewhere: there the host takes longer for the library's
-/// launches than the GPU for the other kernel. A prompt of 512 tokens of SmolLM2-135M in Q4_1 takes 2.1 to 2.2 ms by either
-/// kernel, 1.34 recorded.
+/// Rows from which on few weights are dequantized: in a CUDA graph, and where kernels are launched one by one. A launch
+/// costs the host more than the other kernel takes on the GPU, so that there is nothing to gain with fewer rows: a prompt of
+/// 512 tokens of SmolLM2-135M in Q4_1 takes 2.1 to 2.2 ms by either kernel if launched, and 1.34 ms recorded.
 const RECORDED: usize = 65;
 const LAUNCHED: usize = 512;
 
-/// Of more weights so many for each row: 512 rows of 2048x8192 take 41.3 us (43.4) in Q4_1 and 39.3 (40.6), 256 rows 36.6
+/// More weights are dequantized from one row for each so many of them on: 512 rows of 2048x8192 take 41.3 us (43.4) in Q4_1 and 39.3 (40.6), 256 rows 36.6
 /// (28.3) and 33.3 (27.1); 1,024 rows of 6144x4096 90.5 (92.4) in Q4_K, 512 rows 57.6 (49.8); 2,048 rows of 14336x4096 340
 /// (344) in INT4 in groups of 128, 4,096 rows 652 (693).
 const WEIGHTS_OF_ROW: usize = 1 << 15;

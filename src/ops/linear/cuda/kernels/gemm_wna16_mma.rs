@@ -326,8 +326,8 @@ struct Gemm {
     vectors: bool,
 }
 
-/// Weights of a product up to which the kernel is about as fast as others or faster on Hopper with 17 to 64 rows, too. On an H200 48 rows,
-/// `gemm_wna16_sm90` in brackets: 576x576 3.9 us (6.1) in Q4_1 and 3.6 (5.8) in INT4 in groups of 32, 2048x2048 9.7 (10.2)
+/// Weights of a product up to which the kernel is about as fast as others or faster on Hopper with 17 to 64 rows, too. On
+/// an H200 48 rows, `gemm_wna16_sm90` in brackets: 576x576 3.9 us (6.1) in Q4_1 and 3.6 (5.8) in INT4 in groups of 32, 2048x2048 9.7 (10.2)
 /// and 7.8 (9.9), 4096x1024 9.1 (8.6) and 7.1 (7.8), 2048x8192 25.0 (17.7) and 18.6 (16.6).
 const FEW_WEIGHTS: usize = 8 << 20;
 
