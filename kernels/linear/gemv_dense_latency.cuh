@@ -41,8 +41,8 @@ template <typename T> __device__ __forceinline__ uint32_t scaled(uint32_t word, 
 }
 
 // The outputs that a lane of the first warp writes: columns 2t and 2t + 1 of row g of x, or the one
-// column of which it has the gate and what is gated.
-template <typename T> struct LatencyEpilogue {
+// column of which it has the gate and what is gated. SWIGLU_ONLY: without code for other activations.
+template <typename T, bool SWIGLU_ONLY = false> struct LatencyEpilogue {
   static constexpr int VALUES = 2;
   // 16-bit types are read alike.
   static constexpr int DTYPE = sizeof(T) == 4 ? F32 : BF16;
@@ -75,8 +75,8 @@ template <typename T> struct LatencyEpilogue {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) y[i] += widen_raw<T>(bias[i]);
     if (gates(p)) {
-      y[0] = gate(e.activation, y[0]) * y[1];
-    } else if (e.activation != ACT_NONE) {
+      y[0] = (SWIGLU_ONLY ? silu(y[0]) : gate(e.activation, y[0])) * y[1];
+    } else if (!SWIGLU_ONLY && e.activation != ACT_NONE) {
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) y[i] = activate(e.activation, y[i]);
     }

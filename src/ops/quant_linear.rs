@@ -50,11 +50,11 @@ use candle_core::{Result, Tensor};
 /// magnitude over 127 whatever the weights, their count and the device: on the CPU and for ternary weights and few
 /// rows on CUDA inside the kernel, elsewhere before it, where the rounded row is in x's dtype.
 ///
-/// From 64 rows on, weights that are all in INT8, at most three whose rows are multiples of 8, are
-/// multiplied by int8 tensor cores on CUDA (W8A8): each row of x, after the norm, becomes `round(x / s)` with
-/// `s = max|x| / 127` (a scale for each token, as in LLM.int8(), Dettmers et al. 2022), sums are exact
-/// in integers, and `s` times the weight row's scale is applied after them in f32. An input is off by
-/// at most half of its row's `s`. A row with values that are not finite gives a row of such values.
+/// From 64 rows on (65 where few weights on Hopper meet x in f16 or bf16), weights that are all in INT8, at most three
+/// whose rows are multiples of 8, are multiplied by int8 tensor cores on CUDA (W8A8): each row of x, after the norm,
+/// becomes `round(x / s)` with `s = max|x| / 127` (a scale for each token, as in LLM.int8(), Dettmers et al. 2022), sums
+/// are exact in integers, and `s` times the weight row's scale is applied after them in f32. An input is off by at most
+/// half of its row's `s`. A row with values that are not finite gives a row of such values.
 ///
 /// With [`ActivationBits::Bits8`], FP8 weights on Hopper meet 64 rows of x and more in e4m3 too, where K is a multiple of
 /// 128: each 128 values of a row, after the norm, in steps of e4m3 of their largest magnitude over 448 (as in DeepSeek-V3,

@@ -85,7 +85,7 @@ enum Norm {
 /// Rows of x, inputs, outputs of each matrix: whole tiles and parts of them, rows of codes that are no
 /// whole 16 bytes, several matrices, more than a section of tiles.
 const SHAPES: [(usize, usize, &[usize]); 10] = [
-    (64, 128, &[128]),
+    (72, 128, &[128]),
     (65, 64, &[40]),
     (128, 576, &[576, 192, 192]),
     (129, 100, &[72]),
@@ -366,7 +366,7 @@ fn four_matrices_are_two_products() -> Result<()> {
         let matrices = matrices.collect::<Result<Vec<_>>>()?;
         let weights: Vec<_> = matrices.iter().map(|m| m.weight.clone()).collect();
         let values: Vec<_> = matrices.into_iter().map(|m| m.values).collect();
-        let x = randn_on(&[64, 128], DType::BF16, &device)?;
+        let x = randn_on(&[65, 128], DType::BF16, &device)?;
         let none = Epilogue::default();
         let (got, calls) = trace::capture(|| quant_linear(&x, Prologue::None, &weights, &none));
         let path = &calls.iter().next().expect("a call").0.path;

@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 43] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 47] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -20,7 +20,7 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 43] = [
         16,
         576,
         1536,
-        "gemm_wna16_m16_cluster",
+        "gemm_wna16_latency_sm90",
     ),
     (
         "int4-g128",
@@ -50,7 +50,25 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 43] = [
         4096,
         "gemm_dequantized_cublaslt",
     ),
-    ("int4-g128", DType::BF16, 48, 512, 512, "gemm_wna16_mma"),
+    (
+        "int4-g128",
+        DType::BF16,
+        64,
+        512,
+        512,
+        "gemm_wna16_latency_sm90",
+    ),
+    ("int4-g128", DType::BF16, 48, 512, 2560, "gemm_wna16_mma"),
+    (
+        "int4-g32",
+        DType::BF16,
+        1,
+        1024,
+        1024,
+        "gemm_wna16_latency_sm90",
+    ),
+    ("int8", DType::F16, 9, 576, 1536, "gemm_wna16_latency_sm90"),
+    ("int8", DType::BF16, 64, 576, 576, "gemm_wna16_latency_sm90"),
     ("int4-g128", DType::BF16, 511, 512, 512, "gemm_wna16_sm90"),
     (
         "int4-g128",

@@ -24,6 +24,10 @@ struct Subject {
     few: &'static [usize],
     shapes: [(usize, usize); 3],
     takes: fn(&str) -> bool,
+    /// What it takes of other things; the rest is left out.
+    dtypes: &'static [DType],
+    layer_norm: bool,
+    activations: &'static [Activation],
     /// Rows of a format that it takes at most; half as many of f16.
     most: fn(&str) -> usize,
 }
@@ -33,7 +37,9 @@ const ANY_SHAPES: [(usize, usize); 3] = [(100, 256), (77, 512), (264, 768)];
 /// Those that fill no tile of 16, in matrices that begin at whole 8 of them.
 const WHOLE_EIGHTS: [(usize, usize); 3] = [(104, 256), (72, 2128), (264, 768)];
 
-const SUBJECTS: [Subject; 5] = [
+const ALL_DTYPES: &[DType] = &[DType::F32, DType::F16, DType::BF16];
+
+const SUBJECTS: [Subject; 6] = [
     Subject {
         kernel: "gemm_wna16_sm90",
         architectures: 90..=90,
@@ -41,6 +47,9 @@ const SUBJECTS: [Subject; 5] = [
         few: &[2, 5, 12, 20, 50, 100, 130],
         shapes: ANY_SHAPES,
         takes: |_| true,
+        dtypes: ALL_DTYPES,
+        layer_norm: true,
+        activations: &ACTIVATIONS,
         most: |_| usize::MAX,
     },
     Subject {
@@ -51,6 +60,9 @@ const SUBJECTS: [Subject; 5] = [
         shapes: ANY_SHAPES,
         // Ternary weights in groups have kernels of their own.
         takes: |format| !format.starts_with("ternary-g"),
+        dtypes: ALL_DTYPES,
+        layer_norm: true,
+        activations: &ACTIVATIONS,
         most: |format| if format == "int8" { 16 } else { 64 },
     },
     Subject {
@@ -60,6 +72,9 @@ const SUBJECTS: [Subject; 5] = [
         few: &[2, 4, 5, 8, 9, 12, 16, 20, 32],
         shapes: WHOLE_EIGHTS,
         takes: |format| !format.starts_with("ternary-g"),
+        dtypes: ALL_DTYPES,
+        layer_norm: true,
+        activations: &ACTIVATIONS,
         most: |_| 32,
     },
     Subject {
@@ -69,6 +84,9 @@ const SUBJECTS: [Subject; 5] = [
         few: &[1],
         shapes: WHOLE_EIGHTS,
         takes: |format| !format.starts_with("ternary-g"),
+        dtypes: ALL_DTYPES,
+        layer_norm: true,
+        activations: &ACTIVATIONS,
         // One of f16 is two parts.
         most: |_| 2,
     },
@@ -80,7 +98,24 @@ const SUBJECTS: [Subject; 5] = [
         few: &[1, 1, 1],
         shapes: WHOLE_EIGHTS,
         takes: |format| matches!(format, "ternary-row" | "ternary-tensor"),
+        dtypes: ALL_DTYPES,
+        layer_norm: false,
+        activations: &ACTIVATIONS,
         most: |_| 2,
+    },
+    Subject {
+        kernel: "gemm_wna16_latency_sm90",
+        architectures: 90..=i32::MAX,
+        rows: &[2, 7, 8, 9, 16, 17, 32, 50, 64],
+        few: &[5, 8, 9, 12, 20, 32, 33, 64],
+        shapes: [(100, 256), (77, 576), (264, 1504)],
+        takes: |format| format.starts_with('Q') || format.starts_with("int"),
+        dtypes: &[DType::BF16, DType::F16],
+        layer_norm: false,
+        // Three beside two dtypes, so that each meets each.
+        activations: &[Activation::None, Activation::SwiGlu, Activation::None],
+        // Not counted twice in f16.
+        most: |_| 128,
     },
 ];
 
@@ -194,7 +229,12 @@ fn exact(subject: &Subject, device: &Device, k: usize) -> Result<()> {
 fn they_are_as_exact_as_the_librarys_product_of_dequantized_weights() -> Result<()> {
     for subject in SUBJECTS {
         for device in subject.gpus()? {
-            for k in [1024, 3840] {
+            let long = if subject.kernel == "gemm_wna16_latency_sm90" {
+                1792
+            } else {
+                3840
+            };
+            for k in [1024, long] {
                 exact(&subject, &device, k)?;
             }
         }
@@ -267,14 +307,14 @@ fn with_prologues(subject: &Subject, device: &Device) -> Result<()> {
     for (i, (n, k)) in subject.shapes.into_iter().enumerate() {
         for (f, (name, weights)) in subject.pairs(n, k, device)?.into_iter().enumerate() {
             for (j, &m) in subject.few.iter().enumerate() {
-                let dtype = [DType::F32, DType::F16, DType::BF16][(i + j + f) % 3];
+                let dtype = subject.dtypes[(i + j + f) % subject.dtypes.len()];
                 let most = (subject.most)(&name) / if dtype == DType::F16 { 2 } else { 1 };
                 // Tiles of few tokens round the weights of Q2_K, so the kernel refuses rows that are to keep 16 bits.
                 let rounds = subject.kernel == "gemm_wna16_sm90" && name == "Q2K";
                 if m > most || (rounds && dtype == DType::F32 && m <= 8) {
                     continue;
                 }
-                let activation = ACTIVATIONS[(i + f + j) % ACTIVATIONS.len()];
+                let activation = subject.activations[(i + f + j) % subject.activations.len()];
                 let width = if activation.gate().is_some() {
                     n
                 } else {
@@ -287,8 +327,7 @@ fn with_prologues(subject: &Subject, device: &Device) -> Result<()> {
                 ];
                 let prologue = match (f + j) % 3 {
                     0 => Prologue::None,
-                    // It takes RMS norms alone.
-                    2 if subject.kernel == "gemv_ternary_latency" => Prologue::None,
+                    2 if !subject.layer_norm => Prologue::None,
                     1 => Prologue::RmsNorm {
                         weight: &norm[0],
                         eps: 1e-5,

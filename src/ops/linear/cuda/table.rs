@@ -1,9 +1,10 @@
 //! Which kernel takes a product: one table, first match wins.
 
 use super::kernels::{
-    gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster, gemm_wna16_m16,
-    gemm_wna16_mma, gemm_wna16_skinny, gemm_wna16_sm90, gemv_dense, gemv_dense_latency,
-    gemv_dense_pipelined, gemv_gguf, gemv_ternary_latency, gemv_wna16, gemv_wna16_sm90,
+    gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster,
+    gemm_wna16_latency, gemm_wna16_m16, gemm_wna16_mma, gemm_wna16_skinny, gemm_wna16_sm90,
+    gemv_dense, gemv_dense_latency, gemv_dense_pipelined, gemv_gguf, gemv_ternary_latency,
+    gemv_wna16, gemv_wna16_sm90,
 };
 use super::rule::{Formats, Norms, RULE, Rows, Rule};
 use crate::cuda::abi::N_TILE_MAX_M;
@@ -23,6 +24,12 @@ const SEVERAL: [usize; 2] = [2, GEMV[1]];
 /// M of the tensor-core kernels for INT4 in groups of 128, which multiply in bf16. Few f32 rows keep 16 bits as two
 /// parts elsewhere; more are rounded to bf16, as for the library.
 const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
+
+/// M of the kernel for small quantized matrices, which rounds weights to x's dtype: rows of f32 have kernels that do not.
+const WNA16_LATENCY: &[Rows] = &[
+    (F16, [1, gemm_wna16_latency::MAX_M]),
+    (BF16, [1, gemm_wna16_latency::MAX_M]),
+];
 
 /// M of the kernel that has all rows of x in shared memory: f16, and f32 up to M = 8, in two parts. Its plan says for which
 /// products.
@@ -97,6 +104,17 @@ const GEMV_SM90: Rule = Rule {
     rounds_up_to: 1,
     plan: gemv_wna16_sm90::plan,
     note: "for INT4 x is quantized to 16-bit integers; of ternary weights those with one scale for a row or the matrix",
+    ..RULE
+};
+const LATENCY_SM90: Rule = Rule {
+    kernel: "gemm_wna16_latency_sm90",
+    source: "linear/gemm_wna16_latency_sm90_gguf.cu",
+    formats: Formats::GGUF,
+    x: WNA16_LATENCY,
+    arch: [90, NEWEST],
+    norms: Norms::Rms,
+    plan: gemm_wna16_latency::plan,
+    note: "small matrices: one block a multiprocessor at most, of 1 or 3 N tiles and 8 to 32 rows; weights are rounded to the dtype of x",
     ..RULE
 };
 const SKINNY: Rule = Rule {
@@ -199,6 +217,12 @@ pub(super) static RULES: &[Rule] = &[
         plan: gemm_dense::plan,
         note: "the norm in a preceding kernel, activation and second residual in a following one",
         ..RULE
+    },
+    LATENCY_SM90,
+    Rule {
+        source: "linear/gemm_wna16_latency_sm90.cu",
+        formats: Formats::INT4.or(Formats::INT8),
+        ..LATENCY_SM90
     },
     Rule {
         kernel: "gemv_gguf_latency",

@@ -14,6 +14,7 @@ pub(super) mod gemm_dequantized;
 pub(super) mod gemm_w8a8;
 pub(super) mod gemm_w8a8_cluster;
 mod gemm_wna16;
+pub(super) mod gemm_wna16_latency;
 pub(super) mod gemm_wna16_m16;
 pub(super) mod gemm_wna16_mma;
 pub(super) mod gemm_wna16_skinny;
