@@ -4,9 +4,11 @@
 //
 // A block computes N_TILES N tiles of 16 output channels for up to 8 x M_TILES rows of x; more rows take more blocks.
 // Each of its warps has a K block of 128 values, so there are as many warps as K blocks. Before the PDL wait the
-// weights are dequantized, multiplied by the norm's weights and rounded to x's type: operands A of `mma`. Rows of x are
-// operands B, which come from memory straight to registers. The factor of an RMS norm is one for each row of x, so it
-// multiplies the sums, and no warp waits for the others before the end.
+// weights are dequantized, multiplied by the norm's weights and rounded to x's type: operands A of `mma`. INT8's scales of
+// channels multiply the sums instead. Rows of x are operands B, which come from memory straight to registers. The factor
+// of an RMS norm is one for each row of x, so it multiplies the sums, and no warp waits for the others before the end.
+//
+// With x in f16 there is no norm: the plan refuses it, since a weight times the norm's may be more, or less, than f16 holds.
 #pragma once
 
 #include "common/mma.cuh"
@@ -17,9 +19,8 @@ namespace fused {
 
 constexpr int K_BLOCK_STEPS = K_BLOCK / 32;
 
-// Which 8 values of each 32 of a K block a lane has codes of: four from `first` on, and four SECOND values behind the
-// first. And the 8 neighbours from `of_x` on that it multiplies, once lanes have exchanged weights: x is loaded 16 bytes at
-// a time.
+// A lane has 8 values of K in each of the four steps of a K block: four from `first` on, and four SECOND values behind the
+// first. Once lanes have exchanged weights it multiplies the 8 neighbours from `of_x` on: x is loaded 16 bytes at a time.
 template <class Weights> struct LatencyOrder;
 template <class Format> struct LatencyOrder<GemmInt<Format>> {
   static constexpr uint32_t SECOND = 4;
@@ -47,7 +48,7 @@ template <class Format> struct LatencyOrder<GemmGguf<Format>> {
   }
 };
 
-// Weights of 32 values of K, times the norm's weights, rounded to T. `norm` has 8 of these, in the order of the weights.
+// A lane's weights of a step, times the norm's weights, rounded to T. `norm` has 8 of these, in the order of the weights.
 template <typename T, class Weights>
 __device__ __forceinline__ WeightFragment normed_weights(const typename Weights::Block& block,
                                                          const typename Weights::Scales& scales, const Gemv& p, int e,
@@ -264,7 +265,7 @@ template <typename T, class Weights, int N_TILES, int M_TILES, int WARPS> struct
 
 template <typename T, class Weights, int N_TILES, int M_TILES, int WARPS>
 __device__ __forceinline__ void gemm_latency(const Gemv& p) {
-  extern __shared__ float dynamic_sums[];
+  extern __shared__ __align__(16) float dynamic_sums[];
   __shared__ float squares[8 * M_TILES][WARPS];
   LatencyGemm<T, Weights, N_TILES, M_TILES, WARPS>(p, dynamic_sums, squares).run();
 }
@@ -280,10 +281,8 @@ __device__ __forceinline__ void gemm_latency(const Gemv& p) {
   FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 8, 1, 8)         \
   FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 16, 1, 8)        \
   FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 8, 3, 8)         \
-  FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 8, 1, 16)        \
   FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 16, 1, 16)       \
   FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 8, 3, 16)        \
-  FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 8, 1, 32)        \
   FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 12, 1, 32)       \
   FUSED_GEMM_LATENCY_FORM(NAME, TYPE, WEIGHTS, 8, 3, 32)
 

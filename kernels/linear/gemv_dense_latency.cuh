@@ -40,8 +40,9 @@ template <typename T> __device__ __forceinline__ uint32_t scaled(uint32_t word, 
   return multiply_pairs<T>(pack2<T>(v.x * factor, v.y * factor), weight);
 }
 
-// The outputs that a lane of the first warp writes: columns 2t and 2t + 1 of row g of x, or the one
-// column of which it has the gate and what is gated. SWIGLU_ONLY: without code for other activations.
+// The two outputs that a lane writes: columns of places 2t and 2t + 1 of row g of x, or the one column of which it has
+// the gate and what is gated. `column` and `row` give a place's column and its row of the weights. SWIGLU_ONLY: without code
+// for other activations.
 template <typename T, bool SWIGLU_ONLY = false> struct LatencyEpilogue {
   static constexpr int VALUES = 2;
   // 16-bit types are read alike.

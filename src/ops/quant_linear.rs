@@ -41,7 +41,11 @@ use candle_core::{Result, Tensor};
 /// each input. A single row meets codes with a scale for each row or tensor in two such parts on Hopper,
 /// 16 bits in all.
 ///
-/// On Hopper, a single row is quantized for 4-bit codes (INT4, Q4_0, Q4_1, Q4_K), too: 256 of its values
+/// On Hopper, few weights in GGUF blocks, INT4 or INT8 (products with K up to 2,048 and few output channels) that meet up to
+/// 64 rows of f16 or bf16 are rounded to x's dtype instead, INT8 as the whole numbers they are, and in bf16 once more
+/// where a norm's weights multiply them; x is not rounded. Of one row that holds for INT4 and INT8.
+///
+/// On Hopper, any other single row is quantized for 4-bit codes (INT4, Q4_0, Q4_1, Q4_K), too: 256 of its values
 /// are rounded to multiples of a power of two, in two int8 parts. An input is off by at most 1/32639 of their
 /// largest magnitude, and those of bf16 down to a 64th of that are exact. Sums of a group are exact in integers. If one
 /// of them is not finite, all outputs are NaN; below 2^-111 all count as zero.

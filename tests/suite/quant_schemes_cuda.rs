@@ -5,6 +5,7 @@ mod fp8;
 mod gemm_wna16;
 mod matrices;
 mod not_finite;
+mod subjects;
 
 use crate::linear::ACTIVATIONS;
 use crate::support::{architecture, devices, randn, randn_on, widest_error};

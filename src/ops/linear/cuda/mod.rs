@@ -7,6 +7,7 @@ mod owned;
 mod plan;
 mod problem;
 mod product;
+mod rows;
 mod rule;
 mod table;
 #[cfg(test)]

@@ -6,63 +6,19 @@ use super::kernels::{
     gemv_dense, gemv_dense_latency, gemv_dense_pipelined, gemv_gguf, gemv_ternary_latency,
     gemv_wna16, gemv_wna16_sm90,
 };
-use super::rule::{Formats, Norms, RULE, Rows, Rule};
+use super::rows::{
+    BF16, BLOCKS_LATENCY, DENSE_SM90, F16, F32, GEMV_OF_EACH, LATENCY_16_BIT, MAX, ONE_ROW,
+    SEVERAL, W8A8, WNA16_LATENCY, WNA16_M16, WNA16_MMA, WNA16_MMA_128_ROWS, WNA16_SKINNY,
+    WNA16_SM90, WNA16_SM90_BLOCKS,
+};
+use super::rule::{Formats, Norms, RULE, Rule};
 use crate::cuda::abi::N_TILE_MAX_M;
-use candle_core::DType;
 
-const F32: DType = DType::F32;
-const F16: DType = DType::F16;
-const BF16: DType = DType::BF16;
-
-const MAX: usize = usize::MAX;
+/// The newest compute capability.
 const NEWEST: u32 = u32::MAX;
 
-/// M of all GEMV kernels but for ternary weights.
-const GEMV: [usize; 2] = [1, 8];
-const SEVERAL: [usize; 2] = [2, GEMV[1]];
-
-/// M of the tensor-core kernels for INT4 in groups of 128, which multiply in bf16. Few f32 rows keep 16 bits as two
-/// parts elsewhere; more are rounded to bf16, as for the library.
-const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
-
-/// M of the kernel for small quantized matrices, which rounds weights to x's dtype: rows of f32 have kernels that do not.
-const WNA16_LATENCY: &[Rows] = &[
-    (F16, [1, gemm_wna16_latency::MAX_M]),
-    (BF16, [1, gemm_wna16_latency::MAX_M]),
-];
-
-/// M of the kernel that has all rows of x in shared memory: f16, and f32 up to M = 8, in two parts. Its plan says for which
-/// products.
-const WNA16_SKINNY: &[Rows] = &[(BF16, [2, 32]), (F32, [2, 32]), (F16, [2, 16])];
-
-/// M from which on x is quantized for INT8 weights, as measured on an H100.
-const W8A8: [usize; 2] = [64, MAX];
-
-/// M of the kernel for some tens of rows, which reads weights anew for every 32. On Hopper its plan says for which products.
-const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];
-/// INT8, FP8, NVFP4, NF4 and INT4 up to 128 rows; more are dequantized for cuBLASLt.
-const WNA16_MMA_128_ROWS: &[Rows] = &[(BF16, [2, 128]), (F32, [2, 128]), (F16, [2, 32])];
 const WNA16_MMA_NOTE: &str = "weights are read once for every 32 rows of operand B; a row of f16, or of f32 up to M = 8, \
                               takes two rows (bf16 high and low part)";
-
-/// M for which, on Hopper, dequantizing in tensor cores' registers may beat dequantizing for the library:
-/// `gemm_dequantized::plan_if_fastest` says for which products it does not. Twice as many rows of operand B keep the bits of
-/// f16; weights are rounded to bf16 from 33 rows of operand B on, whatever x is.
-const WNA16_SM90_BLOCKS: &[Rows] = &[(BF16, [2, 1536]), (F32, [2, 1536]), (F16, [2, 192])];
-const WNA16_SM90: &[Rows] = &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16, [2, 512])];
-
-/// M of dense weights for which `gemm_dense_sm90` may be the fastest kernel; its plan says for which products.
-const DENSE_SM90: [usize; 2] = [2, 256];
-
-const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
-
-const ONE_ROW: &[Rows] = &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])];
-
-/// Weights of 16 bits: M up to which each block, of 8, 16 or 32 rows, has a multiprocessor of its own.
-const LATENCY_16_BIT: &[Rows] = &[
-    (F16, [1, gemv_dense_latency::MAX_M]),
-    (BF16, [1, gemv_dense_latency::MAX_M]),
-];
 
 /// Formats of codes that the pipelines for few rows take.
 const STREAMED: Formats = Formats::INT4
@@ -110,11 +66,13 @@ const LATENCY_SM90: Rule = Rule {
     kernel: "gemm_wna16_latency_sm90",
     source: "linear/gemm_wna16_latency_sm90_gguf.cu",
     formats: Formats::GGUF,
-    x: WNA16_LATENCY,
+    x: BLOCKS_LATENCY,
+    max_k: gemm_wna16_latency::MAX_K,
     arch: [90, NEWEST],
     norms: Norms::Rms,
     plan: gemm_wna16_latency::plan,
-    note: "small matrices: one block a multiprocessor at most, of 1 or 3 N tiles and 8 to 32 rows; weights are rounded to the dtype of x",
+    note: "small matrices: one block a multiprocessor at most, of 1 or 3 N tiles and 8 to 32 rows; weights are rounded to the dtype of x; \
+           with x in f16 no norm",
     ..RULE
 };
 const SKINNY: Rule = Rule {
@@ -222,6 +180,8 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         source: "linear/gemm_wna16_latency_sm90.cu",
         formats: Formats::INT4.or(Formats::INT8),
+        x: WNA16_LATENCY,
+        note: "likewise; one row of up to 2.4 million weights",
         ..LATENCY_SM90
     },
     Rule {
