@@ -20,7 +20,7 @@ pub struct Subject {
     pub few: &'static [usize],
     pub shapes: [(usize, usize); 3],
     pub takes: fn(&str) -> bool,
-    /// What it takes of other things; the rest is left out.
+    /// Of x, behind prologues and epilogues.
     pub dtypes: &'static [DType],
     /// Of no norm, RMS norms and layer norms, how many of these.
     pub prologues: fn(DType) -> usize,

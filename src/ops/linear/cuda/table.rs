@@ -14,7 +14,7 @@ use super::rows::{
 use super::rule::{Formats, Norms, RULE, Rule};
 use crate::cuda::abi::N_TILE_MAX_M;
 
-/// The newest compute capability.
+/// No upper limit of the compute capability.
 const NEWEST: u32 = u32::MAX;
 
 const WNA16_MMA_NOTE: &str = "weights are read once for every 32 rows of operand B; a row of f16, or of f32 up to M = 8, \

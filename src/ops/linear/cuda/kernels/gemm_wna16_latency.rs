@@ -170,7 +170,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let Form { n_tiles, rows, .. } = &FORMS[index];
     // 64 rows of 3072x576 take 5.7 us, and 3.5 with x in int8, where that is allowed and no norm is in the way.
     let in_int8 = case.scheme() == Some(Scheme::Int8) && case.x_bits != ActivationBits::Bits16;
-    if in_int8 && case.m == MAX_M && case.norm.is_none() && n_tiles * rows == 3 * 32 {
+    if in_int8 && case.m == MAX_M && case.norm.is_none() && (*n_tiles, *rows) == (3, 32) {
         return Err("a kernel that rounds x to int8 is faster");
     }
     let [n_blocks, m_blocks] = blocks(case, &FORMS[index]);
