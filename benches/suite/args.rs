@@ -26,7 +26,7 @@ pub struct Args {
     pub models: Vec<String>,
 
     /// Formats of the table of models: dtypes, or what `--quantize` of the examples takes; with `+head`
-    /// the head is quantized too. With --kernel, --tune and --cliffs the formats of the weights.
+    /// the head is quantized too, with `@f32` behind it activations have that dtype. With --kernel, --tune and --cliffs the formats of the weights.
     #[arg(long, alias = "format", value_delimiter = ',')]
     pub formats: Vec<String>,
 

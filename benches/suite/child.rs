@@ -25,7 +25,8 @@ use std::time::Instant;
 pub struct Job {
     /// The name of a shape, or of a model's file, folder or repository.
     pub model: String,
-    /// A dtype, a format that the layers are quantized to (with `+head`: the head too), or `stored`.
+    /// A dtype, a format that the layers are quantized to (with `+head`: the head too; with `@f32`: that dtype of
+    /// activations), or `stored`.
     pub format: String,
     pub form: Form,
     pub cpu: bool,
@@ -211,13 +212,16 @@ fn say<T: Serialize>(value: &T) -> Result<()> {
 pub fn load(job: &Job, device: &Device) -> Result<Box<dyn common::generate::TextModel>> {
     let located = located(&job.model)?;
     let weights = weights::open(&located.files)?;
-    let dtype = job.format.parse::<DType>().ok();
-    let recipe = match (dtype, job.format.as_str()) {
+    let (format, asked) = activations_dtype(&job.format)?;
+    let dtype = format.parse::<DType>().ok();
+    let recipe = match (dtype, format) {
         (Some(_), _) | (None, "stored") => None,
         (None, format) => Some(recipe(format)?),
     };
     // Whose activations stay as they are.
-    let dtype = dtype.or((job.cpu && recipe.is_some()).then_some(DType::F32));
+    let dtype = dtype
+        .or(asked)
+        .or((job.cpu && recipe.is_some()).then_some(DType::F32));
     let fusion = Fusion {
         activations: activations(&job.model),
         ..Fusion::all()
@@ -236,6 +240,14 @@ fn activations(model: &str) -> ActivationBits {
         Ok(shapes::Shape::BitNet) => ActivationBits::PerToken8,
         _ => ActivationBits::Auto,
     }
+}
+
+/// A quantized format, and the dtype behind `@` that its activations are to have.
+fn activations_dtype(format: &str) -> Result<(&str, Option<DType>)> {
+    Ok(match format.split_once('@') {
+        Some((format, dtype)) => (format, Some(dtype.parse()?)),
+        None => (format, None),
+    })
 }
 
 fn recipe(format: &str) -> Result<Recipe> {

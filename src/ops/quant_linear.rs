@@ -42,8 +42,11 @@ use candle_core::{Result, Tensor};
 /// 16 bits in all.
 ///
 /// On Hopper, few weights in GGUF blocks, INT4 or INT8 (products with K up to 2,048 and few output channels) that meet 2 to
-/// 64 rows of bf16, or of f16 without a norm, are rounded to x's dtype instead (INT8 codes stay whole numbers), and in bf16
-/// once more where a norm's weights multiply them; x is not rounded. INT4 and INT8 do so with one row, too.
+/// 64 rows, and INT4 and INT8 that meet one, are rounded to x's dtype instead (INT8 codes stay whole numbers, except in f16
+/// behind a norm), in bf16 once more where a norm's weights multiply them; x is not rounded. In f16 behind a norm, weights
+/// are to be below 512; products of a weight and the norm's below 2^-20 of the largest of 128 weights of the norm keep fewer
+/// bits. Rows of f32 are two bf16 parts each, 16 bits in all, and so are weights that meet up to 8 of
+/// them; weights that meet more are rounded to bf16, or are two parts, too.
 ///
 /// On Hopper, any other single row is quantized for 4-bit codes (INT4, Q4_0, Q4_1, Q4_K), too: 256 of its values
 /// are rounded to multiples of a power of two, in two int8 parts. An input is off by at most 1/32639 of their
@@ -54,7 +57,7 @@ use candle_core::{Result, Tensor};
 /// magnitude over 127 whatever the weights, their count and the device: on the CPU and for ternary weights and few
 /// rows on CUDA inside the kernel, elsewhere before it, where the rounded row is in x's dtype.
 ///
-/// From 64 rows on (65 where few weights on Hopper meet x in bf16, or in f16 without a norm), weights that are all in INT8, at most three
+/// From 64 rows on (65 where few weights on Hopper do as above), weights that are all in INT8, at most three
 /// whose rows are multiples of 8, are multiplied by int8 tensor cores on CUDA (W8A8): each row of x, after the norm,
 /// becomes `round(x / s)` with `s = max|x| / 127` (a scale for each token, as in LLM.int8(), Dettmers et al. 2022), sums
 /// are exact in integers, and `s` times the weight row's scale is applied after them in f32. An input is off by at most

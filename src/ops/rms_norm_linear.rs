@@ -14,7 +14,7 @@ use candle_core::{D, Result, Tensor};
 /// * result: a view `[.., N_i]` for each weight; with [`Activation::SwiGlu`] one tensor
 ///   `[.., N / 2]`
 ///
-/// The norm is computed in f32 and rounded as [`rms_norm`](fn@crate::ops::rms_norm) does; see
+/// The norm is computed in f32 and rounded as [`Prologue::RmsNorm`] says; see
 /// [`crate::ops::linear`](fn@crate::ops::linear) for the rest.
 ///
 /// # Errors

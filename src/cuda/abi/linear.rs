@@ -254,7 +254,7 @@ abi! {
         x: TensorMap,
         /// Of each matrix, boxes of `[64][channels]`, or of half as many channels.
         weights: [TensorMap; MAX_WEIGHTS],
-        /// Without prologue.
+        /// Its prologue is for `gemm_dense_normed_sm90` alone: elsewhere a preceding kernel norms.
         product: Gemv,
         m_tiles: u32,
         /// Of a tile: a multiple of 8, up to those that the kernel has room for.

@@ -83,7 +83,9 @@ pub enum Prologue<'a> {
     /// Nothing: the row enters as it is.
     #[default]
     None,
-    /// `x / sqrt(mean(x^2) + eps) * weight`, rounded as [`rms_norm`](fn@crate::ops::rms_norm) rounds.
+    /// `x / sqrt(mean(x^2) + eps) * weight`, rounded as [`rms_norm`](fn@crate::ops::rms_norm) rounds. On Hopper, where x and
+    /// weights are in bf16 and few (K up to 1,024), from 65 rows on, and with few quantized weights, what is rounded is
+    /// `x * weight`, or the norm's weights times the product's; the factor of the row multiplies the sums.
     RmsNorm {
         /// `[K]`, in x's dtype.
         weight: &'a Tensor,

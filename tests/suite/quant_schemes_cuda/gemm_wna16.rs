@@ -12,7 +12,7 @@ use candle_fused::trace;
 const LIBRARY: &str = "gemm_dequantized_cublaslt";
 
 /// Relative to the root mean square of `expected`, that of the difference.
-fn error(y: &Tensor, expected: &Tensor) -> Result<f64> {
+pub fn error(y: &Tensor, expected: &Tensor) -> Result<f64> {
     let expected = expected.to_dtype(DType::F64)?.to_device(&Device::Cpu)?;
     let y = y.to_dtype(DType::F64)?.to_device(&Device::Cpu)?;
     let squares = |t: &Tensor| t.sqr()?.mean_all()?.to_scalar::<f64>();

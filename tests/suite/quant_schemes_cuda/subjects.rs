@@ -4,9 +4,9 @@ use super::{SCHEMES, gpus, on, random};
 use crate::linear::ACTIVATIONS;
 use crate::quant_linear::blocks_on;
 use crate::support::architecture;
-use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result};
 use candle_fused::ops::{Activation, Weight};
+use candle_fused::quant::BlockFormat;
 use std::ops::RangeInclusive;
 
 /// A kernel, and what it is tried with.
@@ -107,26 +107,18 @@ pub const SUBJECTS: [Subject; 6] = [
         few: &[5, 8, 9, 12, 20, 32, 33, 64],
         shapes: [(100, 256), (77, 576), (264, 1504)],
         takes: |format| format.starts_with('Q') || format.starts_with("int"),
-        dtypes: &[DType::BF16, DType::F16],
-        prologues: |dtype| if dtype == DType::F16 { 1 } else { 2 },
-        // Three beside two dtypes, so that each meets each.
-        activations: &[Activation::None, Activation::SwiGlu, Activation::None],
+        dtypes: ALL_DTYPES,
+        prologues: |_| 2,
+        // Four beside three dtypes, so that each meets each.
+        activations: &[
+            Activation::None,
+            Activation::SwiGlu,
+            Activation::None,
+            Activation::SwiGlu,
+        ],
         // Not counted twice in f16.
         most: |_| 128,
     },
-];
-
-const GGUF: [GgmlDType; 10] = [
-    GgmlDType::Q4_0,
-    GgmlDType::Q4_1,
-    GgmlDType::Q5_0,
-    GgmlDType::Q5_1,
-    GgmlDType::Q8_0,
-    GgmlDType::Q2K,
-    GgmlDType::Q3K,
-    GgmlDType::Q4K,
-    GgmlDType::Q5K,
-    GgmlDType::Q6K,
 ];
 
 impl Subject {
@@ -144,7 +136,7 @@ impl Subject {
     /// A pair of matrices `[n, k]` of each format that it takes and that `k` is whole groups of, with its name.
     pub fn pairs(&self, n: usize, k: usize, device: &Device) -> Result<Vec<(String, [Weight; 2])>> {
         let mut all = Vec::new();
-        for dtype in GGUF {
+        for dtype in BlockFormat::DTYPES {
             let name = format!("{dtype:?}");
             if (self.takes)(&name) && k.is_multiple_of(dtype.block_size()) {
                 let matrix = || blocks_on(n, k, dtype, device);

@@ -18,13 +18,14 @@ pub(super) const SEVERAL: [usize; 2] = [2, GEMV[1]];
 /// parts elsewhere; more are rounded to bf16, as for the library.
 pub(super) const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16])];
 
-/// M of the kernel for small quantized matrices, which rounds weights to x's dtype: rows of f32 have kernels that do not, and
-/// one row of GGUF blocks has its own.
+/// M of the kernel for small quantized matrices. One row of GGUF blocks has its own.
 pub(super) const WNA16_LATENCY: &[Rows] = &[
+    (F32, [1, gemm_wna16_latency::MAX_M]),
     (F16, [1, gemm_wna16_latency::MAX_M]),
     (BF16, [1, gemm_wna16_latency::MAX_M]),
 ];
 pub(super) const BLOCKS_LATENCY: &[Rows] = &[
+    (F32, [2, gemm_wna16_latency::MAX_M]),
     (F16, [2, gemm_wna16_latency::MAX_M]),
     (BF16, [2, gemm_wna16_latency::MAX_M]),
 ];
@@ -50,6 +51,9 @@ pub(super) const WNA16_SM90: &[Rows] = &[(BF16, [2, MAX]), (F32, [2, MAX]), (F16
 
 /// M of dense weights for which `gemm_dense_sm90` may be the fastest kernel; its plan says for which products.
 pub(super) const DENSE_SM90: [usize; 2] = [2, 256];
+
+/// M of dense weights for the kernel that norms x in registers.
+pub(super) const DENSE_NORMED_SM90: [usize; 2] = [65, 4096];
 
 pub(super) const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 

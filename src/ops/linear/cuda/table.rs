@@ -1,15 +1,15 @@
 //! Which kernel takes a product: one table, first match wins.
 
 use super::kernels::{
-    gemm_dense, gemm_dense_sm90, gemm_dequantized, gemm_w8a8, gemm_w8a8_cluster,
-    gemm_wna16_latency, gemm_wna16_m16, gemm_wna16_mma, gemm_wna16_skinny, gemm_wna16_sm90,
-    gemv_dense, gemv_dense_latency, gemv_dense_pipelined, gemv_gguf, gemv_ternary_latency,
-    gemv_wna16, gemv_wna16_sm90,
+    gemm_dense, gemm_dense_normed_sm90, gemm_dense_sm90, gemm_dequantized, gemm_w8a8,
+    gemm_w8a8_cluster, gemm_wna16_latency, gemm_wna16_m16, gemm_wna16_mma, gemm_wna16_skinny,
+    gemm_wna16_sm90, gemv_dense, gemv_dense_latency, gemv_dense_pipelined, gemv_gguf,
+    gemv_ternary_latency, gemv_wna16, gemv_wna16_sm90,
 };
 use super::rows::{
-    BF16, BLOCKS_LATENCY, DENSE_SM90, F16, F32, GEMV_OF_EACH, LATENCY_16_BIT, MAX, ONE_ROW,
-    SEVERAL, W8A8, WNA16_LATENCY, WNA16_M16, WNA16_MMA, WNA16_MMA_128_ROWS, WNA16_SKINNY,
-    WNA16_SM90, WNA16_SM90_BLOCKS,
+    BF16, BLOCKS_LATENCY, DENSE_NORMED_SM90, DENSE_SM90, F16, F32, GEMV_OF_EACH, LATENCY_16_BIT,
+    MAX, ONE_ROW, SEVERAL, W8A8, WNA16_LATENCY, WNA16_M16, WNA16_MMA, WNA16_MMA_128_ROWS,
+    WNA16_SKINNY, WNA16_SM90, WNA16_SM90_BLOCKS,
 };
 use super::rule::{Formats, Norms, RULE, Rule};
 use crate::cuda::abi::N_TILE_MAX_M;
@@ -71,10 +71,20 @@ const LATENCY_SM90: Rule = Rule {
     arch: [90, NEWEST],
     norms: Norms::Rms,
     plan: gemm_wna16_latency::plan,
-    note: "small matrices: one block a multiprocessor at most, of 1 or 3 N tiles and 8 to 32 rows; weights are rounded to the dtype of x; \
-           with x in f16 no norm",
+    note: "small matrices: one block a multiprocessor at most, of 1 or 3 N tiles and 8 to 32 rows; weights are rounded to f16 or bf16 as x is; \
+           x in f32 is two bf16 numbers, and so are weights in blocks of 8 rows of it",
     ..RULE
 };
+const GEMV_GGUF: Rule = Rule {
+    kernel: "gemv_gguf",
+    source: "linear/gemv_gguf.cu",
+    formats: Formats::GGUF,
+    x: GEMV_OF_EACH,
+    plan: gemv_gguf::plan,
+    note: "four rows a launch",
+    ..RULE
+};
+const HEAD_NOTE: &str = "40,000 output channels and more, K up to 1,024, Q4_0 to Q8_0";
 const SKINNY: Rule = Rule {
     kernel: "gemm_wna16_skinny_sm90",
     source: "linear/gemm_wna16_skinny_sm90.cu",
@@ -122,6 +132,18 @@ pub(super) static RULES: &[Rule] = &[
         pairs: true,
         plan: gemv_dense_pipelined::plan,
         note: "with a layer norm as the prologue, from 8 MB of weights on, and two matrices along K",
+        ..RULE
+    },
+    Rule {
+        kernel: "gemm_dense_normed_sm90",
+        source: "linear/gemm_dense_normed_sm90.cu",
+        formats: Formats::DENSE_16_BIT,
+        x: &[(BF16, DENSE_NORMED_SM90)],
+        max_k: gemm_dense_normed_sm90::MAX_K,
+        arch: [90, 90],
+        norms: Norms::Rms,
+        plan: gemm_dense_normed_sm90::plan,
+        note: "x is operand A in registers, where the norm multiplies it",
         ..RULE
     },
     Rule {
@@ -261,6 +283,21 @@ pub(super) static RULES: &[Rule] = &[
         plan: gemm_w8a8::fp8,
         note: "where activations of 8 bits are asked for: a preceding kernel makes e4m3 of x, in groups of 128 values",
         ..RULE
+    },
+    Rule {
+        x: &[(F32, [2, 4]), (BF16, [2, 4])],
+        arch: [90, 90],
+        plan: gemv_gguf::plan_head,
+        note: HEAD_NOTE,
+        ..GEMV_GGUF
+    },
+    Rule {
+        source: "linear/gemm_wna16_sm90_gguf.cu",
+        formats: Formats::GGUF,
+        x: &[(F32, [5, 16]), (BF16, [5, 16])],
+        plan: gemm_wna16_sm90::plan_head,
+        note: HEAD_NOTE,
+        ..SM90
     },
     SKINNY,
     Rule {
@@ -426,15 +463,7 @@ pub(super) static RULES: &[Rule] = &[
         x: WNA16_MMA,
         ..MMA
     },
-    Rule {
-        kernel: "gemv_gguf",
-        source: "linear/gemv_gguf.cu",
-        formats: Formats::GGUF,
-        x: GEMV_OF_EACH,
-        plan: gemv_gguf::plan,
-        note: "four rows a launch",
-        ..RULE
-    },
+    GEMV_GGUF,
     Rule {
         kernel: "gemv_ternary",
         source: "linear/gemv_wna16.cu",

@@ -44,7 +44,7 @@ pub(super) static MODULE: Module = Module::new(
 );
 
 /// Values of K of a stage.
-const STAGE_K: usize = 64;
+pub(super) const STAGE_K: usize = 64;
 
 /// Blocks of a cluster at most.
 pub(super) const MAX_SPLIT_K: usize = 8;
@@ -56,6 +56,45 @@ pub(super) struct Tiling {
     pub form: usize,
     /// Blocks of a cluster, which share K.
     pub split_k: usize,
+}
+
+/// Whether the halves of a tile's channels may be of different matrices, or are not side by side.
+pub(super) fn has_halves(case: &Case, channels: usize) -> bool {
+    let matrices: Vec<_> = case.matrices().collect();
+    let inner = &matrices[..matrices.len().saturating_sub(1)];
+    case.gates() || !inner.iter().all(|rows| rows.is_multiple_of(channels))
+}
+
+/// Why tiles of so many channels cannot be had: half of one is of one matrix.
+pub(super) fn check_halves(case: &Case, channels: usize) -> std::result::Result<(), &'static str> {
+    let matrices: Vec<_> = case.matrices().collect();
+    let fits = match (case.gates(), &matrices[..]) {
+        (true, [_]) => true,
+        (true, [gate, up]) => gate == up,
+        (true, _) => false,
+        (false, [first @ .., _]) => first.iter().all(|rows| rows.is_multiple_of(channels / 2)),
+        (false, []) => false,
+    };
+    match fits {
+        true => Ok(()),
+        false => Err("half a tile would be of several matrices"),
+    }
+}
+
+/// Maps of the weights, in boxes of so many rows.
+pub(super) fn weight_maps(
+    operands: &Operands,
+    box_rows: usize,
+) -> Result<[TensorMap; MAX_MATRICES]> {
+    let mut maps = [TensorMap { opaque: [0; 16] }; MAX_MATRICES];
+    let present = operands.weights.iter().filter(|w| w.rows() > 0);
+    for (map, weight) in maps.iter_mut().zip(present) {
+        let Operand::Dense { address, rows, .. } = weight else {
+            bail!("linear: expected dense weights");
+        };
+        *map = operand_map(*address, [*rows, operands.at.k], box_rows)?;
+    }
+    Ok(maps)
 }
 
 impl Tiling {
@@ -73,30 +112,11 @@ impl Tiling {
         [case.n().div_ceil(*tile), case.m.div_ceil(*tokens)]
     }
 
-    /// Whether the halves of a tile's channels may be of different matrices, or are not side by side.
-    fn halves(&self, case: &Case) -> bool {
-        let matrices: Vec<_> = case.matrices().collect();
-        let inner = &matrices[..matrices.len().saturating_sub(1)];
-        case.gates()
-            || !inner
-                .iter()
-                .all(|rows| rows.is_multiple_of(self.form().channels))
-    }
-
-    /// Why the product cannot be tiled so: half a tile's channels are of one matrix.
     fn check(&self, case: &Case) -> std::result::Result<(), &'static str> {
-        let half = self.form().channels / 2;
-        let matrices: Vec<_> = case.matrices().collect();
-        let fits = match (case.gates(), &matrices[..]) {
-            (true, [_]) => true,
-            (true, [gate, up]) => gate == up,
-            (true, _) => false,
-            (false, [first @ .., _]) => first.iter().all(|rows| rows.is_multiple_of(half)),
-            (false, []) => false,
-        };
-        match fits && self.split_k <= case.k.div_ceil(STAGE_K) {
+        check_halves(case, self.form().channels)?;
+        match self.split_k <= case.k.div_ceil(STAGE_K) {
             true => Ok(()),
-            false => Err("half a tile would be of several matrices, or K is short"),
+            false => Err("K is short"),
         }
     }
 
@@ -191,7 +211,7 @@ impl Gemm {
             m_tiles,
             tokens: case.m.div_ceil(m_tiles).next_multiple_of(8),
             grid,
-            halves: tiling.halves(case),
+            halves: has_halves(case, form.channels),
             vectors: case.alignment.outputs && case.width().is_multiple_of(8),
         })
     }
@@ -236,14 +256,7 @@ impl Kernel for Gemm {
         // SAFETY: the caller's.
         let x = unsafe { normalised(launcher, scratch, at)? };
         let box_rows = form.channels / if self.halves { 2 } else { 1 };
-        let mut weights = [TensorMap { opaque: [0; 16] }; MAX_MATRICES];
-        let present = operands.weights.iter().filter(|w| w.rows() > 0);
-        for (map, weight) in weights.iter_mut().zip(present) {
-            let Operand::Dense { address, rows, .. } = weight else {
-                bail!("linear: expected dense weights");
-            };
-            *map = operand_map(*address, [*rows, at.k], box_rows)?;
-        }
+        let weights = weight_maps(operands, box_rows)?;
         let mut product = Gemv::of(operands)?;
         product.prologue.norm = NORM_NONE as i32;
         let params = GemmDenseParams {

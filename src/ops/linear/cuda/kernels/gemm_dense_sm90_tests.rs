@@ -53,10 +53,10 @@ fn every_tiling_agrees_with_float64() -> Result<()> {
 }
 
 /// Bytes of weights that do not stay in the L2 cache.
-const COLD: usize = 256 << 20;
+pub(super) const COLD: usize = 256 << 20;
 
 /// Microseconds of a product in a chain of them, with other weights for each.
-fn time(
+pub(super) fn time(
     device: &Device,
     launcher: &Launcher,
     kernel: &dyn Kernel,

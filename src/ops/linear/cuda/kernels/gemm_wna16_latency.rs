@@ -1,5 +1,5 @@
-//! Small quantized matrices and several rows of x on Hopper, where latency bounds a product: weights are in registers, in
-//! x's dtype, before x comes (`kernels/linear/gemm_wna16_latency_sm90.cuh`).
+//! Small quantized matrices and several rows of x on Hopper, where latency bounds a product: weights are in registers, as
+//! operands of `mma`, before x comes (`kernels/linear/gemm_wna16_latency_sm90.cuh`).
 
 use super::super::plan::Planned;
 use super::super::problem::{Case, WeightFormat};
@@ -13,6 +13,7 @@ use candle_core::DType;
 use std::sync::Arc;
 
 /// Blocks of the kernels.
+#[derive(Clone, Copy)]
 struct Form {
     /// Of K, at most.
     k_blocks: usize,
@@ -30,7 +31,7 @@ const fn form(k_blocks: usize, n_tiles: usize, rows: usize) -> Form {
     }
 }
 
-/// In the order of the kernels of a format and a dtype of x.
+/// In the order of the kernels of a format and a 16-bit dtype of x.
 const FORMS: [Form; 7] = [
     form(8, 1, 8),
     form(16, 1, 8),
@@ -41,15 +42,26 @@ const FORMS: [Form; 7] = [
     form(8, 3, 32),
 ];
 
+/// For x in f32: with 32 rows, 12 warps would spill 77 registers each.
+const FORMS_F32: [Form; 7] = {
+    let mut forms = FORMS;
+    forms[5].rows = 24;
+    forms
+};
+
+fn forms(x: DType) -> &'static [Form; 7] {
+    if x == DType::F32 { &FORMS_F32 } else { &FORMS }
+}
+
 macro_rules! forms {
-    ($($name:literal),+) => {
+    ($most_rows:literal: $($name:literal),+) => {
         &[$(
             concat!($name, "_8_1_8"),
             concat!($name, "_16_1_8"),
             concat!($name, "_8_3_8"),
             concat!($name, "_16_1_16"),
             concat!($name, "_8_3_16"),
-            concat!($name, "_12_1_32"),
+            concat!($name, "_12_1_", $most_rows),
             concat!($name, "_8_3_32"),
         )+]
     };
@@ -59,7 +71,7 @@ macro_rules! forms {
 static GGUF: Module = Module::new(
     "gemm_wna16_latency_sm90_gguf",
     fatbin!("gemm_wna16_latency_sm90_gguf"),
-    forms![
+    forms![32:
         "gemm_wna16_latency_sm90_gguf_q4_0_f16",
         "gemm_wna16_latency_sm90_gguf_q4_0_bf16",
         "gemm_wna16_latency_sm90_gguf_q4_1_f16",
@@ -87,7 +99,7 @@ static GGUF: Module = Module::new(
 static INTEGERS: Module = Module::new(
     "gemm_wna16_latency_sm90",
     fatbin!("gemm_wna16_latency_sm90"),
-    forms![
+    forms![32:
         "gemm_wna16_latency_sm90_int4_g128_f16",
         "gemm_wna16_latency_sm90_int4_g128_bf16",
         "gemm_wna16_latency_sm90_int4_g64_f16",
@@ -106,6 +118,39 @@ static INTEGERS: Module = Module::new(
 );
 const INT8: usize = 6;
 
+/// The formats of [`GGUF`], for x in f32.
+static GGUF_F32: Module = Module::new(
+    "gemm_wna16_latency_sm90_gguf_f32",
+    fatbin!("gemm_wna16_latency_sm90_gguf_f32"),
+    forms![24:
+        "gemm_wna16_latency_sm90_gguf_f32_q4_0",
+        "gemm_wna16_latency_sm90_gguf_f32_q4_1",
+        "gemm_wna16_latency_sm90_gguf_f32_q5_0",
+        "gemm_wna16_latency_sm90_gguf_f32_q5_1",
+        "gemm_wna16_latency_sm90_gguf_f32_q8_0",
+        "gemm_wna16_latency_sm90_gguf_f32_q2_k",
+        "gemm_wna16_latency_sm90_gguf_f32_q3_k",
+        "gemm_wna16_latency_sm90_gguf_f32_q4_k",
+        "gemm_wna16_latency_sm90_gguf_f32_q5_k",
+        "gemm_wna16_latency_sm90_gguf_f32_q6_k"
+    ],
+);
+
+/// Those of [`INTEGERS`].
+static INTEGERS_F32: Module = Module::new(
+    "gemm_wna16_latency_sm90_f32",
+    fatbin!("gemm_wna16_latency_sm90_f32"),
+    forms![24:
+        "gemm_wna16_latency_sm90_f32_int4_g128",
+        "gemm_wna16_latency_sm90_f32_int4_g64",
+        "gemm_wna16_latency_sm90_f32_int4_g32",
+        "gemm_wna16_latency_sm90_f32_int4_g128_z",
+        "gemm_wna16_latency_sm90_f32_int4_g64_z",
+        "gemm_wna16_latency_sm90_f32_int4_g32_z",
+        "gemm_wna16_latency_sm90_f32_int8"
+    ],
+);
+
 /// Rows of x at most.
 pub(crate) const MAX_M: usize = 64;
 
@@ -116,16 +161,22 @@ pub(crate) const MAX_K: usize = 16 * K_BLOCK;
 /// 1024x2048 of INT4 (N x K) take 1.70 us here and 2.47 there, 2048x2048 take 2.77 and 2.37.
 const ONE_ROW_WEIGHTS: usize = 9 << 18;
 
-/// The kernels of a format: the module, and the format's place there.
+/// The kernels of a format and a dtype of x: the module, and the first of their forms there.
 fn of(case: &Case) -> Result<(&'static Module, usize), &'static str> {
-    match case.weight {
-        WeightFormat::Quantized(format @ Format::Block(_)) => Ok((&GGUF, kernel_index(format))),
-        WeightFormat::Quantized(Format::Scheme(Scheme::Int4 { group, zero_point })) => {
-            Ok((&INTEGERS, int4_form(group, zero_point)))
+    let ([narrow, wide], format) = match case.weight {
+        WeightFormat::Quantized(format @ Format::Block(_)) => {
+            ([&GGUF, &GGUF_F32], kernel_index(format))
         }
-        WeightFormat::Quantized(Format::Scheme(Scheme::Int8)) => Ok((&INTEGERS, INT8)),
-        _ => Err("the weights are of another format"),
-    }
+        WeightFormat::Quantized(Format::Scheme(Scheme::Int4 { group, zero_point })) => {
+            ([&INTEGERS, &INTEGERS_F32], int4_form(group, zero_point))
+        }
+        WeightFormat::Quantized(Format::Scheme(Scheme::Int8)) => ([&INTEGERS, &INTEGERS_F32], INT8),
+        _ => return Err("the weights are of another format"),
+    };
+    Ok(match case.x {
+        DType::F32 => (wide, format * FORMS.len()),
+        dtype => (narrow, (format * 2 + is_bf16(dtype)) * FORMS.len()),
+    })
 }
 
 /// Blocks of output channels by blocks of rows of x.
@@ -148,15 +199,12 @@ fn fits(case: &Case, form: &Form) -> bool {
 
 /// The first of the forms that fits.
 pub(crate) fn plan(case: &Case) -> Planned {
-    let (module, format) = of(case)?;
+    let (module, first) = of(case)?;
     if !case.alignment.x || !case.alignment.norm || !case.k.is_multiple_of(8) {
         return Err("rows of x or the norm are not aligned to 16 bytes");
     }
     if case.m == 1 && case.n() * case.k > ONE_ROW_WEIGHTS {
         return Err("another kernel is faster for one row of x");
-    }
-    if case.x == DType::F16 && case.norm.is_some() {
-        return Err("a weight times the norm's may leave the range of f16");
     }
     if !matches!(case.activation, Activation::None | Activation::SwiGlu) {
         return Err("the activation is neither SwiGLU nor none");
@@ -164,16 +212,21 @@ pub(crate) fn plan(case: &Case) -> Planned {
     if case.out != DType::F32 && case.out != case.x {
         return Err("the output is neither f32 nor of x's dtype");
     }
-    let index = FORMS.iter().position(|form| fits(case, form));
+    let forms = forms(case.x);
+    let index = forms.iter().position(|form| fits(case, form));
     let index = index
         .ok_or("no block fits K and the rows, or there are more blocks than multiprocessors")?;
-    let Form { n_tiles, rows, .. } = &FORMS[index];
+    let Form { n_tiles, rows, .. } = &forms[index];
+    // One row of 3072x576 takes 2.87 us, and 2.55 there.
+    if case.x == DType::F32 && case.m == 1 && *n_tiles > 1 {
+        return Err("another kernel is faster for one row of x and so many output channels");
+    }
     // 64 rows of 3072x576 take 5.7 us, and 3.5 with x in int8, where that is allowed and no norm is in the way.
     let in_int8 = case.scheme() == Some(Scheme::Int8) && case.x_bits != ActivationBits::Bits16;
     if in_int8 && case.m == MAX_M && case.norm.is_none() && (*n_tiles, *rows) == (3, 32) {
         return Err("a kernel that rounds x to int8 is faster");
     }
-    let [n_blocks, m_blocks] = blocks(case, &FORMS[index]);
+    let [n_blocks, m_blocks] = blocks(case, &forms[index]);
     let k_blocks = case.k.div_ceil(K_BLOCK);
     // The sums of 16 channels and 8 rows, of each warp that has a K block.
     let sums = n_tiles * (rows / 8) * k_blocks * N_TILE * 8 * size_of::<f32>();
@@ -184,7 +237,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     };
     Ok(Arc::new(GemvPlan {
         module,
-        index: (format * 2 + is_bf16(case.x)) * FORMS.len() + index,
+        index: first + index,
         grid: Grid::new(
             [n_blocks as u32, m_blocks as u32, 1],
             (warps * WARP) as u32,
@@ -199,19 +252,29 @@ pub(crate) fn plan(case: &Case) -> Planned {
 
 #[cfg(test)]
 mod table_tests {
-    use super::{FORMS, GGUF, INT8, INTEGERS};
+    use super::{FORMS, GGUF, GGUF_F32, INT8, INTEGERS, INTEGERS_F32, forms};
     use crate::quant::BlockFormat;
+    use candle_core::DType;
 
     #[test]
     fn kernels_are_in_the_order_of_the_forms() {
-        let formats = [(&GGUF, BlockFormat::DTYPES.len()), (&INTEGERS, INT8 + 1)];
-        for (module, formats) in formats {
-            for index in 0..formats * 2 * FORMS.len() {
-                let form = &FORMS[index % FORMS.len()];
-                let dtype = ["f16", "bf16"][index / FORMS.len() % 2];
-                let end = format!("_{dtype}_{}_{}_{}", form.k_blocks, form.n_tiles, form.rows);
+        let (blocks, schemes) = (BlockFormat::DTYPES.len(), INT8 + 1);
+        let (narrow, wide) = ([DType::F16, DType::BF16], [DType::F32]);
+        let modules: [(_, _, &[_]); 4] = [
+            (&GGUF, blocks, &narrow),
+            (&INTEGERS, schemes, &narrow),
+            (&GGUF_F32, blocks, &wide),
+            (&INTEGERS_F32, schemes, &wide),
+        ];
+        for (module, formats, dtypes) in modules {
+            for index in 0..formats * dtypes.len() * FORMS.len() {
+                let dtype = dtypes[index / FORMS.len() % dtypes.len()];
+                let form = &forms(dtype)[index % FORMS.len()];
+                let dtype = format!("_{}_", dtype.as_str());
+                let end = format!("_{}_{}_{}", form.k_blocks, form.n_tiles, form.rows);
                 let name = module.names(index).1;
-                assert!(name.ends_with(&end), "{name}: expected {end}");
+                let fits = name.ends_with(&end) && name.contains(&dtype);
+                assert!(fits, "{name}: expected {dtype} and {end}");
             }
         }
     }

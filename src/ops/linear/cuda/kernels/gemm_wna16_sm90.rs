@@ -7,6 +7,7 @@ use super::super::problem::{Case, Operands, ProductAt, WeightFormat};
 use super::gemm_dequantized::{narrowed_to, parts};
 use super::gemm_wna16_tiling::Tiling;
 use super::gemv::Gemv;
+use super::gemv_gguf::check_head;
 use super::int4_form;
 use super::tensor_map::{operand_map, sums_map};
 use crate::cuda::abi::{
@@ -189,6 +190,12 @@ pub(crate) fn plan_few_rows_group16(case: &Case) -> Planned {
     if case.n() < MANY_CHANNELS {
         return Err("there are few output channels");
     }
+    plan(case)
+}
+
+/// The plan for few rows of x of a head with short K.
+pub(crate) fn plan_head(case: &Case) -> Planned {
+    check_head(case)?;
     plan(case)
 }
 

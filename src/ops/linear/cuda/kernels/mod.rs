@@ -7,6 +7,9 @@ pub(crate) mod cublaslt_early;
 #[cfg(test)]
 mod dense_product_tests;
 pub(super) mod gemm_dense;
+pub(super) mod gemm_dense_normed_sm90;
+#[cfg(test)]
+mod gemm_dense_normed_sm90_tests;
 pub(super) mod gemm_dense_sm90;
 #[cfg(test)]
 mod gemm_dense_sm90_tests;
