@@ -197,6 +197,16 @@ fn fits(case: &Case, form: &Form) -> bool {
     case.k <= form.k_blocks * K_BLOCK && at_once && few_absent
 }
 
+/// Whether a GEMV is faster for few rows of f32. One row of 3072x576 in INT4 g32 takes 2.87 us in blocks of three N tiles,
+/// and 2.55 by `gemv_wna16_sm90`; in Q4_1 two rows take 3.46 us, and 2.35 by `gemv_gguf_latency`, where two of 576x576 take 1.86
+/// and 1.52, and four of 576x1536 2.26 and 2.57.
+fn is_slow_in_f32(case: &Case, n_tiles: usize) -> bool {
+    match case.block_scaling() {
+        Some(_) => case.m <= 4 && (n_tiles > 1 || case.m * case.k <= 3 << 10),
+        None => case.m == 1 && n_tiles > 1,
+    }
+}
+
 /// The first of the forms that fits.
 pub(crate) fn plan(case: &Case) -> Planned {
     let (module, first) = of(case)?;
@@ -217,9 +227,8 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let index = index
         .ok_or("no block fits K and the rows, or there are more blocks than multiprocessors")?;
     let Form { n_tiles, rows, .. } = &forms[index];
-    // One row of 3072x576 takes 2.87 us, and 2.55 there.
-    if case.x == DType::F32 && case.m == 1 && *n_tiles > 1 {
-        return Err("another kernel is faster for one row of x and so many output channels");
+    if case.x == DType::F32 && is_slow_in_f32(case, *n_tiles) {
+        return Err("another kernel is faster for so few rows of f32");
     }
     // 64 rows of 3072x576 take 5.7 us, and 3.5 with x in int8, where that is allowed and no norm is in the way.
     let in_int8 = case.scheme() == Some(Scheme::Int8) && case.x_bits != ActivationBits::Bits16;
