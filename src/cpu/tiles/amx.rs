@@ -2,7 +2,9 @@
 //!
 //! Rust has no stable intrinsics for it, so the instructions are assembly. The compiler knows nothing of tiles and
 //! never touches them: they keep what one block of assembly leaves for the next. A thread configures them, works,
-//! and releases them, as tiles in use cost every context switch 8 KB.
+//! and releases them, as tiles in use cost every context switch 8 KB. If somebody else had configured them, it gives that
+//! configuration back: candle 0.11's product for Q4_K configures a thread once, and would end with an illegal
+//! instruction, or multiply other shapes, the next time.
 
 use super::product::{Multiply, Sums, Weights};
 use super::{ROW_BYTES, ROWS, Tile};
@@ -11,7 +13,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 
 /// The shapes of tiles, as `ldtilecfg` reads them.
 #[repr(C, align(64))]
-pub(super) struct Config {
+pub(in crate::cpu) struct Config {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -20,15 +22,23 @@ pub(super) struct Config {
 }
 
 impl Config {
+    /// Of a thread that has configured no tiles.
+    pub const NONE: Self = Self {
+        palette: 0,
+        start_row: 0,
+        reserved: [0; 14],
+        row_bytes: [0; 16],
+        rows: [0; 16],
+    };
+
+    pub fn is_none(&self) -> bool {
+        self.palette == 0
+    }
+
     /// Tile `i` with `shapes[i]` = (rows, bytes of a row).
     pub const fn new(shapes: [(usize, usize); 8]) -> Self {
-        let mut this = Self {
-            palette: 1,
-            start_row: 0,
-            reserved: [0; 14],
-            row_bytes: [0; 16],
-            rows: [0; 16],
-        };
+        let mut this = Self::NONE;
+        this.palette = 1;
         let mut i = 0;
         while i < shapes.len() {
             let (rows, bytes) = shapes[i];
@@ -46,10 +56,10 @@ impl Config {
 /// All need a processor that has AMX for this process ([`available`]), all but `configure` a configuration in this
 /// thread in which the shapes of their tiles fit, and memory that is good for the rows that they read or write.
 pub(super) trait TileOps {
-    /// Gives the tiles their shapes and zeroes them.
-    unsafe fn configure(config: &Config);
-    /// Ends the use of tiles in this thread until they are configured anew.
-    unsafe fn release();
+    /// Gives the tiles their shapes and zeroes them. Returns the configuration that the thread had.
+    unsafe fn configure(config: &Config) -> Config;
+    /// Gives the thread a configuration back that it had, with tiles that are zero; or ends the use of tiles.
+    unsafe fn release(before: &Config);
     /// Tile T = 0.
     unsafe fn zero<const T: u8>();
     /// Tile T = the rows at `p`, `stride` bytes apart.
@@ -65,14 +75,25 @@ pub(in crate::cpu) struct Amx;
 
 impl TileOps for Amx {
     #[inline(always)]
-    unsafe fn configure(config: &Config) {
-        // SAFETY: AMX, by the trait's contract.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) config, options(nostack, preserves_flags)) }
+    unsafe fn configure(config: &Config) -> Config {
+        let mut before = Config::NONE;
+        // SAFETY: AMX, by the trait's contract; a configuration has the 64 bytes that are written.
+        unsafe {
+            asm!("sttilecfg [{before}]", "ldtilecfg [{config}]", before = in(reg) &raw mut before,
+                config = in(reg) config, options(nostack, preserves_flags));
+        }
+        before
     }
     #[inline(always)]
-    unsafe fn release() {
-        // SAFETY: AMX, by the trait's contract.
-        unsafe { asm!("tilerelease", options(nostack, preserves_flags)) }
+    unsafe fn release(before: &Config) {
+        // SAFETY: AMX, by the trait's contract; the configuration is one that the processor has stored.
+        unsafe {
+            if before.is_none() {
+                asm!("tilerelease", options(nostack, preserves_flags));
+            } else {
+                asm!("ldtilecfg [{}]", in(reg) before, options(nostack, preserves_flags));
+            }
+        }
     }
     #[inline(always)]
     unsafe fn zero<const T: u8>() {
@@ -106,17 +127,19 @@ impl TileOps for Amx {
 }
 
 impl<O: TileOps> Multiply for O {
+    type Before = Config;
+
     #[inline(always)]
-    unsafe fn begin() {
+    unsafe fn begin() -> Config {
         const CONFIG: Config = Config::new([(ROWS, ROW_BYTES); 8]);
         // SAFETY: AMX, by the caller.
-        unsafe { O::configure(&CONFIG) };
+        unsafe { O::configure(&CONFIG) }
     }
 
     #[inline(always)]
-    unsafe fn end() {
+    unsafe fn end(before: Config) {
         // SAFETY: AMX, by the caller.
-        unsafe { O::release() };
+        unsafe { O::release(&before) };
     }
 
     #[inline(always)]

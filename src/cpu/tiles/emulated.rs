@@ -31,6 +31,12 @@ thread_local! {
 }
 
 impl State {
+    fn configure(&mut self, config: &Config) {
+        let shape = |i: usize| (config.rows[i].into(), config.row_bytes[i].into());
+        self.shapes = (!config.is_none()).then(|| std::array::from_fn(shape));
+        self.tiles = [[[0; ROW_BYTES]; ROWS]; 8];
+    }
+
     fn shape(&self, tile: u8) -> (usize, usize) {
         self.shapes.expect("tiles are configured")[usize::from(tile)]
     }
@@ -65,8 +71,8 @@ fn word(row: &[u8; ROW_BYTES], i: usize) -> &[u8; 4] {
     &row.as_chunks().0[i]
 }
 
-fn emulate(f: impl FnOnce(&mut State)) {
-    STATE.with_borrow_mut(f);
+fn emulate<R>(f: impl FnOnce(&mut State) -> R) -> R {
+    STATE.with_borrow_mut(f)
 }
 
 fn real() -> bool {
@@ -74,24 +80,24 @@ fn real() -> bool {
 }
 
 impl TileOps for Tiles {
-    unsafe fn configure(config: &Config) {
+    unsafe fn configure(config: &Config) -> Config {
         if real() {
             // SAFETY: the processor has AMX.
             return unsafe { Amx::configure(config) };
         }
         emulate(|state| {
-            let shape = |i: usize| (config.rows[i].into(), config.row_bytes[i].into());
-            state.shapes = Some(std::array::from_fn(shape));
-            state.tiles = [[[0; ROW_BYTES]; ROWS]; 8];
-        });
+            let before = state.shapes.map_or(Config::NONE, Config::new);
+            state.configure(config);
+            before
+        })
     }
 
-    unsafe fn release() {
+    unsafe fn release(before: &Config) {
         if real() {
             // SAFETY: the processor has AMX.
-            return unsafe { Amx::release() };
+            return unsafe { Amx::release(before) };
         }
-        emulate(|state| state.shapes = None);
+        emulate(|state| state.configure(before));
     }
 
     unsafe fn zero<const T: u8>() {
@@ -142,4 +148,23 @@ impl TileOps for Tiles {
         }
         emulate(|state| state.dot_bf16([C, A, B]));
     }
+}
+
+#[test]
+fn a_configuration_of_somebody_else_is_given_back() {
+    use super::product::Multiply;
+    let theirs = Config::new([(ROWS, 32); 8]);
+    // SAFETY: emulated, or the processor has tiles; each configuration is released in this thread.
+    let (none, again) = unsafe {
+        let none = Tiles::configure(&theirs);
+        Tiles::end(Tiles::begin());
+        let again = Tiles::configure(&theirs);
+        Tiles::release(&none);
+        (none, again)
+    };
+    assert!(none.is_none() && !Tiles::in_use());
+    assert_eq!(
+        (again.rows, again.row_bytes),
+        (theirs.rows, theirs.row_bytes)
+    );
 }

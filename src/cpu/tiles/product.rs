@@ -38,17 +38,20 @@ pub(in crate::cpu) trait Weights {
 
 /// What multiplies tiles.
 pub(in crate::cpu) trait Multiply {
+    /// What a thread has to get back.
+    type Before;
+
     /// Prepares this thread.
     ///
     /// # Safety
     /// The processor has what the implementation needs.
-    unsafe fn begin();
+    unsafe fn begin() -> Self::Before;
 
-    /// Releases what [`Self::begin`] has taken.
+    /// Releases what [`Self::begin`] has taken, which has returned `before`.
     ///
     /// # Safety
     /// As [`Self::begin`], which this thread has called.
-    unsafe fn end();
+    unsafe fn end(before: Self::Before);
 
     /// The first `count` tokens of two tiles times two tiles of weights, over all steps and parts. A token tile has
     /// `parts` tiles for each step; the second one may be empty. Sums of other tokens are unspecified.
@@ -93,7 +96,7 @@ pub(in crate::cpu) unsafe fn products<M: Multiply, W: Weights>(
     let mut in_hand = IN_HAND.take();
     in_hand.resize(W::PARTS * DEPTH, [ZEROS; 2]);
     // SAFETY: the caller's.
-    unsafe { M::begin() };
+    let before = unsafe { M::begin() };
     let done = x.depths().all(|steps| {
         let tiles = &mut in_hand[..W::PARTS * steps.len()];
         to.rows.clone().step_by(WEIGHTS).all(|row| {
@@ -111,7 +114,7 @@ pub(in crate::cpu) unsafe fn products<M: Multiply, W: Weights>(
         })
     });
     // SAFETY: the caller's.
-    unsafe { M::end() };
+    unsafe { M::end(before) };
     IN_HAND.set(in_hand);
     done
 }

@@ -13,11 +13,13 @@ const TOKENS: usize = 8;
 pub(in crate::cpu) struct Vectors;
 
 impl Multiply for Vectors {
+    type Before = ();
+
     #[inline(always)]
     unsafe fn begin() {}
 
     #[inline(always)]
-    unsafe fn end() {}
+    unsafe fn end((): ()) {}
 
     #[inline(always)]
     unsafe fn block<W: Weights>(
