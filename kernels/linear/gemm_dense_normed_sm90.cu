@@ -3,7 +3,7 @@
 // `wgmma` has 64 rows of x as operand A and CHANNELS rows of W as operand B; TMA loads both in pipeline stages of 64 values
 // of K. A block has a warpgroup for each 64 rows, and a producer warp. Operand A comes from registers: there a warp multiplies
 // its rows by the weights of an RMS norm, and adds up their squares. The norm's factor is one for each row, so it multiplies
-// the sums in the epilogue, and neither a kernel in front nor a pass over x is needed for it. x times the norm's weights is
+// the sums in the epilogue, and neither a preceding kernel nor another pass over x is needed. x times the norm's weights is
 // rounded to bf16.
 //
 // The producer fills all stages with W in front of the wait for the preceding kernel. Where one half of the outputs gates
@@ -24,8 +24,9 @@ using T = __nv_bfloat16;
 constexpr int STAGE_K = 64;            // values
 constexpr uint32_t ROW = STAGE_K * 2;  // bytes, a row of the 128-byte swizzle
 constexpr int WARP_ROWS = 16;          // of x
-// Rows of x up to which the next kernel may begin with this one. In a step of 256 sequences of SmolLM2-135M, attention's early
-// loads of keys made 177,000 tokens/s from 185,000; with 128 sequences it is the other way round, 122,000 and 115,000.
+// Rows of x up to which the next kernel may begin early, beside this one. In a step of SmolLM2-135M the next one is attention,
+// which prefetches keys: 256 sequences make 170,000 tokens/s if it begins early and 185,000 if late, 128 make 122,000 and
+// 115,000.
 constexpr uint32_t OVERLAPPING_ROWS = 128;
 
 template <int WARPGROUPS, int CHANNELS, int STAGES> struct GemmNormed {

@@ -55,12 +55,11 @@ fn line(device: &Device, launcher: &Launcher, operands: &[Operands]) -> Result<S
     let case = operands[0].case(launcher);
     let of = |kernel: &dyn Kernel| time(device, launcher, kernel, operands);
     let library = of(&*gemm_dense::plan(&case).expect("any product"))?;
-    let chosen = plan(&case).expect("a form");
-    let mut line = format!(
-        "cuBLASLt {library:.2}; {} {:.2};",
-        chosen.details(),
-        of(&*chosen)?
-    );
+    let chosen = match plan(&case) {
+        Ok(gemm) => format!("{} {:.2}", gemm.details(), of(&*gemm)?),
+        Err(reason) => reason.to_owned(),
+    };
+    let mut line = format!("cuBLASLt {library:.2}; {chosen};");
     for gemm in forms(&case) {
         let form = gemm.form();
         line += &format!(" {}x{} {:.2}", form.rows, form.channels, of(&gemm)?);
