@@ -1,6 +1,8 @@
 //! The command line.
 
+use crate::figures::Arrivals;
 use crate::form::Form;
+use crate::lengths::{self, Lengths, SharedPrefix};
 use candle_core::DType;
 use clap::builder::TypedValueParser;
 use clap::{Parser, ValueEnum};
@@ -59,6 +61,33 @@ pub struct Args {
     /// Sequences side by side, of the section `serving` [default: 8, 32, 64 and 256 on a GPU, else 1, 4 and 8].
     #[arg(long, value_delimiter = ',')]
     pub sequences: Vec<usize>,
+
+    /// Tokens of prompts in `serving`: fixed:N, uniform:LEAST..MOST, or lognormal:MEDIAN,SIGMA [default: fixed:128 for
+    /// requests all at once, uniform:32..224 for those that arrive at random].
+    #[arg(long, value_name = "LENGTHS")]
+    pub prompt_lengths: Option<Lengths>,
+
+    /// Tokens that are generated behind each, likewise [default: fixed:256, and uniform:64..448].
+    #[arg(long, value_name = "LENGTHS")]
+    pub answer_lengths: Option<Lengths>,
+
+    /// Tokens in front of the prompts in `serving` that are always the same, and with a colon the share of the prompts
+    /// that have them: `512`, or `512:0.5`.
+    #[arg(long, value_name = "TOKENS[:SHARE]")]
+    pub shared_prefix: Option<SharedPrefix>,
+
+    /// Requests of a run in `serving` [default: one for each sequence, and four where they arrive at random].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..).map(|n| n as usize))]
+    pub requests: Option<usize>,
+
+    /// How requests of `serving` come; `poisson` is offline first, and then at random [default: poisson, with --quick
+    /// offline].
+    #[arg(long, value_enum)]
+    pub arrivals: Option<Arrivals>,
+
+    /// Shares of the offline throughput at which requests arrive at random.
+    #[arg(long, value_delimiter = ',', default_value = "0.7", value_parser = lengths::load)]
+    pub load: Vec<f64>,
 
     /// Few shapes and rounds: under two minutes on two cores.
     #[arg(long)]

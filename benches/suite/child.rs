@@ -243,7 +243,7 @@ fn activations(model: &str) -> ActivationBits {
 }
 
 /// A quantized format, and the dtype behind `@` that its activations are to have.
-fn activations_dtype(format: &str) -> Result<(&str, Option<DType>)> {
+pub fn activations_dtype(format: &str) -> Result<(&str, Option<DType>)> {
     Ok(match format.split_once('@') {
         Some((format, dtype)) => (format, Some(dtype.parse()?)),
         None => (format, None),

@@ -2,7 +2,7 @@
 
 use crate::figures::{
     Curve, Layer, Limits, ModelRun, OpRun, PrefixRun, ServingRun, Skipped, ThreadRun, Tuned,
-    count_floors,
+    count_bounds, count_floors,
 };
 use crate::machine::Machine;
 use crate::nvml::Clocks;
@@ -105,6 +105,7 @@ impl Export {
         }
         count_floors(&mut all.ops, &all.limits);
         count_floors(&mut all.sweep, &all.limits);
+        count_bounds(&mut all.serving, &all.limits);
         for layer in &mut all.layers {
             layer.take_tokens(&all.models);
         }

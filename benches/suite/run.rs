@@ -4,7 +4,7 @@ use crate::args::{Args, Section};
 use crate::budget::Budget;
 use crate::cases::{Extent, Grid, KernelCase};
 use crate::export::Export;
-use crate::figures::{Limits, count_floors};
+use crate::figures::{Limits, count_bounds, count_floors};
 use crate::machine::Machine;
 use crate::nvml::{Clocks, Nvml};
 use crate::place::Place;
@@ -68,6 +68,10 @@ fn list(args: &Args) -> Result<ExitCode> {
         if args.wants(&case.name()) {
             names += &format!("{}\n", case.name());
         }
+    }
+    if args.has(Section::Serving) {
+        let serving = serving::names(&place, args).into_iter();
+        names.extend(serving.map(|name| name + "\n"));
     }
     report::write_text(&mut std::io::stdout().lock(), &names)?;
     Ok(ExitCode::SUCCESS)
@@ -161,13 +165,14 @@ fn measure(args: &Args) -> Result<Export> {
         log("sweep");
     }
     if args.has(Section::Serving) {
-        (export.serving, export.prefixes) = serving::run(&place, args, &budget)?;
+        (export.serving, export.prefixes) = serving::run(&place, args, &export.limits, &budget)?;
         log("serving");
     }
     export.limits = limits::measure(&place, args.quick)?.better(&export.limits);
     show(&export.limits);
     count_floors(&mut export.ops, &export.limits);
     count_floors(&mut export.sweep, &export.limits);
+    count_bounds(&mut export.serving, &export.limits);
     #[cfg(feature = "cuda")]
     crate::ternary::report(args.has(Section::Ternary), args.has(Section::TernarySweep))?;
     export.clocks = clocks;

@@ -4,6 +4,7 @@ mod adopt;
 mod allocations;
 mod app;
 mod balance;
+mod bench_lengths;
 mod bench_stats;
 mod bitnet;
 mod calibrate;

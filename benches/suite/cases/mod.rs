@@ -17,7 +17,7 @@ pub use dims::Dims;
 pub use kernels::{Grid, KernelCase, rows_of_large};
 pub use picked::Expected;
 pub use products::{Part, Product, Tensors};
-pub use quantized::GOALS as QUANT_GOALS;
+pub use quantized::{GOALS as QUANT_GOALS, weight_bits};
 pub use sweep::cases as sweep;
 
 use crate::figures::Work;

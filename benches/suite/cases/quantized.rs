@@ -166,14 +166,20 @@ pub fn case(
     }
 }
 
-/// Bytes of a product's weights in a format.
-pub fn weight_bytes(product: &Product, format: &str) -> usize {
-    let bits = match format.parse::<Quantization>() {
+/// Bits of a weight in a format, without scales that stand apart.
+pub fn weight_bits(format: &str) -> f64 {
+    match format.parse::<Quantization>() {
         Ok(Quantization::Gguf(block)) => 8. * block.type_size() as f64 / block.block_size() as f64,
         Ok(other) => other.scheme().map_or(16., |s| f64::from(s.bits())),
-        Err(_) => 16.,
-    };
-    ((product.n() * product.k) as f64 * bits / 8.) as usize
+        Err(_) => format
+            .parse::<DType>()
+            .map_or(16., |dtype| 8. * dtype.size_in_bytes() as f64),
+    }
+}
+
+/// Bytes of a product's weights in a format.
+pub fn weight_bytes(product: &Product, format: &str) -> usize {
+    ((product.n() * product.k) as f64 * weight_bits(format) / 8.) as usize
 }
 
 /// Whether rows of K values can be in a format.

@@ -75,19 +75,24 @@ impl Limits {
         self.gemm.values().copied().fold(f64::NAN, f64::max)
     }
 
-    /// The least seconds that `work` can take, and why. int8 instructions may pass the peak of
+    /// The least seconds that `work` can take as a call of its own, and why. int8 instructions may pass the peak of
     /// floating-point products.
     pub fn floor(&self, work: Work) -> (f64, Bound) {
-        let memory = work.bytes / self.read.max(self.copy);
-        let compute = work.flops / self.peak();
-        let (seconds, bound) = if compute > memory {
-            (compute, Bound::Compute)
-        } else {
-            (memory, Bound::Memory)
-        };
+        let (seconds, bound) = self.roof(work);
         match seconds < self.dispatch {
             true => (self.dispatch, Bound::Dispatch),
             false => (seconds, bound),
+        }
+    }
+
+    /// The same of a part of a step, which need not be a call.
+    pub fn roof(&self, work: Work) -> (f64, Bound) {
+        let memory = work.bytes / self.read.max(self.copy);
+        let compute = work.flops / self.peak();
+        if compute > memory {
+            (compute, Bound::Compute)
+        } else {
+            (memory, Bound::Memory)
         }
     }
 }

@@ -18,5 +18,5 @@ pub use layer::{Chain, Group, Layer, Step};
 pub use limits::{Bound, Limits, Work};
 pub use model::{Last, ModelRun};
 pub use op::{CANDLE, DENSE, FUSED, GEMM, OpRun, SideRun, Skipped, count_floors};
-pub use serving::{Arrivals, PrefixRun, ServingRun};
+pub use serving::{Arrivals, PartBound, PrefixRun, ServingRun, StepBound, count_bounds};
 pub use threads::ThreadRun;

@@ -1,16 +1,27 @@
 //! Many requests at once.
 
+use super::limits::{Bound, Limits, Work};
 use crate::stats::Times;
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 /// How requests come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Arrivals {
-    /// All at once, all of one length.
+    /// All at once.
     Offline,
-    /// At random times, of random lengths.
+    /// At random times, as a Poisson process.
     Poisson,
+}
+
+impl Arrivals {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Offline => "offline",
+            Self::Poisson => "poisson",
+        }
+    }
 }
 
 /// Requests to one model. Times are in seconds.
@@ -22,18 +33,27 @@ pub struct ServingRun {
     /// Sequences of a step at most.
     pub sequences: usize,
     pub requests: usize,
-    /// Prompt tokens of all requests, and of those the ones that a shared beginning saved.
+    /// Distributions of the lengths, and the prefix that prompts share, in front of their own tokens.
+    #[serde(default = "prompt_lengths")]
+    pub prompt_lengths: String,
+    #[serde(default = "answer_lengths")]
+    pub answer_lengths: String,
+    #[serde(default)]
+    pub shared_prefix: Option<String>,
+    /// Prompt tokens of all requests, and of those the ones that the cache of prefixes had.
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
-    /// Tokens that were generated of a second: offline while all sequences are under way, else from the first arrival
-    /// to the last token.
+    /// Tokens that were generated of a second: offline with requests of one length, a sequence for each, while all of
+    /// them are under way; else from the first arrival to the last token.
     pub tokens_per_second: f64,
-    /// Prompt tokens read of a second, offline.
+    /// Prompt tokens read of a second until every request has begun: offline, with a sequence for each.
     pub prompts_per_second: Option<f64>,
-    /// Steps with a token of every sequence, offline.
+    /// Steps: offline with requests of one length, a sequence for each, those with a token of every sequence; else all.
     pub step_p50: Option<f64>,
     pub step_p99: Option<f64>,
-    /// What the host does in such a step, without waiting for the GPU.
+    #[serde(default)]
+    pub step: Option<Times>,
+    /// What the host does in such a step, without waiting for the GPU; not on the CPU.
     #[serde(default)]
     pub host_p50: Option<f64>,
     /// From a request's arrival to its first token, and between its tokens.
@@ -44,13 +64,124 @@ pub struct ServingRun {
     /// The share of held pages' slots without a token, over the steps in which most sequences are under way.
     pub wasted: f64,
     pub preemptions: u64,
-    /// Requests of a second that arrive.
+    /// The share of the offline throughput at which requests arrive, and how many do in a second.
+    #[serde(default)]
+    pub load: Option<f64>,
     pub rate: Option<f64>,
     /// The parts of a step in a graph, offline: name, launches, seconds, bytes.
     #[serde(default)]
     pub parts: Vec<(String, usize, f64, u64)>,
+    /// The least that a step could take; for named shapes.
+    #[serde(default)]
+    pub bound: Option<StepBound>,
     /// Why steps are no graphs.
     pub refusal: Option<String>,
+}
+
+/// Lengths of runs that do not name them.
+fn prompt_lengths() -> String {
+    "fixed:128".to_owned()
+}
+
+fn answer_lengths() -> String {
+    "fixed:256".to_owned()
+}
+
+impl ServingRun {
+    /// Whether another run has the same requests.
+    pub fn is_like(&self, other: &Self) -> bool {
+        let names = |run: &Self| [run.model.clone(), run.format.clone()];
+        let lengths = |run: &Self| [run.prompt_lengths.clone(), run.answer_lengths.clone()];
+        let counts = |run: &Self| (run.arrivals, run.sequences, run.requests, run.load);
+        names(self) == names(other)
+            && lengths(self) == lengths(other)
+            && counts(self) == counts(other)
+            && self.shared_prefix == other.shared_prefix
+    }
+
+    /// The share of a step in which the host works.
+    pub fn host_share(&self) -> Option<f64> {
+        Some(self.host_p50? / self.step_p50?)
+    }
+
+    /// Prompt tokens that the cache had, over all.
+    pub fn hits(&self) -> f64 {
+        self.cached_tokens as f64 / self.prompt_tokens.max(1) as f64
+    }
+
+    /// What each measured part takes beyond its bound, and what the step takes beyond the parts' sum, which is less
+    /// than nothing where they overlap. Seconds, the most first.
+    pub fn remains(&self) -> Vec<(&str, f64)> {
+        let Some(bound) = &self.bound else {
+            return Vec::new();
+        };
+        let mut remains: Vec<_> = self
+            .parts
+            .iter()
+            .map(|(name, _, seconds, _)| (name.as_str(), seconds - bound.of(name)))
+            .collect();
+        remains.sort_by(|a, b| b.1.total_cmp(&a.1));
+        if !remains.is_empty() {
+            let parts: f64 = self.parts.iter().map(|(_, _, seconds, _)| seconds).sum();
+            remains.push(("between parts", bound.step - parts));
+        }
+        remains
+    }
+}
+
+/// The least that a step could take: the sum, over the parts of the model, of the larger of bytes over bandwidth and
+/// operations over peak. Bytes are weights, once, and the keys and values of live tokens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepBound {
+    /// Of a step, on average: tokens that are generated, tokens of prompts that are read, and tokens whose keys and
+    /// values are.
+    pub rows: f64,
+    pub prompt_rows: f64,
+    pub keys: f64,
+    /// Seconds that such a step took: the median where all are alike, else the mean.
+    pub step: f64,
+    pub parts: Vec<PartBound>,
+}
+
+/// The least that a part of a step could take, in all layers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PartBound {
+    pub name: String,
+    pub work: Work,
+    pub seconds: f64,
+    pub bound: Bound,
+}
+
+impl StepBound {
+    /// Seconds of a step.
+    pub fn seconds(&self) -> f64 {
+        self.parts.iter().map(|part| part.seconds).sum()
+    }
+
+    /// Tokens of a second.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.rows / self.seconds()
+    }
+
+    /// How much of the bound is reached.
+    pub fn share(&self) -> f64 {
+        self.seconds() / self.step
+    }
+
+    /// Seconds of a measured part, whose name has a plus between parts that run in one launch.
+    fn of(&self, measured: &str) -> f64 {
+        let has = |part: &&PartBound| measured.split('+').any(|name| name == part.name);
+        let parts = self.parts.iter().filter(has);
+        parts.map(|part| part.seconds).sum()
+    }
+}
+
+/// Counts bounds from limits that have become known since.
+pub fn count_bounds(runs: &mut [ServingRun], limits: &Limits) {
+    let bounds = runs.iter_mut().filter_map(|run| run.bound.as_mut());
+    for part in bounds.flat_map(|bound| &mut bound.parts) {
+        (part.seconds, part.bound) = limits.roof(part.work);
+    }
 }
 
 /// Requests one after the other whose prompts begin with the same tokens, with a prefix cache and without.
