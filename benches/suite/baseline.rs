@@ -1,7 +1,7 @@
 //! What changed since an earlier run.
 
 use crate::export::Export;
-use crate::figures::{FUSED, ModelRun};
+use crate::figures::{Arrivals, FUSED, ModelRun, PrefixRun, ServingRun};
 use crate::stats::Times;
 
 /// A figure of both runs.
@@ -57,7 +57,7 @@ pub fn compare(before: &Export, after: &Export, percent: f64) -> usize {
     regressions
 }
 
-/// The fused side of what both runs have.
+/// What both runs have, the fused side of it.
 fn changes(before: &Export, after: &Export) -> Vec<Change> {
     let mut changes = Vec::new();
     let earlier = || before.ops.iter().chain(&before.sweep);
@@ -86,6 +86,40 @@ fn changes(before: &Export, after: &Export) -> Vec<Change> {
                     after: b,
                 });
             }
+        }
+    }
+    changes.extend(of_serving(before, after));
+    changes
+}
+
+/// Steps of many requests all at once, and first tokens behind a cached prefix.
+fn of_serving(before: &Export, after: &Export) -> Vec<Change> {
+    let mut changes = Vec::new();
+    let offline = |run: &&ServingRun| run.arrivals == Arrivals::Offline;
+    for run in after.serving.iter().filter(offline) {
+        let earlier = before.serving.iter().find(|other| other.is_like(run));
+        if let Some((a, b)) = earlier.and_then(|e| e.step).zip(run.step) {
+            changes.push(Change {
+                name: format!(
+                    "{} {} {} sequences, a step",
+                    run.model, run.format, run.sequences
+                ),
+                before: a,
+                after: b,
+            });
+        }
+    }
+    for run in &after.prefixes {
+        let same = |other: &&PrefixRun| {
+            (&other.model, &other.format, other.prefix, other.suffix)
+                == (&run.model, &run.format, run.prefix, run.suffix)
+        };
+        if let Some(earlier) = before.prefixes.iter().find(same) {
+            changes.push(Change {
+                name: format!("{} {} first token, prefix cached", run.model, run.format),
+                before: earlier.cached,
+                after: run.cached,
+            });
         }
     }
     changes

@@ -1,5 +1,7 @@
 //! The tables of a run for docs/results.
 
+mod serving;
+
 use crate::cases::OPS;
 use crate::export::Export;
 use crate::figures::{Bound, CANDLE, Curve, GEMM, Layer, ModelRun, OpRun};
@@ -26,17 +28,16 @@ pub fn write(export: &Export, path: &Path) -> Result<()> {
 }
 
 fn text(export: &Export) -> String {
-    let sections = [
-        head(export),
-        goals(export),
-        models(&export.models),
+    let mut sections = vec![head(export), goals(export), models(&export.models)];
+    sections.extend(serving::tables(export));
+    sections.extend([
         ops(&export.ops),
         slower(&export.ops),
         farthest(&export.ops),
         layers(&export.layers),
         growth(export),
-    ];
-    let sections: Vec<_> = sections.into_iter().filter(|s| !s.is_empty()).collect();
+    ]);
+    sections.retain(|section| !section.is_empty());
     sections.join("\n")
 }
 

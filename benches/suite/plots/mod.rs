@@ -1,5 +1,6 @@
 //! Plots of a run, each as SVG and PNG.
 
+mod serving;
 mod sweep;
 mod tokens;
 
@@ -61,6 +62,7 @@ pub fn names(export: &Export) -> Vec<(&'static str, &'static str)> {
     if !export.sweep.is_empty() {
         names.push(("sweep", "time of a product over the rows of x"));
     }
+    names.extend(serving::plots(export).iter().map(|plot| (plot.0, plot.1)));
     if !export.ops.is_empty() {
         names.push(("speedup", "times faster than candle, op by op"));
         names.push(("roofline", "roofline"));
@@ -91,6 +93,9 @@ pub fn write(export: &Export, folder: &Path) -> Result<()> {
     }
     if let Some(lines) = sweep::plot(export) {
         save(&lines, folder, "sweep")?;
+    }
+    for (name, _, lines) in serving::plots(export) {
+        save(&lines, folder, name)?;
     }
     if !export.ops.is_empty() {
         save(&Speedups::of(export, on), folder, "speedup")?;
