@@ -1,6 +1,8 @@
 //! What was to be reached, held against the figures of a run. docs/performance.md has the same list
 //! with the figures of earlier runs, and of those that another program has to be run beside for.
 
+mod serving;
+
 use crate::cases::{QUANT_GOALS, SHARE_GOALS};
 use crate::export::Export;
 use crate::figures::{CANDLE, DENSE, GEMM, ModelRun, OpRun};
@@ -83,6 +85,7 @@ impl Goals {
         none.ops.clear();
         none.models.clear();
         none.prefixes.clear();
+        none.serving.clear();
         let cpu = export.machine.device == "cpu";
         let (on_gpu, on_cpu) = if cpu {
             (&none, export)
@@ -189,7 +192,7 @@ fn of_gpu(export: &Export) -> Vec<Goal> {
     goals.extend(over_candle(export));
     goals.extend(of_quantized(export));
     goals.extend(of_quantized_models(export));
-    goals.extend(of_serving(export));
+    goals.extend(serving::goals(export));
     goals
 }
 
@@ -273,24 +276,6 @@ fn of_quantized_models(export: &Export) -> Vec<Goal> {
         None,
     );
     goals.push(study.measured_by("--sections ternary"));
-    goals
-}
-
-/// Many requests: a prefix that is cached, and clients over HTTP.
-fn of_serving(export: &Export) -> Vec<Goal> {
-    let run = export.prefixes.iter().find(|run| {
-        (run.model.as_str(), run.format.as_str()) == ("llama-3-8b", "bf16") && run.prefix == 2048
-    });
-    let clients = [
-        Goal::new("Llama-3.2-1B, 32 HTTP clients", (20_000., "/s"), None),
-        Goal::new("32 HTTP clients, of the engine offline", (80., "%"), None),
-    ];
-    let mut goals = vec![Goal::at_most(
-        "Llama-3-8B, prefix of 2,048 cached: first token, of uncached",
-        (20., "%"),
-        run.map(|run| 100. * run.share()),
-    )];
-    goals.extend(clients.map(|goal| goal.measured_by("the benchmark load of the server")));
     goals
 }
 
