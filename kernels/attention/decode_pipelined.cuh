@@ -1,23 +1,25 @@
 // The attention step of decoding where many sequences have their keys and values in pages (decode.cuh has the step).
 //
-// A block is one warp. It has all keys of a key/value head of one sequence, or a range of them where the sequence is
-// long: no sums are merged among warps, and the row of the projection is read once for all query heads. Keys and values
-// are prefetched into a ring of pipeline stages in shared memory by `cp.async`, so that the bytes in flight do not
-// depend on registers, and go from there to tensor cores by `ldmatrix`. The new key and value are written into the last
-// tile. Position, page table, angles and the first stage are read before the PDL wait, as decode.cuh says.
+// A block has all keys of a key/value head of one sequence, or a range of them where the sequence is long, and reads the
+// rows of the projection once for all query heads. It has few warps, which take tiles of keys in turn: a warp's
+// instructions wait for one another, so that one warp alone is late for its keys, but sums of many warps take long to
+// bring together. Each warp prefetches keys and values into a ring of pipeline stages of its own in shared memory by
+// `cp.async`, so that the bytes in flight do not depend on registers, and they go from there to tensor cores by
+// `ldmatrix`. The new key and value are written into the last tile. Position, page table, angles and the first stages are
+// read before the PDL wait, as decode.cuh says.
 #pragma once
 
 #include "attention/decode.cuh"
 
 namespace fused {
 
-// Keys and values of one tile after the other, of `SUB` times 16 keys. Rows in shared memory are 16 bytes longer than
+// Keys and values of a warp's tiles, of `SUB` times 16 keys each. `W`: warps of the block. Rows in shared memory are 16 bytes longer than
 // a head, so that ldmatrix reads eight of them without bank conflicts. Offsets into the pools are in units of 16 bytes,
 // which fit 32 bits, and are the same for keys and values.
-template <typename C, int D, int SUB, int STAGES> struct KeyPipeline {
+template <typename C, int D, int SUB, int STAGES, int W> struct KeyPipeline {
   using From = KeysInPages;
   static constexpr bool IN_PAGES = true, CODES = false;
-  static constexpr int WARPS = 1, KEYS = 16 * SUB, STEPS = D / 16, LANE = D / 32;
+  static constexpr int WARPS = W, KEYS = 16 * SUB, STEPS = D / 16, LANE = D / 32;
   static constexpr int PITCH = 2 * D + 16, TILE = KEYS * PITCH, STAGE = 2 * TILE;
   // 16-byte pieces of a row, and rows that the warp copies at once.
   static constexpr int PIECES = D / 8, ROWS = WARP / PIECES;
@@ -158,19 +160,21 @@ template <typename C, int D, int SUB> struct PipelinedCore {
   __device__ static int head(int i) { return 2 * int(threadIdx.x % 4) + i % 2; }
 };
 
-// A block's shared memory, behind the ring of stages. The rows of the projection come as they are to the ring's last
-// stage, which is fetched into only when they have left.
-template <int D> struct PipelinedShared {
+// A block's shared memory, behind the rings of its warps. The rows of the projection come as they are to the last stage
+// of the first ring, which is fetched into only when they have left.
+template <int D, int W> struct PipelinedShared {
   static constexpr int QUERIES = D / 16 * WARP * 16;
   char* queries;
   float* k;          // the new key and value, as the cache holds them
   float* v;
+  float* scratch;    // [D] of a warp
   const char* rows;  // [heads + 2][D]: queries, the new key, the new value
 
   __device__ PipelinedShared(char* memory, const char* stage) {
     queries = memory;
     k = reinterpret_cast<float*>(memory + QUERIES);
     v = k + D;
+    scratch = v + D + threadIdx.x / WARP * D;
     rows = stage;
   }
 };
@@ -216,27 +220,28 @@ struct TileRange {
   __device__ bool empty() const { return first >= last; }
 };
 
-template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
-  using Pipeline = KeyPipeline<C, D, SUB, STAGES>;
+template <typename C, int D, int SUB, int STAGES, int W> struct PipelinedDecoding {
+  using Pipeline = KeyPipeline<C, D, SUB, STAGES, W>;
   using Core = PipelinedCore<C, D, SUB>;
-  static constexpr int N = Pipeline::LANE, KEYS = Pipeline::KEYS;
+  static constexpr int N = Pipeline::LANE, KEYS = Pipeline::KEYS, THREADS = W * WARP, RING = STAGES * Pipeline::STAGE;
   static_assert((MAX_HEADS + 2) * D * 4 <= Pipeline::STAGE, "the rows of the projection fit into a stage");
 
   const DecodingParams& p;
   const Block here;
   const Place at;
+  const uint32_t warp;
   KeysInPages keys;
   Pipeline pipeline;
   TileRange range;
-  PipelinedShared<D> s;
+  PipelinedShared<D, W> s;
   LaneFactors<D> factors;
 
   __device__ PipelinedDecoding(const DecodingParams& params, const Block& block, char* memory)
-      : p(params), here(block), at(params, block, D, MAX_HEADS), keys(keys_of<Pipeline>(params, at, block.z, D)),
-        range(params, block, UINT32_MAX, KEYS),
-        s(memory + STAGES * Pipeline::STAGE, memory + (STAGES - 1) * Pipeline::STAGE) {
-    const int piece = threadIdx.x % Pipeline::PIECES;
-    pipeline.ring = shared_address(memory);
+      : p(params), here(block), at(params, block, D, MAX_HEADS), warp(threadIdx.x / WARP),
+        keys(keys_of<Pipeline>(params, at, block.z, D)), range(params, block, UINT32_MAX, KEYS),
+        s(memory + W * RING, memory + RING - Pipeline::STAGE) {
+    const int piece = threadIdx.x % WARP % Pipeline::PIECES;
+    pipeline.ring = shared_address(memory) + warp * RING;
     pipeline.k = static_cast<const uint4*>(keys.k) + piece;
     pipeline.v = static_cast<const uint4*>(keys.v) + piece;
     pipeline.page = uint32_t(keys.k_page / 8), pipeline.token = uint32_t(keys.k_token / 8);
@@ -244,25 +249,31 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
 
   __device__ uint32_t first_key(uint32_t tile) const { return range.start + tile * KEYS; }
 
+  // A warp's tiles in turn, into its stages.
   __device__ void fetch(uint32_t tile, uint32_t stage) {
     if (tile < range.last) pipeline.fetch(keys, first_key(tile), stage);
     commit_copies();
   }
 
-  // What the position alone decides: angles and the first tile, which are on their way.
+  // What the position alone decides: angles and the warp's first tile, which are on their way.
   __device__ void begin(uint32_t position) {
     range = TileRange(p, here, position, KEYS);
     if (range.empty()) return;
     keys.end = position, keys.low = range.low;
     // In front of the wait for the pages.
     factors.read(p, position);
-    pipeline.begin(keys, first_key(range.first));
-    fetch(range.first, 0);
+    pipeline.begin(keys, first_key(range.first + warp));
+    fetch(range.first + warp, 0);
+  }
+
+  __device__ void fetch_ahead() {
+#pragma unroll 1
+    for (uint32_t i = 1; i < STAGES - 1; ++i) fetch(range.first + warp + i * W, i);
   }
 
   // Pieces of 16 bytes of a row, and of a lane's part of all rows.
   __device__ int row_shift() const { return (D == 64 ? 3 : 4) + (p.dtype == F32); }
-  static constexpr int LANE_PIECES = (MAX_HEADS + 2) * (D / 4) / WARP;
+  static constexpr int LANE_PIECES = ((MAX_HEADS + 2) * (D / 4) + THREADS - 1) / THREADS;
 
   // The rows of the heads, the new key and the new value. Not by `cp.async`: its groups complete in order, so these
   // would wait for the keys.
@@ -272,7 +283,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
         reinterpret_cast<const uint4*>(static_cast<const char*>(p.qkv) + (uint64_t(at.qkv) * 2 << (p.dtype == F32)));
 #pragma unroll
     for (int j = 0; j < LANE_PIECES; ++j) {
-      const int i = threadIdx.x + j * WARP, job = i >> shift;
+      const int i = threadIdx.x + j * THREADS, job = i >> shift;
       const uint32_t head = job < at.heads ? at.head + job : p.heads + at.kv + (job > at.heads ? p.kv_heads : 0);
       if (i < count) rows[j] = __ldcg(from + head * row + i % row);
     }
@@ -281,7 +292,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     const int count = (at.heads + 2) << row_shift();
 #pragma unroll
     for (int j = 0; j < LANE_PIECES; ++j)
-      if (int(threadIdx.x) + j * WARP < count) reinterpret_cast<uint4*>(to)[threadIdx.x + j * WARP] = rows[j];
+      if (int(threadIdx.x) + j * THREADS < count) reinterpret_cast<uint4*>(to)[threadIdx.x + j * THREADS] = rows[j];
   }
 
   __device__ void read_row(int job, float (&x)[N]) const {
@@ -295,12 +306,15 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
 
   // As `apply_rope` of decode.cuh, with angles and norms in registers. What a value is rotated with belongs to the same
   // lane where the whole head is rotated by halves.
-  __device__ void apply_rope_to_row(const float (&norm)[N], float (&x)[N]) const {
+  __device__ void apply_rope_to_row(bool is_key, float (&x)[N]) const {
     const int lane = threadIdx.x % WARP, pairs = p.pairs;
     if (p.q_norm) {
       const float factor = rms_factor(p, x, D);
 #pragma unroll
-      for (int e = 0; e < N; ++e) x[e] = rounded_to(p.dtype, rounded_to(p.dtype, x[e] * factor) * norm[e]);
+      for (int e = 0; e < N; ++e) {
+        const float norm = is_key ? factors.k_norm[e] : factors.q_norm[e];
+        x[e] = rounded_to(p.dtype, rounded_to(p.dtype, x[e] * factor) * norm);
+      }
     }
     float other[N];
     if (!p.interleaved && 2 * pairs == D) {
@@ -311,12 +325,12 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
       for (int e = 0; e < N; ++e) other[e] = __shfl_xor_sync(FULL, x[e], 1);
     } else {
 #pragma unroll
-      for (int e = 0; e < N; ++e) s.k[lane + 32 * e] = x[e];
+      for (int e = 0; e < N; ++e) s.scratch[lane + 32 * e] = x[e];
       __syncwarp();
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         const int d = lane + 32 * e;
-        other[e] = d < 2 * pairs ? s.k[d < pairs ? d + pairs : d - pairs] : 0.f;
+        other[e] = d < 2 * pairs ? s.scratch[d < pairs ? d + pairs : d - pairs] : 0.f;
       }
       __syncwarp();
     }
@@ -328,51 +342,48 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     }
   }
 
-  // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them. The key goes the
-  // same way as the queries, so that its instructions are there already.
-  __device__ void prepare_rows(float (&k)[N], float (&v)[N]) const {
+  // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them. Warps take rows in
+  // turn, all in one loop, so that a warp's second row finds its instructions there.
+  __device__ void prepare_rows() const {
     const int lane = threadIdx.x % WARP, stored = Pipeline::dtype(0);
 #pragma unroll 1
-    for (int job = 0; job <= at.heads; ++job) {
-      const bool is_key = job == at.heads;
-      float norm[N];
+    for (int job = warp; job < at.heads + 2; job += W) {
+      float x[N];
+      read_row(job, x);
+      if (job <= at.heads) apply_rope_to_row(job == at.heads, x);
+      if (job < at.heads) {
 #pragma unroll
-      for (int e = 0; e < N; ++e) norm[e] = is_key ? factors.k_norm[e] : factors.q_norm[e];
-      read_row(job, k);
-      apply_rope_to_row(norm, k);
-      if (is_key) break;
+        for (int e = 0; e < N; ++e) Core::put(s.queries, job, lane + 32 * e, rounded_to(p.dtype, x[e]));
+      } else {
+        float* to = job == at.heads ? s.k : s.v;
 #pragma unroll
-      for (int e = 0; e < N; ++e) Core::put(s.queries, job, lane + 32 * e, rounded_to(p.dtype, k[e]));
-    }
-    read_row(at.heads + 1, v);
-#pragma unroll
-    for (int e = 0; e < N; ++e) {
-      s.k[lane + 32 * e] = k[e] = rounded_to(stored, k[e]);
-      s.v[lane + 32 * e] = v[e] = rounded_to(stored, v[e]);
+        for (int e = 0; e < N; ++e) to[lane + 32 * e] = rounded_to(stored, x[e]);
+      }
     }
   }
 
   // The new key and value in their place of a stage.
-  __device__ void insert(char* memory, uint32_t stage, uint32_t row, const float (&k)[N], const float (&v)[N]) const {
+  __device__ void insert(char* ring, uint32_t stage, uint32_t row) const {
 #pragma unroll
     for (int e = 0; e < N; ++e) {
-      char* to = memory + Pipeline::place(stage, row, threadIdx.x % WARP + 32 * e);
-      *reinterpret_cast<C*>(to) = from_float<C>(k[e]);
-      *reinterpret_cast<C*>(to + Pipeline::TILE) = from_float<C>(v[e]);
+      const int d = threadIdx.x % WARP + 32 * e;
+      char* to = ring + Pipeline::place(stage, row, d);
+      *reinterpret_cast<C*>(to) = from_float<C>(s.k[d]);
+      *reinterpret_cast<C*>(to + Pipeline::TILE) = from_float<C>(s.v[d]);
     }
   }
 
-  __device__ void attend(char* memory, uint32_t position, const float (&k)[N], const float (&v)[N], Core& core) {
+  __device__ void attend(char* ring, uint32_t position, Core& core) {
     uint32_t stage = 0, free = STAGES - 1;
 #pragma unroll 1
-    for (uint32_t tile = range.first; tile < range.last; ++tile) {
+    for (uint32_t tile = range.first + warp; tile < range.last; tile += W) {
       await_copies_but<STAGES - 2>();
       __syncwarp();
       if (range.leads && tile + 1 == range.last) {
-        insert(memory, stage, position - first_key(tile), k, v);
+        insert(ring, stage, position - first_key(tile));
         __syncwarp();
       }
-      fetch(tile + STAGES - 1, free);
+      fetch(tile + (STAGES - 1) * W, free);
       core.template step<Pipeline::PITCH, Pipeline::TILE>(keys, first_key(tile), position + 1,
                                                           pipeline.ring + stage * Pipeline::STAGE);
       free = stage;
@@ -380,34 +391,55 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     }
   }
 
-  // Means of the heads to y, or, with their weights, to the partial results that the last block merges. They pass
-  // through the ring, which is free by now, so that stores are coalesced.
-  __device__ void finish(char* memory, Core& core) const {
+  // A warp's sums of a head, [D] floats, with the largest score and the sum of the weights behind them. They lie in its
+  // ring, which is free by now.
+  static constexpr int SUMS = D + 4;
+  static_assert(MAX_HEADS * SUMS * 4 <= RING, "a warp's sums fit into its ring");
+
+  __device__ void leave_sums(char* ring, Core& core) const {
     const int lane = threadIdx.x % WARP, t = lane % 4;
     core.l += __shfl_xor_sync(FULL, core.l, 1);
     core.l += __shfl_xor_sync(FULL, core.l, 2);
-    const float by = core.l == 0.f ? 0.f : __fdividef(1.f, core.l), top = core.m + __log2f(core.l);
-    const float factors[2] = {__shfl_sync(FULL, by, 8 * t), __shfl_sync(FULL, by, 8 * t + 4)};
-    constexpr int PITCH = D + 4;
-    float* means = reinterpret_cast<float*>(memory);  // [MAX_HEADS][D], each with its weight behind it
+    float* sums = reinterpret_cast<float*>(ring);
     __syncwarp();
-    if (t == 0) means[lane / 4 * PITCH + D] = top;
+    if (t == 0) *reinterpret_cast<float2*>(sums + lane / 4 * SUMS + D) = make_float2(core.m, core.l);
 #pragma unroll
     for (int r = 0; r < Core::STEPS; ++r) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        means[Core::head(i) * PITCH + Core::dimension(r, i)] = core.o[r][i] * factors[i % 2];
+      for (int i = 0; i < 4; ++i) sums[Core::head(i) * SUMS + Core::dimension(r, i)] = core.o[r][i];
     }
-    __syncwarp();
+  }
+
+  // Means of the heads over the block's warps to y, or, with their weights, to the partial results that the last block
+  // merges.
+  __device__ void finish(const char* memory) const {
     const Partials partials(p, here, at.row, D);
     float2* partial = partials.both + here.x * MAX_HEADS * D;
-    for (int i = 4 * lane; i < at.heads * D; i += 4 * WARP) {
-      const float* row = means + i / D * PITCH;
-      const float4 mean = *reinterpret_cast<const float4*>(row + i % D);
+    for (int i = 4 * threadIdx.x; i < at.heads * D; i += 4 * THREADS) {
+      float2 weights[W];
+      float top = -INFINITY, total = 0.f;
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        const float* sums = reinterpret_cast<const float*>(memory + w * RING) + i / D * SUMS;
+        weights[w] = *reinterpret_cast<const float2*>(sums + D);
+        top = fmaxf(top, weights[w].x);
+      }
+      const float off = origin(top);
+      float4 mean = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        const float share = exp2_fast(weights[w].x - off);
+        const float4 sum =
+            *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(memory + w * RING) + i / D * SUMS + i % D);
+        total += share * weights[w].y;
+        mean.x += share * sum.x, mean.y += share * sum.y, mean.z += share * sum.z, mean.w += share * sum.w;
+      }
+      const float by = total == 0.f ? 0.f : __fdividef(1.f, total);
+      mean.x *= by, mean.y *= by, mean.z *= by, mean.w *= by;
       if (range.active == 1) {
         write4(p.y, p.dtype, at.out + i, mean);
       } else {
-        const float weight = row[D];
+        const float weight = top + __log2f(total);
         *reinterpret_cast<float4*>(partial + i) = make_float4(mean.x, weight, mean.y, weight);
         *reinterpret_cast<float4*>(partial + i + 2) = make_float4(mean.z, weight, mean.w, weight);
       }
@@ -418,7 +450,7 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
 
   __device__ void decode(char* memory) {
     uint32_t position = read_position(p.position + here.z);
-    for (int i = threadIdx.x; i < PipelinedShared<D>::QUERIES / 16; i += WARP)
+    for (int i = threadIdx.x; i < PipelinedShared<D, W>::QUERIES / 16; i += THREADS)
       reinterpret_cast<uint4*>(s.queries)[i] = make_uint4(0, 0, 0, 0);
     begin(position);
     pdl_wait();
@@ -426,31 +458,29 @@ template <typename C, int D, int SUB, int STAGES> struct PipelinedDecoding {
     uint4 rows[LANE_PIECES];
     load_rows(rows);
     const uint32_t now = read_position(p.position + here.z);
-#pragma unroll 1
-    for (int i = 1; i < STAGES - 1; ++i) fetch(range.first + i, i);
-    place_rows(memory + (STAGES - 1) * Pipeline::STAGE, rows);
+    fetch_ahead();
+    place_rows(memory + RING - Pipeline::STAGE, rows);
     if (now != position) {
       // What was fetched is another step's.
       await_copies();
       position = now;
       begin(position);
-#pragma unroll 1
-      for (int i = 1; i < STAGES - 1; ++i) fetch(range.first + i, i);
+      fetch_ahead();
     }
     if (range.empty()) return;
     const bool appends = range.leads && at.appends;
     const uint32_t page = appends ? page_of(p, here.z, position) : 0;
-    __syncwarp();
-    float k[N], v[N];
-    prepare_rows(k, v);
-    __syncwarp();
+    __syncthreads();
+    prepare_rows();
+    __syncthreads();
     if (appends) append<Pipeline>(p, s, at, page, D, position);
     Core core;
     core.start(s.queries);
-    // The rows have left the stage that is fetched into next.
-    __syncwarp();
-    attend(memory, position, k, v, core);
-    finish(memory, core);
+    char* ring = memory + warp * RING;
+    attend(ring, position, core);
+    leave_sums(ring, core);
+    __syncthreads();
+    finish(memory);
   }
 };
 

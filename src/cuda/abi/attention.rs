@@ -205,10 +205,10 @@ abi! {
     /// Keys that a warp of these takes at once.
     const DECODING_PAGED_KEYS: Count<i32> = 16;
 
-    /// The forms where there are many sequences, with a ring of stages in shared memory: head dimension, keys of a
-    /// stage, stages.
-    table DECODING_PIPELINED of DecodingPipelined (dim: usize, keys: usize, stages: usize) =
-        [(64, 16, 4), (128, 16, 4)];
+    /// The forms where there are many sequences, with a ring of stages in shared memory for each warp: head dimension,
+    /// keys of a stage, stages, warps.
+    table DECODING_PIPELINED of DecodingPipelined (dim: usize, keys: usize, stages: usize, warps: usize) =
+        [(64, 16, 3, 2), (128, 16, 2, 2)];
 
     /// The forms of one sequence or a few dozen on Hopper, in clusters of blocks: head dimension.
     table DECODING_CLUSTER of DecodingCluster (dim: usize) = [(64), (128)];

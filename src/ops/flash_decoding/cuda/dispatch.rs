@@ -70,7 +70,7 @@ pub(super) static RULES: &[Rule] = &[
         product: None,
         split: step::pipelined_split,
         plan: step::pipelined,
-        note: "keys and values in pages, of sequences enough for half of the multiprocessors: a warp for each key/value head of one, keys through a ring of stages",
+        note: "keys and values in pages, of sequences enough for half of the multiprocessors: two warps for each key/value head of one, keys through rings of stages",
     },
     Rule {
         kernel: "flash_decoding_mma",

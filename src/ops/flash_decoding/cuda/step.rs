@@ -68,7 +68,7 @@ static PIPELINED: Module = Module::new(
 pub(super) const PIPELINED_HEAD_SIZES: [usize; DECODING_PIPELINED.len()] =
     head_sizes!(DECODING_PIPELINED);
 
-/// Keys of a sequence before a second warp has some of them.
+/// Keys of a sequence before a second block has some of them.
 const PIPELINED_KEYS: usize = 512;
 
 /// The same over codes, for tensor cores: in e4m3 and in whole numbers.
@@ -128,10 +128,12 @@ pub(super) fn mma(case: &Case) -> Planned<Operands> {
     Alone::plan(case, index, mma_split(&case.shape))
 }
 
-/// Bytes of shared memory: the ring of stages, and after it queries, the new key and value.
+/// Bytes of shared memory: the warps' rings of stages, and behind them queries, the new key and value, and a row for each
+/// warp.
 fn pipelined_shared(form: DecodingPipelined) -> usize {
     let pitch = 2 * form.dim + 16;
-    form.stages * 2 * form.keys * pitch + form.dim / 16 * 512 + 2 * 4 * form.dim
+    let rings = form.warps * form.stages * 2 * form.keys * pitch;
+    rings + form.dim / 16 * 512 + (2 + form.warps) * 4 * form.dim
 }
 
 pub(super) fn pipelined_split(shape: &StepShape) -> Option<Split> {
@@ -139,9 +141,9 @@ pub(super) fn pipelined_split(shape: &StepShape) -> Option<Split> {
     let form = *forms.find(|form| form.dim == shape.head_dim)?;
     shape.paged.then_some(Split {
         heads: MAX_HEADS,
-        warps: 1,
+        warps: form.warps,
         keys: form.keys,
-        turns: PIPELINED_KEYS / form.keys,
+        turns: PIPELINED_KEYS / form.keys / form.warps,
         queries: 0,
         shared: pipelined_shared(form),
     })
