@@ -28,6 +28,7 @@
 //! Sources: Orca (Yu et al. 2022) for batching by steps; vLLM (Kwon et al. 2023) for pages and preemption;
 //! Sarathi-Serve (Agrawal et al. 2024) for chunks of prompts; SGLang (Zheng et al. 2024) for shared prefixes.
 
+mod buckets;
 mod constraint;
 #[cfg(feature = "cuda")]
 mod device;
@@ -45,6 +46,7 @@ use crate::models::decoder::DecoderCache;
 use crate::models::parts::Parts;
 use crate::ops::logprobs::MAX_TOP;
 use crate::quant::KvCacheType;
+use buckets::Move;
 use candle_core::{Result, bail};
 use constraint::Constrained;
 use pages::Pages;
@@ -390,6 +392,9 @@ impl Engine {
         for slot in self.schedule.take_left() {
             self.runner.vacate(slot)?;
         }
+        for of in &batch.moves {
+            self.relocate(*of)?;
+        }
         self.brought.extend(self.schedule.take_ended());
         let idle = batch.is_empty();
         if !idle {
@@ -417,6 +422,16 @@ impl Engine {
         Ok(())
     }
 
+    /// Moves a sequence to a slot that nobody is in, with what is under way for it.
+    fn relocate(&mut self, Move { from, to }: Move) -> Result<()> {
+        self.runner.relocate(from, to)?;
+        let draws = self.under_way.iter_mut().flat_map(|step| &mut step.draws);
+        for (slot, ..) in draws.filter(|(slot, ..)| *slot == from) {
+            *slot = to;
+        }
+        Ok(())
+    }
+
     /// How busy it is.
     pub fn stats(&self) -> Stats {
         let schedule = &self.schedule;
@@ -425,6 +440,7 @@ impl Engine {
         Stats {
             waiting: schedule.waiting(),
             running: schedule.running().count(),
+            bucket: schedule.bucket,
             pages,
             pages_free: free,
             slots_held: held * schedule.pages.size(),

@@ -102,6 +102,9 @@ pub struct Stats {
     pub waiting: usize,
     /// Requests that hold pages.
     pub running: usize,
+    /// Slots of the last step of single tokens, 0 if that step had none. On a GPU they are what the step costs, and its
+    /// graph is that of this many sequences: as many as there are up to 8, then the next power of two.
+    pub bucket: usize,
     /// Pages of keys and values in all.
     pub pages: usize,
     /// Pages that no request holds; some of them keep what may be read again.

@@ -3,6 +3,7 @@
 //! et al. 2024), and where pages run out, the request that came last gives its own back and begins anew later
 //! (recomputation, Kwon et al. 2023, section 4.5).
 
+use super::buckets::{Buckets, Move};
 use super::pages::Pages;
 use super::request::{Drawn, FinishReason, Output, RequestId};
 use super::sequence::Sequence;
@@ -25,6 +26,8 @@ pub(super) struct Batch {
     /// Slots whose last token is taken in, with its position.
     pub singles: Vec<(usize, usize)>,
     pub chunks: Vec<Chunk>,
+    /// Who moves to another slot before the step: the slots above are those after it.
+    pub moves: Vec<Move>,
 }
 
 impl Batch {
@@ -32,15 +35,28 @@ impl Batch {
     pub fn apart(&self) -> impl Iterator<Item = Batch> {
         let single = |single: &(usize, usize)| Batch {
             singles: vec![*single],
-            chunks: Vec::new(),
+            ..Default::default()
         };
         let chunk = |chunk: &Chunk| Batch {
-            singles: Vec::new(),
             chunks: vec![*chunk],
+            ..Default::default()
         };
         (self.singles.iter().map(single)).chain(self.chunks.iter().map(chunk))
     }
 
+    /// Follows those who move.
+    fn relocate(&mut self, moves: Vec<Move>) {
+        let singles = self.singles.iter_mut().map(|(slot, _)| slot);
+        for slot in singles.chain(self.chunks.iter_mut().map(|chunk| &mut chunk.slot)) {
+            if let Some(of) = moves.iter().find(|of| of.from == *slot) {
+                *slot = of.to;
+            }
+        }
+        self.singles.sort_unstable();
+        self.moves = moves;
+    }
+
+    /// Whether nothing is launched.
     pub fn is_empty(&self) -> bool {
         self.singles.is_empty() && self.chunks.is_empty()
     }
@@ -59,6 +75,9 @@ pub(super) struct Schedule {
     waiting: BTreeMap<RequestId, Sequence>,
     /// The places of a step.
     pub slots: Vec<Option<Sequence>>,
+    buckets: Buckets,
+    /// Slots of the last step of single tokens.
+    pub bucket: usize,
     pub pages: Pages,
     /// Of a sequence, at most.
     positions: usize,
@@ -85,6 +104,8 @@ impl Schedule {
         Self {
             waiting: BTreeMap::new(),
             slots: (0..slots).map(|_| None).collect(),
+            buckets: Buckets::new(slots, chunk_tokens.is_some()),
+            bucket: 0,
             pages,
             positions,
             budget,
@@ -176,6 +197,9 @@ impl Schedule {
         let mut budget = self.budget;
         self.chunks(&mut batch, &mut budget);
         self.admit(&mut batch, &mut budget);
+        batch.relocate(self.buckets.compact(&mut self.slots));
+        let highest = batch.singles.last();
+        self.bucket = highest.map_or(0, |(slot, _)| self.buckets.size(slot + 1));
         batch
     }
 

@@ -67,6 +67,7 @@ mod rms_norm_linear;
 mod rope;
 mod sample;
 mod serving;
+mod serving_buckets;
 mod serving_draws;
 mod serving_invariance;
 mod sizes;
