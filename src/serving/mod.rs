@@ -96,7 +96,7 @@ pub struct Options {
     pub kv_cache: KvCacheType,
     /// Tokens of prompts that a step reads beside the others' single tokens; 512 by default.
     pub prompt_budget: usize,
-    /// Whether requests with the same beginning share its pages; true by default.
+    /// Whether requests with the same beginning share its pages, also while one of them reads it; true by default.
     pub share_prefixes: bool,
     /// Whether a request's logits, to the last bit, and so its tokens are independent of the other requests; false by
     /// default. Then:
@@ -382,6 +382,9 @@ impl Engine {
             Ok(()) => Ok(std::mem::take(&mut self.brought)),
             Err(error) => {
                 self.begin_anew();
+                // What the step was to write may be missing.
+                let pages = 0..self.schedule.pages.count() as u32;
+                self.schedule.pages.withdraw(pages);
                 Err(error)
             }
         }

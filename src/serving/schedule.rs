@@ -193,6 +193,7 @@ impl Schedule {
     /// The step that comes next, counted as launched.
     pub fn next(&mut self) -> Batch {
         let mut batch = Batch::default();
+        self.pages.begin_step();
         self.singles(&mut batch);
         let mut budget = self.budget;
         self.chunks(&mut batch, &mut budget);
@@ -284,21 +285,26 @@ impl Schedule {
     }
 
     /// As much of what a slot has to read as the budget allows, or with batch invariance a whole chunk, if there is
-    /// budget for it; its pages are there.
+    /// budget for it; its pages are there. What others have read is not read again. Where others read in this step what
+    /// is half of the chunk or more, it waits for the next one.
     fn chunk(&mut self, slot: usize, batch: &mut Batch, budget: &mut usize) {
         let Some(sequence) = &mut self.slots[slot] else {
             return;
         };
+        let saved = sequence.reuse(&mut self.pages, self.chunk_tokens);
+        self.cached_tokens += saved as u64;
         let (from, end) = (sequence.written, sequence.tokens.len());
         let to = match self.chunk_tokens {
             None => end.min(from + *budget),
             Some(chunk_tokens) => end.min((from / chunk_tokens + 1) * chunk_tokens),
         };
-        if to - from > *budget {
+        let coming = sequence.coming(&self.pages, self.chunk_tokens);
+        if to - from > *budget || 2 * coming >= to - from {
             return;
         }
         *budget -= to - from;
         sequence.written = to;
+        sequence.publish(&mut self.pages, self.chunk_tokens);
         if to == end {
             (sequence.active, sequence.under_way) = (true, 1);
         }
@@ -365,9 +371,10 @@ impl Schedule {
             Some(token) => sequence.draw(token, self.positions),
             None => Some(sequence.undrawn()),
         };
-        // Keys of what is no number are of no use to others.
-        if token.is_some() {
-            sequence.publish(&mut self.pages, self.chunk_tokens);
+        match finish {
+            // Keys of what is no number are of no use to others.
+            Some(FinishReason::Failed) => self.pages.withdraw(sequence.pages.iter().copied()),
+            _ => sequence.publish(&mut self.pages, self.chunk_tokens),
         }
         if finish.is_some() {
             self.leave(slot);

@@ -70,6 +70,7 @@ mod serving;
 mod serving_buckets;
 mod serving_draws;
 mod serving_invariance;
+mod serving_prefixes;
 mod sizes;
 mod smollm2;
 mod smollm2_error;
