@@ -69,7 +69,11 @@ mod sample;
 mod serving;
 mod serving_buckets;
 mod serving_draws;
+mod serving_families;
 mod serving_invariance;
+#[cfg(target_os = "linux")]
+mod serving_memory;
+mod serving_order;
 mod serving_prefixes;
 mod sizes;
 mod smollm2;
