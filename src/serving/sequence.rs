@@ -4,6 +4,7 @@ use super::OP;
 use super::constraint::Constrained;
 use super::pages::{Chain, Pages, ROOT};
 use super::request::{FinishReason, Request, RequestId};
+use super::stop::Stopping;
 
 /// A request, what is known of its tokens, and where their keys and values are.
 #[derive(Debug)]
@@ -12,6 +13,8 @@ pub(super) struct Sequence {
     pub request: Request,
     /// What restricts its tokens: it knows those of `tokens` that were drawn.
     pub constrained: Option<Constrained>,
+    /// Its stop strings, if it has any, behind the tokens that were drawn.
+    stopping: Option<Stopping>,
     /// The prompt, followed by the tokens that were drawn and read back.
     pub tokens: Vec<u32>,
     /// Draws that are under way.
@@ -30,12 +33,18 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(id: RequestId, request: Request, constrained: Option<Constrained>) -> Self {
+    pub fn new(
+        id: RequestId,
+        request: Request,
+        constrained: Option<Constrained>,
+        stopping: Option<Stopping>,
+    ) -> Self {
         Self {
             id,
             tokens: request.prompt.clone(),
             request,
             constrained,
+            stopping,
             under_way: 0,
             written: 0,
             pages: Vec::new(),
@@ -144,6 +153,11 @@ impl Sequence {
         self.under_way = self.under_way.saturating_sub(1);
         if self.request.stop.contains(&token) {
             return Some(FinishReason::Stop);
+        }
+        if let Some(stopping) = &mut self.stopping
+            && stopping.accept(token)
+        {
+            return Some(FinishReason::StopString);
         }
         match self.constrained.as_mut().map(|of| of.accept(token)) {
             None | Some(Ok(false)) => {}

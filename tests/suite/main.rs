@@ -75,6 +75,7 @@ mod serving_invariance;
 mod serving_memory;
 mod serving_order;
 mod serving_prefixes;
+mod serving_stops;
 mod sizes;
 mod smollm2;
 mod smollm2_error;
